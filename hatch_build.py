@@ -67,10 +67,10 @@ def description(readme: str, source: str | None) -> str:
             words, and pictures are left out.
     """
 
-    def elsewhere(found: re.Match[str]) -> str:
-        picture, words, target = found.groups()
+    def elsewhere(match: re.Match[str]) -> str:
+        picture, words, target = match.groups()
         if re.match(r"[a-z]+:|#", target):
-            return found[0]
+            return match[0]
         if source is None:
             return "" if picture else words
         return f"{picture}[{words}]({source.rstrip('/')}/{'raw' if picture else 'blob'}/main/{target})"
@@ -78,25 +78,25 @@ def description(readme: str, source: str | None) -> str:
     return re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", elsewhere, readme)
 
 
-def published(out: Path) -> list[Path]:
+def build_distributions(out: Path) -> list[Path]:
     """Write the sdist and all wheels into a folder. Returns them."""
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder)
+        build_folder = Path(folder)
         # Hatch has no other way to say that no hook is to run.
         plain = {**os.environ, "HATCH_BUILD_NO_HOOKS": "true"}
-        command = [sys.executable, "-m", "hatchling", "build", "-d", str(made)]
+        command = [sys.executable, "-m", "hatchling", "build", "-d", str(build_folder)]
         subprocess.run(command, cwd=ROOT, env=plain, check=True, stdout=sys.stderr)
-        (wheel,) = made.glob("*.whl")
-        found = [*made.glob("*.tar.gz"), wheel]
+        (wheel,) = build_folder.glob("*.whl")
+        artifacts = [*build_folder.glob("*.tar.gz"), wheel]
         for machine, compiler in COMPILERS.items():
             if shutil.which(compiler) is None:
                 print(f"no wheel for {machine}: there is no compiler {compiler}", file=sys.stderr)
                 continue
-            library = made / f"{machine}.so"
+            library = build_folder / f"{machine}.so"
             runpy.run_path(str(ROOT / _BUILD))["build"](library, by=compiler, alone=True)
-            found.append(_with_library(wheel, library, f"manylinux_2_{_glibc(library)}_{machine}"))
-        return [Path(shutil.move(path, out / path.name)) for path in found]
+            artifacts.append(_with_library(wheel, library, f"manylinux_2_{_glibc(library)}_{machine}"))
+        return [Path(shutil.move(path, out / path.name)) for path in artifacts]
 
 
 def _glibc(library: Path) -> int:
@@ -106,8 +106,8 @@ def _glibc(library: Path) -> int:
 
 def _with_library(wheel: Path, library: Path, platform: str) -> Path:
     """The same wheel with a library in it, for a platform."""
-    made = wheel.with_name(wheel.name.replace("-any.whl", f"-{platform}.whl"))
-    with zipfile.ZipFile(wheel) as plain, zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
+    platform_wheel = wheel.with_name(wheel.name.replace("-any.whl", f"-{platform}.whl"))
+    with zipfile.ZipFile(wheel) as plain, zipfile.ZipFile(platform_wheel, "w", zipfile.ZIP_DEFLATED) as archive:
         record = next(name for name in plain.namelist() if name.endswith(".dist-info/RECORD"))
         lines = [line for line in plain.read(record).decode().splitlines() if "/WHEEL," not in line and "/RECORD," not in line]
 
@@ -124,10 +124,10 @@ def _with_library(wheel: Path, library: Path, platform: str) -> Path:
                 archive.writestr(entry, plain.read(entry))
         write(_LIBRARY, library.read_bytes())
         archive.writestr(record, "\n".join([*lines, f"{record},,", ""]))
-    return made
+    return platform_wheel
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("name the folder for the sdist and the wheels: python hatch_build.py OUT")
-    print(*published(Path(sys.argv[1])), sep="\n")
+    print(*build_distributions(Path(sys.argv[1])), sep="\n")

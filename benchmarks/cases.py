@@ -48,7 +48,7 @@ class Case:
     context: int
 
 
-def seen(window: int | None, context: int) -> int:
+def visible_tokens(window: int | None, context: int) -> int:
     """Tokens that the last query of a context sees in a layer."""
     return context if window is None else min(context, window)
 
@@ -72,10 +72,10 @@ def layers_in_turn(plan: KVPlan, config: ModelConfig, copies: int) -> tuple[KVPl
     Learned keys differ from layer to layer, and no layer has them beyond the model's last.
     """
     like = [index for index, layer in enumerate(config.layers) if layer == config.layers[0]]
-    stored = [plan.layers[index] for index in like]
-    if len(set(stored)) == 1 and not any(isinstance(side, LearnedFormat) for side in stored[0]):
+    layer_formats = [plan.layers[index] for index in like]
+    if len(set(layer_formats)) == 1 and not any(isinstance(side, LearnedFormat) for side in layer_formats[0]):
         return KVPlan(plan.layers[:1] * copies, plan.recent, plan.sink), replace(config, layers=config.layers[:1] * copies)
-    return KVPlan(tuple(stored), plan.recent, plan.sink), replace(config, layers=tuple(config.layers[i] for i in like))
+    return KVPlan(tuple(layer_formats), plan.recent, plan.sink), replace(config, layers=tuple(config.layers[i] for i in like))
 
 
 def new_cache(
@@ -115,7 +115,7 @@ def as_rows(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(0, 1).float().contiguous()
 
 
-def filled(
+def filled_cache(
     plan: KVPlan, config: ModelConfig, case: Case, k: Tensor, v: Tensor, steps: int
 ) -> tuple[PagedKVCache, PagedSequences]:
     """A cache that holds all but the last token of a case in every layer, with room for the steps asked for.
@@ -160,7 +160,7 @@ def parse_caches(specs: Sequence[str]) -> list[str]:
     Raises:
         InputError: half a pair, an empty part, or an unknown format.
     """
-    found: dict[str, None] = {}
+    caches: dict[str, None] = {}
     for spec in specs:
         parts = iter(part.strip() for part in spec.split(","))
         for whole in parts:
@@ -171,8 +171,8 @@ def parse_caches(specs: Sequence[str]) -> list[str]:
             for pair in [] if is_file(whole) else _split(whole)[0]:
                 if not formats.needs_calibration(pair):
                     formats.parse(pair)
-            found[whole] = None
-    return list(found)
+            caches[whole] = None
+    return list(caches)
 
 
 def is_file(kv: str) -> bool:
@@ -180,7 +180,7 @@ def is_file(kv: str) -> bool:
     return kv.endswith((".json", ".safetensors"))
 
 
-def plan_of(kv: str, config: ModelConfig) -> KVPlan:
+def benchmark_plan(kv: str, config: ModelConfig) -> KVPlan:
     """The plan of a cache for a model; learned keys are of made-up coordinates, other ones in each copy of a layer.
 
     Raises:
@@ -189,12 +189,12 @@ def plan_of(kv: str, config: ModelConfig) -> KVPlan:
     if is_file(kv):
         return plan_for(plan_file.load(kv), config)
     pairs, tail, sink = _split(kv)
-    named = {layer: pairs[layer % len(pairs)] for layer in range(config.num_layers)}
+    pair_by_layer = {layer: pairs[layer % len(pairs)] for layer in range(config.num_layers)}
     if not any(map(formats.needs_calibration, pairs)):
-        return plan_for(KVSpec(tail=tail, sink=sink, layers=named), config)
-    learned = made_up.calibration(max(config.num_layers, MOST_COPIES), *config.attentions[0].heads[1:])
-    parsed = {pair: formats.parse(pair, learned) for pair in pairs}
-    return KVPlan(tuple(parsed[pair] for pair in named.values()), tail, sink)
+        return plan_for(KVSpec(tail=tail, sink=sink, layers=pair_by_layer), config)
+    calibration = made_up.calibration(max(config.num_layers, MOST_COPIES), *config.attentions[0].heads[1:])
+    formats_by_pair = {pair: formats.parse(pair, calibration) for pair in pairs}
+    return KVPlan(tuple(formats_by_pair[pair] for pair in pair_by_layer.values()), tail, sink)
 
 
 def _split(kv: str) -> tuple[list[str], int | None, int]:
@@ -202,8 +202,8 @@ def _split(kv: str) -> tuple[list[str], int | None, int]:
     read = re.fullmatch(_CACHE, kv)
     if read is None:
         raise _unreadable(kv)
-    beside = {name: int(count) for name, count in re.findall(r"\+(tail|sink)(\d+)", read["beside"])}
-    return read["pairs"].split("/"), beside.get("tail"), beside.get("sink", 0)
+    bf16_counts = {name: int(count) for name, count in re.findall(r"\+(tail|sink)(\d+)", read["beside"])}
+    return read["pairs"].split("/"), bf16_counts.get("tail"), bf16_counts.get("sink", 0)
 
 
 def _unreadable(spec: str) -> InputError:
@@ -215,7 +215,7 @@ def _unreadable(spec: str) -> InputError:
 
 # -- What is timed -----------------------------------------------------------------------------------------------------------
 
-COUNTED = {"attention": 5, "step": 3, "prompt": 1}
+RUNS_PER_TURN = {"attention": 5, "step": 3, "prompt": 1}
 """Runs of a turn that count."""
 _COLD_BYTES = 128 * 2**20  # far more than a processor's cache holds, a GPU's included
 
@@ -238,12 +238,12 @@ class Variant(NamedTuple):
     about: str = ""
 
 
-Beside = Callable[[str, "Asked"], Iterable[Variant]]
+PeerVariants = Callable[[str, "Measurement"], Iterable[Variant]]
 """What takes turns with ours, by kind: attention, step or prompt."""
 
 
 @dataclass(frozen=True)
-class Asked:
+class Measurement:
     """What a measurement is told; k, v [B, Hkv, context, D] bf16, the context with tokens that were stored before it."""
 
     sides: Sides
@@ -252,7 +252,7 @@ class Asked:
     k: Tensor
     v: Tensor
     machine: Machine
-    beside: Beside
+    peer_variants: PeerVariants
     repeats: int
     on_turn: OnTurn
 
@@ -262,9 +262,9 @@ class Asked:
         return random_queries(self.model.config, self.case.batch, self.k.device, self.model.dtype)
 
 
-def steps_of(repeats: int) -> int:
+def appended_tokens(repeats: int) -> int:
     """Tokens that a measurement of steps appends to each sequence."""
-    return (repeats + 1) * (1 + COUNTED["step"])
+    return (repeats + 1) * (1 + RUNS_PER_TURN["step"])
 
 
 def copies(layer_bytes: float) -> int:
@@ -272,16 +272,16 @@ def copies(layer_bytes: float) -> int:
     return max(1, min(MOST_COPIES, int(_COLD_BYTES // layer_bytes)))
 
 
-def attention_runs(executor: Executor, plan: KVPlan, asked: Asked) -> tuple[Run | None, Run | None, list[float]]:
+def attention_runs(executor: Executor, plan: KVPlan, measurement: Measurement) -> tuple[Run | None, Run | None, list[float]]:
     """Attention over layers that take turns, storing their last token again and again, and bytes of a token's K and V."""
-    config, case, q = asked.model.config, asked.case, asked.queries
+    config, case, q = measurement.model.config, measurement.case, measurement.queries
     if executor.ops is None:
         return None, None, [0.0]
-    first = case.batch * seen(config.layers[0].attention.window, case.context) * token_bytes(plan, config)[0]
+    first = case.batch * visible_tokens(config.layers[0].attention.window, case.context) * token_bytes(plan, config)[0]
     plan, config = layers_in_turn(plan, config, copies(first))
-    ops, layers, scale = step_table(executor.ops, asked.k.device), config.num_layers, config.layers[0].attention.scale
-    cache, batch = almost_full(plan, config, case, asked.k, asked.v)
-    new_k, new_v = (as_rows(x[:, :, -1:]) for x in (asked.k, asked.v))
+    ops, layers, scale = step_table(executor.ops, measurement.k.device), config.num_layers, config.layers[0].attention.scale
+    cache, batch = almost_full(plan, config, case, measurement.k, measurement.v)
+    new_k, new_v = (as_rows(x[:, :, -1:]) for x in (measurement.k, measurement.v))
     for layer in range(layers):
         ops.store_kv(new_k, new_v, cache, layer, batch)
 
@@ -309,7 +309,7 @@ def almost_full(
     plan: KVPlan, config: ModelConfig, case: Case, k: Tensor, v: Tensor, new: int = 1
 ) -> tuple[PagedKVCache, Batch]:
     """A cache that holds in every layer all but a case's last token, and the batch of its new tokens."""
-    cache, paging = filled(plan, config, case, k, v, new)
+    cache, paging = filled_cache(plan, config, case, k, v, new)
     return cache, paging.batch(range(case.batch), [new] * case.batch).to(k.device)
 
 
@@ -321,7 +321,7 @@ def forward_run(kind: str, executor: Executor, plan: KVPlan, case: Case, repeats
     """
     config, device, sound = executor.config, executor.device, False
     if kind == "step":
-        cache, paging = filled(plan, config, case, *random_kv(config, case, device), steps_of(repeats))
+        cache, paging = filled_cache(plan, config, case, *random_kv(config, case, device), appended_tokens(repeats))
         tokens = torch.arange(case.batch, device=device) % config.vocab_size
     else:
         cache, _ = empty_cache(
@@ -337,12 +337,12 @@ def forward_run(kind: str, executor: Executor, plan: KVPlan, case: Case, repeats
 
     def run(_: int) -> None:
         nonlocal sound
-        found = logits()
+        scores = logits()
         # A sampler reads the token on the host, so a forward is over when it is there.
-        found.argmax(-1).tolist()
+        scores.argmax(-1).tolist()
         if not sound:
-            if found.amin() == found.amax():
-                value = found.flatten()[0].item()
+            if scores.amin() == scores.amax():
+                value = scores.flatten()[0].item()
                 raise InputError(f"a {kind} in {plan.describe()} at {case.context} tokens gives nothing but {value}")
             sound = True
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from haarkv.benchmarks import cases
-from haarkv.benchmarks.cases import Asked, Case
+from haarkv.benchmarks.cases import Case, Measurement
 from haarkv.benchmarks.decode_cost import Cost, CostRow, attention_cost, step_cost, store_cost
 from haarkv.benchmarks.report import Report, Table
 from haarkv.benchmarks.timing import Machine, OnTurn, Run, measure_machine, take_turns
@@ -23,7 +23,7 @@ from haarkv.executors import catalog
 from haarkv.executors.base import Executor
 from haarkv.executors.cpu import CpuExecutor
 from haarkv.models.base import DecoderModel
-from haarkv.models.catalog import load_model, maps_file, read_config, weights_of
+from haarkv.models.catalog import load_model, maps_file, model_weight_bytes, read_config
 from haarkv.models.checkpoint import Progress
 from haarkv.models.parallel import ALONE, Ranks, Split
 from haarkv.tq_ops.errors import InputError
@@ -32,7 +32,7 @@ TITLES = {
     "attention": "decode attention of one layer, K and V from memory", "store": "storing one new token in one layer",
     "prompt": "whole prompt, weights and all", "step": "whole decode step",
 }  # fmt: skip
-SIMULATED = "simulated: its times mean nothing, so that none is given"
+SIMULATION_NOTE = "simulated: its times mean nothing, so that none is given"
 NO_OPS = "its layers are whole programs"
 NO_GRAPH = "no CUDA graph can hold it"
 _MUCH_LONGER = 10  # a first call that takes this many times as long as the others has compiled something
@@ -60,7 +60,7 @@ class Request:
     dtype: str = "bfloat16"
     layers: int | None = None
     device: str | None = None
-    beside: cases.Beside = lambda *_: ()
+    peer_variants: cases.PeerVariants = lambda *_: ()
     kinds: Sequence[str] = ("attention", "step")
     repeats: int = 7
     isa: str | None = None
@@ -69,16 +69,16 @@ class Request:
     ranks: Ranks = ALONE
 
 
-def model_of(request: Request, progress: Progress | None) -> DecoderModel:
+def load_request_model(request: Request, progress: Progress | None) -> DecoderModel:
     """A request's model, its weights where its executors are fastest with them."""
-    kept = set.intersection(*(set(catalog.info(name).block_types()) for name in request.executors))
+    block_types = set.intersection(*(set(catalog.info(name).block_types()) for name in request.executors))
     ranks, config = request.ranks, read_config(request.model, request.layers)
     split = Split(config, ranks.rank, ranks.size) if ranks.size > 1 else None
     in_place = any(catalog.info(name).reads_in_place(request.device) for name in request.executors)
-    weights = weights_of(request.model, config, request.dtype, split, kept)
+    weights = model_weight_bytes(request.model, config, request.dtype, split, block_types)
     maps = maps_file(weights, request.mmap, ranks.size, in_place)
     return load_model(
-        request.model, request.dtype, request.layers, progress, request.ranks, keep_blocks=kept,
+        request.model, request.dtype, request.layers, progress, request.ranks, keep_blocks=block_types,
         activation_bits=request.activation_bits, mmap=maps,
     )  # fmt: skip
 
@@ -96,8 +96,8 @@ def measure(
     if request.ranks.size > 1 and tuple(request.kinds) != ("step",):
         raise InputError("ranks run whole steps together; all else is measured on one")
     if model is None:
-        model = model_of(request, progress)
-    room = cases.steps_of(request.repeats) if "step" in request.kinds else 0
+        model = load_request_model(request, progress)
+    room = cases.appended_tokens(request.repeats) if "step" in request.kinds else 0
     longest, limit = max(request.contexts), model.config.max_position_embeddings - room
     if {"prompt", "step"} & set(request.kinds) and longest > limit:
         raise InputError(
@@ -108,26 +108,26 @@ def measure(
             f"{request.model} has layers with a state beside those of attention, and attention is measured of models that "
             "have one kind of layer; give --only step or --only prompt"
         )
-    sides = sides_of(request, model, on_turn)
+    sides = open_executors(request, model, on_turn)
     device = next(iter(sides.values()))[0].device
     machine = measure_machine(device)
     rows: list[CostRow] = []
     for case in (Case(batch, context) for batch in request.batches for context in request.contexts):
         k, v = cases.random_kv(model.config, case, device)
-        asked = Asked(sides, model, case, k, v, machine, request.beside, request.repeats, on_turn)
+        measurement = Measurement(sides, model, case, k, v, machine, request.peer_variants, request.repeats, on_turn)
         for kind in dict.fromkeys(request.kinds):
-            rows += rows_of(kind, asked)
+            rows += cost_rows(kind, measurement)
     return machine, rows
 
 
-def sides_of(request: Request, model: DecoderModel, on_turn: OnTurn = lambda _: None) -> cases.Sides:
+def open_executors(request: Request, model: DecoderModel, on_turn: OnTurn = lambda _: None) -> cases.Sides:
     """Every executor with every plan that it supports, by the name of its rows; `on_turn` is told what is compiled."""
     sides: cases.Sides = {}
-    refused = ""
+    refusal = ""
     for name in request.executors:
         executor: Executor | None = None
         for kv in request.kvs:
-            plan = cases.plan_of(kv, model.config)
+            plan = cases.benchmark_plan(kv, model.config)
             try:
                 if executor is None and request.isa is None:
                     device = None if name == "reference" else request.device
@@ -138,60 +138,67 @@ def sides_of(request: Request, model: DecoderModel, on_turn: OnTurn = lambda _: 
                     raise InputError(f"executor {name} has no instruction sets to choose from; leave out --isa")
                 executor = executor or CpuExecutor(model, request.isa)
             except InputError as error:
-                refused = str(error)
+                refusal = str(error)
                 continue
             if reason := executor.supports(model.config, plan):
-                refused = f"executor {name} cannot run {kv}: {reason}"
+                refusal = f"executor {name} cannot run {kv}: {reason}"
             else:
                 sides[f"{name} {Path(kv).name if cases.is_file(kv) else kv}"] = (executor, plan)
     if not sides:
-        raise InputError(refused)
+        raise InputError(refusal)
     return sides
 
 
-def rows_of(kind: str, asked: Asked) -> Iterator[CostRow]:
+def cost_rows(kind: str, measurement: Measurement) -> Iterator[CostRow]:
     """Attention, a step or a prompt of every side in a case, then others'; all take turns. Storing is timed with attention."""
     runs: dict[str, Run] = {}
     rows: dict[str, CostRow] = {}
 
     def add(kind: str, who: str, cost: Cost, run: Run | None, note: str = "", about: str = "", *, peer: bool = False) -> None:
         key = f"{kind} {who}"
-        rows[key] = CostRow(kind, who, asked.case, cost, asked.machine, None, note, about=about, peer=peer)
+        rows[key] = CostRow(kind, who, measurement.case, cost, measurement.machine, None, note, about=about, peer=peer)
         if run is not None:
             runs[key] = run
 
-    for who, (executor, plan) in asked.sides.items():
-        nbytes = cases.token_bytes(plan, asked.model.config)
+    for who, (executor, plan) in measurement.sides.items():
+        nbytes = cases.token_bytes(plan, measurement.model.config)
         if kind == "attention":
-            attend, store, nbytes = cases.attention_runs(executor, plan, asked)
-            add(kind, who, cost_of(kind, asked, nbytes), attend, "" if executor.ops else NO_OPS)
+            attend, store, nbytes = cases.attention_runs(executor, plan, measurement)
+            add(kind, who, minimum_cost(kind, measurement, nbytes), attend, "" if executor.ops else NO_OPS)
             if store is not None:
-                add("store", who, store_cost(asked.model.config, asked.case, nbytes[0]), store)
+                add("store", who, store_cost(measurement.model.config, measurement.case, nbytes[0]), store)
         elif executor.simulated:
-            add(kind, who, cost_of(kind, asked, nbytes), None, SIMULATED)
+            add(kind, who, minimum_cost(kind, measurement, nbytes), None, SIMULATION_NOTE)
         else:
-            add(kind, who, cost_of(kind, asked, nbytes), cases.forward_run(kind, executor, plan, asked.case, asked.repeats))
-    for other in asked.beside(kind, asked):
-        add(kind, other.name, cost_of(kind, asked, other.kv_bytes), other.run, other.note, other.about, peer=True)
-    taken = take_turns(
+            add(
+                kind,
+                who,
+                minimum_cost(kind, measurement, nbytes),
+                cases.forward_run(kind, executor, plan, measurement.case, measurement.repeats),
+            )
+    for other in measurement.peer_variants(kind, measurement):
+        add(kind, other.name, minimum_cost(kind, measurement, other.kv_bytes), other.run, other.note, other.about, peer=True)
+    spreads = take_turns(
         runs,
-        asked.k.device,
-        repeats=asked.repeats,
-        counted=cases.COUNTED[kind],
+        measurement.k.device,
+        repeats=measurement.repeats,
+        counted_runs=cases.RUNS_PER_TURN[kind],
         capture=kind == "attention",
-        on_turn=asked.on_turn,
+        on_turn=measurement.on_turn,
     )
     for key, row in rows.items():
-        compiled = dict(asked.sides[row.who][0].compiled) if row.who in asked.sides and kind != "attention" else None
-        note = row.note or ("" if key in taken or key not in runs else NO_GRAPH)
-        yield replace(row, taken=taken.get(key), note=note, compiled=compiled or None)
+        compile_seconds = (
+            dict(measurement.sides[row.who][0].compiled) if row.who in measurement.sides and kind != "attention" else None
+        )
+        note = row.note or ("" if key in spreads or key not in runs else NO_GRAPH)
+        yield replace(row, spread=spreads.get(key), note=note, compiled=compile_seconds or None)
 
 
-def cost_of(kind: str, asked: Asked, nbytes: Sequence[float]) -> Cost:
+def minimum_cost(kind: str, measurement: Measurement, nbytes: Sequence[float]) -> Cost:
     """What a run of a kind must do at least; `nbytes` of a token's K and V by layer."""
     if kind == "attention":
-        return attention_cost(asked.model.config, asked.case, nbytes[0], asked.model.dtype.itemsize)
-    return step_cost(asked.model, asked.case, nbytes, asked.case.context if kind == "prompt" else 1)
+        return attention_cost(measurement.model.config, measurement.case, nbytes[0], measurement.model.dtype.itemsize)
+    return step_cost(measurement.model, measurement.case, nbytes, measurement.case.context if kind == "prompt" else 1)
 
 
 _LEGEND = "floor: its bytes at a copy's speed, or its operations if longer"
@@ -212,15 +219,15 @@ def report(
     notes: dict[int, list[str]] = {}
     ranks = f", one of {request.ranks.size} ranks" if request.ranks.size > 1 else ""
     for kind, title in titles.items():
-        if not (chosen := [r for r in rows if r.kind == kind]):
+        if not (kind_rows := [r for r in rows if r.kind == kind]):
             continue
         columns = ("batch", "context", "who", "ms", "low … high", "tokens/s" if kind == "prompt" else "ms/token",
                    *["speed-up"] * bool(faster), "weights MB", "KV MB", "GB/s", "of copy", "floor ms", "× floor")  # fmt: skip
-        counts = {r.taken.runs for r in chosen if r.taken} or {0}
+        counts = {r.spread.runs for r in kind_rows if r.spread} or {0}
         runs = " to ".join(map(str, sorted({min(counts), max(counts)})))
         heading = f"{request.model}, {request.dtype}{ranks}: {title}, median of {runs}; {limits}"
-        notes[len(tables)] = list(dict.fromkeys(_notes(chosen)))
-        tables.append(Table(heading, columns, [_cells(r, rows, bool(faster)) for r in chosen]))
+        notes[len(tables)] = list(dict.fromkeys(_notes(kind_rows)))
+        tables.append(Table(heading, columns, [_cells(r, rows, bool(faster)) for r in kind_rows]))
     notes[len(tables) - 1] += [*dict.fromkeys(r.about for r in rows if r.about), faster + _LEGEND]
     values = {key: getattr(request, key) for key in ("dtype", "layers", "repeats", "isa", "activation_bits")}
     values |= {"tensor_parallel": request.ranks.size, "limits": asdict(machine), "rows": [r.as_json(rows) for r in rows]}
@@ -230,31 +237,31 @@ def report(
 def _notes(rows: Sequence[CostRow]) -> Iterator[str]:
     """Why rows have no time, each of ours beside its executor's first cache, and what was compiled."""
     yield from (f"{r.who}: {r.note}" for r in rows if r.note)
-    timed = [(r, r.ms) for r in rows if r.ms is not None]
+    timed_rows = [(r, r.ms) for r in rows if r.ms is not None]
     first: dict[tuple[str, Case], tuple[CostRow, float]] = {}
-    for r, ms in timed:
+    for r, ms in timed_rows:
         other, others_ms = first.setdefault((r.who.split()[0], r.case), (r, ms))
         if not r.peer and other is not r:
             yield f"{r.who} at {r.case.context:,} tokens: {ms / others_ms:.2f} of {other.who}'s time"
-    for r, ms in timed:
+    for r, ms in timed_rows:
         if r.compiled:
-            said = ", ".join(f"{name} in {seconds:.1f} s" for name, seconds in r.compiled.items())
-            yield f"{r.who}: compiled {said}, counted in no figure"
-        if r.taken and r.taken.first_ms and r.taken.first_ms > _MUCH_LONGER * ms:
+            programs = ", ".join(f"{name} in {seconds:.1f} s" for name, seconds in r.compiled.items())
+            yield f"{r.who}: compiled {programs}, counted in no figure"
+        if r.spread and r.spread.first_ms and r.spread.first_ms > _MUCH_LONGER * ms:
             where = f"{r.who}, batch {r.case.batch}, context {r.case.context}"
-            yield f"{where}: first call {r.taken.first_ms / 1e3:.2f} s, counted in no figure"
+            yield f"{where}: first call {r.spread.first_ms / 1e3:.2f} s, counted in no figure"
 
 
 def _cells(r: CostRow, rows: Sequence[CostRow], peers: bool) -> tuple[str, ...]:
     figures = r.figures(rows)
 
-    def shown(name: str, form: str) -> str:
+    def cell(name: str, form: str) -> str:
         return "–" if figures.get(name) is None else format(figures[name], form)
 
     form = {"prompt": ".0f", "step": ".2f"}.get(r.kind, ".3f")
-    spread = "–" if r.taken is None else f"{r.taken.low:{form}} … {r.taken.high:{form}}"
-    rate = shown("tokens_per_s", ".1f") if r.kind == "prompt" else shown("ms_per_token", form)
+    spread = "–" if r.spread is None else f"{r.spread.low:{form}} … {r.spread.high:{form}}"
+    rate = cell("tokens_per_s", ".1f") if r.kind == "prompt" else cell("ms_per_token", form)
     megabytes = (f"{r.cost.weights / 1e6:.1f}", f"{r.cost.kv / 1e6:.2f}")
-    speed_up = [shown("speed_up", ".2f")] if peers else []
-    return (str(r.case.batch), str(r.case.context), r.who, shown("ms", form), spread, rate, *speed_up, *megabytes,
-            shown("gbps", ".1f"), shown("of_copy", ".0%"), shown("floor_ms", form), shown("of_floor", ".2f"))  # fmt: skip
+    speed_up = [cell("speed_up", ".2f")] if peers else []
+    return (str(r.case.batch), str(r.case.context), r.who, cell("ms", form), spread, rate, *speed_up, *megabytes,
+            cell("gbps", ".1f"), cell("of_copy", ".0%"), cell("floor_ms", form), cell("of_floor", ".2f"))  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from haarkv.benchmarks.cases import Case as Case
-from haarkv.benchmarks.cases import seen
+from haarkv.benchmarks.cases import visible_tokens
 from haarkv.benchmarks.timing import Machine, Spread
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import Attention, Experts, ModelConfig
@@ -47,7 +47,7 @@ class CostRow:
     case: Case
     cost: Cost
     machine: Machine
-    taken: Spread | None = None
+    spread: Spread | None = None
     note: str = ""
     compiled: Mapping[str, float] | None = None
     about: str = ""
@@ -56,7 +56,7 @@ class CostRow:
     @property
     def ms(self) -> float | None:
         """Median."""
-        return None if self.taken is None else self.taken.ms
+        return None if self.spread is None else self.spread.ms
 
     def figures(self, rows: Sequence[CostRow] = ()) -> dict[str, Any]:
         """What follows from a time: bytes in 1e9 a second, that relative to a copy, the floor, and how many times it.
@@ -65,19 +65,19 @@ class CostRow:
             rows: of the same run; the speed-up is over the fastest peer of the same kind and case among them.
         """
         floor = self.machine.floor_ms(self.cost.nbytes, self.cost.flops)
-        if self.taken is None:
+        if self.spread is None:
             return {"floor_ms": floor}
-        ms, gbps = self.taken.ms, self.cost.nbytes / self.taken.ms / 1e6
-        found = {**asdict(self.taken), "gbps": gbps, "of_copy": gbps / self.machine.copy_gbps, "floor_ms": floor,
+        ms, gbps = self.spread.ms, self.cost.nbytes / self.spread.ms / 1e6
+        figures = {**asdict(self.spread), "gbps": gbps, "of_copy": gbps / self.machine.copy_gbps, "floor_ms": floor,
                  "of_floor": ms / floor}  # fmt: skip
         peers = [r.ms for r in rows if r.peer and r.ms is not None and (r.kind, r.case) == (self.kind, self.case)]
         if peers:
-            found["speed_up"] = min(peers) / ms
+            figures["speed_up"] = min(peers) / ms
         if self.kind == "step":
-            found["ms_per_token"] = ms / self.case.batch
+            figures["ms_per_token"] = ms / self.case.batch
         if self.kind == "prompt":
-            found["tokens_per_s"] = 1e3 * self.case.batch * self.case.context / ms
-        return found
+            figures["tokens_per_s"] = 1e3 * self.case.batch * self.case.context / ms
+        return figures
 
     def as_json(self, rows: Sequence[CostRow] = ()) -> dict[str, Any]:
         """For a JSON line; arguments as `figures`."""
@@ -93,14 +93,14 @@ def attention_flops(mixer: Attention, pairs: float) -> float:
 
 def pairs_seen(mixer: Attention, tokens: int) -> float:
     """Pairs of a query and a key in a prompt of so many tokens."""
-    most = seen(mixer.window, tokens)
+    most = visible_tokens(mixer.window, tokens)
     return most * (most + 1) / 2 + (tokens - most) * most
 
 
 def attention_cost(config: ModelConfig, case: Case, kv_bytes: float, item: int) -> Cost:
     """Decode attention of the first layer; `kv_bytes` of one token's K and V, all heads, and `item` of a number of q."""
     mixer, shape = config.layers[0].attention, config.attentions[0].heads
-    keys = case.batch * seen(mixer.window, case.context)
+    keys = case.batch * visible_tokens(mixer.window, case.context)
     return Cost(0, keys * kv_bytes, 2 * case.batch * shape.num_heads * shape.head_dim * item, attention_flops(mixer, keys))
 
 
@@ -117,13 +117,13 @@ def _products(model: DecoderModel, layer: int, tokens: int) -> tuple[int, int]:
     """
     mlp = model.config.layers[layer].mlp
     share = mlp.per_token / mlp.count if isinstance(mlp, Experts) else 0.0
-    read = multiplied = 0.0
+    read = multiplications = 0.0
     for field, _, weight in model.weights.layers[layer].named():
         if len(weight.shape) == 2:
             expert = field.startswith("experts.")
             read += weight.nbytes * (min(1.0, tokens * share) if expert else 1.0)
-            multiplied += weight.shape.numel() * (share if expert else 1.0)
-    return round(read), round(multiplied)
+            multiplications += weight.shape.numel() * (share if expert else 1.0)
+    return round(read), round(multiplications)
 
 
 def step_cost(model: DecoderModel, case: Case, kv_bytes: Sequence[float], new: int = 1) -> Cost:
@@ -137,12 +137,12 @@ def step_cost(model: DecoderModel, case: Case, kv_bytes: Sequence[float], new: i
     """
     config, head, tokens = model.config, model.weights.lm_head, case.batch * new
     products = [_products(model, layer, tokens) for layer in range(config.num_layers)]
-    read, multiplied = map(sum, zip(*products, strict=True))
+    read, multiplications = map(sum, zip(*products, strict=True))
     windows = [shape.window if shape else 0 for shape in config.kv_shapes]
-    kv = sum(max(seen(window, case.context), new) * nbytes for window, nbytes in zip(windows, kv_bytes, strict=True))
+    kv = sum(max(visible_tokens(window, case.context), new) * nbytes for window, nbytes in zip(windows, kv_bytes, strict=True))
     # A state is read and written.
     kv += sum(2 * shape.nbytes // shape.versions for shape in config.state_shapes.values())
     pairs = [(mixer, pairs_seen(mixer, case.context) - pairs_seen(mixer, case.context - new)) for mixer in config.attentions]
-    flops = 2.0 * (tokens * multiplied + case.batch * head.shape.numel())
+    flops = 2.0 * (tokens * multiplications + case.batch * head.shape.numel())
     flops += case.batch * sum(attention_flops(mixer, count) for mixer, count in pairs)
     return Cost(read + head.nbytes, case.batch * kv, 4 * case.batch * config.vocab_size, flops)

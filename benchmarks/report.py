@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from haarkv.models.catalog import files_of
+from haarkv.models.catalog import model_files
 from haarkv.tq_ops.memory import mapped_memory, peak_memory
 
 RESULTS = Path(__file__).parent / "results"
@@ -52,15 +52,15 @@ def header(
         kv: every cache that was measured.
         packages: whose versions count as well, as far as they are installed.
     """
-    found = machine()
-    versions = {name: found.pop(name) for name in ("python", "torch")}
+    system = machine()
+    versions = {name: system.pop(name) for name in ("python", "torch")}
     for package in packages:
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
             continue
     date = datetime.now(UTC).date().isoformat()
-    return {"benchmark": benchmark, "date": date, **found, "versions": versions, "model": model, "context": list(context),
+    return {"benchmark": benchmark, "date": date, **system, "versions": versions, "model": model, "context": list(context),
             "kv": list(kv)}  # fmt: skip
 
 
@@ -98,7 +98,7 @@ class Report:
     @property
     def memory(self) -> dict[str, int]:
         """The most that this process had, and those pages of the model's file that it has now."""
-        return {"peak_bytes": peak_memory(), "mapped_bytes": mapped_memory(files_of(self.model))}
+        return {"peak_bytes": peak_memory(), "mapped_bytes": mapped_memory(model_files(self.model))}
 
     def save(self) -> None:
         """Append the line to `benchmarks/results/NAME.jsonl`."""

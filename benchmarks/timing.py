@@ -53,8 +53,8 @@ def clock(device: torch.device) -> Callable[[Callable[[], object]], float]:
 
     def on_host(run: Callable[[], object]) -> float:
         began = time.perf_counter()
-        own = run()
-        return own if isinstance(own, float) else time.perf_counter() - began
+        result = run()
+        return result if isinstance(result, float) else time.perf_counter() - began
 
     def on_device(run: Callable[[], object]) -> float:
         with module.device(device):
@@ -69,7 +69,7 @@ def clock(device: torch.device) -> Callable[[Callable[[], object]], float]:
 
 
 def take_turns(
-    runs: Mapping[str, Run], device: torch.device, *, repeats: int, counted: int = 1, capture: bool = False,
+    runs: Mapping[str, Run], device: torch.device, *, repeats: int, counted_runs: int = 1, capture: bool = False,
     on_turn: OnTurn = lambda _: None,
 ) -> dict[str, Spread]:  # fmt: skip
     """Time variants in turns, so that what disturbs the machine disturbs them alike.
@@ -79,17 +79,17 @@ def take_turns(
 
     Args:
         repeats: turns that count; fewer if they take a minute.
-        counted: runs of a turn that count.
+        counted_runs: runs of a turn that count.
         capture: on a GPU a turn is one replay of many runs, captured as a graph: a launch takes the host longer than many a
             kernel runs. What no graph can hold is left out there.
     """
-    timed, per_run = clock(device), 1
+    timer, per_run = clock(device), 1
     if capture and device.type == "cuda":
         graphs: dict[str, Run] = {}
         for name, run in runs.items():
             with suppress(RuntimeError):
-                graphs[name] = captured(run, MOST_COPIES, device)
-        runs, counted, per_run = graphs, 1, MOST_COPIES
+                graphs[name] = capture_graph(run, MOST_COPIES, device)
+        runs, counted_runs, per_run = graphs, 1, MOST_COPIES
     times = {name: list[float]() for name in runs}
     first: dict[str, float] = {}
     number = 0
@@ -98,19 +98,19 @@ def take_turns(
             on_turn(name)
             time.sleep(_REST_S)
             began = time.perf_counter()
-            taken = [timed(partial(run, number))]
+            turn_times = [timer(partial(run, number))]
             first.setdefault(name, 1e3 * (time.perf_counter() - began))
-            if counted > 1:
-                taken = [timed(partial(run, number + 1 + more)) for more in range(counted)]
-            times[name] += taken if turn else []
-        number += 1 + counted
+            if counted_runs > 1:
+                turn_times = [timer(partial(run, number + 1 + more)) for more in range(counted_runs)]
+            times[name] += turn_times if turn else []
+        number += 1 + counted_runs
         if sum(map(sum, times.values())) >= _ENOUGH_S:
             break
-    ms = {name: [1e3 * seconds / per_run for seconds in found] for name, found in times.items()}
+    ms = {name: [1e3 * seconds / per_run for seconds in durations] for name, durations in times.items()}
     return {n: Spread(statistics.median(x), min(x), max(x), len(x), first[n]) for n, x in ms.items()}
 
 
-def captured(run: Run, runs: int, device: torch.device) -> Run:
+def capture_graph(run: Run, runs: int, device: torch.device) -> Run:
     """Several runs in a row as one CUDA graph; each is called with its number."""
     aside: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     aside.wait_stream(torch.cuda.current_stream(device))
@@ -142,14 +142,14 @@ class Machine:
 
 def measure_machine(device: torch.device, repeats: int = 7) -> Machine:
     """Copy bandwidth and matrix throughput, best of some turns: a limit is what has been reached once."""
-    timed = clock(device)
+    timer = clock(device)
     source = torch.zeros(_COPY_BYTES // 4, dtype=torch.int32, device=device)
     target = torch.ones_like(source)
     matrices = {dtype: torch.ones(_MATRIX, _MATRIX, dtype=dtype, device=device) for dtype in (torch.float32, torch.bfloat16)}
 
     def best(run: Callable[[], object]) -> float:
-        return min(timed(run) for _ in range(repeats))
+        return min(timer(run) for _ in range(repeats))
 
-    copied = best(lambda: target.copy_(source))
+    copy_seconds = best(lambda: target.copy_(source))
     flops = {dtype: 2 * _MATRIX**3 / best(partial(torch.matmul, x, x)) / 1e9 for dtype, x in matrices.items()}
-    return Machine(2 * _COPY_BYTES / copied / 1e9, flops[torch.float32], flops[torch.bfloat16])
+    return Machine(2 * _COPY_BYTES / copy_seconds / 1e9, flops[torch.float32], flops[torch.bfloat16])

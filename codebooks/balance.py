@@ -32,11 +32,11 @@ def channel_scales(use: Tensor, size: Tensor) -> Tensor:
         [..., D] fp32, powers of two; 1 for a channel that is always 0. Nobody looks at a channel of use 0, or hardly: it
         becomes as small as channels may become.
     """
-    known = size > 0
+    nonzero = size > 0
     quarter = torch.log2(use.double() / size.double()) / 4
-    middle = torch.nanmedian(quarter.where(known & (use > 0), torch.nan), dim=-1, keepdim=True).values.nan_to_num()
+    middle = torch.nanmedian(quarter.where(nonzero & (use > 0), torch.nan), dim=-1, keepdim=True).values.nan_to_num()
     exponent = (quarter - middle).clamp(-_FURTHEST, _FURTHEST).round()
-    return torch.exp2(exponent.where(known, torch.zeros(()))).float()
+    return torch.exp2(exponent.where(nonzero, torch.zeros(()))).float()
 
 
 def error_ratio(use: Tensor, size: Tensor, scales: Tensor) -> Tensor:

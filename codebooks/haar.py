@@ -121,6 +121,6 @@ def _sine_cosine(x: Floats) -> tuple[Floats, Floats]:
     square = x * x
     cosine = _fma(_polynomial(square, _COSINE) * square, square, -(square * np.float32(0.5))) + np.float32(1)
     sine = _fma(_polynomial(square, _SINE) * square, x, x)
-    swapped = (octant & 2) != 0
-    first, second = np.where(swapped, cosine, sine), np.where(swapped, sine, cosine)
+    swap = (octant & 2) != 0
+    first, second = np.where(swap, cosine, sine), np.where(swap, sine, cosine)
     return np.where((octant & 4) != 0, -first, first), np.where(((octant - 2) & 4) == 0, -second, second)

@@ -103,8 +103,8 @@ def learn(metric: Tensor, spread: Tensor, mean: Tensor, damping: float = _DAMPIN
         raise ValueError(f"moments of {list(metric.shape)} and {list(spread.shape)} do not fit a mean of {list(mean.shape)}")
     if not all(torch.isfinite(x).all() for x in (metric, spread, mean)):
         raise ValueError("a moment is not finite")
-    damped = (_damped(metric[head].double(), spread[head].double(), damping) for head in range(heads))
-    parts = [_of_head(*both, power) for both in damped]
+    damped_moments = (_add_damping(metric[head].double(), spread[head].double(), damping) for head in range(heads))
+    parts = [_head_basis(*both, power) for both in damped_moments]
     forward, back, weights = (torch.stack(part) for part in zip(*parts, strict=True))
     # The inverse has numbers of 1e7 there. No query reads them, but whatever stores the vector in another format would.
     diagonal = metric.diagonal(dim1=-2, dim2=-1)
@@ -113,14 +113,14 @@ def learn(metric: Tensor, spread: Tensor, mean: Tensor, damping: float = _DAMPIN
     return Basis(mean.float(), forward.float(), back.float(), weights.float())
 
 
-def tempered(metric: Tensor, damping: float = _DAMPING, power: float = POWER) -> Tensor:
+def tempered_metric(metric: Tensor, damping: float = _DAMPING, power: float = POWER) -> Tensor:
     """The metric as `learn` takes it, S S: [H, D, D] float64, of what it is given."""
-    found = []
-    for of_head in metric.double():
-        damped, _ = _damped(of_head, of_head, damping)
-        channel, root = _root(damped, power)
-        found.append(torch.outer(channel, channel) * (root @ root))
-    return torch.stack(found)
+    metrics = []
+    for head_metric in metric.double():
+        damped_metric, _ = _add_damping(head_metric, head_metric, damping)
+        channel, root = _root(damped_metric, power)
+        metrics.append(torch.outer(channel, channel) * (root @ root))
+    return torch.stack(metrics)
 
 
 def _root(metric: Tensor, power: float) -> tuple[Tensor, Tensor]:
@@ -130,31 +130,31 @@ def _root(metric: Tensor, power: float) -> tuple[Tensor, Tensor]:
     return channel, (vectors * values.clamp(min=_FLOOR).pow(power / 2)) @ vectors.T
 
 
-def _damped(metric: Tensor, spread: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+def _add_damping(metric: Tensor, spread: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     """Both matrices with a share of their own diagonals added; a channel that never moved counts as one that hardly did."""
-    found = []
+    matrices = []
     for matrix in (metric, spread):
         diagonal = matrix.diagonal().clamp(min=0.0)
         least = _DEAD * (diagonal.max() or torch.ones((), dtype=torch.float64))
-        found.append(matrix + torch.diag(damping * diagonal + least.where(diagonal <= least, torch.zeros(()))))
-    return found[0], found[1]
+        matrices.append(matrix + torch.diag(damping * diagonal + least.where(diagonal <= least, torch.zeros(()))))
+    return matrices[0], matrices[1]
 
 
-def _of_head(metric: Tensor, spread: Tensor, power: float) -> tuple[Tensor, Tensor, Tensor]:
+def _head_basis(metric: Tensor, spread: Tensor, power: float) -> tuple[Tensor, Tensor, Tensor]:
     """forward, back and weights of one head."""
     channel, root = _root(metric, power)
-    weights, turned = torch.linalg.eigh(root @ (spread * torch.outer(channel, channel)) @ root)
-    weights, turned = weights.flip(-1), turned.flip(-1)
+    weights, eigenvectors = torch.linalg.eigh(root @ (spread * torch.outer(channel, channel)) @ root)
+    weights, eigenvectors = weights.flip(-1), eigenvectors.flip(-1)
     weights = weights.clamp(min=_FLOOR * float(weights[0]))
     # Turned among each other, the coordinates of an eighth weigh alike.
     eighths = weights.view(EIGHTHS, -1)
-    alike = eighths.mean(1, keepdim=True).expand_as(eighths).flatten()
+    eighth_weights = eighths.mean(1, keepdim=True).expand_as(eighths).flatten()
     count = eighths.shape[1]
-    turned = torch.cat([part @ _turn(i, count) for i, part in enumerate(turned.split(count, 1))], 1)
-    forward = channel.unsqueeze(1) * (root @ turned) / alike.sqrt()
+    eigenvectors = torch.cat([part @ _turn(i, count) for i, part in enumerate(eigenvectors.split(count, 1))], 1)
+    forward = channel.unsqueeze(1) * (root @ eigenvectors) / eighth_weights.sqrt()
     forward = (forward / forward.square().mean().sqrt() / math.sqrt(len(forward))).to(torch.bfloat16).double()
     back = torch.linalg.inv(forward).to(torch.bfloat16)
-    return forward, back.double(), alike / alike.mean()
+    return forward, back.double(), eighth_weights / eighth_weights.mean()
 
 
 @cache
@@ -164,16 +164,16 @@ def _turn(eighth: int, count: int) -> Tensor:
     return torch.from_numpy(orthogonal_factor(gaussian.astype(np.float64)))
 
 
-def expected_cost(weights: Tensor, widths: Sequence[int], spent: Tensor | None = None) -> Tensor:
+def expected_cost(weights: Tensor, widths: Sequence[int], base_cost: Tensor | None = None) -> Tensor:
     """What levels leave of the cost of storing nothing but the mean, were coordinates Gaussian.
 
     Args:
         weights: [H, D] fp32.
         widths: bits of a level in each eighth.
-        spent: [H, D], what each coordinate costs without levels, on another text perhaps; the weights unless given.
+        base_cost: [H, D], what each coordinate costs without levels, on another text perhaps; the weights unless given.
     Returns:
         [H] fp64, between 0 and 1.
     """
     left = torch.tensor([ERRORS[bits] for bits in widths], dtype=torch.float64).repeat_interleave(weights.shape[1] // EIGHTHS)
-    costs = weights.double() if spent is None else spent.double()
+    costs = weights.double() if base_cost is None else base_cost.double()
     return (costs * left).sum(1) / costs.sum(1)

@@ -55,7 +55,7 @@ class Loss:
     """What a cache loses of K or V of one layer, in its worst KV head.
 
     Attributes:
-        of_sinks: the first tokens alone are to blame.
+        in_sinks: the first tokens alone are to blame.
     """
 
     layer: int
@@ -63,7 +63,7 @@ class Loss:
     kv_format: str
     measure: Measure
     amount: float
-    of_sinks: bool = False
+    in_sinks: bool = False
 
     @property
     def suffers(self) -> bool:
@@ -89,7 +89,7 @@ def expected_losses(plan: KVPlan, moments: Mapping[int, tuple[Moments, Moments]]
         for side, side_moments, kv_format in (("K", k, plan.k(layer)), ("V", v, plan.v(layer))):
             if not kv_format.lossy:
                 continue
-            x = _made_up(side_moments, generator, rotates=side == "K")
+            x = _synthetic_vectors(side_moments, generator, rotates=side == "K")
             use = side_moments.use
             queries = torch.randn(MOST_TOKENS, *use.shape, generator=generator) * use.sqrt()
             try:
@@ -103,7 +103,7 @@ def expected_losses(plan: KVPlan, moments: Mapping[int, tuple[Moments, Moments]]
     return [loss for loss in losses if loss and loss.suffers]
 
 
-def _made_up(moments: Moments, generator: torch.Generator, *, rotates: bool) -> Tensor:
+def _synthetic_vectors(moments: Moments, generator: torch.Generator, *, rotates: bool) -> Tensor:
     """Gaussian vectors [H, n, D] of such moments; RoPE `rotates` what is constant in them, anywhere."""
     heads, dim = moments.spread.shape
     noise = torch.randn(heads, MOST_TOKENS, dim, generator=generator) * moments.spread.sqrt().unsqueeze(1)
@@ -128,7 +128,7 @@ def key_loss(kv_format: KVFormat, layer: int, k: Tensor, q: Tensor, softmax_scal
     squares = logit_errors(error, q, softmax_scale).square()  # [H, n]
     whole = float(squares.mean(1).max().sqrt())
     later = float(squares[:, SINKS:].mean(1).max().sqrt())
-    return Loss(layer, "K", kv_format.name, LOGITS, whole, of_sinks=later < whole / 2)
+    return Loss(layer, "K", kv_format.name, LOGITS, whole, in_sinks=later < whole / 2)
 
 
 def value_loss(kv_format: KVFormat, layer: int, v: Tensor, use: Tensor) -> Loss | None:
@@ -152,7 +152,7 @@ def channel_loss(kv_format: KVFormat, layer: int, side: str, x: Tensor, sink: in
     error[:, :sink] = 0.0
     spread = x[:, SINKS:].float().var(1)
     whole, later = (float(lost_variation(e, spread).max()) for e in (error, error[:, SINKS:]))
-    return Loss(layer, side, kv_format.name, CHANNELS, whole, of_sinks=later < whole / 2)
+    return Loss(layer, side, kv_format.name, CHANNELS, whole, in_sinks=later < whole / 2)
 
 
 # -- What is said of it ----------------------------------------------------------------------------------------------------
@@ -166,13 +166,13 @@ def describe(losses: Sequence[Loss], *, could_balance: bool = False) -> str:
     """
     parts = []
     for side, measure in dict.fromkeys((loss.side, loss.measure) for loss in losses):
-        of_side = [loss for loss in losses if (loss.side, loss.measure) == (side, measure)]
-        names = " and ".join(dict.fromkeys(loss.kv_format for loss in of_side))
-        lost = measure.words.format(max(loss.amount for loss in of_side))
-        parts.append(f"{side} of {name_layers([loss.layer for loss in of_side])} suffers in {names}: {lost}")
+        side_losses = [loss for loss in losses if (loss.side, loss.measure) == (side, measure)]
+        names = " and ".join(dict.fromkeys(loss.kv_format for loss in side_losses))
+        worst = measure.words.format(max(loss.amount for loss in side_losses))
+        parts.append(f"{side} of {name_layers([loss.layer for loss in side_losses])} suffers in {names}: {worst}")
     if could_balance:
         instead = "leave balance on"
-    elif all(loss.of_sinks for loss in losses):
+    elif all(loss.in_sinks for loss in losses):
         instead = f"keep the first tokens in BF16: --kv-sink {SINKS}"
     else:
         layers = ",".join(str(layer) for layer in sorted({loss.layer for loss in losses}))
@@ -201,9 +201,9 @@ class Guard:
     allow: bool = False
     ranks: Ranks = ALONE
     insist: str = "--allow-collapse"
-    _probed: dict[tuple[int, str], Loss] = field(default_factory=dict)
-    _said: set[tuple[int, str]] = field(default_factory=set)
-    _over: bool = False
+    _layer_losses: dict[tuple[int, str], Loss] = field(default_factory=dict)
+    _warned: set[tuple[int, str]] = field(default_factory=set)
+    _done: bool = False
 
     def at_load(self, on_warning: Callable[[str], object]) -> None:
         """Judge by the weights.
@@ -215,30 +215,30 @@ class Guard:
 
     def watches(self, prompts: Sequence[Sequence[int]]) -> bool:
         """Whether it still has to judge, and these prompts are long enough for it to; else nothing looks on as they run."""
-        return not self._over and len(prompts[0]) >= LEAST_TOKENS
+        return not self._done and len(prompts[0]) >= LEAST_TOKENS
 
     def table(self, ops: OpTable) -> OpTable:
         """An op table that looks at the first tokens of each layer as it runs, once."""
-        seen: dict[int, tuple[Tensor, Tensor]] = {}
+        first_kv: dict[int, tuple[Tensor, Tensor]] = {}
 
         def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
-            if not self._over and int(batch.positions[0]) == 0:
-                seen[layer] = k, v
+            if not self._done and int(batch.positions[0]) == 0:
+                first_kv[layer] = k, v
             ops.store_kv(k, v, cache, layer, batch)
 
         def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
-            if layer in seen:
+            if layer in first_kv:
                 tokens = min(int(batch.query_start_loc[1]), MOST_TOKENS)
-                self._probe(layer, q[:tokens], *(x[:tokens].transpose(0, 1) for x in seen.pop(layer)))
+                self._probe(layer, q[:tokens], *(x[:tokens].transpose(0, 1) for x in first_kv.pop(layer)))
             return ops.paged_attention(q, cache, layer, batch, softmax_scale)
 
         return with_ops(ops, {"store_kv": store_kv, "paged_attention": paged_attention})
 
     def after_prefill(self, on_warning: Callable[[str], object]) -> None:
         """Judge by the first tokens, if there were enough of them; refuses as `at_load`."""
-        if not self._over:
-            self._over = bool(self._probed)
-            self._judge(list(self._probed.values()), on_warning)
+        if not self._done:
+            self._done = bool(self._layer_losses)
+            self._judge(list(self._layer_losses.values()), on_warning)
 
     def _probe(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         if len(q) < LEAST_TOKENS:
@@ -248,27 +248,27 @@ class Guard:
             ("K", k_format, partial(key_loss, k_format, layer, k, q, self.softmax_scale, self.plan.sink)),
             ("V", v_format, partial(value_loss, v_format, layer, v[:, self.plan.sink :], self.moments[layer][1].use)),
         ]
-        for side, kv_format, loss_of in sides:
+        for side, kv_format, measure_loss in sides:
             try:
-                loss = loss_of() if kv_format.lossy else None
+                loss = measure_loss() if kv_format.lossy else None
             except NonFiniteError:  # storing them says so, and where
                 continue
             if loss:
-                self._probed[layer, side] = loss
+                self._layer_losses[layer, side] = loss
 
     def _judge(self, losses: list[Loss], on_warning: Callable[[str], object]) -> None:
         # Each rank sees its own heads. All must come to one verdict, or some would wait for the others.
         every = self.ranks.collect([loss for loss in losses if loss.suffers])
         worst: dict[tuple[int, str], Loss] = {}
-        for loss in self.ranks.share([loss for of_rank in every for loss in of_rank]):
+        for loss in self.ranks.share([loss for rank_losses in every for loss in rank_losses]):
             key = loss.layer, loss.side
             if key not in worst or loss.amount > worst[key].amount:
                 worst[key] = loss
-        collapsed = {layer for (layer, _), loss in worst.items() if loss.garbage}
-        if len(collapsed) >= COLLAPSES * len(self.plan.layers) and not self.allow:
+        garbage_layers = {layer for (layer, _), loss in worst.items() if loss.garbage}
+        if len(garbage_layers) >= COLLAPSES * len(self.plan.layers) and not self.allow:
             line = describe(list(worst.values()), could_balance=self.could_balance)
             raise InputError(f"text would be garbage: {line}; {self.insist} goes on all the same")
-        new = [loss for key, loss in worst.items() if key not in self._said]
-        self._said |= worst.keys()
+        new = [loss for key, loss in worst.items() if key not in self._warned]
+        self._warned |= worst.keys()
         if new and self.ranks.rank == 0:
             on_warning(describe(new, could_balance=self.could_balance))

@@ -67,7 +67,7 @@ class Conversations:
     @property
     def nbytes(self) -> int:
         """Bytes of K and V that are held in memory."""
-        return sum(stored.nbytes for stored in self._held.values())
+        return sum(sequence.nbytes for sequence in self._held.values())
 
     def generate(self, name: str, prompt: Any, *, max_new_tokens: int = 64, **settings: Any) -> Result:
         """Continue a conversation; all that was said before is part of the prompt, as `Session.generate` takes it.
@@ -77,22 +77,22 @@ class Conversations:
                 was.
         """
         with self._lock:
-            of_chat = {field.name: settings.pop(field.name) for field in fields(Chat) if field.name in settings}
-            (ids,) = self.session.encode([prompt], **of_chat)
+            chat_args = {field.name: settings.pop(field.name) for field in fields(Chat) if field.name in settings}
+            (ids,) = self.session.encode([prompt], **chat_args)
             limit, most = self.session.config.max_position_embeddings, settings.get("max_context")
             context = context_for([ids], limit, max_new_tokens, most)
-            at_work = self._bytes_of(context)
+            at_work = self._working_bytes(context)
             if at_work > self.budget:
                 raise InputError(
                     f"{context:,} tokens take {at_work:,} bytes of K and V, more than the budget of {self.budget:,}; "
                     "raise it, or take a smaller format"
                 )
-            if name not in self._held and (found := self._read(name)):
-                self._held[name] = found
+            if name not in self._held and (from_file := self._read(name)):
+                self._held[name] = from_file
             try:
                 self._make_room(at_work, but=name)
-                stored = self._held.get(name)
-                result = self.session.generate([ids], stored=stored, keep=True, max_new_tokens=max_new_tokens, **settings)
+                sequence = self._held.get(name)
+                result = self.session.generate([ids], stored=sequence, keep=True, max_new_tokens=max_new_tokens, **settings)
                 # The copy that the sequence came from is there until now.
                 self.counters.peak_bytes, done = max(self.counters.peak_bytes, at_work + self.nbytes), result.completions[0]
                 self.counters.reused_tokens += done.reused_tokens
@@ -138,20 +138,20 @@ class Conversations:
         if file is None or not file.exists():
             return None
         try:
-            stored = self.session.load_cache(file)
+            sequence = self.session.load_cache(file)
         except InputError as error:
             self.counters.damaged += 1
             warn(f"{error}; the conversation is computed again")
             return None
         self.counters.restored += 1
-        return stored
+        return sequence
 
     def _file(self, name: str) -> Path | None:
         return self.folder and self.folder / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.safetensors"
 
-    def _bytes_of(self, tokens: int) -> int:
+    def _working_bytes(self, tokens: int) -> int:
         config = self.session.config
         plan, shapes = self.session.plan, config.kv_shapes
         # Beside the cache there is what the answer replaces: rings, tokens in BF16 and states.
-        replaced = round(plan.ring_bytes(shapes, blocks_for(tokens))) + plan.kept_bytes(shapes) + config.state_bytes
-        return cache_bytes(plan, tokens, shapes, state_bytes=config.state_bytes) + replaced
+        replaced_bytes = round(plan.ring_bytes(shapes, blocks_for(tokens))) + plan.kept_bytes(shapes) + config.state_bytes
+        return cache_bytes(plan, tokens, shapes, state_bytes=config.state_bytes) + replaced_bytes

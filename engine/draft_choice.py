@@ -11,7 +11,7 @@ from haarkv.engine.drafts import DraftSource, NgramSource
 from haarkv.engine.plans import balanced_for, plan_for
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
-from haarkv.models.base import tables_of
+from haarkv.models.base import rope_tables
 from haarkv.models.catalog import DTYPES, load_model, read_config
 from haarkv.models.checkpoint import Progress
 from haarkv.models.config import ModelConfig
@@ -22,7 +22,7 @@ from haarkv.models.weights import EMBEDDING, HEAD, Weights
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
-from haarkv.tq_ops.weight import memory_of
+from haarkv.tq_ops.weight import backing_tensor
 
 NGRAM, MTP_LAYER = "ngram", "mtp"
 MOST_TOKENS = 32
@@ -72,8 +72,8 @@ class Target:
 
     def refuses(self, config: ModelConfig, plan: KVPlan) -> str | None:
         """Why a draft of such a model and cache cannot run where this one runs, or None."""
-        refused = catalog.refusal(self.executor, config, [plan], ranks=self.ranks)
-        return refused and f"executor {refused}"
+        refusal = catalog.refusal(self.executor, config, [plan], ranks=self.ranks)
+        return refusal and f"executor {refusal}"
 
 
 def choose(
@@ -92,17 +92,19 @@ def choose(
         raise InputError("a draft model runs on one rank; take --draft ngram, or leave out --tensor-parallel")
     config = read_config(spec.name)
     _require_same_tokens(spec.name, config, target)
-    plan = _plan_of(spec, config, target)
+    plan = _draft_plan(spec, config, target)
 
     def load(executor: Executor) -> DraftSource:
         """A draft model beside the target's executor, which lends it what is the same."""
-        lent = {EMBEDDING: executor.weights.embedding, HEAD: executor.weights.lm_head}
-        kept = catalog.info(target.executor).block_types(target.device)
-        loaded = load_model(spec.name, target.dtype, progress=progress, lent=lent, keep_blocks=kept)
-        balanced = balanced_for(loaded, plan, KVSpec(), target.balance).model
-        weights = balanced.weights.to(executor.device)
-        ropes, keeping = tables_of(config, executor.device), balanced.config.for_drafts(spec.tokens)
-        model = replace(balanced, config=keeping, weights=weights, ropes=ropes)
+        shared_weights = {EMBEDDING: executor.weights.embedding, HEAD: executor.weights.lm_head}
+        block_types = catalog.info(target.executor).block_types(target.device)
+        draft_model = load_model(
+            spec.name, target.dtype, progress=progress, shared_weights=shared_weights, keep_blocks=block_types
+        )
+        balanced_model = balanced_for(draft_model, plan, KVSpec(), target.balance).model
+        weights = balanced_model.weights.to(executor.device)
+        ropes, keeping = rope_tables(config, executor.device), balanced_model.config.for_drafts(spec.tokens)
+        model = replace(balanced_model, config=keeping, weights=weights, ropes=ropes)
         drafting = catalog.create(target.executor, model, plan, target.device, on_program)
         shared = shared_bytes(drafting.weights, executor.weights)
         return ModelSource(name=spec.name, executor=drafting, plan=plan, shared_bytes=shared)
@@ -119,12 +121,12 @@ def _by_its_own_layer(spec: DraftSpec, target: Target, on_program: OnProgram | N
             "mtp.* tensors, a GGUF file as nextn.*; take --draft ngram, or leave out --draft"
         )
     config = config_of_mtp(target.config)
-    plan = _plan_of(spec, config, target)
+    plan = _draft_plan(spec, config, target)
 
     def load(executor: Executor) -> DraftSource:
-        lent = {EMBEDDING: executor.weights.embedding, HEAD: executor.weights.lm_head}
-        kept = catalog.info(target.executor).block_types(target.device)
-        mtp = load_mtp(target.name, target.config, DTYPES[target.dtype], lent, kept).on(executor.device)
+        shared_weights = {EMBEDDING: executor.weights.embedding, HEAD: executor.weights.lm_head}
+        block_types = catalog.info(target.executor).block_types(target.device)
+        mtp = load_mtp(target.name, target.config, DTYPES[target.dtype], shared_weights, block_types).on(executor.device)
         running = catalog.create(target.executor, mtp.model, plan, target.device, on_program)
         if running.ops is None or executor.ops is None:
             raise InputError(f"executor {target.executor} does not run MTP; take --executor cpu, or --draft ngram")
@@ -141,15 +143,15 @@ def _require_same_tokens(name: str, config: ModelConfig, target: Target) -> None
     ours, theirs = (load_tokenizer(*model).vocabulary() for model in ((target.name, target.config), (name, config)))
     if ours == theirs:
         return
-    apart = next(token for token in {**ours, **theirs} if ours.get(token) != theirs.get(token))
-    there, here = (f"token {ids[apart]}" if apart in ids else "none" for ids in (theirs, ours))
+    example = next(token for token in {**ours, **theirs} if ours.get(token) != theirs.get(token))
+    their_id, our_id = (f"token {ids[example]}" if example in ids else "none" for ids in (theirs, ours))
     raise InputError(
-        f"the draft {name} has another tokenizer: {apart!r} is {there} there and {here} in {target.name}; "
+        f"the draft {name} has another tokenizer: {example!r} is {their_id} there and {our_id} in {target.name}; "
         "take a smaller model of the same family"
     )
 
 
-def _plan_of(spec: DraftSpec, config: ModelConfig, target: Target) -> KVPlan:
+def _draft_plan(spec: DraftSpec, config: ModelConfig, target: Target) -> KVPlan:
     """The plan of a draft's own cache."""
     reason = None
     for name in ("tq4", "bf16") if spec.kv is None else (spec.kv,):
@@ -164,6 +166,6 @@ def _plan_of(spec: DraftSpec, config: ModelConfig, target: Target) -> KVPlan:
 
 def shared_bytes(weights: Weights, lender: Weights) -> int:
     """Bytes of embedding and head that are one memory in both."""
-    lent = {memory_of(weight).data_ptr() for weight in (lender.embedding, lender.lm_head)}
-    held = {memory_of(weight).data_ptr(): weight.nbytes for weight in (weights.embedding, weights.lm_head)}
-    return sum(count for place, count in held.items() if place in lent)
+    lender_addresses = {backing_tensor(weight).data_ptr() for weight in (lender.embedding, lender.lm_head)}
+    bytes_by_address = {backing_tensor(weight).data_ptr(): weight.nbytes for weight in (weights.embedding, weights.lm_head)}
+    return sum(count for place, count in bytes_by_address.items() if place in lender_addresses)

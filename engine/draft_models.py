@@ -15,7 +15,7 @@ from haarkv.engine.generation import prefill_in_chunks
 from haarkv.engine.sampling import BatchSampler
 from haarkv.executors.base import Executor, verify
 from haarkv.models.base import new_cache
-from haarkv.tq_ops.kv.batch import uploaded
+from haarkv.tq_ops.kv.batch import upload
 from haarkv.tq_ops.kv.cache import cache_bytes
 from haarkv.tq_ops.kv.plan import KVPlan
 
@@ -44,13 +44,13 @@ class _Sequence:
     """What the draft has stored of one sequence.
 
     Attributes:
-        known: tokens of the text when it was asked last; all of them are stored.
-        drafted: tokens that it drafted then and stored behind them.
+        cached_tokens: tokens of the text when it was asked last; all of them are stored.
+        draft_ids: tokens that it drafted then and stored behind them.
     """
 
     id: int
-    known: int = 0
-    drafted: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
+    draft_ids: list[int] = field(default_factory=list)
 
 
 class _ModelDrafter(Drafter):
@@ -90,11 +90,11 @@ class _ModelDrafter(Drafter):
         if not self._opened:
             self._open(texts)
             return
-        missed = {row: self._unread(row, text)[:-1] for row, text in texts.items() if self._follows(row, text)}
-        for row in missed:
-            self._sequences[row].known, self._sequences[row].drafted = len(texts[row]) - 1, []
-        if missed := {row: text for row, text in missed.items() if len(text)}:
-            self._read(missed)
+        unread = {row: self._unread(row, text)[:-1] for row, text in texts.items() if self._follows(row, text)}
+        for row in unread:
+            self._sequences[row].cached_tokens, self._sequences[row].draft_ids = len(texts[row]) - 1, []
+        if unread := {row: text for row, text in unread.items() if len(text)}:
+            self._read(unread)
 
     def _can_read(self, text: Sequence[int]) -> bool:
         """Whether a text fits, and none of its tokens is one that this model does not have."""
@@ -103,15 +103,15 @@ class _ModelDrafter(Drafter):
     def propose(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> dict[int, Proposal]:
         # The last drafted token is not stored, so that a text may be as long as the limit.
         longest = (self._cache.most_undone or self._limit) - 1  # all but the first of what is drafted is stored one by one
-        wanted = {row: min(most[row], longest, self._limit - len(text) + 1) for row, text in texts.items()}
-        rows = [row for row in texts if wanted[row] > 0 and self._follows(row, texts[row])]
+        counts = {row: min(most[row], longest, self._limit - len(text) + 1) for row, text in texts.items()}
+        rows = [row for row in texts if counts[row] > 0 and self._follows(row, texts[row])]
         if not rows:
             return {}
         logits = self._read({row: self._unread(row, texts[row]) for row in rows})
-        wanted = {row: wanted[row] for row in rows}
-        proposals = draft(self._sampler, wanted, logits, lambda tokens, _: self._decoded(tokens), draws=self._draws)
+        counts = {row: counts[row] for row in rows}
+        proposals = draft(self._sampler, counts, logits, lambda tokens, _: self._decode_step(tokens), draws=self._draws)
         for row, proposal in proposals.items():
-            self._sequences[row].known, self._sequences[row].drafted = len(texts[row]), proposal.token_ids[:-1]
+            self._sequences[row].cached_tokens, self._sequences[row].draft_ids = len(texts[row]), proposal.token_ids[:-1]
         return proposals
 
     def _has_room(self, text: Sequence[int]) -> bool:
@@ -121,32 +121,32 @@ class _ModelDrafter(Drafter):
         """Whether this model has followed a text so far and can go on; one that it cannot read is given up."""
         if row not in self._sequences or not self._has_room(text):
             return False
-        if self._own_vocab < self._vocab and max(text[self._sequences[row].known :], default=0) >= self._own_vocab:
+        if self._own_vocab < self._vocab and max(text[self._sequences[row].cached_tokens :], default=0) >= self._own_vocab:
             self._paging.free(self._sequences.pop(row).id)
         return row in self._sequences
 
     def _unread(self, row: int, text: Sequence[int]) -> Sequence[int]:
         """What is not stored of a text yet, once drafted tokens that it does not have are taken back."""
         sequence = self._sequences[row]
-        came = text[sequence.known : sequence.known + len(sequence.drafted)]
-        right = next((i for i, token in enumerate(came) if token != sequence.drafted[i]), len(came))
-        self._paging.take_back([sequence.id], [len(sequence.drafted) - right])
+        came = text[sequence.cached_tokens : sequence.cached_tokens + len(sequence.draft_ids)]
+        right = next((i for i, token in enumerate(came) if token != sequence.draft_ids[i]), len(came))
+        self._paging.take_back([sequence.id], [len(sequence.draft_ids) - right])
         self._sampler.begin_again(row, text)
-        return text[sequence.known + right :]
+        return text[sequence.cached_tokens + right :]
 
     def _read(self, texts: Mapping[int, Sequence[int]]) -> Tensor:
         """Store the next tokens of some sequences; logits [n, vocab] after the last of each."""
         if all(len(text) == 1 for text in texts.values()):
-            return self._decoded({row: text[0] for row, text in texts.items()})
+            return self._decode_step({row: text[0] for row, text in texts.items()})
         ids = [self._sequences[row].id for row in texts]
         logits = prefill_in_chunks(self._executor, list(texts.values()), ids, self._paging, self._cache)
         return self._as_wide(logits)
 
-    def _decoded(self, tokens: Mapping[int, int]) -> Tensor:
+    def _decode_step(self, tokens: Mapping[int, int]) -> Tensor:
         """Store one token of each of some sequences; logits [n, vocab] after it."""
         device = self._cache.device
         batch = self._paging.batch([self._sequences[row].id for row in tokens], [1] * len(tokens)).to(device)
-        ids = uploaded(torch.tensor(list(tokens.values())), device)
+        ids = upload(torch.tensor(list(tokens.values())), device)
         return self._as_wide(verify(self._executor, ids, batch, self._cache))
 
     def _as_wide(self, logits: Tensor) -> Tensor:

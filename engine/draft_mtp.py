@@ -62,20 +62,20 @@ class _Sequence:
         first: position of the first token that was noted; what lies before it the layer never sees.
         waiting: [n, hidden] of the positions from first + stored on, as the model has them before its last norm: those of
             tokens that are gone may be last.
-        stored: hidden states of the model that were read, from `first` on.
-        drafted: states of its own behind them.
+        cached_tokens: hidden states of the model that were read, from `first` on.
+        draft_tokens: states of its own behind them.
     """
 
     id: int
     first: int
     waiting: Tensor
-    stored: int = 0
-    drafted: int = 0
+    cached_tokens: int = 0
+    draft_tokens: int = 0
 
     @property
     def next(self) -> int:
         """The position of the first state that waits."""
-        return self.first + self.stored
+        return self.first + self.cached_tokens
 
 
 class MTPDrafter(Drafter):
@@ -99,7 +99,7 @@ class MTPDrafter(Drafter):
 
     # -- Looking on ----------------------------------------------------------------------------------------------------
     def watching(self, executor: Executor) -> Executor:
-        return _Watched(executor, self._note)
+        return _WatchedExecutor(executor, self._note)
 
     def _note(self, batch: Batch, hidden: Tensor) -> None:
         """Note the hidden states of a forward: a copy, for an executor may use its memory again. Of a prompt, the last."""
@@ -111,7 +111,7 @@ class MTPDrafter(Drafter):
     def _sort(self) -> None:
         """Bring what was noted to its sequences."""
         for batch, hidden in self._notes:
-            rows, starts, positions = (of.tolist() for of in (batch.rows, batch.query_start_loc, batch.positions))
+            rows, starts, positions = (field.tolist() for field in (batch.rows, batch.query_start_loc, batch.positions))
             for row, begin, end in zip(rows, starts, starts[1:], strict=False):
                 ours, at = self._by_row.get(row), positions[begin]
                 if end - begin >= READ:
@@ -142,52 +142,52 @@ class MTPDrafter(Drafter):
     @torch.inference_mode()
     def catch_up(self, texts: Mapping[int, Sequence[int]]) -> None:
         self._sort()
-        missed = [index for index, text in texts.items() if self._unread(index, text) > 1]
-        self._run({self._rows[index]: self._read(index, texts[index], 1) for index in missed})
+        indices = [index for index, text in texts.items() if self._unread(index, text) > 1]
+        self._run({self._rows[index]: self._read(index, texts[index], 1) for index in indices})
 
     @torch.inference_mode()
     def propose(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> dict[int, Proposal]:
         assert self._sampler is not None
         self._sort()
-        wanted: dict[int, int] = {}
+        counts: dict[int, int] = {}
         for index, text in texts.items():
             if most[index] > 0 and (count := self._unread(index, text)):
                 self._sampler.begin_again(index, text)
                 ours = self._by_row[self._rows[index]]
-                wanted[index] = min(most[index], self._limit - ours.stored - count + 1)
-        if not wanted:
+                counts[index] = min(most[index], self._limit - ours.cached_tokens - count + 1)
+        if not counts:
             return {}
-        last, hidden = self._run({self._rows[index]: self._read(index, texts[index]) for index in wanted})
+        last, hidden = self._run({self._rows[index]: self._read(index, texts[index]) for index in counts})
 
         def further(tokens: Mapping[int, int], going: Sequence[int]) -> Tensor:
             nonlocal hidden
-            own = {
+            inputs = {
                 self._rows[index]: (torch.tensor([token]), hidden[place : place + 1])
                 for (index, token), place in zip(tokens.items(), going, strict=True)
             }
-            last, hidden = self._run(own, drafted=True)
+            last, hidden = self._run(inputs, from_draft=True)
             return self._source.executor.head(last)
 
-        return draft(self._sampler, wanted, self._source.executor.head(last), further, draws=self._draws)
+        return draft(self._sampler, counts, self._source.executor.head(last), further, draws=self._draws)
 
     def _unread(self, index: int, text: Sequence[int]) -> int:
         """States that wait before the newest token of a text; 0 where the layer cannot follow it."""
         ours = self._by_row.get(self._rows[index])
         count = len(text) - 1 - ours.next if ours is not None else 0
-        return count if ours is not None and 0 < count <= min(len(ours.waiting), self._limit - ours.stored) else 0
+        return count if ours is not None and 0 < count <= min(len(ours.waiting), self._limit - ours.cached_tokens) else 0
 
     def _read(self, index: int, text: Sequence[int], but: int = 0) -> tuple[Tensor, Tensor]:
         """Tokens and hidden states that wait, all but the last `but`; what was drafted before them is taken back."""
         ours, count = self._by_row[self._rows[index]], self._unread(index, text) - but
-        self._paging.take_back([ours.id], [ours.drafted])
-        ours.drafted = 0
+        self._paging.take_back([ours.id], [ours.draft_tokens])
+        ours.draft_tokens = 0
         return torch.tensor(text[ours.next + 1 : ours.next + 1 + count]), ours.waiting[:count]
 
-    def _run(self, read: Mapping[int, tuple[Tensor, Tensor]], *, drafted: bool = False) -> tuple[Tensor, Tensor]:
+    def _run(self, read: Mapping[int, tuple[Tensor, Tensor]], *, from_draft: bool = False) -> tuple[Tensor, Tensor]:
         """Run the layer over the tokens and hidden states of some rows; what comes of the last of each, and that normed.
 
         Args:
-            drafted: the states are its own, which are normed.
+            from_draft: the states are its own, which are normed.
         """
         if not read:
             return torch.empty(0), torch.empty(0)
@@ -195,16 +195,16 @@ class MTPDrafter(Drafter):
         ids, counts = [self._by_row[row].id for row in read], [len(tokens) for tokens, _ in read.values()]
         batch = self._paging.batch(ids, counts).to(device)
         tokens, hidden = (torch.cat(list(parts)).to(device) for parts in zip(*read.values(), strict=True))
-        x = self._source.mtp.entered(tokens, hidden if drafted else _normed(hidden, target), _ops(executor))
+        x = self._source.mtp.layer_input(tokens, hidden if from_draft else _final_norm(hidden, target), _ops(executor))
         last = last_rows(executor.layers(x, range(1), batch, self._cache), batch)
         for row, count in zip(read, counts, strict=True):
             ours = self._by_row[row]
-            if drafted:
-                ours.drafted += count
+            if from_draft:
+                ours.draft_tokens += count
             else:
-                ours.stored += count
+                ours.cached_tokens += count
                 ours.waiting = ours.waiting[count:]
-        return last, _normed(last, executor)
+        return last, _final_norm(last, executor)
 
 
 def _ops(executor: Executor) -> OpTable:
@@ -212,7 +212,7 @@ def _ops(executor: Executor) -> OpTable:
     return executor.ops
 
 
-def _normed(hidden: Tensor, executor: Executor) -> Tensor:
+def _final_norm(hidden: Tensor, executor: Executor) -> Tensor:
     """Behind the last norm of the executor's model."""
     return _ops(executor).rms_norm(hidden, executor.weights.final_norm, executor.config.final_norm.eps)
 
@@ -221,7 +221,7 @@ Note = Callable[[Batch, Tensor], None]
 
 
 @dataclass
-class _Watched:
+class _WatchedExecutor:
     """An executor that tells what its forwards give."""
 
     executor: Any
@@ -235,7 +235,7 @@ class _Watched:
         self.note(batch, hidden)
         return hidden
 
-    def over(self, wrap: Any) -> Any:
-        wrapped = copy(self)
-        wrapped.executor = self.executor.over(wrap)
-        return wrapped
+    def with_ops(self, wrap: Any) -> Any:
+        watcher = copy(self)
+        watcher.executor = self.executor.with_ops(wrap)
+        return watcher

@@ -27,13 +27,13 @@ AGAIN = 64
 """Steps after which a plain one is measured again, and after which one more draft is tried where drafts pay."""
 GAPS = 8, 128
 """Steps between trials where drafts do not pay: after the first that fails, and at most."""
-_KEPT = 7
+_HISTORY = 7
 """Times that count, the newest."""
 _FORGET = 1 / 24
 """What an older draft counts less than the next one."""
 _GUESS = 0.5
 """Plain steps that a draft costs, before one was measured."""
-_INTERRUPTED = 2
+_MOST_SLOWDOWN = 2
 """Times that a step may take what is expected of it; what it took beyond that, something else took."""
 
 
@@ -42,14 +42,14 @@ class Experience:
     """What was measured of one draft in all runs of its session.
 
     Attributes:
-        tried, taken: by place among a step's drafts, how many were checked and taken; older ones count less.
+        tries, hits: by place among a step's drafts, how many were checked and taken; older ones count less.
         costs: by number of drafts, what a step took, in plain steps of its run; the newest.
         reading: the least seconds a token that the draft had missed and had to read; 0 before any was.
         gap, since: steps from one trial to the next, and steps since the last, where drafts do not pay.
     """
 
-    tried: list[float] = field(default_factory=list)
-    taken: list[float] = field(default_factory=list)
+    tries: list[float] = field(default_factory=list)
+    hits: list[float] = field(default_factory=list)
     costs: dict[int, deque[float]] = field(default_factory=dict)
     reading: float = 0.0
     gap: int = 0
@@ -65,32 +65,32 @@ class Experience:
     @property
     def hopeful(self) -> bool:
         """Whether it pays, or nothing is known yet."""
-        return not self.tried or self.best(len(self.tried)) > 0
+        return not self.tries or self.best(len(self.tries)) > 0
 
     def tokens(self, count: int) -> float:
         """Tokens of a sequence expected of a step with `count` drafts."""
-        total, reached, share = 1.0, 1.0, 0.5
+        total, reach, share = 1.0, 1.0, 0.5
         for place in range(count):
             # Where little was tried, a draft is taken to be as good as the one before it.
-            tried, taken = (of[place] if place < len(of) else 0.0 for of in (self.tried, self.taken))
-            share = (taken + share) / (tried + 1)
-            reached *= share
-            total += reached
+            tries, hits = (values[place] if place < len(values) else 0.0 for values in (self.tries, self.hits))
+            share = (hits + share) / (tries + 1)
+            reach *= share
+            total += reach
         return total
 
     def cost(self, count: int) -> float:
         """What a step with `count` drafts takes, in plain steps: where it was tried, else by the nearest two."""
-        known = [(0, 1.0)]
+        points = [(0, 1.0)]
         for number, times in sorted(self.costs.items()):
             # What was seen once may have been an interruption.
-            most = _INTERRUPTED * (1 + _GUESS * number) if len(times) == 1 else math.inf
-            known.append((number, min(_undisturbed(times), most)))
-        if len(known) == 1:
-            known.append((1, 1 + _GUESS))
-        for number, cost in known:
+            most = _MOST_SLOWDOWN * (1 + _GUESS * number) if len(times) == 1 else math.inf
+            points.append((number, min(_lower_quartile(times), most)))
+        if len(points) == 1:
+            points.append((1, 1 + _GUESS))
+        for number, cost in points:
             if number == count:
                 return cost
-        (x0, y0), (x1, y1) = next(((a, b) for a, b in pairwise(known) if a[0] < count < b[0]), tuple(known[-2:]))
+        (x0, y0), (x1, y1) = next(((a, b) for a, b in pairwise(points) if a[0] < count < b[0]), tuple(points[-2:]))
         return max(y0 + (y1 - y0) * (count - x0) / (x1 - x0), 0.1)
 
     def read(self, tokens: int, seconds: float) -> None:
@@ -100,21 +100,21 @@ class Experience:
     def add(self, cost: float, drafts: Sequence[tuple[int, int]], most: int) -> None:
         """Note a step: what it took in plain steps, and of each sequence how many tokens were drafted and taken."""
         self._best.clear()
-        self.costs.setdefault(max(proposed for proposed, _ in drafts), deque(maxlen=_KEPT)).append(cost)
-        for proposed, taken in drafts:
+        self.costs.setdefault(max(num_proposed for num_proposed, _ in drafts), deque(maxlen=_HISTORY)).append(cost)
+        for num_proposed, num_accepted in drafts:
             # A sequence for which nothing was drafted is one whose first draft failed.
-            for place in range(min(max(proposed, 1), taken + 1, most)):
-                self._saw(place, taken=place < taken)
+            for place in range(min(max(num_proposed, 1), num_accepted + 1, most)):
+                self._saw(place, hit=place < num_accepted)
 
-    def _saw(self, place: int, *, taken: bool) -> None:
-        while len(self.tried) <= place:
-            self.tried.append(0.0)
-            self.taken.append(0.0)
-        self.tried[place] = self.tried[place] * (1 - _FORGET) + 1
-        self.taken[place] = self.taken[place] * (1 - _FORGET) + taken
+    def _saw(self, place: int, *, hit: bool) -> None:
+        while len(self.tries) <= place:
+            self.tries.append(0.0)
+            self.hits.append(0.0)
+        self.tries[place] = self.tries[place] * (1 - _FORGET) + 1
+        self.hits[place] = self.hits[place] * (1 - _FORGET) + hit
 
 
-def _undisturbed(times: Sequence[float]) -> float:
+def _lower_quartile(times: Sequence[float]) -> float:
     """Their lower quartile: where other processes interrupt steps, most of them may be slow."""
     return sorted(times)[len(times) // 4]
 
@@ -137,88 +137,88 @@ class Pace:
         self.spent = 0.0
         self.proposed = self.accepted = self.steps = 0
         self.plain: list[float] = []
-        self._plain: deque[float] = deque(maxlen=_KEPT)
+        self._plain: deque[float] = deque(maxlen=_HISTORY)
         self._since_plain = self._since_more = 0
         self._sequences = 0
         self._asked = False
 
-    def tokens(self, coming: int, missed: int = 0) -> int:
+    def tokens(self, coming: int, backlog: int = 0) -> int:
         """To be drafted in the next step at most.
 
         Args:
             coming: tokens of a sequence that are still asked for.
-            missed: tokens that the draft reads before it drafts.
+            backlog: tokens that the draft reads before it drafts.
         """
         if len(self._plain) < PLAIN or self._since_plain >= AGAIN:
             return 0
-        known, plain = self._experience, _undisturbed(self._plain)
-        wanted = known.best(self._most)
-        if wanted == 0:
-            wanted = min(int(known.since >= known.gap), self._most)
-        elif wanted < self._most and self._since_more >= AGAIN:
-            wanted += 1
-        if wanted == 0:
+        experience, plain = self._experience, _lower_quartile(self._plain)
+        count = experience.best(self._most)
+        if count == 0:
+            count = min(int(experience.since >= experience.gap), self._most)
+        elif count < self._most and self._since_more >= AGAIN:
+            count += 1
+        if count == 0:
             return 0
         without = self.spent + self.ledger + min(coming, AHEAD) * plain  # the run's time without drafts
         left = self.ledger + SHARE * without
-        left -= missed * known.reading
+        left -= backlog * experience.reading
         # As many as lose no more seconds than are left, should none be taken.
-        while wanted and (known.cost(wanted) - 1) * plain > left:
-            wanted -= 1
-        return wanted
+        while count and (experience.cost(count) - 1) * plain > left:
+            count -= 1
+        return count
 
     def took(
-        self, seconds: float, wanted: int, drafts: Sequence[tuple[int, int]], reading: float = 0.0, missed: int = 0
+        self, seconds: float, max_drafts: int, drafts: Sequence[tuple[int, int]], reading: float = 0.0, backlog: int = 0
     ) -> None:
         """Note a step.
 
         Args:
             drafts: of each sequence, tokens that were drafted and that were taken.
-            reading: seconds that it took before to read the `missed` tokens.
+            reading: seconds that it took before to read the `backlog` tokens.
         """
-        known, most = self._experience, max(proposed for proposed, _ in drafts)
-        self._asked |= wanted > 0
+        experience, most = self._experience, max(num_proposed for num_proposed, _ in drafts)
+        self._asked |= max_drafts > 0
         self.steps += len(drafts)
-        self.proposed += sum(proposed for proposed, _ in drafts)
-        self.accepted += sum(taken for _, taken in drafts)
+        self.proposed += sum(num_proposed for num_proposed, _ in drafts)
+        self.accepted += sum(num_accepted for _, num_accepted in drafts)
         if len(drafts) != self._sequences:
             self._sequences = len(drafts)
             self._plain.clear()
-        known.since += 1
+        experience.since += 1
         self._since_plain += 1
         self._since_more += 1
         self.spent += seconds + reading
-        if missed and known.reading and self._plain:  # as below, of interruptions
-            reading = min(reading, max(_INTERRUPTED * missed * known.reading, _undisturbed(self._plain)))
+        if backlog and experience.reading and self._plain:  # as below, of interruptions
+            reading = min(reading, max(_MOST_SLOWDOWN * backlog * experience.reading, _lower_quartile(self._plain)))
         self.ledger -= reading
-        if missed:
-            known.read(missed, reading)
+        if backlog:
+            experience.read(backlog, reading)
         if most == 0:  # nothing was asked for, or nothing came of it
             self._plain.append(seconds)
             self.plain.append(seconds / len(drafts))
             self._since_plain = 0
             return
-        plain = _undisturbed(self._plain) if self._plain else seconds
+        plain = _lower_quartile(self._plain) if self._plain else seconds
         # What interrupts a step is not the draft's, and is not counted in plain steps either.
-        seconds = min(seconds, _INTERRUPTED * known.cost(most) * plain)
-        self.ledger += plain * sum(1 + taken for _, taken in drafts) / len(drafts) - seconds
-        paid = known.best(self._most) > 0
-        known.add(seconds / plain, drafts, self._most)
-        if wanted > known.best(self._most) > 0:
+        seconds = min(seconds, _MOST_SLOWDOWN * experience.cost(most) * plain)
+        self.ledger += plain * sum(1 + num_accepted for _, num_accepted in drafts) / len(drafts) - seconds
+        was_paying = experience.best(self._most) > 0
+        experience.add(seconds / plain, drafts, self._most)
+        if max_drafts > experience.best(self._most) > 0:
             self._since_more = 0
-        known.since = 0
-        if known.best(self._most) > 0:
-            known.gap = 0
-        elif any(taken for _, taken in drafts):
-            known.gap //= 2
-            known.since = known.gap
+        experience.since = 0
+        if experience.best(self._most) > 0:
+            experience.gap = 0
+        elif any(num_accepted for _, num_accepted in drafts):
+            experience.gap //= 2
+            experience.since = experience.gap
         else:
-            known.gap = GAPS[0] if paid or not known.gap else min(2 * known.gap, GAPS[1])
+            experience.gap = GAPS[0] if was_paying or not experience.gap else min(2 * experience.gap, GAPS[1])
 
     def describe(self) -> str:
-        if not self._experience.tried:
+        if not self._experience.tries:
             return "" if self._asked else "not tried: so short a text does not pay for a trial"
         best = self._experience.best(self._most)
-        chosen = f"{best} a step by measured gain" if best else "turned itself off: does not pay here"
-        lost = f", trials took {-self.ledger / (self.spent + self.ledger):.1%} of the time" if self.ledger < 0 else ""
-        return chosen + lost
+        verdict = f"{best} a step by measured gain" if best else "turned itself off: does not pay here"
+        cost_note = f", trials took {-self.ledger / (self.spent + self.ledger):.1%} of the time" if self.ledger < 0 else ""
+        return verdict + cost_note

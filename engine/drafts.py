@@ -24,7 +24,7 @@ from torch import Tensor
 from haarkv.engine.draft_pace import Experience, Pace
 from haarkv.engine.sampling import BatchSampler, Sampling
 from haarkv.executors.base import Executor, verify
-from haarkv.tq_ops.kv.batch import PagedSequences, uploaded
+from haarkv.tq_ops.kv.batch import PagedSequences, upload
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.stored import Advance
 
@@ -114,7 +114,7 @@ class DraftSource:
 
 def draft(
     sampler: BatchSampler,
-    wanted: Mapping[int, int],
+    counts: Mapping[int, int],
     logits: Tensor,
     further: Callable[[Mapping[int, int], Sequence[int]], Tensor],
     *,
@@ -123,12 +123,12 @@ def draft(
     """Draft a given number of tokens for each sequence, one token at a time.
 
     Args:
-        wanted: by the sequence's number, at least 1.
+        counts: by the sequence's number, at least 1.
         logits: [n, vocab] of their first drafted tokens, in their order.
         further: of the last token of each sequence that goes on, and of their places among those before, the next logits.
         draws: tokens are drawn, and the distributions are kept; else the most likely ones are taken.
     """
-    rows, proposals = list(wanted), {row: Proposal([], [] if draws else None) for row in wanted}
+    rows, proposals = list(counts), {row: Proposal([], [] if draws else None) for row in counts}
     while True:
         if draws:
             for row, weights in zip(rows, sampler.probabilities(logits, rows), strict=True):
@@ -137,7 +137,7 @@ def draft(
         else:
             for row, token in zip(rows, sampler.next(logits, rows).tolist(), strict=True):
                 proposals[row].token_ids.append(token)
-        going = [place for place, row in enumerate(rows) if len(proposals[row].token_ids) < wanted[row]]
+        going = [place for place, row in enumerate(rows) if len(proposals[row].token_ids) < counts[row]]
         if not going:
             return proposals
         rows = [rows[place] for place in going]
@@ -179,14 +179,14 @@ def looked_up(tokens: NDArray[np.int64], most: int) -> list[int]:
     last = len(tokens) - 1
     if last < 1 or most < 1:
         return []
-    ends, matched = np.flatnonzero(tokens[:last] == tokens[last]), 1
-    while len(ends) and matched < LONGEST_MATCH:
-        longer = ends[ends >= matched]
-        longer = longer[tokens[longer - matched] == tokens[last - matched]]
+    ends, match_length = np.flatnonzero(tokens[:last] == tokens[last]), 1
+    while len(ends) and match_length < LONGEST_MATCH:
+        longer = ends[ends >= match_length]
+        longer = longer[tokens[longer - match_length] == tokens[last - match_length]]
         if not len(longer):
             break
-        ends, matched = longer, matched + 1
-    if not len(ends) or matched < SHORTEST_MATCH:
+        ends, match_length = longer, match_length + 1
+    if not len(ends) or match_length < SHORTEST_MATCH:
         return []
     return [int(token) for token in np.resize(tokens[int(ends[-1]) + 1 :], most)]
 
@@ -239,27 +239,27 @@ class Speculation:
                 self._drafter.catch_up(texts)
                 self._read, self._reading = self._missed, time.perf_counter() - began
             proposals = self._drafter.propose(texts, {row: min(self._wanted, room[row]) for row in rows})
-        proposed = [proposals.get(row, _NOTHING) for row in rows]
-        new = [[texts[row][-1], *drafts.token_ids] for row, drafts in zip(rows, proposed, strict=True)]
-        came = self._checked(rows, sequences, new, proposed)
-        self._drafts = [(len(drafts.token_ids), len(new) - 1) for drafts, new in zip(proposed, came, strict=True)]
+        row_proposals = [proposals.get(row, _NOTHING) for row in rows]
+        new = [[texts[row][-1], *drafts.token_ids] for row, drafts in zip(rows, row_proposals, strict=True)]
+        came = self._verify_drafts(rows, sequences, new, row_proposals)
+        self._drafts = [(len(drafts.token_ids), len(new) - 1) for drafts, new in zip(row_proposals, came, strict=True)]
         # In the middle of drafting, the few tokens that came are part of it.
         self._missed = 0 if self._wanted else self._missed + sum(map(len, came))
         self._seconds = time.perf_counter() - began - self._reading
         return came
 
-    def _checked(
-        self, rows: Sequence[int], sequences: Sequence[int], new: Sequence[Sequence[int]], proposed: Sequence[Proposal]
+    def _verify_drafts(
+        self, rows: Sequence[int], sequences: Sequence[int], new: Sequence[Sequence[int]], proposals: Sequence[Proposal]
     ) -> list[list[int]]:
         counts = list(map(len, new))
-        token_ids = uploaded(torch.tensor([token for one in new for token in one]), self._cache.device)
+        token_ids = upload(torch.tensor([token for one in new for token in one]), self._cache.device)
         if len(token_ids) == len(rows):  # a token that was chosen is never taken back
             batch = self._paging.batch(sequences, counts).to(self._cache.device)
             logits = verify(self._executor, token_ids, batch, self._cache)
             return [[token] for token in self._sampler.next(logits, rows).tolist()]
         self._advance = Advance(self._cache, self._paging, sequences, counts)
         logits = verify(self._executor, token_ids, self._advance.batch, self._cache)
-        return self._judged(torch.split(logits, counts), rows, proposed)
+        return self._accept_all(torch.split(logits, counts), rows, proposals)
 
     def keep(self, counts: Sequence[int]) -> None:
         """Say of the last step how many of the tokens that it stored stay, of each sequence.
@@ -275,20 +275,22 @@ class Speculation:
             self._seconds += time.perf_counter() - began
             self.pace.took(self._seconds, self._wanted, self._drafts, self._reading, self._read)
 
-    def _judged(self, logits: Sequence[Tensor], rows: Sequence[int], proposals: Sequence[Proposal]) -> list[list[int]]:
-        if not self._sampler.settled:
-            return [judged(self._sampler, *given) for given in zip(logits, rows, proposals, strict=True)]
+    def _accept_all(self, logits: Sequence[Tensor], rows: Sequence[int], proposals: Sequence[Proposal]) -> list[list[int]]:
+        if not self._sampler.is_pure_greedy:
+            return [accept_tokens(self._sampler, *inputs) for inputs in zip(logits, rows, proposals, strict=True)]
         # Nothing depends on what is taken: one wait for the device is enough.
         best = iter(self._sampler.best(torch.cat(list(logits))).tolist())
         judgements = []
         for proposal in proposals:
-            liked = [next(best) for _ in range(len(proposal.token_ids) + 1)]
-            taken = next((i for i, token in enumerate(proposal.token_ids) if token != liked[i]), len(proposal.token_ids))
-            judgements.append(liked[: taken + 1])
+            best_ids = [next(best) for _ in range(len(proposal.token_ids) + 1)]
+            num_accepted = next(
+                (i for i, token in enumerate(proposal.token_ids) if token != best_ids[i]), len(proposal.token_ids)
+            )
+            judgements.append(best_ids[: num_accepted + 1])
         return judgements
 
 
-def judged(sampler: BatchSampler, logits: Tensor, row: int, proposal: Proposal) -> list[int]:
+def accept_tokens(sampler: BatchSampler, logits: Tensor, row: int, proposal: Proposal) -> list[int]:
     """The drafted tokens that the model takes, and one of its own after them.
 
     Args:
@@ -299,11 +301,11 @@ def judged(sampler: BatchSampler, logits: Tensor, row: int, proposal: Proposal) 
         before = logits[index : index + 1]
         if proposal.probabilities is None:
             # A draw that hits a certain token takes it with p; one that misses is distributed as p without it.
-            drawn = int(sampler.next(before, [row]))
+            choice = int(sampler.next(before, [row]))
         else:
-            drawn = _accepted_or_other(sampler, before, row, token, proposal.probabilities[index])
-        came.append(drawn)
-        if drawn != token:
+            choice = _accepted_or_other(sampler, before, row, token, proposal.probabilities[index])
+        came.append(choice)
+        if choice != token:
             return came
     return [*came, int(sampler.next(logits[-1:], [row]))]
 

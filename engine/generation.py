@@ -17,12 +17,12 @@ from haarkv.engine.sampling import BatchSampler, Sampling
 from haarkv.engine.text import require_count
 from haarkv.executors.base import Executor, prefill, verify
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.batch import PagedSequences, uploaded
+from haarkv.tq_ops.kv.batch import PagedSequences, upload
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.shapes import KEPT_CHUNK, KEPT_ROOM
+from haarkv.tq_ops.kv.shapes import WINDOW_CHUNK, WINDOW_ROOM
 from haarkv.tq_ops.kv.stored import StoredSequence, put, reusable, take
 from haarkv.tq_ops.memory import hand_back
-from haarkv.tq_ops.words import counted
+from haarkv.tq_ops.words import count_noun
 
 PREFILL_CHUNK = 512
 Finish = Literal["eos", "stop", "length", "context"]
@@ -85,7 +85,7 @@ def tail_chunk(executor: Executor) -> int:
 
     A whole prompt's chunk, which is faster, where logits do not depend on how a sequence is cut.
     """
-    return PREFILL_CHUNK if executor.batches_alike else KEPT_CHUNK
+    return PREFILL_CHUNK if executor.batch_invariant else WINDOW_CHUNK
 
 
 def prefill_in_chunks(
@@ -152,9 +152,9 @@ def generate(
     sequences: list[int] = []
     try:
         texts = []
-        for prompt, known in zip(prompts, stored or [None] * len(prompts), strict=True):
-            count = reusable(known, prompt, cache) if known else 0
-            sequences.append(put(known, cache, paging, count) if known and count else paging.add())
+        for prompt, prefix in zip(prompts, stored or [None] * len(prompts), strict=True):
+            count = reusable(prefix, prompt, cache) if prefix else 0
+            sequences.append(put(prefix, cache, paging, count) if prefix and count else paging.add())
             texts.append(Growing(Completion(len(prompt), reused_tokens=count), list(prompt), max_new_tokens, max_context))
         follower = draft.follow(len(prompts), max_context) if draft and max_new_tokens > 1 else None
         if follower:
@@ -164,9 +164,9 @@ def generate(
         sampler = BatchSampler(sampling, prompts, unused_ids=unused_ids)
         timing = Timing(prefill_tokens=sum(map(len, rest)))
         # A later prompt may part from this one within what the template adds before an answer, where no state can be cut.
-        last = KEPT_ROOM - 1 if on_end and len(cache.states) > len(cache.held) else 0
+        last = WINDOW_ROOM - 1 if on_end and len(cache.states) > len(cache.held) else 0
         logits = prefill_in_chunks(prefiller or executor, rest, sequences, paging, cache, chunk, on_prefill, last)
-        begins = [take(cache, paging, *of, whole=False) for of in zip(sequences, prompts, strict=True)] if on_end else []
+        begins = [take(cache, paging, *pair, whole=False) for pair in zip(sequences, prompts, strict=True)] if on_end else []
         speculation = None
         if draft and max_new_tokens > 1:
             beginning = Beginning(
@@ -175,14 +175,14 @@ def generate(
             speculation = Speculation(executor, cache, paging, sampler, draft.begin(beginning), draft_tokens, draft.experience)
             timing.drafts = speculation.pace
         running = list(range(len(prompts)))
-        drawn = sampler.next(logits, running)
+        next_ids = sampler.next(logits, running)
         # Here the host waits for the device, for one id a sequence.
-        came = [[token] for token in drawn.tolist()]
+        came = [[token] for token in next_ids.tolist()]
         while True:
-            taken = [texts[i].take(new, i, eos_token_ids, on_token) for i, new in zip(running, came, strict=True)]
+            counts = [texts[i].take(new, i, eos_token_ids, on_token) for i, new in zip(running, came, strict=True)]
             if speculation:
-                speculation.keep(taken)
-            _note(timing, time.perf_counter() - began, sum(taken))
+                speculation.keep(counts)
+            _note(timing, time.perf_counter() - began, sum(counts))
             before, running = running, [index for index in running if texts[index].done.finish is None]
             if not running:
                 for index, text in enumerate(texts if on_end else ()):
@@ -197,9 +197,9 @@ def generate(
                 continue
             batch = paging.batch([sequences[i] for i in running], [1] * len(running)).to(cache.device)
             if len(running) < len(before):
-                drawn = torch.tensor([texts[i].token_ids[-1] for i in running])
-            drawn = sampler.next(verify(executor, uploaded(drawn, cache.device), batch, cache), running)
-            came = [[token] for token in drawn.tolist()]
+                next_ids = torch.tensor([texts[i].token_ids[-1] for i in running])
+            next_ids = sampler.next(verify(executor, upload(next_ids, cache.device), batch, cache), running)
+            came = [[token] for token in next_ids.tolist()]
     finally:
         for sequence in sequences:
             paging.free(sequence)
@@ -260,7 +260,7 @@ def _check_prompts(prompts: Sequence[Sequence[int]], max_context: int, max_new_t
         if not prompt:
             raise InputError(f"prompt {number} is empty; give at least one token of text")
         if len(prompt) > max_context:
-            has = counted(len(prompt), "token")
+            has = count_noun(len(prompt), "token")
             raise InputError(f"prompt {number} has {has}, the cache holds {max_context}; raise --max-context")
     if not prompts:
         raise InputError("no prompt was given")

@@ -11,13 +11,21 @@ from typing import Any
 
 from haarkv.engine.collapse import Guard
 from haarkv.engine.draft_choice import DraftSpec, Target, choose
-from haarkv.engine.plans import balanced_for, needed, plan_for, worth_saying
+from haarkv.engine.plans import balanced_for, memory_need, plan_for, worth_saying
 from haarkv.engine.sampling import Sampling
-from haarkv.engine.session import Loaded, Session
-from haarkv.executors.catalog import AUTO, OnProgram, check, create, info, interpreted, select
+from haarkv.engine.session import LoadRecord, Session
+from haarkv.executors.catalog import AUTO, OnProgram, check, create, info, interpreter_warning, select
 from haarkv.models import balance as balancing
 from haarkv.models.base import DecoderModel
-from haarkv.models.catalog import keeps_any, load_model, maps_file, read_config, restored_types, source_of, weights_of
+from haarkv.models.catalog import (
+    has_kept_blocks,
+    load_model,
+    maps_file,
+    model_weight_bytes,
+    open_source,
+    read_config,
+    restored_types,
+)
 from haarkv.models.checkpoint import Progress
 from haarkv.models.config import ModelConfig
 from haarkv.models.fingerprint import fingerprint
@@ -97,88 +105,90 @@ def load(
     config = read_config(name, layers)
     split = Split(config, ranks.rank, ranks.size)
     part, plan = split.part, plan_for(spec, config, split)
-    selected = select(executor, part, [plan], device=device, dtype=dtype, ranks=ranks)
-    check(selected.name, part, plan, device, ranks)
-    generation = _sampling_of(name)
-    dtype = dtype or info(selected.name).dtype
+    selection = select(executor, part, [plan], device=device, dtype=dtype, ranks=ranks)
+    check(selection.name, part, plan, device, ranks)
+    generation = _model_sampling(name)
+    dtype = dtype or info(selection.name).dtype
     drafts = DraftSpec(draft) if isinstance(draft, str) else draft
-    target = Target(name, part, selected.name, device, dtype, ranks, balance)
+    target = Target(name, part, selection.name, device, dtype, ranks, balance)
     make_draft = choose(drafts, target, progress, on_program) if drafts else None
-    kept = info(selected.name).block_types(device) if keep_blocks is None else keep_blocks
-    require_rounding(activation_bits, selected.name, name, kept)
+    block_types = info(selection.name).block_types(device) if keep_blocks is None else keep_blocks
+    require_rounding(activation_bits, selection.name, name, block_types)
     tokenizer = load_tokenizer(name, config)
-    order = info(selected.name).in_order
-    weights = weights_of(name, config, dtype, split if ranks.size > 1 else None, kept, order)
-    maps = maps_file(weights, mmap, ranks.size, info(selected.name).reads_in_place(device))
-    beside = balancing.restored_bytes(part) if balance and keeps_any(name, kept) else 0
-    counted = Loaded(weights if maps else weights.copied(), resident_memory(), restored=beside)
-    if info(selected.name).on_host(device):
+    order = info(selection.name).in_order
+    weights = model_weight_bytes(name, config, dtype, split if ranks.size > 1 else None, block_types, order)
+    maps = maps_file(weights, mmap, ranks.size, info(selection.name).reads_in_place(device))
+    balance_bytes = balancing.restored_bytes(part) if balance and has_kept_blocks(name, block_types) else 0
+    load_record = LoadRecord(weights if maps else weights.copied(), resident_memory(), restored_bytes=balance_bytes)
+    if info(selection.name).on_host(device):
         sequences, tokens = room(tokenizer, config) if room else (1, 1)
-        needed(part, plan, tokens, counted.weights, sequences).require(name)
-    loaded = load_model(name, dtype, layers, progress, ranks, keep_blocks=kept, activation_bits=activation_bits, mmap=maps)
+        memory_need(part, plan, tokens, load_record.weights, sequences).require(name)
+    decoder = load_model(
+        name, dtype, layers, progress, ranks, keep_blocks=block_types, activation_bits=activation_bits, mmap=maps
+    )
     on_warning = on_warning or warn
     # The reference restores by definition.
-    if keep_blocks is None and selected.name != "reference" and ranks.size == 1:
-        in_file = weights_of(name, config, dtype, None, True).total
-        _say_restored(name, selected.name, kept, counted.weights.total, in_file, on_warning)
-    balanced, mark = _balanced(loaded, plan, spec, balance, ranks, on_warning)
-    loaded, guard = balanced.model, None
+    if keep_blocks is None and selection.name != "reference" and ranks.size == 1:
+        in_file = model_weight_bytes(name, config, dtype, None, True).total
+        _say_restored(name, selection.name, block_types, load_record.weights.total, in_file, on_warning)
+    balance_result, mark = _balance_model(decoder, plan, spec, balance, ranks, on_warning)
+    decoder, guard = balance_result.model, None
     if spec.calibration is None:
-        guard = Guard(plan, balanced.moments, loaded.config.attentions[0].scale, not balance, allow_collapse, ranks)
+        guard = Guard(plan, balance_result.moments, decoder.config.attentions[0].scale, not balance, allow_collapse, ranks)
         guard.at_load(on_warning)
-    running = create(selected.name, loaded, plan, device, on_program)
-    if (slowly := interpreted(selected.name, device)) and ranks.rank == 0:
+    running = create(selection.name, decoder, plan, device, on_program)
+    if (slowly := interpreter_warning(selection.name, device)) and ranks.rank == 0:
         on_warning(slowly)
-    keeping = loaded.config.for_drafts(drafts.tokens) if drafts else loaded.config
+    keeping = decoder.config.for_drafts(drafts.tokens) if drafts else decoder.config
     return Session(
         name=name, config=keeping, executor=running, tokenizer=tokenizer, plan=plan,
-        generation=generation, passed_over=selected.passed_over, ranks=ranks, weight_bytes=loaded.weights.nbytes,
-        loaded=replace(counted, seconds=time.perf_counter() - began),
-        uneven=balanced.uneven, guard=guard, weights=mark, draft=make_draft(running) if make_draft else None,
+        generation=generation, passed_over=selection.passed_over, ranks=ranks, weight_bytes=decoder.weights.nbytes,
+        load_record=replace(load_record, seconds=time.perf_counter() - began),
+        uneven=balance_result.uneven, guard=guard, weights=mark, draft=make_draft(running) if make_draft else None,
         draft_tokens=drafts.tokens if drafts else 4,
     )  # fmt: skip
 
 
-def _sampling_of(name: str) -> Mapping[str, Any]:
+def _model_sampling(name: str) -> Mapping[str, Any]:
     """What a model says of sampling; what is out of range is refused by the name of the file that says so."""
     generation: Mapping[str, Any] = generation_settings(name)
     try:
         Sampling(**generation)
     except InputError as error:
-        source = source_of(name)
+        source = open_source(name)
         raise InputError(f"{source.sampling_path if source else name}: {error}") from None
     return generation
 
 
 def _say_restored(
-    model: str, executor: str, kept: KeptBlocks, taken: int, in_file: int, on_warning: Callable[[str], object]
+    model: str, executor: str, block_types: KeptBlocks, memory_bytes: int, in_file: int, on_warning: Callable[[str], object]
 ) -> None:
     """Warn where an executor restores quantised weights that a file has, and they take more bytes than there."""
-    if (restored := restored_types(model, kept)) and taken > in_file:
-        sizes = f"{taken / 2**30:,.2f} GiB in place of {in_file / 2**30:,.2f}"
-        on_warning(f"{executor} restores quantised weights as they load ({', '.join(restored)}): {sizes}")
+    if (types := restored_types(model, block_types)) and memory_bytes > in_file:
+        sizes = f"{memory_bytes / 2**30:,.2f} GiB in place of {in_file / 2**30:,.2f}"
+        on_warning(f"{executor} restores quantised weights as they load ({', '.join(types)}): {sizes}")
 
 
-def _balanced(
-    loaded: DecoderModel, plan: KVPlan, spec: KVSpec, balance: bool, ranks: Ranks, on_warning: Callable[[str], object]
-) -> tuple[balancing.Balanced, str]:
+def _balance_model(
+    model: DecoderModel, plan: KVPlan, spec: KVSpec, balance: bool, ranks: Ranks, on_warning: Callable[[str], object]
+) -> tuple[balancing.BalancedModel, str]:
     """A model as a session runs it, and the fingerprint of its weights as they are then; of a rank's parts of them "".
 
     Raises:
         InputError: learned coordinates are of other weights.
     """
-    mark = fingerprint(loaded.weights.named()) if ranks.size == 1 else ""
+    mark = fingerprint(model.weights.named()) if ranks.size == 1 else ""
     spec.require_weights(mark or spec.weights)
-    balanced = balanced_for(loaded, plan, spec, balance)
-    if balanced.uneven:
+    balance_result = balanced_for(model, plan, spec, balance)
+    if balance_result.uneven:
         # K and V are those of other channels then.
-        mark += "-" + hashlib.sha256(repr(balanced.uneven).encode()).hexdigest()[:8]
-        if ranks.rank == 0 and worth_saying(balanced.uneven):
-            on_warning(f"{balancing.describe(balanced.uneven)}; --balance off leaves them as they are")
-    return balanced, mark
+        mark += "-" + hashlib.sha256(repr(balance_result.uneven).encode()).hexdigest()[:8]
+        if ranks.rank == 0 and worth_saying(balance_result.uneven):
+            on_warning(f"{balancing.describe(balance_result.uneven)}; --balance off leaves them as they are")
+    return balance_result, mark
 
 
-def require_rounding(bits: int, name: str, model: str | Path, kept: KeptBlocks) -> None:
+def require_rounding(bits: int, name: str, model: str | Path, block_types: KeptBlocks) -> None:
     """Refuse activation bits other than 16 where no kernel rounds to them: 8 is for `cpu` and weights in blocks."""
     if bits not in (8, 16):
         raise InputError(f"activations have 16 or 8 bits where they meet quantised weights, not {bits}")
@@ -186,5 +196,5 @@ def require_rounding(bits: int, name: str, model: str | Path, kept: KeptBlocks) 
         return
     if name != "cpu":
         raise InputError(f"activations of 8 bits are cpu's; {name} does not round them: give executor cpu, or leave it out")
-    if not keeps_any(model, kept):
+    if not has_kept_blocks(model, block_types):
         raise InputError(f"{model} has no quantised weights that cpu multiplies with, so nothing is rounded; leave it out")

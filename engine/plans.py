@@ -14,7 +14,7 @@ from haarkv.models import balance as balancing
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
 from haarkv.models.footprint import WeightBytes, work_bytes
-from haarkv.models.hf_config import config_of
+from haarkv.models.hf_config import parse_config
 from haarkv.models.parallel import Split
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.cache import cache_bytes, tokens_that_fit
@@ -29,12 +29,12 @@ TAIL, SINKS = 124, 4
 """Newest and first tokens that a cache keeps in BF16 where nobody says otherwise."""
 
 
-def default_spec(learned: bool, context: int = TAIL) -> KVSpec:
+def default_spec(has_calibration: bool, context: int = TAIL) -> KVSpec:
     """The cache of a real model where no format is named: with learned coordinates of its keys, and without."""
-    return KVSpec("k=lr4,v=tq4" if learned else "k=tq6,v=tq4", min(TAIL, context), min(SINKS, context))
+    return KVSpec("k=lr4,v=tq4" if has_calibration else "k=tq6,v=tq4", min(TAIL, context), min(SINKS, context))
 
 
-def shape_of(config: ModelConfig) -> ModelShape:
+def shape_signature(config: ModelConfig) -> ModelShape:
     """What stored files name a model by."""
     declaration = json.dumps(config.declaration(), sort_keys=True)
     return ModelShape(
@@ -49,24 +49,24 @@ def declaration_in(settings: Mapping[str, Any]) -> str:
         settings: the entries of its `config.json`, as that library has them now.
     """
     try:
-        return shape_of(config_of(Path("config.json"), settings)).declaration
+        return shape_signature(parse_config(Path("config.json"), settings)).declaration
     except InputError:
         return ""
 
 
 def plan_for(spec: KVSpec, config: ModelConfig, split: Split | None = None) -> KVPlan:
     """The KV plan that a spec means for a model, which it must fit; with `split`, of the plan for a rank's KV heads."""
-    if (kept := max(spec.tail or 0, spec.sink)) > config.max_position_embeddings:
+    if (longest := max(spec.tail or 0, spec.sink)) > config.max_position_embeddings:
         raise InputError(
-            f"a tail or sink of {kept:,} tokens is longer than this model's context of {config.max_position_embeddings:,}; "
+            f"a tail or sink of {longest:,} tokens is longer than this model's context of {config.max_position_embeddings:,}; "
             "take a shorter one"
         )
-    plan = spec.plan(config.num_layers, shape_of(config))
+    plan = spec.plan(config.num_layers, shape_signature(config))
     plan.require_layout(config.kv_shapes)
     return spec.heads(split.kv_heads(0)).plan(config.num_layers) if split and spec.calibration else plan
 
 
-def balanced_for(model: DecoderModel, plan: KVPlan, spec: KVSpec, balance: bool = True) -> balancing.Balanced:
+def balanced_for(model: DecoderModel, plan: KVPlan, spec: KVSpec, balance: bool = True) -> balancing.BalancedModel:
     """A model as a session runs it: balanced where its cache loses something and knows no learned coordinates."""
     return balancing.balance(model, balancing.where_lossy(plan, balance and spec.calibration is None))
 
@@ -80,7 +80,7 @@ def worth_saying(uneven: Sequence[balancing.Uneven]) -> bool:
 
 
 @dataclass(frozen=True)
-class Needed:
+class MemoryNeed:
     """Bytes of a loaded model with an allocated cache, and what a forward computes with.
 
     Attributes:
@@ -94,32 +94,38 @@ class Needed:
     work: int = 0
 
     @property
-    def own(self) -> int:
+    def private(self) -> int:
         """What the process must have, whatever the system drops of the file's pages."""
-        return self.weights.own + self.kv + self.work
+        return self.weights.private + self.kv + self.work
 
     @property
     def total(self) -> int:
         """All that is computed with: the process's own, and the file's pages that are read at each step."""
-        return self.own + self.weights.kept
+        return self.private + self.weights.mapped
 
     def describe(self) -> str:
-        parts = [(self.weights.own, "weights"), (self.kv, "KV cache and states"), (self.work, "what a forward computes with")]
-        own = " + ".join(f"{count / 2**30:,.2f} {what}" for count, what in parts if count)
-        kept = self.weights.kept
-        return own + (f"; beside them {kept / 2**30:,.2f} of weights stay in the file's pages" if kept else "")
+        parts = [
+            (self.weights.private, "weights"),
+            (self.kv, "KV cache and states"),
+            (self.work, "what a forward computes with"),
+        ]
+        text = " + ".join(f"{count / 2**30:,.2f} {what}" for count, what in parts if count)
+        mapped_bytes = self.weights.mapped
+        return text + (
+            f"; beside them {mapped_bytes / 2**30:,.2f} of weights stay in the file's pages" if mapped_bytes else ""
+        )
 
     def require(self, name: str) -> None:
         """Refuse what this machine has no room for now."""
         remedy = "take a smaller model, fewer tokens or sequences, a smaller --kv"
-        remedy += ", or --dtype bfloat16" if self.weights.own > self.kv else ""
-        require_memory(self.own, f"{name} ({self.describe()})", remedy)
+        remedy += ", or --dtype bfloat16" if self.weights.private > self.kv else ""
+        require_memory(self.private, f"{name} ({self.describe()})", remedy)
 
 
-def needed(config: ModelConfig, plan: KVPlan, tokens: int, weights: WeightBytes, sequences: int = 1) -> Needed:
+def memory_need(config: ModelConfig, plan: KVPlan, tokens: int, weights: WeightBytes, sequences: int = 1) -> MemoryNeed:
     """What sequences of `tokens` each take beside a model's weights."""
     kv = cache_bytes(plan, tokens, config.kv_shapes, sequences, config.state_bytes)
-    return Needed(weights, kv, work_bytes(config, sequences * min(tokens, PREFILL_CHUNK), sequences))
+    return MemoryNeed(weights, kv, work_bytes(config, sequences * min(tokens, PREFILL_CHUNK), sequences))
 
 
 def pays_from(config: ModelConfig, plan: KVPlan) -> int | None:
@@ -138,6 +144,6 @@ def pays_from(config: ModelConfig, plan: KVPlan) -> int | None:
 
 
 def longest_context(config: ModelConfig, plan: KVPlan, memory: int, weights: WeightBytes, sequences: int = 1) -> int:
-    """The most tokens of each sequence that `memory` has room for, as `needed` counts, in whole blocks; at least 0."""
-    room = memory - needed(config, plan, PREFILL_CHUNK, weights, sequences).work - weights.total
+    """The most tokens of each sequence that `memory` has room for, as `memory_need` counts, in whole blocks; at least 0."""
+    room = memory - memory_need(config, plan, PREFILL_CHUNK, weights, sequences).work - weights.total
     return tokens_that_fit(plan, room, config.kv_shapes, sequences, config.state_bytes)

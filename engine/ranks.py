@@ -55,7 +55,7 @@ def join(size: int | None = None, place: Place | None = None, timeout_s: float =
     if not distributed.is_available():
         raise InputError("this torch was built without torch.distributed; leave out --tensor-parallel")
     to_start = timedelta(seconds=max(timeout_s, TIMEOUT_S))
-    with _answered(timeout_s):
+    with _lost_rank_errors(timeout_s):
         if place is None:
             try:
                 distributed.init_process_group("gloo", timeout=to_start)
@@ -65,14 +65,14 @@ def join(size: int | None = None, place: Place | None = None, timeout_s: float =
             distributed.init_process_group(
                 "gloo", init_method=f"file://{place.meeting}", rank=place.rank, world_size=place.size, timeout=to_start
             )
-    started = distributed.get_world_size()
-    if size is not None and size != started:
-        raise InputError(f"--tensor-parallel is {size}, and torchrun started {started} ranks; make them equal")
+    world_size = distributed.get_world_size()
+    if size is not None and size != world_size:
+        raise InputError(f"--tensor-parallel is {size}, and torchrun started {world_size} ranks; make them equal")
     if place is not None:
         # Else each would take all cores. torchrun gives its ranks one thread.
         torch.set_num_threads(max(1, torch.get_num_threads() // place.size))
     local = distributed.get_node_local_rank(fallback_rank=distributed.get_rank())
-    ranks = _Joined(distributed.get_rank(), started, local, timeout_s)
+    ranks = _TorchRanks(distributed.get_rank(), world_size, local, timeout_s)
     yield ranks
     # Only where all went well: after an error the others may be gone. They wait for rank 0 to have said everything.
     ranks.share(None)
@@ -84,7 +84,7 @@ def started_by_torchrun() -> bool:
     return distributed.is_available() and distributed.is_torchelastic_launched()
 
 
-class _Joined:
+class _TorchRanks:
     """Ranks that met; see `Ranks`."""
 
     def __init__(self, rank: int, size: int, local: int, timeout_s: float) -> None:
@@ -96,7 +96,7 @@ class _Joined:
         if partial.dtype != torch.float32:
             raise TypeError(f"ranks add fp32, not {partial.dtype}")
         partial = partial.contiguous()
-        with _answered(self._timeout_s):
+        with _lost_rank_errors(self._timeout_s):
             distributed.all_reduce(partial, group=self._group(partial.device))
         return partial
 
@@ -105,20 +105,20 @@ class _Joined:
         longest = max(share.stop - share.start for share in shares)
         padded = pad(part, (0, longest - part.shape[-1])).contiguous()
         parts = [torch.empty_like(padded) for _ in shares]
-        with _answered(self._timeout_s):
+        with _lost_rank_errors(self._timeout_s):
             distributed.all_gather(parts, padded, group=self._group(part.device))
         return torch.cat([one[..., : share.stop - share.start] for one, share in zip(parts, shares, strict=True)], dim=-1)
 
     def share(self, value: T) -> T:
         box: list[Any] = [value if self.rank == 0 else None]
-        with _answered(self._timeout_s):
+        with _lost_rank_errors(self._timeout_s):
             distributed.broadcast_object_list(box, src=0, group=self._group(_HOST))
         shared: T = box[0]
         return shared
 
     def collect(self, value: T) -> list[T]:
         boxes: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        with _answered(self._timeout_s):
+        with _lost_rank_errors(self._timeout_s):
             distributed.gather_object(value, boxes, dst=0, group=self._group(_HOST))
         return boxes or []
 
@@ -134,7 +134,7 @@ class _Joined:
 
 
 @contextmanager
-def _answered(timeout_s: float) -> Iterator[None]:
+def _lost_rank_errors(timeout_s: float) -> Iterator[None]:
     """Say in one line what the backends say in many."""
     try:
         yield
@@ -167,15 +167,15 @@ class RankMemory:
 
     def describe(self) -> str:
         """What a process on the host had, in words."""
-        mapped = f", {self.mapped / 2**30:,.2f} of it pages of the model's file" if self.mapped else ""
-        predicted = f"; {self.predicted / 2**30:,.2f} predicted" if self.predicted else ""
-        return f"{self.peak / 2**30:,.2f} GiB at most{mapped}{predicted}"
+        mapped_note = f", {self.mapped / 2**30:,.2f} of it pages of the model's file" if self.mapped else ""
+        predicted_note = f"; {self.predicted / 2**30:,.2f} predicted" if self.predicted else ""
+        return f"{self.peak / 2**30:,.2f} GiB at most{mapped_note}{predicted_note}"
 
 
 def memory_here(
-    ranks: Ranks, device: torch.device, weights: int, kv: int, files: Sequence[Path] = (), predicted: int = 0
+    ranks: Ranks, device: torch.device, weights: int, kv: int, files: Sequence[Path] = (), predicted_bytes: int = 0
 ) -> RankMemory:
     """What this rank holds; `peak` and `mapped` are measured now."""
     if device.type != "cpu":
         return RankMemory(ranks.rank, weights, kv, int(getattr(torch, device.type).max_memory_allocated(device)))
-    return RankMemory(ranks.rank, weights, kv, peak_memory(), mapped_memory(files), predicted)
+    return RankMemory(ranks.rank, weights, kv, peak_memory(), mapped_memory(files), predicted_bytes)

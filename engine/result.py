@@ -18,10 +18,10 @@ from haarkv.engine.sampling import Sampling
 from haarkv.executors.base import Executor
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.stored import StoredSequence
-from haarkv.tq_ops.words import counted
+from haarkv.tq_ops.words import count_noun
 
-_SHOWN = Repr()
-_SHOWN.maxstring = 60
+_REPR = Repr()
+_REPR.maxstring = 60
 """Characters of a text in a line that shows a result."""
 
 
@@ -83,7 +83,7 @@ class DraftReport:
         return {**asdict(self), "acceptance": self.acceptance, "speed_up": self.speed_up}
 
     def describe(self) -> str:
-        parts = [self._taken(), self.pace, self._gain()]
+        parts = [self._acceptance_text(), self.pace, self._gain()]
         if not self.same_text:
             parts.append(f"sums on {self.executor} change with the batch: where two tokens nearly tie, either may come")
         if self.shared_bytes:
@@ -92,7 +92,7 @@ class DraftReport:
             parts.append(f"{self.kv_bytes:,} bytes of KV cache of its own")
         return "; ".join(part for part in parts if part)
 
-    def _taken(self) -> str:
+    def _acceptance_text(self) -> str:
         if self.acceptance is None:
             return f"{self.name}: nothing drafted"
         steps = "" if self.tokens_per_step is None else f", {self.tokens_per_step:.2f} tokens a step"
@@ -106,7 +106,7 @@ class DraftReport:
         return f"{self.ms_per_token:.2f} ms a token, {without}"
 
 
-def report_of(
+def draft_report(
     source: DraftSource, most: int, timing: Timing, executor: Executor, plan: KVPlan, sequences: int, max_context: int
 ) -> DraftReport:
     """What a draft did at one length of sequences, where it might draft `most` tokens a step."""
@@ -116,7 +116,7 @@ def report_of(
         tokens_per_step=tokens / pace.steps if pace.steps else None,
         ms_per_token=1e3 * timing.decode_s / tokens if tokens else None,
         plain_ms_per_token=1e3 * statistics.median(pace.plain) if pace.plain else None,
-        executor=executor.name, same_text=executor.batches_alike and not any(kind.to_compare for kind in plan.formats),
+        executor=executor.name, same_text=executor.batch_invariant and not any(kind.to_compare for kind in plan.formats),
         shared_bytes=source.shared_bytes, kv_bytes=source.cache_bytes(sequences, max_context),
         pace=pace.describe() if pace.steps else "",
     )  # fmt: skip
@@ -141,8 +141,8 @@ class Result:
     drafting: DraftReport | None = None
 
     def __repr__(self) -> str:
-        texts = ", ".join(map(_SHOWN.repr, self.texts[:2])) + ", …" * (len(self.texts) > 2)
-        tokens = counted(sum(len(done.token_ids) for done in self.completions), "new token")
+        texts = ", ".join(map(_REPR.repr, self.texts[:2])) + ", …" * (len(self.texts) > 2)
+        tokens = count_noun(sum(len(done.token_ids) for done in self.completions), "new token")
         return f"Result([{texts}], {tokens}, {self.kv.format}: {self.kv.bytes:,} bytes of KV cache)"
 
 
@@ -184,7 +184,7 @@ def _pieces(
     came: SimpleQueue[Any] = SimpleQueue()
     left = threading.Event()
 
-    def prefilled(done: int, total: int) -> None:
+    def report_prefill(done: int, total: int) -> None:
         if left.is_set():
             raise _LeftError
         if on_prefill:
@@ -192,7 +192,9 @@ def _pieces(
 
     def work() -> None:
         try:
-            came.put(generate(on_prefill=prefilled, on_token=lambda *_: left.is_set(), on_text=lambda _, text: came.put(text)))
+            came.put(
+                generate(on_prefill=report_prefill, on_token=lambda *_: left.is_set(), on_text=lambda _, text: came.put(text))
+            )
         except BaseException as error:  # raised again where the pieces are taken
             came.put(error)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.batch import uploaded
+from haarkv.tq_ops.kv.batch import upload
 
 _MOST_SEED = 2**62  # of the first sequence, so that the others' seeds fit in 64 bits too
 _FIRST_SORTED, _GROWTH = 256, 16  # tokens sorted at first, and how many times more if all of them are kept
@@ -47,7 +47,7 @@ class Sampling:
             if not isinstance(value, kind):
                 raise InputError(f"{name.replace('_', '-')} must be {words}, not {value!r}")
         penalty = self.repetition_penalty  # beyond its range, logits leave that of fp32
-        for right, name, wanted, value in (
+        for right, name, rule, value in (
             (0 <= self.temperature < float("inf"), "temperature", "be 0 or a positive number", self.temperature),
             (self.top_k >= 0, "top-k", "be 0 (all) or positive", self.top_k),
             (0 < self.top_p <= 1, "top-p", "lie in (0, 1]", self.top_p),
@@ -56,7 +56,7 @@ class Sampling:
             (1e-3 <= penalty <= 1e3, "repetition penalty", "lie in [0.001, 1000]", penalty),
         ):
             if not right:
-                raise InputError(f"{name} must {wanted}, not {value}")
+                raise InputError(f"{name} must {rule}, not {value}")
 
 
 class SamplingSettings(TypedDict, total=False):
@@ -70,17 +70,17 @@ class SamplingSettings(TypedDict, total=False):
     repetition_penalty: float
 
 
-def require_drawn(own: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+def require_drawn(defaults: Mapping[str, Any], request: Mapping[str, Any]) -> None:
     """Refuse filters that would do nothing: the likeliest token is taken unless a temperature says otherwise.
 
     Args:
-        asked: those that somebody asked for. Who asks for temperature 0 knows.
+        request: those that somebody asked for. Who asks for temperature 0 knows.
     """
-    if "temperature" in asked or own.get("temperature"):
+    if "temperature" in request or defaults.get("temperature"):
         return
     neutral = Sampling()
     for name in ("top_k", "top_p", "min_p"):
-        if name in asked and asked[name] != getattr(neutral, name):
+        if name in request and request[name] != getattr(neutral, name):
             word = name.replace("_", "-")
             raise InputError(f"{word} chooses among tokens, and this model takes the likeliest; give a temperature as well")
 
@@ -106,12 +106,12 @@ class BatchSampler:
     ) -> None:  # fmt: skip
         self._sampling, self._unused = sampling, torch.tensor(unused_ids, dtype=torch.int64)
         self._prompts = list(prompts)
-        self._said: Tensor | None = None
+        self._seen_tokens: Tensor | None = None
         seeds = range(sampling.seed + first, sampling.seed + first + len(prompts))
-        self._generators = [torch.Generator().manual_seed(_apart(seed) if drafts else seed) for seed in seeds]
+        self._generators = [torch.Generator().manual_seed(_draft_seed(seed) if drafts else seed) for seed in seeds]
 
     @property
-    def settled(self) -> bool:
+    def is_pure_greedy(self) -> bool:
         """Whether a token depends on its logits alone: greedy, and without a penalty."""
         return self._sampling.temperature == 0 and self._sampling.repetition_penalty == 1
 
@@ -133,16 +133,16 @@ class BatchSampler:
 
     def say(self, row: int, token: int) -> None:
         """Count a token as said in a sequence, which was not drawn here."""
-        if self._said is not None:
-            self._said[row, token] = True
+        if self._seen_tokens is not None:
+            self._seen_tokens[row, token] = True
 
     def begin_again(self, row: int, text: Sequence[int]) -> None:
         """Count the tokens of this text as said in a sequence, and no others."""
-        if self._said is None:
+        if self._seen_tokens is None:
             self._prompts[row] = text
         else:
-            self._said[row] = False
-            self._said[row, torch.tensor(text, device=self._said.device)] = True
+            self._seen_tokens[row] = False
+            self._seen_tokens[row, torch.tensor(text, device=self._seen_tokens.device)] = True
 
     def next(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
         """Draw one token for each of some sequences; the lowest id wins a tie when greedy.
@@ -154,15 +154,15 @@ class BatchSampler:
             [n] int64 ids, on the logits' device if that is a GPU, else on the CPU.
         """
         logits = self._at_hand(logits)
-        at = slice(None) if len(rows) == len(self._prompts) else uploaded(torch.tensor(rows), logits.device)
-        logits = self._penalized(logits, at)
+        at = slice(None) if len(rows) == len(self._prompts) else upload(torch.tensor(rows), logits.device)
+        logits = self._penalize(logits, at)
         if self._sampling.temperature == 0:
             tokens = _lowest_of_largest(logits)
         else:
-            drawn = [self.uniform(row) for row in rows]
-            tokens = self._drawn(logits, uploaded(torch.tensor(drawn, dtype=torch.float64), logits.device))
-        if self._said is not None:
-            self._said[at] = self._said[at].scatter(1, tokens.unsqueeze(1), True)
+            numbers = [self.uniform(row) for row in rows]
+            tokens = self._draw_tokens(logits, upload(torch.tensor(numbers, dtype=torch.float64), logits.device))
+        if self._seen_tokens is not None:
+            self._seen_tokens[at] = self._seen_tokens[at].scatter(1, tokens.unsqueeze(1), True)
         return tokens
 
     def probabilities(self, logits: Tensor, rows: Sequence[int] | None = None) -> Tensor:
@@ -173,10 +173,10 @@ class BatchSampler:
             rows: which sequences they are of; all of them unless given.
         """
         logits = self._at_hand(logits)
-        at = slice(None) if rows is None else uploaded(torch.tensor(rows), logits.device)
-        kept = [self._kept(part) for part in _parts(self._penalized(logits, at))]
-        rows_of = [(torch.zeros(len(ids), logits.shape[1], dtype=w.dtype, device=w.device), ids, w) for ids, w in kept]
-        return torch.cat([zeros.scatter(1, ids, w / w.sum(-1, keepdim=True)) for zeros, ids, w in rows_of])
+        at = slice(None) if rows is None else upload(torch.tensor(rows), logits.device)
+        candidates = [self._candidates(part) for part in _parts(self._penalize(logits, at))]
+        parts = [(torch.zeros(len(ids), logits.shape[1], dtype=w.dtype, device=w.device), ids, w) for ids, w in candidates]
+        return torch.cat([zeros.scatter(1, ids, w / w.sum(-1, keepdim=True)) for zeros, ids, w in parts])
 
     def _at_hand(self, logits: Tensor) -> Tensor:
         """Logits where they can be sampled, on a GPU, which has FP64, or on the CPU; -inf of what stands for no token."""
@@ -186,28 +186,28 @@ class BatchSampler:
         self._unused = self._unused.to(logits.device)
         return logits.index_fill(1, self._unused, -torch.inf)
 
-    def _penalized(self, logits: Tensor, at: Tensor | slice) -> Tensor:
+    def _penalize(self, logits: Tensor, at: Tensor | slice) -> Tensor:
         penalty = self._sampling.repetition_penalty
         if penalty == 1:
             return logits
-        if self._said is None:
-            said = torch.zeros(len(self._prompts), logits.shape[1], dtype=torch.bool)
+        if self._seen_tokens is None:
+            mask = torch.zeros(len(self._prompts), logits.shape[1], dtype=torch.bool)
             for row, prompt in enumerate(self._prompts):
-                said[row, sorted(set(prompt))] = True
-            self._said = said.to(logits.device)
-        return torch.where(self._said[at], torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+                mask[row, sorted(set(prompt))] = True
+            self._seen_tokens = mask.to(logits.device)
+        return torch.where(self._seen_tokens[at], torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
-    def _drawn(self, logits: Tensor, u: Tensor) -> Tensor:
-        drawn = []
+    def _draw_tokens(self, logits: Tensor, u: Tensor) -> Tensor:
+        token_parts = []
         for part, number in zip(_parts(logits), _parts(u), strict=True):
-            ids, weights = self._kept(part)
+            ids, weights = self._candidates(part)
             sums = weights.cumsum(-1)
             # u is 1 - 2**-53 at most, and so much of the sum is less than the sum in FP64: there always is such a token.
             place = torch.searchsorted(sums, number.unsqueeze(1) * sums[:, -1:], right=True)
-            drawn.append(ids.gather(1, _last_with_weight(weights, place)).squeeze(1))
-        return torch.cat(drawn)
+            token_parts.append(ids.gather(1, _last_with_weight(weights, place)).squeeze(1))
+        return torch.cat(token_parts)
 
-    def _kept(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def _candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Ids [n, m] in the order in which tokens are drawn, and weights [n, m] fp64, 0 of those that may not be.
 
         The filters keep the head of the sorted vocabulary, mostly few tokens, so on the CPU only about as many are sorted,
@@ -216,34 +216,34 @@ class BatchSampler:
         sampling, vocab = self._sampling, logits.shape[1]
         largest = logits.amax(-1, keepdim=True).double()
 
-        def weights_of(values: Tensor) -> Tensor:
+        def softmax_weights(values: Tensor) -> Tensor:
             # The largest becomes 0, which stays finite however low the temperature. In place: clearing fresh pages for each
             # step over a vocabulary takes longer than the arithmetic.
             return values.double().sub_(largest).div_(sampling.temperature).exp_()
 
         if not sampling.top_k and sampling.top_p == 1 and not sampling.min_p:
-            return torch.arange(vocab, device=logits.device).expand(logits.shape), weights_of(logits)
-        total = None if sampling.top_k else weights_of(logits).sum(-1, keepdim=True)
+            return torch.arange(vocab, device=logits.device).expand(logits.shape), softmax_weights(logits)
+        total = None if sampling.top_k else softmax_weights(logits).sum(-1, keepdim=True)
         size = vocab if logits.is_cuda else sampling.top_k or _FIRST_SORTED
         while True:
             values, ids = _head(logits, size)
             if sampling.top_k:
                 values, ids = values[:, : sampling.top_k], ids[:, : sampling.top_k]
-            weights = self._filtered(weights_of(values), total)
+            weights = self._filter(softmax_weights(values), total)
             if size >= vocab or sampling.top_k or not weights[:, -1].any():
                 return ids, weights
             size *= _GROWTH
 
-    def _filtered(self, weights: Tensor, total: Tensor | None) -> Tensor:
+    def _filter(self, weights: Tensor, total: Tensor | None) -> Tensor:
         """Weights [n, m] in descending order, those that top-p and min-p drop set to 0; `total` [n, 1] is of all tokens."""
         # A token stays while the mass before it has not reached p; the first always stays.
         before = weights.cumsum(-1) - weights
         mass = weights.sum(-1, keepdim=True) if total is None else total
-        kept = (before < self._sampling.top_p * mass) & (weights >= self._sampling.min_p * weights[:, :1])
-        return torch.where(kept, weights, 0.0)
+        keep = (before < self._sampling.top_p * mass) & (weights >= self._sampling.min_p * weights[:, :1])
+        return torch.where(keep, weights, 0.0)
 
 
-def _apart(seed: int) -> int:
+def _draft_seed(seed: int) -> int:
     """Another seed. A generator looks at 32 bits of it, so that adding a large number would change nothing."""
     return int.from_bytes(hashlib.sha256(f"draft {seed}".encode()).digest()[:8], "little")
 

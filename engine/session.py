@@ -14,15 +14,15 @@ from typing import Any, Unpack
 from haarkv.engine.collapse import Guard
 from haarkv.engine.drafts import DraftSource
 from haarkv.engine.generation import OnPrefill, generate, tail_chunk
-from haarkv.engine.plans import needed, shape_of
+from haarkv.engine.plans import memory_need, shape_signature
 from haarkv.engine.ranks import memory_here
-from haarkv.engine.result import KVUsage, Result, Stream, report_of
+from haarkv.engine.result import KVUsage, Result, Stream, draft_report
 from haarkv.engine.sampling import Sampling, SamplingSettings, require_drawn
 from haarkv.engine.text import Chat, Texts, context_for, encode, require_arguments, stop_list
 from haarkv.executors.base import Executor
 from haarkv.models import balance as balancing
 from haarkv.models.base import new_cache
-from haarkv.models.catalog import files_of
+from haarkv.models.catalog import model_files
 from haarkv.models.config import ModelConfig
 from haarkv.models.footprint import CODE, WeightBytes
 from haarkv.models.parallel import ALONE, Ranks
@@ -34,24 +34,24 @@ from haarkv.tq_ops.kv.cache import PagedKVCache, cache_bytes
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.stored import StoredSequence
 from haarkv.tq_ops.memory import require_memory
-from haarkv.tq_ops.words import counted
+from haarkv.tq_ops.words import count_noun
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadRecord:
     """What was known of a model's memory before its weights were read, and how long it took.
 
     Attributes:
         weights: that were about to be read.
         before: bytes that the process had, with torch, its code and the tokenizer.
-        restored: bytes of blocks that were restored at a time to see how even channels are.
+        restored_bytes: bytes of blocks that were restored at a time to see how even channels are.
         seconds: until the model was ready.
     """
 
     weights: WeightBytes
     before: int
     seconds: float = 0.0
-    restored: int = 0
+    restored_bytes: int = 0
 
 
 @dataclass(frozen=True, repr=False)
@@ -66,7 +66,7 @@ class Session:
         passed_over: the fastest executor here, and why `auto` did not take it; "" if it did, or was not asked.
         ranks: who runs the model together. Of several, `config`, `executor` and caches are of this rank's part, and all must
             make the same calls; each gets the whole result.
-        loaded: what was counted before they were read, and the time it took; None counts nothing.
+        load_record: what was counted before they were read, and the time it took; None counts nothing.
         uneven: the layers whose K or V was balanced as the model was loaded.
         guard: looks for K and V that the cache would lose; None looks for nothing.
         weights: fingerprint of the weights as they are here; stored sequences belong to them.
@@ -83,7 +83,7 @@ class Session:
     passed_over: str = ""
     ranks: Ranks = ALONE
     weight_bytes: int = 0
-    loaded: Loaded | None = None
+    load_record: LoadRecord | None = None
     uneven: tuple[balancing.Uneven, ...] = ()
     guard: Guard | None = None
     weights: str = ""
@@ -115,20 +115,20 @@ class Session:
         template_args: Mapping[str, Any] | None = None, parse_special: bool = False,
     ) -> list[list[int]]:  # fmt: skip
         """Token ids of prompts, as `engine.text.encode` makes them with this model's tokenizer and a `Chat` of the rest."""
-        as_asked = Chat(chat, system, template_args, parse_special)
-        return encode(self.tokenizer, self.config.vocab_size, prompts, as_asked)
+        options = Chat(chat, system, template_args, parse_special)
+        return encode(self.tokenizer, self.config.vocab_size, prompts, options)
 
-    def sampling_with(self, **given: Any) -> Sampling:
+    def sampling_with(self, **settings: Any) -> Sampling:
         """The model's own sampling, with these settings in place of its own; None leaves a setting as it is.
 
         Raises:
             InputError: a value outside its range, or one that chooses among tokens where the likeliest is taken anyway.
             TypeError: a name that `Sampling` does not have.
         """
-        require_arguments("Session.sampling_with", self.sampling_with, given, SamplingSettings.__annotations__)
-        asked = {name: value for name, value in given.items() if value is not None}
-        require_drawn(self.generation, asked)
-        return Sampling(**{**self.generation, **asked})
+        require_arguments("Session.sampling_with", self.sampling_with, settings, SamplingSettings.__annotations__)
+        overrides = {name: value for name, value in settings.items() if value is not None}
+        require_drawn(self.generation, overrides)
+        return Sampling(**{**self.generation, **overrides})
 
     def generate(
         self,
@@ -189,58 +189,58 @@ class Session:
         context = context_for(ids, self.config.max_position_embeddings, max_new_tokens, max_context, on_warning)
         texts = Texts(self.tokenizer, len(ids), stop_list(stop), on_token, on_text)
         cache, paging = self.new_cache(len(ids), context)
-        watched, prefilled = self._watched(ids, on_prefill, on_warning or warn)
-        kept: list[StoredSequence] = []
+        watcher, report = self._watched_prefill(ids, on_prefill, on_warning or warn)
+        sequences: list[StoredSequence] = []
         with self._lock:
             completions, timing = generate(
                 self.executor, cache, paging, ids,
                 max_new_tokens=max_new_tokens, max_context=context, eos_token_ids=self.tokenizer.eos_token_ids,
-                sampling=sampling, on_prefill=prefilled, on_token=texts.push, prefiller=watched, stored=[stored] * len(ids),
-                on_end=(lambda _, sequence: kept.append(sequence)) if keep else None,
+                sampling=sampling, on_prefill=report, on_token=texts.push, prefiller=watcher, stored=[stored] * len(ids),
+                on_end=(lambda _, sequence: sequences.append(sequence)) if keep else None,
                 draft=self.draft, draft_tokens=self.draft_tokens, unused_ids=self.tokenizer.unused_ids,
             )  # fmt: skip
-        ended = texts.ended()
-        held = memory_here(
-            self.ranks, self.executor.device, self.weight_bytes, cache.nbytes, files_of(self.name),
-            self._predicted(ids, max_new_tokens, context),
+        final_texts = texts.finish()
+        memory = memory_here(
+            self.ranks, self.executor.device, self.weight_bytes, cache.nbytes, model_files(self.name),
+            self._predict_bytes(ids, max_new_tokens, context),
         )  # fmt: skip
-        ranks, drafting = tuple(self.ranks.collect(held)), None
+        ranks, drafting = tuple(self.ranks.collect(memory)), None
         if self.draft:
-            drafting = report_of(self.draft, self.draft_tokens, timing, self.executor, self.plan, len(ids), context)
+            drafting = draft_report(self.draft, self.draft_tokens, timing, self.executor, self.plan, len(ids), context)
         usage = self._usage(cache, len(ids), context)
-        return Result(ended, completions, timing, usage, sampling, ranks, tuple(kept), drafting)
+        return Result(final_texts, completions, timing, usage, sampling, ranks, tuple(sequences), drafting)
 
     def _begins(
-        self, given: list[str | Sequence[int]], stored: StoredSequence | None, keep: bool, chat: Chat
+        self, prompts: list[str | Sequence[int]], stored: StoredSequence | None, keep: bool, chat: Chat
     ) -> list[list[int]]:
         """Token ids that `generate` continues: of the prompts given, or without one of the stored sequence."""
-        if not given and stored is None:
+        if not prompts and stored is None:
             raise InputError("no prompt was given")
         if keep or stored is not None:
             origin = self._origin()
             if stored is not None:
                 origin.require_fits(stored, self.plan, "the stored sequence")
-        if given or stored is None:
-            return encode(self.tokenizer, self.config.vocab_size, given, chat)
+        if prompts or stored is None:
+            return encode(self.tokenizer, self.config.vocab_size, prompts, chat)
         chat.require_nothing_said()
         return [list(stored.token_ids)]
 
-    def _watched(
+    def _watched_prefill(
         self, ids: Sequence[Sequence[int]], on_prefill: OnPrefill | None, on_warning: Callable[[str], object]
     ) -> tuple[Executor | None, OnPrefill]:
         """The executor of a prefill that the guard looks at, if it still has to; and what is called as it goes on."""
         guard = self.guard
-        watched = self.executor.over(guard.table) if guard and guard.watches(ids) else None
+        watcher = self.executor.with_ops(guard.table) if guard and guard.watches(ids) else None
 
-        def prefilled(done: int, total: int) -> None:
-            if guard and watched and done:
+        def report(done: int, total: int) -> None:
+            if guard and watcher and done:
                 guard.after_prefill(on_warning)
             if on_prefill:
                 on_prefill(done, total)
 
-        return watched, prefilled
+        return watcher, report
 
-    def stream(self, prompt: str | Sequence[int], *, on_prefill: OnPrefill | None = None, **given: Any) -> Stream:
+    def stream(self, prompt: str | Sequence[int], *, on_prefill: OnPrefill | None = None, **options: Any) -> Stream:
         """Continue one prompt, and take the text piece by piece as it comes.
 
             for piece in session.stream("import os", max_new_tokens=100):
@@ -248,16 +248,16 @@ class Session:
 
         Args:
             on_prefill: as of `generate`; called in another thread.
-            given: the other arguments of `generate`; the pieces take the place of `on_token` and `on_text`.
+            options: the other arguments of `generate`; the pieces take the place of `on_token` and `on_text`.
         Returns:
             an iterator over pieces of text; its `result` is `generate`'s once it has ended. What `generate` raises comes with
             the first piece.
         Raises:
             TypeError: an argument that `generate` does not take.
         """
-        own = ("on_token", "on_text")
-        require_arguments("Session.stream", self.generate, given, SamplingSettings.__annotations__, but=own)
-        return Stream(partial(self.generate, [prompt], **given), on_prefill)
+        stream_args = ("on_token", "on_text")
+        require_arguments("Session.stream", self.generate, options, SamplingSettings.__annotations__, but=stream_args)
+        return Stream(partial(self.generate, [prompt], **options), on_prefill)
 
     def save_cache(self, path: str | Path, stored: StoredSequence, note: str = "", compress: bool = True) -> None:
         """Write a stored sequence to a file: the whole file, or nothing.
@@ -278,36 +278,36 @@ class Session:
         Raises:
             InputError: the file cannot be read or is damaged, or it was made with another model, cache, rotation or version.
         """
-        stored = cache_file.load_for(Path(path), self._origin(), self.plan)
-        self.plan.require_context(len(stored.token_ids))
-        return stored
+        sequence = cache_file.load_for(Path(path), self._origin(), self.plan)
+        self.plan.require_context(len(sequence.token_ids))
+        return sequence
 
     def _origin(self) -> cache_file.Origin:
         if self.ranks.size > 1:
             raise InputError("stored sequences are of one process; leave out --tensor-parallel")
-        made_by = f"{self.executor.name} {str(self.executor.weights.embedding.dtype).removeprefix('torch.')}"
-        return cache_file.origin_of(self.plan, shape_of(self.config), self.weights, made_by)
+        producer = f"{self.executor.name} {str(self.executor.weights.embedding.dtype).removeprefix('torch.')}"
+        return cache_file.sequence_origin(self.plan, shape_signature(self.config), self.weights, producer)
 
     def _require_room(self, sequences: int, max_context: int) -> None:
         """Refuse a cache that this machine cannot hold, before a part of it is allocated."""
         if self.executor.device.type != "cpu":
             return
-        what = f"a KV cache for {counted(sequences, 'sequence')} of {counted(max_context, 'token')}"
+        what = f"a KV cache for {count_noun(sequences, 'sequence')} of {count_noun(max_context, 'token')}"
         drafts = self.draft.cache_bytes(sequences, max_context) if self.draft else 0
-        taken = cache_bytes(self.plan, max_context, self.config.kv_shapes, sequences, self.config.state_bytes) + drafts
-        require_memory(taken, what, "take fewer tokens or sequences, or a smaller format")
+        nbytes = cache_bytes(self.plan, max_context, self.config.kv_shapes, sequences, self.config.state_bytes) + drafts
+        require_memory(nbytes, what, "take fewer tokens or sequences, or a smaller format")
 
-    def _predicted(self, ids: Sequence[Sequence[int]], new_tokens: int, max_context: int) -> int:
+    def _predict_bytes(self, ids: Sequence[Sequence[int]], new_tokens: int, max_context: int) -> int:
         """Bytes that this process was to have at most, by what was counted before the weights were read."""
         sequences = len(ids)
-        if self.loaded is None:
+        if self.load_record is None:
             return 0
         drafts = self.draft.cache_bytes(sequences, max_context) if self.draft else 0
-        weights = self.loaded.weights
-        of_run = needed(self.config, self.plan, max_context, weights, sequences)
-        mapped = weights.mapped_by((token for prompt in ids for token in prompt), new_tokens * sequences)
-        more = max(of_run.own + drafts, weights.own + self.loaded.restored)  # they come one after the other
-        return self.loaded.before + CODE + more + mapped
+        weights = self.load_record.weights
+        need = memory_need(self.config, self.plan, max_context, weights, sequences)
+        mapped_bytes = weights.mapped_by((token for prompt in ids for token in prompt), new_tokens * sequences)
+        more = max(need.private + drafts, weights.private + self.load_record.restored_bytes)  # they come one after the other
+        return self.load_record.before + CODE + more + mapped_bytes
 
     def _usage(self, cache: PagedKVCache, sequences: int, max_context: int) -> KVUsage:
         config, ranks = self.config, self.ranks.size

@@ -11,10 +11,10 @@ from operator import index
 from reprlib import repr as shown
 from typing import Any
 
-from haarkv.models.limited import OWN
+from haarkv.models.limited import RESERVED_NAMES
 from haarkv.models.text import TextStream, Tokenizer
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.words import counted
+from haarkv.tq_ops.words import count_noun
 
 # -- Prompts -----------------------------------------------------------------------------------------------------------------
 
@@ -42,7 +42,7 @@ class Chat:
             InputError: what needs a template has none, or cannot be used with it; or a text that is not valid Unicode.
         """
         wrap = tokenizer.has_chat_template if self.chat is None else self.chat
-        for what, option in self._of_template():
+        for what, option in self._template_requests():
             if not wrap:
                 why = "--no-chat leaves it out" if tokenizer.has_chat_template else "this model has none"
                 raise InputError(f"{what} needs a chat template, and {why}; drop {option}")
@@ -60,26 +60,26 @@ class Chat:
 
     def require_nothing_said(self) -> None:
         """Refuse a chat template for a stored sequence that goes on without a prompt: nothing would be wrapped."""
-        for _, option in (*self._of_template(), *[("", "--chat")] * bool(self.chat)):
+        for _, option in (*self._template_requests(), *[("", "--chat")] * bool(self.chat)):
             why = "the stored text itself goes on, which no chat template wraps"
             raise InputError(f"{why}; leave out {option}, or give a prompt")
 
-    def _of_template(self) -> list[tuple[str, str]]:
+    def _template_requests(self) -> list[tuple[str, str]]:
         """What is asked of a chat template, and by which option."""
-        asked = [("a system message", "--system")] * (self.system is not None)
-        asked += [("an argument of the chat template", "--template-arg")] * bool(self.template_args)
-        return asked + [("a token that a message spells", "--parse-special")] * self.parse_special
+        requests = [("a system message", "--system")] * (self.system is not None)
+        requests += [("an argument of the chat template", "--template-arg")] * bool(self.template_args)
+        return requests + [("a token that a message spells", "--parse-special")] * self.parse_special
 
     def _require_arguments(self) -> None:
         try:
             arguments = dict(self.template_args or {})
-            said = json.dumps(arguments, ensure_ascii=False)
+            text = json.dumps(arguments, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise InputError(f"arguments of a chat template are names with values that JSON can hold: {error}") from None
         for name in arguments:
-            if not isinstance(name, str) or name in OWN:
+            if not isinstance(name, str) or name in RESERVED_NAMES:
                 raise InputError(f"{shown(name)} is no argument of a chat template: prompts and messages say it")
-        _require_unicode(said, "an argument of the chat template")
+        _require_unicode(text, "an argument of the chat template")
 
 
 AS_THE_MODEL = Chat()
@@ -95,12 +95,12 @@ def encode(
         InputError: a prompt that is empty, or neither a text nor token ids of this model; or as `Chat.encode`.
     """
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    given = [_tokens_of(prompt, f"prompt {number}", vocab_size) for number, prompt in enumerate(prompts, 1)]
-    encoded = iter(chat.encode(tokenizer, texts))
-    return [next(encoded) if isinstance(prompt, str) else ids for prompt, ids in zip(prompts, given, strict=True)]
+    prompt_ids = [_token_ids(prompt, f"prompt {number}", vocab_size) for number, prompt in enumerate(prompts, 1)]
+    text_ids = iter(chat.encode(tokenizer, texts))
+    return [next(text_ids) if isinstance(prompt, str) else ids for prompt, ids in zip(prompts, prompt_ids, strict=True)]
 
 
-def _tokens_of(prompt: object, what: str, vocab_size: int) -> list[int]:
+def _token_ids(prompt: object, what: str, vocab_size: int) -> list[int]:
     """Token ids of a prompt that is given as such; none of a text, which is only looked at."""
     if isinstance(prompt, str):
         _require_unicode(prompt, what)
@@ -122,31 +122,31 @@ _FEWER = "lower --max-new-tokens"
 
 
 def context_for(
-    ids: Sequence[Sequence[int]], limit: int, max_new_tokens: int, wanted: int | None = None,
+    ids: Sequence[Sequence[int]], limit: int, max_new_tokens: int, max_context: int | None = None,
     on_warning: Callable[[str], object] | None = None,
 ) -> int:  # fmt: skip
     """Tokens that the cache must hold for each prompt.
 
     Args:
-        wanted: so many are asked for; by default as many as are needed, up to the limit.
+        max_context: so many are asked for; by default as many as are needed, up to the limit.
         on_warning: called with a sentence if that cuts a text short.
     Raises:
         InputError: a prompt that does not fit, more tokens asked for than the model has positions, or no number of them.
     """
     require_count("max_new_tokens", max_new_tokens)
-    if wanted is not None:
-        require_count("max_context", wanted, least=0)
+    if max_context is not None:
+        require_count("max_context", max_context, least=0)
     longest = max(map(len, ids), default=0)
-    if wanted is not None and not 1 <= wanted <= limit:
+    if max_context is not None and not 1 <= max_context <= limit:
         raise InputError(f"this model has a context of {limit} tokens; --max-context must lie in 1 … {limit}")
     if longest > limit:
         raise InputError(f"the longest prompt has {longest} tokens, this model's context only {limit}; shorten it")
-    context = wanted or min(limit, longest + max_new_tokens)
+    context = max_context or min(limit, longest + max_new_tokens)
     # The last token is predicted and never stored.
     if on_warning and longest <= context < longest + max_new_tokens - 1:
-        tokens = f"{context - longest + 1} of {counted(max_new_tokens, 'new token')}"
+        tokens = f"{context - longest + 1} of {count_noun(max_new_tokens, 'new token')}"
         on_warning(
-            f"the context ends after {tokens}: the prompt has {counted(longest, 'token')}, the context {context}; "
+            f"the context ends after {tokens}: the prompt has {count_noun(longest, 'token')}, the context {context}; "
             + ("raise --max-context" if context < limit else "shorten the prompt" if 2 * longest > limit else _FEWER)
         )
     return context
@@ -179,22 +179,22 @@ class GrowingText:
 
     def push(self, token: int) -> str:
         """Take the next token; the text that is certain now and was not before."""
-        return "" if self.stopped else self._grow(self._stream.push(token), ended=False)
+        return "" if self.stopped else self._grow(self._stream.push(token), at_end=False)
 
     def end(self) -> str:
         """The rest, once the last token has come: half a character, and what might have begun a stop string."""
-        return "" if self.stopped else self._grow(self._stream.end(), ended=True)
+        return "" if self.stopped else self._grow(self._stream.end(), at_end=True)
 
-    def _grow(self, piece: str, *, ended: bool) -> str:
+    def _grow(self, piece: str, *, at_end: bool) -> str:
         looked_at = max(0, len(self.text) - max(map(len, self._stops), default=0) + 1)
         self.text += piece
         if (end := _first(self.text, self._stops, looked_at)) is not None:
             self.stopped, self.text = True, self.text[:end]
-        certain = len(self.text) - (0 if self.stopped or ended else self._held_back())
-        given, self._given = self._given, max(self._given, certain)
-        return self.text[given : self._given]
+        certain = len(self.text) - (0 if self.stopped or at_end else self._pending_length())
+        start, self._given = self._given, max(self._given, certain)
+        return self.text[start : self._given]
 
-    def _held_back(self) -> int:
+    def _pending_length(self) -> int:
         """Length of the longest end of the text that begins a stop string."""
         text = self.text
         beginnings = (stop[:n] for stop in self._stops for n in range(1, min(len(stop), len(text) + 1)))
@@ -219,7 +219,7 @@ class Texts:
             self._on_text(number, text)
         return growing.stopped or ends
 
-    def ended(self) -> list[str]:
+    def finish(self) -> list[str]:
         """The whole texts of all tokens that came; what was not given out of them is now."""
         for number, growing in enumerate(self._growing):
             if (rest := growing.end()) and self._on_text:
@@ -248,26 +248,26 @@ def _first(text: str, stops: Sequence[str], begin: int) -> int | None:
 
 # -- Arguments -----------------------------------------------------------------------------------------------------------
 def require_arguments(
-    called: str, method: Callable[..., Any], given: Mapping[str, Any], more: Iterable[str] = (), but: Container[str] = ()
+    call_name: str, method: Callable[..., Any], kwargs: Mapping[str, Any], more: Iterable[str] = (), but: Container[str] = ()
 ) -> None:  # fmt: skip
     """Refuse an argument that nothing takes.
 
     Args:
-        called: how the method is called, as `Session.generate`.
+        call_name: how the method is called, as `Session.generate`.
         method: its keyword arguments are known.
-        given: what it was handed beside them.
+        kwargs: what it was handed beside them.
         more: names that are known as well.
         but: of the method's, those that it is not handed.
     Raises:
         TypeError: as Python's own, with the name that was meant where one is near.
     """
-    named = [name for name, each in signature(method).parameters.items() if each.kind is Parameter.KEYWORD_ONLY]
-    known = [name for name in (*named, *more) if name not in but]
-    for name in given:
-        if name not in known:
-            close = [] if name in but else get_close_matches(name, known, n=1)
+    parameters = [name for name, each in signature(method).parameters.items() if each.kind is Parameter.KEYWORD_ONLY]
+    names = [name for name in (*parameters, *more) if name not in but]
+    for name in kwargs:
+        if name not in names:
+            close = [] if name in but else get_close_matches(name, names, n=1)
             meant = f"; did you mean {close[0]!r}?" if close else ""
-            raise TypeError(f"{called}() got an unexpected keyword argument {name!r}{meant}")
+            raise TypeError(f"{call_name}() got an unexpected keyword argument {name!r}{meant}")
 
 
 def require_count(name: str, value: object, least: int = 1) -> None:

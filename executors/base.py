@@ -41,7 +41,7 @@ class Executor(Protocol):
     device: torch.device
     description: str
     simulated: bool = False
-    batches_alike: bool = False
+    batch_invariant: bool = False
     decode_step: int | None = None
     blocks: tuple[str, ...] = ()
     ops: OpTable | None = None
@@ -63,7 +63,7 @@ class Executor(Protocol):
         """Compile what first forwards with such a cache would wait for: nothing, unless an executor keeps programs."""
         return
 
-    def over(self, wrap: Callable[[OpTable], OpTable]) -> Executor | None:
+    def with_ops(self, wrap: Callable[[OpTable], OpTable]) -> Executor | None:
         """This executor with its op table wrapped, to look on as its ops run; None where it does not run op by op."""
         return None
 

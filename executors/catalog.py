@@ -49,12 +49,12 @@ class ExecutorInfo:
     dtype: str = "float32"
     any_dtype: bool = True
     devices: tuple[str, ...] = ("cpu",)
-    here: Callable[[], bool] | None = None
+    probe: Callable[[], bool] | None = None
     missing: Callable[[], str | None] = lambda: None
     require: Callable[[str | None], object] = lambda _device: None
     programs: Callable[[str | None], Runner] | None = None
     whole_layers: bool = False
-    numbered: bool = False
+    per_rank: bool = False
     blocks: tuple[str, ...] = ()
     in_order: Mapping[str, float] = field(default_factory=dict)
 
@@ -80,7 +80,7 @@ def _require_host(name: str, device: str | None) -> None:
         raise InputError(f"executor {name} runs on the cpu, not on {device!r}; drop --device")
 
 
-def class_of(name: str) -> Any:
+def executor_class(name: str) -> Any:
     """An executor's class; its module is imported now, or refused by the package that is not installed."""
     try:
         return getattr(import_module(f"haarkv.executors.{name}"), f"{name.title()}Executor")
@@ -92,11 +92,11 @@ def class_of(name: str) -> Any:
 
 def _on_host(name: str, model: DecoderModel, device: str | None) -> Executor:
     _require_host(name, device)
-    return cast(Executor, class_of(name)(model))
+    return cast(Executor, executor_class(name)(model))
 
 
 def _on_device(name: str, model: DecoderModel, device: str | None) -> Executor:
-    return cast(Executor, class_of(name)(model, device))
+    return cast(Executor, executor_class(name)(model, device))
 
 
 def _kernels_missing() -> str | None:
@@ -142,24 +142,24 @@ def _has_npu() -> bool:
 
 
 def _require_provider(device: str | None) -> None:
-    class_of("onnx")
+    executor_class("onnx")
     from haarkv.executors import onnx
 
     onnx.open_provider(device)
 
 
 EXECUTORS: dict[str, ExecutorInfo] = {
-    "reference": ExecutorInfo(partial(_on_host, "reference"), here=lambda: True, require=partial(_require_host, "reference")),
+    "reference": ExecutorInfo(partial(_on_host, "reference"), probe=lambda: True, require=partial(_require_host, "reference")),
     "cpu": ExecutorInfo(
-        partial(_on_host, "cpu"), here=lambda: True, missing=_kernels_missing, require=partial(_require_host, "cpu"),
+        partial(_on_host, "cpu"), probe=lambda: True, missing=_kernels_missing, require=partial(_require_host, "cpu"),
         blocks=BLOCKS,
     ),
     "cuda": ExecutorInfo(
-        partial(_on_device, "cuda"), "bfloat16", devices=("cuda",), here=_has_gpu, require=_require_gpu, numbered=True,
+        partial(_on_device, "cuda"), "bfloat16", devices=("cuda",), probe=_has_gpu, require=_require_gpu, per_rank=True,
         blocks=tuple(PLANES),
     ),
     "npu": ExecutorInfo(
-        partial(_on_device, "npu"), "bfloat16", any_dtype=False, devices=("npu", "sim"), here=_has_npu,
+        partial(_on_device, "npu"), "bfloat16", any_dtype=False, devices=("npu", "sim"), probe=_has_npu,
         programs=_npu_programs, whole_layers=True,
     ),
     "onnx": ExecutorInfo(
@@ -199,7 +199,7 @@ def refusal(
     elif ranks.size > 1 and entry.whole_layers:
         reason = "its programs are whole layers, and ranks must meet twice within each"
     else:
-        reason = next((why for plan in plans if (why := entry.missing() or class_of(name).supports(config, plan))), None)
+        reason = next((why for plan in plans if (why := entry.missing() or executor_class(name).supports(config, plan))), None)
     return reason and f"{name} cannot run this: {reason}"
 
 
@@ -210,8 +210,8 @@ def check(name: str, config: ModelConfig, plan: KVPlan, device: str | None = Non
         device: where it is to run, in the executor's own words. Whether an NPU is there is left to `create`.
     """
     info(name).require(_device_of_rank(name, device, ranks))
-    if refused := refusal(name, config, [plan], ranks=ranks):
-        raise InputError(f"executor {refused}")
+    if problem := refusal(name, config, [plan], ranks=ranks):
+        raise InputError(f"executor {problem}")
 
 
 def create(
@@ -227,8 +227,8 @@ def create(
     if name == AUTO:
         name = select(name, model.config, [plan], device=device, dtype=str(model.dtype).removeprefix("torch.")).name
     entry, ranks = info(name), model.ranks
-    if refused := refusal(name, model.config, [], ranks=ranks):
-        raise InputError(f"executor {refused}")
+    if problem := refusal(name, model.config, [], ranks=ranks):
+        raise InputError(f"executor {problem}")
     executor = entry.open(model, _device_of_rank(name, device, ranks))
     if reason := executor.supports(model.config, plan):
         raise InputError(f"executor {name} cannot run this: {reason}")
@@ -236,10 +236,10 @@ def create(
     return executor
 
 
-def interpreted(name: str, device: str | None) -> str:
+def interpreter_warning(name: str, device: str | None) -> str:
     """A warning for before an executor begins in an interpreter that was not asked for; "" if it computes on its device."""
     entry = info(name)
-    if device is not None or entry.programs is None or entry.here is None or entry.here():
+    if device is not None or entry.programs is None or entry.probe is None or entry.probe():
         return ""
     return f"executor {name} runs in an interpreter here, minutes for a few tokens"
 
@@ -247,12 +247,12 @@ def interpreted(name: str, device: str | None) -> str:
 def _device_of_rank(name: str, device: str | None, ranks: Ranks) -> str | None:
     """The device of this rank where each takes its own; else what was asked for."""
     entry = info(name)
-    if ranks.size == 1 or not entry.numbered:
+    if ranks.size == 1 or not entry.per_rank:
         return device
     kind = entry.devices[0]
     if device is not None and device.startswith(f"{kind}:"):
         raise InputError(f"each rank takes a device of its own; give --device {kind} without a number")
-    return f"{kind}:{ranks.local}" if device == kind or (device is None and entry.here and entry.here()) else device
+    return f"{kind}:{ranks.local}" if device == kind or (device is None and entry.probe and entry.probe()) else device
 
 
 # -- `auto` ----------------------------------------------------------------------------------------------------------------
@@ -291,13 +291,13 @@ def select(
     names = [name for name in FASTEST_FIRST if device is None or device.partition(":")[0] in EXECUTORS[name].devices]
     if not names:
         raise InputError(f"no executor runs on {device!r}; --device takes cpu, cuda, cuda:N, npu, npu:N or sim")
-    refused: list[str] = []
+    reasons: list[str] = []
     for name in names:
-        here = EXECUTORS[name].here
-        if device is None and not (here and here()):
+        probe = EXECUTORS[name].probe
+        if device is None and not (probe and probe()):
             continue
         reason = refusal(name, config, plans, ranks=ranks, dtype=dtype)
         if reason is None:
-            return Selection(name, refused[0] if refused else "")
-        refused.append(reason)
-    raise InputError(f"executor {refused[0]}")
+            return Selection(name, reasons[0] if reasons else "")
+        reasons.append(reason)
+    raise InputError(f"executor {reasons[0]}")

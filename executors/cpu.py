@@ -68,9 +68,9 @@ class CpuExecutor(ReferenceExecutor):
         try:
             ops = self._kernels = CpuOps(isa)
             model = _on_kernels(model, ops)
-            rounded = any(isinstance(weight, Blocks) and weight.x_bits == 8 for _, weight in model.weights.named())
-            self.description = f"C++ kernels ({ops.isa}) on the CPU{', activations of 8 bits' * rounded}"
-            self.batches_alike, self.blocks = True, BLOCKS
+            rounds_activations = any(isinstance(weight, Blocks) and weight.x_bits == 8 for _, weight in model.weights.named())
+            self.description = f"C++ kernels ({ops.isa}) on the CPU{', activations of 8 bits' * rounds_activations}"
+            self.batch_invariant, self.blocks = True, BLOCKS
         except KernelsMissingError as missing:
             if isa:
                 raise
@@ -112,17 +112,17 @@ _KNOWS = ("head_norms", "bias", "window", "activation", "plus_one", "norms_behin
 
 def _dense(model: DecoderModel, layer: Layer, weights: LayerWeights) -> Dense | None:
     """A layer as `DenseLayers` takes it; None if it declares what that does not know, or its tensors lie otherwise."""
-    given = {field: weight for field, _, weight in weights.named()}
-    if unknown_part(layer, _KNOWS) or not all(map(has_kernel, given.values())):
+    tensors = {field: weight for field, _, weight in weights.named()}
+    if unknown_part(layer, _KNOWS) or not all(map(has_kernel, tensors.values())):
         return None
-    norms = {weight.dtype for field, weight in given.items() if field.endswith("norm")}
-    others = {weight.dtype for field, weight in given.items() if not field.endswith("norm")}
+    norms = {weight.dtype for field, weight in tensors.items() if field.endswith("norm")}
+    others = {weight.dtype for field, weight in tensors.items() if not field.endswith("norm")}
     if norms not in ({torch.float32}, {torch.bfloat16}) or others != {model.dtype}:
         return None
-    if not all(isinstance(weight, Blocks) or weight.is_contiguous() for weight in given.values()):
+    if not all(isinstance(weight, Blocks) or weight.is_contiguous() for weight in tensors.values()):
         return None
     mixer = layer.attention
     return Dense(
-        given, mixer.num_heads, layer.norm.eps, mixer.scale, gelu=layer.mlp.activation == "gelu_tanh",
+        tensors, mixer.num_heads, layer.norm.eps, mixer.scale, gelu=layer.mlp.activation == "gelu_tanh",
         rope=list(model.ropes).index(mixer.rope),
     )  # fmt: skip

@@ -17,7 +17,7 @@ from torch import Tensor
 from haarkv.executors.base import Executor
 from haarkv.executors.reference import blame, not_finite_among_ranks
 from haarkv.models import fused
-from haarkv.models.base import DecoderModel, new_cache, tables_of
+from haarkv.models.base import DecoderModel, new_cache, rope_tables
 from haarkv.models.config import Attention, ModelConfig
 from haarkv.models.fused import with_stacks
 from haarkv.models.layer import DeltaNet
@@ -93,15 +93,15 @@ class CudaExecutor(Executor):
         self._raise_fault = partial(ops.raise_fault, self._fault)
         waitless: dict[str, Callable[..., Any]] = {"store_kv": ops.append, "gated_delta": delta.advance}
         in_step = with_ops(self.ops, {name: partial(op, fault=self._fault) for name, op in waitless.items()})
-        self.step_ops: OpTable = with_experts(in_step, experts.through)
+        self.step_ops: OpTable = with_experts(in_step, experts.run_experts)
         if model.ranks.size == 1 and fused.unsupported(model.config) is None:
             whole = fused.fuse(model, self.device, placed)
             self._model = whole.model
-            self._run = _bound(whole, ops.CudaFused(self._fault))
+            self._run = _bound(whole, ops.CudaFusedOps(self._fault))
         else:
             weights = with_stacks(model.weights, model.config, self.device, placed)
             same = model.weights.embedding.device == self.device
-            ropes = model.ropes if same else tables_of(model.config, self.device)
+            ropes = model.ropes if same else rope_tables(model.config, self.device)
             self._model = replace(model, weights=weights, ropes=ropes)
             self._run = _bound(self._model, self.step_ops)
         # A graph that holds sums over ranks was never tried: with several, steps are launched op by op.
@@ -129,12 +129,12 @@ class CudaExecutor(Executor):
         cache, paging = new_cache(self.config, plan, sequences=1, tokens=_AHEAD[0], device=self.device)
         sequence, began, count = paging.add(), time.perf_counter(), 0
 
-        def told(kernels: int) -> None:
+        def report_kernels(kernels: int) -> None:
             nonlocal count
             count = kernels
             on_program(f"{kernels} kernels")
 
-        with self._current(), compiled_ahead(told):
+        with self._current(), compiled_ahead(report_kernels):
             most = min(cache.most_new_tokens or _AHEAD[0], self.config.max_position_embeddings)
             for new in (min(new, most) for new in _AHEAD):
                 batch = paging.batch([sequence], [new]).to(self.device)
@@ -155,7 +155,7 @@ class CudaExecutor(Executor):
             if (steps := self._steps.get(cache)) is None:
                 # A pool of its own: one that outlives its last graph takes no other.
                 steps = self._steps[cache] = _Steps(torch.cuda.graph_pool_handle() if self._graphs else None, {})
-            if (size := bucket_of(len(token_ids))) not in steps.by_size:
+            if (size := padded_batch_size(len(token_ids))) not in steps.by_size:
                 longest = self.config.max_position_embeddings
                 steps.by_size[size] = DecodeStep(size, cache, longest, self._step_on(cache), steps.pool)
             return steps.by_size[size](token_ids, batch)
@@ -228,7 +228,7 @@ Step = Callable[[Tensor, Batch], Tensor]
 _LARGEST_POWER = 64
 
 
-def bucket_of(sequences: int) -> int:
+def padded_batch_size(sequences: int) -> int:
     """The batch size that a step of so many sequences is padded to: the next power of two, from 64 on the next multiple."""
     if sequences > _LARGEST_POWER:
         return -(-sequences // _LARGEST_POWER) * _LARGEST_POWER
@@ -259,9 +259,9 @@ class DecodeStep:
         )
         self._has_rows = cache.keeps_rows
         self._step = step  # what it reads must live as long as a graph that reads it
-        self._run = self._captured(step, pool) if pool is not None else lambda: step(self._token_ids, self._fresh())
+        self._run = self._capture(step, pool) if pool is not None else lambda: step(self._token_ids, self._fresh())
 
-    def _captured(self, step: Step, pool: Any) -> Callable[[], Tensor]:
+    def _capture(self, step: Step, pool: Any) -> Callable[[], Tensor]:
         # What compiles or allocates once does so before; all sequences are dead, so nothing is stored.
         aside: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream())

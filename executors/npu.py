@@ -16,10 +16,10 @@ from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.shapes import KEPT_ROOM
+from haarkv.tq_ops.kv.shapes import WINDOW_ROOM
 from haarkv.tq_ops.npu.device import Runner, open_runner
 from haarkv.tq_ops.npu.program import AttentionShape
-from haarkv.tq_ops.npu.sides import kept_shape, sides_of
+from haarkv.tq_ops.npu.sides import layer_sides, window_shape
 
 
 class NpuExecutor(Executor):
@@ -73,7 +73,7 @@ class NpuExecutor(Executor):
         self._runner.on_program = on_program
         if not self._runner.keeps_programs:
             return
-        cache = PagedKVCache(plan, self.config.kv_shapes, num_blocks=1, num_rows=1, room=KEPT_ROOM, device=self.device)
+        cache = PagedKVCache(plan, self.config.kv_shapes, num_blocks=1, num_rows=1, room=WINDOW_ROOM, device=self.device)
         paging = PagedSequences(1, cache.block_size, num_rows=1)
         sequence = paging.add()
         for tokens in (2, 1):
@@ -101,26 +101,26 @@ class NpuExecutor(Executor):
         state: Tensor | None = None
         for index in span:
             mixer = self.config.layers[index].attention
-            in_bf16 = kept_shape(cache.plan, index, cache.room if one_each else cache.chunk, mixer.window)
-            program = build(self.config, *sides_of(cache.plan, index, mixer.head_dim), in_bf16, layer=index)
+            in_bf16 = window_shape(cache.plan, index, cache.room if one_each else cache.chunk, mixer.window)
+            program = build(self.config, *layer_sides(cache.plan, index, mixer.head_dim), in_bf16, layer=index)
             # Layers differ in their angles and in where their tokens lie, and agree on which row is whose.
-            alike = mixer.rope, cache.ring(index), program.attention.step_tokens
-            if alike not in tilings:
-                tilings[alike] = inputs.tile(cache.placed(index, batch), program, ropes[mixer.rope])
-            tiling = tilings[alike]
+            tiling_key = mixer.rope, cache.ring(index), program.attention.step_tokens
+            if tiling_key not in tilings:
+                tilings[tiling_key] = inputs.tile(cache.placed(index, batch), program, ropes[mixer.rope])
+            tiling = tilings[tiling_key]
             with cache.with_room(index, batch, always=not one_each):
                 state = self._layer(program, index, tiling.spread(hidden) if state is None else state, tiling, cache)
         return hidden if state is None else state[tiling.row]
 
     def _layer(self, program: LayerProgram, index: int, hidden: Tensor, tiling: inputs.Tiling, cache: PagedKVCache) -> Tensor:
-        constants = {**self._layers[index], **self._masks_of(program)}
+        constants = {**self._layers[index], **self._program_masks(program)}
         for tensor in inputs.domain_arguments(program, cache.plan, index, self.device).values():
             self._runner.constant(tensor)
         arguments, out = inputs.layer_call(program, constants, hidden, tiling, cache, index)
         self._runner.call(program, arguments)
         return out
 
-    def _masks_of(self, program: LayerProgram) -> dict[str, Tensor]:
+    def _program_masks(self, program: LayerProgram) -> dict[str, Tensor]:
         if program.attention not in self._masks:
             masks = inputs.mask_arguments(program, self.device)
             self._masks[program.attention] = {name: self._runner.constant(mask) for name, mask in masks.items()}

@@ -19,8 +19,8 @@ from torch import Tensor
 from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
-from haarkv.models.qwen3_14b.onnx.model import UNSTORED, build
-from haarkv.models.qwen3_14b.onnx.scopes import FIELDS, KEPT_FIELDS, Qwen3Scopes
+from haarkv.models.qwen3_14b.onnx.model import EMPTY_POSITION, build
+from haarkv.models.qwen3_14b.onnx.scopes import FIELDS, WINDOW_FIELDS, Qwen3Scopes
 from haarkv.models.qwen3_14b.onnx.spec import (
     DEFAULT_OPSET,
     GraphSpec,
@@ -39,12 +39,12 @@ from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.formats.stretches import STRETCH
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.kept import Kept
+from haarkv.tq_ops.kv.kept import ResidualWindow
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.reads import unsupported
 from haarkv.tq_ops.onnx import READS
 from haarkv.tq_ops.onnx.graph import StoredWeights
-from haarkv.tq_ops.weight import Blocks, dense, rows_of
+from haarkv.tq_ops.weight import Blocks, dense, weight_rows
 
 _ERRORS = 3  # ONNX Runtime's level from which it logs
 _ELEMENTS = {
@@ -112,18 +112,18 @@ class OnnxExecutor(Executor):
         self.description = f"ONNX Runtime {ort.__version__} ({self._provider.name})"
         # Other providers are not known to have the operator's kernels: they are given restored weights.
         on_cpu = self.device.type == "cpu"
-        there = model if on_cpu else replace(model, weights=model.weights.placed(dense)).to(self.device)
-        self._model = there
-        coded = coded_weights(there.weights.named())
+        device_model = model if on_cpu else replace(model, weights=model.weights.placed(dense)).to(self.device)
+        self._model = device_model
+        coded_names = coded_weights(device_model.weights.named())
         # ONNX Runtime wants this memory for as long as it has a session, and packs codes into memory of its own beside it.
         self._coded = {
             part: ort.OrtValue.ortvalue_from_numpy(tensor.numpy())
-            for name, weight in there.weights.named()
-            if isinstance(weight, Blocks) and name in coded and (name != EMBEDDING or model.config.tied)
+            for name, weight in device_model.weights.named()
+            if isinstance(weight, Blocks) and name in coded_names and (name != EMBEDDING or model.config.tied)
             for part, tensor in coded_values(name, weight)
         }  # fmt: skip
-        self._scopes = Qwen3Scopes(model.config, str(model.dtype).removeprefix("torch."), blocks=coded)
-        self._weights = dict(weight_values(there))
+        self._scopes = Qwen3Scopes(model.config, str(model.dtype).removeprefix("torch."), blocks=coded_names)
+        self._weights = dict(weight_values(device_model))
         self._sessions: dict[GraphSpec, _Session] = {}
         self._lock = threading.Lock()  # a session's tensors are bound, then run: no other thread may bind between
 
@@ -138,9 +138,11 @@ class OnnxExecutor(Executor):
         sizes = Sizes(tokens=1) if token.shape[1] == 1 and not self._coded else Sizes()
         embed = EMBEDDING not in self._scopes.blocks  # else the rows that are asked for are restored from the file
         graph = _graph(cache, range(self.config.num_layers), batch, embed=embed, sizes=sizes)
-        given = {"input_ids": token_ids[token]} if embed else {"hidden": rows_of(self.weights.embedding, token_ids)[token]}
+        inputs = (
+            {"input_ids": token_ids[token]} if embed else {"hidden": weight_rows(self.weights.embedding, token_ids)[token]}
+        )
         hidden = torch.empty(*token.shape, self.config.hidden_size, dtype=self.weights.embedding.dtype, device=self.device)
-        self._run(graph, given, {"hidden_out": hidden}, batch, cache)
+        self._run(graph, inputs, {"hidden_out": hidden}, batch, cache)
         return hidden[valid]
 
     @torch.inference_mode()
@@ -170,35 +172,35 @@ class OnnxExecutor(Executor):
         cache.require_room(batch)
         past = batch.seq_lens - batch.query_start_loc.diff()
         columns = max(1, -(-int(past.max()) // cache.block_size))
-        given = {**inputs, "past_lens": past, "block_table": batch.block_table[:, :columns].clamp(min=0)}
-        kept = {layer: _kept(cache, layer) for layer in plan.span}
+        feeds = {**inputs, "past_lens": past, "block_table": batch.block_table[:, :columns].clamp(min=0)}
+        windows = {layer: _bf16_windows(cache, layer) for layer in plan.span}
         if any(plan.kept):
-            given |= _kept_places(kept[plan.span.start]["k_kept"], batch, past)
+            feeds |= _window_places(windows[plan.span.start]["k_kept"], batch, past)
         new: dict[str, Tensor] = {}
         for layer in plan.span:
             lead = (*valid.shape, cache.shape(layer).num_kv_heads)
-            for stored, field in _fields(cache, layer).items():
-                given[cache_name(layer, stored)] = field
-                new[new_name(layer, stored)] = torch.empty(*lead, *field.shape[3:], dtype=field.dtype, device=self.device)
-            for stored, side in kept[layer].items():
-                given[cache_name(layer, stored)] = vectors = side.vectors.flatten(0, 2)
-                new[new_name(layer, stored)] = torch.empty(*lead, vectors.shape[1], dtype=vectors.dtype, device=self.device)
-        self._call(self._session(plan), given, {**outputs, **new})
-        made = {layer: {stored: new[new_name(layer, stored)][valid] for stored in plan.fields} for layer in plan.span}
+            for name, field in _fields(cache, layer).items():
+                feeds[cache_name(layer, name)] = field
+                new[new_name(layer, name)] = torch.empty(*lead, *field.shape[3:], dtype=field.dtype, device=self.device)
+            for name, side in windows[layer].items():
+                feeds[cache_name(layer, name)] = vectors = side.vectors.flatten(0, 2)
+                new[new_name(layer, name)] = torch.empty(*lead, vectors.shape[1], dtype=vectors.dtype, device=self.device)
+        self._call(self._session(plan), feeds, {**outputs, **new})
+        new_rows = {layer: {name: new[new_name(layer, name)][valid] for name in plan.fields} for layer in plan.span}
         slots = batch.slot_mapping
         for layer in plan.span:
-            _require_finite(made[layer], layer, slots)
+            _require_finite(new_rows[layer], layer, slots)
         block, offset = slots // cache.block_size, slots % cache.block_size
         for layer in plan.span:
-            for stored, field in _fields(cache, layer).items():
-                field[block, :, offset] = made[layer][stored]
-            for stored, side in kept[layer].items():
-                side.write(made[layer][stored], batch)
+            for name, field in _fields(cache, layer).items():
+                field[block, :, offset] = new_rows[layer][name]
+            for name, side in windows[layer].items():
+                side.write(new_rows[layer][name], batch)
 
     def _call(self, session: _Session, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
-        kept = {name: tensor.contiguous() for name, tensor in inputs.items() if name in session.inputs}
+        contiguous = {name: tensor.contiguous() for name, tensor in inputs.items() if name in session.inputs}
         with self._lock:
-            self._bind(session.binding.bind_input, kept)
+            self._bind(session.binding.bind_input, contiguous)
             self._bind(session.binding.bind_output, outputs)
             if self.device.type != "cpu":
                 getattr(torch, self.device.type).synchronize()
@@ -215,9 +217,9 @@ class OnnxExecutor(Executor):
         Dense weights are inputs: all sessions use the model's own memory. Codes are constants, or their kernels are slow.
         """
         with self._lock:
-            return self._opened(plan)
+            return self._open_session(plan)
 
-    def _opened(self, plan: GraphSpec) -> _Session:
+    def _open_session(self, plan: GraphSpec) -> _Session:
         if plan not in self._sessions:
             options = ort.SessionOptions()
             options.intra_op_num_threads = torch.get_num_threads()
@@ -226,15 +228,15 @@ class OnnxExecutor(Executor):
             # while sizes are unknown.
             options.enable_mem_reuse = False
             types = weight_types(self._scopes, plan)
-            coded = {name: value for name, value in self._coded.items() if name in types}
-            options.add_external_initializers(list(coded), list(coded.values()))
-            model = build(self._scopes, plan, StoredWeights("made", dict.fromkeys(coded, 0))).SerializeToString()
+            code_values = {name: value for name, value in self._coded.items() if name in types}
+            options.add_external_initializers(list(code_values), list(code_values.values()))
+            model = build(self._scopes, plan, StoredWeights("made", dict.fromkeys(code_values, 0))).SerializeToString()
             session = ort.InferenceSession(model, options, providers=[self._provider.name])
             inputs = {value.name for value in session.get_inputs()}
             every = self._weights | stored_values(self._scopes, plan, self.device)
-            opened = _Session(session, session.io_binding(), inputs, {name: every[name] for name in every.keys() & inputs})
-            self._bind(opened.binding.bind_input, opened.weights)
-            self._sessions[plan] = opened
+            entry = _Session(session, session.io_binding(), inputs, {name: every[name] for name in every.keys() & inputs})
+            self._bind(entry.binding.bind_input, entry.weights)
+            self._sessions[plan] = entry
         return self._sessions[plan]
 
 
@@ -252,44 +254,44 @@ def _graph(
     cache: PagedKVCache, span: range, batch: Batch, *, embed: bool = False, sizes: Sizes | None = None
 ) -> GraphSpec:  # fmt: skip
     """The graph of some layers that reads a cache; one that turns keys only where a sequence is longer than a stretch."""
-    kept = _kept(cache, span.start).get("k_kept")
+    window = _bf16_windows(cache, span.start).get("k_kept")
     long = int(batch.seq_lens.max()) > STRETCH and any(cache.k_format(layer).turns(layer) for layer in span)
     return GraphSpec(
         span, embed=embed, head=False, opset=DEFAULT_OPSET, sizes=sizes or Sizes(),
-        formats=cache.plan.layers[span.start : span.stop], kept=(kept.tail, kept.sink) if kept else (0, 0),
-        stretched=long,
+        formats=cache.plan.layers[span.start : span.stop], kept=(window.tail, window.sink) if window else (0, 0),
+        has_stretches=long,
     )  # fmt: skip
 
 
-def _kept_places(kept: Kept, batch: Batch, past: Tensor) -> dict[str, Tensor]:
+def _window_places(window: ResidualWindow, batch: Batch, past: Tensor) -> dict[str, Tensor]:
     """Where the tokens lie that queries may see in BF16: of each sequence its sinks, and the newest before this batch.
 
     Args:
-        kept: of any layer and side, all being alike.
+        window: of any layer and side, all being alike.
         past: [B] int32, tokens that were stored before.
     Returns:
         `kept_index` [B, Hkv, sink + tail] int64 among the vectors of all rows, heads and places, and `kept_positions`
-        [B, sink + tail] int32; `UNSTORED` where no token is kept, and where the tail repeats a sink.
+        [B, sink + tail] int32; `EMPTY_POSITION` where no token is kept, and where the tail repeats a sink.
     """
-    _, heads, places, _ = kept.vectors.shape
-    first = torch.arange(kept.sink, device=past.device).expand(len(past), -1)
-    recent = past.long().unsqueeze(1) - kept.tail + torch.arange(kept.tail, device=past.device)
-    there = torch.cat([first < past.unsqueeze(1), recent >= kept.sink], dim=1)
+    _, heads, places, _ = window.vectors.shape
+    first = torch.arange(window.sink, device=past.device).expand(len(past), -1)
+    recent = past.long().unsqueeze(1) - window.tail + torch.arange(window.tail, device=past.device)
+    valid = torch.cat([first < past.unsqueeze(1), recent >= window.sink], dim=1)
     positions = torch.cat([first, recent], dim=1)
     head = batch.rows[:, None, None] * heads + torch.arange(heads, device=past.device)[:, None]
-    index = head * places + kept.places(positions.clamp(min=0)).unsqueeze(1)
-    return {"kept_index": index, "kept_positions": positions.masked_fill(~there, UNSTORED).to(torch.int32)}
+    index = head * places + window.places(positions.clamp(min=0)).unsqueeze(1)
+    return {"kept_index": index, "kept_positions": positions.masked_fill(~valid, EMPTY_POSITION).to(torch.int32)}
 
 
-def _kept(cache: PagedKVCache, layer: int) -> dict[str, Kept]:
-    """A layer's tokens in BF16 by `KEPT_FIELDS`, where some stay so."""
-    return {stored: kept for stored, kept in zip(KEPT_FIELDS, cache.kept(layer), strict=True) if kept}
+def _bf16_windows(cache: PagedKVCache, layer: int) -> dict[str, ResidualWindow]:
+    """A layer's tokens in BF16 by `WINDOW_FIELDS`, where some stay so."""
+    return {name: window for name, window in zip(WINDOW_FIELDS, cache.kept(layer), strict=True) if window}
 
 
 def _fields(cache: PagedKVCache, layer: int) -> dict[str, Tensor]:
     """The very tensors that hold a layer, by `FIELDS`."""
     sides = {"k": cache.k_fields(layer), "v": cache.v_fields(layer)}
-    return {stored: sides[stored[0]][stored[2:]] for stored in FIELDS}
+    return {name: sides[name[0]][name[2:]] for name in FIELDS}
 
 
 def _require_finite(vectors: Mapping[str, Tensor], layer: int, slots: Tensor) -> None:

@@ -43,10 +43,10 @@ class ReferenceExecutor(Executor):
     def supports(config: ModelConfig, plan: KVPlan) -> str | None:  # noqa: ARG004
         return None
 
-    def over(self, wrap: Callable[[OpTable], OpTable]) -> Executor:
-        wrapped = copy(self)
-        wrapped.ops = wrap(self.ops)
-        return wrapped
+    def with_ops(self, wrap: Callable[[OpTable], OpTable]) -> Executor:
+        executor = copy(self)
+        executor.ops = wrap(self.ops)
+        return executor
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
@@ -66,7 +66,7 @@ class ReferenceExecutor(Executor):
 
         One of several ranks says what it saw and no more: the weight may be another's.
         """
-        shared, seen = self._model.ranks.size > 1, ""
+        shared, what = self._model.ranks.size > 1, ""
         try:
             result = run(self.ops)
             # A NaN is both the least and the largest. One pass that writes nothing: ten times as fast as asking every number.
@@ -75,20 +75,20 @@ class ReferenceExecutor(Executor):
         except NonFiniteError as error:
             if shared:
                 raise
-            seen = str(error)  # K or V, too, is named by the weight behind it
+            what = str(error)  # K or V, too, is named by the weight behind it
         if shared:
             raise not_finite_among_ranks()
-        raise blame(self._model.weights, seen)
+        raise blame(self._model.weights, what)
 
 
 # -- Why a forward is not finite -----------------------------------------------------------------------------------------
 
 
-def blame(weights: Weights, seen: str = "") -> NonFiniteError:
+def blame(weights: Weights, what: str = "") -> NonFiniteError:
     """What a forward that is not finite comes of: the first weight that is not, by name, or that all are.
 
     Args:
-        seen: what was not finite, if it was noticed before the logits.
+        what: what was not finite, if it was noticed before the logits.
     """
     for name, weight in weights.named():
         tensor = dense(weight)
@@ -96,9 +96,9 @@ def blame(weights: Weights, seen: str = "") -> NonFiniteError:
             index = bad[0].tolist()
             value = tensor[tuple(index)].item()
             return NonFiniteError(f"the weight {name} holds {value} at {index}; the checkpoint is damaged")
-    seen = seen or "logits are not finite"
+    what = what or "logits are not finite"
     return NonFiniteError(
-        f"{seen}, although all weights are finite; the model does not fit this dtype or is damaged: tq validate says in which "
+        f"{what}, although all weights are finite; the model does not fit this dtype or is damaged: tq validate says in which "
         "layer"
     )
 

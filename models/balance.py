@@ -20,7 +20,7 @@ from torch import Tensor
 
 from haarkv.codebooks.balance import channel_scales, error_ratio
 from haarkv.models.base import DecoderModel
-from haarkv.models.catalog import read_config, source_of
+from haarkv.models.catalog import open_source, read_config
 from haarkv.models.checkpoint import stored_tensors
 from haarkv.models.config import ModelConfig
 from haarkv.models.tensors import LayerWeights
@@ -82,7 +82,7 @@ class Scaling:
 
 
 @dataclass(frozen=True)
-class Balanced:
+class BalancedModel:
     """A model after `balance`.
 
     Attributes:
@@ -96,24 +96,24 @@ class Balanced:
     moments: Mapping[int, tuple[Moments, Moments]]
 
 
-def key_moments(tensors: Mapping[str, Tensor], heads: int, dim: int, turned: int | None = None) -> Moments:
+def key_moments(tensors: Mapping[str, Tensor], heads: int, dim: int, rope_dims: int | None = None) -> Moments:
     """Of K. The two channels of a RoPE pair are alike: every position mixes them anew.
 
     Args:
         tensors: of one layer, by the fields of a family's `LayerWeights`.
         heads, dim: KV heads H and head_dim D.
-        turned: the first channels of a head that RoPE turns; all unless given.
+        rope_dims: the first channels of a head that RoPE turns; all unless given.
     """
     if "k_norm" in tensors:
         use, spread = (tensors[name].float().square().expand(heads, dim) for name in ("q_norm", "k_norm"))
         bias = torch.zeros(heads, dim)
     else:
-        of_queries = _row_squares(tensors, "q_proj") + _bias(tensors, "q_bias", tensors["q_proj"]).square()
-        use = of_queries.view(heads, -1, dim).mean(1)
+        query_squares = _row_squares(tensors, "q_proj") + _bias(tensors, "q_bias", tensors["q_proj"]).square()
+        use = query_squares.view(heads, -1, dim).mean(1)
         spread = _row_squares(tensors, "k_proj").view(heads, dim)
         bias = _bias(tensors, "k_bias", tensors["k_proj"]).view(heads, dim)
-    paired = partial(_in_pairs, turned=dim if turned is None else turned)
-    return Moments(paired(use), paired(spread), paired(bias.square()).sqrt())
+    pair_means = partial(_in_pairs, rope_dims=dim if rope_dims is None else rope_dims)
+    return Moments(pair_means(use), pair_means(spread), pair_means(bias.square()).sqrt())
 
 
 def value_moments(tensors: Mapping[str, Tensor], heads: int, dim: int) -> Moments:
@@ -123,19 +123,19 @@ def value_moments(tensors: Mapping[str, Tensor], heads: int, dim: int) -> Moment
     return Moments(use, _row_squares(tensors, "v_proj").view(heads, dim), bias)
 
 
-_NORMED = {"q_proj", "k_proj", "v_proj"}
+_NORMED_PROJECTIONS = {"q_proj", "k_proj", "v_proj"}
 _READ = {"input_norm", *(f"{name}_proj" for name in "qkvo"), "q_norm", "k_norm", *(f"{name}_bias" for name in "qkv")}
 
 
-def moments_of(name: str | Path) -> dict[int, tuple[Moments, Moments]]:
+def checkpoint_moments(name: str | Path) -> dict[int, tuple[Moments, Moments]]:
     """K's and V's moments of each layer of a checkpoint, of which no other tensor is read; {} of a random model.
 
     Args:
-        name: as `models.catalog.path_of` takes it.
+        name: as `models.catalog.find_model` takes it.
     Raises:
         InputError: no such model, one that no family builds, or a damaged file.
     """
-    config, source = read_config(name), source_of(name)
+    config, source = read_config(name), open_source(name)
     if source is None:
         return {}
     places = {
@@ -145,73 +145,73 @@ def moments_of(name: str | Path) -> dict[int, tuple[Moments, Moments]]:
         for field, part in layer_tensors(config, layer).items()
         if field in _READ
     }
-    found: dict[int, tuple[Moments, Moments]] = {}
+    moments_by_layer: dict[int, tuple[Moments, Moments]] = {}
     read: dict[str, Tensor] = {}
     last = {layer: tensor for tensor, (layer, _) in places.items()}
-    for tensor_name, tensor in stored_tensors(source, config, torch.bfloat16, wanted=places.__contains__):
+    for tensor_name, tensor in stored_tensors(source, config, torch.bfloat16, name_filter=places.__contains__):
         layer, field = places[tensor_name]
         read[field] = tensor
         if tensor_name == last[layer]:  # one layer at a time is held
             mixer = config.layers[layer].attention
             sizes = mixer.num_kv_heads, mixer.head_dim
-            found[layer] = key_moments(read, *sizes, mixer.rope.dims), value_moments(read, *sizes)
+            moments_by_layer[layer] = key_moments(read, *sizes, mixer.rope.dims), value_moments(read, *sizes)
             read = {}
-    return found
+    return moments_by_layer
 
 
-def scales_of(moments: Moments) -> tuple[Tensor, float]:
+def choose_scales(moments: Moments) -> tuple[Tensor, float]:
     """A side's scales [H, D] fp32, and how many times less squared error its worst head makes; 1s if that is too few."""
     scales = channel_scales(moments.use, moments.size)
     ratio = float(error_ratio(moments.use, moments.size, scales).max())
     return (scales, ratio) if ratio >= LEAST_RATIO else (torch.ones_like(scales), 1.0)
 
 
-def scaling_of(
-    moments: Mapping[int, tuple[Moments, Moments]], wanted: Callable[[int, str], bool] = lambda *_: True
+def choose_scaling(
+    moments: Mapping[int, tuple[Moments, Moments]], may_balance: Callable[[int, str], bool] = lambda *_: True
 ) -> Scaling:
     """The scales of every side that is uneven enough.
 
     Args:
         moments: K's and V's of each layer.
-        wanted: of a layer and "K" or "V": whether it may be balanced.
+        may_balance: of a layer and "K" or "V": whether it may be balanced.
     """
     scales: dict[int, Scales] = {}
     now: dict[int, tuple[Moments, Moments]] = {}
     uneven: list[Uneven] = []
 
-    def side_of(layer: int, side: str, before: Moments) -> tuple[Tensor | None, Moments]:
-        chosen, ratio = scales_of(before) if wanted(layer, side) else (torch.ones(()), 1.0)
+    def scale_side(layer: int, side: str, before: Moments) -> tuple[Tensor | None, Moments]:
+        side_scales, ratio = choose_scales(before) if may_balance(layer, side) else (torch.ones(()), 1.0)
         if ratio <= 1:
             return None, before
         uneven.append(Uneven(layer, side, ratio))
-        return chosen, before.scaled(chosen)
+        return side_scales, before.scaled(side_scales)
 
     for layer, (k, v) in moments.items():
-        (k_scales, k), (v_scales, v) = side_of(layer, "K", k), side_of(layer, "V", v)
+        (k_scales, k), (v_scales, v) = scale_side(layer, "K", k), scale_side(layer, "V", v)
         scales[layer], now[layer] = (k_scales, v_scales), (k, v)
     return Scaling(scales, tuple(uneven), now)
 
 
-def where_lossy(plan: KVPlan, wanted: bool = True) -> Callable[[int, str], bool]:
-    """For `wanted` of `scaling_of`: the sides of which a cache loses something; False wants none."""
-    return lambda layer, side: wanted and plan.layers[layer][side == "V"].lossy
+def where_lossy(plan: KVPlan, allow: bool = True) -> Callable[[int, str], bool]:
+    """For `may_balance` of `choose_scaling`: the sides of which a cache loses something; none unless `allow`."""
+    return lambda layer, side: allow and plan.layers[layer][side == "V"].lossy
 
 
-def balance(model: DecoderModel, wanted: Callable[[int, str], bool] = lambda *_: True) -> Balanced:
-    """Balance every side of a model on the host that is uneven enough; of one rank or all. `wanted` is as of `scaling_of`."""
+def balance(model: DecoderModel, may_balance: Callable[[int, str], bool] = lambda *_: True) -> BalancedModel:
+    """Balance every side of a model on the host that is uneven enough; of one rank or all; as `choose_scaling`."""
     layers, moments = list(model.weights.layers), {}
     for index, shape in enumerate(model.config.kv_shapes):
         if shape is not None:
-            fields, sizes = _attention_of(layers[index]), (shape.num_kv_heads, shape.head_dim)
-            turned = model.config.layers[index].attention.rope.dims
-            moments[index] = key_moments(fields, *sizes, turned), value_moments(fields, *sizes)
-    scaling = scaling_of(moments, wanted)
+            fields, sizes = _moment_tensors(layers[index]), (shape.num_kv_heads, shape.head_dim)
+            rope_dims = model.config.layers[index].attention.rope.dims
+            moments[index] = key_moments(fields, *sizes, rope_dims), value_moments(fields, *sizes)
+    scaling = choose_scaling(moments, may_balance)
     for index, pair in scaling.scales.items():
         for side, scales in zip("KV", pair, strict=True):
             if scales is not None:
-                layers[index] = folded(layers[index], side, scales)
-    changed = replace(model, weights=replace(model.weights, layers=tuple(layers))) if scaling.uneven else model
-    return Balanced(changed, scaling.uneven, scaling.moments)
+                layers[index] = fold_scales(layers[index], side, scales)
+    balanced_model = replace(model, weights=replace(model.weights, layers=tuple(layers))) if scaling.uneven else model
+    return BalancedModel(balanced_model, scaling.uneven, scaling.moments)
 
 
 def name_layers(layers: Sequence[int]) -> str:
@@ -244,22 +244,28 @@ def describe(uneven: Sequence[Uneven]) -> str:
 # -- What the weights say ----------------------------------------------------------------------------------------------------
 
 
-def _attention_of(layer: LayerWeights) -> dict[str, Tensor]:
+def _moment_tensors(layer: LayerWeights) -> dict[str, Tensor]:
     """What a layer's moments are made of, restored."""
-    return {field: layer[field] for field in _read_of(layer)}
+    return {field: layer[field] for field in _moment_fields(layer)}
 
 
-def _read_of(fields: Iterable[str]) -> set[str]:
+def _moment_fields(fields: Iterable[str]) -> set[str]:
     """Fields of a layer that its moments are made of: where K is normed, its projections say nothing."""
-    there = _READ.intersection(fields)
-    return there - {"q_proj", "k_proj"} if "k_norm" in there else there
+    read_fields = _READ.intersection(fields)
+    return read_fields - {"q_proj", "k_proj"} if "k_norm" in read_fields else read_fields
 
 
 def restored_bytes(config: ModelConfig) -> int:
     """What `balance` restores of a model in blocks at a time, FP32: the matrices of one layer, and one times its norm."""
     layers = [layer_tensors(config, index) for index, shape in enumerate(config.kv_shapes) if shape is not None]
-    sizes = [{field: 4 * math.prod(layer[field].shape) for field in _read_of(layer)} for layer in layers]
-    return max((sum(of.values()) + max(of[field] for field in of if field in _NORMED) for of in sizes), default=0)
+    sizes = [{field: 4 * math.prod(layer[field].shape) for field in _moment_fields(layer)} for layer in layers]
+    return max(
+        (
+            sum(field_bytes.values()) + max(field_bytes[field] for field in field_bytes if field in _NORMED_PROJECTIONS)
+            for field_bytes in sizes
+        ),
+        default=0,
+    )
 
 
 def _bias(tensors: Mapping[str, Tensor], name: str, projection: Tensor) -> Tensor:
@@ -273,17 +279,17 @@ def _row_squares(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     return rows.square()
 
 
-def _in_pairs(squares: Tensor, turned: int) -> Tensor:
+def _in_pairs(squares: Tensor, rope_dims: int) -> Tensor:
     """[H, D], the mean of the two channels that RoPE turns together; those that it leaves stay as they are."""
-    low, high = squares[:, :turned].chunk(2, dim=-1)
+    low, high = squares[:, :rope_dims].chunk(2, dim=-1)
     mean = (low + high) / 2
-    return torch.cat([mean, mean, squares[:, turned:]], dim=-1)
+    return torch.cat([mean, mean, squares[:, rope_dims:]], dim=-1)
 
 
 # -- The same model, scaled --------------------------------------------------------------------------------------------------
 
 
-def folded(layer: LayerWeights, side: str, scales: Tensor) -> LayerWeights:
+def fold_scales(layer: LayerWeights, side: str, scales: Tensor) -> LayerWeights:
     """The same layer with its K or V scaled, and what meets them scaled back.
 
     Args:
@@ -291,12 +297,12 @@ def folded(layer: LayerWeights, side: str, scales: Tensor) -> LayerWeights:
         scales: [H, D] fp32, powers of two; of a layer that norms K, alike in all heads.
     """
     queries = (layer.matrix("q_proj").shape[0] if side == "K" else layer.matrix("o_proj").shape[1]) // scales.numel()
-    rows, of_queries = scales.flatten(), 1 / scales.repeat_interleave(queries, dim=0).flatten()
+    rows, query_factors = scales.flatten(), 1 / scales.repeat_interleave(queries, dim=0).flatten()
     if side == "V":
-        factors = {"v_proj": rows[:, None], "v_bias": rows, "o_proj": of_queries}
+        factors = {"v_proj": rows[:, None], "v_bias": rows, "o_proj": query_factors}
     elif "k_norm" in layer:  # one norm serves all heads, whose scales are then the same
         factors = {"k_norm": scales[0], "q_norm": 1 / scales[0]}
     else:
-        factors = {"k_proj": rows[:, None], "k_bias": rows, "q_proj": of_queries[:, None], "q_bias": of_queries}
+        factors = {"k_proj": rows[:, None], "k_bias": rows, "q_proj": query_factors[:, None], "q_bias": query_factors}
     # Powers of two are numbers of every dtype: nothing is rounded.
     return layer.changed(lambda field, x: x * factors[field].to(x.dtype) if field in factors else x)

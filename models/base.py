@@ -17,9 +17,9 @@ from haarkv.models.weights import Weights
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.shapes import KEPT_ROOM, blocks_for
+from haarkv.tq_ops.kv.shapes import WINDOW_ROOM, blocks_for
 from haarkv.tq_ops.table import OpTable
-from haarkv.tq_ops.weight import rows_of
+from haarkv.tq_ops.weight import weight_rows
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class DecoderModel:
     ranks: Ranks = ALONE
 
     @classmethod
-    def of(cls, config: ModelConfig, weights: Weights, ranks: Ranks = ALONE) -> DecoderModel:
+    def from_weights(cls, config: ModelConfig, weights: Weights, ranks: Ranks = ALONE) -> DecoderModel:
         """A model on the host, its tables made."""
-        return cls(config, weights, tables_of(config), ranks)
+        return cls(config, weights, rope_tables(config), ranks)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -51,7 +51,7 @@ class DecoderModel:
         """The same model on another device; itself where it already is."""
         if self.weights.embedding.device == device:
             return self
-        return replace(self, weights=self.weights.to(device), ropes=tables_of(self.config, device))
+        return replace(self, weights=self.weights.to(device), ropes=rope_tables(self.config, device))
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Hidden states [T, hidden] of token ids [T]."""
@@ -61,16 +61,16 @@ class DecoderModel:
         else:
             # One rank has a token's row, the others add zeros to it: the sum is exact.
             row = token_ids - even_share(self.config.vocab_size, ranks.rank, ranks.size).start
-            here = (row >= 0) & (row < len(embedding))
+            in_part = (row >= 0) & (row < len(embedding))
             part = self.embedding_rows(row.clamp(0, len(embedding) - 1)).float()
-            rows = ranks.sum(part.masked_fill(~here.unsqueeze(-1), 0.0)).to(embedding.dtype)
+            rows = ranks.sum(part.masked_fill(~in_part.unsqueeze(-1), 0.0)).to(embedding.dtype)
         if self.config.embedding_scale == 1.0:
             return rows
         return rows * torch.tensor(self.config.embedding_scale, dtype=rows.dtype)
 
     def embedding_rows(self, index: Tensor) -> Tensor:
         """Rows [R, hidden] of the embedding that is here, by their numbers [R]."""
-        return rows_of(self.weights.embedding, index)
+        return weight_rows(self.weights.embedding, index)
 
     def rope_at(self, positions: Tensor) -> dict[Rope, tuple[Tensor, Tensor]]:
         """cos and sin of positions [T], of each rotary embedding."""
@@ -97,11 +97,11 @@ class DecoderModel:
 
     def head(self, hidden: Tensor, ops: OpTable) -> Tensor:
         """Logits [N, vocab] fp32 of final hidden states [N, hidden]."""
-        normed = ops.rms_norm(hidden, self.weights.final_norm, self.config.final_norm.eps)
-        return self.ranks.gather(ops.linear(normed, self.weights.lm_head), self.config.vocab_size)
+        x = ops.rms_norm(hidden, self.weights.final_norm, self.config.final_norm.eps)
+        return self.ranks.gather(ops.linear(x, self.weights.lm_head), self.config.vocab_size)
 
 
-def tables_of(config: ModelConfig, device: torch.device | str = "cpu") -> dict[Rope, RopeTable]:
+def rope_tables(config: ModelConfig, device: torch.device | str = "cpu") -> dict[Rope, RopeTable]:
     """The tables of each rotary embedding that a model's layers declare."""
     ropes = dict.fromkeys(mixer.rope for mixer in config.attentions)
     return {rope: RopeTable(rope, config.max_position_embeddings, device) for rope in ropes}
@@ -109,7 +109,7 @@ def tables_of(config: ModelConfig, device: torch.device | str = "cpu") -> dict[R
 
 def new_cache(
     config: ModelConfig, plan: KVPlan, *, sequences: int, tokens: int, device: torch.device | str = "cpu",
-    order: Sequence[int] | None = None, room: int | None = KEPT_ROOM, **more: Any,
+    order: Sequence[int] | None = None, room: int | None = WINDOW_ROOM, **more: Any,
 ) -> tuple[PagedKVCache, PagedSequences]:  # fmt: skip
     """An empty cache for `sequences` of up to `tokens` tokens each, and its bookkeeping.
 

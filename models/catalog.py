@@ -12,9 +12,9 @@ import torch
 
 from haarkv.models.base import DecoderModel
 from haarkv.models.checkpoint import (
-    NOTHING_LENT,
+    NO_SHARED_WEIGHTS,
     Progress,
-    held_for,
+    checked_tensors,
     load_weights,
     random_tensors,
     random_weights,
@@ -23,7 +23,7 @@ from haarkv.models.checkpoint import (
 from haarkv.models.config import ModelConfig
 from haarkv.models.families import SIZES
 from haarkv.models.footprint import IN_PLACE, WeightBytes, keeps, random_bytes, weight_bytes
-from haarkv.models.hf_config import config_of
+from haarkv.models.hf_config import parse_config
 from haarkv.models.hf_folder import HFFolder
 from haarkv.models.parallel import ALONE, Ranks, Split
 from haarkv.models.source import KeptBlocks, Source
@@ -33,27 +33,27 @@ from haarkv.tq_ops.memory import available_memory
 from haarkv.tq_ops.weight import Weight, rounding_to
 
 TINY = Path(__file__).parent / "tiny_qwen3"
-_SHIPPED = {
+_BUNDLED_MODELS = {
     "tiny": TINY, "tiny-draft": Path(__file__).parent / "tiny_draft", "tiny-hybrid": Path(__file__).parent / "tiny_qwen3_5",
 }  # fmt: skip
 _TOKENIZERS = {"tiny-draft": TINY, "tiny-hybrid": TINY}
 """Shipped models whose tokenizer is another's."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _RANDOM, GGUF = "random:", ".gguf"
-_BESIDE = re.compile(r"mmproj|-(?!00001)[0-9]{5}-of-[0-9]{5}\.gguf$", re.IGNORECASE)
+_COMPANION_FILE = re.compile(r"mmproj|-(?!00001)[0-9]{5}-of-[0-9]{5}\.gguf$", re.IGNORECASE)
 """In names of GGUF files that are not named themselves."""
 
 
-def files_of(name: str | Path) -> Sequence[Path]:
+def model_files(name: str | Path) -> Sequence[Path]:
     """`Source.files` of a model; none of one that was not loaded by its name, or that no file holds."""
     try:
-        source = source_of(name)
+        source = open_source(name)
     except InputError:
         return ()
     return () if source is None else source.files()
 
 
-def path_of(name: str | Path) -> Path | None:
+def find_model(name: str | Path) -> Path | None:
     """The folder or the GGUF file that a name stands for; None for `random:SIZE`.
 
     Args:
@@ -63,8 +63,8 @@ def path_of(name: str | Path) -> Path | None:
         InputError: no such model, or several.
     """
     text = str(name)
-    if text in _SHIPPED or text.startswith(_RANDOM):
-        return _SHIPPED.get(text)
+    if text in _BUNDLED_MODELS or text.startswith(_RANDOM):
+        return _BUNDLED_MODELS.get(text)
     try:
         path = Path(name).expanduser()
         is_there, is_folder = bool(text) and path.exists(), path.is_dir()
@@ -73,7 +73,7 @@ def path_of(name: str | Path) -> Path | None:
     if is_there and (is_folder or path.suffix == GGUF):  # what is no regular file is refused as what it is
         return _model_in(path, text) if is_folder else path
     hub_id, _, tag = text.partition(":")
-    if (snapshot := _downloaded(hub_id)) is not None:
+    if (snapshot := _hub_snapshot(hub_id)) is not None:
         return _model_in(snapshot, text, tag)
     if is_there and (path.parent / "config.json").exists():
         raise InputError(f"{text} is one file of a model; name its folder, {path.parent}")
@@ -95,9 +95,11 @@ def _model_in(folder: Path, name: str, tag: str = "") -> Path:
     if not tag and any(folder.glob("*.safetensors")):
         return folder
     # Of a model in parts the first; what turns pictures into tokens is no model.
-    files = [path for path in sorted([*folder.glob("*.gguf"), *folder.glob("*/*.gguf")]) if not _BESIDE.search(path.name)]
-    tagged = re.compile(rf"(?<![a-z0-9_]){re.escape(tag)}(?![a-z0-9_])", re.IGNORECASE)
-    fitting = [path for path in files if not tag or tagged.search(str(path.relative_to(folder)))]
+    files = [
+        path for path in sorted([*folder.glob("*.gguf"), *folder.glob("*/*.gguf")]) if not _COMPANION_FILE.search(path.name)
+    ]
+    tag_pattern = re.compile(rf"(?<![a-z0-9_]){re.escape(tag)}(?![a-z0-9_])", re.IGNORECASE)
+    fitting = [path for path in files if not tag or tag_pattern.search(str(path.relative_to(folder)))]
     if len(fitting) == 1:
         return fitting[0]
     if files or tag:
@@ -109,9 +111,9 @@ def _model_in(folder: Path, name: str, tag: str = "") -> Path:
     return folder
 
 
-def source_of(name: str | Path) -> Source | None:
-    """What a model is read from; as `path_of`, which raises the same."""
-    path = path_of(name)
+def open_source(name: str | Path) -> Source | None:
+    """What a model is read from; as `find_model`, which raises the same."""
+    path = find_model(name)
     if path is None:
         return None
     if path.is_dir():
@@ -122,11 +124,11 @@ def source_of(name: str | Path) -> Source | None:
 
 
 def tokenizer_source_of(name: str | Path) -> Source | None:
-    """Where a model's tokenizer is: as `source_of`, but for what ships without one."""
-    return HFFolder(_TOKENIZERS[str(name)]) if str(name) in _TOKENIZERS else source_of(name)
+    """Where a model's tokenizer is: as `open_source`, but for what ships without one."""
+    return HFFolder(_TOKENIZERS[str(name)]) if str(name) in _TOKENIZERS else open_source(name)
 
 
-def _downloaded(hub_id: str) -> Path | None:
+def _hub_snapshot(hub_id: str) -> Path | None:
     """The snapshot of a Hub model in the cache of Hugging Face's own library; nothing is fetched.
 
     It is the one that `refs/main` names, or else the newest. Not every file of the model need be there, as the library asks:
@@ -155,12 +157,12 @@ def read_config(name: str | Path, layers: int | None = None) -> ModelConfig:
     """Shapes of a model by name, without touching its weights.
 
     Args:
-        name: as in `path_of`; of `random:SIZE`, the sizes are `models.families.SIZES` (0.6b … 32b of Qwen3).
+        name: as in `find_model`; of `random:SIZE`, the sizes are `models.families.SIZES` (0.6b … 32b of Qwen3).
         layers: for `random:SIZE`, how many of the model's layers to build.
     Raises:
         InputError: no such model, a config that no family builds, or layers for a checkpoint.
     """
-    source = source_of(name)
+    source = open_source(name)
     if source is not None:
         if layers is not None:
             raise InputError("--layers shortens a random model; a checkpoint runs whole")
@@ -170,7 +172,7 @@ def read_config(name: str | Path, layers: int | None = None) -> ModelConfig:
                 f"{source.path}: its weights are quantized by {method}, which is not read; take the model's files without it, "
                 "or a GGUF file"
             )
-        return config_of(source.settings_path, settings)
+        return parse_config(source.settings_path, settings)
     size = str(name).removeprefix(_RANDOM)
     if size not in SIZES:
         raise InputError(f"no such size: {name}; choose from {', '.join(_RANDOM + s for s in SIZES)}")
@@ -188,7 +190,7 @@ def load_model(
     layers: int | None = None,
     progress: Progress | None = None,
     ranks: Ranks = ALONE,
-    lent: Mapping[str, Weight] = NOTHING_LENT,
+    shared_weights: Mapping[str, Weight] = NO_SHARED_WEIGHTS,
     keep_blocks: KeptBlocks = False,
     activation_bits: int = 16,
     mmap: bool = True,
@@ -199,23 +201,23 @@ def load_model(
         name, layers: as in `read_config`.
         dtype: of weights and hidden states, float32 or bfloat16.
         progress: called as weights come in.
-        lent, keep_blocks, mmap: as in `load_weights`.
+        shared_weights, keep_blocks, mmap: as in `load_weights`.
         activation_bits: `Blocks.x_bits` of the blocks that are kept.
     Raises:
         InputError: as `read_config` and `load_weights`; an unknown dtype; or a model that so many ranks cannot share.
     """
-    of_weights, config, source = _dtype(dtype), read_config(name, layers), source_of(name)
+    weight_dtype, config, source = _dtype(dtype), read_config(name, layers), open_source(name)
     split = Split(config, ranks.rank, ranks.size) if ranks.size > 1 else None
     if source is None:
-        weights = random_weights(config, of_weights, progress=progress, split=split)
+        weights = random_weights(config, weight_dtype, progress=progress, split=split)
     else:
-        weights = load_weights(source, config, of_weights, progress, split, lent, keep_blocks, mmap)
+        weights = load_weights(source, config, weight_dtype, progress, split, shared_weights, keep_blocks, mmap)
         weights = weights.placed(partial(rounding_to, bits=activation_bits))
     part = split.part if split else config
-    return DecoderModel.of(part, weights, ranks)
+    return DecoderModel.from_weights(part, weights, ranks)
 
 
-def weights_of(
+def model_weight_bytes(
     name: str | Path, config: ModelConfig, dtype: str, split: Split | None = None, keep_blocks: KeptBlocks = False,
     in_order: Mapping[str, float] = IN_PLACE,
 ) -> WeightBytes:  # fmt: skip
@@ -229,37 +231,43 @@ def weights_of(
     Raises:
         InputError: as `load_weights`.
     """
-    source = source_of(name)
+    source = open_source(name)
     if source is None:
         return random_bytes(config, _dtype(dtype), split)
-    return weight_bytes(held_for(source, config), config, _dtype(dtype), split, keep_blocks, in_order)
+    return weight_bytes(checked_tensors(source, config), config, _dtype(dtype), split, keep_blocks, in_order)
 
 
-def maps_file(weights: WeightBytes, asked: bool | None, processes: int = 1, in_place: bool = True) -> bool:
+def maps_file(weights: WeightBytes, mmap_option: bool | None, processes: int = 1, in_place: bool = True) -> bool:
     """Whether weights stay in their file's pages: as was asked for, or as is best.
 
     Memory of the process is read faster; so for who reads them in place they are copied to it where twice as much is free.
 
     Args:
         weights: of one process, as mapped.
-        asked: what was asked for, if anything was.
+        mmap_option: what was asked for, if anything was.
         processes: that hold as much each, on this machine.
         in_place: the executor multiplies with them where they lie, in every forward.
     """
-    return asked if asked is not None else not in_place or 2 * processes * weights.copied().own > available_memory()
+    return (
+        mmap_option
+        if mmap_option is not None
+        else not in_place or 2 * processes * weights.copied().private > available_memory()
+    )
 
 
-def restored_types(name: str | Path, kept: KeptBlocks) -> list[str]:
+def restored_types(name: str | Path, keep_blocks: KeptBlocks) -> list[str]:
     """Types of the blocks in a model's file, by name, that are restored where only some are kept."""
-    source = source_of(name)
-    held = source.tensors().values() if source is not None else ()
-    return sorted({of.blocks for of in held if of.blocks is not None and not keeps(of, kept)})
+    source = open_source(name)
+    tensors = source.tensors().values() if source is not None else ()
+    return sorted({tensor.blocks for tensor in tensors if tensor.blocks is not None and not keeps(tensor, keep_blocks)})
 
 
-def keeps_any(name: str | Path, kept: KeptBlocks) -> bool:
+def has_kept_blocks(name: str | Path, keep_blocks: KeptBlocks) -> bool:
     """Whether a model's file has blocks that are not restored where only some are kept."""
-    source = source_of(name)
-    return source is not None and any(of.blocks is not None and keeps(of, kept) for of in source.tensors().values())
+    source = open_source(name)
+    return source is not None and any(
+        tensor.blocks is not None and keeps(tensor, keep_blocks) for tensor in source.tensors().values()
+    )
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -275,5 +283,5 @@ def stream_tensors(
 
     Refuses as `load_weights`, with the first.
     """
-    source = source_of(name)
+    source = open_source(name)
     return random_tensors(config, dtype) if source is None else stored_tensors(source, config, dtype, keep_blocks=keep_blocks)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from haarkv.models.config import ModelConfig
-from haarkv.models.footprint import WeightBytes, in_file_pages, is_picked, keeps, random_bytes, weight_bytes
+from haarkv.models.footprint import WeightBytes, in_file_pages, is_gathered, keeps, random_bytes, weight_bytes
 from haarkv.models.parallel import Split
-from haarkv.models.source import DRAFTING, Empty, Held, KeptBlocks, TensorSource
+from haarkv.models.source import DRAFTING, CheckpointTensor, Empty, KeptBlocks, TensorSource
 from haarkv.models.weights import HEAD, Weights, assemble, checkpoint_shapes, checkpoint_tensors
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.memory import forget_pages, require_memory
@@ -27,7 +27,7 @@ from haarkv.tq_ops.weight import Blocks, Weight
 Progress = Callable[[int, int], None]
 """Called with (tensors done, tensors in all) while weights load."""
 
-NOTHING_LENT: Mapping[str, Weight] = MappingProxyType({})
+NO_SHARED_WEIGHTS: Mapping[str, Weight] = MappingProxyType({})
 
 _AT_ONCE = 2**24
 """Bytes of a file's pages that are in memory beside their copy, about."""
@@ -53,9 +53,9 @@ def random_weights(
     if on_host:
         _require_room(random_bytes(config, dtype, split))
     if split:
-        stored, part = checkpoint_tensors(config), split
-        tensors = ((name, tensor[part.of(stored[name].axes)].clone()) for name, tensor in tensors)
-    return _gathered(config, tensors, progress)
+        tensor_specs, part = checkpoint_tensors(config), split
+        tensors = ((name, tensor[part.slices(tensor_specs[name].axes)].clone()) for name, tensor in tensors)
+    return _assemble_weights(config, tensors, progress)
 
 
 def random_tensors(
@@ -76,8 +76,8 @@ def random_tensors(
         if len(shape) == 1 and not name.endswith(".bias"):
             yield name, torch.ones(shape, dtype=tensor.kept_as(dtype), device=device)
         else:
-            kept = tensor.kept_as(dtype)
-            room = torch.empty(shape, dtype=kept, device=device) if empty is None else empty(shape, kept)
+            memory_dtype = tensor.kept_as(dtype)
+            room = torch.empty(shape, dtype=memory_dtype, device=device) if empty is None else empty(shape, memory_dtype)
             yield name, room.normal_(0.0, 0.02, generator=generator)
 
 
@@ -87,7 +87,7 @@ def load_weights(
     dtype: torch.dtype,
     progress: Progress | None = None,
     split: Split | None = None,
-    lent: Mapping[str, Weight] = NOTHING_LENT,
+    shared_weights: Mapping[str, Weight] = NO_SHARED_WEIGHTS,
     keep_blocks: KeptBlocks = False,
     mmap: bool = True,
 ) -> Weights:
@@ -99,7 +99,7 @@ def load_weights(
     Args:
         dtype: of the weights in memory, torch.float32 or torch.bfloat16.
         split: read one rank's part of each tensor, and no more.
-        lent: tensors of another model by name, for those that this checkpoint leaves out.
+        shared_weights: tensors of another model by name, for those that this checkpoint leaves out.
         keep_blocks: leave matrices that are stored in quantised blocks as they are, instead of restoring them now: all, or
             those of some types, by name.
         mmap: leave in the file's pages what needs no conversion. False copies what a forward reads whole into memory of this
@@ -107,16 +107,23 @@ def load_weights(
     Raises:
         InputError: no weights, or a missing, extra, mis-shaped or truncated tensor, with the tensor's and file's name.
     """
-    converted = stored_tensors(
-        source, config, dtype, split, before=_require_room, lent=lent, empty=LargePages().empty, keep_blocks=keep_blocks,
+    tensors = stored_tensors(
+        source,
+        config,
+        dtype,
+        split,
+        before=_require_room,
+        shared_weights=shared_weights,
+        empty=LargePages().empty,
+        keep_blocks=keep_blocks,
         mmap=mmap,
-    )  # fmt: skip
-    return _gathered(config, converted, progress)
+    )
+    return _assemble_weights(config, tensors, progress)
 
 
 def _require_room(weights: WeightBytes) -> None:
     """Refuse weights that this machine cannot hold now; what stays in the file's pages can be dropped, and is not counted."""
-    require_memory(weights.own, "its weights", "give --dtype bfloat16, or a smaller model")
+    require_memory(weights.private, "its weights", "give --dtype bfloat16, or a smaller model")
 
 
 def stored_tensors(
@@ -124,9 +131,9 @@ def stored_tensors(
     config: ModelConfig,
     dtype: torch.dtype,
     split: Split | None = None,
-    wanted: Callable[[str], bool] | None = None,
+    name_filter: Callable[[str], bool] | None = None,
     before: Callable[[WeightBytes], object] | None = None,
-    lent: Mapping[str, Weight] = NOTHING_LENT,
+    shared_weights: Mapping[str, Weight] = NO_SHARED_WEIGHTS,
     empty: Empty | None = None,
     keep_blocks: KeptBlocks = False,
     mmap: bool = True,
@@ -134,69 +141,79 @@ def stored_tensors(
     """The same one by one, in the order of `checkpoint_shapes`; all are checked before the first comes.
 
     Args:
-        wanted: of a tensor's name, whether it is read; all are unless given.
+        name_filter: of a tensor's name, whether it is read; all are unless given.
         before: called once, before the first comes, with what all will take.
-        lent, keep_blocks, mmap: as in `load_weights`; what is lent comes as it is.
+        shared_weights, keep_blocks, mmap: as in `load_weights`; what is shared comes as it is.
         empty: makes room for each that is converted or copied; torch unless given.
     Raises:
         InputError: as `load_weights`.
     """
-    shapes, held = checkpoint_shapes(config), source.tensors()
-    lent = {name: tensor for name, tensor in lent.items() if name not in held and tensor.shape == shapes.get(name)}
-    shapes = {name: shape for name, shape in shapes.items() if name not in lent}
-    _compare(source.path, shapes, held, tied=config.tied)
+    shapes, source_tensors = checkpoint_shapes(config), source.tensors()
+    shared_weights = {
+        name: tensor
+        for name, tensor in shared_weights.items()
+        if name not in source_tensors and tensor.shape == shapes.get(name)
+    }
+    shapes = {name: shape for name, shape in shapes.items() if name not in shared_weights}
+    _compare(source.path, shapes, source_tensors, tied=config.tied)
 
     if before:
-        counted = weight_bytes(held, config, dtype, split, keep_blocks)
-        before(counted if mmap else counted.copied())
+        weight_memory = weight_bytes(source_tensors, config, dtype, split, keep_blocks)
+        before(weight_memory if mmap else weight_memory.copied())
     for name, tensor in checkpoint_tensors(config).items():
-        if wanted and not wanted(name):
+        if name_filter and not name_filter(name):
             continue
-        if name in lent:
-            yield name, lent[name]
+        if name in shared_weights:
+            yield name, shared_weights[name]
         else:
-            part = split.of(tensor.axes) if split else None
-            loaded: Weight | None = source.blocks(name, dtype, part) if keeps(held[name], keep_blocks) else None
-            blocks = loaded is not None
-            if loaded is None:
-                loaded = tensor.in_memory(source.read(name, tensor.kept_as(dtype), part, empty), dtype)
-            if not mmap and not is_picked(name, config) and in_file_pages(held[name], tensor, dtype, blocks, split is None):
-                loaded = _copied(loaded, empty)
-            yield name, loaded
+            part = split.slices(tensor.axes) if split else None
+            weight: Weight | None = source.blocks(name, dtype, part) if keeps(source_tensors[name], keep_blocks) else None
+            blocks = weight is not None
+            if weight is None:
+                weight = tensor.in_memory(source.read(name, tensor.kept_as(dtype), part, empty), dtype)
+            if (
+                not mmap
+                and not is_gathered(name, config)
+                and in_file_pages(source_tensors[name], tensor, dtype, blocks, split is None)
+            ):
+                weight = _copy_from_file(weight, empty)
+            yield name, weight
 
 
-def _copied(weight: Weight, empty: Empty | None) -> Weight:
+def _copy_from_file(weight: Weight, empty: Empty | None) -> Weight:
     """A weight from pages of a file in memory of this process; the pages are not read again."""
     data = weight.data if isinstance(weight, Blocks) else weight
-    own = torch.empty(data.shape, dtype=data.dtype) if empty is None else empty(tuple(data.shape), data.dtype)
+    memory_copy = torch.empty(data.shape, dtype=data.dtype) if empty is None else empty(tuple(data.shape), data.dtype)
     rows = max(1, _AT_ONCE * len(data) // data.nbytes)
-    for source, copy in zip(torch.split(data, rows), torch.split(own, rows), strict=True):
+    for source, copy in zip(torch.split(data, rows), torch.split(memory_copy, rows), strict=True):
         copy.copy_(source)
         if source.is_contiguous():
             forget_pages(source.data_ptr(), source.nbytes)
-    return replace(weight, data=own) if isinstance(weight, Blocks) else own
+    return replace(weight, data=memory_copy) if isinstance(weight, Blocks) else memory_copy
 
 
-def held_for(source: TensorSource, config: ModelConfig) -> Mapping[str, Held]:
+def checked_tensors(source: TensorSource, config: ModelConfig) -> Mapping[str, CheckpointTensor]:
     """Every tensor of a source by name, once those that a config asks for were compared with it; none is read."""
-    held = source.tensors()
-    _compare(source.path, checkpoint_shapes(config), held, tied=config.tied)
-    return held
+    tensors = source.tensors()
+    _compare(source.path, checkpoint_shapes(config), tensors, tied=config.tied)
+    return tensors
 
 
-def _gathered(config: ModelConfig, tensors: Iterator[tuple[str, Any]], progress: Progress | None) -> Weights:
+def _assemble_weights(config: ModelConfig, tensors: Iterator[tuple[str, Any]], progress: Progress | None) -> Weights:
     """A whole model of a stream of its tensors."""
-    total, found = len(checkpoint_shapes(config)), {}
+    total, tensors_by_name = len(checkpoint_shapes(config)), {}
     for done, (name, tensor) in enumerate(tensors, 1):
-        found[name] = tensor
+        tensors_by_name[name] = tensor
         if progress:
             progress(done, total)
-    return assemble(config, found.__getitem__)
+    return assemble(config, tensors_by_name.__getitem__)
 
 
-def _compare(path: Path, shapes: Mapping[str, tuple[int, ...]], held: Mapping[str, Held], *, tied: bool) -> None:
+def _compare(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], source_tensors: Mapping[str, CheckpointTensor], *, tied: bool
+) -> None:
     """Refuse tensors that are missing, that nobody asked for, of another shape, or that cannot be read."""
-    missing = [name for name in shapes if name not in held]
+    missing = [name for name in shapes if name not in source_tensors]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise InputError(f"{path} lacks the tensor {missing[0]}{more}, which its config asks for")
@@ -205,17 +222,17 @@ def _compare(path: Path, shapes: Mapping[str, tuple[int, ...]], held: Mapping[st
     unread = {HEAD} if tied else set()
     extra = [
         name
-        for name in held
+        for name in source_tensors
         if name not in shapes and name not in unread and not name.startswith(DRAFTING) and not name.endswith(_ROPE_FREQUENCIES)
     ]
     if extra:
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
-        raise InputError(f"{held[extra[0]].file} holds {extra[0]}{more}, which the config does not know")
+        raise InputError(f"{source_tensors[extra[0]].file} holds {extra[0]}{more}, which the config does not know")
     for name, shape in shapes.items():
-        if (stored := held[name]).shape != shape:
-            raise InputError(f"{stored.file}: {name} has shape {shown(list(stored.shape))}, the config asks for {list(shape)}")
-        if stored.fault:
-            raise InputError(f"{stored.file}: {name} {stored.fault}")
+        if (tensor := source_tensors[name]).shape != shape:
+            raise InputError(f"{tensor.file}: {name} has shape {shown(list(tensor.shape))}, the config asks for {list(shape)}")
+        if tensor.fault:
+            raise InputError(f"{tensor.file}: {name} {tensor.fault}")
 
 
 PAGE = 2 * 2**20
@@ -240,14 +257,14 @@ class LargePages:
             return torch.empty(shape, dtype=dtype)
         nbytes = count * dtype.itemsize
         if self._used + nbytes > self._size:
-            self._chunk, self._size = _chunk_of(nbytes)
+            self._chunk, self._size = _allocate_chunk(nbytes)
             self._used = 0
         tensor = torch.frombuffer(self._chunk, dtype=dtype, count=count, offset=self._used).view(shape)
         self._used += -(-nbytes // _LINE) * _LINE
         return tensor
 
 
-def _chunk_of(nbytes: int) -> tuple[mmap.mmap, int]:
+def _allocate_chunk(nbytes: int) -> tuple[mmap.mmap, int]:
     """A chunk of at least `nbytes` bytes, and its size. A process that may not have a whole one gets what it needs."""
     sizes = [-(-count // PAGE) * PAGE for count in (max(nbytes, _CHUNK), nbytes)]
     try:

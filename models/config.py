@@ -246,14 +246,14 @@ class ModelConfig:
     def declaration(self) -> dict[str, Any]:
         """All that decides what K, V and logits become, as JSON has it: what a stored file says of its model.
 
-        Every field of every part is in it but `_UNDECLARED`. Layers that are alike stand once, under their numbers with
+        Every field of every part is in it but `_EXCLUDED_FIELDS`. Layers that are alike stand once, under their numbers with
         spaces between.
         """
-        alike: dict[Layer, list[str]] = {}
+        indices_by_layer: dict[Layer, list[str]] = {}
         for index, layer in enumerate(self.layers):
-            alike.setdefault(layer, []).append(str(index))
-        layers = {" ".join(indices): _declared(layer) for layer, indices in alike.items()}
-        return {**_declared(replace(self, layers=())), "layers": layers}
+            indices_by_layer.setdefault(layer, []).append(str(index))
+        layers = {" ".join(indices): _part_declaration(layer) for layer, indices in indices_by_layer.items()}
+        return {**_part_declaration(replace(self, layers=())), "layers": layers}
 
     def for_drafts(self, tokens: int) -> ModelConfig:
         """The same model, whose states are kept in enough versions to take back so many drafted tokens and the one before."""
@@ -271,19 +271,21 @@ class ModelConfig:
         return replace(self, layers=self.layers[:count])
 
 
-_UNDECLARED = frozenset({"model_type", "max_position_embeddings", "eos_token_ids", "versions"})
+_EXCLUDED_FIELDS = frozenset({"model_type", "max_position_embeddings", "eos_token_ids", "versions"})
 """Fields that change no number of a forward. What a model type and its positions decide, such as windows, is declared."""
 
 
-def _declared(part: Any) -> Any:
-    """A part of a declaration as JSON has it: its `declared` or else its fields; floats as `decimal`, so that a GGUF file and
+def _part_declaration(part: Any) -> Any:
+    """A part of a declaration as JSON: its `declared_fields` or its fields; floats as `decimal`, so that a GGUF file and
     its folder say the same."""
-    if (own := getattr(part, "declared", None)) is not None:
-        return {name: decimal(value) for name, value in own.items()}
+    if (declared_fields := getattr(part, "declared_fields", None)) is not None:
+        return {name: decimal(value) for name, value in declared_fields.items()}
     if not is_dataclass(part):
         return decimal(part)
-    found = {item.name: _declared(getattr(part, item.name)) for item in fields(part) if item.name not in _UNDECLARED}
-    return {name: value for name, value in found.items() if value is not None}
+    field_values = {
+        item.name: _part_declaration(getattr(part, item.name)) for item in fields(part) if item.name not in _EXCLUDED_FIELDS
+    }
+    return {name: value for name, value in field_values.items() if value is not None}
 
 
 def decimal(value: Any) -> Any:
@@ -312,22 +314,22 @@ def unknown_part(layer: Layer, knows: Collection[str] = ()) -> str | None:
     )  # fmt: skip
     activation: Any = {"activation": mlp.activation} if "activation" in knows else {}
     if isinstance(mlp, Experts):
-        known: Dense | Experts = Experts(mlp.count, mlp.per_token, mlp.width, normalized=mlp.normalized, **activation)
+        plain_mlp: Dense | Experts = Experts(mlp.count, mlp.per_token, mlp.width, normalized=mlp.normalized, **activation)
     else:
-        known = Dense(mlp.width, **activation)
+        plain_mlp = Dense(mlp.width, **activation)
     norm = Norm(layer.norm.eps, **({"plus_one": layer.norm.plus_one} if "plus_one" in knows else {}))
-    plain = Layer(attention, known, norm, **({"norms_behind": layer.norms_behind} if "norms_behind" in knows else {}))
+    plain = Layer(attention, plain_mlp, norm, **({"norms_behind": layer.norms_behind} if "norms_behind" in knows else {}))
     return None if layer == plain else _difference(layer, plain)
 
 
-def _difference(declared: Any, known: Any) -> str:
+def _difference(part: Any, plain_part: Any) -> str:
     """The first field in which two declarations of one class differ, and its value."""
-    for item in fields(declared):
-        value, expected = getattr(declared, item.name), getattr(known, item.name)
+    for item in fields(part):
+        value, expected = getattr(part, item.name), getattr(plain_part, item.name)
         if value != expected:
-            within = is_dataclass(value) and type(value) is type(expected)
-            return _difference(value, expected) if within else f"{item.name} is {value}"
-    return f"it is a {type(declared).__name__}"
+            is_nested = is_dataclass(value) and type(value) is type(expected)
+            return _difference(value, expected) if is_nested else f"{item.name} is {value}"
+    return f"it is a {type(part).__name__}"
 
 
 def unknown_layer(config: ModelConfig, knows: Collection[str] = ()) -> str | None:

@@ -117,8 +117,8 @@ def _local_rope(file: HFConfig) -> FoundRope:
     """Of the layers with a window. `rope_theta` and `rope_scaling` beside `rope_parameters` are of the others."""
     positions = file.count("max_position_embeddings")
     if file.part("rope_parameters").part(_LOCAL).raw:
-        own = {name: value for name, value in file.raw.items() if name not in ("rope_theta", "rope_scaling")}
-        return read_rope(replace(file, raw=own), positions, _LOCAL_THETA, _LOCAL)
+        local_entries = {name: value for name, value in file.raw.items() if name not in ("rope_theta", "rope_scaling")}
+        return read_rope(replace(file, raw=local_entries), positions, _LOCAL_THETA, _LOCAL)
     return FoundRope(file.number("rope_local_base_freq", _LOCAL_THETA), None, positions)
 
 
@@ -139,12 +139,14 @@ def read_hybrid(file: HFConfig) -> ModelConfig:
     by_rule = [_LINEAR if (index + 1) % every else FULL for index in range(count)]
     delta, mlp = _delta(file), Dense(file.count("intermediate_size")) if kind in _DENSE_TYPES else _experts(file)
     kinds = file.layer_kinds(count, FULL, _LINEAR) or by_rule
-    return file.model(tuple(Layer(delta if of == _LINEAR else attention, mlp, norm) for of in kinds), rope.positions)
+    return file.model(
+        tuple(Layer(delta if layer_kind == _LINEAR else attention, mlp, norm) for layer_kind in kinds), rope.positions
+    )
 
 
 def _experts(file: HFConfig) -> Experts:
-    summed = file.raw["model_type"] != _NEXT or file.raw.get("norm_topk_prob") is None or file.flag("norm_topk_prob")
-    return file.experts(normalized=summed, shared=file.count("shared_expert_intermediate_size"))
+    sums_to_one = file.raw["model_type"] != _NEXT or file.raw.get("norm_topk_prob") is None or file.flag("norm_topk_prob")
+    return file.experts(normalized=sums_to_one, shared=file.count("shared_expert_intermediate_size"))
 
 
 def _delta(file: HFConfig) -> DeltaNet:
@@ -223,7 +225,7 @@ def _size(
     return FAMILIES[model_type].read_config(HFConfig(Path(model_type), settings))
 
 
-_TIED = {"tie_word_embeddings": True}
+_TIED_EMBEDDINGS = {"tie_word_embeddings": True}
 _QWEN3 = {"head_dim": 128, "max_position_embeddings": 40960, "rope_theta": 1e6, "eos_token_id": [151645, 151643]}
 _QWEN3_MOE = {**_QWEN3, "num_experts": 128, "norm_topk_prob": True}
 _LLAMA = {"vocab_size": 128256, "max_position_embeddings": 131072, "rope_theta": 5e5, "rms_norm_eps": 1e-5}
@@ -236,21 +238,21 @@ _GEMMA = {
 }
 _HYBRID = {"max_position_embeddings": 262144, "rope_theta": 1e7, "eos_token_id": [248046, 248044]}
 SIZES: dict[str, ModelConfig] = {
-    "0.6b": _size("qwen3", 28, 1024, 3072, 16, 8, _QWEN3 | _TIED),
-    "1.7b": _size("qwen3", 28, 2048, 6144, 16, 8, _QWEN3 | _TIED),
-    "4b": _size("qwen3", 36, 2560, 9728, 32, 8, _QWEN3 | _TIED),
+    "0.6b": _size("qwen3", 28, 1024, 3072, 16, 8, _QWEN3 | _TIED_EMBEDDINGS),
+    "1.7b": _size("qwen3", 28, 2048, 6144, 16, 8, _QWEN3 | _TIED_EMBEDDINGS),
+    "4b": _size("qwen3", 36, 2560, 9728, 32, 8, _QWEN3 | _TIED_EMBEDDINGS),
     "8b": _size("qwen3", 36, 4096, 12288, 32, 8, _QWEN3),
     "14b": _size("qwen3", 40, 5120, 17408, 40, 8, _QWEN3),
     "32b": _size("qwen3", 64, 5120, 25600, 64, 8, _QWEN3),
-    "narrow": _size("qwen3", 40, 256, 512, 2, 1, _QWEN3 | _TIED | {"vocab_size": 1024, "eos_token_id": []}),
+    "narrow": _size("qwen3", 40, 256, 512, 2, 1, _QWEN3 | _TIED_EMBEDDINGS | {"vocab_size": 1024, "eos_token_id": []}),
     "30b-a3b": _size("qwen3_moe", 48, 2048, 768, 32, 4, _QWEN3_MOE | {"moe_intermediate_size": 768}),
     "235b-a22b": _size("qwen3_moe", 94, 4096, 1536, 64, 4, _QWEN3_MOE | {"moe_intermediate_size": 1536}),
-    "llama-1b": _size("llama", 16, 2048, 8192, 32, 8, _LLAMA | _TIED),
-    "llama-3b": _size("llama", 28, 3072, 8192, 24, 8, _LLAMA | _TIED),
+    "llama-1b": _size("llama", 16, 2048, 8192, 32, 8, _LLAMA | _TIED_EMBEDDINGS),
+    "llama-3b": _size("llama", 28, 3072, 8192, 24, 8, _LLAMA | _TIED_EMBEDDINGS),
     "llama-8b": _size("llama", 32, 4096, 14336, 32, 8, _LLAMA),
     "gemma-270m": _size("gemma3_text", 18, 640, 2048, 4, 1, _GEMMA),
     "gemma-1b": _size("gemma3_text", 26, 1152, 6912, 4, 1, _GEMMA),
-    "qwen3.5-0.8b": _size("qwen3_5", 24, 1024, 3584, 8, 2, _HYBRID | _TIED | {"linear_num_value_heads": 16}),
+    "qwen3.5-0.8b": _size("qwen3_5", 24, 1024, 3584, 8, 2, _HYBRID | _TIED_EMBEDDINGS | {"linear_num_value_heads": 16}),
     "qwen3.5-27b": _size("qwen3_5", 64, 5120, 17408, 24, 4, _HYBRID | {"linear_num_value_heads": 48}),
     "qwen3.5-35b-a3b": _size("qwen3_5_moe", 40, 2048, 0, 16, 2, _HYBRID),
     "qwen3-next": _size(_NEXT, 48, 2048, 0, 16, 2, _HYBRID | {"eos_token_id": [151645, 151643]}),

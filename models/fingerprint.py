@@ -7,12 +7,12 @@ from collections.abc import Iterable
 
 import torch
 
-from haarkv.tq_ops.weight import Blocks, Weight, memory_of
+from haarkv.tq_ops.weight import Blocks, Weight, backing_tensor
 
 _NUMBERS = 64
 
 
-def fingerprint(named: Iterable[tuple[str, Weight]]) -> str:
+def fingerprint(named_tensors: Iterable[tuple[str, Weight]]) -> str:
     """Digest of a model: every tensor's name and shape, and its first and last 64 numbers in BF16.
 
     Few pages of a checkpoint are read, and a model that was loaded in another dtype has the same one. A tensor that has been
@@ -21,23 +21,23 @@ def fingerprint(named: Iterable[tuple[str, Weight]]) -> str:
     Returns:
         16 hexadecimal digits.
     """
-    met: set[tuple[int, torch.Size]] = set()
+    seen_memory: set[tuple[int, torch.Size]] = set()
     digest = hashlib.sha256()
-    for name, tensor in sorted(named, key=lambda item: _in_order(item[0])):
-        if (key := (memory_of(tensor).data_ptr(), tensor.shape)) in met:
+    for name, tensor in sorted(named_tensors, key=lambda item: _in_order(item[0])):
+        if (key := (backing_tensor(tensor).data_ptr(), tensor.shape)) in seen_memory:
             continue
-        met.add(key)
-        digest.update(_said_of(name, tensor))
+        seen_memory.add(key)
+        digest.update(_tensor_bytes(name, tensor))
     return digest.hexdigest()[:16]
 
 
 def streamed_fingerprint(tensors: Iterable[tuple[str, Weight]]) -> str:
     """The same of tensors that come one by one, none under two names; none is kept."""
-    said = {name: _said_of(name, tensor) for name, tensor in tensors}
-    return hashlib.sha256(b"".join(said[name] for name in sorted(said, key=_in_order))).hexdigest()[:16]
+    bytes_by_name = {name: _tensor_bytes(name, tensor) for name, tensor in tensors}
+    return hashlib.sha256(b"".join(bytes_by_name[name] for name in sorted(bytes_by_name, key=_in_order))).hexdigest()[:16]
 
 
-def _said_of(name: str, tensor: Weight) -> bytes:
+def _tensor_bytes(name: str, tensor: Weight) -> bytes:
     if isinstance(tensor, Blocks):
         rows = -(-_NUMBERS // tensor.shape[1])
         first, last = (tensor.rows(part).reshape(-1) for part in (slice(rows), slice(-min(rows, len(tensor)), None)))

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from haarkv.models.base import DecoderModel, tables_of
+from haarkv.models.base import DecoderModel, rope_tables
 from haarkv.models.config import Dense, Experts, Layer, ModelConfig, unknown_layer
 from haarkv.models.tensors import LayerWeights
 from haarkv.models.weights import Weights
@@ -55,8 +55,8 @@ class FusedModel:
 
     def head(self, hidden: Tensor, ops: FusedOps) -> Tensor:
         """As `DecoderModel.head`."""
-        normed = ops.rms_norm(hidden, self.model.weights.final_norm, self.model.config.final_norm.eps)
-        return ops.linear(normed, self.model.weights.lm_head)
+        x = ops.rms_norm(hidden, self.model.weights.final_norm, self.model.config.final_norm.eps)
+        return ops.linear(x, self.model.weights.lm_head)
 
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache, ops: FusedOps) -> Tensor:
         """As `DecoderModel.layers`.
@@ -68,22 +68,24 @@ class FusedModel:
         norms = [*(layer["input_norm"] for layer in weights.layers), weights.final_norm]
         x = ops.rms_norm(hidden, norms[span.start], config.layers[span.start].norm.eps) if span else hidden
         for index in span:
-            layer, packed, declared = weights.layers[index], self.packed[index], config.layers[index]
-            mixer, eps = declared.attention, declared.norm.eps
+            layer, packed, layer_config = weights.layers[index], self.packed[index], config.layers[index]
+            mixer, eps = layer_config.attention, layer_config.norm.eps
             qkv = ops.linear(x, packed.qkv_proj)
             with cache.with_room(index, batch):
-                attended = ops.attention(qkv, packed.heads, ropes[mixer.rope], cache, index, batch, mixer.scale)
-            behind = [(layer[f"{part}_out_norm"], eps) if declared.norms_behind else None for part in ("mixer", "mlp")]
-            hidden, x = ops.add_norm(hidden, ops.linear(attended, layer.matrix("o_proj")), layer["post_norm"], eps, behind[0])
+                attention_out = ops.attention(qkv, packed.heads, ropes[mixer.rope], cache, index, batch, mixer.scale)
+            post_norms = [(layer[f"{part}_out_norm"], eps) if layer_config.norms_behind else None for part in ("mixer", "mlp")]
+            hidden, x = ops.add_norm(
+                hidden, ops.linear(attention_out, layer.matrix("o_proj")), layer["post_norm"], eps, post_norms[0]
+            )
             if layer.stack is not None:
                 update = ops.experts(x, ops.linear(x, layer.matrix("router")), layer.stack)
             else:
                 assert packed.gate_up_proj is not None
                 gate, up = ops.linear(x, packed.gate_up_proj).chunk(2, dim=-1)
-                gated = ops.silu_mul if declared.mlp.activation == "silu" else ops.gelu_mul
-                update = ops.linear(gated(gate, up, hidden.dtype), layer.matrix("down_proj"))
+                activation_mul = ops.silu_mul if layer_config.mlp.activation == "silu" else ops.gelu_mul
+                update = ops.linear(activation_mul(gate, up, hidden.dtype), layer.matrix("down_proj"))
             next_eps = config.layers[index + 1].norm.eps if index + 1 < config.num_layers else config.final_norm.eps
-            hidden, x = ops.add_norm(hidden, update, norms[index + 1], next_eps, behind[1])
+            hidden, x = ops.add_norm(hidden, update, norms[index + 1], next_eps, post_norms[1])
         return hidden
 
 
@@ -91,7 +93,7 @@ _KNOWS = ("head_norms", "bias", "window", "activation", "plus_one", "norms_behin
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_bias", "k_bias", "v_bias"))
 
 
-def _restored(weight: Weight, device: torch.device) -> Weight:
+def _restore(weight: Weight, device: torch.device) -> Weight:
     return dense(weight).to(device)
 
 
@@ -100,7 +102,7 @@ def unsupported(config: ModelConfig) -> str | None:
     return unknown_layer(config, _KNOWS)
 
 
-def fuse(model: DecoderModel, device: torch.device, place: Place = _restored) -> FusedModel:
+def fuse(model: DecoderModel, device: torch.device, place: PlaceWeight = _restore) -> FusedModel:
     """A model on a device, its projections packed as they are copied there.
 
     Every tensor is on the device once: what the fused model's own `model` shows under a checkpoint's names are views of what
@@ -112,12 +114,12 @@ def fuse(model: DecoderModel, device: torch.device, place: Place = _restored) ->
         place: puts a weight in blocks on the device; they are restored unless it is given.
     """
     weights, layers, packed = model.weights, [], []
-    for declared, layer in zip(model.config.layers, weights.layers, strict=True):
-        moved, wholes = _packed(layer, declared, device, place)
-        layers.append(moved)
+    for layer_config, layer in zip(model.config.layers, weights.layers, strict=True):
+        tensors, wholes = _packed(layer, layer_config, device, place)
+        layers.append(tensors)
         heads = Heads(
-            declared.attention.num_heads, model.dtype, wholes.get("q_bias"), moved.get("q_norm"), moved.get("k_norm"),
-            declared.norm.eps,
+            layer_config.attention.num_heads, model.dtype, wholes.get("q_bias"), tensors.get("q_norm"), tensors.get("k_norm"),
+            layer_config.norm.eps,
         )  # fmt: skip
         packed.append(Packed(wholes["q_proj"], wholes.get("gate_proj"), heads))
     embedding = place(weights.embedding, device)
@@ -126,11 +128,13 @@ def fuse(model: DecoderModel, device: torch.device, place: Place = _restored) ->
         weights, embedding=embedding, layers=tuple(layers), final_norm=weights.final_norm.to(device), lm_head=head
     )
     same = weights.embedding.device == device
-    ropes = model.ropes if same else tables_of(model.config, device)
+    ropes = model.ropes if same else rope_tables(model.config, device)
     return FusedModel(replace(model, weights=moved_weights, ropes=ropes), tuple(packed))
 
 
-def _packed(layer: LayerWeights, declared: Layer, device: torch.device, place: Place) -> tuple[LayerWeights, dict[str, Any]]:
+def _packed(
+    layer: LayerWeights, layer_config: Layer, device: torch.device, place: PlaceWeight
+) -> tuple[LayerWeights, dict[str, Any]]:
     """A layer on a device, and what is packed of it by the field of its first part."""
     views: dict[str, Any] = {}
     wholes: dict[str, Any] = {}
@@ -138,51 +142,54 @@ def _packed(layer: LayerWeights, declared: Layer, device: torch.device, place: P
     for fields in _TOGETHER:
         if fields[0] in layer:
             parts = [layer.matrix(field) for field in fields]
-            wholes[fields[0]], made = together(parts, device, place)
-            views.update(zip(fields, made, strict=True))
-    if isinstance(declared.mlp, Experts):
-        stack, of_experts = stacked(layer, declared.mlp, device, place)
-        views |= of_experts
+            wholes[fields[0]], part_views = together(parts, device, place)
+            views.update(zip(fields, part_views, strict=True))
+    if isinstance(layer_config.mlp, Experts):
+        stack, expert_views = stack_experts(layer, layer_config.mlp, device, place)
+        views |= expert_views
     return layer.changed(lambda field, weight: views[field] if field in views else place(weight, device), stack), wholes
 
 
-Place = Callable[[Weight, torch.device], Weight]
+PlaceWeight = Callable[[Weight, torch.device], Weight]
 """Puts a weight on a device."""
 _PARTS = ("gate", "up", "down")
 
 
-def with_stacks(weights: Weights, config: ModelConfig, device: torch.device, place: Place) -> Weights:
+def with_stacks(weights: Weights, config: ModelConfig, device: torch.device, place: PlaceWeight) -> Weights:
     """A model's weights on a device, the experts of each layer in one `Stack`.
 
     Every tensor is there once: an expert's are views. Experts that lie so already stay where they are.
     """
     layers = tuple(
-        _with_stack(layer, declared.mlp, device, place) for layer, declared in zip(weights.layers, config.layers, strict=True)
+        _with_stack(layer, layer_config.mlp, device, place)
+        for layer, layer_config in zip(weights.layers, config.layers, strict=True)
     )
     return replace(replace(weights, layers=()).placed(lambda weight: place(weight, device)), layers=layers)
 
 
-def _with_stack(layer: LayerWeights, mlp: Dense | Experts, device: torch.device, place: Place) -> LayerWeights:
-    stack, views = stacked(layer, mlp, device, place) if isinstance(mlp, Experts) else (None, {})
+def _with_stack(layer: LayerWeights, mlp: Dense | Experts, device: torch.device, place: PlaceWeight) -> LayerWeights:
+    stack, views = stack_experts(layer, mlp, device, place) if isinstance(mlp, Experts) else (None, {})
     return layer.changed(lambda field, weight: views[field] if field in views else place(weight, device), stack)
 
 
-def stacked(layer: LayerWeights, mlp: Experts, device: torch.device, place: Place) -> tuple[Stack, dict[str, Weight]]:
+def stack_experts(
+    layer: LayerWeights, mlp: Experts, device: torch.device, place: PlaceWeight
+) -> tuple[Stack, dict[str, Weight]]:
     """A layer's experts on a device, and their tensors by field, which are views."""
     wholes: dict[str, Weight] = {}
     views: dict[str, Weight] = {}
     for part in _PARTS:
         fields = [f"experts.{expert}.{part}_proj" for expert in range(mlp.count)]
-        whole, made = together([layer.matrix(field) for field in fields], device, place)
+        whole, part_views = together([layer.matrix(field) for field in fields], device, place)
         if isinstance(whole, tuple):  # of different types
-            whole, made = below_one_another([dense(one) for one in whole], device)
+            whole, part_views = below_one_another([dense(one) for one in whole], device)
         wholes[part] = whole
-        views |= zip(fields, made, strict=True)
+        views |= zip(fields, part_views, strict=True)
     return Stack(mlp.count, mlp.per_token, mlp.normalized, mlp.activation, **wholes), views
 
 
 def together(
-    parts: Sequence[Weight], device: torch.device, place: Place
+    parts: Sequence[Weight], device: torch.device, place: PlaceWeight
 ) -> tuple[Weight | tuple[Weight, ...], tuple[Weight, ...]]:
     """One weight of some that have as many columns, row below row on a device, and its views that are they.
 
@@ -200,17 +207,17 @@ def together(
 def _blocks_together(parts: Sequence[Weight], device: torch.device) -> tuple[Weight | tuple[Weight, ...], tuple[Weight, ...]]:
     """One weight of some in blocks of one type, and its parts; those themselves where they differ."""
     first = parts[0]
-    if not isinstance(first, Blocks) or not all(_alike(first, part) for part in parts[1:]):
-        moved = tuple(part if isinstance(part, Blocks) else part.to(device) for part in parts)
-        return moved, moved
-    of = cast("Sequence[Blocks]", parts)
-    data, views = below_one_another([part.data for part in of], device)
-    scales = None if first.row_scales is None else torch.cat([cast(Tensor, part.row_scales) for part in of])
+    if not isinstance(first, Blocks) or not all(_can_stack(first, part) for part in parts[1:]):
+        device_parts = tuple(part if isinstance(part, Blocks) else part.to(device) for part in parts)
+        return device_parts, device_parts
+    blocks = cast("Sequence[Blocks]", parts)
+    data, views = below_one_another([part.data for part in blocks], device)
+    scales = None if first.row_scales is None else torch.cat([cast(Tensor, part.row_scales) for part in blocks])
     whole = replace(first, data=data, row_scales=scales)
-    return whole, tuple(replace(part, data=view) for part, view in zip(of, views, strict=True))
+    return whole, tuple(replace(part, data=view) for part, view in zip(blocks, views, strict=True))
 
 
-def _alike(first: Blocks, other: Weight) -> bool:
+def _can_stack(first: Blocks, other: Weight) -> bool:
     """Whether one weight can hold both, row below row."""
     return (
         isinstance(other, Blocks) and other.type == first.type and other.dtype == first.dtype
@@ -233,7 +240,7 @@ def below_one_another(parts: Sequence[Tensor], device: torch.device) -> tuple[Te
 
 def _adjacent(parts: Sequence[Tensor]) -> bool:
     """Whether each part begins in memory where the one before it ends."""
-    held = {part.untyped_storage().data_ptr() for part in parts}
+    storages = {part.untyped_storage().data_ptr() for part in parts}
     ends = [part.data_ptr() + part.nbytes for part in parts]
     begins = [part.data_ptr() for part in parts]
-    return len(held) == 1 and begins[1:] == ends[:-1] and all(part.is_contiguous() for part in parts)
+    return len(storages) == 1 and begins[1:] == ends[:-1] and all(part.is_contiguous() for part in parts)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.input_files import size_of
+from haarkv.tq_ops.input_files import file_size
 from haarkv.tq_ops.weight import BlockType, restore_rows
 
 _MOST_ENTRIES, _MOST_TENSORS, _MOST_DEPTH, _MOST_VALUES, _MOST_NAME = 2**16, 2**20, 4, 2**23, 2**10
@@ -70,8 +70,8 @@ class GGUFTensor:
     @property
     def row_bytes(self) -> int:
         """Of one row, where its type can be restored."""
-        of_blocks = block_type(self.kind)
-        return self.shape[-1] // of_blocks.numbers * of_blocks.nbytes
+        layout = block_type(self.kind)
+        return self.shape[-1] // layout.numbers * layout.nbytes
 
     @property
     def nbytes(self) -> int:
@@ -82,8 +82,8 @@ class GGUFTensor:
     def fault(self) -> str | None:
         """Why its numbers cannot be restored; None if they can. That it lies within its file was seen when that was opened."""
         if not _can_restore(self.kind):
-            known = {int(kind): kind.name for kind in gguf.GGMLQuantizationType}
-            return f"is stored as {known.get(self.kind, f'type {self.kind}')}, which gguf cannot restore"
+            type_names = {int(kind): kind.name for kind in gguf.GGMLQuantizationType}
+            return f"is stored as {type_names.get(self.kind, f'type {self.kind}')}, which gguf cannot restore"
         block, width = block_type(self.kind).numbers, self.shape[-1]
         return f"has rows of {width:,} numbers, which are no whole blocks of {block}" if width % block else None
 
@@ -91,14 +91,14 @@ class GGUFTensor:
 @cache
 def block_type(kind: int) -> BlockType:
     """How numbers of gguf's type lie in blocks; gguf restores them. Of F32, F16 and BF16 a block is one number."""
-    known = gguf.GGMLQuantizationType(kind)
-    numbers, nbytes = gguf.GGML_QUANT_SIZES[known]
+    gguf_type = gguf.GGMLQuantizationType(kind)
+    numbers, nbytes = gguf.GGML_QUANT_SIZES[gguf_type]
 
     def restore(rows: Tensor) -> Tensor:
         with np.errstate(all="ignore"):  # scales that are no numbers; whoever computes with them says where
-            return torch.from_numpy(np.ascontiguousarray(gguf.dequantize(rows.numpy(), known)))
+            return torch.from_numpy(np.ascontiguousarray(gguf.dequantize(rows.numpy(), gguf_type)))
 
-    return BlockType(known.name, numbers, nbytes, restore)
+    return BlockType(gguf_type.name, numbers, nbytes, restore)
 
 
 def block_type_named(name: str) -> BlockType:
@@ -109,8 +109,8 @@ def block_type_named(name: str) -> BlockType:
 @cache
 def _can_restore(kind: int) -> bool:
     try:
-        known = gguf.GGMLQuantizationType(kind)
-        gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[known][1]), np.uint8), known)
+        gguf_type = gguf.GGMLQuantizationType(kind)
+        gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[gguf_type][1]), np.uint8), gguf_type)
     except (ValueError, NotImplementedError):
         return False
     return True
@@ -136,8 +136,11 @@ class GGUFFile:
         self.entries, self.kinds, self.tensors = self._add(path)
         self.paths = [path, *_other_parts(path, self.entries)]
         for number, other in enumerate(self.paths[1:], 1):
-            said, _, more = self._add(other)
-            if (said.get("split.no"), said.get("split.count")) != (number, len(self.paths)) or self.tensors.keys() & more:
+            part_entries, _, more = self._add(other)
+            if (part_entries.get("split.no"), part_entries.get("split.count")) != (
+                number,
+                len(self.paths),
+            ) or self.tensors.keys() & more:
                 raise InputError(f"{other} is not part {number + 1} of {len(self.paths)} of {path}; fetch both again")
             self.tensors |= more
         if (count := self.entries.get("split.tensors.count")) not in (None, len(self.tensors)):
@@ -145,7 +148,7 @@ class GGUFFile:
 
     def _add(self, path: Path) -> tuple[dict[str, Any], dict[str, tuple[int, int | None]], dict[str, GGUFTensor]]:
         """Map one part, and read its header."""
-        size_of(path)  # a pipe or a device is refused
+        file_size(path)  # a pipe or a device is refused
         try:
             with path.open("rb") as file:
                 # Private pages: torch may have views of them as of memory that can be written.
@@ -183,17 +186,17 @@ class GGUFFile:
         Returns:
             `[R, columns]`; as the tensor's own shape if all is asked for.
         """
-        stored = self.stored_rows(tensor)
+        raw_rows = self.stored_rows(tensor)
         if tensor.dtype == dtype and rows is None and columns == slice(None) and change is None and tensor.offset % 4 == 0:
-            return stored.view(dtype).view(tensor.shape)
+            return raw_rows.view(dtype).view(tensor.shape)
         restore, width = block_type(tensor.kind).restore, tensor.shape[-1]
-        restored = restore_rows(stored, restore, width, dtype, rows, columns, change, empty)
-        return restored.view(tensor.shape) if rows is None and columns == slice(None) else restored
+        numbers = restore_rows(raw_rows, restore, width, dtype, rows, columns, change, empty)
+        return numbers.view(tensor.shape) if rows is None and columns == slice(None) else numbers
 
     def stored_rows(self, tensor: GGUFTensor) -> Tensor:
         """Rows as they lie in the file, all axes but the last taken together: [rows, bytes of a row] uint8 in its pages."""
-        stored = np.frombuffer(self._memories[tensor.part], np.uint8, tensor.nbytes, tensor.offset)
-        return torch.from_numpy(stored.reshape(-1, tensor.row_bytes))
+        raw = np.frombuffer(self._memories[tensor.part], np.uint8, tensor.nbytes, tensor.offset)
+        return torch.from_numpy(raw.reshape(-1, tensor.row_bytes))
 
 
 def _other_parts(path: Path, entries: Mapping[str, Any]) -> list[Path]:
@@ -240,23 +243,23 @@ class _Reader:
         return int(tensors)
 
     def entries(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         for _ in range(self._entries):
             key = self._text()
-            if key in found:
+            if key in entries:
                 raise _DamagedError(f"it has two entries {shown(key)}")
             kind = self._number("I")
             inner = int.from_bytes(self._memory[self._at : self._at + 4], "little") if kind == _ARRAY else None
-            self.kinds[key], found[key] = (kind, inner), self._value(kind)
-        return found
+            self.kinds[key], entries[key] = (kind, inner), self._value(kind)
+        return entries
 
     def tensors(self, count: int, alignment: object, part: int) -> dict[str, GGUFTensor]:
         if not isinstance(alignment, int) or not 1 <= alignment <= 2**20 or alignment & (alignment - 1):
             raise _DamagedError(f"its alignment {shown(alignment)} is not a power of two")
-        found: dict[str, GGUFTensor] = {}
+        tensors: dict[str, GGUFTensor] = {}
         for _ in range(count):
             name, axes = self._text(), self._number("I")
-            if name in found or len(name) > _MOST_NAME or not 1 <= axes <= 4:
+            if name in tensors or len(name) > _MOST_NAME or not 1 <= axes <= 4:
                 raise _DamagedError(f"the tensor {shown(name)} is there twice, has a name that is too long, or {axes} axes")
             shape = tuple(reversed(self._numbers("Q", axes)))
             kind, offset = self._number("I"), self._number("Q")
@@ -266,22 +269,24 @@ class _Reader:
                     f"the tensor {shown(name)} cannot be: its shape is {list(shape)}, its offset {offset}, in a file of "
                     f"{len(self._memory):,} bytes whose alignment is {alignment}"
                 )
-            found[name] = GGUFTensor(shape, kind, offset)
+            tensors[name] = GGUFTensor(shape, kind, offset)
         begin = -(-self._at // alignment) * alignment
-        placed = {name: GGUFTensor(of.shape, of.kind, begin + of.offset, part) for name, of in found.items()}
-        self._require_apart(placed)
-        return placed
+        file_tensors = {
+            name: GGUFTensor(tensor.shape, tensor.kind, begin + tensor.offset, part) for name, tensor in tensors.items()
+        }
+        self._require_apart(file_tensors)
+        return file_tensors
 
     def _require_apart(self, tensors: Mapping[str, GGUFTensor]) -> None:
         """Refuse tensors of which one begins before another has ended, or ends where the file does not reach."""
-        ended, before = 0, ""
+        end, before = 0, ""
         for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
-            if tensor.offset < ended:
+            if tensor.offset < end:
                 raise _DamagedError(f"the tensors {shown(before)} and {shown(name)} lie over each other")
-            ended, before = max(ended, tensor.offset + tensor.nbytes), name
-            if ended > len(self._memory):
+            end, before = max(end, tensor.offset + tensor.nbytes), name
+            if end > len(self._memory):
                 raise _DamagedError(
-                    f"the tensor {shown(name)} ends at byte {ended:,}, the file at {len(self._memory):,}: it is truncated; "
+                    f"the tensor {shown(name)} ends at byte {end:,}, the file at {len(self._memory):,}: it is truncated; "
                     "fetch it again"
                 )
 
@@ -292,8 +297,8 @@ class _Reader:
         return self._memory[self._at - count : self._at]
 
     def _numbers(self, kind: str, count: int) -> tuple[Any, ...]:
-        spelled = f"<{count}{kind}"
-        return struct.unpack(spelled, self._bytes(struct.calcsize(f"<{kind}") * count))
+        struct_format = f"<{count}{kind}"
+        return struct.unpack(struct_format, self._bytes(struct.calcsize(f"<{kind}") * count))
 
     def _number(self, kind: str) -> Any:
         return self._numbers(kind, 1)[0]

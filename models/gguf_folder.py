@@ -20,11 +20,11 @@ from torch import Tensor
 
 from haarkv.models.config import Experts, ModelConfig, Rope
 from haarkv.models.gguf_settings import HYBRIDS, MODEL_TYPES
-from haarkv.models.gguf_source import SAMPLING, GGUFSource, rows_of, stored_name
-from haarkv.models.hf_config import config_of
+from haarkv.models.gguf_source import SAMPLING, GGUFSource, llama_row_order, stored_name
+from haarkv.models.hf_config import parse_config
 from haarkv.models.hf_folder import HFFolder
 from haarkv.models.rope import LinearScaling, Llama3Scaling, YarnScaling, inverse_frequencies
-from haarkv.models.source import Held, Words
+from haarkv.models.source import CheckpointTensor, Words
 from haarkv.models.text import has_patterns
 from haarkv.models.weights import checkpoint_shapes
 from haarkv.models.words import (
@@ -40,9 +40,9 @@ from haarkv.models.words import (
     UNUSED,
     USER_DEFINED,
     WHOLE_WORDS,
+    build_words,
     named_ends,
     pre_tokenizer_of,
-    words_of,
 )
 from haarkv.tq_ops.errors import InputError, warn
 
@@ -60,56 +60,58 @@ class FolderOrigin:
         InputError: a model of which no file is written, by name, or a tokenizer that llama.cpp has not.
     """
 
-    def __init__(self, folder: HFFolder, config: ModelConfig, held: Mapping[str, Held]) -> None:
-        self.path, self._folder, self._config, self._held = folder.path, folder, config, held
+    def __init__(self, folder: HFFolder, config: ModelConfig, source_tensors: Mapping[str, CheckpointTensor]) -> None:
+        self.path, self._folder, self._config, self._source_tensors = folder.path, folder, config, source_tensors
         if config.model_type not in _ARCHITECTURES:
-            known = ", ".join(_ARCHITECTURES)
+            architectures = ", ".join(_ARCHITECTURES)
             raise InputError(
-                f"{self.path} is a {config.model_type} model; GGUF files are written of {known}. llama.cpp's "
+                f"{self.path} is a {config.model_type} model; GGUF files are written of {architectures}. llama.cpp's "
                 "convert_hf_to_gguf.py makes one of others, which may then be quantized"
             )
         self.architecture = _ARCHITECTURES[config.model_type]
         self._entries = self._shapes() | self._words()
-        self._names = dict(self._named())
+        self._names = dict(self._file_names())
         self._rope = config.attentions[0].rope
 
     def entries(self) -> Mapping[str, Any]:
         return self._entries
 
-    def kind_of(self, key: str) -> None:
+    def entry_kind(self, key: str) -> None:
         """A value's own kind is written."""
 
     def tensors(self) -> Mapping[str, tuple[tuple[int, ...], str]]:
-        found: dict[str, tuple[tuple[int, ...], str]] = {}
+        tensors: dict[str, tuple[tuple[int, ...], str]] = {}
         for name, (first, *others) in self._names.items():
-            held = self._held[first]
-            shape = (len(others) + 1, *held.shape) if "_exps." in name else held.shape
-            plain = len(held.shape) < 2 or "ffn_gate_inp" in name
-            found[name] = shape, "F32" if plain else _TYPES[held.dtype or torch.float32]
+            source_tensor = self._source_tensors[first]
+            shape = (len(others) + 1, *source_tensor.shape) if "_exps." in name else source_tensor.shape
+            plain = len(source_tensor.shape) < 2 or "ffn_gate_inp" in name
+            tensors[name] = shape, "F32" if plain else _TYPES[source_tensor.dtype or torch.float32]
         if isinstance(self._rope.scaling, Llama3Scaling):
-            found["rope_freqs.weight"] = (self._rope.dims // 2,), "F32"
-        return found
+            tensors["rope_freqs.weight"] = (self._rope.dims // 2,), "F32"
+        return tensors
 
-    def stored(self, name: str) -> Tensor:
+    def tensor_bytes(self, name: str) -> Tensor:
         shape, kind = self.tensors()[name]
         count = shape[-2] if len(shape) > 1 else 1
         parts = [self._in_order(name, first, first + count) for first in range(0, math.prod(shape[:-1]), count)]
         rows = torch.cat(parts) if len(parts) > 1 else parts[0]
-        return rows.to({of: dtype for dtype, of in _TYPES.items()}[kind]).contiguous().view(torch.uint8)
+        return rows.to({type_name: dtype for dtype, type_name in _TYPES.items()}[kind]).contiguous().view(torch.uint8)
 
     def rows(self, name: str, begin: int, end: int) -> Tensor:
         return self._in_order(name, begin, end).float()
 
-    def by_stored_name(self, of_columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = {}
+    def by_stored_name(self, column_values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        values_by_name = {}
         for name, names in self._names.items():
-            if all(one in of_columns for one in names):
-                found[name] = of_columns[names[0]] if len(names) == 1 else torch.stack([of_columns[one] for one in names])
-        return found
+            if all(one in column_values for one in names):
+                values_by_name[name] = (
+                    column_values[names[0]] if len(names) == 1 else torch.stack([column_values[one] for one in names])
+                )
+        return values_by_name
 
-    def check(self, written: Path) -> None:
+    def check(self, gguf_path: Path) -> None:
         """Refuse a written file that does not say what this model is."""
-        config = config_of(written, GGUFSource(written).settings())
+        config = parse_config(gguf_path, GGUFSource(gguf_path).settings())
         pairs = list(zip(self._config.attentions, config.attentions, strict=False))
         same = _but_scaling(self._config) == _but_scaling(config) and all(_turn_alike(a.rope, b.rope) for a, b in pairs)
         if not same or not set(self._ends) <= set(config.eos_token_ids):
@@ -121,47 +123,47 @@ class FolderOrigin:
         config = self._config
         mixer, mlp = config.attentions[0], config.layers[0].mlp
         rope = mixer.rope
-        window = next((of.window for of in config.attentions if of.window), None)
-        of_all = next((of.rope for of in config.attentions if of.window is None), rope)
-        said: dict[str, Any] = {
+        window = next((attention.window for attention in config.attentions if attention.window), None)
+        global_rope = next((attention.rope for attention in config.attentions if attention.window is None), rope)
+        entries: dict[str, Any] = {
             "block_count": config.num_layers, "context_length": config.max_position_embeddings,
             "embedding_length": config.hidden_size, "attention.head_count": mixer.num_heads,
             "attention.head_count_kv": mixer.num_kv_heads, "attention.key_length": mixer.head_dim,
             "attention.value_length": mixer.head_dim, "attention.layer_norm_rms_epsilon": config.final_norm.eps,
-            "rope.freq_base": of_all.theta, "rope.dimension_count": rope.dims, "vocab_size": config.vocab_size,
+            "rope.freq_base": global_rope.theta, "rope.dimension_count": rope.dims, "vocab_size": config.vocab_size,
         }  # fmt: skip
         if isinstance(mlp, Experts):
             if not mlp.normalized:
                 raise InputError(f"{self.path}: weights of its experts do not sum to 1, as llama.cpp has them")
-            said |= {"expert_count": mlp.count, "expert_used_count": mlp.per_token, "expert_feed_forward_length": mlp.width}
+            entries |= {"expert_count": mlp.count, "expert_used_count": mlp.per_token, "expert_feed_forward_length": mlp.width}
         inner = self._folder.settings().get("intermediate_size")  # of experts it is that of no layer
-        said["feed_forward_length"] = inner if isinstance(inner, int) else mlp.width
-        said |= {"attention.sliding_window": window} if window else {}
-        said |= _scaling(of_all.scaling)
+        entries["feed_forward_length"] = inner if isinstance(inner, int) else mlp.width
+        entries |= {"attention.sliding_window": window} if window else {}
+        entries |= _scaling(global_rope.scaling)
         general = {"general.type": "model", "general.name": self.path.resolve().name}
-        return general | {f"{self.architecture}.{key}": value for key, value in said.items()}
+        return general | {f"{self.architecture}.{key}": value for key, value in entries.items()}
 
     def _words(self) -> dict[str, Any]:
         words = self._folder.words()
         self._ends = tuple(dict.fromkeys((*self._config.eos_token_ids, *words.ends)))
         ids = special_ids(words, self._ends, self._folder.settings(), self.path)
-        return entries_of(words, self._config.vocab_size, ids) | self._sampling()
+        return tokenizer_entries(words, self._config.vocab_size, ids) | self._sampling()
 
     def _sampling(self) -> dict[str, Any]:
-        said = self._folder.sampling()
-        return {f"general.sampling.{key}": said[name] for key, name in SAMPLING.items() if name in said}
+        sampling = self._folder.sampling()
+        return {f"general.sampling.{key}": sampling[name] for key, name in SAMPLING.items() if name in sampling}
 
     # -- Tensors -----------------------------------------------------------------------------------------------------------
 
-    def _named(self) -> Iterator[tuple[str, list[str]]]:
+    def _file_names(self) -> Iterator[tuple[str, list[str]]]:
         """Every tensor's name in a file, and Hugging Face's: of experts that are stored together all of them."""
         experts: dict[str, list[str]] = {}
         for name in checkpoint_shapes(self._config):
-            stored = stored_name(name, self.architecture)
-            if "_exps." in stored:
-                experts.setdefault(stored, []).append(name)
+            file_name = stored_name(name, self.architecture)
+            if "_exps." in file_name:
+                experts.setdefault(file_name, []).append(name)
             else:
-                yield stored, [name]
+                yield file_name, [name]
         yield from experts.items()
 
     def _in_order(self, name: str, begin: int, end: int) -> Tensor:
@@ -169,16 +171,16 @@ class FolderOrigin:
         if name == "rope_freqs.weight":
             return self._factors()
         names = self._names[name]
-        count = self._held[names[0]].shape[0] if len(self._held[names[0]].shape) > 1 else 1
-        one, held = names[begin // count], self._held[names[begin // count]]
-        found = self._folder.read(one, held.dtype or torch.float32)
+        count = self._source_tensors[names[0]].shape[0] if len(self._source_tensors[names[0]].shape) > 1 else 1
+        one, source_tensor = names[begin // count], self._source_tensors[names[begin // count]]
+        tensor = self._folder.read(one, source_tensor.dtype or torch.float32)
         if self.architecture == "gemma3" and name.endswith("norm.weight"):
-            return found.float() + 1
+            return tensor.float() + 1
         counts = self._config.attentions[0].heads
-        of_part = {"attn_q": counts.num_heads, "attn_k": counts.num_kv_heads}.get(name.split(".")[-2])
-        if self.architecture == "llama" and of_part:
-            found = found[rows_of(len(found), of_part).argsort()]
-        return found if found.ndim < 2 else found[begin % count : begin % count + end - begin]
+        head_count = {"attn_q": counts.num_heads, "attn_k": counts.num_kv_heads}.get(name.split(".")[-2])
+        if self.architecture == "llama" and head_count:
+            tensor = tensor[llama_row_order(len(tensor), head_count).argsort()]
+        return tensor if tensor.ndim < 2 else tensor[begin % count : begin % count + end - begin]
 
     def _factors(self) -> Tensor:
         """What each of Llama 3's frequencies is divided by: [dims / 2] fp32."""
@@ -191,14 +193,15 @@ class FolderOrigin:
 def _but_scaling(config: ModelConfig) -> ModelConfig:
     """All of a config but what is compared apart, or is called otherwise in a file: a Mistral is a llama."""
     layers = tuple(
-        replace(of, mixer=replace(of.attention, rope=replace(of.attention.rope, scaling=None))) for of in config.layers
+        replace(layer, mixer=replace(layer.attention, rope=replace(layer.attention.rope, scaling=None)))
+        for layer in config.layers
     )
     return replace(config, layers=layers, model_type="", eos_token_ids=())
 
 
 def _turn_alike(one: Rope, other: Rope) -> bool:
     """Whether two embeddings turn by the same angles, but for the FP32 in which a file has their factors."""
-    warm, theirs = (of.scaling.attention_factor if of.scaling else 1.0 for of in (one, other))
+    warm, theirs = (rope.scaling.attention_factor if rope.scaling else 1.0 for rope in (one, other))
     close = torch.allclose(inverse_frequencies(one), inverse_frequencies(other), rtol=1e-5, atol=0.0)
     return close and math.isclose(warm, theirs, rel_tol=1e-6)
 
@@ -215,7 +218,7 @@ def _scaling(scaling: object) -> dict[str, Any]:
     return {}  # a Llama 3 has its factors as a tensor
 
 
-def entries_of(words: Words, rows: int, ids: Mapping[str, int | None]) -> dict[str, Any]:
+def tokenizer_entries(words: Words, rows: int, ids: Mapping[str, int | None]) -> dict[str, Any]:
     """The entries, by key.
 
     Args:
@@ -228,30 +231,30 @@ def entries_of(words: Words, rows: int, ids: Mapping[str, int | None]) -> dict[s
     state = json.loads(words.tokenizer.to_str())
     if state["model"].get("type") != "BPE" or has_patterns(words.tokenizer):
         raise InputError(f"{words.path}: llama.cpp has no name for how it cuts text; {_ELSE}")
-    known = words.tokenizer.get_vocab(with_added_tokens=True)
-    if max(known.values(), default=0) >= rows:
+    vocabulary = words.tokenizer.get_vocab(with_added_tokens=True)
+    if max(vocabulary.values(), default=0) >= rows:
         raise InputError(f"{words.path} has more tokens than the embedding's {rows:,}")
     tokens = [f"[PAD{id}]" for id in range(rows)]
-    for token, id in known.items():
+    for token, id in vocabulary.items():
         tokens[id] = token
     pieces = bool(state["model"].get("byte_fallback"))
-    found: dict[str, Any] = {"model": "llama" if pieces else "gpt2", "pre": "default" if pieces else _pre(words, state)}
-    found |= {"tokens": tokens, "token_type": _kinds(state, tokens, set(known))}
+    fields: dict[str, Any] = {"model": "llama" if pieces else "gpt2", "pre": "default" if pieces else _pre(words, state)}
+    fields |= {"tokens": tokens, "token_type": _kinds(state, tokens, set(vocabulary))}
     merges = [tuple(merge.split(" ", 1)) if isinstance(merge, str) else tuple(merge) for merge in state["model"]["merges"]]
     if not merges:
         raise InputError(f"{words.path}: its tokenizer merges nothing, and llama.cpp has none without merges")
     if pieces:
-        found |= {"scores": _scores(tokens, merges), "add_space_prefix": "Prepend" in json.dumps(state["normalizer"])}
+        fields |= {"scores": _scores(tokens, merges), "add_space_prefix": "Prepend" in json.dumps(state["normalizer"])}
     else:
-        found["merges"] = [" ".join(merge) for merge in merges]
+        fields["merges"] = [" ".join(merge) for merge in merges]
     around = words.tokenizer.encode("").ids
-    found |= {f"{name}_token_id": id for name, id in ids.items() if id is not None}
-    found |= {"add_bos_token": ids.get("bos") in around, "add_eos_token": bool(around) and around[-1] != ids.get("bos")}
-    entries = {f"{TOKENS}{key}": value for key, value in found.items()}
+    fields |= {f"{name}_token_id": id for name, id in ids.items() if id is not None}
+    fields |= {"add_bos_token": ids.get("bos") in around, "add_eos_token": bool(around) and around[-1] != ids.get("bos")}
+    entries = {f"{TOKENS}{key}": value for key, value in fields.items()}
     entries |= {TEMPLATE + f".{name}" * (name != "default"): source for name, source in words.templates.items()}
     if others := [name for name in words.templates if name != "default"]:
         entries[f"{TEMPLATE}s"] = others
-    _compare(words, words_of(words.path, entries, rows).tokenizer)
+    _compare(words, build_words(words.path, entries, rows).tokenizer)
     if unsaid := list(dict.fromkeys(_unsaid_steps(state["normalizer"], pieces))):
         warn(
             f"{words.path} changes text by {' and '.join(unsaid)} before it is cut, which llama.cpp does not and no GGUF file "
@@ -287,17 +290,17 @@ def _pre(words: Words, state: Mapping[str, Any]) -> str:
     raise InputError(f"{words.path}: llama.cpp has no name for how it cuts text; {_ELSE}")
 
 
-def _kinds(state: Mapping[str, Any], tokens: Sequence[str], known: set[str]) -> list[int]:
-    added = {of["content"]: CONTROL if of["special"] else USER_DEFINED for of in state["added_tokens"]}
+def _kinds(state: Mapping[str, Any], tokens: Sequence[str], vocabulary: set[str]) -> list[int]:
+    added_kinds = {entry["content"]: CONTROL if entry["special"] else USER_DEFINED for entry in state["added_tokens"]}
     unknown, pieces = state["model"].get("unk_token"), bool(state["model"].get("byte_fallback"))
 
     def kind(token: str) -> int:
-        if token not in known:
+        if token not in vocabulary:
             return UNUSED
         if token == unknown:
             return UNKNOWN
         is_byte = pieces and len(token) == 6 and token.startswith("<0x") and token.endswith(">")
-        return added.get(token, BYTE if is_byte else NORMAL)
+        return added_kinds.get(token, BYTE if is_byte else NORMAL)
 
     return [kind(token) for token in tokens]
 
@@ -316,21 +319,21 @@ def _compare(words: Words, again: Tokenizer) -> None:
             raise InputError(f"{words.path}: as a GGUF file it would make other tokens of a text; {_ELSE}")
 
 
-def special_ids(words: Words, ends: Sequence[int], said: Mapping[str, Any], path: Path) -> dict[str, int | None]:
+def special_ids(words: Words, ends: Sequence[int], settings: Mapping[str, Any], path: Path) -> dict[str, int | None]:
     """Ids of special tokens, by llama.cpp's names: BOS, up to three that end a text, padding.
 
     Args:
         ends: tokens that end a text.
-        said: the model's `config.json`, which may name a BOS that the tokenizer does not.
+        settings: the model's `config.json`, which may name a BOS that the tokenizer does not.
     Raises:
         InputError: more tokens end a text than a file can say, beside those that are known by name.
     """
     ids = words.tokenizer.token_to_id
-    named = {name: ids(words.special[key]) for name, key in SPECIAL.items() if name != "eos" and key in words.special}
-    if named.get("bos") is None and isinstance(said.get("bos_token_id"), int):
-        named["bos"] = said["bos_token_id"]
+    named_ids = {name: ids(words.special[key]) for name, key in SPECIAL.items() if name != "eos" and key in words.special}
+    if named_ids.get("bos") is None and isinstance(settings.get("bos_token_id"), int):
+        named_ids["bos"] = settings["bos_token_id"]
     by_name = named_ends(words.tokenizer.get_vocab(with_added_tokens=True))
     order = [*ends[:1], *sorted(ends[1:], key=by_name.__contains__)]
     if not set(order[3:]) <= set(by_name):
         raise InputError(f"{path}: {len(ends)} tokens end a text, and a GGUF file names three; {_ELSE}")
-    return named | dict(zip(("eos", "eot", "eom"), order, strict=False))
+    return named_ids | dict(zip(("eos", "eot", "eom"), order, strict=False))

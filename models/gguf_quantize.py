@@ -47,10 +47,10 @@ def quantize(rows: Tensor, kind: str, importance: Tensor | None = None) -> Tenso
         raise InputError("a number of it is not finite; such weights cannot be quantized")
     if kind not in ("F32", "BF16") and float(rows.abs().max()) > _LARGEST_HALF:
         raise InputError("a number of it is larger than 65,504, which FP16 does not hold; take bf16")
-    known = gguf.GGMLQuantizationType[kind]
+    gguf_type = gguf.GGMLQuantizationType[kind]
     if kind not in _ENCODERS:
-        return torch.from_numpy(_plain(rows, known))
-    numbers, nbytes = gguf.GGML_QUANT_SIZES[known]
+        return torch.from_numpy(_plain(rows, gguf_type))
+    numbers, nbytes = gguf.GGML_QUANT_SIZES[gguf_type]
     width = rows.shape[1]
     weights = torch.ones(1) if importance is None else importance
     parts: list[Tensor] = []
@@ -58,17 +58,17 @@ def quantize(rows: Tensor, kind: str, importance: Tensor | None = None) -> Tenso
     for begin in range(0, len(rows), step):
         x = rows[begin : begin + step]
         w = (weights if weights.ndim < 2 else weights[begin : begin + step]).expand(x.shape)
-        of_blocks, counts = x.reshape(-1, numbers), w.reshape(-1, numbers)
+        block_rows, counts = x.reshape(-1, numbers), w.reshape(-1, numbers)
         if importance is None and kind == "Q4_0":
             # Counted alike, many small numbers gain at the cost of a block's few large ones, and a model's KL is higher. With
             # importance, or in Q4_K, whose blocks have a minimum, it is not.
-            counts = of_blocks.abs() + of_blocks.square().mean(1, keepdim=True).sqrt()
-        blocks = _fitted(of_blocks, counts, known)
+            counts = block_rows.abs() + block_rows.square().mean(1, keepdim=True).sqrt()
+        blocks = _encode_blocks(block_rows, counts, gguf_type)
         parts.append(blocks.view(len(x), width // numbers * nbytes))
     return torch.cat(parts)
 
 
-def _fitted(x: Tensor, w: Tensor, kind: gguf.GGMLQuantizationType) -> Tensor:
+def _encode_blocks(x: Tensor, w: Tensor, kind: gguf.GGMLQuantizationType) -> Tensor:
     """Blocks [N, bytes] of numbers [N, numbers of a block]."""
     # Numbers that never meet an input count a little all the same: a block of them alone has scales, too.
     w = w + 1e-6 * w.mean(1, keepdim=True) + 1e-30
@@ -81,13 +81,13 @@ def _fitted(x: Tensor, w: Tensor, kind: gguf.GGMLQuantizationType) -> Tensor:
 
 
 def _plain(x: Tensor, kind: gguf.GGMLQuantizationType) -> np.ndarray:
-    found = gguf.quantize(np.ascontiguousarray(x.numpy()), kind)
-    return found.view(np.uint8).reshape(len(x), -1)
+    raw = gguf.quantize(np.ascontiguousarray(x.numpy()), kind)
+    return raw.view(np.uint8).reshape(len(x), -1)
 
 
 def _loss(blocks: Tensor, x: Tensor, w: Tensor, kind: gguf.GGMLQuantizationType) -> Tensor:
-    restored = torch.from_numpy(gguf.dequantize(blocks.numpy(), kind)).view(x.shape)
-    return (w * (restored - x).square()).sum(1)
+    numbers = torch.from_numpy(gguf.dequantize(blocks.numpy(), kind)).view(x.shape)
+    return (w * (numbers - x).square()).sum(1)
 
 
 # -- Fits --------------------------------------------------------------------------------------------------------------
@@ -103,13 +103,13 @@ def symmetric(x: Tensor, w: Tensor, low: int) -> Tensor:
     """
     largest, high, zero = x.gather(1, x.abs().argmax(1, keepdim=True))[:, 0], -low - 1, torch.zeros(len(x))
     best = largest / low
-    least = _loss_of(x, w, best, zero, low, high)
+    least = _levels_loss(x, w, best, zero, low, high)
     # The largest number may also take the other end, where scales are of the other sign.
     for start in (best, -largest / high):
         for part in _TRIES:
-            levels = rounded(x, (start * part)[:, None], zero[:, None], low, high)[0]
+            levels = round_levels(x, (start * part)[:, None], zero[:, None], low, high)[0]
             scale = (w * x * levels).sum(1) / (w * levels * levels).sum(1).clamp_min(_TINY)
-            loss = _loss_of(x, w, scale, zero, low, high)
+            loss = _levels_loss(x, w, scale, zero, low, high)
             best, least = torch.where(loss < least, scale, best), torch.minimum(loss, least)
     return best
 
@@ -126,37 +126,37 @@ def affine(x: Tensor, w: Tensor, high: int, *, below: bool) -> tuple[Tensor, Ten
     minimum, maximum = x.amin(1), x.amax(1)
     minimum = minimum.clamp_max(0.0) if below else minimum
     plain = ((maximum - minimum) / high).clamp_min(0.0)
-    best, at, least = plain, minimum, _loss_of(x, w, plain, minimum, 0, high)
+    best, at, least = plain, minimum, _levels_loss(x, w, plain, minimum, 0, high)
     for part in _TRIES:
         scale, offset = plain * part, minimum
         for _ in range(2):
-            scale, offset = _line(x, w, rounded(x, scale[:, None], offset[:, None], 0, high)[0], below)
-        found = _loss_of(x, w, scale, offset, 0, high)
-        take = found < least
-        best, at, least = torch.where(take, scale, best), torch.where(take, offset, at), torch.where(take, found, least)
+            scale, offset = _line(x, w, round_levels(x, scale[:, None], offset[:, None], 0, high)[0], below)
+        loss = _levels_loss(x, w, scale, offset, 0, high)
+        take = loss < least
+        best, at, least = torch.where(take, scale, best), torch.where(take, offset, at), torch.where(take, loss, least)
     return best, at
 
 
 def _line(x: Tensor, w: Tensor, levels: Tensor, below: bool) -> tuple[Tensor, Tensor]:
     """The scale and the minimum of least squares for given levels."""
-    total, of_q, of_x = w.sum(1), (w * levels).sum(1), (w * x).sum(1)
-    of_qq, of_qx = (w * levels * levels).sum(1), (w * levels * x).sum(1)
-    free = (total * of_qx - of_q * of_x) / (total * of_qq - of_q * of_q).clamp_min(_TINY)
-    offset = (of_x - free * of_q) / total.clamp_min(_TINY)
+    total, sum_q, sum_x = w.sum(1), (w * levels).sum(1), (w * x).sum(1)
+    sum_qq, sum_qx = (w * levels * levels).sum(1), (w * levels * x).sum(1)
+    free = (total * sum_qx - sum_q * sum_x) / (total * sum_qq - sum_q * sum_q).clamp_min(_TINY)
+    offset = (sum_x - free * sum_q) / total.clamp_min(_TINY)
     if not below:
         return free.clamp_min(0.0), offset
     # A minimum above 0 cannot be stored: then the line goes through 0.
-    through = of_qx / of_qq.clamp_min(_TINY)
+    through = sum_qx / sum_qq.clamp_min(_TINY)
     return torch.where(offset > 0, through, free).clamp_min(0.0), offset.clamp_max(0.0)
 
 
-def _loss_of(x: Tensor, w: Tensor, scale: Tensor, offset: Tensor, low: int, high: int) -> Tensor:
+def _levels_loss(x: Tensor, w: Tensor, scale: Tensor, offset: Tensor, low: int, high: int) -> Tensor:
     """[N], sum w (x - x')^2."""
-    _, restored = rounded(x, scale[:, None], offset[:, None], low, high)
-    return restored.sub_(x).square_().mul_(w).sum(1)
+    _, numbers = round_levels(x, scale[:, None], offset[:, None], low, high)
+    return numbers.sub_(x).square_().mul_(w).sum(1)
 
 
-def rounded(x: Tensor, scale: Tensor, offset: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
+def round_levels(x: Tensor, scale: Tensor, offset: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
     """(levels, what they restore to) of numbers [N, n] by scales [N, n or 1] as they are stored."""
     inverse = torch.where(scale.abs() > _TINY, 1.0 / scale, torch.zeros_like(scale))
     levels = ((x - offset) * inverse).round_().clamp_(low, high)
@@ -188,10 +188,10 @@ def _symmetric_32(bits: int) -> Callable[[Tensor, Tensor], Tensor]:
     half = 1 << (bits - 1)
 
     def encode(x: Tensor, w: Tensor) -> Tensor:
-        stored, scale = _half(symmetric(x, w, -half))
-        levels, _ = rounded(x, scale[:, None], torch.zeros(1), -half, half - 1)
+        scale_bytes, scale = _half(symmetric(x, w, -half))
+        levels, _ = round_levels(x, scale[:, None], torch.zeros(1), -half, half - 1)
         levels = levels.to(torch.int64) + half
-        parts = [stored, *([_fifth_bits(levels)] if bits == 5 else []), _nibbles(levels & 15)]
+        parts = [scale_bytes, *([_fifth_bits(levels)] if bits == 5 else []), _nibbles(levels & 15)]
         return torch.cat(parts, dim=1)
 
     return encode
@@ -202,10 +202,10 @@ def _affine_32(bits: int) -> Callable[[Tensor, Tensor], Tensor]:
 
     def encode(x: Tensor, w: Tensor) -> Tensor:
         scale, minimum = affine(x, w, high, below=False)
-        (of_scale, scale), (of_minimum, minimum) = _half(scale), _half(minimum)
-        levels, _ = rounded(x, scale[:, None], minimum[:, None], 0, high)
+        (scale_bytes, scale), (minimum_bytes, minimum) = _half(scale), _half(minimum)
+        levels, _ = round_levels(x, scale[:, None], minimum[:, None], 0, high)
         levels = levels.to(torch.int64)
-        parts = [of_scale, of_minimum, *([_fifth_bits(levels)] if bits == 5 else []), _nibbles(levels & 15)]
+        parts = [scale_bytes, minimum_bytes, *([_fifth_bits(levels)] if bits == 5 else []), _nibbles(levels & 15)]
         return torch.cat(parts, dim=1)
 
     return encode
@@ -214,9 +214,9 @@ def _affine_32(bits: int) -> Callable[[Tensor, Tensor], Tensor]:
 def _best(ways: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Of several (blocks [N, bytes], what each loses [N]), each block that loses least; of equal ones the first."""
     best, least = ways[0]
-    for blocks, lost in ways[1:]:
-        best = torch.where((lost < least)[:, None], blocks, best)
-        least = torch.minimum(lost, least)
+    for blocks, losses in ways[1:]:
+        best = torch.where((losses < least)[:, None], blocks, best)
+        least = torch.minimum(losses, least)
     return best
 
 
@@ -237,26 +237,26 @@ def _q4_k_of(x: Tensor, w: Tensor, scale: Tensor, minimum: Tensor) -> tuple[Tens
     d_bytes, d = _half(scale.amax(1) / 63)
     m_bytes, m = _half(minimum.amax(1) / 63)
     whole = [
-        torch.where(of[:, None] > 0, part / of[:, None], torch.zeros_like(part)).round_()
-        for part, of in ((scale, d), (minimum, m))
+        torch.where(factors[:, None] > 0, part / factors[:, None], torch.zeros_like(part)).round_()
+        for part, factors in ((scale, d), (minimum, m))
     ]
-    best = [of.clamp(0, 63) for of in whole]
+    best = [factors.clamp(0, 63) for factors in whole]
 
-    def lost(s: Tensor, offset: Tensor) -> Tensor:
-        _, restored = rounded(subs, (d[:, None] * s)[..., None], -(m[:, None] * offset)[..., None], 0, 15)
-        return (weights * (restored - subs).square()).sum(-1)
+    def block_loss(s: Tensor, offset: Tensor) -> Tensor:
+        _, numbers = round_levels(subs, (d[:, None] * s)[..., None], -(m[:, None] * offset)[..., None], 0, 15)
+        return (weights * (numbers - subs).square()).sum(-1)
 
-    least = lost(*best)
+    least = block_loss(*best)
     # Rounded scales and minima suit each other only nearly: neighbours of both are tried.
     for ds in (-1, 0, 1):
         for dm in (-1, 0, 1):
-            tried = [(of + by).clamp(0, 63) for of, by in zip(whole, (ds, dm), strict=True)]
-            found = lost(*tried)
-            take = found < least
-            best = [torch.where(take, new, old) for new, old in zip(tried, best, strict=True)]
-            least = torch.where(take, found, least)
-    levels, _ = rounded(subs, (d[:, None] * best[0])[..., None], -(m[:, None] * best[1])[..., None], 0, 15)
-    s, o = (of.to(torch.uint8) for of in best)
+            candidate = [(factors + by).clamp(0, 63) for factors, by in zip(whole, (ds, dm), strict=True)]
+            loss = block_loss(*candidate)
+            take = loss < least
+            best = [torch.where(take, new, old) for new, old in zip(candidate, best, strict=True)]
+            least = torch.where(take, loss, least)
+    levels, _ = round_levels(subs, (d[:, None] * best[0])[..., None], -(m[:, None] * best[1])[..., None], 0, 15)
+    s, o = (factors.to(torch.uint8) for factors in best)
     packed = torch.empty(len(x), 12, dtype=torch.uint8)
     packed[:, :4] = s[:, :4] | (s[:, 4:] >> 4 << 6)
     packed[:, 4:8] = o[:, :4] | (o[:, 4:] >> 4 << 6)
@@ -280,21 +280,21 @@ def _q6_k_of(x: Tensor, w: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     whole = torch.where(d[:, None] != 0, scale / d[:, None], torch.zeros_like(scale)).round_()
     best = whole.clamp(-128, 127)
 
-    def lost(s: Tensor) -> Tensor:
-        _, restored = rounded(subs, (d[:, None] * s)[..., None], torch.zeros(1), -32, 31)
-        return (weights * (restored - subs).square()).sum(-1)
+    def block_loss(s: Tensor) -> Tensor:
+        _, numbers = round_levels(subs, (d[:, None] * s)[..., None], torch.zeros(1), -32, 31)
+        return (weights * (numbers - subs).square()).sum(-1)
 
-    least = lost(best)
+    least = block_loss(best)
     for by in (-1, 1):
-        tried = (whole + by).clamp(-128, 127)
-        found = lost(tried)
-        best, least = torch.where(found < least, tried, best), torch.minimum(found, least)
-    levels, _ = rounded(subs, (d[:, None] * best)[..., None], torch.zeros(1), -32, 31)
+        candidate = (whole + by).clamp(-128, 127)
+        loss = block_loss(candidate)
+        best, least = torch.where(loss < least, candidate, best), torch.minimum(loss, least)
+    levels, _ = round_levels(subs, (d[:, None] * best)[..., None], torch.zeros(1), -32, 31)
     q = (levels + 32).to(torch.uint8).view(-1, 2, 4, _SUB)
     low = torch.stack([q[:, :, 0] & 15 | (q[:, :, 2] & 15) << 4, q[:, :, 1] & 15 | (q[:, :, 3] & 15) << 4], dim=2)
     high = q[:, :, 0] >> 4 | q[:, :, 1] >> 4 << 2 | q[:, :, 2] >> 4 << 4 | q[:, :, 3] >> 4 << 6
-    signed = best.to(torch.int8).view(torch.uint8)
-    return torch.cat([low.reshape(-1, 128), high.reshape(-1, 64), signed, d_bytes], dim=1), least.sum(1)
+    scale_bytes = best.to(torch.int8).view(torch.uint8)
+    return torch.cat([low.reshape(-1, 128), high.reshape(-1, 64), scale_bytes, d_bytes], dim=1), least.sum(1)
 
 
 _ENCODERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -15,7 +15,7 @@ from torch import Tensor
 from haarkv.models.config import decimal
 from haarkv.models.gguf_file import GGUFFile, GGUFTensor
 from haarkv.models.rope import Llama3Scaling
-from haarkv.models.words import ends_of
+from haarkv.models.words import end_token_ids
 from haarkv.tq_ops.errors import InputError
 
 MODEL_TYPES = {
@@ -64,76 +64,76 @@ class GGUFSettings:
     def architecture(self) -> str:
         return str(self.file.entries.get("general.architecture"))
 
-    def said(self, key: str, default: Any = None) -> Any:
+    def setting(self, key: str, default: Any = None) -> Any:
         """An entry of the model's architecture."""
         return self.file.entries.get(f"{self.architecture}.{key}", default)
 
     def read(self) -> dict[str, Any]:
         """The entries of a `config.json`, for the family to judge."""
         embedding = self.file.tensors.get("token_embd.weight")
-        found = {name: decimal(value) for key, name in _ENTRIES.items() if (value := self.said(key)) is not None}
-        found["model_type"] = MODEL_TYPES.get(self.architecture, self.architecture)
-        found["vocab_size"] = embedding.shape[0] if embedding else self.said("vocab_size")
-        found["tie_word_embeddings"] = "output.weight" not in self.file.tensors
-        found["attention_bias"] = found["model_type"] != "qwen2" and "blk.0.attn_q.bias" in self.file.tensors
-        found["mlp_bias"] = "blk.0.ffn_up.bias" in self.file.tensors
-        found["eos_token_id"] = ends_of(self.file.entries)
-        self._add_shapes(found)
-        found |= scaling_entries(self.path, self.architecture, self.file.entries)
+        settings = {name: decimal(value) for key, name in _ENTRIES.items() if (value := self.setting(key)) is not None}
+        settings["model_type"] = MODEL_TYPES.get(self.architecture, self.architecture)
+        settings["vocab_size"] = embedding.shape[0] if embedding else self.setting("vocab_size")
+        settings["tie_word_embeddings"] = "output.weight" not in self.file.tensors
+        settings["attention_bias"] = settings["model_type"] != "qwen2" and "blk.0.attn_q.bias" in self.file.tensors
+        settings["mlp_bias"] = "blk.0.ffn_up.bias" in self.file.tensors
+        settings["eos_token_id"] = end_token_ids(self.file.entries)
+        self._add_shapes(settings)
+        settings |= scaling_entries(self.path, self.architecture, self.file.entries)
         if (factors := self.file.tensors.get(ROPE_FACTORS)) is not None:
-            found |= self._llama3(factors, found)
+            settings |= self._llama3(factors, settings)
         if self.architecture in HYBRIDS:
-            self._add_hybrid(found)
-        if found["model_type"] == "gemma3_text":
-            self._add_gemma(found)
-        elif window := found.get("sliding_window"):
+            self._add_hybrid(settings)
+        if settings["model_type"] == "gemma3_text":
+            self._add_gemma(settings)
+        elif window := settings.get("sliding_window"):
             if self.architecture != "llama":
                 name = f"{self.architecture} with a sliding window of {shown(window)}"
                 raise InputError(f"{self.path}: {name}, and the file does not say of which layers; none is read")
-            found["model_type"] = "mistral"  # llama.cpp calls a Mistral a llama
-        return found
+            settings["model_type"] = "mistral"  # llama.cpp calls a Mistral a llama
+        return settings
 
-    def _add_shapes(self, found: dict[str, Any]) -> None:
+    def _add_shapes(self, settings: dict[str, Any]) -> None:
         """What a file may leave out and a `config.json` may not."""
-        heads, hidden = found.get("num_attention_heads"), found.get("hidden_size")
-        found.setdefault("num_key_value_heads", heads)
-        found.setdefault("rope_theta", 1e4)
+        heads, hidden = settings.get("num_attention_heads"), settings.get("hidden_size")
+        settings.setdefault("num_key_value_heads", heads)
+        settings.setdefault("rope_theta", 1e4)
         if isinstance(heads, int) and isinstance(hidden, int) and heads:
-            found.setdefault("head_dim", hidden // heads)
-        dim, rotated = found.get("head_dim"), self.said("rope.dimension_count")
-        if (width := self.said("attention.value_length", dim)) != dim:
+            settings.setdefault("head_dim", hidden // heads)
+        dim, rope_dims = settings.get("head_dim"), self.setting("rope.dimension_count")
+        if (width := self.setting("attention.value_length", dim)) != dim:
             raise InputError(
                 f"{self.path}: heads of V have {shown(width)} channels and those of K {shown(dim)}; none is built"
             )
-        if isinstance(rotated, int) and isinstance(dim, int) and dim:
-            found["partial_rotary_factor"] = rotated / dim
+        if isinstance(rope_dims, int) and isinstance(dim, int) and dim:
+            settings["partial_rotary_factor"] = rope_dims / dim
         if self.architecture == "qwen3moe":
-            found["norm_topk_prob"] = self.said("expert_weights_norm", True)
-        elif self.architecture not in HYBRIDS and found.pop("num_experts", None):
-            found["model_type"] += " with experts"
+            settings["norm_topk_prob"] = self.setting("expert_weights_norm", True)
+        elif self.architecture not in HYBRIDS and settings.pop("num_experts", None):
+            settings["model_type"] += " with experts"
 
-    def _llama3(self, factors: GGUFTensor, found: Mapping[str, Any]) -> dict[str, Any]:
-        dim, theta = found.get("head_dim"), found["rope_theta"]
+    def _llama3(self, factors: GGUFTensor, settings: Mapping[str, Any]) -> dict[str, Any]:
+        dim, theta = settings.get("head_dim"), settings["rope_theta"]
         if factors.fault is not None:
             raise InputError(f"{self.path}: {ROPE_FACTORS} {factors.fault}")
         if factors.shape != (dim // 2 if isinstance(dim, int) else None,) or not isinstance(theta, float):
             raise InputError(f"{self.path}: {ROPE_FACTORS} has shape {list(factors.shape)}, heads have {shown(dim)} channels")
         return llama3_entries(self.path, self.file.read(factors, torch.float32), theta)
 
-    def _add_hybrid(self, found: dict[str, Any]) -> None:
+    def _add_hybrid(self, settings: dict[str, Any]) -> None:
         """What a file says of DeltaNet and of layers beside the model's own."""
-        found |= {name: value for key, name in _HYBRID_ENTRIES.items() if (value := self.said(key)) is not None}
-        inner, heads = self.said("ssm.inner_size"), found.get("linear_num_value_heads")
+        settings |= {name: value for key, name in _HYBRID_ENTRIES.items() if (value := self.setting(key)) is not None}
+        inner, heads = self.setting("ssm.inner_size"), settings.get("linear_num_value_heads")
         if isinstance(inner, int) and isinstance(heads, int) and heads > 0:
-            found["linear_value_head_dim"] = inner // heads
+            settings["linear_value_head_dim"] = inner // heads
         # Layers that predict several tokens at once stand behind the others.
-        layers, ahead = found.get("num_hidden_layers"), self.said("nextn_predict_layers")
+        layers, ahead = settings.get("num_hidden_layers"), self.setting("nextn_predict_layers")
         if isinstance(layers, int) and isinstance(ahead, int) and 0 < ahead < layers:
-            found["num_hidden_layers"] = layers - ahead
+            settings["num_hidden_layers"] = layers - ahead
 
-    def _add_gemma(self, found: dict[str, Any]) -> None:
-        layers, window = found.get("num_hidden_layers"), found.get("sliding_window")
-        every = self.said("attention.sliding_window_pattern", _GEMMA_PATTERN) if window else 1
+    def _add_gemma(self, settings: dict[str, Any]) -> None:
+        layers, window = settings.get("num_hidden_layers"), settings.get("sliding_window")
+        every = self.setting("attention.sliding_window_pattern", _GEMMA_PATTERN) if window else 1
         if isinstance(layers, int) and 0 < layers < 2**10:
             if isinstance(every, list):
                 local = [bool(is_local) for is_local in every]
@@ -141,14 +141,14 @@ class GGUFSettings:
                 local = [bool((index + 1) % every) for index in range(layers)]
             else:
                 raise InputError(f"{self.path}: sliding_window_pattern {shown(every)} is neither a number nor a list")
-            found["layer_types"] = ["sliding_attention" if is_local else "full_attention" for is_local in local]
-        found["hidden_activation"] = found["hidden_act"] = "gelu_pytorch_tanh"
-        found["rope_local_base_freq"] = decimal(self.said("rope.freq_base_swa", _GEMMA_LOCAL_BASE))
-        found["final_logit_softcapping"] = self.said("final_logit_softcapping")
-        scale = found.get("head_dim")
-        if layers == _GEMMA_27B and all(isinstance(found.get(key), int) for key in ("hidden_size", "num_attention_heads")):
-            scale = found["hidden_size"] // max(1, found["num_attention_heads"])
-        found["query_pre_attn_scalar"] = scale
+            settings["layer_types"] = ["sliding_attention" if is_local else "full_attention" for is_local in local]
+        settings["hidden_activation"] = settings["hidden_act"] = "gelu_pytorch_tanh"
+        settings["rope_local_base_freq"] = decimal(self.setting("rope.freq_base_swa", _GEMMA_LOCAL_BASE))
+        settings["final_logit_softcapping"] = self.setting("final_logit_softcapping")
+        scale = settings.get("head_dim")
+        if layers == _GEMMA_27B and all(isinstance(settings.get(key), int) for key in ("hidden_size", "num_attention_heads")):
+            scale = settings["hidden_size"] // max(1, settings["num_attention_heads"])
+        settings["query_pre_attn_scalar"] = scale
 
 
 _KEYS = {
@@ -165,18 +165,18 @@ _LEAST_ERROR = 1e-4
 def scaling_entries(path: Path, architecture: str, entries: Mapping[str, Any]) -> dict[str, Any]:
     """`rope_scaling`, where a file asks for one; {} if not. A part that no `config.json` can say is refused by name."""
     prefix = f"{architecture}.rope.scaling."
-    said = {key.removeprefix(prefix): value for key, value in entries.items() if key.startswith(prefix)}
-    factor = said.pop("factor", None) or entries.get(f"{architecture}.rope.scale_linear")
-    kind = said.pop("type", "linear" if factor else "none")  # llama.cpp's own default
+    scaling = {key.removeprefix(prefix): value for key, value in entries.items() if key.startswith(prefix)}
+    factor = scaling.pop("factor", None) or entries.get(f"{architecture}.rope.scale_linear")
+    kind = scaling.pop("type", "linear" if factor else "none")  # llama.cpp's own default
     if kind == "none" or (kind == "linear" and factor in (None, 1.0)):
         return {}
-    found: dict[str, Any] = {"rope_type": kind} | ({} if factor is None else {"factor": factor})
-    for key, value in said.items():
+    rope_scaling: dict[str, Any] = {"rope_type": kind} | ({} if factor is None else {"factor": factor})
+    for key, value in scaling.items():
         if key in _KEYS:
-            found[_KEYS[key]] = value
+            rope_scaling[_KEYS[key]] = value
         elif key not in _NEUTRAL or _NEUTRAL[key] not in (None, value):
             raise InputError(f"{path}: {prefix}{key} is {shown(value)}, which this project does not build")
-    return {"rope_scaling": found}
+    return {"rope_scaling": rope_scaling}
 
 
 def llama3_entries(path: Path, factors: Tensor, theta: float) -> dict[str, Any]:
@@ -202,10 +202,10 @@ def llama3_entries(path: Path, factors: Tensor, theta: float) -> dict[str, Any]:
         slope = float((blend[-1] - blend[0]) / (turns[-1] - turns[0]))
         low = float(turns[0] - blend[0] / slope) if slope > 0 else 0.0
         low, high = (float(f"{bound:.6g}") for bound in (low, low + 1 / slope if slope > 0 else 0.0))
-    found = {"factor": largest, "low_freq_factor": low, "high_freq_factor": high}
+    numbers = {"factor": largest, "low_freq_factor": low, "high_freq_factor": high}
     if 0 < low < high:
         scaling = Llama3Scaling(largest, low, high, _AS_TRAINED)
         error = (plain.float() / scaling.scaled(plain.float(), theta) / factors - 1).abs().max()
         if float(error) <= _LEAST_ERROR:
-            return {"rope_scaling": found | {"rope_type": "llama3", "original_max_position_embeddings": _AS_TRAINED}}
+            return {"rope_scaling": numbers | {"rope_type": "llama3", "original_max_position_embeddings": _AS_TRAINED}}
     raise InputError(f"{path}: rope_freqs.weight holds factors that are none of Llama 3's RoPE, the one that is built")

@@ -21,9 +21,9 @@ from torch import Tensor
 from haarkv.models.config import decimal
 from haarkv.models.gguf_file import GGUFFile, GGUFTensor, block_type
 from haarkv.models.gguf_settings import HYBRIDS, ROPE_FACTORS, GGUFSettings
-from haarkv.models.source import DRAFTING, Empty, Held, Words, checked_sampling
+from haarkv.models.source import DRAFTING, CheckpointTensor, Empty, Words, checked_sampling
 from haarkv.models.weights import EMBEDDING, FINAL_NORM, HEAD
-from haarkv.models.words import words_of
+from haarkv.models.words import build_words
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.weight import Blocks
 
@@ -105,22 +105,22 @@ def stored_name(name: str, architecture: str) -> str:
     """
     layer = _HF_LAYER.fullmatch(name)
     if layer is None:
-        return next(stored for stored, theirs in OUTER.items() if theirs == name)
+        return next(file_name for file_name, theirs in OUTER.items() if theirs == name)
     index, rest = layer.groups()
     part, _, kind = rest.rpartition(".")
     expert = _EXPERT.fullmatch(part)
-    known, part = (EXPERTS, expert[1]) if expert else (names_in_layer(architecture), part)
-    whole = next((stored for stored, theirs in WHOLE.items() if theirs == rest), f"{part}.{kind}")
-    return f"blk.{index}." + next((f"{stored}.{kind}" for stored, theirs in known.items() if theirs == part), whole)
+    names, part = (EXPERTS, expert[1]) if expert else (names_in_layer(architecture), part)
+    whole = next((file_name for file_name, theirs in WHOLE.items() if theirs == rest), f"{part}.{kind}")
+    return f"blk.{index}." + next((f"{file_name}.{kind}" for file_name, theirs in names.items() if theirs == part), whole)
 
 
-def rows_of(count: int, heads: int) -> Tensor:
+def llama_row_order(count: int, heads: int) -> Tensor:
     """[count] int64: of each row of a Llama's Q or K in Hugging Face's order, where llama.cpp's converter puts it."""
     return torch.arange(count).view(heads, count // heads // 2, 2).transpose(1, 2).reshape(-1)
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """Where a tensor of Hugging Face's name lies, and how it is made of a file's.
 
     Attributes:
@@ -160,7 +160,7 @@ class Place:
         """Whether what is kept of it stays in the file's pages."""
         return self.rows is None and self.by_rows and (self.expert is None or self.blocks is not None)
 
-    def wanted(self, part: tuple[slice, ...] | None) -> tuple[Tensor, slice]:
+    def rows_and_columns(self, part: tuple[slice, ...] | None) -> tuple[Tensor, slice]:
         """Of a matrix, the rows [R] int64 of the file that a part of it lies in, in its order, and the part's columns."""
         count = self.shape[0]
         rows = torch.arange(count) if self.rows is None else self.rows
@@ -169,7 +169,7 @@ class Place:
 
 
 def delta_order(name: str, shape: tuple[int, ...], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of the `Place` of a tensor of DeltaNet's, or of a gate of one number a token; {} if it is read as it lies.
+    """Fields of the `TensorPlace` of a tensor of DeltaNet's, or of a gate of one number a token; {} if it is read as it lies.
 
     The name is Hugging Face's, the shape the file's, and settings are the entries of a `config.json`.
     """
@@ -181,18 +181,18 @@ def delta_order(name: str, shape: tuple[int, ...], settings: Mapping[str, Any]) 
     key_heads, value_heads, dim = (int(number) for number in numbers if number)
     if value_heads % key_heads:
         return {}
-    of_heads, of_values = _v_order(key_heads, value_heads, 1), _v_order(key_heads, value_heads, dim)
-    keys = max(0, shape[0] - len(of_values))
-    after_keys = torch.cat([torch.arange(keys), keys + of_values])
+    head_order, value_order = _v_order(key_heads, value_heads, 1), _v_order(key_heads, value_heads, dim)
+    keys = max(0, shape[0] - len(value_order))
+    after_keys = torch.cat([torch.arange(keys), keys + value_order])
     orders: dict[str, dict[str, Any]] = {
         "in_proj_qkv.weight": {"rows": after_keys},
         "conv1d.weight": {"rows": after_keys, "axes": (shape[0], 1, shape[-1])},
-        "in_proj_z.weight": {"rows": of_values},
-        "in_proj_a.weight": {"rows": of_heads},
-        "in_proj_b.weight": {"rows": of_heads},
-        "A_log": {"rows": of_heads, "change": _logged},
-        "dt_bias": {"rows": of_heads},
-        "out_proj.weight": {"columns": of_values},
+        "in_proj_z.weight": {"rows": value_order},
+        "in_proj_a.weight": {"rows": head_order},
+        "in_proj_b.weight": {"rows": head_order},
+        "A_log": {"rows": head_order, "change": _decay_log},
+        "dt_bias": {"rows": head_order},
+        "out_proj.weight": {"columns": value_order},
     }
     order = orders.get(name.split(".linear_attn.")[1], {})
     # Of another size, it is read as it lies: comparing shapes says what is wrong.
@@ -200,13 +200,13 @@ def delta_order(name: str, shape: tuple[int, ...], settings: Mapping[str, Any]) 
     return order if fits else {}
 
 
-def _logged(stored: Tensor) -> Tensor:
-    return torch.log(-stored)
+def _decay_log(decay: Tensor) -> Tensor:
+    return torch.log(-decay)
 
 
-def less_one(stored: Tensor) -> Tensor:
+def less_one(weight: Tensor) -> Tensor:
     """w of 1 + w."""
-    return stored - 1.0
+    return weight - 1.0
 
 
 def _v_order(key_heads: int, value_heads: int, dim: int) -> Tensor:
@@ -218,7 +218,7 @@ def _v_order(key_heads: int, value_heads: int, dim: int) -> Tensor:
 
 
 @lru_cache(maxsize=1)
-def _opened(path: Path, size: int, changed: int) -> GGUFFile:  # noqa: ARG001
+def _open_file(path: Path, size: int, mtime_ns: int) -> GGUFFile:  # noqa: ARG001
     """A model is asked for several times while it is loaded: its file is read once."""
     return GGUFFile(path)
 
@@ -232,11 +232,11 @@ class GGUFSource:
             stat = path.stat()
         except OSError as error:
             raise InputError(f"{path} cannot be read: {error.strerror}") from None
-        self._file = _opened(path, stat.st_size, stat.st_mtime_ns)
+        self._file = _open_file(path, stat.st_size, stat.st_mtime_ns)
         self._entries = self._file.entries
         self._said = GGUFSettings(path, self._file)
         self._architecture = self._said.architecture
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, TensorPlace] = {}
 
     def files(self) -> Sequence[Path]:
         return self._file.paths
@@ -244,28 +244,28 @@ class GGUFSource:
     def settings(self) -> Mapping[str, Any]:
         return self._said.read()
 
-    def tensors(self) -> Mapping[str, Held]:
-        self._places = self._places or self._found()
-        return {name: self._held(place) for name, place in self._places.items()}
+    def tensors(self) -> Mapping[str, CheckpointTensor]:
+        self._places = self._places or self._find_places()
+        return {name: self._checkpoint_tensor(place) for name, place in self._places.items()}
 
-    def _held(self, place: Place) -> Held:
+    def _checkpoint_tensor(self, place: TensorPlace) -> CheckpointTensor:
         tensor, kind = place.tensor, place.blocks
         block = 1 if kind is None else block_type(tensor.kind).numbers
         path = self._file.paths[tensor.part]
-        return Held(place.shape, tensor.dtype, place.nbytes, path, tensor.fault, kind, place.in_place, block)
+        return CheckpointTensor(place.shape, tensor.dtype, place.nbytes, path, tensor.fault, kind, place.in_place, block)
 
-    def _found(self) -> dict[str, Place]:
+    def _find_places(self) -> dict[str, TensorPlace]:
         """Every tensor by Hugging Face's name; one that has none keeps its own, and is refused by it."""
         change = less_one if self._architecture in _PLUS_ONE else None
-        found = {
-            OUTER[name]: Place(tensor, change=change if name == "output_norm.weight" else None)
+        places = {
+            OUTER[name]: TensorPlace(tensor, change=change if name == "output_norm.weight" else None)
             for name, tensor in self._file.tensors.items()
             if name in OUTER
         }
         settings: Mapping[str, Any] = self.settings() if self._architecture in HYBRIDS else {}
         # Behind a hybrid's own layers stands one that predicts several tokens, and perhaps others.
         own_layers = settings.get("num_hidden_layers") or 0 if settings else _MOST_LAYERS
-        known = names_in_layer(self._architecture)
+        names = names_in_layer(self._architecture)
         for name, tensor in self._file.tensors.items():
             layer = _LAYER.fullmatch(name)
             index, rest = layer.groups() if layer else (-1, "")
@@ -274,28 +274,28 @@ class GGUFSource:
             drafts, (part, _, kind) = int(index) == own_layers, rest.rpartition(".")
             before = f"{DRAFTING}layers.0." if drafts else f"model.layers.{int(index)}."
             if part in EXPERTS and len(tensor.shape) == 3:
-                found |= _of_experts(before, part, tensor)
+                places |= _expert_places(before, part, tensor)
                 continue
-            own = f"{known[part]}.{kind}" if part in known and kind in ("weight", "bias") else WHOLE.get(rest)
-            own = (NEXTN.get(part) if drafts else None) or (f"{before}{own}" if own else name)
+            hf_name = f"{names[part]}.{kind}" if part in names and kind in ("weight", "bias") else WHOLE.get(rest)
+            hf_name = (NEXTN.get(part) if drafts else None) or (f"{before}{hf_name}" if hf_name else name)
             norm = self._architecture in _PLUS_ONE and part.endswith("norm") and part != "ssm_norm"
             order: dict[str, Any] = {"rows": self._rows(name, part, tensor), "change": less_one if norm else None}
-            found[own] = Place(tensor, **order | delta_order(own, tensor.shape, settings))
-        return found
+            places[hf_name] = TensorPlace(tensor, **order | delta_order(hf_name, tensor.shape, settings))
+        return places
 
     def _rows(self, name: str, part: str, tensor: GGUFTensor) -> Tensor | None:
         """The file's order of the rows of a Llama's Q or K."""
         count = {"attn_q": "head_count", "attn_k": "head_count_kv"}.get(part) if self._architecture == "llama" else None
-        heads = self._said.said(f"attention.{count}", self._said.said("attention.head_count")) if count else None
+        heads = self._said.setting(f"attention.{count}", self._said.setting("attention.head_count")) if count else None
         if heads is None:
             return None
         rows = tensor.shape[0]
         if not isinstance(heads, int) or heads <= 0 or rows % (2 * heads):
             raise InputError(f"{self.path}: {name} has {rows} rows, which {shown(heads)} heads cannot share evenly")
-        return rows_of(rows, heads)
+        return llama_row_order(rows, heads)
 
-    def _place(self, name: str) -> Place:
-        self._places = self._places or self._found()
+    def _place(self, name: str) -> TensorPlace:
+        self._places = self._places or self._find_places()
         return self._places[name]
 
     def read(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None, empty: Empty | None = None) -> Tensor:
@@ -305,7 +305,7 @@ class GGUFSource:
         if is_matrix and place.columns is None and place.axes is None:
             if part is None and place.expert is None and place.rows is None:
                 return self._file.read(place.tensor, dtype, **options)
-            return self._file.read(place.tensor, dtype, *place.wanted(part), **options)
+            return self._file.read(place.tensor, dtype, *place.rows_and_columns(part), **options)
         whole = self._file.read(place.tensor, dtype, place.rows if is_matrix else None, **options)
         if place.rows is not None and not is_matrix:
             whole = whole[place.rows]
@@ -318,13 +318,13 @@ class GGUFSource:
         place = self._place(name)
         if place.blocks is None:
             return None
-        kind, stored = block_type(place.tensor.kind), self._file.stored_rows(place.tensor)
-        rows, columns = place.wanted(part)
-        if self._held(place).cuts(columns):
+        kind, raw_rows = block_type(place.tensor.kind), self._file.stored_rows(place.tensor)
+        rows, columns = place.rows_and_columns(part)
+        if self._checkpoint_tensor(place).cuts(columns):
             return None
         begin, end, _ = columns.indices(place.shape[1])
         # In the file's pages, but where their order is another.
-        data = stored[rows] if place.rows is not None else stored[int(rows[0]) : int(rows[-1]) + 1]
+        data = raw_rows[rows] if place.rows is not None else raw_rows[int(rows[0]) : int(rows[-1]) + 1]
         return Blocks(data[:, begin // kind.numbers * kind.nbytes : end // kind.numbers * kind.nbytes], kind, dtype)
 
     @property
@@ -332,44 +332,49 @@ class GGUFSource:
         """The file, with its own names."""
         return self._file
 
-    def by_stored_name(self, of_columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def by_stored_name(self, column_values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What is known of columns of matrices, by the names and in the order that the file has.
 
         Args:
-            of_columns: [in] each, by Hugging Face's names.
+            column_values: [in] each, by Hugging Face's names.
         Returns:
             [in] each; [experts, in] of experts that are stored together, if it is known of all.
         """
-        self._places = self._places or self._found()
-        called = {id(tensor): name for name, tensor in self._file.tensors.items()}
-        found: dict[str, Tensor] = {}
+        self._places = self._places or self._find_places()
+        file_names = {id(tensor): name for name, tensor in self._file.tensors.items()}
+        values_by_name: dict[str, Tensor] = {}
         experts: dict[str, dict[int, Tensor]] = {}
         for name, place in self._places.items():
-            if (known := of_columns.get(name)) is None or len(known) != place.tensor.shape[-1]:
+            if (values := column_values.get(name)) is None or len(values) != place.tensor.shape[-1]:
                 continue
-            stored = called[id(place.tensor)]
+            file_name = file_names[id(place.tensor)]
             if place.columns is not None:
-                known = torch.empty_like(known).index_copy_(0, place.columns, known)
+                values = torch.empty_like(values).index_copy_(0, place.columns, values)
             if place.expert is None:
-                found[stored] = known
+                values_by_name[file_name] = values
             else:
-                experts.setdefault(stored, {})[place.expert] = known
-        for stored, of_each in experts.items():
-            if len(of_each) == self._file.tensors[stored].shape[0]:
-                found[stored] = torch.stack([of_each[expert] for expert in sorted(of_each)])
-        return found
+                experts.setdefault(file_name, {})[place.expert] = values
+        for file_name, expert_values in experts.items():
+            if len(expert_values) == self._file.tensors[file_name].shape[0]:
+                values_by_name[file_name] = torch.stack([expert_values[expert] for expert in sorted(expert_values)])
+        return values_by_name
 
     def words(self) -> Words:
         embedding = self._file.tensors.get("token_embd.weight")
-        return words_of(self.path, self._entries, embedding.shape[0] if embedding else None)
+        return build_words(self.path, self._entries, embedding.shape[0] if embedding else None)
 
     def sampling(self) -> dict[str, float]:
-        said = {name: self._entries.get(f"general.sampling.{key}") for key, name in SAMPLING.items()}
+        sampling = {name: self._entries.get(f"general.sampling.{key}") for key, name in SAMPLING.items()}
         return checked_sampling(
-            {name: decimal(value) for name, value in said.items() if value is not None}, self.path, tuple(SAMPLING.values())
+            {name: decimal(value) for name, value in sampling.items() if value is not None},
+            self.path,
+            tuple(SAMPLING.values()),
         )
 
 
-def _of_experts(before: str, part: str, tensor: GGUFTensor) -> dict[str, Place]:
+def _expert_places(before: str, part: str, tensor: GGUFTensor) -> dict[str, TensorPlace]:
     """The projections of a layer's experts, each by Hugging Face's name, which begins with the layer's."""
-    return {f"{before}mlp.experts.{expert}.{EXPERTS[part]}.weight": Place(tensor, expert) for expert in range(tensor.shape[0])}
+    return {
+        f"{before}mlp.experts.{expert}.{EXPERTS[part]}.weight": TensorPlace(tensor, expert)
+        for expert in range(tensor.shape[0])
+    }

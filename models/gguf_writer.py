@@ -41,7 +41,7 @@ _NARROW = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
 _COSTS_MOST = ("attn_v.weight", "ffn_down.weight", "ffn_down_exps.weight", "ffn_down_shexp.weight")
 _PLAIN_PARTS = ("ffn_gate_inp", "ssm_conv1d", "rope_freqs", "norm")
 _LAYER = re.compile(r"blk\.([0-9]{1,4})\.")
-_REPLACED = (
+_REWRITTEN_KEYS = (
     "general.architecture", "general.alignment", "general.file_type", "general.quantization_version", "split.no",
     "split.count", "split.tensors.count",
 )  # fmt: skip
@@ -51,23 +51,23 @@ _AT_ONCE = 2**24
 
 
 @dataclass(frozen=True)
-class Written:
+class QuantizedFile:
     """What was written.
 
     Attributes:
         types: tensors of each type, by gguf's name of it.
         nbytes: of all tensors.
-        copied: tensors that had the type that they were to have, and were copied as they are.
-        weighted: tensors whose errors were counted by importance.
+        copied_tensors: those that had the type that they were to have, and were copied as they are.
+        weighted_tensors: those whose errors were counted by importance.
     """
 
     types: Mapping[str, int]
     nbytes: int
-    copied: int
-    weighted: int
+    copied_tensors: int
+    weighted_tensors: int
 
 
-def type_of(name: str, shape: tuple[int, ...], mix: str, layers: int, *, tied: bool) -> str | None:
+def mix_type(name: str, shape: tuple[int, ...], mix: str, layers: int, *, tied: bool) -> str | None:
     """gguf's name of the type of a tensor, by its name in a file; None of one that is in no blocks, whatever the mix: vectors,
     routers, short convolutions.
 
@@ -85,13 +85,13 @@ def type_of(name: str, shape: tuple[int, ...], mix: str, layers: int, *, tied: b
         raise InputError(f"no such type of weights: {mix}; choose from {', '.join(MIXES)}")
     if len(shape) < 2 or not name.endswith(".weight") or any(part in name for part in _PLAIN_PARTS):
         return None
-    wanted, is_head = mix.upper(), name == ("token_embd.weight" if tied else "output.weight")
+    type_name, is_head = mix.upper(), name == ("token_embd.weight" if tied else "output.weight")
     if mix == "q4_k_m":
-        wanted = "Q6_K" if is_head or _has_more_bits(name, layers) else "Q4_K"
-    elif is_head and wanted in _FEWER_BITS:
-        wanted = "Q6_K"
-    types = (wanted, _NARROW.get(wanted, "F16"))
-    return next((of for of in types if shape[-1] % block_type_named(of).numbers == 0), "F16")
+        type_name = "Q6_K" if is_head or _has_more_bits(name, layers) else "Q4_K"
+    elif is_head and type_name in _FEWER_BITS:
+        type_name = "Q6_K"
+    types = (type_name, _NARROW.get(type_name, "F16"))
+    return next((kind for kind in types if shape[-1] % block_type_named(kind).numbers == 0), "F16")
 
 
 def _has_more_bits(name: str, layers: int) -> bool:
@@ -104,12 +104,12 @@ def _has_more_bits(name: str, layers: int) -> bool:
 
 def mixed_bytes(config: ModelConfig, mix: str) -> WeightBytes:
     """What a model's weights would take in a file of a mix, from whose pages they are computed with."""
-    kept, names = 0, "qwen35" if config.state_shapes else ""
+    nbytes, names = 0, "qwen35" if config.state_shapes else ""
     for name, tensor in checkpoint_tensors(config).items():
-        called = type_of(stored_name(name, names), tensor.shape, mix, config.num_layers, tied=config.tied)
-        kind = block_type_named(called or "F32")
-        kept += math.prod(tensor.shape) // kind.numbers * kind.nbytes
-    return WeightBytes(kept=kept)
+        type_name = mix_type(stored_name(name, names), tensor.shape, mix, config.num_layers, tied=config.tied)
+        kind = block_type_named(type_name or "F32")
+        nbytes += math.prod(tensor.shape) // kind.numbers * kind.nbytes
+    return WeightBytes(mapped=nbytes)
 
 
 class FileOrigin:
@@ -131,7 +131,7 @@ class FileOrigin:
                 raise InputError(f"{self.path}: {key} is a list of lists, which is not written")
         return self._file.entries
 
-    def kind_of(self, key: str) -> tuple[int, int | None]:
+    def entry_kind(self, key: str) -> tuple[int, int | None]:
         """gguf's numbers of an entry's kind, and of a list that of its values."""
         return self._file.kinds[key]
 
@@ -140,9 +140,9 @@ class FileOrigin:
         for name, tensor in self._file.tensors.items():
             if tensor.fault is not None:
                 raise InputError(f"{self.path}: {name} {tensor.fault}")
-        return {name: (of.shape, block_type(of.kind).name) for name, of in self._file.tensors.items()}
+        return {name: (entry.shape, block_type(entry.kind).name) for name, entry in self._file.tensors.items()}
 
-    def stored(self, name: str) -> Tensor:
+    def tensor_bytes(self, name: str) -> Tensor:
         """Bytes of a whole tensor in that type."""
         return self._file.stored_rows(self._file.tensors[name])
 
@@ -152,16 +152,16 @@ class FileOrigin:
         restore = block_type(tensor.kind).restore
         return restore(self._file.stored_rows(tensor)[begin:end]).view(-1, tensor.shape[-1])
 
-    def by_stored_name(self, of_columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def by_stored_name(self, column_values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """As `GGUFSource.by_stored_name`."""
-        return self._source.by_stored_name(of_columns)
+        return self._source.by_stored_name(column_values)
 
-    def check(self, written: Path) -> None:
+    def check(self, gguf_path: Path) -> None:
         """Names, order and entries are the file's own."""
 
 
 @dataclass(frozen=True)
-class _Planned:
+class _TensorPlan:
     name: str
     shape: tuple[int, ...]
     before: str
@@ -192,7 +192,7 @@ def write_quantized(
     mix: str,
     importance: Mapping[str, Tensor] | None = None,
     on_tensor: Callable[[int, int], object] = lambda *_: None,
-) -> Written:
+) -> QuantizedFile:
     """Write a model's file with its matrices in the types of a mix.
 
     Args:
@@ -205,52 +205,54 @@ def write_quantized(
         OSError: the file cannot be written.
     """
     weights = source.by_stored_name(importance or {})
-    planned = _plan(source, mix)
-    writer = _begun(source, path, planned, mix)
-    weighted = 0
+    tensor_plans = _plan(source, mix)
+    writer = _open_writer(source, path, tensor_plans, mix)
+    weighted_count = 0
     try:
-        for done, of in enumerate(planned):
-            on_tensor(done, len(planned))
-            of_columns = weights.get(of.name)
-            weighted += of_columns is not None and not of.stays
-            writer.write_tensor_data(_stored(source, of, of_columns).numpy())
-        on_tensor(len(planned), len(planned))
+        for done, tensor_plan in enumerate(tensor_plans):
+            on_tensor(done, len(tensor_plans))
+            column_values = weights.get(tensor_plan.name)
+            weighted_count += column_values is not None and not tensor_plan.stays
+            writer.write_tensor_data(_encode(source, tensor_plan, column_values).numpy())
+        on_tensor(len(tensor_plans), len(tensor_plans))
     finally:
         writer.close()
     source.check(path)
-    types = [of.type for of in planned]
-    return Written(
+    types = [tensor_plan.type for tensor_plan in tensor_plans]
+    return QuantizedFile(
         {name: types.count(name) for name in dict.fromkeys(types)},
-        sum(of.nbytes for of in planned),
-        sum(of.stays for of in planned), weighted,
+        sum(tensor_plan.nbytes for tensor_plan in tensor_plans),
+        sum(tensor_plan.stays for tensor_plan in tensor_plans), weighted_count,
     )  # fmt: skip
 
 
-def _plan(source: FileOrigin | FolderOrigin, mix: str) -> list[_Planned]:
+def _plan(source: FileOrigin | FolderOrigin, mix: str) -> list[_TensorPlan]:
     tensors = source.tensors()
-    tied, said = "output.weight" not in tensors, source.entries().get(f"{source.architecture}.block_count")
-    layers = said if isinstance(said, int) else 0
-    planned = []
-    for name, (shape, stored) in tensors.items():
-        planned.append(_Planned(name, shape, stored, type_of(name, shape, mix, layers, tied=tied) or stored))
-    return planned
+    tied, block_count = "output.weight" not in tensors, source.entries().get(f"{source.architecture}.block_count")
+    layers = block_count if isinstance(block_count, int) else 0
+    tensor_plans = []
+    for name, (shape, type_name) in tensors.items():
+        tensor_plans.append(_TensorPlan(name, shape, type_name, mix_type(name, shape, mix, layers, tied=tied) or type_name))
+    return tensor_plans
 
 
-def _begun(source: FileOrigin | FolderOrigin, path: Path, planned: list[_Planned], mix: str) -> gguf.GGUFWriter:
+def _open_writer(source: FileOrigin | FolderOrigin, path: Path, tensor_plans: list[_TensorPlan], mix: str) -> gguf.GGUFWriter:
     """A writer that has written all but the tensors."""
     writer = gguf.GGUFWriter(path, source.architecture)
     for key, value in source.entries().items():
-        if key not in _REPLACED and value != []:
-            kind, inner = source.kind_of(key) or _own_kind(value)
+        if key not in _REWRITTEN_KEYS and value != []:
+            kind, inner = source.entry_kind(key) or _own_kind(value)
             sub_type = None if inner is None else gguf.GGUFValueType(inner)
             # gguf's writer takes truth values as such.
             exact = bool(value) if kind == gguf.GGUFValueType.BOOL else value
             writer.add_key_value(key, exact, gguf.GGUFValueType(kind), sub_type)
     writer.add_file_type(_FILE_TYPES[mix.upper()])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    for of in planned:
-        shape = (*of.shape[:-1], of.row_bytes)
-        writer.add_tensor_info(of.name, shape, np.dtype(np.uint8), of.nbytes, gguf.GGMLQuantizationType[of.type])
+    for tensor_plan in tensor_plans:
+        shape = (*tensor_plan.shape[:-1], tensor_plan.row_bytes)
+        writer.add_tensor_info(
+            tensor_plan.name, shape, np.dtype(np.uint8), tensor_plan.nbytes, gguf.GGMLQuantizationType[tensor_plan.type]
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -263,23 +265,23 @@ def _own_kind(value: Any) -> tuple[int, int | None]:
     if isinstance(value, list):
         inner = _own_kind(value[0])[0]
         return kinds.ARRAY, kinds.INT32 if inner == kinds.UINT32 else inner
-    known = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING}
-    return known[type(value)], None
+    kind_by_type = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING}
+    return kind_by_type[type(value)], None
 
 
-def _stored(source: FileOrigin | FolderOrigin, of: _Planned, importance: Tensor | None) -> Tensor:
+def _encode(source: FileOrigin | FolderOrigin, tensor_plan: _TensorPlan, importance: Tensor | None) -> Tensor:
     """Bytes of a tensor in its new type: [rows, bytes of a row] uint8."""
-    if of.stays:
-        return source.stored(of.name)
+    if tensor_plan.stays:
+        return source.tensor_bytes(tensor_plan.name)
     # Each matrix for itself: of experts, each has its own importance.
-    width, each = of.shape[-1], of.shape[-2] if len(of.shape) > 1 else of.count
+    width, each = tensor_plan.shape[-1], tensor_plan.shape[-2] if len(tensor_plan.shape) > 1 else tensor_plan.count
     step, parts = max(1, _AT_ONCE // width), list[Tensor]()
-    for first in range(0, of.count, each):
+    for first in range(0, tensor_plan.count, each):
         counts = importance if importance is None or importance.ndim == 1 else importance[first // each]
         for begin in range(first, first + each, step):
-            rows = source.rows(of.name, begin, min(begin + step, first + each))
+            rows = source.rows(tensor_plan.name, begin, min(begin + step, first + each))
             try:
-                parts.append(quantize(rows, of.type, counts))
+                parts.append(quantize(rows, tensor_plan.type, counts))
             except InputError as error:
-                raise InputError(f"{source.path}: {of.name}: {error}") from None
+                raise InputError(f"{source.path}: {tensor_plan.name}: {error}") from None
     return torch.cat(parts)

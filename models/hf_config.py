@@ -53,19 +53,19 @@ def read_hf_config(path: Path) -> ModelConfig:
         InputError: no such file, not JSON, of an unknown `model_type`, an entry that cannot be, or a feature that is not built
             (such as an activation), by name.
     """
-    return config_of(path, read_hf_settings(path))
+    return parse_config(path, read_hf_settings(path))
 
 
-def config_of(path: Path, settings: Mapping[str, Any]) -> ModelConfig:
+def parse_config(path: Path, settings: Mapping[str, Any]) -> ModelConfig:
     """Shapes by the entries of a `config.json`, wherever they come from; `path` names them in messages."""
     from haarkv.models.families import FAMILIES  # which reads entries by this module
 
     file = HFConfig(path, settings)
     model_type = file.raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        known = ", ".join(FAMILIES)
+        model_types = ", ".join(FAMILIES)
         name = model_type if isinstance(model_type, str) else shown(model_type or "nameless")
-        raise InputError(f"{path} is a {name} model; this project runs model_type {known}")
+        raise InputError(f"{path} is a {name} model; this project runs model_type {model_types}")
     config = FAMILIES[model_type].read_config(file)
     for layer in dict.fromkeys(config.layers):
         _require_possible(path, layer)
@@ -132,14 +132,14 @@ class HFConfig:
             if present:
                 raise InputError(f"{self.path} asks for {reason}, which this project does not build")
 
-    def layer_kinds(self, count: int, *known: str) -> list[str] | None:
-        """The kind of each layer, one of `known`; None where the config does not name them."""
+    def layer_kinds(self, count: int, *kind_names: str) -> list[str] | None:
+        """The kind of each layer, one of `kind_names`; None where the config does not name them."""
         kinds = self.raw.get("layer_types")
         if kinds is None:
             return None
         if not isinstance(kinds, list) or len(kinds) != count:
             raise InputError(f"{self.path}: layer_types does not name the kind of each of {count} layers")
-        self.refuse({f"layers of the type {shown(kind)}": kind not in known for kind in kinds})
+        self.refuse({f"layers of the type {shown(kind)}": kind not in kind_names for kind in kinds})
         return kinds
 
     def windows(self, window: object, is_local: Sequence[bool]) -> list[int | None]:
@@ -172,10 +172,10 @@ class HFConfig:
         sparse = self.raw.get("decoder_sparse_step", 1) == 1
         self.refuse({"dense layers among those with experts": self.raw.get("mlp_only_layers") or not sparse})
         count = self.count("num_experts" if self.raw.get("num_experts") is not None else "num_local_experts")
-        chosen = self.count("num_experts_per_tok")
-        if chosen > count:
-            raise InputError(f"{self.path}: a token cannot go through {chosen} of {count} experts")
-        return Experts(count, chosen, self.count("moe_intermediate_size"), normalized=normalized, shared=shared)
+        per_token = self.count("num_experts_per_tok")
+        if per_token > count:
+            raise InputError(f"{self.path}: a token cannot go through {per_token} of {count} experts")
+        return Experts(count, per_token, self.count("moe_intermediate_size"), normalized=normalized, shared=shared)
 
     def plain_layers(self, attention: Attention, windows: Sequence[int | None] = ()) -> tuple[Layer, ...]:
         """Layers of an attention and a SiLU-gated MLP, which differ in their windows alone."""
@@ -188,31 +188,31 @@ class HFConfig:
     def model(self, layers: tuple[Layer, ...], positions: int, **more: Any) -> ModelConfig:
         """What all families say alike. A window that is as wide as the positions hides nothing and is dropped."""
 
-        def seen(layer: Layer) -> Layer:
+        def effective_window(layer: Layer) -> Layer:
             mixer = layer.mixer
             if isinstance(mixer, Attention) and mixer.window is not None and mixer.window >= positions:
                 return replace(layer, mixer=replace(mixer, window=None))
             return layer
 
-        layers = tuple(map(seen, layers))
-        given = {
+        layers = tuple(map(effective_window, layers))
+        settings = {
             "final_norm": layers[0].norm, "tied": self.flag("tie_word_embeddings"), "max_position_embeddings": positions,
             "eos_token_ids": eos_token_ids(self.raw, self.path), **more,
         }  # fmt: skip
         model_type = str(self.raw["model_type"])
-        return ModelConfig(model_type, layers, self.count("hidden_size"), self.count("vocab_size"), **given)
+        return ModelConfig(model_type, layers, self.count("hidden_size"), self.count("vocab_size"), **settings)
 
 
 def eos_token_ids(raw: Mapping[str, Any], path: Path) -> tuple[int, ...]:
     """Tokens that end a text, from a file's `eos_token_id`: an id, a list of them or nothing; all else is refused."""
     value = raw.get("eos_token_id")
-    ids = _listed(value)
+    ids = _as_list(value)
     if not all(isinstance(i, int) and not isinstance(i, bool) and abs(i) < 2**31 for i in ids):
         raise InputError(f"{path}: eos_token_id {shown(value)} is neither a token id nor a list of them")
     return tuple(dict.fromkeys(ids))
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return [] if value is None else value if isinstance(value, list) else [value]
 
 
@@ -228,7 +228,7 @@ def read_hf_settings(path: Path) -> Mapping[str, Any]:
         raise InputError(f"{path} is not a model's configuration")
     inner = raw.get("text_config")
     if isinstance(inner, dict) and inner:
-        ends = {"eos_token_id": [id for of in (inner, raw) for id in _listed(of.get("eos_token_id"))]}
+        ends = {"eos_token_id": [id for entries in (inner, raw) for id in _as_list(entries.get("eos_token_id"))]}
         raw = {key: raw[key] for key in ("model_type", "tie_word_embeddings") if key in raw} | inner | ends
     model_type = raw.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
@@ -248,8 +248,8 @@ _OTHER_FORMS = {
 
 def of_another_form(folder: Path) -> str:
     """What a folder holds in place of a model in Hugging Face format, as the end of a sentence; "" of nothing known."""
-    there = ((path.name, what) for form, what in _OTHER_FORMS.items() for path in sorted(folder.glob(form))[:1])
-    return next((f", but {name}, {what}" for name, what in there), "")
+    other_files = ((path.name, what) for form, what in _OTHER_FORMS.items() for path in sorted(folder.glob(form))[:1])
+    return next((f", but {name}, {what}" for name, what in other_files), "")
 
 
 @dataclass(frozen=True)

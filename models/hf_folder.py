@@ -18,18 +18,18 @@ from tokenizers import Tokenizer as FastTokenizer
 from torch import Tensor
 
 from haarkv.models.hf_config import eos_token_ids, of_another_form, read_hf_settings
-from haarkv.models.source import MOST_TEMPLATE, Empty, Held, Words, checked_sampling, checked_templates
+from haarkv.models.source import MOST_TEMPLATE, CheckpointTensor, Empty, Words, checked_sampling, checked_templates
 from haarkv.models.weights import EMBEDDING, HEAD
 from haarkv.models.words import FILES, tokenizer_in
 from haarkv.tq_ops.errors import InputError, warn
-from haarkv.tq_ops.input_files import MARK, MOST_JSON, parse_json, read_file, read_json, size_of
+from haarkv.tq_ops.input_files import MARK, MOST_JSON, file_size, parse_json, read_file, read_json
 
 _MOST_TOKENIZER = 2**27
 """Bytes of `tokenizer.json`: several times those of the largest that models come with."""
 _BESIDE_TEXT = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\.")
 """Tensors of what a model has beside its text model; none is read."""
 _ROWS_AT_ONCE = 2**12
-_STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
+_STACKED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 """Projections of all experts of a layer in one tensor, [experts, out, in]; gate and up one after the other."""
 _TEXT = re.compile(r"(model\.)?language_model\.(model\.)?")
 """What stands before the names of the text model's tensors where a model has other parts."""
@@ -44,18 +44,18 @@ class HFFolder:
     def __init__(self, folder: Path) -> None:
         self.path, self.settings_path = folder, folder / "config.json"
         self.sampling_path = folder / "generation_config.json"
-        self._tensors: dict[str, Held] = {}
+        self._tensors: dict[str, CheckpointTensor] = {}
         self._stored_names: dict[str, str] = {}
         self._within: dict[str, tuple[int, slice]] = {}  # of a stacked one, the expert and its rows
         self._opened: dict[Path, Any] = {}
 
     def files(self) -> Sequence[Path]:
         tokenizer = self.path / "tokenizer.json"
-        named = {self.settings_path, *([tokenizer] if tokenizer.exists() else [self.path / name for name in FILES])}
-        named |= {self.path / index for index in INDICES}
+        paths = {self.settings_path, *([tokenizer] if tokenizer.exists() else [self.path / name for name in FILES])}
+        paths |= {self.path / index for index in INDICES}
         with suppress(InputError):  # who reads the weights says what is wrong with them
-            named |= set(files_of_tensors(self.path).values())
-        return sorted(path for path in named if path.is_file())
+            paths |= set(files_of_tensors(self.path).values())
+        return sorted(path for path in paths if path.is_file())
 
     def settings(self) -> Mapping[str, Any]:
         settings = read_hf_settings(self.settings_path)
@@ -68,45 +68,45 @@ class HFFolder:
     def _has_its_own_head(self) -> bool:
         """Whether the weights hold a head that is no copy of the embedding."""
         try:
-            held = self.tensors()
+            tensors = self.tensors()
         except InputError:  # reading the weights says what is wrong with them
             return False
-        ends = [held[name] for name in (EMBEDDING, HEAD) if name in held]
-        if len(ends) < 2 or any(of.fault for of in ends):
+        ends = [tensors[name] for name in (EMBEDDING, HEAD) if name in tensors]
+        if len(ends) < 2 or any(tensor.fault for tensor in ends):
             return False
         if ends[0].shape != ends[1].shape:  # building the model then refuses the one that does not fit, by name
             return True
-        return _ends_differ(self.path, *(of.file.stat().st_mtime_ns for of in ends))
+        return _ends_differ(self.path, *(tensor.file.stat().st_mtime_ns for tensor in ends))
 
-    def tensors(self) -> Mapping[str, Held]:
+    def tensors(self) -> Mapping[str, CheckpointTensor]:
         if self._tensors:
             return self._tensors
         files = files_of_tensors(self.path)
         headers = {path: read_header(path) for path in sorted(set(files.values()))}
-        for stored, path in files.items():
-            if (known := _text_name(stored)) is None:
+        for stored_name, path in files.items():
+            if (hf_name := _text_name(stored_name)) is None:
                 continue
-            held = held_in(headers[path], stored, path)
-            for name, within, one in _unstacked(known, held):
+            tensor = header_tensor(headers[path], stored_name, path)
+            for name, expert_part, one in _unstack(hf_name, tensor):
                 if name in self._tensors:
                     raise InputError(f"{path} holds {name} twice, also as {self._stored_names[name]}")
-                self._stored_names[name], self._tensors[name] = stored, one
-                if within:
-                    self._within[name] = within
+                self._stored_names[name], self._tensors[name] = stored_name, one
+                if expert_part:
+                    self._within[name] = expert_part
         return self._tensors
 
     def read(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None, empty: Empty | None = None) -> Tensor:
         path = self.tensors()[name].file
         if path not in self._opened:
-            self._opened[path] = opened(path)
-        file, stored = self._opened[path], self._stored_names[name]
-        if (within := self._within.get(name)) is not None:
-            one: Tensor = file.get_tensor(stored)[within]
+            self._opened[path] = open_tensors(path)
+        file, stored_name = self._opened[path], self._stored_names[name]
+        if (expert_part := self._within.get(name)) is not None:
+            one: Tensor = file.get_tensor(stored_name)[expert_part]
             return (one if part is None else one[part].contiguous()).to(dtype)
         if part is not None:
-            return file.get_slice(stored)[part].to(dtype).contiguous()  # type: ignore[no-any-return]
-        found: Tensor = file.get_tensor(stored)
-        return found.to(dtype) if empty is None or found.dtype == dtype else empty(found.shape, dtype).copy_(found)
+            return file.get_slice(stored_name)[part].to(dtype).contiguous()  # type: ignore[no-any-return]
+        tensor: Tensor = file.get_tensor(stored_name)
+        return tensor.to(dtype) if empty is None or tensor.dtype == dtype else empty(tensor.shape, dtype).copy_(tensor)
 
     def blocks(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None) -> None:
         return None
@@ -130,8 +130,8 @@ class HFFolder:
 
     def _ends(self, tokenizer: FastTokenizer, *files: Mapping[str, Any]) -> tuple[int, ...]:
         """What `generation_config.json` says, and both files of a tokenizer."""
-        named = (_text(of.get("eos_token")) for of in files)
-        ids = [tokenizer.token_to_id(token) for token in named if token is not None]
+        end_tokens = (_text(settings.get("eos_token")) for settings in files)
+        ids = [tokenizer.token_to_id(token) for token in end_tokens if token is not None]
         return (*eos_token_ids(_optional_json(self.sampling_path), self.sampling_path), *(id for id in ids if id is not None))
 
     def sampling(self) -> dict[str, float]:
@@ -141,44 +141,44 @@ class HFFolder:
         With it the temperature is 1 unless the file names another.
         """
         path, content = self.sampling_path, _optional_json(self.sampling_path)
-        sampled = content.get("do_sample")
-        if not isinstance(sampled, bool | None):
-            raise InputError(f"{path}: do_sample is neither true nor false: {shown(sampled)}")
-        found = checked_sampling(content, path, _SAMPLING if sampled else ("repetition_penalty",))
-        return {"temperature": 1.0, **found} if sampled else found
+        do_sample = content.get("do_sample")
+        if not isinstance(do_sample, bool | None):
+            raise InputError(f"{path}: do_sample is neither true nor false: {shown(do_sample)}")
+        settings = checked_sampling(content, path, _SAMPLING if do_sample else ("repetition_penalty",))
+        return {"temperature": 1.0, **settings} if do_sample else settings
 
 
 @cache
-def _ends_differ(folder: Path, *written: int) -> bool:  # noqa: ARG001 - a file that is written anew is another
+def _ends_differ(folder: Path, *mtimes: int) -> bool:  # noqa: ARG001 - a file that is written anew is another
     """Whether embedding and head of a folder differ; both are read up to the first difference."""
     source = HFFolder(folder)
     rows = (slice(first, first + _ROWS_AT_ONCE) for first in range(0, source.tensors()[HEAD].shape[0], _ROWS_AT_ONCE))
     return any(not torch.equal(*(source.read(end, torch.float32, (part,)) for end in (EMBEDDING, HEAD))) for part in rows)
 
 
-def _text_name(stored: str) -> str | None:
+def _text_name(stored_name: str) -> str | None:
     """Hugging Face's name of a tensor in a model that reads text alone; None of what is not read."""
-    if _BESIDE_TEXT.match(stored):
+    if _BESIDE_TEXT.match(stored_name):
         return None
-    if not (prefix := _TEXT.match(stored)):
-        return stored
-    rest = stored[prefix.end() :]
+    if not (prefix := _TEXT.match(stored_name)):
+        return stored_name
+    rest = stored_name[prefix.end() :]
     return rest if rest.startswith("lm_head.") else f"model.{rest}"
 
 
-def _unstacked(name: str, held: Held) -> Iterator[tuple[str, tuple[int, slice] | None, Held]]:
+def _unstack(name: str, tensor: CheckpointTensor) -> Iterator[tuple[str, tuple[int, slice] | None, CheckpointTensor]]:
     """A tensor; of all experts' projections in one, each: its name, where it lies and what is held of it."""
-    match = _STACKED.fullmatch(name)
-    if match is None or len(held.shape) != 3:
-        yield name, None, held
+    match = _STACKED_EXPERTS.fullmatch(name)
+    if match is None or len(tensor.shape) != 3:
+        yield name, None, tensor
         return
-    experts, rows, columns = held.shape
+    experts, rows, columns = tensor.shape
     parts = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
     if rows % len(parts) or not experts:
-        yield name, None, held
+        yield name, None, tensor
         return
     count = rows // len(parts)
-    one = replace(held, shape=(count, columns), nbytes=held.nbytes // experts // len(parts))
+    one = replace(tensor, shape=(count, columns), nbytes=tensor.nbytes // experts // len(parts))
     for expert in range(experts):
         for number, part in enumerate(parts):
             yield f"{match[1]}.{expert}.{part}.weight", (expert, slice(number * count, (number + 1) * count)), one
@@ -200,9 +200,9 @@ def _text(token: object) -> str | None:
 def _special_tokens(settings: dict[str, Any], older: dict[str, Any]) -> dict[str, str]:
     """Texts of named special tokens, as transformers takes them together."""
     # Older files name them beside the settings, which then say nothing of added tokens.
-    named = settings if "added_tokens_decoder" in settings else settings | older
-    tokens = {key: token for key, token in named.items() if key.endswith("_token")}
-    for more in (named.get("model_specific_special_tokens"), named.get("extra_special_tokens")):
+    entries = settings if "added_tokens_decoder" in settings else settings | older
+    tokens = {key: token for key, token in entries.items() if key.endswith("_token")}
+    for more in (entries.get("model_specific_special_tokens"), entries.get("extra_special_tokens")):
         tokens |= more if isinstance(more, dict) else {}
     # An absent one stays undefined, which a template prints as nothing; None would be printed as a word.
     return {key: text for key, token in tokens.items() if (text := _text(token)) is not None}
@@ -263,7 +263,7 @@ def _stays_within(file: str) -> bool:
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in file
 
 
-class _Saved(dict[str, Tensor]):
+class _TorchFile(dict[str, Tensor]):
     """Tensors that `torch.save` wrote, with the methods of a safetensors file."""
 
     def get_tensor(self, name: str) -> Tensor:
@@ -272,16 +272,16 @@ class _Saved(dict[str, Tensor]):
     get_slice = get_tensor
 
 
-def opened(path: Path) -> Any:
+def open_tensors(path: Path) -> Any:
     """A file whose `get_tensor` and `get_slice` give tensors by name, in the file's pages; refused if it cannot be read."""
     try:
-        return safe_open(path, framework="pt") if path.suffix != ".bin" else _saved(path, path.stat().st_mtime_ns)
+        return safe_open(path, framework="pt") if path.suffix != ".bin" else _load_torch_file(path, path.stat().st_mtime_ns)
     except (SafetensorError, OSError) as error:
         raise InputError(f"{path} cannot be read: {error}") from None
 
 
 @cache
-def _saved(path: Path, written: int) -> _Saved:  # noqa: ARG001 - a file that is written anew is another
+def _load_torch_file(path: Path, mtime_ns: int) -> _TorchFile:  # noqa: ARG001 - a file that is written anew is another
     try:
         content = torch.load(path, "cpu", mmap=True, weights_only=True)
     except Exception as error:  # whatever a damaged archive makes of itself
@@ -290,7 +290,7 @@ def _saved(path: Path, written: int) -> _Saved:  # noqa: ARG001 - a file that is
     tensors = list(content.values()) if isinstance(content, dict) else [None]
     if not all(isinstance(tensor, Tensor) and tensor.layout == torch.strided for tensor in tensors):
         raise InputError(f"{path} holds other things than plain tensors by name; save it as safetensors")
-    return _Saved(content)
+    return _TorchFile(content)
 
 
 def read_header(path: Path) -> Header:
@@ -299,14 +299,14 @@ def read_header(path: Path) -> Header:
         words = {dtype: word for word, dtype in _DTYPES.items()}
         return {
             name: {
-                "dtype": words.get(of.dtype, str(of.dtype)),
-                "shape": list(of.shape),
-                "data_offsets": (0, of.nbytes),
-                "in_order": of.is_contiguous(),
+                "dtype": words.get(tensor.dtype, str(tensor.dtype)),
+                "shape": list(tensor.shape),
+                "data_offsets": (0, tensor.nbytes),
+                "in_order": tensor.is_contiguous(),
             }
-            for name, of in opened(path).items()
+            for name, tensor in open_tensors(path).items()
         }
-    size = size_of(path)
+    size = file_size(path)
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > size - 8:
@@ -330,7 +330,7 @@ def _entry(entry: object, data: int) -> dict[str, Any]:
     raise ValueError("its header has an entry that is no tensor")
 
 
-def held_in(header: Header, name: str, path: Path) -> Held:
+def header_tensor(header: Header, name: str, path: Path) -> CheckpointTensor:
     """What the header of a file says of a tensor, which it must know."""
     entry = header.get(name)
     if entry is None:
@@ -343,4 +343,4 @@ def held_in(header: Header, name: str, path: Path) -> Held:
         fault = f"takes {end - begin} bytes, its shape asks for another number; the file is damaged"
     elif end > size:
         fault = f"ends at byte {end}, the file at {size}: it is truncated; fetch it again"
-    return Held(shape, dtype, end - begin, path, fault, in_place=entry.get("in_order", True))
+    return CheckpointTensor(shape, dtype, end - begin, path, fault, in_place=entry.get("in_order", True))

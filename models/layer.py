@@ -38,20 +38,22 @@ def decoder_layer(hidden: Tensor, weights: LayerWeights, layer: Layer, index: in
     """
     eps, ops = layer.norm.eps, step.ops
 
-    def added(hidden: Tensor, update: Tensor, norm: str) -> Tensor:
+    def add_residual(hidden: Tensor, update: Tensor, norm: str) -> Tensor:
         update = ranks.sum(update)
         if layer.norms_behind:
             update = ops.rms_norm(update, weights[norm], eps)
         return (hidden.float() + update).to(hidden.dtype)
 
     x = ops.rms_norm(hidden, weights["input_norm"], eps)
-    hidden = added(hidden, kind_of(layer.mixer).mix(x, weights, layer.mixer, layer.norm, index, step), "mixer_out_norm")
+    hidden = add_residual(
+        hidden, mixer_kind(layer.mixer).mix(x, weights, layer.mixer, layer.norm, index, step), "mixer_out_norm"
+    )
     x = ops.rms_norm(hidden, weights["post_norm"], eps)
     if isinstance(layer.mlp, Experts):
         update = through_experts(x, weights, layer.mlp, ops)
     else:
         update = gated_mlp(x, weights, layer.mlp.activation, ops)
-    return added(hidden, update, "mlp_out_norm")
+    return add_residual(hidden, update, "mlp_out_norm")
 
 
 def gated_mlp(x: Tensor, weights: LayerWeights, activation: Activation, ops: OpTable) -> Tensor:
@@ -82,12 +84,12 @@ def through_experts(x: Tensor, weights: LayerWeights, mlp: Experts, ops: OpTable
 
 def _one_by_one(x: Tensor, logits: Tensor, weights: LayerWeights, mlp: Experts, ops: OpTable) -> Tensor:
     """The chosen experts, each once, on the tokens that chose it: [T, hidden] fp32."""
-    share, chosen = logits.softmax(-1).topk(mlp.per_token)
+    share, experts = logits.softmax(-1).topk(mlp.per_token)
     if mlp.normalized:
         share = share / share.sum(-1, keepdim=True)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert in sorted(set(chosen.flatten().tolist())):
-        token, place = (chosen == expert).nonzero(as_tuple=True)
+    for expert in sorted(set(experts.flatten().tolist())):
+        token, place = (experts == expert).nonzero(as_tuple=True)
         y = gated_mlp(x[token], weights.within(f"experts.{expert}."), mlp.activation, ops)
         out[token] += share[token, place, None] * y
     return out
@@ -149,13 +151,13 @@ def attend(x: Tensor, weights: LayerWeights, mixer: Attention, norm: Norm, index
     """
     ops, rope = step.ops, step.rope[mixer.rope]
 
-    def projected(side: str) -> Tensor:
+    def project(side: str) -> Tensor:
         y = ops.linear(x, weights.matrix(f"{side}_proj"))
         if mixer.bias:
             y = y + weights[f"{side}_bias"]
         return y.view(len(x), -1, mixer.head_dim)
 
-    def turned(y: Tensor, side: str) -> Tensor:
+    def norm_and_rope(y: Tensor, side: str) -> Tensor:
         if mixer.head_norms:
             y = ops.rms_norm(y, weights[f"{side}_norm"], norm.eps)
         if mixer.rope.dims == mixer.head_dim:
@@ -163,14 +165,14 @@ def attend(x: Tensor, weights: LayerWeights, mixer: Attention, norm: Norm, index
         first, rest = torch.split(y, [mixer.rope.dims, mixer.head_dim - mixer.rope.dims], dim=-1)
         return torch.cat([ops.rope(first, *rope), rest], dim=-1)
 
-    q = projected("q")
+    q = project("q")
     if mixer.gated:
         q, gate = q.view(len(x), mixer.num_heads, 2, mixer.head_dim).unbind(2)
-    q, k, v = turned(q, "q"), turned(projected("k"), "k"), projected("v")
-    attended = _stored_and_attended(q.to(x.dtype), k, v, index, step, mixer.scale).flatten(1)
+    q, k, v = norm_and_rope(q, "q"), norm_and_rope(project("k"), "k"), project("v")
+    out = _stored_and_attended(q.to(x.dtype), k, v, index, step, mixer.scale).flatten(1)
     if mixer.gated:
-        attended = ops.sigmoid_mul(gate.flatten(1), attended.float(), x.dtype)
-    return ops.linear(attended, weights.matrix("o_proj"))
+        out = ops.sigmoid_mul(gate.flatten(1), out.float(), x.dtype)
+    return ops.linear(out, weights.matrix("o_proj"))
 
 
 def _stored_and_attended(q: Tensor, k: Tensor, v: Tensor, index: int, step: Step, scale: float) -> Tensor:
@@ -181,11 +183,11 @@ def _stored_and_attended(q: Tensor, k: Tensor, v: Tensor, index: int, step: Step
         some = (q, k, v) if tokens is None else (q[tokens], k[tokens], v[tokens])
         with cache.with_room(index, batch):
             ops.store_kv(*some[1:], cache, index, batch)
-            attended = ops.paged_attention(some[0], cache, index, batch, scale)
+            attention_out = ops.paged_attention(some[0], cache, index, batch, scale)
         if tokens is None:
-            return attended
-        out = attended.new_empty(len(q), *attended.shape[1:]) if out is None else out
-        out[tokens] = attended
+            return attention_out
+        out = attention_out.new_empty(len(q), *attention_out.shape[1:]) if out is None else out
+        out[tokens] = attention_out
     assert out is not None
     return out
 
@@ -240,13 +242,13 @@ class DeltaNet:
 def delta_tensors(mixer: DeltaNet, norm: Norm, hidden_size: int) -> dict[str, StoredTensor]:  # noqa: ARG001
     """Projections, convolution, decays and norm of a `DeltaNet`. What decides how fast it forgets stays in FP32."""
     hidden, heads, values = Axis(hidden_size, "hidden"), Axis(mixer.num_value_heads), Axis(mixer.widths[2])
-    mixed = Axis(sum(mixer.widths))
-    stacked = {"in_proj_qkvz": Axis(mixed.size + values.size), "in_proj_ba": Axis(2 * heads.size)}
-    apart = {"in_proj_qkv": mixed, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
-    rows = stacked if mixer.by_key_head else apart
+    qkv_axis = Axis(sum(mixer.widths))
+    stacked_rows = {"in_proj_qkvz": Axis(qkv_axis.size + values.size), "in_proj_ba": Axis(2 * heads.size)}
+    separate_rows = {"in_proj_qkv": qkv_axis, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
+    rows = stacked_rows if mixer.by_key_head else separate_rows
     return {
         **{field: StoredTensor(f"linear_attn.{field}.weight", (axis, hidden)) for field, axis in rows.items()},
-        "conv1d": StoredTensor("linear_attn.conv1d.weight", (mixed, Axis(1), Axis(mixer.taps)), in_fp32=True),
+        "conv1d": StoredTensor("linear_attn.conv1d.weight", (qkv_axis, Axis(1), Axis(mixer.taps)), in_fp32=True),
         "a_log": StoredTensor("linear_attn.A_log", (heads,), in_fp32=True),
         "dt_bias": StoredTensor("linear_attn.dt_bias", (heads,), in_fp32=True),
         "delta_norm": StoredTensor("linear_attn.norm.weight", (Axis(mixer.value_dim),), in_fp32=True),
@@ -262,15 +264,17 @@ def remember(x: Tensor, weights: LayerWeights, mixer: DeltaNet, norm: Norm, inde
     ops = step.ops
     if mixer.by_key_head:
         qkvz, ba = (ops.linear(x, weights.matrix(f"in_proj_{parts}")) for parts in ("qkvz", "ba"))
-        mixed, z, b, a = _apart(qkvz, ba, mixer)
+        qkv, z, b, a = _split_projections(qkvz, ba, mixer)
     else:
-        mixed, z, b, a = (ops.linear(x, weights.matrix(f"in_proj_{part}")) for part in ("qkv", "z", "b", "a"))
-    told = ops.gated_delta(mixed, a, b, weights["conv1d"], weights["a_log"], weights["dt_bias"], step.cache, index, step.batch)
-    normed = ops.rms_norm(told, weights["delta_norm"], norm.eps)
-    return ops.linear(ops.silu_mul(z, normed.flatten(1), x.dtype), weights.matrix("out_proj"))
+        qkv, z, b, a = (ops.linear(x, weights.matrix(f"in_proj_{part}")) for part in ("qkv", "z", "b", "a"))
+    delta_out = ops.gated_delta(
+        qkv, a, b, weights["conv1d"], weights["a_log"], weights["dt_bias"], step.cache, index, step.batch
+    )
+    y = ops.rms_norm(delta_out, weights["delta_norm"], norm.eps)
+    return ops.linear(ops.silu_mul(z, y.flatten(1), x.dtype), weights.matrix("out_proj"))
 
 
-def _apart(qkvz: Tensor, ba: Tensor, mixer: DeltaNet) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _split_projections(qkvz: Tensor, ba: Tensor, mixer: DeltaNet) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Projections that are stacked key head by key head, one after the other: Q with K and V, z, b and a."""
     per_key = mixer.num_value_heads // mixer.num_key_heads
     values = per_key * mixer.value_dim
@@ -288,7 +292,7 @@ MIXERS: dict[type, MixerKind] = {
 """Every mixer, by the class of its declaration."""
 
 
-def kind_of(mixer: Mixer) -> MixerKind:
+def mixer_kind(mixer: Mixer) -> MixerKind:
     """The halves of a declared mixer; a ValueError of one that nothing runs."""
     kind = MIXERS.get(type(mixer))
     if kind is None:

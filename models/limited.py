@@ -46,8 +46,8 @@ def answer(request: Mapping[str, object]) -> dict[str, Any]:
     Raises:
         TooMuchError: it had to be ended; the next request starts another.
     """
-    asked = json.dumps(request).encode()
-    most, memory = limited_worker.allowance(request, len(asked))
+    line = json.dumps(request).encode()
+    most, memory = limited_worker.allowance(request, len(line))
     with _LOCK:
         if (process := _RUNNING.get(os.getpid())) is None:
             pipe = subprocess.PIPE
@@ -56,25 +56,25 @@ def answer(request: Mapping[str, object]) -> dict[str, Any]:
             _RUNNING[os.getpid()] = process
         assert process.stdin
         assert process.stdout
-        clock, said = threading.Timer(_WAITS * most, process.kill), b""
+        clock, reply = threading.Timer(_WAITS * most, process.kill), b""
         clock.start()
         try:
             with suppress(BrokenPipeError):  # it was ended between two requests
-                process.stdin.write(asked + b"\n")
+                process.stdin.write(line + b"\n")
                 process.stdin.flush()
-                said = process.stdout.readline()
+                reply = process.stdout.readline()
         finally:
             clock.cancel()
-            if not said:
+            if not reply:
                 process.kill()
                 process.wait()
                 del _RUNNING[os.getpid()]
-    if not said:
+    if not reply:
         raise TooMuchError(f"it takes more than {most} s or {memory >> 20} MiB")
-    return json.loads(said)  # type: ignore[no-any-return]
+    return json.loads(reply)  # type: ignore[no-any-return]
 
 
-OWN = ("messages", "add_generation_prompt")
+RESERVED_NAMES = ("messages", "add_generation_prompt")
 """Names that a chat template sees, and that are no arguments: what is said sets them."""
 
 
@@ -93,17 +93,17 @@ def render(
         InputError: the template cannot be read, reads no such argument, refuses a conversation, or does not end; in one line.
     """
     try:
-        said = answer({"source": source, "conversations": conversations, "special": special, "arguments": arguments})
+        reply = answer({"source": source, "conversations": conversations, "special": special, "arguments": arguments})
     except TooMuchError as error:
-        said = {"error": error}
-    if "unread" in said:
-        name, read = said["unread"][0], [name for name in said["read"] if name not in OWN]
-        near, known = get_close_matches(name, read, n=1), ", ".join(read) or "none"
-        meant = f"did you mean {near[0]}?" if near else f"it reads {known}"
+        reply = {"error": error}
+    if "unread" in reply:
+        name, read = reply["unread"][0], [name for name in reply["read"] if name not in RESERVED_NAMES]
+        near, read_names = get_close_matches(name, read, n=1), ", ".join(read) or "none"
+        meant = f"did you mean {near[0]}?" if near else f"it reads {read_names}"
         raise InputError(f"the chat template reads no argument {name}; {meant}")
-    if "error" in said:
-        raise InputError(f"the chat template cannot be used: {said['error']}; --no-chat goes without it")
-    return [str(text) for text in said["texts"]]
+    if "error" in reply:
+        raise InputError(f"the chat template cannot be used: {reply['error']}; --no-chat goes without it")
+    return [str(text) for text in reply["texts"]]
 
 
 # Private use; and letters, where a normalizer drops what is none.
@@ -128,17 +128,17 @@ class Spellings:
     """
 
     def __init__(self, tokenizer: FastTokenizer, source: str, *, normalizes: bool) -> None:
-        added = [token for token in tokenizer.get_added_tokens_decoder().values() if visible(token.content)]
-        control = [each for each in added if each.special or each.content in source or not _TAG.fullmatch(each.content)]
+        added_tokens = [token for token in tokenizer.get_added_tokens_decoder().values() if visible(token.content)]
+        control = [each for each in added_tokens if each.special or each.content in source or not _TAG.fullmatch(each.content)]
         self._all = {token.content: token.special for token in control}
         self._beginnings = {token[:length] for token in self._all for length in range(1, len(token))}
         self._longest = max(map(len, self._all), default=1)
-        self._elsewhere = source + "".join(token.content for token in added)
+        self._elsewhere = source + "".join(token.content for token in added_tokens)
         normalizer = tokenizer.normalizer if normalizes else None
         self._normalize = normalizer.normalize_str if normalizer else str
         self._normalized = {normalizer.normalize_str(token.content) for token in control if normalizer and token.normalized}
 
-    def marked(
+    def mark_spellings(
         self, conversations: Sequence[Messages], arguments: Mapping[str, Any]
     ) -> tuple[str, Sequence[Messages], Mapping[str, Any]]:
         """Conversations and arguments, with a mark behind the first character of each spelling.
@@ -148,27 +148,29 @@ class Spellings:
         Raises:
             InputError: there is no character left for a mark.
         """
-        said = json.dumps([conversations, arguments], ensure_ascii=False)
-        mark = next((mark for mark in _MARKS if self._is_free(mark, said)), None)
+        json_text = json.dumps([conversations, arguments], ensure_ascii=False)
+        mark = next((mark for mark in _MARKS if self._is_free(mark, json_text)), None)
         if mark is None:
             raise InputError("the messages hold every character of private use; leave some out, or give --parse-special")
-        marked = [
+        marked_conversations = [
             [{key: text if key == "role" else self._each(text, mark, message.get("role") == "assistant")
               for key, text in message.items()} for message in messages] for messages in conversations
         ]  # fmt: skip
         with_marks = self._each(arguments, mark)
-        if mark not in json.dumps([marked, with_marks], ensure_ascii=False) and not self._spelled_otherwise(said):
+        if mark not in json.dumps([marked_conversations, with_marks], ensure_ascii=False) and not self._spelled_otherwise(
+            json_text
+        ):
             return "", conversations, arguments
-        return mark, marked, with_marks
+        return mark, marked_conversations, with_marks
 
-    def _is_free(self, mark: str, said: str) -> bool:
-        written = (mark, json.dumps(mark)[1:-1])  # the second by a template that asks for ASCII
-        taken = any(form in text for form in written for text in (said, self._elsewhere))
-        return not taken and mark in self._normalize(f"a{mark}a")
+    def _is_free(self, mark: str, json_text: str) -> bool:
+        spellings = (mark, json.dumps(mark)[1:-1])  # the second by a template that asks for ASCII
+        in_use = any(form in text for form in spellings for text in (json_text, self._elsewhere))
+        return not in_use and mark in self._normalize(f"a{mark}a")
 
-    def _spelled_otherwise(self, said: str) -> bool:
+    def _spelled_otherwise(self, json_text: str) -> bool:
         """Whether the normalizer makes a spelling of what is none before."""
-        return bool(self._normalized) and any(token in self._normalize(said) for token in self._normalized)
+        return bool(self._normalized) and any(token in self._normalize(json_text) for token in self._normalized)
 
     def _each(self, value: Any, mark: str, answer: bool = False) -> Any:
         """A value that a template sees, with its texts marked."""

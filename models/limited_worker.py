@@ -34,14 +34,14 @@ class RefusedError(Exception):
 def main() -> None:
     """Answer requests until there are no more."""
     _limit(resource.RLIMIT_CORE, 0)
-    for asked in sys.stdin.buffer:
-        request, used = json.loads(asked), resource.getrusage(resource.RUSAGE_SELF)
-        most_s, memory = allowance(request, len(asked))
+    for line in sys.stdin.buffer:
+        request, usage = json.loads(line), resource.getrusage(resource.RUSAGE_SELF)
+        most_s, memory = allowance(request, len(line))
         # The system counts from the process's beginning.
-        _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + most_s)
+        _limit(resource.RLIMIT_CPU, math.ceil(usage.ru_utime + usage.ru_stime) + most_s)
         _limit(resource.RLIMIT_AS, memory)
         try:
-            answer = _ids(**request) if "tokenizer" in request else _texts(MOST_TEXT + len(asked), **request)
+            answer = _ids(**request) if "tokenizer" in request else _texts(MOST_TEXT + len(line), **request)
         except MemoryError:
             raise SystemExit(1) from None  # what ended it is said by whoever started it
         except Exception as error:  # whatever the expressions in a template can raise
@@ -75,8 +75,8 @@ def _texts(
     template, texts = environment.from_string(source), []
     for messages in conversations:
         # As transformers: a template sees that there are no tools and documents, as `none`.
-        given: dict[str, object] = {"tools": None, "documents": None, **special, **arguments}
-        texts.append(template.render(messages=messages, add_generation_prompt=True, **given))
+        variables: dict[str, object] = {"tools": None, "documents": None, **special, **arguments}
+        texts.append(template.render(messages=messages, add_generation_prompt=True, **variables))
         if sum(map(len, texts)) > most:
             raise RefusedError(f"it makes more than {MOST_TEXT:,} characters")
         texts[-1].encode()
@@ -128,11 +128,11 @@ def _ids(tokenizer: str, texts: list[str], special_tokens: bool, mark: str) -> d
     reader.no_truncation()
     reader.no_padding()
     if mark:
-        return {"ids": list(map(Respelled(reader, mark).ids, texts))}
+        return {"ids": list(map(MarkedTokenizer(reader, mark).ids, texts))}
     return {"ids": [list(reader.encode(text, add_special_tokens=special_tokens).ids) for text in texts]}
 
 
-class Respelled:
+class MarkedTokenizer:
     """The same tokenizer with a mark behind the first character of every added token.
 
     In a text that is marked there, a spelling is plain text. The others, which the tokenizer itself meets, are respelled, and
@@ -146,11 +146,11 @@ class Respelled:
         from tokenizers import Tokenizer
 
         state = json.loads(tokenizer.to_str())
-        model, added, self._tokenizer, self._mark = state["model"], state["added_tokens"], tokenizer, mark
+        model, added_tokens, self._tokenizer, self._mark = state["model"], state["added_tokens"], tokenizer, mark
         # As JSON and Python write the mark where a template asks for letters alone.
         self._marks = re.compile(f"{mark}|{re.escape(json.dumps(mark)[1:-1])}")
-        names = {text: text[0] + mark + text[1:] for text in (token["content"] for token in added) if visible(text)}
-        for token in added:
+        names = {text: text[0] + mark + text[1:] for text in (token["content"] for token in added_tokens) if visible(text)}
+        for token in added_tokens:
             token["content"] = names.get(token["content"], token["content"])
         if isinstance(model["vocab"], dict):
             model["vocab"] = {names.get(token, token): id for token, id in model["vocab"].items()}
@@ -167,13 +167,13 @@ class Respelled:
 
     def ids(self, text: str) -> list[int]:
         """Token ids of a text that may have marks in it."""
-        met, pieces, end = self._tokenizer.encode(text, add_special_tokens=False), list[str](), 0
-        for id, (begin, stop) in zip(met.ids, met.offsets, strict=True):
+        encoding, pieces, end = self._tokenizer.encode(text, add_special_tokens=False), list[str](), 0
+        for id, (begin, stop) in zip(encoding.ids, encoding.offsets, strict=True):
             token, name = self._names.get(id, ("", ""))
-            before, spelled, behind = text[begin:stop].partition(token) if token else ("", "", "")
+            before, spelling, after = text[begin:stop].partition(token) if token else ("", "", "")
             # Else it stands for a character that no token is of, or is that one character.
-            if spelled and text[begin + len(before) + len(token) :][:1] != self._mark:
-                pieces += [self._marks.sub("", text[end:begin]), before, name, behind]
+            if spelling and text[begin + len(before) + len(token) :][:1] != self._mark:
+                pieces += [self._marks.sub("", text[end:begin]), before, name, after]
                 end = stop
         pieces.append(self._marks.sub("", text[end:]))
         ids = self._again.encode("".join(pieces), add_special_tokens=False).ids

@@ -5,7 +5,7 @@
 h_t is the model's hidden state of token t behind its last norm. For a further draft h' takes its place, and the drafted token
 that of token t + 1. Embedding and head are the model's own. The layer is a full-attention one of the model's declaration, at
 position t, with K and V of its own. So it is a model of one layer, `MTP.model`, whose last norm is the layer's own, and whose
-hidden states come of `MTP.entered` in place of an embedding.
+hidden states come of `MTP.layer_input` in place of an embedding.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from haarkv.models.base import DecoderModel, tables_of
-from haarkv.models.catalog import source_of
+from haarkv.models.base import DecoderModel, rope_tables
+from haarkv.models.catalog import open_source
 from haarkv.models.checkpoint import load_weights
 from haarkv.models.config import Attention, ModelConfig
 from haarkv.models.footprint import keeps
-from haarkv.models.source import DRAFTING, Empty, Held, KeptBlocks, TensorSource
+from haarkv.models.source import DRAFTING, CheckpointTensor, Empty, KeptBlocks, TensorSource
 from haarkv.models.tensors import Axis, StoredTensor
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.table import OpTable
@@ -44,7 +44,7 @@ class MTP:
     embedding_norm: Tensor
     hidden_norm: Tensor
 
-    def entered(self, token_ids: Tensor, hidden: Tensor, ops: OpTable) -> Tensor:
+    def layer_input(self, token_ids: Tensor, hidden: Tensor, ops: OpTable) -> Tensor:
         """What the layer is given, [T, hidden] of the model's dtype.
 
         Args:
@@ -53,15 +53,15 @@ class MTP:
         Rounding points: each norm once, and what `fc` gives once.
         """
         eps = self.model.config.final_norm.eps
-        embedded = ops.rms_norm(self.model.embed(token_ids), self.embedding_norm, eps)
-        both = torch.cat([embedded, ops.rms_norm(hidden, self.hidden_norm, eps)], dim=-1)
+        embedding = ops.rms_norm(self.model.embed(token_ids), self.embedding_norm, eps)
+        both = torch.cat([embedding, ops.rms_norm(hidden, self.hidden_norm, eps)], dim=-1)
         return ops.linear(both, self.fc).to(self.model.dtype)
 
     def on(self, device: torch.device) -> MTP:
         """The same with what enters the layer, and RoPE's tables, on a device; the layer's own weights its executor places."""
         if self.fc.device == device:
             return self
-        model = replace(self.model, ropes=tables_of(self.model.config, device))
+        model = replace(self.model, ropes=rope_tables(self.model.config, device))
         return MTP(model, dense(self.fc).to(device), self.embedding_norm.to(device), self.hidden_norm.to(device))
 
 
@@ -81,13 +81,13 @@ class _LayerSource:
     """The drafting layer of a source as a model of one layer; attributes and methods as of `TensorSource`."""
 
     def __init__(self, source: TensorSource) -> None:
-        self.path, self._source, held = source.path, source, source.tensors()
-        stored = [name for name in held if name.startswith(DRAFTING) and name not in _ENTRY]
-        self._names = {name.replace(DRAFTING, "" if "lm_head" in name else "model.", 1): name for name in stored}
+        self.path, self._source, tensors = source.path, source, source.tensors()
+        names = [name for name in tensors if name.startswith(DRAFTING) and name not in _ENTRY]
+        self._names = {name.replace(DRAFTING, "" if "lm_head" in name else "model.", 1): name for name in names}
 
-    def tensors(self) -> Mapping[str, Held]:
-        held = self._source.tensors()
-        return {name: held[stored] for name, stored in self._names.items()}
+    def tensors(self) -> Mapping[str, CheckpointTensor]:
+        tensors = self._source.tensors()
+        return {name: tensors[stored_name] for name, stored_name in self._names.items()}
 
     def read(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None, empty: Empty | None = None) -> Tensor:
         return self._source.read(self._names[name], dtype, part, empty)
@@ -98,41 +98,51 @@ class _LayerSource:
 
 def has_mtp(name: str | Path) -> bool:
     """Whether a model by name is a file or folder that holds a drafting layer."""
-    source = source_of(name)
+    source = open_source(name)
     return source is not None and not source.tensors().keys().isdisjoint(_ENTRY)
 
 
 def load_mtp(
-    name: str | Path, config: ModelConfig, dtype: torch.dtype, lent: Mapping[str, Weight], keep_blocks: KeptBlocks = False
+    name: str | Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    shared_weights: Mapping[str, Weight],
+    keep_blocks: KeptBlocks = False,
 ) -> MTP:
     """Read the drafting layer of a model.
 
     Args:
         name: a folder in Hugging Face format with mtp.* tensors, or a GGUF file with nextn.* ones.
         config: of the model.
-        lent: its embedding and head.
+        shared_weights: its embedding and head.
         keep_blocks: as of `load_weights`.
     Raises:
         InputError: it has none, or a tensor is missing, extra or mis-shaped.
     """
-    source = source_of(name)
+    source = open_source(name)
     if source is None or source.tensors().keys().isdisjoint(_ENTRY):
         raise InputError(f"{name} has no layer that predicts several tokens: no tensors mtp.*, or nextn.* in a GGUF file")
     one = config_of_mtp(config)
-    model = DecoderModel.of(one, load_weights(_LayerSource(source), one, dtype, lent=lent, keep_blocks=keep_blocks))
+    model = DecoderModel.from_weights(
+        one, load_weights(_LayerSource(source), one, dtype, shared_weights=shared_weights, keep_blocks=keep_blocks)
+    )
     hidden, plus_one = Axis(config.hidden_size, "hidden"), config.final_norm.plus_one
     shapes = ((hidden, Axis(2 * config.hidden_size)), (hidden,), (hidden,))
     weights = []
     for name_, axes in zip(_ENTRY, shapes, strict=True):
-        stored = StoredTensor(name_, axes, plus_one=plus_one and len(axes) == 1)
-        weights.append(_read(source, stored, dtype, keep_blocks))
+        tensor = StoredTensor(name_, axes, plus_one=plus_one and len(axes) == 1)
+        weights.append(_read(source, tensor, dtype, keep_blocks))
     return MTP(model, weights[0], dense(weights[1]), dense(weights[2]))
 
 
-def _read(entry: TensorSource, wanted: StoredTensor, dtype: torch.dtype, keep_blocks: KeptBlocks) -> Weight:
-    held = entry.tensors().get(wanted.name)
-    if held is None or held.shape != wanted.shape or held.fault:
-        what = "is missing" if held is None else held.fault or f"has shape {list(held.shape)}, not {list(wanted.shape)}"
-        raise InputError(f"{entry.path}: {wanted.name} {what}")
-    blocks = entry.blocks(wanted.name, dtype) if keeps(held, keep_blocks) else None
-    return blocks or wanted.in_memory(entry.read(wanted.name, wanted.kept_as(dtype)), dtype)
+def _read(entry: TensorSource, tensor: StoredTensor, dtype: torch.dtype, keep_blocks: KeptBlocks) -> Weight:
+    source_tensor = entry.tensors().get(tensor.name)
+    if source_tensor is None or source_tensor.shape != tensor.shape or source_tensor.fault:
+        what = (
+            "is missing"
+            if source_tensor is None
+            else source_tensor.fault or f"has shape {list(source_tensor.shape)}, not {list(tensor.shape)}"
+        )
+        raise InputError(f"{entry.path}: {tensor.name} {what}")
+    blocks = entry.blocks(tensor.name, dtype) if keeps(source_tensor, keep_blocks) else None
+    return blocks or tensor.in_memory(entry.read(tensor.name, tensor.kept_as(dtype)), dtype)

@@ -139,9 +139,9 @@ class Split:
         """The rank's part of each layer; `vocab_size` stays the model's, since every rank gets all logits."""
         if self.size == 1:
             return self.whole
-        return replace(self.whole, layers=tuple(map(self._part_of, self.whole.layers)))
+        return replace(self.whole, layers=tuple(map(self._layer_part, self.whole.layers)))
 
-    def _part_of(self, layer: Layer) -> Layer:
+    def _layer_part(self, layer: Layer) -> Layer:
         mixer, size = layer.attention, self.size
         heads = mixer.num_heads // size, max(1, mixer.num_kv_heads // size)
         return replace(
@@ -157,6 +157,6 @@ class Split:
         units = share(axis.size // axis.unit, self.rank, self.size)
         return slice(units.start * axis.unit, units.stop * axis.unit)
 
-    def of(self, axes: Sequence[Axis]) -> tuple[slice, ...]:
+    def slices(self, axes: Sequence[Axis]) -> tuple[slice, ...]:
         """The rank's part of a weight with these axes."""
         return tuple(map(self.axis, axes))

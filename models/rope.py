@@ -45,13 +45,13 @@ class Llama3Scaling:
     attention_factor: float = 1.0
 
     @property
-    def declared(self) -> dict[str, Any]:
+    def declared_fields(self) -> dict[str, Any]:
         """Its two waves, which several numbers say alike; a GGUF file holds what they come to, and not the numbers."""
         waves = {
             "low": self.original_positions / self.low_freq_factor,
             "high": self.original_positions / self.high_freq_factor,
         }
-        return {"rope_type": self.rope_type, "factor": self.factor} | {of: float(f"{at:.5g}") for of, at in waves.items()}
+        return {"rope_type": self.rope_type, "factor": self.factor} | {name: float(f"{at:.5g}") for name, at in waves.items()}
 
     def scaled(self, inv_freq: Tensor, theta: float) -> Tensor:
         low, high = self.low_freq_factor, self.high_freq_factor
@@ -98,10 +98,10 @@ class YarnScaling:
 def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
     """What YaRN multiplies cos and sin with: `0.1 ln(factor) + 1`, or with both mscales the quotient of two such."""
 
-    def of(scale: float) -> float:
+    def mscale_factor(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
-    return of(mscale) / of(mscale_all_dim) if mscale and mscale_all_dim else of(1.0)
+    return mscale_factor(mscale) / mscale_factor(mscale_all_dim) if mscale and mscale_all_dim else mscale_factor(1.0)
 
 
 def inverse_frequencies(rope: Rope) -> Tensor:
@@ -113,7 +113,7 @@ def inverse_frequencies(rope: Rope) -> Tensor:
 
 _SPAN = 1024
 """Positions whose cos and sin are computed together."""
-_SPANS_KEPT = 8
+_CACHED_SPANS = 8
 
 
 class RopeTable:
@@ -152,13 +152,13 @@ class RopeTable:
             inside = positions % _SPAN
             return cos[inside], sin[inside]
         span = positions // _SPAN
-        needed = sorted(set(span.tolist()))
-        self._keep(needed)
+        span_numbers = sorted(set(span.tolist()))
+        self._keep(span_numbers)
         cos, sin = (torch.empty(len(positions), len(self._inv_freq)) for _ in range(2))
-        for number in needed:
-            here = (span == number).nonzero().flatten()
-            inside = positions[here] % _SPAN
-            cos[here], sin[here] = (table[inside] for table in self._spans[number])
+        for number in span_numbers:
+            rows = (span == number).nonzero().flatten()
+            inside = positions[rows] % _SPAN
+            cos[rows], sin[rows] = (table[inside] for table in self._spans[number])
         return cos, sin
 
     def whole(self) -> tuple[Tensor, Tensor]:
@@ -171,21 +171,21 @@ class RopeTable:
         cos, sin = (torch.empty(shape, device=self.device) for _ in range(2))
         for begin in range(0, self.positions, _SPAN):
             end = min(begin + _SPAN, self.positions)
-            for table, span in zip((cos, sin), self._computed(begin // _SPAN), strict=True):
+            for table, span in zip((cos, sin), self._compute_span(begin // _SPAN), strict=True):
                 table[begin:end] = span[: end - begin]
         return cos, sin
 
-    def _keep(self, needed: Sequence[int]) -> None:
+    def _keep(self, span_numbers: Sequence[int]) -> None:
         """Have these spans, and beside them some of those used last."""
-        for number in needed:
+        for number in span_numbers:
             if number not in self._spans:
-                self._spans[number] = self._computed(number)
+                self._spans[number] = self._compute_span(number)
             self._spans.move_to_end(number)
-        while len(self._spans) > max(_SPANS_KEPT, len(needed)):
+        while len(self._spans) > max(_CACHED_SPANS, len(span_numbers)):
             self._spans.popitem(last=False)
 
     @torch.inference_mode(False)
-    def _computed(self, number: int) -> tuple[Tensor, Tensor]:
+    def _compute_span(self, number: int) -> tuple[Tensor, Tensor]:
         """cos and sin [_SPAN, D/2] of one span, the last one's beyond the last position too."""
         position = torch.arange(number * _SPAN, (number + 1) * _SPAN, dtype=torch.float32)
         angle = position.unsqueeze(1) * self._inv_freq

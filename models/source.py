@@ -29,7 +29,7 @@ MOST_TEMPLATE = 2**20
 
 
 @dataclass(frozen=True)
-class Held:
+class CheckpointTensor:
     """A tensor as a source holds it.
 
     Attributes:
@@ -92,7 +92,7 @@ class TensorSource(Protocol):
 
     path: Path
 
-    def tensors(self) -> Mapping[str, Held]:
+    def tensors(self) -> Mapping[str, CheckpointTensor]:
         """Every tensor of the text model by its Hugging Face name, and of its drafting layer; none is read."""
 
     def read(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None, empty: Empty | None = None) -> Tensor:
@@ -154,12 +154,12 @@ def checked_templates(content: object, where: Path) -> dict[str, str]:
 
 def checked_sampling(content: Mapping[str, Any], path: Path, names: tuple[str, ...]) -> dict[str, float]:
     """Those settings of sampling that there are: numbers, and of `top_k` a whole one; others are refused."""
-    found: dict[str, float] = {}
+    settings: dict[str, float] = {}
     for key in names:
         value = content.get(key)
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int if key == "top_k" else int | float):
             raise InputError(f"{path}: {key} is not a{' whole' * (key == 'top_k')} number: {shown(value)}")
-        found[key] = value
-    return found
+        settings[key] = value
+    return settings

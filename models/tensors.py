@@ -54,9 +54,9 @@ class StoredTensor:
         """The same under another name."""
         return replace(self, name=name)
 
-    def in_memory(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
+    def in_memory(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """What is kept of a tensor as it is stored: in the model's dtype or in FP32, or 1 + w in FP32."""
-        return stored.float() + 1.0 if self.plus_one else stored.to(self.kept_as(dtype))
+        return tensor.float() + 1.0 if self.plus_one else tensor.to(self.kept_as(dtype))
 
     def kept_as(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype that it has in memory, of a model's."""

@@ -13,17 +13,19 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
-from haarkv.models.catalog import source_of, tokenizer_source_of
+from haarkv.models.catalog import open_source, tokenizer_source_of
 from haarkv.models.config import ModelConfig
 from haarkv.models.limited import Messages, Spellings, TooMuchError, answer, render
-from haarkv.models.limited_worker import Respelled
+from haarkv.models.limited_worker import MarkedTokenizer
 from haarkv.models.source import Source
 from haarkv.models.words import LINEAR, ends_a_part
 from haarkv.tq_ops.errors import InputError
 
 _SIGNS = sorted(ByteLevel.alphabet())
-_OWN = {sign: ord(sign) for sign in _SIGNS if ord(sign) < 256}
-_BYTES = _OWN | dict(zip(_SIGNS[len(_OWN) :], sorted(set(range(256)) - set(_OWN.values())), strict=True))
+_LATIN1_BYTES = {sign: ord(sign) for sign in _SIGNS if ord(sign) < 256}
+_BYTES = _LATIN1_BYTES | dict(
+    zip(_SIGNS[len(_LATIN1_BYTES) :], sorted(set(range(256)) - set(_LATIN1_BYTES.values())), strict=True)
+)
 """The byte that a character of a byte-level token stands for: its own number, or beyond 255 one of the others, in order."""
 _ANSWER = "haarkv-answer"
 _TURNS = [{"role": role, "content": text} for role, text in (("user", "1"), ("assistant", _ANSWER), ("user", "2"))]
@@ -103,7 +105,7 @@ class SourceTokenizer:
             raise InputError(f"{words.path} has a token {largest}, the model has only {config.vocab_size} of them")
         self._pieces = _Pieces(self._tokenizer)
         self.has_chat_template = bool(words.templates)
-        self._spellings, self._respelled = dict[str, Spellings](), dict[str, Respelled]()  # those used last
+        self._spellings, self._respelled = dict[str, Spellings](), dict[str, MarkedTokenizer]()  # those used last
         self._named_ends = (*config.eos_token_ids, *words.ends)
         tokens = (id for token, id in vocabulary.items() if not token.startswith("[PAD") or token != f"[PAD{id}]")
         self.unused_ids = tuple(sorted(set(range(config.vocab_size)).difference(tokens)))
@@ -121,10 +123,14 @@ class SourceTokenizer:
             text = render(self._words.template, [_TURNS], self._words.special, {})[0]
         except InputError:  # it says so where it is used
             return []
-        added = self._tokenizer.get_added_tokens_decoder()
-        behind = text.rpartition(_ANSWER)[2].lstrip() if _ANSWER in text else ""
-        first = [(len(token.content), id) for id, token in added.items() if token.content and behind.startswith(token.content)]
-        return [id for _, id in sorted(first)[-1:] if not ends_a_part(added[id].content, self._tokenizer.token_to_id)]
+        added_tokens = self._tokenizer.get_added_tokens_decoder()
+        suffix = text.rpartition(_ANSWER)[2].lstrip() if _ANSWER in text else ""
+        first = [
+            (len(token.content), id)
+            for id, token in added_tokens.items()
+            if token.content and suffix.startswith(token.content)
+        ]
+        return [id for _, id in sorted(first)[-1:] if not ends_a_part(added_tokens[id].content, self._tokenizer.token_to_id)]
 
     def encode(self, text: str) -> list[int]:
         return self._encode([text], special_tokens=True)[0]
@@ -140,7 +146,7 @@ class SourceTokenizer:
                 normalizes = not _has_pattern(self._tokenizer.normalizer)
                 spellings = Spellings(self._tokenizer, source, normalizes=normalizes)
                 self._spellings = {source: spellings}
-            mark, conversations, arguments = spellings.marked(conversations, arguments)
+            mark, conversations, arguments = spellings.mark_spellings(conversations, arguments)
         texts = render(source, conversations, self._words.special, arguments)
         for messages, text in zip(conversations, texts, strict=True):
             first, content = messages[0], messages[0]["content"]
@@ -173,22 +179,22 @@ class SourceTokenizer:
         """
         if not self._patterns or self._words.file is None:
             if mark:
-                if (respelled := self._respelled.get(mark)) is None:
-                    respelled = Respelled(self._tokenizer, mark)  # it takes seconds for a large vocabulary
-                    self._respelled = {mark: respelled}
-                return list(map(respelled.ids, texts))
+                if (marked_tokenizer := self._respelled.get(mark)) is None:
+                    marked_tokenizer = MarkedTokenizer(self._tokenizer, mark)  # it takes seconds for a large vocabulary
+                    self._respelled = {mark: marked_tokenizer}
+                return list(map(marked_tokenizer.ids, texts))
             return [list(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids) for text in texts]
         file = str(self._words.file.absolute())
         request = {"tokenizer": file, "texts": list(texts), "special_tokens": special_tokens, "mark": mark}
         try:
-            said = answer(request)
+            reply = answer(request)
         except TooMuchError as error:
             raise InputError(
                 f"{self._words.path} cannot be used: its regular expression fails on this text, or {error}"
             ) from None
-        if "error" in said:
-            raise InputError(f"{self._words.path} cannot be used: {said['error']}")
-        return [[int(token) for token in ids] for ids in said["ids"]]
+        if "error" in reply:
+            raise InputError(f"{self._words.path} cannot be used: {reply['error']}")
+        return [[int(token) for token in ids] for ids in reply["ids"]]
 
     def vocabulary(self) -> Mapping[str, int]:
         return dict(self._tokenizer.get_vocab(with_added_tokens=True))
@@ -229,10 +235,10 @@ class _Pieces:
 
     def __init__(self, tokenizer: FastTokenizer) -> None:
         decoder = tokenizer.decoder
-        declared = "" if decoder is None else decoder.__getstate__().decode()
-        self._byte_level, self._fallback = '"type":"ByteLevel"' in declared, '"type":"ByteFallback"' in declared
+        decoder_json = "" if decoder is None else decoder.__getstate__().decode()
+        self._byte_level, self._fallback = '"type":"ByteLevel"' in decoder_json, '"type":"ByteFallback"' in decoder_json
         # Behind bytes, a space may be spelled by them.
-        self._spaces = 0 <= declared.find('"type":"ByteFallback"') < declared.find('"type":"Metaspace"')
+        self._spaces = 0 <= decoder_json.find('"type":"ByteFallback"') < decoder_json.find('"type":"Metaspace"')
         self._text = " ".join if decoder is None else decoder.decode
         self._tokenizer = tokenizer
         self._special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
@@ -313,5 +319,5 @@ def load_tokenizer(name: str | Path, config: ModelConfig) -> Tokenizer:
 
 def generation_settings(name: str) -> dict[str, float]:
     """What a model says of sampling, by the names of `engine.sampling.Sampling`; {}: greedy."""
-    source = source_of(name)
+    source = open_source(name)
     return {} if source is None else source.sampling()

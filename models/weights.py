@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from haarkv.models.config import Dense, Layer, ModelConfig
-from haarkv.models.layer import kind_of
+from haarkv.models.layer import mixer_kind
 from haarkv.models.tensors import Axis, LayerWeights, StoredTensor
-from haarkv.tq_ops.weight import Weight, memory_of
+from haarkv.tq_ops.weight import Weight, backing_tensor
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _LAYER = "model.layers.{}.{}"
@@ -65,9 +65,9 @@ class TensorNames:
         named: (name, tensor); of two names for one tensor the first counts. Names hold as long as the tensors live.
     """
 
-    def __init__(self, named: Iterable[tuple[str, Weight]]) -> None:
+    def __init__(self, named_tensors: Iterable[tuple[str, Weight]]) -> None:
         self._names: dict[tuple[object, ...], str] = {}
-        for name, tensor in named:
+        for name, tensor in named_tensors:
             self._names.setdefault(_memory(tensor), name)
 
     def of(self, tensor: Weight) -> str | None:
@@ -76,21 +76,21 @@ class TensorNames:
 
 
 def _memory(weight: Weight) -> tuple[object, ...]:
-    tensor = memory_of(weight)
+    tensor = backing_tensor(weight)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 # -- What a declaration asks for ---------------------------------------------------------------------------------------------
 
 
-def tensors_of(layer: Layer, hidden_size: int) -> dict[str, StoredTensor]:
+def layer_weight_specs(layer: Layer, hidden_size: int) -> dict[str, StoredTensor]:
     """Every tensor of a layer, by its field, under its Hugging Face name within the layer."""
 
     def norm(name: str) -> StoredTensor:
         return StoredTensor(f"{name}.weight", (Axis(hidden_size, "hidden"),), plus_one=layer.norm.plus_one)
 
     tensors = {"input_norm": norm("input_layernorm")}
-    tensors |= kind_of(layer.mixer).tensors(layer.mixer, layer.norm, hidden_size)
+    tensors |= mixer_kind(layer.mixer).tensors(layer.mixer, layer.norm, hidden_size)
     if layer.norms_behind:
         tensors |= {
             "mixer_out_norm": norm("post_attention_layernorm"), "post_norm": norm("pre_feedforward_layernorm"),
@@ -104,25 +104,25 @@ def tensors_of(layer: Layer, hidden_size: int) -> dict[str, StoredTensor]:
 def _mlp_tensors(layer: Layer, hidden_size: int) -> dict[str, StoredTensor]:
     mlp, hidden = layer.mlp, Axis(hidden_size, "hidden")
 
-    def gated(field: str, name: str, width: int) -> dict[str, StoredTensor]:
+    def gated_mlp(field: str, name: str, width: int) -> dict[str, StoredTensor]:
         inner = Axis(width, "mlp", cut=True)
         axes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
-        return {field + part: StoredTensor(f"mlp.{name}{part}.weight", of_part) for part, of_part in axes.items()}
+        return {field + part: StoredTensor(f"mlp.{name}{part}.weight", part_axes) for part, part_axes in axes.items()}
 
     if isinstance(mlp, Dense):
-        return gated("", "", mlp.width)
+        return gated_mlp("", "", mlp.width)
     tensors = {"router": StoredTensor("mlp.gate.weight", (Axis(mlp.count), hidden))}
     for expert in range(mlp.count):
-        tensors |= gated(f"experts.{expert}.", f"experts.{expert}.", mlp.width)
+        tensors |= gated_mlp(f"experts.{expert}.", f"experts.{expert}.", mlp.width)
     if mlp.shared:
-        tensors |= gated("shared_expert.", "shared_expert.", mlp.shared)
+        tensors |= gated_mlp("shared_expert.", "shared_expert.", mlp.shared)
         tensors["shared_gate"] = StoredTensor("mlp.shared_expert_gate.weight", (Axis(1), hidden))
     return tensors
 
 
 def layer_tensors(config: ModelConfig, index: int) -> dict[str, StoredTensor]:
     """Every tensor of one layer, by its field, under its full Hugging Face name."""
-    tensors = tensors_of(config.layers[index], config.hidden_size)
+    tensors = layer_weight_specs(config.layers[index], config.hidden_size)
     return {field: tensor.renamed(_LAYER.format(index, tensor.name)) for field, tensor in tensors.items()}
 
 
@@ -153,7 +153,7 @@ def assemble(config: ModelConfig, get: Callable[[str], Any]) -> Weights:
     embedding = get(EMBEDDING)
 
     def layer(index: int) -> LayerWeights:
-        tensors = tensors_of(config.layers[index], config.hidden_size)
+        tensors = layer_weight_specs(config.layers[index], config.hidden_size)
         names = {field: tensor.name for field, tensor in tensors.items()}
         return LayerWeights({field: get(_LAYER.format(index, name)) for field, name in names.items()}, names)
 

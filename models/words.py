@@ -35,7 +35,7 @@ _ENDS = (
 )  # fmt: skip
 """Tokens that end an answer, whatever a file says of them; llama.cpp goes by the same names, and by </s>, which ends a text
 only where the file says so here: in Qwen's and Gemma's vocabularies it is HTML."""
-_OF_PARTS = (("<|return|>", "<|call|>"), ("<|flush|>", "<|calls|>"))
+_PART_ENDS = (("<|return|>", "<|call|>"), ("<|flush|>", "<|calls|>"))
 """Beside these <|end|> ends a part of an answer."""
 _SPACE = "▁"
 _PIECES = (
@@ -70,14 +70,14 @@ WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral")
 """Those of `_SPLITS` where a piece that is a token stays whole, and each text begins with BOS unless the file says no."""
 
 
-def ends_of(entries: Mapping[str, Any]) -> list[Any]:
+def end_token_ids(entries: Mapping[str, Any]) -> list[Any]:
     """Tokens that end a text: those that a file calls so, and those that are known by name, whatever their kind.
 
     Args:
         entries: of the file, by key. One that is no number is refused with the rest of the settings.
     """
     tokens = entries.get(f"{TOKENS}tokens")
-    ids = [id for name in ("eos", "eot", "eom") if (id := _stated(name, entries)) is not None]
+    ids = [id for name in ("eos", "eot", "eom") if (id := _special_id(name, entries)) is not None]
     if isinstance(tokens, list):
         ids += named_ends({token: id for id, token in enumerate(tokens) if isinstance(token, str)})
     return [id for at, id in enumerate(ids) if id not in ids[:at]]
@@ -88,12 +88,12 @@ def named_ends(vocabulary: Mapping[str, int]) -> list[int]:
     return [vocabulary[name] for name in _ENDS if name in vocabulary and not ends_a_part(name, vocabulary.get)]
 
 
-def ends_a_part(token: str, id_of: Callable[[str], int | None]) -> bool:
+def ends_a_part(token: str, find_id: Callable[[str], int | None]) -> bool:
     """Whether a token that ends other models' answers ends only a part of this one's, by the ids in its vocabulary."""
-    return token == "<|end|>" and any(all(id_of(other) is not None for other in others) for others in _OF_PARTS)
+    return token == "<|end|>" and any(all(find_id(other) is not None for other in others) for others in _PART_ENDS)
 
 
-def words_of(path: Path, entries: Mapping[str, Any], rows: int | None = None) -> Words:
+def build_words(path: Path, entries: Mapping[str, Any], rows: int | None = None) -> Words:
     """The tokenizer and the chat template.
 
     Raises:
@@ -128,9 +128,9 @@ def words_of(path: Path, entries: Mapping[str, Any], rows: int | None = None) ->
 def _byte_level(path: Path, tokens: Sequence[str], entries: Mapping[str, Any]) -> Tokenizer:
     pre = entries.get(f"{TOKENS}pre", "")
     if not any(pre in names for names in _SPLITS):
-        known = ", ".join(name for names in _SPLITS for name in names if name)
-        raise InputError(f"{path}: its text is cut by the pre-tokenizer {shown(pre)}; built are {known}")
-    pairs = [tuple(_text_of(path, "merges", merge).split(" ", 1)) for merge in _list(path, "merges", entries)]
+        split_names = ", ".join(name for names in _SPLITS for name in names if name)
+        raise InputError(f"{path}: its text is cut by the pre-tokenizer {shown(pre)}; built are {split_names}")
+    pairs = [tuple(_require_text(path, "merges", merge).split(" ", 1)) for merge in _list(path, "merges", entries)]
     if any(len(pair) != 2 for pair in pairs):
         raise InputError(f"{path}: {TOKENS}merges is no list of pairs")
     vocabulary = {token: id for id, token in enumerate(tokens)}
@@ -162,8 +162,8 @@ def _sentence_piece(path: Path, tokens: Sequence[str], entries: Mapping[str, Any
     prefix = entries.get(f"{TOKENS}add_space_prefix", True)
     spaces = normalizers.Replace(" ", _SPACE)
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefix else spaces
-    restored = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*restored, decoders.Strip(" ", 1, 0)] if prefix else restored)
+    decoder_steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*decoder_steps, decoders.Strip(" ", 1, 0)] if prefix else decoder_steps)
     return tokenizer
 
 
@@ -183,7 +183,7 @@ def _add_special(path: Path, tokenizer: Tokenizer, tokens: Sequence[str], entrie
     kinds = entries.get(f"{TOKENS}token_type", [NORMAL] * len(tokens))
     if not isinstance(kinds, list) or len(kinds) != len(tokens):
         raise InputError(f"{path}: {TOKENS}token_type has no kind for each of {len(tokens):,} tokens")
-    ends = ends_of(entries)
+    ends = end_token_ids(entries)
     kinds = [CONTROL if id in ends else kind for id, kind in enumerate(kinds)]
     whole = [(token, kind) for token, kind in zip(tokens, kinds, strict=True) if token]
     special = [AddedToken(token, normalized=False, special=True) for token, kind in whole if kind in (UNKNOWN, CONTROL)]
@@ -201,11 +201,11 @@ def _add_ends(
     bos: bool,
 ) -> None:
     """Begin and end every text as the file says: `bos` says whether one begins with BOS where the file does not."""
-    wanted = {"bos": bool(entries.get(f"{TOKENS}add_bos_token", bos)), "eos": bool(entries.get(f"{TOKENS}add_eos_token"))}
+    add_flags = {"bos": bool(entries.get(f"{TOKENS}add_bos_token", bos)), "eos": bool(entries.get(f"{TOKENS}add_eos_token"))}
     around: dict[str, list[str]] = {"bos": [], "eos": []}
     special: list[tuple[str, int]] = []
     for name in around:
-        if wanted[name]:
+        if add_flags[name]:
             if (id := ids[name]) is None:
                 raise InputError(f"{path}: it asks for {name.upper()} around each text, and names no {TOKENS}{name}_token_id")
             around[name].append(f"<{name}>")
@@ -223,12 +223,12 @@ def _add_ends(
 
 
 def _token(path: Path, name: str, tokens: Sequence[str], entries: Mapping[str, Any]) -> int | None:
-    if (id := _stated(name, entries)) is not None and (not isinstance(id, int) or not 0 <= id < len(tokens)):
+    if (id := _special_id(name, entries)) is not None and (not isinstance(id, int) or not 0 <= id < len(tokens)):
         raise InputError(f"{path}: {TOKENS}{name}_token_id {shown(id)} is none of {len(tokens):,} tokens")
     return id
 
 
-def _stated(name: str, entries: Mapping[str, Any]) -> Any:
+def _special_id(name: str, entries: Mapping[str, Any]) -> Any:
     """Id of a special token as the file has it, or llama.cpp takes it for SentencePiece's; None if there is none."""
     usual = {"unknown": 0, "bos": 1, "eos": 2} if entries.get(f"{TOKENS}model") == "llama" else {}
     id = entries.get(f"{TOKENS}{name}_token_id")
@@ -236,12 +236,12 @@ def _stated(name: str, entries: Mapping[str, Any]) -> Any:
 
 
 def _list(path: Path, name: str, entries: Mapping[str, Any]) -> list[Any]:
-    if not isinstance(found := entries.get(f"{TOKENS}{name}"), list):
+    if not isinstance(values := entries.get(f"{TOKENS}{name}"), list):
         raise InputError(f"{path} has no {TOKENS}{name}, which its tokenizer needs")
-    return found
+    return values
 
 
-def _text_of(path: Path, name: str, value: object) -> str:
+def _require_text(path: Path, name: str, value: object) -> str:
     if not isinstance(value, str):
         raise InputError(f"{path}: {TOKENS}{name} holds {shown(value)}, which is no text")
     return value
@@ -271,9 +271,9 @@ def tokenizer_in(folder: Path, settings: Mapping[str, Any], special: Mapping[str
         InputError: there is none, it is of a kind that is not built, or it is damaged.
     """
     if (path := folder / _SENTENCE_PIECE).is_file():
-        return path, _of_pieces(path, settings, special)
+        return path, _sentence_piece_file(path, settings, special)
     if (path := folder / _VOCABULARY).is_file() and (folder / _MERGES).is_file():
-        return path, _of_bytes(path, settings, special)
+        return path, _byte_level_files(path, settings, special)
     if (path := folder / _TEKKEN).is_file():
         raise InputError(
             f"{path} is not read; transformers writes tokenizer.json from it: `from transformers.integrations.mistral import "
@@ -282,7 +282,7 @@ def tokenizer_in(folder: Path, settings: Mapping[str, Any], special: Mapping[str
     raise InputError(f"{folder} has no tokenizer.json; text cannot be turned into tokens")
 
 
-def _of_bytes(path: Path, settings: Mapping[str, Any], special: Mapping[str, str]) -> Tokenizer:
+def _byte_level_files(path: Path, settings: Mapping[str, Any], special: Mapping[str, str]) -> Tokenizer:
     """A byte-level BPE of `vocab.json` and `merges.txt`."""
     kind = str(settings.get("tokenizer_class")).removesuffix("Fast")
     if (cut := _CUTS.get(kind)) is None:
@@ -299,15 +299,15 @@ def _of_bytes(path: Path, settings: Mapping[str, Any], special: Mapping[str, str
         raise InputError(f"{path.with_name(_MERGES)} is not UTF-8") from None
     merges = [line.rstrip("\r") for line in lines if line.strip() and not line.startswith("#version")]
     kinds = dict.fromkeys(vocabulary.values(), NORMAL)
-    said = {"model": "gpt2", "pre": cut, "merges": merges, "add_bos_token": False}
-    added = _added(path.with_name(_ADDED), settings, special)
-    tokenizer = _built(path, {id: token for token, id in vocabulary.items()}, kinds, added, special, said)
+    entries = {"model": "gpt2", "pre": cut, "merges": merges, "add_bos_token": False}
+    added_tokens = _added_tokens(path.with_name(_ADDED), settings, special)
+    tokenizer = _build_tokenizer(path, {id: token for token, id in vocabulary.items()}, kinds, added_tokens, special, entries)
     if cut == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     return tokenizer
 
 
-def _of_pieces(path: Path, settings: Mapping[str, Any], special: Mapping[str, str]) -> Tokenizer:
+def _sentence_piece_file(path: Path, settings: Mapping[str, Any], special: Mapping[str, str]) -> Tokenizer:
     """A BPE of SentencePiece's own file, which its library reads; compared with what that makes of a text."""
     try:
         library, form = import_module("sentencepiece"), import_module("sentencepiece.sentencepiece_model_pb2")
@@ -322,16 +322,18 @@ def _of_pieces(path: Path, settings: Mapping[str, Any], special: Mapping[str, st
         raise InputError(f"{path} is no SentencePiece model: {error}") from None
     pieces = dict(enumerate(model.pieces))
     # A user's own tokens are met before a space is anything else.
-    tokens = {id: of.piece.replace("▁", " ") if of.type == USER_DEFINED else of.piece for id, of in pieces.items()}
+    tokens = {id: piece.piece.replace("▁", " ") if piece.type == USER_DEFINED else piece.piece for id, piece in pieces.items()}
     prefix, spec = bool(model.normalizer_spec.add_dummy_prefix), model.trainer_spec
-    said = {
-        "model": "llama", "add_space_prefix": prefix, "scores": [float(of.score) for of in pieces.values()],
+    entries = {
+        "model": "llama", "add_space_prefix": prefix, "scores": [float(piece.score) for piece in pieces.values()],
         "unknown_token_id": spec.unk_id, "add_bos_token": settings.get("add_bos_token", True),
         "add_eos_token": settings.get("add_eos_token", False),
     }  # fmt: skip
-    said |= {f"{name}_token_id": id for name, id in (("bos", spec.bos_id), ("eos", spec.eos_id)) if id >= 0}
-    added = _added(path.with_name(_ADDED), settings, special)
-    tokenizer = _built(path, tokens, {id: of.type for id, of in pieces.items()}, added, special, said)
+    entries |= {f"{name}_token_id": id for name, id in (("bos", spec.bos_id), ("eos", spec.eos_id)) if id >= 0}
+    added_tokens = _added_tokens(path.with_name(_ADDED), settings, special)
+    tokenizer = _build_tokenizer(
+        path, tokens, {id: piece.type for id, piece in pieces.items()}, added_tokens, special, entries
+    )
     ours = [tokenizer.encode(text, add_special_tokens=False).ids for text in PROBE.split("\n")]
     if spec.model_type != spec.BPE or ours != [theirs.encode(text) for text in PROBE.split("\n")]:
         raise InputError(f"{path}: how it cuts text is not built (only BPE is); fetch tokenizer.json, {_TO_JSON}")
@@ -342,24 +344,26 @@ def _of_pieces(path: Path, settings: Mapping[str, Any], special: Mapping[str, st
     return tokenizer
 
 
-def _built(
-    path: Path, tokens: dict[int, str], kinds: dict[int, int], added: Iterator[tuple[int, str, bool]],
-    special: Mapping[str, str], said: dict[str, Any],
+def _build_tokenizer(
+    path: Path, tokens: dict[int, str], kinds: dict[int, int], added_tokens: Iterator[tuple[int, str, bool]],
+    special: Mapping[str, str], entries: dict[str, Any],
 ) -> Tokenizer:  # fmt: skip
     """A tokenizer of its own tokens by id, their kinds, and those that were added to it."""
-    for id, token, is_special in added:
+    for id, token, is_special in added_tokens:
         tokens[id], kinds[id] = token, CONTROL if is_special else USER_DEFINED
     kinds |= {id: CONTROL for id, token in tokens.items() if token in special.values() and kinds[id] == NORMAL}
     count, ids = max(tokens, default=-1) + 1, {token: id for id, token in tokens.items()}
-    said |= {f"{key}_id": ids[token] for key, token in special.items() if key in ("bos_token", "eos_token") and token in ids}
-    said |= {"tokens": [tokens.get(id, f"[PAD{id}]") for id in range(count)]}
-    said |= {"token_type": [kinds.get(id, UNUSED) for id in range(count)]}
-    if "scores" in said:
-        said["scores"] += [0.0] * (count - len(said["scores"]))
-    return words_of(path, {f"{TOKENS}{key}": value for key, value in said.items()}).tokenizer
+    entries |= {
+        f"{key}_id": ids[token] for key, token in special.items() if key in ("bos_token", "eos_token") and token in ids
+    }
+    entries |= {"tokens": [tokens.get(id, f"[PAD{id}]") for id in range(count)]}
+    entries |= {"token_type": [kinds.get(id, UNUSED) for id in range(count)]}
+    if "scores" in entries:
+        entries["scores"] += [0.0] * (count - len(entries["scores"]))
+    return build_words(path, {f"{TOKENS}{key}": value for key, value in entries.items()}).tokenizer
 
 
-def _added(path: Path, settings: Mapping[str, Any], special: Mapping[str, str]) -> Iterator[tuple[int, str, bool]]:
+def _added_tokens(path: Path, settings: Mapping[str, Any], special: Mapping[str, str]) -> Iterator[tuple[int, str, bool]]:
     """Tokens that were added to a vocabulary: id, text, and whether no text shows it. The newer file's come last."""
     older, newer = read_json(path) if path.is_file() else {}, settings.get("added_tokens_decoder", {})
     try:

@@ -39,14 +39,14 @@ def cache_options(
         per_layer: whether `/metrics` tells of each layer.
     """
     files = {keys.CALIBRATION: calibration, keys.PLAN: plan}
-    said: dict[str, Any] = {
+    options: dict[str, Any] = {
         keys.FORMAT: None if kv == keys.KV else kv,
         **{key: file and str(Path(file).expanduser().absolute()) for key, file in files.items()},
         keys.SKIP_LAYERS: list(skip_layers) or None, keys.TAIL: tail, keys.SINK: sink or None,
         keys.BALANCE: None if balance else False, keys.ALLOW_COLLAPSE: allow_collapse or None,
         keys.PER_LAYER: per_layer or None,
     }  # fmt: skip
-    return {key: value for key, value in said.items() if value is not None}
+    return {key: value for key, value in options.items() if value is not None}
 
 
 def is_vllms_own(options: Mapping[str, Any]) -> bool:
@@ -54,8 +54,8 @@ def is_vllms_own(options: Mapping[str, Any]) -> bool:
     return options.get(keys.FORMAT) == VLLMS_OWN and keys.PLAN not in options
 
 
-_HERE = "127.0.0.1"
-_LOOPBACK = (_HERE, "localhost", "::1")
+_LOCALHOST = "127.0.0.1"
+_LOOPBACK = (_LOCALHOST, "localhost", "::1")
 
 
 def require_vllm() -> None:
@@ -96,10 +96,10 @@ def serve(
     """
     require_vllm()
     model = _as_vllm_takes_it(model)
-    ours = _flags_of(cache, flags)
+    ours = _server_flags(cache, flags)
     if not is_vllms_own(cache):
         chosen.spec_from(cache)
-    parsed, config = _parsed([model, *ours, *_worker(cache)])
+    namespace, config = _parse_flags([model, *ours, *_worker(cache)])
     # Imported late: what vLLM logs, and how it starts processes, follows from the flags.
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
@@ -107,15 +107,15 @@ def serve(
 
     if not is_vllms_own(cache):
         # The engine would find it too, in a process of its own, and vLLM then prints where it was.
-        from haarkv.serving.vllm_plugin.limits import judged
+        from haarkv.serving.vllm_plugin.limits import judge_collapse
 
-        judged(config, "--allow-collapse")
+        judge_collapse(config, "--allow-collapse")
         say(_stored_as(config))
-    say(_reached_by(parsed))
+    say(_reached_by(namespace))
     cli_env_setup()
-    configure_logging_from_args(parsed)
+    configure_logging_from_args(namespace)
     try:
-        ServeSubcommand.cmd(parsed)
+        ServeSubcommand.cmd(namespace)
     except (RuntimeError, ValueError) as error:
         raise InputError(f"vLLM stopped: {error}") from error
 
@@ -133,13 +133,13 @@ def _as_vllm_takes_it(model: str) -> str:
     return name
 
 
-def _flags_of(cache: Mapping[str, Any], flags: Sequence[str]) -> list[str]:
+def _server_flags(cache: Mapping[str, Any], flags: Sequence[str]) -> list[str]:
     """vLLM's flags with ours in front; those that are for `tq serve` to set are refused."""
     # vLLM's own default is every network; of two hosts the last one counts.
-    ours = ["--host", _HERE]
+    ours = ["--host", _LOCALHOST]
     if not is_vllms_own(cache):
-        if taken := [flag for flag in flags if flag.split("=")[0] in ("--attention-backend", "--additional-config")]:
-            raise InputError(f"{taken[0].split('=')[0]} is set by tq serve; leave it out, or give --kv {VLLMS_OWN}")
+        if conflicts := [flag for flag in flags if flag.split("=")[0] in ("--attention-backend", "--additional-config")]:
+            raise InputError(f"{conflicts[0].split('=')[0]} is set by tq serve; leave it out, or give --kv {VLLMS_OWN}")
         ours += ["--attention-backend", "CUSTOM"]
         if cache:
             ours += ["--additional-config", json.dumps(cache)]
@@ -157,20 +157,20 @@ def _worker(cache: Mapping[str, Any]) -> list[str]:
 
 def _stored_as(config: Any) -> str:
     """How K and V are kept by an engine of this configuration."""
-    model, plan = config.model_config, chosen.plan_of(config)
+    model, plan = config.model_config, chosen.kv_plan(config)
     if sliding := chosen.sliding_layers(model):
         ours = f"K and V are kept in {plan.describe()}"
         return f"{ours}; those of layers {', '.join(map(str, sliding))}, which attend to a window, by vLLM itself"
     if states := chosen.state_layers(model):
-        shapes = chosen.shape_of(config).layers
-        taken, bf16 = plan.bytes_per_token(shapes), KVSpec(VLLMS_OWN).plan(len(plan.layers)).bytes_per_token(shapes)
-        ours = f"K and V of {len(plan.layers) - len(states)} layers are kept in {plan.describe()}: {taken:,.0f} bytes a token"
-        return f"{ours}, {bf16 / taken:.2f} times less than BF16; the states of the other {len(states)} by vLLM itself"
+        shapes = chosen.shape_signature(config).layers
+        nbytes, bf16 = plan.bytes_per_token(shapes), KVSpec(VLLMS_OWN).plan(len(plan.layers)).bytes_per_token(shapes)
+        ours = f"K and V of {len(plan.layers) - len(states)} layers are kept in {plan.describe()}: {nbytes:,.0f} bytes a token"
+        return f"{ours}, {bf16 / nbytes:.2f} times less than BF16; the states of the other {len(states)} by vLLM itself"
     shape = KVShape(model.get_total_num_kv_heads(), model.get_head_size())
-    taken, bf16 = plan.bytes_per_token(shape), KVSpec(VLLMS_OWN).plan(len(plan.layers)).bytes_per_token(shape)
-    each = f"K and V are kept in {plan.describe()}: {taken:,.0f} bytes a token"
+    nbytes, bf16 = plan.bytes_per_token(shape), KVSpec(VLLMS_OWN).plan(len(plan.layers)).bytes_per_token(shape)
+    each = f"K and V are kept in {plan.describe()}: {nbytes:,.0f} bytes a token"
     if not plan.keeps_tokens:
-        return f"{each}, {bf16 / taken:.2f} times less than BF16"
+        return f"{each}, {bf16 / nbytes:.2f} times less than BF16"
     return (
         f"{each} and {kept_bytes(plan, shape, config.cache_config.block_size) / 2**20:,.1f} MiB a sequence for those in BF16"
     )
@@ -179,25 +179,27 @@ def _stored_as(config: Any) -> str:
 def kept_bytes(plan: KVPlan, shape: KVShape, block_size: int) -> int:
     """Bytes of vLLM's blocks that a sequence's tokens in BF16 take while it decodes, in all layers; at most."""
     packed = sum(page_bytes(pair, shape.num_kv_heads, shape.head_dim, block_size) for pair in plan.layers)
-    kept = sum(any(map(plan.keeps, pair)) for pair in plan.layers)
-    exact = kept * page_bytes(chosen.exact_pair(), shape.num_kv_heads, shape.head_dim, 1)
+    exact_layers = sum(any(map(plan.keeps, pair)) for pair in plan.layers)
+    exact = exact_layers * page_bytes(chosen.exact_pair(), shape.num_kv_heads, shape.head_dim, 1)
     size = chosen.tail_tokens(packed, exact, block_size)
     # So many tokens, wherever among blocks they begin.
     blocks = (max(plan.recent or 0, 2) - 2) // size + 2 + -(-plan.sink // size)
     return blocks * max(packed, size * exact)
 
 
-def _reached_by(parsed: Namespace) -> str:
+def _reached_by(namespace: Namespace) -> str:
     """Who can reach a server of these flags."""
-    if parsed.uds:
-        return f"the server listens at the socket {parsed.uds}"
-    if parsed.host in _LOOPBACK:
-        return f"the server listens on {parsed.host}, this machine alone; --host 0.0.0.0 --api-key KEY opens it to a network"
-    keyless = "" if parsed.api_key else "; whoever reaches it can use it: --api-key KEY asks for a key"
-    return f"the server listens on {parsed.host}{keyless}"
+    if namespace.uds:
+        return f"the server listens at the socket {namespace.uds}"
+    if namespace.host in _LOOPBACK:
+        return (
+            f"the server listens on {namespace.host}, this machine alone; --host 0.0.0.0 --api-key KEY opens it to a network"
+        )
+    keyless = "" if namespace.api_key else "; whoever reaches it can use it: --api-key KEY asks for a key"
+    return f"the server listens on {namespace.host}{keyless}"
 
 
-def _parsed(args: Sequence[str]) -> tuple[Namespace, Any]:
+def _parse_flags(args: Sequence[str]) -> tuple[Namespace, Any]:
     """The flags as vLLM reads them, and its configuration, or in one line why it cannot serve so. Nothing is started."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
@@ -208,25 +210,25 @@ def _parsed(args: Sequence[str]) -> tuple[Namespace, Any]:
             raise InputError(f"vLLM says: {message}")
 
     try:
-        parsed: Namespace = make_arg_parser(Parser(prog="tq serve")).parse_args(list(args))
-        parsed.model = parsed.model_tag
-        validate_parsed_serve_args(parsed)
-        config = AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
+        namespace: Namespace = make_arg_parser(Parser(prog="tq serve")).parse_args(list(args))
+        namespace.model = namespace.model_tag
+        validate_parsed_serve_args(namespace)
+        config = AsyncEngineArgs.from_cli_args(namespace).create_engine_config()
     except InputError:
         raise
     except (ValueError, TypeError, OSError, NotImplementedError) as error:
         raise InputError(_first_reason(error)) from error
-    return parsed, config
+    return namespace, config
 
 
 def _first_reason(error: Exception) -> str:
     """The sentence that matters: a validation error brings a list, each with what it was about."""
     reasons: Any = getattr(error, "errors", None)
-    listed = reasons() if callable(reasons) else None
-    said = str(listed[0].get("msg", error)).removeprefix("Value error, ") if listed else str(error)
-    if "failed to be inspected" in said and find_spec("torchvision") is None:
+    details = reasons() if callable(reasons) else None
+    message = str(details[0].get("msg", error)).removeprefix("Value error, ") if details else str(error)
+    if "failed to be inspected" in message and find_spec("torchvision") is None:
         return (
             "vLLM imports torchvision for this model, even to serve text; install it from where torch came from, as a build "
             "for CPUs if torch is one"
         )
-    return said
+    return message

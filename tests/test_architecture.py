@@ -21,7 +21,7 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OP_NAMES, OpTable
 
 # A room may use those before it; these three stand beside each other and use none of each other.
-BESIDE = {"validation", "benchmarks", "serving"}
+PEER_ROOMS = {"validation", "benchmarks", "serving"}
 ONLY_IN = {
     "triton": ["tq_ops/cuda/"],
     "pypto": ["tq_ops/npu/", "models/qwen3_14b/npu/"],
@@ -39,26 +39,26 @@ if find_spec("triton"):
     TABLES.append(cuda_ops)
 
 
-def imported(path):
+def imported_rooms(path):
     """Top-level names that a file imports, wherever in it."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (room_of(alias.name) for alias in node.names)
+            yield from (module_room(alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute"
-            yield room_of(node.module)
+            yield module_room(node.module)
             if node.module == "haarkv":
-                yield from (room_of(f"haarkv.{alias.name}") for alias in node.names)
+                yield from (module_room(f"haarkv.{alias.name}") for alias in node.names)
 
 
-def room_of(module):
+def module_room(module):
     """`haarkv.models.base` -> `models`; of another package its name."""
     first, _, rest = module.partition(".")
     return rest.split(".")[0] if first == "haarkv" and rest else first
 
 
 def may_import(room, other):
-    return ORDER.index(other) <= ORDER.index(room) and (room == other or not {room, other} <= BESIDE)
+    return ORDER.index(other) <= ORDER.index(room) and (room == other or not {room, other} <= PEER_ROOMS)
 
 
 def wrong_imports(place, names):
@@ -74,10 +74,10 @@ def wrong_imports(place, names):
 
 
 def test_imports_go_one_way():
-    names = {path.relative_to(ROOT).as_posix(): set(imported(path)) for path in sources()}
-    wrong = {place: wrong_imports(place, found) for place, found in names.items()}
+    names = {path.relative_to(ROOT).as_posix(): set(imported_rooms(path)) for path in sources()}
+    wrong = {place: wrong_imports(place, imports) for place, imports in names.items()}
     assert len(wrong) > 200
-    assert {place: found for place, found in wrong.items() if found} == {}
+    assert {place: imports for place, imports in wrong.items() if imports} == {}
 
 
 def test_an_import_the_other_way_would_be_seen():
@@ -104,14 +104,14 @@ def modules_imported(path):
 def test_only_models_know_a_family():
     """Executors, validation and the command see `models.base`, `weights`, `catalog` and the list of families, no family."""
     rooms = ORDER[ORDER.index("models") + 1 :]
-    known = [
+    family_imports = [
         f"{path.relative_to(ROOT)} imports {module}"
         for path in sources()
         if path.relative_to(ROOT).parts[0] in rooms
         for module in modules_imported(path)
         if of_a_family(module)
     ]
-    assert known == []
+    assert family_imports == []
 
 
 def test_the_rule_would_see_a_family():
@@ -167,7 +167,7 @@ def test_mypy_leaves_out_kernel_files_only():
         files = [p for p in sources() if fnmatch(module_name(p), module) and p.name != "__init__.py"]
         assert files, module
         for path in files:
-            assert {"triton", "pypto"} & set(imported(path)), path
+            assert {"triton", "pypto"} & set(imported_rooms(path)), path
 
 
 def test_a_commit_is_checked_by_what_lint_runs():
@@ -183,7 +183,7 @@ def test_everything_imports_without_the_extras():
         module_name(p)
         for p in sources()
         if p.name != "__main__.py"
-        and not set(imported(p)) & {"triton", "pypto", "transformers", "vllm"}
+        and not set(imported_rooms(p)) & {"triton", "pypto", "transformers", "vllm"}
         and not p.relative_to(ROOT).as_posix().startswith(tuple(ONLY_IN["onnx"]))
     ]
     code = (

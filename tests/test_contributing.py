@@ -16,7 +16,7 @@ from haarkv.tq_ops import formats
 
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 SOURCES = {path: path.read_text(encoding="utf-8") for path in sources()}
-parsed = cache(ast.parse)
+parse_source = cache(ast.parse)
 FORMAT, FAMILY, EXECUTOR = "Add a KV format", "Add a model family", "Add an executor"
 # The default, and the two that are no formats but what formats are measured against.
 COMMON = {"tq4", "bf16", "fp32"}
@@ -33,13 +33,13 @@ LLAMA_CPP = ("models/gguf_settings.py", "models/gguf_source.py", "models/gguf_fo
 TABLES = ("codebooks/*",)
 
 
-def listed(section):
+def listed_patterns(section):
     text = PAGE.split(f"## {section}\n")[1].split("\n## ")[0]
     return re.findall(r"^\d+\. `([^`]+)`", text, re.MULTILINE)
 
 
-def allowed(section, *more):
-    patterns = [entry.replace("NAME", "*") for entry in listed(section)]
+def allowed_places(section, *more):
+    patterns = [entry.replace("NAME", "*") for entry in listed_patterns(section)]
     return lambda place: any(fnmatch(place, pattern) for pattern in (*patterns, *more))
 
 
@@ -54,17 +54,17 @@ def place(path):
 def name_lists(tree, names):
     """Tuples, lists, sets and dictionaries that hold two or more of the names."""
     for node in ast.walk(tree):
-        held = (
+        elements = (
             node.elts if isinstance(node, ast.List | ast.Tuple | ast.Set) else node.keys if isinstance(node, ast.Dict) else []
         )
-        found = {n.value for n in held if isinstance(n, ast.Constant)} & names
-        if len(found) > 1:
-            yield found
+        listed_names = {n.value for n in elements if isinstance(n, ast.Constant)} & names
+        if len(listed_names) > 1:
+            yield listed_names
 
 
 @pytest.mark.parametrize("section", [FORMAT, FAMILY, EXECUTOR])
 def test_at_most_eight_files_and_they_exist(section):
-    files = listed(section)
+    files = listed_patterns(section)
     assert 4 <= len(files) <= 8
     assert len(set(files)) == len(files)
     for file in files:
@@ -73,41 +73,43 @@ def test_at_most_eight_files_and_they_exist(section):
 
 def elsewhere(found_in, is_allowed):
     """Place -> what `found_in` finds in the file, of files that are not allowed to have it."""
-    found = {place(path): found_in(text) for path, text in SOURCES.items()}
-    return {where: what for where, what in found.items() if what and not is_allowed(where)}
+    findings = {place(path): found_in(text) for path, text in SOURCES.items()}
+    return {where: what for where, what in findings.items() if what and not is_allowed(where)}
 
 
 def test_only_listed_files_know_a_format_by_name():
     names = set(formats.names()) - COMMON
-    assert elsewhere(lambda text: texts(parsed(text)) & names, allowed(FORMAT, *CHOOSES, *TABLES)) == {}
+    assert elsewhere(lambda text: texts(parse_source(text)) & names, allowed_places(FORMAT, *CHOOSES, *TABLES)) == {}
 
 
 def test_only_listed_files_know_a_model_type():
-    assert elsewhere(lambda text: texts(parsed(text)) & set(FAMILIES), allowed(FAMILY, *CHOOSES, *LLAMA_CPP)) == {}
+    assert (
+        elsewhere(lambda text: texts(parse_source(text)) & set(FAMILIES), allowed_places(FAMILY, *CHOOSES, *LLAMA_CPP)) == {}
+    )
     assert f"`{LLAMA_CPP[0]}`" in PAGE.split(f"## {FAMILY}\n")[1].split("\n## ")[0]
 
 
 def test_only_the_catalog_imports_an_executor():
     others = set(catalog.NAMES) - {"reference"}
     imports = re.compile(r"haarkv\.executors\.(\w+)")
-    assert elsewhere(lambda text: set(imports.findall(text)) & others, allowed(EXECUTOR, *CHOOSES)) == {}
+    assert elsewhere(lambda text: set(imports.findall(text)) & others, allowed_places(EXECUTOR, *CHOOSES)) == {}
 
 
 def test_only_listed_files_have_a_list_of_executors():
     names = set(catalog.NAMES)
-    assert elsewhere(lambda text: list(name_lists(parsed(text), names)), allowed(EXECUTOR, *CHOOSES)) == {}
+    assert elsewhere(lambda text: list(name_lists(parse_source(text), names)), allowed_places(EXECUTOR, *CHOOSES)) == {}
 
 
 def test_what_the_tests_leave_out_has_a_command():
     """Each marker that `make test` deselects is run by the command that its description names."""
     options = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    described = dict(marker.split(": ", 1) for marker in options["markers"])
+    descriptions = dict(marker.split(": ", 1) for marker in options["markers"])
     left_out = re.findall(r"not (\w+)", options["addopts"])
     assert len(left_out) > 5
     for marker in left_out:
-        found = re.search(r"`make ([\w-]+)", described[marker])
-        target = found[1] if found else f"test-{marker}"
+        command = re.search(r"`make ([\w-]+)", descriptions[marker])
+        target = command[1] if command else f"test-{marker}"
         recipe = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
         assert re.search(rf"-m '?[\w ]*\b{marker}\b", recipe[1]), marker
         assert f'"make {target} ' in makefile, target
@@ -115,10 +117,10 @@ def test_what_the_tests_leave_out_has_a_command():
 
 def test_the_rules_would_see_names_elsewhere():
     assert len(SOURCES) > 200
-    assert set(elsewhere(lambda text: "KVSpec" in text, allowed(FORMAT))) > {"tq/loading.py"}
+    assert set(elsewhere(lambda text: "KVSpec" in text, allowed_places(FORMAT))) > {"tq/loading.py"}
     tree = ast.parse('kv = {"q4_0": 1}\nwho = ("cpu", "npu")\nfine = ("cpu",)')
     assert texts(tree) >= {"q4_0"}
     assert list(name_lists(tree, set(catalog.NAMES))) == [{"cpu", "npu"}]
-    assert not allowed(FORMAT)("executors/npu.py")
-    assert allowed(FORMAT)("tq_ops/formats/ggml.py")
-    assert not allowed(EXECUTOR)("tq/options.py")
+    assert not allowed_places(FORMAT)("executors/npu.py")
+    assert allowed_places(FORMAT)("tq_ops/formats/ggml.py")
+    assert not allowed_places(EXECUTOR)("tq/options.py")

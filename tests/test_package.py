@@ -35,8 +35,8 @@ def run(*command, cwd):
 def build(target, source, folder):
     """A wheel or an sdist of the sources in a folder."""
     run(sys.executable, "-m", "hatchling", "build", "-t", target, "-d", folder, cwd=source)
-    (made,) = folder.iterdir()
-    return made
+    (artifact,) = folder.iterdir()
+    return artifact
 
 
 @pytest.fixture(scope="module")
@@ -47,23 +47,23 @@ def wheel(tmp_path_factory):
 def names(wheel):
     """Files of a wheel but for the description that the build writes."""
     with zipfile.ZipFile(wheel) as archive:
-        listed = archive.namelist()
-    assert len(listed) == len(set(listed)), "a file twice"
-    return {name for name in listed if ".dist-info/" not in name}
+        entries = archive.namelist()
+    assert len(entries) == len(set(entries)), "a file twice"
+    return {name for name in entries if ".dist-info/" not in name}
 
 
 def test_the_wheel_has_two_names_and_every_file(wheel):
-    found = names(wheel)
-    assert {name.split("/")[0] for name in found} == {"haarkv", "tq"}
-    shipped = {
+    files = names(wheel)
+    assert {name.split("/")[0] for name in files} == {"haarkv", "tq"}
+    source_files = {
         path.relative_to(ROOT).as_posix()
         for folder in (ROOT / "tq", *(ROOT / "haarkv" / room for room in ROOMS))
         for path in folder.rglob("*")
         if path.is_file() and not any(part == "__pycache__" or part.startswith(".build-") for part in path.parts)
     }
-    assert found == shipped | {"haarkv/__init__.py", "haarkv/py.typed"}
+    assert files == source_files | {"haarkv/__init__.py", "haarkv/py.typed"}
     # What a search for *.py would not notice.
-    assert found >= {
+    assert files >= {
         "haarkv/tq_ops/cpu/_kernels.so",
         "haarkv/tq_ops/cpu/csrc/driver.cpp",
         "haarkv/codebooks/data/lloyd_max.json",
@@ -119,8 +119,8 @@ def project(tmp_path_factory):
     for name in FOREIGN:
         (folder / name).mkdir()
         (folder / name / "__init__.py").write_text("OURS = True\n", encoding="utf-8")
-    indented = "".join(f"    {line}\n" if line else "\n" for line in SCRIPT.splitlines())
-    (folder / "tests" / "test_theirs.py").write_text(f"def test_theirs():\n{indented}", encoding="utf-8")
+    body = "".join(f"    {line}\n" if line else "\n" for line in SCRIPT.splitlines())
+    (folder / "tests" / "test_theirs.py").write_text(f"def test_theirs():\n{body}", encoding="utf-8")
     return folder
 
 

@@ -43,9 +43,9 @@ def anchors(page):
 @of_every_page
 def test_links_lead_somewhere(page):
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text(encoding="utf-8")):
-        found = page.parent / target if target else page
-        assert found.exists(), f"{page.name} links to {target}"
-        assert not anchor or anchor in anchors(found), f"{page.name} links to {target}#{anchor}"
+        target_page = page.parent / target if target else page
+        assert target_page.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(target_page), f"{page.name} links to {target}#{anchor}"
 
 
 def test_pages_that_the_code_names_exist():
@@ -57,8 +57,10 @@ def test_pages_that_the_code_names_exist():
 
 
 def test_every_picture_is_shown():
-    shown = {(page.parent / name).resolve() for page in PAGES for name in re.findall(r"!\[.*?\]\((.*?)\)", page.read_text())}
-    assert shown == {picture.resolve() for picture in (ROOT / "docs").glob("*.svg")}
+    pictures = {
+        (page.parent / name).resolve() for page in PAGES for name in re.findall(r"!\[.*?\]\((.*?)\)", page.read_text())
+    }
+    assert pictures == {picture.resolve() for picture in (ROOT / "docs").glob("*.svg")}
 
 
 # -- Commands ---------------------------------------------------------------------------------------------------------------
@@ -82,9 +84,9 @@ def test_every_tq_command_has_the_options_that_a_page_gives_it(page):
         while isinstance(command, click.Group) and rest:
             command = command.get_command(context, rest.pop(0))
             assert command is not None, f"{page.name}: {shlex.join(words)}"
-        known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
         if not command.context_settings.get("ignore_unknown_options"):  # else they are vLLM's
-            unknown = {word.split("=")[0] for word in rest if word.startswith("--")} - known
+            unknown = {word.split("=")[0] for word in rest if word.startswith("--")} - options
             assert not unknown, f"{page.name}: {shlex.join(words)}"
 
 

@@ -38,15 +38,15 @@ def test_a_wheel_with_a_library_lists_every_file_by_its_digest(hatch_build, tmp_
     library = tmp_path / "kernels.so"
     library.write_bytes(b"\x7fELF GLIBC_2.17 GLIBC_2.34 GLIBC_2.4 GLIBCXX_3.4.99")
     platform = f"manylinux_2_{hatch_build._glibc(library)}_aarch64"
-    made = hatch_build._with_library(plain, library, platform)
-    assert made.name == "haarkv-1.0-py3-none-manylinux_2_34_aarch64.whl"
-    with zipfile.ZipFile(made) as archive:
-        held = {name: archive.read(name) for name in archive.namelist()}
-    assert held["haarkv/tq_ops/cpu/_kernels.so"] == library.read_bytes()
-    assert held[f"{INFO}/WHEEL"].decode().splitlines()[1:] == ["Root-Is-Purelib: false", f"Tag: py3-none-{platform}"]
-    *listed, own = held.pop(f"{INFO}/RECORD").decode().splitlines()
-    assert own == f"{INFO}/RECORD,,"
-    assert sorted(listed) == sorted(f"{name},{digest(content)},{len(content)}" for name, content in held.items())
+    platform_wheel = hatch_build._with_library(plain, library, platform)
+    assert platform_wheel.name == "haarkv-1.0-py3-none-manylinux_2_34_aarch64.whl"
+    with zipfile.ZipFile(platform_wheel) as archive:
+        contents = {name: archive.read(name) for name in archive.namelist()}
+    assert contents["haarkv/tq_ops/cpu/_kernels.so"] == library.read_bytes()
+    assert contents[f"{INFO}/WHEEL"].decode().splitlines()[1:] == ["Root-Is-Purelib: false", f"Tag: py3-none-{platform}"]
+    *record_lines, record_line = contents.pop(f"{INFO}/RECORD").decode().splitlines()
+    assert record_line == f"{INFO}/RECORD,,"
+    assert sorted(record_lines) == sorted(f"{name},{digest(content)},{len(content)}" for name, content in contents.items())
 
 
 # -- The description ----------------------------------------------------------------------------------------------------------
@@ -58,13 +58,13 @@ def test_every_link_of_the_description_works_where_the_readme_is_not(hatch_build
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     relative = [target for _, target in LINK.findall(readme) if ":" not in target]
     assert len(relative) > 10
-    made = hatch_build.description(readme, source)
-    links = LINK.findall(made)
+    page = hatch_build.description(readme, source)
+    links = LINK.findall(page)
     assert all(target.startswith("https://") for _, target in links), links
     assert [target for _, target in LINK.findall(readme) if ":" in target] == [t for _, t in links if "example.org" not in t]
     if source is None:
         assert links == []
-        assert "One vector" in made or "one vector's walk" in made  # the words stay
+        assert "One vector" in page or "one vector's walk" in page  # the words stay
     else:
         assert [target.split("/main/")[1] for _, target in links] == relative
         assert [target for sign, target in links if sign] == ["https://example.org/haarkv/raw/main/docs/smollm2.svg"]

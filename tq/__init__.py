@@ -71,8 +71,8 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    here = [name for name in _PUBLIC if name not in _NEEDS_TRANSFORMERS or find_spec("transformers")]
-    return sorted([*here, *(name for name in globals() if name.startswith("__"))])
+    available = [name for name in _PUBLIC if name not in _NEEDS_TRANSFORMERS or find_spec("transformers")]
+    return sorted([*available, *(name for name in globals() if name.startswith("__"))])
 
 
 def __getattr__(name: str) -> Any:

@@ -17,8 +17,8 @@ from haarkv.tq_ops.npu.versions import leave_npu_alone
 from tq import __version__
 from tq.groups import Group
 from tq.output import drop_output, one_line, unsaid_is_fine, warnings_in_a_line
-from tq.ranks import LOST, Started
-from tq.start import INTERRUPTED
+from tq.ranks import RANK_LOST, Launch
+from tq.start import EXIT_INTERRUPTED
 
 _SECTIONS = {
     "Run": ("generate", "chat", "serve", "cache"),
@@ -129,10 +129,10 @@ def _greet(ctx: click.Context) -> None:
 
 def _require_address_space() -> None:
     """Refuse a `ulimit -v` under which libraries that torch loads end the process without a word of ours."""
-    allowed, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if resource.RLIM_INFINITY != allowed < _LEAST_ADDRESSES:
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if resource.RLIM_INFINITY != limit < _LEAST_ADDRESSES:
         least = f"{_LEAST_ADDRESSES / 2**30:g} GiB"
-        raise InputError(f"this process may take {allowed / 2**30:.2f} GiB of memory, and needs {least}; raise ulimit -v")
+        raise InputError(f"this process may take {limit / 2**30:.2f} GiB of memory, and needs {least}; raise ulimit -v")
 
 
 def _prepare_streams() -> None:
@@ -146,10 +146,10 @@ def _prepare_streams() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; exit codes as of `run`."""
-    return run(Started(list(sys.argv[1:] if argv is None else argv)))
+    return run(Launch(list(sys.argv[1:] if argv is None else argv)))
 
 
-def run(started: Started) -> int:
+def run(launch: Launch) -> int:
     """Run the command, as a user started it or as one rank of it.
 
     Returns:
@@ -159,34 +159,34 @@ def run(started: Started) -> int:
     _prepare_streams()
     with unsaid_is_fine(), warnings_in_a_line():
         try:
-            result = cli.main(args=list(started.argv), prog_name="tq", standalone_mode=False, obj=started)
+            result = cli.main(args=list(launch.argv), prog_name="tq", standalone_mode=False, obj=launch)
             sys.stdout.flush()
             return result if isinstance(result, int) else 0
         except BaseException as error:  # a panic in a library of Rust is no Exception
             # Before the name of the subcommand it is ours; behind it, it may be the value of an option.
-            return _ended(error, started, debug="--debug" in takewhile(lambda word: word.startswith("-"), started.argv))
+            return _exit_code(error, launch, debug="--debug" in takewhile(lambda word: word.startswith("-"), launch.argv))
 
 
-def _ended(error: BaseException, started: Started, debug: bool) -> int:
-    """Say why a command ended, with `debug` by its traceback as well; exit codes as of `run`, or `LOST` of a rank."""
+def _exit_code(error: BaseException, launch: Launch, debug: bool) -> int:
+    """Say why a command ended, with `debug` by its traceback as well; exit codes as of `run`, or `RANK_LOST` of a rank."""
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         error.show()
         return 2
     if isinstance(error, KeyboardInterrupt | click.Abort | _InterruptedError):
-        if not started.place:  # whoever started the ranks says so
+        if not launch.place:  # whoever started the ranks says so
             # A terminal has shown ^C, and perhaps half a line of text; a bar that was beginning has hidden the cursor, and
             # stands between us and the terminal, where it drops what moves no text.
             stream = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
             print("\x1b[?25h\n" * stream.isatty() + "tq: interrupted", file=stream)
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
     if isinstance(error, SystemExit):  # of a library that ends the process itself
         return error.code if isinstance(error.code, int) else 2
     if isinstance(error, _SystemRefusedError) and error.__cause__:
         error = error.__cause__
     if debug:
         traceback.print_exception(error)
-    if isinstance(error, RankLostError) and started.place:
-        return LOST  # whoever started the ranks knows which one
+    if isinstance(error, RankLostError) and launch.place:
+        return RANK_LOST  # whoever started the ranks knows which one
     try:
         sys.stdout.flush()
     except OSError:
@@ -204,13 +204,13 @@ def _reason(error: BaseException) -> str:
         return error.format_message()
     if isinstance(error, InputError):
         return str(error)
-    said = str(error)
-    if isinstance(error, MemoryError) or any(words in said for words in _NO_MEMORY):
+    message = str(error)
+    if isinstance(error, MemoryError) or any(words in message for words in _NO_MEMORY):
         return "there is not enough memory; take a smaller model, text or context, or allow this process more"
     if isinstance(error, OSError):
         return f"{error.filename}: {error.strerror or error}" if error.filename else str(error.strerror or error)
     return (
-        f"this is a fault of tq itself: {type(error).__name__}: {said}; please report it with what `tq --debug …` prints "
+        f"this is a fault of tq itself: {type(error).__name__}: {message}; please report it with what `tq --debug …` prints "
         "for the same command"
     )
 

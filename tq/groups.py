@@ -77,16 +77,16 @@ class Command(click.Command):
     def _sections(self, ctx: click.Context) -> Iterator[tuple[str, list[tuple[str, str]]]]:
         """Heading and rows of each list of options."""
         options = [param for param in self.get_params(ctx) if isinstance(param, click.Option) and not param.hidden]
-        found: dict[str, list[tuple[str, str]]] = {}
+        rows: dict[str, list[tuple[str, str]]] = {}
         for option in options:
             record = option.get_help_record(ctx)
-            heading = section_of(option) if len(options) > _MANY else ""
+            heading = option_section(option) if len(options) > _MANY else ""
             if record:
-                found.setdefault(heading or "Options", []).append(record)
-        yield from ((heading, found[heading]) for heading in (*_SECTIONS, "Options") if heading in found)
+                rows.setdefault(heading or "Options", []).append(record)
+        yield from ((heading, rows[heading]) for heading in (*_SECTIONS, "Options") if heading in rows)
 
 
-def section_of(option: click.Option) -> str:
+def option_section(option: click.Option) -> str:
     """The heading under which an option stands in a long list; "" for one of no group."""
     return next((heading for heading, names in _SECTIONS.items() if option.opts[0] in names), "")
 
@@ -115,16 +115,16 @@ class Group(click.Group):
         return super().get_command(ctx, cmd_name)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        name, known = args[0], self.list_commands(ctx)
-        if name in known or name.startswith("-") or ctx.resilient_parsing:
+        name, names = args[0], self.list_commands(ctx)
+        if name in names or name.startswith("-") or ctx.resilient_parsing:
             return super().resolve_command(ctx, args)
-        close = get_close_matches(name, known, n=2)
+        close = get_close_matches(name, names, n=2)
         hint = f"did you mean {' or '.join(close)}?" if close else f"`{ctx.command_path} --help` lists them all"
         raise click.UsageError(f"there is no command {name!r}; {hint}", ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: Mapping[str, Mapping[str, Any]] = self.sections or {"Commands": self.commands}
         for heading, names in sections.items():
-            found = {name: command for name in names if (command := self.get_command(ctx, name)) and not command.hidden}
+            commands = {name: command for name in names if (command := self.get_command(ctx, name)) and not command.hidden}
             with formatter.section(heading):
-                formatter.write_dl([(name, command.get_short_help_str(_WIDEST)) for name, command in found.items()])
+                formatter.write_dl([(name, command.get_short_help_str(_WIDEST)) for name, command in commands.items()])

@@ -19,7 +19,7 @@ from haarkv.tq_ops.kv.calibration_file import CalibrationFile
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.planning.auto import LOSS, require_loss, steps
 from haarkv.validation.planning.remembered import cache_for, chosen_before, default_cache, file_for, fixed_cache
-from tq.options import set_threads, written
+from tq.options import set_threads, written_options
 from tq.output import say, scoring
 
 AUTO_KV = "auto"
@@ -73,38 +73,38 @@ def load(
             str(model), loss=loss, layers=layers, executor=executor, dtype=dtype, device="cpu", on_choice=on_choice
         )
 
-    named = {name: name for name, value in options.items() if value is not None}
-    given = {"model": str(model), "layers": layers, "executor": executor, "kv_loss": kv_loss, "plan": plan, **options}
-    spec = _spec(given, named, {"kv": "kv", "auto": "kv='auto'", "plan": "plan", "loss": "kv_loss"}, choose)
+    argument_names = {name: name for name, value in options.items() if value is not None}
+    args = {"model": str(model), "layers": layers, "executor": executor, "kv_loss": kv_loss, "plan": plan, **options}
+    spec = _spec(args, argument_names, {"kv": "kv", "auto": "kv='auto'", "plan": "plan", "loss": "kv_loss"}, choose)
     return loading.load(model, kv=spec, executor=executor, device=device, dtype=dtype, layers=layers, **others)
 
 
 def _spec(
-    given: Mapping[str, Any], asked: Mapping[str, str], words: Mapping[str, str], choose: Callable[[float], KVSpec]
+    args: Mapping[str, Any], flags: Mapping[str, str], words: Mapping[str, str], choose: Callable[[float], KVSpec]
 ) -> KVSpec:
     """The cache that is asked for, by arguments or by options.
 
     Args:
-        given: values by the names of `load`'s arguments; None, or nothing, is not asked for.
-        asked, words: as `require_one_cache` takes them.
+        args: values by the names of `load`'s arguments; None, or nothing, is not asked for.
+        flags, words: as `require_one_cache` takes them.
         choose: what `auto` means, by the loss that it may have.
     Raises:
         InputError: two that exclude each other, or a file that is not what it should be.
     """
-    kv, plan, calibration = given.get("kv"), given.get("plan"), given.get("calibration")
-    model, layers = given.get("model"), given.get("layers")
+    kv, plan, calibration = args.get("kv"), args.get("plan"), args.get("calibration")
+    model, layers = args.get("model"), args.get("layers")
     # Where none is named: what stores any model, with a calibration what it is for, and None where a cache is chosen.
     default: KVSpec | None = KVSpec()
     if kv is None and plan is None and model is not None:
         default = (
-            default_cache(model, layers, given.get("executor"))
+            default_cache(model, layers, args.get("executor"))
             if calibration is None
-            else default_spec(learned=True, context=read_config(model, layers).max_position_embeddings)
+            else default_spec(has_calibration=True, context=read_config(model, layers).max_position_embeddings)
         )
     auto = plan is None and (default is None or kv == AUTO_KV)
-    require_one_cache(asked, words, auto=auto, kv=kv, plan=plan, kv_loss=given.get("kv_loss"))
+    require_one_cache(flags, words, auto=auto, kv=kv, plan=plan, kv_loss=args.get("kv_loss"))
     if auto:
-        return choose(LOSS if given.get("kv_loss") is None else require_loss(given["kv_loss"]))
+        return choose(LOSS if args.get("kv_loss") is None else require_loss(args["kv_loss"]))
     if plan is not None:
         return plan_file.load(plan)
     if isinstance(kv, KVSpec):
@@ -112,18 +112,18 @@ def _spec(
     assert default is not None
     if isinstance(calibration, Path | str):
         calibration = calibration_file.load(calibration)
-    beside = {name: given[name] for name in ("tail", "sink", "skip_layers") if given[name] is not None}  # 0 is asked for
-    kept = {"kv": default.kv if kv is None else kv, "tail": default.tail, "sink": default.sink}
-    return replace(calibration.spec if calibration else KVSpec(), **kept | beside)
+    overrides = {name: args[name] for name in ("tail", "sink", "skip_layers") if args[name] is not None}  # 0 is asked for
+    defaults = {"kv": default.kv if kv is None else kv, "tail": default.tail, "sink": default.sink}
+    return replace(calibration.spec if calibration else KVSpec(), **defaults | overrides)
 
 
 def require_one_cache(
-    asked: Mapping[str, str], words: Mapping[str, str], *, auto: bool, kv: str | KVSpec | None, plan: object, kv_loss: object
+    flags: Mapping[str, str], words: Mapping[str, str], *, auto: bool, kv: str | KVSpec | None, plan: object, kv_loss: object
 ) -> None:
     """Refuse what stands beside something that sets the whole cache, and a loss where none is chosen.
 
     Args:
-        asked, words: of what describes a cache, what was asked for and how `kv`, `auto`, `plan` and `loss` are written there.
+        flags, words: of what describes a cache, what was asked for and how `kv`, `auto`, `plan` and `loss` are written there.
         auto: whether the cache is chosen.
     Raises:
         InputError: there is such a pair.
@@ -135,7 +135,7 @@ def require_one_cache(
     whole, way_out = words["plan"] if plan is not None else words["auto"] if auto else "a KVSpec", ""
     if auto and kv is None:
         whole, way_out = f"{whole}, the default,", f", or name a format with {words['kv']}"
-    if others := [option for name, option in asked.items() if name != "kv" or plan is not None]:
+    if others := [option for name, option in flags.items() if name != "kv" or plan is not None]:
         raise InputError(f"{whole} sets the whole cache; leave out {others[0]}{way_out}")
 
 
@@ -146,51 +146,51 @@ _ARGUMENTS = {"kv": "kv", "calibration": "calibration", "kv_tail": "tail", "kv_s
 WORDS = {"kv": "--kv", "auto": "--kv auto", "plan": "--kv-plan", "loss": "--kv-loss"}
 
 
-def asked() -> dict[str, str]:
+def written_cache_options() -> dict[str, str]:
     """Of the command that runs, the options that describe a cache and were written: by `load`'s names of them."""
-    return {_ARGUMENTS[name]: option for name, option in written().items() if name in _ARGUMENTS}
+    return {_ARGUMENTS[name]: option for name, option in written_options().items() if name in _ARGUMENTS}
 
 
-def kv_spec(given: Mapping[str, Any]) -> KVSpec:
+def kv_spec(args: Mapping[str, Any]) -> KVSpec:
     """The cache that `options.kv_options` ask for, refused as by `load`.
 
     An argument that the command's arguments by name lack has its default.
     """
-    values = {argument: given.get(name) for name, argument in _ARGUMENTS.items()} | {"plan": given.get("kv_plan")}
-    return _spec({**given, **values}, asked(), WORDS, lambda loss: _choice(given, loss))
+    values = {argument: args.get(name) for name, argument in _ARGUMENTS.items()} | {"plan": args.get("kv_plan")}
+    return _spec({**args, **values}, written_cache_options(), WORDS, lambda loss: _choice(args, loss))
 
 
-def _choice(given: Mapping[str, Any], loss: float) -> KVSpec:
+def _choice(args: Mapping[str, Any], loss: float) -> KVSpec:
     """The cache of `--kv auto`, chosen now or before; what was chosen now is said in one line."""
-    if "model" not in given:
+    if "model" not in args:
         raise InputError("--kv auto is for commands that run one model; name a format")
-    set_threads(given.get("threads"))
-    model, layers, executor = given["model"], given.get("layers"), given.get("executor")
-    if (known := chosen_before(file_for(model, loss, layers, executor))) is not None:
-        return known
-    fixed = fixed_cache(read_config(model, layers), executor)
+    set_threads(args.get("threads"))
+    model, layers, executor = args["model"], args.get("layers"), args.get("executor")
+    if (choice := chosen_before(file_for(model, loss, layers, executor))) is not None:
+        return choice
+    default = fixed_cache(read_config(model, layers), executor)
     say(
         "choosing a KV cache for this model: it takes minutes, longer for larger models, and is done once; to start at once, "
-        f"give --kv {fixed.kv} --kv-tail {fixed.tail} --kv-sink {fixed.sink}"
+        f"give --kv {default.kv} --kv-tail {default.tail} --kv-sink {default.sink}"
     )
     # What another executor runs is chosen here on what can show its keys and queries.
-    said = list[str]()
+    lines = list[str]()
     with scoring(steps(model, layers)) as on_step:
         spec = cache_for(
-            model, loss=loss, layers=layers, on_step=on_step, executor=executor, dtype=given.get("dtype"), device="cpu",
-            on_choice=said.append,
+            model, loss=loss, layers=layers, on_step=on_step, executor=executor, dtype=args.get("dtype"), device="cpu",
+            on_choice=lines.append,
         )  # fmt: skip
-    for line in said:
+    for line in lines:
         say(line)
     return spec
 
 
-def named_plans(plan_files: Sequence[str], taken: Iterable[str], what: str) -> dict[str, KVSpec]:
+def named_plans(plan_files: Sequence[str], others: Iterable[str], what: str) -> dict[str, KVSpec]:
     """The plans of some files, each by its file's name.
 
-    A name that would stand for two is refused: `taken` are those of formats beside them, and `what` they are, in the plural.
+    A name that would stand for two is refused: `others` are those of formats beside them, and `what` they are, in the plural.
     """
     plans = {Path(name).stem: plan_file.load(name) for name in plan_files}
-    if len(plans) < len(plan_files) or plans.keys() & {*taken, *formats.names()}:
+    if len(plans) < len(plan_files) or plans.keys() & {*others, *formats.names()}:
         raise InputError(f"two {what} would have the same name; a plan is named after its file: rename the file")
     return plans

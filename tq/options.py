@@ -33,7 +33,7 @@ def together(*options: Decorator) -> Decorator:
     return decorate
 
 
-def written() -> dict[str, str]:
+def written_options() -> dict[str, str]:
     """Of the command that runs, the options that its user wrote: by the names of their arguments, as they are written."""
     context, default = click.get_current_context(), click.core.ParameterSource.DEFAULT
     return {
@@ -80,8 +80,8 @@ class Numbers(click.ParamType[tuple[int, ...]]):
         numbers = integers(str(value))
         if not numbers or min(numbers) < (min(numbers) if self._least is None else self._least):
             kind = "positive integers" if self._least == 1 else f"integers from {self._least} up"
-            wanted = _LAYERS if self._least is None else f"{kind} such as 512,4096"
-            self.fail(f"{shown(value)} is not a list of {wanted}", param, ctx)
+            expected = _LAYERS if self._least is None else f"{kind} such as 512,4096"
+            self.fail(f"{shown(value)} is not a list of {expected}", param, ctx)
         return numbers
 
 
@@ -176,10 +176,10 @@ def executor_option(multiple: bool = False) -> Decorator:
 
 def say_if_interpreted(*executors: str, device: str | None) -> None:
     """Warn before the first of these executors begins in an interpreter that was not asked for."""
-    from haarkv.executors.catalog import NAMES, interpreted
+    from haarkv.executors.catalog import NAMES, interpreter_warning
 
-    said = [interpreted(name, device) for name in executors if name in NAMES]
-    if first := next(filter(None, said), None):
+    messages = [interpreter_warning(name, device) for name in executors if name in NAMES]
+    if first := next(filter(None, messages), None):
         warn(first)
 
 
@@ -237,7 +237,7 @@ skip_layers_option = click.option(
 )
 tail_option = click.option("--kv-tail", type=IntRange(min=0), metavar="R", help="Keep the last R tokens in BF16.")
 sink_option = click.option("--kv-sink", type=IntRange(min=0), metavar="S", help="Keep the first S tokens in BF16.")
-_BESIDE = (tail_option, sink_option, skip_layers_option)
+_CACHE_EXTRAS = (tail_option, sink_option, skip_layers_option)
 
 
 balance_option = click.option(
@@ -252,8 +252,8 @@ def kv_options(kv: bool = True, default: str = _DEFAULT) -> Decorator:
 
     Help says `default` of a cache that is not named.
     """
-    options = (_kv_option(default), loss_option, calibration_option, *_BESIDE, plan_option)
-    return together(*options) if kv else together(*_BESIDE)
+    options = (_kv_option(default), loss_option, calibration_option, *_CACHE_EXTRAS, plan_option)
+    return together(*options) if kv else together(*_CACHE_EXTRAS)
 
 
 # -- Sessions --------------------------------------------------------------------------------------------------------------
@@ -287,17 +287,17 @@ draft_options = together(
 )  # fmt: skip
 
 
-def draft_spec(given: Mapping[str, Any]) -> DraftSpec | None:
+def draft_spec(args: Mapping[str, Any]) -> DraftSpec | None:
     """The draft that those options ask for, by a command's arguments; None without `--draft`, which the others need."""
     from haarkv.engine.draft_choice import MTP_LAYER, NGRAM, DraftSpec
 
-    others = {name: given[f"draft_{name}"] for name in ("tokens", "kv") if given[f"draft_{name}"] is not None}
-    if given["draft"] is not None:
-        known = (NGRAM, MTP_LAYER)
-        close = get_close_matches(given["draft"], known, n=1, cutoff=0.7)
-        if close and given["draft"] not in known and not Path(given["draft"]).exists():
-            raise click.UsageError(f"there is no draft {given['draft']!r}; did you mean {close[0]}?")
-        return DraftSpec(given["draft"], **others)
+    others = {name: args[f"draft_{name}"] for name in ("tokens", "kv") if args[f"draft_{name}"] is not None}
+    if args["draft"] is not None:
+        names = (NGRAM, MTP_LAYER)
+        close = get_close_matches(args["draft"], names, n=1, cutoff=0.7)
+        if close and args["draft"] not in names and not Path(args["draft"]).exists():
+            raise click.UsageError(f"there is no draft {args['draft']!r}; did you mean {close[0]}?")
+        return DraftSpec(args["draft"], **others)
     if others:
         raise click.UsageError(f"--draft-{next(iter(others))} says how to draft; give --draft as well")
     return None
@@ -323,39 +323,39 @@ CHAT = ("chat", "system", "template_args", "parse_special")
 """Arguments of a command with `chat_options`, which `Session.generate` takes."""
 
 
-def sampling_of(given: Mapping[str, Any]) -> dict[str, Any]:
+def sampling_settings(args: Mapping[str, Any]) -> dict[str, Any]:
     """Of a command's arguments, the settings of sampling that were asked for and that a model may set as well."""
-    return {name: given[name] for name in SAMPLING if given.get(name) is not None}
+    return {name: args[name] for name in SAMPLING if args.get(name) is not None}
 
 
-def open_session(given: Mapping[str, Any], **others: Any) -> Session:
+def open_session(args: Mapping[str, Any], **others: Any) -> Session:
     """The model that `--model` and `session_options` name, ready to generate; a bar shows how far it is loaded.
 
     Args:
-        given: a command's arguments by name. Those of sampling, drafting and `stop`, where it has them, are checked too
+        args: a command's arguments by name. Those of sampling, drafting and `stop`, where it has them, are checked too
             before weights are read.
         others: for `engine.loading.load`.
     Raises:
         InputError, click.UsageError: something asked for does not exist, or does not fit.
     """
     # The bar is there before torch is, whose import takes a second.
-    with loading(given["model"]) as progress:
+    with loading(args["model"]) as progress:
         from haarkv.engine.loading import load
         from haarkv.engine.sampling import Sampling, require_drawn
         from haarkv.engine.text import stop_list
         from haarkv.models.text import generation_settings
         from tq.loading import kv_spec
 
-        spec, draft = kv_spec(given), draft_spec(given) if "draft" in given else None
-        set_threads(given["threads"])
-        stop_list(given.get("stop", ()))
-        Sampling(**sampling_of(given))
-        if filters := sampling_of(given):
-            require_drawn(generation_settings(given["model"]), filters)
+        spec, draft = kv_spec(args), draft_spec(args) if "draft" in args else None
+        set_threads(args["threads"])
+        stop_list(args.get("stop", ()))
+        Sampling(**sampling_settings(args))
+        if filters := sampling_settings(args):
+            require_drawn(generation_settings(args["model"]), filters)
         names = ("executor", "device", "dtype", "layers", "allow_collapse", "activation_bits", "mmap")
         return load(
-            given["model"], kv=spec, progress=progress, on_program=compiling, on_warning=warn, draft=draft,
-            balance=given["balance"] == "auto", **{name: given[name] for name in names}, **others,
+            args["model"], kv=spec, progress=progress, on_program=compiling, on_warning=warn, draft=draft,
+            balance=args["balance"] == "auto", **{name: args[name] for name in names}, **others,
         )  # fmt: skip
 
 
@@ -366,8 +366,8 @@ def check_outputs(**outputs: Path | None) -> None:
     """
     from haarkv.tq_ops.output_files import check_writable
 
-    asked = {name: path for name, path in outputs.items() if path is not None}
-    if len({path.resolve() for path in asked.values()}) < len(asked):
-        raise click.UsageError(f"{' and '.join(f'--{name}' for name in asked)} name the same file")
-    for path in asked.values():
+    targets = {name: path for name, path in outputs.items() if path is not None}
+    if len({path.resolve() for path in targets.values()}) < len(targets):
+        raise click.UsageError(f"{' and '.join(f'--{name}' for name in targets)} name the same file")
+    for path in targets.values():
         check_writable(path)

@@ -40,11 +40,11 @@ def one_line(message: str) -> str:
 def visible(text: str) -> str:
     """Text in which what a terminal would act on is shown by its code; lines stay."""
 
-    def shown(sign: str) -> str:
+    def escape(sign: str) -> str:
         acts = unicodedata.category(sign)[0] == "C" and sign != "\n"
         return sign.encode("unicode_escape").decode() if acts else sign
 
-    return text if text.isascii() and text.isprintable() else "".join(map(shown, text))
+    return text if text.isascii() and text.isprintable() else "".join(map(escape, text))
 
 
 # A pipe or a file has no width; this many columns keep every table in one piece.
@@ -107,12 +107,12 @@ def print_sentence(text: str) -> None:
     print(fill(text, get_terminal_size().columns) if sys.stdout.isatty() else text)
 
 
-def print_judged(line: str, passed: bool | None = None) -> None:
+def print_judged(line: str, verdict: bool | None = None) -> None:
     """Print a line on stdout, in a terminal in the colour of its verdict: green, or red. None prints it as it is."""
-    if passed is None:
+    if verdict is None:
         print(line, flush=True)
         return
-    style = _COLOURS["passed" if passed else "failed"]
+    style = _COLOURS["passed" if verdict else "failed"]
     _console()(markup=False, emoji=False).print(line, style=style, highlight=False, soft_wrap=True)
 
 
@@ -181,12 +181,12 @@ class _Tolerant:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        return self._tried(lambda: self._stream.write(text), len(text))
+        return self._attempt(lambda: self._stream.write(text), len(text))
 
     def flush(self) -> None:
-        self._tried(self._stream.flush, None)
+        self._attempt(self._stream.flush, None)
 
-    def _tried(self, action: Callable[[], T], otherwise: T) -> T:
+    def _attempt(self, action: Callable[[], T], otherwise: T) -> T:
         try:
             return action()
         except self._failure:
@@ -309,10 +309,10 @@ def comparing(total: int) -> Iterator[Callable[[object], None]]:
 @contextmanager
 def telling() -> Iterator[Callable[[str], None]]:
     """What is being done, on one line of stderr that the next replaces and "" clears; silent when stderr is not a terminal."""
-    shown = err().is_terminal
+    is_terminal = err().is_terminal
 
     def tell(what: str) -> None:
-        if shown:
+        if is_terminal:
             print(f"\r\x1b[K{what}", end="", file=sys.stderr, flush=True)
 
     try:

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from haarkv.tq_ops.output_files import TemporaryFolder
-from tq.options import IntRange, written
+from tq.options import IntRange, written_options
 
 if TYPE_CHECKING:
     from haarkv.engine.ranks import Place
     from haarkv.models.parallel import Ranks
 
-LOST = 3
+RANK_LOST = 3
 """Exit code of a rank that has lost another; the process that started both says which."""
 _TIMEOUT_S = 600
 _LOOK_S = 0.02
@@ -37,7 +37,7 @@ _GRACE_S = 3.0
 
 
 @dataclass(frozen=True)
-class Started:
+class Launch:
     """How this process was started.
 
     Attributes:
@@ -66,25 +66,25 @@ def tensor_parallel(function: Callable[..., Any]) -> Callable[..., Any]:
         help="End if one of them does not answer for S seconds.",
     )  # fmt: skip
     @wraps(function)
-    def run(*args: Any, size: int, timeout_s: float, **given: Any) -> Any:
+    def run(*args: Any, size: int, timeout_s: float, **kwargs: Any) -> Any:
         from haarkv.models.parallel import ALONE
 
-        started = click.get_current_context().find_root().obj or Started()
+        launch = click.get_current_context().find_root().obj or Launch()
         if size == 1:
-            if "timeout_s" in written():
+            if "timeout_s" in written_options():
                 raise click.UsageError("--rank-timeout is of ranks that wait for each other; give --tensor-parallel as well")
-            return function(*args, ranks=ALONE, **given)
+            return function(*args, ranks=ALONE, **kwargs)
         from haarkv.engine.ranks import join, started_by_torchrun
         from haarkv.models.catalog import read_config
         from haarkv.models.parallel import Split
 
-        if started.place is None and not started_by_torchrun():
-            if "model" in given:
+        if launch.place is None and not started_by_torchrun():
+            if "model" in kwargs:
                 # A number of ranks that the model cannot be split over is refused before a process is started.
-                Split(read_config(given["model"], given.get("layers")), 0, size)
-            return supervise(started.argv, size, timeout_s)
-        with join(size, started.place, timeout_s) as ranks, _speaking(ranks):
-            return function(*args, ranks=ranks, **given)
+                Split(read_config(kwargs["model"], kwargs.get("layers")), 0, size)
+            return supervise(launch.argv, size, timeout_s)
+        with join(size, launch.place, timeout_s) as ranks, _speaking(ranks):
+            return function(*args, ranks=ranks, **kwargs)
 
     return run
 
@@ -110,12 +110,12 @@ def supervise(argv: Sequence[str], size: int, timeout_s: float) -> int:
     """Run a command line on so many ranks, all to their ends: rank 0's exit code, or a RankError of a rank that was lost."""
     with TemporaryFolder("ranks") as folder:
         # As long as this process lives, it keeps one end of a pipe open; ranks end when that end closes.
-        watched, kept = os.pipe()
+        read_end, write_end = os.pipe()
         ranks: dict[int, subprocess.Popen[bytes]] = {}
         errors = {rank: Path(folder, f"rank{rank}.txt") for rank in range(1, size)}
         try:
             for rank in range(size):
-                ranks[rank] = _start(argv, rank, size, Path(folder, "meeting"), watched, errors.get(rank))
+                ranks[rank] = _start(argv, rank, size, Path(folder, "meeting"), read_end, errors.get(rank))
             return _verdict(_watch(ranks), ranks, errors, timeout_s)
         except KeyboardInterrupt:
             _interrupt(ranks)
@@ -125,20 +125,20 @@ def supervise(argv: Sequence[str], size: int, timeout_s: float) -> int:
                 if process.poll() is None:
                     process.kill()
                 process.wait()
-            os.close(watched)
-            os.close(kept)
+            os.close(read_end)
+            os.close(write_end)
 
 
 def _start(
-    argv: Sequence[str], rank: int, size: int, meeting: Path, watched: int, errors: Path | None
+    argv: Sequence[str], rank: int, size: int, meeting: Path, read_end: int, errors: Path | None
 ) -> subprocess.Popen[bytes]:
     """One rank. Rank 0 has this process's input and output; of the others, what they say of an error is kept in a file."""
     # -P: a folder `tq` where the user stands is none of ours.
-    line = [sys.executable, "-P", "-m", "tq.ranks", str(rank), str(size), str(meeting), str(watched), *argv]
+    line = [sys.executable, "-P", "-m", "tq.ranks", str(rank), str(size), str(meeting), str(read_end), *argv]
     if errors is None:
-        return subprocess.Popen(line, pass_fds=(watched,))
+        return subprocess.Popen(line, pass_fds=(read_end,))
     with errors.open("wb") as file:
-        return subprocess.Popen(line, pass_fds=(watched,), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=file)
+        return subprocess.Popen(line, pass_fds=(read_end,), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=file)
 
 
 def _watch(ranks: Mapping[int, subprocess.Popen[bytes]]) -> dict[int, int]:
@@ -176,14 +176,14 @@ def _interrupt(ranks: Mapping[int, subprocess.Popen[bytes]]) -> None:
 def _verdict(codes: Mapping[int, int], ranks: Mapping[int, object], errors: Mapping[int, Path], timeout_s: float) -> int:
     """Rank 0's exit code, or a RankError: which rank was lost, and how."""
     first = codes.get(0)
-    if first is not None and first >= 0 and first != LOST and (first or not any(codes.values())):
+    if first is not None and first >= 0 and first != RANK_LOST and (first or not any(codes.values())):
         return first
     for rank, code in codes.items():
         if code < 0:
             raise RankError(f"rank {rank} was killed by {signal.Signals(-code).name}; the other ranks were ended")
-        if code and code != LOST:
-            said = errors[rank].read_text(encoding="utf-8", errors="replace").strip().splitlines() if rank in errors else []
-            why = said[-1].removeprefix("tq: ") if said else f"exit code {code}"
+        if code and code != RANK_LOST:
+            lines = errors[rank].read_text(encoding="utf-8", errors="replace").strip().splitlines() if rank in errors else []
+            why = lines[-1].removeprefix("tq: ") if lines else f"exit code {code}"
             raise RankError(f"rank {rank} failed: {why}")
     silent = [str(rank) for rank in ranks if rank not in codes]
     if silent:
@@ -211,10 +211,10 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # imports take seconds; the process that started this one says what happened
     from haarkv.engine.ranks import Place
     from tq.cli import run
-    from tq.ranks import Started  # not this module, which is another one as it is run
+    from tq.ranks import Launch  # not this module, which is another one as it is run
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    code = run(Started(argv, Place(int(rank), int(size), meeting)))
+    code = run(Launch(argv, Place(int(rank), int(size), meeting)))
     if code:
         # The threads that talk to a lost rank still run, and tearing them down may end in a line of the C++ runtime.
         for stream in (sys.stdout, sys.stderr):

@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-INTERRUPTED = 130
+EXIT_INTERRUPTED = 130
 _LARGE = ("numpy", "torch", "transformers", "triton", "onnxruntime", "vllm")
 
 
@@ -35,7 +35,7 @@ def ending_at_once() -> Iterator[None]:
 
 def _end(*_: Any) -> None:
     os.write(2, b"\n" * sys.stderr.isatty() + b"tq: interrupted\n")
-    os._exit(INTERRUPTED)
+    os._exit(EXIT_INTERRUPTED)
 
 
 class _Finder:

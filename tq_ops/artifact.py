@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.input_files import parse_json, size_of
+from haarkv.tq_ops.input_files import file_size, parse_json
 from haarkv.tq_ops.memory import require_memory
 from haarkv.tq_ops.output_files import whole_file
 
@@ -83,13 +83,13 @@ class Refusing:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(error, OSError):
             raise InputError(f"the {self.kind.noun} {self.name} cannot be read: {error.strerror or error}") from None
-        if isinstance(error, _OF_CONTENT):
+        if isinstance(error, _CONTENT_ERRORS):
             plain = {SafetensorError: "it is truncated or no safetensors file", UnicodeDecodeError: "it is not UTF-8"}
             reason = f"it lacks {error.args[0]}" if isinstance(error, KeyError) else plain.get(type(error), error)
             raise InputError(f"{self.name} is no {self.kind.noun}: {reason}; {self.kind.remedy}") from None
 
 
-_OF_CONTENT = (SafetensorError, ValueError, TypeError, AttributeError, KeyError, IndexError, RuntimeError)
+_CONTENT_ERRORS = (SafetensorError, ValueError, TypeError, AttributeError, KeyError, IndexError, RuntimeError)
 
 
 CACHE = Kind(
@@ -132,7 +132,7 @@ def header(path: Path, kind: Kind) -> dict[str, str]:
     Raises:
         InputError: it cannot be read, or is not of this kind and a version of it.
     """
-    size_of(path, f"the {kind.noun} ")
+    file_size(path, f"the {kind.noun} ")
     with kind.refusing(path), safe_open(path, "pt") as file:
         metadata: dict[str, str] = file.metadata() or {}
         kind.require(metadata)
@@ -147,8 +147,8 @@ def read(path: Path, kind: Kind) -> tuple[dict[str, str], dict[str, Tensor]]:
     """
     metadata = header(path, kind)
     with kind.refusing(path):
-        packed = _described(metadata["packed"]) if metadata[kind.key] in kind.versions[1:] else {}
-    size = max(size_of(path), sum(size for *_, size in packed.values()))
+        packed = _parse_descriptions(metadata["packed"]) if metadata[kind.key] in kind.versions[1:] else {}
+    size = max(file_size(path), sum(size for *_, size in packed.values()))
     require_memory(2 * size, f"the {kind.noun} {path}", "name another file")
     with kind.refusing(path), safe_open(path, "pt") as file:
         # Copies: the file's own pages would be gone if another program made it shorter.
@@ -178,10 +178,10 @@ def resume(path: Path | None, kind: Kind, run: Mapping[str, str]) -> tuple[dict[
 
 
 def _digest(kind: Kind, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    return digest_of({name: x for name, x in tensors.items() if not re.fullmatch(kind.blocks, name)}, metadata)
+    return tensor_digest({name: x for name, x in tensors.items() if not re.fullmatch(kind.blocks, name)}, metadata)
 
 
-def digest_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+def tensor_digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
     """SHA-256 in hex of metadata, in the order of its keys, then of each tensor by name: name, dtype, shape and bytes."""
     digest = hashlib.sha256()
     for key, value in sorted(metadata.items()):
@@ -199,7 +199,7 @@ LEAST_GAIN = 0.05
 _SAMPLE = 1 << 18
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.uint8, torch.int8, torch.float16, torch.bfloat16,
                                                                   torch.float32, torch.float8_e4m3fn)}  # fmt: skip
-Described = dict[str, tuple[torch.dtype, list[int], int]]
+Descriptions = dict[str, tuple[torch.dtype, list[int], int]]
 """Dtype, shape and bytes of packed tensors, by name."""
 
 
@@ -209,48 +209,48 @@ def pack(tensors: Mapping[str, Tensor], may: Callable[[str], bool]) -> tuple[dic
     Returns:
         all tensors, those that were packed as [n] uint8; and their dtypes and shapes as JSON.
     """
-    packed, described = dict(tensors), {}
+    packed, descriptions = dict(tensors), {}
     for name, tensor in tensors.items():
         if not may(name) or not tensor.numel():
             continue
         content = _by_place(tensor)
         middle = max(0, len(content) // 2 - _SAMPLE // 2)
         sample = content[middle : middle + _SAMPLE]
-        if tensor.itemsize == 1 and not _gains(len(_compressed(sample)), len(sample)):
+        if tensor.itemsize == 1 and not _gains(len(_compress(sample)), len(sample)):
             continue
-        if _gains(len(frame := _compressed(content)), len(content)):
+        if _gains(len(frame := _compress(content)), len(content)):
             packed[name] = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
-            described[name] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-    return packed, json.dumps(described, sort_keys=True)
+            descriptions[name] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+    return packed, json.dumps(descriptions, sort_keys=True)
 
 
-def _described(text: str) -> Described:
+def _parse_descriptions(text: str) -> Descriptions:
     """The inverse of what `pack` says of tensors, none of which can be empty."""
     raw: Any = parse_json(text)
-    described: Described = {}
+    descriptions: Descriptions = {}
     for name, entry in raw.items():
         match entry:
             case {"dtype": str(word), "shape": [*shape]} if word in _DTYPES and all(type(n) is int and n > 0 for n in shape):
-                described[name] = _DTYPES[word], shape, math.prod(shape) * _DTYPES[word].itemsize
+                descriptions[name] = _DTYPES[word], shape, math.prod(shape) * _DTYPES[word].itemsize
             case _:
                 raise ValueError(f"{name} is packed and not described as a tensor")
-    return described
+    return descriptions
 
 
-def unpack(tensors: Mapping[str, Tensor], described: Described) -> dict[str, Tensor]:
+def unpack(tensors: Mapping[str, Tensor], descriptions: Descriptions) -> dict[str, Tensor]:
     """What `pack` was given. What a frame promises must be as it is described before a byte of it is unpacked.
 
     Raises:
         ValueError: a tensor is not what was described, or cannot be unpacked.
     """
-    unpacked = dict(tensors)
-    for name, (dtype, shape, size) in described.items():
+    result = dict(tensors)
+    for name, (dtype, shape, size) in descriptions.items():
         if tensors[name].dtype != torch.uint8 or tensors[name].ndim != 1:
             raise ValueError(f"{name} is said to be packed and is not")
-        content = _decompressed(name, tensors[name].numpy().tobytes(), size)
+        content = _decompress(name, tensors[name].numpy().tobytes(), size)
         places = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(dtype.itemsize, -1)
-        unpacked[name] = places.T.contiguous().view(-1).view(dtype).view(shape)
-    return unpacked
+        result[name] = places.T.contiguous().view(-1).view(dtype).view(shape)
+    return result
 
 
 def _gains(after: int, before: int) -> bool:
@@ -264,13 +264,13 @@ def _by_place(tensor: Tensor) -> bytes:
 
 
 # zstd is imported where something is packed: a forward, and the checks of one, do without.
-def _compressed(content: bytes) -> bytes:
+def _compress(content: bytes) -> bytes:
     import zstandard
 
     return zstandard.ZstdCompressor(level=3).compress(content)
 
 
-def _decompressed(name: str, frame: bytes, size: int) -> bytes:
+def _decompress(name: str, frame: bytes, size: int) -> bytes:
     import zstandard
 
     try:

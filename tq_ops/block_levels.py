@@ -36,18 +36,18 @@ class Levels(NamedTuple):
 
     def numbers(self) -> Tensor:
         """[R, numbers of a row] fp32."""
-        restored = self.level.float() * self.scale.unsqueeze(-1)
-        return (restored if self.minimum is None else restored + self.minimum.unsqueeze(-1)).flatten(1)
+        numbers = self.level.float() * self.scale.unsqueeze(-1)
+        return (numbers if self.minimum is None else numbers + self.minimum.unsqueeze(-1)).flatten(1)
 
 
-def levels_of(stored: Tensor, name: str) -> Levels:
+def unpack_levels(blocks: Tensor, name: str) -> Levels:
     """Rows of blocks as a file has them.
 
     Args:
-        stored: [R, blocks, bytes of a block] uint8.
+        blocks: [R, blocks, bytes of a block] uint8.
         name: of their type, one of `_READ`.
     """
-    return _READ[name](stored)
+    return _READ[name](blocks)
 
 
 # -- Fields of a block -----------------------------------------------------------------------------------------------------
@@ -63,29 +63,29 @@ def bits(x: Tensor) -> Tensor:
     return (x.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=x.device) & 1).flatten(-2)
 
 
-def of_q4(stored: Tensor, at: int) -> Tensor:
+def q4_lower_bits(blocks: Tensor, at: int) -> Tensor:
     """Levels' lower bits [R, n, 8, 32] of 256 numbers, of which blocks 2 i and 2 i + 1 share 32 bytes."""
-    low, high = nibbles(stored[..., at : at + 128].reshape(*stored.shape[:2], 4, 32))
+    low, high = nibbles(blocks[..., at : at + 128].reshape(*blocks.shape[:2], 4, 32))
     return torch.stack([low, high], -2).flatten(-3, -2)
 
 
-def fifth_of_q5(stored: Tensor) -> Tensor:
+def q5_fifth_bits(blocks: Tensor) -> Tensor:
     """Levels' fifth bits [R, n, 8, 32] of Q5_K: bit J of byte i belongs to number i of block J."""
-    return bits(stored[..., 16:48]).view(*stored.shape[:2], 32, 8).transpose(-1, -2)
+    return bits(blocks[..., 16:48]).view(*blocks.shape[:2], 32, 8).transpose(-1, -2)
 
 
-def six_bits(stored: Tensor) -> tuple[Tensor, Tensor]:
+def six_bits(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Scales and minima [R, n, 8] of Q4_K and Q5_K."""
-    x, y, z = stored[..., 4:8], stored[..., 8:12], stored[..., 12:16]
-    of_scales = torch.cat([x & 63, z & 15 | x >> 2 & 48], -1)
-    return of_scales, torch.cat([y & 63, z >> 4 | y >> 2 & 48], -1)
+    x, y, z = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
+    scales = torch.cat([x & 63, z & 15 | x >> 2 & 48], -1)
+    return scales, torch.cat([y & 63, z >> 4 | y >> 2 & 48], -1)
 
 
-def of_q6(stored: Tensor) -> tuple[Tensor, Tensor]:
+def q6_bits(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Levels' lower four and upper two bits [R, n, 8, 32] of Q6_K."""
-    low = stored[..., :128].reshape(*stored.shape[:2], 2, 2, 32)  # halves, quarters 0 and 1
+    low = blocks[..., :128].reshape(*blocks.shape[:2], 2, 2, 32)  # halves, quarters 0 and 1
     lower = torch.cat([low & 15, low >> 4], -2)  # four quarters of each half
-    high = stored[..., 128:192].reshape(*stored.shape[:2], 2, 1, 32)
+    high = blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 1, 32)
     upper = torch.cat([high >> 2 * quarter & 3 for quarter in range(4)], -2)
     return lower.flatten(-3, -2), upper.flatten(-3, -2)
 
@@ -93,66 +93,66 @@ def of_q6(stored: Tensor) -> tuple[Tensor, Tensor]:
 # -- A type each -----------------------------------------------------------------------------------------------------------
 
 
-def _half(stored: Tensor, at: int) -> Tensor:
+def _half(blocks: Tensor, at: int) -> Tensor:
     """FP16 of each block at a byte: [R, n] fp32."""
-    return stored[..., at : at + 2].contiguous().view(torch.float16).float().squeeze(-1)
+    return blocks[..., at : at + 2].contiguous().view(torch.float16).float().squeeze(-1)
 
 
-def _of_32(stored: Tensor, at: int, fifth: int | None = None, less: int = 0) -> Tensor:
+def _block32_levels(blocks: Tensor, at: int, fifth: int | None = None, less: int = 0) -> Tensor:
     """Levels of blocks of 32 whose 16 bytes of codes lie at `at`, and fifth bits at `fifth`."""
-    level = torch.cat(nibbles(stored[..., at : at + 16]), -1)
+    level = torch.cat(nibbles(blocks[..., at : at + 16]), -1)
     if fifth is not None:
-        level = level | bits(stored[..., fifth : fifth + 4]) << 4
+        level = level | bits(blocks[..., fifth : fifth + 4]) << 4
     return level.to(torch.int8) - less
 
 
-def _named(stored: Tensor, at: int, values: tuple[int, ...]) -> Tensor:
-    table = torch.tensor(values, dtype=torch.int8, device=stored.device)
-    return table[torch.cat(nibbles(stored[..., at : at + 16]), -1).long()]
+def _table_values(blocks: Tensor, at: int, values: tuple[int, ...]) -> Tensor:
+    table = torch.tensor(values, dtype=torch.int8, device=blocks.device)
+    return table[torch.cat(nibbles(blocks[..., at : at + 16]), -1).long()]
 
 
-def _q8_0(stored: Tensor) -> Levels:
-    return Levels(stored[..., 2:].contiguous().view(torch.int8), _half(stored, 0))
+def _q8_0(blocks: Tensor) -> Levels:
+    return Levels(blocks[..., 2:].contiguous().view(torch.int8), _half(blocks, 0))
 
 
-def _q4_k(stored: Tensor) -> Levels:
-    return _of_256(stored, of_q4(stored, 16))
+def _q4_k(blocks: Tensor) -> Levels:
+    return _superblock_levels(blocks, q4_lower_bits(blocks, 16))
 
 
-def _q5_k(stored: Tensor) -> Levels:
-    return _of_256(stored, of_q4(stored, 48) | fifth_of_q5(stored) << 4)
+def _q5_k(blocks: Tensor) -> Levels:
+    return _superblock_levels(blocks, q4_lower_bits(blocks, 48) | q5_fifth_bits(blocks) << 4)
 
 
-def _of_256(stored: Tensor, level: Tensor) -> Levels:
+def _superblock_levels(blocks: Tensor, level: Tensor) -> Levels:
     scales, minima = (
-        (_half(stored, at).unsqueeze(-1) * each.float()).flatten(1) for at, each in zip((0, 2), six_bits(stored), strict=True)
+        (_half(blocks, at).unsqueeze(-1) * each.float()).flatten(1) for at, each in zip((0, 2), six_bits(blocks), strict=True)
     )
     return Levels(level.flatten(1, 2).to(torch.int8), scales, -minima)
 
 
-def _q6_k(stored: Tensor) -> Levels:
-    lower, upper = of_q6(stored)
+def _q6_k(blocks: Tensor) -> Levels:
+    lower, upper = q6_bits(blocks)
     level = (lower | upper << 4).to(torch.int8) - 32
-    of_scales = stored[..., 192:208].contiguous().view(torch.int8).float()
-    scale = (_half(stored, 208).unsqueeze(-1) * of_scales).flatten(1)
-    return Levels(level.reshape(len(stored), -1, 16), scale)
+    block_scales = blocks[..., 192:208].contiguous().view(torch.int8).float()
+    scale = (_half(blocks, 208).unsqueeze(-1) * block_scales).flatten(1)
+    return Levels(level.reshape(len(blocks), -1, 16), scale)
 
 
-def _mxfp4(stored: Tensor) -> Levels:
+def _mxfp4(blocks: Tensor) -> Levels:
     # The byte is an exponent with 127 added, and the table's values are twice what they stand for.
-    exponent = stored[..., 0].to(torch.int32) - 128
-    return Levels(_named(stored, 1, _MXFP4), torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent))
+    exponent = blocks[..., 0].to(torch.int32) - 128
+    return Levels(_table_values(blocks, 1, _MXFP4), torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent))
 
 
 _READ: dict[str, Callable[[Tensor], Levels]] = {
     "Q8_0": _q8_0,
-    "Q4_0": lambda stored: Levels(_of_32(stored, 2, less=8), _half(stored, 0)),
-    "Q4_1": lambda stored: Levels(_of_32(stored, 4), _half(stored, 0), _half(stored, 2)),
-    "Q5_0": lambda stored: Levels(_of_32(stored, 6, 2, less=16), _half(stored, 0)),
-    "Q5_1": lambda stored: Levels(_of_32(stored, 8, 4), _half(stored, 0), _half(stored, 2)),
+    "Q4_0": lambda stored: Levels(_block32_levels(stored, 2, less=8), _half(stored, 0)),
+    "Q4_1": lambda stored: Levels(_block32_levels(stored, 4), _half(stored, 0), _half(stored, 2)),
+    "Q5_0": lambda stored: Levels(_block32_levels(stored, 6, 2, less=16), _half(stored, 0)),
+    "Q5_1": lambda stored: Levels(_block32_levels(stored, 8, 4), _half(stored, 0), _half(stored, 2)),
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
-    "IQ4_NL": lambda stored: Levels(_named(stored, 2, _IQ4_NL), _half(stored, 0)),
+    "IQ4_NL": lambda stored: Levels(_table_values(stored, 2, _IQ4_NL), _half(stored, 0)),
     "MXFP4": _mxfp4,
 }

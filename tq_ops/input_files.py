@@ -15,7 +15,7 @@ MOST_JSON = 2**24
 """Bytes of a JSON text. Parsed, it may take 25 times as much memory; the longest that models come with have some millions."""
 
 
-def size_of(path: Path, what: str = "") -> int:
+def file_size(path: Path, what: str = "") -> int:
     """Bytes of a regular file. A pipe or a device is none: reading it may wait for ever, or never end.
 
     Args:
@@ -24,12 +24,12 @@ def size_of(path: Path, what: str = "") -> int:
         InputError: there is no such file, or it is something else.
     """
     try:
-        found = path.stat()
+        status = path.stat()
     except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
         raise InputError(f"{what}{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise InputError(f"{what}{path} cannot be read: it is not a regular file")
-    return found.st_size
+    return status.st_size
 
 
 def read_file(path: Path, most: int = MOST_JSON, what: str = "") -> bytes:
@@ -37,11 +37,11 @@ def read_file(path: Path, most: int = MOST_JSON, what: str = "") -> bytes:
 
     Args:
         most: bytes that it may have.
-        what: as in `size_of`.
+        what: as in `file_size`.
     Raises:
         InputError: it cannot be read, is no regular file, or has more bytes.
     """
-    if (size := size_of(path, what)) > most:
+    if (size := file_size(path, what)) > most:
         raise InputError(f"{what}{path} cannot be read: it has {size:,} bytes, and this kind of file at most {most:,}")
     try:
         with path.open("rb") as file:

@@ -38,13 +38,13 @@ def available_memory() -> int:
     left = [memory_limit()]
     with suppress(OSError, ValueError, KeyError):
         left.append(_kibibytes(_MEMORY)["MemAvailable"])
-    left += [limit - used for limit, used in _groups()]
+    left += [limit - usage for limit, usage in _groups()]
     with suppress(OSError, ValueError, KeyError):
-        here = _kibibytes(_STATUS)
+        status = _kibibytes(_STATUS)
         for kind, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
             soft, _ = resource.getrlimit(kind)
             if soft != resource.RLIM_INFINITY:
-                left.append(soft - here[name])
+                left.append(soft - status[name])
     return max(0, min(left))
 
 
@@ -64,10 +64,10 @@ _GROUP_FILES = {
 def _groups() -> Iterator[tuple[int, int]]:
     """(limit, use without pages of files) in bytes of every control group above this process that has a limit."""
     try:
-        said = _MEMBERSHIP.read_text(encoding="utf-8").splitlines()
+        lines = _MEMBERSHIP.read_text(encoding="utf-8").splitlines()
     except OSError:  # another system
         return
-    for line in said:
+    for line in lines:
         _, controllers, path = line.split(":", 2)
         for controller in _GROUP_FILES.keys() & set(controllers.split(",")):
             folder = _CONTROL_GROUPS / controller
@@ -79,10 +79,10 @@ def _groups() -> Iterator[tuple[int, int]]:
 
 
 def _limit_and_use(group: Path, limit: str, use: str, prefix: str) -> tuple[int, int]:
-    most, used = (int((group / name).read_text(encoding="ascii")) for name in (limit, use))
+    most, usage = (int((group / name).read_text(encoding="ascii")) for name in (limit, use))
     lines = (line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
     stat = {name: int(value) for name, value in lines}
-    return most, max(0, used - stat.get(f"{prefix}active_file", 0) - stat.get(f"{prefix}inactive_file", 0))
+    return most, max(0, usage - stat.get(f"{prefix}active_file", 0) - stat.get(f"{prefix}inactive_file", 0))
 
 
 def require_memory(count: float, what: str, remedy: str) -> None:
@@ -120,15 +120,15 @@ def mapped_memory(files: Iterable[Path]) -> int:
 
     The system can drop them and read them again.
     """
-    names, found, inside = {str(path.resolve()) for path in files}, 0, False
+    names, total, inside = {str(path.resolve()) for path in files}, 0, False
     with suppress(OSError, ValueError):
         for line in _MAPPINGS.read_text(encoding="utf-8", errors="replace").splitlines():
             words = line.split(None, 5)
             if not words[0].endswith(":"):
                 inside = len(words) == 6 and words[5] in names
             elif inside and words[0] == "Rss:":
-                found += 1024 * int(words[1])
-    return found
+                total += 1024 * int(words[1])
+    return total
 
 
 def forget_pages(address: int, nbytes: int) -> None:

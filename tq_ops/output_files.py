@@ -41,7 +41,7 @@ def check_writable(path: Path) -> None:
     try:
         if target.exists():
             target.open("r+b").close()
-        with _begun(target):
+        with _temporary_folder(target):
             pass
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror}") from None
@@ -58,7 +58,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     """
     target = path.resolve()
     try:
-        with _begun(target) as half:
+        with _temporary_folder(target) as half:
             yield half / "content"
             (half / "content").replace(target)
     except OSError as error:
@@ -89,7 +89,7 @@ def whole_folder(path: Path, *, replaces: str | None = None) -> Iterator[Path]:
     target = path.absolute()
     check_folder(path, replaces=replaces)
     try:
-        with _begun(target) as half:
+        with _temporary_folder(target) as half:
             yield half
             if target.exists():
                 check_folder(path, replaces=replaces)  # it may have changed meanwhile
@@ -109,12 +109,12 @@ def check_folder(path: Path, *, replaces: str | None = None) -> None:
         if not (target / replaces).is_file() or target.is_symlink():
             raise InputError(f"{path} exists and holds no {replaces}; only a folder that this command wrote can be replaced")
         about = read_json(target / replaces)
-        listed = about.get("files") if isinstance(about, dict) else None
-        if not isinstance(listed, list):
+        files = about.get("files") if isinstance(about, dict) else None
+        if not isinstance(files, list):
             raise InputError(f"{path} cannot be replaced: its {replaces} does not list its files; remove it yourself")
-        for there in sorted(target.iterdir()):
-            if there.name not in (replaces, *listed) or (there.is_dir() and not there.is_symlink()):
-                raise InputError(f"{path} cannot be replaced: its {replaces} does not list {there.name}; move that elsewhere")
+        for entry in sorted(target.iterdir()):
+            if entry.name not in (replaces, *files) or (entry.is_dir() and not entry.is_symlink()):
+                raise InputError(f"{path} cannot be replaced: its {replaces} does not list {entry.name}; move that elsewhere")
     if not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
         raise InputError(f"{path}: its parent is not a folder that can be written to")
 
@@ -123,7 +123,7 @@ def check_folder(path: Path, *, replaces: str | None = None) -> None:
 
 
 @contextmanager
-def _begun(target: Path) -> Iterator[Path]:
+def _temporary_folder(target: Path) -> Iterator[Path]:
     """A new folder beside the target, locked, which is removed in the end if it is still there."""
     half = target.with_name(f".{target.name[:_SHOWN_NAME]}.{os.getpid()}.tmp")  # in the same folder: renaming is one step
     with _alone_in(target.parent):
@@ -167,13 +167,13 @@ def _remove(path: Path) -> None:
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
     """Keep others from taking what was just made, and is not locked yet, for what a killed process has left."""
-    opened = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         with suppress(OSError):  # a file system without locks
-            fcntl.flock(opened, fcntl.LOCK_EX)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(opened)
+        os.close(descriptor)
 
 
 def _replace_folder(new: Path, target: Path) -> None:
@@ -200,8 +200,8 @@ def _exchange(one: Path, other: Path) -> bool:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:  # not Linux
         return False
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    if renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0:
+    cwd_descriptor, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if renameat2(cwd_descriptor, os.fsencode(one), cwd_descriptor, os.fsencode(other), exchange) == 0:
         return True
     code = ctypes.get_errno()
     if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
@@ -216,15 +216,15 @@ def lock_alone(path: Path) -> int | None:
         An open descriptor, which holds the lock until it is closed or the process ends; None if it cannot be had.
     """
     try:
-        opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        os.close(opened)
+        os.close(descriptor)
         return None
-    return opened
+    return descriptor
 
 
 class TemporaryFolder:

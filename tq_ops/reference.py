@@ -17,7 +17,7 @@ from torch.nn import functional
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.recurrent import Recurrent
-from haarkv.tq_ops.weight import Weight, activations, numbers_of
+from haarkv.tq_ops.weight import Weight, activations, weight_numbers
 
 _WIDEN_BYTES = 2 * 2**20
 
@@ -49,10 +49,10 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
     """
     x = activations(x.float(), weight)
     if weight.dtype == torch.float32:
-        return functional.linear(x, numbers_of(weight))
+        return functional.linear(x, weight_numbers(weight))
     # Widened a few rows at a time, which stay in the processor's cache, the weight is read from memory once and as it is.
     step = max(1, _WIDEN_BYTES // (4 * weight.shape[1]))
-    parts = (numbers_of(weight, slice(begin, begin + step)) for begin in range(0, len(weight), step))
+    parts = (weight_numbers(weight, slice(begin, begin + step)) for begin in range(0, len(weight), step))
     return torch.cat([functional.linear(x, part.float()) for part in parts], dim=-1)
 
 
@@ -125,31 +125,31 @@ def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, so
     of the rounded ones; blocks merged in FP32; the output to BF16.
     """
     parts = zip(torch.split(q, batch.query_start_loc.diff().tolist()), cache.placed(layer, batch).sequences(), strict=True)
-    return torch.cat([_attended(of_sequence, cache, layer, one, softmax_scale) for of_sequence, one in parts])
+    return torch.cat([_attend_sequence(queries, cache, layer, one, softmax_scale) for queries, one in parts])
 
 
-def _attended(q: Tensor, cache: PagedKVCache, layer: int, one: Batch, softmax_scale: float) -> Tensor:
+def _attend_sequence(q: Tensor, cache: PagedKVCache, layer: int, one: Batch, softmax_scale: float) -> Tensor:
     """The same of one sequence, so that its numbers do not depend on what else is in the batch."""
     shape, length = cache.shape(layer), int(one.seq_lens)
     heads, group = shape.num_kv_heads, q.shape[1] // shape.num_kv_heads
     k, v = (x[0, :, :length] for x in cache.read(layer, one.block_table[:, : -(-length // cache.block_size)]))
-    k_kept, v_kept = cache.kept(layer)
-    position, stored = one.positions.repeat(group), torch.arange(length, device=q.device)
+    k_window, v_window = cache.kept(layer)
+    position, key_position = one.positions.repeat(group), torch.arange(length, device=q.device)
     queries = q.float().view(-1, heads, group, q.shape[-1]).permute(1, 2, 0, 3).flatten(1, 2)  # [Hkv, G*Q, D]
     scores = queries @ k.mT
-    if k_kept:
-        scores = torch.where(k_kept.seen(position, length), queries @ k_kept.read(one, length)[0].mT, scores)
-    unseen = stored > position.unsqueeze(1)
+    if k_window:
+        scores = torch.where(k_window.seen(position, length), queries @ k_window.read(one, length)[0].mT, scores)
+    unseen = key_position > position.unsqueeze(1)
     if shape.window is not None:
-        unseen |= stored <= position.unsqueeze(1) - shape.window
+        unseen |= key_position <= position.unsqueeze(1) - shape.window
     scores = (scores * softmax_scale).masked_fill(unseen, -torch.inf)
     if q.dtype == torch.float32:
         weights, total = torch.softmax(scores, dim=-1), torch.ones((), device=q.device)
     else:
         weights, total = rounded_softmax(scores, cache.block_size, q.dtype)
-    if v_kept:
-        seen = v_kept.seen(position, length)
-        out = weights.masked_fill(seen, 0.0) @ v + weights.masked_fill(~seen, 0.0) @ v_kept.read(one, length)[0]
+    if v_window:
+        in_window = v_window.seen(position, length)
+        out = weights.masked_fill(in_window, 0.0) @ v + weights.masked_fill(~in_window, 0.0) @ v_window.read(one, length)[0]
     else:
         out = weights @ v
     return (out / total).view(heads, group, len(q), -1).permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
@@ -163,10 +163,10 @@ def rounded_softmax(scores: Tensor, block_size: int, dtype: torch.dtype) -> tupl
     block_max = by_block.amax(-1, keepdim=True)
     # A block that is masked throughout has no maximum; any finite one gives it probability 0.
     finite_max = block_max.masked_fill(block_max == -torch.inf, 0.0)
-    rounded = torch.exp(by_block - finite_max).to(dtype).float()
+    weights = torch.exp(by_block - finite_max).to(dtype).float()
     merge = torch.exp(block_max - block_max.amax(-2, keepdim=True))
-    total = (rounded.sum(-1, keepdim=True) * merge).sum(-2)
-    return (rounded * merge).flatten(-2)[..., :length], total
+    total = (weights.sum(-1, keepdim=True) * merge).sum(-2)
+    return (weights * merge).flatten(-2)[..., :length], total
 
 
 # -- The gated delta rule ----------------------------------------------------------------------------------------------------
@@ -205,16 +205,16 @@ def gated_delta(
         ValueError: no version of the state has seen the tokens before.
     """
     state = cast(Recurrent, cache.states[layer])
-    before, kept = state.read(batch), state.kept(batch)
+    before, saved_tokens = state.read(batch), state.kept(batch)
     taps, decay = conv.squeeze(1).T, a_log.exp()
-    keep = set(kept.tolist())
+    keep = set(saved_tokens.tolist())
     out, after = [], []
     for row, (begin, end) in enumerate(pairwise(batch.query_start_loc.tolist())):
         window, memory = before["conv"][row], before["delta"][row]
         for token in range(begin, end):
             # One token at a time: an elementwise function may round otherwise at the end of a longer tensor.
             window = torch.cat([window, x[token : token + 1]])
-            q, k, v = _delta_heads(_summed(window * taps), memory)
+            q, k, v = _delta_heads(_sum_rows(window * taps), memory)
             window = window[1:]
             memory = memory * torch.exp(-decay * functional.softplus(a[token] + dt_bias)).view(-1, 1, 1)
             change = (v - (memory * k).sum(1)) * torch.sigmoid(b[token]).unsqueeze(1)
@@ -223,7 +223,7 @@ def gated_delta(
             if token in keep:
                 after.append((window, memory))
     windows, memories = zip(*after, strict=True)
-    state.write({"conv": torch.stack(windows), "delta": torch.stack(memories)}, kept, batch)
+    state.write({"conv": torch.stack(windows), "delta": torch.stack(memories)}, saved_tokens, batch)
     return torch.stack(out)
 
 
@@ -231,7 +231,7 @@ _UNIT_EPS = 1e-6
 """Added to the square of the length that q and k are divided by."""
 
 
-def _summed(terms: Tensor) -> Tensor:
+def _sum_rows(terms: Tensor) -> Tensor:
     """The sum of rows [n, N], one after the other."""
     total = terms[0]
     for term in terms[1:]:
@@ -239,11 +239,11 @@ def _summed(terms: Tensor) -> Tensor:
     return total
 
 
-def _delta_heads(mixed: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _delta_heads(qkv: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q and k [Hv, dk, 1] and v [Hv, dv] of a token's convolved numbers, for a memory [Hv, dk, dv]."""
     heads, key_dim, value_dim = memory.shape
     values = heads * value_dim
-    qk, v = torch.split(functional.silu(mixed), [len(mixed) - values, values])
+    qk, v = torch.split(functional.silu(qkv), [len(qkv) - values, values])
     qk = qk.view(2, -1, key_dim)
     q, k = (qk * torch.rsqrt((qk * qk).sum(-1, keepdim=True) + _UNIT_EPS)).repeat_interleave(heads // qk.shape[1], dim=1)
     return (q * key_dim**-0.5).unsqueeze(2), k.unsqueeze(2), v.view(heads, value_dim)

@@ -51,9 +51,9 @@ def arguments(op: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
     return {name: value for name, value in bound.items() if name != "self"}
 
 
-def with_ops(ops: OpTable, replaced: Mapping[str, Callable[..., Any]]) -> OpTable:
+def with_ops(ops: OpTable, replacements: Mapping[str, Callable[..., Any]]) -> OpTable:
     """An op table in which some ops are others."""
-    return cast(OpTable, SimpleNamespace(**{name: replaced.get(name, getattr(ops, name)) for name in OP_NAMES}))
+    return cast(OpTable, SimpleNamespace(**{name: replacements.get(name, getattr(ops, name)) for name in OP_NAMES}))
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class FusedOps(ExpertOps, Protocol):
         """
 
     def add_norm(
-        self, hidden: Tensor, update: Tensor, weight: Tensor, eps: float, behind: tuple[Tensor, float] | None = None
+        self, hidden: Tensor, update: Tensor, weight: Tensor, eps: float, post_norm: tuple[Tensor, float] | None = None
     ) -> tuple[Tensor, Tensor]:
         """The hidden state after a residual, and its RMS norm.
 
@@ -148,7 +148,7 @@ class FusedOps(ExpertOps, Protocol):
             hidden: [T, hidden] bf16 or fp32.
             update: [T, hidden] fp32.
             weight: [hidden], of the norm.
-            behind: weight [hidden] and eps of a norm of the update, before it is added.
+            post_norm: weight [hidden] and eps of a norm of the update, before it is added.
         Returns:
             `hidden + update` and its norm, both [T, hidden] of hidden's dtype.
         Rounding points: the sum once; the norm is taken of the rounded sum, in FP32, and rounded once.

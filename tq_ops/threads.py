@@ -26,7 +26,7 @@ def sleeping_threads() -> Iterator[None]:
     if sys.platform != "linux" or threads == 1:
         yield
         return
-    started, done = threading.Event(), threading.Event()
+    ready, done = threading.Event(), threading.Event()
 
     def hold() -> None:
         try:
@@ -35,12 +35,12 @@ def sleeping_threads() -> Iterator[None]:
             torch.ones(_LOOP).neg_()
         finally:
             torch.set_num_threads(threads)  # a part of this setting is of the whole process
-            started.set()
+            ready.set()
         done.wait()
 
     holder = threading.Thread(target=hold, name="haarkv-sleeping-threads", daemon=True)
     holder.start()
-    started.wait()
+    ready.wait()
     try:
         yield
     finally:

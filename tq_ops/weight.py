@@ -87,10 +87,10 @@ class Blocks:
             dtype: of the result; that of the blocks unless given. In FP32 nothing is rounded.
         """
         dtype = dtype or self.dtype
-        restored = restore_rows(self.data[index].cpu(), self.type.restore, self.shape[1], dtype).to(self.device)
+        numbers = restore_rows(self.data[index].cpu(), self.type.restore, self.shape[1], dtype).to(self.device)
         if self.row_scales is not None:
-            restored = restored * self.row_scales[index].unsqueeze(-1)
-        return restored if self.column_scales is None else restored * self.column_scales
+            numbers = numbers * self.row_scales[index].unsqueeze(-1)
+        return numbers if self.column_scales is None else numbers * self.column_scales
 
 
 Weight = Tensor | Blocks
@@ -129,23 +129,23 @@ def dense(weight: Weight) -> Tensor:
     return weight.rows(slice(None)) if isinstance(weight, Blocks) else weight
 
 
-def numbers_of(weight: Weight, index: slice = slice(None)) -> Tensor:
+def weight_numbers(weight: Weight, index: slice = slice(None)) -> Tensor:
     """Rows of a weight as `linear` multiplies with them: those of blocks in FP32, not rounded to the blocks' dtype."""
     return weight.rows(index, torch.float32) if isinstance(weight, Blocks) else weight[index]
 
 
-def rows_of(weight: Weight, index: slice | Tensor) -> Tensor:
+def weight_rows(weight: Weight, index: slice | Tensor) -> Tensor:
     """Rows of a weight, as `Blocks.rows`."""
     return weight.rows(index) if isinstance(weight, Blocks) else weight[index]
 
 
-def memory_of(weight: Weight) -> Tensor:
+def backing_tensor(weight: Weight) -> Tensor:
     """The tensor that a weight's numbers lie in."""
     return weight.data if isinstance(weight, Blocks) else weight
 
 
 def restore_rows(
-    stored: Tensor,
+    block_rows: Tensor,
     restore: Callable[[Tensor], Tensor],
     width: int,
     dtype: torch.dtype,
@@ -157,7 +157,7 @@ def restore_rows(
     """Numbers of stored rows, restored some at a time.
 
     Args:
-        stored: [N, bytes of a row] uint8 on the host.
+        block_rows: [N, bytes of a row] uint8 on the host.
         restore: as of `BlockType`.
         width: numbers of a row.
         dtype: of the result, to which FP32 is rounded once.
@@ -168,14 +168,14 @@ def restore_rows(
     Returns:
         [R, columns].
     """
-    count = len(stored) if rows is None else len(rows)
-    restored = empty((count, len(range(width)[columns])), dtype)
+    count = len(block_rows) if rows is None else len(rows)
+    result = empty((count, len(range(width)[columns])), dtype)
     step = max(1, _CHUNK // width)
     for begin in range(0, count, step):
         part = slice(begin, min(begin + step, count))
-        blocks = stored[part if rows is None else rows[part]]
+        blocks = block_rows[part if rows is None else rows[part]]
         # Blocks follow each other whatever row they belong to: rows that are short go together.
         together = math.gcd(len(blocks), 2 ** max(0, (_ROW // width).bit_length() - 1))
-        numbers = restore(blocks.reshape(-1, together * stored.shape[1])).view(-1, width)[:, columns]
-        restored[part] = change(numbers) if change else numbers
-    return restored
+        numbers = restore(blocks.reshape(-1, together * block_rows.shape[1])).view(-1, width)[:, columns]
+        result[part] = change(numbers) if change else numbers
+    return result

@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from haarkv.benchmarks.cases import is_file, kv_numbers, plan_of, token_bytes
+from haarkv.benchmarks.cases import benchmark_plan, is_file, kv_numbers, token_bytes
 from haarkv.benchmarks.report import Report
 from haarkv.models.config import ModelConfig
 from haarkv.tq_ops import formats
@@ -40,7 +40,7 @@ from tq.commands.eval import read_text
 from tq.options import IntRange
 from tq.output import loading, one_line, warn
 
-_INTERRUPTED = 130
+_INTERRUPT_CODE = 130
 _no_peers = click.option("--no-peers", is_flag=True, help="Measure ours alone.")
 
 
@@ -50,20 +50,23 @@ def command() -> None:
 
 
 @contextmanager
-def _watched(given: dict[str, Any]) -> Iterator[Callable[[str], None]]:
-    """As `turning`; `given` then holds, as `waited`, which share of the time other processes had the processors."""
-    before = neighbours.turns()
-    with turning(given) as on_turn:
+def _processor_watch(params: dict[str, Any]) -> Iterator[Callable[[str], None]]:
+    """As `turning`; `params` then holds, as `waited`, which share of the time other processes had the processors."""
+    before = neighbours.thread_times()
+    with turning(params) as on_turn:
         yield on_turn
-    given["waited"] = neighbours.share_waited(before, neighbours.turns())
+    params["waited"] = neighbours.share_waited(before, neighbours.thread_times())
 
 
-def _finish(report: Report, given: dict[str, Any]) -> None:
+def _finish(report: Report, params: dict[str, Any]) -> None:
     """As `finish`. A busy machine is said first."""
-    waited = given.get("waited")
-    if busy := neighbours.warning(waited):
+    waiting_share = params.get("waited")
+    if busy := neighbours.warning(waiting_share):
         warn(busy)
-    finish(report if waited is None else replace(report, values={**report.values, "waited": round(waited, 4)}), given)
+    finish(
+        report if waiting_share is None else replace(report, values={**report.values, "waited": round(waiting_share, 4)}),
+        params,
+    )
 
 
 class _PeerNames(click.ParamType[tuple[str, ...]]):
@@ -90,7 +93,7 @@ class _PeerNames(click.ParamType[tuple[str, ...]]):
 @click.option("--peer-kv", metavar="LIST", default="f16,q8_0,q4_0", show_default=True,
               help="llama.cpp's KV caches. TYPE is with flash attention and, unless quantized, without; TYPE:flash or "
               "TYPE:plain is one.")  # fmt: skip
-def decode(kinds: tuple[str, ...], peers: tuple[str, ...], peer_kv: str, **given: Any) -> None:
+def decode(kinds: tuple[str, ...], peers: tuple[str, ...], peer_kv: str, **params: Any) -> None:
     """Measure as `tq bench decode` does, with others beside ours.
 
     With llama.cpp prompts of random tokens are measured as well; its steps follow such a prompt, ours random K and V. It gets
@@ -102,24 +105,24 @@ def decode(kinds: tuple[str, ...], peers: tuple[str, ...], peer_kv: str, **given
 
     if LLAMA in peers:
         llama_process.require()
-    kvs, llama_kvs = kv_list(given), llama_process.parse_kinds(peer_kv)
+    kvs, llama_kvs = kv_list(params), llama_process.parse_kinds(peer_kv)
     kinds = kinds or (*DEFAULT_KINDS, *["prompt"] * (LLAMA in peers))
-    with _watched(given) as on_turn, loading(given["model"]) as progress, ExitStack() as stack:
-        beside = Peers(peers, given["model"], stack, llama_kvs, partial(_hf_caches, kvs), on_turn)
-        request = request_of(given, kinds=kinds, beside=beside)
+    with _processor_watch(params) as on_turn, loading(params["model"]) as progress, ExitStack() as stack:
+        peer_rows = Peers(peers, params["model"], stack, llama_kvs, partial(_hf_caches, kvs), on_turn)
+        request = request_of(params, kinds=kinds, beside=peer_rows)
         machine, rows = measure(request, progress, on_turn)
-    found = report("decode", request, machine, rows)
+    result = report("decode", request, machine, rows)
     packages = [package for name, package in ((TRANSFORMERS, "transformers"), (LLAMA, "llama-cpp-python")) if name in peers]
-    last = len(found.tables) - 1
-    notes = {**found.notes, last: [*beside_llama(rows), *found.notes[last]]}
-    _finish(replace(found, packages=packages, notes=notes), given)
+    last = len(result.tables) - 1
+    notes = {**result.notes, last: [*beside_llama(rows), *result.notes[last]]}
+    _finish(replace(result, packages=packages, notes=notes), params)
 
 
 @command.command("prefill")
 @of_a_layer
 @click.option("--stored", type=IntRange(min=0), default=0, metavar="N", help="Tokens before the prompt.")
 @_no_peers
-def prefill(no_peers: bool, stored: int, **given: Any) -> None:
+def prefill(no_peers: bool, stored: int, **params: Any) -> None:
     """Measure attention of one layer over a whole prompt, by its length, executor and format, beside torch's.
 
     Each token attends to itself and those before it, over the packed cache. All variants of a case take turns; torch's is
@@ -127,10 +130,10 @@ def prefill(no_peers: bool, stored: int, **given: Any) -> None:
     """
     from lab.bench.prefill import measure, report
 
-    with _watched(given) as on_turn, loading(given["model"]) as progress:
-        request = request_of(given)
+    with _processor_watch(params) as on_turn, loading(params["model"]) as progress:
+        request = request_of(params)
         machine, rows = measure(request, stored, not no_peers, progress, on_turn)
-    _finish(report(request, stored, machine, rows), given)
+    _finish(report(request, stored, machine, rows), params)
 
 
 def _hf_caches(kvs: Sequence[str], config: ModelConfig) -> list[HFCache]:
@@ -140,9 +143,11 @@ def _hf_caches(kvs: Sequence[str], config: ModelConfig) -> list[HFCache]:
     from tq.hf.attention import IMPLEMENTATION
     from tq.hf.cache import TQCache
 
-    chosen = {kv: 8 * sum(token_bytes(plan_of(kv, config), config)) / sum(kv_numbers(config))
+    bits_by_kv = {kv: 8 * sum(token_bytes(benchmark_plan(kv, config), config)) / sum(kv_numbers(config))
               for kv in kvs if not is_file(kv) and not set(kv) & set("+/") and not formats.needs_calibration(kv)}  # fmt: skip
-    return [HFCache(f"TQCache {kv}", partial(TQCache, kv=kv), n, implementation=IMPLEMENTATION) for kv, n in chosen.items()]
+    return [
+        HFCache(f"TQCache {kv}", partial(TQCache, kv=kv), n, implementation=IMPLEMENTATION) for kv, n in bits_by_kv.items()
+    ]
 
 
 @command.command("drafts")
@@ -160,21 +165,21 @@ def _hf_caches(kvs: Sequence[str], config: ModelConfig) -> list[HFCache]:
     save_option,
     options.json_option,
 )
-def drafts(text_file: str | None, **given: Any) -> None:
+def drafts(text_file: str | None, **params: Any) -> None:
     """Continue a text with a draft and without, in turns, and measure what the draft is worth.
 
     A draft is measured twice: as in a session's first run, and, as "known", with what earlier runs have shown.
     """
     from lab.bench.drafts import DraftRequest, measure, report
 
-    if (spec := options.draft_spec(given)) is None:
+    if (spec := options.draft_spec(params)) is None:
         raise click.UsageError("name what guesses the tokens: --draft ngram, self, or a smaller model")
     names = ("model", "executor", "kv", "contexts", "dtype", "layers", "device", "repeats")
     text = None if text_file is None else read_text(text_file, "--text")
-    request = DraftRequest(draft=spec, text=text, **{name: given[name] for name in names} | {"kv": given["kv"] or "tq4"})
-    with _watched(given) as on_turn, loading(request.model) as progress:
+    request = DraftRequest(draft=spec, text=text, **{name: params[name] for name in names} | {"kv": params["kv"] or "tq4"})
+    with _processor_watch(params) as on_turn, loading(request.model) as progress:
         rows = measure(request, progress, on_turn)
-    _finish(report(request, rows), given)
+    _finish(report(request, rows), params)
 
 
 @command.command("weights")
@@ -186,17 +191,17 @@ def drafts(text_file: str | None, **given: Any) -> None:
 )
 @options.count("--threads", "CPU threads, of each side.", 2)
 @options.together(_no_peers, save_option, options.json_option)
-def weights(model: str, text_file: str, tokens: int, no_peers: bool, beside: tuple[str, ...], **given: Any) -> None:
+def weights(model: str, text_file: str, tokens: int, no_peers: bool, beside: tuple[str, ...], **params: Any) -> None:
     """Measure what multiplying with a GGUF file's blocks changes: KL from the same weights restored, ours and llama.cpp's."""
     from lab.bench.weights import measure, measure_beside, report
 
     text = read_text(text_file, "--text")
-    with _watched(given) as on_turn, loading(model) as progress:
+    with _processor_watch(params) as on_turn, loading(model) as progress:
         if beside:
             rows = measure_beside(model, beside, text, tokens, progress, on_turn)
         else:
-            rows = measure(model, text, tokens, not no_peers, given["threads"], progress, on_turn)
-    _finish(report(Path(model).name, Path(text_file).name, tokens, rows, beside=bool(beside)), given)
+            rows = measure(model, text, tokens, not no_peers, params["threads"], progress, on_turn)
+    _finish(report(Path(model).name, Path(text_file).name, tokens, rows, several_files=bool(beside)), params)
 
 
 @command.command("serve")
@@ -214,14 +219,14 @@ def weights(model: str, text_file: str, tokens: int, no_peers: bool, beside: tup
 @options.seed_option
 @save_option
 @options.json_option
-def serve(**given: Any) -> None:
+def serve(**params: Any) -> None:
     """Measure vLLM's server under load with several storages of K and V, in turns, the same memory for each; needs vLLM."""
     from lab.bench.serve import measure, request_of
 
-    request = request_of(**{name: value for name, value in given.items() if name not in ("save", "as_json")})
-    with _watched(given) as on_turn:
+    request = request_of(**{name: value for name, value in params.items() if name not in ("save", "as_json")})
+    with _processor_watch(params) as on_turn:
         report = measure(request, on_turn)
-    _finish(report, given)
+    _finish(report, params)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -229,13 +234,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         command.main(args=None if argv is None else list(argv), prog_name="python -m lab.bench", standalone_mode=False)
     except (KeyboardInterrupt, click.Abort):
-        return _INTERRUPTED
+        return _INTERRUPT_CODE
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return 2
     except (click.ClickException, InputError, OSError) as error:
-        said = error.format_message() if isinstance(error, click.ClickException) else str(error)
-        print(f"lab.bench: {one_line(said)}", file=sys.stderr)
+        message = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        print(f"lab.bench: {one_line(message)}", file=sys.stderr)
         return 2
     return 0
 

@@ -38,16 +38,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.set_num_threads(args.threads)
     tables = [table for table in TABLES if not args.table or table.name in args.table]
     ops = args.op or OP_NAMES
-    here = []
+    runnable_tables = []
     for table in tables:
         if reason := table.missing():
             print(f"{table.name}: skipped, {reason}", file=sys.stderr)
         else:
-            here.append(table)
-    if not here:
+            runnable_tables.append(table)
+    if not runnable_tables:
         print("none of these tables runs here", file=sys.stderr)
         return 2
-    return _test(here, ops, args.share, args.json)
+    return _test(runnable_tables, ops, args.share, args.json)
 
 
 def _share(text: str) -> tuple[int, int]:
@@ -58,11 +58,11 @@ def _share(text: str) -> tuple[int, int]:
 
 
 def _test(tables: Sequence[Table], ops: Sequence[str], share: tuple[int, int], as_json: bool) -> int:
-    failed = 0
+    failures = 0
     for table in tables:
-        chosen = [case for case in suite.cases(table) if case.op in ops][share[0] - 1 :: share[1]]
+        cases = [case for case in suite.cases(table) if case.op in ops][share[0] - 1 :: share[1]]
         wrong = 0
-        for case, finding in suite.run(table, chosen):
+        for case, finding in suite.run(table, cases):
             wrong += not finding.passed
             if as_json:
                 print(
@@ -73,9 +73,9 @@ def _test(tables: Sequence[Table], ops: Sequence[str], share: tuple[int, int], a
                 why = finding.fault or f"{finding.figure}: {finding.share:.3g} times what honest runs allow"
                 print(f"{table.name}: {case}: {why}", flush=True)
         if not as_json:
-            print(f"{table.name}: {len(chosen) - wrong} of {len(chosen)} cases pass", flush=True)
-        failed += wrong
-    return int(failed > 0)
+            print(f"{table.name}: {len(cases) - wrong} of {len(cases)} cases pass", flush=True)
+        failures += wrong
+    return int(failures > 0)
 
 
 if __name__ == "__main__":

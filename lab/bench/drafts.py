@@ -97,27 +97,27 @@ def measure(request: DraftRequest, progress: Progress | None = None, on_turn: On
 def _rows(sessions: Sequence[Session], prompt: list[int], request: DraftRequest, on_turn: OnTurn) -> list[DraftRow]:
     turns: list[list[_Times]] = [[] for _ in sessions]
     last: list[tuple[list[int], DraftReport | None]] = [([], None)] * len(sessions)
-    stored = None
+    prefix = None
     if (draft := sessions[1].draft) and draft.follow(1, len(prompt)) is None:
-        stored = sessions[0].generate([prompt], max_new_tokens=1, keep=True, sampling=Sampling()).stored[0]
+        prefix = sessions[0].generate([prompt], max_new_tokens=1, keep=True, sampling=Sampling()).stored[0]
     sessions = [sessions[0], sessions[1], _forgetful(sessions[2])]
     for turn in range(-1, request.repeats):
         # Back and forth, so that none always comes behind the same one.
         for index, session in list(enumerate(sessions))[:: -1 if turn % 2 else 1]:
             on_turn(f"{_name(session)}, {len(prompt)} tokens")
-            times, tokens, drafting = _timed(
-                _forgetful(session) if index == 1 else session, prompt, stored, request.new_tokens
+            times, tokens, drafting = _time_run(
+                _forgetful(session) if index == 1 else session, prompt, prefix, request.new_tokens
             )
             last[index] = (tokens, drafting)
             if turn >= 0:
                 turns[index].append(times)
     rows = []
-    base = _Turns.of(turns[0])
-    for index, (session, taken, (tokens, drafting)) in enumerate(zip(sessions, turns, last, strict=True)):
-        ours, known, same = _Turns.of(taken), index == 2, tokens == last[0][0]
+    base = _Turns.from_times(turns[0])
+    for index, (session, session_times, (tokens, drafting)) in enumerate(zip(sessions, turns, last, strict=True)):
+        ours, has_experience, same = _Turns.from_times(session_times), index == 2, tokens == last[0][0]
         gain, cpu_gain, whole = ours.gains(base) if session.draft else (None, None, None)
         name, ms, cpu_ms = _name(session), ours.ms, 1e3 * ours.cpu
-        rows.append(DraftRow(len(prompt), name, known, ms, cpu_ms, gain, cpu_gain, whole, same, drafting))
+        rows.append(DraftRow(len(prompt), name, has_experience, ms, cpu_ms, gain, cpu_gain, whole, same, drafting))
     return rows
 
 
@@ -148,9 +148,9 @@ class _Turns:
     whole: float
 
     @classmethod
-    def of(cls, turns: Sequence[_Times]) -> _Turns:
+    def from_times(cls, turns: Sequence[_Times]) -> _Turns:
         quarter = len(turns) // 4
-        cpu, whole = (sorted(of)[quarter] for of in ([t.cpu for t in turns], [t.whole for t in turns]))
+        cpu, whole = (sorted(samples)[quarter] for samples in ([t.cpu for t in turns], [t.whole for t in turns]))
         return cls([t.wall for t in turns], cpu, whole)
 
     @property
@@ -163,8 +163,8 @@ class _Turns:
         return wall, base.cpu / max(self.cpu, 1e-9), base.whole / max(self.whole, 1e-9)
 
 
-def _timed(
-    session: Session, prompt: list[int], stored: StoredSequence | None, new_tokens: int
+def _time_run(
+    session: Session, prompt: list[int], prefix: StoredSequence | None, new_tokens: int
 ) -> tuple[_Times, list[int], DraftReport | None]:
     """A run's times, its new tokens, and what drafting did."""
     first: list[tuple[float, float]] = []
@@ -174,23 +174,29 @@ def _timed(
             first.append((time.perf_counter(), time.thread_time()))
 
     began = time.thread_time()
-    result = session.generate([prompt], stored=stored, max_new_tokens=new_tokens, sampling=Sampling(), on_token=on_token)
-    ended, steps = (time.perf_counter(), time.thread_time()), max(1, len(result.completions[0].token_ids) - 1)
-    wall, cpu = ((b - a) / steps for a, b in zip(first[0], ended, strict=True))
-    return _Times(wall, cpu, ended[1] - began), result.completions[0].token_ids, result.drafting
+    result = session.generate([prompt], stored=prefix, max_new_tokens=new_tokens, sampling=Sampling(), on_token=on_token)
+    end, steps = (time.perf_counter(), time.thread_time()), max(1, len(result.completions[0].token_ids) - 1)
+    wall, cpu = ((b - a) / steps for a, b in zip(first[0], end, strict=True))
+    return _Times(wall, cpu, end[1] - began), result.completions[0].token_ids, result.drafting
 
 
 def report(request: DraftRequest, rows: Sequence[DraftRow]) -> Report:
     """What was measured."""
 
-    def shown(value: float | None, form: str = ".2f") -> str:
+    def format_cell(value: float | None, form: str = ".2f") -> str:
         return "–" if value is None else format(value, form)
 
     cells = []
     for r in rows:
         did = r.drafting
-        rates = (shown(did.acceptance, ".0%"), shown(did.tokens_per_step)) if did else ("–", "–")
-        times = (shown(r.ms), shown(r.speed_up), shown(r.cpu_ms), shown(r.cpu_speed_up), shown(r.whole_speed_up))
+        rates = (format_cell(did.acceptance, ".0%"), format_cell(did.tokens_per_step)) if did else ("–", "–")
+        times = (
+            format_cell(r.ms),
+            format_cell(r.speed_up),
+            format_cell(r.cpu_ms),
+            format_cell(r.cpu_speed_up),
+            format_cell(r.whole_speed_up),
+        )
         cells.append((str(r.context), r.draft + ", known" * r.known, *times, *rates, "yes" if r.same_text else "no"))
     title = f"{request.model}, {request.kv}: {request.new_tokens} new tokens, greedy, median of {request.repeats} turns"
     notes = [f"{r.context:,} tokens{', known' * r.known}: {r.drafting.describe()}" for r in rows if r.drafting]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from haarkv.models.base import DecoderModel
-from haarkv.models.catalog import path_of
+from haarkv.models.catalog import find_model
 from haarkv.models.config import ModelConfig, unknown_layer
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.weight import dense
@@ -26,7 +26,7 @@ _MARGIN = 2**26  # bytes that stay free beside the file
 
 def source_file(name: str) -> Path | None:
     """The GGUF file that a model is read from; None if it is read from something else."""
-    path = path_of(name)
+    path = find_model(name)
     return path if path is not None and path.is_file() else None
 
 
@@ -37,7 +37,7 @@ def unlike_plain(config: ModelConfig) -> str | None:
     return unknown_layer(config, knows=("head_norms",)) or ("its layers differ" if len(set(config.layers)) > 1 else None)
 
 
-def unsupported(config: ModelConfig) -> str | None:
+def unsupported_reason(config: ModelConfig) -> str | None:
     """Why no file is written of a model; None if one is."""
     if config.model_type not in _ARCHITECTURES:
         return f"a GGUF is written of {', '.join(_ARCHITECTURES)} models, and this is a {config.model_type}"
@@ -52,11 +52,13 @@ def write(path: Path, model: DecoderModel) -> None:
     """
     if not find_spec("gguf"):
         raise InputError("writing a GGUF needs the package gguf: pip install -r lab/requirements.txt")
-    if reason := unsupported(model.config):
+    if reason := unsupported_reason(model.config):
         raise InputError(reason)
-    needed, free = model.weights.nbytes + _MARGIN, shutil.disk_usage(path.parent).free
-    if needed > free:
-        raise InputError(f"a GGUF of {needed / 2**30:.1f} GiB does not fit into {path.parent}, which has {free / 2**30:.1f}")
+    required_bytes, free = model.weights.nbytes + _MARGIN, shutil.disk_usage(path.parent).free
+    if required_bytes > free:
+        raise InputError(
+            f"a GGUF of {required_bytes / 2**30:.1f} GiB does not fit into {path.parent}, which has {free / 2**30:.1f}"
+        )
     import gguf
 
     architecture = gguf.MODEL_ARCH[_ARCHITECTURES[model.config.model_type]]
@@ -67,7 +69,7 @@ def write(path: Path, model: DecoderModel) -> None:
         for name, tensor in model.weights.named():
             its_name = names.get_name(name, try_suffixes=(".weight",))
             assert its_name is not None, f"gguf has no name for {name}"
-            writer.add_tensor(its_name, *_stored(dense(tensor)))
+            writer.add_tensor(its_name, *_tensor_arguments(dense(tensor)))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -97,7 +99,7 @@ def _describe(writer: Any, model: DecoderModel) -> None:
     writer.add_tokenizer_model("no_vocab")
 
 
-def _stored(tensor: Tensor) -> tuple[Any, None, Any]:
+def _tensor_arguments(tensor: Tensor) -> tuple[Any, None, Any]:
     """Numbers, no shape of their own, and gguf's type, as `add_tensor` takes them."""
     import gguf
 

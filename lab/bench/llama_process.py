@@ -53,7 +53,7 @@ def parse_kinds(text: str) -> tuple[LlamaKV, ...]:
     >>> [kind.name for kind in parse_kinds("f16,q8_0,bf16:plain")]
     ['f16 flash', 'f16 plain', 'q8_0 flash', 'bf16 plain']
     """
-    found: dict[LlamaKV, None] = {}
+    kinds: dict[LlamaKV, None] = {}
     for part in text.split(","):
         name, _, way = part.strip().partition(":")
         if name not in BITS:
@@ -61,8 +61,8 @@ def parse_kinds(text: str) -> tuple[LlamaKV, ...]:
         ways = {"flash": True} | ({"plain": False} if BITS[name] >= 16 else {})
         if way and way not in ways:
             raise InputError(f"llama.cpp cannot read {name} that way; write {' or '.join(f'{name}:{w}' for w in ways)}")
-        found |= dict.fromkeys(LlamaKV(name, flash) for word, flash in ways.items() if way in ("", word))
-    return tuple(found)
+        kinds |= dict.fromkeys(LlamaKV(name, flash) for word, flash in ways.items() if way in ("", word))
+    return tuple(kinds)
 
 
 def require() -> None:
@@ -98,10 +98,10 @@ class LlamaProcess:
         self._process.join()
         self._pipe.close()
 
-    def call(self, method: str, *given: object) -> Any:
+    def call(self, method: str, *args: object) -> Any:
         """Call a method of `Contexts` there; LlamaError if it refuses, or the process has ended."""
         try:
-            self._pipe.send((method, given))
+            self._pipe.send((method, args))
             done, value = self._pipe.recv()
         except (EOFError, OSError):
             self._process.join()
@@ -120,9 +120,9 @@ def _serve(pipe: Connection, parent: int) -> None:
     contexts = Contexts()
     with suppress(EOFError, OSError):
         while True:
-            method, given = pipe.recv()
+            method, args = pipe.recv()
             try:
-                answer = (True, getattr(contexts, method)(*given))
+                answer = (True, getattr(contexts, method)(*args))
             except LlamaError as error:
                 answer = (False, str(error))
             pipe.send(answer)
@@ -144,18 +144,18 @@ class Contexts:
 
         self.numpy, self.lib, self.version = numpy, llama_cpp, __version__
         self.contexts: dict[LlamaKV, Any] = {}
-        self.said: list[str] = []
+        self.log_lines: list[str] = []
         self.log = llama_cpp.llama_log_callback(self._log)  # kept, for the library holds no reference
         llama_cpp.llama_log_set(self.log, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
 
     def _log(self, level: int, text: bytes, _: object) -> None:  # keeps the last error
         if level == _LOG_ERROR and (line := text.decode(errors="replace").strip()):
-            self.said[:] = [line]
+            self.log_lines[:] = [line]
 
-    def _refuse(self, failed: object, what: str) -> None:
-        if failed:
-            raise LlamaError(": ".join([what, *self.said]))
+    def _refuse(self, failure: object, what: str) -> None:
+        if failure:
+            raise LlamaError(": ".join([what, *self.log_lines]))
 
     def load(self, file: str, threads: int) -> str:
         """Load a GGUF; what the library says of itself."""
@@ -176,9 +176,9 @@ class Contexts:
         params.type_k = params.type_v = getattr(self.lib, f"GGML_TYPE_{kind.type.upper()}")
         flash = "ENABLED" if kind.flash else "DISABLED"
         params.flash_attn_type = getattr(self.lib, f"LLAMA_FLASH_ATTN_TYPE_{flash}")
-        made = self.lib.llama_init_from_model(self.model, params)
-        self._refuse(not made, "it makes no such context")
-        self.contexts[kind] = made
+        handle = self.lib.llama_init_from_model(self.model, params)
+        self._refuse(not handle, "it makes no such context")
+        self.contexts[kind] = handle
 
     def shut(self, kind: LlamaKV) -> None:
         """Give a context's memory back."""
@@ -196,13 +196,13 @@ class Contexts:
 
     def steps(self, kind: LlamaKV, ids: Sequence[int]) -> list[float]:
         """A decode step for each token, up to the argmax of its logits; seconds of each."""
-        taken = []
+        seconds = []
         for token in ids:
             began = time.perf_counter()
             self._decode(kind, [token])
             self._logits(kind).argmax()
-            taken.append(time.perf_counter() - began)
-        return taken
+            seconds.append(time.perf_counter() - began)
+        return seconds
 
     def logits(self, kind: LlamaKV, ids: Sequence[int], new: bool = True) -> Any:
         """Logits after each token of a new prompt, or of more of the last one: [tokens, vocab] FP32, as a numpy array."""
@@ -224,5 +224,5 @@ class Contexts:
 
     def _logits(self, kind: LlamaKV) -> Any:
         """[vocab], after the last call's last token."""
-        found = self.lib.llama_get_logits_ith(self.contexts[kind], -1)
-        return self.numpy.ctypeslib.as_array(found, shape=(self.vocab,))
+        pointer = self.lib.llama_get_logits_ith(self.contexts[kind], -1)
+        return self.numpy.ctypeslib.as_array(pointer, shape=(self.vocab,))

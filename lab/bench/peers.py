@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from haarkv.benchmarks.cases import Asked, Variant, copies, kv_numbers, random_prompts, seen, steps_of
+from haarkv.benchmarks.cases import Measurement, Variant, appended_tokens, copies, kv_numbers, random_prompts, visible_tokens
 from haarkv.benchmarks.decode_cost import CostRow
 from haarkv.benchmarks.timing import OnTurn
 from haarkv.models.base import DecoderModel
@@ -67,23 +67,23 @@ class Peers:
     on_turn: OnTurn = lambda _: None
     process: LlamaProcess | None = None
 
-    def __call__(self, kind: str, asked: Asked) -> Iterator[Variant]:
+    def __call__(self, kind: str, args: Measurement) -> Iterator[Variant]:
         """torch's attention; llama.cpp's and transformers' forwards."""
         if kind == "attention":
-            yield from attention(asked) if SDPA in self.names else ()
+            yield from attention(args) if SDPA in self.names else ()
             return
         if LLAMA in self.names:
-            self.process = self.process or self._llama(asked.model)
-            yield from (llama(self.process, cache, kind, asked) for cache in self.llama_kvs)
+            self.process = self.process or self._llama(args.model)
+            yield from (llama(self.process, cache, kind, args) for cache in self.llama_kvs)
         if TRANSFORMERS in self.names and kind == "prompt":
-            yield transformers_prompt(asked.model, random_prompts(asked.model.config, asked.case))
+            yield transformers_prompt(args.model, random_prompts(args.model.config, args.case))
         elif TRANSFORMERS in self.names:
-            more = self.hf_caches(asked.model.config)
-            yield from transformers_steps(asked.model, asked.case.batch, asked.k, asked.v, more)
+            more = self.hf_caches(args.model.config)
+            yield from transformers_steps(args.model, args.case.batch, args.k, args.v, more)
 
     def _llama(self, model: DecoderModel) -> LlamaProcess:
         llama_process.require()
-        if not gguf_file.source_file(self.model_name) and (reason := gguf_file.unsupported(model.config)):
+        if not gguf_file.source_file(self.model_name) and (reason := gguf_file.unsupported_reason(model.config)):
             raise InputError(f"llama.cpp is no peer of {self.model_name}: {reason}")
         with TemporaryFolder("gguf") as folder:
             file = gguf_file.source_file(self.model_name)
@@ -101,10 +101,10 @@ class Peers:
 
 
 # -- torch
-def attention(asked: Asked) -> Iterator[Variant]:
+def attention(args: Measurement) -> Iterator[Variant]:
     """Others' decode attention of a case, over what its first layer sees."""
-    k, q, window = asked.k, asked.queries, asked.model.config.layers[0].attention.window
-    keys, values = (x[:, :, -seen(window, asked.case.context) :] for x in (k, asked.v))
+    k, q, window = args.k, args.queries, args.model.config.layers[0].attention.window
+    keys, values = (x[:, :, -visible_tokens(window, args.case.context) :] for x in (k, args.v))
     return forms(q, keys, values, copies)
 
 
@@ -123,11 +123,11 @@ def forms(q: Tensor, k: Tensor, v: Tensor, copies: Callable[[float], int] = lamb
     rows = q.to(torch.bfloat16).view(batch, kv_heads, query_heads // kv_heads, dim)
     whole = q.to(torch.bfloat16).view(batch, query_heads, 1, dim)
 
-    def copied(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    def convert_copies(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
         count = copies(k.numel() * 2 * dtype.itemsize)
         return [(k.to(dtype, copy=True), v.to(dtype, copy=True)) for _ in range(count)]
 
-    half, half_bytes = copied(torch.bfloat16), 4.0 * kv_heads * dim
+    half, half_bytes = convert_copies(torch.bfloat16), 4.0 * kv_heads * dim
     for form, queries in (("rows", rows), ("gqa", whole)):
         for word, backend in sdpa_backends(q.device).items():
             run = _sdpa(queries, half, gqa=form == "gqa", backend=backend)
@@ -135,7 +135,7 @@ def forms(q: Tensor, k: Tensor, v: Tensor, copies: Callable[[float], int] = lamb
                 run(0)
                 yield Variant(f"sdpa bf16 {form}{word}", run, [half_bytes])
     if q.device.type == "cpu":
-        single, scale = copied(torch.float32), dim**-0.5
+        single, scale = convert_copies(torch.float32), dim**-0.5
         yield Variant("sdpa fp32 rows", _sdpa(rows.float(), single), [2 * half_bytes])
 
         @torch.inference_mode()
@@ -258,11 +258,11 @@ def _their_step(theirs: Any, cache: Any, batch: int) -> Callable[[int], object]:
 
 
 # -- llama.cpp
-def llama(process: LlamaProcess, cache: LlamaKV, kind: str, asked: Asked) -> Variant:
+def llama(process: LlamaProcess, cache: LlamaKV, kind: str, args: Measurement) -> Variant:
     """llama.cpp with one kind of KV cache: a prompt, or steps behind one, by its own clock."""
-    if asked.case.batch > 1:
+    if args.case.batch > 1:
         raise InputError("llama.cpp is measured with one sequence; leave out --batches")
-    (ids,) = random_prompts(asked.model.config, asked.case)
+    (ids,) = random_prompts(args.model.config, args.case)
 
     def prompt(_: int) -> float:
         seconds: float = process.call("prompt", cache, ids)
@@ -272,20 +272,20 @@ def llama(process: LlamaProcess, cache: LlamaKV, kind: str, asked: Asked) -> Var
         (seconds,) = process.call("steps", cache, ids[number % len(ids) :][:1])
         return float(seconds)
 
-    name, nbytes = f"llama.cpp {cache.name}", [numbers * BITS[cache.type] / 8 for numbers in kv_numbers(asked.model.config)]
+    name, nbytes = f"llama.cpp {cache.name}", [numbers * BITS[cache.type] / 8 for numbers in kv_numbers(args.model.config)]
     try:
-        process.call("open", cache, asked.case.context + steps_of(asked.repeats))
+        process.call("open", cache, args.case.context + appended_tokens(args.repeats))
         process.call("prompt", cache, ids[:-1] if kind == "step" else ids[:_WARM_UP])
     except LlamaError as error:
-        return Variant(name, None, nbytes, f"at {asked.case.context:,} tokens: {error}", process.about)
+        return Variant(name, None, nbytes, f"at {args.case.context:,} tokens: {error}", process.about)
     return Variant(name, step if kind == "step" else prompt, nbytes, "", process.about)
 
 
 def beside_llama(rows: Sequence[CostRow]) -> Iterator[str]:
     """Each time of ours beside llama.cpp's best of the same kind and case."""
-    timed = [(r, r.ms) for r in rows if r.ms is not None]
-    for r, ms in timed:
-        case = [(p_ms, p.who) for p, p_ms in timed if p.who.startswith(LLAMA) and (p.kind, p.case) == (r.kind, r.case)]
+    row_times = [(r, r.ms) for r in rows if r.ms is not None]
+    for r, ms in row_times:
+        case = [(p_ms, p.who) for p, p_ms in row_times if p.who.startswith(LLAMA) and (p.kind, p.case) == (r.kind, r.case)]
         if case and not r.peer:
             best, who = min(case)
             yield (

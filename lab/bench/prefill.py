@@ -18,8 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from haarkv.benchmarks import decode
 from haarkv.benchmarks.cases import (
-    Asked,
     Case,
+    Measurement,
     almost_full,
     as_rows,
     layers_in_turn,
@@ -27,7 +27,7 @@ from haarkv.benchmarks.cases import (
     random_queries,
     token_bytes,
 )
-from haarkv.benchmarks.decode import NO_OPS, Request, model_of, sides_of
+from haarkv.benchmarks.decode import NO_OPS, Request, load_request_model, open_executors
 from haarkv.benchmarks.decode_cost import Cost, CostRow, attention_flops, pairs_seen
 from haarkv.benchmarks.report import Report
 from haarkv.benchmarks.timing import Machine, OnTurn, Run, measure_machine, take_turns
@@ -41,83 +41,83 @@ TITLES = {"prefill": "attention of one layer over a whole prompt"}
 
 
 def measure(
-    request: Request, stored: int, peers: bool, progress: Progress | None = None, on_turn: OnTurn = lambda _: None,
+    request: Request, prefix_tokens: int, peers: bool, progress: Progress | None = None, on_turn: OnTurn = lambda _: None,
     model: DecoderModel | None = None,
 ) -> tuple[Machine, list[CostRow]]:  # fmt: skip
-    """Every row of a request, whose contexts are the prompts' lengths, behind so many `stored` tokens.
+    """Every row of a request, whose contexts are the prompts' lengths, behind so many `prefix_tokens`.
 
     Raises:
         InputError: as `decode.measure`.
     """
-    model = model or model_of(request, progress)
+    model = model or load_request_model(request, progress)
     if model.config.state_shapes:
         raise InputError(f"{request.model} has layers with a state, and attention is measured of one kind of layer")
-    sides = sides_of(request, model, on_turn)
+    sides = open_executors(request, model, on_turn)
     device = next(iter(sides.values()))[0].device
     machine, rows = measure_machine(device), list[CostRow]()
     for case in (Case(batch, context) for batch in request.batches for context in request.contexts):
-        k, v = random_kv(model.config, Case(case.batch, case.context + stored), device)
-        asked = Asked(sides, model, case, k, v, machine, request.beside, request.repeats, on_turn)
-        rows += prompt_rows(asked, stored, peers)
+        k, v = random_kv(model.config, Case(case.batch, case.context + prefix_tokens), device)
+        args = Measurement(sides, model, case, k, v, machine, request.peer_variants, request.repeats, on_turn)
+        rows += prompt_rows(args, prefix_tokens, peers)
     return machine, rows
 
 
-def report(request: Request, stored: int, machine: Machine, rows: list[CostRow]) -> Report:
+def report(request: Request, prefix_tokens: int, machine: Machine, rows: list[CostRow]) -> Report:
     """As `decode.report`, with the number of stored tokens."""
-    found = decode.report("prefill", request, machine, rows, TITLES)
-    return replace(found, values={**found.values, "stored": stored})
+    result = decode.report("prefill", request, machine, rows, TITLES)
+    return replace(result, values={**result.values, "stored": prefix_tokens})
 
 
-def prompt_attention_cost(config: ModelConfig, case: Case, kv_bytes: float, stored: int = 0) -> Cost:
+def prompt_attention_cost(config: ModelConfig, case: Case, kv_bytes: float, prefix_tokens: int = 0) -> Cost:
     """Causal attention of every token of a prompt in the first layer; `kv_bytes` of one token's K and V, all heads.
 
     Args:
-        stored: tokens before the prompt.
+        prefix_tokens: before the prompt.
     """
-    mixer, of = config.layers[0].attention, config.attentions[0].heads
-    queries, whole = case.batch * case.context, case.context + stored
-    flops = case.batch * attention_flops(mixer, pairs_seen(mixer, whole) - pairs_seen(mixer, stored))
-    return Cost(0, case.batch * whole * kv_bytes, 4 * queries * of.num_heads * of.head_dim, flops)
+    mixer, heads = config.layers[0].attention, config.attentions[0].heads
+    queries, whole = case.batch * case.context, case.context + prefix_tokens
+    flops = case.batch * attention_flops(mixer, pairs_seen(mixer, whole) - pairs_seen(mixer, prefix_tokens))
+    return Cost(0, case.batch * whole * kv_bytes, 4 * queries * heads.num_heads * heads.head_dim, flops)
 
 
-def within(window: int | None, stored: int, new: int, device: torch.device) -> Any:
+def causal_mask(window: int | None, prefix_tokens: int, new: int, device: torch.device) -> Any:
     """Which keys each query of a prompt behind stored tokens sees, as SDPA takes it; None where it sees all before it."""
-    whole = stored + new
+    whole = prefix_tokens + new
     if window is None or window >= whole:
-        return causal_lower_right(new, whole) if stored else None
-    return torch.ones(new, whole, dtype=torch.bool, device=device).tril(stored).triu(stored + 1 - window)
+        return causal_lower_right(new, whole) if prefix_tokens else None
+    return torch.ones(new, whole, dtype=torch.bool, device=device).tril(prefix_tokens).triu(prefix_tokens + 1 - window)
 
 
-def prompt_rows(asked: Asked, stored: int, peers: bool) -> Iterator[CostRow]:
+def prompt_rows(args: Measurement, prefix_tokens: int, peers: bool) -> Iterator[CostRow]:
     """Attention of a whole prompt of every side, over its packed cache, then others'; all take turns."""
-    config, case, k, v = asked.model.config, asked.case, asked.k, asked.v
+    config, case, k, v = args.model.config, args.case, args.k, args.v
     q = random_queries(config, case.batch * case.context, k.device)
     runs: dict[str, Run] = {}
     costs: dict[str, Cost] = {}
-    for who, (executor, plan) in asked.sides.items():
-        costs[who] = prompt_attention_cost(config, case, token_bytes(plan, config)[0], stored)
-        cache, batch = almost_full(*layers_in_turn(plan, config, 1), Case(case.batch, stored + 1), k, v, case.context)
+    for who, (executor, plan) in args.sides.items():
+        costs[who] = prompt_attention_cost(config, case, token_bytes(plan, config)[0], prefix_tokens)
+        cache, batch = almost_full(*layers_in_turn(plan, config, 1), Case(case.batch, prefix_tokens + 1), k, v, case.context)
         note = "" if executor.ops else NO_OPS
         if cache.most_new_tokens and cache.most_new_tokens < case.context:
             note = f"its cache takes {cache.most_new_tokens} new tokens at a time"
         if executor.ops is None or note:
-            yield CostRow("prefill", who, case, costs[who], asked.machine, None, note)
+            yield CostRow("prefill", who, case, costs[who], args.machine, None, note)
             continue
-        executor.ops.store_kv(as_rows(k[:, :, stored:]), as_rows(v[:, :, stored:]), cache, 0, batch)
-        given = (q, cache, 0, batch, config.layers[0].attention.scale)
+        executor.ops.store_kv(as_rows(k[:, :, prefix_tokens:]), as_rows(v[:, :, prefix_tokens:]), cache, 0, batch)
+        inputs = (q, cache, 0, batch, config.layers[0].attention.scale)
 
         @torch.inference_mode()
         def ours(
-            _: int, attend: Callable[..., Tensor] = executor.ops.paged_attention, given: tuple[object, ...] = given
+            _: int, attend: Callable[..., Tensor] = executor.ops.paged_attention, operands: tuple[object, ...] = inputs
         ) -> Tensor:
-            return attend(*given)
+            return attend(*operands)
 
         runs[who] = ours
     if peers:
         shape = config.attentions[0].heads
-        cost = prompt_attention_cost(config, case, 4.0 * shape.num_kv_heads * shape.head_dim, stored)
+        cost = prompt_attention_cost(config, case, 4.0 * shape.num_kv_heads * shape.head_dim, prefix_tokens)
         rows_of_heads = q.view(case.batch, case.context, shape.num_heads, shape.head_dim).transpose(1, 2).contiguous()
-        mask = within(config.layers[0].attention.window, stored, case.context, k.device)
+        mask = causal_mask(config.layers[0].attention.window, prefix_tokens, case.context, k.device)
 
         @torch.inference_mode()
         def theirs(_: int = 0) -> Tensor:
@@ -126,6 +126,6 @@ def prompt_rows(asked: Asked, stored: int, peers: bool) -> Iterator[CostRow]:
             )  # fmt: skip
 
         runs[PROMPT_PEER], costs[PROMPT_PEER] = theirs, cost
-    times = take_turns(runs, k.device, repeats=asked.repeats, on_turn=asked.on_turn)
-    for who, taken in times.items():
-        yield CostRow("prefill", who, case, costs[who], asked.machine, taken, peer=who not in asked.sides)
+    times = take_turns(runs, k.device, repeats=args.repeats, on_turn=args.on_turn)
+    for who, timing in times.items():
+        yield CostRow("prefill", who, case, costs[who], args.machine, timing, peer=who not in args.sides)

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from haarkv.benchmarks.report import Report, Table
 from haarkv.benchmarks.timing import OnTurn
-from haarkv.engine.plans import shape_of
-from haarkv.models.catalog import TINY, path_of, read_config
+from haarkv.engine.plans import shape_signature
+from haarkv.models.catalog import TINY, find_model, read_config
 from haarkv.models.config import ModelConfig
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
@@ -89,40 +89,42 @@ def request_of(
     return Request(model, layers, kvs, cases, **more)
 
 
-class Served(NamedTuple):
+class ServedModel(NamedTuple):
     """A model folder for vLLM, what it is for people, and the flags of vLLM that it needs."""
 
     folder: Path
     config: ModelConfig
-    said: str
+    description: str
     flags: tuple[str, ...] = ()
 
 
-def model_folder(name: str, layers: int | None, scratch: Path) -> Served:
+def model_folder(name: str, layers: int | None, scratch: Path) -> ServedModel:
     """A model by name as a folder; for `random:SIZE` one is made in `scratch`, a config of so many layers without weights.
 
     Raises:
         InputError: no such model, or layers that it does not have.
     """
-    folder, config = path_of(name), read_config(name, layers)
+    folder, config = find_model(name), read_config(name, layers)
     if folder is not None:
-        return Served(folder.resolve(), config, f"{name}, {config.num_layers} layers")
+        return ServedModel(folder.resolve(), config, f"{name}, {config.num_layers} layers")
     whole = read_config(name)
     if whole.model_type != "qwen3":
         raise InputError(f"only a dense Qwen3 is served with random weights, {name} is a {whole.model_type}")
     config = replace(config, vocab_size=scaled_vocabulary(whole.vocab_size, config.num_layers, whole.num_layers))
-    made = scratch / f"{name.replace(':', '-')}-{config.num_layers}-layers"
-    made.mkdir()
-    (made / "config.json").write_text(json.dumps(hf_config(config)), encoding="utf-8")
+    config_folder = scratch / f"{name.replace(':', '-')}-{config.num_layers}-layers"
+    config_folder.mkdir()
+    (config_folder / "config.json").write_text(json.dumps(hf_config(config)), encoding="utf-8")
     for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(TINY / file, made / file)
-    said = f"{name}, {config.num_layers} of {whole.num_layers} layers, {config.vocab_size:,} of {whole.vocab_size:,} words"
-    return Served(made, config, f"{said}, random weights", ("--load-format", "dummy"))
+        shutil.copyfile(TINY / file, config_folder / file)
+    description = (
+        f"{name}, {config.num_layers} of {whole.num_layers} layers, {config.vocab_size:,} of {whole.vocab_size:,} words"
+    )
+    return ServedModel(config_folder, config, f"{description}, random weights", ("--load-format", "dummy"))
 
 
-def scaled_vocabulary(words: int, layers: int, of_layers: int) -> int:
+def scaled_vocabulary(words: int, layers: int, whole_layers: int) -> int:
     """As many words as give the head the share of a step that it has in the whole model; a multiple of 128."""
-    return max(_WORDS, -(-words * layers // (of_layers * 128)) * 128)
+    return max(_WORDS, -(-words * layers // (whole_layers * 128)) * 128)
 
 
 def hf_config(config: ModelConfig) -> dict[str, object]:
@@ -140,13 +142,13 @@ def hf_config(config: ModelConfig) -> dict[str, object]:
     }  # fmt: skip
 
 
-def server_flags(request: Request, served: Served) -> list[str]:
+def server_flags(request: Request, served_model: ServedModel) -> list[str]:
     """What all servers get alike; of the longest case, which must fit, in whole pages: vLLM counts in these what fits."""
-    limit, longest = served.config.max_position_embeddings, max(case.prompt + 1 + case.output for case in request.cases)
+    limit, longest = served_model.config.max_position_embeddings, max(case.prompt + 1 + case.output for case in request.cases)
     if longest > limit:
         raise InputError(f"{request.model} has room for {limit} tokens, not for {longest}")
     longest = min(-(-longest // BLOCK_SIZE) * BLOCK_SIZE, limit)
-    return ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", str(longest), *served.flags,
+    return ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", str(longest), *served_model.flags,
             "--kv-cache-memory-bytes", str(request.memory * 2**20), "--enable-prefix-caching",
             "--seed", str(request.seed)]  # fmt: skip
 
@@ -155,26 +157,32 @@ class Bench:
     """Servers and client of one run; `scratch` is a folder for logs and prompts."""
 
     def __init__(
-        self, request: Request, served: Served, servers: Sequence[Server], client: Client, scratch: Path, on_turn: OnTurn
+        self,
+        request: Request,
+        served_model: ServedModel,
+        servers: Sequence[Server],
+        client: Client,
+        scratch: Path,
+        on_turn: OnTurn,
     ) -> None:
-        self.request, self.served, self.servers, self.client = request, served, servers, client
+        self.request, self.served_model, self.servers, self.client = request, served_model, servers, client
         self.scratch, self.on_turn = scratch, on_turn
 
-    def rounds(self, case: Case, number: int, cold: int, known: int) -> dict[str, Rounds]:
+    def rounds(self, case: Case, number: int, cold: int, warm: int) -> dict[str, Rounds]:
         """Rounds of one case by storage, the servers taking turns; no other case has its number, nor its prompts."""
         prompts = self.scratch / "prompts.jsonl"
         rounds = {server.kv: Rounds() for server in self.servers}
-        for turn in range(cold + known):
+        for turn in range(cold + warm):
             if turn < cold:
                 serve_rounds.write_prompts(prompts, case, number * 1000 + turn)
             for server in self.servers:
-                self.on_turn(f"{case.users} users, {case.prompt:,} tokens, {server.kv}, round {turn + 1} of {cold + known}")
-                taken = self._round(server, case, prompts)
-                (rounds[server.kv].cold if turn < cold else rounds[server.kv].known).append(taken)
+                self.on_turn(f"{case.users} users, {case.prompt:,} tokens, {server.kv}, round {turn + 1} of {cold + warm}")
+                measurement = self._round(server, case, prompts)
+                (rounds[server.kv].cold if turn < cold else rounds[server.kv].warm).append(measurement)
         return rounds
 
     def _round(self, server: Server, case: Case, prompts: Path) -> Round:
-        args = serve_rounds.client_args(self.served.folder, server.port, case, prompts, self.request.seed)
+        args = serve_rounds.client_args(self.served_model.folder, server.port, case, prompts, self.request.seed)
         before, cpu = server.metrics(), server.cpu_seconds(_WORKER)
         result = self.client.round(args)
         return serve_rounds.read_round(result, before, server.metrics(), server.cpu_seconds(_WORKER) - cpu)
@@ -187,7 +195,7 @@ class Bench:
         ratios: list[Row] = []
         for number, case in enumerate(self.request.cases, 1):
             rounds = self.rounds(case, number, self.request.cold, self.request.repeats)
-            rows += [serve_rounds.summed_up(kv, case, capacity[kv], of) for kv, of in rounds.items()]
+            rows += [serve_rounds.summary_row(kv, case, capacity[kv], kv_rounds) for kv, kv_rounds in rounds.items()]
             if len(self.servers) > 1:
                 first, *_, last = rounds.values()
                 ratios.append(serve_rounds.ratio(case, last, first))
@@ -207,37 +215,37 @@ def measure(request: Request, on_turn: OnTurn = lambda _: None) -> Report:
     children: list[Child] = []
     with _stoppable(), tempfile.TemporaryDirectory() as folder, ending(children):
         scratch = Path(folder)
-        served = model_folder(request.model, request.layers, scratch)
-        flags, shape = server_flags(request, served), shape_of(served.config)
+        served_model = model_folder(request.model, request.layers, scratch)
+        flags, shape = server_flags(request, served_model), shape_signature(served_model.config)
         for kv in request.kvs:
-            KVSpec(kv).plan(served.config.num_layers, shape)  # refused before a server starts
+            KVSpec(kv).plan(served_model.config.num_layers, shape)  # refused before a server starts
         servers = []
         for number, kv in enumerate(request.kvs):
-            servers.append(Server(served.folder, kv, ["--kv", kv, *flags], scratch / f"{number}.log"))
+            servers.append(Server(served_model.folder, kv, ["--kv", kv, *flags], scratch / f"{number}.log"))
             children.append(servers[-1])
         for server in servers:
             server.wait(_PATIENCE_S)
         client = Client(scratch / "client.log")
         children.append(client)
-        rows, ratios = Bench(request, served, servers, client, scratch, on_turn).measure()
-    return report(request, served.said, rows, ratios)
+        rows, ratios = Bench(request, served_model, servers, client, scratch, on_turn).measure()
+    return report(request, served_model.description, rows, ratios)
 
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
     """Whoever ends this process ends the servers as well."""
 
-    def stopped(*_: object) -> NoReturn:
+    def raise_interrupt(*_: object) -> NoReturn:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, stopped)
+    before = signal.signal(signal.SIGTERM, raise_interrupt)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def report(request: Request, said: str, rows: Sequence[Row], ratios: Sequence[Row]) -> Report:
+def report(request: Request, description: str, rows: Sequence[Row], ratios: Sequence[Row]) -> Report:
     """Everything that was measured; the ratio of a case stands below its rows."""
     cells = []
     for case in request.cases:
@@ -245,9 +253,9 @@ def report(request: Request, said: str, rows: Sequence[Row], ratios: Sequence[Ro
         for r in (row for row in (*rows, *ratios) if (row["users"], row["prompt"]) == (case.users, case.prompt)):
             cells.append((*begin, *_cells(r)))
     output = request.cases[0].output
-    values = {"served": said, "memory_mib": request.memory, "output_tokens": output, "cold": request.cold,
+    values = {"served": description, "memory_mib": request.memory, "output_tokens": output, "cold": request.cold,
               "repeats": request.repeats, "rows": list(rows), "ratios": list(ratios)}  # fmt: skip
-    title = f"{said}; {request.memory:,} MiB of KV cache, {output} tokens an answer"
+    title = f"{description}; {request.memory:,} MiB of KV cache, {output} tokens an answer"
     prompts, kvs = ([*dict.fromkeys(row[name] for row in rows)] for name in ("prompt", "kv"))
     return Report("serve", request.model, prompts, kvs, values, [Table(title, _COLUMNS, cells)], {0: [_LEGEND]}, ("vllm",))
 

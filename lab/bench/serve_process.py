@@ -34,10 +34,10 @@ _NOT_THE_CAUSE = "See root cause above"
 class Child:
     """Python with some arguments, and all that it starts; what it says goes to a log, unless stdin and stdout are piped."""
 
-    def __init__(self, command: Sequence[str], log: Path, *, piped: bool = False) -> None:
+    def __init__(self, command: Sequence[str], log: Path, *, with_pipes: bool = False) -> None:
         self.log = log
         self._file = log.open("w", encoding="utf-8")
-        pipe, out = (subprocess.PIPE, subprocess.PIPE) if piped else (subprocess.DEVNULL, self._file)
+        pipe, out = (subprocess.PIPE, subprocess.PIPE) if with_pipes else (subprocess.DEVNULL, self._file)
         # A group of its own: Ctrl-C is ours alone, and what is left of the group can be found.
         self.process = subprocess.Popen(
             ["env", *_OFFLINE, sys.executable, *command], stdin=pipe, stdout=out, stderr=self._file, text=True,
@@ -57,19 +57,19 @@ class Child:
 
     def members(self) -> dict[int, tuple[str, float]]:
         """Processes of its group that run: each one's name and processor time so far; none where there is no /proc."""
-        found = {}
+        processes = {}
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):
                 head, _, tail = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")  # a name may hold brackets
                 fields = tail.split()
                 if int(fields[2]) == self.process.pid and fields[0] != "Z":
                     seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-                    found[int(stat.parent.name)] = head.split("(", 1)[1], seconds
-        return found
+                    processes[int(stat.parent.name)] = head.split("(", 1)[1], seconds
+        return processes
 
     def cpu_seconds(self, name: str) -> float:
         """Processor time so far of those whose name begins so, all their threads."""
-        return sum(seconds for called, seconds in self.members().values() if called.startswith(name))
+        return sum(seconds for command, seconds in self.members().values() if command.startswith(name))
 
     def reason(self) -> str:
         """The line of its log that says best why it ended."""
@@ -127,20 +127,20 @@ def free_port() -> int:
 
 def parse_metrics(text: str) -> dict[str, float]:
     """Prometheus' text by name: samples that differ in their labels added up; `tokens`, the KV cache's size, from a label."""
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for line in text.splitlines():
         if sample := _SAMPLE.match(line):
             name = sample["name"]
-            found[name] = found.get(name, 0.0) + float(sample["value"])
+            metrics[name] = metrics.get(name, 0.0) + float(sample["value"])
             if name == "vllm:cache_config_info" and (size := re.search(r'kv_cache_size_tokens="(\d+)"', sample["labels"])):
-                found["tokens"] = float(size[1])
-    return found
+                metrics["tokens"] = float(size[1])
+    return metrics
 
 
 def last_reason(log: str) -> str:
     """The last line that names an error and is not about another one; the last line of all if none does."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    reasons = [line[found.start() :] for line in lines if (found := _REASON.search(line)) and _NOT_THE_CAUSE not in line]
+    reasons = [line[match.start() :] for line in lines if (match := _REASON.search(line)) and _NOT_THE_CAUSE not in line]
     return (reasons or lines or ["it said nothing"])[-1]
 
 
@@ -148,7 +148,7 @@ class Client(Child):
     """vLLM's benchmark client in a process of its own."""
 
     def __init__(self, log: Path) -> None:
-        super().__init__(["-m", "lab.bench.serve_process"], log, piped=True)
+        super().__init__(["-m", "lab.bench.serve_process"], log, with_pipes=True)
 
     def round(self, args: list[str]) -> dict[str, object]:
         """Run one round to its end; what the client would save. Refused with what it said last if it ended."""

@@ -32,8 +32,8 @@ class Round:
     Attributes:
         output_rate, total_rate: tokens a second, of the answers and of prompts and answers.
         ttft, tpot: of each answered request, milliseconds; to the first token, and a token after it.
-        failed, preempted: requests without an answer, and times that the server took a request's pages away.
-        found: of the prompts' tokens, the share whose K and V were still there.
+        failures, preemptions: requests without an answer, and times that the server took a request's pages away.
+        hit_share: of the prompts' tokens, the share whose K and V were still there.
         cpu_ms: processor time of the server's worker, a token of the answers.
     """
 
@@ -41,9 +41,9 @@ class Round:
     total_rate: float
     ttft: Sequence[float]
     tpot: Sequence[float]
-    failed: int
-    preempted: int
-    found: float
+    failures: int
+    preemptions: int
+    hit_share: float
     cpu_ms: float
 
 
@@ -52,13 +52,13 @@ class Rounds:
     """Of one storage in one case: cold ones, whose prompts the server had not seen, and those that sent the last again."""
 
     cold: list[Round] = field(default_factory=list)
-    known: list[Round] = field(default_factory=list)
+    warm: list[Round] = field(default_factory=list)
 
 
 def write_prompts(path: Path, case: Case, number: int) -> None:
     """A trace for the client: prompts of exactly so many tokens, drawn from a number that no other user and case has."""
-    asked = {"timestamp": 0, "input_length": case.prompt + 1, "output_length": case.output}
-    lines = [json.dumps(asked | {"hash_ids": [number * 1_000_000 + user]}) for user in range(case.users)]
+    request = {"timestamp": 0, "input_length": case.prompt + 1, "output_length": case.output}
+    lines = [json.dumps(request | {"hash_ids": [number * 1_000_000 + user]}) for user in range(case.users)]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -77,18 +77,18 @@ def read_round(
 ) -> Round:
     """A round from what `vllm bench serve --save-detailed` measured, `parse_metrics` around it, and the worker's time."""
 
-    def counted(name: str) -> float:
+    def counter_difference(name: str) -> float:
         return after.get(name, 0.0) - before.get(name, 0.0)
 
     requests = zip(*(result[name] for name in ("ttfts", "latencies", "output_lens", "errors")), strict=True)
-    answered = [(ttft, latency, tokens) for ttft, latency, tokens, error in requests if not error and tokens > 0]
-    asked, tokens = counted("vllm:prefix_cache_queries_total"), result["total_output_tokens"]
+    answers = [(ttft, latency, tokens) for ttft, latency, tokens, error in requests if not error and tokens > 0]
+    queries, tokens = counter_difference("vllm:prefix_cache_queries_total"), result["total_output_tokens"]
     return Round(
         output_rate=result["output_throughput"], total_rate=result["total_token_throughput"],
-        ttft=[1e3 * ttft for ttft, _, _ in answered],
-        tpot=[1e3 * (latency - ttft) / (n - 1) for ttft, latency, n in answered if n > 1],
-        failed=len(result["errors"]) - len(answered), preempted=int(counted("vllm:num_preemptions_total")),
-        found=counted("vllm:prefix_cache_hits_total") / asked if asked else 0.0,
+        ttft=[1e3 * ttft for ttft, _, _ in answers],
+        tpot=[1e3 * (latency - ttft) / (n - 1) for ttft, latency, n in answers if n > 1],
+        failures=len(result["errors"]) - len(answers), preemptions=int(counter_difference("vllm:num_preemptions_total")),
+        hit_share=counter_difference("vllm:prefix_cache_hits_total") / queries if queries else 0.0,
         cpu_ms=1e3 * cpu_seconds / tokens if tokens else math.nan,
     )  # fmt: skip
 
@@ -96,7 +96,7 @@ def read_round(
 Row = dict[str, Any]
 
 
-def summed_up(kv: str, case: Case, capacity: int, rounds: Rounds) -> Row:
+def summary_row(kv: str, case: Case, capacity: int, rounds: Rounds) -> Row:
     """The row of a storage in a case; medians of the rounds whose prompts the server knew, unless said otherwise.
 
     Returns:
@@ -104,35 +104,35 @@ def summed_up(kv: str, case: Case, capacity: int, rounds: Rounds) -> Row:
         `ttft`, `ttft_p99`: over all requests of the cold rounds; `cold_rate`, `cold_cpu_ms`: of these, tokens of prompts and
         answers a second; `capacity`: tokens that the KV cache holds, as vLLM says; `preempted`, `failed`: of all rounds.
     """
-    cold, known, every = rounds.cold, rounds.known, [*rounds.cold, *rounds.known]
-    rates, tpot, ttft = [r.output_rate for r in known], [x for r in known for x in r.tpot], [x for r in cold for x in r.ttft]
-    return _rounded({
+    cold, warm, every = rounds.cold, rounds.warm, [*rounds.cold, *rounds.warm]
+    rates, tpot, ttft = [r.output_rate for r in warm], [x for r in warm for x in r.tpot], [x for r in cold for x in r.ttft]
+    return _round_figures({
         "kv": kv, "users": case.users, "prompt": case.prompt, "output_rate": _median(rates), "low": min(rates),
-        "high": max(rates), "tpot": _median(tpot), "tpot_p99": _p99(tpot), "cpu_ms": _median([r.cpu_ms for r in known]),
-        "found": _median([r.found for r in known]), "ttft": _median(ttft), "ttft_p99": _p99(ttft),
+        "high": max(rates), "tpot": _median(tpot), "tpot_p99": _p99(tpot), "cpu_ms": _median([r.cpu_ms for r in warm]),
+        "found": _median([r.hit_share for r in warm]), "ttft": _median(ttft), "ttft_p99": _p99(ttft),
         "cold_rate": _median([r.total_rate for r in cold]), "cold_cpu_ms": _median([r.cpu_ms for r in cold]),
-        "capacity": capacity, "preempted": sum(r.preempted for r in every), "failed": sum(r.failed for r in every),
+        "capacity": capacity, "preempted": sum(r.preemptions for r in every), "failed": sum(r.failures for r in every),
     })  # fmt: skip
 
 
 def ratio(case: Case, one: Rounds, other: Rounds) -> Row:
     """`one` over `other`: medians over rounds, which took turns, of each one's quotient with its neighbour."""
 
-    def over(of: Callable[[Round], float], known: bool = True) -> list[float]:
-        pairs = zip(one.known, other.known, strict=True) if known else zip(one.cold, other.cold, strict=True)
-        return [of(a) / of(b) if of(b) else math.nan for a, b in pairs]
+    def ratios(figure: Callable[[Round], float], warm: bool = True) -> list[float]:
+        pairs = zip(one.warm, other.warm, strict=True) if warm else zip(one.cold, other.cold, strict=True)
+        return [figure(a) / figure(b) if figure(b) else math.nan for a, b in pairs]
 
-    rates = over(lambda r: r.output_rate)
-    return _rounded({
+    rates = ratios(lambda r: r.output_rate)
+    return _round_figures({
         "users": case.users, "prompt": case.prompt, "output_rate": _median(rates), "low": min(rates), "high": max(rates),
-        "tpot": _median(over(lambda r: _median(r.tpot))), "cpu_ms": _median(over(lambda r: r.cpu_ms)),
-        "ttft": _median(over(lambda r: _median(r.ttft), known=False)),
-        "cold_rate": _median(over(lambda r: r.total_rate, known=False)),
-        "cold_cpu_ms": _median(over(lambda r: r.cpu_ms, known=False)),
+        "tpot": _median(ratios(lambda r: _median(r.tpot))), "cpu_ms": _median(ratios(lambda r: r.cpu_ms)),
+        "ttft": _median(ratios(lambda r: _median(r.ttft), warm=False)),
+        "cold_rate": _median(ratios(lambda r: r.total_rate, warm=False)),
+        "cold_cpu_ms": _median(ratios(lambda r: r.cpu_ms, warm=False)),
     })  # fmt: skip
 
 
-def _rounded(row: Row) -> Row:
+def _round_figures(row: Row) -> Row:
     """Four digits are more than any figure here has."""
     return {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in row.items()}
 

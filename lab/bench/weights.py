@@ -86,17 +86,17 @@ def measure(
         raise InputError(f"{model} is no GGUF file, and only these hold quantised blocks; give --model FILE.gguf")
     if peer:
         require()
-    kept = info("cpu").block_types()
-    blocks, rounded = (
-        load_model(model, "float32", progress=progress, keep_blocks=kept, activation_bits=bits) for bits in (16, 8)
+    block_types = info("cpu").block_types()
+    blocks, rounded_model = (
+        load_model(model, "float32", progress=progress, keep_blocks=block_types, activation_bits=bits) for bits in (16, 8)
     )
-    restored = load_model(model, "float32", progress=progress)
-    if blocks.weights.nbytes == restored.weights.nbytes:
-        raise InputError(f"{model} holds no blocks that cpu multiplies with as they are: {', '.join(kept)}")
-    ids = _tokens(model, restored.config, text, tokens)
-    layers = restored.config.num_layers
+    dense_model = load_model(model, "float32", progress=progress)
+    if blocks.weights.nbytes == dense_model.weights.nbytes:
+        raise InputError(f"{model} holds no blocks that cpu multiplies with as they are: {', '.join(block_types)}")
+    ids = _tokens(model, dense_model.config, text, tokens)
+    layers = dense_model.config.num_layers
     plans = {kv: KVSpec(kv).plan(layers) for kv in ("fp32", "bf16")}
-    reference = create("reference", restored, plans["fp32"])
+    reference = create("reference", dense_model, plans["fp32"])
     fast = create("cpu", blocks, plans["fp32"])
 
     def ours(executor: Executor, kv: str) -> Callable[[], Logits]:
@@ -105,11 +105,11 @@ def measure(
     sides = {
         "restored, kv bf16": ours(reference, "bf16"), "ours, blocks, kv fp32": ours(fast, "fp32"),
         "ours, blocks, kv bf16": ours(fast, "bf16"),
-        "ours, blocks, 8-bit activations, kv fp32": ours(create("cpu", rounded, plans["fp32"]), "fp32"),
+        "ours, blocks, 8-bit activations, kv fp32": ours(create("cpu", rounded_model, plans["fp32"]), "fp32"),
     }  # fmt: skip
     with ExitStack() as stack:
         if peer:
-            sides |= _of_llama(file, ids, threads, stack)
+            sides |= _llama_logits(file, ids, threads, stack)
         on_turn(YARDSTICK)
         right = list(_ours(reference, "fp32", ids))
         rows = []
@@ -134,16 +134,16 @@ def measure_beside(
     files = [gguf_file.source_file(other) for other in others]
     if missing := next((other for other, file in zip(others, files, strict=True) if file is None), None):
         raise InputError(f"{missing} is no GGUF file, and --other takes these")
-    restored = load_model(model, "float32", progress=progress)
-    ids = _tokens(model, restored.config, text, tokens)
-    plan = KVSpec("fp32").plan(restored.config.num_layers)
+    dense_model = load_model(model, "float32", progress=progress)
+    ids = _tokens(model, dense_model.config, text, tokens)
+    plan = KVSpec("fp32").plan(dense_model.config.num_layers)
     on_turn(model)
-    right = list(_ours(create("reference", restored, plan), "fp32", ids))
+    right = list(_ours(create("reference", dense_model, plan), "fp32", ids))
     rows = []
     for file in filter(None, files):
         on_turn(file.name)
         other = load_model(file, "float32", progress=progress, keep_blocks=info("cpu").block_types())
-        if (other.config.layers, other.config.vocab_size) != (restored.config.layers, restored.config.vocab_size):
+        if (other.config.layers, other.config.vocab_size) != (dense_model.config.layers, dense_model.config.vocab_size):
             raise InputError(f"{file} is another model than {model}: their shapes differ")
         row = _row(file.name, right, _ours(create("cpu", other, plan), "fp32", ids))
         rows.append(replace(row, nbytes=file.stat().st_size))
@@ -166,7 +166,7 @@ def _ours(executor: Executor, kv: str, ids: Sequence[int]) -> Logits:
         yield verify(executor, piece, paging.batch([sequence], [len(piece)]), cache)
 
 
-def _of_llama(file: Path, ids: Sequence[int], threads: int, stack: ExitStack) -> dict[str, Callable[[], Logits]]:
+def _llama_logits(file: Path, ids: Sequence[int], threads: int, stack: ExitStack) -> dict[str, Callable[[], Logits]]:
     process = LlamaProcess(file, threads)
     stack.callback(process.close)
 
@@ -181,13 +181,13 @@ def _of_llama(file: Path, ids: Sequence[int], threads: int, stack: ExitStack) ->
 
 
 def _row(name: str, right: Sequence[Tensor], logits: Logits) -> WeightsRow:
-    found: list[Tensor] = []
+    divergences: list[Tensor] = []
     same = 0
     for ours, theirs in zip(_by_rows(iter(right)), _by_rows(logits), strict=True):
         a, b = ours.double().log_softmax(-1), theirs.double().log_softmax(-1)
-        found.append((a.exp() * (a - b)).sum(-1))
+        divergences.append((a.exp() * (a - b)).sum(-1))
         same += int((a.argmax(-1) == b.argmax(-1)).sum())
-    kl = torch.cat(found).clamp(min=0.0).sort().values
+    kl = torch.cat(divergences).clamp(min=0.0).sort().values
     if not torch.isfinite(kl).all():
         raise InputError(f"{name} gives logits that are not finite")
     return WeightsRow(name, math.fsum(kl.tolist()) / len(kl), float(kl.median()), float(kl[-1]), same / len(kl))
@@ -198,8 +198,8 @@ def _by_rows(pieces: Logits) -> Logits:
         yield from torch.split(piece, _ROWS)
 
 
-def report(model: str, text: str, tokens: int, rows: Sequence[WeightsRow], *, beside: bool = False) -> Report:
-    """What was measured; `beside`: other files than the model."""
+def report(model: str, text: str, tokens: int, rows: Sequence[WeightsRow], *, several_files: bool = False) -> Report:
+    """What was measured; `several_files`: others beside the model."""
     cells = [
         (
             row.side, f"{row.kl_mean:.3g}", f"{row.kl_median:.3g}", f"{row.kl_largest:.3g}", f"{row.top1:.2%}",
@@ -209,6 +209,6 @@ def report(model: str, text: str, tokens: int, rows: Sequence[WeightsRow], *, be
     ]  # fmt: skip
     title = f"{model}: {tokens:,} tokens of {text}, KL from the restored FP32 weights with K and V in FP32"
     values = {"text": text, "rows": [asdict(row) for row in rows]}
-    columns = ("file" if beside else "side", "KL mean", "median", "largest", "same top", *["MB"] * beside)
-    kv = ["fp32"] if beside else ["fp32", "bf16", "f16"]
+    columns = ("file" if several_files else "side", "KL mean", "median", "largest", "same top", *["MB"] * several_files)
+    kv = ["fp32"] if several_files else ["fp32", "bf16", "f16"]
     return Report("weights", model, [tokens], kv, values, [Table(title, columns, cells)], packages=("llama-cpp-python",))

@@ -20,7 +20,7 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OP_NAMES, OpTable, with_ops
 from haarkv.validation.faults.base import DRIVES
-from haarkv.validation.layers.honest_runs import Known
+from haarkv.validation.layers.honest_runs import HonestCache
 from haarkv.validation.layers.null import honest
 from haarkv.validation.layers.runner import validate
 from haarkv.validation.layers.self_test import first_layers
@@ -59,12 +59,19 @@ def main() -> int:
         ids = load_tokenizer("tiny", model.config).encode(text)
         prompts = [ids[1000:1130], ids[2000:2040]]
         for kv in args.kv:
-            known: Known = {}
+            known_outputs: HonestCache = {}
             plan = KVSpec(kv).plan(args.layers)
             for seed in range(args.runs // (2 * len(args.kv))):
                 candidate = list(DRIVES.values())[seed // 2 % len(DRIVES)](device(model, 1000 * (seed + 1) + seed % 2))
                 report = validate(
-                    ReferenceExecutor(model), candidate, model, prompts, 1, plan, modes=("teacher-forced",), known=known
+                    ReferenceExecutor(model),
+                    candidate,
+                    model,
+                    prompts,
+                    1,
+                    plan,
+                    modes=("teacher-forced",),
+                    honest_cache=known_outputs,
                 )
                 done += 1
                 nearest = max(nearest, *(row.share for row in report.rows), *(total.share for total in report.tests))

@@ -22,9 +22,9 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.output_files import check_writable, write_whole
 from haarkv.validation.fidelity.plot import require_matplotlib
 from haarkv.validation.fidelity.setup import parse_list
-from lab.matrix.entries import BY_LAYER, ENTRIES, entry_of
-from lab.matrix.measure import Results, entries_for, measure, tokens_of
-from lab.matrix.models import Beside, Named, Subject, Task, Text, prepare
+from lab.matrix.entries import BY_LAYER, ENTRIES, parse_entry
+from lab.matrix.measure import Results, entries_for, measure, scored_tokens
+from lab.matrix.models import ModelInfo, ResidualSizes, Subject, Task, Text, prepare
 from lab.matrix.plot import matrix_svg
 from lab.rivals import oscar, register
 from tq import __version__
@@ -39,11 +39,11 @@ def _positive(text: str) -> tuple[int, ...]:
     return numbers
 
 
-def _besides(text: str) -> tuple[Beside, ...]:
+def _residuals(text: str) -> tuple[ResidualSizes, ...]:
     pairs = [re.fullmatch(r"([0-9]{1,6}):([0-9]{1,6})", part.strip()) for part in text.split(",")]
     if not all(pairs):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of TAIL:SINKS such as 0:0,128:4")
-    return tuple(dict.fromkeys(Beside(int(pair[1]), int(pair[2])) for pair in pairs if pair))
+    return tuple(dict.fromkeys(ResidualSizes(int(pair[1]), int(pair[2])) for pair in pairs if pair))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", type=Path, required=True, metavar="FILE", help="results, JSON lines")
     add("--kv", dest="kvs", action="append", default=[], metavar="LIST", help="formats by commas; repeatable [default: all]")
     add("--windows", type=_positive, default=(1024,), metavar="LIST", help="tokens of a window [default: 1024]")
-    add("--beside", type=_besides, default=(Beside(0, 0), Beside(128, 4)), metavar="LIST",
+    add("--beside", type=_residuals, default=(ResidualSizes(0, 0), ResidualSizes(128, 4)), metavar="LIST",
         help="TAIL:SINKS, how many tokens stay in BF16, the same for all caches [default: 0:0,128:4]")  # fmt: skip
     add("--tokens", type=int, default=8192, metavar="N", help="score N of each text at most [default: 8192]")
     add("--learn", metavar="FILE", help="a text for what learns: OSCAR, lr2 to lr5, layers:BITS")
@@ -83,15 +83,15 @@ def _run(options: argparse.Namespace) -> None:
         raise InputError("--out and --plot name the same file")
     if options.plot:
         require_matplotlib()
-    measured = options.models and options.texts
-    if not measured and (options.models or options.texts or not options.plot):
+    measures = options.models and options.texts
+    if not measures and (options.models or options.texts or not options.plot):
         raise InputError("name models and --text files to measure, or --plot alone to draw what --out holds")
     if options.tokens < 1:
         raise InputError("--tokens counts from 1")
     register()
     set_threads(options.threads)
     results = Results(options.out)
-    if measured:
+    if measures:
         _measure(options.models, _task(options), results)
     if not results.rows:
         raise InputError(f"{options.out} holds no rows; name models and --text files")
@@ -113,10 +113,10 @@ def _text(file: str, kind: str, option: str) -> Text:
 def _task(options: argparse.Namespace) -> Task:
     if len({Path(file).stem for file in options.texts}) < len(options.texts):
         raise InputError("two texts have the same kind, the name of their file; rename one")
-    names = parse_list(options.kvs, taken=lambda part: part.startswith(BY_LAYER) or part == oscar.NAME)
-    entries = tuple(map(entry_of, names)) or ENTRIES
-    if names and options.learn is None and (learned := [entry.kv for entry in entries if entry.learned]):
-        raise InputError(f"{learned[0]} is learned of a model; give --learn a text of ten thousand tokens")
+    names = parse_list(options.kvs, accepts=lambda part: part.startswith(BY_LAYER) or part == oscar.NAME)
+    entries = tuple(map(parse_entry, names)) or ENTRIES
+    if names and options.learn is None and (learned_kvs := [entry.kv for entry in entries if entry.needs_learning]):
+        raise InputError(f"{learned_kvs[0]} is learned of a model; give --learn a text of ten thousand tokens")
     texts = [_text(file, Path(file).stem, "--text") for file in options.texts]
     learn_from = None if options.learn is None else _text(options.learn, "learn", "--learn")
     windows = tuple(dict.fromkeys(options.windows))
@@ -124,23 +124,23 @@ def _task(options: argparse.Namespace) -> Task:
 
 
 def _measure(models: Sequence[str], task: Task, results: Results) -> None:
-    prepared = [prepare(model, task) for model in dict.fromkeys(models)]
-    for named in prepared:
-        _warn_of_missing(named, task)
+    model_infos = [prepare(model, task) for model in dict.fromkeys(models)]
+    for model_info in model_infos:
+        _warn_of_missing(model_info, task)
     about = machine() | {"haarkv": __version__, "date": datetime.now(UTC).date().isoformat()}
-    for named in prepared:
-        with loading(named.name) as progress:
-            subject = Subject(named, task, progress)
-        with scoring(tokens_of(named, task)) as on_step:
-            measure(subject, named, task, results, about, on_step)
+    for model_info in model_infos:
+        with loading(model_info.name) as progress:
+            subject = Subject(model_info, task, progress)
+        with scoring(scored_tokens(model_info, task)) as on_step:
+            measure(subject, model_info, task, results, about, on_step)
 
 
-def _warn_of_missing(named: Named, task: Task) -> None:
+def _warn_of_missing(info: ModelInfo, task: Task) -> None:
     """Say which entries have no row for a model."""
-    for beside in task.beside:
-        left_out = [entry.label for entry in task.entries if entry not in entries_for(named, task, beside)]
+    for residual in task.residuals:
+        left_out = [entry.label for entry in task.entries if entry not in entries_for(info, task, residual)]
         if left_out:
-            warn(f"{named.short}, tail {beside.tail}: no row for {', '.join(left_out)}, which cannot hold its vectors or tail"
+            warn(f"{info.short}, tail {residual.tail}: no row for {', '.join(left_out)}, which cannot hold its vectors or tail"
                  f"{'' if task.learn else ', or learn: see --learn'}")  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Field, KVFormat
-from haarkv.tq_ops.formats.learned import bits_of
+from haarkv.tq_ops.formats.learned import learned_bits
 from haarkv.tq_ops.kv.plan import KVPlan
 from lab.rivals import oscar
 
@@ -39,7 +39,7 @@ class Entry:
     whose: str
 
     @property
-    def learned(self) -> bool:
+    def needs_learning(self) -> bool:
         """Whether its formats need something that is learned of the model."""
         return self.budget is not None or self.kv == oscar.NAME or formats.needs_calibration(self.kv)
 
@@ -51,7 +51,7 @@ class Entry:
     @property
     def balanced(self) -> bool:
         """Whether it runs on the balanced model: ours do as they generate, others on the model as it is."""
-        return self.whose == OURS and not self.learned
+        return self.whose == OURS and not self.needs_learning
 
 
 _OURS = {
@@ -74,47 +74,47 @@ ENTRIES = (
 )
 
 
-def entry_of(kv: str) -> Entry:
+def parse_entry(kv: str) -> Entry:
     """The entry of a format; what no entry names is called after itself. Ours are rotated levels, and learned ones.
 
     Raises:
         InputError: `layers:` without a number of bits.
     """
-    known = {entry.kv: entry for entry in ENTRIES}
-    if kv in known:
-        return known[kv]
+    entries_by_kv = {entry.kv: entry for entry in ENTRIES}
+    if kv in entries_by_kv:
+        return entries_by_kv[kv]
     if kv.startswith(BY_LAYER):
         bits = kv.removeprefix(BY_LAYER)
         if not re.fullmatch(r"[0-9]{1,2}(\.[0-9]{1,4})?", bits):
             raise InputError(f"{kv} names no bits a value; write {BY_LAYER}4.25")
         return Entry(f"by layer, {bits} bits", kv, OURS)
     names = [part.split("=")[-1] for part in kv.split(",")]
-    ours = any(bits_of(name) or name in _OURS for name in names)
+    ours = any(learned_bits(name) or name in _OURS for name in names)
     return Entry(kv, kv, OURS if ours else OTHERS)
 
 
 # -- Groups that are full when they come -------------------------------------------------------------------------------------
 
 
-class AsItComes(KVFormat):
+class FullGroupFormat(KVFormat):
     """A format of groups whose groups are all full when they come: what comes out of it is kept, its bytes are counted.
 
     So no query sees a token in BF16, and even a group's first token is read as its last one lets it be stored.
     """
 
-    def __init__(self, of: KVFormat) -> None:
-        self.of, self.name, self.purpose = of, of.name, of.purpose
+    def __init__(self, kv_format: KVFormat) -> None:
+        self.kv_format, self.name, self.purpose = kv_format, kv_format.name, kv_format.purpose
 
     def fields(self, head_dim: int) -> dict[str, Field]:
         return {"restored": Field(torch.float32, (head_dim,))}
 
     def bytes_per_vector(self, head_dim: int) -> float:
-        return self.of.bytes_per_vector(head_dim)
+        return self.kv_format.bytes_per_vector(head_dim)
 
     def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
         """x: [..., n, D], whole groups."""
-        groups = x.bfloat16().float().reshape(*x.shape[:-2], -1, self.of.group_tokens, x.shape[-1])
-        return {"restored": self.of.dequantize(self.of.quantize(groups, layer), layer).flatten(-3, -2)}
+        groups = x.bfloat16().float().reshape(*x.shape[:-2], -1, self.kv_format.group_tokens, x.shape[-1])
+        return {"restored": self.kv_format.dequantize(self.kv_format.quantize(groups, layer), layer).flatten(-3, -2)}
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
         return fields["restored"]
@@ -123,7 +123,7 @@ class AsItComes(KVFormat):
 def without_waiting(plan: KVPlan) -> KVPlan:
     """The same, but for groups that are stored as they come."""
 
-    def as_it_comes(kv_format: KVFormat) -> KVFormat:
-        return kv_format if kv_format.group_tokens == 1 else AsItComes(kv_format)
+    def full_groups(kv_format: KVFormat) -> KVFormat:
+        return kv_format if kv_format.group_tokens == 1 else FullGroupFormat(kv_format)
 
-    return replace(plan, layers=tuple((as_it_comes(k), as_it_comes(v)) for k, v in plan.layers), recent=None)
+    return replace(plan, layers=tuple((full_groups(k), full_groups(v)) for k, v in plan.layers), recent=None)

@@ -23,17 +23,17 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.input_files import parse_json
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.fidelity.evaluation import (
-    KEPT_LOGITS,
+    MAX_LOGIT_BYTES,
     Exact,
     FidelityRow,
     Workload,
+    fidelity_row,
     logits_after,
-    row_of,
     score_window,
 )
 from haarkv.validation.fidelity.scores import join
 from lab.matrix.entries import Entry
-from lab.matrix.models import Beside, Named, Subject, Task, Text
+from lab.matrix.models import ModelInfo, ResidualSizes, Subject, Task, Text
 
 BENCHMARK = "fidelity_matrix"
 _KEY = ("weights", "dtype", "text_sha256", "tokens", "window", "tail", "sink", "kv", "learned_sha256")
@@ -44,7 +44,7 @@ Row = dict[str, Any]
 Key = tuple[Any, ...]
 
 
-def key_of(row: Mapping[str, Any]) -> Key:
+def row_key(row: Mapping[str, Any]) -> Key:
     """What two rows have in common only if they measure the same."""
     return tuple(row[name] for name in _KEY)
 
@@ -69,12 +69,12 @@ class Results:
         for number, line in enumerate(text.splitlines(), 1):
             try:
                 row = parse_json(line)
-                key_of(row), [float(row[name]) for name in _FIGURES], row["label"], row["model"]
+                row_key(row), [float(row[name]) for name in _FIGURES], row["label"], row["model"]
             except (ValueError, KeyError, TypeError):
                 raise InputError(f"line {number} of {file} is no row of a matrix; name another file") from None
             self.rows.append(row)
         self._line_feed = "\n" * (text[-1:] not in ("", "\n"))
-        self._keys = {key_of(row) for row in self.rows}
+        self._keys = {row_key(row) for row in self.rows}
 
     def __contains__(self, key: Key) -> bool:
         return key in self._keys
@@ -92,37 +92,37 @@ class Results:
             raise InputError(f"{self._file} cannot be written: {error.strerror}") from None
         self._line_feed = ""
         self.rows.append(row)
-        self._keys.add(key_of(row))
+        self._keys.add(row_key(row))
 
 
 # -- Measuring -------------------------------------------------------------------------------------------------------------
 
 
-def entries_for(named: Named, task: Task, beside: Beside) -> list[Entry]:
+def entries_for(model_info: ModelInfo, task: Task, residual: ResidualSizes) -> list[Entry]:
     """The entries that have a layout for a model, and whose tail is long enough."""
     fitting = []
     for entry in task.entries:
-        if entry.learned:
+        if entry.needs_learning:
             if task.learn is not None:
                 fitting.append(entry)
             continue
         try:
-            plan_for(KVSpec(entry.kv, beside.tail or None, beside.sink), named.config)
+            plan_for(KVSpec(entry.kv, residual.tail or None, residual.sink), model_info.config)
         except InputError:
             continue
         fitting.append(entry)
     return fitting
 
 
-def tokens_of(named: Named, task: Task) -> int:
+def scored_tokens(model_info: ModelInfo, task: Task) -> int:
     """How many tokens all rows of a model score."""
-    rows = sum(len(entries_for(named, task, beside)) for beside in task.beside)
-    return rows * sum(plan.scored for plan in named.workloads.values())
+    rows = sum(len(entries_for(model_info, task, residual)) for residual in task.residuals)
+    return rows * sum(plan.scored_tokens for plan in model_info.workloads.values())
 
 
 def measure(
     subject: Subject,
-    named: Named,
+    model_info: ModelInfo,
     task: Task,
     results: Results,
     about: Mapping[str, Any],
@@ -136,45 +136,47 @@ def measure(
     """
     for text in task.texts:
         for size in task.windows:
-            plan = named.workloads[text.kind, size]
+            plan = model_info.workloads[text.kind, size]
             exact: list[Exact] = []
-            for beside in task.beside:
-                for entry in entries_for(named, task, beside):
-                    what = f"{named.short}, {text.kind}, windows of {size:,}, tail {beside.tail}, {entry.label}"
-                    head = _head(subject, named, task, text, plan, beside, entry)
-                    if key_of(head) in results:
-                        on_step(what, plan.scored)
+            for residual in task.residuals:
+                for entry in entries_for(model_info, task, residual):
+                    what = f"{model_info.short}, {text.kind}, windows of {size:,}, tail {residual.tail}, {entry.label}"
+                    head = _head(subject, model_info, task, text, plan, residual, entry)
+                    if row_key(head) in results:
+                        on_step(what, plan.scored_tokens)
                         continue
                     exact = exact or _exact(subject, plan)
-                    found = _figures(subject, plan, subject.side(entry, beside), exact, partial(on_step, what))
-                    results.add({**head, **found, **about})
+                    figures = _figures(subject, plan, subject.side(entry, residual), exact, partial(on_step, what))
+                    results.add({**head, **figures, **about})
 
 
-def _head(subject: Subject, named: Named, task: Task, text: Text, plan: Workload, beside: Beside, entry: Entry) -> Row:
-    learned = task.learn.digest if entry.learned and task.learn else None
+def _head(
+    subject: Subject, model_info: ModelInfo, task: Task, text: Text, plan: Workload, residual: ResidualSizes, entry: Entry
+) -> Row:
+    learning_digest = task.learn.digest if entry.needs_learning and task.learn else None
     return {
-        "benchmark": BENCHMARK, "model": named.short, "weights": subject.weights, "dtype": task.dtype, "text": text.kind,
-        "text_sha256": text.digest, "tokens": plan.scored, "window": plan.windows[0].length, **asdict(beside),
-        "label": entry.label, "kv": entry.kv, "whose": entry.whose, "learned_sha256": learned,
+        "benchmark": BENCHMARK, "model": model_info.short, "weights": subject.weights, "dtype": task.dtype, "text": text.kind,
+        "text_sha256": text.digest, "tokens": plan.scored_tokens, "window": plan.windows[0].length, **asdict(residual),
+        "label": entry.label, "kv": entry.kv, "whose": entry.whose, "learned_sha256": learning_digest,
         "balanced": entry.balanced,
     }  # fmt: skip
 
 
 def _exact(subject: Subject, plan: Workload) -> list[Exact]:
-    """The baseline's predictions of every window; as many logits are kept as `KEPT_LOGITS` allows."""
-    found: list[Exact] = []
+    """The baseline's predictions of every window; as many logits are kept as `MAX_LOGIT_BYTES` allows."""
+    exact_windows: list[Exact] = []
     for window in plan.windows:
-        left = KEPT_LOGITS - sum(exact.nbytes for exact in found)
-        found.append(Exact(subject.model, subject.base, plan.fed(window), left))
-    return found
+        left = MAX_LOGIT_BYTES - sum(exact.nbytes for exact in exact_windows)
+        exact_windows.append(Exact(subject.model, subject.base, plan.fed(window), left))
+    return exact_windows
 
 
 def _figures(subject: Subject, plan: Workload, side: Session, exact: Sequence[Exact], on_window: Callable[[int], None]) -> Row:
-    begin, found = time.perf_counter(), []
+    begin, scores = time.perf_counter(), []
     for window, base in zip(plan.windows, exact, strict=True):
         logits = logits_after(subject.model, side, subject.model.embed(plan.fed(window)))
-        found.append(score_window(side.plan.describe(), plan, window, base, logits))
+        scores.append(score_window(side.plan.describe(), plan, window, base, logits))
         on_window(window.length)
-    row = asdict(row_of("", side, plan.windows[0].length, join(found)))
+    row = asdict(fidelity_row("", side, plan.windows[0].length, join(scores)))
     seconds = round(time.perf_counter() - begin, 1)
     return {name: row[name] for name in _FIGURES} | {"executor": side.executor.name, "seconds": seconds}

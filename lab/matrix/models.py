@@ -25,7 +25,7 @@ from haarkv.models.text import Tokenizer, load_tokenizer
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration
-from haarkv.tq_ops.kv.calibration_file import calibration_of
+from haarkv.tq_ops.kv.calibration_file import make_calibration
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation.fidelity.evaluation import Setup, Workload, make_workload
@@ -63,7 +63,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Beside:
+class ResidualSizes:
     """What stays in BF16, the same for all: the newest `tail` tokens and the first `sink` ones."""
 
     tail: int
@@ -78,7 +78,7 @@ class Task:
         entries: caches.
         texts: each of a kind of its own.
         windows: lengths, each a multiple of 128.
-        beside: each with every cache.
+        residuals: each with every cache.
         tokens: scored of each text at most, in whole windows.
         learn: a text that formats learn from which need it; without it they are left out.
         dtype: of the model.
@@ -87,7 +87,7 @@ class Task:
     entries: Sequence[Entry]
     texts: Sequence[Text]
     windows: Sequence[int] = (1024,)
-    beside: Sequence[Beside] = (Beside(0, 0), Beside(128, 4))
+    residuals: Sequence[ResidualSizes] = (ResidualSizes(0, 0), ResidualSizes(128, 4))
     tokens: int = 8192
     learn: Text | None = None
     dtype: str = "float32"
@@ -101,7 +101,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Named:
+class ModelInfo:
     """A model before its weights are read.
 
     Attributes:
@@ -121,7 +121,7 @@ class Named:
         return Path(self.name).stem if self.name.endswith(".gguf") else Path(self.name).name
 
 
-def prepare(name: str, task: Task) -> Named:
+def prepare(name: str, task: Task) -> ModelInfo:
     """Read what can be read without the weights.
 
     Raises:
@@ -140,22 +140,22 @@ def prepare(name: str, task: Task) -> Named:
             workloads[text.kind, size] = make_workload(
                 whole, config.max_position_embeddings, window=size, tokens=count * size, prompts=0
             )
-    return Named(name, config, tokenizer, workloads)
+    return ModelInfo(name, config, tokenizer, workloads)
 
 
 class Subject:
     """A model with its weights, and what runs it with a cache."""
 
-    def __init__(self, named: Named, task: Task, progress: Progress | None = None) -> None:
-        self._named, self._task = named, task
+    def __init__(self, model_info: ModelInfo, task: Task, progress: Progress | None = None) -> None:
+        self._model_info, self._task = model_info, task
         # Nearly every cache is read by the fastest executor here.
-        fastest = catalog.select(catalog.AUTO, named.config, [], device="cpu", dtype=task.dtype).name
-        self.model = load_model(named.name, task.dtype, None, progress, keep_blocks=catalog.info(fastest).block_types())
+        fastest = catalog.select(catalog.AUTO, model_info.config, [], device="cpu", dtype=task.dtype).name
+        self.model = load_model(model_info.name, task.dtype, None, progress, keep_blocks=catalog.info(fastest).block_types())
         self.weights = fingerprint(self.model.weights.named())
         self._executors: dict[tuple[bool, str], Executor] = {}
 
     @cached_property
-    def _balanced(self) -> DecoderModel:
+    def _balanced_model(self) -> DecoderModel:
         return balancing.balance(self.model).model
 
     @cached_property
@@ -163,21 +163,21 @@ class Subject:
         """With K and V in bf16."""
         return self._side(plan_for(KVSpec("bf16"), self.model.config), balanced=False)
 
-    def side(self, entry: Entry, beside: Beside) -> Session:
+    def side(self, entry: Entry, residual: ResidualSizes) -> Session:
         """An entry's cache on the fastest executor that reads it, else on the reference.
 
         Raises:
             InputError: it has no layout for this model, or needs a longer tail.
         """
         if entry.budget is not None:
-            plan = replace(self._by_layer(entry.budget), recent=beside.tail or None, sink=beside.sink)
+            plan = replace(self._by_layer(entry.budget), recent=residual.tail or None, sink=residual.sink)
         else:
             if entry.kv == oscar.NAME:
                 formats.register(*self._oscar)
-            learned = self._coordinates if formats.needs_calibration(entry.kv) else None
-            spec = KVSpec(entry.kv, beside.tail or None, beside.sink, calibration=learned)
+            calibration = self._coordinates if formats.needs_calibration(entry.kv) else None
+            spec = KVSpec(entry.kv, residual.tail or None, residual.sink, calibration=calibration)
             plan = plan_for(spec, self.model.config)
-        return self._side(plan if beside.tail else without_waiting(plan), balanced=entry.balanced)
+        return self._side(plan if residual.tail else without_waiting(plan), balanced=entry.balanced)
 
     def _side(self, plan: KVPlan, balanced: bool) -> Session:
         config = self.model.config
@@ -186,10 +186,10 @@ class Subject:
         except InputError:
             name = "reference"
         if (balanced, name) not in self._executors:
-            model = self._balanced if balanced else self.model
+            model = self._balanced_model if balanced else self.model
             self._executors[balanced, name] = catalog.create(name, model, plan)
         executor = self._executors[balanced, name]
-        return in_larger_chunks(Session(self._named.name, config, executor, self._named.tokenizer, plan))
+        return in_larger_chunks(Session(self._model_info.name, config, executor, self._model_info.tokenizer, plan))
 
     @property
     def _ops(self) -> OpTable:
@@ -200,14 +200,14 @@ class Subject:
     def _learned_from(self) -> Sequence[Tensor]:
         """Windows of the text that formats learn from."""
         assert self._task.learn is not None
-        ids, context = self._named.tokenizer.encode(self._task.learn.content), self.model.config.max_position_embeddings
+        ids, context = self._model_info.tokenizer.encode(self._task.learn.content), self.model.config.max_position_embeddings
         plan = make_workload(ids, context, tokens=LEARNED_FROM, prompts=0)
         return [plan.fed(window) for window in plan.windows]
 
     @cached_property
     def _coordinates(self) -> Calibration:
         """Coordinates of learned keys."""
-        return calibration_of(learn_model(self.model, self._ops, self._learned_from, ()).layers)
+        return make_calibration(learn_model(self.model, self._ops, self._learned_from, ()).layers)
 
     @cached_property
     def _oscar(self) -> tuple[oscar.Oscar, oscar.Oscar]:
@@ -221,7 +221,9 @@ class Subject:
         """
         config = self.model.config
         context = min(auto.CONTEXT, config.max_position_embeddings)
-        (choice,) = choices_within(self._costs, config, budget=budget, tails=(0,), context=context, learned=self._coordinates)
+        (choice,) = choices_within(
+            self._costs, config, budget=budget, tails=(0,), context=context, calibration=self._coordinates
+        )
         return choice.plan
 
     @cached_property
@@ -231,7 +233,7 @@ class Subject:
         Each place is probed by itself, also where layers are of two kinds, which `auto` probes as wholes.
         """
         assert self._task.learn is not None
-        config, ids = self.model.config, self._named.tokenizer.encode(self._task.learn.content)
+        config, ids = self.model.config, self._model_info.tokenizer.encode(self._task.learn.content)
         if len(ids) <= (least := LEARNED_FROM + PROBED_BY):
             raise InputError(f"formats by layer learn from {least + 1:,} tokens; the text of --learn has {len(ids):,}")
         context = config.max_position_embeddings
@@ -239,5 +241,5 @@ class Subject:
         tail = min(TAIL, context)
         base = replace(self.base, plan=plan_for(KVSpec("bf16", tail, SINKS), config))
         probes = {side: (name,) for side, name in auto.PROBES.items()}
-        probed = measure_places(Setup(self.model, base, {}, self.weights), text, probes, learned=self._coordinates)
-        return auto.costs_of(probed, self._coordinates)
+        probe_losses = measure_places(Setup(self.model, base, {}, self.weights), text, probes, coordinates=self._coordinates)
+        return auto.format_costs(probe_losses, self._coordinates)

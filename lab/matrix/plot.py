@@ -35,17 +35,17 @@ def family(label: str) -> str:
     return next(prefix for prefix in _FAMILIES if label.startswith(prefix) and not (prefix == "tq" and "_" in label))
 
 
-def _averaged(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def _average_texts(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """One row a cache: the mean over texts, weighted by their tokens, of the rows that have all texts."""
     by_text: dict[str, dict[str, Row]] = {}
     for row in rows:
         by_text.setdefault(row["label"], {})[row["text"]] = row  # the later one counts
-    by_label = {label: list(of_one.values()) for label, of_one in by_text.items()}
+    by_label = {label: list(label_rows.values()) for label, label_rows in by_text.items()}
     most = max(map(len, by_label.values()), default=0)
     return [
-        {"label": label, "bits_per_value": of_one[0]["bits_per_value"],
-         "kl_mean": sum(r["tokens"] * r["kl_mean"] for r in of_one) / sum(r["tokens"] for r in of_one)}
-        for label, of_one in by_label.items() if len(of_one) == most
+        {"label": label, "bits_per_value": label_rows[0]["bits_per_value"],
+         "kl_mean": sum(r["tokens"] * r["kl_mean"] for r in label_rows) / sum(r["tokens"] for r in label_rows)}
+        for label, label_rows in by_label.items() if len(label_rows) == most
     ]  # fmt: skip
 
 
@@ -58,25 +58,27 @@ def matrix_svg(rows: Sequence[Row]) -> str:
     panels: dict[str, dict[tuple[int, int, int], list[Row]]] = {}
     for row in rows:
         panels.setdefault(row["model"], {}).setdefault((row["window"], row["tail"], row["sink"]), []).append(row)
-    settings = sorted({setting for of_model in panels.values() for setting in of_model})
+    settings = sorted({setting for model_rows in panels.values() for setting in model_rows})
 
     def draw(figure: Figure) -> None:
-        grid, drawn = figure.subplots(len(panels), len(settings), squeeze=False), []
-        for line, (model, of_model) in zip(grid, panels.items(), strict=True):
+        grid, panel_rows = figure.subplots(len(panels), len(settings), squeeze=False), []
+        for line, (model, model_rows) in zip(grid, panels.items(), strict=True):
             for axes, setting in zip(line, settings, strict=True):
-                shown = [
-                    r for r in _averaged(of_model.get(setting, [])) if r["bits_per_value"] < _MOST_BITS and r["kl_mean"] > 0
+                visible_rows = [
+                    r
+                    for r in _average_texts(model_rows.get(setting, []))
+                    if r["bits_per_value"] < _MOST_BITS and r["kl_mean"] > 0
                 ]
                 window, tail, sink = setting
                 title = f"{model}, windows of {window:,}, " + (f"tail {tail}, {sink} sinks" if tail or sink else "no tail")
-                if shown:
-                    _panel(axes, title, shown)
-                    drawn.append((axes, shown))
+                if visible_rows:
+                    _panel(axes, title, visible_rows)
+                    panel_rows.append((axes, visible_rows))
                 else:
                     axes.set_axis_off()
-        for axes, shown in drawn:  # once all panels have their places
-            named = sorted(shown, key=lambda row: row["kl_mean"])
-            points = [(r["bits_per_value"], r["kl_mean"], r["label"], _FAMILIES[family(r["label"])][0]) for r in named]
+        for axes, visible_rows in panel_rows:  # once all panels have their places
+            rows_by_kl = sorted(visible_rows, key=lambda row: row["kl_mean"])
+            points = [(r["bits_per_value"], r["kl_mean"], r["label"], _FAMILIES[family(r["label"])][0]) for r in rows_by_kl]
             write_names(axes, points, fontsize=8)
 
     return drawn_as_svg((7.2 * len(settings), 5.6 * len(panels)), draw)

@@ -37,7 +37,7 @@ class Rule:
     why: str
 
 
-_OWN = Rule((), "every operand is addressed with its own strides")
+_OWN_RULE = Rule((), "every operand is addressed with its own strides")
 _ROWS = "a row at a time; the condition has its own stride, the scratch has no rows"
 RULES: dict[tuple[str, int], Rule] = {
     # The headers shipped with PyPTO 0.2.0 (tileop/vector, tileop/cube). Key: the operation and how many operands are tiles.
@@ -47,10 +47,10 @@ RULES: dict[tuple[str, int], Rule] = {
     ("TWhereSS", 3): Rule((), f"no source, {_ROWS}"),
     ("TCompare", 4): Rule((1, 2), "the second source is addressed with the stride of the first; result by its own"),
     ("TCompare", 3): Rule((), "source and result by their own strides; the scratch has no rows"),
-    **{(name, 3): _OWN for name in ("TAdd", "TSub", "TMul", "TDiv", "TMax", "TMin", "TBitwiseAnd", "TBitwiseOr")},
-    **{(f"{name}S", 2): _OWN for name in ("TAdd", "TSub", "TMul", "TDiv", "TMax", "TMin", "TBitwiseAnd", "TBitwiseOr")},
-    **{(name, 2): _OWN for name in ("TBitrshiftS", "TBitlshiftS", "TAbs", "TExp", "TSqrt", "TRsqrt", "TCast", "TExpand")},
-    **{(f"TRow{name}Single", 3): _OWN for name in ("Sum", "Max", "Min")},
+    **{(name, 3): _OWN_RULE for name in ("TAdd", "TSub", "TMul", "TDiv", "TMax", "TMin", "TBitwiseAnd", "TBitwiseOr")},
+    **{(f"{name}S", 2): _OWN_RULE for name in ("TAdd", "TSub", "TMul", "TDiv", "TMax", "TMin", "TBitwiseAnd", "TBitwiseOr")},
+    **{(name, 2): _OWN_RULE for name in ("TBitrshiftS", "TBitlshiftS", "TAbs", "TExp", "TSqrt", "TRsqrt", "TCast", "TExpand")},
+    **{(f"TRow{name}Single", 3): _OWN_RULE for name in ("Sum", "Max", "Min")},
     ("TTrans", 3): Rule((), "result, source and scratch have rows of different lengths, each addressed with its own"),
     ("TExtract", 2): Rule((), "takes a piece of L1 in the cube's own order, at a coordinate"),
     ("TMatmul", 3): Rule((), "the three are tiles of different matrices"),
@@ -133,24 +133,24 @@ def _strides(function: KernelFunction) -> Problems:
     for operation in function.operations:
         tiles = [tile for tile in operation.operands if tile is not None]
         rule = RULES.get((operation.name, len(tiles)))
-        held = tiles if rule is None else [tiles[index] for index in rule.same]
+        compared_tiles = tiles if rule is None else [tiles[index] for index in rule.same]
         # A load, a store and a copy have one operand in the core's memory; the strides of the other are its own.
-        local = [tile for tile in held if tile.layout is not None]
-        if len({_stepped(tile, local[0]) for tile in local}) > 1:
+        local = [tile for tile in compared_tiles if tile.layout is not None]
+        if len({_loop_strides(tile, local[0]) for tile in local}) > 1:
             why = rule.why if rule else "nothing is known of how it addresses them"
-            yield operation.line, f"{_spelled(operation, local)}: operands with different strides; {why}"
+            yield operation.line, f"{_describe(operation, local)}: operands with different strides; {why}"
 
 
-def _stepped(tile: Tile, first: Tile) -> tuple[int, ...]:
+def _loop_strides(tile: Tile, first: Tile) -> tuple[int, ...]:
     """Strides along the four outer axes of five. The first operand bounds the loops: along an axis of length 1 none steps."""
     strides, lengths = tile.strides or (), (first.layout or ())[:-1]
-    padded = (0,) * (4 - len(strides)) + strides
+    four_strides = (0,) * (4 - len(strides)) + strides
     return tuple(
-        0 if length == 1 else stride for stride, length in zip(padded, (1,) * (4 - len(lengths)) + lengths, strict=True)
+        0 if length == 1 else stride for stride, length in zip(four_strides, (1,) * (4 - len(lengths)) + lengths, strict=True)
     )
 
 
-def _spelled(operation: Operation, tiles: list[Tile]) -> str:
+def _describe(operation: Operation, tiles: list[Tile]) -> str:
     shapes = (" x ".join(map(str, tile.layout or ())) for tile in tiles)
     return f"{operation.name} of {', '.join(f'{tile.name} [{shape}]' for tile, shape in zip(tiles, shapes, strict=True))}"
 

@@ -58,8 +58,8 @@ class CostSimulator(Simulator):
         shim.parent.mkdir(exist_ok=True)
         shim.write_text(_PYTHON3.format(shlex.quote(sys.executable)), encoding="utf-8")
         shim.chmod(0o755)
-        own = super()._environment()
-        return own | {"PATH": f"{shim.parent}:{own['PATH']}"}
+        environment = super()._environment()
+        return environment | {"PATH": f"{shim.parent}:{environment['PATH']}"}
 
 
 def add_cost() -> None:
@@ -73,11 +73,11 @@ def add_cost() -> None:
 
     def and_cost(folder: Path, request: Any, tensors: Any, result: dict[str, Any]) -> None:
         collect(folder, request, tensors, result)
-        said = folder / "CostModelSimulationOutput"
-        if request.mode == COST and (said / "_simulate.stat.report.txt").exists():
-            result["report"] = (said / "_simulate.stat.report.txt").read_text(encoding="utf-8")
+        output_folder = folder / "CostModelSimulationOutput"
+        if request.mode == COST and (output_folder / "_simulate.stat.report.txt").exists():
+            result["report"] = (output_folder / "_simulate.stat.report.txt").read_text(encoding="utf-8")
             cycles = re.search(r"Total Cycles\.*:\s*(\d+)", result["report"])
-            cores = json.loads((said / "_simulate.swim.json").read_text(encoding="utf-8"))
+            cores = json.loads((output_folder / "_simulate.swim.json").read_text(encoding="utf-8"))
             result |= {"cycles": int(cycles[1]) if cycles else 0, "tasks": sum(len(core["tasks"]) for core in cores)}
 
     worker._options, worker._collect = with_cost, and_cost

@@ -132,7 +132,7 @@ _TILE = re.compile(r"(\w*TileTensor\w*) (\w+)\((?:\(uint64_t\)(?:\(\((\w+) \*\))
 _ROWS = re.compile(r"\(Shape2Dim\((?:(\d+), |\(RUNTIME_GetViewValidShapeDim\(\w+, \d+, (\d+)\)\), )")
 # Or a variable that holds a number which is known, or another such variable.
 _NAMED_ROWS = re.compile(r"\(Shape2Dim\((\w+), ")
-_KNOWN = re.compile(r"uint64_t (\w+) = (?:\(RUNTIME_COA_GET_PARAM_VALID_SHAPE_MAYBE_CONST\(1, (\d+), |(\w+);)")
+_CONSTANT = re.compile(r"uint64_t (\w+) = (?:\(RUNTIME_COA_GET_PARAM_VALID_SHAPE_MAYBE_CONST\(1, (\d+), |(\w+);)")
 _OPERATION = re.compile(r"(T[A-Z]\w*)")
 _NAME = re.compile(r"\w+Tensor_\d+")
 _STACK = re.compile(r"-cce-aicore-stack-size=(0x[0-9a-f]+)")
@@ -144,13 +144,13 @@ def parse(path: str, text: str) -> KernelFunction:
     Raises:
         UnknownTextError: a declaration or an operation cannot be read, or there is no function.
     """
-    if not (found := _FUNCTION.search(text)):
+    if not (header := _FUNCTION.search(text)):
         raise UnknownTextError(f"{path}: no kernel function in it")
-    function = KernelFunction(found[1], path, text.count("\n"))
+    function = KernelFunction(header[1], path, text.count("\n"))
     types: dict[str, re.Match[str]] = {}
     tiles: dict[str, Tile] = {}
     buffers: dict[str, Buffer] = {}
-    known: dict[str, int] = {}
+    constants: dict[str, int] = {}
     for line, words in enumerate(text.splitlines(), start=1):
         if match := _BUFFER.match(words):
             buffer = Buffer(match[3], _MEMORY.get(match[2], match[2]), int(match[4], 16), int(match[5], 16), line)
@@ -164,8 +164,8 @@ def parse(path: str, text: str) -> KernelFunction:
                 raise UnknownTextError(f"{path}, line {line}: a tile of unknown type or place: {words[:80]}")
             offset = int(match[5] or 0) * SIZES[match[3] or kind[2]]
             rows = int(shape[1] or shape[2]) if (shape := _ROWS.search(words)) else None
-            if rows is None and (named := _NAMED_ROWS.search(words)):
-                rows = known.get(named[1])
+            if rows is None and (rows_match := _NAMED_ROWS.search(words)):
+                rows = constants.get(rows_match[1])
             tiles[match[2]] = Tile(match[2], kind[5], kind[2], layout, buffers.get(match[4]), offset, line, rows)
         elif match := _OPERATION.match(words):
             names = _arguments(words)
@@ -175,8 +175,8 @@ def parse(path: str, text: str) -> KernelFunction:
             function.operations.append(Operation(match[1], operands, line))
         elif words.startswith(("uint64_t ", "int64_t ")):
             function.numbers += 1
-            if (match := _KNOWN.match(words)) and (value := match[2] or known.get(match[3])) is not None:
-                known[match[1]] = int(value)
+            if (match := _CONSTANT.match(words)) and (value := match[2] or constants.get(match[3])) is not None:
+                constants[match[1]] = int(value)
         elif "TileTensor" in words or ("get_imm(" in words and "__ *" in words):
             raise UnknownTextError(f"{path}, line {line}: not a declaration that is known: {words[:80]}")
         elif match := _STACK.search(words):

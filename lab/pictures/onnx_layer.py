@@ -17,15 +17,15 @@ from haarkv.models.qwen3_14b.onnx.scopes import FIELDS, Qwen3Scopes
 from haarkv.models.qwen3_14b.onnx.spec import DEFAULT_OPSET, GraphSpec
 from haarkv.tq_ops.onnx.graph import FUNCTION_DOMAIN
 
-_OPENED = "Attention_tq4_tq4"
+_EXPANDED_CALL = "Attention_tq4_tq4"
 _STYLE = 'fontname="Helvetica" fontsize=11'
 
 
-def layer_graph(opened: str = _OPENED) -> str:
+def layer_graph(expanded_call: str = _EXPANDED_CALL) -> str:
     """The decoder layer of Qwen3-14B in graphviz's language.
 
     Args:
-        opened: the function whose nodes are drawn inside their call.
+        expanded_call: the function whose nodes are drawn inside their call.
     """
     plan = GraphSpec(range(1), embed=False, head=False, opset=DEFAULT_OPSET)
     model = build(Qwen3Scopes(SIZES["14b"]), plan)
@@ -37,25 +37,27 @@ def layer_graph(opened: str = _OPENED) -> str:
         "edge [arrowsize=0.6 color=gray40];",
     ]  # fmt: skip
     # K and V are handed the same one.
-    made = {name: "rotation" if name.endswith("_rotation") else name for name in layer.input}
-    lines += [_node(name, name, "#eeeeee", "ellipse") for name in dict.fromkeys(made.values()) if not name.endswith("weight")]
+    node_of = {name: "rotation" if name.endswith("_rotation") else name for name in layer.input}
+    lines += [
+        _node(name, name, "#eeeeee", "ellipse") for name in dict.fromkeys(node_of.values()) if not name.endswith("weight")
+    ]
     for node in layer.node:
-        if node.op_type == opened:
-            lines += _cluster(node, functions[opened], made)
+        if node.op_type == expanded_call:
+            lines += _cluster(node, functions[expanded_call], node_of)
         else:
             fill = "#cfe2f3" if node.domain == FUNCTION_DOMAIN else "white"
             lines.append(_node(node.name, f"{node.name}\\n{node.op_type.partition('_')[0]}", fill))  # without the format
-            lines += _edges(node.input, node.name, made)
-            made |= dict.fromkeys(node.output, node.name)
-    for output, word in zip(layer.output, ("hidden out", *(f"new_{stored}" for stored in FIELDS)), strict=True):
-        lines += [_node(word, word, "#eeeeee", "ellipse"), *_edges([output], word, made)]
+            lines += _edges(node.input, node.name, node_of)
+            node_of |= dict.fromkeys(node.output, node.name)
+    for output, word in zip(layer.output, ("hidden out", *(f"new_{field}" for field in FIELDS)), strict=True):
+        lines += [_node(word, word, "#eeeeee", "ellipse"), *_edges([output], word, node_of)]
     return "\n".join([*lines, "}"])
 
 
-def _cluster(call: onnx.NodeProto, function: onnx.FunctionProto, made: dict[str, str]) -> Iterator[str]:
+def _cluster(call: onnx.NodeProto, function: onnx.FunctionProto, node_of: dict[str, str]) -> Iterator[str]:
     """A call with the nodes of its function inside."""
     yield f'subgraph "cluster {call.name}" {{ label="{call.name}" {_STYLE} style=rounded color="#6fa8dc" bgcolor="#f3f8fd";'
-    inside = dict(zip(function.input, (made.get(name, "") for name in call.input), strict=True))
+    inside = dict(zip(function.input, (node_of.get(name, "") for name in call.input), strict=True))
     edges: list[str] = []
     for node in function.node:
         if node.op_type == "Constant":
@@ -66,15 +68,15 @@ def _cluster(call: onnx.NodeProto, function: onnx.FunctionProto, made: dict[str,
         inside |= dict.fromkeys(node.output, name)
     yield "}"
     yield from edges
-    made |= {outer: inside[inner] for outer, inner in zip(call.output, function.output, strict=True)}
+    node_of |= {outer: inside[inner] for outer, inner in zip(call.output, function.output, strict=True)}
 
 
 def _node(name: str, label: str, fill: str, shape: str = "box") -> str:
     return f'"{name}" [label="{label}" fillcolor="{fill}" shape={shape}];'
 
 
-def _edges(inputs: Sequence[str], name: str, made: dict[str, str]) -> list[str]:
-    sources = [made.get(value, "") for value in inputs]
+def _edges(inputs: Sequence[str], name: str, node_of: dict[str, str]) -> list[str]:
+    sources = [node_of.get(value, "") for value in inputs]
     return [f'"{source}" -> "{name}";' for source in sources if source and not source.endswith("weight")]
 
 

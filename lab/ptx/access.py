@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from lab.ptx.memory import SHARED_AT, Fault, Window, gather, scatter
-from lab.ptx.state import DTYPES, UNSIGNED, Lanes, Read, Run, bits_of, destination, reader
+from lab.ptx.state import DTYPES, UNSIGNED, Lanes, Read, Run, bit_width, destination, reader
 from lab.ptx.syntax import Address, Instruction, Number, Operand, Register, Symbol, Unknown, Vector
 
 SPACES = ("global", "shared", "local", "param")
@@ -27,7 +27,7 @@ def address_reader(operand: Operand) -> Read:
     return lambda s: s.regs[index].astype(np.uint64) + offset
 
 
-def space_of(ins: Instruction) -> str:
+def memory_space(ins: Instruction) -> str:
     """The space that an instruction names."""
     for modifier in ins.modifiers:
         if modifier in SPACES:
@@ -35,16 +35,16 @@ def space_of(ins: Instruction) -> str:
     raise Unknown(f"{ins.name} of a generic address")
 
 
-def require_hints(ins: Instruction, known: set[str]) -> None:
-    if unknown := set(ins.modifiers) - known - _HINTS - set(SPACES):
+def require_hints(ins: Instruction, accepted: set[str]) -> None:
+    if unknown := set(ins.modifiers) - accepted - _HINTS - set(SPACES):
         raise Unknown(f"{ins.name}: {', '.join(sorted(unknown))}")
 
 
 def shared_offset(s: Lanes, lanes: np.ndarray, address: np.ndarray, width: int) -> np.ndarray:
     """[n] offsets in `s.shared` of shared addresses [n] of threads [n]."""
     address = address & np.uint64(0xFFFFFFFF)
-    if (crooked := address % np.uint64(width) != 0).any():
-        place = int(np.argmax(crooked))
+    if (misaligned := address % np.uint64(width) != 0).any():
+        place = int(np.argmax(misaligned))
         raise Fault(f"{width} bytes at shared address {int(address[place]):#x}, not aligned", int(lanes[place]))
     end = s.shared_end
     outside = (address < SHARED_AT) | (address > end - width)
@@ -77,33 +77,35 @@ def local_offset(s: Lanes, lanes: np.ndarray, address: np.ndarray, width: int) -
     return address.astype(np.int64) + lanes * size
 
 
-def windows_of(s: Lanes, lanes: np.ndarray, address: np.ndarray, width: int) -> list[tuple[Window, np.ndarray, np.ndarray]]:
+def split_by_window(
+    s: Lanes, lanes: np.ndarray, address: np.ndarray, width: int
+) -> list[tuple[Window, np.ndarray, np.ndarray]]:
     """The windows of global accesses: window, which of the accesses, offsets."""
     try:
-        found = s.memory.find(address, width)
+        parts = s.memory.find(address, width)
     except Fault as fault:
         raise Fault(fault.what, int(lanes[fault.lane])) from None
     everything = np.arange(len(lanes))
-    return [(window, everything if chosen is None else chosen, offset) for window, chosen, offset in found]
+    return [(window, everything if indices is None else indices, offset) for window, indices, offset in parts]
 
 
 def read_global(s: Lanes, lanes: np.ndarray, address: np.ndarray, width: int) -> np.ndarray:
     """[n, width] uint8."""
-    parts = windows_of(s, lanes, address, width)
-    for window, chosen, offset in parts:
-        s.races.global_read(s, lanes[chosen], window, offset, width)
+    parts = split_by_window(s, lanes, address, width)
+    for window, indices, offset in parts:
+        s.races.global_read(s, lanes[indices], window, offset, width)
     if len(parts) == 1:
         return gather(parts[0][0].data, parts[0][2], width)
     values = np.empty((len(lanes), width), np.uint8)
-    for window, chosen, offset in parts:
-        values[chosen] = gather(window.data, offset, width)
+    for window, indices, offset in parts:
+        values[indices] = gather(window.data, offset, width)
     return values
 
 
 def write_global(s: Lanes, lanes: np.ndarray, address: np.ndarray, values: np.ndarray) -> None:
-    for window, chosen, offset in windows_of(s, lanes, address, values.shape[1]):
-        s.races.global_write(s, lanes[chosen], window, offset, values[chosen])
-        scatter(window.data, offset, values[chosen])
+    for window, indices, offset in split_by_window(s, lanes, address, values.shape[1]):
+        s.races.global_write(s, lanes[indices], window, offset, values[indices])
+        scatter(window.data, offset, values[indices])
 
 
 def read(s: Lanes, space: str, lanes: np.ndarray, address: np.ndarray, width: int) -> np.ndarray:
@@ -143,7 +145,7 @@ def _shape(ins: Instruction) -> tuple[str, int]:
     kind = ins.modifiers[-1]
     count = next((int(name[1:]) for name in ins.modifiers if name in ("v2", "v4")), 1)
     require_hints(ins, {kind, "v2", "v4"})
-    if kind not in DTYPES or bits_of(kind) < 8:
+    if kind not in DTYPES or bit_width(kind) < 8:
         raise Unknown(ins.name)
     return kind, count
 
@@ -158,7 +160,7 @@ def _items(operand: Operand, count: int) -> tuple[Operand, ...]:
 def load(ins: Instruction) -> Run:
     """`ld`: a register wider than the type is filled as the type's sign says."""
     kind, count = _shape(ins)
-    width, space, address = bits_of(kind) // 8, space_of(ins), address_reader(ins.operands[1])
+    width, space, address = bit_width(kind) // 8, memory_space(ins), address_reader(ins.operands[1])
     items = _items(ins.operands[0], count)
     targets = [(destination(item), item.bits if isinstance(item, Register) else 0) for item in items]
 
@@ -180,8 +182,8 @@ def load(ins: Instruction) -> Run:
 def store(ins: Instruction) -> Run:
     """`st`."""
     kind, count = _shape(ins)
-    space, address = space_of(ins), address_reader(ins.operands[0])
-    unsigned = f"b{bits_of(kind)}"
+    space, address = memory_space(ins), address_reader(ins.operands[0])
+    unsigned = f"b{bit_width(kind)}"
     reads = [reader(item, kind if isinstance(item, Number) else unsigned) for item in _items(ins.operands[1], count)]
 
     def run(s: Lanes) -> None:

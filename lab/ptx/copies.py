@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from lab.ptx.access import active, address_reader, read_global, require_hints, shared_offset
-from lab.ptx.access import windows_of as windows
+from lab.ptx.access import split_by_window as windows
 from lab.ptx.floats import FLOATS
 from lab.ptx.memory import Fault, gather, scatter
-from lab.ptx.state import DTYPES, Lanes, Run, bits_of, destination, reader
+from lab.ptx.state import DTYPES, Lanes, Run, bit_width, destination, reader
 from lab.ptx.syntax import Instruction, Number, Unknown
 
 
@@ -110,21 +110,21 @@ def atomic(ins: Instruction) -> Run:
     require_hints(ins, {kind, *names} | _ORDERS)
     if len(names) != 1 or kind not in DTYPES or kind in FLOATS or "global" not in ins.modifiers:
         raise Unknown(ins.name)
-    target = destination(ins.operands[0], bits_of(kind))
+    target = destination(ins.operands[0], bit_width(kind))
     address, value = address_reader(ins.operands[1]), reader(ins.operands[2], kind)
-    function, width, orders = _ATOMIC[names[0]], bits_of(kind) // 8, set(ins.modifiers)
+    function, width, orders = _ATOMIC[names[0]], bit_width(kind) // 8, set(ins.modifiers)
 
     def run(s: Lanes) -> None:
         lanes = s.lanes
         if not len(lanes):
             return
-        where, given = active(s, address(s)), active(s, value(s))
+        where, operands = active(s, address(s)), active(s, value(s))
         result = np.zeros(len(lanes), DTYPES[kind])
         for place, lane in enumerate(lanes.tolist()):
             ((window, _, offset),) = windows(s, np.array([lane]), where[place : place + 1], width)
             s.races.atomic(s, lane, window, int(offset[0]), orders)
             old = gather(window.data, offset, width).view(DTYPES[kind])[0, 0]
-            scatter(window.data, offset, np.array([[function(old, given[place])]], DTYPES[kind]).view(np.uint8))
+            scatter(window.data, offset, np.array([[function(old, operands[place])]], DTYPES[kind]).view(np.uint8))
             result[place] = old
         if target is not None:
             s.write_some(target, result)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from lab.ptx.state import DTYPES, UNSIGNED, Lanes, Run, bits_of, destination, reader
+from lab.ptx.state import DTYPES, UNSIGNED, Lanes, Run, bit_width, destination, reader
 from lab.ptx.syntax import Instruction, Unknown
 
 FLOATS = ("f16", "f32", "bf16", "tf32", "f16x2", "bf16x2")
@@ -24,7 +24,7 @@ def to_bf16(x: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(x), np.uint16(0x7FFF), nearest.astype(np.uint16))
 
 
-def flushed(x: np.ndarray) -> np.ndarray:
+def flush_denormals(x: np.ndarray) -> np.ndarray:
     """Denormal float32 as zeros of their sign."""
     return np.where(np.abs(x) < np.float32(1.1754943508222875e-38), np.copysign(np.float32(0), x), x)
 
@@ -34,24 +34,24 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     product, wide = a.astype(np.float64) * b, c.astype(np.float64)
     total = product + wide
     part = total - product
-    lost = (product - (total - part)) + (wide - part)
+    residue = (product - (total - part)) + (wide - part)
     bits = total.view(np.int64)
     even = (bits & 1) == 0
-    odd = even & (lost != 0) & np.isfinite(total) & np.isfinite(lost)
+    odd = even & (residue != 0) & np.isfinite(total) & np.isfinite(residue)
     if odd.any():
-        away = (lost > 0) == (total > 0)
+        away = (residue > 0) == (total > 0)
         total = np.where(odd, (bits + np.where(away, 1, -1)).view(np.float64), total)
     return total.astype(np.float32)
 
 
-def of_pairs(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+def on_f16_pairs(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
     """A function of float64 on each of two FP16 numbers in a word, rounded once: float64 holds what FP16 numbers make."""
 
-    def of_words(*words: np.ndarray) -> np.ndarray:
+    def on_words(*words: np.ndarray) -> np.ndarray:
         pairs = (np.ascontiguousarray(word, np.uint32)[..., None].view(np.float16).astype(np.float64) for word in words)
         return np.ascontiguousarray(function(*pairs).astype(np.float16)).view(np.uint32)[..., 0]
 
-    return of_words
+    return on_words
 
 
 def less_of_bf16(x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -82,7 +82,7 @@ _FUNCTIONS: dict[str, tuple[int, Callable[..., np.ndarray]]] = {
     "rsqrt": (1, lambda x: (1 / np.sqrt(x.astype(np.float64))).astype(np.float32)),
 }  # fmt: skip
 """How many operands an FP32 instruction has, and what it does with them."""
-_OF_PAIRS = {"mul": (2, of_pairs(np.multiply)), "fma": (3, of_pairs(lambda a, b, c: a * b + c))}
+_F16X2_FUNCTIONS = {"mul": (2, on_f16_pairs(np.multiply)), "fma": (3, on_f16_pairs(lambda a, b, c: a * b + c))}
 _MAGNITUDES = {"bf16": np.uint16(0x7FFF), "bf16x2": np.uint32(0x7FFF7FFF)}
 """What the magnitude of a BF16 number, or of two, keeps of its bits."""
 
@@ -103,11 +103,11 @@ def build(ins: Instruction) -> Run:
         count, function = _FUNCTIONS[ins.opcode]
     elif ins.opcode == "sub" and kind == "bf16x2":
         count, function = 2, less_of_bf16
-    elif ins.opcode in _OF_PAIRS and kind == "f16x2":
-        count, function = _OF_PAIRS[ins.opcode]
+    elif ins.opcode in _F16X2_FUNCTIONS and kind == "f16x2":
+        count, function = _F16X2_FUNCTIONS[ins.opcode]
     else:
         raise Unknown(ins.name)
-    target = destination(ins.operands[0], bits_of(kind))
+    target = destination(ins.operands[0], bit_width(kind))
     if len(ins.operands) != count + 1:
         raise Unknown(f"{ins.name} of {len(ins.operands)} operands")
     reads = [reader(operand, kind) for operand in ins.operands[1:]]
@@ -116,9 +116,9 @@ def build(ins: Instruction) -> Run:
     def run(s: Lanes) -> None:
         values = [read(s) for read in reads]
         if ftz:
-            values = [flushed(value) for value in values]
+            values = [flush_denormals(value) for value in values]
         result = function(*values)
-        s.write(target, np.ascontiguousarray(flushed(result) if ftz else result))
+        s.write(target, np.ascontiguousarray(flush_denormals(result) if ftz else result))
 
     return run
 
@@ -134,28 +134,28 @@ def _float(x: np.ndarray, kind: str) -> np.ndarray:
 
 def convert(ins: Instruction) -> Run:
     """`cvt`: of the last two modifiers the first is the result's type."""
-    to, of = ins.modifiers[-2:]
-    for kind in (to, of):
+    to, source_kind = ins.modifiers[-2:]
+    for kind in (to, source_kind):
         if kind not in DTYPES:
             raise Unknown(f"the type {kind}")
     if ins.modifiers[:-2] not in ((), ("rn",), ("rna",)) or (to == "tf32") != ("rna" in ins.modifiers):
         raise Unknown("its rounding is not known")
     if to in ("f16x2", "bf16x2"):
         return _convert_two(ins, to)
-    if of in FLOATS and to not in FLOATS:
+    if source_kind in FLOATS and to not in FLOATS:
         raise Unknown("a float to an integer")
     target = ins.operands[0]
     bits = target.bits if hasattr(target, "bits") else 0
-    place, read = destination(target), reader(ins.operands[1], of)
+    place, read = destination(target), reader(ins.operands[1], source_kind)
 
     def run(s: Lanes) -> None:
         x = read(s)
-        x = from_bf16(x) if of == "bf16" else x
+        x = from_bf16(x) if source_kind == "bf16" else x
         if to in FLOATS:
-            result = _float(x if of in FLOATS else x.astype(np.float64), to)
+            result = _float(x if source_kind in FLOATS else x.astype(np.float64), to)
         else:
             result = x.astype(DTYPES[to])
-            if bits > bits_of(to):  # a narrow result fills its register as its sign says
+            if bits > bit_width(to):  # a narrow result fills its register as its sign says
                 result = result.astype(np.int64 if to[0] == "s" else np.uint64).astype(UNSIGNED[bits])
         s.write(place, np.ascontiguousarray(result))
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from lab.ptx import floats
-from lab.ptx.state import DTYPES, UNSIGNED, Lanes, Run, bits_of, destination, reader
+from lab.ptx.state import DTYPES, UNSIGNED, Lanes, Run, bit_width, destination, reader
 from lab.ptx.syntax import Instruction, Pair, Unknown
 
 U8, U32, U64 = np.uint8, np.uint32, np.uint64
@@ -20,7 +20,7 @@ _TWO: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def _shift(opcode: str, kind: str) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    bits, dtype = bits_of(kind), DTYPES[kind]
+    bits, dtype = bit_width(kind), DTYPES[kind]
 
     def run(a: np.ndarray, by: np.ndarray) -> np.ndarray:
         few = np.minimum(by, bits - 1).astype(dtype)
@@ -51,31 +51,31 @@ def _multiply(ins: Instruction, kind: str) -> tuple[str, Callable[[np.ndarray, n
         return kind, lambda a, b: a * b
     if form == "hi" and kind in _WIDER:
         wide = DTYPES[_WIDER[kind]]
-        return kind, lambda a, b: ((a.astype(wide) * b.astype(wide)) >> bits_of(kind)).astype(DTYPES[kind])
+        return kind, lambda a, b: ((a.astype(wide) * b.astype(wide)) >> bit_width(kind)).astype(DTYPES[kind])
     raise Unknown(ins.name)
 
 
 def _field(a: np.ndarray, at: np.ndarray, length: np.ndarray, kind: str) -> np.ndarray:
     """`bfe`."""
-    bits = bits_of(kind)
+    bits = bit_width(kind)
     at, length = at & 0xFF, length & 0xFF
     wide = a.astype(np.int64) if kind[0] == "s" else a.view(UNSIGNED[bits]).astype(U64)
     if bits == 64:
         raise Unknown("bfe of 64 bits")
     if kind[0] == "u":
-        found = np.where(at < bits, wide >> np.minimum(at, bits - 1).astype(U64), 0)
+        field = np.where(at < bits, wide >> np.minimum(at, bits - 1).astype(U64), 0)
         keep = (U64(1) << np.minimum(length, bits).astype(U64)) - U64(1)
-        return (found.astype(U64) & keep).astype(U32)
-    found = wide >> np.minimum(at, 31).astype(np.int64)
+        return (field.astype(U64) & keep).astype(U32)
+    field = wide >> np.minimum(at, 31).astype(np.int64)
     left = np.maximum(64 - length.astype(np.int64), 0)
     fits = (at + length) <= 32  # beyond, the sign already fills what is missing
-    narrow = (found << np.where(fits, left, 0)) >> np.where(fits, left, 0)
+    narrow = (field << np.where(fits, left, 0)) >> np.where(fits, left, 0)
     return np.where(length == 0, 0, narrow).astype(np.int32)
 
 
 def _insert(a: np.ndarray, b: np.ndarray, at: np.ndarray, length: np.ndarray, kind: str) -> np.ndarray:
     """`bfi`."""
-    bits, at, length = bits_of(kind), at & 0xFF, length & 0xFF
+    bits, at, length = bit_width(kind), at & 0xFF, length & 0xFF
     if bits == 64:
         # A shift of 64 and more is none of a word's.
         ones = np.where(length >= 64, U64(0) - U64(1), (U64(1) << np.minimum(length, 63).astype(U64)) - U64(1))
@@ -83,8 +83,8 @@ def _insert(a: np.ndarray, b: np.ndarray, at: np.ndarray, length: np.ndarray, ki
         return ((a << np.minimum(at, 63).astype(U64)) & keep) | (b & ~keep)
     keep = ((U64(1) << np.minimum(length, 32).astype(U64)) - U64(1)) << np.minimum(at, 32).astype(U64)
     keep &= U64(0xFFFFFFFF)
-    moved = a.astype(U64) << np.minimum(at, 32).astype(U64)
-    return ((moved & keep) | (b.astype(U64) & ~keep)).astype(U32)
+    shifted_bits = a.astype(U64) << np.minimum(at, 32).astype(U64)
+    return ((shifted_bits & keep) | (b.astype(U64) & ~keep)).astype(U32)
 
 
 _NIBBLES = np.array([0, 4, 8, 12], U32)
@@ -107,13 +107,13 @@ def _permute(a: np.ndarray, b: np.ndarray, select: np.ndarray) -> np.ndarray:
 
 def _leading(a: np.ndarray) -> np.ndarray:
     bits = a.dtype.itemsize * 8
-    found = np.full(a.shape, bits, U32)
+    count = np.full(a.shape, bits, U32)
     for place in range(bits):
-        found = np.where((a >> a.dtype.type(place)) & a.dtype.type(1), U32(bits - 1 - place), found)
-    return found
+        count = np.where((a >> a.dtype.type(place)) & a.dtype.type(1), U32(bits - 1 - place), count)
+    return count
 
 
-def _reversed(a: np.ndarray) -> np.ndarray:
+def _reverse_bits(a: np.ndarray) -> np.ndarray:
     bits = np.unpackbits(np.ascontiguousarray(a).view(U8).reshape(len(a), -1), axis=1, bitorder="little")
     return np.packbits(bits[:, ::-1], axis=1, bitorder="little").view(a.dtype)[:, 0]
 
@@ -123,7 +123,7 @@ def _shape(ins: Instruction) -> tuple[str, list[str], Callable[..., np.ndarray]]
     opcode, kind = ins.opcode, ins.modifiers[-1]
     if kind not in DTYPES:
         raise Unknown(ins.name)
-    unsigned = f"u{bits_of(kind)}"
+    unsigned = f"u{bit_width(kind)}"
     if set(ins.modifiers) & {"sat", "cc"}:
         raise Unknown(ins.name)
     if opcode in _TWO and not kind.endswith("x2"):
@@ -138,7 +138,7 @@ def _shape(ins: Instruction) -> tuple[str, list[str], Callable[..., np.ndarray]]
     if opcode in ("div", "rem"):
         return kind, [kind] * 2, lambda a, b: _divide(a, b, opcode)
     ones: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-        "not": np.logical_not if kind == "pred" else np.invert, "neg": np.negative, "brev": _reversed,
+        "not": np.logical_not if kind == "pred" else np.invert, "neg": np.negative, "brev": _reverse_bits,
     }  # fmt: skip
     if opcode in ones:
         return kind, [kind], ones[opcode]
@@ -160,7 +160,7 @@ def build(ins: Instruction) -> Run:
     kind, kinds, function = _shape(ins)
     if len(ins.operands) != len(kinds) + 1:
         raise Unknown(f"{ins.name} of {len(ins.operands)} operands")
-    target = destination(ins.operands[0], bits_of(kind))
+    target = destination(ins.operands[0], bit_width(kind))
     reads = [reader(operand, each) for operand, each in zip(ins.operands[1:], kinds, strict=True)]
     dtype = DTYPES[kind]
     if len(reads) == 2:
@@ -209,9 +209,9 @@ def set_predicate(ins: Instruction) -> Run:
     def run(s: Lanes) -> None:
         values = [read(s) for read in reads]
         if ftz:
-            values[:2] = map(floats.flushed, values[:2])
-        found = compare(*values[:2])
-        for target, value in zip(targets, (found, ~found), strict=True):
+            values[:2] = map(floats.flush_denormals, values[:2])
+        outcome = compare(*values[:2])
+        for target, value in zip(targets, (outcome, ~outcome), strict=True):
             if target is not None:
                 s.write(target, _JOIN[names[1]](value, values[2]) if len(names) == 2 else value)
 
@@ -221,7 +221,7 @@ def set_predicate(ins: Instruction) -> Run:
 def select(ins: Instruction) -> Run:
     """`selp`."""
     kind = ins.modifiers[-1]
-    target = destination(ins.operands[0], bits_of(kind))
+    target = destination(ins.operands[0], bit_width(kind))
     first, second = (reader(operand, kind) for operand in ins.operands[1:3])
     condition = reader(ins.operands[3], "pred")
     return lambda s: s.write(target, np.where(condition(s), first(s), second(s)))

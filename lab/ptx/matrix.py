@@ -64,7 +64,7 @@ def registers(operand: Operand, count: int) -> list[int]:
     return [place for place in places if place is not None]
 
 
-def collected(s: Lanes, places: list[int], warps: np.ndarray | None) -> np.ndarray:
+def read_registers(s: Lanes, places: list[int], warps: np.ndarray | None) -> np.ndarray:
     """Registers of the active warps: [n, warps, 32] uint32."""
     values = np.stack([s.regs[place] for place in places]).reshape(len(places), -1, 32)
     return values if warps is None else values[:, warps]
@@ -83,24 +83,24 @@ _BITS = {"f16": 16, "bf16": 16, "tf32": 32}
 def multiply(ins: Instruction) -> Run:
     """`mma.sync.aligned.m16n8kK.row.col`."""
     sync, aligned, shape, row, col, *kinds = ins.modifiers
-    found = _SHAPE.match(shape)
-    if (sync, aligned, row, col) != ("sync", "aligned", "row", "col") or not found or len(kinds) != 4:
+    shape_match = _SHAPE.match(shape)
+    if (sync, aligned, row, col) != ("sync", "aligned", "row", "col") or not shape_match or len(kinds) != 4:
         raise Unknown(ins.name)
-    to, a_kind, b_kind, of = kinds
-    if a_kind not in _BITS or b_kind not in _BITS or (to, of) != ("f32", "f32"):
+    to, a_kind, b_kind, c_kind = kinds
+    if a_kind not in _BITS or b_kind not in _BITS or (to, c_kind) != ("f32", "f32"):
         raise Unknown(ins.name)
-    k, bits = int(found[1]), _BITS[a_kind]
+    k, bits = int(shape_match[1]), _BITS[a_kind]
     d, a, b, c = ins.operands
     d_places = registers(d, 4)
     a_places, b_places = registers(a, 16 * k * bits // 1024), registers(b, 8 * k * bits // 1024)
     assert isinstance(c, Vector)
-    c_reads = [reader(item, of) for item in c.items]
+    c_reads = [reader(item, c_kind) for item in c.items]
 
     def run(s: Lanes) -> None:
         warps = s.whole_warps(ins.name)
         start = np.stack([np.broadcast_to(read(s), s.count) for read in c_reads]).reshape(4, -1, 32)
         start = start if warps is None else start[:, warps]
-        product = left(collected(s, a_places, warps), a_kind) @ right(collected(s, b_places, warps), b_kind)
+        product = left(read_registers(s, a_places, warps), a_kind) @ right(read_registers(s, b_places, warps), b_kind)
         put(s, d_places, spread((sums(start) + product).astype(np.float32)))
 
     return run
@@ -123,9 +123,9 @@ def load_matrix(ins: Instruction) -> Run:
     def run(s: Lanes) -> None:
         s.whole_warps(ins.name)
         warps = len(s.lanes) // 32
-        chosen = s.lanes.reshape(warps, 32)[:, : 8 * count].reshape(-1)
+        row_lanes = s.lanes.reshape(warps, 32)[:, : 8 * count].reshape(-1)
         where = active(s, address(s)).reshape(warps, 32)[:, : 8 * count].reshape(-1)
-        rows = read_shared(s, chosen, where, 16).view(np.uint16).reshape(warps, count, 8, 8)
+        rows = read_shared(s, row_lanes, where, 16).view(np.uint16).reshape(warps, count, 8, 8)
         rows = rows.swapaxes(2, 3) if transposed else rows
         put(s, places, np.ascontiguousarray(rows).view(np.uint32).reshape(warps, count, 32).swapaxes(0, 1))
 
@@ -139,13 +139,13 @@ def store_matrix(ins: Instruction) -> Run:
 
     def run(s: Lanes) -> None:
         warps_active = s.whole_warps(ins.name)
-        values = collected(s, places, warps_active)
+        values = read_registers(s, places, warps_active)
         warps = values.shape[1]
         rows = np.ascontiguousarray(values.swapaxes(0, 1)).view(np.uint16).reshape(warps, count, 8, 8)
         rows = np.ascontiguousarray(rows.swapaxes(2, 3) if transposed else rows).view(np.uint8).reshape(-1, 16)
-        chosen = s.lanes.reshape(warps, 32)[:, : 8 * count].reshape(-1)
+        row_lanes = s.lanes.reshape(warps, 32)[:, : 8 * count].reshape(-1)
         where = active(s, address(s)).reshape(warps, 32)[:, : 8 * count].reshape(-1)
-        write_shared(s, chosen, where, rows)
+        write_shared(s, row_lanes, where, rows)
 
     return run
 
@@ -154,10 +154,10 @@ def move_matrix(ins: Instruction) -> Run:
     """`movmatrix`: an 8 x 8 matrix transposed across a warp."""
     if ins.modifiers != ("sync", "aligned", "m8n8", "trans", "b16"):
         raise Unknown(ins.name)
-    (to,), (of,) = registers(ins.operands[0], 1), registers(ins.operands[1], 1)
+    (to,), (source,) = registers(ins.operands[0], 1), registers(ins.operands[1], 1)
 
     def run(s: Lanes) -> None:
-        values = collected(s, [of], s.whole_warps(ins.name))
+        values = read_registers(s, [source], s.whole_warps(ins.name))
         rows = np.ascontiguousarray(values).view(np.uint16).reshape(-1, 8, 8).swapaxes(1, 2)
         put(s, [to], np.ascontiguousarray(rows).view(np.uint32).reshape(1, -1, 32))
 

@@ -16,7 +16,7 @@ GUARD = 1 << 32
 _FIRST = 0x7F0_0000_0000
 SHARED_AT = 1024
 """Shared addresses begin here, so that 0 is none of them; swizzles go by the address within 1024 bytes."""
-_GATHERED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+_ACCESS_DTYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 
 class Fault(Exception):
@@ -35,7 +35,7 @@ class Window:
         base: address of the array's first byte.
         data: [n] uint8, the whole array.
         begin, end: the bytes of it that may be touched lie in this range.
-        allowed: [end - begin] bool, which of them, or None for all.
+        access_mask: [end - begin] bool, which of them, or None for all.
         key: which array it is, whatever window it is seen through.
     """
 
@@ -44,7 +44,7 @@ class Window:
     data: np.ndarray
     begin: int
     end: int
-    allowed: np.ndarray | None
+    access_mask: np.ndarray | None
     key: int
 
     @property
@@ -55,8 +55,8 @@ class Window:
 
 def far(nbytes: int) -> np.ndarray:
     """[nbytes] uint8, zeros; only pages that are touched take memory."""
-    reserved = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000))
-    return np.frombuffer(reserved, np.uint8)
+    reservation = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000))
+    return np.frombuffer(reservation, np.uint8)
 
 
 class Memory:
@@ -68,14 +68,14 @@ class Memory:
         self._next = _FIRST
 
     def place(
-        self, name: str, data: np.ndarray, begin: int = 0, end: int | None = None, allowed: np.ndarray | None = None
+        self, name: str, data: np.ndarray, begin: int = 0, end: int | None = None, access_mask: np.ndarray | None = None
     ) -> int:
         """Give an array an address, in a window of its own.
 
         Args:
             data: a contiguous array, which the kernel reads and writes in place.
             begin, end: the bytes that may be touched; all unless given.
-            allowed: [end - begin] bool, which of these.
+            access_mask: [end - begin] bool, which of these.
         Returns:
             the address of byte `begin`.
         """
@@ -83,7 +83,7 @@ class Memory:
         real = octets.__array_interface__["data"][0]
         base = self._next + (real - self._next) % 256
         end = octets.nbytes if end is None else end
-        self.windows.append(Window(name, base, octets, begin, end, allowed, real))
+        self.windows.append(Window(name, base, octets, begin, end, access_mask, real))
         self._bases = np.array([window.base for window in self.windows], np.uint64)
         self._next = base + octets.nbytes + GUARD
         return base + begin
@@ -94,19 +94,19 @@ class Memory:
         Raises:
             Fault: one is outside every window, or not aligned; its `lane` is its place in `address`.
         """
-        crooked = address & np.uint64(width - 1)
-        if crooked.any():
-            place = int(np.flatnonzero(crooked)[0])
+        misaligned = address & np.uint64(width - 1)
+        if misaligned.any():
+            place = int(np.flatnonzero(misaligned)[0])
             raise Fault(f"{width} bytes at {int(address[place]):#x}, which is not aligned to {width}", place)
         which = np.searchsorted(self._bases, address, "right") - 1
         first = int(which[0])
         if (which == first).all():
-            return [(self._window(first, address, 0), None, self._checked(first, address, width, None))]
+            return [(self._window(first, address, 0), None, self._window_offsets(first, address, width, None))]
         parts = []
         for number in np.unique(which).tolist():
-            chosen = np.flatnonzero(which == number)
-            window = self._window(number, address, int(chosen[0]))
-            parts.append((window, chosen, self._checked(number, address[chosen], width, chosen)))
+            indices = np.flatnonzero(which == number)
+            window = self._window(number, address, int(indices[0]))
+            parts.append((window, indices, self._window_offsets(number, address[indices], width, indices)))
         return parts
 
     def _window(self, number: int, address: np.ndarray, place: int) -> Window:
@@ -119,14 +119,14 @@ class Memory:
             )
         return self.windows[number]
 
-    def _checked(self, number: int, address: np.ndarray, width: int, chosen: np.ndarray | None) -> np.ndarray:
-        """Offsets in a window's array; `address` [n] are those of the accesses `chosen`, or all."""
+    def _window_offsets(self, number: int, address: np.ndarray, width: int, indices: np.ndarray | None) -> np.ndarray:
+        """Offsets in a window's array; `address` [n] are those of the accesses `indices`, or all."""
         window = self.windows[number]
         offset = (address - np.uint64(window.base)).view(np.int64)
         inside = (offset >= window.begin) & (offset <= window.end - width)
-        if inside.all() and window.allowed is not None:
+        if inside.all() and window.access_mask is not None:
             for byte in (0, width - 1):  # gaps are wider than an access
-                inside &= window.allowed[offset - window.begin + byte]
+                inside &= window.access_mask[offset - window.begin + byte]
         if not inside.all():
             bad = int(np.flatnonzero(~inside)[0])
             at, size = int(offset[bad]) - window.begin, window.end - window.begin
@@ -137,7 +137,7 @@ class Memory:
                 number + 1 < len(self.windows) and (before := self.windows[number + 1].address - int(address[bad])) < at - size
             ):
                 where = f"byte {-before} of {self.windows[number + 1].name}"
-            raise Fault(f"{width} bytes at {where}", bad if chosen is None else int(chosen[bad]))
+            raise Fault(f"{width} bytes at {where}", bad if indices is None else int(indices[bad]))
         return offset
 
 
@@ -145,7 +145,7 @@ def gather(data: np.ndarray, offset: np.ndarray, width: int) -> np.ndarray:
     """[n, width] uint8 at offsets [n] that `width` divides, or that it does not where the array lies crookedly."""
     if (data.__array_interface__["data"][0] % min(width, 8)) or (offset % width).any():
         return data[offset[:, None] + np.arange(width)]
-    whole = data[: len(data) // width * width].view(_GATHERED[width])
+    whole = data[: len(data) // width * width].view(_ACCESS_DTYPES[width])
     return whole[offset // width].view(np.uint8).reshape(-1, width)
 
 
@@ -155,5 +155,5 @@ def scatter(data: np.ndarray, offset: np.ndarray, values: np.ndarray) -> None:
     if (data.__array_interface__["data"][0] % min(width, 8)) or (offset % width).any():
         data[offset[:, None] + np.arange(width)] = values
         return
-    whole = data[: len(data) // width * width].view(_GATHERED[width])
-    whole[offset // width] = np.ascontiguousarray(values).view(_GATHERED[width])[:, 0]
+    whole = data[: len(data) // width * width].view(_ACCESS_DTYPES[width])
+    whole[offset // width] = np.ascontiguousarray(values).view(_ACCESS_DTYPES[width])[:, 0]

@@ -8,7 +8,7 @@ import numpy as np
 
 from lab.ptx import access, copies, floats, integers, matrix, warpgroup, warps
 from lab.ptx.memory import Fault
-from lab.ptx.state import UNSIGNED, Lanes, Run, bits_of, destination, reader
+from lab.ptx.state import UNSIGNED, Lanes, Run, bit_width, destination, reader
 from lab.ptx.syntax import Instruction, Register, Unknown, Vector
 
 CONTROL = ("bra", "ret", "exit", "bar", "barrier")
@@ -28,10 +28,10 @@ def _parts(vector: Vector) -> list[int]:
 def _move(ins: Instruction) -> Run:
     """`mov` of a value, of the address of an array, and of one register into several or back."""
     kind = ins.modifiers[-1]
-    to, of = ins.operands
-    if isinstance(of, Vector):
-        each = _parts(of)[0]
-        place, reads = destination(to, each * len(of.items)), [reader(item, f"b{each}") for item in of.items]
+    to, source = ins.operands
+    if isinstance(source, Vector):
+        each = _parts(source)[0]
+        place, reads = destination(to, each * len(source.items)), [reader(item, f"b{each}") for item in source.items]
 
         def pack(s: Lanes) -> None:
             values = np.stack([np.broadcast_to(read(s), s.count) for read in reads], -1)
@@ -40,7 +40,7 @@ def _move(ins: Instruction) -> Run:
         return pack
     if isinstance(to, Vector):
         each, places = _parts(to)[0], [destination(item) for item in to.items]
-        read = reader(of, f"b{each * len(places)}")
+        read = reader(source, f"b{each * len(places)}")
 
         def unpack(s: Lanes) -> None:
             values = np.broadcast_to(read(s), s.count).copy().view(UNSIGNED[each]).reshape(s.count, -1)
@@ -49,7 +49,7 @@ def _move(ins: Instruction) -> Run:
                     s.write(place, np.ascontiguousarray(value))
 
         return unpack
-    place, read = destination(to, bits_of(kind)), reader(of, kind)
+    place, read = destination(to, bit_width(kind)), reader(source, kind)
     return lambda s: s.write(place, read(s))
 
 
@@ -66,14 +66,14 @@ def _fence(ins: Instruction) -> Run:
     if ins.name == "fence.proxy.async.shared__cta":
 
         def proxy(s: Lanes) -> None:
-            s.races.proxy_fenced[s.lanes] = s.clock
+            s.races.proxy_fence_time[s.lanes] = s.clock
 
         return proxy
     if ins.name not in ("membar.gl", "fence.acq_rel.gpu"):
         raise Unknown(ins.name)
 
     def run(s: Lanes) -> None:
-        s.races.fenced[s.lanes] = s.clock
+        s.races.fence_time[s.lanes] = s.clock
 
     return run
 

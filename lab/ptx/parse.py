@@ -23,7 +23,7 @@ from lab.ptx.syntax import (
 )
 
 BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
-_DECLARED = re.compile(
+_ARRAY_DECLARATION = re.compile(
     r"(?:\.(?:visible|extern|weak|common)\s+)*\.(?P<space>shared|global|const|local|param)\s*(?:\.align\s+(?P<align>\d+)\s*)?"
     r"\.[busf](?P<bits>8|16|32|64)\s+(?:\.ptr\s*(?:\.\w+\s*)?(?:\.align\s+\d+\s*)?)?(?P<name>[\w$%.]+)\s*"
     r"(?P<dims>(?:\[\s*\d*\s*\])*)\s*(?:=\s*(?P<values>.*))?$",
@@ -32,18 +32,18 @@ _DECLARED = re.compile(
 _LABEL = re.compile(r"[A-Za-z_$%][\w$]*\s*:(?!:)")
 
 
-def declared(text: str) -> Array | None:
+def parse_array(text: str) -> Array | None:
     """An array or a parameter, or None for anything else."""
-    if not (found := _DECLARED.match(text)):
+    if not (match := _ARRAY_DECLARATION.match(text)):
         return None
-    width, count = BYTES[found["bits"]], 1
-    for size in re.findall(r"\[\s*(\d*)\s*\]", found["dims"]):
+    width, count = BYTES[match["bits"]], 1
+    for size in re.findall(r"\[\s*(\d*)\s*\]", match["dims"]):
         count *= int(size or 0)
     values = b""
-    if found["values"]:
-        for number in found["values"].strip(" \n{}").split(","):
+    if match["values"]:
+        for number in match["values"].strip(" \n{}").split(","):
             values += (_integer(number.strip()) % (1 << 8 * width)).to_bytes(width, "little")
-    return Array(found["name"], found["space"], int(found["align"] or width), count * width, values)
+    return Array(match["name"], match["space"], int(match["align"] or width), count * width, values)
 
 
 def _integer(text: str) -> int:
@@ -62,31 +62,31 @@ def _without_comments(text: str) -> str:
 
 def statements(text: str) -> list[tuple[str, int]]:
     """What ends at `;`, `:`, or is a brace of a block, with its line; sections of debug data are left out."""
-    found, line, start, depth, current = [], 1, 1, 0, ""
+    result, line, start, depth, current = [], 1, 1, 0, ""
     skipping = 0  # braces of a section that is left out
     for raw in _without_comments(text).splitlines():
-        stripped = raw.strip()
-        if skipping or stripped.startswith(".section"):
-            opened = stripped.count("{") - stripped.count("}")
-            skipping = max(0, skipping - 1 + opened) + 1 if skipping else 1
+        text_line = raw.strip()
+        if skipping or text_line.startswith(".section"):
+            brace_balance = text_line.count("{") - text_line.count("}")
+            skipping = max(0, skipping - 1 + brace_balance) + 1 if skipping else 1
             # 1: before the opening brace or at depth 0.
-            if skipping == 1 and "}" in stripped:
+            if skipping == 1 and "}" in text_line:
                 skipping = 0
             line += 1
             continue
-        if depth == 0 and not current.strip() and re.match(r"\.(loc|file|version|target|address_size|pragma)\b", stripped):
-            found.append((stripped.rstrip(";"), line))
+        if depth == 0 and not current.strip() and re.match(r"\.(loc|file|version|target|address_size|pragma)\b", text_line):
+            result.append((text_line.rstrip(";"), line))
             line += 1
             continue
         for char in raw + "\n":
             if not current.strip():
                 current, start = "", line
                 if char in "{}":
-                    found.append((char, line))
+                    result.append((char, line))
                     continue
             if char == "{":
                 if depth == 0 and _opens_block(current):
-                    found += [(current.strip(), start), ("{", line)]
+                    result += [(current.strip(), start), ("{", line)]
                     current = ""
                     continue
                 depth += 1
@@ -94,17 +94,17 @@ def statements(text: str) -> list[tuple[str, int]]:
                 depth -= 1
             elif char == ";" and depth == 0:
                 if current.strip():
-                    found.append((current.strip(), start))
+                    result.append((current.strip(), start))
                 current = ""
                 continue
             current += char
             if char == ":" and depth == 0 and _LABEL.fullmatch(current.strip()):
-                found.append((current.strip(), start))
+                result.append((current.strip(), start))
                 current = ""
         line += 1
     if current.strip():
         raise Unknown(f"line {start}: the text ends within {current.strip()[:60]!r}")
-    return found
+    return result
 
 
 def _opens_block(before: str) -> bool:
@@ -149,8 +149,8 @@ class _Reader:
             return register
         if text == "WARP_SZ":
             return Number(32)
-        if found := re.fullmatch(r"0[fF]([0-9a-fA-F]{8})", text):
-            return Number(int(found[1], 16), is_float=True)
+        if match := re.fullmatch(r"0[fF]([0-9a-fA-F]{8})", text):
+            return Number(int(match[1], 16), is_float=True)
         if re.fullmatch(r"-?(0[xX][0-9a-fA-F]+|\d+)U?", text):
             return Number(_integer(text))
         if text.startswith("%"):
@@ -162,22 +162,22 @@ class _Reader:
         raise Unknown(f"the operand {text!r}")
 
     def address(self, text: str) -> Address:
-        if not (found := re.fullmatch(r"\s*([\w$%.]+)\s*(?:\+\s*(-?\w+)\s*)?", text)):
+        if not (match := re.fullmatch(r"\s*([\w$%.]+)\s*(?:\+\s*(-?\w+)\s*)?", text)):
             raise Unknown(f"the address [{text}]")
-        return Address(self.operand(found[1]), _integer(found[2]) if found[2] else 0)
+        return Address(self.operand(match[1]), _integer(match[2]) if match[2] else 0)
 
     def instruction(self, text: str, line: int) -> None:
         guard = None
-        if found := re.match(r"@(!?)([\w$%]+)\s+(.*)", text, re.S):
-            register = self.register(found[2])
+        if match := re.match(r"@(!?)([\w$%]+)\s+(.*)", text, re.S):
+            register = self.register(match[2])
             if register is None:
-                raise Unknown(f"line {line}: the predicate {found[2]}")
-            guard, text = (register.index, found[1] == "!"), found[3]
+                raise Unknown(f"line {line}: the predicate {match[2]}")
+            guard, text = (register.index, match[1] == "!"), match[3]
         head, _, tail = re.sub(r"\s+", " ", text).partition(" ")
         opcode, *modifiers = head.replace("::", "__").split(".")
         operands = tuple(self.operand(part) for part in _split(tail)) if tail.strip() else ()
-        made = Instruction(opcode, tuple(modifiers), operands, guard, line, self.source)
-        self.entry.code.append(made)
+        instruction = Instruction(opcode, tuple(modifiers), operands, guard, line, self.source)
+        self.entry.code.append(instruction)
 
     def read(self, body: list[tuple[str, int]]) -> None:
         for text, line in body:
@@ -201,7 +201,7 @@ class _Reader:
         elif text.startswith((".pragma", ".file")):
             pass
         elif text.startswith("."):
-            array = declared(text)
+            array = parse_array(text)
             if array is None:
                 raise Unknown(f"the directive {text[:60]!r}")
             self.entry.arrays.append(array)
@@ -231,28 +231,28 @@ def parse(text: str) -> Module:
     Raises:
         Unknown: a directive or an operand that is not known here.
     """
-    module, found = Module(), statements(text)
+    module, lines = Module(), statements(text)
     place = 0
-    while place < len(found):
-        statement, line = found[place]
+    while place < len(lines):
+        statement, line = lines[place]
         place += 1
         if re.match(r"\.(target|version|address_size|file|loc|pragma)\b", statement):
             continue
         if head := _ENTRY.match(statement):
-            end = _end_of_block(found, place)
-            module.entries[head[1]] = _entry(head[1], head[2] or "", module, found[place + 1 : end])
+            end = _end_of_block(lines, place)
+            module.entries[head[1]] = _entry(head[1], head[2] or "", module, lines[place + 1 : end])
             place = end + 1
-        elif array := declared(statement):
+        elif array := parse_array(statement):
             module.arrays.append(array)
         else:
             raise Unknown(f"line {line}: {statement[:60]!r}")
     return module
 
 
-def _end_of_block(found: list[tuple[str, int]], place: int) -> int:
+def _end_of_block(lines: list[tuple[str, int]], place: int) -> int:
     depth = 0
     while True:
-        depth += (found[place][0] == "{") - (found[place][0] == "}")
+        depth += (lines[place][0] == "{") - (lines[place][0] == "}")
         if depth == 0:
             return place
         place += 1
@@ -261,7 +261,7 @@ def _end_of_block(found: list[tuple[str, int]], place: int) -> int:
 def _entry(name: str, params: str, module: Module, body: list[tuple[str, int]]) -> Entry:
     entry = Entry(name)
     for text in (part.strip() for part in params.split(",") if part.strip()):
-        param = declared(text)
+        param = parse_array(text)
         if param is None:
             raise Unknown(f"the parameter {text!r} of {name}")
         entry.params.append(param)

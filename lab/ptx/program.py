@@ -29,7 +29,7 @@ class Step:
 
 @dataclass
 class Program:
-    """An entry, ready to run: see `compiled`."""
+    """An entry, ready to run: see `load_program`."""
 
     entry: Entry
     arrays: list[Array]
@@ -40,7 +40,7 @@ class Program:
 
 
 @lru_cache(maxsize=64)
-def compiled(text: str, name: str) -> Program:
+def load_program(text: str, name: str) -> Program:
     """The entry of a PTX text.
 
     Raises:
@@ -117,7 +117,7 @@ class Layout:
     local_bytes: int
 
 
-def layout_of(program: Program, args: Sequence[object], memory: Memory, dynamic: int) -> Layout:
+def launch_layout(program: Program, args: Sequence[object], memory: Memory, dynamic: int) -> Layout:
     params, offsets = _in_memory(args, program.entry.params)
     arrays = [*program.arrays, *program.entry.arrays]
     symbols = {name: ("param", offset) for name, offset in offsets.items()}

@@ -20,7 +20,7 @@ _NOBODY, _MANY = -1, -2
 
 
 @dataclass
-class _Written:
+class _LastWrites:
     """Of a global array's bytes: the thread that wrote last, plus 1, and when."""
 
     thread: np.ndarray
@@ -34,8 +34,8 @@ class _Release:
     program: int
     thread: int
     time: int
-    met: int
-    fenced: np.ndarray
+    barrier_time: int
+    fence_time: np.ndarray
 
 
 def _nearly(one: np.ndarray, other: np.ndarray) -> bool:
@@ -54,34 +54,34 @@ class History:
     """What outlasts the programs that run together: global memory's last writers, and releases by address."""
 
     def __init__(self) -> None:
-        self.written: dict[int, _Written] = {}
+        self.last_writes: dict[int, _LastWrites] = {}
         self.releases: dict[tuple[int, int], list[_Release]] = {}
         self.clock = 1
 
-    def of(self, window: Window) -> _Written:
-        if window.key not in self.written:
+    def writes_to(self, window: Window) -> _LastWrites:
+        if window.key not in self.last_writes:
             size = len(window.data)
-            self.written[window.key] = _Written(far(8 * size).view(np.int64), far(8 * size).view(np.int64))
-        return self.written[window.key]
+            self.last_writes[window.key] = _LastWrites(far(8 * size).view(np.int64), far(8 * size).view(np.int64))
+        return self.last_writes[window.key]
 
 
 class Races:
     """Checks the accesses of the programs that run together.
 
     Args:
-        checked: [programs] bool, whose shared memory is watched.
+        watch_mask: [programs] bool, whose shared memory is watched.
         first: [programs] each program's number times the threads of a program.
     """
 
-    def __init__(self, history: History, checked: np.ndarray, first: np.ndarray, block: int, shared_bytes: int) -> None:
-        count, self.history, self.block = len(checked) * block, history, block
+    def __init__(self, history: History, watch_mask: np.ndarray, first: np.ndarray, block: int, shared_bytes: int) -> None:
+        count, self.history, self.block = len(watch_mask) * block, history, block
         self.thread = (first[:, None] + np.arange(block)).reshape(-1)
-        self.watched = np.repeat(checked, block)
-        self.all_watched = bool(checked.all())
-        self.met = np.zeros(count, np.int64)  # when a thread last passed a barrier of its program
-        self.warp_met = np.zeros(count, np.int64)
-        self.fenced = np.zeros(count, np.int64)
-        self.proxy_fenced = np.zeros(count, np.int64)
+        self.watched = np.repeat(watch_mask, block)
+        self.all_watched = bool(watch_mask.all())
+        self.barrier_time = np.zeros(count, np.int64)  # when a thread last passed a barrier of its program
+        self.warp_barrier_time = np.zeros(count, np.int64)
+        self.fence_time = np.zeros(count, np.int64)
+        self.proxy_fence_time = np.zeros(count, np.int64)
         self.acquired: dict[int, list[tuple[_Release, int, int]]] = {}
         self.writer = np.full(shared_bytes, _NOBODY, np.int32)
         self.reader = np.full(shared_bytes, _NOBODY, np.int32)
@@ -90,43 +90,47 @@ class Races:
         self.generic = np.zeros(shared_bytes, np.bool_)  # written by a store, which the asynchronous proxy sees after a fence
 
     # -- Shared memory --------------------------------------------------------------------------------------------------
-    def _unordered(self, lanes: np.ndarray, other: np.ndarray, time: np.ndarray) -> np.ndarray:
+    def _may_overlap(self, lanes: np.ndarray, other: np.ndarray, time: np.ndarray) -> np.ndarray:
         """[n, width] whether accesses by others at `time` may still be under way for threads [n, 1]."""
         same_warp = (other >= 0) & (other // 32 == lanes // 32)
         # Of several readers one may stand in another warp.
-        since = np.where(same_warp, np.maximum(self.met[lanes], self.warp_met[lanes]), self.met[lanes])
+        since = np.where(
+            same_warp, np.maximum(self.barrier_time[lanes], self.warp_barrier_time[lanes]), self.barrier_time[lanes]
+        )
         return (other != _NOBODY) & (other != lanes) & (since <= time) & (time > 0)
 
-    def _watched(self, lanes: np.ndarray, offset: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    def _watched_accesses(
+        self, lanes: np.ndarray, offset: np.ndarray, width: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
         which = np.arange(len(lanes)) if self.all_watched else np.flatnonzero(self.watched[lanes])
         if not len(which):
             return None
         return which, lanes[which][:, None], offset[which][:, None] + np.arange(width)
 
     def shared_read(self, s: Lanes, lanes: np.ndarray, offset: np.ndarray, width: int) -> None:
-        if (found := self._watched(lanes, offset, width)) is None:
+        if (accesses := self._watched_accesses(lanes, offset, width)) is None:
             return
-        _, who, at = found
-        bad = self._unordered(who, self.writer[at], self.write_time[at])
+        _, who, at = accesses
+        bad = self._may_overlap(who, self.writer[at], self.write_time[at])
         if bad.any():
             row, column = np.argwhere(bad)[0].tolist()
             self._report(s, "reads", int(who[row, 0]), int(self.writer[at[row, column]]), int(at[row, column]))
         other, time = self.reader[at], self.read_time[at]
-        alone = (other == _NOBODY) | (other == who) | (self.met[who] > time)
+        alone = (other == _NOBODY) | (other == who) | (self.barrier_time[who] > time)
         self.reader[at] = np.where(alone, who, _MANY)
         self.reader[at[self.reader[at] != who]] = _MANY
         self.read_time[at] = s.clock
 
     def shared_write(self, s: Lanes, lanes: np.ndarray, offset: np.ndarray, values: np.ndarray | None, width: int) -> None:
         """values [n, width] uint8; None for a write that happens later."""
-        if (found := self._watched(lanes, offset, width)) is None:
+        if (accesses := self._watched_accesses(lanes, offset, width)) is None:
             return
-        which, who, at = found
-        bad = self._unordered(who, self.reader[at], self.read_time[at])
+        which, who, at = accesses
+        bad = self._may_overlap(who, self.reader[at], self.read_time[at])
         if bad.any():
             row, column = np.argwhere(bad)[0].tolist()
             self._report(s, "overwrites", int(who[row, 0]), int(self.reader[at[row, column]]), int(at[row, column]), "read")
-        bad = self._unordered(who, self.writer[at], self.write_time[at])
+        bad = self._may_overlap(who, self.writer[at], self.write_time[at])
         if values is not None:
             bad &= s.shared[at] != values[which]
         if bad.any():
@@ -141,18 +145,18 @@ class Races:
                 raise Fault("two threads write different values to one byte of shared memory at once", int(who[row, 0]))
         self.writer[at], self.write_time[at], self.generic[at] = who, s.clock, True
 
-    def matrix_read(self, s: Lanes, lane: int, at: np.ndarray, issued: int) -> None:
-        """An asynchronous product of the warp group of `lane` reads bytes [n] of shared memory from `issued` to now."""
+    def matrix_read(self, s: Lanes, lane: int, at: np.ndarray, issue_time: int) -> None:
+        """An asynchronous product of the warp group of `lane` reads bytes [n] of shared memory from `issue_time` to now."""
         if not self.watched[lane]:
             return
         writer, time = self.writer[at], self.write_time[at]
-        if (late := time > issued).any():
+        if (late := time > issue_time).any():
             self._report(s, "overwrote", int(writer[late][0]), lane, int(at[late][0]), "was reading")
         who = np.full(len(at), lane)
-        bad = (writer != _NOBODY) & (self.met[lane] <= time) & (time > 0) & (writer // 128 != lane // 128)
+        bad = (writer != _NOBODY) & (self.barrier_time[lane] <= time) & (time > 0) & (writer // 128 != lane // 128)
         if bad.any():
             self._report(s, "reads", lane, int(writer[bad][0]), int(at[bad][0]))
-        unfenced = (writer >= 0) & self.generic[at] & (self.proxy_fenced[np.maximum(writer, 0)] <= time)
+        unfenced = (writer >= 0) & self.generic[at] & (self.proxy_fence_time[np.maximum(writer, 0)] <= time)
         if unfenced.any():
             byte = int(at[unfenced][0])
             raise Fault(
@@ -172,17 +176,17 @@ class Races:
 
     # -- Global memory --------------------------------------------------------------------------------------------------
     def global_read(self, s: Lanes, lanes: np.ndarray, window: Window, offset: np.ndarray, width: int) -> None:
-        if (written := self.history.written.get(window.key)) is None:
+        if (last_writes := self.history.last_writes.get(window.key)) is None:
             return
         at = offset[:, None] + np.arange(width)
-        self._require_ordered(s, lanes, window, at, written, None, "reads")
+        self._require_ordered(s, lanes, window, at, last_writes, None, "reads")
 
     def global_write(self, s: Lanes, lanes: np.ndarray, window: Window, offset: np.ndarray, values: np.ndarray) -> None:
-        written, at = self.history.of(window), offset[:, None] + np.arange(values.shape[1])
-        self._require_ordered(s, lanes, window, at, written, window.data[at] != values, "overwrites")
+        last_writes, at = self.history.writes_to(window), offset[:, None] + np.arange(values.shape[1])
+        self._require_ordered(s, lanes, window, at, last_writes, window.data[at] != values, "overwrites")
         thread = self.thread[lanes][:, None] + 1
-        written.thread[at], written.time[at] = thread, s.clock
-        others = written.thread[at] != thread
+        last_writes.thread[at], last_writes.time[at] = thread, s.clock
+        others = last_writes.thread[at] != thread
         if others.any():  # two at once
             window.data[at] = values
             bad = others.any(1) & (window.data[at] != values).any(1)
@@ -196,21 +200,21 @@ class Races:
         lanes: np.ndarray,
         window: Window,
         at: np.ndarray,
-        written: _Written,
+        last_writes: _LastWrites,
         differs: np.ndarray | None,
         does: str,
     ) -> None:
-        writer, time, me = written.thread[at] - 1, written.time[at], self.thread[lanes][:, None]
+        writer, time, me = last_writes.thread[at] - 1, last_writes.time[at], self.thread[lanes][:, None]
         bad = (writer >= 0) & (writer != me)
         if differs is not None:
             bad &= differs
         if not bad.any():
             return
         mine = bad & (writer // self.block == me // self.block)
-        warp = np.where(writer // 32 == me // 32, self.warp_met[lanes][:, None], 0)
-        bad &= ~(mine & (np.maximum(self.met[lanes][:, None], warp) > time))
+        warp = np.where(writer // 32 == me // 32, self.warp_barrier_time[lanes][:, None], 0)
+        bad &= ~(mine & (np.maximum(self.barrier_time[lanes][:, None], warp) > time))
         for row, column in np.argwhere(bad).tolist():
-            if self._acquired(int(lanes[row]), int(writer[row, column]), int(time[row, column])):
+            if self._happens_before(int(lanes[row]), int(writer[row, column]), int(time[row, column])):
                 continue
             other = int(writer[row, column])
             raise Fault(
@@ -219,15 +223,15 @@ class Races:
                 int(lanes[row]),
             )
 
-    def _acquired(self, lane: int, writer: int, time: int) -> bool:
+    def _happens_before(self, lane: int, writer: int, time: int) -> bool:
         """Whether an atomic operation of this program saw one of the writer's program, after what it wrote."""
         for release, acquirer, when in self.acquired.get(lane // self.block, ()):
             if release.program != writer // self.block:
                 continue
-            told = release.time > time and (writer == release.thread or release.met > time)
-            fenced = max(release.fenced[writer % self.block], release.fenced[release.thread % self.block]) > time
-            knows = acquirer == lane or self.met[lane] > when
-            if told and fenced and knows:
+            release_covers = release.time > time and (writer == release.thread or release.barrier_time > time)
+            fence_covers = max(release.fence_time[writer % self.block], release.fence_time[release.thread % self.block]) > time
+            knows = acquirer == lane or self.barrier_time[lane] > when
+            if release_covers and fence_covers and knows:
                 return True
         return False
 
@@ -237,9 +241,9 @@ class Races:
         releases = self.history.releases.setdefault(key, [])
         self.acquired.setdefault(program, []).extend((release, lane, s.clock) for release in releases)
         if {"release", "acq_rel"} & orders:
-            self.fenced[lane] = s.clock
+            self.fence_time[lane] = s.clock
         first = program * self.block
         releases.append(_Release(
-            int(self.thread[lane]) // self.block, int(self.thread[lane]), s.clock, int(self.met[lane]),
-            self.fenced[first : first + self.block].copy(),
+            int(self.thread[lane]) // self.block, int(self.thread[lane]), s.clock, int(self.barrier_time[lane]),
+            self.fence_time[first : first + self.block].copy(),
         ))  # fmt: skip

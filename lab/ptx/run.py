@@ -13,7 +13,7 @@ import numpy as np
 
 from lab.ptx.copies import Copies
 from lab.ptx.memory import Fault, Memory
-from lab.ptx.program import BARRIER, BRANCH, EXIT, PLAIN, WARP_BARRIER, Layout, Program, compiled, layout_of
+from lab.ptx.program import BARRIER, BRANCH, EXIT, PLAIN, WARP_BARRIER, Layout, Program, launch_layout, load_program
 from lab.ptx.races import History, Races
 from lab.ptx.state import Lanes, fresh, specials
 from lab.ptx.syntax import Instruction, Unknown
@@ -38,7 +38,7 @@ def execute(
     *,
     order: str = "ascending",
     together: int | None = None,
-    watched: int = 2,
+    watch_count: int = 2,
     most_steps: int = 20_000_000,
 ) -> None:
     """Run a launch to its end; what it did is in the arrays that `memory` holds.
@@ -49,7 +49,7 @@ def execute(
         shared_bytes: dynamic shared memory, beyond what the text declares.
         order: of the programs: `ascending`, the last axis of the grid fastest, `descending`, or `random`.
         together: programs that run in lockstep; as many as make some thousand threads unless given.
-        watched: of these, how many have their shared memory watched for races.
+        watch_count: of these, how many have their shared memory watched for races.
         most_steps: instructions after which a launch is said not to end.
     Raises:
         LaunchFault: it did something that it must not.
@@ -59,8 +59,8 @@ def execute(
     threads = whole_block[0] * whole_block[1] * whole_block[2]
     if threads % 32:
         raise Unknown(f"a program of {threads} threads, which is no multiple of 32")
-    program, history = compiled(ptx_text, entry), History()
-    layout = layout_of(program, args, memory, shared_bytes)
+    program, history = load_program(ptx_text, entry), History()
+    layout = launch_layout(program, args, memory, shared_bytes)
     # The last axis fastest: programs that differ in it alone, such as the splits of one context, take equally long.
     numbers = np.arange(int(np.prod(whole_grid))).reshape(whole_grid[::-1]).transpose(2, 1, 0).ravel().tolist()
     if order == "descending":
@@ -73,22 +73,22 @@ def execute(
     with np.errstate(all="ignore"):
         for begin in range(0, len(numbers), size):
             some = np.array(numbers[begin : begin + size])
-            Together(program, layout, whole_grid, whole_block, memory, some, history, watched, most_steps).run()
+            LockstepRun(program, layout, whole_grid, whole_block, memory, some, history, watch_count, most_steps).run()
 
 
-class Together:
+class LockstepRun:
     """Some programs of a launch, run together."""
 
     def __init__(
         self, program: Program, layout: Layout, grid: tuple[int, int, int], block: tuple[int, int, int], memory: Memory,
-        numbers: np.ndarray, history: History, watched: int, most_steps: int,
+        numbers: np.ndarray, history: History, watch_count: int, most_steps: int,
     ) -> None:  # fmt: skip
         threads, self.steps, self.name = block[0] * block[1] * block[2], program.steps, program.entry.name
         count, stride = threads * len(numbers), layout.shared_end + -layout.shared_end % 1024
-        checked = np.zeros(len(numbers), np.bool_)
-        checked[np.linspace(0, len(numbers) - 1, min(watched, len(numbers))).astype(np.int64)] = True
+        watch_mask = np.zeros(len(numbers), np.bool_)
+        watch_mask[np.linspace(0, len(numbers) - 1, min(watch_count, len(numbers))).astype(np.int64)] = True
         self.numbers, self.most_steps, self.history, self.barriers = numbers, most_steps, history, program.barriers
-        races = Races(history, checked, numbers * threads, threads, stride * len(numbers))
+        races = Races(history, watch_mask, numbers * threads, threads, stride * len(numbers))
         self.s = Lanes(
             count, threads, len(numbers), memory, fresh(program.entry, count), specials(block, grid, numbers), layout.symbols,
             layout.params, np.full(stride * len(numbers), 0xFF, np.uint8), stride, layout.shared_end,
@@ -138,39 +138,39 @@ class Together:
                     if guard is None:
                         step.run(s)
                     else:
-                        taken = (~regs[guard[0]] if guard[1] else regs[guard[0]]) & mask
-                        if taken.any():
-                            s.activate(taken)
+                        taken_lanes = (~regs[guard[0]] if guard[1] else regs[guard[0]]) & mask
+                        if taken_lanes.any():
+                            s.activate(taken_lanes)
                             step.run(s)
                             s.activate(None if alone else mask)
                     pc += 1
                     continue
-                taken = mask if guard is None else (~regs[guard[0]] if guard[1] else regs[guard[0]]) & mask
+                taken_lanes = mask if guard is None else (~regs[guard[0]] if guard[1] else regs[guard[0]]) & mask
                 if step.kind == BRANCH:
-                    if not taken.any():
+                    if not taken_lanes.any():
                         pc += 1
-                    elif taken is mask or (taken == mask).all():
+                    elif taken_lanes is mask or (taken_lanes == mask).all():
                         pc = step.target
                     else:
-                        self.push(step.target, taken)
-                        self.push(pc + 1, mask & ~taken)
+                        self.push(step.target, taken_lanes)
+                        self.push(pc + 1, mask & ~taken_lanes)
                         return -1
                 elif step.kind == BARRIER and alone and guard is None and step.expected is None:
-                    s.races.met[mask] = s.races.warp_met[mask] = s.clock
+                    s.races.barrier_time[mask] = s.races.warp_barrier_time[mask] = s.clock
                     pc += 1
                 elif step.kind == WARP_BARRIER:
-                    s.races.warp_met[taken] = s.clock
+                    s.races.warp_barrier_time[taken_lanes] = s.clock
                     pc += 1
                 elif step.kind == EXIT:
-                    s.live &= ~taken
+                    s.live &= ~taken_lanes
                     self.release()
-                    if not (rest := mask & ~taken).any():
+                    if not (rest := mask & ~taken_lanes).any():
                         return -1
                     self.push(pc + 1, rest)
                     return -1
                 else:
-                    self.arrive(pc, taken)
-                    self.push(pc + 1, mask & ~taken)
+                    self.arrive(pc, taken_lanes)
+                    self.push(pc + 1, mask & ~taken_lanes)
                     return -1
             except Fault as fault:
                 self.fail(step.ins, fault)
@@ -190,14 +190,14 @@ class Together:
             return
         s = self.s
         for number in {self.steps[pc].barrier for pc in np.unique(self.parked[self.parked >= 0]).tolist()}:
-            here = (self.parked >= 0) & (self.number_at() == number)
-            by_program = here.reshape(s.programs, s.block)
-            complete = by_program.sum(1) >= self.expected(here)
+            waiting = (self.parked >= 0) & (self.number_at() == number)
+            by_program = waiting.reshape(s.programs, s.block)
+            complete = by_program.sum(1) >= self.expected(waiting)
             complete &= by_program.any(1)
-            free = here & np.repeat(complete, s.block)
+            free = waiting & np.repeat(complete, s.block)
             if free.any():
                 self.require_same(free)
-                s.races.met[free] = s.races.warp_met[free] = s.clock
+                s.races.barrier_time[free] = s.races.warp_barrier_time[free] = s.clock
                 lines = self.parked[free]
                 self.parked[free] = -1
                 for pc in np.unique(lines).tolist():
@@ -210,24 +210,24 @@ class Together:
         """[count], the number of the barrier at which each thread waits."""
         return self.barriers[np.maximum(self.parked, 0)]
 
-    def expected(self, here: np.ndarray) -> np.ndarray:
+    def expected(self, waiting: np.ndarray) -> np.ndarray:
         """[programs], how many threads a barrier waits for."""
         s = self.s
-        everyone = s.live.reshape(s.programs, s.block).sum(1)
-        first = np.argmax(here.reshape(s.programs, s.block), 1) + np.arange(s.programs) * s.block
+        thread_counts = s.live.reshape(s.programs, s.block).sum(1)
+        first = np.argmax(waiting.reshape(s.programs, s.block), 1) + np.arange(s.programs) * s.block
         for program, lane in enumerate(first.tolist()):
-            read = self.steps[self.parked[lane]].expected if here[lane] else None
+            read = self.steps[self.parked[lane]].expected if waiting[lane] else None
             if read is not None:
-                everyone[program] = np.broadcast_to(read(s), s.count)[lane]
-        return everyone
+                thread_counts[program] = np.broadcast_to(read(s), s.count)[lane]
+        return thread_counts
 
     def require_same(self, free: np.ndarray) -> None:
         """A warp arrives at one barrier as a whole."""
         lines = np.where(free & self.s.live, self.parked, -1).reshape(-1, 32)
         most = lines.max(1, keepdims=True)
-        apart = ((lines != most) & self.s.live.reshape(-1, 32) & (most >= 0)).reshape(-1)
-        if apart.any():
-            lane = int(np.argmax(apart))
+        strays = ((lines != most) & self.s.live.reshape(-1, 32) & (most >= 0)).reshape(-1)
+        if strays.any():
+            lane = int(np.argmax(strays))
             line = self.parked[lane] if self.parked[lane] >= 0 else int(most[lane // 32, 0])
             self.fail(self.steps[line].ins, Fault("the threads of a warp arrive at different barriers", lane))
 

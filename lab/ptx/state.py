@@ -25,7 +25,7 @@ Read = Callable[["Lanes"], np.ndarray]
 Run = Callable[["Lanes"], None]
 
 
-def bits_of(kind: str) -> int:
+def bit_width(kind: str) -> int:
     """Of a type such as `s32` or `f16x2`."""
     return 1 if kind == "pred" else 8 * np.dtype(DTYPES[kind]).itemsize
 
@@ -121,19 +121,19 @@ def specials(block: tuple[int, int, int], grid: tuple[int, int, int], programs: 
     threads = block[0] * block[1] * block[2]
     thread = np.tile(np.arange(threads), len(programs))
     program = np.repeat(programs, threads)
-    found: dict[str, np.ndarray] = {}
+    registers: dict[str, np.ndarray] = {}
     for axis, before in (("x", 1), ("y", block[0]), ("z", block[0] * block[1])):
-        found[f"%tid.{axis}"] = thread // before % block["xyz".index(axis)]
-        found[f"%ntid.{axis}"] = np.full(len(thread), block["xyz".index(axis)])
+        registers[f"%tid.{axis}"] = thread // before % block["xyz".index(axis)]
+        registers[f"%ntid.{axis}"] = np.full(len(thread), block["xyz".index(axis)])
     for axis, before in (("x", 1), ("y", grid[0]), ("z", grid[0] * grid[1])):
-        found[f"%ctaid.{axis}"] = program // before % grid["xyz".index(axis)]
-        found[f"%nctaid.{axis}"] = np.full(len(thread), grid["xyz".index(axis)])
-    return {name: value.astype(np.uint32) for name, value in found.items()}
+        registers[f"%ctaid.{axis}"] = program // before % grid["xyz".index(axis)]
+        registers[f"%nctaid.{axis}"] = np.full(len(thread), grid["xyz".index(axis)])
+    return {name: value.astype(np.uint32) for name, value in registers.items()}
 
 
 def constant(number: Number, kind: str) -> np.ndarray:
     """[1] of an immediate as a type."""
-    bits = bits_of(kind)
+    bits = bit_width(kind)
     if number.is_float:
         if bits != 32:
             raise Unknown(f"a float of 32 bits as {kind}")
@@ -147,7 +147,7 @@ def constant(number: Number, kind: str) -> np.ndarray:
 
 def reader(operand: Operand, kind: str) -> Read:
     """Reads an operand as a type: [count] or [1]. A wider register gives its low bits."""
-    dtype, bits = DTYPES[kind], bits_of(kind)
+    dtype, bits = DTYPES[kind], bit_width(kind)
     if isinstance(operand, Register):
         index = operand.index
         if operand.bits == bits:

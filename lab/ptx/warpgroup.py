@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lab.ptx.matrix import collected, left, numbers, put, registers, spread, sums
+from lab.ptx.matrix import left, numbers, put, read_registers, registers, spread, sums
 from lab.ptx.memory import SHARED_AT, Fault
 from lab.ptx.state import Lanes, Read, Run, reader
 from lab.ptx.syntax import Instruction, Number, Unknown, Vector
 
 _SHAPE = re.compile(r"m64n(\d+)k(\d+)$")
-_SWIZZLED = {0: 16, 1: 128, 2: 64, 3: 32}
+_SWIZZLE_BYTES = {0: 16, 1: 128, 2: 64, 3: 32}
 """Bytes of a row of a tile, by the descriptor's mode."""
 
 
@@ -30,17 +30,17 @@ def tile_bytes(descriptor: int, rows: int, columns: int, size: int, across: bool
         across: whether M or N runs along the rows of the tile in memory, and not K.
     """
     start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
-    width = _SWIZZLED[descriptor >> 62 & 3]
+    width = _SWIZZLE_BYTES[descriptor >> 62 & 3]
     if descriptor >> 49 & 7:
         raise Fault("a matrix descriptor with a base offset")
     row, column = np.arange(rows)[:, None], np.arange(columns)[None, :]
-    line, along = (column, row) if across else (row, column)  # the row of the tile in memory, and the element in it
+    line, position = (column, row) if across else (row, column)  # the row of the tile in memory, and the element in it
     per = width // size
     if width == 16:  # core matrices of 8 rows of 16 bytes
         steps = (stride, leading) if across else (leading, stride)
-        address = start + along // per * steps[0] + line // 8 * steps[1] + line % 8 * 16 + along % per * size
+        address = start + position // per * steps[0] + line // 8 * steps[1] + line % 8 * 16 + position % per * size
     else:
-        address = start + along // per * leading + line // 8 * stride + line % 8 * width + along % per * size
+        address = start + position // per * leading + line // 8 * stride + line % 8 * width + position % per * size
     # Bits 4 and up of an address are XORed with bits 7 and up: as many as 16-byte pieces ask for.
     return address ^ ((address >> 7 & (width // 16 - 1)) << 4)
 
@@ -57,7 +57,7 @@ class _Product:
     groups: np.ndarray
     number: np.ndarray
     scalars: list[np.ndarray]
-    issued: int
+    issue_time: int
     finish: Callable[[Lanes, np.ndarray, list[np.ndarray], int], None]
 
 
@@ -76,7 +76,7 @@ class Products:
         for product in self.pending:
             now = product.number < limit[product.groups]
             if now.any():
-                product.finish(s, product.groups[now], [scalar[now] for scalar in product.scalars], product.issued)
+                product.finish(s, product.groups[now], [scalar[now] for scalar in product.scalars], product.issue_time)
             if not now.all():
                 rest = [scalar[~now] for scalar in product.scalars]
                 left_over.append(replace(product, groups=product.groups[~now], number=product.number[~now], scalars=rest))
@@ -134,47 +134,47 @@ def _multiply(ins: Instruction) -> tuple[list[Read], Callable[[Lanes, np.ndarray
     d, a, b, scale_d, scale_a, scale_b, *across = ins.operands
     places, size = registers(d, columns // 2), _BYTES[a_kind]
     signs = [operand.value for operand in (scale_a, scale_b) if isinstance(operand, Number)]
-    transposed = [bool(operand.value) for operand in across if isinstance(operand, Number)]
-    if signs != [1, 1] or len(transposed) != (0 if size == 4 else 1 if isinstance(a, Vector) else 2):
+    transpose_flags = [bool(operand.value) for operand in across if isinstance(operand, Number)]
+    if signs != [1, 1] or len(transpose_flags) != (0 if size == 4 else 1 if isinstance(a, Vector) else 2):
         raise Unknown(f"{ins.name} with {ins.operands[3:]}")
-    b_across = bool(transposed) and transposed[-1]
-    a_across = len(transposed) == 2 and transposed[0]
+    b_across = bool(transpose_flags) and transpose_flags[-1]
+    a_across = len(transpose_flags) == 2 and transpose_flags[0]
     a_places = registers(a, 4) if isinstance(a, Vector) else None
     reads = [reader(scale_d, "pred"), reader(b, "u64")] + ([] if isinstance(a, Vector) else [reader(a, "u64")])
 
-    def finish(s: Lanes, groups: np.ndarray, scalars: list[np.ndarray], issued: int) -> None:
+    def finish(s: Lanes, groups: np.ndarray, scalars: list[np.ndarray], issue_time: int) -> None:
         warps = (groups[:, None] * 4 + np.arange(4)).reshape(-1)
-        kept = s.mask, s._lanes
+        saved_lanes = s.mask, s._lanes
         mask = np.zeros(s.count, np.bool_)
         mask.reshape(-1, 128)[groups] = True
         s.activate(mask)
         if a_places is not None:
-            first = left(collected(s, a_places, warps), a_kind).reshape(len(groups), 64, k)
+            first = left(read_registers(s, a_places, warps), a_kind).reshape(len(groups), 64, k)
         else:
-            first = _from_shared(s, groups, scalars[2], (64, k), a_kind, a_across, issued)
-        second = _from_shared(s, groups, scalars[1], (columns, k), b_kind, b_across, issued)
+            first = _from_shared(s, groups, scalars[2], (64, k), a_kind, a_across, issue_time)
+        second = _from_shared(s, groups, scalars[1], (columns, k), b_kind, b_across, issue_time)
         product = (first @ second.swapaxes(1, 2)).reshape(len(warps), 16, columns)
-        before = sums(collected(s, places, warps).view(np.float32))
+        before = sums(read_registers(s, places, warps).view(np.float32))
         product = np.where(np.repeat(scalars[0], 4)[:, None, None], before, np.float32(0)) + product
         put(s, places, spread(product.astype(np.float32)).view(np.uint32))
-        s.mask, s._lanes = kept
+        s.mask, s._lanes = saved_lanes
 
     return reads, finish
 
 
 def _from_shared(
-    s: Lanes, groups: np.ndarray, descriptors: np.ndarray, shape: tuple[int, int], kind: str, across: bool, issued: int
+    s: Lanes, groups: np.ndarray, descriptors: np.ndarray, shape: tuple[int, int], kind: str, across: bool, issue_time: int
 ) -> np.ndarray:
     """[groups, rows, columns] float32 of matrices in shared memory."""
     size, (rows, columns) = _BYTES[kind], shape
-    found = np.empty((len(groups), rows, columns), np.float32)
+    matrices = np.empty((len(groups), rows, columns), np.float32)
     for place, (group, descriptor) in enumerate(zip(groups.tolist(), descriptors.tolist(), strict=True)):
         address = tile_bytes(descriptor, rows, columns, size, across)
         if address.min() < SHARED_AT or address.max() + size > s.shared_end:
             raise Fault(f"a matrix in shared memory from {address.min():#x} to {address.max():#x}", group * 128)
         at = address.reshape(-1, 1) + np.arange(size) + group * 128 // s.block * s.shared_stride
-        s.races.matrix_read(s, group * 128, at.reshape(-1), issued)
+        s.races.matrix_read(s, group * 128, at.reshape(-1), issue_time)
         octets = s.shared[at].reshape(-1)
         bits = octets.view(np.uint16 if size == 2 else np.uint32)
-        found[place] = numbers(bits, kind).reshape(rows, columns)
-    return found
+        matrices[place] = numbers(bits, kind).reshape(rows, columns)
+    return matrices

@@ -16,17 +16,17 @@ def _require_members(s: Lanes, members: np.ndarray, what: str) -> None:
     """All threads that a mask [active] names, and that have not returned, take part, and none but they."""
     taking = np.zeros(s.count, np.bool_)
     taking[s.lanes] = True
-    named = np.zeros(s.count, np.uint32)
-    named[s.lanes] = members
-    by_warp = named.reshape(-1, 32)
+    lane_masks = np.zeros(s.count, np.uint32)
+    lane_masks[s.lanes] = members
+    by_warp = lane_masks.reshape(-1, 32)
     masks = by_warp.max(1)
     if ((by_warp != masks[:, None]) & taking.reshape(-1, 32)).any():
         return  # groups of threads within a warp, each with its own mask
-    asked = ((masks[:, None] >> _LANE.astype(np.uint32)) & np.uint32(1)).astype(np.bool_)
-    missing = asked & s.live.reshape(-1, 32) & ~taking.reshape(-1, 32)
+    members_mask = ((masks[:, None] >> _LANE.astype(np.uint32)) & np.uint32(1)).astype(np.bool_)
+    missing = members_mask & s.live.reshape(-1, 32) & ~taking.reshape(-1, 32)
     if missing.any():
         raise Fault(f"{what} waits for a thread that is elsewhere", int(np.argmax(missing.reshape(-1))))
-    extra = ~asked & taking.reshape(-1, 32)
+    extra = ~members_mask & taking.reshape(-1, 32)
     if extra.any():
         raise Fault(f"{what} by a thread that its mask leaves out", int(np.argmax(extra.reshape(-1))))
 
@@ -47,23 +47,23 @@ def shuffle(ins: Instruction) -> Run:
 
     def run(s: Lanes) -> None:
         _require_members(s, active(s, members(s)), ins.name)
-        given, step = _every(s, value(s)), _every(s, by(s)).astype(np.int64) & 31
+        lane_values, step = _every(s, value(s)), _every(s, by(s)).astype(np.int64) & 31
         limit = _every(s, limits(s)).astype(np.int64)
         clamp, segment = limit & 31, limit >> 8 & 31
         last, first = (_LANE & segment) | (clamp & ~segment), _LANE & segment
         source = {
             "up": lambda: _LANE - step, "bfly": lambda: _LANE ^ step, "idx": lambda: first | (step & ~segment),
         }[mode]()  # fmt: skip
-        there = source >= last if mode == "up" else source <= last
-        source = np.where(there, source, _LANE)
+        in_segment = source >= last if mode == "up" else source <= last
+        source = np.where(in_segment, source, _LANE)
         taking = np.zeros(s.count, np.bool_)
         taking[s.lanes] = True
         asleep = taking.reshape(-1, 32) & ~np.take_along_axis(taking.reshape(-1, 32), source, 1)
         if asleep.any():
             raise Fault(f"{ins.name} reads a thread that does not take part", int(np.argmax(asleep.reshape(-1))))
-        s.write(place, np.take_along_axis(given, source, 1).reshape(-1))
+        s.write(place, np.take_along_axis(lane_values, source, 1).reshape(-1))
         if valid is not None:
-            s.write(valid, there.reshape(-1))
+            s.write(valid, in_segment.reshape(-1))
 
     return run
 
@@ -75,15 +75,15 @@ def _over_warps(s: Lanes, values: np.ndarray, neutral: object, function: np.ufun
     return np.repeat(function.reduce(whole.reshape(-1, 32), 1), 32)
 
 
-_REDUCED = {"add": np.add, "min": np.minimum, "max": np.maximum}
+_REDUCTIONS = {"add": np.add, "min": np.minimum, "max": np.maximum}
 
 
 def reduce(ins: Instruction) -> Run:
     """`redux.sync`."""
     operation, kind = ins.modifiers[1], ins.modifiers[-1]
-    if ins.modifiers[0] != "sync" or operation not in _REDUCED or kind not in ("u32", "s32"):
+    if ins.modifiers[0] != "sync" or operation not in _REDUCTIONS or kind not in ("u32", "s32"):
         raise Unknown(ins.name)
-    function, info = _REDUCED[operation], np.iinfo(DTYPES[kind])
+    function, info = _REDUCTIONS[operation], np.iinfo(DTYPES[kind])
     neutral = {"add": 0, "min": info.max, "max": info.min}[operation]
     place, value, members = destination(ins.operands[0], 32), reader(ins.operands[1], kind), reader(ins.operands[2], "u32")
 

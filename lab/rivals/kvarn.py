@@ -111,13 +111,13 @@ class KVarN(KVFormat):
             "across": Field(torch.float16, (columns,)),
         }
 
-    def _arranged(self, x: Tensor) -> Tensor:
+    def _arrange(self, x: Tensor) -> Tensor:
         """[..., 128, D] as rows and columns, or these as that again."""
         return x if self._rows_are_tokens else x.transpose(-1, -2)
 
     def _measure(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Of tokens [..., 128, D] the value that is rounded [..., R, C] fp32; min z and step [..., R, 1]; c; r."""
-        tile = self._arranged(_rotate(x.float())).double()
+        tile = self._arrange(_rotate(x.float())).double()
         column, row = balance(tile)
         even = tile / column / row
         zero = even.amin(-1, keepdim=True)
@@ -151,11 +151,11 @@ class KVarN(KVFormat):
         """[..., 128, D] fp32."""
         level = unpack_stream(fields["codes"], self.bits).float()
         rows = level * fields["scale"].float().unsqueeze(-1) + fields["zero"].float().unsqueeze(-1)
-        return _rotate(self._arranged(rows * fields["across"].float().unsqueeze(-2)))
+        return _rotate(self._arrange(rows * fields["across"].float().unsqueeze(-2)))
 
     def levels(self, fields: dict[str, Tensor]) -> Tensor:
         """[..., 128, D] uint8."""
-        return self._arranged(unpack_stream(fields["codes"], self.bits))
+        return self._arrange(unpack_stream(fields["codes"], self.bits))
 
 
 def _rotate(x: Tensor) -> Tensor:

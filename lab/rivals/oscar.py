@@ -27,16 +27,16 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.base import Field, KVFormat, Part, require_finite
 from haarkv.tq_ops.formats.compared import to_fp16
-from haarkv.tq_ops.formats.packing import groups_of, pack_parts, unpack_parts
+from haarkv.tq_ops.formats.packing import pack_parts, split_groups, unpack_parts
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation.fidelity.evaluation import run_span
-from haarkv.validation.layers.record import watched
+from haarkv.validation.layers.record import observe_vectors
 from haarkv.validation.layers.reference import remembering
 
 NAME = "oscar2"
 _BITS = 2
 _GROUP = 128
-_KEPT = {"k": 0.96, "v": 0.92}
+_CLIP_SHARES = {"k": 0.96, "v": 0.92}
 _LEAST_RANGE = 1e-8
 
 
@@ -53,7 +53,7 @@ class Oscar(KVFormat):
 
     Args:
         rotations: R of each layer, [H, D, D] fp32.
-        kept: share of the numbers of a vector that are not clipped.
+        clip_share: share of the numbers of a vector that are not clipped.
     """
 
     name = NAME
@@ -62,8 +62,8 @@ class Oscar(KVFormat):
     unpack = staticmethod(partial(unpack_parts, bits=_BITS))
     to_compare = True
 
-    def __init__(self, rotations: Sequence[Tensor], kept: float) -> None:
-        self.head_dim, self._rotations, self._kept = rotations[0].shape[-1], rotations, kept
+    def __init__(self, rotations: Sequence[Tensor], clip_share: float) -> None:
+        self.head_dim, self._rotations, self._clip_share = rotations[0].shape[-1], rotations, clip_share
 
     def fields(self, head_dim: int) -> dict[str, Field]:
         if head_dim != self.head_dim:
@@ -77,9 +77,9 @@ class Oscar(KVFormat):
         """The value [..., groups, G] that is truncated; scale and zero [..., groups]."""
         self.fields(x.shape[-1])
         y = x.float() @ _on(self._rotations[layer], x.device)
-        place = min(int(self._kept * self.head_dim), self.head_dim - 1)
+        place = min(int(self._clip_share * self.head_dim), self.head_dim - 1)
         limit = y.abs().sort(-1).values[..., place : place + 1]
-        groups = groups_of(torch.clamp(y, -limit, limit), min(self.head_dim, _GROUP))
+        groups = split_groups(torch.clamp(y, -limit, limit), min(self.head_dim, _GROUP))
         least = groups.amin(-1)
         scale = (groups.amax(-1) - least).clamp(min=_LEAST_RANGE) / torch.full((), 3.0, device=x.device)
         zero = -least / scale
@@ -92,14 +92,14 @@ class Oscar(KVFormat):
         return {"codes": pack_parts(level, _BITS), "scale": to_fp16(scale), "zero": to_fp16(zero)}
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
-        level = groups_of(self.unpack(fields["codes"]).float(), min(self.head_dim, _GROUP))
+        level = split_groups(self.unpack(fields["codes"]).float(), min(self.head_dim, _GROUP))
         y = (level - fields["zero"].float().unsqueeze(-1)) * fields["scale"].float().unsqueeze(-1)
-        return y.flatten(-2) @ _on(self._rotations[layer], y.device, back=True)
+        return y.flatten(-2) @ _on(self._rotations[layer], y.device, transpose=True)
 
 
 @cache
-def _on(rotation: Tensor, device: torch.device, *, back: bool = False) -> Tensor:
-    return (rotation.mT if back else rotation).contiguous().to(device, torch.float32)
+def _on(rotation: Tensor, device: torch.device, *, transpose: bool = False) -> Tensor:
+    return (rotation.mT if transpose else rotation).contiguous().to(device, torch.float32)
 
 
 # -- What is learned ---------------------------------------------------------------------------------------------------
@@ -128,8 +128,8 @@ def rotations(moment: Tensor) -> Tensor:
     reversed_digits = torch.tensor([int(f"{i:0{digits}b}"[::-1], 2) for i in range(dim)])
     places = torch.empty(heads, dim, dtype=torch.int64)
     places[:, reversed_digits] = values.argsort(-1, descending=True)
-    ordered: Tensor = (vectors @ hadamard).gather(-1, places.unsqueeze(1).expand(-1, dim, -1))
-    return ordered.to(torch.bfloat16).float()
+    rotation: Tensor = (vectors @ hadamard).gather(-1, places.unsqueeze(1).expand(-1, dim, -1))
+    return rotation.to(torch.bfloat16).float()
 
 
 def moments(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,8 +142,8 @@ def moments(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         two of [H, D, D] fp64.
     """
     tokens, heads, dim = k.shape
-    of_head = q.double().reshape(tokens, heads, -1, dim).transpose(0, 1).flatten(1, 2)  # [H, T * Hq / H, D]
-    metric = of_head.mT @ of_head / of_head.shape[1]
+    head_queries = q.double().reshape(tokens, heads, -1, dim).transpose(0, 1).flatten(1, 2)  # [H, T * Hq / H, D]
+    metric = head_queries.mT @ head_queries / head_queries.shape[1]
     keys, values = k.double().transpose(0, 1), v.double().transpose(0, 1)
     weight = ((keys @ metric) * keys).sum(-1, keepdim=True)
     return metric, (weight * values).mT @ values / weight.sum(1, keepdim=True).clamp(min=1e-12)
@@ -158,20 +158,20 @@ def learn_oscar(model: DecoderModel, base: Session, windows: Sequence[Tensor]) -
         base: gives the plan of the cache, bf16, and a shape to make caches of.
         windows: [n] int64 each, token ids.
     """
-    seen: dict[str, list[Tensor]] = {"q": [], "k": [], "v": []}
+    samples: dict[str, list[Tensor]] = {"q": [], "k": [], "v": []}
 
     def keep(k: Tensor, v: Tensor) -> None:
-        seen["k"].append(k)
-        seen["v"].append(v)
+        samples["k"].append(k)
+        samples["v"].append(v)
 
-    ops = watched(remembering(cast(OpTable, reference)), keep, seen["q"].append)
+    ops = observe_vectors(remembering(cast(OpTable, reference)), keep, samples["q"].append)
     side = Session(base.name, base.config, ReferenceExecutor(model, ops), base.tokenizer, base.plan)
     hidden = [model.embed(window) for window in windows]
-    learned: dict[str, list[Tensor]] = {"k": [], "v": []}
+    learned_rotations: dict[str, list[Tensor]] = {"k": [], "v": []}
     for layer in range(model.config.num_layers):
         hidden = [torch.cat(list(run_span(side, x, range(layer, layer + 1)))) for x in hidden]
-        for name, moment in zip("kv", moments(*(torch.cat(seen[part]) for part in "qkv")), strict=True):
-            learned[name].append(rotations(moment))
-        for parts in seen.values():
+        for name, moment in zip("kv", moments(*(torch.cat(samples[part]) for part in "qkv")), strict=True):
+            learned_rotations[name].append(rotations(moment))
+        for parts in samples.values():
             parts.clear()
-    return Oscar(learned["k"], _KEPT["k"]), Oscar(learned["v"], _KEPT["v"])
+    return Oscar(learned_rotations["k"], _CLIP_SHARES["k"]), Oscar(learned_rotations["v"], _CLIP_SHARES["v"])

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from haarkv.tq_ops.formats.arithmetic import fwht
 from haarkv.tq_ops.formats.compared import BlockQ4
-from haarkv.tq_ops.formats.packing import groups_of
+from haarkv.tq_ops.formats.packing import split_groups
 
 
 class RotatedBlockQ4(BlockQ4):
@@ -36,7 +36,7 @@ class RotatedBlockQ4(BlockQ4):
         """[..., D] fp32, its own inverse."""
         head_dim = x.shape[-1]
         size = head_dim & -head_dim if self._whole else self.smallest
-        return (fwht(groups_of(x, size)) * float(size**-0.5)).flatten(-2)
+        return (fwht(split_groups(x, size)) * float(size**-0.5)).flatten(-2)
 
     def split(self, x: Tensor) -> Tensor:
         self.fields(x.shape[-1])

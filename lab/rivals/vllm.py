@@ -59,9 +59,9 @@ class NormCorrectedKeys(_Nibbles):
         x = x.float()
         require_finite(x)
         norm = square_root(sum_in_order(x * x))
-        turned = fwht(x * reciprocal(norm).unsqueeze(-1)) * float(x.shape[-1] ** -0.5)
+        rotated = fwht(x * reciprocal(norm).unsqueeze(-1)) * float(x.shape[-1] ** -0.5)
         boundaries = codebook_on(x.shape[-1], x.device, _BITS).boundaries
-        level = torch.bucketize(turned, boundaries, right=True, out_int32=True).to(torch.uint8)
+        level = torch.bucketize(rotated, boundaries, right=True, out_int32=True).to(torch.uint8)
         return {"codes": pack_stream(level, _BITS), "norm": to_fp16(norm)}
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:

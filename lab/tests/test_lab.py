@@ -14,8 +14,8 @@ def test_no_test_of_the_product_imports_it():
 
 
 def test_it_is_not_installed():
-    packaged = re.findall(
+    package_lists = re.findall(
         r"^(?:packages|only-include) = \[(.*)\]", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE
     )
-    assert len(packaged) == 3
-    assert [names for names in packaged if "lab" in names] == ['"haarkv", "tq", "lab"']  # mypy's, which only reads it
+    assert len(package_lists) == 3
+    assert [names for names in package_lists if "lab" in names] == ['"haarkv", "tq", "lab"']  # mypy's, which only reads it

@@ -29,7 +29,7 @@ from haarkv.models.tiny_qwen3.corpus import held_out_texts, train_texts
 from haarkv.models.weights import EMBEDDING, HEAD
 from lab.training.tiny_qwen3 import EVAL_TOKENS, EVAL_WINDOWS, into_place, recipe_parser, token_stream, train
 
-SHIPPED = TINY.with_name("tiny_draft").resolve()
+SHIPPED_FOLDER = TINY.with_name("tiny_draft").resolve()
 
 
 def new_draft(model: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
@@ -56,22 +56,22 @@ def new_draft(model: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
 
 def _begin_with(ours: Any, theirs: Any) -> None:
     """Copy as much of one layer as fits into a smaller one: leading heads, and the columns of the MLP that weigh most."""
-    kept = theirs.mlp.down_proj.weight.norm(dim=0) * theirs.mlp.up_proj.weight.norm(dim=1)
-    columns = kept.topk(ours.mlp.up_proj.out_features).indices.sort().values
-    taken = dict(theirs.state_dict())
+    channel_norms = theirs.mlp.down_proj.weight.norm(dim=0) * theirs.mlp.up_proj.weight.norm(dim=1)
+    columns = channel_norms.topk(ours.mlp.up_proj.out_features).indices.sort().values
+    weights = dict(theirs.state_dict())
     for name in ("mlp.gate_proj.weight", "mlp.up_proj.weight"):
-        taken[name] = taken[name][columns]
-    taken["mlp.down_proj.weight"] = taken["mlp.down_proj.weight"][:, columns]
+        weights[name] = weights[name][columns]
+    weights["mlp.down_proj.weight"] = weights["mlp.down_proj.weight"][:, columns]
     for name, tensor in ours.state_dict().items():
-        tensor.copy_(taken[name][tuple(slice(size) for size in tensor.shape)])
+        tensor.copy_(weights[name][tuple(slice(size) for size in tensor.shape)])
 
 
-def loss_of(draft: Qwen3ForCausalLM, model: Qwen3ForCausalLM, windows: torch.Tensor) -> torch.Tensor:
+def distillation_loss(draft: Qwen3ForCausalLM, model: Qwen3ForCausalLM, windows: torch.Tensor) -> torch.Tensor:
     """KL(model || draft) in nats a token."""
     with torch.no_grad():
-        wanted = log_softmax(model(input_ids=windows).logits.flatten(0, 1).float(), -1)
-    found = log_softmax(draft(input_ids=windows).logits.flatten(0, 1).float(), -1)
-    return kl_div(found, wanted, reduction="batchmean", log_target=True)
+        target_log_probs = log_softmax(model(input_ids=windows).logits.flatten(0, 1).float(), -1)
+    log_probs = log_softmax(draft(input_ids=windows).logits.flatten(0, 1).float(), -1)
+    return kl_div(log_probs, target_log_probs, reduction="batchmean", log_target=True)
 
 
 @torch.no_grad()
@@ -98,13 +98,13 @@ def save(draft: Qwen3ForCausalLM, out: Path) -> None:
         draft.config.dtype = torch.bfloat16
         draft.config.save_pretrained(scratch)
         save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
-        if out.resolve() != SHIPPED:
+        if out.resolve() != SHIPPED_FOLDER:
             (scratch / "tokenizer.json").write_bytes((TINY / "tokenizer.json").read_bytes())
         into_place(scratch, out)
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = recipe_parser(__doc__, SHIPPED, "the draft that ships", "start from the draft in --out")
+    parser = recipe_parser(__doc__, SHIPPED_FOLDER, "the draft that ships", "start from the draft in --out")
     parser.add_argument("--threads", type=int, default=1)
     parser.set_defaults(steps=120, tokens_per_step=2048, final_lr=0.02, warmup=10)
     return parser.parse_args(argv)
@@ -118,14 +118,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokenizer = Tokenizer.from_file(str(TINY / "tokenizer.json"))
     tokens, held_out = token_stream(tokenizer, train_texts()), token_stream(tokenizer, list(held_out_texts().values()))
     draft, before = new_draft(model), 0.0
-    stored = args.out / "model.safetensors"
-    if stored.exists():
-        there = new_draft(model).eval()
-        there.load_state_dict(load_file(stored), strict=False)
-        before = agreement(there, model, held_out)
+    weights_file = args.out / "model.safetensors"
+    if weights_file.exists():
+        old_draft = new_draft(model).eval()
+        old_draft.load_state_dict(load_file(weights_file), strict=False)
+        before = agreement(old_draft, model, held_out)
         print(f"{args.out} now: {before:.2%} of {EVAL_WINDOWS * EVAL_TOKENS} held-out tokens liked best by both", flush=True)
-        draft = there if args.resume else draft
-    train(draft.train(), tokens, args, partial(loss_of, draft, model), ahead=0)
+        draft = old_draft if args.resume else draft
+    train(draft.train(), tokens, args, partial(distillation_loss, draft, model), ahead=0)
     draft = draft.to(torch.bfloat16).float().eval()  # as it is stored
     after = agreement(draft, model, held_out)
     print(f"{after:.2%} after {args.steps * args.tokens_per_step} tokens", flush=True)

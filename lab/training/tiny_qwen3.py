@@ -106,20 +106,20 @@ def next_token_loss(model: Qwen3ForCausalLM, windows: torch.Tensor) -> torch.Ten
 
 
 def train(
-    model: Qwen3ForCausalLM, tokens: torch.Tensor, args: argparse.Namespace, loss_of: Callable[[torch.Tensor], torch.Tensor],
+    model: Qwen3ForCausalLM, tokens: torch.Tensor, args: argparse.Namespace, loss_fn: Callable[[torch.Tensor], torch.Tensor],
     ahead: int = 1, held_out: torch.Tensor | None = None, on_step: Callable[[int], object] = lambda _: None,
 ) -> None:  # fmt: skip
     """Run `--steps` optimiser steps in place, printing the loss and, every 200 steps, the held-out loss.
 
     Args:
-        loss_of: of windows [n, length + ahead].
+        loss_fn: of windows [n, length + ahead].
         held_out: tokens; None prints no held-out loss.
         on_step: called with the number of steps so far, after each.
     """
-    learned = [p for p in model.parameters() if p.requires_grad]
+    parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in learned if p.ndim >= 2], "weight_decay": 0.1},
-        {"params": [p for p in learned if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95))
     generator = torch.Generator().manual_seed(args.seed)
@@ -132,9 +132,9 @@ def train(
         starts = torch.randint(0, len(tokens) - length - ahead, (count,), generator=generator).tolist()
         windows = torch.stack([tokens[s : s + length + ahead] for s in starts]).to(device)
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.autocast):
-            loss = loss_of(windows)
+            loss = loss_fn(windows)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(learned, 1.0)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if (step + 1) % 20 == 0:

@@ -40,7 +40,7 @@ from lab.training.tiny_qwen3 import (
     train,
 )  # fmt: skip
 
-SHIPPED = TINY.with_name("tiny_qwen3_5").resolve()
+SHIPPED_FOLDER = TINY.with_name("tiny_qwen3_5").resolve()
 _BEGINS_WITH = (0, 2, 3, 5)
 """Tiny's layers whose MLPs the hybrid's four begin with; the last one's attention is the fourth's and the MTP layer's."""
 _DRAFTS = 2
@@ -72,9 +72,9 @@ class MTP(nn.Module):
         self.layers = nn.ModuleList([Qwen3_5DecoderLayer(config, config.layer_types.index("full_attention"))])
         self.norm = Qwen3_5RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, embedded: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, embedding: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         """[n, T, hidden] of embeddings of the tokens that follow and of normed hidden states -> normed hidden states."""
-        x = self.fc(torch.cat([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)], -1))
+        x = self.fc(torch.cat([self.pre_fc_norm_embedding(embedding), self.pre_fc_norm_hidden(hidden)], -1))
         # Without a mask, attention of several tokens is causal.
         out: Tensor = self.norm(self.layers[0](x, position_embeddings=rope))
         return out
@@ -115,21 +115,21 @@ def _copy_layer(ours: Any, theirs: Any) -> None:
     for name in ("k_proj", "v_proj"):
         getattr(ours.self_attn, name).load_state_dict(getattr(theirs.self_attn, name).state_dict())
     dim, groups = ours.self_attn.head_dim, theirs.self_attn.num_key_value_groups
-    chosen = [head * groups + i for head in range(2) for i in range(ours.self_attn.num_key_value_groups)]
-    queries = theirs.self_attn.q_proj.weight.unflatten(0, (-1, dim))[chosen]
+    heads = [head * groups + i for head in range(2) for i in range(ours.self_attn.num_key_value_groups)]
+    queries = theirs.self_attn.q_proj.weight.unflatten(0, (-1, dim))[heads]
     # Each head's gate lies behind its query. A gate of 0 halves what it gates, so the output is doubled.
     ours.self_attn.q_proj.weight.copy_(torch.cat([queries, torch.zeros_like(queries)], 1).flatten(0, 1))
-    ours.self_attn.o_proj.weight.copy_(2 * theirs.self_attn.o_proj.weight.unflatten(1, (-1, dim))[:, chosen].flatten(1))
+    ours.self_attn.o_proj.weight.copy_(2 * theirs.self_attn.o_proj.weight.unflatten(1, (-1, dim))[:, heads].flatten(1))
 
 
 # -- Losses ------------------------------------------------------------------------------------------------------------------
-def loss_of(model: Qwen3_5ForCausalLM, tiny: Qwen3ForCausalLM, windows: Tensor) -> Tensor:
+def model_loss(model: Qwen3_5ForCausalLM, tiny: Qwen3ForCausalLM, windows: Tensor) -> Tensor:
     """Half the cross entropy of the next tokens and half of KL(tiny || model), in nats a token."""
     with torch.no_grad():
-        wanted = log_softmax(tiny(input_ids=windows[:, :-1]).logits.flatten(0, 1).float(), -1)
-    found = log_softmax(model(input_ids=windows[:, :-1]).logits.flatten(0, 1).float(), -1)
-    follows = cross_entropy(found, windows[:, 1:].flatten())
-    return (follows + kl_div(found, wanted, reduction="batchmean", log_target=True)) / 2
+        target_log_probs = log_softmax(tiny(input_ids=windows[:, :-1]).logits.flatten(0, 1).float(), -1)
+    log_probs = log_softmax(model(input_ids=windows[:, :-1]).logits.flatten(0, 1).float(), -1)
+    follows = cross_entropy(log_probs, windows[:, 1:].flatten())
+    return (follows + kl_div(log_probs, target_log_probs, reduction="batchmean", log_target=True)) / 2
 
 
 def drafts(mtp: MTP, model: Qwen3_5ForCausalLM, windows: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -139,25 +139,28 @@ def drafts(mtp: MTP, model: Qwen3_5ForCausalLM, windows: Tensor) -> tuple[Tensor
     """
     with torch.no_grad():
         hidden = model.model(input_ids=windows).last_hidden_state
-        logits, embedded = model.lm_head(hidden), model.model.embed_tokens(windows)
-    found = []
+        logits, embeddings = model.lm_head(hidden), model.model.embed_tokens(windows)
+    draft_logits = []
     for _ in range(_DRAFTS):
-        hidden, embedded = hidden[:, :-1], embedded[:, 1:]
+        hidden, embeddings = hidden[:, :-1], embeddings[:, 1:]
         positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
-        hidden = mtp(embedded, hidden, model.model.rotary_emb(hidden, positions))
-        found.append(model.lm_head(hidden))
-    return logits, found
+        hidden = mtp(embeddings, hidden, model.model.rotary_emb(hidden, positions))
+        draft_logits.append(model.lm_head(hidden))
+    return logits, draft_logits
 
 
-def mtp_loss_of(mtp: MTP, model: Qwen3_5ForCausalLM, windows: Tensor) -> Tensor:
+def mtp_loss(mtp: MTP, model: Qwen3_5ForCausalLM, windows: Tensor) -> Tensor:
     """KL(model || MTP) in nats a draft, the mean over first and second drafts."""
-    logits, found = drafts(mtp, model, windows)
-    wanted = log_softmax(logits.float(), -1)
+    logits, draft_logits = drafts(mtp, model, windows)
+    target_log_probs = log_softmax(logits.float(), -1)
     losses = [
         kl_div(
-            log_softmax(one.float(), -1).flatten(0, 1), wanted[:, ahead:].flatten(0, 1), reduction="batchmean", log_target=True
+            log_softmax(one.float(), -1).flatten(0, 1),
+            target_log_probs[:, ahead:].flatten(0, 1),
+            reduction="batchmean",
+            log_target=True,
         )
-        for ahead, one in enumerate(found, 1)
+        for ahead, one in enumerate(draft_logits, 1)
     ]
     return torch.stack(losses).mean()
 
@@ -168,8 +171,8 @@ def agreement(mtp: MTP, model: Qwen3_5ForCausalLM, tokens: Tensor) -> list[float
     same, count = [0] * _DRAFTS, [0] * _DRAFTS
     for j in range(EVAL_WINDOWS):
         start = j * (len(tokens) - EVAL_TOKENS) // EVAL_WINDOWS
-        logits, found = drafts(mtp, model, tokens[start : start + EVAL_TOKENS][None])
-        for ahead, one in enumerate(found, 1):
+        logits, draft_logits = drafts(mtp, model, tokens[start : start + EVAL_TOKENS][None])
+        for ahead, one in enumerate(draft_logits, 1):
             hits = one.argmax(-1) == logits[:, ahead:].argmax(-1)
             same[ahead - 1] += int(hits.sum())
             count[ahead - 1] += hits.numel()
@@ -197,21 +200,21 @@ def save(model: Qwen3_5ForCausalLM, mtp: MTP, out: Path) -> None:
         scratch = Path(folder)
         config = model.config.to_dict() | {"architectures": ["Qwen3_5ForCausalLM"], "dtype": "bfloat16"}
         (scratch / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        stored = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}
-        save_file(stored, scratch / "model.safetensors", metadata={"format": "pt"})
-        if out.resolve() != SHIPPED:
+        bf16_tensors = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}
+        save_file(bf16_tensors, scratch / "model.safetensors", metadata={"format": "pt"})
+        if out.resolve() != SHIPPED_FOLDER:
             for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
                 (scratch / name).write_bytes((TINY / name).read_bytes())
         into_place(scratch, out)
 
 
-def rounded(module: Any) -> Any:
+def round_to_bf16(module: Any) -> Any:
     """A module with its weights as they are stored."""
     return module.to(torch.bfloat16).float().eval()
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = recipe_parser(__doc__, SHIPPED, "the hybrid that ships", "start from the hybrid in --out")
+    parser = recipe_parser(__doc__, SHIPPED_FOLDER, "the hybrid that ships", "start from the hybrid in --out")
     parser.add_argument("--part", choices=("model", "mtp"), default="model", help="what is trained")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--keep", type=Path, help="folder for the model as it is after every 50 steps")
@@ -225,16 +228,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.manual_seed(args.seed)
     tokenizer = Tokenizer.from_file(str(TINY / "tokenizer.json"))
     tokens, held_out = token_stream(tokenizer, train_texts()), token_stream(tokenizer, list(held_out_texts().values()))
-    stored = (args.out / "model.safetensors").exists()
+    has_weights = (args.out / "model.safetensors").exists()
     if args.part == "mtp":
         _train_mtp(args, tokens, held_out)
         return
     tiny = Qwen3ForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval().requires_grad_(False)
     before = math.inf
-    if stored:
+    if has_weights:
         before = held_out_loss(load(args.out)[0].eval(), held_out)
         print(f"held-out loss of {args.out} now: {before:.4f}", flush=True)
-    if args.resume and stored:
+    if args.resume and has_weights:
         model, _ = load(args.out)
     else:
         model = Qwen3_5ForCausalLM(new_config())
@@ -244,8 +247,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.keep and steps % 50 == 0:
             save(model, _new_mtp(model), args.keep)
 
-    train(model.train(), tokens, args, partial(loss_of, model, tiny), held_out=held_out, on_step=keep)
-    after = held_out_loss(rounded(model), held_out)
+    train(model.train(), tokens, args, partial(model_loss, model, tiny), held_out=held_out, on_step=keep)
+    after = held_out_loss(round_to_bf16(model), held_out)
     print(f"held-out loss {after:.4f}, {args.steps * args.tokens_per_step} tokens; tiny's {held_out_loss(tiny, held_out):.4f}")
     if after < before:
         save(model, _new_mtp(model), args.out)
@@ -261,15 +264,15 @@ def _train_mtp(args: argparse.Namespace, tokens: Tensor, held_out: Tensor) -> No
     print(f"drafts that are the model's most likely token, before: {_shares(before)}", flush=True)
     if not args.resume:
         begin_mtp(mtp, model)
-    train(_Trained(mtp.train(), model), tokens, args, partial(mtp_loss_of, mtp, model), ahead=0)
-    after = agreement(rounded(mtp), model, held_out)
+    train(_TrainableModule(mtp.train(), model), tokens, args, partial(mtp_loss, mtp, model), ahead=0)
+    after = agreement(round_to_bf16(mtp), model, held_out)
     print(f"after {args.steps * args.tokens_per_step} tokens: {_shares(after)}", flush=True)
     if after > before:
         save(model, mtp, args.out)
         print(f"written to {args.out}")
 
 
-class _Trained(nn.Module):
+class _TrainableModule(nn.Module):
     """A module with the device of another, as `train` asks for."""
 
     def __init__(self, mtp: MTP, model: Qwen3_5ForCausalLM) -> None:
@@ -277,8 +280,8 @@ class _Trained(nn.Module):
         self.mtp, self.device = mtp, model.device
 
 
-def _shares(found: Sequence[float]) -> str:
-    return ", ".join(f"{share:.2%} of the drafts numbered {number}" for number, share in enumerate(found, 1))
+def _shares(shares: Sequence[float]) -> str:
+    return ", ".join(f"{share:.2%} of the drafts numbered {number}" for number, share in enumerate(shares, 1))
 
 
 if __name__ == "__main__":

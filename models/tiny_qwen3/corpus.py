@@ -33,8 +33,8 @@ def train_texts() -> list[str]:
     """Every standard-library source file but tests and the held-out ones, sorted by path."""
     root, held_out = stdlib_root(), set(held_out_names())
     files = (p.relative_to(root) for p in root.rglob("*.py"))
-    kept = sorted(p for p in files if not _NOT_SOURCE & set(p.parts) and p.as_posix() not in held_out)
-    return [_read(root / p) for p in kept]
+    train_paths = sorted(p for p in files if not _NOT_SOURCE & set(p.parts) and p.as_posix() not in held_out)
+    return [_read(root / p) for p in train_paths]
 
 
 def held_out_texts() -> dict[str, str]:

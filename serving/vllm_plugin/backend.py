@@ -28,7 +28,15 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from haarkv.serving.vllm_plugin import CPU_WORKER, GPU_WORKER
-from haarkv.serving.vllm_plugin.chosen import Pair, content_bytes, default_pair, is_of_draft, pair_of, plan_of, state_layers
+from haarkv.serving.vllm_plugin.chosen import (
+    Pair,
+    content_bytes,
+    default_pair,
+    is_of_draft,
+    kv_plan,
+    layer_formats,
+    state_layers,
+)
 from haarkv.serving.vllm_plugin.kernels import kernels_on, to_store
 from haarkv.serving.vllm_plugin.limits import blocks_misfit, reads_here, require_supported, scales_here
 from haarkv.tq_ops.kv.batch import Batch
@@ -60,7 +68,7 @@ class RotatedMetadataBuilder(AttentionMetadataBuilder[RotatedMetadata]):
     def __init__(self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         require_supported(vllm_config)
         layers = vllm_config.compilation_config.static_forward_context
-        pairs = {name: pair_of(vllm_config, name) for name in layer_names if name in layers}
+        pairs = {name: layer_formats(vllm_config, name) for name in layer_names if name in layers}
         # vLLM gives some groups other blocks than were asked for, where pages of several sizes share a pool.
         keys = ((extract_layer_index(name), k) for name, (k, _) in pairs.items())
         if reason := blocks_misfit(keys, kv_cache_spec.block_size):
@@ -79,7 +87,7 @@ class RotatedMetadataBuilder(AttentionMetadataBuilder[RotatedMetadata]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> RotatedMetadata:
         kernels_on(self.device).next_batch()
-        return RotatedMetadata(batch_of(common_attn_metadata, self._buffers))
+        return RotatedMetadata(forward_batch(common_attn_metadata, self._buffers))
 
 
 class Buffers:
@@ -94,18 +102,18 @@ class Buffers:
     def keep(self, name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
         """The values of a field in its buffer, from the buffer's beginning."""
         count = len(values)
-        kept = self._kept.get(name)
-        if kept is None or len(kept) < count or kept.dtype != dtype:
-            kept = torch.zeros(max(count, self._sizes[name]), dtype=dtype, device=self.device)
-            self._kept[name] = kept
-        return kept[:count].copy_(values)
+        buffer = self._kept.get(name)
+        if buffer is None or len(buffer) < count or buffer.dtype != dtype:
+            buffer = torch.zeros(max(count, self._sizes[name]), dtype=dtype, device=self.device)
+            self._kept[name] = buffer
+        return buffer[:count].copy_(values)
 
     def as_is(self, name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
         """vLLM's own tensor, which stays where it is, if it is of this dtype; else as `keep`."""
         return values if values.dtype == dtype else self.keep(name, values, dtype)
 
 
-def batch_of(common: CommonAttentionMetadata, buffers: Buffers) -> Batch:
+def forward_batch(common: CommonAttentionMetadata, buffers: Buffers) -> Batch:
     """vLLM's description of a forward as a `Batch`: new tokens stand at the end of their sequences.
 
     Nothing here waits for the device. A batch may be padded with sequences of no token, and with tokens behind the last one,
@@ -147,8 +155,8 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
             "ALiBi": alibi_slopes, "a sliding window": sliding_window, "capped logits": logits_soft_cap,
             "K and V of another layer": kv_sharing_target_layer_name, **others,
         }  # fmt: skip
-        if refused := [name for name, value in unusual.items() if isinstance(value, Tensor) or value]:
-            raise NotImplementedError(f"attention with {' and '.join(refused)} is not supported by a packed KV cache")
+        if unsupported := [name for name, value in unusual.items() if isinstance(value, Tensor) or value]:
+            raise NotImplementedError(f"attention with {' and '.join(unsupported)} is not supported by a packed KV cache")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
@@ -177,12 +185,12 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
 
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """Quantize and store the new K and V [T, Hkv, D]; a token whose slot is negative pads the batch."""
-        tokens, index = slot_mapping.shape[0], self._index_of(layer)
-        k, v = _taken(key[:tokens]), _taken(value[:tokens])
+        tokens, index = slot_mapping.shape[0], self._layer_index(layer)
+        k, v = _to_kernel_dtype(key[:tokens]), _to_kernel_dtype(value[:tokens])
         if self._balance:
             k, v = k * self._balance[0], v * self._balance[1]
         batch = to_store(
-            slot_mapping.long(), _positions_of(layer, slot_mapping) if self._pair[0].turns(index) else None,
+            slot_mapping.long(), _token_positions(layer, slot_mapping) if self._pair[0].turns(index) else None,
             None if self._newest is None else self._newest.slots()[:tokens].long(),
         )  # fmt: skip
         kernels_on(kv_cache.device).store(k, v, self._view(kv_cache, index), index, batch)
@@ -196,18 +204,18 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
             raise NotImplementedError("a quantized attention output is not supported by a packed KV cache")
         if attn_metadata is None:  # vLLM measures its memory
             return output.zero_()
-        batch, index = attn_metadata.batch, self._index_of(layer)
+        batch, index = attn_metadata.batch, self._layer_index(layer)
         tokens = batch.positions.shape[0]
-        paged = self._view(kv_cache, index)
+        cache = self._view(kv_cache, index)
         batch = batch if self._newest is None else self._newest.join(batch)
-        q = _taken(query[:tokens])
-        out = kernels_on(kv_cache.device).attend(q * self._balance[2] if self._balance else q, paged, index, batch, self.scale)
+        q = _to_kernel_dtype(query[:tokens])
+        out = kernels_on(kv_cache.device).attend(q * self._balance[2] if self._balance else q, cache, index, batch, self.scale)
         if self._balance:
             out = out * self._balance[3]
         output[:tokens].copy_(out)
         return output
 
-    def _index_of(self, layer: Any) -> int:
+    def _layer_index(self, layer: Any) -> int:
         """The layer's number in the whole model, which chooses its rotation; one instance serves one layer."""
         if self._index is None:
             self._index = extract_layer_index(layer.layer_name)
@@ -218,17 +226,17 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
         if self._cache is None or self._pages is not kv_cache:
             num_blocks, heads, block_size, content = kv_cache.shape
             # A page may be larger than what it holds, which then lies at its beginning.
-            needed, given = page_bytes(self._pair, heads, self.head_size, block_size), heads * block_size * content
-            if needed > given:
+            page_size, room = page_bytes(self._pair, heads, self.head_size, block_size), heads * block_size * content
+            if page_size > room:
                 names = " and ".join(dict.fromkeys(kv_format.name for kv_format in self._pair))
                 raise ValueError(
-                    f"a page of layer {index} has {given} bytes, and {names} takes {needed}; serve with tq serve, or give "
+                    f"a page of layer {index} has {room} bytes, and {names} takes {page_size}; serve with tq serve, or give "
                     f"--worker-cls {CPU_WORKER if kv_cache.device.type == 'cpu' else GPU_WORKER}"
                 )
-            pages = kv_cache.as_strided((num_blocks, needed), (kv_cache.stride(0), 1))
+            pages = kv_cache.as_strided((num_blocks, page_size), (kv_cache.stride(0), 1))
             self._cache = PagedKVCache.over(
                 self._pair, index, fields_in(pages, self._pair, heads, self.head_size, block_size),
-                (None, None) if self._newest is None else self._newest.kept(self._pair), self.head_size,
+                (None, None) if self._newest is None else self._newest.exact_blocks(self._pair), self.head_size,
             )  # fmt: skip
             self._pages = kv_cache
         return self._cache
@@ -279,7 +287,7 @@ class RotatedAttentionBackend(AttentionBackend):
         pairs, config = [default_pair()], get_current_vllm_config_or_none()
         if config is not None and config.model_config is not None:
             states = state_layers(config.model_config)
-            layers = [pair for layer, pair in enumerate(plan_of(config).layers) if layer not in states]
+            layers = [pair for layer, pair in enumerate(kv_plan(config).layers) if layer not in states]
             pairs = layers + pairs if config.speculative_config is not None else layers
         return with_content(spec, max(content_bytes(pair, spec.head_size, spec.head_size_v) for pair in pairs))
 
@@ -289,16 +297,16 @@ def with_content(spec: AttentionSpec, content: int) -> AttentionSpec:
     return replace(spec, dtype=torch.uint8, state_content_bytes=content)
 
 
-def _positions_of(layer: Any, slots: Tensor) -> Tensor:
+def _token_positions(layer: Any, slots: Tensor) -> Tensor:
     """Positions [T] int64 of the running forward's tokens, whose slots [T] are given; 0 for padding."""
     metadata: RotatedMetadata | None = get_attention_context(layer.layer_name)[0]
     positions = torch.zeros_like(slots, dtype=torch.int64)
     if metadata is not None:
-        known = metadata.batch.positions[: len(slots)]
-        positions[: len(known)] = known
+        real = metadata.batch.positions[: len(slots)]
+        positions[: len(real)] = real
     return positions
 
 
-def _taken(x: Tensor) -> Tensor:
+def _to_kernel_dtype(x: Tensor) -> Tensor:
     """What the kernels take: BF16 or FP32 as it is, FP16 widened."""
     return x.float() if x.dtype == torch.float16 else x

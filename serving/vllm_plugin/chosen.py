@@ -11,9 +11,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from haarkv.engine import plans
-from haarkv.models.catalog import read_config, source_of
+from haarkv.models.catalog import open_source, read_config
 from haarkv.models.families import FAMILIES
-from haarkv.models.hf_config import config_of
+from haarkv.models.hf_config import parse_config
 from haarkv.models.parallel import kv_heads_of
 from haarkv.serving.vllm_plugin import CALIBRATION, FORMAT, KV, PLAN, SINK, SKIP_LAYERS, TAIL
 from haarkv.tq_ops import formats
@@ -32,26 +32,26 @@ Pair = tuple[KVFormat, KVFormat]
 _SLIDING, _FULL, _STATE = "sliding_attention", "full_attention", "linear_attention"
 _HYBRIDS = tuple(kind for kind, of in FAMILIES.items() if "linear_key_head_dim" in of.defaults and not kind.endswith("_next"))
 """Families with layers of Gated DeltaNet; Qwen3-Next was not tried."""
-_OF_DRAFT = ("draft_model.", "mtp.")
+_DRAFT_PREFIXES = ("draft_model.", "mtp.")
 """What the names begin with that vLLM gives the layers of a draft model, and those of a Qwen3.5's own drafts."""
 
 
-def spec_of(vllm_config: VllmConfig) -> KVSpec:
+def kv_spec(vllm_config: VllmConfig) -> KVSpec:
     """The cache that is asked for; a value of another kind, an unknown format or a file that is none is refused."""
     return spec_from(vllm_config.additional_config)
 
 
 def spec_from(options: Mapping[str, Any]) -> KVSpec:
-    """As `spec_of`, from the content of `--additional-config`; vLLM need not be there."""
-    return _spec(*_asked(options))
+    """As `kv_spec`, from the content of `--additional-config`; vLLM need not be there."""
+    return _spec(*_cache_args(options))
 
 
-def plan_of(vllm_config: VllmConfig) -> KVPlan:
+def kv_plan(vllm_config: VllmConfig) -> KVPlan:
     """How all KV heads of the model's own layers are stored; those with a sliding window are vLLM's, in BF16.
 
     A plan of a model of another shape is refused.
     """
-    plan = _plan(_asked(vllm_config.additional_config), shape_of(vllm_config), None)
+    plan = _plan(_cache_args(vllm_config.additional_config), shape_signature(vllm_config), None)
     if not (sliding := sliding_layers(vllm_config.model_config)):
         return plan
     bf16 = KVSpec("bf16").plan(1).layers[0]
@@ -63,7 +63,7 @@ def sliding_layers(model: ModelConfig) -> tuple[int, ...]:
 
     Also () where the config does not say it of each layer.
     """
-    return () if model.get_sliding_window() is None else _layers_of(model, _SLIDING)
+    return () if model.get_sliding_window() is None else _kind_layers(model, _SLIDING)
 
 
 def state_layers(model: ModelConfig) -> tuple[int, ...]:
@@ -71,17 +71,17 @@ def state_layers(model: ModelConfig) -> tuple[int, ...]:
 
     Also () where the config does not say it of each layer, or the model is of another family than Qwen3.5.
     """
-    known = getattr(model.hf_text_config, "model_type", None) in _HYBRIDS
-    return _layers_of(model, _STATE) if model.is_hybrid and known else ()
+    is_known = getattr(model.hf_text_config, "model_type", None) in _HYBRIDS
+    return _kind_layers(model, _STATE) if model.is_hybrid and is_known else ()
 
 
-def _layers_of(model: ModelConfig, kind: str) -> tuple[int, ...]:
+def _kind_layers(model: ModelConfig, kind: str) -> tuple[int, ...]:
     """Numbers of the layers of a kind, where the config names the kind of each, and all others are of full attention."""
     kinds = getattr(model.hf_text_config, "layer_types", None) or ()
-    return tuple(layer for layer, found in enumerate(kinds) if found == kind) if set(kinds) == {kind, _FULL} else ()
+    return tuple(layer for layer, layer_kind in enumerate(kinds) if layer_kind == kind) if set(kinds) == {kind, _FULL} else ()
 
 
-def pair_of(vllm_config: VllmConfig, layer_name: str) -> Pair:
+def layer_formats(vllm_config: VllmConfig, layer_name: str) -> Pair:
     """How this rank's KV heads of a layer are stored.
 
     Args:
@@ -95,7 +95,7 @@ def pair_of(vllm_config: VllmConfig, layer_name: str) -> Pair:
 def is_of_draft(vllm_config: VllmConfig, layer_name: str) -> bool:
     """Whether a layer is a draft's: some drafts' layers are numbered from 0, too, and an EAGLE head's from the last on."""
     layers = vllm_config.model_config.get_total_num_hidden_layers()
-    return layer_name.startswith(_OF_DRAFT) or _index_in(layer_name) >= layers
+    return layer_name.startswith(_DRAFT_PREFIXES) or _index_in(layer_name) >= layers
 
 
 def _index_in(layer_name: str) -> int:
@@ -138,7 +138,7 @@ def content_bytes(pair: Pair, head_dim: int, v_dim: int | None = None) -> int:
     return int(k_format.bytes_per_vector(head_dim) + v_format.bytes_per_vector(v_dim or head_dim))
 
 
-def shape_of(vllm_config: VllmConfig) -> ModelShape:
+def shape_signature(vllm_config: VllmConfig) -> ModelShape:
     """What a plan names its model by; a hybrid of a kind that is not known here is refused."""
     model = vllm_config.model_config
     if model.is_hybrid:
@@ -153,59 +153,59 @@ def shape_of(vllm_config: VllmConfig) -> ModelShape:
 @cache
 def _hybrid_shape(model: str) -> ModelShape:
     # vLLM's configuration has one shape for all layers. Weights are vLLM's business.
-    source = source_of(model)
-    return plans.shape_of(config_of(source.settings_path, source.settings()) if source else read_config(model))
+    source = open_source(model)
+    return plans.shape_signature(parse_config(source.settings_path, source.settings()) if source else read_config(model))
 
 
 def _plan_here(vllm_config: VllmConfig) -> KVPlan:
     """How this rank's KV heads are stored."""
-    asked, shape = _asked(vllm_config.additional_config), shape_of(vllm_config)
+    cache_args, shape = _cache_args(vllm_config.additional_config), shape_signature(vllm_config)
     size = vllm_config.parallel_config.tensor_parallel_size
     if size == 1:
-        return _plan(asked, shape, None)
+        return _plan(cache_args, shape, None)
     from vllm.distributed import get_tensor_model_parallel_rank
 
     heads = kv_heads_of(vllm_config.model_config.get_total_num_kv_heads(), get_tensor_model_parallel_rank(), size)
-    return _plan(asked, shape, (heads.start, heads.stop))
+    return _plan(cache_args, shape, (heads.start, heads.stop))
 
 
-_Asked = tuple[str | None, str | None, str | None, tuple[int, ...], int | None, int]
+_CacheArgs = tuple[str | None, str | None, str | None, tuple[int, ...], int | None, int]
 """What `--additional-config` says of the cache, as `_spec` takes it; None where it says nothing."""
 
 
-def _asked(options: Mapping[str, Any]) -> _Asked:
+def _cache_args(options: Mapping[str, Any]) -> _CacheArgs:
     for key in (FORMAT, CALIBRATION, PLAN):
         if not isinstance(options.get(key), str | None):
             raise InputError(f"{key} is a text, not {options[key]!r}")
-    skipped = options.get(SKIP_LAYERS, [])
-    if not isinstance(skipped, list) or not all(type(layer) is int for layer in skipped):
-        raise InputError(f"{SKIP_LAYERS} is a list of layers, not {skipped!r}")
+    skip_layers = options.get(SKIP_LAYERS, [])
+    if not isinstance(skip_layers, list) or not all(type(layer) is int for layer in skip_layers):
+        raise InputError(f"{SKIP_LAYERS} is a list of layers, not {skip_layers!r}")
     tail, sink = options.get(TAIL), options.get(SINK, 0)
     for key, count in ((TAIL, 0 if tail is None else tail), (SINK, sink)):
         if type(count) is not int:
             raise InputError(f"{key} is a number of tokens, not {count!r}")
-    return options.get(FORMAT), options.get(CALIBRATION), options.get(PLAN), tuple(skipped), tail, sink
+    return options.get(FORMAT), options.get(CALIBRATION), options.get(PLAN), tuple(skip_layers), tail, sink
 
 
 @cache
 def _spec(
-    kv: str | None, calibration: str | None, plan: str | None, skipped: tuple[int, ...], tail: int | None, sink: int
+    kv: str | None, calibration: str | None, plan: str | None, skip_layers: tuple[int, ...], tail: int | None, sink: int
 ) -> KVSpec:
     if plan is not None:
-        if kv or calibration or skipped or tail is not None or sink:
+        if kv or calibration or skip_layers or tail is not None or sink:
             *others, last = FORMAT, CALIBRATION, SKIP_LAYERS, TAIL, SINK
             raise InputError(f"{PLAN} sets the whole cache; leave out {', '.join(others)} and {last}")
         return plan_file.load(plan)
-    learned = KVSpec() if calibration is None else calibration_file.load(calibration).spec
-    spec = replace(learned, kv=kv or KV, skip_layers=skipped, tail=tail, sink=sink)
+    base = KVSpec() if calibration is None else calibration_file.load(calibration).spec
+    spec = replace(base, kv=kv or KV, skip_layers=skip_layers, tail=tail, sink=sink)
     formats.parse(spec.kv, spec.calibration)  # an unknown format is told of before anything else
     return spec
 
 
 @cache
-def _plan(asked: _Asked, shape: ModelShape, heads: tuple[int, int] | None) -> KVPlan:
+def _plan(cache_args: _CacheArgs, shape: ModelShape, heads: tuple[int, int] | None) -> KVPlan:
     """Of the KV heads stored here: from the first to the one behind the last; None for all."""
-    spec = _spec(*asked)
+    spec = _spec(*cache_args)
     plan = spec.plan(shape.num_layers, shape)
     plan.require_layout(shape.layers)
     return spec.heads(slice(*heads)).plan(shape.num_layers) if heads and spec.calibration else plan

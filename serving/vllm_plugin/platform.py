@@ -51,8 +51,8 @@ class RotatedCpuPlatform(CpuPlatform):
         require_supported(vllm_config)
         model, drafts, transfer = vllm_config.model_config, vllm_config.speculative_config, vllm_config.kv_transfer_config
         if model is not None and sliding_layers(model):  # they stay with vLLM's own backend
-            chosen = vllm_config.attention_config.backend_per_kind
-            chosen.setdefault(KVCacheSpecKind.SLIDING_WINDOW.value, AttentionBackendEnum.CPU_ATTN)
+            backends = vllm_config.attention_config.backend_per_kind
+            backends.setdefault(KVCacheSpecKind.SLIDING_WINDOW.value, AttentionBackendEnum.CPU_ATTN)
         if drafts is not None and drafts.method == "mtp" and state_layers(model):
             # The model's own layer that drafts: as BF16 it would make all pages as large.
             drafts.attention_backend = drafts.attention_backend or AttentionBackendEnum.CUSTOM

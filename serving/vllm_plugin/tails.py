@@ -33,7 +33,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from haarkv.serving.vllm_plugin.backend import RotatedAttentionBackend
 from haarkv.serving.vllm_plugin.chosen import Pair, content_bytes, exact_pair, tail_tokens
 from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.kept import KeptBlocks
+from haarkv.tq_ops.kv.kept import ResidualBlocks
 from haarkv.tq_ops.kv.layer import fields_in, page_bytes
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class TailManager(SlidingWindowManager):
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:  # fmt: skip
         """As vLLM's, with the first blocks in their places; nothing is known where one of them is gone."""
         assert isinstance(kv_cache_spec, TailSpec)
-        found, length = super().find_longest_cache_hit(
+        hits, length = super().find_longest_cache_hit(
             block_hashes, max_length, kv_cache_group_ids, block_pool, kv_cache_spec, drop_eagle_block, alignment_tokens,
             dcp_world_size, pcp_world_size,
         )  # fmt: skip
@@ -84,13 +84,13 @@ class TailManager(SlidingWindowManager):
             block_hashes, block_pool.hash_block_size, kv_cache_spec.block_size,
             supports_fine_grained_hash_lookup=cls.supports_fine_grained_hash_lookup, alignment_tokens=alignment_tokens,
         )  # fmt: skip
-        for index in range(min(kv_cache_spec.first_blocks, len(found[0]))):
+        for index in range(min(kv_cache_spec.first_blocks, len(hits[0]))):
             cached = block_pool.get_cached_block(hashes[index], kv_cache_group_ids)
             if not cached:
                 return tuple([] for _ in kv_cache_group_ids), 0
-            for blocks, block in zip(found, cached, strict=True):
+            for blocks, block in zip(hits, cached, strict=True):
                 blocks[index] = block
-        return found, length
+        return hits, length
 
     @classmethod
     def reachable_block_mask(
@@ -113,12 +113,12 @@ class TailManager(SlidingWindowManager):
         self, request_id: str, num_tokens: int, new_computed_blocks: Sequence[KVCacheBlock], total_computed_tokens: int,
         *others: Any, **more: Any,
     ) -> int:  # fmt: skip
-        needed = super().get_num_blocks_to_allocate(
+        count = super().get_num_blocks_to_allocate(
             request_id, num_tokens, new_computed_blocks, total_computed_tokens, *others, **more
         )
         # Known first blocks leave the free ones as they are taken; vLLM counts those behind the skipped ones alone.
-        skipped = self.get_num_skipped_tokens(total_computed_tokens) // self.block_size
-        return needed + self._get_num_evictable_blocks(new_computed_blocks[: min(self._first, skipped)])
+        skipped_blocks = self.get_num_skipped_tokens(total_computed_tokens) // self.block_size
+        return count + self._get_num_evictable_blocks(new_computed_blocks[: min(self._first, skipped_blocks)])
 
     def add_local_computed_blocks(
         self, request_id: str, new_computed_blocks: Sequence[KVCacheBlock], num_local_computed_tokens: int,
@@ -127,11 +127,11 @@ class TailManager(SlidingWindowManager):
         super().add_local_computed_blocks(
             request_id, new_computed_blocks, num_local_computed_tokens, num_external_computed_tokens
         )
-        held = self.req_to_blocks[request_id]
+        blocks = self.req_to_blocks[request_id]
         for index, block in enumerate(new_computed_blocks[: self._first]):
-            if held[index] is self._null_block and not block.is_null:
+            if blocks[index] is self._null_block and not block.is_null:
                 self.block_pool.touch([block])
-                held[index] = block
+                blocks[index] = block
 
     def _remove_blocks_in_range(self, request_id: str, first_block: int, last_block: int) -> None:
         super()._remove_blocks_in_range(request_id, max(first_block, self._first), last_block)
@@ -151,11 +151,11 @@ class TailMetadata(AttentionMetadata):
 
     Attributes:
         table: [B, n] int32, the blocks of each sequence; what has left the window is block 0.
-        joined: the forward's batch, and the same with this table; made once for all layers.
+        batch_pair: the forward's batch, and the same with this table; made once for all layers.
     """
 
     table: Tensor
-    joined: tuple[Batch, Batch] | None = None
+    batch_pair: tuple[Batch, Batch] | None = None
 
 
 class TailMetadataBuilder(AttentionMetadataBuilder[TailMetadata]):
@@ -208,14 +208,14 @@ class Tail(AttentionLayerBase):
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         return self.spec
 
-    def kept(self, pair: Pair) -> tuple[KeptBlocks | None, KeptBlocks | None]:
+    def exact_blocks(self, pair: Pair) -> tuple[ResidualBlocks | None, ResidualBlocks | None]:
         """Its pages as tokens of K and of V in BF16; None of a side whose format, of `pair`, loses nothing."""
         num_blocks, heads, block_size, _ = self.kv_cache.shape
         size = page_bytes(exact_pair(), heads, self.spec.head_size, block_size)
         pages = self.kv_cache.view(torch.uint8).as_strided((num_blocks, size), (self.kv_cache.stride(0), 1))
         sides = fields_in(pages, exact_pair(), heads, self.spec.head_size, block_size)
         k, v = (
-            KeptBlocks(fields["data"], tail=self.tokens, sink=self.spec.sinks) if kv_format.lossy else None
+            ResidualBlocks(fields["data"], tail=self.tokens, sink=self.spec.sinks) if kv_format.lossy else None
             for fields, kv_format in zip(sides, pair, strict=True)
         )
         return k, v
@@ -227,23 +227,23 @@ class Tail(AttentionLayerBase):
     def join(self, batch: Batch) -> Batch:
         """The running forward's batch with this group's block table."""
         metadata: TailMetadata = get_attention_context(self.name)[0]
-        if metadata.joined is None or metadata.joined[0] is not batch:
-            metadata.joined = batch, replace(batch, kept_table=metadata.table)
-        return metadata.joined[1]
+        if metadata.batch_pair is None or metadata.batch_pair[0] is not batch:
+            metadata.batch_pair = batch, replace(batch, kept_table=metadata.table)
+        return metadata.batch_pair[1]
 
 
-def tails_beside(specs: dict[str, AttentionSpec], kept: Sequence[str], tokens: int, sinks: int) -> dict[str, Tail]:
+def tails_beside(specs: dict[str, AttentionSpec], names: Sequence[str], tokens: int, sinks: int) -> dict[str, Tail]:
     """Tails for some layers, by their own names; in blocks of `tail_tokens`.
 
     Args:
         specs: packed pages of all layers, by name.
-        kept: names of the layers that keep tokens in BF16.
+        names: names of the layers that keep tokens in BF16.
         tokens, sinks: newest and first ones that each keeps.
     """
-    packed, block_size = sum(spec.page_size_bytes for spec in specs.values()), specs[kept[0]].block_size
-    exact = sum(_spec(specs[name], 1, tokens, sinks).page_size_bytes for name in kept)
+    packed, block_size = sum(spec.page_size_bytes for spec in specs.values()), specs[names[0]].block_size
+    exact = sum(_spec(specs[name], 1, tokens, sinks).page_size_bytes for name in names)
     size = tail_tokens(packed, exact, block_size)
-    tails = (Tail(name + SUFFIX, tokens, _spec(specs[name], size, tokens, sinks)) for name in kept)
+    tails = (Tail(name + SUFFIX, tokens, _spec(specs[name], size, tokens, sinks)) for name in names)
     return {tail.name: tail for tail in tails}
 
 

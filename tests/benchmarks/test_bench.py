@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_models import SMALL, gemma_config, resized, small_model, windowed, without_numbers
+from small_models import SMALL, gemma_config, resize_config, small_model, window_config, without_numbers
 
 from haarkv.benchmarks import cases, decode, report
-from haarkv.benchmarks.cases import Case, Variant, parse_caches, plan_of
+from haarkv.benchmarks.cases import Case, Variant, benchmark_plan, parse_caches
 from haarkv.benchmarks.decode_cost import Cost, CostRow, attention_cost, step_cost, store_cost
 from haarkv.benchmarks.timing import Machine, Spread
-from haarkv.engine.plans import shape_of
+from haarkv.engine.plans import shape_signature
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.catalog import read_config
 from haarkv.models.families import SIZES
@@ -47,10 +47,10 @@ def test_the_floor_is_the_longer_of_bytes_and_operations():
     assert MACHINE.floor_ms(10e9, 1) == 1000
     assert MACHINE.floor_ms(1, 100e9) == 1000
     cost = attention_cost(SIZES["14b"], Case(1, 1024), 1056, 2)
-    made = CostRow("attention", "cpu tq4", Case(1, 1024), cost, MACHINE, Spread(2.0, 1.0, 3.0)).figures()
-    assert made["of_floor"] == 2.0 / MACHINE.floor_ms(cost.nbytes, cost.flops)
-    assert math.isclose(made["gbps"], cost.nbytes / 2e-3 / 1e9)
-    assert math.isclose(made["of_copy"], made["gbps"] / 10)
+    figures = CostRow("attention", "cpu tq4", Case(1, 1024), cost, MACHINE, Spread(2.0, 1.0, 3.0)).figures()
+    assert figures["of_floor"] == 2.0 / MACHINE.floor_ms(cost.nbytes, cost.flops)
+    assert math.isclose(figures["gbps"], cost.nbytes / 2e-3 / 1e9)
+    assert math.isclose(figures["of_copy"], figures["gbps"] / 10)
 
 
 def test_a_speed_up_is_over_the_fastest_peer_of_the_same_kind_and_case():
@@ -71,19 +71,19 @@ def test_every_copy_gives_the_attention_of_its_layer(kv, monkeypatch):
     monkeypatch.setattr(cases, "MOST_COPIES", 3)
     model, case = small_model(), Case(2, 40)
     k, v = cases.random_kv(SMALL, case, torch.device("cpu"))
-    asked = cases.Asked({}, model, case, k, v, MACHINE, lambda *_: (), 1, print)
+    request = cases.Measurement({}, model, case, k, v, MACHINE, lambda *_: (), 1, print)
     executor = ReferenceExecutor(model)
-    attend, _, nbytes = cases.attention_runs(executor, KVSpec(kv).plan(SMALL.num_layers), asked)
-    q = asked.queries
+    attend, _, nbytes = cases.attention_runs(executor, KVSpec(kv).plan(SMALL.num_layers), request)
+    q = request.queries
     assert nbytes == cases.token_bytes(KVSpec(kv).plan(1), cases.layers_in_turn(KVSpec(kv).plan(3), SMALL, 1)[1])
     exact = torch.nn.functional.scaled_dot_product_attention(q[:, :, None], k.float(), v.float(), enable_gqa=True)[:, :, 0]
-    found = [attend(number) for number in range(4)]
-    assert torch.equal(found[0], found[3])
+    outputs = [attend(number) for number in range(4)]
+    assert torch.equal(outputs[0], outputs[3])
     if kv == "fp32":
-        for out in found:
+        for out in outputs:
             torch.testing.assert_close(out.float(), exact, rtol=0, atol=2e-2)
     else:  # the same codes by another layer's rotation are other vectors
-        assert not torch.equal(found[0], found[1])
+        assert not torch.equal(outputs[0], outputs[1])
 
 
 def test_layers_that_are_stored_unlike_take_turns_themselves():
@@ -91,29 +91,29 @@ def test_layers_that_are_stored_unlike_take_turns_themselves():
     like_first = cases.layers_in_turn(KVSpec("tq4").plan(SMALL.num_layers), SMALL, 7)[1]
     assert like_first.num_layers == 7
     calibration = made_up.calibration(SMALL.num_layers, SMALL.heads.num_kv_heads, SMALL.heads.head_dim)
-    learned = KVSpec("k=lr4,v=tq4", calibration=calibration).plan(SMALL.num_layers)
-    plan, config = cases.layers_in_turn(learned, SMALL, 7)
-    assert (plan.layers, config.num_layers) == (learned.layers, SMALL.num_layers)
-    mixed = replace(learned, layers=(*KVSpec("tq3").plan(1).layers, *KVSpec("tq4").plan(2).layers))
-    assert cases.layers_in_turn(mixed, SMALL, 7)[0].layers == mixed.layers
+    learned_plan = KVSpec("k=lr4,v=tq4", calibration=calibration).plan(SMALL.num_layers)
+    plan, config = cases.layers_in_turn(learned_plan, SMALL, 7)
+    assert (plan.layers, config.num_layers) == (learned_plan.layers, SMALL.num_layers)
+    mixed_plan = replace(learned_plan, layers=(*KVSpec("tq3").plan(1).layers, *KVSpec("tq4").plan(2).layers))
+    assert cases.layers_in_turn(mixed_plan, SMALL, 7)[0].layers == mixed_plan.layers
     gemma = gemma_config(num_layers=5)
-    plan, config = cases.layers_in_turn(replace(mixed, layers=(*mixed.layers, *mixed.layers[:2])), gemma, 7)
+    plan, config = cases.layers_in_turn(replace(mixed_plan, layers=(*mixed_plan.layers, *mixed_plan.layers[:2])), gemma, 7)
     assert config.layers == (gemma.layers[0],) * 3
-    assert plan.layers == (mixed.layers[0], mixed.layers[2], mixed.layers[1])
+    assert plan.layers == (mixed_plan.layers[0], mixed_plan.layers[2], mixed_plan.layers[1])
 
 
 @pytest.mark.parametrize("spec", [KVSpec("tq4"), KVSpec("tq4", tail=5), KVSpec("k=tq4,v=bf16", skip_layers=(1,))])
 def test_every_layer_of_a_filled_cache_holds_the_case(spec):
     case, plan = Case(2, 70), spec.plan(SMALL.num_layers)
     k, v = cases.random_kv(SMALL, case, torch.device("cpu"))
-    cache, paging = cases.filled(plan, SMALL, case, k, v, 3)
+    cache, paging = cases.filled_cache(plan, SMALL, case, k, v, 3)
     assert [paging.length(s) for s in range(2)] == [69, 69]
     batch = paging.batch([0, 1], [1, 1])
     for layer in range(SMALL.num_layers):
         stored_k, stored_v = cache.read(layer, batch.block_table)
         # Layer 0's bytes serve all layers of its format, so a vector comes back in another rotation; its length stays.
-        for stored, x in ((stored_k, k), (stored_v, v)):
-            ratio = stored[:, :, :69].norm(dim=-1) / x[:, :, :69].float().norm(dim=-1)
+        for vectors, x in ((stored_k, k), (stored_v, v)):
+            ratio = vectors[:, :, :69].norm(dim=-1) / x[:, :, :69].float().norm(dim=-1)
             assert ((ratio - 1).abs() < 0.02).all()
 
 
@@ -124,18 +124,20 @@ def test_others_take_turns_with_ours_and_say_why_they_cannot(glance):
         yield Variant("theirs", numbers.append, [32.0] * asked.model.config.num_layers)
         yield from [Variant("none", None, [32.0], "it is not installed")] * (kind == "attention")
 
-    request = decode.Request("small", ["reference"], ["tq4"], [20], [1], beside=beside, kinds=("attention", "step"), repeats=2)
+    request = decode.Request(
+        "small", ["reference"], ["tq4"], [20], [1], peer_variants=beside, kinds=("attention", "step"), repeats=2
+    )
     _, rows = decode.measure(request, model=model)
     assert {(r.kind, r.who, r.peer) for r in rows} == {
         ("attention", "none", True), ("attention", "theirs", True), ("attention", "reference tq4", False),
         ("store", "reference tq4", False), ("step", "theirs", True), ("step", "reference tq4", False),
     }  # fmt: skip
     assert len(set(numbers)) > 2
-    noted = {r.who: r for r in rows if r.note}
-    assert (noted.keys(), noted["none"].ms) == ({"none"}, None)
-    said = decode.report("decode", request, MACHINE, rows)
-    assert all("speed-up" in table.columns for table in said.tables)
-    assert "none: it is not installed" in said.notes[0]
+    notes = {r.who: r for r in rows if r.note}
+    assert (notes.keys(), notes["none"].ms) == ({"none"}, None)
+    summary = decode.report("decode", request, MACHINE, rows)
+    assert all("speed-up" in table.columns for table in summary.tables)
+    assert "none: it is not installed" in summary.notes[0]
 
 
 # -- Layers that differ, and prompts --------------------------------------------------------------------------------------
@@ -163,7 +165,7 @@ def test_a_layer_with_a_window_counts_what_it_sees():
 
 
 def test_experts_count_as_many_as_tokens_choose():
-    config = resized(SMALL, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
+    config = resize_config(SMALL, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
     model, nbytes = without_numbers(config), [0.0] * SMALL.num_layers
     one = 3 * 16 * config.hidden_size
     few, all_of_them = (step_cost(model, Case(batch, 0), nbytes) for batch in (1, 5))
@@ -172,14 +174,14 @@ def test_experts_count_as_many_as_tokens_choose():
 
 
 def test_every_layer_of_a_filled_cache_attends_within_its_window():
-    config, case = windowed(24, None, 24, 200), Case(2, 1000)
+    config, case = window_config(24, None, 24, 200), Case(2, 1000)
     k, v = cases.random_kv(config, case, torch.device("cpu"))
-    cache, paging = cases.filled(KVSpec("fp32").plan(4), config, case, k, v, 1)
+    cache, paging = cases.filled_cache(KVSpec("fp32").plan(4), config, case, k, v, 1)
     batch, q = paging.batch([0, 1], [1, 1]), torch.randn(2, 10, 128)
     for layer, mixer in enumerate(config.attentions):
         reference.store_kv(*(cases.as_rows(x[:, :, -1:]) for x in (k, v)), cache, layer, batch)
         out = reference.paged_attention(q, cache, layer, batch, mixer.scale)
-        near = (x[:, :, -cases.seen(mixer.window, 1000) :] for x in (k, v))
+        near = (x[:, :, -cases.visible_tokens(mixer.window, 1000) :] for x in (k, v))
         k_seen, v_seen = (x.float() for x in near)
         exact = torch.nn.functional.scaled_dot_product_attention(q[:, :, None], k_seen, v_seen, enable_gqa=True)[:, :, 0]
         torch.testing.assert_close(out, exact, rtol=0, atol=2e-2)
@@ -219,10 +221,10 @@ def test_plans_are_measured_beside_a_format_and_their_ratio_is_said(run):
 
 def test_the_file_of_a_plan_is_a_cache(run, tmp_path):
     config = read_config(tmp_path / "checkpoint")
-    plan = plan_of("k=tq6,v=tq4/tq4+tail8+sink2", config)
+    plan = benchmark_plan("k=tq6,v=tq4/tq4+tail8+sink2", config)
     file = tmp_path / "mine.json"
-    plan_file.save(file, plan, shape_of(config))
-    assert plan_of(str(file), config) == plan
+    plan_file.save(file, plan, shape_signature(config))
+    assert benchmark_plan(str(file), config) == plan
     code, out, _ = run("decode", "--kv", f"tq4,{file}", "--only", "step")
     assert code == 0
     assert "reference mine.json at 40 tokens: " in out
@@ -230,12 +232,12 @@ def test_the_file_of_a_plan_is_a_cache(run, tmp_path):
 
 
 def test_a_cache_of_the_benchmark_becomes_its_plan():
-    made = plan_of("tq4/k=bf16,v=tq3+tail8+sink2", SMALL)
-    names = [(k.name, v.name) for k, v in made.layers]
+    plan = benchmark_plan("tq4/k=bf16,v=tq3+tail8+sink2", SMALL)
+    names = [(k.name, v.name) for k, v in plan.layers]
     assert names == [("tq4", "tq4"), ("bf16", "tq3"), ("tq4", "tq4")]
-    assert (made.recent, made.sink) == (8, 2)
-    assert plan_of("tq4", SMALL) == KVSpec("tq4").plan(SMALL.num_layers)
-    assert plan_of("k=lr3,v=tq4+tail8", SMALL).recent == 8
+    assert (plan.recent, plan.sink) == (8, 2)
+    assert benchmark_plan("tq4", SMALL) == KVSpec("tq4").plan(SMALL.num_layers)
+    assert benchmark_plan("k=lr3,v=tq4+tail8", SMALL).recent == 8
     for wrong in ("tq4+head3", "tq4+tail", "k=tq4", "", "tq4/", "tq9/tq4"):
         with pytest.raises(InputError):
             parse_caches([wrong])
@@ -256,12 +258,12 @@ def test_steps_and_prompts_are_timed_and_named(run):
 def test_a_step_goes_on_from_a_full_cache_and_each_prompt_from_none():
     lengths = []
 
-    class Watched(ReferenceExecutor):
+    class WatchedExecutor(ReferenceExecutor):
         def forward(self, token_ids, batch, cache):
             lengths.append(batch.seq_lens.tolist())
             return super().forward(token_ids, batch, cache)
 
-    executor, plan = Watched(small_model()), KVSpec("tq4").plan(SMALL.num_layers)
+    executor, plan = WatchedExecutor(small_model()), KVSpec("tq4").plan(SMALL.num_layers)
     for kind, expected in (("step", [[20], [21], [22]]), ("prompt", [[20], [20], [20]])):
         lengths.clear()
         run = cases.forward_run(kind, executor, plan, Case(1, 20), 1)
@@ -298,9 +300,11 @@ def test_saved_results_are_whole_lines_that_name_benchmark_and_date(path):
 
 def test_lines_are_appended_and_no_value_takes_the_place_of_the_header(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "RESULTS", tmp_path)
-    found = report.Report("decode", "tiny", [8, 16], ["tq4"], {"kv": "none", "rows": [1]}, [], packages=("numpy", "nothing"))
-    found.save()
-    found.save()
+    result_report = report.Report(
+        "decode", "tiny", [8, 16], ["tq4"], {"kv": "none", "rows": [1]}, [], packages=("numpy", "nothing")
+    )
+    result_report.save()
+    result_report.save()
     results = [json.loads(line) for line in (tmp_path / "decode.jsonl").read_text(encoding="utf-8").splitlines()]
     assert len(results) == 2
     for result in results:

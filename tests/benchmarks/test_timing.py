@@ -79,7 +79,7 @@ def test_variants_take_turns_with_other_numbers_and_only_later_turns_count(monke
     monkeypatch.setattr(timing.time, "sleep", lambda _: events.append("rest"))
     monkeypatch.setattr(timing, "clock", lambda _: lambda run: (run(), 1e-3 * len(events))[1])
     runs = {"a": events.append, "b": lambda number: events.append(-number)}
-    result = timing.take_turns(runs, torch.device("cpu"), repeats=1, counted=2)
+    result = timing.take_turns(runs, torch.device("cpu"), repeats=1, counted_runs=2)
     # A turn: rest, a run that is not counted, two that are. Of two turns the first only warms up.
     assert events == ["rest", 0, 1, 2, "rest", 0, -1, -2, "rest", 3, 4, 5, "rest", -3, -4, -5]
     assert result == {"a": timing.Spread(11.5, 11.0, 12.0), "b": timing.Spread(15.5, 15.0, 16.0)}
@@ -93,7 +93,7 @@ def test_turns_end_when_they_took_a_minute_together(monkeypatch):
 
 
 def test_on_a_gpu_a_turn_is_many_captured_runs_and_what_no_graph_holds_is_left_out(monkeypatch):
-    seen = []
+    numbers = []
 
     def captured(run, runs, _device):
         if run is print:
@@ -102,9 +102,11 @@ def test_on_a_gpu_a_turn_is_many_captured_runs_and_what_no_graph_holds_is_left_o
 
     monkeypatch.setattr(timing, "captured", captured)
     monkeypatch.setattr(timing, "clock", lambda _: lambda run: (run(), 0.128)[1])
-    taken = timing.take_turns({"a": seen.append, "b": print}, torch.device("cuda"), repeats=2, counted=5, capture=True)
-    assert taken == {"a": timing.Spread(2.0, 2.0, 2.0)}
-    assert seen == 3 * list(range(timing.MOST_COPIES))  # one turn warms up
+    spreads = timing.take_turns(
+        {"a": numbers.append, "b": print}, torch.device("cuda"), repeats=2, counted_runs=5, capture=True
+    )
+    assert spreads == {"a": timing.Spread(2.0, 2.0, 2.0)}
+    assert numbers == 3 * list(range(timing.MOST_COPIES))  # one turn warms up
 
 
 @pytest.mark.long
@@ -117,8 +119,8 @@ def test_compilation_is_named_and_counts_in_no_figure(capsys, monkeypatch):
     monkeypatch.setattr(timing, "_COPY_BYTES", 2**16)
     args = ["--model", "tiny", "--executor", "reference", "--kv", "tq4", "--contexts", "8", "--only", "step"]
     assert main(["bench", "decode", *args, "--repeats", "1"]) == 0
-    said = "reference tq4: compiled decode_layer in 31.0 s, head in 4.0 s, counted in no figure"
-    assert said in capsys.readouterr().out
+    note = "reference tq4: compiled decode_layer in 31.0 s, head in 4.0 s, counted in no figure"
+    assert note in capsys.readouterr().out
     assert main(["bench", "decode", *args, "--repeats", "1", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert row["compiled"] == {"decode_layer": 31.0, "head": 4.0}

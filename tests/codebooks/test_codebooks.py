@@ -135,25 +135,27 @@ def test_any_float64_factorization_rounds_to_the_same_bits(layer, head_dim):
 
 def test_rotations_do_not_depend_on_vector_instructions():
     """In a child whose torch and numpy may use none, where `torch.randn` gives other bits."""
-    seen = "__import__('torch').randn(16384, generator=__import__('torch').Generator().manual_seed(42)).numpy().tobytes()"
+    expression = (
+        "__import__('torch').randn(16384, generator=__import__('torch').Generator().manual_seed(42)).numpy().tobytes()"
+    )
     code = f"""
 import hashlib
 from haarkv.codebooks.haar import compute_rotation, draw_gaussian, orthogonal_factor
 import torch
 for layer, head_dim in ((0, 128), (39, 128), (1, 64)):
     print(hashlib.sha256(compute_rotation(layer, head_dim).view(torch.uint8).numpy().tobytes()).hexdigest())
-print(hashlib.sha256({seen}).hexdigest())
+print(hashlib.sha256({expression}).hexdigest())
 """
     plain = {"ATEN_CPU_CAPABILITY": "default", "NPY_DISABLE_CPU_FEATURES": "AVX2 FMA3 AVX512F"}
-    said = []
+    outputs = []
     for more in ({}, plain):
         done = subprocess.run(
             [sys.executable, "-c", code], env={**os.environ, **more}, capture_output=True, text=True, check=True
         )
-        said.append(done.stdout.split())
-    assert said[0][:3] == said[1][:3]
+        outputs.append(done.stdout.split())
+    assert outputs[0][:3] == outputs[1][:3]
     if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
-        assert said[0][3] != said[1][3], "the child was to have other instructions"
+        assert outputs[0][3] != outputs[1][3], "the child was to have other instructions"
 
 
 @pytest.mark.parametrize(("layer", "head_dim"), [(0, 128), (63, 128), (64, 128), (5, 64), (2, 256), (1, 80)])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from haarkv.codebooks import cubic
-from haarkv.codebooks.learned import EIGHTHS, expected_cost, learn, tempered
+from haarkv.codebooks.learned import EIGHTHS, expected_cost, learn, tempered_metric
 from haarkv.codebooks.tables import gaussian_centroids
 
 
@@ -25,16 +25,16 @@ def learned(dim=8, heads=2, damping=0.0, power=1.0):
 def test_coordinates_are_uncorrelated_and_their_errors_cost_their_weights():
     """What the derivation promises, up to the rounding of the matrices to BF16."""
     metric, spread, basis = learned()
-    forward, back, weights = basis.forward.double(), basis.back.double(), basis.weights.double()
+    forward, inverse, weights = basis.forward.double(), basis.back.double(), basis.weights.double()
     moments = forward.mT @ spread @ forward
     variance = moments.diagonal(dim1=-2, dim2=-1)
     assert torch.allclose(variance, variance[:, :1].expand_as(variance), rtol=0.05)
     assert (moments / variance[:, :1, None] - torch.eye(8).double()).abs().max() < 0.05
-    costs = back @ metric @ back.mT
+    costs = inverse @ metric @ inverse.mT
     assert torch.allclose(
         costs / costs.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None] * 8, torch.diag_embed(weights), atol=0.05
     )
-    assert (forward @ back - torch.eye(8).double()).abs().max() < 0.05
+    assert (forward @ inverse - torch.eye(8).double()).abs().max() < 0.05
 
 
 def test_weights_descend_and_sum_to_the_head_dim():
@@ -49,21 +49,21 @@ def test_no_other_subspace_costs_less():
     s, c = metric[0], spread[0]
     generator = torch.Generator().manual_seed(0)
 
-    def cost(kept):
-        """Least expected cost of an error when only x @ kept is known: the error of the best linear estimate."""
-        estimate = torch.linalg.solve(kept.T @ c @ kept, kept.T @ c)
-        error = c - c @ kept @ estimate
+    def cost(columns):
+        """Least expected cost of an error when only x @ columns is known: the error of the best linear estimate."""
+        estimate = torch.linalg.solve(columns.T @ c @ columns, columns.T @ c)
+        error = c - c @ columns @ estimate
         return float((s * error).sum())
 
     for n in (1, 3, 6):
-        own = basis.forward[0, :, :n].double()
-        least = cost(own)
+        subspace = basis.forward[0, :, :n].double()
+        least = cost(subspace)
         for trial in range(300):
             other = torch.randn(8, n, generator=generator, dtype=torch.float64)
             if trial % 2:
-                other = own + 0.05 * own.abs().mean() * other
+                other = subspace + 0.05 * subspace.abs().mean() * other
             assert cost(other) >= least * (1 - 2e-3), n
-        assert cost(own) == pytest.approx(float((basis.weights[0, n:].sum() / 8) * (s * c).sum()), rel=0.02)
+        assert cost(subspace) == pytest.approx(float((basis.weights[0, n:].sum() / 8) * (s * c).sum()), rel=0.02)
 
 
 def test_the_scale_of_a_channel_changes_nothing_but_the_matrices():
@@ -72,14 +72,14 @@ def test_the_scale_of_a_channel_changes_nothing_but_the_matrices():
     scale = torch.ones(8, dtype=torch.float64)
     scale[3], scale[7] = 64.0, 1 / 128.0
     outer = torch.outer(scale, scale)
-    planted = learn(metric / outer, spread * outer, torch.zeros(2, 8), 1e-3, 0.4)
-    assert torch.allclose(planted.weights, basis.weights, rtol=1e-5)
+    scaled_basis = learn(metric / outer, spread * outer, torch.zeros(2, 8), 1e-3, 0.4)
+    assert torch.allclose(scaled_basis.weights, basis.weights, rtol=1e-5)
     x = torch.randn(50, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     for head in range(2):
-        plain, scaled = x @ basis.forward[head].double(), (x * scale) @ planted.forward[head].double()
-        factor = (plain * scaled).sum(0) / plain.square().sum(0)  # signs of eigenvectors are free
+        plain, scaled_x = x @ basis.forward[head].double(), (x * scale) @ scaled_basis.forward[head].double()
+        factor = (plain * scaled_x).sum(0) / plain.square().sum(0)  # signs of eigenvectors are free
         assert torch.allclose(factor.abs(), factor.abs()[:1].expand(8), rtol=0.02)
-        assert torch.allclose(scaled, plain * factor, atol=0.03 * float(scaled.abs().max()))
+        assert torch.allclose(scaled_x, plain * factor, atol=0.03 * float(scaled_x.abs().max()))
 
 
 def test_matrices_are_bf16_numbers():
@@ -124,12 +124,12 @@ def test_shapes_that_do_not_fit_are_refused():
 def test_the_metric_is_tempered_between_its_diagonal_and_itself():
     metric = random_moment(8, 1)
     diagonal = torch.diag_embed(metric.diagonal(dim1=-2, dim2=-1))
-    assert torch.allclose(tempered(metric, 0.0, 1.0), metric, rtol=1e-6)
-    assert torch.allclose(tempered(metric, 0.0, 0.0), diagonal, rtol=1e-6)
+    assert torch.allclose(tempered_metric(metric, 0.0, 1.0), metric, rtol=1e-6)
+    assert torch.allclose(tempered_metric(metric, 0.0, 0.0), diagonal, rtol=1e-6)
     # Two halves of the power are the whole, by channels of diagonal 1.
     channel = metric.diagonal(dim1=-2, dim2=-1).sqrt()
     outer = channel.unsqueeze(-1) * channel.unsqueeze(-2)
-    half = tempered(metric, 0.0, 0.5) / outer
+    half = tempered_metric(metric, 0.0, 0.5) / outer
     assert torch.allclose(half @ half * outer, metric, rtol=1e-6)
 
 
@@ -143,10 +143,10 @@ def test_coordinates_of_an_eighth_weigh_alike_and_are_turned():
     moments = basis.forward.double().mT @ spread @ basis.forward.double()
     traces = moments.diagonal(dim1=-2, dim2=-1).view(2, EIGHTHS, -1).mean(-1)
     assert torch.allclose(traces, traces[:, :1].expand_as(traces), rtol=0.05)
-    apart = moments.view(2, EIGHTHS, 4, EIGHTHS, 4)
+    blocks = moments.view(2, EIGHTHS, 4, EIGHTHS, 4)
     for one in range(EIGHTHS):
         for other in range(one):
-            assert (apart[:, one, :, other].abs() < 0.05 * traces[:, :1, None]).all()
+            assert (blocks[:, one, :, other].abs() < 0.05 * traces[:, :1, None]).all()
 
 
 def test_what_levels_leave_is_weighed():
@@ -177,12 +177,12 @@ def by_formula(bits, a, b):
 @pytest.mark.parametrize("bits", cubic.WIDTHS)
 def test_no_cubic_beside_leaves_less(bits):
     a, b = cubic.FACTORS[bits]
-    found = left(by_formula(bits, a, b))
-    assert found == pytest.approx(cubic.ERRORS[bits], rel=1e-4)
+    loss = left(by_formula(bits, a, b))
+    assert loss == pytest.approx(cubic.ERRORS[bits], rel=1e-4)
     for more in (0.995, 1.005):
-        assert left(by_formula(bits, a * more, b)) > found
+        assert left(by_formula(bits, a * more, b)) > loss
         if bits > 1:
-            assert left(by_formula(bits, a, b * (1 + 4 * (more - 1)))) > found
+            assert left(by_formula(bits, a, b * (1 + 4 * (more - 1)))) > loss
 
 
 @pytest.mark.parametrize(("bits", "more"), [(1, 1e-4), (2, 1e-4), (3, 0.003), (4, 0.021), (5, 0.06), (6, 0.12)])

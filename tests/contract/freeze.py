@@ -21,7 +21,9 @@ def write(name, content):
 def _entry(value):
     if not isinstance(value, dict):
         return json.dumps(value, sort_keys=True)
-    return "{\n" + ",\n".join(f" {json.dumps(key)}: {json.dumps(of, sort_keys=True)}" for key, of in value.items()) + "\n}"
+    return (
+        "{\n" + ",\n".join(f" {json.dumps(key)}: {json.dumps(entry, sort_keys=True)}" for key, entry in value.items()) + "\n}"
+    )
 
 
 def write_unless_same(name, content):

@@ -21,11 +21,11 @@ from commands import every_command
 
 import tq
 from haarkv.codebooks.learned import Basis
-from haarkv.engine.plans import shape_of
+from haarkv.engine.plans import shape_signature
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import cache_file, plan_file
-from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of
+from haarkv.tq_ops.kv.calibration_file import CalibrationFile, make_calibration
 from haarkv.tq_ops.kv.calibration_file import save as save_calibration
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.stored import take
@@ -67,12 +67,12 @@ def digest(fields, layout=None):
 
     Of a sum in FP32 the first eleven bits count: the last ones are an order of adding, which is the machine's.
     """
-    taken = hashlib.sha256()
+    hasher = hashlib.sha256()
     for name, tensor in [*sorted(fields.items()), *([("", layout)] if layout is not None else [])]:
-        taken.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        hasher.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         tensor = tensor.half() if layout is None and len(fields) > 1 and tensor.dtype == torch.float32 else tensor
-        taken.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-    return taken.hexdigest()
+        hasher.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return hasher.hexdigest()
 
 
 def in_bytes(kv_format, x):
@@ -90,16 +90,16 @@ def steady(kv_format, x):
     if kv_format.name.startswith(NO_SUMS):
         return True
     noise = torch.Generator().manual_seed(1)
-    moved = (x * (1 + 2**-20 * (torch.rand(x.shape, generator=noise) - 0.5)) for _ in range(8))
-    return {in_bytes(kv_format, one) for one in moved} == {in_bytes(kv_format, x)}
+    variants = (x * (1 + 2**-20 * (torch.rand(x.shape, generator=noise) - 0.5)) for _ in range(8))
+    return {in_bytes(kv_format, one) for one in variants} == {in_bytes(kv_format, x)}
 
 
 def bytes_of_formats(seeds=None):
     """{format: {side and head_dim: {seeds: of its groups, sha256: of what is stored}}}; chosen anew if None."""
-    return {name: dict(_bytes_of(name, (seeds or {}).get(name))) for name in formats.names()}
+    return {name: dict(_format_entries(name, (seeds or {}).get(name))) for name in formats.names()}
 
 
-def _bytes_of(name, known):
+def _format_entries(name, frozen_entries):
     for side in "kv":
         for head_dim in (64, 128):
             key, kv_format = f"{side}{head_dim}", formats.get(name, side)
@@ -108,11 +108,11 @@ def _bytes_of(name, known):
                 kv_format.fields(head_dim)
             except InputError:
                 continue
-            if known is not None:
-                seeds = known[key]["seeds"]
+            if frozen_entries is not None:
+                seeds = frozen_entries[key]["seeds"]
             else:
-                drawn = (seed for seed in range(60) if steady(kv_format, numbers(seed, 1, group, head_dim)))
-                seeds = [next(drawn) for _ in range(GROUPS)]
+                steady_seeds = (seed for seed in range(60) if steady(kv_format, numbers(seed, 1, group, head_dim)))
+                seeds = [next(steady_seeds) for _ in range(GROUPS)]
             yield (
                 key,
                 {
@@ -132,35 +132,37 @@ def tiny(kv=SPEC):
 def sequence(session):
     """A stored sequence of `tiny` whose tensors count up: the layout matters here, and no arithmetic."""
     cache, paging = session.new_cache(1, TOKENS)
-    stored = take(cache, paging, paging.add(TOKENS), range(TOKENS))
+    snapshot = take(cache, paging, paging.add(TOKENS), range(TOKENS))
     tensors = {}
-    for number, (name, tensor) in enumerate(sorted(stored.tensors.items())):
-        counted = (torch.arange(tensor.nbytes) + number).remainder(113).to(torch.uint8)  # neither infinite nor NaN
-        tensors[name] = counted.view(tensor.dtype).reshape(tensor.shape)
-    return replace(stored, tensors=tensors)
+    for number, (name, tensor) in enumerate(sorted(snapshot.tensors.items())):
+        byte_values = (torch.arange(tensor.nbytes) + number).remainder(113).to(torch.uint8)  # neither infinite nor NaN
+        tensors[name] = byte_values.view(tensor.dtype).reshape(tensor.shape)
+    return replace(snapshot, tensors=tensors)
 
 
-def cache_bytes(path, stored, origin):
-    cache_file.save(path, stored, origin, note="a note", compress=False)
+def cache_bytes(path, snapshot, origin):
+    cache_file.save(path, snapshot, origin, note="a note", compress=False)
     return path.read_bytes()
 
 
 def plan_text(session):
     config = session.config
-    return plan_file.dumps(SPEC.plan(config.num_layers), shape_of(config), {"budget": 4.5})
+    return plan_file.dumps(SPEC.plan(config.num_layers), shape_signature(config), {"budget": 4.5})
 
 
 def calibration_bytes(path, session):
     """Coordinates that change places and signs of channels, and nothing else."""
     heads, dim = session.config.heads.num_kv_heads, session.config.heads.head_dim
-    turned = torch.eye(dim).roll(1, 0) * torch.tensor([1.0, -1.0]).repeat(dim // 2)
-    matrices = turned.expand(heads, dim, dim)
+    permutation = torch.eye(dim).roll(1, 0) * torch.tensor([1.0, -1.0]).repeat(dim // 2)
+    matrices = permutation.expand(heads, dim, dim)
     bases = [
         Basis(torch.zeros(heads, dim), matrices.mT.contiguous(), matrices.clone(), torch.ones(heads, dim))
         for _ in range(session.config.num_layers)
     ]
-    of = calibration_of(bases, 4096)
-    file = CalibrationFile(of, shape_of(session.config), session.weights.partition("-")[0], {"tokens": 12}, "")
+    file_calibration = make_calibration(bases, 4096)
+    file = CalibrationFile(
+        file_calibration, shape_signature(session.config), session.weights.partition("-")[0], {"tokens": 12}, ""
+    )
     save_calibration(path, file)
     return path.read_bytes()
 
@@ -175,9 +177,9 @@ def same_file(content):
 # -- Names ------------------------------------------------------------------------------------------------------------------
 
 
-def signature(of):
+def signature(function):
     """Parameters and defaults; what only names an object's place in memory is left out."""
-    return re.sub(r" at 0x[0-9a-f]+", "", str(inspect.signature(of)))
+    return re.sub(r" at 0x[0-9a-f]+", "", str(inspect.signature(function)))
 
 
 def public_names():
@@ -188,21 +190,21 @@ def public_names():
     }
 
 
-def _signatures(of):
+def _signatures(target):
     """Of a class with methods to call also those; the rest is made by its parameters and handed over."""
-    if of.__name__ not in ("Session", "TQCache"):
-        return signature(of)
-    own = {"": signature(of)}
-    for name in sorted(dir(of)):
-        member = inspect.getattr_static(of, name)
-        if name.startswith("_") or not any(name in base.__dict__ for base in of.__mro__ if _ours(base)):
+    if target.__name__ not in ("Session", "TQCache"):
+        return signature(target)
+    signatures = {"": signature(target)}
+    for name in sorted(dir(target)):
+        member = inspect.getattr_static(target, name)
+        if name.startswith("_") or not any(name in base.__dict__ for base in target.__mro__ if _ours(base)):
             continue
         if isinstance(member, staticmethod | classmethod):
             member = member.__func__
-        own[name] = (
+        signatures[name] = (
             signature(member) if inspect.isfunction(member) else "property" if isinstance(member, property) else "value"
         )
-    return own
+    return signatures
 
 
 def _ours(base):
@@ -220,14 +222,14 @@ def options():
 
 
 def _parameter(parameter):
-    told = parameter.to_info_dict()
-    kept = {key: told[key] for key in ("required", "multiple", "is_flag", "hidden", "default") if told.get(key)}
-    kept |= {"nargs": parameter.nargs} if parameter.nargs != 1 else {}
-    kept |= {"metavar": parameter.metavar} if parameter.metavar else {}
-    kept["type"] = {
-        key: told["type"].get(key) for key in ("name", "min", "max", "choices") if told["type"].get(key) is not None
+    info = parameter.to_info_dict()
+    summary = {key: info[key] for key in ("required", "multiple", "is_flag", "hidden", "default") if info.get(key)}
+    summary |= {"nargs": parameter.nargs} if parameter.nargs != 1 else {}
+    summary |= {"metavar": parameter.metavar} if parameter.metavar else {}
+    summary["type"] = {
+        key: info["type"].get(key) for key in ("name", "min", "max", "choices") if info["type"].get(key) is not None
     }
-    return json.loads(re.sub(r" at 0x\w+", "", json.dumps(kept, default=repr)))
+    return json.loads(re.sub(r" at 0x\w+", "", json.dumps(summary, default=repr)))
 
 
 def exit_codes():
@@ -248,5 +250,5 @@ def read(name):
     return json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def unpacked(name):
+def unpack(name):
     return lzma.decompress((DATA / name).read_bytes())

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import frozen
 
-from haarkv.engine.plans import shape_of
+from haarkv.engine.plans import shape_signature
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.kv import calibration_file, plan_file
 from haarkv.tq_ops.kv.cache_file import load
@@ -32,7 +32,7 @@ def test_every_format_is_held():
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_format_stores_the_same_bytes(name):
-    assert dict(frozen._bytes_of(name, FORMATS[name])) == FORMATS[name]
+    assert dict(frozen._format_entries(name, FORMATS[name])) == FORMATS[name]
 
 
 def test_a_level_of_one_vector_would_be_seen():
@@ -44,15 +44,15 @@ def test_a_level_of_one_vector_would_be_seen():
 
 
 def test_a_cache_file_is_read_and_written_as_before(tiny, tmp_path):
-    content, path = frozen.unpacked("cache.safetensors.xz"), tmp_path / "cache"
+    content, path = frozen.unpack("cache.safetensors.xz"), tmp_path / "cache"
     path.write_bytes(content)
-    stored, origin = load(path)
-    assert tiny.load_cache(path).token_ids == stored.token_ids == tuple(range(frozen.TOKENS))
+    snapshot, origin = load(path)
+    assert tiny.load_cache(path).token_ids == snapshot.token_ids == tuple(range(frozen.TOKENS))
     expected = frozen.sequence(tiny)
-    assert frozen.digest(stored.tensors) == frozen.digest(expected.tensors)
+    assert frozen.digest(snapshot.tensors) == frozen.digest(expected.tensors)
     again = frozen.cache_bytes(tmp_path / "again", expected, tiny._origin())
     assert frozen.same_file(again) == frozen.same_file(content)
-    tiny.save_cache(path, stored, "a note", compress=True)
+    tiny.save_cache(path, snapshot, "a note", compress=True)
     assert frozen.digest(load(path)[0].tensors) == frozen.digest(expected.tensors)
     assert load(path)[1] == origin
 
@@ -65,10 +65,10 @@ def test_a_plan_file_is_read_and_written_as_before(tiny):
 
 
 def test_a_calibration_file_is_read_and_written_as_before(tiny, tmp_path):
-    content, path = frozen.unpacked("calibration.safetensors.xz"), tmp_path / "calibration"
+    content, path = frozen.unpack("calibration.safetensors.xz"), tmp_path / "calibration"
     path.write_bytes(content)
     file = calibration_file.load(path)
-    assert (file.shape, file.calibration.context) == (shape_of(tiny.config), 4096)
+    assert (file.shape, file.calibration.context) == (shape_signature(tiny.config), 4096)
     assert file.fingerprint == tiny.weights.partition("-")[0]
     calibration_file.save(path, file)
     assert frozen.same_file(path.read_bytes()) == frozen.same_file(content)

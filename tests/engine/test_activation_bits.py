@@ -17,24 +17,24 @@ from tq.cli import main
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
-    made = tmp_path_factory.mktemp("made")
+    folder = tmp_path_factory.mktemp("made")
     return convert(
-        write_checkpoint(made / "m", config={"head_dim": 64, "vocab_size": 263}),
-        made / "m.gguf",
+        write_checkpoint(folder / "m", config={"head_dim": 64, "vocab_size": 263}),
+        folder / "m.gguf",
         "Q8_0",
         vocabulary=byte_vocabulary(),
     )
 
 
 def test_a_session_says_it_and_its_weights_have_it(file):
-    plain, rounded = (tq.load(file, kv="tq4", executor="cpu", activation_bits=bits) for bits in (16, 8))
-    assert "8 bits" in rounded.executor.description
+    plain, eight_bit = (tq.load(file, kv="tq4", executor="cpu", activation_bits=bits) for bits in (16, 8))
+    assert "8 bits" in eight_bit.executor.description
     assert "8 bits" not in plain.executor.description
-    blocks = [weight for _, weight in rounded.executor.weights.named() if isinstance(weight, Blocks)]
+    blocks = [weight for _, weight in eight_bit.executor.weights.named() if isinstance(weight, Blocks)]
     assert {weight.x_bits for weight in blocks} == {8}
-    tied = [session.executor.weights.lm_head is session.executor.weights.embedding for session in (plain, rounded)]
+    tied = [session.executor.weights.lm_head is session.executor.weights.embedding for session in (plain, eight_bit)]
     assert tied[0] == tied[1]
-    assert plain.weights == rounded.weights  # a cache file and a choice of caches hold for both
+    assert plain.weights == eight_bit.weights  # a cache file and a choice of caches hold for both
 
 
 def test_logits_move_by_rounding_and_by_little(file):

@@ -32,94 +32,96 @@ def folders(tmp_path_factory):
     return {name: save_tiny(model, root / name) for name, model in models.items()}
 
 
-def session(folder, said, **options):
-    return load(folder, executor="reference", on_warning=said.append, **options)
+def session(folder, warnings, **options):
+    return load(folder, executor="reference", on_warning=warnings.append, **options)
 
 
-def generated(session, said):
-    return session.generate(PROMPT, max_new_tokens=8, chat=False, on_warning=said.append).completions[0].token_ids
+def generate_ids(session, warnings):
+    return session.generate(PROMPT, max_new_tokens=8, chat=False, on_warning=warnings.append).completions[0].token_ids
 
 
-def kl(model, of, kv):
+def kl(model, other, kv):
     """Mean KL of what two models predict after each of some tokens, the first from an exact cache."""
-    a, b = (run(m, token_ids(256), kv=name).log_softmax(-1) for m, name in ((model, "fp32"), (of, kv)))
+    a, b = (run(m, token_ids(256), kv=name).log_softmax(-1) for m, name in ((model, "fp32"), (other, kv)))
     return float((a.exp() * (a - b)).sum(-1).mean())
 
 
 class TestSession:
     def test_of_an_even_model_nothing_is_said_and_nothing_changes(self, folders):
-        said = []
-        one = session("tiny", said)
-        ids = generated(one, said)
-        assert said == []
+        warnings = []
+        one = session("tiny", warnings)
+        ids = generate_ids(one, warnings)
+        assert warnings == []
         assert one.uneven == ()
-        assert generated(session("tiny", said, balance=False), said) == ids
-        assert one.guard._probed.keys() == {(layer, side) for layer in range(6) for side in "KV"}
-        assert generated(session(folders["dead_head"], said), said)
-        assert said == []
+        assert generate_ids(session("tiny", warnings, balance=False), warnings) == ids
+        assert one.guard._layer_losses.keys() == {(layer, side) for layer in range(6) for side in "KV"}
+        assert generate_ids(session(folders["dead_head"], warnings), warnings)
+        assert warnings == []
 
     @pytest.mark.parametrize("name", ["outliers", "far_outliers"])
     def test_outliers_are_balanced_and_said_in_one_line(self, folders, name):
-        said, unplanted = [], []
-        ids = generated(session(folders[name], said), said)
-        assert len(said) == 1
-        assert "balanced K of layers 0 to 5" in said[0]
-        assert "V of layers 0 to 5" in said[0]
-        assert "--balance off" in said[0]
-        assert ids == generated(session("tiny", unplanted), unplanted)
+        warnings, plain_warnings = [], []
+        ids = generate_ids(session(folders[name], warnings), warnings)
+        assert len(warnings) == 1
+        assert "balanced K of layers 0 to 5" in warnings[0]
+        assert "V of layers 0 to 5" in warnings[0]
+        assert "--balance off" in warnings[0]
+        assert ids == generate_ids(session("tiny", plain_warnings), plain_warnings)
 
     def test_without_balance_outliers_are_warned_of(self, folders):
-        said = []
-        generated(session(folders["outliers"], said, balance=False), said)
-        assert any("logits are off" in line for line in said)
-        assert all("leave balance on" in line and "\n" not in line for line in said)
-        layers = {int(n) for line in said for n in line.split("K of layer")[1].split(" suffers")[0] if n.isdigit()}
+        warnings = []
+        generate_ids(session(folders["outliers"], warnings, balance=False), warnings)
+        assert any("logits are off" in line for line in warnings)
+        assert all("leave balance on" in line and "\n" not in line for line in warnings)
+        layers = {int(n) for line in warnings for n in line.split("K of layer")[1].split(" suffers")[0] if n.isdigit()}
         assert layers >= {0, 1, 2, 5}
 
     def test_without_balance_far_outliers_are_refused_by_their_weights(self, folders):
         with pytest.raises(InputError, match=r"K of layers 0 to 5 suffers in tq4.*V of layers.*--allow-collapse"):
             session(folders["far_outliers"], [], balance=False)
-        said = []
-        assert generated(session(folders["far_outliers"], said, balance=False, allow_collapse=True), said)
-        assert any("suffers" in line for line in said)
+        warnings = []
+        assert generate_ids(session(folders["far_outliers"], warnings, balance=False, allow_collapse=True), warnings)
+        assert any("suffers" in line for line in warnings)
 
     def test_biases_of_some_layers_are_named(self, folders):
-        said = []
-        generated(session(folders["biases"], said), said)
-        assert "balanced K of layers 1 and 4" in said[0]
-        assert any("K of layer" in line and "--kv-skip-layers" in line for line in said[1:])
+        warnings = []
+        generate_ids(session(folders["biases"], warnings), warnings)
+        assert "balanced K of layers 1 and 4" in warnings[0]
+        assert any("K of layer" in line and "--kv-skip-layers" in line for line in warnings[1:])
         with pytest.raises(InputError, match="garbage: K of layers 1 and 4 suffers"):
             session(folders["biases"], [], balance=False)
 
     def test_what_only_the_first_tokens_show_is_refused_before_any_text(self, folders, monkeypatch):
         monkeypatch.setattr(collapse, "expected_losses", lambda *_: [])
-        said, tokens = [], []
-        one = session(folders["huge_biases"], said)
+        warnings, tokens = [], []
+        one = session(folders["huge_biases"], warnings)
         with pytest.raises(InputError, match=r"K of layers 1 and 4 suffers in tq4.*--kv-skip-layers 1,4"):
             one.generate(PROMPT, max_new_tokens=4, chat=False, on_token=lambda *given: tokens.append(given))
         assert tokens == []
 
     def test_the_advice_helps(self, folders):
-        said = []
-        generated(session(folders["huge_biases"], said, kv=KVSpec("tq4", skip_layers=(1, 4))), said)
-        assert said == []
+        warnings = []
+        generate_ids(session(folders["huge_biases"], warnings, kv=KVSpec("tq4", skip_layers=(1, 4))), warnings)
+        assert warnings == []
 
     def test_a_short_prompt_is_no_proof(self, folders):
-        said = []
-        one = session(folders["biases"], said, balance=False, allow_collapse=True)
-        before = len(said)
-        one.generate("def", max_new_tokens=2, chat=False, on_warning=said.append)
-        assert one.guard._probed == {}
-        assert len(said) == before
+        warnings = []
+        one = session(folders["biases"], warnings, balance=False, allow_collapse=True)
+        before = len(warnings)
+        one.generate("def", max_new_tokens=2, chat=False, on_warning=warnings.append)
+        assert one.guard._layer_losses == {}
+        assert len(warnings) == before
 
     def test_python_warns_unless_told_whom_to_tell(self, folders):
         with pytest.warns(UserWarning, match="balanced K of layers 0 to 5"):
             load(folders["outliers"], executor="reference")
 
     def test_every_executor_runs_a_balanced_model(self, folders):
-        said = []
-        reference_ids = generated(session(folders["outliers"], said), said)
-        ids = load(folders["outliers"], executor="cpu", on_warning=said.append).generate(PROMPT, max_new_tokens=8, chat=False)
+        warnings = []
+        reference_ids = generate_ids(session(folders["outliers"], warnings), warnings)
+        ids = load(folders["outliers"], executor="cpu", on_warning=warnings.append).generate(
+            PROMPT, max_new_tokens=8, chat=False
+        )
         assert ids.completions[0].token_ids == reference_ids
 
 
@@ -143,22 +145,22 @@ class TestLoss:
         }
         guard = collapse.Guard(plan, moments, model.config.attentions[0].scale, allow=True)
         run(model, token_ids(128), guard.table(reference), "tq4")
-        assert expected.keys() == guard._probed.keys()
-        for key, loss in guard._probed.items():
+        assert expected.keys() == guard._layer_losses.keys()
+        for key, loss in guard._layer_losses.items():
             assert 0.5 < expected[key] / loss.amount < 2.0, key
 
     def test_a_logit_is_off_by_what_the_error_of_its_key_says(self):
         generator = torch.Generator().manual_seed(0)
         k, q = torch.randn(2, 8, 32, generator=generator), torch.randn(5, 6, 32, generator=generator)
         error = torch.randn(2, 8, 32, generator=generator)
-        found = logit_errors(error, q, 0.25)
+        errors = logit_errors(error, q, 0.25)
         for head in range(2):
             rows = []
             for token in range(5):
                 for query in range(3):
-                    exact, stored = ((x[head] @ q[token, 3 * head + query]) * 0.25 for x in (k, k + error))
-                    rows.append((stored - exact) - (stored - exact).mean())
-            assert torch.allclose(found[head], torch.stack(rows).square().mean(0).sqrt(), atol=1e-5)
+                    exact, approx = ((x[head] @ q[token, 3 * head + query]) * 0.25 for x in (k, k + error))
+                    rows.append((approx - exact) - (approx - exact).mean())
+            assert torch.allclose(errors[head], torch.stack(rows).square().mean(0).sqrt(), atol=1e-5)
 
     def test_channels_count_by_their_use(self):
         x, error = torch.ones(1, 4, 2), torch.tensor([[[3.0, 0.1]] * 4])
@@ -175,22 +177,22 @@ class TestLoss:
         generator = torch.Generator().manual_seed(2)
         k, q = torch.randn(2, 64, 128, generator=generator), torch.randn(64, 4, 128, generator=generator)
         k[:, 0] *= 100
-        found = collapse.key_loss(formats.get("tq4"), 0, k, q, 128**-0.5)
-        assert found.suffers
-        assert found.of_sinks
-        assert "--kv-sink 4" in collapse.describe([found])
+        loss = collapse.key_loss(formats.get("tq4"), 0, k, q, 128**-0.5)
+        assert loss.suffers
+        assert loss.in_sinks
+        assert "--kv-sink 4" in collapse.describe([loss])
         assert not collapse.key_loss(formats.get("tq4"), 0, k, q, 128**-0.5, sink=4).suffers
-        assert not replace(found, amount=0.1).suffers
+        assert not replace(loss, amount=0.1).suffers
 
 
-@pytest.mark.parametrize("collapsed", [1, 2])
-def test_text_collapses_where_a_quarter_of_the_layers_does(collapsed):
+@pytest.mark.parametrize("count", [1, 2])
+def test_text_collapses_where_a_quarter_of_the_layers_does(count):
     """As Qwen2.5-Coder-0.5B shows, a few layers that lose their keys' biases are no garbage."""
-    guard, said = collapse.Guard(KVSpec("tq4").plan(8), {}, 0.1), []
-    losses = [collapse.Loss(layer, "K", "tq4", collapse.LOGITS, 8.3) for layer in range(collapsed)]
-    if collapsed == 1:
-        guard._judge(losses, said.append)
-        assert said == [f"K of layer 0 suffers in tq4: logits are off by 8.3 nats; {said[0].split('; ')[1]}"]
+    guard, warnings = collapse.Guard(KVSpec("tq4").plan(8), {}, 0.1), []
+    losses = [collapse.Loss(layer, "K", "tq4", collapse.LOGITS, 8.3) for layer in range(count)]
+    if count == 1:
+        guard._judge(losses, warnings.append)
+        assert warnings == [f"K of layer 0 suffers in tq4: logits are off by 8.3 nats; {warnings[0].split('; ')[1]}"]
         return
     with pytest.raises(InputError, match="text would be garbage: K of layers 0 and 1 suffers"):
-        guard._judge(losses, said.append)
+        guard._judge(losses, warnings.append)

@@ -35,12 +35,12 @@ def drafting(session, spec):
 @pytest.fixture(scope="module")
 def plain():
     @cache
-    def of(name):
+    def baseline(name):
         session = tq.load(name, executor="cpu")
-        given = prompts(session, 50)
-        return session, given, session.generate(given, max_new_tokens=200, sampling=Sampling(), keep=True)
+        texts = prompts(session, 50)
+        return session, texts, session.generate(texts, max_new_tokens=200, sampling=Sampling(), keep=True)
 
-    return of
+    return baseline
 
 
 @pytest.mark.drafts_long
@@ -50,13 +50,13 @@ def plain():
     ids=lambda given: getattr(given, "name", given),
 )
 def test_fifty_texts_of_two_hundred_tokens_are_those_without_drafts(plain, name, spec, capsys, monkeypatch):
-    session, given, expected = plain(name)
+    session, texts, expected = plain(name)
     # A recurrent state keeps as many versions as tokens may be taken back, which a model is loaded with.
-    drafted = load(name, executor="cpu", draft=spec) if session.config.state_shapes else drafting(session, spec)
+    draft_session = load(name, executor="cpu", draft=spec) if session.config.state_shapes else drafting(session, spec)
     # Most steps draft, whether it pays or not, and some pause.
     draw = random.Random(0)
     monkeypatch.setattr(Pace, "tokens", lambda self, *_: draw.choice([0, 1, 2, self._most, self._most]))
-    result = drafted.generate(given, max_new_tokens=200, sampling=Sampling(), keep=True)
+    result = draft_session.generate(texts, max_new_tokens=200, sampling=Sampling(), keep=True)
     with capsys.disabled():
         print(f"\n{result.drafting.describe()}")
     assert result.drafting.accepted > 0
@@ -83,6 +83,6 @@ def test_elsewhere_texts_part_at_near_ties_alone(executor, count, new_tokens):
         pytest.importorskip("onnxruntime", reason="ONNX Runtime is not installed")
     session = tq.load("tiny", executor=executor)
     texts = [session.tokenizer.decode(ids) for ids in prompts(session, count)]
-    found = greedy_diff(session, drafting(session, DraftSpec("ngram")), texts, dtype="float32", max_new_tokens=new_tokens)
-    assert not found.faulty, found.unexplained
-    assert all(row.divergence is None or row.divergence.near_tie for row in found.prompts)
+    diff = greedy_diff(session, drafting(session, DraftSpec("ngram")), texts, dtype="float32", max_new_tokens=new_tokens)
+    assert not diff.faulty, diff.unexplained
+    assert all(row.divergence is None or row.divergence.near_tie for row in diff.prompts)

@@ -8,23 +8,23 @@ import pytest
 from haarkv.engine.draft_pace import AHEAD, GAPS, PLAIN, SHARE, Experience, Pace
 
 
-def driven(steps, cost, share, *, most=4, experience=None, seed=0, behind=0):
+def simulate(steps, cost, share, *, most=4, experience=None, seed=0, backlog=0):
     """A run of a number of tokens: `cost(n)` seconds a step with n drafts, 1 without, each taken with `share(tokens so far)`.
 
     Returns:
         the time over that without drafts, what was drafted in each step, and the pace.
     """
     draw, pace = random.Random(seed), Pace(most, experience or Experience())
-    elapsed, came, chosen = 0.0, 0, []
+    seconds, came, counts = 0.0, 0, []
     while came < steps:
-        wanted = pace.tokens(steps - came, behind)
-        count = min(wanted, steps - came - 1)
-        taken = next((i for i in range(count) if draw.random() >= share(came)), count)
-        reading = behind * 0.1 if count else 0.0
-        pace.took(cost(count), wanted, [(count, taken)], reading, behind if count else 0)
-        elapsed, came = elapsed + cost(count) + reading, came + 1 + taken
-        chosen.append(count)
-    return elapsed / steps, chosen, pace
+        limit = pace.tokens(steps - came, backlog)
+        count = min(limit, steps - came - 1)
+        num_accepted = next((i for i in range(count) if draw.random() >= share(came)), count)
+        reading = backlog * 0.1 if count else 0.0
+        pace.took(cost(count), limit, [(count, num_accepted)], reading, backlog if count else 0)
+        seconds, came = seconds + cost(count) + reading, came + 1 + num_accepted
+        counts.append(count)
+    return seconds / steps, counts, pace
 
 
 def dear(count):
@@ -40,39 +40,39 @@ def cheap(count):
 @pytest.mark.parametrize("share", [0.0, 0.1])
 def test_a_draft_that_does_not_pay_costs_two_percent_at_most(steps, cost, share):
     for seed in range(20):
-        ratio, chosen, pace = driven(steps, cost, lambda _: share, seed=seed)
+        ratio, counts, pace = simulate(steps, cost, lambda _: share, seed=seed)
         assert ratio <= 1 + SHARE + 1e-9
         assert pace.ledger == pytest.approx(steps - ratio * steps)
         assert pace.spent == pytest.approx(ratio * steps)
     if steps == 1000:
-        assert any(chosen)
+        assert any(counts)
         assert pace.describe().startswith("turned itself off: does not pay here, trials took 0.")
 
 
 def test_a_text_that_ends_early_loses_what_was_allowed_ahead_at_most():
     """A run of 1,000 tokens that ends after any number of them."""
-    pace, elapsed, lost = Pace(4, Experience()), 0.0, []
+    pace, seconds, losses = Pace(4, Experience()), 0.0, []
     for came in range(200):
         count = pace.tokens(1000 - came)
         pace.took(dear(count), count, [(count, 0)])
-        elapsed += dear(count)
-        lost.append(elapsed - came - 1)
-        assert lost[-1] <= SHARE * (came + 1 + AHEAD)
-    assert max(lost) > 0
+        seconds += dear(count)
+        losses.append(seconds - came - 1)
+        assert losses[-1] <= SHARE * (came + 1 + AHEAD)
+    assert max(losses) > 0
 
 
 def test_what_costs_more_than_was_earned_waits():
     """A trial may lose 2 steps' time: the steps so far and those ahead must be 100."""
-    _, chosen, _ = driven(1000, lambda n: 1 + 2.0 * n, lambda _: 0.0, experience=Experience(costs={1: deque([3.0])}))
-    assert chosen.index(1) == 2 / SHARE - AHEAD
+    _, counts, _ = simulate(1000, lambda n: 1 + 2.0 * n, lambda _: 0.0, experience=Experience(costs={1: deque([3.0])}))
+    assert counts.index(1) == 2 / SHARE - AHEAD
 
 
 def test_a_draft_that_pays_is_used_within_a_few_steps():
     for seed in range(20):
-        ratio, chosen, pace = driven(128, cheap, lambda _: 0.9, seed=seed)
-        assert chosen[:PLAIN] == [0] * PLAIN
-        assert chosen[PLAIN] == 1, "the first trial is the cheapest"
-        assert max(chosen[: PLAIN + 6]) == 4
+        ratio, counts, pace = simulate(128, cheap, lambda _: 0.9, seed=seed)
+        assert counts[:PLAIN] == [0] * PLAIN
+        assert counts[PLAIN] == 1, "the first trial is the cheapest"
+        assert max(counts[: PLAIN + 6]) == 4
         assert ratio < 0.55  # 0.39 of decoding alone is what 4 drafts a step give
         assert "4 a step by measured gain" in pace.describe()
 
@@ -83,65 +83,65 @@ def test_the_number_that_pays_most_is_found():
         (lambda n: 1 + 0.05 * n, (0.9, 0.9, 0.9, 0.9), 4),
         (lambda n: 1 + 0.3 * n, (0.8, 0.05, 0.05, 0.05), 1),
     ):
-        draw, pace, chosen = random.Random(1), Pace(4, Experience()), []
+        draw, pace, counts = random.Random(1), Pace(4, Experience()), []
         for _ in range(300):
             count = pace.tokens(1000)
             pace.took(cost(count), count, [(count, next((i for i in range(count) if draw.random() >= shares[i]), count))])
-            chosen.append(count)
-        assert sorted(chosen[40:])[130] == best
+            counts.append(count)
+        assert sorted(counts[40:])[130] == best
 
 
 def test_an_interruption_does_not_end_drafts_that_pay():
     """The first trial takes 40 times as long as it should, and later so does one step in ten."""
     for seed in range(10):
-        draw, pace, chosen = random.Random(seed), Pace(4, Experience()), []
+        draw, pace, counts = random.Random(seed), Pace(4, Experience()), []
         for _ in range(400):
             count = pace.tokens(1000)
-            taken = next((i for i in range(count) if draw.random() >= 0.8), count)
-            slow = 40 if (count and not any(chosen)) or draw.random() < 0.1 else 1
-            pace.took(slow * cheap(count), count, [(count, taken)])
-            chosen.append(count)
-        assert chosen.index(1) == PLAIN
-        assert sum(chosen[200:]) / 200 > 2.5
+            num_accepted = next((i for i in range(count) if draw.random() >= 0.8), count)
+            slow = 40 if (count and not any(counts)) or draw.random() < 0.1 else 1
+            pace.took(slow * cheap(count), count, [(count, num_accepted)])
+            counts.append(count)
+        assert counts.index(1) == PLAIN
+        assert sum(counts[200:]) / 200 > 2.5
 
 
 def test_a_draft_that_comes_to_pay_is_found():
     for seed in range(10):
-        _, chosen, pace = driven(2000, cheap, lambda came: 0.95 if came > 1100 else 0.0, seed=seed)
-        late = next(step for step, count in enumerate(chosen) if step > 1100 and count == 4)
+        _, counts, pace = simulate(2000, cheap, lambda came: 0.95 if came > 1100 else 0.0, seed=seed)
+        late = next(step for step, count in enumerate(counts) if step > 1100 and count == 4)
         assert late <= 1100 + 2 * GAPS[1]
         assert pace.ledger > 0
 
 
 def test_a_draft_that_stops_paying_is_dropped():
     for seed in range(10):
-        _, chosen, pace = driven(1200, cheap, lambda came: 0.95 if came < 400 else 0.0, seed=seed)
-        came = next(step for step in range(len(chosen)) if step + sum(chosen[:step]) > 400)
-        assert chosen[came - 40 : came].count(4) > 30
-        assert sum(map(bool, chosen[came + 80 :])) <= 16, "a few trials"
+        _, counts, pace = simulate(1200, cheap, lambda came: 0.95 if came < 400 else 0.0, seed=seed)
+        came = next(step for step in range(len(counts)) if step + sum(counts[:step]) > 400)
+        assert counts[came - 40 : came].count(4) > 30
+        assert sum(map(bool, counts[came + 80 :])) <= 16, "a few trials"
         assert "turned itself off" in pace.describe()
 
 
 def test_what_a_run_has_shown_the_next_one_knows():
     good, bad = Experience(), Experience()
-    driven(128, cheap, lambda _: 0.9, experience=good)
-    driven(128, dear, lambda _: 0.0, experience=bad)
+    simulate(128, cheap, lambda _: 0.9, experience=good)
+    simulate(128, dear, lambda _: 0.0, experience=bad)
     assert (good.hopeful, bad.hopeful, Experience().hopeful) == (True, False, True)
-    _, chosen, _ = driven(32, cheap, lambda _: 0.9, experience=good)
-    assert chosen[PLAIN] == 4, "at once"
-    ratio, chosen, pace = driven(32, dear, lambda _: 0.0, experience=bad)
-    assert not any(chosen)
+    _, counts, _ = simulate(32, cheap, lambda _: 0.9, experience=good)
+    assert counts[PLAIN] == 4, "at once"
+    ratio, counts, pace = simulate(32, dear, lambda _: 0.0, experience=bad)
+    assert not any(counts)
     assert ratio == 1
     assert "turned itself off" in pace.describe()
 
 
 def test_what_was_missed_is_read_only_if_the_time_for_it_was_earned():
-    known = Experience(reading=0.1)  # seconds a token
-    _, chosen, pace = driven(40, dear, lambda _: 0.0, experience=known, behind=20)
-    assert not any(chosen), "20 tokens take 2 steps' time; 50 steps have earned 1"
+    experience = Experience(reading=0.1)  # seconds a token
+    _, counts, pace = simulate(40, dear, lambda _: 0.0, experience=experience, backlog=20)
+    assert not any(counts), "20 tokens take 2 steps' time; 50 steps have earned 1"
     assert "not tried" in pace.describe()
-    ratio, chosen, _ = driven(400, dear, lambda _: 0.0, experience=known, behind=20)
-    assert any(chosen)
+    ratio, counts, _ = simulate(400, dear, lambda _: 0.0, experience=experience, backlog=20)
+    assert any(counts)
     assert ratio <= 1 + SHARE
 
 

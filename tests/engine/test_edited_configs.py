@@ -15,7 +15,7 @@ from transformers_judge import saved_random
 
 import tq
 from haarkv.engine.conversations import Conversations
-from haarkv.engine.plans import plan_for, shape_of
+from haarkv.engine.plans import plan_for, shape_signature
 from haarkv.models.catalog import read_config
 from haarkv.models.families import FAMILIES
 from haarkv.tq_ops.errors import InputError
@@ -56,12 +56,12 @@ def same(one, other):
     )
 
 
-def opened(folder, **more):
+def open_session(folder, **more):
     return tq.load(folder, kv="tq4", executor="reference", allow_collapse=True, on_warning=lambda _: None, **more)
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def saved_model(tmp_path_factory):
     """By name: a folder, its config.json, and a file of what it stores of a prompt."""
 
     @cache
@@ -72,14 +72,14 @@ def saved(tmp_path_factory):
         if name == "qwen3":  # as transformers 4 wrote it
             config = config | {"rope_theta": config.pop("rope_parameters")["rope_theta"]}
             (folder / "config.json").write_text(json.dumps(config))
-        session, file = opened(folder), folder / "it.cache"
+        session, file = open_session(folder), folder / "it.cache"
         session.save_cache(file, session.generate([PROMPT], max_new_tokens=1, keep=True).stored[0])
         return folder, config, file
 
     return get
 
 
-def edited(folder, target, config):
+def with_config(folder, target, config):
     """The same weights and tokenizer beside another config.json."""
     target.mkdir(exist_ok=True)
     for file in ("model.safetensors", "tokenizer.json"):
@@ -127,39 +127,41 @@ def with_further(config):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_each_entry_of_the_config_changed_alone_is_refused_or_changes_nothing(saved, tmp_path, name):
+def test_each_entry_of_the_config_changed_alone_is_refused_or_changes_nothing(saved_model, tmp_path, name):
     """Whatever entries the config has; K and V that are reused are those of a fresh run, bit for bit."""
-    folder, config, file = saved(name)
+    folder, config, file = saved_model(name)
     before, outcomes = read_config(folder), {}
-    for entry, changed in (*edits(config), *with_further(config)):
-        other = edited(folder, tmp_path / "m", changed)
+    for entry, edit in (*edits(config), *with_further(config)):
+        other = with_config(folder, tmp_path / "m", edit)
         try:
             if read_config(other) == before:
                 outcomes[entry] = "the same model"
                 continue
-            session = opened(other)
+            session = open_session(other)
         except InputError:
             outcomes[entry] = "no model"
             continue
         try:
-            stored = session.load_cache(file)
+            sequence = session.load_cache(file)
         except InputError as error:
             outcomes[entry] = str(error)
             continue
-        fresh, went_on = (session.generate([PROMPT], max_new_tokens=4, stored=of, keep=True) for of in (None, stored))
+        fresh, went_on = (
+            session.generate([PROMPT], max_new_tokens=4, stored=prefix, keep=True) for prefix in (None, sequence)
+        )
         assert went_on.completions[0].token_ids == fresh.completions[0].token_ids, entry
         assert same(went_on.stored[0], fresh.stored[0]), entry
         outcomes[entry] = "taken"
-    said = {entry: words for entry, words in outcomes.items() if "prefill again" in words}
-    assert not any("\n" in words for words in said.values())
-    assert "rms_norm_eps=2e-06" in said
-    assert any("rope.theta" in words for words in said.values())
+    refusals = {entry: words for entry, words in outcomes.items() if "prefill again" in words}
+    assert not any("\n" in words for words in refusals.values())
+    assert "rms_norm_eps=2e-06" in refusals
+    assert any("rope.theta" in words for words in refusals.values())
     assert outcomes["max_position_embeddings=1024"] == "taken"
 
 
-def test_what_differs_is_named_in_commands_and_conversations(saved, tmp_path, monkeypatch, capsys):
-    folder, config, file = saved("qwen3")
-    first = Conversations(opened(folder), 10**9, tmp_path / "c")
+def test_what_differs_is_named_in_commands_and_conversations(saved_model, tmp_path, monkeypatch, capsys):
+    folder, config, file = saved_model("qwen3")
+    first = Conversations(open_session(folder), 10**9, tmp_path / "c")
     first.generate("a", PROMPT, max_new_tokens=2)
     first.save()
     monkeypatch.chdir(tmp_path)
@@ -168,76 +170,76 @@ def test_what_differs_is_named_in_commands_and_conversations(saved, tmp_path, mo
     assert main(["chat", "--model", str(folder), "--session", "chat", *chat]) == 0
     capsys.readouterr()
     for name, change in EDITS.items():
-        other = str(edited(folder, tmp_path / "m", config | change))
+        other = str(with_config(folder, tmp_path / "m", config | change))
         for line in (
             ["generate", "--model", other, "--load-cache", str(file), *chat],
             ["chat", "--model", other, "--session", "chat", *chat],
         ):
             assert_refused((main(line), *capsys.readouterr()), "was made " + WORDS[name], ": prefill again")
-        second = Conversations(session := opened(other), 10**9, tmp_path / "c")
+        second = Conversations(session := open_session(other), 10**9, tmp_path / "c")
         with pytest.warns(UserWarning, match=r"was made with .*; the conversation is computed again"):
             answer = second.generate("a", PROMPT, max_new_tokens=2)
         assert answer.completions[0].token_ids == session.generate([PROMPT], max_new_tokens=2).completions[0].token_ids
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_a_plan_and_learned_keys_of_another_declaration_are_refused(saved, tmp_path, capsys, name):
-    folder, config, _ = saved("qwen3")
-    plan, learned = tmp_path / "plan.json", write_calibration(tmp_path / "it.safetensors", folder)
-    plan_file.save(plan, KVSpec("tq5").plan(2), shape_of(read_config(folder)))
-    other = str(edited(folder, tmp_path / "m", config | EDITS[name]))
-    given = ["generate", "--model", other, "--prompt", "def", "--executor", "reference"]
-    for more, made in (
+def test_a_plan_and_learned_keys_of_another_declaration_are_refused(saved_model, tmp_path, capsys, name):
+    folder, config, _ = saved_model("qwen3")
+    plan, calibration = tmp_path / "plan.json", write_calibration(tmp_path / "it.safetensors", folder)
+    plan_file.save(plan, KVSpec("tq5").plan(2), shape_signature(read_config(folder)))
+    other = str(with_config(folder, tmp_path / "m", config | EDITS[name]))
+    args = ["generate", "--model", other, "--prompt", "def", "--executor", "reference"]
+    for more, kind in (
         (["--kv-plan", str(plan)], "plan"),
-        (["--calibration", str(learned), "--kv", "k=lr3,v=tq4"], "calibration"),
+        (["--calibration", str(calibration), "--kv", "k=lr3,v=tq4"], "calibration"),
     ):
-        remedy = {"plan": "run `tq plan` on this model", "calibration": "run `tq calibrate` on this model"}[made]
-        assert_refused((main([*given, *more]), *capsys.readouterr()), f"the {made} was made {WORDS[name]}", remedy)
+        remedy = {"plan": "run `tq plan` on this model", "calibration": "run `tq calibrate` on this model"}[kind]
+        assert_refused((main([*args, *more]), *capsys.readouterr()), f"the {kind} was made {WORDS[name]}", remedy)
 
 
-def test_a_remembered_choice_is_that_of_its_declaration(saved, tmp_path):
+def test_a_remembered_choice_is_that_of_its_declaration(saved_model, tmp_path):
     """Even where an edit leaves the file's size and time as they were."""
-    folder, config, _ = saved("qwen3")
-    other = edited(folder, tmp_path / "m", config)
+    folder, config, _ = saved_model("qwen3")
+    other = with_config(folder, tmp_path / "m", config)
     before, times = remembered.file_for(str(other), 0.1), (other / "config.json").stat()
-    edited(folder, other, config | {"rms_norm_eps": 2e-06})
+    with_config(folder, other, config | {"rms_norm_eps": 2e-06})
     os.utime(other / "config.json", ns=(times.st_atime_ns, times.st_mtime_ns))
     assert (other / "config.json").stat().st_size == times.st_size
     assert remembered.file_for(str(other), 0.1) != before
 
 
-def test_files_that_say_nothing_of_a_declaration_are_taken_with_one_line(saved, tmp_path, monkeypatch, capsys):
-    folder, _, file = saved("qwen3")
-    stored, origin = cache_file.load(file)
-    undeclared = replace(origin.shape, declaration="")
-    cache_file.save(tmp_path / "old.cache", stored, replace(origin, shape=undeclared))
-    plan_file.save(tmp_path / "old.json", KVSpec("tq4").plan(2), undeclared)
+def test_files_that_say_nothing_of_a_declaration_are_taken_with_one_line(saved_model, tmp_path, monkeypatch, capsys):
+    folder, _, file = saved_model("qwen3")
+    sequence, origin = cache_file.load(file)
+    bare_shape = replace(origin.shape, declaration="")
+    cache_file.save(tmp_path / "old.cache", sequence, replace(origin, shape=bare_shape))
+    plan_file.save(tmp_path / "old.json", KVSpec("tq4").plan(2), bare_shape)
     monkeypatch.chdir(tmp_path)
-    given = ["generate", "--model", str(folder), "--executor", "reference", "--max-new-tokens", "2", "--allow-collapse"]
+    args = ["generate", "--model", str(folder), "--executor", "reference", "--max-new-tokens", "2", "--allow-collapse"]
     words = "does not say how its model was configured; if config.json has changed since, "
-    for more, said in (
+    for more, warning in (
         (["--kv", "tq4", "--load-cache", "old.cache"], f"old.cache {words}prefill again"),
         (["--kv-plan", "old.json", "--prompt", "def"], f"the plan {words}run `tq plan` on this model"),
     ):
-        assert main([*given, *more]) == 0
-        assert f"tq: warning: {said}\n" in capsys.readouterr().err
+        assert main([*args, *more]) == 0
+        assert f"tq: warning: {warning}\n" in capsys.readouterr().err
 
 
-def test_what_changes_no_number_changes_no_declaration(saved):
+def test_what_changes_no_number_changes_no_declaration(saved_model):
     """Drafts, on or off; more versions of a state; tokens that end a text."""
     for name in MODELS:
-        config = read_config(saved(name)[0])
+        config = read_config(saved_model(name)[0])
         for other in (config.for_drafts(5), replace(config, eos_token_ids=(1,), max_position_embeddings=8192)):
-            assert shape_of(other) == shape_of(config)
-    hybrid, file = opened(saved("hybrid")[0]), saved("hybrid")[2]
+            assert shape_signature(other) == shape_signature(config)
+    hybrid, file = open_session(saved_model("hybrid")[0]), saved_model("hybrid")[2]
     drafting = replace(hybrid, config=hybrid.config.for_drafts(3))
     assert same(drafting.load_cache(file), hybrid.load_cache(file))
-    assert plan_for(KVSpec("tq4", made_for=shape_of(drafting.config)), hybrid.config)
+    assert plan_for(KVSpec("tq4", made_for=shape_signature(drafting.config)), hybrid.config)
 
 
-def test_another_dtype_goes_on_and_the_file_names_the_first(saved):
-    folder, _, file = saved("qwen3")
+def test_another_dtype_goes_on_and_the_file_names_the_first(saved_model):
+    folder, _, file = saved_model("qwen3")
     assert cache_file.read_origin(file)[1].made_by == "reference float32"
-    other = opened(folder, dtype="bfloat16")
+    other = open_session(folder, dtype="bfloat16")
     result = other.generate([], stored=other.load_cache(file), max_new_tokens=1)
     assert result.completions[0].reused_tokens == len(PROMPT)

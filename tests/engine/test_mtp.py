@@ -71,33 +71,33 @@ class Theirs:
         words.add_tokens([f"<{row}>" for row in range(257, 300)])  # transformers draws rows without a token, too
         words.save(str(folder / "tokenizer.json"))
 
-    def normed(self, x, name):
+    def norm(self, x, name):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (1 + self.norms[name])
 
     @torch.inference_mode()
-    def drafted(self, text, count, read=READ):
+    def draft_logits(self, text, count, read=READ):
         """Logits [count, vocab] of `count` drafts behind a text: all states anew for each, the model's first, the newest."""
         hidden = self.model.model(input_ids=torch.tensor([text])).last_hidden_state[0][:-1][-read:]
         tokens, logits = list(text[1:])[-read:], []
         for _ in range(count):
-            embedded = self.model.model.embed_tokens(torch.tensor(tokens))
-            both = torch.cat([self.normed(embedded, "pre_fc_norm_embedding"), self.normed(hidden, "pre_fc_norm_hidden")], -1)
-            out = self.normed(self.of_transformers(both @ self.fc.T), "norm")
+            embeddings = self.model.model.embed_tokens(torch.tensor(tokens))
+            both = torch.cat([self.norm(embeddings, "pre_fc_norm_embedding"), self.norm(hidden, "pre_fc_norm_hidden")], -1)
+            out = self.norm(self.run_layer(both @ self.fc.T), "norm")
             logits.append(self.model.lm_head(out[-1]))
             tokens.append(int(logits[-1].argmax()))
             hidden = torch.cat([hidden, out[-1:]])
         return torch.stack(logits)
 
-    def of_transformers(self, x):
+    def run_layer(self, x):
         length = len(x)
         mask = torch.full((length, length), -torch.inf).triu(1)[None, None]
         rope = self.model.model.rotary_emb(x[None], torch.arange(length)[None])
-        found = self.layer(x[None], position_embeddings=rope, attention_mask=mask)
-        return (found[0] if isinstance(found, tuple) else found)[0]
+        output = self.layer(x[None], position_embeddings=rope, attention_mask=mask)
+        return (output[0] if isinstance(output, tuple) else output)[0]
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def saved_model(tmp_path_factory):
     @cache
     def get(name):
         theirs, folder = Theirs(name), tmp_path_factory.mktemp(name)
@@ -114,34 +114,34 @@ def session(folder, draft=None, executor="cpu"):
 @pytest.fixture
 def proposals(monkeypatch):
     """(text, proposal) of each sequence that was asked, in order; in five steps of six as many as may be, then none."""
-    seen, right = [], MTPDrafter.propose
+    pairs, right = [], MTPDrafter.propose
 
     def propose(self, texts, most):
-        made = right(self, texts, most)
-        seen.extend((list(texts[index]), proposal) for index, proposal in made.items())
-        return made
+        new_proposals = right(self, texts, most)
+        pairs.extend((list(texts[index]), proposal) for index, proposal in new_proposals.items())
+        return new_proposals
 
     monkeypatch.setattr(MTPDrafter, "propose", propose)
     turns = itertools.cycle([True] * 5 + [False])
     monkeypatch.setattr(Pace, "tokens", lambda self, *_: self._most * next(turns))
-    return seen
+    return pairs
 
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("executor", ["cpu", "reference"])
-def test_its_drafts_are_those_of_transformers_own_layer(saved, proposals, name, executor):
-    theirs, folder = saved(name)
+def test_its_drafts_are_those_of_transformers_own_layer(saved_model, proposals, name, executor):
+    theirs, folder = saved_model(name)
     session(folder, DraftSpec("mtp", 3, "fp32"), executor).generate(PROMPTS, max_new_tokens=8, sampling=Sampling())
     assert len(proposals) >= 6
     for text, proposal in proposals:
-        logits = theirs.drafted(text, len(proposal.token_ids))
+        logits = theirs.draft_logits(text, len(proposal.token_ids))
         assert proposal.token_ids == logits.argmax(-1).tolist(), text
     assert max(len(proposal.token_ids) for _, proposal in proposals) == 3
 
 
 @pytest.mark.parametrize(("name", "kind"), [("qwen3_5", "F32"), ("qwen3_5_moe", "F32"), ("qwen3_5", "Q8_0")])
-def test_a_gguf_file_drafts_as_the_folder_it_was_made_of(saved, proposals, tmp_path, name, kind):
-    theirs, folder = saved(name)
+def test_a_gguf_file_drafts_as_the_folder_it_was_made_of(saved_model, proposals, tmp_path, name, kind):
+    theirs, folder = saved_model(name)
     architecture = "qwen35" if name == "qwen3_5" else "qwen35moe"
     special = tuple(f"<|{number}|>" for number in range(38))
     path = convert(
@@ -149,22 +149,22 @@ def test_a_gguf_file_drafts_as_the_folder_it_was_made_of(saved, proposals, tmp_p
         {f"{architecture}.full_attention_interval": 2}, byte_vocabulary(special=special),
     )  # fmt: skip
     drafting = session(path, DraftSpec("mtp", 3, "fp32"))
-    drafted = drafting.generate(PROMPTS, max_new_tokens=8, sampling=Sampling())
+    draft_result = drafting.generate(PROMPTS, max_new_tokens=8, sampling=Sampling())
     plain = session(path).generate(PROMPTS, max_new_tokens=8, sampling=Sampling())
-    assert [done.token_ids for done in drafted.completions] == [done.token_ids for done in plain.completions]
+    assert [done.token_ids for done in draft_result.completions] == [done.token_ids for done in plain.completions]
     assert len(proposals) >= 6
     if kind == "F32":
         for text, proposal in proposals:
-            assert proposal.token_ids == theirs.drafted(text, len(proposal.token_ids)).argmax(-1).tolist(), text
+            assert proposal.token_ids == theirs.draft_logits(text, len(proposal.token_ids)).argmax(-1).tolist(), text
         return
     # Blocks stay as the file has them in the drafting layer too, and are multiplied with within the bound of blocks.
     model = load_model(path, keep_blocks=True)
-    lent = {EMBEDDING: model.weights.embedding, HEAD: model.weights.lm_head}
-    kept, restored = (load_mtp(path, model.config, torch.float32, lent, keep) for keep in (True, False))
-    assert isinstance(kept.fc, Blocks)
-    assert isinstance(kept.model.weights.layers[0].matrix("down_proj"), Blocks)
-    assert torch.equal(dense(kept.fc), restored.fc)
-    torch.testing.assert_close(restored.fc, theirs.fc, atol=0.01, rtol=0)
+    shared_weights = {EMBEDDING: model.weights.embedding, HEAD: model.weights.lm_head}
+    block_layer, restored_layer = (load_mtp(path, model.config, torch.float32, shared_weights, keep) for keep in (True, False))
+    assert isinstance(block_layer.fc, Blocks)
+    assert isinstance(block_layer.model.weights.layers[0].matrix("down_proj"), Blocks)
+    assert torch.equal(dense(block_layer.fc), restored_layer.fc)
+    torch.testing.assert_close(restored_layer.fc, theirs.fc, atol=0.01, rtol=0)
 
 
 def with_settings(folder, to, **more):
@@ -175,27 +175,27 @@ def with_settings(folder, to, **more):
     return to / "said"
 
 
-def test_the_distributions_that_it_draws_from_are_its_own(saved, proposals):
-    theirs, folder = saved("qwen3_5")
+def test_the_distributions_that_it_draws_from_are_its_own(saved_model, proposals):
+    theirs, folder = saved_model("qwen3_5")
     ours = session(folder, DraftSpec("mtp", 2, "fp32"))
     ours.generate(PROMPTS, max_new_tokens=6, sampling=Sampling(temperature=0.7, seed=3))
     assert proposals
     for text, proposal in proposals:
-        expected = (theirs.drafted(text, 1)[0] / 0.7).softmax(-1)
+        expected = (theirs.draft_logits(text, 1)[0] / 0.7).softmax(-1)
         torch.testing.assert_close(proposal.probabilities[0].float(), expected, rtol=1e-3, atol=1e-5)
         assert proposal.probabilities[0][proposal.token_ids[0]] > 0
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_greedy_text_and_states_are_those_without(saved, proposals, name):
-    folder, found = saved(name)[1], []
+def test_greedy_text_and_states_are_those_without(saved_model, proposals, name):
+    folder, runs = saved_model(name)[1], []
     for draft in (None, DraftSpec("mtp", 4)):
         result = session(folder, draft).generate(PROMPTS, max_new_tokens=30, keep=True, sampling=Sampling())
-        found.append(
-            [(done.token_ids, stored.tensors) for done, stored in zip(result.completions, result.stored, strict=True)]
+        runs.append(
+            [(done.token_ids, sequence.tensors) for done, sequence in zip(result.completions, result.stored, strict=True)]
         )
-    for (plain, before), (drafted, after) in zip(*found, strict=True):
-        assert plain == drafted
+    for (plain, before), (draft_ids, after) in zip(*runs, strict=True):
+        assert plain == draft_ids
         for key in before:
             if key.endswith((".delta", ".conv")):  # of the newest token; drafts keep older ones as well
                 assert torch.equal(before[key][-1], after[key][-1])
@@ -207,48 +207,48 @@ def test_greedy_text_and_states_are_those_without(saved, proposals, name):
     assert result.drafting.shared_bytes == 2 * 4 * 300 * 64
 
 
-def test_a_prompt_in_chunks_and_a_reused_prefix_are_followed(saved, proposals, monkeypatch):
+def test_a_prompt_in_chunks_and_a_reused_prefix_are_followed(saved_model, proposals, monkeypatch):
     import haarkv.engine.generation as generation
 
-    folder = saved("qwen3_5")[1]
+    folder = saved_model("qwen3_5")[1]
     ours = session(folder, DraftSpec("mtp", 2))
     whole = ours.generate([TEXT], max_new_tokens=12, keep=True, sampling=Sampling())
     monkeypatch.setattr(generation.prefill_in_chunks, "__defaults__", (5, None, 0))
     pieces = ours.generate([TEXT], max_new_tokens=12, sampling=Sampling())
     assert pieces.completions[0].token_ids == whole.completions[0].token_ids
-    (stored,) = whole.stored
-    more = [*stored.token_ids, 7, 8]
-    again = ours.generate([more], max_new_tokens=12, stored=stored, sampling=Sampling())
-    assert again.completions[0].reused_tokens == stored.length
+    (sequence,) = whole.stored
+    more = [*sequence.token_ids, 7, 8]
+    again = ours.generate([more], max_new_tokens=12, stored=sequence, sampling=Sampling())
+    assert again.completions[0].reused_tokens == sequence.length
     plain = session(folder).generate([more], max_new_tokens=12, sampling=Sampling())
     assert again.completions[0].token_ids == plain.completions[0].token_ids
     assert again.drafting.proposed > 0
 
 
 @pytest.mark.parametrize("read", [3, 6])
-def test_of_a_long_text_the_newest_states_are_read(saved, proposals, monkeypatch, read):
+def test_of_a_long_text_the_newest_states_are_read(saved_model, proposals, monkeypatch, read):
     """Soon behind the prompt, and after a pause in which more tokens came than are read."""
-    theirs, folder = saved("qwen3_5")
+    theirs, folder = saved_model("qwen3_5")
     monkeypatch.setattr("haarkv.engine.draft_mtp.READ", read)
     turns = itertools.cycle([False, True] + [False] * 8)
     monkeypatch.setattr(Pace, "tokens", lambda self, *_: self._most * next(turns))
     session(folder, DraftSpec("mtp", 3, "fp32")).generate([TEXT], max_new_tokens=40, sampling=Sampling())
     assert len(proposals) >= 3
     for text, proposal in proposals:
-        assert proposal.token_ids == theirs.drafted(text, len(proposal.token_ids), read=read).argmax(-1).tolist(), text
-    short = [theirs.drafted(text, 3, read=read).argmax(-1).tolist() != theirs.drafted(text, 3).argmax(-1).tolist()
+        assert proposal.token_ids == theirs.draft_logits(text, len(proposal.token_ids), read=read).argmax(-1).tolist(), text
+    short = [theirs.draft_logits(text, 3, read=read).argmax(-1).tolist() != theirs.draft_logits(text, 3).argmax(-1).tolist()
              for text, _ in proposals]  # fmt: skip
     assert any(short), "the test would see more states"
 
 
-def test_what_enters_the_layer_goes_where_the_executor_is(saved):
+def test_what_enters_the_layer_goes_where_the_executor_is(saved_model):
     """A GPU's tensors meet no tensor of the host; `meta` stands for one here, and has no numbers."""
-    folder = saved("qwen3_5")[1]
+    folder = saved_model("qwen3_5")[1]
     model = load_model(folder)
-    lent = {EMBEDDING: model.weights.embedding, HEAD: model.weights.lm_head}
-    there = load_mtp(folder, model.config, torch.float32, lent).on(torch.device("meta"))
-    assert {one.device.type for one in (there.fc, there.embedding_norm, there.hidden_norm)} == {"meta"}
-    assert {rope.device.type for rope in there.model.ropes.values()} == {"meta"}
+    shared_weights = {EMBEDDING: model.weights.embedding, HEAD: model.weights.lm_head}
+    on_meta = load_mtp(folder, model.config, torch.float32, shared_weights).on(torch.device("meta"))
+    assert {one.device.type for one in (on_meta.fc, on_meta.embedding_norm, on_meta.hidden_norm)} == {"meta"}
+    assert {rope.device.type for rope in on_meta.model.ropes.values()} == {"meta"}
 
 
 def test_a_model_without_the_layer_is_refused(tmp_path):
@@ -265,8 +265,8 @@ def test_a_model_without_the_layer_is_refused(tmp_path):
         (lambda t: t.update({"mtp.layers.1.mlp.up_proj.weight": torch.zeros(2, 2)}), "which the config does not know"),
     ],
 )
-def test_a_damaged_layer_is_refused_by_name(saved, tmp_path, change, words):
-    folder = saved("qwen3_5")[1]
+def test_a_damaged_layer_is_refused_by_name(saved_model, tmp_path, change, words):
+    folder = saved_model("qwen3_5")[1]
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
@@ -276,8 +276,8 @@ def test_a_damaged_layer_is_refused_by_name(saved, tmp_path, change, words):
         load_mtp(tmp_path, model.config, torch.float32, {EMBEDDING: model.weights.embedding, HEAD: model.weights.lm_head})
 
 
-def test_its_report_is_written(saved, proposals):
-    ours = session(saved("qwen3_5")[1], DraftSpec("mtp", 2))
+def test_its_report_is_written(saved_model, proposals):
+    ours = session(saved_model("qwen3_5")[1], DraftSpec("mtp", 2))
     report = ours.generate(PROMPTS[:1], max_new_tokens=10, sampling=Sampling()).drafting
     assert report.pace
     assert json.loads(json.dumps(report.as_json()))["pace"] == report.pace

@@ -11,41 +11,41 @@ from small_models import small_model
 
 import tq
 from haarkv.engine.generation import generate, tail_chunk
-from haarkv.engine.plans import shape_of
+from haarkv.engine.plans import shape_signature
 from haarkv.executors.catalog import create
 from haarkv.models.base import new_cache
 from haarkv.models.config import Attention, Dense, Layer, ModelConfig, Norm, Rope
 from haarkv.models.layer import DeltaNet
 from haarkv.tq_ops.kv import cache_file
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.shapes import KEPT_ROOM
-from haarkv.tq_ops.kv.stored import requantized
+from haarkv.tq_ops.kv.shapes import WINDOW_ROOM
+from haarkv.tq_ops.kv.stored import requantize
 
 PHASES = [Phase.explicit, Phase.generate]  # what is drawn here is small as it is
 DEFAULT = KVSpec("k=tq6,v=tq4", tail=24, sink=4)
 HEADS = Attention(2, 1, 64, Rope(1e4, 64), 0.125, head_norms=True)
 
 
-def of_mixers(*mixers):
+def mixer_model(*mixers):
     layers = tuple(Layer(mixer, Dense(80), Norm(1e-6, plus_one=True)) for mixer in mixers)
     return small_model(ModelConfig("qwen3_5", layers, 48, 61, Norm(1e-6, plus_one=True), max_position_embeddings=1024))
 
 
 TURNS = {
-    "plain": (of_mixers(HEADS, HEADS), DEFAULT),
-    "groups": (of_mixers(HEADS, HEADS), KVSpec("kivi2", tail=40)),
-    "windows": (of_mixers(replace(HEADS, window=30), HEADS), DEFAULT),
-    "windows alone": (of_mixers(replace(HEADS, window=30), HEADS), KVSpec("tq4")),
-    "states": (of_mixers(DeltaNet(2, 4, 48, 32, versions=2), HEADS), DEFAULT),
+    "plain": (mixer_model(HEADS, HEADS), DEFAULT),
+    "groups": (mixer_model(HEADS, HEADS), KVSpec("kivi2", tail=40)),
+    "windows": (mixer_model(replace(HEADS, window=30), HEADS), DEFAULT),
+    "windows alone": (mixer_model(replace(HEADS, window=30), HEADS), KVSpec("tq4")),
+    "states": (mixer_model(DeltaNet(2, 4, 48, 32, versions=2), HEADS), DEFAULT),
 }
 
 
-def turn(executor, plan, prompt, new, stored=None):
+def turn(executor, plan, prompt, new, prefix=None):
     """An answer, and prompt and answer as they are stored."""
     cache, paging = new_cache(executor.config, plan, sequences=1, tokens=len(prompt) + new, chunk=tail_chunk(executor))
     ends = []
     (done,), _ = generate(
-        executor, cache, paging, [prompt], max_new_tokens=new, max_context=len(prompt) + new, stored=[stored],
+        executor, cache, paging, [prompt], max_new_tokens=new, max_context=len(prompt) + new, stored=[prefix],
         on_end=lambda _, stored: ends.append(stored),
     )  # fmt: skip
     return done, ends[0]
@@ -60,32 +60,32 @@ def test_the_next_turn_goes_on_from_the_end_of_the_prompt_before(executor, name,
     model, spec = TURNS[name]
     plan = spec.plan(model.config.num_layers)
     executor = create(executor, model, plan, None)
-    origin = cache_file.origin_of(plan, shape_of(model.config), "weights")
-    alike = executor.batches_alike and not any(kv_format.to_compare for kv_format in plan.formats)
+    origin = cache_file.sequence_origin(plan, shape_signature(model.config), "weights")
+    batch_invariant = executor.batch_invariant and not any(kv_format.to_compare for kv_format in plan.formats)
 
-    @settings(max_examples=6 if alike else 1, deadline=None, derandomize=True, database=None, phases=PHASES)
+    @settings(max_examples=6 if batch_invariant else 1, deadline=None, derandomize=True, database=None, phases=PHASES)
     @given(
         st.randoms(use_true_random=False), st.integers(1, 330), st.integers(1, 40), st.sampled_from(["end", "before", "any"])
     )
     @example(random.Random(1), 128, 40, "end")
-    @example(random.Random(2), 300, 400 if name == "windows" and alike else 40, "end")
+    @example(random.Random(2), 300, 400 if name == "windows" and batch_invariant else 40, "end")
     @example(random.Random(3), 300, 40, "before")
     def check(draw, length, new, parting):
         prompt = draw.choices(range(61), k=length)
-        stored = turn(executor, plan, prompt, new)[1]
-        cache_file.save(tmp_path / "c", stored, origin, compress=draw.random() < 0.5)
-        common = {"end": length, "before": max(length - 6, 1), "any": draw.randrange(stored.length + 1)}[parting]
-        following = [*stored.token_ids[:common], *draw.choices(range(61), k=30)]
+        sequence = turn(executor, plan, prompt, new)[1]
+        cache_file.save(tmp_path / "c", sequence, origin, compress=draw.random() < 0.5)
+        common = {"end": length, "before": max(length - 6, 1), "any": draw.randrange(sequence.length + 1)}[parting]
+        following = [*sequence.token_ids[:common], *draw.choices(range(61), k=30)]
         done, after = turn(executor, plan, following, 5, cache_file.load_for(tmp_path / "c", origin, plan))
         fresh, expected = turn(executor, plan, following, 5)
         assert done.token_ids == fresh.token_ids
         if common >= length:
             assert done.reused_tokens >= length
-        elif name in ("plain", "states") and parting == "before" and length > KEPT_ROOM:
-            assert done.reused_tokens > length - KEPT_ROOM
-        if not alike:  # its sums follow the cut: this one is cut there as well
+        elif name in ("plain", "states") and parting == "before" and length > WINDOW_ROOM:
+            assert done.reused_tokens > length - WINDOW_ROOM
+        if not batch_invariant:  # its sums follow the cut: this one is cut there as well
             expected = turn(executor, plan, following, 5, turn(executor, plan, prompt, 1)[1])[1]
-        if alike or done.reused_tokens == length:
+        if batch_invariant or done.reused_tokens == length:
             assert after.tensors.keys() == expected.tensors.keys()
             for key, tensor in after.tensors.items():  # of a state other versions may be there beside the newest
                 part = slice(None) if ".k." in key or ".v." in key else -1
@@ -99,13 +99,13 @@ def test_a_turn_s_begin_costs_what_answers_replace_and_no_more():
 
     def earlier(spec, new):
         session = tq.load("tiny", kv=spec, executor="cpu", allow_collapse=True, on_warning=lambda _: None)
-        stored = session.generate([[1, 2, 3]], max_new_tokens=new, keep=True).stored[0]
-        assert stored.nbytes == sum(t.nbytes for t in stored.tensors.values()) + (
-            stored.earlier.nbytes if stored.earlier else 0
+        sequence = session.generate([[1, 2, 3]], max_new_tokens=new, keep=True).stored[0]
+        assert sequence.nbytes == sum(t.nbytes for t in sequence.tensors.values()) + (
+            sequence.earlier.nbytes if sequence.earlier else 0
         )
-        return stored.earlier and stored.earlier.nbytes
+        return sequence.earlier and sequence.earlier.nbytes
 
-    assert earlier(KVSpec("tq4", tail=124, sink=4), 2) == 6 * 2 * 2 * (4 + 124 + KEPT_ROOM) * 128 * 2
+    assert earlier(KVSpec("tq4", tail=124, sink=4), 2) == 6 * 2 * 2 * (4 + 124 + WINDOW_ROOM) * 128 * 2
     assert earlier(KVSpec("tq4", tail=124, sink=4), 1) is None
     assert earlier(KVSpec("tq4", sink=4), 2) is None
     assert earlier(KVSpec("tq4"), 2) is None
@@ -117,12 +117,14 @@ def test_a_turn_s_begin_is_requantized_too(name):
     model, spec = TURNS[name]
     prompt = random.Random(0).choices(range(61), k=250)
     before, after = spec.plan(model.config.num_layers), KVSpec("tq8", tail=9).plan(model.config.num_layers)
-    stored = turn(create("cpu", model, before, None), before, prompt, 60)[1]
-    changed = requantized(stored, before, after, model.config.kv_shapes)
-    cache_file.origin_of(after, shape_of(model.config), "w").require_fits(changed, after, "it")
+    sequence = turn(create("cpu", model, before, None), before, prompt, 60)[1]
+    result = requantize(sequence, before, after, model.config.kv_shapes)
+    cache_file.sequence_origin(after, shape_signature(model.config), "w").require_fits(result, after, "it")
     for layer, shape in enumerate(model.config.kv_shapes):
-        of, was = changed.of_layer(layer), stored.of_layer(layer)
-        assert of.keys() == was.keys() if shape is None else of
-        assert (shape is None) == all(torch.equal(of[field], was[field]) for field in of if field in was and field != "seen")
-    done, _ = turn(create("cpu", model, after, None), after, [*prompt, 1, 2, 3], 4, changed)
+        fields, was = result.layer_tensors(layer), sequence.layer_tensors(layer)
+        assert fields.keys() == was.keys() if shape is None else fields
+        assert (shape is None) == all(
+            torch.equal(fields[field], was[field]) for field in fields if field in was and field != "seen"
+        )
+    done, _ = turn(create("cpu", model, after, None), after, [*prompt, 1, 2, 3], 4, result)
     assert done.reused_tokens == len(prompt)

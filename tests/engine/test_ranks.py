@@ -6,8 +6,8 @@ import pytest
 import torch
 from at_length import MORE, rest
 from bounds import REORDERED_KV, REORDERED_LOGITS
-from ranks import alone, benched, on_ranks, run_small, validated
-from small_models import SMALL, resized
+from ranks import alone, bench_rows, on_ranks, rank_validation, run_small
+from small_models import SMALL, resize_config
 
 from haarkv.benchmarks.decode import Request, measure
 from haarkv.benchmarks.decode_cost import Case, step_cost
@@ -17,22 +17,22 @@ from haarkv.models.catalog import load_model, read_config
 from haarkv.models.parallel import Alone, even_share
 from haarkv.tq_ops.errors import InputError
 
-FOUR = resized(SMALL, num_heads=8, num_kv_heads=4, num_layers=2)
+FOUR = resize_config(SMALL, num_heads=8, num_kv_heads=4, num_layers=2)
 MODELS = {
     "4 KV heads on 2": (2, FOUR),
     "4 KV heads on 4": (4, FOUR),
-    "2 KV heads on 4, each held twice": (4, resized(FOUR, num_kv_heads=2)),
-    "a tied head": (2, resized(FOUR, tie_word_embeddings=True)),
-    "biases": (2, resized(FOUR, model_type="qwen2", qkv_bias=True)),
+    "2 KV heads on 4, each held twice": (4, resize_config(FOUR, num_kv_heads=2)),
+    "a tied head": (2, resize_config(FOUR, tie_word_embeddings=True)),
+    "biases": (2, resize_config(FOUR, model_type="qwen2", qkv_bias=True)),
     "experts": (
         2,
-        resized(
+        resize_config(
             FOUR, model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True
         ),
     ),
 }
 FEW = ("2 KV heads on 4, each held twice", "experts")
-HELD = ("2 KV heads on 4, each held twice", "4 KV heads on 4")
+KV_SPLITS = ("2 KV heads on 4, each held twice", "4 KV heads on 4")
 LENGTHS, STEPS = (37, 5), 2
 
 
@@ -64,7 +64,7 @@ def test_together_they_are_one_process(name):
 
 
 # The rest runs with `make test-long`.
-@pytest.mark.parametrize(("size", "config"), rest(MORE, (MODELS[name] for name in HELD), lambda i, _: i == 0))
+@pytest.mark.parametrize(("size", "config"), rest(MORE, (MODELS[name] for name in KV_SPLITS), lambda i, _: i == 0))
 def test_a_rank_holds_its_part_and_no_more(size, config):
     args = ("reference", config, torch.bfloat16, "tq4", (5,), 0)
     one, many = alone(*args), on_ranks(size, run_small, *args)
@@ -73,10 +73,10 @@ def test_a_rank_holds_its_part_and_no_more(size, config):
     norms = 2 * hidden + 2 * d
     heads, kv_heads = config.heads.num_heads // size, max(1, config.heads.num_kv_heads // size)
     layer = norms + hidden * (2 * heads * d + 2 * kv_heads * d + 3 * wide // size)
-    for rank, held in enumerate(many):
+    for rank, sizes in enumerate(many):
         rows = even_share(config.vocab_size, rank, size)
         numbers = config.num_layers * layer + hidden + 2 * hidden * (rows.stop - rows.start)
-        assert held["weights"] == 2 * numbers
+        assert sizes["weights"] == 2 * numbers
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_a_rank_holds_its_part_and_no_more(size, config):
     [("cpu", torch.bfloat16), pytest.param("reference", torch.float32, marks=MORE)],  # `make test-long`
 )
 def test_layer_by_layer_they_are_within_the_bounds_of_an_executor(executor, dtype):
-    report, nothing = on_ranks(2, validated, executor, FOUR, dtype, LENGTHS, 1)
+    report, nothing = on_ranks(2, rank_validation, executor, FOUR, dtype, LENGTHS, 1)
     assert nothing is None
     assert report.passed, report.first_divergence
     forwards = 4  # prefill, decode, verify, and decode behind it
@@ -94,8 +94,8 @@ def test_layer_by_layer_they_are_within_the_bounds_of_an_executor(executor, dtyp
 @pytest.mark.skipif(find_spec("triton") is None or torch.cuda.is_available(), reason="needs Triton's interpreter")
 @pytest.mark.cuda_long
 def test_so_are_they_over_the_cuda_table():
-    config = resized(FOUR, num_heads=4, num_kv_heads=2, num_layers=1)
-    report, _ = on_ranks(2, validated, "cuda", config, torch.bfloat16, (3,), 0)
+    config = resize_config(FOUR, num_heads=4, num_kv_heads=2, num_layers=1)
+    report, _ = on_ranks(2, rank_validation, "cuda", config, torch.bfloat16, (3,), 0)
     assert report.passed, report.first_divergence
 
 
@@ -110,13 +110,13 @@ FAULTS = {"a sum is left out": "attention_mlp", "a rank has another's keys": "st
 
 @pytest.mark.parametrize(("fault", "stage"), FAULTS.items(), ids=FAULTS)
 def test_a_fault_of_ranks_is_found(fault, stage):
-    report, _ = on_ranks(2, validated, "reference", FOUR, torch.bfloat16, (9,), 0, fault)
+    report, _ = on_ranks(2, rank_validation, "reference", FOUR, torch.bfloat16, (9,), 0, fault)
     assert not report.passed
     assert (report.first_divergence.layer, report.first_divergence.stage) == (0, stage)
 
 
 def test_a_decode_step_of_ranks_is_measured():
-    (row,), (other,) = on_ranks(2, benched)
+    (row,), (other,) = on_ranks(2, bench_rows)
     assert row["kind"] == other["kind"] == "step"
     assert row["ms"] > 0
     one = step_cost(load_model("tiny"), Case(1, 64), [0.0] * read_config("tiny").num_layers)

@@ -14,7 +14,7 @@ from said_again import Often, always_drafting
 from small_models import small_model
 
 from haarkv.engine.generation import generate
-from haarkv.engine.plans import needed, shape_of
+from haarkv.engine.plans import memory_need, shape_signature
 from haarkv.executors.base import verify
 from haarkv.executors.cpu import CpuExecutor
 from haarkv.executors.cuda import DecodeStep
@@ -44,7 +44,7 @@ def toy():
 
 
 @cache
-def of_delta(mlp=DENSE, by_key_head=False):
+def delta_model(mlp=DENSE, by_key_head=False):
     """Layers as Qwen3.5 or Qwen3-Next has them: three of DeltaNet, one of attention, twice."""
     delta = DeltaNet(2, 4, 48, 32, by_key_head=by_key_head, versions=6)
     layers = tuple(Layer(ATTENTION if index % 4 == 3 else delta, mlp, NORM) for index in range(8))
@@ -57,17 +57,17 @@ def of_delta(mlp=DENSE, by_key_head=False):
 
 MODELS = {
     "toy": (ReferenceExecutor, hybrid),
-    "dense": (CpuExecutor, of_delta),
-    "by_key_head": (CpuExecutor, lambda: of_delta(EXPERTS, by_key_head=True)),
+    "dense": (CpuExecutor, delta_model),
+    "by_key_head": (CpuExecutor, lambda: delta_model(EXPERTS, by_key_head=True)),
 }
 
 
 class Run:
     """One model with a cache of two sequences."""
 
-    def __init__(self, name="toy", kind=None, kv="tq4", **of_model):
+    def __init__(self, name="toy", kind=None, kv="tq4", **model_args):
         executor, model = MODELS[name]
-        self.executor = (kind or executor)(model(**of_model))
+        self.executor = (kind or executor)(model(**model_args))
         self.plan = KVSpec(kv, tail=5, sink=2).plan(self.executor.config.num_layers)
         self.cache, self.paging = new_cache(self.executor.config, self.plan, sequences=2, tokens=256, ring_chunk=32)
         self.sequence = self.paging.add()
@@ -75,7 +75,7 @@ class Run:
     def read(self, tokens):
         return verify(self.executor, torch.tensor(tokens), self.paging.batch([self.sequence], [len(tokens)]), self.cache)
 
-    def stored(self, tokens):
+    def take_sequence(self, tokens):
         return take(self.cache, self.paging, self.sequence, tokens)
 
 
@@ -113,16 +113,16 @@ def drafts(name="toy"):
     for draft in (None, "often"):
         run = Run(name)
         run.paging.free(run.sequence)
-        said = [*TEXT[:12], *texts[0].token_ids] if draft else []
-        kept = []
+        text = [*TEXT[:12], *texts[0].token_ids] if draft else []
+        ends = []
         with always_drafting():
             (done,), timing = generate(
                 run.executor, run.cache, run.paging, [TEXT[:12]], max_new_tokens=40, max_context=200,
-                draft=Often(said) if draft else None, draft_tokens=4, on_end=lambda _, stored, kept=kept: kept.append(stored),
+                draft=Often(text) if draft else None, draft_tokens=4, on_end=lambda _, stored, kept=ends: kept.append(stored),
             )  # fmt: skip
         texts.append(done)
-        of_state = ("sum", "last", "delta", "conv")
-        states.append({field: tensor for field, tensor in kept[0].tensors.items() if field.endswith(of_state)})
+        state_suffixes = ("sum", "last", "delta", "conv")
+        states.append({field: tensor for field, tensor in ends[0].tensors.items() if field.endswith(state_suffixes)})
     assert texts[0].token_ids == texts[1].token_ids
     assert 0 < timing.drafts.accepted < timing.drafts.proposed
     assert states[0]
@@ -133,12 +133,12 @@ def drafts(name="toy"):
 def rollback(name="toy"):
     run = Run(name)
     run.read(TEXT[:20])
-    for kept in (2, 0, 1, 4):
+    for count in (2, 0, 1, 4):
         begin = run.paging.length(run.sequence)
         advance = Advance(run.cache, run.paging, [run.sequence], [4])
-        right = TEXT[begin : begin + kept]
-        verify(run.executor, torch.tensor([*right, *[3] * (4 - kept)]), advance.batch, run.cache)
-        advance.keep([kept])
+        right = TEXT[begin : begin + count]
+        verify(run.executor, torch.tensor([*right, *[3] * (4 - count)]), advance.batch, run.cache)
+        advance.keep([count])
     end = run.paging.length(run.sequence)
     close(name, run.read(TEXT[end : end + 6]), whole(TEXT[: end + 6], name)[end:])
 
@@ -146,14 +146,14 @@ def rollback(name="toy"):
 def prefix_reuse(name="toy"):
     first = Run(name)
     first.read(TEXT[:31])
-    stored = first.stored(TEXT[:31])
-    for common, reused in ((31, 31), (30, 30), (20, 0)):
+    sequence = first.take_sequence(TEXT[:31])
+    for common, expected in ((31, 31), (30, 30), (20, 0)):
         prompt = [*TEXT[:common], 1, 2, 3]
         run = Run(name)
-        length = reusable(stored, prompt, run.cache)
-        assert length == reused, length
+        length = reusable(sequence, prompt, run.cache)
+        assert length == expected, length
         run.paging.free(run.sequence)
-        run.sequence = put(stored, run.cache, run.paging, length) if length else run.paging.add()
+        run.sequence = put(sequence, run.cache, run.paging, length) if length else run.paging.add()
         close(name, run.read(prompt[length:]), whole(prompt, name)[length:])
 
 
@@ -162,15 +162,15 @@ def cache_files(folder, name="toy"):
     run.read(TEXT[:20])
     run.read(TEXT[20:40])
     run.read(TEXT[40:41])
-    shape = shape_of(run.executor.config)
-    origin = cache_file.origin_of(run.plan, shape, "weights")
+    shape = shape_signature(run.executor.config)
+    origin = cache_file.sequence_origin(run.plan, shape, "weights")
     file = folder / "c"
-    cache_file.save(file, run.stored(TEXT[:41]), origin)
+    cache_file.save(file, run.take_sequence(TEXT[:41]), origin)
     other = Run(name)
     other.paging.free(other.sequence)
-    stored = cache_file.load_for(file, origin, other.plan)
+    sequence = cache_file.load_for(file, origin, other.plan)
     assert ModelShape.read(shape.as_json()) == shape
-    other.sequence = put(stored, other.cache, other.paging)
+    other.sequence = put(sequence, other.cache, other.paging)
     close(name, other.read(TEXT[41:50]), whole(TEXT[:50], name)[41:])
 
 
@@ -221,16 +221,16 @@ def test_a_cache_file_goes_on_with_the_state(tmp_path, name):
 
 @pytest.mark.parametrize("sequences", [1, 3])
 def test_what_is_allocated_is_what_was_announced_with_the_state_that_pads_a_batch(sequences):
-    config, plan = of_delta().config, Run("dense").plan
+    config, plan = delta_model().config, Run("dense").plan
     cache, _ = new_cache(config, plan, sequences=sequences, tokens=200)
     states = sum(state.nbytes for layer, state in cache.states.items() if layer in config.state_shapes)
     assert states == (sequences + 1) * config.state_bytes
-    assert cache.nbytes == needed(config, plan, 200, WeightBytes(), sequences).kv
+    assert cache.nbytes == memory_need(config, plan, 200, WeightBytes(), sequences).kv
 
 
 def test_without_drafts_two_versions_are_kept_and_what_is_stored_fits_both(tmp_path):
     """A session with drafts keeps a version for each token that it may take back; a file of either goes on in the other."""
-    config, run = of_delta().config, Run("dense")
+    config, run = delta_model().config, Run("dense")
     few, many = config.for_drafts(0), config.for_drafts(4)
     assert [{shape.versions for shape in one.state_shapes.values()} for one in (few, many)] == [{2}, {6}]
     assert 3 * few.state_bytes == many.state_bytes
@@ -239,7 +239,7 @@ def test_without_drafts_two_versions_are_kept_and_what_is_stored_fits_both(tmp_p
         sequence = paging.add()
         for begin, end in ((0, 20), (20, 21)):
             verify(run.executor, torch.tensor(TEXT[begin:end]), paging.batch([sequence], [end - begin]), cache)
-        origins = [cache_file.origin_of(run.plan, shape_of(one), "weights") for one in (source, target)]
+        origins = [cache_file.sequence_origin(run.plan, shape_signature(one), "weights") for one in (source, target)]
         cache_file.save(tmp_path / "c", take(cache, paging, sequence, TEXT[:21]), origins[0])
         goes_on = put(cache_file.load_for(tmp_path / "c", origins[1], run.plan), other, places)
         logits = verify(run.executor, torch.tensor(TEXT[21:23]), places.batch([goes_on], [2]), other)
@@ -247,8 +247,8 @@ def test_without_drafts_two_versions_are_kept_and_what_is_stored_fits_both(tmp_p
 
 
 def test_what_decides_forgetting_stays_in_fp32():
-    config = of_delta().config
-    layer = DecoderModel.of(config, random_weights(config, torch.bfloat16)).weights.layers[0]
+    config = delta_model().config
+    layer = DecoderModel.from_weights(config, random_weights(config, torch.bfloat16)).weights.layers[0]
     in_fp32 = {"a_log", "dt_bias", "conv1d", "delta_norm", "input_norm", "post_norm"}
     assert {field for field, tensor in layer.items() if tensor.dtype == torch.float32} == in_fp32
 
@@ -267,11 +267,11 @@ def test_the_cpu_is_near_the_reference(name):
 def test_a_state_that_is_not_of_the_stored_tokens_is_refused(tmp_path):
     run = Run()
     run.read(TEXT[:5])
-    origin = cache_file.origin_of(run.plan, shape_of(run.executor.config), "weights")
-    stored = run.stored(TEXT[:5])
-    stored.tensors["layers.1.seen"][-1] = 4
+    origin = cache_file.sequence_origin(run.plan, shape_signature(run.executor.config), "weights")
+    sequence = run.take_sequence(TEXT[:5])
+    sequence.tensors["layers.1.seen"][-1] = 4
     with pytest.raises(InputError, match="the state of layer 1 is not that of 5 tokens"):
-        origin.require_fits(stored, run.plan, "it")
+        origin.require_fits(sequence, run.plan, "it")
 
 
 def test_more_tokens_than_versions_cannot_be_taken_back():

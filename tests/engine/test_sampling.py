@@ -17,11 +17,11 @@ from haarkv.tq_ops.errors import InputError
 VOCABULARY = 211
 
 
-def logits_of(seed):
+def seeded_logits(seed):
     return 3 * torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(seed))
 
 
-def theirs(sampling, logits, said):
+def theirs(sampling, logits, prompt_ids):
     """The distribution that transformers draws from, its processors in the order of `GenerationMixin`."""
     from transformers.generation import logits_process as hf
 
@@ -35,7 +35,7 @@ def theirs(sampling, logits, said):
     ]
     scores = logits[None]
     for processor in processors:
-        scores = processor(torch.tensor([said]), scores)
+        scores = processor(torch.tensor([prompt_ids]), scores)
     return torch.softmax(scores[0], -1)
 
 
@@ -48,11 +48,11 @@ def test_the_distribution_is_that_of_transformers(monkeypatch, top_k, top_p, min
     """Also where few of the tokens are sorted at first, so that more are needed."""
     pytest.importorskip("transformers")
     monkeypatch.setattr(sampling_module, "_FIRST_SORTED", first_sorted)
-    said = [3, 5, 5, 70, 210]
+    prompt_ids = [3, 5, 5, 70, 210]
     for seed, temperature in enumerate((0.6, 1.0, 2.5)):
         sampling = Sampling(temperature, top_k, top_p, min_p=min_p, repetition_penalty=penalty)
-        ours = Sampler(sampling, prompt=said).probabilities(logits_of(seed))
-        expected = theirs(sampling, logits_of(seed), said)
+        ours = Sampler(sampling, prompt=prompt_ids).probabilities(seeded_logits(seed))
+        expected = theirs(sampling, seeded_logits(seed), prompt_ids)
         assert torch.equal(ours > 0, expected > 0)
         torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
 
@@ -60,8 +60,8 @@ def test_the_distribution_is_that_of_transformers(monkeypatch, top_k, top_p, min
 def test_of_equal_tokens_the_lower_ids_are_kept():
     logits = torch.zeros(600)
     logits[::2] = 1.0
-    kept = Sampler(Sampling(1.0, top_k=3)).probabilities(logits).nonzero().flatten()
-    assert kept.tolist() == [0, 2, 4]
+    ids = Sampler(Sampling(1.0, top_k=3)).probabilities(logits).nonzero().flatten()
+    assert ids.tolist() == [0, 2, 4]
     most = Sampler(Sampling(1.0, top_p=0.5)).probabilities(logits).nonzero().flatten()
     assert most.tolist() == list(range(0, 2 * len(most), 2))
     # 300 tokens of weight e beside 300 of weight 1.
@@ -69,7 +69,7 @@ def test_of_equal_tokens_the_lower_ids_are_kept():
 
 
 def test_tokens_are_drawn_from_that_distribution():
-    sampling, logits = Sampling(1.0, top_k=5, min_p=0.2), logits_of(0) / 4
+    sampling, logits = Sampling(1.0, top_k=5, min_p=0.2), seeded_logits(0) / 4
     expected = Sampler(sampling).probabilities(logits)
     sampler = Sampler(sampling)
     counts = torch.bincount(torch.tensor([sampler.next(logits) for _ in range(4000)]), minlength=VOCABULARY) / 4000
@@ -86,8 +86,8 @@ def test_a_penalty_counts_the_prompt_and_each_new_token_also_when_greedy():
 
 def test_a_sequence_draws_the_same_whatever_runs_beside_it():
     sampling = Sampling(1.0, seed=7)
-    assert [Sampler(sampling, 1).next(logits_of(0)) for _ in range(5)] == [
-        Sampler(Sampling(1.0, seed=8)).next(logits_of(0))
+    assert [Sampler(sampling, 1).next(seeded_logits(0)) for _ in range(5)] == [
+        Sampler(Sampling(1.0, seed=8)).next(seeded_logits(0))
     ] * 5
 
 
@@ -114,7 +114,7 @@ def test_a_value_outside_its_range_is_refused(setting, value):
 
 
 def test_the_ends_of_a_range_are_taken():
-    logits = logits_of(0)
+    logits = seeded_logits(0)
     for setting in ({"seed": 2**62}, {"repetition_penalty": 1e-3}, {"repetition_penalty": 1e3}):
         probabilities = Sampler(Sampling(1.0, **setting), index=3, prompt=[5]).probabilities(logits)
         assert probabilities.isfinite().all()
@@ -122,7 +122,7 @@ def test_the_ends_of_a_range_are_taken():
 
 @pytest.mark.parametrize("temperature", [1e-320, 5e-324, 1e-300])
 def test_next_to_no_temperature_draws_the_most_likely(temperature):
-    logits = logits_of(0)
+    logits = seeded_logits(0)
     sampler = Sampler(Sampling(temperature, top_p=0.9, min_p=0.1))
     assert sampler.probabilities(logits).sum() == 1
     assert sampler.next(logits) == int(logits.argmax())
@@ -147,7 +147,7 @@ def drawn_together(sampling, steps=12):
     sampler, tokens = BatchSampler(sampling, PROMPTS), []
     for step in range(steps):
         rows = [0, 1, 2] if step < 3 else [0, 2]
-        logits = torch.stack([logits_of(step * 10 + row) / 2 for row in rows])
+        logits = torch.stack([seeded_logits(step * 10 + row) / 2 for row in rows])
         tokens.append(sampler.next(logits, rows).tolist())
     return tokens
 
@@ -156,7 +156,7 @@ def drawn_alone(sampling, steps=12):
     samplers, tokens = [Sampler(sampling, index, prompt) for index, prompt in enumerate(PROMPTS)], []
     for step in range(steps):
         rows = [0, 1, 2] if step < 3 else [0, 2]
-        tokens.append([samplers[row].next(logits_of(step * 10 + row) / 2) for row in rows])
+        tokens.append([samplers[row].next(seeded_logits(step * 10 + row) / 2) for row in rows])
     return tokens
 
 
@@ -171,9 +171,9 @@ def test_a_gpu_draws_what_the_cpu_draws(request, sampling):
     request.getfixturevalue("as_on_a_gpu")
     assert drawn_together(sampling) == on_cpu
     if sampling.temperature:
-        expected = [Sampler(sampling, prompt=prompt).probabilities(logits_of(0)) for prompt in PROMPTS]
-        found = BatchSampler(sampling, PROMPTS).probabilities(torch.stack([logits_of(0)] * 3))
-        assert torch.equal(found, torch.stack(expected))
+        expected = [Sampler(sampling, prompt=prompt).probabilities(seeded_logits(0)) for prompt in PROMPTS]
+        probabilities = BatchSampler(sampling, PROMPTS).probabilities(torch.stack([seeded_logits(0)] * 3))
+        assert torch.equal(probabilities, torch.stack(expected))
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
@@ -201,8 +201,8 @@ def test_the_ends_of_the_random_numbers_draw_tokens_that_may_be_drawn(monkeypatc
 def test_sums_that_rise_by_rounding_alone_draw_no_token_without_weight(monkeypatch, sampling):
     """A GPU sums in parallel: of tokens without weight, too, a sum may be another than the one before."""
     cumsum = torch.Tensor.cumsum
-    rounded = 1 + 2.0**-52 * torch.arange(40, dtype=torch.float64)
-    monkeypatch.setattr(torch.Tensor, "cumsum", lambda x, dim: cumsum(x, dim) * rounded[: x.shape[-1]])
+    rounding = 1 + 2.0**-52 * torch.arange(40, dtype=torch.float64)
+    monkeypatch.setattr(torch.Tensor, "cumsum", lambda x, dim: cumsum(x, dim) * rounding[: x.shape[-1]])
     monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.tensor(1 - 2.0**-53, dtype=torch.float64))
     logits = torch.full((40,), -torch.inf)
     logits[5:20] = torch.linspace(0, 1, 15).flip(0)
@@ -214,7 +214,7 @@ def test_sums_that_rise_by_rounding_alone_draw_no_token_without_weight(monkeypat
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.5), Sampling(1.0, 3, 0.9, min_p=0.1), Sampling(0.5, 0, 0.7)])
 def test_rows_that_stand_for_no_token_are_not_drawn(sampling):
     """What is drawn of the others is as if there were no such rows."""
-    unused, logits = (2, 50, VOCABULARY - 1), logits_of(0)
+    unused, logits = (2, 50, VOCABULARY - 1), seeded_logits(0)
     padded, others = logits.clone(), [id for id in range(VOCABULARY) if id not in (2, 50, VOCABULARY - 1)]
     padded[list(unused)] = 20.0
     ours = BatchSampler(sampling, [[2]], unused_ids=unused)
@@ -266,12 +266,12 @@ def test_a_gpu_draws_what_the_cpu_draws_and_nobody_waits(sampling):
     generator = torch.Generator().manual_seed(0)
     batch = [2 * torch.randn(3, 4000, generator=generator) for _ in range(8)]
     on_cpu = BatchSampler(sampling, PROMPTS)
-    wanted = [on_cpu.next(logits, [0, 1, 2]).tolist() for logits in batch]
-    there, ours = [logits.cuda() for logits in batch], BatchSampler(sampling, PROMPTS)
-    drawn = [ours.next(there[0], [0, 1, 2])]  # it brings the prompts there
+    expected = [on_cpu.next(logits, [0, 1, 2]).tolist() for logits in batch]
+    on_gpu, ours = [logits.cuda() for logits in batch], BatchSampler(sampling, PROMPTS)
+    draws = [ours.next(on_gpu[0], [0, 1, 2])]  # it brings the prompts there
     torch.cuda.set_sync_debug_mode("error")
     try:
-        drawn += [ours.next(logits, [0, 1, 2]) for logits in there[1:]]
+        draws += [ours.next(logits, [0, 1, 2]) for logits in on_gpu[1:]]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert [tokens.tolist() for tokens in drawn] == wanted
+    assert [tokens.tolist() for tokens in draws] == expected

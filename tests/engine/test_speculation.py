@@ -14,10 +14,10 @@ import tq
 from haarkv.engine.draft_choice import DraftSpec, Target, choose
 from haarkv.engine.draft_models import ModelSource
 from haarkv.engine.draft_pace import Pace
-from haarkv.engine.drafts import LONGEST_MATCH, SHORTEST_MATCH, NgramSource, Proposal, judged, looked_up
+from haarkv.engine.drafts import LONGEST_MATCH, SHORTEST_MATCH, NgramSource, Proposal, accept_tokens, looked_up
 from haarkv.engine.generation import generate
 from haarkv.engine.sampling import BatchSampler, Sampling
-from haarkv.models.catalog import path_of
+from haarkv.models.catalog import find_model
 from haarkv.models.parallel import ALONE
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
@@ -47,13 +47,13 @@ def looked_up_slowly(tokens, most):
 
 def test_the_longest_end_of_the_text_is_looked_up_where_it_stood_last():
     generator = np.random.default_rng(0)
-    found = 0
+    hits = 0
     for _ in range(400):
         tokens = generator.integers(0, generator.integers(1, 7), generator.integers(1, 40)).tolist()
         expected = looked_up_slowly(tokens, 5)
         assert looked_up(np.array(tokens), 5) == expected, tokens
-        found += bool(expected)
-    assert 100 < found < 400
+        hits += bool(expected)
+    assert 100 < hits < 400
 
 
 # -- Greedy ------------------------------------------------------------------------------------------------------------------
@@ -107,13 +107,13 @@ def test_greedy_text_and_what_is_stored_are_those_without_drafts(tiny, expected,
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.name} {s.tokens} {s.kv}")
-@pytest.mark.parametrize("known", [True, False], ids=["from the first step", "late"])
-def test_drafts_may_pause_and_begin_late(tiny, expected, monkeypatch, spec, known):
+@pytest.mark.parametrize("hopeful", [True, False], ids=["from the first step", "late"])
+def test_drafts_may_pause_and_begin_late(tiny, expected, monkeypatch, spec, hopeful):
     """Some steps draft, in any number; a draft that did not pay before reads nothing until it is asked."""
     draw = random.Random(spec.tokens)
     monkeypatch.setattr(Pace, "tokens", lambda self, *_: draw.choice([0, 0, 0, 1, self._most]))
     session = drafting(tiny, spec)
-    if not known:
+    if not hopeful:
         session.draft.experience.add(9.0, [(spec.tokens, 0)] * 9, spec.tokens)
     result = session.generate(PROMPTS, max_new_tokens=NEW, keep=True, sampling=Sampling())
     assert [c.token_ids for c in result.completions] == [c.token_ids for c in expected.completions]
@@ -135,17 +135,17 @@ def test_a_draft_that_did_not_pay_reads_no_prompt(tiny, monkeypatch):
 @pytest.mark.parametrize("stop", [{"stop": "("}, {"max_context": 30}, {"max_new_tokens": 7}, {"max_new_tokens": 1}])
 def test_a_text_ends_where_it_would_without_drafts(tiny, stop):
     """In the middle of drafted tokens as well: behind the end nothing is stored, and nothing streamed."""
-    given = {"max_new_tokens": 25, "keep": True, "sampling": Sampling()} | stop
+    options = {"max_new_tokens": 25, "keep": True, "sampling": Sampling()} | stop
     streams = []
     for session in (tiny, drafting(tiny, DraftSpec("tiny", 6))):
-        seen = []
-        result = session.generate(PROMPTS, on_token=lambda *token, seen=seen: seen.append(token), **given)
-        streams.append((result, sorted(seen, key=lambda token: token[0])))
-    (plain, one), (drafted, other) = streams
+        tokens = []
+        result = session.generate(PROMPTS, on_token=lambda *token, seen=tokens: seen.append(token), **options)
+        streams.append((result, sorted(tokens, key=lambda token: token[0])))
+    (plain, one), (speculative, other) = streams
     assert one == other
-    assert [c.finish for c in plain.completions] == [c.finish for c in drafted.completions]
-    assert plain.texts == drafted.texts
-    assert all(map(same, plain.stored, drafted.stored))
+    assert [c.finish for c in plain.completions] == [c.finish for c in speculative.completions]
+    assert plain.texts == speculative.texts
+    assert all(map(same, plain.stored, speculative.stored))
 
 
 def test_an_end_of_text_among_drafts_ends_it(tiny, expected):
@@ -155,24 +155,24 @@ def test_an_end_of_text_among_drafts_ends_it(tiny, expected):
         runs = []
         for draft in (None, NgramSource(), drafting(tiny, DraftSpec("tiny", 6)).draft):
             cache, paging = tiny.new_cache(len(ids), 100)
-            kept = []
+            sequences = []
             done, _ = generate(
                 tiny.executor, cache, paging, ids, max_new_tokens=16, max_context=100, eos_token_ids=[end], draft=draft,
-                draft_tokens=6, on_end=lambda _, of, kept=kept: kept.append(of),
+                draft_tokens=6, on_end=lambda _, of, kept=sequences: kept.append(of),
             )  # fmt: skip
-            runs.append(([(c.token_ids, c.finish) for c in done], kept))
+            runs.append(([(c.token_ids, c.finish) for c in done], sequences))
         assert any(finish == "eos" for _, finish in runs[0][0])
-        for found, kept in runs[1:]:
-            assert found == runs[0][0]
-            assert all(map(same, kept, runs[0][1]))
+        for texts, sequences in runs[1:]:
+            assert texts == runs[0][0]
+            assert all(map(same, sequences, runs[0][1]))
 
 
 def test_a_reused_prefix_and_drafts_go_together(tiny):
     prompt = "import os\n" * 12
-    stored = tiny.generate(prompt, max_new_tokens=5, keep=True, sampling=Sampling()).stored[0]
+    sequence = tiny.generate(prompt, max_new_tokens=5, keep=True, sampling=Sampling()).stored[0]
     plain = tiny.generate(prompt + "def ", max_new_tokens=12, sampling=Sampling())
     for spec in SPECS[1:4]:
-        result = drafting(tiny, spec).generate(prompt + "def ", stored=stored, max_new_tokens=12, sampling=Sampling())
+        result = drafting(tiny, spec).generate(prompt + "def ", stored=sequence, max_new_tokens=12, sampling=Sampling())
         assert result.completions[0].reused_tokens > 0
         assert result.texts == plain.texts
 
@@ -186,9 +186,9 @@ def test_a_penalty_counts_what_was_taken_and_no_rejected_draft(tiny):
 
 def test_a_seed_draws_the_same_text_over_certain_drafts(tiny):
     sampling = Sampling(temperature=0.8, top_p=0.9, seed=5)
-    plain, drafted = (s.generate(PROMPTS, max_new_tokens=20, sampling=sampling) for s in (tiny, drafting(tiny, SPECS[0])))
-    assert plain.texts == drafted.texts
-    assert drafted.drafting.proposed
+    plain, speculative = (s.generate(PROMPTS, max_new_tokens=20, sampling=sampling) for s in (tiny, drafting(tiny, SPECS[0])))
+    assert plain.texts == speculative.texts
+    assert speculative.drafting.proposed
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.5])
@@ -209,7 +209,7 @@ MANY = 800
 class Table:
     """A model whose logits follow from the last token alone, so that every probability is known."""
 
-    name, device, simulated, batches_alike = "table", torch.device("cpu"), False, True
+    name, device, simulated, batch_invariant = "table", torch.device("cpu"), False, True
     decode_step = None
 
     def __init__(self, seed, vocab=VOCAB):
@@ -229,7 +229,7 @@ class Table:
 PLAN = KVSpec("bf16").plan(1)
 
 
-def counted(model, draft, sampling, new_tokens, prompt, count=MANY):
+def count_texts(model, draft, sampling, new_tokens, prompt, count=MANY):
     """How often each continuation came, of many sequences."""
     cache = PagedKVCache(PLAN, KVShape(1, 64), num_blocks=count, num_rows=count, block_size=8)
     paging = PagedSequences(count, 8, num_rows=count)
@@ -242,15 +242,15 @@ def counted(model, draft, sampling, new_tokens, prompt, count=MANY):
 
 def exact(model, sampling, new_tokens, prompt):
     """The probability of each continuation, token by token."""
-    found = {(): 1.0}
+    chances = {(): 1.0}
     for _ in range(new_tokens):
         longer = {}
-        for tokens, p in found.items():
-            said = [*prompt, *tokens]
-            after = Sampler(sampling, prompt=said).probabilities(model.logits[said[-1]]).tolist()
+        for tokens, p in chances.items():
+            text = [*prompt, *tokens]
+            after = Sampler(sampling, prompt=text).probabilities(model.logits[text[-1]]).tolist()
             longer |= {(*tokens, token): p * q for token, q in enumerate(after)}
-        found = longer
-    return found
+        chances = longer
+    return chances
 
 
 def chi_squared(counts, expected, count=MANY):
@@ -258,10 +258,10 @@ def chi_squared(counts, expected, count=MANY):
     assert all(expected[tokens] > 0 for tokens in counts)
     large = {tokens: count * p for tokens, p in expected.items() if count * p >= 5}
     rest = count - sum(large.values())
-    cells = [(counts[tokens], of) for tokens, of in large.items()]
+    cells = [(counts[tokens], mean) for tokens, mean in large.items()]
     if rest > 1:
         cells.append((count - sum(counts[tokens] for tokens in large), rest))
-    statistic, freedom = sum((n - of) ** 2 / of for n, of in cells), len(cells) - 1
+    statistic, freedom = sum((n - mean) ** 2 / mean for n, mean in cells), len(cells) - 1
     return (statistic - freedom) / (2 * freedom) ** 0.5
 
 
@@ -278,7 +278,7 @@ def test_sampled_text_is_distributed_as_without_drafts(kind, name, monkeypatch):
         monkeypatch.setattr("haarkv.engine.drafts.SHORTEST_MATCH", 1)
     model, sampling, prompt = Table(1), SAMPLINGS[name], [2, 0, 1, 0]
     draft = NgramSource() if kind == "ngram" else ModelSource(name="other", executor=Table(2), plan=PLAN)
-    counts, cost = counted(model, draft, sampling, 4, prompt)
+    counts, cost = count_texts(model, draft, sampling, 4, prompt)
     expected = exact(model, sampling, 4, prompt)
     assert sum(expected.values()) == pytest.approx(1)
     assert cost.proposed > MANY / 2
@@ -291,7 +291,7 @@ def test_sampled_text_is_distributed_as_without_drafts(kind, name, monkeypatch):
 
 def test_a_draft_from_the_models_own_distribution_is_always_taken():
     sampling = SAMPLINGS["filters"]
-    _, cost = counted(Table(1), ModelSource(name="same", executor=Table(1), plan=PLAN), sampling, 5, [0], count=200)
+    _, cost = count_texts(Table(1), ModelSource(name="same", executor=Table(1), plan=PLAN), sampling, 5, [0], count=200)
     assert cost.accepted == cost.proposed > 0
 
 
@@ -299,15 +299,15 @@ def test_the_first_token_that_is_not_taken_is_replaced_from_what_is_left():
     """p = (0.5, 0.3, 0.2) and q = (0.8, 0.2, 0): token 0 is taken with 5/8, and else (0, 1/3, 2/3) decides."""
     p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([[0.8, 0.2, 0.0]], dtype=torch.float64)
     sampler, count = BatchSampler(Sampling(1.0, seed=1), [[0]]), 2500
-    drawn = Counter(judged(sampler, p.log().expand(2, 3), 0, Proposal([0], q))[0] for _ in range(count))
+    counts = Counter(accept_tokens(sampler, p.log().expand(2, 3), 0, Proposal([0], q))[0] for _ in range(count))
     expected = [0.625, 0.375 / 3, 0.375 * 2 / 3]
     for token, share in enumerate(expected):
-        assert drawn[token] / count == pytest.approx(share, abs=4 * (share * (1 - share) / count) ** 0.5)
+        assert counts[token] / count == pytest.approx(share, abs=4 * (share * (1 - share) / count) ** 0.5)
 
 
 def test_what_drafts_is_drawn_with_other_random_numbers_than_what_judges():
     judge, drafter = (BatchSampler(Sampling(1.0, seed=3), [[0], [0]], drafts=drafts) for drafts in (False, True))
-    numbers = [[of.uniform(row) for _ in range(4)] for of in (judge, drafter) for row in (0, 1)]
+    numbers = [[sampler.uniform(row) for _ in range(4)] for sampler in (judge, drafter) for row in (0, 1)]
     assert len({number for row in numbers for number in row}) == 16
 
 
@@ -317,21 +317,21 @@ def test_what_drafts_is_drawn_with_other_random_numbers_than_what_judges():
 def test_a_smaller_vocabulary_ends_drafts_where_its_tokens_end():
     """Models of one tokenizer may round up the size of their vocabulary differently."""
     model, prompt = Table(1), [0, 1]
-    plain, _ = counted(model, None, Sampling(), 6, prompt, count=1)
+    plain, _ = count_texts(model, None, Sampling(), 6, prompt, count=1)
     for vocab in (3, 9):
-        found, cost = counted(
+        counts, cost = count_texts(
             model, ModelSource(name="other", executor=Table(4, vocab), plan=PLAN), Sampling(), 6, prompt, count=1
         )
-        assert found == plain
+        assert counts == plain
         assert cost.steps
 
 
 def test_a_draft_of_a_shorter_context_ends_where_it_ends():
     model, short = Table(1), Table(2)
     short.config.max_position_embeddings = 5
-    plain, _ = counted(model, None, Sampling(), 6, [0, 1], count=3)
-    found, _ = counted(model, ModelSource(name="short", executor=short, plan=PLAN), Sampling(), 6, [0, 1], count=3)
-    assert found == plain
+    plain, _ = count_texts(model, None, Sampling(), 6, [0, 1], count=3)
+    counts, _ = count_texts(model, ModelSource(name="short", executor=short, plan=PLAN), Sampling(), 6, [0, 1], count=3)
+    assert counts == plain
 
 
 def test_the_draft_that_ships_has_two_layers_and_takes_the_models_embedding(tiny):
@@ -339,7 +339,7 @@ def test_the_draft_that_ships_has_two_layers_and_takes_the_models_embedding(tiny
     config = session.draft.executor.config
     assert (config.num_layers, config.hidden_size, config.vocab_size) == (2, 256, 4096)
     assert session.draft.shared_bytes == 4096 * 256 * 4
-    folder = path_of("tiny-draft")
+    folder = find_model("tiny-draft")
     assert sum(file.stat().st_size for file in folder.iterdir() if file.suffix in (".json", ".safetensors")) < 1_600_000
     with pytest.raises(InputError, match=r"lacks the tensor model\.embed_tokens\.weight"):
         tq.load("tiny-draft", executor="reference")
@@ -355,6 +355,6 @@ def test_the_draft_that_ships_has_two_layers_and_takes_the_models_embedding(tiny
     ],
 )
 def test_what_cannot_draft_is_refused_in_one_line(spec, words):
-    with pytest.raises(InputError, match=words) as refused:
+    with pytest.raises(InputError, match=words) as error:
         tq.load("tiny", executor="cpu", draft=DraftSpec(*spec))
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(error.value)

@@ -19,8 +19,8 @@ from haarkv.tq_ops.kv.batch import CacheFullError, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.model_shape import ModelShape
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.shapes import KEPT_CHUNK, KEPT_ROOM, KVShape
-from haarkv.tq_ops.kv.stored import StoredSequence, put, requantized, reusable, take
+from haarkv.tq_ops.kv.shapes import WINDOW_CHUNK, WINDOW_ROOM, KVShape
+from haarkv.tq_ops.kv.stored import StoredSequence, put, requantize, reusable, take
 
 SPECS = {
     "tq4": KVSpec("tq4"),
@@ -57,22 +57,22 @@ def test_a_saved_sequence_goes_on_byte_for_byte(session, tmp_path):
 
 
 def test_a_shared_prefix_is_not_computed_again(session):
-    stored = session.generate(PROMPT, max_new_tokens=1, keep=True).stored[0]
+    sequence = session.generate(PROMPT, max_new_tokens=1, keep=True).stored[0]
     for text in (PROMPT + "class Knight:", PROMPT[:-60] + "def eggs(spam):\n    return", "spam"):
         ids = session.encode([text])[0]
-        alone, shared = (session.generate(text, max_new_tokens=3, stored=of) for of in (None, stored))
+        alone, shared = (session.generate(text, max_new_tokens=3, stored=prefix) for prefix in (None, sequence))
         assert shared.texts == alone.texts
-        reused = shared.completions[0].reused_tokens
-        assert reused == reusable(stored, ids, session.new_cache(1, 128)[0])
-        assert ids[:reused] == list(stored.token_ids[:reused])
-        assert shared.timing.prefill_tokens == len(ids) - reused
-        assert reused or session.plan.keeps_tokens or text == "spam"
+        count = shared.completions[0].reused_tokens
+        assert count == reusable(sequence, ids, session.new_cache(1, 128)[0])
+        assert ids[:count] == list(sequence.token_ids[:count])
+        assert shared.timing.prefill_tokens == len(ids) - count
+        assert count or session.plan.keeps_tokens or text == "spam"
 
 
 # -- Where a prefix may be cut ---------------------------------------------------------------------------------------------
 
 
-def stored_of(plan, tokens=300, room=KEPT_CHUNK, turn=None):
+def stored_sequence(plan, tokens=300, room=WINDOW_CHUNK, turn=None):
     generator = torch.Generator().manual_seed(1)
     cache = PagedKVCache(plan, KVShape(1, 64), num_blocks=4, num_rows=2, room=room)
     paging = PagedSequences(4, 128, order=[2, 0, 3, 1], num_rows=2)
@@ -93,49 +93,49 @@ def stored_of(plan, tokens=300, room=KEPT_CHUNK, turn=None):
 def test_a_prefix_stores_what_the_whole_did(spec):
     """A sequence put back up to any length that `reusable` allows, and continued, holds the bytes of one never cut."""
     plan = spec.plan(1)
-    x, stored = stored_of(plan)
-    allowed = []
+    x, whole = stored_sequence(plan)
+    lengths = []
     for length in (1, 100, 200, 236, 250, 268, 299):
         other = [*range(length), *([-1] * (300 - length))]
         cache = PagedKVCache(plan, KVShape(1, 64), num_blocks=4, num_rows=1)
-        common = reusable(stored, other, cache)
+        common = reusable(whole, other, cache)
         assert common in (0, length)
-        allowed += [length] * bool(common)
+        lengths += [length] * bool(common)
         paging = PagedSequences(4, 128, num_rows=1)
-        sequence = put(stored, cache, paging, common)
+        sequence = put(whole, cache, paging, common)
         for begin in range(common, 300, 50):
             batch = paging.batch([sequence], [min(50, 300 - begin)])
             cache.write(0, x[batch.positions], -x[batch.positions], batch)
-        assert same(take(cache, paging, sequence, range(300)), stored)
+        assert same(take(cache, paging, sequence, range(300)), whole)
     # The ring has 64 tokens beside the tail, and the group that the next token is in must be whole.
     least = 300 - 64 + plan.k(0).group_tokens if plan.keeps_tokens else 0
-    assert allowed == [length for length in (1, 100, 200, 236, 250, 268, 299) if length >= least]
+    assert lengths == [length for length in (1, 100, 200, 236, 250, 268, 299) if length >= least]
 
 
 def test_what_others_left_in_a_block_is_not_taken():
     plan = KVSpec("tq4", tail=4, sink=2).plan(1)
     cache = PagedKVCache(plan, KVShape(1, 64), num_blocks=1, num_rows=1)
     paging = PagedSequences(1, 128, num_rows=1)
-    taken = []
+    sequences = []
     for tokens in (60, 9):
         sequence = paging.add()
         batch = paging.batch([sequence], [tokens])
         x = torch.randn(tokens, 1, 64, generator=torch.Generator().manual_seed(tokens))
         cache.write(0, x, x, batch)
-        taken.append(take(cache, paging, sequence, range(tokens)))
+        sequences.append(take(cache, paging, sequence, range(tokens)))
         paging.free(sequence)
-    assert not any(tensor[:, :, 9:].any() for name, tensor in taken[1].tensors.items() if not name.endswith("window"))
-    assert (taken[1].tensors["layers.0.k.window"] != 0).any(-1).sum() == 9 + 2  # the ring holds all; sinks lie there twice
-    assert taken[0].nbytes == taken[1].nbytes
+    assert not any(tensor[:, :, 9:].any() for name, tensor in sequences[1].tensors.items() if not name.endswith("window"))
+    assert (sequences[1].tensors["layers.0.k.window"] != 0).any(-1).sum() == 9 + 2  # the ring holds all; sinks lie there twice
+    assert sequences[0].nbytes == sequences[1].nbytes
 
 
 def test_a_sequence_that_does_not_fit_begins_nothing():
     plan = KVSpec("tq4").plan(1)
-    _, stored = stored_of(plan)
+    _, whole = stored_sequence(plan)
     cache, paging = PagedKVCache(plan, KVShape(1, 64), num_blocks=2), PagedSequences(2, 128)
     with pytest.raises(CacheFullError):
-        put(stored, cache, paging)
-    assert put(stored, cache, paging, 256) is not None
+        put(whole, cache, paging)
+    assert put(whole, cache, paging, 256) is not None
 
 
 # -- Another format --------------------------------------------------------------------------------------------------------
@@ -144,16 +144,16 @@ def test_a_sequence_that_does_not_fit_begins_nothing():
 def test_requantizing_keeps_what_is_known_best():
     """From `tq8` the error is that of `tq4`; tokens that the window still holds go over in BF16 without loss."""
     before, after = KVSpec("tq8", tail=40, sink=2).plan(1), KVSpec("tq4", tail=40, sink=2).plan(1)
-    x, stored = stored_of(before, room=KEPT_ROOM)
-    changed = requantized(stored, before, after, KVShape(1, 64))
-    assert torch.equal(changed.tensors["layers.0.k.window"], stored.tensors["layers.0.k.window"])
-    _, direct = stored_of(after, room=KEPT_ROOM)
-    of = after.k(0)
-    fields = [{n: s.tensors[f"layers.0.k.{n}"] for n in ("codes", "scale")} for s in (changed, direct)]
-    errors = [(of.dequantize(f, 0).transpose(1, 2).reshape(-1, 64)[:300] - x[:, 0]).norm() for f in fields]
+    x, original = stored_sequence(before, room=WINDOW_ROOM)
+    result = requantize(original, before, after, KVShape(1, 64))
+    assert torch.equal(result.tensors["layers.0.k.window"], original.tensors["layers.0.k.window"])
+    _, direct = stored_sequence(after, room=WINDOW_ROOM)
+    kv_format = after.k(0)
+    fields = [{n: s.tensors[f"layers.0.k.{n}"] for n in ("codes", "scale")} for s in (result, direct)]
+    errors = [(kv_format.dequantize(f, 0).transpose(1, 2).reshape(-1, 64)[:300] - x[:, 0]).norm() for f in fields]
     assert errors[0] < 1.02 * errors[1]
-    assert changed.nbytes < stored.nbytes
-    assert (changed.token_ids, changed.length) == (stored.token_ids, stored.length)
+    assert result.nbytes < original.nbytes
+    assert (result.token_ids, result.length) == (original.token_ids, original.length)
 
 
 # -- The file --------------------------------------------------------------------------------------------------------------
@@ -164,19 +164,19 @@ SHAPE = ModelShape.uniform(1, 1, 64, 32, 400)
 @pytest.fixture(params=[False, True], ids=["plain", "packed"])
 def file(request, tmp_path):
     plan = KVSpec("tq4", tail=4).plan(1)
-    _, stored = stored_of(plan, room=KEPT_ROOM, turn=240)
-    origin = cache_file.origin_of(plan, SHAPE, "weights")
-    cache_file.save(tmp_path / "c", stored, origin, compress=request.param)
-    return tmp_path / "c", plan, stored, origin
+    _, sequence = stored_sequence(plan, room=WINDOW_ROOM, turn=240)
+    origin = cache_file.sequence_origin(plan, SHAPE, "weights")
+    cache_file.save(tmp_path / "c", sequence, origin, compress=request.param)
+    return tmp_path / "c", plan, sequence, origin
 
 
 def test_a_file_holds_what_was_stored(file):
-    path, plan, stored, origin = file
-    found = cache_file.load_for(path, origin, plan)
-    assert same(found, stored)
-    assert same(found.earlier, stored.earlier)
-    assert (found.token_ids, found.length) == (stored.token_ids, 300)
-    assert (found.earlier.token_ids, found.earlier.length) == (stored.earlier.token_ids, 240)
+    path, plan, sequence, origin = file
+    read_back = cache_file.load_for(path, origin, plan)
+    assert same(read_back, sequence)
+    assert same(read_back.earlier, sequence.earlier)
+    assert (read_back.token_ids, read_back.length) == (sequence.token_ids, 300)
+    assert (read_back.earlier.token_ids, read_back.earlier.length) == (sequence.earlier.token_ids, 240)
     assert cache_file.read_origin(path) == (300, origin)
 
 
@@ -203,14 +203,14 @@ def test_tables_tell_rotations_and_coordinates_apart():
     specs = [KVSpec("k=lr3,v=tq4", calibration=calibration(2, 1, 64, seed)) for seed in (0, 1)]
     plans = [KVSpec("tq4").plan(2), KVSpec("tq3").plan(2)]
     plans += [spec.plan(2) for spec in specs]
-    tables = [cache_file.origin_of(plan, shape, "w").tables for plan in plans]
+    tables = [cache_file.sequence_origin(plan, shape, "w").tables for plan in plans]
     assert len(set(tables)) == len(tables)
 
 
 def test_every_damaged_file_is_refused_in_one_line(file):
     """500 of them: bits flipped, ends cut off, pieces exchanged."""
-    path, plan, stored, origin = file
-    content, draw, taken = path.read_bytes(), random.Random(1), 0
+    path, plan, sequence, origin = file
+    content, draw, passes = path.read_bytes(), random.Random(1), 0
     for number in range(500):
         data = bytearray(content)
         if number % 5 == 0:
@@ -224,25 +224,27 @@ def test_every_damaged_file_is_refused_in_one_line(file):
         if data == content:
             continue
         with suppress(InputError):  # a space of the header may be another one
-            found = cache_file.load_for(path, origin, plan)
-            assert same(found, stored)
-            assert same(found.earlier, stored.earlier)
-            assert (found.token_ids, found.length) == (stored.token_ids, stored.length)
-            taken += 1
-    assert taken < 25
+            read_back = cache_file.load_for(path, origin, plan)
+            assert same(read_back, sequence)
+            assert same(read_back.earlier, sequence.earlier)
+            assert (read_back.token_ids, read_back.length) == (sequence.token_ids, sequence.length)
+            passes += 1
+    assert passes < 25
 
 
 def test_content_that_does_not_fit_its_header_is_refused(file):
     """With digests taken anew, as a file would be that another program wrote."""
-    path, plan, stored, origin = file
-    more = {**stored.tensors, "layers.1.k.codes": torch.zeros(3, 1, 128, 32)}
+    path, plan, sequence, origin = file
+    more = {**sequence.tensors, "layers.1.k.codes": torch.zeros(3, 1, 128, 32)}
     for wrong in (
-        StoredSequence(stored.token_ids, 300, more),
-        StoredSequence(stored.token_ids, 2, stored.tensors),
-        StoredSequence(stored.token_ids, 300, {name: tensor.float() for name, tensor in stored.tensors.items()}),
-        StoredSequence((999,) * 300, 300, stored.tensors),
-        replace(stored, earlier=replace(stored.earlier, tensors={name: t.clone() for name, t in stored.tensors.items()})),
-        replace(stored, earlier=replace(stored.earlier, tensors={})),
+        StoredSequence(sequence.token_ids, 300, more),
+        StoredSequence(sequence.token_ids, 2, sequence.tensors),
+        StoredSequence(sequence.token_ids, 300, {name: tensor.float() for name, tensor in sequence.tensors.items()}),
+        StoredSequence((999,) * 300, 300, sequence.tensors),
+        replace(
+            sequence, earlier=replace(sequence.earlier, tensors={name: t.clone() for name, t in sequence.tensors.items()})
+        ),
+        replace(sequence, earlier=replace(sequence.earlier, tensors={})),
     ):
         cache_file.save(path, wrong, origin)
         with pytest.raises(InputError, match=r"does not fit|does not know|not of as many blocks"):
@@ -250,13 +252,13 @@ def test_content_that_does_not_fit_its_header_is_refused(file):
 
 
 @pytest.mark.parametrize(
-    "changed", [{"length": "-1"}, {"length": "1e3"}, {"origin": "[]"}, {"origin": '{"shape": 1}'}, {"earlier": "301"}]
+    "entries", [{"length": "-1"}, {"length": "1e3"}, {"origin": "[]"}, {"origin": '{"shape": 1}'}, {"earlier": "301"}]
 )
-def test_metadata_of_another_kind_is_refused(file, changed):
+def test_metadata_of_another_kind_is_refused(file, entries):
     path, plan, _, origin = file
     tensors = load_file(path)
     metadata = {name: text for name, text in artifact.header(path, CACHE).items() if name != "sha256"}
-    artifact.write(path, CACHE, metadata | changed, tensors)
+    artifact.write(path, CACHE, metadata | entries, tensors)
     with pytest.raises(InputError, match=r"is no stored cache: (its (length|origin|model)|not a number)"):
         cache_file.load_for(path, origin, plan)
 

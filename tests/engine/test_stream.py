@@ -52,12 +52,12 @@ def test_a_stream_that_is_closed_keeps_what_was_computed(session):
     stream = session.stream("a", max_new_tokens=25_000, keep=True)
     pieces = [next(stream) for _ in range(3)]
     stream.close()
-    text, done, stored = stream.result.texts[0], stream.result.completions[0], stream.result.stored[0]
+    text, done, sequence = stream.result.texts[0], stream.result.completions[0], stream.result.stored[0]
     assert text.startswith("".join(pieces))
-    assert (done.finish, stored.length) == ("stop", done.prompt_tokens + len(done.token_ids) - 1)
+    assert (done.finish, sequence.length) == ("stop", done.prompt_tokens + len(done.token_ids) - 1)
     assert list(stream) == []
-    again = session.generate([], stored=stored, max_new_tokens=5)
-    assert again.completions[0].reused_tokens == stored.length
+    again = session.generate([], stored=sequence, max_new_tokens=5)
+    assert again.completions[0].reused_tokens == sequence.length
     assert session.generate("a", max_new_tokens=len(done.token_ids) + 5).texts[0].startswith(text.rstrip("\ufffd"))
 
 
@@ -73,17 +73,17 @@ def test_whoever_leaves_the_loop_stops_the_model(session):
 
 
 def test_a_stream_that_is_interrupted_in_the_prompt_reads_no_further(session):
-    seen = []
+    progress = []
 
     def interrupt(done, total):
-        seen.append(done)
+        progress.append(done)
         if done:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             time.sleep(0.2)
 
     with pytest.raises(KeyboardInterrupt):
         next(session.stream("a" * 5000, on_prefill=interrupt))
-    assert max(seen) < 5000
+    assert max(progress) < 5000
     assert session.generate("a", max_new_tokens=1).texts == ["b"]
 
 
@@ -93,7 +93,7 @@ def test_what_is_wrong_comes_with_the_first_piece(session):
 
 
 def test_a_mistyped_argument_is_answered_in_the_words_of_the_call(session):
-    for call, told in (
+    for call, message in (
         (lambda: session.generate("a", max_new_token=8), r"generate\(\) got .*'max_new_token'; did you mean 'max_new_tokens'"),
         (lambda: session.generate("a", temprature=1), r"generate\(\) got .*'temprature'; did you mean 'temperature'"),
         (lambda: session.stream("a", temprature=1), r"stream\(\) got .*'temprature'; did you mean 'temperature'"),
@@ -101,12 +101,12 @@ def test_a_mistyped_argument_is_answered_in_the_words_of_the_call(session):
         (lambda: session.stream("a", on_token=print), r"stream\(\) got an unexpected keyword argument 'on_token'$"),
         (lambda: session.sampling_with(xyz=1), r"sampling_with\(\) got an unexpected keyword argument 'xyz'$"),
     ):
-        with pytest.raises(TypeError, match=rf"^Session\.{told}"):
+        with pytest.raises(TypeError, match=rf"^Session\.{message}"):
             call()
 
 
 @pytest.mark.parametrize(
-    ("prompts", "given", "words"),
+    ("prompts", "settings", "words"),
     [
         ([], {}, "no prompt was given"),
         ([[1, 2.5]], {}, "prompt 1 is neither a text nor a list of token ids"),
@@ -124,10 +124,10 @@ def test_a_mistyped_argument_is_answered_in_the_words_of_the_call(session):
         ("a", {"stop": ["b", 0]}, "a stop is a text, or several, not 0"),
     ],
 )  # fmt: skip
-def test_what_is_no_prompt_or_number_is_refused_in_a_line(session, prompts, given, words):
-    with pytest.raises(tq.InputError, match=f"^{words}") as raised:
-        session.generate(prompts, **given)
-    assert "\n" not in str(raised.value)
+def test_what_is_no_prompt_or_number_is_refused_in_a_line(session, prompts, settings, words):
+    with pytest.raises(tq.InputError, match=f"^{words}") as error:
+        session.generate(prompts, **settings)
+    assert "\n" not in str(error.value)
 
 
 def test_token_ids_of_other_libraries_are_token_ids(session):

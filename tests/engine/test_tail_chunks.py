@@ -9,24 +9,28 @@ from haarkv.executors.base import verify
 from haarkv.executors.catalog import create
 from haarkv.models.base import new_cache
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.shapes import KEPT_CHUNK
+from haarkv.tq_ops.kv.shapes import WINDOW_CHUNK
 
-WINDOWED = gemma_config()
+WINDOW_MODEL = gemma_config()
 
 
 @pytest.mark.parametrize("tail", [8, 124])
-@pytest.mark.parametrize("config", [SMALL, WINDOWED], ids=["all tokens", "windows"])
+@pytest.mark.parametrize("config", [SMALL, WINDOW_MODEL], ids=["all tokens", "windows"])
 def test_prompts_in_larger_chunks_beside_a_tail_have_the_same_bits(config, tail):
     plan = KVSpec("k=tq6,v=tq4", tail=tail, sink=4).plan(config.num_layers)
     executor = create("cpu", small_model(config), plan, None)
     assert tail_chunk(executor) == PREFILL_CHUNK
-    logits, stored = zip(
-        *(run(executor, plan, chunk, lengths) for lengths in ([500], [500, 70, 130]) for chunk in (KEPT_CHUNK, PREFILL_CHUNK)),
+    logits, sequences = zip(
+        *(
+            run(executor, plan, chunk, lengths)
+            for lengths in ([500], [500, 70, 130])
+            for chunk in (WINDOW_CHUNK, PREFILL_CHUNK)
+        ),
         strict=True,
     )
     assert torch.equal(*logits[:2])
     assert torch.equal(*logits[2:])
-    assert stored[0] == stored[1]  # of several sequences, blocks are handed out in another order
+    assert sequences[0] == sequences[1]  # of several sequences, blocks are handed out in another order
 
 
 def run(executor, plan, chunk, lengths):
@@ -45,4 +49,4 @@ def run(executor, plan, chunk, lengths):
 
 def test_where_sums_follow_the_cut_chunks_stay_small():
     plan = KVSpec("tq4").plan(SMALL.num_layers)
-    assert tail_chunk(create("reference", small_model(SMALL), plan, None)) == KEPT_CHUNK
+    assert tail_chunk(create("reference", small_model(SMALL), plan, None)) == WINDOW_CHUNK

@@ -40,7 +40,7 @@ IN_BYTES = ("bytes", "pieces", "pieces without a prefix", "metaspace behind byte
 """Kinds of which some tokens are bytes."""
 
 
-def tokenizer_of(kind):
+def make_tokenizer(kind):
     if kind == "bytes":
         library = byte_tokenizer()
         library.add_tokens([AddedToken("a b", normalized=False)])
@@ -54,7 +54,7 @@ def tokenizer_of(kind):
     return SourceTokenizer(SimpleNamespace(words=lambda: Words(library, Path("m"))), config), library
 
 
-def bytes_of(kind, content):
+def byte_ids(kind, content):
     """Ids of tokens that are bytes."""
     return [byte if kind == "bytes" else len(SPECIAL) + byte for byte in content]
 
@@ -64,7 +64,7 @@ def tokens(kind, content):
     words = st.integers(0, 257) if kind == "bytes" else st.sampled_from([0, 1, 2, *range(259, 259 + len(PIECES))])
     if kind not in IN_BYTES:
         return st.lists(words, max_size=8)
-    parts = st.one_of(words.map(lambda word: [word]), content.map(lambda data: bytes_of(kind, data)))
+    parts = st.one_of(words.map(lambda word: [word]), content.map(lambda data: byte_ids(kind, data)))
     return st.lists(parts, max_size=8).map(lambda found: [id for part in found for id in part])
 
 
@@ -77,16 +77,16 @@ def cases(count):
 
 
 def test_a_space_that_bytes_spell_is_shown_as_one():
-    tokenizer, library = tokenizer_of("metaspace behind bytes")
+    tokenizer, library = make_tokenizer("metaspace behind bytes")
     a = library.token_to_id("a")
-    ids = [a, *bytes_of("pieces", "▁".encode()), a]
+    ids = [a, *byte_ids("pieces", "▁".encode()), a]
     assert tokenizer.decode(ids) == library.decode(ids) == "a a"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_valid_text_is_the_librarys(kind):
     """Bytes that are whole characters, between words of all kinds: as `tokenizers` decodes them."""
-    ours, library = tokenizer_of(kind)
+    ours, library = make_tokenizer(kind)
 
     @cases(200)
     @given(tokens(kind, VALID))
@@ -100,7 +100,7 @@ def test_valid_text_is_the_librarys(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_comes_joined_is_the_text(kind):
     """Any bytes, with stops and without: pieces add up to the text, which is the whole one's up to the first stop."""
-    ours, _ = tokenizer_of(kind)
+    ours, _ = make_tokenizer(kind)
 
     @cases(200)
     @given(
@@ -112,7 +112,7 @@ def test_what_comes_joined_is_the_text(kind):
         for token in ids:
             if texts.push(0, token):
                 break
-        [text] = texts.ended()
+        [text] = texts.finish()
         assert "".join(pieces) == text == up_to_stop(ours.decode(ids), stops)
 
     run()
@@ -125,9 +125,9 @@ def test_what_comes_joined_is_the_text(kind):
 @example(data=b"b\xf0\x9f\x98")
 @example(data=b" a")
 def test_whole_characters_stay_whole_and_a_lone_byte_is_one_sign(kind, data):
-    ours, _ = tokenizer_of(kind)
+    ours, _ = make_tokenizer(kind)
     expected = data.decode(errors="replace")
-    assert ours.decode(bytes_of(kind, data)) == expected.removeprefix(" " if kind == "pieces" else "")
+    assert ours.decode(byte_ids(kind, data)) == expected.removeprefix(" " if kind == "pieces" else "")
 
 
 def up_to_stop(text, stops):
@@ -162,7 +162,7 @@ def fed(pieces, stops):
 
 
 @pytest.mark.parametrize(
-    ("pieces", "stops", "out", "stopped"),
+    ("pieces", "stops", "out", "at_stop"),
     [
         (["ab", "cd"], [], ["ab", "cd", ""], False),
         (["ab", "cd"], ["bc"], ["a", "", ""], True),
@@ -177,8 +177,8 @@ def fed(pieces, stops):
         (["xab"], ["b", "ab"], ["x", ""], True),
     ],
 )
-def test_text_is_given_out_when_no_stop_can_begin_in_it(pieces, stops, out, stopped):
-    assert fed(pieces, stops) == (out, stopped)
+def test_text_is_given_out_when_no_stop_can_begin_in_it(pieces, stops, out, at_stop):
+    assert fed(pieces, stops) == (out, at_stop)
 
 
 def test_any_pieces_of_any_text_end_where_the_text_is_cut():
@@ -190,8 +190,8 @@ def test_any_pieces_of_any_text_end_where_the_text_is_cut():
         cuts = sorted(rng.sample(range(len(text) + 1), min(3, len(text) + 1)))
         pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
         expected, ends = up_to_stop(text, stops), any(stop in text for stop in stops)
-        out, stopped = fed(pieces, stops)
-        assert ("".join(out), stopped) == (expected, ends), (text, stops, pieces)
+        out, at_stop = fed(pieces, stops)
+        assert ("".join(out), at_stop) == (expected, ends), (text, stops, pieces)
 
 
 def test_stop_texts_are_one_or_several_and_not_empty():

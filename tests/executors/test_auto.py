@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from machines import has_only
-from small_models import SMALL, resized, small_model
+from small_models import SMALL, resize_config, small_model
 
 import tq
 from haarkv.executors import catalog
@@ -39,13 +39,13 @@ def machine(monkeypatch):
     return has
 
 
-def chosen(kv="tq4", config=TINY, **given):
+def select_executor(kv="tq4", config=TINY, **options):
     spec = kv if isinstance(kv, KVSpec) else KVSpec(kv)
-    return select(AUTO, config, [spec.plan(config.num_layers)], **given)
+    return select(AUTO, config, [spec.plan(config.num_layers)], **options)
 
 
 @pytest.mark.parametrize(
-    ("here", "kv", "name", "why"),
+    ("hardware", "kv", "name", "why"),
     [
         (EVERYTHING, "tq4", "cuda", ""),
         (("npu", "cpu", "reference"), "tq4", "npu", ""),
@@ -62,23 +62,23 @@ def chosen(kv="tq4", config=TINY, **given):
         (("npu", "cpu", "reference"), KVSpec("tq4", sink=300), "cpu", "npu cannot run this: .*sinks"),
     ],
 )
-def test_the_fastest_that_reads_the_cache(machine, here, kv, name, why):
-    machine(*here)
-    found = chosen(kv)
-    assert found.name == name
-    assert re.match(why, found.passed_over) if why else found.passed_over == ""
+def test_the_fastest_that_reads_the_cache(machine, hardware, kv, name, why):
+    machine(*hardware)
+    selection = select_executor(kv)
+    assert selection.name == name
+    assert re.match(why, selection.passed_over) if why else selection.passed_over == ""
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_whatever_a_planner_chooses_runs_on_the_kernels_of_the_cpu(machine, head_dim):
     """Every candidate that it takes, beside any other, with a tail, sinks and layers in BF16."""
     machine("cpu", "reference")
-    config = resized(TINY, head_dim=head_dim)
-    learned = made_up.calibration(config.num_layers, config.heads.num_kv_heads, head_dim)
+    config = resize_config(TINY, head_dim=head_dim)
+    calibration = made_up.calibration(config.num_layers, config.heads.num_kv_heads, head_dim)
     names = []
     for name in (*formats.names(), *(f"lr{bits}" for bits in COLUMNS)):
         with suppress(InputError):
-            require_candidates([name], config, learned)
+            require_candidates([name], config, calibration)
             names.append(name)
     assert {"q8_0", "q4_0", "fp8_e4m3", "tq3_0", "manthan3", "tq4_seed", "fp32", "lr2"} < set(names)
     assert not {name for name in names if name.startswith("kivi")}
@@ -86,7 +86,7 @@ def test_whatever_a_planner_chooses_runs_on_the_kernels_of_the_cpu(machine, head
     for name, other in zip(names, itertools.cycle(values[1:] + values[:1])):
         layers, whole = {1: f"k={name},v={other}", 2: f"k={other},v=bf16"}, everywhere(name)
         for spec in (KVSpec(whole, layers=layers), KVSpec(whole, layers=layers, tail=32, sink=4, skip_layers=(-1,))):
-            assert chosen(replace(spec, calibration=learned), config) == catalog.Selection("cpu"), spec
+            assert select_executor(replace(spec, calibration=calibration), config) == catalog.Selection("cpu"), spec
 
 
 def test_every_cache_must_be_read(machine):
@@ -98,25 +98,25 @@ def test_every_cache_must_be_read(machine):
 
 def test_the_model_counts_too(machine):
     machine(*EVERYTHING)
-    assert chosen(config=resized(SMALL, head_dim=32)).name == "reference"  # no kernel takes vectors of 32
+    assert select_executor(config=resize_config(SMALL, head_dim=32)).name == "reference"  # no kernel takes vectors of 32
 
 
 def test_a_dtype_counts_too(machine):
     machine("npu", "cpu", "reference")
-    found = chosen(dtype="float32")
-    assert (found.name, found.passed_over) == ("cpu", "npu cannot run this: it runs bfloat16 only")
-    assert chosen(dtype="bfloat16").name == "npu"
+    selection = select_executor(dtype="float32")
+    assert (selection.name, selection.passed_over) == ("cpu", "npu cannot run this: it runs bfloat16 only")
+    assert select_executor(dtype="bfloat16").name == "npu"
 
 
 def test_a_device_leaves_only_executors_that_know_it(machine):
     machine(*EVERYTHING)
-    assert [chosen(device=word).name for word in ("cpu", "cuda:1", "npu:0", "sim")] == ["cpu", "cuda", "npu", "npu"]
+    assert [select_executor(device=word).name for word in ("cpu", "cuda:1", "npu:0", "sim")] == ["cpu", "cuda", "npu", "npu"]
     with pytest.raises(InputError, match="no executor runs on 'moon'; --device takes cpu, cuda"):
-        chosen(device="moon")
+        select_executor(device="moon")
     with pytest.raises(InputError, match=r"executor npu cannot run this: .*q8_0"):
-        chosen("q8_0", device="sim")
+        select_executor("q8_0", device="sim")
     machine("cpu", "reference")  # whether the device is there, its executor says
-    assert chosen(device="cuda:0").name == "cuda"
+    assert select_executor(device="cuda:0").name == "cuda"
 
 
 def test_without_its_kernels_the_cpu_is_passed_over(machine, monkeypatch):
@@ -125,8 +125,8 @@ def test_without_its_kernels_the_cpu_is_passed_over(machine, monkeypatch):
 
     machine("cpu", "reference")
     monkeypatch.setattr(library, "load", missing)
-    found = chosen()
-    assert (found.name, found.passed_over) == ("reference", "cpu cannot run this: not built")
+    selection = select_executor()
+    assert (selection.name, selection.passed_over) == ("reference", "cpu cannot run this: not built")
 
 
 @pytest.mark.parametrize("name", catalog.NAMES)
@@ -147,7 +147,7 @@ def test_the_library_runs_on_the_fastest_and_says_what_it_passed_over():
 
 
 @pytest.mark.parametrize(
-    ("executor", "given", "why"),
+    ("executor", "options", "why"),
     [
         ("cpu", {"device": "sim"}, "executor cpu runs on the cpu"),
         ("npu", {"kv": "q8_0"}, "executor npu cannot run this: .*q8_0"),
@@ -157,13 +157,13 @@ def test_the_library_runs_on_the_fastest_and_says_what_it_passed_over():
         ("abacus", {}, "unknown executor 'abacus'; choose from auto, reference, cpu, cuda"),
     ],
 )
-def test_a_named_executor_refuses_before_the_weights_are_read(monkeypatch, executor, given, why):
+def test_a_named_executor_refuses_before_the_weights_are_read(monkeypatch, executor, options, why):
     if executor == "onnx":
         pytest.importorskip("onnxruntime")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr("haarkv.engine.loading.load_model", lambda *_: pytest.fail("the weights were read"))
     with pytest.raises(InputError, match=why):
-        tq.load("tiny", executor=executor, **given)
+        tq.load("tiny", executor=executor, **options)
 
 
 def test_without_its_package_onnx_says_so_before_the_weights_are_read(monkeypatch):
@@ -192,13 +192,13 @@ def test_looking_for_a_device_imports_neither_triton_nor_pypto():
 
 
 @pytest.mark.parametrize(
-    ("found", "said"), [("3.3.1", "Triton is 3.3.1 and the kernels need 3.6"), ("3.6.0", None), ("3.10", None)]
+    ("triton_version", "message"), [("3.3.1", "Triton is 3.3.1 and the kernels need 3.6"), ("3.6.0", None), ("3.10", None)]
 )
-def test_a_triton_that_an_older_torch_brings_is_named(monkeypatch, found, said):
+def test_a_triton_that_an_older_torch_brings_is_named(monkeypatch, triton_version, message):
     monkeypatch.setattr(available, "find_spec", lambda _: object())
-    monkeypatch.setattr(available, "version", lambda _: found)
+    monkeypatch.setattr(available, "version", lambda _: triton_version)
     reason = available.triton_missing()
-    assert reason is None if said is None else said in reason
+    assert reason is None if message is None else message in reason
 
 
 def test_blocks_are_kept_on_an_executors_first_device_alone():

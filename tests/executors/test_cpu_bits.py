@@ -51,18 +51,18 @@ def cut(count, seed):
     return sizes
 
 
-def drawn(count, seed):
+def random_ids(count, seed):
     generator = random.Random(seed)
     return [generator.randrange(CONFIG.vocab_size) for _ in range(count)]
 
 
-LEARNED = made_up.calibration(CONFIG.num_layers, CONFIG.heads.num_kv_heads, CONFIG.heads.head_dim)
+CALIBRATION = made_up.calibration(CONFIG.num_layers, CONFIG.heads.num_kv_heads, CONFIG.heads.head_dim)
 CASES = [
     ("bfloat16", KVSpec("tq4"), LONG),
     ("bfloat16", KVSpec("tq4", tail=128), LONG),
     ("bfloat16", KVSpec("tq3", layers={0: "k=tq8,v=bf16", 1: "k=bf16,v=tq5"}, tail=7, sink=3), 300),
     *(("bfloat16", KVSpec(kv), 300) for kv in ("tq2", "tq5", "tq8", "bf16")),
-    ("bfloat16", KVSpec("k=lr4,v=tq3", tail=16, calibration=LEARNED), 300),
+    ("bfloat16", KVSpec("k=lr4,v=tq3", tail=16, calibration=CALIBRATION), 300),
     ("float32", KVSpec("tq4", tail=16), 300),
     ("float32", KVSpec("fp32", layers={0: "k=tq6,v=fp32", 1: "k=fp32,v=tq3"}), 300),
 ]
@@ -73,14 +73,14 @@ CASES = [
     ("dtype", "kv", "count"), rest(MORE, CASES, lambda i, _: i in (0, 2, 7, 8)), ids=lambda x: str(getattr(x, "kv", x))
 )
 def test_logits_have_the_same_bits_however_their_prompt_came(dtype, kv, count):
-    tokens = drawn(count, 0)
+    tokens = random_ids(count, 0)
     expected = logits(dtype, kv, tokens, [512] * -(-count // 512), 1)
     assert torch.equal(logits(dtype, kv, tokens, cut(count, 1), 2), expected)
-    assert torch.equal(logits(dtype, kv, tokens, cut(count, 2), 1, [drawn(count - 90, 3), drawn(40, 4)]), expected)
-    assert torch.equal(logits(dtype, kv, tokens, [count - 5] + 5 * [1], 2, [drawn(count, 5)]), expected)
+    assert torch.equal(logits(dtype, kv, tokens, cut(count, 2), 1, [random_ids(count - 90, 3), random_ids(40, 4)]), expected)
+    assert torch.equal(logits(dtype, kv, tokens, [count - 5] + 5 * [1], 2, [random_ids(count, 5)]), expected)
 
 
 def test_other_tokens_give_other_logits():
-    tokens, kv = drawn(300, 0), KVSpec("tq4")
+    tokens, kv = random_ids(300, 0), KVSpec("tq4")
     other = [(tokens[0] + 1) % CONFIG.vocab_size, *tokens[1:]]
     assert not torch.equal(*(logits("bfloat16", kv, ids, [300], 1) for ids in (tokens, other)))

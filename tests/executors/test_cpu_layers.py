@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from at_length import MORE, thinned
-from block_weights import made
-from small_models import CONFIGS, SMALL, decode, new_cache, new_paging, prefill, random_tokens, resized, small_model
+from at_length import MORE, pairwise_cases
+from block_weights import random_blocks
+from small_models import CONFIGS, SMALL, decode, new_cache, new_paging, prefill, random_tokens, resize_config, small_model
 
 from haarkv.executors.cpu import CpuExecutor
 from haarkv.executors.reference import ReferenceExecutor
@@ -27,9 +27,9 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OP_NAMES, with_ops
 from haarkv.tq_ops.weight import Weight
 
-LLAMA = resized(CONFIGS["mha_d64"], model_type="llama", num_heads=6, num_kv_heads=1)
+LLAMA = resize_config(CONFIGS["mha_d64"], model_type="llama", num_heads=6, num_kv_heads=1)
 """Here Q and K are cut into different numbers of items."""
-BIASED = resized(SMALL, model_type="qwen2", qkv_bias=True)
+BIASED = resize_config(SMALL, model_type="qwen2", qkv_bias=True)
 TAIL = KVSpec("tq3", layers={0: "k=tq8,v=bf16"}, tail=5, sink=2)
 _SEES_ALL = Layer(
     Attention(4, 1, 256, Rope(1e6, 256), 0.05, head_norms=True), Dense(80, "gelu_tanh"), Norm(1e-5, plus_one=True),
@@ -60,24 +60,26 @@ def forwards(executor: CpuExecutor, kv: KVSpec) -> tuple[list[torch.Tensor], lis
     paging = new_paging(cache)
     ids = [paging.add(), paging.add()]
     tokens = [random_tokens(executor.config, n, seed=n) for n in (19, 6)]
-    found = [prefill(executor, cache, paging, ids, tokens)]
-    found += [decode(executor, cache, paging, ids, [step, 7 - step]) for step in range(4)]
-    found.append(decode(executor, cache, paging, ids[1:], [3]))
+    logits = [prefill(executor, cache, paging, ids, tokens)]
+    logits += [decode(executor, cache, paging, ids, [step, 7 - step]) for step in range(4)]
+    logits.append(decode(executor, cache, paging, ids[1:], [3]))
     layers = range(executor.config.num_layers)
-    return found, [field for i in layers for of in (cache.k_fields(i), cache.v_fields(i)) for field in of.values()]
+    return logits, [
+        field for i in layers for layer_fields in (cache.k_fields(i), cache.v_fields(i)) for field in layer_fields.values()
+    ]
 
 
 def whole_calls(executor: CpuExecutor) -> list[range]:
     """The layers of each call that runs several in one, from now on; none of a call that was refused."""
     calls, run = list[range](), executor.whole.run
 
-    def noted(hidden: torch.Tensor, part: range, *args: Any) -> torch.Tensor | None:
+    def record_call(hidden: torch.Tensor, part: range, *args: Any) -> torch.Tensor | None:
         result = run(hidden, part, *args)
         if result is not None:
             calls.append(part)
         return result
 
-    executor.whole.run = noted
+    executor.whole.run = record_call
     return calls
 
 
@@ -86,16 +88,16 @@ def require_same_bits(model: DecoderModel, run: Callable, kv: KVSpec) -> None:
     for isa in library.isas()[:1] + library.isas()[1:][-1:]:
         whole = CpuExecutor(model, isa)
         calls = whole_calls(whole)
-        ours, stored = run(whole, kv)
+        ours, stored_fields = run(whole, kv)
         theirs, expected = run(one_by_one(CpuExecutor(model, isa)), kv)
-        assert all(torch.equal(a, b) for a, b in zip([*ours, *stored], [*theirs, *expected], strict=True))
+        assert all(torch.equal(a, b) for a, b in zip([*ours, *stored_fields], [*theirs, *expected], strict=True))
         assert calls
 
 
 # The rest runs with `make test-long`.
 @pytest.mark.parametrize(
     ("config", "kv", "dtype"),
-    thinned(MORE, [SMALL, BIASED, LLAMA], [KVSpec("tq4"), TAIL], [torch.bfloat16, torch.float32]),
+    pairwise_cases(MORE, [SMALL, BIASED, LLAMA], [KVSpec("tq4"), TAIL], [torch.bfloat16, torch.float32]),
     ids=lambda of: getattr(of, "model_type", str(of)),
 )
 def test_bits_are_those_of_the_ops_one_by_one(config, kv, dtype):
@@ -110,18 +112,20 @@ def past_windows(executor: CpuExecutor, kv: KVSpec) -> tuple[list[torch.Tensor],
     )  # fmt: skip
     assert {cache.num_slots_of(i) // 2 for i, layer in enumerate(executor.config.layers) if layer.attention.window} == {128}
     paging = PagedSequences(cache.num_blocks, cache.block_size, num_rows=2)
-    ids, found = [paging.add(), paging.add()], []
+    ids, hidden = [paging.add(), paging.add()], []
     for step, sizes in enumerate([(40, 9), (24, 40), (1, 1), (3, 40), (40, 24), (40, 1), (40, 1), *[(1, 1)] * 3]):
         tokens = random_tokens(executor.config, sum(sizes), seed=step)
-        found.append(executor.forward(torch.tensor(tokens), paging.batch(ids, sizes), cache))
+        hidden.append(executor.forward(torch.tensor(tokens), paging.batch(ids, sizes), cache))
     layers = range(executor.config.num_layers)
-    return found, [field for i in layers for of in (cache.k_fields(i), cache.v_fields(i)) for field in of.values()]
+    return hidden, [
+        field for i in layers for layer_fields in (cache.k_fields(i), cache.v_fields(i)) for field in layer_fields.values()
+    ]
 
 
 # The rest runs with `make test-long`.
 @pytest.mark.parametrize(
     ("config", "kv", "dtype"),
-    thinned(MORE, [GEMMA, MIXED], [KVSpec("tq4"), TAIL], [torch.bfloat16, torch.float32]),
+    pairwise_cases(MORE, [GEMMA, MIXED], [KVSpec("tq4"), TAIL], [torch.bfloat16, torch.float32]),
     ids=lambda of: getattr(of, "model_type", str(of)),
 )
 def test_layers_of_several_kinds_have_the_bits_of_the_ops_one_by_one(config, kv, dtype):
@@ -160,27 +164,27 @@ HYBRIDS = {kind for kind, family in FAMILIES.items() if family.read_config is FA
 
 def test_every_family_runs_in_one_call_or_says_why_not():
     # A mixture of experts chooses what it multiplies with as it runs; layers with a state, and gated attention, are not known.
-    calls = {kind for kind in FAMILIES if CpuExecutor(small_model(_of_family(kind))).whole is not None}
+    calls = {kind for kind in FAMILIES if CpuExecutor(small_model(_family_config(kind))).whole is not None}
     assert set(FAMILIES) - calls == {"qwen3_moe"} | HYBRIDS
 
 
-def _of_family(kind):
+def _family_config(kind):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32} if kind.endswith("moe") else {}
-    config = resized(SMALL, model_type=kind, **experts)
+    config = resize_config(SMALL, model_type=kind, **experts)
     if kind not in HYBRIDS:
         return config
     layer = config.common
-    gated = replace(layer, mixer=replace(layer.attention, gated=True))
-    return replace(config, layers=(replace(layer, mixer=DeltaNet(1, 2, 16, 16)), gated))
+    gated_layer = replace(layer, mixer=replace(layer.attention, gated=True))
+    return replace(config, layers=(replace(layer, mixer=DeltaNet(1, 2, 16, 16)), gated_layer))
 
 
 def test_who_looks_on_sees_every_op():
-    seen: list[str] = []
+    op_names: list[str] = []
 
-    def watched(ops):
+    def observe(ops):
         def watch(name):
             def run(*args, **kwargs):
-                seen.append(name)
+                op_names.append(name)
                 return getattr(ops, name)(*args, **kwargs)
 
             return run
@@ -189,10 +193,10 @@ def test_who_looks_on_sees_every_op():
 
     executor = CpuExecutor(small_model())
     expected, _ = forwards(executor, KVSpec("tq4"))
-    assert not seen
-    found, _ = forwards(executor.over(watched), KVSpec("tq4"))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert seen.count("store_kv") == SMALL.num_layers * len(found)
+    assert not op_names
+    logits, _ = forwards(executor.with_ops(observe), KVSpec("tq4"))
+    assert all(torch.equal(a, b) for a, b in zip(logits, expected, strict=True))
+    assert op_names.count("store_kv") == SMALL.num_layers * len(logits)
 
 
 def test_prompts_of_many_tokens_run_op_by_op(monkeypatch):
@@ -219,15 +223,15 @@ def test_the_weight_behind_what_is_not_finite_is_named(field):
 def test_a_cache_of_one_layer_is_served_op_by_op():
     """As the validator hands it over."""
     model, hidden = small_model(), torch.randn(1, SMALL.hidden_size)
-    found = []
+    outputs = []
     for executor in (CpuExecutor(model), one_by_one(CpuExecutor(model))):
         cache = new_cache(SMALL)
         paging = new_paging(cache)
         prefill(executor, cache, paging, [paging.add()], [random_tokens(SMALL, 9)])
         fields = cache.k_fields(1), cache.v_fields(1)
         other = PagedKVCache.over(cache.plan.layers[1], 1, fields, (None, None), SMALL.heads.head_dim)
-        found.append(executor.layers(hidden, range(1, 2), paging.batch([0], [1]), other))
-    assert torch.equal(*found)
+        outputs.append(executor.layers(hidden, range(1, 2), paging.batch([0], [1]), other))
+    assert torch.equal(*outputs)
 
 
 def test_slots_outside_the_cache_are_refused():
@@ -238,8 +242,8 @@ def test_slots_outside_the_cache_are_refused():
         prefill(executor, cache, paging, [paging.add()], [random_tokens(SMALL, 60)])
 
 
-IN_BLOCKS = resized(SMALL, hidden_size=256, intermediate_size=256)
-TYPE_OF = {
+IN_BLOCKS = resize_config(SMALL, hidden_size=256, intermediate_size=256)
+BLOCK_TYPES = {
     "q_proj": "Q4_K", "k_proj": "Q8_0", "v_proj": "Q6_K", "o_proj": "Q5_1", "gate_proj": "MXFP4", "up_proj": "Q5_K",
     "down_proj": "Q4_0",
 }  # fmt: skip
@@ -250,9 +254,9 @@ def model_in_blocks(dtype: torch.dtype, config: ModelConfig = IN_BLOCKS, leave: 
     model = small_model(config, dtype=dtype)
 
     def change(field: str, weight: Weight) -> Weight:
-        if field not in TYPE_OF or field == leave:
+        if field not in BLOCK_TYPES or field == leave:
             return weight
-        blocks = made(TYPE_OF[field], *weight.shape, dtype=dtype)
+        blocks = random_blocks(BLOCK_TYPES[field], *weight.shape, dtype=dtype)
         if field == "o_proj":
             return blocks * torch.full((weight.shape[1],), 0.5)
         return blocks * torch.full((len(weight), 1), 0.25) if field in ("v_proj", "gate_proj") else blocks
@@ -278,7 +282,7 @@ def test_the_block_behind_what_is_not_finite_is_named():
 
 def test_blocks_without_a_kernel_run_op_by_op():
     model = model_in_blocks(torch.float32)
-    unknown = made("Q8_0", 256, 256)
+    unknown = random_blocks("Q8_0", 256, 256)
     unknown = replace(unknown, type=replace(unknown.type, name="other"))
     layers = [*model.weights.layers]
     layers[1] = layers[1].changed(lambda field, weight: unknown if field == "down_proj" else weight)

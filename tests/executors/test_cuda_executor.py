@@ -9,7 +9,7 @@ import weakref
 import bounds
 import pytest
 import torch
-from cuda_rows import rows_of
+from cuda_rows import script_rows
 from small_models import (
     cache_tensors,
     decode,
@@ -23,7 +23,7 @@ from small_models import (
 )  # fmt: skip
 
 from haarkv.executors import base
-from haarkv.executors.cuda import DecodeStep, bucket_of
+from haarkv.executors.cuda import DecodeStep, padded_batch_size
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.catalog import load_model
 from haarkv.tq_ops.errors import InputError, NonFiniteError
@@ -41,8 +41,8 @@ DEVICE = "cuda" if GPU else "cpu"
 CONFIG = small_config(num_layers=1, num_heads=4, head_dim=64)
 GEMMA = gemma_config(num_layers=2, head_dim=64, window=6)  # of its own head_dim in the tests of its ops
 TQ4, TAIL = KVSpec("tq4"), KVSpec("tq4", tail=2, sink=1)
-MADE_UP = made_up.calibration(CONFIG.num_layers, CONFIG.heads.num_kv_heads, CONFIG.heads.head_dim)
-LEARNED = KVSpec("k=lr3,v=tq3", tail=2, sink=1, calibration=MADE_UP)
+SYNTHETIC_CALIBRATION = made_up.calibration(CONFIG.num_layers, CONFIG.heads.num_kv_heads, CONFIG.heads.head_dim)
+LEARNED_SPEC = KVSpec("k=lr3,v=tq3", tail=2, sink=1, calibration=SYNTHETIC_CALIBRATION)
 PLAN = TQ4.plan(CONFIG.num_layers)
 
 
@@ -72,15 +72,15 @@ def run(one, cache) -> torch.Tensor:
     ids = [paging.add() for _ in range(3)]
     logits = [prefill(one, cache, paging, ids, [[1, 2, 3], [4], [5, 6]]), decode(one, cache, paging, ids, [7, 8, 9])]
     logits += [decode(one, cache, paging, ids[::2], [3, 1])]
-    drafted = paging.batch(ids[::2], [2, 3])
-    return torch.cat([*logits, base.verify(one, torch.tensor([1, 2, 3, 4, 5]), drafted, cache)])
+    draft_batch = paging.batch(ids[::2], [2, 3])
+    return torch.cat([*logits, base.verify(one, torch.tensor([1, 2, 3, 4, 5]), draft_batch, cache)])
 
 
 @pytest.mark.parametrize(
     ("dtype", "spec"),
     [
-        ("float32", TQ4), ("bfloat16", LEARNED),
-        *(pytest.param(*given, marks=pytest.mark.cuda_long) for given in (("bfloat16", TAIL), ("float32", LEARNED))),
+        ("float32", TQ4), ("bfloat16", LEARNED_SPEC),
+        *(pytest.param(*given, marks=pytest.mark.cuda_long) for given in (("bfloat16", TAIL), ("float32", LEARNED_SPEC))),
     ],
     ids=lambda given: given.kv + "-kept" * bool(given.tail) if isinstance(given, KVSpec) else str(given)[:8],
 )  # fmt: skip
@@ -96,7 +96,7 @@ def test_forwards_equal_the_references(dtype, spec):
         assert error.max() <= bounds.LAYER_FP32.logits
 
 
-def served(one, spec: KVSpec) -> tuple[torch.Tensor, torch.Tensor]:
+def run_steps(one, spec: KVSpec) -> tuple[torch.Tensor, torch.Tensor]:
     """What is packed in the end, and logits of a Gemma's every new token.
 
     Prompts in chunks whose rings begin anew, decode steps that are padded, and a draft.
@@ -104,16 +104,16 @@ def served(one, spec: KVSpec) -> tuple[torch.Tensor, torch.Tensor]:
     cache = PagedKVCache(
         spec.plan(2), GEMMA.kv_shapes, num_blocks=16, num_rows=4, block_size=4, chunk=8, ring_chunk=8, device=one.device
     )
-    paging, found, tokens = PagedSequences(16, 4, num_rows=4), [], random_tokens(GEMMA, 14)
+    paging, logits, tokens = PagedSequences(16, 4, num_rows=4), [], random_tokens(GEMMA, 14)
     ids = [paging.add() for _ in range(3)][::-1]
     for rows in (
         [tokens[:8], tokens[:3]], [tokens[8:14], tokens[3:4]], [[5], [6], [7]], [[8], [9], [1]], [[1, 2, 3], [4]],
     ):  # fmt: skip
         batch = paging.batch(ids[: len(rows)], [len(row) for row in rows]).to(cache.device)
-        of_batch = torch.tensor([token for row in rows for token in row], device=cache.device)
-        found.append(base.verify(one, of_batch, batch, cache).cpu())
+        token_ids = torch.tensor([token for row in rows for token in row], device=cache.device)
+        logits.append(base.verify(one, token_ids, batch, cache).cpu())
     codes = [tensor.cpu().flatten() for _, _, name, tensor in cache_tensors(cache) if name == "codes"]
-    return torch.cat(codes), torch.cat(found)
+    return torch.cat(codes), torch.cat(logits)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_gemma_runs_as_the_reference_does(monkeypatch, dtype, spec, by_ops):
     if by_ops:
         monkeypatch.setattr("haarkv.models.fused.unsupported", lambda _: "to run it op by op")
     model = small_model(GEMMA, dtype=getattr(torch, dtype))
-    (their_codes, theirs), (our_codes, ours) = (served(one(model), spec) for one in (ReferenceExecutor, executor))
+    (their_codes, theirs), (our_codes, ours) = (run_steps(one(model), spec) for one in (ReferenceExecutor, executor))
     error = (ours - theirs).abs().amax(-1) / theirs.std(dim=-1)
     assert error.max() <= bounds.EXECUTOR_LOGITS[dtype]
     if dtype == "float32":
@@ -178,10 +178,10 @@ def test_what_an_earlier_forward_left_out_is_told_when_a_head_is_asked_for():
     paging = new_paging(cache)
     host, ids = OnHost(ours, cache), [paging.add()]
     weight = ours._model.weights.layers[0]["v_proj"]
-    kept = weight.clone()
+    saved_weight = weight.clone()
     weight.fill_(torch.inf)
     host.forward(torch.tensor([1, 2]), paging.batch(ids, [2]), cache)
-    weight.copy_(kept)
+    weight.copy_(saved_weight)
     with pytest.raises(NonFiniteError, match=r"layer 0: V was not finite .*, although all weights are finite"):
         decode(host, cache, paging, ids, [3])
     decode(host, cache, paging, ids, [4])  # told once
@@ -192,40 +192,40 @@ def test_no_cache_lives_longer_for_the_last_forward():
     cache = new_cache(CONFIG)
     host, paging = OnHost(ours, cache), new_paging(cache)
     decode(host, cache, paging, [paging.add()], [1])
-    gone = weakref.ref(host.cache)
+    cache_ref = weakref.ref(host.cache)
     del host
     gc.collect()
-    assert gone() is None
+    assert cache_ref() is None
 
 
 def test_sequences_that_left_a_batch_are_dead_in_its_next_step():
-    cache, seen = new_cache(CONFIG), []
+    cache, calls = new_cache(CONFIG), []
 
     def step(token_ids, batch):
-        seen.append((token_ids.tolist(), batch.slot_mapping.tolist(), batch.seq_lens.tolist()))
+        calls.append((token_ids.tolist(), batch.slot_mapping.tolist(), batch.seq_lens.tolist()))
         return token_ids.unsqueeze(1).float()
 
-    padded, paging = DecodeStep(4, cache, 64, step, None), new_paging(cache)
+    decode_step, paging = DecodeStep(4, cache, 64, step, None), new_paging(cache)
     ids = [paging.add() for _ in range(4)]
-    padded(torch.tensor([5, 6, 7, 8]), paging.batch(ids, [1] * 4))
-    hidden = padded(torch.tensor([9, 8, 7]), paging.batch(ids[1:], [1] * 3))
+    decode_step(torch.tensor([5, 6, 7, 8]), paging.batch(ids, [1] * 4))
+    hidden = decode_step(torch.tensor([9, 8, 7]), paging.batch(ids[1:], [1] * 3))
     assert hidden.flatten().tolist() == [9, 8, 7]
-    assert seen == [([5, 6, 7, 8], [0, 8, 16, 24], [1] * 4), ([9, 8, 7, 0], [9, 17, 25, -1], [2, 2, 2, 0])]
+    assert calls == [([5, 6, 7, 8], [0, 8, 16, 24], [1] * 4), ([9, 8, 7, 0], [9, 17, 25, -1], [2, 2, 2, 0])]
 
 
 def test_batches_share_few_sizes():
-    assert [bucket_of(n) for n in (1, 2, 3, 8, 9, 64, 65, 129)] == [1, 2, 4, 8, 16, 64, 128, 192]
+    assert [padded_batch_size(n) for n in (1, 2, 3, 8, 9, 64, 65, 129)] == [1, 2, 4, 8, 16, 64, 128, 192]
 
 
 @pytest.mark.parametrize("kv", ["tq4", "tail", "learned", "short"])
 def test_what_is_compiled_ahead_is_what_is_launched(kv):
     """As a card would compile it: in the background, with nothing launched, and later nothing is left to compile."""
-    (found,) = rows_of("cuda_compiled_ahead.py", kv)
-    assert found.pop("asked") > 8
-    assert found.pop("launches") > 30
-    (said,) = found.pop("said")
-    assert re.fullmatch(r"\d+ kernels", said)
-    assert found == {"launched": 0, "here": False, "later": 0}
+    (result,) = script_rows("cuda_compiled_ahead.py", kv)
+    assert result.pop("asked") > 8
+    assert result.pop("launches") > 30
+    (message,) = result.pop("said")
+    assert re.fullmatch(r"\d+ kernels", message)
+    assert result == {"launched": 0, "here": False, "later": 0}
 
 
 # -- With a GPU --------------------------------------------------------------------------------------------------------

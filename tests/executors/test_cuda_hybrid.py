@@ -10,9 +10,9 @@ import pytest
 import torch
 from at_length import MORE_CUDA, rest
 from block_weights import in_blocks
-from small_models import random_tokens, resized, small_config, small_model
+from small_models import random_tokens, resize_config, small_config, small_model
 
-from haarkv.engine.plans import shape_of
+from haarkv.engine.plans import shape_signature
 from haarkv.executors import base
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel, new_cache
@@ -38,10 +38,10 @@ DTYPES = (FP32, BF16)
 TEXT = [3, 14, 15, 9, 26, 5, 35, 8, 9, 7, 9, 32]
 
 
-def model_of(dtype: torch.dtype) -> DecoderModel:
+def three_layer_model(dtype: torch.dtype) -> DecoderModel:
     """Three layers, with room for drafts."""
-    made = small_hybrid(dtype, 61)
-    return DecoderModel.of(made.config.for_drafts(2), made.weights)
+    model = small_hybrid(dtype, 61)
+    return DecoderModel.from_weights(model.config.for_drafts(2), model.weights)
 
 
 def tiny_model(mlp: Experts | None = None, dtype: torch.dtype = FP32) -> DecoderModel:
@@ -52,19 +52,19 @@ def tiny_model(mlp: Experts | None = None, dtype: torch.dtype = FP32) -> Decoder
     return small_model(ModelConfig("hybrid", layers, 48, 61, norm, max_position_embeddings=512), dtype=dtype)
 
 
-def of_qwen3(dtype: torch.dtype = FP32, layers: int = 1, width: int = 24) -> DecoderModel:
+def qwen_moe(dtype: torch.dtype = FP32, layers: int = 1, width: int = 24) -> DecoderModel:
     """Attention as Qwen3's, and four experts."""
     plain = small_config(num_layers=layers, num_heads=2, num_kv_heads=1, head_dim=64, hidden_size=64)
-    of_experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": width, "norm_topk_prob": True}
-    return small_model(resized(plain, model_type="qwen3_moe", **of_experts), dtype=dtype)
+    expert_settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": width, "norm_topk_prob": True}
+    return small_model(resize_config(plain, model_type="qwen3_moe", **expert_settings), dtype=dtype)
 
 
-def of_hybrid(dtype: torch.dtype = FP32) -> DecoderModel:
+def delta_moe(dtype: torch.dtype = FP32) -> DecoderModel:
     """Each layer with experts of which all tokens share one."""
     return tiny_model(Experts(5, 2, 24, normalized=True, shared=40), dtype)
 
 
-class Served:
+class BatchRunner:
     """Three sequences of a hybrid on an executor, all logits on the host."""
 
     def __init__(self, one, spec=TQ4) -> None:
@@ -84,21 +84,21 @@ class Served:
     def everything(self, folder):
         """Prompts of other lengths, decode steps of three and of two, drafts of which some stay, a row that begins anew, and
         a cache file that goes on."""
-        found = [self.run([0, 1, 2], [TEXT[:3], TEXT[:1], TEXT[:2]]), self.run([2, 0, 1], [[5], [6], [7]])]
-        found.append(self.run([0, 2], [[8], [9]]))
+        logits = [self.run([0, 1, 2], [TEXT[:3], TEXT[:1], TEXT[:2]]), self.run([2, 0, 1], [[5], [6], [7]])]
+        logits.append(self.run([0, 2], [[8], [9]]))
         advance = Advance(self.cache, self.paging, [self.ids[0], self.ids[2]], [2, 2])
-        found.append(self.run([0, 2], [TEXT[:2], TEXT[2:4]], advance.batch))
+        logits.append(self.run([0, 2], [TEXT[:2], TEXT[2:4]], advance.batch))
         advance.keep([0, 2])
-        found.append(self.run([0, 2], [[1], [2]]))
+        logits.append(self.run([0, 2], [[1], [2]]))
         self.paging.free(self.ids[1])
         self.ids[1] = self.paging.add()
-        found.append(self.run([1], [TEXT[5:7]]))
-        origin = cache_file.origin_of(self.plan, shape_of(self.config), "weights")
+        logits.append(self.run([1], [TEXT[5:7]]))
+        origin = cache_file.sequence_origin(self.plan, shape_signature(self.config), "weights")
         tokens = [*TEXT[:3], 6, 8, 1]
         cache_file.save(folder / self.one.name, take(self.cache, self.paging, self.ids[0], tokens), origin)
         self.cache, self.paging = self.new_cache()
         self.ids[0] = put(cache_file.load_for(folder / self.one.name, origin, self.plan), self.cache, self.paging)
-        return torch.cat([*found, self.run([0], [[4]])])
+        return torch.cat([*logits, self.run([0], [[4]])])
 
 
 def executor(model):
@@ -107,10 +107,10 @@ def executor(model):
 
 def texts(one, steps: int = 2) -> torch.Tensor:
     """Logits of three prompts in one batch, of a step of all, and of one of two, as far as `steps` says."""
-    served = Served(one)
+    runner = BatchRunner(one)
     # Of none of these is another expert as likely but for what BF16 rounds: a GPU would choose it.
-    told = (([0, 1, 2], [[3, 14, 15], [9], [2, 6]]), ([2, 0, 1], [[5], [35], [8]]), ([0, 2], [[16], [30]]))
-    return torch.cat([served.run(*some) for some in told[: 1 + steps]])
+    batches = (([0, 1, 2], [[3, 14, 15], [9], [2, 6]]), ([2, 0, 1], [[5], [35], [8]]), ([0, 2], [[16], [30]]))
+    return torch.cat([runner.run(*some) for some in batches[: 1 + steps]])
 
 
 def require_near(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> None:
@@ -125,8 +125,8 @@ def require_near(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -
     ids=["tiny", *map(str, DTYPES)],
 )
 def test_a_hybrid_runs_as_the_reference_does(tmp_path, dtype, spec):
-    model, dtype = model_of(dtype) if dtype else tiny_model(), dtype or torch.float32
-    theirs, ours = (Served(one(model), spec).everything(tmp_path) for one in (ReferenceExecutor, executor))
+    model, dtype = three_layer_model(dtype) if dtype else tiny_model(), dtype or torch.float32
+    theirs, ours = (BatchRunner(one(model), spec).everything(tmp_path) for one in (ReferenceExecutor, executor))
     require_near(ours, theirs, dtype)
 
 
@@ -141,12 +141,12 @@ def test_the_validator_passes_it_layer_by_layer(dtype):
 
 
 def test_a_state_that_is_not_there_is_an_error_when_the_step_is_over():
-    served = Served(executor(tiny_model()))
-    served.run([0, 1], [TEXT[:5], TEXT[:1]])
-    served.paging.take_back([served.ids[0]], [4])
+    runner = BatchRunner(executor(tiny_model()))
+    runner.run([0, 1], [TEXT[:5], TEXT[:1]])
+    runner.paging.take_back([runner.ids[0]], [4])
     with pytest.raises(ValueError, match="too many were taken back"):
-        served.run([0, 1], [[1], [2]])
-    served.run([1], [[3]])  # said once; the sequence beside it goes on
+        runner.run([0, 1], [[1], [2]])
+    runner.run([1], [[3]])  # said once; the sequence beside it goes on
 
 
 def test_nothing_in_a_step_of_a_hybrid_waits_for_the_device(monkeypatch):
@@ -158,32 +158,32 @@ def test_nothing_in_a_step_of_a_hybrid_waits_for_the_device(monkeypatch):
 
 def test_hybrids_are_taken_dense_and_with_experts():
     config, plan = small_hybrid(torch.float32, 61).config, TQ4.plan(3)
-    mixed = replace(config.layers[0], mlp=Experts(4, 2, 16, shared=8))
-    for layers in (config.layers, (mixed, *config.layers[1:])):
+    expert_layer = replace(config.layers[0], mlp=Experts(4, 2, 16, shared=8))
+    for layers in (config.layers, (expert_layer, *config.layers[1:])):
         assert CudaExecutor.supports(replace(config, layers=layers), plan) is None
 
 
 # -- Experts -----------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("model_of", "dtype"),
-    rest(MORE_CUDA, product((of_hybrid, of_qwen3), (FP32, BF16)), lambda index, _: not index),
+    ("make_model", "dtype"),
+    rest(MORE_CUDA, product((delta_moe, qwen_moe), (FP32, BF16)), lambda index, _: not index),
     ids=lambda given: getattr(given, "__name__", str(given)),
 )  # fmt: skip
-def test_a_model_with_experts_runs_as_the_reference_does(model_of, dtype):
-    model = model_of(dtype)
+def test_a_model_with_experts_runs_as_the_reference_does(make_model, dtype):
+    model = make_model(dtype)
     require_near(texts(executor(model)), texts(ReferenceExecutor(model)), dtype)
 
 
 @pytest.mark.parametrize(
-    ("model_of", "dtype", "modes"),
+    ("make_model", "dtype", "modes"),
     [
-        (of_qwen3, BF16, ("teacher-forced",)),
-        *rest(MORE_CUDA, product((of_qwen3, of_hybrid), (BF16, FP32), [("teacher-forced", "free-running")]), lambda *_: False),
+        (qwen_moe, BF16, ("teacher-forced",)),
+        *rest(MORE_CUDA, product((qwen_moe, delta_moe), (BF16, FP32), [("teacher-forced", "free-running")]), lambda *_: False),
     ],
     ids=lambda given: getattr(given, "__name__", str(given)),
 )  # fmt: skip
-def test_the_validator_passes_experts(model_of, dtype, modes):
-    model = model_of(dtype)
+def test_the_validator_passes_experts(make_model, dtype, modes):
+    model = make_model(dtype)
     report = validate(
         ReferenceExecutor(model), executor(model), model, [random_tokens(model.config, 3)], 1,
         TQ4.plan(model.config.num_layers), modes=modes,
@@ -194,25 +194,27 @@ def test_the_validator_passes_experts(model_of, dtype, modes):
 
 # -- Weights ---------------------------------------------------------------------------------------------------------------
 def test_experts_lie_in_one_weight_and_are_there_once():
-    model = of_qwen3(layers=2)
+    model = qwen_moe(layers=2)
     ours = executor(model)
     for (name, mine), (same, theirs) in zip(ours.weights.named(), model.weights.named(), strict=True):
         assert name == same
         assert torch.equal(mine.cpu(), theirs)
-    held = {weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes() for _, weight in ours.weights.named()}
-    assert sum(held.values()) == model.weights.nbytes
+    storage_sizes = {
+        weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes() for _, weight in ours.weights.named()
+    }
+    assert sum(storage_sizes.values()) == model.weights.nbytes
     for layer, again in zip(ours.weights.layers, executor(ours._model).weights.layers, strict=True):
         for part in ("gate", "up", "down"):
             whole = getattr(layer.stack, part)
             assert torch.equal(whole, torch.cat([layer[f"experts.{expert}.{part}_proj"] for expert in range(4)]))
-            assert whole.untyped_storage().data_ptr() in held
+            assert whole.untyped_storage().data_ptr() in storage_sizes
             assert getattr(again.stack, part).data_ptr() == whole.data_ptr()  # taken as it is the next time
 
 
 @pytest.mark.parametrize("kinds", [("Q8_0",), pytest.param(("Q4_0", "Q5_1", "IQ4_NL"), marks=MORE_CUDA)], ids=str)
 def test_experts_of_a_gguf_file_stay_in_blocks(kinds):
     """Of types that differ within a layer, or that have no planes, they are restored."""
-    model = in_blocks(of_qwen3(BF16, width=32), kinds)
+    model = in_blocks(qwen_moe(BF16, width=32), kinds)
     ours = executor(model)
     stack = ours.weights.layers[0].stack
     assert isinstance(stack.up, torch.Tensor) == (len(kinds) > 1)
@@ -220,31 +222,31 @@ def test_experts_of_a_gguf_file_stay_in_blocks(kinds):
 
 
 def test_a_weight_of_an_expert_that_is_not_finite_is_named():
-    ours = executor(of_qwen3())
+    ours = executor(qwen_moe())
     ours.weights.layers[0].matrix("experts.2.down_proj")[5, 3] = torch.nan
     with pytest.raises(NonFiniteError, match=r"model.layers.0.mlp.experts.2.down_proj.weight holds nan at \[5, 3\]"):
         texts(ours, steps=0)
 
 
 # -- Launches --------------------------------------------------------------------------------------------------------------
-OF_EXPERTS = ["choose_kernel", "zeros", "order_kernel", "expert_kernel", "expert_kernel", "share_kernel"]
+EXPERT_KERNELS = ["choose_kernel", "zeros", "order_kernel", "expert_kernel", "expert_kernel", "share_kernel"]
 
 
-@pytest.mark.parametrize("model_of", [of_qwen3, of_hybrid])
-def test_nothing_in_a_step_with_experts_waits_for_the_device(monkeypatch, model_of):
+@pytest.mark.parametrize("make_model", [qwen_moe, delta_moe])
+def test_nothing_in_a_step_with_experts_waits_for_the_device(monkeypatch, make_model):
     """On a device without numbers; `launches` would raise."""
-    model = model_of(BF16)
+    model = make_model(BF16)
     for names in launches(executor_on_meta(model, monkeypatch), TQ4, [20, 3], monkeypatch):
-        ours = [name for name in OF_EXPERTS if name.endswith("_kernel")]
+        ours = [name for name in EXPERT_KERNELS if name.endswith("_kernel")]
         assert [name for name in names if name in ours] == model.config.num_layers * ours
 
 
 def test_a_layer_of_a_decode_step_of_qwen3_is_thirteen_launches(monkeypatch):
     """Seven in place of a dense layer's three between its last norms."""
     monkeypatch.setattr(available, "nvrtc_missing", lambda: None)
-    steps = [launches(executor_on_meta(of_qwen3(BF16, n), monkeypatch), TQ4, [20, 3], monkeypatch)[1] for n in (1, 2)]
+    steps = [launches(executor_on_meta(qwen_moe(BF16, n), monkeypatch), TQ4, [20, 3], monkeypatch)[1] for n in (1, 2)]
     one, two = steps
-    expected = ["mm", "prologue_kernel", "decode", "mm", "add_norm_kernel", "mm", *OF_EXPERTS, "add_norm_kernel"]
+    expected = ["mm", "prologue_kernel", "decode", "mm", "add_norm_kernel", "mm", *EXPERT_KERNELS, "add_norm_kernel"]
     assert len(expected) == len(two) - len(one) == 13
     begin = two.index("mm")
     assert two[begin : begin + 26] == 2 * expected

@@ -7,8 +7,8 @@ from dataclasses import replace
 import bounds
 import pytest
 import torch
-from cuda_caches import DEVICE, as_bytes, check_stored, everything_in, same, within
-from op_tables import LAYER, Case, filled, poisoned_cache, relative, windows_of
+from cuda_caches import DEVICE, as_bytes, attention_bound, check_stored, everything_in, same
+from op_tables import LAYER, Case, bf16_windows, filled, poisoned_cache, relative
 from small_models import gemma_config, random_tokens, small_config, small_model
 
 from haarkv.executors.reference import ReferenceExecutor
@@ -28,22 +28,20 @@ from step_launches import META, executor_on_meta, launches
 
 from haarkv.executors.cuda import CudaExecutor
 from haarkv.tq_ops.cuda import available, ops
-from haarkv.tq_ops.cuda.ops import CudaFused
+from haarkv.tq_ops.cuda.ops import CudaFusedOps
 
 GPU = DEVICE.type == "cuda"
 FP32, BF16 = torch.float32, torch.bfloat16
 TQ4, TAIL = KVSpec("tq4"), KVSpec("tq4", tail=5, sink=2)
 
 
-def config_of(family: str, num_heads: int = 4, num_kv_heads: int = 2, num_layers: int = 2):
+def family_config(family: str, num_heads: int = 4, num_kv_heads: int = 2, num_layers: int = 2):
     if family == "gemma":
         return gemma_config(num_layers=num_layers, num_heads=num_heads, head_dim=64)
     if family == "wide":
         return small_config(num_layers=num_layers, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=128)
-    of_family = {"qwen3": {}, "llama": {"head_norms": False}, "qwen2": {"head_norms": False, "bias": True}}[family]
-    return small_config(
-        family, num_layers=num_layers, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=64, **of_family
-    )
+    options = {"qwen3": {}, "llama": {"head_norms": False}, "qwen2": {"head_norms": False, "bias": True}}[family]
+    return small_config(family, num_layers=num_layers, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=64, **options)
 
 
 FAMILIES = ("qwen3", "llama", "qwen2", "gemma")
@@ -54,9 +52,9 @@ ONE, RAGGED = [40], [40, 7, 1]
 TRITON, NVRTC = ["attend_kernel", "merge_kernel"], ["decode"]
 
 
-def of_layer(spec: KVSpec, attention: list[str]) -> list[str]:
+def layer_kernels(spec: KVSpec, attention: list[str]) -> list[str]:
     """What a layer launches: nine, ten where Triton attends, one more for tokens in BF16."""
-    before = ["mm", "prologue_kernel", *(["kept_kernel"] if spec.tail else []), *attention]
+    before = ["mm", "prologue_kernel", *(["window_kernel"] if spec.tail else []), *attention]
     return [*before, "mm", "add_norm_kernel", "mm", "gated_mul_kernel", "mm", "add_norm_kernel"]
 
 
@@ -78,13 +76,13 @@ def test_a_layer_of_a_decode_step_is_nine_launches_or_ten_without_nvrtc(
     monkeypatch.setattr(available, "nvrtc_missing", lambda: None if compiles else "it is not there")
     steps = []
     for layers in (2, 4):  # of a Gemma every second has a window
-        model = small_model(config_of(family, num_layers=layers), dtype=BF16)
+        model = small_model(family_config(family, num_layers=layers), dtype=BF16)
         if spec.kv.startswith("k=lr"):
             heads = model.config.heads
             spec = replace(spec, calibration=made_up.calibration(layers, heads.num_kv_heads, heads.head_dim))
         steps.append(launches(executor_on_meta(model, monkeypatch), spec, prompts, monkeypatch)[1])
     two, four = steps
-    expected = of_layer(spec, attention)
+    expected = layer_kernels(spec, attention)
     # The slots and blocks of a Gemma's rings are reckoned once a step, behind the first product.
     others = [name for name in four if name not in expected]
     assert others == [name for name in two if name not in expected]
@@ -101,7 +99,7 @@ def test_a_layer_of_a_decode_step_is_nine_launches_or_ten_without_nvrtc(
 )
 def test_nothing_between_token_ids_and_logits_waits_for_the_device(monkeypatch, family, dtype, spec):
     """On a device without numbers; `launches` would raise."""
-    model = small_model(config_of(family), dtype=dtype)
+    model = small_model(family_config(family), dtype=dtype)
     prefill, decode = launches(executor_on_meta(model, monkeypatch), spec, RAGGED, monkeypatch)
     assert prefill.count("prologue_kernel") == decode.count("prologue_kernel") == 2
 
@@ -117,30 +115,32 @@ def test_that_device_would_show_a_wait(wait):
 # -- Packed weights ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_weights_are_the_models_own_and_there_once(family):
-    model = small_model(config_of(family))
+    model = small_model(family_config(family))
     whole = fused.fuse(model, torch.device("cpu"))
     for (name, ours), (same_name, theirs) in zip(whole.model.weights.named(), model.weights.named(), strict=True):
         assert name == same_name
         assert torch.equal(ours, theirs)
     ours = [tensor for _, tensor in whole.model.weights.named()]
-    held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in ours}
-    assert sum(held.values()) == model.weights.nbytes
+    storage_sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in ours}
+    assert sum(storage_sizes.values()) == model.weights.nbytes
     again = fused.fuse(whole.model, torch.device("cpu"))  # which is taken as it is
-    for layer, packed, taken in zip(whole.model.weights.layers, whole.packed, again.packed, strict=True):
+    for layer, packed, second_packed in zip(whole.model.weights.layers, whole.packed, again.packed, strict=True):
         assert torch.equal(packed.qkv_proj, torch.cat([layer[f"{x}_proj"] for x in "qkv"]))
         assert torch.equal(packed.gate_up_proj, torch.cat([layer["gate_proj"], layer["up_proj"]]))
-        assert {packed.qkv_proj.data_ptr(), packed.gate_up_proj.data_ptr()} <= set(held)
-        assert (taken.qkv_proj.data_ptr(), taken.gate_up_proj.data_ptr()) == (
+        assert {packed.qkv_proj.data_ptr(), packed.gate_up_proj.data_ptr()} <= set(storage_sizes)
+        assert (second_packed.qkv_proj.data_ptr(), second_packed.gate_up_proj.data_ptr()) == (
             packed.qkv_proj.data_ptr(), packed.gate_up_proj.data_ptr(),
         )  # fmt: skip
-        assert packed.heads.bias is taken.heads.bias is None or torch.equal(packed.heads.bias, taken.heads.bias)
-    for (_, taken), theirs in zip(again.model.weights.named(), ours, strict=True):
-        assert taken.data_ptr() == theirs.data_ptr()
+        assert packed.heads.bias is second_packed.heads.bias is None or torch.equal(
+            packed.heads.bias, second_packed.heads.bias
+        )
+    for (_, second_packed), theirs in zip(again.model.weights.named(), ours, strict=True):
+        assert second_packed.data_ptr() == theirs.data_ptr()
 
 
 def test_models_without_a_fused_layer_say_so_in_words():
-    assert {fused.unsupported(config_of(family)) for family in FAMILIES} == {None}
-    config = config_of("qwen3")
+    assert {fused.unsupported(family_config(family)) for family in FAMILIES} == {None}
+    config = family_config("qwen3")
     layer = config.layers[1]
     for other, says in (
         (replace(layer, mlp=Experts(4, 2, 16, shared=8)), "layer 1 of this qwen3 model is another than it knows: shared is 8"),
@@ -164,10 +164,10 @@ def composed_attention(ops, qkv, heads, rope, cache, layer, batch, softmax_scale
     return ops.paged_attention(q.to(heads.dtype), cache, layer, batch, softmax_scale).flatten(1)
 
 
-def composed_add_norm(ops, hidden, update, weight, eps, behind=None):
+def composed_add_norm(ops, hidden, update, weight, eps, post_norm=None):
     """As `FusedOps.add_norm`."""
-    if behind is not None:
-        update = ops.rms_norm(update, *behind)
+    if post_norm is not None:
+        update = ops.rms_norm(update, *post_norm)
     hidden = (hidden.float() + update).to(hidden.dtype)
     return hidden, ops.rms_norm(hidden, weight, eps)
 
@@ -185,131 +185,133 @@ CASES = [
 ]
 
 
-def given_to_attention(case: Case, dtype: torch.dtype, biased: bool, normed: bool):
+def attention_args(case: Case, dtype: torch.dtype, has_bias: bool, has_norms: bool):
     """Two caches of equal content whose new slots are not written yet, and the arguments of `attention`."""
-    made, batch = filled(case)
+    cache, batch = filled(case)
     generator = torch.Generator().manual_seed(3)
     heads, dim = case.kv_heads * case.group, case.head_dim
     width = (heads + 2 * case.kv_heads) * dim
 
-    def drawn(*shape: int) -> torch.Tensor:
+    def random_tensor(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
 
-    slots = made.placed(LAYER, batch).slot_mapping
-    for name, tensor in [*made.k_fields(LAYER).items(), *made.v_fields(LAYER).items()]:
+    slots = cache.placed(LAYER, batch).slot_mapping
+    for name, tensor in [*cache.k_fields(LAYER).items(), *cache.v_fields(LAYER).items()]:
         tensor[slots // case.block_size, :, slots % case.block_size] = float("nan") if name == "scale" else 255
-    for kept in filter(None, made.kept(LAYER)):
-        kept.write(torch.full((len(batch.positions), case.kv_heads, dim), float("nan")), batch)
+    for window in filter(None, cache.kept(LAYER)):
+        window.write(torch.full((len(batch.positions), case.kv_heads, dim), float("nan")), batch)
     copy = poisoned_cache(case, DEVICE)
-    for ours, theirs in zip(everything_in(copy), everything_in(made), strict=True):
+    for ours, theirs in zip(everything_in(copy), everything_in(cache), strict=True):
         ours.copy_(theirs)
-    norms = [(drawn(dim) * 0.3 + 1).to(dtype) for _ in range(2)] if normed else [None, None]
-    made_of = Heads(heads, dtype, drawn(width).to(dtype) if biased else None, *norms, eps=1e-6)
-    angle = drawn(len(batch.positions), dim // 2) * 3
-    return made, copy, drawn(len(batch.positions), width), made_of, (angle.cos(), angle.sin()), batch
+    norms = [(random_tensor(dim) * 0.3 + 1).to(dtype) for _ in range(2)] if has_norms else [None, None]
+    head_weights = Heads(heads, dtype, random_tensor(width).to(dtype) if has_bias else None, *norms, eps=1e-6)
+    angle = random_tensor(len(batch.positions), dim // 2) * 3
+    return cache, copy, random_tensor(len(batch.positions), width), head_weights, (angle.cos(), angle.sin()), batch
 
 
-def moved(heads: Heads) -> Heads:
+def heads_on_device(heads: Heads) -> Heads:
     return replace(heads, **{name: t.to(DEVICE) for name, t in vars(heads).items() if isinstance(t, torch.Tensor)})
 
 
 @pytest.mark.parametrize(
-    ("case", "made_of", "dtype"),
+    ("case", "head_options", "dtype"),
     [(*case, dtype) for number, case in enumerate(CASES) for dtype in (FP32, BF16) if GPU or number % 2 == (dtype == BF16)],
     ids=str,
 )
-def test_attention_with_all_before_it_equals_the_ops_one_by_one(case, made_of, dtype):
-    """`made_of`: whether there is a bias, and whether heads are normed."""
-    made, copy, qkv, heads, rope, batch = given_to_attention(case, dtype, *made_of)
-    scale, seen = case.head_dim**-0.5, {}
+def test_attention_with_all_before_it_equals_the_ops_one_by_one(case, head_options, dtype):
+    """`head_options`: whether there is a bias, and whether heads are normed."""
+    cache, copy, qkv, heads, rope, batch = attention_args(case, dtype, *head_options)
+    scale, stored_kv = case.head_dim**-0.5, {}
 
     def store(k, v, *rest):
-        seen.update(k=k, v=v)
+        stored_kv.update(k=k, v=v)
         reference.store_kv(k, v, *rest)
 
-    composed_attention(with_ops(reference, {"store_kv": store}), qkv, heads, rope, made, LAYER, batch, scale)
+    composed_attention(with_ops(reference, {"store_kv": store}), qkv, heads, rope, cache, LAYER, batch, scale)
     fault, on_device = ops.new_fault(DEVICE), tuple(x.to(DEVICE) for x in rope)
-    ours = CudaFused(fault).attention(qkv.to(DEVICE), moved(heads), on_device, copy, LAYER, batch.to(DEVICE), scale)
+    ours = CudaFusedOps(fault).attention(
+        qkv.to(DEVICE), heads_on_device(heads), on_device, copy, LAYER, batch.to(DEVICE), scale
+    )
     ops.raise_fault(fault, copy, batch)
     assert (ours.dtype, ours.shape) == (dtype, (len(qkv), heads.num_heads * case.head_dim))
-    check_stored(copy, made, seen["k"], seen["v"], batch, bounds.LAYER_FP32.kv_noise)
-    for mine, other in zip(windows_of(copy), windows_of(made), strict=True):
+    check_stored(copy, cache, stored_kv["k"], stored_kv["v"], batch, bounds.LAYER_FP32.kv_noise)
+    for mine, other in zip(bf16_windows(copy), bf16_windows(cache), strict=True):
         # K and V as two computations of them round to BF16: here and there to the other neighbour. NaN stays where it was.
         torch.testing.assert_close(mine.cpu(), other, rtol=2.0**-7, atol=1e-6, equal_nan=True)
         assert (mine.cpu().view(torch.int16) != other.view(torch.int16)).float().mean() <= bounds.OP_TABLE_BF16_DIFFERENT
     # A level beside a boundary may have fallen to its other side, as was checked: attention is judged over the same codes.
-    for mine, other in zip(everything_in(copy), everything_in(made), strict=True):
+    for mine, other in zip(everything_in(copy), everything_in(cache), strict=True):
         other.copy_(mine)
     nothing = with_ops(reference, {"store_kv": lambda *_: None})
-    wanted = composed_attention(nothing, qkv, heads, rope, made, LAYER, batch, scale)
+    expected = composed_attention(nothing, qkv, heads, rope, cache, LAYER, batch, scale)
     shape = (len(qkv), heads.num_heads, case.head_dim)
-    assert relative(ours.view(shape), wanted.view(shape)) <= within(dtype)
+    assert relative(ours.view(shape), expected.view(shape)) <= attention_bound(dtype)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_queries_are_rounded_once_before_they_are_rotated(dtype):
     case = Case("tq4", 128, 4, 2, 8, (0,), (9,))
-    _, copy, qkv, heads, rope, batch = given_to_attention(case, dtype, False, False)
+    _, copy, qkv, heads, rope, batch = attention_args(case, dtype, False, False)
     q = qkv.view(9, -1, 128)[:, : heads.num_heads]
-    wanted, *_ = ops.rotate(reference.rope(q, *rope).to(dtype).to(DEVICE), copy, LAYER, batch.to(DEVICE))
-    given = qkv.to(DEVICE), moved(heads), (rope[0].to(DEVICE), rope[1].to(DEVICE))
-    _, (ours, *_) = ops.rotate_and_append(*given, copy, LAYER, batch.to(DEVICE), ops.new_fault(DEVICE))
-    assert ours.dtype == wanted.dtype
-    off = ((ours - wanted).float().norm(dim=-1) / wanted.float().norm(dim=-1)).flatten()
+    expected, *_ = ops.rotate(reference.rope(q, *rope).to(dtype).to(DEVICE), copy, LAYER, batch.to(DEVICE))
+    args = qkv.to(DEVICE), heads_on_device(heads), (rope[0].to(DEVICE), rope[1].to(DEVICE))
+    _, (ours, *_) = ops.rotate_and_append(*args, copy, LAYER, batch.to(DEVICE), ops.new_fault(DEVICE))
+    assert ours.dtype == expected.dtype
+    off = ((ours - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)).flatten()
     # Of a query that was not rounded to BF16, each vector would be 1e-3 off.
     assert off.median() <= (1e-6 if dtype == FP32 else 1e-4)
 
 
 @pytest.mark.parametrize(
-    ("kv", "kept"),
+    ("kv", "window_options"),
     [
         ("tq4", {}), ("tq4", {"tail": 3, "sink": 2}), ("tq4", {"window": 6}), ("tq4", {"tail": 3, "window": 6}),
         ("k=lr3,v=tq3", {"tail": 3, "sink": 2}),
     ],
     ids=str,
 )  # fmt: skip
-def test_dead_rows_store_nothing_and_a_refused_vector_is_noted(kv, kept):
-    case = Case(kv, 64, 2, 3, 8, (0, 0), (1, 1), **kept)
-    _, copy, qkv, heads, rope, batch = given_to_attention(case, BF16, False, False)
+def test_dead_rows_store_nothing_and_a_refused_vector_is_noted(kv, window_options):
+    case = Case(kv, 64, 2, 3, 8, (0, 0), (1, 1), **window_options)
+    _, copy, qkv, heads, rope, batch = attention_args(case, BF16, False, False)
     before, fault = as_bytes(copy), ops.new_fault(DEVICE)
     rest = ([x.to(DEVICE) for x in rope], copy, LAYER)
     dead = replace(batch, slot_mapping=torch.full_like(batch.slot_mapping, -1)).to(DEVICE)
-    ops.rotate_and_append((qkv * torch.nan).to(DEVICE), moved(heads), *rest, dead, fault)
+    ops.rotate_and_append((qkv * torch.nan).to(DEVICE), heads_on_device(heads), *rest, dead, fault)
     ops.raise_fault(fault, copy, batch)
     assert same(before, as_bytes(copy))
     # V of token 1, KV head 2: the last head of all.
     qkv[1, -3] = torch.inf
     _, in_bf16 = copy.kept(LAYER)
-    kept_before = in_bf16.vectors[batch.rows[1]].view(torch.uint8).clone() if in_bf16 is not None else None
-    ops.rotate_and_append(qkv.to(DEVICE), moved(heads), *rest, batch.to(DEVICE), fault)
+    window_before = in_bf16.vectors[batch.rows[1]].view(torch.uint8).clone() if in_bf16 is not None else None
+    ops.rotate_and_append(qkv.to(DEVICE), heads_on_device(heads), *rest, batch.to(DEVICE), fault)
     with pytest.raises(NonFiniteError, match=r"layer 1: V of token 1 of the batch .*, KV head 2 is not finite"):
         ops.raise_fault(fault, copy, batch)
     # It was left out of what stays in BF16 as well, and its neighbours were not.
     if in_bf16 is not None:
         now = in_bf16.vectors[batch.rows[1]].view(torch.uint8)
-        assert [torch.equal(head, was) for head, was in zip(now, kept_before, strict=True)] == [False, False, True]
+        assert [torch.equal(head, was) for head, was in zip(now, window_before, strict=True)] == [False, False, True]
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("width", [48, 1056])
-@pytest.mark.parametrize("behind", [False, True])
-def test_residual_and_norm_in_one_equal_the_two(dtype, width, behind):
+@pytest.mark.parametrize("post_norm", [False, True])
+def test_residual_and_norm_in_one_equal_the_two(dtype, width, post_norm):
     """Weights in FP32 as well, as 1 + w is beside a BF16 model."""
     hidden, update = 4 * torch.randn(2, 3, width, generator=torch.Generator().manual_seed(0))
     weights = torch.rand(2, width, generator=torch.Generator().manual_seed(1))
-    weight, of_update = (weights if behind else weights.to(dtype)).unbind()
-    wanted = composed_add_norm(
-        reference, hidden.to(dtype), update, weight, 1e-6, (of_update, 1e-5) if behind else None
+    weight, update_weight = (weights if post_norm else weights.to(dtype)).unbind()
+    expected = composed_add_norm(
+        reference, hidden.to(dtype), update, weight, 1e-6, (update_weight, 1e-5) if post_norm else None
     )  # fmt: skip
-    given = [x.to(DEVICE) for x in (hidden.to(dtype), update, weight)]
-    ours = CudaFused(ops.new_fault(DEVICE)).add_norm(*given, 1e-6, (of_update.to(DEVICE), 1e-5) if behind else None)
-    if behind:
-        assert relative(ours[0], wanted[0]) <= (bounds.LAYER_FP32.op if dtype == FP32 else bounds.LAYER_BF16.rounded_op)
+    args = [x.to(DEVICE) for x in (hidden.to(dtype), update, weight)]
+    ours = CudaFusedOps(ops.new_fault(DEVICE)).add_norm(*args, 1e-6, (update_weight.to(DEVICE), 1e-5) if post_norm else None)
+    if post_norm:
+        assert relative(ours[0], expected[0]) <= (bounds.LAYER_FP32.op if dtype == FP32 else bounds.LAYER_BF16.rounded_op)
     else:
-        assert torch.equal(ours[0].cpu(), wanted[0])
-    assert relative(ours[1], wanted[1]) <= (bounds.LAYER_FP32.op if dtype == FP32 else bounds.LAYER_BF16.rounded_op)
-    if dtype == BF16 and not behind:  # the norm is of the rounded sum: of another, a sixth of its numbers would be others
-        assert (ours[1].cpu() != wanted[1]).float().mean() <= bounds.OP_TABLE_BF16_DIFFERENT
+        assert torch.equal(ours[0].cpu(), expected[0])
+    assert relative(ours[1], expected[1]) <= (bounds.LAYER_FP32.op if dtype == FP32 else bounds.LAYER_BF16.rounded_op)
+    if dtype == BF16 and not post_norm:  # the norm is of the rounded sum: of another, a sixth of its numbers would be others
+        assert (ours[1].cpu() != expected[1]).float().mean() <= bounds.OP_TABLE_BF16_DIFFERENT
 
 
 # -- Whole layers ------------------------------------------------------------------------------------------------------
@@ -327,7 +329,7 @@ ONE_HEAD = {"num_heads": 2, "num_kv_heads": 1}
     ],
 )
 def test_the_validator_passes_every_family_layer_by_layer(family, dtype, steps, layers):
-    model = small_model(config_of(family, num_layers=layers, **ONE_HEAD), dtype=dtype)
+    model = small_model(family_config(family, num_layers=layers, **ONE_HEAD), dtype=dtype)
     prompts = [random_tokens(model.config, n, seed=n) for n in (3, 2)[: 1 + steps]]
     candidate = CudaExecutor(model, interpreted=not GPU)
     report = validate(ReferenceExecutor(model), candidate, model, prompts, steps, KVSpec("tq4").plan(layers))
@@ -341,7 +343,7 @@ def test_the_validator_passes_every_family_layer_by_layer(family, dtype, steps, 
 @pytest.mark.parametrize("family", ["qwen2", "gemma"])
 def test_torch_sees_no_wait_in_a_step(family, dtype):
     """Torch's own watch over calls that wait, once what is made once is made."""
-    model = small_model(config_of(family), dtype=dtype)
+    model = small_model(family_config(family), dtype=dtype)
     ours = CudaExecutor(model)
     cache = PagedKVCache(TQ4.plan(2), model.config.kv_shapes, num_blocks=6, device=DEVICE)
     paging = PagedSequences(6, cache.block_size)

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from npu_layers import CONFIG, TQ4_SPEC, filled
+from npu_layers import CONFIG, TQ4_SPEC, fill_cache
 from npu_programs import with_pypto
-from small_models import cache_tensors, new_cache, resized, small_model
+from small_models import cache_tensors, new_cache, resize_config, small_model
 
 from haarkv.executors import catalog, npu
 from haarkv.executors.base import prefill
@@ -22,29 +22,29 @@ from haarkv.tq_ops.npu import device
 from haarkv.tq_ops.npu.sides import fixed_sides
 from haarkv.tq_ops.npu.sim import simulator
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
-from haarkv.tq_ops.npu.versions import SIMULATED, installed
+from haarkv.tq_ops.npu.versions import SIM_PYPTO, find_installation
 
 TQ4 = TQ4_SPEC.plan(CONFIG.num_layers)
 
 
-def batch_of(new_tokens, stored=()):
+def make_batch(new_tokens, stored_tokens=()):
     paging = PagedSequences(32, 128, order=[5, 2, 9, 0, *range(10, 32), 1, 3, 4, 6, 7, 8])
     sequences = [paging.add() for _ in new_tokens]
-    for sequence, count in zip(sequences, stored, strict=False):
+    for sequence, count in zip(sequences, stored_tokens, strict=False):
         if count:
             paging.batch([sequence], [count])
     return paging.batch(sequences, new_tokens)
 
 
-def tiled(program, new_tokens, stored=()):
-    batch = batch_of(new_tokens, stored)
+def make_tiling(program, new_tokens, stored_tokens=()):
+    batch = make_batch(new_tokens, stored_tokens)
     tokens = batch.positions.numel()
     rope = (torch.arange(tokens * 64.0).view(tokens, 64), torch.zeros(tokens, 64))
     return batch, inputs.tile(batch, program, rope)
 
 
 def test_decode_puts_one_token_of_each_sequence_into_one_tile():
-    _, tiling = tiled(programs.decode_program(CONFIG), [1] * 18, stored=[3, 0, 130])
+    _, tiling = make_tiling(programs.decode_program(CONFIG), [1] * 18, stored_tokens=[3, 0, 130])
     assert tiling.rows == 32
     assert tiling.tile_tokens.tolist() == [16, 2]
     assert tiling.row.tolist() == [*range(16), 16, 17]
@@ -53,7 +53,7 @@ def test_decode_puts_one_token_of_each_sequence_into_one_tile():
 
 
 def test_prefill_gives_each_sequence_tiles_of_its_own():
-    batch, tiling = tiled(programs.prefill_program(CONFIG), [130, 3], stored=[7, 0])
+    batch, tiling = make_tiling(programs.prefill_program(CONFIG), [130, 3], stored_tokens=[7, 0])
     assert tiling.tile_tokens.tolist() == [128, 2, 3]
     assert tiling.rows == 3 * 128
     assert tiling.row.tolist() == [*range(130), 256, 257, 258]
@@ -64,7 +64,7 @@ def test_prefill_gives_each_sequence_tiles_of_its_own():
 
 
 def test_the_block_table_is_padded_to_whole_steps():
-    _, tiling = tiled(programs.decode_program(CONFIG), [1, 1], stored=[700, 3])
+    _, tiling = make_tiling(programs.decode_program(CONFIG), [1, 1], stored_tokens=[700, 3])
     assert tiling.block_table.shape == (2, 16)
     assert tiling.block_table[0, 5] >= 0
     assert tiling.block_table[0, 6:].tolist() == [-1] * 10
@@ -78,8 +78,8 @@ def test_a_view_of_the_mask_is_the_causal_mask_of_any_step(program, before):
     step, unit = program.attention.step_tokens, program.attention.unit_tokens
     mask, group = program.attention.mask(), program.attention.group
     for begin in range(0, before + unit, step):
-        seen = min(before - begin, step)
-        view = mask[:, step - seen : 2 * step - seen]
+        num_visible = min(before - begin, step)
+        view = mask[:, step - num_visible : 2 * step - num_visible]
         assert view.shape[1] == step
         for row in (0, program.attention.queries - 1):
             visible = (view[row] == 0).nonzero().flatten() + begin
@@ -89,9 +89,9 @@ def test_a_view_of_the_mask_is_the_causal_mask_of_any_step(program, before):
 
 def test_the_cache_is_handed_over_as_it_is():
     cache = new_cache(CONFIG, block_size=128, num_blocks=2)
-    named = inputs.cache_arguments(cache, 1)
-    named["v_codes"][3, 5] = -1
-    named["k_scale"][3, 7] = 2.0
+    arguments = inputs.cache_arguments(cache, 1)
+    arguments["v_codes"][3, 5] = -1
+    arguments["k_scale"][3, 7] = 2.0
     assert cache.v_fields(1)["codes"][0, 0, 3, 5] == 255
     assert cache.k_fields(1)["scale"][1, 1, 7] == 2.0
 
@@ -111,8 +111,8 @@ def test_a_vocabulary_in_slices_is_padded_and_pieces_overlap():
             simulator.run(program, arguments, Mode.NUMBERS)
             slices.append(logits)
     logits = torch.cat(slices, dim=1)
-    normed = reference.rms_norm(hidden, model.weights.final_norm, model.config.final_norm.eps)
-    assert torch.allclose(logits[:, :4096], reference.linear(normed, model.weights.lm_head), atol=1e-3)
+    normed_hidden = reference.rms_norm(hidden, model.weights.final_norm, model.config.final_norm.eps)
+    assert torch.allclose(logits[:, :4096], reference.linear(normed_hidden, model.weights.lm_head), atol=1e-3)
     assert not logits[:, 4096:].any()
 
 
@@ -124,15 +124,15 @@ def test_cache_tensors_are_what_the_goldens_cover():
 
 # -- Refusals ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
-        (resized(CONFIG, head_dim=96), "a head_dim of 64, 128 or 256, not 96"),
+        (resize_config(CONFIG, head_dim=96), "a head_dim of 64, 128 or 256, not 96"),
         (replace(CONFIG, hidden_size=48), "hidden_size that is a multiple of 64, not 48"),
-        (resized(CONFIG, intermediate_size=200), "intermediate_size that is a multiple of 64, not 200"),
+        (resize_config(CONFIG, intermediate_size=200), "intermediate_size that is a multiple of 64, not 200"),
     ],
 )
-def test_a_model_without_programs_is_refused_by_name(config, said):
-    with pytest.raises(InputError, match=said):
+def test_a_model_without_programs_is_refused_by_name(config, message):
+    with pytest.raises(InputError, match=message):
         catalog.create("npu", small_model(config, dtype=torch.bfloat16), TQ4, "sim")
 
 
@@ -159,14 +159,14 @@ def test_another_format_and_another_block_size_are_refused():
         catalog.create("npu", model, KVSpec("k=tq4,v=q8_0").plan(CONFIG.num_layers), "sim")
     executor = catalog.create("npu", model, TQ4, "sim")
     with pytest.raises(InputError, match="128-token blocks, not 8"):
-        executor.layers(torch.zeros(1, 128, dtype=torch.bfloat16), range(1), batch_of([1]), new_cache(CONFIG))
+        executor.layers(torch.zeros(1, 128, dtype=torch.bfloat16), range(1), make_batch([1]), new_cache(CONFIG))
 
 
 OURS = torch.__version__.split("+")[0]
 
 
 @pytest.mark.parametrize(
-    ("name", "torch_npu", "said"),
+    ("name", "torch_npu", "message"),
     [
         ("cuda:0", None, "sim or npu:N, not on 'cuda:0'"),
         ("npu:x", None, "not on 'npu:x'"),
@@ -177,29 +177,29 @@ OURS = torch.__version__.split("+")[0]
         ("npu:2", {"version": OURS}, "no npu:2; torch-npu sees 2 NPUs"),
     ],
 )
-def test_a_device_that_is_not_there_is_refused(monkeypatch, name, torch_npu, said):
+def test_a_device_that_is_not_there_is_refused(monkeypatch, name, torch_npu, message):
     """Without torch-npu, or with one that claims to see two NPUs."""
     if torch_npu:
         npu = SimpleNamespace(is_available=lambda: torch_npu.get("available", True), device_count=lambda: 2)
         monkeypatch.setattr(device, "find_spec", lambda name: object())
-        monkeypatch.setattr(device, "installed", lambda: replace(installed(), torch_npu=torch_npu["version"]))
+        monkeypatch.setattr(device, "find_installation", lambda: replace(find_installation(), torch_npu=torch_npu["version"]))
         monkeypatch.setitem(sys.modules, "torch_npu", None if torch_npu.get("broken") else SimpleNamespace(npu=npu))
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         device.open_runner(name)
 
 
 @pytest.mark.parametrize(
-    ("pypto", "missing", "said"),
+    ("pypto", "missing", "message"),
     [
         (None, None, r"pip install 'haarkv\[npu\]'"),
         ("0.2.1", None, r"the simulator knows pypto 0\.2\.0 only, and 0\.2\.1 is installed"),
-        (SIMULATED, "cmake", "cmake not found"),
+        (SIM_PYPTO, "cmake", "cmake not found"),
     ],
 )
-def test_what_the_simulator_needs_is_named(monkeypatch, pypto, missing, said):
-    monkeypatch.setattr(simulator, "installed", lambda: replace(installed(), pypto=pypto))
+def test_what_the_simulator_needs_is_named(monkeypatch, pypto, missing, message):
+    monkeypatch.setattr(simulator, "find_installation", lambda: replace(find_installation(), pypto=pypto))
     monkeypatch.setattr(simulator.shutil, "which", lambda tool: None if tool == missing else "/usr/bin/" + tool)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         device.open_runner("sim")
 
 
@@ -223,20 +223,22 @@ class KeepsPrograms(device.SimRunner):
 @pytest.mark.npu_long
 def test_programs_are_compiled_before_the_first_forward(monkeypatch):
     """So that no latency holds a compilation."""
-    runner, announced = KeepsPrograms(), []
+    runner, program_names = KeepsPrograms(), []
     monkeypatch.setattr(npu, "open_runner", lambda _: runner)
-    config = resized(CONFIG, num_layers=1)
-    executor = catalog.create("npu", small_model(config, dtype=torch.bfloat16), KVSpec("tq4").plan(1), None, announced.append)
-    assert sorted(announced) == sorted(set(runner.called)) == ["decode_layer", "head", "prefill_layer"]
-    prefill(executor, torch.zeros(3, dtype=torch.int64), batch_of([3]), new_cache(config, block_size=128, num_blocks=32))
-    assert len(announced) == 3
+    config = resize_config(CONFIG, num_layers=1)
+    executor = catalog.create(
+        "npu", small_model(config, dtype=torch.bfloat16), KVSpec("tq4").plan(1), None, program_names.append
+    )
+    assert sorted(program_names) == sorted(set(runner.called)) == ["decode_layer", "head", "prefill_layer"]
+    prefill(executor, torch.zeros(3, dtype=torch.int64), make_batch([3]), new_cache(config, block_size=128, num_blocks=32))
+    assert len(program_names) == 3
 
 
 @with_pypto
 def test_the_simulator_compiles_nothing_ahead():
-    announced = []
-    catalog.create("npu", small_model(CONFIG, dtype=torch.bfloat16), TQ4, "sim", announced.append)
-    assert announced == []
+    program_names = []
+    catalog.create("npu", small_model(CONFIG, dtype=torch.bfloat16), TQ4, "sim", program_names.append)
+    assert program_names == []
 
 
 def test_no_two_arguments_of_a_program_share_a_name():
@@ -249,7 +251,7 @@ def test_no_two_arguments_of_a_program_share_a_name():
 
 def test_a_layer_takes_its_programs_by_its_own_formats(monkeypatch):
     """Two layers of a plan, in different formats, each by the program that was made for them, on its own fields."""
-    called = []
+    calls = []
 
     class Runner(device.SimRunner):
         def __init__(self):
@@ -260,11 +262,11 @@ def test_a_layer_takes_its_programs_by_its_own_formats(monkeypatch):
 
         def call(self, program, tensors):
             shapes = dict(zip((a.name for a in program.arguments), (t.shape[1:] for t in tensors), strict=True))
-            called.append((program.k.name, program.v.name, [shapes[a.name][0] for a in program.k.arguments("k")]))
+            calls.append((program.k.name, program.v.name, [shapes[a.name][0] for a in program.k.arguments("k")]))
 
     monkeypatch.setattr(npu, "open_runner", lambda _: Runner())
     spec = KVSpec("tq4", layers={1: "k=bf16,v=tq4_seed"})
     executor = catalog.create("npu", small_model(CONFIG, dtype=torch.bfloat16), spec.plan(CONFIG.num_layers), "sim")
-    cache, paging, sequences = filled(CONFIG, spec, [3], seed=1)
+    cache, paging, sequences = fill_cache(CONFIG, spec, [3], seed=1)
     executor.layers(torch.zeros(1, 128, dtype=torch.bfloat16), range(2), paging.batch(sequences, [1]), cache)
-    assert called == [("tq4", "tq4", [64, 128]), ("bf16", "tq4_seed", [128, 128])]
+    assert calls == [("tq4", "tq4", [64, 128]), ("bf16", "tq4_seed", [128, 128])]

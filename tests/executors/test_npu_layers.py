@@ -12,7 +12,7 @@ import pytest
 import torch
 from npu_layers import CONFIG, CONFIGS, LAYER_CASES, WINDOW, check_layer, error_of_layer, learned_spec
 from npu_programs import needs_pypto, with_pypto
-from small_models import random_tokens, resized, small_model
+from small_models import random_tokens, resize_config, small_model
 
 from haarkv.executors import catalog
 from haarkv.executors.reference import ReferenceExecutor
@@ -36,29 +36,29 @@ BORDERS = {
     "prefill, three stretches": ([3, 2], [2300, 1500]),
 }
 BOTH = {"decode": DECODE, "prefill": PREFILL}
-FAR = resized(CONFIG, num_heads=4, max_position_embeddings=4096)
+FAR = resize_config(CONFIG, num_heads=4, max_position_embeddings=4096)
 WINDOWED, WHOLE = range(0, 1), range(1, 2)
 TAIL = {"tail": 20, "sink": 3}
 
 
-def spec_of(config, kv="k=lr4,v=tq4", turning=True, **kept):
-    return replace(learned_spec(config, kv, turning=turning) if "lr" in kv else KVSpec(kv), **kept)
+def make_spec(config, kv="k=lr4,v=tq4", turning=True, **window_options):
+    return replace(learned_spec(config, kv, turning=turning) if "lr" in kv else KVSpec(kv), **window_options)
 
 
-def row(name, config, case, kv="tq4", layers=WHOLE, short=False, turning=True, **kept):
+def row(name, config, case, kv="tq4", layers=WHOLE, short=False, turning=True, **window_options):
     marks = () if short else pytest.mark.npu_long
-    return pytest.param(config, case, kv, layers, turning, kept, id=name, marks=marks)
+    return pytest.param(config, case, kv, layers, turning, window_options, id=name, marks=marks)
 
 
 def heads(case):
     (queries, keys), *tokens = LAYER_CASES[case]
-    return resized(CONFIG, num_heads=queries, num_kv_heads=keys), tokens
+    return resize_config(CONFIG, num_heads=queries, num_kv_heads=keys), tokens
 
 
-FIXED = ["bf16", "tq4_seed", "k=bf16,v=tq4", "k=tq4,v=tq4_seed"]
-LEARNED = ["k=lr2,v=tq4", "k=lr3,v=bf16", "k=lr5,v=tq4_seed", "k=lr4,v=tq4"]
+FIXED_FORMATS = ["bf16", "tq4_seed", "k=bf16,v=tq4", "k=tq4,v=tq4_seed"]
+LEARNED_FORMATS = ["k=lr2,v=tq4", "k=lr3,v=bf16", "k=lr5,v=tq4_seed", "k=lr4,v=tq4"]
 RINGS = [{"tail": 1}, {"sink": 70}, {"tail": 300, "sink": 70}]
-TEN, EIGHT = (resized(CONFIG, num_heads=n) for n in (10, 8))
+TEN, EIGHT = (resize_config(CONFIG, num_heads=n) for n in (10, 8))
 # Each format, family and kind, a window, a tail and a border: these run in `make test`.
 ROWS = [
     row("qwen3, decode", *heads("decode, GQA 5"), short=True),
@@ -79,9 +79,9 @@ ROWS = [
         row(f"{name}, {kv}", config, PREFILL, kv, WINDOWED)
         for (name, config), kv in product(CONFIGS.items(), ["bf16", "tq4_seed", "k=lr4,v=tq4"])
     ),
-    *(row(f"{kind}, {kv}", TEN, BOTH[kind], kv) for kind, kv in product(BOTH, FIXED)),
-    *(row(f"{kind}, {kv}, no stretches", TEN, BOTH[kind], kv, turning=False) for kind, kv in product(BOTH, LEARNED)),
-    *(row(f"border, {case}, {kv}", FAR, BORDERS[case], kv) for case, kv in product(BORDERS, LEARNED)),
+    *(row(f"{kind}, {kv}", TEN, BOTH[kind], kv) for kind, kv in product(BOTH, FIXED_FORMATS)),
+    *(row(f"{kind}, {kv}, no stretches", TEN, BOTH[kind], kv, turning=False) for kind, kv in product(BOTH, LEARNED_FORMATS)),
+    *(row(f"border, {case}, {kv}", FAR, BORDERS[case], kv) for case, kv in product(BORDERS, LEARNED_FORMATS)),
     *(
         row(f"border, {case}, default tail", FAR, BORDERS[case], "k=lr4,v=tq4", tail=128, sink=4)
         for case in ("decode, two steps", "prefill", "prefill, three stretches")
@@ -98,9 +98,9 @@ ROWS = [
 
 
 @with_pypto
-@pytest.mark.parametrize(("config", "case", "kv", "layers", "turning", "kept"), ROWS)
-def test_a_layer_stores_the_reference_bytes_and_adds_what_it_adds(config, case, kv, layers, turning, kept):
-    check_layer(None, *case, spec_of(config, kv, turning, **kept), layers, config)
+@pytest.mark.parametrize(("config", "case", "kv", "layers", "turning", "window_options"), ROWS)
+def test_a_layer_stores_the_reference_bytes_and_adds_what_it_adds(config, case, kv, layers, turning, window_options):
+    check_layer(None, *case, make_spec(config, kv, turning, **window_options), layers, config)
 
 
 # -- Parts left out ----------------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def test_a_part_that_is_left_out_or_anothers_is_seen(fault):
 @needs_pypto[1]
 @pytest.mark.npu_long
 @pytest.mark.parametrize(
-    ("kept", "length", "exercised"),
+    ("window_options", "length", "exercised"),
     [
         ({}, 20, None),
         (TAIL, 100, "sinks that an earlier forward stored"),
@@ -146,10 +146,10 @@ def test_a_part_that_is_left_out_or_anothers_is_seen(fault):
     ],
     ids=["packed", "tail", "border"],
 )
-def test_a_validation_passes(kept, length, exercised):
+def test_a_validation_passes(window_options, length, exercised):
     """Prompts in chunks, decode, and drafted tokens that are taken back, out of the ring as well."""
-    config = resized(FAR, num_layers=1)
-    model, plan = small_model(config, dtype=torch.bfloat16), spec_of(config, **kept).plan(1)
+    config = resize_config(FAR, num_layers=1)
+    model, plan = small_model(config, dtype=torch.bfloat16), make_spec(config, **window_options).plan(1)
     candidate = catalog.create("npu", model, plan, "sim")
     prompts = [random_tokens(config, length, 1), random_tokens(config, 5, 2)]
     report = validate(ReferenceExecutor(model), candidate, model, prompts, 1, plan)
@@ -165,9 +165,11 @@ def test_forty_layers_stay_within_their_bounds():
     model = load_model("random:narrow", "bfloat16")
     layers = model.config.num_layers
     plan = KVSpec("tq4").plan(layers)
-    trusted, on_trial = (catalog.create(name, model, plan, device) for name, device in (("reference", None), ("npu", "sim")))
+    reference_executor, on_trial = (
+        catalog.create(name, model, plan, device) for name, device in (("reference", None), ("npu", "sim"))
+    )
     tokens = [(7 * i * i + 3) % model.config.vocab_size for i in range(140)]
-    report = validate(trusted, on_trial, model, [tokens], 1, plan)
+    report = validate(reference_executor, on_trial, model, [tokens], 1, plan)
     assert report.passed, report.first_divergence
     assert {(row.mode, row.layer) for row in report.rows} == {
         (mode, layer) for mode in ("teacher-forced", "free-running") for layer in range(40)
@@ -184,7 +186,7 @@ def test_prompts_give_the_references_tokens_but_for_near_ties(kv, lengths):
     """Around a block, and as a ragged batch."""
     sides = load_contenders("tiny", Contender("reference", kv), Contender("npu", kv), dtype="bfloat16", device="sim")
     text = (TINY / "held_out.txt").read_text(encoding="utf-8")
-    prompts = [prompt_of(sides[0], text[100 * at :], tokens) for at, tokens in enumerate(lengths)]
+    prompts = [prompt_tokens(sides[0], text[100 * at :], tokens) for at, tokens in enumerate(lengths)]
     diff = greedy_diff(*sides, prompts, dtype="bfloat16", max_new_tokens=16)
     assert [prompt.a.prompt_tokens for prompt in diff.prompts] == lengths
     assert not diff.faulty, diff.unexplained
@@ -192,6 +194,6 @@ def test_prompts_give_the_references_tokens_but_for_near_ties(kv, lengths):
     assert diff.near_ties <= diff.fidelity.positions // 4
 
 
-def prompt_of(session, text, tokens):
+def prompt_tokens(session, text, tokens):
     """The beginning of a text that encodes to so many tokens."""
     return next(text[:end] for end in range(1, 12 * tokens) if len(session.encode([text[:end]])[0]) == tokens)

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from npu_layers import CONFIG, filled, learned_spec
-from small_models import resized, small_model
+from npu_layers import CONFIG, fill_cache, learned_spec
+from small_models import resize_config, small_model
 
 from haarkv.codebooks import cubic
 from haarkv.codebooks.learned import learn
@@ -17,10 +17,10 @@ from haarkv.tq_ops.formats.learned import COLUMNS, Calibration
 from haarkv.tq_ops.formats.packing import Column, Part, pack_columns
 from haarkv.tq_ops.npu import learned
 from haarkv.tq_ops.npu.device import SimRunner
-from haarkv.tq_ops.npu.sides import sides_of
+from haarkv.tq_ops.npu.sides import layer_sides
 
 CPU = torch.device("cpu")
-ONE_LAYER = resized(CONFIG, num_layers=1)
+ONE_LAYER = resize_config(CONFIG, num_layers=1)
 
 
 # -- What the host hands over ----------------------------------------------------------------------------------------------
@@ -33,7 +33,7 @@ def test_levels_by_their_places_are_the_bytes_of_the_format(bits):
     upper = learned.level_rows(layout, 128)[learned.LEVEL_ROWS.index("upper")]
     assert bool(upper.any()) == bool(layout.lower_pieces) == (bits > 3)
     levels = torch.cat([level.float(), (level * upper).floor()], 1) if layout.lower_pieces else level.float()
-    byte = levels @ learned.places_of(layout, 128).float()
+    byte = levels @ learned.byte_places(layout, 128).float()
     assert torch.equal(byte, pack_columns(level.to(torch.uint8), layout.columns).float())
 
 
@@ -47,8 +47,8 @@ def test_boundaries_that_a_program_tries_lie_beside_the_value(width):
     inverse = sum(by_name[f"inverse{i}"] * shrunk ** (2 * i + 1) for i in range(4))
     k = inverse.round()
     assert k.abs().max() == by_name["most"]
-    tried = k * (by_name["linear"] + by_name["cubed"] * k**2)
-    level = k + (value >= tried - 1e-6) + by_name["most"]
+    boundary = k * (by_name["linear"] + by_name["cubed"] * k**2)
+    level = k + (value >= boundary - 1e-6) + by_name["most"]
     assert torch.equal(level.long(), torch.bucketize(value, cubic.boundaries(width).double() - 1e-6, right=True))
     m = 2 * torch.arange(2**width) + 1 - 2**width
     assert torch.allclose((m * (by_name["a"] + by_name["b"] * m**2)).float(), cubic.centroids(width), atol=0, rtol=2e-7)
@@ -57,15 +57,15 @@ def test_boundaries_that_a_program_tries_lie_beside_the_value(width):
 def test_lifts_keep_queries_by_rows_no_longer_than_the_queries():
     """Otherwise FP16 might not hold them; a power of two changes no number. Rows between coordinates are zero."""
     kv_format = made_up.calibration().format(4)
-    of = kv_format.description(128).transform.coordinates(1)
-    tensors, layout = learned.domain_tensors(kv_format, 128, 1, CPU), learned.layout_of(kv_format, 128)
+    coordinates = kv_format.description(128).transform.coordinates(1)
+    tensors, layout = learned.domain_tensors(kv_format, 128, 1, CPU), learned.learned_layout(kv_format, 128)
     assert layout.width(128) == 192
     rows, lift = tensors["rows"].view(2, 192, 128), tensors["numbers"][2 * learned.LIFT :][:2, :1].unsqueeze(-1)
     assert (rows.norm(dim=-1) <= 1).all()
     assert (rows.norm(dim=-1).amax(1) > 0.5).all()
-    factors = torch.tensor([learned.cubic_of(bits).factor for bits in layout.widths]).repeat_interleave(16).view(-1, 1)
+    factors = torch.tensor([learned.level_cubic(bits).factor for bits in layout.widths]).repeat_interleave(16).view(-1, 1)
     at = layout.rows(128)
-    assert torch.equal((rows * lift)[:, at], of.rows * factors)
+    assert torch.equal((rows * lift)[:, at], coordinates.rows * factors)
     assert (rows.norm(dim=-1) > 0).sum() == 2 * 128
 
 
@@ -96,7 +96,7 @@ def test_every_width_of_learned_keys_is_taken_and_values_are_not():
     for bits in COLUMNS:
         spec = learned_spec(CONFIG, f"k=lr{bits},v=bf16")
         assert NpuExecutor.supports(CONFIG, spec.plan(2)) is None
-        k, v = sides_of(spec.plan(2), 0)
+        k, v = layer_sides(spec.plan(2), 0)
         assert (k.name, k.vectors.width, v.layout) == (f"lr{bits}", 16 * bits, None)
     with pytest.raises(InputError, match="stores keys only"):
         learned_spec(CONFIG, "lr4").plan(2)
@@ -104,27 +104,27 @@ def test_every_width_of_learned_keys_is_taken_and_values_are_not():
 
 def test_coordinates_are_handed_over_once(monkeypatch):
     """They never change: each layer's are the same tensors in every call, and a fixed format has rows that nothing reads."""
-    promised, called = [], []
+    constants, calls = [], []
 
     class Runner(SimRunner):
         def __init__(self):
             pass
 
         def constant(self, tensor):
-            promised.append(tensor)
+            constants.append(tensor)
             return tensor
 
         def call(self, program, tensors):
             names = [argument.name for argument in program.arguments]
-            called.append({name: tensors[names.index(name)] for name in names if name[2:] in ("forward", "rows")})
+            calls.append({name: tensors[names.index(name)] for name in names if name[2:] in ("forward", "rows")})
 
     monkeypatch.setattr(npu, "open_runner", lambda _: Runner())
     spec = replace(learned_spec(CONFIG), layers={1: "tq4"})
     executor = catalog.create("npu", small_model(CONFIG, dtype=torch.bfloat16), spec.plan(2), "sim")
     for _ in range(2):
-        cache, paging, sequences = filled(CONFIG, spec, [3], seed=1)
+        cache, paging, sequences = fill_cache(CONFIG, spec, [3], seed=1)
         executor.layers(torch.zeros(1, 128, dtype=torch.bfloat16), range(2), paging.batch(sequences, [1]), cache)
-    assert [len(named["k_forward"]) for named in called] == [256, 1, 256, 1]
-    for first, second in zip(called[:2], called[2:], strict=True):
+    assert [len(arguments["k_forward"]) for arguments in calls] == [256, 1, 256, 1]
+    for first, second in zip(calls[:2], calls[2:], strict=True):
         assert all(first[name] is second[name] for name in first)
-        assert all(any(tensor is one for one in promised) for tensor in first.values())
+        assert all(any(tensor is one for one in constants) for tensor in first.values())

@@ -5,46 +5,46 @@ from dataclasses import replace
 import pytest
 import torch
 from npu_layers import CONFIG as SHORT
-from npu_layers import filled, learned_spec
+from npu_layers import fill_cache, learned_spec
 from npu_programs import with_pypto
-from small_models import cache_tensors, resized
+from small_models import cache_tensors, resize_config
 
 from haarkv.executors.npu import NpuExecutor
 from haarkv.models.qwen3_14b.npu import inputs, programs
-from haarkv.models.qwen3_14b.npu.compile import wanted
+from haarkv.models.qwen3_14b.npu.compile import plan_programs
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.npu.device import open_runner
-from haarkv.tq_ops.npu.sides import sides_of, turn_table, turns_of_tokens
+from haarkv.tq_ops.npu.sides import layer_sides, turn_table, turns_of_tokens
 from haarkv.tq_ops.npu.store import StoreByProgram
 
-CONFIG = resized(SHORT, max_position_embeddings=4096)
-SMALLER = resized(CONFIG, num_heads=4)
+CONFIG = resize_config(SHORT, max_position_embeddings=4096)
+SMALLER = resize_config(CONFIG, num_heads=4)
 
 
-def spec_of(kv="k=lr4,v=tq4", config=SMALLER, **kept):
-    return replace(learned_spec(config, kv, turning=True), **kept)
+def make_spec(kv="k=lr4,v=tq4", config=SMALLER, **window_options):
+    return replace(learned_spec(config, kv, turning=True), **window_options)
 
 
 # -- What the host hands over ----------------------------------------------------------------------------------------------
 def test_keys_of_tokens_are_turned_by_where_their_stretch_begins():
-    of = made_up.calibration().format(4).turns(0)
+    key_turns = made_up.calibration().format(4).turns(0)
     positions = torch.tensor([0, 1023, 1024, 2047, 2048, 70_000])
-    cos, sin = turns_of_tokens(of, positions).split(64, 1)
+    cos, sin = turns_of_tokens(key_turns, positions).split(64, 1)
     x = torch.randn(6, 128)
-    turned = torch.cat([x[:, :64] * cos + x[:, 64:] * sin, x[:, 64:] * cos - x[:, :64] * sin], 1)
-    assert torch.equal(turned, of.back(x, positions))
-    assert torch.equal(turned[:2], x[:2])
-    assert not torch.equal(turned[2], x[2])
+    turned_keys = torch.cat([x[:, :64] * cos + x[:, 64:] * sin, x[:, 64:] * cos - x[:, :64] * sin], 1)
+    assert torch.equal(turned_keys, key_turns.undo(x, positions))
+    assert torch.equal(turned_keys[:2], x[:2])
+    assert not torch.equal(turned_keys[2], x[2])
 
 
 def test_a_turning_format_has_a_program_of_its_own_and_rows_are_made_once():
-    plan, still = spec_of().plan(2), learned_spec(SMALLER).plan(2)
-    assert sides_of(plan, 0)[0] == replace(sides_of(still, 0)[0], turning=True)
-    _, paging, sequences = filled(SMALLER, spec_of(), [1023], seed=1)
+    plan, still = make_spec().plan(2), learned_spec(SMALLER).plan(2)
+    assert layer_sides(plan, 0)[0] == replace(layer_sides(still, 0)[0], turning=True)
+    _, paging, sequences = fill_cache(SMALLER, make_spec(), [1023], seed=1)
     batch = paging.batch(sequences, [2])
-    program = programs.prefill_program(SMALLER, *sides_of(plan, 0))
+    program = programs.prefill_program(SMALLER, *layer_sides(plan, 0))
     tiling = inputs.tile(batch, program, (torch.zeros(2, 64), torch.zeros(2, 64)))
     rows = inputs.back_argument(tiling, plan, 0, 128)
     assert rows is inputs.back_argument(tiling, plan, 1, 128)
@@ -53,14 +53,14 @@ def test_a_turning_format_has_a_program_of_its_own_and_rows_are_made_once():
 
 
 def test_keys_that_turn_in_part_are_refused_by_name():
-    learned = made_up.calibration()
-    bases = tuple(replace(basis, inv_freq=basis.inv_freq[:32]) for basis in learned.k)
-    part = KVSpec("k=lr4,v=tq4", calibration=replace(learned, k=bases)).plan(2)
-    assert NpuExecutor.supports(SMALLER, spec_of().plan(2)) is None
-    said = "its programs turn all 128 numbers of a key, and lr4 turns 64 of them"
-    assert NpuExecutor.supports(SMALLER, part) == said
-    with pytest.raises(InputError, match=said):
-        wanted(SMALLER, ["decode"], part)
+    calibration = made_up.calibration()
+    bases = tuple(replace(basis, inv_freq=basis.inv_freq[:32]) for basis in calibration.k)
+    part = KVSpec("k=lr4,v=tq4", calibration=replace(calibration, k=bases)).plan(2)
+    assert NpuExecutor.supports(SMALLER, make_spec().plan(2)) is None
+    message = "its programs turn all 128 numbers of a key, and lr4 turns 64 of them"
+    assert NpuExecutor.supports(SMALLER, part) == message
+    with pytest.raises(InputError, match=message):
+        plan_programs(SMALLER, ["decode"], part)
 
 
 # -- In the interpreter ------------------------------------------------------------------------------------------------------
@@ -72,9 +72,9 @@ def test_the_store_alone_turns_keys_as_the_reference_does(bits, turning):
     generator = torch.Generator().manual_seed(0)
     spec = learned_spec(CONFIG, f"k=lr{bits},v=tq4", turning=turning)
     k, v = (torch.randn(25, 2, 128, generator=generator) for _ in "kv")
-    stored = []
+    cache_contents = []
     for store in (StoreByProgram(open_runner("sim")), lambda k, v, cache, layer, batch: cache.write(layer, k, v, batch)):
-        cache, paging, sequences = filled(CONFIG, spec, [2040, 1019], seed=1)
+        cache, paging, sequences = fill_cache(CONFIG, spec, [2040, 1019], seed=1)
         store(k, v, cache, 1, paging.batch(sequences, [15, 10]))
-        stored.append([tensor for *_, tensor in cache_tensors(cache)])
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*stored, strict=True))
+        cache_contents.append([tensor for *_, tensor in cache_tensors(cache)])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*cache_contents, strict=True))

@@ -5,11 +5,11 @@ from itertools import product
 
 import pytest
 import torch
-from at_length import MORE, rest, thinned
+from at_length import MORE, pairwise_cases, rest
 from bases import calibration
-from block_weights import in_blocks, made
+from block_weights import in_blocks, random_blocks
 from onnx_graphs import CONFIG, small_model
-from small_models import CONFIGS, cache_tensors, decode, new_cache, new_paging, prefill, random_tokens, resized
+from small_models import CONFIGS, cache_tensors, decode, new_cache, new_paging, prefill, random_tokens, resize_config
 
 from haarkv.codebooks import haar_rotation
 from haarkv.executors import catalog, onnx
@@ -26,52 +26,53 @@ from haarkv.validation.layers.runner import validate
 TQ4 = formats.get("tq4")
 
 
-def plan_of(config, kv_format=TQ4, **rest):
+def make_plan(config, kv_format=TQ4, **rest):
     return KVPlan(((kv_format, kv_format),) * config.num_layers, **rest)
 
 
-def spec_of(kv, config=CONFIG, seed=0, **rest):
+def make_spec(kv, config=CONFIG, seed=0, **rest):
     """A plan whose learned keys, if it has any, are made up."""
-    made_up = (
+    synthetic_calibration = (
         calibration(config.num_layers, config.heads.num_kv_heads, config.heads.head_dim, seed=seed) if "lr" in kv else None
     )
-    return KVSpec(kv, calibration=made_up, **rest)
+    return KVSpec(kv, calibration=synthetic_calibration, **rest)
 
 
-def validated(config, dtype, plan=None, longer=0):
+def lowest_cosine(config, dtype, plan=None, longer=0):
     model = small_model(config, dtype=dtype)
     prompts = [random_tokens(config, 20 + longer, 1), random_tokens(config, 5, 2)]
-    report = validate(ReferenceExecutor(model), OnnxExecutor(model), model, prompts, 2, plan or plan_of(config))
+    report = validate(ReferenceExecutor(model), OnnxExecutor(model), model, prompts, 2, plan or make_plan(config))
     assert report.passed, report.first_divergence
     return min(row.hidden_cos for row in report.rows if row.mode == "teacher-forced")
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_layer_is_the_references_in_fp32(name):
-    assert validated(CONFIGS[name], torch.float32) >= 0.99999
+    assert lowest_cosine(CONFIGS[name], torch.float32) >= 0.99999
 
 
 def test_every_layer_is_within_bf16_of_the_references():
-    assert validated(CONFIG, torch.bfloat16) >= 0.9999
+    assert lowest_cosine(CONFIG, torch.bfloat16) >= 0.9999
 
 
-LEARNED = ("k=lr2,v=tq3", "k=lr3,v=tq2", "k=lr4,v=tq4", "k=lr5,v=tq8")
+LEARNED_FORMATS = ("k=lr2,v=tq3", "k=lr3,v=tq2", "k=lr4,v=tq4", "k=lr5,v=tq8")
 
 
 # The rest runs with `make test-long`.
 @pytest.mark.parametrize(
-    ("kv", "dtype"), thinned(MORE, [*LEARNED, "k=tq6,v=tq5", "k=tq3,v=tq8", "k=tq2,v=tq6"], [torch.float32, torch.bfloat16])
+    ("kv", "dtype"),
+    pairwise_cases(MORE, [*LEARNED_FORMATS, "k=tq6,v=tq5", "k=tq3,v=tq8", "k=tq2,v=tq6"], [torch.float32, torch.bfloat16]),
 )
 def test_k_and_v_are_stored_and_read_each_in_its_own_format(kv, dtype):
-    plan = spec_of(kv).plan(CONFIG.num_layers)
-    assert validated(CONFIG, dtype, plan) >= (0.99999 if dtype == torch.float32 else 0.9999)
+    plan = make_spec(kv).plan(CONFIG.num_layers)
+    assert lowest_cosine(CONFIG, dtype, plan) >= (0.99999 if dtype == torch.float32 else 0.9999)
 
 
 # Fixed formats do so in every head_dim, above; the rest runs with `make test-long`.
 @pytest.mark.parametrize("name", rest(MORE, CONFIGS, lambda i, _: i == 0))
 def test_learned_keys_of_every_head_dim(name):
     config = CONFIGS[name]
-    assert validated(config, torch.float32, spec_of("k=lr4,v=tq4", config).plan(config.num_layers)) >= 0.99999
+    assert lowest_cosine(config, torch.float32, make_spec("k=lr4,v=tq4", config).plan(config.num_layers)) >= 0.99999
 
 
 def test_a_plan_of_layers_that_differ_and_a_cache_of_another_calibration():
@@ -79,7 +80,7 @@ def test_a_plan_of_layers_that_differ_and_a_cache_of_another_calibration():
     model = small_model(CONFIG)
     executor, prompts = OnnxExecutor(model), [random_tokens(CONFIG, 20, 1)]
     for seed in (0, 9):
-        spec = spec_of("k=lr4,v=tq4", seed=seed, layers={1: "k=lr2,v=tq8", 2: "tq3"})
+        spec = make_spec("k=lr4,v=tq4", seed=seed, layers={1: "k=lr2,v=tq8", 2: "tq3"})
         report = validate(ReferenceExecutor(model), executor, model, prompts, 1, spec.plan(CONFIG.num_layers))
         assert report.passed, report.first_divergence
 
@@ -87,14 +88,14 @@ def test_a_plan_of_layers_that_differ_and_a_cache_of_another_calibration():
 def test_k_and_v_behind_two_rotations():
     """A format of somebody's own, with other matrices than `tq4`'s."""
     others = Transform(lambda layer, dim: haar_rotation(9 + layer, dim))
-    own = RotatedFormat("own", "", 4, lambda dim: replace(TQ4.description(dim), transform=others))
-    assert validated(CONFIG, torch.float32, KVPlan(((own, TQ4),) * CONFIG.num_layers)) >= 0.99999
-    assert validated(CONFIG, torch.float32, KVPlan(((own, own),) * CONFIG.num_layers)) >= 0.99999
+    custom_format = RotatedFormat("own", "", 4, lambda dim: replace(TQ4.description(dim), transform=others))
+    assert lowest_cosine(CONFIG, torch.float32, KVPlan(((custom_format, TQ4),) * CONFIG.num_layers)) >= 0.99999
+    assert lowest_cosine(CONFIG, torch.float32, KVPlan(((custom_format, custom_format),) * CONFIG.num_layers)) >= 0.99999
 
 
 def test_two_formats_of_one_name_are_not_mistaken_for_one_another():
-    made = [RotatedFormat("own", "", bits, formats.get(f"tq{bits}").description) for bits in (2, 4)]
-    cache = PagedKVCache(KVPlan((tuple(made),) * CONFIG.num_layers), CONFIG.kv_shapes, num_blocks=2)
+    custom_formats = [RotatedFormat("own", "", bits, formats.get(f"tq{bits}").description) for bits in (2, 4)]
+    cache = PagedKVCache(KVPlan((tuple(custom_formats),) * CONFIG.num_layers), CONFIG.kv_shapes, num_blocks=2)
     paging = new_paging(cache)
     with pytest.raises(ValueError, match="two formats of one graph have the same name"):
         prefill(OnnxExecutor(small_model(CONFIG)), cache, paging, [paging.add()], [[1, 2, 3]])
@@ -102,20 +103,20 @@ def test_two_formats_of_one_name_are_not_mistaken_for_one_another():
 
 # -- Weights in blocks ---------------------------------------------------------------------------------------------------
 # Wide enough for blocks of 256.
-BLOCKY = resized(CONFIG, hidden_size=256, intermediate_size=256)
+BLOCKY = resize_config(CONFIG, hidden_size=256, intermediate_size=256)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_in_blocks_of_every_type_is_the_references(dtype):
     """Tokens and prompts; each layer has other types than the next, and blocks that are balanced have scales."""
-    config = resized(BLOCKY, num_layers=4)
+    config = resize_config(BLOCKY, num_layers=4)
     model = in_blocks(small_model(config, dtype=dtype))
     scales = 2.0 ** torch.arange(-2, 2).repeat(config.heads.num_heads * config.heads.head_dim // 4)
     first = model.weights.layers[0].changed(lambda field, weight: weight * scales if field == "o_proj" else weight)
     model = replace(model, weights=replace(model.weights, layers=(first, *model.weights.layers[1:])))
     executor, prompts = OnnxExecutor(model), [random_tokens(config, 20, 1), random_tokens(config, 5, 2)]
     assert len(executor._scopes.blocks) == 4 * 7 + 1
-    report = validate(ReferenceExecutor(model), executor, model, prompts, 2, plan_of(config))
+    report = validate(ReferenceExecutor(model), executor, model, prompts, 2, make_plan(config))
     assert report.passed, report.first_divergence
     exact = 0.99999 if dtype == torch.float32 else 0.9999
     assert min(row.hidden_cos for row in report.rows if row.mode == "teacher-forced") >= exact
@@ -123,8 +124,8 @@ def test_a_model_in_blocks_of_every_type_is_the_references(dtype):
 
 def test_an_embedding_in_blocks_stays_in_the_file_and_its_rows_are_the_references():
     model = in_blocks(small_model(BLOCKY), ("Q4_1",))
-    coded = made("Q8_0", BLOCKY.vocab_size, BLOCKY.hidden_size)
-    model = replace(model, weights=replace(model.weights, embedding=coded))
+    blocks = random_blocks("Q8_0", BLOCKY.vocab_size, BLOCKY.hidden_size)
+    model = replace(model, weights=replace(model.weights, embedding=blocks))
     cache = new_cache(BLOCKY)
     paging = new_paging(cache)
     executor = OnnxExecutor(model)
@@ -135,7 +136,7 @@ def test_an_embedding_in_blocks_stays_in_the_file_and_its_rows_are_the_reference
 
 def test_a_type_that_is_not_exact_in_codes_is_restored():
     model = in_blocks(small_model(BLOCKY), ("Q4_0",))
-    other = made("Q4_0", 256, 256)
+    other = random_blocks("Q4_0", 256, 256)
     other = replace(other, type=replace(other.type, name="NEW"))
     layer = model.weights.layers[0].changed(lambda field, weight: other if field == "up_proj" else weight)
     model = replace(model, weights=replace(model.weights, layers=(layer, *model.weights.layers[1:])))
@@ -143,22 +144,22 @@ def test_a_type_that_is_not_exact_in_codes_is_restored():
     name = "model.layers.0.mlp.up_proj.weight"
     assert torch.equal(executor._weights[name], dense(other))
     assert name not in executor._scopes.blocks
-    report = validate(ReferenceExecutor(model), executor, model, [random_tokens(BLOCKY, 9, 1)], 1, plan_of(BLOCKY))
+    report = validate(ReferenceExecutor(model), executor, model, [random_tokens(BLOCKY, 9, 1)], 1, make_plan(BLOCKY))
     assert report.passed, report.first_divergence
 
 
 # -- Texts of several stretches ------------------------------------------------------------------------------------------
-LONG = resized(CONFIGS["gqa5_d128"], num_layers=2, num_heads=4, max_position_embeddings=4096)
+LONG = resize_config(CONFIGS["gqa5_d128"], num_layers=2, num_heads=4, max_position_embeddings=4096)
 
 
 def long_plan(**rest):
-    return spec_of("k=lr4,v=tq4", LONG, **rest).plan(LONG.num_layers)
+    return make_spec("k=lr4,v=tq4", LONG, **rest).plan(LONG.num_layers)
 
 
-def with_turns(of, change):
+def with_turns(base_calibration, change):
     """A calibration whose keys turn otherwise."""
-    bases = tuple(replace(basis, inv_freq=change(basis.inv_freq)) for basis in of.k)
-    return formats.Calibration(bases, of.digest)
+    bases = tuple(replace(basis, inv_freq=change(basis.inv_freq)) for basis in base_calibration.k)
+    return formats.Calibration(bases, base_calibration.digest)
 
 
 TURNS = {
@@ -168,16 +169,18 @@ TURNS = {
 }
 
 
-@pytest.mark.parametrize(("turns", "kept"), thinned(MORE, list(TURNS), [{}, {"tail": 700, "sink": 2}]), ids=str)
-def test_chunks_that_begin_and_end_in_any_stretch(turns, kept):
+@pytest.mark.parametrize(
+    ("turns", "window_options"), pairwise_cases(MORE, list(TURNS), [{}, {"tail": 700, "sink": 2}]), ids=str
+)
+def test_chunks_that_begin_and_end_in_any_stretch(turns, window_options):
     """Past and new keys of one chunk lie in several stretches, other ones in each sequence; blocks cross their borders."""
-    config = resized(CONFIGS["mha_d64"], num_layers=1, num_heads=2, num_kv_heads=2, max_position_embeddings=4096)
-    spec = KVSpec("k=lr4,v=tq4", calibration=with_turns(calibration(1, 2, 64), TURNS[turns]), **kept)
+    config = resize_config(CONFIGS["mha_d64"], num_layers=1, num_heads=2, num_kv_heads=2, max_position_embeddings=4096)
+    spec = KVSpec("k=lr4,v=tq4", calibration=with_turns(calibration(1, 2, 64), TURNS[turns]), **window_options)
     model = small_model(config)
     executors = [ReferenceExecutor(model), OnnxExecutor(model)]
     caches = [new_cache(config, spec, num_blocks=60, block_size=96) for _ in executors]
     paging = new_paging(caches[0])
-    sequences, errors, chunk = [paging.add(), paging.add()], [], 64 if kept else 700
+    sequences, errors, chunk = [paging.add(), paging.add()], [], 64 if window_options else 700
     for step, begin in enumerate(range(0, 2640, chunk)):
         counts = [min(chunk, 2640 - begin), min(chunk, 2640 - begin) // 2 + 1]
         tokens = torch.tensor(
@@ -188,9 +191,9 @@ def test_chunks_that_begin_and_end_in_any_stretch(turns, kept):
         errors.append(torch.linalg.vector_norm(ours - theirs, dim=-1) / torch.linalg.vector_norm(theirs, dim=-1))
         # Of a level beside a boundary later chunks would tell again and again. A number of the normed input that rounds to the
         # other BF16 neighbour moves a whole key, of which a level or two may fall to the other side; a stretch moves most.
-        stored = [[tensor for *_, tensor in cache_tensors(cache)] for cache in caches]
-        assert sum((a != b).sum() for a, b in zip(*stored, strict=True) if a.dtype == torch.uint8) <= 20 * (step + 1)
-        for a, b in zip(*stored, strict=True):
+        cache_contents = [[tensor for *_, tensor in cache_tensors(cache)] for cache in caches]
+        assert sum((a != b).sum() for a, b in zip(*cache_contents, strict=True) if a.dtype == torch.uint8) <= 20 * (step + 1)
+        for a, b in zip(*cache_contents, strict=True):
             b.copy_(a)
     # Tokens of a chunk that look at a key whose level fell to the other side may differ by more.
     error = torch.cat(errors).sort().values
@@ -201,7 +204,7 @@ def test_chunks_that_begin_and_end_in_any_stretch(turns, kept):
 def test_a_text_within_a_stretch_is_read_by_the_graph_that_turns_nothing():
     model = small_model(LONG)
     executor = OnnxExecutor(model)
-    cache = new_cache(LONG, spec_of("k=lr4,v=tq4", LONG), num_blocks=20, block_size=128)
+    cache = new_cache(LONG, make_spec("k=lr4,v=tq4", LONG), num_blocks=20, block_size=128)
     paging = new_paging(cache)
     sequence = paging.add()
     prefill(executor, cache, paging, [sequence], [random_tokens(LONG, 1023)])
@@ -210,15 +213,15 @@ def test_a_text_within_a_stretch_is_read_by_the_graph_that_turns_nothing():
     others = new_cache(LONG, "tq4", num_blocks=20, block_size=128)
     again = new_paging(others)
     prefill(executor, others, again, [again.add()], [random_tokens(LONG, 1025)])
-    assert [graph.stretched for graph in executor._sessions if graph.span] == [False, False, True, False]
+    assert [graph.has_stretches for graph in executor._sessions if graph.span] == [False, False, True, False]
 
 
 # -- Tokens in BF16 ------------------------------------------------------------------------------------------------------
 # The rest runs with `make test-long`.
 @pytest.mark.parametrize(
-    ("kept", "kv", "dtype"),
+    ("window_sizes", "kv", "dtype"),
     [
-        *thinned(MORE, [(5, 2), (None, 3), (40, 30)], ["tq4", "k=lr3,v=tq4"], [torch.float32, torch.bfloat16]),
+        *pairwise_cases(MORE, [(5, 2), (None, 3), (40, 30)], ["tq4", "k=lr3,v=tq4"], [torch.float32, torch.bfloat16]),
         *rest(
             MORE,
             product([(3, 0), (1, 0)], ["tq4", "k=lr3,v=tq4"], [torch.float32, torch.bfloat16]),
@@ -226,18 +229,18 @@ def test_a_text_within_a_stretch_is_read_by_the_graph_that_turns_nothing():
         ),
     ],
 )  # fmt: skip
-def test_tokens_in_bf16_are_those_that_the_reference_reads(kept, kv, dtype):
+def test_tokens_in_bf16_are_those_that_the_reference_reads(window_sizes, kv, dtype):
     """Chunks, a ring that starts over, decode, drafts that are taken back; sinks that are also among the newest."""
-    tail, sink = kept
-    plan = spec_of(kv, tail=tail, sink=sink).plan(CONFIG.num_layers)
-    assert validated(CONFIG, dtype, plan, longer=60) >= (0.99999 if dtype == torch.float32 else 0.9999)
+    tail, sink = window_sizes
+    plan = make_spec(kv, tail=tail, sink=sink).plan(CONFIG.num_layers)
+    assert lowest_cosine(CONFIG, dtype, plan, longer=60) >= (0.99999 if dtype == torch.float32 else 0.9999)
 
 
 def test_memory_of_tokens_in_bf16_that_are_not_there_may_hold_anything(executor):
     def forwards(left):
-        cache = new_cache(CONFIG, spec_of("k=lr4,v=tq4", tail=5, sink=2))
-        for *_, kept in cache.fields():
-            kept.vectors.fill_(left)
+        cache = new_cache(CONFIG, make_spec("k=lr4,v=tq4", tail=5, sink=2))
+        for *_, window in cache.fields():
+            window.vectors.fill_(left)
         paging = new_paging(cache)
         sequences = [paging.add(), paging.add()]
         logits = [prefill(executor, cache, paging, sequences, [[1], [2, 3, 4, 5, 6, 7, 8]])]
@@ -260,9 +263,9 @@ def test_blocks_in_any_order_and_companions_change_nothing(executor):
         cache = new_cache(CONFIG)
         paging = new_paging(cache, order)
         sequences = [paging.add() for _ in rows]
-        found = [prefill(executor, cache, paging, sequences, [prompts[row] for row in rows])]
-        found += [decode(executor, cache, paging, sequences, [7] * len(rows)) for _ in range(2)]
-        return torch.stack(found, dim=1)
+        logits = [prefill(executor, cache, paging, sequences, [prompts[row] for row in rows])]
+        logits += [decode(executor, cache, paging, sequences, [7] * len(rows)) for _ in range(2)]
+        return torch.stack(logits, dim=1)
 
     together = forwards([5, 2, 9, 0, 11, 1, 3, 10, 4, 6, 7, 8], [0, 1, 2])
     for row in range(3):
@@ -274,18 +277,18 @@ def test_graphs_are_given_the_caches_and_the_models_own_memory(monkeypatch):
     bound = {}
     original = OnnxExecutor._bind
 
-    def watched(self, bind, tensors):
+    def record_binding(self, bind, tensors):
         bound.update({name: tensor.data_ptr() for name, tensor in tensors.items()})
         return original(self, bind, tensors)
 
-    monkeypatch.setattr(OnnxExecutor, "_bind", watched)
-    cache = new_cache(CONFIG, spec_of("tq4", tail=1))
+    monkeypatch.setattr(OnnxExecutor, "_bind", record_binding)
+    cache = new_cache(CONFIG, make_spec("tq4", tail=1))
     paging = new_paging(cache)
     prefill(OnnxExecutor(model), cache, paging, [paging.add()], [[1, 2, 3]])
     for layer, side, name, tensor in cache_tensors(cache):
         assert bound[f"layers.{layer}.{side}_{name}"] == tensor.data_ptr()
-    for name, *_, kept in cache.fields():
-        assert bound[f"{name}_kept"] == kept.vectors.data_ptr()
+    for name, *_, window in cache.fields():
+        assert bound[f"{name}_kept"] == window.vectors.data_ptr()
     for name, tensor in model.weights.named():
         assert bound[name] == tensor.data_ptr()
 
@@ -293,12 +296,12 @@ def test_graphs_are_given_the_caches_and_the_models_own_memory(monkeypatch):
 def test_what_is_not_finite_is_named_and_nothing_is_stored():
     model = small_model(CONFIG)
     model.weights.layers[1]["v_proj"][200:, 3] = torch.inf
-    cache = new_cache(CONFIG, spec_of("tq4", tail=1))
+    cache = new_cache(CONFIG, make_spec("tq4", tail=1))
     paging = new_paging(cache)
     with pytest.raises(NonFiniteError, match=r"layer 1: V of token 0 of the batch \(slot 0\), KV head 1 is not finite"):
         prefill(OnnxExecutor(model), cache, paging, [paging.add()], [[1, 2, 3]])
     assert all(not tensor.any() for _, _, _, tensor in cache_tensors(cache))
-    assert all(not kept.vectors.any() for *_, kept in cache.fields())
+    assert all(not window.vectors.any() for *_, window in cache.fields())
 
 
 def test_logits_that_are_not_finite_are_an_error():
@@ -317,23 +320,23 @@ def create(config, plan, device=None):
 
 def test_other_formats_windows_and_head_dims_are_refused():
     with pytest.raises(InputError, match="its graphs read tq4, tq2, tq3, tq5, tq6 and tq8, not q8_0"):
-        create(CONFIG, plan_of(CONFIG, formats.get("q8_0")))
-    other = resized(CONFIG, head_dim=32)
+        create(CONFIG, make_plan(CONFIG, formats.get("q8_0")))
+    other = resize_config(CONFIG, head_dim=32)
     with pytest.raises(InputError, match="head_dim of 64, 128 or 256, not 32"):
-        create(other, plan_of(other))
+        create(other, make_plan(other))
 
 
 @pytest.mark.parametrize(("word", "package"), [("cuda", "onnxruntime-gpu"), ("cann", "onnxruntime-cann")])
 def test_a_provider_that_is_not_installed_names_its_package(monkeypatch, word, package):
     monkeypatch.setattr(onnx.ort, "get_available_providers", lambda: ["CPUExecutionProvider"])
     with pytest.raises(InputError, match=f"pip install {package} "):
-        create(CONFIG, plan_of(CONFIG), word)
+        create(CONFIG, make_plan(CONFIG), word)
 
 
 def test_a_provider_whose_device_is_absent_and_an_unknown_one_are_refused(monkeypatch):
     monkeypatch.setattr(onnx.ort, "get_available_providers", lambda: ["CUDAExecutionProvider"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(InputError, match="torch has no cuda device"):
-        create(CONFIG, plan_of(CONFIG), "cuda")
+        create(CONFIG, make_plan(CONFIG), "cuda")
     with pytest.raises(InputError, match="unknown provider 'tpu'; choose from cpu, cuda, cann"):
-        create(CONFIG, plan_of(CONFIG), "tpu")
+        create(CONFIG, make_plan(CONFIG), "tpu")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_models import SMALL, new_cache, new_paging, resized, small_model
+from small_models import SMALL, new_cache, new_paging, resize_config, small_model
 
 from haarkv.executors import catalog
 from haarkv.executors.cpu import CpuExecutor
@@ -17,7 +17,7 @@ from haarkv.tq_ops.kv.reads import readable
 from haarkv.validation import validate
 
 RIVALS = [name for name in formats.names() if formats.get(name).to_compare]
-CONFIG = resized(SMALL, head_dim=128)
+CONFIG = resize_config(SMALL, head_dim=128)
 MODEL = small_model(CONFIG)
 TINY = read_config("tiny")
 PLANS = [
@@ -39,15 +39,15 @@ def test_each_format_is_one_of_those_or_the_kernels_of_the_cpu_read_it():
 def step(ops, spec):
     """What is stored of a prompt and a step by an op table, and attention to it."""
     cache = new_cache(CONFIG, spec, num_blocks=6, block_size=128)
-    paging, generator, found = new_paging(cache), torch.Generator().manual_seed(0), []
+    paging, generator, outputs = new_paging(cache), torch.Generator().manual_seed(0), []
     ids = [paging.add(), paging.add()]
     for sizes in ([60, 40], [10, 64], [1, 1]):
         batch, heads = paging.batch(ids, sizes), CONFIG.heads
         k, v = torch.randn(2, sum(sizes), heads.num_kv_heads, 128, generator=generator)
         ops.store_kv(k, v, cache, 1, batch)
         q = torch.randn(sum(sizes), heads.num_heads, 128, generator=generator)
-        found.append(ops.paged_attention(q, cache, 1, batch, 128**-0.5))
-    return [*found, *cache.k_fields(1).values(), *cache.v_fields(1).values()]
+        outputs.append(ops.paged_attention(q, cache, 1, batch, 128**-0.5))
+    return [*outputs, *cache.k_fields(1).values(), *cache.v_fields(1).values()]
 
 
 @pytest.mark.parametrize("spec", PLANS, ids=str)
@@ -61,7 +61,7 @@ def test_on_a_cpu_they_run_by_the_references_ops(spec):
 @pytest.mark.parametrize("spec", [KVSpec("kivi2"), PLANS[-1]], ids=str)
 def test_layers_of_theirs_run_op_by_op_and_no_others(spec):
     executor, cache = CpuExecutor(MODEL), new_cache(CONFIG, spec, num_blocks=6, block_size=128)
-    slow = {index for index in range(CONFIG.num_layers) if executor.ops.prepared(cache, index) is None}
+    slow = {index for index in range(CONFIG.num_layers) if executor.ops.layer_calls(cache, index) is None}
     assert slow == (set(range(CONFIG.num_layers)) if not spec.layers else {1})
 
 
@@ -69,9 +69,9 @@ def test_layers_of_theirs_run_op_by_op_and_no_others(spec):
 def test_elsewhere_they_are_refused_by_name(executor):
     pytest.importorskip({"cuda": "triton", "onnx": "onnx"}.get(executor, "torch"))
     for name in RIVALS:
-        refused = catalog.refusal(executor, TINY, [KVSpec(name).plan(TINY.num_layers)])
-        assert f"not {name}; --executor cpu and reference run every format" in refused
-        assert "\n" not in refused
+        refusal = catalog.refusal(executor, TINY, [KVSpec(name).plan(TINY.num_layers)])
+        assert f"not {name}; --executor cpu and reference run every format" in refusal
+        assert "\n" not in refusal
 
 
 @pytest.mark.parametrize("name", RIVALS)

@@ -5,7 +5,17 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from small_models import SMALL, cache_tensors, decode, new_cache, new_paging, prefill, random_tokens, resized, small_model
+from small_models import (
+    SMALL,
+    cache_tensors,
+    decode,
+    new_cache,
+    new_paging,
+    prefill,
+    random_tokens,
+    resize_config,
+    small_model,
+)
 
 from haarkv.executors import catalog
 from haarkv.executors.base import verify
@@ -15,15 +25,15 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.stored import Advance
 
-CONFIG = resized(SMALL, num_layers=2, num_heads=4, head_dim=64)
+CONFIG = resize_config(SMALL, num_layers=2, num_heads=4, head_dim=64)
 PROMPTS, NEW = [[1, 2, 3, 4, 5], [6, 7]], [[8, 9, 10, 11], [12, 13]]
 ROOM = 4
 TAIL = KVSpec("tq4", tail=5, sink=2)
 
 
 @lru_cache
-def opened(name, dtype="float32"):
-    model = small_model(resized(CONFIG, num_layers=1) if name == "cuda" else CONFIG, dtype=getattr(torch, dtype))
+def open_executor(name, dtype="float32"):
+    model = small_model(resize_config(CONFIG, num_layers=1) if name == "cuda" else CONFIG, dtype=getattr(torch, dtype))
     if name == "cuda":
         if not find_spec("triton"):
             pytest.skip("Triton is not installed")
@@ -46,7 +56,7 @@ def opened(name, dtype="float32"):
     ids=str,
 )  # fmt: skip
 def test_logits_after_each_token_are_those_of_one_by_one(name, dtype, spec):
-    executor = opened(name, dtype)
+    executor = open_executor(name, dtype)
     caches = [new_cache(executor.config, spec, block_size=128) for _ in "ab"]
     one_by_one, together = ((cache, new_paging(cache)) for cache in caches)
     expected: list[list[torch.Tensor]] = [[], []]
@@ -54,27 +64,27 @@ def test_logits_after_each_token_are_those_of_one_by_one(name, dtype, spec):
         prefill(executor, cache, paging, [paging.add(), paging.add()], PROMPTS)
     for step in range(4):
         rows = [row for row in (0, 1) if step < len(NEW[row])]
-        found = decode(executor, *one_by_one, rows, [NEW[row][step] for row in rows])
-        for row, logits in zip(rows, found, strict=True):
+        step_logits = decode(executor, *one_by_one, rows, [NEW[row][step] for row in rows])
+        for row, logits in zip(rows, step_logits, strict=True):
             expected[row].append(logits)
     cache, paging = together
     ids = torch.tensor([token for row in NEW for token in row])
     logits = verify(executor, ids, paging.batch([0, 1], [4, 2]), cache)
-    wanted = torch.stack([*expected[0], *expected[1]])
-    assert logits.shape == wanted.shape
-    if executor.batches_alike:
-        assert torch.equal(logits, wanted)
+    expected_logits = torch.stack([*expected[0], *expected[1]])
+    assert logits.shape == expected_logits.shape
+    if executor.batch_invariant:
+        assert torch.equal(logits, expected_logits)
         for (*place, one), (*_, other) in zip(cache_tensors(one_by_one[0]), cache_tensors(cache), strict=True):
             assert torch.equal(one, other), place
     else:
         # Sums in another order may move a level of the cache.
-        torch.testing.assert_close(logits, wanted, rtol=0.02, atol=0.02)
-    assert executor.batches_alike == (name == "cpu")
+        torch.testing.assert_close(logits, expected_logits, rtol=0.02, atol=0.02)
+    assert executor.batch_invariant == (name == "cpu")
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu", "onnx", "cuda"])
 def test_the_weights_of_an_executor_are_what_it_multiplies_with(name):
-    executor = opened(name)
+    executor = open_executor(name)
     embedding = dict(executor.weights.named())[EMBEDDING]
     assert (embedding.device, embedding.shape) == (executor.device, (CONFIG.vocab_size, CONFIG.hidden_size))
 
@@ -90,15 +100,15 @@ def run(executor, spec: KVSpec, room: int | None) -> list[torch.Tensor]:
     paging = new_paging(cache)
     ids = [paging.add(), paging.add()]
     tokens = [random_tokens(executor.config, n, seed=n) for n in (40, 3)]
-    found = [prefill(executor, cache, paging, ids, tokens)]
-    found += [decode(executor, cache, paging, ids, [step, 7 - step]) for step in range(2)]
+    logits = [prefill(executor, cache, paging, ids, tokens)]
+    logits += [decode(executor, cache, paging, ids, [step, 7 - step]) for step in range(2)]
     more = torch.tensor(random_tokens(executor.config, 26, seed=3))
-    found.append(verify(executor, more, paging.batch(ids, [1, 25]), cache))
+    logits.append(verify(executor, more, paging.batch(ids, [1, 25]), cache))
     advance = Advance(cache, paging, ids, [ROOM, 1])
-    found.append(verify(executor, more[: ROOM + 1], advance.batch, cache))
+    logits.append(verify(executor, more[: ROOM + 1], advance.batch, cache))
     advance.keep([1, 1])
-    found += [decode(executor, cache, paging, ids, [step, 5 - step]) for step in range(3)]
-    return found
+    logits += [decode(executor, cache, paging, ids, [step, 5 - step]) for step in range(3)]
+    return logits
 
 
 @pytest.mark.parametrize(
@@ -111,7 +121,7 @@ def run(executor, spec: KVSpec, room: int | None) -> list[torch.Tensor]:
     ids=str,
 )  # fmt: skip
 def test_room_for_few_new_tokens_changes_nothing(name, spec):
-    few, all_of_them = (run(opened(name), spec, room) for room in (ROOM, None))
+    few, all_of_them = (run(open_executor(name), spec, room) for room in (ROOM, None))
     assert all(torch.equal(one, other) for one, other in zip(few, all_of_them, strict=True))
 
 

@@ -6,10 +6,10 @@ import outliers
 import pytest
 import torch
 from planted import dead_head, run, save_tiny, tiny, tiny_qwen2, token_ids
-from small_models import CONFIGS, resized, small_model
+from small_models import CONFIGS, resize_config, small_model
 
 from haarkv.codebooks.balance import channel_scales, error_ratio
-from haarkv.models.balance import balance, describe, key_moments, moments_of, name_layers, value_moments
+from haarkv.models.balance import balance, checkpoint_moments, describe, key_moments, name_layers, value_moments
 from haarkv.models.catalog import load_model
 from haarkv.tq_ops import formats
 
@@ -36,10 +36,10 @@ class TestScales:
         scales = channel_scales(use, size)
         assert torch.equal(scales.log2(), scales.log2().round())
         best = error_ratio(use, size, (use / size) ** 0.25)
-        found = error_ratio(use, size, scales)
-        assert (found <= best).all()
+        ratio = error_ratio(use, size, scales)
+        assert (ratio <= best).all()
         # Rounding an exponent costs (sinh(ln 2) / ln 2)**2 = 1.17 where exponents lie anywhere between two whole numbers.
-        assert (found > 0.83 * best).all()
+        assert (ratio > 0.83 * best).all()
 
     def test_cost_at_most_what_the_inequality_allows_and_nearly_that_in_the_worst_case(self):
         exponents = torch.tensor([-0.499] * 32 + [0.0] + [0.499] * 32)
@@ -70,25 +70,25 @@ class TestScales:
         scales = channel_scales(use, size)
         x, f = torch.randn(1, 2048, 128, generator=GAUSSIAN) * size.sqrt().unsqueeze(1), formats.get("tq4")
 
-        def error(of):
-            stored = f.dequantize(f.quantize(x * of, 0), 0) / of
-            return float(((stored - x).square() * use.unsqueeze(1)).sum())
+        def error(factors):
+            x_hat = f.dequantize(f.quantize(x * factors, 0), 0) / factors
+            return float(((x_hat - x).square() * use.unsqueeze(1)).sum())
 
-        measured = error(torch.ones(128)) / error(scales)
-        assert measured == pytest.approx(float(error_ratio(use, size, scales)), rel=0.15)
+        measured_ratio = error(torch.ones(128)) / error(scales)
+        assert measured_ratio == pytest.approx(float(error_ratio(use, size, scales)), rel=0.15)
 
 
 class TestModel:
     def test_tiny_is_even_and_stays_the_very_same(self):
-        made = balance(tiny())
-        assert made.model is tiny()
-        assert made.uneven == ()
+        result = balance(tiny())
+        assert result.model is tiny()
+        assert result.uneven == ()
 
     @pytest.mark.parametrize("factor", [30, 100])
     def test_a_planted_model_becomes_even_again(self, factor):
-        made = balance(outliers.outlier_channels(tiny(), factor))
-        assert {(of.layer, of.side) for of in made.uneven} == {(layer, side) for layer in range(6) for side in "KV"}
-        assert balance(made.model).uneven == ()
+        result = balance(outliers.outlier_channels(tiny(), factor))
+        assert {(entry.layer, entry.side) for entry in result.uneven} == {(layer, side) for layer in range(6) for side in "KV"}
+        assert balance(result.model).uneven == ()
 
     def test_a_tenth_of_the_error_is_the_least_that_counts(self):
         assert balance(outliers.outlier_channels(tiny(), 1.5)).uneven == ()
@@ -103,12 +103,12 @@ class TestModel:
             embedding=base.weights.embedding.to(dtype), lm_head=base.weights.lm_head.to(dtype),
         )  # fmt: skip
         model = replace(base, weights=weights)
-        made = balance(model)
-        assert made.uneven
+        result = balance(model)
+        assert result.uneven
         expected = {"k_norm", "q_norm", "v_proj", "o_proj"} if name == "norms" else {"k_proj", "k_bias", "q_proj"}
-        assert changed_fields(model, made.model) == expected
+        assert changed_fields(model, result.model) == expected
         ids = token_ids(64)
-        assert torch.equal(run(made.model, ids), run(model, ids))
+        assert torch.equal(run(result.model, ids), run(model, ids))
 
     def test_channels_that_rope_leaves_are_scaled_by_themselves(self):
         """RoPE turns 32 of the 128 channels of a head, channel i with i + 16."""
@@ -119,55 +119,55 @@ class TestModel:
             layer.changed(lambda field, x: x * uneven if field == "k_norm" else x) for layer in model.weights.layers
         )
         planted_one = replace(model, weights=replace(model.weights, layers=layers))
-        made = balance(planted_one)
-        assert {of.side for of in made.uneven} == {"K"}
+        result = balance(planted_one)
+        assert {entry.side for entry in result.uneven} == {"K"}
         ids = list(range(40, 104))
-        assert torch.equal(run(made.model, ids, kv="fp32"), run(planted_one, ids, kv="fp32"))
+        assert torch.equal(run(result.model, ids, kv="fp32"), run(planted_one, ids, kv="fp32"))
 
     def test_heads_are_scaled_each_by_itself(self):
         # Grouped heads of a model without norms: a planted head's scales must reach its own queries and no others.
-        config = resized(CONFIGS["gqa5_d128"], model_type="llama")
+        config = resize_config(CONFIGS["gqa5_d128"], model_type="llama")
         model = small_model(config)
         outlier = torch.ones(config.heads.num_kv_heads, config.heads.head_dim)
         outlier[1, [5, 69]] = 64.0
-        of_queries = outlier.repeat_interleave(5, dim=0).flatten()
+        query_outlier = outlier.repeat_interleave(5, dim=0).flatten()
 
         def plant(field, x):
-            rows = {"k_proj": outlier.flatten(), "v_proj": outlier.flatten(), "q_proj": 1 / of_queries}.get(field)
-            return x / of_queries if field == "o_proj" else x if rows is None else x * rows[:, None]
+            rows = {"k_proj": outlier.flatten(), "v_proj": outlier.flatten(), "q_proj": 1 / query_outlier}.get(field)
+            return x / query_outlier if field == "o_proj" else x if rows is None else x * rows[:, None]
 
         layers = tuple(layer.changed(plant) for layer in model.weights.layers)
         uneven = replace(model, weights=replace(model.weights, layers=layers))
-        made = balance(uneven)
-        assert len(made.uneven) == 2 * config.num_layers
+        result = balance(uneven)
+        assert len(result.uneven) == 2 * config.num_layers
         ids = list(range(40))
-        assert torch.equal(run(made.model, ids, kv="fp32"), run(uneven, ids, kv="fp32"))
-        for layer, moments in zip(made.model.weights.layers, made.moments.values(), strict=True):
-            for of_side, of in zip((key_moments, value_moments), moments, strict=True):
-                now = of_side(layer, config.heads.num_kv_heads, config.heads.head_dim)
-                assert torch.allclose(now.use, of.use, rtol=1e-4)
-                assert torch.allclose(now.size, of.size, rtol=1e-4)
+        assert torch.equal(run(result.model, ids, kv="fp32"), run(uneven, ids, kv="fp32"))
+        for layer, moments in zip(result.model.weights.layers, result.moments.values(), strict=True):
+            for side_moments, expected in zip((key_moments, value_moments), moments, strict=True):
+                now = side_moments(layer, config.heads.num_kv_heads, config.heads.head_dim)
+                assert torch.allclose(now.use, expected.use, rtol=1e-4)
+                assert torch.allclose(now.size, expected.size, rtol=1e-4)
 
     def test_only_what_is_wanted(self):
-        made = balance(outliers.outlier_channels(tiny(), 30), lambda layer, side: side == "V" and layer > 2)
-        assert [(of.layer, of.side) for of in made.uneven] == [(3, "V"), (4, "V"), (5, "V")]
-        assert changed_fields(outliers.outlier_channels(tiny(), 30), made.model) == {"v_proj", "o_proj"}
+        result = balance(outliers.outlier_channels(tiny(), 30), lambda layer, side: side == "V" and layer > 2)
+        assert [(entry.layer, entry.side) for entry in result.uneven] == [(3, "V"), (4, "V"), (5, "V")]
+        assert changed_fields(outliers.outlier_channels(tiny(), 30), result.model) == {"v_proj", "o_proj"}
 
     def test_a_dead_head_changes_nothing_for_the_others(self):
-        made = balance(dead_head(outliers.outlier_channels(tiny(), 30)))
-        assert all(torch.isfinite(x).all() for layer in made.model.weights.layers for _, _, x in layer.named())
+        result = balance(dead_head(outliers.outlier_channels(tiny(), 30)))
+        assert all(torch.isfinite(x).all() for layer in result.model.weights.layers for _, _, x in layer.named())
         whole = balance(outliers.outlier_channels(tiny(), 30))
         dim = tiny().config.heads.head_dim
-        for ours, theirs in zip(made.model.weights.layers, whole.model.weights.layers, strict=True):
+        for ours, theirs in zip(result.model.weights.layers, whole.model.weights.layers, strict=True):
             assert torch.equal(ours["v_proj"][dim:], theirs["v_proj"][dim:])
 
 
 def test_what_is_said_of_it():
-    made = balance(outliers.outlier_channels(tiny(), 30), lambda layer, side: (layer, side) != (3, "K"))
-    said = describe(made.uneven)
-    assert "K of layers 0 to 2, 4 and 5" in said
-    assert "V of layers 0 to 5" in said
-    assert "\n" not in said
+    result = balance(outliers.outlier_channels(tiny(), 30), lambda layer, side: (layer, side) != (3, "K"))
+    message = describe(result.uneven)
+    assert "K of layers 0 to 2, 4 and 5" in message
+    assert "V of layers 0 to 5" in message
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize(
@@ -181,13 +181,13 @@ def test_layers_in_words(layers, words):
 def test_a_checkpoint_says_the_same_as_the_model_that_was_loaded_from_it(tmp_path, name):
     model = outliers.outlier_channels(tiny(), 30) if name == "norms" else outliers.key_biases(tiny_qwen2(), 100, (1,))
     folder = save_tiny(model, tmp_path / "m")
-    of_file, config = moments_of(folder), model.config
-    assert len(of_file) == config.num_layers
-    for layer, pair in of_file.items():
+    file_moments, config = checkpoint_moments(folder), model.config
+    assert len(file_moments) == config.num_layers
+    for layer, pair in file_moments.items():
         tensors = model.weights.layers[layer]
-        for of, moments in zip(pair, (key_moments, value_moments), strict=True):
+        for found_moments, moments in zip(pair, (key_moments, value_moments), strict=True):
             expected = moments(tensors, config.heads.num_kv_heads, config.heads.head_dim)
-            assert torch.allclose(of.use, expected.use, rtol=0.02)
-            assert torch.allclose(of.size, expected.size, rtol=0.02)
-            assert torch.allclose(of.constant, expected.constant, rtol=0.02)
-    assert moments_of("random:0.6b") == {}
+            assert torch.allclose(found_moments.use, expected.use, rtol=0.02)
+            assert torch.allclose(found_moments.size, expected.size, rtol=0.02)
+            assert torch.allclose(found_moments.constant, expected.constant, rtol=0.02)
+    assert checkpoint_moments("random:0.6b") == {}

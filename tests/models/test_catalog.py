@@ -8,7 +8,7 @@ from checkpoints import write_checkpoint
 from huggingface_hub import constants
 from huggingface_hub._tree_cache import TreeCacheEntry, write_tree_cache
 
-from haarkv.models.catalog import TINY, files_of, load_model, path_of, read_config
+from haarkv.models.catalog import TINY, find_model, load_model, model_files, read_config
 from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops.errors import InputError
 
@@ -21,11 +21,11 @@ def hub(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
     def put(hub_id, main=COMMIT, commit=COMMIT, write=write_checkpoint):
-        there = tmp_path / "hub" / f"models--{hub_id.replace('/', '--')}"
+        hub_folder = tmp_path / "hub" / f"models--{hub_id.replace('/', '--')}"
         if main is not None:
-            (there / "refs").mkdir(parents=True, exist_ok=True)
-            (there / "refs" / "main").write_text(main)
-        folder = there / "snapshots" / commit
+            (hub_folder / "refs").mkdir(parents=True, exist_ok=True)
+            (hub_folder / "refs" / "main").write_text(main)
+        folder = hub_folder / "snapshots" / commit
         folder.mkdir(parents=True)
         write(folder)
         return folder
@@ -38,22 +38,22 @@ def test_a_folder_may_be_text_a_path_or_below_home(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "home", classmethod(lambda cls: cls(tmp_path)))
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in (str(folder), folder, "~/model", Path("~/model")):
-        assert path_of(name) == folder
+        assert find_model(name) == folder
         assert load_model(name).config == read_config(folder)
         assert load_tokenizer(name, read_config(name)).encode("a") == [97]
-    assert path_of("tiny") == TINY
-    assert path_of("random:14b") is None
+    assert find_model("tiny") == TINY
+    assert find_model("random:14b") is None
 
 
 def test_a_hub_id_that_was_downloaded_is_found_and_nothing_is_fetched(hub):
     folder = hub("Org/Some-Model_1.5b")
-    assert path_of("Org/Some-Model_1.5b") == folder
+    assert find_model("Org/Some-Model_1.5b") == folder
     assert read_config("Org/Some-Model_1.5b") == read_config(folder)
     with pytest.raises(InputError, match="hf download"):
-        path_of("Org/never-downloaded")
+        find_model("Org/never-downloaded")
 
 
-def linked(folder):
+def link_blobs(folder):
     """A checkpoint of which the library knows more files than were fetched; each is a link, as it leaves them."""
     write_checkpoint(folder.parents[1] / "blobs")
     for file in (folder.parents[1] / "blobs").iterdir():
@@ -69,17 +69,17 @@ def linked(folder):
 )
 def test_a_downloaded_model_is_found_whatever_its_cache_says_of_it(hub, main):
     """A part of its files, a branch with the end of a line, or none: then the newest snapshot."""
-    folder, other = hub("Org/model", main, write=linked), hub("Org/model", main, commit="0" * 40)
+    folder, other = hub("Org/model", main, write=link_blobs), hub("Org/model", main, commit="0" * 40)
     os.utime(other, (1, 2**31) if main and COMMIT in main else (1, 1))
-    assert path_of("Org/model") == folder
+    assert find_model("Org/model") == folder
     assert load_model("Org/model").config.num_layers == 2
-    assert {file.parent for file in files_of("Org/model")} == {folder}
+    assert {file.parent for file in model_files("Org/model")} == {folder}
 
 
 def test_a_reference_to_a_snapshot_that_is_absent_is_told(hub):
     folder = hub("a/b", "new")
     with pytest.warns(UserWarning, match=f"no snapshot 'new', which refs/main names; the newest is taken, {COMMIT}"):
-        assert path_of("a/b") == folder
+        assert find_model("a/b") == folder
 
 
 def gguf_files(*names):
@@ -108,38 +108,38 @@ def test_where_only_gguf_files_lie_one_is_the_model_and_of_several_one_is_to_be_
         gguf_files(*names)(folder)
     name = "Org/model-GGUF" if where == "hub" else str(folder)
     if only is not None:
-        assert path_of(name) == folder / only
+        assert find_model(name) == folder / only
         write_checkpoint(folder)
-        assert path_of(name) == folder
+        assert find_model(name) == folder
         return
-    with pytest.raises(InputError) as refused:
-        path_of(name)
-    assert str(refused.value) == f"{name} has several GGUF files: name one as {folder}/FILE, of {', '.join(names)}"
+    with pytest.raises(InputError) as refusal:
+        find_model(name)
+    assert str(refusal.value) == f"{name} has several GGUF files: name one as {folder}/FILE, of {', '.join(names)}"
     if where == "hub":
-        assert path_of(f"{name}:Q4_K_M") == path_of(f"{name}:q4_k_m") == folder / names[0]
+        assert find_model(f"{name}:Q4_K_M") == find_model(f"{name}:q4_k_m") == folder / names[0]
         for tag in ("Q4_K", "Q4_K_X", "4_K_M", "Q9", "m"):
             with pytest.raises(InputError, match="name one as"):
-                path_of(f"{name}:{tag}")
+                find_model(f"{name}:{tag}")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
 def test_one_file_of_a_model_says_that_its_folder_is_to_be_named(tmp_path, name):
     folder = write_checkpoint(tmp_path / "below" / "model")
     with pytest.raises(InputError, match=f"^{folder / name} is one file of a model; name its folder, {folder}$"):
-        path_of(folder / name)
+        find_model(folder / name)
     with pytest.raises(InputError, match=f"^{tmp_path / 'below'} has no config.json; .* such as {folder}$"):
-        path_of(tmp_path / "below")
+        find_model(tmp_path / "below")
 
 
 def test_a_folder_of_that_name_comes_before_the_hub(hub, tmp_path, monkeypatch):
     hub("Org/model")
     monkeypatch.chdir(tmp_path)
-    here = write_checkpoint(tmp_path / "Org" / "model")
-    assert path_of("Org/model").resolve() == here
+    local_folder = write_checkpoint(tmp_path / "Org" / "model")
+    assert find_model("Org/model").resolve() == local_folder
 
 
 @pytest.mark.parametrize("name", ["", "no-such", "a/b/c", "-/-", "a\0b", "~nobody-of-that-name/x", "x" * 5000, "org/..", "/"])
 def test_what_is_no_model_is_refused_in_one_line(hub, name):
-    with pytest.raises(InputError) as refused:
+    with pytest.raises(InputError) as refusal:
         read_config(name)
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(refusal.value)

@@ -38,8 +38,8 @@ def test_a_config_is_read_field_by_field(tmp_path):
     )  # fmt: skip
 
 
-def shapes(*seen):
-    return tuple(KVShape(2, 32, window) for window in seen)
+def shapes(*sizes):
+    return tuple(KVShape(2, 32, window) for window in sizes)
 
 
 @pytest.mark.parametrize(
@@ -131,10 +131,10 @@ def test_both_generations_of_config_are_read(tmp_path, entries, field, value):
 )  # fmt: skip
 def test_a_config_that_cannot_be_built_is_refused_with_the_reason_and_the_file(saved, tmp_path, name, entries, word):
     raw = json.loads((saved(name)[0] / "config.json").read_text()) if name else CONFIG
-    with pytest.raises(InputError, match=word) as refused:
+    with pytest.raises(InputError, match=word) as refusal:
         read_config(tmp_path, raw | entries)
-    assert "config.json" in str(refused.value)
-    assert "\n" not in str(refused.value)
+    assert "config.json" in str(refusal.value)
+    assert "\n" not in str(refusal.value)
 
 
 # Such as people bring. A fifth is among the ordinary tests, the rest runs with `make fuzz`.
@@ -186,11 +186,13 @@ def test_windows_are_where_transformers_has_them(saved):
         "gemma3": [*[40] * 5, None, 40],
         "mistral": [None] * 3,
     }
-    for name, of_layers in expected.items():
+    for name, layer_windows in expected.items():
         config = of_folder(saved(name)[0])
-        assert windows(config) == of_layers
+        assert windows(config) == layer_windows
         kinds = getattr(transformers.AutoConfig.from_pretrained(saved(name)[0]), "layer_types", None)
-        assert kinds is None or [kind == "sliding_attention" for kind in kinds] == [window is not None for window in of_layers]
+        assert kinds is None or [kind == "sliding_attention" for kind in kinds] == [
+            window is not None for window in layer_windows
+        ]
 
 
 @pytest.mark.parametrize("pattern", [{}, {"sliding_window_pattern": 4}])
@@ -213,14 +215,14 @@ def test_what_a_config_leaves_out_is_what_transformers_fills_in(tmp_path, family
     kind, path = getattr(transformers, f"{family}Config"), tmp_path / "config.json"
     whole = kind(**{"hidden_size": 128, "num_attention_heads": 32, "num_key_value_heads": 4}).to_dict()
 
-    def declared(entries):
+    def read_declaration(entries):
         path.write_text(json.dumps(entries | {"model_type": kind.model_type}))
         return replace(read_hf_config(path), eos_token_ids=())
 
     for left_out in (*({name} for name in whole), set(whole)):
         # Some entries follow from others: a kind for each layer.
         entries = {name: value for name, value in whole.items() if name not in left_out | {"layer_types"}}
-        assert declared(entries) == declared(kind(**entries).to_dict()), left_out
+        assert read_declaration(entries) == read_declaration(kind(**entries).to_dict()), left_out
 
 
 def test_a_gemma_with_vision_leaves_most_of_its_text_model_to_the_defaults(tmp_path):
@@ -248,8 +250,8 @@ def test_a_gemma_with_vision_leaves_most_of_its_text_model_to_the_defaults(tmp_p
 )  # fmt: skip
 def test_a_window_as_wide_as_the_context_hides_nothing(saved, tmp_path, name, entries, positions):
     """The window is compared with the positions that the model may be run with: YaRN's, or the family's own default."""
-    changed = json.loads((saved(name)[0] / "config.json").read_text()) | entries
-    raw, path = {key: value for key, value in changed.items() if value is not None}, tmp_path / "config.json"
+    new_config = json.loads((saved(name)[0] / "config.json").read_text()) | entries
+    raw, path = {key: value for key, value in new_config.items() if value is not None}, tmp_path / "config.json"
     first = {"max_window_layers": 0, "layer_types": None}
     path.write_text(json.dumps(raw | first | {"sliding_window": positions - 1}))
     assert windows(read_hf_config(path)) == [positions - 1] * 3

@@ -7,13 +7,13 @@ import bounds
 import pytest
 import torch
 import transformers
-from at_length import MORE, rest, thinned
-from family_models import HYBRIDS, MODELS, TOKENS, logits_of, saved
+from at_length import MORE, pairwise_cases, rest
+from family_models import HYBRIDS, MODELS, TOKENS, cpu_logits, saved
 from safetensors.torch import load_file, save_file
 from small_models import dense_layers
 from transformers_judge import worst_error
 
-from haarkv.engine.plans import declaration_in, shape_of
+from haarkv.engine.plans import declaration_in, shape_signature
 from haarkv.executors import catalog
 from haarkv.executors.cpu import CpuExecutor
 from haarkv.executors.reference import ReferenceExecutor
@@ -47,7 +47,7 @@ def test_logits_equal_transformers(saved, name):
 
 
 # The rest runs with `make test-long`.
-@pytest.mark.parametrize(("name", "chunk"), thinned(MORE, list(HYBRIDS), [150, 64, 7]))
+@pytest.mark.parametrize(("name", "chunk"), pairwise_cases(MORE, list(HYBRIDS), [150, 64, 7]))
 def test_logits_of_hybrids_equal_transformers(saved, name, chunk):
     """64 steps: a state that drifts shows late."""
     folder, theirs = saved(name)
@@ -78,7 +78,7 @@ def test_the_comparison_sees_a_wrong_cache(saved):
     assert worst > 100 * bounds.TRANSFORMERS_LOGITS
 
 
-def validated(model, candidate, tokens, steps):
+def validate_report(model, candidate, tokens, steps):
     """Every head of tq4's graphs is one of their head_dims."""
     plan = KVSpec("tq4").plan(model.config.num_layers)
     report = validate(ReferenceExecutor(model), candidate, model, [PROMPT[0, :tokens].tolist()], steps, plan)
@@ -92,7 +92,7 @@ def test_the_graphs_equal_the_reference_within_their_bounds(saved, name):
     from haarkv.executors.onnx import OnnxExecutor
 
     model = load_model(saved(name)[0])
-    validated(model, OnnxExecutor(model), 20, 2)
+    validate_report(model, OnnxExecutor(model), 20, 2)
 
 
 @pytest.mark.cuda_long
@@ -103,7 +103,7 @@ def test_the_gpus_kernels_take_biases_scaled_rope_and_experts(saved, name):
     from haarkv.executors.cuda import CudaExecutor
 
     model = load_model(saved(name)[0])
-    validated(model, CudaExecutor(model, interpreted=True), 3, 0)
+    validate_report(model, CudaExecutor(model, interpreted=True), 3, 0)
 
 
 # One of each kind of layer; the rest runs with `make test-long`.
@@ -113,7 +113,7 @@ OF_EACH_KIND = ("qwen3", "qwen3_moe", "mistral_window", "qwen2_window", "gemma",
 @pytest.mark.parametrize("name", rest(MORE, MODELS, lambda _, name: name in OF_EACH_KIND))
 def test_the_cpu_equals_the_reference_within_its_bounds(saved, name):
     model = load_model(saved(name)[0])
-    report = validated(model, CpuExecutor(model), 70, 3)
+    report = validate_report(model, CpuExecutor(model), 70, 3)
     stages = {summary.stage for summary in report.stages}
     assert stages >= {"q_proj", "k_proj", "v_proj", "q_rope", "k_rope", "o_proj", "head"}
     assert "experts.down_proj" in stages if "moe" in name else "down_proj" in stages
@@ -126,7 +126,7 @@ def test_parameters_and_tensors_are_transformers_own(saved, name):
     assert num_parameters(config) == theirs.num_parameters()
     expected = {key: tuple(entry["shape"]) for key, entry in read_header(folder / "model.safetensors").items()}
     assert checkpoint_shapes(config) == expected
-    assert declaration_in(theirs.config.to_dict()) == shape_of(config).declaration
+    assert declaration_in(theirs.config.to_dict()) == shape_signature(config).declaration
 
 
 @pytest.mark.parametrize("side", ["q", "k", "v"])
@@ -149,16 +149,16 @@ def test_a_bias_matters_and_a_damaged_one_is_named(saved, side):
 def as_published(source, target, name):
     """The same checkpoint as Qwen's own lie: the text model within one that sees, with MTP layers, experts stacked."""
     tensors, config = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
-    stacked = {key: tensor for key, tensor in tensors.items() if ".mlp.experts." not in key}
+    stacked_tensors = {key: tensor for key, tensor in tensors.items() if ".mlp.experts." not in key}
     for layer in range(4 if name == "qwen3_5_moe" else 0):
         place = f"model.layers.{layer}.mlp.experts"
-        of = {part: [tensors[f"{place}.{e}.{part}_proj.weight"] for e in range(8)] for part in ("gate", "up", "down")}
-        both = [torch.cat(pair) for pair in zip(of["gate"], of["up"], strict=True)]
-        stacked |= {f"{place}.gate_up_proj": torch.stack(both), f"{place}.down_proj": torch.stack(of["down"])}
-    renamed = {key.replace("model.", "model.language_model.", 1): tensor for key, tensor in stacked.items()}
-    beside = {"model.visual.patch_embed.proj.weight": torch.zeros(2, 2), "mtp.fc.weight": torch.zeros(3, 3),
+        parts = {part: [tensors[f"{place}.{e}.{part}_proj.weight"] for e in range(8)] for part in ("gate", "up", "down")}
+        both = [torch.cat(pair) for pair in zip(parts["gate"], parts["up"], strict=True)]
+        stacked_tensors |= {f"{place}.gate_up_proj": torch.stack(both), f"{place}.down_proj": torch.stack(parts["down"])}
+    renamed_tensors = {key.replace("model.", "model.language_model.", 1): tensor for key, tensor in stacked_tensors.items()}
+    other_tensors = {"model.visual.patch_embed.proj.weight": torch.zeros(2, 2), "mtp.fc.weight": torch.zeros(3, 3),
               "mtp.layers.0.mlp.experts.gate_up_proj": torch.zeros(2, 4, 3)}  # fmt: skip
-    save_file(renamed | beside, target / "model.safetensors")
+    save_file(renamed_tensors | other_tensors, target / "model.safetensors")
     inner = config | {"mtp_num_hidden_layers": 1, "attn_output_gate": True, "full_attention_interval": 4}
     outer = {"model_type": name, "text_config": inner, "vision_config": {"depth": 2}, "tie_word_embeddings": False}
     (target / "config.json").write_text(json.dumps(outer))
@@ -168,8 +168,8 @@ def as_published(source, target, name):
 def test_a_checkpoint_as_it_is_published_is_the_text_model_alone(saved, tmp_path, name):
     folder, theirs = saved(name)
     as_published(folder, tmp_path, name)
-    ours = logits_of(load_model(tmp_path), TOKENS)
-    assert torch.equal(ours, logits_of(load_model(folder), TOKENS))
+    ours = cpu_logits(load_model(tmp_path), TOKENS)
+    assert torch.equal(ours, cpu_logits(load_model(folder), TOKENS))
     with torch.inference_mode():
         expected = theirs(torch.tensor([TOKENS])).logits[0]
     assert float((ours - expected).abs().max() / expected.std()) <= 1e-4
@@ -243,8 +243,8 @@ def test_a_declaration_is_known_as_a_whole():
     }
     for reason, other in others.items():
         assert unknown_part(other) == reason
-        known = reason.partition(" ")[0]
-        assert (unknown_part(other, every) is None) == (known in every)
+        field_name = reason.partition(" ")[0]
+        assert (unknown_part(other, every) is None) == (field_name in every)
     fields = {name for kind in (Attention, Dense, Norm, Layer) for name in kind.__dataclass_fields__}
     assert fields == {
         "num_heads", "num_kv_heads", "head_dim", "rope", "scale", "window", "head_norms", "bias", "gated", "width",

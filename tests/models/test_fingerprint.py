@@ -10,39 +10,39 @@ from haarkv.models.checkpoint import random_tensors, random_weights
 from haarkv.models.fingerprint import fingerprint, streamed_fingerprint
 
 MODEL = small_model(CONFIGS["gqa5_one_kv_head_d128_tied"])
-NAMED = dict(MODEL.weights.named())
+NAMED_TENSORS = dict(MODEL.weights.named())
 
 
 def test_it_depends_on_the_numbers_and_names_alone():
-    own = fingerprint(NAMED.items())
-    assert len(own) == 16
-    assert fingerprint(reversed(NAMED.items())) == own
-    assert fingerprint((name, tensor.bfloat16()) for name, tensor in NAMED.items()) == own
+    digest = fingerprint(NAMED_TENSORS.items())
+    assert len(digest) == 16
+    assert fingerprint(reversed(NAMED_TENSORS.items())) == digest
+    assert fingerprint((name, tensor.bfloat16()) for name, tensor in NAMED_TENSORS.items()) == digest
     # transformers lists a tied head as one more tensor.
-    assert fingerprint([("lm_head.weight", MODEL.weights.lm_head), *NAMED.items()]) == own
+    assert fingerprint([("lm_head.weight", MODEL.weights.lm_head), *NAMED_TENSORS.items()]) == digest
 
 
 def test_another_model_has_another():
-    own, found = fingerprint(NAMED.items()), set()
-    for name, tensor in NAMED.items():
+    digest, digests = fingerprint(NAMED_TENSORS.items()), set()
+    for name, tensor in NAMED_TENSORS.items():
         for change in (lambda x: x * 1.05, lambda x: x.flip(0)):
-            found.add(fingerprint({**NAMED, name: change(tensor)}.items()))
-    renamed = {name.replace("layers.0", "layers.9"): tensor for name, tensor in NAMED.items()}
-    longer = {name: torch.cat([tensor, tensor]) for name, tensor in NAMED.items()}
-    found |= {fingerprint(renamed.items()), fingerprint(longer.items())}
-    assert len(found) == 2 * len(NAMED) + 2
-    assert own not in found
+            digests.add(fingerprint({**NAMED_TENSORS, name: change(tensor)}.items()))
+    renamed_tensors = {name.replace("layers.0", "layers.9"): tensor for name, tensor in NAMED_TENSORS.items()}
+    longer = {name: torch.cat([tensor, tensor]) for name, tensor in NAMED_TENSORS.items()}
+    digests |= {fingerprint(renamed_tensors.items()), fingerprint(longer.items())}
+    assert len(digests) == 2 * len(NAMED_TENSORS) + 2
+    assert digest not in digests
 
 
 def test_a_tied_head_counts_once_and_an_untied_one_counts():
-    untied = replace(MODEL.weights, lm_head=MODEL.weights.embedding.clone() * 2)
-    assert fingerprint(untied.named()) != fingerprint(NAMED.items())
+    untied_weights = replace(MODEL.weights, lm_head=MODEL.weights.embedding.clone() * 2)
+    assert fingerprint(untied_weights.named()) != fingerprint(NAMED_TENSORS.items())
 
 
 def test_tensors_that_come_one_by_one_have_the_fingerprint_of_the_loaded_model():
     """Also where the head is tied to the embedding."""
     tiny = stream_tensors("tiny", read_config("tiny"), torch.bfloat16)
     assert streamed_fingerprint(tiny) == fingerprint(load_model("tiny", "float32").weights.named())
-    tied = CONFIGS["gqa5_one_kv_head_d128_tied"]
-    loaded = random_weights(tied, torch.float32)
-    assert streamed_fingerprint(random_tensors(tied, torch.float32)) == fingerprint(loaded.named())
+    tied_config = CONFIGS["gqa5_one_kv_head_d128_tied"]
+    weights = random_weights(tied_config, torch.float32)
+    assert streamed_fingerprint(random_tensors(tied_config, torch.float32)) == fingerprint(weights.named())

@@ -7,14 +7,14 @@ import gguf
 import pytest
 import torch
 from checkpoints import write_checkpoint
-from family_models import IN_FILES, TOKENS, folder_of, logits_of, saved, vocabulary_of
+from family_models import IN_FILES, TOKENS, cpu_logits, folder_of, model_vocabulary, saved
 from gguf_files import LLAMA3, byte_vocabulary, convert, header, llama3_factors, pieces, text
 from refusals import assert_refused
 from safetensors.torch import load_file
 
 import tq
-from haarkv.engine.plans import shape_of
-from haarkv.models.catalog import load_model, path_of, read_config, source_of, weights_of
+from haarkv.engine.plans import shape_signature
+from haarkv.models.catalog import find_model, load_model, model_weight_bytes, open_source, read_config
 from haarkv.models.checkpoint import load_weights
 from haarkv.models.fingerprint import fingerprint
 from haarkv.models.rope import Llama3Scaling, inverse_frequencies
@@ -26,13 +26,13 @@ __all__ = ["folder_of", "saved"]
 
 @pytest.mark.parametrize("name", IN_FILES)
 def test_a_file_is_the_folder_it_was_written_from(folder_of, tmp_path, name):
-    folder, path = folder_of(name), convert(folder_of(name), tmp_path / "m.gguf", vocabulary=vocabulary_of(name))
+    folder, path = folder_of(name), convert(folder_of(name), tmp_path / "m.gguf", vocabulary=model_vocabulary(name))
     ours, theirs = load_model(path), load_model(folder)
-    assert shape_of(ours.config) == shape_of(theirs.config)
-    for (of, one), (other_of, other) in zip(ours.weights.named(), theirs.weights.named(), strict=True):
-        assert of == other_of
-        through = name.startswith(("gemma3", "qwen3_5")) and of.endswith(("A_log", "norm.weight"))  # exp, or 1 + w
-        torch.testing.assert_close(one, other, rtol=1e-6 * through, atol=1e-6 * through, msg=of)
+    assert shape_signature(ours.config) == shape_signature(theirs.config)
+    for (tensor_name, one), (other_name, other) in zip(ours.weights.named(), theirs.weights.named(), strict=True):
+        assert tensor_name == other_name
+        through = name.startswith(("gemma3", "qwen3_5")) and tensor_name.endswith(("A_log", "norm.weight"))  # exp, or 1 + w
+        torch.testing.assert_close(one, other, rtol=1e-6 * through, atol=1e-6 * through, msg=tensor_name)
     for one, other in zip(ours.config.attentions, theirs.config.attentions, strict=True):
         frequencies = inverse_frequencies(one.rope), inverse_frequencies(other.rope)
         torch.testing.assert_close(*frequencies, rtol=1e-5, atol=0)
@@ -45,12 +45,12 @@ def test_a_model_in_parts_is_the_model_in_one_file(folder_of, tmp_path, name, ki
     first = convert(folder_of(name), tmp_path / "m.gguf", kind, vocabulary=byte_vocabulary(), each=4)
     parts = sorted(tmp_path.glob("m-*.gguf"))
     assert parts[0] == first
-    assert source_of(first).files() == parts
-    assert {of.file for of in source_of(first).tensors().values()} == set(parts)
+    assert open_source(first).files() == parts
+    assert {tensor.file for tensor in open_source(first).tensors().values()} == set(parts)
     for keep in (False, True):
         one, other = (load_model(path, keep_blocks=keep).weights for path in (whole, first))
         assert fingerprint(one.named()) == fingerprint(other.named())
-        assert weights_of(first, read_config(first), "float32", keep_blocks=keep) == weights_of(
+        assert model_weight_bytes(first, read_config(first), "float32", keep_blocks=keep) == model_weight_bytes(
             whole, read_config(whole), "float32", keep_blocks=keep
         )
     texts = [
@@ -63,7 +63,7 @@ def test_a_model_in_parts_is_the_model_in_one_file(folder_of, tmp_path, name, ki
     assert whole.with_suffix(".q8").read_bytes() == first.with_suffix(".q8").read_bytes()
 
 
-def parts_of(folder_of, folder):
+def split_parts(folder_of, folder):
     first = convert(folder_of("llama"), folder / "m.gguf", vocabulary=byte_vocabulary(), each=11)
     return [first, *sorted(folder.glob("m-*.gguf"))[1:]]
 
@@ -83,11 +83,11 @@ def parts_of(folder_of, folder):
     ],
 )
 def test_a_model_in_parts_is_refused_by_the_part_that_is_wrong(folder_of, tmp_path, capsys, damage, words):
-    parts = parts_of(folder_of, tmp_path)
+    parts = split_parts(folder_of, tmp_path)
     assert len(parts) == 3
-    named = damage(*parts)
-    named = named if isinstance(named, Path) else parts[0]
-    code = main(["generate", "--model", str(named), "--prompt", "a"])
+    faulty_part = damage(*parts)
+    faulty_part = faulty_part if isinstance(faulty_part, Path) else parts[0]
+    code = main(["generate", "--model", str(faulty_part), "--prompt", "a"])
     assert_refused((code, *capsys.readouterr()), *words)
 
 
@@ -96,8 +96,10 @@ def test_a_model_in_parts_is_refused_by_the_part_that_is_wrong(folder_of, tmp_pa
 def test_blocks_are_restored_as_gguf_restores_them(folder_of, tmp_path, kind, dtype):
     path = convert(folder_of("qwen2"), tmp_path / "m.gguf", kind)
     reader = gguf.GGUFReader(path)
-    theirs = {of.name: torch.from_numpy(gguf.dequantize(of.data, of.tensor_type).copy()) for of in reader.tensors}
-    source = source_of(path)
+    theirs = {
+        tensor.name: torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy()) for tensor in reader.tensors
+    }
+    source = open_source(path)
     for ours, name in [
         ("model.embed_tokens.weight", "token_embd.weight"), ("model.layers.1.mlp.down_proj.weight", "blk.1.ffn_down.weight"),
         ("model.layers.0.self_attn.k_proj.bias", "blk.0.attn_k.bias"), ("model.norm.weight", "output_norm.weight"),
@@ -117,7 +119,7 @@ def test_many_rows_are_restored_a_few_at_a_time(folder_of, tmp_path, monkeypatch
 
 
 def test_a_gemma_3_has_its_names_its_windows_and_its_norms(folder_of, tmp_path):
-    source = source_of(convert(folder_of("gemma3"), tmp_path / "m.gguf"))
+    source = open_source(convert(folder_of("gemma3"), tmp_path / "m.gguf"))
     settings, theirs = source.settings(), json.loads((folder_of("gemma3") / "config.json").read_text())
     assert settings["model_type"] == "gemma3_text"
     for key in ("layer_types", "sliding_window", "head_dim", "hidden_size", "rms_norm_eps", "vocab_size"):
@@ -127,9 +129,9 @@ def test_a_gemma_3_has_its_names_its_windows_and_its_norms(folder_of, tmp_path):
     assert settings["query_pre_attn_scalar"] == 64
     assert settings["hidden_activation"] == theirs["hidden_activation"]
     assert settings["tie_word_embeddings"] is True
-    stored = load_file(folder_of("gemma3") / "model.safetensors")
-    assert set(source.tensors()) == set(stored)
-    for name, tensor in stored.items():
+    tensors = load_file(folder_of("gemma3") / "model.safetensors")
+    assert set(source.tensors()) == set(tensors)
+    for name, tensor in tensors.items():
         torch.testing.assert_close(source.read(name, torch.float32), tensor, rtol=0, atol=2e-7)
 
 
@@ -142,14 +144,14 @@ def test_a_gemma_3_has_its_names_its_windows_and_its_norms(folder_of, tmp_path):
     ],
 )
 def test_a_gemma_3_may_say_which_layers_have_windows(folder_of, tmp_path, extra, expected):
-    kinds = source_of(convert(folder_of("gemma3"), tmp_path / "m.gguf", extra=extra)).settings()["layer_types"]
-    assert [kind == "sliding_attention" for kind in kinds] == [bool(of) for of in expected]
+    kinds = open_source(convert(folder_of("gemma3"), tmp_path / "m.gguf", extra=extra)).settings()["layer_types"]
+    assert [kind == "sliding_attention" for kind in kinds] == [bool(is_local) for is_local in expected]
 
 
 def test_what_a_file_leaves_out_is_what_llama_cpp_takes(folder_of, tmp_path):
     without = [f"llama.{key}" for key in ("attention.key_length", "attention.value_length", "rope.freq_base",
                                           "attention.head_count_kv", "rope.dimension_count")]  # fmt: skip
-    settings = source_of(convert(folder_of("llama"), tmp_path / "m.gguf", leave_out=without)).settings()
+    settings = open_source(convert(folder_of("llama"), tmp_path / "m.gguf", leave_out=without)).settings()
     assert [settings[key] for key in ("head_dim", "rope_theta", "num_key_value_heads")] == [32, 1e4, 6]
 
 
@@ -204,12 +206,12 @@ def test_factors_of_rope_are_llama_3s_or_refused(entries, words, tmp_path):
 
     if isinstance(entries, dict):
         factors = torch.tensor(llama3_factors({"head_dim": 64}, LLAMA3 | entries))
-        found = llama3_entries(tmp_path, factors, 5e5).get("rope_scaling")
+        rope_scaling = llama3_entries(tmp_path, factors, 5e5).get("rope_scaling")
         plain = 1 / (5e5 ** (torch.arange(32) / 32))
-        if found is None:
+        if rope_scaling is None:
             assert (factors == 1).all()
         else:
-            ours = Llama3Scaling(*(found[key] for key in (
+            ours = Llama3Scaling(*(rope_scaling[key] for key in (
                 "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")))  # fmt: skip
             torch.testing.assert_close(ours.scaled(plain, 5e5), plain / factors, rtol=1e-5, atol=0)
     else:
@@ -219,24 +221,24 @@ def test_factors_of_rope_are_llama_3s_or_refused(entries, words, tmp_path):
 
 
 def test_layers_that_predict_several_tokens_are_not_read(folder_of, tmp_path):
-    plain = convert(folder_of("qwen3_5"), tmp_path / "plain.gguf", vocabulary=vocabulary_of("qwen3_5"))
-    writer_of = gguf.GGUFWriter.write_header_to_file
+    plain = convert(folder_of("qwen3_5"), tmp_path / "plain.gguf", vocabulary=model_vocabulary("qwen3_5"))
+    write_header = gguf.GGUFWriter.write_header_to_file
 
-    def with_one_more(writer, *given):
+    def with_one_more(writer, *args):
         writer.add_tensor("blk.4.nextn.eh_proj.weight", torch.zeros(192, 384).numpy())
         writer.add_tensor("blk.4.attn_norm.weight", torch.ones(192).numpy())
-        return writer_of(writer, *given)
+        return write_header(writer, *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gguf.GGUFWriter, "write_header_to_file", with_one_more)
         extra = {"qwen35.block_count": 5, "qwen35.nextn_predict_layers": 1}
-        path = convert(folder_of("qwen3_5"), tmp_path / "m.gguf", vocabulary=vocabulary_of("qwen3_5"), extra=extra)
+        path = convert(folder_of("qwen3_5"), tmp_path / "m.gguf", vocabulary=model_vocabulary("qwen3_5"), extra=extra)
     assert read_config(path) == read_config(plain)
-    assert torch.equal(logits_of(load_model(path), TOKENS), logits_of(load_model(plain), TOKENS))
+    assert torch.equal(cpu_logits(load_model(path), TOKENS), cpu_logits(load_model(plain), TOKENS))
 
 
 def test_qwen3_next_is_refused_by_its_name(folder_of, tmp_path):
-    path = convert(folder_of("qwen3_5_moe"), tmp_path / "m.gguf", vocabulary=vocabulary_of("qwen3_5"))
+    path = convert(folder_of("qwen3_5_moe"), tmp_path / "m.gguf", vocabulary=model_vocabulary("qwen3_5"))
     path.write_bytes(path.read_bytes().replace(b"qwen35moe", b"qwen3next"))
     with pytest.raises(InputError, match="is a qwen3next with experts model"):
         read_config(path)
@@ -295,10 +297,10 @@ def test_a_type_that_gguf_cannot_restore_is_refused(folder_of, tmp_path):
 
 
 def test_a_file_says_how_its_model_is_sampled(folder_of, tmp_path, capsys):
-    sampled = {"general.sampling.temp": 0.5, "general.sampling.top_k": 7}
-    path = convert(folder_of("llama"), tmp_path / "m.gguf", extra=sampled, vocabulary=byte_vocabulary())
+    sampling = {"general.sampling.temp": 0.5, "general.sampling.top_k": 7}
+    path = convert(folder_of("llama"), tmp_path / "m.gguf", extra=sampling, vocabulary=byte_vocabulary())
     model, few = ["--model", str(path)], ["--prompt", "Spam and eggs, and then spam.", "--executor", "cpu"]
-    assert path_of(path) == path
+    assert find_model(path) == path
     assert main(["info", str(path)]) == 0, capsys.readouterr().err
     assert main(["generate", *model, *few, "--max-new-tokens", "3"]) == 0, capsys.readouterr().err
     assert "temperature 0.5, top-k 7 from m.gguf" in " ".join(capsys.readouterr().err.split())
@@ -310,24 +312,28 @@ def test_a_file_says_how_its_model_is_sampled(folder_of, tmp_path, capsys):
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_a_model_with_a_vision_part_is_read_without_it(tmp_path, prefix):
     plain = write_checkpoint(tmp_path / "plain")
-    beside = write_checkpoint(tmp_path / "beside")
+    vision_folder = write_checkpoint(tmp_path / "beside")
     tensors = load_file(plain / "model.safetensors")
     head = "language_model.lm_head." if prefix.startswith("language") else "lm_head."
-    renamed = {
+    renamed_tensors = {
         name.replace("model.", prefix, 1) if name.startswith("model.") else name.replace("lm_head.", head): tensor
         for name, tensor in tensors.items()
     }
     vision = {
-        f"{of}.x.weight": torch.ones(2) for of in ("vision_tower", "model.vision_tower", "multi_modal_projector", "visual")
+        f"{place}.x.weight": torch.ones(2)
+        for place in ("vision_tower", "model.vision_tower", "multi_modal_projector", "visual")
     }
     from safetensors.torch import save_file
 
-    save_file(renamed | vision, beside / "model.safetensors")
+    save_file(renamed_tensors | vision, vision_folder / "model.safetensors")
     config = json.loads((plain / "config.json").read_text())
-    (beside / "config.json").write_text(json.dumps({"model_type": "whole", "text_config": config, "vision_config": {}}))
-    one, other = (load_weights(source_of(of), read_config(of), torch.float32) for of in (plain, beside))
+    (vision_folder / "config.json").write_text(json.dumps({"model_type": "whole", "text_config": config, "vision_config": {}}))
+    one, other = (load_weights(open_source(place), read_config(place), torch.float32) for place in (plain, vision_folder))
     for (name, ours), (_, theirs) in zip(one.named(), other.named(), strict=True):
         assert torch.equal(ours, theirs), name
-    save_file(renamed | vision | {name: tensor.clone() for name, tensor in tensors.items()}, beside / "model.safetensors")
+    save_file(
+        renamed_tensors | vision | {name: tensor.clone() for name, tensor in tensors.items()},
+        vision_folder / "model.safetensors",
+    )
     with pytest.raises(InputError, match="twice, also as"):
-        load_weights(source_of(beside), read_config(beside), torch.float32)
+        load_weights(open_source(vision_folder), read_config(vision_folder), torch.float32)

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import byte_tokenizer, write_checkpoint
-from family_models import IN_FILES, written
+from family_models import IN_FILES, save_model
 from gguf_files import convert
 from refusals import assert_refused
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
 from haarkv.engine.loading import load
-from haarkv.engine.plans import shape_of
-from haarkv.models.catalog import load_model, read_config, source_of
-from haarkv.models.gguf_folder import PROBE, entries_of, special_ids
+from haarkv.engine.plans import shape_signature
+from haarkv.models.catalog import load_model, open_source, read_config
+from haarkv.models.gguf_folder import PROBE, special_ids, tokenizer_entries
 from haarkv.models.source import Words
-from haarkv.models.words import words_of
+from haarkv.models.words import build_words
 from haarkv.tq_ops.errors import InputError
 from tq.cli import main
 
@@ -48,7 +48,7 @@ def saved(tmp_path_factory):
     @cache
     def get(name):
         folder = tmp_path_factory.mktemp(name)
-        written(folder, name)
+        save_model(folder, name)
         return words_in(folder)
 
     return get
@@ -59,19 +59,21 @@ def test_tensors_and_settings_are_those_of_another_converter(saved, tmp_path, na
     out = tmp_path / "m.gguf"
     assert main(["quantize", str(saved(name)), "--out", str(out), "--type", "f32"]) == 0
     ours, theirs = gguf.GGUFReader(out), gguf.GGUFReader(convert(saved(name), tmp_path / "theirs.gguf"))
-    found, right = ({of.name: of for of in reader.tensors} for reader in (ours, theirs))
-    assert set(found) == set(right)
-    for of in right:
-        assert tuple(found[of].shape) == tuple(right[of].shape), of
-        np.testing.assert_allclose(found[of].data, right[of].data, rtol=1e-5 if "rope" in of else 0, err_msg=of)
+    our_tensors, right = ({entry.name: entry for entry in reader.tensors} for reader in (ours, theirs))
+    assert set(our_tensors) == set(right)
+    for entry in right:
+        assert tuple(our_tensors[entry].shape) == tuple(right[entry].shape), entry
+        np.testing.assert_allclose(
+            our_tensors[entry].data, right[entry].data, rtol=1e-5 if "rope" in entry else 0, err_msg=entry
+        )
     for key, field in theirs.fields.items():
         if not key.startswith("GGUF."):
             assert ours.fields[key].contents() == field.contents(), key
     # And read again by ourselves, it is the folder.
     again, folder = load_model(out), load_model(saved(name))
-    assert shape_of(again.config) == shape_of(folder.config)
-    for (of, one), (_, other) in zip(again.weights.named(), folder.weights.named(), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=2e-7, msg=of)
+    assert shape_signature(again.config) == shape_signature(folder.config)
+    for (entry, one), (_, other) in zip(again.weights.named(), folder.weights.named(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-7, msg=entry)
 
 
 def test_the_shipped_model_writes_the_same_text(tmp_path):
@@ -85,7 +87,7 @@ def test_the_shipped_model_writes_the_same_text(tmp_path):
     config = read_config(out)
     assert (config.layers, config.eos_token_ids) == (read_config("tiny").layers, (0,))
     for text in (PROBE, "def main(argc):\n    return 2026"):
-        assert source_of(out).words().tokenizer.encode(text).ids == source_of("tiny").words().tokenizer.encode(text).ids
+        assert open_source(out).words().tokenizer.encode(text).ids == open_source("tiny").words().tokenizer.encode(text).ids
 
 
 def test_a_mix_and_importance_are_as_of_a_file(saved, tmp_path, capsys):
@@ -93,9 +95,9 @@ def test_a_mix_and_importance_are_as_of_a_file(saved, tmp_path, capsys):
     text.write_text("The quick brown fox jumps over the lazy dog. " * 12)
     assert main(["quantize", str(saved("qwen3_moe")), "--out", str(out), "--type", "q4_0", "--imatrix", str(text),
                  "--imatrix-tokens", "512", "--json"]) == 0  # fmt: skip
-    said = json.loads(capsys.readouterr().out)
+    result = json.loads(capsys.readouterr().out)
     # Q, K, V, O and three kinds of experts of each layer, and the head; routers are no blocks.
-    assert said["by_importance"] == 3 * 7 + 1
+    assert result["by_importance"] == 3 * 7 + 1
     types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(out).tensors}
     assert (types["blk.0.ffn_up_exps.weight"], types["blk.0.ffn_gate_inp.weight"]) == ("Q4_0", "F32")
     session = load(str(out), kv="bf16", executor="cpu")
@@ -132,10 +134,10 @@ def test_a_file_says_three_ends_beside_those_that_are_known_by_name(tmp_path):
 @pytest.mark.parametrize("prefix", [True, False])
 def test_sentence_piece_is_told_by_scores(tmp_path, prefix):
     words = Words(sentence_pieces(prefix), tmp_path)
-    entries = entries_of(words, 300, {"bos": 1, "eos": 2})
+    entries = tokenizer_entries(words, 300, {"bos": 1, "eos": 2})
     assert entries["tokenizer.ggml.model"] == "llama"
     assert entries["tokenizer.ggml.token_type"][:4] == [2, 3, 3, 6]
-    again = words_of(tmp_path, entries, 300).tokenizer
+    again = build_words(tmp_path, entries, 300).tokenizer
     for text in ("abca bca  cab\n", "ab", " a bc é"):
         assert again.encode(text).ids == words.tokenizer.encode(text).ids
         theirs = words.tokenizer.decode(words.tokenizer.encode(text).ids)
@@ -143,22 +145,22 @@ def test_sentence_piece_is_told_by_scores(tmp_path, prefix):
 
 
 def test_a_tokenizer_that_llama_cpp_has_not_is_refused(tmp_path):
-    def refused(tokenizer, pre=None):
+    def check_refusal(tokenizer, pre=None):
         tokenizer.pre_tokenizer = pre or tokenizer.pre_tokenizer
         with pytest.raises(InputError, match=r"llama\.cpp has"):
-            entries_of(Words(tokenizer, tmp_path), 300, {})
+            tokenizer_entries(Words(tokenizer, tmp_path), 300, {})
 
-    assert entries_of(Words(merging(), tmp_path), 300, {})["tokenizer.ggml.pre"] == "gpt-2"
-    refused(
+    assert tokenizer_entries(Words(merging(), tmp_path), 300, {})["tokenizer.ggml.pre"] == "gpt-2"
+    check_refusal(
         merging(), pre_tokenizers.Sequence([pre_tokenizers.Split(Regex("(a+)+b"), "isolated"), pre_tokenizers.ByteLevel()])
     )
-    refused(merging(), pre_tokenizers.ByteLevel(add_prefix_space=True))
-    refused(merging(), pre_tokenizers.Whitespace())
-    refused(merging(()))
-    refused(merging(ignore_merges=True))  # whole words are no part of GPT-2's way
+    check_refusal(merging(), pre_tokenizers.ByteLevel(add_prefix_space=True))
+    check_refusal(merging(), pre_tokenizers.Whitespace())
+    check_refusal(merging(()))
+    check_refusal(merging(ignore_merges=True))  # whole words are no part of GPT-2's way
 
 
-CHANGED = {
+NORMALIZERS = {
     "NFC": (normalizers.NFC(), "e\u0301 ka\u0308a"), "NFD": (normalizers.NFD(), "\u00e9"),
     "NFKC": (normalizers.NFKC(), "\ufb01"),
     "NFKD": (normalizers.NFKD(), "\u2460"), "Lowercase": (normalizers.Lowercase(), "AB"),
@@ -171,30 +173,30 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("kind", ["bytes", "pieces"])
-@pytest.mark.parametrize("name", CHANGED)
+@pytest.mark.parametrize("name", NORMALIZERS)
 def test_what_a_file_does_not_say_of_a_text_is_refused_or_told_of(tmp_path, kind, name):
-    normalizer, text = CHANGED[name]
+    normalizer, text = NORMALIZERS[name]
     tokenizer = merging() if kind == "bytes" else sentence_pieces(prefix=False)
     spaces = [] if kind == "bytes" or name == "spaces" else [tokenizer.normalizer]
     tokenizer.normalizer = normalizers.Sequence([normalizer, *spaces]) if normalizer else tokenizer.normalizer
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warning_list:
         warnings.simplefilter("always")
         try:
-            entries = entries_of(Words(tokenizer, tmp_path), 300, {})
+            entries = tokenizer_entries(Words(tokenizer, tmp_path), 300, {})
         except InputError:
             return
-    again = words_of(tmp_path, entries, 300).tokenizer
+    again = build_words(tmp_path, entries, 300).tokenizer
     if again.encode(text).ids == tokenizer.encode(text).ids:
-        assert not told
+        assert not warning_list
     else:
-        [line] = told
+        [line] = warning_list
         assert f"changes text by {name} before" in str(line.message)
-    assert bool(told) == (name in ("NFC", "Replace", "Nmt"))
+    assert bool(warning_list) == (name in ("NFC", "Replace", "Nmt"))
 
 
 def test_a_head_of_its_own_is_written_whatever_the_config_says(tmp_path, capsys):
     """transformers takes the head that the weights hold, and so do we: in a folder and in a file made of it."""
-    written(tmp_path / "m", "qwen3_yarn")
+    save_model(tmp_path / "m", "qwen3_yarn")
     folder = words_in(tmp_path / "m")
     right = load_model(folder).weights.lm_head
     config = json.loads((folder / "config.json").read_text())
@@ -211,10 +213,10 @@ def test_what_is_not_written_is_one_line(tmp_path, capsys):
     out = tmp_path / "out" / "m.gguf"
     out.parent.mkdir()
     folder = write_checkpoint(tmp_path / "m")
-    of_bytes = ["llama.cpp has no name for how it cuts text", "convert_hf_to_gguf.py"]
+    byte_words = ["llama.cpp has no name for how it cuts text", "convert_hf_to_gguf.py"]
     other = words_in(write_checkpoint(tmp_path / "n", config={"attention_bias": True, "vocab_size": 300}))
-    written(tmp_path / "g", "gemma3_scaled")
-    of_gemma = words_in(tmp_path / "g"), ["cannot say all"]  # llama.cpp scales by the size of a head
-    for name, words in (of_gemma, (folder, of_bytes), ("random:0.6b", ["random weights"]), (other, ["attention biases"])):
+    save_model(tmp_path / "g", "gemma3_scaled")
+    gemma_case = words_in(tmp_path / "g"), ["cannot say all"]  # llama.cpp scales by the size of a head
+    for name, words in (gemma_case, (folder, byte_words), ("random:0.6b", ["random weights"]), (other, ["attention biases"])):
         assert_refused((main(["quantize", str(name), "--out", str(out)]), *capsys.readouterr()), *words)
     assert not list(out.parent.iterdir())

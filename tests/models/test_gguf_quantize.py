@@ -29,7 +29,7 @@ def numbers(rows=12, width=512, seed=0):
     return x, torch.rand(width, generator=generator) ** 4 * 30
 
 
-def restored(blocks, kind, shape):
+def restore_blocks(blocks, kind, shape):
     return torch.from_numpy(gguf.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[kind])).view(shape)
 
 
@@ -39,10 +39,10 @@ def half(x):
 
 def plain(x, kind):
     """Plain rounding of [R, n], restored: gguf's own, or where it writes none, super-block after super-block."""
-    known = gguf.GGMLQuantizationType[kind]
+    gguf_type = gguf.GGMLQuantizationType[kind]
     if kind not in ("Q4_K", "Q6_K"):
-        return torch.from_numpy(gguf.dequantize(gguf.quantize(x.numpy(), known), known))
-    found = np.empty((x.numel() // 256, 256), np.float32)
+        return torch.from_numpy(gguf.dequantize(gguf.quantize(x.numpy(), gguf_type), gguf_type))
+    values = np.empty((x.numel() // 256, 256), np.float32)
     for number, block in enumerate(x.numpy().reshape(-1, 256)):
         subs = block.reshape(-1, 32 if kind == "Q4_K" else 16)
         if kind == "Q4_K":
@@ -59,8 +59,8 @@ def plain(x, kind):
             scale, low, ends = d * np.clip(np.round(scale / d if d else scale), -128, 127), 0 * scale, (-32, 31)
         inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
         levels = np.clip(np.round((subs - low[:, None]) * inverse[:, None]), *ends)
-        found[number] = (levels * scale[:, None] + low[:, None]).ravel()
-    return torch.from_numpy(found).view(x.shape)
+        values[number] = (levels * scale[:, None] + low[:, None]).ravel()
+    return torch.from_numpy(values).view(x.shape)
 
 
 def by_block(x, w, y, kind):
@@ -78,7 +78,7 @@ def test_no_block_loses_more_than_by_plain_rounding(kind, weighted):
     if kind == "Q4_0" and not weighted:
         each = x.view(len(x), -1, 32)
         w = w * (each.abs() + each.square().mean(-1, keepdim=True).sqrt()).view(x.shape)
-    ours = by_block(x, w, restored(blocks, kind, x.shape), kind)
+    ours = by_block(x, w, restore_blocks(blocks, kind, x.shape), kind)
     theirs = by_block(x, w, plain(x, kind), kind)
     assert bool((ours <= theirs * (1 + 1e-5)).all()), float((ours / theirs).max())
     if kind != "Q8_0":
@@ -86,21 +86,21 @@ def test_no_block_loses_more_than_by_plain_rounding(kind, weighted):
     if not weighted:
         assert float(ours.sum() / (w * x.square()).sum()) < WORST[kind]
     elif kind != "Q8_0":  # whose scales are gguf's own
-        alike = by_block(x, w, restored(quantize(x, kind), kind, x.shape), kind)
-        assert float(ours.sum()) < 0.82 * float(alike.sum())
+        unweighted_loss = by_block(x, w, restore_blocks(quantize(x, kind), kind, x.shape), kind)
+        assert float(ours.sum()) < 0.82 * float(unweighted_loss.sum())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_of_one_number_of_zeros_and_of_an_outlier(kind):
     x = torch.zeros(6, 256)
     x[1], x[2], x[3, 7], x[4], x[5, ::2] = 0.37, -2.5, 40.0, torch.linspace(0.5, 1.0, 256), -1.0
-    found = restored(quantize(x, kind), kind, x.shape)
-    assert bool((found[0] == 0).all())
-    assert bool(torch.isfinite(found).all())
-    ours, theirs = by_block(x, 1.0, found, kind), by_block(x, 1.0, plain(x, kind), kind)
+    values = restore_blocks(quantize(x, kind), kind, x.shape)
+    assert bool((values[0] == 0).all())
+    assert bool(torch.isfinite(values).all())
+    ours, theirs = by_block(x, 1.0, values, kind), by_block(x, 1.0, plain(x, kind), kind)
     assert bool((ours <= theirs * (1 + 1e-5) + 1e-9).all())
     # Importance of nothing: numbers that never meet an input still have scales.
-    again = restored(quantize(x, kind, torch.zeros(256)), kind, x.shape)
+    again = restore_blocks(quantize(x, kind, torch.zeros(256)), kind, x.shape)
     assert float((again - x).abs().max()) <= 40.0
 
 
@@ -112,7 +112,7 @@ def test_what_cannot_be_quantized_is_refused():
     x[1, 3] = 1e6
     with pytest.raises(InputError, match="FP16 does not hold"):
         quantize(x, "Q4_0")
-    assert restored(quantize(x, "BF16"), "BF16", x.shape)[1, 3] == torch.tensor(1e6).bfloat16().float()
+    assert restore_blocks(quantize(x, "BF16"), "BF16", x.shape)[1, 3] == torch.tensor(1e6).bfloat16().float()
 
 
 # -- Files ----------------------------------------------------------------------------------------------------------------
@@ -123,14 +123,14 @@ def whole(tmp_path_factory):
     """A file of F32 whose rows take blocks of 256, with a tokenizer."""
     folder = tmp_path_factory.mktemp("m")
     write_checkpoint(folder / "m", config={"hidden_size": 256, "intermediate_size": 288, "head_dim": 64}, dtype=torch.float32)
-    said = plain_bytes(**{"tokenizer.chat_template": "{{ 1 }}", "x.y": True})
-    return convert(folder / "m", folder / "m.gguf", "F32", vocabulary=said)
+    vocabulary = plain_bytes(**{"tokenizer.chat_template": "{{ 1 }}", "x.y": True})
+    return convert(folder / "m", folder / "m.gguf", "F32", vocabulary=vocabulary)
 
 
 def test_a_file_says_what_it_said_and_holds_the_types_of_its_mix(whole, tmp_path, capsys):
     out = tmp_path / "q.gguf"
     assert main(["quantize", str(whole), "--out", str(out), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
+    result = json.loads(capsys.readouterr().out)
     before, after = gguf.GGUFReader(whole), gguf.GGUFReader(out)
     for key, field in before.fields.items():
         if not key.startswith("GGUF.") and key not in ("general.file_type", "general.quantization_version"):
@@ -143,8 +143,8 @@ def test_a_file_says_what_it_said_and_holds_the_types_of_its_mix(whole, tmp_path
     assert types["output.weight"] == types["blk.1.attn_v.weight"] == "Q6_K"
     assert types["blk.0.ffn_down.weight"] == "Q5_0"  # rows of 288, of the first layer of two, which has no more bits
     assert types["output_norm.weight"] == "F32"
-    assert said["tensors"] == {name: list(types.values()).count(name) for name in dict.fromkeys(types.values())}
-    assert said["bytes"] == out.stat().st_size
+    assert result["tensors"] == {name: list(types.values()).count(name) for name in dict.fromkeys(types.values())}
+    assert result["bytes"] == out.stat().st_size
     for ours, theirs in zip(after.tensors, before.tensors, strict=True):
         y = torch.from_numpy(gguf.dequantize(ours.data, ours.tensor_type).copy())
         x = torch.from_numpy(theirs.data.copy()).view(y.shape)
@@ -164,23 +164,25 @@ def test_what_has_its_type_is_copied_and_what_is_quantized_again_is_told(whole, 
 def test_importance_is_the_mean_square_of_what_a_matrix_is_given(whole):
     session = load(str(whole), kv="bf16", executor="reference", balance=False, allow_collapse=True)
     ids = torch.tensor([5, 77, 5, 130, 9, 200, 31])
-    found = importance(session, [ids[:4], ids[4:]])
+    importances = importance(session, [ids[:4], ids[4:]])
     model = load_model(whole)
     layer = model.weights.layers[0]
     x = reference.rms_norm(model.weights.embedding[ids], layer["input_norm"], model.config.layers[0].norm.eps)
-    torch.testing.assert_close(found["model.layers.0.self_attn.q_proj.weight"], x.square().mean(0), rtol=1e-5, atol=0)
-    assert found["model.layers.1.mlp.down_proj.weight"].shape == (288,)
-    assert set(found) == {name for name, tensor in model.weights.named() if tensor.ndim == 2} - {"model.embed_tokens.weight"}
+    torch.testing.assert_close(importances["model.layers.0.self_attn.q_proj.weight"], x.square().mean(0), rtol=1e-5, atol=0)
+    assert importances["model.layers.1.mlp.down_proj.weight"].shape == (288,)
+    assert set(importances) == {name for name, tensor in model.weights.named() if tensor.ndim == 2} - {
+        "model.embed_tokens.weight"
+    }
 
 
 def test_an_interrupted_run_leaves_nothing(whole, tmp_path, monkeypatch):
     out = tmp_path / "q.gguf"
     out.write_bytes(b"old")
 
-    def stopped(*_):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("haarkv.models.gguf_writer.quantize", stopped)
+    monkeypatch.setattr("haarkv.models.gguf_writer.quantize", interrupt)
     assert main(["quantize", str(whole), "--out", str(out)]) == 130
     assert [path.name for path in tmp_path.iterdir()] == ["q.gguf"]
     assert out.read_bytes() == b"old"

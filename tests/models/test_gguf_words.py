@@ -8,7 +8,7 @@ import transformers
 from gguf_files import add, byte_vocabulary, close, pieces
 from refusals import assert_refused
 
-from haarkv.models.catalog import source_of
+from haarkv.models.catalog import open_source
 from haarkv.models.source import Source
 from haarkv.tq_ops.errors import InputError
 
@@ -20,7 +20,7 @@ TEXTS = [
 CHARACTERS = "abthe  '\n1239!?.äß日😀٣½\t<|>"
 
 
-def drawn(count=60):
+def random_texts(count=60):
     generator = random.Random(0)
     return ["".join(generator.choices(CHARACTERS, k=generator.randint(1, 40))) for _ in range(count)]
 
@@ -35,7 +35,7 @@ def write(path, entries):
 
 
 def words(path, entries):
-    source: Source = source_of(write(path, entries))
+    source: Source = open_source(write(path, entries))
     return source.words()
 
 
@@ -51,7 +51,7 @@ def test_byte_level_words_are_transformers_own(tmp_path, pre):
     """Of those that transformers knows by the same rule."""
     ours = words(tmp_path / "m.gguf", byte_vocabulary(pre, GRAMS, add_bos_token=False)).tokenizer
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
-    for text in TEXTS + drawn():
+    for text in TEXTS + random_texts():
         assert ids(ours, text) == theirs(text)["input_ids"], text
         assert ours.decode(ids(ours, text), skip_special_tokens=False) == text
 
@@ -110,31 +110,35 @@ def test_the_users_own_tokens_are_whole_and_shown_and_control_tokens_are_not(tmp
 def slow_pieces(text, entries, prefix):
     """llama.cpp's way: specials first, then of all neighbours that make a token the best, the leftmost of equals."""
     tokens, scores, kinds = (entries[f"tokenizer.ggml.{key}"] for key in ("tokens", "scores", "token_type"))
-    id_of = {token: id for id, token in enumerate(tokens)}
+    ids_by_token = {token: id for id, token in enumerate(tokens)}
     parts = [text]
     for token in sorted((t for t, k in zip(tokens, kinds, strict=True) if k in (2, 3, 4)), key=len, reverse=True):
         cut = []
         for part in parts:
             pieces = part.split(token) if isinstance(part, str) else [part]
             for index, piece in enumerate(pieces):
-                cut += ([id_of[token]] if index else []) + ([piece] if piece != "" else [])
+                cut += ([ids_by_token[token]] if index else []) + ([piece] if piece != "" else [])
         parts = cut
-    found, after_special = [1], True
+    token_ids, after_special = [1], True
     for part in parts:
         if not isinstance(part, str):
-            found, after_special = [*found, part], True
+            token_ids, after_special = [*token_ids, part], True
             continue
         symbols = list(((" " if prefix and after_special else "") + part).replace(" ", "▁"))
         after_special = False
         while True:
-            pairs = [(-scores[id_of[a + b]], i) for i, (a, b) in enumerate(pairwise(symbols)) if a + b in id_of]
+            pairs = [(-scores[ids_by_token[a + b]], i) for i, (a, b) in enumerate(pairwise(symbols)) if a + b in ids_by_token]
             if not pairs:
                 break
             at = min(pairs)[1]
             symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
         for symbol in symbols:
-            found += [id_of[symbol]] if symbol in id_of else [id_of[f"<0x{byte:02X}>"] for byte in symbol.encode()]
-    return found
+            token_ids += (
+                [ids_by_token[symbol]]
+                if symbol in ids_by_token
+                else [ids_by_token[f"<0x{byte:02X}>"] for byte in symbol.encode()]
+            )
+    return token_ids
 
 
 @pytest.mark.parametrize("prefix", [True, False])
@@ -159,13 +163,13 @@ def test_pieces_are_llama_cpps(tmp_path, prefix):
     texts += ["".join(generator.choices("abc  \nä<s/>", k=generator.randint(1, 30))) for _ in range(200)]
     for text in texts:
         assert ids(tokenizer, text) == slow_pieces(text, entries, prefix), text
-        if not any(own in text for own in ("<", "  ", "\n\n")):  # behind a whole token llama.cpp puts a space
+        if not any(piece in text for piece in ("<", "  ", "\n\n")):  # behind a whole token llama.cpp puts a space
             assert tokenizer.decode(ids(tokenizer, text)) == text
 
 
 def test_pieces_are_transformers_own(tmp_path):
     """Of texts without special tokens: behind one transformers begins the rest without a space, and llama.cpp with one."""
-    ours = words(tmp_path / "m.gguf", pieces(own=())).tokenizer
+    ours = words(tmp_path / "m.gguf", pieces(user_tokens=())).tokenizer
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
     for text in ["abc", "ab cab abc", "a b  c", "x\ny", "日本 ä", "bcabcc", "abcab bcbc ca ab"]:
         assert ids(ours, text) == theirs(text)["input_ids"], text
@@ -194,6 +198,6 @@ def test_pieces_are_transformers_own(tmp_path):
 )
 def test_a_vocabulary_that_cannot_be_is_refused(tmp_path, entries, words_said):
     entries = {key: 2**32 - 1 if value == -1 else value for key, value in entries.items()}
-    with pytest.raises(InputError, match=r"m\.gguf") as refused:
+    with pytest.raises(InputError, match=r"m\.gguf") as refusal:
         words(tmp_path / "m.gguf", entries)
-    assert_refused((2, "", f"tq: {refused.value}\n"), words_said)
+    assert_refused((2, "", f"tq: {refusal.value}\n"), words_said)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from levels import compare_levels
 from published_model import CONFIG, COSINE, HALF_ULP, MATCH, NORM, ROTATED_BF16_LAYER, run_mini_model
-from small_models import table_of
+from small_models import rope_table
 
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.formats.rotated import TurboQuant4Seed, codebook_on
@@ -35,9 +35,9 @@ def test_levels_equal_the_golden_but_for_ties(run, side, layer):
     golden_levels, golden_norms = run.golden_fields(side, layer)
     atol = bounds.LAYER_BF16.kv_noise if layer == 0 else ROTATED_BF16_LAYER
     boundaries = codebook_on(128, levels.device).boundaries
-    compared = compare_levels(levels, golden_levels, run.rotated[side, layer], boundaries, atol, HALF_ULP)
-    assert compared.unexplained == 0
-    assert compared.match >= MATCH[layer]
+    comparison = compare_levels(levels, golden_levels, run.rotated[side, layer], boundaries, atol, HALF_ULP)
+    assert comparison.unexplained == 0
+    assert comparison.match >= MATCH[layer]
     torch.testing.assert_close(norms, golden_norms, rtol=NORM[layer], atol=0)
 
 
@@ -46,8 +46,8 @@ def test_ties_do_not_explain_everything(run):
     levels, _ = run.our_fields("k", 1)
     wrong = torch.where(levels < 15, levels + 1, levels - 1)
     boundaries = codebook_on(128, levels.device).boundaries
-    compared = compare_levels(levels, wrong, run.rotated["k", 1], boundaries, ROTATED_BF16_LAYER, HALF_ULP)
-    assert compared.unexplained > 0.75 * compared.total
+    comparison = compare_levels(levels, wrong, run.rotated["k", 1], boundaries, ROTATED_BF16_LAYER, HALF_ULP)
+    assert comparison.unexplained > 0.75 * comparison.total
 
 
 class RoundedSeed(TurboQuant4Seed):
@@ -70,10 +70,10 @@ def test_with_the_goldens_own_rounding_its_first_layer_is_reproduced_to_the_bit(
 
 
 def test_rope_equals_the_golden(golden):
-    tables, applied = golden("turboquant_qwen3_14b/rope_theta1e6_d128_512"), golden("turboquant_qwen3_14b/rope_apply")
-    rope = table_of(CONFIG)
+    tables, rope_golden = golden("turboquant_qwen3_14b/rope_theta1e6_d128_512"), golden("turboquant_qwen3_14b/rope_apply")
+    rope = rope_table(CONFIG)
     for ours, name in zip(rope.at(torch.arange(256)), ("cos", "sin"), strict=True):
         np.testing.assert_allclose(ours.numpy(), tables[name][:256, :64], atol=1e-7)
-    cos, sin = rope.at(torch.from_numpy(applied["positions"]))
-    ours = reference.rope(torch.from_numpy(applied["x"]), cos, sin)
-    np.testing.assert_allclose(ours.numpy(), applied["y"], atol=1e-5)
+    cos, sin = rope.at(torch.from_numpy(rope_golden["positions"]))
+    ours = reference.rope(torch.from_numpy(rope_golden["x"]), cos, sin)
+    np.testing.assert_allclose(ours.numpy(), rope_golden["y"], atol=1e-5)

@@ -22,7 +22,7 @@ TEXTS = (
 CORPUS = ["the quick brown fox jumps over the lazy dog", "Hello world", "Grüße, café naïve 123 456", "def f(a, b):", "  two"]
 
 
-def folder_of(path, tokenizer_config=None, **files):
+def slow_folder(path, tokenizer_config=None, **files):
     folder = write_checkpoint(path, config={"vocab_size": 700}, tokenizer_config=tokenizer_config)
     (folder / "tokenizer.json").unlink()
     for name, content in files.items():
@@ -50,7 +50,7 @@ def bytes_files(special=(), first="#version: 0.2\n", end="\n"):
     return {"vocab__json": json.dumps(vocabulary), "merges__txt": first + "".join(merge + end for merge in MERGES)}
 
 
-def added(**tokens):
+def added_entries(**tokens):
     """Entries of `added_tokens_decoder`: texts by id, those in angles with a bar special."""
     plain = {"normalized": False, "lstrip": False, "rstrip": False, "single_word": False}
     return {id.removeprefix("of_"): plain | {"content": text, "special": "|" in text} for id, text in tokens.items()}
@@ -64,15 +64,19 @@ def test_a_vocabulary_and_merges_make_transformers_tokens(tmp_path, kind, end, w
     if where == "added_tokens.json":
         files["added_tokens__json"] = json.dumps({"<|end|>": 264, "<sep>": 265})
     else:
-        settings[where] = added(of_264="<|end|>", of_265="<sep>")
-    folder = folder_of(tmp_path / "m", settings, **files)
+        settings[where] = added_entries(of_264="<|end|>", of_265="<sep>")
+    folder = slow_folder(tmp_path / "m", settings, **files)
     assert_as_transformers(folder)
     assert {path.name for path in HFFolder(folder).files()} >= {"vocab.json", "merges.txt"}
 
 
 def test_an_added_token_has_its_own_id_wherever_the_others_end(tmp_path):
-    settings = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|end|>", "added_tokens_decoder": added(of_290="<|end|>")}
-    tokenizer = HFFolder(folder_of(tmp_path / "m", settings, **bytes_files())).words().tokenizer
+    settings = {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "eos_token": "<|end|>",
+        "added_tokens_decoder": added_entries(of_290="<|end|>"),
+    }
+    tokenizer = HFFolder(slow_folder(tmp_path / "m", settings, **bytes_files())).words().tokenizer
     assert tokenizer.encode("<|end|>").ids == [290]
     assert tokenizer.decode([290]) == ""
 
@@ -98,12 +102,12 @@ def pieces_file(prefix=True, **more):
 def test_pieces_make_transformers_tokens(tmp_path, kind, prefix, legacy):
     settings = {"tokenizer_class": kind, "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True}
     settings |= {} if legacy is None else {"legacy": legacy}
-    settings["added_tokens_decoder"] = added(of_380="<|end|>")
-    assert_as_transformers(folder_of(tmp_path / "m", settings, tokenizer__model=pieces_file(prefix)))
+    settings["added_tokens_decoder"] = added_entries(of_380="<|end|>")
+    assert_as_transformers(slow_folder(tmp_path / "m", settings, tokenizer__model=pieces_file(prefix)))
 
 
 def test_pieces_without_settings_begin_with_their_own_bos(tmp_path):
-    folder = folder_of(tmp_path / "m", tokenizer__model=pieces_file(False, pad_id=0, eos_id=1, bos_id=2, unk_id=3))
+    folder = slow_folder(tmp_path / "m", tokenizer__model=pieces_file(False, pad_id=0, eos_id=1, bos_id=2, unk_id=3))
     words, theirs = HFFolder(folder).words(), pytest.importorskip("sentencepiece").SentencePieceProcessor()
     theirs.load(str(folder / "tokenizer.model"))
     for text in ("Hello", "q<x y>r", "   two  spaces", "123 ä\n"):
@@ -132,7 +136,7 @@ def test_pieces_without_settings_begin_with_their_own_bos(tmp_path):
     ],
 )
 def test_a_folder_without_a_tokenizer_that_is_built_is_refused_by_what_is_there(tmp_path, capsys, files, settings, words):
-    folder = folder_of(tmp_path / "m", settings, **files)
+    folder = slow_folder(tmp_path / "m", settings, **files)
     assert_refused((main(["generate", "-m", str(folder), "--prompt", "a", "--kv", "tq4"]), *capsys.readouterr()), *words)
 
 
@@ -147,7 +151,7 @@ def test_a_folder_without_a_tokenizer_that_is_built_is_refused_by_what_is_there(
 )
 def test_other_pieces_are_refused(tmp_path, capsys, more, words):
     content = pieces_file(**more) if more is not None else pieces_file()[:-7]
-    folder = folder_of(tmp_path / "m", tokenizer__model=content)
+    folder = slow_folder(tmp_path / "m", tokenizer__model=content)
     assert_refused((main(["generate", "-m", str(folder), "--prompt", "a", "--kv", "tq4"]), *capsys.readouterr()), *words)
 
 
@@ -156,6 +160,6 @@ def test_without_the_library_it_is_said_what_to_install(tmp_path, capsys, monkey
         raise ImportError(name)
 
     monkeypatch.setattr(words, "import_module", absent)
-    folder = folder_of(tmp_path / "m", tokenizer__model=b"")
+    folder = slow_folder(tmp_path / "m", tokenizer__model=b"")
     code = main(["generate", "-m", str(folder), "--prompt", "a", "--kv", "tq4"])
     assert_refused((code, *capsys.readouterr()), "tokenizer.model, which `pip install sentencepiece protobuf`")

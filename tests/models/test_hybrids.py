@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from family_models import in_gguf, logits_of, saved
+from family_models import cpu_logits, in_gguf, saved
 from said_again import always_drafting
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
@@ -14,7 +14,7 @@ import tq
 from haarkv.engine.draft_choice import DraftSpec
 from haarkv.engine.loading import load
 from haarkv.engine.sampling import Sampling
-from haarkv.models.catalog import load_model, path_of, read_config
+from haarkv.models.catalog import find_model, load_model, read_config
 from haarkv.models.config import Attention
 from haarkv.models.layer import DeltaNet
 from haarkv.models.parallel import Split
@@ -42,10 +42,11 @@ def test_ranks_refuse_a_state():
 
 def test_info_tells_a_state_from_k_and_v(capsys):
     assert main(["info", "random:qwen3.5-0.8b"]) == 0
-    said = capsys.readouterr().out
-    assert "24, 18 of them with a state in place of K and V" in said
+    output = capsys.readouterr().out
+    assert "24, 18 of them with a state in place of K and V" in output
     assert (
-        "20.2 MB a sequence, whatever its length; kept 2 times, 40.4 MB; with --draft once more for each drafted token" in said
+        "20.2 MB a sequence, whatever its length; kept 2 times, 40.4 MB; with --draft once more for each drafted token"
+        in output
     )
     assert main(["info", "random:qwen3.5-0.8b", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["state_bytes"] == read_config("random:qwen3.5-0.8b").state_bytes
@@ -63,7 +64,7 @@ def text():
 
 @pytest.fixture(scope="module")
 def theirs():
-    return AutoModelForCausalLM.from_pretrained(path_of(NAME), dtype=torch.float32, attn_implementation="eager").eval()
+    return AutoModelForCausalLM.from_pretrained(find_model(NAME), dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def test_logits_are_those_of_transformers(text, theirs):
@@ -74,7 +75,7 @@ def test_logits_are_those_of_transformers(text, theirs):
 
 def test_it_has_learned_python(text):
     """A model of random weights has 8.3 nats a token. What is judged is what the weights say, and not a figure of training."""
-    assert float(cross_entropy(logits_of(load_model(NAME), text[:512]), torch.tensor(text[1:513]))) < 4.0
+    assert float(cross_entropy(cpu_logits(load_model(NAME), text[:512]), torch.tensor(text[1:513]))) < 4.0
 
 
 def test_its_own_drafts_are_often_right_and_never_change_the_text(text):

@@ -32,15 +32,15 @@ def test_tensors_do_not_overlap_and_begin_at_cache_lines():
 
 
 def test_a_chunk_goes_with_its_last_tensor(monkeypatch):
-    held = []
+    references = []
 
     class Memory(bytearray):
         """A stand-in that can be watched."""
 
     def memory(nbytes):
-        made = Memory(nbytes)
-        held.append(weakref.ref(made))
-        return made
+        block = Memory(nbytes)
+        references.append(weakref.ref(block))
+        return block
 
     monkeypatch.setattr(large_pages, "_memory", memory)
     monkeypatch.setattr(large_pages, "_CHUNK", PAGE)
@@ -48,7 +48,7 @@ def test_a_chunk_goes_with_its_last_tensor(monkeypatch):
     first, second = (room.empty((PAGE,), torch.uint8) for _ in range(2))
     del first
     gc.collect()
-    assert [of() is None for of in held] == [True, False]
+    assert [reference() is None for reference in references] == [True, False]
     assert second.shape == (PAGE,)
 
 

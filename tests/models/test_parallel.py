@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from checkpoints import write_checkpoint
-from small_models import SMALL, resized
+from small_models import SMALL, resize_config
 
 from haarkv.models.catalog import load_model
 from haarkv.models.checkpoint import random_weights
@@ -13,12 +13,12 @@ from haarkv.models.parallel import Alone, Split
 from haarkv.models.weights import checkpoint_tensors
 from haarkv.tq_ops.errors import InputError
 
-FOUR = resized(SMALL, num_heads=8, num_kv_heads=4)
+FOUR = resize_config(SMALL, num_heads=8, num_kv_heads=4)
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_number_of_a_weight_lies_with_a_rank(size):
-    config = resized(FOUR, num_experts=2, moe_intermediate_size=32, model_type="qwen3_moe", num_experts_per_tok=1)
+    config = resize_config(FOUR, num_experts=2, moe_intermediate_size=32, model_type="qwen3_moe", num_experts_per_tok=1)
     parts = [Split(config, rank, size) for rank in range(size)]
     whole = Split(config)
     for axes in {tensor.axes for tensor in checkpoint_tensors(config).values()}:
@@ -29,7 +29,7 @@ def test_every_number_of_a_weight_lies_with_a_rank(size):
 
 
 def test_query_heads_lie_with_the_kv_head_they_read():
-    config = resized(SMALL, num_heads=8, num_kv_heads=2)
+    config = resize_config(SMALL, num_heads=8, num_kv_heads=2)
     for rank in range(4):
         split = Split(config, rank, 4)
         rows = split.axis(checkpoint_tensors(config)["model.layers.0.self_attn.q_proj.weight"].axes[0])
@@ -41,8 +41,8 @@ def test_query_heads_lie_with_the_kv_head_they_read():
     ("config", "size", "said"),
     [
         (SMALL, 3, "10 heads cannot be split evenly over 3 ranks"),
-        (resized(SMALL, num_heads=12, num_kv_heads=4), 3, "4 KV heads can be neither split evenly over 3 ranks"),
-        (resized(FOUR, intermediate_size=82), 4, "an MLP of 82 columns cannot be split evenly over 4 ranks"),
+        (resize_config(SMALL, num_heads=12, num_kv_heads=4), 3, "4 KV heads can be neither split evenly over 3 ranks"),
+        (resize_config(FOUR, intermediate_size=82), 4, "an MLP of 82 columns cannot be split evenly over 4 ranks"),
         (replace(FOUR, vocab_size=3), 4, "a vocabulary of 3 cannot be split over 4 ranks"),
     ],
 )
@@ -52,9 +52,9 @@ def test_what_cannot_be_cut_is_refused(config, size, said):
 
 
 def assert_is_the_part(part, whole, split):
-    stored, tensors = checkpoint_tensors(split.whole), dict(whole.named())
+    tensor_specs, tensors = checkpoint_tensors(split.whole), dict(whole.named())
     for name, tensor in part.named():
-        assert torch.equal(tensor, tensors[name][split.of(stored[name].axes)]), name
+        assert torch.equal(tensor, tensors[name][split.slices(tensor_specs[name].axes)]), name
         assert tensor.is_contiguous(), name
 
 
@@ -70,7 +70,7 @@ def test_a_rank_reads_its_part_of_a_checkpoint(tmp_path, rank):
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_rank_draws_what_the_whole_random_model_would_hold_there(rank):
     split = Split(FOUR, rank, 4)
-    whole, part = (random_weights(FOUR, torch.float32, split=of) for of in (None, split))
+    whole, part = (random_weights(FOUR, torch.float32, split=one_split) for one_split in (None, split))
     assert_is_the_part(part, whole, split)
     # The whole tensor is not kept behind a view of it.
     assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for _, tensor in part.named())

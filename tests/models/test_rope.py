@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from checkpoints import CONFIG
-from small_models import table_of
+from small_models import rope_table
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
@@ -53,7 +53,7 @@ def configs(tmp_path, rope, old, head_dim=128, theta=1e6, **entries):
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_frequencies_and_tables_equal_transformers(tmp_path, name, old, head_dim):
     theirs, ours = configs(tmp_path, SCALINGS[name], old, head_dim)
-    rotary, table = Qwen3RotaryEmbedding(theirs), table_of(ours)
+    rotary, table = Qwen3RotaryEmbedding(theirs), rope_table(ours)
     inv_freq = inverse_frequencies(ours.common.attention.rope)
     torch.testing.assert_close(inv_freq, rotary.inv_freq, rtol=4e-7, atol=0)
     positions = torch.tensor([0, 1, 2, 63, 64, 500, 40959])
@@ -68,7 +68,7 @@ def test_frequencies_and_tables_equal_transformers(tmp_path, name, old, head_dim
 def test_yarn_equals_transformers_as_far_as_it_reaches(tmp_path, factor):
     rope = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": 32768}
     theirs, ours = configs(tmp_path, rope, False, max_position_embeddings=32768)
-    rotary, table = Qwen3RotaryEmbedding(theirs), table_of(ours)
+    rotary, table = Qwen3RotaryEmbedding(theirs), rope_table(ours)
     last = round(factor * 32768) - 1
     assert table.positions == last + 1
     positions = torch.tensor([1, 1023, 1024, 32767, 32768, 40000, last]).sort().values
@@ -81,13 +81,13 @@ def test_yarn_equals_transformers_as_far_as_it_reaches(tmp_path, factor):
 def test_rows_are_those_of_the_whole_table_whoever_asks(tmp_path):
     """In any order and any number, inside and outside inference mode, bit for bit; and few of them are kept."""
     config = configs(tmp_path, YARN, False)[1]
-    whole = table_of(config).whole()
-    table, draw = table_of(config), torch.Generator().manual_seed(0)
+    whole = rope_table(config).whole()
+    table, draw = rope_table(config), torch.Generator().manual_seed(0)
     for count in (1, 1, 3, 64, 700, 0):
         positions = torch.randint(0, table.positions, (count,), generator=draw)
         with torch.inference_mode(count == 3):
-            found = table.at(positions)
-        assert all(torch.equal(mine, rows[positions]) for mine, rows in zip(found, whole, strict=True))
+            cos_and_sin = table.at(positions)
+        assert all(torch.equal(mine, rows[positions]) for mine, rows in zip(cos_and_sin, whole, strict=True))
     for position in (0, 1023, 1024, table.positions - 1):
         assert torch.equal(table.at(torch.tensor([position]))[1], whole[1][position : position + 1])
     for begin in range(0, table.positions, 1024):
@@ -100,10 +100,10 @@ def test_rows_are_those_of_the_whole_table_whoever_asks(tmp_path):
 
 def test_positions_that_nobody_asks_for_take_no_memory(tmp_path):
     config = replace(configs(tmp_path, SCALINGS["default"], False)[1], max_position_embeddings=2**31)
-    cos, _ = table_of(config).at(torch.tensor([2**24]))
+    cos, _ = rope_table(config).at(torch.tensor([2**24]))
     assert cos.shape == (1, 64)
     with pytest.raises(InputError, match="cos and sin of 2,147,483,648 positions"):
-        table_of(config).whole()
+        rope_table(config).whole()
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,15 @@ import bounds
 import gguf
 import pytest
 import torch
-from family_models import folder_of, saved, vocabulary_of
+from family_models import folder_of, model_vocabulary, saved
 from gguf_files import convert
 
 import tq
 from haarkv.executors.base import verify
 from haarkv.executors.catalog import create
-from haarkv.models.balance import balance, folded
+from haarkv.models.balance import balance, fold_scales
 from haarkv.models.base import new_cache
-from haarkv.models.catalog import load_model, read_config, source_of
+from haarkv.models.catalog import load_model, open_source, read_config
 from haarkv.models.checkpoint import load_weights, stored_tensors
 from haarkv.models.fingerprint import fingerprint
 from haarkv.models.footprint import weight_bytes
@@ -24,7 +24,7 @@ from haarkv.models.parallel import Split
 from haarkv.models.weights import checkpoint_tensors
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.weight import Blocks, dense, memory_of
+from haarkv.tq_ops.weight import Blocks, backing_tensor, dense
 
 NAMES = ("llama_tied", "qwen2", "qwen3_moe", "gemma3", "qwen3_5", "qwen3_5_moe")
 TOKENS = torch.arange(40) * 7 % 300
@@ -37,12 +37,12 @@ def file_of(folder_of):
 
     @cache
     def get(name, kind="Q8_0"):
-        return convert(folder_of(name), folder_of(name) / f"{kind}.gguf", kind, vocabulary=vocabulary_of(name))
+        return convert(folder_of(name), folder_of(name) / f"{kind}.gguf", kind, vocabulary=model_vocabulary(name))
 
     return get
 
 
-def logits_of(executor, kv="fp32"):
+def chunked_logits(executor, kv="fp32"):
     """Of a prompt in two chunks and a decode step."""
     cache, paging = new_cache(executor.config, KVSpec(kv).plan(executor.config.num_layers), sequences=1, tokens=64)
     sequence = paging.add()
@@ -61,17 +61,17 @@ def distance(ours, theirs, name, dtype):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("kind", "dtype"), [("Q8_0", "float32"), ("Q5_1", "bfloat16")])
 def test_blocks_multiply_as_what_is_restored_from_them(file_of, name, kind, dtype):
-    kept, restored = (load_model(file_of(name, kind), dtype, keep_blocks=keep) for keep in (True, False))
-    assert isinstance(kept.weights.layers[-1].matrix("q_proj"), Blocks)
-    assert isinstance(kept.weights.embedding, Blocks)
-    assert kept.dtype == restored.dtype
-    plan = KVSpec("fp32").plan(kept.config.num_layers)
-    ours, theirs = (logits_of(create("reference", model, plan, None)) for model in (kept, restored))
+    block_model, dense_model = (load_model(file_of(name, kind), dtype, keep_blocks=keep) for keep in (True, False))
+    assert isinstance(block_model.weights.layers[-1].matrix("q_proj"), Blocks)
+    assert isinstance(block_model.weights.embedding, Blocks)
+    assert block_model.dtype == dense_model.dtype
+    plan = KVSpec("fp32").plan(block_model.config.num_layers)
+    ours, theirs = (chunked_logits(create("reference", model, plan, None)) for model in (block_model, dense_model))
     # Blocks are multiplied as FP32 numbers; what is restored as a file loads has the model's dtype.
     assert torch.equal(ours, theirs) == (dtype == "float32")
     assert distance(ours, theirs, name, dtype) <= bounds.BLOCK_LOGITS[dtype]
     # The kernels of `cpu` round activations, and no weights.
-    fast = logits_of(create("cpu", kept, plan, None))
+    fast = chunked_logits(create("cpu", block_model, plan, None))
     assert not torch.equal(fast, ours)
     assert distance(fast, ours, name, dtype) <= bounds.BLOCK_LOGITS[dtype]
 
@@ -88,10 +88,10 @@ def test_fused_layers_restore_blocks_as_they_are_packed(file_of):
 def test_bytes_are_those_of_the_file(file_of):
     path = file_of("llama_tied")
     model = load_model(path, keep_blocks=True)
-    stored = sum(tensor.n_bytes for tensor in gguf.GGUFReader(path).tensors)
-    assert model.weights.nbytes == stored < load_model(path, "bfloat16").weights.nbytes
-    held = source_of(path).tensors()
-    assert sum(one.nbytes for one in held.values()) == stored
+    file_bytes = sum(tensor.n_bytes for tensor in gguf.GGUFReader(path).tensors)
+    assert model.weights.nbytes == file_bytes < load_model(path, "bfloat16").weights.nbytes
+    tensors = open_source(path).tensors()
+    assert sum(one.nbytes for one in tensors.values()) == file_bytes
     # A file is mapped once: what two models share are its pages. Where the order of rows is another, each has a copy.
     first, second = (load_model(path, keep_blocks=True).weights.layers[0] for _ in range(2))
     shared = {name for name in first if _same_memory(first, second, name)}
@@ -100,34 +100,36 @@ def test_bytes_are_those_of_the_file(file_of):
 
 
 def _same_memory(one, other, field):
-    return memory_of(one.matrix(field)).data_ptr() == memory_of(other.matrix(field)).data_ptr()
+    return backing_tensor(one.matrix(field)).data_ptr() == backing_tensor(other.matrix(field)).data_ptr()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_fingerprint_is_that_of_the_restored_model(file_of, name):
-    kept, restored = (fingerprint(load_model(file_of(name), keep_blocks=keep).weights.named()) for keep in (True, False))
-    assert kept == restored
+    block_digest, dense_digest = (
+        fingerprint(load_model(file_of(name), keep_blocks=keep).weights.named()) for keep in (True, False)
+    )
+    assert block_digest == dense_digest
 
 
 def test_a_copy_on_another_device_has_all_of_it(file_of):
     model = balance(load_model(file_of("qwen2"), keep_blocks=True)).model
-    moved = model.weights.layers[0].matrix("q_proj").to(torch.device("meta"))
-    assert moved.device.type == "meta"
-    scaled = model.weights.layers[0].matrix("q_proj") * torch.full((384, 1), 2.0)
-    assert scaled.to(torch.device("meta")).row_scales.device.type == "meta"
-    assert scaled.nbytes == scaled.data.nbytes + 4 * 384
+    meta_blocks = model.weights.layers[0].matrix("q_proj").to(torch.device("meta"))
+    assert meta_blocks.device.type == "meta"
+    scaled_blocks = model.weights.layers[0].matrix("q_proj") * torch.full((384, 1), 2.0)
+    assert scaled_blocks.to(torch.device("meta")).row_scales.device.type == "meta"
+    assert scaled_blocks.nbytes == scaled_blocks.data.nbytes + 4 * 384
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "qwen2", "qwen3_moe"])
 def test_a_rank_has_its_part_in_blocks_where_they_end_there(file_of, name):
-    config, source = read_config(file_of(name)), source_of(file_of(name))
+    config, source = read_config(file_of(name)), open_source(file_of(name))
     whole = dict(stored_tensors(source, config, torch.float32))
     axes = {name: tensor.axes for name, tensor in checkpoint_tensors(config).items()}
     for rank in range(2):
         split = Split(config, rank, 2)
         parts = dict(stored_tensors(source, config, torch.float32, split, keep_blocks=True))
-        for name_of, part in parts.items():
-            assert torch.equal(dense(part), whole[name_of][split.of(axes[name_of])]), name_of
+        for tensor_name, part in parts.items():
+            assert torch.equal(dense(part), whole[tensor_name][split.slices(axes[tensor_name])]), tensor_name
         assert isinstance(parts["model.layers.0.self_attn.o_proj.weight"], Blocks)  # 192 of 384 columns: whole blocks
         down = "mlp.experts.1.down_proj" if name == "qwen3_moe" else "mlp.down_proj"
         # 160 of 320 columns are five blocks; 48 of 96 are one and a half, and restored.
@@ -137,52 +139,56 @@ def test_a_rank_has_its_part_in_blocks_where_they_end_there(file_of, name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["llama_tied", "qwen3_moe"])
 def test_what_a_rank_restores_is_counted_as_numbers(file_of, name, dtype):
-    config, source = read_config(file_of(name)), source_of(file_of(name))
+    config, source = read_config(file_of(name)), open_source(file_of(name))
     for rank in range(2):
         split = Split(config, rank, 2)
-        counted = weight_bytes(source.tensors(), config, dtype, split, keep_blocks=True)
-        assert counted.total == load_weights(source, config, dtype, split=split, keep_blocks=True).nbytes
+        footprint = weight_bytes(source.tensors(), config, dtype, split, keep_blocks=True)
+        assert footprint.total == load_weights(source, config, dtype, split=split, keep_blocks=True).nbytes
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "qwen2"])
 def test_balance_scales_blocks_as_it_scales_numbers(file_of, name):
-    kept, restored = (load_model(file_of(name), keep_blocks=keep) for keep in (True, False))
+    block_model, dense_model = (load_model(file_of(name), keep_blocks=keep) for keep in (True, False))
     uneven = torch.ones(2, 64)
     uneven[:, 5], uneven[1, 9] = 16.0, 0.125
     for side in "KV":
-        ours, theirs = (folded(model.weights.layers[0], side, uneven) for model in (kept, restored))
+        ours, theirs = (fold_scales(model.weights.layers[0], side, uneven) for model in (block_model, dense_model))
         # Twice: scales meet scales.
-        ours, theirs = folded(ours, side, uneven), folded(theirs, side, uneven)
+        ours, theirs = fold_scales(ours, side, uneven), fold_scales(theirs, side, uneven)
         assert isinstance(ours.matrix("q_proj"), Blocks)
         for field in theirs:
             assert torch.equal(ours[field], theirs[field]), (side, field)
-    assert balance(kept).uneven == balance(restored).uneven
+    assert balance(block_model).uneven == balance(dense_model).uneven
 
 
 def test_a_damaged_block_is_named(file_of):
     model = load_model(file_of("llama_tied"), keep_blocks=True)
-    broken = model.weights.layers[1].matrix("up_proj")
-    data = broken.data.clone()
+    faulty_blocks = model.weights.layers[1].matrix("up_proj")
+    data = faulty_blocks.data.clone()
     data[3, :2] = torch.tensor([0, 0x7E], dtype=torch.uint8)  # the scale of a block becomes NaN
     layers = list(model.weights.layers)
-    layers[1] = layers[1].changed(lambda field, weight: replace(broken, data=data) if field == "up_proj" else weight)
+    layers[1] = layers[1].changed(lambda field, weight: replace(faulty_blocks, data=data) if field == "up_proj" else weight)
     model = replace(model, weights=replace(model.weights, layers=tuple(layers)))
     for executor in ("reference", "cpu"):
         with pytest.raises(NonFiniteError, match=r"model\.layers\.1\.mlp\.up_proj\.weight holds nan at \[3, 0\]"):
-            logits_of(create(executor, model, KVSpec("fp32").plan(3), None))
+            chunked_logits(create(executor, model, KVSpec("fp32").plan(3), None))
 
 
 @pytest.mark.parametrize("executor", ["reference", "cpu"])
 def test_a_session_keeps_what_its_executor_multiplies_with(file_of, executor):
-    def made(keep):
+    def load_session(keep):
         return tq.load(file_of("llama_tied"), executor=executor, kv="tq4", allow_collapse=True, keep_blocks=keep)
 
-    kept, restored, by_itself = made(True), made(False), made(None)
-    first, *others = (s.generate(["a b c"], max_new_tokens=12).completions[0] for s in (kept, restored, by_itself))
+    block_session, dense_session, by_itself = load_session(True), load_session(False), load_session(None)
+    first, *others = (
+        s.generate(["a b c"], max_new_tokens=12).completions[0] for s in (block_session, dense_session, by_itself)
+    )
     assert all(other.token_ids == first.token_ids for other in others)
-    assert kept.weight_bytes < restored.weight_bytes / 3
-    assert by_itself.weight_bytes == (kept if executor == "cpu" else restored).weight_bytes
-    assert kept.weights == restored.weights == by_itself.weights  # what is remembered of one holds for the others
+    assert block_session.weight_bytes < dense_session.weight_bytes / 3
+    assert by_itself.weight_bytes == (block_session if executor == "cpu" else dense_session).weight_bytes
+    assert (
+        block_session.weights == dense_session.weights == by_itself.weights
+    )  # what is remembered of one holds for the others
 
 
 def test_types_stay_by_name(file_of):

@@ -14,8 +14,8 @@ from checkpoints import (
     layer_tensor,
     poison,
     random_tensors,
-    shapes_of,
     shard_name,
+    tensor_shapes,
     write_checkpoint,
 )
 from safetensors.torch import load_file
@@ -35,7 +35,7 @@ from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 
-TIED = CONFIG | {"tie_word_embeddings": True}
+TIED_CONFIG = CONFIG | {"tie_word_embeddings": True}
 BYTES = list(b"every byte counts")
 
 
@@ -78,26 +78,26 @@ def test_a_mark_before_any_text_of_a_folder_is_no_part_of_it(tmp_path, patterns)
         tokenizer.normalizer = normalizers.Replace(Regex("z{2,3}"), "y")
         tokenizer.save(str(folder / "tokenizer.json"))
 
-    def said():
+    def read_folder():
         source, config = HFFolder(folder), read_hf_config(folder / "config.json")
         tokenizer = SourceTokenizer(source, config)
         chat = tokenizer.encode_chat([[{"role": "user", "content": "hi"}]])
         return config, source.sampling(), list(source.tensors()), tokenizer.encode("azz"), chat
 
-    plain = said()
-    marked = [path for path in folder.iterdir() if path.suffix in (".json", ".jinja")]
-    assert len(marked) == 6
-    for path in marked:
+    plain = read_folder()
+    marked_files = [path for path in folder.iterdir() if path.suffix in (".json", ".jinja")]
+    assert len(marked_files) == 6
+    for path in marked_files:
         path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    assert said() == plain
+    assert read_folder() == plain
 
 
 def test_the_list_of_tensors_is_what_the_checkpoint_writer_has_written_down_apart(tmp_path):
-    for raw in (CONFIG, TIED):
+    for raw in (CONFIG, TIED_CONFIG):
         config = read_config(tmp_path, raw)
-        assert checkpoint_shapes(config) == shapes_of(raw)
+        assert checkpoint_shapes(config) == tensor_shapes(raw)
         weights = random_weights(config, torch.float32)
-        assert {name: tuple(tensor.shape) for name, tensor in weights.named()} == shapes_of(raw)
+        assert {name: tuple(tensor.shape) for name, tensor in weights.named()} == tensor_shapes(raw)
         assert num_parameters(config) == sum(tensor.numel() for _, tensor in weights.named())
     assert len(checkpoint_shapes(SIZES["14b"])) == 40 * 11 + 3
 
@@ -105,13 +105,13 @@ def test_the_list_of_tensors_is_what_the_checkpoint_writer_has_written_down_apar
 # -- Weights --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("raw", [CONFIG, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize("raw", [CONFIG, TIED_CONFIG], ids=["untied", "tied"])
 def test_every_tensor_lands_under_its_own_name(tmp_path, raw):
     model = load_model(str(write_checkpoint(tmp_path / "one", config=raw, dtype=torch.float32)))
     expected = random_tensors(raw)
-    loaded = named(model)
-    assert loaded.keys() == expected.keys()
-    for name, tensor in loaded.items():
+    loaded_tensors = named(model)
+    assert loaded_tensors.keys() == expected.keys()
+    for name, tensor in loaded_tensors.items():
         assert torch.equal(tensor, expected[name]), name
     assert (model.weights.lm_head is model.weights.embedding) == raw["tie_word_embeddings"]
 
@@ -121,19 +121,21 @@ def test_a_sharded_checkpoint_gives_the_logits_of_the_single_file(tmp_path, shar
     single = load_model(str(write_checkpoint(tmp_path / "single")))
     folder = write_checkpoint(tmp_path / "sharded", shards=shards)
     assert len(list(folder.glob("*.safetensors"))) == shards
-    sharded = load_model(str(folder))
-    assert torch.equal(first_logits(sharded), first_logits(single))
-    for name, tensor in named(sharded).items():
+    sharded_model = load_model(str(folder))
+    assert torch.equal(first_logits(sharded_model), first_logits(single))
+    for name, tensor in named(sharded_model).items():
         assert torch.equal(tensor, named(single)[name]), name
 
 
 def test_a_tied_checkpoint_may_carry_a_copy_of_its_head(tmp_path):
-    plain = load_model(str(write_checkpoint(tmp_path / "plain", config=TIED)))
-    copy = write_checkpoint(tmp_path / "copy", config=TIED, mutate=lambda t: t.update({HEAD: t[EMBEDDING].clone()}))
+    plain = load_model(str(write_checkpoint(tmp_path / "plain", config=TIED_CONFIG)))
+    copy = write_checkpoint(tmp_path / "copy", config=TIED_CONFIG, mutate=lambda t: t.update({HEAD: t[EMBEDDING].clone()}))
     model = load_model(str(copy))
     assert model.weights.lm_head is model.weights.embedding
     assert torch.equal(first_logits(model), first_logits(plain))
-    other = write_checkpoint(tmp_path / "other", config=TIED, mutate=lambda t: t.update({HEAD: t[EMBEDDING][1:].clone()}))
+    other = write_checkpoint(
+        tmp_path / "other", config=TIED_CONFIG, mutate=lambda t: t.update({HEAD: t[EMBEDDING][1:].clone()})
+    )
     with pytest.warns(UserWarning, match="another head"), pytest.raises(InputError, match=r"lm_head\.weight"):
         load_model(other)
 
@@ -195,9 +197,9 @@ def test_other_weights_are_one_line(tmp_path, name, content, words):
     folder = write_checkpoint(tmp_path / "m")
     (folder / "model.safetensors").unlink()
     torch.save(content() if callable(content) else content, folder / name)
-    with pytest.raises(InputError, match=words) as refused:
+    with pytest.raises(InputError, match=words) as error:
         load_model(folder)
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(error.value)
 
 
 def test_stored_rope_frequencies_are_not_read(tmp_path):
@@ -240,34 +242,34 @@ def test_random_weights_are_the_same_for_the_same_seed(tmp_path):
 
 def refusal(folder):
     """Why a folder's weights are refused; nothing may come but an InputError."""
-    with pytest.raises(InputError) as refused:
+    with pytest.raises(InputError) as error:
         load_weights(HFFolder(folder), read_hf_config(folder / "config.json"), torch.float32)
-    return str(refused.value)
+    return str(error.value)
 
 
 def rewrite_header(path, change):
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
-    changed = change(header)
-    text = json.dumps(header if changed is None else changed).encode()
+    new_header = change(header)
+    text = json.dumps(header if new_header is None else new_header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
 
 
 TENSOR = layer_tensor(1, "self_attn.v_proj")
 
 
-def changed(**entry):
+def change_entry(**entry):
     return lambda header: header[TENSOR].update(entry)
 
 
 BROKEN_HEADERS = [
     *(lambda header, key=key: header[TENSOR].pop(key) for key in ("shape", "dtype", "data_offsets")),
-    *(changed(data_offsets=wrong) for wrong in ([0, 1, 2], ["0", "1"], [0, 8], [-8192, 0])),
-    *(changed(**wrong) for wrong in ({"shape": 7}, {"dtype": "F4"}, {"dtype": ["BF16"]})),
+    *(change_entry(data_offsets=wrong) for wrong in ([0, 1, 2], ["0", "1"], [0, 8], [-8192, 0])),
+    *(change_entry(**wrong) for wrong in ({"shape": 7}, {"dtype": "F4"}, {"dtype": ["BF16"]})),
     *(lambda header, entry=entry: header.update({TENSOR: entry}) for entry in (3, [])),
     lambda header: [header],
-    lambda header: changed(data_offsets=header[layer_tensor(1, "self_attn.k_proj")]["data_offsets"])(header),
+    lambda header: change_entry(data_offsets=header[layer_tensor(1, "self_attn.k_proj")]["data_offsets"])(header),
 ]
 
 
@@ -284,7 +286,7 @@ def test_a_broken_header_is_refused_with_its_file(tmp_path, change, shards):
     assert file.name in refusal(file.parent)
 
 
-def of_layers(layers):
+def with_layers(layers):
     return {"files": {"config.json": json.dumps(CONFIG | {"num_hidden_layers": layers})}}
 
 
@@ -301,14 +303,14 @@ def integers(tensors):
         ),
         ({"mutate": integers, "dtype": torch.int16}, ["I16", EMBEDDING]),
         ({"mutate": lambda tensors: tensors.pop(HEAD)}, [HEAD]),
-        ({"config": {"num_hidden_layers": 1}} | of_layers(2), [f"{layer_tensor(1, 'input_layernorm')} and 10 more"]),
-        (of_layers(1), ["model.layers.1.", "and 10 more"]),
+        ({"config": {"num_hidden_layers": 1}} | with_layers(2), [f"{layer_tensor(1, 'input_layernorm')} and 10 more"]),
+        (with_layers(1), ["model.layers.1.", "and 10 more"]),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
 def test_other_tensors_are_refused_by_name(tmp_path, options, words):
-    said = refusal(write_checkpoint(tmp_path / "model", **options))
-    assert all(word in said for word in words)
+    message = refusal(write_checkpoint(tmp_path / "model", **options))
+    assert all(word in message for word in words)
 
 
 @pytest.mark.parametrize("missing_bytes", [1, 100, 50_000])
@@ -324,7 +326,7 @@ def test_a_file_cut_anywhere_names_the_first_tensor_that_is_cut(tmp_path, missin
 
 # -- Blame ----------------------------------------------------------------------------------------------------------------
 
-ALL_NAMES = list(shapes_of(CONFIG))
+ALL_NAMES = list(tensor_shapes(CONFIG))
 
 
 @pytest.fixture(scope="module")
@@ -341,9 +343,9 @@ def test_whichever_weight_is_not_finite_is_blamed(whole, name, kv, value):
     # A row of the embedding that the prompt uses; of other tensors the first number.
     index = (BYTES[0], 1) if name == EMBEDDING else (0,) * tensor.ndim
     tensor[index] = value
-    with pytest.raises(NonFiniteError) as blamed:
+    with pytest.raises(NonFiniteError) as error:
         first_logits(model, kv)
-    assert str(blamed.value).startswith(f"the weight {name} holds {value} at {list(index)};")
+    assert str(error.value).startswith(f"the weight {name} holds {value} at {list(index)};")
 
 
 def test_of_several_bad_weights_the_first_that_a_forward_meets_is_blamed(tmp_path):

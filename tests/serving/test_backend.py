@@ -11,10 +11,10 @@ import vllm_paged
 from torch import Tensor
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheLayout
-from vllm_paged import Shape, Worker, configuration, described, spec_of
+from vllm_paged import Shape, Worker, configuration, packed_spec, vllm_metadata
 
 from haarkv.serving.vllm_plugin import backend, kernels
-from haarkv.serving.vllm_plugin.backend import Buffers, RotatedAttentionBackend, RotatedMetadata, batch_of
+from haarkv.serving.vllm_plugin.backend import Buffers, RotatedAttentionBackend, RotatedMetadata, forward_batch
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
@@ -56,42 +56,42 @@ def qkv(batch: Batch, shape: Shape, dtype: torch.dtype, padding: int = 0, seed: 
 
 def batch_from(common: CommonAttentionMetadata) -> Batch:
     """What the backend makes of a description, in buffers of its own."""
-    return batch_of(common, Buffers(4, 2, torch.device("cpu")))
+    return forward_batch(common, Buffers(4, 2, torch.device("cpu")))
 
 
 # -- The batch -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("padding", [0, 5])
 @pytest.mark.parametrize("name", FORWARDS)
 def test_a_batch_is_what_our_own_bookkeeping_would_say(name, padding):
-    for wanted in batches(FORWARDS[name]):
-        found = batch_from(described(wanted, padding))
+    for expected in batches(FORWARDS[name]):
+        batch = batch_from(vllm_metadata(expected, padding))
         for field in ("positions", "slot_mapping", "seq_lens", "query_start_loc"):
-            assert torch.equal(getattr(found, field), getattr(wanted, field)), field
-            assert getattr(found, field).dtype == getattr(wanted, field).dtype, field
-        named = wanted.block_table >= 0
-        assert torch.equal(found.block_table[named], wanted.block_table[named])
-        assert len(set(found.rows.tolist())) == len(wanted.seq_lens)
+            assert torch.equal(getattr(batch, field), getattr(expected, field)), field
+            assert getattr(batch, field).dtype == getattr(expected, field).dtype, field
+        entries = expected.block_table >= 0
+        assert torch.equal(batch.block_table[entries], expected.block_table[entries])
+        assert len(set(batch.rows.tolist())) == len(expected.seq_lens)
 
 
 def test_what_stands_behind_the_batch_in_vllms_buffers_is_not_read():
-    wanted = batches(FORWARDS["mixed"])[1]
-    common = described(wanted)
+    expected = batches(FORWARDS["mixed"])[1]
+    common = vllm_metadata(expected)
     longer: CommonAttentionMetadata = replace(
         common,
         query_start_loc=torch.cat([common.query_start_loc, torch.tensor([999])]),
         seq_lens=torch.cat([common.seq_lens, torch.tensor([555])]),
         block_table_tensor=torch.cat([common.block_table_tensor, torch.full_like(common.block_table_tensor[:1], 11)]),
     )
-    found = batch_from(longer)
-    assert torch.equal(found.positions, wanted.positions)
-    assert found.seq_lens.tolist() == wanted.seq_lens.tolist()
-    assert len(found.block_table) == len(wanted.block_table)
+    batch = batch_from(longer)
+    assert torch.equal(batch.positions, expected.positions)
+    assert batch.seq_lens.tolist() == expected.seq_lens.tolist()
+    assert len(batch.block_table) == len(expected.block_table)
 
 
 @pytest.mark.parametrize("causal", [False, torch.tensor([True, False])])
 def test_a_batch_that_sees_later_tokens_is_refused(causal):
     with pytest.raises(NotImplementedError, match=r"^attention to later tokens is not supported by a packed KV cache$"):
-        batch_from(replace(described(batches(FORWARDS["prefill"])[0]), causal=causal))
+        batch_from(replace(vllm_metadata(batches(FORWARDS["prefill"])[0]), causal=causal))
 
 
 # -- The size of a page --------------------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ def test_a_batch_that_sees_later_tokens_is_refused(causal):
 def test_a_page_has_the_formats_bytes_and_no_more(head_dim, vector, dtype):
     for kv_heads, block_size in ((1, 16), (2, 128), (8, 48)):
         shape = Shape(head_dim=head_dim, kv_heads=kv_heads, block_size=block_size)
-        spec = spec_of(shape, dtype)
+        spec = packed_spec(shape, dtype)
         assert spec.state_content_size_bytes == 2 * vector
         assert spec.page_size_bytes == 2 * vector * kv_heads * block_size
         assert spec.page_size_bytes == page_bytes(KVSpec("tq4").plan(1).layers[0], kv_heads, head_dim, block_size)
@@ -111,13 +111,13 @@ def test_a_page_has_the_formats_bytes_and_no_more(head_dim, vector, dtype):
 def own_cache(worker: Worker, index: int) -> PagedKVCache:
     """A cache of our own, in memory of its own, that begins with what the pages hold."""
     shape, plan = worker.shape, KVSpec("tq4").plan(index + 1)
-    made = PagedKVCache(
+    cache = PagedKVCache(
         plan, KVShape(shape.kv_heads, shape.head_dim), num_blocks=shape.num_blocks, block_size=shape.block_size
     )
-    for ours, theirs in zip((made.k_fields(index), made.v_fields(index)), in_pages(worker, index), strict=True):
+    for ours, theirs in zip((cache.k_fields(index), cache.v_fields(index)), in_pages(worker, index), strict=True):
         for name, tensor in ours.items():
             tensor.copy_(theirs[name])
-    return made
+    return cache
 
 
 def in_pages(worker: Worker, index: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -129,9 +129,9 @@ def in_pages(worker: Worker, index: int) -> tuple[dict[str, Tensor], dict[str, T
 
 def assert_holds(worker: Worker, index: int, cache: PagedKVCache) -> None:
     """Every byte of a layer's pages, written or not, is that of the cache."""
-    for found, wanted in zip(in_pages(worker, index), (cache.k_fields(index), cache.v_fields(index)), strict=True):
-        for name, tensor in wanted.items():
-            assert torch.equal(found[name].contiguous().view(torch.uint8), tensor.view(torch.uint8)), name
+    for actual, expected in zip(in_pages(worker, index), (cache.k_fields(index), cache.v_fields(index)), strict=True):
+        for name, tensor in expected.items():
+            assert torch.equal(actual[name].contiguous().view(torch.uint8), tensor.view(torch.uint8)), name
 
 
 def wide(x: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ def test_pages_hold_and_return_exactly_what_a_cache_of_our_own_does(layout, dtyp
     worker = Worker(shape, LAYERS, layout)
     caches = {index: own_cache(worker, index) for index in LAYERS}
     for step, batch in enumerate(batches(FORWARDS[name], shape)):
-        tokens, metadata = len(batch.positions), RotatedMetadata(batch_from(described(batch, padding)))
+        tokens, metadata = len(batch.positions), RotatedMetadata(batch_from(vllm_metadata(batch, padding)))
         for index in LAYERS:
             q, k, v = qkv(batch, shape, dtype, padding, seed=10 * step + index)
             worker.store(index, k, v, torch.cat([batch.slot_mapping, torch.full((padding,), -1)]))
@@ -155,8 +155,8 @@ def test_pages_hold_and_return_exactly_what_a_cache_of_our_own_does(layout, dtyp
             for each in LAYERS:  # the other layers' pages, too, and with them every byte there is
                 assert_holds(worker, each, caches[each])
             out = worker.attend(index, q, k, v, metadata)
-            wanted = ops.paged_attention(wide(q[:tokens]), caches[index], index, batch, shape.softmax_scale)
-            assert torch.equal(out[:tokens], wanted.to(dtype))
+            expected = ops.paged_attention(wide(q[:tokens]), caches[index], index, batch, shape.softmax_scale)
+            assert torch.equal(out[:tokens], expected.to(dtype))
             assert (out[tokens:] == 77.0).all()
 
 
@@ -169,8 +169,8 @@ def test_a_layers_rotation_is_that_of_the_index_in_its_name():
     block, offset = batch.slot_mapping // shape.block_size, batch.slot_mapping % shape.block_size
     fields = KVSpec("tq4").plan(1).layers[0][0]
     for index in LAYERS:
-        found = in_pages(worker, index)[0]["codes"][block, :, offset]
-        same = {other: torch.equal(found, fields.quantize(k, other)["codes"]) for other in LAYERS}
+        codes = in_pages(worker, index)[0]["codes"][block, :, offset]
+        same = {other: torch.equal(codes, fields.quantize(k, other)["codes"]) for other in LAYERS}
         assert same == {other: other == index for other in LAYERS}
 
 
@@ -179,11 +179,11 @@ def test_pages_that_vllm_allocates_anew_are_seen():
     first, second = (Worker(shape, (3,), KVCacheLayout.LBHNC) for _ in range(2))
     _, k, v = qkv(batch, shape, torch.bfloat16)
     first.store(3, k, v, batch.slot_mapping)
-    stored, untouched = first.raw.clone(), second.raw.clone()
+    first_before, second_before = first.raw.clone(), second.raw.clone()
     first.views = second.views
     first.store(3, v, k, batch.slot_mapping)
-    assert torch.equal(first.raw, stored)
-    assert not torch.equal(second.raw, untouched)
+    assert torch.equal(first.raw, first_before)
+    assert not torch.equal(second.raw, second_before)
 
 
 def test_while_vllm_measures_its_memory_attention_is_zero_and_reads_nothing():
@@ -198,30 +198,30 @@ def test_while_vllm_measures_its_memory_attention_is_zero_and_reads_nothing():
 def test_one_requests_numbers_do_not_reach_another(monkeypatch, side, value):
     """A K or V that is not finite is told of, and zeros stand in for it; all other pages and answers keep their bits."""
     shape, [batch] = SHAPES["d128"], batches([(9, 20, 4)])
-    told: list[str] = []
-    monkeypatch.setattr(kernels.logger, "error", lambda message, *args: told.append(message % args))
+    messages: list[str] = []
+    monkeypatch.setattr(kernels.logger, "error", lambda message, *args: messages.append(message % args))
     q, k, v = qkv(batch, shape, torch.bfloat16)
     bad = {"k": k.clone(), "v": v.clone()}
     bad[side][13, 1, 5] = value  # of the second request
-    zeroed = {"k": k.clone(), "v": v.clone()}
-    zeroed[side][13, 1, 5] = 0.0
+    clean = {"k": k.clone(), "v": v.clone()}
+    clean[side][13, 1, 5] = 0.0
     outs, raws = [], []
-    for given in (zeroed, bad):
+    for tensors in (clean, bad):
         worker = Worker(shape, (3,), KVCacheLayout.BLHNC)
-        worker.store(3, given["k"], given["v"], batch.slot_mapping)
-        outs.append(worker.attend(3, q, k, v, RotatedMetadata(batch_from(described(batch)))))
+        worker.store(3, tensors["k"], tensors["v"], batch.slot_mapping)
+        outs.append(worker.attend(3, q, k, v, RotatedMetadata(batch_from(vllm_metadata(batch)))))
         raws.append(worker.raw)
     assert torch.equal(raws[0], raws[1])
     assert torch.equal(outs[0], outs[1])
     assert torch.isfinite(outs[1]).all()
-    assert len(told) == 1
-    assert told[0].startswith(f"layer 3: {side.upper()} of token 13 of the batch")
-    assert "KV head 1 is not finite" in told[0]
+    assert len(messages) == 1
+    assert messages[0].startswith(f"layer 3: {side.upper()} of token 13 of the batch")
+    assert "KV head 1 is not finite" in messages[0]
 
 
 # -- What a layer may ask for --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("asked", "name"),
+    ("options", "name"),
     [
         ({"alibi_slopes": [0.5] * 10}, "ALiBi"),
         ({"sliding_window": 64}, "a sliding window"),
@@ -232,12 +232,12 @@ def test_one_requests_numbers_do_not_reach_another(monkeypatch, side, value):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_attention_of_another_kind_is_refused_by_name(asked, name):
+def test_attention_of_another_kind_is_refused_by_name(options, name):
     make = RotatedAttentionBackend.get_impl_cls()
     with pytest.raises(NotImplementedError) as error:
-        make(10, 128, 128**-0.5, 2, **asked)
+        make(10, 128, 128**-0.5, 2, **options)
     assert str(error.value) == f"attention with {name} is not supported by a packed KV cache"
-    make(10, 128, 128**-0.5, 2, **dict.fromkeys(asked))
+    make(10, 128, 128**-0.5, 2, **dict.fromkeys(options))
 
 
 def test_a_quantized_output_is_refused():
@@ -253,33 +253,35 @@ def test_balanced_channels_are_stored_scaled_and_met_by_the_inverse(dtype):
     shape, [batch] = SHAPES["d128"], batches([(16, 33, 7)])
     scales = torch.ones(2, shape.kv_heads, shape.head_dim)
     scales[0, :, 5], scales[0, 1, 69], scales[1, 0, 3] = 2.0**-5, 2.0**-4, 2.0**-6
-    of_queries, of_outputs = (s.repeat_interleave(shape.heads // shape.kv_heads, dim=0).to(dtype) for s in scales)
+    query_scales, output_scales = (s.repeat_interleave(shape.heads // shape.kv_heads, dim=0).to(dtype) for s in scales)
     q, k, v = qkv(batch, shape, dtype)
     metadata = RotatedMetadata(batch)
     ours, plain = (Worker(shape, (0,), KVCacheLayout.LBHNC) for _ in range(2))
     ours.impls[0].balance(scales[0], scales[1], torch.device("cpu"))
     ours.store(0, k, v, batch.slot_mapping)
-    scaled = k * scales[0].to(dtype), v * scales[1].to(dtype)
-    plain.store(0, *scaled, batch.slot_mapping)
+    scaled_kv = k * scales[0].to(dtype), v * scales[1].to(dtype)
+    plain.store(0, *scaled_kv, batch.slot_mapping)
     assert torch.equal(ours.pages(0), plain.pages(0))
-    expected = plain.attend(0, q / of_queries, *scaled, metadata) / of_outputs
+    expected = plain.attend(0, q / query_scales, *scaled_kv, metadata) / output_scales
     assert torch.equal(ours.attend(0, q, k, v, metadata), expected)
 
 
 def test_layers_of_a_draft_are_neither_scaled_nor_stored_as_the_models_own(monkeypatch):
     """Those of a draft model are numbered from 0, too; those of an EAGLE head come behind the model's."""
-    scaled, stored = [], {}
+    scaled_names, formats_by_name = [], {}
 
     def layer(name):
-        impl = SimpleNamespace(balance=lambda *_: scaled.append(name), store_in=lambda pair: stored.update({name: pair}))
+        impl = SimpleNamespace(
+            balance=lambda *_: scaled_names.append(name), store_in=lambda pair: formats_by_name.update({name: pair})
+        )
         return SimpleNamespace(impl=impl)
 
-    names = [f"{of}.layers.{n}.self_attn.attn" for of, n in (("model", 0), ("draft_model.model", 0), ("model", 6))]
+    names = [f"{model}.layers.{n}.self_attn.attn" for model, n in (("model", 0), ("draft_model.model", 0), ("model", 6))]
     config = configuration(haarkv_kv="k=tq8,v=tq3")
     config.compilation_config.static_forward_context |= {name: layer(name) for name in names}
     ones = torch.ones(2, 128), None
     monkeypatch.setattr(backend, "require_supported", lambda _: None)
     monkeypatch.setattr(backend, "scales_here", lambda _: {0: ones, 6: ones})
-    backend.RotatedMetadataBuilder(spec_of(SHAPES["d128"]), names, config, torch.device("cpu"))
-    assert scaled == names[:1]
-    assert [formats.describe(*stored[name]) for name in names] == ["k=tq8,v=tq3", "tq4", "tq4"]
+    backend.RotatedMetadataBuilder(packed_spec(SHAPES["d128"]), names, config, torch.device("cpu"))
+    assert scaled_names == names[:1]
+    assert [formats.describe(*formats_by_name[name]) for name in names] == ["k=tq8,v=tq3", "tq4", "tq4"]

@@ -16,7 +16,7 @@ from op_tables import relative
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheLayout
-from vllm_paged import Shape, Worker, spec_of
+from vllm_paged import Shape, Worker, packed_spec
 
 from haarkv.serving.vllm_plugin import backend, kernels
 from haarkv.serving.vllm_plugin.backend import RotatedMetadataBuilder
@@ -37,9 +37,9 @@ LAYER = 3
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch) -> GpuKernels:
     """The kernels of a GPU in place of the CPU's."""
-    made = GpuKernels(CPU)
-    monkeypatch.setattr(backend, "kernels_on", lambda _device: made)
-    return made
+    stand_in = GpuKernels(CPU)
+    monkeypatch.setattr(backend, "kernels_on", lambda _device: stand_in)
+    return stand_in
 
 
 class Runner:
@@ -60,7 +60,7 @@ class Runner:
             model_config=None, scheduler_config=scheduler, load_config=load, parallel_config=None, additional_config={},
             compilation_config=SimpleNamespace(static_forward_context={}),
         )  # fmt: skip
-        self.builder = RotatedMetadataBuilder(spec_of(SHAPE), ["model.layers.3.self_attn.attn"], config, CPU)
+        self.builder = RotatedMetadataBuilder(packed_spec(SHAPE), ["model.layers.3.self_attn.attn"], config, CPU)
         self.lengths = [0] * 3
 
     def describe(self, new: dict[int, int], padded: int | None = None) -> CommonAttentionMetadata:
@@ -112,9 +112,9 @@ def test_prompts_and_decode_steps_are_near_the_reference(dtype, dtypes):
         out = forward(worker, runner, common, tensors, metadata)
         q, k, v = (x.to(wide) for x in tensors)
         reference.store_kv(k, v, cache, LAYER, metadata.batch)
-        wanted = reference.paged_attention(q, cache, LAYER, metadata.batch, SHAPE.softmax_scale)
+        expected = reference.paged_attention(q, cache, LAYER, metadata.batch, SHAPE.softmax_scale)
         # An FP16 result is rounded to FP16 once more.
-        assert relative(out.float(), wanted.float()) <= max(limit, 2.0**-10 if dtype == torch.float16 else 0.0)
+        assert relative(out.float(), expected.float()) <= max(limit, 2.0**-10 if dtype == torch.float16 else 0.0)
 
 
 def test_a_padded_decode_step_gives_and_stores_what_the_same_step_does_unpadded():
@@ -133,16 +133,16 @@ def test_a_padded_decode_step_gives_and_stores_what_the_same_step_does_unpadded(
 def test_what_a_graph_captured_reads_what_a_later_batch_brings():
     """A graph holds the tensors of the metadata it was captured with; vLLM describes later batches in the same memory."""
     worker, runner = Worker(SHAPE, (LAYER,), KVCacheLayout.LBHNC), Runner()
-    captured = runner.builder.build_for_cudagraph_capture(runner.describe({0: 1, 1: 1, 2: 1}, 4))
+    graph_metadata = runner.builder.build_for_cudagraph_capture(runner.describe({0: 1, 1: 1, 2: 1}, 4))
     runner.lengths = [0] * 3
     forward(worker, runner, runner.describe({0: 6, 1: 3}), qkv(9, 1))
     common, tensors = runner.describe({1: 1, 0: 1}, 4), qkv(4, 2)
     fresh = runner.builder.build(0, common)
-    for name, tensor in captured.batch.tensors.items():
+    for name, tensor in graph_metadata.batch.tensors.items():
         assert tensor.data_ptr() == getattr(fresh.batch, name).data_ptr(), name
         assert tensor.shape == getattr(fresh.batch, name).shape, name
-    assert captured.batch.positions[:2].tolist() == [3, 6]
-    out = forward(worker, runner, common, tensors, captured)
+    assert graph_metadata.batch.positions[:2].tolist() == [3, 6]
+    out = forward(worker, runner, common, tensors, graph_metadata)
     assert torch.equal(out[:2], worker.attend(LAYER, *tensors, fresh)[:2])
 
 
@@ -158,63 +158,63 @@ class NeverWaits(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = str(func).removeprefix("aten.")
-        sized = name.startswith("repeat_interleave") and (kwargs or {}).get("output_size") is not None
+        has_size = name.startswith("repeat_interleave") and (kwargs or {}).get("output_size") is not None
         by_mask = name.startswith("index") and any(
             isinstance(index, torch.Tensor) and index.dtype == torch.bool
-            for given in args[1:2] for index in (given if isinstance(given, list | tuple) else [given])
+            for indexer in args[1:2] for index in (indexer if isinstance(indexer, list | tuple) else [indexer])
         )  # fmt: skip
-        waits = by_mask or (name.startswith(self.WAITS) and not sized)
+        waits = by_mask or (name.startswith(self.WAITS) and not has_size)
         assert not waits, f"{name} waits for the device"
         return func(*args, **(kwargs or {}))
 
 
-class Launched:
+class LaunchRecorder:
     """A kernel whose launch is noted and does nothing."""
 
-    def __init__(self, name: str, launched: list[str]) -> None:
-        self.name, self.launched = name, launched
+    def __init__(self, name: str, launches: list[str]) -> None:
+        self.name, self.launches = name, launches
 
     def __getitem__(self, grid):
-        return lambda *_, **__: self.launched.append(self.name)
+        return lambda *_, **__: self.launches.append(self.name)
 
 
 def test_nothing_of_a_forward_waits_for_the_device(monkeypatch):
     """The kernels themselves are replaced: Triton's interpreter reads numbers on the host."""
     from haarkv.tq_ops.cuda import ops
 
-    launched = []
+    launches = []
     for module in (ops.attention, ops.quantize, ops):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
-            monkeypatch.setattr(module, name, Launched(name, launched))
+            monkeypatch.setattr(module, name, LaunchRecorder(name, launches))
     worker, runner = Worker(SHAPE, (LAYER,), KVCacheLayout.LBHNC), Runner()
     forward(worker, runner, runner.describe({0: 3}), qkv(3, 1))  # what is made once, layouts and views, may wait
-    launched.clear()
+    launches.clear()
     common, tensors = runner.describe({0: 1, 1: 4}), qkv(5, 2)
     # Told of earlier faults is what has arrived on the host already.
     monkeypatch.setattr(GpuKernels, "next_batch", lambda self: None)
     with NeverWaits():
         forward(worker, runner, common, tensors)
-    assert launched.count("quantize_kernel") == 1
+    assert launches.count("quantize_kernel") == 1
     with pytest.raises(AssertionError, match="waits for the device"), NeverWaits():
         ops.store_kv(*tensors[1:], worker.impls[LAYER]._cache, LAYER, runner.builder.build(0, common).batch)
 
 
 @pytest.mark.parametrize(("side", "value"), [("k", float("nan")), ("v", -float("inf"))])
 def test_one_requests_numbers_do_not_reach_another_and_the_log_tells_after_the_step(gpu, monkeypatch, side, value):
-    told: list[str] = []
-    monkeypatch.setattr(kernels.logger, "error", lambda message, *args: told.append(message % args))
+    messages: list[str] = []
+    monkeypatch.setattr(kernels.logger, "error", lambda message, *args: messages.append(message % args))
     q, k, v = qkv(9, 1)
     outs, raws = [], []
-    for given in (0.0, value):
+    for number in (0.0, value):
         new = {"k": k.clone(), "v": v.clone()}
-        new[side][7, 1, 5] = given  # of the second request
+        new[side][7, 1, 5] = number  # of the second request
         worker, runner = Worker(SHAPE, (LAYER,), KVCacheLayout.LBHNC), Runner()
         outs.append(forward(worker, runner, runner.describe({0: 6, 1: 3}), [q, new["k"], new["v"]]))
         raws.append(worker.raw)
     assert torch.equal(raws[0], raws[1])
     assert torch.equal(outs[0], outs[1])
-    assert told == []
+    assert messages == []
     for _ in range(3):
         gpu.next_batch()
     where = f"layer 3: {side.upper()} of token 7 of an earlier batch, KV head 1"
-    assert told == [f"{where} is not finite; zeros stand in for what is not finite"]
+    assert messages == [f"{where} is not finite; zeros stand in for what is not finite"]

@@ -14,14 +14,14 @@ from vllm_configs import assert_refused, configure, offloading, write
 from vllm_soak import STAND_IN
 
 from haarkv.engine import plans
-from haarkv.models.catalog import path_of, read_config
+from haarkv.models.catalog import find_model, read_config
 from haarkv.serving.serve import _stored_as
 from haarkv.serving.vllm_plugin import TAIL
 from haarkv.serving.vllm_plugin.backend import RotatedAttentionBackend, with_content
-from haarkv.serving.vllm_plugin.chosen import is_of_draft, shape_of, state_layers
+from haarkv.serving.vllm_plugin.chosen import is_of_draft, shape_signature, state_layers
 from haarkv.serving.vllm_plugin.own_pages import OwnPages
 
-CONFIG = json.loads((path_of("tiny-hybrid") / "config.json").read_text(encoding="utf-8"))
+CONFIG = json.loads((find_model("tiny-hybrid") / "config.json").read_text(encoding="utf-8"))
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
 
 
@@ -36,7 +36,7 @@ def with_a_stand_in(monkeypatch):
 def test_layers_with_a_state_stay_with_vllm_and_the_drafts_are_packed(tmp_path):
     config = configure(write(tmp_path / "model", CONFIG), speculative_config=MTP, enable_prefix_caching=False)
     assert state_layers(config.model_config) == (0, 1, 2)
-    assert shape_of(config) == plans.shape_of(read_config("tiny-hybrid"))
+    assert shape_signature(config) == plans.shape_signature(read_config("tiny-hybrid"))
     assert _stored_as(config) == (
         "K and V of 1 layers are kept in tq4: 264 bytes a token, 3.88 times less than BF16; the states of the other 3 by vLLM "
         "itself"
@@ -48,17 +48,17 @@ def test_layers_with_a_state_stay_with_vllm_and_the_drafts_are_packed(tmp_path):
 
 @pytest.mark.slow
 def test_what_was_not_tried_with_states_is_refused(tmp_path):
-    folder, kept = write(tmp_path / "model", CONFIG), "layers that keep a state"
+    folder, states = write(tmp_path / "model", CONFIG), "layers that keep a state"
     ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-    refused = f"speculative decoding by ngram is not supported with {kept}; by mtp it is"
-    assert_refused(folder, refused, speculative_config=ngram)
-    prefixes = f"on a CPU vLLM cannot keep prefixes with drafts and {kept}; give --no-enable-prefix-caching"
+    reason = f"speculative decoding by ngram is not supported with {states}; by mtp it is"
+    assert_refused(folder, reason, speculative_config=ngram)
+    prefixes = f"on a CPU vLLM cannot keep prefixes with drafts and {states}; give --no-enable-prefix-caching"
     assert_refused(folder, prefixes, speculative_config=MTP, enable_prefix_caching=True)
     for what, options in (
         ("offloading", offloading()),
         ("a tail in BF16", {"additional_config": {TAIL: 8}}),
     ):
-        assert_refused(folder, f"{what} was not tried with {kept}; leave it out", **options)
+        assert_refused(folder, f"{what} was not tried with {states}; leave it out", **options)
 
 
 @pytest.mark.vllm_short
@@ -73,7 +73,7 @@ def test_beside_states_packed_pages_are_all_of_one_size(monkeypatch, states):
     layers["layers.0"] = SimpleNamespace(get_attn_backend=lambda: None)
     worker = OwnPages()
     worker.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
-    found = worker._alike(specs)
-    assert found["layers.7"] == packed["layers.7"]
-    assert found["layers.3"] == (packed["layers.7"] if states else packed["layers.3"])
-    assert found.get("layers.0") == (state if states else None)
+    pages = worker._equal_pages(specs)
+    assert pages["layers.7"] == packed["layers.7"]
+    assert pages["layers.3"] == (packed["layers.7"] if states else packed["layers.3"])
+    assert pages.get("layers.0") == (state if states else None)

@@ -9,11 +9,11 @@ import torch
 from learned_tiny import write_plan
 from vllm.v1.kv_cache_interface import KVCacheLayout
 from vllm_judge import Judge, prompts
-from vllm_paged import Shape, Worker, configuration, described, plain_spec
+from vllm_paged import Shape, Worker, configuration, plain_spec, vllm_metadata
 from vllm_server import serving
 
 from haarkv.serving.vllm_plugin import backend, limits
-from haarkv.serving.vllm_plugin.backend import Buffers, RotatedMetadata, batch_of
+from haarkv.serving.vllm_plugin.backend import Buffers, RotatedMetadata, forward_batch
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.formats import made_up
@@ -42,7 +42,7 @@ def test_pages_hold_and_return_what_a_cache_of_our_own_does_in_every_stretch():
     for sequences, counts in forwards:
         batch = paging.batch(sequences, counts)
         tokens = len(batch.positions)
-        metadata = RotatedMetadata(batch_of(described(batch, padding), Buffers(64, 4, CPU)))
+        metadata = RotatedMetadata(forward_batch(vllm_metadata(batch, padding), Buffers(64, 4, CPU)))
         heads = (SHAPE.heads, SHAPE.kv_heads, SHAPE.kv_heads)
         q, k, v = (torch.randn(tokens + padding, n, SHAPE.head_dim, generator=generator).bfloat16() for n in heads)
         worker.store(0, k, v, torch.cat([batch.slot_mapping, torch.full((padding,), -1)]), metadata)
@@ -52,14 +52,14 @@ def test_pages_hold_and_return_what_a_cache_of_our_own_does_in_every_stretch():
 
 
 @pytest.mark.vllm_short
-@pytest.mark.parametrize(("size", "refused"), [(16, False), (128, False), (48, True), (2048, True)])
-def test_blocks_that_a_stretch_ends_in_are_refused(monkeypatch, size, refused):
+@pytest.mark.parametrize(("size", "is_refused"), [(16, False), (128, False), (48, True), (2048, True)])
+def test_blocks_that_a_stretch_ends_in_are_refused(monkeypatch, size, is_refused):
     pair = formats.parse("k=lr4,v=tq3", made_up.calibration(6, 2, 128))
     config = configuration(6)
     config.cache_config = SimpleNamespace(block_size=size)
     words = f"lr4 takes blocks that divide 1,024 tokens, not of {size}; give --block-size 128"
-    for plan, expected in ((KVPlan((pair,) * 6), words if refused else None), (KVSpec("tq4").plan(6), None)):
-        monkeypatch.setattr(limits, "plan_of", lambda _, plan=plan: plan)
+    for plan, expected in ((KVPlan((pair,) * 6), words if is_refused else None), (KVSpec("tq4").plan(6), None)):
+        monkeypatch.setattr(limits, "kv_plan", lambda _, plan=plan: plan)
         monkeypatch.setattr(limits, "_weights", lambda _: None)
         assert limits._cache(config) == expected
 
@@ -68,7 +68,7 @@ def test_blocks_that_a_stretch_ends_in_are_refused(monkeypatch, size, refused):
 def test_blocks_that_vllm_chose_itself_are_refused_too(monkeypatch):
     pair = formats.parse("k=lr4,v=tq3", made_up.calibration(6, 2, 128))
     monkeypatch.setattr(backend, "require_supported", lambda _: None)
-    monkeypatch.setattr(backend, "pair_of", lambda *_: pair)
+    monkeypatch.setattr(backend, "layer_formats", lambda *_: pair)
     spec, name, config = plain_spec(Shape(block_size=384)), "model.layers.3.self_attn.attn", configuration(6)
     config.compilation_config = SimpleNamespace(static_forward_context={name: None})
     with pytest.raises(ValueError, match="lr4 takes blocks that divide 1,024 tokens, not of 384"):
@@ -85,21 +85,21 @@ BLOCKS = 30
 def test_a_server_writes_the_references_text_behind_long_prompts(tmp_path, record_property):
     """In chunks, with requests put off and computed again, and with blocks that an earlier request left."""
     file = write_plan(tmp_path / "plan.safetensors", ("k=lr4,v=tq3",) * 6)
-    asked, flags = prompts(4, (2000,)), ("--max-model-len", "2048", "--max-num-batched-tokens", "256")
-    asked = [prompt[:length] for prompt, length in zip(asked, LENGTHS, strict=True)]
-    assert tuple(map(len, asked)) == LENGTHS
+    prompt_ids, flags = prompts(4, (2000,)), ("--max-model-len", "2048", "--max-num-batched-tokens", "256")
+    prompt_ids = [prompt[:length] for prompt, length in zip(prompt_ids, LENGTHS, strict=True)]
+    assert tuple(map(len, prompt_ids)) == LENGTHS
     judge = Judge(spec=load(file))
     room = int((BLOCKS + 1.5) * 128 * 6 * 2 * (66 + 50))
     with serving(tmp_path / "log", "--kv-plan", str(file), *flags, kv=None, cache_bytes=room) as server:
         for number in (1, 2):
-            verdict = judge.judge(asked, server.complete(asked, 64))
+            verdict = judge.judge(prompt_ids, server.complete(prompt_ids, 64))
             record_property(f"round {number}", str(verdict))
             print(verdict)
             assert verdict.passes, verdict
         # The last again, alone: what the prefix cache holds of it is beyond the first stretch, too.
         before = server.metrics()["vllm:prefix_cache_hits_total"]
-        assert judge.judge(asked[-1:], server.complete(asked[-1:], 64)).passes
-        again = judge.judge(asked[-1:], server.complete(asked[-1:], 64))
+        assert judge.judge(prompt_ids[-1:], server.complete(prompt_ids[-1:], 64)).passes
+        again = judge.judge(prompt_ids[-1:], server.complete(prompt_ids[-1:], 64))
         figures = server.metrics()
         print(again, figures["vllm:num_preemptions_total"], figures["vllm:prefix_cache_hits_total"] - before)
         assert again.passes, again

@@ -21,7 +21,7 @@ class Pages:
     worker: HostWorker
 
 
-def pages_of(per_chunk: int) -> Pages:
+def make_pages(per_chunk: int) -> Pages:
     draw = torch.Generator().manual_seed(0)
     whole = torch.randint(-128, 128, (3, 20, 96), dtype=torch.int8, generator=draw)
     tensors = [whole[0], whole[1][:, :64], whole[2]]
@@ -34,20 +34,20 @@ def pages_of(per_chunk: int) -> Pages:
 @pytest.mark.parametrize("per_chunk", [1, 3])
 def test_blocks_come_back_as_they_left_wherever_they_are_put(per_chunk):
     """The blocks 4 to 8 of a sequence leave, in chunks that begin at multiples of three; its last three return elsewhere."""
-    pages = pages_of(per_chunk)
+    pages = make_pages(per_chunk)
     before = [tensor.clone() for tensor in pages.tensors]
-    out, back = [4, 9, 2, 17, 11, 5, 6], [19, 8, 1, 12, 13]
-    gone, returning = ([7, 2, 0, 5, 1, 3, 6], [0, 5, 1, 3, 6]) if per_chunk == 1 else ([7, 2, 4], [2, 4])
-    assert pages.worker.submit_store(1, GPULoadStoreSpec(out, [5, 2], [4, 6]), CPULoadStoreSpec(gone))
+    out, target_blocks = [4, 9, 2, 17, 11, 5, 6], [19, 8, 1, 12, 13]
+    chunk_ids, returning = ([7, 2, 0, 5, 1, 3, 6], [0, 5, 1, 3, 6]) if per_chunk == 1 else ([7, 2, 4], [2, 4])
+    assert pages.worker.submit_store(1, GPULoadStoreSpec(out, [5, 2], [4, 6]), CPULoadStoreSpec(chunk_ids))
     for tensor in pages.tensors:
         tensor.zero_()
-    assert pages.worker.submit_load(2, CPULoadStoreSpec(returning), GPULoadStoreSpec(back, [3, 2], [6, 6]))
-    of_first, of_second = (out[2:5], back[:3]), (out[5:], back[3:])
-    for tensor, was, (left, came) in zip(pages.tensors, before, (of_first, of_first, of_second), strict=True):
+    assert pages.worker.submit_load(2, CPULoadStoreSpec(returning), GPULoadStoreSpec(target_blocks, [3, 2], [6, 6]))
+    first_group, second_group = (out[2:5], target_blocks[:3]), (out[5:], target_blocks[3:])
+    for tensor, was, (left, came) in zip(pages.tensors, before, (first_group, first_group, second_group), strict=True):
         assert torch.equal(tensor[came], was[left])
         assert not tensor[np.setdiff1d(np.arange(20), came)].any()
     done = pages.worker.get_finished()
-    assert [(of.job_id, of.success) for of in done] == [(1, True), (2, True)]
-    assert [of.transfer_size for of in done] == [5 * 160 + 2 * 96, 3 * 160 + 2 * 96]
+    assert [(result.job_id, result.success) for result in done] == [(1, True), (2, True)]
+    assert [result.transfer_size for result in done] == [5 * 160 + 2 * 96, 3 * 160 + 2 * 96]
     assert pages.worker.get_finished() == []
     pages.worker.wait({1, 2})

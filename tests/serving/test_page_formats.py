@@ -15,12 +15,18 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_
 from vllm.v1.kv_cache_interface import KVCacheLayout, UniformTypeKVCacheSpecs
 from vllm.v1.worker.gpu_worker import Worker as VllmsWorker
 from vllm.v1.worker.utils import allocate_kv_cache
-from vllm_paged import Shape, Worker, configuration, described, in_forward, plain_spec, qkv
+from vllm_paged import Shape, Worker, configuration, in_forward, plain_spec, qkv, vllm_metadata
 
 from haarkv.models.catalog import TINY, load_model, read_config
 from haarkv.models.fingerprint import fingerprint
 from haarkv.serving.vllm_plugin import CPU_WORKER, GPU_WORKER, chosen, limits, own_pages
-from haarkv.serving.vllm_plugin.backend import Buffers, RotatedAttention, RotatedAttentionBackend, RotatedMetadata, batch_of
+from haarkv.serving.vllm_plugin.backend import (
+    Buffers,
+    RotatedAttention,
+    RotatedAttentionBackend,
+    RotatedMetadata,
+    forward_batch,
+)
 from haarkv.serving.vllm_plugin.metrics import layer_page_bytes
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.cpu.ops import CpuOps
@@ -38,15 +44,15 @@ from haarkv.tq_ops.kv.shapes import KVShape
 pytestmark = pytest.mark.vllm_short
 
 SHAPE, LAYERS = Shape(), 6
-OF_SHAPE = ModelShape.uniform(LAYERS, SHAPE.kv_heads, SHAPE.head_dim, 256, 4096)
+MODEL_SHAPE = ModelShape.uniform(LAYERS, SHAPE.kv_heads, SHAPE.head_dim, 256, 4096)
 ONE_BY_ONE = (
     "tq2", "tq3", "tq5", "tq6", "tq8", "bf16", "k=tq8,v=tq3", "k=bf16,v=tq3", "k=lr4,v=tq3",
 )  # fmt: skip
-MIXED = ("k=lr4,v=tq3", "bf16", "k=lr4,v=tq3", "tq3", "k=tq8,v=tq3", "k=lr3,v=tq3")
+MIXED_FORMATS = ("k=lr4,v=tq3", "bf16", "k=lr4,v=tq3", "tq3", "k=tq8,v=tq3", "k=lr3,v=tq3")
 """As `tq plan` writes them, layer by layer."""
 
 
-def learned() -> formats.Calibration:
+def synthetic_calibration() -> formats.Calibration:
     return made_up.calibration(LAYERS, SHAPE.kv_heads, SHAPE.head_dim)
 
 
@@ -57,8 +63,8 @@ def batches():
     return [paging.batch([a, b], [33, 7]), paging.batch([b, c], [1, 20])]
 
 
-def metadata_of(batch) -> RotatedMetadata:
-    return RotatedMetadata(batch_of(described(batch), Buffers(64, 4, torch.device("cpu"))))
+def make_metadata(batch) -> RotatedMetadata:
+    return RotatedMetadata(forward_batch(vllm_metadata(batch), Buffers(64, 4, torch.device("cpu"))))
 
 
 def own_cache(pair, index: int) -> PagedKVCache:
@@ -70,46 +76,46 @@ def own_cache(pair, index: int) -> PagedKVCache:
 
 @pytest.mark.parametrize("kv", ONE_BY_ONE)
 def test_pages_of_every_format_hold_and_return_what_a_cache_of_our_own_does(kv):
-    pair, index, ops = formats.parse(kv, learned()), 3, CpuOps()
+    pair, index, ops = formats.parse(kv, synthetic_calibration()), 3, CpuOps()
     worker, cache = Worker(SHAPE, (1, index), KVCacheLayout.BLHNC, pair), own_cache(pair, index)
-    assert worker.spec.page_size_bytes == sum(of.bytes_per_vector(128) for of in pair) * SHAPE.kv_heads * SHAPE.block_size
-    untouched = worker.pages(1).clone()
+    assert worker.spec.page_size_bytes == sum(side.bytes_per_vector(128) for side in pair) * SHAPE.kv_heads * SHAPE.block_size
+    neighbour_before = worker.pages(1).clone()
     for step, batch in enumerate(batches()):
         q, k, v = qkv(len(batch.positions), step)
-        worker.store(index, k, v, batch.slot_mapping, metadata_of(batch))
+        worker.store(index, k, v, batch.slot_mapping, make_metadata(batch))
         ops.store_kv(k, v, cache, index, batch)
-        out = worker.attend(index, q, k, v, metadata_of(batch))
+        out = worker.attend(index, q, k, v, make_metadata(batch))
         assert torch.equal(out, ops.paged_attention(q, cache, index, batch, SHAPE.softmax_scale))
         block, offset = batch.slot_mapping // SHAPE.block_size, batch.slot_mapping % SHAPE.block_size
         sides = fields_in(worker.pages(index), pair, SHAPE.kv_heads, SHAPE.head_dim, SHAPE.block_size)
-        for found, wanted in zip(sides, (cache.k_fields(index), cache.v_fields(index)), strict=True):
-            for name, tensor in wanted.items():
-                assert torch.equal(found[name][block, :, offset], tensor[block, :, offset]), name
-    assert torch.equal(worker.pages(1), untouched)
+        for actual, expected in zip(sides, (cache.k_fields(index), cache.v_fields(index)), strict=True):
+            for name, tensor in expected.items():
+                assert torch.equal(actual[name][block, :, offset], tensor[block, :, offset]), name
+    assert torch.equal(worker.pages(1), neighbour_before)
 
 
 # -- Layers that differ --------------------------------------------------------------------------------------------------
-def plan_in(folder: Path, layers=MIXED, **changed: object) -> Path:
+def plan_in(folder: Path, layers=MIXED_FORMATS, **overrides: object) -> Path:
     """A plan of learned and other formats with its calibration, in one file."""
-    plan = KVPlan(tuple(formats.parse(kv, learned()) for kv in layers), **changed)
-    file = CalibrationFile(learned(), OF_SHAPE, "0123456789abcdef", {}, plan_file.dumps(plan, OF_SHAPE))
+    plan = KVPlan(tuple(formats.parse(kv, synthetic_calibration()) for kv in layers), **overrides)
+    file = CalibrationFile(synthetic_calibration(), MODEL_SHAPE, "0123456789abcdef", {}, plan_file.dumps(plan, MODEL_SHAPE))
     path = folder / "plan.safetensors"
     calibration_file.save(path, file)
     return path
 
 
-class Asked:
+class PlainWorker:
     """What vLLM's worker says of the layers before ours does."""
 
     def get_kv_cache_spec(self):
         context = self.vllm_config.compilation_config.static_forward_context
         return {
-            name: RotatedAttentionBackend.customize_spec(plain_spec(SHAPE)) if of.ours else plain_spec(SHAPE)
-            for name, of in context.items()
+            name: RotatedAttentionBackend.customize_spec(plain_spec(SHAPE)) if module.ours else plain_spec(SHAPE)
+            for name, module in context.items()
         }
 
 
-class AWorker(own_pages.OwnPages, Asked):
+class AWorker(own_pages.OwnPages, PlainWorker):
     def __init__(self, config) -> None:
         self.vllm_config = config
 
@@ -127,14 +133,14 @@ def no_context(monkeypatch):
     monkeypatch.setattr(own_pages, "set_current_vllm_config", lambda _: pytest.MonkeyPatch().context())
 
 
-def name_of(index: int) -> str:
+def layer_name(index: int) -> str:
     return f"model.layers.{index}.self_attn.attn"
 
 
 @pytest.mark.usefixtures("no_context")
 def test_each_layer_has_pages_of_its_own_size_and_a_draft_those_of_tq4(tmp_path):
     config = configuration(haarkv_kv_plan=str(plan_in(tmp_path)))
-    names = [*map(name_of, range(LAYERS)), name_of(LAYERS), "draft_model.model.layers.0.self_attn.attn"]
+    names = [*map(layer_name, range(LAYERS)), layer_name(LAYERS), "draft_model.model.layers.0.self_attn.attn"]
     config.compilation_config.static_forward_context |= {name: layer() for name in names}
     config.compilation_config.static_forward_context["model.layers.0.other"] = layer(ours=False)
     specs = AWorker(config).get_kv_cache_spec()
@@ -143,8 +149,8 @@ def test_each_layer_has_pages_of_its_own_size_and_a_draft_those_of_tq4(tmp_path)
     assert specs["model.layers.0.other"] == plain_spec(SHAPE)
     # The same bytes as a cache of our own takes, and so in `/metrics`.
     pages = [specs[name].page_size_bytes for name in names[:LAYERS]]
-    assert layer_page_bytes(config, chosen.plan_of(config)) == pages
-    assert sum(pages) == chosen.plan_of(config).bytes_per_token(KVShape(SHAPE.kv_heads, 128)) * SHAPE.block_size
+    assert layer_page_bytes(config, chosen.kv_plan(config)) == pages
+    assert sum(pages) == chosen.kv_plan(config).bytes_per_token(KVShape(SHAPE.kv_heads, 128)) * SHAPE.block_size
 
 
 def real_config(**options: object) -> VllmConfig:
@@ -160,7 +166,7 @@ def real_config(**options: object) -> VllmConfig:
 def test_vllm_lays_out_layers_of_different_pages_without_padding_and_each_reads_its_own(tmp_path, layout):
     """Groups, layout and memory by vLLM's own code; every byte of another layer stays as it was."""
     ours = configuration(haarkv_kv_plan=str(plan_in(tmp_path)))
-    names = [name_of(index) for index in range(LAYERS)]
+    names = [layer_name(index) for index in range(LAYERS)]
     layers = {name: layer() for name in names}
     ours.compilation_config.static_forward_context |= layers
     specs, config = AWorker(ours).get_kv_cache_spec(), real_config()
@@ -169,25 +175,25 @@ def test_vllm_lays_out_layers_of_different_pages_without_padding_and_each_reads_
     assert isinstance(groups[0].kv_cache_spec, UniformTypeKVCacheSpecs)
     assert len(groups) == 1
     block = sum(spec.page_size_bytes for spec in specs.values())
-    made = get_kv_cache_config_from_groups(config, groups, block * SHAPE.num_blocks + block - 1)
-    assert made.num_blocks == SHAPE.num_blocks
-    views = allocate_kv_cache(made, torch.device("cpu"), layout, [SHAPE.block_size])
+    kv_config = get_kv_cache_config_from_groups(config, groups, block * SHAPE.num_blocks + block - 1)
+    assert kv_config.num_blocks == SHAPE.num_blocks
+    views = allocate_kv_cache(kv_config, torch.device("cpu"), layout, [SHAPE.block_size])
     ops, caches = CpuOps(), {}
     for index, name in enumerate(names):
-        pair = chosen.pair_of(ours, name)
-        assert formats.describe(*pair) == MIXED[index]
+        pair = chosen.layer_formats(ours, name)
+        assert formats.describe(*pair) == MIXED_FORMATS[index]
         layers[name].impl.store_in(pair)
         caches[index] = own_cache(pair, index)
     for step, batch in enumerate(batches()):
-        metadata = metadata_of(batch)
-        given = {index: qkv(len(batch.positions), 10 * step + index) for index in caches}
+        metadata = make_metadata(batch)
+        inputs = {index: qkv(len(batch.positions), 10 * step + index) for index in caches}
         for index, name in enumerate(names):
-            _, k, v = given[index]
+            _, k, v = inputs[index]
             with in_forward(name, metadata):
                 layers[name].impl.do_kv_cache_update(SimpleNamespace(layer_name=name), k, v, views[name], batch.slot_mapping)
             ops.store_kv(k, v, caches[index], index, batch)
         for index, name in enumerate(names):  # once all are stored
-            q, k, v = given[index]
+            q, k, v = inputs[index]
             out = layers[name].impl.forward(SimpleNamespace(layer_name=name), q, k, v, views[name], metadata, q.clone())
             assert torch.equal(out, ops.paged_attention(q, caches[index], index, batch, SHAPE.softmax_scale)), index
 
@@ -204,13 +210,13 @@ def test_a_page_without_room_names_the_worker_that_gives_it():
 def test_a_page_may_have_room_to_spare():
     """As where vLLM does not say which layer it asks for, and pages are those of the largest."""
     pair, index = formats.parse("tq3"), 2
-    worker, exact = (Worker(SHAPE, (index,), KVCacheLayout.LBHNC, pair if own else None) for own in (False, True))
+    worker, exact = (Worker(SHAPE, (index,), KVCacheLayout.LBHNC, pair if has_pair else None) for has_pair in (False, True))
     worker.impls[index].store_in(pair)
     [batch, _] = batches()
     q, k, v = qkv(40, 0)
     for each in (worker, exact):
         each.store(index, k, v, batch.slot_mapping)
-    outs = [each.attend(index, q, k, v, metadata_of(batch)) for each in (worker, exact)]
+    outs = [each.attend(index, q, k, v, make_metadata(batch)) for each in (worker, exact)]
     assert torch.equal(*outs)
 
 
@@ -219,10 +225,10 @@ def test_a_page_may_have_room_to_spare():
 def test_each_rank_takes_the_coordinates_of_its_heads(tmp_path, monkeypatch, ranks):
     """Of two KV heads; four ranks hold each of them twice."""
     config = configuration(ranks=ranks, haarkv_kv_plan=str(plan_in(tmp_path)))
-    whole = learned().k[2].mean
+    whole = synthetic_calibration().k[2].mean
     for rank in range(ranks):
         monkeypatch.setattr("vllm.distributed.get_tensor_model_parallel_rank", lambda rank=rank: rank)
-        k_format, _ = chosen.pair_of(config, name_of(2))
+        k_format, _ = chosen.layer_formats(config, layer_name(2))
         mean = k_format.description(128).transform.coordinates(2).mean
         expected = {1: whole, 2: whole[rank : rank + 1], 4: whole[rank // 2 : rank // 2 + 1]}[ranks]
         assert torch.equal(mean, expected)
@@ -250,22 +256,22 @@ def test_a_cache_that_cannot_be_served_is_refused(name):
 
 
 def test_a_plan_of_another_model_is_refused_by_its_shape_its_weights_or_its_context(tmp_path):
-    def asked(shape=OF_SHAPE, weights="0123456789abcdef", context=None, **options: object) -> VllmConfig:
-        held = formats.Calibration(learned().k, "", context)
+    def build_config(shape=MODEL_SHAPE, weights="0123456789abcdef", context=None, **options: object) -> VllmConfig:
+        calibration = formats.Calibration(synthetic_calibration().k, "", context)
         path = tmp_path / "other.safetensors"
-        calibration_file.save(path, CalibrationFile(held, shape, weights))
+        calibration_file.save(path, CalibrationFile(calibration, shape, weights))
         chosen._spec.cache_clear()
         chosen._plan.cache_clear()
         return real_config(additional_config={"haarkv_kv": "k=lr3,v=tq4", "haarkv_calibration": str(path)}, **options)
 
     with pytest.raises(ValueError, match="calibration was made for another model: 6 layers of 2 KV heads of 128, hidden 99"):
-        asked(ModelShape.uniform(LAYERS, 2, 128, 99, 4096))
+        build_config(ModelShape.uniform(LAYERS, 2, 128, 99, 4096))
     with pytest.raises(ValueError, match="up to 127 tokens, and this server takes up to 128; give --max-model-len 127,"):
-        asked(context=127)
-    asked(context=128)  # made-up weights fit any
+        build_config(context=127)
+    build_config(context=128)  # made-up weights fit any
     with pytest.raises(ValueError, match=r"other weights \(fingerprint 0123456789abcdef; this model's is [0-9a-f]{16}"):
-        asked(load_format="auto")
-    asked(weights=fingerprint(load_model("tiny").weights.named()), load_format="auto")
+        build_config(load_format="auto")
+    build_config(weights=fingerprint(load_model("tiny").weights.named()), load_format="auto")
 
 
 def test_what_only_other_kernels_read_is_refused(monkeypatch):
@@ -289,4 +295,4 @@ def test_the_platform_chooses_the_worker_that_knows_each_layers_pages():
         worker = resolve_obj_by_qualname(name)
         assert issubclass(worker, VllmsWorker)
         assert worker.get_kv_cache_spec is own_pages.OwnPages.get_kv_cache_spec
-    assert KVSpec("tq4").plan(LAYERS) == chosen.plan_of(real_config())
+    assert KVSpec("tq4").plan(LAYERS) == chosen.kv_plan(real_config())

@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention.selector import get_attn_backend
 from vllm_configs import assert_refused, configure, offloading, write
-from vllm_paged import Shape, described, spec_of
+from vllm_paged import Shape, packed_spec, vllm_metadata
 
 from haarkv.models.catalog import TINY, load_model
 from haarkv.serving.serve import cache_options, serve
@@ -104,7 +104,7 @@ OPTIONS = {
     ),
     "pooling": ({"runner": "pooling"}, "it generates no text; pooling models keep no KV cache"),
 }
-SERVED = {
+SERVED_OPTIONS = {
     "plain": {},
     "tensor_parallel": {"tensor_parallel_size": 2},
     "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
@@ -144,9 +144,9 @@ def test_an_option_that_cannot_be_served_is_refused_by_name(tmp_path, name):
 
 
 @pytest.mark.vllm_short
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", SERVED_OPTIONS)
 def test_what_can_be_served_is_not_refused(tmp_path, name):
-    configure(write(tmp_path / "model", QWEN), **SERVED[name])
+    configure(write(tmp_path / "model", QWEN), **SERVED_OPTIONS[name])
 
 
 @pytest.mark.vllm_short
@@ -154,17 +154,17 @@ def test_without_the_flag_nothing_is_refused_and_vllm_keeps_its_own_backend(tmp_
     for name, (config, _) in MODELS.items():
         if name != "encoder_decoder":  # vLLM itself has no such Qwen3
             configure(write(tmp_path / name, config), backend=None)
-    assert chosen(configure(write(tmp_path / "model", QWEN), backend=None)).get_name() == "CPU_ATTN"
+    assert backend_class(configure(write(tmp_path / "model", QWEN), backend=None)).get_name() == "CPU_ATTN"
 
 
 @pytest.mark.vllm_short
 def test_with_the_flag_the_platform_chooses_our_backend(tmp_path):
     config = configure(write(tmp_path / "model", QWEN))
     assert type(current_platform).__name__ == "RotatedCpuPlatform"
-    assert chosen(config) is RotatedAttentionBackend
+    assert backend_class(config) is RotatedAttentionBackend
 
 
-def chosen(config: VllmConfig) -> type:
+def backend_class(config: VllmConfig) -> type:
     load_general_plugins()
     with set_current_vllm_config(config):
         return get_attn_backend(128, torch.bfloat16, "auto")
@@ -173,13 +173,13 @@ def chosen(config: VllmConfig) -> type:
 @pytest.mark.vllm_short
 def test_a_builder_makes_batches_and_refuses_what_was_changed_behind_its_back(tmp_path):
     config, shape = configure(write(tmp_path / "model", QWEN)), Shape()
-    builder = RotatedMetadataBuilder(spec_of(shape), ["model.layers.0.self_attn.attn"], config, torch.device("cpu"))
+    builder = RotatedMetadataBuilder(packed_spec(shape), ["model.layers.0.self_attn.attn"], config, torch.device("cpu"))
     paging = PagedSequences(4, 16)
-    wanted = paging.batch([paging.add(), paging.add()], [3, 20])
-    assert torch.equal(builder.build(0, described(wanted)).batch.positions, wanted.positions)
+    expected = paging.batch([paging.add(), paging.add()], [3, 20])
+    assert torch.equal(builder.build(0, vllm_metadata(expected)).batch.positions, expected.positions)
     config.cache_config.cache_dtype = "fp8"
     with pytest.raises(ValueError, match="--kv-cache-dtype fp8 names another format"):
-        RotatedMetadataBuilder(spec_of(shape), ["model.layers.0.self_attn.attn"], config, torch.device("cpu"))
+        RotatedMetadataBuilder(packed_spec(shape), ["model.layers.0.self_attn.attn"], config, torch.device("cpu"))
 
 
 @pytest.mark.vllm_short
@@ -201,13 +201,13 @@ def test_uneven_channels_are_balanced_or_refused_by_the_weights(tmp_path):
         assert v is not None
         assert (k < 0.1).sum(1).tolist() == [4, 4]
         assert (v < 0.1).sum(1).tolist() == [2, 2]
-    refused = "garbage: K of layers 0 to 5 suffers in tq4"
-    with pytest.raises(InputError, match=f"{refused}.*haarkv_allow_collapse true goes on"):
+    reason = "garbage: K of layers 0 to 5 suffers in tq4"
+    with pytest.raises(InputError, match=f"{reason}.*haarkv_allow_collapse true goes on"):
         scales_here(config(haarkv_balance=False))
-    with pytest.raises(InputError, match=f"{refused}.*--allow-collapse goes on"):  # before anything is started
+    with pytest.raises(InputError, match=f"{reason}.*--allow-collapse goes on"):  # before anything is started
         serve(str(folder), cache_options(balance=False), ["--max-model-len", "128"])
-    told = scales_here(config(haarkv_balance=False, haarkv_allow_collapse=True))
-    assert set(told.values()) == {(None, None)}
+    allowed_scales = scales_here(config(haarkv_balance=False, haarkv_allow_collapse=True))
+    assert set(allowed_scales.values()) == {(None, None)}
     # One layer of six is warned of, as elsewhere.
     layers = list(load_model("tiny").weights.layers)
     layers[3] = uneven.weights.layers[3]

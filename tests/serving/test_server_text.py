@@ -22,15 +22,15 @@ pytestmark = pytest.mark.vllm_server
 
 NEW_TOKENS = 64
 # Shorter and longer than a block of 128 tokens and than a chunk of 64.
-ASKED = prompts(20, (7, 40, 130, 200, 300))
+PROMPTS = prompts(20, (7, 40, 130, 200, 300))
 CONFIG = read_config("tiny")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 ITSELF = {"method": "draft_model", "model": str(TINY), "num_speculative_tokens": 3}
 TWO_RANKS, NOBIND = ("--tensor-parallel-size", "2"), {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 CHUNKS = ("--max-num-batched-tokens", "64")
-LEARNED = ("k=lr4,v=tq3",) * 6
+LEARNED_FORMATS = ("k=lr4,v=tq3",) * 6
 """3.125 bits."""
-MIXED = ("k=lr4,v=tq3", "bf16", "k=lr3,v=tq3", "tq3", "k=tq8,v=tq3", "k=lr4,v=tq4")
+MIXED_FORMATS = ("k=lr4,v=tq3", "bf16", "k=lr3,v=tq3", "tq3", "k=tq8,v=tq3", "k=lr4,v=tq4")
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Variant:
         flags, environment: beside those that all servers have; none of either for the server that other tests share.
         tail, sink: tokens in BF16.
         shows: whether the server, or by how much its figures have grown, says that it was really served so.
-        measured: whether the tokens that its memory holds are counted.
+        checks_memory: whether the tokens that its memory holds are counted.
         drafts: whether a draft's layers take pages, too.
     """
 
@@ -52,7 +52,7 @@ class Variant:
     tail: int | None = None
     sink: int = 0
     shows: Callable[[Server, dict[str, float]], bool] = lambda server, new: True
-    measured: bool = False
+    checks_memory: bool = False
     drafts: bool = False
 
 
@@ -88,11 +88,13 @@ VARIANTS = {
             new["vllm:spec_decode_num_accepted_tokens_total"] > 0.8 * new["vllm:spec_decode_num_draft_tokens_total"]
         ),
     ),
-    "two formats": Variant("k=tq8,v=tq3", measured=True),
-    "learned": Variant(LEARNED, measured=True),
-    "learned, two ranks": Variant(LEARNED, TWO_RANKS, NOBIND, measured=True),
-    "mixed": Variant(MIXED, ("--kv-metrics-per-layer",), measured=True),
-    "mixed, chunks, drafts": Variant(MIXED, (*CHUNKS, "--speculative-config", json.dumps(ITSELF)), measured=True, drafts=True),
+    "two formats": Variant("k=tq8,v=tq3", checks_memory=True),
+    "learned": Variant(LEARNED_FORMATS, checks_memory=True),
+    "learned, two ranks": Variant(LEARNED_FORMATS, TWO_RANKS, NOBIND, checks_memory=True),
+    "mixed": Variant(MIXED_FORMATS, ("--kv-metrics-per-layer",), checks_memory=True),
+    "mixed, chunks, drafts": Variant(
+        MIXED_FORMATS, (*CHUNKS, "--speculative-config", json.dumps(ITSELF)), checks_memory=True, drafts=True
+    ),
     "tail": Variant(tail=124, shows=knows),
     "tail, chunks": Variant(flags=CHUNKS, tail=32, sink=4, shows=knows),
     "tail, learned": Variant(("k=lr4,v=tq4",) * 6, tail=124, sink=4, shows=knows),
@@ -103,25 +105,25 @@ VARIANTS = {
 @pytest.fixture(
     scope="module", params=[pytest.param(n, marks=pytest.mark.vllm_short if n == "plain" else ()) for n in VARIANTS]
 )
-def served(request, tmp_path_factory):
+def served_variant(request, tmp_path_factory):
     """A variant, its server, and the reference with the same cache."""
-    of = VARIANTS[request.param]
+    variant = VARIANTS[request.param]
     if request.param == "plain":
-        yield of, request.getfixturevalue("roomy"), request.getfixturevalue("judge")
+        yield variant, request.getfixturevalue("roomy"), request.getfixturevalue("judge")
         return
     folder = tmp_path_factory.mktemp("served")
-    if isinstance(of.kv, str):
-        kept = () if of.tail is None else ("--kv-tail", str(of.tail), "--kv-sink", str(of.sink))
-        spec, kv, flags = KVSpec(of.kv, tail=of.tail, sink=of.sink), of.kv, (*kept, *of.flags)
+    if isinstance(variant.kv, str):
+        tail_flags = () if variant.tail is None else ("--kv-tail", str(variant.tail), "--kv-sink", str(variant.sink))
+        spec, kv, flags = KVSpec(variant.kv, tail=variant.tail, sink=variant.sink), variant.kv, (*tail_flags, *variant.flags)
     else:
-        file = write_plan(folder / "plan.safetensors", of.kv, recent=of.tail, sink=of.sink)
-        spec, kv, flags = load(file), None, ("--kv-plan", str(file), *of.flags)
-    with serving(folder / "log", *flags, kv=kv, **of.environment) as server:
-        yield of, server, request.getfixturevalue("judge") if spec == KVSpec("tq4") else Judge(spec=spec)
+        file = write_plan(folder / "plan.safetensors", variant.kv, recent=variant.tail, sink=variant.sink)
+        spec, kv, flags = load(file), None, ("--kv-plan", str(file), *variant.flags)
+    with serving(folder / "log", *flags, kv=kv, **variant.environment) as server:
+        yield variant, server, request.getfixturevalue("judge") if spec == KVSpec("tq4") else Judge(spec=spec)
 
 
 def complete(server: Server) -> list[Answer]:
-    answers = server.complete(ASKED, NEW_TOKENS)
+    answers = server.complete(PROMPTS, NEW_TOKENS)
     assert all(len(answer.token_ids) == NEW_TOKENS for answer in answers)
     return answers
 
@@ -131,66 +133,66 @@ def report(record_property, name: str, verdict: Verdict) -> None:
     print(f"{name}: {verdict}")
 
 
-def test_each_served_token_is_the_references_or_nearly_as_good_to_it(served, record_property):
+def test_each_served_token_is_the_references_or_nearly_as_good_to_it(served_variant, record_property):
     """Twice, since in the second round the server may know the prompts."""
-    variant, server, judge = served
+    variant, server, judge = served_variant
     before = server.metrics()
     for number in (1, 2):
-        verdict = judge.judge(ASKED, complete(server))
+        verdict = judge.judge(PROMPTS, complete(server))
         report(record_property, f"round {number}", verdict)
         assert verdict.passes, verdict
-    grown = {name: value - before.get(name, 0.0) for name, value in server.metrics().items()}
-    assert variant.shows(server, grown), grown
+    increases = {name: value - before.get(name, 0.0) for name, value in server.metrics().items()}
+    assert variant.shows(server, increases), increases
 
 
-def test_the_servers_memory_holds_as_many_tokens_as_the_formats_bytes_allow_and_metrics_say_so(served):
-    variant, server, judge = served
+def test_the_servers_memory_holds_as_many_tokens_as_the_formats_bytes_allow_and_metrics_say_so(served_variant):
+    variant, server, judge = served_variant
     metrics = server.metrics()
     if variant.tail is not None:
         assert 0.95 * CACHE_BYTES <= metrics["haarkv:kv_allocated_bytes"] <= 2 * CACHE_BYTES
         assert "haarkv:kv_held_tokens" not in metrics
         assert f"tail {variant.tail}" in server.log.read_text()
-    if not variant.measured:
+    if not variant.checks_memory:
         return
     plan, plain = judge.spec.plan(CONFIG.num_layers), KVSpec("bf16").plan(CONFIG.num_layers)
-    taken, bf16 = (of.bytes_per_token(CONFIG.kv_shapes) for of in (plan, plain))
+    packed_bytes, bf16 = (each.bytes_per_token(CONFIG.kv_shapes) for each in (plan, plain))
     drafts = bf16 if variant.drafts else 0.0  # vLLM gives a draft's layers to its own backend
     ranks = 2 if variant.environment else 1  # each keeps one of the two KV heads in as much memory
-    fits = ranks * CACHE_BYTES / (taken + drafts)
+    fits = ranks * CACHE_BYTES / (packed_bytes + drafts)
     print(f"{server.kv_tokens()} tokens; BF16 alone would hold {CACHE_BYTES * ranks / bf16:.0f}")
     # Whole blocks of 128 tokens, of which one is never handed out.
     assert fits - 3 * 128 <= server.kv_tokens() <= fits
-    assert metrics["haarkv:kv_compression_ratio"] == pytest.approx(bf16 / taken)
-    assert f"{taken:,.0f} bytes a token, {bf16 / taken:.2f} times less than BF16" in server.log.read_text()
-    if variant.kv == LEARNED:
-        assert bf16 / taken >= 5
+    assert metrics["haarkv:kv_compression_ratio"] == pytest.approx(bf16 / packed_bytes)
+    assert f"{packed_bytes:,.0f} bytes a token, {bf16 / packed_bytes:.2f} times less than BF16" in server.log.read_text()
+    if variant.kv == LEARNED_FORMATS:
+        assert bf16 / packed_bytes >= 5
     if "--kv-metrics-per-layer" in variant.flags:
         assert "haarkv:kv_layer_held_bytes" in metrics
 
 
-def test_the_reference_with_another_cache_is_told_apart(served, record_property):
+def test_the_reference_with_another_cache_is_told_apart(served_variant, record_property):
     """Without the tail, or with each layer's formats at another's place."""
-    variant, server, judge = served
+    variant, server, judge = served_variant
     if variant.tail is not None:
         other = Judge(spec=KVSpec(judge.spec.kv, layers=judge.spec.layers, calibration=judge.spec.calibration))
-        verdict = other.judge(ASKED, complete(server))
+        verdict = other.judge(PROMPTS, complete(server))
         report(record_property, "no tail", verdict)
-        assert verdict.median_error > 2 * judge.judge(ASKED, complete(server)).median_error
-    elif variant.kv == MIXED and not variant.drafts:
+        assert verdict.median_error > 2 * judge.judge(PROMPTS, complete(server)).median_error
+    elif variant.kv == MIXED_FORMATS and not variant.drafts:
         layers = judge.spec.layers
-        moved = {layer: layers[(layer + 3) % len(layers)] for layer in layers}
-        other = Judge(spec=KVSpec(layers=moved, calibration=judge.spec.calibration))
-        verdict = other.judge(ASKED, complete(server))
+        shifted_layers = {layer: layers[(layer + 3) % len(layers)] for layer in layers}
+        other = Judge(spec=KVSpec(layers=shifted_layers, calibration=judge.spec.calibration))
+        verdict = other.judge(PROMPTS, complete(server))
         report(record_property, "moved", verdict)
         assert not verdict.passes
 
 
 @pytest.mark.vllm_short
 def test_the_text_is_the_tokens_and_ends_where_the_model_ends_it(roomy):
-    prompt = ASKED[1]
-    ended = roomy.post(json={"model": str(TINY), "prompt": prompt, "max_tokens": 8, "temperature": 0, "echo": True}).json()
+    prompt = PROMPTS[1]
+    response = roomy.post(json={"model": str(TINY), "prompt": prompt, "max_tokens": 8, "temperature": 0, "echo": True}).json()
     [answer] = roomy.complete([prompt], 8)
-    assert ended["choices"][0]["text"] == tokenizer().decode([*prompt, *answer.token_ids])
+    assert response["choices"][0]["text"] == tokenizer().decode([*prompt, *answer.token_ids])
 
 
 @pytest.mark.vllm_short
@@ -205,22 +207,22 @@ def test_a_server_in_bf16_has_room_for_fewer_and_is_told_apart(roomy, judge, tmp
     with serving(tmp_path / "log", kv="bf16") as server:
         print(f"{roomy.kv_tokens()} tokens in tq4, {server.kv_tokens()} in BF16")
         assert roomy.kv_tokens() >= 3.7 * server.kv_tokens()
-        answers = server.complete(ASKED, NEW_TOKENS)
-    other = judge.judge(ASKED, answers)
+        answers = server.complete(PROMPTS, NEW_TOKENS)
+    other = judge.judge(PROMPTS, answers)
     report(record_property, "bf16 by the reference in tq4", other)
     assert not other.passes
-    own = Judge("bf16").judge(ASKED, answers)
-    report(record_property, "bf16 by the reference in bf16", own)
-    assert own.passes
+    bf16_verdict = Judge("bf16").judge(PROMPTS, answers)
+    report(record_property, "bf16 by the reference in bf16", bf16_verdict)
+    assert bf16_verdict.passes
 
 
 def test_users_who_must_make_room_for_each_others_tails_get_the_same(tmp_path, record_property):
     """25 at once, in memory for a few."""
-    users, asked = 25, prompts(25, (20, 60, 110, 150, 200))
+    users, prompt_ids = 25, prompts(25, (20, 60, 110, 150, 200))
     flags = ("--kv-tail", "40", "--kv-sink", "4", "--max-num-batched-tokens", "128")
     with serving(tmp_path / "log", *flags, cache_bytes=14 * 2**20) as server, ThreadPoolExecutor(users) as pool:
-        answers = list(pool.map(lambda prompt: server.complete([prompt], 300)[0], asked))
-        verdict = Judge(spec=KVSpec("tq4", tail=40, sink=4)).judge(asked, answers)
+        answers = list(pool.map(lambda prompt: server.complete([prompt], 300)[0], prompt_ids))
+        verdict = Judge(spec=KVSpec("tq4", tail=40, sink=4)).judge(prompt_ids, answers)
         report(record_property, "verdict", verdict)
         assert verdict.passes, verdict
         assert server.metrics()["vllm:num_preemptions_total"] > 0
@@ -230,7 +232,7 @@ def test_drafts_of_an_eagle_head_change_no_token(tmp_path, judge, record_propert
     """They bring attention layers of their own, whose pages lie beside the model's."""
     drafts = {"method": "eagle3", "model": str(eagle3(tmp_path / "eagle3")), "num_speculative_tokens": 2}
     with serving(tmp_path / "log", "--speculative-config", json.dumps(drafts)) as server:
-        verdict = judge.judge(ASKED[:5], server.complete(ASKED[:5], 48))
+        verdict = judge.judge(PROMPTS[:5], server.complete(PROMPTS[:5], 48))
         report(record_property, "eagle3", verdict)
         assert verdict.passes, verdict
         assert server.metrics()["vllm:spec_decode_num_draft_tokens_total"] > 48

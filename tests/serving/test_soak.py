@@ -13,14 +13,14 @@ from itertools import combinations, product
 import pytest
 from vllm_judge import prompts
 from vllm_plain import Plain, repeats
-from vllm_soak import FAULTS, Request, Served, Servers, Way
+from vllm_soak import FAULTS, Request, ServedTexts, Servers, Way
 
 CHUNK = 64
 REQUESTS = {"tiny": 50, "tiny-hybrid": 25}
 LENGTHS = (7, 40, 110, 150, 230, 290)
 NEW_TOKENS = (32, 56, 80, 40)
 """Most requests take one block more as they go on, and some one less than others."""
-APART = 5
+REPEAT_GAP = 5
 """Requests from a prompt to the same prompt again."""
 KV = {"tiny": ("tq4", "tq3", "k=tq6,v=tq4", "tq8", "tq2"), "tiny-hybrid": ("tq4", "k=tq6,v=tq4", "tq3")}
 DRAFTS = {"tiny": ("", "ngram", "draft_model", "eagle3"), "tiny-hybrid": ("", "mtp")}
@@ -51,22 +51,22 @@ def plain(model: str, kv: str) -> Plain:
 
 def requests(count: int) -> list[Request]:
     """Each prompt twice: the second time its first blocks may be known, and too few stand between to push them out."""
-    asked = [
+    pool = [
         Request(tuple(prompt), NEW_TOKENS[i % len(NEW_TOKENS)]) for i, prompt in enumerate(prompts(-(-count // 2), LENGTHS))
     ]
-    apart = (asked[i : i + APART] for i in range(0, len(asked), APART))
-    return [request for some in apart for request in some + some][:count]
+    groups = (pool[i : i + REPEAT_GAP] for i in range(0, len(pool), REPEAT_GAP))
+    return [request for some in groups for request in some + some][:count]
 
 
-def assert_shown(way: Way, served: Served) -> None:
+def assert_shown(way: Way, run: ServedTexts) -> None:
     """It was really served so."""
-    said = served.figures
-    assert (said["vllm:num_preemptions"] > 0) == way.small, said
-    assert (said.get("vllm:prefix_cache_hits", 0) > 0) == (way.prefix and way.model == "tiny"), said
-    drafted, accepted = (said.get(f"vllm:spec_decode_num_{name}_tokens", 0) for name in ("draft", "accepted"))
-    assert (drafted > 0) == bool(way.drafts), said
+    figures = run.figures
+    assert (figures["vllm:num_preemptions"] > 0) == way.small, figures
+    assert (figures.get("vllm:prefix_cache_hits", 0) > 0) == (way.prefix and way.model == "tiny"), figures
+    num_drafted, num_accepted = (figures.get(f"vllm:spec_decode_num_{name}_tokens", 0) for name in ("draft", "accepted"))
+    assert (num_drafted > 0) == bool(way.drafts), figures
     if way.drafts in ("ngram", "draft_model", "mtp"):
-        assert accepted > 0, said
+        assert num_accepted > 0, figures
 
 
 @pytest.mark.vllm_short
@@ -98,16 +98,16 @@ def servers(tmp_path_factory):
 @pytest.mark.vllm_server
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_every_text_is_that_of_plain_decoding(servers, way, record_property):
-    asked = requests(REQUESTS[way.model])
-    served = servers.serve(way, asked)
-    found = plain(way.model, way.kv).compare(asked, served.texts)
-    record_property("compared", str(found))
-    print(f"{way}: {found}; started in {served.seconds[0]:.0f} s, served in {served.seconds[1]:.0f} s; {served.figures}")
-    assert not found.wrong, f"{found}: {found.wrong}"
+    batch = requests(REQUESTS[way.model])
+    run = servers.serve(way, batch)
+    comparison = plain(way.model, way.kv).compare(batch, run.texts)
+    record_property("compared", str(comparison))
+    print(f"{way}: {comparison}; started in {run.seconds[0]:.0f} s, served in {run.seconds[1]:.0f} s; {run.figures}")
+    assert not comparison.wrong, f"{comparison}: {comparison.wrong}"
     # Each token is one that plain decoding likes nearly best behind the same text, so a text that parted may end in a
     # repetition with no drafts at all: two of fifty did, the same with every kind of drafts.
-    assert found.repeating <= found.texts // 10, found
-    assert_shown(way, served)
+    assert comparison.repeating <= comparison.texts // 10, comparison
+    assert_shown(way, run)
 
 
 @pytest.mark.vllm_server
@@ -115,28 +115,28 @@ def test_every_text_is_that_of_plain_decoding(servers, way, record_property):
 def test_a_hybrid_goes_on_from_states_that_were_kept(servers, kv, record_property):
     """Prompts that fill vLLM's blocks, of some 640 tokens beside these states: one again, longer, and parting behind it."""
     other, text = prompts(2, (60, 2000))
-    given = [text[:1330], text[:700], text[:1330], text[:1400], [*text[:1300], *other], [*text[:645], *other], text[:700]]
-    asked = [Request(tuple(prompt), 40) for prompt in given]
+    prompt_ids = [text[:1330], text[:700], text[:1330], text[:1400], [*text[:1300], *other], [*text[:645], *other], text[:700]]
+    batch = [Request(tuple(prompt), 40) for prompt in prompt_ids]
     way = Way("tiny-hybrid", kv, context=2048, at_once=1)
-    served, anew = servers.serve(way, asked), servers.serve(replace(way, prefix=False), asked)
-    hits = served.figures["vllm:prefix_cache_hits"]
-    found, same = plain("tiny-hybrid", kv).compare(asked, served.texts), sum(map(list.__eq__, served.texts, anew.texts))
-    without = plain("tiny-hybrid", kv).compare(asked, anew.texts)
-    record_property("compared", f"{found}; {same} as without prefixes")
-    print(f"{way}: {hits:.0f} tokens known; {found}; {same} as without prefixes: {without}")
+    run, anew = servers.serve(way, batch), servers.serve(replace(way, prefix=False), batch)
+    hits = run.figures["vllm:prefix_cache_hits"]
+    comparison, same = plain("tiny-hybrid", kv).compare(batch, run.texts), sum(map(list.__eq__, run.texts, anew.texts))
+    without = plain("tiny-hybrid", kv).compare(batch, anew.texts)
+    record_property("compared", f"{comparison}; {same} as without prefixes")
+    print(f"{way}: {hits:.0f} tokens known; {comparison}; {same} as without prefixes: {without}")
     assert hits >= 4096, "five begin as one before them"
-    assert same == len(asked)
+    assert same == len(batch)
     assert anew.figures["vllm:prefix_cache_hits"] == 0
-    assert not found.wrong, found.wrong
-    assert found.equal > 0
+    assert not comparison.wrong, comparison.wrong
+    assert comparison.equal > 0
 
 
 @pytest.mark.vllm_server
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("drafts", ["ngram", "draft_model"])
 def test_drafts_verified_by_other_lengths_are_found(servers, drafts, fault, record_property):
-    asked = requests(20)
-    found = plain("tiny", "tq4").compare(asked, servers.serve(Way(drafts=drafts), asked, fault).texts)
-    record_property("compared", str(found))
-    print(f"{drafts}, {fault}: {found}")
-    assert len(found.wrong) > 5, found
+    batch = requests(20)
+    comparison = plain("tiny", "tq4").compare(batch, servers.serve(Way(drafts=drafts), batch, fault).texts)
+    record_property("compared", str(comparison))
+    print(f"{drafts}, {fault}: {comparison}")
+    assert len(comparison.wrong) > 5, comparison

@@ -11,7 +11,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm_configs import assert_refused, offloading, write
 from vllm_paged import Shape
-from vllm_tails import CHUNK, Engine, KVOf, alone
+from vllm_tails import CHUNK, Engine, TokenKV, alone
 
 from haarkv.models.catalog import TINY
 from haarkv.serving.serve import kept_bytes
@@ -46,25 +46,25 @@ def read_json(file: Path) -> dict[str, object]:
 
 
 def engine(config: VllmConfig, pairs=PAIRS, tail: int = TAIL, sinks: int = SINKS, blocks: int = 40) -> Engine:
-    learned = made_up.calibration(len(pairs), SHAPE.kv_heads, SHAPE.head_dim)
-    return Engine([formats.parse(pair, learned) for pair in pairs], tail, sinks, config, SHAPE, blocks)
+    calibration = made_up.calibration(len(pairs), SHAPE.kv_heads, SHAPE.head_dim)
+    return Engine([formats.parse(pair, calibration) for pair in pairs], tail, sinks, config, SHAPE, blocks)
 
 
 def tokens(count: int, seed: int) -> list[int]:
     return torch.randint(0, 4096, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-class Served:
+class CheckedEngine:
     """Requests of an engine, each judged by what a cache of our own makes of its tokens."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.kv, self.right = engine, KVOf(SHAPE), {}
+        self.engine, self.kv, self.right = engine, TokenKV(SHAPE), {}
         self.equal = True
 
-    def begin(self, name: str, of: list[int]):
+    def begin(self, name: str, token_ids: list[int]):
         """A request, and how many of its tokens were known."""
-        self.right[name] = alone(self.engine, self.kv, of)
-        request = self.engine.request(name, of)
+        self.right[name] = alone(self.engine, self.kv, token_ids)
+        request = self.engine.request(name, token_ids)
         return request, self.engine.begin(request)
 
     def forward(self, requests, counts) -> None:
@@ -75,89 +75,89 @@ class Served:
             self.equal = self.equal and torch.equal(out, torch.cat(right))
 
 
-def scenario(engine: Engine) -> tuple[Served, list[int]]:
+def scenario(engine: Engine) -> tuple[CheckedEngine, list[int]]:
     """Chunks, unequal lengths, a known prefix, and a request that is put off and comes back; what was known of each."""
-    served, shared = Served(engine), tokens(300, 1)
-    first, known_first = served.begin("first", shared)
-    served.forward([first], [CHUNK])
-    other, known_other = served.begin("other", tokens(70, 2))
+    harness, shared = CheckedEngine(engine), tokens(300, 1)
+    first, known_first = harness.begin("first", shared)
+    harness.forward([first], [CHUNK])
+    other, known_other = harness.begin("other", tokens(70, 2))
     engine.go_on(first, 60)
-    served.forward([first, other], [60, CHUNK])
+    harness.forward([first, other], [60, CHUNK])
     for counts in ((50, 1), (64, 1), (20, 1), (40, 2)):
         for request, count in zip((first, other), counts, strict=True):
             engine.go_on(request, count)
-        served.forward([first, other], counts)
-    second, known_second = served.begin("second", shared[:280] + tokens(40, 3))
-    served.forward([second], [min(CHUNK, 320 - known_second)])
+        harness.forward([first, other], counts)
+    second, known_second = harness.begin("second", shared[:280] + tokens(40, 3))
+    harness.forward([second], [min(CHUNK, 320 - known_second)])
     engine.go_on(first, 2)
-    served.forward([first], [2])
+    harness.forward([first], [2])
     engine.manager.free(other)  # put off; its blocks go to whoever asks
-    third, _ = served.begin("third", tokens(200, 4))
-    served.forward([third], [CHUNK])
-    back, known_back = served.begin("back", tokens(70, 2))
-    served.forward([third, back][1:], [min(CHUNK, 70 - known_back)])
+    third, _ = harness.begin("third", tokens(200, 4))
+    harness.forward([third], [CHUNK])
+    second_try, known_back = harness.begin("back", tokens(70, 2))
+    harness.forward([third, second_try][1:], [min(CHUNK, 70 - known_back)])
     for _ in range(2):
         engine.go_on(third, 64)
-        served.forward([third], [64])
-    return served, [known_first, known_other, known_second, known_back]
+        harness.forward([third], [64])
+    return harness, [known_first, known_other, known_second, known_back]
 
 
 @pytest.mark.parametrize(("tail", "sinks"), [(TAIL, SINKS), (124, 0), (1, 20), (0, 4)])
 def test_attention_is_that_of_a_ring_of_our_own_whoever_has_the_blocks(config, tail, sinks):
-    served, known = scenario(engine(config, tail=tail, sinks=sinks))
-    assert served.equal
-    assert known == [0, 0, 256, 0]
+    harness, known_tokens = scenario(engine(config, tail=tail, sinks=sinks))
+    assert harness.equal
+    assert known_tokens == [0, 0, 256, 0]
 
 
 def test_layers_of_different_pages_share_a_pool_without_padding(config):
     """One group packed and one of tails, in blocks as large as all layers' packed pages side by side."""
-    made = engine(config)
-    packed, kept = made.made.kv_cache_groups
-    assert [len(packed.layer_names), len(kept.layer_names)] == [3, 2]
-    assert made.made.num_blocks == 40
-    assert {tensor.block_stride for tensor in made.made.kv_cache_tensors} == {made.block_bytes}
-    sizes = [tail.spec.page_size_bytes for tail in made.tails.values()]
-    assert made.block_bytes / 2 < sum(sizes) <= made.block_bytes
+    subject = engine(config)
+    packed, tails = subject.made.kv_cache_groups
+    assert [len(packed.layer_names), len(tails.layer_names)] == [3, 2]
+    assert subject.made.num_blocks == 40
+    assert {tensor.block_stride for tensor in subject.made.kv_cache_tensors} == {subject.block_bytes}
+    sizes = [tail.spec.page_size_bytes for tail in subject.tails.values()]
+    assert subject.block_bytes / 2 < sum(sizes) <= subject.block_bytes
 
 
 def test_blocks_behind_the_tail_are_given_back_and_the_first_stays(config):
-    made = engine(config)
-    served = Served(made)
-    request, _ = served.begin("long", tokens(600, 5))
-    served.forward([request], [CHUNK])
+    subject = engine(config)
+    harness = CheckedEngine(subject)
+    request, _ = harness.begin("long", tokens(600, 5))
+    harness.forward([request], [CHUNK])
     while request.num_computed_tokens < 600:
         count = min(CHUNK, 600 - request.num_computed_tokens)
-        made.go_on(request, count)
-        held = made.manager.get_block_ids("long")[1]
-        size = next(iter(made.tails.values())).spec.block_size
+        subject.go_on(request, count)
+        blocks = subject.manager.get_block_ids("long")[1]
+        size = next(iter(subject.tails.values())).spec.block_size
         first = max(0, request.num_computed_tokens - TAIL + 1) // size
-        assert [block > 0 for block in held] == [i < -(-SINKS // size) or i >= first for i in range(len(held))]
-        served.forward([request], [count])
-    assert served.equal
+        assert [block > 0 for block in blocks] == [i < -(-SINKS // size) or i >= first for i in range(len(blocks))]
+        harness.forward([request], [count])
+    assert harness.equal
 
 
 def test_a_prefix_whose_first_tokens_are_gone_is_not_known(config):
-    made = engine(config)
-    served, text = Served(made), tokens(400, 6)
-    request, _ = served.begin("one", text)
-    served.forward([request], [CHUNK])
+    subject = engine(config)
+    harness, text = CheckedEngine(subject), tokens(400, 6)
+    request, _ = harness.begin("one", text)
+    harness.forward([request], [CHUNK])
     while request.num_computed_tokens < 400:
         count = min(CHUNK, 400 - request.num_computed_tokens)
-        made.go_on(request, count)
-        served.forward([request], [count])
-    first = made.manager.get_block_ids("one")[1][0]
-    made.manager.free(request)
-    again, known = served.begin("again", text)
-    assert known == 384
-    assert made.manager.get_block_ids("again")[1][0] == first
-    made.manager.free(again)
-    made.manager.evict_blocks({first})
-    assert served.begin("once more", text)[1] == 0
+        subject.go_on(request, count)
+        harness.forward([request], [count])
+    first = subject.manager.get_block_ids("one")[1][0]
+    subject.manager.free(request)
+    again, known_tokens = harness.begin("again", text)
+    assert known_tokens == 384
+    assert subject.manager.get_block_ids("again")[1][0] == first
+    subject.manager.free(again)
+    subject.manager.evict_blocks({first})
+    assert harness.begin("once more", text)[1] == 0
 
 
 # -- What is refused ------------------------------------------------------------------------------------------------------
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-REFUSED = {
+UNSUPPORTED = {
     "drafts": (
         {"speculative_config": NGRAM},
         "speculative decoding by ngram is not supported with a tail in BF16; leave it out",
@@ -170,11 +170,11 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("kept", [{TAIL_KEY: 8}, {SINK_KEY: 4}], ids=["tail", "sinks"])
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_was_not_tried_beside_a_tail_is_refused(tmp_path, name, kept):
-    options, reason = REFUSED[name]
-    assert_refused(write(tmp_path / "model", read_json(TINY / "config.json")), reason, additional_config=kept, **options)
+@pytest.mark.parametrize("extra", [{TAIL_KEY: 8}, {SINK_KEY: 4}], ids=["tail", "sinks"])
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_was_not_tried_beside_a_tail_is_refused(tmp_path, name, extra):
+    options, reason = UNSUPPORTED[name]
+    assert_refused(write(tmp_path / "model", read_json(TINY / "config.json")), reason, additional_config=extra, **options)
 
 
 def test_a_tail_beside_sliding_windows_is_refused(tmp_path):
@@ -189,7 +189,7 @@ def test_a_tail_beside_sliding_windows_is_refused(tmp_path):
 
 def test_a_tail_on_a_gpu_is_refused(config, monkeypatch):
     monkeypatch.setattr(limits, "_on_cpu", lambda: False)
-    monkeypatch.setattr(limits, "plan_of", lambda _: KVSpec("tq4", tail=8).plan(6))
+    monkeypatch.setattr(limits, "kv_plan", lambda _: KVSpec("tq4", tail=8).plan(6))
     assert limits._cache(config) == "a tail or sinks in BF16 are served on CPUs alone; leave them out"
 
 
@@ -211,16 +211,16 @@ def test_blocks_of_a_tail_have_as_many_tokens_as_fit_beside_the_packed_ones(kv, 
 
 def test_what_is_said_of_a_sequence_is_what_it_holds_at_most(config):
     """At every length of a sequence that decodes."""
-    made = engine(config)
-    plan, shape = KVPlan(tuple(made.pairs), recent=TAIL, sink=SINKS), KVShape(SHAPE.kv_heads, SHAPE.head_dim)
-    size, held = next(iter(made.tails.values())).spec.block_size, 0
-    request = made.request("one", tokens(CHUNK, 7))
-    made.begin(request)
+    subject = engine(config)
+    plan, shape = KVPlan(tuple(subject.pairs), recent=TAIL, sink=SINKS), KVShape(SHAPE.kv_heads, SHAPE.head_dim)
+    size, most_blocks = next(iter(subject.tails.values())).spec.block_size, 0
+    request = subject.request("one", tokens(CHUNK, 7))
+    subject.begin(request)
     request.num_computed_tokens = CHUNK
     for token in range(200):
         request.append_output_token_ids(token)
-        made.go_on(request, 1)
+        subject.go_on(request, 1)
         request.num_computed_tokens += 1
-        held = max(held, sum(block > 0 for block in made.manager.get_block_ids("one")[1]))
+        most_blocks = max(most_blocks, sum(block > 0 for block in subject.manager.get_block_ids("one")[1]))
     assert size == 64
-    assert kept_bytes(plan, shape, SHAPE.block_size) == held * made.block_bytes
+    assert kept_bytes(plan, shape, SHAPE.block_size) == most_blocks * subject.block_bytes

@@ -19,8 +19,8 @@ from vllm_server import Answer, serving
 
 from haarkv.models.catalog import TINY
 from haarkv.serving.vllm_plugin.backend import with_content
-from haarkv.serving.vllm_plugin.chosen import plan_of, sliding_layers
-from haarkv.serving.vllm_plugin.own_pages import fitted
+from haarkv.serving.vllm_plugin.chosen import kv_plan, sliding_layers
+from haarkv.serving.vllm_plugin.own_pages import fit_windows
 
 WINDOW, LAYERS = 64, ["sliding_attention", "sliding_attention", "full_attention"] * 2
 CONFIG = {
@@ -29,13 +29,13 @@ CONFIG = {
     "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "hidden_act": "silu", "dtype": "bfloat16",
     "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0, "sliding_window": WINDOW, "layer_types": LAYERS,
 }  # fmt: skip
-ASKED = prompts(12, (130, 200, 300, 700))
+PROMPTS = prompts(12, (130, 200, 300, 700))
 NEW_TOKENS = 24
 
 
-def checkpoint(folder: Path, **changed: object) -> str:
+def checkpoint(folder: Path, **overrides: object) -> str:
     """Random weights, the same for every config."""
-    write(folder, {**CONFIG, **changed})
+    write(folder, {**CONFIG, **overrides})
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY / name, folder / name)
     draw, hidden = torch.Generator().manual_seed(0), 256
@@ -53,7 +53,7 @@ def checkpoint(folder: Path, **changed: object) -> str:
         f"{name}.weight": torch.randn(shape, generator=draw) * shape[-1] ** -0.5 if len(shape) > 1 else torch.ones(shape)
         for name, shape in shapes.items()
     }
-    save_file({name: of.bfloat16() for name, of in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
     return str(folder)
 
 
@@ -62,15 +62,23 @@ def error(ours: list[Answer], theirs: list[Answer]) -> float:
 
     Positions after the same tokens count; one where no token is among the likeliest of both is infinitely far.
     """
-    found = []
+    means = []
     for a, b in zip(ours, theirs, strict=True):
-        apart = []
+        gaps = []
         for place, (one, other) in enumerate(zip(a.candidates, b.candidates, strict=True)):
             if a.token_ids[:place] == b.token_ids[:place]:
-                of, and_of = dict(one), dict(other)
-                apart.append(max((abs(of[token] - and_of[token]) for token in of.keys() & and_of.keys()), default=math.inf))
-        found.append(statistics.mean(apart))
-    return statistics.median(found)
+                our_logprobs, their_logprobs = dict(one), dict(other)
+                gaps.append(
+                    max(
+                        (
+                            abs(our_logprobs[token] - their_logprobs[token])
+                            for token in our_logprobs.keys() & their_logprobs.keys()
+                        ),
+                        default=math.inf,
+                    )
+                )
+        means.append(statistics.mean(gaps))
+    return statistics.median(means)
 
 
 @pytest.mark.vllm_server
@@ -79,9 +87,9 @@ def test_the_text_is_that_of_vllms_own_cache_and_that_of_another_window_is_not(t
     answers, tokens = {}, {}
     for name, folder, kv in (("bf16", model, "bf16"), ("tq8", model, "tq8"), ("tq4", model, "tq4"), ("other", other, "bf16")):
         with serving(tmp_path / f"{name}.log", kv=kv, model=folder, cache_bytes=2**25) as server:
-            answers[name] = server.complete(ASKED, NEW_TOKENS)
+            answers[name] = server.complete(PROMPTS, NEW_TOKENS)
             # The second time prompts are known; a window's first blocks are gone.
-            assert server.complete(ASKED, NEW_TOKENS) == answers[name] or name == "bf16"
+            assert server.complete(PROMPTS, NEW_TOKENS) == answers[name] or name == "bf16"
             tokens[name] = server.kv_tokens()
             assert not [metric for metric in server.metrics() if metric.startswith("haarkv:kv_")]
     off = {name: error(answers["bf16"], answers[name]) for name in ("tq8", "tq4", "other")}
@@ -95,12 +103,12 @@ def test_the_text_is_that_of_vllms_own_cache_and_that_of_another_window_is_not(t
 @pytest.mark.vllm_server
 def test_drafts_change_no_text_but_at_near_ties(tmp_path):
     """With drafts, several tokens of a sequence are checked at once, in blocks of windows too."""
-    model, asked = checkpoint(tmp_path / "model"), [prompt + prompt[-40:] for prompt in ASKED]
+    model, prompt_ids = checkpoint(tmp_path / "model"), [prompt + prompt[-40:] for prompt in PROMPTS]
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
     answers = {}
     for name, flags in (("plain", ()), ("drafts", ("--speculative-config", json.dumps(drafts)))):
         with serving(tmp_path / f"{name}.log", *flags, kv="tq8", model=model, cache_bytes=2**25) as server:
-            answers[name] = server.complete(asked, NEW_TOKENS)
+            answers[name] = server.complete(prompt_ids, NEW_TOKENS)
             assert (server.metrics().get("vllm:spec_decode_num_draft_tokens_total", 0) > NEW_TOKENS) == bool(flags)
     off = error(answers["plain"], answers["drafts"])
     print(off)
@@ -112,15 +120,15 @@ def test_layers_with_a_window_stay_with_vllm(tmp_path):
     config = configure(write(tmp_path / "model", CONFIG))
     assert sliding_layers(config.model_config) == (0, 1, 3, 4)
     assert config.attention_config.backend_per_kind == {"sliding_window": AttentionBackendEnum.CPU_ATTN}
-    assert [k.name for k, _ in plan_of(config).layers] == ["bf16", "bf16", "tq4"] * 2
+    assert [k.name for k, _ in kv_plan(config).layers] == ["bf16", "bf16", "tq4"] * 2
 
 
 @pytest.mark.vllm_short
 def test_what_was_not_tried_with_windows_is_refused(tmp_path):
     folder = write(tmp_path / "model", CONFIG)
     drafts = {"method": "draft_model", "model": str(TINY), "num_speculative_tokens": 2}
-    refused = "speculative decoding by draft_model is not supported with sliding windows; by ngram it is"
-    assert_refused(folder, refused, speculative_config=drafts)
+    reason = "speculative decoding by draft_model is not supported with sliding windows; by ngram it is"
+    assert_refused(folder, reason, speculative_config=drafts)
     for what, options in (
         ("offloading", offloading()),
         ("--disable-hybrid-kv-cache-manager", {"disable_hybrid_kv_cache_manager": True}),
@@ -134,6 +142,6 @@ def test_blocks_of_windows_are_as_large_as_fits_a_packed_page(content, block):
     """K and V of one token and KV head of 64 in bf16 take 256 bytes; `content` packed."""
     shape = {"block_size": 128, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
     packed, sliding = with_content(FullAttentionSpec(**shape), content), SlidingWindowSpec(**shape, sliding_window=64)
-    found = fitted({"full": packed, "window": sliding})
-    assert found == {"full": packed, "window": SlidingWindowSpec(**{**shape, "block_size": block}, sliding_window=64)}
-    assert found["window"].page_size_bytes <= packed.page_size_bytes or block == 32
+    specs = fit_windows({"full": packed, "window": sliding})
+    assert specs == {"full": packed, "window": SlidingWindowSpec(**{**shape, "block_size": block}, sliding_window=64)}
+    assert specs["window"].page_size_bytes <= packed.page_size_bytes or block == 32

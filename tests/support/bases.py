@@ -4,9 +4,9 @@ import torch
 
 from haarkv.tq_ops.formats.made_up import basis, calibration, vectors
 
-__all__ = ["basis", "calibration", "vectors_of"]
+__all__ = ["basis", "basis_vectors", "calibration"]
 
 
-def vectors_of(of, layer, tokens, seed=0):
+def basis_vectors(calibration, layer, tokens, seed=0):
     """Keys [H, tokens, D] as a basis expects them."""
-    return vectors(of.k[layer], tokens, torch.Generator().manual_seed(seed))
+    return vectors(calibration.k[layer], tokens, torch.Generator().manual_seed(seed))

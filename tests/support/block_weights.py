@@ -18,10 +18,10 @@ LEVELS = {"Q4_1": 4, "Q5_1": 4, "Q4_K": 16, "Q5_K": 16}
 """Of types with a minimum, where a block's levels begin: with all of them zero, the minima are left."""
 
 
-def made(kind, outputs, inputs, seed=0, dtype=torch.float32):
+def random_blocks(kind, outputs, inputs, seed=0, dtype=torch.float32):
     """Blocks [outputs, inputs]; inputs are whole blocks of the type."""
-    generator, known = np.random.default_rng(seed), gguf.GGMLQuantizationType[kind]
-    numbers, nbytes = gguf.GGML_QUANT_SIZES[known]
+    generator, gguf_type = np.random.default_rng(seed), gguf.GGMLQuantizationType[kind]
+    numbers, nbytes = gguf.GGML_QUANT_SIZES[gguf_type]
     if kind in HALVES:
         data = generator.integers(0, 256, (outputs, inputs // numbers, nbytes), np.uint8)
         for at in HALVES[kind]:
@@ -30,8 +30,8 @@ def made(kind, outputs, inputs, seed=0, dtype=torch.float32):
         data = data.reshape(outputs, -1)
     else:
         rows = generator.normal(0.02, 0.05, (outputs, inputs)).astype(np.float32)
-        data = gguf.quantize(rows, known)
-    return Blocks(torch.from_numpy(np.ascontiguousarray(data)), block_type(known), dtype)
+        data = gguf.quantize(rows, gguf_type)
+    return Blocks(torch.from_numpy(np.ascontiguousarray(data)), block_type(gguf_type), dtype)
 
 
 def in_blocks(model, kinds=TYPES):
@@ -41,32 +41,32 @@ def in_blocks(model, kinds=TYPES):
     """
     layers, kinds = [], cycle(kinds)
 
-    def stored(weight):
+    def encode(weight):
         kind = next(kinds)
         if weight.shape[1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]:
             kind = "Q8_0"
         if kind in HALVES:
-            drawn = made(kind, *weight.shape, dtype=weight.dtype)
-            larger = torch.log2(weight.float().norm() / dense(drawn).float().norm()).round()
-            return drawn * torch.full((len(weight), 1), 2.0 ** float(larger))
+            random_weight = random_blocks(kind, *weight.shape, dtype=weight.dtype)
+            larger = torch.log2(weight.float().norm() / dense(random_weight).float().norm()).round()
+            return random_weight * torch.full((len(weight), 1), 2.0 ** float(larger))
         data = gguf.quantize(weight.float().numpy(), gguf.GGMLQuantizationType[kind])
         return Blocks(torch.from_numpy(np.ascontiguousarray(data)), block_type(gguf.GGMLQuantizationType[kind]), weight.dtype)
 
     for layer in model.weights.layers:
-        layers.append(layer.changed(lambda field, weight: stored(weight) if field.endswith("_proj") else weight))
-    weights = replace(model.weights, layers=tuple(layers), lm_head=stored(model.weights.lm_head))
+        layers.append(layer.changed(lambda field, weight: encode(weight) if field.endswith("_proj") else weight))
+    weights = replace(model.weights, layers=tuple(layers), lm_head=encode(model.weights.lm_head))
     return replace(model, weights=weights)
 
 
-def blocks_of(weight):
+def block_bytes(weight):
     """The bytes of its blocks [outputs, blocks, bytes], as they lie."""
     return weight.data.view(len(weight), -1, weight.type.nbytes)
 
 
-def minima_of(weight):
+def block_minima(weight):
     """[outputs, inputs] fp32, what numbers of a type with a minimum begin at; zero of the others."""
     if weight.type.name not in LEVELS:
         return torch.zeros(weight.shape)
-    data = blocks_of(weight).clone()
+    data = block_bytes(weight).clone()
     data[..., LEVELS[weight.type.name] :] = 0
     return weight.type.restore(data.view(len(weight), -1))

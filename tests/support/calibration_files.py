@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-from haarkv.engine.plans import shape_of
+from haarkv.engine.plans import shape_signature
 from haarkv.models.catalog import load_model
 from haarkv.models.fingerprint import fingerprint
 from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv import plan_file
-from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of, save
+from haarkv.tq_ops.kv.calibration_file import CalibrationFile, make_calibration, save
 
 
 def write_calibration(path, model="tiny", weights=None, seed=0, **plan):
@@ -17,12 +17,12 @@ def write_calibration(path, model="tiny", weights=None, seed=0, **plan):
         weights: the fingerprint of another model.
         plan: fields of a `KVSpec`, to make the file a plan of these coordinates.
     """
-    loaded = load_model(str(model), "bfloat16")
-    config, shape = loaded.config, shape_of(loaded.config)
-    made = made_up.calibration(config.num_layers, config.heads.num_kv_heads, config.heads.head_dim, seed)
-    file = CalibrationFile(calibration_of(made.k), shape, weights or fingerprint(loaded.weights.named()))
+    loaded_model = load_model(str(model), "bfloat16")
+    config, shape = loaded_model.config, shape_signature(loaded_model.config)
+    calibration = made_up.calibration(config.num_layers, config.heads.num_kv_heads, config.heads.head_dim, seed)
+    file = CalibrationFile(make_calibration(calibration.k), shape, weights or fingerprint(loaded_model.weights.named()))
     if plan:
-        chosen = replace(file.spec, **plan).plan(config.num_layers)
-        file = replace(file, plan=plan_file.dumps(chosen, shape))
+        kv_plan = replace(file.spec, **plan).plan(config.num_layers)
+        file = replace(file, plan=plan_file.dumps(kv_plan, shape))
     save(path, file)
     return path

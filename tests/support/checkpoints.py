@@ -39,19 +39,19 @@ def layer_tensor(layer: int, name: str) -> str:
     return f"model.layers.{layer}.{name}.weight"
 
 
-def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Every tensor of a `config.json`, written down apart from the loader's own list."""
     hidden, mlp, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config["vocab_size"], hidden)}
     for layer in range(config["num_hidden_layers"]):
-        of_layer = {
+        layer_shapes = {
             "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
             "self_attn.q_proj": (q, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
             "self_attn.q_norm": (dim,), "self_attn.k_norm": (dim,), "self_attn.o_proj": (hidden, q),
             "mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden), "mlp.down_proj": (hidden, mlp),
         }  # fmt: skip
-        shapes |= {layer_tensor(layer, name): shape for name, shape in of_layer.items()}
+        shapes |= {layer_tensor(layer, name): shape for name, shape in layer_shapes.items()}
     shapes[FINAL_NORM] = (hidden,)
     if not config["tie_word_embeddings"]:
         shapes[HEAD] = (config["vocab_size"], hidden)
@@ -67,7 +67,7 @@ def random_tensors(config: dict[str, Any], seed: int = 0) -> Tensors:
             return torch.empty(shape).uniform_(0.5, 1.5, generator=generator)
         return torch.randn(shape, generator=generator) * shape[1] ** -0.5
 
-    return {name: draw(shape) for name, shape in shapes_of(config).items()}
+    return {name: draw(shape) for name, shape in tensor_shapes(config).items()}
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -85,8 +85,8 @@ def byte_tokenizer() -> Tokenizer:
 
 def byte_pieces() -> Tokenizer:
     """As `byte_tokenizer`, of a SentencePiece vocabulary: a byte that is a letter is spelled as one, the others `<0x80>`."""
-    spelled = {byte: chr(byte) if chr(byte).isalnum() and byte < 128 else f"<0x{byte:02X}>" for byte in range(256)}
-    vocab = {token: byte for byte, token in spelled.items()} | {END_OF_TEXT: END_OF_TEXT_ID}
+    spellings = {byte: chr(byte) if chr(byte).isalnum() and byte < 128 else f"<0x{byte:02X}>" for byte in range(256)}
+    vocab = {token: byte for byte, token in spellings.items()} | {END_OF_TEXT: END_OF_TEXT_ID}
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=[], byte_fallback=True))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
@@ -99,9 +99,9 @@ def saying(text: str | bytes, *, endless: bool = False) -> Callable[[Tensors], N
 
     Attention and MLP are switched off, and the head maps each byte's embedding to the byte that follows.
     """
-    said = list(text.encode() if isinstance(text, str) else text)
-    assert len(set(said)) == len(said), "a byte that comes twice has no one successor"
-    follows = dict(zip(said, [*said[1:], said[0] if endless else END_OF_TEXT_ID], strict=True))
+    tokens = list(text.encode() if isinstance(text, str) else text)
+    assert len(set(tokens)) == len(tokens), "a byte that comes twice has no one successor"
+    follows = dict(zip(tokens, [*tokens[1:], tokens[0] if endless else END_OF_TEXT_ID], strict=True))
 
     def mutate(tensors: Tensors) -> None:
         for name, tensor in tensors.items():
@@ -176,8 +176,8 @@ def write_weights(folder: Path, tensors: Tensors, shards: int = 1) -> None:
         return
     weight_map = {name: shard_name(i * shards // len(tensors), shards) for i, name in enumerate(tensors)}
     for file in sorted(set(weight_map.values())):
-        held = {name: tensors[name] for name in tensors if weight_map[name] == file}
-        save_file(held, folder / file, metadata={"format": "pt"})
+        shard = {name: tensors[name] for name in tensors if weight_map[name] == file}
+        save_file(shard, folder / file, metadata={"format": "pt"})
     index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import bounds
 import torch
 from levels import compare_tokens
-from op_tables import LAYER, Case, cache_tensors, filled, poisoned_cache, relative, windows_of
+from op_tables import LAYER, Case, bf16_windows, cache_tensors, filled, poisoned_cache, relative
 from torch import Tensor
 
 from haarkv.tq_ops import reference
@@ -18,29 +18,29 @@ from haarkv.tq_ops.table import OpTable
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def everything_in(made: PagedKVCache) -> list[Tensor]:
+def everything_in(cache: PagedKVCache) -> list[Tensor]:
     """The very tensors of a cache: codes, scales, and tokens in BF16."""
-    return [*(tensor for *_, tensor in cache_tensors(made)), *windows_of(made)]
+    return [*(tensor for *_, tensor in cache_tensors(cache)), *bf16_windows(cache)]
 
 
-def as_bytes(made: PagedKVCache) -> list[Tensor]:
+def as_bytes(cache: PagedKVCache) -> list[Tensor]:
     """Copies of those, as bytes on the host, to be compared bit for bit, NaN included."""
-    return [tensor.cpu().contiguous().view(torch.uint8).clone() for tensor in everything_in(made)]
+    return [tensor.cpu().contiguous().view(torch.uint8).clone() for tensor in everything_in(cache)]
 
 
 def same(before: list[Tensor], after: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def on_device(made: PagedKVCache, case: Case) -> PagedKVCache:
+def on_device(cache: PagedKVCache, case: Case) -> PagedKVCache:
     """A copy of a case's cache where the kernels run."""
     copy = poisoned_cache(case, DEVICE)
-    for ours, theirs in zip(everything_in(copy), everything_in(made), strict=True):
+    for ours, theirs in zip(everything_in(copy), everything_in(cache), strict=True):
         ours.copy_(theirs)
     return copy
 
 
-def padded(batch: Batch, dead: int, *, table: int = 0, width: int = 0) -> Batch:
+def pad_batch(batch: Batch, dead: int, *, table: int = 0, width: int = 0) -> Batch:
     """A batch of one new token a sequence and so many dead ones, as a captured step is padded: length 0, slot -1.
 
     Args:
@@ -65,19 +65,19 @@ def attention_error(
         size: of the queries.
         v_scales: by which V's scales are multiplied.
     """
-    made, batch = filled(case)
-    made.v_fields(LAYER)["scale"].mul_(v_scales)
+    cache, batch = filled(case)
+    cache.v_fields(LAYER)["scale"].mul_(v_scales)
     scale = scale or case.head_dim**-0.5
     generator = torch.Generator().manual_seed(1)
     q = (size * torch.randn(len(batch.positions), case.kv_heads * case.group, case.head_dim, generator=generator)).to(dtype)
-    of_reference = q if size == 2.0 and v_scales == 1.0 else q.float()
-    theirs = reference.paged_attention(of_reference, made, LAYER, batch, scale)
-    ours = ops.paged_attention(q.to(DEVICE), on_device(made, case), LAYER, batch.to(DEVICE), scale)
+    reference_q = q if size == 2.0 and v_scales == 1.0 else q.float()
+    theirs = reference.paged_attention(reference_q, cache, LAYER, batch, scale)
+    ours = ops.paged_attention(q.to(DEVICE), on_device(cache, case), LAYER, batch.to(DEVICE), scale)
     assert (ours.dtype, ours.shape) == (dtype, theirs.shape)
     return relative(ours, theirs)
 
 
-def within(dtype: torch.dtype) -> float:
+def attention_bound(dtype: torch.dtype) -> float:
     """What attention may be off by."""
     return (bounds.LAYER_FP32 if dtype == torch.float32 else bounds.LAYER_BF16).attention
 
@@ -94,12 +94,12 @@ def check_stored(ours: PagedKVCache, theirs: PagedKVCache, k: Tensor, v: Tensor,
         mine, other = ({n: t.cpu() for n, t in getattr(c, f"{side}_fields")(LAYER).items()} for c in (ours, theirs))
         new = [{name: t[block, :, offset] for name, t in fields.items()} for fields in (other, mine)]
         kv_format = getattr(theirs, f"{side}_format")(LAYER)
-        given = kv_format.as_stored(x.transpose(0, 1), LAYER, batch.positions).transpose(0, 1)
-        compared, length = compare_tokens(kv_format, LAYER, *new, given, noise)
-        assert compared.unexplained == 0
-        assert compared.match > 0.999
+        stored_x = kv_format.as_stored(x.transpose(0, 1), LAYER, batch.positions).transpose(0, 1)
+        comparison, length = compare_tokens(kv_format, LAYER, *new, stored_x, noise)
+        assert comparison.unexplained == 0
+        assert comparison.match > 0.999
         assert length <= bounds.LAYER_FP32.length
         for name, tensor in mine.items():
-            untouched = torch.ones(tensor.shape[:3], dtype=torch.bool)
-            untouched[block, :, offset] = False
-            assert torch.equal(tensor[untouched].view(torch.uint8), other[name][untouched].view(torch.uint8))
+            other_slots = torch.ones(tensor.shape[:3], dtype=torch.bool)
+            other_slots[block, :, offset] = False
+            assert torch.equal(tensor[other_slots].view(torch.uint8), other[name][other_slots].view(torch.uint8))

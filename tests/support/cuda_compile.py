@@ -15,30 +15,30 @@ from pathlib import Path
 
 import machine_code
 import triton
-from cuda_launches import GEMMA, Asked, because, everything
+from cuda_launches import GEMMA, LaunchRequest, because, everything
 from triton.backends import nvidia
 
 _BIN = Path(nvidia.__file__).parent / "bin"
 
 
-def compiled(asked: Asked) -> dict:
+def compile_launch(launch: LaunchRequest) -> dict:
     """Shared memory of a launch, and what it spills."""
-    binary = triton.compile(asked.source, target=asked.target, options=asked.options)
-    spilled = machine_code.Spilled(0, 0, 0)
+    binary = triton.compile(launch.source, target=launch.target, options=launch.options)
+    spills = machine_code.RegisterSpills(0, 0, 0)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(binary.asm["cubin"])
         usage = subprocess.run([_BIN / "cuobjdump", "-res-usage", path], capture_output=True, text=True, check=True).stdout
         if int(re.search(r"STACK:(\d+)", usage)[1]):  # without a stack nothing is spilled
-            spilled = machine_code.spilled(machine_code.disassemble(path))
-    return {"shared": binary.metadata.shared, "spilled": vars(spilled)}
+            spills = machine_code.count_spills(machine_code.disassemble(path))
+    return {"shared": binary.metadata.shared, "spilled": vars(spills)}
 
 
 def main(capability: int, shape: int | str) -> None:
-    for name, asked in everything(capability, [shape]).items():
+    for name, launch in everything(capability, [shape]).items():
         row = {"kernel": name}
         try:
-            row |= compiled(asked)
+            row |= compile_launch(launch)
         except Exception as error:
             row["refused"] = because(error)
         print(json.dumps(row), flush=True)

@@ -8,38 +8,43 @@ import sys
 import threading
 
 import torch
-from cuda_launches import TAIL, TQ4, Nothing, learned, recorded, shaped_model
+from cuda_launches import TAIL, TQ4, Nothing, learned_spec, record_launches, shaped_model
 from small_models import small_config, small_model
 
 from haarkv.executors.cuda import CudaExecutor
 from haarkv.models.base import new_cache
 
-ORDERS = {"tq4": TQ4, "tail": TAIL, "learned": learned("k=lr3,v=tq4", 64, 2, tail=32, sink=4), "short": TQ4}
+ORDERS = {"tq4": TQ4, "tail": TAIL, "learned": learned_spec("k=lr3,v=tq4", 64, 2, tail=32, sink=4), "short": TQ4}
 LATER = 400, 33, 11, 2, 1
 """New tokens of what comes later: other lengths than those that are compiled for."""
 
 
 def main(kv: str) -> None:
-    launched, threads = [], set()
+    launches, threads = [], set()
 
-    class Counted(Nothing):
+    class CountingKernel(Nothing):
         def run(self, *_: object) -> None:
-            launched.append(1)
+            launches.append(1)
 
     def kernel(_asked: object) -> Nothing:
         threads.add(threading.get_ident())
-        return Counted()
+        return CountingKernel()
 
     model = small_model(small_config(num_layers=2, head_dim=64, max_position_embeddings=60), dtype=torch.bfloat16)
     model = model if kv == "short" else shaped_model(64, torch.bfloat16, 2)
     longest = model.config.max_position_embeddings
     plan = ORDERS[kv].plan(2)
-    with recorded(90, kernel) as asked:
+    with record_launches(90, kernel) as compilations:
         executor = CudaExecutor(model, interpreted=True)
         executor.simulated = False
-        said = []
-        executor.compile_ahead(plan, said.append)
-        before = {"asked": len(asked), "launched": len(launched), "said": said, "here": threading.get_ident() in threads}
+        messages = []
+        executor.compile_ahead(plan, messages.append)
+        before = {
+            "asked": len(compilations),
+            "launched": len(launches),
+            "said": messages,
+            "here": threading.get_ident() in threads,
+        }
         cache, paging = new_cache(model.config, plan, sequences=1, tokens=min(600, longest), device=executor.device)
         for new in LATER:
             sequence, new = paging.add(), min(new, cache.most_new_tokens or new, longest)
@@ -47,7 +52,7 @@ def main(kv: str) -> None:
                 hidden = executor.forward(torch.zeros(new, dtype=torch.int64), paging.batch([sequence], [new]), cache)
                 executor._run.head(hidden)
             paging.free(sequence)
-        print(json.dumps({**before, "later": len(asked) - before["asked"], "launches": len(launched)}))
+        print(json.dumps({**before, "later": len(compilations) - before["asked"], "launches": len(launches)}))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,6 @@ with (
     patch("torch.cuda.current_stream", lambda: SimpleNamespace(cuda_stream=0x77)),
 ):
     print("most", available.most_shared_bytes(GPU), flush=True)
-    kernel = available.Kernel(decode.compiled("sm_90", *SHAPE), "decode", decode.shared_bytes(5, 128), GPU)
+    kernel = available.Kernel(decode.compile_kernel("sm_90", *SHAPE), "decode", decode.shared_bytes(5, 128), GPU)
     given = decode.Arguments(*range(1, 18), (18, 19, 20, 21), (22, 23, 24, 25), 26, 27, 0.5)
     kernel.launch((33, 8), decode.THREADS, given)

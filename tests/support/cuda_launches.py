@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 import triton
-from block_weights import made
+from block_weights import random_blocks
 from small_models import gemma_config, small_config, small_model
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource
@@ -41,7 +41,7 @@ _PROCESSORS = 132  # of an H100 or H200
 
 
 @dataclass(frozen=True)
-class Asked:
+class LaunchRequest:
     """What a launch asks the compiler for."""
 
     source: ASTSource
@@ -59,8 +59,8 @@ class Asked:
     def __str__(self) -> str:
         constants, types = {name: str(value) for name, value in self.named_constants().items()}, {}
         for name, kind in self.source.signature.items():
-            of_tuple = kind._asdict().items() if isinstance(kind, tuple) else ()
-            parts = {f"{name}.{field}": one for field, one in of_tuple} or {name: kind}
+            tuple_fields = kind._asdict().items() if isinstance(kind, tuple) else ()
+            parts = {f"{name}.{field}": one for field, one in tuple_fields} or {name: kind}
             types |= {part: constants.get(part, one) for part, one in parts.items()}
         divisible = [self._name(path) for path, attributes in self.source.attrs.items() if attributes]
         return f"{self.source.fn.__name__} {types}, divisible by 16: {divisible}"
@@ -95,34 +95,36 @@ class Nothing:
 
 
 @contextmanager
-def recorded(capability: int, kernel: Callable[[Asked], Nothing] = lambda _: Nothing()) -> Iterator[dict[str, Asked]]:
+def record_launches(
+    capability: int, kernel: Callable[[LaunchRequest], Nothing] = lambda _: Nothing()
+) -> Iterator[dict[str, LaunchRequest]]:
     """What is launched meanwhile, each specialisation once, as a GPU of so many processors would be asked for it.
 
     Args:
         kernel: what stands for the compiled kernel that a launch asks for.
     """
-    asked: dict[str, Asked] = {}
+    requests: dict[str, LaunchRequest] = {}
 
     def note(source: ASTSource, target: GPUTarget, options: dict, **_: object) -> Nothing:
-        one = Asked(source, target, options)
-        asked[str(one)] = one
+        one = LaunchRequest(source, target, options)
+        requests[str(one)] = one
         return kernel(one)
 
-    kept = triton.compiler.compile, torch.Tensor.is_cuda, ops.linear, available.nvrtc_missing
-    kept_choices = choices.processors, ops.capability
+    originals = triton.compiler.compile, torch.Tensor.is_cuda, ops.linear, available.nvrtc_missing
+    original_choices = choices.processors, ops.capability
     triton.compiler.compile = note
     torch.Tensor.is_cuda = property(lambda _: True)
-    of_blocks = ops.linear  # dense products are cuBLAS's
-    ops.linear = lambda x, weight: (of_blocks if isinstance(weight, Blocks) else reference.linear)(x, weight)
+    block_linear = ops.linear  # dense products are cuBLAS's
+    ops.linear = lambda x, weight: (block_linear if isinstance(weight, Blocks) else reference.linear)(x, weight)
     choices.processors, ops.capability = lambda _: _PROCESSORS, lambda _: capability
     available.nvrtc_missing = lambda: "only Triton's kernels are recorded"
     driver.set_active(_Driver(capability))
     try:
-        yield asked
+        yield requests
     finally:
-        triton.compiler.compile, torch.Tensor.is_cuda, ops.linear, available.nvrtc_missing = kept
-        choices.processors, ops.capability = kept_choices
-        for one in asked.values():
+        triton.compiler.compile, torch.Tensor.is_cuda, ops.linear, available.nvrtc_missing = originals
+        choices.processors, ops.capability = original_choices
+        for one in requests.values():
             one.source.fn.device_caches.clear()  # or it would be known the next time
 
 
@@ -172,16 +174,16 @@ def shaped_model(shape: int | str, dtype: torch.dtype, layers: int) -> DecoderMo
 
 FORMATS = ("tq4", "tq2", "tq3", "k=tq5,v=tq6", "tq8")
 TQ4, TAIL = KVSpec("tq4"), KVSpec("tq4", tail=128, sink=4)
-LEARNED = {64: "k=lr4,v=tq4", 128: "k=lr4,v=tq3", 256: "k=lr3,v=tq3", GEMMA: "k=lr3,v=tq3"}
+LEARNED_FORMATS = {64: "k=lr4,v=tq4", 128: "k=lr4,v=tq3", 256: "k=lr3,v=tq3", GEMMA: "k=lr3,v=tq3"}
 """By head_dim."""
 OTHER_LEARNED = ("k=lr2,v=tq2", "k=lr3,v=tq4", "k=lr5,v=tq4", "k=lr4,v=tq8")
 OTHER_TAILS = (KVSpec("tq4", tail=5), KVSpec("tq4", sink=300), KVSpec("k=tq8,v=tq3", tail=32, sink=1))
 
 
-def learned(kv: str, shape: int | str, layers: int, **kept: int) -> KVSpec:
+def learned_spec(kv: str, shape: int | str, layers: int, **window: int) -> KVSpec:
     """Learned keys of made-up coordinates, for a model of `shaped_model`."""
     head_dim = 256 if shape == GEMMA else shape
-    return KVSpec(kv, calibration=made_up.calibration(layers, SHAPES[shape][1], head_dim), **kept)
+    return KVSpec(kv, calibration=made_up.calibration(layers, SHAPES[shape][1], head_dim), **window)
 
 
 STATES = ((16, 16, 128), (16, 48, 128), (2, 4, 16))
@@ -213,17 +215,17 @@ one."""
 
 
 def mixtures(
-    of: Collection[tuple[int, int, int, int, bool]] = MIXTURES,
+    shapes: Collection[tuple[int, int, int, int, bool]] = MIXTURES,
     dtypes: Collection[torch.dtype] = (torch.bfloat16, torch.float32),
 ) -> None:
     """One token, some and so many that there are fewer tiles than pairs; weights that take no memory."""
-    for count, per_token, hidden, width, normalized in of:
+    for count, per_token, hidden, width, normalized in shapes:
         for dtype in dtypes:
             one = torch.zeros((), dtype=dtype)
             gate, down = one.expand(count * width, hidden), one.expand(count * hidden, width)
             stack = Stack(count, per_token, normalized, "silu", gate, gate, down)
             for tokens in (1, 16, 2 * count // per_token):
-                experts.through(one.expand(tokens, hidden), torch.zeros(tokens, count), stack)
+                experts.run_experts(one.expand(tokens, hidden), torch.zeros(tokens, count), stack)
 
 
 def products() -> None:
@@ -231,25 +233,25 @@ def products() -> None:
     experts in such blocks."""
     for kind, planes in PLANES.items():
         for inputs in (512, 768) if planes.together == 8 else (512, 96):  # rows that begin at multiples of 16 bytes, and not
-            plain = made(kind, 70, inputs)
+            plain = random_blocks(kind, 70, inputs)
             for weight in (plain, plain * torch.ones(70, 1) * torch.ones(inputs)):
-                stored = by_planes(weight, torch.device("cpu"))
+                device_weight = by_planes(weight, torch.device("cpu"))
                 for dtype in (torch.bfloat16, torch.float32):
                     for tokens in (1, 16, 70) if weight is plain else (3,):
-                        block_products.product(torch.zeros(tokens, inputs, dtype=dtype), stored)
-                    block_products.rows_of(stored, torch.zeros(2, dtype=torch.int64), dtype)
-        weight, x = by_planes(made(kind, 512, 256), torch.device("cpu")), torch.zeros(3, 256, dtype=torch.bfloat16)
-        experts.through(x, torch.zeros(3, 2), Stack(2, 1, True, "gelu_tanh", *[weight] * 3))
+                        block_products.product(torch.zeros(tokens, inputs, dtype=dtype), device_weight)
+                    block_products.gather_rows(device_weight, torch.zeros(2, dtype=torch.int64), dtype)
+        weight, x = by_planes(random_blocks(kind, 512, 256), torch.device("cpu")), torch.zeros(3, 256, dtype=torch.bfloat16)
+        experts.run_experts(x, torch.zeros(3, 2), Stack(2, 1, True, "gelu_tanh", *[weight] * 3))
 
 
-def everything(capability: int, head_dims: Collection[int | str] = tuple(SHAPES)) -> dict[str, Asked]:
+def everything(capability: int, head_dims: Collection[int | str] = tuple(SHAPES)) -> dict[str, LaunchRequest]:
     """What models of these head_dims, of both dtypes and with every width of levels launch, over blocks and pages.
 
     Dtypes, widths and batches are varied one by one around bf16 with tq4 over blocks of 128, and most of it again beside a
     tail and sinks in BF16; learned keys with and without. Head_dim 128 has all batches, pages of 16 for the widths, other
     tails, and more widths of learned keys. Layers 0, 1 and 16 are among them.
     """
-    with recorded(capability) as asked:
+    with record_launches(capability) as requests:
         for head_dim in head_dims:
             widest, width = head_dim == 128, 256 if head_dim == GEMMA else head_dim
             for spec in (TQ4, TAIL):
@@ -257,7 +259,10 @@ def everything(capability: int, head_dims: Collection[int | str] = tuple(SHAPES)
                     serve(shaped_model(head_dim, torch.bfloat16, 17), spec, 128, prompts, 3)
                 serve(shaped_model(head_dim, torch.float32, 17), spec, 128, PROMPTS[0], 3)
             readable = [KVSpec(kv) for kv in FORMATS if unsupported(READS, KVSpec(kv).plan(2), KVShape(1, width)) is None]
-            learns = [learned(LEARNED[head_dim], head_dim, 2), learned(LEARNED[head_dim], head_dim, 2, tail=32, sink=4)]
+            learns = [
+                learned_spec(LEARNED_FORMATS[head_dim], head_dim, 2),
+                learned_spec(LEARNED_FORMATS[head_dim], head_dim, 2, tail=32, sink=4),
+            ]
             serve(shaped_model(head_dim, torch.float32, 2), learns[1], 128, PROMPTS[0], 1)
             deltas(STATES if widest else STATES[-1:])
             mixtures(MIXTURES if widest else MIXTURES[-1:])
@@ -265,10 +270,10 @@ def everything(capability: int, head_dims: Collection[int | str] = tuple(SHAPES)
                 products()
                 for spec in (TQ4, KVSpec("tq3"), learns[1]):  # prompts too short for 64 columns, in pages
                     serve(shaped_model(head_dim, torch.bfloat16, 2), spec, 16, PROMPTS[2], 1)
-                learns += [*(learned(kv, head_dim, 2) for kv in OTHER_LEARNED), *OTHER_TAILS]
+                learns += [*(learned_spec(kv, head_dim, 2) for kv in OTHER_LEARNED), *OTHER_TAILS]
             for spec in (*readable, *learns):
                 serve(shaped_model(head_dim, torch.bfloat16, 2), spec, 16 if widest else 128, PROMPTS[0], 1)
-    return asked
+    return requests
 
 
 def because(error: BaseException) -> str:

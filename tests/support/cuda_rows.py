@@ -9,7 +9,7 @@ from pathlib import Path
 from places import ROOT
 
 
-def rows_of(script: str, *arguments: str, triton: Path | None = None) -> list[dict]:
+def script_rows(script: str, *arguments: str, triton: Path | None = None) -> list[dict]:
     """The JSON lines that a script prints.
 
     Args:

@@ -51,8 +51,8 @@ def same(one, other):
     return all(torch.equal(one[name], other[name]) for name in ("conv", "delta", "seen"))
 
 
-def whole(ops, case, seed=0, length=90, told=90, device="cpu"):
-    """What the first `length` of `told` tokens give at once, and the state that they leave."""
-    run = Run(ops, case, sequences=seed + 1, length=told, device=device)
+def whole(ops, case, seed=0, length=90, total=90, device="cpu"):
+    """What the first `length` of `total` tokens give at once, and the state that they leave."""
+    run = Run(ops, case, sequences=seed + 1, length=total, device=device)
     (out,) = run.run([seed], [length])
     return out, run.state(seed)

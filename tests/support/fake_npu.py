@@ -18,7 +18,7 @@ import torch
 torch.utils.rename_privateuse1_backend("npu")
 npu = SimpleNamespace(is_available=lambda: True, device_count=lambda: 1, set_device=lambda index: None)
 """
-_LOADED = "\ndef _autoload():\n    print('torch-npu was loaded by torch')\n"
+_AUTOLOAD_SOURCE = "\ndef _autoload():\n    print('torch-npu was loaded by torch')\n"
 
 
 def install(folder, source):
@@ -29,13 +29,13 @@ def install(folder, source):
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch_npu\nVersion: {release}\n", encoding="utf-8")
     (metadata / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n", encoding="utf-8")
     (folder / "torch_npu").mkdir()
-    (folder / "torch_npu" / "__init__.py").write_text(source + _LOADED, encoding="utf-8")
+    (folder / "torch_npu" / "__init__.py").write_text(source + _AUTOLOAD_SOURCE, encoding="utf-8")
 
 
 def run(folder, home, *arguments, cwd=None, **variables):
     """Run Python where that package is installed, in a home folder of its own; the finished process."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("ASCEND", "TORCH_DEVICE", "TILE_FWK"))}
-    environment = {**inherited, "PYTHONPATH": str(folder), "HOME": str(home), **variables}
+    parent_env = {k: v for k, v in os.environ.items() if not k.startswith(("ASCEND", "TORCH_DEVICE", "TILE_FWK"))}
+    environment = {**parent_env, "PYTHONPATH": str(folder), "HOME": str(home), **variables}
     return subprocess.run(
         [sys.executable, *arguments], cwd=cwd or ROOT, env=environment, capture_output=True, text=True, check=False
     )

@@ -11,7 +11,7 @@ from transformers_judge import saved_random
 from haarkv.executors.base import verify
 from haarkv.executors.cpu import CpuExecutor
 from haarkv.models.base import new_cache
-from haarkv.models.catalog import path_of
+from haarkv.models.catalog import find_model
 from haarkv.tq_ops.kv.plan import KVSpec
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
@@ -68,12 +68,12 @@ IN_FILES = (
 TOKENS = torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
-def vocabulary_of(name):
+def model_vocabulary(name):
     """Of as many tokens as the model has, for a GGUF file."""
     return byte_vocabulary("qwen35", special=tuple(f"<|{n}|>" for n in range(38))) if name in HYBRIDS else byte_vocabulary()
 
 
-def written(folder, name):
+def save_model(folder, name):
     """The transformers model of a name, saved with a tokenizer."""
     family, entries = (MODELS | HYBRIDS)[name]
     return saved_random(folder, family, SHAPE | entries)
@@ -86,7 +86,7 @@ def saved(tmp_path_factory):
     @cache
     def get(name):
         folder = tmp_path_factory.mktemp(name)
-        return folder, written(folder, name)
+        return folder, save_model(folder, name)
 
     return get
 
@@ -101,12 +101,12 @@ def folder_of(saved):
 def in_gguf(tmp_path_factory):
     """The hybrid that ships as llama.cpp's converter would write it, its drafting layer behind the others."""
     folder = tmp_path_factory.mktemp("hybrid")
-    shutil.copytree(path_of("tiny-hybrid"), folder / "said", ignore=shutil.ignore_patterns("*.py", "*.md", "__pycache__"))
+    shutil.copytree(find_model("tiny-hybrid"), folder / "said", ignore=shutil.ignore_patterns("*.py", "*.md", "__pycache__"))
     vocabulary = byte_vocabulary(pre="qwen35", special=("<|end|>",))
     return convert(folder / "said", folder / "m.gguf", vocabulary=vocabulary)
 
 
-def logits_of(model, tokens):
+def cpu_logits(model, tokens):
     """[T, vocab] on `cpu`, nothing rounded."""
     cache, paging = new_cache(model.config, KVSpec("fp32").plan(model.config.num_layers), sequences=1, tokens=len(tokens))
     return verify(CpuExecutor(model), torch.as_tensor(tokens), paging.batch([paging.add()], [len(tokens)]), cache)

@@ -15,7 +15,7 @@ def bit_string(levels, bits):
     return bytes(int(stream[i : i + 8][::-1], 2) for i in range(0, len(stream), 8))
 
 
-def levels_of(data, bits, count):
+def unpack_levels(data, bits, count):
     stream = "".join(format(byte, "08b")[::-1] for byte in data)
     return [int(stream[i * bits : (i + 1) * bits][::-1], 2) for i in range(count)]
 
@@ -40,22 +40,22 @@ def kivi_group(numbers, bits):
 
 
 def encode_kivi_values(x, bits, group):
-    found = [kivi_group(part, bits) for part in blocks(x, group)]
-    codes = bit_string([level for levels, _, _ in found for level in levels], bits)
-    return codes + b"".join(s.tobytes() for _, s, _ in found) + b"".join(z.tobytes() for _, _, z in found)
+    groups = [kivi_group(part, bits) for part in blocks(x, group)]
+    codes = bit_string([level for levels, _, _ in groups for level in levels], bits)
+    return codes + b"".join(s.tobytes() for _, s, _ in groups) + b"".join(z.tobytes() for _, _, z in groups)
 
 
 def encode_kivi_keys(x, bits):
     """x: [G, D]."""
-    found = [kivi_group(list(channel), bits) for channel in x.T]
-    codes = b"".join(bit_string(levels, bits) for levels, _, _ in found)
-    return codes + b"".join(s.tobytes() for _, s, _ in found) + b"".join(z.tobytes() for _, _, z in found)
+    groups = [kivi_group(list(channel), bits) for channel in x.T]
+    codes = b"".join(bit_string(levels, bits) for levels, _, _ in groups)
+    return codes + b"".join(s.tobytes() for _, s, _ in groups) + b"".join(z.tobytes() for _, _, z in groups)
 
 
 def decode_kivi(data, bits, group, count):
     """`count` numbers in groups one after the other: of a value's channels, or of each channel's tokens."""
     size, groups = count * bits // 8, count // group
-    levels = levels_of(data[:size], bits, count)
+    levels = unpack_levels(data[:size], bits, count)
     scales, zeros = (np.frombuffer(data[size + 4 * groups * i : size + 4 * groups * (i + 1)], "<f4") for i in (0, 1))
     return [f32(f32(f32(level) * scales[i // group]) + zeros[i // group]) for i, level in enumerate(levels)]
 

@@ -91,24 +91,24 @@ class Place:
         """Run a command that must be taken or refused, and change nothing."""
         before, out, err = snapshot(self.folder), io.StringIO(), io.StringIO()
         with redirect_stdout(out), redirect_stderr(err), limited():
-            ended = main([str(arg) for arg in args])
+            exit_code = main([str(arg) for arg in args])
         assert snapshot(self.folder) == before, args
-        assert ended in code, (args, err.getvalue())
-        if ended == 2:
+        assert exit_code in code, (args, err.getvalue())
+        if exit_code == 2:
             assert not out.getvalue()
-            *said, refusal = err.getvalue().splitlines(keepends=True)
-            assert all(line.startswith(BEFORE) for line in said), said
+            *notes, refusal = err.getvalue().splitlines(keepends=True)
+            assert all(line.startswith(BEFORE) for line in notes), notes
             assert_one_line(refusal)
         assert "Traceback" not in err.getvalue()
-        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - self.peak
-        assert grown < MOST_GROWTH, (args, grown)
-        return ended
+        growth = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - self.peak
+        assert growth < MOST_GROWTH, (args, growth)
+        return exit_code
 
     def generate(self, *args, model=None):
         return self.run("generate", "--model", model or self.model, "--prompt", "a", "--max-new-tokens", 1, "--no-chat", *args)
 
 
-def tried(place, kind, count, derandomize):
+def run_examples(place, kind, count, derandomize):
     @settings(
         max_examples=count, derandomize=derandomize, deadline=None, database=None, phases=[Phase.explicit, Phase.generate],
         suppress_health_check=list(HealthCheck), print_blob=True,

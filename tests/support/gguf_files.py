@@ -58,14 +58,14 @@ def convert(folder: Path, path: Path, kind: str = "F32", extra=None, vocabulary=
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     architecture = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture], split_max_tensors=each)
-    words = padded(vocabulary or {}, config["vocab_size"])
-    for key, value in (entries_of(config, writer.arch) | words | (extra or {})).items():
+    words = pad_vocabulary(vocabulary or {}, config["vocab_size"])
+    for key, value in (model_entries(config, writer.arch) | words | (extra or {})).items():
         if key not in leave_out:
             add(writer, key, value)
     quantization = gguf.GGMLQuantizationType[kind]
-    for name, tensor in tensors_of(config, load_file(folder / "model.safetensors"), architecture):
-        stored = quantization if tensor.ndim > 1 and "conv1d" not in name else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(name, gguf.quantize(tensor.float().numpy(), stored), raw_dtype=stored)
+    for name, tensor in file_tensors(config, load_file(folder / "model.safetensors"), architecture):
+        tensor_kind = quantization if tensor.ndim > 1 and "conv1d" not in name else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(name, gguf.quantize(tensor.float().numpy(), tensor_kind), raw_dtype=tensor_kind)
     close(writer)
     return sorted(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))[0] if each else path
 
@@ -78,7 +78,7 @@ def close(writer) -> Path:
     return Path(writer.path)
 
 
-def padded(vocabulary, count):
+def pad_vocabulary(vocabulary, count):
     """A vocabulary of as many tokens as the embedding has rows, as the converter fills it up."""
     key = "tokenizer.ggml.{}".format
     more = count - len(vocabulary.get(key("tokens"), [0] * count))
@@ -86,11 +86,11 @@ def padded(vocabulary, count):
     return vocabulary | {key(name): vocabulary[key(name)] + with_ for name, with_ in fill.items() if key(name) in vocabulary}
 
 
-def entries_of(config, arch):
+def model_entries(config, arch):
     rope = config.get("rope_parameters") or config
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    said = {
+    entries = {
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
         "block_count": config["num_hidden_layers"],
@@ -104,22 +104,22 @@ def entries_of(config, arch):
         "rope.dimension_count": head_dim,
     }
     if config["model_type"] == "qwen3_moe":
-        said |= {
+        entries |= {
             "expert_count": config.get("num_experts") or config["num_local_experts"],
             "expert_used_count": config["num_experts_per_tok"],
             "expert_feed_forward_length": config["moe_intermediate_size"],
         }
     if config["model_type"].startswith("qwen3_5"):
-        said |= delta_entries(config, rope, head_dim)
+        entries |= delta_entries(config, rope, head_dim)
     if config["model_type"] == "gemma3_text":
-        said["attention.sliding_window"] = config["sliding_window"]
+        entries["attention.sliding_window"] = config["sliding_window"]
     if rope.get("rope_type") in ("linear", "yarn"):
-        said |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
+        entries |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
     if rope.get("rope_type") == "yarn":
-        said["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        entries["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
         if "beta_fast" in rope:
-            said["rope.scaling.yarn_beta_fast"] = float(rope["beta_fast"])
-    return {f"{arch}.{key}": value for key, value in said.items()}
+            entries["rope.scaling.yarn_beta_fast"] = float(rope["beta_fast"])
+    return {f"{arch}.{key}": value for key, value in entries.items()}
 
 
 def add(writer, key, value):
@@ -138,7 +138,7 @@ def add(writer, key, value):
             raise TypeError(key)
 
 
-def tensors_of(config, tensors, architecture):
+def file_tensors(config, tensors, architecture):
     """(name, tensor) in gguf's order of rows, experts of a layer together."""
     layers = config["num_hidden_layers"]
     names = gguf.get_tensor_name_map(architecture, layers + (config.get("mtp_num_hidden_layers") or 0))
@@ -167,12 +167,12 @@ def tensors_of(config, tensors, architecture):
             experts.setdefault(f"{before}.experts.{rest}", {})[int(number)] = tensor
             continue
         if architecture == gguf.MODEL_ARCH.LLAMA and ("q_proj" in name or "k_proj" in name):
-            tensor = permuted(tensor, config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"])
+            tensor = permute_heads(tensor, config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"])
         if architecture == gguf.MODEL_ARCH.GEMMA3 and name.endswith("norm.weight"):
             tensor = tensor.float() + 1
         yield names.get_name(name, try_suffixes=(".weight", ".bias")), tensor
-    for name, stacked in experts.items():
-        together = torch.stack([stacked[index] for index in range(len(stacked))])
+    for name, expert_tensors in experts.items():
+        together = torch.stack([expert_tensors[index] for index in range(len(expert_tensors))])
         yield names.get_name(name, try_suffixes=(".weight",)), together
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") == "llama3":
@@ -180,7 +180,7 @@ def tensors_of(config, tensors, architecture):
 
 
 def delta_entries(config, rope, head_dim):
-    said = {
+    entries = {
         "ssm.conv_kernel": config["linear_conv_kernel_dim"],
         "ssm.state_size": config["linear_key_head_dim"],
         "ssm.group_count": config["linear_num_key_heads"],
@@ -191,15 +191,15 @@ def delta_entries(config, rope, head_dim):
         "rope.dimension_sections": [3, 3, 2, 0],
     }
     if more := config.get("mtp_num_hidden_layers"):
-        said |= {"block_count": config["num_hidden_layers"] + more, "nextn_predict_layers": more}
+        entries |= {"block_count": config["num_hidden_layers"] + more, "nextn_predict_layers": more}
     if "num_experts" in config:
-        said |= {
+        entries |= {
             "expert_count": config["num_experts"],
             "expert_used_count": config["num_experts_per_tok"],
             "expert_feed_forward_length": config["moe_intermediate_size"],
             "expert_shared_feed_forward_length": config["shared_expert_intermediate_size"],
         }
-    return said
+    return entries
 
 
 def as_delta(config, name, tensor):
@@ -207,7 +207,7 @@ def as_delta(config, name, tensor):
     heads, shared = config["linear_num_key_heads"], config["linear_num_value_heads"] // config["linear_num_key_heads"]
     dim = config["linear_value_head_dim"]
 
-    def tiled(x, width):
+    def tile_heads(x, width):
         return x.reshape(heads, shared, width, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
 
     if name.endswith("norm.weight") and "linear_attn" not in name:
@@ -215,24 +215,24 @@ def as_delta(config, name, tensor):
     keys = 2 * heads * config["linear_key_head_dim"]
     match name.rpartition("linear_attn.")[2] if "linear_attn" in name else "":
         case "A_log":
-            tensor = tiled(-torch.exp(tensor.float()), 1)
+            tensor = tile_heads(-torch.exp(tensor.float()), 1)
         case "dt_bias":
-            name, tensor = name.replace("dt_bias", "dt_proj.bias"), tiled(tensor, 1)
+            name, tensor = name.replace("dt_bias", "dt_proj.bias"), tile_heads(tensor, 1)
         case "in_proj_a.weight" | "in_proj_b.weight":
-            tensor = tiled(tensor, 1)
+            tensor = tile_heads(tensor, 1)
         case "in_proj_z.weight":
-            tensor = tiled(tensor, dim)
+            tensor = tile_heads(tensor, dim)
         case "in_proj_qkv.weight":
-            tensor = torch.cat([tensor[:keys], tiled(tensor[keys:], dim)])
+            tensor = torch.cat([tensor[:keys], tile_heads(tensor[keys:], dim)])
         case "conv1d.weight":
             tensor = tensor.squeeze(1)
-            tensor = torch.cat([tensor[:keys], tiled(tensor[keys:], dim)])
+            tensor = torch.cat([tensor[:keys], tile_heads(tensor[keys:], dim)])
         case "out_proj.weight":
-            tensor = tiled(tensor.T, dim).T.contiguous()
+            tensor = tile_heads(tensor.T, dim).T.contiguous()
     return name, tensor.squeeze(0) if name.endswith("shared_expert_gate.weight") else tensor
 
 
-def permuted(weights, heads):
+def permute_heads(weights, heads):
     """llama.cpp's converter, word for word but for torch."""
     return weights.reshape(heads, 2, weights.shape[0] // heads // 2, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
 
@@ -241,17 +241,17 @@ def llama3_factors(config, rope):
     """As llama.cpp's converter computes them."""
     dim = config["head_dim"]
     original, low, high = (rope[key] for key in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"))
-    found = []
+    factors = []
     for freq in 1.0 / (rope["rope_theta"] ** (np.arange(0, dim, 2, dtype=np.float32) / dim)):
         wavelen = 2 * np.pi / freq
         if wavelen < original / high:
-            found.append(1.0)
+            factors.append(1.0)
         elif wavelen > original / low:
-            found.append(rope["factor"])
+            factors.append(rope["factor"])
         else:
             smooth = (original / wavelen - low) / (high - low)
-            found.append(float(1 / ((1 - smooth) / rope["factor"] + smooth)))
-    return found
+            factors.append(float(1 / ((1 - smooth) / rope["factor"] + smooth)))
+    return factors
 
 
 def byte_vocabulary(pre="gpt-2", merges=("a b", "ab c", "Ġ a", "Ġa b", "1 2", "12 3"), special=("<|end|>",), **entries):
@@ -260,28 +260,28 @@ def byte_vocabulary(pre="gpt-2", merges=("a b", "ab c", "Ġ a", "Ġa b", "1 2", 
 
     tokens = [*bytes_to_unicode().values(), *(merge.replace(" ", "") for merge in merges), *special]
     kinds = [NORMAL] * (len(tokens) - len(special)) + [CONTROL] * len(special)
-    said = {"model": "gpt2", "pre": pre, "tokens": tokens, "token_type": kinds, "merges": list(merges)}
-    said["eos_token_id"] = len(tokens) - len(special)
-    return {f"tokenizer.ggml.{key}": value for key, value in (said | entries).items()}
+    fields = {"model": "gpt2", "pre": pre, "tokens": tokens, "token_type": kinds, "merges": list(merges)}
+    fields["eos_token_id"] = len(tokens) - len(special)
+    return {f"tokenizer.ggml.{key}": value for key, value in (fields | entries).items()}
 
 
 def plain_bytes(**entries):
     """The vocabulary of `checkpoints.byte_tokenizer`, one of its bytes given up for the one merge that a file must have."""
     tokens = [token for token, _ in sorted(byte_tokenizer().get_vocab().items(), key=lambda item: item[1])]
     tokens[1] = "ab"
-    said = {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "token_type": [1] * len(tokens), "merges": ["a b"]}
-    said["eos_token_id"] = len(tokens) - 1
-    return {f"tokenizer.ggml.{key}": value for key, value in said.items()} | entries
+    fields = {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "token_type": [1] * len(tokens), "merges": ["a b"]}
+    fields["eos_token_id"] = len(tokens) - 1
+    return {f"tokenizer.ggml.{key}": value for key, value in fields.items()} | entries
 
 
-def pieces(words=("▁", "a", "b", "c", "bc", "ab", "ca", "▁a", "bca"), own=("\n\n", "  "), **entries):
+def pieces(words=("▁", "a", "b", "c", "bc", "ab", "ca", "▁a", "bca"), user_tokens=("\n\n", "  "), **entries):
     """A SentencePiece vocabulary: <unk>, <s>, </s>, 256 bytes, words from the best score down, the user's own tokens."""
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words, *own]
-    kinds = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * len(words), *[USER_DEFINED] * len(own)]
-    scores = [0.0] * 259 + [-float(rank) for rank in range(len(words))] + [-1000.0] * len(own)
-    said = {"model": "llama", "tokens": tokens, "token_type": kinds, "scores": scores}
-    said |= {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
-    return {f"tokenizer.ggml.{key}": value for key, value in (said | entries).items()}
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words, *user_tokens]
+    kinds = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * len(words), *[USER_DEFINED] * len(user_tokens)]
+    scores = [0.0] * 259 + [-float(rank) for rank in range(len(words))] + [-1000.0] * len(user_tokens)
+    fields = {"model": "llama", "tokens": tokens, "token_type": kinds, "scores": scores}
+    fields |= {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
+    return {f"tokenizer.ggml.{key}": value for key, value in (fields | entries).items()}
 
 
 def header(*entries: bytes, tensors: int = 0, count: int | None = None, version: int = 3) -> bytes:

@@ -13,19 +13,19 @@ COMMON = {
 }  # fmt: skip
 
 
-def built(config, dtype=torch.float32, seed=0):
+def build_model(config, dtype=torch.float32, seed=0):
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).eval()
-    embedded = 0.08 if "gemma" in config.model_type else 0.7  # which a Gemma scales
+    embedding_std = 0.08 if "gemma" in config.model_type else 0.7  # which a Gemma scales
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * (0.3 if name.endswith("weight") else 0.03))
             else:
                 embeds = any(word in name for word in ("embed", "wte", "wpe"))
-                parameter.normal_(0, embedded if embeds else 1.3 * parameter.shape[1] ** -0.5)
+                parameter.normal_(0, embedding_std if embeds else 1.3 * parameter.shape[1] ** -0.5)
     return model.to(dtype)
 
 
-def layer_of(k_format, v_format=None, *, sink=0, tail=(0, 0), window=None):
+def tq_layer(k_format, v_format=None, *, sink=0, tail=(0, 0), window=None):
     return TQLayer(k_format, v_format or k_format, 1, sink=sink, tail=tail, window=window)

@@ -23,21 +23,21 @@ def _whole(x, largest_level):
 def integer_attention(q, cache, layer, batch, softmax_scale):
     """[T, Hq, D] bf16 of bf16 queries."""
     parts = zip(q.split(batch.query_start_loc.diff().tolist()), batch.sequences(), strict=True)
-    return torch.cat([_of_sequence(one, cache, layer, sequence, softmax_scale) for one, sequence in parts])
+    return torch.cat([_sequence_attention(one, cache, layer, sequence, softmax_scale) for one, sequence in parts])
 
 
-def _of_sequence(q, cache, layer, sequence, softmax_scale):
+def _sequence_attention(q, cache, layer, sequence, softmax_scale):
     kv_format, heads, dim = cache.k_format(layer), cache.shape(0).num_kv_heads, cache.shape(0).head_dim
     levels, unit = whole_levels(kv_format.description(dim).centroids)
     rotation, largest = haar_rotation(layer, dim).float(), int(levels.abs().max())
     blocks = sequence.block_table[0].clamp(min=0).long()
 
-    def stored(fields):
+    def unpack(fields):
         """Integers [Hkv, S, D] and scales [Hkv, 1, S]."""
-        of = {name: x[blocks].transpose(0, 1).flatten(1, 2) for name, x in fields.items()}
-        return levels[kv_format.levels(of).long()].double(), of["scale"].float().unsqueeze(1)
+        flat_fields = {name: x[blocks].transpose(0, 1).flatten(1, 2) for name, x in fields.items()}
+        return levels[kv_format.levels(flat_fields).long()].double(), flat_fields["scale"].float().unsqueeze(1)
 
-    (k, k_scale), (v, v_scale) = stored(cache.k_fields(layer)), stored(cache.v_fields(layer))
+    (k, k_scale), (v, v_scale) = unpack(cache.k_fields(layer)), unpack(cache.v_fields(layer))
     group, places = q.shape[1] // heads, torch.arange(k.shape[1])
     queries, step = _whole(q.float().unflatten(1, (heads, group)).permute(1, 2, 0, 3).flatten(1, 2) @ rotation, largest)
     logits = ((queries @ k.mT) * step * unit).float() * k_scale * softmax_scale

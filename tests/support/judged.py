@@ -12,7 +12,7 @@ PROMPTS = [random_tokens(SMALL, 7), random_tokens(SMALL, 3, seed=1)]
 _NULLS = {}
 
 
-def report_of(candidate, model=MODEL, prompts=PROMPTS, steps=1, kv="tq4", trusted=None, **more):
+def validation_report(candidate, model=MODEL, prompts=PROMPTS, steps=1, kv="tq4", trusted=None, **more):
     """
     Args:
         kv: a format by name, or a whole spec.
@@ -21,7 +21,7 @@ def report_of(candidate, model=MODEL, prompts=PROMPTS, steps=1, kv="tq4", truste
     plan = (KVSpec(kv) if isinstance(kv, str) else kv).plan(model.config.num_layers)
     key = id(model), str(prompts), steps, plan.describe(), tuple(candidate.blocks)
     _, null = _NULLS.setdefault(key, (model, {}))  # the model stays, so that no other has its id
-    more.setdefault("known", {} if trusted else null)
+    more.setdefault("honest_cache", {} if trusted else null)
     return validate(trusted or ReferenceExecutor(model), candidate, model, prompts, steps, plan, **more)
 
 
@@ -35,8 +35,8 @@ def where(report):
 class Whole(WholeLayers):
     """A fused executor whose layers, forward or head can be spoilt: each is given what it would be, and what it gave."""
 
-    def __init__(self, model=MODEL, **changed):
+    def __init__(self, model=MODEL, **changes):
         super().__init__(ReferenceExecutor(model))
-        for name, change in changed.items():
+        for name, change in changes.items():
             right = getattr(self, name)
             setattr(self, name, lambda *args, right=right, change=change: change(right(*args), *args))

@@ -58,15 +58,15 @@ def centroid(level, bits):
 
 def codes(levels, bits):
     """A vector's bytes."""
-    units, found = len(levels) // 8, []
+    units, octets = len(levels) // 8, []
     for eighths in COLUMNS[bits]:
         for j in range(units):
             unit = shift = 0
             for eighth in map(int, eighths):
                 unit += levels[eighth * units + j] << shift
                 shift += int(WIDTHS[bits][eighth])
-            found += [unit % 256, unit // 256][: shift // 8]
-    return found
+            octets += [unit % 256, unit // 256][: shift // 8]
+    return octets
 
 
 def from_midpoint(x, dtype, digits):
@@ -75,28 +75,30 @@ def from_midpoint(x, dtype, digits):
     return np.abs(np.abs(x) / step % 1 - 0.5).min()
 
 
-def slow(x, of, head, bits):
+def slow(x, coordinates, head, bits):
     """Quantize one vector [D] fp32 of a KV head."""
     dim = len(x)
-    weights = of.weights[head].double()
-    shifted = (x - of.mean[head]).double()
-    gamma = shifted.norm()
-    exact = shifted / gamma
-    y = (shifted.float() / gamma.float()).bfloat16().double() @ of.forward[head].double()
+    weights = coordinates.weights[head].double()
+    centered_x = (x - coordinates.mean[head]).double()
+    gamma = centered_x.norm()
+    exact = centered_x / gamma
+    y = (centered_x.float() / gamma.float()).bfloat16().double() @ coordinates.forward[head].double()
     t = y / (y.square().sum() / dim).sqrt()
-    tried = [_at_gain(gain, t, weights, bits) for gain in GAINS]
-    order = sorted(range(len(GAINS)), key=lambda number: -tried[number][0])
-    fit, levels, restored, near = tried[order[0]]
+    candidates = [_at_gain(gain, t, weights, bits) for gain in GAINS]
+    order = sorted(range(len(GAINS)), key=lambda number: -candidates[number][0])
+    fit, levels, values, near = candidates[order[0]]
     # FP32 sums are good for 1e-6 of a fit.
-    near = min(near, (fit - tried[order[1]][0]) / fit / _FIT_NOISE * _CLEAR, *(of_gain[3] for of_gain in tried))
-    scale = float(gamma * (y.square() * weights).sum().sqrt() / (restored.square() * weights).sum().sqrt())
+    near = min(near, (fit - candidates[order[1]][0]) / fit / _FIT_NOISE * _CLEAR, *(candidate[3] for candidate in candidates))
+    scale = float(gamma * (y.square() * weights).sum().sqrt() / (values.square() * weights).sum().sqrt())
     margin = min(near, from_midpoint(exact.numpy(), "bf16", 7), from_midpoint(np.array(scale), "fp16", 10))
-    return Slow(levels, scale, restored @ of.back[head].double() * scale + of.mean[head].double(), float(margin))
+    return Slow(
+        levels, scale, values @ coordinates.back[head].double() * scale + coordinates.mean[head].double(), float(margin)
+    )
 
 
 def _at_gain(gain, t, weights, bits):
     """(fit, levels, what they restore, distance from the nearest boundary in widths of a level)."""
-    levels, restored, near = [], torch.zeros_like(t), 1.0
+    levels, values, near = [], torch.zeros_like(t), 1.0
     for i, value in enumerate((gain * t).tolist()):
         width = int(WIDTHS[bits][i * 8 // len(t)])
         table = [centroid(level, width) for level in range(2**width)]
@@ -104,9 +106,9 @@ def _at_gain(gain, t, weights, bits):
         level = sum(value >= b for b in boundaries)
         near = min(near, *(abs(value - b) / (table[1] - table[0]) for b in boundaries))
         levels.append(level)
-        restored[i] = table[level]
-    fit = float((restored * t * weights).sum() ** 2 / (restored.square() * weights).sum())
-    return fit, levels, restored, near
+        values[i] = table[level]
+    fit = float((values * t * weights).sum() ** 2 / (values.square() * weights).sum())
+    return fit, levels, values, near
 
 
 def golden_basis(data):
@@ -117,37 +119,37 @@ def golden_basis(data):
 
 def other_than_golden(ops, data, bits, device="cpu"):
     """Names of the fields in which an op table stores other bytes than those of a golden file."""
-    of = golden_basis(data)
-    plan = KVSpec(f"k=lr{bits},v=tq4", calibration=Calibration((of,), "golden")).plan(1)
+    coordinates = golden_basis(data)
+    plan = KVSpec(f"k=lr{bits},v=tq4", calibration=Calibration((coordinates,), "golden")).plan(1)
     x = torch.from_numpy(data[f"x{bits}"]).transpose(0, 1).contiguous().to(device)
     tokens, heads, dim = x.shape
     cache = PagedKVCache(plan, KVShape(heads, dim), num_blocks=tokens // 8, block_size=8, device=device)
     paging = PagedSequences(tokens // 8, 8)
     ops.store_kv(x, x, cache, 0, paging.batch([paging.add()], [tokens]).to(device))
-    found = []
-    for name, stored in cache.k_fields(0).items():
-        wanted = torch.from_numpy(data[f"{name}{bits}"]).transpose(0, 1)
-        if not torch.equal(stored.transpose(1, 2).flatten(0, 1)[:tokens].cpu(), wanted):
-            found.append(name)
-    return found
+    wrong_fields = []
+    for name, tensor in cache.k_fields(0).items():
+        golden = torch.from_numpy(data[f"{name}{bits}"]).transpose(0, 1)
+        if not torch.equal(tensor.transpose(1, 2).flatten(0, 1)[:tokens].cpu(), golden):
+            wrong_fields.append(name)
+    return wrong_fields
 
 
 def main(path):
     """Write vectors whose bytes no rounding can change, and those bytes."""
-    of = basis(**GOLDEN)
-    found = {"mean": of.mean.numpy(), "weights": of.weights.numpy()}
+    coordinates = basis(**GOLDEN)
+    arrays = {"mean": coordinates.mean.numpy(), "weights": coordinates.weights.numpy()}
     for name in ("forward", "back"):
-        found[name] = (getattr(of, name).view(torch.int32).numpy() >> 16).astype(np.uint16)
-    candidates = vectors(of, 100 * ROWS, torch.Generator().manual_seed(4))
+        arrays[name] = (getattr(coordinates, name).view(torch.int32).numpy() >> 16).astype(np.uint16)
+    candidates = vectors(coordinates, 100 * ROWS, torch.Generator().manual_seed(4))
     for bits in GOLDEN_BITS:
-        kept = []
+        head_rows = []
         for head in range(GOLDEN["heads"]):
-            made = ((x, slow(x, of, head, bits)) for x in candidates[head])
-            kept.append(list(itertools.islice((pair for pair in made if pair[1].margin > _CLEAR), ROWS)))
-        found[f"x{bits}"] = np.stack([[x.numpy() for x, _ in rows] for rows in kept])
-        found[f"codes{bits}"] = np.array([[codes(made.levels, bits) for _, made in rows] for rows in kept], np.uint8)
-        found[f"scale{bits}"] = np.array([[made.scale for _, made in rows] for rows in kept]).astype(np.float16)
-    np.savez_compressed(path, **found)
+            result = ((x, slow(x, coordinates, head, bits)) for x in candidates[head])
+            head_rows.append(list(itertools.islice((pair for pair in result if pair[1].margin > _CLEAR), ROWS)))
+        arrays[f"x{bits}"] = np.stack([[x.numpy() for x, _ in rows] for rows in head_rows])
+        arrays[f"codes{bits}"] = np.array([[codes(result.levels, bits) for _, result in rows] for rows in head_rows], np.uint8)
+        arrays[f"scale{bits}"] = np.array([[result.scale for _, result in rows] for rows in head_rows]).astype(np.float16)
+    np.savez_compressed(path, **arrays)
 
 
 if __name__ == "__main__":

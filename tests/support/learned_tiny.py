@@ -19,23 +19,23 @@ WINDOWS, WINDOW = 8, 384
 
 
 @cache
-def learned() -> CalibrationFile:
+def tiny_calibration() -> CalibrationFile:
     """From windows of as many training files; in some seconds. It is no calibration to measure fidelity with."""
     subject = load_subject("tiny", executor="cpu", dtype="bfloat16")
     texts = [text for text in train_texts() if len(text) > 8 * WINDOW][::40][:WINDOWS]
     windows = [torch.tensor(subject.tokenizer.encode(text[: 8 * WINDOW])[:WINDOW]) for text in texts]
-    return subject.file_of(subject.learn(windows, []), {})
+    return subject.calibration_file(subject.learn(windows, []), {})
 
 
-def write_plan(path: Path, layers: Sequence[str], *, recent: int | None = None, sink: int = 0, **changed: object) -> Path:
+def write_plan(path: Path, layers: Sequence[str], *, recent: int | None = None, sink: int = 0, **changes: object) -> Path:
     """A plan of these formats, layer by layer, with its calibration in one file.
 
     Args:
         recent, sink: tokens in BF16, as of `KVPlan`.
-        changed: fields of the file, such as `fingerprint`.
+        changes: fields of the file, such as `fingerprint`.
     """
-    file = learned()
+    file = tiny_calibration()
     plan = KVPlan(tuple(formats.parse(kv, file.calibration) for kv in layers), recent, sink)
-    fields: Mapping[str, object] = {**vars(file), "plan": plan_file.dumps(plan, file.shape), **changed}
+    fields: Mapping[str, object] = {**vars(file), "plan": plan_file.dumps(plan, file.shape), **changes}
     calibration_file.save(path, CalibrationFile(**fields))
     return path

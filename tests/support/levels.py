@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.formats import KVFormat
-from haarkv.tq_ops.formats.base import by_token, lengths_of
+from haarkv.tq_ops.formats.base import by_token, vector_lengths
 
 DRAWS = 32
 
@@ -64,17 +64,17 @@ def compare_stored(
     low, high = levels.clone(), levels.clone()
     generator, x = torch.Generator().manual_seed(0), x.float()
     for _ in range(DRAWS if different.any() else 0):
-        drawn = torch.randn(x.shape, generator=generator)
-        fields = kv_format.quantize(x + (2 * noise * lengths_of(x).unsqueeze(-1) * drawn).float(), layer)
-        moved = kv_format.levels(fields)
-        moved = next(iter(fields.values())) if moved is None else moved
-        low, high = torch.minimum(low, moved), torch.maximum(high, moved)
+        noise_vectors = torch.randn(x.shape, generator=generator)
+        fields = kv_format.quantize(x + (2 * noise * vector_lengths(x).unsqueeze(-1) * noise_vectors).float(), layer)
+        moved_levels = kv_format.levels(fields)
+        moved_levels = next(iter(fields.values())) if moved_levels is None else moved_levels
+        low, high = torch.minimum(low, moved_levels), torch.maximum(high, moved_levels)
     unexplained = int((different & ((other < low) | (other > high))).sum())
-    lengths = [lengths_of(kv_format.dequantize(fields, layer)) for fields in (ours, theirs)]
+    lengths = [vector_lengths(kv_format.dequantize(fields, layer)) for fields in (ours, theirs)]
     off = (lengths[1] - lengths[0]).abs() / lengths[0].clamp(min=1e-300)
     equal = ~different.any(-1)
-    compared = LevelComparison(different.numel(), int(different.sum()), unexplained)
-    return compared, float(off[equal].max()) if equal.any() else 0.0
+    comparison = LevelComparison(different.numel(), int(different.sum()), unexplained)
+    return comparison, float(off[equal].max()) if equal.any() else 0.0
 
 
 def compare_tokens(

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import pypto
 
 from haarkv.tq_ops.npu.kernels.attention import BLOCK
-from haarkv.tq_ops.npu.kernels.learned import restored
-from haarkv.tq_ops.npu.kernels.tq4 import book, levels_of, restore
+from haarkv.tq_ops.npu.kernels.learned import restore_centroids
+from haarkv.tq_ops.npu.kernels.tq4 import book, count_levels, restore
 from haarkv.tq_ops.npu.learned import Layout
 from haarkv.tq_ops.npu.program import HEAD_DIM, Argument
 
@@ -26,7 +26,7 @@ class Levels:
         def levels(x: pypto.Tensor([rows, 128], pypto.DT_FP32), out: pypto.Tensor([rows, 128], pypto.DT_FP32)):
             for _ in pypto.loop(1, name="LEVELS", idx_name="i"):
                 pypto.set_vec_tile_shapes(16, 128)
-                out[:] = levels_of(x, book(HEAD_DIM).steps)
+                out[:] = count_levels(x, book(HEAD_DIM).steps)
 
         return levels
 
@@ -59,7 +59,7 @@ def _look_up(codes, out, rows, width):
 
 
 @dataclass(frozen=True)
-class Restored:
+class RestoreProgram:
     """Codes [128, bytes] INT8 of learned keys to centroids by coordinate, [width, 128] FP16."""
 
     layout: Layout
@@ -73,12 +73,12 @@ class Restored:
         @pypto.frontend.jit(**options)
         def keys(codes: pypto.Tensor([BLOCK, nbytes], pypto.DT_INT8), out: pypto.Tensor([width, BLOCK], pypto.DT_FP16)):
             for _ in pypto.loop(1, name="RESTORE", idx_name="i"):
-                _restored(codes, out, layout)
+                _restore_codes(codes, out, layout)
 
         return keys
 
 
-def _restored(codes, out, layout):
+def _restore_codes(codes, out, layout):
     pypto.set_pass_options(sg_set_scope=1)
-    restored(codes, layout, HEAD_DIM, lambda values, row: pypto.assemble(values, [row, 0], out))
+    restore_centroids(codes, layout, HEAD_DIM, lambda values, row: pypto.assemble(values, [row, 0], out))
     pypto.set_pass_options(sg_set_scope=-1)

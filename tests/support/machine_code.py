@@ -35,18 +35,18 @@ class Instruction:
         if self.op not in _MEMORY:
             return 0
         if self.op in ("LDSM", "STSM"):
-            return int(found[1]) if (found := re.search(r"\.(\d)$", self.modifiers)) else 1
-        found = re.search(r"\.(64|128)\b", self.modifiers)
-        return int(found[1]) // 32 if found else 1
+            return int(match[1]) if (match := re.search(r"\.(\d)$", self.modifiers)) else 1
+        match = re.search(r"\.(64|128)\b", self.modifiers)
+        return int(match[1]) // 32 if match else 1
 
     @property
     def multiply_adds(self) -> int:
         """Of a tensor-core instruction: of a warp, or, as HGMMA, of a group of four."""
         if self.op == "HMMA":
-            found = re.search(r"\.(16)(8)(16|8|4)\b", self.modifiers)
+            match = re.search(r"\.(16)(8)(16|8|4)\b", self.modifiers)
         else:
-            found = re.search(r"\.(\d+)x(\d+)x(\d+)", self.modifiers) if self.op in ("HGMMA", "UTCHMMA") else None
-        return int(found[1]) * int(found[2]) * int(found[3]) if found else 0
+            match = re.search(r"\.(\d+)x(\d+)x(\d+)", self.modifiers) if self.op in ("HGMMA", "UTCHMMA") else None
+        return int(match[1]) * int(match[2]) * int(match[3]) if match else 0
 
 
 Code = list[Instruction]
@@ -65,10 +65,10 @@ def parse(text: str) -> tuple[Code, dict[str, int]]:
     code: Code = []
     labels: dict[str, int] = {}
     for line in text.splitlines():
-        if found := _LABEL.match(line):
-            labels[found[1]] = len(code)
-        elif found := _LINE.match(line):
-            code.append(Instruction(found[1], found[2], found[3]))
+        if match := _LABEL.match(line):
+            labels[match[1]] = len(code)
+        elif match := _LINE.match(line):
+            code.append(Instruction(match[1], match[2], match[3]))
     return code, labels
 
 
@@ -85,7 +85,7 @@ def _leads(jump: Instruction, labels: dict[str, int]) -> int:
 
 
 @dataclass(frozen=True)
-class Spilled:
+class RegisterSpills:
     """Loads and stores of registers that a kernel had no room for.
 
     Attributes:
@@ -100,7 +100,7 @@ class Spilled:
     aside: int
 
 
-def spilled(text: str) -> Spilled:
+def count_spills(text: str) -> RegisterSpills:
     """Where a kernel spills."""
     code, labels = parse(text)
     end = max((index for index, one in enumerate(code) if one.op == "EXIT"), default=len(code) - 1) + 1
@@ -108,9 +108,9 @@ def spilled(text: str) -> Spilled:
         end = len(code)
     spans = _spans(code[:end], labels)
     at = [index for index, one in enumerate(code) if one.op in ("LDL", "STL")]
-    repeated = sum(any(first <= index < stop for first, stop in spans) for index in at)
+    loop_spills = sum(any(first <= index < stop for first, stop in spans) for index in at)
     aside = sum(index >= end for index in at)
-    return Spilled(repeated, len(at) - repeated - aside, aside)
+    return RegisterSpills(loop_spills, len(at) - loop_spills - aside, aside)
 
 
 def loops(text: str) -> list[Code]:
@@ -141,6 +141,6 @@ class Load:
     memory: float
 
 
-def load_of(code: Sequence[Instruction], warps: int) -> Load:
+def program_load(code: Sequence[Instruction], warps: int) -> Load:
     """What the warps of a program, each of which runs the code once, keep busy."""
     return Load(warps / SCHEDULERS * len(code), float(warps * sum(one.wavefronts for one in code)))

@@ -8,5 +8,5 @@ from haarkv.executors import catalog
 def has_only(monkeypatch, *names):
     """Let `auto` find these executors and no others."""
     for name in catalog.FASTEST_FIRST:
-        entry = replace(catalog.EXECUTORS[name], here=lambda name=name: name in names)
+        entry = replace(catalog.EXECUTORS[name], probe=lambda name=name: name in names)
         monkeypatch.setitem(catalog.EXECUTORS, name, entry)

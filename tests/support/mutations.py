@@ -26,19 +26,19 @@ def wrong_json(draw, document, edits=3):
     """A JSON document with some entries replaced, removed or added, as text."""
     content = json.loads(json.dumps(document))
     for _ in range(draw(st.integers(1, edits))):
-        content = draw(_edited(content))
+        content = draw(_edits(content))
     return json.dumps(content)
 
 
 @st.composite
-def _edited(draw, content):
+def _edits(draw, content):
     keys = list(content) if isinstance(content, dict) else list(range(len(content))) if isinstance(content, list) else []
     if not keys or draw(st.integers(0, 15)) == 0:
         return draw(values)
     key = draw(st.sampled_from(keys))
     match draw(st.sampled_from(["inside", "inside", "replace", "remove", "add"])):
         case "inside":
-            content[key] = draw(_edited(content[key]))
+            content[key] = draw(_edits(content[key]))
         case "replace":
             content[key] = draw(values)
         case "remove":
@@ -52,7 +52,7 @@ DEEP = [b"[" * 200_000, b'{"a":' * 200_000, b"[" * 500 + b"]" * 500]
 
 
 @st.composite
-def damaged(draw, content, head=200):
+def damaged_bytes(draw, content, head=200):
     """Bytes with a few of them changed, most of the time among the first `head`, or another file altogether."""
     if draw(st.integers(0, 20)) == 0:
         return draw(st.sampled_from([b"", b"\0", b"\xff" * 9, b"{}", b"[]", b"null", *DEEP]) | st.binary(max_size=40))

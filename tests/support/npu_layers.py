@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 from bounds import BF16_TIES
-from small_models import SMALL, cache_tensors, gemma_config, new_cache, resized, small_config, small_model
+from small_models import SMALL, cache_tensors, gemma_config, new_cache, resize_config, small_config, small_model
 
 from haarkv.executors import catalog
 from haarkv.executors.reference import ReferenceExecutor
@@ -12,7 +12,7 @@ from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.bounds import NPU_LAYER_ADDED
-from haarkv.validation.ops.caches import windows_of
+from haarkv.validation.ops.caches import bf16_windows
 
 
 def telling(model):
@@ -46,7 +46,7 @@ def with_leftovers(cache, seed=4):
         else:
             levels = 16 if tensor.shape[-1] == cache.shape(layer).head_dim else 256
             tensor.copy_(torch.randint(0, levels, tensor.shape, generator=generator))
-    for tensor in windows_of(cache):
+    for tensor in bf16_windows(cache):
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
     return cache
 
@@ -83,10 +83,10 @@ CONFIGS = {
 
 
 TQ4_SPEC = KVSpec("tq4")
-CONFIG = resized(SMALL, hidden_size=128, intermediate_size=128, num_layers=2, max_position_embeddings=1024)
+CONFIG = resize_config(SMALL, hidden_size=128, intermediate_size=128, num_layers=2, max_position_embeddings=1024)
 
 
-def filled(config, spec, lengths, seed):
+def fill_cache(config, spec, lengths, seed):
     """A cache that holds so many tokens of each sequence, random K and V, and its bookkeeping with permuted blocks."""
     blocks = max(16, sum(length // 128 + 2 for length in lengths))
     cache = with_leftovers(new_cache(config, spec, block_size=128, num_blocks=blocks))
@@ -131,14 +131,14 @@ def but_for_ties(ours, theirs, most):
     return steps.max() <= 1 and steps.sum() < most
 
 
-def check_layer(heads, new, stored, spec=TQ4_SPEC, layers=range(1, 2), config=CONFIG):
+def check_layer(heads, new, past, spec=TQ4_SPEC, layers=range(1, 2), config=CONFIG):
     """A cache, and what a layer adds to a hidden state, by the programs and by the reference."""
-    error, wrong = error_of_layer(heads, new, stored, spec, layers, config)
+    error, wrong = error_of_layer(heads, new, past, spec, layers, config)
     assert not wrong
     assert error < NPU_LAYER_ADDED
 
 
-def error_of_layer(heads, new, stored, spec=TQ4_SPEC, layers=range(1, 2), config=CONFIG, plant=None):
+def error_of_layer(heads, new, past, spec=TQ4_SPEC, layers=range(1, 2), config=CONFIG, plant=None):
     """How far off is what a layer adds, and fields of which not every byte in the cache is the reference's.
 
     Args:
@@ -146,7 +146,7 @@ def error_of_layer(heads, new, stored, spec=TQ4_SPEC, layers=range(1, 2), config
         plant: program -> one with a fault.
     """
     if heads:
-        config = resized(config, num_heads=heads[0], num_kv_heads=heads[1])
+        config = resize_config(config, num_heads=heads[0], num_kv_heads=heads[1])
     model = telling(small_model(config, seed=3, dtype=torch.bfloat16))
     hidden = faint(sum(new), config.hidden_size, torch.Generator().manual_seed(2))
     results, windows = [], []
@@ -155,17 +155,17 @@ def error_of_layer(heads, new, stored, spec=TQ4_SPEC, layers=range(1, 2), config
         call = candidate._runner.call
         candidate._runner.call = lambda program, tensors: call(plant(program), tensors)
     for executor in (ReferenceExecutor(model), candidate):
-        cache, paging, sequences = filled(config, spec, stored, seed=7)
+        cache, paging, sequences = fill_cache(config, spec, past, seed=7)
         before = [tensor.clone() for *_, tensor in cache_tensors(cache)]
-        in_bf16 = [tensor.clone() for tensor in windows_of(cache)]
+        in_bf16 = [tensor.clone() for tensor in bf16_windows(cache)]
         out = executor.layers(hidden, layers, paging.batch(sequences, new), cache)
         results.append((out.float(), list(cache_tensors(cache))))
         # The layers that ran have stored something.
         ran = [(old, tensor) for old, (layer, *_, tensor) in zip(before, results[-1][1], strict=True) if layer in layers]
         assert not any(torch.equal(*pair) for pair in ran)
-        windows.append(windows_of(cache))
-        changed = sum(not torch.equal(*pair) for pair in zip(in_bf16, windows[-1], strict=True))
-        assert changed == (2 * len(layers) if in_bf16 else 0)
+        windows.append(bf16_windows(cache))
+        change_count = sum(not torch.equal(*pair) for pair in zip(in_bf16, windows[-1], strict=True))
+        assert change_count == (2 * len(layers) if in_bf16 else 0)
     (reference, reference_cache), (ours, our_cache) = results
     # Every slot of every layer: the new ones as the reference stores them, all others as they were.
     most = sum(new) * config.heads.num_kv_heads * config.heads.head_dim * BF16_TIES + 1

@@ -11,8 +11,8 @@ from torch.nn.functional import pad
 from haarkv.codebooks import haar_rotation
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats.stretches import STRETCH
-from haarkv.tq_ops.npu.learned import coordinates_of
-from haarkv.tq_ops.npu.sides import nothing_turned, side_of, turns_of_tokens
+from haarkv.tq_ops.npu.learned import learned_coordinates
+from haarkv.tq_ops.npu.sides import format_side, turns_of_tokens, zero_shift_rows
 from haarkv.tq_ops.npu.sim.simulator import unavailable
 from haarkv.tq_ops.npu.store import StoreProgram
 
@@ -52,22 +52,22 @@ def _fields(kv_format, blocks, kv_heads):
 def empty_cache(blocks, kv_heads, pair=(TQ4, TQ4), layer=0):
     """Cache arguments filled with other people's leftovers, and what leads into the domain of what is stored."""
     generator = torch.Generator().manual_seed(99)
-    named = {}
+    tensors = {}
     for prefix, kv_format in zip("kv", pair, strict=True):
-        side, fields = side_of(kv_format, layer), _fields(kv_format, blocks, kv_heads)
+        side, fields = format_side(kv_format, layer), _fields(kv_format, blocks, kv_heads)
         for tensor in fields.values():
             whole = torch.randint(0, 16 if tensor.shape[3:] == (128,) else 256, tensor.shape, generator=generator)
             fractions = torch.rand(tensor.shape, generator=generator)
             tensor.copy_(fractions if tensor.is_floating_point() else whole)
-        named |= side.tensors(prefix, fields)
-    named["back"] = nothing_turned(CPU)
-    return named | side_of(pair[0], layer).domain_tensors(pair[0], layer, CPU)
+        tensors |= side.tensors(prefix, fields)
+    tensors["back"] = zero_shift_rows(CPU)
+    return tensors | format_side(pair[0], layer).domain_tensors(pair[0], layer, CPU)
 
 
 def scatter(case_cache, x, prefix, slots, layer, kv_heads, kv_format=TQ4):
     """What a format stores of x [T, Hkv, 128], written into copies of the cache arguments by plain loops."""
-    stored, side = kv_format.quantize(x.transpose(0, 1), layer), side_of(kv_format, layer)
-    written = {}
+    encoded_fields, side = kv_format.quantize(x.transpose(0, 1), layer), format_side(kv_format, layer)
+    new_arguments = {}
     for argument, field in zip(side.arguments(prefix), (side.vectors, side.scales), strict=True):
         if field is None:
             continue
@@ -76,9 +76,9 @@ def scatter(case_cache, x, prefix, slots, layer, kv_heads, kv_format=TQ4):
         for token, slot in enumerate(slots.tolist()):
             block, offset = divmod(slot, 128)
             for head in range(kv_heads):
-                rows[(block * kv_heads + head) * 128 + offset] = stored[field.field][head, token].view(field.dtype)
-        written[argument.name] = rows.view_as(case_cache[argument.name])
-    return written
+                rows[(block * kv_heads + head) * 128 + offset] = encoded_fields[field.field][head, token].view(field.dtype)
+        new_arguments[argument.name] = rows.view_as(case_cache[argument.name])
+    return new_arguments
 
 
 def rotation(layer):
@@ -101,15 +101,15 @@ def store_case(tokens, kv_heads=2, layer=1, rows=16, seed=0, blocks=3, pair=(TQ4
     """
     k, v = awkward(tokens, kv_heads, seed), awkward(tokens, kv_heads, seed + 1)
     for x, kv_format in zip((k, v), pair, strict=True):
-        if of := coordinates_of(kv_format, 128, layer):
-            x[MEAN_AT % tokens, 0] = of.mean[0]
+        if coordinates := learned_coordinates(kv_format, 128, layer):
+            x[MEAN_AT % tokens, 0] = coordinates.mean[0]
     slots = torch.randperm(blocks * 128, generator=torch.Generator().manual_seed(seed))[:tokens]
     cache = empty_cache(blocks, kv_heads, pair, layer)
     padded = -(-tokens // rows) * rows
     turns, positions, stored_k = pair[0].turns(layer), STRETCH - 4 + torch.arange(tokens), k
     if turns:
         cache["back"] = pad(turns_of_tokens(turns, positions), (0, 0, 0, padded - tokens))
-        stored_k = turns.back(k.transpose(0, 1), positions).transpose(0, 1)
+        stored_k = turns.undo(k.transpose(0, 1), positions).transpose(0, 1)
 
     def whole_tiles(x):
         out = torch.zeros(padded, kv_heads, 128)
@@ -120,12 +120,12 @@ def store_case(tokens, kv_heads=2, layer=1, rows=16, seed=0, blocks=3, pair=(TQ4
     for name, x, kv_format in (("k", stored_k, pair[0]), ("v", v, pair[1])):
         goldens |= scatter(cache, x, name, slots, layer, kv_heads, kv_format)
     tensors = {"k": whole_tiles(k), "v": whole_tiles(v), "rotation": rotation(layer), "slot": slots.int(), **cache}
-    k_side, v_side = (side_of(kv_format, layer) for kv_format in pair)
+    k_side, v_side = (format_side(kv_format, layer) for kv_format in pair)
     return Case(make(kv_heads, rows, k=k_side, v=v_side), tensors, goldens)
 
 
 @dataclass(frozen=True)
-class Broken:
+class FailingProgram:
     """A program that fails while it is built, in the way it is told."""
 
     how: str

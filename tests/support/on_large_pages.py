@@ -19,8 +19,8 @@ def asks_for_large_pages(tensor: Tensor) -> bool:
     """Whether the middle of its memory has the flag `hg`; whether the system had such pages to give is up to the hour."""
     middle, inside = tensor.data_ptr() + tensor.nbytes // 2, False
     for line in Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace").splitlines():
-        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            inside = int(found[1], 16) <= middle < int(found[2], 16)
+        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(match[1], 16) <= middle < int(match[2], 16)
         elif inside and line.startswith("VmFlags:"):
             return "hg" in line.split()
     raise AssertionError("no mapping holds it")

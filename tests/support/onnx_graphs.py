@@ -22,7 +22,7 @@ CONFIG = SMALL
 WHOLE = range(CONFIG.num_layers)
 
 
-def graph_of(
+def build_graph(
     config=CONFIG, dtype="float32", scopes=None, span=None, embed=True, head=True, opset=23, **plan
 ) -> onnx.ModelProto:
     """A model whose weights are inputs; whole unless a span is given."""
@@ -30,11 +30,11 @@ def graph_of(
     return build(scopes or Qwen3Scopes(config, dtype), GraphSpec(span, embed, head, opset, **plan))
 
 
-def weights_of(model) -> dict[str, np.ndarray]:
+def graph_weights(model) -> dict[str, np.ndarray]:
     """FP32 weights as a graph of `tq4` takes them."""
     whole = GraphSpec(range(model.config.num_layers), embed=True, head=True, opset=23)
-    stored = stored_values(Qwen3Scopes(model.config), whole, torch.device("cpu"))
-    return {name: tensor.numpy() for name, tensor in (*weight_values(model), *stored.items())}
+    kv_values = stored_values(Qwen3Scopes(model.config), whole, torch.device("cpu"))
+    return {name: tensor.numpy() for name, tensor in (*weight_values(model), *kv_values.items())}
 
 
 def open_graph(model: onnx.ModelProto) -> ort.InferenceSession:
@@ -43,27 +43,27 @@ def open_graph(model: onnx.ModelProto) -> ort.InferenceSession:
     return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
-def feed_of(session: ort.InferenceSession, sizes: dict[str, int], past_lens, seed=0) -> dict[str, np.ndarray]:
+def random_feed(session: ort.InferenceSession, sizes: dict[str, int], past_lens, seed=0) -> dict[str, np.ndarray]:
     """Inputs at random, but for weights: tokens, and a cache whose every byte and scale is valid."""
     rng = np.random.default_rng(seed)
-    given = {}
+    feed = {}
     for value in session.get_inputs():
         shape = [sizes.get(size, size) for size in value.shape]
         if value.name == "input_ids":
-            given[value.name] = rng.integers(0, CONFIG.vocab_size, shape)
+            feed[value.name] = rng.integers(0, CONFIG.vocab_size, shape)
         elif value.name == "hidden":
-            given[value.name] = rng.standard_normal(shape).astype(np.float16 if "16" in value.type else np.float32)
+            feed[value.name] = rng.standard_normal(shape).astype(np.float16 if "16" in value.type else np.float32)
         elif value.name == "past_lens":
-            given[value.name] = np.array(past_lens, np.int32)
+            feed[value.name] = np.array(past_lens, np.int32)
         elif value.name == "block_table":
-            given[value.name] = rng.permutation(sizes["blocks"])[: np.prod(shape)].reshape(shape).astype(np.int32)
+            feed[value.name] = rng.permutation(sizes["blocks"])[: np.prod(shape)].reshape(shape).astype(np.int32)
         elif value.name == "last_rows":
-            given[value.name] = (np.arange(1, shape[0] + 1) * sizes["tokens"] - 1).astype(np.int32)
+            feed[value.name] = (np.arange(1, shape[0] + 1) * sizes["tokens"] - 1).astype(np.int32)
         elif value.name.endswith("codes"):
-            given[value.name] = rng.integers(0, 256, shape, dtype=np.uint8)
+            feed[value.name] = rng.integers(0, 256, shape, dtype=np.uint8)
         elif value.name.endswith("scale"):
-            given[value.name] = rng.uniform(0.5, 2.0, shape).astype(np.float16)
-    return given
+            feed[value.name] = rng.uniform(0.5, 2.0, shape).astype(np.float16)
+    return feed
 
 
 def run(
@@ -71,23 +71,42 @@ def run(
 ) -> dict[str, np.ndarray]:
     """Every output of a graph by name."""
     session = open_graph(model)
-    wanted = {value.name for value in session.get_inputs()}
-    feed = feed_of(session, sizes, past_lens, seed) | {name: value for name, value in weights.items() if name in wanted}
+    input_names = {value.name for value in session.get_inputs()}
+    feed = random_feed(session, sizes, past_lens, seed) | {
+        name: value for name, value in weights.items() if name in input_names
+    }
     names = [value.name for value in session.get_outputs()]
     return dict(zip(names, session.run(names, feed), strict=True))
 
 
-def shapes_of(model: onnx.ModelProto) -> dict[str, onnx.TypeProto.Tensor]:
+def value_types(model: onnx.ModelProto) -> dict[str, onnx.TypeProto.Tensor]:
     """Type of every value of a graph without functions, inferred."""
-    inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
-    infos = (*inferred.graph.value_info, *inferred.graph.input, *inferred.graph.output)
+    inferred_model = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
+    infos = (*inferred_model.graph.value_info, *inferred_model.graph.input, *inferred_model.graph.output)
     types = {info.name: info.type.tensor_type for info in infos}
-    for tensor in inferred.graph.initializer:
+    for tensor in inferred_model.graph.initializer:
         types[tensor.name] = helper.make_tensor_type_proto(tensor.data_type, tensor.dims).tensor_type
     return types
 
 
 __all__ = [
-    "CONFIG", "WHOLE", "GraphSpec", "Qwen3Scopes", "Sizes", "TensorProto", "build", "checker", "feed_of", "graph_of", "helper",
-    "onnx", "open_graph", "ort", "run", "shape_inference", "shapes_of", "small_model", "weights_of",
+    "CONFIG",
+    "WHOLE",
+    "GraphSpec",
+    "Qwen3Scopes",
+    "Sizes",
+    "TensorProto",
+    "build",
+    "build_graph",
+    "checker",
+    "graph_weights",
+    "helper",
+    "onnx",
+    "open_graph",
+    "ort",
+    "random_feed",
+    "run",
+    "shape_inference",
+    "small_model",
+    "value_types",
 ]  # fmt: skip

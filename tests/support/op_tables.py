@@ -15,19 +15,29 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation.ops import caches
-from haarkv.validation.ops.caches import LAYER, cache_tensors, poisoned_cache, windows_of
+from haarkv.validation.ops.caches import LAYER, bf16_windows, cache_tensors, poisoned_cache
 from haarkv.validation.ops.caches import CacheCase as Case
 from haarkv.validation.ops.suite import CPU, Table
 
 __all__ = [
-    "LAYER", "TABLES", "Backend", "Case", "cache_tensors", "every_table", "everything_in", "filled", "opened",
-    "poisoned_cache", "relative", "windows_of",
+    "LAYER",
+    "TABLES",
+    "Backend",
+    "Case",
+    "bf16_windows",
+    "cache_tensors",
+    "every_table",
+    "everything_in",
+    "filled",
+    "open_table",
+    "poisoned_cache",
+    "relative",
 ]  # fmt: skip
 
 OTHER_CPU = "this CPU has no"
 
 
-def opened(table: Table) -> OpTable:
+def open_table(table: Table) -> OpTable:
     """The table, or a skip with the reason why it cannot run here."""
     if reason := table.missing():
         # With a compiler the package builds the kernels as it is installed: then their absence is a failure.
@@ -52,17 +62,17 @@ class Backend:
 
 # Of a table whose instructions this CPU lacks, `test_op_tables` says so once, and no other test is made.
 TABLES = tuple(
-    Backend(table.name, partial(opened, table)) for table in CPU if not (table.missing() or "").startswith(OTHER_CPU)
+    Backend(table.name, partial(open_table, table)) for table in CPU if not (table.missing() or "").startswith(OTHER_CPU)
 )
 every_table = pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
 
 
 def filled(case: Case) -> tuple[PagedKVCache, Batch]:
-    """As `caches.filled`, on the host; what a test then draws is the same each time, too."""
+    """As `caches.fill_cache`, on the host; what a test then draws is the same each time, too."""
     torch.manual_seed(0)
-    return caches.filled(case)
+    return caches.fill_cache(case)
 
 
-def everything_in(made: PagedKVCache) -> list[torch.Tensor]:
+def everything_in(cache: PagedKVCache) -> list[torch.Tensor]:
     """Whatever a cache holds, packed and in BF16."""
-    return [*(tensor for *_, tensor in cache_tensors(made)), *windows_of(made)]
+    return [*(tensor for *_, tensor in cache_tensors(cache)), *bf16_windows(cache)]

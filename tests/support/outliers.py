@@ -14,7 +14,7 @@ from torch import Tensor
 
 from haarkv.models.base import DecoderModel
 from haarkv.models.tensors import LayerWeights
-from haarkv.models.weights import tensors_of
+from haarkv.models.weights import layer_weight_specs
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -46,10 +46,10 @@ def outlier_channels(
         }.get(field)  # fmt: skip
         return tensor if scale is None else (tensor.float() * scale).to(tensor.dtype)
 
-    return _changed(model, lambda _, layer: layer.changed(change))
+    return _map_layers(model, lambda _, layer: layer.changed(change))
 
 
-def _changed(model: DecoderModel, change: Callable[[int, LayerWeights], LayerWeights]) -> DecoderModel:
+def _map_layers(model: DecoderModel, change: Callable[[int, LayerWeights], LayerWeights]) -> DecoderModel:
     layers = tuple(change(index, layer) for index, layer in enumerate(model.weights.layers))
     return replace(model, weights=replace(model.weights, layers=layers))
 
@@ -63,18 +63,18 @@ def without_norms(model: DecoderModel, model_type: str, query_rms: Tensor, key_r
         query_rms: [layers, num_heads] root mean square of Q as projected, by which its norm divided.
         key_rms: [layers, num_kv_heads] of K.
     """
-    declared = tuple(
+    layer_configs = tuple(
         replace(layer, mixer=replace(layer.attention, head_norms=False, bias=True)) for layer in model.config.layers
     )
-    config = replace(model.config, model_type=model_type, layers=declared)
+    config = replace(model.config, model_type=model_type, layers=layer_configs)
     layers = []
-    for index, (layer, of_q, of_k) in enumerate(zip(model.weights.layers, query_rms, key_rms, strict=True)):
+    for index, (layer, q_rms, k_rms) in enumerate(zip(model.weights.layers, query_rms, key_rms, strict=True)):
         tensors = dict(layer)
-        for name, rms in (("q", of_q), ("k", of_k)):
+        for name, rms in (("q", q_rms), ("k", k_rms)):
             rows = (tensors.pop(f"{name}_norm") / rms[:, None]).flatten()
             tensors[f"{name}_proj"] = (tensors[f"{name}_proj"] * rows[:, None]).to(model.dtype)
         biases = {f"{name}_bias": tensors[f"{name}_proj"].new_zeros(len(tensors[f"{name}_proj"])) for name in "qkv"}
-        names = {field: tensor.name for field, tensor in tensors_of(declared[index], config.hidden_size).items()}
+        names = {field: tensor.name for field, tensor in layer_weight_specs(layer_configs[index], config.hidden_size).items()}
         layers.append(LayerWeights(tensors | biases, names))
     return replace(model, config=config, weights=replace(model.weights, layers=tuple(layers)))
 
@@ -99,7 +99,7 @@ def key_biases(model: DecoderModel, norm: float, layers: Sequence[int], pairs: S
             return layer
         return layer.changed(lambda field, x: x + bias.flatten().to(x.dtype) if field == "k_bias" else x)
 
-    return _changed(model, change)
+    return _map_layers(model, change)
 
 
 def measured_rms(model: DecoderModel, token_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -108,11 +108,11 @@ def measured_rms(model: DecoderModel, token_ids: Sequence[int]) -> tuple[Tensor,
     Args:
         token_ids: a text, at most as long as a block of a cache is.
     """
-    found: list[Tensor] = []
+    rms_values: list[Tensor] = []
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.ndim == 3:
-            found.append(x.float().square().mean(-1).sqrt().mean(0))
+            rms_values.append(x.float().square().mean(-1).sqrt().mean(0))
         return reference.rms_norm(x, weight, eps)
 
     config = model.config
@@ -122,4 +122,4 @@ def measured_rms(model: DecoderModel, token_ids: Sequence[int]) -> tuple[Tensor,
     batch = paging.batch([paging.add()], [len(token_ids)])
     with torch.inference_mode():
         model.forward(torch.tensor(token_ids), batch, cache, with_ops(reference, {"rms_norm": rms_norm}))
-    return torch.stack(found[0::2]).clone(), torch.stack(found[1::2]).clone()
+    return torch.stack(rms_values[0::2]).clone(), torch.stack(rms_values[1::2]).clone()

@@ -11,7 +11,7 @@ from haarkv.tq_ops.npu.program import with_tuned
 
 
 @dataclass(frozen=True)
-class Planted(LayerProgram):
+class FaultyProgram(LayerProgram):
     """A layer with another text at one place of its kernel.
 
     Attributes:
@@ -22,22 +22,22 @@ class Planted(LayerProgram):
     faulty: str = ""
 
     @classmethod
-    def of(cls, program, honest, faulty):
+    def with_fault(cls, program, honest, faulty):
         """A program with that fault."""
         return cls(**{field.name: getattr(program, field.name) for field in fields(program)}, honest=honest, faulty=faulty)
 
     def build(self, **options):
         from haarkv.models.qwen3_14b.npu import layer_kernel
 
-        return self._spoiled(layer_kernel).build(self, with_tuned(options))
+        return self._faulty_module(layer_kernel).build(self, with_tuned(options))
 
-    def _spoiled(self, module):
+    def _faulty_module(self, module):
         text = Path(module.__file__).read_text(encoding="utf-8")
         assert text.count(self.honest) == 1, f"the text to spoil is no longer there: {self.honest}"
-        spoiled = text.replace(self.honest, self.faulty)
+        faulty_text = text.replace(self.honest, self.faulty)
         # PyPTO reads a kernel's source from its file; the worker's folder goes with the worker.
-        file = Path(f"planted_{sha256(spoiled.encode()).hexdigest()[:16]}.py").absolute()
-        file.write_text(spoiled, encoding="utf-8")
+        file = Path(f"planted_{sha256(faulty_text.encode()).hexdigest()[:16]}.py").absolute()
+        file.write_text(faulty_text, encoding="utf-8")
         spec = spec_from_file_location(file.stem, file)
         module = sys.modules[file.stem] = module_from_spec(spec)
         spec.loader.exec_module(module)
@@ -45,15 +45,15 @@ class Planted(LayerProgram):
 
 
 @dataclass(frozen=True)
-class PlantedSteps(Planted):
+class PlantedSteps(FaultyProgram):
     """A layer with another text at one place of a step of attention. To be built in a simulator of its own."""
 
     def build(self, **options):
         from haarkv.models.qwen3_14b.npu import layer_kernel
         from haarkv.tq_ops.npu.kernels import attention
 
-        spoiled = self._spoiled(attention)
-        layer_kernel.attend_step, layer_kernel.softmaxes = spoiled.attend_step, spoiled.softmaxes
+        faulty_module = self._faulty_module(attention)
+        layer_kernel.attend_step, layer_kernel.softmaxes = faulty_module.attend_step, faulty_module.softmaxes
         return LayerProgram.build(self, **options)
 
 

@@ -54,10 +54,10 @@ def mini_model(data, norms=torch.float32):
         layer, word = int(name.split(".")[2]), name.split(".")[-2]
         if word in NORMS:
             return torch.from_numpy(data[NORMS[word]])[layer].to(norms)
-        stacked = bf16(data[PROJECTIONS[word]])  # [layers * in, out]
-        return stacked.view(CONFIG.num_layers, -1, stacked.shape[1])[layer].T.contiguous()
+        matrices = bf16(data[PROJECTIONS[word]])  # [layers * in, out]
+        return matrices.view(CONFIG.num_layers, -1, matrices.shape[1])[layer].T.contiguous()
 
-    return DecoderModel.of(CONFIG, assemble(CONFIG, get))
+    return DecoderModel.from_weights(CONFIG, assemble(CONFIG, get))
 
 
 @dataclass
@@ -95,7 +95,7 @@ def run_mini_model(data, seed, rotation, layers=by_the_reference, norms=torch.fl
     """
     model = mini_model(data, norms)
     cache = PagedKVCache(KVPlan.uniform(seed, seed, 2), KVShape(2, 128), num_blocks=4)
-    seen = {}
+    rotated_units = {}
 
     class Watching:
         """The reference table, keeping the rotated unit vectors that levels are chosen from."""
@@ -106,7 +106,7 @@ def run_mini_model(data, seed, rotation, layers=by_the_reference, norms=torch.fl
         def store_kv(self, k, v, cache, layer, batch):
             for side, x in (("k", k), ("v", v)):
                 unit = x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
-                seen[side, layer] = unit.bfloat16().float() @ rotation(layer, 128).float()
+                rotated_units[side, layer] = unit.bfloat16().float() @ rotation(layer, 128).float()
             reference.store_kv(k, v, cache, layer, batch)
 
     def forward(hidden, ops, positions, slots, lengths, starts):
@@ -126,4 +126,4 @@ def run_mini_model(data, seed, rotation, layers=by_the_reference, norms=torch.fl
         data["decode_hidden_states"], reference, torch.tensor([a, b]), data["decode_slot_mapping"], data["decode_seq_lens"],
         [0, 1, 2],
     )  # fmt: skip
-    return Outcome(data, cache, prefill, decode, seen, torch.from_numpy(slots).long())
+    return Outcome(data, cache, prefill, decode, rotated_units, torch.from_numpy(slots).long())

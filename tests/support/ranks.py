@@ -24,7 +24,7 @@ from haarkv.models.config import ModelConfig
 from haarkv.models.parallel import ALONE, Alone, Ranks, Split
 from haarkv.models.weights import Weights, assemble, checkpoint_tensors
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation.layers.ranks import follow, gathered
+from haarkv.validation.layers.ranks import follow, multi_rank_executor
 from haarkv.validation.layers.runner import validate
 
 _TIMEOUT_S = 300
@@ -37,18 +37,18 @@ def on_ranks(size: int, job: Callable[..., Any], *args: Any) -> list[Any]:
     """What `job(ranks, *args)` returns on each of so many ranks. The job is a function of this module."""
     with tempfile.TemporaryDirectory() as folder:
         ends = [_PROCESSES.Pipe(duplex=False) for _ in range(size)]
-        started = [
+        processes = [
             _PROCESSES.Process(target=_run, args=(Place(rank, size, str(Path(folder, "meeting"))), sender, job, args))
             for rank, (_, sender) in enumerate(ends)
         ]
         try:
-            for process in started:
+            for process in processes:
                 process.start()
             for _, sender in ends:
                 sender.close()
             results = [pickle.loads(r.recv_bytes()) if r.poll(_TIMEOUT_S) else ("silent", None) for r, _ in ends]
         finally:
-            for process in started:
+            for process in processes:
                 process.kill()
                 process.join()
     for rank, (problem, _) in enumerate(results):
@@ -70,12 +70,12 @@ def _run(place: Place, sender: Any, job: Callable[..., Any], args: Sequence[Any]
 # -- Models and jobs ---------------------------------------------------------------------------------------------------------
 
 
-def part_of(whole: DecoderModel, ranks: Ranks) -> DecoderModel:
+def rank_part(whole: DecoderModel, ranks: Ranks) -> DecoderModel:
     """A rank's part of a model that is here whole."""
-    split, stored = Split(whole.config, ranks.rank, ranks.size), checkpoint_tensors(whole.config)
+    split, tensor_specs = Split(whole.config, ranks.rank, ranks.size), checkpoint_tensors(whole.config)
     tensors = dict(whole.weights.named())
-    weights: Weights = assemble(split.part, lambda name: tensors[name][split.of(stored[name].axes)].clone())
-    return DecoderModel.of(split.part, weights, ranks)
+    weights: Weights = assemble(split.part, lambda name: tensors[name][split.slices(tensor_specs[name].axes)].clone())
+    return DecoderModel.from_weights(split.part, weights, ranks)
 
 
 def run_small(
@@ -86,7 +86,7 @@ def run_small(
     Returns:
         logits [1 + steps, B, vocab], the last hidden states, what the caches hold by layer, side and field, and bytes.
     """
-    model = part_of(small_model(config, seed=3, dtype=dtype), ranks)
+    model = rank_part(small_model(config, seed=3, dtype=dtype), ranks)
     plan = KVSpec(kv).plan(config.num_layers)
     return forwards(open_executor(executor, model, plan), model, kv, lengths, steps)
 
@@ -115,8 +115,8 @@ def forwards(executor: Executor, model: DecoderModel, kv: str, lengths: Sequence
     hidden = executor.layers(last, range(config.num_layers), batch, cache)
     fields = [
         {
-            side: {name: t.clone() for name, t in of.items()}
-            for side, of in (("k", cache.k_fields(i)), ("v", cache.v_fields(i)))
+            side: {name: t.clone() for name, t in side_fields.items()}
+            for side, side_fields in (("k", cache.k_fields(i)), ("v", cache.v_fields(i)))
         }
         for i in range(config.num_layers)
     ]
@@ -147,17 +147,17 @@ class Faulty:
         return partial if self._fault == "a sum is left out" else total
 
 
-def validated(
+def rank_validation(
     ranks: Ranks, executor: str, config: ModelConfig, dtype: torch.dtype, lengths: Sequence[int], steps: int, fault: str = ""
 ) -> Any:
     """The report of `validate` on a small random model with a `tq4` cache; None on other ranks than 0."""
     whole, plan = small_model(config, seed=3, dtype=dtype), KVSpec("tq4").plan(config.num_layers)
-    part = part_of(whole, Faulty(ranks, fault) if fault else ranks)
+    part = rank_part(whole, Faulty(ranks, fault) if fault else ranks)
     if fault == "a rank has another's keys":
-        of_first = part_of(whole, Alone(0, ranks.size)).weights.layers
+        first_layers = rank_part(whole, Alone(0, ranks.size)).weights.layers
         layers = tuple(
             ours.changed(lambda field, tensor, first=first: first[field] if field == "k_proj" else tensor)
-            for ours, first in zip(part.weights.layers, of_first, strict=True)
+            for ours, first in zip(part.weights.layers, first_layers, strict=True)
         )
         part = replace(part, weights=replace(part.weights, layers=layers))
     on_trial = open_executor(executor, part, plan)
@@ -165,11 +165,11 @@ def validated(
         return follow(on_trial, ranks, config, plan)
     generator = torch.Generator().manual_seed(11)
     prompts = [torch.randint(config.vocab_size, (n,), generator=generator).tolist() for n in lengths]
-    with gathered(on_trial, ranks, config, plan) as candidate:
+    with multi_rank_executor(on_trial, ranks, config, plan) as candidate:
         return validate(catalog.create("reference", whole, plan), candidate, whole, prompts, steps, plan)
 
 
-def benched(ranks: Ranks) -> list[dict[str, Any]]:
+def bench_rows(ranks: Ranks) -> list[dict[str, Any]]:
     """Rows of `tq bench decode` on `tiny`."""
     request = Request(
         "tiny", ["cpu"], ["tq4"], [64], [1], repeats=1, kinds=("step",), dtype="float32", ranks=ranks

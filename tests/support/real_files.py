@@ -30,7 +30,7 @@ def session(file):
     return tq.load(file, executor="cpu", kv="fp32", dtype="float32", balance=False, keep_blocks=False)
 
 
-def ids_of(session, count):
+def text_ids(session, count):
     ids = session.encode([TEXT * (count // 20)])[0]
     assert len(ids) > count
     return ids[:count]

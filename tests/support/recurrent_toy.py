@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
-from small_models import SMALL, resized, small_model
+from small_models import SMALL, resize_config, small_model
 
 from haarkv.models.layer import MIXERS, MixerKind
 from haarkv.models.tensors import Axis, StoredTensor
@@ -62,7 +62,7 @@ def toy_mixer():
 
 def hybrid(versions=6, attention=True):
     """Four layers: attention, the toy, attention with a window of 20, the toy; or the toy alone, twice."""
-    base = resized(SMALL, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=64)
+    base = resize_config(SMALL, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=64)
     layer = base.layers[0]
     toy = replace(layer, mixer=Toy(versions))
     local = replace(layer, mixer=replace(layer.attention, window=20))

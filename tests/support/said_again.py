@@ -14,8 +14,8 @@ def always_drafting():
 class Often:
     """Drafts what will be said, and now and then something else."""
 
-    def __init__(self, said):
-        self.said, self.asked, self.experience = said, 0, Experience()
+    def __init__(self, tokens):
+        self.said, self.asked, self.experience = tokens, 0, Experience()
 
     def follow(self, sequences, max_context):
         return None
@@ -30,8 +30,8 @@ class Often:
         proposals = {}
         for row, text in texts.items():
             self.asked += 1
-            drafted = self.said[len(text) : len(text) + most[row]]
-            if drafted and self.asked % 3:
-                drafted[self.asked % len(drafted)] = 7
-            proposals[row] = Proposal(drafted)
+            draft = self.said[len(text) : len(text) + most[row]]
+            if draft and self.asked % 3:
+                draft[self.asked % len(draft)] = 7
+            proposals[row] = Proposal(draft)
         return proposals

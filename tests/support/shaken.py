@@ -35,7 +35,7 @@ PRODUCTS = {
 }
 ATTENTION = {"scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu"}
 SUMS = {"sum", "mean", "norm", "linalg_vector_norm", "cumsum", "var", "std", "var_mean", "std_mean", "nansum"}
-NORMALIZED = {
+NORMALIZATIONS = {
     "_softmax",
     "softmax",
     "_log_softmax",
@@ -45,7 +45,7 @@ NORMALIZED = {
     "rms_norm",
     "_fused_rms_norm",
 }
-SHAKEN = PRODUCTS | ATTENTION | SUMS | NORMALIZED
+SHAKEN = PRODUCTS | ATTENTION | SUMS | NORMALIZATIONS
 HALF = (torch.bfloat16, torch.float16)
 EXACT_BITS = 10
 
@@ -60,9 +60,9 @@ def shaken(x: torch.Tensor, salt: int, period: int = 0) -> torch.Tensor:
     bits = x.contiguous().view(torch.int32)
     # Of the mantissa alone: numbers that are twice as large, or negative, are rounded alike on any machine.
     place = torch.arange(x.numel(), dtype=torch.int32).view(x.shape) % (period or x.numel())
-    mixed = ((bits & 0x7FFFFF) ^ (place * 0x27D4EB2F)) * 0x5BD1E995 + salt
-    mixed = (mixed ^ (mixed >> 15)) * 0x2C1B3C6D
-    move = ((mixed >> 13) & 0x7FFF) % 3 - 1
+    hash_bits = ((bits & 0x7FFFFF) ^ (place * 0x27D4EB2F)) * 0x5BD1E995 + salt
+    hash_bits = (hash_bits ^ (hash_bits >> 15)) * 0x2C1B3C6D
+    move = ((hash_bits >> 13) & 0x7FFF) % 3 - 1
     inexact = (bits & (2**EXACT_BITS - 1) != 0) & torch.isfinite(x)
     return (bits + move.to(torch.int32) * inexact).view(torch.float32)
 
@@ -99,21 +99,21 @@ class AnotherMachine(TorchDispatchMode):
         ):
             return result
         # torch may call one product linear, matmul, mm or addmm: its result names it. Along a row the others go row by row.
-        of = first if base in PRODUCTS | ATTENTION else args[0]
-        row = base not in PRODUCTS | ATTENTION and along_rows(first, of)
-        shape = tuple(of.shape[-1:] if row else of.shape)
+        operand = first if base in PRODUCTS | ATTENTION else args[0]
+        row = base not in PRODUCTS | ATTENTION and along_rows(first, operand)
+        shape = tuple(operand.shape[-1:] if row else operand.shape)
         kind = "product" if base in PRODUCTS else base.strip("_")
         salt = zlib.crc32(repr((self.seed, kind, shape[next_long(shape) :])).encode()) - 2**31
-        period = (shape[-1] if first.shape == of.shape else 1) if row else 0
+        period = (shape[-1] if first.shape == operand.shape else 1) if row else 0
         if first.dtype == torch.float32:
-            moved = shaken(first, salt, period)
+            shaken_result = shaken(first, salt, period)
         elif first.dtype in HALF:
-            moved = self._in_fp32(func, args, kwargs, salt, period, first.dtype)
+            shaken_result = self._in_fp32(func, args, kwargs, salt, period, first.dtype)
         else:
             return result
         if name == base and "out" not in kwargs:
-            return (moved, *result[1:]) if isinstance(result, tuple) else moved
-        first.copy_(moved)
+            return (shaken_result, *result[1:]) if isinstance(result, tuple) else shaken_result
+        first.copy_(shaken_result)
         return result
 
     def _in_fp32(self, func, args, kwargs, salt, period, dtype):

@@ -72,7 +72,7 @@ def _lloyd_max() -> bytes:
     codebooks = {}
     for head_dim in PUBLISHED_HEAD_DIMS:
         for bits in range(1, MAX_BITS + 1):
-            book = published(2**bits, 1.0 / math.sqrt(head_dim))
+            book = published_codebook(2**bits, 1.0 / math.sqrt(head_dim))
             rows = {"centroids": book.centroids.tolist(), "boundaries": book.boundaries.tolist()}
             codebooks[codebook_key(bits, head_dim)] = rows
     for bits in range(1, MAX_BITS + 1):
@@ -81,7 +81,7 @@ def _lloyd_max() -> bytes:
     return f"{{\n{lines}\n}}\n".encode("ascii")
 
 
-def published(levels: int, sigma: float) -> Codebook:
+def published_codebook(levels: int, sigma: float) -> Codebook:
     """The published FP32 iteration, operation for operation.
 
     200 iterations amplify the last bit of `exp` and `erf`, so another math library ends up to 2e-6 away (in units of
@@ -98,9 +98,9 @@ def published(levels: int, sigma: float) -> Codebook:
         mass = cumulative[1:] - cumulative[:-1]
         # In FP32 the cells of 7 and 8 bits that lie far out can have no mass at all; they keep their place.
         mean = sigma * (density[:-1] - density[1:]) / mass.clamp(min=1e-15)
-        moved = torch.where(mass > 1e-15, mean, centroids)
-        shift = (moved - centroids).abs().max().item()
-        centroids = moved
+        new_centroids = torch.where(mass > 1e-15, mean, centroids)
+        shift = (new_centroids - centroids).abs().max().item()
+        centroids = new_centroids
         if shift < 1e-10:
             break
     return Codebook(centroids, (centroids[:-1] + centroids[1:]) / 2)

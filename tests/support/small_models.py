@@ -57,7 +57,7 @@ def dense_config(
     return ModelConfig(model_type, layers, hidden_size, vocab_size, norm, tied=tie_word_embeddings, **more)
 
 
-def resized(config: ModelConfig, **changes: Any) -> ModelConfig:
+def resize_config(config: ModelConfig, **changes: Any) -> ModelConfig:
     """A model like another whose layers are all alike, in other sizes; `changes` by the names of `dense_config`.
 
     num_experts, moe_intermediate_size, num_experts_per_tok and norm_topk_prob give every layer experts.
@@ -72,12 +72,12 @@ def resized(config: ModelConfig, **changes: Any) -> ModelConfig:
         "tie_word_embeddings": config.tied, "max_position_embeddings": config.max_position_embeddings,
         "eos_token_ids": config.eos_token_ids,
     }  # fmt: skip
-    made = dense_config(**before | changes)
+    new_config = dense_config(**before | changes)
     if not experts:
-        return made
-    count, chosen, width = experts["num_experts"], experts.get("num_experts_per_tok", 2), experts["moe_intermediate_size"]
-    mlps = Experts(count, chosen, width, normalized=experts.get("norm_topk_prob", False))
-    return replace(made, layers=tuple(replace(layer, mlp=mlps) for layer in made.layers))
+        return new_config
+    count, per_token, width = experts["num_experts"], experts.get("num_experts_per_tok", 2), experts["moe_intermediate_size"]
+    mlps = Experts(count, per_token, width, normalized=experts.get("norm_topk_prob", False))
+    return replace(new_config, layers=tuple(replace(layer, mlp=mlps) for layer in new_config.layers))
 
 
 def small_config(
@@ -96,11 +96,11 @@ def small_config(
     )
 
 
-def windowed(*windows: int | None) -> ModelConfig:
+def window_config(*windows: int | None) -> ModelConfig:
     """A small model whose layers see so many tokens."""
-    of = SMALL.heads
+    base = SMALL.heads
     layers = dense_layers(
-        len(windows), num_heads=of.num_heads, num_kv_heads=of.num_kv_heads, head_dim=of.head_dim, intermediate_size=80,
+        len(windows), num_heads=base.num_heads, num_kv_heads=base.num_kv_heads, head_dim=base.head_dim, intermediate_size=80,
         head_norms=True, windows=windows,
     )  # fmt: skip
     return replace(SMALL, layers=layers)
@@ -130,9 +130,9 @@ _BASE = dense_config(
 )  # fmt: skip
 CONFIGS: dict[str, ModelConfig] = {
     "gqa5_d128": _BASE,
-    "gqa5_one_kv_head_d128_tied": resized(_BASE, num_heads=5, num_kv_heads=1, tie_word_embeddings=True),
-    "mha_d64": resized(_BASE, num_heads=3, num_kv_heads=3, head_dim=64),
-    "gqa2_d256_tied": resized(_BASE, num_layers=2, num_heads=4, head_dim=256, rope_theta=1e6, tie_word_embeddings=True),
+    "gqa5_one_kv_head_d128_tied": resize_config(_BASE, num_heads=5, num_kv_heads=1, tie_word_embeddings=True),
+    "mha_d64": resize_config(_BASE, num_heads=3, num_kv_heads=3, head_dim=64),
+    "gqa2_d256_tied": resize_config(_BASE, num_layers=2, num_heads=4, head_dim=256, rope_theta=1e6, tie_word_embeddings=True),
 }
 """Small shapes by name: grouped and ungrouped heads, every shipped head_dim, tied and untied heads."""
 SMALL = CONFIGS["gqa5_d128"]
@@ -148,8 +148,8 @@ def small_model(config: ModelConfig = SMALL, seed: int = 0, dtype: torch.dtype =
         return (weight * (weight.shape[1] ** -0.5 / 0.02)).to(dtype)
 
     def norm(weight: Tensor, low: float = 0.5, high: float = 1.5) -> Tensor:
-        kept = torch.float32 if config.final_norm.plus_one else dtype  # as 1 + w is
-        return torch.empty_like(weight).uniform_(low, high, generator=generator).to(kept)
+        norm_dtype = torch.float32 if config.final_norm.plus_one else dtype  # as 1 + w is
+        return torch.empty_like(weight).uniform_(low, high, generator=generator).to(norm_dtype)
 
     def layer(weights: LayerWeights) -> LayerWeights:
         new = {field: norm(t) if t.ndim == 1 else matrix(t) for field, _, t in weights.named()}
@@ -165,7 +165,7 @@ def small_model(config: ModelConfig = SMALL, seed: int = 0, dtype: torch.dtype =
         final_norm=norm(raw.final_norm),
         lm_head=embedding if config.tied else matrix(raw.lm_head),
     )
-    return DecoderModel.of(config, weights)
+    return DecoderModel.from_weights(config, weights)
 
 
 def without_numbers(config: ModelConfig) -> DecoderModel:
@@ -220,6 +220,6 @@ def decode(
     return executors.verify(executor, torch.tensor(tokens), paging.batch(sequences, [1] * len(sequences)), cache)
 
 
-def table_of(config: ModelConfig) -> RopeTable:
+def rope_table(config: ModelConfig) -> RopeTable:
     """The rotary table of a model whose layers are all alike."""
     return RopeTable(config.common.attention.rope, config.max_position_embeddings)

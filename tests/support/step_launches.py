@@ -33,9 +33,9 @@ _ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_str
 class _Operators(TorchDispatchMode):
     """Notes every operator of torch that does work; those that are made of others, by these."""
 
-    def __init__(self, launched: list[str]) -> None:
+    def __init__(self, kernel_names: list[str]) -> None:
         super().__init__()
-        self._launched = launched
+        self._launched = kernel_names
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with self:
@@ -49,12 +49,12 @@ class _Operators(TorchDispatchMode):
 
 
 @contextmanager
-def counted(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def record_kernels(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The names of what is launched meanwhile, in order."""
-    launched: list[str] = []
+    kernel_names: list[str] = []
 
     def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        launched.append(kernel.fn.__name__)
+        kernel_names.append(kernel.fn.__name__)
 
     with patch.context() as only_here:
         for kind in (InterpretedFunction, JITFunction):
@@ -62,15 +62,17 @@ def counted(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         only_here.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
         only_here.setattr(choices, "processors", lambda _: 132)
         only_here.setattr(decode, "processors", lambda _: 132)
-        only_here.setattr(decode, "_kernel", lambda *_: SimpleNamespace(launch=lambda *_: launched.append("decode")))
+        only_here.setattr(decode, "_kernel", lambda *_: SimpleNamespace(launch=lambda *_: kernel_names.append("decode")))
         # It looks whether centroids are antisymmetric, once, as a model is loaded.
-        only_here.setattr(layout, "words_of", lambda centroids: torch.empty(5, dtype=torch.int32, device=centroids.device))
+        only_here.setattr(
+            layout, "centroid_words", lambda centroids: torch.empty(5, dtype=torch.int32, device=centroids.device)
+        )
         try:
-            with _Operators(launched):
-                yield launched
+            with _Operators(kernel_names):
+                yield kernel_names
         finally:
             # Layouts that were made meanwhile hold no words.
-            layout.layout_of.cache_clear()
+            layout.to_layout.cache_clear()
             layout._layout.cache_clear()
 
 
@@ -98,13 +100,13 @@ def launches(
     ids = [paging.add() for _ in prompts]
     batch = paging.batch(ids, prompts).to(META)
     step = DecodeStep(len(prompts), cache, config.max_position_embeddings, executor._step_on(cache), None)
-    with counted(patch) as launched:
+    with record_kernels(patch) as kernel_names:
         hidden = executor._run.forward(torch.zeros(sum(prompts), dtype=torch.int64, device=META), batch, cache)
         executor._sound(executor._run.head(hidden))
-        of_prompts = launched.copy()
+        prompt_kernels = kernel_names.copy()
     tokens, batch = torch.zeros(len(prompts), dtype=torch.int64, device=META), paging.batch(ids, [1] * len(prompts)).to(META)
-    with counted(patch) as launched:
+    with record_kernels(patch) as kernel_names:
         step(tokens, batch)  # what is made once, is made now, as before a graph is captured
-        launched.clear()
+        kernel_names.clear()
         executor._sound(executor._run.head(step(tokens, batch)))
-        return of_prompts, launched.copy()
+        return prompt_kernels, kernel_names.copy()

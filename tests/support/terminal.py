@@ -62,12 +62,12 @@ class Terminal:
         """
         began = self._seen
         stop = time.monotonic() + seconds
-        pressed = -math.inf
+        pressed_at = -math.inf
         while (at := self.shown.find(word, self._seen)) < 0:
             assert time.monotonic() < stop, f"{word!r} does not come: {self.shown[began:]!r}"
-            if again is not None and time.monotonic() - pressed > 5:
+            if again is not None and time.monotonic() - pressed_at > 5:
                 self.type(again)
-                pressed = time.monotonic()
+                pressed_at = time.monotonic()
             assert self._read(0.1), f"it ended before {word!r}: {self.shown[began:]!r}"
         self._seen = at + len(word)
         return self.shown[began : self._seen]

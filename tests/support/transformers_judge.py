@@ -33,16 +33,16 @@ class Bf16Cache(DynamicCache):
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         begin = self.get_seq_length(layer_idx)
-        stored = self.ours.read(layer_idx, torch.arange(self.ours.num_blocks)[None])
-        rounded = []
-        for x, paged in zip((key_states, value_states), stored, strict=True):
-            r, mine = x.bfloat16().float(), paged[:, :, begin : begin + x.shape[2]]
+        our_kv = self.ours.read(layer_idx, torch.arange(self.ours.num_blocks)[None])
+        rounded_kv = []
+        for x, our_side in zip((key_states, value_states), our_kv, strict=True):
+            r, mine = x.bfloat16().float(), our_side[:, :, begin : begin + x.shape[2]]
             middle = (r + mine) / 2
             tie = (r != mine) & ((x - middle).abs() <= TIE_NOISE * x.abs().amax(-1, keepdim=True))
             self.ties += int(tie.sum())
             self.values += x.numel()
-            rounded.append(torch.where(tie, mine, r))
-        return super().update(*rounded, layer_idx, *args, **kwargs)
+            rounded_kv.append(torch.where(tie, mine, r))
+        return super().update(*rounded_kv, layer_idx, *args, **kwargs)
 
 
 def draw_weights(theirs):

@@ -36,5 +36,5 @@ def eagle3(folder: Path) -> Path:
         f"{name}.weight": (torch.randn(shape, generator=draw) * shape[-1] ** -0.5 if len(shape) > 1 else torch.ones(shape))
         for name, shape in shapes.items()
     }
-    save_file({name: of.bfloat16() for name, of in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
     return folder

@@ -92,7 +92,7 @@ class Judge:
 
     kv: str = "tq4"
     spec: KVSpec | None = None
-    _scored: dict[tuple[tuple[int, ...], Answer], Score] = field(default_factory=dict)
+    _scores: dict[tuple[tuple[int, ...], Answer], Score] = field(default_factory=dict)
 
     @cached_property
     def model(self) -> DecoderModel:
@@ -101,9 +101,9 @@ class Judge:
     def score(self, prompt: Sequence[int], answer: Answer) -> Score:
         """Feed the reference a prompt and what was served after it, all in one forward."""
         key = (tuple(prompt), answer)
-        if key not in self._scored:
-            self._scored[key] = self._score(prompt, answer)
-        return self._scored[key]
+        if key not in self._scores:
+            self._scores[key] = self._score(prompt, answer)
+        return self._scores[key]
 
     @torch.inference_mode()
     def _score(self, prompt: Sequence[int], answer: Answer) -> Score:
@@ -116,17 +116,17 @@ class Judge:
         batch = paging.batch([paging.add()], [len(fed)])
         hidden = ReferenceExecutor(self.model).layers(self.model.embed(fed), range(config.num_layers), batch, cache)
         logits = self.model.head(hidden[len(prompt) - 1 :], reference)
-        served, spread = torch.tensor(answer.token_ids), logits.std(-1)
-        chosen = logits.gather(-1, served[:, None])[:, 0]
+        token_ids, spread = torch.tensor(answer.token_ids), logits.std(-1)
+        token_logits = logits.gather(-1, token_ids[:, None])[:, 0]
         logprobs = logits.log_softmax(-1)
         errors = torch.tensor([
             max(abs(value - float(row[token])) for token, value in candidates)
             for row, candidates in zip(logprobs, answer.candidates, strict=True)
         ])  # fmt: skip
-        return Score(tuple(((logits.amax(-1) - chosen) / spread).tolist()), tuple((errors / spread).tolist()))
+        return Score(tuple(((logits.amax(-1) - token_logits) / spread).tolist()), tuple((errors / spread).tolist()))
 
-    def judge(self, asked: Sequence[Sequence[int]], answers: Sequence[Answer]) -> Verdict:
-        scores = [self.score(prompt, answer) for prompt, answer in zip(asked, answers, strict=True)]
+    def judge(self, prompts: Sequence[Sequence[int]], answers: Sequence[Answer]) -> Verdict:
+        scores = [self.score(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
         gaps, errors = ([x for score in scores for x in getattr(score, name)] for name in ("gaps", "errors"))
         equal = sum(max(score.gaps) == 0 for score in scores)
         return Verdict(len(scores), equal, len(gaps), max(gaps), statistics.median(errors))

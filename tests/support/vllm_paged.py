@@ -66,11 +66,11 @@ def qkv(
     """Queries, K and V of tokens, drawn."""
     shape, generator = shape or Shape(), torch.Generator().manual_seed(seed)
     shapes = [(tokens, heads, shape.head_dim) for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
-    q, k, v = ((2 * torch.randn(of, generator=generator)).to(dtype) for of in shapes)
+    q, k, v = ((2 * torch.randn(qkv_shape, generator=generator)).to(dtype) for qkv_shape in shapes)
     return q, k, v
 
 
-def spec_of(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> FullAttentionSpec:
+def packed_spec(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> FullAttentionSpec:
     """What a layer of the model asks for, packed by the backend."""
     return RotatedAttentionBackend.customize_spec(plain_spec(shape, dtype))
 
@@ -93,7 +93,7 @@ class Worker:
     """
 
     def __init__(self, shape: Shape, indices: tuple[int, ...], layout: KVCacheLayout, pair: Pair | None = None) -> None:
-        self.shape, self.indices, self.spec = shape, indices, spec_of(shape)
+        self.shape, self.indices, self.spec = shape, indices, packed_spec(shape)
         if pair:
             self.spec = with_content(self.spec, content_bytes(pair, shape.head_dim))
         self.layer_stride, self.block_stride, *_ = compute_layout_strides(self.spec, shape.num_blocks, len(indices), layout)
@@ -129,8 +129,8 @@ class Worker:
 
     def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, metadata: object) -> Tensor:
         layer, out = SimpleNamespace(layer_name=self.name(index)), torch.full_like(q, 77.0)
-        returned = self.impls[index].forward(layer, q, k, v, self.views[index], metadata, out)
-        assert returned is out
+        result = self.impls[index].forward(layer, q, k, v, self.views[index], metadata, out)
+        assert result is out
         return out
 
 
@@ -141,7 +141,7 @@ def in_forward(name: str, metadata: object) -> AbstractContextManager[None]:
     return override_forward_context(forward)
 
 
-def described(batch: Batch, padding: int = 0, junk: int = 0) -> CommonAttentionMetadata:
+def vllm_metadata(batch: Batch, padding: int = 0, junk: int = 0) -> CommonAttentionMetadata:
     """A batch of ours as vLLM's worker would describe it.
 
     Args:

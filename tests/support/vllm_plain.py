@@ -32,7 +32,7 @@ def repeats(text: Sequence[int]) -> bool:
 
 
 @dataclass
-class Compared:
+class TextComparison:
     """Texts beside those of plain decoding.
 
     Attributes:
@@ -82,25 +82,25 @@ class Plain:
                 self._texts[request] = list(text.token_ids)[: request.new_tokens]
         return [self._texts[request] for request in requests]
 
-    def compare(self, requests: Sequence[Request], served: Sequence[Sequence[int]]) -> Compared:
+    def compare(self, requests: Sequence[Request], texts: Sequence[Sequence[int]]) -> TextComparison:
         """Judge texts: each is plain decoding's, or parts from it where that likes both tokens nearly best, and goes on with
         tokens that it likes nearly best as well, fed the same text."""
-        found = Compared()
-        for request, plain, text in zip(requests, self.texts(requests), served, strict=True):
-            found.texts += 1
+        comparison = TextComparison()
+        for request, plain, text in zip(requests, self.texts(requests), texts, strict=True):
+            comparison.texts += 1
             if len(text) != request.new_tokens:
-                found.wrong.append(f"{len(text)} of {request.new_tokens} tokens")
+                comparison.wrong.append(f"{len(text)} of {request.new_tokens} tokens")
             elif list(text) == plain:
-                found.equal += 1
+                comparison.equal += 1
             else:
                 at = next(i for i, (one, other) in enumerate(zip(text, plain, strict=True)) if one != other)
                 gaps = self._gaps(request.prompt, text)
-                found.gaps.append(max(gaps))
+                comparison.gaps.append(max(gaps))
                 if max(gaps) > NEAR_TIE:
-                    found.wrong.append(f"token {at} is another, and one of them is liked {max(gaps):.2f} deviations less")
+                    comparison.wrong.append(f"token {at} is another, and one of them is liked {max(gaps):.2f} deviations less")
                 if repeats(text) and not repeats(plain):
-                    found.repeating += 1
-        return found
+                    comparison.repeating += 1
+        return comparison
 
     def _gaps(self, prompt: Sequence[int], text: Sequence[int]) -> list[float]:
         """Of each token of a text, the best logit at its place less its own, in standard deviations of the logits there."""
@@ -108,5 +108,5 @@ class Plain:
         plan = KVSpec(self.kv).plan(config.num_layers)
         cache, paging = new_cache(config, plan, sequences=1, tokens=len(fed))
         logits = verify(self._executor, fed, paging.batch([paging.add()], [len(fed)]), cache)[len(prompt) - 1 :]
-        chosen = logits.gather(-1, torch.tensor(text)[:, None])[:, 0]
-        return ((logits.amax(-1) - chosen) / logits.std(-1)).tolist()
+        token_logits = logits.gather(-1, torch.tensor(text)[:, None])[:, 0]
+        return ((logits.amax(-1) - token_logits) / logits.std(-1)).tolist()

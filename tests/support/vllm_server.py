@@ -63,8 +63,8 @@ class Server:
     log: Path
     session: requests.Session = field(default_factory=requests.Session)
 
-    def post(self, path: str = "/v1/completions", **given: Any) -> requests.Response:
-        return requests.post(self.url + path, timeout=_ANSWERS_IN_S, **given)
+    def post(self, path: str = "/v1/completions", **options: Any) -> requests.Response:
+        return requests.post(self.url + path, timeout=_ANSWERS_IN_S, **options)
 
     def complete(self, prompts: Sequence[Sequence[int]], max_tokens: int, **options: Any) -> list[Answer]:
         """Continue prompts of token ids, all at once, past any end of text; greedily unless told otherwise."""
@@ -74,10 +74,10 @@ class Server:
 
     def metrics(self) -> dict[str, float]:
         """Every figure of `/metrics`, summed over its labels."""
-        found: dict[str, float] = {}
+        figures: dict[str, float] = {}
         for name, _, value in self._samples():
-            found[name] = found.get(name, 0.0) + value
-        return found
+            figures[name] = figures.get(name, 0.0) + value
+        return figures
 
     def kv_tokens(self) -> int:
         """Tokens that the KV cache holds, as vLLM reports them."""
@@ -93,12 +93,12 @@ class Server:
 
     def workers(self) -> list[psutil.Process]:
         """The processes that run the model and hold its pages."""
-        found = []
+        processes = []
         for process in psutil.Process(self.process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
-                found += [process] if "Worker" in " ".join(process.cmdline()) else []
-        assert found, "no worker among the server's processes"
-        return found
+                processes += [process] if "Worker" in " ".join(process.cmdline()) else []
+        assert processes, "no worker among the server's processes"
+        return processes
 
     def tail(self, lines: int = 40) -> str:
         """The end of its log."""
@@ -144,11 +144,11 @@ def serving(
         sys.executable, "-m", "tq", "serve", model, "--served-model-name", MODEL, *(("--kv", kv) if kv else ()), *_FLAGS,
         "--port", str(port), "--kv-cache-memory-bytes", str(cache_bytes), *flags,
     ]  # fmt: skip
-    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    parent_env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     with log.open("wb") as out:
         process = subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, cwd=log.parent,
-            env={**inherited, **ENVIRONMENT, **environment},
+            env={**parent_env, **ENVIRONMENT, **environment},
         )  # fmt: skip
     server = Server(f"http://127.0.0.1:{port}", process, log)
     try:

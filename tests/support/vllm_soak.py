@@ -21,11 +21,11 @@ from typing import Any
 from vllm_drafts import eagle3
 from vllm_server import ENVIRONMENT
 
-from haarkv.models.catalog import path_of
+from haarkv.models.catalog import find_model
 
 _ROOM, _SMALL = 2**28, 14
 """Bytes of a cache with room for all; blocks of one in which users make room for each other."""
-DRAFTED = 3
+DRAFT_TOKENS = 3
 FAULTS = ("dummy-lengths", "stale-lengths")
 _ANSWER = "soak: "
 STAND_IN = Path(__file__).parent / "stand_in"
@@ -73,7 +73,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedTexts:
     """What came back.
 
     Attributes:
@@ -95,32 +95,32 @@ class Servers:
     """
 
     def __init__(self, log: Path) -> None:
-        inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        parent_env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         paths = os.pathsep.join((ENVIRONMENT["PYTHONPATH"], str(STAND_IN)))
         # The engine runs in that process itself, where a fault can be planted.
-        environment = {**inherited, **ENVIRONMENT, "PYTHONPATH": paths, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        environment = {**parent_env, **ENVIRONMENT, "PYTHONPATH": paths, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         self.log = log
-        with log.open("wb") as said:
+        with log.open("wb") as log_file:
             self._process = subprocess.Popen(
-                [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True,
+                [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log_file, text=True,
                 env=environment,
             )  # fmt: skip
 
-    def serve(self, way: Way, requests: Sequence[Request], fault: str = "") -> Served:
+    def serve(self, way: Way, requests: Sequence[Request], fault: str = "") -> ServedTexts:
         """Start an engine that serves so, and take what it wrote.
 
         Args:
             fault: one of `FAULTS` to plant, or "".
         """
-        asked = [[list(request.prompt), request.new_tokens] for request in requests]
+        payload = [[list(request.prompt), request.new_tokens] for request in requests]
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"way": asdict(way), "fault": fault, "requests": asked}) + "\n")
+        self._process.stdin.write(json.dumps({"way": asdict(way), "fault": fault, "requests": payload}) + "\n")
         self._process.stdin.flush()
         for line in self._process.stdout:
             if line.startswith(_ANSWER):
-                said = json.loads(line.removeprefix(_ANSWER))
-                return Served(said["texts"], said["figures"], tuple(said["seconds"]))
+                reply = json.loads(line.removeprefix(_ANSWER))
+                return ServedTexts(reply["texts"], reply["figures"], tuple(reply["seconds"]))
         raise AssertionError(f"{way}: the engine ended\n" + "\n".join(self.log.read_text(errors="replace").splitlines()[-60:]))
 
     def stop(self) -> None:
@@ -135,23 +135,23 @@ class Servers:
 def _drafts(method: str, folder: str) -> dict[str, Any] | None:
     if not method:
         return None
-    said: dict[str, Any] = {"method": method, "num_speculative_tokens": DRAFTED}
+    settings: dict[str, Any] = {"method": method, "num_speculative_tokens": DRAFT_TOKENS}
     if method == "ngram":
-        return said | {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
+        return settings | {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
     if method == "draft_model":  # the model itself, so nearly all is accepted
-        return said | {"model": str(path_of("tiny"))}
+        return settings | {"model": str(find_model("tiny"))}
     if method == "eagle3":  # of random weights, so nothing is
-        return said | {"model": str(eagle3(Path(folder) / "eagle3"))}
-    return said
+        return settings | {"model": str(eagle3(Path(folder) / "eagle3"))}
+    return settings
 
 
-def _run(way: Way, requests: Sequence[Request], fault: str) -> Served:
+def _run(way: Way, requests: Sequence[Request], fault: str) -> ServedTexts:
     # Imported late: the process that starts this one does without vLLM's engine.
     from vllm import LLM, SamplingParams
 
     from haarkv.serving.vllm_plugin import FORMAT
 
-    model, began = path_of(way.model), time.monotonic()
+    model, began = find_model(way.model), time.monotonic()
     with TemporaryDirectory() as folder:
         engine = LLM(
             model=str(model), skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True, max_model_len=way.context,
@@ -160,48 +160,48 @@ def _run(way: Way, requests: Sequence[Request], fault: str) -> Served:
             speculative_config=_drafts(way.drafts, folder), kv_cache_memory_bytes=_ROOM,
             num_gpu_blocks_override=_SMALL if way.small else None,
         )  # fmt: skip
-    started = time.monotonic()
-    asked = [{"prompt_token_ids": list(request.prompt)} for request in requests]
+    start_time = time.monotonic()
+    prompts = [{"prompt_token_ids": list(request.prompt)} for request in requests]
     how = [SamplingParams(temperature=0, max_tokens=r.new_tokens, ignore_eos=True, detokenize=False) for r in requests]
-    with _planted(fault):
-        outputs = engine.generate(asked, how, use_tqdm=False)
-    ended = time.monotonic()
+    with _plant_fault(fault):
+        outputs = engine.generate(prompts, how, use_tqdm=False)
+    end_time = time.monotonic()
     texts = [list(output.outputs[0].token_ids) for output in outputs]
-    return Served(texts, _figures(engine.get_metrics()), (started - began, ended - started))
+    return ServedTexts(texts, _figures(engine.get_metrics()), (start_time - began, end_time - start_time))
 
 
 def _figures(metrics: Sequence[Any]) -> dict[str, float]:
     """Counters and gauges, summed over their labels."""
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for metric in metrics:
         if hasattr(metric, "value"):
-            found[metric.name] = found.get(metric.name, 0.0) + float(metric.value)
-    return found
+            figures[metric.name] = figures.get(metric.name, 0.0) + float(metric.value)
+    return figures
 
 
 @contextmanager
-def _planted(fault: str) -> Iterator[None]:
+def _plant_fault(fault: str) -> Iterator[None]:
     """Describe batches that verify drafts by other lengths than theirs, as a graph does that was captured with dummies."""
     from haarkv.serving.vllm_plugin import backend
 
-    right: Callable[..., Any] = backend.batch_of
+    right: Callable[..., Any] = backend.forward_batch
     first: dict[int, Any] = {}
 
     def wrong(common: Any, buffers: Any) -> Any:
         count = common.num_reqs
         new, lengths = common.query_start_loc[: count + 1].diff(), common.seq_lens[:count]
-        verified = (new > 1) & (new <= DRAFTED + 1) & (lengths > new)
-        if not verified.any():
+        verifies = (new > 1) & (new <= DRAFT_TOKENS + 1) & (lengths > new)
+        if not verifies.any():
             return right(common, buffers)
-        kept = first.setdefault(count, lengths.clone())
-        dummy = new if fault == "dummy-lengths" else lengths.minimum(kept).maximum(new)
-        return right(common.replace(seq_lens=dummy.where(verified, lengths).to(lengths.dtype)), buffers)
+        first_lengths = first.setdefault(count, lengths.clone())
+        dummy = new if fault == "dummy-lengths" else lengths.minimum(first_lengths).maximum(new)
+        return right(common.replace(seq_lens=dummy.where(verifies, lengths).to(lengths.dtype)), buffers)
 
-    backend.batch_of = wrong if fault else right
+    backend.forward_batch = wrong if fault else right
     try:
         yield
     finally:
-        backend.batch_of = right
+        backend.forward_batch = right
 
 
 def main() -> None:
@@ -209,14 +209,14 @@ def main() -> None:
     from vllm.platforms import current_platform
 
     for line in sys.stdin:
-        asked = json.loads(line)
-        requests = [Request(prompt, new) for prompt, new in asked["requests"]]
+        message = json.loads(line)
+        requests = [Request(prompt, new) for prompt, new in message["requests"]]
         try:
-            served = _run(Way(**asked["way"]), requests, asked["fault"])
+            result = _run(Way(**message["way"]), requests, message["fault"])
         except BaseException:
             traceback.print_exc()
             os._exit(1)  # threads of an engine that failed may wait for ever
-        print(_ANSWER + json.dumps(asdict(served)), flush=True)
+        print(_ANSWER + json.dumps(asdict(result)), flush=True)
         cleanup_dist_env_and_memory()
         # Once is enough for a process, and a second time it stumbles over a module that n-gram drafts import.
         type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)

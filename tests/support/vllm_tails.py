@@ -23,9 +23,9 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.kv_cache_interface import KVCacheLayout
 from vllm.v1.request import Request
 from vllm.v1.worker.utils import allocate_kv_cache
-from vllm_paged import Shape, described, plain_spec
+from vllm_paged import Shape, plain_spec, vllm_metadata
 
-from haarkv.serving.vllm_plugin.backend import Buffers, RotatedAttention, RotatedMetadata, batch_of, with_content
+from haarkv.serving.vllm_plugin.backend import Buffers, RotatedAttention, RotatedMetadata, forward_batch, with_content
 from haarkv.serving.vllm_plugin.chosen import Pair, content_bytes
 from haarkv.serving.vllm_plugin.tails import Tail, TailMetadata, tails_beside
 from haarkv.tq_ops.cpu.ops import CpuOps
@@ -56,12 +56,12 @@ class Engine:
             name: with_content(plain_spec(shape), content_bytes(pair, shape.head_dim))
             for name, pair in zip(names, pairs, strict=True)
         }
-        kept = [name for name, pair in zip(names, pairs, strict=True) if any(side.lossy for side in pair)]
-        self.tails: dict[str, Tail] = tails_beside(packed, kept, tail, sinks)
+        lossy_names = [name for name, pair in zip(names, pairs, strict=True) if any(side.lossy for side in pair)]
+        self.tails: dict[str, Tail] = tails_beside(packed, lossy_names, tail, sinks)
         self.impls = [RotatedAttention(shape.heads, shape.head_dim, shape.softmax_scale, shape.kv_heads) for _ in names]
         for name, impl, pair in zip(names, self.impls, pairs, strict=True):
             impl.store_in(pair)
-            if name in kept:
+            if name in lossy_names:
                 impl.keep_newest(self.tails[f"{name}.tail"])
         config.cache_config.kv_cache_layout = KVCacheLayout.BLHNC.name
         specs = packed | {name: tail.spec for name, tail in self.tails.items()}
@@ -72,51 +72,51 @@ class Engine:
         self.views = allocate_kv_cache(self.made, CPU, KVCacheLayout.BLHNC, sizes)
         for view in self.views.values():
             view.view(torch.uint8).random_(0, 256, generator=torch.Generator().manual_seed(1))
-        for name, tail_of in self.tails.items():
-            tail_of.bind_kv_cache(self.views[name])
+        for name, layer_tail in self.tails.items():
+            layer_tail.bind_kv_cache(self.views[name])
         self.names = names
-        scheduled, hashed = resolve_kv_cache_block_sizes(self.made, config)
+        scheduler_size, hash_size = resolve_kv_cache_block_sizes(self.made, config)
         self.manager = KVCacheManager(
             generate_scheduler_kv_cache_config([self.made]), max_model_len=1024, max_in_flight_tokens=CHUNK,
-            scheduler_block_size=scheduled, hash_block_size=hashed,
+            scheduler_block_size=scheduler_size, hash_block_size=hash_size,
         )  # fmt: skip
         init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(hashed, sha256)
+        self._hasher = get_request_block_hasher(hash_size, sha256)
 
     def request(self, name: str, tokens: Sequence[int]) -> Request:
         return Request(name, list(tokens), SamplingParams(max_tokens=1), None, block_hasher=self._hasher)
 
     def begin(self, request: Request) -> int:
         """Take what is known of a request's tokens; returns how many are."""
-        blocks, known, _ = self.manager.get_computed_blocks(request)
-        count = min(CHUNK, request.num_tokens - known)
-        assert self.manager.allocate_slots(request, count, known, blocks) is not None
-        request.num_computed_tokens = known
-        return known
+        blocks, cached_tokens, _ = self.manager.get_computed_blocks(request)
+        count = min(CHUNK, request.num_tokens - cached_tokens)
+        assert self.manager.allocate_slots(request, count, cached_tokens, blocks) is not None
+        request.num_computed_tokens = cached_tokens
+        return cached_tokens
 
     def go_on(self, request: Request, count: int) -> None:
         """Room for the next tokens of a request that has begun."""
         assert self.manager.allocate_slots(request, count) is not None
 
-    def forward(self, requests: Sequence[Request], counts: Sequence[int], kv: KVOf) -> list[Tensor]:
+    def forward(self, requests: Sequence[Request], counts: Sequence[int], kv: TokenKV) -> list[Tensor]:
         """Store and attend the next tokens of requests, for which there is room; the output of each layer [T, Hq, D]."""
         metadata, slots = {}, {}
         for group, spec in enumerate(self.made.kv_cache_groups):
             batch = self._batch(requests, counts, group, spec.kv_cache_spec.block_size)
-            common = described(batch)
+            common = vllm_metadata(batch)
             for name in spec.layer_names:
                 slots[name] = batch.slot_mapping
                 if name in self.tails:
                     metadata.setdefault(f"tail {group}", TailMetadata(common.block_table_tensor))
                     metadata[name] = metadata[f"tail {group}"]
                 else:
-                    metadata.setdefault(f"packed {group}", RotatedMetadata(batch_of(common, Buffers(64, 4, CPU))))
+                    metadata.setdefault(f"packed {group}", RotatedMetadata(forward_batch(common, Buffers(64, 4, CPU))))
                     metadata[name] = metadata[f"packed {group}"]
         layers = dict.fromkeys([*self.names, *self.tails], SimpleNamespace(kv_cache=None))
         outs, context = [], SimpleNamespace(attn_metadata=metadata, no_compile_layers=layers, slot_mapping=slots)
         with override_forward_context(context):
             for index, name in enumerate(self.names):
-                layer, (q, k, v) = SimpleNamespace(layer_name=name), kv.of(requests, counts, index)
+                layer, (q, k, v) = SimpleNamespace(layer_name=name), kv.next_tokens(requests, counts, index)
                 self.impls[index].do_kv_cache_update(layer, k, v, self.views[name], slots[name])
                 outs.append(self.impls[index].forward(layer, q, k, v, self.views[name], metadata[name], torch.zeros_like(q)))
         for request, count in zip(requests, counts, strict=True):
@@ -130,14 +130,14 @@ class Engine:
         return batch_at([(r.num_computed_tokens, n) for r, n in zip(requests, counts, strict=True)], tables, size)
 
 
-class KVOf:
+class TokenKV:
     """Queries, K and V of tokens: each follows from the token and its position alone."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         self._drawn: dict[tuple[int, int, int], tuple[Tensor, Tensor, Tensor]] = {}
 
-    def of(self, requests: Sequence[Request], counts: Sequence[int], layer: int) -> tuple[Tensor, Tensor, Tensor]:
+    def next_tokens(self, requests: Sequence[Request], counts: Sequence[int], layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """Of the next tokens, [T, heads, D] bf16."""
         rows = [
             self._token(request.all_token_ids[at], at, layer)
@@ -156,7 +156,7 @@ class KVOf:
         return self._drawn[key]
 
 
-def alone(engine: Engine, kv: KVOf, tokens: Sequence[int], chunk: int = CHUNK) -> list[Tensor]:
+def alone(engine: Engine, kv: TokenKV, tokens: Sequence[int], chunk: int = CHUNK) -> list[Tensor]:
     """What a cache of our own with a ring makes of all tokens of a sequence: the output of each layer [T, Hq, D]."""
     ops, shape, outs = CpuOps(), engine.shape, []
     plan = KVPlan(tuple(engine.pairs), recent=engine.tail, sink=engine.sinks)
@@ -166,22 +166,24 @@ def alone(engine: Engine, kv: KVOf, tokens: Sequence[int], chunk: int = CHUNK) -
     )
     table = torch.arange(blocks, dtype=torch.int32)
     for layer in range(len(engine.pairs)):
-        found = []
+        outputs = []
         for begin in range(0, len(tokens), chunk):
-            asked = SimpleNamespace(all_token_ids=tokens, num_computed_tokens=begin)
+            request = SimpleNamespace(all_token_ids=tokens, num_computed_tokens=begin)
             count = min(chunk, len(tokens) - begin)
-            q, k, v = kv.of([asked], [count], layer)
+            q, k, v = kv.next_tokens([request], [count], layer)
             batch = batch_at([(begin, count)], [table], shape.block_size)
             ops.store_kv(k, v, cache, layer, batch)
-            found.append(ops.paged_attention(q, cache, layer, batch, shape.softmax_scale))
-        outs.append(torch.cat(found))
+            outputs.append(ops.paged_attention(q, cache, layer, batch, shape.softmax_scale))
+        outs.append(torch.cat(outputs))
     return outs
 
 
 def batch_at(places: Sequence[tuple[int, int]], tables: Sequence[Tensor], size: int) -> Batch:
     """A batch of sequences that have so many tokens and get so many, over blocks of their own."""
     positions = [torch.arange(begin, begin + count) for begin, count in places]
-    slots = [table[of // size].long() * size + of % size for of, table in zip(positions, tables, strict=True)]
+    slots = [
+        table[position // size].long() * size + position % size for position, table in zip(positions, tables, strict=True)
+    ]
     starts = torch.tensor([0, *(count for _, count in places)]).cumsum(0).int()
     return Batch(
         positions=torch.cat(positions), slot_mapping=torch.cat(slots),

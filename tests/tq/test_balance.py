@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GPT2
 import tq
 from haarkv.models.catalog import TINY
 from haarkv.tq_ops.errors import InputError
-from tq.hf.config import moments_of
+from tq.hf.config import layer_moments
 
 
 @pytest.fixture(scope="module")
@@ -26,14 +26,14 @@ GENERATE = ("--prompt", "def main(argv):\n    return len(argv) + sum(map(len, ar
 
 
 def test_balance_is_said_on_stderr_and_can_be_left_out(run, folder):
-    code, balanced, err = run("generate", "--model", folder, *GENERATE)
+    code, output, err = run("generate", "--model", folder, *GENERATE)
     assert code == 0
-    said = [line for line in err.splitlines() if "balanced" in line]
-    assert len(said) == 1
-    assert "K of layers 0 to 5" in said[0]
-    assert run("generate", "--model", "tiny", *GENERATE)[1] == balanced
-    refused = run("generate", "--model", folder, *GENERATE, "--balance", "off")
-    assert_refused(refused, "text would be garbage: K of layers 0 to 5", "leave balance on", "--allow-collapse")
+    notes = [line for line in err.splitlines() if "balanced" in line]
+    assert len(notes) == 1
+    assert "K of layers 0 to 5" in notes[0]
+    assert run("generate", "--model", "tiny", *GENERATE)[1] == output
+    result = run("generate", "--model", folder, *GENERATE, "--balance", "off")
+    assert_refused(result, "text would be garbage: K of layers 0 to 5", "leave balance on", "--allow-collapse")
     code, _, err = run("generate", "--model", folder, *GENERATE, "--balance", "off", "--allow-collapse")
     assert code == 0
     assert "tq: warning: K of layers 0 to 5 suffers in tq4" in err
@@ -46,8 +46,8 @@ def test_a_file_is_saved_with_the_balance_that_it_is_loaded_with(run, folder, tm
     assert code == 0
     assert "balanced K of layers 0 to 5" in err
     off, file = ("--balance", "off", "--allow-collapse"), tmp_path / "off"
-    refused = run("cache", "save", "--model", folder, "--prompt", prompt, "--out", file, *off[:2])
-    assert_refused(refused, "text would be garbage", "leave balance on", "--allow-collapse")
+    result = run("cache", "save", "--model", folder, "--prompt", prompt, "--out", file, *off[:2])
+    assert_refused(result, "text would be garbage", "leave balance on", "--allow-collapse")
     assert not file.exists()
     code, _, err = run("cache", "save", "--model", folder, "--prompt", prompt, "--out", file, *off)
     assert code == 0
@@ -66,20 +66,20 @@ def test_a_file_is_saved_with_the_balance_that_it_is_loaded_with(run, folder, tm
 def test_the_format_of_a_file_is_judged_before_its_balance(run, folder, tmp_path):
     prompt, file = GENERATE[1], tmp_path / "exact"
     assert run("cache", "save", "--model", folder, "--prompt", prompt, "--kv", "bf16", "--out", file).code == 0
-    refused = run("generate", "--model", folder, "--prompt", prompt, "--kv", "tq4", "--load-cache", file)
-    assert refused.code == 2
-    assert "stores layer 0 in bf16, and this run in tq4" in refused.err.splitlines()[-1]
+    result = run("generate", "--model", folder, "--prompt", prompt, "--kv", "tq4", "--load-cache", file)
+    assert result.code == 2
+    assert "stores layer 0 in bf16, and this run in tq4" in result.err.splitlines()[-1]
 
 
 def test_a_small_gain_of_balance_is_not_worth_a_warning(run, folder, monkeypatch):
-    for least, said in ((1e9, False), (2.0, True)):
+    for least, is_warned in ((1e9, False), (2.0, True)):
         monkeypatch.setattr("haarkv.engine.plans.WORTH_SAYING", least)
-        assert ("balanced" in run("generate", "--model", folder, *GENERATE).err) == said
+        assert ("balanced" in run("generate", "--model", folder, *GENERATE).err) == is_warned
 
 
 # -- TQCache --------------------------------------------------------------------------------------------------------------
 
-PLANTED = {
+UNEVEN_MODELS = {
     "outliers": lambda: outliers.outlier_channels(tiny(), 30),
     "biases": lambda: outliers.key_biases(tiny_qwen2(), 800, (1, 4)),
 }
@@ -100,7 +100,7 @@ def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("planted")
     return {
         name: AutoModelForCausalLM.from_pretrained(save_tiny(make(), root / name), dtype=torch.float32)
-        for name, make in PLANTED.items()
+        for name, make in UNEVEN_MODELS.items()
     }
 
 
@@ -124,26 +124,26 @@ def test_of_an_even_model_nothing_is_said_and_nothing_changes(even, ids):
 
 def test_outliers_are_balanced_and_said_in_one_line(models, even, ids):
     model = models["outliers"]
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as notes:
         cache = tq.TQCache(model.config, "tq4", model=model)
-        balanced = kl(model, ids, cache)
-    assert len(said) == 1
-    assert "balanced K of layers 0 to 5" in str(said[0].message)
-    assert "and V of layers 0 to 5" in str(said[0].message)
+        balanced_kl = kl(model, ids, cache)
+    assert len(notes) == 1
+    assert "balanced K of layers 0 to 5" in str(notes[0].message)
+    assert "and V of layers 0 to 5" in str(notes[0].message)
     assert len(cache.uneven) == 12
-    assert balanced < 1.5 * kl(even, ids, tq.TQCache(even.config, "tq4"))
+    assert balanced_kl < 1.5 * kl(even, ids, tq.TQCache(even.config, "tq4"))
     with pytest.warns(UserWarning, match="suffers in tq4"):
-        assert kl(model, ids, tq.TQCache(model.config, "tq4", model=model, balance=False)) > 10 * balanced
+        assert kl(model, ids, tq.TQCache(model.config, "tq4", model=model, balance=False)) > 10 * balanced_kl
 
 
 def test_the_config_alone_tells_of_the_first_tokens(models, ids):
     model = models["outliers"]
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as notes:
         cache = tq.TQCache(model.config, "tq4")
         logits(model, ids, cache)
         model(ids[:, :4], past_key_values=cache)
-    assert len(said) == 1
-    assert re.match("K of layers .* suffers in tq4: the error is .* typical channel", str(said[0].message))
+    assert len(notes) == 1
+    assert re.match("K of layers .* suffers in tq4: the error is .* typical channel", str(notes[0].message))
 
 
 def test_biases_are_refused_by_the_weights_unless_allowed(models):
@@ -166,5 +166,5 @@ def test_generate_hands_the_model_over(models):
 def test_weights_of_other_names_are_left_as_they_are():
     config = GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=64, vocab_size=61)
     model = GPT2LMHeadModel(config)
-    assert moments_of(model, config) == {}
+    assert layer_moments(model, config) == {}
     assert tq.TQCache(config, "tq4", model=model).uneven == ()

@@ -24,7 +24,7 @@ from tq.cli import main
 from tq.commands import bringup as bringup_command
 
 NAMES = list(RUNGS)
-OF_PROGRAMS = ("compiler", "long-decode")
+PROGRAM_RUNGS = ("compiler", "long-decode")
 """The rungs that `cpu`, whose kernels are no programs, does not have."""
 QUICK = ("--kv", "tq4", "--prompt", "def main(argv):", "--max-new-tokens", "8", "--contexts", "20,60")
 """The text is validated up to 21 tokens, 22 in a verify, and continued up to 23."""
@@ -63,7 +63,7 @@ def trial(monkeypatch):
     return put
 
 
-def kept(folder, name):
+def rung_report(folder, name):
     return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
 
 
@@ -77,8 +77,8 @@ def failed_at(bringup, rung, *words):
         assert word in out, out
     below, above = NAMES[: NAMES.index(rung)], NAMES[NAMES.index(rung) + 1 :]
     assert [line.split()[0] for line in lines[:-2]] == [*below, rung]
-    assert all(kept(bringup.folder, name)["verdict"] == "passed" for name in below if name not in OF_PROGRAMS)
-    assert kept(bringup.folder, rung)["verdict"] == "failed"
+    assert all(rung_report(bringup.folder, name)["verdict"] == "passed" for name in below if name not in PROGRAM_RUNGS)
+    assert rung_report(bringup.folder, rung)["verdict"] == "failed"
     assert not any((bringup.folder / f"{name}.json").exists() for name in above)
     report = json.loads((bringup.folder / "report.json").read_text(encoding="utf-8"))
     assert report["bringup"].startswith(f"failed: {rung}")
@@ -93,22 +93,22 @@ def failed_at(bringup, rung, *words):
 def test_every_rung_passes_and_says_what_it_compared(bringup):
     code, out, err = bringup()
     assert (code, err) == (0, "")
-    assert out.splitlines()[-2] == f"passed: 8 of 10 rungs, not on this executor: {', '.join(OF_PROGRAMS)}"
-    results = [kept(bringup.folder, name) for name in NAMES if name not in OF_PROGRAMS]
+    assert out.splitlines()[-2] == f"passed: 8 of 10 rungs, not on this executor: {', '.join(PROGRAM_RUNGS)}"
+    results = [rung_report(bringup.folder, name) for name in NAMES if name not in PROGRAM_RUNGS]
     assert all(result["verdict"] == "passed" and result["found"]["compared"] > 0 for result in results)
     assert {path.name for path in bringup.folder.iterdir()} == {*(f"{name}.json" for name in NAMES), "report.json"}
-    facts = {name: said for name, said in results[-1]["found"]["facts"].items() if not name.startswith("compiled")}
+    facts = {name: fact for name, fact in results[-1]["found"]["facts"].items() if not name.startswith("compiled")}
     assert set(facts) == {f"{call} tq4 at {context}" for call in ("prompt", "step") for context in (20, 60)}
-    assert all(float(said.split()[0]) > 0 for said in facts.values())
+    assert all(float(fact.split()[0]) > 0 for fact in facts.values())
 
 
 def test_a_version_that_is_not_asked_for_fails_the_environment(bringup, monkeypatch):
-    monkeypatch.setattr(environment, "_installed", lambda name: "1.13.0" if name == "torch" else "99")
+    monkeypatch.setattr(environment, "_installed_version", lambda name: "1.13.0" if name == "torch" else "99")
     monkeypatch.setattr(environment, "requires", lambda _: ["torch>=2.11", "numpy"])
     failed_at(bringup, "environment", "torch 1.13.0 is installed, and haarkv needs torch>=2.11")
 
 
-def altered(**ops):
+def with_ops(**ops):
     return lambda model: ReferenceExecutor(model, table_with(ops))
 
 
@@ -118,7 +118,7 @@ def store_a_wrong_byte(k, v, cache, layer, batch):
     cache.v_fields(layer)["codes"][slot // cache.block_size, 1, slot % cache.block_size, 5] ^= 0x80
 
 
-def perturbed(layer, name):
+def with_wrong_weight(layer, name):
     """The reference with one weight that is not the model's: of a layer, or of the head."""
 
     def build(model):
@@ -205,13 +205,13 @@ class Empty(ReferenceExecutor):
         return torch.zeros_like(out) if int(batch.seq_lens.max()) >= 60 else out
 
 
-BROKEN = {
-    "byte": ("store", altered(store_kv=store_a_wrong_byte), "times what honest runs allow"),
-    "layer": ("layer", perturbed(0, "o_proj"), " at tq4, layer 0, attention_mlp"),
-    "layer's V": ("layer", perturbed(0, "v_proj"), " at tq4, layer 0, store_kv.v"),
-    "head": ("head", perturbed(None, "lm_head"), " at tq4, forward"),
+FAULTS = {
+    "byte": ("store", with_ops(store_kv=store_a_wrong_byte), "times what honest runs allow"),
+    "layer": ("layer", with_wrong_weight(0, "o_proj"), " at tq4, layer 0, attention_mlp"),
+    "layer's V": ("layer", with_wrong_weight(0, "v_proj"), " at tq4, layer 0, store_kv.v"),
+    "head": ("head", with_wrong_weight(None, "lm_head"), " at tq4, forward"),
     "later steps": ("long-decode", Forgetful, " at tq4, layer 0, attention"),
-    "second layer": ("teacher-forced", perturbed(1, "down_proj"), " at tq4, layer 1, attention_mlp"),
+    "second layer": ("teacher-forced", with_wrong_weight(1, "down_proj"), " at tq4, layer 1, attention_mlp"),
     "together": ("free-running", Overtaking, " at tq4, forward", "the whole forward stores another K in layer 0"),
     "token": ("text", Forgetting, "tq4, prompt 1, new token 8: another token than the reference's, and no near tie"),
     "no numbers": ("latency", Empty, "gives nothing but 0.0"),
@@ -219,7 +219,7 @@ BROKEN = {
 """The rung that shall fail, and what it says; what begins with `at` is where, and stands in the verdict."""
 
 
-@pytest.mark.parametrize(("rung", "build", "words"), [(r, b, w) for r, b, *w in BROKEN.values()], ids=BROKEN)
+@pytest.mark.parametrize(("rung", "build", "words"), [(r, b, w) for r, b, *w in FAULTS.values()], ids=FAULTS)
 def test_what_is_wrong_fails_its_rung_and_is_named(bringup, trial, rung, build, words):
     trial(build)
     report = failed_at(bringup, rung, *(word.removeprefix(" at ") for word in words))
@@ -252,9 +252,9 @@ def test_what_depends_on_a_change_is_run_again_and_says_why(bringup, monkeypatch
     code, out, _ = bringup(*SHORT, "--resume", "--max-new-tokens", "1")
     assert code == 0
     assert "text is run again: new tokens changed" in out
-    assert [name for name, was_kept in verdicts(out).items() if not was_kept] == ["environment", "text"]
-    installed = environment._installed
-    monkeypatch.setattr(environment, "_installed", lambda name: "9.9" if name == "safetensors" else installed(name))
+    assert [name for name, from_before in verdicts(out).items() if not from_before] == ["environment", "text"]
+    find_version = environment._installed_version
+    monkeypatch.setattr(environment, "_installed_version", lambda name: "9.9" if name == "safetensors" else find_version(name))
     monkeypatch.setattr(environment, "_missing", lambda _: None)
     code, out, _ = bringup(*SHORT, "--resume", "--max-new-tokens", "1")
     assert code == 0
@@ -275,13 +275,13 @@ def test_a_folder_is_not_written_over(bringup, tmp_path):
     assert_refused(bringup("--resume"), "environment.json is no result of tq dev bringup; delete it")
 
 
-def interrupted(model):
+def interrupt(model):
     raise KeyboardInterrupt
 
 
 def test_an_interruption_leaves_whole_files_and_can_be_gone_on_from(bringup, trial):
     entry = catalog.EXECUTORS["cpu"]
-    trial(interrupted)
+    trial(interrupt)
     code, out, err = bringup()
     assert (code, err) == (130, "tq: interrupted\n")
     assert list(verdicts(out)) == ["environment", "compiler"]
@@ -331,9 +331,9 @@ def test_a_wrong_byte_of_a_program_fails_its_rung(bringup, monkeypatch):
     def wrong(self, program, tensors):
         call(self, program, tensors)
         if program.name == "store_kv":  # of the cache, a byte that was just written
-            given = dict(zip((of.name for of in program.arguments), tensors, strict=True))
-            block, offset = divmod(int(given["slot"].flatten()[0]), 128)
-            given["k_codes"].view(-1, 2, 128, 64)[block, 1, offset, 3] += 64
+            by_name = dict(zip((argument.name for argument in program.arguments), tensors, strict=True))
+            block, offset = divmod(int(by_name["slot"].flatten()[0]), 128)
+            by_name["k_codes"].view(-1, 2, 128, 64)[block, 1, offset, 3] += 64
 
     monkeypatch.setattr(SimRunner, "call", wrong)
     code, out, _ = bringup("--device", "sim", "--model", "tiny", executor="npu")
@@ -351,7 +351,7 @@ def test_the_rehearsal_climbs_every_rung_in_the_simulator(tmp_path, capsys):
     out = capsys.readouterr().out
     assert code == 0, out
     assert out.splitlines()[-2] == "passed: 9 of 10 rungs, not tried: compiler (bisheng)"
-    last = kept(tmp_path / "out", "latency")["found"]
+    last = rung_report(tmp_path / "out", "latency")["found"]
     assert "times mean nothing and none is given" in last["said"]
     assert not [name for name in last["facts"] if " at " in name]
 
@@ -363,11 +363,11 @@ def test_a_card_runs_the_first_layer_again_and_again(bringup, trial, monkeypatch
     """A difference that lies within rounding is found by running the layer again, and only so."""
     runs = []
 
-    def now_and_then(*given):
+    def now_and_then(*args):
         runs.append(None)
-        return reference.silu_mul(*given) * (1 + 2.0**-20 * (len(runs) % 3 == 0))
+        return reference.silu_mul(*args) * (1 + 2.0**-20 * (len(runs) % 3 == 0))
 
-    trial(altered(silu_mul=now_and_then))
+    trial(with_ops(silu_mul=now_and_then))
     monkeypatch.setattr(Workbench, "repeats", 4)
     failed_at(bringup, "layer", "differs from itself")
 
@@ -376,13 +376,13 @@ def test_learned_formats_and_plans_climb_every_rung(bringup, trial, tmp_path, ch
     """And another calibration is another verdict."""
     plan = write_calibration(tmp_path / "mixed.safetensors", checkpoint, kv="k=lr3,v=tq4", layers={0: "k=tq4,v=tq3"})
     file = write_calibration(tmp_path / "made.safetensors", checkpoint)
-    given = ("--kv", "k=lr3,v=tq3", "--calibration", str(file), "--kv-plan", str(plan), *SHORT)
-    code, out, err = bringup(*given)
+    args = ("--kv", "k=lr3,v=tq3", "--calibration", str(file), "--kv-plan", str(plan), *SHORT)
+    code, out, err = bringup(*args)
     assert code == 0, out + err
-    assert "of tq4, k=lr3,v=tq3, mixed at" in kept(bringup.folder, "latency")["found"]["said"]
-    assert "k=lr3,v=tq4: levels and lengths at" in kept(bringup.folder, "store")["found"]["said"]
+    assert "of tq4, k=lr3,v=tq3, mixed at" in rung_report(bringup.folder, "latency")["found"]["said"]
+    assert "k=lr3,v=tq4: levels and lengths at" in rung_report(bringup.folder, "store")["found"]["said"]
     write_calibration(file, checkpoint, seed=1)
-    trial(interrupted)
-    code, out, _ = bringup(*given, "--resume")
+    trial(interrupt)
+    code, out, _ = bringup(*args, "--resume")
     assert code == 130
     assert "store is run again: formats changed" in out

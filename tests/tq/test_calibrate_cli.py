@@ -23,22 +23,22 @@ SHORT = ("--tokens", "600", "--verify-tokens", "60", "--window", "60")
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory, checkpoint):
+def calibration_bytes(tmp_path_factory, checkpoint):
     """A calibration of the small checkpoint."""
     folder = tmp_path_factory.mktemp("written")
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     out = folder / "it.safetensors"
-    given = ["--model", checkpoint, "--text", folder / "text.txt", "--out", out, *SHORT, "--force"]
-    assert main(["calibrate", *map(str, given)]) == 0
+    args = ["--model", checkpoint, "--text", folder / "text.txt", "--out", out, *SHORT, "--force"]
+    assert main(["calibrate", *map(str, args)]) == 0
     return out.read_bytes()
 
 
 @pytest.fixture
-def tq(run, capsys, tmp_path, checkpoint, written):
+def tq(run, capsys, tmp_path, checkpoint, calibration_bytes):
     """Runs a command on the small checkpoint, in a folder with two texts and a calibration."""
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     (tmp_path / "unseen.txt").write_text(UNSEEN, encoding="utf-8")
-    (tmp_path / "it.safetensors").write_bytes(written)
+    (tmp_path / "it.safetensors").write_bytes(calibration_bytes)
     capsys.readouterr()
 
     return lambda command, *args: run(command, "--model", checkpoint, *args)
@@ -52,15 +52,15 @@ def calibrate(tq, *args):
 def test_a_calibration_is_judged_written_and_taken(tq, tmp_path):
     code, out, err = calibrate(tq, "--json")
     assert (code, err) == (0, "")
-    said = json.loads(out)
+    report = json.loads(out)
     file = calibration_file.load(tmp_path / "new.safetensors")
-    assert said["digest"] == file.calibration.digest
-    assert (said["tokens"], said["verified_tokens"]) == (600, 60)
-    assert {key: said[key] for key in file.learned} == file.learned
-    tq4, learned = said["verified"]
-    assert (tq4["kv"], learned["kv"]) == ("tq4", "k=lr4,v=tq4")
-    assert tq4["bytes_per_token"] == learned["bytes_per_token"]
-    assert learned["kl_mean"] < tq4["kl_mean"]
+    assert report["digest"] == file.calibration.digest
+    assert (report["tokens"], report["verified_tokens"]) == (600, 60)
+    assert {key: report[key] for key in file.learned} == file.learned
+    tq4, lr4 = report["verified"]
+    assert (tq4["kv"], lr4["kv"]) == ("tq4", "k=lr4,v=tq4")
+    assert tq4["bytes_per_token"] == lr4["bytes_per_token"]
+    assert lr4["kl_mean"] < tq4["kl_mean"]
     code, out, _ = calibrate(tq, "--out", "again.safetensors")
     assert code == 0
     assert "learned from 600 tokens; errors cost" in out
@@ -69,17 +69,17 @@ def test_a_calibration_is_judged_written_and_taken(tq, tmp_path):
 
 
 def test_without_a_text_it_learns_from_the_one_that_auto_reads(tq, monkeypatch):
-    asked, read = [], common_text.common_text
+    sizes, read = [], common_text.common_text
 
     def reading(tokenizer, tokens):
-        asked.append(tokens)
+        sizes.append(tokens)
         return read(tokenizer, tokens)
 
     monkeypatch.setattr(common_text, "common_text", reading)
     code, out, err = tq("calibrate", "--out", "own.safetensors", *SHORT, "--force", "--json")
     assert (code, err) == (0, "")
     assert json.loads(out)["tokens"] == 600
-    assert asked == [600 + 1 + 60 + 1]
+    assert sizes == [600 + 1 + 60 + 1]
 
 
 def test_eval_and_generate_take_learned_formats(tq):
@@ -96,9 +96,9 @@ def test_eval_and_generate_take_learned_formats(tq):
 
 
 def test_a_plan_and_its_calibration_become_one_file(tq, tmp_path, checkpoint):
-    given = ("--calibration", "it.safetensors", "--text", "text.txt", "--verify", "unseen.txt", "--out", "plan.safetensors")
+    args = ("--calibration", "it.safetensors", "--text", "text.txt", "--verify", "unseen.txt", "--out", "plan.safetensors")
     short = ("--tails", "0,4", "--sinks", "0,2", "--context", 60, "--tokens", 60, "--verify-tokens", 60, "--force")
-    code, out, err = tq("plan", *given, *short, "--budget", 5.0)
+    code, out, err = tq("plan", *args, *short, "--budget", 5.0)
     assert (code, err) == (0, "")
     assert "written to plan.safetensors" in out
     spec = plan_file.load(tmp_path / "plan.safetensors")
@@ -124,9 +124,9 @@ def test_a_cache_for_transformers_takes_the_file(tq, tmp_path, checkpoint):
     cache = TQCache(model.config, plan=tmp_path / "plan.safetensors")
     ids = torch.tensor([list(TEXT.encode()[:40])])
     with torch.no_grad():
-        exact, stored = model(ids).logits, model(ids, past_key_values=cache).logits
+        exact, packed = model(ids).logits, model(ids, past_key_values=cache).logits
     assert repr(cache.layers[1]) == "TQLayer(1, k=lr3, v=tq3)"
-    assert 0 < float((exact - stored).square().mean().sqrt()) < 0.5 * float(exact.std())
+    assert 0 < float((exact - packed).square().mean().sqrt()) < 0.5 * float(exact.std())
     assert fingerprint(model.state_dict().items()) == file.fingerprint
 
 
@@ -150,8 +150,8 @@ def test_what_is_no_better_than_tq4_is_written_by_force_only(tq, tmp_path):
 # -- Mistakes -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_damaged_file_is_one_line_and_2(tq, tmp_path, written):
-    (tmp_path / "bad.safetensors").write_bytes(written[:-7])
+def test_a_damaged_file_is_one_line_and_2(tq, tmp_path, calibration_bytes):
+    (tmp_path / "bad.safetensors").write_bytes(calibration_bytes[:-7])
     for command in (
         ["generate", "--kv", "k=lr3,v=tq4", "--prompt", "def"],
         ["plan", "--text", "text.txt", "--budget", 4, "--out", "p"],
@@ -165,8 +165,8 @@ def test_another_models_file_is_one_line_and_2(tq, run, tmp_path):
         tensors[layer_tensor(1, "mlp.up_proj")] *= 2
 
     other = write_checkpoint(tmp_path / "other", mutate=mutate)
-    given = ["--calibration", "it.safetensors", "--kv", "k=lr3,v=tq4"]
-    said = "learned from other weights"
-    assert_refused(run("generate", "--model", other, *given, "--prompt", "def"), said, "tq calibrate")
-    assert_refused(run("eval", "--model", other, *given, "--text", "unseen.txt"), said)
-    assert_refused(tq("generate", "--model", "tiny", *given, "--prompt", "def"), "made for another model", "hidden 256")
+    args = ["--calibration", "it.safetensors", "--kv", "k=lr3,v=tq4"]
+    reason = "learned from other weights"
+    assert_refused(run("generate", "--model", other, *args, "--prompt", "def"), reason, "tq calibrate")
+    assert_refused(run("eval", "--model", other, *args, "--text", "unseen.txt"), reason)
+    assert_refused(tq("generate", "--model", "tiny", *args, "--prompt", "def"), "made for another model", "hidden 256")

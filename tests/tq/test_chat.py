@@ -48,9 +48,9 @@ def test_a_conversation_in_a_terminal(chat, alphabet):
         assert "KV cache tq4" in banner
         assert "/help lists what you can do, /exit ends" in banner
         terminal.type("hi\n")
-        said = terminal.until("> ")
-        assert "abc\r\n" in said
-        assert "computed" not in said  # what an answer costs is for those who ask
+        answer = terminal.until("> ")
+        assert "abc\r\n" in answer
+        assert "computed" not in answer  # what an answer costs is for those who ask
         terminal.type("/cost\n")
         cost = terminal.until("> ")
         assert "prompt     3 tokens computed" in cost
@@ -77,8 +77,8 @@ def test_keys_edit_a_line_and_bring_back_earlier_ones(chat, alphabet, tmp_path):
         terminal.until("> ")
         terminal.type(CTRL_D)
         assert terminal.end() == 0
-    said = [message["content"] for message in json.loads(read_note(tmp_path / "talk"))]
-    assert said == ["hi", "abc", "hi-!", "abc"]
+    contents = [message["content"] for message in json.loads(read_note(tmp_path / "talk"))]
+    assert contents == ["hi", "abc", "hi-!", "abc"]
     with chat(alphabet, "--session", "talk") as terminal:
         assert "talk: 2 earlier messages" in terminal.shown
         terminal.type(UP + UP + "?\n")  # those of the file as well
@@ -130,12 +130,12 @@ def test_set_changes_an_argument_of_the_template(chat, tmp_path):
     template = f"{{{{ messages[-1].content }}}}{refuses}{{{{ '\\n' }}}}"
     folder = write_checkpoint(tmp_path / "m", mutate=saying("\nabc"), tokenizer_config={"chat_template": template})
     with chat(folder, "--template-arg", "brief=true") as terminal:
-        for typed, said in (
+        for line, reply in (
             ("/set", "brief=true"), ("/set brief=1", "brief=1"), ("/set breif=2", "did you mean brief?"), ("hi", "abc"),
             ("/set brief=3", "brief 3"), ("/set x y", "there is no x y to drop"), ("/set brief", "no arguments"),
         ):  # fmt: skip
-            terminal.type(f"{typed}\n")
-            assert said in terminal.until("> ").replace("\r\n", ""), typed
+            terminal.type(f"{line}\n")
+            assert reply in terminal.until("> ").replace("\r\n", ""), line
         terminal.type("/exit\n")
         assert terminal.end() == 0
 
@@ -150,18 +150,18 @@ def test_lines_of_a_pipe_are_messages_whatever_they_say(run, alphabet, monkeypat
 
 
 def test_an_answer_that_was_cut_says_so(run, endless, monkeypatch):
-    for given, words in (
+    for options, words in (
         (("--max-new-tokens", 5), "the answer was cut after 5 tokens; --max-new-tokens allows more"),
         (("--max-context", 9), "the answer was cut where the context ends"),
     ):
         monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
-        code, _, err = run("chat", "--model", endless, *given)
+        code, _, err = run("chat", "--model", endless, *options)
         assert code == 0
         assert words in err.splitlines()[-1]
 
 
 @pytest.fixture
-def piped(run, monkeypatch, tmp_path):
+def pipe_chat(run, monkeypatch, tmp_path):
     """A conversation whose messages come by a pipe, with a model that has a chat template and with one that has none."""
     write_checkpoint(tmp_path / "m", tokenizer_config={"chat_template": TEMPLATE})
     write_checkpoint(tmp_path / "plain")
@@ -174,32 +174,32 @@ def piped(run, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("model", ["m", "plain"])
-def test_a_conversation_goes_on_after_a_restart(piped, model):
+def test_a_conversation_goes_on_after_a_restart(pipe_chat, model):
     """Three lines at once, and the third in another process: the same answers."""
-    whole = piped("spam\n\neggs and ham\nbacon\n", model=model)
-    first = piped("spam\neggs and ham\n", "--session", "s", model=model)
-    rest = piped("bacon\n", "--session", "s", model=model)
+    whole = pipe_chat("spam\n\neggs and ham\nbacon\n", model=model)
+    first = pipe_chat("spam\neggs and ham\n", "--session", "s", model=model)
+    rest = pipe_chat("bacon\n", "--session", "s", model=model)
     assert (whole.code, rest.code, first.out + rest.out) == (0, 0, whole.out)
     assert rest.err.splitlines()[0] == "s: 2 earlier messages"
 
 
-def test_what_was_said_is_not_computed_again(piped, monkeypatch):
+def test_what_was_said_is_not_computed_again(pipe_chat, monkeypatch):
     turns, generate = [], Session.generate
 
-    def counted(self, *args, **kwargs):
+    def record(self, *args, **kwargs):
         result = generate(self, *args, **kwargs)
         turns.append(result.completions[0])
         return result
 
-    monkeypatch.setattr(Session, "generate", counted)
-    assert piped("spam " * 40 + "\neggs\n", "--system", "You are a knight.").code == 0
+    monkeypatch.setattr(Session, "generate", record)
+    assert pipe_chat("spam " * 40 + "\neggs\n", "--system", "You are a knight.").code == 0
     assert turns[0].reused_tokens == 0
     assert turns[0].prompt_tokens <= turns[1].reused_tokens
     assert turns[1].prompt_tokens - turns[1].reused_tokens < 60
 
 
-def test_chats_that_cannot_go_on_are_refused(run, piped):
-    assert piped("spam\n", "--session", "s", "--system", "You are a knight.").code == 0
+def test_chats_that_cannot_go_on_are_refused(run, pipe_chat):
+    assert pipe_chat("spam\n", "--session", "s", "--system", "You are a knight.").code == 0
     assert run("cache", "save", "--model", "m", "--prompt", "spam", "--out", "c").code == 0
     for args, words in (
         (("--session", "s", "--system", "You are a king."), "another system message"),
@@ -208,5 +208,5 @@ def test_chats_that_cannot_go_on_are_refused(run, piped):
         (("--session", "m/config.json"), "is no stored cache"),
         (("--session", "c"), "without a conversation"),
     ):
-        assert_refused(piped("eggs\n", *args), words)
-    assert_refused(piped("eggs\n", "--system", "You are a knight.", model="plain"), "--system")
+        assert_refused(pipe_chat("eggs\n", *args), words)
+    assert_refused(pipe_chat("eggs\n", "--system", "You are a knight.", model="plain"), "--system")

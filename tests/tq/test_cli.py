@@ -19,7 +19,7 @@ from checkpoints import (
     write_checkpoint,
 )
 from refusals import assert_refused, snapshot
-from small_models import resized
+from small_models import resize_config
 from terminal import AS_IN_A_TERMINAL
 
 import tq as public
@@ -33,13 +33,13 @@ from tq.cli import main
 def tq(run, tmp_path):
     """Runs the command in this process, in an empty folder that it must leave as it was."""
 
-    def unchanged(*args):
+    def run_unchanged(*args):
         before = snapshot(tmp_path)
         ran = run(*args)
         assert snapshot(tmp_path) == before
         return ran
 
-    return unchanged
+    return run_unchanged
 
 
 @pytest.fixture(scope="session")
@@ -204,17 +204,17 @@ def test_several_texts_are_printed_one_after_the_other_unchanged(tq, tmp_path):
 
 def test_an_output_that_cannot_show_a_character_does_not_fail(checkpoint, tmp_path, monkeypatch):
     folder = write_checkpoint(tmp_path / "utf8", mutate=saying("aé"))
-    for json_flag, shown in (([], "?"), (["--json"], None)):
+    for json_flag, text in (([], "?"), (["--json"], None)):
         narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii", newline="\n")
         monkeypatch.setattr(sys, "stdout", narrow)
         assert main(["generate", "--model", str(folder), "--prompt", "a", *json_flag]) == 0
         narrow.flush()
-        printed = narrow.buffer.getvalue().decode("ascii")
-        assert printed == f"{shown}\n" if shown else json.loads(printed)["text"] == "é"
+        output = narrow.buffer.getvalue().decode("ascii")
+        assert output == f"{text}\n" if text else json.loads(output)["text"] == "é"
 
 
 def test_random_models_of_a_named_size_run(tq, monkeypatch):
-    small = resized(
+    small = resize_config(
         SIZES["14b"], hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16,
         intermediate_size=32, vocab_size=300, max_position_embeddings=256,
     )  # fmt: skip
@@ -284,8 +284,8 @@ def test_info_tells_several_memories_and_a_context(tq):
     assert tq4["bytes"] == info["weight_bytes"] + info["work_bytes"] + 1563 * 128 * 42_240
     tokens = tq4["tokens"][2]
     for context, fits in ((tokens, True), (tokens + 128, False)):
-        (found,) = [r for r in tq("info", "random:14b", "--json", "--context", context).json["kv"] if r["format"] == "tq4"]
-        assert (found["bytes"] <= memories[2]) == fits
+        (tq4_row,) = [r for r in tq("info", "random:14b", "--json", "--context", context).json["kv"] if r["format"] == "tq4"]
+        assert (tq4_row["bytes"] <= memories[2]) == fits
     out = tq("info", "random:14b", "--memory", "24GiB,80GiB", "--context", 200_000).out
     assert "in 80.0 GiB" in out
     assert "GiB at 200,000 tokens" in out
@@ -307,18 +307,18 @@ def test_info_counts_the_weights_that_generate_loads(tq, checkpoint):
     """FP32 on a CPU, unless another dtype is asked for: the same for a model that is only drawn."""
     for model in (checkpoint, TINY):
         for dtype in ([], ["--dtype", "bfloat16"]):
-            given = {"dtype": dtype[1]} if dtype else {}
-            loaded = public.load(model, **given).loaded.weights
-            assert tq("info", model, "--json", *dtype).json["weight_bytes"] == loaded.total, (model, dtype)
-    said = " ".join(tq("info", "random:14b").out.split())
-    assert "59.073 GB in float32 on cpu, half with --dtype bfloat16" in said
+            options = {"dtype": dtype[1]} if dtype else {}
+            weights = public.load(model, **options).load_record.weights
+            assert tq("info", model, "--json", *dtype).json["weight_bytes"] == weights.total, (model, dtype)
+    text = " ".join(tq("info", "random:14b").out.split())
+    assert "59.073 GB in float32 on cpu, half with --dtype bfloat16" in text
     assert "29.537 GB in bfloat16 on cpu" in " ".join(tq("info", "random:14b", "--dtype", "bfloat16").out.split())
 
 
 def test_info_says_which_cache_one_gets_and_how_long_a_sequence_may_be(tq, checkpoint, monkeypatch):
-    said = tq("info", checkpoint).out
-    assert "a sequence holds at most 1,024 tokens, the model's positions" in said
-    assert "without --kv a run takes tq4: 4.50 bits a value at 1,024 tokens\n" in said
+    text = tq("info", checkpoint).out
+    assert "a sequence holds at most 1,024 tokens, the model's positions" in text
+    assert "without --kv a run takes tq4: 4.50 bits a value at 1,024 tokens\n" in text
     monkeypatch.setattr("haarkv.validation.planning.remembered.TOY", 1)
     monkeypatch.setattr("haarkv.validation.planning.remembered.CHOSEN_UP_TO", 1)
     ran = tq("info", checkpoint)
@@ -349,8 +349,8 @@ def test_formats_lists_every_format_with_its_bytes(tq):
     assert tq4.keys() == {"name", "bits_per_value", "bytes_per_vector", "ratio", "purpose", "to_compare"}
     assert (tq4["bytes_per_vector"], tq4["bits_per_value"], tq4["ratio"]) == (66, 66 * 8 / 128, 256 / 66)
     assert rows["bf16"]["ratio"] == 1
-    halved = {row["name"]: row for row in tq("formats", "--head-dim", 64, "--json").json}
-    assert halved["tq4"]["bytes_per_vector"] == 34
+    half_rows = {row["name"]: row for row in tq("formats", "--head-dim", 64, "--json").json}
+    assert half_rows["tq4"]["bytes_per_vector"] == 34
     assert "lr4" not in {row["name"] for row in tq("formats", "--head-dim", 80, "--json").json}  # 32 must divide it
     table = tq("formats").out
     assert all(name in table for name in rows)

@@ -70,13 +70,13 @@ def test_the_dtype_is_one_that_both_executors_run():
 
 
 def test_both_sides_share_one_loaded_model_and_the_device_is_not_the_references(monkeypatch):
-    made, loaded, model = [], [], small_model(SMALL)
-    monkeypatch.setattr(setup, "load_model", lambda *_, **how: loaded.append(how) or model)
-    monkeypatch.setattr(catalog, "create", lambda *args: made.append(args) or ReferenceExecutor(args[1]))
+    creations, loads, model = [], [], small_model(SMALL)
+    monkeypatch.setattr(setup, "load_model", lambda *_, **how: loads.append(how) or model)
+    monkeypatch.setattr(catalog, "create", lambda *args: creations.append(args) or ReferenceExecutor(args[1]))
     a, b = load_contenders("random:0.6b", Contender("reference", "bf16"), Contender("npu"), dtype="bfloat16", device="sim")
-    assert len(loaded) == 1
-    assert all(args[1] is model for args in made)
-    assert [(args[0], args[-1]) for args in made] == [("reference", None), ("npu", "sim")]
+    assert len(loads) == 1
+    assert all(args[1] is model for args in creations)
+    assert [(args[0], args[-1]) for args in creations] == [("reference", None), ("npu", "sim")]
     assert (a.plan.describe(), b.plan.describe()) == ("bf16", "tq4")
 
 
@@ -95,26 +95,26 @@ def test_json_has_the_promised_keys(run, checkpoint):
     args = ("--model", checkpoint, "--a", "fp32", "--b", "tq4", "--prompt", "spam", "--prompt", "x" * 200, "--json")
     code, out, err = run(*args, "--max-new-tokens", 40)
     assert (code, err) == (0, "")
-    found = json.loads(out)
-    assert found.keys() == {
+    report = json.loads(out)
+    assert report.keys() == {
         "a", "b", "model", "dtype", "same_format", "first_divergence", "positions", "top1_agreement", "kl", "logit_error",
         "relative_logit_error", "near_ties", "unexplained", "prompts",
     }  # fmt: skip
-    assert (found["a"], found["b"], found["dtype"]) == ("reference:fp32", "reference:tq4", "float32")
-    assert found["kl"].keys() == {"mean", "median", "p999"}
-    first = found["first_divergence"]
+    assert (report["a"], report["b"], report["dtype"]) == ("reference:fp32", "reference:tq4", "float32")
+    assert report["kl"].keys() == {"mean", "median", "p999"}
+    first = report["first_divergence"]
     assert first.keys() == {
         "prompt", "position", "token_a", "token_b", "text_a", "text_b", "margin", "gap_a", "gap_b", "spread", "logit_error",
         "kl", "near_tie", "top_a", "top_b",
     }  # fmt: skip
-    assert {name: first[name] for name in ("prompt", "position")} in found["unexplained"]
-    row = found["prompts"][first["prompt"]]
+    assert {name: first[name] for name in ("prompt", "position")} in report["unexplained"]
+    row = report["prompts"][first["prompt"]]
     assert row["divergence"] == first
     assert row["a"]["token_ids"][first["position"]] == first["token_a"] != first["token_b"]
     assert row["b"]["token_ids"][first["position"]] == first["token_b"]
     assert first["margin"] == first["top_a"][0]["logit"] - first["top_a"][1]["logit"]
     assert len(first["top_a"]) == len(first["top_b"]) == 5
-    assert found["positions"] == sum(len(r["a"]["token_ids"]) + (r["a"]["finish"] == "eos") for r in found["prompts"])
+    assert report["positions"] == sum(len(r["a"]["token_ids"]) + (r["a"]["finish"] == "eos") for r in report["prompts"])
 
 
 def test_the_same_side_twice_is_identical_in_words_and_json(run, checkpoint):
@@ -124,12 +124,12 @@ def test_the_same_side_twice_is_identical_in_words_and_json(run, checkpoint):
     assert "prompt 1: the same 5 tokens" in out
     assert "Identical: every token of every prompt." in out
     code, out, _ = run(*common, "--json")
-    found = json.loads(out)
+    report = json.loads(out)
     assert code == 0
-    assert found["first_divergence"] is None
-    assert (found["top1_agreement"], found["kl"]) == (1, {"mean": 0, "median": 0, "p999": 0})
-    assert (found["near_ties"], found["unexplained"]) == (0, [])
-    assert len(found["prompts"]) == 4
+    assert report["first_divergence"] is None
+    assert (report["top1_agreement"], report["kl"]) == (1, {"mean": 0, "median": 0, "p999": 0})
+    assert (report["near_ties"], report["unexplained"]) == (0, [])
+    assert len(report["prompts"]) == 4
 
 
 def plant(monkeypatch, ops):
@@ -137,10 +137,10 @@ def plant(monkeypatch, ops):
     right = catalog.create
 
     def create(name, model, *args):
-        made.append(name)
-        return ReferenceExecutor(model, ops) if len(made) == 2 else right(name, model, *args)
+        names.append(name)
+        return ReferenceExecutor(model, ops) if len(names) == 2 else right(name, model, *args)
 
-    made = []
+    names = []
     monkeypatch.setattr(catalog, "create", create)
 
 

@@ -19,23 +19,23 @@ def every_step(monkeypatch):
 
 
 # 3 of 4 drafted tokens taken; whether that paid is a matter of the clock, whose numbers are given here.
-PAID = DraftReport("ngram", 3, 4, 3, 1.5, 2.0, 5.0, executor="cpu", same_text=True, shared_bytes=0, kv_bytes=0)
-TAKEN = "ngram, up to 3: 3 of 4 accepted (75%), 1.50 tokens a step"
+REPORT = DraftReport("ngram", 3, 4, 3, 1.5, 2.0, 5.0, executor="cpu", same_text=True, shared_bytes=0, kv_bytes=0)
+ACCEPTANCE = "ngram, up to 3: 3 of 4 accepted (75%), 1.50 tokens a step"
 
 
 @pytest.mark.parametrize(
-    ("changed", "line"),
+    ("changes", "line"),
     [
-        ({}, f"{TAKEN}; 2.00 ms a token, 5.00 in steps without a draft (2.50x)"),
+        ({}, f"{ACCEPTANCE}; 2.00 ms a token, 5.00 in steps without a draft (2.50x)"),
         ({"plain_ms_per_token": 1.0, "pace": "turned itself off: does not pay here"},
-         f"{TAKEN}; turned itself off: does not pay here; 2.00 ms a token, 1.00 in steps without a draft (0.50x)"),
+         f"{ACCEPTANCE}; turned itself off: does not pay here; 2.00 ms a token, 1.00 in steps without a draft (0.50x)"),
         ({"plain_ms_per_token": None, "shared_bytes": 2**20, "kv_bytes": 1200},
-         f"{TAKEN}; 1.0 MiB of weights shared with the model; 1,200 bytes of KV cache of its own"),
+         f"{ACCEPTANCE}; 1.0 MiB of weights shared with the model; 1,200 bytes of KV cache of its own"),
         ({"proposed": 0, "accepted": 0}, "ngram: nothing drafted"),
     ],
 )  # fmt: skip
-def test_the_cost_line_says_what_was_accepted_and_whether_it_paid(changed, line):
-    assert replace(PAID, **changed).describe() == line
+def test_the_cost_line_says_what_was_accepted_and_whether_it_paid(changes, line):
+    assert replace(REPORT, **changes).describe() == line
 
 
 def test_the_cost_table_has_a_line_for_the_draft(run):
@@ -48,15 +48,15 @@ def test_the_cost_table_has_a_line_for_the_draft(run):
 def test_json_has_all_of_it(run):
     code, out, err = run(*GENERATE, "--json", "--draft", "tiny", "--draft-kv", "tq3")
     assert code == 0, err
-    found = json.loads(out)["draft"]
-    assert (found["name"], found["most"], found["executor"], found["same_text"]) == ("tiny", 4, "cpu", True)
-    assert found["acceptance"] == found["accepted"] / found["proposed"] > 0.3
-    assert 1 < found["tokens_per_step"] <= 5
-    assert found["pace"]
-    assert found["kv_bytes"] > 0
-    assert found["shared_bytes"] == 0
-    found = json.loads(run(*GENERATE, "--json", "--draft", "ngram")[1])["draft"]
-    assert found["speed_up"] == pytest.approx(found["plain_ms_per_token"] / found["ms_per_token"])
+    draft = json.loads(out)["draft"]
+    assert (draft["name"], draft["most"], draft["executor"], draft["same_text"]) == ("tiny", 4, "cpu", True)
+    assert draft["acceptance"] == draft["accepted"] / draft["proposed"] > 0.3
+    assert 1 < draft["tokens_per_step"] <= 5
+    assert draft["pace"]
+    assert draft["kv_bytes"] > 0
+    assert draft["shared_bytes"] == 0
+    draft = json.loads(run(*GENERATE, "--json", "--draft", "ngram")[1])["draft"]
+    assert draft["speed_up"] == pytest.approx(draft["plain_ms_per_token"] / draft["ms_per_token"])
     assert "draft" not in json.loads(run(*GENERATE, "--json")[1])
 
 
@@ -68,10 +68,10 @@ def test_an_executor_whose_sums_change_says_so(run):
 
 
 def test_chat_drafts_as_well(run, monkeypatch):
-    said = []
+    outputs = []
     for more in ((), ("--draft", "ngram")):
         monkeypatch.setattr("sys.stdin", io.StringIO("import os\nimport sys\n"))
         code, out, err = run("chat", "--executor", "cpu", "--max-new-tokens", 12, "--threads", 1, *more)
         assert code == 0, err
-        said.append(out)
-    assert said[0] == said[1]
+        outputs.append(out)
+    assert outputs[0] == outputs[1]

@@ -38,16 +38,16 @@ def test_a_list_of_formats(specs, names):
 
 
 def test_the_default_is_every_format_of_the_cache(checkpoint):
-    found = load_setup(str(checkpoint)).caches
-    wanted = []
+    caches = load_setup(str(checkpoint)).caches
+    names = []
     for name in formats.names():
         try:
             formats.get(name).fields(32), formats.get(name, "v").fields(32)
         except InputError:
             continue
-        wanted.append(name)
-    assert list(found) == wanted
-    assert {"tq4", "bf16"} <= set(wanted)
+        names.append(name)
+    assert list(caches) == names
+    assert {"tq4", "bf16"} <= set(names)
 
 
 # -- The picture ------------------------------------------------------------------------------------------------------------
@@ -94,20 +94,20 @@ def run(run, tmp_path, checkpoint):
 
 @pytest.mark.parametrize(("device", "name"), [("cuda", "cuda"), ("sim", "npu"), ("cpu", "cpu")])
 def test_without_formats_a_device_stands_for_the_executor_that_reads_the_default_one(monkeypatch, device, name):
-    select, selected = catalog.select, []
+    select, selections = catalog.select, []
 
-    def noted(*args, **how):
-        selected.append(select(*args, **how))
-        return selected[-1]
+    def record_selection(*args, **how):
+        selections.append(select(*args, **how))
+        return selections[-1]
 
     def stop(*_, **__):
         raise InterruptedError
 
-    monkeypatch.setattr(catalog, "select", noted)
+    monkeypatch.setattr(catalog, "select", record_selection)
     monkeypatch.setattr(setup, "load_model", stop)
     with pytest.raises(InterruptedError):
         setup.load_setup("tiny", device=device)
-    assert selected[-1].name == name
+    assert selections[-1].name == name
 
 
 SHORT = ("--kv", "bf16,k=q8_0,v=tq2,tq4", "--window", "40", "--tokens", "60", "--greedy-prompts", "1", "--threads", "1")
@@ -116,17 +116,17 @@ SHORT = ("--kv", "bf16,k=q8_0,v=tq2,tq4", "--window", "40", "--tokens", "60", "-
 def test_json_has_the_promised_keys(run):
     code, out, err = run(*SHORT, "--json")
     assert (code, err) == (0, "")
-    found = json.loads(out)
-    assert found.keys() == {"model", "text", "dtype", "tokens", "windows", "window", "greedy", "rows"}
-    assert (found["tokens"], found["windows"], found["window"]) == (60, 2, 40)
-    assert found["greedy"] == {"prompts": 1, "prompt_tokens": 128, "new_tokens": 64}
-    assert [r["kv"] for r in found["rows"]] == ["bf16", "k=q8_0,v=tq2", "tq4"]
-    for r in found["rows"]:
+    report = json.loads(out)
+    assert report.keys() == {"model", "text", "dtype", "tokens", "windows", "window", "greedy", "rows"}
+    assert (report["tokens"], report["windows"], report["window"]) == (60, 2, 40)
+    assert report["greedy"] == {"prompts": 1, "prompt_tokens": 128, "new_tokens": 64}
+    assert [r["kv"] for r in report["rows"]] == ["bf16", "k=q8_0,v=tq2", "tq4"]
+    for r in report["rows"]:
         assert r.keys() == {
             "kv", "bytes_per_token", "bits_per_value", "kl_mean", "kl_median", "kl_p999", "top1", "rms_dp", "ppl",
             "ppl_delta", "greedy_match",
         }  # fmt: skip
-    assert found["rows"][0]["kl_p999"] == 0 < found["rows"][2]["kl_mean"] < found["rows"][1]["kl_mean"]
+    assert report["rows"][0]["kl_p999"] == 0 < report["rows"][2]["kl_mean"] < report["rows"][1]["kl_mean"]
 
 
 def test_words_picture_and_resume(run, tmp_path):

@@ -10,16 +10,16 @@ from dataclasses import replace
 import pytest
 from bases import calibration
 from checkpoints import CONFIG, shard_name
-from fuzzing import Place, limited, tried
+from fuzzing import Place, limited, run_examples
 from hypothesis import strategies as st
-from mutations import NUMBERS, TEMPLATES, WORDS, damaged, templates, wrong_json
+from mutations import NUMBERS, TEMPLATES, WORDS, damaged_bytes, templates, wrong_json
 
 from haarkv.models.limited import render
 from haarkv.tq_ops import artifact
 from haarkv.tq_ops.artifact import CALIBRATION
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import calibration_file, plan_file
-from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of
+from haarkv.tq_ops.kv.calibration_file import CalibrationFile, make_calibration
 from haarkv.tq_ops.kv.model_shape import ModelShape
 from haarkv.tq_ops.kv.plan import KVSpec
 from tq.cli import main
@@ -37,7 +37,7 @@ def place(tmp_path_factory):
 
 
 @contextmanager
-def replaced(file, content):
+def with_content(file, content):
     """A file with another content, for a while."""
     whole = file.read_bytes()
     file.write_bytes(content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content)
@@ -53,8 +53,8 @@ def try_config(place, data):
         {"model_type": "qwen2"}, {"model_type": "qwen3_moe", "num_experts": 2, "moe_intermediate_size": 32},
         {"model_type": "mistral", "sliding_window": 4096},
     ]))  # fmt: skip
-    content = data.draw(wrong_json(base) | damaged(json.dumps(base).encode(), head=2000))
-    with replaced(place.model / "config.json", content):
+    content = data.draw(wrong_json(base) | damaged_bytes(json.dumps(base).encode(), head=2000))
+    with with_content(place.model / "config.json", content):
         place.run("info", place.model, *data.draw(st.sampled_from([[], ["--json"]])))
         if data.draw(st.booleans()):
             place.generate()
@@ -68,11 +68,11 @@ def try_file(place, data):
     ]))  # fmt: skip
     file = place.folder / name
     content = file.read_bytes()
-    wrong = damaged(content, head=4000)
+    wrong = damaged_bytes(content, head=4000)
     if file.suffix == ".json":
         more = {"x": shard_name(0, 2)} if "index" in name else {}
         wrong |= wrong_json({**json.loads(content), **more})
-    with replaced(file, data.draw(wrong)):
+    with with_content(file, data.draw(wrong)):
         place.generate(model=file.parent)
 
 
@@ -80,28 +80,30 @@ def try_plan(place, data):
     content = plan_file.dumps(KVSpec("tq4", layers={1: "k=tq8,v=tq2"}, tail=3, sink=1).plan(2), SHAPE)
     file = place.folder / "plan.json"
     file.touch()
-    with replaced(file, data.draw(wrong_json(json.loads(content)) | damaged(content.encode(), head=400))):
+    with with_content(file, data.draw(wrong_json(json.loads(content)) | damaged_bytes(content.encode(), head=400))):
         place.generate("--kv-plan", file)
 
 
-MADE_UP = calibration(layers=2, heads=2, dim=32)
-LEARNED = CalibrationFile(calibration_of(MADE_UP.k), SHAPE, "0123456789abcdef", {"tokens": 5})
+SYNTHETIC = calibration(layers=2, heads=2, dim=32)
+CALIBRATION_FILE = CalibrationFile(make_calibration(SYNTHETIC.k), SHAPE, "0123456789abcdef", {"tokens": 5})
 
 
 def try_calibration(place, data):
-    learned = replace(LEARNED, plan=plan_file.dumps(KVSpec("k=lr3,v=tq4", calibration=LEARNED.calibration).plan(2), SHAPE))
+    with_plan = replace(
+        CALIBRATION_FILE, plan=plan_file.dumps(KVSpec("k=lr3,v=tq4", calibration=CALIBRATION_FILE.calibration).plan(2), SHAPE)
+    )
     file = place.folder / "learned.safetensors"
-    calibration_file.save(file, learned)
+    calibration_file.save(file, with_plan)
     content, (metadata, tensors) = file.read_bytes(), artifact.read(file, CALIBRATION)
 
-    def signed(entry):  # by another program
+    def sign(entry):  # by another program
         artifact.write(file, CALIBRATION, metadata | entry, tensors)
         return file.read_bytes()
 
     wrong = st.sampled_from(["model", "learned", "plan"]).flatmap(
-        lambda key: wrong_json(json.loads(metadata[key])).map(lambda text: signed({key: text}))
+        lambda key: wrong_json(json.loads(metadata[key])).map(lambda text: sign({key: text}))
     )
-    file.write_bytes(data.draw(wrong | damaged(content, head=4000)))
+    file.write_bytes(data.draw(wrong | damaged_bytes(content, head=4000)))
     place.generate(*data.draw(st.sampled_from([["--calibration", file, "--kv", "k=lr3,v=tq4"], ["--kv-plan", file]])))
 
 
@@ -110,14 +112,14 @@ EVAL = ("eval", "--text", "text.txt", "--kv", "tq4", "--tokens", 8, "--greedy-pr
 
 def try_resume(place, data):
     file, command = place.folder / "run.json", (*EVAL, "--model", place.model)
-    saved = place.folder / "saved"
-    if not saved.exists():
+    whole_file = place.folder / "saved"
+    if not whole_file.exists():
         assert main(list(map(str, command))) == 0
-        file.rename(saved)
-    file.write_bytes(data.draw(damaged(saved.read_bytes())))
+        file.rename(whole_file)
+    file.write_bytes(data.draw(damaged_bytes(whole_file.read_bytes())))
     try:
         # What was saved is on the second line; the first says its SHA-256, and may say more.
-        assert place.run(*command) == 2 or file.read_bytes().splitlines()[1:] == saved.read_bytes().splitlines()[1:]
+        assert place.run(*command) == 2 or file.read_bytes().splitlines()[1:] == whole_file.read_bytes().splitlines()[1:]
     finally:
         file.unlink()
 
@@ -131,36 +133,36 @@ OPTIONS = (
 
 def try_words(place, data):
     word = (st.sampled_from(WORDS) | st.sampled_from(NUMBERS).map(str) | st.text(max_size=8)).filter(lambda w: "\0" not in w)
-    drawn = data.draw(st.lists(st.tuples(st.sampled_from(OPTIONS), word), min_size=1, max_size=2))
+    pairs = data.draw(st.lists(st.tuples(st.sampled_from(OPTIONS), word), min_size=1, max_size=2))
     command = data.draw(st.sampled_from(["generate", "formats", "info", "export", "plan", "words"]))
-    said = [part for option, text in drawn for part in (option, text)]
+    words = [part for option, text in pairs for part in (option, text)]
     few = ("--threads", "1")
     match command:
         case "generate":
-            place.generate(*said, *few)
+            place.generate(*words, *few)
         case "formats":
-            place.run("formats", "--head-dim", drawn[0][1])
+            place.run("formats", "--head-dim", pairs[0][1])
         case "info":
-            place.run("info", *(["--memory", drawn[0][1]] if data.draw(st.booleans()) else [drawn[0][1]]))
+            place.run("info", *(["--memory", pairs[0][1]] if data.draw(st.booleans()) else [pairs[0][1]]))
         case "export":
-            place.run("export", "--model", place.model, "--out", "text.txt", "--layers", drawn[0][1], "--opset", drawn[-1][1])
+            place.run("export", "--model", place.model, "--out", "text.txt", "--layers", pairs[0][1], "--opset", pairs[-1][1])
         case "plan":
-            lists = [part for option, (_, text) in zip(["--tails", "--sinks"], drawn, strict=False) for part in (option, text)]
+            lists = [part for option, (_, text) in zip(["--tails", "--sinks"], pairs, strict=False) for part in (option, text)]
             place.run(
-                "plan", "--model", place.model, "--text", "text.txt", "--out", "text.txt/x", "--budget", drawn[0][1], *lists
+                "plan", "--model", place.model, "--text", "text.txt", "--out", "text.txt/x", "--budget", pairs[0][1], *lists
             )
         case "words":
-            place.run(*(text for _, text in drawn))
+            place.run(*(text for _, text in pairs))
 
 
 def try_template(place, data):
     source = data.draw(templates)
     with limited():
-        text, refusal = rendered(source)
+        text, refusal = render_chat(source)
     assert text is not None or refusal.startswith("the chat template cannot be used: ")
 
 
-def rendered(source):
+def render_chat(source):
     """The text of a short conversation, or why there is none."""
     try:
         return render(source, [[{"role": "user", "content": "hi"}]], {"eos_token": "</s>"}, {})[0], ""
@@ -178,20 +180,20 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_a_few_malformed_inputs_are_refused_or_taken(place, monkeypatch, kind):
     monkeypatch.chdir(place.folder)
-    tried(place, kind, KINDS[kind][0], derandomize=True)
+    run_examples(place, kind, KINDS[kind][0], derandomize=True)
 
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_thousands_of_malformed_inputs_are_refused_or_taken(place, monkeypatch, kind):
     monkeypatch.chdir(place.folder)
-    tried(place, kind, KINDS[kind][1], derandomize=False)
+    run_examples(place, kind, KINDS[kind][1], derandomize=False)
 
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("source", TEMPLATES, ids=lambda source: source[:30])
 def test_no_template_takes_forever_or_much(source):
-    text, refusal = rendered(source)
+    text, refusal = render_chat(source)
     assert text is not None or refusal.startswith("the chat template cannot be used: ")
     assert len(text or "") < 2**24 + 1000
     assert not any(word in (text or "") for word in ("root:", "builtins", "<class 'os"))

@@ -25,7 +25,7 @@ def run(run):
 
 
 @pytest.fixture
-def found(run):
+def generate_json(run):
     """Its JSON."""
     return lambda folder, *args: run(folder, *args, "--json").json
 
@@ -34,7 +34,7 @@ def found(run):
 
 
 @pytest.fixture(scope="module")
-def sampled(tmp_path_factory):
+def sampling_model(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("sampled") / "m", generation=QWEN3)
 
 
@@ -43,49 +43,53 @@ def line(err, name):
     return next(text.split(None, 1)[1].strip() for text in err.splitlines() if text.split()[:1] == [name])
 
 
-def test_the_models_own_sampling_counts_and_is_said(run, found, sampled, tmp_path):
-    result = found(sampled, "--seed", 3)
+def test_the_models_own_sampling_counts_and_is_said(run, generate_json, sampling_model, tmp_path):
+    result = generate_json(sampling_model, "--seed", 3)
     assert {key: result["sampling"][key] for key in ("temperature", "top_k", "top_p")} == {
         "temperature": 0.6, "top_k": 20, "top_p": 0.95,
     }  # fmt: skip
     plain = write_checkpoint(tmp_path / "plain")
     explicit = ("--temperature", 0.6, "--top-k", 20, "--top-p", 0.95, "--seed", 3)
-    assert found(plain, *explicit)["token_ids"] == result["token_ids"]
-    assert found(plain, "--seed", 3)["token_ids"] != result["token_ids"]
-    said = line(run(sampled)[2], "sampling")
-    assert said == "temperature 0.6, top-k 20, top-p 0.95 from generation_config.json"
+    assert generate_json(plain, *explicit)["token_ids"] == result["token_ids"]
+    assert generate_json(plain, "--seed", 3)["token_ids"] != result["token_ids"]
+    text = line(run(sampling_model)[2], "sampling")
+    assert text == "temperature 0.6, top-k 20, top-p 0.95 from generation_config.json"
 
 
-def test_an_explicit_option_wins(run, found, sampled, tmp_path):
-    greedy = found(sampled, "--temperature", 0)
-    assert greedy["token_ids"] == found(write_checkpoint(tmp_path / "plain"))["token_ids"]
-    assert line(run(sampled, "--temperature", 0)[2], "sampling") == "greedy"
-    said = line(run(sampled, "--top-k", 5)[2], "sampling")
-    assert said == "top-k 5; temperature 0.6, top-p 0.95 from generation_config.json"
-    assert found(sampled, "--top-k", 0)["sampling"]["top_k"] == 0
+def test_an_explicit_option_wins(run, generate_json, sampling_model, tmp_path):
+    greedy = generate_json(sampling_model, "--temperature", 0)
+    assert greedy["token_ids"] == generate_json(write_checkpoint(tmp_path / "plain"))["token_ids"]
+    assert line(run(sampling_model, "--temperature", 0)[2], "sampling") == "greedy"
+    text = line(run(sampling_model, "--top-k", 5)[2], "sampling")
+    assert text == "top-k 5; temperature 0.6, top-p 0.95 from generation_config.json"
+    assert generate_json(sampling_model, "--top-k", 0)["sampling"]["top_k"] == 0
 
 
 @pytest.mark.parametrize(
-    ("said", "temperature", "top_k"),
+    ("entries", "temperature", "top_k"),
     [({}, 0, 0), ({"do_sample": False}, 0, 0), ({"do_sample": None}, 0, 0), ({"do_sample": True}, 0.6, 3),
      ({"do_sample": True, "temperature": None}, 1, 3)],
 )  # fmt: skip
-def test_a_model_is_greedy_without_do_sample_and_has_temperature_1_by_it_alone(found, tmp_path, said, temperature, top_k):
-    sampling = found(write_checkpoint(tmp_path / "m", generation={"temperature": 0.6, "top_k": 3, **said}))["sampling"]
+def test_a_model_is_greedy_without_do_sample_and_has_temperature_1_by_it_alone(
+    generate_json, tmp_path, entries, temperature, top_k
+):
+    sampling = generate_json(write_checkpoint(tmp_path / "m", generation={"temperature": 0.6, "top_k": 3, **entries}))[
+        "sampling"
+    ]
     assert (sampling["temperature"], sampling["top_k"]) == (temperature, top_k)
 
 
-def test_a_repetition_penalty_counts_for_a_greedy_model(run, found, tmp_path):
+def test_a_repetition_penalty_counts_for_a_greedy_model(run, generate_json, tmp_path):
     plain = write_checkpoint(tmp_path / "plain")
     folder = write_checkpoint(tmp_path / "m", generation={"repetition_penalty": 100.0})
-    tokens = found(folder, "--max-new-tokens", 40)["token_ids"]
-    assert len(set(tokens)) == 40 > len(set(found(plain, "--max-new-tokens", 40)["token_ids"]))
-    assert tokens == found(plain, "--repetition-penalty", 100, "--max-new-tokens", 40)["token_ids"]
+    tokens = generate_json(folder, "--max-new-tokens", 40)["token_ids"]
+    assert len(set(tokens)) == 40 > len(set(generate_json(plain, "--max-new-tokens", 40)["token_ids"]))
+    assert tokens == generate_json(plain, "--repetition-penalty", 100, "--max-new-tokens", 40)["token_ids"]
     assert line(run(folder)[2], "sampling") == "greedy; repetition-penalty 100 from generation_config.json"
 
 
-def test_the_library_takes_the_models_sampling_unless_another_is_given(sampled):
-    session = tq.load(sampled)
+def test_the_library_takes_the_models_sampling_unless_another_is_given(sampling_model):
+    session = tq.load(sampling_model)
     assert session.generate("ab", max_new_tokens=2).sampling == Sampling(0.6, 20, 0.95)
     assert session.generate("ab", max_new_tokens=2, sampling=Sampling()).sampling == Sampling()
 
@@ -112,7 +116,7 @@ def hi(folder, config=None, token=TURN_ENDS, special=True, **files):
     return write_checkpoint(folder, config={"vocab_size": 259} | (config or {}), mutate=mutate, files=texts, **files)
 
 
-def text_of(model, **options):
+def generate_text(model, **options):
     return tq.load(model, kv="tq4").generate("a", chat=False, **options).texts[0]
 
 
@@ -136,32 +140,32 @@ def text_of(model, **options):
 )
 def test_a_text_ends_where_any_file_says(tmp_path, files, text, special):
     """transformers stops at all ids of `generation_config`, and chats end at the tokenizer's own token as well."""
-    shown = "" if special else files.get("token", TURN_ENDS)
-    assert text_of(hi(tmp_path / "m", special=special, **files)) == (text or f"Hi{shown}!?")
+    ending = "" if special else files.get("token", TURN_ENDS)
+    assert generate_text(hi(tmp_path / "m", special=special, **files)) == (text or f"Hi{ending}!?")
 
 
-def in_gguf(folder, kind, named="<|im_end|>", template=None, **entries):
+def in_gguf(folder, kind, end_name="<|im_end|>", template=None, **entries):
     library = byte_tokenizer()
-    said = {"model": "gpt2", "pre": "gpt-2", "merges": ["a b"], "eos_token_id": 256} | entries
-    said["tokens"] = [*map(library.id_to_token, range(257)), named, "ab", *said.pop("more", ())]
-    said["token_type"] = [*[1] * 256, 3, kind, *[1] * (len(said["tokens"]) - 258)]
-    vocabulary = {f"tokenizer.ggml.{key}": value for key, value in said.items()}
+    metadata = {"model": "gpt2", "pre": "gpt-2", "merges": ["a b"], "eos_token_id": 256} | entries
+    metadata["tokens"] = [*map(library.id_to_token, range(257)), end_name, "ab", *metadata.pop("more", ())]
+    metadata["token_type"] = [*[1] * 256, 3, kind, *[1] * (len(metadata["tokens"]) - 258)]
+    vocabulary = {f"tokenizer.ggml.{key}": value for key, value in metadata.items()}
     extra = {"tokenizer.chat_template": template} if template else {}
-    checkpoint = hi(folder / "m", {"vocab_size": len(said["tokens"])})
+    checkpoint = hi(folder / "m", {"vocab_size": len(metadata["tokens"])})
     return convert(checkpoint, folder / "m.gguf", extra=extra, vocabulary=vocabulary)
 
 
 @pytest.mark.parametrize("kind", [1, 3, 4])
-@pytest.mark.parametrize("said", [{}, {"eos_token_id": ENDS}, {"eot_token_id": ENDS}])
-def test_a_gguf_file_ends_where_llama_cpp_ends(tmp_path, kind, said):
+@pytest.mark.parametrize("entries", [{}, {"eos_token_id": ENDS}, {"eot_token_id": ENDS}])
+def test_a_gguf_file_ends_where_llama_cpp_ends(tmp_path, kind, entries):
     """By the file's ids or a known name, whatever kind it has; and a template spells it as one token."""
-    path = in_gguf(tmp_path, kind, **said)
-    assert text_of(path) == "Hi"
+    path = in_gguf(tmp_path, kind, **entries)
+    assert generate_text(path) == "Hi"
     assert load_tokenizer(path, read_config(path)).encode("H<|im_end|>") == [ord("H"), ENDS]
 
 
 @pytest.mark.parametrize(
-    ("named", "more", "template", "text"),
+    ("end_name", "more", "template", "text"),
     [
         ("<|other|>", (), None, "Hi!?"),
         ("<|other|>", (), TURNS.replace("end }}", "'<|other|>' }}"), "Hi"),
@@ -171,9 +175,9 @@ def test_a_gguf_file_ends_where_llama_cpp_ends(tmp_path, kind, said):
         ("<|end|>", ("<|return|>", "<|call|>"), TURNS.replace("end }}", "'<|end|>' }}"), "Hi!?"),
     ],
 )
-def test_a_name_that_ends_a_part_of_an_answer_does_not_end_it(tmp_path, named, more, template, text):
+def test_a_name_that_ends_a_part_of_an_answer_does_not_end_it(tmp_path, end_name, more, template, text):
     """As in llama.cpp: beside <|return|> and <|call|>, <|end|> closes what a model thinks."""
-    assert text_of(in_gguf(tmp_path, 3, named, template, more=more)) == text
+    assert generate_text(in_gguf(tmp_path, 3, end_name, template, more=more)) == text
 
 
 def test_a_row_that_a_gguf_file_fills_up_with_is_no_token(tmp_path):
@@ -202,51 +206,51 @@ def alphabet(tmp_path_factory):
         (["no"], "cdefghijklmn", "length"),
     ],
 )
-def test_a_text_ends_before_the_stop(run, found, alphabet, stops, text, finish):
+def test_a_text_ends_before_the_stop(run, generate_json, alphabet, stops, text, finish):
     args = [arg for stop in stops for arg in ("--stop", stop)]
-    result = found(alphabet, *args)
+    result = generate_json(alphabet, *args)
     assert (result["text"], result["finish"]) == (text, finish)
     assert run(alphabet, *args)[1] == text + "\n"
 
 
-@pytest.mark.parametrize(("returned", "text"), [(True, "c"), (1, "cdef"), ("yes", "cdef"), (None, "cdef")])
-def test_on_token_ends_a_text_by_true_alone(alphabet, returned, text):
-    assert tq.load(alphabet).generate("ab", max_new_tokens=4, on_token=lambda *_: returned).texts == [text]
+@pytest.mark.parametrize(("value", "text"), [(True, "c"), (1, "cdef"), ("yes", "cdef"), (None, "cdef")])
+def test_on_token_ends_a_text_by_true_alone(alphabet, value, text):
+    assert tq.load(alphabet).generate("ab", max_new_tokens=4, on_token=lambda *_: value).texts == [text]
 
 
 # -- The system message ---------------------------------------------------------------------------------------------------
 
 
-def test_a_system_message_is_what_transformers_makes_of_it(found, tmp_path):
+def test_a_system_message_is_what_transformers_makes_of_it(generate_json, tmp_path):
     transformers = pytest.importorskip("transformers")
     folder = write_checkpoint(tmp_path / "chat", tokenizer_config={"chat_template": TEMPLATE})
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), chat_template=TEMPLATE)
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "ab"}]
     expected = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert tq.load(folder).encode(["ab"], system="Be brief.") == [list(expected.encode())]
-    assert found(folder, "--system", "Be brief.")["prompt_tokens"] == len(expected)
+    assert generate_json(folder, "--system", "Be brief.")["prompt_tokens"] == len(expected)
 
 
 # -- Arguments of the template --------------------------------------------------------------------------------------------
 
-SWITCHED = "{{ messages[-1].content }}{% if enable_thinking is defined %}{{ enable_thinking | tojson }}{% endif %}"
+THINKING_TEMPLATE = "{{ messages[-1].content }}{% if enable_thinking is defined %}{{ enable_thinking | tojson }}{% endif %}"
 
 
 @pytest.fixture(scope="module")
-def switched(tmp_path_factory):
+def thinking_model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("switched") / "m"
-    return write_checkpoint(folder, tokenizer_config={"chat_template": SWITCHED})
+    return write_checkpoint(folder, tokenizer_config={"chat_template": THINKING_TEMPLATE})
 
 
 @pytest.mark.parametrize(
-    ("written", "value", "shown"),
+    ("argument", "value", "suffix"),
     [("false", False, "false"), ('"x"', "x", '"x"'), ("no", "no", '"no"'), ("[1, 2]", [1, 2], "[1, 2]"), ("", "", '""')],
 )
-def test_arguments_reach_the_template_by_every_way(found, switched, written, value, shown):
-    tokens = len(f"ab{shown}")
-    assert found(switched, "--template-arg", f"enable_thinking={written}")["prompt_tokens"] == tokens
-    session, arguments = tq.load(switched), {"enable_thinking": value}
-    assert session.encode(["ab"], template_args=arguments) == [[*f"ab{shown}".encode()]]
+def test_arguments_reach_the_template_by_every_way(generate_json, thinking_model, argument, value, suffix):
+    tokens = len(f"ab{suffix}")
+    assert generate_json(thinking_model, "--template-arg", f"enable_thinking={argument}")["prompt_tokens"] == tokens
+    session, arguments = tq.load(thinking_model), {"enable_thinking": value}
+    assert session.encode(["ab"], template_args=arguments) == [[*f"ab{suffix}".encode()]]
     stream = session.stream("ab", max_new_tokens=1, template_args=arguments)
     list(stream)
     assert stream.result.completions[0].prompt_tokens == tokens
@@ -254,29 +258,29 @@ def test_arguments_reach_the_template_by_every_way(found, switched, written, val
     assert talk.generate("a", "ab", max_new_tokens=1, template_args=arguments).completions[0].prompt_tokens == tokens
 
 
-def test_an_argument_that_is_no_json_is_refused(switched):
+def test_an_argument_that_is_no_json_is_refused(thinking_model):
     for arguments in ({"enable_thinking": {1}}, {3: 4}, [3], {"add_generation_prompt": False}):
         with pytest.raises(InputError, match="argument"):
-            tq.load(switched).encode(["ab"], template_args=arguments)
+            tq.load(thinking_model).encode(["ab"], template_args=arguments)
 
 
-def test_what_a_prompt_spells_is_text_in_a_template_unless_asked_otherwise(run, found, switched):
-    given = ("--prompt", f"c{END_OF_TEXT}")
-    assert found(switched, *given)["completions"][1]["prompt_tokens"] == len(given[1])
-    assert found(switched, *given, "--parse-special")["completions"][1]["prompt_tokens"] == 2
-    assert found(switched, *given, "--no-chat")["completions"][1]["prompt_tokens"] == 2
+def test_what_a_prompt_spells_is_text_in_a_template_unless_asked_otherwise(run, generate_json, thinking_model):
+    prompt_args = ("--prompt", f"c{END_OF_TEXT}")
+    assert generate_json(thinking_model, *prompt_args)["completions"][1]["prompt_tokens"] == len(prompt_args[1])
+    assert generate_json(thinking_model, *prompt_args, "--parse-special")["completions"][1]["prompt_tokens"] == 2
+    assert generate_json(thinking_model, *prompt_args, "--no-chat")["completions"][1]["prompt_tokens"] == 2
 
 
 # -- Warnings and cost ----------------------------------------------------------------------------------------------------
 
 
-def test_a_text_that_the_context_will_cut_is_announced(run, found, alphabet):
+def test_a_text_that_the_context_will_cut_is_announced(run, generate_json, alphabet):
     code, out, err = run(alphabet, "--max-context", 5)
     assert (code, out) == (0, "cdef\n")
     first = err.splitlines()[0]
     assert first.startswith("tq: warning: the context ends after 4 of 12 new tokens: ")
     assert "raise --max-context" in first
-    assert len(found(alphabet, "--max-context", 5)["token_ids"]) == 4
+    assert len(generate_json(alphabet, "--max-context", 5)["token_ids"]) == 4
     # The last token is predicted and never stored.
     assert "warning" not in run(alphabet, "--max-context", 13)[2]
     assert "warning" in run(alphabet, "--max-context", 12)[2]
@@ -295,6 +299,6 @@ def test_the_cost_names_the_executor_and_tokens_a_second(run, alphabet):
 
 
 def test_progress_counts_every_prompt_token(alphabet):
-    seen = []
-    tq.load(alphabet).generate(["a" * 700, "b" * 30], max_new_tokens=1, on_prefill=lambda *at: seen.append(at))
-    assert seen == [(0, 730), (542, 730), (730, 730)]
+    calls = []
+    tq.load(alphabet).generate(["a" * 700, "b" * 30], max_new_tokens=1, on_prefill=lambda *at: calls.append(at))
+    assert calls == [(0, 730), (542, 730), (730, 730)]

@@ -12,11 +12,11 @@ from pathlib import Path
 import gguf
 import pytest
 from checkpoints import write_checkpoint
-from fuzzing import TEMPLATE, Place, taking_at_most, tried
+from fuzzing import TEMPLATE, Place, run_examples, taking_at_most
 from gguf_files import convert, plain_bytes
 from hypothesis import assume
 from hypothesis import strategies as st
-from mutations import damaged
+from mutations import damaged_bytes
 
 from tq.cli import main
 
@@ -101,22 +101,24 @@ class File:
     def number(self, span):
         return int.from_bytes(self.header[span], "little")
 
-    def of_kind(self, *kinds):
+    def values_of_kind(self, *kinds):
         return [value for *_, kind, value in self.entries.values() if self.number(kind) in kinds]
 
-    def changed(self, *edits, entries=(), tensors=b"", fewer=(0, 0)):
+    def with_edits(self, *edits, entries=(), tensors=b"", fewer=(0, 0)):
         """With other bytes in some places, and with entries and one tensor more than it had; `fewer` were taken out."""
         counts = [self.number(slice(8, 16)) + bool(tensors) - fewer[0], self.number(slice(16, 24)) + len(entries) - fewer[1]]
-        behind = self.tensors[0][0].start
+        header_end = self.tensors[0][0].start
         header = self.header[:8] + struct.pack("<QQ", *counts) + self.header[24:] + tensors
-        for span, wrong in sorted([*edits, (slice(behind, behind), b"".join(entries))], key=lambda edit: -edit[0].start):
+        for span, wrong in sorted(
+            [*edits, (slice(header_end, header_end), b"".join(entries))], key=lambda edit: -edit[0].start
+        ):
             header = header[: span.start] + wrong + header[span.stop :]
         return header + bytes(-len(header) % 32) + self.data
 
     def saying(self, key, value):
         """With another value under a key that is there."""
-        *_, kind, said = next(spans for name, spans in self.entries.items() if name.endswith(key))
-        return self.changed((slice(kind.start, said.stop), packed(value)))
+        *_, kind, value_span = next(spans for name, spans in self.entries.items() if name.endswith(key))
+        return self.with_edits((slice(kind.start, value_span.stop), packed(value)))
 
 
 # -- Lies that no reader can take ---------------------------------------------------------------------------------------------
@@ -126,19 +128,19 @@ def whole(spans):
     return slice(spans[0].start, spans[-1].stop)
 
 
-def part_of(spans, begin, size):
+def subspans(spans, begin, size):
     return [slice(span.start + begin, span.start + begin + size) for span in spans]
 
 
 NUMBERS = {
     "the length of a key": (lambda file: [spans[0] for spans in file.entries.values()], BIG),
     "the kind of a value": (lambda file: [spans[2] for spans in file.entries.values()], NO_KINDS),
-    "the length of a text": (lambda file: part_of(file.of_kind(STRING), 0, 8), BIG),
-    "the kind of a list": (lambda file: part_of(file.of_kind(ARRAY), 0, 4), NO_KINDS),
-    "the length of a list": (lambda file: part_of(file.of_kind(ARRAY), 4, 8), BIG),
+    "the length of a text": (lambda file: subspans(file.values_of_kind(STRING), 0, 8), BIG),
+    "the kind of a list": (lambda file: subspans(file.values_of_kind(ARRAY), 0, 4), NO_KINDS),
+    "the length of a list": (lambda file: subspans(file.values_of_kind(ARRAY), 4, 8), BIG),
     "the length of a name": (lambda file: [spans[0] for spans in file.tensors], BIG),
     "the number of axes": (lambda file: [spans[2] for spans in file.tensors], [0, 5, 9, 2**31, 2**32 - 1]),
-    "the size of an axis": (lambda file: part_of([spans[3] for spans in file.tensors], 0, 8), [0, *BIG]),
+    "the size of an axis": (lambda file: subspans([spans[3] for spans in file.tensors], 0, 8), [0, *BIG]),
     "the kind of a tensor": (
         lambda file: [spans[4] for spans in file.tensors], [4, 5, 24, 25, 26, 27, 28, 31, 36, 99, 2**16, 2**31, 2**32 - 1]),
     "the offset of a tensor": (lambda file: [spans[5] for spans in file.tensors], BIG),
@@ -153,26 +155,26 @@ NUMBERS = {
 def number(draw, file):
     spans, wrong = NUMBERS[draw(st.sampled_from(list(NUMBERS)))]
     header, span = file.header, draw(st.sampled_from(spans(file)))
-    said = draw(st.sampled_from(wrong)).to_bytes(span.stop - span.start, "little")
-    return header[: span.start] + said + header[span.stop :] + bytes(-len(header) % 32) + file.data
+    value = draw(st.sampled_from(wrong)).to_bytes(span.stop - span.start, "little")
+    return header[: span.start] + value + header[span.stop :] + bytes(-len(header) % 32) + file.data
 
 
 def cut(draw, file):
-    content = file.changed()
+    content = file.with_edits()
     # All but the padding behind the last tensor is needed.
     return content[: draw(st.integers(0, len(content) - 33))]
 
 
 def counts(draw, file):
     few = draw(st.sampled_from([(1, 0), (2, 0), (-1, 0), (0, 1), (0, 2), (0, -1)]))
-    return file.changed(fewer=few)
+    return file.with_edits(fewer=few)
 
 
 def key(draw, file):
     spans = draw(st.sampled_from(list(file.entries.values())))
     if draw(st.booleans()):
-        return file.changed((slice(spans[0].start, spans[1].stop), text(draw(st.sampled_from(NOT_UTF8)))))
-    return file.changed(entries=[file.header[whole(spans)]])
+        return file.with_edits((slice(spans[0].start, spans[1].stop), text(draw(st.sampled_from(NOT_UTF8)))))
+    return file.with_edits(entries=[file.header[whole(spans)]])
 
 
 def entry(draw, file):
@@ -181,8 +183,8 @@ def entry(draw, file):
     deep = struct.pack("<I", ARRAY) + struct.pack("<IQ", ARRAY, 1) * depth + struct.pack("<IQ", U32, 0)
     alignment = packed(draw(st.sampled_from([0, 3, 33, -1, 2**31, 2**63, 0.5, float("nan"), b"32", [32], 2**21])))
     more = {b"deep": deep, b"general.name": packed(draw(st.sampled_from(NOT_UTF8))), b"general.alignment": alignment}
-    said = draw(st.sampled_from(list(more)))
-    return file.changed(entries=[text(said) + more[said]])
+    key = draw(st.sampled_from(list(more)))
+    return file.with_edits(entries=[text(key) + more[key]])
 
 
 def name(draw, file):
@@ -191,14 +193,14 @@ def name(draw, file):
         case "utf-8":
             wrong = NOT_UTF8
         case "twice":
-            return file.changed(tensors=file.header[whole(spans)])
+            return file.with_edits(tensors=file.header[whole(spans)])
         case "missing":
             assume(file.header[spans[1]] != b"output.weight")  # the head of such a file is its embedding
-            return file.changed((whole(spans), b""), fewer=(1, 0))
+            return file.with_edits((whole(spans), b""), fewer=(1, 0))
         case _:
             others = [b"blk.0.ffn_gate_exps.weight", b"blk.7.attn_q.weight", b"rope_freqs.weight", b"blk.0.ssm_a"]
             wrong = [*WORDS, *others, b"blk.0.attn_q.bias"]
-    return file.changed((slice(spans[0].start, spans[1].stop), text(draw(st.sampled_from(wrong)))))
+    return file.with_edits((slice(spans[0].start, spans[1].stop), text(draw(st.sampled_from(wrong)))))
 
 
 def shape(draw, file):
@@ -206,11 +208,11 @@ def shape(draw, file):
     if draw(st.booleans()):
         sizes = draw(st.sampled_from([[2**32] * 2, [2**33, 2**31], [2**22] * 3, [2**16] * 4, [2**63, 2], [2**24, 2**24 - 1]]))
         spans = draw(st.sampled_from(file.tensors))
-        said = struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
-        return file.changed((slice(spans[2].start, spans[3].stop), said))
+        dims = struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
+        return file.with_edits((slice(spans[2].start, spans[3].stop), dims))
     many, kind = draw(st.sampled_from([2**24, 2**40, 2**47])), draw(st.sampled_from([0, 8, 99]))
-    of = draw(st.sampled_from([b"blk.0.ffn_gate_exps.weight", b"blk.1.ffn_down_exps.weight"]))
-    return file.changed(tensors=text(of) + struct.pack("<I3QIQ", 3, 1, 1, many, kind, 0))
+    name = draw(st.sampled_from([b"blk.0.ffn_gate_exps.weight", b"blk.1.ffn_down_exps.weight"]))
+    return file.with_edits(tensors=text(name) + struct.pack("<I3QIQ", 3, 1, 1, many, kind, 0))
 
 
 def place(draw, file):
@@ -218,13 +220,13 @@ def place(draw, file):
     one, other = draw(st.permutations(file.tensors))[:2]
     offset = file.number(one[5])
     wrong = draw(st.sampled_from([file.number(other[5]), *(offset + by for by in (1, 4, 31))]))
-    return file.changed((one[5], struct.pack("<Q", wrong)))
+    return file.with_edits((one[5], struct.pack("<Q", wrong)))
 
 
 def vocabulary(draw, file):
     tokens = "ggml.tokens"
-    (list_of,) = part_of([next(spans[3] for said, spans in file.entries.items() if said.endswith(tokens))], 4, 8)
-    count = file.number(list_of)
+    (count_span,) = subspans([next(spans[3] for name, spans in file.entries.items() if name.endswith(tokens))], 4, 8)
+    count = file.number(count_span)
     few = [b"t%d" % index for index in range(count)]
     wrong = [
         (tokens, few[: count // 2]), (tokens, [*few, *few[:3]]), (tokens, []), (tokens, [0] * count),
@@ -236,7 +238,7 @@ def vocabulary(draw, file):
     return file.saying(*wrong[draw(st.integers(0, len(wrong) - 1))])
 
 
-NEEDED = (
+REQUIRED_KEYS = (
     ".embedding_length", ".block_count", ".feed_forward_length", ".attention.head_count", ".attention.head_count_kv",
     ".attention.key_length", ".context_length", ".layer_norm_rms_epsilon", ".rope.freq_base",
 )  # fmt: skip
@@ -244,8 +246,8 @@ REAL = (".layer_norm_rms_epsilon", ".rope.freq_base")
 
 
 def hyperparameter(draw, file):
-    there = [key for key in NEEDED if any(said.endswith(key) for said in file.entries)]
-    key, wrong = draw(st.sampled_from(there)), draw(st.sampled_from(NO_NUMBERS))
+    keys = [key for key in REQUIRED_KEYS if any(name.endswith(key) for name in file.entries)]
+    key, wrong = draw(st.sampled_from(keys)), draw(st.sampled_from(NO_NUMBERS))
     # Of a real number, one that is far too large is a number all the same.
     assume(not (key in REAL and isinstance(wrong, int) and wrong > 0))
     return file.saying(key, wrong)
@@ -261,7 +263,7 @@ def lying(draw, file, among=LIES):
     return lie.__name__, Content(lie(draw, file))
 
 
-ADDED = (
+EXTRA_KEYS = (
     "qwen3.rope.scaling.type", "qwen3.rope.scaling.factor", "qwen3.attention.sliding_window", "qwen3.expert_count",
     "qwen3.attention.value_length", "qwen3.rope.dimension_count", "split.count", "general.sampling.temp",
     "general.sampling.top_k", "tokenizer.ggml.add_bos_token", "x", "tokenizer.chat_template",
@@ -283,49 +285,49 @@ def odd(draw, file):
         else:
             edits.append((whole(spans), b""))
             fewer += 1
-    for said in draw(st.lists(st.sampled_from(ADDED), max_size=2, unique=True)):
-        more.append(text(said.encode()) + packed(draw(values)))
+    for key in draw(st.lists(st.sampled_from(EXTRA_KEYS), max_size=2, unique=True)):
+        more.append(text(key.encode()) + packed(draw(values)))
     at = draw(st.integers(0, len(file.data) - 5))
     bits = draw(st.sampled_from([file.data[at : at + 4], b"\xff" * 4, b"\0\0\xc0\x7f", b"\0\x7c\0\xfc", bytes(4)]))
     other = replace(file, data=file.data[:at] + bits + file.data[at + 4 :])
-    return Content(other.changed(*edits, entries=more, fewer=(0, fewer)))
+    return Content(other.with_edits(*edits, entries=more, fewer=(0, fewer)))
 
 
 # -- What is done with them ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def place_of(tmp_path_factory):
+def gguf_place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gguf")
-    made = Place(folder)
+    place = Place(folder)
     write_checkpoint(folder / "heads", config={"head_dim": 64})  # which the CPU's kernels take
     words = plain_bytes(**{"tokenizer.chat_template": TEMPLATE})
     path = convert(folder / "heads", folder / "whole.gguf", "Q8_0", vocabulary=words)
-    made.file = File.at(path)
-    assert made.file.changed() == path.read_bytes()
+    place.file = File.at(path)
+    assert place.file.with_edits() == path.read_bytes()
     for command in (["info", path], ["generate", "--model", path, "--prompt", "a"]):
         assert main([*map(str, command)]) == 0  # what is loaded once is not the file's
-    return made
+    return place
 
 
-def read(place, content, *, told=(0, 2), loaded=(0, 2)):
+def read(place, content, *, info_codes=(0, 2), load_codes=(0, 2)):
     """Tell of a file and load it; exit codes that may be. A name of its own: files are remembered by name, size and time."""
     place.number = getattr(place, "number", 0) + 1
     file = place.folder / f"m{place.number}.gguf"
     file.write_bytes(content)
     try:
         with taking_at_most(ROOM + TIMES * len(content)):
-            place.run("info", file, code=told)
+            place.run("info", file, code=info_codes)
             # A scale of a block that was changed makes channels uneven, which is a warning beside whatever else is said.
             place.run("generate", "--model", file, "--prompt", "a", "--max-new-tokens", 1, "--no-chat", "--balance", "off",
-                      code=loaded)  # fmt: skip
+                      code=load_codes)  # fmt: skip
     finally:
         file.unlink()
 
 
 def try_lie(place, data):
     which, content = data.draw(lying(place.file))
-    read(place, content, told=(0, 2) if which == "vocabulary" else (2,), loaded=(2,))
+    read(place, content, info_codes=(0, 2) if which == "vocabulary" else (2,), load_codes=(2,))
 
 
 def try_odd(place, data):
@@ -334,32 +336,32 @@ def try_odd(place, data):
 
 def try_damaged(place, data):
     head = data.draw(st.sampled_from([60, 1000, 9000]))
-    read(place, data.draw(damaged(place.file.changed(), head=head)))
+    read(place, data.draw(damaged_bytes(place.file.with_edits(), head=head)))
 
 
 KINDS = {try_lie: (80, 3500), try_odd: (25, 1000), try_damaged: (15, 1000)}
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_some_malformed_files_are_refused_in_one_line(place_of, kind):
-    tried(place_of, kind, KINDS[kind][0], derandomize=True)
+def test_some_malformed_files_are_refused_in_one_line(gguf_place, kind):
+    run_examples(gguf_place, kind, KINDS[kind][0], derandomize=True)
 
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_thousands_of_malformed_files_are_refused_in_one_line(place_of, kind):
-    tried(place_of, kind, KINDS[kind][1], derandomize=False)
+def test_thousands_of_malformed_files_are_refused_in_one_line(gguf_place, kind):
+    run_examples(gguf_place, kind, KINDS[kind][1], derandomize=False)
 
 
 @pytest.mark.fuzz
-def test_headers_of_pretrained_files_are_refused_in_one_line(place_of, pytestconfig):
+def test_headers_of_pretrained_files_are_refused_in_one_line(gguf_place, pytestconfig):
     """The same lies in headers with a whole vocabulary; info reads no weights, and the file is a hole where they lie."""
     files = sorted(Path(folder).glob("*.gguf")) if (folder := pytestconfig.getoption("--real")) else []
     if not files:
         pytest.skip("needs pretrained files: make fuzz REAL=FOLDER")
     for path in files:
         file, size = replace(File.at(path), data=b""), path.stat().st_size
-        place_of.peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        gguf_place.peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
         def lie(place, data, file=file, size=size):
             _, wrong = data.draw(lying(file, [lie for lie in LIES if lie not in (cut, vocabulary, entry)]))
@@ -374,4 +376,4 @@ def test_headers_of_pretrained_files_are_refused_in_one_line(place_of, pytestcon
             finally:
                 path.unlink()
 
-        tried(place_of, lie, 150, derandomize=False)
+        run_examples(gguf_place, lie, 150, derandomize=False)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from hf_models import COMMON, VOCAB, built
+from hf_models import COMMON, VOCAB, build_model
 from transformers import (
     AttentionInterface,
     LlamaConfig,
@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import tq
 from haarkv.tq_ops.cpu import library
-from tq.hf.attention import IMPLEMENTATION, Stored, attention, dense
+from tq.hf.attention import IMPLEMENTATION, PackedTensor, attention, dense
 from tq.hf.store import Store
 
 pytestmark = pytest.mark.skipif(not library.isas(), reason="the CPU kernels are not built")
@@ -28,21 +28,21 @@ PROMPTS = torch.randint(2, VOCAB, (2, PROMPT), generator=torch.Generator().manua
 
 def build(kind=Qwen3Config, dtype=torch.float32, **special):
     wide = {"hidden_size": 256, "head_dim": 64, "max_position_embeddings": 512}
-    return built(kind(**{**COMMON, **wide, **special}), dtype)
+    return build_model(kind(**{**COMMON, **wide, **special}), dtype)
 
 
 @pytest.fixture
 def calls(monkeypatch):
     """The layers whose attention went through kernels, in order."""
-    made = []
+    steps = []
     attend = Store.attend
 
-    def counted(self, q, softmax_scale):
-        made.append((self.kv.index, self.end))
+    def record(self, q, softmax_scale):
+        steps.append((self.kv.index, self.end))
         return attend(self, q, softmax_scale)
 
-    monkeypatch.setattr(Store, "attend", counted)
-    return made
+    monkeypatch.setattr(Store, "attend", record)
+    return steps
 
 
 def text(model, implementation, rows=PROMPTS, mask=None, cache=None, **kwargs):
@@ -56,7 +56,7 @@ def text(model, implementation, rows=PROMPTS, mask=None, cache=None, **kwargs):
 
 
 @pytest.fixture
-def beside(calls):
+def sdpa_distances(calls):
     """How far each call of the kernels is from SDPA over what the cache restores, as a share of what rounding may do."""
     shares = []
 
@@ -100,7 +100,7 @@ def same(model, **kwargs):
     assert torch.equal(logits, theirs)
 
 
-def padded(*counts):
+def padding_mask(*counts):
     """A mask that hides so many tokens at the beginning of each row."""
     return (torch.arange(PROMPT) >= torch.tensor(counts).unsqueeze(1)).long()
 
@@ -119,10 +119,10 @@ READ = {
 
 
 @pytest.mark.parametrize("name", READ)
-def test_decode_steps_read_packed_codes(name, beside, calls):
-    model, given = READ[name]
-    near(build(**model), beside, **given)
-    assert [seen for _, seen in calls] == [PROMPT + step for step in range(1, NEW) for _ in range(2)]
+def test_decode_steps_read_packed_codes(name, sdpa_distances, calls):
+    model, options = READ[name]
+    near(build(**model), sdpa_distances, **options)
+    assert [length for _, length in calls] == [PROMPT + step for step in range(1, NEW) for _ in range(2)]
 
 
 def test_modes_of_inference_may_change_between_steps(calls):
@@ -138,7 +138,7 @@ def test_modes_of_inference_may_change_between_steps(calls):
     assert len(calls) == 2 * 120
 
 
-RESTORED = {
+RESTORE_CASES = {
     # What is here to compare with.
     **{str(options): (IN_BF16, {"options": options}) for options in (
         {"kv": "kivi2"}, {"kv": "k=tq4,v=q8_0"}, {"kv": "kivi2", "sink": 4})},
@@ -146,29 +146,29 @@ RESTORED = {
     "a window": ({"kind": MistralConfig, "sliding_window": 40}, {}),
     "small heads": ({"head_dim": 32, "hidden_size": 128}, {}),
     "holes": ({}, {"mask": torch.ones_like(PROMPTS).index_fill(1, torch.arange(20, 25), 0)}),
-    "padding": ({}, {"mask": padded(9, 0)}),
+    "padding": ({}, {"mask": padding_mask(9, 0)}),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RESTORED)
+@pytest.mark.parametrize("name", RESTORE_CASES)
 def test_all_else_is_restored(name, calls):
-    model, given = RESTORED[name]
-    same(build(**model), **given)
+    model, options = RESTORE_CASES[name]
+    same(build(**model), **options)
     assert not calls
 
 
-def test_a_wrong_place_in_the_ring_would_show(monkeypatch, beside):
+def test_a_wrong_place_in_the_ring_would_show(monkeypatch, sdpa_distances):
     """K's ring out of step with V's."""
-    paged = Store._paged
+    original = Store._paged_cache
 
     def out_of_step(self):
         k = self.kv.k.kept
         k.vectors[:, :, k.sink :] = k.vectors[:, :, k.sink :].roll(1, 2)
-        return paged(self)
+        return original(self)
 
-    monkeypatch.setattr(Store, "_paged", out_of_step)
+    monkeypatch.setattr(Store, "_paged_cache", out_of_step)
     text(build(dtype=torch.bfloat16), IMPLEMENTATION, options={"tail": 128, "sink": 3})
-    assert max(beside) > 10
+    assert max(sdpa_distances) > 10
 
 
 def test_rows_that_beams_reorder(calls):
@@ -179,7 +179,7 @@ def test_rows_that_beams_reorder(calls):
     assert calls
 
 
-def test_balanced_channels(beside):
+def test_balanced_channels(sdpa_distances):
     """What is stored is scaled by channel; queries and outputs undo it."""
     model = build()
     with torch.no_grad():
@@ -188,7 +188,7 @@ def test_balanced_channels(beside):
             layer.self_attn.q_norm.weight[[3, 40]] /= 32
     cache = tq.TQCache(model.config, "tq4", model=model)
     assert cache.uneven
-    near(model, beside, cache=cache)
+    near(model, sdpa_distances, cache=cache)
 
 
 def test_a_copy_and_a_cropped_cache_are_read_where_they_lie(calls):
@@ -210,7 +210,7 @@ def test_a_copy_and_a_cropped_cache_are_read_where_they_lie(calls):
 
 
 @pytest.mark.parametrize("options", [{"tail": 7}, {"tail": 128, "sink": 3}, {"tail": 2, "sink": 9}], ids=str)
-def test_a_tail_that_was_cropped_is_read_where_it_lies(options, beside):
+def test_a_tail_that_was_cropped_is_read_where_it_lies(options, sdpa_distances):
     """What comes back into it is restored into the ring, where kernels look for it."""
     model = build(dtype=torch.bfloat16)
     model.set_attn_implementation(IMPLEMENTATION)
@@ -220,8 +220,8 @@ def test_a_tail_that_was_cropped_is_read_where_it_lies(options, beside):
             model(part, past_key_values=cache)
         cache.crop(-5)
         model(PROMPTS[:, 1:2], past_key_values=cache)
-    assert len(beside) == 2 * 2
-    assert max(beside) <= 1
+    assert len(sdpa_distances) == 2 * 2
+    assert max(sdpa_distances) <= 1
 
 
 def test_other_attention_gets_numbers():
@@ -233,7 +233,7 @@ def test_other_attention_gets_numbers():
     for part in (x[:, :, :29], x[:, :, 29:]):
         keys, _ = cache.update(part, part, 0)
         expected, _ = plain.update(part, part, 0)
-    assert isinstance(keys, Stored)
+    assert isinstance(keys, PackedTensor)
     assert (keys.shape, keys.dtype) == (expected.shape, expected.dtype)
     # Restored at once or in two parts: sums of 64 products in another order.
     torch.testing.assert_close(

@@ -5,8 +5,8 @@ import random
 
 import pytest
 import torch
-from at_length import MORE, rest, thinned
-from hf_models import COMMON, VOCAB, built, layer_of
+from at_length import MORE, pairwise_cases, rest
+from hf_models import COMMON, VOCAB, build_model, tq_layer
 from transformers import (
     DynamicCache,
     FalconConfig,
@@ -46,13 +46,13 @@ MASK[0, :5], MASK[1, :2] = 0, 0
 PROMPTS = torch.randint(2, VOCAB, (3, PROMPT), generator=torch.Generator().manual_seed(1)) * MASK
 
 
-def config_of(name):
+def make_config(name):
     kind, special = CONFIGS[name]
     return kind(**{**COMMON, **special})
 
 
 def build(name, dtype=torch.float32, seed=0):
-    return built(config_of(name), dtype, seed)
+    return build_model(make_config(name), dtype, seed)
 
 
 def run(model, cache, rows=slice(None), **kwargs):
@@ -82,7 +82,7 @@ class Doubling:
         return x / 2.0 ** (positions % 7).unsqueeze(-1)
 
 
-class Grouped(formats.KVFormat):
+class GroupFormat(formats.KVFormat):
     """Exact storage of G tokens together, and of single ones by their positions; counts the vectors that it is handed."""
 
     purpose, lossy = "for tests", False
@@ -109,9 +109,9 @@ class Grouped(formats.KVFormat):
 
 
 @pytest.fixture
-def counted(monkeypatch):
+def counting_format(monkeypatch):
     """tq4 under the name `counted`, which counts the vectors that it quantizes."""
-    counting, tq4 = Grouped(1), formats.get("tq4")
+    counting, tq4 = GroupFormat(1), formats.get("tq4")
     counting.turns = tq4.turns
     counting.fields, counting.dequantize = tq4.fields, tq4.dequantize
 
@@ -127,9 +127,11 @@ def counted(monkeypatch):
 # --- the same text as DynamicCache ---
 
 
-@pytest.mark.parametrize(("name", "stored"), thinned(MORE, list(CONFIGS), [("fp32", torch.float32), ("bf16", torch.bfloat16)]))
-def test_plain_storage_gives_the_logits_of_dynamic_cache(name, stored):
-    kv, dtype = stored
+@pytest.mark.parametrize(
+    ("name", "storage"), pairwise_cases(MORE, list(CONFIGS), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+)
+def test_plain_storage_gives_the_logits_of_dynamic_cache(name, storage):
+    kv, dtype = storage
     equal, tokens = both(build(name, dtype), kv)
     assert equal
     assert len(tokens[:, PROMPT:].unique()) >= 8
@@ -152,7 +154,7 @@ MODES = {
 
 
 # The rest runs with `make test-long`.
-@pytest.mark.parametrize(("name", "mode"), thinned(MORE, ["gpt2", "llama", "mistral", "gemma3"], list(MODES)))
+@pytest.mark.parametrize(("name", "mode"), pairwise_cases(MORE, ["gpt2", "llama", "mistral", "gemma3"], list(MODES)))
 def test_every_way_of_decoding(name, mode):
     kwargs = dict(MODES[mode])
     if mode == "assisted":
@@ -168,8 +170,8 @@ def test_assisted_text_is_the_greedy_text(name, kv):
     greedy, _ = run(model, tq.TQCache(model.config, kv), rows=slice(2, 3))
     for seed in (0, 1):  # an assistant that is always right, and one that is mostly wrong
         assistant = build(name, seed=seed)
-        assisted, _ = run(model, tq.TQCache(model.config, kv), rows=slice(2, 3), assistant_model=assistant)
-        assert torch.equal(assisted, greedy)
+        output, _ = run(model, tq.TQCache(model.config, kv), rows=slice(2, 3), assistant_model=assistant)
+        assert torch.equal(output, greedy)
 
 
 @pytest.mark.parametrize("kv", ["tq4", "kivi2"])
@@ -193,7 +195,7 @@ def test_a_reset_cache_is_as_new(kv):
 
 # The rest runs with `make test-long`.
 @pytest.mark.parametrize(
-    ("packed", "sink", "window"), thinned(MORE, [((1, 1), 0), ((1, 1), 5), ((4, 1), 3), ((4, 4), 9)], [0, 3], [None, 6])
+    ("packed", "sink", "window"), pairwise_cases(MORE, [((1, 1), 0), ((1, 1), 5), ((4, 1), 3), ((4, 4), 9)], [0, 3], [None, 6])
 )
 def test_any_sequence_of_operations_gives_what_their_layer_gives(monkeypatch, packed, sink, window):
     """Appended, cropped, reordered, repeated and selected at random, read in pieces, in small blocks; a vector that is packed
@@ -203,24 +205,24 @@ def test_any_sequence_of_operations_gives_what_their_layer_gives(monkeypatch, pa
     monkeypatch.setattr("tq.hf.store.SPARE_TOKENS", 1)
     groups, tail = packed
     for seed in range(6):
-        k_format, v_format = Grouped(groups[0]), Grouped(groups[1])
-        ours = layer_of(k_format, v_format, sink=sink, tail=(tail, tail), window=window)
+        k_format, v_format = GroupFormat(groups[0]), GroupFormat(groups[1])
+        ours = tq_layer(k_format, v_format, sink=sink, tail=(tail, tail), window=window)
         theirs = DynamicLayer() if window is None else DynamicSlidingWindowLayer(window)
         if window is not None:
             theirs.activate_past_recording()
             ours.activate_past_recording()
-        draw, rows, handed = random.Random(seed), 2, 0
+        draw, rows, num_vectors = random.Random(seed), 2, 0
         generator = torch.Generator().manual_seed(seed)
         for _ in range(40):
             count = draw.choice([1, 1, 1, 2, 7, 23])
             k, v = torch.randn(2, rows, 3, count, 8, generator=generator)
-            handed += rows * 3 * count
+            num_vectors += rows * 3 * count
             assert ours.get_mask_sizes(count) == theirs.get_mask_sizes(count)
             for mine, right in zip(ours.update(k, v), theirs.update(k, v), strict=True):
                 assert torch.equal(mine, right)
-            removed = draw.choice([0, 0, 1, min(count, 5)])
-            ours.crop(-removed)
-            theirs.crop(-removed)
+            num_removed = draw.choice([0, 0, 1, min(count, 5)])
+            ours.crop(-num_removed)
+            theirs.crop(-num_removed)
             assert ours.get_seq_length() == theirs.get_seq_length()
             order = torch.tensor([draw.randrange(rows) for _ in range(draw.choice([rows, rows, 1, 3]))])
             for layer in (ours, theirs):
@@ -232,16 +234,16 @@ def test_any_sequence_of_operations_gives_what_their_layer_gives(monkeypatch, pa
                     layer.batch_select_indices(order)
             rows = 2 if rows == 1 and len(order) != rows else len(order)
         for kv_format in (k_format, v_format):
-            assert kv_format.group_tokens > 1 or kv_format.vectors == handed
+            assert kv_format.group_tokens > 1 or kv_format.vectors == num_vectors
             assert kv_format.vectors % kv_format.group_tokens == 0
 
 
-def test_each_vector_is_quantized_once_and_bytes_only_move(counted):
+def test_each_vector_is_quantized_once_and_bytes_only_move(counting_format):
     model = build("llama")
     cache = tq.TQCache(model.config, "counted")
     run(model, cache, num_beams=3)
     # 2 layers, K and V, 2 heads; the prompt once for each of 3 beams, then one token a step, the last not run.
-    assert counted.vectors == 2 * 2 * 2 * 9 * (PROMPT + NEW - 1)
+    assert counting_format.vectors == 2 * 2 * 2 * 9 * (PROMPT + NEW - 1)
     before = {k: t.clone() for k, t in cache.layers[1].store.kv.k.fields.items()}
     cache.reorder_cache(torch.tensor([8, 0, 0, 1, 2, 3, 4, 5, 6]))
     cache.crop(-4)
@@ -249,7 +251,7 @@ def test_each_vector_is_quantized_once_and_bytes_only_move(counted):
     assert after.blocks == 1
     for name, tensor in after.kv.k.fields.items():
         assert torch.equal(tensor[0, :, : after.end], before[name][8, :, : after.end])
-    assert counted.vectors == 2 * 2 * 2 * 9 * (PROMPT + NEW - 1)
+    assert counting_format.vectors == 2 * 2 * 2 * 9 * (PROMPT + NEW - 1)
 
 
 @pytest.mark.parametrize("name", formats.names())
@@ -259,25 +261,25 @@ def test_every_format_restores_what_it_stored_from_any_slice(name):
     group = k_format.group_tokens
     count = 2 * group + 3 if group > 1 else 9
     x = torch.randn(2, 3, count, 128, generator=torch.Generator().manual_seed(0))
-    layer = layer_of(k_format, v_format, tail=(group - 1, v_format.group_tokens - 1))
+    layer = tq_layer(k_format, v_format, tail=(group - 1, v_format.group_tokens - 1))
     layer.update(x[:, :, :-2], x[:, :, :-2])
     layer.update(x[:, :, -2:-1], x[:, :, -2:-1])
     keys, values = layer.update(x[:, :, -1:], x[:, :, -1:])
-    for kv_format, restored in ((k_format, keys), (v_format, values)):
+    for kv_format, vectors in ((k_format, keys), (v_format, values)):
         whole = count - count % kv_format.group_tokens
         leaving = x[:, :, :whole]
         if kv_format.group_tokens == 1:
             expected = kv_format.dequantize(kv_format.quantize(leaving, 1), 1)
         else:
-            stored = kv_format.quantize(leaving.unflatten(2, (-1, kv_format.group_tokens)), 1)
-            expected = kv_format.dequantize(stored, 1).flatten(2, 3)
-        assert torch.allclose(restored, torch.cat([expected, x[:, :, whole:]], 2), atol=1e-5)
+            fields = kv_format.quantize(leaving.unflatten(2, (-1, kv_format.group_tokens)), 1)
+            expected = kv_format.dequantize(fields, 1).flatten(2, 3)
+        assert torch.allclose(vectors, torch.cat([expected, x[:, :, whole:]], 2), atol=1e-5)
 
 
 # --- what is held ---
 
 
-def held_bytes(before):
+def new_bytes(before):
     """Bytes of the storages of all live tensors that were not there before, by address."""
     gc.collect()
     return {p: n for p, n in storages().items() if p not in before}
@@ -300,20 +302,20 @@ def test_nothing_restored_outlives_its_reader(kv, tail, sink, window):
     """The live tensors after `update` are the fields, tails and sinks, and not one more; `stats` counts these very bytes."""
     k_format, v_format = formats.get(kv, "k"), formats.get(kv, "v")
     warm = torch.randn(1, 2, 64, 128)
-    layer_of(k_format, v_format, tail=(31, 31)).update(warm, warm)  # rotation and codebook, which are shared
+    tq_layer(k_format, v_format, tail=(31, 31)).update(warm, warm)  # rotation and codebook, which are shared
     gc.collect()
     before = storages()
-    layer = layer_of(k_format, v_format, sink=sink, tail=(tail, tail), window=window)
+    layer = tq_layer(k_format, v_format, sink=sink, tail=(tail, tail), window=window)
     for count in (1024, 1, 1):
         k, v = torch.randn(2, 1, 2, count, 128)
         keys, values = layer.update(k, v)
         del k, v, keys, values
     _tokens_of_rows.cache_clear()  # the last step's batch, which all layers share
-    held = held_bytes(before)
-    assert sum(held.values()) == sum(tensor.nbytes for tensor in layer.store.tensors())
+    sizes = new_bytes(before)
+    assert sum(sizes.values()) == sum(tensor.nbytes for tensor in layer.store.tensors())
     tokens = 1026 if window is None else window - 1
     if kv != "fp32":
-        assert sum(held.values()) < 0.3 * tokens * 2 * 2 * 128 * 2 + (tail + sink + 40) * 2 * 2 * 128 * 4
+        assert sum(sizes.values()) < 0.3 * tokens * 2 * 2 * 128 * 2 + (tail + sink + 40) * 2 * 2 * 128 * 4
     if window:
         assert layer.store.tokens == window - 1
 
@@ -352,10 +354,10 @@ def test_stats_count_tail_and_sink():
 
 
 def test_memory_grows_in_linear_time(monkeypatch):
-    moved, move = [], Store._move
+    moves, move = [], Store._move
 
     def counting(self, blocks):
-        moved.append(self.tokens)
+        moves.append(self.tokens)
         move(self, blocks)
 
     monkeypatch.setattr(Store, "_move", counting)
@@ -364,9 +366,9 @@ def test_memory_grows_in_linear_time(monkeypatch):
     for _ in range(8192):
         store.write(token, token)
         assert store.blocks * BLOCK_SIZE <= store.tokens * 33 // 32 + 32 + BLOCK_SIZE
-    assert sum(moved) < 40 * 8192
+    assert sum(moves) < 40 * 8192
     for _ in range(8192):  # a window that moves on
         store.write(token, token)
         store.keep_newest(8192)
     assert store.tokens == 8192
-    assert sum(moved) < 40 * 2 * 8192
+    assert sum(moves) < 40 * 2 * 8192

@@ -99,8 +99,8 @@ def test_what_cannot_be_learned_or_read_is_one_line(tmp_path):
         tq.calibrate(model, [[1, 2], []])
     path = tmp_path / "learned.safetensors"
     tq.calibrate(model, windows(1, 40), out=path)
-    with safe_open(path, "pt") as stored:
-        assert stored.metadata()["haarkv_calibration"] == "4"
+    with safe_open(path, "pt") as file:
+        assert file.metadata()["haarkv_calibration"] == "4"
     assert calibration_file.load(path).shape.layers[0].head_dim == 32
     with pytest.raises(InputError, match="made for another model"):
         tq.TQCache(SMALL["gpt_neox"]().config, kv="k=lr3,v=tq4", calibration=path)

@@ -5,7 +5,7 @@ from functools import cache
 
 import torch
 from bases import calibration
-from hf_models import COMMON, built
+from hf_models import COMMON, build_model
 from small_models import new_cache, new_paging
 from transformers import LlamaConfig
 
@@ -25,16 +25,16 @@ LLAMA = LlamaConfig(**{**COMMON, "num_attention_heads": 2, "num_key_value_heads"
 
 @cache
 def llama():
-    return built(LLAMA)
+    return build_model(LLAMA)
 
 
 @cache
-def made_up():
+def synthetic():
     return calibration(2, 1, 64)
 
 
 def new(**options):
-    file = CalibrationFile(made_up(), model_shape(LLAMA), "", {})
+    file = CalibrationFile(synthetic(), model_shape(LLAMA), "", {})
     return tq.TQCache(LLAMA, kv=KV, calibration=file, **options)
 
 
@@ -59,30 +59,30 @@ def test_logits_are_the_references(tmp_path):
     """A prompt in chunks, of which one begins in the first stretch and ends in the second, and steps that read it packed."""
     llama().save_pretrained(tmp_path)
     reference = ReferenceExecutor(load_model(str(tmp_path)))
-    stored = new_cache(reference.config, KVSpec(KV, calibration=made_up()), num_blocks=12, block_size=128)
-    paging = new_paging(stored)
+    pages = new_cache(reference.config, KVSpec(KV, calibration=synthetic()), num_blocks=12, block_size=128)
+    paging = new_paging(pages)
     sequence, [tokens] = paging.add(), ids(1, TOKENS + 6)
     counts = [700, 500, TOKENS - 1200, *[1] * 6]
-    wanted = torch.cat([
-        reference.head(reference.forward(part, paging.batch([sequence], [len(part)]), stored)) for part in tokens.split(counts)
+    expected = torch.cat([
+        reference.head(reference.forward(part, paging.batch([sequence], [len(part)]), pages)) for part in tokens.split(counts)
     ])  # fmt: skip
     cache = new()
     with packed_attention(llama()):
-        found = torch.cat([fed(cache, part[None])[0] for part in tokens.split(counts)])
-    assert_near(found, wanted)
-    assert_near(found[STRETCH:], wanted[STRETCH:])
+        actual = torch.cat([fed(cache, part[None])[0] for part in tokens.split(counts)])
+    assert_near(actual, expected)
+    assert_near(actual[STRETCH:], expected[STRETCH:])
 
 
 def test_tokens_kept_beside_packed_ones_are_met_by_the_query_as_it_is():
     """Steps that read the cache packed are those that restore it."""
-    restored = new(tail=40, sink=4)
-    fed(restored, ids(1, TOKENS))
-    packed = copy.deepcopy(restored)
+    restored_cache = new(tail=40, sink=4)
+    fed(restored_cache, ids(1, TOKENS))
+    packed = copy.deepcopy(restored_cache)
     for step in ids(1, 6, 1).split(1, dim=1):
-        wanted = fed(restored, step)
+        expected = fed(restored_cache, step)
         with packed_attention(llama()):
-            found = fed(packed, step)
-        torch.testing.assert_close(found, wanted, rtol=0, atol=0.01)
+            actual = fed(packed, step)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0.01)
 
 
 def test_padding_on_the_left_costs_nothing():
@@ -98,8 +98,8 @@ def test_padding_on_the_left_costs_nothing():
     exact = logits(tq.TQCache(LLAMA, kv="fp32"), input_ids=plain)
     places = (mask.cumsum(-1) - 1).clamp(min=0)
     errors = [
-        float((found - exact).norm() / exact.norm())
-        for found in (
+        float((values - exact).norm() / exact.norm())
+        for values in (
             logits(new(), input_ids=plain),
             logits(new(), input_ids=padded, attention_mask=mask, position_ids=places),
         )

@@ -7,7 +7,7 @@ import torch
 import transformers
 from family_models import MODELS
 from gguf_files import SHAPE
-from hf_models import COMMON, VOCAB, built, layer_of
+from hf_models import COMMON, VOCAB, build_model, tq_layer
 from transformers import (
     DeepseekV3Config,
     GPT2Config,
@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import tq
-from haarkv.engine.plans import shape_of
+from haarkv.engine.plans import shape_signature
 from haarkv.models import hf_config
 from haarkv.models.catalog import TINY
 from haarkv.tq_ops import formats
@@ -40,11 +40,11 @@ IDS = torch.randint(2, VOCAB, (1, 14), generator=torch.Generator().manual_seed(1
 
 def test_tail_and_sink_stay_as_they_came():
     x = torch.randn(2, 3, 30, 16)
-    layer = layer_of(formats.get("tq4"), sink=4, tail=(6, 6))
+    layer = tq_layer(formats.get("tq4"), sink=4, tail=(6, 6))
     for part in x.split([3, 20, 7], dim=2):
         keys, values = layer.update(part, part)
-    for restored in (keys, values):
-        same = (restored == x).all(-1).all(0).all(0)
+    for vectors in (keys, values):
+        same = (vectors == x).all(-1).all(0).all(0)
         assert same.tolist() == [True] * 4 + [False] * 20 + [True] * 6
     layer.crop(-2)
     keys, _ = layer.update(x[:, :, :1], x[:, :, :1])
@@ -62,11 +62,11 @@ def test_layers_may_differ():
 
 def test_autocast_does_not_reach_the_format():
     x = torch.randn(1, 2, 40, 128)
-    plain, cast = layer_of(formats.get("tq4")), layer_of(formats.get("tq4"))
+    plain, cast = tq_layer(formats.get("tq4")), tq_layer(formats.get("tq4"))
     expected = plain.update(x, x)
     with torch.autocast("cpu", torch.bfloat16):
-        got = cast.update(x, x)
-    assert torch.equal(got[0], expected[0])
+        actual = cast.update(x, x)
+    assert torch.equal(actual[0], expected[0])
     codes = [layer.store.kv.k.fields["codes"][:, :, :40] for layer in (plain, cast)]
     assert torch.equal(*codes)
 
@@ -109,18 +109,18 @@ def test_what_cannot_be_held_is_refused_in_one_line(config, kwargs, words):
 
 def test_a_head_dim_that_only_the_model_knows_is_refused_at_the_first_token():
     with pytest.raises(InputError, match=r"q8_0 .* head_dim 24"):
-        layer_of(formats.get("q8_0")).update(torch.randn(1, 1, 2, 24), torch.randn(1, 1, 2, 24))
+        tq_layer(formats.get("q8_0")).update(torch.randn(1, 1, 2, 24), torch.randn(1, 1, 2, 24))
 
 
 def test_another_batch_is_refused():
-    layer = layer_of(formats.get("tq4"))
+    layer = tq_layer(formats.get("tq4"))
     layer.update(torch.randn(2, 2, 3, 16), torch.randn(2, 2, 3, 16))
     with pytest.raises(InputError, match=r"holds 2 rows of 2 KV heads of 16"):
         layer.update(torch.randn(1, 2, 1, 16), torch.randn(1, 2, 1, 16))
 
 
 def test_a_window_cannot_go_back_unless_told_before():
-    layer = layer_of(formats.get("tq4"), window=5)
+    layer = tq_layer(formats.get("tq4"), window=5)
     x = torch.randn(1, 2, 9, 16)
     layer.update(x, x)
     layer.crop(0)
@@ -133,10 +133,10 @@ def test_a_window_cannot_go_back_unless_told_before():
 
 @pytest.mark.parametrize(("kv", "tail"), [("tq4", 2), ("kivi2", 31)])
 def test_a_vector_that_is_not_finite_is_located_and_nothing_is_stored(kv, tail):
-    layer = layer_of(formats.get(kv, "k"), formats.get("tq4"), sink=1, tail=(tail, 2))
+    layer = tq_layer(formats.get(kv, "k"), formats.get("tq4"), sink=1, tail=(tail, 2))
     x = torch.randn(2, 3, 40, 16)
     layer.update(x[:, :, :30], x[:, :, :30])
-    used = layer.store.used_bytes
+    used_bytes = layer.store.used_bytes
     good, bad = x[:, :, 30:], x[:, :, 30:].clone()
     bad[1, 2, 1, 5] = torch.inf
     for k, v, side, name in ((bad, good, "K", kv), (good, bad, "V", "tq4")):
@@ -144,7 +144,7 @@ def test_a_vector_that_is_not_finite_is_located_and_nothing_is_stored(kv, tail):
             layer.update(k, v)
         place = f"layer 1: {side} of row 1, KV head 2, position 31"
         assert str(refusal.value) == f"{place} is not finite or too large for {name}"
-        assert layer.store.used_bytes == used
+        assert layer.store.used_bytes == used_bytes
         assert layer.get_seq_length() == 30
 
 
@@ -202,7 +202,7 @@ def write_plan(path, spec, **changes):
 def test_a_plan_file_says_all(tmp_path, as_text):
     spec = KVSpec("k=tq8,v=tq2", tail=3, sink=1, layers={1: "k=bf16,v=tq4"})
     path = write_plan(tmp_path / "plan.json", spec)
-    model = built(QWEN3)
+    model = build_model(QWEN3)
     cache = tq.TQCache(model.config, plan=str(path) if as_text else path)
     assert [(layer.k_format.name, layer.v_format.name) for layer in cache.layers] == [("tq8", "tq2"), ("bf16", "tq4")]
     options = {"tail": 3, "sink": 1, "plan": {1: "k=bf16,v=tq4"}}
@@ -219,9 +219,9 @@ def test_a_plan_file_says_all(tmp_path, as_text):
 def test_a_plan_file_of_tq_plan_fits_the_model_that_transformers_has(tmp_path, name):
     family, special = MODELS[name]
     theirs = getattr(transformers, f"{family}Config")(**{**SHAPE, **special})
-    ours = hf_config.config_of(tmp_path, theirs.to_dict())
+    ours = hf_config.parse_config(tmp_path, theirs.to_dict())
     path, plan = tmp_path / "plan.json", KVSpec("tq3").plan(ours.num_layers)
-    plan_file.save(path, plan, shape_of(ours))
+    plan_file.save(path, plan, shape_signature(ours))
     assert {layer.k_format.name for layer in tq.TQCache(theirs, plan=path).layers} == {"tq3"}
 
 

@@ -50,7 +50,7 @@ def test_a_folder_that_replaces_another_is_never_lost(tmp_path, monkeypatch, exc
 
 def write_failing(target):
     """Fails once it has begun, as on a full disk."""
-    with files._begun(target), whole_folder(target):
+    with files._temporary_folder(target), whole_folder(target):
         pass
 
 
@@ -107,10 +107,10 @@ def test_what_another_process_is_writing_is_left_alone(tmp_path):
     target = tmp_path / "plan.json"
     (tmp_path / ".plan.json.notes.tmp").touch()
     (tmp_path / ".other.json.7.tmp").touch()
-    with files._begun(target) as half:
-        moved = half.rename(tmp_path / ".plan.json.99999999.tmp")  # as of another process
+    with files._temporary_folder(target) as half:
+        other_file = half.rename(tmp_path / ".plan.json.99999999.tmp")  # as of another process
         write_whole(target, "x")
-        assert moved.exists()
+        assert other_file.exists()
     write_whole(target, "y")
     assert names_in(tmp_path) == [".other.json.7.tmp", ".plan.json.notes.tmp", "plan.json"]
 
@@ -145,13 +145,13 @@ def test_what_comes_into_a_folder_meanwhile_is_kept(tmp_path):
     target = tmp_path / "out"
     write_export(target, "old")
 
-    def disturbed():
+    def interfere():
         with whole_folder(target, replaces=MANIFEST) as half:
             (half / MANIFEST).write_text('{"files": []}')
             (target / "late").touch()
 
     with pytest.raises(InputError, match="does not list late"):
-        disturbed()
+        interfere()
     assert names_in(tmp_path) == ["out"]
     assert texts(target) == {"a": "old", "b": "old", "late": ""}
 
@@ -174,11 +174,11 @@ def test_a_temporary_folder_of_a_killed_process_is_removed_by_the_next(tmp_path)
 
 
 def test_the_temporary_folder_of_a_living_process_stays(tmp_path):
-    ready, begun = os.pipe()
+    ready, writer = os.pipe()
     process = os.fork()
     if not process:
         folder = TemporaryFolder("kind", tmp_path)
-        os.write(begun, b"x")
+        os.write(writer, b"x")
         time.sleep(60)
         os._exit(folder is None)
     try:

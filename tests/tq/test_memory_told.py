@@ -11,13 +11,13 @@ from gguf_files import byte_vocabulary, convert
 from refusals import assert_refused
 
 import tq
-from haarkv.engine.plans import needed, plan_for
+from haarkv.engine.plans import memory_need, plan_for
 from haarkv.executors.catalog import info
 from haarkv.models.base import new_cache
-from haarkv.models.catalog import load_model, maps_file, read_config, source_of, weights_of
+from haarkv.models.catalog import load_model, maps_file, model_weight_bytes, open_source, read_config
 from haarkv.models.families import SIZES
 from haarkv.models.footprint import WeightBytes, weight_bytes, work_bytes
-from haarkv.models.gguf_writer import mixed_bytes, type_of
+from haarkv.models.gguf_writer import mix_type, mixed_bytes
 from haarkv.tq_ops import memory
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.memory import mapped_memory
@@ -34,8 +34,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def files(folder, tmp_path_factory):
-    made = tmp_path_factory.mktemp("files")
-    return {kind: convert(folder, made / f"{kind}.gguf", kind) for kind in ("F32", "BF16", "Q8_0")}
+    out = tmp_path_factory.mktemp("files")
+    return {kind: convert(folder, out / f"{kind}.gguf", kind) for kind in ("F32", "BF16", "Q8_0")}
 
 
 @pytest.mark.parametrize(
@@ -46,15 +46,15 @@ def files(folder, tmp_path_factory):
 def test_what_is_counted_is_what_is_loaded(folder, files, kind, dtype, keep):
     name = folder if kind == "folder" else files[kind]
     config, model = read_config(name), load_model(name, dtype, keep_blocks=keep)
-    counted = weights_of(name, config, dtype, keep_blocks=keep)
-    assert counted.total == model.weights.nbytes
+    counts = model_weight_bytes(name, config, dtype, keep_blocks=keep)
+    assert counts.total == model.weights.nbytes
     if kind == "folder" and dtype == "bfloat16":
-        assert (counted.own, counted.kept, counted.passed) == (0, model.weights.nbytes, 0)
+        assert (counts.private, counts.mapped, counts.streamed) == (0, model.weights.nbytes, 0)
     if kind == "Q8_0" and keep is True:
         # Norms are F32, as they are wanted: all of it stays in the file.
-        assert (counted.own, counted.passed) == (0, 0)
+        assert (counts.private, counts.streamed) == (0, 0)
     if keep is False and kind == "Q8_0":
-        assert counted.own > 3 * counted.passed > 0
+        assert counts.private > 3 * counts.streamed > 0
 
 
 def test_codes_that_onnx_makes_of_blocks_are_counted_and_so_is_what_the_runtime_copies(files, capsys):
@@ -62,14 +62,14 @@ def test_codes_that_onnx_makes_of_blocks_are_counted_and_so_is_what_the_runtime_
     from haarkv.executors.onnx import OnnxExecutor
 
     config, model = read_config(files["Q8_0"]), load_model(files["Q8_0"], keep_blocks=True)
-    made = {name: value.tensor_size_in_bytes() for name, value in OnnxExecutor(model)._coded.items()}
+    codes = {name: value.tensor_size_in_bytes() for name, value in OnnxExecutor(model)._coded.items()}
     if not config.tied:
-        embedding = {name: nbytes for name, nbytes in made.items() if name.startswith("model.embed_tokens")}
+        embedding = {name: nbytes for name, nbytes in codes.items() if name.startswith("model.embed_tokens")}
         assert not embedding
-    counted = weights_of(files["Q8_0"], config, "float32", keep_blocks=True, in_order=info("onnx").in_order)
-    assert counted.own == 2 * sum(made.values())
+    counts = model_weight_bytes(files["Q8_0"], config, "float32", keep_blocks=True, in_order=info("onnx").in_order)
+    assert counts.private == 2 * sum(codes.values())
     assert main(["info", str(files["Q8_0"]), "--executor", "onnx", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["weight_bytes"] == counted.total
+    assert json.loads(capsys.readouterr().out)["weight_bytes"] == counts.total
 
 
 def test_rows_in_another_order_are_counted_as_copies(tmp_path):
@@ -80,27 +80,27 @@ def test_rows_in_another_order_are_counted_as_copies(tmp_path):
             del tensors[name]
 
     folder = write_checkpoint(tmp_path / "m", config=HEADS | {"model_type": "llama"}, mutate=without_norms_of_heads)
-    held = source_of(convert(folder, tmp_path / "m.gguf", "Q8_0")).tensors()
+    file_tensors = open_source(convert(folder, tmp_path / "m.gguf", "Q8_0")).tensors()
     config = read_config(tmp_path / "m.gguf")
-    counted = weight_bytes(held, config, torch.float32, keep_blocks=True)
-    moved = sum(of.nbytes for name, of in held.items() if "q_proj" in name or "k_proj" in name)
-    assert counted.own == moved == counted.passed > 0
+    counts = weight_bytes(file_tensors, config, torch.float32, keep_blocks=True)
+    moved_bytes = sum(tensor.nbytes for name, tensor in file_tensors.items() if "q_proj" in name or "k_proj" in name)
+    assert counts.private == moved_bytes == counts.streamed > 0
 
 
 def test_of_an_embedding_the_rows_of_a_text_are_counted(tmp_path):
     """Linux maps what lies around a row; a head that is the embedding reads all of it."""
     rows = {"vocab_size": 20_000, "tie_word_embeddings": False}
     file = convert(write_checkpoint(tmp_path / "m", config=HEADS | rows), tmp_path / "m.gguf", "Q8_0")
-    counted = weights_of(file, read_config(file), "float32", keep_blocks=True)
-    row, pages = counted.picked // 20_000, 2**16
-    assert counted.picked == 20_000 * 64 // 32 * 34
-    assert counted.mapped_by([], 0) == counted.mapped - counted.picked
-    assert counted.mapped_by([0, 1, 0], 0) == counted.mapped_by([], 0) + pages
-    assert counted.mapped_by([0, pages // row], 1) == counted.mapped_by([], 0) + 3 * pages  # one row lies in both
-    assert counted.mapped_by(range(20_000), 9) == counted.mapped
+    counts = model_weight_bytes(file, read_config(file), "float32", keep_blocks=True)
+    row, pages = counts.gathered // 20_000, 2**16
+    assert counts.gathered == 20_000 * 64 // 32 * 34
+    assert counts.mapped_by([], 0) == counts.file_bytes - counts.gathered
+    assert counts.mapped_by([0, 1, 0], 0) == counts.mapped_by([], 0) + pages
+    assert counts.mapped_by([0, pages // row], 1) == counts.mapped_by([], 0) + 3 * pages  # one row lies in both
+    assert counts.mapped_by(range(20_000), 9) == counts.file_bytes
     tied = replace(read_config(file), tied=True)
-    held = source_of(file).tensors()
-    assert weight_bytes(held, tied, torch.float32, keep_blocks=True).picked == 0
+    tensors = open_source(file).tensors()
+    assert weight_bytes(tensors, tied, torch.float32, keep_blocks=True).gathered == 0
 
 
 def test_a_model_without_room_is_refused_before_it_is_read(folder, files, monkeypatch, capsys):
@@ -116,52 +116,55 @@ def test_a_model_without_room_is_refused_before_it_is_read(folder, files, monkey
 
 def test_pages_of_the_file_do_not_count_as_what_must_fit(files, monkeypatch, tmp_path, capsys):
     config = read_config(files["Q8_0"])
-    counted = needed(
-        config, plan_for(KVSpec("tq4"), config), 100, weights_of(files["Q8_0"], config, "float32", keep_blocks=True)
+    need = memory_need(
+        config, plan_for(KVSpec("tq4"), config), 100, model_weight_bytes(files["Q8_0"], config, "float32", keep_blocks=True)
     )
-    assert counted.own == counted.kv + counted.work
-    assert counted.total == counted.own + counted.weights.kept
-    monkeypatch.setattr("haarkv.tq_ops.memory.available_memory", lambda: counted.own)
-    counted.require("m")
-    assert "stay in the file's pages" in counted.describe()
+    assert need.private == need.kv + need.work
+    assert need.total == need.private + need.weights.mapped
+    monkeypatch.setattr("haarkv.tq_ops.memory.available_memory", lambda: need.private)
+    need.require("m")
+    assert "stay in the file's pages" in need.describe()
 
 
 def test_what_a_run_had_is_said(folder, capsys):
     args = ["--model", str(folder), "--dtype", "bfloat16", "--prompt", "ab", "--max-new-tokens", "2", "--no-chat", "--json"]
     assert main(["generate", *args]) == 0
-    said = json.loads(capsys.readouterr().out)["memory"]
-    assert said["peak_bytes"] > 2**26
-    assert 0 < said["mapped_bytes"] < said["peak_bytes"]
-    assert said["predicted_bytes"] > 2**26
+    report = json.loads(capsys.readouterr().out)["memory"]
+    assert report["peak_bytes"] > 2**26
+    assert 0 < report["mapped_bytes"] < report["peak_bytes"]
+    assert report["predicted_bytes"] > 2**26
     assert main(["generate", *args[:-1]]) == 0
     assert "GiB at most" in capsys.readouterr().err
 
 
 def test_info_counts_weights_as_a_file_of_a_type_has_them(capsys):
-    def told(*args):
+    def info_json(*args):
         assert main(["info", *args, "--json"]) == 0
         return json.loads(capsys.readouterr().out)
 
-    plain, mixed = told("random:qwen3.5-27b"), told("random:qwen3.5-27b", "--weights", "q4_k_m", "--context", "200000")
+    plain, mixed_info = (
+        info_json("random:qwen3.5-27b"),
+        info_json("random:qwen3.5-27b", "--weights", "q4_k_m", "--context", "200000"),
+    )
     config = read_config("random:qwen3.5-27b")
-    assert mixed["weight_bytes"] == mixed_bytes(config, "q4_k_m").total
-    assert 4.5 < 8 * mixed["weight_bytes"] / mixed["parameters"] < 5.0
-    assert plain["weight_bytes"] > 3.2 * mixed["weight_bytes"]
-    tq4 = next(row for row in mixed["kv"] if row["format"] == "tq4")
+    assert mixed_info["weight_bytes"] == mixed_bytes(config, "q4_k_m").total
+    assert 4.5 < 8 * mixed_info["weight_bytes"] / mixed_info["parameters"] < 5.0
+    assert plain["weight_bytes"] > 3.2 * mixed_info["weight_bytes"]
+    tq4 = next(row for row in mixed_info["kv"] if row["format"] == "tq4")
     assert tq4["bytes"] < 20 * 2**30  # on one card of 24 GB
-    assert mixed["work_bytes"] == work_bytes(config, 512, 1)
+    assert mixed_info["work_bytes"] == work_bytes(config, 512, 1)
 
 
 def test_a_mix_takes_blocks_that_divide_rows():
-    def wanted(name, width, mix="q4_k_m"):
-        return type_of(name, (8, width), mix, 28, tied=True)
+    def expected_type(name, width, mix="q4_k_m"):
+        return mix_type(name, (8, width), mix, 28, tied=True)
 
-    assert wanted("blk.0.ffn_down.weight", 3072) == "Q6_K"
-    assert wanted("blk.4.ffn_down.weight", 3072) == "Q4_K"
-    assert wanted("blk.4.ffn_up.weight", 576) == "Q5_0"
-    assert wanted("token_embd.weight", 576) == "Q8_0"  # the head is tied to it
-    assert wanted("blk.4.ffn_up.weight", 40) == "F16"
-    assert type_of("output_norm.weight", (576,), "q8_0", 28, tied=True) is None
+    assert expected_type("blk.0.ffn_down.weight", 3072) == "Q6_K"
+    assert expected_type("blk.4.ffn_down.weight", 3072) == "Q4_K"
+    assert expected_type("blk.4.ffn_up.weight", 576) == "Q5_0"
+    assert expected_type("token_embd.weight", 576) == "Q8_0"  # the head is tied to it
+    assert expected_type("blk.4.ffn_up.weight", 40) == "F16"
+    assert mix_type("output_norm.weight", (576,), "q8_0", 28, tied=True) is None
 
 
 VECTOR = {"tq4": 130, "bf16": 512}  # bytes of 256 numbers: codes and a scale of two bytes, or BF16
@@ -175,7 +178,7 @@ def test_what_a_gemma_3_allocates_is_what_was_announced_and_local_layers_are_bou
     config = SIZES["gemma-270m"]
     plan = plan_for(KVSpec(kv), config)
     cache, _ = new_cache(config, plan, sequences=1, tokens=tokens)
-    assert cache.nbytes == needed(config, plan, tokens, WeightBytes()).kv
+    assert cache.nbytes == memory_need(config, plan, tokens, WeightBytes()).kv
     assert cache.nbytes == (3 * tokens + 15 * RING) * 2 * VECTOR[kv]
 
 
@@ -193,79 +196,79 @@ def model(request, tmp_path_factory):
     return (source, "bfloat16") if request.param == "bfloat16" else (convert(source, folder / "m.gguf", "Q8_0"), "float32")
 
 
-def bytes_of(weight):
+def raw_bytes(weight):
     return weight.data if isinstance(weight, Blocks) else weight
 
 
 def test_copies_are_the_same_numbers_and_counted(model):
     path, dtype = model
-    mapped = load_model(path, dtype, keep_blocks=True)
-    copied = load_model(path, dtype, keep_blocks=True, mmap=False)
-    for (name, one), (_, other) in zip(mapped.weights.named(), copied.weights.named(), strict=True):
+    file_bytes = load_model(path, dtype, keep_blocks=True)
+    in_memory = load_model(path, dtype, keep_blocks=True, mmap=False)
+    for (name, one), (_, other) in zip(file_bytes.weights.named(), in_memory.weights.named(), strict=True):
         assert type(one) is type(other), name
-        assert torch.equal(bytes_of(one), bytes_of(other)), name
+        assert torch.equal(raw_bytes(one), raw_bytes(other)), name
     config = read_config(path)
-    counted = weights_of(path, config, dtype, keep_blocks=True).copied()
-    own = {bytes_of(weight).data_ptr(): bytes_of(weight).nbytes for _, weight in copied.weights.named()}
-    assert sum(own.values()) == counted.total
+    counts = model_weight_bytes(path, config, dtype, keep_blocks=True).copied()
+    sizes = {raw_bytes(weight).data_ptr(): raw_bytes(weight).nbytes for _, weight in in_memory.weights.named()}
+    assert sum(sizes.values()) == counts.total
     # Of an embedding that is no head a forward reads rows alone, from the file: two models share its pages.
     again = load_model(path, dtype, keep_blocks=True, mmap=False).weights.named()
-    pairs = zip(copied.weights.named(), again, strict=True)
-    shared = {name for (name, one), (_, other) in pairs if bytes_of(one).data_ptr() == bytes_of(other).data_ptr()}
+    pairs = zip(in_memory.weights.named(), again, strict=True)
+    shared = {name for (name, one), (_, other) in pairs if raw_bytes(one).data_ptr() == raw_bytes(other).data_ptr()}
     assert shared == (set() if config.tied else {"model.embed_tokens.weight"})
-    assert counted.kept == (0 if config.tied else bytes_of(copied.weights.embedding).nbytes)
+    assert counts.mapped == (0 if config.tied else raw_bytes(in_memory.weights.embedding).nbytes)
 
 
 @needs_proc
 def test_pages_that_were_copied_leave_the_process(model):
     path, dtype = model
-    copied = load_model(path, dtype, keep_blocks=True, mmap=False)
+    in_memory = load_model(path, dtype, keep_blocks=True, mmap=False)
     # What is left is the header, and pages that two tensors share.
-    left, whole = mapped_memory([path]), weights_of(path, read_config(path), dtype, keep_blocks=True)
-    assert left < whole.picked + 0.5 * (whole.kept - whole.picked)
-    assert bytes_of(copied.weights.layers[0]["down_proj"]).count_nonzero() > 0
+    left, whole = mapped_memory([path]), model_weight_bytes(path, read_config(path), dtype, keep_blocks=True)
+    assert left < whole.gathered + 0.5 * (whole.mapped - whole.gathered)
+    assert raw_bytes(in_memory.weights.layers[0]["down_proj"]).count_nonzero() > 0
 
 
 def test_weights_are_copied_where_twice_as_much_is_free(monkeypatch):
-    weights = WeightBytes(own=10, kept=100, picked=30)
-    assert weights.copied() == WeightBytes(own=80, kept=30, picked=30)
-    for free, processes, mapped in ((160, 1, False), (159, 1, True), (319, 2, True), (320, 2, False)):
+    weights = WeightBytes(private=10, mapped=100, gathered=30)
+    assert weights.copied() == WeightBytes(private=80, mapped=30, gathered=30)
+    for free, processes, file_bytes in ((160, 1, False), (159, 1, True), (319, 2, True), (320, 2, False)):
         monkeypatch.setattr("haarkv.models.catalog.available_memory", lambda free=free: free)
-        assert maps_file(weights, None, processes) == mapped
+        assert maps_file(weights, None, processes) == file_bytes
         assert maps_file(weights, None, processes, in_place=False)
         assert maps_file(weights, True)
         assert not maps_file(weights, False)
 
 
-@pytest.mark.parametrize("asked", [True, False, None])
-def test_a_session_maps_or_copies_as_asked(tmp_path, asked):
+@pytest.mark.parametrize("mmap", [True, False, None])
+def test_a_session_maps_or_copies_as_asked(tmp_path, mmap):
     folder = write_checkpoint(tmp_path / "m", config={"head_dim": 64, "vocab_size": 263})
     path = convert(folder, tmp_path / "m.gguf", "Q8_0", vocabulary=byte_vocabulary())
-    counted = tq.load(path, kv="tq4", executor="cpu", mmap=asked).loaded.weights
-    assert (counted.kept > counted.picked) == (asked is True)
+    counts = tq.load(path, kv="tq4", executor="cpu", mmap=mmap).load_record.weights
+    assert (counts.mapped > counts.gathered) == (mmap is True)
 
 
 @needs_proc
-@pytest.mark.parametrize("asked", [True, False, None])
-def test_the_reference_maps_and_copies_as_asked_too(tmp_path, asked):
+@pytest.mark.parametrize("mmap", [True, False, None])
+def test_the_reference_maps_and_copies_as_asked_too(tmp_path, mmap):
     path = write_checkpoint(tmp_path / "m", config={"head_dim": 64, "vocab_size": 9000})
-    session = tq.load(path, kv="bf16", executor="reference", dtype="bfloat16", mmap=asked)
-    counted, file = session.loaded.weights, path / "model.safetensors"
-    assert (counted.kept > counted.picked) == (asked is not False)
+    session = tq.load(path, kv="bf16", executor="reference", dtype="bfloat16", mmap=mmap)
+    counts, file = session.load_record.weights, path / "model.safetensors"
+    assert (counts.mapped > counts.gathered) == (mmap is not False)
     session.generate("abc", max_new_tokens=1)  # reads all of them, but for most rows of the embedding
-    assert (mapped_memory([file]) > 0.9 * (counted.total - counted.picked)) == (asked is not False)
+    assert (mapped_memory([file]) > 0.9 * (counts.total - counts.gathered)) == (mmap is not False)
 
 
 def test_what_balancing_restores_is_counted(tmp_path, monkeypatch):
     """Of the largest layer at a time, in FP32: projections of Q and K too, where K has no norm."""
-    made = write_checkpoint(tmp_path / "m", config={"head_dim": 64, "vocab_size": 263})
-    session = tq.load(convert(made, tmp_path / "m.gguf", "Q8_0", vocabulary=byte_vocabulary()), kv="tq4", executor="cpu")
-    layer, restored = session.executor.weights.layers[0], 0
+    folder = write_checkpoint(tmp_path / "m", config={"head_dim": 64, "vocab_size": 263})
+    session = tq.load(convert(folder, tmp_path / "m.gguf", "Q8_0", vocabulary=byte_vocabulary()), kv="tq4", executor="cpu")
+    layer, restored_bytes = session.executor.weights.layers[0], 0
     read = {name: 4 * layer[name].numel() for name in ("o_proj", "v_proj", "input_norm", "q_norm", "k_norm") if name in layer}
-    restored = sum(read.values()) + read["v_proj"]
+    restored_bytes = sum(read.values()) + read["v_proj"]
     assert "k_norm" in read
-    assert session.loaded.restored == restored
-    assert tq.load(made, kv="tq4", executor="cpu").loaded.restored == 0
+    assert session.load_record.restored_bytes == restored_bytes
+    assert tq.load(folder, kv="tq4", executor="cpu").load_record.restored_bytes == 0
 
 
 # -- What there is --------------------------------------------------------------------------------------------------------
@@ -281,10 +284,10 @@ def test_a_control_group_leaves_what_its_limit_says(tmp_path, monkeypatch, versi
         (path / names[0]).write_text(f"{limit}\n")
         (path / names[1]).write_text(f"{2**29}\n")
         (path / "memory.stat").write_text(f"cache 5\n{names[2]}inactive_file {2**28}\n{names[2]}active_file 4096\n")
-    said = tmp_path / "cgroup"
-    said.write_text("4:memory:/a/b\n" if version == 1 else "1:name=systemd:/\n0::/a/b\n")
+    cgroup_file = tmp_path / "cgroup"
+    cgroup_file.write_text("4:memory:/a/b\n" if version == 1 else "1:name=systemd:/\n0::/a/b\n")
     monkeypatch.setattr(memory, "_CONTROL_GROUPS", tmp_path)
-    monkeypatch.setattr(memory, "_MEMBERSHIP", said)
+    monkeypatch.setattr(memory, "_MEMBERSHIP", cgroup_file)
     monkeypatch.setattr(memory, "_kibibytes", lambda _: {})
     assert memory.memory_limit() == 2**30
     assert memory.available_memory() == 2**30 - (2**29 - 2**28 - 4096)

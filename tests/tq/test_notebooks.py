@@ -13,28 +13,28 @@ NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 
 def run(notebook):
     """Run the code cells one after the other; what each printed, and the value of its last expression or None."""
-    scope, seen = {}, []
+    scope, results = {}, []
     for cell in notebook["cells"]:
         if cell["cell_type"] != "code":
             continue
         body = ast.parse("".join(cell["source"]), cell["id"]).body
         last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
-        with redirect_stdout(io.StringIO()) as printed:
+        with redirect_stdout(io.StringIO()) as stdout:
             exec(compile(ast.Module(body, []), cell["id"], "exec"), scope)
             value = eval(compile(ast.Expression(last.value), cell["id"], "eval"), scope) if last else None
-        seen.append((printed.getvalue(), value))
-    return seen
+        results.append((stdout.getvalue(), value))
+    return results
 
 
-def outputs(printed, value):
+def outputs(stdout, value):
     """A cell's outputs as a notebook keeps them."""
-    found = []
-    if printed:
-        found.append({"name": "stdout", "output_type": "stream", "text": printed.splitlines(keepends=True)})
+    entries = []
+    if stdout:
+        entries.append({"name": "stdout", "output_type": "stream", "text": stdout.splitlines(keepends=True)})
     if value is not None:
         data = {"text/plain": repr(value).splitlines(keepends=True)}
-        found.append({"data": data, "execution_count": None, "metadata": {}, "output_type": "execute_result"})
-    return found
+        entries.append({"data": data, "execution_count": None, "metadata": {}, "output_type": "execute_result"})
+    return entries
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
@@ -43,9 +43,9 @@ def test_a_notebook_runs(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     notebook = json.loads(path.read_text(encoding="utf-8"))
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    for cell, (printed, value) in zip(cells, run(notebook), strict=True):
-        assert printed or value is not None or cell["id"] == "step-1", cell["id"]
-        fresh = outputs(printed, value)
+    for cell, (stdout, value) in zip(cells, run(notebook), strict=True):
+        assert stdout or value is not None or cell["id"] == "step-1", cell["id"]
+        fresh = outputs(stdout, value)
         assert [(each["output_type"], each.keys()) for each in cell["outputs"]] == [
             (each["output_type"], each.keys()) for each in fresh
         ], cell["id"]

@@ -13,7 +13,7 @@ from npu_programs import with_pypto
 from refusals import assert_refused
 
 from haarkv.models.catalog import load_model
-from haarkv.models.qwen3_14b.npu.compile import wanted
+from haarkv.models.qwen3_14b.npu.compile import plan_programs
 from haarkv.validation.planning import remembered
 from tq.commands import bringup
 
@@ -50,8 +50,8 @@ def test_compile_writes_the_sources_and_lists_them(run, tmp_path):
 
 def test_compile_takes_a_calibration_and_refuses_what_it_cannot_do_with_it(run, tmp_path):
     file = str(write_calibration(tmp_path / "made.safetensors"))
-    said = "nothing to compile: its programs read tq4, tq4_seed and bf16, not tq3"
-    assert_refused(run("dev", "compile", "--kv", "k=lr3,v=tq3", "--calibration", file), said)
+    reason = "nothing to compile: its programs read tq4, tq4_seed and bf16, not tq3"
+    assert_refused(run("dev", "compile", "--kv", "k=lr3,v=tq3", "--calibration", file), reason)
     other = ("--model", "random:14b", "--kv", "k=lr3,v=tq4", "--calibration", file)
     assert_refused(run("dev", "compile", *other), "made for another model")
 
@@ -59,18 +59,18 @@ def test_compile_takes_a_calibration_and_refuses_what_it_cannot_do_with_it(run, 
 def test_layers_that_store_alike_share_a_program():
     config = load_model("tiny", "bfloat16").config
     spec = replace(learned_spec(config), layers={1: "tq4", 3: "tq4"})
-    assert wanted(config, ("decode", "head"), spec.plan(6)) == [
+    assert plan_programs(config, ("decode", "head"), spec.plan(6)) == [
         ("decode-layer0", "decode", (0, 2, 4, 5)), ("decode-layer1", "decode", (1, 3)), ("head", "head", ()),
     ]  # fmt: skip
-    assert wanted(config, ("prefill",), learned_spec(config).plan(6)) == [("prefill", "prefill", (0, 1, 2, 3, 4, 5))]
+    assert plan_programs(config, ("prefill",), learned_spec(config).plan(6)) == [("prefill", "prefill", (0, 1, 2, 3, 4, 5))]
 
 
 @with_pypto
 @pytest.mark.npu_long
 def test_compile_writes_a_program_for_each_pair_of_formats_of_a_plan(run, tmp_path):
     file = write_calibration(tmp_path / "made.safetensors")
-    given = ("--kv", KV, "--calibration", str(file), "--kv-skip-layers", "5")
-    code, out, _ = run("dev", "compile", "--program", "decode", *given, "--cpp", str(tmp_path / "cpp"), "--json")
+    args = ("--kv", KV, "--calibration", str(file), "--kv-skip-layers", "5")
+    code, out, _ = run("dev", "compile", "--program", "decode", *args, "--cpp", str(tmp_path / "cpp"), "--json")
     assert code == 0
     rows = json.loads(out)["programs"]
     assert [(row["program"], row["layers"]) for row in rows] == [("decode-layer0", [0, 1, 2, 3, 4]), ("decode-layer5", [5])]
@@ -82,12 +82,12 @@ def test_compile_writes_a_program_for_each_pair_of_formats_of_a_plan(run, tmp_pa
     ]
 
 
-@pytest.mark.parametrize("given", [{}, {"kv_tail": 64}])
-def test_compile_takes_a_cache_that_the_programs_read_and_chooses_none(monkeypatch, tmp_path, given):
+@pytest.mark.parametrize("kv_args", [{}, {"kv_tail": 64}])
+def test_compile_takes_a_cache_that_the_programs_read_and_chooses_none(monkeypatch, tmp_path, kv_args):
     """Of a model whose cache `tq generate --executor npu` would choose for minutes."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(remembered, "TOY", 0)
     nothing = dict.fromkeys(("kv", "calibration", "kv_plan", "kv_loss", "kv_tail", "kv_sink")) | {"kv_skip_layers": ()}
     with click.Context(bringup.compile_command):
-        spec = bringup._cache_to_compile("tiny", nothing | given)
-    assert (spec.kv, spec.tail, spec.sink) == ("tq4", *((64, 0) if given else (124, 4)))
+        spec = bringup._cache_to_compile("tiny", nothing | kv_args)
+    assert (spec.kv, spec.tail, spec.sink) == ("tq4", *((64, 0) if kv_args else (124, 4)))

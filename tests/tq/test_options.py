@@ -14,7 +14,7 @@ from refusals import assert_refused
 
 import tq
 from tq.cli import main
-from tq.groups import section_of
+from tq.groups import option_section
 
 ROOT = Path(__file__).parents[2]
 # In this order wherever they stand together.
@@ -23,7 +23,7 @@ ORDER = (
     "--kv-plan", "--executor", "--device", "--dtype", "--layers", "--threads", "--json",
 )  # fmt: skip
 # What differs, and why.
-OWN = {
+OWN_MEANING = {
     ("eval", "--kv"): "a list",
     ("bench decode", "--kv"): "a list",
     ("export", "--kv"): "one format only",
@@ -76,16 +76,16 @@ def options(command):
 
 
 def test_an_option_means_and_reads_the_same_in_every_command():
-    seen = {}
+    readings = {}
     for name, command in COMMANDS.items():
         for option in options(command):
-            if (name, option.opts[0]) in OWN:
+            if (name, option.opts[0]) in OWN_MEANING:
                 continue
             reads = (option.opts, option.help, option.metavar, repr(option.type), option.default, option.show_default)
-            first, expected = seen.setdefault(option.opts[0], (name, reads))
+            first, expected = readings.setdefault(option.opts[0], (name, reads))
             assert reads == expected, f"{option.opts[0]} of {name} is not that of {first}"
-    assert len(seen) > 30
-    assert {(name, option.opts[0]) for name, command in COMMANDS.items() for option in options(command)} >= OWN.keys()
+    assert len(readings) > 30
+    assert {(name, option.opts[0]) for name, command in COMMANDS.items() for option in options(command)} >= OWN_MEANING.keys()
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -99,13 +99,13 @@ LONG = [name for name, command in COMMANDS.items() if len(options(command)) > 12
 
 @pytest.mark.parametrize("name", LONG)
 def test_a_long_list_of_options_stands_under_headings(capsys, name):
-    sections = {option.opts[0]: section_of(option) for option in options(COMMANDS[name])}
+    sections = {option.opts[0]: option_section(option) for option in options(COMMANDS[name])}
     assert [option for option, section in sections.items() if not section] == []
     assert main([*name.split(), "--help"]) == 0
-    shown = capsys.readouterr().out
+    help_text = capsys.readouterr().out
     for option, section in sections.items():
-        *_, place = (found.start() for found in re.finditer(rf"^ +(-\w, )?{option}\b", shown, re.MULTILINE))
-        above = re.findall(r"^([A-Z][A-Za-z ]+):$", shown[:place], re.MULTILINE)
+        *_, place = (hit.start() for hit in re.finditer(rf"^ +(-\w, )?{option}\b", help_text, re.MULTILINE))
+        above = re.findall(r"^([A-Z][A-Za-z ]+):$", help_text[:place], re.MULTILINE)
         assert above[-1] == section, option
 
 
@@ -118,13 +118,13 @@ def test_every_option_and_command_is_explained(name):
 
 
 def test_help_says_all_that_names_a_model():
-    shown = [
+    texts = [
         option.help for name, command in COMMANDS.items() for option in options(command)
         if option.opts[0] == "--model" and (name, "--model") != ("dev self-test", "--model")
     ]  # fmt: skip
-    shown += [COMMANDS["info"].help, tq.load.__doc__]
-    assert len(shown) > 6
-    for text in shown:
+    texts += [COMMANDS["info"].help, tq.load.__doc__]
+    assert len(texts) > 6
+    for text in texts:
         assert all(word in " ".join(text.split()) for word in ("tiny", "random:SIZE", "~", "Hub id")), text
 
 
@@ -139,7 +139,7 @@ WRONG = {
     "--prompt-file": ("absent.txt", "No such file"), "--out": ("absent/x", "absent"),
     "--plot": ("absent/x", "does not exist"), "--resume": ("absent/x", "does not exist"),
 }  # fmt: skip
-NEEDED = {
+REQUIRED_ARGS = {
     "cache save": ("--prompt", "a", "--out", "x"), "diff": ("--a", "tq4", "--b", "bf16"), "eval": ("--text", "text.txt"),
     "calibrate": ("--text", "text.txt", "--out", "x"), "plan": ("--text", "text.txt", "--out", "x", "--budget", "4"),
     "export": ("--out", "x"), "generate": ("--prompt", "a"),
@@ -150,7 +150,7 @@ ELSEWHERE = {
     "cache info", "cache convert", "serve", "dev replay", "dev bringup", "dev self-test", "dev sensitivity",
 }  # fmt: skip
 """They want a file, ask vLLM, or say what they found before: each has tests of its own."""
-ASKED = [
+OPTION_CASES = [
     (name, option.opts[0])
     for name, command in COMMANDS.items()
     for option in options(command)
@@ -158,13 +158,13 @@ ASKED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "option"), ASKED)
+@pytest.mark.parametrize(("name", "option"), OPTION_CASES)
 def test_a_wrong_value_is_refused_in_one_line_by_every_command(capsys, monkeypatch, tmp_path, name, option):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO("a\n"))
     (tmp_path / "text.txt").write_text("for spam in eggs:\n    print(spam)\n" * 40, encoding="utf-8")
     value, word = WRONG[option]
-    code = main([*name.split(), *NEEDED.get(name, ()), option, value])
+    code = main([*name.split(), *REQUIRED_ARGS.get(name, ()), option, value])
     assert_refused((code, *capsys.readouterr()), word)
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
@@ -195,19 +195,19 @@ def test_every_number_has_its_least(capsys):
 
 def test_help_shows_every_public_name_with_a_line_of_its_own():
     pytest.importorskip("transformers")
-    shown = pydoc.render_doc(tq, renderer=pydoc.plaintext)
-    described = {
+    help_text = pydoc.render_doc(tq, renderer=pydoc.plaintext)
+    purposes = {
         line.split()[0]: line.split(None, 1)[1] for line in tq.__doc__.splitlines() if line.endswith(".") and "  " in line
     }
-    assert described.keys() == {*tq.__all__, "TQCache", "generate", "calibrate"} == set(tq._PUBLIC)
-    for name, purpose in described.items():
+    assert purposes.keys() == {*tq.__all__, "TQCache", "generate", "calibrate"} == set(tq._PUBLIC)
+    for name, purpose in purposes.items():
         assert name in dir(tq)
         assert getattr(tq, name) is not None
-        assert f"{name} " in shown
-        assert purpose in shown
+        assert f"{name} " in help_text
+        assert purpose in help_text
     # Classes and functions with their own help, too.
     for name in ("Session", "KVSpec", "load"):
-        assert getattr(tq, name).__doc__.splitlines()[0] in shown
+        assert getattr(tq, name).__doc__.splitlines()[0] in help_text
 
 
 def test_help_works_without_transformers_and_what_needs_them_says_so():
@@ -228,5 +228,5 @@ def test_help_works_without_transformers_and_what_needs_them_says_so():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     missing = "needs transformers, which is not installed; run pip install 'haarkv[hf]'"
-    told = [f"tq.{name} {missing}" for name in ("TQCache", "generate", "calibrate")]
-    assert done.stdout.splitlines() == ["True False True", *told], done.stderr
+    errors = [f"tq.{name} {missing}" for name in ("TQCache", "generate", "calibrate")]
+    assert done.stdout.splitlines() == ["True False True", *errors], done.stderr

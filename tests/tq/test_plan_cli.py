@@ -43,20 +43,20 @@ def test_a_plan_is_written_and_every_command_takes_it(tq, tmp_path, checkpoint):
     assert "tq4" in out
     assert "written to new.json" in out
     content = json.loads((tmp_path / "new.json").read_text())
-    chosen = [formats.parse(spec) for spec in content["layers"]]
-    assert sorted(f.name for pair in chosen for f in pair) == ["tq2", "tq2", "tq4", "tq4"]
-    measured = content["measured"]
-    assert measured["verified"][0]["bits_per_value"] == 3.5
-    assert measured["verified"][0]["kl_mean"] < measured["verified"][1]["kl_mean"]
-    assert measured["costs"].keys() == {f"layer {layer} {side}" for layer in (0, 1) for side in "kv"}
+    pairs = [formats.parse(spec) for spec in content["layers"]]
+    assert sorted(f.name for pair in pairs for f in pair) == ["tq2", "tq2", "tq4", "tq4"]
+    report = content["measured"]
+    assert report["verified"][0]["bits_per_value"] == 3.5
+    assert report["verified"][0]["kl_mean"] < report["verified"][1]["kl_mean"]
+    assert report["costs"].keys() == {f"layer {layer} {side}" for layer in (0, 1) for side in "kv"}
 
     session = load_session(str(checkpoint), kv=plan_file.load(tmp_path / "new.json"))
-    assert list(session.plan.layers) == chosen
+    assert list(session.plan.layers) == pairs
     files = ("--text", "unseen.txt", "--kv", "tq4", "--kv-plan", "new.json")
-    evaluated = tq("eval", *files, "--greedy-prompts", 0, "--window", 60, "--tokens", 60, "--json")
-    rows = json.loads(evaluated[1])["rows"]
+    result = tq("eval", *files, "--greedy-prompts", 0, "--window", 60, "--tokens", 60, "--json")
+    rows = json.loads(result[1])["rows"]
     assert [row["kv"] for row in rows] == ["tq4", "new"]
-    assert rows[1]["kl_mean"] == measured["verified"][0]["kl_mean"]
+    assert rows[1]["kl_mean"] == report["verified"][0]["kl_mean"]
     assert tq("generate", "--kv-plan", "new.json", "--prompt", "def", "--max-new-tokens", 3, "--json")[0] == 0
     code, out, _ = tq("validate", "--executor", "reference", "--kv-plan", "new.json", "--prompt", "def", "--steps", 1)
     assert code == 0, out
@@ -65,9 +65,9 @@ def test_a_plan_is_written_and_every_command_takes_it(tq, tmp_path, checkpoint):
 def test_json_says_what_the_file_says(tq, tmp_path):
     code, out, err = plan(tq, "--json")
     assert (code, err) == (0, "")
-    found = json.loads(out)
-    assert found.pop("plan") == "new.json"
-    assert found == json.loads((tmp_path / "new.json").read_text())["measured"]
+    report = json.loads(out)
+    assert report.pop("plan") == "new.json"
+    assert report == json.loads((tmp_path / "new.json").read_text())["measured"]
 
 
 def test_without_another_text_the_second_half_judges(tq, tmp_path):
@@ -75,8 +75,8 @@ def test_without_another_text_the_second_half_judges(tq, tmp_path):
         (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
     args = ("--budget", "3.5", "--out", "new.json", *SHORT, "--context", len(TEXT) - 1, "--tokens", 200, "--json")
     whole = json.loads(tq("plan", "--text", "both.txt", *args)[1])
-    apart = json.loads(tq("plan", "--text", "first.txt", "--verify", "second.txt", *args)[1])
-    assert whole == apart
+    separate = json.loads(tq("plan", "--text", "first.txt", "--verify", "second.txt", *args)[1])
+    assert whole == separate
     assert whole["verified_tokens"] == len(TEXT) - 1
 
 

@@ -50,8 +50,8 @@ def test_torchrun_starts_them_too(capfd):
 
 @pytest.mark.long
 def test_validate_judges_two_ranks():
-    kept = ("--kv-tail", "2", "--kv-sink", "1")
-    code, out, _ = run("validate", "--executor", "cpu", "--prompt", "import os", "--steps", "1", *kept, "--json", *TWO)
+    window_args = ("--kv-tail", "2", "--kv-sink", "1")
+    code, out, _ = run("validate", "--executor", "cpu", "--prompt", "import os", "--steps", "1", *window_args, "--json", *TWO)
     assert code == 0
     report = json.loads(out)
     assert report["passed"]
@@ -60,7 +60,7 @@ def test_validate_judges_two_ranks():
 
 
 # -- A lost rank ---------------------------------------------------------------------------------------------------------
-def rank_of(pid, rank):
+def find_rank(pid, rank):
     """The process of a rank that `tq` has started."""
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
@@ -69,7 +69,7 @@ def rank_of(pid, rank):
     raise AssertionError(f"no rank {rank}")
 
 
-def gone(pid):
+def has_ended(pid):
     """Whether a process has ended; nobody may have asked for its exit code yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
@@ -84,12 +84,12 @@ def talking(*more):
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         process.stdout.read(4)
-        pids = [rank_of(process.pid, rank) for rank in range(2)]
+        pids = [find_rank(process.pid, rank) for rank in range(2)]
         yield process, pids
         until = time.monotonic() + 120
-        while not all(map(gone, pids)) and time.monotonic() < until:
+        while not all(map(has_ended, pids)) and time.monotonic() < until:
             time.sleep(0.05)
-        assert all(map(gone, pids))
+        assert all(map(has_ended, pids))
     finally:
         process.kill()
         process.communicate()
@@ -158,13 +158,13 @@ VERDICTS = {
     "all went well": ({0: 0, 1: 0}, 0),
     "a comparison found a fault": ({0: 1, 1: 0}, 1),
     "rank 0 has said it": ({0: 2, 1: 2}, 2),
-    "rank 0 has said it, and the other lost it": ({0: 2, 1: ranks.LOST}, 2),
-    "rank 1 failed, and rank 0 lost it": ({0: ranks.LOST, 1: 2}, "rank 1 failed: no such disk"),
+    "rank 0 has said it, and the other lost it": ({0: 2, 1: ranks.RANK_LOST}, 2),
+    "rank 1 failed, and rank 0 lost it": ({0: ranks.RANK_LOST, 1: 2}, "rank 1 failed: no such disk"),
     "rank 1 failed, and rank 0 ended well": ({0: 0, 1: 2}, "rank 1 failed: no such disk"),
     "rank 1 failed, and rank 0 still runs": ({1: 2}, "rank 1 failed: no such disk"),
-    "rank 1 was killed": ({0: ranks.LOST, 1: -9}, "rank 1 was killed by SIGKILL"),
-    "rank 1 hangs": ({0: ranks.LOST}, "rank 1 did not answer for 5 s"),
-    "nobody hangs": ({0: ranks.LOST, 1: ranks.LOST}, "raise --rank-timeout"),
+    "rank 1 was killed": ({0: ranks.RANK_LOST, 1: -9}, "rank 1 was killed by SIGKILL"),
+    "rank 1 hangs": ({0: ranks.RANK_LOST}, "rank 1 did not answer for 5 s"),
+    "nobody hangs": ({0: ranks.RANK_LOST, 1: ranks.RANK_LOST}, "raise --rank-timeout"),
 }
 
 

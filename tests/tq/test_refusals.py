@@ -34,7 +34,7 @@ CALIBRATE = (
 DRAFT = "generate --executor cpu --prompt 'def main(' --max-new-tokens 40 --threads 1"
 VALIDATE = "validate --model m --executor reference --prompt spam"
 
-REFUSED = {
+REFUSALS = {
     "": [
         ("generate", "no prompt", "--prompt"),
         ("bogus", "there is no command 'bogus'; `tq --help` lists them all"),
@@ -255,7 +255,7 @@ REFUSED = {
         ("--additional-config {}", "--additional-config is set by tq serve; leave it out, or give --kv bf16"),
     ],
 }
-CASES = [(f"{command} {args}", words) for command, rows in REFUSED.items() for args, *words in rows]
+CASES = [(f"{command} {args}", words) for command, rows in REFUSALS.items() for args, *words in rows]
 
 
 @pytest.fixture(scope="module")
@@ -263,8 +263,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("refused")
     write_checkpoint(folder / "m")
     shape = {name: ModelShape.uniform(2, 2, 32, hidden, 257) for name, hidden in (("plan", 64), ("other", 80))}
-    for name, of_model in shape.items():
-        plan_file.save(folder / f"{name}.json", KVSpec("tq4").plan(2), of_model)
+    for name, model in shape.items():
+        plan_file.save(folder / f"{name}.json", KVSpec("tq4").plan(2), model)
     for name, text in (("text.txt", TEXT), ("unseen.txt", UNSEEN), ("short", "a"), ("empty", "")):
         (folder / name).write_text(text, encoding="utf-8")
     (folder / "m.gguf").write_bytes(b"GGUF")
@@ -294,7 +294,7 @@ FIRST, INDEX, SETTINGS, WORDS_FILE = (
     "tokenizer.json",
 )
 K_PROJ = layer_tensor(0, "self_attn.k_proj")
-SWITCHED = "{{ messages[-1].content }}{% if enable_thinking is defined %}{{ enable_thinking | tojson }}{% endif %}"
+THINKING_TEMPLATE = "{{ messages[-1].content }}{% if enable_thinking is defined %}{{ enable_thinking | tojson }}{% endif %}"
 SPOKEN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 
 
@@ -323,11 +323,11 @@ def template(source):
     return {"tokenizer_config": {"chat_template": source}}
 
 
-def drawn(**settings):
+def sampling_config(**settings):
     return {"generation": {"do_sample": True, **settings}}
 
 
-DAMAGED = [
+DAMAGED_MODELS = [
     (without("config.json"), "", "config.json", "does not exist"),
     (file("config.json", b"\xff\xfe{}"), "", "config.json", "JSON"),
     (file("config.json", json.dumps(CONFIG | {"model_type": "gemma2"})), "", "config.json is a gemma2 model; this project"),
@@ -348,24 +348,32 @@ DAMAGED = [
     (template(3), "", "chat template"),
     (file("chat_template.jinja", b"\xff"), "", "chat_template.jinja"),
     (file(SETTINGS, "eos"), "", SETTINGS),
-    (drawn(temperature="hot"), "", SETTINGS, "temperature", "hot"),
-    (drawn(top_k=2.5), "", SETTINGS, "top_k", "whole number"),
-    (drawn(top_p=3), "", SETTINGS, "top-p", "3"),
-    (drawn(do_sample="yes"), "", SETTINGS, "do_sample", "yes"),
-    (drawn(eos_token_id=["a"]), "", "eos_token_id"),
+    (sampling_config(temperature="hot"), "", SETTINGS, "temperature", "hot"),
+    (sampling_config(top_k=2.5), "", SETTINGS, "top_k", "whole number"),
+    (sampling_config(top_p=3), "", SETTINGS, "top-p", "3"),
+    (sampling_config(do_sample="yes"), "", SETTINGS, "do_sample", "yes"),
+    (sampling_config(eos_token_id=["a"]), "", "eos_token_id"),
     (template(SPOKEN), "--system 'Be brief.' --no-chat", "--system", "--no-chat"),
     (template(SPOKEN), "--system \udcff", "system message", "UTF-8"),
     (template("{{ messages[-1].content }}"), "--system 'Be brief.'", "ignores system messages", "--system"),
     ({}, "--template-arg x=1", "this model has none; drop --template-arg"),
-    (template(SWITCHED), "--template-arg enable_thinkin=0", "no argument enable_thinkin; did you mean enable_thinking?"),
-    (template(SWITCHED), "--template-arg enable_thinking", "is no NAME=VALUE"),
-    (template(SWITCHED), "--template-arg messages=[]", "'messages' is no argument of a chat template"),
-    (template(SWITCHED), "--template-arg enable_thinking=\udcff", "not valid UTF-8"),
-    (template(SWITCHED), "--template-arg enable_thinking=1 --no-chat", "--no-chat leaves it out; drop --template-arg"),
+    (
+        template(THINKING_TEMPLATE),
+        "--template-arg enable_thinkin=0",
+        "no argument enable_thinkin; did you mean enable_thinking?",
+    ),
+    (template(THINKING_TEMPLATE), "--template-arg enable_thinking", "is no NAME=VALUE"),
+    (template(THINKING_TEMPLATE), "--template-arg messages=[]", "'messages' is no argument of a chat template"),
+    (template(THINKING_TEMPLATE), "--template-arg enable_thinking=\udcff", "not valid UTF-8"),
+    (
+        template(THINKING_TEMPLATE),
+        "--template-arg enable_thinking=1 --no-chat",
+        "--no-chat leaves it out; drop --template-arg",
+    ),
 ]
 
 
-@pytest.mark.parametrize("row", DAMAGED, ids=[f"{number} {row[-1]!a}" for number, row in enumerate(DAMAGED)])
+@pytest.mark.parametrize("row", DAMAGED_MODELS, ids=[f"{number} {row[-1]!a}" for number, row in enumerate(DAMAGED_MODELS)])
 def test_a_model_that_cannot_be_used_is_refused_by_name(capsys, monkeypatch, tmp_path, row):
     monkeypatch.chdir(tmp_path)
     damage, args, *words = row

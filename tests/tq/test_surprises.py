@@ -25,11 +25,11 @@ def wide(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def learned(wide, tmp_path_factory):
+def calibration(wide, tmp_path_factory):
     return write_calibration(tmp_path_factory.mktemp("learned") / "learned.safetensors", wide)
 
 
-def kept(run, model, *args):
+def cache_format(run, model, *args):
     """The cache of a short text, in words."""
     return run("generate", "--model", model, "--prompt", "ab", "--max-new-tokens", 2, "--json", *args).json["kv"]["format"]
 
@@ -39,21 +39,21 @@ def kept(run, model, *args):
     [((), "tail 124; sink 4"), (("--kv-sink", 0), "tail 124"), (("--kv-tail", 0), "tail 0; sink 4"),
      (("--kv-tail", 0, "--kv-sink", 0), "tail 0"), (("--kv-sink", 2), "tail 124; sink 2")],
 )  # fmt: skip
-def test_a_tail_or_sinks_of_0_that_were_asked_for_are_none(run, wide, learned, args, words):
-    assert kept(run, wide, "--calibration", learned, *args) == f"k=lr4,v=tq4; {words}"
+def test_a_tail_or_sinks_of_0_that_were_asked_for_are_none(run, wide, calibration, args, words):
+    assert cache_format(run, wide, "--calibration", calibration, *args) == f"k=lr4,v=tq4; {words}"
 
 
 # -- Files of ours that are another one's -----------------------------------------------------------------------------------
 
 
-def test_a_file_of_ours_in_the_wrong_place_is_called_what_it_is(run, wide, learned, tmp_path):
+def test_a_file_of_ours_in_the_wrong_place_is_called_what_it_is(run, wide, calibration, tmp_path):
     assert run("cache", "save", "--model", wide, "--prompt", "ab", "--out", "stored").code == 0
-    given = ("generate", "--model", wide, "--prompt", "ab")
+    args = ("generate", "--model", wide, "--prompt", "ab")
     a_cache, a_calibration = "it is a stored cache, which --load-cache takes", "it is a calibration, which --calibration takes"
-    assert_refused(run(*given, "--kv-plan", "stored"), "stored is no KV plan: ", a_cache)
-    assert_refused(run(*given, "--calibration", "stored"), "stored is no calibration: ", a_cache)
-    assert_refused(run(*given, "--load-cache", learned), "is no stored cache: ", a_calibration)
-    assert_refused(run(*given, "--kv-plan", learned), "is a calibration without a plan")
+    assert_refused(run(*args, "--kv-plan", "stored"), "stored is no KV plan: ", a_cache)
+    assert_refused(run(*args, "--calibration", "stored"), "stored is no calibration: ", a_cache)
+    assert_refused(run(*args, "--load-cache", calibration), "is no stored cache: ", a_calibration)
+    assert_refused(run(*args, "--kv-plan", calibration), "is a calibration without a plan")
 
 
 # -- Stored caches ------------------------------------------------------------------------------------------------------------
@@ -71,12 +71,12 @@ def test_a_stored_cache_goes_on_and_is_converted(run, checkpoint):
     save("plain", "--no-compress")
     save("packed")
     assert Path("packed").stat().st_size < Path("plain").stat().st_size
-    held = run("cache", "info", "plain", "--json").json
-    assert (held["tokens"], held["formats"]) == (held["stored"], ["tq4"] * 2)
+    info = run("cache", "info", "plain", "--json").json
+    assert (info["tokens"], info["formats"]) == (info["stored"], ["tq4"] * 2)
     whole = generate("--prompt", f"{text}and", "--json").json
     for name in ("plain", "packed"):
         went_on = generate("--prompt", f"{text}and", "--load-cache", name, "--json").json
-        assert (went_on["text"], went_on["reused_tokens"]) == (whole["text"], held["stored"])
+        assert (went_on["text"], went_on["reused_tokens"]) == (whole["text"], info["stored"])
     assert "were stored already" in generate("--load-cache", "plain", "--save-cache", "d", "--seed", 1).err
     ran = run("cache", "convert", "d", "--kv", "tq3", "--out", "d")
     assert ran.err.endswith(f"; the file has {Path('d').stat().st_size:,} bytes\n")
@@ -85,23 +85,23 @@ def test_a_stored_cache_goes_on_and_is_converted(run, checkpoint):
 
 
 def test_a_conversion_keeps_what_is_not_asked_to_change(run, wide):
-    given = ("--kv", "k=tq6,v=tq3", "--kv-tail", 8, "--kv-sink", 2)
-    assert run("cache", "save", "--model", wide, "--prompt", "spam " * 40, *given, "--out", "a").code == 0
+    cache_args = ("--kv", "k=tq6,v=tq3", "--kv-tail", 8, "--kv-sink", 2)
+    assert run("cache", "save", "--model", wide, "--prompt", "spam " * 40, *cache_args, "--out", "a").code == 0
 
-    def held(name):
+    def cache_info(name):
         return {key: run("cache", "info", name, "--json").json[key] for key in ("formats", "tail", "sink")}
 
-    def converted(*args):
+    def convert_info(*args):
         assert run("cache", "convert", "a", *args, "--out", "b").code == 0
-        return held("b")
+        return cache_info("b")
 
-    before = held("a")
+    before = cache_info("a")
     assert before == {"formats": ["k=tq6,v=tq3"] * 2, "tail": 8, "sink": 2}
-    assert converted() == before
+    assert convert_info() == before
     assert cache_file.load(Path("b"))[0].tensors.keys() == cache_file.load(Path("a"))[0].tensors.keys()
-    assert converted("--kv-tail", 0, "--kv-sink", 0) == {**before, "tail": 0, "sink": 0}
-    assert converted("--kv-skip-layers", 1) == {**before, "formats": ["k=tq6,v=tq3", "bf16"]}
-    assert converted("--kv", "tq2") == {"formats": ["tq2"] * 2, "tail": None, "sink": 0}
+    assert convert_info("--kv-tail", 0, "--kv-sink", 0) == {**before, "tail": 0, "sink": 0}
+    assert convert_info("--kv-skip-layers", 1) == {**before, "formats": ["k=tq6,v=tq3", "bf16"]}
+    assert convert_info("--kv", "tq2") == {"formats": ["tq2"] * 2, "tail": None, "sink": 0}
 
 
 # -- What it costs ------------------------------------------------------------------------------------------------------------
@@ -116,23 +116,23 @@ def cost(run, model, *args):
 
 def test_a_text_too_short_to_gain_is_said_to_be(run, wide):
     tail = ("--kv", "tq4", "--kv-tail", 124, "--kv-sink", 4)
-    said = cost(run, wide, "--prompt", "ab", "--max-new-tokens", 2, *tail)
+    text = cost(run, wide, "--prompt", "ab", "--max-new-tokens", 2, *tail)
     config, plan = read_config(str(wide)), KVSpec("tq4", 124, 4).plan(2)
     length = pays_from(config, plan)
-    assert f"; smaller than bf16 from {length:,} tokens on" in said
+    assert f"; smaller than bf16 from {length:,} tokens on" in text
     bf16 = KVSpec("bf16").plan(2)
     for tokens, smaller in ((length, True), (length - 128, False)):
-        taken, plain = (cache_bytes(each, tokens, config.kv_shapes, 1) for each in (plan, bf16))
-        assert (taken < plain) == smaller
+        nbytes, plain = (cache_bytes(each, tokens, config.kv_shapes, 1) for each in (plan, bf16))
+        assert (nbytes < plain) == smaller
     assert "smaller than bf16" not in cost(run, wide, "--prompt", "a" * (length - 5), "--max-new-tokens", 2, *tail)
     assert "smaller than bf16" not in cost(run, wide, "--prompt", "ab", "--max-new-tokens", 2, "--kv", "tq4")
     assert pays_from(config, KVSpec("fp32").plan(2)) is None
 
 
 def test_one_token_is_one_token(run, wide):
-    said = cost(run, wide, "--prompt", "a", "--max-new-tokens", 1)
-    assert "prompt 1 token in" in said
-    assert "new 1 token, no decode step" in said
+    text = cost(run, wide, "--prompt", "a", "--max-new-tokens", 1)
+    assert "prompt 1 token in" in text
+    assert "new 1 token, no decode step" in text
     ran = run("cache", "save", "--model", wide, "--prompt", "a", "--out", "stored")
     assert "stored: 1 token," in ran.err
 
@@ -143,12 +143,13 @@ def test_an_interpreter_that_nobody_asked_for_is_announced(run, monkeypatch):
         raise public.InputError("computed")
 
     monkeypatch.setattr("haarkv.engine.session.generate", stop)
-    for device, announced in (((), True), (("--device", "sim"), False)):
+    for device, is_announced in (((), True), (("--device", "sim"), False)):
         _, _, err = run("generate", "--prompt", "x", "--executor", "npu", *device)
         *before, last = err.splitlines()
         assert last == "tq: computed"
         assert (
-            any("executor npu runs in an interpreter here, minutes for a few tokens" in line for line in before) == announced
+            any("executor npu runs in an interpreter here, minutes for a few tokens" in line for line in before)
+            == is_announced
         )
 
 
@@ -164,10 +165,10 @@ def test_an_interpreter_that_nobody_asked_for_is_announced(run, monkeypatch):
 def test_so_it_is_by_commands_that_compare_and_measure(run, command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.txt").write_text("some text")
-    for device, announced in (((), True), (("--device", "sim"), False)):
+    for device, is_announced in (((), True), (("--device", "sim"), False)):
         code, _, err = run(*command, "--model", "nowhere", *device)
         assert code == 2
-        assert ("executor npu runs in an interpreter here" in err) == announced
+        assert ("executor npu runs in an interpreter here" in err) == is_announced
 
 
 def test_weights_that_an_executor_restores_are_announced(tmp_path):
@@ -176,8 +177,8 @@ def test_weights_that_an_executor_restores_are_announced(tmp_path):
     folder = write_checkpoint(tmp_path / "m", config=sizes)
     for kind, executor in (("TQ2_0", "onnx"), ("TQ2_0", "cpu")):
         path = convert(folder, tmp_path / f"{kind}.gguf", kind, vocabulary=byte_vocabulary())
-        said = rf"{executor} restores quantised weights as they load \({kind}\): .* GiB in place of"
-        with pytest.warns(UserWarning, match=said):
+        pattern = rf"{executor} restores quantised weights as they load \({kind}\): .* GiB in place of"
+        with pytest.warns(UserWarning, match=pattern):
             public.load(path, executor=executor)
     path = convert(folder, tmp_path / "kept.gguf", "Q8_0", vocabulary=byte_vocabulary())
     for executor in ("onnx", "cpu"):

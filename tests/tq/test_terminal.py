@@ -16,7 +16,7 @@ COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 NARROW = 40
 
 
-def seen(*args, columns=80, cwd=None):
+def run_terminal(*args, columns=80, cwd=None):
     """Exit code and text of a command in a terminal."""
     with Terminal(*args, columns=columns, cwd=cwd) as terminal:
         code = terminal.end()
@@ -51,8 +51,8 @@ def test_commands_stand_under_headings(capsys):
     "args", [(), ("--help",), ("dev",), ("generate", "--help"), ("bench", "decode", "--help")], ids=" ".join
 )
 def test_help_fits_into_a_narrow_terminal(args):
-    _, shown = seen(*args, columns=NARROW)
-    lines = shown.splitlines()
+    _, output = run_terminal(*args, columns=NARROW)
+    lines = output.splitlines()
     # Examples stand as they are; what explains has its room.
     wide = [line for line in lines if len(line) > NARROW and not line.startswith("    tq ") and "--" not in line]
     assert wide == []
@@ -63,8 +63,10 @@ def test_help_fits_into_a_narrow_terminal(args):
 def test_a_bar_counts_what_it_knows_and_a_cost_fits_a_narrow_terminal(tmp_path):
     folder = write_checkpoint(tmp_path / "m")
     args = ("--kv", "k=tq6,v=tq4", "--kv-tail", 124, "--kv-skip-layers", 0, "--threads", 1)
-    code, shown = seen("generate", "--model", "m", "--max-new-tokens", 2, "a", *args, columns=NARROW, cwd=folder.parent)
-    text = COLOUR.sub("", shown)
+    code, output = run_terminal(
+        "generate", "--model", "m", "--max-new-tokens", 2, "a", *args, columns=NARROW, cwd=folder.parent
+    )
+    text = COLOUR.sub("", output)
     assert code == 0
     assert "/?" not in text
     assert re.search(r"\d+/\d+", text)
@@ -76,37 +78,37 @@ def test_a_bar_counts_what_it_knows_and_a_cost_fits_a_narrow_terminal(tmp_path):
 
 @pytest.mark.parametrize("columns", [NARROW, *(pytest.param(columns, marks=MORE) for columns in (80, 160))])
 def test_tables_are_readable_at_any_width(columns, tmp_path):
-    code, shown = seen("formats", columns=columns)
+    code, output = run_terminal("formats", columns=columns)
     assert code == 0
-    text = COLOUR.sub("", shown)
+    text = COLOUR.sub("", output)
     assert all(len(line) <= columns for line in text.splitlines() if not line.startswith("no layout"))
     assert "4.125" in text
     assert "bytes/vector" in text
     # No number and no name is broken in two.
     assert re.search(r"(^|\s)tq4_seed(\s|$)", text)
     assert re.search(r"(^|\s)3\.88x(\s|$)", text)
-    code, shown = seen("info", "tiny", columns=columns)
+    code, output = run_terminal("info", "tiny", columns=columns)
     assert code == 0
-    assert re.search(r"(^|\s)1,584(\s|$)", shown)
-    assert all(len(line) <= columns for line in COLOUR.sub("", shown).splitlines())
+    assert re.search(r"(^|\s)1,584(\s|$)", output)
+    assert all(len(line) <= columns for line in COLOUR.sub("", output).splitlines())
 
 
 @pytest.mark.parametrize(("columns", "tall"), [(NARROW, True), pytest.param(80, False, marks=MORE)])
 def test_a_table_that_does_not_fit_becomes_paragraphs(columns, tall):
-    _, shown = seen("info", "random:14b", "--memory", "80GiB,96GiB,128GiB", "--context", 1000, columns=columns)
-    assert ("format tq4" in shown) == tall
+    _, output = run_terminal("info", "random:14b", "--memory", "80GiB,96GiB,128GiB", "--context", 1000, columns=columns)
+    assert ("format tq4" in output) == tall
 
 
 def test_a_verdict_has_a_colour_in_a_terminal_and_none_in_a_pipe(tmp_path):
     folder = write_checkpoint(tmp_path / "m")
     args = ("validate", "--model", folder, "--executor", "reference", "--prompt", "spam", "--steps", 0, "--threads", 1)
-    code, shown = seen(*args)
+    code, output = run_terminal(*args)
     assert code == 0
-    assert "\x1b[32mpassed: no fault" in shown
+    assert "\x1b[32mpassed: no fault" in output
     line = [sys.executable, "-m", "tq", *map(str, args)]
-    piped = subprocess.run(line, capture_output=True, text=True, check=True)
-    assert "passed: no fault" in piped.stdout
-    assert "\x1b" not in piped.stdout
+    process = subprocess.run(line, capture_output=True, text=True, check=True)
+    assert "passed: no fault" in process.stdout
+    assert "\x1b" not in process.stdout
 
 
 def test_an_interruption_leaves_the_cursor_visible():
@@ -119,14 +121,14 @@ def test_an_interruption_leaves_the_cursor_visible():
 
 
 def test_the_shell_completes_commands_and_options():
-    def completed(*words):
+    def complete(*words):
         env = {**os.environ, "_TQ_COMPLETE": "bash_complete", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
         done = subprocess.run([sys.executable, "-m", "tq"], env=env, capture_output=True, text=True, check=True)
         return [line.split(",")[1] for line in done.stdout.splitlines()]
 
-    assert completed("tq", "ge") == ["generate"]
-    assert completed("tq", "dev", "self") == ["self-test"]
-    assert "--kv-plan" in completed("tq", "generate", "--kv")
+    assert complete("tq", "ge") == ["generate"]
+    assert complete("tq", "dev", "self") == ["self-test"]
+    assert "--kv-plan" in complete("tq", "generate", "--kv")
     env = {**os.environ, "_TQ_COMPLETE": "bash_source"}
     script = subprocess.run([sys.executable, "-m", "tq"], env=env, capture_output=True, text=True, check=True).stdout
     assert "_TQ_COMPLETE=bash_complete" in script

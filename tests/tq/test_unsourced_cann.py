@@ -46,12 +46,12 @@ def test_what_needs_no_npu_works_and_the_npu_is_refused_in_one_line(python):
     """In one process: what the first command has loaded, the others do not load again."""
     done = python("-c", COMMANDS)
     assert done.returncode == 0, done.stderr
-    info, auto, cpu, *refused = json.loads(done.stdout)
+    info, auto, cpu, *runs = json.loads(done.stdout)
     assert info[0] == 0, info
     for ran in (auto, cpu):
         assert ran[0] == 0, ran
         assert json.loads(ran[1])["executor"] == "cpu"
-    for ran in refused:
+    for ran in runs:
         assert_refused(ran, "torch-npu cannot be loaded (libhccl.so: cannot open shared object file", "source its set_env.sh")
 
 
@@ -63,14 +63,14 @@ def test_programs_that_import_us_first_work(python, program):
 
 def test_a_program_whose_npu_works_keeps_it(tmp_path):
     fake_npu.install(tmp_path / "site", fake_npu.PRESENT)
-    told = "torch-npu was loaded by torch\n"
-    sourced = {"ASCEND_HOME_PATH": "/usr/local/Ascend/cann"}
-    for program, loaded in (
-        ("import torch", told),
-        ("import haarkv, torch", told),
+    message = "torch-npu was loaded by torch\n"
+    env = {"ASCEND_HOME_PATH": "/usr/local/Ascend/cann"}
+    for program, prefix in (
+        ("import torch", message),
+        ("import haarkv, torch", message),
         ("import tq.cli; tq.cli.main(['info'])", ""),
     ):
-        done = fake_npu.run(tmp_path / "site", tmp_path, "-c", program, **sourced)
+        done = fake_npu.run(tmp_path / "site", tmp_path, "-c", program, **env)
         assert done.returncode == 0, done.stderr
-        assert done.stdout.startswith(loaded)
-        assert (told in done.stdout) == bool(loaded)
+        assert done.stdout.startswith(prefix)
+        assert (message in done.stdout) == bool(prefix)

@@ -16,7 +16,7 @@ from refusals import assert_refused
 import tq
 from haarkv.executors import catalog
 from haarkv.executors.reference import ReferenceExecutor
-from haarkv.validation.faults.layer import planted
+from haarkv.validation.faults.layer import published_faults
 from haarkv.validation.layers.report import ASCEND_COLUMNS
 
 # By hand: without --executor the reference is never compared with itself.
@@ -28,11 +28,11 @@ def faulty(monkeypatch):
     """The executor `faulty`: the reference whose layer 1 has no attention."""
 
     def build(model, device):
-        fault = next(f for f in planted(model, 1) if f.name == "zero output")
+        fault = next(f for f in published_faults(model, 1) if f.name == "zero output")
         return ReferenceExecutor(model, fault.table())
 
-    class_of = catalog.class_of
-    monkeypatch.setattr(catalog, "class_of", lambda name: class_of("reference" if name == "faulty" else name))
+    original = catalog.executor_class
+    monkeypatch.setattr(catalog, "executor_class", lambda name: original("reference" if name == "faulty" else name))
     monkeypatch.setitem(catalog.EXECUTORS, "faulty", catalog.ExecutorInfo(build))
     monkeypatch.setattr(catalog, "NAMES", (*catalog.NAMES, "faulty"))
 
@@ -108,9 +108,9 @@ def test_a_failing_layer_is_written_and_runs_again_on_any_executor(validate, run
     assert "not exercised" not in out
     assert_refused(replay("--executor", "cpu"), "cpu cannot run this")
     assert_refused(replay(), "only reference can run this here", "name another --executor")
-    damaged = bytearray((tmp_path / "layer.replay").read_bytes())
-    damaged[-3] ^= 1
-    (tmp_path / "layer.replay").write_bytes(damaged)
+    content = bytearray((tmp_path / "layer.replay").read_bytes())
+    content[-3] ^= 1
+    (tmp_path / "layer.replay").write_bytes(content)
     assert_refused(replay("--executor", "faulty"), "layer.replay is no replay file", "SHA-256")
     (tmp_path / "layer.replay").unlink()
     assert_refused(replay("--executor", "faulty"), "cannot be read")
@@ -168,9 +168,9 @@ def test_twice_the_share_is_worse_and_less_is_alike(tmp_path):
 
     before = write("a", q_proj=0.1, k_proj=0.1, v_proj=0.4, o_proj=0.001)
     after = write("b", q_proj=0.21, k_proj=0.19, v_proj=0.1, o_proj=0.009)
-    found = compare_files(before, after)
-    assert [(change.stage, change.direction) for change in found.changes] == [("q_proj", "worse"), ("v_proj", "better")]
-    assert not found.worse
+    comparison = compare_files(before, after)
+    assert [(change.stage, change.direction) for change in comparison.changes] == [("q_proj", "worse"), ("v_proj", "better")]
+    assert not comparison.worse
 
 
 def test_a_faulty_reference_shows_as_well(validate, checkpoint, faulty):
@@ -212,9 +212,9 @@ def test_without_an_executor_the_reference_is_never_compared_with_itself(validat
 def test_auto_that_is_the_reference_asks_for_another_executor(validate, monkeypatch):
     has_only(monkeypatch, "cpu", "reference")
     for reference in ("cpu", "auto"):
-        refused = validate("--prompt", "spam", "--reference", reference)
-        assert_refused(refused, "auto is cpu here", "the reference itself", "name another --executor")
-        assert "only" not in refused[2]
+        result = validate("--prompt", "spam", "--reference", reference)
+        assert_refused(result, "auto is cpu here", "the reference itself", "name another --executor")
+        assert "only" not in result[2]
 
 
 def test_auto_can_be_the_reference(validate, monkeypatch):
@@ -309,8 +309,8 @@ def test_blocks_are_multiplied_as_generate_does_and_named(validate, gguf_file):
     assert (code, report["blocks"]) == (0, ["Q8_0"])
     products = [verdict for verdict in report["stages"] if verdict["stage"] == "up_proj"]
     assert products[0]["reason"] == "rounding"
-    restored = json.loads(validate(*args[:2], *ITSELF, *args[4:], "--json")[1])
-    assert restored["blocks"] == []
+    restored_report = json.loads(validate(*args[:2], *ITSELF, *args[4:], "--json")[1])
+    assert restored_report["blocks"] == []
 
 
 @pytest.mark.judge_long
@@ -326,9 +326,9 @@ def test_the_self_test_plants_faults_in_a_files_blocks(run, gguf_file, checkpoin
 
 
 def test_the_verdict_says_that_no_card_ran(run, monkeypatch, checkpoint):
-    asked = ("validate", "--model", checkpoint, "--prompt", "ab", "--steps", 0, *ITSELF)
-    assert run(*asked, "--json").json["simulated"] is False
-    assert "interpreter" not in run(*asked).out
-    monkeypatch.setattr(catalog, "interpreted", lambda *_: "in an interpreter")
-    assert "passed: no fault, in PyPTO's interpreter, on no card" in run(*asked).out
-    assert run(*asked, "--json").json["simulated"] is True
+    args = ("validate", "--model", checkpoint, "--prompt", "ab", "--steps", 0, *ITSELF)
+    assert run(*args, "--json").json["simulated"] is False
+    assert "interpreter" not in run(*args).out
+    monkeypatch.setattr(catalog, "interpreter_warning", lambda *_: "in an interpreter")
+    assert "passed: no fault, in PyPTO's interpreter, on no card" in run(*args).out
+    assert run(*args, "--json").json["simulated"] is True

@@ -25,7 +25,7 @@ def kind(request):
     return request.param
 
 
-def written(path, kind, tensors=TENSORS, **changes):
+def write_file(path, kind, tensors=TENSORS, **changes):
     write(path, kind, {"run": '"a\\nb"'} | changes, tensors)
     return path
 
@@ -38,16 +38,16 @@ def same(one, other):
 
 
 def test_what_is_written_comes_back(tmp_path, kind):
-    metadata, tensors = read(written(tmp_path / "f", kind), kind)
+    metadata, tensors = read(write_file(tmp_path / "f", kind), kind)
     assert metadata == {kind.key: kind.versions[0], "run": '"a\\nb"'}
     assert same(tensors, TENSORS)
     assert header(tmp_path / "f", kind).items() > metadata.items()
 
 
 def test_any_flipped_bit_or_missing_end_is_refused_in_one_line(tmp_path, kind):
-    content, path = written(tmp_path / "f", kind).read_bytes(), tmp_path / "damaged"
-    flipped = [(place, bit) for place in range(0, len(content), len(content) // 60) for bit in (1, 4)]
-    for place, bit in flipped:
+    content, path = write_file(tmp_path / "f", kind).read_bytes(), tmp_path / "damaged"
+    bit_flips = [(place, bit) for place in range(0, len(content), len(content) // 60) for bit in (1, 4)]
+    for place, bit in bit_flips:
         path.write_bytes(content[:place] + bytes([content[place] ^ bit]) + content[place + 1 :])
         with pytest.raises(InputError, match=f"^{path} is no {kind.noun}: .*; {kind.remedy}$"):
             read(path, kind)
@@ -64,7 +64,7 @@ def test_another_kind_and_version_are_called_so(tmp_path, kind):
         ({}, f"it is a {other.noun}, which {other.taker} takes"),
     ):
         with pytest.raises(InputError, match=words):
-            header(written(tmp_path / "f", kind if changes else other, **changes), kind)
+            header(write_file(tmp_path / "f", kind if changes else other, **changes), kind)
     save_file(TENSORS, tmp_path / "f")
     with pytest.raises(InputError, match=f"is no {kind.noun}: it lacks {kind.key}; "):
         header(tmp_path / "f", kind)
@@ -76,13 +76,13 @@ def test_another_kind_and_version_are_called_so(tmp_path, kind):
 def test_a_resume_file_goes_on_with_the_same_run_alone(tmp_path):
     path = tmp_path / "run"
     assert resume(path, SCORES, {}) is None
-    written(path, SCORES, run='{"text": "a", "model": "b"}')
+    write_file(path, SCORES, run='{"text": "a", "model": "b"}')
     assert same(resume(path, SCORES, {"model": "b", "text": "a"})[1], TENSORS)
     with pytest.raises(InputError, match="was begun with another model; begin a new one"):
         resume(path, SCORES, {"text": "a", "model": "c"})
     for run in ("[]", "{"):
         with pytest.raises(InputError, match="is no partial result: "):
-            resume(written(path, SCORES, run=run), SCORES, {"text": "a"})
+            resume(write_file(path, SCORES, run=run), SCORES, {"text": "a"})
 
 
 # -- Packed tensors ---------------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ BOMB = torch.frombuffer(bytearray(zstandard.compress(bytes(2**26))), dtype=torch
 
 
 @pytest.mark.parametrize(
-    ("described", "tensor", "words"),
+    ("changes", "tensor", "words"),
     [
         ({"shape": [3, 2**50]}, None, "would take .* GiB"),
         ({"shape": [3, 1, 64]}, None, "does not hold 384 bytes"),
@@ -133,12 +133,12 @@ BOMB = torch.frombuffer(bytearray(zstandard.compress(bytes(2**26))), dtype=torch
         ({}, torch.zeros(3, 1, 128), "is said to be packed"),
     ],
 )
-def test_nothing_is_unpacked_before_what_is_promised_is_checked(tmp_path, monkeypatch, described, tensor, words):
+def test_nothing_is_unpacked_before_what_is_promised_is_checked(tmp_path, monkeypatch, changes, tensor, words):
     """Of a file as another program would write it, its SHA-256 taken anew."""
     path = tmp_path / "f"
     about = packed(path, {SCALES: torch.ones(3, 1, 128).half()})
     metadata, frames = header(path, CACHE), load_file(path)
-    about[SCALES] |= described
+    about[SCALES] |= changes
     del metadata["sha256"]
     write(path, CACHE, metadata | {"packed": json.dumps(about)}, frames if tensor is None else {SCALES: tensor})
     monkeypatch.setattr(zstandard, "ZstdDecompressor", lambda: pytest.fail("unpacked"))
@@ -154,7 +154,7 @@ def test_nothing_is_unpacked_before_what_is_promised_is_checked(tmp_path, monkey
 def test_a_write_killed_at_any_time_leaves_the_old_file_or_the_new(tmp_path, monkeypatch, kind):
     """Before each of its changes, and with half of the file written."""
     path, new = tmp_path / "f", {"x": torch.tensor([random.Random(1).random()])}
-    content, save = written(path, kind).read_bytes(), artifact.save_file
+    content, save = write_file(path, kind).read_bytes(), artifact.save_file
 
     def half_written(tensors, half, metadata):
         half.write_bytes(content[: len(content) // 2])
@@ -162,8 +162,8 @@ def test_a_write_killed_at_any_time_leaves_the_old_file_or_the_new(tmp_path, mon
         save(tensors, half, metadata)
 
     monkeypatch.setattr(artifact, "save_file", half_written)
-    for _ in every_moment(lambda: written(path, kind, new)):
+    for _ in every_moment(lambda: write_file(path, kind, new)):
         assert any(same(read(path, kind)[1], tensors) for tensors in (TENSORS, new))
-        written(path, kind)
+        write_file(path, kind)
     assert same(read(path, kind)[1], new)
     assert [file.name for file in tmp_path.iterdir()] == ["f"]

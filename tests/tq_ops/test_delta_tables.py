@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from delta_runs import VERSIONS, Run, same, whole
-from op_tables import LAYER, TABLES, every_table, opened
+from op_tables import LAYER, TABLES, every_table, open_table
 
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.stored import Advance
@@ -34,15 +34,15 @@ class Setup:
         return f"{self.table.name}-{self.case}"
 
     def open(self) -> OpTable:
-        return opened(self.table)
+        return open_table(self.table)
 
     def run(self, sequences: int = 1) -> Run:
         return Run(self.open(), self.case, sequences, 6 * self.unit, self.table.device)
 
     def at_once(self, row: int = 0, length: int | None = None):
         """Outputs of a sequence's first tokens, all unless told, and its state behind them."""
-        told = 6 * self.unit
-        return whole(self.open(), self.case, row, told if length is None else length, told, self.table.device)
+        capacity = 6 * self.unit
+        return whole(self.open(), self.case, row, capacity if length is None else length, capacity, self.table.device)
 
 
 NAMES = {table.name for table in TABLES}
@@ -71,12 +71,12 @@ def test_a_prompt_in_pieces_is_the_whole_prompt_to_the_bit(setup, chunk):
 def test_a_sequence_among_others_of_other_lengths_is_itself_to_the_bit(setup):
     run, out = setup.run(3), [[], [], []]
     for rows, counts in (([2, 0], [1, 2]), ([1], [1]), ([0, 1, 2], [1, 1, 1]), ([1, 2], [1, 2])):
-        for row, told in zip(rows, run.run(rows, [count * setup.unit for count in counts]), strict=True):
-            out[row].append(told)
+        for row, chunk_output in zip(rows, run.run(rows, [count * setup.unit for count in counts]), strict=True):
+            out[row].append(chunk_output)
     for row in range(3):
-        told = torch.cat(out[row])
-        expected, state = setup.at_once(row, len(told))
-        assert torch.equal(told, expected)
+        chunk_output = torch.cat(out[row])
+        expected, state = setup.at_once(row, len(chunk_output))
+        assert torch.equal(chunk_output, expected)
         assert same(run.state(row), state)
 
 
@@ -84,13 +84,13 @@ def test_a_sequence_among_others_of_other_lengths_is_itself_to_the_bit(setup):
 def test_tokens_that_are_taken_back_were_never_there(setup):
     run, out = setup.run(), []
     out += run.run([0], [setup.unit])
-    for kept in (1, 0, 1):
+    for keep_count in (1, 0, 1):
         right, begin = run.told[0], run.paging.length(run.ids[0])
         advance = Advance(run.cache, run.paging, [run.ids[0]], [2])
-        run.told[0] = tuple(torch.cat([x[: begin + kept], -x[begin + kept :]]) for x in right)
-        out.append(run.run([0], [2], advance.batch)[0][:kept])
+        run.told[0] = tuple(torch.cat([x[: begin + keep_count], -x[begin + keep_count :]]) for x in right)
+        out.append(run.run([0], [2], advance.batch)[0][:keep_count])
         run.told[0] = right
-        advance.keep([kept])
+        advance.keep([keep_count])
     expected, state = setup.at_once(length=setup.unit + 2)
     assert torch.equal(torch.cat(out), expected)
     assert same(run.state(), state)
@@ -103,8 +103,10 @@ def test_padding_reads_and_keeps_nothing(setup):
     run.run([0, 1], [1, 2])
     before = {name: tensor[1].clone() for name, tensor in run.cache.states[LAYER].tensors.items()}
     batch = run.batch([0, 1], [1, 1])
-    padded = replace(batch, slot_mapping=torch.tensor([batch.slot_mapping[0], -1]), rows=torch.tensor([batch.rows[0]] * 2))
-    mine, _ = run.run([0, 1], [1, 1], padded)
+    padded_batch = replace(
+        batch, slot_mapping=torch.tensor([batch.slot_mapping[0], -1]), rows=torch.tensor([batch.rows[0]] * 2)
+    )
+    mine, _ = run.run([0, 1], [1, 1], padded_batch)
     expected, state = setup.at_once(length=2)
     assert torch.equal(mine, expected[1:])
     assert same(run.state(), state)
@@ -136,24 +138,24 @@ def test_a_state_that_is_not_there_is_an_error_and_nothing_changes(setup):
 
 @every_table
 def test_results_do_not_depend_on_the_number_of_threads(table):
-    ops, before, found = table.open(), torch.get_num_threads(), []
+    ops, before, results = table.open(), torch.get_num_threads(), []
     case = replace(SHAPES[0], value_heads=6)
     try:
         for threads in (1, 2, 5, 32):
             torch.set_num_threads(threads)
             run = Run(ops, case)
             out = torch.cat([*run.run([0], [50]), *run.run([0], [1]), *run.run([0], [1])])
-            found.append((out, run.state()))
+            results.append((out, run.state()))
     finally:
         torch.set_num_threads(before)
-    for out, state in found[1:]:
-        assert torch.equal(out, found[0][0])
-        assert same(state, found[0][1])
+    for out, state in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert same(state, results[0][1])
 
 
 def test_a_sequence_may_go_on_by_another_table():
     """The bookkeeping of versions is one."""
-    run = Run(opened(CPU[0]), SHAPES[0])
+    run = Run(open_table(CPU[0]), SHAPES[0])
     tables, out = (run.ops, reference), []
     for turn in range(20):
         run.ops = tables[turn % 2]
@@ -161,6 +163,6 @@ def test_a_sequence_may_go_on_by_another_table():
     length = run.paging.length(run.ids[0])
     expected, state = whole(reference, SHAPES[0], length=length)
     torch.testing.assert_close(torch.cat(out), expected, rtol=1e-4, atol=1e-5)
-    seen = run.cache.states[LAYER].take(run.paging.places(run.ids[0]), length)["seen"]
-    assert seen.tolist() == list(range(length - len(seen) + 1, length + 1))
+    positions_seen = run.cache.states[LAYER].take(run.paging.places(run.ids[0]), length)["seen"]
+    assert positions_seen.tolist() == list(range(length - len(positions_seen) + 1, length + 1))
     torch.testing.assert_close(run.state()["delta"], state["delta"], rtol=1e-4, atol=1e-5)

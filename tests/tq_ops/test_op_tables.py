@@ -11,7 +11,7 @@ import pytest
 import torch
 from integer_attention import integer_attention
 from learned_slow import GOLDEN_BITS, other_than_golden
-from op_tables import LAYER, Backend, Case, cache_tensors, every_table, filled, opened, relative
+from op_tables import LAYER, Backend, Case, cache_tensors, every_table, filled, open_table, relative
 from places import ROOT
 from torch import Tensor
 
@@ -36,7 +36,7 @@ CASES = suite.ATTENTION
 
 
 # -- The contract ------------------------------------------------------------------------------------------------------
-OP_OF = {
+OP_BY_KERNEL = {
     **dict.fromkeys(("prepared_floats", "prepare", "prepare_blocks", "project", "project_blocks"), "linear"),
     **dict.fromkeys(("scratch_floats", "attend", "rotate_pairs"), "paged_attention"),
 }
@@ -46,35 +46,35 @@ OP_OF = {
 def own_ops(isa):
     """The ops that an instruction set has kernels of its own for: those that its source replaces in another's, or all."""
     source = (ROOT / "tq_ops/cpu/csrc" / f"{isa}.cpp").read_text(encoding="utf-8")
-    return {OP_OF[kernel] for kernel in re.findall(r"\b(?:k|made)\.(\w+) = ", source)} or set(OP_NAMES)
+    return {OP_BY_KERNEL[kernel] for kernel in re.findall(r"\b(?:k|made)\.(\w+) = ", source)} or set(OP_NAMES)
 
 
 def own_cases(table):
     """Those of ops that no table before it has the very kernel of; one where the table cannot run, which says so."""
-    found = suite.cases(table)
+    cases = suite.cases(table)
     if table.missing():
-        return found[:1]
+        return cases[:1]
     isa = table.name.removeprefix("cpu-")
     if isa not in library.ISAS:
-        return found
-    return [case for case in found if case.op in own_ops(isa)]
+        return cases
+    return [case for case in cases if case.op in own_ops(isa)]
 
 
-NAMED = set(suite.named_cases())
+NAMED_CASES = set(suite.named_cases())
 BY_FORMAT = list(dict.fromkeys(case.cache.kv for case in suite.format_cases(CUDA)))
 
 
-def length_of(table, case, found):
+def length_marks(table, case, cases):
     """Marks: of a GPU's kernels in the interpreter, what runs in BF16 too runs in FP32 at length only.
 
     So does every format in two of its three head_dims, others with each format, and what takes the interpreter seconds.
     """
     if table is not CUDA or torch.cuda.is_available() or not isinstance(case, Attention | Store):
         return []
-    if case not in NAMED:
+    if case not in NAMED_CASES:
         turn = BY_FORMAT.index(case.cache.kv) % len(suite.HEAD_DIMS)
         return [] if case.head_dim == suite.HEAD_DIMS[turn] else [pytest.mark.cuda_long]
-    twin = isinstance(case, Attention) and case.dtype == torch.float32 and replace(case, dtype=torch.bfloat16) in found
+    twin = isinstance(case, Attention) and case.dtype == torch.float32 and replace(case, dtype=torch.bfloat16) in cases
     # Wide tiles, but for one beside a tail.
     many = isinstance(case, Attention) and case.cache.group * max(case.cache.new) >= 72 and not case.cache.tail
     return [pytest.mark.cuda_long] if twin or many else []
@@ -83,14 +83,14 @@ def length_of(table, case, found):
 @pytest.mark.parametrize(
     ("table", "case"),
     [
-        pytest.param(t, c, id=f"{t.name}-{c}", marks=length_of(t, c, found))
+        pytest.param(t, c, id=f"{t.name}-{c}", marks=length_marks(t, c, found))
         for t in TABLES
         for found in (own_cases(t),)
         for c in found
     ],
 )
 def test_every_op_does_what_the_reference_does(table, case):
-    opened(table)
+    open_table(table)
     ((_, finding),) = suite.run(table, [case])
     assert finding.passed, finding
 
@@ -102,11 +102,11 @@ def test_kernels_that_are_shared_are_known():
 
 def test_every_op_of_every_table_has_cases_and_every_format_that_a_table_reads():
     for table in TABLES:
-        found = suite.cases(table)
-        assert {case.op for case in found} == set(OP_NAMES), table.name
+        cases = suite.cases(table)
+        assert {case.op for case in cases} == set(OP_NAMES), table.name
         for kv, head_dim in (("tq4", 64), ("tq4", 128), ("tq4", 256), ("tq3", 128)):
             for op in ("store_kv", "paged_attention"):
-                assert any(c.op == op and c.head_dim == head_dim and kv in c.cache.kv for c in found), (table.name, op, kv)
+                assert any(c.op == op and c.head_dim == head_dim and kv in c.cache.kv for c in cases), (table.name, op, kv)
 
 
 def changes_input(call):
@@ -156,27 +156,27 @@ TABLE = {
     "store_kv": {name: wrong for name, (_, wrong) in STORE.items()},
     "gated_delta": {name: wrong for name, (_, wrong) in DELTA.items()},
 }  # fmt: skip
-CASE_OF = {
+CASE_BY_OP = {
     "linear": Plain("linear", (2, 64, 8), torch.float32), "rms_norm": Plain("rms_norm", (2, 64), torch.float32),
     "rope": Plain("rope", (4, 2, 64), torch.float32), "silu_mul": Plain("silu_mul", (2, 64), torch.bfloat16),
     "sigmoid_mul": Plain("sigmoid_mul", (2, 64), torch.float32), "gated_delta": suite.DELTAS[0], "store_kv": Store(CASES[3]),
     "paged_attention": Attention(CASES[3], torch.float32),
 }  # fmt: skip
-ROUNDED = {"of BF16": Plain("linear", (2, 64, 8), torch.bfloat16), "not rounded": Attention(CASES[3], torch.bfloat16)}
-EXCUSED = {"K and V's directions cut off, not rounded", "V rounded to BF16", "rolled back one step too few"}
+CASE_BY_FAULT = {"of BF16": Plain("linear", (2, 64, 8), torch.bfloat16), "not rounded": Attention(CASES[3], torch.bfloat16)}
+UNSEEN_FAULTS = {"K and V's directions cut off, not rounded", "V rounded to BF16", "rolled back one step too few"}
 """What the contract does not see: its case has too few vectors, or takes no tokens back. `tq validate` sees these."""
 FAULTS = [
     (op, name, wrong)
     for rows in (TABLE, ALONE)
     for op, of in rows.items()
     for name, wrong in of.items()
-    if name not in EXCUSED
+    if name not in UNSEEN_FAULTS
 ]
 
 
 @pytest.mark.parametrize(("op", "name", "wrong"), FAULTS, ids=[f"{op}-{name.strip()}" for op, name, _ in FAULTS])
 def test_the_contract_sees_a_fault(op, name, wrong):
-    case = ROUNDED.get(name, CASE_OF[op])
+    case = CASE_BY_FAULT.get(name, CASE_BY_OP[op])
     assert case.check(reference, torch.device("cpu")).passed
     assert not case.check(table_with(instead(op, wrong)), torch.device("cpu")).passed
 
@@ -186,30 +186,30 @@ def test_a_table_refuses_what_it_says_it_cannot_read():
     case = Case("tq4", 96, 1, 2, 128, (0,), (1,))
     reason = CPU[0].unsupported(case.plan, 96)
     assert REFERENCE.unsupported(case.plan, 96) is None
-    q, made, _, batch, scale = Attention(case, torch.float32).arguments(CPU[0].device)
+    q, kv_cache, _, batch, scale = Attention(case, torch.float32).arguments(CPU[0].device)
     with pytest.raises(InputError) as error:
-        opened(CPU[0]).paged_attention(q, made, LAYER, batch, scale)
+        open_table(CPU[0]).paged_attention(q, kv_cache, LAYER, batch, scale)
     assert str(error.value) == reason
     assert "head_dim" in str(CUDA.unsupported(case.plan, 96))
 
 
 # -- Attention ---------------------------------------------------------------------------------------------------------
-stored = cache(filled)
+filled_once = cache(filled)
 """The same, filled once a case."""
 
 
 @cache
 def expected(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Queries and what the reference makes of them."""
-    made, batch = stored(case)
+    kv_cache, batch = filled_once(case)
     generator = torch.Generator().manual_seed(1)
     shape = (len(batch.positions), case.kv_heads * case.group, case.head_dim)
     q = (2 * torch.randn(shape, generator=generator)).to(dtype)
-    return q, reference.paged_attention(q, made, LAYER, batch, case.head_dim**-0.5)
+    return q, reference.paged_attention(q, kv_cache, LAYER, batch, case.head_dim**-0.5)
 
 
 def attention(table: Backend, case: Case, q: Tensor, batch: Batch) -> Tensor:
-    return table.open().paged_attention(q, stored(case)[0], LAYER, batch, case.head_dim**-0.5)
+    return table.open().paged_attention(q, filled_once(case)[0], LAYER, batch, case.head_dim**-0.5)
 
 
 SUMS_INTEGERS = [f"cpu-{isa}" for isa in library.ISAS[library.ISAS.index("avx512vnni") :]]
@@ -218,15 +218,15 @@ SUMS_INTEGERS = [f"cpu-{isa}" for isa in library.ISAS[library.ISAS.index("avx512
 @every_table
 def test_bf16_attention_rounds_where_the_reference_does(table):
     q, theirs = expected(CASES[0], torch.bfloat16)
-    ours = attention(table, CASES[0], q, stored(CASES[0])[1])
-    unrounded = attention(table, CASES[0], q.float(), stored(CASES[0])[1]).bfloat16()
-    declared = theirs
+    ours = attention(table, CASES[0], q, filled_once(CASES[0])[1])
+    fp32_output = attention(table, CASES[0], q.float(), filled_once(CASES[0])[1]).bfloat16()
+    spec_output = theirs
     if table.name in SUMS_INTEGERS:
-        made, batch = stored(CASES[0])
-        declared = integer_attention(q, made, LAYER, batch, CASES[0].head_dim ** -0.5)
-        assert (declared != theirs).float().mean() > 2 * bounds.OP_TABLE_BF16_DIFFERENT
-    assert (ours != declared).float().mean() <= bounds.OP_TABLE_BF16_DIFFERENT
-    assert (unrounded != theirs).float().mean() > 2 * bounds.OP_TABLE_BF16_DIFFERENT
+        kv_cache, batch = filled_once(CASES[0])
+        spec_output = integer_attention(q, kv_cache, LAYER, batch, CASES[0].head_dim ** -0.5)
+        assert (spec_output != theirs).float().mean() > 2 * bounds.OP_TABLE_BF16_DIFFERENT
+    assert (ours != spec_output).float().mean() <= bounds.OP_TABLE_BF16_DIFFERENT
+    assert (fp32_output != theirs).float().mean() > 2 * bounds.OP_TABLE_BF16_DIFFERENT
 
 
 @every_table
@@ -235,7 +235,7 @@ def test_numbers_leave_nothing_to_round_but_the_order_of_sums(table, kv):
     """Even where weights and rotated queries are sums of two BF16 numbers."""
     case = replace(CASES[0], kv=kv)
     q, theirs = expected(case, torch.bfloat16)
-    ours = attention(table, case, q, stored(case)[1])
+    ours = attention(table, case, q, filled_once(case)[1])
     assert (ours != theirs).float().mean() <= bounds.OP_TABLE_BF16_DIFFERENT
 
 
@@ -245,7 +245,7 @@ def test_a_query_that_is_not_a_number_gives_no_number(table):
     q, theirs = expected(case, torch.float32)
     q = q.clone()
     q[2, 4, 7] = float("nan")
-    ours = attention(table, case, q, stored(case)[1])
+    ours = attention(table, case, q, filled_once(case)[1])
     assert ours[2, 4].isnan().all()
     assert relative(torch.cat([ours[:2], ours[3:]]), torch.cat([theirs[:2], theirs[3:]])) <= bounds.LAYER_FP32.attention
 
@@ -264,8 +264,8 @@ STORES = suite.STORES
 
 def new_tokens(case: Case) -> tuple[PagedKVCache, Batch, Tensor, Tensor]:
     """An untouched cache, a batch for it, K and V."""
-    k, v, made, _, batch = Store(case).arguments(torch.device("cpu"))
-    return made, batch, k, v
+    k, v, kv_cache, _, batch = Store(case).arguments(torch.device("cpu"))
+    return kv_cache, batch, k, v
 
 
 @every_table
@@ -282,9 +282,9 @@ def test_a_vector_that_is_not_finite_is_named_as_the_reference_names_it_and_noth
     (k if side == "k" else v)[7, 8, 127] = value
     with pytest.raises(NonFiniteError) as error:
         table.open().store_kv(k, v, ours, LAYER, batch)
-    with pytest.raises(NonFiniteError) as wanted:
+    with pytest.raises(NonFiniteError) as expected_error:
         reference.store_kv(k, v, new_tokens(STORES[2])[0], LAYER, batch)
-    assert str(error.value) == str(wanted.value)
+    assert str(error.value) == str(expected_error.value)
     assert f"{side.upper()} of token 7" in str(error.value)
     for was, (*_, tensor) in zip(before, cache_tensors(ours), strict=True):
         assert torch.equal(was.view(torch.uint8), tensor.view(torch.uint8))
@@ -310,7 +310,9 @@ def test_a_scale_beyond_fp16_is_its_largest_number_and_codes_are_those_of_the_di
     table.open().store_kv(k, v, other, LAYER, batch)
     table.open().store_kv(k * 2.0**100, v, ours, LAYER, batch)
     block, offset = batch.slot_mapping[1:] // 16, batch.slot_mapping[1:] % 16  # the first is a zero among its heads
-    (codes, scale), (expected, _) = ([x[block, :, offset] for x in of.k_fields(LAYER).values()] for of in (ours, other))
+    (codes, scale), (expected, _) = (
+        [x[block, :, offset] for x in kv_cache.k_fields(LAYER).values()] for kv_cache in (ours, other)
+    )
     assert torch.equal(codes, expected)
     assert (scale == 65504).all()
 

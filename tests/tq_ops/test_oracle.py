@@ -47,10 +47,10 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, scale: float, block: int | N
     if block is None:
         return scores.softmax(0) @ values
     most, total, out = scores.new_tensor(-torch.inf), scores.new_zeros(()), scores.new_zeros(len(q))
-    for part, of_part in zip(scores.split(block), values.split(block), strict=True):
+    for part, value_block in zip(scores.split(block), values.split(block), strict=True):
         weights, new = bf16((part - part.max()).exp()), torch.maximum(most, part.max())
         old, now = (most - new).exp(), (part.max() - new).exp()
-        out, total, most = out * old + weights @ of_part * now, total * old + weights.sum() * now, new
+        out, total, most = out * old + weights @ value_block * now, total * old + weights.sum() * now, new
     return bf16(out / total)
 
 
@@ -60,23 +60,23 @@ def decoder_layer(hidden: Tensor, weights: dict[str, Tensor], config, block: int
     With `block`, activations are rounded to BF16 where the published device rounds them: both norms of the hidden state, q
     after RoPE, attention, the product of SwiGLU, and the state after each residual.
     """
-    of, eps, theta = config.heads, config.final_norm.eps, config.common.attention.rope.theta
-    rounded = bf16 if block else lambda x: x
+    heads, eps, theta = config.heads, config.final_norm.eps, config.common.attention.rope.theta
+    round_to = bf16 if block else lambda x: x
     keys, values, out = [], [], []
     for position, h in enumerate(hidden):
-        x = rounded(rms_norm(h, weights["input_norm"], eps))
-        q, k, v = ((weights[f"{name}_proj"] @ x).view(-1, of.head_dim) for name in "qkv")
+        x = round_to(rms_norm(h, weights["input_norm"], eps))
+        q, k, v = ((weights[f"{name}_proj"] @ x).view(-1, heads.head_dim) for name in "qkv")
         keys.append(torch.stack([rope(rms_norm(head, weights["k_norm"], eps), position, theta) for head in k]))
         values.append(v)
-        attended = []
+        head_outputs = []
         for head, query in enumerate(q):
-            query, own = rounded(rope(rms_norm(query, weights["q_norm"], eps), position, theta)), head * len(k) // len(q)
-            seen = (torch.stack(side)[:, own] for side in (keys, values))
-            attended.append(attend(query, *seen, of.head_dim**-0.5, block))
-        h = rounded(h + weights["o_proj"] @ torch.cat(attended))
-        x = rounded(rms_norm(h, weights["post_norm"], eps))
+            query, kv_head = round_to(rope(rms_norm(query, weights["q_norm"], eps), position, theta)), head * len(k) // len(q)
+            visible = (torch.stack(side)[:, kv_head] for side in (keys, values))
+            head_outputs.append(attend(query, *visible, heads.head_dim**-0.5, block))
+        h = round_to(h + weights["o_proj"] @ torch.cat(head_outputs))
+        x = round_to(rms_norm(h, weights["post_norm"], eps))
         gate, up = weights["gate_proj"] @ x, weights["up_proj"] @ x
-        out.append(rounded(h + weights["down_proj"] @ rounded(gate * gate.sigmoid() * up)))
+        out.append(round_to(h + weights["down_proj"] @ round_to(gate * gate.sigmoid() * up)))
     return torch.stack(out)
 
 
@@ -89,11 +89,11 @@ def test_a_bf16_layer_rounds_where_the_device_rounds(name):
     batch, hidden = paging.batch([paging.add()], [len(tokens)]), model.weights.embedding[tokens]
     for index, layer in enumerate(model.weights.layers):
         weights = {field: tensor.double() for field, _, tensor in layer.named()}
-        expected, unrounded = (decoder_layer(hidden.double(), weights, config, block) for block in (cache.block_size, None))
+        expected, fp64_output = (decoder_layer(hidden.double(), weights, config, block) for block in (cache.block_size, None))
         hidden = executor.layers(hidden, range(index, index + 1), batch, cache)
         assert hidden.dtype == torch.bfloat16
         assert (hidden.double() != expected).double().mean() <= bounds.ORACLE_BF16_LAYER_DIFFERENT
-        assert (hidden.double() != bf16(unrounded)).double().mean() > 2 * bounds.ORACLE_BF16_LAYER_DIFFERENT
+        assert (hidden.double() != bf16(fp64_output)).double().mean() > 2 * bounds.ORACLE_BF16_LAYER_DIFFERENT
 
 
 # -- Ops one by one ------------------------------------------------------------------------------------------------------
@@ -130,17 +130,17 @@ ATTENTION = {
 
 def attention_case(config, lengths, new, size):
     """Attention of the last `new` tokens of each sequence: the reference's, queries [T, H, D] for it, and the oracle's."""
-    of, blocks = config.heads, sum(-(-n // size) for n in lengths) + 3
+    heads, blocks = config.heads, sum(-(-n // size) for n in lengths) + 3
     cache = new_cache(config, "fp32", blocks, size)
     paging = new_paging(cache, torch.randperm(blocks, generator=torch.Generator().manual_seed(8)).tolist())
-    k, v = (normal(sum(lengths), of.num_kv_heads, of.head_dim, seed=seed) for seed in (1, 2))
+    k, v = (normal(sum(lengths), heads.num_kv_heads, heads.head_dim, seed=seed) for seed in (1, 2))
     ids = [paging.add() for _ in lengths]
     olds = [n - some for n, some in zip(lengths, new, strict=True)]
     old = [paging.batch([one], [n]).slot_mapping if n else torch.zeros(0).long() for one, n in zip(ids, olds, strict=True)]
     batch = paging.batch(ids, new)
     slots = [part for pair in zip(old, batch.slot_mapping.split(list(new)), strict=True) for part in pair]
     reference.store_kv(k, v, cache, 1, at_slots(torch.cat(slots)))
-    scale, group = config.attentions[0].scale, of.num_heads // of.num_kv_heads
+    scale, group = config.attentions[0].scale, heads.num_heads // heads.num_kv_heads
 
     def expected(q, block=None):
         rows = iter(q.double())
@@ -156,7 +156,7 @@ def attention_case(config, lengths, new, size):
     def ours(q):
         return reference.paged_attention(q, cache, 1, batch, scale).double()
 
-    return ours, normal(sum(new), of.num_heads, of.head_dim, seed=3), expected
+    return ours, normal(sum(new), heads.num_heads, heads.head_dim, seed=3), expected
 
 
 @pytest.mark.parametrize("case", ATTENTION)
@@ -170,12 +170,12 @@ def test_paged_attention(name, case):
 def test_paged_attention_of_bf16_queries_rounds_probabilities_block_by_block(case):
     ours, q, expected = attention_case(SMALL, *ATTENTION[case])
     q = q.bfloat16()
-    found, rounded, plain = ours(q), expected(q, ATTENTION[case][2]), bf16(expected(q))
+    output, rounded, plain = ours(q), expected(q, ATTENTION[case][2]), bf16(expected(q))
     # A probability or a result beside a rounding point may fall the other way: few do.
-    assert (found != rounded).double().mean() <= 0.005
-    torch.testing.assert_close(found, rounded, rtol=2**-7, atol=2**-9)
+    assert (output != rounded).double().mean() <= 0.005
+    torch.testing.assert_close(output, rounded, rtol=2**-7, atol=2**-9)
     if case != "one token":
-        assert (found != plain).double().mean() > 0.05  # the rounding of probabilities is visible, so it is really tested
+        assert (output != plain).double().mean() > 0.05  # the rounding of probabilities is visible, so it is really tested
 
 
 def test_store_kv_puts_each_token_at_its_slot():

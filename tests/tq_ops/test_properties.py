@@ -57,7 +57,7 @@ class Run:
         return dict(zip(tokens, prefill(self.executor, ids, batch, self.cache), strict=True))
 
 
-def tokens_of(count: int, seed: int) -> list[int]:
+def tokens_from_seed(count: int, seed: int) -> list[int]:
     return random_tokens(SMALL, count, seed)
 
 
@@ -69,12 +69,12 @@ def tokens_of(count: int, seed: int) -> list[int]:
 @cases(20)
 def test_cuts_of_a_prompt_and_companions_in_the_batch_change_nothing(count, seed, cuts, one_by_one, others, place):
     """Of a cache that rounds nothing: only the order of FP32 sums is another."""
-    tokens = tokens_of(count, seed)
+    tokens = tokens_from_seed(count, seed)
     expected = Run("fp32")(a=tokens)["a"]
     edges = range(count + 1) if one_by_one else [0, *sorted(cut for cut in cuts if cut < count), count]
     run = Run("fp32", num_blocks=99)
     for begin, end in pairwise(edges):
-        rows = [(f"other{i}", tokens_of(other, seed + begin + i)) for i, other in enumerate(others)]
+        rows = [(f"other{i}", tokens_from_seed(other, seed + begin + i)) for i, other in enumerate(others)]
         rows.insert(place, ("a", tokens[begin:end]))
         logits = run(**dict(rows))["a"]
     assert expected.std() > 0.5
@@ -83,8 +83,8 @@ def test_cuts_of_a_prompt_and_companions_in_the_batch_change_nothing(count, seed
 
 def three_steps(run: Run, seed: int) -> Tensor:
     """Two prompts, a later chunk of one, a decode step of both: all logits."""
-    first = run(a=tokens_of(11, seed), b=tokens_of(5, seed + 1))
-    second, third = run(a=tokens_of(7, seed + 2)), run(a=[1], b=[2])
+    first = run(a=tokens_from_seed(11, seed), b=tokens_from_seed(5, seed + 1))
+    second, third = run(a=tokens_from_seed(7, seed + 2)), run(a=[1], b=[2])
     return torch.stack([first["a"], first["b"], second["a"], third["a"], third["b"]])
 
 
@@ -128,14 +128,14 @@ def assert_sound(batch: Batch, lengths_before: list[int], new: list[int], size: 
     assert starts == [0, *np.cumsum(new).tolist()]
     for row, (before, count) in enumerate(zip(lengths_before, new, strict=True)):
         table = batch.block_table[row].tolist()
-        own = [block for block in table if block >= 0]
-        assert table == own + [-1] * (len(table) - len(own))
-        assert len(own) == -(-(before + count) // size)
+        used_blocks = [block for block in table if block >= 0]
+        assert table == used_blocks + [-1] * (len(table) - len(used_blocks))
+        assert len(used_blocks) == -(-(before + count) // size)
         assert batch.seq_lens[row] == before + count
         assert batch.positions[starts[row] : starts[row + 1]].tolist() == list(range(before, before + count))
-        places = [own[position // size] * size + position % size for position in range(before, before + count)]
+        places = [used_blocks[position // size] * size + position % size for position in range(before, before + count)]
         assert batch.slot_mapping[starts[row] : starts[row + 1]].tolist() == places
-        blocks.append(own)
+        blocks.append(used_blocks)
     return blocks
 
 
@@ -153,38 +153,40 @@ def test_sequences_own_their_blocks_alone_and_give_them_back(order, size, todo):
     for action, detail in todo:
         if action == "free":
             if lengths:
-                gone = sorted(lengths)[detail % len(lengths)]
-                paging.free(gone)
-                del lengths[gone], blocks[gone], slots[gone]
+                freed_sequence = sorted(lengths)[detail % len(lengths)]
+                paging.free(freed_sequence)
+                del lengths[freed_sequence], blocks[freed_sequence], slots[freed_sequence]
                 with pytest.raises(KeyError):
-                    paging.length(gone)
+                    paging.length(freed_sequence)
             continue
         while len(lengths) < len(detail):
             new = paging.add()
             assert new not in lengths
             assert paging.length(new) == 0
             lengths[new], blocks[new], slots[new] = 0, [], []
-        chosen = sorted(lengths)[-len(detail) :]
+        subset = sorted(lengths)[-len(detail) :]
         free = 10 - sum(map(len, blocks.values()))
-        needed = sum(-(-(lengths[s] + n) // size) - len(blocks[s]) for s, n in zip(chosen, detail, strict=True))
-        if needed > free:
-            with pytest.raises(CacheFullError, match=rf" {needed} more blocks of {size} tokens are needed, {free} are free"):
-                paging.batch(chosen, detail)
-            assert [paging.length(one) for one in chosen] == [lengths[one] for one in chosen]
+        block_shortage = sum(-(-(lengths[s] + n) // size) - len(blocks[s]) for s, n in zip(subset, detail, strict=True))
+        if block_shortage > free:
+            with pytest.raises(
+                CacheFullError, match=rf" {block_shortage} more blocks of {size} tokens are needed, {free} are free"
+            ):
+                paging.batch(subset, detail)
+            assert [paging.length(one) for one in subset] == [lengths[one] for one in subset]
             continue
-        batch = paging.batch(chosen, detail)
-        rows = assert_sound(batch, [lengths[s] for s in chosen], detail, size)
-        for sequence, count, own, new in zip(chosen, detail, rows, batch.slot_mapping.split(detail), strict=True):
-            assert own[: len(blocks[sequence])] == blocks[sequence]  # what it has, it keeps
-            lengths[sequence], blocks[sequence] = lengths[sequence] + count, own
+        batch = paging.batch(subset, detail)
+        rows = assert_sound(batch, [lengths[s] for s in subset], detail, size)
+        for sequence, count, block_row, new in zip(subset, detail, rows, batch.slot_mapping.split(detail), strict=True):
+            assert block_row[: len(blocks[sequence])] == blocks[sequence]  # what it has, it keeps
+            lengths[sequence], blocks[sequence] = lengths[sequence] + count, block_row
             slots[sequence] += new.tolist()
             assert paging.length(sequence) == lengths[sequence]
-        everything = [block for own in blocks.values() for block in own]
+        everything = [block for block_row in blocks.values() for block in block_row]
         assert len(everything) == len(set(everything))
         assert set(everything) <= set(range(10))
-        for sequence, own in slots.items():
-            assert len(own) == len(set(own)) == lengths[sequence]
-            assert {slot // size for slot in own} == set(blocks[sequence])
+        for sequence, block_row in slots.items():
+            assert len(block_row) == len(set(block_row)) == lengths[sequence]
+            assert {slot // size for slot in block_row} == set(blocks[sequence])
     for sequence in list(lengths):
         paging.free(sequence)
     everything = paging.batch([paging.add()], [10 * size]).block_table[0].tolist()
@@ -243,20 +245,20 @@ def round_trip(x: np.ndarray, layer: int = 0) -> tuple[np.ndarray, float, np.nda
 @example(x=np.eye(128, dtype=np.float32)[5] * np.float32(2e38), layer=1)
 @cases(100)
 def test_tq4_keeps_direction_and_length_of_any_finite_vector(x, layer):
-    _, scale, restored = round_trip(x, layer)
+    _, scale, dequantized = round_trip(x, layer)
     exact = x.astype(np.float64)
     length = np.linalg.norm(exact)
-    assert np.isfinite(restored).all()
+    assert np.isfinite(dequantized).all()
     assert 0 <= scale <= 65504
     if not x.any():
         assert scale == 0
     if scale == 0:
-        assert not restored.any()
+        assert not dequantized.any()
         assert length < 1e-7
         return
-    assert restored @ exact / (np.linalg.norm(restored) * length) >= bounds.TQ4_LOWEST_COSINE
+    assert dequantized @ exact / (np.linalg.norm(dequantized) * length) >= bounds.TQ4_LOWEST_COSINE
     if 2.0**-14 <= scale < 65504:
-        assert np.linalg.norm(restored) == pytest.approx(length, rel=bounds.TQ4_LENGTH)
+        assert np.linalg.norm(dequantized) == pytest.approx(length, rel=bounds.TQ4_LENGTH)
     elif scale == 65504:
         assert length >= 65504 * 0.99
 
@@ -265,9 +267,9 @@ def test_tq4_keeps_direction_and_length_of_any_finite_vector(x, layer):
 @cases(30)
 def test_tq4_codes_do_not_depend_on_length(x, power):
     codes, _, _ = round_trip(x)
-    scaled, _, _ = round_trip(x * np.float32(2.0**power))
+    scaled_codes, _, _ = round_trip(x * np.float32(2.0**power))
     if np.abs(x[x != 0]).min(initial=1.0) > 1e-30:  # a denormal loses bits when it shrinks
-        np.testing.assert_array_equal(codes, scaled)
+        np.testing.assert_array_equal(codes, scaled_codes)
 
 
 @given(

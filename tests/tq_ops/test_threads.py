@@ -58,16 +58,16 @@ def test_threads_sleep_while_it_is_open_and_only_then():
 
 
 def test_the_validator_lets_them_sleep():
-    model, seen = small_model(), set()
+    model, thread_names = small_model(), set()
     plan = KVSpec("tq4").plan(model.config.num_layers)
     try:
         torch.set_num_threads(2)
         reference = ReferenceExecutor(model)
         validate(
             reference, ReferenceExecutor(model), model, [[1, 2, 3]], 1, plan,
-            lambda _: seen.update(thread.name for thread in threading.enumerate()),
+            lambda _: thread_names.update(thread.name for thread in threading.enumerate()),
         )  # fmt: skip
     finally:
         torch.set_num_threads(1)
-    assert "haarkv-sleeping-threads" in seen
+    assert "haarkv-sleeping-threads" in thread_names
     assert "haarkv-sleeping-threads" not in {thread.name for thread in threading.enumerate()}

@@ -11,7 +11,7 @@ def through(message, deep):
 """
 
 
-def made(package):
+def make_function(package):
     """`through` of a module of this package."""
     names = {"__name__": f"{package}.made.up", "warn": warn}
     exec(compile(INNER, f"{package}.py", "exec"), names)
@@ -20,15 +20,15 @@ def made(package):
 
 def test_the_first_line_outside_of_the_package_is_named_however_deep():
     for package, deep in (("haarkv", 0), ("haarkv", 5), ("tq", 2), ("transformers", 3)):
-        with warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as records:
             warnings.simplefilter("always")
             line = inspect.currentframe().f_lineno + 1
-            made(package)("careful", deep)
-        assert [(str(one.message), one.filename, one.lineno) for one in caught] == [("careful", __file__, line)], package
+            make_function(package)("careful", deep)
+        assert [(str(one.message), one.filename, one.lineno) for one in records] == [("careful", __file__, line)], package
 
 
 def test_another_package_is_named_itself():
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as records:
         warnings.simplefilter("always")
-        made("somebody")("careful", 3)
-    assert [one.filename for one in caught] == ["somebody.py"]
+        make_function("somebody")("careful", 3)
+    assert [one.filename for one in records] == ["somebody.py"]

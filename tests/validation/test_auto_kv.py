@@ -18,7 +18,7 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.fidelity.evaluation import Setup, evaluate, make_workload
 from haarkv.validation.planning import auto, remembered
 from haarkv.validation.planning.calibrate import load_subject
-from haarkv.validation.planning.candidates import bits_per_value, cache_of
+from haarkv.validation.planning.candidates import bits_per_value, session_with_plan
 from haarkv.validation.planning.common_text import SEQUENCES, common_text, prose, start_token, write
 from haarkv.validation.planning.estimates import Judge, Probes, Whole
 from haarkv.validation.planning.planner import measure
@@ -34,7 +34,7 @@ def subject():
 
 
 @pytest.fixture(scope="module")
-def chosen(subject):
+def choice(subject):
     return auto.choose(subject, loss=LOSS)
 
 
@@ -57,21 +57,21 @@ def test_a_model_writes_texts_of_its_own_from_its_start_token(subject):
     assert len({tuple(text.tolist()) for text in ids.split(length)}) == SEQUENCES
 
 
-def test_the_chosen_cache_is_under_the_bound_and_spends_it(chosen):
+def test_the_chosen_cache_is_under_the_bound_and_spends_it(choice):
     """What was judged last comes close to the bound; the smallest of those under it is taken, whatever came first."""
-    under = [row for row in chosen.rows if row.kl_mean <= LOSS]
-    assert chosen.row == min(under, key=lambda row: row.bits_per_value)
-    assert chosen.row.kl_mean > 0.3 * LOSS
-    assert len(chosen.rows) <= auto._TRIED_AT_MOST + 1
-    assert (chosen.spec.tail, chosen.spec.sink) == (124, 4)
-    plan = plan_for(chosen.spec, chosen.config)
-    bits = bits_per_value(plan, chosen.config, 2048 if chosen.config.max_position_embeddings == 2048 else 4096)
-    assert f"takes {bits:.2f} bits a value" in str(chosen)
-    assert f"({plan.summary()}): mean KL" in str(chosen)
+    under = [row for row in choice.rows if row.kl_mean <= LOSS]
+    assert choice.row == min(under, key=lambda row: row.bits_per_value)
+    assert choice.row.kl_mean > 0.3 * LOSS
+    assert len(choice.rows) <= auto._TRIED_AT_MOST + 1
+    assert (choice.spec.tail, choice.spec.sink) == (124, 4)
+    plan = plan_for(choice.spec, choice.config)
+    bits = bits_per_value(plan, choice.config, 2048 if choice.config.max_position_embeddings == 2048 else 4096)
+    assert f"takes {bits:.2f} bits a value" in str(choice)
+    assert f"({plan.summary()}): mean KL" in str(choice)
 
 
-def test_other_formats_cost_by_what_their_levels_leave(chosen):
-    for (_, side), by_name in chosen.costs.items():
+def test_other_formats_cost_by_what_their_levels_leave(choice):
+    for (_, side), by_name in choice.costs.items():
         losses = [by_name[name] for name in auto.FORMATS[side]]
         assert losses == sorted(losses, reverse=True)
         assert losses[-1] == 0
@@ -80,15 +80,15 @@ def test_other_formats_cost_by_what_their_levels_leave(chosen):
 
 
 @pytest.mark.parametrize("share", [0.3, 1, 4])
-def test_what_is_chosen_for_npu_is_what_its_programs_read(chosen, share):
+def test_what_is_chosen_for_npu_is_what_its_programs_read(choice, share):
     """Whether the bound takes the best formats that it reads, the smallest, or no packed ones at all."""
-    names, config = auto.names_for("npu"), chosen.config
-    costs = {place: {name: by_name[name] for name in names[place[1]]} for place, by_name in chosen.costs.items()}
-    allowed = share * sum(by_name["lr4" if side == "k" else "tq4"] for (_, side), by_name in costs.items())
-    plan = auto.smallest(costs, config, allowed, chosen.file.calibration)
+    names, config = auto.names_for("npu"), choice.config
+    costs = {place: {name: by_name[name] for name in names[place[1]]} for place, by_name in choice.costs.items()}
+    budget = share * sum(by_name["lr4" if side == "k" else "tq4"] for (_, side), by_name in costs.items())
+    plan = auto.smallest(costs, config, budget, choice.file.calibration)
     assert plan.keeps_tokens == (share >= 1)
     assert NpuExecutor.supports(config, plan) is None
-    assert NpuExecutor.supports(config, plan_for(chosen.spec, config))
+    assert NpuExecutor.supports(config, plan_for(choice.spec, config))
 
 
 def test_a_choice_for_npu_is_remembered_apart(at_home):
@@ -97,26 +97,24 @@ def test_a_choice_for_npu_is_remembered_apart(at_home):
     assert files[3] not in files[:3]
 
 
-def test_no_plan_of_fewer_bytes_would_do(chosen):
+def test_no_plan_of_fewer_bytes_would_do(choice):
     """By its costs, the smallest plan for a bound stays under it, and a step of bits less does not."""
-    config, calibration = chosen.config, chosen.file.calibration
-    allowed = sum(by_name["lr4" if side == "k" else "tq4"] for (_, side), by_name in chosen.costs.items())
+    config, calibration = choice.config, choice.file.calibration
+    budget = sum(by_name["lr4" if side == "k" else "tq4"] for (_, side), by_name in choice.costs.items())
     uniform = plan_for(KVSpec("k=lr4,v=tq4", 124, 4, calibration=calibration), config)
-    found = auto.smallest(chosen.costs, config, allowed, calibration)
-    lost = sum(
-        chosen.costs[i, side][f.name] for i, pair in enumerate(found.layers) for side, f in zip("kv", pair, strict=True)
-    )
+    plan = auto.smallest(choice.costs, config, budget, calibration)
+    loss = sum(choice.costs[i, side][f.name] for i, pair in enumerate(plan.layers) for side, f in zip("kv", pair, strict=True))
     context = min(auto.CONTEXT, config.max_position_embeddings)
-    assert lost <= allowed
-    assert bits_per_value(found, config, context) <= bits_per_value(uniform, config, context)
-    assert {f.name for f in auto.smallest(chosen.costs, config, 0.0, calibration).formats} == {"bf16"}
+    assert loss <= budget
+    assert bits_per_value(plan, config, context) <= bits_per_value(uniform, config, context)
+    assert {f.name for f in auto.smallest(choice.costs, config, 0.0, calibration).formats} == {"bf16"}
 
 
-def test_a_tail_is_taken_where_it_saves_bytes(chosen):
-    config, calibration = chosen.config, chosen.file.calibration
-    allowed = sum(by_name["lr4" if side == "k" else "tq4"] for (_, side), by_name in chosen.costs.items())
+def test_a_tail_is_taken_where_it_saves_bytes(choice):
+    config, calibration = choice.config, choice.file.calibration
+    budget = sum(by_name["lr4" if side == "k" else "tq4"] for (_, side), by_name in choice.costs.items())
     for times, tail in ((1.0, 60), (50.0, 124)):
-        assert auto.smallest(chosen.costs, config, allowed, calibration, {124: 1.0, 60: times}).recent == tail
+        assert auto.smallest(choice.costs, config, budget, calibration, {124: 1.0, 60: times}).recent == tail
 
 
 # -- Estimates --------------------------------------------------------------------------------------------------------------
@@ -134,7 +132,7 @@ def test_a_loss_is_estimated_as_it_is_measured(subject, text):
         row = whole.row(kv, plan)
         assert whole.kl(plan) == pytest.approx(row.kl_mean, rel=0.25), kv
         # Before the first position that counts nothing is lost.
-        (all_of_it,) = evaluate(replace(setup, caches={kv: cache_of(base, plan)}), work)
+        (all_of_it,) = evaluate(replace(setup, caches={kv: session_with_plan(base, plan)}), work)
         assert row.kl_mean * (len(text) - 1 - 128) == pytest.approx(all_of_it.kl_mean * (len(text) - 1), rel=1e-3), kv
         assert (row.kv, row.bits_per_value) == (kv, all_of_it.bits_per_value)
     assert whole.kl(base.plan) == 0
@@ -157,12 +155,12 @@ class Text:
 
 
 def test_the_worst_text_judges_and_one_that_loses_far_less_is_not_asked_again():
-    texts, told = {"far": Text(a=0.7), "near": Text(a=0.9, b=0.5), "worst": Text(a=1.0, b=0.4)}, []
-    judge = Judge(texts, 0.8, lambda what, tokens: told.append((what, tokens)), layers=3)
+    texts, step_log = {"far": Text(a=0.7), "near": Text(a=0.9, b=0.5), "worst": Text(a=1.0, b=0.4)}, []
+    judge = Judge(texts, 0.8, lambda what, tokens: step_log.append((what, tokens)), layers=3)
     assert judge.estimate("a") == 1.0
     assert judge.estimate("b", "tail 60") == 0.5
     assert [text.asked for text in texts.values()] == [["a"], ["a", "b"], ["a", "b"]]
-    assert told == [("auto on far", 30), ("auto on near", 30), ("auto on worst", 30), ("tail 60 on near", 30),
+    assert step_log == [("auto on far", 30), ("auto on near", 30), ("auto on worst", 30), ("tail 60 on near", 30),
                     ("tail 60 on worst", 30)]  # fmt: skip
     assert (judge.measure("b").kv, judge.measure("b").kl_mean) == ("near", 0.5)
 
@@ -180,10 +178,10 @@ def test_a_probe_costs_what_it_costs_when_all_layers_run(subject, text):
     work = make_workload(text.tolist(), 2048, window=len(text) - 1, prompts=0)
     exact = measure(setup, work, {"k": ("tq2",), "v": ("tq2",)})
     last = subject.config.num_layers - 1
-    found = {place: probes.cost(place, "tq2") for place in ((last, "v"), (0, "k"), (0, "v"), (2, "k"))}
-    for place, cost in found.items():
-        assert cost * probes.scored / auto.PROBED_BY == pytest.approx(exact[place]["tq2"], rel=0.3), place
-    assert probes.cost((2, "k"), "tq2") == pytest.approx(found[2, "k"], rel=1e-6)
+    costs = {place: probes.cost(place, "tq2") for place in ((last, "v"), (0, "k"), (0, "v"), (2, "k"))}
+    for place, cost in costs.items():
+        assert cost * probes.scored_tokens / auto.PROBED_BY == pytest.approx(exact[place]["tq2"], rel=0.3), place
+    assert probes.cost((2, "k"), "tq2") == pytest.approx(costs[2, "k"], rel=1e-6)
     assert probes.cost((2, "k"), "bf16") == 0
 
 
@@ -193,26 +191,26 @@ def choosing(monkeypatch, choose):
     monkeypatch.setattr(remembered, "choose", choose)
 
 
-def test_a_choice_is_remembered_and_made_again_where_its_file_is_damaged(at_home, chosen, monkeypatch):
-    asked = []
+def test_a_choice_is_remembered_and_made_again_where_its_file_is_damaged(at_home, choice, monkeypatch):
+    losses = []
 
     def choose(subject, loss, *_):
-        asked.append(loss)
-        return chosen
+        losses.append(loss)
+        return choice
 
     choosing(monkeypatch, choose)
-    said = []
-    first = remembered.cache_for("tiny", loss=0.002, on_choice=said.append)
-    again = remembered.cache_for("tiny", loss=0.002, on_choice=said.append)
-    assert asked == [0.002]
-    assert said == [str(chosen)]
+    messages = []
+    first = remembered.cache_for("tiny", loss=0.002, on_choice=messages.append)
+    again = remembered.cache_for("tiny", loss=0.002, on_choice=messages.append)
+    assert losses == [0.002]
+    assert messages == [str(choice)]
     assert again.plan(6).describe() == first.plan(6).describe()
-    assert again.weights == first.weights == chosen.file.fingerprint
+    assert again.weights == first.weights == choice.file.fingerprint
     (file,) = at_home.iterdir()
     file.write_bytes(file.read_bytes()[:-100])
     remembered.cache_for("tiny", loss=0.002)
     remembered.cache_for("tiny", loss=0.01)
-    assert asked == [0.002, 0.002, 0.01]
+    assert losses == [0.002, 0.002, 0.01]
 
 
 def test_a_choice_is_that_of_settings_weights_and_tokenizer(at_home, tmp_path):
@@ -229,49 +227,49 @@ def test_a_choice_is_that_of_settings_weights_and_tokenizer(at_home, tmp_path):
         for other in ("notes.txt", "learned.safetensors", "README.md", "tokenizer_config.json"):
             (folder / other).write_text("{}")
             assert remembered.file_for(str(folder), LOSS) == before, other
-        seen = {before}
+        paths = {before}
         for name in ("config.json", "tokenizer.json", what_counts):
             with (folder / name).open("ab") as file:
                 file.write(b" ")
-            assert remembered.file_for(str(folder), LOSS) not in seen, name
-            seen.add(remembered.file_for(str(folder), LOSS))
+            assert remembered.file_for(str(folder), LOSS) not in paths, name
+            paths.add(remembered.file_for(str(folder), LOSS))
 
 
-def test_the_command_takes_the_choice_and_says_it_once(at_home, chosen, monkeypatch, capsys):
-    choosing(monkeypatch, lambda *_: chosen)
-    for said in (1, 0):
-        given = ["--kv", "auto", "--kv-loss", "0.002", "--prompt", "def", "--max-new-tokens", "2", "--json"]
-        assert main(["generate", *given]) == 0
+def test_the_command_takes_the_choice_and_says_it_once(at_home, choice, monkeypatch, capsys):
+    choosing(monkeypatch, lambda *_: choice)
+    for count in (1, 0):
+        args = ["--kv", "auto", "--kv-loss", "0.002", "--prompt", "def", "--max-new-tokens", "2", "--json"]
+        assert main(["generate", *args]) == 0
         out, err = capsys.readouterr()
-        assert json.loads(out)["kv"]["format"] == plan_for(chosen.spec, chosen.config).summary()
-        assert err.count(f"tq: {chosen}") == said
+        assert json.loads(out)["kv"]["format"] == plan_for(choice.spec, choice.config).summary()
+        assert err.count(f"tq: {choice}") == count
         # What is recommended meanwhile is the cache that loses little on any model.
-        assert err.count("takes minutes") == err.count("give --kv k=tq6,v=tq4 --kv-tail 124 --kv-sink 4\n") == said
+        assert err.count("takes minutes") == err.count("give --kv k=tq6,v=tq4 --kv-tail 124 --kv-sink 4\n") == count
 
 
-def test_where_nothing_can_be_kept_the_choice_is_used_all_the_same(chosen, monkeypatch, tmp_path):
+def test_where_nothing_can_be_kept_the_choice_is_used_all_the_same(choice, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setattr(remembered, "home", lambda: tmp_path / "file")
-    choosing(monkeypatch, lambda *_: chosen)
-    assert remembered.cache_for("tiny", loss=0.002) is chosen.spec
+    choosing(monkeypatch, lambda *_: choice)
+    assert remembered.cache_for("tiny", loss=0.002) is choice.spec
 
 
 # Choosing once more takes long: `make test-long`.
 @pytest.mark.parametrize("chooses", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_load_takes_what_the_command_takes(at_home, chosen, chooses, monkeypatch):
+def test_load_takes_what_the_command_takes(at_home, choice, chooses, monkeypatch):
     """The choice is said once and remembered; what sets the whole cache stands alone."""
     if not chooses:
-        choosing(monkeypatch, lambda *_: chosen)
-    said = []
-    session = tq.load("tiny", kv="auto", kv_loss=0.05, on_choice=said.append)
-    assert len(said) == 1
+        choosing(monkeypatch, lambda *_: choice)
+    messages = []
+    session = tq.load("tiny", kv="auto", kv_loss=0.05, on_choice=messages.append)
+    assert len(messages) == 1
     assert session.plan.sink == auto.SINKS
-    again = tq.load("tiny", kv="auto", kv_loss=0.05, on_choice=said.append)
-    assert len(said) == 1
+    again = tq.load("tiny", kv="auto", kv_loss=0.05, on_choice=messages.append)
+    assert len(messages) == 1
     assert again.plan.describe() == session.plan.describe()
     (file,) = at_home.iterdir()
-    learned = tq.load("tiny", kv="k=lr3,v=tq3", calibration=file, tail=16, sink=2)
-    assert learned.plan.describe() == "k=lr3,v=tq3; tail 16; sink 2"
+    learned_session = tq.load("tiny", kv="k=lr3,v=tq3", calibration=file, tail=16, sink=2)
+    assert learned_session.plan.describe() == "k=lr3,v=tq3; tail 16; sink 2"
     assert tq.load("tiny", plan=file).plan.describe() == session.plan.describe()
     with pytest.raises(InputError, match="kv='auto' sets the whole cache; leave out tail"):
         tq.load("tiny", kv="auto", tail=3)

@@ -6,9 +6,9 @@ from itertools import product
 
 import pytest
 import torch
-from at_length import MORE_JUDGE, rest, thinned
-from block_weights import TYPES, in_blocks, made
-from judged import report_of
+from at_length import MORE_JUDGE, pairwise_cases, rest
+from block_weights import TYPES, in_blocks, random_blocks
+from judged import validation_report
 from small_models import random_tokens, small_config, small_model
 
 from haarkv.executors.cpu import CpuExecutor
@@ -16,13 +16,13 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import with_ops
-from haarkv.tq_ops.weight import Blocks, numbers_of, rounding_to
+from haarkv.tq_ops.weight import Blocks, rounding_to, weight_numbers
 from haarkv.validation import validate
 from haarkv.validation.faults.model import block_faults
 from haarkv.validation.layers.null import half_steps
 from haarkv.validation.layers.reference import Reference
-from haarkv.validation.layers.replay.case import OneRun, judged
-from haarkv.validation.layers.replay.file import load, replay_of, save
+from haarkv.validation.layers.replay.case import OneRun, judge_case
+from haarkv.validation.layers.replay.file import build_replay_file, load, save
 from haarkv.validation.layers.self_test import WholeLayers
 from haarkv.validation.ops import suite
 from haarkv.validation.ops.suite import CPU, CUDA, REFERENCE
@@ -35,7 +35,7 @@ DRIVES = {"ops": lambda executor: executor, "layers": WholeLayers}
 
 
 def run(model, candidate, **more):
-    return report_of(candidate, model, PROMPTS, **more)
+    return validation_report(candidate, model, PROMPTS, **more)
 
 
 def rounding(bits, types=TYPES, restored=False):
@@ -46,7 +46,7 @@ def rounding(bits, types=TYPES, restored=False):
             blocks = x.float().view(len(x), -1, 32)
             step = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-30) / (2 ** (bits - 1) - 1)
             x = ((blocks / step).round() * step).view(x.shape)
-            weight = numbers_of(weight) if restored else weight  # whatever the blocks ask for
+            weight = weight_numbers(weight) if restored else weight  # whatever the blocks ask for
         return reference.linear(x, weight)
 
     return with_ops(reference, {"linear": linear})
@@ -60,7 +60,7 @@ class InBlocks(ReferenceExecutor):
 @pytest.mark.parametrize(
     ("dtype", "drive", "kv"),
     [
-        *thinned(MORE_JUDGE, list(DTYPES), list(DRIVES), ["tq4"]),
+        *pairwise_cases(MORE_JUDGE, list(DTYPES), list(DRIVES), ["tq4"]),
         *rest(MORE_JUDGE, product(DTYPES, DRIVES, ["bf16"]), lambda i, _: i == 0),
     ],
 )
@@ -76,7 +76,7 @@ def test_without_the_steps_of_x_it_would_be_red(monkeypatch, drive):
     """Honest runs then multiply what the reference does, and sums in FP32 are off by less."""
     model = MODELS[torch.float32]
     monkeypatch.setattr(Reference, "rounds_x", lambda *_: False)
-    assert not run(model, DRIVES[drive](CpuExecutor(model)), known={}).passed
+    assert not run(model, DRIVES[drive](CpuExecutor(model)), honest_cache={}).passed
 
 
 @pytest.mark.parametrize("drive", DRIVES)
@@ -94,13 +94,15 @@ def test_an_x_of_fewer_bits_is_found(drive):
 @pytest.mark.parametrize("drive", DRIVES)
 def test_8_bits_are_excused_where_the_blocks_ask_for_them(drive):
     """The reference rounds to 8 bits too, then; 7 bits, and none, are faults."""
-    asked = replace(MODELS[torch.float32], weights=MODELS[torch.float32].weights.placed(partial(rounding_to, bits=8)))
-    executor = CpuExecutor(asked)
+    rounding_model = replace(MODELS[torch.float32], weights=MODELS[torch.float32].weights.placed(partial(rounding_to, bits=8)))
+    executor = CpuExecutor(rounding_model)
     assert "activations of 8 bits" in executor.description
-    known = {}
-    assert run(asked, DRIVES[drive](executor), known=known).passed
+    honest_cache = {}
+    assert run(rounding_model, DRIVES[drive](executor), honest_cache=honest_cache).passed
     for bits in (7, 16):
-        report = run(asked, DRIVES[drive](InBlocks(asked, rounding(bits, restored=True))), known=known)
+        report = run(
+            rounding_model, DRIVES[drive](InBlocks(rounding_model, rounding(bits, restored=True))), honest_cache=honest_cache
+        )
         # Of whole layers, numbers beside a tie excuse so much that an x that is not rounded shows in the head alone.
         layer = None if (drive, bits) == ("layers", 16) else 0
         assert (report.first_divergence.layer, report.first_divergence.reason) == (layer, "fault"), bits
@@ -125,7 +127,7 @@ def test_each_type_has_faults_of_its_own():
         single = faults[0].right.type.numbers == CONFIG.hidden_size  # a row of one block has no neighbour
         assert (f"{kind}, a block is the neighbour's" in words) != single
         for fault in faults:
-            off = numbers_of(fault.wrong) != numbers_of(fault.right)
+            off = weight_numbers(fault.wrong) != weight_numbers(fault.right)
             assert 0 < off.float().mean() <= 0.5, fault.name
             others = zip(model.weights.named(), fault.model.weights.named(), strict=True)
             assert sum(one is not other for (_, one), (_, other) in others) == 1
@@ -134,11 +136,11 @@ def test_each_type_has_faults_of_its_own():
 def test_half_a_step_is_what_the_kernels_round_by():
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(9, 256, generator=generator) * torch.where(torch.rand(1, 256, generator=generator) < 0.05, 30.0, 1.0)
-    weight = made("Q8_0", 8, 256) * torch.tensor([0.5, 2.0]).repeat(128)
+    weight = random_blocks("Q8_0", 8, 256) * torch.tensor([0.5, 2.0]).repeat(128)
     half = half_steps(x, weight)
-    exact = x.double() @ numbers_of(weight).double().T
+    exact = x.double() @ weight_numbers(weight).double().T
     off = (CpuExecutor(MODELS[torch.float32]).ops.linear(x, weight).double() - exact).abs()
-    most = half @ numbers_of(weight).double().abs().T
+    most = half @ weight_numbers(weight).double().abs().T
     assert (off <= most + 1e-6 * exact.abs().max()).all()
     assert off.max() > most.max() / 100  # and it is no more than is needed
 
@@ -166,27 +168,27 @@ def test_a_layer_that_fails_in_its_blocks_fails_as_a_file_too(bits, tmp_path):
     plain = MODELS[torch.float32]
     model = replace(plain, weights=plain.weights.placed(partial(rounding_to, bits=bits)))
 
-    def broken(given, plan):
+    def make_faulty(any_model, plan):
         """Whatever model it is given, the MLP's last product is off where its weight lies in blocks."""
-        right = given.weights.layers[-1].matrix("down_proj")
+        right = any_model.weights.layers[-1].matrix("down_proj")
 
         def linear(x, weight):
-            y = CpuExecutor(given).ops.linear(x, weight)
+            y = CpuExecutor(any_model).ops.linear(x, weight)
             return y * 1.1 if weight is right and isinstance(weight, Blocks) else y
 
-        return CpuExecutor(given).over(lambda ops: with_ops(ops, {"linear": linear}))
+        return CpuExecutor(any_model).with_ops(lambda ops: with_ops(ops, {"linear": linear}))
 
-    pair = (lambda given, plan: ReferenceExecutor(given)), broken
+    pair = (lambda given, plan: ReferenceExecutor(given)), make_faulty
     two = replace(model, config=model.config.with_layers(2), weights=replace(model.weights, layers=model.weights.layers[:2]))
     plan = KVSpec("tq4").plan(2)
-    report = validate(pair[0](two, plan), broken(two, plan), two, PROMPTS, 0, plan)
+    report = validate(pair[0](two, plan), make_faulty(two, plan), two, PROMPTS, 0, plan)
     assert (report.first_divergence.layer, report.first_divergence.stage) == (1, "down_proj")
-    save(tmp_path / "file", replay_of([OneRun(report, two, PROMPTS, 0, plan, None, pair)], {"torch": "1"}))
+    save(tmp_path / "file", build_replay_file([OneRun(report, two, PROMPTS, 0, plan, None, pair)], {"torch": "1"}))
     file = load(tmp_path / "file")
-    kept = file.case.weights.matrix("down_proj")
-    assert isinstance(kept, Blocks)
-    assert kept.x_bits == bits
-    assert kept.type.name == model.weights.layers[1].matrix("down_proj").type.name
-    again = judged(file.case, *pair)
+    down_proj = file.case.weights.matrix("down_proj")
+    assert isinstance(down_proj, Blocks)
+    assert down_proj.x_bits == bits
+    assert down_proj.type.name == model.weights.layers[1].matrix("down_proj").type.name
+    again = judge_case(file.case, *pair)
     assert (again.first_divergence.stage, again.blocks != ()) == ("down_proj", True)
-    assert judged(file.case, pair[0], lambda given, plan: CpuExecutor(given)).passed
+    assert judge_case(file.case, pair[0], lambda given, plan: CpuExecutor(given)).passed

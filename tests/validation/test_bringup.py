@@ -16,18 +16,28 @@ from places import ROOT
 from haarkv.tq_ops.npu import versions
 from haarkv.validation.bringup import rungs
 from haarkv.validation.bringup.environment import environment
-from haarkv.validation.bringup.ladder import Folder, Found, Result, Rung, climb, collected, one_line, public_text, verdict
+from haarkv.validation.bringup.ladder import (
+    Folder,
+    Result,
+    Rung,
+    RungFinding,
+    climb,
+    collect_host_logs,
+    one_line,
+    public_text,
+    verdict,
+)
 from haarkv.validation.bringup.workbench import Request, Workbench
 from tq.cli import main
 
 
-def climbed(tmp_path, *rungs):
+def climb_rungs(tmp_path, *rungs):
     return climb(rungs, Folder(tmp_path), on_begin=lambda *_: None, on_result=lambda *_: None)
 
 
 def test_a_rung_that_compared_nothing_does_not_pass(tmp_path):
-    (result,) = climbed(
-        tmp_path, Rung("compiler", lambda: Found(True, "all is well")), Rung("store", lambda: Found(True, "", 1))
+    (result,) = climb_rungs(
+        tmp_path, Rung("compiler", lambda: RungFinding(True, "all is well")), Rung("store", lambda: RungFinding(True, "", 1))
     )
     assert result.verdict == "failed"
     assert "compared nothing" in result.found.said
@@ -35,16 +45,16 @@ def test_a_rung_that_compared_nothing_does_not_pass(tmp_path):
 
 def test_rungs_are_made_only_when_those_beneath_have_passed(tmp_path):
     def rungs():
-        yield Rung("environment", lambda: Found(False, "an old driver", 1))
+        yield Rung("environment", lambda: RungFinding(False, "an old driver", 1))
         raise AssertionError("made although the one beneath failed")
 
-    assert [result.verdict for result in climbed(tmp_path, *[next(rungs())])] == ["failed"]
+    assert [result.verdict for result in climb_rungs(tmp_path, *[next(rungs())])] == ["failed"]
     assert len(climb(rungs(), Folder(tmp_path), on_begin=lambda *_: None, on_result=lambda *_: None)) == 1
 
 
 def test_a_result_comes_back_from_its_file_as_it_was(tmp_path):
-    found = Found(True, "said", 3, "rows", "tq4, layer 1", {"torch": "2.9"}, allowed="an old torch")
-    (result,) = climbed(tmp_path, Rung("layer", lambda: found, {"torch": "2.9"}))
+    finding = RungFinding(True, "said", 3, "rows", "tq4, layer 1", {"torch": "2.9"}, allowed="an old torch")
+    (result,) = climb_rungs(tmp_path, Rung("layer", lambda: finding, {"torch": "2.9"}))
     assert Folder(tmp_path).load("layer") == result
 
 
@@ -70,8 +80,10 @@ def test_of_a_path_its_last_name_is_left(text, left):
 
 
 def test_a_failed_rung_is_named_with_its_place():
-    failed = Result("layer", "failed", Found(False, "x", 1, where="tq4, layer 3, attention_mlp"), 1.0, "2026-11-22", {})
-    assert verdict([failed]) == "failed: layer at tq4, layer 3, attention_mlp; 0 of 10 rungs passed"
+    failed_result = Result(
+        "layer", "failed", RungFinding(False, "x", 1, where="tq4, layer 3, attention_mlp"), 1.0, "2026-11-22", {}
+    )
+    assert verdict([failed_result]) == "failed: layer at tq4, layer 3, attention_mlp; 0 of 10 rungs passed"
 
 
 def test_the_lowest_rung_needs_no_torch():
@@ -122,40 +134,40 @@ _COMPILES = (
 
 def test_every_kernel_function_goes_through_the_compiler_that_is_found(tool):
     bisheng = tool("bisheng", f'{_COMPILES}; cp "$source" "$object"')
-    assert rungs.found_compiler() == bisheng
-    found = rungs.compiled(PROGRAMS, bisheng)
-    assert (found.passed, found.compared, found.unit) == (True, 2, "functions"), found.said
-    assert found.facts == {"device's compiler": "BiSheng 15.0.5"}
+    assert rungs.find_compiler() == bisheng
+    finding = rungs.compile_sources(PROGRAMS, bisheng)
+    assert (finding.passed, finding.compared, finding.unit) == (True, 2, "functions"), finding.said
+    assert finding.facts == {"device's compiler": "BiSheng 15.0.5"}
 
 
 def test_a_function_that_does_not_compile_is_named_with_the_compilers_words(tool):
     refuses = 'case "$source" in *mul*) echo "$source:1:6: error: no such intrinsic" >&2; exit 1;; esac'
-    found = rungs.compiled(PROGRAMS, tool("bisheng", f'{_COMPILES}; {refuses}; cp "$source" "$object"'))
-    assert (found.passed, found.where) == (False, "decode/kernel_aicore/mul_1_aiv")
-    assert found.said.startswith("1 of 2 kernel functions do not compile; decode/kernel_aicore/mul_1_aiv: ")
-    assert "error: no such intrinsic" in found.said
+    finding = rungs.compile_sources(PROGRAMS, tool("bisheng", f'{_COMPILES}; {refuses}; cp "$source" "$object"'))
+    assert (finding.passed, finding.where) == (False, "decode/kernel_aicore/mul_1_aiv")
+    assert finding.said.startswith("1 of 2 kernel functions do not compile; decode/kernel_aicore/mul_1_aiv: ")
+    assert "error: no such intrinsic" in finding.said
 
 
 def test_a_compiler_that_writes_nothing_has_compiled_nothing(tool):
-    found = rungs.compiled(PROGRAMS, tool("bisheng", "true"))
-    assert (found.passed, found.said.split(";")[0]) == (False, "2 of 2 kernel functions do not compile")
+    finding = rungs.compile_sources(PROGRAMS, tool("bisheng", "true"))
+    assert (finding.passed, finding.said.split(";")[0]) == (False, "2 of 2 kernel functions do not compile")
 
 
 def test_a_toolkit_that_is_sourced_has_its_compiler_found(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
-    assert rungs.found_compiler() is None
+    assert rungs.find_compiler() is None
     (tmp_path / "compiler/ccec_compiler/bin").mkdir(parents=True)
-    there = tmp_path / "compiler/ccec_compiler/bin/bisheng"
-    there.touch(mode=0o755)
-    assert rungs.found_compiler() == str(there)
+    compiler_path = tmp_path / "compiler/ccec_compiler/bin/bisheng"
+    compiler_path.touch(mode=0o755)
+    assert rungs.find_compiler() == str(compiler_path)
 
 
 def test_without_a_compiler_it_is_said_what_is_missing(monkeypatch):
-    monkeypatch.setattr(rungs, "found_compiler", lambda: None)
-    found = rungs.by_the_device(SimpleNamespace(programs=object()))
-    assert (found.passed, found.lacking) == (None, "bisheng")
-    assert found.said.startswith("bisheng not found; source CANN's set_env.sh")
+    monkeypatch.setattr(rungs, "find_compiler", lambda: None)
+    finding = rungs.by_the_device(SimpleNamespace(programs=object()))
+    assert (finding.passed, finding.lacking) == (None, "bisheng")
+    assert finding.said.startswith("bisheng not found; source CANN's set_env.sh")
 
 
 @with_pypto
@@ -165,26 +177,26 @@ def test_decode_of_a_model_goes_through_it(tool, tmp_path):
     tool("bisheng", f'{_COMPILES}; cp "$source" "$object"')
     sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 128, "num_key_value_heads": 1}
     model = write_checkpoint(tmp_path / "model", config=sizes)
-    found = rungs.by_the_device(Workbench(Request("npu", "sim", str(model)), lambda _: None))
-    assert found.passed, found.said
-    assert found.compared > 30
+    finding = rungs.by_the_device(Workbench(Request("npu", "sim", str(model)), lambda _: None))
+    assert finding.passed, finding.said
+    assert finding.compared > 30
 
 
 # -- Versions --------------------------------------------------------------------------------------------------------------
 def test_versions_that_nobody_published_can_be_allowed_and_are_recorded(monkeypatch, tmp_path):
-    ours = versions.Installed(
+    ours = versions.Installation(
         python="3.11.7", torch="2.12.0", torch_npu="2.12.0.post3", pypto="0.2.1", cann="8.5.0", cann_folder=tmp_path,
         sourced=True, driver="25.5.0",
     )  # fmt: skip
-    monkeypatch.setattr(versions, "installed", lambda: ours)
+    monkeypatch.setattr(versions, "find_installation", lambda: ours)
     monkeypatch.setattr("haarkv.validation.bringup.environment._missing", lambda _: None)
-    refused = environment("npu", "npu:0", lambda: None)
-    assert (refused.passed, refused.allowed) == (False, "")
-    found = environment("npu", "npu:0", lambda: None, any_versions=True)
-    assert found.passed
-    assert found.allowed
-    assert found.allowed in refused.said
-    assert f"allowed by --any-versions: {found.allowed}" in found.said
+    refusal = environment("npu", "npu:0", lambda: None)
+    assert (refusal.passed, refusal.allowed) == (False, "")
+    finding = environment("npu", "npu:0", lambda: None, any_versions=True)
+    assert finding.passed
+    assert finding.allowed
+    assert finding.allowed in refusal.said
+    assert f"allowed by --any-versions: {finding.allowed}" in finding.said
 
     def breaks():
         raise ImportError("libascendcl.so: cannot open shared object file")
@@ -196,7 +208,7 @@ def test_versions_that_nobody_published_can_be_allowed_and_are_recorded(monkeypa
 def test_what_is_not_there_says_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert collected(0.0) == {}
+    assert collect_host_logs(0.0) == {}
 
 
 def test_npu_smi_and_plog_stand_in_the_report_without_paths(tool, tmp_path, capsys, monkeypatch):
@@ -211,7 +223,7 @@ def test_npu_smi_and_plog_stand_in_the_report_without_paths(tool, tmp_path, caps
     out = tmp_path / "out"
     assert main(["dev", "bringup", "--device", "sim", "--out", str(out)]) == 1
     capsys.readouterr()
-    found = json.loads((out / "report.json").read_text(encoding="utf-8"))["collected"]
-    assert found["npu-smi"] == ["exit code 3", "…/npu <OK>"]
-    assert (len(found["plog"]), found["plog"][-1]) == (60, "[ERROR] line 98")
-    assert "plog" not in collected(later + 1)
+    host_logs = json.loads((out / "report.json").read_text(encoding="utf-8"))["collected"]
+    assert host_logs["npu-smi"] == ["exit code 3", "…/npu <OK>"]
+    assert (len(host_logs["plog"]), host_logs["plog"][-1]) == (60, "[ERROR] line 98")
+    assert "plog" not in collect_host_logs(later + 1)

@@ -5,20 +5,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_models import SMALL, random_tokens, resized, small_model
+from small_models import SMALL, random_tokens, resize_config, small_model
 
-from haarkv.codebooks.learned import tempered
+from haarkv.codebooks.learned import tempered_metric
 from haarkv.models.rope import inverse_frequencies
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.errors import NonFiniteError
-from haarkv.tq_ops.formats.stretches import STRETCH, Turns
-from haarkv.tq_ops.kv.calibration_file import calibration_of
+from haarkv.tq_ops.formats.stretches import STRETCH, RopeShift
+from haarkv.tq_ops.kv.calibration_file import make_calibration
 from haarkv.tq_ops.table import with_ops
 from haarkv.validation.planning import calibrate
-from haarkv.validation.planning.calibrate import learn_model, resumed, save
-from haarkv.validation.planning.moments import Moments, Recorded, Sums, over_positions, recording
+from haarkv.validation.planning.calibrate import learn_model, resume_learning, save
+from haarkv.validation.planning.moments import AttentionVectors, Moments, Sums, over_positions, recording
 
-MODEL = small_model(resized(SMALL, num_layers=2))
+MODEL = small_model(resize_config(SMALL, num_layers=2))
 CONFIG = MODEL.config
 WINDOWS = [torch.tensor(random_tokens(CONFIG, 40, seed)) for seed in range(4)]
 RUN = {"model": "m", "text": "t"}
@@ -34,17 +34,17 @@ def whole():
 
 def seen_by_attention(layer, windows=WINDOWS[:3]):
     """q, k and v of all windows that reach a layer's attention, each [T, heads, D], taken apart from the code under test."""
-    found = {"q": [], "k": [], "v": []}
+    vectors = {"q": [], "k": [], "v": []}
 
     def store_kv(k, v, cache, index, batch):
         if index == layer:
-            found["k"].append(k)
-            found["v"].append(v)
+            vectors["k"].append(k)
+            vectors["v"].append(v)
         reference.store_kv(k, v, cache, index, batch)
 
     def paged_attention(q, cache, index, batch, scale):
         if index == layer:
-            found["q"].append(q)
+            vectors["q"].append(q)
         return reference.paged_attention(q, cache, index, batch, scale)
 
     ops = with_ops(reference, {"store_kv": store_kv, "paged_attention": paged_attention})
@@ -52,12 +52,12 @@ def seen_by_attention(layer, windows=WINDOWS[:3]):
         hidden = MODEL.embed(window)
         for index in range(layer + 1):
             hidden = calibrate._run(MODEL, ops, index, hidden)
-    return {name: torch.cat(parts).double() for name, parts in found.items()}
+    return {name: torch.cat(parts).double() for name, parts in vectors.items()}
 
 
-def recorded(k, q):
+def attention_vectors(k, q):
     """A window of keys and queries [T, heads, D]."""
-    window = Recorded()
+    window = AttentionVectors()
     window.add_kv(k, k)
     window.add_q(q)
     return window
@@ -66,39 +66,39 @@ def recorded(k, q):
 @pytest.mark.parametrize("layer", [0, 1])
 def test_moments_are_those_of_all_vectors_at_once(layer):
     """Window by window and in float64; means and spreads by loops over heads."""
-    seen, sums = seen_by_attention(layer), Sums(HEADS, DIM)
+    vectors, sums = seen_by_attention(layer), Sums(HEADS, DIM)
     for begin, end in ((0, 40), (40, 41), (41, 120)):
-        sums.add(recorded(seen["k"][begin:end], seen["q"][begin:end]))
+        sums.add(attention_vectors(vectors["k"][begin:end], vectors["q"][begin:end]))
     group = CONFIG.heads.num_heads // HEADS
     for head in range(HEADS):
-        q = seen["q"][:, head * group : (head + 1) * group].flatten(0, 1)
+        q = vectors["q"][:, head * group : (head + 1) * group].flatten(0, 1)
         torch.testing.assert_close(sums.metric[head], q.T @ q / len(q))
-        k = seen["k"][:, head]
+        k = vectors["k"][:, head]
         torch.testing.assert_close(sums.k.mean[head], k.mean(0))
         # Lengths are by the first window's mean and metric.
-        first = seen["q"][:40, head * group : (head + 1) * group].flatten(0, 1)
-        cost = tempered((first.T @ first / len(first))[None])[0]
-        centred = k - k[:40].mean(0)
-        weight = 1 / ((centred @ cost) * centred).sum(-1)
+        first = vectors["q"][:40, head * group : (head + 1) * group].flatten(0, 1)
+        cost = tempered_metric((first.T @ first / len(first))[None])[0]
+        centred_keys = k - k[:40].mean(0)
+        weight = 1 / ((centred_keys @ cost) * centred_keys).sum(-1)
         about = k - k.mean(0)
         expected = (about * weight.unsqueeze(1)).T @ about / weight.sum()
         torch.testing.assert_close(sums.spread(sums.k.mean)[head], expected)
 
 
 def test_recording_changes_nothing():
-    hidden, window = MODEL.embed(WINDOWS[0]), Recorded()
-    plain, seen = (calibrate._run(MODEL, ops, 0, hidden) for ops in (reference, recording(reference, window)))
-    assert torch.equal(plain, seen)
+    hidden, window = MODEL.embed(WINDOWS[0]), AttentionVectors()
+    plain, with_recording = (calibrate._run(MODEL, ops, 0, hidden) for ops in (reference, recording(reference, window)))
+    assert torch.equal(plain, with_recording)
     assert window.tokens == 40
-    keys, queries = window.of_stretches(None)
+    keys, queries = window.stretch_vectors(None)
     assert keys.shape == (HEADS, 40, DIM)
     assert queries.shape == (HEADS, 40 * CONFIG.heads.num_heads // HEADS, DIM)
 
 
 def test_learned_formats_lose_less_than_tq4_at_the_same_bytes(whole):
     """The error that counts, of attention's logits, on the vectors that were learned from."""
-    calibration, seen = calibration_of(whole.layers), seen_by_attention(1)
-    k, q = seen["k"].float().transpose(0, 1), seen["q"]
+    calibration, vectors = make_calibration(whole.layers), seen_by_attention(1)
+    k, q = vectors["k"].float().transpose(0, 1), vectors["q"]
     costs = {}
     for kv_format in (calibration.format(4), formats.get("tq4")):
         error = (kv_format.dequantize(kv_format.quantize(k, 1), 1) - k).double()
@@ -120,14 +120,14 @@ def test_held_back_windows_are_judged_and_not_learned_from(whole):
 
 
 def test_an_interrupted_calibration_goes_on_to_the_same_result(whole, tmp_path):
-    def interrupted(state):
+    def interrupt(state):
         save(tmp_path / "run", state, RUN)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        learn_model(MODEL, reference, WINDOWS[:3], WINDOWS[3:], save=interrupted)
+        learn_model(MODEL, reference, WINDOWS[:3], WINDOWS[3:], save=interrupt)
     steps = []
-    state = resumed(tmp_path / "run", RUN)
+    state = resume_learning(tmp_path / "run", RUN)
     assert len(state.layers) == 1
     again = learn_model(MODEL, reference, WINDOWS[:3], WINDOWS[3:], learning=state, on_step=lambda *step: steps.append(step))
     assert steps == [("layer 2 of 2", 40)] * 4
@@ -138,36 +138,40 @@ def test_an_interrupted_calibration_goes_on_to_the_same_result(whole, tmp_path):
 
 def test_a_model_that_is_not_finite_is_named_by_its_layer():
     weights = MODEL.weights.layers[1].changed(lambda name, x: x * torch.nan if name == "q_norm" else x)
-    broken = replace(MODEL, weights=replace(MODEL.weights, layers=(MODEL.weights.layers[0], weights)))
+    broken_model = replace(MODEL, weights=replace(MODEL.weights, layers=(MODEL.weights.layers[0], weights)))
     with pytest.raises(NonFiniteError, match="layer 1: "):
-        learn_model(broken, reference, WINDOWS[:1], [])
+        learn_model(broken_model, reference, WINDOWS[:1], [])
 
 
-@pytest.mark.parametrize("turned", [128, 64])
-def test_moments_over_positions_are_those_of_vectors_that_stand_there(turned):
+@pytest.mark.parametrize("rotary_dims", [128, 64])
+def test_moments_over_positions_are_those_of_vectors_that_stand_there(rotary_dims):
     """By turning every vector to every place; numbers that RoPE leaves alone stay."""
     x = torch.randn(2, 50, 128, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.5
-    inv_freq, shifts, half = 1e4 ** -(torch.arange(turned // 2) / (turned // 2)), torch.tensor([0.0, 5.0, 700.0]), turned // 2
+    inv_freq, shifts, half = (
+        1e4 ** -(torch.arange(rotary_dims // 2) / (rotary_dims // 2)),
+        torch.tensor([0.0, 5.0, 700.0]),
+        rotary_dims // 2,
+    )
     once, everywhere = Moments.empty(2, 128), Moments.empty(2, 128)
     once.add(x)
     for shift in shifts:
         cos, sin = (shift * inv_freq.double()).cos(), (shift * inv_freq.double()).sin()
-        a, b = x[..., :half], x[..., half:turned]
-        everywhere.add(torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., turned:]], dim=-1))
-    found = over_positions(once, inv_freq, shifts)
-    torch.testing.assert_close(found.second, everywhere.second / 3)
-    torch.testing.assert_close(found.mean, everywhere.mean)
+        a, b = x[..., :half], x[..., half:rotary_dims]
+        everywhere.add(torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., rotary_dims:]], dim=-1))
+    moments = over_positions(once, inv_freq, shifts)
+    torch.testing.assert_close(moments.second, everywhere.second / 3)
+    torch.testing.assert_close(moments.mean, everywhere.mean)
 
 
 def test_a_window_longer_than_a_stretch_counts_stretch_by_stretch():
     """A text and the same again one stretch later: the moments of the text, and as many lengths."""
-    turns = Turns(tuple(inverse_frequencies(CONFIG.common.attention.rope).tolist()))
+    turns = RopeShift(tuple(inverse_frequencies(CONFIG.common.attention.rope).tolist()))
     generator = torch.Generator().manual_seed(0)
     k, q = (torch.randn(STRETCH, heads, DIM, generator=generator) for heads in (HEADS, CONFIG.heads.num_heads))
-    again = [torch.cat([x, turns.forth(x.transpose(0, 1), torch.full((STRETCH,), STRETCH)).transpose(0, 1)]) for x in (k, q)]
+    again = [torch.cat([x, turns.redo(x.transpose(0, 1), torch.full((STRETCH,), STRETCH)).transpose(0, 1)]) for x in (k, q)]
     once, twice = Sums(HEADS, DIM), Sums(HEADS, DIM)
-    once.add(recorded(k, q), turns)
-    twice.add(recorded(*again), turns)
+    once.add(attention_vectors(k, q), turns)
+    twice.add(attention_vectors(*again), turns)
     assert twice.tokens == 2 * once.tokens
     torch.testing.assert_close(twice.metric, once.metric, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(twice.spread(twice.k.mean), once.spread(once.k.mean), rtol=1e-4, atol=1e-6)
@@ -188,22 +192,22 @@ def test_every_place_of_a_stretch_counts_alike():
     sums, all_places = Sums(1, 16), Moments.empty(1, 16)
     for length in (60, 24, 240):
         keys = at_its_place(key.expand(1, length, 16), inv_freq).transpose(0, 1)
-        sums.add(recorded(keys, keys), Turns(tuple(inv_freq.tolist())), context)
+        sums.add(attention_vectors(keys, keys), RopeShift(tuple(inv_freq.tolist())), context)
     all_places.add(at_its_place(key.expand(1, context, 16), inv_freq))
     assert sums.tokens == 60 + 24 + 240
-    for found in (sums.q, sums.k):
-        torch.testing.assert_close(found.mean, all_places.mean)
-        torch.testing.assert_close(found.spread(found.mean), all_places.spread(all_places.mean))
+    for moments in (sums.q, sums.k):
+        torch.testing.assert_close(moments.mean, all_places.mean)
+        torch.testing.assert_close(moments.spread(moments.mean), all_places.spread(all_places.mean))
 
 
 def test_every_window_is_laid_through_the_stretch():
     """A model's windows, one of them shorter, each by its own length."""
     windows, context = [WINDOWS[0], WINDOWS[1][:16], WINDOWS[2]], CONFIG.max_position_embeddings
-    turns = Turns(tuple(inverse_frequencies(CONFIG.common.attention.rope).tolist()))
-    seen, sums, begin = seen_by_attention(0, windows), Sums(HEADS, DIM), 0
+    turns = RopeShift(tuple(inverse_frequencies(CONFIG.common.attention.rope).tolist()))
+    vectors, sums, begin = seen_by_attention(0, windows), Sums(HEADS, DIM), 0
     for window in windows:
-        here = slice(begin, begin := begin + len(window))
-        sums.add(recorded(seen["k"][here], seen["q"][here]), turns, context)
-    found, *_ = learn_model(MODEL, reference, windows, ()).layers
-    expected = calibrate.basis_of(sums, 0, turns)
-    assert all(torch.equal(getattr(found, name), getattr(expected, name)) for name in vars(found))
+        span = slice(begin, begin := begin + len(window))
+        sums.add(attention_vectors(vectors["k"][span], vectors["q"][span]), turns, context)
+    basis, *_ = learn_model(MODEL, reference, windows, ()).layers
+    expected = calibrate.learn_basis(sums, 0, turns)
+    assert all(torch.equal(getattr(basis, name), getattr(expected, name)) for name in vars(basis))

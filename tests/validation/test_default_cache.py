@@ -15,7 +15,7 @@ from haarkv.tq_ops.kv.cache import cache_bytes
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.validation.planning import auto, calibrate, remembered
-from haarkv.validation.planning.candidates import places, size_of
+from haarkv.validation.planning.candidates import place_bytes, places
 from tq.cli import main
 from tq.loading import load
 
@@ -29,17 +29,17 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def asked(monkeypatch):
+def choice_log(monkeypatch):
     """Models for which a cache was chosen; each gets `tq5`."""
-    found = []
+    calls = []
 
     def cache_for(model, **how):
-        found.append((model, how["loss"]))
+        calls.append((model, how["loss"]))
         return KVSpec("tq5")
 
     monkeypatch.setattr(remembered, "cache_for", cache_for)
     monkeypatch.setattr("tq.loading.cache_for", cache_for)
-    return found
+    return calls
 
 
 def test_only_models_to_try_the_product_take_a_fixed_cache(folder, monkeypatch):
@@ -57,46 +57,47 @@ def test_only_models_to_try_the_product_take_a_fixed_cache(folder, monkeypatch):
     assert remembered.default_cache(str(folder)) is None
 
 
-def test_the_command_and_python_choose_for_a_model_of_yours(folder, asked, capsys):
+def test_the_command_and_python_choose_for_a_model_of_yours(folder, choice_log, capsys):
     assert main(["generate", "--model", str(folder), "--prompt", "def", "--max-new-tokens", "2", "--json"]) == 0
     assert '"format": "tq5"' in capsys.readouterr().out
     assert load(folder).plan.describe() == "tq5"
-    assert asked == [(str(folder), auto.LOSS)] * 2
+    assert choice_log == [(str(folder), auto.LOSS)] * 2
     assert load(folder, kv="tq3", tail=8).plan.describe() == "tq3; tail 8"
     with pytest.raises(InputError, match="kivi2 quantizes 32 tokens together and needs tail=31 or more, not 0"):
         load(folder, kv="kivi2", tail=0)
-    assert len(asked) == 2
+    assert len(choice_log) == 2
 
 
-def test_a_tail_alone_does_not_say_which_cache(folder, asked, capsys):
-    given = ["generate", "--model", str(folder), "--prompt", "def", "--max-new-tokens", "2", "--kv-tail", "9"]
-    assert main(given) == 2
+def test_a_tail_alone_does_not_say_which_cache(folder, choice_log, capsys):
+    args = ["generate", "--model", str(folder), "--prompt", "def", "--max-new-tokens", "2", "--kv-tail", "9"]
+    assert main(args) == 2
     assert "--kv auto, the default, sets the whole cache; leave out --kv-tail, or name a format" in capsys.readouterr().err
     with pytest.raises(InputError, match="kv='auto', the default, sets the whole cache; leave out tail"):
         load(folder, tail=9)
-    assert not asked
+    assert not choice_log
 
 
-def test_a_calibration_alone_is_used(tmp_path, asked):
+def test_a_calibration_alone_is_used(tmp_path, choice_log):
     subject = calibrate.load_subject("tiny")
-    file = subject.file_of(subject.learn([torch.arange(200)], ()), {})
+    file = subject.calibration_file(subject.learn([torch.arange(200)], ()), {})
     assert load("tiny", calibration=file).plan.describe() == f"k=lr4,v=tq4; tail {TAIL}; sink {SINKS}"
     assert load("tiny", calibration=file, tail=7, kv="k=lr3,v=tq3").plan.describe() == "k=lr3,v=tq3; tail 7"
     path = tmp_path / "a.safetensors"
     calibration_file.save(path, file)
     assert load("tiny", calibration=path).plan.describe() == f"k=lr4,v=tq4; tail {TAIL}; sink {SINKS}"
-    assert not asked
+    assert not choice_log
 
 
 def test_transformers_caches_keep_a_tail():
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(TINY)
-    (cache, named) = tq.TQCache(config), tq.TQCache(config, "tq4")
-    found = [
-        (layer.k_format.name, layer.v_format.name, layer.tail, layer.sink) for layer in (cache.layers[0], named.layers[0])
+    (cache, named_cache) = tq.TQCache(config), tq.TQCache(config, "tq4")
+    layer_settings = [
+        (layer.k_format.name, layer.v_format.name, layer.tail, layer.sink)
+        for layer in (cache.layers[0], named_cache.layers[0])
     ]
-    assert found == [("tq6", "tq4", (TAIL, TAIL), SINKS), ("tq4", "tq4", (0, 0), 0)]
+    assert layer_settings == [("tq6", "tq4", (TAIL, TAIL), SINKS), ("tq4", "tq4", (0, 0), 0)]
 
 
 # -- Bytes of windows ---------------------------------------------------------------------------------------------------------
@@ -107,13 +108,13 @@ def test_places_add_up_to_the_cache(name, tail):
     config = CONFIGS.get(name) or gemma_config(num_layers=3, head_dim=64, window=512)
     plan = plan_for(KVSpec("k=tq5,v=tq3", tail=tail or None, sink=2), config)
     for context in (50, 300, 3000):
-        each = [size_of(plan, place, config.kv_shapes, context, plan.ring_chunk()) for place in places(config)]
+        each = [place_bytes(plan, place, config.kv_shapes, context, plan.ring_chunk()) for place in places(config)]
         assert sum(each) == cache_bytes(plan, context, config.kv_shapes)
 
 
 def test_a_window_beside_a_tail_keeps_room_for_the_tails_chunk_alone():
     shape = KVShape(1, 256, 512)
-    alone, beside = (KVSpec("tq4", tail).plan(1) for tail in (None, 124))
-    assert (alone.ring_chunk(), beside.ring_chunk()) == (512, 64)
-    blocks = [plan.ring_bytes(shape, 32) / (128 * 2 * 130) for plan in (alone, beside)]
+    alone, with_tail = (KVSpec("tq4", tail).plan(1) for tail in (None, 124))
+    assert (alone.ring_chunk(), with_tail.ring_chunk()) == (512, 64)
+    blocks = [plan.ring_bytes(shape, 32) / (128 * 2 * 130) for plan in (alone, with_tail)]
     assert blocks == [9, 6]

@@ -18,7 +18,7 @@ from haarkv.validation.fidelity.setup import cache_fingerprint, load_setup, run_
 
 TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n"
 # FP32 sums in another order change logits of size 1 by a few 1e-6: relative, of figures that quantization makes.
-REORDERED = 2e-3
+REORDER_TOLERANCE = 2e-3
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def setup(checkpoint):
     return load_setup(str(checkpoint), ["bf16", "tq2", "k=tq2,v=bf16", "k=bf16,v=tq2"])
 
 
-def plan_of(text=TEXT, prompts=0, **kwargs):
+def workload_of_text(text=TEXT, prompts=0, **kwargs):
     return make_workload(list(text.encode()), 1024, prompts=prompts, **{"window": 30, **kwargs})
 
 
@@ -79,17 +79,17 @@ def test_every_figure_equals_plain_forwards_and_numpy(setup, monkeypatch):
     monkeypatch.setattr(evaluation, "CHUNK", 7)
     monkeypatch.setattr(fidelity, "_SLICE", 3 * 257)
     text = TEXT[:52]
-    plan = plan_of(text, window=20)
-    of_base, targets = plain_probabilities(setup.base, text, 20)
-    assert plan.scored == len(targets) == 51
+    plan = workload_of_text(text, window=20)
+    base_probabilities, targets = plain_probabilities(setup.base, text, 20)
+    assert plan.scored_tokens == len(targets) == 51
     for row in evaluate(setup, plan):
-        wanted = plain_figures(of_base, plain_probabilities(setup.caches[row.kv], text, 20)[0], targets)
-        got = asdict(row)
+        expected = plain_figures(base_probabilities, plain_probabilities(setup.caches[row.kv], text, 20)[0], targets)
+        actual = asdict(row)
         if row.kv != "bf16":
-            assert wanted["kl_mean"] > 1e-3
-            assert wanted["top1"] < 1
-        for name, value in wanted.items():
-            assert got[name] == pytest.approx(value, rel=REORDERED, abs=1e-12), (row.kv, name)
+            assert expected["kl_mean"] > 1e-3
+            assert expected["top1"] < 1
+        for name, value in expected.items():
+            assert actual[name] == pytest.approx(value, rel=REORDER_TOLERANCE, abs=1e-12), (row.kv, name)
 
 
 def test_bf16_against_itself_is_exactly_zero(setup, monkeypatch):
@@ -97,7 +97,7 @@ def test_bf16_against_itself_is_exactly_zero(setup, monkeypatch):
     monkeypatch.setattr(evaluation, "GREEDY_NEW_TOKENS", 5)
     again = replace(setup, caches={"bf16": setup.base, "again": replace(setup.base)})
     assert again.caches["again"] is not setup.base
-    for row in evaluate(again, plan_of(prompts=1)):
+    for row in evaluate(again, workload_of_text(prompts=1)):
         assert (row.kl_mean, row.kl_median, row.kl_p999, row.rms_dp, row.ppl_delta) == (0, 0, 0, 0, 0)
         assert (row.top1, row.greedy_match, row.bits_per_value) == (1, 5, 16)
 
@@ -108,8 +108,8 @@ def test_logits_may_come_in_pieces_of_any_size(sizes):
     a, b = torch.randn(2, 600, 7, generator=torch.Generator().manual_seed(1))
     plan = make_workload([i % 7 for i in range(601)], 1024, prompts=0)
     whole = score_text(a, b, plan.tokens[1:])
-    got = evaluation.score_window("x", plan, plan.windows[0], torch.split(a, sizes), iter(torch.split(b, sizes[::-1])))
-    assert all(torch.equal(getattr(got, name), value) for name, value in vars(whole).items())
+    scores = evaluation.score_window("x", plan, plan.windows[0], torch.split(a, sizes), iter(torch.split(b, sizes[::-1])))
+    assert all(torch.equal(getattr(scores, name), value) for name, value in vars(whole).items())
 
 
 @pytest.mark.parametrize("side", ["a", "b"])
@@ -123,29 +123,29 @@ def test_logits_that_are_not_finite_are_refused(side):
 # -- What is measured: stored K and V, from an empty cache ------------------------------------------------------------------
 
 
-def scores_of(setup, plan):
-    kept = Partial()
-    evaluate(setup, plan, partial=kept)
-    return {name: [kept.scores(name, n) for n in range(len(plan.windows))] for name in setup.caches}
+def all_scores(setup, plan):
+    partial_scores = Partial()
+    evaluate(setup, plan, partial=partial_scores)
+    return {name: [partial_scores.scores(name, n) for n in range(len(plan.windows))] for name in setup.caches}
 
 
 def test_a_token_reads_its_own_stored_v_and_windows_begin_empty(setup):
-    found = scores_of(setup, plan_of())
+    scores = all_scores(setup, workload_of_text())
     for window in range(3):
         # It attends to itself alone: with weight 1 whatever K is, and to V as it is stored.
-        assert found["tq2"][window].kl[0] > 1e-4
-        assert found["k=bf16,v=tq2"][window].kl[0] > 1e-4
-        assert found["k=tq2,v=bf16"][window].kl[0] == 0
-        assert found["k=tq2,v=bf16"][window].kl[1:].min() > 0
-    alone = scores_of(setup, plan_of(TEXT[30:]))
+        assert scores["tq2"][window].kl[0] > 1e-4
+        assert scores["k=bf16,v=tq2"][window].kl[0] > 1e-4
+        assert scores["k=tq2,v=bf16"][window].kl[0] == 0
+        assert scores["k=tq2,v=bf16"][window].kl[1:].min() > 0
+    alone = all_scores(setup, workload_of_text(TEXT[30:]))
     for name in setup.caches:
-        assert torch.equal(alone[name][0].kl, found[name][1].kl)
+        assert torch.equal(alone[name][0].kl, scores[name][1].kl)
 
 
 @pytest.mark.parametrize("kv", ["tq4", "k=q8_0,v=tq2", "fp32"])
 def test_bytes_are_those_of_the_cache(checkpoint, kv):
     setup = load_setup(str(checkpoint), [kv])
-    (row,) = evaluate(setup, plan_of(tokens=1))
+    (row,) = evaluate(setup, workload_of_text(tokens=1))
     cache, _ = setup.caches[kv].new_cache(1, 128)
     assert row.kv == kv
     assert row.bytes_per_token == cache.nbytes / cache.num_slots
@@ -167,7 +167,7 @@ def plain_continuation(side, prompt, count):
 def test_greedy_match_counts_tokens_before_the_first_difference(setup, monkeypatch):
     monkeypatch.setattr(evaluation, "GREEDY_NEW_TOKENS", 9)
     monkeypatch.setattr(evaluation, "GREEDY_PROMPT_TOKENS", 20)
-    plan = plan_of(prompts=3, tokens=1)
+    plan = workload_of_text(prompts=3, tokens=1)
     assert plan.prompts == [list(TEXT.encode())[b : b + 20] for b in (0, len(TEXT) // 3, 2 * (len(TEXT) // 3))]
     counts = {}
     for row in evaluate(setup, plan):
@@ -186,17 +186,17 @@ def test_greedy_match_counts_tokens_before_the_first_difference(setup, monkeypat
 @pytest.mark.parametrize("window", [1, 7, 30, 500])
 def test_each_token_but_the_first_is_scored_once(length, window):
     plan = make_workload(range(length), 1024, window=window)
-    scored = [t for w in plan.windows for t in range(w.begin + 1, w.begin + w.length + 1)]
-    assert scored == list(range(1, length))
+    positions = [t for w in plan.windows for t in range(w.begin + 1, w.begin + w.length + 1)]
+    assert positions == list(range(1, length))
     assert max(w.length for w in plan.windows) <= window
 
 
 def test_a_limit_is_kept_and_spread():
     plan = make_workload(range(1001), 1024, window=100, tokens=250)
     assert plan.windows == [Span(0, 100), Span(300, 100), Span(600, 50)]
-    assert plan.scored == 250
-    assert make_workload(range(1001), 1024, window=100, tokens=5000).scored == 1000
-    assert make_workload(range(95), 1024, window=10, tokens=93).scored == 93
+    assert plan.scored_tokens == 250
+    assert make_workload(range(1001), 1024, window=100, tokens=5000).scored_tokens == 1000
+    assert make_workload(range(95), 1024, window=10, tokens=93).scored_tokens == 93
 
 
 def test_defaults_fit_the_model():
@@ -215,7 +215,7 @@ class Stop(Exception):
     pass
 
 
-def kept_by(setup, plan, path, stop_after=None):
+def run_with_saves(setup, plan, path, stop_after=None):
     """Rows (None if stopped), and which steps were run or found; `path` is where they are saved."""
     steps = []
 
@@ -236,48 +236,48 @@ def kept_by(setup, plan, path, stop_after=None):
 @pytest.mark.parametrize("stop_after", [1, 6, 13, 15])
 def test_an_interrupted_run_goes_on_to_the_very_same_rows(setup, stop_after, monkeypatch, tmp_path):
     monkeypatch.setattr(evaluation, "GREEDY_NEW_TOKENS", 5)
-    plan = plan_of(prompts=1)
+    plan = workload_of_text(prompts=1)
     whole = evaluate(setup, plan)
-    assert kept_by(setup, plan, tmp_path / "run", stop_after)[0] is None
+    assert run_with_saves(setup, plan, tmp_path / "run", stop_after)[0] is None
     run = []
     right = evaluation.score_window
     monkeypatch.setattr(evaluation, "score_window", lambda *args: run.append(args[0]) or right(*args))
-    rows, steps = kept_by(setup, plan, tmp_path / "run")
+    rows, steps = run_with_saves(setup, plan, tmp_path / "run")
     assert rows == whole
     assert len(run) == max(0, 3 * 4 - stop_after)
     assert len(steps) == 3 * 4 + 4
     monkeypatch.setattr(evaluation, "run_span", None)  # nothing is left to run
     monkeypatch.setattr(evaluation, "_continuations", None)
-    assert kept_by(setup, plan, tmp_path / "run")[0] == whole
+    assert run_with_saves(setup, plan, tmp_path / "run")[0] == whole
 
 
 def test_a_finished_file_takes_more_formats(setup, checkpoint, monkeypatch, tmp_path):
-    plan = plan_of()
-    kept_by(setup, plan, tmp_path / "run")
+    plan = workload_of_text()
+    run_with_saves(setup, plan, tmp_path / "run")
     more = load_setup(str(checkpoint), ["tq2", "tq4"])
     run = []
     right = evaluation.score_window
     monkeypatch.setattr(evaluation, "score_window", lambda *args: run.append(args[0]) or right(*args))
-    rows, _ = kept_by(more, plan, tmp_path / "run")
+    rows, _ = run_with_saves(more, plan, tmp_path / "run")
     assert run == ["tq4"] * 3
     assert rows == evaluate(more, plan)
 
 
 def test_what_belongs_to_another_run_is_refused(setup, checkpoint, tmp_path):
-    plan = plan_of(prompts=1)
-    kept_by(setup, plan, tmp_path / "run")
+    plan = workload_of_text(prompts=1)
+    run_with_saves(setup, plan, tmp_path / "run")
     other_model = load_setup(str(write_checkpoint(tmp_path / "m", mutate=lambda t: t[FINAL_NORM].mul_(2))), ["tq2"])
-    for other, of_plan, word in (
+    for other, other_plan, word in (
         (other_model, plan, "model"),
-        (setup, plan_of(TEXT.upper(), prompts=1), "text"),
-        (setup, plan_of(window=20, prompts=1), "windows"),
-        (setup, plan_of(), "prompts"),
+        (setup, workload_of_text(TEXT.upper(), prompts=1), "text"),
+        (setup, workload_of_text(window=20, prompts=1), "windows"),
+        (setup, workload_of_text(), "prompts"),
         (load_setup(str(checkpoint), ["tq2"], dtype="bfloat16"), plan, "dtype"),
     ):
         with pytest.raises(InputError, match=f"another .*{word}"):
-            kept_by(other, of_plan, tmp_path / "run")
-    changed = replace(
+            run_with_saves(other, other_plan, tmp_path / "run")
+    other_setup = replace(
         setup, caches={"tq2": replace(setup.base, plan=KVSpec("k=tq3,v=tq2").plan(setup.base.config.num_layers))}
     )
     with pytest.raises(InputError, match="tq2 had other code or tables"):
-        kept_by(changed, plan, tmp_path / "run")
+        run_with_saves(other_setup, plan, tmp_path / "run")

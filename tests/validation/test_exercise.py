@@ -9,8 +9,8 @@ from functools import cache
 
 import pytest
 import torch
-from judged import report_of
-from small_models import SMALL, new_cache, new_paging, prefill, random_tokens, resized, small_model
+from judged import validation_report
+from small_models import SMALL, new_cache, new_paging, prefill, random_tokens, resize_config, small_model
 
 from haarkv.engine.generation import PREFILL_CHUNK
 from haarkv.executors.reference import ReferenceExecutor
@@ -20,27 +20,27 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.faults.base import table_with
-from haarkv.validation.layers.exercise import HUGE_SCALES, TINY_SCALES, chosen_prompts, with_extreme_scales
-from haarkv.validation.layers.report import joined
+from haarkv.validation.layers.exercise import HUGE_SCALES, TINY_SCALES, covering_prompts_for, with_extreme_scales
+from haarkv.validation.layers.report import join_reports
 
-CONFIG = resized(
+CONFIG = resize_config(
     SMALL, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=64, hidden_size=32, intermediate_size=48,
     max_position_embeddings=1024,
 )  # fmt: skip
 MODEL = small_model(CONFIG)
-ONE_LAYER = small_model(resized(CONFIG, num_layers=1))
+ONE_LAYER = small_model(resize_config(CONFIG, num_layers=1))
 STEPS = 2
 
 
 @cache
-def chosen():
+def covering_prompts():
     tiny = load_model("tiny")
-    ids = chosen_prompts(load_tokenizer("tiny", tiny.config), CONFIG, KVSpec("tq4").plan(2), STEPS)
+    ids = covering_prompts_for(load_tokenizer("tiny", tiny.config), CONFIG, KVSpec("tq4").plan(2), STEPS)
     return [[token % CONFIG.vocab_size for token in prompt] for prompt in ids]
 
 
 def run(ops, prompts, steps, model=MODEL, kv="tq4", modes=("teacher-forced",)):
-    return report_of(ReferenceExecutor(model, table_with(ops)), model, prompts, steps, kv, modes=modes)
+    return validation_report(ReferenceExecutor(model, table_with(ops)), model, prompts, steps, kv, modes=modes)
 
 
 def with_batch(change):
@@ -93,10 +93,10 @@ def spoilt_where(which):
 
 
 def last_of_full_blocks(batch):
-    picked = torch.zeros(len(batch.positions), dtype=torch.bool)
+    mask = torch.zeros(len(batch.positions), dtype=torch.bool)
     is_prefill = len(batch.positions) > len(batch.seq_lens)
-    picked[batch.query_start_loc[1:].long() - 1] = (batch.seq_lens % 128 == 0) & is_prefill
-    return picked
+    mask[batch.query_start_loc[1:].long() - 1] = (batch.seq_lens % 128 == 0) & is_prefill
+    return mask
 
 
 def new_block_in_decode(k, v, cache, layer, batch):
@@ -118,11 +118,11 @@ def decode(batch):
     return torch.full((len(batch.positions),), len(batch.positions) == len(batch.seq_lens))
 
 
-def drafted(batch):
+def draft_mask(batch):
     """Several tokens of each of several sequences, behind what an earlier forward stored: no prompt's second chunk is so."""
-    behind = bool((batch.positions[batch.query_start_loc[:-1].long()] > 0).all())
+    follows_stored = bool((batch.positions[batch.query_start_loc[:-1].long()] > 0).all())
     several = len(batch.positions) > len(batch.seq_lens) > 1
-    return torch.full((len(batch.positions),), behind and several)
+    return torch.full((len(batch.positions),), follows_stored and several)
 
 
 FAULTS = {
@@ -133,15 +133,15 @@ FAULTS = {
     "a second chunk of a prompt (over 512 tokens)": {"paged_attention": forgetful_chunks},
     "a prompt that fills its last block": spoilt_where(last_of_full_blocks),
     "decode": spoilt_where(decode),
-    "drafted tokens, taken back": spoilt_where(drafted),
+    "drafted tokens, taken back": spoilt_where(draft_mask),
     "a decode step into a new block": {"store_kv": new_block_in_decode},
     "a second layer": {"store_kv": first_layers_rotation},
 }
 
 
 def test_the_chosen_prompts_exercise_everything():
-    assert [len(prompt) for prompt in chosen()] == [128, 129, PREFILL_CHUNK + 3]
-    report = run({}, chosen(), STEPS)
+    assert [len(prompt) for prompt in covering_prompts()] == [128, 129, PREFILL_CHUNK + 3]
+    report = run({}, covering_prompts(), STEPS)
     assert report.passed
     assert set(report.not_exercised) == {"whole forwards", TINY_SCALES, HUGE_SCALES}
     assert set(FAULTS) <= set(report.exercised)
@@ -158,7 +158,7 @@ def test_a_short_prompt_says_what_it_cannot_see(what):
 
 @pytest.mark.parametrize("what", FAULTS)
 def test_the_chosen_prompts_are_red(what):
-    report = run(FAULTS[what], chosen(), STEPS, MODEL if "layer" in what else ONE_LAYER)
+    report = run(FAULTS[what], covering_prompts(), STEPS, MODEL if "layer" in what else ONE_LAYER)
     assert not report.passed
     assert report.first_divergence.reason == "fault"
     assert what in report.exercised
@@ -181,11 +181,11 @@ def test_tiny_and_huge_scales_are_exercised_by_a_scaled_model(kv, what, wrong):
     ordinary = run(wrong_lengths(wrong), [prompt], 1, kv=kv)
     assert ordinary.passed
     assert what in ordinary.not_exercised
-    scaled = with_extreme_scales(MODEL, KVSpec(kv).plan(2), prompt)
-    right = run({}, [prompt], 1, scaled, kv)
+    scaled_model = with_extreme_scales(MODEL, KVSpec(kv).plan(2), prompt)
+    right = run({}, [prompt], 1, scaled_model, kv)
     assert right.passed
     assert what in right.exercised
-    report = joined(ordinary, run(wrong_lengths(wrong), [prompt], 1, scaled, kv), "scaled")
+    report = join_reports(ordinary, run(wrong_lengths(wrong), [prompt], 1, scaled_model, kv), "scaled")
     assert not report.passed
     assert what in report.exercised
     assert what not in report.not_exercised
@@ -193,7 +193,7 @@ def test_tiny_and_huge_scales_are_exercised_by_a_scaled_model(kv, what, wrong):
     assert len(report.rows) == 2 * len(ordinary.rows)
 
 
-def logits_of(model, prompt):
+def model_logits(model, prompt):
     cache = new_cache(CONFIG, "fp32")
     paging = new_paging(cache)
     return prefill(ReferenceExecutor(model), cache, paging, [paging.add()], [prompt])
@@ -202,18 +202,18 @@ def logits_of(model, prompt):
 def test_a_scaled_model_computes_the_same():
     prompt = random_tokens(CONFIG, 9)
     plan = KVSpec("tq4").plan(2)
-    scaled = with_extreme_scales(MODEL, plan, prompt)
-    assert not scaled.weights.layers[0]["q_norm"].equal(MODEL.weights.layers[0]["q_norm"])
-    ours, theirs = (logits_of(model, prompt) for model in (MODEL, scaled))
+    scaled_model = with_extreme_scales(MODEL, plan, prompt)
+    assert not scaled_model.weights.layers[0]["q_norm"].equal(MODEL.weights.layers[0]["q_norm"])
+    ours, theirs = (model_logits(model, prompt) for model in (MODEL, scaled_model))
     assert ours.equal(theirs)
-    unscaled = with_extreme_scales(MODEL, KVSpec("bf16").plan(2), prompt)
-    assert unscaled.weights.layers[0]["q_norm"].equal(MODEL.weights.layers[0]["q_norm"])
+    unscaled_model = with_extreme_scales(MODEL, KVSpec("bf16").plan(2), prompt)
+    assert unscaled_model.weights.layers[0]["q_norm"].equal(MODEL.weights.layers[0]["q_norm"])
 
 
 def beyond_a_step(batch):
-    picked = torch.zeros(len(batch.positions), dtype=torch.bool)
-    picked[:] = len(batch.positions) == len(batch.seq_lens) and int(batch.seq_lens.max()) > 600
-    return picked
+    mask = torch.zeros(len(batch.positions), dtype=torch.bool)
+    mask[:] = len(batch.positions) == len(batch.seq_lens) and int(batch.seq_lens.max()) > 600
+    return mask
 
 
 def test_an_executor_whose_decode_takes_keys_in_steps_is_run_beyond_one():
@@ -222,18 +222,18 @@ def test_an_executor_whose_decode_takes_keys_in_steps_is_run_beyond_one():
     plan = KVSpec("tq4").plan(1)
     candidate = ReferenceExecutor(ONE_LAYER, table_with(spoilt_where(beyond_a_step)))
     candidate.decode_step = 600
-    ids = chosen_prompts(tokenizer, CONFIG, plan, STEPS, candidate.decode_step)
+    ids = covering_prompts_for(tokenizer, CONFIG, plan, STEPS, candidate.decode_step)
     assert [len(prompt) for prompt in ids] == [128, 129, 601]
-    found = [
-        report_of(candidate, ONE_LAYER, prompts, STEPS, modes=("teacher-forced",))
+    reports = [
+        validation_report(candidate, ONE_LAYER, prompts, STEPS, modes=("teacher-forced",))
         for prompts in ([random_tokens(CONFIG, 7)], [[token % CONFIG.vocab_size for token in prompt] for prompt in ids])
     ]
     what = "decode over a second step of keys (over 600 tokens)"
-    assert found[0].passed
-    assert what in found[0].not_exercised
-    assert not found[1].passed
-    assert what in found[1].exercised
-    assert not any("step of keys" in named for named in run({}, [[1, 2, 3]], 1).not_exercised)
+    assert reports[0].passed
+    assert what in reports[0].not_exercised
+    assert not reports[1].passed
+    assert what in reports[1].exercised
+    assert not any("step of keys" in item for item in run({}, [[1, 2, 3]], 1).not_exercised)
 
 
 def test_a_format_without_scales_asks_for_none():
@@ -244,6 +244,6 @@ def test_a_short_context_shortens_what_is_chosen():
     tokenizer = load_tokenizer("tiny", load_model("tiny").config)
     plan = KVSpec("tq4").plan(2)
     config = replace(CONFIG, max_position_embeddings=100)
-    assert [len(prompt) for prompt in chosen_prompts(tokenizer, config, plan, 4)] == [93, 93, 93]
+    assert [len(prompt) for prompt in covering_prompts_for(tokenizer, config, plan, 4)] == [93, 93, 93]
     with pytest.raises(InputError, match="--steps"):
-        chosen_prompts(tokenizer, config, plan, 99)
+        covering_prompts_for(tokenizer, config, plan, 99)

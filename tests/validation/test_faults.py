@@ -12,7 +12,7 @@ import torch
 from at_length import MORE_JUDGE
 from block_weights import in_blocks
 from places import ROOT
-from small_models import SMALL, resized, small_config, small_model
+from small_models import SMALL, resize_config, small_config, small_model
 
 from haarkv.executors.cpu import CpuExecutor
 from haarkv.executors.reference import ReferenceExecutor
@@ -25,10 +25,10 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.stored import Advance
 from haarkv.validation.faults.base import DRIVES
-from haarkv.validation.faults.layer import LEARNED, LONGEST, long_faults, planted, planted_learned, slips
+from haarkv.validation.faults.layer import LEARNED_KV, LONGEST, common_bugs, coordinate_faults, long_faults, published_faults
 from haarkv.validation.faults.model import block_faults, forward_faults
 from haarkv.validation.faults.states import delta_faults, delta_layers, small_hybrid
-from haarkv.validation.faults.windows import WINDOWED, window_faults
+from haarkv.validation.faults.windows import WINDOW_SPEC, window_faults
 from haarkv.validation.layers.parts import snapshot
 from haarkv.validation.layers.self_test import _row, _Setting, first_layers, self_test
 
@@ -36,26 +36,26 @@ FROZEN = json.loads((Path(__file__).parent / "faults.json").read_text(encoding="
 """By group: layer, stages op by op, stages by whole layers (the first should be named), KV head, and the faults there."""
 TQ4 = KVSpec("tq4")
 LENGTHS = {"window": (90, 40), "long": (LONGEST, 9)}
-SMALL3 = resized(SMALL, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=64, hidden_size=32, intermediate_size=48)
+SMALL3 = resize_config(SMALL, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=64, hidden_size=32, intermediate_size=48)
 
 
 @cache
-def groups(dtype, of="tiny"):
+def groups(dtype, model_name="tiny"):
     """By name: a model, the cache that its faults need, and the faults of one of its layers."""
     tiny, hybrid = first_layers(load_model("tiny", str(dtype).removeprefix("torch.")), 3), small_hybrid(dtype, 100)
-    if of == "small":
+    if model_name == "small":
         tiny = small_model(SMALL3, dtype=dtype)
     blocks = in_blocks(
         small_model(small_config(num_heads=4, head_dim=64, hidden_size=256, intermediate_size=512), dtype=dtype)
     )
     heads, at = tiny.config.heads, 1
-    learned = KVSpec(LEARNED, calibration=calibration(3, heads.num_kv_heads, heads.head_dim))
+    learned_spec = KVSpec(LEARNED_KV, calibration=calibration(3, heads.num_kv_heads, heads.head_dim))
     return {
-        "attention": (tiny, TQ4, [*planted(tiny, at), *slips(tiny, at)]),
+        "attention": (tiny, TQ4, [*published_faults(tiny, at), *common_bugs(tiny, at)]),
         "long": (tiny, TQ4, long_faults(tiny, at)),
         "forward": (tiny, TQ4, forward_faults(tiny)),
-        "window": (tiny, WINDOWED, window_faults(tiny, at)),
-        "learned": (tiny, learned, planted_learned(tiny, at)),
+        "window": (tiny, WINDOW_SPEC, window_faults(tiny, at)),
+        "learned": (tiny, learned_spec, coordinate_faults(tiny, at)),
         "states": (hybrid, TQ4, delta_faults(hybrid, delta_layers(hybrid)[-1])),
         "blocks": (blocks, TQ4, list(block_faults(blocks, 1, "cpu"))),
     }
@@ -78,28 +78,28 @@ def outcome(executor, model, spec, lengths):
     one's row; and what is stored then."""
     config, generator = model.config, torch.Generator().manual_seed(0)
     states = {layer: replace(shape, versions=6) for layer, shape in config.state_shapes.items()}
-    held = PagedKVCache(spec.plan(config.num_layers), config.kv_shapes, num_blocks=8, states=states)
-    paging = PagedSequences(8, held.block_size)
-    ids, made = [paging.add() for _ in lengths], []
+    cache = PagedKVCache(spec.plan(config.num_layers), config.kv_shapes, num_blocks=8, states=states)
+    paging = PagedSequences(8, cache.block_size)
+    ids, logits = [paging.add() for _ in lengths], []
 
     def run(batch):
         tokens = torch.randint(config.vocab_size, (len(batch.positions),), generator=generator)
-        made.append(executor.head(executor.forward(tokens, batch, held)))
+        logits.append(executor.head(executor.forward(tokens, batch, cache)))
 
     with torch.inference_mode():
         for begin in range(0, max(lengths), 60):
             rest = {ids[row]: min(60, length - begin) for row, length in enumerate(lengths) if length > begin}
             run(paging.batch(list(rest), list(rest.values())))
         run(paging.batch(ids, [1, 1]))
-        verify = Advance(held, paging, ids, [3, 3])
+        verify = Advance(cache, paging, ids, [3, 3])
         run(verify.batch)
         verify.keep([1, 1])
         for sequences in (ids, ids, ids, ids[1:]):
             run(paging.batch(sequences, [1] * len(sequences)))
         paging.free(ids[0])
         run(paging.batch([paging.add()], [7]))
-    fields = [snapshot(held, layer) for layer in range(config.num_layers)]
-    return [*made, *(tensor for parts in fields for of in parts.values() for tensor in of.values())]
+    fields = [snapshot(cache, layer) for layer in range(config.num_layers)]
+    return [*logits, *(tensor for parts in fields for part_fields in parts.values() for tensor in part_fields.values())]
 
 
 @pytest.mark.parametrize("group", FROZEN)
@@ -118,14 +118,20 @@ def test_every_fault_changes_something(group):
 
 
 def test_names_are_different_and_as_many_as_the_docs_say():
-    of = {group: faults for group, (_, _, faults) in groups(torch.float32).items()}
-    published, table = planted(groups(torch.float32)["attention"][0], 1), of["attention"]
-    every = published, table[len(published) :], [*of["long"], *of["forward"]], of["learned"], of["window"]
-    said = re.search(
+    faults_by_group = {group: faults for group, (_, _, faults) in groups(torch.float32).items()}
+    published_table, table = published_faults(groups(torch.float32)["attention"][0], 1), faults_by_group["attention"]
+    every = (
+        published_table,
+        table[len(published_table) :],
+        [*faults_by_group["long"], *faults_by_group["forward"]],
+        faults_by_group["learned"],
+        faults_by_group["window"],
+    )
+    counts = re.search(
         r"(\d+) faults of code, (\d+) slips .*?(\d+) in long prompts.*?(\d+) in made-up learned.*?(\d+) in a tail and sinks",
         (ROOT / "docs/validate.md").read_text(encoding="utf-8"), re.DOTALL,
     )  # fmt: skip
-    assert [len(faults) for faults in every] == list(map(int, said.groups()))
+    assert [len(faults) for faults in every] == list(map(int, counts.groups()))
     names = [fault.name for faults in every for fault in faults]
     assert len(set(names)) == len(names)
 
@@ -173,11 +179,11 @@ def code(row):
 def test_the_self_test_says_what_it_does_not_find(monkeypatch):
     """Here since nothing is planted."""
     model = small_model(SMALL3)
-    fault = next(fault for fault in planted(model, 1) if fault.name == "zero output")
-    monkeypatch.setattr(f"{self_test.__module__}.planted", lambda *_: [fault, replace(fault, name="nothing", ops={})])
-    seen = []
-    rows = self_test([model], [list(range(7)), [3, 2, 1]], seen.append, slice(0), "tq4_seed")
-    assert rows == seen
+    fault = next(fault for fault in published_faults(model, 1) if fault.name == "zero output")
+    monkeypatch.setattr(f"{self_test.__module__}.published_faults", lambda *_: [fault, replace(fault, name="nothing", ops={})])
+    reported_rows = []
+    rows = self_test([model], [list(range(7)), [3, 2, 1]], reported_rows.append, slice(0), "tq4_seed")
+    assert rows == reported_rows
     assert {row.fault for row in rows if not row.caught} == {"nothing"}
     assert {(row.driven, row.found) for row in rows if row.fault == "zero output"} == {
         ("ops", "layer 1 paged_attention"), ("layers", "layer 1 attention_mlp")

@@ -16,8 +16,8 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 from haarkv.tq_ops.table import with_ops
-from haarkv.validation.faults.layer import planted
-from haarkv.validation.fidelity.greedy_diff import Scored, greedy_diff, score, summarize, teacher_forced
+from haarkv.validation.faults.layer import published_faults
+from haarkv.validation.fidelity.greedy_diff import PositionScore, greedy_diff, score, summarize, teacher_forced
 
 CONFIG = replace(SMALL, vocab_size=256, max_position_embeddings=192)
 MODEL = small_model(CONFIG)
@@ -32,11 +32,11 @@ def session(kv="fp32", executor=None, eos=()):
     return Session("small", CONFIG, executor or ReferenceExecutor(MODEL), tokenizer, KVSpec(kv).plan(CONFIG.num_layers))
 
 
-class Altered:
+class AlteredExecutor:
     """The reference, whose logits a function of (logits, tokens fed, sequence lengths) replaces."""
 
     name, description, config, device, ops = "altered", "an altered reference", CONFIG, torch.device("cpu"), None
-    batches_alike = False
+    batch_invariant = False
     simulated, compiled = False, {}
 
     def __init__(self, alter):
@@ -59,7 +59,7 @@ def preferring(choices):
                 row[choices[length](row)] = row.max() + 1e-4
         return logits
 
-    return Altered(alter)
+    return AlteredExecutor(alter)
 
 
 def diff(a, b, prompts=PROMPTS, max_new_tokens=6, dtype="float32"):
@@ -85,34 +85,34 @@ def bound(monkeypatch):
 
 @pytest.mark.parametrize("kv", ["bf16", "tq4"])
 def test_a_side_is_identical_to_itself(kv):
-    found = diff(session(kv), session(kv))
-    assert found.first_divergence is None
-    assert not found.faulty
-    fidelity = found.fidelity
+    result = diff(session(kv), session(kv))
+    assert result.first_divergence is None
+    assert not result.faulty
+    fidelity = result.fidelity
     assert (fidelity.positions, fidelity.top1_agreement) == (18, 1)
     assert fidelity.kl_mean == fidelity.kl_median == fidelity.kl_p999 == fidelity.logit_error == 0
-    for row, alone in zip(found.prompts, session(kv).generate(PROMPTS, max_new_tokens=6).completions, strict=True):
+    for row, alone in zip(result.prompts, session(kv).generate(PROMPTS, max_new_tokens=6).completions, strict=True):
         assert row.a.token_ids == row.b.token_ids == alone.token_ids
         assert row.text_a == "".join(f"<{token}>" for token in alone.token_ids)
 
 
 def test_formats_differ_and_nothing_is_excused(bound):
     bound(1e9)
-    found = diff(session("fp32"), session("tq4"), max_new_tokens=16)
-    assert not found.same_format
-    first = found.first_divergence
+    result = diff(session("fp32"), session("tq4"), max_new_tokens=16)
+    assert not result.same_format
+    first = result.first_divergence
     assert first is not None
     assert not first.near_tie
-    assert found.near_ties == 0
-    assert len(found.unexplained) == round((1 - found.fidelity.top1_agreement) * found.fidelity.positions) > 0
-    assert (first.prompt, first.position) in found.unexplained
-    assert not found.faulty
-    assert 0 < found.fidelity.top1_agreement < 1
-    assert 0 < found.fidelity.kl_median <= found.fidelity.kl_mean <= found.fidelity.kl_p999
-    row = found.prompts[first.prompt]
+    assert result.near_ties == 0
+    assert len(result.unexplained) == round((1 - result.fidelity.top1_agreement) * result.fidelity.positions) > 0
+    assert (first.prompt, first.position) in result.unexplained
+    assert not result.faulty
+    assert 0 < result.fidelity.top1_agreement < 1
+    assert 0 < result.fidelity.kl_median <= result.fidelity.kl_mean <= result.fidelity.kl_p999
+    row = result.prompts[first.prompt]
     assert row.a.token_ids[: first.position] == row.b.token_ids[: first.position]
     assert (row.a.token_ids[first.position], row.b.token_ids[first.position]) == (first.token_a, first.token_b)
-    assert (first.scored.top_a[0][0], first.scored.top_b[0][0]) == (first.token_a, first.token_b)
+    assert (first.scores.top_a[0][0], first.scores.top_b[0][0]) == (first.token_a, first.token_b)
 
 
 @pytest.mark.parametrize("kv", ["k=fp32,v=tq4", "k=tq4,v=fp32"])
@@ -127,27 +127,27 @@ def other_scale(q, cache, layer, batch, softmax_scale):
 
 @pytest.mark.parametrize("name", ["a transposed rotation", "K stored as V", "a slot off by one", "an MLP left out"])
 def test_a_planted_fault_is_seen_and_leaves_the_other_side_alone(name):
-    fault = next(fault for fault in planted(MODEL, 1) if fault.name == name)
-    found = diff(session("tq4"), session("tq4", ReferenceExecutor(MODEL, fault.table())))
-    assert found.faulty
-    assert found.first_divergence is not None
-    assert not found.first_divergence.near_tie
-    assert found.fidelity.kl_mean > 1e-3
+    fault = next(fault for fault in published_faults(MODEL, 1) if fault.name == name)
+    result = diff(session("tq4"), session("tq4", ReferenceExecutor(MODEL, fault.table())))
+    assert result.faulty
+    assert result.first_divergence is not None
+    assert not result.first_divergence.near_tie
+    assert result.fidelity.kl_mean > 1e-3
     alone = session("tq4").generate(PROMPTS, max_new_tokens=6).completions
-    assert [row.a.token_ids for row in found.prompts] == [c.token_ids for c in alone]
+    assert [row.a.token_ids for row in result.prompts] == [c.token_ids for c in alone]
 
 
 @pytest.mark.parametrize("a_ends", [False, True])
 def test_an_end_of_text_on_one_side_is_a_divergence(a_ends):
     plain = session(eos=(GARBAGE,))
     ending = session(executor=preferring({len("spam") + 3: garbage}), eos=(GARBAGE,))
-    found = diff(ending, plain, PROMPTS[:1]) if a_ends else diff(plain, ending, PROMPTS[:1])
-    first, row = found.first_divergence, found.prompts[0]
+    result = diff(ending, plain, PROMPTS[:1]) if a_ends else diff(plain, ending, PROMPTS[:1])
+    first, row = result.first_divergence, result.prompts[0]
     assert first.position == 3
     assert (first.token_a if a_ends else first.token_b) == GARBAGE
     assert ((row.a if a_ends else row.b).finish, (row.b if a_ends else row.a).finish) == ("eos", "length")
-    assert len(row.scored) == found.fidelity.positions == (4 if a_ends else 6)
-    assert found.faulty
+    assert len(row.scores) == result.fidelity.positions == (4 if a_ends else 6)
+    assert result.faulty
 
 
 def test_two_tokens_that_both_end_the_text_are_told_apart():
@@ -162,73 +162,73 @@ def test_a_prompt_is_compared_alike_alone_and_beside_others():
     for index, prompt in enumerate(PROMPTS):
         alone = diff(session("fp32"), session("k=fp32,v=bf16"), [prompt])
         assert alone.prompts[0].a.token_ids == together.prompts[index].a.token_ids
-        expected = [position.top_a[0] for position in together.prompts[index].scored]
+        expected = [position.top_a[0] for position in together.prompts[index].scores]
         assert [token for token, _ in expected] == alone.prompts[0].a.token_ids
-        for (_, logit), position in zip(expected, alone.prompts[0].scored, strict=True):
+        for (_, logit), position in zip(expected, alone.prompts[0].scores, strict=True):
             assert abs(logit - position.top_a[0][1]) < bounds.REORDERED_LOGITS
 
 
 def test_a_full_context_ends_both():
     prompt = "a" * (CONFIG.max_position_embeddings - 2)
-    found = diff(session(), session(), [prompt, "b"])
-    assert found.prompts[0].a.finish == found.prompts[0].b.finish == "context"
-    assert [len(row.scored) for row in found.prompts] == [3, 6]
+    result = diff(session(), session(), [prompt, "b"])
+    assert result.prompts[0].a.finish == result.prompts[0].b.finish == "context"
+    assert [len(row.scores) for row in result.prompts] == [3, 6]
 
 
 def test_what_is_fed_may_need_one_more_block():
-    found = diff(session(), session(), ["a" * (BLOCK_SIZE - 1)])
-    assert len(found.prompts[0].scored) == 6
+    result = diff(session(), session(), ["a" * (BLOCK_SIZE - 1)])
+    assert len(result.prompts[0].scores) == 6
 
 
 # -- What it excuses ------------------------------------------------------------------------------------------------------
 
 
 def test_the_same_format_is_excused_within_the_bound_and_no_further(bound):
-    altered = session(executor=preferring({len("spam") + 2: second}))
-    scored = diff(session(), altered, PROMPTS[:1]).first_divergence.scored
-    assert scored.gap_a == scored.margin > 0
-    relative = scored.gap_a / scored.spread
+    altered_session = session(executor=preferring({len("spam") + 2: second}))
+    score = diff(session(), altered_session, PROMPTS[:1]).first_divergence.scores
+    assert score.gap_a == score.margin > 0
+    relative = score.gap_a / score.spread
     for value, near in ((relative * 1.001, True), (relative * 0.999, False)):
         bound(value)
-        found = diff(session(), altered, PROMPTS[:1])
-        assert found.first_divergence.position == 2
-        assert found.first_divergence.near_tie == near
-        assert (found.near_ties, found.unexplained) == ((1, []) if near else (0, [(0, 2)]))
-        assert found.faulty != near
+        result = diff(session(), altered_session, PROMPTS[:1])
+        assert result.first_divergence.position == 2
+        assert result.first_divergence.near_tie == near
+        assert (result.near_ties, result.unexplained) == ((1, []) if near else (0, [(0, 2)]))
+        assert result.faulty != near
 
 
 def test_a_token_that_a_does_not_want_is_no_near_tie_although_two_others_tie(bound):
-    altered = session(executor=preferring({len("spam") + 2: garbage}))
-    scored = diff(session(), altered, PROMPTS[:1]).first_divergence.scored
-    assert scored.margin < scored.gap_a
-    bound((scored.margin + scored.gap_a) / 2 / scored.spread)
-    found = diff(session(), altered, PROMPTS[:1])
-    assert not found.first_divergence.near_tie
-    assert found.faulty
+    altered_session = session(executor=preferring({len("spam") + 2: garbage}))
+    score = diff(session(), altered_session, PROMPTS[:1]).first_divergence.scores
+    assert score.margin < score.gap_a
+    bound((score.margin + score.gap_a) / 2 / score.spread)
+    result = diff(session(), altered_session, PROMPTS[:1])
+    assert not result.first_divergence.near_tie
+    assert result.faulty
 
 
 def test_a_tie_of_a_does_not_excuse_a_b_that_is_decided(bound):
     tying = session(executor=preferring({len("spam") + 2: garbage}))
     bound(0.01)
-    found = diff(tying, session(), PROMPTS[:1])
-    scored = found.first_divergence.scored
-    assert scored.gap_a < 0.001 * scored.spread < scored.gap_b
-    assert not found.first_divergence.near_tie
-    assert found.faulty
+    result = diff(tying, session(), PROMPTS[:1])
+    score = result.first_divergence.scores
+    assert score.gap_a < 0.001 * score.spread < score.gap_b
+    assert not result.first_divergence.near_tie
+    assert result.faulty
 
 
 def test_a_near_tie_does_not_hide_what_comes_after_it_and_what_is_none_is_named(bound):
     """Neither in its own text nor in another."""
     end = len("spam")
-    scored = diff(session(), session(executor=preferring({end + 1: second})), PROMPTS[:1]).first_divergence.scored
-    bound(scored.gap_a / scored.spread * 1.001)
-    found = diff(session(), session(executor=preferring({end + 1: second, end + 5: garbage})), PROMPTS[:1])
-    assert found.first_divergence.near_tie
-    assert (found.near_ties, found.unexplained) == (1, [(0, 5)])
-    assert found.faulty
-    found = diff(session(), session(executor=preferring({end + 1: second, 150 + 4: garbage})), ["spam", "b" * 150])
-    assert [(row.divergence.position, row.divergence.near_tie) for row in found.prompts] == [(1, True), (4, False)]
-    assert (found.first_divergence.prompt, found.first_divergence.position) == (1, 4)
+    score = diff(session(), session(executor=preferring({end + 1: second})), PROMPTS[:1]).first_divergence.scores
+    bound(score.gap_a / score.spread * 1.001)
+    result = diff(session(), session(executor=preferring({end + 1: second, end + 5: garbage})), PROMPTS[:1])
+    assert result.first_divergence.near_tie
+    assert (result.near_ties, result.unexplained) == (1, [(0, 5)])
+    assert result.faulty
+    result = diff(session(), session(executor=preferring({end + 1: second, 150 + 4: garbage})), ["spam", "b" * 150])
+    assert [(row.divergence.position, row.divergence.near_tie) for row in result.prompts] == [(1, True), (4, False)]
+    assert (result.first_divergence.prompt, result.first_divergence.position) == (1, 4)
 
 
 # -- What it refuses ------------------------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ def test_a_side_that_does_not_repeat_itself_is_refused(side):
             logits[:, GARBAGE] = 1e3
         return logits
 
-    sides = {"A": session(), "B": session()} | {side: session(executor=Altered(alter))}
+    sides = {"A": session(), "B": session()} | {side: session(executor=AlteredExecutor(alter))}
     with pytest.raises(InputError, match=f"side {side}, prompt 1, new token 3.*not repeatable"):
         diff(sides["A"], sides["B"], PROMPTS[:1])
 
@@ -275,27 +275,27 @@ def numpy_kl(a, b):
 
 def test_figures_equal_an_independent_computation():
     ops = with_ops(reference, {"paged_attention": other_scale})
-    found = diff(session(), session(executor=ReferenceExecutor(MODEL, ops)), max_new_tokens=16)
-    of_a, of_b = [], []
-    for prompt, row in zip(PROMPTS, found.prompts, strict=True):
+    result = diff(session(), session(executor=ReferenceExecutor(MODEL, ops)), max_new_tokens=16)
+    logits_a, logits_b = [], []
+    for prompt, row in zip(PROMPTS, result.prompts, strict=True):
         ids = [*prompt.encode(), *row.a.token_ids[:-1]]
-        of_a.append(whole(reference, ids)[len(prompt) - 1 :])
-        of_b.append(whole(ops, ids)[len(prompt) - 1 :])
-        assert of_a[-1].argmax(-1).tolist() == row.a.token_ids
-    a, b = np.concatenate(of_a), np.concatenate(of_b)
-    scored = [position for row in found.prompts for position in row.scored]
+        logits_a.append(whole(reference, ids)[len(prompt) - 1 :])
+        logits_b.append(whole(ops, ids)[len(prompt) - 1 :])
+        assert logits_a[-1].argmax(-1).tolist() == row.a.token_ids
+    a, b = np.concatenate(logits_a), np.concatenate(logits_b)
+    scores = [position for row in result.prompts for position in row.scores]
     kl, atol = numpy_kl(a, b), bounds.REORDERED_LOGITS
-    assert len(scored) == len(kl) == 48
+    assert len(scores) == len(kl) == 48
     assert np.median(kl) > 1e-3
-    np.testing.assert_allclose([s.kl for s in scored], kl, rtol=1e-3, atol=1e-6)
-    np.testing.assert_allclose([s.logit_error for s in scored], abs(a - b).max(-1), atol=2 * atol)
-    np.testing.assert_allclose([s.spread for s in scored], a.std(-1), atol=atol)
-    np.testing.assert_allclose([[x for _, x in s.top_a] for s in scored], -np.sort(-a, -1)[:, :5], atol=atol)
-    np.testing.assert_allclose([[x for _, x in s.top_b] for s in scored], -np.sort(-b, -1)[:, :5], atol=atol)
+    np.testing.assert_allclose([s.kl for s in scores], kl, rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose([s.logit_error for s in scores], abs(a - b).max(-1), atol=2 * atol)
+    np.testing.assert_allclose([s.spread for s in scores], a.std(-1), atol=atol)
+    np.testing.assert_allclose([[x for _, x in s.top_a] for s in scores], -np.sort(-a, -1)[:, :5], atol=atol)
+    np.testing.assert_allclose([[x for _, x in s.top_b] for s in scores], -np.sort(-b, -1)[:, :5], atol=atol)
     every = np.arange(48)
-    np.testing.assert_allclose([s.gap_a for s in scored], a.max(-1) - a[every, b.argmax(-1)], atol=2 * atol)
-    np.testing.assert_allclose([s.gap_b for s in scored], b.max(-1) - b[every, a.argmax(-1)], atol=2 * atol)
-    fidelity = found.fidelity
+    np.testing.assert_allclose([s.gap_a for s in scores], a.max(-1) - a[every, b.argmax(-1)], atol=2 * atol)
+    np.testing.assert_allclose([s.gap_b for s in scores], b.max(-1) - b[every, a.argmax(-1)], atol=2 * atol)
+    fidelity = result.fidelity
     assert fidelity.positions == 48
     assert fidelity.top1_agreement == (a.argmax(-1) == b.argmax(-1)).mean() < 1
     np.testing.assert_allclose(
@@ -308,7 +308,7 @@ def test_figures_equal_an_independent_computation():
 @pytest.mark.parametrize("count", [1, 2, 47, 999, 1000, 1001, 2500])
 def test_the_quantiles_are_nearest_rank_and_median(count):
     kl = np.random.default_rng(count).permutation(count).astype(float)
-    one = Scored(((0, 1.0), (1, 0.5)), ((0, 1.0), (1, 0.5)), 0.0, 0.0, 0.0, 1.0, 0.0)
+    one = PositionScore(((0, 1.0), (1, 0.5)), ((0, 1.0), (1, 0.5)), 0.0, 0.0, 0.0, 1.0, 0.0)
     fidelity = summarize([replace(one, kl=value) for value in kl])
     assert fidelity.kl_median == np.median(kl)
     assert fidelity.kl_p999 == np.quantile(kl, 0.999, method="inverted_cdf")

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from judged import MODEL, PROMPTS, Whole, where
-from judged import report_of as run
+from judged import validation_report as run
 from small_models import CONFIGS, KV_FORMATS, SMALL, new_cache, new_paging, small_model
 
 import haarkv.validation.layers.runner as runner
@@ -74,9 +74,9 @@ def test_a_reference_whose_values_are_zero_or_nan_is_refused():
     assert run(still, trusted=still).passed
     v_zero = table_with({"store_kv": lambda k, v, c, i, s: reference.store_kv(k, v * 0, c, i, s), "paged_attention": zeros})
     assert where(run(ReferenceExecutor(MODEL, v_zero))) == (0, "store_kv.v")
-    gone = table_with({"linear": lambda x, w: reference.linear(x, w) * 0})
+    zero_table = table_with({"linear": lambda x, w: reference.linear(x, w) * 0})
     with pytest.raises(InputError, match="K of layer 0 is zero"):
-        run(ReferenceExecutor(MODEL), trusted=ReferenceExecutor(MODEL, gone))
+        run(ReferenceExecutor(MODEL), trusted=ReferenceExecutor(MODEL, zero_table))
     nan = table_with({"silu_mul": lambda g, u, d: (g * torch.nan).to(d)})
     with pytest.raises(InputError, match="not finite"):
         run(ReferenceExecutor(MODEL), trusted=ReferenceExecutor(MODEL, nan))

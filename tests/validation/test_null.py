@@ -21,19 +21,19 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OP_NAMES
 from haarkv.validation import bounds, validate
 from haarkv.validation.faults.base import DRIVES, instead, table_with
-from haarkv.validation.faults.ops import keeping, steeper, stored
+from haarkv.validation.faults.ops import keeping, quantized_parts, steeper
 from haarkv.validation.layers import null
 from haarkv.validation.layers.null import (
     NONE,
     RUNS,
     Figure,
     Null,
-    added,
+    add_sums,
     by_ties,
-    collected,
+    collect_sums,
     excess,
     honest,
-    of_numbers,
+    number_figures,
     value,
 )  # fmt: skip
 from haarkv.validation.layers.self_test import first_layers
@@ -50,19 +50,19 @@ def tiny(dtype):
     return model, [ids[100:230], ids[300:340]], {}
 
 
-def compared(dtype, candidate, steps=1, modes=("teacher-forced",)):
-    model, prompts, known = tiny(dtype)
+def validate_candidate(dtype, candidate, steps=1, modes=("teacher-forced",)):
+    model, prompts, honest_cache = tiny(dtype)
     plan = KVSpec("tq4").plan(model.config.num_layers)
-    return validate(ReferenceExecutor(model), candidate, model, prompts, steps, plan, modes=modes, known=known)
+    return validate(ReferenceExecutor(model), candidate, model, prompts, steps, plan, modes=modes, honest_cache=honest_cache)
 
 
 def device(dtype, seed):
     """The reference as one more device computes it, with seeds that no null draws: the same input gives the same noise."""
 
     def noisy(name):
-        def run(x, *given):
+        def run(x, *args):
             content = zlib.crc32(x.contiguous().view(torch.uint8).numpy().tobytes(), seed)
-            return getattr(honest(reference, 10**9 + seed % 2 + 2 * content), name)(x, *given)
+            return getattr(honest(reference, 10**9 + seed % 2 + 2 * content), name)(x, *args)
 
         return run
 
@@ -76,7 +76,7 @@ def device(dtype, seed):
 )
 def test_an_honest_device_passes(seed, dtype, drive):
     """Prefill, decode, a verify and the step behind it; each layer given the reference's input, and left to itself."""
-    report = compared(dtype, DRIVES[drive](device(dtype, seed)), modes=("teacher-forced", "free-running"))
+    report = validate_candidate(dtype, DRIVES[drive](device(dtype, seed)), modes=("teacher-forced", "free-running"))
     assert report.passed, report.first_divergence
     assert {row.phase for row in report.rows} == {"prefill", "decode", "verify"}
     assert report.first_divergence.reason in ("rounding", "tie")
@@ -89,7 +89,7 @@ def test_every_instruction_set_passes_with_room_to_spare(dtype, isa):
     if isa not in library.isas():
         pytest.skip(f"this CPU has no {isa}")
     drive = list(DRIVES)[library.ISAS.index(isa) % 2]
-    report = compared(dtype, DRIVES[drive](CpuExecutor(tiny(dtype)[0], isa)))
+    report = validate_candidate(dtype, DRIVES[drive](CpuExecutor(tiny(dtype)[0], isa)))
     assert report.passed, report.first_divergence
     assert max(figure.share for figure in report.tests) < 0.8
 
@@ -105,23 +105,23 @@ def at_layer(call):
 
 def leaping(call):
     """One level of one token is three away from its own."""
-    kept = stored(call)["k"]
-    codes = kept["codes"]
+    key_fields = quantized_parts(call)["k"]
+    codes = key_fields["codes"]
     low = codes[0, 0, 0] & 15
     codes[0, 0, 0] = (codes[0, 0, 0] & 240) | torch.where(low > 7, low - 3, low + 3)
-    return {"k": kept}
+    return {"k": key_fields}
 
 
 def other_levels(call):
     """A thousandth of K's length of noise, whose scales stay."""
-    right = stored(call)["k"]
+    right = quantized_parts(call)["k"]
     size = call.k.square().mean(-1, keepdim=True).sqrt()
-    return {"k": right | {"codes": stored(call, call.k + 1e-3 * size * noise(call.k))["k"]["codes"]}}
+    return {"k": right | {"codes": quantized_parts(call, call.k + 1e-3 * size * noise(call.k))["k"]["codes"]}}
 
 
 def longer(call):
     """Every scale of V is the next FP16 number."""
-    fields = stored(call)["v"]
+    fields = quantized_parts(call)["v"]
     return {"v": fields | {"scale": (fields["scale"].contiguous().view(torch.int16) + 1).view(torch.float16)}}
 
 
@@ -152,11 +152,11 @@ def test_each_figure_finds_what_no_other_does(kind, monkeypatch):
     executor = ReferenceExecutor(tiny(dtype)[0])
     names = ("name", "config", "device", "supports", "layers", "decode_step", "blocks")
     lying = SimpleNamespace(**{name: getattr(executor, name) for name in names}, ops=table_with(instead(*WRONG[kind])))
-    first = compared(dtype, lying, 0).first_divergence
+    first = validate_candidate(dtype, lying, 0).first_divergence
     assert first.reason == "fault", first
     right = null.excess
     monkeypatch.setattr(null, "excess", lambda figure, *given: 0.0 if kind in figure.kind else right(figure, *given))
-    report = compared(dtype, lying, 0)
+    report = validate_candidate(dtype, lying, 0)
     assert report.passed, report.first_divergence
 
 
@@ -188,30 +188,30 @@ def test_one_number_on_the_other_side_of_a_rounding_point_is_no_gain():
     off = torch.zeros_like(x)
     off.flatten()[x.abs().argmax()] = bounds.STEP[x.dtype] * x.abs().max()
     for factor, out in ((1, False), (-1, False), (3, True)):
-        sums = collected(of_numbers("window.k", x, x.float() + factor * off))[gain]
+        sums = collect_sums(number_figures("window.k", x, x.float() + factor * off))[gain]
         assert (excess(gain, value(gain, sums), [0.0] * RUNS, rounds=True, ties=by_ties(sums)) > 1) == out
 
 
 # -- Over forwards -----------------------------------------------------------------------------------------------------------
 def test_sums_of_forwards_add_up():
     """Counts, energies and products grow."""
-    energy, gain, changed = (Figure("o_proj", -1, kind) for kind in ("energy", "gain", "changed"))
-    one = {energy: (2.0, 0.0, 0.0), gain: (3.0, 4.0, 5.0), changed: (5.0, 0.0, 0.0)}
-    assert added({}, one) == one
-    both = {energy: (4.0, 0.0, 0.0), gain: (4.0, 8.0, 7.0), changed: (10.0, 0.0, 0.0)}
-    assert added(one, {**one, gain: (1.0, 4.0, 2.0)}) == both
+    energy, gain, level_changes = (Figure("o_proj", -1, kind) for kind in ("energy", "gain", "changed"))
+    one = {energy: (2.0, 0.0, 0.0), gain: (3.0, 4.0, 5.0), level_changes: (5.0, 0.0, 0.0)}
+    assert add_sums({}, one) == one
+    both = {energy: (4.0, 0.0, 0.0), gain: (4.0, 8.0, 7.0), level_changes: (10.0, 0.0, 0.0)}
+    assert add_sums(one, {**one, gain: (1.0, 4.0, 2.0)}) == both
 
 
 def test_what_no_forward_shows_alone_all_of_them_show():
     """A gain of half of what is allowed in each forward, where honest runs have none on the average."""
     figure, generator = Figure("o_proj", -1, "gain"), torch.Generator().manual_seed(0)
-    of_layer = Null()
+    null = Null()
     for _ in range(100):
-        of_layer.runs = [{figure: (float(draw), 1.0, 0.0)} for draw in torch.randn(RUNS, generator=generator)]
+        null.runs = [{figure: (float(draw), 1.0, 0.0)} for draw in torch.randn(RUNS, generator=generator)]
         candidate = {figure: (5.0, 1.0, 0.0)}
-        assert of_layer.excesses(candidate, rounds=False)[figure] < 1
-        of_layer.add(candidate)
-    assert of_layer.total_excesses(rounds=False)[figure] > 2
+        assert null.excesses(candidate, rounds=False)[figure] < 1
+        null.add(candidate)
+    assert null.total_excesses(rounds=False)[figure] > 2
 
 
 def test_honest_runs_are_another_each():

@@ -14,7 +14,7 @@ from small_models import CONFIGS, SMALL
 from haarkv.models.catalog import read_config
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.shapes import KEPT_ROOM, blocks_for
+from haarkv.tq_ops.kv.shapes import WINDOW_ROOM, blocks_for
 from haarkv.validation.fidelity import evaluation
 from haarkv.validation.fidelity.evaluation import FidelityRow, evaluate, make_workload
 from haarkv.validation.fidelity.scores import Partial
@@ -22,10 +22,10 @@ from haarkv.validation.fidelity.setup import load_setup
 from haarkv.validation.layers.parts import new_cache
 from haarkv.validation.planning.auto import kinds
 from haarkv.validation.planning.candidates import (
-    Verified,
+    Verification,
     bits_per_value,
     places,
-    rivals_of,
+    uniform_rivals,
     verify,
     with_format,
 )
@@ -34,10 +34,10 @@ from haarkv.validation.planning.planner import best_within, choices_within, choo
 TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n"
 UNSEEN = "def bridge(name, quest):\n    if quest == 'grail':\n        return name\n    raise KeyError(quest)\n"
 # FP32 sums in another order change logits of size 1 by a few 1e-6: relative, of figures that quantization makes.
-REORDERED = 2e-3
+REORDER_TOLERANCE = 2e-3
 
 
-def windows_of(text, window=30, **kwargs):
+def workload_of_text(text, window=30, **kwargs):
     return make_workload(list(text.encode()), 1024, window=window, prompts=0, **kwargs)
 
 
@@ -55,7 +55,7 @@ def setup(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def costs(setup):
-    return measure(setup, windows_of(TEXT), ["tq2", "tq4", "tq6", "bf16"])
+    return measure(setup, workload_of_text(TEXT), ["tq2", "tq4", "tq6", "bf16"])
 
 
 # -- The knapsack -----------------------------------------------------------------------------------------------------------
@@ -66,14 +66,16 @@ options = st.lists(st.tuples(st.integers(0, 12).map(lambda n: 3 * n + 2), st.int
 @given(items=st.lists(options, min_size=1, max_size=4), budget=st.integers(0, 150))
 def test_the_choice_is_the_best_of_all(items, budget):
     def total(choice):
-        taken = [item[option] for item, option in zip(items, choice, strict=True)]
-        return sum(loss for _, loss in taken), sum(size for size, _ in taken)
+        selection = [item[option] for item, option in zip(items, choice, strict=True)]
+        return sum(loss for _, loss in selection), sum(size for size, _ in selection)
 
     fitting = [c for c in itertools.product(*(range(len(item)) for item in items)) if total(c)[1] <= budget]
-    found = best_within([[s for s, _ in item] for item in items], [[float(x) for _, x in item] for item in items], budget)
-    assert (found is None) == (not fitting)
-    if found is not None:
-        assert total(found) == min(map(total, fitting))
+    best_choice = best_within(
+        [[s for s, _ in item] for item in items], [[float(x) for _, x in item] for item in items], budget
+    )
+    assert (best_choice is None) == (not fitting)
+    if best_choice is not None:
+        assert total(best_choice) == min(map(total, fitting))
 
 
 # -- Bytes ------------------------------------------------------------------------------------------------------------------
@@ -82,7 +84,7 @@ def test_the_choice_is_the_best_of_all(items, budget):
 def test_bits_are_those_of_the_allocated_cache(config, tail):
     config, context = CONFIGS[config], 300
     plan = KVSpec("k=tq5,v=tq2", tail=tail, layers={0: "k=bf16,v=tq3"}).plan(config.num_layers)
-    cache = new_cache(plan, config, blocks_for(context), num_rows=1, room=KEPT_ROOM)
+    cache = new_cache(plan, config, blocks_for(context), num_rows=1, room=WINDOW_ROOM)
     values = 2 * config.num_layers * config.heads.num_kv_heads * config.heads.head_dim * cache.num_slots
     assert bits_per_value(plan, config, context) == 8 * cache.nbytes / values
 
@@ -92,42 +94,45 @@ def test_bits_are_those_of_the_allocated_cache(config, tail):
 def test_a_budget_may_be_spent_to_the_last_byte_and_pays_for_sinks(tail, sink):
     only = KVSpec("tq3", tail=tail or None, sink=sink).plan(SMALL.num_layers)
 
-    def chosen(costs, budget):
+    def choose_formats(costs, budget):
         return choose(costs, SMALL, budget=budget, tail=tail, sink=sink, context=512)
 
     costs = {place: {"tq3": 1.0, "bf16": 0.0} for place in places(SMALL)}
     bits = bits_per_value(only, SMALL, 512)
-    assert chosen(costs, bits).plan == only
-    assert chosen(costs, bits - 1e-6) is None
+    assert choose_formats(costs, bits).plan == only
+    assert choose_formats(costs, bits - 1e-6) is None
     # bf16 keeps nothing twice: a place in it takes no tail either.
     one = replace(only, layers=(KVSpec("k=bf16,v=tq3").plan(1).layers[0], *only.layers[1:]))
     more = bits_per_value(one, SMALL, 512)
-    assert bits_per_value(chosen(costs, more).plan, SMALL, 512) == more
+    assert bits_per_value(choose_formats(costs, more).plan, SMALL, 512) == more
     alone = {place: {"tq3": 1.0} for place in places(SMALL)}
-    found = choices_within(alone, SMALL, budget=bits, tails=(tail,), sinks=(0, sink, sink + 1), context=512)
-    assert {choice.plan.sink for choice in found} == {0, sink}
+    choices = choices_within(alone, SMALL, budget=bits, tails=(tail,), sinks=(0, sink, sink + 1), context=512)
+    assert {choice.plan.sink for choice in choices} == {0, sink}
 
 
 # -- Costs ------------------------------------------------------------------------------------------------------------------
 def test_a_cost_is_what_an_evaluation_of_that_cache_measures(setup, costs):
-    run = windows_of(TEXT)
+    run = workload_of_text(TEXT)
     specs = {"k=tq2,v=bf16": "k", "k=bf16,v=tq2": "v"}
     for layer in range(2):
         plans = {kv: KVSpec("bf16", layers={layer: kv}).plan(2) for kv in specs}
         caches = {kv: replace(setup.base, plan=plan) for kv, plan in plans.items()}
         for row in evaluate(replace(setup, caches=caches), run):
             assert row.kl_mean > 1e-6
-            assert costs[layer, specs[row.kv]]["tq2"] == pytest.approx(row.kl_mean, rel=REORDERED)
-    assert all(of_place["bf16"] == 0 < of_place["tq6"] < of_place["tq4"] < of_place["tq2"] for of_place in costs.values())
+            assert costs[layer, specs[row.kv]]["tq2"] == pytest.approx(row.kl_mean, rel=REORDER_TOLERANCE)
+    assert all(
+        place_costs["bf16"] == 0 < place_costs["tq6"] < place_costs["tq4"] < place_costs["tq2"]
+        for place_costs in costs.values()
+    )
 
 
 def test_a_measurement_goes_on_from_what_was_kept(setup, monkeypatch):
-    run, kept, steps = windows_of(TEXT, tokens=40), Partial(), []
-    whole = measure(setup, run, ["tq2"], partial=kept, on_step=lambda *step: steps.append(step))
+    run, partial_scores, steps = workload_of_text(TEXT, tokens=40), Partial(), []
+    whole = measure(setup, run, ["tq2"], partial=partial_scores, on_step=lambda *step: steps.append(step))
     assert len(steps) == 4 * len(run.windows)
     monkeypatch.setattr(evaluation, "score_window", None)  # nothing is left to run
     monkeypatch.setattr(evaluation, "run_span", None)
-    assert measure(setup, run, ["tq2"], partial=kept) == whole
+    assert measure(setup, run, ["tq2"], partial=partial_scores) == whole
 
 
 # -- Choices ----------------------------------------------------------------------------------------------------------------
@@ -140,10 +145,10 @@ def test_bits_go_where_errors_cost_most(setup, costs):
 
 def test_more_budget_is_never_worse_and_is_kept_to(setup, costs):
     budgets = [2.6, 3.5, 4.1, 5.0, 7.7, 12.0, 15.9]
-    found = [choose(costs, setup.base.config, budget=b, tail=0, context=128) for b in budgets]
-    assert [c.predicted_kl for c in found] == sorted((c.predicted_kl for c in found), reverse=True)
-    assert found[0].predicted_kl > 10 * found[-2].predicted_kl
-    for budget, choice in zip(budgets, found, strict=True):
+    choices = [choose(costs, setup.base.config, budget=b, tail=0, context=128) for b in budgets]
+    assert [c.predicted_kl for c in choices] == sorted((c.predicted_kl for c in choices), reverse=True)
+    assert choices[0].predicted_kl > 10 * choices[-2].predicted_kl
+    for budget, choice in zip(budgets, choices, strict=True):
         assert bits_per_value(choice.plan, setup.base.config, 128) <= budget
         names = [f.name for pair in choice.plan.layers for f in pair]
         assert choice.predicted_kl == pytest.approx(sum(costs[place][n] for place, n in zip(costs, names, strict=True)))
@@ -151,23 +156,23 @@ def test_more_budget_is_never_worse_and_is_kept_to(setup, costs):
 
 def test_places_that_are_alike_take_one_format_and_no_such_plan_is_better():
     config = read_config("random:gemma-270m", 6)
-    alike = kinds(config)
-    assert [len(group) for group in alike] == [5, 5, 1, 1]
-    drawn = random.Random(0)
-    costs = {place: {"tq2": drawn.random(), "tq4": drawn.random() / 8, "bf16": 0.0} for place in places(config)}
-    found = choose(costs, config, budget=6.0, tail=0, context=4096, alike=alike)
+    place_kinds = kinds(config)
+    assert [len(group) for group in place_kinds] == [5, 5, 1, 1]
+    generator = random.Random(0)
+    costs = {place: {"tq2": generator.random(), "tq4": generator.random() / 8, "bf16": 0.0} for place in places(config)}
+    choice = choose(costs, config, budget=6.0, tail=0, context=4096, place_groups=place_kinds)
     best = math.inf
-    for names in itertools.product(("tq2", "tq4", "bf16"), repeat=len(alike)):
+    for names in itertools.product(("tq2", "tq4", "bf16"), repeat=len(place_kinds)):
         plan = KVSpec("bf16").plan(config.num_layers)
-        for group, name in zip(alike, names, strict=True):
+        for group, name in zip(place_kinds, names, strict=True):
             for place in group:
                 plan = with_format(plan, place, name)
         if bits_per_value(plan, config, 4096) <= 6.0:
-            loss = sum(costs[place][name] for group, name in zip(alike, names, strict=True) for place in group)
+            loss = sum(costs[place][name] for group, name in zip(place_kinds, names, strict=True) for place in group)
             best = min(best, loss)
-            if loss == pytest.approx(found.predicted_kl):
-                assert plan == found.plan
-    assert found.predicted_kl == pytest.approx(best)
+            if loss == pytest.approx(choice.predicted_kl):
+                assert plan == choice.plan
+    assert choice.predicted_kl == pytest.approx(best)
 
 
 @pytest.mark.parametrize("model", ["tiny", "random:llama-1b"])
@@ -177,29 +182,29 @@ def test_layers_of_one_kind_are_not_alike(model):
 
 def test_tails_take_their_bytes_from_the_formats(setup, costs):
     config = setup.base.config
-    found = choices_within(costs, config, budget=4.6, tails=(0, 16, 9000), context=1024)
-    assert [choice.plan.recent for choice in found] == [None, 16]
-    assert all(bits_per_value(choice.plan, config, 1024) <= 4.6 for choice in found)
-    assert found[1].predicted_kl > found[0].predicted_kl
-    rows = compare(setup, windows_of(TEXT * 2, window=128), found)
-    assert [row.kv for row in rows] == [choice.plan.describe() for choice in found]
-    assert rows[0].kl_mean == pytest.approx(found[0].predicted_kl, rel=0.5)
+    choices = choices_within(costs, config, budget=4.6, tails=(0, 16, 9000), context=1024)
+    assert [choice.plan.recent for choice in choices] == [None, 16]
+    assert all(bits_per_value(choice.plan, config, 1024) <= 4.6 for choice in choices)
+    assert choices[1].predicted_kl > choices[0].predicted_kl
+    rows = compare(setup, workload_of_text(TEXT * 2, window=128), choices)
+    assert [row.kv for row in rows] == [choice.plan.describe() for choice in choices]
+    assert rows[0].kl_mean == pytest.approx(choices[0].predicted_kl, rel=0.5)
 
 
 def test_an_executor_that_cannot_run_a_candidate_says_so(setup, monkeypatch):
     monkeypatch.setattr(type(setup.base.executor), "supports", lambda *_: "it is too new")
     with pytest.raises(InputError, match=r"reference cannot run .*too new"):
-        measure(setup, windows_of(TEXT), ["tq2"])
+        measure(setup, workload_of_text(TEXT), ["tq2"])
 
 
 # -- Verification -----------------------------------------------------------------------------------------------------------
 def test_rivals_stand_next_to_the_plan_in_bytes():
     names = ["tq2", "tq3", "tq4", "tbq4_0", "tq5"]
     plan = KVSpec("tq4", layers={0: "k=tq3,v=tq4"}).plan(3)
-    assert list(rivals_of(plan, SMALL, 512, names)) == ["tq3", "tq4", "tbq4_0"]
-    assert list(rivals_of(KVSpec("tq3").plan(3), SMALL, 512, names)) == ["tq3"]
-    tailed = KVSpec("tq3", tail=16, layers={0: "tq4"}).plan(3)
-    assert list(rivals_of(tailed, SMALL, 4096, names)) == ["tq3", "tq3; tail 16", "tq4", "tbq4_0"]
+    assert list(uniform_rivals(plan, SMALL, 512, names)) == ["tq3", "tq4", "tbq4_0"]
+    assert list(uniform_rivals(KVSpec("tq3").plan(3), SMALL, 512, names)) == ["tq3"]
+    tail_plan = KVSpec("tq3", tail=16, layers={0: "tq4"}).plan(3)
+    assert list(uniform_rivals(tail_plan, SMALL, 4096, names)) == ["tq3", "tq3; tail 16", "tq4", "tbq4_0"]
 
 
 def row(kv, size, kl):
@@ -217,20 +222,20 @@ def row(kv, size, kl):
     ],
 )
 def test_a_uniform_format_of_the_same_bytes_must_be_beaten(rivals, winner):
-    found = Verified(row("plan", 100, 0.1), tuple(row(*r) for r in rivals), (0,) * len(rivals), 10, 1).beaten_by
-    assert (found.kv if found else None) == winner
+    rival = Verification(row("plan", 100, 0.1), tuple(row(*r) for r in rivals), (0,) * len(rivals), 10, 1).beaten_by
+    assert (rival.kv if rival else None) == winner
 
 
 def test_a_verification_is_an_evaluation_beside_uniform_formats(setup, costs):
-    config, unseen = setup.base.config, windows_of(UNSEEN)
+    config, unseen = setup.base.config, workload_of_text(UNSEEN)
     plan = choose(costs, config, budget=4.5, tail=0, context=30).plan
-    rivals = rivals_of(plan, config, 30, ["tq2", "tq4"])
-    verified = verify(setup, unseen, plan, rivals)
+    rivals = uniform_rivals(plan, config, 30, ["tq2", "tq4"])
+    verification = verify(setup, unseen, plan, rivals)
     caches = {"plan": replace(setup.base, plan=plan), "tq4": replace(setup.base, plan=rivals["tq4"])}
     expected = {r.kv: r for r in evaluate(replace(setup, caches=caches), unseen)}
-    assert verified.plan == expected["plan"]
-    assert verified.rivals[-1] == expected["tq4"]
-    assert (verified.tokens, verified.windows) == (len(UNSEEN) - 1, 4)
-    assert verified.plan.kl_mean < verified.rivals[-1].kl_mean
-    assert verified.beaten_by is None
-    assert verified.nearer[-1] > 2
+    assert verification.plan == expected["plan"]
+    assert verification.rivals[-1] == expected["tq4"]
+    assert (verification.tokens, verification.windows) == (len(UNSEEN) - 1, 4)
+    assert verification.plan.kl_mean < verification.rivals[-1].kl_mean
+    assert verification.beaten_by is None
+    assert verification.nearer[-1] > 2

@@ -9,7 +9,7 @@ import pytest
 import torch
 from at_length import MORE_JUDGE, rest
 from bases import calibration
-from small_models import SMALL, random_tokens, resized, small_model
+from small_models import SMALL, random_tokens, resize_config, small_model
 
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.rope import LinearScaling, YarnScaling
@@ -17,10 +17,10 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import validate
-from haarkv.validation.faults.base import reordered, table_with
-from haarkv.validation.faults.layer import LEARNED, planted, planted_learned
-from haarkv.validation.layers.replay.case import OneRun, judged, require_expected
-from haarkv.validation.layers.replay.file import load, replay_of, save
+from haarkv.validation.faults.base import reordered_sum_ops, table_with
+from haarkv.validation.faults.layer import LEARNED_KV, coordinate_faults, published_faults
+from haarkv.validation.layers.replay.case import OneRun, judge_case, require_expected
+from haarkv.validation.layers.replay.file import build_replay_file, load, save
 from haarkv.validation.layers.self_test import WholeLayers
 
 MODEL = small_model(SMALL)
@@ -32,25 +32,25 @@ def right(model, plan):
     return ReferenceExecutor(model)
 
 
-def faulty(table_of, whole=False):
+def faulty(make_table, whole=False):
     """Makes the reference with a fault in it, of whatever model it is given."""
 
     def make(model, plan):
-        executor = ReferenceExecutor(model, table_of(model))
+        executor = ReferenceExecutor(model, make_table(model))
         return WholeLayers(executor) if whole else executor
 
     return make
 
 
-def failed(model, make, prompts, steps=0, kv="tq4", learned=None, modes=("teacher-forced",)):
-    plan = KVSpec(kv, calibration=learned).plan(model.config.num_layers)
+def failing_run(model, make, prompts, steps=0, kv="tq4", learned_calibration=None, modes=("teacher-forced",)):
+    plan = KVSpec(kv, calibration=learned_calibration).plan(model.config.num_layers)
     report = validate(right(model, plan), make(model, plan), model, prompts, steps, plan, modes=modes)
     assert not report.passed
-    return OneRun(report, model, prompts, steps, plan, learned, (right, make))
+    return OneRun(report, model, prompts, steps, plan, learned_calibration, (right, make))
 
 
-def written(run):
-    return through_a_file(replay_of([run], VERSIONS))
+def saved_replay(run):
+    return through_a_file(build_replay_file([run], VERSIONS))
 
 
 def through_a_file(file):
@@ -59,39 +59,39 @@ def through_a_file(file):
         return load(Path(folder) / "file")
 
 
-def found(case, make):
+def first_fault(case, make):
     """The stage and reason of the first fault."""
-    first = judged(case, right, make).first_divergence
+    first = judge_case(case, right, make).first_divergence
     return first.stage, first.reason
 
 
 # That each is found is said by `test_faults`; the rest runs with `make test-judge`.
-@pytest.mark.parametrize("number", rest(MORE_JUDGE, range(len(planted(MODEL, 1))), lambda number, _: number % 4 == 0))
+@pytest.mark.parametrize("number", rest(MORE_JUDGE, range(len(published_faults(MODEL, 1))), lambda number, _: number % 4 == 0))
 def test_a_planted_fault_becomes_a_file_that_fails_alike(number):
     """By turns op by op in FP32, and as whole layers in BF16."""
     whole = bool(number % 2)
-    make = faulty(lambda model: planted(model, 1)[number].table(), whole)
-    run = failed(IN_BF16 if whole else MODEL, make, [random_tokens(SMALL, n) for n in (9, 5)])
+    make = faulty(lambda model: published_faults(model, 1)[number].table(), whole)
+    run = failing_run(IN_BF16 if whole else MODEL, make, [random_tokens(SMALL, n) for n in (9, 5)])
     was = run.report.first_divergence
-    file = written(run)
+    file = saved_replay(run)
     assert (file.finding["stage"], file.finding["reason"]) == (was.stage, was.reason)
-    assert found(file.case, make) == (was.stage, was.reason)
+    assert first_fault(file.case, make) == (was.stage, was.reason)
     # It fails because of the fault: what is right passes.
-    assert judged(file.case, right, right).first_divergence is None
-    assert judged(file.case, right, faulty(lambda _: reordered(), whole)).passed
-    require_expected(file.case, file.made, right)
+    assert judge_case(file.case, right, right).first_divergence is None
+    assert judge_case(file.case, right, faulty(lambda _: reordered_sum_ops(), whole)).passed
+    require_expected(file.case, file.record, right)
 
 
 def test_a_fault_in_learned_coordinates_takes_them_along():
     config = MODEL.config
-    learned = calibration(config.num_layers, config.heads.num_kv_heads, config.heads.head_dim)
-    table = next(fault for fault in planted_learned(MODEL, 1) if fault.name == "the mean left out").table()
+    learned_calibration = calibration(config.num_layers, config.heads.num_kv_heads, config.heads.head_dim)
+    table = next(fault for fault in coordinate_faults(MODEL, 1) if fault.name == "the mean left out").table()
     make = faulty(lambda _: table)
-    run = failed(MODEL, make, [random_tokens(SMALL, 9)], kv=LEARNED, learned=learned)
-    file = written(run)
-    assert file.case.kv == LEARNED
-    assert found(file.case, make) == (run.report.first_divergence.stage, "fault")
-    assert judged(file.case, right, right).first_divergence is None
+    run = failing_run(MODEL, make, [random_tokens(SMALL, 9)], kv=LEARNED_KV, learned_calibration=learned_calibration)
+    file = saved_replay(run)
+    assert file.case.kv == LEARNED_KV
+    assert first_fault(file.case, make) == (run.report.first_divergence.stage, "fault")
+    assert judge_case(file.case, right, right).first_divergence is None
 
 
 def test_a_fault_in_decode_alone_is_cut_out_there():
@@ -100,7 +100,7 @@ def test_a_fault_in_decode_alone_is_cut_out_there():
         return out * (-1 if layer == 2 and int(batch.positions[0]) == 9 else 1)
 
     make = faulty(lambda _: table_with({"paged_attention": paged_attention}))
-    file = written(failed(MODEL, make, [random_tokens(SMALL, 8)], steps=3))
+    file = saved_replay(failing_run(MODEL, make, [random_tokens(SMALL, 8)], steps=3))
     assert (file.case.phase, file.case.step, file.case.index) == ("decode", 1, 2)
     assert int(file.case.batch.positions[0]) == 9
 
@@ -118,11 +118,11 @@ KINDS = {
 
 @pytest.mark.parametrize("kv", rest(MORE_JUDGE, KINDS, lambda _, kv: kv in ("k=fp32,v=tq3", "tq4", "tq3")))
 def test_every_kind_of_field_and_family_can_be_cut_and_written(kv):
-    model = small_model(resized(SMALL, **KINDS[kv]))
+    model = small_model(resize_config(SMALL, **KINDS[kv]))
     make = faulty(lambda _: table_with({"paged_attention": lambda q, *_: torch.zeros_like(q)}))
-    file = written(failed(model, make, [random_tokens(SMALL, 6)], kv=kv))
-    assert found(file.case, make) == ("paged_attention", "fault")
-    assert judged(file.case, right, right).first_divergence is None
+    file = saved_replay(failing_run(model, make, [random_tokens(SMALL, 6)], kv=kv))
+    assert first_fault(file.case, make) == ("paged_attention", "fault")
+    assert judge_case(file.case, right, right).first_divergence is None
     assert file.case.config.common.attention.rope.scaling == model.config.common.attention.rope.scaling
 
 
@@ -131,9 +131,9 @@ def test_what_is_in_no_single_layer_has_no_file():
         def head(self, hidden):
             return super().head(hidden).roll(1, -1)
 
-    run = failed(MODEL, lambda model, plan: WrongHead(model), [random_tokens(SMALL, 6)], modes=("free-running",))
+    run = failing_run(MODEL, lambda model, plan: WrongHead(model), [random_tokens(SMALL, 6)], modes=("free-running",))
     with pytest.raises(InputError, match="no single layer"):
-        replay_of([run], VERSIONS)
+        build_replay_file([run], VERSIONS)
 
 
 def test_what_does_not_show_alone_has_no_file():
@@ -145,16 +145,16 @@ def test_what_does_not_show_alone_has_no_file():
         out = reference.paged_attention(q, cache, layer, batch, scale)
         return out * 2 if len(calls) == 1 else out
 
-    run = failed(MODEL, faulty(lambda _: table_with({"paged_attention": paged_attention})), [random_tokens(SMALL, 6)])
+    run = failing_run(MODEL, faulty(lambda _: table_with({"paged_attention": paged_attention})), [random_tokens(SMALL, 6)])
     with pytest.raises(InputError, match="alone"):
-        replay_of([run], VERSIONS)
+        build_replay_file([run], VERSIONS)
 
 
 # -- The file --------------------------------------------------------------------------------------------------------------
 @cache
 def one():
-    make = faulty(lambda model: planted(model, 1)[4].table())
-    return written(failed(MODEL, make, [random_tokens(SMALL, 6)]))
+    make = faulty(lambda model: published_faults(model, 1)[4].table())
+    return saved_replay(failing_run(MODEL, make, [random_tokens(SMALL, 6)]))
 
 
 def test_a_file_that_does_not_fit_together_is_refused():
@@ -167,7 +167,7 @@ def test_a_file_that_does_not_fit_together_is_refused():
         replace(file.case, lengths=tuple(length + 128 for length in file.case.lengths)),
         replace(file.case, lengths=(10**9,)),
         replace(file.case, config=replace(file.case.config, hidden_size=4)),
-        replace(file.case, config=resized(file.case.config, num_layers=1025)),
+        replace(file.case, config=resize_config(file.case.config, num_layers=1025)),
         replace(file.case, config=replace(file.case.config, vocab_size=10**12)),
         replace(file.case, kv="tq9"),
     ):
@@ -177,9 +177,9 @@ def test_a_file_that_does_not_fit_together_is_refused():
 
 def test_a_reference_that_makes_something_else_is_refused(tmp_path):
     file = one()
-    other = replace(file, made=replace(file.made, hidden_out=file.made.hidden_out * 1.01))
+    other = replace(file, record=replace(file.record, hidden_out=file.record.hidden_out * 1.01))
     read = through_a_file(other)
     with pytest.raises(InputError, match="the reference makes another attention_mlp here"):
-        require_expected(read.case, read.made, right)
+        require_expected(read.case, read.record, right)
     with pytest.raises(InputError, match="cannot be read"):
         load(tmp_path / "absent")

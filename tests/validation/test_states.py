@@ -5,8 +5,8 @@ from dataclasses import replace
 import bounds
 import pytest
 import torch
-from at_length import MORE_JUDGE, thinned
-from judged import report_of
+from at_length import MORE_JUDGE, pairwise_cases
+from judged import validation_report
 from small_models import random_tokens
 
 from haarkv.executors.cpu import CpuExecutor
@@ -26,7 +26,7 @@ FAULTS = {fault.name: fault for fault in delta_faults(MODEL, 2)}
 
 
 def run(candidate, model=MODEL, prompts=PROMPTS, steps=1, kv="tq4", **more):
-    return report_of(candidate, model, prompts, steps, kv, **more)
+    return validation_report(candidate, model, prompts, steps, kv, **more)
 
 
 @pytest.mark.parametrize("drive", DRIVES)
@@ -34,8 +34,8 @@ def test_the_reference_equals_itself(drive):
     report = run(DRIVES[drive](ReferenceExecutor(MODEL)))
     assert report.passed
     assert report.first_divergence is None
-    of_state = {row.layer for row in report.rows if row.state_err is not None}
-    assert of_state == {0, 2} == {row.layer for row in report.rows if row.k_match is None}
+    state_layers = {row.layer for row in report.rows if row.state_err is not None}
+    assert state_layers == {0, 2} == {row.layer for row in report.rows if row.k_match is None}
     stages = {stage.stage for stage in report.stages}
     assert stages >= {"conv_state", "delta_state"}
     if drive == "ops":
@@ -56,7 +56,7 @@ def test_the_reference_equals_itself(drive):
 
 
 # The rest runs with `make test-judge`.
-@pytest.mark.parametrize(("dtype", "drive"), thinned(MORE_JUDGE, list(MODELS), list(DRIVES)), ids=str)
+@pytest.mark.parametrize(("dtype", "drive"), pairwise_cases(MORE_JUDGE, list(MODELS), list(DRIVES)), ids=str)
 def test_the_cpu_executor_passes(dtype, drive):
     report = run(DRIVES[drive](CpuExecutor(MODELS[dtype])), MODELS[dtype])
     assert report.passed, report.first_divergence
@@ -70,10 +70,10 @@ def test_chunks_go_on_from_the_state_of_the_first(monkeypatch):
     import haarkv.validation.layers.forward as forward
 
     monkeypatch.setattr(forward, "PREFILL_CHUNK", 6)
-    report = run(CpuExecutor(MODEL), steps=0, known={})
+    report = run(CpuExecutor(MODEL), steps=0, honest_cache={})
     assert report.passed, report.first_divergence
     assert {row.step for row in report.rows} == {0, 1}
-    report = run(FAULTS["a state cut between chunks"].executor(MODEL), steps=0, known={}, modes=("teacher-forced",))
+    report = run(FAULTS["a state cut between chunks"].executor(MODEL), steps=0, honest_cache={}, modes=("teacher-forced",))
     first = report.first_divergence
     assert (first.phase, first.step, first.layer, first.stage) == ("prefill", 1, 2, "delta_state")
 

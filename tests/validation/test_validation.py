@@ -7,15 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from at_length import MORE_JUDGE, thinned
+from at_length import MORE_JUDGE, pairwise_cases
 from judged import MODEL, Whole, where
-from judged import report_of as run
+from judged import validation_report as run
 from small_models import CONFIGS, KV_FORMATS, SMALL, random_tokens, small_model
 
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import formats, reference
 from haarkv.validation.faults.base import DRIVES, table_with
-from haarkv.validation.faults.layer import planted
+from haarkv.validation.faults.layer import published_faults
 from haarkv.validation.layers.compare import ascend_metrics, compare_vectors
 from haarkv.validation.layers.report import ASCEND_COLUMNS, as_json
 from haarkv.validation.layers.self_test import WholeLayers
@@ -29,11 +29,11 @@ def candidate_with(model=MODEL, **ops):
 @pytest.mark.parametrize(("kv", "drive"), [*((kv, "ops") for kv in KV_FORMATS), ("tq4", "layers"), ("bf16", "layers")])
 def test_the_reference_equals_itself_in_every_format(kv, drive):
     """Op by op each layer runs whole as well."""
-    seen = []
-    report = run(DRIVES[drive](ReferenceExecutor(MODEL)), kv=kv, on_row=seen.append)
+    reported_rows = []
+    report = run(DRIVES[drive](ReferenceExecutor(MODEL)), kv=kv, on_row=reported_rows.append)
     assert report.passed
     assert report.first_divergence is None
-    assert list(report.rows) == seen
+    assert list(report.rows) == reported_rows
     # prefill, one step, a verify and the step behind it, every layer, both modes
     assert len(report.rows) == 4 * SMALL.num_layers * 2
     for row in report.rows:
@@ -50,22 +50,22 @@ def test_other_shapes_can_be_validated(config):
     model = small_model(CONFIGS[config])
     prompts = [random_tokens(model.config, 5)]
     assert run(ReferenceExecutor(model), model, prompts, 0).passed
-    broken = candidate_with(model, paged_attention=lambda q, *_: torch.ones_like(q))
-    assert where(run(broken, model, prompts, 0)) == (0, "paged_attention")
+    faulty_candidate = candidate_with(model, paged_attention=lambda q, *_: torch.ones_like(q))
+    assert where(run(faulty_candidate, model, prompts, 0)) == (0, "paged_attention")
 
 
 def test_a_tie_is_taken_over_into_what_follows():
     """In fp32 one level that falls the other way moves attention a hundred times as far as rounding does; it is a tie."""
-    flipped = []
+    margins = []
 
     def store_kv(k, v, cache, layer, batch):
         # The level of layer 1's K that lies nearest to its boundary, on the other side of it.
         x = k.clone()
         if layer == 1 and len(k) > 2:
-            described = formats.get("tq4").description(k.shape[-1])
+            description = formats.get("tq4").description(k.shape[-1])
             unit = (k / k.norm(dim=-1, keepdim=True)).bfloat16().float()
-            rotated = unit @ described.transform.on(layer, k.shape[-1], k.device)
-            distance = rotated.unsqueeze(-1) - torch.tensor(described.boundaries)
+            rotated = unit @ description.transform.on(layer, k.shape[-1], k.device)
+            distance = rotated.unsqueeze(-1) - torch.tensor(description.boundaries)
             away = distance.abs().amin(-1)
             token, head, coordinate = (int(i) for i in (away == away.min()).nonzero()[0])
             distance = distance[token, head, coordinate]
@@ -77,17 +77,19 @@ def test_a_tie_is_taken_over_into_what_follows():
             low, high = levels.chunk(2, dim=-1)
             block, offset = batch.slot_mapping // cache.block_size, batch.slot_mapping % cache.block_size
             cache.k_fields(layer)["codes"][block, :, offset] = low | (high << 4)
-            flipped.append(float(away.min()))
+            margins.append(float(away.min()))
             return
         reference.store_kv(x, v, cache, layer, batch)
 
     report = run(WholeLayers(candidate_with(store_kv=store_kv)), steps=0)
-    assert flipped
+    assert margins
     assert report.passed
     first = report.first_divergence
     assert (first.layer, first.stage, first.reason) == (1, "store_kv.k", "tie")
-    forced, free = ([r for r in report.rows if r.mode == mode and r.layer == 1] for mode in ("teacher-forced", "free-running"))
-    assert forced[0].rel_l2 == 0
+    forced_rows, free = (
+        [r for r in report.rows if r.mode == mode and r.layer == 1] for mode in ("teacher-forced", "free-running")
+    )
+    assert forced_rows[0].rel_l2 == 0
     assert free[0].rel_l2 > 1e-4
 
 
@@ -100,7 +102,7 @@ STAGE_OF_OP = {
 
 # The rest runs with `make test-judge`.
 @pytest.mark.parametrize(
-    ("op", "spoil"), thinned(MORE_JUDGE, list(STAGE_OF_OP), ["one percent", "nan", "zero", "shape", "dtype", "input"])
+    ("op", "spoil"), pairwise_cases(MORE_JUDGE, list(STAGE_OF_OP), ["one percent", "nan", "zero", "shape", "dtype", "input"])
 )
 def test_every_op_is_judged_by_itself(op, spoil):
     right = getattr(reference, op)
@@ -124,7 +126,7 @@ def test_every_op_is_judged_by_itself(op, spoil):
 
 
 # The rest runs with `make test-judge`.
-@pytest.mark.parametrize(("kv", "factor"), thinned(MORE_JUDGE, list(KV_FORMATS), [1.01, 0.99]))
+@pytest.mark.parametrize(("kv", "factor"), pairwise_cases(MORE_JUDGE, list(KV_FORMATS), [1.01, 0.99]))
 def test_a_wrong_scale_is_found_in_every_format(kv, factor):
     def store_kv(k, v, cache, layer, batch):
         reference.store_kv(k, v * factor, cache, layer, batch)
@@ -162,9 +164,9 @@ def spoilt_batch(out, _hidden, _span, batch, _cache):
 def changed_at(place, value, layer=None):
     """A result that holds one other number, of one layer if it is named."""
 
-    def change(out, *given):
+    def change(out, *args):
         out = out.clone()
-        if layer is None or given[1][0] == layer:
+        if layer is None or args[1][0] == layer:
             out[place] = value
         return out
 
@@ -192,8 +194,8 @@ def in_any_block(q, cache, layer, batch, scale):
     return reference.paged_attention(q, cache, layer, replace(batch, block_table=in_order), scale)
 
 
-def longer_head(q, *given):
-    out = reference.paged_attention(q, *given).clone()
+def longer_head(q, *args):
+    out = reference.paged_attention(q, *args).clone()
     out[:, 3] *= 1.001
     return out
 
@@ -233,7 +235,7 @@ def test_what_is_wrong_is_found_where_it_is_and_can_be_written(name):
 
 # -- Modes -----------------------------------------------------------------------------------------------------------------
 def test_the_guilty_layer_is_bad_teacher_forced_and_the_later_ones_free_running_alone():
-    fault = next(f for f in planted(MODEL, 1) if "Q heads" in f.name)
+    fault = next(f for f in published_faults(MODEL, 1) if "Q heads" in f.name)
     report = run(WholeLayers(ReferenceExecutor(MODEL, fault.table())), steps=0)
     by = {(row.mode, row.layer): row for row in report.rows}
     assert [by["teacher-forced", layer].rel_l2 > 1e-3 for layer in range(3)] == [False, True, False]
@@ -241,23 +243,23 @@ def test_the_guilty_layer_is_bad_teacher_forced_and_the_later_ones_free_running_
 
 
 def test_a_fused_reference_can_be_held_against_too():
-    trusted = WholeLayers(ReferenceExecutor(MODEL))
-    report = run(ReferenceExecutor(MODEL), trusted=trusted)
+    fused_reference = WholeLayers(ReferenceExecutor(MODEL))
+    report = run(ReferenceExecutor(MODEL), trusted=fused_reference)
     assert report.passed
     assert report.first_divergence is None
-    fault = planted(MODEL, 1)[4]
-    assert where(run(ReferenceExecutor(MODEL, fault.table()), trusted=trusted)) == (1, "attention_mlp")
+    fault = published_faults(MODEL, 1)[4]
+    assert where(run(ReferenceExecutor(MODEL, fault.table()), trusted=fused_reference)) == (1, "attention_mlp")
 
 
 # -- Figures ---------------------------------------------------------------------------------------------------------------
 def test_vectors_are_compared_each_by_itself():
     a = torch.tensor([[3.0, 4.0], [3000.0, 4000.0]])
     b = torch.tensor([[3.0, 4.5], [3000.0, 4000.0]])
-    compared = compare_vectors(a, b)
-    assert compared.rel_l2 == pytest.approx(0.1)
-    assert compared.max_abs == 0.5
-    assert compared.cosine == pytest.approx((9 + 18) / (5 * math.sqrt(9 + 20.25)))
-    assert not compared.identical
+    comparison = compare_vectors(a, b)
+    assert comparison.rel_l2 == pytest.approx(0.1)
+    assert comparison.max_abs == 0.5
+    assert comparison.cosine == pytest.approx((9 + 18) / (5 * math.sqrt(9 + 20.25)))
+    assert not comparison.identical
     zero = torch.zeros(1, 2)
     assert compare_vectors(zero, zero).rel_l2 == 0
     assert compare_vectors(zero, a[:1]).rel_l2 == math.inf

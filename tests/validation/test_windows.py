@@ -5,9 +5,9 @@ from functools import cache
 
 import pytest
 import torch
-from at_length import MORE_JUDGE, thinned
+from at_length import MORE_JUDGE, pairwise_cases
 from npu_layers import CONFIGS
-from small_models import SMALL, random_tokens, resized, small_model
+from small_models import SMALL, random_tokens, resize_config, small_model
 
 import haarkv.validation.layers.honest_runs as honest_runs
 import haarkv.validation.layers.reference as reference_side
@@ -20,10 +20,10 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import validate
-from haarkv.validation.faults.base import DRIVES, Layer, reordered, table_with
-from haarkv.validation.faults.layer import slips
-from haarkv.validation.faults.windows import WINDOWED, merging, window_faults
-from haarkv.validation.layers.exercise import HUGE_SCALES, TINY_SCALES, chosen_prompts
+from haarkv.validation.faults.base import DRIVES, Layer, reordered_sum_ops, table_with
+from haarkv.validation.faults.layer import common_bugs
+from haarkv.validation.faults.windows import WINDOW_SPEC, merging, window_faults
+from haarkv.validation.layers.exercise import HUGE_SCALES, TINY_SCALES, covering_prompts_for
 from haarkv.validation.layers.parts import load, new_cache, read_as, snapshot
 from haarkv.validation.layers.replay import file as replay_file
 from haarkv.validation.layers.replay.case import OneRun
@@ -37,25 +37,25 @@ from haarkv.validation.layers.windows import (
     without_unread,
 )
 
-CONFIG = resized(SMALL, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, hidden_size=32, intermediate_size=48)
+CONFIG = resize_config(SMALL, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, hidden_size=32, intermediate_size=48)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 AT = 1
 PROMPTS = [random_tokens(CONFIG, 90), random_tokens(CONFIG, 40, seed=1)]  # the first one's ring of 80 starts over
 
 
 @cache
-def model_of(dtype="float32"):
+def make_model(dtype="float32"):
     return small_model(CONFIG, dtype=DTYPES[dtype])
 
 
-def compared(model, candidate, spec=WINDOWED, prompts=PROMPTS, steps=1, modes=("teacher-forced",), **more):
+def validate_candidate(model, candidate, spec=WINDOW_SPEC, prompts=PROMPTS, steps=1, modes=("teacher-forced",), **more):
     plan = spec.plan(model.config.num_layers)
     return validate(ReferenceExecutor(model), candidate, model, prompts, steps, plan, modes=modes, **more)
 
 
 # -- What is right passes ----------------------------------------------------------------------------------------------------
 SPECS = {
-    "a tail and sinks": WINDOWED,
+    "a tail and sinks": WINDOW_SPEC,
     "a tail": KVSpec("tq3", tail=1),
     "sinks": KVSpec("tq4", sink=6),
     "of V alone": KVSpec("k=bf16,v=tq4", tail=3, sink=2),
@@ -66,8 +66,8 @@ SPECS = {
 @pytest.mark.parametrize(("name", "drive"), [*((name, "ops") for name in SPECS), ("a tail and sinks", "layers")])
 def test_the_reference_equals_itself(name, drive):
     """Op by op each layer runs whole as well."""
-    model, spec = model_of(), SPECS[name]
-    report = compared(model, DRIVES[drive](ReferenceExecutor(model)), spec, modes=("teacher-forced", "free-running"))
+    model, spec = make_model(), SPECS[name]
+    report = validate_candidate(model, DRIVES[drive](ReferenceExecutor(model)), spec, modes=("teacher-forced", "free-running"))
     assert report.passed
     assert report.first_divergence is None
     stages = {stage.stage for stage in report.stages}
@@ -76,11 +76,11 @@ def test_the_reference_equals_itself(name, drive):
 
 
 # The rest runs with `make test-judge`.
-@pytest.mark.parametrize(("drive", "dtype"), thinned(MORE_JUDGE, list(DRIVES), list(DTYPES)))
+@pytest.mark.parametrize(("drive", "dtype"), pairwise_cases(MORE_JUDGE, list(DRIVES), list(DTYPES)))
 def test_another_order_of_sums_is_rounding_and_ties(dtype, drive):
-    model = model_of(dtype)
-    other = DRIVES[drive](ReferenceExecutor(model, reordered()))
-    report = compared(model, other, modes=("teacher-forced", "free-running"))
+    model = make_model(dtype)
+    other = DRIVES[drive](ReferenceExecutor(model, reordered_sum_ops()))
+    report = validate_candidate(model, other, modes=("teacher-forced", "free-running"))
     assert report.passed, report.first_divergence
     assert report.first_divergence.reason in ("rounding", "tie")
 
@@ -88,34 +88,34 @@ def test_another_order_of_sums_is_rounding_and_ties(dtype, drive):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_two_parts_merged_into_one_softmax_are_right(dtype):
     """The control of the faults of a merge: the same code, merged as it should be."""
-    model = model_of(dtype)
-    assert compared(
-        model, ReferenceExecutor(model, table_with(Layer(model, AT).instead("paged_attention", merging(Parts.merged))))
+    model = make_model(dtype)
+    assert validate_candidate(
+        model, ReferenceExecutor(model, table_with(Layer(model, AT).instead("paged_attention", merging(Parts.merge))))
     ).passed
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_cpu_kernels_pass(dtype):
-    model = model_of(dtype)
-    candidate = catalog.create("cpu", model, WINDOWED.plan(CONFIG.num_layers))
-    report = compared(model, candidate, steps=2, modes=("teacher-forced", "free-running"))
+    model = make_model(dtype)
+    candidate = catalog.create("cpu", model, WINDOW_SPEC.plan(CONFIG.num_layers))
+    report = validate_candidate(model, candidate, steps=2, modes=("teacher-forced", "free-running"))
     assert report.passed, report.first_divergence
 
 
 # -- What is wrong is found: in `test_faults` ------------------------------------------------------------------------------
-NAMES = [fault.name for fault in window_faults(model_of(), AT)]
+NAMES = [fault.name for fault in window_faults(make_model(), AT)]
 
 
 def test_a_cache_without_sinks_has_no_faults_in_them():
-    without_sinks = window_faults(model_of(), AT, (True, False))
+    without_sinks = window_faults(make_model(), AT, (True, False))
     assert 25 < len(without_sinks) < len(NAMES)
     assert not [fault.name for fault in without_sinks if "sinks" in fault.name]
 
 
 # -- What must not be read ---------------------------------------------------------------------------------------------------
-def stored(tokens=100):
+def filled_cache(tokens=100):
     """A cache of one sequence and the batch of its last token."""
-    config, plan = CONFIG, WINDOWED.plan(CONFIG.num_layers)
+    config, plan = CONFIG, WINDOW_SPEC.plan(CONFIG.num_layers)
     cache_ = new_cache(plan, config, 3)
     paging = PagedSequences(3, cache_.block_size)
     sequence, generator = paging.add(), torch.Generator().manual_seed(0)
@@ -127,17 +127,17 @@ def stored(tokens=100):
 
 
 def test_what_no_query_may_read_is_replaced_and_nothing_else():
-    cache_, batch = stored()
+    cache_, batch = filled_cache()
     before = snapshot(cache_, AT)
     q = torch.randn(1, CONFIG.heads.num_heads, CONFIG.heads.head_dim)
     after = without_unread(cache_, AT, before, batch, batch.seq_lens, q)
-    codes, other = (of["k"]["codes"][0].transpose(0, 1) for of in (before, after))
+    codes, other = (snapshot_fields["k"]["codes"][0].transpose(0, 1) for snapshot_fields in (before, after))
     slots = [token for token in range(128) if not torch.equal(codes[token], other[token])]
     # Token 99 sees the newest 16 tokens and the first 4 in BF16, and all others packed; it is the last.
     assert slots == [*range(4), *range(84, 128)]
-    changed = (before["window.v"]["data"] != after["window.v"]["data"]).any(-1).any(1)[0].nonzero().flatten().tolist()
+    changed_places = (before["window.v"]["data"] != after["window.v"]["data"]).any(-1).any(1)[0].nonzero().flatten().tolist()
     # The ring of 80 holds tokens 20 to 99; none of them before 84 is read there.
-    assert changed == sorted(token % 80 for token in range(20, 84))
+    assert changed_places == sorted(token % 80 for token in range(20, 84))
     assert torch.equal(before["sink.k"]["data"], after["sink.k"]["data"])
     expected = reference.paged_attention(q, cache_, AT, batch, 0.1)
     load(cache_, AT, after)
@@ -147,11 +147,11 @@ def test_what_no_query_may_read_is_replaced_and_nothing_else():
 # The rest runs with `make test-judge`.
 @pytest.mark.parametrize(
     ("name", "drive"),
-    thinned(MORE_JUDGE, ["the window is one token short", "the last of the sinks is read packed"], list(DRIVES)),
+    pairwise_cases(MORE_JUDGE, ["the window is one token short", "the last of the sinks is read packed"], list(DRIVES)),
 )
 def test_without_that_a_token_read_in_the_wrong_part_would_pass(monkeypatch, drive, name):
     """One token of 250, in a decode kernel alone: packed in 8 bits and in BF16 it is nearly the same."""
-    model, spec = model_of("bfloat16"), KVSpec("tq8", tail=16, sink=4)
+    model, spec = make_model("bfloat16"), KVSpec("tq8", tail=16, sink=4)
     wrong = next(fault for fault in window_faults(model, AT) if fault.name == name).ops["paged_attention"]
 
     def paged_attention(q, cache_, layer, batch, scale):
@@ -160,7 +160,7 @@ def test_without_that_a_token_read_in_the_wrong_part_would_pass(monkeypatch, dri
 
     def report():
         candidate = DRIVES[drive](ReferenceExecutor(model, table_with({"paged_attention": paged_attention})))
-        return compared(model, candidate, spec, [random_tokens(CONFIG, 250)])
+        return validate_candidate(model, candidate, spec, [random_tokens(CONFIG, 250)])
 
     first = report().first_divergence
     assert (first.phase, first.layer, first.reason) == ("decode", AT, "fault")
@@ -172,25 +172,27 @@ def test_without_that_a_token_read_in_the_wrong_part_would_pass(monkeypatch, dri
 @pytest.mark.parametrize("spec", [KVSpec("tq4"), KVSpec("bf16")], ids=lambda spec: spec.kv)
 def test_a_decode_kernel_that_sees_the_place_behind_the_newest_token_is_found(monkeypatch, spec):
     """A place that nobody wrote to is nearly nothing beside 250 tokens."""
-    model = model_of("bfloat16")
-    one_more = next(fault for fault in slips(model, AT) if fault.name == "one token too many is seen").ops["paged_attention"]
+    model = make_model("bfloat16")
+    one_more = next(fault for fault in common_bugs(model, AT) if fault.name == "one token too many is seen").ops[
+        "paged_attention"
+    ]
 
     def paged_attention(q, cache_, layer, batch, scale):
         if len(q) > len(batch.seq_lens):
             return reference.paged_attention(q, cache_, layer, batch, scale)
-        there = replace(batch, seq_lens=batch.seq_lens + 1)  # or the mask would show it first
-        return one_more(q, cache_, layer, there, scale)
+        longer_batch = replace(batch, seq_lens=batch.seq_lens + 1)  # or the mask would show it first
+        return one_more(q, cache_, layer, longer_batch, scale)
 
-    def found():
+    def find_divergence():
         candidate = DRIVES["layers"](ReferenceExecutor(model, table_with({"paged_attention": paged_attention})))
-        return compared(model, candidate, spec, [random_tokens(CONFIG, 250)]).first_divergence
+        return validate_candidate(model, candidate, spec, [random_tokens(CONFIG, 250)]).first_divergence
 
-    first = found()
+    first = find_divergence()
     assert (first.phase, first.layer, first.reason, first.stage) == ("decode", AT, "fault", "attention_mlp")
     assert first.error > 10 * first.bound
     if spec.kv == "tq4":
-        monkeypatch.setattr(windows, "_behind", lambda *_: None)
-        assert not found().fails
+        monkeypatch.setattr(windows, "_free_slots", lambda *_: None)
+        assert not find_divergence().fails
 
 
 # -- Where a window ends -----------------------------------------------------------------------------------------------------
@@ -199,12 +201,12 @@ def test_a_decode_kernel_that_sees_the_place_behind_the_newest_token_is_found(mo
     [(TWICE, "the oldest token of the window counts twice"), (NOWHERE, "the token that leaves the window counts nowhere")],
 )
 def test_what_packed_tokens_change_that_end_too_late_or_early_is_known(slip, name):
-    cache_, batch = stored()
+    cache_, batch = filled_cache()
     q = torch.randn(1, CONFIG.heads.num_heads, CONFIG.heads.head_dim, generator=torch.Generator().manual_seed(3))
-    wrong = next(fault for fault in window_faults(model_of(), AT) if fault.name == name).ops["paged_attention"]
-    changed = wrong(q, cache_, AT, batch, 0.1) - reference.paged_attention(q, cache_, AT, batch, 0.1)
-    torch.testing.assert_close(edges(reference, q, cache_, AT, batch, 0.1)[slip], changed, rtol=1e-3, atol=1e-6)
-    assert changed.norm() > 1e-3
+    wrong = next(fault for fault in window_faults(make_model(), AT) if fault.name == name).ops["paged_attention"]
+    effect = wrong(q, cache_, AT, batch, 0.1) - reference.paged_attention(q, cache_, AT, batch, 0.1)
+    torch.testing.assert_close(edges(reference, q, cache_, AT, batch, 0.1)[slip], effect, rtol=1e-3, atol=1e-6)
+    assert effect.norm() > 1e-3
 
 
 # -- Sliding windows, whose blocks go round ----------------------------------------------------------------------------------
@@ -215,7 +217,7 @@ SLIDING = CONFIGS["gemma3"]
 def test_where_first_tokens_lay_a_ring_of_blocks_holds_newer_ones_that_are_read(drive):
     """Sinks that nobody reads packed are not replaced there."""
     model, spec = small_model(SLIDING, dtype=torch.bfloat16), KVSpec("tq4", tail=20, sink=4)
-    report = compared(model, DRIVES[drive](ReferenceExecutor(model)), spec, [random_tokens(SLIDING, 300)])
+    report = validate_candidate(model, DRIVES[drive](ReferenceExecutor(model)), spec, [random_tokens(SLIDING, 300)])
     assert report.passed, report.first_divergence
 
 
@@ -228,13 +230,13 @@ def test_what_a_sliding_window_changes_that_ends_a_token_early_or_late_is_known(
     )
     k, v = (x.expand(-1, SLIDING.heads.num_kv_heads, -1).contiguous() for x in (k, v))
     reference.store_kv(k, v, cache_, 0, batch)
-    known, right = edges(reference, q, cache_, 0, batch, 0.1), reference.paged_attention(q, cache_, 0, batch, 0.1)
-    assert list(known) == [SLIDES_SHORT, SLIDES_LONG]
+    effects, right = edges(reference, q, cache_, 0, batch, 0.1), reference.paged_attention(q, cache_, 0, batch, 0.1)
+    assert list(effects) == [SLIDES_SHORT, SLIDES_LONG]
     sliding = cache_.shape(0).window
     for name, by in ((SLIDES_SHORT, -1), (SLIDES_LONG, 1)):
         other = reference.paged_attention(q, read_as(cache_, 0, sliding=sliding + by), 0, batch, 0.1)
-        torch.testing.assert_close(known[name], other - right)
-        assert known[name][sliding + 1 :].norm() > 0.1
+        torch.testing.assert_close(effects[name], other - right)
+        assert effects[name][sliding + 1 :].norm() > 0.1
     reference.store_kv(k, v, cache_, 1, batch)
     assert edges(reference, q, cache_, 1, batch, 0.1) == {}  # the second layer has none
 
@@ -244,7 +246,7 @@ def test_the_chosen_prompts_exercise_every_window():
     tiny = load_model("tiny")
     config = replace(CONFIG, max_position_embeddings=1024)
     model, plan = small_model(config), KVSpec("tq4", tail=20, sink=4).plan(2)
-    ids = chosen_prompts(load_tokenizer("tiny", tiny.config), config, plan, 2)
+    ids = covering_prompts_for(load_tokenizer("tiny", tiny.config), config, plan, 2)
     assert [len(prompt) for prompt in ids] == [128, 129, 19, 515]
     prompts = [[token % config.vocab_size for token in prompt] for prompt in ids]
     report = validate(ReferenceExecutor(model), ReferenceExecutor(model), model, prompts, 2, plan, modes=("teacher-forced",))
@@ -255,8 +257,8 @@ def test_the_chosen_prompts_exercise_every_window():
 
 
 def test_a_short_prompt_says_which_windows_it_did_not_see():
-    model = model_of()
-    report = compared(model, ReferenceExecutor(model), prompts=[PROMPTS[0][:7]], steps=0)
+    model = make_model()
+    report = validate_candidate(model, ReferenceExecutor(model), prompts=[PROMPTS[0][:7]], steps=0)
     for what in ("is just full", "with one token beyond it", "with a block beyond it", "whose ring starts over"):
         assert f"a tail of 16 that {what}".replace("that with", "with").replace("that whose", "whose") in report.not_exercised
     assert "a tail of 16 that is not full" in report.exercised
@@ -266,22 +268,22 @@ def test_a_short_prompt_says_which_windows_it_did_not_see():
 # -- As a file ---------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["the window is one token short"])
 def test_a_failing_layer_with_a_window_becomes_a_file_that_fails_alike(name, tmp_path):
-    model, plan = model_of(), WINDOWED.plan(CONFIG.num_layers)
+    model, plan = make_model(), WINDOW_SPEC.plan(CONFIG.num_layers)
     fault = next(fault for fault in window_faults(model, AT) if fault.name == name)
 
-    def broken(of, _plan):
-        mine = next(f for f in window_faults(of, of.config.num_layers - 1) if f.name == name)
-        return mine.executor(of)
+    def make_faulty(model, _plan):
+        mine = next(f for f in window_faults(model, model.config.num_layers - 1) if f.name == name)
+        return mine.executor(model)
 
-    report = compared(model, fault.executor(model))
-    make = (lambda of, _plan: ReferenceExecutor(of)), broken
-    found = replay_file.replay_of([OneRun(report, model, PROMPTS, 1, plan, None, make)], {})
-    replay_file.save(tmp_path / "file", found)
+    report = validate_candidate(model, fault.executor(model))
+    make = (lambda of, _plan: ReferenceExecutor(of)), make_faulty
+    replay = replay_file.build_replay_file([OneRun(report, model, PROMPTS, 1, plan, None, make)], {})
+    replay_file.save(tmp_path / "file", replay)
     again = replay_file.load(tmp_path / "file")
     assert (again.case.tail, again.case.sink) == (16, 4)
     assert again.finding["stage"] == fault.stage
     assert all(
         torch.equal(tensor, again.case.before[part][field])
-        for part, of in found.case.before.items()
-        for field, tensor in of.items()
+        for part, part_fields in replay.case.before.items()
+        for field, tensor in part_fields.items()
     )

@@ -50,11 +50,11 @@ of_a_layer = options.together(
 )  # fmt: skip
 
 
-def finish(report: Report, given: dict[str, Any]) -> None:
+def finish(report: Report, args: dict[str, Any]) -> None:
     """Save and print what was found, as far as it was asked for."""
-    if given["save"]:
+    if args["save"]:
         report.save()
-    if given["as_json"]:
+    if args["as_json"]:
         print(report.line())
         return
     for number, table in enumerate(report.tables):
@@ -66,30 +66,30 @@ def finish(report: Report, given: dict[str, Any]) -> None:
 
 
 @contextmanager
-def turning(given: dict[str, Any]) -> Iterator[Callable[[str], None]]:
+def turning(args: dict[str, Any]) -> Iterator[Callable[[str], None]]:
     """Name on stderr what is being timed; silent when stderr is not a terminal."""
-    options.set_threads(given.get("threads"))
+    options.set_threads(args.get("threads"))
     with telling() as tell:
         yield lambda who: tell(f"timing {who}")
 
 
-def kv_list(given: dict[str, Any], default: Sequence[str] = ("bf16", "tq4")) -> list[str]:
+def kv_list(args: dict[str, Any], default: Sequence[str] = ("bf16", "tq4")) -> list[str]:
     """The caches of `--kv`."""
     from haarkv.benchmarks.cases import parse_caches
 
-    return parse_caches(given["kvs"]) or list(default)
+    return parse_caches(args["kvs"]) or list(default)
 
 
-def request_of(given: dict[str, Any], **more: Any) -> Request:
+def request_of(args: dict[str, Any], **more: Any) -> Request:
     """A request of `of_a_layer`'s options, and of what a command adds."""
     from haarkv.benchmarks.decode import Request
 
-    kvs = kv_list(given)
-    require_known(*given["executors"])
-    executors = list(dict.fromkeys(_fastest(given, kvs) if name == "auto" else name for name in given["executors"]))
-    options.say_if_interpreted(*executors, device=given["device"])
+    kvs = kv_list(args)
+    require_known(*args["executors"])
+    executors = list(dict.fromkeys(_fastest(args, kvs) if name == "auto" else name for name in args["executors"]))
+    options.say_if_interpreted(*executors, device=args["device"])
     names = ("model", "contexts", "batches", "dtype", "layers", "device", "repeats", "isa", "activation_bits", "mmap")
-    return Request(executors=executors, kvs=kvs, **{name: given[name] for name in names}, **more)
+    return Request(executors=executors, kvs=kvs, **{name: args[name] for name in names}, **more)
 
 
 def require_known(*executors: str) -> None:
@@ -101,24 +101,24 @@ def require_known(*executors: str) -> None:
             info(name)
 
 
-def _fastest(given: dict[str, Any], kvs: Sequence[str]) -> str:
+def _fastest(args: dict[str, Any], kvs: Sequence[str]) -> str:
     """The fastest executor here that reads at least one of the formats."""
-    from haarkv.benchmarks.cases import plan_of
+    from haarkv.benchmarks.cases import benchmark_plan
     from haarkv.executors.catalog import AUTO, FASTEST_FIRST, select
     from haarkv.models.catalog import read_config
     from haarkv.tq_ops.errors import InputError
 
-    config = read_config(given["model"], given["layers"])
-    found: list[str] = []
-    refused: list[InputError] = []
-    for plan in [plan_of(kv, config) for kv in kvs]:
+    config = read_config(args["model"], args["layers"])
+    names: list[str] = []
+    errors: list[InputError] = []
+    for plan in [benchmark_plan(kv, config) for kv in kvs]:
         try:
-            found.append(select(AUTO, config, [plan], device=given["device"], dtype=given["dtype"]).name)
+            names.append(select(AUTO, config, [plan], device=args["device"], dtype=args["dtype"]).name)
         except InputError as error:  # on a device that was named, no executor may read this one
-            refused.append(error)
-    if not found:
-        raise refused[0]
-    return min(found, key=FASTEST_FIRST.index)
+            errors.append(error)
+    if not names:
+        raise errors[0]
+    return min(names, key=FASTEST_FIRST.index)
 
 
 @command.command("decode")
@@ -126,7 +126,7 @@ def _fastest(given: dict[str, Any], kvs: Sequence[str]) -> str:
 @click.option("--only", "kinds", multiple=True, type=click.Choice(KINDS),
               help="Measure attention of a layer, prompts, or steps; repeatable [default: all but prompts].")  # fmt: skip
 @tensor_parallel
-def decode(kinds: tuple[str, ...], ranks: Ranks, **given: Any) -> None:
+def decode(kinds: tuple[str, ...], ranks: Ranks, **args: Any) -> None:
     """Measure decode latency by context, batch, executor and format: attention of one layer, whole prompts, whole steps.
 
     The variants of a case hold the same K and V and take turns. `floor` is the least time that this machine allows, measured
@@ -145,8 +145,8 @@ def decode(kinds: tuple[str, ...], ranks: Ranks, **given: Any) -> None:
     if ranks.size > 1 and set(kinds) - {"step"}:
         raise click.UsageError(f"--only {kinds[0]} is measured on one rank; leave out --tensor-parallel")
     kinds = kinds or (("step",) if ranks.size > 1 else DEFAULT_KINDS)
-    with turning(given) as on_turn, loading(given["model"]) as progress:
-        request = request_of(given, kinds=kinds, ranks=ranks)
+    with turning(args) as on_turn, loading(args["model"]) as progress:
+        request = request_of(args, kinds=kinds, ranks=ranks)
         machine, rows = measure(request, progress, on_turn)
     if ranks.rank == 0:  # it says it for all
-        finish(report("decode", request, machine, rows), given)
+        finish(report("decode", request, machine, rows), args)

@@ -19,9 +19,9 @@ from tq.groups import Command
 from tq.output import counting, print_judged, print_table, telling, unread_is_fine
 
 if TYPE_CHECKING:
-    from haarkv.models.qwen3_14b.npu.compile import Compiled
+    from haarkv.models.qwen3_14b.npu.compile import CompiledProgram
     from haarkv.tq_ops.kv.plan import KVSpec
-    from haarkv.validation.bringup.ladder import Folder, Found, Result
+    from haarkv.validation.bringup.ladder import Folder, Result, RungFinding
     from haarkv.validation.bringup.workbench import Workbench
 
 _FIRST = "environment"
@@ -48,7 +48,7 @@ _REPEATS = 7  # timed turns of the latency
 @click.option("--resume", is_flag=True, help="Go on in FOLDER: keep what passed, unless what it depends on has changed.")
 @options.json_option
 @click.pass_context
-def command(context: click.Context, /, **given: Any) -> int:
+def command(context: click.Context, /, **args: Any) -> int:
     """Bring an executor up on a new machine, from its versions to text and latency, one rung after the other.
 
     \b
@@ -62,23 +62,23 @@ def command(context: click.Context, /, **given: Any) -> int:
     Exit code 0 if every rung passed that this executor has, 1 if one failed, 2 if nothing could be tried.
     """
     with unread_is_fine():
-        options.set_threads(given["threads"])
+        options.set_threads(args["threads"])
         from haarkv.validation.bringup.environment import require_executor
         from haarkv.validation.bringup.ladder import REPORT, climb, ladder, verdict
 
-        require_executor(given["executor"])
-        out: Path = given["out"]
-        folder = _folder(out, resume=given["resume"])
+        require_executor(args["executor"])
+        out: Path = args["out"]
+        folder = _folder(out, resume=args["resume"])
         began = time.time()
         with telling() as tell:
-            show = _Show(tell, quiet=given["as_json"])
-            rungs = ladder(_bench(given, show.tell), given["executor"], given["device"], _latency, given["any_versions"])
+            show = _Show(tell, quiet=args["as_json"])
+            rungs = ladder(_bench(args, show.tell), args["executor"], args["device"], _latency, args["any_versions"])
             try:
                 results = climb(rungs, folder, on_begin=show.begin, on_result=show.result)
             finally:
                 # Failed or interrupted: what is known so far is worth looking at, and sending home.
-                kept = _leave(folder, show.results, context, given, began)
-        print(kept if given["as_json"] else f"{verdict(results)}\nsend home {out / REPORT}")
+                text = _leave(folder, show.results, context, args, began)
+        print(text if args["as_json"] else f"{verdict(results)}\nsend home {out / REPORT}")
         return int(any(result.verdict == "failed" for result in results))
 
 
@@ -99,41 +99,41 @@ def _folder(path: Path, *, resume: bool) -> Folder:
     return Folder(path)
 
 
-def _bench(given: dict[str, Any], tell: Callable[[str], None]) -> Callable[[], Workbench]:
+def _bench(args: dict[str, Any], tell: Callable[[str], None]) -> Callable[[], Workbench]:
     """Makes the workbench, which imports torch."""
 
     def bench() -> Workbench:
         from haarkv.validation.bringup.workbench import Request, Workbench
 
-        texts = (*given["prompts"], *(read_prompt(file) for file in given["files"]))
+        texts = (*args["prompts"], *(read_prompt(file) for file in args["files"]))
         request = Request(
-            given["executor"], given["device"], given["model"], given["layers"], _caches(given), texts,
-            given["max_new_tokens"], given["contexts"] or (),
+            args["executor"], args["device"], args["model"], args["layers"], _caches(args), texts,
+            args["max_new_tokens"], args["contexts"] or (),
         )  # fmt: skip
         return Workbench(request, tell)
 
     return bench
 
 
-def _caches(given: dict[str, Any]) -> dict[str, KVSpec]:
+def _caches(args: dict[str, Any]) -> dict[str, KVSpec]:
     """The caches that were asked for, by name."""
     from haarkv.tq_ops.kv import calibration_file
     from haarkv.tq_ops.kv.plan import KVSpec
     from haarkv.validation.fidelity.setup import parse_list
     from tq.loading import named_plans
 
-    spec = KVSpec() if given["calibration"] is None else calibration_file.load(given["calibration"]).spec
-    if spec.calibration and not given["kvs"]:
+    spec = KVSpec() if args["calibration"] is None else calibration_file.load(args["calibration"]).spec
+    if spec.calibration and not args["kvs"]:
         raise click.UsageError("--calibration is for formats lr2 to lr5; name them with --kv")
-    caches = {name: replace(spec, kv=name) for name in parse_list(given["kvs"], spec.calibration)}
-    return caches | named_plans(given["plan_files"], caches, "caches")
+    caches = {name: replace(spec, kv=name) for name in parse_list(args["kvs"], spec.calibration)}
+    return caches | named_plans(args["plan_files"], caches, "caches")
 
 
-def _latency(bench: Workbench) -> Found:
+def _latency(bench: Workbench) -> RungFinding:
     """The highest rung: prompts and steps are timed by the device's own clock; in a simulator each is only run."""
-    from haarkv.benchmarks.cases import COUNTED, Case, forward_run
+    from haarkv.benchmarks.cases import RUNS_PER_TURN, Case, forward_run
     from haarkv.benchmarks.timing import Spread, take_turns
-    from haarkv.validation.bringup.ladder import Found
+    from haarkv.validation.bringup.ladder import RungFinding
 
     executor = bench.executor(bench.model, next(iter(bench.plans.values())))
     facts = {f"compiled {name}": f"in {seconds:.1f} s" for name, seconds in executor.compiled.items()}
@@ -146,29 +146,29 @@ def _latency(bench: Workbench) -> Found:
             bench.tell(name)
             run(0)
         if not executor.simulated:
-            times = take_turns(runs, executor.device, repeats=_REPEATS, counted=COUNTED[kind], on_turn=bench.tell)
+            times = take_turns(runs, executor.device, repeats=_REPEATS, counted_runs=RUNS_PER_TURN[kind], on_turn=bench.tell)
         calls += len(runs)
         for name, t in times.items():
             facts[name] = f"{t.ms:.3f} ms ({t.low:.3f} to {t.high:.3f}), first call {(t.first_ms or 0) / 1e3:.3f} s"
-    said = f"{calls} calls of {', '.join(bench.plans)} at {', '.join(map(str, bench.contexts))} tokens"
+    summary = f"{calls} calls of {', '.join(bench.plans)} at {', '.join(map(str, bench.contexts))} tokens"
     if executor.simulated:
-        said += " ran; simulated, so that their times mean nothing and none is given"
-    return Found(True, said, calls, "calls", facts=facts)
+        summary += " ran; simulated, so that their times mean nothing and none is given"
+    return RungFinding(True, summary, calls, "calls", facts=facts)
 
 
-def _leave(folder: Folder, results: list[Result], context: click.Context, given: dict[str, Any], began: float) -> str:
+def _leave(folder: Folder, results: list[Result], context: click.Context, args: dict[str, Any], began: float) -> str:
     """Write the file to send home; its text."""
-    from haarkv.validation.bringup.ladder import REPORT, collected, report
+    from haarkv.validation.bringup.ladder import REPORT, collect_host_logs, report
     from tq import __version__
 
     if not results:
         return ""
-    started = context.find_root().obj
+    launch = context.find_root().obj
     about = {
-        "executor": given["executor"],
-        **({"device": given["device"]} if given["device"] else {}),
-        "model": given["model"],
-        "command": shlex.join(["tq", *(started.argv if started else ())]),
+        "executor": args["executor"],
+        **({"device": args["device"]} if args["device"] else {}),
+        "model": args["model"],
+        "command": shlex.join(["tq", *(launch.argv if launch else ())]),
         "haarkv": __version__,
         "date": results[-1].date,
     }
@@ -176,9 +176,9 @@ def _leave(folder: Folder, results: list[Result], context: click.Context, given:
         from haarkv.benchmarks.report import machine
 
         about |= {name: str(value) for name, value in machine().items()}
-    kept = report(results, about, folder, collected(began) if given["executor"] == "npu" else {})
-    write_whole(folder.path / REPORT, kept)
-    return kept
+    text = report(results, about, folder, collect_host_logs(began) if args["executor"] == "npu" else {})
+    write_whole(folder.path / REPORT, text)
+    return text
 
 
 class _Show:
@@ -192,21 +192,21 @@ class _Show:
         """Show what is being done of a rung."""
         self._tell(f"{self._name}: {what}")
 
-    def begin(self, name: str, changed: str) -> None:
-        """A rung begins; `changed` says why it is run again."""
+    def begin(self, name: str, reason: str) -> None:
+        """A rung begins; `reason` says why it is run again."""
         self._name = name
         self.tell("…")
-        if changed and not self._quiet:
+        if reason and not self._quiet:
             self._tell("")
-            print(f"{name} is run again: {changed}", flush=True)
+            print(f"{name} is run again: {reason}", flush=True)
 
-    def result(self, result: Result, kept: bool) -> None:
+    def result(self, result: Result, from_before: bool) -> None:
         """A rung is done, or was done before."""
         self.results.append(result)
         self._tell("")
         if not self._quiet:
             log = f" (the whole message: {result.log})" if result.log else ""
-            seconds = "   kept" if kept else f"{result.seconds:5.1f} s"
+            seconds = "   kept" if from_before else f"{result.seconds:5.1f} s"
             line = f"{result.name:14}  {result.verdict:20}  {seconds}  {result.found.said}{log}"
             print_judged(line, {"passed": True, "failed": False}.get(result.verdict))
 
@@ -237,25 +237,25 @@ def compile_command(model: str, names: tuple[str, ...], folder: Path | None, as_
     """
     from haarkv.engine.plans import plan_for
     from haarkv.models.catalog import read_config
-    from haarkv.models.qwen3_14b.npu.compile import compile_programs, wanted, written
+    from haarkv.models.qwen3_14b.npu.compile import compile_programs, plan_programs, write_sources
 
     if folder is not None:
         check_folder(folder)
     config = read_config(model)
     plan = plan_for(_cache_to_compile(model, kv), config)
-    compiled: list[Compiled] = []
+    programs: list[CompiledProgram] = []
     kinds = names or _PROGRAMS
-    with counting(len(wanted(config, kinds, plan)), "compiling {task.description}") as begin:
-        compiled.extend(compile_programs(config, kinds, begin, plan))
+    with counting(len(plan_programs(config, kinds, plan)), "compiling {task.description}") as begin:
+        programs.extend(compile_programs(config, kinds, begin, plan))
     if folder is not None:
         with whole_folder(folder) as half:
-            written(half, {program.name: program.sources for program in compiled})
+            write_sources(half, {program.name: program.sources for program in programs})
     rows = [
         {
             "program": program.name, "layers": list(program.layers), "seconds": program.seconds,
             "functions": len(program.functions), "lines": sum(text.count("\n") for text in program.functions),
         }
-        for program in compiled
+        for program in programs
     ]  # fmt: skip
     if as_json:
         print(json.dumps({"model": model, "kv": plan.describe(), "programs": rows, "cpp": folder and str(folder)}))
@@ -268,16 +268,16 @@ def compile_command(model: str, names: tuple[str, ...], folder: Path | None, as_
     return 0
 
 
-def _cache_to_compile(model: str, given: dict[str, Any]) -> KVSpec:
+def _cache_to_compile(model: str, args: dict[str, Any]) -> KVSpec:
     """The cache to compile for; where none is named, the one that was chosen before, and none is chosen now."""
     from haarkv.models.catalog import read_config
     from haarkv.validation.planning.auto import LOSS
     from haarkv.validation.planning.remembered import chosen_before, default_cache, file_for, fixed_cache
     from tq.loading import kv_spec
 
-    fixed = fixed_cache(read_config(model), "npu")
-    if all(value in (None, ()) for value in given.values()):
-        return chosen_before(file_for(model, LOSS, executor="npu")) or default_cache(model, executor="npu") or fixed
-    if all(given[name] is None for name in ("kv", "calibration", "kv_plan", "kv_loss")):
-        given = {**given, "kv": fixed.kv}
-    return kv_spec({"model": model, "executor": "npu", **given})
+    default = fixed_cache(read_config(model), "npu")
+    if all(value in (None, ()) for value in args.values()):
+        return chosen_before(file_for(model, LOSS, executor="npu")) or default_cache(model, executor="npu") or default
+    if all(args[name] is None for name in ("kv", "calibration", "kv_plan", "kv_loss")):
+        args = {**args, "kv": default.kv}
+    return kv_spec({"model": model, "executor": "npu", **args})

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from haarkv.tq_ops.words import counted
+from haarkv.tq_ops.words import count_noun
 from tq import options
 from tq.commands.generate import read_prompts
 from tq.groups import Group
@@ -42,7 +42,7 @@ def command() -> None:
 @_COMPRESS
 @_OUT
 def save(
-    prompts: tuple[str, ...], files: tuple[str, ...], compress: bool, out: Path, **given: Any
+    prompts: tuple[str, ...], files: tuple[str, ...], compress: bool, out: Path, **args: Any
 ) -> None:  # fmt: skip
     """Run a prompt through the model, and store its tokens with their K and V."""
     from haarkv.models.parallel import ALONE
@@ -52,16 +52,16 @@ def save(
     if len(texts) > 1:
         raise click.UsageError("a file stores one sequence; give one prompt")
     check_writable(out)
-    session = options.open_session(given)
+    session = options.open_session(args)
     with prefilling() as on_prefill:
         result = session.generate(
             texts, max_new_tokens=1, on_prefill=on_prefill, on_warning=warn, keep=True,
-            **{name: given[name] for name in options.CHAT},
+            **{name: args[name] for name in options.CHAT},
         )  # fmt: skip
     whole = result.stored[0]
-    stored = replace(whole, token_ids=whole.token_ids[: whole.length])
-    session.save_cache(out, stored, compress=compress)
-    print(f"{out}: {counted(stored.length, 'token')}, {out.stat().st_size:,} bytes, {result.kv.format}", file=err().file)
+    sequence = replace(whole, token_ids=whole.token_ids[: whole.length])
+    session.save_cache(out, sequence, compress=compress)
+    print(f"{out}: {count_noun(sequence.length, 'token')}, {out.stat().st_size:,} bytes, {result.kv.format}", file=err().file)
 
 
 @command.command("info")
@@ -72,19 +72,19 @@ def info(file: Path, as_json: bool) -> None:
     from haarkv.tq_ops.kv.cache_file import load
     from haarkv.tq_ops.kv.shapes import blocks_for
 
-    stored, origin = load(file)
-    held = {
-        "tokens": len(stored.token_ids), "stored": stored.length, "blocks": blocks_for(stored.length),
-        "bytes": file.stat().st_size, "kv_bytes": stored.nbytes,
+    sequence, origin = load(file)
+    report = {
+        "tokens": len(sequence.token_ids), "stored": sequence.length, "blocks": blocks_for(sequence.length),
+        "bytes": file.stat().st_size, "kv_bytes": sequence.nbytes,
         "formats": list(origin.layers), "tail": origin.tail, "sink": origin.sink,
         "weights": origin.weights, "tables": origin.tables, "made_by": origin.made_by,
     }  # fmt: skip
     if as_json:
-        print(json.dumps({"file": str(file), **held, "model": origin.shape.as_json()}))
+        print(json.dumps({"file": str(file), **report, "model": origin.shape.as_json()}))
         return
     rows = [
-        ("tokens", f"{held['tokens']:,}, of them {stored.length:,} stored"),
-        ("bytes", f"{held['bytes']:,}, K and V {stored.nbytes:,} in {held['blocks']:,} blocks a layer"),
+        ("tokens", f"{report['tokens']:,}, of them {sequence.length:,} stored"),
+        ("bytes", f"{report['bytes']:,}, K and V {sequence.nbytes:,} in {report['blocks']:,} blocks a layer"),
         ("cache", _formats(origin)),
         ("model", f"{origin.shape}; weights {origin.weights}"),
         ("made by", origin.made_by),
@@ -109,35 +109,35 @@ def convert(file: Path, compress: bool, out: Path, **others: Any) -> None:
     from haarkv.tq_ops.errors import InputError
     from haarkv.tq_ops.kv import cache_file
     from haarkv.tq_ops.kv.plan import KVSpec
-    from haarkv.tq_ops.kv.stored import requantized
+    from haarkv.tq_ops.kv.stored import requantize
     from haarkv.tq_ops.output_files import check_writable
     from tq.loading import kv_spec
 
     check_writable(out)
     spec = kv_spec(others)
-    stored, origin = cache_file.load(file)
+    sequence, origin = cache_file.load(file)
     shape, layers = origin.shape, dict(enumerate(origin.layers))
     # Learned formats of the file, if it has any, are of the calibration that is given.
     before = KVSpec(tail=origin.tail, sink=origin.sink, layers=layers, calibration=spec.calibration).plan(shape.num_layers)
-    expected = cache_file.origin_of(before, shape, origin.weights, origin.made_by)
+    expected = cache_file.sequence_origin(before, shape, origin.weights, origin.made_by)
     origin.require_same(expected, str(file))
-    origin.require_fits(stored, before, str(file))
+    origin.require_fits(sequence, before, str(file))
     if spec.weights and spec.weights != origin.weights:
         raise InputError(f"the calibration was learned from other weights than {file} was made with; prefill again")
-    if not {"kv", "kv_plan"} & options.written().keys():
+    if not {"kv", "kv_plan"} & options.written_options().keys():
         # What is not asked for stays as the file has it.
-        skipped = {layer % shape.num_layers for layer in spec.skip_layers}
+        skip_layers = {layer % shape.num_layers for layer in spec.skip_layers}
         tail = origin.tail if others["kv_tail"] is None else others["kv_tail"]
         sink = origin.sink if others["kv_sink"] is None else others["kv_sink"]
-        layers = {layer: pair for layer, pair in layers.items() if layer not in skipped}
+        layers = {layer: pair for layer, pair in layers.items() if layer not in skip_layers}
         spec = replace(spec, layers=layers, tail=tail, sink=sink)
     after = spec.plan(shape.num_layers, shape)
     after.require_layout(shape.layers)
-    after.require_context(len(stored.token_ids))
-    changed = requantized(stored, before, after, shape.layers)
-    cache_file.save(out, changed, cache_file.origin_of(after, shape, origin.weights, origin.made_by), compress=compress)
+    after.require_context(len(sequence.token_ids))
+    result = requantize(sequence, before, after, shape.layers)
+    cache_file.save(out, result, cache_file.sequence_origin(after, shape, origin.weights, origin.made_by), compress=compress)
     print(
-        f"{out}: {stored.nbytes:,} bytes of K and V became {changed.nbytes:,}, {after.describe()}; the file has "
+        f"{out}: {sequence.nbytes:,} bytes of K and V became {result.nbytes:,}, {after.describe()}; the file has "
         f"{out.stat().st_size:,} bytes", file=err().file,
     )  # fmt: skip
 

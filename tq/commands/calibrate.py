@@ -77,70 +77,71 @@ def command(
     encode, most = subject.tokenizer.encode, subject.config.max_position_embeddings
     if window is not None and not 1 <= window <= most:
         raise InputError(f"--window must lie in 1 … {most:,}, the model's positions, not be {window:,}")
-    wanted = tokens + 1 + (verify_tokens + 1 if other is None else 0)
-    ids = common_text(subject.tokenizer, wanted) if text is None else encode(text)
-    half = tokens + 1 if text is None and len(ids) == wanted else len(ids) // 2
+    total = tokens + 1 + (verify_tokens + 1 if other is None else 0)
+    ids = common_text(subject.tokenizer, total) if text is None else encode(text)
+    half = tokens + 1 if text is None and len(ids) == total else len(ids) // 2
     learned_from, unseen = (ids[:half], ids[half:]) if other is None else (ids, encode(other))
     work = make_workload(learned_from, most, window=window, tokens=tokens, prompts=0)
     # As long as is allowed: keys of late positions are judged too.
     longest = max(1, min(most, verify_tokens, len(unseen) - 1))
-    judged = make_workload(unseen, most, window=longest, tokens=verify_tokens, prompts=0)
+    unseen_work = make_workload(unseen, most, window=longest, tokens=verify_tokens, prompts=0)
     began = time.monotonic()
-    learning = _learn(subject, work, judged, resume_file)
+    learning = _learn(subject, work, unseen_work, resume_file)
     seconds = time.monotonic() - began
-    return _judge(subject, learning, judged, work.scored, seconds, out_file, force=force, as_json=as_json)
+    return _judge(subject, learning, unseen_work, work.scored_tokens, seconds, out_file, force=force, as_json=as_json)
 
 
 def _judge(
-    subject: Subject, learning: Learning, judged: Workload, tokens: int, seconds: float, out_file: Path, *, force: bool,
+    subject: Subject, learning: Learning, unseen_work: Workload, tokens: int, seconds: float, out_file: Path, *, force: bool,
     as_json: bool,
 ) -> int:  # fmt: skip
     """Judge what was learned of so many tokens, in so many seconds; write it, or say why not. The exit code."""
     from haarkv.tq_ops.kv.calibration_file import save
 
-    found = subject.file_of(learning, {})
-    with scoring(2 * judged.scored) as on_step:
-        rows = subject.judge(found.calibration, judged, on_step)
-    fit, (tq4, learned) = sum(learning.fits) / len(learning.fits), rows
+    result = subject.calibration_file(learning, {})
+    with scoring(2 * unseen_work.scored_tokens) as on_step:
+        rows = subject.judge(result.calibration, unseen_work, on_step)
+    fit, (tq4, lr4) = sum(learning.fits) / len(learning.fits), rows
     report = {
-        "tokens": tokens, "verified_tokens": judged.scored, "fit": fit, "verified": [row.measured for row in rows],
+        "tokens": tokens, "verified_tokens": unseen_work.scored_tokens, "fit": fit,
+        "verified": [row.measurements for row in rows],
     }  # fmt: skip
-    worse = learned.kl_mean >= tq4.kl_mean
-    if written := force or not worse:
-        found = subject.file_of(learning, report)
-        save(out_file, found)
+    worse = lr4.kl_mean >= tq4.kl_mean
+    if is_written := force or not worse:
+        result = subject.calibration_file(learning, report)
+        save(out_file, result)
     per_layer, peak = seconds / len(learning.layers), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     with unread_is_fine():
         if as_json:
-            file = {"calibration": str(out_file) if written else None, "digest": found.calibration.digest}
+            file = {"calibration": str(out_file) if is_written else None, "digest": result.calibration.digest}
             print(json.dumps({**file, **report, "seconds_per_layer": per_layer, "peak_bytes": peak}))
         else:
             _print(rows, report)
-            ending = f"written to {out_file}" if written else _not_written(out_file, tq4, learned)
+            ending = f"written to {out_file}" if is_written else _not_written(out_file, tq4, lr4)
             print(f"{per_layer:.1f} s a layer, {peak / 2**30:.2f} GiB at most; {ending}")
-    return int(not written)
+    return int(not is_written)
 
 
-def _learn(subject: Subject, work: Workload, judged: Workload, resume_file: Path | None) -> Learning:
+def _learn(subject: Subject, work: Workload, unseen_work: Workload, resume_file: Path | None) -> Learning:
     """Learn all layers, or those that an earlier run has left."""
-    from haarkv.validation.planning.calibrate import resumed, save
+    from haarkv.validation.planning.calibrate import resume_learning, save
 
-    windows, held_back = ([each.fed(window) for window in each.windows] for each in (work, judged))
-    tokens = b"|".join(window.numpy().tobytes() for window in (*windows, *held_back))
+    windows, held_out = ([each.fed(window) for window in each.windows] for each in (work, unseen_work))
+    tokens = b"|".join(window.numpy().tobytes() for window in (*windows, *held_out))
     run = {
         "model": subject.fingerprint,
         "dtype": str(subject.model.dtype).removeprefix("torch."),
         "text or windows": hashlib.sha256(tokens).hexdigest()[:16],
     }
-    earlier = resumed(resume_file, run)
+    earlier = resume_learning(resume_file, run)
 
     def on_layer(state: Learning) -> None:
         if resume_file is not None:
             save(resume_file, state, run)
 
     left = subject.config.num_layers - len(earlier.layers if earlier else ())
-    with scoring(left * (work.scored + judged.scored)) as on_step:
-        return subject.learn(windows, held_back, learning=earlier, save=on_layer, on_step=on_step)
+    with scoring(left * (work.scored_tokens + unseen_work.scored_tokens)) as on_step:
+        return subject.learn(windows, held_out, learning=earlier, save=on_layer, on_step=on_step)
 
 
 def _print(rows: Sequence[FidelityRow], report: dict[str, Any]) -> None:
@@ -159,8 +160,8 @@ def _print(rows: Sequence[FidelityRow], report: dict[str, Any]) -> None:
     )
 
 
-def _not_written(out_file: Path, tq4: FidelityRow, learned: FidelityRow) -> str:
+def _not_written(out_file: Path, tq4: FidelityRow, lr4: FidelityRow) -> str:
     return (
-        f"{out_file} is not written: on unseen text {learned.kv} has a mean KL of {learned.kl_mean:.3g}, no better than tq4's "
+        f"{out_file} is not written: on unseen text {lr4.kv} has a mean KL of {lr4.kl_mean:.3g}, no better than tq4's "
         f"{tq4.kl_mean:.3g}; give more --text, or --force"
     )

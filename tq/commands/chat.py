@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.words import counted
+from haarkv.tq_ops.words import count_noun
 from tq import options
 from tq.groups import Command
 from tq.options import Assignment
@@ -53,7 +53,7 @@ up, down   earlier lines"""
 @options.file("--session", "Keep the conversation in this file after each answer, and go on with it if it exists.", "file")
 def command(
     max_new_tokens: int, max_context: int | None, seed: int, system: str | None, template_args: dict[str, Any],
-    parse_special: bool, file: Path | None, **given: Any,
+    parse_special: bool, file: Path | None, **args: Any,
 ) -> None:  # fmt: skip
     """Talk with a model. Each line of stdin is a message; the end of the input ends the conversation.
 
@@ -71,15 +71,15 @@ def command(
         chat.encode(tokenizer, ["hi"])  # what is wrong with the template is said before weights are read
         return 1, max_context or max_new_tokens
 
-    session = options.open_session(given, room=room)
+    session = options.open_session(args, room=room)
     if max_context is not None and max_context > (limit := session.config.max_position_embeddings):
         raise click.UsageError(f"this model has a context of {limit} tokens; --max-context must lie in 1 … {limit}")
-    sampling = session.sampling_with(seed=seed, **options.sampling_of(given))
-    talk = _Talk(session, chat, sampling, max_new_tokens, max_context, file, *_begun(session, file, system))
+    sampling = session.sampling_with(seed=seed, **options.sampling_settings(args))
+    talk = _Talk(session, chat, sampling, max_new_tokens, max_context, file, *_open_conversation(session, file, system))
     if talk.messages and file is not None:
-        earlier = counted(len(talk.asked), "earlier message")
+        earlier = count_noun(len(talk.user_messages), "earlier message")
         print(f"{file}: {earlier}", file=err().file)
-    for line in _typed(talk) if _in_terminal() else _read():
+    for line in _terminal_lines(talk) if _in_terminal() else _read():
         talk.answer(line)
 
 
@@ -104,17 +104,17 @@ class _Talk:
     last: Result | None = None
 
     @property
-    def asked(self) -> list[str]:
+    def user_messages(self) -> list[str]:
         """The user's messages."""
         return [message["content"] for message in self.messages if message["role"] == "user"]
 
     def answer(self, line: str) -> None:
         """Print what the model says to a message. In a terminal Ctrl-C ends the answer there, and what was computed stays."""
         self.messages.append({"role": "user", "content": line})
-        shown = list[str]()
+        pieces = list[str]()
 
         def show(_: int, text: str) -> None:
-            shown.append(text)
+            pieces.append(text)
             print(text, end="", flush=True)
 
         result = None
@@ -134,10 +134,10 @@ class _Talk:
             self.messages.pop()
             return
         print(flush=True)
-        if result is None and not shown:
+        if result is None and not pieces:
             self.messages.pop()  # as if it had never been said
             return
-        self.messages.append({"role": "assistant", "content": result.texts[0] if result else "".join(shown)})
+        self.messages.append({"role": "assistant", "content": result.texts[0] if result else "".join(pieces)})
         if result is not None:
             self.stored = result.stored[0]
             self.last = result
@@ -145,14 +145,14 @@ class _Talk:
         if self.file is not None and self.stored is not None:
             self.session.save_cache(self.file, self.stored, json.dumps(self.messages))
 
-    def set(self, asked: str) -> None:
+    def set(self, assignment: str) -> None:
         """Change an argument of the chat template for the messages that follow, or list all: K=V, K or nothing."""
         arguments = dict(self.chat.template_args or {})
-        if "=" in asked:
-            name, value = Assignment().convert(asked, None, None)
+        if "=" in assignment:
+            name, value = Assignment().convert(assignment, None, None)
             arguments[name] = value
-        elif asked and arguments.pop(asked, self) is self:
-            raise InputError(f"there is no {asked} to drop; /set lists what there is")
+        elif assignment and arguments.pop(assignment, self) is self:
+            raise InputError(f"there is no {assignment} to drop; /set lists what there is")
         chat = replace(self.chat, template_args=arguments)
         chat.encode(self.session.tokenizer, ["hi"])
         self.chat = chat
@@ -170,18 +170,18 @@ def _ended_by_ctrl_c() -> Iterator[Callable[[int, int], bool]]:
 
     The `on_token` that ends it is what it yields.
     """
-    begun = pressed = False
+    has_begun = was_pressed = False
 
     def press(*_: object) -> None:
-        nonlocal pressed
-        if pressed or not begun:
+        nonlocal was_pressed
+        if was_pressed or not has_begun:
             raise KeyboardInterrupt
-        pressed = True
+        was_pressed = True
 
     def on_token(*_: int) -> bool:
-        nonlocal begun
-        begun = True
-        return pressed
+        nonlocal has_begun
+        has_begun = True
+        return was_pressed
 
     before = signal.signal(signal.SIGINT, press) if _in_terminal() else None
     try:
@@ -194,7 +194,7 @@ def _ended_by_ctrl_c() -> Iterator[Callable[[int, int], bool]]:
 def _say_if_cut(result: Result) -> None:
     done = result.completions[0]
     if done.finish == "length":
-        say(f"the answer was cut after {counted(len(done.token_ids), 'token')}; --max-new-tokens allows more")
+        say(f"the answer was cut after {count_noun(len(done.token_ids), 'token')}; --max-new-tokens allows more")
     elif done.finish == "context":
         say("the answer was cut where the context ends; begin a new conversation, or give a larger --max-context")
 
@@ -204,16 +204,18 @@ def _cost(result: Result | None) -> str:
     if result is None:
         return "no answer yet"
     done, timing = result.completions[0], result.timing
-    reused = f", {done.reused_tokens:,} more were stored already" if done.reused_tokens else ""
-    lines = [f"prompt     {counted(done.prompt_tokens - done.reused_tokens, 'token')} computed{reused}"]
+    reuse_note = f", {done.reused_tokens:,} more were stored already" if done.reused_tokens else ""
+    lines = [f"prompt     {count_noun(done.prompt_tokens - done.reused_tokens, 'token')} computed{reuse_note}"]
     rate = "" if timing.decode_tokens_per_s is None else f", {timing.decode_tokens_per_s:,.1f} a second"
-    lines.append(f"answer     {counted(len(done.token_ids), 'token')}{rate}")
+    lines.append(f"answer     {count_noun(len(done.token_ids), 'token')}{rate}")
     lines += [f"memory     {rank.describe()}" for rank in result.ranks[:1]]
     lines += [f"draft      {result.drafting.describe()}"] if result.drafting else []
     return "\n".join(lines)
 
 
-def _begun(session: Session, file: Path | None, system: str | None) -> tuple[list[dict[str, str]], StoredSequence | None]:
+def _open_conversation(
+    session: Session, file: Path | None, system: str | None
+) -> tuple[list[dict[str, str]], StoredSequence | None]:
     """Messages and stored sequence of a file of this model and cache, if it exists; else those of a new conversation."""
     from haarkv.tq_ops.input_files import parse_json
     from haarkv.tq_ops.kv.cache_file import read_note
@@ -221,7 +223,7 @@ def _begun(session: Session, file: Path | None, system: str | None) -> tuple[lis
     new = [] if system is None else [{"role": "system", "content": system}]
     if file is None or not file.exists():
         return new, None
-    stored = session.load_cache(file)
+    sequence = session.load_cache(file)
     try:
         messages = parse_json(read_note(file))
         if not all(set(m) == {"role", "content"} and all(isinstance(text, str) for text in m.values()) for m in messages):
@@ -230,7 +232,7 @@ def _begun(session: Session, file: Path | None, system: str | None) -> tuple[lis
         raise InputError(f"{file} is a stored cache without a conversation; name another file") from None
     if system is not None and messages[:1] != new:
         raise InputError(f"{file} began with another system message; drop --system, or name another file")
-    return list(messages), stored
+    return list(messages), sequence
 
 
 # -- Where lines come from -------------------------------------------------------------------------------------------------
@@ -257,7 +259,7 @@ def _read() -> Iterator[str]:
             yield text
 
 
-def _typed(talk: _Talk) -> Iterator[str]:
+def _terminal_lines(talk: _Talk) -> Iterator[str]:
     """Messages that are typed in a terminal, until /exit or the end of the input; commands are answered here.
 
     Arrow keys bring back lines, those of an earlier conversation as well.
@@ -267,7 +269,7 @@ def _typed(talk: _Talk) -> Iterator[str]:
         import readline
 
         readline.set_auto_history(True)
-        for line in talk.asked:
+        for line in talk.user_messages:
             readline.add_history(line)
     print(f"{session.name} on {session.executor.description}, KV cache {session.plan.summary()}", file=err().file)
     print("/help lists what you can do, /exit ends", file=err().file)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from haarkv.tq_ops.words import counted
+from haarkv.tq_ops.words import count_noun
 from tq import options
 from tq.commands.generate import read_prompt
 from tq.groups import Command
@@ -27,7 +27,7 @@ _PROMPTS = (
     "    try:\n        with open(path) as file:\n            return file.read()\n    except OSError as error:\n",
 )
 # Characters of a text shown on a line, quotes included.
-_SHOWN = 56
+_TEXT_WIDTH = 56
 
 
 @click.command("diff", cls=Command)
@@ -87,7 +87,7 @@ def command(
 
         def on_step(what: str) -> None:
             done[what] += 1
-            tell(f"{what}: {counted(done[what], 'token')}")
+            tell(f"{what}: {count_noun(done[what], 'token')}")
 
         diff = greedy_diff(a, b, texts, dtype=dtype, max_new_tokens=max_new_tokens, on_step=on_step)
     with unread_is_fine():
@@ -117,61 +117,61 @@ def _token(token: int, tokenizer: Tokenizer) -> str:
 
 def _head(text: str) -> str:
     """The beginning of a text, quoted, as long as a line allows."""
-    shown = text[:_SHOWN]
-    while len(repr(shown)) > _SHOWN:
-        shown = shown[:-1]
-    return repr(shown) + "…" * (shown != text)
+    part = text[:_TEXT_WIDTH]
+    while len(repr(part)) > _TEXT_WIDTH:
+        part = part[:-1]
+    return repr(part) + "…" * (part != text)
 
 
 def _tail(text: str) -> str:
     """The end of a text, quoted, as long as a line allows."""
-    shown = text[-_SHOWN:]
-    while len(repr(shown)) > _SHOWN:
-        shown = shown[1:]
-    return "…" * (shown != text) + repr(shown)
+    part = text[-_TEXT_WIDTH:]
+    while len(repr(part)) > _TEXT_WIDTH:
+        part = part[1:]
+    return "…" * (part != text) + repr(part)
 
 
 def _print_prompt(number: int, row: PromptDiff, tokenizer: Tokenizer) -> None:
     """The end of the common text, then how each side goes on."""
-    found, length = row.divergence, len(row.a.token_ids)
-    if found is None:
-        ended = " and the end of text" if row.a.finish == "eos" else ""
-        print(f"\n── prompt {number}: the same {counted(length, 'token')}{ended}")
+    divergence, length = row.divergence, len(row.a.token_ids)
+    if divergence is None:
+        ending = " and the end of text" if row.a.finish == "eos" else ""
+        print(f"\n── prompt {number}: the same {count_noun(length, 'token')}{ending}")
     else:
-        print(f"\n── prompt {number}: new token {found.position + 1} differs" + " (near tie)" * found.near_tie)
+        print(f"\n── prompt {number}: new token {divergence.position + 1} differs" + " (near tie)" * divergence.near_tie)
     print(f"   prompt  {_tail(row.prompt)}")
-    if found is None:
+    if divergence is None:
         print(f"   both    {_head(row.text_a)}")
         return
-    common = f"{_tail(tokenizer.decode(row.a.token_ids[: found.position]))} ({counted(found.position, 'token')})"
-    print(f"   both    {common if found.position else 'nothing'}")
-    for name, side, token in (("A", row.a, found.token_a), ("B", row.b, found.token_b)):
-        rest = tokenizer.decode(side.token_ids[found.position + 1 :])
+    common = f"{_tail(tokenizer.decode(row.a.token_ids[: divergence.position]))} ({count_noun(divergence.position, 'token')})"
+    print(f"   both    {common if divergence.position else 'nothing'}")
+    for name, side, token in (("A", row.a, divergence.token_a), ("B", row.b, divergence.token_b)):
+        rest = tokenizer.decode(side.token_ids[divergence.position + 1 :])
         print(f"   {name}     » {_token(token, tokenizer)}" + f" then {_head(rest)}" * bool(rest))
 
 
-def _print_divergence(found: Divergence, tokenizer: Tokenizer) -> None:
-    here = found.scored
+def _print_divergence(divergence: Divergence, tokenizer: Tokenizer) -> None:
+    score = divergence.scores
     rows = [
         (_token(token_a, tokenizer), f"{logit_a:.3f}", _token(token_b, tokenizer), f"{logit_b:.3f}")
-        for (token_a, logit_a), (token_b, logit_b) in zip(here.top_a, here.top_b, strict=True)
+        for (token_a, logit_a), (token_b, logit_b) in zip(score.top_a, score.top_b, strict=True)
     ]
     print()
-    title = f"The five best at prompt {found.prompt + 1}, new token {found.position + 1}"
+    title = f"The five best at prompt {divergence.prompt + 1}, new token {divergence.position + 1}"
     print_table(title, ["A", "logit", "B", "logit"], rows)
-    preferring = f"A prefers its own token to B's by {here.gap_a:.3f}, B its own to A's by {here.gap_b:.3f}"
-    print(f"margin of A's two best {here.margin:.3f}; {preferring}")
-    print(f"largest error of any of B's logits {here.logit_error:.3f}; standard deviation of A's {here.spread:.3f}")
+    preferring = f"A prefers its own token to B's by {score.gap_a:.3f}, B its own to A's by {score.gap_b:.3f}"
+    print(f"margin of A's two best {score.margin:.3f}; {preferring}")
+    print(f"largest error of any of B's logits {score.logit_error:.3f}; standard deviation of A's {score.spread:.3f}")
 
 
 def _print_fidelity(diff: GreedyDiff) -> None:
-    measured = diff.fidelity
-    right = round(measured.top1_agreement * measured.positions)
-    p999 = "99.9 %" if measured.positions >= 1000 else "largest"
-    error = f"{measured.logit_error:.3g}, or {measured.relative_logit_error:.3g} standard deviations of A's logits"
+    fidelity = diff.fidelity
+    right = round(fidelity.top1_agreement * fidelity.positions)
+    p999 = "99.9 %" if fidelity.positions >= 1000 else "largest"
+    error = f"{fidelity.logit_error:.3g}, or {fidelity.relative_logit_error:.3g} standard deviations of A's logits"
     rows = [
-        ("same best token", f"{measured.top1_agreement:.2%}, {right:,} of {measured.positions:,} positions"),
-        ("KL(A‖B) in nats", f"mean {measured.kl_mean:.3g}, median {measured.kl_median:.3g}, {p999} {measured.kl_p999:.3g}"),
+        ("same best token", f"{fidelity.top1_agreement:.2%}, {right:,} of {fidelity.positions:,} positions"),
+        ("KL(A‖B) in nats", f"mean {fidelity.kl_mean:.3g}, median {fidelity.kl_median:.3g}, {p999} {fidelity.kl_p999:.3g}"),
         ("largest logit error", error),
     ]
     print()
@@ -184,32 +184,32 @@ def _verdict(diff: GreedyDiff) -> str:
     texts = sum(row.divergence is not None for row in diff.prompts)
     if not (texts or diff.near_ties or diff.unexplained):
         return "Identical: every token of every prompt."
-    parted = f"{counted(texts, 'continuation')} of {len(diff.prompts)} differ{'s' * (texts == 1)}"
+    difference = f"{count_noun(texts, 'continuation')} of {len(diff.prompts)} differ{'s' * (texts == 1)}"
     if not diff.same_format:
-        return f"{parted}. Between formats that is no fault."
-    ties = f"another best token at {counted(diff.near_ties, 'near tie')}"
+        return f"{difference}. Between formats that is no fault."
+    ties = f"another best token at {count_noun(diff.near_ties, 'near tie')}"
     if not diff.faulty:
-        return f"{parted}; {ties} and nowhere else."
+        return f"{difference}; {ties} and nowhere else."
     prompt, position = diff.unexplained[0]
-    where = f"{counted(len(diff.unexplained), 'position')} where no rounding explains it"
-    return f"{parted}; {ties}, and at {where}, first at prompt {prompt + 1}, new token {position + 1}."
+    where = f"{count_noun(len(diff.unexplained), 'position')} where no rounding explains it"
+    return f"{difference}; {ties}, and at {where}, first at prompt {prompt + 1}, new token {position + 1}."
 
 
 # -- As JSON --------------------------------------------------------------------------------------------------------------
 
 
 def _as_json(diff: GreedyDiff, tokenizer: Tokenizer) -> dict[str, Any]:
-    measured, first = diff.fidelity, diff.first_divergence
+    fidelity, first = diff.fidelity, diff.first_divergence
     return {
         "a": diff.a,
         "b": diff.b,
         "same_format": diff.same_format,
         "first_divergence": _divergence_json(first, tokenizer) if first else None,
-        "positions": measured.positions,
-        "top1_agreement": measured.top1_agreement,
-        "kl": {"mean": measured.kl_mean, "median": measured.kl_median, "p999": measured.kl_p999},
-        "logit_error": measured.logit_error,
-        "relative_logit_error": measured.relative_logit_error,
+        "positions": fidelity.positions,
+        "top1_agreement": fidelity.top1_agreement,
+        "kl": {"mean": fidelity.kl_mean, "median": fidelity.kl_median, "p999": fidelity.kl_p999},
+        "logit_error": fidelity.logit_error,
+        "relative_logit_error": fidelity.relative_logit_error,
         "near_ties": diff.near_ties,
         "unexplained": [{"prompt": prompt, "position": position} for prompt, position in diff.unexplained],
         "prompts": [
@@ -228,20 +228,20 @@ def _completion_json(completion: Completion, text: str) -> dict[str, Any]:
     return {"text": text, "token_ids": completion.token_ids, "finish": completion.finish}
 
 
-def _divergence_json(found: Divergence, tokenizer: Tokenizer) -> dict[str, Any]:
+def _divergence_json(divergence: Divergence, tokenizer: Tokenizer) -> dict[str, Any]:
     def best(candidates: tuple[Candidate, ...]) -> list[dict[str, Any]]:
         return [{"token": token, "text": tokenizer.decode([token]), "logit": logit} for token, logit in candidates]
 
-    here = found.scored
+    score = divergence.scores
     return {
-        "prompt": found.prompt,
-        "position": found.position,
-        "token_a": found.token_a,
-        "token_b": found.token_b,
-        "text_a": tokenizer.decode([found.token_a]),
-        "text_b": tokenizer.decode([found.token_b]),
-        **{name: getattr(here, name) for name in ("margin", "gap_a", "gap_b", "spread", "logit_error", "kl")},
-        "near_tie": found.near_tie,
-        "top_a": best(here.top_a),
-        "top_b": best(here.top_b),
+        "prompt": divergence.prompt,
+        "position": divergence.position,
+        "token_a": divergence.token_a,
+        "token_b": divergence.token_b,
+        "text_a": tokenizer.decode([divergence.token_a]),
+        "text_b": tokenizer.decode([divergence.token_b]),
+        **{name: getattr(score, name) for name in ("margin", "gap_a", "gap_b", "spread", "logit_error", "kl")},
+        "near_tie": divergence.near_tie,
+        "top_a": best(score.top_a),
+        "top_b": best(score.top_b),
     }

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from haarkv.tq_ops.output_files import write_whole
-from haarkv.tq_ops.words import counted
+from haarkv.tq_ops.words import count_noun
 from tq import options
 from tq.commands.generate import read_prompt
 from tq.groups import Command
@@ -88,7 +88,7 @@ def command(
     with scoring(len(setup.caches) * plan.steps) as on_step:
         rows = evaluate(setup, plan, partial=open_partial(resume_file, setup, plan), on_step=on_step)
     if plot_file is not None:
-        write_whole(plot_file, svg(rows, f"{model}, {plan.scored:,} tokens"))
+        write_whole(plot_file, svg(rows, f"{model}, {plan.scored_tokens:,} tokens"))
     if as_json:
         print(json.dumps({"model": model, "text": text_file, **_as_json(setup, plan, rows)}))
     else:
@@ -112,11 +112,11 @@ def open_partial(path: Path | None, setup: Setup, plan: Workload) -> Partial:
 
 
 def _print(model: str, text_file: str, setup: Setup, plan: Workload, rows: Sequence[FidelityRow]) -> None:
-    dtype, windows = str(setup.model.dtype).removeprefix("torch."), counted(len(plan.windows), "window")
-    scored = f"{counted(plan.scored, 'token')} of {text_file} in {windows} of {plan.windows[0].length:,}"
-    title = f"{model} in {dtype}: {scored}, against its own bf16 cache"
+    dtype, windows = str(setup.model.dtype).removeprefix("torch."), count_noun(len(plan.windows), "window")
+    sample = f"{count_noun(plan.scored_tokens, 'token')} of {text_file} in {windows} of {plan.windows[0].length:,}"
+    title = f"{model} in {dtype}: {sample}, against its own bf16 cache"
     # With fewer positions the 99.9 % quantile is the largest value.
-    tail = "99.9 %" if plan.scored >= 1000 else "largest"
+    tail = "99.9 %" if plan.scored_tokens >= 1000 else "largest"
     name = ("kv", [row.kv for row in rows])
     divergence = [
         ("bytes/token", [f"{row.bytes_per_token:,.0f}" for row in rows]),
@@ -126,27 +126,27 @@ def _print(model: str, text_file: str, setup: Setup, plan: Workload, rows: Seque
         (tail, [f"{row.kl_p999:.3g}" for row in rows]),
         ("same top", [f"{row.top1:.2%}" for row in rows]),
     ]
-    of_text = [
+    text_columns = [
         ("RMS Δp", [f"{row.rms_dp:.3%}" for row in rows]),
         ("PPL", [f"{row.ppl:.4f}" for row in rows]),
         ("ΔPPL", [f"{row.ppl_delta:+.4f}" for row in rows]),
         ("greedy", ["–" if row.greedy_match is None else f"{row.greedy_match:.1f}" for row in rows]),
     ]
     narrow = sys.stdout.isatty() and get_terminal_size().columns < _WIDTH
-    for number, part in enumerate([divergence, of_text] if narrow else [divergence + of_text]):
+    for number, part in enumerate([divergence, text_columns] if narrow else [divergence + text_columns]):
         columns, cells = zip(name, *part, strict=True)
         print_table("" if number else title, columns, list(zip(*cells, strict=True)))
     print("bits: a value, scales included, as allocated for a window; KL in nats")
     if plan.prompts:
         count, length = len(plan.prompts), len(plan.prompts[0])
-        of = f"{counted(count, 'prompt')} of {counted(length, 'token')}"
-        print(f"greedy: of {counted(plan.new_tokens, 'new token')}, those equal to bf16's; {of}")
+        prompt_count = f"{count_noun(count, 'prompt')} of {count_noun(length, 'token')}"
+        print(f"greedy: of {count_noun(plan.new_tokens, 'new token')}, those equal to bf16's; {prompt_count}")
 
 
 def _as_json(setup: Setup, plan: Workload, rows: Sequence[FidelityRow]) -> dict[str, Any]:
     return {
         "dtype": str(setup.model.dtype).removeprefix("torch."),
-        "tokens": plan.scored,
+        "tokens": plan.scored_tokens,
         "windows": len(plan.windows),
         "window": plan.windows[0].length,
         "greedy": {

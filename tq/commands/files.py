@@ -25,8 +25,8 @@ def _layers(value: str) -> tuple[int | None, int]:
     """A slice A:B of layers, or a number of them."""
     first, colon, second = value.partition(":")
     if not all(re.fullmatch(r"[0-9]{1,9}", number) for number in (first, second)[: 1 + bool(colon)]):
-        said = f"{shown(value)} is not a slice of layers; write A:B, which leaves out layer B, such as 0:2"
-        raise click.BadParameter(said)
+        reason = f"{shown(value)} is not a slice of layers; write A:B, which leaves out layer B, such as 0:2"
+        raise click.BadParameter(reason)
     return (int(first), int(second)) if colon else (None, int(first))
 
 
@@ -65,7 +65,7 @@ def export_command(
     from haarkv.tq_ops.errors import InputError
     from haarkv.tq_ops.kv.plan import KVSpec
     from haarkv.tq_ops.kv.reads import ELSEWHERE, unsupported
-    from haarkv.tq_ops.onnx import EXPORTED
+    from haarkv.tq_ops.onnx import EXPORT_SUPPORT
 
     try:
         from haarkv.models.qwen3_14b.onnx.export import ABOUT, ATC_OPSET, Export, write_export
@@ -77,7 +77,7 @@ def export_command(
     begin, end = layers or (None, None)
     config = read_config(model, end if begin is None else None)
     plan = KVSpec(kv).plan(config.num_layers)
-    if reason := unsupported(EXPORTED, plan, config.kv_shapes) or graphs_unsupported(config):
+    if reason := unsupported(EXPORT_SUPPORT, plan, config.kv_shapes) or graphs_unsupported(config):
         raise InputError(f"cannot export this: {reason.removesuffix(ELSEWHERE)}")
     span = range(config.num_layers) if begin is None or end is None else range(begin, end)
     if not 0 <= span.start < span.stop <= config.num_layers:
@@ -97,18 +97,18 @@ def export_command(
     if as_json:
         print(json.dumps({"model": model, "out": str(out), "graphs": graphs, "bytes": sizes, **export.about()}))
         return
-    restored = sorted(set(export.blocks.values()) - set(export.kept))
+    restored_types = sorted(set(export.blocks.values()) - set(export.kept_types))
     rows = [(name, f"{size:,}") for name, size in sizes.items()]
     print_table(f"{model} in {out}: layers {span.start} to {span.stop - 1}, {export.dtype}", ("file", "bytes"), rows)
-    if restored:
-        print(f"restored to {export.dtype}: {', '.join(restored)}")
+    if restored_types:
+        print(f"restored to {export.dtype}: {', '.join(restored_types)}")
 
 
 # -- A GGUF file -------------------------------------------------------------------------------------------------------------
 
 
 _WINDOW = 512
-_OWN = "own"
+_OWN_TEXT = "own"
 
 
 @click.command("quantize", cls=Command)
@@ -138,8 +138,8 @@ def quantize_command(
     Folders in Hugging Face format are written of llama, mistral, qwen2, qwen3, qwen3_moe and gemma3_text models whose
     tokenizer llama.cpp has.
     """
-    from haarkv.models.catalog import read_config, source_of
-    from haarkv.models.checkpoint import held_for
+    from haarkv.models.catalog import open_source, read_config
+    from haarkv.models.checkpoint import checked_tensors
     from haarkv.models.gguf_folder import FolderOrigin
     from haarkv.models.gguf_source import GGUFSource
     from haarkv.models.gguf_writer import FileOrigin, write_quantized
@@ -147,33 +147,33 @@ def quantize_command(
     from haarkv.tq_ops.errors import InputError
     from haarkv.tq_ops.output_files import whole_file
 
-    if imatrix is None and "imatrix_tokens" in options.written():
+    if imatrix is None and "imatrix_tokens" in options.written_options():
         raise click.UsageError("--imatrix-tokens says how much of the text of --imatrix is read; give --imatrix as well")
     options.set_threads(threads)
     check_writable(out)
     mix = mix.lower()
-    source = source_of(model)
+    source = open_source(model)
     if source is None:
         raise InputError(f"{model} has random weights, which nobody needs in a file; name a folder or a .gguf file")
     if out.resolve() == source.path.resolve():
         raise click.UsageError("--out is the model itself; name another file")
     config = read_config(model)
-    held = held_for(source, config)
-    origin = FileOrigin(source) if isinstance(source, GGUFSource) else FolderOrigin(HFFolder(source.path), config, held)
-    if again := sorted({of.blocks for of in held.values() if of.blocks} - {mix.upper()}):
+    entries = checked_tensors(source, config)
+    origin = FileOrigin(source) if isinstance(source, GGUFSource) else FolderOrigin(HFFolder(source.path), config, entries)
+    if again := sorted({entry.blocks for entry in entries.values() if entry.blocks} - {mix.upper()}):
         warn(f"{source.path} is quantized already ({', '.join(again)}): what that has lost stays lost")
-    found = None if imatrix is None else _importance(model, imatrix, imatrix_tokens)
+    importance = None if imatrix is None else _importance(model, imatrix, imatrix_tokens)
     with loading(f"{out}") as progress, whole_file(out) as half:
-        done = write_quantized(origin, half, mix, found, progress)
+        done = write_quantized(origin, half, mix, importance, progress)
     size = out.stat().st_size
     if as_json:
-        said = {"model": model, "out": str(out), "type": mix, "bytes": size, "tensors": dict(done.types)}
-        print(json.dumps(said | {"copied": done.copied, "by_importance": done.weighted, "imatrix": imatrix}))
+        result = {"model": model, "out": str(out), "type": mix, "bytes": size, "tensors": dict(done.types)}
+        print(json.dumps(result | {"copied": done.copied_tensors, "by_importance": done.weighted_tensors, "imatrix": imatrix}))
         return
-    numbers = sum(math.prod(of.shape) for of in held.values())
+    numbers = sum(math.prod(entry.shape) for entry in entries.values())
     tensors = ", ".join(f"{count} {name}" for name, count in done.types.items())
-    counted = f"; errors of {done.weighted} counted by importance" if found else ""
-    rows = [("tensors", f"{tensors}; {done.copied} copied as they were{counted}"),
+    importance_note = f"; errors of {done.weighted_tensors} counted by importance" if importance else ""
+    rows = [("tensors", f"{tensors}; {done.copied_tensors} copied as they were{importance_note}"),
             ("size", f"{size / 1e9:.3f} GB, {8 * done.nbytes / numbers:.2f} bits a weight")]  # fmt: skip
     print_table(f"{model} as {out}", [], rows)
 
@@ -190,7 +190,7 @@ def _importance(model: str, text: str, tokens: int) -> dict[str, torch.Tensor]:
 
     with loading(model) as progress:
         session = load(model, kv="bf16", executor="cpu", balance=False, progress=progress)
-    if text == _OWN:
+    if text == _OWN_TEXT:
         with scoring(tokens) as on_step:
             ids = write(session, tokens, on_step=on_step)
     else:

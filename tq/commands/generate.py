@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from haarkv.tq_ops.output_files import check_writable
-from haarkv.tq_ops.words import counted
+from haarkv.tq_ops.words import count_noun
 from tq import options
 from tq.groups import Command
 from tq.output import err, prefilling, print_table, warn
@@ -49,7 +49,7 @@ _MOST_TEXT = 2**28
 @tensor_parallel
 def command(
     words: tuple[str, ...], prompts: tuple[str, ...], files: tuple[str, ...], load_cache: Path | None,
-    save_cache: Path | None, as_json: bool, ranks: Ranks, **given: Any,
+    save_cache: Path | None, as_json: bool, ranks: Ranks, **args: Any,
 ) -> None:  # fmt: skip
     """Continue PROMPT and stream the text.
 
@@ -79,16 +79,16 @@ def command(
         if len(texts) > 1:
             raise click.UsageError("--save-cache stores one sequence; give one prompt")
         check_writable(save_cache)
-    chosen = options.sampling_of(given)
-    asked = {name: given[name] for name in ("max_new_tokens", "max_context", "stop", *options.CHAT)}
-    session = options.open_session(given, ranks=ranks, room=_room(texts, asked))
-    stored = session.load_cache(load_cache) if load_cache else None
+    settings = options.sampling_settings(args)
+    request = {name: args[name] for name in ("max_new_tokens", "max_context", "stop", *options.CHAT)}
+    session = options.open_session(args, ranks=ranks, room=_room(texts, request))
+    sequence = session.load_cache(load_cache) if load_cache else None
     writer = None if as_json else _Writer(max(len(texts), 1))
     with prefilling() as on_prefill:
         result = session.generate(
-            texts, sampling=session.sampling_with(seed=given["seed"], **chosen), on_prefill=on_prefill,
+            texts, sampling=session.sampling_with(seed=args["seed"], **settings), on_prefill=on_prefill,
             on_token=writer.count if writer else None, on_text=writer.write if writer else None, on_warning=warn,
-            stored=stored, keep=save_cache is not None, **asked,
+            stored=sequence, keep=save_cache is not None, **request,
         )  # fmt: skip
     if save_cache is not None:
         session.save_cache(save_cache, result.stored[0])
@@ -98,21 +98,21 @@ def command(
         print(json.dumps(_as_json(session, result)))
         return
     writer.finish(result.texts)
-    _print_cost(session, result, list(chosen))
+    _print_cost(session, result, list(settings))
 
 
-def _room(texts: Sequence[str], asked: Mapping[str, Any]) -> Room:
+def _room(texts: Sequence[str], request: Mapping[str, Any]) -> Room:
     """What the cache will be asked for, for `engine.loading.load`."""
 
     def room(tokenizer: Tokenizer, config: ModelConfig) -> tuple[int, int]:
         from haarkv.engine.text import Chat, context_for, encode
 
-        chat = Chat(**{name: asked[name] for name in options.CHAT})
+        chat = Chat(**{name: request[name] for name in options.CHAT})
         if not texts:  # a stored sequence goes on; how long it is stands in its file, which is read later
             chat.require_nothing_said()
-            return 1, asked["max_context"] or asked["max_new_tokens"]
+            return 1, request["max_context"] or request["max_new_tokens"]
         ids = encode(tokenizer, config.vocab_size, texts, chat)
-        return len(ids), context_for(ids, config.max_position_embeddings, asked["max_new_tokens"], asked["max_context"])
+        return len(ids), context_for(ids, config.max_position_embeddings, request["max_new_tokens"], request["max_context"])
 
     return room
 
@@ -152,7 +152,7 @@ class _Writer:
         """Show on a terminal how far several prompts are."""
         if not self._single and err().is_terminal:
             self._tokens += 1
-            print(f"\r{counted(self._tokens, 'token')}", end="", file=sys.stderr, flush=True)
+            print(f"\r{count_noun(self._tokens, 'token')}", end="", file=sys.stderr, flush=True)
 
     def write(self, index: int, text: str) -> None:
         """Print text as it becomes certain."""
@@ -177,7 +177,7 @@ def _as_json(session: Session, result: Result) -> dict[str, Any]:
     ]  # fmt: skip
     timing = result.timing
     return {
-        **each[0], "load_s": session.loaded.seconds if session.loaded else None,
+        **each[0], "load_s": session.load_record.seconds if session.load_record else None,
         "prefill_ms": 1e3 * timing.prefill_s, "prefill_tokens_per_s": timing.prefill_tokens_per_s,
         "decode_ms_per_token": timing.decode_ms_per_token, "decode_tokens_per_s": timing.decode_tokens_per_s,
         "sampling": asdict(result.sampling), "kv": asdict(result.kv), "executor": session.executor.name,
@@ -189,20 +189,20 @@ def _as_json(session: Session, result: Result) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _print_cost(session: Session, result: Result, given: Sequence[str]) -> None:
+def _print_cost(session: Session, result: Result, explicit_names: Sequence[str]) -> None:
     timing, kv, done = result.timing, result.kv, result.completions
-    reused = sum(completion.reused_tokens for completion in done)
+    prefix = sum(completion.reused_tokens for completion in done)
     ms = "no decode step" if timing.decode_ms_per_token is None else f"{timing.decode_ms_per_token:.2f} ms a decode step"
     name = session.executor.name
     rows = [
         ("executor", f"{name} ({session.passed_over})" if session.passed_over else name),
-        *([("loaded", f"in {session.loaded.seconds:.1f} s")] if session.loaded else []),
-        ("prompt", f"{counted(timing.prefill_tokens, 'token')} in {_time(timing.prefill_s)}"
-                   f"{_rate(timing.prefill_tokens_per_s)}" + (f"; {reused:,} more were stored already" if reused else "")),
-        ("new", f"{counted(sum(len(c.token_ids) for c in done), 'token')}, {ms}{_rate(timing.decode_tokens_per_s)} "
+        *([("loaded", f"in {session.load_record.seconds:.1f} s")] if session.load_record else []),
+        ("prompt", f"{count_noun(timing.prefill_tokens, 'token')} in {_time(timing.prefill_s)}"
+                   f"{_rate(timing.prefill_tokens_per_s)}" + (f"; {prefix:,} more were stored already" if prefix else "")),
+        ("new", f"{count_noun(sum(len(c.token_ids) for c in done), 'token')}, {ms}{_rate(timing.decode_tokens_per_s)} "
                 f"({', '.join(str(c.finish) for c in done)})"),
         *([("draft", result.drafting.describe())] if result.drafting else []),
-        ("sampling", _sampling(session, result, given)),
+        ("sampling", _sampling(session, result, explicit_names)),
         ("KV cache", _cache(session, kv)),
     ]  # fmt: skip
     rows += [("memory", rank.describe()) for rank in result.ranks if len(result.ranks) == 1]
@@ -215,13 +215,13 @@ def _cache(session: Session, kv: KVUsage) -> str:
     """What the cache is, and what it takes; if more than bf16 would, how long another text must be to gain."""
     from haarkv.engine.plans import pays_from
 
-    packed, taken, plain = "packed " * session.plan.keeps_tokens, kv.bytes / 2**20, kv.bf16_bytes / 2**20
-    size = f"{kv.bytes_per_token:,.0f} bytes a {packed}token; {taken:,.2f} MiB in all, bf16 {plain:,.2f}"
-    said = f"{session.plan.gist()}: {size} ({plain / taken:.2f}x)"
+    packed, mebibytes, plain = "packed " * session.plan.keeps_tokens, kv.bytes / 2**20, kv.bf16_bytes / 2**20
+    size = f"{kv.bytes_per_token:,.0f} bytes a {packed}token; {mebibytes:,.2f} MiB in all, bf16 {plain:,.2f}"
+    text = f"{session.plan.gist()}: {size} ({plain / mebibytes:.2f}x)"
     if kv.bytes <= kv.bf16_bytes or not session.plan.keeps_tokens:
-        return said
+        return text
     length = pays_from(session.config, session.plan)
-    return said + (f"; smaller than bf16 from {length:,} tokens on" if length else "; no text of this model makes it smaller")
+    return text + (f"; smaller than bf16 from {length:,} tokens on" if length else "; no text of this model makes it smaller")
 
 
 def _memory_of_rank(rank: RankMemory) -> str:
@@ -237,19 +237,21 @@ def _rate(tokens_per_s: float | None) -> str:
     return "" if tokens_per_s is None else f", {tokens_per_s:,.{1 if tokens_per_s < 100 else 0}f} tokens/s"
 
 
-def _sampling(session: Session, result: Result, given: Sequence[str]) -> str:
+def _sampling(session: Session, result: Result, explicit_names: Sequence[str]) -> str:
     """The settings that count, and which of them the model's own file set."""
-    from haarkv.models.catalog import source_of
+    from haarkv.models.catalog import open_source
 
-    used, neutral = result.sampling, type(result.sampling)()
-    names = [name for name in options.SAMPLING if getattr(used, name) != getattr(neutral, name)]
-    if not used.temperature:
+    sampling, neutral = result.sampling, type(result.sampling)()
+    names = [name for name in options.SAMPLING if getattr(sampling, name) != getattr(neutral, name)]
+    if not sampling.temperature:
         names = [name for name in names if name == "repetition_penalty"]
-    parts = ["greedy"] if not used.temperature else []
+    parts = ["greedy"] if not sampling.temperature else []
     for from_file in (False, True):
-        chosen = [name for name in names if (name in session.generation and name not in given) == from_file]
-        if chosen:
-            said = ", ".join(f"{name.replace('_p', '-p').replace('_k', '-k')} {getattr(used, name):g}" for name in chosen)
-            source = source_of(session.name) if from_file else None
-            parts.append(f"{said} from {source.sampling_path.name}" if source else said)
+        settings = [name for name in names if (name in session.generation and name not in explicit_names) == from_file]
+        if settings:
+            text = ", ".join(
+                f"{name.replace('_p', '-p').replace('_k', '-k')} {getattr(sampling, name):g}" for name in settings
+            )
+            source = open_source(session.name) if from_file else None
+            parts.append(f"{text} from {source.sampling_path.name}" if source else text)
     return "; ".join(parts)

@@ -74,30 +74,32 @@ def command(
     """
     from haarkv.engine.generation import PREFILL_CHUNK
     from haarkv.executors.catalog import info, select
-    from haarkv.models.catalog import DTYPES, maps_file, read_config, source_of, weights_of
-    from haarkv.models.checkpoint import held_for
+    from haarkv.models.catalog import DTYPES, maps_file, model_weight_bytes, open_source, read_config
+    from haarkv.models.checkpoint import checked_tensors
     from haarkv.models.footprint import random_bytes, work_bytes
     from haarkv.models.gguf_writer import mixed_bytes
     from haarkv.models.weights import checkpoint_shapes, num_parameters
 
-    if name is not None and "model" in options.written():
+    if name is not None and "model" in options.written_options():
         raise click.UsageError("give MODEL, or --model, but not both")
     model = model if name is None else name
-    config, source = read_config(model, layers), source_of(model)
-    held = held_for(source, config) if source is not None and source.path.is_file() else {}
-    in_file = sum(held[name].nbytes for name in checkpoint_shapes(config) if name in held) or None
-    here = select(executor, config, []).name
-    chosen = dtype or info(here).dtype
+    config, source = read_config(model, layers), open_source(model)
+    entries = checked_tensors(source, config) if source is not None and source.path.is_file() else {}
+    in_file = sum(entries[name].nbytes for name in checkpoint_shapes(config) if name in entries) or None
+    executor_name = select(executor, config, []).name
+    dtype_name = dtype or info(executor_name).dtype
     if mix is not None:
         weights, how = mixed_bytes(config, mix.lower()), f"in a file of {mix.lower()}"
-    elif held:
-        weights = weights_of(model, config, chosen, keep_blocks=info(here).block_types(), in_order=info(here).in_order)
-        if info(here).reads_in_place(None) and not maps_file(weights, None):
+    elif entries:
+        weights = model_weight_bytes(
+            model, config, dtype_name, keep_blocks=info(executor_name).block_types(), in_order=info(executor_name).in_order
+        )
+        if info(executor_name).reads_in_place(None) and not maps_file(weights, None):
             weights = weights.copied()
-        how = f"in memory on {here}"
+        how = f"in memory on {executor_name}"
     else:
-        weights, how = random_bytes(config, DTYPES[chosen]), f"in {chosen} on {here}"
-        how += "" if dtype or chosen != "float32" else ", half with --dtype bfloat16"
+        weights, how = random_bytes(config, DTYPES[dtype_name]), f"in {dtype_name} on {executor_name}"
+        how += "" if dtype or dtype_name != "float32" else ", half with --dtype bfloat16"
     work = work_bytes(config, PREFILL_CHUNK, 1)
     rows, default = _kv_rows(config, weights, memories, context), _default(model, layers, executor, config)
     if as_json:
@@ -106,18 +108,18 @@ def command(
             "state_bytes": config.state_bytes,
             "parameters": num_parameters(config),
             "weights": mix,
-            "dtype": chosen,
+            "dtype": dtype_name,
             "weight_bytes": weights.total,
-            "weight_bytes_mapped": weights.kept,
+            "weight_bytes_mapped": weights.mapped,
             "weight_bytes_in_file": in_file,
             "work_bytes": work,
         }
-        asked = {"memory": memories[0], "memories": memories, "context": context}
-        print(json.dumps({"model": model, **shapes, **asked, "kv": rows, "default": default and default.summary()}))
+        request = {"memory": memories[0], "memories": memories, "context": context}
+        print(json.dumps({"model": model, **shapes, **request, "kv": rows, "default": default and default.summary()}))
         return
-    stored = f", {in_file / 1e9:.3f} GB in the file" if in_file else ""
-    said = f"{num_parameters(config):,}; {weights.total / 1e9:.3f} GB {how}{stored}"
-    print_table(model, [], [*_shape_rows(config, said), ("working memory", f"about {work / 1e9:.3f} GB in a forward")])
+    file_note = f", {in_file / 1e9:.3f} GB in the file" if in_file else ""
+    summary = f"{num_parameters(config):,}; {weights.total / 1e9:.3f} GB {how}{file_note}"
+    print_table(model, [], [*_shape_rows(config, summary), ("working memory", f"about {work / 1e9:.3f} GB in a forward")])
     cells = [
         (
             r["format"], f"{r['bytes_per_token']:,.0f}", f"{r['ratio']:.2f}x",
@@ -189,18 +191,18 @@ def _state_rows(config: ModelConfig) -> list[tuple[str, str]]:
 
     once = sum(shape.nbytes // shape.versions for shape in config.state_shapes.values())
     versions = max(shape.versions for shape in config.state_shapes.values())
-    drafted = config.for_drafts(DraftSpec.tokens).state_bytes
-    kept = f"kept {versions} times, {config.state_bytes / 1e6:,.1f} MB"
-    drafts = f"with --draft once more for each drafted token, {drafted / 1e6:,.1f} MB with {DraftSpec.tokens}"
-    return [("state", f"{once / 1e6:,.1f} MB a sequence, whatever its length; {kept}; {drafts}")]
+    draft_bytes = config.for_drafts(DraftSpec.tokens).state_bytes
+    versions_note = f"kept {versions} times, {config.state_bytes / 1e6:,.1f} MB"
+    drafts = f"with --draft once more for each drafted token, {draft_bytes / 1e6:,.1f} MB with {DraftSpec.tokens}"
+    return [("state", f"{once / 1e6:,.1f} MB a sequence, whatever its length; {versions_note}; {drafts}")]
 
 
 def _each(config: ModelConfig, words: Callable[[Attention], str]) -> str:
     """What the layers' attention says of itself; with counts where the layers differ."""
-    counted = Counter(map(words, config.attentions))
-    if len(counted) == 1:
-        return next(iter(counted))
-    return "; ".join(f"{text} in {count} layers" for text, count in counted.items())
+    counts = Counter(map(words, config.attentions))
+    if len(counts) == 1:
+        return next(iter(counts))
+    return "; ".join(f"{text} in {count} layers" for text, count in counts.items())
 
 
 def _kv_rows(
@@ -210,24 +212,30 @@ def _kv_rows(
 
     Learned keys stand beside values of as many bits. Models whose keys cannot be learned have no such rows.
     """
-    from haarkv.engine.plans import longest_context, needed, plan_for
+    from haarkv.engine.plans import longest_context, memory_need, plan_for
     from haarkv.tq_ops import formats
     from haarkv.tq_ops.errors import InputError
     from haarkv.tq_ops.kv.plan import KVSpec
 
     bf16, rows = plan_for(KVSpec("bf16"), config).bytes_per_token(config.kv_shapes), []
     shapes = config.kv_shapes
-    learned = formats.unlearned([(shape.num_kv_heads, shape.head_dim) for shape in shapes if shape is not None])
+    calibration = formats.unlearned([(shape.num_kv_heads, shape.head_dim) for shape in shapes if shape is not None])
     pairs = [f"k={name},v=tq{name.removeprefix('lr')}" for name in formats.learned_names()]
     for name in (*formats.names(), *pairs):
         try:
-            plan = plan_for(KVSpec(name, calibration=learned if name in pairs else None), config)
+            plan = plan_for(KVSpec(name, calibration=calibration if name in pairs else None), config)
         except InputError:
             continue
         tokens = [longest_context(config, plan, memory, weights) for memory in memories]
-        taken = plan.bytes_per_token(config.kv_shapes)
-        row = {"format": name, "bytes_per_token": taken, "ratio": bf16 / taken, "max_tokens": tokens[0], "tokens": tokens}
-        rows.append(row | ({"bytes": needed(config, plan, context, weights).total} if context else {}))
+        token_bytes = plan.bytes_per_token(config.kv_shapes)
+        row = {
+            "format": name,
+            "bytes_per_token": token_bytes,
+            "ratio": bf16 / token_bytes,
+            "max_tokens": tokens[0],
+            "tokens": tokens,
+        }
+        rows.append(row | ({"bytes": memory_need(config, plan, context, weights).total} if context else {}))
     return rows
 
 

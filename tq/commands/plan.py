@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from haarkv.tq_ops.words import counted
+from haarkv.tq_ops.words import count_noun
 from tq import options
 from tq.commands.eval import open_partial, read_text
 from tq.groups import Command
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from haarkv.tq_ops.formats import Calibration
     from haarkv.tq_ops.kv.calibration_file import CalibrationFile
     from haarkv.validation.fidelity.evaluation import FidelityRow, Setup
-    from haarkv.validation.planning.candidates import Costs, Verified
+    from haarkv.validation.planning.candidates import Costs, Verification
     from haarkv.validation.planning.planner import Allocation
 
 _CONTEXT = 4096
@@ -75,18 +75,18 @@ def command(
     if text == other:
         raise click.UsageError("--text and --verify are the same text, which cannot judge what it chose; give another one")
     options.check_outputs(out=out_file, resume=resume_file)
-    from haarkv.engine.plans import shape_of
+    from haarkv.engine.plans import shape_signature
     from haarkv.models.catalog import read_config
     from haarkv.tq_ops.kv import calibration_file, plan_file
     from haarkv.tq_ops.kv.plan import KVSpec
     from haarkv.validation.fidelity.setup import load_setup
-    from haarkv.validation.planning.candidates import CANDIDATES, LEARNED, TAILS, everywhere, require_candidates
+    from haarkv.validation.planning.candidates import CANDIDATES, LEARNED_CANDIDATES, TAILS, everywhere, require_candidates
 
     options.set_threads(threads)
     config = read_config(model["model"], model["layers"])
-    learned = None if calibration is None else calibration_file.load(calibration)
-    spec = learned.spec if learned else KVSpec()
-    default = LEARNED if learned else CANDIDATES
+    file = None if calibration is None else calibration_file.load(calibration)
+    spec = file.spec if file else KVSpec()
+    default = LEARNED_CANDIDATES if file else CANDIDATES
     names = list(dict.fromkeys(part.strip() for part in candidates.split(","))) if candidates is not None else default
     require_candidates(names, config, spec.calibration)
     options.say_if_interpreted(model["executor"], device=model["device"])
@@ -98,20 +98,23 @@ def command(
     encode = setup.base.tokenizer.encode
     ids = encode(text)
     texts = (ids[: len(ids) // 2], ids[len(ids) // 2 :]) if other is None else (ids, encode(other))
-    request = _Request(config, names, budget, tails or TAILS, sinks or (0,), _context(context, config, texts), learned)
+    request = _Request(config, names, budget, tails or TAILS, sinks or (0,), _context(context, config, texts), file)
     request.require_possible(setup)
-    found = _search(setup, request, texts[0], tokens, window, resume_file)
-    verified = _verify(setup, request, found, texts[1], verify_tokens)
-    written, measured = force or verified.beaten_by is None, measured_by(budget, request.context, found, verified)
-    if written:
-        plan_file.save(out_file, found.choice.plan, shape_of(config), measured, learned)
+    search = _search(setup, request, texts[0], tokens, window, resume_file)
+    verification = _verify(setup, request, search, texts[1], verify_tokens)
+    is_written, measurements = (
+        force or verification.beaten_by is None,
+        measured_by(budget, request.context, search, verification),
+    )
+    if is_written:
+        plan_file.save(out_file, search.choice.plan, shape_signature(config), measurements, file)
     with unread_is_fine():
         if as_json:
-            print(json.dumps({"plan": str(out_file) if written else None, **measured}))
+            print(json.dumps({"plan": str(out_file) if is_written else None, **measurements}))
         else:
-            print_plan(request.context, found, verified)
-            print(ending(out_file, verified.beaten_by, written))
-    return int(not written)
+            print_plan(request.context, search, verification)
+            print(ending(out_file, verification.beaten_by, is_written))
+    return int(not is_written)
 
 
 @dataclass(frozen=True)
@@ -143,34 +146,34 @@ class _Request:
 
         return choices_within(
             costs, self.config, budget=self.budget, tails=self.tails, sinks=self.sinks, context=self.context,
-            learned=self.calibration,
+            calibration=self.calibration,
         )  # fmt: skip
 
     def require_possible(self, setup: Setup) -> None:
         """Refuse a budget that nothing meets, or a tail that the executor does not take, before anything is measured."""
-        from haarkv.validation.planning.candidates import at, cache_of, places
+        from haarkv.validation.planning.candidates import at, places, session_with_plan
 
         free = {place: dict.fromkeys(at(place[1], self.names), 0.0) for place in places(self.config)}
         for choice in self.choices(free):
-            cache_of(setup.base, choice.plan)
+            session_with_plan(setup.base, choice.plan)
 
 
-def _context(wanted: int | None, config: ModelConfig, texts: Sequence[list[int]]) -> int:
+def _context(context: int | None, config: ModelConfig, texts: Sequence[list[int]]) -> int:
     """Tokens in a sequence: as wanted, or as many as the model and both texts allow, up to 4,096."""
     most, shortest = config.max_position_embeddings, min(map(len, texts)) - 1
-    if wanted is not None and not 1 <= wanted <= most:
+    if context is not None and not 1 <= context <= most:
         raise click.UsageError(f"this model has a context of {most} tokens; --context must lie in 1 … {most}")
-    if shortest < (least := max(wanted or 0, _LEAST)):
+    if shortest < (least := max(context or 0, _LEAST)):
         lengths = " and ".join(f"{len(ids):,}" for ids in texts)
         raise click.UsageError(
             f"the text is too short: {lengths} tokens to choose and to judge by; each needs {least + 1:,} at least"
         )
-    return wanted or min(_CONTEXT, most, shortest)
+    return context or min(_CONTEXT, most, shortest)
 
 
 def _search(
     setup: Setup, request: _Request, ids: list[int], tokens: int, window: int | None, resume_file: Path | None
-) -> Found:
+) -> PlanSearch:
     from haarkv.validation.fidelity.evaluation import make_workload
     from haarkv.validation.planning.planner import changed_caches, compare, measure
 
@@ -178,33 +181,33 @@ def _search(
     places = make_workload(ids, limit, window=window, tokens=tokens, prompts=0)
     whole = make_workload(ids, limit, window=request.context, tokens=max(tokens, request.context), prompts=0)
     caches = changed_caches(setup.base, request.names, request.calibration)
-    changed = replace(setup, caches={name: side for name, (_, _, side) in caches.items()})
-    partial = open_partial(resume_file, changed, places)
-    with scoring(len(changed.caches) * places.scored) as on_step:
-        costs = measure(setup, places, request.names, learned=request.calibration, partial=partial, on_step=on_step)
+    trial_setup = replace(setup, caches={name: side for name, (_, _, side) in caches.items()})
+    partial = open_partial(resume_file, trial_setup, places)
+    with scoring(len(trial_setup.caches) * places.scored_tokens) as on_step:
+        costs = measure(setup, places, request.names, coordinates=request.calibration, partial=partial, on_step=on_step)
     choices = request.choices(costs)
-    with scoring(len(choices) * whole.scored) as on_step:
+    with scoring(len(choices) * whole.scored_tokens) as on_step:
         rows = compare(setup, whole, choices, on_step)
     _, choice = min(zip(rows, choices, strict=True), key=lambda pair: pair[0].kl_mean)
-    return Found(costs, choice, rows, places.scored)
+    return PlanSearch(costs, choice, rows, places.scored_tokens)
 
 
-def _verify(setup: Setup, request: _Request, found: Found, ids: list[int], tokens: int) -> Verified:
+def _verify(setup: Setup, request: _Request, search: PlanSearch, ids: list[int], tokens: int) -> Verification:
     from haarkv.validation.fidelity.evaluation import make_workload
-    from haarkv.validation.planning.candidates import rivals_of, verify
+    from haarkv.validation.planning.candidates import uniform_rivals, verify
 
     limit = request.config.max_position_embeddings
     unseen = make_workload(ids, limit, window=request.context, tokens=max(tokens, request.context), prompts=0)
-    rivals = rivals_of(found.choice.plan, request.config, request.context, request.rivals, request.calibration)
-    with scoring((1 + len(rivals)) * unseen.scored) as on_step:
-        return verify(setup, unseen, found.choice.plan, rivals, on_step)
+    rivals = uniform_rivals(search.choice.plan, request.config, request.context, request.rivals, request.calibration)
+    with scoring((1 + len(rivals)) * unseen.scored_tokens) as on_step:
+        return verify(setup, unseen, search.choice.plan, rivals, on_step)
 
 
 # -- In words and in the plan's file ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Found:
+class PlanSearch:
     """The chosen plan and the measurements behind it.
 
     Attributes:
@@ -219,50 +222,52 @@ class Found:
     tokens: int
 
 
-def measured_by(budget: float, context: int, found: Found, verified: Verified) -> dict[str, Any]:
+def measured_by(budget: float, context: int, search: PlanSearch, verification: Verification) -> dict[str, Any]:
     """The measurements that a plan file carries."""
     return {
         "budget": budget,
         "context": context,
-        "calibration_tokens": found.tokens,
-        "predicted_kl_without_tail": found.choice.predicted_kl,
-        "calibration": [row.measured for row in found.rows],
-        "verified_tokens": verified.tokens,
-        "verified": [row.measured for row in (verified.plan, *verified.rivals)],
-        "costs": {f"layer {layer} {side}": dict(costs) for (layer, side), costs in found.costs.items()},
+        "calibration_tokens": search.tokens,
+        "predicted_kl_without_tail": search.choice.predicted_kl,
+        "calibration": [row.measurements for row in search.rows],
+        "verified_tokens": verification.tokens,
+        "verified": [row.measurements for row in (verification.plan, *verification.rivals)],
+        "costs": {f"layer {layer} {side}": dict(costs) for (layer, side), costs in search.costs.items()},
     }
 
 
-def print_plan(context: int, found: Found, verified: Verified) -> None:
+def print_plan(context: int, search: PlanSearch, verification: Verification) -> None:
     """The plan layer by layer, and beside its rivals on unseen text."""
-    plan, costs, total = found.choice.plan, found.costs, found.choice.predicted_kl or 1.0
+    plan, costs, total = search.choice.plan, search.costs, search.choice.predicted_kl or 1.0
     shares = [
         (costs[layer, "k"][k.name] / total, costs[layer, "v"][v.name] / total) for layer, (k, v) in enumerate(plan.layers)
     ]
     cells = [
-        (str(layer), k.name, f"{of_k:.1%}", v.name, f"{of_v:.1%}")
-        for layer, ((k, v), (of_k, of_v)) in enumerate(zip(plan.layers, shares, strict=True))
+        (str(layer), k.name, f"{k_share:.1%}", v.name, f"{v_share:.1%}")
+        for layer, ((k, v), (k_share, v_share)) in enumerate(zip(plan.layers, shares, strict=True))
     ]
-    kept = [f"a tail of {plan.recent} tokens"] * bool(plan.recent) + [f"{plan.sink} sinks"] * bool(plan.sink)
-    beside = f", and {' and '.join(kept)} in BF16" if kept else ""
-    print_table(f"formats by layer{beside}; shares of the KL", ["layer", "K", "its share", "V", "its share"], cells)
-    where = f"{counted(verified.tokens, 'unseen token')} in {counted(verified.windows, 'window')} of {context:,}"
+    parts = [f"a tail of {plan.recent} tokens"] * bool(plan.recent) + [f"{plan.sink} sinks"] * bool(plan.sink)
+    suffix = f", and {' and '.join(parts)} in BF16" if parts else ""
+    print_table(f"formats by layer{suffix}; shares of the KL", ["layer", "K", "its share", "V", "its share"], cells)
+    where = f"{count_noun(verification.tokens, 'unseen token')} in {count_noun(verification.windows, 'window')} of {context:,}"
     columns = ["kv", "bytes/token", "bits", "KL mean", "median", "99.9 %"]
     print_table(
-        f"{where}, against the model's own bf16 cache", columns, [_cells(row) for row in (verified.plan, *verified.rivals)]
+        f"{where}, against the model's own bf16 cache",
+        columns,
+        [_cells(row) for row in (verification.plan, *verification.rivals)],
     )
-    if verified.tokens < _FEW:
+    if verification.tokens < _FEW:
         print(f"so few tokens show large differences only; judge by a longer text, of {_FEW:,} tokens or more")
-    for row, nearer in zip(verified.rivals, verified.nearer, strict=True):
-        print(_verdict(verified.plan, row, nearer, verified.windows))
+    for row, nearer in zip(verification.rivals, verification.nearer, strict=True):
+        print(_verdict(verification.plan, row, nearer, verification.windows))
 
 
-def ending(out_file: Path, better: FidelityRow | None, written: bool) -> str:
+def ending(out_file: Path, better: FidelityRow | None, is_written: bool) -> str:
     """The last line: whether the plan is written, and why not."""
-    lost = f", though {better.kv} of the same bytes is no worse" if better else ""
-    if written:
-        return f"written to {out_file}{lost}"
-    return f"{out_file} is not written{lost.replace('though', 'because')}; --force writes it"
+    note = f", though {better.kv} of the same bytes is no worse" if better else ""
+    if is_written:
+        return f"written to {out_file}{note}"
+    return f"{out_file} is not written{note.replace('though', 'because')}; --force writes it"
 
 
 def _cells(row: FidelityRow) -> tuple[str, ...]:
@@ -281,4 +286,4 @@ def _verdict(plan: FidelityRow, rival: FidelityRow, nearer: int, windows: int) -
     else:
         change = f"loses to {rival.kv} by {plan.kl_mean / rival.kl_mean - 1:.1%} of its mean KL"
     figures = f"({plan.kl_mean:.3g} against {rival.kl_mean:.3g})"
-    return f"the plan {change} {figures} at {bytes_}, nearer in {nearer} of {counted(windows, 'window')}"
+    return f"the plan {change} {figures} at {bytes_}, nearer in {nearer} of {count_noun(windows, 'window')}"

@@ -55,15 +55,15 @@ def self_test(model: str | None, dtype: str | None, threads: int | None, as_json
         models, prompts = _first_layers("tiny", dtype, (), _TOKENS)
         models += [small_hybrid(each.dtype, each.config.vocab_size) for each in models]
         rows += self_test(models, prompts, on_row)
-        caught = sum(row.caught for row in rows)
-        passed = caught == len(rows)
+        num_caught = sum(row.caught for row in rows)
+        all_caught = num_caught == len(rows)
         if as_json:
-            print(json.dumps({"passed": passed, "rows": [asdict(row) for row in rows]}))
+            print(json.dumps({"passed": all_caught, "rows": [asdict(row) for row in rows]}))
         else:
-            said = f"{caught} of {len(rows)} faults and controls judged right"
+            summary = f"{num_caught} of {len(rows)} faults and controls judged right"
             print()
-            print_judged(f"{said}: {'passed' if passed else 'FAILED'}", passed)
-        return 0 if passed else 1
+            print_judged(f"{summary}: {'passed' if all_caught else 'FAILED'}", all_caught)
+        return 0 if all_caught else 1
 
 
 @click.command("sensitivity", cls=Command)
@@ -82,10 +82,10 @@ def sensitivity(dtype: str | None, threads: int | None, as_json: bool) -> None:
             print(json.dumps({"tokens": list(map(len, prompts)), "rows": [asdict(row) for row in rows]}))
 
 
-def _first_layers(model: str, dtype: str | None, kept: Sequence[str], tokens: Sequence[int]) -> _Subject:
+def _first_layers(model: str, dtype: str | None, block_types: Sequence[str], tokens: Sequence[int]) -> _Subject:
     """The first layers of a model, in each dtype that is asked for, and pieces of a text of code of so many tokens each.
 
-    Blocks of the types in `kept` stay as the file has them.
+    Blocks of the types in `block_types` stay as the file has them.
     """
     from haarkv.models.catalog import load_model
     from haarkv.models.text import load_tokenizer
@@ -93,7 +93,7 @@ def _first_layers(model: str, dtype: str | None, kept: Sequence[str], tokens: Se
     from haarkv.validation.layers.self_test import first_layers
 
     dtypes = [dtype] if dtype else ["float32", "bfloat16"]
-    models = [first_layers(load_model(model, name, keep_blocks=kept), _LAYERS) for name in dtypes]
+    models = [first_layers(load_model(model, name, keep_blocks=block_types), _LAYERS) for name in dtypes]
     text = Path(str(reference.__file__)).read_text(encoding="utf-8")
     ids = load_tokenizer(model, models[0].config).encode(text)
     return models, [ids[:count] for count in tokens]

@@ -49,9 +49,9 @@ def command(
       tq serve tiny --kv-plan plan.safetensors
       tq serve Qwen/Qwen3-0.6B --max-model-len 8192 --tensor-parallel-size 2
     """
-    from haarkv.models.catalog import TINY, path_of
+    from haarkv.models.catalog import TINY, find_model
     from haarkv.serving.serve import cache_options, require_vllm, serve
-    from tq.loading import AUTO_KV, WORDS, asked, require_one_cache
+    from tq.loading import AUTO_KV, WORDS, require_one_cache, written_cache_options
 
     if model.endswith(".gguf") and Path(model).expanduser().is_file():
         raise click.UsageError(
@@ -62,8 +62,8 @@ def command(
         raise click.UsageError(
             "vLLM does not build random models; give tiny, a folder in Hugging Face format, or a name that vLLM can load"
         )
-    auto = kv == AUTO_KV or (kv_plan is None and not asked())
-    require_one_cache(asked(), WORDS, auto=auto, kv=kv, plan=kv_plan, kv_loss=kv_loss)
+    auto = kv == AUTO_KV or (kv_plan is None and not written_cache_options())
+    require_one_cache(written_cache_options(), WORDS, auto=auto, kv=kv, plan=kv_plan, kv_loss=kv_loss)
     notes = list[str]()
 
     def say(sentence: str) -> None:
@@ -73,15 +73,15 @@ def command(
         notes.clear()
 
     if auto:
-        kv_plan = _remembered(model, kv_loss, kv == AUTO_KV, notes)
-        kv = _format(model, learned=False) if kv_plan is None else None
+        kv_plan = _remembered_plan(model, kv_loss, kv == AUTO_KV, notes)
+        kv = _format(model, has_calibration=False) if kv_plan is None else None
         if kv is not None:
             notes.append(f"no cache was chosen for this model, so it gets {kv}; {_how(model)}")
     elif kv is None and kv_plan is None:
-        kv = _format(model, learned=calibration is not None)
+        kv = _format(model, has_calibration=calibration is not None)
     if model in ("tiny", "tiny-hybrid"):
         # Clients call it so too. A flag of the user comes later, and the last one counts.
-        model, flags = str(path_of(model)), ("--served-model-name", model, "--tokenizer", str(TINY), *flags)
+        model, flags = str(find_model(model)), ("--served-model-name", model, "--tokenizer", str(TINY), *flags)
     cache = cache_options(
         kv, calibration, kv_plan, skip_layers=kv_skip_layers, tail=kv_tail, sink=kv_sink or 0, balance=balance == "auto",
         allow_collapse=allow_collapse, per_layer=kv_metrics_per_layer,
@@ -89,7 +89,7 @@ def command(
     serve(model, cache, flags, say=say)
 
 
-def _remembered(model: str, loss: float | None, asked: bool, notes: list[str]) -> str | None:
+def _remembered_plan(model: str, loss: float | None, is_required: bool, notes: list[str]) -> str | None:
     """The file of the cache that `--kv auto` chose for a model before; None where there is none, and none was asked for.
 
     `notes` get a sentence on which of the two it is. Where one was asked for, the refusal says how one is chosen.
@@ -105,24 +105,24 @@ def _remembered(model: str, loss: float | None, asked: bool, notes: list[str]) -
     if file is not None and chosen_before(file) is not None:
         notes.append("this is the cache that --kv auto chose for this model before; --kv tq4 is the plain one")
         return str(file)
-    if asked or loss is not None:
+    if is_required or loss is not None:
         how = _how(model, "" if loss is None else f" --kv-loss {loss:g}")
         raise InputError(f"no cache was chosen for {model} yet; {how}, which tq serve then takes")
     return None
 
 
-def _format(model: str, learned: bool) -> str:
+def _format(model: str, has_calibration: bool) -> str:
     """Where none is named: what loses little on any model, without a tail, which much of vLLM cannot have; of toys `tq4`."""
     from haarkv.engine.plans import default_spec
     from haarkv.tq_ops.errors import InputError
     from haarkv.tq_ops.kv.plan import KVSpec
     from haarkv.validation.planning.remembered import default_cache
 
-    if not learned:
+    if not has_calibration:
         with suppress(InputError):  # as above
             if default_cache(model) == KVSpec():
                 return KVSpec.kv
-    return default_spec(learned).kv
+    return default_spec(has_calibration).kv
 
 
 def _how(model: str, more: str = "") -> str:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from haarkv.validation.layers.replay.case import Make, OneRun
     from haarkv.validation.layers.report import Report
 
-_OF_COMPARE = {"compare", "as_json", "threads"}
+_COMPARE_OPTIONS = {"compare", "as_json", "threads"}
 _SCALED_TOKENS = 24
 """Of the prompt that is run once more, with K and V of other lengths."""
 
@@ -59,7 +59,7 @@ _SCALED_TOKENS = 24
 @options.json_option
 @click.pass_context
 @tensor_parallel
-def command(context: click.Context, /, **given: Any) -> int:
+def command(context: click.Context, /, **args: Any) -> int:
     """Compare an executor with a reference, layer by layer.
 
     Each layer runs twice: on the reference's own input (which layer is wrong?), and on what the executor made of the layer
@@ -70,49 +70,49 @@ def command(context: click.Context, /, **given: Any) -> int:
     """
     # Whoever reads only the first line of the output still gets the files and the exit code.
     with unread_is_fine():
-        if moved := given.pop("moved"):
-            raise click.UsageError(f"--{moved} is a command of its own now: `tq dev {moved}`")
-        options.set_threads(given["threads"])
-        if given["compare"]:
-            if others := [option for name, option in options.written().items() if name not in _OF_COMPARE]:
+        if new_command := args.pop("moved"):
+            raise click.UsageError(f"--{new_command} is a command of its own now: `tq dev {new_command}`")
+        options.set_threads(args["threads"])
+        if args["compare"]:
+            if others := [option for name, option in options.written_options().items() if name not in _COMPARE_OPTIONS]:
                 raise click.UsageError(f"--compare runs nothing; leave out {others[0]}")
-            before, after = given["compare"]
-            return reports.compare(before, after, given["as_json"])
-        if given["replay_file"] and given["ranks"].size > 1:
+            before, after = args["compare"]
+            return reports.compare(before, after, args["as_json"])
+        if args["replay_file"] and args["ranks"].size > 1:
             raise click.UsageError("--replay writes a layer that one process runs; leave out --tensor-parallel")
-        options.check_outputs(**{name: given[f"{name}_file"] for name in ("csv", "html", "replay")})
-        has_prompts = bool(given["prompts"] or given["files"])
-        if given["prompt_tokens"] and not has_prompts:
+        options.check_outputs(**{name: args[f"{name}_file"] for name in ("csv", "html", "replay")})
+        has_prompts = bool(args["prompts"] or args["files"])
+        if args["prompt_tokens"] and not has_prompts:
             raise click.UsageError("--prompt-tokens cuts your own prompts; give --prompt or --prompt-file as well")
-        texts = read_prompts(given["prompts"], given["files"], given["ranks"]) if has_prompts else []
-        ran = _validated(texts, **given)
+        texts = read_prompts(args["prompts"], args["files"], args["ranks"]) if has_prompts else []
+        ran = _run_validation(texts, **args)
         if ran is None:  # rank 0 has the report
             return 0
         from haarkv.executors import catalog
 
         report, replay_note = ran.report, ""
-        simulated = given["device"] == "sim" or bool(catalog.interpreted(report.candidate, given["device"]))
-        if given["replay_file"]:
+        is_simulated = args["device"] == "sim" or bool(catalog.interpreter_warning(report.candidate, args["device"]))
+        if args["replay_file"]:
             replay_note = "nothing failed, so no file is written"
             if not report.passed:
-                replay_note = reports.write_replay(given["replay_file"], ran.runs)
-        if given["csv_file"]:
-            write_whole(given["csv_file"], reports.as_csv(report))
-        if given["html_file"]:
+                replay_note = reports.write_replay(args["replay_file"], ran.runs)
+        if args["csv_file"]:
+            write_whole(args["csv_file"], reports.as_csv(report))
+        if args["html_file"]:
             from haarkv.validation.layers.page import page
 
-            write_whole(given["html_file"], page(report, reports.about(context, given["model"], ran.texts)))
-        if given["as_json"]:
+            write_whole(args["html_file"], page(report, reports.about(context, args["model"], ran.texts)))
+        if args["as_json"]:
             from haarkv.validation.layers.report import as_json
 
             extra = {"replay": replay_note} if replay_note else {}
-            print(json.dumps({"model": given["model"], "simulated": simulated, **extra, **as_json(report)}))
+            print(json.dumps({"model": args["model"], "simulated": is_simulated, **extra, **as_json(report)}))
         else:
-            more = [reports.unexercised(report, chosen=not has_prompts)]
+            more = [reports.coverage_row(report, is_chosen=not has_prompts)]
             more += [("executor", f"{report.candidate} ({ran.note})")] if ran.note else []
             more += [("replay", replay_note)] if replay_note else []
-            reports.print_verdict(report, more, "in PyPTO's interpreter, on no card" if simulated else "")
-            reports.print_rows(report, given["verbose"])
+            reports.print_verdict(report, more, "in PyPTO's interpreter, on no card" if is_simulated else "")
+            reports.print_rows(report, args["verbose"])
         return int(not report.passed)
 
 
@@ -132,22 +132,24 @@ def replay(file: Path, executor: str, device: str | None, threads: int | None, r
     with unread_is_fine():
         options.set_threads(threads)
         from haarkv.executors.catalog import check
-        from haarkv.validation.layers.replay.case import judged, require_expected
+        from haarkv.validation.layers.replay.case import judge_case, require_expected
         from haarkv.validation.layers.replay.file import load
         from haarkv.validation.layers.report import as_json as plain
 
-        found = load(file)
-        dtype = str(found.case.hidden.dtype).removeprefix("torch.")
-        of = found.case.config, found.case.plan
-        reference, selected = _selected(reference, of, executor, of, device, dtype, "name another --executor")
-        check(selected.name, *of, device)
-        trusted, on_trial = _make_pair(reference, selected.name, device)
-        require_expected(found.case, found.made, trusted)
-        report = judged(found.case, trusted, on_trial)
+        replay_file = load(file)
+        dtype = str(replay_file.case.hidden.dtype).removeprefix("torch.")
+        config_and_plan = replay_file.case.config, replay_file.case.plan
+        reference, selection = _select_pair(
+            reference, config_and_plan, executor, config_and_plan, device, dtype, "name another --executor"
+        )
+        check(selection.name, *config_and_plan, device)
+        reference_executor, on_trial = _make_pair(reference, selection.name, device)
+        require_expected(replay_file.case, replay_file.record, reference_executor)
+        report = judge_case(replay_file.case, reference_executor, on_trial)
         if as_json:
-            print(json.dumps({**reports.replay_as_json(found, report), **plain(report)}))
+            print(json.dumps({**reports.replay_as_json(replay_file, report), **plain(report)}))
         else:
-            reports.print_replay(found, report)
+            reports.print_replay(replay_file, report)
         return int(not report.passed)
 
 
@@ -164,7 +166,7 @@ class _Ran:
     runs: Sequence[OneRun]
 
 
-def _validated(
+def _run_validation(
     texts: Sequence[str], *, model: str, executor: str, device: str | None, reference: str, prompt_tokens: int | None,
     steps: int, dtype: str | None, layers: int | None, ranks: Ranks, repeat: int, activation_bits: int, **others: Any,
 ) -> _Ran | None:  # fmt: skip
@@ -179,14 +181,14 @@ def _validated(
         from haarkv.engine.loading import require_rounding
         from haarkv.engine.plans import plan_for
         from haarkv.engine.session import Session
-        from haarkv.executors.catalog import check, create, info, interpreted
+        from haarkv.executors.catalog import check, create, info, interpreter_warning
         from haarkv.models.catalog import load_model, read_config
         from haarkv.models.parallel import Split
         from haarkv.models.text import load_tokenizer
-        from haarkv.validation.layers.exercise import chosen_prompts, with_extreme_scales
-        from haarkv.validation.layers.ranks import follow, gathered
+        from haarkv.validation.layers.exercise import covering_prompts_for, with_extreme_scales
+        from haarkv.validation.layers.ranks import follow, multi_rank_executor
         from haarkv.validation.layers.replay.case import OneRun
-        from haarkv.validation.layers.report import joined
+        from haarkv.validation.layers.report import join_reports
         from haarkv.validation.layers.runner import count_rows, validate
         from tq.loading import kv_spec
 
@@ -194,49 +196,51 @@ def _validated(
         chosen_for = {"model": model, "layers": layers, "dtype": dtype, "executor": executor}
         spec, split = kv_spec(chosen_for | others), Split(config, ranks.rank, ranks.size)
         part, plan, plan_here = split.part, plan_for(spec, config), plan_for(spec, config, split)
-        reference, selected = _selected(
+        reference, selection = _select_pair(
             reference, (config, plan), executor, (part, plan_here), device, dtype, "change --kv or --model"
         )
-        check(selected.name, part, plan_here, device, ranks)
+        check(selection.name, part, plan_here, device, ranks)
         # Both run the same weights, in a dtype that both take.
-        shared = "bfloat16" if "bfloat16" in (info(reference).dtype, info(selected.name).dtype) else "float32"
+        shared = "bfloat16" if "bfloat16" in (info(reference).dtype, info(selection.name).dtype) else "float32"
         # Recurrent states are not judged beside rounded products.
-        kept = () if config.state_shapes else info(selected.name).block_types(device)
-        require_rounding(activation_bits, selected.name, model, kept)
-        read = partial(load_model, model, dtype or shared, layers, progress, keep_blocks=kept, activation_bits=activation_bits)
-        here = read(ranks=ranks)
-        on_trial = create(selected.name, here, plan_here, device, compiling)
-        if (slowly := interpreted(selected.name, device)) and ranks.rank == 0:
+        block_types = () if config.state_shapes else info(selection.name).block_types(device)
+        require_rounding(activation_bits, selection.name, model, block_types)
+        read = partial(
+            load_model, model, dtype or shared, layers, progress, keep_blocks=block_types, activation_bits=activation_bits
+        )
+        rank_model = read(ranks=ranks)
+        on_trial = create(selection.name, rank_model, plan_here, device, compiling)
+        if (slowly := interpreter_warning(selection.name, device)) and ranks.rank == 0:
             warn(slowly)
         if ranks.rank:
             follow(on_trial, ranks, config, plan_here)
             return None
-        loaded = here if ranks.size == 1 else read()
-    trusted = create(reference, loaded, plan, on_program=compiling)
-    tokenizer = load_tokenizer(model, loaded.config)
+        whole_model = rank_model if ranks.size == 1 else read()
+    reference_executor = create(reference, whole_model, plan, on_program=compiling)
+    tokenizer = load_tokenizer(model, whole_model.config)
     if texts:
-        session = Session(model, loaded.config, trusted, tokenizer, plan)
+        session = Session(model, whole_model.config, reference_executor, tokenizer, plan)
         ids = [tokens[:prompt_tokens] for tokens in session.encode(texts)]
     else:
-        ids = chosen_prompts(tokenizer, loaded.config, plan, steps, on_trial.decode_step)
+        ids = covering_prompts_for(tokenizer, whole_model.config, plan, steps, on_trial.decode_step)
     # Ranks make their executors once; on one rank there is a second run, of the same model with K and V of other lengths.
-    scaled = (
+    scaled_ids = (
         [] if texts or ranks.size > 1 or not any(kv_format.lossy for kv_format in plan.formats) else [ids[0][:_SCALED_TOKENS]]
     )
     total = count_rows(ids, steps, plan) if all(ids) else 0
-    total += count_rows(scaled, 1, plan) if scaled else 0
+    total += count_rows(scaled_ids, 1, plan) if scaled_ids else 0
 
-    make = _make_pair(reference, selected.name, device)
-    with comparing(total) as on_row, gathered(on_trial, ranks, config, plan_here) as candidate:
-        report = validate(trusted, candidate, loaded, ids, steps, plan, on_row, repeats=repeat)
-        runs = [OneRun(report, loaded, ids, steps, plan, spec.calibration, make)]
-        if scaled:
-            other = with_extreme_scales(loaded, plan, scaled[0])
+    make = _make_pair(reference, selection.name, device)
+    with comparing(total) as on_row, multi_rank_executor(on_trial, ranks, config, plan_here) as candidate:
+        report = validate(reference_executor, candidate, whole_model, ids, steps, plan, on_row, repeats=repeat)
+        runs = [OneRun(report, whole_model, ids, steps, plan, spec.calibration, make)]
+        if scaled_ids:
+            other = with_extreme_scales(whole_model, plan, scaled_ids[0])
             pair = make[0](other, plan), make[1](other, plan)
-            of_scaled = validate(*pair, other, scaled, 1, plan, on_row)
-            runs.append(OneRun(of_scaled, other, scaled, 1, plan, spec.calibration, make))
-            report = joined(report, of_scaled, "scaled")
-    return _Ran(report, texts or [tokenizer.decode(tokens) for tokens in (*ids, *scaled)], selected.passed_over, runs)
+            scaled_report = validate(*pair, other, scaled_ids, 1, plan, on_row)
+            runs.append(OneRun(scaled_report, other, scaled_ids, 1, plan, spec.calibration, make))
+            report = join_reports(report, scaled_report, "scaled")
+    return _Ran(report, texts or [tokenizer.decode(tokens) for tokens in (*ids, *scaled_ids)], selection.passed_over, runs)
 
 
 def _make_pair(reference: str, executor: str, device: str | None) -> tuple[Make, Make]:
@@ -249,22 +253,24 @@ def _make_pair(reference: str, executor: str, device: str | None) -> tuple[Make,
     )
 
 
-def _selected(
-    reference: str, of_reference: tuple[ModelConfig, KVPlan], executor: str, on_trial: tuple[ModelConfig, KVPlan],
+def _select_pair(
+    reference: str, reference_case: tuple[ModelConfig, KVPlan], executor: str, on_trial: tuple[ModelConfig, KVPlan],
     device: str | None, dtype: str | None, instead: str,
 ) -> tuple[str, Selection]:  # fmt: skip
     """The reference and the executor on trial, each of a model and its cache; `instead` says what helps without another."""
     from haarkv.executors.catalog import AUTO, FASTEST_FIRST, check, select
 
-    trusted = select(reference, of_reference[0], [of_reference[1]], dtype=dtype).name  # a slip in the name is refused first
-    selected = select(executor, on_trial[0], [on_trial[1]], device=device, dtype=dtype)
-    if executor == AUTO and selected.name == trusted:
-        why = f" ({selected.passed_over})" if selected.passed_over else ""
+    reference_name = select(
+        reference, reference_case[0], [reference_case[1]], dtype=dtype
+    ).name  # a slip in the name is refused first
+    selection = select(executor, on_trial[0], [on_trial[1]], device=device, dtype=dtype)
+    if executor == AUTO and selection.name == reference_name:
+        why = f" ({selection.passed_over})" if selection.passed_over else ""
         nothing = "compared with itself it proves nothing"
-        if selected.name == FASTEST_FIRST[-1]:
-            raise click.UsageError(f"only {selected.name} can run this here{why}, and {nothing}; {instead}")
+        if selection.name == FASTEST_FIRST[-1]:
+            raise click.UsageError(f"only {selection.name} can run this here{why}, and {nothing}; {instead}")
         raise click.UsageError(
-            f"auto is {selected.name} here{why}, the reference itself, and {nothing}; name another --executor"
+            f"auto is {selection.name} here{why}, the reference itself, and {nothing}; name another --executor"
         )
-    check(trusted, *of_reference)
-    return trusted, selected
+    check(reference_name, *reference_case)
+    return reference_name, selection

@@ -32,13 +32,13 @@ def about(context: click.Context, model: str, prompts: Sequence[str]) -> About:
     from haarkv.validation.layers.page import About
 
     argv = context.find_root().obj.argv
-    software, found = versions()
+    software, machine = versions()
     return About(
         model=model,
         command=shlex.join(["tq", *argv]),
         prompts=prompts,
         versions=software,
-        machine=found,
+        machine=machine,
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
 
@@ -48,11 +48,11 @@ def versions() -> tuple[dict[str, str], dict[str, str]]:
     from haarkv.benchmarks.report import machine
     from tq import __version__
 
-    found = {name: str(value) for name, value in machine().items()}
-    software = {"haarkv": __version__, "python": found.pop("python"), "torch": found.pop("torch")}
-    if commit := found.pop("commit", None):
+    facts = {name: str(value) for name, value in machine().items()}
+    software = {"haarkv": __version__, "python": facts.pop("python"), "torch": facts.pop("torch")}
+    if commit := facts.pop("commit", None):
         software["commit"] = commit
-    return software, found
+    return software, facts
 
 
 def describe(finding: Verdict) -> str:
@@ -81,12 +81,12 @@ def print_verdict(report: Report, more: Sequence[tuple[str, str]] = (), where: s
     print_table(f"{report.candidate} against {report.reference}, {report.kv}, {report.dtype}", [], rows)
 
 
-def unexercised(report: Report, chosen: bool) -> tuple[str, str]:
+def coverage_row(report: Report, is_chosen: bool) -> tuple[str, str]:
     """What the prompts did not reach, longer contexts always among it, as a row.
 
     If they were chosen and not the user's own, no others would exercise more.
     """
-    hint = " (leave out --prompt to exercise more)" if report.not_exercised and not chosen else ""
+    hint = " (leave out --prompt to exercise more)" if report.not_exercised and not is_chosen else ""
     return "not exercised", f"{'; '.join(report.beyond)}{hint}"
 
 
@@ -96,13 +96,13 @@ _MOST_OUTSIDE = 4
 def print_rows(report: Report, verbose: bool) -> None:
     """Every row, or only the first that are at fault."""
     outside = [row for row in report.rows if not row.passed]
-    if shown := report.rows if verbose else outside[:_MOST_OUTSIDE]:
-        cells = [row_cells(row) | {"": "" if row.passed else "OUTSIDE"} for row in shown]
+    if rows := report.rows if verbose else outside[:_MOST_OUTSIDE]:
+        cells = [row_cells(row) | {"": "" if row.passed else "OUTSIDE"} for row in rows]
         # A column of states, where no layer keeps one, would only make the others narrow.
         columns = [name for name in cells[0] if name == "" or any(row[name] != "–" for row in cells)]
         print_table("", columns, [[row[name] for name in columns] for row in cells])
-    if not verbose and len(shown) < len(report.rows):
-        print(f"{len(report.rows) - len(shown)} more rows: --verbose")
+    if not verbose and len(rows) < len(report.rows):
+        print(f"{len(report.rows) - len(rows)} more rows: --verbose")
 
 
 def as_csv(report: Report) -> str:
@@ -119,76 +119,79 @@ def compare(before: Path, after: Path, as_json: bool) -> int:
     """Print what got better or worse; 0 if nothing is wrong that was right, else 1."""
     from haarkv.validation.layers.two_runs import compare_files
 
-    found = compare_files(before, after)
+    comparison = compare_files(before, after)
     if as_json:
-        print(json.dumps(finite({"worse": found.worse, **asdict(found)})))
-        return int(found.worse)
-    words = ["passed" if passed else "failed" for passed in found.verdicts]
-    counts = [sum(change.direction == way for change in found.changes) for way in ("worse", "better")]
+        print(json.dumps(finite({"worse": comparison.worse, **asdict(comparison)})))
+        return int(comparison.worse)
+    words = ["passed" if is_pass else "failed" for is_pass in comparison.verdicts]
+    counts = [sum(change.direction == way for change in comparison.changes) for way in ("worse", "better")]
     rows = [
         ("verdict", f"{words[0]} before, {words[1]} after"),
-        ("tensors", f"{found.compared} compared: {counts[0]} worse, {counts[1]} better, the others alike"),
-        *(("the runs differ", visible(difference)) for difference in found.differences),
+        ("tensors", f"{comparison.compared} compared: {counts[0]} worse, {counts[1]} better, the others alike"),
+        *(("the runs differ", visible(difference)) for difference in comparison.differences),
     ]
-    if found.missing:
-        rows.append(("not compared", f"{found.missing} tensors that only one run has"))
+    if comparison.missing:
+        rows.append(("not compared", f"{comparison.missing} tensors that only one run has"))
     print_table(visible(f"{after} beside {before}"), [], rows)
-    if found.changes:
+    if comparison.changes:
         print_table(
             "Largest figures, as a share of what honest runs allow",
             ["", "layer", "stage", "before", "after"],
-            list(map(_change_row, found.changes)),
+            list(map(_change_row, comparison.changes)),
         )
-    return int(found.worse)
+    return int(comparison.worse)
 
 
 def _change_row(change: Change) -> tuple[str, ...]:
     layer = "–" if change.layer is None else str(change.layer)
-    shown = [
-        f"{'not finite' if math.isinf(share) else f'{100 * share:.3g} %'} ({found})"
-        for share, found in ((change.before, change.found_before), (change.after, change.found_after))
+    cells = [
+        f"{'not finite' if math.isinf(share) else f'{100 * share:.3g} %'} ({reason})"
+        for share, reason in ((change.before, change.found_before), (change.after, change.found_after))
     ]
-    return "WRONG NOW" if change.fails else change.direction, layer, visible(change.stage), *shown
+    return "WRONG NOW" if change.fails else change.direction, layer, visible(change.stage), *cells
 
 
 # -- A failing layer ---------------------------------------------------------------------------------------------------
 def write_replay(file: Path, runs: Sequence[OneRun]) -> str:
     """Write the failing layer; in words what was written, or why nothing was."""
-    from haarkv.validation.layers.replay.file import replay_of, save
+    from haarkv.validation.layers.replay.file import build_replay_file, save
 
     try:
-        found = replay_of(runs, versions()[0])
+        replay = build_replay_file(runs, versions()[0])
     except InputError as error:
         return f"nothing was written: {error}"
-    save(file, found)
-    how = f"run it with tq dev replay {file} --executor {found.candidate}"
-    return f"{file} ({file.stat().st_size:,} bytes): {found.case.describe()}; {how}"
+    save(file, replay)
+    how = f"run it with tq dev replay {file} --executor {replay.candidate}"
+    return f"{file} ({file.stat().st_size:,} bytes): {replay.case.describe()}; {how}"
 
 
-def is_same_failure(found: ReplayFile, report: Report) -> bool:
+def is_same_failure(replay_file: ReplayFile, report: Report) -> bool:
     """Whether the layer fails at the stage, and for the reason, of the file."""
     first = report.first_divergence
-    return bool(first and (first.stage, first.reason) == (found.finding["stage"], found.finding["reason"]))
+    return bool(first and (first.stage, first.reason) == (replay_file.finding["stage"], replay_file.finding["reason"]))
 
 
-def replay_as_json(found: ReplayFile, report: Report) -> dict[str, Any]:
+def replay_as_json(replay_file: ReplayFile, report: Report) -> dict[str, Any]:
     """What a file says of itself, and whether its layer fails as it says."""
     about = {
-        "layer": found.case.describe(), "finding": dict(found.finding), "reference": found.reference,
-        "candidate": found.candidate, "versions": dict(found.versions),
+        "layer": replay_file.case.describe(), "finding": dict(replay_file.finding), "reference": replay_file.reference,
+        "candidate": replay_file.candidate, "versions": dict(replay_file.versions),
     }  # fmt: skip
-    return {"file": about, "same_failure": is_same_failure(found, report)}
+    return {"file": about, "same_failure": is_same_failure(replay_file, report)}
 
 
-def print_replay(found: ReplayFile, report: Report) -> None:
+def print_replay(replay_file: ReplayFile, report: Report) -> None:
     """The file, and what came of it."""
-    was, versions = found.finding, ", ".join(f"{name} {value}" for name, value in found.versions.items())
+    was, versions = replay_file.finding, ", ".join(f"{name} {value}" for name, value in replay_file.versions.items())
     where = f"{was['phase']} {was['step']}, layer {was['layer']}, {was['stage']}: {was['reason']}"
     rows = [
-        ("the file", f"{found.case.describe()}, {found.case.kv}"),
-        ("written for", f"{found.candidate} against {found.reference}: {where} ({was['detail']})"),
+        ("the file", f"{replay_file.case.describe()}, {replay_file.case.kv}"),
+        ("written for", f"{replay_file.candidate} against {replay_file.reference}: {where} ({was['detail']})"),
         ("written by", versions),
-        ("now", "the same failure" if is_same_failure(found, report) else "passes" if report.passed else "another failure"),
+        (
+            "now",
+            "the same failure" if is_same_failure(replay_file, report) else "passes" if report.passed else "another failure",
+        ),
     ]
     print_table("replay", [], [(name, visible(" ".join(str(text).split()))) for name, text in rows])
     print_verdict(report)

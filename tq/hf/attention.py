@@ -26,7 +26,7 @@ IMPLEMENTATION = "tq"
 Attend = Callable[[Tensor, float], Tensor]
 
 
-class Stored(Tensor):
+class PackedTensor(Tensor):
     """K or V of a layer that is still packed: any op of torch restores it first, except attention that reads it packed.
 
     Args:
@@ -37,17 +37,17 @@ class Stored(Tensor):
     """
 
     @staticmethod
-    def __new__(cls, restore: Callable[[], Tensor], attend: Attend, like: Tensor, shape: Sequence[int]) -> Stored:
-        stored: Stored = torch.Tensor._make_wrapper_subclass(
+    def __new__(cls, restore: Callable[[], Tensor], attend: Attend, like: Tensor, shape: Sequence[int]) -> PackedTensor:
+        tensor: PackedTensor = torch.Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=like.dtype, device=like.device, requires_grad=False
         )
-        return stored
+        return tensor
 
     def __init__(self, restore: Callable[[], Tensor], attend: Attend, like: Tensor, shape: Sequence[int]) -> None:
         self.attend, self._restore = attend, restore
         self._restored: Tensor | None = None
 
-    def restored(self) -> Tensor:
+    def materialize(self) -> Tensor:
         """[B, Hkv, n, D], made once."""
         if self._restored is None:
             self._restored = self._restore()
@@ -55,11 +55,11 @@ class Stored(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        args, kwargs = tree_map_only(Stored, Stored.restored, (args, kwargs or {}))
+        args, kwargs = tree_map_only(PackedTensor, PackedTensor.materialize, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"Stored({list(self.shape)}, {self.dtype})"
+        return f"PackedTensor({list(self.shape)}, {self.dtype})"
 
 
 _NOT_COVERED = ("softcap", "position_bias", "s_aux", "cache", "sliding_window")
@@ -80,7 +80,7 @@ def attention(
     """
     scaling = kwargs.get("scaling")
     if (
-        isinstance(key, Stored)
+        isinstance(key, PackedTensor)
         and query.shape[2] == 1
         and query.dtype == key.dtype
         and scaling is not None
@@ -89,27 +89,27 @@ def attention(
         and (attention_mask is None or (attention_mask.dtype == torch.bool and bool(attention_mask.all())))
     ):
         return key.attend(query, scaling), None
-    restored = dense(key), dense(value)
-    out: tuple[Tensor, Tensor | None] = sdpa_attention_forward(module, query, *restored, attention_mask, **kwargs)
+    dense_kv = dense(key), dense(value)
+    out: tuple[Tensor, Tensor | None] = sdpa_attention_forward(module, query, *dense_kv, attention_mask, **kwargs)
     return out
 
 
 def dense(x: Tensor) -> Tensor:
     """K or V with numbers, whether it is packed or not."""
-    return x.restored() if isinstance(x, Stored) else x
+    return x.materialize() if isinstance(x, PackedTensor) else x
 
 
 @contextmanager
 def packed_attention(model: PreTrainedModel) -> Iterator[None]:
     """Let a model that uses SDPA read packed K and V meanwhile; any other implementation is the caller's wish, and stays."""
     before = model.config._attn_implementation
-    switched = before == "sdpa" and model._can_set_attn_implementation()
-    if switched:
+    is_switched = before == "sdpa" and model._can_set_attn_implementation()
+    if is_switched:
         model.set_attn_implementation(IMPLEMENTATION)
     try:
         yield
     finally:
-        if switched:
+        if is_switched:
             model.set_attn_implementation(before)
 
 

@@ -20,7 +20,7 @@ from haarkv.tq_ops.kv.calibration_file import load as load_calibration
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.plan_file import load
 from tq.hf.attention import IMPLEMENTATION, packed_attention
-from tq.hf.config import Watch, balance_of, cache_layers, decoder_config, head_dims, model_shape
+from tq.hf.config import Watch, balance_scales, cache_layers, decoder_config, head_dims, model_shape
 from tq.hf.layer import TQLayer
 
 
@@ -109,29 +109,29 @@ class TQCache(Cache):  # type: ignore[misc]
             spec = load(plan)
         else:
             file = load_calibration(calibration) if isinstance(calibration, (str, Path)) else calibration
-            learned = (file.shape, file.calibration) if file else (None, None)
+            calibration_args = (file.shape, file.calibration) if file else (None, None)
             if kv is None and (tail, sink, plan) == (None, None, None):
                 default = default_spec(file is not None)
                 kv, tail, sink = default.kv, default.tail, default.sink
-            spec = KVSpec(kv or "tq4", tail, sink or 0, skip_layers, plan or {}, *learned)
-        chosen = spec.plan(len(theirs), model_shape(decoder) if spec.made_for else None)
+            spec = KVSpec(kv or "tq4", tail, sink or 0, skip_layers, plan or {}, *calibration_args)
+        kv_plan = spec.plan(len(theirs), model_shape(decoder) if spec.made_for else None)
         scales: Mapping[int, Scales] = {}
         self.uneven: tuple[Uneven, ...] = ()
         if model is not None and spec.calibration is None:
-            scales, self.uneven = balance_of(model, decoder, chosen, wanted=balance, allow_collapse=allow_collapse)
+            scales, self.uneven = balance_scales(model, decoder, kv_plan, balances=balance, allow_collapse=allow_collapse)
         ours = [layer for layer, their in enumerate(theirs) if isinstance(their, CacheLayerMixin)]
         watch = Watch(ours[-1]) if ours else None
         layers: list[Any] = []
-        for layer, (kv_formats, their) in enumerate(zip(chosen.layers, theirs, strict=True)):
+        for layer, (kv_formats, their) in enumerate(zip(kv_plan.layers, theirs, strict=True)):
             if isinstance(their, CacheLayerMixin):
                 for kv_format, head_dim in zip(kv_formats, head_dims(decoder, layer), strict=True):
                     kv_format.fields(head_dim)  # raises without a layout for head_dim
-                k_tail, v_tail = (chosen.tail(kv_format) for kv_format in kv_formats)
+                k_tail, v_tail = (kv_plan.tail(kv_format) for kv_format in kv_formats)
                 window = getattr(their, "sliding_window", None)
                 layers.append(
                     TQLayer(
-                        *kv_formats, layer, sink=chosen.sink, tail=(k_tail, v_tail), window=window,
-                        scales=scales.get(layer, (None, None)), watch=watch, require_context=chosen.require_context,
+                        *kv_formats, layer, sink=kv_plan.sink, tail=(k_tail, v_tail), window=window,
+                        scales=scales.get(layer, (None, None)), watch=watch, require_context=kv_plan.require_context,
                         reads_packed=lambda: getattr(decoder, "_attn_implementation", None) == IMPLEMENTATION,
                     )
                 )  # fmt: skip
@@ -141,19 +141,27 @@ class TQCache(Cache):  # type: ignore[misc]
 
     def stats(self) -> CacheStats:
         """Bytes held, layer by layer and in all."""
-        rows = tuple(_stats_of(layer) for layer in self.layers if isinstance(layer, TQLayer))
+        rows = tuple(_layer_stats(layer) for layer in self.layers if isinstance(layer, TQLayer))
         names = ("used", "allocated", "bf16", "fp32")
-        used, allocated, bf16, fp32 = (sum(getattr(row, name) for row in rows) for name in names)
-        return CacheStats(rows, used, allocated, bf16, fp32, used / bf16 if bf16 else 0.0, used / fp32 if fp32 else 0.0)
+        used_bytes, allocated_bytes, bf16, fp32 = (sum(getattr(row, name) for row in rows) for name in names)
+        return CacheStats(
+            rows,
+            used_bytes,
+            allocated_bytes,
+            bf16,
+            fp32,
+            used_bytes / bf16 if bf16 else 0.0,
+            used_bytes / fp32 if fp32 else 0.0,
+        )
 
 
-def _stats_of(layer: TQLayer) -> LayerStats:
+def _layer_stats(layer: TQLayer) -> LayerStats:
     kv, store = formats.describe(layer.k_format, layer.v_format), layer.store
     if store is None:  # before the first token
         return LayerStats(layer.layer, kv, 0, 0, 0, 0, 0)
     numbers = store.tokens * store.rows * store.heads * sum(store.head_dims)
-    allocated = sum(tensor.untyped_storage().nbytes() for tensor in store.tensors())
-    return LayerStats(layer.layer, kv, store.tokens, store.used_bytes, allocated, bf16=2 * numbers, fp32=4 * numbers)
+    allocated_bytes = sum(tensor.untyped_storage().nbytes() for tensor in store.tensors())
+    return LayerStats(layer.layer, kv, store.tokens, store.used_bytes, allocated_bytes, bf16=2 * numbers, fp32=4 * numbers)
 
 
 @overload

@@ -14,11 +14,11 @@ from transformers.masking_utils import sdpa_mask
 
 from haarkv.models.fingerprint import fingerprint
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats.stretches import Turns
-from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of, save
+from haarkv.tq_ops.formats.stretches import RopeShift
+from haarkv.tq_ops.kv.calibration_file import CalibrationFile, make_calibration, save
 from haarkv.tq_ops.output_files import check_writable
-from haarkv.validation.planning.calibrate import basis_of, fit_of
-from haarkv.validation.planning.moments import Moments, Recorded, Sums, over_positions
+from haarkv.validation.planning.calibrate import holdout_fit, learn_basis
+from haarkv.validation.planning.moments import AttentionVectors, Moments, Sums, over_positions
 from tq.hf.config import decoder_config, model_shape
 
 _TOKENS, _LATER = 16, 37
@@ -50,19 +50,19 @@ def calibrate(
         raise InputError("tq.calibrate needs windows of tokens, and none may be empty")
     if out is not None:
         check_writable(Path(out))
-    turns, shape = _rope_of(model, windows[0]), model_shape(decoder_config(model.config))
+    turns, shape = _layer_ropes(model, windows[0]), model_shape(decoder_config(model.config))
     learning, judging = (_Recorder(model, turns) for _ in range(2))
     every = [(learning, window) for window in windows] + [(judging, window) for window in held_back]
     for done, (recorder, window) in enumerate(every, 1):
         recorder.run(window)
         on_window(done, len(every))
-    bases = [basis_of(sums, layer, turns[layer] if turns else None) for layer, sums in learning.sums()]
+    bases = [learn_basis(sums, layer, turns[layer] if turns else None) for layer, sums in learning.sums()]
     pairs = zip(learning.sums(), judging.sums(), bases, strict=True) if held_back else ()
-    fits = [fit_of(mine, theirs, basis) for (_, mine), (_, theirs), basis in pairs]
-    learned = {"tokens": sum(map(len, windows)), "fit": fits}
+    fits = [holdout_fit(mine, theirs, basis) for (_, mine), (_, theirs), basis in pairs]
+    summary = {"tokens": sum(map(len, windows)), "fit": fits}
     weights = fingerprint(model.state_dict().items())
     context = None if turns else max(map(len, windows))
-    file = CalibrationFile(calibration_of(bases, context), shape, weights, learned)
+    file = CalibrationFile(make_calibration(bases, context), shape, weights, summary)
     if out is not None:
         save(Path(out), file)
     return file
@@ -75,9 +75,9 @@ class _Recorder:
         turns: of each layer; None to take keys as they stand.
     """
 
-    def __init__(self, model: PreTrainedModel, turns: Sequence[Turns] | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, turns: Sequence[RopeShift] | None = None) -> None:
         self._model, self._turns = model, turns
-        self._sums, self._of_window = dict[int, Sums](), dict[int, Recorded]()
+        self._sums, self._of_window = dict[int, Sums](), dict[int, AttentionVectors]()
         self._layers = decoder_config(model.config).num_hidden_layers
 
     def sums(self) -> list[tuple[int, Sums]]:
@@ -102,8 +102,8 @@ class _Recorder:
             model(input_ids=torch.tensor([list(window)], device=model.device), use_cache=False, **places)
         finally:
             model.set_attn_implementation(before)
-        for layer, recorded in self._of_window.items():
-            self._sums[layer].add(recorded, self._turns[layer] if self._turns else None)
+        for layer, record in self._of_window.items():
+            self._sums[layer].add(record, self._turns[layer] if self._turns else None)
 
     def _attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
@@ -112,9 +112,9 @@ class _Recorder:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         if layer not in self._sums:
             self._sums[layer] = Sums(key.shape[1], key.shape[-1])
-        recorded = self._of_window.setdefault(layer, Recorded())
-        recorded.add_kv(key[0].transpose(0, 1), value[0].transpose(0, 1))
-        recorded.add_q(query[0].transpose(0, 1))
+        record = self._of_window.setdefault(layer, AttentionVectors())
+        record.add_kv(key[0].transpose(0, 1), value[0].transpose(0, 1))
+        record.add_q(query[0].transpose(0, 1))
         out: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)[0]
         return out, None
 
@@ -122,7 +122,7 @@ class _Recorder:
 # -- How keys turn with their position ---------------------------------------------------------------------------------------
 
 
-def _rope_of(model: PreTrainedModel, window: Sequence[int]) -> list[Turns] | None:
+def _layer_ropes(model: PreTrainedModel, window: Sequence[int]) -> list[RopeShift] | None:
     """How keys of each layer turn; None if some layer's keys turn otherwise than RoPE turns them.
 
     A few tokens are run at two places. Of the model's `inv_freq` buffers a layer's is the one that takes the moments of its
@@ -136,17 +136,17 @@ def _rope_of(model: PreTrainedModel, window: Sequence[int]) -> list[Turns] | Non
         recorder = _Recorder(model)
         recorder.run(window[:_TOKENS], begin)
         runs.append([sums.k for _, sums in recorder.sums()])
-    chosen = []
+    ropes = []
     for first, later in zip(*runs, strict=True):
         fitting = [inv_freq for inv_freq in candidates if _turns(first, later, inv_freq)]
         if not fitting:
             return None
-        chosen.append(Turns(tuple(fitting[0].tolist())))
-    return chosen
+        ropes.append(RopeShift(tuple(fitting[0].tolist())))
+    return ropes
 
 
 def _turns(first: Moments, later: Moments, inv_freq: Tensor) -> bool:
     if inv_freq.ndim != 1 or 2 * len(inv_freq) > first.first.shape[-1]:
         return False
-    turned = over_positions(first, inv_freq, torch.tensor([float(_LATER)]))
-    return bool((turned.second - later.second).norm() < _NEAR * later.second.norm())
+    moments = over_positions(first, inv_freq, torch.tensor([float(_LATER)]))
+    return bool((moments.second - later.second).norm() < _NEAR * later.second.norm())

@@ -36,13 +36,13 @@ def decoder_config(config: Any) -> Any:
 def head_dims(config: Any, layer: int) -> tuple[int, int]:
     """D of K and of V in one layer; a config that does not say is refused."""
     layers = getattr(config, "per_layer_config", None)
-    described = layers[layer] if layers is not None else config
-    if getattr(described, "qk_nope_head_dim", None) is not None:
+    layer_config = layers[layer] if layers is not None else config
+    if getattr(layer_config, "qk_nope_head_dim", None) is not None:
         # Latent attention: head_dim exists too, but counts only the part that RoPE rotates.
-        return described.qk_nope_head_dim + described.qk_rope_head_dim, described.v_head_dim
-    head_dim = getattr(described, "head_dim", None)
+        return layer_config.qk_nope_head_dim + layer_config.qk_rope_head_dim, layer_config.v_head_dim
+    head_dim = getattr(layer_config, "head_dim", None)
     if head_dim is None:
-        hidden, heads = getattr(described, "hidden_size", None), getattr(described, "num_attention_heads", None)
+        hidden, heads = getattr(layer_config, "hidden_size", None), getattr(layer_config, "num_attention_heads", None)
         if not hidden or not heads:
             raise InputError(f"the config of {config.model_type} names no attention heads; TQCache holds K and V of attention")
         head_dim = hidden // heads
@@ -84,22 +84,22 @@ def model_shape(config: Any) -> ModelShape:
 
 def _positions(config: Any) -> float:
     """That a model may be run with, as this project reads configs; as many as are stated where its RoPE is not built."""
-    stated = getattr(config, "max_position_embeddings", None)
-    if not stated:
+    limit = getattr(config, "max_position_embeddings", None)
+    if not limit:
         return math.inf
     try:
-        return read_rope(HFConfig(Path("config.json"), config.to_dict()), stated, kind_of_layer="full_attention").positions
+        return read_rope(HFConfig(Path("config.json"), config.to_dict()), limit, kind_of_layer="full_attention").positions
     except InputError:
-        return float(stated)
+        return float(limit)
 
 
 # -- Weights ----------------------------------------------------------------------------------------------------------------
 
 _NAME = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:self_attn\.([qkvo]_proj|[qk]_norm)|(input)_layernorm)\.(weight|bias)")
-_NEEDED = {"input_norm", "q_proj", "k_proj", "v_proj", "o_proj"}
+_REQUIRED_TENSORS = {"input_norm", "q_proj", "k_proj", "v_proj", "o_proj"}
 
 
-def layers_of(model: Any) -> dict[int, dict[str, Tensor]]:
+def layer_tensors(model: Any) -> dict[int, dict[str, Tensor]]:
     """Each layer's tensors by the fields of a family's weights; layers that name theirs in another way are left out."""
     layers: dict[int, dict[str, Tensor]] = {}
     for name, tensor in model.named_parameters():
@@ -108,27 +108,30 @@ def layers_of(model: Any) -> dict[int, dict[str, Tensor]]:
             part = "input_norm" if norm else attention
             field_name = f"{part[0]}_bias" if kind == "bias" else part
             layers.setdefault(int(layer), {})[field_name] = tensor.detach()
-    return {layer: tensors for layer, tensors in layers.items() if tensors.keys() >= _NEEDED}
+    return {layer: tensors for layer, tensors in layers.items() if tensors.keys() >= _REQUIRED_TENSORS}
 
 
-def moments_of(model: Any, decoder: Any) -> dict[int, tuple[Moments, Moments]]:
+def layer_moments(model: Any, decoder: Any) -> dict[int, tuple[Moments, Moments]]:
     """K's and V's moments of each layer whose weights are understood; `decoder` is of `decoder_config`."""
     moments = {}
-    for layer, tensors in layers_of(model).items():
+    for layer, tensors in layer_tensors(model).items():
         k_dim, v_dim = head_dims(decoder, layer)
         heads = tensors["k_proj"].shape[0] // k_dim
-        if _understood(tensors, heads, k_dim, v_dim):
-            moments[layer] = key_moments(tensors, heads, k_dim, _turned(decoder, k_dim)), value_moments(tensors, heads, v_dim)
+        if _is_plain_attention(tensors, heads, k_dim, v_dim):
+            moments[layer] = (
+                key_moments(tensors, heads, k_dim, _rope_channels(decoder, k_dim)),
+                value_moments(tensors, heads, v_dim),
+            )
     return moments
 
 
-def _turned(decoder: Any, dim: int) -> int:
+def _rope_channels(decoder: Any, dim: int) -> int:
     """Channels of a head that RoPE turns."""
     parameters = getattr(decoder, "rope_parameters", None) or {}
     return int(dim * (parameters.get("partial_rotary_factor") or getattr(decoder, "partial_rotary_factor", None) or 1))
 
 
-def _understood(tensors: Mapping[str, Tensor], heads: int, k_dim: int, v_dim: int) -> bool:
+def _is_plain_attention(tensors: Mapping[str, Tensor], heads: int, k_dim: int, v_dim: int) -> bool:
     """Whether shapes are those of attention as it is meant here; weights that are packed or not here are none."""
     hidden = tensors["input_norm"].shape
     if any(x.is_meta or not x.is_floating_point() for x in tensors.values()) or k_dim != v_dim:
@@ -148,7 +151,7 @@ class Watch:
 
     last: int
     _losses: list[Loss] = field(default_factory=list)
-    _over: bool = False
+    _done: bool = False
 
     def look(self, layer: int, sink: int, sides: Iterable[tuple[str, KVFormat, Tensor, Tensor | None]]) -> None:
         """Judge a layer's first vectors.
@@ -157,32 +160,32 @@ class Watch:
             sink: first vectors that stay as they are.
             sides: "K" or "V", the format, the vectors [B, H, n, D] and the scales.
         """
-        if self._over:
+        if self._done:
             return
         for side, kv_format, x, scales in sides:
             if kv_format.lossy and x.shape[2] >= LEAST_TOKENS:
                 first = x[0, :, :MOST_TOKENS].float()
-                scaled = first if scales is None else first * scales.to(x.device).unsqueeze(1)
+                vectors = first if scales is None else first * scales.to(x.device).unsqueeze(1)
                 try:
-                    loss = channel_loss(kv_format, layer, side, scaled, sink)
+                    loss = channel_loss(kv_format, layer, side, vectors, sink)
                 except NonFiniteError:  # storing them says so, and where
                     continue
                 self._losses += [loss] if loss and loss.suffers else []
         if layer == self.last:
-            self._over = True
+            self._done = True
             if self._losses:
                 warn(describe(self._losses))
 
 
-def balance_of(
-    model: Any, decoder: Any, plan: KVPlan, *, wanted: bool, allow_collapse: bool
+def balance_scales(
+    model: Any, decoder: Any, plan: KVPlan, *, balances: bool, allow_collapse: bool
 ) -> tuple[Mapping[int, Scales], tuple[Uneven, ...]]:
-    """Scales of each layer that is uneven, after a look at what the cache would lose with them; none unless `wanted`.
+    """Scales of each layer that is uneven, after a look at what the cache would lose with them; none unless `balances`.
 
     A model whose text would be garbage is refused, by its layers and with what to use instead; `allow_collapse` only warns.
     """
-    scaling = balance.scaling_of(moments_of(model, decoder), balance.where_lossy(plan, wanted))
+    scaling = balance.choose_scaling(layer_moments(model, decoder), balance.where_lossy(plan, balances))
     if worth_saying(scaling.uneven):
         warn(f"{balance.describe(scaling.uneven)}; balance=False leaves them as they are")
-    Guard(plan, scaling.moments, head_dims(decoder, 0)[0] ** -0.5, not wanted, allow_collapse).at_load(warn)
+    Guard(plan, scaling.moments, head_dims(decoder, 0)[0] ** -0.5, not balances, allow_collapse).at_load(warn)
     return scaling.scales, scaling.uneven

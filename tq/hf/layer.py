@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 from haarkv.models.balance import Scales
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import KVFormat
-from tq.hf.attention import Stored
+from tq.hf.attention import PackedTensor
 from tq.hf.config import Watch
 from tq.hf.store import Store
 
@@ -96,16 +96,16 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
             visible = self.get_mask_sizes(count)[0]
             store.write(*states)
             if count == 1 and self.sliding_window is None and self._reads_packed() and store.kernels:
-                return self._unrestored(store, 0, key_states), self._unrestored(store, 1, value_states)
+                return self._packed_tensor(store, 0, key_states), self._packed_tensor(store, 1, value_states)
             keys, values = (store.read(side, visible, x.dtype) for side, x in enumerate(states))
         if not self.record_past:
             self._forget(store)
         return keys, values
 
     @staticmethod
-    def _unrestored(store: Store, side: int, x: Tensor) -> Stored:
+    def _packed_tensor(store: Store, side: int, x: Tensor) -> PackedTensor:
         tokens = store.end
-        return Stored(lambda: store.read(side, tokens, x.dtype), store.attend, x, (*x.shape[:2], tokens, x.shape[3]))
+        return PackedTensor(lambda: store.read(side, tokens, x.dtype), store.attend, x, (*x.shape[:2], tokens, x.shape[3]))
 
     def _check_shapes(self, store: Store, states: tuple[Tensor, Tensor]) -> None:
         for name, x, head_dim in zip("KV", states, store.head_dims, strict=True):
@@ -117,9 +117,9 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """How many tokens the next `update` with this many new ones returns, and the position of the first."""
-        seen = self.get_seq_length()
-        visible = self._wanted(seen)
-        return visible + query_length, seen - visible
+        length = self.get_seq_length()
+        visible = self._visible(length)
+        return visible + query_length, length - visible
 
     def get_seq_length(self) -> int:
         """Tokens seen, including those outside the window now."""
@@ -149,7 +149,7 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
         if (store := self.store) is None:
             return
         left = max(store.end + tokens_to_remove, 0)
-        if left - store.begin < self._wanted(left):
+        if left - store.begin < self._visible(left):
             raise InputError(
                 f"layer {self.layer}: {store.end - left} tokens cannot be removed, the window of {self.sliding_window} has "
                 "already left the tokens before them behind; call activate_past_recording() first"
@@ -175,10 +175,10 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.store:
             self.store.apply(change)
 
-    def _wanted(self, seen: int) -> int:
+    def _visible(self, length: int) -> int:
         """Of this many tokens, those that the next one may see."""
-        return seen if self.sliding_window is None else min(seen, self.sliding_window - 1)
+        return length if self.sliding_window is None else min(length, self.sliding_window - 1)
 
     def _forget(self, store: Store) -> None:
         if self.sliding_window is not None:
-            store.keep_newest(self._wanted(store.end))
+            store.keep_newest(self._visible(store.end))

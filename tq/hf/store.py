@@ -18,9 +18,9 @@ from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.kept import Kept
+from haarkv.tq_ops.kv.kept import ResidualWindow
 from haarkv.tq_ops.kv.layer import LayerKV, NonFiniteTokenError, Side
-from haarkv.tq_ops.kv.reads import Reads, misfit, wrong_head_dim
+from haarkv.tq_ops.kv.reads import KernelSupport, unsupported_format, wrong_head_dim
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KVShape, blocks_for
 from haarkv.tq_ops.table import OpTable
 
@@ -73,11 +73,11 @@ class Store:
             return Side(kv_format, fields, None)
         # Scaling is exact in dtypes with the exponents of FP32.
         dtype = torch.float32 if self.dtype == torch.float16 and scales is not None else self.dtype
-        kept = Kept(
+        window = ResidualWindow(
             tail=tail, sink=sink, group=kv_format.group_tokens, ring=tail and tail + 1, num_rows=self.rows,
             num_kv_heads=self.heads, head_dim=head_dim, device=self.device, dtype=dtype,
         )  # fmt: skip
-        return Side(kv_format, fields, kept)
+        return Side(kv_format, fields, window)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy takes over; kernels remember where the memory of a view lies."""
@@ -105,13 +105,13 @@ class Store:
         """Bytes of the groups, sinks and tails that are in use."""
         total = 0
         for side, head_dim in zip(self.sides, self.head_dims, strict=True):
-            group, kept = side.kv_format.group_tokens, side.kept
+            group, window = side.kv_format.group_tokens, side.kept
             packed = sum(field.nbytes for field in side.kv_format.fields(head_dim).values())
             total += self.rows * self.heads * packed * (self.end // group - self.begin // group)
-            if kept:
+            if window:
                 sinks, recent = self._exact(side)
                 count = max(sinks - self.begin, 0) + self.end - max(recent, self.begin)
-                total += self.rows * self.heads * head_dim * kept.vectors.itemsize * count
+                total += self.rows * self.heads * head_dim * window.vectors.itemsize * count
         return total
 
     def _exact(self, side: Side) -> tuple[int, int]:
@@ -131,7 +131,7 @@ class Store:
         batch = _tokens_of_rows(self.rows, self.blocks, self.end, count, self.device)
         try:
             if count == 1 and (kernels := self.kernels):  # a ring has room for no more beside its tail
-                kernels.store_kv(k, v, self._paged(), self.kv.index, batch)
+                kernels.store_kv(k, v, self._paged_cache(), self.kv.index, batch)
             else:
                 self.kv.write(k, v, batch)
         except NonFiniteTokenError as error:
@@ -153,12 +153,12 @@ class Store:
         """Position of the first token and vectors [B, Hkv, n, D], as they are stored, of all tokens from `begin` on."""
         sinks, recent = self._exact(side)
         for first in range(max(begin, sinks), recent, READ_TOKENS):
-            yield first, self._unpacked(side, first, min(first + READ_TOKENS, recent))
+            yield first, self._unpack(side, first, min(first + READ_TOKENS, recent))
         for first, end in ((begin, sinks), (max(begin, recent), self.end)):
             if first < end and side.kept:
                 yield first, side.kept.vectors[:, :, side.kept.places(torch.arange(first, end, device=self.device))]
 
-    def _unpacked(self, side: Side, first: int, end: int) -> Tensor:
+    def _unpack(self, side: Side, first: int, end: int) -> Tensor:
         """Packed tokens at positions `first` … `end` - 1, [B, Hkv, n, D] fp32."""
         begin = first // BLOCK_SIZE
         column = torch.arange(begin, blocks_for(end, BLOCK_SIZE), device=self.device) % self.blocks
@@ -171,12 +171,12 @@ class Store:
         """Drop this many tokens at the end; they must exist. What moves back into a tail is restored from what is packed."""
         end = self.end - tokens
         for side in self.sides:
-            if (kept := side.kept) is None or not kept.ring:
+            if (window := side.kept) is None or not window.ring:
                 continue
-            first, last = max(end - kept.ring, self.begin), min(self.end - kept.ring, end)
+            first, last = max(end - window.ring, self.begin), min(self.end - window.ring, end)
             if first < last:
-                places = kept.in_ring(torch.arange(first, last, device=self.device))
-                kept.vectors[:, :, places] = self._unpacked(side, first, last).to(kept.vectors.dtype)
+                places = window.in_ring(torch.arange(first, last, device=self.device))
+                window.vectors[:, :, places] = self._unpack(side, first, last).to(window.vectors.dtype)
         self.end = end
         self._give_back()
 
@@ -214,14 +214,14 @@ class Store:
 
     def _move(self, blocks: int) -> None:
         """Move to new memory for `blocks` blocks of each row."""
-        held = torch.arange(self.begin // BLOCK_SIZE, blocks_for(self.end, BLOCK_SIZE), device=self.device)
+        live_blocks = torch.arange(self.begin // BLOCK_SIZE, blocks_for(self.end, BLOCK_SIZE), device=self.device)
         for side in self.sides:
             for name, tensor in side.fields.items():
                 # Zeros: kernels load whole blocks, and what no token was stored in must be a number.
-                moved = tensor.new_zeros(self.rows, blocks, *tensor.shape[1:])
-                if len(held):
-                    moved[:, held % blocks] = self._by_row(tensor)[:, held % self.blocks]
-                side.fields[name] = moved.flatten(0, 1)
+                target = tensor.new_zeros(self.rows, blocks, *tensor.shape[1:])
+                if len(live_blocks):
+                    target[:, live_blocks % blocks] = self._by_row(tensor)[:, live_blocks % self.blocks]
+                side.fields[name] = target.flatten(0, 1)
         self.blocks, self._view = blocks, None
 
     # -- Attention over what is stored ----------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class Store:
         kernels, (head_dim, other) = kernels_on(self.device.type), self.head_dims
         if kernels is None or head_dim != other or wrong_head_dim(kernels[1], head_dim):
             return False
-        if any(misfit(kernels[1], side.kv_format, head_dim) for side in self.sides):
+        if any(unsupported_format(kernels[1], side.kv_format, head_dim) for side in self.sides):
             return False
         # Kernels keep tokens in BF16, which is exact in a BF16 model alone.
         return self.dtype == torch.bfloat16 or (self.dtype == torch.float32 and not any(side.kept for side in self.sides))
@@ -254,11 +254,11 @@ class Store:
         kernels, batch = self.kernels, _tokens_of_rows(self.rows, self.blocks, self.end - 1, 1, self.device)
         assert kernels is not None, "no kernels read the layer"
         # A BF16 q times a power of two is exact, and so is a BF16 output.
-        rows = _unscaled(q, self.scales[0]).transpose(1, 2).flatten(0, 1)
-        out = kernels.paged_attention(rows, self._paged(), self.kv.index, batch, softmax_scale)
-        return _unscaled(out.unsqueeze(2), self.scales[1]).transpose(1, 2)
+        rows = _unscale(q, self.scales[0]).transpose(1, 2).flatten(0, 1)
+        out = kernels.paged_attention(rows, self._paged_cache(), self.kv.index, batch, softmax_scale)
+        return _unscale(out.unsqueeze(2), self.scales[1]).transpose(1, 2)
 
-    def _paged(self) -> PagedKVCache:
+    def _paged_cache(self) -> PagedKVCache:
         """The layer as a cache; another one where memory moved, for kernels remember where it lies."""
         if self._view is None:
             k, v = self.sides
@@ -279,7 +279,7 @@ def _tokens_of_rows(rows: int, blocks: int, begin: int, count: int, device: torc
 
 
 @cache
-def kernels_on(device: str) -> tuple[OpTable, Reads] | None:
+def kernels_on(device: str) -> tuple[OpTable, KernelSupport] | None:
     """The op table for tensors on a kind of device, and what it reads; None where there is none, or it is not built."""
     if device == "cpu":
         from haarkv.tq_ops.cpu.ops import CpuOps
@@ -295,7 +295,7 @@ def kernels_on(device: str) -> tuple[OpTable, Reads] | None:
     return None
 
 
-def _unscaled(x: Tensor, scales: Tensor | None) -> Tensor:
+def _unscale(x: Tensor, scales: Tensor | None) -> Tensor:
     """x [B, H, n, D] divided by the scales [Hkv, D] of its KV heads; powers of two, so nothing is rounded."""
     if scales is None:
         return x

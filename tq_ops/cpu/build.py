@@ -25,7 +25,7 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARY = Path(__file__).parent / "_kernels.so"
-_HALF_MADE = ".build-"
+_BUILD_PREFIX = ".build-"
 """How folders begin that hold a library as it is made; git, wheels and sdists leave them out by this name."""
 
 # No -ffast-math: it would treat NaN as a number and flush denormals to zero in the whole process.
@@ -59,37 +59,37 @@ class BuildError(Exception):
 
 def compiler() -> str | None:
     """The system's C++ compiler, or None."""
-    return next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
+    return next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
 
 
 @cache
-def units(found: str | None) -> dict[str, tuple[str, ...]]:
+def units(cxx: str | None) -> dict[str, tuple[str, ...]]:
     """Translation units by name, each with the flags that only it gets, for the machine that a compiler compiles for.
 
     An instruction set that the compiler is too old for is left out (AMX needs GCC 11 or Clang 12).
     """
-    x86 = _for_x86(found)
-    isas = {isa: flags for isa, flags in _X86_ISAS.items() if x86 and _accepted(found, flags)}
+    x86 = _for_x86(cxx)
+    isas = {isa: flags for isa, flags in _X86_ISAS.items() if x86 and _accepts_flags(cxx, flags)}
     # Where every machine has fused operations, a compiler that may use them does so in one copy of a loop and not in another,
     # and a number's bits would follow how its prompt was cut. On x86 only units with flags of their own have them.
     shared: tuple[str, ...] = () if x86 else ("-ffp-contract=off",)
     plain = ("block_rows", "driver", "elementwise", "gated_delta", "layers", "linear", "paged_attention", "pool", "portable")
-    defined = tuple(f"-DHAARKV_{isa.upper()}" for isa in isas)
-    return {**dict.fromkeys(plain, shared), "isa": (*shared, *defined), **isas}
+    macros = tuple(f"-DHAARKV_{isa.upper()}" for isa in isas)
+    return {**dict.fromkeys(plain, shared), "isa": (*shared, *macros), **isas}
 
 
-def _for_x86(found: str | None) -> bool:
+def _for_x86(cxx: str | None) -> bool:
     """Whether a compiler compiles for x86-64; without one, whether this machine is one."""
     machine = platform.machine()
-    if found is not None:
-        machine = subprocess.run([found, "-dumpmachine"], capture_output=True, text=True, check=False).stdout or machine
+    if cxx is not None:
+        machine = subprocess.run([cxx, "-dumpmachine"], capture_output=True, text=True, check=False).stdout or machine
     return machine.lower().startswith(("x86_64", "amd64"))
 
 
-def _accepted(found: str | None, flags: Sequence[str]) -> bool:
+def _accepts_flags(cxx: str | None, flags: Sequence[str]) -> bool:
     """Whether the compiler knows these flags; yes if there is none, so that its absence is said elsewhere."""
-    command = [found or "", *flags, "-fsyntax-only", "-x", "c++", "-"]
-    return found is None or not subprocess.run(command, input=b"", capture_output=True, check=False).returncode
+    command = [cxx or "", *flags, "-fsyntax-only", "-x", "c++", "-"]
+    return cxx is None or not subprocess.run(command, input=b"", capture_output=True, check=False).returncode
 
 
 def is_fresh(target: Path = LIBRARY) -> bool:
@@ -108,35 +108,35 @@ def build(target: Path = LIBRARY, *, werror: bool = False, by: str | None = None
     Raises:
         BuildError: no compiler, or it fails.
     """
-    found = compiler() if by is None else shutil.which(by)
-    if found is None:
+    cxx = compiler() if by is None else shutil.which(by)
+    if cxx is None:
         raise BuildError("no C++ compiler was found; install g++ or clang++" if by is None else f"there is no compiler {by}")
     common = (*FLAGS, *(("-Werror",) if werror else ()))
-    with _half_made(target.parent) as folder:
-        objects = [folder / f"{name}.o" for name in units(found)]
+    with _build_folder(target.parent) as folder:
+        objects = [folder / f"{name}.o" for name in units(cxx)]
         _run_all(
-            [found, *common, *flags, "-c", str(SOURCES / f"{name}.cpp"), "-o", str(made)]
-            for (name, flags), made in zip(units(found).items(), objects, strict=True)
+            [cxx, *common, *flags, "-c", str(SOURCES / f"{name}.cpp"), "-o", str(object_file)]
+            for (name, flags), object_file in zip(units(cxx).items(), objects, strict=True)
         )
-        linked = folder / target.name
+        library = folder / target.name
         # Debian 12's libstdc++ asks for glibc 2.36 to draw random numbers: what nobody calls is left out. Linked in, libgcc
         # would ask for 2.35; torch needs the machine's own anyway.
-        brought = ("-static-libstdc++", "-Wl,--exclude-libs,ALL,--gc-sections") if alone else ()
-        _run_all([[found, "-shared", "-pthread", *brought, *map(str, objects), "-ldl", "-o", str(linked)]])
-        linked.replace(target)
+        static_flags = ("-static-libstdc++", "-Wl,--exclude-libs,ALL,--gc-sections") if alone else ()
+        _run_all([[cxx, "-shared", "-pthread", *static_flags, *map(str, objects), "-ldl", "-o", str(library)]])
+        library.replace(target)
     return target
 
 
 @contextmanager
-def _half_made(parent: Path) -> Iterator[Path]:
+def _build_folder(parent: Path) -> Iterator[Path]:
     """A folder beside the library, so that renaming the library is one step; and no other: killed builds left those there."""
     lock = os.open(parent, os.O_RDONLY | os.O_CLOEXEC)  # closed, and with it free again, whenever this process ends
     try:
         with suppress(OSError):  # a file system without locks: nobody knows there who is still at work
             fcntl.flock(lock, fcntl.LOCK_EX)
-            for left in parent.glob(f"{_HALF_MADE}*"):
+            for left in parent.glob(f"{_BUILD_PREFIX}*"):
                 shutil.rmtree(left, ignore_errors=True)
-        with tempfile.TemporaryDirectory(dir=parent, prefix=_HALF_MADE) as folder:
+        with tempfile.TemporaryDirectory(dir=parent, prefix=_BUILD_PREFIX) as folder:
             yield Path(folder)
     finally:
         os.close(lock)
@@ -158,9 +158,9 @@ def main() -> int:
     parser.add_argument("--werror", action="store_true", help="take compiler warnings for errors")
     parser.add_argument("--compiler", help="the C++ compiler, for this machine or another")
     parser.add_argument("--out", type=Path, default=LIBRARY, help="the library")
-    given = parser.parse_args()
+    args = parser.parse_args()
     try:
-        print(build(given.out, werror=given.werror, by=given.compiler))
+        print(build(args.out, werror=args.werror, by=args.compiler))
     except BuildError as error:
         print(error, file=sys.stderr)
         return 2

@@ -12,23 +12,23 @@ from haarkv.tq_ops.cpu import library
 from haarkv.tq_ops.cpu.layout import READS, Layout, layout
 from haarkv.tq_ops.cpu.library import Cell
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats.stretches import MOST_POSITIONS, STRETCH, Turns
+from haarkv.tq_ops.formats.stretches import MOST_POSITIONS, STRETCH, RopeShift
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.kept import Kept, KeptBlocks
-from haarkv.tq_ops.kv.reads import misfit, wrong_head_dim
+from haarkv.tq_ops.kv.kept import ResidualBlocks, ResidualWindow
+from haarkv.tq_ops.kv.reads import unsupported_format, wrong_head_dim
 from haarkv.tq_ops.weight import Blocks, Weight
 
 
 @dataclass(frozen=True)
-class Prepared:
+class LayerCalls:
     """Calls filled in with what a cache and a layer decide. Each owns the tensors that it points to."""
 
     attention: library.Attention
     store: library.Store
 
 
-def prepare(cache: PagedKVCache, layer: int, isa: int) -> Prepared | None:
+def prepare(cache: PagedKVCache, layer: int, isa: int) -> LayerCalls | None:
     """Fill in the calls of a layer for one instruction set, an index of `library.ISAS`.
 
     Returns:
@@ -39,7 +39,7 @@ def prepare(cache: PagedKVCache, layer: int, isa: int) -> Prepared | None:
     shape, pair = cache.shape(layer), cache.plan.layers[layer]
     if reason := wrong_head_dim(READS, shape.head_dim):
         raise InputError(reason)
-    if any(misfit(READS, kv_format, shape.head_dim) for kv_format in pair):
+    if any(unsupported_format(READS, kv_format, shape.head_dim) for kv_format in pair):
         return None
     k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
     keys, values = (layout(kv_format, layer, shape.head_dim) for kv_format in pair)
@@ -47,10 +47,10 @@ def prepare(cache: PagedKVCache, layer: int, isa: int) -> Prepared | None:
     if turns and STRETCH % cache.block_size:
         return None
     stretches = _stretches(turns)
-    k_kept, v_kept = map(_kept, cache.kept(layer))
+    k_window, v_window = map(_window_struct, cache.kept(layer))
     attention = library.Attention(
         cache=library.Cache(
-            k=_side(k_fields, keys, k_kept), v=_side(v_fields, values, v_kept),
+            k=_side(k_fields, keys, k_window), v=_side(v_fields, values, v_window),
             num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, block_size=cache.block_size,
         ),
         stretches=stretches, q=0, out=0, rotation=_matrix(keys.rotate, shape.head_dim, keys.rotate_pairs),
@@ -59,12 +59,12 @@ def prepare(cache: PagedKVCache, layer: int, isa: int) -> Prepared | None:
         bf16=0, window=shape.window or 0, softmax_scale=0, isa=isa, threads=0,
     )  # fmt: skip
     store = library.Store(
-        k=_store_side(k_fields, keys, k_kept, stretches),
-        v=_store_side(v_fields, values, v_kept, _stretches(None)),
+        k=_store_side(k_fields, keys, k_window, stretches),
+        v=_store_side(v_fields, values, v_window, _stretches(None)),
         slots=0, positions=0, query_start=0, rows=0, kept_slots=0, tokens=0, num_slots=cache.num_slots_of(layer), sequences=0,
         num_kv_heads=shape.num_kv_heads, block_size=cache.block_size, isa=isa, threads=0,
     )  # fmt: skip
-    return Prepared(attention, store)
+    return LayerCalls(attention, store)
 
 
 IS_BF16 = {torch.bfloat16: True, torch.float32: False}
@@ -77,10 +77,10 @@ def is_bf16(x: Tensor) -> bool:
     Raises:
         TypeError: they are neither.
     """
-    found = IS_BF16.get(x.dtype)
-    if found is None:
+    bf16 = IS_BF16.get(x.dtype)
+    if bf16 is None:
         raise TypeError(f"the kernels take bfloat16 or float32, not {x.dtype}")
-    return found
+    return bf16
 
 
 def too_long(cache: PagedKVCache, batch: Batch) -> bool:
@@ -88,7 +88,7 @@ def too_long(cache: PagedKVCache, batch: Batch) -> bool:
     return batch.block_table.shape[1] * cache.block_size > MOST_POSITIONS
 
 
-def _stretches(turns: Turns | None) -> library.Stretches:
+def _stretches(turns: RopeShift | None) -> library.Stretches:
     if turns is None:
         return library.Stretches(cos=0, sin=0, half=0, count=0)
     count = MOST_POSITIONS // STRETCH
@@ -107,7 +107,7 @@ def stored_weight(weight: Weight) -> library.Weight:
         rows, columns = (0 if scales is None else scales.float() for scales in (weight.row_scales, weight.column_scales))
         return library.Weight(
             data=weight.data, row_scales=rows, column_scales=columns, row_bytes=weight.data.stride(0),
-            stored=library.STORED.index(weight.type.name), x_bits=weight.x_bits,
+            stored=library.WEIGHT_TYPES.index(weight.type.name), x_bits=weight.x_bits,
         )  # fmt: skip
     return library.Weight(data=weight, row_scales=0, column_scales=0, row_bytes=0, stored=int(is_bf16(weight)), x_bits=0)
 
@@ -117,16 +117,16 @@ def has_kernel(weight: Weight) -> bool:
     return not isinstance(weight, Blocks) or weight.type.name in library.BLOCKS
 
 
-def _kept(kept: Kept | None) -> library.Kept:
-    if kept is None:
+def _window_struct(window: ResidualWindow | None) -> library.Kept:
+    if window is None:
         return library.Kept(vectors=0, block_stride=0, tail=0, sink=0, ring=0, block_size=0)
-    stride, size = (kept.vectors.stride(0), kept.block_size) if isinstance(kept, KeptBlocks) else (0, 0)
+    stride, size = (window.vectors.stride(0), window.block_size) if isinstance(window, ResidualBlocks) else (0, 0)
     return library.Kept(
-        vectors=kept.vectors, block_stride=stride, tail=kept.tail, sink=kept.sink, ring=kept.ring, block_size=size
+        vectors=window.vectors, block_stride=stride, tail=window.tail, sink=window.sink, ring=window.ring, block_size=size
     )  # fmt: skip
 
 
-class _Stored(NamedTuple):
+class _FieldArguments(NamedTuple):
     """The fields of a side as the kernels see them.
 
     Attributes:
@@ -144,25 +144,25 @@ class _Stored(NamedTuple):
     second_plane: int
 
 
-def _stored(fields: dict[str, Tensor], of: Layout) -> _Stored:
-    if of.columns is not None:
+def _field_arguments(fields: dict[str, Tensor], side: Layout) -> _FieldArguments:
+    if side.columns is not None:
         cell = Cell.MIXED
-    elif of.planes:
-        cell = Cell.NIBBLE if sum(of.planes) <= 4 else Cell.BYTE
+    elif side.planes:
+        cell = Cell.NIBBLE if sum(side.planes) <= 4 else Cell.BYTE
     else:
         cell = Cell.BF16 if is_bf16(fields["data"]) else Cell.FP32
-    codes, scales, widths = fields.get("codes", fields.get("data")), fields.get("scale"), (*of.planes, 0, 0)
+    codes, scales, widths = fields.get("codes", fields.get("data")), fields.get("scale"), (*side.planes, 0, 0)
     assert codes is not None, "a format has levels or plain numbers"
-    return _Stored(
+    return _FieldArguments(
         codes, _or_null(scales), codes.stride(0) * codes.itemsize, 0 if scales is None else scales.stride(0),
         codes.itemsize * codes.shape[3], cell, widths[0], widths[1],
     )  # fmt: skip
 
 
-def _side(fields: dict[str, Tensor], of: Layout, kept: library.Kept) -> library.SideArgs:
+def _side(fields: dict[str, Tensor], side: Layout, window: library.Kept) -> library.SideArgs:
     return library.SideArgs(
-        **_stored(fields, of)._asdict(), centroids=_sixteen(of.centroids), levels=of.levels, unit=of.unit,
-        integers=_sixteen(of.integers), mean=_or_null(of.mean), columns=_or_null(of.columns), kept=kept,
+        **_field_arguments(fields, side)._asdict(), centroids=_sixteen(side.centroids), levels=side.levels, unit=side.unit,
+        integers=_sixteen(side.integers), mean=_or_null(side.mean), columns=_or_null(side.columns), kept=window,
     )  # fmt: skip
 
 
@@ -176,18 +176,18 @@ def _sixteen(table: Tensor | None) -> Tensor | int:
 
 
 def _store_side(
-    fields: dict[str, Tensor], of: Layout, kept: library.Kept, stretches: library.Stretches
+    fields: dict[str, Tensor], side: Layout, window: library.Kept, stretches: library.Stretches
 ) -> library.StoreSide:  # fmt: skip
-    stored = _stored(fields, of)
+    args = _field_arguments(fields, side)
     quantizer = library.Quantizer(
-        matrix=_matrix(of.matrix, of.levels), boundaries=_or_null(of.boundaries), centroids=_sixteen(of.centroids),
-        mean=_or_null(of.mean), weights=_or_null(of.weights), gains=_or_null(of.gains), columns=_or_null(of.columns),
-        tries=0 if of.gains is None else len(of.gains), along=of.along, first_plane=stored.first_plane,
-        second_plane=stored.second_plane, bytes=stored.bytes, cell=stored.cell,
+        matrix=_matrix(side.matrix, side.levels), boundaries=_or_null(side.boundaries), centroids=_sixteen(side.centroids),
+        mean=_or_null(side.mean), weights=_or_null(side.weights), gains=_or_null(side.gains), columns=_or_null(side.columns),
+        tries=0 if side.gains is None else len(side.gains), along=side.along, first_plane=args.first_plane,
+        second_plane=args.second_plane, bytes=args.bytes, cell=args.cell,
     )  # fmt: skip
     return library.StoreSide(
-        x=0, codes=stored.codes, scales=stored.scales, codes_stride=stored.codes_stride, scales_stride=stored.scales_stride,
-        quantizer=quantizer, stretches=stretches, kept=kept, bf16=0,
+        x=0, codes=args.codes, scales=args.scales, codes_stride=args.codes_stride, scales_stride=args.scales_stride,
+        quantizer=quantizer, stretches=stretches, kept=window, bf16=0,
     )  # fmt: skip
 
 

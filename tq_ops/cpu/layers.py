@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.cpu import library
-from haarkv.tq_ops.cpu.calls import Prepared, is_bf16, stored_weight, too_long
+from haarkv.tq_ops.cpu.calls import LayerCalls, is_bf16, stored_weight, too_long
 from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.weight import Weight, memory_of
+from haarkv.tq_ops.weight import Weight, backing_tensor
 
 FEW = 64
 """Tokens up to which a call serves them. Of more, Python's share is nothing, and what lies between the ops takes memory."""
@@ -46,7 +46,7 @@ class Dense:
 
 
 @dataclass(frozen=True)
-class _Filled:
+class _CacheStructures:
     """What a cache makes of the layers.
 
     Attributes:
@@ -57,8 +57,8 @@ class _Filled:
     """
 
     layers: ctypes.Array[library.DenseLayer]
-    calls: tuple[Prepared | None, ...]
-    placed: tuple[int, ...]
+    calls: tuple[LayerCalls | None, ...]
+    shape_layers: tuple[int, ...]
     matrices: tuple[library.Weight, ...]
 
 
@@ -72,7 +72,7 @@ class DenseLayers:
 
     def __init__(self, ops: CpuOps, layers: Sequence[Dense | None]) -> None:
         self._ops, self._layers = ops, tuple(layers)
-        self._filled: WeakKeyDictionary[PagedKVCache, _Filled] = WeakKeyDictionary()
+        self._by_cache: WeakKeyDictionary[PagedKVCache, _CacheStructures] = WeakKeyDictionary()
 
     def parts(self, span: range, cache: PagedKVCache) -> Iterator[tuple[bool, range]]:
         """The longest stretches of `span` that one call runs, and those between them that none does.
@@ -82,7 +82,7 @@ class DenseLayers:
         Raises:
             InputError: a head_dim that the kernels are not made for.
         """
-        calls = self._of(cache).calls
+        calls = self._structures(cache).calls
         for in_one, indices in groupby(span, lambda index: calls[index] is not None):
             first, *rest = indices
             yield in_one, range(first, first + 1 + len(rest))
@@ -104,58 +104,58 @@ class DenseLayers:
         cache.require_room(batch)
         if too_long(cache, batch) or not cache.has_room(batch):
             return None
-        filled, hidden = self._of(cache), hidden.clone(memory_format=torch.contiguous_format)
-        turns, kept = (library.Turns * len(ropes))(), []
+        structures, hidden = self._structures(cache), hidden.clone(memory_format=torch.contiguous_format)
+        turns, keepalive = (library.Turns * len(ropes))(), []
         for turn, pair in zip(turns, ropes, strict=True):
             cos, sin = (x.contiguous() for x in pair)
             turn.cos, turn.sin = cos.data_ptr(), sin.data_ptr()
-            kept += [cos, sin]
-        places = (library.Places * len(filled.placed))()
-        for place, layer in zip(places, filled.placed, strict=True):
-            placed = cache.placed(layer, batch)
-            slots, table = placed.slot_mapping.contiguous(), placed.block_table.contiguous()
+            keepalive += [cos, sin]
+        places = (library.Places * len(structures.shape_layers))()
+        for place, layer in zip(places, structures.shape_layers, strict=True):
+            layer_batch = cache.placed(layer, batch)
+            slots, table = layer_batch.slot_mapping.contiguous(), layer_batch.block_table.contiguous()
             place.slots, place.block_table = slots.data_ptr(), table.data_ptr()
-            kept += [slots, table]
+            keepalive += [slots, table]
         positions, rows, starts = (x.contiguous() for x in (batch.positions, batch.rows, batch.query_start_loc))
         call = library.Layers(
-            layers=ctypes.addressof(filled.layers[part.start]), hidden=hidden, ropes=ctypes.addressof(turns),
+            layers=ctypes.addressof(structures.layers[part.start]), hidden=hidden, ropes=ctypes.addressof(turns),
             places=ctypes.addressof(places), positions=positions, rows=rows, query_start=starts,
             count=len(part), tokens=hidden.shape[0],
             hidden_size=hidden.shape[1], sequences=batch.block_table.shape[0], max_blocks=batch.block_table.shape[1],
             bf16=is_bf16(hidden), isa=self._ops.isa_number, threads=self._ops.threads,
         )  # fmt: skip
-        refused = library.load().haarkv_layers(ctypes.byref(call))
-        del kept  # what the call's arrays point to has to live until here
-        return None if refused else hidden
+        status = library.load().haarkv_layers(ctypes.byref(call))
+        del keepalive  # what the call's arrays point to has to live until here
+        return None if status else hidden
 
-    def _of(self, cache: PagedKVCache) -> _Filled:
+    def _structures(self, cache: PagedKVCache) -> _CacheStructures:
         """The structures of a cache, made once."""
-        if cache not in self._filled:
-            calls = tuple(self._prepared(cache, index) for index in range(len(self._layers)))
-            self._filled[cache] = self._fill(cache, calls)
-        return self._filled[cache]
+        if cache not in self._by_cache:
+            calls = tuple(self._layer_calls(cache, index) for index in range(len(self._layers)))
+            self._by_cache[cache] = self._fill(cache, calls)
+        return self._by_cache[cache]
 
-    def _prepared(self, cache: PagedKVCache, index: int) -> Prepared | None:
+    def _layer_calls(self, cache: PagedKVCache, index: int) -> LayerCalls | None:
         if self._layers[index] is None or index not in cache.held:
             return None
-        return self._ops.prepared(cache, index)
+        return self._ops.layer_calls(cache, index)
 
-    def _fill(self, cache: PagedKVCache, calls: tuple[Prepared | None, ...]) -> _Filled:
+    def _fill(self, cache: PagedKVCache, calls: tuple[LayerCalls | None, ...]) -> _CacheStructures:
         # Layers of one shape have one block table.
-        placed = {cache.shape(index): index for index, call in enumerate(calls) if call is not None}
+        layer_by_shape = {cache.shape(index): index for index, call in enumerate(calls) if call is not None}
         layers, matrices = (library.DenseLayer * len(calls))(), list[library.Weight]()
-        for index, (to, of, call) in enumerate(zip(layers, self._layers, calls, strict=True)):
-            if of is None or call is None:
+        for index, (to, dense, call) in enumerate(zip(layers, self._layers, calls, strict=True)):
+            if dense is None or call is None:
                 continue
-            for name, weight in of.weights.items():
+            for name, weight in dense.weights.items():
                 if name in library.DENSE_MATRICES:
                     matrices.append(stored_weight(weight))
                     setattr(to, name, matrices[-1])
                 else:
                     assert name in library.DENSE_VECTORS, name
-                    setattr(to, name, memory_of(weight).data_ptr())
+                    setattr(to, name, backing_tensor(weight).data_ptr())
             to.store, to.attention = ctypes.addressof(call.store), ctypes.addressof(call.attention)
-            to.intermediate_size, to.num_heads = of.weights["gate_proj"].shape[0], of.num_heads
-            to.norms_bf16, to.gelu, to.rope = is_bf16(memory_of(of.weights["input_norm"])), of.gelu, of.rope
-            to.place, to.eps, to.softmax_scale = list(placed).index(cache.shape(index)), of.eps, of.softmax_scale
-        return _Filled(layers, calls, tuple(placed.values()), tuple(matrices))
+            to.intermediate_size, to.num_heads = dense.weights["gate_proj"].shape[0], dense.num_heads
+            to.norms_bf16, to.gelu, to.rope = is_bf16(backing_tensor(dense.weights["input_norm"])), dense.gelu, dense.rope
+            to.place, to.eps, to.softmax_scale = list(layer_by_shape).index(cache.shape(index)), dense.eps, dense.softmax_scale
+        return _CacheStructures(layers, calls, tuple(layer_by_shape.values()), tuple(matrices))

@@ -22,9 +22,9 @@ from haarkv.codebooks.cubic import centroids as centroids_of
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.packing import Column, planes
 from haarkv.tq_ops.formats.rotated import Coordinates, Description, numbers_on
-from haarkv.tq_ops.kv.reads import Reads
+from haarkv.tq_ops.kv.reads import KernelSupport
 
-READS = Reads(
+READS = KernelSupport(
     "the CPU kernels", head_dims=(64, 128, 256), bits=(2, 3, 4, 5, 6, 8), plain=(torch.bfloat16, torch.float32),
     kept=True, windows=True, learned=True,
 )  # fmt: skip
@@ -79,41 +79,41 @@ def layout(kv_format: KVFormat, layer: int, head_dim: int) -> Layout:
     """The layout of a format that `READS` takes; made once. Do not write to it."""
     if kv_format.plain:
         return Layout(head_dim)
-    described = kv_format.description(head_dim)
-    assert described is not None, "misfit() lets formats of rotated levels pass alone"
-    return _layout(described, layer)
+    description = kv_format.description(head_dim)
+    assert description is not None, "misfit() lets formats of rotated levels pass alone"
+    return _layout(description, layer)
 
 
 @cache
-def _layout(described: Description, layer: int) -> Layout:
-    if described.transform.coordinates is not None:
-        return _learned_layout(described, described.transform.coordinates(layer))
-    queries = sums = torch.arange(described.head_dim)
-    centroids, integers, unit = numbers_on(described.centroids, _CPU), None, 0.0
-    if described.bits <= 4:  # as words of eight levels
+def _layout(description: Description, layer: int) -> Layout:
+    if description.transform.coordinates is not None:
+        return _learned_layout(description, description.transform.coordinates(layer))
+    queries = sums = torch.arange(description.head_dim)
+    centroids, integers, unit = numbers_on(description.centroids, _CPU), None, 0.0
+    if description.bits <= 4:  # as words of eight levels
         queries = queries.view(2, -1).T.flatten()
         sums = queries.view(-1, 8).T.flatten()
         integers, unit = whole_levels(tuple(centroids.tolist()))
-    rotation = described.transform.on(layer, described.head_dim, _CPU)
-    back = rotation.T.unsqueeze(0)
-    rotate, rotate_back = back[:, queries].mT.contiguous(), back[:, sums].contiguous()
+    rotation = description.transform.on(layer, description.head_dim, _CPU)
+    inverse = rotation.T.unsqueeze(0)
+    rotate, rotate_back = inverse[:, queries].mT.contiguous(), inverse[:, sums].contiguous()
     return Layout(
-        described.head_dim, tuple(planes(described.bits)), rotation.bfloat16().unsqueeze(0), rotate, rotate_back,
-        in_pairs(rotate), in_pairs(rotate_back), centroids, numbers_on(described.boundaries, _CPU), described.along,
+        description.head_dim, tuple(planes(description.bits)), rotation.bfloat16().unsqueeze(0), rotate, rotate_back,
+        in_pairs(rotate), in_pairs(rotate_back), centroids, numbers_on(description.boundaries, _CPU), description.along,
         integers, unit,
     )  # fmt: skip
 
 
-def _learned_layout(described: Description, of: Coordinates) -> Layout:
+def _learned_layout(description: Description, coordinates: Coordinates) -> Layout:
     """Of each KV head another matrix: in BF16, which they are, only half of the bytes are fetched."""
-    matrix, rotate = of.forward.bfloat16().contiguous(), of.rows.bfloat16().mT.contiguous()
-    assert torch.equal(rotate.float(), of.rows.mT), "rows are BF16 numbers"
-    assert torch.equal(matrix.float(), of.forward), "coordinates are BF16 numbers"
+    matrix, rotate = coordinates.forward.bfloat16().contiguous(), coordinates.rows.bfloat16().mT.contiguous()
+    assert torch.equal(rotate.float(), coordinates.rows.mT), "rows are BF16 numbers"
+    assert torch.equal(matrix.float(), coordinates.forward), "coordinates are BF16 numbers"
     integers, unit = _mixed_integers()
     return Layout(
-        described.head_dim, (), matrix, rotate, None, in_pairs(rotate), None, _every_width(centroids_of),
-        _every_width(boundaries_of), False, integers, unit, of.mean.contiguous(), of.weights.contiguous(),
-        torch.tensor(of.gains), _columns(described.columns),
+        description.head_dim, (), matrix, rotate, None, in_pairs(rotate), None, _every_width(centroids_of),
+        _every_width(boundaries_of), False, integers, unit, coordinates.mean.contiguous(), coordinates.weights.contiguous(),
+        torch.tensor(coordinates.gains), _columns(description.columns),
     )  # fmt: skip
 
 
@@ -134,11 +134,11 @@ def _mixed_integers() -> tuple[Tensor, float]:
 @cache
 def _columns(columns: tuple[Column, ...]) -> Tensor:
     """[1 + 3 * (2 + 5 * 3)] int32, `Columns` of kernels.h."""
-    found = torch.zeros(_MOST_COLUMNS, 2 + 3 * _MOST_PARTS, dtype=torch.int32)
-    for row, column in zip(found, columns, strict=False):
+    table = torch.zeros(_MOST_COLUMNS, 2 + 3 * _MOST_PARTS, dtype=torch.int32)
+    for row, column in zip(table, columns, strict=False):
         parts = [number for part in column.parts for number in (part.eighth, part.bits, part.shift)]
         row[: 2 + len(parts)] = torch.tensor([column.nbytes, len(column.parts), *parts])
-    return torch.cat([torch.tensor([len(columns)], dtype=torch.int32), found.flatten()])
+    return torch.cat([torch.tensor([len(columns)], dtype=torch.int32), table.flatten()])
 
 
 def in_pairs(matrix: Tensor) -> Tensor:

@@ -130,11 +130,11 @@ class Store(Structure):
     )  # fmt: skip
 
 
-STORED = (
+WEIGHT_TYPES = (
     "FP32", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4",
 )  # fmt: skip
 """What the numbers of a weight lie in; the index is the library's own number for it. Blocks have the names of their types."""
-BLOCKS = STORED[2:]
+BLOCKS = WEIGHT_TYPES[2:]
 
 
 class Weight(Structure):

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cpu import library
-from haarkv.tq_ops.cpu.calls import IS_BF16, Prepared, has_kernel, is_bf16, prepare, stored_weight, too_long
+from haarkv.tq_ops.cpu.calls import IS_BF16, LayerCalls, has_kernel, is_bf16, prepare, stored_weight, too_long
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.recurrent import Recurrent
-from haarkv.tq_ops.weight import Blocks, Weight, activations, numbers_of, rows_of
+from haarkv.tq_ops.weight import Blocks, Weight, activations, weight_numbers, weight_rows
 
 
 class CpuOps:
@@ -50,7 +50,7 @@ class CpuOps:
         )
         self._blocks: WeakKeyDictionary[Blocks, library.Weight] = WeakKeyDictionary()
         self._given = threading.local()
-        self._caches: WeakKeyDictionary[PagedKVCache, dict[int, Prepared | None]] = WeakKeyDictionary()
+        self._caches: WeakKeyDictionary[PagedKVCache, dict[int, LayerCalls | None]] = WeakKeyDictionary()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -91,8 +91,8 @@ class CpuOps:
         for name, value in fields.items():
             setattr(call, name, value.data_ptr() if isinstance(value, Tensor) else value)
         call.threads = self.threads
-        found: int = getattr(self._library, symbol)(ctypes.byref(call))
-        return found
+        status: int = getattr(self._library, symbol)(ctypes.byref(call))
+        return status
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm over the last axis; arguments, result and rounding points as the reference's.
@@ -170,12 +170,12 @@ class CpuOps:
             Of 32 numbers whose largest size is below 3e-31 nothing is left.
         """
         if not has_kernel(weight):
-            x, weight = activations(x.float(), weight), numbers_of(weight)
+            x, weight = activations(x.float(), weight), weight_numbers(weight)
         x = x.contiguous()
         y = torch.empty(x.shape[0], weight.shape[0])
         call = library.Linear.from_buffer_copy(self._linear)
         if isinstance(weight, Blocks):
-            call.weight = self._stored(weight)
+            call.weight = self._weight_struct(weight)
         else:
             weight = weight.contiguous()
             call.weight.data, call.weight.stored = weight.data_ptr(), is_bf16(weight)
@@ -184,7 +184,7 @@ class CpuOps:
         return y
 
     def rows(self, weight: Weight, index: Tensor) -> Tensor:
-        """Rows of a weight, to the bits of `weight.rows_of`: an embedding looks them up. It is no op of the table.
+        """Rows of a weight, to the bits of `weight.weight_rows`: an embedding looks them up. It is no op of the table.
 
         Args:
             weight: [N, in]; blocks whose columns have scales, or of a type that `library.BLOCKS` does not name, are restored
@@ -196,21 +196,21 @@ class CpuOps:
             IndexError: a row that there is not.
         """
         if not isinstance(weight, Blocks) or not has_kernel(weight) or weight.column_scales is not None:
-            return rows_of(weight, index)
+            return weight_rows(weight, index)
         index = index.contiguous()
         y = torch.empty(len(index), weight.shape[1])
         call = library.Rows.__new__(library.Rows)
-        call.weight, call.count, call.outputs, call.inputs = self._stored(weight), len(index), *weight.shape
+        call.weight, call.count, call.outputs, call.inputs = self._weight_struct(weight), len(index), *weight.shape
         if self._run("haarkv_rows", call, rows=index, y=y):
-            return rows_of(weight, index)  # counted from the end, or it says which there is not
-        restored = y.to(weight.dtype)
-        return restored if weight.row_scales is None else restored * weight.row_scales[index].unsqueeze(-1)
+            return weight_rows(weight, index)  # counted from the end, or it says which there is not
+        numbers = y.to(weight.dtype)
+        return numbers if weight.row_scales is None else numbers * weight.row_scales[index].unsqueeze(-1)
 
-    def _stored(self, weight: Blocks) -> library.Weight:
+    def _weight_struct(self, weight: Blocks) -> library.Weight:
         """As the kernels take it, made once."""
-        if (stored := self._blocks.get(weight)) is None:
-            stored = self._blocks[weight] = stored_weight(weight)
-        return stored
+        if (struct := self._blocks.get(weight)) is None:
+            struct = self._blocks[weight] = stored_weight(weight)
+        return struct
 
     def store_kv(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
         """Quantize K and V and store each once at its slots, and in BF16 where the plan keeps them. Of formats that `READS`
@@ -225,23 +225,23 @@ class CpuOps:
         Rounding points: those of the format. Sums with its matrix are in another order, in FP32, so a level may differ where a
             value is that close to a boundary; the levels that refine it follow from it.
         """
-        prepared = self.prepared(cache, layer)
-        if prepared is None:
+        layer_calls = self.layer_calls(cache, layer)
+        if layer_calls is None:
             with self._threads_for_torch():
                 return reference.store_kv(k, v, cache, layer, batch)
         cache.require_room(batch, layer)
-        given, batch = batch, cache.placed(layer, batch)
+        forward_batch, batch = batch, cache.placed(layer, batch)
         k, v, slots = k.contiguous(), v.contiguous(), batch.slot_mapping.contiguous()
-        call = library.Store.from_buffer_copy(prepared.store)
+        call = library.Store.from_buffer_copy(layer_calls.store)
         call.k.x, call.v.x, call.k.bf16, call.v.bf16 = k.data_ptr(), v.data_ptr(), is_bf16(k), is_bf16(v)
-        refused = self._run(
+        status = self._run(
             "haarkv_store", call, slots=slots, tokens=k.shape[0], positions=batch.positions.contiguous(),
             query_start=batch.query_start_loc.contiguous(), rows=batch.rows.contiguous(), sequences=len(batch.rows),
             kept_slots=0 if batch.kept_slots is None else batch.kept_slots.contiguous(),
         )  # fmt: skip
-        if refused:
+        if status:
             # Nothing was written. The reference meets the same fault and names it.
-            reference.store_kv(k, v, cache, layer, given)
+            reference.store_kv(k, v, cache, layer, forward_batch)
         return None
 
     def paged_attention(self, q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
@@ -298,14 +298,14 @@ class CpuOps:
         and partial sums take about 4 MB, 1 MB a thread beyond four threads, 16 MB at most, whatever the prompt.
 
         """
-        prepared = self.prepared(cache, layer)
-        if prepared is None or too_long(cache, batch):
+        layer_calls = self.layer_calls(cache, layer)
+        if layer_calls is None or too_long(cache, batch):
             with self._threads_for_torch():
                 return reference.paged_attention(q, cache, layer, batch, softmax_scale)
         batch = cache.placed(layer, batch)
         q = q.contiguous()
         out = torch.empty_like(q)
-        call = library.Attention.from_buffer_copy(prepared.attention)
+        call = library.Attention.from_buffer_copy(layer_calls.attention)
         call.sequences, call.max_blocks = batch.block_table.shape
         if batch.kept_table is not None:
             call.kept_blocks = batch.kept_table.shape[1]
@@ -333,30 +333,30 @@ class CpuOps:
         windows, memories = state.tensors["conv"], state.tensors["delta"]
         channels, taps = conv.shape[0], conv.shape[2]
         _, versions, value_heads, key_dim, value_dim = memories.shape
-        out, mixed, gates = (torch.empty(len(x), *size) for size in ((value_heads, value_dim), (channels,), (value_heads, 2)))
-        given = {"x": x, "a": a, "b": b, "conv": conv, "a_log": a_log, "dt_bias": dt_bias}
-        refused = self._run(
+        out, qkv, gates = (torch.empty(len(x), *size) for size in ((value_heads, value_dim), (channels,), (value_heads, 2)))
+        operands = {"x": x, "a": a, "b": b, "conv": conv, "a_log": a_log, "dt_bias": dt_bias}
+        status = self._run(
             "haarkv_gated_delta", library.GatedDelta.__new__(library.GatedDelta),
-            **{name: tensor.float().contiguous() for name, tensor in given.items()}, out=out, mixed=mixed, gates=gates,
+            **{name: tensor.float().contiguous() for name, tensor in operands.items()}, out=out, mixed=qkv, gates=gates,
             windows=windows, memories=memories, seen=state.seen, positions=batch.positions.contiguous(),
             slots=batch.slot_mapping.contiguous(), rows=batch.rows.contiguous(),
             query_start=batch.query_start_loc.contiguous(), channels=channels, sequences=len(batch.rows), versions=versions,
             taps=taps, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim,
             key_heads=(channels - value_heads * value_dim) // (2 * key_dim), isa=self.isa_number,
         )  # fmt: skip
-        if refused:
+        if status:
             state.read(batch)  # says which tokens nobody has seen
         return out
 
-    def prepared(self, cache: PagedKVCache, layer: int) -> Prepared | None:
+    def layer_calls(self, cache: PagedKVCache, layer: int) -> LayerCalls | None:
         """The calls of one layer of a cache, made once: filling them in takes longer than storing a token.
 
         Returns:
             None where the kernels do not read its formats, and the reference's ops run.
         """
-        prepared = self._caches.setdefault(cache, {})
-        if cache.widened(layer):
+        by_layer = self._caches.setdefault(cache, {})
+        if cache.is_widened(layer):
             return prepare(cache, layer, self.isa_number)
-        if layer not in prepared:
-            prepared[layer] = prepare(cache, layer, self.isa_number)
-        return prepared[layer]
+        if layer not in by_layer:
+            by_layer[layer] = prepare(cache, layer, self.isa_number)
+        return by_layer[layer]

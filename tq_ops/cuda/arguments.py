@@ -24,11 +24,11 @@ ROWS = 16
 
 
 @dataclass(frozen=True)
-class Kept:
+class WindowPair:
     """The tokens in BF16 of one layer.
 
     Attributes:
-        k, v: [num_rows, Hkv, sink + ring, D] bf16, as in `tq_ops.kv.kept.Kept.vectors`.
+        k, v: [num_rows, Hkv, sink + ring, D] bf16, as in `tq_ops.kv.kept.WindowPair.vectors`.
         tail: tokens that a query sees in BF16, itself among them; packed it sees those from `sink` to `tail` before it.
         sink: first tokens that every query sees in BF16.
         ring: newest tokens there is room for.
@@ -41,7 +41,7 @@ class Kept:
     ring: int
 
 
-def kept_in(cache: PagedKVCache, layer: int) -> Kept | None:
+def layer_windows(cache: PagedKVCache, layer: int) -> WindowPair | None:
     """What a layer keeps in BF16, if anything."""
     k, v = cache.kept(layer)
     if k is None and v is None:
@@ -50,7 +50,7 @@ def kept_in(cache: PagedKVCache, layer: int) -> Kept | None:
     assert k is not None
     assert v is not None
     assert (k.tail, k.sink, k.ring) == (v.tail, v.sink, v.ring)
-    return Kept(k.vectors, v.vectors, k.tail, k.sink, k.ring)
+    return WindowPair(k.vectors, v.vectors, k.tail, k.sink, k.ring)
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ Attributes:
     codes, scales: the fields; both begin a block's tokens of one head after another's.
     codes_stride, scales_stride: from a block to the next, in bytes and in scales.
     centroids: of `layout.Layout`.
-    words: of `layout.words_of`; None where they are not looked up.
+    words: of `layout.centroid_words`; None where they are not looked up.
     BITS: of a level.
     COLUMNS, UNITS, PARTS: how many columns learned keys lie in, 0 of planes, and `layout.Columns`.
     PERMUTE: whether centroids are looked up, or made two at a time, in registers.
@@ -91,7 +91,7 @@ Write = namedtuple(
 Attributes:
     codes … PARTS: as in `Read`.
     forward, boundaries: of `layout.Layout`.
-    mean, weights, widths, gains, cos, sin: of `layout.Learned`; None of a rotation.
+    mean, weights, widths, gains, cos, sin: of `layout.LearnedTables`; None of a rotation.
     kept: [num_rows, Hkv, sink + ring, D] bf16, tokens that stay in it; None where none do.
     ALONG: of `Description`.
     LEARNED: whether these are learned keys.
@@ -105,7 +105,7 @@ Turning = namedtuple("Turning", "rotation mean largest cos sin positions HALF WI
 
 Attributes:
     rotation: of `layout.Layout`.
-    mean, largest, cos, sin: of `layout.Learned`.
+    mean, largest, cos, sin: of `layout.LearnedTables`.
     positions: of the batch.
     HALF: of `rotate.places`.
     WINDOW: tokens that a query sees; 0 for all.
@@ -134,12 +134,12 @@ Attributes:
 """
 
 
-def turning(of: Layout, batch: Batch, window: int | None, operand: tl.dtype) -> Turning:
+def turning(layout: Layout, batch: Batch, window: int | None, operand: tl.dtype) -> Turning:
     """Of a layer's K for the queries of a batch; `operand` as `Turning.TYPE`."""
-    if not (learned := of.learned):
+    if not (learned_tables := layout.learned):
         return Turning(*(None,) * 6, *map(constant, (0, 0, operand)))
-    tables = learned.mean, learned.largest, learned.cos, learned.sin
-    return Turning(of.rotation, *tables, batch.positions, *map(constant, (learned.half, window or 0, operand)))
+    tables = learned_tables.mean, learned_tables.largest, learned_tables.cos, learned_tables.sin
+    return Turning(layout.rotation, *tables, batch.positions, *map(constant, (learned_tables.half, window or 0, operand)))
 
 
 def constant(value: Any) -> Any:
@@ -147,48 +147,61 @@ def constant(value: Any) -> Any:
     return tl.constexpr(value)
 
 
-def read(fields: dict[str, Tensor], of: Layout, permutes: bool) -> Read:
+def read(fields: dict[str, Tensor], layout: Layout, permutes: bool) -> Read:
     """One side of a layer for attention."""
     codes, scales = fields["codes"], fields["scale"]
     return Read(
-        codes, scales, codes.stride(0), scales.stride(0), of.centroids, of.words,
-        *map(constant, (of.bits, len(of.columns.units), *of.columns, permutes)),
+        codes, scales, codes.stride(0), scales.stride(0), layout.centroids, layout.words,
+        *map(constant, (layout.bits, len(layout.columns.units), *layout.columns, permutes)),
     )  # fmt: skip
 
 
-def written(fields: dict[str, Tensor], of: Layout, kept: Tensor | None, x: Tensor) -> Write:
+def write_arguments(fields: dict[str, Tensor], layout: Layout, window: Tensor | None, x: Tensor) -> Write:
     """One side of a layer for `quantize.append`; x says where it runs."""
-    codes, scales, learned = fields["codes"], fields["scale"], of.learned
+    codes, scales, learned_tables = fields["codes"], fields["scale"], layout.learned
     mean, weights, widths, gains, cos, sin = (
-        (learned.mean, learned.weights, learned.widths, learned.gains, learned.cos, learned.sin) if learned else (None,) * 6
+        (
+            learned_tables.mean,
+            learned_tables.weights,
+            learned_tables.widths,
+            learned_tables.gains,
+            learned_tables.cos,
+            learned_tables.sin,
+        )
+        if learned_tables
+        else (None,) * 6
     )
     return Write(
-        codes, scales, codes.stride(0), scales.stride(0), of.centroids, of.forward, of.boundaries, mean, weights,
-        widths, gains, cos, sin, kept,
-        BITS=constant(of.bits), COLUMNS=constant(len(of.columns.units)), UNITS=constant(of.columns.units),
-        PARTS=constant(of.columns.parts), ALONG=constant(of.along), LEARNED=constant(learned is not None),
-        HALF=constant(learned.half if learned else of.rotation.shape[-1] // 2),
-        STRETCHES=constant(len(learned.cos) if learned else 0),
+        codes, scales, codes.stride(0), scales.stride(0), layout.centroids, layout.forward, layout.boundaries, mean, weights,
+        widths, gains, cos, sin, window,
+        BITS=constant(layout.bits), COLUMNS=constant(len(layout.columns.units)), UNITS=constant(layout.columns.units),
+        PARTS=constant(layout.columns.parts), ALONG=constant(layout.along), LEARNED=constant(learned_tables is not None),
+        HALF=constant(learned_tables.half if learned_tables else layout.rotation.shape[-1] // 2),
+        STRETCHES=constant(len(learned_tables.cos) if learned_tables else 0),
         TYPE=constant(choices.rotation_operand(x, exact_in_bf16=True)),
     )  # fmt: skip
 
 
-def both_written(
-    fields: tuple[dict[str, Tensor], dict[str, Tensor]], of: tuple[Layout, Layout], kept: Kept | None, x: Tensor, head_dim: int
+def both_writes(
+    fields: tuple[dict[str, Tensor], dict[str, Tensor]],
+    layouts: tuple[Layout, Layout],
+    windows: WindowPair | None,
+    x: Tensor,
+    head_dim: int,
 ) -> dict[str, Any]:
     """K and V of a layer for a kernel that stores them, and its warps, by name."""
-    in_bf16 = (kept.k, kept.v) if kept else (None, None)
-    k, v = (written(side, layout, vectors, x) for side, layout, vectors in zip(fields, of, in_bf16, strict=True))
-    types, learned = (k.TYPE.value, v.TYPE.value), any(one.learned for one in of)
-    return {"k": k, "v": v, "num_warps": choices.store_warps(head_dim, types, max(one.bits for one in of), learned)}
+    in_bf16 = (windows.k, windows.v) if windows else (None, None)
+    k, v = (write_arguments(side, layout, vectors, x) for side, layout, vectors in zip(fields, layouts, in_bf16, strict=True))
+    types, has_learned = (k.TYPE.value, v.TYPE.value), any(one.learned for one in layouts)
+    return {"k": k, "v": v, "num_warps": choices.store_warps(head_dim, types, max(one.bits for one in layouts), has_learned)}
 
 
-def keeping(kept: Kept | None, batch: Batch) -> Keeping:
+def keeping(windows: WindowPair | None, batch: Batch) -> Keeping:
     """Where a batch's tokens stay in BF16."""
-    if kept is None:
+    if windows is None:
         return Keeping(None, None, None, *map(constant, (0, 0, 0)))
-    of_batch = batch.rows, batch.positions, batch.query_start_loc
-    return Keeping(*of_batch, *map(constant, (kept.sink, kept.ring, sequence_bits(batch))))
+    batch_arrays = batch.rows, batch.positions, batch.query_start_loc
+    return Keeping(*batch_arrays, *map(constant, (windows.sink, windows.ring, sequence_bits(batch))))
 
 
 def sequence_bits(batch: Batch) -> int:
@@ -197,16 +210,16 @@ def sequence_bits(batch: Batch) -> int:
     return 0 if len(batch.positions) == sequences else max(1, (sequences - 1).bit_length())
 
 
-def tokens_of(batch: Batch, kept: Kept | None, window: int | None, size: int) -> Tokens:
+def token_arguments(batch: Batch, windows: WindowPair | None, window: int | None, size: int) -> Tokens:
     """The new tokens of a placed batch; `size` as `Tokens.SIZE`."""
     one_each = len(batch.positions) == batch.seq_lens.shape[0]
-    of_kept = (kept.tail, kept.sink) if kept else (0, 0)
+    window_sizes = (windows.tail, windows.sink) if windows else (0, 0)
     return Tokens(
-        batch.positions, batch.query_start_loc, batch.seq_lens, *map(constant, (*of_kept, window or 0, one_each, size))
+        batch.positions, batch.query_start_loc, batch.seq_lens, *map(constant, (*window_sizes, window or 0, one_each, size))
     )
 
 
-def tiles_of(tokens: int, heads: int, of: Layout) -> int:
+def num_tiles(tokens: int, heads: int, layout: Layout) -> int:
     """How many tiles of `rotate.vectors_of` there are."""
-    tiles: int = of.matrices * triton.cdiv(tokens * heads // of.matrices, ROWS)
+    tiles: int = layout.matrices * triton.cdiv(tokens * heads // layout.matrices, ROWS)
     return tiles

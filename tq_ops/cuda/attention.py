@@ -16,26 +16,26 @@ product with K's mean, is one number for all of it. It is added to the maximum, 
 import triton
 import triton.language as tl
 
-from haarkv.tq_ops.cuda.lookup import centroids_of, load_words
+from haarkv.tq_ops.cuda.lookup import load_words, tile_centroids
 from haarkv.tq_ops.cuda.planes import load_codes
 from haarkv.tq_ops.cuda.rotate import STRETCH, dot
-from haarkv.tq_ops.cuda.schedule import find_column_tile, find_piece, origin_of, share_of, tiles_of
+from haarkv.tq_ops.cuda.schedule import find_column_tile, find_piece, program_share, sequence_tiles, window_origin
 
 
 @triton.jit
-def entries_of(table, begin, first, end, BLOCK: tl.constexpr, TOKENS: tl.constexpr, LOWER: tl.constexpr):
+def table_entries(table, begin, first, end, BLOCK: tl.constexpr, TOKENS: tl.constexpr, LOWER: tl.constexpr):
     """The blocks of stored tokens begin … begin + TOKENS - 1: one where a block holds them all, else one of each token."""
     if BLOCK % TOKENS == 0:
         block = tl.load(table + begin // BLOCK, begin < end, 0)
     else:
         token = begin + tl.arange(0, TOKENS)
-        there = (token >= first) & (token < end) if LOWER else token < end
-        block = tl.load(table + token // BLOCK, there, 0)
+        valid = (token >= first) & (token < end) if LOWER else token < end
+        block = tl.load(table + token // BLOCK, valid, 0)
     return block
 
 
 @triton.jit
-def rows_of(begin, first, end, kv_head, BLOCK: tl.constexpr, TOKENS: tl.constexpr, LOWER: tl.constexpr):
+def token_rows(begin, first, end, kv_head, BLOCK: tl.constexpr, TOKENS: tl.constexpr, LOWER: tl.constexpr):
     """Stored tokens begin … begin + TOKENS - 1, which of them lie in first … end - 1, and their rows in their blocks.
 
     Without LOWER none lies before `first`.
@@ -50,7 +50,7 @@ def rows_of(begin, first, end, kv_head, BLOCK: tl.constexpr, TOKENS: tl.constexp
 
 
 @triton.jit
-def codes_of(side, block, row, D: tl.constexpr):
+def load_row_codes(side, block, row, D: tl.constexpr):
     """Tiles of codes of the rows of some blocks, of K or of V."""
     return load_codes(side, block * side.codes_stride + row * (D * side.BITS // 8), D)
 
@@ -78,13 +78,13 @@ def attend_tile(
         SPAN: packed tokens that a query sees at most, up to `position`; None for all.
     """
     peak, total, widest, out_low, out_high, ahead = state
-    token, live, row = rows_of(begin, first, end, kv_head, BLOCK, TOKENS, LOWER)
+    token, live, row = token_rows(begin, first, end, kv_head, BLOCK, TOKENS, LOWER)
     # The next tile's codes are asked for before this tile is through, so where they lie has to be known by then.
-    block, ahead = ahead.to(tl.int64), entries_of(table, begin + TOKENS, first, end, BLOCK, TOKENS, LOWER)
+    block, ahead = ahead.to(tl.int64), table_entries(table, begin + TOKENS, first, end, BLOCK, TOKENS, LOWER)
     # Slots past the end hold leftovers of other sequences. Any code means a finite number, but a scale may be NaN: mask it.
     k_scale = tl.load(k.scales + block * k.scales_stride + row, live, 0.0)
     v_scale = tl.load(v.scales + block * v.scales_stride + row, live, 0.0)
-    k_low, k_high = centroids_of(codes_of(k, block, row, D), k, k_words, TYPE)
+    k_low, k_high = tile_centroids(load_row_codes(k, block, row, D), k, k_words, TYPE)
     logits = dot(k_low, q_low, tl.zeros((TOKENS, q_low.shape[1]), tl.float32), TYPE)
     logits = dot(k_high, q_high, logits, TYPE)
     if GAINS:
@@ -108,7 +108,7 @@ def attend_tile(
     unit = 1.0 / tl.maximum(new_widest, 5.9604644775390625e-08)
     p = (p * (v_scale * unit)[:, None]).to(TYPE)
     shrink = (shrink * (widest * unit))[None, :]
-    v_low, v_high = centroids_of(codes_of(v, block, row, D), v, v_words, TYPE)
+    v_low, v_high = tile_centroids(load_row_codes(v, block, row, D), v, v_words, TYPE)
     out_low = dot(tl.trans(v_low), p, out_low * shrink, TYPE)
     out_high = dot(tl.trans(v_high), p, out_high * shrink, TYPE)
     return new_peak, total, new_widest, out_low, out_high, ahead
@@ -131,16 +131,16 @@ def attend_wide_tile(
             all of them but those before `first`.
     """
     peak, total, widest, out_low, out_high, ahead = state
-    token, live, row = rows_of(begin, first, end, kv_head, BLOCK, TOKENS, LOWER)
+    token, live, row = token_rows(begin, first, end, kv_head, BLOCK, TOKENS, LOWER)
     # The next tile's codes are asked for before this tile is through, so where they lie has to be known by then.
-    block, ahead = ahead.to(tl.int64), entries_of(table, begin + TOKENS, first, end, BLOCK, TOKENS, LOWER)
+    block, ahead = ahead.to(tl.int64), table_entries(table, begin + TOKENS, first, end, BLOCK, TOKENS, LOWER)
     # Slots past the end, or before a window, hold leftovers: a scale may be NaN.
     k_scale, v_scale = k.scales + block * k.scales_stride + row, v.scales + block * v.scales_stride + row
     if MASKED:
         k_scale, v_scale = tl.load(k_scale, live, 0.0), tl.load(v_scale, live, 0.0)
     else:
         k_scale, v_scale = tl.load(k_scale), tl.load(v_scale)
-    k_low, k_high = centroids_of(codes_of(k, block, row, D), k, k_words, TYPE)
+    k_low, k_high = tile_centroids(load_row_codes(k, block, row, D), k, k_words, TYPE)
     logits = dot(q_low, tl.trans(k_low), tl.zeros((q_low.shape[0], TOKENS), tl.float32), TYPE)
     logits = dot(q_high, tl.trans(k_high), logits, TYPE) * (k_scale.to(tl.float32) * scale)[None, :]
     if GAINS:
@@ -162,7 +162,7 @@ def attend_wide_tile(
     unit = 1.0 / tl.maximum(new_widest, 5.9604644775390625e-08)
     p = (p * (v_scale * unit)[None, :]).to(TYPE)
     shrink = (shrink * (widest * unit))[:, None]
-    v_low, v_high = centroids_of(codes_of(v, block, row, D), v, v_words, TYPE)
+    v_low, v_high = tile_centroids(load_row_codes(v, block, row, D), v, v_words, TYPE)
     out_low = dot(p, v_low, out_low * shrink, TYPE)
     out_high = dot(p, v_high, out_high * shrink, TYPE)
     return new_peak, total, new_widest, out_low, out_high, ahead
@@ -201,20 +201,20 @@ def attend_tiles(
 
 @triton.jit
 def attend_piece(
-    q, gains, lacks, vectors, parts, maxima, sums, tokens, table, k, v, k_words, v_words, scale, sequence, own, begin, end,
+    q, gains, lacks, vectors, parts, maxima, sums, tokens, table, k, v, k_words, v_words, scale, sequence, tile, begin, end,
     place, kv_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """Attend with column tile `own` of a sequence to its stored tokens begin … end - 1, or as many of them as there are.
+    """Attend with column tile `tile` of a sequence to its stored tokens begin … end - 1, or as many of them as there are.
 
     Args:
         table: of this sequence.
-        begin, end: counted from `schedule.origin_of`; with WHOLE all of the context.
+        begin, end: counted from `schedule.window_origin`; with WHOLE all of the context.
         place: of the partial result among those of pieces; with WHOLE it goes by the vectors instead.
     """
     start, stop = tl.load(tokens.query_start_loc + sequence), tl.load(tokens.query_start_loc + sequence + 1)
-    column = own * COLUMNS + tl.arange(0, COLUMNS)
+    column = tile * COLUMNS + tl.arange(0, COLUMNS)
     token = start + column // GROUP
     live = token < stop
     position, length = tl.load(tokens.positions + token, live, -1).to(tl.int32), tl.load(tokens.seq_lens + sequence)
@@ -225,7 +225,7 @@ def attend_piece(
     first = tokens.SINK
     if tokens.WINDOW > 0:
         if not WHOLE:
-            origin = origin_of(length, stop - start, tokens.WINDOW, TOKENS)
+            origin = window_origin(length, stop - start, tokens.WINDOW, TOKENS)
             begin, end = begin + origin, end + origin
         first = tl.maximum(tl.min(tl.where(live, position, 2147483646), 0) + 1 - SPAN, tokens.SINK)
         begin = tl.maximum(begin, first // TOKENS * TOKENS)
@@ -242,34 +242,34 @@ def attend_piece(
         rows, part_row, lives = vector[None, :], part[None, :], live[None, :]
         dims = dims[:, None]
         low, high = tl.zeros((D // 2, COLUMNS), tl.float32), tl.zeros((D // 2, COLUMNS), tl.float32)
-    masked, ahead = begin, entries_of(table, begin, first, end, BLOCK, TOKENS, LOWER)
+    masked, ahead = begin, table_entries(table, begin, first, end, BLOCK, TOKENS, LOWER)
     if WIDE and SPAN is None:
         # Tiles that the first new token of the columns sees whole need no mask. With a window most tiles need one.
-        seen = tl.minimum(end, tl.min(tl.where(live, position, 2147483646), 0) + 1)
-        masked = tl.maximum(begin, begin + (seen - begin) // TOKENS * TOKENS)
+        visible_end = tl.minimum(end, tl.min(tl.where(live, position, 2147483646), 0) + 1)
+        masked = tl.maximum(begin, begin + (visible_end - begin) // TOKENS * TOKENS)
     CAUSAL: tl.constexpr = not tokens.ONE_EACH
     if k.COLUMNS > 0:
-        lacked = tl.zeros((COLUMNS,), tl.float32)
+        previous_lack = tl.zeros((COLUMNS,), tl.float32)
         # Both begin and the begin of a stretch are multiples of TOKENS: no tile is cut.
         for stretch in tl.range(begin // STRETCH, tl.cdiv(end, STRETCH)):
-            of_stretch = stretch * vectors
+            stretch_offset = stretch * vectors
             # Of a stretch that a query does not see, nothing is set.
             sees = live & (position >= stretch * STRETCH)
             if SPAN is not None:
                 sees = sees & (position - SPAN + 1 < (stretch + 1) * STRETCH)
-            at, there = q + (rows + of_stretch) * D + dims, sees[:, None] if WIDE else sees[None, :]
-            q_low, q_high = tl.load(at, there, 0.0), tl.load(at + D // 2, there, 0.0)
-            gain = tl.load(gains + of_stretch + vector, sees, 1.0)
-            lack = tl.load(lacks + of_stretch + vector, sees, 0.0) * scale
-            peak += lacked - lack
-            lacked = lack
+            at, valid = q + (rows + stretch_offset) * D + dims, sees[:, None] if WIDE else sees[None, :]
+            q_low, q_high = tl.load(at, valid, 0.0), tl.load(at + D // 2, valid, 0.0)
+            gain = tl.load(gains + stretch_offset + vector, sees, 1.0)
+            lack = tl.load(lacks + stretch_offset + vector, sees, 0.0) * scale
+            peak += previous_lack - lack
+            previous_lack = lack
             start, stop = tl.maximum(begin, stretch * STRETCH), tl.minimum(end, (stretch + 1) * STRETCH)
             peak, total, widest, low, high, ahead = attend_tiles(
                 q_low, q_high, gain, position, (peak, total, widest, low, high, ahead), start,
                 start, stop, first, end, table, k, v, k_words, v_words, kv_head, scale,
                 True, D, BLOCK, TOKENS, TYPE, CAUSAL, LOWER, SPAN, WIDE,
             )  # fmt: skip
-        peak += lacked
+        peak += previous_lack
     else:
         at = q + rows * D + dims
         q_low, q_high = tl.load(at, lives, 0.0), tl.load(at + D // 2, lives, 0.0)
@@ -304,25 +304,25 @@ def attend_kernel(
         WIDE: whether `attend_wide_tile` does it.
     """
     program, kv_head = tl.program_id(0), tl.program_id(1)
-    stored, columns = tiles_of(tokens, sequences, TOKENS, GROUP, COLUMNS)
-    of_k, of_v = load_words(k), load_words(v)
+    stored_tiles, columns = sequence_tiles(tokens, sequences, TOKENS, GROUP, COLUMNS)
+    k_words, v_words = load_words(k), load_words(v)
     if WHOLE:
         # The last tiles of a prompt see most and begin first.
-        sequence, own = find_column_tile(columns, programs - 1 - program)
+        sequence, tile = find_column_tile(columns, programs - 1 - program)
         if sequence < sequences:
             table = block_table + sequence.to(tl.int64) * table_width
             attend_piece(
-                q, gains, lacks, vectors, parts, maxima, sums, tokens, table, k, v, of_k, of_v, scale, sequence, own,
+                q, gains, lacks, vectors, parts, maxima, sums, tokens, table, k, v, k_words, v_words, scale, sequence, tile,
                 0, 2147483647, 0, kv_head, HEADS, GROUP, D, BLOCK, COLUMNS, TOKENS, WIDE, WHOLE, TYPE,
             )  # fmt: skip
     else:
-        _, place, stop = share_of(stored, columns, program, programs)
+        _, place, stop = program_share(stored_tiles, columns, program, programs)
         while place < stop:
-            sequence, column_tile, own, length, first = find_piece(stored, columns, place)
+            sequence, column_tile, tile, length, first = find_piece(stored_tiles, columns, place)
             count = tl.minimum(length - first, stop - place)
             table = block_table + sequence.to(tl.int64) * table_width
             attend_piece(
-                q, gains, lacks, vectors, parts, maxima, sums, tokens, table, k, v, of_k, of_v, scale, sequence, own,
+                q, gains, lacks, vectors, parts, maxima, sums, tokens, table, k, v, k_words, v_words, scale, sequence, tile,
                 first * TOKENS, (first + count) * TOKENS, program + column_tile, kv_head,
                 HEADS, GROUP, D, BLOCK, COLUMNS, TOKENS, WIDE, WHOLE, TYPE,
             )  # fmt: skip

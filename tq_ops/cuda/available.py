@@ -31,13 +31,13 @@ def triton_missing() -> str | None:
     if find_spec("triton") is None:
         return "Triton is not installed; pip install 'haarkv[cuda]'"
     try:
-        found = version("triton")
+        triton_version = version("triton")
     except PackageNotFoundError:  # A nightly build, by another name.
         return None
-    if tuple(int(part) for part in found.split(".")[:2]) >= OLDEST_TRITON:
+    if tuple(int(part) for part in triton_version.split(".")[:2]) >= OLDEST_TRITON:
         return None
     oldest = ".".join(map(str, OLDEST_TRITON))
-    return f"Triton is {found} and the kernels need {oldest}, which torch 2.11 brings; install a newer torch"
+    return f"Triton is {triton_version} and the kernels need {oldest}, which torch 2.11 brings; install a newer torch"
 
 
 def unavailable() -> str | None:
@@ -119,8 +119,8 @@ def nvrtc_missing() -> str | None:
         nvrtc.nvrtcVersion()
     except RuntimeError as error:
         major = (torch.version.cuda or "13").split(".")[0]
-        said = " ".join(str(error).split())
-        return f"NVRTC cannot be loaded; pip install 'cuda-bindings=={major}.*' beside a PyTorch for CUDA {major} ({said})"
+        message = " ".join(str(error).split())
+        return f"NVRTC cannot be loaded; pip install 'cuda-bindings=={major}.*' beside a PyTorch for CUDA {major} ({message})"
     return None
 
 
@@ -140,18 +140,18 @@ def compiled_cpp(folder: Path, name: str, target: str, defines: Mapping[str, int
     headers = sorted(folder.glob("*.cuh"))
     texts, names = [header.read_bytes() for header in headers], [header.name.encode() for header in headers]
     source = (folder / name).read_bytes()
-    program = _checked(nvrtc.nvrtcCreateProgram(source, name.encode(), len(headers), texts, names))
+    program = _require_success(nvrtc.nvrtcCreateProgram(source, name.encode(), len(headers), texts, names))
     try:
         options = [f"--gpu-architecture={target}", "--std=c++17", *(f"-D{key}={value}" for key, value in defines.items())]
         (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
         if int(result):
-            log = bytes(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
+            log = bytes(_require_success(nvrtc.nvrtcGetProgramLogSize(program)))
             nvrtc.nvrtcGetProgramLog(program, log)
             raise CompileError(log.decode(errors="replace").strip("\0 \n"))
         binary = target.startswith("sm_")
         size, get = (nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN) if binary else (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX)
-        out = bytes(_checked(size(program)))
-        _checked(get(program, out))
+        out = bytes(_require_success(size(program)))
+        _require_success(get(program, out))
         return out
     finally:
         nvrtc.nvrtcDestroyProgram(program)
@@ -172,10 +172,10 @@ class Kernel:
 
         self._device, self._shared_bytes = device, shared_bytes
         with torch.cuda.device(device):
-            self._module = _checked(driver.cuModuleLoadData(binary))
-            self._function = _checked(driver.cuModuleGetFunction(self._module, name.encode()))
+            self._module = _require_success(driver.cuModuleLoadData(binary))
+            self._function = _require_success(driver.cuModuleGetFunction(self._module, name.encode()))
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _checked(driver.cuFuncSetAttribute(self._function, attribute, shared_bytes))
+            _require_success(driver.cuFuncSetAttribute(self._function, attribute, shared_bytes))
 
     def launch(self, grid: tuple[int, int], threads: int, arguments: ctypes.Structure) -> None:
         """Queue one launch on PyTorch's current stream; its one parameter is a structure passed by value."""
@@ -184,7 +184,7 @@ class Kernel:
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         with torch.cuda.device(self._device):
             stream = torch.cuda.current_stream().cuda_stream
-            _checked(
+            _require_success(
                 driver.cuLaunchKernel(
                     self._function, *grid, 1, threads, 1, 1, self._shared_bytes, stream, ctypes.addressof(parameters), 0
                 )
@@ -214,12 +214,12 @@ def _attribute(device: torch.device, name: str) -> int:
     torch.cuda.init()
     attribute = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
     number = torch.cuda.current_device() if device.index is None else device.index
-    return int(_checked(driver.cuDeviceGetAttribute(attribute, _checked(driver.cuDeviceGet(number)))))
+    return int(_require_success(driver.cuDeviceGetAttribute(attribute, _require_success(driver.cuDeviceGet(number)))))
 
 
-def _checked(returned: tuple[Any, ...]) -> Any:
+def _require_success(response: tuple[Any, ...]) -> Any:
     """What a call of the bindings returns beside its result, which must be success."""
-    result, *rest = returned
+    result, *rest = response
     if int(result):
         raise RuntimeError(f"{type(result).__name__}: {result.name}")
     return rest[0] if len(rest) == 1 else tuple(rest)

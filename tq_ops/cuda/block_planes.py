@@ -23,7 +23,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from haarkv.tq_ops.block_levels import GROUP, fifth_of_q5, of_q4, of_q6, six_bits
+from haarkv.tq_ops.block_levels import GROUP, q4_lower_bits, q5_fifth_bits, q6_bits, six_bits
 from haarkv.tq_ops.weight import Blocks, BlockType, Weight, dense
 
 BLOCK = GROUP
@@ -58,8 +58,8 @@ class Planes:
 
     @property
     def nbytes(self) -> int:
-        of_32 = BLOCK // 8 * (self.low + self.high) + self.scales * (1 + self.minimum)
-        return self.together * of_32 + 2 * (1 + self.minimum)
+        block_bytes = BLOCK // 8 * (self.low + self.high) + self.scales * (1 + self.minimum)
+        return self.together * block_bytes + 2 * (1 + self.minimum)
 
     def places(self, blocks: int) -> tuple[int, int, int, int, int]:
         """Offsets of `high`, `scales`, `minima`, d and m within a row of `blocks` blocks of 32, in bytes."""
@@ -87,10 +87,10 @@ class PlaneBlocks(Blocks):
 
     def rows(self, index: slice | Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """As `Blocks.rows`, in one launch."""
-        from haarkv.tq_ops.cuda.block_products import rows_of
+        from haarkv.tq_ops.cuda.block_products import gather_rows
 
         numbers = torch.arange(len(self), device=self.device)[index] if isinstance(index, slice) else index
-        return rows_of(self, numbers, dtype or self.dtype)
+        return gather_rows(self, numbers, dtype or self.dtype)
 
 
 def placed(weight: Weight, device: torch.device) -> Tensor | PlaneBlocks:
@@ -107,18 +107,18 @@ def by_planes(weight: Blocks, device: torch.device) -> PlaneBlocks:
     data = torch.empty(len(weight), blocks // planes.together * planes.nbytes, dtype=torch.uint8, device=device)
     step = max(1, _CHUNK // weight.data.shape[1])
     for at in range(0, len(weight), step):
-        stored = weight.data[at : at + step].to(device)
-        data[at : at + step] = _in_planes(stored.view(len(stored), -1, weight.type.nbytes), weight.type.name)
-    rows, columns = (of if of is None else of.to(device) for of in (weight.row_scales, weight.column_scales))
-    return PlaneBlocks(data, _type_of(weight.type.name), weight.dtype, rows, columns, planes=planes)
+        chunk = weight.data[at : at + step].to(device)
+        data[at : at + step] = _in_planes(chunk.view(len(chunk), -1, weight.type.nbytes), weight.type.name)
+    rows, columns = (scales if scales is None else scales.to(device) for scales in (weight.row_scales, weight.column_scales))
+    return PlaneBlocks(data, _plane_type(weight.type.name), weight.dtype, rows, columns, planes=planes)
 
 
 @cache
-def _type_of(name: str) -> BlockType:
-    return BlockType(f"{name} in planes", PLANES[name].numbers, PLANES[name].nbytes, _restored)
+def _plane_type(name: str) -> BlockType:
+    return BlockType(f"{name} in planes", PLANES[name].numbers, PLANES[name].nbytes, _restore_planes)
 
 
-def _restored(rows: Tensor) -> Tensor:
+def _restore_planes(rows: Tensor) -> Tensor:
     raise NotImplementedError("a kernel restores planes")
 
 
@@ -129,26 +129,33 @@ def _packed(bits: Tensor, each: int) -> Tensor:
     return torch.sum(parts << shifts, -1, dtype=torch.uint8)
 
 
-def _in_planes(stored: Tensor, name: str) -> Tensor:
+def _in_planes(blocks: Tensor, name: str) -> Tensor:
     """[R, blocks, bytes] as the file has them -> [R, bytes of planes]."""
 
     def parts() -> tuple[Tensor, ...]:
         match name:
             case "Q8_0" | "Q4_0":
-                return stored[..., 2:], stored[..., :2]
+                return blocks[..., 2:], blocks[..., :2]
             case "Q4_1":
-                return stored[..., 4:], stored[..., :2], stored[..., 2:4]
+                return blocks[..., 4:], blocks[..., :2], blocks[..., 2:4]
             case "Q5_0":
-                return stored[..., 6:], stored[..., 2:6], stored[..., :2]
+                return blocks[..., 6:], blocks[..., 2:6], blocks[..., :2]
             case "Q5_1":
-                return stored[..., 8:], stored[..., 4:8], stored[..., :2], stored[..., 2:4]
+                return blocks[..., 8:], blocks[..., 4:8], blocks[..., :2], blocks[..., 2:4]
             case "Q6_K":
-                lower, upper = of_q6(stored)
-                return _codes(lower), _packed(upper, 2), stored[..., 192:208], stored[..., 208:]
-        of_scales, minima = six_bits(stored)
+                lower, upper = q6_bits(blocks)
+                return _codes(lower), _packed(upper, 2), blocks[..., 192:208], blocks[..., 208:]
+        scales, minima = six_bits(blocks)
         if name == "Q4_K":
-            return _codes(of_q4(stored, 16)), of_scales, minima, stored[..., :2], stored[..., 2:4]
-        return _codes(of_q4(stored, 48)), _packed(fifth_of_q5(stored), 1), of_scales, minima, stored[..., :2], stored[..., 2:4]
+            return _codes(q4_lower_bits(blocks, 16)), scales, minima, blocks[..., :2], blocks[..., 2:4]
+        return (
+            _codes(q4_lower_bits(blocks, 48)),
+            _packed(q5_fifth_bits(blocks), 1),
+            scales,
+            minima,
+            blocks[..., :2],
+            blocks[..., 2:4],
+        )
 
     return torch.cat([part.flatten(1) for part in parts()], 1)
 

@@ -16,13 +16,13 @@ from haarkv.tq_ops.cuda import choices
 from haarkv.tq_ops.cuda.arguments import constant
 from haarkv.tq_ops.cuda.available import launch
 from haarkv.tq_ops.cuda.block_planes import BLOCK, PlaneBlocks
-from haarkv.tq_ops.cuda.rotate import dot, rounded
+from haarkv.tq_ops.cuda.rotate import dot, round_to
 from haarkv.tq_ops.weight import Weight
 
 _HALF = tl.constexpr(BLOCK // 2)
 
-Stored = namedtuple(
-    "Stored",
+WeightArguments = namedtuple(
+    "WeightArguments",
     "weight row_scales column_scales row_bytes high scales minima d m LOW HIGH SHIFT SCALES MINIMUM TOGETHER",
 )
 """A weight [outputs, inputs] as kernels read it.
@@ -35,13 +35,13 @@ Attributes:
 """
 
 
-def stored_of(weight: Weight) -> Stored:
+def weight_args(weight: Weight) -> WeightArguments:
     """A dense weight, or one in planes."""
     if isinstance(weight, Tensor):
-        return Stored(weight, None, None, *(0,) * 6, *map(constant, (0, 0, 0, 0, False, 1)))
+        return WeightArguments(weight, None, None, *(0,) * 6, *map(constant, (0, 0, 0, 0, False, 1)))
     assert isinstance(weight, PlaneBlocks)
     planes = weight.planes
-    return Stored(
+    return WeightArguments(
         weight.data, weight.row_scales, weight.column_scales, weight.data.shape[1],
         *planes.places(weight.shape[1] // BLOCK),
         *map(constant, (planes.low, planes.high, planes.shift, planes.scales, planes.minimum, planes.together)),
@@ -49,42 +49,44 @@ def stored_of(weight: Weight) -> Stored:
 
 
 @triton.jit
-def levels_of(row, of, block, upper: tl.constexpr, number):
+def half_block_levels(row, weight, block, upper: tl.constexpr, number):
     """Half a block's levels, int32 [ROWS, 16]: the first, or with `upper` the second.
 
     Args:
         row: [ROWS, 1] where each row begins.
-        of: `Stored`.
+        weight: `WeightArguments`.
         number: [1, 16] 0 to 15.
     """
-    if of.LOW == 8:
+    if weight.LOW == 8:
         return tl.load((row + block * (2 * _HALF) + upper * _HALF + number).to(tl.pointer_type(tl.int8))).to(tl.int32)
     codes = tl.load(row + block * _HALF + number).to(tl.int32)
     level = codes >> 4 if upper else codes & 15
-    if of.HIGH > 0:
-        each: tl.constexpr = 8 // of.HIGH  # levels of a byte
-        above = tl.load(row + of.high + block * (4 * of.HIGH) + upper * (2 * of.HIGH) + number // each).to(tl.int32)
-        level += (above >> number % each * of.HIGH & 2**of.HIGH - 1) << 4
-    return level - of.SHIFT
+    if weight.HIGH > 0:
+        each: tl.constexpr = 8 // weight.HIGH  # levels of a byte
+        above = tl.load(row + weight.high + block * (4 * weight.HIGH) + upper * (2 * weight.HIGH) + number // each).to(
+            tl.int32
+        )
+        level += (above >> number % each * weight.HIGH & 2**weight.HIGH - 1) << 4
+    return level - weight.SHIFT
 
 
 @triton.jit
-def scale_of(row, of, block, upper: tl.constexpr):
+def half_block_scale(row, weight, block, upper: tl.constexpr):
     """What half a block's levels are multiplied with, fp32 [ROWS]; `row` is [ROWS]."""
-    scale = tl.load((row + of.d + block // of.TOGETHER * 2).to(tl.pointer_type(tl.float16))).to(tl.float32)
-    if of.SCALES == 1:
-        scale *= tl.load(row + of.scales + block).to(tl.float32)
-    if of.SCALES == 2:
-        scale *= tl.load((row + of.scales + block * 2 + upper).to(tl.pointer_type(tl.int8))).to(tl.float32)
+    scale = tl.load((row + weight.d + block // weight.TOGETHER * 2).to(tl.pointer_type(tl.float16))).to(tl.float32)
+    if weight.SCALES == 1:
+        scale *= tl.load(row + weight.scales + block).to(tl.float32)
+    if weight.SCALES == 2:
+        scale *= tl.load((row + weight.scales + block * 2 + upper).to(tl.pointer_type(tl.int8))).to(tl.float32)
     return scale
 
 
 @triton.jit
-def least_of(row, of, block):
+def block_minimum(row, weight, block):
     """What is added to a block's numbers, fp32 [ROWS]; `row` is [ROWS]."""
-    least = tl.load((row + of.m + block // of.TOGETHER * 2).to(tl.pointer_type(tl.float16))).to(tl.float32)
-    if of.SCALES > 0:
-        least *= -tl.load(row + of.minima + block).to(tl.float32)
+    least = tl.load((row + weight.m + block // weight.TOGETHER * 2).to(tl.pointer_type(tl.float16))).to(tl.float32)
+    if weight.SCALES > 0:
+        least *= -tl.load(row + weight.minima + block).to(tl.float32)
     return least
 
 
@@ -100,81 +102,81 @@ def half_of_x(x, column_scales, token, number, inputs, first):
 
 @triton.jit
 def block_sums(
-    row, x, of, read, inputs, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr
+    row, x, weight, read, inputs, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr
 ):  # fmt: skip
     """Rows of a weight in planes times rows of x: [ROWS, COLUMNS] fp32.
 
     Args:
         row: [ROWS] where each row of the weight begins.
         x: [..., inputs] bf16 or fp32, of which rows `read` [COLUMNS] are multiplied with.
-        of: `Stored`.
+        weight: `WeightArguments`.
         TYPE: of operands.
     """
     number = tl.arange(0, _HALF)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for block in range(0, inputs // (2 * _HALF)):
-        low = levels_of(row[:, None], of, block, False, number[None, :]).to(tl.float32)
-        up = levels_of(row[:, None], of, block, True, number[None, :]).to(tl.float32)
-        x_low = half_of_x(x, of.column_scales, read, number, inputs, block * (2 * _HALF))
-        x_up = half_of_x(x, of.column_scales, read, number, inputs, block * (2 * _HALF) + _HALF)
+        low = half_block_levels(row[:, None], weight, block, False, number[None, :]).to(tl.float32)
+        up = half_block_levels(row[:, None], weight, block, True, number[None, :]).to(tl.float32)
+        x_low = half_of_x(x, weight.column_scales, read, number, inputs, block * (2 * _HALF))
+        x_up = half_of_x(x, weight.column_scales, read, number, inputs, block * (2 * _HALF) + _HALF)
         none = tl.zeros([ROWS, COLUMNS], tl.float32)
-        scale = scale_of(row, of, block, False)[:, None]
-        if of.SCALES == 2:
-            second = scale_of(row, of, block, True)[:, None]
+        scale = half_block_scale(row, weight, block, False)[:, None]
+        if weight.SCALES == 2:
+            second = half_block_scale(row, weight, block, True)[:, None]
             total += scale * dot(low, x_low, none, TYPE)
             total += second * dot(up, x_up, none, TYPE)
         else:
             total += scale * dot(up, x_up, dot(low, x_low, none, TYPE), TYPE)
-        if of.MINIMUM:
+        if weight.MINIMUM:
             sums = tl.sum(x_low.to(tl.float32), 0) + tl.sum(x_up.to(tl.float32), 0)
-            total += least_of(row, of, block)[:, None] * sums[None, :]
+            total += block_minimum(row, weight, block)[:, None] * sums[None, :]
     return total
 
 
 @triton.jit
 def product_kernel(
-    x, of, out, tokens, outputs, inputs, out_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr
+    x, weight, out, tokens, outputs, inputs, out_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr
 ):  # fmt: skip
     """out [tokens, outputs] fp32 = x @ weight.T. Grid: [outputs / ROWS, tokens / COLUMNS].
 
     Args:
         x: [tokens, inputs] bf16 or fp32.
-        of: `Stored`, of a weight in planes.
+        weight: `WeightArguments`, of a weight in planes.
         out_stride: between tokens.
         TYPE: of operands.
     """
     output = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    here, asked = output < outputs, token < tokens
+    output_valid, token_valid = output < outputs, token < tokens
     # For rows and tokens that are not there the last ones stand.
-    row = of.weight + tl.minimum(output, outputs - 1).to(tl.int64) * of.row_bytes
-    total = block_sums(row, x, of, tl.minimum(token, tokens - 1), inputs, ROWS, COLUMNS, TYPE)
-    if of.row_scales is not None:
-        total *= tl.load(of.row_scales + output, here, 0.0).to(tl.float32)[:, None]
+    row = weight.weight + tl.minimum(output, outputs - 1).to(tl.int64) * weight.row_bytes
+    total = block_sums(row, x, weight, tl.minimum(token, tokens - 1), inputs, ROWS, COLUMNS, TYPE)
+    if weight.row_scales is not None:
+        total *= tl.load(weight.row_scales + output, output_valid, 0.0).to(tl.float32)[:, None]
     at = token.to(tl.int64)[None, :] * out_stride + output[:, None]
-    tl.store(out + at, total, here[:, None] & asked[None, :])
+    tl.store(out + at, total, output_valid[:, None] & token_valid[None, :])
 
 
 @triton.jit
-def rows_kernel(index, of, out, inputs, BLOCKS: tl.constexpr):
+def rows_kernel(index, weight, out, inputs, BLOCKS: tl.constexpr):
     """out [R, inputs] = rows of the weight by their numbers `index` [R] int64, rounded once. Grid: [R, blocks / BLOCKS]."""
     program, block = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    wanted = tl.load(index + program)
-    row = of.weight + wanted * of.row_bytes + tl.zeros([BLOCKS], tl.int64)
+    row_index = tl.load(index + program)
+    row = weight.weight + row_index * weight.row_bytes + tl.zeros([BLOCKS], tl.int64)
     last = inputs // (2 * _HALF) - 1
     inside, read, number = block <= last, tl.minimum(block, last), tl.arange(0, _HALF)
-    of_row = tl.load(of.row_scales + wanted).to(tl.float32) if of.row_scales is not None else 1.0
+    row_scale = tl.load(weight.row_scales + row_index).to(tl.float32) if weight.row_scales is not None else 1.0
     for upper in tl.static_range(2):
-        level = levels_of(row[:, None], of, read[:, None], upper == 1, number[None, :]).to(tl.float32)
-        numbers = level * scale_of(row, of, read, upper == 1)[:, None]
-        if of.MINIMUM:
-            numbers += least_of(row, of, read)[:, None]
+        level = half_block_levels(row[:, None], weight, read[:, None], upper == 1, number[None, :]).to(tl.float32)
+        numbers = level * half_block_scale(row, weight, read, upper == 1)[:, None]
+        if weight.MINIMUM:
+            numbers += block_minimum(row, weight, read)[:, None]
         column = block[:, None] * (2 * _HALF) + upper * _HALF + number[None, :]
         # Powers of two, which change nothing that rounding sees.
-        numbers *= of_row
-        if of.column_scales is not None:
-            numbers *= tl.load(of.column_scales + column, inside[:, None], 0.0).to(tl.float32)
-        tl.store(out + program * inputs + column, rounded(numbers, out.dtype.element_ty), inside[:, None])
+        numbers *= row_scale
+        if weight.column_scales is not None:
+            numbers *= tl.load(weight.column_scales + column, inside[:, None], 0.0).to(tl.float32)
+        tl.store(out + program * inputs + column, round_to(numbers, out.dtype.element_ty), inside[:, None])
 
 
 def product(x: Tensor, weight: PlaneBlocks) -> Tensor:
@@ -192,17 +194,17 @@ def product(x: Tensor, weight: PlaneBlocks) -> Tensor:
     out = torch.empty(tokens, outputs, device=x.device)
     tile = choices.block_tile(tokens, x.dtype)
     launch(product_kernel, (triton.cdiv(outputs, tile["ROWS"]), triton.cdiv(tokens, tile["COLUMNS"])))(
-        x, stored_of(weight), out, tokens, outputs, x.shape[1], outputs, **tile,
-        TYPE=choices.rotation_operand(x, x.dtype == torch.bfloat16), **choices.COMPILED,
+        x, weight_args(weight), out, tokens, outputs, x.shape[1], outputs, **tile,
+        TYPE=choices.rotation_operand(x, x.dtype == torch.bfloat16), **choices.OPTIONS,
     )  # fmt: skip
     return out
 
 
-def rows_of(weight: PlaneBlocks, index: Tensor, dtype: torch.dtype) -> Tensor:
+def gather_rows(weight: PlaneBlocks, index: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows [R, in] of `dtype` by their numbers [R] int64, one launch; the bits that `Blocks.rows` restores."""
     index, blocks = index.contiguous(), weight.shape[1] // BLOCK
     out = torch.empty(len(index), weight.shape[1], dtype=dtype, device=weight.device)
     launch(rows_kernel, (len(index), triton.cdiv(blocks, 8)))(
-        index, stored_of(weight), out, weight.shape[1], BLOCKS=8, **choices.COMPILED
+        index, weight_args(weight), out, weight.shape[1], BLOCKS=8, **choices.OPTIONS
     )
     return out

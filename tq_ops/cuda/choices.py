@@ -12,7 +12,7 @@ from torch import Tensor
 from haarkv.tq_ops.cuda.available import processors
 from haarkv.tq_ops.cuda.layout import Layout
 
-COMPILED = {"enable_fp_fusion": True}
+OPTIONS = {"enable_fp_fusion": True}
 """Options of every launch: products and sums become one instruction, which Triton does by itself up to 3.9 alone."""
 PROGRAMS_A_PROCESSOR = 3
 _HOPPER = 90  # capability
@@ -22,8 +22,8 @@ _PARTS_AT_ONCE = 16
 _STRETCHES_AT_ONCE = 16
 MOST_AHEAD = 128 * 2**20
 """Bytes of rotated queries that there are at a time, for every stretch of learned keys that a block table has room for."""
-KEPT_WIDTH = 32
-"""Columns of the rotated sums of `in_bf16.kept_kernel` that are made at once."""
+WINDOW_COLUMNS = 32
+"""Columns of the rotated sums of `in_bf16.window_kernel` that are made at once."""
 _MATRIX_TILE = 16384  # numbers of the rotation that a program holds at once
 
 
@@ -46,7 +46,7 @@ class AttentionTile:
 
 
 def attention_tile(
-    most: int, group: int, width: int, operand: tl.dtype, capability: int, bits: int, learned: bool
+    most: int, group: int, width: int, operand: tl.dtype, capability: int, bits: int, learned_keys: bool
 ) -> AttentionTile:
     """Sizes for a launch, with which no loop of a BF16 model spills on sm_80 and sm_90. FP32, for comparing, may spill.
 
@@ -56,7 +56,7 @@ def attention_tile(
         width: of a vector, head_dim.
         capability: from `available.capability`.
         bits: from `widest_level`.
-        learned: whether keys are, whose queries change with each stretch.
+        learned_keys: whether keys are, whose queries change with each stretch.
     """
     one_each, columns = most == 1, max(16, 1 << (group - 1).bit_length()) if most == 1 else 16
     if operand == tl.float32:
@@ -67,7 +67,7 @@ def attention_tile(
         return AttentionTile(columns, 64)
     if most * group >= _WIDE_FROM:
         # So that three programs of 128 threads share a processor: while one looks up, others multiply.
-        return AttentionTile(32 if (width < 128 or learned) and capability < _HOPPER else 64, 32, True)
+        return AttentionTile(32 if (width < 128 or learned_keys) and capability < _HOPPER else 64, 32, True)
     if not one_each:
         return AttentionTile(32, 64)
     # A wider tile of queries shares the lookup of a tile of codes. Decode has no more queries than a group.
@@ -75,12 +75,12 @@ def attention_tile(
     return AttentionTile(columns, 128, stages=3)
 
 
-def widest_level(of_k: Layout, of_v: Layout) -> int:
+def widest_level(k_layout: Layout, v_layout: Layout) -> int:
     """Bits of a level of K or V, the wider; learned keys, whose centroids need no loads, are no wider than 4."""
-    return max(min(of.bits, _NARROW) if of.learned else of.bits for of in (of_k, of_v))
+    return max(min(layout.bits, _NARROW) if layout.learned else layout.bits for layout in (k_layout, v_layout))
 
 
-def kept_tile(most: int, group: int, head_dim: int, operand: tl.dtype) -> AttentionTile:
+def window_tile(most: int, group: int, head_dim: int, operand: tl.dtype) -> AttentionTile:
     """Sizes for attention over tokens in BF16, which are few: their loads are on their way before the first is worked on."""
     columns = max(16, 1 << (group - 1).bit_length()) if most == 1 else 16
     if operand == tl.float32 or head_dim > 128:
@@ -98,15 +98,15 @@ def merge_tile(whole: bool, head_dim: int) -> dict[str, int]:
     return {"ROWS": 1, "AT_ONCE": _PARTS_AT_ONCE, "WIDTH": width, "PIECES": head_dim // width, "num_warps": 8}
 
 
-def most_seen(stored: int, window: int | None, new: int, tokens: int) -> int:
+def most_visible(capacity: int, window: int | None, new: int, tokens: int) -> int:
     """Stored tokens that a sequence's new ones walk through at most, in whole tiles but for the last.
 
     Args:
-        stored: that the block table has room for.
+        capacity: that the block table has room for.
         new: tokens of a sequence at most.
         tokens: of a tile.
     """
-    return stored if window is None else min(stored, window + new - 1 + tokens - 1)
+    return capacity if window is None else min(capacity, window + new - 1 + tokens - 1)
 
 
 def count_programs(heads: int, most_tiles: int, device: torch.device) -> int:
@@ -170,12 +170,12 @@ def query_columns(one_each: bool, width: int, operand: tl.dtype) -> int:
     return 32 if one_each or operand == tl.float32 else width // 2
 
 
-def store_warps(width: int, operands: Collection[tl.dtype], bits: int, learned: bool) -> int:
+def store_warps(width: int, operands: Collection[tl.dtype], bits: int, learned_keys: bool) -> int:
     """Warps of a program that quantizes 16 vectors.
 
     With four it would spill at head_dim 256, with FP32 operands, or wide levels, and take many registers for learned keys.
     """
-    return 8 if width > 128 or bits > _NARROW or tl.float32 in operands or learned else 4
+    return 8 if width > 128 or bits > _NARROW or tl.float32 in operands or learned_keys else 4
 
 
 def delta_columns(key_size: int) -> int:
@@ -191,6 +191,6 @@ def row_warps(size: int) -> int:
     return max(1, min(16, size // 512))
 
 
-def permutes(q: Tensor, of: Layout) -> bool:
+def permutes(q: Tensor, layout: Layout) -> bool:
     """Whether centroids come of registers: FP16 ones that fit words, or are learned; not in the interpreter: it has no PTX."""
-    return (of.words is not None or of.learned is not None) and q.is_cuda and attention_operand(q) == tl.float16
+    return (layout.words is not None or layout.learned is not None) and q.is_cuda and attention_operand(q) == tl.float16

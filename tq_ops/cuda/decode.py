@@ -19,10 +19,10 @@ from torch import Tensor
 
 from haarkv.codebooks.cubic import WIDTHS
 from haarkv.tq_ops.cuda import available
-from haarkv.tq_ops.cuda.arguments import Part, kept_in
+from haarkv.tq_ops.cuda.arguments import Part, layer_windows
 from haarkv.tq_ops.cuda.available import capability, only_compiles, processors
-from haarkv.tq_ops.cuda.layout import Layout, Rotated, columns_of
-from haarkv.tq_ops.cuda.lookup import halves_of
+from haarkv.tq_ops.cuda.layout import Layout, Rotated, make_columns
+from haarkv.tq_ops.cuda.lookup import half_constants
 from haarkv.tq_ops.errors import warn
 from haarkv.tq_ops.formats.learned import COLUMNS as LEARNED
 from haarkv.tq_ops.formats.stretches import STRETCH
@@ -77,8 +77,8 @@ class Shape(NamedTuple):
 
 
 _BITS = (2, 3, 4)
-_OF_A_STEP = 48  # bytes of shared memory
-_RESERVED = 1024
+_STEP_BYTES = 48  # bytes of shared memory
+_RESERVED_BYTES = 1024
 """Bytes of shared memory that each thread block takes beside its own."""
 
 
@@ -94,17 +94,17 @@ def takes(q: Tensor, cache: PagedKVCache, layer: int, k: Layout, v: Layout) -> b
         return False
     if not all(_is_aligned(fields["codes"]) for fields in (cache.k_fields(layer), cache.v_fields(layer))):
         return False
-    return q.device.type != "cuda" or _is_usable(shape_of(q, cache, layer, k, v), device=q.device)
+    return q.device.type != "cuda" or _is_usable(kernel_shape(q, cache, layer, k, v), device=q.device)
 
 
-def shape_of(q: Tensor, cache: PagedKVCache, layer: int, k: Layout, v: Layout) -> Shape:
+def kernel_shape(q: Tensor, cache: PagedKVCache, layer: int, k: Layout, v: Layout) -> Shape:
     """What is compiled for a call."""
-    of, kept = cache.shape(layer), kept_in(cache, layer)
-    group = q.shape[1] // of.num_kv_heads
+    kv_shape, windows = cache.shape(layer), layer_windows(cache, layer)
+    group = q.shape[1] // kv_shape.num_kv_heads
     return Shape(
-        of.num_kv_heads, group, of.head_dim, k.bits, v.bits, cache.block_size,
-        blocks_a_processor(group, of.head_dim, available.processor_shared_bytes(q.device)),
-        kept.tail if kept else 0, kept.sink if kept else 0, int(k.learned is not None), of.window or 0,
+        kv_shape.num_kv_heads, group, kv_shape.head_dim, k.bits, v.bits, cache.block_size,
+        blocks_a_processor(group, kv_shape.head_dim, available.processor_shared_bytes(q.device)),
+        windows.tail if windows else 0, windows.sink if windows else 0, int(k.learned is not None), kv_shape.window or 0,
     )  # fmt: skip
 
 
@@ -131,26 +131,26 @@ def blocks_a_processor(group: int, head_dim: int, memory: int) -> int:
     Args:
         memory: shared memory of a processor. A consumer GPU's holds one.
     """
-    of_registers = 2 if _columns(group) * head_dim <= 8 * 128 else 1
-    return max(1, min(of_registers, memory // (shared_bytes(group, head_dim) + _RESERVED)))
+    register_limit = 2 if _columns(group) * head_dim <= 8 * 128 else 1
+    return max(1, min(register_limit, memory // (shared_bytes(group, head_dim) + _RESERVED_BYTES)))
 
 
 def shared_bytes(group: int, head_dim: int) -> int:
     """Dynamic shared memory of a thread block: the table of pairs, an output, the weights of its parts, maxima and sums."""
-    return 65536 + _columns(group) * (head_dim + MOST_BLOCKS + 2 * (THREADS // 32 + 1)) * 4 + _OF_A_STEP
+    return 65536 + _columns(group) * (head_dim + MOST_BLOCKS + 2 * (THREADS // 32 + 1)) * 4 + _STEP_BYTES
 
 
 def _columns(group: int) -> int:
     return 8 * int(triton.cdiv(group, 8))
 
 
-def compiled(target: str, *values: int) -> bytes:
+def compile_kernel(target: str, *values: int) -> bytes:
     """What NVRTC makes of `csrc/decode.cu` for the values of a `Shape`."""
     shape = Shape(*values)
     macros: dict[str, int | str] = {name.upper(): value for name, value in shape._asdict().items()}
     if shape.k_learned:
-        columns = columns_of(LEARNED[shape.k_bits])
-        cubic = (tuple(number & 0xFFFF for number in halves_of(bits, place=1)[2:]) for bits in WIDTHS)
+        columns = make_columns(LEARNED[shape.k_bits])
+        cubic = (tuple(number & 0xFFFF for number in half_constants(bits, place=1)[2:]) for bits in WIDTHS)
         macros |= {"K_COLUMNS": _rows(columns.units), "K_PARTS": _rows(columns.parts), "K_CUBIC": _rows(cubic)}
     # What is written down here and there is compared as it is compiled.
     macros |= {
@@ -169,14 +169,14 @@ def _rows(rows: Iterable[tuple[int, ...]]) -> str:
 @cache
 def _kernel(shape: Shape, device: torch.device) -> available.Kernel:
     shared = shared_bytes(shape.group, shape.head_dim)
-    return available.Kernel(compiled(f"sm_{capability(device)}", *shape), "decode", shared, device)
+    return available.Kernel(compile_kernel(f"sm_{capability(device)}", *shape), "decode", shared, device)
 
 
 # A counter a sequence and KV head, zeros between launches. Launches over one cache follow each other, so they share them.
 _counters: WeakKeyDictionary[PagedKVCache, list[Tensor]] = WeakKeyDictionary()
 
 
-def _counters_of(cache: PagedKVCache, sequences: int, heads: int, device: torch.device) -> Tensor:
+def _counter_set(cache: PagedKVCache, sequences: int, heads: int, device: torch.device) -> Tensor:
     counters = _counters.setdefault(cache, [])
     # Earlier ones stay alive: a captured graph may hold them.
     if not counters or counters[-1].numel() < sequences * heads:
@@ -211,10 +211,10 @@ def attend(
     Calls over one cache must follow each other on one stream: they share counters, which the first of them makes. Make it
     before a graph is captured, as a warm-up does.
     """
-    shape, sequences, device = shape_of(q, cache, layer, k, v), len(q), q.device
+    shape, sequences, device = kernel_shape(q, cache, layer, k, v), len(q), q.device
     heads, table = shape.heads, batch.block_table.contiguous()
-    stored = table.shape[1] * cache.block_size
-    most_tokens = min(stored, shape.window + _SPAN) if shape.window else stored
+    capacity = table.shape[1] * cache.block_size
+    most_tokens = min(capacity, shape.window + _SPAN) if shape.window else capacity
     blocks = count_blocks(sequences, heads, most_tokens, shape.processor_blocks, device)
     columns = _columns(shape.group)
     slots = blocks * heads * 2  # of thread blocks: the end of one sequence and the begin of the next
@@ -227,7 +227,7 @@ def attend(
         return _Side(available.address(codes), available.address(scales), codes.stride(0), scales.stride(0))
 
     pointers = (
-        rotated.queries, out, v.rotation, sums, maxima, totals, _counters_of(cache, sequences, heads, device), batch.positions,
+        rotated.queries, out, v.rotation, sums, maxima, totals, _counter_set(cache, sequences, heads, device), batch.positions,
         batch.seq_lens, table, k.centroids, v.centroids,
         *((in_bf16.parts, in_bf16.maxima, in_bf16.sums) if in_bf16 else (None, None, None)),
         rotated.gains, rotated.lacks,

@@ -15,7 +15,7 @@ from torch import Tensor
 from haarkv.tq_ops.cuda import choices
 from haarkv.tq_ops.cuda.arguments import sequence_bits
 from haarkv.tq_ops.cuda.available import launch
-from haarkv.tq_ops.cuda.in_bf16 import sequence_of
+from haarkv.tq_ops.cuda.in_bf16 import token_sequence
 from haarkv.tq_ops.cuda.layout import STATE
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -29,28 +29,28 @@ _NO_HEAD, _LAST = tl.constexpr(STATE), tl.constexpr(2**63 - 1)
 
 # Masks are made of numbers: where a block's truths meet a single one, the interpreter gives them another type.
 @triton.jit
-def turn_of(had, version, known, slot, number, VERSIONS: tl.constexpr):
+def choose_versions(counts, version, past_tokens, slot, number, VERSIONS: tl.constexpr):
     """The version that a sequence reads, or what it reads in its place, and the one that goes to its last token but `number`.
 
     Written are the oldest first. What has seen more tokens than there are is of another continuation, or of another sequence,
     and goes before all. The version that is read has seen most of those left, so that it would be the last of all.
 
     Args:
-        had, version: [SIZE] int64 and int32, what each version has seen; -1 where there is none.
-        known, slot: tokens before the sequence's first new one, and that one's slot.
+        counts, version: [SIZE] int64 and int32, what each version has seen; -1 where there is none.
+        past_tokens, slot: tokens before the sequence's first new one, and that one's slot.
     Returns:
         `before`, whether the token's state is kept, and `target`, which means something only then.
     """
-    match = tl.min(tl.where(had == known, version, 2147483647), 0)
-    found = tl.where(match == 2147483647, UNSEEN, match)
-    before = tl.where(slot < 0, DEAD, tl.where(known == 0, ZEROS, found))
-    kept = (number < VERSIONS - 1) & (before >= ZEROS)
-    age = tl.where(had >= tl.where(known == 0, 0, known + 1), -1, had)
+    match = tl.min(tl.where(counts == past_tokens, version, 2147483647), 0)
+    read_version = tl.where(match == 2147483647, UNSEEN, match)
+    before = tl.where(slot < 0, DEAD, tl.where(past_tokens == 0, ZEROS, read_version))
+    is_saved = (number < VERSIONS - 1) & (before >= ZEROS)
+    age = tl.where(counts >= tl.where(past_tokens == 0, 0, past_tokens + 1), -1, counts)
     age, target = tl.where(version < VERSIONS, age, _LAST), 0
-    for _ in range(tl.where(kept, number + 1, 0)):
+    for _ in range(tl.where(is_saved, number + 1, 0)):
         target = tl.min(tl.where(age == tl.min(age, 0), version, 2147483647), 0)
         age = tl.where(version == target, _LAST, age)
-    return before, kept, target
+    return before, is_saved, target
 
 
 @triton.jit
@@ -66,15 +66,15 @@ def softplus(z):
 
 
 @triton.jit
-def convolved(
-    x, conv, token, begin, first, dim, before_at, kept_at, has_before, kept, SIZE: tl.constexpr,
+def convolve(
+    x, conv, token, begin, first, dim, before_at, saved_at, has_before, is_saved, SIZE: tl.constexpr,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
     """The convolution of a token's `dim` channels from `first` on, [SIZE]; where its state is kept, so are its inputs.
 
     Args:
         x: [T, CHANNELS]; `begin` is the sequence's first row.
-        before_at, kept_at: [TAPS - 1, CHANNELS], the inputs before the sequence's first new token, and those after this one.
+        before_at, saved_at: [TAPS - 1, CHANNELS], the inputs before the sequence's first new token, and those after this one.
     """
     column, total = tl.arange(0, SIZE), tl.zeros((SIZE,), tl.float32)
     channel = first + column
@@ -85,7 +85,7 @@ def convolved(
         value = tl.load(x + source.to(tl.int64) * CHANNELS + channel, column < tl.where(new, dim, 0), 0.0)
         value += tl.load(older + channel, column < tl.where(new | (has_before == 0), 0, dim), 0.0)
         if tap > 0:
-            tl.store(kept_at + (tap - 1) * CHANNELS + channel, value, column < tl.where(kept, dim, 0))
+            tl.store(saved_at + (tap - 1) * CHANNELS + channel, value, column < tl.where(is_saved, dim, 0))
         total += value * tl.load(conv + channel * TAPS + tap, column < dim, 0.0)
     return total
 
@@ -114,33 +114,33 @@ def delta_inputs_kernel(
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     token, unit, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(0)
     if SEQUENCE_BITS > 0:
-        sequence = tl.max(sequence_of(token + tl.zeros((1,), tl.int32), query_start_loc, sequences, SEQUENCE_BITS), 0)
+        sequence = tl.max(token_sequence(token + tl.zeros((1,), tl.int32), query_start_loc, sequences, SEQUENCE_BITS), 0)
     begin, end = tl.load(query_start_loc + sequence), tl.load(query_start_loc + sequence + 1)
-    row, known, slot = tl.load(rows + sequence), tl.load(positions + begin), tl.load(slots + begin)
+    row, past_tokens, slot = tl.load(rows + sequence), tl.load(positions + begin), tl.load(slots + begin)
     version = tl.arange(0, VERSIONS_SIZE)
-    had = tl.load(seen + row * VERSIONS + version, version < tl.where(slot < 0, 0, VERSIONS), -1)
+    counts = tl.load(seen + row * VERSIONS + version, version < tl.where(slot < 0, 0, VERSIONS), -1)
     number = end - 1 - token
-    before, kept, target = turn_of(had, version, known, slot, number, VERSIONS)
+    before, is_saved, target = choose_versions(counts, version, past_tokens, slot, number, VERSIONS)
     if unit == 0:
-        tl.store(turns + sequence * VERSIONS + number, target, kept)
+        tl.store(turns + sequence * VERSIONS + number, target, is_saved)
         tl.store(turns + sequence * VERSIONS + VERSIONS - 1, before, number == 0)
         key = (layer.to(tl.int64) << 49) + (token.to(tl.int64) << 16) + _NO_HEAD
         tl.atomic_min(fault, key, mask=(token == begin) & (before == UNSEEN))
     if before >= ZEROS:
-        of_key = unit < 2 * KEY_HEADS
+        is_key = unit < 2 * KEY_HEADS
         head = unit - 2 * KEY_HEADS
-        first = tl.where(of_key, unit * KEY_DIM, 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM)
-        dim, inputs = tl.where(of_key, KEY_DIM, VALUE_DIM), (TAPS - 1) * CHANNELS
-        value = convolved(
+        first = tl.where(is_key, unit * KEY_DIM, 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM)
+        dim, inputs = tl.where(is_key, KEY_DIM, VALUE_DIM), (TAPS - 1) * CHANNELS
+        value = convolve(
             x, conv, token, begin, first, dim, windows + (row * VERSIONS + before) * inputs,
-            windows + (row * VERSIONS + target) * inputs, before >= 0, kept, SIZE, CHANNELS, TAPS,
+            windows + (row * VERSIONS + target) * inputs, before >= 0, is_saved, SIZE, CHANNELS, TAPS,
         )  # fmt: skip
         value = value / (1.0 + tl.exp(-value))
         length = tl.rsqrt(tl.sum(value * value, 0) + 1e-6) * tl.where(unit < KEY_HEADS, KEY_DIM**-0.5, 1.0)
         column = tl.arange(0, SIZE)
         to = mixed + token.to(tl.int64) * CHANNELS + first + column
-        tl.store(to, value * tl.where(of_key, length, 1.0), column < dim)
-        if of_key == 0:
+        tl.store(to, value * tl.where(is_key, length, 1.0), column < dim)
+        if is_key == 0:
             at = token * VALUE_HEADS + head
             forgotten = tl.exp(tl.load(a_log + head)) * softplus(tl.load(a + at) + tl.load(dt_bias + head))
             tl.store(gates + 2 * at, tl.exp(-forgotten))
@@ -150,10 +150,10 @@ def delta_inputs_kernel(
 @triton.jit
 def read_token(mixed, gates, token, q_at, k_at, v_at, head, keys, values, CHANNELS: tl.constexpr, VALUE_HEADS: tl.constexpr):
     """q and k [KEY_SIZE], v [COLUMNS], what is kept and what is written, of one token."""
-    of_token, of_gates = mixed + token.to(tl.int64) * CHANNELS, gates + 2 * (token * VALUE_HEADS + head)
+    token_at, gates_at = mixed + token.to(tl.int64) * CHANNELS, gates + 2 * (token * VALUE_HEADS + head)
     return (
-        tl.load(of_token + q_at, keys, 0.0), tl.load(of_token + k_at, keys, 0.0), tl.load(of_token + v_at, values, 0.0),
-        tl.load(of_gates), tl.load(of_gates + 1),
+        tl.load(token_at + q_at, keys, 0.0), tl.load(token_at + k_at, keys, 0.0), tl.load(token_at + v_at, values, 0.0),
+        tl.load(gates_at), tl.load(gates_at + 1),
     )  # fmt: skip
 
 
@@ -161,13 +161,13 @@ def read_token(mixed, gates, token, q_at, k_at, v_at, head, keys, values, CHANNE
 def note_seen(seen, turns, positions, begin, end, VERSIONS: tl.constexpr, VERSIONS_SIZE: tl.constexpr):
     """What the versions of one sequence [VERSIONS] have seen after its new tokens."""
     version = tl.arange(0, VERSIONS_SIZE)
-    inside, known = version < VERSIONS, tl.load(positions + begin)
-    had = tl.load(seen + version, inside, -1)
-    had = tl.where(had >= tl.where(known == 0, 0, known + 1), -1, had)
+    inside, past_tokens = version < VERSIONS, tl.load(positions + begin)
+    counts = tl.load(seen + version, inside, -1)
+    counts = tl.where(counts >= tl.where(past_tokens == 0, 0, past_tokens + 1), -1, counts)
     for number in range(tl.minimum(end - begin, VERSIONS - 1)):
         token = end - 1 - number
-        had = tl.where(version == tl.load(turns + number), tl.load(positions + token) + 1, had)
-    tl.store(seen + version, had, inside)
+        counts = tl.where(version == tl.load(turns + number), tl.load(positions + token) + 1, counts)
+    tl.store(seen + version, counts, inside)
 
 
 @triton.jit
@@ -197,31 +197,31 @@ def delta_rule_kernel(
     out += begin.to(tl.int64) * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + column
     if before >= ZEROS:
         at, inside = key[:, None] * VALUE_DIM + column[None, :], keys[:, None] & values[None, :]
-        of_version, of_head = VALUE_HEADS * KEY_DIM * VALUE_DIM, memories + head * (KEY_DIM * VALUE_DIM)
+        version_stride, head_memory = VALUE_HEADS * KEY_DIM * VALUE_DIM, memories + head * (KEY_DIM * VALUE_DIM)
         read = (key < tl.where(before >= 0, KEY_DIM, 0))[:, None] & values[None, :]
-        memory = tl.load(of_head + (row * VERSIONS + before) * of_version + at, read, 0.0)
+        memory = tl.load(head_memory + (row * VERSIONS + before) * version_stride + at, read, 0.0)
         q_at = head * KEY_HEADS // VALUE_HEADS * KEY_DIM + key
         k_at, v_at = q_at + KEY_HEADS * KEY_DIM, 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + column
-        q, k, v, kept, written = read_token(
+        q, k, v, keep_gate, write_gate = read_token(
             mixed, gates, begin, q_at, k_at, v_at, head, keys, values, CHANNELS, VALUE_HEADS
         )  # fmt: skip
         for token in range(begin, end):
             # The next token is on its way while this one is worked on.
             following = tl.minimum(token + 1, end - 1)
-            next_q, next_k, next_v, next_kept, next_written = read_token(
+            next_q, next_k, next_v, next_keep, next_write = read_token(
                 mixed, gates, following, q_at, k_at, v_at, head, keys, values, CHANNELS, VALUE_HEADS
             )  # fmt: skip
-            memory = memory * kept
-            change = (v - tl.sum(memory * k[:, None], 0)) * written
+            memory = memory * keep_gate
+            change = (v - tl.sum(memory * k[:, None], 0)) * write_gate
             memory = memory + k[:, None] * change[None, :]
-            told = tl.sum(memory * q[:, None], 0)
-            tl.store(out, told, values)
+            read_out = tl.sum(memory * q[:, None], 0)
+            tl.store(out, read_out, values)
             out += VALUE_HEADS * VALUE_DIM
             number = end - 1 - token
             if number < VERSIONS - 1:
                 target = tl.load(turns + number)
-                tl.store(of_head + (row * VERSIONS + target) * of_version + at, memory, inside)
-            q, k, v, kept, written = next_q, next_k, next_v, next_kept, next_written
+                tl.store(head_memory + (row * VERSIONS + target) * version_stride + at, memory, inside)
+            q, k, v, keep_gate, write_gate = next_q, next_k, next_v, next_keep, next_write
         if (head == 0) & (tl.program_id(1) == 0):
             note_seen(seen + row * VERSIONS, turns, positions, begin, end, VERSIONS, VERSIONS_SIZE)
     else:
@@ -273,11 +273,11 @@ def advance(
     launch(delta_inputs_kernel, (tokens, 2 * key_heads + value_heads))(
         x, a, b, conv, a_log, dt_bias, windows, state.seen, batch.positions, batch.slot_mapping, batch.rows,
         batch.query_start_loc, sequences, fault, layer, mixed, gates, turns, TAPS=taps, SEQUENCE_BITS=sequence_bits(batch),
-        SIZE=max(key_size, triton.next_power_of_2(value_dim)), num_warps=1, **shape, **choices.COMPILED,
+        SIZE=max(key_size, triton.next_power_of_2(value_dim)), num_warps=1, **shape, **choices.OPTIONS,
     )  # fmt: skip
     columns = choices.delta_columns(key_size)
     launch(delta_rule_kernel, (sequences * value_heads, triton.cdiv(value_dim, columns)))(
         mixed, gates, turns, memories, state.seen, batch.positions, batch.rows, batch.query_start_loc, out,
-        KEY_SIZE=key_size, COLUMNS=columns, num_warps=1, **shape, **choices.COMPILED,
+        KEY_SIZE=key_size, COLUMNS=columns, num_warps=1, **shape, **choices.OPTIONS,
     )  # fmt: skip
     return out

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from haarkv.tq_ops.cuda import choices
 from haarkv.tq_ops.cuda.available import launch
-from haarkv.tq_ops.cuda.rotate import rounded
+from haarkv.tq_ops.cuda.rotate import round_to
 
 
 @triton.jit
@@ -19,7 +19,7 @@ def rms_norm_kernel(x, weight, out, width, eps, SIZE: tl.constexpr):
     value = tl.load(x + at, inside, 0.0).to(tl.float32)
     value *= tl.rsqrt(tl.sum(value * value, 0) / width + eps)
     value *= tl.load(weight + column, inside, 0.0).to(tl.float32)
-    tl.store(out + at, rounded(value, out.dtype.element_ty), inside)
+    tl.store(out + at, round_to(value, out.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def rope_kernel(x, cos, sin, out, HEADS: tl.constexpr, D: tl.constexpr, SIZE: tl
 
 
 @triton.jit
-def gated(g, u, ACT: tl.constexpr):
+def gated_mul(g, u, ACT: tl.constexpr):
     """act(g) * u; ACT is "silu", "gelu" by its tanh, or "sigmoid".
 
     The first two are x times a sigmoid, since (1 + tanh(z)) / 2 is that of 2z.
@@ -48,35 +48,35 @@ def gated(g, u, ACT: tl.constexpr):
 
 @triton.jit
 def gated_mul_kernel(gate, up, out, width, stride, SIZE: tl.constexpr, ACT: tl.constexpr):
-    """out [T, width] = act(gate) * up, both fp32 of row stride `stride`; ACT as of `gated`. Grid: [T, width / SIZE]."""
+    """out [T, width] = act(gate) * up, both fp32 of row stride `stride`; ACT as of `gated_mul`. Grid: [T, width / SIZE]."""
     column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = column < width
     row = tl.program_id(0).to(tl.int64)
     g, u = tl.load(gate + row * stride + column, inside, 0.0), tl.load(up + row * stride + column, inside, 0.0)
-    tl.store(out + row * width + column, rounded(gated(g, u, ACT), out.dtype.element_ty), inside)
+    tl.store(out + row * width + column, round_to(gated_mul(g, u, ACT), out.dtype.element_ty), inside)
 
 
 @triton.jit
-def add_norm_kernel(hidden, update, behind, weight, out, normed, width, behind_eps, eps, SIZE: tl.constexpr):
+def add_norm_kernel(hidden, update, post_weight, weight, out, norm_out, width, post_eps, eps, SIZE: tl.constexpr):
     """out = hidden + update, normed = rms_norm(out), a row of `width` a program. SIZE: a power of two, at least the width.
 
-    Where `behind` is a weight and not None, the update is normed by it before it is added.
+    Where `post_weight` is a weight and not None, the update is normed by it before it is added.
     """
     column = tl.arange(0, SIZE)
     inside = column < width
     at = tl.program_id(0).to(tl.int64) * width + column
     change = tl.load(update + at, inside, 0.0)
-    if behind is not None:
-        change *= tl.rsqrt(tl.sum(change * change, 0) / width + behind_eps)
-        change *= tl.load(behind + column, inside, 0.0).to(tl.float32)
+    if post_weight is not None:
+        change *= tl.rsqrt(tl.sum(change * change, 0) / width + post_eps)
+        change *= tl.load(post_weight + column, inside, 0.0).to(tl.float32)
     total = tl.load(hidden + at, inside, 0.0).to(tl.float32) + change
     # The norm is of the rounded sum.
-    total = rounded(total, out.dtype.element_ty)
+    total = round_to(total, out.dtype.element_ty)
     tl.store(out + at, total, inside)
     value = total.to(tl.float32)
     value *= tl.rsqrt(tl.sum(value * value, 0) / width + eps)
     value *= tl.load(weight + column, inside, 0.0).to(tl.float32)
-    tl.store(normed + at, rounded(value, normed.dtype.element_ty), inside)
+    tl.store(norm_out + at, round_to(value, norm_out.dtype.element_ty), inside)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -85,7 +85,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out, width = torch.empty_like(x), x.shape[-1]
     size = triton.next_power_of_2(width)
     launch(rms_norm_kernel, (x.numel() // width,))(
-        x, weight, out, width, eps, SIZE=size, num_warps=choices.row_warps(size), **choices.COMPILED
+        x, weight, out, width, eps, SIZE=size, num_warps=choices.row_warps(size), **choices.OPTIONS
     )
     return out
 
@@ -97,7 +97,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     out = torch.empty_like(x)
     launch(rope_kernel, (tokens,))(
         x, cos.contiguous(), sin.contiguous(), out, HEADS=heads, D=head_dim, SIZE=triton.next_power_of_2(heads),
-        **choices.COMPILED,
+        **choices.OPTIONS,
     )  # fmt: skip
     return out
 
@@ -123,19 +123,19 @@ def _gated_mul(gate: Tensor, up: Tensor, dtype: torch.dtype, act: str) -> Tensor
     tokens, width = gate.shape
     out = torch.empty(tokens, width, dtype=dtype, device=gate.device)
     grid = (tokens, triton.cdiv(width, 1024))
-    launch(gated_mul_kernel, grid)(gate, up, out, width, gate.stride(0), SIZE=1024, ACT=act, **choices.COMPILED)
+    launch(gated_mul_kernel, grid)(gate, up, out, width, gate.stride(0), SIZE=1024, ACT=act, **choices.OPTIONS)
     return out
 
 
 def add_norm(
-    hidden: Tensor, update: Tensor, weight: Tensor, eps: float, behind: tuple[Tensor, float] | None = None
+    hidden: Tensor, update: Tensor, weight: Tensor, eps: float, post_norm: tuple[Tensor, float] | None = None
 ) -> tuple[Tensor, Tensor]:
     """As `FusedOps.add_norm`, one launch."""
     hidden, update, (rows, width) = hidden.contiguous(), update.contiguous(), hidden.shape
-    out, normed, size = torch.empty_like(hidden), torch.empty_like(hidden), triton.next_power_of_2(width)
-    of_update, its_eps = behind or (None, 0.0)
+    out, norm_out, size = torch.empty_like(hidden), torch.empty_like(hidden), triton.next_power_of_2(width)
+    post_weight, post_eps = post_norm or (None, 0.0)
     launch(add_norm_kernel, (rows,))(
-        hidden, update, of_update, weight, out, normed, width, its_eps, eps, SIZE=size, num_warps=choices.row_warps(size),
-        **choices.COMPILED,
+        hidden, update, post_weight, weight, out, norm_out, width, post_eps, eps, SIZE=size, num_warps=choices.row_warps(size),
+        **choices.OPTIONS,
     )  # fmt: skip
-    return out, normed
+    return out, norm_out

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from haarkv.tq_ops.cuda import choices
 from haarkv.tq_ops.cuda.available import launch
-from haarkv.tq_ops.cuda.block_products import block_sums, stored_of
-from haarkv.tq_ops.cuda.elementwise import gated
-from haarkv.tq_ops.cuda.rotate import dot, rounded
+from haarkv.tq_ops.cuda.block_products import block_sums, weight_args
+from haarkv.tq_ops.cuda.elementwise import gated_mul
+from haarkv.tq_ops.cuda.rotate import dot, round_to
 from haarkv.tq_ops.table import Stack
 from haarkv.tq_ops.weight import Weight
 
 
 @triton.jit
 def choose_kernel(
-    logits, chosen, shares, EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, NORMALIZED: tl.constexpr, SIZE: tl.constexpr
+    logits, expert_ids, shares, EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, NORMALIZED: tl.constexpr, SIZE: tl.constexpr
 ):
     """The PER_TOKEN experts of the largest softmax(logits), a token a program; of equal ones the first.
 
@@ -27,7 +27,7 @@ def choose_kernel(
 
     Args:
         logits: [T, EXPERTS] fp32.
-        chosen: [T, PER_TOKEN] int32, in the experts' order.
+        expert_ids: [T, PER_TOKEN] int32, in the experts' order.
         shares: [T, PER_TOKEN] fp32, of each; with NORMALIZED they sum to 1.
         SIZE: a power of two, at least EXPERTS.
     """
@@ -41,17 +41,17 @@ def choose_kernel(
     for _ in range(PER_TOKEN):
         first = tl.min(tl.where(key == tl.max(key, 0), expert, SIZE), 0)
         key = tl.where(expert == first, -2, key)
-    taken = key == -2
+    is_chosen = key == -2
     if NORMALIZED:
-        share = share / tl.sum(tl.where(taken, share, 0.0), 0)
-    at = token * PER_TOKEN + tl.cumsum(taken.to(tl.int32), 0) - 1
-    tl.store(chosen + at, expert, taken)
-    tl.store(shares + at, share, taken)
+        share = share / tl.sum(tl.where(is_chosen, share, 0.0), 0)
+    at = token * PER_TOKEN + tl.cumsum(is_chosen.to(tl.int32), 0) - 1
+    tl.store(expert_ids + at, expert, is_chosen)
+    tl.store(shares + at, share, is_chosen)
 
 
 @triton.jit(do_not_specialize=["pairs"])
 def order_kernel(
-    chosen, order, tiles, pairs,
+    expert_ids, order, tiles, pairs,
     EXPERTS: tl.constexpr, BY_PAIR: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Pairs by expert, those of one expert in their order, and tiles of them. Grid: [pairs / ROWS].
@@ -60,26 +60,26 @@ def order_kernel(
     tiles have the same.
 
     Args:
-        chosen: [pairs] int32.
+        expert_ids: [pairs] int32.
         order: [pairs] int32, the pair at each place.
         tiles: [slots, 3] int32, 0 before: the expert of up to COLUMNS places, the first of them, and how many they are.
         BY_PAIR: there is a slot for each place; else pairs / COLUMNS + EXPERTS slots, which are fewer where pairs are many.
     """
     pair = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    here = pair < pairs
-    mine = tl.load(chosen + pair, here, EXPERTS)
+    valid = pair < pairs
+    mine = tl.load(expert_ids + pair, valid, EXPERTS)
     less, same, earlier = tl.zeros((ROWS,), tl.int32), tl.zeros((ROWS,), tl.int32), tl.zeros((ROWS,), tl.int32)
     for begin in range(0, pairs, AT_ONCE):
         other = begin + tl.arange(0, AT_ONCE)
-        theirs = tl.load(chosen + other, other < pairs, EXPERTS)
+        theirs = tl.load(expert_ids + other, other < pairs, EXPERTS)
         equal = theirs[None, :] == mine[:, None]
         less += tl.sum((theirs[None, :] < mine[:, None]).to(tl.int32), 1)
         same += tl.sum(equal.to(tl.int32), 1)
         earlier += tl.sum((equal & (other[None, :] < pair[:, None])).to(tl.int32), 1)
     at = less + earlier
-    tl.store(order + at, pair, here)
+    tl.store(order + at, pair, valid)
     slot = at if BY_PAIR else less // COLUMNS + mine + earlier // COLUMNS
-    leads = here & (earlier % COLUMNS == 0)
+    leads = valid & (earlier % COLUMNS == 0)
     tl.store(tiles + 3 * slot, mine, leads)
     tl.store(tiles + 3 * slot + 1, at, leads)
     tl.store(tiles + 3 * slot + 2, tl.minimum(same - earlier, COLUMNS), leads)
@@ -95,33 +95,33 @@ def dense_sums(
         row: [ROWS] where each row of the weight begins.
         x: [..., inputs] bf16 or fp32, of which rows `read` [COLUMNS] are multiplied with.
     """
-    total, of_x = tl.zeros((ROWS, COLUMNS), tl.float32), x + read.to(tl.int64) * inputs
+    total, x_rows = tl.zeros((ROWS, COLUMNS), tl.float32), x + read.to(tl.int64) * inputs
     for begin in range(0, inputs, STEP):
         number = begin + tl.arange(0, STEP)
         inside = number < inputs
         part = tl.load(row[:, None] + number[None, :], inside[None, :], 0.0)
-        total = dot(part, tl.load(of_x[None, :] + number[:, None], inside[:, None], 0.0), total, TYPE)
+        total = dot(part, tl.load(x_rows[None, :] + number[:, None], inside[:, None], 0.0), total, TYPE)
     return total
 
 
 @triton.jit
-def sums_of(
-    of, x, read, expert, output, outputs, inputs,
+def expert_sums(
+    weight, x, read, expert, output, outputs, inputs,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     """Rows `output` [ROWS] of an expert's weight times rows `read` [COLUMNS] of x: [ROWS, COLUMNS] fp32.
 
     Args:
-        of: `block_products.Stored`, of all experts, without scales of columns.
+        weight: `block_products.Stored`, of all experts, without scales of columns.
         output: less than `outputs`, the rows of an expert.
     """
     row = expert.to(tl.int64) * outputs + output
-    if of.LOW == 0:
-        total = dense_sums(of.weight + row * inputs, x, read, inputs, ROWS, COLUMNS, STEP, TYPE)
+    if weight.LOW == 0:
+        total = dense_sums(weight.weight + row * inputs, x, read, inputs, ROWS, COLUMNS, STEP, TYPE)
     else:
-        total = block_sums(of.weight + row * of.row_bytes, x, of, read, inputs, ROWS, COLUMNS, TYPE)
-    if of.row_scales is not None:
-        total *= tl.load(of.row_scales + row).to(tl.float32)[:, None]
+        total = block_sums(weight.weight + row * weight.row_bytes, x, weight, read, inputs, ROWS, COLUMNS, TYPE)
+    if weight.row_scales is not None:
+        total *= tl.load(weight.row_scales + row).to(tl.float32)[:, None]
     return total
 
 
@@ -142,7 +142,7 @@ def expert_kernel(
         x: [T, inputs] or [pairs, inputs] bf16 or fp32.
         order, tiles: of `order_kernel`.
         gate, up: of `block_products.Stored`; up is None without ACT.
-        ACT: of `elementwise.gated`, or "".
+        ACT: of `elementwise.gated_mul`, or "".
         TYPE: of operands.
     """
     tile = tiles + 3 * tl.program_id(1)
@@ -156,11 +156,11 @@ def expert_kernel(
             read, to = pair // PER_TOKEN, at
         else:
             read, to = at, pair
-        total = sums_of(gate, x, read, expert, row, outputs, inputs, ROWS, COLUMNS, STEP, TYPE)
+        total = expert_sums(gate, x, read, expert, row, outputs, inputs, ROWS, COLUMNS, STEP, TYPE)
         if ACT != "":
-            total = gated(total, sums_of(up, x, read, expert, row, outputs, inputs, ROWS, COLUMNS, STEP, TYPE), ACT)
-        stored = (output < outputs)[:, None] & (column < count)[None, :]
-        tl.store(out + to.to(tl.int64)[None, :] * outputs + output[:, None], rounded(total, out.dtype.element_ty), stored)
+            total = gated_mul(total, expert_sums(up, x, read, expert, row, outputs, inputs, ROWS, COLUMNS, STEP, TYPE), ACT)
+        valid = (output < outputs)[:, None] & (column < count)[None, :]
+        tl.store(out + to.to(tl.int64)[None, :] * outputs + output[:, None], round_to(total, out.dtype.element_ty), valid)
 
 
 @triton.jit
@@ -192,25 +192,25 @@ def choose(logits: Tensor, per_token: int, normalized: bool) -> tuple[Tensor, Te
         their numbers, int32, and shares, fp32, both [T, per_token].
     """
     tokens, count = logits.shape
-    chosen = torch.empty(tokens, per_token, dtype=torch.int32, device=logits.device)
+    expert_ids = torch.empty(tokens, per_token, dtype=torch.int32, device=logits.device)
     shares = torch.empty(tokens, per_token, device=logits.device)
     launch(choose_kernel, (tokens,))(
-        logits.contiguous(), chosen, shares, EXPERTS=count, PER_TOKEN=per_token, NORMALIZED=normalized,
-        SIZE=triton.next_power_of_2(count), num_warps=1, **choices.COMPILED,
+        logits.contiguous(), expert_ids, shares, EXPERTS=count, PER_TOKEN=per_token, NORMALIZED=normalized,
+        SIZE=triton.next_power_of_2(count), num_warps=1, **choices.OPTIONS,
     )  # fmt: skip
-    return chosen, shares
+    return expert_ids, shares
 
 
-def ordered(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+def order_pairs(expert_ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """Pairs [T * per_token] by expert, and their tiles [slots, 3]; int32, as of `order_kernel`."""
-    pairs = chosen.numel()
+    pairs = expert_ids.numel()
     by_pair = pairs <= pairs // COLUMNS + experts
-    order = torch.empty(pairs, dtype=torch.int32, device=chosen.device)
+    order = torch.empty(pairs, dtype=torch.int32, device=expert_ids.device)
     slots = pairs if by_pair else pairs // COLUMNS + experts
-    tiles = torch.zeros(slots, 3, dtype=torch.int32, device=chosen.device)
+    tiles = torch.zeros(slots, 3, dtype=torch.int32, device=expert_ids.device)
     launch(order_kernel, (triton.cdiv(pairs, _ROWS),))(
-        chosen, order, tiles, pairs, EXPERTS=experts, BY_PAIR=by_pair, COLUMNS=COLUMNS, ROWS=_ROWS, AT_ONCE=_AT_ONCE,
-        **choices.COMPILED,
+        expert_ids, order, tiles, pairs, EXPERTS=experts, BY_PAIR=by_pair, COLUMNS=COLUMNS, ROWS=_ROWS, AT_ONCE=_AT_ONCE,
+        **choices.OPTIONS,
     )  # fmt: skip
     return order, tiles
 
@@ -221,12 +221,12 @@ def multiply(
     """One launch of `expert_kernel`, whose arguments these are."""
     tile, (outputs, inputs) = choices.expert_tile(x.dtype), (out.shape[1], x.shape[1])
     launch(expert_kernel, (triton.cdiv(outputs, tile["ROWS"]), len(tiles)))(
-        x, order, tiles, stored_of(gate), None if up is None else stored_of(up), out, outputs, inputs, PER_TOKEN=per_token,
-        ACT=act, COLUMNS=COLUMNS, TYPE=choices.rotation_operand(x, x.dtype == torch.bfloat16), **tile, **choices.COMPILED,
+        x, order, tiles, weight_args(gate), None if up is None else weight_args(up), out, outputs, inputs, PER_TOKEN=per_token,
+        ACT=act, COLUMNS=COLUMNS, TYPE=choices.rotation_operand(x, x.dtype == torch.bfloat16), **tile, **choices.OPTIONS,
     )  # fmt: skip
 
 
-def through(x: Tensor, logits: Tensor, stack: Stack) -> Tensor:
+def run_experts(x: Tensor, logits: Tensor, stack: Stack) -> Tensor:
     """As `fused.ExpertOps.experts`, in six launches and without waiting for the device.
 
     An expert's weights are read once for each 16 tokens that chose it. Between the launches lie T * per_token vectors of the
@@ -235,16 +235,16 @@ def through(x: Tensor, logits: Tensor, stack: Stack) -> Tensor:
     Sums are in one order, whatever the batch and however a prompt is cut.
     """
     x, (tokens, width) = x.contiguous(), x.shape
-    chosen, shares = choose(logits, stack.per_token, stack.normalized)
-    order, tiles = ordered(chosen, stack.count)
-    made = torch.empty(chosen.numel(), len(stack.gate) // stack.count, dtype=x.dtype, device=x.device)
+    expert_ids, shares = choose(logits, stack.per_token, stack.normalized)
+    order, tiles = order_pairs(expert_ids, stack.count)
+    activations = torch.empty(expert_ids.numel(), len(stack.gate) // stack.count, dtype=x.dtype, device=x.device)
     act = "gelu" if stack.activation == "gelu_tanh" else "silu"
-    multiply(x, order, tiles, stack.gate, stack.up, made, stack.per_token, act)
-    y = torch.empty(chosen.numel(), width, device=x.device)
-    multiply(made, order, tiles, stack.down, None, y, stack.per_token, "")
+    multiply(x, order, tiles, stack.gate, stack.up, activations, stack.per_token, act)
+    y = torch.empty(expert_ids.numel(), width, device=x.device)
+    multiply(activations, order, tiles, stack.down, None, y, stack.per_token, "")
     out = torch.empty(tokens, width, device=x.device)
     size = min(1024, triton.next_power_of_2(width))
     launch(share_kernel, (tokens, triton.cdiv(width, size)))(
-        y, shares, out, width, PER_TOKEN=stack.per_token, SIZE=size, **choices.COMPILED
+        y, shares, out, width, PER_TOKEN=stack.per_token, SIZE=size, **choices.OPTIONS
     )
     return out

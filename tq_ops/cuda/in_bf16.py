@@ -12,17 +12,17 @@ import triton.language as tl
 from torch import Tensor
 
 from haarkv.tq_ops.cuda import choices
-from haarkv.tq_ops.cuda.arguments import Kept, Part, tokens_of
+from haarkv.tq_ops.cuda.arguments import Part, WindowPair, token_arguments
 from haarkv.tq_ops.cuda.available import launch
 from haarkv.tq_ops.cuda.layout import into_rotated
-from haarkv.tq_ops.cuda.rotate import dot, places, rounded
-from haarkv.tq_ops.cuda.schedule import find_column_tile, tiles_of
+from haarkv.tq_ops.cuda.rotate import dot, places, round_to
+from haarkv.tq_ops.cuda.schedule import find_column_tile, sequence_tiles
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 
 
 @triton.jit
-def sequence_of(token, query_start_loc, sequences, SEQUENCE_BITS: tl.constexpr):
+def token_sequence(token, query_start_loc, sequences, SEQUENCE_BITS: tl.constexpr):
     """The sequence of each new token [ROWS], bit by bit from the top: SEQUENCE_BITS loads a token."""
     sequence = tl.zeros(token.shape, tl.int32)
     for bit in tl.static_range(SEQUENCE_BITS):
@@ -33,32 +33,32 @@ def sequence_of(token, query_start_loc, sequences, SEQUENCE_BITS: tl.constexpr):
 
 
 @triton.jit
-def keep(low, high, token, head, live, kept, into, sequences, HEADS: tl.constexpr, HALF: tl.constexpr, D: tl.constexpr):
+def keep(low, high, token, head, live, window, into, sequences, HEADS: tl.constexpr, HALF: tl.constexpr, D: tl.constexpr):
     """Keep vectors [ROWS, D], given as halves of `places`, in BF16: token j at `SINK + j % RING`, a sink at j as well.
 
     Args:
         live: [ROWS], which of them were stored packed.
-        kept: [num_rows, HEADS, SINK + RING, D] bf16, of K or of V.
+        window: [num_rows, HEADS, SINK + RING, D] bf16, of K or of V.
         into: `arguments.Keeping`.
     """
-    sequence = sequence_of(token, into.query_start_loc, sequences, into.SEQUENCE_BITS) if into.SEQUENCE_BITS > 0 else token
+    sequence = token_sequence(token, into.query_start_loc, sequences, into.SEQUENCE_BITS) if into.SEQUENCE_BITS > 0 else token
     row, position = tl.load(into.rows + sequence, live, 0), tl.load(into.positions + token, live, 0).to(tl.int32)
-    at = kept + ((row * HEADS + head) * ((into.SINK + into.RING) * D))[:, None]
-    of_low, of_high = places(HALF, D)
-    low, high = rounded(low, tl.bfloat16), rounded(high, tl.bfloat16)
+    at = window + ((row * HEADS + head) * ((into.SINK + into.RING) * D))[:, None]
+    low_dims, high_dims = places(HALF, D)
+    low, high = round_to(low, tl.bfloat16), round_to(high, tl.bfloat16)
     if into.RING > 0:
         newest = at + ((position % into.RING + into.SINK) * D)[:, None]
-        tl.store(newest + of_low[None, :], low, live[:, None])
-        tl.store(newest + of_high[None, :], high, live[:, None])
+        tl.store(newest + low_dims[None, :], low, live[:, None])
+        tl.store(newest + high_dims[None, :], high, live[:, None])
     if into.SINK > 0:
         first, live = at + (position * D)[:, None], live & (position < into.SINK)
-        tl.store(first + of_low[None, :], low, live[:, None])
-        tl.store(first + of_high[None, :], high, live[:, None])
+        tl.store(first + low_dims[None, :], low, live[:, None])
+        tl.store(first + high_dims[None, :], high, live[:, None])
 
 
 @triton.jit(do_not_specialize=["sequences"])
-def kept_kernel(
-    q, k_kept, v_kept, rows, parts, maxima, sums, tokens, sequences, matrix, scale,
+def window_kernel(
+    q, k_window, v_window, rows, parts, maxima, sums, tokens, sequences, matrix, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, RING: tl.constexpr,
     TYPE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -75,15 +75,15 @@ def kept_kernel(
         scale: softmax_scale * log2(e).
     """
     tile, kv_head = tl.program_id(0), tl.program_id(1)
-    sequence, own = tile, 0
+    sequence, local_tile = tile, 0
     SINK: tl.constexpr = tokens.SINK
     # Of its tail a query sees what lies within its window.
     TAIL: tl.constexpr = tokens.TAIL if tokens.WINDOW == 0 else min(tokens.TAIL, tokens.WINDOW)
     if not tokens.ONE_EACH:
-        _, columns = tiles_of(tokens, sequences, TOKENS, GROUP, COLUMNS)
-        sequence, own = find_column_tile(columns, tile)
+        _, columns = sequence_tiles(tokens, sequences, TOKENS, GROUP, COLUMNS)
+        sequence, local_tile = find_column_tile(columns, tile)
     if sequence < sequences:
-        column = own * COLUMNS + tl.arange(0, COLUMNS)
+        column = local_tile * COLUMNS + tl.arange(0, COLUMNS)
         token = tl.load(tokens.query_start_loc + sequence) + column // GROUP
         live = token < tl.load(tokens.query_start_loc + sequence + 1)
         position = tl.load(tokens.positions + token, live, -1).to(tl.int32)
@@ -95,22 +95,22 @@ def kept_kernel(
             count = tl.maximum(stop - begin, 0) + SINK
         dims, halves = tl.arange(0, D)[None, :], tl.arange(0, D // 2)[None, :]
         queries = tl.load(q + vector[:, None] * D + dims, live[:, None], 0.0)
-        of_row = (tl.load(rows + sequence) * HEADS + kv_head) * ((SINK + RING) * D)
+        row_at = (tl.load(rows + sequence) * HEADS + kv_head) * ((SINK + RING) * D)
         peak, total = tl.full((COLUMNS,), -float("inf"), tl.float32), tl.zeros((COLUMNS,), tl.float32)
         low, high = tl.zeros((COLUMNS, D // 2), tl.float32), tl.zeros((COLUMNS, D // 2), tl.float32)
         for first in tl.range(0, count, TOKENS):
             index = first + tl.arange(0, TOKENS)
-            stored, place = index, index
+            key_position, place = index, index
             if TAIL > 0:
-                stored = tl.where(index < SINK, index, begin + index - SINK)
-                place = tl.where(index < SINK, index, stored % RING + SINK)
+                key_position = tl.where(index < SINK, index, begin + index - SINK)
+                place = tl.where(index < SINK, index, key_position % RING + SINK)
             # Places that no token of this sequence lies at hold leftovers, NaN perhaps.
-            there = (index < count) & (stored < stop)
-            at = of_row + (place * D)[:, None]
-            k = tl.load(k_kept + at + dims, there[:, None], 0.0)
+            valid = (index < count) & (key_position < stop)
+            at = row_at + (place * D)[:, None]
+            k = tl.load(k_window + at + dims, valid[:, None], 0.0)
             logits = dot(queries, tl.trans(k), tl.zeros((COLUMNS, TOKENS), tl.float32), TYPE) * scale
-            late, sees = position[:, None] - stored[None, :], there[None, :]
-            sees = sees & (late >= 0) & ((late < TAIL) | (stored[None, :] < SINK))
+            late, sees = position[:, None] - key_position[None, :], valid[None, :]
+            sees = sees & (late >= 0) & ((late < TAIL) | (key_position[None, :] < SINK))
             if tokens.WINDOW > 0:
                 sees = sees & (late < tokens.WINDOW)
             logits = tl.where(sees, logits, -float("inf"))
@@ -118,26 +118,26 @@ def kept_kernel(
             finite = tl.where(new_peak == -float("inf"), 0.0, new_peak)
             p, shrink = tl.exp2(logits - finite[:, None]), tl.exp2(peak - finite)
             # The sum is that of what is multiplied, which BF16 rounds.
-            p = rounded(p, TYPE)
+            p = round_to(p, TYPE)
             total, peak = total * shrink + tl.sum(p.to(tl.float32), 1), new_peak
-            of_v = v_kept + at + halves
-            low = dot(p, tl.load(of_v, there[:, None], 0.0), low * shrink[:, None], TYPE)
-            high = dot(p, tl.load(of_v + D // 2, there[:, None], 0.0), high * shrink[:, None], TYPE)
+            v_at = v_window + at + halves
+            low = dot(p, tl.load(v_at, valid[:, None], 0.0), low * shrink[:, None], TYPE)
+            high = dot(p, tl.load(v_at + D // 2, valid[:, None], 0.0), high * shrink[:, None], TYPE)
         part = tl.where(live, vector, 0)
         tl.store(maxima + part, peak, live)
         tl.store(sums + part, total, live)
         width = tl.arange(0, WIDTH)[None, :]
-        out, of_half = parts + part[:, None] * D + width, matrix + tl.arange(0, D // 2)[:, None] * D + width
+        out, half_matrix = parts + part[:, None] * D + width, matrix + tl.arange(0, D // 2)[:, None] * D + width
         # TF32 keeps as many bits as the FP16 of the rotated queries.
         precision: tl.constexpr = "tf32x3" if tl.float32 == TYPE else "tf32"
         for piece in tl.static_range(D // WIDTH):
-            rotated = tl.dot(low, tl.load(of_half + piece * WIDTH), input_precision=precision)
-            of_high = tl.load(of_half + (D // 2) * D + piece * WIDTH)
-            rotated = tl.dot(high, of_high, rotated, input_precision=precision)
+            rotated = tl.dot(low, tl.load(half_matrix + piece * WIDTH), input_precision=precision)
+            high_matrix = tl.load(half_matrix + (D // 2) * D + piece * WIDTH)
+            rotated = tl.dot(high, high_matrix, rotated, input_precision=precision)
             tl.store(out + piece * WIDTH, rotated, live[:, None])
 
 
-def attend_kept(q: Tensor, kept: Kept, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Part:
+def attend_windows(q: Tensor, windows: WindowPair, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Part:
     """Attention over the tokens in BF16, one launch, without waiting for the device.
 
     Rounding points: in a BF16 model the probabilities are rounded to BF16 and summed rounded, and the sums of V are rotated
@@ -150,16 +150,16 @@ def attend_kept(q: Tensor, kept: Kept, cache: PagedKVCache, layer: int, batch: B
     """
     (tokens, q_heads, head_dim), heads, sequences = q.shape, cache.shape(layer).num_kv_heads, batch.seq_lens.shape[0]
     group, operand = q_heads // heads, choices.rotation_operand(q, q.dtype == torch.bfloat16)
-    tile = choices.kept_tile(triton.cdiv(tokens, sequences), group, head_dim, operand)
+    tile = choices.window_tile(triton.cdiv(tokens, sequences), group, head_dim, operand)
     column_tiles = sequences if tokens == sequences else triton.cdiv(tokens * group, tile.columns) + sequences
     matrix = into_rotated(cache.v_format(layer), layer, head_dim, q.device)
     parts = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     maxima, sums = (torch.empty(tokens, q_heads, dtype=torch.float32, device=q.device) for _ in range(2))
-    new = tokens_of(batch, kept, cache.shape(layer).window, triton.next_power_of_2(sequences))
-    launch(kept_kernel, (column_tiles, heads))(
-        q.contiguous(), kept.k, kept.v, batch.rows, parts, maxima, sums, new, sequences, matrix,
+    new = token_arguments(batch, windows, cache.shape(layer).window, triton.next_power_of_2(sequences))
+    launch(window_kernel, (column_tiles, heads))(
+        q.contiguous(), windows.k, windows.v, batch.rows, parts, maxima, sums, new, sequences, matrix,
         scale,
-        HEADS=heads, GROUP=group, D=head_dim, COLUMNS=tile.columns, TOKENS=tile.tokens, RING=kept.ring, TYPE=operand,
-        WIDTH=choices.KEPT_WIDTH, num_warps=tile.warps, num_stages=tile.stages, **choices.COMPILED,
+        HEADS=heads, GROUP=group, D=head_dim, COLUMNS=tile.columns, TOKENS=tile.tokens, RING=windows.ring, TYPE=operand,
+        WIDTH=choices.WINDOW_COLUMNS, num_warps=tile.warps, num_stages=tile.stages, **choices.OPTIONS,
     )  # fmt: skip
     return Part(parts, maxima, sums)

@@ -13,24 +13,24 @@ from haarkv.codebooks import cubic
 from haarkv.codebooks.learned import EIGHTHS
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import KVFormat
-from haarkv.tq_ops.formats.packing import Column, planes, widths_of
+from haarkv.tq_ops.formats.packing import Column, eighth_widths, planes
 from haarkv.tq_ops.formats.rotated import Coordinates, Description, numbers_on
-from haarkv.tq_ops.formats.stretches import MOST_POSITIONS, STRETCH, Turns
+from haarkv.tq_ops.formats.stretches import MOST_POSITIONS, STRETCH, RopeShift
 from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.reads import Reads
+from haarkv.tq_ops.kv.reads import KernelSupport
 
 
-def kernel_order(described: Description) -> Tensor:
+def kernel_order(description: Description) -> Tensor:
     """The level in each of the D columns of a kernel's two halves, as `tq_ops.cuda.planes` says: [D] int64."""
-    if described.columns:
-        eighths = torch.arange(described.head_dim).view(EIGHTHS, -1)
-        parts = [eighths[part.eighth] for column in described.columns for part in column.parts]
+    if description.columns:
+        eighths = torch.arange(description.head_dim).view(EIGHTHS, -1)
+        parts = [eighths[part.eighth] for column in description.columns for part in column.parts]
     else:
-        parts = list(torch.arange(described.head_dim).view(8 // min(4, *planes(described.bits), 8), -1))
-    return torch.cat([_laced(parts[: len(parts) // 2]), _laced(parts[len(parts) // 2 :])])
+        parts = list(torch.arange(description.head_dim).view(8 // min(4, *planes(description.bits), 8), -1))
+    return torch.cat([_lace(parts[: len(parts) // 2]), _lace(parts[len(parts) // 2 :])])
 
 
-def _laced(parts: list[Tensor]) -> Tensor:
+def _lace(parts: list[Tensor]) -> Tensor:
     """Pairs of pairs, as `planes.lace`."""
     while len(parts) > 1:
         parts = [torch.stack(two, -1).flatten() for two in zip(parts[::2], parts[1::2], strict=True)]
@@ -52,7 +52,7 @@ class Columns(NamedTuple):
 NO_COLUMNS = Columns()
 
 
-def columns_of(columns: tuple[Column, ...]) -> Columns:
+def make_columns(columns: tuple[Column, ...]) -> Columns:
     """Those of a description."""
     units, begin, first = [], 0, 0
     for one in columns:
@@ -61,7 +61,9 @@ def columns_of(columns: tuple[Column, ...]) -> Columns:
     return Columns(tuple(units), tuple((part.shift, part.bits) for one in columns for part in one.parts))
 
 
-READS = Reads("the GPU kernels", head_dims=(64, 128, 256), bits=(2, 3, 4, 5, 6, 8), kept=True, windows=True, learned=True)
+READS = KernelSupport(
+    "the GPU kernels", head_dims=(64, 128, 256), bits=(2, 3, 4, 5, 6, 8), kept=True, windows=True, learned=True
+)
 """What the kernels read and write."""
 NO_FAULT = 2**63 - 1
 """What stands where the first refused vector would be noted, as long as there is none."""
@@ -78,7 +80,7 @@ def fault_place(key: int) -> tuple[int, str, int, int]:
 
 
 @dataclass(frozen=True)
-class Learned:
+class LearnedTables:
     """What learned coordinates have beside a rotation, coordinates in the kernels' order.
 
     Kernels hold a key or a query as two halves, and RoPE turns number i of the one together with number i of the other. Where
@@ -132,7 +134,7 @@ class Layout:
     words: Tensor | None
     boundaries: Tensor
     columns: Columns = NO_COLUMNS
-    learned: Learned | None = None
+    learned: LearnedTables | None = None
     along: bool = False
 
     @property
@@ -169,14 +171,14 @@ def unset_queries(
 ) -> Rotated:
     """Unset, for queries of a model of this dtype; `stretches` counts for learned keys alone."""
     head_dim = layout.rotation.shape[-1]
-    kept = torch.float16 if dtype == torch.bfloat16 else torch.float32
+    query_dtype = torch.float16 if dtype == torch.bfloat16 else torch.float32
     if not layout.learned:
-        return Rotated(torch.empty(tokens, heads, head_dim, dtype=kept, device=device), None, None)
+        return Rotated(torch.empty(tokens, heads, head_dim, dtype=query_dtype, device=device), None, None)
     gains, lacks = (torch.empty(stretches, tokens, heads, dtype=torch.float32, device=device) for _ in range(2))
-    return Rotated(torch.empty(stretches, tokens, heads, head_dim, dtype=kept, device=device), gains, lacks)
+    return Rotated(torch.empty(stretches, tokens, heads, head_dim, dtype=query_dtype, device=device), gains, lacks)
 
 
-def stretches_of(batch: Batch, block_size: int) -> int:
+def stretch_room(batch: Batch, block_size: int) -> int:
     """Stretches of a sequence that a batch's block table has room for.
 
     Raises:
@@ -198,7 +200,7 @@ def input_order(head_dim: int, half: int) -> Tensor:
     return torch.cat([low, torch.where(number < half, number + half, number + head_dim // 2)])
 
 
-def words_of(centroids: Tensor) -> Tensor | None:
+def centroid_words(centroids: Tensor) -> Tensor | None:
     """What `tq_ops.cuda.lookup` permutes: int32, the high bytes of the centroids in FP16, then their low bytes.
 
     Of 4 or 8 centroids that is all of them, [2] or [4]. Of 16 it is the upper eight, which are magnitudes, and the halved
@@ -218,11 +220,11 @@ def words_of(centroids: Tensor) -> Tensor | None:
 
 
 @cache
-def layout_of(kv_format: KVFormat, layer: int, head_dim: int, device: torch.device) -> Layout:
+def to_layout(kv_format: KVFormat, layer: int, head_dim: int, device: torch.device) -> Layout:
     """The layout of a format that `READS` takes, its tables on a device; made once. Do not write to it."""
-    described = kv_format.description(head_dim)
-    assert described is not None, "unsupported() lets formats of rotated levels pass alone"
-    return _layout(described, layer, device)
+    description = kv_format.description(head_dim)
+    assert description is not None, "unsupported() lets formats of rotated levels pass alone"
+    return _layout(description, layer, device)
 
 
 @cache
@@ -235,51 +237,53 @@ def into_rotated(kv_format: KVFormat, layer: int, head_dim: int, device: torch.d
     Returns:
         [D, D] fp32, in the kernels' order; made once.
     """
-    rotation = layout_of(kv_format, layer, head_dim, torch.device("cpu")).rotation
+    rotation = to_layout(kv_format, layer, head_dim, torch.device("cpu")).rotation
     inverse: Tensor = torch.linalg.inv(rotation.double().T)
     return inverse.float().contiguous().to(device)
 
 
 @cache
-def _layout(described: Description, layer: int, device: torch.device) -> Layout:
-    order = kernel_order(described)
-    if described.transform.coordinates:
-        return _learned_layout(described, described.transform.coordinates(layer), order, device)
-    centroids = numbers_on(described.centroids, device)
+def _layout(description: Description, layer: int, device: torch.device) -> Layout:
+    order = kernel_order(description)
+    if description.transform.coordinates:
+        return _learned_layout(description, description.transform.coordinates(layer), order, device)
+    centroids = numbers_on(description.centroids, device)
     return Layout(
-        bits=described.bits,
-        rotation=_matrix(described.transform.on(layer, described.head_dim, torch.device("cpu")), order, device),
+        bits=description.bits,
+        rotation=_matrix(description.transform.on(layer, description.head_dim, torch.device("cpu")), order, device),
         centroids=centroids,
-        words=words_of(centroids),
-        boundaries=numbers_on(described.boundaries, device),
-        along=described.along,
+        words=centroid_words(centroids),
+        boundaries=numbers_on(description.boundaries, device),
+        along=description.along,
     )
 
 
-def _learned_layout(described: Description, of: Coordinates, order: Tensor, device: torch.device) -> Layout:
-    assert len(of.gains) == 3, "the kernels try three gains"
+def _learned_layout(description: Description, coordinates: Coordinates, order: Tensor, device: torch.device) -> Layout:
+    assert len(coordinates.gains) == 3, "the kernels try three gains"
     # Keys that nobody knows the turns of are turned by nothing.
-    turns = of.turns or Turns((0.0,) * (described.head_dim // 2))
+    turns = coordinates.turns or RopeShift((0.0,) * (description.head_dim // 2))
     half = len(turns.inv_freq)
-    inputs, unturned = input_order(described.head_dim, half), described.head_dim // 2 - half
+    inputs, static_dims = input_order(description.head_dim, half), description.head_dim // 2 - half
     cos, sin = turns.table(MOST_POSITIONS // STRETCH, torch.device("cpu"))
-    widths = torch.tensor(widths_of(described.columns), dtype=torch.int32).repeat_interleave(described.head_dim // EIGHTHS)
+    widths = torch.tensor(eighth_widths(description.columns), dtype=torch.int32).repeat_interleave(
+        description.head_dim // EIGHTHS
+    )
     return Layout(
-        bits=described.bits,
-        rotation=_matrix(of.rows.mT[:, inputs], order, device),
+        bits=description.bits,
+        rotation=_matrix(coordinates.rows.mT[:, inputs], order, device),
         centroids=torch.cat([cubic.centroids(bits) for bits in cubic.WIDTHS]).to(device),
         words=None,
         boundaries=torch.cat([cubic.boundaries(bits) for bits in cubic.WIDTHS]).to(device),
-        columns=columns_of(described.columns),
-        learned=Learned(
-            mean=of.mean[:, inputs].to(device).contiguous(),
-            forward=_matrix(of.forward[:, inputs], order, device),
-            weights=of.weights[:, order].to(device),
+        columns=make_columns(description.columns),
+        learned=LearnedTables(
+            mean=coordinates.mean[:, inputs].to(device).contiguous(),
+            forward=_matrix(coordinates.forward[:, inputs], order, device),
+            weights=coordinates.weights[:, order].to(device),
             widths=widths[order].to(device),
-            gains=torch.tensor(of.gains, device=device),
-            largest=of.rows.abs().amax(1)[:, inputs].to(device),
-            cos=torch.nn.functional.pad(cos, (0, unturned), value=1.0).to(device),
-            sin=torch.nn.functional.pad(sin, (0, unturned)).to(device),
+            gains=torch.tensor(coordinates.gains, device=device),
+            largest=coordinates.rows.abs().amax(1)[:, inputs].to(device),
+            cos=torch.nn.functional.pad(cos, (0, static_dims), value=1.0).to(device),
+            sin=torch.nn.functional.pad(sin, (0, static_dims)).to(device),
             half=half,
         ),
     )
@@ -287,7 +291,7 @@ def _learned_layout(described: Description, of: Coordinates, order: Tensor, devi
 
 def _matrix(matrix: Tensor, order: Tensor, device: torch.device) -> Tensor:
     """[..., D, D] bf16, its columns in the kernels' order."""
-    ordered = matrix[..., order]
-    rounded = ordered.to(torch.bfloat16)
-    assert torch.equal(rounded.float(), ordered), "matrices are of BF16 numbers"
-    return rounded.to(device).contiguous()
+    permuted = matrix[..., order]
+    bf16 = permuted.to(torch.bfloat16)
+    assert torch.equal(bf16.float(), permuted), "matrices are of BF16 numbers"
+    return bf16.to(device).contiguous()

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from haarkv.codebooks.cubic import FACTORS, WIDTHS
-from haarkv.tq_ops.cuda.planes import lace, level_of
+from haarkv.tq_ops.cuda.planes import lace, part_levels
 from haarkv.tq_ops.formats.learned import COLUMNS as LEARNED
 from haarkv.tq_ops.formats.packing import Column, Part
 
@@ -51,19 +51,19 @@ class Halves(NamedTuple):
     b: int
 
 
-def halves_of(bits: int, place: int) -> Halves:
+def half_constants(bits: int, place: int) -> Halves:
     """The constants for levels of so many bits, the lowest of them bit `place` of a half."""
     a, b = FACTORS[bits]
     unit = 2.0 ** (bits - 1)
     scale, offset = 2.0 ** (1 - place) / unit, -(2.0 ** (1 + _MANTISSA - place) + 2**bits - 1) / unit
-    assert _rounded(scale) == scale, "exact"
-    assert _rounded(offset) == offset, "exact"
-    of_a, of_rest = _NUDGES.get(bits, (0, 0))
-    high = _nudged(a * unit, of_a)
-    return Halves(*map(_word, (scale, offset, high, _nudged(a * unit - high, of_rest), b * unit**3)))
+    assert _round_fp16(scale) == scale, "exact"
+    assert _round_fp16(offset) == offset, "exact"
+    a_nudge, rest_nudge = _NUDGES.get(bits, (0, 0))
+    high = _nudge(a * unit, a_nudge)
+    return Halves(*map(_word, (scale, offset, high, _nudge(a * unit - high, rest_nudge), b * unit**3)))
 
 
-def moved(part: Part) -> int:
+def unit_shift(part: Part) -> int:
     """Bits by which a unit in a half is shifted to the right, or to the left if negative, for n to be made of a part of it."""
     if part.shift == 0:
         return -1
@@ -72,11 +72,11 @@ def moved(part: Part) -> int:
     return 6 if part.shift > 6 else part.shift - 1  # parts above bit 6 share one shift
 
 
-def _rounded(number: float) -> float:
+def _round_fp16(number: float) -> float:
     return float(torch.tensor(number, dtype=torch.float16))
 
 
-def _nudged(number: float, steps: int) -> float:
+def _nudge(number: float, steps: int) -> float:
     """The FP16 number so many above the one nearest to a number, in its bits."""
     return float((torch.tensor(number, dtype=torch.float16).view(torch.int16) + steps).view(torch.float16))
 
@@ -99,10 +99,10 @@ def column_asm(column: Column) -> tuple[str, str]:
     else:
         lines += [f"prmt.b32 unit0, {units}, 0, 0x4140;", f"prmt.b32 unit1, {units}, 0, 0x4342;"]
     for number, part in enumerate(column.parts):
-        shift = moved(part)
+        shift = unit_shift(part)
         place = part.shift - shift
-        of = halves_of(part.bits, place)
-        lines += [f"mov.b32 {name}, 0x{value:08x};" for name, value in of._asdict().items()]
+        constants = half_constants(part.bits, place)
+        lines += [f"mov.b32 {name}, 0x{value:08x};" for name, value in constants._asdict().items()]
         mask = (2**part.bits - 1 << place) * 0x10001
         for word in range(words):
             source, out = f"unit{word}", f"${words * number + word}"
@@ -183,7 +183,7 @@ _FOUR_TYPES = tl.constexpr((tl.float16,) * 4)
 _FOUR_OPERANDS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 9))
 
 
-def _eight_of(part: int) -> str:
+def _eight_level_ptx(part: int) -> str:
     """PTX: the levels of parts `part` and `part + 4` into the nibbles of `level`, and their centroids."""
     tile, shift = 16 + part % 2, 2 * (part // 2)
     third = 2 - part  # from its place to bit 2 of each nibble
@@ -195,7 +195,9 @@ def _eight_of(part: int) -> str:
 
 # Two tiles of low bits in $16 and $17, one of third bits in $18; the eight parts in $0 … $15.
 # Eight high bytes of centroids in $19 and $23, eight low ones in $27 and $31.
-_EIGHT = tl.constexpr("{\n.reg .b32 level, top, index, high, low;\n" + "\n".join(_eight_of(part) for part in range(4)) + "\n}")
+_EIGHT = tl.constexpr(
+    "{\n.reg .b32 level, top, index, high, low;\n" + "\n".join(_eight_level_ptx(part) for part in range(4)) + "\n}"
+)
 _EIGHT_TYPES = tl.constexpr((tl.float16,) * 8)
 _EIGHT_OPERANDS = tl.constexpr(",".join(["=r"] * 16 + ["r"] * 19))
 
@@ -212,16 +214,16 @@ _PART_TYPES = tl.constexpr(((), (), (tl.float16,) * 2, (tl.float16,) * 3, (tl.fl
 def load_words(side):
     """The words of `Layout.words` as scalars, to be kept in registers; side is of `arguments.Read`."""
     count: tl.constexpr = 5 if side.BITS == 4 else 2 * (side.BITS - 1)
-    found = (0,)
+    words = (0,)
     if side.PERMUTE and side.COLUMNS == 0:
-        found = (tl.load(side.words),)
+        words = (tl.load(side.words),)
         for index in tl.static_range(1, count):
-            found = found + (tl.load(side.words + index),)  # noqa: RUF005
-    return found
+            words = words + (tl.load(side.words + index),)  # noqa: RUF005
+    return words
 
 
 @triton.jit
-def _laced(parts, PARTS: tl.constexpr):
+def _lace_parts(parts, PARTS: tl.constexpr):
     """As `planes.lace`, of FP16 or FP32 numbers.
 
     They are laced as integers of their bits. Were what a product takes a reshape itself, Triton would look for a layout in
@@ -239,13 +241,13 @@ def _laced(parts, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _loaded(tiles, table, first: tl.constexpr, BITS: tl.constexpr, TYPE: tl.constexpr):
+def _load_centroids(tiles, table, first: tl.constexpr, BITS: tl.constexpr, TYPE: tl.constexpr):
     """Centroids of the half whose first part is `first`, by loads."""
     parts: tl.constexpr = 4 // min(BITS & -BITS, 4)
-    found = (tl.load(table + level_of(tiles, first, BITS)).to(TYPE),)
+    centroids = (tl.load(table + part_levels(tiles, first, BITS)).to(TYPE),)
     for part in tl.static_range(1, parts):
-        found = found + (tl.load(table + level_of(tiles, first + part, BITS)).to(TYPE),)  # type: ignore[assignment]  # noqa: RUF005
-    return _laced(found, parts)
+        centroids = centroids + (tl.load(table + part_levels(tiles, first + part, BITS)).to(TYPE),)  # type: ignore[assignment]  # noqa: RUF005
+    return _lace_parts(centroids, parts)
 
 
 @triton.jit
@@ -256,26 +258,26 @@ def cubic(level, BITS: tl.constexpr):
 
 
 @triton.jit
-def _of_column(units, side, column: tl.constexpr, TYPE: tl.constexpr):
+def _column_centroids(units, side, column: tl.constexpr, TYPE: tl.constexpr):
     """Centroids of each part of a column of units [rows, D / 8]: a tuple."""
     first: tl.constexpr = side.UNITS[column][2]
     count: tl.constexpr = side.UNITS[column][3]
     if side.PERMUTE:
         asm: tl.constexpr = 10 * side.BITS + column
-        found = tl.inline_asm_elementwise(
+        centroids = tl.inline_asm_elementwise(
             _COLUMN_ASM[asm], _COLUMN_OPERANDS[asm], [units], dtype=_PART_TYPES[count], is_pure=True,
             pack=4 // side.UNITS[column][0],
         )  # fmt: skip
     else:
         units = units.to(tl.int32)
-        found = (cubic(units, side.PARTS[first][1]).to(TYPE),)
+        centroids = (cubic(units, side.PARTS[first][1]).to(TYPE),)
         for part in tl.static_range(first + 1, first + count):
-            found = found + (cubic(units >> side.PARTS[part][0], side.PARTS[part][1]).to(TYPE),)  # noqa: RUF005
-    return found
+            centroids = centroids + (cubic(units >> side.PARTS[part][0], side.PARTS[part][1]).to(TYPE),)  # noqa: RUF005
+    return centroids
 
 
 @triton.jit
-def centroids_of(tiles, side, words, TYPE: tl.constexpr):
+def tile_centroids(tiles, side, words, TYPE: tl.constexpr):
     """Centroids of both halves [rows, D/2] of vectors whose codes are `tiles` of `planes.load_codes`.
 
     Args:
@@ -285,26 +287,26 @@ def centroids_of(tiles, side, words, TYPE: tl.constexpr):
     table = side.centroids
     BITS: tl.constexpr = side.BITS
     if side.COLUMNS > 0:
-        parts = _of_column(tiles[0], side, 0, TYPE)
+        parts = _column_centroids(tiles[0], side, 0, TYPE)
         for column in tl.static_range(1, side.COLUMNS):
-            parts = parts + _of_column(tiles[column], side, column, TYPE)
-        low = _laced((parts[0], parts[1], parts[2], parts[3]), 4)
-        high = _laced((parts[4], parts[5], parts[6], parts[7]), 4)
+            parts = parts + _column_centroids(tiles[column], side, column, TYPE)
+        low = _lace_parts((parts[0], parts[1], parts[2], parts[3]), 4)
+        high = _lace_parts((parts[4], parts[5], parts[6], parts[7]), 4)
     elif not side.PERMUTE:
         narrow: tl.constexpr = min(BITS & -BITS, 4)
-        low = _loaded(tiles, table, 0, BITS, TYPE)
-        high = _loaded(tiles, table, 4 // narrow, BITS, TYPE)
+        low = _load_centroids(tiles, table, 0, BITS, TYPE)
+        high = _load_centroids(tiles, table, 4 // narrow, BITS, TYPE)
     elif BITS == 2:
         a, b, c, d = tl.inline_asm_elementwise(
             _FOUR, _FOUR_OPERANDS, [tiles[0], words[0], words[1]], dtype=_FOUR_TYPES, is_pure=True, pack=4
         )
-        low, high = _laced((a, b), 2), _laced((c, d), 2)
+        low, high = _lace_parts((a, b), 2), _lace_parts((c, d), 2)
     elif BITS == 3:
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
             _EIGHT, _EIGHT_OPERANDS, [tiles[0], tiles[1], tiles[2], words[0], words[1], words[2], words[3]],
             dtype=_EIGHT_TYPES, is_pure=True, pack=4,
         )  # fmt: skip
-        low, high = _laced((a, b, c, d), 4), _laced((e, f, g, h), 4)
+        low, high = _lace_parts((a, b, c, d), 4), _lace_parts((e, f, g, h), 4)
     else:
         tl.static_assert(BITS == 4, "only 2, 3 and 4 bits are looked up by permutations")
         low, high = tl.inline_asm_elementwise(

@@ -22,9 +22,9 @@ from haarkv.tq_ops.cuda.block_products import product
 from haarkv.tq_ops.cuda.elementwise import add_norm, gelu_mul, rms_norm, silu_mul
 from haarkv.tq_ops.cuda.elementwise import rope as rope
 from haarkv.tq_ops.cuda.elementwise import sigmoid_mul as sigmoid_mul
-from haarkv.tq_ops.cuda.experts import through
-from haarkv.tq_ops.cuda.in_bf16 import attend_kept
-from haarkv.tq_ops.cuda.layout import NO_FAULT, Layout, Rotated, fault_place, layout_of, stretches_of, unset_queries
+from haarkv.tq_ops.cuda.experts import run_experts
+from haarkv.tq_ops.cuda.in_bf16 import attend_windows
+from haarkv.tq_ops.cuda.layout import NO_FAULT, Layout, Rotated, fault_place, stretch_room, to_layout, unset_queries
 from haarkv.tq_ops.cuda.rotate import rotate_kernel
 from haarkv.tq_ops.cuda.schedule import merge_kernel
 from haarkv.tq_ops.kv.batch import Batch
@@ -83,7 +83,7 @@ def raise_fault(fault: Tensor, cache: PagedKVCache, batch: Batch) -> None:
 def _layouts(cache: PagedKVCache, layer: int, device: torch.device) -> tuple[Layout, Layout]:
     head_dim = cache.shape(layer).head_dim
     return (
-        layout_of(cache.k_format(layer), layer, head_dim, device), layout_of(cache.v_format(layer), layer, head_dim, device)
+        to_layout(cache.k_format(layer), layer, head_dim, device), to_layout(cache.v_format(layer), layer, head_dim, device)
     )  # fmt: skip
 
 
@@ -112,16 +112,16 @@ def append(
         stand_in: store a vector that is not finite all the same, with zeros for its numbers that are not; not where tokens
             stay in BF16.
     """
-    kept, shape, batch = arguments.kept_in(cache, layer), cache.shape(layer), cache.placed(layer, batch)
-    assert not (kept and stand_in)
+    windows, shape, batch = arguments.layer_windows(cache, layer), cache.shape(layer), cache.placed(layer, batch)
+    assert not (windows and stand_in)
     k, v, tokens = k.contiguous(), v.contiguous(), k.shape[0]
     layouts = _layouts(cache, layer, k.device)
-    launch(quantize.quantize_kernel, (max(arguments.tiles_of(tokens, shape.num_kv_heads, layout) for layout in layouts), 2))(
-        k, v, keeping=arguments.keeping(kept, batch), sequences=batch.seq_lens.shape[0],
+    launch(quantize.quantize_kernel, (max(arguments.num_tiles(tokens, shape.num_kv_heads, layout) for layout in layouts), 2))(
+        k, v, keeping=arguments.keeping(windows, batch), sequences=batch.seq_lens.shape[0],
         positions=batch.positions if layouts[0].learned else None, slots=batch.slot_mapping, tokens=tokens, fault=fault,
         layer=layer, HEADS=shape.num_kv_heads, D=shape.head_dim, BLOCK=cache.block_size, ROWS=arguments.ROWS, WRITE=write,
-        STAND_IN=stand_in, **choices.COMPILED,
-        **arguments.both_written(_fields(cache, layer), layouts, kept, k, shape.head_dim),
+        STAND_IN=stand_in, **choices.OPTIONS,
+        **arguments.both_writes(_fields(cache, layer), layouts, windows, k, shape.head_dim),
     )  # fmt: skip
 
 
@@ -141,14 +141,14 @@ def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch
 def rotate(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> Rotated:
     """Queries [T, Hq, D] in the domain of the codes; for learned keys as those of each stretch meet them."""
     tokens, heads, head_dim = q.shape
-    of_k, shape = _layouts(cache, layer, q.device)[0], cache.shape(layer)
-    stretches = stretches_of(batch, cache.block_size) if of_k.learned else 1
-    out = unset_queries(tokens, heads, of_k, stretches, q.dtype, q.device)
+    keys, shape = _layouts(cache, layer, q.device)[0], cache.shape(layer)
+    stretches = stretch_room(batch, cache.block_size) if keys.learned else 1
+    out = unset_queries(tokens, heads, keys, stretches, q.dtype, q.device)
     operand = choices.rotation_operand(q, q.dtype == torch.bfloat16)
-    launch(rotate_kernel, (arguments.tiles_of(tokens, heads, of_k), head_dim // _WIDTH, choices.stretch_programs(stretches)))(
-        q.contiguous(), *out, of_k.rotation, arguments.turning(of_k, batch, shape.window, operand), tokens, HEADS=heads,
-        MATRICES=of_k.matrices, D=head_dim, TYPE=operand, ROWS=arguments.ROWS, WIDTH=_WIDTH,
-        HALF=of_k.learned.half if of_k.learned else head_dim // 2, **choices.COMPILED,
+    launch(rotate_kernel, (arguments.num_tiles(tokens, heads, keys), head_dim // _WIDTH, choices.stretch_programs(stretches)))(
+        q.contiguous(), *out, keys.rotation, arguments.turning(keys, batch, shape.window, operand), tokens, HEADS=heads,
+        MATRICES=keys.matrices, D=head_dim, TYPE=operand, ROWS=arguments.ROWS, WIDTH=_WIDTH,
+        HALF=keys.learned.half if keys.learned else head_dim // 2, **choices.OPTIONS,
     )  # fmt: skip
     return out
 
@@ -157,11 +157,11 @@ def _at_once(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> int:
     """How many tokens' queries may be rotated at a time: for learned keys they are as many as there are stretches."""
     if not _layouts(cache, layer, q.device)[0].learned:
         return max(1, len(q))
-    nbytes = q.element_size() * q.shape[1] * q.shape[2] * stretches_of(batch, cache.block_size)
+    nbytes = q.element_size() * q.shape[1] * q.shape[2] * stretch_room(batch, cache.block_size)
     return max(1, choices.MOST_AHEAD // nbytes)
 
 
-def part_of(batch: Batch, begin: int, end: int) -> Batch:
+def batch_part(batch: Batch, begin: int, end: int) -> Batch:
     """Tokens begin … end - 1 of a batch, without waiting for the device: what comes behind them is not there yet.
 
     Of a batch of one token a sequence these are sequences. Of others all stay, some without a token.
@@ -196,23 +196,28 @@ def attend(q: Tensor, rotated: Rotated | None, cache: PagedKVCache, layer: int, 
     """
     if rotated is None:
         most = _at_once(q, cache, layer, batch)
-        parts = ((q[begin : begin + most], part_of(batch, begin, begin + most)) for begin in range(0, len(q), most))
-        rotated_parts = ((some, rotate(some, cache, layer, of_some), of_some) for some, of_some in parts)
-        return torch.cat([attend(some, of_q, cache, layer, of, softmax_scale) for some, of_q, of in rotated_parts])
-    batch, kept, scale = cache.placed(layer, batch), arguments.kept_in(cache, layer), softmax_scale * LOG2_E
+        parts = ((q[begin : begin + most], batch_part(batch, begin, begin + most)) for begin in range(0, len(q), most))
+        rotated_parts = ((some, rotate(some, cache, layer, piece_batch), piece_batch) for some, piece_batch in parts)
+        return torch.cat(
+            [
+                attend(some, part_rotated, cache, layer, part_batch, softmax_scale)
+                for some, part_rotated, part_batch in rotated_parts
+            ]
+        )
+    batch, windows, scale = cache.placed(layer, batch), arguments.layer_windows(cache, layer), softmax_scale * LOG2_E
     layouts = _layouts(cache, layer, q.device)
-    in_bf16 = attend_kept(q, kept, cache, layer, batch, scale) if kept else None
+    in_bf16 = attend_windows(q, windows, cache, layer, batch, scale) if windows else None
     if len(q) == len(batch.seq_lens) and decode.takes(q, cache, layer, *layouts):
         return decode.attend(q, rotated, cache, layer, batch, *layouts, scale, in_bf16)
-    return _attend_in_parts(q, rotated, cache, layer, batch, layouts, scale, kept, in_bf16)
+    return _attend_in_parts(q, rotated, cache, layer, batch, layouts, scale, windows, in_bf16)
 
 
 def _attend_in_parts(
     q: Tensor, rotated: Rotated, cache: PagedKVCache, layer: int, batch: Batch, layouts: tuple[Layout, Layout], scale: float,
-    kept: arguments.Kept | None, in_bf16: arguments.Part | None,
+    windows: arguments.WindowPair | None, in_bf16: arguments.Part | None,
 ) -> Tensor:  # fmt: skip
     """The Triton kernels: partial results by `attention`, added up by `merge`."""
-    (of_k, of_v), shape = layouts, cache.shape(layer)
+    (keys, values), shape = layouts, cache.shape(layer)
     (tokens, q_heads, head_dim), heads, sequences = q.shape, shape.num_kv_heads, batch.seq_lens.shape[0]
     group, one_each, operand = q_heads // heads, tokens == sequences, choices.attention_operand(q)
     table = batch.block_table.contiguous()
@@ -222,35 +227,35 @@ def _attend_in_parts(
         head_dim,
         operand,
         capability(q.device),
-        choices.widest_level(of_k, of_v),
-        of_k.learned is not None,
+        choices.widest_level(keys, values),
+        keys.learned is not None,
     )
     # Ragged column tiles: a sequence wastes less than one.
     column_tiles = sequences if one_each else triton.cdiv(tokens * group, tile.columns) + sequences
-    seen = choices.most_seen(table.shape[1] * cache.block_size, shape.window, tokens - sequences + 1, tile.tokens)
-    programs = choices.count_programs(heads, column_tiles * triton.cdiv(seen, tile.tokens), q.device)
+    visible = choices.most_visible(table.shape[1] * cache.block_size, shape.window, tokens - sequences + 1, tile.tokens)
+    programs = choices.count_programs(heads, column_tiles * triton.cdiv(visible, tile.tokens), q.device)
     # Column tiles enough for all programs are not cut.
     whole = not one_each and tokens * group >= programs * tile.columns
     programs = column_tiles if whole else programs
     parts_shape = (tokens, heads, group) if whole else (programs + column_tiles, heads, tile.columns)
     parts = torch.empty(*parts_shape, head_dim, dtype=torch.float32, device=q.device)
     maxima, sums = (torch.empty(parts_shape, dtype=torch.float32, device=q.device) for _ in range(2))
-    new = arguments.tokens_of(batch, kept, shape.window, triton.next_power_of_2(sequences))
+    new = arguments.token_arguments(batch, windows, shape.window, triton.next_power_of_2(sequences))
     same = {
         "HEADS": heads, "GROUP": group, "D": head_dim, "COLUMNS": tile.columns, "TOKENS": tile.tokens, "WHOLE": whole,
-        **choices.COMPILED,
+        **choices.OPTIONS,
     }  # fmt: skip
     launch(attention.attend_kernel, (programs, heads))(
         *rotated, tokens * q_heads, parts, maxima, sums, new, sequences, table, table.shape[1],
-        arguments.read(cache.k_fields(layer), of_k, choices.permutes(q, of_k)),
-        arguments.read(cache.v_fields(layer), of_v, choices.permutes(q, of_v)), scale, programs,
+        arguments.read(cache.k_fields(layer), keys, choices.permutes(q, keys)),
+        arguments.read(cache.v_fields(layer), values, choices.permutes(q, values)), scale, programs,
         BLOCK=cache.block_size, WIDE=tile.wide, TYPE=operand,
         num_warps=tile.warps, num_stages=tile.stages, **same,
     )  # fmt: skip
     out, merging = torch.empty_like(q), choices.merge_tile(whole, head_dim)
-    tiles = arguments.tiles_of(tokens, q_heads, of_v) if whole else tokens * q_heads
+    tiles = arguments.num_tiles(tokens, q_heads, values) if whole else tokens * q_heads
     launch(merge_kernel, (tiles, head_dim // (merging["WIDTH"] * merging["PIECES"])))(
-        parts, maxima, sums, out, of_v.rotation, tokens, new, sequences, programs,
+        parts, maxima, sums, out, values.rotation, tokens, new, sequences, programs,
         *((in_bf16.parts, in_bf16.maxima, in_bf16.sums) if in_bf16 else (None, None, None)),
         **merging, **same,
     )  # fmt: skip
@@ -279,32 +284,32 @@ def rotate_and_append(
         is None, and the same in the domain of the codes, as `rotate` gives them.
     """
     qkv, (cos, sin), batch = qkv.contiguous(), (x.contiguous() for x in rope), cache.placed(layer, batch)
-    tokens, shape, kept = qkv.shape[0], cache.shape(layer), arguments.kept_in(cache, layer)
+    tokens, shape, windows = qkv.shape[0], cache.shape(layer), arguments.layer_windows(cache, layer)
     layouts, kv_heads = _layouts(cache, layer, qkv.device), shape.num_kv_heads
-    of_k = layouts[0]
-    assert of_k.learned is None or 2 * of_k.learned.half == shape.head_dim, "cos and sin turn all of a head"
+    keys = layouts[0]
+    assert keys.learned is None or 2 * keys.learned.half == shape.head_dim, "cos and sin turn all of a head"
     queries = torch.empty(tokens, heads.num_heads, shape.head_dim, dtype=heads.dtype, device=qkv.device)
     q_type = choices.rotation_operand(qkv, heads.dtype == torch.bfloat16)
     ahead = tokens <= _at_once(queries, cache, layer, batch)
-    stretches = stretches_of(batch, cache.block_size) if of_k.learned and ahead else 1
-    rotated = unset_queries(tokens, heads.num_heads, of_k, stretches, heads.dtype, qkv.device) if ahead else None
+    stretches = stretch_room(batch, cache.block_size) if keys.learned and ahead else 1
+    rotated = unset_queries(tokens, heads.num_heads, keys, stretches, heads.dtype, qkv.device) if ahead else None
     one_each, shares = tokens == batch.seq_lens.shape[0], choices.stretch_programs(stretches)
     width = choices.query_columns(one_each, shape.head_dim, q_type) if ahead else shape.head_dim
-    of_q = arguments.tiles_of(tokens, heads.num_heads, of_k) * (shape.head_dim // width) * shares
-    launch(prologue.prologue_kernel, (sum(arguments.tiles_of(tokens, kv_heads, layout) for layout in layouts) + of_q,))(
-        qkv, heads.bias, heads.q_norm, heads.k_norm, heads.eps, cos, sin, tokens, queries if kept or not ahead else None,
-        *(rotated or (None, None, None)), of_k.rotation, arguments.turning(of_k, batch, shape.window, q_type), shares,
-        keeping=arguments.keeping(kept, batch), sequences=batch.seq_lens.shape[0],
-        positions=batch.positions if of_k.learned else None, slots=batch.slot_mapping, fault=fault, layer=layer,
+    q_programs = arguments.num_tiles(tokens, heads.num_heads, keys) * (shape.head_dim // width) * shares
+    launch(prologue.prologue_kernel, (sum(arguments.num_tiles(tokens, kv_heads, layout) for layout in layouts) + q_programs,))(
+        qkv, heads.bias, heads.q_norm, heads.k_norm, heads.eps, cos, sin, tokens, queries if windows or not ahead else None,
+        *(rotated or (None, None, None)), keys.rotation, arguments.turning(keys, batch, shape.window, q_type), shares,
+        keeping=arguments.keeping(windows, batch), sequences=batch.seq_lens.shape[0],
+        positions=batch.positions if keys.learned else None, slots=batch.slot_mapping, fault=fault, layer=layer,
         HEADS=heads.num_heads, KV_HEADS=kv_heads, D=shape.head_dim, BLOCK=cache.block_size, ROWS=arguments.ROWS, WIDTH=width,
         ROUNDED=choices.element(heads.dtype), Q_TYPE=q_type,
-        **arguments.both_written(_fields(cache, layer), layouts, kept, qkv, shape.head_dim), **choices.COMPILED,
+        **arguments.both_writes(_fields(cache, layer), layouts, windows, qkv, shape.head_dim), **choices.OPTIONS,
     )  # fmt: skip
     return queries, rotated
 
 
 @dataclass(frozen=True)
-class CudaFused:
+class CudaFusedOps:
     """`tq_ops.table.FusedOps` for one executor. None of them waits for the device.
 
     Attributes:
@@ -317,7 +322,7 @@ class CudaFused:
     silu_mul = staticmethod(silu_mul)
     gelu_mul = staticmethod(gelu_mul)
     add_norm = staticmethod(add_norm)
-    experts = staticmethod(through)
+    experts = staticmethod(run_experts)
 
     def linear(self, x: Tensor, weight: Weight | tuple[Weight, ...]) -> Tensor:
         """As `linear`; of several weights their results beside each other."""

@@ -30,7 +30,7 @@ def unpair(x):
 
 
 @triton.jit
-def parts_of(half, PARTS: tl.constexpr):
+def unlace(half, PARTS: tl.constexpr):
     """The PARTS parts that are laced into a half, in order."""
     if PARTS == 1:
         parts = (half,)
@@ -44,7 +44,7 @@ def parts_of(half, PARTS: tl.constexpr):
 
 @triton.jit
 def lace(parts, PARTS: tl.constexpr):
-    """Inverse of `parts_of`."""
+    """Inverse of `unlace`."""
     half = parts[0]
     if PARTS == 2:
         half = pair(parts[0], parts[1])
@@ -86,7 +86,7 @@ def load_codes(side, at, D: tl.constexpr):
 
 
 @triton.jit
-def level_of(tiles, part: tl.constexpr, BITS: tl.constexpr):
+def part_levels(tiles, part: tl.constexpr, BITS: tl.constexpr):
     """Levels [rows, n] int32 of one part of planes."""
     narrow: tl.constexpr = min(BITS & -BITS, 4)
     wide: tl.constexpr = BITS & ~narrow if BITS & ~narrow else BITS  # bits of the first plane
@@ -111,7 +111,7 @@ def packed_units(level, into, column: tl.constexpr):
 @triton.jit
 def store_columns(into, at, live, low, high, D: tl.constexpr):
     """As `store_codes`, of levels of several widths; `into` is of `arguments.Write`."""
-    level = parts_of(low, 4) + parts_of(high, 4)
+    level = unlace(low, 4) + unlace(high, 4)
     for column in tl.static_range(into.COLUMNS):
         pointer = units_at(into, at, column, D)
         tl.store(pointer, packed_units(level, into, column).to(pointer.dtype.element_ty), live[:, None])
@@ -124,7 +124,7 @@ def store_codes(codes, at, live, low, high, D: tl.constexpr, BITS: tl.constexpr)
     n: tl.constexpr = D * narrow // 8
     wide: tl.constexpr = BITS & ~narrow if BITS & ~narrow else BITS
     m: tl.constexpr = wide // narrow
-    level = parts_of(low, 4 // narrow) + parts_of(high, 4 // narrow)
+    level = unlace(low, 4 // narrow) + unlace(high, 4 // narrow)
     byte, live = codes + at[:, None] + tl.arange(0, n)[None, :], live[:, None]
     for tile in tl.static_range(m):
         packed = level[tile] & (2**wide - 1)

@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 
 from haarkv.tq_ops.cuda.quantize import append_and_keep
-from haarkv.tq_ops.cuda.rotate import rounded, store_rotated, vectors_of
+from haarkv.tq_ops.cuda.rotate import round_to, store_rotated, vector_ids
 
 
 @triton.jit
-def projected(qkv, bias, token, column, live, ROW: tl.constexpr, D: tl.constexpr):
+def load_projection(qkv, bias, token, column, live, ROW: tl.constexpr, D: tl.constexpr):
     """Halves [ROWS, D/2] fp32 of the vectors that begin at `column` [ROWS] of the rows `token` [ROWS] of qkv [T, ROW]."""
     dim = tl.arange(0, D // 2)[None, :]
     at = qkv + (token.to(tl.int64) * ROW + column)[:, None] + dim
@@ -24,7 +24,7 @@ def projected(qkv, bias, token, column, live, ROW: tl.constexpr, D: tl.constexpr
 
 
 @triton.jit
-def normed(low, high, weight, eps, D: tl.constexpr):
+def norm_halves(low, high, weight, eps, D: tl.constexpr):
     """x * rsqrt(mean(x**2) + eps) * weight of vectors given as halves; weight [D]."""
     dim = tl.arange(0, D // 2)
     factor = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / D + eps)[:, None]
@@ -33,7 +33,7 @@ def normed(low, high, weight, eps, D: tl.constexpr):
 
 
 @triton.jit
-def roped(low, high, cos, sin, token, live, D: tl.constexpr):
+def rope_halves(low, high, cos, sin, token, live, D: tl.constexpr):
     """Half-split rotary embedding of vectors given as halves; cos, sin [T, D/2] fp32."""
     at = token.to(tl.int64)[:, None] * (D // 2) + tl.arange(0, D // 2)[None, :]
     c, s = tl.load(cos + at, live[:, None], 0.0), tl.load(sin + at, live[:, None], 0.0)
@@ -51,15 +51,15 @@ def rotate_queries(
     The first of them also stores the queries as they were before, where there is room in `queries`; without `rotated`, that
     is all.
     """
-    of_tile = shares * (D // WIDTH)
-    token, head, matrix = vectors_of(program // of_tile, tokens, HEADS, MATRICES, ROWS)
-    part = program % of_tile
+    tile_programs = shares * (D // WIDTH)
+    token, head, matrix = vector_ids(program // tile_programs, tokens, HEADS, MATRICES, ROWS)
+    part = program % tile_programs
     live, vector = token < tokens, (token * HEADS + head)[:, None].to(tl.int64)
-    low, high = projected(qkv, bias, token, head * D, live, ROW, D)
+    low, high = load_projection(qkv, bias, token, head * D, live, ROW, D)
     if weight is not None:
-        low, high = normed(low, high, weight, eps, D)
-    low, high = roped(low, high, cos, sin, token, live, D)
-    low, high = rounded(low, ROUNDED), rounded(high, ROUNDED)
+        low, high = norm_halves(low, high, weight, eps, D)
+    low, high = rope_halves(low, high, cos, sin, token, live, D)
+    low, high = round_to(low, ROUNDED), round_to(high, ROUNDED)
     if queries is not None:  # noqa: SIM102
         if part == 0:
             at = queries + vector * D + tl.arange(0, D // 2)[None, :]
@@ -83,13 +83,13 @@ def store_projected(
     Args:
         FIRST: head of qkv that is the first of this side.
     """
-    token, head, matrix = vectors_of(tile, tokens, HEADS, HEADS if into.LEARNED else 1, ROWS)
+    token, head, matrix = vector_ids(tile, tokens, HEADS, HEADS if into.LEARNED else 1, ROWS)
     live = token < tokens
-    low, high = projected(qkv, bias, token, (FIRST + head) * D, live, ROW, D)
+    low, high = load_projection(qkv, bias, token, (FIRST + head) * D, live, ROW, D)
     if side == 0:
         if weight is not None:
-            low, high = normed(low, high, weight, eps, D)
-        low, high = roped(low, high, cos, sin, token, live, D)
+            low, high = norm_halves(low, high, weight, eps, D)
+        low, high = rope_halves(low, high, cos, sin, token, live, D)
     append_and_keep(
         low, high, token, head, matrix, live, side, into, keeping, sequences, positions, slots, fault, layer,
         HEADS, D, BLOCK, ROWS, True, False,
@@ -106,7 +106,7 @@ def prologue_kernel(
 ):  # fmt: skip
     """From qkv [tokens, (HEADS + 2 * KV_HEADS) * D] fp32 to rotated queries [tokens, HEADS, D] and to codes and scales.
 
-    Grid: [tiles of K + tiles of V + tiles of queries * D / WIDTH * shares], each of `vectors_of`. The programs of K and V come
+    Grid: [tiles of K + tiles of V + tiles of queries * D / WIDTH * shares], each of `vector_ids`. The programs of K and V come
     first, since each of them makes a vector's whole row of codes; those of Q make WIDTH columns.
 
     Args:
@@ -121,20 +121,20 @@ def prologue_kernel(
     """
     program = tl.program_id(0)
     width: tl.constexpr = (HEADS + 2 * KV_HEADS) * D
-    of_v = tl.cdiv(tokens * KV_HEADS, ROWS)
-    of_k = KV_HEADS * tl.cdiv(tokens, ROWS) if k.LEARNED else of_v
-    if program < of_k:
+    n_v = tl.cdiv(tokens * KV_HEADS, ROWS)
+    n_k = KV_HEADS * tl.cdiv(tokens, ROWS) if k.LEARNED else n_v
+    if program < n_k:
         store_projected(
             program, 0, qkv, bias, k_norm, eps, cos, sin, tokens, k, keeping, sequences, positions, slots, fault, layer,
             HEADS, KV_HEADS, width, D, BLOCK, ROWS,
         )  # fmt: skip
-    elif program < of_k + of_v:
+    elif program < n_k + n_v:
         store_projected(
-            program - of_k, 1, qkv, bias, None, eps, cos, sin, tokens, v, keeping, sequences, positions, slots, fault, layer,
+            program - n_k, 1, qkv, bias, None, eps, cos, sin, tokens, v, keeping, sequences, positions, slots, fault, layer,
             HEADS + KV_HEADS, KV_HEADS, width, D, BLOCK, ROWS,
         )  # fmt: skip
     else:
         rotate_queries(
-            program - of_k - of_v, qkv, bias, q_norm, eps, cos, sin, tokens, queries, rotated, gains, lacks, rotation,
+            program - n_k - n_v, qkv, bias, q_norm, eps, cos, sin, tokens, queries, rotated, gains, lacks, rotation,
             turning, shares, HEADS, KV_HEADS if k.LEARNED else 1, width, D, ROWS, WIDTH, ROUNDED, Q_TYPE,
         )  # fmt: skip

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from haarkv.tq_ops.cuda.in_bf16 import keep
 from haarkv.tq_ops.cuda.planes import store_codes, store_columns
-from haarkv.tq_ops.cuda.rotate import STRETCH, places, power_of_two, rotate_columns, rounded, turned_back, vectors_of
+from haarkv.tq_ops.cuda.rotate import STRETCH, places, power_of_two, rotate_columns, round_to, turned_back, vector_ids
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def by_rotation(
 ):  # fmt: skip
     """Levels [ROWS, D/2] of both halves of rotated vectors, and their scales [ROWS] fp32."""
     low, high, norm = exact_norm(low, high)
-    low, high = rounded(low, tl.bfloat16), rounded(high, tl.bfloat16)
+    low, high = round_to(low, tl.bfloat16), round_to(high, tl.bfloat16)
     rotated_low = rotate_columns(low, high, rotation, 0, ROWS, D, D // 2, TYPE, False)
     rotated_high = rotate_columns(low, high, rotation, D // 2, ROWS, D, D // 2, TYPE, False)
     low, high = levels(rotated_low, boundaries, BITS), levels(rotated_high, boundaries, BITS)
@@ -68,7 +68,7 @@ def by_rotation(
 
 
 @triton.jit
-def fitted(y, gain, weight, width, centroids, boundaries):
+def fit_levels(y, gain, weight, width, centroids, boundaries):
     """Levels [ROWS, D/2] of half of the coordinates, at a gain, and two sums [ROWS] over these.
 
     Args:
@@ -79,15 +79,15 @@ def fitted(y, gain, weight, width, centroids, boundaries):
         levels; the weighted product of y and of what they restore, and the weighted square of that.
     """
     level, value = tl.zeros(y.shape, tl.int32), gain * y
-    of_width = (1 << width) - 1 - width  # the first of its boundaries
+    width_offset = (1 << width) - 1 - width  # the first of its boundaries
     for bit in tl.static_range(6):
         half = (1 << width) >> (bit + 1)
         higher = level + half
-        boundary = tl.load(boundaries + of_width + higher - 1, half > 0, float("inf"))
+        boundary = tl.load(boundaries + width_offset + higher - 1, half > 0, float("inf"))
         level = tl.where(value >= boundary, higher, level)
-    restored = tl.load(centroids + ((1 << width) - 2) + level)
-    restored_weight = restored * weight
-    return level, tl.sum(restored_weight * y, 1), tl.sum(restored_weight * restored, 1)
+    centroid = tl.load(centroids + ((1 << width) - 2) + level)
+    weighted_centroid = centroid * weight
+    return level, tl.sum(weighted_centroid * y, 1), tl.sum(weighted_centroid * centroid, 1)
 
 
 @triton.jit
@@ -96,7 +96,7 @@ def by_coordinates(low, high, into, matrix, D: tl.constexpr, ROWS: tl.constexpr)
     half, dim = tl.arange(0, D // 2), matrix * D + tl.arange(0, D // 2)
     low, high = low - tl.load(into.mean + dim)[None, :], high - tl.load(into.mean + D // 2 + dim)[None, :]
     low, high, gamma = exact_norm(low, high)
-    low, high = rounded(low, tl.bfloat16), rounded(high, tl.bfloat16)
+    low, high = round_to(low, tl.bfloat16), round_to(high, tl.bfloat16)
     forward = into.forward + matrix * (D * D)
     y_low = rotate_columns(low, high, forward, 0, ROWS, D, D // 2, into.TYPE, False)
     y_high = rotate_columns(low, high, forward, D // 2, ROWS, D, D // 2, into.TYPE, False)
@@ -107,19 +107,19 @@ def by_coordinates(low, high, into, matrix, D: tl.constexpr, ROWS: tl.constexpr)
     y_low, y_high = tl.div_rn(y_low, divisor), tl.div_rn(y_high, divisor)
     width_low, width_high = tl.load(into.widths + half)[None, :], tl.load(into.widths + D // 2 + half)[None, :]
     level_low, level_high = tl.zeros((ROWS, D // 2), tl.int32), tl.zeros((ROWS, D // 2), tl.int32)
-    kept, best = tl.full((ROWS,), 1.0, tl.float32), tl.full((ROWS,), -1.0, tl.float32)
+    square, best = tl.full((ROWS,), 1.0, tl.float32), tl.full((ROWS,), -1.0, tl.float32)
     # A loop and not three copies of it, which take three times as long to compile.
     for attempt in tl.range(0, 3):
         gain = tl.load(into.gains + attempt)
-        next_low, along_low, kept_low = fitted(y_low, gain, weight_low, width_low, into.centroids, into.boundaries)
-        next_high, along_high, kept_high = fitted(y_high, gain, weight_high, width_high, into.centroids, into.boundaries)
-        along, next_kept = along_low + along_high, kept_low + kept_high
-        fit = tl.div_rn(along * along, next_kept)
+        next_low, inner_low, square_low = fit_levels(y_low, gain, weight_low, width_low, into.centroids, into.boundaries)
+        next_high, inner_high, square_high = fit_levels(y_high, gain, weight_high, width_high, into.centroids, into.boundaries)
+        inner, next_square = inner_low + inner_high, square_low + square_high
+        fit = tl.div_rn(inner * inner, next_square)
         better = fit > best
         level_low = tl.where(better[:, None], next_low, level_low)
         level_high = tl.where(better[:, None], next_high, level_high)
-        kept, best = tl.where(better, next_kept, kept), tl.where(better, fit, best)
-    return level_low, level_high, tl.div_rn(length, tl.sqrt_rn(kept))
+        square, best = tl.where(better, next_square, square), tl.where(better, fit, best)
+    return level_low, level_high, tl.div_rn(length, tl.sqrt_rn(square))
 
 
 @triton.jit
@@ -196,8 +196,8 @@ def append_and_keep(
     # Learned coordinates take registers, and nothing finite is refused: the vectors need not wait until levels are chosen.
     if keeps and into.LEARNED:
         finite = (tl.sum(low - low, 1) + tl.sum(high - high, 1)) == 0
-        there = live & finite & (tl.load(slots + token, live, -1) >= 0)
-        keep(low, high, token, head, there, into.kept, keeping, sequences, HEADS, into.HALF, D)
+        valid = live & finite & (tl.load(slots + token, live, -1) >= 0)
+        keep(low, high, token, head, valid, into.kept, keeping, sequences, HEADS, into.HALF, D)
     live = append(
         low, high, token, head, matrix, live, side, into, positions, slots, fault, layer, D, BLOCK, ROWS, WRITE, STAND_IN
     )  # fmt: skip
@@ -212,11 +212,11 @@ def store_side(
     STAND_IN: tl.constexpr,
 ):  # fmt: skip
     """What a program of `quantize_kernel` does of K or of V."""
-    token, head, matrix = vectors_of(tl.program_id(0), tokens, HEADS, HEADS if into.LEARNED else 1, ROWS)
-    of_low, of_high = places(into.HALF, D)
+    token, head, matrix = vector_ids(tl.program_id(0), tokens, HEADS, HEADS if into.LEARNED else 1, ROWS)
+    low_dims, high_dims = places(into.HALF, D)
     live, at = token < tokens, x + (token * HEADS + head)[:, None].to(tl.int64) * D
-    low = tl.load(at + of_low[None, :], live[:, None], 0.0).to(tl.float32)
-    high = tl.load(at + of_high[None, :], live[:, None], 0.0).to(tl.float32)
+    low = tl.load(at + low_dims[None, :], live[:, None], 0.0).to(tl.float32)
+    high = tl.load(at + high_dims[None, :], live[:, None], 0.0).to(tl.float32)
     append_and_keep(
         low, high, token, head, matrix, live, side, into, keeping, sequences, positions, slots, fault, layer,
         HEADS, D, BLOCK, ROWS, WRITE, STAND_IN,
@@ -233,7 +233,7 @@ def quantize_kernel(
 ):  # fmt: skip
     """Store K and V [tokens, HEADS, D] at slots [tokens] int64, and in BF16 where `keeping` says so.
 
-    Grid: [tiles of `vectors_of`, of the side that has more, 2], K's programs and V's.
+    Grid: [tiles of `vector_ids`, of the side that has more, 2], K's programs and V's.
 
     Args:
         x_of_k, x_of_v: K and V, bf16 or fp32.

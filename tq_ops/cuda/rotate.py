@@ -1,6 +1,6 @@
 """Pieces of kernels: rounding, products and rotating vectors into the domain of the codes; the kernel that rotates queries.
 
-Of learned coordinates every KV head has its own matrix, so a program takes vectors that share one (`vectors_of`). Learned keys
+Of learned coordinates every KV head has its own matrix, so a program takes vectors that share one (`vector_ids`). Learned keys
 are stored by stretches (`tq_ops.formats.stretches`): a query is another one for the keys of each.
 """
 
@@ -13,7 +13,7 @@ STRETCH = tl.constexpr(_STRETCH)
 
 
 @triton.jit
-def rounded(x, TYPE: tl.constexpr):
+def round_to(x, TYPE: tl.constexpr):
     """FP32 x as TYPE, to nearest, ties to even. Triton's interpreter truncates to BF16 instead of rounding."""
     if tl.bfloat16 == TYPE:
         bits = x.to(tl.int32, bitcast=True)
@@ -34,7 +34,7 @@ def dot(a, b, into, TYPE: tl.constexpr):
 
 
 @triton.jit
-def vectors_of(tile, tokens, HEADS: tl.constexpr, MATRICES: tl.constexpr, ROWS: tl.constexpr):
+def vector_ids(tile, tokens, HEADS: tl.constexpr, MATRICES: tl.constexpr, ROWS: tl.constexpr):
     """Token and head [ROWS] of the vectors of a tile, and the matrix that they share; a token past the last is none.
 
     There are `MATRICES * cdiv(tokens * HEADS / MATRICES, ROWS)` tiles: those of the first heads, which share the first matrix,
@@ -99,7 +99,7 @@ def power_of_two(exponent):
 
 
 @triton.jit
-def gains_of(low, high, largest, D: tl.constexpr):
+def query_gains(low, high, largest, D: tl.constexpr):
     """Powers of two [ROWS], at least 1, by which queries in learned coordinates are divided: FP16 then holds them.
 
     Args:
@@ -107,8 +107,8 @@ def gains_of(low, high, largest, D: tl.constexpr):
         largest: what bounds a query's numbers; pointer to one head's of `layout.Learned.largest`.
     """
     dim = tl.arange(0, D // 2)
-    of_low, of_high = tl.load(largest + dim)[None, :], tl.load(largest + D // 2 + dim)[None, :]
-    most = tl.sum(tl.abs(low.to(tl.float32)) * of_low, 1) + tl.sum(tl.abs(high.to(tl.float32)) * of_high, 1)
+    largest_low, largest_high = tl.load(largest + dim)[None, :], tl.load(largest + D // 2 + dim)[None, :]
+    most = tl.sum(tl.abs(low.to(tl.float32)) * largest_low, 1) + tl.sum(tl.abs(high.to(tl.float32)) * largest_high, 1)
     return power_of_two(tl.maximum((most.to(tl.int32, bitcast=True) >> 23) - 126 - 15, 0))
 
 
@@ -128,8 +128,8 @@ def rotate_finely(
         for half in tl.static_range(2):
             x = low if half == 0 else high
             matrix = tl.load(at + half * (D // 2 * D))
-            near = rounded(x, TYPE)
-            out = dot(near, matrix, dot(rounded(x - near.to(tl.float32), TYPE), matrix, out, TYPE), TYPE)
+            near = round_to(x, TYPE)
+            out = dot(near, matrix, dot(round_to(x - near.to(tl.float32), TYPE), matrix, out, TYPE), TYPE)
     else:
         out = rotate_columns(low, high, rotation, first, ROWS, D, WIDTH, TYPE, False)
     return out
@@ -142,15 +142,18 @@ def for_stretch(low, high, stretch, turning, head, D: tl.constexpr):
     Args:
         turning: of `arguments.Turning`.
     Returns:
-        low, high [ROWS, D/2] fp32; gains [ROWS] of `gains_of`; and what logits lack [ROWS]: their products with K's mean.
+        low, high [ROWS, D/2] fp32; gains [ROWS] of `query_gains`; and what logits lack [ROWS]: their products with K's mean.
     """
     dim = tl.arange(0, D // 2)
     at = stretch * (D // 2) + dim
     cos, sin = tl.load(turning.cos + at)[None, :], tl.load(turning.sin + at)[None, :]
     low, high = turned_back(low.to(tl.float32), high.to(tl.float32), cos, sin)
-    of_low, of_high = tl.load(turning.mean + head * D + dim)[None, :], tl.load(turning.mean + head * D + D // 2 + dim)[None, :]
-    lacks = tl.sum(low * of_low, 1) + tl.sum(high * of_high, 1)
-    return low, high, gains_of(low, high, turning.largest + head * D, D), lacks
+    mean_low, mean_high = (
+        tl.load(turning.mean + head * D + dim)[None, :],
+        tl.load(turning.mean + head * D + D // 2 + dim)[None, :],
+    )
+    lacks = tl.sum(low * mean_low, 1) + tl.sum(high * mean_high, 1)
+    return low, high, query_gains(low, high, turning.largest + head * D, D), lacks
 
 
 @triton.jit
@@ -171,7 +174,7 @@ def store_rotated(
     vector, column = token * HEADS + head, first + tl.arange(0, WIDTH)[None, :]
     if gains is None:
         rotated = rotate_columns(low, high, rotation, first, ROWS, D, WIDTH, TYPE, False)
-        tl.store(out + vector[:, None].to(tl.int64) * D + column, rounded(rotated, out.dtype.element_ty), live[:, None])
+        tl.store(out + vector[:, None].to(tl.int64) * D + column, round_to(rotated, out.dtype.element_ty), live[:, None])
     else:
         position = tl.load(turning.positions + token, live, 0).to(tl.int32)
         begin = 0
@@ -183,7 +186,7 @@ def store_rotated(
                 now_low, now_high, turning.rotation + matrix * (D * D), first, ROWS, D, WIDTH, turning.TYPE
             ) / gain[:, None]  # fmt: skip
             place = vector.to(tl.int64) + stretch * (tokens * HEADS)
-            tl.store(out + place[:, None] * D + column, rounded(rotated, out.dtype.element_ty), live[:, None])
+            tl.store(out + place[:, None] * D + column, round_to(rotated, out.dtype.element_ty), live[:, None])
             if first == 0:
                 tl.store(gains + place, gain, live)
                 tl.store(lacks + place, lack, live)
@@ -199,12 +202,12 @@ def rotate_kernel(
 
     For learned keys out is [stretches, tokens, HEADS, D], and gains and lacks of `layout.Rotated` are stored as well.
 
-    Grid: [tiles of `vectors_of`, D / WIDTH, programs that share the stretches].
+    Grid: [tiles of `vector_ids`, D / WIDTH, programs that share the stretches].
     """
-    token, head, matrix = vectors_of(tl.program_id(0), tokens, HEADS, MATRICES, ROWS)
-    of_low, of_high = places(HALF, D)
+    token, head, matrix = vector_ids(tl.program_id(0), tokens, HEADS, MATRICES, ROWS)
+    low_dims, high_dims = places(HALF, D)
     live, at = (token < tokens)[:, None], q + (token * HEADS + head)[:, None].to(tl.int64) * D
-    low, high = tl.load(at + of_low[None, :], live, 0.0), tl.load(at + of_high[None, :], live, 0.0)
+    low, high = tl.load(at + low_dims[None, :], live, 0.0), tl.load(at + high_dims[None, :], live, 0.0)
     store_rotated(
         low, high, token, head, matrix, tokens, tl.program_id(1) * WIDTH, tl.program_id(2), tl.num_programs(2), rotation,
         out, gains, lacks, turning, HEADS, D, TYPE, ROWS, WIDTH,

@@ -20,17 +20,17 @@ The partial results are added up, normalized and brought back into the model's o
 import triton
 import triton.language as tl
 
-from haarkv.tq_ops.cuda.rotate import rotate_columns, rounded, vectors_of
+from haarkv.tq_ops.cuda.rotate import rotate_columns, round_to, vector_ids
 
 
 @triton.jit
-def origin_of(length, new, WINDOW: tl.constexpr, TOKENS: tl.constexpr):
+def window_origin(length, new, WINDOW: tl.constexpr, TOKENS: tl.constexpr):
     """Where the first tile begins of which any of a sequence's new tokens sees something, `length` with all of them."""
     return tl.maximum(length - new + 1 - WINDOW, 0) // TOKENS * TOKENS
 
 
 @triton.jit
-def tiles_of(tokens, sequences, TOKENS: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr):
+def sequence_tiles(tokens, sequences, TOKENS: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr):
     """stored and columns [SIZE] int32 of all sequences; 0 past the last.
 
     Of the newest TAIL tokens, which the last query sees in BF16, no query sees a packed one.
@@ -39,18 +39,18 @@ def tiles_of(tokens, sequences, TOKENS: tl.constexpr, GROUP: tl.constexpr, COLUM
         tokens: of `arguments.Tokens`.
     """
     sequence = tl.arange(0, tokens.SIZE)
-    there = sequence < sequences
-    length = tl.load(tokens.seq_lens + sequence, there, 0)
-    stored = tl.cdiv(tl.maximum(length - tokens.TAIL, 0) if tokens.TAIL > 0 else length, TOKENS)
+    valid = sequence < sequences
+    length = tl.load(tokens.seq_lens + sequence, valid, 0)
+    stored_tiles = tl.cdiv(tl.maximum(length - tokens.TAIL, 0) if tokens.TAIL > 0 else length, TOKENS)
     if tokens.ONE_EACH:
-        new, columns = there.to(tl.int32), there.to(tl.int32)
+        new, columns = valid.to(tl.int32), valid.to(tl.int32)
     else:
         starts = tokens.query_start_loc + sequence
-        new = tl.load(starts + 1, there, 0) - tl.load(starts, there, 0)
+        new = tl.load(starts + 1, valid, 0) - tl.load(starts, valid, 0)
         columns = tl.cdiv(new * GROUP, COLUMNS)
     if tokens.WINDOW > 0:
-        stored = tl.maximum(stored - origin_of(length, new, tokens.WINDOW, TOKENS) // TOKENS, 0)
-    return stored, columns
+        stored_tiles = tl.maximum(stored_tiles - window_origin(length, new, tokens.WINDOW, TOKENS) // TOKENS, 0)
+    return stored_tiles, columns
 
 
 @triton.jit
@@ -61,37 +61,37 @@ def find_column_tile(columns, column_tile):
 
 
 @triton.jit
-def share_of(stored, columns, program, programs):
+def program_share(stored_tiles, columns, program, programs):
     """The unit, and the first place of a program and the one behind its last."""
-    total = tl.sum(stored * columns, 0)
+    total = tl.sum(stored_tiles * columns, 0)
     unit = tl.maximum(tl.cdiv(total, programs), 1)
     begin = program * unit
     return unit, begin, tl.minimum(begin + unit, total)
 
 
 @triton.jit
-def find_piece(stored, columns, place):
+def find_piece(stored_tiles, columns, place):
     """What stands at a place of the line.
 
     Returns:
         sequence; its column tile among all, and among its own; its tiles of stored tokens, and which of them this is.
     """
-    tiles = stored * columns
+    tiles = stored_tiles * columns
     before = tl.cumsum(tiles, 0) <= place
     sequence = tl.sum(before.to(tl.int32), 0)
-    length = tl.sum(tl.where(tl.arange(0, stored.shape[0]) == sequence, stored, 0), 0)
-    within = place - tl.sum(tl.where(before, tiles, 0), 0)
-    own = within // length
-    return sequence, tl.sum(tl.where(before, columns, 0), 0) + own, own, length, within % length
+    length = tl.sum(tl.where(tl.arange(0, stored_tiles.shape[0]) == sequence, stored_tiles, 0), 0)
+    offset = place - tl.sum(tl.where(before, tiles, 0), 0)
+    tile = offset // length
+    return sequence, tl.sum(tl.where(before, columns, 0), 0) + tile, tile, length, offset % length
 
 
 @triton.jit
-def pieces_of(stored, columns, unit, sequence, own):
-    """The number of the first piece of a sequence's column tile `own`, and how many there are: 0 where nothing is stored."""
-    index = tl.arange(0, stored.shape[0])
-    length = tl.sum(tl.where(index == sequence, stored, 0), 0)
-    place = tl.sum(tl.where(index < sequence, stored * columns, 0), 0) + own * length
-    column_tile = tl.sum(tl.where(index < sequence, columns, 0), 0) + own
+def count_pieces(stored_tiles, columns, unit, sequence, tile):
+    """The number of the first piece of a sequence's column tile `tile`, and how many there are: 0 where nothing is stored."""
+    index = tl.arange(0, stored_tiles.shape[0])
+    length = tl.sum(tl.where(index == sequence, stored_tiles, 0), 0)
+    place = tl.sum(tl.where(index < sequence, stored_tiles * columns, 0), 0) + tile * length
+    column_tile = tl.sum(tl.where(index < sequence, columns, 0), 0) + tile
     first = place // unit
     return first + column_tile, tl.where(length > 0, (place + length - 1) // unit - first + 1, 0)
 
@@ -104,7 +104,7 @@ def merge_kernel(
 ):  # fmt: skip
     """out [count, HEADS * GROUP, D] of the parts of `attention.attend_kernel`, rotated back.
 
-    Grid: [tiles of `vectors_of`, D / (WIDTH * PIECES)]; a program merges ROWS whole vectors, AT_ONCE parts of each at a time,
+    Grid: [tiles of `vector_ids`, D / (WIDTH * PIECES)]; a program merges ROWS whole vectors, AT_ONCE parts of each at a time,
     and writes PIECES times WIDTH of their columns. ROWS is 1 unless WHOLE.
 
     Args:
@@ -112,10 +112,10 @@ def merge_kernel(
         tokens: of `arguments.Tokens`.
         in_bf16, in_bf16_maxima, in_bf16_sums: each vector's part by `in_bf16.kept_kernel`; None where nothing is kept.
     """
-    KEPT: tl.constexpr = in_bf16 is not None
+    HAS_WINDOW: tl.constexpr = in_bf16 is not None
     begin = tl.program_id(1) * (WIDTH * PIECES)
     if WHOLE:
-        token, head, _ = vectors_of(tl.program_id(0), count, HEADS * GROUP, 1, ROWS)
+        token, head, _ = vector_ids(tl.program_id(0), count, HEADS * GROUP, 1, ROWS)
         row, live, pieces = token * (HEADS * GROUP) + head, token < count, 1
         base = row.to(tl.int64)
     else:
@@ -129,30 +129,30 @@ def merge_kernel(
             ends = tl.load(tokens.query_start_loc + index + 1, index < sequences, 2147483647)
             sequence = tl.sum((ends <= token).to(tl.int32), 0)
             column += (token - tl.load(tokens.query_start_loc + sequence)) * GROUP
-        stored, columns = tiles_of(tokens, sequences, TOKENS, GROUP, COLUMNS)
-        unit, _, _ = share_of(stored, columns, 0, programs)
-        first, pieces = pieces_of(stored, columns, unit, sequence, column // COLUMNS)
+        stored_tiles, columns = sequence_tiles(tokens, sequences, TOKENS, GROUP, COLUMNS)
+        unit, _, _ = program_share(stored_tiles, columns, 0, programs)
+        first, pieces = count_pieces(stored_tiles, columns, unit, sequence, column // COLUMNS)
         base = ((first * HEADS + head // GROUP).to(tl.int64) * COLUMNS + column % COLUMNS) + tl.zeros((ROWS,), tl.int64)
     dims = tl.arange(0, D // 2)[None, None, :]
     peak, total = tl.full((ROWS,), -float("inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
     low, high = tl.zeros((ROWS, D // 2), tl.float32), tl.zeros((ROWS, D // 2), tl.float32)
-    if KEPT:
+    if HAS_WINDOW:
         peak, total = tl.load(in_bf16_maxima + row, live, -float("inf")), tl.load(in_bf16_sums + row, live, 0.0)
-        of_kept = in_bf16 + row[:, None].to(tl.int64) * D + tl.arange(0, D // 2)[None, :]
-        low, high = tl.load(of_kept, live[:, None], 0.0), tl.load(of_kept + D // 2, live[:, None], 0.0)
+        window_part = in_bf16 + row[:, None].to(tl.int64) * D + tl.arange(0, D // 2)[None, :]
+        low, high = tl.load(window_part, live[:, None], 0.0), tl.load(window_part + D // 2, live[:, None], 0.0)
     for first in range(0, pieces, AT_ONCE):
         split = first + tl.arange(0, AT_ONCE)[None, :]
-        there = live[:, None] & (split < pieces)
+        valid = live[:, None] & (split < pieces)
         part = base[:, None] + split * (HEADS * COLUMNS)
-        peaks = tl.load(maxima + part, there, -float("inf"))
+        peaks = tl.load(maxima + part, valid, -float("inf"))
         new_peak = tl.maximum(peak, tl.max(peaks, 1))
         finite = tl.where(new_peak == -float("inf"), 0.0, new_peak)
         shrink, grow = tl.exp2(peak - finite), tl.exp2(peaks - finite[:, None])
-        total = total * shrink + tl.sum(tl.load(sums + part, there, 0.0) * grow, 1)
+        total = total * shrink + tl.sum(tl.load(sums + part, valid, 0.0) * grow, 1)
         # A part without tokens left its sums of v unset.
-        at, filled, grow = parts + part[:, :, None] * D + dims, (peaks > -float("inf"))[:, :, None], grow[:, :, None]
-        low = low * shrink[:, None] + tl.sum(tl.load(at, filled, 0.0) * grow, 1)
-        high = high * shrink[:, None] + tl.sum(tl.load(at + D // 2, filled, 0.0) * grow, 1)
+        at, nonempty, grow = parts + part[:, :, None] * D + dims, (peaks > -float("inf"))[:, :, None], grow[:, :, None]
+        low = low * shrink[:, None] + tl.sum(tl.load(at, nonempty, 0.0) * grow, 1)
+        high = high * shrink[:, None] + tl.sum(tl.load(at + D // 2, nonempty, 0.0) * grow, 1)
         peak = new_peak
     # A row that saw no token is padding.
     total = tl.where(total == 0, 1.0, total)[:, None]
@@ -160,6 +160,6 @@ def merge_kernel(
     at = out + row[:, None].to(tl.int64) * D
     for piece in tl.static_range(PIECES):
         column = begin + piece * WIDTH
-        back = rotate_columns(low, high, rotation, column, ROWS, D, WIDTH, tl.float32, True)
+        vectors = rotate_columns(low, high, rotation, column, ROWS, D, WIDTH, tl.float32, True)
         column += tl.arange(0, WIDTH)[None, :]
-        tl.store(at + column, rounded(back, out.dtype.element_ty), live[:, None])
+        tl.store(at + column, round_to(vectors, out.dtype.element_ty), live[:, None])

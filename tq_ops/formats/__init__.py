@@ -19,7 +19,7 @@ import torch
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.base import Field, KVFormat, NonFiniteVectorError, Plain, stored_bytes
 from haarkv.tq_ops.formats.compared import FP8E4M3, BlockQ4, BlockQ8, HadamardTBQ4, HadamardTQ3, Manthan3, kivi_pair
-from haarkv.tq_ops.formats.learned import COLUMNS, PREFIX, Calibration, bits_of, unlearned
+from haarkv.tq_ops.formats.learned import COLUMNS, PREFIX, Calibration, learned_bits, unlearned
 from haarkv.tq_ops.formats.rotated import SEED_EPS, TurboQuant, TurboQuant4Seed, rotated_pair
 
 Side = Literal["k", "v"]
@@ -69,7 +69,7 @@ def get(name: str, side: Side = "k", calibration: Calibration | None = None) -> 
     Raises:
         InputError: no such format, and the message lists those there are; or one of those without a calibration.
     """
-    if bits := bits_of(name):
+    if bits := learned_bits(name):
         if side == "v":
             raise InputError(f"{name} stores keys only; values have nothing to learn. Write k={name},v=tq{bits}")
         if calibration is None:
@@ -77,8 +77,8 @@ def get(name: str, side: Side = "k", calibration: Calibration | None = None) -> 
             raise InputError(f"{needs}; give its file with --calibration")
         return calibration.format(bits)
     if name not in _BY_NAME:
-        known = ", ".join(names())
-        raise InputError(f"unknown KV format {name!r}; choose from {known}, or k=lrB with a calibration")
+        known_names = ", ".join(names())
+        raise InputError(f"unknown KV format {name!r}; choose from {known_names}, or k=lrB with a calibration")
     k_format, v_format = _BY_NAME[name]
     return k_format if side == "k" else v_format
 
@@ -104,7 +104,7 @@ def parse(spec: str, calibration: Calibration | None = None) -> tuple[KVFormat, 
 def needs_calibration(spec: str) -> bool:
     """Whether `NAME` or `k=NAME,v=NAME` asks for a format that is learned of a model."""
     names = [part.split("=")[-1].strip() for part in spec.split(",")]
-    return any(bits_of(name) for name in names)
+    return any(learned_bits(name) for name in names)
 
 
 def describe(k_format: KVFormat, v_format: KVFormat) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from haarkv.tq_ops.formats.packing import groups_of
+from haarkv.tq_ops.formats.packing import split_groups
 
 
 def divide(x: Tensor, number: float) -> Tensor:
@@ -52,7 +52,7 @@ def sum_pairwise(x: Tensor) -> Tensor:
         half = count // 2 - count // 2 % 8
         return sum_pairwise(x[..., :half]) + sum_pairwise(x[..., half:])
     whole = count - count % 8
-    sums = sum_in_order(groups_of(x[..., :whole], 8).transpose(-1, -2))
+    sums = sum_in_order(split_groups(x[..., :whole], 8).transpose(-1, -2))
     while sums.shape[-1] > 1:
         sums = sums[..., 0::2] + sums[..., 1::2]
     total = sums.squeeze(-1)

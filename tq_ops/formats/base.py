@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError, NonFiniteError
-from haarkv.tq_ops.formats.packing import groups_of
-from haarkv.tq_ops.formats.stretches import Turns
+from haarkv.tq_ops.formats.packing import split_groups
+from haarkv.tq_ops.formats.stretches import RopeShift
 
 if TYPE_CHECKING:
     from haarkv.tq_ops.formats.rotated import Description
@@ -51,13 +51,13 @@ class Part(NamedTuple):
     axes: int = 1
 
 
-def bytes_of(tensor: Tensor, trailing: int) -> Tensor:
+def trailing_bytes(tensor: Tensor, trailing: int) -> Tensor:
     """The bytes of a tensor's last `trailing` axes, little-endian: uint8 [..., n]."""
     flat = tensor.contiguous().flatten(tensor.ndim - trailing) if trailing else tensor.contiguous().unsqueeze(-1)
     return flat.view(torch.uint8)
 
 
-def lengths_of(x: Tensor) -> Tensor:
+def vector_lengths(x: Tensor) -> Tensor:
     """Lengths [...] fp64 of vectors [..., D]."""
     lengths: Tensor = torch.linalg.vector_norm(x.double(), dim=-1)
     return lengths
@@ -120,7 +120,7 @@ class KVFormat:
         """
         return None
 
-    def turns(self, layer: int) -> Turns | None:
+    def turns(self, layer: int) -> RopeShift | None:
         """How keys of a layer turn, where they are stored by stretches: whoever stores one turns it back first, and whoever
         reads one turns it forth. None where a key is stored as it is."""
         return None
@@ -128,7 +128,7 @@ class KVFormat:
     def as_stored(self, x: Tensor, layer: int, positions: Tensor) -> Tensor:
         """Vectors [..., n, D] of positions [n] as `quantize` takes them: turned back where there are `turns`."""
         turns = self.turns(layer)
-        return turns.back(x, positions) if turns else x
+        return turns.undo(x, positions) if turns else x
 
     def bytes_per_vector(self, head_dim: int) -> float:
         """Bytes for one K or V vector of one KV head, scales included."""
@@ -154,15 +154,15 @@ class KVFormat:
 
     def length(self, x: Tensor, layer: int) -> Tensor:
         """Lengths [..., Hkv, n] of differences x [..., Hkv, n, D] of vectors, in the norm in which levels are chosen."""
-        return lengths_of(x)
+        return vector_lengths(x)
 
     def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
         """uint8 [..., n]: each vector, or group of them, as its origin lays it: the layout, little-endian, block by block."""
-        parts = [bytes_of(fields[part.name], part.axes) for part in self.layout]
+        parts = [trailing_bytes(fields[part.name], part.axes) for part in self.layout]
         if self.block is None:
             return torch.cat(parts, -1)
         blocks = next(fields[part.name].shape[-1] for part in self.layout if not part.bits)
-        return torch.cat([groups_of(part, part.shape[-1] // blocks) for part in parts], -1).flatten(-2)
+        return torch.cat([split_groups(part, part.shape[-1] // blocks) for part in parts], -1).flatten(-2)
 
     def levels(self, fields: dict[str, Tensor]) -> Tensor | None:
         """Level [..., D] uint8 of every coordinate; None of a format that stores numbers and no levels."""

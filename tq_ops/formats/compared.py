@@ -26,7 +26,7 @@ from haarkv.tq_ops.formats.arithmetic import (
     sum_pairwise,
 )
 from haarkv.tq_ops.formats.base import Field, KVFormat, Part, require_finite
-from haarkv.tq_ops.formats.packing import groups_of, pack_parts, pack_stream, unpack_parts, unpack_stream
+from haarkv.tq_ops.formats.packing import pack_parts, pack_stream, split_groups, unpack_parts, unpack_stream
 from haarkv.tq_ops.formats.rotated import centroids_at, numbers_on
 
 
@@ -36,12 +36,12 @@ def to_fp16(scale: Tensor) -> Tensor:
     Raises:
         NonFiniteError: one is not finite or rounds to infinity (65520 and more), which a cache must not hold.
     """
-    stored = scale.to(torch.float16)
-    require_finite(stored.float())
-    return stored
+    half = scale.to(torch.float16)
+    require_finite(half.float())
+    return half
 
 
-def _reached(value: Tensor, boundaries: tuple[float, ...], *, ties_up: bool = True) -> Tensor:
+def _reached_levels(value: Tensor, boundaries: tuple[float, ...], *, ties_up: bool = True) -> Tensor:
     """Levels uint8: how many boundaries each number reaches, or exceeds where ties go down."""
     level = torch.bucketize(value, numbers_on(boundaries, value.device), right=ties_up, out_int32=True)
     return level.to(torch.uint8)
@@ -63,7 +63,7 @@ class BlockFormat(KVFormat):
     def split(self, x: Tensor) -> Tensor:
         """[..., D] of any dtype -> [..., blocks, block] fp32."""
         self.fields(x.shape[-1])
-        return groups_of(x.float(), self.block)
+        return split_groups(x.float(), self.block)
 
 
 class BlockQ4(BlockFormat):
@@ -89,7 +89,7 @@ class BlockQ4(BlockFormat):
         return {"codes": pack_parts(level, 4).flatten(-2), "scale": to_fp16(scale.squeeze(-1))}
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
-        level = unpack_parts(groups_of(fields["codes"], self.block // 2), 4)
+        level = unpack_parts(split_groups(fields["codes"], self.block // 2), 4)
         return ((level.float() - 8) * fields["scale"].float().unsqueeze(-1)).flatten(-2)
 
 
@@ -114,7 +114,7 @@ class BlockQ8(BlockFormat):
         return {"codes": codes, "scale": to_fp16(scale.squeeze(-1))}
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
-        codes = groups_of(fields["codes"], self.block)
+        codes = split_groups(fields["codes"], self.block)
         return (codes.float() * fields["scale"].float().unsqueeze(-1)).flatten(-2)
 
 
@@ -149,12 +149,12 @@ class HadamardTQ3(BlockFormat):
         y = fwht(self.split(x) * _signs_on("tq3_0", x.device)) * self.norm
         scale = divide(y.abs().amax(-1, keepdim=True), self.centroids[-1])
         gamma = to_fp16(scale.squeeze(-1))
-        level = _reached(y * reciprocal(scale), self.boundaries)
+        level = _reached_levels(y * reciprocal(scale), self.boundaries)
         sign = (y - _at(self.centroids, level) * scale >= 0).to(torch.uint8)
         return {"codes": pack_stream(level, 2).flatten(-2), "signs": pack_stream(sign, 1).flatten(-2), "gamma": gamma}
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
-        level = groups_of(self.unpack(fields["codes"]), self.block)
+        level = split_groups(self.unpack(fields["codes"]), self.block)
         y = _at(self.centroids, level) * fields["gamma"].float().unsqueeze(-1)
         return (fwht(y) * self.norm * _signs_on("tq3_0", y.device)).flatten(-2)
 
@@ -183,22 +183,22 @@ class HadamardTBQ4(BlockFormat):
     norm = 0.08838834764831845
     smallest = 1e-10
 
-    def _rotated(self, blocks: Tensor, before: str, after: str) -> Tensor:
+    def _rotate(self, blocks: Tensor, before: str, after: str) -> Tensor:
         return fwht(blocks * _signs_on(before, blocks.device)) * self.norm * _signs_on(after, blocks.device)
 
     def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
         blocks = self.split(x)
         norm = square_root(sum_in_order(blocks * blocks)).unsqueeze(-1)
         norm = torch.where(norm <= self.smallest, torch.zeros_like(norm), norm)
-        level = _reached(self._rotated(blocks * reciprocal(norm), "tbq4_0/before", "tbq4_0/after"), self.boundaries)
+        level = _reached_levels(self._rotate(blocks * reciprocal(norm), "tbq4_0/before", "tbq4_0/after"), self.boundaries)
         centroids = _at(self.centroids, level)
         scale = to_fp16(norm.squeeze(-1) / square_root(sum_in_order(centroids * centroids)))
         return {"codes": pack_stream(level, 4).flatten(-2), "scale": scale}
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
-        level = groups_of(self.unpack(fields["codes"]), self.block)
+        level = split_groups(self.unpack(fields["codes"]), self.block)
         # The origin's order: rotated back at its own length, then scaled.
-        unit = self._rotated(_at(self.centroids, level), "tbq4_0/after", "tbq4_0/before")
+        unit = self._rotate(_at(self.centroids, level), "tbq4_0/after", "tbq4_0/before")
         return (unit * fields["scale"].float().unsqueeze(-1)).flatten(-2)
 
 
@@ -262,7 +262,7 @@ class Manthan3(KVFormat):
         radius = square_root(sum_pairwise(x * x)).unsqueeze(-1)
         require_finite(radius)
         scaled = x.contiguous() / (radius + _RADIUS_EPS) * math.sqrt(x.shape[-1])
-        return {"codes": pack_stream(_reached(scaled, BOUNDARIES, ties_up=False), 3), "radius": radius.squeeze(-1)}
+        return {"codes": pack_stream(_reached_levels(scaled, BOUNDARIES, ties_up=False), 3), "radius": radius.squeeze(-1)}
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
         level = self.unpack(fields["codes"])
@@ -304,10 +304,10 @@ class Kivi(KVFormat):
         codes = (head_dim, self.group * self.bits // 8) if self.keys else (head_dim * self.bits // 8,)
         return {"codes": Field(torch.uint8, codes), "scale": numbers, "zero": numbers}
 
-    def _grouped(self, x: Tensor) -> Tensor:
+    def _range_groups(self, x: Tensor) -> Tensor:
         """Numbers that share a range, side by side: [..., D, G] of keys, [..., D / G, G] of values."""
         self.fields(x.shape[-1])
-        return x.transpose(-1, -2) if self.keys else groups_of(x, self.group)
+        return x.transpose(-1, -2) if self.keys else split_groups(x, self.group)
 
     def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
         """Store groups of keys [..., G, D], or values [..., D].
@@ -320,17 +320,17 @@ class Kivi(KVFormat):
             raise InputError(f"{self.name} takes keys in groups of {self.group} tokens, not {list(x.shape)}")
         x = x.float()
         require_finite(x)
-        grouped, most = self._grouped(x), 2**self.bits - 1
-        zero = grouped.amin(-1)
-        scale = divide(grouped.amax(-1) - zero, most) + EPS
+        groups, most = self._range_groups(x), 2**self.bits - 1
+        zero = groups.amin(-1)
+        scale = divide(groups.amax(-1) - zero, most) + EPS
         require_finite(scale)
-        value = (grouped - zero.unsqueeze(-1)) / scale.unsqueeze(-1)
+        value = (groups - zero.unsqueeze(-1)) / scale.unsqueeze(-1)
         codes = pack_stream(round_half_away(value).clamp(0, most).to(torch.uint8), self.bits)
         return {"codes": codes if self.keys else codes.flatten(-2), "scale": scale, "zero": zero}
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
-        grouped = self._grouped(self.levels(fields)).float() * fields["scale"].unsqueeze(-1) + fields["zero"].unsqueeze(-1)
-        return grouped.transpose(-1, -2) if self.keys else grouped.flatten(-2)
+        groups = self._range_groups(self.levels(fields)).float() * fields["scale"].unsqueeze(-1) + fields["zero"].unsqueeze(-1)
+        return groups.transpose(-1, -2) if self.keys else groups.flatten(-2)
 
     def levels(self, fields: dict[str, Tensor]) -> Tensor:
         """[..., G, D] or [..., D] uint8."""

@@ -18,7 +18,7 @@ from haarkv.codebooks import cubic
 from haarkv.codebooks.learned import EIGHTHS, Basis
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.base import require_finite
-from haarkv.tq_ops.formats.packing import Column, column, pack_columns, unpack_columns, widths_of
+from haarkv.tq_ops.formats.packing import Column, column, eighth_widths, pack_columns, unpack_columns
 from haarkv.tq_ops.formats.rotated import (
     Coordinates,
     Description,
@@ -27,7 +27,7 @@ from haarkv.tq_ops.formats.rotated import (
     exact_norm,
     stored_scale,
 )
-from haarkv.tq_ops.formats.stretches import Turns
+from haarkv.tq_ops.formats.stretches import RopeShift
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,25 +56,25 @@ class Eighths:
         return torch.cat([table.index_select(0, part.flatten()).view(part.shape) for part, table in parts], -1)
 
 
-def _nearest(t: Tensor, of: Coordinates, eighths: Eighths) -> tuple[Tensor, Tensor]:
+def _nearest(t: Tensor, coords: Coordinates, eighths: Eighths) -> tuple[Tensor, Tensor]:
     """Levels [..., D] uint8 of coordinates t [..., H, n, D] at the gain that fits best, of equals the first; and the weighted
     square [...] of the length of what they stand for before the scale."""
-    tried = []
-    for gain in of.gains:
+    attempts = []
+    for gain in coords.gains:
         levels = eighths.levels(gain * t)
-        restored = eighths.centroids(levels)
-        weighted = restored * of.weights.unsqueeze(-2)
-        along, kept = (weighted * t).sum(-1), (weighted * restored).sum(-1)
-        tried.append((levels, kept, along.square() / kept))
-    levels, kept, fit = (torch.stack(parts) for parts in zip(*tried, strict=True))
+        centroids = eighths.centroids(levels)
+        weighted_centroids = centroids * coords.weights.unsqueeze(-2)
+        inner, squares = (weighted_centroids * t).sum(-1), (weighted_centroids * centroids).sum(-1)
+        attempts.append((levels, squares, inner.square() / squares))
+    levels, squares, fit = (torch.stack(parts) for parts in zip(*attempts, strict=True))
     best = fit.argmax(0, keepdim=True)
-    return levels.take_along_dim(best.unsqueeze(-1), 0)[0], kept.take_along_dim(best, 0)[0]
+    return levels.take_along_dim(best.unsqueeze(-1), 0)[0], squares.take_along_dim(best, 0)[0]
 
 
 @cache
-def eighths_of(columns: tuple[Column, ...], device: torch.device) -> Eighths:
+def eighth_tables(columns: tuple[Column, ...], device: torch.device) -> Eighths:
     """The tables of columns on a device, the same object each time."""
-    widths = widths_of(columns)
+    widths = eighth_widths(columns)
     tables = tuple(cubic.centroids(bits).to(device) for bits in widths)
     return Eighths(widths, tables, tuple(cubic.boundaries(bits).to(device) for bits in widths))
 
@@ -141,7 +141,7 @@ def unlearned(heads: Sequence[tuple[int, int]]) -> Calibration:
     return Calibration(tuple(hollow(*each) for each in heads), "")
 
 
-def bits_of(name: str) -> int | None:
+def learned_bits(name: str) -> int | None:
     """B of `lrB`, None of any other name.
 
     Raises:
@@ -188,7 +188,7 @@ class LearnedFormat(RotatedFormat):
             lambda layer, _: bases[layer].forward.to(torch.bfloat16), self._coordinates,
             heads=bases[0].num_kv_heads,
         )  # fmt: skip
-        self._described = Description(self.head_dim, bits, transform, (), (), COLUMNS[bits])
+        self._description = Description(self.head_dim, bits, transform, (), (), COLUMNS[bits])
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -198,8 +198,8 @@ class LearnedFormat(RotatedFormat):
     def altered(self, alter: Callable[[Coordinates], Coordinates]) -> LearnedFormat:
         """The same with other coordinates in every layer: what somebody stores and reads who has them wrong."""
         other = LearnedFormat(self._bases, self.bits)
-        transform = replace(other._described.transform, coordinates=lambda layer: alter(self._coordinates(layer)))
-        other._described = replace(other._described, transform=transform)
+        transform = replace(other._description.transform, coordinates=lambda layer: alter(self._coordinates(layer)))
+        other._description = replace(other._description, transform=transform)
         return other
 
     def _at_head_dim(self, head_dim: int) -> Description:
@@ -210,9 +210,9 @@ class LearnedFormat(RotatedFormat):
         """
         if head_dim != self.head_dim:
             raise InputError(f"{self.name} was learned of vectors of {self.head_dim} numbers, not {head_dim}")
-        return self._described
+        return self._description
 
-    def turns(self, layer: int) -> Turns | None:
+    def turns(self, layer: int) -> RopeShift | None:
         return self._coordinates(layer).turns
 
     def pack(self, level: Tensor) -> Tensor:
@@ -224,38 +224,38 @@ class LearnedFormat(RotatedFormat):
     def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
         x = x.float()
         require_finite(x)
-        of = _coordinates_on(self, layer, x.device)
-        unit, gamma = exact_norm(x - of.mean.unsqueeze(-2))
-        y = unit.to(torch.bfloat16).float() @ of.forward
+        coords = _coordinates_on(self, layer, x.device)
+        unit, gamma = exact_norm(x - coords.mean.unsqueeze(-2))
+        y = unit.to(torch.bfloat16).float() @ coords.forward
         rho = y.square().mean(-1, keepdim=True).sqrt()
-        levels, kept = _nearest(torch.where(rho > 0, y / rho, 0.0), of, eighths_of(self.columns, x.device))
-        length = gamma.squeeze(-1) * (y.square() * of.weights.unsqueeze(-2)).sum(-1).sqrt()
-        scale = torch.where(kept > 0, length / kept.sqrt(), 0.0)
+        levels, squares = _nearest(torch.where(rho > 0, y / rho, 0.0), coords, eighth_tables(self.columns, x.device))
+        length = gamma.squeeze(-1) * (y.square() * coords.weights.unsqueeze(-2)).sum(-1).sqrt()
+        scale = torch.where(squares > 0, length / squares.sqrt(), 0.0)
         return {"codes": self.pack(levels), "scale": stored_scale(scale)}
 
     def rotated(self, fields: dict[str, Tensor]) -> Tensor:
         levels = self.unpack(fields["codes"])
-        centroids = eighths_of(self.columns, levels.device).centroids(levels)
+        centroids = eighth_tables(self.columns, levels.device).centroids(levels)
         return centroids * fields["scale"].float().unsqueeze(-1)
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
-        stored = self.rotated(fields)
-        of = _coordinates_on(self, layer, stored.device)
-        return stored @ of.rows + of.mean.unsqueeze(-2)
+        rotated = self.rotated(fields)
+        coords = _coordinates_on(self, layer, rotated.device)
+        return rotated @ coords.rows + coords.mean.unsqueeze(-2)
 
     def length(self, x: Tensor, layer: int) -> Tensor:
-        of = _coordinates_on(self, layer, x.device)
-        return ((x.float() @ of.forward).square() * of.weights.unsqueeze(-2)).sum(-1).sqrt()
+        coords = _coordinates_on(self, layer, x.device)
+        return ((x.float() @ coords.forward).square() * coords.weights.unsqueeze(-2)).sum(-1).sqrt()
 
 
 def coordinates(basis: Basis) -> Coordinates:
     """The coordinates of one layer as a transform has them."""
-    turns = Turns(tuple(basis.inv_freq.tolist())) if len(basis.inv_freq) else None
+    turns = RopeShift(tuple(basis.inv_freq.tolist())) if len(basis.inv_freq) else None
     return Coordinates(basis.mean, basis.forward, basis.back, basis.weights, GAINS, turns)
 
 
 @cache
 def _coordinates_on(kv_format: LearnedFormat, layer: int, device: torch.device) -> Coordinates:
-    described = kv_format.description(kv_format.head_dim)
-    assert described.transform.coordinates is not None, "learned formats have coordinates"
-    return described.transform.coordinates(layer).to(device)
+    description = kv_format.description(kv_format.head_dim)
+    assert description.transform.coordinates is not None, "learned formats have coordinates"
+    return description.transform.coordinates(layer).to(device)

@@ -53,9 +53,9 @@ def calibration(layers: int = 2, heads: int = 2, dim: int = 128, seed: int = 0, 
     return Calibration(tuple(bases), digest=f"made up {seed}")
 
 
-def vectors(of: Basis, tokens: int, generator: torch.Generator) -> Tensor:
+def vectors(key_basis: Basis, tokens: int, generator: torch.Generator) -> Tensor:
     """Vectors [H, tokens, D] fp32 as a basis expects them."""
-    heads, dim = of.mean.shape
+    heads, dim = key_basis.mean.shape
     y = torch.randn(heads, tokens, dim, generator=generator)
-    found: Tensor = (y @ of.back) / dim**0.5 + of.mean.unsqueeze(1)
-    return found
+    samples: Tensor = (y @ key_basis.back) / dim**0.5 + key_basis.mean.unsqueeze(1)
+    return samples

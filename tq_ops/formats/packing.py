@@ -17,7 +17,7 @@ from torch import Tensor
 from haarkv.codebooks.learned import EIGHTHS
 
 
-def groups_of(x: Tensor, count: int) -> Tensor:
+def split_groups(x: Tensor, count: int) -> Tensor:
     """The last axis cut into groups of `count`: [..., n * count] -> [..., n, count]."""
     return x.reshape(*x.shape[:-1], x.shape[-1] // count, count)
 
@@ -41,7 +41,7 @@ def pack_stream(level: Tensor, bits: int) -> Tensor:
 def unpack_stream(codes: Tensor, bits: int) -> Tensor:
     """Inverse of `pack_stream`: [..., n * bits / 8] uint8 -> [..., n] uint8."""
     together, nbytes, word_type = _word(bits)
-    octets = torch.nn.functional.pad(groups_of(codes, nbytes), (0, word_type.itemsize - nbytes))
+    octets = torch.nn.functional.pad(split_groups(codes, nbytes), (0, word_type.itemsize - nbytes))
     word = octets.contiguous().view(word_type).squeeze(-1)
     parts = [((word >> (bits * place)) & (2**bits - 1)).to(torch.uint8) for place in range(together)]
     return torch.stack(parts, dim=-1).flatten(-2)
@@ -148,9 +148,9 @@ def column(*eighths: tuple[int, int]) -> Column:
     return Column(shift // 8, tuple(parts))
 
 
-def widths_of(columns: tuple[Column, ...]) -> tuple[int, ...]:
+def eighth_widths(columns: tuple[Column, ...]) -> tuple[int, ...]:
     """Bits of a level of each eighth."""
-    by_eighth = {part.eighth: part.bits for of in columns for part in of.parts}
+    by_eighth = {part.eighth: part.bits for col in columns for part in col.parts}
     return tuple(by_eighth[eighth] for eighth in range(EIGHTHS))
 
 
@@ -158,22 +158,24 @@ def pack_columns(level: Tensor, columns: tuple[Column, ...]) -> Tensor:
     """Levels [..., D] uint8, each below 2**bits of its eighth -> codes [..., D * B / 8] uint8, B bits on average."""
     eighths = level.to(torch.int32).chunk(EIGHTHS, dim=-1)
     packed = []
-    for of in columns:
+    for col in columns:
         unit = torch.zeros_like(eighths[0])
-        for part in of.parts:
+        for part in col.parts:
             unit |= eighths[part.eighth] << part.shift
-        octets = [(unit >> (8 * i)) & 255 for i in range(of.nbytes)]
+        octets = [(unit >> (8 * i)) & 255 for i in range(col.nbytes)]
         packed.append(torch.stack(octets, -1).flatten(-2).to(torch.uint8))
     return torch.cat(packed, -1)
 
 
 def unpack_columns(codes: Tensor, columns: tuple[Column, ...]) -> Tensor:
     """Inverse of `pack_columns`."""
-    units = codes.shape[-1] // sum(of.nbytes for of in columns)
+    units = codes.shape[-1] // sum(col.nbytes for col in columns)
     eighths: dict[int, Tensor] = {}
-    for of, octets in zip(columns, torch.split(codes.to(torch.int32), [units * of.nbytes for of in columns], -1), strict=True):
-        unit = octets[..., :: of.nbytes]
-        for i in range(1, of.nbytes):
-            unit = unit | (octets[..., i :: of.nbytes] << (8 * i))
-        eighths |= {part.eighth: (unit >> part.shift) & (2**part.bits - 1) for part in of.parts}
+    for col, octets in zip(
+        columns, torch.split(codes.to(torch.int32), [units * col.nbytes for col in columns], -1), strict=True
+    ):
+        unit = octets[..., :: col.nbytes]
+        for i in range(1, col.nbytes):
+            unit = unit | (octets[..., i :: col.nbytes] << (8 * i))
+        eighths |= {part.eighth: (unit >> part.shift) & (2**part.bits - 1) for part in col.parts}
     return torch.cat([eighths[eighth] for eighth in range(EIGHTHS)], -1).to(torch.uint8)

@@ -25,7 +25,7 @@ from haarkv.codebooks import Codebook, haar_rotation, lloyd_max
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.base import Field, KVFormat, Part, require_finite
 from haarkv.tq_ops.formats.packing import Column, pack_planes, planes, unpack_planes
-from haarkv.tq_ops.formats.stretches import Turns
+from haarkv.tq_ops.formats.stretches import RopeShift
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,12 +49,12 @@ class Coordinates:
     rows: Tensor
     weights: Tensor
     gains: tuple[float, ...]
-    turns: Turns | None = None
+    turns: RopeShift | None = None
 
     def to(self, device: torch.device) -> Coordinates:
         """The same on another device."""
-        moved: dict[str, Any] = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **moved)
+        tensors: dict[str, Any] = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **tensors)
 
 
 Rotation = Callable[[int, int], Tensor]
@@ -147,9 +147,9 @@ def exact_norm(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     # Denormals first become normal numbers; 2**64 keeps every step a power of two inside FP32's exponents.
     tiny = x.abs().amax(-1, keepdim=True) < 2.0**-100
-    lifted = torch.where(tiny, x * 2.0**64, x)
-    exponent = torch.frexp(lifted.abs().amax(-1, keepdim=True)).exponent
-    scaled = torch.ldexp(lifted, -exponent)
+    normal = torch.where(tiny, x * 2.0**64, x)
+    exponent = torch.frexp(normal.abs().amax(-1, keepdim=True)).exponent
+    scaled = torch.ldexp(normal, -exponent)
     norm = scaled.square().sum(-1, keepdim=True).sqrt()
     unit = torch.where(norm > 0, scaled / norm, torch.zeros_like(scaled))
     norm = torch.ldexp(norm, exponent)
@@ -201,11 +201,11 @@ class RotatedFormat(KVFormat):
     def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
         x = x.float()
         require_finite(x)
-        described, rotation, boundaries = self._on(x, layer)
+        description, rotation, boundaries = self._on(x, layer)
         unit, norm = exact_norm(x)
         level, y = choose_levels(unit, rotation, boundaries)
-        centroids = centroids_at(level, numbers_on(described.centroids, x.device))
-        length = (centroids * y).sum(-1) if described.along else torch.linalg.vector_norm(centroids, dim=-1)
+        centroids = centroids_at(level, numbers_on(description.centroids, x.device))
+        length = (centroids * y).sum(-1) if description.along else torch.linalg.vector_norm(centroids, dim=-1)
         scale = torch.where(length > 0, norm.squeeze(-1) / length, 0.0)
         return {"codes": self.pack(level), "scale": stored_scale(scale)}
 
@@ -221,9 +221,9 @@ class RotatedFormat(KVFormat):
 
     def _on(self, x: Tensor, layer: int) -> tuple[Description, Tensor, Tensor]:
         """The description for x [..., D], and on its device the rotation [D, D] fp32 and the boundaries."""
-        described = self.description(x.shape[-1])
-        rotation = described.transform.on(layer, x.shape[-1], x.device)
-        return described, rotation, numbers_on(described.boundaries, x.device)
+        description = self.description(x.shape[-1])
+        rotation = description.transform.on(layer, x.shape[-1], x.device)
+        return description, rotation, numbers_on(description.boundaries, x.device)
 
 
 @cache
@@ -271,11 +271,11 @@ class TurboQuant(RotatedFormat):
         along: of values of few bits.
     """
 
-    def __init__(self, bits: int, purpose: str, rotation: Rotation = haar_rotation, along: bool = False) -> None:
-        super().__init__(f"tq{bits}", purpose, bits, self._described)
-        self._transform, self._along = Transform(rotation), along
+    def __init__(self, bits: int, purpose: str, rotation: Rotation = haar_rotation, inner_product: bool = False) -> None:
+        super().__init__(f"tq{bits}", purpose, bits, self._turboquant_description)
+        self._transform, self._along = Transform(rotation), inner_product
 
-    def _described(self, head_dim: int) -> Description:
+    def _turboquant_description(self, head_dim: int) -> Description:
         together = 8 // planes(self.bits)[-1]
         if head_dim < together or head_dim % together:
             need = "an even head_dim" if together == 2 else f"a head_dim that {together} divides"
@@ -294,7 +294,7 @@ class TurboQuant(RotatedFormat):
 def rotated_pair(bits: int) -> tuple[TurboQuant, TurboQuant]:
     """K's and V's format of a few bits."""
     purpose = f"as tq4, with {bits} bits"
-    return TurboQuant(bits, purpose), TurboQuant(bits, purpose, along=True)
+    return TurboQuant(bits, purpose), TurboQuant(bits, purpose, inner_product=True)
 
 
 class TurboQuant4Seed(KVFormat):
@@ -331,8 +331,8 @@ class TurboQuant4Seed(KVFormat):
         centroids = centroids_at(codes, codebook_on(codes.shape[-1], codes.device).centroids)
         scale = (centroids.square().sum(-1) + SEED_EPS).rsqrt() * fields["norm"]
         rotated = (centroids * scale.unsqueeze(-1)).to(torch.bfloat16).float()
-        restored = rotated @ self._rotation(rotated, layer).T
-        return restored.to(torch.bfloat16).float()
+        vectors = rotated @ self._rotation(rotated, layer).T
+        return vectors.to(torch.bfloat16).float()
 
     def _unit(self, x: Tensor) -> tuple[Tensor, Tensor]:
         norm = (x.square().sum(-1, keepdim=True) + SEED_EPS).sqrt()

@@ -21,7 +21,7 @@ MOST_POSITIONS = 2**22
 
 
 @dataclass(frozen=True)
-class Turns:
+class RopeShift:
     """How RoPE turns the keys of one layer.
 
     Attributes:
@@ -34,7 +34,7 @@ class Turns:
         """cos and sin [n, R/2] fp32 of the angles at which stretches begin, n at least as many; kept. Do not write to it."""
         return _table(self, 1 << max(0, stretches - 1).bit_length(), device)
 
-    def back(self, x: Tensor, positions: Tensor) -> Tensor:
+    def undo(self, x: Tensor, positions: Tensor) -> Tensor:
         """Keys as their stretches store them, or queries as they meet the keys of the stretches that these positions lie in.
 
         Args:
@@ -43,13 +43,13 @@ class Turns:
         Returns:
             [..., T, D] fp32, whose first R numbers are turned.
         """
-        return self._turned(x, positions, -1.0)
+        return self._shift(x, positions, -1.0)
 
-    def forth(self, x: Tensor, positions: Tensor) -> Tensor:
-        """The inverse of `back`."""
-        return self._turned(x, positions, 1.0)
+    def redo(self, x: Tensor, positions: Tensor) -> Tensor:
+        """The inverse of `undo`."""
+        return self._shift(x, positions, 1.0)
 
-    def _turned(self, x: Tensor, positions: Tensor, way: float) -> Tensor:
+    def _shift(self, x: Tensor, positions: Tensor, way: float) -> Tensor:
         stretch = (positions // STRETCH).to(x.device)
         cos, sin = (part[stretch] for part in self.table(int(stretch.max()) + 1 if len(stretch) else 1, x.device))
         half = len(self.inv_freq)
@@ -58,7 +58,7 @@ class Turns:
 
 
 @lru_cache(maxsize=64)
-def _table(turns: Turns, stretches: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _table(turns: RopeShift, stretches: int, device: torch.device) -> tuple[Tensor, Tensor]:
     starts = STRETCH * torch.arange(stretches, dtype=torch.float64)
     angles = starts.unsqueeze(1) * torch.tensor(turns.inv_freq, dtype=torch.float64)
     return angles.cos().float().to(device), angles.sin().float().to(device)

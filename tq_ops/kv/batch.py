@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.shapes import Place
+from haarkv.tq_ops.kv.shapes import SequencePlace
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device; a GPU is not waited for, and gets all of it in one copy."""
-        return Batch(**all_uploaded(self.tensors, torch.device(device)))
+        return Batch(**upload_all(self.tensors, torch.device(device)))
 
     def at_most(self, tokens: int) -> bool:
         """Whether no sequence has more new tokens than so many; a device is waited for where sizes do not tell, and once."""
@@ -93,12 +93,12 @@ class Batch:
     def sequences(self) -> Iterator[Batch]:
         """Each sequence as a batch of its own, in order."""
         for row, (begin, end) in enumerate(pairwise(self.query_start_loc.tolist())):
-            tokens, of = slice(begin, end), slice(row, row + 1)
+            tokens, sequence = slice(begin, end), slice(row, row + 1)
             yield Batch(
-                self.positions[tokens], self.slot_mapping[tokens], self.block_table[of], self.seq_lens[of],
-                self.query_start_loc[row : row + 2] - begin, self.rows[of],
+                self.positions[tokens], self.slot_mapping[tokens], self.block_table[sequence], self.seq_lens[sequence],
+                self.query_start_loc[row : row + 2] - begin, self.rows[sequence],
                 None if self.kept_slots is None else self.kept_slots[tokens],
-                None if self.kept_table is None else self.kept_table[of],
+                None if self.kept_table is None else self.kept_table[sequence],
             )  # fmt: skip
 
     def rectangle(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -124,39 +124,39 @@ class Batch:
         return self._in_rings[key]
 
 
-def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor on another device: from the host to a GPU through pinned memory, which the host need not wait for."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
-_ALIGNED = 64
+_ALIGNMENT = 64
 """Bytes that divide where a tensor begins within what is copied at once: kernels are compiled for pointers that 16 divides."""
 
 
-def all_uploaded(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+def upload_all(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Small tensors on another device; from the host to a GPU in one copy, of which they are then parts."""
     if device.type != "cuda" or any(tensor.device.type != "cpu" for tensor in tensors.values()):
         return {name: tensor.to(device) for name, tensor in tensors.items()}
-    return unpacked(uploaded(packed(tensors), device), tensors)
+    return unpack_bytes(upload(pack_bytes(tensors), device), tensors)
 
 
-def packed(tensors: dict[str, Tensor]) -> Tensor:
-    """The bytes of tensors one after the other, each from a multiple of `_ALIGNED` on."""
-    size = sum(-(-tensor.nbytes // _ALIGNED) for tensor in tensors.values()) * _ALIGNED
+def pack_bytes(tensors: dict[str, Tensor]) -> Tensor:
+    """The bytes of tensors one after the other, each from a multiple of `_ALIGNMENT` on."""
+    size = sum(-(-tensor.nbytes // _ALIGNMENT) for tensor in tensors.values()) * _ALIGNMENT
     together = torch.empty(size, dtype=torch.uint8)
-    for name, part in unpacked(together, tensors).items():
+    for name, part in unpack_bytes(together, tensors).items():
         part.copy_(tensors[name])
     return together
 
 
-def unpacked(together: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Views of what `packed` made, with the shapes and dtypes of others."""
+def unpack_bytes(together: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Views of what `pack_bytes` made, with the shapes and dtypes of others."""
     parts, begin = {}, 0
     for name, tensor in like.items():
         parts[name] = together[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        begin += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
+        begin += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
     return parts
 
 
@@ -219,9 +219,9 @@ class PagedSequences:
         self._lengths[sequence] = tokens
         return sequence
 
-    def places(self, sequence: int) -> Place:
+    def places(self, sequence: int) -> SequencePlace:
         """The blocks of a sequence in order, and its row."""
-        return Place(tuple(self._blocks[sequence]), self._rows[sequence])
+        return SequencePlace(tuple(self._blocks[sequence]), self._rows[sequence])
 
     def length(self, sequence: int) -> int:
         """Tokens stored so far."""
@@ -249,20 +249,20 @@ class PagedSequences:
 
     def _reserve(self, sequences: Sequence[int], lengths: Sequence[int]) -> None:
         """Give sequences the blocks that so many tokens need, all of them or none."""
-        needed = [-(-n // self.block_size) - len(self._blocks[s]) for s, n in zip(sequences, lengths, strict=True)]
-        if sum(needed) > len(self._free):
+        new_blocks = [-(-n // self.block_size) - len(self._blocks[s]) for s, n in zip(sequences, lengths, strict=True)]
+        if sum(new_blocks) > len(self._free):
             raise CacheFullError(
-                f"the KV cache is full: {sum(needed)} more blocks of {self.block_size} tokens are needed, "
+                f"the KV cache is full: {sum(new_blocks)} more blocks of {self.block_size} tokens are needed, "
                 f"{len(self._free)} are free; raise --max-context or send fewer prompts"
             )
-        for sequence, count in zip(sequences, needed, strict=True):
+        for sequence, count in zip(sequences, new_blocks, strict=True):
             if count > 0:
                 self._extend(sequence, [self._free.pop() for _ in range(count)])
 
     def _extend(self, sequence: int, blocks: list[int]) -> None:
-        held, table = self._blocks[sequence], self._tables[sequence]
-        begin, end = len(held), len(held) + len(blocks)
-        held += blocks
+        own_blocks, table = self._blocks[sequence], self._tables[sequence]
+        begin, end = len(own_blocks), len(own_blocks) + len(blocks)
+        own_blocks += blocks
         if end > len(table):
             self._tables[sequence] = _room(2 * end)
             self._tables[sequence][:begin] = table[:begin]
@@ -294,8 +294,8 @@ class PagedSequences:
         else:
             each = [torch.arange(begin, begin + count) for begin, count in zip(begins, new_tokens, strict=True)]
             positions = torch.cat(each)
-            of_each = [table[position // size].long() for table, position in zip(tables, each, strict=True)]
-            slots = torch.cat(of_each) * size + positions % size
+            block_ids = [table[position // size].long() for table, position in zip(tables, each, strict=True)]
+            slots = torch.cat(block_ids) * size + positions % size
         return Batch(
             positions=positions,
             slot_mapping=slots,

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.kept import Kept
+from haarkv.tq_ops.kv.kept import ResidualWindow
 from haarkv.tq_ops.kv.layer import LayerKV, Side, fields_in
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.recurrent import LayerState, Recurrent, StateShape
-from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KEPT_CHUNK, RING_CHUNK, KVShape, Place, Shapes, blocks_for, each
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, RING_CHUNK, WINDOW_CHUNK, KVShape, SequencePlace, Shapes, blocks_for, each
 from haarkv.tq_ops.memory import ask_for_large_pages
 
 
@@ -38,7 +38,7 @@ class PagedKVCache:
         chunk: new tokens of a sequence in one forward, where a tail stays in BF16.
         room: of those, as many as each layer keeps room for; more are stored within `with_room`. All of them unless given.
         ring_chunk: new tokens of a sequence that a layer with a sliding window keeps room for; `RING_CHUNK`, or with a
-            tail `KEPT_CHUNK`, unless given. A forward with a tail brings up to `chunk`, in `pieces`.
+            tail `WINDOW_CHUNK`, unless given. A forward with a tail brings up to `chunk`, in `pieces`.
         block_size: tokens a block.
         device: where the tensors live.
         pages: layer -> memory of another owner as `kv.layer` lays it out, [num_blocks, page_bytes] uint8, of those layers
@@ -60,7 +60,7 @@ class PagedKVCache:
         num_blocks: int,
         num_rows: int | None = None,
         row_blocks: int | None = None,
-        chunk: int = KEPT_CHUNK,
+        chunk: int = WINDOW_CHUNK,
         room: int | None = None,
         ring_chunk: int | None = None,
         block_size: int = BLOCK_SIZE,
@@ -74,8 +74,8 @@ class PagedKVCache:
         self.num_rows = num_blocks if num_rows is None else num_rows
         self.chunk, self.room, self.device = chunk, chunk if room is None else min(room, chunk), torch.device(device)
         self._row_blocks, self._states = row_blocks or num_blocks, states
-        unless_given = plan.ring_chunk(RING_CHUNK, min(chunk, KEPT_CHUNK))
-        self._ring_chunk = unless_given if ring_chunk is None else plan.ring_chunk(ring_chunk, chunk)
+        default_chunk = plan.ring_chunk(RING_CHUNK, min(chunk, WINDOW_CHUNK))
+        self._ring_chunk = default_chunk if ring_chunk is None else plan.ring_chunk(ring_chunk, chunk)
         self.states: dict[int, LayerState] = {}
         self._kv: dict[int, LayerKV] = {}
         for layer in range(len(plan.layers)) if pages is None else pages:
@@ -83,9 +83,9 @@ class PagedKVCache:
                 self._kv[layer] = self._layer(layer, shape, None if pages is None else pages[layer])
         self.states |= self._kv
         self.states |= {layer: Recurrent(shape, self.num_rows, self.device) for layer, shape in (states or {}).items()}
-        tails = any(kept.ring for *_, kept in self.fields() if kept)
+        tails = any(window.ring for *_, window in self.fields() if window)
         self._wide = dict.fromkeys(self._kv, False) if tails and self.room < chunk else None
-        rings = any(of_layer.ring is not None for of_layer in self._kv.values())
+        rings = any(kv_layer.ring is not None for kv_layer in self._kv.values())
         self.most_new_tokens = chunk if tails else self._ring_chunk if rings else None
         undone = [shape.versions - 1 for shape in (states or {}).values()] + [self.room] * (self._wide is not None)
         self.most_undone = min(undone, default=None)
@@ -104,7 +104,7 @@ class PagedKVCache:
         formats: tuple[KVFormat, KVFormat],
         layer: int,
         fields: tuple[dict[str, Tensor], dict[str, Tensor]],
-        kept: tuple[Kept | None, Kept | None],
+        windows: tuple[ResidualWindow | None, ResidualWindow | None],
         head_dim: int,
         window: int | None = None,
         ring: int | None = None,
@@ -114,7 +114,7 @@ class PagedKVCache:
         Args:
             layer: the only one that it holds; chooses the rotation.
             fields: K's and V's, each [num_blocks, Hkv, block_size / group_tokens, *field.shape].
-            kept: the tokens of K and V in BF16, where some are.
+            windows: the tokens of K and V in BF16, where some are.
             window: the newest tokens that a query sees, of a layer with a sliding window.
             ring: blocks of a row's ring, where the memory is laid out so.
         """
@@ -124,7 +124,7 @@ class PagedKVCache:
             KVPlan((formats,) * (layer + 1)), shape, num_blocks=num_blocks,
             block_size=block_size, device=next(iter(fields[0].values())).device, pages={},
         )  # fmt: skip
-        k, v = map(Side, formats, fields, kept)
+        k, v = map(Side, formats, fields, windows)
         cache._kv[layer] = LayerKV(layer, shape, k, v, block_size, ring)
         cache.states[layer] = cache._kv[layer]
         return cache
@@ -137,7 +137,7 @@ class PagedKVCache:
             fields = self._allocate(pair[0], shape, blocks), self._allocate(pair[1], shape, blocks)
         else:
             fields = fields_in(pages, pair, shape.num_kv_heads, shape.head_dim, self.block_size)
-        k, v = map(Side, pair, fields, (self._kept(kv_format, shape) for kv_format in pair))
+        k, v = map(Side, pair, fields, (self._new_window(kv_format, shape) for kv_format in pair))
         return LayerKV(layer, shape, k, v, self.block_size, ring)
 
     def _allocate(self, kv_format: KVFormat, shape: KVShape, blocks: int) -> dict[str, Tensor]:
@@ -152,10 +152,10 @@ class PagedKVCache:
             tensor.zero_()
         return tensors
 
-    def _kept(self, kv_format: KVFormat, shape: KVShape) -> Kept | None:
+    def _new_window(self, kv_format: KVFormat, shape: KVShape) -> ResidualWindow | None:
         if not self.plan.keeps(kv_format):
             return None
-        return Kept(
+        return ResidualWindow(
             tail=self.plan.tail(kv_format), sink=self.plan.sink, group=kv_format.group_tokens,
             ring=self.plan.ring_tokens(kv_format, self.room), num_rows=self.num_rows, num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim, device=self.device,
@@ -183,7 +183,7 @@ class PagedKVCache:
         """A forward's batch with the slots and the block table of a layer."""
         return self._kv[layer].placed(batch)
 
-    def blocks_at(self, layer: int, place: Place, first: int, end: int) -> list[int]:
+    def blocks_at(self, layer: int, place: SequencePlace, first: int, end: int) -> list[int]:
         """Where a layer has blocks `first` … `end` - 1 of a sequence."""
         return self._kv[layer].blocks_at(place, first, end)
 
@@ -203,7 +203,7 @@ class PagedKVCache:
         """The very tensors that hold a layer's V, by field name."""
         return self._kv[layer].v.fields
 
-    def kept(self, layer: int) -> tuple[Kept | None, Kept | None]:
+    def kept(self, layer: int) -> tuple[ResidualWindow | None, ResidualWindow | None]:
         """A layer's K and V in BF16, where tokens stay in it."""
         return self._kv[layer].k.kept, self._kv[layer].v.kept
 
@@ -258,13 +258,13 @@ class PagedKVCache:
 
     def _rooms(self, layer: int) -> list[int]:
         """New tokens that each side of a layer with a tail has room for beside it now."""
-        return [kept.ring - kept.tail for kept in self.kept(layer) if kept and kept.ring]
+        return [window.ring - window.tail for window in self.kept(layer) if window and window.ring]
 
     def has_room(self, batch: Batch) -> bool:
         """Whether every layer can store a batch as it is, outside `with_room`."""
         return self._wide is None or batch.at_most(self.room)
 
-    def widened(self, layer: int) -> bool:
+    def is_widened(self, layer: int) -> bool:
         """Whether `with_room` is open for a layer, so that its tokens in BF16 lie elsewhere than before."""
         return self._wide is not None and self._wide[layer]
 
@@ -301,10 +301,10 @@ class PagedKVCache:
         """
         return self._kv[layer].read(block_table, first)
 
-    def fields(self) -> Iterator[tuple[str, KVFormat, dict[str, Tensor], Kept | None]]:
+    def fields(self) -> Iterator[tuple[str, KVFormat, dict[str, Tensor], ResidualWindow | None]]:
         """Every side that is stored here: its name, such as `layers.0.k`, its format, fields and tokens in BF16."""
-        for layer, of_layer in self._kv.items():
-            for letter, side in of_layer.sides:
+        for layer, kv_layer in self._kv.items():
+            for letter, side in kv_layer.sides:
                 yield f"layers.{layer}.{letter}", side.kv_format, side.fields, side.kept
 
     @property

@@ -58,67 +58,67 @@ class Origin:
     tables: str
     made_by: str = ""
 
-    def require_same(self, here: Origin, name: str) -> None:
+    def require_same(self, other: Origin, name: str) -> None:
         """Refuse to go on with a sequence elsewhere than where it came from.
 
         Args:
-            here: where it would go on.
+            other: where it would go on.
             name: of the file, for messages.
         Raises:
             InputError: naming what differs.
         """
-        self.shape.require_same(here.shape, name, "prefill again")
-        if self.weights.partition("-")[0] != here.weights.partition("-")[0]:
+        self.shape.require_same(other.shape, name, "prefill again")
+        if self.weights.partition("-")[0] != other.weights.partition("-")[0]:
             raise InputError(
-                f"{name} was made with other weights (fingerprint {self.weights}; this model's is {here.weights}); "
+                f"{name} was made with other weights (fingerprint {self.weights}; this model's is {other.weights}); "
                 "prefill again"
             )
-        differing = [layer for layer, pair in enumerate(self.layers) if pair != here.layers[layer]]
+        differing = [layer for layer, pair in enumerate(self.layers) if pair != other.layers[layer]]
         if differing:
             layer = differing[0]
             raise InputError(
-                f"{name} stores layer {layer} in {self.layers[layer]}, and this run in {here.layers[layer]}; name the cache "
+                f"{name} stores layer {layer} in {self.layers[layer]}, and this run in {other.layers[layer]}; name the cache "
                 "that it was made with, or convert it with `tq cache convert`"
             )
-        if (self.tail, self.sink) != (here.tail, here.sink):
+        if (self.tail, self.sink) != (other.tail, other.sink):
             raise InputError(
-                f"{name} keeps tail {self.tail or 0} and sink {self.sink} in BF16, and this run tail {here.tail or 0} and "
-                f"sink {here.sink}; give it --kv-tail and --kv-sink of the file"
+                f"{name} keeps tail {self.tail or 0} and sink {self.sink} in BF16, and this run tail {other.tail or 0} and "
+                f"sink {other.sink}; give it --kv-tail and --kv-sink of the file"
             )
-        if self.tables != here.tables:
+        if self.tables != other.tables:
             raise InputError(f"{name} was made with other rotations or learned coordinates of the same name; prefill again")
-        if self.weights != here.weights:  # which channels are balanced follows from the cache, which is as it should be
-            balanced, instead = ("other", "leave out") if "-" in self.weights else ("no", "give")
-            raise InputError(f"{name} was made with {balanced} channels balanced; {instead} --balance off, or prefill again")
+        if self.weights != other.weights:  # which channels are balanced follows from the cache, which is as it should be
+            others, instead = ("other", "leave out") if "-" in self.weights else ("no", "give")
+            raise InputError(f"{name} was made with {others} channels balanced; {instead} --balance off, or prefill again")
 
-    def require_fits(self, stored: StoredSequence, plan: KVPlan, name: str) -> None:
+    def require_fits(self, sequence: StoredSequence, plan: KVPlan, name: str) -> None:
         """Refuse a sequence whose tensors are not those of a plan, whatever was said of where it came from.
 
         Raises:
             InputError: naming the tensor.
         """
-        for part in filter(None, (stored, stored.earlier)):
-            expected = _expected(plan, self.shape, part.length, whole=part is stored)
+        for part in filter(None, (sequence, sequence.earlier)):
+            expected = _expected(plan, self.shape, part.length, whole=part is sequence)
             for layer, state in self.shape.states:
-                wanted_of = _expected_state(state, part, layer, name)
-                expected |= {f"layers.{layer}.{key}": wanted for key, wanted in wanted_of.items()}
+                state_tensors = _expected_state(state, part, layer, name)
+                expected |= {f"layers.{layer}.{key}": shape_and_dtype for key, shape_and_dtype in state_tensors.items()}
             if names := sorted(expected.keys() ^ part.tensors.keys()):
                 raise InputError(f"{name} does not fit this cache: {names[0]} is missing, or nobody's")
-            for key, wanted in expected.items():
+            for key, shape_and_dtype in expected.items():
                 tensor = part.tensors[key]
-                if (found := (tuple(tensor.shape), tensor.dtype)) != wanted:
-                    raise InputError(f"{name} does not fit this cache: {key} is {found}, not {wanted}")
-        if not all(0 <= token < self.shape.vocab_size for token in stored.token_ids):
+                if (actual := (tuple(tensor.shape), tensor.dtype)) != shape_and_dtype:
+                    raise InputError(f"{name} does not fit this cache: {key} is {actual}, not {shape_and_dtype}")
+        if not all(0 <= token < self.shape.vocab_size for token in sequence.token_ids):
             raise InputError(f"{name} has tokens that this model does not know")
 
 
-def origin_of(plan: KVPlan, shape: ModelShape, weights: str, made_by: str = "") -> Origin:
+def sequence_origin(plan: KVPlan, shape: ModelShape, weights: str, made_by: str = "") -> Origin:
     """What sequences belong to that a model stores by a plan."""
     layers = tuple(formats.describe(*pair) for pair in plan.layers)
     return Origin(shape, weights, layers, plan.recent, plan.sink, _tables(plan, shape.layers), made_by)
 
 
-def save(path: Path, stored: StoredSequence, origin: Origin, note: str = "", compress: bool = False) -> None:
+def save(path: Path, sequence: StoredSequence, origin: Origin, note: str = "", compress: bool = False) -> None:
     """Write a stored sequence: the whole file, or nothing.
 
     Args:
@@ -128,17 +128,17 @@ def save(path: Path, stored: StoredSequence, origin: Origin, note: str = "", com
         InputError: the file cannot be written; an old one is as it was.
     """
     metadata = {
-        "length": str(stored.length), "note": note,
+        "length": str(sequence.length), "note": note,
         "origin": json.dumps(asdict(origin) | {"shape": origin.shape.as_json()}, sort_keys=True),
     }  # fmt: skip
     tensors = {
-        **stored.tensors,
-        "token_ids": torch.tensor(stored.token_ids, dtype=torch.int64),
-        "sha256": _block_digests(stored),
+        **sequence.tensors,
+        "token_ids": torch.tensor(sequence.token_ids, dtype=torch.int64),
+        "sha256": _block_digests(sequence),
     }
-    if stored.earlier:
-        metadata["earlier"] = str(stored.earlier.length)
-        tensors |= {_EARLIER + name: tensor for name, tensor in stored.earlier.tensors.items()}
+    if sequence.earlier:
+        metadata["earlier"] = str(sequence.earlier.length)
+        tensors |= {_EARLIER + name: tensor for name, tensor in sequence.earlier.tensors.items()}
     artifact.write(path, CACHE, metadata, tensors, compress)
 
 
@@ -158,11 +158,13 @@ def load(path: Path) -> tuple[StoredSequence, Origin]:
         length = _count(metadata["length"], len(ids))
         if "earlier" in metadata:
             begin = _count(metadata["earlier"], length)
-            replaced = {name.removeprefix(_EARLIER): tensors.pop(name) for name in [*tensors] if name.startswith(_EARLIER)}
-            earlier = StoredSequence(ids[:begin], begin, replaced)
-        stored = StoredSequence(ids, length, tensors, earlier)
-        _check_blocks(stored, digests)
-        return stored, origin
+            earlier_tensors = {
+                name.removeprefix(_EARLIER): tensors.pop(name) for name in [*tensors] if name.startswith(_EARLIER)
+            }
+            earlier = StoredSequence(ids[:begin], begin, earlier_tensors)
+        sequence = StoredSequence(ids, length, tensors, earlier)
+        _check_blocks(sequence, digests)
+        return sequence, origin
 
 
 def load_for(path: Path, origin: Origin, plan: KVPlan) -> StoredSequence:
@@ -175,9 +177,9 @@ def load_for(path: Path, origin: Origin, plan: KVPlan) -> StoredSequence:
         InputError: as `load`; or it belongs elsewhere, which is found before its tensors are read.
     """
     read_origin(path)[1].require_same(origin, str(path))
-    stored, _ = load(path)
-    origin.require_fits(stored, plan, str(path))
-    return stored
+    sequence, _ = load(path)
+    origin.require_fits(sequence, plan, str(path))
+    return sequence
 
 
 def read_origin(path: Path) -> tuple[int, Origin]:
@@ -210,7 +212,7 @@ def _expected(
             continue
         for side, kv_format in zip("kv", pair, strict=True):
             for name, field in kv_format.fields(kv.head_dim).items() if whole or kv.window else ():
-                size = (_blocks_of(kv, length), kv.num_kv_heads, BLOCK_SIZE // kv_format.group_tokens, *field.shape)
+                size = (_layer_blocks(kv, length), kv.num_kv_heads, BLOCK_SIZE // kv_format.group_tokens, *field.shape)
                 expected[f"layers.{layer}.{side}.{name}"] = size, field.dtype
             if plan.keeps(kv_format) and (whole or plan.ring_tokens(kv_format)):
                 size = (kv.num_kv_heads, plan.sink + plan.ring_tokens(kv_format), kv.head_dim)
@@ -219,22 +221,22 @@ def _expected(
 
 
 def _expected_state(
-    state: StateShape, stored: StoredSequence, layer: int, name: str
+    state: StateShape, sequence: StoredSequence, layer: int, name: str
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """The tensors of a layer's state, of as many versions as it says that it has.
 
     Raises:
         InputError: its versions are not such as `Recurrent.take` gives.
     """
-    seen = stored.tensors.get(f"layers.{layer}.seen", torch.empty(0))
-    counts = seen.tolist() if seen.dtype == torch.int64 and seen.ndim == 1 else []
-    if not 0 < len(counts) < MOST_VERSIONS or counts[-1] != stored.length or counts != sorted(set(counts)):
-        raise InputError(f"{name} does not fit this cache: the state of layer {layer} is not that of {stored.length} tokens")
+    versions = sequence.tensors.get(f"layers.{layer}.seen", torch.empty(0))
+    counts = versions.tolist() if versions.dtype == torch.int64 and versions.ndim == 1 else []
+    if not 0 < len(counts) < MOST_VERSIONS or counts[-1] != sequence.length or counts != sorted(set(counts)):
+        raise InputError(f"{name} does not fit this cache: the state of layer {layer} is not that of {sequence.length} tokens")
     tensors = {key: ((len(counts), *size), dtype) for key, size, dtype in state.tensors}
     return tensors | {"seen": ((len(counts),), torch.int64)}
 
 
-def _blocks_of(shape: KVShape, length: int) -> int:
+def _layer_blocks(shape: KVShape, length: int) -> int:
     """Blocks that are stored of one layer."""
     return blocks_for(length) - (max(0, length - shape.window + 1) // BLOCK_SIZE if shape.window else 0)
 
@@ -257,29 +259,29 @@ def _count(text: str, most: int = 10**12) -> int:
     return int(text)
 
 
-def _fields(stored: StoredSequence) -> list[Tensor]:
+def _fields(sequence: StoredSequence) -> list[Tensor]:
     """What blocks hold, in the order of the names."""
-    return [tensor.contiguous() for name, tensor in sorted(stored.tensors.items()) if in_blocks(name)]
+    return [tensor.contiguous() for name, tensor in sorted(sequence.tensors.items()) if in_blocks(name)]
 
 
-def _block_digests(stored: StoredSequence) -> Tensor:
+def _block_digests(sequence: StoredSequence) -> Tensor:
     """[blocks, 32] uint8: SHA-256 of each block's fields, in the order of their names. Layers with a window lack the first."""
-    fields, blocks = _fields(stored), blocks_for(stored.length)
+    fields, blocks = _fields(sequence), blocks_for(sequence.length)
     digests = []
     for block in range(blocks):
         digest = hashlib.sha256()
         for tensor in fields:
-            if (here := block - blocks + len(tensor)) >= 0:
-                digest.update(tensor[here].reshape(-1).view(torch.uint8).numpy().data)
+            if (index := block - blocks + len(tensor)) >= 0:
+                digest.update(tensor[index].reshape(-1).view(torch.uint8).numpy().data)
         digests.append(list(digest.digest()))
     return torch.tensor(digests, dtype=torch.uint8).view(-1, 32)
 
 
-def _check_blocks(stored: StoredSequence, digests: Tensor) -> None:
-    blocks = blocks_for(stored.length)
-    if len(digests) != blocks or any(tensor.ndim < 3 or len(tensor) > blocks for tensor in _fields(stored)):
+def _check_blocks(sequence: StoredSequence, digests: Tensor) -> None:
+    blocks = blocks_for(sequence.length)
+    if len(digests) != blocks or any(tensor.ndim < 3 or len(tensor) > blocks for tensor in _fields(sequence)):
         raise ValueError("its tensors are not of as many blocks as it has digests")
-    wrong = (_block_digests(stored) != digests).any(1).nonzero().flatten().tolist() if len(digests) else []
+    wrong = (_block_digests(sequence) != digests).any(1).nonzero().flatten().tolist() if len(digests) else []
     if wrong:
         raise ValueError(f"block {wrong[0]} of {len(digests)} is damaged")
 
@@ -289,19 +291,19 @@ def _tables(plan: KVPlan, shapes: Shapes) -> str:
     for layer, (pair, shape) in enumerate(zip(plan.layers, each(shapes, len(plan.layers)), strict=True)):
         if shape is not None:
             for kv_format in pair:
-                digest.update(_tables_of(kv_format, layer, shape.head_dim))
+                digest.update(_format_digest(kv_format, layer, shape.head_dim))
     return digest.hexdigest()[:16]
 
 
 @cache
-def _tables_of(kv_format: KVFormat, layer: int, head_dim: int) -> bytes:
+def _format_digest(kv_format: KVFormat, layer: int, head_dim: int) -> bytes:
     """Digest of what the levels of a format stand for in a layer. A format without rotated levels is known by its name."""
-    found = kv_format.description(head_dim)
+    description = kv_format.description(head_dim)
     digest = hashlib.sha256(kv_format.name.encode())
-    if found is not None:
-        numbers = [torch.tensor(found.centroids), found.transform.matrix(layer, head_dim)]
-        if (learned := found.transform.coordinates) is not None:
-            numbers += [learned(layer).rows, learned(layer).mean]
+    if description is not None:
+        numbers = [torch.tensor(description.centroids), description.transform.matrix(layer, head_dim)]
+        if (coordinates := description.transform.coordinates) is not None:
+            numbers += [coordinates(layer).rows, coordinates(layer).mean]
         for tensor in numbers:
             digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
     return digest.digest()

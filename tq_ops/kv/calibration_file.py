@@ -57,9 +57,9 @@ class CalibrationFile:
         return KVSpec(made_for=self.shape, calibration=self.calibration, weights=self.fingerprint)
 
 
-def calibration_of(k: Sequence[Basis], context: int | None = None) -> Calibration:
+def make_calibration(k: Sequence[Basis], context: int | None = None) -> Calibration:
     """Coordinates of every layer as formats take them, named by the SHA-256 of their numbers."""
-    return Calibration(tuple(k), artifact.digest_of(_tensors(k), {}), context)
+    return Calibration(tuple(k), artifact.tensor_digest(_tensors(k), {}), context)
 
 
 def _tensors(k: Sequence[Basis]) -> dict[str, Tensor]:
@@ -103,7 +103,7 @@ def load(path: Path | str, kind: Kind = CALIBRATION) -> CalibrationFile:
         shape, context = ModelShape.read(parse_json(metadata["model"])), metadata["context"]
         if context and not (context.isascii() and context.isdigit() and len(context) < 10 and int(context) > 0):
             raise ValueError("its context is not a number of tokens")
-        calibration = calibration_of(
+        calibration = make_calibration(
             [_basis(tensors, layer, shape) for layer in range(shape.num_layers)], int(context) if context else None
         )
         learned = parse_json(metadata["learned"])

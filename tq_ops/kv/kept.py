@@ -32,7 +32,7 @@ class Groups:
     last: Tensor
 
 
-class Kept:
+class ResidualWindow:
     """Tokens of K or of V of one layer in BF16.
 
     Token j of a sequence lies at `sink + j % ring`, and at j as well if it is one of the sinks.
@@ -82,7 +82,7 @@ class Kept:
         if first.any():
             self.vectors[rows[first], :, batch.positions[first]] = x[first]
 
-    def wider(self, room: int, batch: Batch) -> Kept:
+    def wider(self, room: int, batch: Batch) -> ResidualWindow:
         """A copy with a ring of R and `room` tokens, that holds of each sequence of a batch what its new tokens may see."""
         wide = copy(self)
         wide.ring = self.tail + room
@@ -96,66 +96,66 @@ class Kept:
         wide.vectors[batch.rows, :, : self.sink] = self.vectors[batch.rows, :, : self.sink]
         return wide
 
-    def take_newest(self, wide: Kept, batch: Batch) -> None:
+    def take_newest(self, wide: ResidualWindow, batch: Batch) -> None:
         """Keep what a batch has written to such a copy, as far as there is room; a device is not waited for."""
         lengths, rows = batch.seq_lens.long(), batch.rows.unsqueeze(1)
         starts = (lengths - batch.query_start_loc.diff()).unsqueeze(1)
         newest = lengths.unsqueeze(1) - 1 - torch.arange(min(self.ring, wide.ring - wide.tail), device=lengths.device)
         place = self.in_ring(newest)
-        written, held = wide.vectors[rows, :, wide.in_ring(newest)], self.vectors[rows, :, place]
-        self.vectors[rows, :, place] = torch.where((newest >= starts)[..., None, None], written, held)
+        new_vectors, old_vectors = wide.vectors[rows, :, wide.in_ring(newest)], self.vectors[rows, :, place]
+        self.vectors[rows, :, place] = torch.where((newest >= starts)[..., None, None], new_vectors, old_vectors)
         self.vectors[batch.rows, :, : self.sink] = wide.vectors[batch.rows, :, : self.sink]
 
     def overwritten(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """What the new tokens of a batch are about to replace, both bf16: [T, Hkv, D] in the ring, of no tokens without one,
         and [n, Hkv, D] of those that are sinks."""
-        rows, first = _token_rows(batch), self._sinks_of(batch)
+        rows, first = _token_rows(batch), self._sink_tokens(batch)
         ring = self.vectors[rows, :, self.in_ring(batch.positions)] if self.ring else self.vectors[:0, :, 0]
         return ring, self.vectors[rows[first], :, batch.positions[first]]
 
-    def put_back(self, saved: tuple[Tensor, Tensor], batch: Batch, tokens: Tensor) -> None:
+    def put_back(self, snapshot: tuple[Tensor, Tensor], batch: Batch, tokens: Tensor) -> None:
         """Undo `write` for some tokens of a batch.
 
         Args:
-            saved: from `overwritten` of the whole batch, before it was written.
+            snapshot: from `overwritten` of the whole batch, before it was written.
             tokens: [T] bool.
         """
-        rows, first = _token_rows(batch), self._sinks_of(batch)
+        rows, first = _token_rows(batch), self._sink_tokens(batch)
         if self.ring:
-            self.vectors[rows[tokens], :, self.in_ring(batch.positions[tokens])] = saved[0][tokens]
+            self.vectors[rows[tokens], :, self.in_ring(batch.positions[tokens])] = snapshot[0][tokens]
         firsts = first[tokens[first]]
-        self.vectors[rows[firsts], :, batch.positions[firsts]] = saved[1][tokens[first]]
+        self.vectors[rows[firsts], :, batch.positions[firsts]] = snapshot[1][tokens[first]]
 
-    def _sinks_of(self, batch: Batch) -> Tensor:
+    def _sink_tokens(self, batch: Batch) -> Tensor:
         """[n] int64, the tokens of a batch that are sinks; a device is not waited for where there can be none."""
         return (batch.positions < self.sink).nonzero().flatten() if self.sink else batch.positions[:0]
 
-    def filled(self, x: Tensor, batch: Batch) -> Groups:
+    def full_groups(self, x: Tensor, batch: Batch) -> Groups:
         """The groups that new tokens x [T, Hkv, D] fill, of those and of the ring, to which they are not written yet."""
         last = ((batch.positions + 1) % self.group == 0).nonzero().flatten()
-        back = torch.arange(1 - self.group, 1, device=x.device)
-        token, position = last.unsqueeze(1) + back, batch.positions[last].unsqueeze(1) + back  # [n, G]
+        offsets = torch.arange(1 - self.group, 1, device=x.device)
+        token, position = last.unsqueeze(1) + offsets, batch.positions[last].unsqueeze(1) + offsets  # [n, G]
         sequence = token_sequences(batch)
         inside = token >= batch.query_start_loc.long()[sequence[last]].unsqueeze(1)
         older = self.vectors[batch.rows[sequence[last]].unsqueeze(1), :, self.in_ring(position)]
         vectors = torch.where(inside[..., None, None], x.to(older.dtype)[token.clamp(min=0)], older)
         return Groups(vectors.transpose(1, 2), last)
 
-    def held(self, length: int) -> Tensor:
+    def occupied_places(self, length: int) -> Tensor:
         """[sink + ring] bool: the places that hold a token of a sequence of so many."""
         newest = torch.arange(max(length - self.ring, 0), length)
-        held = torch.zeros(self.sink + self.ring, dtype=torch.bool)
-        held[: min(self.sink, length)] = True
+        occupied = torch.zeros(self.sink + self.ring, dtype=torch.bool)
+        occupied[: min(self.sink, length)] = True
         if self.ring:
-            held[self.in_ring(newest)] = True
-        return held
+            occupied[self.in_ring(newest)] = True
+        return occupied
 
     def read(self, batch: Batch, tokens: int) -> Tensor:
         """What is held of each sequence's first so many tokens, 0 for all others: [B, Hkv, tokens, D] fp32."""
-        stored = torch.arange(tokens, device=self.vectors.device)
-        held = self.holds(stored, batch.seq_lens.unsqueeze(1))
-        vectors = self.vectors[batch.rows][:, :, self.places(stored)].float()
-        return vectors.masked_fill(~held[:, None, :, None], 0.0)
+        key_positions = torch.arange(tokens, device=self.vectors.device)
+        in_window = self.holds(key_positions, batch.seq_lens.unsqueeze(1))
+        vectors = self.vectors[batch.rows][:, :, self.places(key_positions)].float()
+        return vectors.masked_fill(~in_window[:, None, :, None], 0.0)
 
     def seen(self, positions: Tensor, tokens: int) -> Tensor:
         """Which of the first so many tokens queries see in BF16.
@@ -167,8 +167,8 @@ class Kept:
         Returns:
             [..., tokens] bool; tokens after a query are not told from its own.
         """
-        stored = torch.arange(tokens, device=positions.device)
-        return (stored < self.sink) | (stored >= self.first_recent(positions).unsqueeze(-1))
+        key_positions = torch.arange(tokens, device=positions.device)
+        return (key_positions < self.sink) | (key_positions >= self.first_recent(positions).unsqueeze(-1))
 
 
 def token_sequences(batch: Batch) -> Tensor:
@@ -182,7 +182,7 @@ def _token_rows(batch: Batch) -> Tensor:
     return batch.rows[token_sequences(batch)]
 
 
-class KeptBlocks(Kept):
+class ResidualBlocks(ResidualWindow):
     """Tokens of K or of V of one layer in BF16, where the batch says: `kept_slots` of the new ones, `kept_table` of all.
 
     Which tokens a query sees so follows from positions, as with a ring. The owner keeps the blocks of those alone; what else a
@@ -190,7 +190,7 @@ class KeptBlocks(Kept):
 
     Args:
         vectors: [num_blocks, Hkv, block_size, D] bf16; a block is one piece of memory, and blocks may lie apart.
-        tail, sink: as of `Kept`.
+        tail, sink: as of `ResidualWindow`.
     """
 
     def __init__(self, vectors: Tensor, *, tail: int, sink: int = 0) -> None:
@@ -205,16 +205,16 @@ class KeptBlocks(Kept):
 
     def write(self, x: Tensor, batch: Batch) -> None:
         assert batch.kept_slots is not None
-        kept = batch.kept_slots >= 0
-        slots = batch.kept_slots[kept]
-        self.vectors[slots // self.block_size, :, slots % self.block_size] = x[kept].to(torch.bfloat16)
+        has_slot = batch.kept_slots >= 0
+        slots = batch.kept_slots[has_slot]
+        self.vectors[slots // self.block_size, :, slots % self.block_size] = x[has_slot].to(torch.bfloat16)
 
     def read(self, batch: Batch, tokens: int) -> Tensor:
         assert batch.kept_table is not None
-        stored, lengths = torch.arange(tokens, device=self.vectors.device), batch.seq_lens.long()
+        key_positions, lengths = torch.arange(tokens, device=self.vectors.device), batch.seq_lens.long()
         first = self.first_recent(lengths - batch.query_start_loc.diff()).unsqueeze(1)
-        held = ((stored < self.sink) | (stored >= first)) & (stored < lengths.unsqueeze(1))
-        column = (stored // self.block_size).clamp(max=batch.kept_table.shape[1] - 1)
-        blocks = batch.kept_table.long()[:, column].masked_fill(~held, 0)
-        vectors = self.vectors[blocks, :, stored % self.block_size].transpose(1, 2).float()
-        return vectors.masked_fill(~held[:, None, :, None], 0.0)
+        in_window = ((key_positions < self.sink) | (key_positions >= first)) & (key_positions < lengths.unsqueeze(1))
+        column = (key_positions // self.block_size).clamp(max=batch.kept_table.shape[1] - 1)
+        blocks = batch.kept_table.long()[:, column].masked_fill(~in_window, 0)
+        vectors = self.vectors[blocks, :, key_positions % self.block_size].transpose(1, 2).float()
+        return vectors.masked_fill(~in_window[:, None, :, None], 0.0)

@@ -19,10 +19,10 @@ from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.formats import KVFormat, NonFiniteVectorError
 from haarkv.tq_ops.formats.base import Field, by_token, require_finite
 from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.kept import Kept
-from haarkv.tq_ops.kv.shapes import KVShape, Place, blocks_for
+from haarkv.tq_ops.kv.kept import ResidualWindow
+from haarkv.tq_ops.kv.shapes import KVShape, SequencePlace, blocks_for
 
-KEPT = "window"
+WINDOW = "window"
 """The name of tokens in BF16 among what is stored of a side."""
 
 
@@ -46,7 +46,7 @@ class Side:
 
     kv_format: KVFormat
     fields: dict[str, Tensor]
-    kept: Kept | None
+    kept: ResidualWindow | None
 
     @property
     def nbytes(self) -> int:
@@ -65,7 +65,7 @@ class Side:
                 return by_token(self.kv_format.quantize(by_head, layer)), batch.slot_mapping
             require_finite(x.transpose(0, 1))
             assert self.kept is not None, "a format of groups keeps tokens in BF16 until their group is full"
-            groups = self.kept.filled(x, batch)
+            groups = self.kept.full_groups(x, batch)
             last = groups.last
             return by_token(self.kv_format.quantize(groups.vectors.transpose(0, 1), layer)), batch.slot_mapping[last]
         except NonFiniteVectorError as error:
@@ -83,7 +83,7 @@ class Side:
             return vectors.flatten(2, 3)
         turns = self.kv_format.turns(layer)
         positions = torch.arange(first, first + vectors.shape[2], device=vectors.device)
-        return turns.forth(vectors, positions) if turns else vectors
+        return turns.redo(vectors, positions) if turns else vectors
 
 
 @dataclass(frozen=True)
@@ -115,36 +115,36 @@ class LayerKV:
         """A batch with the slots and the block table of this layer."""
         return batch if self.ring is None else batch.in_ring(self.ring, self.block_size)
 
-    def blocks_at(self, place: Place, first: int, end: int) -> list[int]:
+    def blocks_at(self, place: SequencePlace, first: int, end: int) -> list[int]:
         """Where blocks `first` … `end` - 1 of a sequence lie."""
         if self.ring is None:
             return list(place.blocks[first:end])
         return [place.row * self.ring + block % self.ring for block in range(first, end)]
 
-    def first_held(self, length: int) -> int:
+    def first_block(self, length: int) -> int:
         """The first block that a sequence of `length` tokens still needs."""
         return 0 if self.shape.window is None else max(0, length - self.shape.window + 1) // self.block_size
 
     def write(self, k: Tensor, v: Tensor, batch: Batch) -> None:
         """Quantize and store new K and V [T, Hkv, D] of a placed batch; raises as `PagedKVCache.write`."""
         packed = [side.pack(name.upper(), x, self.index, batch) for (name, side), x in zip(self.sides, (k, v), strict=True)]
-        for (_, side), x, (fields, stored) in zip(self.sides, (k, v), packed, strict=True):
-            block, offset = stored // self.block_size, stored % self.block_size // side.kv_format.group_tokens
+        for (_, side), x, (fields, slots) in zip(self.sides, (k, v), packed, strict=True):
+            block, offset = slots // self.block_size, slots % self.block_size // side.kv_format.group_tokens
             for name, values in fields.items():
                 side.fields[name][block, :, offset] = values
             if side.kept:
                 side.kept.write(x, batch)
 
     def wider(self, room: int, batch: Batch) -> LayerKV:
-        """The same packed memory, with tokens in BF16 as `Kept.wider` has them."""
+        """The same packed memory, with tokens in BF16 as `ResidualWindow.wider` has them."""
 
-        def of(side: Side) -> Side:
+        def widen_side(side: Side) -> Side:
             return replace(side, kept=side.kept.wider(room, batch)) if side.kept and side.kept.ring else side
 
-        return replace(self, k=of(self.k), v=of(self.v))
+        return replace(self, k=widen_side(self.k), v=widen_side(self.v))
 
     def take_newest(self, wide: LayerKV, batch: Batch) -> None:
-        """As `Kept.take_newest`, of K and V."""
+        """As `ResidualWindow.take_newest`, of K and V."""
         for (_, side), (_, other) in zip(self.sides, wide.sides, strict=True):
             if side.kept and side.kept.ring and other.kept:
                 side.kept.take_newest(other.kept, batch)
@@ -160,15 +160,15 @@ class LayerKV:
             return None
         return [side.kept.overwritten(batch) if side.kept else None for _, side in self.sides]
 
-    def roll_back(self, snapshot: Any, batch: Batch, dropped: Tensor) -> None:
-        for (_, side), replaced in zip(self.sides, snapshot, strict=True):
+    def roll_back(self, snapshot: Any, batch: Batch, drop_mask: Tensor) -> None:
+        for (_, side), vectors in zip(self.sides, snapshot, strict=True):
             if side.kept:
-                side.kept.put_back(replaced, batch, dropped)
+                side.kept.put_back(vectors, batch, drop_mask)
 
-    def take(self, place: Place, length: int, whole: bool = True) -> dict[str, Tensor]:
-        """Fields as `k.NAME` and `v.NAME` [blocks, Hkv, block_size / G, *field.shape] from `first_held` on, zero behind the
+    def take(self, place: SequencePlace, length: int, whole: bool = True) -> dict[str, Tensor]:
+        """Fields as `k.NAME` and `v.NAME` [blocks, Hkv, block_size / G, *field.shape] from `first_block` on, zero behind the
         last token; tokens in BF16 as `k.window` [Hkv, sink + ring, D]."""
-        first, end = self.first_held(length), blocks_for(length, self.block_size)
+        first, end = self.first_block(length), blocks_for(length, self.block_size)
         index = torch.tensor(
             self.blocks_at(place, first, end), dtype=torch.int64, device=next(iter(self.k.fields.values())).device
         )
@@ -178,29 +178,29 @@ class LayerKV:
             for name, field in side.fields.items() if whole or self.shape.window else ():
                 tensors[f"{letter}.{name}"] = _cut(field[index].cpu(), groups)
             if side.kept is not None and (whole or side.kept.ring):
-                held = side.kept.held(length)
-                tensors[f"{letter}.{KEPT}"] = side.kept.vectors[place.row].cpu().masked_fill(~held[:, None], 0.0)
+                occupied = side.kept.occupied_places(length)
+                tensors[f"{letter}.{WINDOW}"] = side.kept.vectors[place.row].cpu().masked_fill(~occupied[:, None], 0.0)
         return tensors
 
-    def put(self, tensors: Mapping[str, Tensor], stored_length: int, place: Place, length: int) -> None:
-        first, end = self.first_held(stored_length), blocks_for(length, self.block_size)
+    def put(self, tensors: Mapping[str, Tensor], stored_length: int, place: SequencePlace, length: int) -> None:
+        first, end = self.first_block(stored_length), blocks_for(length, self.block_size)
         for letter, side in self.sides:
             for name, field in side.fields.items():
                 index = torch.tensor(self.blocks_at(place, first, end), dtype=torch.int64, device=field.device)
                 field[index] = tensors[f"{letter}.{name}"][: len(index)].to(field.device)
             if side.kept is not None:
-                side.kept.vectors[place.row] = tensors[f"{letter}.{KEPT}"].to(side.kept.vectors.device)
+                side.kept.vectors[place.row] = tensors[f"{letter}.{WINDOW}"].to(side.kept.vectors.device)
 
     def reusable(self, tensors: Mapping[str, Tensor], stored_length: int, length: int) -> int:
         """Whether all that the next query sees is still held: of a window's tokens, and of those in BF16."""
         if length == stored_length:
             return length
-        if self.first_held(length) < self.first_held(stored_length):
+        if self.first_block(length) < self.first_block(stored_length):
             return 0
         for _, side in self.sides:
-            kept = side.kept
+            window = side.kept
             # The next query sees its tail, and the group that it is in, in BF16.
-            if kept and kept.ring and length < stored_length - kept.ring + kept.tail + kept.group:
+            if window and window.ring and length < stored_length - window.ring + window.tail + window.group:
                 return 0
         return length
 
@@ -230,10 +230,10 @@ def fields_in(
     Raises:
         InputError: the pages have another size, or lie where a field's numbers cannot.
     """
-    needed, alignment = page_bytes(formats, num_kv_heads, head_dim, block_size), _alignment(formats, head_dim)
-    if pages.dtype != torch.uint8 or pages.ndim != 2 or pages.shape[1] != needed or pages.stride(1) != 1:
+    page_size, alignment = page_bytes(formats, num_kv_heads, head_dim, block_size), _alignment(formats, head_dim)
+    if pages.dtype != torch.uint8 or pages.ndim != 2 or pages.shape[1] != page_size or pages.stride(1) != 1:
         raise InputError(
-            f"pages of {block_size} tokens in {formats[0].name} and {formats[1].name} are uint8 [num_blocks, {needed}], "
+            f"pages of {block_size} tokens in {formats[0].name} and {formats[1].name} are uint8 [num_blocks, {page_size}], "
             f"each in one piece, not {pages.dtype} {list(pages.shape)}"
         )
     if pages.data_ptr() % alignment or pages.stride(0) % alignment:

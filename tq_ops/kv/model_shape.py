@@ -41,26 +41,28 @@ class ModelShape:
     def num_layers(self) -> int:
         return len(self.layers)
 
-    def require_same(self, here: ModelShape, what: str, remedy: str) -> None:
+    def require_same(self, other: ModelShape, what: str, remedy: str) -> None:
         """Refuse what was made with another model, or with this one declared otherwise; warn where that cannot be told.
 
         Args:
-            here: of the model at hand.
+            other: of the model at hand.
             what, remedy: what was made, and what makes it anew, for messages.
         Raises:
             InputError: naming the first field that differs, and its two values.
         """
-        if replace(self, declaration="") != replace(here, declaration=""):
-            raise InputError(f"{what} was made for another model: {self}; this one has {here}; {remedy}")
-        if not here.declaration or self.declaration == here.declaration:
+        if replace(self, declaration="") != replace(other, declaration=""):
+            raise InputError(f"{what} was made for another model: {self}; this one has {other}; {remedy}")
+        if not other.declaration or self.declaration == other.declaration:
             return
         if not self.declaration:
             warn(f"{what} does not say how its model was configured; if config.json has changed since, {remedy}")
-        elif parted := _first_difference(_by_single_layer(self.declaration), _by_single_layer(here.declaration)):
-            path, made, now = parted
+        elif difference := _first_difference(_by_single_layer(self.declaration), _by_single_layer(other.declaration)):
+            path, file_value, model_value = difference
             where = f" of layer {path[1]}" if path[0] == "layers" and len(path) > 2 else ""
             name = ".".join(path[2:] if where else path)
-            raise InputError(f"{what} was made with {name} {_brief(made)}{where}; this model has {_brief(now)}: {remedy}")
+            raise InputError(
+                f"{what} was made with {name} {_brief(file_value)}{where}; this model has {_brief(model_value)}: {remedy}"
+            )
 
     def as_json(self) -> dict[str, Any]:
         """For a file: five integers where all layers are alike and keep all tokens; else also each layer that differs."""
@@ -121,7 +123,7 @@ def _by_single_layer(declaration: str) -> Any:
     """A declaration whose layers that are alike stand one by one again."""
     whole = json.loads(declaration)
     if isinstance(whole, dict) and isinstance(layers := whole.get("layers"), dict):
-        whole["layers"] = {index: layer for alike, layer in layers.items() for index in alike.split()}
+        whole["layers"] = {index: layer for indices, layer in layers.items() for index in indices.split()}
     return whole
 
 

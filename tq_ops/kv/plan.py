@@ -16,11 +16,11 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration, KVFormat
 from haarkv.tq_ops.formats.base import stored_bytes
 from haarkv.tq_ops.kv.model_shape import ModelShape
-from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KEPT_CHUNK, KEPT_ROOM, RING_CHUNK, KVShape, Shapes, each
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, RING_CHUNK, WINDOW_CHUNK, WINDOW_ROOM, KVShape, Shapes, each
 
-_NAMED = 3
+_MOST_LISTED = 3
 """Kinds of layers that a summary tells apart by their numbers."""
-KEPT_BYTES = 2
+BF16_BYTES = 2
 """Of one number of a token that stays in BF16."""
 
 
@@ -92,7 +92,7 @@ class KVPlan:
         """Whether any layer keeps tokens in BF16 beside a format."""
         return any(self.keeps(kv_format) for kv_format in self.formats)
 
-    def ring_tokens(self, kv_format: KVFormat, room: int = KEPT_ROOM) -> int:
+    def ring_tokens(self, kv_format: KVFormat, room: int = WINDOW_ROOM) -> int:
         """Newest tokens of a sequence that one side of a layer keeps room for in BF16, sinks apart.
 
         Args:
@@ -101,7 +101,7 @@ class KVPlan:
         tail = self.tail(kv_format)
         return tail + room if tail and kv_format.lossy else 0
 
-    def ring_chunk(self, most: int = RING_CHUNK, chunk: int = KEPT_CHUNK) -> int:
+    def ring_chunk(self, most: int = RING_CHUNK, chunk: int = WINDOW_CHUNK) -> int:
         """New tokens of a sequence at once, where a layer has a sliding window: no more than beside a tail, if there is one.
 
         Args:
@@ -134,7 +134,7 @@ class KVPlan:
     def kept_bytes(self, shapes: Shapes) -> int:
         """Bytes of the tokens in BF16, of one sequence of any length, in all layers and heads."""
         return sum(
-            KEPT_BYTES * shape.numbers * (self.sink + self.ring_tokens(kv_format))
+            BF16_BYTES * shape.numbers * (self.sink + self.ring_tokens(kv_format))
             for shape, pair in self._by_layer(shapes)
             for kv_format in pair
             if self.keeps(kv_format)
@@ -163,39 +163,39 @@ class KVPlan:
             if block_size % kv_format.group_tokens:
                 group = kv_format.group_tokens
                 raise InputError(f"{kv_format.name} quantizes {group} tokens together, which blocks of {block_size} cut apart")
-            found = kv_format.description(shape.head_dim)
-            heads = found.transform.heads if found else None
+            description = kv_format.description(shape.head_dim)
+            heads = description.transform.heads if description else None
             if heads not in (None, shape.num_kv_heads):
                 raise InputError(f"{kv_format.name} was learned of {heads} KV heads, and this model has {shape.num_kv_heads}")
 
     def describe(self) -> str:
         """In one line, as short as the plan is plain: `tq4`, or `tq4; layers 0, 3: bf16; tail 64; sink 4`."""
         names = [formats.describe(*pair) for pair in self.layers]
-        counted = Counter(names).most_common()
-        parts = [counted[0][0]]
-        for name, _ in counted[1:]:
+        counts = Counter(names).most_common()
+        parts = [counts[0][0]]
+        for name, _ in counts[1:]:
             at = ", ".join(str(layer) for layer, other in enumerate(names) if other == name)
             parts.append(f"layer{'s' * (', ' in at)} {at}: {name}")
-        return "; ".join([*parts, *self._kept()])
+        return "; ".join([*parts, *self._window_parts()])
 
     def summary(self) -> str:
         """For people, in one line: as `describe` where few layers differ, else how many take each format of K and of V."""
-        if len({formats.describe(*pair) for pair in self.layers}) <= _NAMED:
+        if len({formats.describe(*pair) for pair in self.layers}) <= _MOST_LISTED:
             return self.describe()
         sides = (Counter(f.name for f in side) for side in zip(*self.layers, strict=True))
         parts = [
-            f"{side}: " + ", ".join(f"{counted[name]} {name}" for name in sorted(counted))
-            for side, counted in zip("kv", sides, strict=True)
+            f"{side}: " + ", ".join(f"{counts[name]} {name}" for name in sorted(counts))
+            for side, counts in zip("kv", sides, strict=True)
         ]
-        return "; ".join([*parts, *self._kept()])
+        return "; ".join([*parts, *self._window_parts()])
 
     def gist(self) -> str:
         """In a few words: as `summary`, but of layers that differ no more than that they do."""
         if len({formats.describe(*pair) for pair in self.layers}) <= 1:
             return self.summary()
-        return "; ".join(["by layer", *self._kept()])
+        return "; ".join(["by layer", *self._window_parts()])
 
-    def _kept(self) -> list[str]:
+    def _window_parts(self) -> list[str]:
         return [f"tail {self.recent}"] * (self.recent is not None) + [f"sink {self.sink}"] * bool(self.sink)
 
 
@@ -228,17 +228,17 @@ class KVSpec:
     calibration: Calibration | None = None
     weights: str = ""
 
-    def require_weights(self, found: str) -> None:
+    def require_weights(self, fingerprint: str) -> None:
         """Refuse a model of the right shape whose weights are others.
 
         Args:
-            found: `models.fingerprint` of the model at hand.
+            fingerprint: `models.fingerprint` of the model at hand.
         Raises:
             InputError: the coordinates were learned from another model.
         """
-        if self.weights and self.weights != found:
+        if self.weights and self.weights != fingerprint:
             raise InputError(
-                f"the calibration was learned from other weights (fingerprint {self.weights}; this model's is {found}); "
+                f"the calibration was learned from other weights (fingerprint {self.weights}; this model's is {fingerprint}); "
                 "run `tq calibrate` on this model"
             )
 
@@ -260,16 +260,16 @@ class KVSpec:
         if self.made_for and shape:
             what, by = ("calibration", "calibrate") if self.calibration else ("plan", "plan")
             self.made_for.require_same(shape, f"the {what}", f"run `tq {by}` on this model")
-        named: dict[int, str] = {}
+        spec_by_layer: dict[int, str] = {}
         for layer, spec in (*((layer, "bf16") for layer in self.skip_layers), *self.layers.items()):
             if not -num_layers <= layer < num_layers:
                 raise InputError(f"there is no layer {layer}; the model has {num_layers}, counted from 0")
-            if layer % num_layers in named:
+            if layer % num_layers in spec_by_layer:
                 raise InputError(f"layer {layer % num_layers} is named twice in skip_layers and plan")
-            named[layer % num_layers] = spec
+            spec_by_layer[layer % num_layers] = spec
         if self.calibration and len(self.calibration.k) != num_layers:
             raise InputError(f"the calibration is of {len(self.calibration.k)} layers, and this model has {num_layers}")
-        specs = [named.get(layer, self.kv) for layer in range(num_layers)]
+        specs = [spec_by_layer.get(layer, self.kv) for layer in range(num_layers)]
         pairs = tuple(formats.parse(spec, self.calibration) for spec in specs)
-        learned = self.calibration if any(map(formats.needs_calibration, specs)) else None
-        return KVPlan(pairs, self.tail, self.sink, learned.context if learned else None)
+        calibration = self.calibration if any(map(formats.needs_calibration, specs)) else None
+        return KVPlan(pairs, self.tail, self.sink, calibration.context if calibration else None)

@@ -18,7 +18,7 @@ from typing import Any
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.artifact import CALIBRATION, PLAN
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.input_files import parse_json, read_file, size_of
+from haarkv.tq_ops.input_files import file_size, parse_json, read_file
 from haarkv.tq_ops.kv import calibration_file
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile
 from haarkv.tq_ops.kv.model_shape import ModelShape
@@ -26,11 +26,11 @@ from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.output_files import write_whole
 
 
-def dumps(plan: KVPlan, shape: ModelShape, measured: Mapping[str, Any] | None = None) -> str:
+def dumps(plan: KVPlan, shape: ModelShape, measurements: Mapping[str, Any] | None = None) -> str:
     """The text of a plan file.
 
     Args:
-        measured: what the plan was chosen by.
+        measurements: what the plan was chosen by.
     """
     content = {
         "haarkv_plan": 1,
@@ -38,33 +38,33 @@ def dumps(plan: KVPlan, shape: ModelShape, measured: Mapping[str, Any] | None = 
         "layers": [formats.describe(*pair) for pair in plan.layers],
         "tail": plan.recent,
         "sink": plan.sink,
-        "measured": dict(measured or {}),
+        "measured": dict(measurements or {}),
     }
     return json.dumps(content, indent=1) + "\n"
 
 
 def save(
-    path: Path, plan: KVPlan, shape: ModelShape, measured: Mapping[str, Any] | None = None,
-    learned: CalibrationFile | None = None,
+    path: Path, plan: KVPlan, shape: ModelShape, measurements: Mapping[str, Any] | None = None,
+    source: CalibrationFile | None = None,
 ) -> None:  # fmt: skip
     """Write a plan, in its calibration's file if it has one.
 
     Raises:
         InputError: it cannot be written.
     """
-    text = dumps(plan, shape, measured)
-    if learned:
-        calibration_file.save(path, replace(learned, plan=text))
+    text = dumps(plan, shape, measurements)
+    if source:
+        calibration_file.save(path, replace(source, plan=text))
     else:
         write_whole(path, text)
 
 
-def loads(text: str, name: str, learned: CalibrationFile | None = None) -> KVSpec:
+def loads(text: str, name: str, source: CalibrationFile | None = None) -> KVSpec:
     """What the text of a plan file asks for.
 
     Args:
         name: of the file, for messages.
-        learned: the calibration that the plan is of, if its formats are learned.
+        source: the calibration that the plan is of, if its formats are learned.
     Raises:
         InputError: no plan, one of another version, or one that contradicts itself.
     """
@@ -73,12 +73,12 @@ def loads(text: str, name: str, learned: CalibrationFile | None = None) -> KVSpe
         PLAN.require(content if isinstance(content, dict) else {})
         shape = ModelShape.read(content["model"])
         layers, tail, sink = read_layers(content, shape)
-        calibration = learned.calibration if learned else None
+        calibration = source.calibration if source else None
         for spec in layers:
             formats.parse(spec, calibration)
         return KVSpec(
             tail=tail, sink=sink, layers=dict(enumerate(layers)), made_for=shape, calibration=calibration,
-            weights=learned.fingerprint if learned else "",
+            weights=source.fingerprint if source else "",
         )  # fmt: skip
 
 
@@ -103,14 +103,14 @@ def load(path: Path | str) -> KVSpec:
         InputError: it cannot be read or is no plan.
     """
     path = Path(path)
-    size_of(path, "the KV plan ")
+    file_size(path, "the KV plan ")
     with PLAN.refusing(path), path.open("rb") as file:
         begin = file.read(10)
     if begin[4:] == b'\0\0\0\0{"':  # a safetensors file, damaged or not: the length of its header comes first
-        learned = calibration_file.load(path, replace(CALIBRATION, noun="KV plan", remedy=PLAN.remedy))
-        if not learned.plan:
+        source = calibration_file.load(path, replace(CALIBRATION, noun="KV plan", remedy=PLAN.remedy))
+        if not source.plan:
             raise InputError(f"{path} is a calibration without a plan; `tq plan --calibration {path}` makes one")
-        return loads(learned.plan, str(path), learned)
+        return loads(source.plan, str(path), source)
     with PLAN.refusing(path):
         text = read_file(path).decode()
     return loads(text, str(path))

@@ -22,8 +22,8 @@ def stored_error(kv_format: KVFormat, layer: int, x: Tensor) -> Tensor | None:
     x = x[:, : x.shape[1] // group * group]
     if not x.numel():
         return None
-    grouped = x.reshape(len(x), -1, group, x.shape[-1])
-    return kv_format.dequantize(kv_format.quantize(grouped, layer), layer).flatten(1, 2) - x
+    groups = x.reshape(len(x), -1, group, x.shape[-1])
+    return kv_format.dequantize(kv_format.quantize(groups, layer), layer).flatten(1, 2) - x
 
 
 def logit_errors(error: Tensor, q: Tensor, softmax_scale: float) -> Tensor:
@@ -38,8 +38,8 @@ def logit_errors(error: Tensor, q: Tensor, softmax_scale: float) -> Tensor:
     """
     by_head = q.float().reshape(len(q), len(error), -1, q.shape[-1])
     queries = by_head.permute(1, 0, 2, 3).flatten(1, 2)  # [H, m * Hq/H, D]
-    changed: Tensor = (queries @ error.mT) * softmax_scale
-    return (changed - changed.mean(-1, keepdim=True)).square().mean(1).sqrt()
+    changes: Tensor = (queries @ error.mT) * softmax_scale
+    return (changes - changes.mean(-1, keepdim=True)).square().mean(1).sqrt()
 
 
 def weighted_error(error: Tensor, x: Tensor, use: Tensor) -> Tensor:
@@ -53,8 +53,8 @@ def weighted_error(error: Tensor, x: Tensor, use: Tensor) -> Tensor:
     """
     weight = use.unsqueeze(1)
     total = (x.float().square() * weight).sum((1, 2))
-    lost = (error.square() * weight).sum((1, 2))
-    return torch.where(total > 0, lost / total, 0.0).sqrt()
+    error_energy = (error.square() * weight).sum((1, 2))
+    return torch.where(total > 0, error_energy / total, 0.0).sqrt()
 
 
 def lost_variation(error: Tensor, spread: Tensor) -> Tensor:

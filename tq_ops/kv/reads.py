@@ -20,7 +20,7 @@ ELSEWHERE = "; --executor cpu and reference run every format"
 
 
 @dataclass(frozen=True)
-class Reads:
+class KernelSupport:
     """What the kernels of a backend take.
 
     Attributes:
@@ -47,25 +47,25 @@ class Reads:
 
     def built_in(self, head_dim: int) -> Description:
         """The description of `only`, whose tables the kernels hold."""
-        found = self.only.description(head_dim) if self.only else None
-        assert found is not None, f"{self.kernels} hold no format's tables"
-        return found
+        description = self.only.description(head_dim) if self.only else None
+        assert description is not None, f"{self.kernels} hold no format's tables"
+        return description
 
 
-def unsupported(reads: Reads, plan: KVPlan, shapes: Shapes, *, others: bool = False) -> str | None:
+def unsupported(reads: KernelSupport, plan: KVPlan, shapes: Shapes, *, others: bool = False) -> str | None:
     """None, or in one sentence why a backend cannot read a cache of this plan and these shapes.
 
     Args:
         others: it leaves layers of formats that its kernels do not read to the reference's ops.
     """
-    used = dict.fromkeys(shape for shape in each(shapes, len(plan.layers)) if shape is not None)
-    for shape in used:
+    kv_shapes = dict.fromkeys(shape for shape in each(shapes, len(plan.layers)) if shape is not None)
+    for shape in kv_shapes:
         for kv_format in plan.formats:
-            if not others and (reason := misfit(reads, kv_format, shape.head_dim)):
+            if not others and (reason := unsupported_format(reads, kv_format, shape.head_dim)):
                 return reason
     if plan.keeps_tokens and not reads.kept:
         return f"{reads.kernels} read packed tokens alone, none in BF16 beside them; leave out the tail and the sinks"
-    for shape in used:
+    for shape in kv_shapes:
         if shape.window is not None and not reads.windows:
             return f"{reads.kernels} read all tokens of a sequence, and a layer has a sliding window of {shape.window:,}"
         if reason := wrong_head_dim(reads, shape.head_dim):
@@ -73,16 +73,16 @@ def unsupported(reads: Reads, plan: KVPlan, shapes: Shapes, *, others: bool = Fa
     return None
 
 
-def wrong_head_dim(reads: Reads, head_dim: int) -> str | None:
+def wrong_head_dim(reads: KernelSupport, head_dim: int) -> str | None:
     """None, or in one sentence which head_dims a backend is made for."""
     if head_dim in reads.head_dims:
         return None
     *others, last = map(str, reads.head_dims)
-    made_for = f"a head_dim of {', '.join(others)} or {last}" if others else f"head_dim {last}"
-    return f"{reads.kernels} are made for {made_for}, not {head_dim}"
+    dims_text = f"a head_dim of {', '.join(others)} or {last}" if others else f"head_dim {last}"
+    return f"{reads.kernels} are made for {dims_text}, not {head_dim}"
 
 
-def misfit(reads: Reads, kv_format: KVFormat, head_dim: int) -> str | None:
+def unsupported_format(reads: KernelSupport, kv_format: KVFormat, head_dim: int) -> str | None:
     """None, or in one sentence why a backend cannot read a format; a head_dim that it is not made for is left out of it."""
     try:
         if _takes(reads, kv_format, head_dim):
@@ -94,26 +94,26 @@ def misfit(reads: Reads, kv_format: KVFormat, head_dim: int) -> str | None:
     return f"{reads.kernels} read {names}, not {kv_format.name}{ELSEWHERE}"
 
 
-def _takes(reads: Reads, kv_format: KVFormat, head_dim: int) -> bool:
+def _takes(reads: KernelSupport, kv_format: KVFormat, head_dim: int) -> bool:
     """Whether kernels read a format.
 
     Raises:
         InputError: it has no layout for this head_dim.
     """
     kv_format.fields(head_dim)
-    found = kv_format.description(head_dim)
+    description = kv_format.description(head_dim)
     if kv_format in reads.also or kv_format.plain in reads.plain:
         return True
-    if found is None or found.transform.coordinates:
-        return found is not None and reads.learned
-    return found.bits in reads.bits and (reads.only is None or found == reads.only.description(head_dim))
+    if description is None or description.transform.coordinates:
+        return description is not None and reads.learned
+    return description.bits in reads.bits and (reads.only is None or description == reads.only.description(head_dim))
 
 
-def readable(reads: Reads) -> list[str]:
+def readable(reads: KernelSupport) -> list[str]:
     """Names of the formats that a backend reads, at some head_dim at least."""
-    found = dict[str, None]()
+    names = dict[str, None]()
     for name, head_dim in product(formats.names(), reads.head_dims):
         with suppress(InputError):
             if _takes(reads, formats.get(name), head_dim):
-                found[name] = None
-    return list(found)
+                names[name] = None
+    return list(names)

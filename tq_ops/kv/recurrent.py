@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.shapes import Place
+from haarkv.tq_ops.kv.shapes import SequencePlace
 
 
 class LayerState(Protocol):
@@ -33,21 +33,21 @@ class LayerState(Protocol):
     def snapshot(self, batch: Batch) -> object | None:
         """What `roll_back` needs, taken before the batch's new tokens are stored; None if it needs nothing."""
 
-    def roll_back(self, snapshot: object, batch: Batch, dropped: Tensor) -> None:
+    def roll_back(self, snapshot: object, batch: Batch, drop_mask: Tensor) -> None:
         """Take back some new tokens, the last ones of their sequences.
 
         Args:
-            dropped: [T] bool.
+            drop_mask: [T] bool.
         """
 
-    def take(self, place: Place, length: int, whole: bool = True) -> dict[str, Tensor]:
+    def take(self, place: SequencePlace, length: int, whole: bool = True) -> dict[str, Tensor]:
         """A sequence's memory after `length` tokens, on the CPU, by names within the layer.
 
         Args:
             whole: or that alone which later tokens replace.
         """
 
-    def put(self, tensors: Mapping[str, Tensor], stored_length: int, place: Place, length: int) -> None:
+    def put(self, tensors: Mapping[str, Tensor], stored_length: int, place: SequencePlace, length: int) -> None:
         """The inverse, for the first `length` of the stored tokens, as `reusable` allows."""
 
     def reusable(self, tensors: Mapping[str, Tensor], stored_length: int, length: int) -> int:
@@ -87,7 +87,7 @@ class StateShape:
         """
         match raw:
             case {"versions": int(versions), "tensors": [*entries]} if VERSIONS <= versions < MOST_VERSIONS:
-                return cls(tuple(map(_tensor_of, entries)), versions)
+                return cls(tuple(map(_tensor_entry, entries)), versions)
         raise ValueError("a state of its model is not described")
 
     @property
@@ -97,7 +97,7 @@ class StateShape:
         return self.versions * (one + torch.int64.itemsize)
 
 
-def _tensor_of(entry: object) -> tuple[str, tuple[int, ...], torch.dtype]:
+def _tensor_entry(entry: object) -> tuple[str, tuple[int, ...], torch.dtype]:
     match entry:
         case [str(name), [*size], str(word)] if word in _DTYPES:
             counts = tuple(n for n in size if isinstance(n, int) and 0 < n < 2**31)
@@ -186,36 +186,36 @@ class Recurrent:
         sequence = torch.searchsorted(ends, tokens, right=True)
         upto = torch.searchsorted(tokens, ends)  # tokens of this and all earlier sequences
         number = upto[sequence] - 1 - torch.arange(len(tokens), device=tokens.device)  # 0 is a sequence's last
-        seen = self.seen[rows]
-        seen = seen.masked_fill((seen > begin.unsqueeze(1)) | (begin == 0).unsqueeze(1), -1)
+        counts = self.seen[rows]
+        counts = counts.masked_fill((counts > begin.unsqueeze(1)) | (begin == 0).unsqueeze(1), -1)
         # The version that was read goes last: it is never overwritten.
-        order = seen.masked_fill(seen == begin.unsqueeze(1), torch.iinfo(torch.int64).max).argsort(1)
-        taken = number < self.shape.versions - 1
-        row, version = rows[sequence[taken]], order[sequence[taken], number[taken]]
-        self.seen[rows] = seen
-        self.seen[row, version] = batch.positions[tokens[taken]] + 1
+        order = counts.masked_fill(counts == begin.unsqueeze(1), torch.iinfo(torch.int64).max).argsort(1)
+        newest = number < self.shape.versions - 1
+        row, version = rows[sequence[newest]], order[sequence[newest], number[newest]]
+        self.seen[rows] = counts
+        self.seen[row, version] = batch.positions[tokens[newest]] + 1
         for name, tensor in self.tensors.items():
-            tensor[row, version] = after[name][taken].to(tensor.dtype)
+            tensor[row, version] = after[name][newest].to(tensor.dtype)
 
     def snapshot(self, batch: Batch) -> None:
         return None
 
-    def roll_back(self, snapshot: Any, batch: Batch, dropped: Tensor) -> None:
+    def roll_back(self, snapshot: Any, batch: Batch, drop_mask: Tensor) -> None:
         """Nothing: versions that have seen dropped tokens go when the next are written."""
 
-    def take(self, place: Place, length: int, whole: bool = True) -> dict[str, Tensor]:
-        seen = self.seen[place.row].cpu()
-        versions = ((seen >= 0) & (seen <= length)).nonzero().flatten()
-        versions = versions[seen[versions].argsort()]
-        return {name: tensor[place.row].cpu()[versions] for name, tensor in self.tensors.items()} | {"seen": seen[versions]}
+    def take(self, place: SequencePlace, length: int, whole: bool = True) -> dict[str, Tensor]:
+        counts = self.seen[place.row].cpu()
+        versions = ((counts >= 0) & (counts <= length)).nonzero().flatten()
+        versions = versions[counts[versions].argsort()]
+        return {name: tensor[place.row].cpu()[versions] for name, tensor in self.tensors.items()} | {"seen": counts[versions]}
 
-    def put(self, tensors: Mapping[str, Tensor], stored_length: int, place: Place, length: int) -> None:
-        kept = (tensors["seen"] <= length).nonzero().flatten()[-self.shape.versions :]
+    def put(self, tensors: Mapping[str, Tensor], stored_length: int, place: SequencePlace, length: int) -> None:
+        versions = (tensors["seen"] <= length).nonzero().flatten()[-self.shape.versions :]
         self.seen[place.row] = -1
-        self.seen[place.row, : len(kept)] = tensors["seen"][kept].to(self.seen.device)
+        self.seen[place.row, : len(versions)] = tensors["seen"][versions].to(self.seen.device)
         for name, tensor in self.tensors.items():
-            tensor[place.row, : len(kept)] = tensors[name][kept].to(tensor.device)
+            tensor[place.row, : len(versions)] = tensors[name][versions].to(tensor.device)
 
     def reusable(self, tensors: Mapping[str, Tensor], stored_length: int, length: int) -> int:
-        seen: Sequence[int] = tensors["seen"].tolist()
-        return max((count for count in seen if count <= length), default=0)
+        counts: Sequence[int] = tensors["seen"].tolist()
+        return max((count for count in counts if count <= length), default=0)

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 BLOCK_SIZE = 128
 """Tokens of a block of a paged cache."""
-KEPT_CHUNK = 64
+WINDOW_CHUNK = 64
 """New tokens of a sequence that a cache with a tail in BF16 takes at once."""
-KEPT_ROOM = 16
+WINDOW_ROOM = 16
 """Of those, as many as each layer keeps room for beside the tail; more have room while the layer runs, and no longer."""
 RING_CHUNK = 512
 """New tokens of a sequence that a layer with a sliding window takes at once; it keeps room for them beside the window."""
@@ -32,8 +32,8 @@ class KVShape:
     window: int | None = None
 
     def __str__(self) -> str:
-        seen = f" that see {self.window:,} tokens" if self.window else ""
-        return f"{self.num_kv_heads} KV heads of {self.head_dim}{seen}"
+        window_text = f" that see {self.window:,} tokens" if self.window else ""
+        return f"{self.num_kv_heads} KV heads of {self.head_dim}{window_text}"
 
     @property
     def numbers(self) -> int:
@@ -63,13 +63,13 @@ def each(shapes: Shapes, num_layers: int) -> tuple[KVShape | None, ...]:
     Raises:
         ValueError: they are of another number of layers.
     """
-    of_layers = (shapes,) * num_layers if isinstance(shapes, KVShape) else tuple(shapes)
-    if len(of_layers) != num_layers:
-        raise ValueError(f"there are shapes of {len(of_layers)} layers, and the plan has {num_layers}")
-    return of_layers
+    layer_shapes = (shapes,) * num_layers if isinstance(shapes, KVShape) else tuple(shapes)
+    if len(layer_shapes) != num_layers:
+        raise ValueError(f"there are shapes of {len(layer_shapes)} layers, and the plan has {num_layers}")
+    return layer_shapes
 
 
-class Place(NamedTuple):
+class SequencePlace(NamedTuple):
     """Where a cache holds one sequence.
 
     Attributes:

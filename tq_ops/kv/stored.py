@@ -1,6 +1,6 @@
 """One sequence as a cache stores it, taken out of the cache: its tokens, and what each layer remembers, byte for byte.
 
-`take` copies it out, `put` copies it into any cache of the same plan, where it goes on as if it had never left. `requantized`
+`take` copies it out, `put` copies it into any cache of the same plan, where it goes on as if it had never left. `requantize`
 stores it by another plan. `Advance` takes tokens back again: afterwards a cache is as if they had never come.
 """
 
@@ -15,11 +15,11 @@ from torch import Tensor
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.kept import Kept
-from haarkv.tq_ops.kv.layer import KEPT
+from haarkv.tq_ops.kv.kept import ResidualWindow
+from haarkv.tq_ops.kv.layer import WINDOW
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.recurrent import LayerState
-from haarkv.tq_ops.kv.shapes import KEPT_CHUNK, KEPT_ROOM, Place, Shapes, blocks_for, each
+from haarkv.tq_ops.kv.shapes import WINDOW_CHUNK, WINDOW_ROOM, SequencePlace, Shapes, blocks_for, each
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class StoredSequence:
             return (self,)
         return self, replace(self.earlier, tensors={**self.tensors, **self.earlier.tensors})
 
-    def of_layer(self, layer: int) -> dict[str, Tensor]:
+    def layer_tensors(self, layer: int) -> dict[str, Tensor]:
         """The tensors of one layer by their names within it."""
         begin = f"layers.{layer}."
         return {name.removeprefix(begin): tensor for name, tensor in self.tensors.items() if name.startswith(begin)}
@@ -60,7 +60,7 @@ class StoredSequence:
 
 def in_blocks(name: str) -> bool:
     """Whether a stored tensor's first axis is blocks of tokens."""
-    return name.split(".")[-2] in ("k", "v") and not name.endswith("." + KEPT)
+    return name.split(".")[-2] in ("k", "v") and not name.endswith("." + WINDOW)
 
 
 def take(
@@ -85,7 +85,7 @@ def take(
     return StoredSequence(tuple(token_ids), length, tensors, earlier if differs else None)
 
 
-def put(stored: StoredSequence, cache: PagedKVCache, paging: PagedSequences, length: int | None = None) -> int:
+def put(snapshot: StoredSequence, cache: PagedKVCache, paging: PagedSequences, length: int | None = None) -> int:
     """Begin a sequence in a cache of the same plan with what is stored.
 
     Args:
@@ -95,39 +95,39 @@ def put(stored: StoredSequence, cache: PagedKVCache, paging: PagedSequences, len
     Raises:
         CacheFullError: the cache has no room for it.
     """
-    length = stored.length if length is None else length
-    version = [version for version in stored.versions if version.length >= length][-1]  # it holds the most before `length`
+    length = snapshot.length if length is None else length
+    version = [version for version in snapshot.versions if version.length >= length][-1]  # it holds the most before `length`
     sequence = paging.add(length)
     for layer, state in cache.states.items():
-        state.put(version.of_layer(layer), version.length, paging.places(sequence), length)
+        state.put(version.layer_tensors(layer), version.length, paging.places(sequence), length)
     return sequence
 
 
-def reusable(stored: StoredSequence, token_ids: Sequence[int], cache: PagedKVCache) -> int:
+def reusable(snapshot: StoredSequence, token_ids: Sequence[int], cache: PagedKVCache) -> int:
     """How many tokens of another sequence need not be computed, because these are stored: its last one always must be.
 
     They begin alike, and every layer can go on from there: where tokens stay in BF16 or leave a window, those that the next
     query sees must still be held, at the sequence's end or where its last answer began; a state must have a version that has
     seen just these.
     """
-    most = min(stored.length, len(token_ids) - 1)
-    common = next((i for i in range(most) if stored.token_ids[i] != token_ids[i]), most)
-    return max(_reusable(version, min(common, version.length), cache) for version in stored.versions)
+    most = min(snapshot.length, len(token_ids) - 1)
+    common = next((i for i in range(most) if snapshot.token_ids[i] != token_ids[i]), most)
+    return max(_reusable(version, min(common, version.length), cache) for version in snapshot.versions)
 
 
-def _reusable(stored: StoredSequence, length: int, cache: PagedKVCache) -> int:
+def _reusable(snapshot: StoredSequence, length: int, cache: PagedKVCache) -> int:
     """The most of a version's first `length` tokens that every layer can go on from."""
-    tensors = {layer: stored.of_layer(layer) for layer in cache.states}
+    tensors = {layer: snapshot.layer_tensors(layer) for layer in cache.states}
     before = None
     while length and length != before:
         before = length
         for layer, state in cache.states.items():
-            length = state.reusable(tensors[layer], stored.length, length)
+            length = state.reusable(tensors[layer], snapshot.length, length)
     return length
 
 
-def requantized(
-    stored: StoredSequence, before: KVPlan, after: KVPlan, shapes: Shapes, whole: bool = True
+def requantize(
+    snapshot: StoredSequence, before: KVPlan, after: KVPlan, shapes: Shapes, whole: bool = True
 ) -> StoredSequence:  # fmt: skip
     """The same sequence as another plan stores it: from what is packed, and from BF16 where that is still held.
 
@@ -136,20 +136,22 @@ def requantized(
         shapes: of the model's layers; what those remember that have no K and V stays as it is.
         whole: as of `take`.
     """
-    earlier = requantized(stored.versions[1], before, after, shapes, whole=False) if stored.earlier else None
-    blocks = max(blocks_for(stored.length), 1)
-    source, target = (PagedKVCache(plan, shapes, num_blocks=blocks, num_rows=1, room=KEPT_ROOM) for plan in (before, after))
+    earlier = requantize(snapshot.versions[1], before, after, shapes, whole=False) if snapshot.earlier else None
+    blocks = max(blocks_for(snapshot.length), 1)
+    source, target = (PagedKVCache(plan, shapes, num_blocks=blocks, num_rows=1, room=WINDOW_ROOM) for plan in (before, after))
     from_paging, to_paging = (PagedSequences(cache.num_blocks, cache.block_size, num_rows=1) for cache in (source, target))
-    place, sequence = from_paging.places(put(stored, source, from_paging)), to_paging.add()
-    carry_over(source, place, stored.length, target, to_paging, sequence)
-    changed = take(target, to_paging, sequence, stored.token_ids, whole, earlier)
+    place, sequence = from_paging.places(put(snapshot, source, from_paging)), to_paging.add()
+    carry_over(source, place, snapshot.length, target, to_paging, sequence)
+    result = take(target, to_paging, sequence, snapshot.token_ids, whole, earlier)
     states = (layer for layer, shape in enumerate(each(shapes, target.num_layers)) if shape is None)
-    kept = {f"layers.{layer}.{name}": tensor for layer in states for name, tensor in stored.of_layer(layer).items()}
-    return replace(changed, tensors={**changed.tensors, **kept})
+    state_tensors = {
+        f"layers.{layer}.{name}": tensor for layer in states for name, tensor in snapshot.layer_tensors(layer).items()
+    }
+    return replace(result, tensors={**result.tensors, **state_tensors})
 
 
 def carry_over(
-    source: PagedKVCache, place: Place, length: int, target: PagedKVCache, paging: PagedSequences, sequence: int
+    source: PagedKVCache, place: SequencePlace, length: int, target: PagedKVCache, paging: PagedSequences, sequence: int
 ) -> None:
     """Store a sequence that is in one cache in another as well, which may have another plan.
 
@@ -166,7 +168,7 @@ def carry_over(
     """
     if source.held != tuple(source.states):
         raise InputError("a state that is not K and V cannot be copied from one cache plan to another")
-    chunk = min(target.most_new_tokens or KEPT_CHUNK, target.room)
+    chunk = min(target.most_new_tokens or WINDOW_CHUNK, target.room)
     for begin in range(0, length, chunk):
         batch = paging.batch([sequence], [min(chunk, length - begin)])
         first, last = begin // source.block_size, int(batch.positions[-1]) // source.block_size
@@ -176,18 +178,18 @@ def carry_over(
             blocks = source.blocks_at(layer, place, first, last + 1)
             table = torch.tensor([blocks], dtype=torch.int32, device=source.device)
             k, v = (
-                _with_kept(x[0, :, inside], kept, place.row, batch.positions, length).transpose(0, 1)
-                for x, kept in zip(source.read(layer, table, first * source.block_size), source.kept(layer), strict=True)
+                _with_bf16(x[0, :, inside], window, place.row, batch.positions, length).transpose(0, 1)
+                for x, window in zip(source.read(layer, table, first * source.block_size), source.kept(layer), strict=True)
             )
             target.write(layer, k, v, batch)
 
 
-def _with_kept(x: Tensor, kept: Kept | None, row: int, positions: Tensor, length: int) -> Tensor:
+def _with_bf16(x: Tensor, window: ResidualWindow | None, row: int, positions: Tensor, length: int) -> Tensor:
     """Vectors x [Hkv, n, D], those that are held in BF16 in a row in their place."""
-    if kept is None:
+    if window is None:
         return x
-    held = kept.holds(positions, length)[:, None]
-    return torch.where(held, kept.vectors[row][:, kept.places(positions)].float(), x)
+    in_window = window.holds(positions, length)[:, None]
+    return torch.where(in_window, window.vectors[row][:, window.places(positions)].float(), x)
 
 
 class Advance:
@@ -210,17 +212,19 @@ class Advance:
         self._paging, self._sequences, self._counts = paging, list(sequences), list(counts)
         self.batch: Batch = paging.batch(sequences, counts).to(cache.device)
         snapshots = ((state, state.snapshot(self.batch)) for state in cache.states.values())
-        self._saved: list[tuple[LayerState, object]] = [(state, saved) for state, saved in snapshots if saved is not None]
+        self._saved: list[tuple[LayerState, object]] = [
+            (state, snapshot) for state, snapshot in snapshots if snapshot is not None
+        ]
 
     def keep(self, counts: Sequence[int]) -> None:
         """Keep the first so many new tokens of each sequence, and take the others back."""
-        dropped = [new - kept for new, kept in zip(self._counts, counts, strict=True)]
-        if not any(dropped):
+        drop_counts = [new - remaining for new, remaining in zip(self._counts, counts, strict=True)]
+        if not any(drop_counts):
             return
-        self._paging.take_back(self._sequences, dropped)
+        self._paging.take_back(self._sequences, drop_counts)
         if not self._saved:
             return
-        kept = [torch.arange(new) < stay for new, stay in zip(self._counts, counts, strict=True)]
-        undone = ~torch.cat(kept).to(self.batch.positions.device)
-        for state, saved in self._saved:
-            state.roll_back(saved, self.batch, undone)
+        remaining = [torch.arange(new) < stay for new, stay in zip(self._counts, counts, strict=True)]
+        undone = ~torch.cat(remaining).to(self.batch.positions.device)
+        for state, snapshot in self._saved:
+            state.roll_back(snapshot, self.batch, undone)

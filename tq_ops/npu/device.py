@@ -16,7 +16,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.npu.folders import in_one_line, send_pypto_output_away
 from haarkv.tq_ops.npu.program import Kernel, Program
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
-from haarkv.tq_ops.npu.versions import installed, unpublished
+from haarkv.tq_ops.npu.versions import find_installation, unpublished_reason
 
 
 class Runner:
@@ -120,8 +120,8 @@ def torch_npu() -> Any:
     """
     if find_spec("torch_npu") is None:
         raise InputError("torch-npu is not installed, so there is no NPU to run on; install it or use --device sim")
-    found = installed()
-    ours, theirs = torch.__version__.split("+")[0], found.torch_npu
+    installation = find_installation()
+    ours, theirs = torch.__version__.split("+")[0], installation.torch_npu
     if theirs and ours.split(".")[:2] != theirs.split(".")[:2]:
         raise InputError(
             f"torch-npu {theirs} is made for another torch than {ours}; install matching ones or use --device sim"
@@ -132,9 +132,9 @@ def torch_npu() -> Any:
         npu: Any = module.npu
         available = npu.is_available()
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
-        said = str(error).strip().splitlines()[:1] or [type(error).__name__]
-        advice = unpublished(found) or "check the NPU's driver with npu-smi info"
-        raise InputError(f"torch-npu cannot be loaded ({said[0]}); {advice}; or use --device sim") from None
+        reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
+        advice = unpublished_reason(installation) or "check the NPU's driver with npu-smi info"
+        raise InputError(f"torch-npu cannot be loaded ({reason[0]}); {advice}; or use --device sim") from None
     if not available:
         raise InputError("torch-npu sees no NPU; check npu-smi info, or use --device sim")
     return npu

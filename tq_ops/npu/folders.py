@@ -14,9 +14,9 @@ from datetime import datetime
 from pathlib import Path
 
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.npu.versions import installed, unpublished
+from haarkv.tq_ops.npu.versions import find_installation, unpublished_reason
 
-_KEPT = 5
+_RECENT_FOLDERS = 5
 _LONGEST = 160
 
 
@@ -67,7 +67,7 @@ def _unique() -> str:
 
 def _oldest(parent: Path) -> list[Path]:
     """All entries but the newest that are kept, and those whose process still runs."""
-    return [path for path in sorted(parent.iterdir())[:-_KEPT] if not _runs(path.name)]
+    return [path for path in sorted(parent.iterdir())[:-_RECENT_FOLDERS] if not _runs(path.name)]
 
 
 def _runs(name: str) -> bool:
@@ -106,14 +106,14 @@ def refusal(what: str, name: str, message: str, everything: str) -> str:
         message: of the compiler or driver, of any length.
         everything: what the log file gets beside the versions.
     """
-    found = installed()
-    advice = unpublished(found) if found.torch_npu else None
-    said = next((line.strip() for line in message.splitlines() if line.strip()), "no reason given")
-    line = f"{what}: {said if len(said) <= _LONGEST else said[: _LONGEST - 1] + '…'}"
+    installation = find_installation()
+    advice = unpublished_reason(installation) if installation.torch_npu else None
+    reason = next((line.strip() for line in message.splitlines() if line.strip()), "no reason given")
+    line = f"{what}: {reason if len(reason) <= _LONGEST else reason[: _LONGEST - 1] + '…'}"
     if advice:
         line += f" ({advice})"
     try:
-        file = write_log(name, f"{line}\n\n{found}\n\n{everything}\n")
+        file = write_log(name, f"{line}\n\n{installation}\n\n{everything}\n")
     except (OSError, InputError):  # A home folder that takes no file hides nothing of the line.
         return line
     return f"{line}; all of it is in {file}"

@@ -17,7 +17,7 @@ from haarkv.codebooks import cubic
 from haarkv.codebooks.learned import EIGHTHS
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.learned import GAINS
-from haarkv.tq_ops.formats.packing import Column, widths_of
+from haarkv.tq_ops.formats.packing import Column, eighth_widths
 from haarkv.tq_ops.formats.rotated import Coordinates
 
 MEAN, WEIGHTS, LIFT, SHARED = range(4)
@@ -33,10 +33,10 @@ _HEADROOM = 256.0
 """How many times as large as is typical a query's product with a row may be, of a query of length 1, before it exceeds 1."""
 
 
-def coordinates_of(kv_format: KVFormat, head_dim: int, layer: int) -> Coordinates | None:
+def learned_coordinates(kv_format: KVFormat, head_dim: int, layer: int) -> Coordinates | None:
     """Learned coordinates of a format in a layer, None of any other format."""
-    described = kv_format.description(head_dim)
-    coordinates = described.transform.coordinates if described else None
+    description = kv_format.description(head_dim)
+    coordinates = description.transform.coordinates if description else None
     return coordinates(layer) if coordinates else None
 
 
@@ -70,7 +70,7 @@ class Layout:
     @cached_property
     def widths(self) -> tuple[int, ...]:
         """Bits of a level of each eighth."""
-        return widths_of(self.columns)
+        return eighth_widths(self.columns)
 
     def nbytes(self, head_dim: int) -> int:
         """Bytes of a vector's codes."""
@@ -103,35 +103,35 @@ class Layout:
 
         Levels of all rows, their squares and what becomes of them would not fit in the unified buffer.
         """
-        found: list[list[int]] = []
+        parts: list[list[int]] = []
         most = _MOST_ROWS // (head_dim // EIGHTHS)
         for eighth in range(EIGHTHS):
-            last = found[-1] if found else []
+            last = parts[-1] if parts else []
             room = most - sum(self.strides[other] for other in last)
             if last and self.widths[last[0]] == self.widths[eighth] and self.strides[eighth] <= room:
                 last.append(eighth)
             else:
-                found.append([eighth])
-        return tuple(map(tuple, found))
+                parts.append([eighth])
+        return tuple(map(tuple, parts))
 
     @cached_property
     def lower_pieces(self) -> tuple[Piece, ...]:
         """The lower parts of levels that two bytes share."""
-        held = (piece for column in self.columns for byte in pieces(column) for piece in byte)
-        return tuple(piece for piece in held if piece.bits < piece.whole and piece.shift)
+        all_pieces = (piece for column in self.columns for byte in pieces(column) for piece in byte)
+        return tuple(piece for piece in all_pieces if piece.bits < piece.whole and piece.shift)
 
 
 def pieces(column: Column) -> list[list[Piece]]:
     """What each byte of a column's unit holds, from the lowest bits on."""
-    found: list[list[Piece]] = [[] for _ in range(column.nbytes)]
+    byte_pieces: list[list[Piece]] = [[] for _ in range(column.nbytes)]
     for part in column.parts:
         at, end = part.shift, part.shift + part.bits
         while at < end:
             byte, shift = divmod(at, _BYTE)
             bits = min(end - at, _BYTE - shift)
-            found[byte].append(Piece(part.eighth, bits, shift, part.bits))
+            byte_pieces[byte].append(Piece(part.eighth, bits, shift, part.bits))
             at += bits
-    return found
+    return byte_pieces
 
 
 # -- Centroids ---------------------------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ class Cubic:
     rise: float
 
 
-def cubic_of(bits: int) -> Cubic:
+def level_cubic(bits: int) -> Cubic:
     """That of a width. With 1 bit there are two numbers, and many a cubic goes through them."""
     a, b = cubic.FACTORS[bits]
     if b == 0:
@@ -171,7 +171,7 @@ Boundaries are k = -most ... most. The rounded k is the one next to v or the nex
 
 def level_rows(layout: Layout, head_dim: int) -> Tensor:
     """[len(LEVEL_ROWS), D] fp32."""
-    eighths = torch.tensor([_numbers_of(bits) for bits in layout.widths], dtype=torch.float64).T
+    eighths = torch.tensor([_level_numbers(bits) for bits in layout.widths], dtype=torch.float64).T
     upper = torch.zeros(1, EIGHTHS, dtype=torch.float64)
     for piece in layout.lower_pieces:
         upper[0, piece.eighth] = 2.0**-piece.bits
@@ -179,30 +179,30 @@ def level_rows(layout: Layout, head_dim: int) -> Tensor:
 
 
 @cache
-def _numbers_of(bits: int) -> tuple[float, ...]:
+def _level_numbers(bits: int) -> tuple[float, ...]:
     """Of one width, all but `upper`. The inverse is off by a quarter of a level at most; less than half would do."""
     a, b = cubic.FACTORS[bits]
     most = 2 ** (bits - 1) - 1
     # The middle of m = 2 k - 1 and m = 2 k + 1.
-    linear, cubed = 2 * (a + 3 * b), 8 * b
+    linear, cubic_term = 2 * (a + 3 * b), 8 * b
     if not most:
-        return (0.0,) * (1 + _POWERS) + (linear, cubed, 0.0, a, b)
-    top = most * (linear + cubed * most**2)
+        return (0.0,) * (1 + _POWERS) + (linear, cubic_term, 0.0, a, b)
+    top = most * (linear + cubic_term * most**2)
     k = most * np.sin(np.linspace(0, np.pi / 2, 400)[1:])  # dense at the end, where the curve bends most
-    s = k * (linear + cubed * k**2) / top
+    s = k * (linear + cubic_term * k**2) / top
     inverse = np.linalg.lstsq(np.stack([s ** (2 * i + 1) for i in range(_POWERS)], 1), k, rcond=None)[0]
-    return (1 / top, *inverse.tolist(), linear, cubed, float(most), a, b)
+    return (1 / top, *inverse.tolist(), linear, cubic_term, float(most), a, b)
 
 
-def places_of(layout: Layout, head_dim: int) -> Tensor:
+def byte_places(layout: Layout, head_dim: int) -> Tensor:
     """[D or 2 D, bytes] fp16: a vector's levels, then their upper parts where there are any, by it are its bytes."""
     units = head_dim // EIGHTHS
     places = torch.zeros(2, EIGHTHS, units, layout.nbytes(head_dim))
     unit, first = torch.arange(units), 0
     for column in layout.columns:
-        for byte, held in enumerate(pieces(column)):
+        for byte, byte_pieces in enumerate(pieces(column)):
             at = first + unit * column.nbytes + byte
-            for piece in held:
+            for piece in byte_pieces:
                 lower = piece in layout.lower_pieces
                 if lower or piece.bits == piece.whole:
                     places[0, piece.eighth, unit, at] = 2.0**piece.shift
@@ -220,14 +220,14 @@ def domain_tensors(kv_format: KVFormat, head_dim: int, layer: int, device: torch
     Returns:
         forward: [H * D, D] bf16.
         numbers: [3 * H + 11, TRIES * D] fp32: means, weights, lifts (each the same in all columns), and `LEVEL_ROWS`.
-        places: as `places_of` makes it.
+        places: as `byte_places` makes it.
         rows: [H * width, D] fp32, by rows of a tile, each coordinate times the factor of its centroids, divided by the head's
             lift, of `_lifts`.
     """
-    coordinates = coordinates_of(kv_format, head_dim, layer)
+    coordinates = learned_coordinates(kv_format, head_dim, layer)
     assert coordinates is not None, f"{kv_format.name} has no learned coordinates"
-    layout = layout_of(kv_format, head_dim)
-    factors = torch.tensor([cubic_of(bits).factor for bits in layout.widths]).repeat_interleave(head_dim // EIGHTHS)
+    layout = learned_layout(kv_format, head_dim)
+    factors = torch.tensor([level_cubic(bits).factor for bits in layout.widths]).repeat_interleave(head_dim // EIGHTHS)
     rows = torch.zeros(len(coordinates.rows), layout.width(head_dim), head_dim)
     rows[:, layout.rows(head_dim)] = coordinates.rows * factors.unsqueeze(-1)
     lift = _lifts(coordinates, rows, factors).unsqueeze(1)
@@ -236,7 +236,7 @@ def domain_tensors(kv_format: KVFormat, head_dim: int, layer: int, device: torch
         "numbers": torch.cat(
             [coordinates.mean, coordinates.weights, lift.expand(-1, head_dim), level_rows(layout, head_dim)]
         ).repeat(1, TRIES),
-        "places": places_of(layout, head_dim),
+        "places": byte_places(layout, head_dim),
         "rows": (rows / lift.unsqueeze(-1)).flatten(0, 1),
     }
     return {name: tensor.to(device).contiguous() for name, tensor in tensors.items()}
@@ -260,8 +260,8 @@ def _lifts(coordinates: Coordinates, rows: Tensor, factors: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(most), torch.frexp(most).exponent)
 
 
-def layout_of(kv_format: KVFormat, head_dim: int) -> Layout:
+def learned_layout(kv_format: KVFormat, head_dim: int) -> Layout:
     """How the levels of a learned format lie."""
-    described = kv_format.description(head_dim)
-    assert described is not None, f"{kv_format.name} has no learned coordinates"
-    return Layout(described.columns)
+    description = kv_format.description(head_dim)
+    assert description is not None, f"{kv_format.name} has no learned coordinates"
+    return Layout(description.columns)

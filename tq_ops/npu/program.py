@@ -49,7 +49,7 @@ class Program(Protocol):
         """
 
 
-def ordered(program: Program, tensors: dict[str, Tensor]) -> list[Tensor]:
+def order_arguments(program: Program, tensors: dict[str, Tensor]) -> list[Tensor]:
     """A program's tensors by name, in the order of its arguments.
 
     Raises:
@@ -156,7 +156,7 @@ def heads_at_once(num_kv_heads: int, most: int) -> int:
     return next(n for n in range(min(most, num_kv_heads), 0, -1) if num_kv_heads % n == 0)
 
 
-TUNED: dict[str, dict[str, Any]] = {
+TUNED_OPTIONS: dict[str, dict[str, Any]] = {
     "runtime_options": {"stitch_function_max_num": 128},
     "pass_options": {"vec_nbuffer_setting": {-1: 16}, "cube_nbuffer_setting": {-1: 1}},
 }
@@ -164,5 +164,5 @@ TUNED: dict[str, dict[str, Any]] = {
 
 
 def with_tuned(options: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Options of a call joined with `TUNED`."""
-    return {**TUNED, **options, "runtime_options": {**TUNED["runtime_options"], **options["runtime_options"]}}
+    """Options of a call joined with `TUNED_OPTIONS`."""
+    return {**TUNED_OPTIONS, **options, "runtime_options": {**TUNED_OPTIONS["runtime_options"], **options["runtime_options"]}}

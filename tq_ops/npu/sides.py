@@ -13,17 +13,17 @@ from torch import Tensor
 
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats import KVFormat
-from haarkv.tq_ops.formats.stretches import MOST_POSITIONS, STRETCH, Turns
+from haarkv.tq_ops.formats.stretches import MOST_POSITIONS, STRETCH, RopeShift
 from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.kept import Kept, token_sequences
+from haarkv.tq_ops.kv.kept import ResidualWindow, token_sequences
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.reads import Reads, misfit
-from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KEPT_CHUNK
-from haarkv.tq_ops.npu.learned import TRIES, Layout, coordinates_of, domain_tensors, layout_of
+from haarkv.tq_ops.kv.reads import KernelSupport, unsupported_format
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, WINDOW_CHUNK
+from haarkv.tq_ops.npu.learned import TRIES, Layout, domain_tensors, learned_coordinates, learned_layout
 from haarkv.tq_ops.npu.program import HEAD_DIM, Argument
 
 FORMAT = formats.get("tq4")
-READS = Reads(
+READS = KernelSupport(
     "its programs", head_dims=(64, HEAD_DIM, 256), only=FORMAT, also=(formats.PUBLISHED, formats.get("bf16")),
     kept=True, windows=True, learned=True,
 )  # fmt: skip
@@ -31,7 +31,7 @@ READS = Reads(
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredField:
     """A field of a format as a program sees it: the cache's own bytes as a matrix [n, width].
 
     Attributes:
@@ -65,8 +65,8 @@ class Side:
     """
 
     name: str
-    vectors: Stored
-    scales: Stored | None
+    vectors: StoredField
+    scales: StoredField | None
     most_heads: int
     width: int
     layout: Layout | None = None
@@ -74,7 +74,7 @@ class Side:
     head_dim: int = HEAD_DIM
 
     @property
-    def scale_row(self) -> Stored:
+    def scale_row(self) -> StoredField:
         """Its scales, or what stands for them in a program's signature, which cannot vary: a row that nothing reads."""
         return self.scales or _NO_SCALES
 
@@ -90,43 +90,43 @@ class Side:
         return {vectors.name: self.vectors.view(fields), scales.name: row}
 
     @property
-    def domain(self) -> tuple[Stored, ...]:
+    def domain(self) -> tuple[StoredField, ...]:
         """What a program takes of its learned coordinates, `tq_ops.npu.learned.domain_tensors`, and of stretches; else unread
         rows."""
         dim = self.head_dim
         return (
-            Stored("forward", torch.bfloat16, dim), Stored("numbers", torch.float32, TRIES * dim),
-            Stored("places", torch.float16, self.layout.nbytes(dim) if self.layout else dim),
-            Stored("rows", torch.float32, dim), Stored("turns", torch.float32, dim),
+            StoredField("forward", torch.bfloat16, dim), StoredField("numbers", torch.float32, TRIES * dim),
+            StoredField("places", torch.float16, self.layout.nbytes(dim) if self.layout else dim),
+            StoredField("rows", torch.float32, dim), StoredField("turns", torch.float32, dim),
         )  # fmt: skip
 
     def domain_tensors(self, kv_format: KVFormat, layer: int, device: torch.device) -> dict[str, Tensor]:
         """The arguments that `domain` describes, such as `k_forward`, of a layer; the same tensors each time."""
-        found = {stored.field: _unread_row(stored, device) for stored in self.domain}
+        tensors = {entry.field: _unread_row(entry, device) for entry in self.domain}
         if self.layout:
-            found |= domain_tensors(kv_format, self.head_dim, layer, device)
+            tensors |= domain_tensors(kv_format, self.head_dim, layer, device)
         if turns := kv_format.turns(layer):
-            found["turns"] = turn_table(turns, device)
-        return {f"k_{name}": tensor for name, tensor in found.items()}
+            tensors["turns"] = turn_table(turns, device)
+        return {f"k_{name}": tensor for name, tensor in tensors.items()}
 
     def domain_arguments(self) -> tuple[Argument, ...]:
         """Those arguments."""
-        return tuple(Argument(f"k_{stored.field}") for stored in self.domain)
+        return tuple(Argument(f"k_{entry.field}") for entry in self.domain)
 
 
-_NO_SCALES = Stored("no_scale", torch.float16, BLOCK_SIZE)
+_NO_SCALES = StoredField("no_scale", torch.float16, BLOCK_SIZE)
 
 
 @cache
-def _unread_row(stored: Stored, device: torch.device) -> Tensor:
-    return torch.zeros(1, stored.width, dtype=stored.dtype, device=device)
+def _unread_row(entry: StoredField, device: torch.device) -> Tensor:
+    return torch.zeros(1, entry.width, dtype=entry.dtype, device=device)
 
 
 def fixed_sides(head_dim: int) -> dict[str, Side]:
     """Every side of a fixed format that programs read, by the name of its format."""
-    codes, levels = (Stored("codes", torch.int8, width) for width in (head_dim // 2, head_dim))
-    scale, norm = Stored("scale", torch.float16, BLOCK_SIZE), Stored("norm", torch.float32, 1)
-    data = Stored("data", torch.bfloat16, head_dim)
+    codes, levels = (StoredField("codes", torch.int8, width) for width in (head_dim // 2, head_dim))
+    scale, norm = StoredField("scale", torch.float16, BLOCK_SIZE), StoredField("norm", torch.float32, 1)
+    data = StoredField("data", torch.bfloat16, head_dim)
     sides = (
         Side(FORMAT.name, codes, scale, 8, head_dim, head_dim=head_dim),
         Side(formats.PUBLISHED.name, levels, norm, 4, head_dim, head_dim=head_dim),
@@ -138,29 +138,29 @@ def fixed_sides(head_dim: int) -> dict[str, Side]:
 TQ4, PUBLISHED, BF16 = fixed_sides(HEAD_DIM).values()
 
 
-def learned(kv_format: KVFormat, layer: int = 0, head_dim: int = HEAD_DIM) -> Side:
+def learned_side(kv_format: KVFormat, layer: int = 0, head_dim: int = HEAD_DIM) -> Side:
     """The side of a format of learned keys in a layer."""
-    layout = layout_of(kv_format, head_dim)
-    codes = Stored("codes", torch.int8, layout.nbytes(head_dim))
-    scales, turning = Stored("scale", torch.float16, BLOCK_SIZE), kv_format.turns(layer) is not None
+    layout = learned_layout(kv_format, head_dim)
+    codes = StoredField("codes", torch.int8, layout.nbytes(head_dim))
+    scales, turning = StoredField("scale", torch.float16, BLOCK_SIZE), kv_format.turns(layer) is not None
     return Side(kv_format.name, codes, scales, 8, layout.width(head_dim), layout, turning, head_dim)
 
 
-def sides_of(plan: KVPlan, layer: int, head_dim: int = HEAD_DIM) -> tuple[Side, Side]:
+def layer_sides(plan: KVPlan, layer: int, head_dim: int = HEAD_DIM) -> tuple[Side, Side]:
     """A layer's K and V."""
-    return side_of(plan.k(layer), layer, head_dim), side_of(plan.v(layer), layer, head_dim)
+    return format_side(plan.k(layer), layer, head_dim), format_side(plan.v(layer), layer, head_dim)
 
 
-def side_of(kv_format: KVFormat, layer: int = 0, head_dim: int = HEAD_DIM) -> Side:
+def format_side(kv_format: KVFormat, layer: int = 0, head_dim: int = HEAD_DIM) -> Side:
     """The side that stores what a format stores in a layer.
 
     Raises:
         ValueError: no program reads it; `tq_ops.kv.reads.unsupported` tells so before there is a program.
     """
-    if misfit(READS, kv_format, head_dim) is not None:
+    if unsupported_format(READS, kv_format, head_dim) is not None:
         raise ValueError(f"no program reads {kv_format.name}")
-    if coordinates_of(kv_format, head_dim, layer):
-        return learned(kv_format, layer, head_dim)
+    if learned_coordinates(kv_format, head_dim, layer):
+        return learned_side(kv_format, layer, head_dim)
     sides = fixed_sides(head_dim)
     return sides[kv_format.name if kv_format in READS.also else FORMAT.name]
 
@@ -169,7 +169,7 @@ def side_of(kv_format: KVFormat, layer: int = 0, head_dim: int = HEAD_DIM) -> Si
 
 
 @cache
-def turn_table(turns: Turns, device: torch.device) -> Tensor:
+def turn_table(turns: RopeShift, device: torch.device) -> Tensor:
     """[stretches, D] fp32: cos, then sin, of the angles at which stretches begin; the same tensor each time.
 
     It holds all stretches that there may be, 2 MiB for a D of 128: a program is not compiled for a length.
@@ -177,13 +177,13 @@ def turn_table(turns: Turns, device: torch.device) -> Tensor:
     return torch.cat(turns.table(MOST_POSITIONS // STRETCH, device), 1).contiguous()
 
 
-def turns_of_tokens(turns: Turns, positions: Tensor) -> Tensor:
+def turns_of_tokens(turns: RopeShift, positions: Tensor) -> Tensor:
     """The rows [T, D] of that table by which keys at positions [T] are turned back."""
     return turn_table(turns, positions.device)[positions // STRETCH]
 
 
 @cache
-def nothing_turned(device: torch.device, head_dim: int = HEAD_DIM) -> Tensor:
+def zero_shift_rows(device: torch.device, head_dim: int = HEAD_DIM) -> Tensor:
     """What stands for those rows where keys are stored as they are: nobody reads it."""
     return torch.zeros(1, head_dim, device=device)
 
@@ -196,8 +196,8 @@ MOST_PLACES, MOST_SINKS = 2048, 256
 
 
 @dataclass(frozen=True)
-class KeptShape:
-    """Of K and V of a layer alike, as `tq_ops.kv.kept.Kept` has it.
+class WindowShape:
+    """Of K and V of a layer alike, as `tq_ops.kv.kept.ResidualWindow` has it.
 
     Attributes:
         tail: tokens that a query sees in BF16, the newest, itself among them.
@@ -228,7 +228,7 @@ class KeptShape:
         return min(self.span, _ONE_TILE)
 
 
-def kept_shape(plan: KVPlan, layer: int, chunk: int = KEPT_CHUNK, window: int | None = None) -> KeptShape | None:
+def window_shape(plan: KVPlan, layer: int, chunk: int = WINDOW_CHUNK, window: int | None = None) -> WindowShape | None:
     """What a layer keeps in BF16 of K and of V, None where nothing.
 
     Args:
@@ -238,7 +238,7 @@ def kept_shape(plan: KVPlan, layer: int, chunk: int = KEPT_CHUNK, window: int | 
     k_format = plan.k(layer)
     if not plan.keeps(k_format):
         return None
-    return KeptShape(plan.tail(k_format), plan.sink, plan.ring_tokens(k_format, chunk), window)
+    return WindowShape(plan.tail(k_format), plan.sink, plan.ring_tokens(k_format, chunk), window)
 
 
 @dataclass(frozen=True)
@@ -257,24 +257,24 @@ class Keeping:
     place: Tensor
 
 
-def keeping(kept: Kept, shape: KeptShape, batch: Batch) -> Keeping:
+def keeping(residual: ResidualWindow, shape: WindowShape, batch: Batch) -> Keeping:
     """Of a layer's K or V, which are alike."""
     positions, device = batch.positions, batch.positions.device
-    heads, window = kept.vectors.shape[1:3]
+    heads, window = residual.vectors.shape[1:3]
     recent = positions.unsqueeze(1) - torch.arange(shape.tail, device=device)
     first = torch.arange(shape.sink, device=device).expand(len(positions), -1)
     oldest = (positions.unsqueeze(1) + 1 - shape.seen).clamp(min=0) if shape.seen else 0
-    there = torch.cat([recent >= oldest, (first <= positions.unsqueeze(1)) & (first >= oldest)], 1)
-    places = torch.cat([kept.places(recent.clamp(min=0)), first], 1)
-    seen = torch.full((len(positions), shape.span + 1), HIDDEN, device=device)
+    visible = torch.cat([recent >= oldest, (first <= positions.unsqueeze(1)) & (first >= oldest)], 1)
+    places = torch.cat([residual.places(recent.clamp(min=0)), first], 1)
+    mask = torch.full((len(positions), shape.span + 1), HIDDEN, device=device)
     # What is not there goes to a column behind the last.
-    seen.scatter_(1, places.masked_fill(~there, shape.span), 0.0)
+    mask.scatter_(1, places.masked_fill(~visible, shape.span), 0.0)
     tokens = torch.arange(len(positions), device=device)
     sinks = (positions < shape.sink).nonzero().flatten()
     in_ring = tokens if shape.ring else tokens[:0]
     return Keeping(
         begin=batch.rows[token_sequences(batch)] * (heads * window),
-        seen=seen[:, : shape.span],
+        seen=mask[:, : shape.span],
         token=torch.cat([in_ring, sinks]),
-        place=torch.cat([kept.in_ring(positions[in_ring]), positions[sinks]]),
+        place=torch.cat([residual.in_ring(positions[in_ring]), positions[sinks]]),
     )

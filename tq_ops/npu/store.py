@@ -11,8 +11,8 @@ from torch.nn.functional import pad
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.npu.device import Runner
-from haarkv.tq_ops.npu.program import Argument, Kernel, ordered
-from haarkv.tq_ops.npu.sides import READS, TQ4, Side, nothing_turned, sides_of, turns_of_tokens
+from haarkv.tq_ops.npu.program import Argument, Kernel, order_arguments
+from haarkv.tq_ops.npu.sides import READS, TQ4, Side, layer_sides, turns_of_tokens, zero_shift_rows
 
 
 @dataclass(frozen=True)
@@ -55,22 +55,22 @@ class StoreByProgram:
     def __call__(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
         """Store K and V [T, Hkv, D] fp32 at the batch's slots of a layer, in 128-token blocks."""
         head_dim = cache.shape(layer).head_dim
-        k_side, v_side = sides_of(cache.plan, layer, head_dim)
+        k_side, v_side = layer_sides(cache.plan, layer, head_dim)
         program = StoreProgram(cache.shape(layer).num_kv_heads, k=k_side, v=v_side)
         matrix = READS.built_in(head_dim).transform.matrix(layer, head_dim)
         tensors = {"rotation": matrix.to(cache.device).contiguous(), "slot": batch.slot_mapping.int()}
         tensors |= k_side.domain_tensors(cache.plan.k(layer), layer, cache.device)
         turns = cache.plan.k(layer).turns(layer)
         missing = -k.shape[0] % program.rows
-        back = nothing_turned(cache.device, head_dim)
+        cos_sin = zero_shift_rows(cache.device, head_dim)
         if turns:
-            back = pad(turns_of_tokens(turns, batch.positions), (0, 0, 0, missing))
-        tensors["back"] = back
-        given = ((k_side, k, cache.k_fields(layer)), (v_side, v, cache.v_fields(layer)))
-        for prefix, (side, x, fields) in zip("kv", given, strict=True):
+            cos_sin = pad(turns_of_tokens(turns, batch.positions), (0, 0, 0, missing))
+        tensors["back"] = cos_sin
+        side_inputs = ((k_side, k, cache.k_fields(layer)), (v_side, v, cache.v_fields(layer)))
+        for prefix, (side, x, fields) in zip("kv", side_inputs, strict=True):
             tensors[prefix] = pad(x.float(), (0, 0, 0, 0, 0, missing))
             tensors |= side.tensors(prefix, fields)
-        self._runner.call(program, ordered(program, tensors))
+        self._runner.call(program, order_arguments(program, tensors))
         for in_bf16, x in zip(cache.kept(layer), (k, v), strict=True):
             if in_bf16:  # only the program of a layer keeps tokens in BF16 itself
                 in_bf16.write(x, batch)

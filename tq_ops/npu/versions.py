@@ -35,7 +35,7 @@ class Combination:
     python: tuple[str, ...]
 
 
-PUBLISHED = (
+PUBLISHED_COMBINATIONS = (
     Combination(
         "0.2.0", "9.0.0",
         {"2.7.1": ("2.7.1.post4",), "2.8.0": ("2.8.0.post4",), "2.9.0": ("2.9.0.post2",), "2.10.0": ("2.10.0",)},
@@ -56,14 +56,14 @@ PUBLISHED = (
 PyPTO of CANN 9.1.0, which brings it, calls itself 0.2.1. Python is what haarkv and every one of them support.
 """
 
-SIMULATED = "0.2.0"
+SIM_PYPTO = "0.2.0"
 """The PyPTO whose interpreter is known here: the simulator replaces parts of it, which later releases have renamed."""
 
 _DEFAULT_FOLDER = Path("/usr/local/Ascend")
 
 
 @dataclass(frozen=True)
-class Installed:
+class Installation:
     """Versions found; None where nothing was found.
 
     Attributes:
@@ -83,7 +83,7 @@ class Installed:
     driver: str | None
 
 
-def installed(ascend: Path = _DEFAULT_FOLDER) -> Installed:
+def find_installation(ascend: Path = _DEFAULT_FOLDER) -> Installation:
     """What this machine has. Nothing is imported and no device is touched.
 
     CANN's own mark that set_env.sh was run is read; without it, the default folders are looked at.
@@ -93,7 +93,7 @@ def installed(ascend: Path = _DEFAULT_FOLDER) -> Installed:
     """
     home = sourced_from()
     folder, cann = _toolkit([Path(home)] if home else _folders(ascend))
-    return Installed(
+    return Installation(
         python=platform.python_version(),
         torch=_package("torch"),
         torch_npu=_package("torch_npu"),
@@ -110,63 +110,63 @@ def sourced_from() -> str | None:
     return os.environ.get("ASCEND_HOME_PATH") or None
 
 
-def unpublished(found: Installed) -> str | None:
+def unpublished_reason(stack: Installation) -> str | None:
     """None if the combination is published, or one sentence that names the first thing that is not and what to do."""
-    if found.pypto is None:
+    if stack.pypto is None:
         return "pypto is not installed; run pip install 'haarkv[npu]', or source the set_env.sh of a CANN 9.1, which brings it"
-    row = next((row for row in PUBLISHED if row.pypto == found.pypto), None)
+    row = next((row for row in PUBLISHED_COMBINATIONS if row.pypto == stack.pypto), None)
     if row is None:
-        known = " or ".join(f"{row.pypto} with CANN {row.cann}" for row in PUBLISHED)
-        return f"pypto {found.pypto} is in no combination that is published; install {known}"
-    return _python(row, found) or _toolkit_and_driver(row, found) or _torch(row, found)
+        combinations = " or ".join(f"{row.pypto} with CANN {row.cann}" for row in PUBLISHED_COMBINATIONS)
+        return f"pypto {stack.pypto} is in no combination that is published; install {combinations}"
+    return _python(row, stack) or _toolkit_and_driver(row, stack) or _torch(row, stack)
 
 
-def unsimulated(found: Installed) -> str | None:
+def unsimulated_reason(stack: Installation) -> str | None:
     """None if PyPTO's interpreter can run here, or in one sentence why it cannot; the NPU and its driver do not matter."""
-    if found.pypto is None:
+    if stack.pypto is None:
         return "pypto is not installed; run pip install 'haarkv[npu]'"
-    if found.pypto != SIMULATED:
+    if stack.pypto != SIM_PYPTO:
         return (
-            f"the simulator knows pypto {SIMULATED} only, and {found.pypto} is installed; use --device npu:0, or install "
-            f"pypto=={SIMULATED} in an environment of its own, without CANN's set_env.sh"
+            f"the simulator knows pypto {SIM_PYPTO} only, and {stack.pypto} is installed; use --device npu:0, or install "
+            f"pypto=={SIM_PYPTO} in an environment of its own, without CANN's set_env.sh"
         )
     return None
 
 
-def _python(row: Combination, found: Installed) -> str | None:
-    if _minor(found.python) in row.python:
+def _python(row: Combination, stack: Installation) -> str | None:
+    if _minor(stack.python) in row.python:
         return None
     return (
-        f"pypto {row.pypto} is published for Python {' and '.join(row.python)}, and this is {found.python}; use one of those"
+        f"pypto {row.pypto} is published for Python {' and '.join(row.python)}, and this is {stack.python}; use one of those"
     )
 
 
-def _toolkit_and_driver(row: Combination, found: Installed) -> str | None:
-    if found.cann is None:
+def _toolkit_and_driver(row: Combination, stack: Installation) -> str | None:
+    if stack.cann is None:
         return f"no CANN toolkit was found; install CANN {row.cann} and source its set_env.sh"
-    if not (found.cann == row.cann or found.cann.startswith((f"{row.cann}.", f"{row.cann}-"))):
-        return f"pypto {row.pypto} goes with CANN {row.cann}, and {found.cann} is in {found.cann_folder}; install {row.cann}"
-    if not found.sourced:
-        return f"CANN {found.cann} in {found.cann_folder} is not sourced; source its set_env.sh"
-    if found.driver is None:
+    if not (stack.cann == row.cann or stack.cann.startswith((f"{row.cann}.", f"{row.cann}-"))):
+        return f"pypto {row.pypto} goes with CANN {row.cann}, and {stack.cann} is in {stack.cann_folder}; install {row.cann}"
+    if not stack.sourced:
+        return f"CANN {stack.cann} in {stack.cann_folder} is not sourced; source its set_env.sh"
+    if stack.driver is None:
         return f"no NPU driver was found; install {row.driver} or later"
-    if _numbers(found.driver) < _numbers(row.driver):
-        return f"the NPU driver is {found.driver}, and PyPTO needs {row.driver} or later; update it"
+    if _numbers(stack.driver) < _numbers(row.driver):
+        return f"the NPU driver is {stack.driver}, and PyPTO needs {row.driver} or later; update it"
     return None
 
 
-def _torch(row: Combination, found: Installed) -> str | None:
+def _torch(row: Combination, stack: Installation) -> str | None:
     pairs = " or ".join(f"torch=={torch} torch-npu=={versions[-1]}" for torch, versions in row.torch_npu.items())
-    if found.torch is None or found.torch_npu is None:
-        missing = "torch" if found.torch is None else "torch-npu"
+    if stack.torch is None or stack.torch_npu is None:
+        missing = "torch" if stack.torch is None else "torch-npu"
         return f"{missing} is not installed; for CANN {row.cann} install {pairs}"
-    ours = found.torch.split("+")[0]
+    ours = stack.torch.split("+")[0]
     if ours not in row.torch_npu:
         return f"no torch-npu for torch {ours} is published with CANN {row.cann}; install {pairs}"
-    if found.torch_npu.split("+")[0] not in row.torch_npu[ours]:
-        wanted = " or ".join(row.torch_npu[ours])
+    if stack.torch_npu.split("+")[0] not in row.torch_npu[ours]:
+        pins = " or ".join(row.torch_npu[ours])
         return (
-            f"torch {ours} with CANN {row.cann} goes with torch-npu {wanted}, and {found.torch_npu} is installed; install that"
+            f"torch {ours} with CANN {row.cann} goes with torch-npu {pins}, and {stack.torch_npu} is installed; install that"
         )
     return None
 
@@ -217,8 +217,8 @@ def _toolkit(folders: list[Path]) -> tuple[Path | None, str | None]:
             folder / "ascend_toolkit_install.info",
             folder / "compiler" / "version.info",
         ):
-            if found := _field(file):
-                return folder, found
+            if toolkit_version := _field(file):
+                return folder, toolkit_version
     return None, None
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from haarkv.tq_ops import formats
-from haarkv.tq_ops.kv.reads import Reads
+from haarkv.tq_ops.kv.reads import KernelSupport
 
 FORMAT = formats.get("tq4")
-READS = Reads("its graphs", head_dims=(64, 128, 256), bits=(2, 3, 4, 5, 6, 8), kept=True, learned=True)
-EXPORTED = Reads("exported graphs", head_dims=READS.head_dims, only=FORMAT)
+READS = KernelSupport("its graphs", head_dims=(64, 128, 256), bits=(2, 3, 4, 5, 6, 8), kept=True, learned=True)
+EXPORT_SUPPORT = KernelSupport("exported graphs", head_dims=READS.head_dims, only=FORMAT)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from haarkv.tq_ops.block_levels import GROUP, levels_of
+from haarkv.tq_ops.block_levels import GROUP, unpack_levels
 from haarkv.tq_ops.weight import Blocks
 
 MIDDLE = 8
@@ -58,14 +58,14 @@ class Codes:
         """The tensors that a weight lies in, by name: dtype and shape."""
         groups = inputs // self.group
         codes, scales = (torch.uint8, (outputs, groups, self.group // 2)), (torch.float32, (outputs, groups))
-        found = {"lower": codes, "scale": scales}
+        tensors = {"lower": codes, "scale": scales}
         if self.upper:
-            found["upper"] = codes
+            tensors["upper"] = codes
         if self.minimum:
-            found["minimum"] = scales
+            tensors["minimum"] = scales
         if self.columns:
-            found["columns"] = (torch.float32, (inputs,))
-        return found
+            tensors["columns"] = (torch.float32, (inputs,))
+        return tensors
 
     @property
     def bytes_in_memory(self) -> float:
@@ -73,42 +73,42 @@ class Codes:
         return 2 * ((1 + self.upper) / 2 + 4 * (1 + self.minimum) / self.group)
 
 
-_KNOWN = (
+_CODE_TYPES = (
     Codes("Q8_0", zero=0, upper=True), Codes("Q4_0"), Codes("Q4_1", centre=8, minimum=True), Codes("Q5_0", upper=True),
     Codes("Q5_1", centre=16, upper=True, minimum=True), Codes("Q4_K", centre=8, minimum=True),
     Codes("Q5_K", centre=16, upper=True, minimum=True), Codes("Q6_K", group=GROUP // 2, upper=True),
     Codes("IQ4_NL", upper=True), Codes("MXFP4", upper=True),
 )  # fmt: skip
-CODES = {codes.type: codes for codes in _KNOWN}
+CODES = {codes.type: codes for codes in _CODE_TYPES}
 """By the type of the file's blocks."""
 
 
-def codes_of(weight: Blocks) -> Codes:
+def weight_codes(weight: Blocks) -> Codes:
     """How a weight of one of the types of `CODES` lies in codes."""
     return replace(CODES[weight.type.name], columns=weight.column_scales is not None)
 
 
 def in_codes(weight: Blocks) -> dict[str, Tensor]:
     """A weight on the host in the tensors of `Codes.parts`, which are new memory."""
-    codes = codes_of(weight)
-    made = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in codes.parts(*weight.shape).items()}
+    codes = weight_codes(weight)
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in codes.parts(*weight.shape).items()}
     step = max(1, _BYTES // weight.data.shape[1])
     for at in range(0, len(weight), step):
-        stored, rows = weight.data[at : at + step], slice(at, at + step)
-        levels = levels_of(stored.view(len(stored), -1, weight.type.nbytes), weight.type.name)
-        coded = levels.level.to(torch.int16) + (codes.zero - codes.centre)
-        made["lower"][rows] = _packed(coded & 15)
+        chunk, rows = weight.data[at : at + step], slice(at, at + step)
+        levels = unpack_levels(chunk.view(len(chunk), -1, weight.type.nbytes), weight.type.name)
+        code = levels.level.to(torch.int16) + (codes.zero - codes.centre)
+        tensors["lower"][rows] = _packed(code & 15)
         if codes.upper:
-            made["upper"][rows] = _packed((coded >> 4) + MIDDLE)
-        made["scale"][rows] = levels.scale
+            tensors["upper"][rows] = _packed((code >> 4) + MIDDLE)
+        tensors["scale"][rows] = levels.scale
         if levels.minimum is not None:
-            made["minimum"][rows] = levels.minimum + codes.centre * levels.scale
+            tensors["minimum"][rows] = levels.minimum + codes.centre * levels.scale
     if weight.row_scales is not None:
-        for name in {"scale", "minimum"} & made.keys():
-            made[name] *= weight.row_scales.float().unsqueeze(-1)
+        for name in {"scale", "minimum"} & tensors.keys():
+            tensors[name] *= weight.row_scales.float().unsqueeze(-1)
     if weight.column_scales is not None:
-        made["columns"].copy_(weight.column_scales)
-    return made
+        tensors["columns"].copy_(weight.column_scales)
+    return tensors
 
 
 def _packed(codes: Tensor) -> Tensor:

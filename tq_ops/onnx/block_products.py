@@ -9,7 +9,7 @@ import numpy as np
 from onnx import TensorProto, helper
 
 from haarkv.tq_ops.onnx.block_codes import MIDDLE, Codes
-from haarkv.tq_ops.onnx.graph import CONTRIBUTED, Graph, TensorType
+from haarkv.tq_ops.onnx.graph import CONTRIB_DOMAIN, Graph, TensorType
 
 _FLOAT = TensorProto.FLOAT
 _FP32 = 1  # `accuracy_level`: x stays FP32
@@ -26,8 +26,8 @@ class CodedWeight:
     @property
     def types(self) -> dict[str, TensorType]:
         """Of its tensors, by part."""
-        found = self.codes.parts(self.outputs, self.inputs)
-        return {name: TensorType(_element(dtype), shape) for name, (dtype, shape) in found.items()}
+        parts = self.codes.parts(self.outputs, self.inputs)
+        return {name: TensorType(_element(dtype), shape) for name, (dtype, shape) in parts.items()}
 
 
 def product(g: Graph, name: str, x: str, weight: CodedWeight, parts: Mapping[str, str]) -> str:
@@ -40,13 +40,13 @@ def product(g: Graph, name: str, x: str, weight: CodedWeight, parts: Mapping[str
     if codes.columns:
         x = g.node(f"{name}_x_columns", "Mul", x, parts["columns"])
 
-    def part(word: str, called: str, zero: int) -> str:
-        given = [x, parts[word], parts["scale"]]
+    def part(word: str, node_name: str, zero: int) -> str:
+        inputs = [x, parts[word], parts["scale"]]
         if zero != MIDDLE:
             shape = g.integers([weight.outputs, -(-groups // 2)])
-            given.append(g.node(f"{called}_zero", "ConstantOfShape", shape, value=_zero()))
+            inputs.append(g.node(f"{node_name}_zero", "ConstantOfShape", shape, value=_zero()))
         return g.node(
-            called, "MatMulNBits", *given, domain=CONTRIBUTED, K=weight.inputs, N=weight.outputs, bits=4,
+            node_name, "MatMulNBits", *inputs, domain=CONTRIB_DOMAIN, K=weight.inputs, N=weight.outputs, bits=4,
             block_size=codes.group, accuracy_level=_FP32,
         )  # fmt: skip
 
@@ -68,11 +68,11 @@ def rows(g: Graph, name: str, index: str, weight: CodedWeight, parts: Mapping[st
     """
     codes = weight.codes
 
-    def gathered(word: str) -> str:
+    def gather_rows(word: str) -> str:
         return g.node(f"{name}_{word}", "Gather", parts[word], index)
 
     def level(word: str, zero: int) -> str:
-        octet, sixteen = g.reshape(f"{name}_{word}_octet", gathered(word), [0, 0, 0, 1]), g.scalar(16, np.uint8)
+        octet, sixteen = g.reshape(f"{name}_{word}_octet", gather_rows(word), [0, 0, 0, 1]), g.scalar(16, np.uint8)
         first, second = (g.node(f"{name}_{word}_{op.lower()}", op, octet, sixteen) for op in ("Mod", "Div"))
         both = g.node(f"{name}_{word}_nibbles", "Concat", first, second, axis=-1)
         each = g.reshape(f"{name}_{word}_codes", both, [0, 0, codes.group])
@@ -83,12 +83,12 @@ def rows(g: Graph, name: str, index: str, weight: CodedWeight, parts: Mapping[st
         upper = g.node(f"{name}_upper_16", "Mul", level("upper", MIDDLE), g.scalar(16.0))
         whole = g.node(f"{name}_level", "Add", whole, upper)
 
-    def of_group(word: str) -> str:
-        return g.reshape(f"{name}_{word}_column", gathered(word), [0, 0, 1])
+    def group_column(word: str) -> str:
+        return g.reshape(f"{name}_{word}_column", gather_rows(word), [0, 0, 1])
 
-    numbers = g.node(f"{name}_numbers", "Mul", whole, of_group("scale"))
+    numbers = g.node(f"{name}_numbers", "Mul", whole, group_column("scale"))
     if codes.minimum:
-        numbers = g.node(f"{name}_above", "Add", numbers, of_group("minimum"))
+        numbers = g.node(f"{name}_above", "Add", numbers, group_column("minimum"))
     return g.reshape(name, numbers, [-1, weight.inputs])
 
 

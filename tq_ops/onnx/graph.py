@@ -18,7 +18,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 FUNCTION_DOMAIN = "haarkv"
-CONTRIBUTED = "com.microsoft"
+CONTRIB_DOMAIN = "com.microsoft"
 """Domain of operators that ONNX Runtime adds to the standard ones."""
 
 Scope = Callable[..., Sequence[str]]
@@ -75,7 +75,7 @@ class Graph:
     weights: dict[str, TensorType] = field(default_factory=dict)
     _nodes: list[onnx.NodeProto] = field(default_factory=list)
     _constants: dict[str, onnx.TensorProto] = field(default_factory=dict)
-    _written: dict[str, onnx.FunctionProto] = field(default_factory=dict)
+    _bodies: dict[str, onnx.FunctionProto] = field(default_factory=dict)
     _path: str = ""
     _names: set[str] = field(default_factory=set)
     _inside_function: bool = False
@@ -102,9 +102,9 @@ class Graph:
             raise ValueError(f"two constants are called {name}")
         return path
 
-    def weight(self, name: str, of: TensorType) -> str:
+    def weight(self, name: str, kind: TensorType) -> str:
         """A tensor whose values live outside the graph."""
-        if self.weights.setdefault(name, of) != of:
+        if self.weights.setdefault(name, kind) != kind:
             raise ValueError(f"two weights are called {name}")
         return name
 
@@ -137,11 +137,11 @@ class Graph:
         """
         if not self.functions:
             return list(scope(self._inner(f"{self._claim(name)}/", self._nodes, self._names), **inputs))
-        written = self._written.get(function) or self._write(function, scope, list(inputs))
-        if list(written.input) != list(inputs):
-            raise ValueError(f"{function} takes {list(written.input)}, not {list(inputs)}")
+        body = self._bodies.get(function) or self._write(function, scope, list(inputs))
+        if list(body.input) != list(inputs):
+            raise ValueError(f"{function} takes {list(body.input)}, not {list(inputs)}")
         path = self._claim(name)
-        results = _outputs(path, len(written.output))
+        results = _outputs(path, len(body.output))
         self._nodes.append(helper.make_node(function, list(inputs.values()), results, name=path, domain=FUNCTION_DOMAIN))
         return results
 
@@ -152,24 +152,24 @@ class Graph:
         inputs: dict[str, TensorType],
         outputs: dict[str, TensorType],
         metadata: dict[str, str],
-        stored: StoredWeights | None,
+        external: StoredWeights | None,
     ) -> onnx.ModelProto:
         """The model, without the values of its weights.
 
         Args:
             metadata: kept in the model as it is.
-            stored: where weights lie; those that it does not know, or all without it, are inputs, after all others.
+            external: where weights lie; those that it does not know, or all without it, are inputs, after all others.
         """
-        lie = stored.offsets if stored else {}
-        given = inputs | {weight: of for weight, of in self.weights.items() if weight not in lie}
-        outside = [_outside(weight, self.weights[weight], stored) for weight in self.weights if stored and weight in lie]
+        lie = external.offsets if external else {}
+        all_inputs = inputs | {weight: kind for weight, kind in self.weights.items() if weight not in lie}
+        outside = [_outside(weight, self.weights[weight], external) for weight in self.weights if external and weight in lie]
         graph = helper.make_graph(
-            self._nodes, name, [of.info(value) for value, of in given.items()],
-            [of.info(value) for value, of in outputs.items()], initializer=[*self._constants.values(), *outside],
+            self._nodes, name, [kind.info(value) for value, kind in all_inputs.items()],
+            [kind.info(value) for value, kind in outputs.items()], initializer=[*self._constants.values(), *outside],
         )  # fmt: skip
-        imports = self._imports([*self._nodes, *(node for function in self._written.values() for node in function.node)])
+        imports = self._imports([*self._nodes, *(node for function in self._bodies.values() for node in function.node)])
         model = helper.make_model(
-            graph, opset_imports=imports, functions=list(self._written.values()), producer_name="haarkv",
+            graph, opset_imports=imports, functions=list(self._bodies.values()), producer_name="haarkv",
             ir_version=max(_OLDEST_IR_WITH_FUNCTIONS, helper.find_min_ir_version_for(imports, ignore_unknown=True)),
         )  # fmt: skip
         helper.set_model_props(model, metadata)
@@ -178,7 +178,7 @@ class Graph:
     # -- Inside --------------------------------------------------------------------------------------------------------
     def _imports(self, nodes: Iterable[onnx.NodeProto]) -> list[onnx.OperatorSetIdProto]:
         others = [FUNCTION_DOMAIN] * self.functions
-        others += [CONTRIBUTED] * any(node.domain == CONTRIBUTED for node in nodes)
+        others += [CONTRIB_DOMAIN] * any(node.domain == CONTRIB_DOMAIN for node in nodes)
         return [helper.make_opsetid("", self.opset), *(helper.make_opsetid(domain, 1) for domain in others)]
 
     def _claim(self, name: str) -> str:
@@ -190,16 +190,16 @@ class Graph:
 
     def _inner(self, path: str, nodes: list[onnx.NodeProto], names: set[str], *, inside_function: bool = False) -> Graph:
         constants = {} if inside_function else self._constants
-        return Graph(self.opset, self.functions, self.weights, nodes, constants, self._written, path, names, inside_function)
+        return Graph(self.opset, self.functions, self.weights, nodes, constants, self._bodies, path, names, inside_function)
 
     def _write(self, function: str, scope: Scope, parameters: list[str]) -> onnx.FunctionProto:
         """Write a function's body; the functions that it calls are written before it."""
         nodes: list[onnx.NodeProto] = []
         inner = self._inner("", nodes, set(parameters), inside_function=True)
         results = scope(inner, **{parameter: parameter for parameter in parameters})
-        written = helper.make_function(FUNCTION_DOMAIN, function, parameters, list(results), nodes, self._imports(nodes))
-        self._written[function] = written
-        return written
+        body = helper.make_function(FUNCTION_DOMAIN, function, parameters, list(results), nodes, self._imports(nodes))
+        self._bodies[function] = body
+        return body
 
 
 _OLDEST_IR_WITH_FUNCTIONS = 8
@@ -209,9 +209,9 @@ def _outputs(path: str, count: int) -> list[str]:
     return [path] if count == 1 else [f"{path}.{index}" for index in range(count)]
 
 
-def _outside(name: str, of: TensorType, stored: StoredWeights) -> onnx.TensorProto:
+def _outside(name: str, kind: TensorType, external: StoredWeights) -> onnx.TensorProto:
     """A tensor whose bytes lie in a file."""
-    tensor = onnx.TensorProto(name=name, data_type=of.dtype, dims=of.sizes, data_location=onnx.TensorProto.EXTERNAL)
-    for key, value in (("location", stored.file), ("offset", stored.offsets[name]), ("length", of.nbytes)):
+    tensor = onnx.TensorProto(name=name, data_type=kind.dtype, dims=kind.sizes, data_location=onnx.TensorProto.EXTERNAL)
+    for key, value in (("location", external.file), ("offset", external.offsets[name]), ("length", kind.nbytes)):
         tensor.external_data.add(key=key, value=str(value))
     return tensor

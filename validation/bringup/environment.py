@@ -17,7 +17,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from haarkv.tq_ops.errors import InputError
-from haarkv.validation.bringup.ladder import Found
+from haarkv.validation.bringup.ladder import RungFinding
 
 SIMULATOR = "sim"
 """The device that needs no card."""
@@ -35,73 +35,77 @@ def require_executor(name: str) -> None:
 
 def versions(executor: str) -> dict[str, str]:
     """What is installed, by name: what every verdict depends on."""
-    found = {"haarkv": _installed("haarkv") or "a checkout", "python": platform.python_version()}
-    if module := _versions_of(executor):
-        of_device = {name: value for name, value in asdict(module.installed()).items() if not name.endswith("folder")}
-        found |= {name.replace("_", "-"): str(value) for name, value in of_device.items() if value not in (None, False)}
+    packages = {"haarkv": _installed_version("haarkv") or "a checkout", "python": platform.python_version()}
+    if module := _version_table(executor):
+        device_versions = {name: value for name, value in asdict(module.installed()).items() if not name.endswith("folder")}
+        packages |= {
+            name.replace("_", "-"): str(value) for name, value in device_versions.items() if value not in (None, False)
+        }
     for requirement in _requirements(executor):
-        found.setdefault(requirement.name, _installed(requirement.name) or "none")
-    return found
+        packages.setdefault(requirement.name, _installed_version(requirement.name) or "none")
+    return packages
 
 
-def environment(executor: str, device: str | None, load: Callable[[], object], any_versions: bool = False) -> Found:
+def environment(executor: str, device: str | None, load: Callable[[], object], any_versions: bool = False) -> RungFinding:
     """Compare what is installed with what is published to work, then load torch.
 
     Args:
         any_versions: versions that are not published together are named and do not fail.
     """
-    installed = versions(executor)
-    shown = {name: value for name, value in installed.items() if name in _SHOWN}
-    said = ", ".join(f"{name} {value}" for name, value in shown.items())
-    problem, allowed = _missing(executor), ""
-    if problem is None and (unpublished := _unpublished(executor, device)):
-        problem, allowed = (None, unpublished) if any_versions and device != SIMULATOR else (unpublished, "")
+    package_versions = versions(executor)
+    reported_versions = {name: value for name, value in package_versions.items() if name in _REPORTED_PACKAGES}
+    summary = ", ".join(f"{name} {value}" for name, value in reported_versions.items())
+    problem, allowance = _missing(executor), ""
+    if problem is None and (unpublished_reason := _unpublished_reason(executor, device)):
+        problem, allowance = (None, unpublished_reason) if any_versions and device != SIMULATOR else (unpublished_reason, "")
     if problem is None:
         try:
             load()
         except (ImportError, OSError, RuntimeError) as error:
             problem = f"torch cannot be imported: {' '.join(str(error).split())[:300]}"
-    said += f"; allowed by --any-versions: {allowed}" * bool(allowed)
-    return Found(problem is None, problem or said, len(installed), "versions", facts=installed, allowed=allowed)
+    summary += f"; allowed by --any-versions: {allowance}" * bool(allowance)
+    return RungFinding(
+        problem is None, problem or summary, len(package_versions), "versions", facts=package_versions, allowed=allowance
+    )
 
 
-_SHOWN = ("python", "torch", "torch-npu", "pypto", "cann", "driver")
+_REPORTED_PACKAGES = ("python", "torch", "torch-npu", "pypto", "cann", "driver")
 
 
-def _versions_of(executor: str) -> ModuleType | None:
+def _version_table(executor: str) -> ModuleType | None:
     """The table of published combinations that the executor's room of ops keeps, if it keeps one."""
     name = f"haarkv.tq_ops.{executor}.versions"
     try:
-        found = find_spec(name)
+        module_spec = find_spec(name)
     except ModuleNotFoundError:  # its ops are a module, no room
         return None
-    return import_module(name) if found else None
+    return import_module(name) if module_spec else None
 
 
-def _unpublished(executor: str, device: str | None) -> str | None:
+def _unpublished_reason(executor: str, device: str | None) -> str | None:
     """None, or the sentence of the executor's own table."""
-    if (module := _versions_of(executor)) is None:
+    if (module := _version_table(executor)) is None:
         return None
     table: Any = module
-    simulated = device == SIMULATOR
-    said: str | None = (table.unsimulated if simulated else table.unpublished)(table.installed())
-    return said if said is None or simulated else f"{said} (--device {SIMULATOR} rehearses without a card)"
+    is_simulator = device == SIMULATOR
+    reason: str | None = (table.unsimulated_reason if is_simulator else table.unpublished_reason)(table.find_installation())
+    return reason if reason is None or is_simulator else f"{reason} (--device {SIMULATOR} rehearses without a card)"
 
 
 def _missing(executor: str) -> str | None:
     """None, or in one sentence which package that haarkv asks for is absent or too old or new."""
     for requirement in _requirements(executor):
-        found = _installed(requirement.name)
-        if found is None:
+        package_version = _installed_version(requirement.name)
+        if package_version is None:
             return f"{requirement.name} is not installed; haarkv needs {requirement}"
-        if not requirement.specifier.contains(found, prereleases=True):
-            return f"{requirement.name} {found} is installed, and haarkv needs {requirement}"
+        if not requirement.specifier.contains(package_version, prereleases=True):
+            return f"{requirement.name} {package_version} is installed, and haarkv needs {requirement}"
     return None
 
 
 def _requirements(executor: str) -> Iterator[Requirement]:
     """What haarkv asks for, with the extra of the executor's name unless a table of its own judges those packages."""
-    extra = "" if _versions_of(executor) else executor
+    extra = "" if _version_table(executor) else executor
     try:
         lines = requires("haarkv") or ()
     except PackageNotFoundError:  # run from a checkout
@@ -112,7 +116,7 @@ def _requirements(executor: str) -> Iterator[Requirement]:
             yield requirement
 
 
-def _installed(package: str) -> str | None:
+def _installed_version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:

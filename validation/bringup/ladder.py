@@ -32,7 +32,7 @@ RUNGS = (
 
 
 @dataclass(frozen=True)
-class Found:
+class RungFinding:
     """What a rung found.
 
     Attributes:
@@ -65,7 +65,7 @@ class Result:
 
     name: str
     verdict: Verdict
-    found: Found
+    found: RungFinding
     seconds: float
     date: str
     inputs: Mapping[str, str]
@@ -92,7 +92,7 @@ class Folder:
             return None
         try:
             plain = json.loads(file.read_text(encoding="utf-8"))
-            return Result(**{**plain, "found": Found(**plain["found"])})
+            return Result(**{**plain, "found": RungFinding(**plain["found"])})
         except (KeyError, TypeError, ValueError):
             raise InputError(f"{file} is no result of tq dev bringup; delete it") from None
 
@@ -115,7 +115,7 @@ class Rung:
     """One step of the ladder; an exception in `run` is a failure. One that is `always` run is not kept from before."""
 
     name: str
-    run: Callable[[], Found]
+    run: Callable[[], RungFinding]
     inputs: dict[str, str] = field(default_factory=dict)
     always: bool = False
 
@@ -139,22 +139,22 @@ def climb(
     results = []
     for rung in rungs:
         old = folder.load(rung.name)
-        changed = _changed(rung, old)
-        kept = old is not None and old.verdict != "failed" and not changed and not rung.always
-        if not kept or old is None:
-            on_begin(rung.name, changed)
+        changed_inputs = _changed_inputs(rung, old)
+        reuse = old is not None and old.verdict != "failed" and not changed_inputs and not rung.always
+        if not reuse or old is None:
+            on_begin(rung.name, changed_inputs)
             result = _run(rung, folder)
             folder.save(result)
         else:
             result = old
         results.append(result)
-        on_result(result, kept)
+        on_result(result, reuse)
         if result.verdict == "failed":
             break
     return results
 
 
-def _changed(rung: Rung, old: Result | None) -> str:
+def _changed_inputs(rung: Rung, old: Result | None) -> str:
     """In words, which inputs of an old result are others now; "" if none is."""
     if old is None or old.verdict == "failed" or rung.always:
         return ""
@@ -166,17 +166,17 @@ def _run(rung: Rung, folder: Folder) -> Result:
     began = time.perf_counter()
     log = ""
     try:
-        found = rung.run()
+        finding = rung.run()
     except Exception as error:
-        found = Found(False, one_line(error))
+        finding = RungFinding(False, one_line(error))
         log = folder.log(rung.name, "".join(traceback.format_exception(error)))
-    if found.passed and not found.compared:
-        found = replace(found, passed=False, said=f"it compared nothing, which proves nothing ({found.said})")
-    verdict: Verdict = "passed" if found.passed else "failed"
-    if found.passed is None:
-        verdict = "not tried" if found.lacking else "not on this executor"
+    if finding.passed and not finding.compared:
+        finding = replace(finding, passed=False, said=f"it compared nothing, which proves nothing ({finding.said})")
+    verdict: Verdict = "passed" if finding.passed else "failed"
+    if finding.passed is None:
+        verdict = "not tried" if finding.lacking else "not on this executor"
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return Result(rung.name, verdict, found, time.perf_counter() - began, date, rung.inputs, log)
+    return Result(rung.name, verdict, finding, time.perf_counter() - began, date, rung.inputs, log)
 
 
 def one_line(error: Exception) -> str:
@@ -188,7 +188,7 @@ def one_line(error: Exception) -> str:
 
 # -- The ladder --------------------------------------------------------------------------------------------------------
 def ladder(
-    bench: Callable[[], Workbench], executor: str, device: str | None, latency: Callable[[Workbench], Found],
+    bench: Callable[[], Workbench], executor: str, device: str | None, latency: Callable[[Workbench], RungFinding],
     any_versions: bool = False,
 ) -> Iterator[Rung]:  # fmt: skip
     """Every rung, made when those beneath it have passed.
@@ -207,15 +207,15 @@ def ladder(
 
     work = bench()
     below = work.inputs
-    by_compiler = {**below, "device's compiler": rungs.found_compiler() or "none"}
+    by_compiler = {**below, "device's compiler": rungs.find_compiler() or "none"}
     yield Rung("compiler", lambda: rungs.by_the_device(work), by_compiler)
     yield Rung("store", lambda: rungs.store(work), below)
     whole = work.inputs_of_model
-    yield Rung("layer", lambda: rungs.validated(work, work.first_layer, "teacher-forced"), whole)
+    yield Rung("layer", lambda: rungs.validate_formats(work, work.first_layer, "teacher-forced"), whole)
     yield Rung("long-decode", lambda: rungs.long_decode(work), whole)
-    yield Rung("head", lambda: rungs.validated(work, work.first_layer, "free-running"), whole)
-    yield Rung("teacher-forced", lambda: rungs.validated(work, work.model, "teacher-forced"), whole)
-    yield Rung("free-running", lambda: rungs.validated(work, work.model, "free-running"), whole)
+    yield Rung("head", lambda: rungs.validate_formats(work, work.first_layer, "free-running"), whole)
+    yield Rung("teacher-forced", lambda: rungs.validate_formats(work, work.model, "teacher-forced"), whole)
+    yield Rung("free-running", lambda: rungs.validate_formats(work, work.model, "free-running"), whole)
     yield Rung("text", lambda: rungs.greedy_text(work), {**whole, "new tokens": str(work.new_tokens)})
     contexts = ", ".join(map(str, work.contexts))
     yield Rung("latency", lambda: latency(work), {**whole, "contexts": contexts})
@@ -226,7 +226,7 @@ REPORT = "report.json"
 _LINES = 60
 
 
-def report(results: Sequence[Result], about: Mapping[str, str], folder: Folder, collected: Mapping[str, Sequence[str]]) -> str:
+def report(results: Sequence[Result], about: Mapping[str, str], folder: Folder, host_logs: Mapping[str, Sequence[str]]) -> str:
     """Everything that was found, with the ends of the logs, as JSON; of a path only its last name is left."""
     rungs = []
     for result in results:
@@ -235,7 +235,7 @@ def report(results: Sequence[Result], about: Mapping[str, str], folder: Folder, 
             plain["log"] = (folder.path / result.log).read_text(encoding="utf-8", errors="replace").splitlines()[-_LINES:]
         rungs.append(plain)
     missing = [name for name in RUNGS if name not in {result.name for result in results}]
-    whole = {"bringup": verdict(results), **about, "rungs": rungs, "not run": missing, "collected": collected}
+    whole = {"bringup": verdict(results), **about, "rungs": rungs, "not run": missing, "collected": host_logs}
     return json.dumps(_public(whole), indent=1) + "\n"
 
 
@@ -267,38 +267,38 @@ def _user() -> str:
 
 def verdict(results: Sequence[Result]) -> str:
     """In one line."""
-    passed = sum(result.verdict == "passed" for result in results)
+    passed_count = sum(result.verdict == "passed" for result in results)
     absent = [result.name for result in results if result.verdict == "not on this executor"]
-    beside = f", not on this executor: {', '.join(absent)}" if absent else ""
-    untried = [f"{result.name} ({result.found.lacking})" for result in results if result.verdict == "not tried"]
-    beside += f", not tried: {', '.join(untried)}" if untried else ""
-    beside += ", with versions that nobody published" if any(result.found.allowed for result in results) else ""
-    if failed := next((result for result in results if result.verdict == "failed"), None):
-        where = f" at {failed.found.where}" if failed.found.where else ""
-        return f"failed: {failed.name}{where}; {passed} of {len(RUNGS)} rungs passed{beside}"
+    remarks = f", not on this executor: {', '.join(absent)}" if absent else ""
+    untried_rungs = [f"{result.name} ({result.found.lacking})" for result in results if result.verdict == "not tried"]
+    remarks += f", not tried: {', '.join(untried_rungs)}" if untried_rungs else ""
+    remarks += ", with versions that nobody published" if any(result.found.allowed for result in results) else ""
+    if failed_rung := next((result for result in results if result.verdict == "failed"), None):
+        where = f" at {failed_rung.found.where}" if failed_rung.found.where else ""
+        return f"failed: {failed_rung.name}{where}; {passed_count} of {len(RUNGS)} rungs passed{remarks}"
     word = "unfinished" if len(results) < len(RUNGS) else "passed"
-    return f"{word}: {passed} of {len(RUNGS)} rungs{' passed' * (word == 'unfinished')}{beside}"
+    return f"{word}: {passed_count} of {len(RUNGS)} rungs{' passed' * (word == 'unfinished')}{remarks}"
 
 
-def collected(since: float) -> dict[str, list[str]]:
+def collect_host_logs(since: float) -> dict[str, list[str]]:
     """Last lines of what an NPU's host says: `npu-smi info`, and the newest log of CANN's runtime.
 
     Args:
         since: seconds since 1970; logs that were last written before are another run's.
     """
-    found = {}
+    host_logs = {}
     if shutil.which("npu-smi"):
         command = ["npu-smi", "info"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL, check=False)
             code = [f"exit code {done.returncode}"] * (done.returncode != 0)
-            found["npu-smi"] = [*code, *(done.stdout + done.stderr).splitlines()]
+            host_logs["npu-smi"] = [*code, *(done.stdout + done.stderr).splitlines()]
         except (OSError, subprocess.TimeoutExpired) as error:
-            found["npu-smi"] = [f"could not be run: {error}"]
+            host_logs["npu-smi"] = [f"could not be run: {error}"]
     try:
-        dated = [(file.stat().st_mtime, file) for file in (Path.home() / "ascend" / "log").rglob("plog*.log")]
-        if newest := max((one for one in dated if one[0] >= since), default=None):
-            found["plog"] = newest[1].read_text(encoding="utf-8", errors="replace").splitlines()
+        log_times = [(file.stat().st_mtime, file) for file in (Path.home() / "ascend" / "log").rglob("plog*.log")]
+        if newest := max((one for one in log_times if one[0] >= since), default=None):
+            host_logs["plog"] = newest[1].read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
-        found["plog"] = [f"cannot be read: {error.strerror}"]
-    return {name: lines[-_LINES:] for name, lines in found.items()}
+        host_logs["plog"] = [f"cannot be read: {error.strerror}"]
+    return {name: lines[-_LINES:] for name, lines in host_logs.items()}

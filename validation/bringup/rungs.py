@@ -19,7 +19,7 @@ from haarkv.engine.session import Session
 from haarkv.executors.base import Executor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
-from haarkv.models.qwen3_14b.npu.compile import KERNELS, written
+from haarkv.models.qwen3_14b.npu.compile import KERNELS, write_sources
 from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.errors import InputError
@@ -32,11 +32,11 @@ from haarkv.tq_ops.output_files import TemporaryFolder
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.validation import validate
 from haarkv.validation.bounds import NPU_LAYER_ADDED
-from haarkv.validation.bringup.ladder import Found
+from haarkv.validation.bringup.ladder import RungFinding
 from haarkv.validation.bringup.workbench import Workbench
 from haarkv.validation.fidelity.greedy_diff import greedy_diff
 from haarkv.validation.layers.report import LayerRow, Mode
-from haarkv.validation.ops.caches import CacheCase, Store, windows_of
+from haarkv.validation.ops.caches import CacheCase, Store, bf16_windows
 
 # -- Storing K and V ---------------------------------------------------------------------------------------------------
 # Two sequences whose tokens fill no tile, one of them behind others.
@@ -44,22 +44,22 @@ _NEW, _STORED = (9, 21), (0, 120)
 _HEADS, _BLOCK = 2, 128
 
 
-def store(bench: Workbench) -> Found:
+def store(bench: Workbench) -> RungFinding:
     """K and V of awkward lengths into an untouched cache: levels, lengths, and slots of no token."""
     table, device = _storing(bench)
     if table is None:
-        return Found(None, "this executor runs whole graphs: it has no kernel to call alone")
-    said, compared = [], 0
+        return RungFinding(None, "this executor runs whole graphs: it has no kernel to call alone")
+    messages, num_compared = [], 0
     # K and V of a cache may have different formats; a store takes one at a time, and learned ones are of keys alone.
     names = dict.fromkeys(kv_format.name for plan in bench.plans.values() for kv_format in plan.formats)
     for kv in (f"k={name},v=tq4" if formats.needs_calibration(name) else name for name in names):
         finding = Store(CacheCase(kv, bench.config.heads.head_dim, 1, _HEADS, _BLOCK, _STORED, _NEW)).check(table, device)
-        compared += 2 * sum(_NEW) * _HEADS * bench.config.heads.head_dim
+        num_compared += 2 * sum(_NEW) * _HEADS * bench.config.heads.head_dim
         if not finding.passed:
             problem = finding.fault or f"{finding.share:.2g} times what honest runs allow"
-            return Found(False, f"{kv}: {problem}", compared, "levels", where=kv)
-        said.append(f"{kv}: levels and lengths at {100 * finding.share:.3g} % of what honest runs allow")
-    return Found(True, f"{'; '.join(said)}; no other slot changed", compared, "levels")
+            return RungFinding(False, f"{kv}: {problem}", num_compared, "levels", where=kv)
+        messages.append(f"{kv}: levels and lengths at {100 * finding.share:.3g} % of what honest runs allow")
+    return RungFinding(True, f"{'; '.join(messages)}; no other slot changed", num_compared, "levels")
 
 
 def _storing(bench: Workbench) -> tuple[OpTable | None, torch.device]:
@@ -72,7 +72,7 @@ def _storing(bench: Workbench) -> tuple[OpTable | None, torch.device]:
 
 
 # -- Layers ------------------------------------------------------------------------------------------------------------
-def validated(bench: Workbench, model: DecoderModel, mode: Mode) -> Found:
+def validate_formats(bench: Workbench, model: DecoderModel, mode: Mode) -> RungFinding:
     """Each format's validation in one mode, up to the first that fails.
 
     Args:
@@ -81,25 +81,25 @@ def validated(bench: Workbench, model: DecoderModel, mode: Mode) -> Found:
     """
     # Cores that race give another result now and then.
     repeats = bench.repeats if model is bench.first_layer and mode == "teacher-forced" else 0
-    compared = 0
+    num_rows = 0
     for kv, whole in bench.plans.items():
-        plan = _of_layers(whole, model.config.num_layers)
+        plan = _first_layers_plan(whole, model.config.num_layers)
 
         def on_row(row: LayerRow, kv: str = kv) -> None:
             bench.tell(f"{kv}, {row.phase} {row.step}, layer {row.layer}")
 
         executor, tokens = bench.executor(model, plan), bench.token_ids()
         report = validate(ReferenceExecutor(model), executor, model, tokens, bench.steps, plan, on_row, [mode], repeats)
-        compared += len(report.rows)
+        num_rows += len(report.rows)
         if not report.passed:
             first = report.first_divergence
             where = first.where if first else "the whole forward"
-            said = f"{where} in {first.phase} {first.step}: {first.detail}" if first else "not every row was compared"
-            return Found(False, f"{kv}: {said}", compared, "rows", f"{kv}, {where}")
-    return Found(True, f"{', '.join(bench.plans)}: {compared} rows within their bounds", compared, "rows")
+            message = f"{where} in {first.phase} {first.step}: {first.detail}" if first else "not every row was compared"
+            return RungFinding(False, f"{kv}: {message}", num_rows, "rows", f"{kv}, {where}")
+    return RungFinding(True, f"{', '.join(bench.plans)}: {num_rows} rows within their bounds", num_rows, "rows")
 
 
-def _of_layers(plan: KVPlan, count: int) -> KVPlan:
+def _first_layers_plan(plan: KVPlan, count: int) -> KVPlan:
     """The plan of the first so many layers."""
     return replace(plan, layers=plan.layers[:count])
 
@@ -113,44 +113,46 @@ _LOUDER, _LOUDEST = (2.0, 8.0), (16.0, 64.0)
 _FAINT = 2.0**-7
 
 
-def long_decode(bench: Workbench) -> Found:
+def long_decode(bench: Workbench) -> RungFinding:
     """One decode step of the first layer in each format, over so many random K and V that it takes a second step of keys."""
     model = bench.first_layer
-    step = bench.executor(model, _of_layers(next(iter(bench.plans.values())), 1)).decode_step
+    step = bench.executor(model, _first_layers_plan(next(iter(bench.plans.values())), 1)).decode_step
     if step is None:
-        return Found(None, "its decode takes no steps of keys")
+        return RungFinding(None, "its decode takes no steps of keys")
     if step + _BEYOND > bench.longest:
-        return Found(None, f"this model has room for {bench.longest:,} tokens, and a step takes {step:,}", lacking="room")
+        return RungFinding(
+            None, f"this model has room for {bench.longest:,} tokens, and a step takes {step:,}", lacking="room"
+        )
     hidden = (torch.randn(2, model.config.hidden_size, generator=torch.Generator().manual_seed(2)) * _FAINT).to(model.dtype)
     worst = 0.0
     for kv, whole in bench.plans.items():
         bench.tell(f"{kv}, decode behind {step + _BEYOND:,} tokens")
-        plan = _of_layers(whole, 1)
+        plan = _first_layers_plan(whole, 1)
         sides = ReferenceExecutor(model), bench.executor(model, plan)
-        theirs, ours = (_decoded(executor, model, plan, hidden, step) for executor in sides)
+        theirs, ours = (_decode_one_token(executor, model, plan, hidden, step) for executor in sides)
         error = float(((ours - theirs).norm(dim=1) / theirs.norm(dim=1)).nan_to_num(torch.inf).max())
         if error > NPU_LAYER_ADDED:
-            said = f"{kv}: what layer 0 adds is off by {error:.1e}, bound {NPU_LAYER_ADDED:.0e}"
-            return Found(False, said, ours.numel(), where=f"{kv}, layer 0, attention")
+            message = f"{kv}: what layer 0 adds is off by {error:.1e}, bound {NPU_LAYER_ADDED:.0e}"
+            return RungFinding(False, message, ours.numel(), where=f"{kv}, layer 0, attention")
         worst = max(worst, error)
-    within = f"within {worst:.1e} (bound {NPU_LAYER_ADDED:.0e})"
-    said = f"{', '.join(bench.plans)}: behind {step + _BEYOND:,} and {_FEW} tokens, {within}"
-    return Found(True, said, len(bench.plans) * hidden.numel())
+    bound_text = f"within {worst:.1e} (bound {NPU_LAYER_ADDED:.0e})"
+    message = f"{', '.join(bench.plans)}: behind {step + _BEYOND:,} and {_FEW} tokens, {bound_text}"
+    return RungFinding(True, message, len(bench.plans) * hidden.numel())
 
 
-def _decoded(executor: Executor, model: DecoderModel, plan: KVPlan, hidden: Tensor, step: int) -> Tensor:
+def _decode_one_token(executor: Executor, model: DecoderModel, plan: KVPlan, hidden: Tensor, step: int) -> Tensor:
     """What the first layer gives for one token of each of two sequences behind stored ones, FP32 on the host."""
     blocks = -(-(step + _BEYOND + 1) // _BLOCK) + 1
     host, ours = (
         PagedKVCache(plan, model.config.kv_shapes, num_blocks=blocks, device=device) for device in ("cpu", executor.device)
     )
-    paging, behind = PagedSequences(blocks, _BLOCK), PagedSequences(blocks, _BLOCK)
+    paging, prefix_paging = PagedSequences(blocks, _BLOCK), PagedSequences(blocks, _BLOCK)
     generator, heads = torch.Generator().manual_seed(0), model.config.heads
-    sequences = [(paging.add(), behind.add())[0] for _ in range(2)]
+    sequences = [(paging.add(), prefix_paging.add())[0] for _ in range(2)]
     for sequence, length in zip(sequences, (step + _BEYOND, _FEW), strict=True):
         paging.batch([sequence], [length])
         for begin in range(0, more := length + _FEW, piece := host.most_new_tokens or more):
-            batch = behind.batch([sequence], [min(piece, more - begin)])
+            batch = prefix_paging.batch([sequence], [min(piece, more - begin)])
             sizes = len(batch.positions), heads.num_kv_heads, heads.head_dim
             at = batch.positions.view(-1, 1, 1)
             k, v = (
@@ -158,27 +160,27 @@ def _decoded(executor: Executor, model: DecoderModel, plan: KVPlan, hidden: Tens
                 for by, most in zip(_LOUDER, _LOUDEST, strict=True)
             )
             host.write(0, k, v, batch)
-    for theirs, stored in zip(_tensors(ours), _tensors(host), strict=True):
-        theirs.copy_(stored)
+    for theirs, host_tensor in zip(_tensors(ours), _tensors(host), strict=True):
+        theirs.copy_(host_tensor)
     batch = paging.batch(sequences, [1, 1]).to(executor.device)
     return executor.layers(hidden.to(executor.device), range(1), batch, ours).float().cpu()
 
 
 def _tensors(cache: PagedKVCache) -> list[Tensor]:
     """All that the first layer of a cache holds."""
-    return [*cache.k_fields(0).values(), *cache.v_fields(0).values(), *windows_of(cache)]
+    return [*cache.k_fields(0).values(), *cache.v_fields(0).values(), *bf16_windows(cache)]
 
 
 # -- Greedy text -------------------------------------------------------------------------------------------------------
-_SHOWN = 100
+_SHOWN_CHARACTERS = 100
 
 
-def greedy_text(bench: Workbench) -> Found:
+def greedy_text(bench: Workbench) -> RungFinding:
     """The executor's text in each format against the reference's in the same."""
     tokenizer = load_tokenizer(bench.request.model, bench.config)
-    compared, facts = 0, {}
+    num_positions, facts = 0, {}
     for kv, plan in bench.plans.items():
-        trusted, on_trial = (
+        reference_side, on_trial = (
             Session(bench.request.model, bench.config, executor, tokenizer, plan)
             for executor in (ReferenceExecutor(bench.model), bench.executor(bench.model, plan))
         )
@@ -187,17 +189,17 @@ def greedy_text(bench: Workbench) -> Found:
             bench.tell(f"{kv}: {what}")
 
         diff = greedy_diff(
-            trusted, on_trial, bench.prompts, dtype=bench.dtype, max_new_tokens=bench.new_tokens, on_step=on_step
+            reference_side, on_trial, bench.prompts, dtype=bench.dtype, max_new_tokens=bench.new_tokens, on_step=on_step
         )
-        compared += diff.fidelity.positions
-        facts[f"text in {kv}"] = repr(diff.prompts[0].text_b[:_SHOWN])
+        num_positions += diff.fidelity.positions
+        facts[f"text in {kv}"] = repr(diff.prompts[0].text_b[:_SHOWN_CHARACTERS])
         if diff.faulty:
             prompt, position = diff.unexplained[0]
             where = f"{kv}, prompt {prompt + 1}, new token {position + 1}"
-            said = f"{where}: another token than the reference's, and no near tie"
-            return Found(False, said, compared, "positions", where, facts)
-    said = f"{', '.join(bench.plans)}: the reference's tokens but for near ties, {compared} positions"
-    return Found(True, said, compared, "positions", facts=facts)
+            message = f"{where}: another token than the reference's, and no near tie"
+            return RungFinding(False, message, num_positions, "positions", where, facts)
+    message = f"{', '.join(bench.plans)}: the reference's tokens but for near ties, {num_positions} positions"
+    return RungFinding(True, message, num_positions, "positions", facts=facts)
 
 
 # -- The device's compiler -----------------------------------------------------------------------------------------------
@@ -206,23 +208,23 @@ _PROGRAM = "decode"
 _BELOW_CANN = ("bin", "compiler/ccec_compiler/bin", "tools/bisheng_compiler/bin")
 
 
-def found_compiler() -> str | None:
+def find_compiler() -> str | None:
     """The device's compiler: on the path, or within the toolkit that is sourced."""
-    if found := shutil.which(COMPILER):
-        return found
+    if compiler_path := shutil.which(COMPILER):
+        return compiler_path
     cann = sourced_from()
     places = [Path(cann, below, COMPILER) for below in _BELOW_CANN] if cann else []
     return next((str(place) for place in places if os.access(place, os.X_OK)), None)
 
 
-def by_the_device(bench: Workbench) -> Found:
+def by_the_device(bench: Workbench) -> RungFinding:
     """Emit the C++ of decode's program, as `tq dev compile --cpp` does, and compile every kernel function."""
     if bench.programs is None:
-        return Found(None, "its kernels are no programs that PyPTO emits")
-    compiler = found_compiler()
-    lacks = [tool for tool, found in ((COMPILER, compiler), ("make", shutil.which("make"))) if found is None]
+        return RungFinding(None, "its kernels are no programs that PyPTO emits")
+    compiler = find_compiler()
+    lacks = [tool for tool, tool_path in ((COMPILER, compiler), ("make", shutil.which("make"))) if tool_path is None]
     if compiler is None or lacks:
-        return Found(
+        return RungFinding(
             None, f"{' and '.join(lacks)} not found; source CANN's set_env.sh, and the C++ is compiled", lacking=lacks[0]
         )
     from haarkv.models.qwen3_14b.npu.compile import compile_programs
@@ -234,12 +236,12 @@ def by_the_device(bench: Workbench) -> Found:
             bench.config.with_layers(1), (_PROGRAM,), lambda name: bench.tell(f"emitting the C++ of {name}"), plan
         )
     except InputError as error:
-        return Found(None, f"no C++ is emitted here: {error}", lacking="PyPTO's simulator")
+        return RungFinding(None, f"no C++ is emitted here: {error}", lacking="PyPTO's simulator")
     bench.tell(f"compiling {len(program.sources)} files by {compiler}")
-    return compiled({_PROGRAM: program.sources}, compiler)
+    return compile_sources({_PROGRAM: program.sources}, compiler)
 
 
-def compiled(programs: Mapping[str, Mapping[str, str]], compiler: str) -> Found:
+def compile_sources(programs: Mapping[str, Mapping[str, str]], compiler: str) -> RungFinding:
     """Write the folder of some programs and compile it.
 
     Args:
@@ -247,7 +249,7 @@ def compiled(programs: Mapping[str, Mapping[str, str]], compiler: str) -> Found:
     """
     functions = sum(path.startswith(KERNELS) for sources in programs.values() for path in sources)
     with TemporaryFolder("cpp") as folder:
-        written(folder, programs)
+        write_sources(folder, programs)
         done = subprocess.run(
             ["make", "--keep-going", f"--jobs={os.cpu_count() or 1}", f"BISHENG={compiler}", f"PYTHON={sys.executable}"],
             cwd=folder, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL,
@@ -255,14 +257,14 @@ def compiled(programs: Mapping[str, Mapping[str, str]], compiler: str) -> Found:
         objects = len(list(folder.glob("*/kernel_aicore/*.o")))
     facts = {"device's compiler": _version(compiler)}
     if done.returncode == 0 and objects == functions:
-        said = f"{functions} kernel functions compiled by {Path(compiler).name}"
-        return Found(True, said, functions, "functions", facts=facts)
+        message = f"{functions} kernel functions compiled by {Path(compiler).name}"
+        return RungFinding(True, message, functions, "functions", facts=facts)
     lines = [line.strip() for line in (*done.stderr.splitlines(), *done.stdout.splitlines()) if line.strip()]
     wrong = re.findall(r"\*\*\* \[\S+ (\S+)\.o\]", done.stderr)
     word = next((line for line in lines if re.search(r"\b(fatal )?error\b", line, re.IGNORECASE)), lines[0] if lines else "")
     where = wrong[0] if wrong else _PROGRAM
-    said = f"{functions - objects} of {functions} kernel functions do not compile; {where}: {word[:200]}"
-    return Found(False, said, functions, "functions", where, facts=facts)
+    message = f"{functions - objects} of {functions} kernel functions do not compile; {where}: {word[:200]}"
+    return RungFinding(False, message, functions, "functions", where, facts=facts)
 
 
 def _version(compiler: str) -> str:

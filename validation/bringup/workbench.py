@@ -14,7 +14,7 @@ from haarkv.executors import catalog
 from haarkv.executors.base import Executor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
-from haarkv.models.catalog import load_model, read_config, source_of
+from haarkv.models.catalog import load_model, open_source, read_config
 from haarkv.models.fingerprint import fingerprint
 from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops import formats
@@ -29,7 +29,7 @@ Tell = Callable[[str], None]
 
 _TEXT = "def read(path, mode='r'):\n    with open(path, mode) as file:\n        return file.read()\n\n\n"
 # Beyond a block and a tile of prefill, so that a card meets both.
-_REPEATED = 8
+_PROMPT_REPEATS = 8
 _CONTEXTS, _SIMULATED_CONTEXTS = (512, 4096), (40,)
 _NEW_TOKENS, _SIMULATED_NEW_TOKENS = 32, 3
 _STEPS, _SIMULATED_STEPS = 4, 1
@@ -73,13 +73,15 @@ class Workbench:
             raise InputError("the reference compared with itself proves nothing; name another --executor")
         self.device = request.device or catalog.info(request.executor).devices[0]
         self.config = read_config(request.model, request.layers)
-        for plan in self._asked.values():
+        for plan in self._requested_plans.values():
             catalog.check(request.executor, self.config, plan, self.device)
         if not self.readable:
             catalog.check(request.executor, self.config, plan_for(KVSpec(), self.config), self.device)
         if request.contexts and max(request.contexts) > self.longest:
-            wanted = max(request.contexts)
-            raise InputError(f"{request.model} has room for {self.longest} tokens and the calls that are timed, not {wanted}")
+            longest_context = max(request.contexts)
+            raise InputError(
+                f"{request.model} has room for {self.longest} tokens and the calls that are timed, not {longest_context}"
+            )
         if not all(request.prompts):
             raise InputError("a prompt is empty; give it some text, or leave --prompt out")
         self._executors: dict[int, Executor] = {}
@@ -91,7 +93,7 @@ class Workbench:
     @cached_property
     def readable(self) -> list[str]:
         """Formats that the executor reads, bf16 first; not those that are here to compare with."""
-        found = []
+        format_names = []
         for name in sorted(formats.names(), key=lambda name: name != "bf16"):
             try:
                 plan = plan_for(KVSpec(name), self.config)
@@ -99,8 +101,8 @@ class Workbench:
             except InputError:
                 continue
             if not any(kv_format.to_compare for kv_format in plan.formats):
-                found.append(name)
-        return found
+                format_names.append(name)
+        return format_names
 
     @cached_property
     def programs(self) -> Runner | None:
@@ -117,23 +119,27 @@ class Workbench:
     def plans(self) -> dict[str, KVPlan]:
         """By the name of the format, in the order in which they are run."""
         default = [KVSpec().kv] if self.simulated and KVSpec().kv in self.readable else self.readable
-        return self._asked or {kv: plan_for(KVSpec(kv), self.config) for kv in default}
+        return self._requested_plans or {kv: plan_for(KVSpec(kv), self.config) for kv in default}
 
     @cached_property
-    def _asked(self) -> dict[str, KVPlan]:
+    def _requested_plans(self) -> dict[str, KVPlan]:
         return {name: plan_for(spec, self.config) for name, spec in self.request.caches.items()}
 
     @property
-    def described(self) -> str:
+    def plan_summary(self) -> str:
         """The plans, and which coordinates they were learned with: a verdict is for these alone."""
-        learned = {name: spec.calibration.digest[:16] for name, spec in self.request.caches.items() if spec.calibration}
-        said = (dict.fromkeys((name, plan.describe(), learned.get(name, ""))) for name, plan in self.plans.items())
-        return ", ".join(" ".join(words).strip() for words in said)
+        calibration_digests = {
+            name: spec.calibration.digest[:16] for name, spec in self.request.caches.items() if spec.calibration
+        }
+        descriptions = (
+            dict.fromkeys((name, plan.describe(), calibration_digests.get(name, ""))) for name, plan in self.plans.items()
+        )
+        return ", ".join(" ".join(words).strip() for words in descriptions)
 
     @property
     def prompts(self) -> tuple[str, ...]:
         """Texts that are validated and continued."""
-        return self.request.prompts or (_TEXT * (1 if self.simulated else _REPEATED),)
+        return self.request.prompts or (_TEXT * (1 if self.simulated else _PROMPT_REPEATS),)
 
     @property
     def steps(self) -> int:
@@ -152,8 +158,8 @@ class Workbench:
     @property
     def contexts(self) -> tuple[int, ...]:
         """Tokens in the cache of each measurement, as far as the model has room for them."""
-        wanted = self.request.contexts or (_SIMULATED_CONTEXTS if self.simulated else _CONTEXTS)
-        return tuple(sorted({min(context, self.longest) for context in wanted}))
+        requested_contexts = self.request.contexts or (_SIMULATED_CONTEXTS if self.simulated else _CONTEXTS)
+        return tuple(sorted({min(context, self.longest) for context in requested_contexts}))
 
     @property
     def longest(self) -> int:
@@ -177,8 +183,8 @@ class Workbench:
         if depth not in self._executors:
             self.tell(f"opening {self.request.executor}")
             name, on_program = self.request.executor, lambda program: self.tell(f"compiling {program}")
-            of_layers = replace(plan, layers=plan.layers[:depth])
-            self._executors[depth] = catalog.create(name, model, of_layers, self.device, on_program)
+            layer_plan = replace(plan, layers=plan.layers[:depth])
+            self._executors[depth] = catalog.create(name, model, layer_plan, self.device, on_program)
         return self._executors[depth]
 
     @property
@@ -196,12 +202,12 @@ class Workbench:
         name, root = self.request.executor, Path(haarkv.__file__).parent
         files = (file for room in root.iterdir() for file in sorted(room.resolve().rglob("*")) if file.suffix in _SOURCES)
         code = _digest(part for file in files for part in (file.name.encode(), file.read_bytes()))
-        return {**versions(name), "executor": name, "device": self.device, "code": code, "formats": self.described}
+        return {**versions(name), "executor": name, "device": self.device, "code": code, "formats": self.plan_summary}
 
     @cached_property
     def inputs_of_model(self) -> dict[str, str]:
         """The same, of a rung that runs the model: its files by name, size and date, and the small ones' contents."""
-        source, parts = source_of(self.request.model), [f"{self.request.model} {self.request.layers}".encode()]
+        source, parts = open_source(self.request.model), [f"{self.request.model} {self.request.layers}".encode()]
         for file in source.files() if source else ():
             stat = file.stat()
             parts.append(f"{file.name} {stat.st_size}".encode())

@@ -1,6 +1,6 @@
 """What a planted fault is, how it gets into the reference, and where a validation must find it.
 
-A fault changes ops of a table (`instead`), the model, or whole forwards (`Mistaken`). `ops` holds what an op may answer
+A fault changes ops of a table (`instead`), the model, or whole forwards (`FaultyExecutor`). `ops` holds what an op may answer
 wrongly; `layer`, `model`, `windows` and `states` hold the faults by what can have them.
 """
 
@@ -33,8 +33,8 @@ class Call(SimpleNamespace):
 
     def again(self, **other: Any) -> Tensor:
         """What the op answers where some of what it is given is other; None of `store_kv`."""
-        right, *given = (vars(self) | other).values()
-        return right(*given)  # type: ignore[no-any-return]
+        right, *inputs = (vars(self) | other).values()
+        return right(*inputs)  # type: ignore[no-any-return]
 
 
 Wrong = Callable[[Call], Any]
@@ -57,7 +57,7 @@ def table_with(ops: Table) -> OpTable:
     return with_ops(cast(OpTable, reference), ops)
 
 
-def reordered() -> OpTable:
+def reordered_sum_ops() -> OpTable:
     """No fault: the reference's ops with their FP32 sums taken in another order, as an honest executor takes them."""
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -66,18 +66,18 @@ def reordered() -> OpTable:
 
     def linear(x: Tensor, weight: Tensor) -> Tensor:
         half = x.shape[-1] // 2
-        back = (x[..., :half].flip(-1), weight[:, :half].flip(-1)), (x[..., half:].flip(-1), weight[:, half:].flip(-1))
-        return reference.linear(*back[0]) + reference.linear(*back[1])
+        halves = (x[..., :half].flip(-1), weight[:, :half].flip(-1)), (x[..., half:].flip(-1), weight[:, half:].flip(-1))
+        return reference.linear(*halves[0]) + reference.linear(*halves[1])
 
     return table_with({"rms_norm": rms_norm, "linear": linear})
 
 
 # -- Whole forwards --------------------------------------------------------------------------------------------------------
-Whole = Callable[["Mistaken", Tensor, Batch, PagedKVCache], Tensor]
+Whole = Callable[["FaultyExecutor", Tensor, Batch, PagedKVCache], Tensor]
 """An executor's forward: hidden states [T, hidden]."""
 
 
-class Mistaken(ReferenceExecutor):
+class FaultyExecutor(ReferenceExecutor):
     """The reference with a fault in it. It takes itself for an executor of the right model, as a faulty one does.
 
     Args:
@@ -107,7 +107,7 @@ class WholeLayers:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._executor, name)
 
-    def over(self, wrap: Callable[[OpTable], OpTable]) -> None:
+    def with_ops(self, wrap: Callable[[OpTable], OpTable]) -> None:
         return None
 
 
@@ -118,13 +118,13 @@ DRIVES: Mapping[str, Callable[[Executor], Executor]] = {
 
 
 # -- A fault and its place ---------------------------------------------------------------------------------------------------
-OF_DELTA = ("in_proj_z", "gated_delta", "delta_norm", "delta_gate", "out_proj")
+DELTA_STAGES = ("in_proj_z", "gated_delta", "delta_norm", "delta_gate", "out_proj")
 """Stages of a layer of Gated DeltaNet alone."""
-_BEHIND = ("post_norm", "gate_proj", "up_proj", "silu_mul", "down_proj")
+_MLP_STAGES = ("post_norm", "gate_proj", "up_proj", "silu_mul", "down_proj")
 SEEN_AS = {
     K: ("input_norm", "k_proj", "k_norm", "k_rope", K),
     V: ("input_norm", "v_proj", V),
-    OUT: ("q_proj", "q_norm", "q_rope", "paged_attention", "o_proj", *OF_DELTA, *_BEHIND),
+    OUT: ("q_proj", "q_norm", "q_rope", "paged_attention", "o_proj", *DELTA_STAGES, *_MLP_STAGES),
     "conv_state": ("in_proj_qkv", "in_proj_qkvz", "conv_state"),
     "delta_state": ("in_proj_a", "in_proj_b", "in_proj_ba", "state_read", "delta_state"),
     "head": ("final_norm", "forward"),
@@ -141,7 +141,7 @@ class Fault:
         stage: the op that is wrong, as a recorded op table shows it.
         model: what replaces the model, where its shapes or tables are wrong.
         also: other stages that may be named where several are wrong.
-        whole: as in `Mistaken`.
+        whole: as in `FaultyExecutor`.
     """
 
     name: str
@@ -156,14 +156,14 @@ class Fault:
     @property
     def seen_as(self) -> str:
         """The stage that shows it where only whole layers can be run."""
-        return next((shown for shown, wrong in SEEN_AS.items() if self.stage in wrong), self.stage)
+        return next((whole_stage for whole_stage, wrong in SEEN_AS.items() if self.stage in wrong), self.stage)
 
     def table(self) -> OpTable:
         return table_with(self.ops)
 
     def executor(self, model: DecoderModel, drive: str = "ops") -> Executor:
         """The reference of a model with this fault in it, driven as a key of `DRIVES` says."""
-        return DRIVES[drive](Mistaken(model, self.model or model, self.table(), self.whole))
+        return DRIVES[drive](FaultyExecutor(model, self.model or model, self.table(), self.whole))
 
     def stages(self, drive: str) -> tuple[str, ...]:
         """The stages that may be named, the one that should be first."""
@@ -179,8 +179,8 @@ class Layer:
 
     def weight(self, name: str) -> Tensor | None:
         """A weight as it is stored; None where the family has none of that name."""
-        named = self.model.weights.layers[self.index].named()
-        return next((cast(Tensor, tensor) for field, _, tensor in named if field.split(".")[-1] == name), None)
+        weights = self.model.weights.layers[self.index].named()
+        return next((cast(Tensor, tensor) for field, _, tensor in weights if field.split(".")[-1] == name), None)
 
     @property
     def rotation(self) -> Tensor:
@@ -197,9 +197,9 @@ class Layer:
 
     def weighing(self, name: str, weight: str, wrong: Wrong, also: tuple[str, ...] = ()) -> list[Fault]:
         """`rms_norm` or `linear` by one weight is wrong; none where the family has no such weight."""
-        op, there = "rms_norm" if weight.endswith("norm") else "linear", self.weight(weight)
-        table = instead(op, wrong, lambda call: call.weight is there)
-        return [] if there is None else [Fault(name, self.index, weight, table, also=also)]
+        op, target_weight = "rms_norm" if weight.endswith("norm") else "linear", self.weight(weight)
+        table = instead(op, wrong, lambda call: call.weight is target_weight)
+        return [] if target_weight is None else [Fault(name, self.index, weight, table, also=also)]
 
     def projecting(self, name: str, weight: str, spoil: Callable[[Tensor], Tensor]) -> list[Fault]:
         """The result of `linear` by one weight is wrong; none where the family has no such weight."""

@@ -38,22 +38,22 @@ from haarkv.validation.faults.ops import (
     other_block,
     steeper,
 )
-from haarkv.validation.layers.parts import Stored, read_as
+from haarkv.validation.layers.parts import Snapshot, read_as
 
 NORMS = ("input_norm", "q_norm", "k_norm", "post_norm")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj")
-PUBLISHED = (
+PUBLISHED_FAULTS = (
     "a transposed rotation", "swapped nibbles", "K stored as V", "a slot off by one", "zero output", "random K codes",
     "another layer's rotation", "the first two of five Q heads corrupted", "K and V not written", "one NaN",
 )  # fmt: skip
 LONGEST = 262
 """Tokens of a prompt in which every fault of `long_faults` shows: positions of nine bits, and three blocks."""
 _BITS = 4
-LEARNED = f"k=lr{_BITS},v=tq4"
+LEARNED_KV = f"k=lr{_BITS},v=tq4"
 """Formats for faults in learned coordinates."""
 
 
-def planted(model: DecoderModel, layer: int) -> list[Fault]:
+def published_faults(model: DecoderModel, layer: int) -> list[Fault]:
     """Every published fault there is, for a cache in a format of 16 levels.
 
     Args:
@@ -62,25 +62,25 @@ def planted(model: DecoderModel, layer: int) -> list[Fault]:
     """
     at, sequential = Layer(model, layer), _sequential(model.config.heads.head_dim)
     return [
-        *_of_cache(at, PUBLISHED),
+        *_cache_faults(at, PUBLISHED_FAULTS),
         Fault("rotations seeded in sequence", 1, K, sequential),
         *at.projecting("an MLP left out", "down_proj", torch.zeros_like),
     ]
 
 
-def slips(model: DecoderModel, layer: int) -> list[Fault]:
+def common_bugs(model: DecoderModel, layer: int) -> list[Fault]:
     """Every other one that a hundred tokens show; two sequences of them.
 
     Args:
         layer: the one that they are put into; those of the model's config are in every layer, and show first in layer 0.
     """
     at = Layer(model, layer)
-    of_cache = _of_cache(at, [name for name in (*ATTENTION, *STORE) if name not in PUBLISHED])
-    return [*_norms(at), *_projections(at), *_everywhere(at), *of_cache, *wrong_models(model, layer)]
+    cache_faults = _cache_faults(at, [name for name in (*ATTENTION, *STORE) if name not in PUBLISHED_FAULTS])
+    return [*_norms(at), *_projections(at), *_everywhere(at), *cache_faults, *wrong_models(model, layer)]
 
 
 def long_faults(model: DecoderModel, layer: int) -> list[Fault]:
-    """Those that a prompt of `LONGEST` tokens shows, in a cache of a scale a vector; arguments as of `slips`."""
+    """Those that a prompt of `LONGEST` tokens shows, in a cache of a scale a vector; arguments as of `common_bugs`."""
     at = Layer(model, layer)
     return [
         rounded_positions(model),
@@ -111,7 +111,7 @@ def scaled_stages(at: Layer) -> dict[str, Callable[[float], Fault]]:
 
 
 # -- Ops -------------------------------------------------------------------------------------------------------------------
-def _of_cache(at: Layer, names: Sequence[str]) -> Iterator[Fault]:
+def _cache_faults(at: Layer, names: Sequence[str]) -> Iterator[Fault]:
     """Storing and attention; what is about one of several KV heads needs several, and those in turn several queries each."""
     heads = at.model.config.heads
     for name in names:
@@ -146,12 +146,12 @@ def _projections(at: Layer) -> Iterator[Fault]:
             yield from at.weighing(f"{name}{words}", name, wrong)
     k, v, heads = at.weight("k_proj"), at.weight("v_proj"), at.last_head + 1
     if k is not None and v is not None:
-        exchanged = instead(
+        swap_table = instead(
             "linear",
             lambda call: call.again(weight=v if call.weight is k else k),
             lambda call: call.weight is k or call.weight is v,
         )
-        yield Fault("k_proj and v_proj exchanged", at.index, "k_proj", exchanged)
+        yield Fault("k_proj and v_proj exchanged", at.index, "k_proj", swap_table)
     if heads > 1:
         orders: dict[str, tuple[str, Spoil]] = {
             "k_proj: KV heads in another order": ("k_proj", lambda y: y.view(len(y), heads, -1).roll(1, 1).flatten(1)),
@@ -179,7 +179,7 @@ def _sequential(dim: int) -> Table:
     the output stays right."""
 
     @cache
-    def there(layer: int) -> Tensor:
+    def rotation_between(layer: int) -> Tensor:
         generator = torch.Generator().manual_seed(SEED)
         gaussian = [torch.randn(dim, dim, generator=generator) for _ in range(layer + 1)][-1]
         q, r = torch.linalg.qr(gaussian.double())
@@ -187,28 +187,32 @@ def _sequential(dim: int) -> Table:
         return rotation @ haar_rotation(layer, dim).float().T
 
     def attend(call: Call) -> Tensor:
-        matrix = there(call.layer)
+        matrix = rotation_between(call.layer)
         out = call.again(q=(call.q.float() @ matrix).to(call.q.dtype)).float() @ matrix.T
         return out.to(call.q.dtype)
 
     def later(call: Call) -> bool:
         return bool(call.layer > 0)
 
-    store = instead("store_kv", lambda call: call.again(k=call.k @ there(call.layer), v=call.v @ there(call.layer)), later)
+    store = instead(
+        "store_kv",
+        lambda call: call.again(k=call.k @ rotation_between(call.layer), v=call.v @ rotation_between(call.layer)),
+        later,
+    )
     return {**store, **instead("paged_attention", attend, later)}
 
 
 # -- Learned coordinates -----------------------------------------------------------------------------------------------------
-def planted_learned(model: DecoderModel, layer: int) -> list[Fault]:
-    """Faults in what was learned, where keys are stored and where they are read, for a cache in `LEARNED` of made-up
-    coordinates; arguments as of `planted`."""
+def coordinate_faults(model: DecoderModel, layer: int) -> list[Fault]:
+    """Faults in what was learned, where keys are stored and where they are read, for a cache in `LEARNED_KV` of made-up
+    coordinates; arguments as of `published_faults`."""
     heads, at = model.config.heads, Layer(model, layer)
     assert heads.num_kv_heads > 1, "heads can be exchanged where there are two"
-    right, v = formats.parse(LEARNED, calibration(model.config.num_layers, heads.num_kv_heads, heads.head_dim))
+    right, v = formats.parse(LEARNED_KV, calibration(model.config.num_layers, heads.num_kv_heads, heads.head_dim))
     assert isinstance(right, LearnedFormat), "its keys are learned"
 
     def storing(wrong: LearnedFormat) -> Wrong:
-        def keep(call: Call) -> Stored:
+        def keep(call: Call) -> Snapshot:
             k = wrong.as_stored(call.k.transpose(0, 1), call.layer, call.batch.positions)
             return {"k": by_token(wrong.quantize(k, call.layer))}
 
@@ -217,10 +221,14 @@ def planted_learned(model: DecoderModel, layer: int) -> list[Fault]:
     def reading(wrong: LearnedFormat) -> Wrong:
         return lambda call: call.again(cache=read_as(call.cache, call.layer, formats=(wrong, v)))
 
-    wrong = {name: right.altered(change) for name, change in _LEARNED.items()}
+    wrong = {name: right.altered(change) for name, change in _COORDINATE_FAULTS.items()}
     return [
-        *(at.storing(name, K, storing(of)) for name, of in wrong.items()),
-        *(at.attending(f"{name} in attention", reading(of)) for name, of in wrong.items() if name.startswith("two ")),
+        *(at.storing(name, K, storing(distort)) for name, distort in wrong.items()),
+        *(
+            at.attending(f"{name} in attention", reading(distort))
+            for name, distort in wrong.items()
+            if name.startswith("two ")
+        ),
         at.attending("rows transposed", reading(wrong["coordinates transposed"])),
     ]
 
@@ -231,7 +239,7 @@ def _swapped_eighths(right: Coordinates) -> Coordinates:
     return replace(right, forward=right.forward[..., places], rows=right.rows[:, places])
 
 
-_LEARNED: dict[str, Callable[[Coordinates], Coordinates]] = {
+_COORDINATE_FAULTS: dict[str, Callable[[Coordinates], Coordinates]] = {
     "two heads' matrices exchanged": lambda c: replace(c, forward=c.forward.roll(1, 0), rows=c.rows.roll(1, 0)),
     "the mean left out": lambda c: replace(c, mean=torch.zeros_like(c.mean)),
     "two eighths' coordinates swapped": _swapped_eighths,

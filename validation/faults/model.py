@@ -22,8 +22,8 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.tq_ops.weight import Blocks, Weight, dense
-from haarkv.validation.faults.base import DRIVES, Fault, K, Mistaken, V, Whole, instead
-from haarkv.validation.faults.ops import NORM, last_positions, rounded
+from haarkv.validation.faults.base import DRIVES, Fault, FaultyExecutor, K, V, Whole, instead
+from haarkv.validation.faults.ops import NORM, last_positions, round_to_bf16
 
 
 # -- Tables and constants ----------------------------------------------------------------------------------------------------
@@ -32,19 +32,19 @@ class OtherRope(RopeTable):
 
     Args:
         positions: what is read for positions [T].
-        made: what becomes of cos and sin; frequencies: of these.
+        transform: what becomes of cos and sin; frequencies: of these.
     """
 
     def __init__(
         self, rope: Rope, limit: int, positions: Callable[[Tensor], Tensor] = torch.clone,
-        made: Callable[[Tensor], Tensor] = torch.clone, frequencies: Callable[[Tensor], Tensor] = torch.clone,
+        transform: Callable[[Tensor], Tensor] = torch.clone, frequencies: Callable[[Tensor], Tensor] = torch.clone,
     ) -> None:  # fmt: skip
         super().__init__(rope, limit)
-        self._read, self._made, self._inv_freq = positions, made, frequencies(self._inv_freq)
+        self._read, self._transform, self._inv_freq = positions, transform, frequencies(self._inv_freq)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = super().at(self._read(positions).clamp(max=self.positions - 1))
-        return self._made(cos), self._made(sin)
+        return self._transform(cos), self._transform(sin)
 
 
 def _with_tables(model: DecoderModel, **how: Any) -> DecoderModel:
@@ -99,8 +99,8 @@ _TABLES: dict[str, dict[str, Callable[[Tensor], Tensor]]] = {
     # Q and K turn alike: what they are to each other stays.
     "positions off by one": {"positions": lambda positions: positions + 1},
     "positions count on to the next sequence": {"positions": lambda positions: torch.arange(len(positions))},
-    "RoPE's cos and sin rounded to BF16": {"made": rounded},
-    "RoPE's frequencies rounded to BF16": {"frequencies": rounded},
+    "RoPE's cos and sin rounded to BF16": {"transform": round_to_bf16},
+    "RoPE's frequencies rounded to BF16": {"frequencies": round_to_bf16},
 }
 
 
@@ -121,13 +121,13 @@ def forward_faults(model: DecoderModel) -> list[Fault]:
     ]
 
 
-def _scaled(faulty: Mistaken, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+def _scaled_embedding(faulty: FaultyExecutor, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
     weights, factor = faulty.model.weights, math.sqrt(faulty.config.hidden_size)
-    scaled = replace(weights, embedding=(dense(weights.embedding) * factor).to(faulty.model.dtype))
-    return ReferenceExecutor(replace(faulty.model, weights=scaled), faulty.ops).forward(token_ids, batch, cache)
+    scaled_weights = replace(weights, embedding=(dense(weights.embedding) * factor).to(faulty.model.dtype))
+    return ReferenceExecutor(replace(faulty.model, weights=scaled_weights), faulty.ops).forward(token_ids, batch, cache)
 
 
-def _token_before(faulty: Mistaken, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+def _token_before(faulty: FaultyExecutor, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
     hidden = ReferenceExecutor.forward(faulty, token_ids, batch, cache)
     if not _begins(batch):
         return hidden
@@ -135,18 +135,18 @@ def _token_before(faulty: Mistaken, token_ids: Tensor, batch: Batch, cache: Page
     return hidden.index_copy(0, last, hidden[(last - 1).clamp(min=0)])
 
 
-def _last_of_all(faulty: Mistaken, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+def _last_of_all(faulty: FaultyExecutor, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
     last, counts = batch.query_start_loc[1:].long() - 1, batch.query_start_loc.diff()
     return ReferenceExecutor.forward(faulty, token_ids, batch, cache)[torch.repeat_interleave(last, counts)]
 
 
-def _sees_drafts(faulty: Mistaken, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+def _sees_drafts(faulty: FaultyExecutor, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
     ops = faulty.ops
     if not _begins(batch):
-        unmasked = instead(
+        unmasked_table = instead(
             "paged_attention", lambda call: call.again(batch=replace(call.batch, positions=last_positions(batch)))
         )
-        ops = with_ops(ops, unmasked)
+        ops = with_ops(ops, unmasked_table)
     return ReferenceExecutor(faulty.model, ops).forward(token_ids, batch, cache)
 
 
@@ -155,7 +155,7 @@ def _begins(batch: Batch) -> bool:
     return bool((batch.positions[batch.query_start_loc[:-1].long()] == 0).all())
 
 
-def _counts_on(faulty: Mistaken, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+def _counts_on(faulty: FaultyExecutor, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
     """Keeps a count of each sequence's tokens, which never goes back, and takes a step to be at its end."""
     for row, length in zip(batch.rows.tolist(), batch.seq_lens.tolist(), strict=True):
         faulty.notes[row] = max(faulty.notes.get(row, 0), length)
@@ -165,7 +165,7 @@ def _counts_on(faulty: Mistaken, token_ids: Tensor, batch: Batch, cache: PagedKV
 
 
 _FORWARDS: dict[str, Whole] = {
-    "embeddings times the root of their size": _scaled,
+    "embeddings times the root of their size": _scaled_embedding,
     "a prompt's logits are those of the token before its last": _token_before,
     "a verify's logits are those after its last token": _last_of_all,
     "drafted tokens see those behind them": _sees_drafts,
@@ -183,14 +183,14 @@ _AT = 1
 
 def _neighbours(begin: int, end: int | None, blocks: Tensor) -> None:
     """Some bytes of one block are those of the next."""
-    here, there = _AT % blocks.shape[1], (_AT + 1) % blocks.shape[1]
-    blocks[:, here, begin:end] = blocks[:, there, begin:end].clone()
+    target, source = _AT % blocks.shape[1], (_AT + 1) % blocks.shape[1]
+    blocks[:, target, begin:end] = blocks[:, source, begin:end].clone()
 
 
 def _six_bits(first: int, blocks: Tensor) -> None:
     """Of the eight scales or minima of six bits, that of one part is that of the next; both lie in bytes of their own."""
-    here, there = first + _AT, first + _AT + 1
-    blocks[:, 0, here] = (blocks[:, 0, here] & 0xC0) | (blocks[:, 0, there] & 0x3F)
+    target, source = first + _AT, first + _AT + 1
+    blocks[:, 0, target] = (blocks[:, 0, target] & 0xC0) | (blocks[:, 0, source] & 0x3F)
 
 
 def _next_byte(at: int, blocks: Tensor) -> None:
@@ -228,7 +228,7 @@ class BlockFault(Fault):
         plan = KVSpec("tq4").plan(model.config.num_layers)
         if drive == "ops":
             executor = catalog.create(self.runner, model, plan)
-            return executor.over(self._instead) or executor
+            return executor.with_ops(self._instead) or executor
         return DRIVES[drive](catalog.create(self.runner, self.model or model, plan))
 
     def _instead(self, ops: OpTable) -> OpTable:

@@ -16,18 +16,18 @@ from torch.nn import functional
 from haarkv.codebooks import haar_rotation
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.validation.faults.base import Call, K, V, Wrong
-from haarkv.validation.layers.parts import Stored, put, quantized, read_as
+from haarkv.validation.layers.parts import Snapshot, put, quantized, read_as
 
 PACKED = ("k", "v")
 Spoil = Callable[[Tensor], Tensor]
 Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """K and V [T, Hkv, D] fp32 in place of the right ones."""
-Keep = Callable[[Call], Stored]
+Keep = Callable[[Call], Snapshot]
 """What a layer stores in place of what is right, by part; parts that it leaves out are right."""
 
 
 # -- Numbers ---------------------------------------------------------------------------------------------------------------
-def rounded(x: Tensor) -> Tensor:
+def round_to_bf16(x: Tensor) -> Tensor:
     """To BF16, as FP32."""
     return x.bfloat16().float()
 
@@ -37,7 +37,7 @@ def cut_off(x: Tensor) -> Tensor:
     return (x.float().contiguous().view(torch.int32) & -65536).view(torch.float32)
 
 
-def rotation_of(call: Call) -> Tensor:
+def layer_rotation(call: Call) -> Tensor:
     """[D, D] fp32, of the layer that a call is for."""
     return haar_rotation(call.layer, call.cache.shape(call.layer).head_dim).float()
 
@@ -51,18 +51,18 @@ def _in_bf16(call: Call) -> Tensor:
     """A sum that goes back to an accumulator in BF16 after every 16 products."""
     sums = torch.zeros(len(call.x), len(call.weight))
     for x, weight in zip(torch.split(call.x, 16, -1), torch.split(call.weight, 16, -1), strict=True):
-        sums = rounded(sums + call.again(x=x.contiguous(), weight=weight.contiguous()))
+        sums = round_to_bf16(sums + call.again(x=x.contiguous(), weight=weight.contiguous()))
     return sums
 
 
-def _interleaved(call: Call) -> Tensor:
+def _interleaved_rope(call: Call) -> Tensor:
     pairs = call.x.view(*call.x.shape[:2], -1, 2).transpose(-1, -2).flatten(-2)
-    turned = call.again(x=pairs).view(*call.x.shape[:2], 2, -1)
-    return turned.transpose(-1, -2).flatten(-2)
+    rotated_pairs = call.again(x=pairs).view(*call.x.shape[:2], 2, -1)
+    return rotated_pairs.transpose(-1, -2).flatten(-2)
 
 
 # -- Storing ---------------------------------------------------------------------------------------------------------------
-def stored(call: Call, k: Tensor | None = None, v: Tensor | None = None, rotated_as: int | None = None) -> Stored:
+def quantized_parts(call: Call, k: Tensor | None = None, v: Tensor | None = None, rotated_as: int | None = None) -> Snapshot:
     """What every part would hold; of other K and V, or by another layer's rotation."""
     k, v = call.k if k is None else k, call.v if v is None else v
     return quantized(call.cache, call.layer, call.batch, k, v, rotated_as)
@@ -72,9 +72,9 @@ def keeping(keep: Keep) -> Wrong:
     """Storing in which some parts of what is stored are wrong."""
 
     def store(call: Call) -> None:
-        kept = keep(call)
+        parts = keep(call)
         call.again()
-        put(call.cache, call.layer, call.batch, kept)
+        put(call.cache, call.layer, call.batch, parts)
 
     return store
 
@@ -82,7 +82,7 @@ def keeping(keep: Keep) -> Wrong:
 def other(change: Change, parts: str | tuple[str, ...] = PACKED) -> Keep:
     """Parts whose names begin so hold other K and V."""
     return lambda call: {
-        name: fields for name, fields in stored(call, *change(call.k, call.v)).items() if name.startswith(parts)
+        name: fields for name, fields in quantized_parts(call, *change(call.k, call.v)).items() if name.startswith(parts)
     }
 
 
@@ -100,8 +100,8 @@ def one_side(side: str, spoil: Spoil, head: int = 0) -> Change:
 def _codes(spoil: Callable[[Tensor, bool], Tensor], sides: str) -> Keep:
     """Codes of K or V spoilt, which is told whether each level has a byte of its own."""
 
-    def keep(call: Call) -> Stored:
-        parts, dim = stored(call), call.k.shape[-1]
+    def keep(call: Call) -> Snapshot:
+        parts, dim = quantized_parts(call), call.k.shape[-1]
         return {
             side: parts[side] | {"codes": spoil(parts[side]["codes"], parts[side]["codes"].shape[-1] == dim)} for side in sides
         }
@@ -109,21 +109,21 @@ def _codes(spoil: Callable[[Tensor, bool], Tensor], sides: str) -> Keep:
     return keep
 
 
-def _swapped(codes: Tensor, byte_a_level: bool) -> Tensor:
+def _swap_halves(codes: Tensor, byte_a_level: bool) -> Tensor:
     """Nibbles hold the vector's halves; where a level has a byte of its own, these are exchanged."""
     return codes.roll(codes.shape[-1] // 2, -1) if byte_a_level else codes >> 4 | codes << 4
 
 
 def _random(codes: Tensor, byte_a_level: bool) -> Tensor:
-    drawn = torch.randint(256, codes.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    return drawn & 15 if byte_a_level else drawn
+    random_codes = torch.randint(256, codes.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return random_codes & 15 if byte_a_level else random_codes
 
 
 def _steps(side: str, steps: int) -> Keep:
     """Scales so many FP16 steps off; an FP32 norm by as much."""
 
-    def keep(call: Call) -> Stored:
-        fields = stored(call)[side]
+    def keep(call: Call) -> Snapshot:
+        fields = quantized_parts(call)[side]
         for name, scale in fields.items():
             if scale.dtype == torch.float16:
                 fields[name] = (scale.contiguous().view(torch.int16) + steps).view(torch.float16)
@@ -134,15 +134,15 @@ def _steps(side: str, steps: int) -> Keep:
     return keep
 
 
-def _back(call: Call, side: str, head: int = 0) -> Stored:
+def _unrotated_side(call: Call, side: str, head: int = 0) -> Snapshot:
     """One side as if it was not rotated: rotated back before it is stored."""
-    return other(one_side(side, lambda x: x @ rotation_of(call).T, head))(call)
+    return other(one_side(side, lambda x: x @ layer_rotation(call).T, head))(call)
 
 
-def _twice_back(call: Call) -> Stored:
+def _twice_back(call: Call) -> Snapshot:
     """Rotated as usual, this is rotated by the transposed rotation."""
-    back = rotation_of(call).T @ rotation_of(call).T
-    return other(lambda k, v: (k @ back, v @ back))(call)
+    double_inverse = layer_rotation(call).T @ layer_rotation(call).T
+    return other(lambda k, v: (k @ double_inverse, v @ double_inverse))(call)
 
 
 def _direction(x: Tensor) -> Tensor:
@@ -155,13 +155,13 @@ def _next_slot(call: Call) -> None:
     call.again(batch=replace(call.batch, slot_mapping=slots))
 
 
-def _of_side(side: str, where: str) -> dict[str, tuple[str, Wrong]]:
+def _side_faults(side: str, where: str) -> dict[str, tuple[str, Wrong]]:
     name = side.upper()
     keeps: dict[str, Keep] = {
         f"{name} 0.1 % too long": other(one_side(side, lambda x: x * 1.001)),
-        f"{name} rounded to BF16": other(one_side(side, rounded)),
-        f"{name} not rotated": lambda call: _back(call, side),
-        f"{name} of the last KV head not rotated": lambda call: _back(call, side, -1),
+        f"{name} rounded to BF16": other(one_side(side, round_to_bf16)),
+        f"{name} not rotated": lambda call: _unrotated_side(call, side),
+        f"{name} of the last KV head not rotated": lambda call: _unrotated_side(call, side, -1),
         f"{name} of the last KV head negated": other(one_side(side, torch.neg, -1)),
         f"every {name} scale one FP16 step too large": _steps(side, 1),
         f"every {name} scale one FP16 step too small": _steps(side, -1),
@@ -171,15 +171,15 @@ def _of_side(side: str, where: str) -> dict[str, tuple[str, Wrong]]:
 
 STORE: Mapping[str, tuple[str, Wrong]] = {
     "a transposed rotation": (K, keeping(_twice_back)),
-    "swapped nibbles": (K, keeping(_codes(_swapped, "kv"))),
+    "swapped nibbles": (K, keeping(_codes(_swap_halves, "kv"))),
     "K stored as V": (V, keeping(other(lambda k, _: (k, k)))),
     "a slot off by one": ("untouched_slots", _next_slot),
     "random K codes": (K, keeping(_codes(_random, "k"))),
-    "another layer's rotation": (K, keeping(lambda call: stored(call, rotated_as=call.layer + 1))),
+    "another layer's rotation": (K, keeping(lambda call: quantized_parts(call, rotated_as=call.layer + 1))),
     "K and V not written": (K, lambda _: None),
     "K and V's directions cut off, not rounded": (K, keeping(other(lambda k, v: (_direction(k), _direction(v))))),
-    **_of_side("k", K),
-    **_of_side("v", V),
+    **_side_faults("k", K),
+    **_side_faults("v", V),
 }
 """What `store_kv` may do wrong, and the stage that shows it. Codes are of 16 levels."""
 
@@ -257,8 +257,8 @@ def other_block(side: int) -> Wrong:
         pair = [cache.k_fields(layer), cache.v_fields(layer)]
         scales = pair[side]["scale"].clone()
         for blocks in cache.placed(layer, call.batch).block_table.long():
-            owned = blocks[blocks >= 0]
-            scales[owned[1:]] = pair[side]["scale"][owned[:-1]]
+            used_blocks = blocks[blocks >= 0]
+            scales[used_blocks[1:]] = pair[side]["scale"][used_blocks[:-1]]
         pair[side] = pair[side] | {"scale": scales}
         return call.again(cache=read_as(cache, layer, fields=(pair[0], pair[1])))
 
@@ -280,7 +280,7 @@ ATTENTION: Mapping[str, Wrong] = {
     "one token too many is seen": _seeing(1),
     "query heads dealt out to KV heads in turn": _dealt,
     "query heads one off their KV head": lambda call: call.again(q=call.q.roll(-1, 1).contiguous()).roll(1, 1),
-    "attention's output left rotated": lambda call: (call.again().float() @ rotation_of(call)).to(call.q.dtype),
+    "attention's output left rotated": lambda call: (call.again().float() @ layer_rotation(call)).to(call.q.dtype),
     "attention's output cut off, not rounded": lambda call: cut_off(call.again(q=call.q.float())).to(call.q.dtype),
     "a quarter of the rows is left to a thread that never runs": _a_thread_idle,
 }
@@ -294,7 +294,7 @@ NORM: Mapping[str, Wrong] = {
     "cut off, not rounded": lambda call: cut_off(call.again(x=call.x.float())).to(call.x.dtype),
 }
 LINEAR: Mapping[str, Wrong] = {
-    "'s result rounded to BF16": lambda call: rounded(call.again()),
+    "'s result rounded to BF16": lambda call: round_to_bf16(call.again()),
     " left out": lambda call: call.again() * 1e-3,
     " 1 % too large": lambda call: call.again() * 1.01,
     "'s sums kept in BF16": _in_bf16,
@@ -302,7 +302,7 @@ LINEAR: Mapping[str, Wrong] = {
 ROPE: Mapping[str, Wrong] = {
     "RoPE left out": lambda call: call.x,
     "RoPE turns the other way": lambda call: call.again(sin=-call.sin),
-    "RoPE of neighbours, not of halves": _interleaved,
+    "RoPE of neighbours, not of halves": _interleaved_rope,
 }
 SWIGLU: Mapping[str, Wrong] = {
     "gate and up exchanged": lambda call: call.again(gate=call.up, up=call.gate),

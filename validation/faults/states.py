@@ -17,7 +17,7 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.recurrent import Recurrent
 from haarkv.tq_ops.weight import dense
 from haarkv.validation.faults.base import Call, Fault, Wrong, instead
-from haarkv.validation.layers.states import CONV, MEMORY, begins, state_of
+from haarkv.validation.layers.states import CONV, MEMORY, begins, recurrent_state
 
 Fields = dict[str, Tensor]
 Read = Callable[[Recurrent, int, int], Fields | None]
@@ -48,20 +48,20 @@ def delta_faults(model: DecoderModel, layer: int) -> list[Fault]:
 class _Misread(Recurrent):
     """The very tensors of a state, of which some rows are read otherwise."""
 
-    def __init__(self, right: Recurrent, of_row: Read) -> None:
+    def __init__(self, right: Recurrent, read_row: Read) -> None:
         vars(self).update(vars(right))
-        self._of_row = of_row
+        self._read_row = read_row
 
     def read(self, batch: Batch) -> Fields:
         fields = super().read(batch)
         for index, (row, begin) in enumerate(zip(batch.rows.tolist(), begins(batch), strict=True)):
-            for name, tensor in (self._of_row(self, row, begin) or {}).items():
+            for name, tensor in (self._read_row(self, row, begin) or {}).items():
                 fields[name][index] = tensor
         return fields
 
 
 def _state(call: Call) -> Recurrent:
-    state = state_of(call.cache, call.layer)
+    state = recurrent_state(call.cache, call.layer)
     assert state is not None
     return state
 
@@ -70,12 +70,12 @@ def _version(state: Recurrent, row: int, place: int) -> Fields:
     return {name: tensor[row, place].clone() for name, tensor in state.tensors.items()}
 
 
-def _reading(of_row: Read) -> Wrong:
+def _reading(read_row: Read) -> Wrong:
     """The op, which goes on from other states."""
 
     def run(call: Call) -> Tensor:
         state = _state(call)
-        call.cache.states[call.layer] = _Misread(state, of_row)
+        call.cache.states[call.layer] = _Misread(state, read_row)
         try:
             return call.again()
         finally:
@@ -118,10 +118,10 @@ def _leaving(name: str, change: Callable[[Tensor, Tensor], Tensor]) -> Wrong:
     """The op, whose new versions of a tensor [versions, *] are otherwise; `change` is told what lay there before as well."""
 
     def run(call: Call) -> Tensor:
-        tensor, seen = _state(call).tensors[name], _state(call).seen
+        tensor, token_counts = _state(call).tensors[name], _state(call).seen
         before, out = tensor.clone(), call.again()
         for row, begin in zip(call.batch.rows.tolist(), begins(call.batch), strict=True):
-            new = seen[row] > begin
+            new = token_counts[row] > begin
             tensor[row, new] = change(tensor[row, new], before[row, new])
         return out
 
@@ -179,5 +179,5 @@ def small_hybrid(dtype: torch.dtype, vocab_size: int) -> DecoderModel:
 
         return weights.changed(of_size_one)
 
-    layers_made = tuple(layer(index, weights) for index, weights in enumerate(raw.layers))
-    return DecoderModel.of(config, replace(raw, embedding=dense(raw.embedding) / 0.02, layers=layers_made))
+    layer_weights = tuple(layer(index, weights) for index, weights in enumerate(raw.layers))
+    return DecoderModel.from_weights(config, replace(raw, embedding=dense(raw.embedding) / 0.02, layers=layer_weights))

@@ -11,7 +11,7 @@ from torch import Tensor
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.kept import Kept
+from haarkv.tq_ops.kv.kept import ResidualWindow
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.faults.base import Call, Fault, K, Layer, Wrong
 from haarkv.validation.faults.ops import (
@@ -24,17 +24,17 @@ from haarkv.validation.faults.ops import (
     last_positions,
     one_side,
     other,
-    stored,
+    quantized_parts,
 )
-from haarkv.validation.layers.parts import Stored, parts_of, put, read_as, take, token_rows
+from haarkv.validation.layers.parts import Snapshot, cache_parts, put, read_as, take, token_rows
 from haarkv.validation.layers.two_parts import Parts, in_parts
 from haarkv.validation.layers.windows import nowhere, twice, with_tail
 
-WINDOWED = KVSpec("tq4", tail=16, sink=4)
+WINDOW_SPEC = KVSpec("tq4", tail=16, sink=4)
 """A plan for these faults. With prompts of more than 84 tokens the ring starts over."""
-Read = Callable[[Kept, Batch, int], Tensor]
-Seen = Callable[[Kept, Tensor, int], Tensor]
-Move = Callable[[Kept, Batch, Tensor], None]
+Read = Callable[[ResidualWindow, Batch, int], Tensor]
+Visibility = Callable[[ResidualWindow, Tensor, int], Tensor]
+Move = Callable[[ResidualWindow, Batch, Tensor], None]
 
 
 def window_faults(model: DecoderModel, layer: int, plan_has: tuple[bool, bool] = (True, True)) -> list[Fault]:
@@ -44,13 +44,18 @@ def window_faults(model: DecoderModel, layer: int, plan_has: tuple[bool, bool] =
         plan_has: a tail; sinks.
     """
     at, (tail, sinks) = Layer(model, layer), plan_has
-    every = [*_stored(at), *_moved(at), *_seen(at), *(at.attending(name, merging(merge)) for name, merge in _MERGES.items())]
+    every = [
+        *_storage_faults(at),
+        *_placement_faults(at),
+        *_visibility(at),
+        *(at.attending(name, merging(merge)) for name, merge in _MERGES.items()),
+    ]
     needs = {"sinks": sinks, "ring": tail, "window": tail}
     return [fault for fault in every if all(has for word, has in needs.items() if word in fault.name)]
 
 
 # -- Storing -------------------------------------------------------------------------------------------------------------
-def _stored(at: Layer) -> Iterator[Fault]:
+def _storage_faults(at: Layer) -> Iterator[Fault]:
     """What is packed is right, and other vectors are kept in BF16, or none."""
     last, k_in, v_in, k_sink = at.last_head, "window.k", "window.v", "sink.k"
 
@@ -60,13 +65,13 @@ def _stored(at: Layer) -> Iterator[Fault]:
     def unwritten(which: str) -> Keep:
         return lambda call: {name: fields for name, fields in _before(call).items() if name.startswith(which)}
 
-    def last_head_unwritten(call: Call) -> Stored:
-        kept = stored(call)[k_in]
-        kept["data"][:, last] = _before(call)[k_in]["data"][:, last]
-        return {k_in: kept}
+    def last_head_unwritten(call: Call) -> Snapshot:
+        key_fields = quantized_parts(call)[k_in]
+        key_fields["data"][:, last] = _before(call)[k_in]["data"][:, last]
+        return {k_in: key_fields}
 
-    def restored(call: Call) -> Stored:
-        packed, parts = stored(call), parts_of(call.cache, call.layer)[:2]
+    def dequantized_parts(call: Call) -> Snapshot:
+        packed, parts = quantized_parts(call), cache_parts(call.cache, call.layer)[:2]
         pair = [part.kv_format.dequantize(by_token(packed[part.side]), call.layer).transpose(0, 1) for part in parts]
         return other(lambda *_: (pair[0], pair[1]), "window")(call)
 
@@ -78,20 +83,24 @@ def _stored(at: Layer) -> Iterator[Fault]:
     for name, (part, spoil) in spoilt.items():
         yield at.storing(name, part, keeping(other(one_side(part[-1], spoil), part)))
     yield at.storing("K and V of the window exchanged", k_in, keeping(other(lambda k, v: (v, k), "window")))
-    yield at.storing("the window holds what was packed", k_in, keeping(restored))
+    yield at.storing("the window holds what was packed", k_in, keeping(dequantized_parts))
     yield at.storing("the window is not written", k_in, keeping(unwritten("window")))
     yield at.storing("sinks are not written", k_sink, keeping(unwritten("sink")))
     if last:
         yield at.storing("K of the window of the last KV head is not written", k_in, keeping(last_head_unwritten), last)
 
 
-def _moved(at: Layer) -> Iterator[Fault]:
+def _placement_faults(at: Layer) -> Iterator[Fault]:
     """What is packed is right, and vectors are kept in BF16 at other places."""
 
     def writing(move: Move) -> Wrong:
         def store(call: Call) -> None:
             windows = call.cache.kept(call.layer)
-            pairs = [(kept, x.to(torch.bfloat16)) for kept, x in zip(windows, (call.k, call.v), strict=True) if kept]
+            pairs = [
+                (residual_window, x.to(torch.bfloat16))
+                for residual_window, x in zip(windows, (call.k, call.v), strict=True)
+                if residual_window
+            ]
             before = [window.vectors.clone() for window, _ in pairs]
             call.again()
             for (window, x), vectors in zip(pairs, before, strict=True):
@@ -100,7 +109,7 @@ def _moved(at: Layer) -> Iterator[Fault]:
 
         return store
 
-    def next_row(window: Kept, batch: Batch, x: Tensor) -> None:
+    def next_row(window: ResidualWindow, batch: Batch, x: Tensor) -> None:
         rows = (token_rows(batch) + 1) % len(window.vectors)
         _write(window, batch, x, rows, window.sink, window.ring)
 
@@ -118,7 +127,7 @@ def _moved(at: Layer) -> Iterator[Fault]:
     yield at.storing("tokens are packed when they leave the window", K, _late)
 
 
-def _write(window: Kept, batch: Batch, x: Tensor, rows: Tensor, begin: int, ring: int) -> None:
+def _write(window: ResidualWindow, batch: Batch, x: Tensor, rows: Tensor, begin: int, ring: int) -> None:
     """Write a batch's tokens into a ring of so many places, which begins there; and sinks where they belong."""
     if window.ring:
         window.vectors[rows, :, begin + batch.positions % max(ring, 1)] = x
@@ -126,7 +135,7 @@ def _write(window: Kept, batch: Batch, x: Tensor, rows: Tensor, begin: int, ring
     window.vectors[rows[first], :, batch.positions[first]] = x[first]
 
 
-def _sinks_of_chunks(window: Kept, batch: Batch, x: Tensor) -> None:
+def _sinks_of_chunks(window: ResidualWindow, batch: Batch, x: Tensor) -> None:
     window.write(x, batch)
     starts = batch.query_start_loc.long()
     index = torch.arange(len(x)) - torch.repeat_interleave(starts[:-1], starts.diff())
@@ -134,14 +143,14 @@ def _sinks_of_chunks(window: Kept, batch: Batch, x: Tensor) -> None:
     window.vectors[token_rows(batch)[first], :, index[first]] = x[first]
 
 
-def _one_sink_too_few(window: Kept, batch: Batch, x: Tensor) -> None:
-    gone = batch.positions == window.sink - 1
-    kept = window.vectors[token_rows(batch)[gone], :, batch.positions[gone]]
+def _one_sink_too_few(window: ResidualWindow, batch: Batch, x: Tensor) -> None:
+    last_sink = batch.positions == window.sink - 1
+    sink_vectors = window.vectors[token_rows(batch)[last_sink], :, batch.positions[last_sink]]
     window.write(x, batch)
-    window.vectors[token_rows(batch)[gone], :, batch.positions[gone]] = kept
+    window.vectors[token_rows(batch)[last_sink], :, batch.positions[last_sink]] = sink_vectors
 
 
-def _before(call: Call) -> Stored:
+def _before(call: Call) -> Snapshot:
     """What the places of a batch's tokens hold."""
     return take(call.cache, call.layer, call.batch)
 
@@ -159,72 +168,72 @@ def _late(call: Call) -> None:
 
 
 # -- Who sees what -------------------------------------------------------------------------------------------------------
-class _Other(Kept):
+class _Other(ResidualWindow):
     """A window that is read in another way."""
 
-    def __init__(self, right: Kept, seen: Seen | None = None, read: Read | None = None) -> None:
+    def __init__(self, right: ResidualWindow, visibility: Visibility | None = None, read: Read | None = None) -> None:
         vars(self).update(vars(right))
-        self._right, self._seen, self._read = right, seen, read
+        self._right, self._visibility, self._read = right, visibility, read
 
     def seen(self, positions: Tensor, tokens: int) -> Tensor:
-        return self._seen(self._right, positions, tokens) if self._seen else self._right.seen(positions, tokens)
+        return self._visibility(self._right, positions, tokens) if self._visibility else self._right.seen(positions, tokens)
 
     def read(self, batch: Batch, tokens: int) -> Tensor:
         return self._read(self._right, batch, tokens) if self._read else self._right.read(batch, tokens)
 
 
-def _looking(at: Layer, name: str, seen: Seen | None, read: Read | None = None, head: int | None = None) -> Fault:
+def _looking(at: Layer, name: str, visibility: Visibility | None, read: Read | None = None, head: int | None = None) -> Fault:
     """Attention that sees its windows in another way; of one KV head, if it is one."""
 
     def attend(call: Call) -> Tensor:
-        k, v = (_Other(window, seen, read) if window else None for window in call.cache.kept(call.layer))
+        k, v = (_Other(window, visibility, read) if window else None for window in call.cache.kept(call.layer))
         wrong, right = by_head(call, cache=read_as(call.cache, call.layer, windows=(k, v))), by_head(call)
         return torch.cat([wrong[one] if head in (None, one) else right[one] for one in range(len(right))], 1)
 
     return at.attending(name, attend, head)
 
 
-def _seen(at: Layer) -> Iterator[Fault]:
-    def longer(by: int) -> Seen:
+def _visibility(at: Layer) -> Iterator[Fault]:
+    def longer(by: int) -> Visibility:
         return lambda window, positions, tokens: with_tail(window, window.tail + by).seen(positions, tokens)
 
-    def sinks_alone(window: Kept, positions: Tensor, tokens: int) -> Tensor:
+    def sinks_alone(window: ResidualWindow, positions: Tensor, tokens: int) -> Tensor:
         return (torch.arange(tokens) < window.sink).expand(*positions.shape, tokens)
 
-    def no_sinks(window: Kept, positions: Tensor, tokens: int) -> Tensor:
+    def no_sinks(window: ResidualWindow, positions: Tensor, tokens: int) -> Tensor:
         return window.seen(positions, tokens) & (torch.arange(tokens) >= positions.unsqueeze(-1) - window.tail + 1)
 
-    def last_of_sinks(window: Kept, positions: Tensor, tokens: int) -> Tensor:
-        gone = torch.arange(tokens) == window.sink - 1
-        return window.seen(positions, tokens) & ~(gone & (positions.unsqueeze(-1) >= window.sink - 1 + window.tail))
+    def last_of_sinks(window: ResidualWindow, positions: Tensor, tokens: int) -> Tensor:
+        last_sink = torch.arange(tokens) == window.sink - 1
+        return window.seen(positions, tokens) & ~(last_sink & (positions.unsqueeze(-1) >= window.sink - 1 + window.tail))
 
-    def moved(place: Callable[[Kept], Tensor]) -> Read:
-        def read(window: Kept, batch: Batch, tokens: int) -> Tensor:
-            changed = _Other(window)
-            changed.vectors = place(window)
-            return Kept.read(changed, batch, tokens)
+    def place_reader(place: Callable[[ResidualWindow], Tensor]) -> Read:
+        def read(window: ResidualWindow, batch: Batch, tokens: int) -> Tensor:
+            moved_window = _Other(window)
+            moved_window.vectors = place(window)
+            return ResidualWindow.read(moved_window, batch, tokens)
 
         return read
 
-    def one_place_on(window: Kept) -> Tensor:
+    def one_place_on(window: ResidualWindow) -> Tensor:
         return torch.cat([window.vectors[:, :, : window.sink], window.vectors[:, :, window.sink :].roll(-1, 2)], 2)
 
-    def of_rows(rows: Callable[[Tensor, int], Tensor]) -> Read:
+    def row_reader(rows: Callable[[Tensor, int], Tensor]) -> Read:
         return lambda window, batch, tokens: window.read(replace(batch, rows=rows(batch.rows, len(window.vectors))), tokens)
 
-    looks: dict[str, tuple[Seen | None, Read | None]] = {
+    looks: dict[str, tuple[Visibility | None, Read | None]] = {
         "the window is one token short": (longer(-1), None),
         "the window is one token long": (longer(1), None),
         "nothing of the window is seen": (sinks_alone, None),
         "sinks are read packed": (no_sinks, None),
         "the last of the sinks is read packed": (last_of_sinks, None),
-        "the ring is read one place on": (None, moved(one_place_on)),
-        "the ring is read as if sinks took no place": (None, moved(lambda window: window.vectors.roll(window.sink, 2))),
-        "the window of another sequence is read": (None, of_rows(lambda rows, count: (rows + 1) % count)),
-        "the first row of the window is read for every sequence": (None, of_rows(lambda rows, _: torch.zeros_like(rows))),
+        "the ring is read one place on": (None, place_reader(one_place_on)),
+        "the ring is read as if sinks took no place": (None, place_reader(lambda window: window.vectors.roll(window.sink, 2))),
+        "the window of another sequence is read": (None, row_reader(lambda rows, count: (rows + 1) % count)),
+        "the first row of the window is read for every sequence": (None, row_reader(lambda rows, _: torch.zeros_like(rows))),
     }
-    for name, (seen, read) in looks.items():
-        yield _looking(at, name, seen, read)
+    for name, (visibility, read) in looks.items():
+        yield _looking(at, name, visibility, read)
     if last := at.last_head:
         yield _looking(at, "the window of the last KV head is one token short", longer(-1), head=last)
 
@@ -234,40 +243,42 @@ Merge = Callable[[Parts], Tensor]
 
 
 def merging(merge: Merge) -> Wrong:
-    """Attention in two parts, in FP32, merged so; with `Parts.merged` it is right."""
+    """Attention in two parts, in FP32, merged so; with `Parts.merge` it is right."""
 
     def attend(call: Call) -> Tensor:
         parts = in_parts(call.q, call.cache, call.layer, call.batch, call.softmax_scale)
-        return call.again() if parts is None else parts.ungrouped(merge(parts)).to(call.q.dtype)
+        return call.again() if parts is None else parts.ungroup_heads(merge(parts)).to(call.q.dtype)
 
     return attend
 
 
-def _unmerged(parts: Parts) -> Tensor:
+def _without_merge(parts: Parts) -> Tensor:
     out, total = parts.sums()
     return (out[0] + out[1]) / (total[0] + total[1])
 
 
-def _averaged(parts: Parts) -> Tensor:
+def _average_parts(parts: Parts) -> Tensor:
     out, total = parts.sums()
     packed, exact = (values / weights.clamp(min=1e-30) for values, weights in zip(out, total, strict=True))
     return torch.where(total[0] == 0, exact, torch.where(total[1] == 0, packed, (packed + exact) / 2))
 
 
-def _of_others(change: Callable[[Parts], dict[str, Tensor]]) -> Merge:
-    return lambda parts: replace(parts, **change(parts)).merged()
+def _merge_with(change: Callable[[Parts], dict[str, Tensor]]) -> Merge:
+    return lambda parts: replace(parts, **change(parts)).merge()
 
 
 _MERGES: dict[str, Merge] = {
-    "tokens of the window are read packed as well": _of_others(lambda p: {"packed": p.packed | p.exact}),
-    "the oldest token of the window counts twice": _of_others(twice),
-    "the token that leaves the window counts nowhere": _of_others(nowhere),
-    "sinks are read packed as well": _of_others(lambda p: {"packed": p.packed | p.exact & p.sinks}),
-    "sinks count nowhere": _of_others(lambda p: {"exact": p.exact & ~(p.sinks & p.packed.any(-1, keepdim=True))}),
-    "packed tokens and the window are merged without the maximum": _unmerged,
-    "packed tokens and the window are averaged": _averaged,
-    "the softmax scale is left out in the window": _of_others(lambda p: {"exact_keys": p.exact_keys * len(p.rotation) ** 0.5}),
-    "a query sees tokens of the window that follow it": _of_others(lambda p: {"exact": p.exact | p.future}),
-    "Q is rotated for the window": _of_others(lambda p: {"exact_keys": p.exact_keys @ p.rotation.T}),
-    "V of the window is taken for rotated": _of_others(lambda p: {"exact_values": p.exact_values @ p.rotation.T}),
+    "tokens of the window are read packed as well": _merge_with(lambda p: {"packed": p.packed | p.exact}),
+    "the oldest token of the window counts twice": _merge_with(twice),
+    "the token that leaves the window counts nowhere": _merge_with(nowhere),
+    "sinks are read packed as well": _merge_with(lambda p: {"packed": p.packed | p.exact & p.sinks}),
+    "sinks count nowhere": _merge_with(lambda p: {"exact": p.exact & ~(p.sinks & p.packed.any(-1, keepdim=True))}),
+    "packed tokens and the window are merged without the maximum": _without_merge,
+    "packed tokens and the window are averaged": _average_parts,
+    "the softmax scale is left out in the window": _merge_with(
+        lambda p: {"exact_keys": p.exact_keys * len(p.rotation) ** 0.5}
+    ),
+    "a query sees tokens of the window that follow it": _merge_with(lambda p: {"exact": p.exact | p.future}),
+    "Q is rotated for the window": _merge_with(lambda p: {"exact_keys": p.exact_keys @ p.rotation.T}),
+    "V of the window is taken for rotated": _merge_with(lambda p: {"exact_values": p.exact_values @ p.rotation.T}),
 }

@@ -36,7 +36,7 @@ from haarkv.validation.fidelity.scores import Partial, Scores, join, nearest_ran
 # stored prefix more often.
 CHUNK = 256
 # Bytes of a window's logits that are kept while caches are scored against them; of a longer one they are made anew each time.
-KEPT_LOGITS = 2**32
+MAX_LOGIT_BYTES = 2**32
 WINDOW = 1024
 GREEDY_PROMPTS, GREEDY_PROMPT_TOKENS, GREEDY_NEW_TOKENS = 16, 128, 64
 
@@ -90,14 +90,14 @@ class Workload:
         return self.tokens[window.begin : window.begin + window.length]
 
     @property
-    def scored(self) -> int:
+    def scored_tokens(self) -> int:
         """Positions that are scored for each cache."""
         return sum(window.length for window in self.windows)
 
     @property
     def steps(self) -> int:
         """Tokens that `OnStep` will have been told of each cache."""
-        return self.scored + len(self.prompts) * self.new_tokens
+        return self.scored_tokens + len(self.prompts) * self.new_tokens
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class FidelityRow:
     greedy_match: float | None
 
     @property
-    def measured(self) -> dict[str, Any]:
+    def measurements(self) -> dict[str, Any]:
         """Sizes and divergences, as plans and calibrations carry them."""
         keys = ("kv", "bytes_per_token", "bits_per_value", "kl_mean", "kl_median", "kl_p999")
         return {key: getattr(self, key) for key in keys}
@@ -190,7 +190,7 @@ def evaluate(
     finally:
         partial.flush()
     size = plan.windows[0].length
-    return [row_of(name, side, size, scores[name], matches[name]) for name, side in setup.caches.items()]
+    return [fidelity_row(name, side, size, scores[name], matches[name]) for name, side in setup.caches.items()]
 
 
 def score_all(
@@ -203,15 +203,17 @@ def score_all(
     """
     scores: dict[str, list[Scores]] = {name: [] for name in caches}
     for number, window in enumerate(plan.windows):
-        exact = Exact(setup.model, setup.base, plan.fed(window), KEPT_LOGITS)
+        exact = Exact(setup.model, setup.base, plan.fed(window), MAX_LOGIT_BYTES)
         for name, (side, first) in caches.items():
-            found = partial.scores(name, number)
-            if found is None:
+            window_scores = partial.scores(name, number)
+            if window_scores is None:
                 # The baseline as one of the caches is what it has just been.
-                own = iter(exact) if side is setup.base else logits_after(setup.model, side, exact.entering(first), first)
-                found = score_window(name, plan, window, exact, own)
-                partial.keep_scores(name, number, found)
-            scores[name].append(found)
+                cache_logits = (
+                    iter(exact) if side is setup.base else logits_after(setup.model, side, exact.entering(first), first)
+                )
+                window_scores = score_window(name, plan, window, exact, cache_logits)
+                partial.keep_scores(name, number, window_scores)
+            scores[name].append(window_scores)
             on_step(f"{name}, window {number + 1} of {len(plan.windows)}", window.length)
     return {name: join(parts) for name, parts in scores.items()}
 
@@ -233,7 +235,7 @@ class Exact:
     def entering(self, layer: int) -> Tensor:
         """[T, hidden] that enters a layer; after the last one, what the head gets."""
         if layer not in self._entering:
-            last = max(known for known in self._entering if known < layer)
+            last = max(known_layer for known_layer in self._entering if known_layer < layer)
             self._entering[layer] = torch.cat(list(run_span(self._side, self._entering[last], range(last, layer))))
         return self._entering[layer]
 
@@ -242,7 +244,7 @@ class Exact:
         if self._kept:
             return iter(self._kept)
         chunks = torch.split(self.entering(self._model.config.num_layers), CHUNK)
-        logits = (head_of(self._model, self._side, hidden) for hidden in chunks)
+        logits = (head_logits(self._model, self._side, hidden) for hidden in chunks)
         if not self._keeps:
             return logits
         self._kept = list(logits)
@@ -250,7 +252,7 @@ class Exact:
 
 
 @torch.inference_mode()
-def head_of(model: DecoderModel, side: Session, hidden: Tensor) -> Tensor:
+def head_logits(model: DecoderModel, side: Session, hidden: Tensor) -> Tensor:
     """Logits [n, vocab] fp32 of final hidden states [n, hidden], by the side's own op table where that runs on the host."""
     ops = side.executor.ops if side.executor.device.type == "cpu" else None
     return model.head(hidden.to(model.weights.lm_head.device), ops or cast(OpTable, reference))
@@ -267,7 +269,7 @@ def logits_after(model: DecoderModel, side: Session, hidden: Tensor, first_layer
     """
     span = range(first_layer, model.config.num_layers)
     for after in run_span(side, hidden, span):
-        yield head_of(model, side, after)
+        yield head_logits(model, side, after)
 
 
 def run_span(side: Session, hidden: Tensor, span: range) -> Iterator[Tensor]:
@@ -300,18 +302,18 @@ def score_window(name: str, plan: Workload, window: Span, base: Iterable[Tensor]
 
 def _in_chunks(pieces: Iterator[Tensor]) -> Iterator[Tensor]:
     """The same rows, `CHUNK` at a time."""
-    held: list[Tensor] = []
+    pending: list[Tensor] = []
     for piece in pieces:
         rest = piece
         while len(rest):
-            room = CHUNK - sum(map(len, held))
-            held.append(rest[:room])
+            room = CHUNK - sum(map(len, pending))
+            pending.append(rest[:room])
             rest = rest[room:]
-            if len(held[-1]) == room:
-                yield held[0] if len(held) == 1 else torch.cat(held)
-                held = []
-    if held:
-        yield torch.cat(held)
+            if len(pending[-1]) == room:
+                yield pending[0] if len(pending) == 1 else torch.cat(pending)
+                pending = []
+    if pending:
+        yield torch.cat(pending)
 
 
 def _greedy(setup: Setup, plan: Workload, partial: Partial, on_step: OnStep) -> Iterator[tuple[str, list[int]]]:
@@ -346,7 +348,7 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def row_of(name: str, side: Session, tokens: int, scores: Scores, matches: Sequence[int] = ()) -> FidelityRow:
+def fidelity_row(name: str, side: Session, tokens: int, scores: Scores, matches: Sequence[int] = ()) -> FidelityRow:
     """The figures of a cache.
 
     Args:

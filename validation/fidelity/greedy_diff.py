@@ -27,7 +27,7 @@ Candidate = tuple[int, float]
 
 
 @dataclass(frozen=True)
-class Scored:
+class PositionScore:
     """What A and B predict after the same tokens.
 
     Attributes:
@@ -95,7 +95,7 @@ class Divergence:
     position: int
     token_a: int
     token_b: int
-    scored: Scored
+    scores: PositionScore
     near_tie: bool
 
 
@@ -113,7 +113,7 @@ class PromptDiff:
     b: Completion
     text_a: str
     text_b: str
-    scored: list[Scored]
+    scores: list[PositionScore]
     divergence: Divergence | None
 
 
@@ -140,8 +140,8 @@ class GreedyDiff:
     @property
     def first_divergence(self) -> Divergence | None:
         """The earliest divergence that is not a near tie; the earliest near tie if there are only such; else None."""
-        found = [prompt.divergence for prompt in self.prompts if prompt.divergence]
-        return min(found, key=lambda d: (d.near_tie, d.position, d.prompt), default=None)
+        divergences = [prompt.divergence for prompt in self.prompts if prompt.divergence]
+        return min(divergences, key=lambda d: (d.near_tie, d.position, d.prompt), default=None)
 
     @property
     def faulty(self) -> bool:
@@ -181,58 +181,64 @@ def greedy_diff(
     )
     # The last token has been predicted and not been fed, unless another one ended the text after it.
     fed = [c.token_ids if c.finish == "eos" else c.token_ids[:-1] for c in a.completions]
-    scored = teacher_forced(side_a, side_b, side_a.encode(prompts), fed, lambda: on_step("both are fed A's tokens"))
+    position_scores = teacher_forced(side_a, side_b, side_a.encode(prompts), fed, lambda: on_step("both are fed A's tokens"))
     eos = side_a.tokenizer.eos_token_ids
     rows = [
         PromptDiff(
-            prompt, a.completions[i], b.completions[i], a.texts[i], b.texts[i], scored[i],
-            _divergence(i, a.completions[i], b.completions[i], scored[i], eos, bound, same_format),
+            prompt, a.completions[i], b.completions[i], a.texts[i], b.texts[i], position_scores[i],
+            _divergence(i, a.completions[i], b.completions[i], position_scores[i], eos, bound, same_format),
         )
         for i, prompt in enumerate(prompts)
     ]  # fmt: skip
     near_ties, unexplained = 0, []
     for index, row in enumerate(rows):
-        for position, now in enumerate(row.scored):
+        for position, now in enumerate(row.scores):
             if same_format and not now.agrees and _is_near_tie(now, bound):
                 near_ties += 1
             elif not now.agrees:
                 unexplained.append((index, position))
-    fidelity = summarize([position for row in rows for position in row.scored])
+    fidelity = summarize([position for row in rows for position in row.scores])
     return GreedyDiff(name_a, name_b, same_format, rows, fidelity, near_ties, unexplained)
 
 
-def _is_near_tie(scored: Scored, bound: float) -> bool:
+def _is_near_tie(position_score: PositionScore, bound: float) -> bool:
     # Not A's two best, which may tie while B takes a third token; and on both sides, for B may be far off where A ties.
-    return max(scored.gap_a, scored.gap_b) <= bound * scored.spread
+    return max(position_score.gap_a, position_score.gap_b) <= bound * position_score.spread
 
 
 def _divergence(
-    prompt: int, a: Completion, b: Completion, scored: Sequence[Scored], eos: Collection[int], bound: float, same_format: bool
+    prompt: int,
+    a: Completion,
+    b: Completion,
+    position_scores: Sequence[PositionScore],
+    eos: Collection[int],
+    bound: float,
+    same_format: bool,
 ) -> Divergence | None:
     """Where two completions part; whatever each side chose after the same tokens it must choose again when it is fed them."""
-    found = None
-    for position, now in enumerate(scored):
+    divergence = None
+    for position, now in enumerate(position_scores):
         tolerance = bound * now.spread
-        token_a = _chosen(a, position, now.top_a, eos, tolerance, f"side A, prompt {prompt + 1}")
-        if found:
+        token_a = _generated_token(a, position, now.top_a, eos, tolerance, f"side A, prompt {prompt + 1}")
+        if divergence:
             continue
-        token_b = _chosen(b, position, now.top_b, eos, tolerance, f"side B, prompt {prompt + 1}")
+        token_b = _generated_token(b, position, now.top_b, eos, tolerance, f"side B, prompt {prompt + 1}")
         if token_a != token_b:
-            found = Divergence(prompt, position, token_a, token_b, now, same_format and _is_near_tie(now, bound))
-    return found
+            divergence = Divergence(prompt, position, token_a, token_b, now, same_format and _is_near_tie(now, bound))
+    return divergence
 
 
-def _chosen(
+def _generated_token(
     completion: Completion, position: int, top: Sequence[Candidate], eos: Collection[int], tolerance: float, who: str
 ) -> int:
     """The token that a side chose when it generated, the end of text included.
 
     What runs beside a sequence may differ between the two runs, so that a tie may fall the other way; nothing else may.
     """
-    ended = position == len(completion.token_ids)
-    wanted = eos if ended else (completion.token_ids[position],)
+    at_end = position == len(completion.token_ids)
+    candidate_ids = eos if at_end else (completion.token_ids[position],)
     for token, logit in top:
-        if token in wanted and top[0][1] - logit <= tolerance:
+        if token in candidate_ids and top[0][1] - logit <= tolerance:
             return token
     raise InputError(
         f"{who}, new token {position + 1}: when fed the same tokens again, it chooses another; "
@@ -241,7 +247,7 @@ def _chosen(
 
 
 # -- Two sides fed the same tokens -------------------------------------------------------------------------------------------
-def score(a: Tensor, b: Tensor) -> Scored:
+def score(a: Tensor, b: Tensor) -> PositionScore:
     """Compare two predictions of one position.
 
     The divergence is KL(A || B) of softmax(a) and softmax(b), in float64.
@@ -258,7 +264,7 @@ def score(a: Tensor, b: Tensor) -> Scored:
     require_finite(a, b)
     log_p, log_q = a.log_softmax(-1), b.log_softmax(-1)
     top_a, top_b = _best(a), _best(b)
-    return Scored(
+    return PositionScore(
         top_a=top_a,
         top_b=top_b,
         kl=float(kl_divergence(log_p, log_q)),
@@ -281,7 +287,7 @@ def teacher_forced(
     prompts: Sequence[Sequence[int]],
     fed: Sequence[Sequence[int]],
     on_position: Callable[[], None] = lambda: None,
-) -> list[list[Scored]]:
+) -> list[list[PositionScore]]:
     """Feed both sides the same prompts and tokens, each with its own cache, and compare what they predict.
 
     The steps are generation's: all prompts prefilled together, then one decode step a token; a sequence leaves the batch
@@ -292,12 +298,12 @@ def teacher_forced(
     Returns:
         for each prompt the `len(fed) + 1` positions after it and after each token that follows.
     """
-    scored: list[list[Scored]] = [[] for _ in prompts]
+    position_scores: list[list[PositionScore]] = [[] for _ in prompts]
     for (rows, a), (_, b) in zip(_steps(side_a, prompts, fed), _steps(side_b, prompts, fed), strict=True):
-        for index, of_a, of_b in zip(rows, a, b, strict=True):
-            scored[index].append(score(of_a, of_b))
+        for index, logits_a, logits_b in zip(rows, a, b, strict=True):
+            position_scores[index].append(score(logits_a, logits_b))
             on_position()
-    return scored
+    return position_scores
 
 
 def _steps(
@@ -319,16 +325,16 @@ def _steps(
         logits = run_phase(side.executor, "decode", token_ids, batch, cache)
 
 
-def summarize(scored: Sequence[Scored]) -> Fidelity:
+def summarize(position_scores: Sequence[PositionScore]) -> Fidelity:
     """Agreement, divergence and logit errors over scored positions, at least one."""
-    kl = sorted(position.kl for position in scored)
+    kl = sorted(position.kl for position in position_scores)
     return Fidelity(
-        positions=len(scored),
-        top1_agreement=sum(position.agrees for position in scored) / len(scored),
+        positions=len(position_scores),
+        top1_agreement=sum(position.agrees for position in position_scores) / len(position_scores),
         kl_mean=statistics.fmean(kl),
         kl_median=statistics.median(kl),
         kl_p999=nearest_rank(kl, 999),
-        logit_error=max(position.logit_error for position in scored),
+        logit_error=max(position.logit_error for position in position_scores),
         # One token to choose from has no spread, and no error that could matter.
-        relative_logit_error=max(position.logit_error / (position.spread or 1.0) for position in scored),
+        relative_logit_error=max(position.logit_error / (position.spread or 1.0) for position in position_scores),
     )

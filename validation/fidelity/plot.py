@@ -81,8 +81,8 @@ def svg(rows: Sequence[FidelityRow], title: str) -> str:
     as is a divergence of 0, which no logarithm shows.
     """
     # 16 bits a value is what bf16 takes, whether or not it is a row.
-    shown = [row for row in rows if row.bits_per_value < 16 and row.kl_mean > 0]
-    front = pareto_front(shown)
+    plotted_rows = [row for row in rows if row.bits_per_value < 16 and row.kl_mean > 0]
+    front = pareto_front(plotted_rows)
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
@@ -91,17 +91,17 @@ def svg(rows: Sequence[FidelityRow], title: str) -> str:
             [row.bytes_per_token for row in front], [row.kl_mean for row in front],
             color=_ON, linewidth=1.2, label="Pareto front", zorder=2,
         )  # fmt: skip
-        for row in shown:
+        for row in plotted_rows:
             color, style = (_ON, "full") if row in front else (_OFF, "none")
             axes.plot(row.bytes_per_token, row.kl_mean, "o", color=color, fillstyle=style, markersize=6, zorder=3)
         if rows:
             bf16 = 16 * rows[0].bytes_per_token / rows[0].bits_per_value
             axes.axvline(bf16, color=_OFF, linestyle=":", linewidth=1.2, label="bf16 (KL 0)")
-            _ticks(axes, bf16, min([row.bytes_per_token for row in shown], default=bf16))
+            _ticks(axes, bf16, min([row.bytes_per_token for row in plotted_rows], default=bf16))
         axes.margins(0.08)
         axes.legend(frameon=False, loc="lower left")
-        named = sorted(shown, key=lambda row: (row.kl_mean, row.kv))
-        dark = [(r.bytes_per_token, r.kl_mean, r.kv, "#222222" if r in front else "#5b6470") for r in named]
+        sorted_rows = sorted(plotted_rows, key=lambda row: (row.kl_mean, row.kv))
+        dark = [(r.bytes_per_token, r.kl_mean, r.kv, "#222222" if r in front else "#5b6470") for r in sorted_rows]
         write_names(axes, dark, fontsize=9)
 
     return drawn_as_svg((7.6, 5.0), draw)
@@ -129,20 +129,20 @@ def write_names(axes: Axes, points: Sequence[tuple[float, float, str, str]], fon
     marks = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in (axes.transData.transform(point[:2]) for point in points)]
     lines = [axes.transData.transform_path(line.get_path()) for line in axes.lines if line.get_linestyle() == "-"]
     legend = axes.get_legend()
-    taken = [*marks, *([legend.get_window_extent()] if legend else [])]
+    occupied_boxes = [*marks, *([legend.get_window_extent()] if legend else [])]
     for (left, height, name, color), mark in zip(points, marks, strict=True):
         label = axes.annotate(
             name, (left, height), xytext=(0, 0), textcoords="offset points", va="center", fontsize=fontsize, color=color,
             annotation_clip=False,
         )  # fmt: skip
 
-        def met(place: tuple[float, float, str], label: Annotation = label, mark: Bbox = mark) -> int:
+        def count_overlaps_at(place: tuple[float, float, str], label: Annotation = label, mark: Bbox = mark) -> int:
             label.set(position=place[:2], ha=place[2])
             box = label.get_window_extent()
             outside = not all(axes.bbox.contains(*corner) for corner in box.corners())
-            crossed = sum(line.intersects_bbox(box, filled=False) for line in lines)
-            return box.count_overlaps([other for other in taken if other is not mark]) + crossed + outside
+            crossings = sum(line.intersects_bbox(box, filled=False) for line in lines)
+            return box.count_overlaps([other for other in occupied_boxes if other is not mark]) + crossings + outside
 
-        x, y, side = min(_PLACES, key=met)  # of equals the first
+        x, y, side = min(_PLACES, key=count_overlaps_at)  # of equals the first
         label.set(position=(x, y), ha=side)
-        taken.append(label.get_window_extent())
+        occupied_boxes.append(label.get_window_extent())

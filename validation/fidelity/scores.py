@@ -141,19 +141,19 @@ class Partial:
                 raise InputError(f"--resume: its {name} had other code or tables; begin a new file")
 
     def scores(self, name: str, window: int) -> Scores | None:
-        found = {field.name: self._tensors.get(f"{window} {field.name} {name}") for field in fields(Scores)}
-        return None if None in found.values() else Scores(**cast(dict[str, Tensor], found))
+        tensors = {field.name: self._tensors.get(f"{window} {field.name} {name}") for field in fields(Scores)}
+        return None if None in tensors.values() else Scores(**cast(dict[str, Tensor], tensors))
 
     def keep_scores(self, name: str, window: int, scores: Scores) -> None:
         self._tensors |= {f"{window} {field} {name}": tensor for field, tensor in vars(scores).items()}
-        self._changed()
+        self._mark_unsaved()
 
     def matches(self, name: str) -> list[int] | None:
         return self._caches.get(name, {}).get("matches")
 
     def keep_matches(self, name: str, matches: list[int]) -> None:
         self._caches.setdefault(name, {})["matches"] = matches
-        self._changed()
+        self._mark_unsaved()
 
     def flush(self) -> None:
         if self._path and self._unsaved:
@@ -161,7 +161,7 @@ class Partial:
             artifact.write(self._path, SCORES, metadata, self._tensors)
             self._unsaved, self._saved_at = False, time.monotonic()
 
-    def _changed(self) -> None:
+    def _mark_unsaved(self) -> None:
         self._unsaved = True
         if time.monotonic() - self._saved_at >= _SAVE_EVERY_S:
             self.flush()

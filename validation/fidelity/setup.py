@@ -32,7 +32,7 @@ BASELINE = "bf16"
 
 
 def parse_list(
-    specs: Sequence[str], learned: Calibration | None = None, taken: Callable[[str], bool] = lambda _: False
+    specs: Sequence[str], calibration: Calibration | None = None, accepts: Callable[[str], bool] = lambda _: False
 ) -> list[str]:
     """Names of caches from lists of formats.
 
@@ -44,24 +44,24 @@ def parse_list(
     ['bf16', 'k=tq8,v=tq4', 'tq2']
 
     Args:
-        taken: whether a part is taken as it stands, as the caller's own.
+        accepts: whether a part is taken as it stands, as the caller's own.
     Returns:
         as `formats.describe` writes them, each once, in the order given.
     Raises:
         InputError: half a pair, an empty part, or what `formats.parse` refuses.
     """
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for spec in specs:
         parts = iter(part.strip() for part in spec.split(","))
         for part in parts:
             whole = f"{part},{next(parts, '')}" if "=" in part else part
             if not part or whole.endswith(","):
                 raise InputError(f"cannot read --kv {spec!r}; write formats with commas between, each NAME or k=NAME,v=NAME")
-            named = taken(whole) or (
-                learned is None and formats.needs_calibration(whole)
+            keep_name = accepts(whole) or (
+                calibration is None and formats.needs_calibration(whole)
             )  # whoever builds the cache has its coordinates
-            found[whole if named else formats.describe(*formats.parse(whole, learned))] = None
-    return list(found)
+            names[whole if keep_name else formats.describe(*formats.parse(whole, calibration))] = None
+    return list(names)
 
 
 def load_setup(
@@ -94,35 +94,41 @@ def load_setup(
         InputError: whatever of this does not exist or does not fit together.
     """
     config, spec = read_config(model, layers), spec or KVSpec()
-    wanted = {kv: plan_for(replace(spec, kv=kv), config) for kv in kvs} | {
+    plans_by_name = {kv: plan_for(replace(spec, kv=kv), config) for kv in kvs} | {
         n: plan_for(s, config) for n, s in (plans or {}).items()
     }
-    must_read = list((wanted or _all(config, spec)).values())
+    must_read = list((plans_by_name or _all(config, spec)).values())
     default = formats.names()[0]
     try:
         executor = catalog.select(executor, config, must_read, device=device, dtype=dtype).name
     except InputError:
-        if wanted or device is None:
+        if plans_by_name or device is None:
             raise
         # No format was asked for: whoever runs on that device with the default one is measured with those that it reads.
         executor = catalog.select(
             executor, config, [plan_for(replace(spec, kv=default), config)], device=device, dtype=dtype
         ).name
-    kept = catalog.info(executor).block_types()  # whoever multiplies with a file's blocks is measured with these products
-    loaded = load_model(model, dtype or catalog.info(executor).dtype, layers, progress, keep_blocks=kept)
-    if learned := [each for each in (spec, *(plans or {}).values()) if each.weights]:
-        weights = fingerprint(loaded.weights.named())
-        for each in learned:
+    block_types = catalog.info(
+        executor
+    ).block_types()  # whoever multiplies with a file's blocks is measured with these products
+    loaded_model = load_model(model, dtype or catalog.info(executor).dtype, layers, progress, keep_blocks=block_types)
+    if learned_specs := [each for each in (spec, *(plans or {}).values()) if each.weights]:
+        weights = fingerprint(loaded_model.weights.named())
+        for each in learned_specs:
             each.require_weights(weights)
     uneven: tuple[balancing.Uneven, ...] = ()
     if balance and not any(s.calibration for s in (spec, *(plans or {}).values())):
-        balanced = balancing.balance(loaded)  # the baseline in bf16 computes the same bits
-        loaded, uneven = balanced.model, balanced.uneven
-    tokenizer, config = load_tokenizer(model, loaded.config), loaded.config
+        balance_result = balancing.balance(loaded_model)  # the baseline in bf16 computes the same bits
+        loaded_model, uneven = balance_result.model, balance_result.uneven
+    tokenizer, config = load_tokenizer(model, loaded_model.config), loaded_model.config
     # One executor serves every cache; the default format stands for the others until they are known.
-    runner = catalog.create(executor, loaded, next(iter(wanted.values()), plan_for(KVSpec(default), config)), device)
-    wanted = wanted or {name: plan for name, plan in _all(config, spec).items() if runner.supports(config, plan) is None}
-    for plan in wanted.values():
+    runner = catalog.create(
+        executor, loaded_model, next(iter(plans_by_name.values()), plan_for(KVSpec(default), config)), device
+    )
+    plans_by_name = plans_by_name or {
+        name: plan for name, plan in _all(config, spec).items() if runner.supports(config, plan) is None
+    }
+    for plan in plans_by_name.values():
         if reason := runner.supports(config, plan):
             raise InputError(f"executor {executor} cannot run this: {reason}")
 
@@ -131,13 +137,13 @@ def load_setup(
 
     bf16 = plan_for(KVSpec(BASELINE), config)
     without = runner.supports(config, bf16)
-    base = session(catalog.create("reference", loaded, bf16) if without else runner, bf16)
-    caches = {name: session(runner, plan) for name, plan in wanted.items()}
+    base = session(catalog.create("reference", loaded_model, bf16) if without else runner, bf16)
+    caches = {name: session(runner, plan) for name, plan in plans_by_name.items()}
     if BASELINE in caches:
         caches[BASELINE] = base
     # Layers run where they are; embedding and head where the baseline is.
-    ends = replace(loaded, weights=replace(loaded.weights, layers=())).to(base.executor.device)
-    return Setup(ends, base, caches, fingerprint(loaded.weights.named()), uneven)
+    ends = replace(loaded_model, weights=replace(loaded_model.weights, layers=())).to(base.executor.device)
+    return Setup(ends, base, caches, fingerprint(loaded_model.weights.named()), uneven)
 
 
 def _all(config: ModelConfig, spec: KVSpec) -> dict[str, KVPlan]:
@@ -172,12 +178,12 @@ def cache_fingerprint(side: Session) -> str:
     digest.update(side.plan.describe().encode())
     for kv_format in side.plan.formats:
         vectors = x if kv_format.group_tokens == 1 else x.repeat(kv_format.group_tokens // len(x), 1)
-        stored = kv_format.quantize(vectors, 0)
-        for name, tensor in sorted(stored.items()):
+        stored_fields = kv_format.quantize(vectors, 0)
+        for name, tensor in sorted(stored_fields.items()):
             digest.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
         # Restored numbers may differ in their last bits from machine to machine; four digits of their sum do not.
-        restored = kv_format.dequantize(stored, 0).double()
-        digest.update(f"{(restored * vectors.double()).sum().item():.4g}".encode())
+        decoded_vectors = kv_format.dequantize(stored_fields, 0).double()
+        digest.update(f"{(decoded_vectors * vectors.double()).sum().item():.4g}".encode())
     return digest.hexdigest()[:16]
 
 
@@ -272,18 +278,18 @@ def load_contenders(
     only_reference = {side_a.executor, side_b.executor} == {"reference"}
 
     @cache
-    def loaded(kept: tuple[str, ...]) -> DecoderModel:
-        return load_model(model, dtype, layers, progress, keep_blocks=kept)
+    def model_with_blocks(block_types: tuple[str, ...]) -> DecoderModel:
+        return load_model(model, dtype, layers, progress, keep_blocks=block_types)
 
     @cache
-    def balanced(kv: str, kept: tuple[str, ...]) -> tuple[KVPlan, balancing.Balanced]:
-        plan = plan_for(replace(spec, kv=kv), loaded(kept).config)
-        return plan, balanced_for(loaded(kept), plan, spec, balance)
+    def balanced_model(kv: str, block_types: tuple[str, ...]) -> tuple[KVPlan, balancing.BalancedModel]:
+        plan = plan_for(replace(spec, kv=kv), model_with_blocks(block_types).config)
+        return plan, balanced_for(model_with_blocks(block_types), plan, spec, balance)
 
     def session(side: Contender) -> Session:
-        plan, found = balanced(side.kv, catalog.info(side.executor).block_types())
+        plan, balance_result = balanced_model(side.kv, catalog.info(side.executor).block_types())
         where = device if only_reference or side.executor != "reference" else None
-        executor = catalog.create(side.executor, found.model, plan, where)
-        return Session(model, found.model.config, executor, tokenizer, plan, uneven=found.uneven)
+        executor = catalog.create(side.executor, balance_result.model, plan, where)
+        return Session(model, balance_result.model.config, executor, tokenizer, plan, uneven=balance_result.uneven)
 
     return session(side_a), session(side_b)

@@ -99,6 +99,6 @@ def ascend_metrics(theirs: Tensor, ours: Tensor) -> dict[str, float | str]:
 
 def _as_distribution(x: Tensor) -> Tensor:
     span = x.max() - x.min()
-    scaled = (x - x.min()) / span if span != 0 else x
-    scaled = scaled.clamp(min=_FP32_EPS)
-    return scaled / scaled.sum()
+    distribution = (x - x.min()) / span if span != 0 else x
+    distribution = distribution.clamp(min=_FP32_EPS)
+    return distribution / distribution.sum()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from haarkv.engine.generation import PREFILL_CHUNK
-from haarkv.models.balance import folded
+from haarkv.models.balance import fold_scales
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
 from haarkv.models.text import Tokenizer
@@ -24,15 +24,15 @@ from haarkv.models.tiny_qwen3.corpus import held_out_texts
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.formats import KVFormat
-from haarkv.tq_ops.formats.base import lengths_of
+from haarkv.tq_ops.formats.base import vector_lengths
 from haarkv.tq_ops.formats.stretches import STRETCH
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KEPT_CHUNK, blocks_for
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, WINDOW_CHUNK, blocks_for
 from haarkv.tq_ops.table import OpTable
-from haarkv.validation.layers.forward import MadeLayer, Schedule
+from haarkv.validation.layers.forward import LayerRecord, Schedule
 from haarkv.validation.layers.parts import new_cache
-from haarkv.validation.layers.record import watched
+from haarkv.validation.layers.record import observe_vectors
 
 STATE_READ = "a state that an earlier forward left"
 OTHER_STATE = "another state of as many tokens in its place (a prefix that is reused)"
@@ -61,15 +61,15 @@ class Exercise:
         self._shortest, self._longest = float("inf"), 0.0
         self._states = self._read_back = False
 
-    def saw(self, made: MadeLayer) -> None:
+    def saw(self, record: LayerRecord) -> None:
         """Note the vectors [T, Hkv, D] that a layer stores, of which a format without loss has no scale; or a state."""
-        if made.kv is None:
+        if record.kv is None:
             self._states = True
-            self._read_back |= bool((made.batch.seq_lens > made.batch.query_start_loc.diff()).any())
+            self._read_back |= bool((record.batch.seq_lens > record.batch.query_start_loc.diff()).any())
             return
-        for kv_format, x in zip((self._plan.k(made.index), self._plan.v(made.index)), made.kv, strict=True):
+        for kv_format, x in zip((self._plan.k(record.index), self._plan.v(record.index)), record.kv, strict=True):
             if kv_format.lossy:
-                lengths = lengths_of(x)
+                lengths = vector_lengths(x)
                 self._shortest = min(self._shortest, float(lengths.min()))
                 self._longest = max(self._longest, float(lengths.max()))
 
@@ -79,10 +79,10 @@ class Exercise:
         Args:
             over_others: layers that ran over another state than their own as well.
         """
-        places = self._decoded()
+        places = self._decode_positions()
         longest = max(self._lengths) + Schedule.more(self._steps)
         blocks, chunk = [blocks_for(length) for length in self._lengths], self._chunk
-        found = {
+        coverage = {
             "a second layer": len(self._plan.layers) > 1,
             "a second sequence": len(self._lengths) > 1,
             "padding (sequences of unequally many blocks)": len(set(blocks)) > 1,
@@ -97,20 +97,20 @@ class Exercise:
         }
         if size := self._decode_step:
             keys = [n + step + 1 for n in self._lengths for step in places]
-            found[f"decode over a second step of keys (over {size:,} tokens)"] = max(keys, default=0) > size
+            coverage[f"decode over a second step of keys (over {size:,} tokens)"] = max(keys, default=0) > size
         if self._plan.by_stretches:
-            found[f"keys of a second stretch (over {STRETCH:,} tokens)"] = longest > STRETCH
+            coverage[f"keys of a second stretch (over {STRETCH:,} tokens)"] = longest > STRETCH
         if self._states:
-            found |= {STATE_READ: self._read_back, OTHER_STATE: over_others > 0}
+            coverage |= {STATE_READ: self._read_back, OTHER_STATE: over_others > 0}
         if any(kv_format.lossy for kv_format in self._plan.formats):
-            found |= {TINY_SCALES: self._shortest < TINY, HUGE_SCALES: self._longest > HUGE}
-        return found | self._of_windows()
+            coverage |= {TINY_SCALES: self._shortest < TINY, HUGE_SCALES: self._longest > HUGE}
+        return coverage | self._window_coverage()
 
-    def _decoded(self) -> list[int]:
+    def _decode_positions(self) -> list[int]:
         """Which token behind its prompt each decode step stores, from 0; the one before the last is the first of a verify."""
         return [*range(self._steps), self._steps + 1] if self._steps else []
 
-    def _of_windows(self) -> dict[str, bool]:
+    def _window_coverage(self) -> dict[str, bool]:
         """What tokens in BF16 add, where there are some."""
         plan, chunk = self._plan, self._chunk
         lossy = [kv_format for kv_format in plan.formats if plan.keeps(kv_format)]
@@ -119,14 +119,14 @@ class Exercise:
             for n in self._lengths
             for begin, end in (
                 *((begin, min(begin + chunk, n)) for begin in range(0, n, chunk)),
-                *((n + step, n + step + 1) for step in self._decoded()),
+                *((n + step, n + step + 1) for step in self._decode_positions()),
             )
         ]
-        found: dict[str, bool] = {}
+        coverage: dict[str, bool] = {}
         for tail in sorted({plan.tail(kv_format) for kv_format in lossy} - {0}):
-            ring = next(plan.ring_tokens(kv_format, KEPT_CHUNK) for kv_format in lossy if plan.tail(kv_format) == tail)
+            ring = next(plan.ring_tokens(kv_format, WINDOW_CHUNK) for kv_format in lossy if plan.tail(kv_format) == tail)
             words = f"a tail of {tail}"
-            found |= {
+            coverage |= {
                 f"{words} that is not full": tail == 1 or any(end < tail for _, end in forwards),
                 f"{words} that is just full": any(end == tail for _, end in forwards),
                 f"{words} with one token beyond it": any(end == tail + 1 for _, end in forwards),
@@ -135,11 +135,11 @@ class Exercise:
                 f"a decode step beyond {words}": any(end == begin + 1 and end == tail + 1 for begin, end in forwards),
             }
         if plan.sink and lossy:
-            found["sinks that an earlier forward stored"] = any(begin >= plan.sink for begin, _ in forwards)
-        return found
+            coverage["sinks that an earlier forward stored"] = any(begin >= plan.sink for begin, _ in forwards)
+        return coverage
 
 
-def chosen_prompts(
+def covering_prompts_for(
     tokenizer: Tokenizer, config: ModelConfig, plan: KVPlan, steps: int, decode_step: int | None = None
 ) -> list[list[int]]:
     """Token ids of prompts that exercise everything but scales: a full block, one token more, and more than one chunk.
@@ -161,7 +161,7 @@ def chosen_prompts(
         raise InputError(f"the context of {context} tokens is too short for a prompt and {steps} steps; lower --steps")
     tails = {plan.tail(kv_format) for kv_format in plan.formats if plan.keeps(kv_format)} - {0}
     # Decode takes each tail from not full to beyond it.
-    within = [max(tail - 1, 1) for tail in sorted(tails)]
+    tail_lengths = [max(tail - 1, 1) for tail in sorted(tails)]
     longest = max(
         [
             PREFILL_CHUNK + 3,
@@ -170,7 +170,7 @@ def chosen_prompts(
             *(tail + BLOCK_SIZE + 1 for tail in tails),
         ]
     )
-    lengths = [min(length, room) for length in (BLOCK_SIZE, BLOCK_SIZE + 1, *within, longest)]
+    lengths = [min(length, room) for length in (BLOCK_SIZE, BLOCK_SIZE + 1, *tail_lengths, longest)]
     text = "".join(islice(held_out_texts().values(), 4))
     ids = cycle(tokenizer.encode(text[: _CHARACTERS * sum(lengths)]))
     return [list(islice(ids, length)) for length in lengths]
@@ -183,7 +183,7 @@ _CHARACTERS = 20
 # -- Lengths that ordinary models never reach --------------------------------------------------------------------------
 _SHORTEST, _LONGEST = 2.0**-8, 2.0**13
 """Where tiny vectors begin and huge ones end: their scales are normal FP16 numbers, with room beside them."""
-_KEPT = 0.05
+_LENGTH_TOLERANCE = 0.05
 """Of its length that a vector may lose where its format still has a scale for it."""
 
 
@@ -196,7 +196,7 @@ def with_extreme_scales(model: DecoderModel, plan: KVPlan, token_ids: Sequence[i
             no such lengths.
         token_ids: of one prompt, whose K and V are scaled to the ends of the range.
     """
-    kv = _stored_by(model, plan, token_ids)
+    kv = _layer_kv(model, plan, token_ids)
     layers = []
     for index, layer in enumerate(model.weights.layers):
         if index not in kv:  # it keeps a state
@@ -205,26 +205,26 @@ def with_extreme_scales(model: DecoderModel, plan: KVPlan, token_ids: Sequence[i
         for side, kv_format, x in (("K", plan.k(index), kv[index][0]), ("V", plan.v(index), kv[index][1])):
             tiny = (index % 2 == 0) == (side == "K")
             exponent = _exponent(kv_format, index, x, tiny)
-            layer = folded(layer, side, torch.full(x.shape[1:], 2.0**exponent))
+            layer = fold_scales(layer, side, torch.full(x.shape[1:], 2.0**exponent))
         layers.append(layer)
     return replace(model, weights=replace(model.weights, layers=tuple(layers)))
 
 
-def _stored_by(model: DecoderModel, plan: KVPlan, token_ids: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
+def _layer_kv(model: DecoderModel, plan: KVPlan, token_ids: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
     """K and V [T, Hkv, D] of each layer that has them."""
-    found: list[tuple[Tensor, Tensor]] = []
-    ops = watched(cast(OpTable, reference), lambda k, v: found.append((k, v)))
+    kv_pairs: list[tuple[Tensor, Tensor]] = []
+    ops = observe_vectors(cast(OpTable, reference), lambda k, v: kv_pairs.append((k, v)))
     cache = new_cache(plan, model.config, blocks_for(len(token_ids)))
     paging = PagedSequences(cache.num_blocks, cache.block_size)
     batch = paging.batch([paging.add()], [len(token_ids)])
     model.layers(model.embed(torch.tensor(token_ids)), range(model.config.num_layers), batch, cache, ops)
     having = [index for index, shape in enumerate(model.config.kv_shapes) if shape is not None]
-    return dict(zip(having, found, strict=True))
+    return dict(zip(having, kv_pairs, strict=True))
 
 
 def _exponent(kv_format: KVFormat, layer: int, x: Tensor, tiny: bool) -> int:
     """Of the power of two that takes vectors [T, Hkv, D] as far as the format goes."""
-    lengths = lengths_of(x)
+    lengths = vector_lengths(x)
     if not kv_format.lossy or not (lengths > 0).any():
         return 0
     if tiny:
@@ -240,8 +240,8 @@ def _holds(kv_format: KVFormat, layer: int, x: Tensor) -> bool:
     """Whether a format stores vectors [T, Hkv, D] at about their length."""
     x = x.transpose(0, 1)
     try:
-        restored = lengths_of(kv_format.dequantize(kv_format.quantize(x, layer), layer))
+        decoded_lengths = vector_lengths(kv_format.dequantize(kv_format.quantize(x, layer), layer))
     except NonFiniteError:
         return False
-    lengths = lengths_of(x)
-    return bool(((restored - lengths).abs() <= _KEPT * lengths).all())
+    lengths = vector_lengths(x)
+    return bool(((decoded_lengths - lengths).abs() <= _LENGTH_TOLERANCE * lengths).all())

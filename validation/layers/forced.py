@@ -12,13 +12,13 @@ from torch import Tensor
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation import bounds
-from haarkv.validation.layers.forward import MadeLayer
-from haarkv.validation.layers.honest_runs import HonestRuns, Known
+from haarkv.validation.layers.forward import LayerRecord
+from haarkv.validation.layers.honest_runs import HonestCache, HonestRuns
 from haarkv.validation.layers.judge import (
     guilty_head,
     hidden_figures,
     in_whole,
-    judge_strays,
+    judge_stray_writes,
     stored_figures,
     verdicts,
 )
@@ -26,21 +26,21 @@ from haarkv.validation.layers.null import (
     Figure,
     Null,
     Sums,
-    collected,
+    collect_sums,
 )
-from haarkv.validation.layers.parts import Stored, take
+from haarkv.validation.layers.parts import Snapshot, take
 from haarkv.validation.layers.record import Call, replay
 from haarkv.validation.layers.reference import Reference
-from haarkv.validation.layers.report import Measured, Verdict, first
-from haarkv.validation.layers.states import STATE, compare_states, state_of
-from haarkv.validation.layers.trial import WITHIN_ROUNDING, Outcome, Repeats, Run, Strays, Trial
+from haarkv.validation.layers.report import Measurement, Verdict, first
+from haarkv.validation.layers.states import STATE, compare_states, recurrent_state
+from haarkv.validation.layers.trial import WITHIN_ROUNDING, CandidateRunner, Outcome, Repeats, Run, StrayWrites
 
 _FEW = 8
 """New tokens of a sequence up to which a layer runs again over another state."""
 
 
 @dataclass(frozen=True)
-class Judged:
+class LayerJudgment:
     """What was found of one layer.
 
     Attributes:
@@ -57,124 +57,131 @@ class Judged:
     run: Run
 
 
-class Forced:
+class TeacherForced:
     """Runs and judges layers one by one.
 
     Args:
-        trial: the candidate.
+        candidate: runs on trial.
         ops: its op table; None if its layers are programs.
         repeats: runs of each layer beside the first, to be held against it.
-        known: what honest runs of the same forwards gave before; is added to.
+        honest_cache: what honest runs of the same forwards gave before; is added to.
     Attributes:
         over_others: layers that ran over another state than their own as well, and gave what follows from it.
     """
 
     def __init__(
-        self, reference: Reference, trial: Trial, ops: OpTable | None, repeats: int = 0, known: Known | None = None
+        self,
+        reference: Reference,
+        candidate: CandidateRunner,
+        ops: OpTable | None,
+        repeats: int = 0,
+        honest_cache: HonestCache | None = None,
     ) -> None:
-        self.reference, self.trial, self.ops = reference, trial, ops
-        self.honest = HonestRuns(reference, known)
+        self.reference, self.candidate, self.ops = reference, candidate, ops
+        self.honest = HonestRuns(reference, honest_cache)
         self.rounds = reference.model.dtype != torch.float32
         self.repeats = Repeats(repeats)
         self.over_others = 0
         self.nulls: dict[str, dict[int, Null]] = {drive: defaultdict(Null) for drive in ("ops", "layers")}
 
-    def layer(self, made: MadeLayer, bad: Stored) -> Judged:
+    def layer(self, record: LayerRecord, bad: Snapshot) -> LayerJudgment:
         """Run and judge one layer.
 
         Args:
             bad: what the places of its tokens hold before.
         """
-        found = self._ops(made, bad)
-        run = self.run(made, bad)
-        unstable = self.repeats.of_layer(run, lambda: self.run(made, bad))
-        judged = self.judge(made, run, self.null(made))
-        ops_fail = any(verdict.fails for verdict in found)
+        op_verdicts = self._ops(record, bad)
+        run = self.run(record, bad)
+        unstable = self.repeats.layer_deviation(run, lambda: self.run(record, bad))
+        judgment = self.judge(record, run, self.null(record))
+        ops_fail = any(verdict.fails for verdict in op_verdicts)
         if self.ops is not None and not ops_fail:
-            judged = replace(judged, verdicts=[in_whole(verdict) for verdict in judged.verdicts])
-        if unstable is None and any(verdict.fails for verdict in judged.verdicts):
-            unstable = self.repeats.confirmed(run, lambda: self.run(made, bad))
+            judgment = replace(judgment, verdicts=[in_whole(verdict) for verdict in judgment.verdicts])
+        if unstable is None and any(verdict.fails for verdict in judgment.verdicts):
+            unstable = self.repeats.confirm(run, lambda: self.run(record, bad))
         if unstable is not None:
-            wrong = next((v.stage for v in judged.verdicts if v.fails), None)
+            wrong = next((v.stage for v in judgment.verdicts if v.fails), None)
             detail = unstable.detail if wrong else f"{unstable.detail}, {WITHIN_ROUNDING}"
-            return replace(judged, verdicts=[*found, replace(unstable, stage=wrong or unstable.stage, detail=detail)])
-        if made.kv is None and not ops_fail:
-            judged = replace(judged, verdicts=[*judged.verdicts, *self._over_another(made, judged)])
-        return replace(judged, verdicts=[*found, *judged.verdicts])
+            return replace(judgment, verdicts=[*op_verdicts, replace(unstable, stage=wrong or unstable.stage, detail=detail)])
+        if record.kv is None and not ops_fail:
+            judgment = replace(judgment, verdicts=[*judgment.verdicts, *self._over_another(record, judgment)])
+        return replace(judgment, verdicts=[*op_verdicts, *judgment.verdicts])
 
-    def run(self, made: MadeLayer, bad: Stored) -> Run:
+    def run(self, record: LayerRecord, bad: Snapshot) -> Run:
         """One run of a layer, from the reference's input and cache."""
-        self.trial.load(made.index, made.before)
-        return self.trial.run(made.hidden_in, made.index, bad, made.batch)
+        self.candidate.load(record.index, record.before)
+        return self.candidate.run(record.hidden_in, record.index, bad, record.batch)
 
-    def judge(self, made: MadeLayer, run: Run, null: Null, room: float = 1.0) -> Judged:
+    def judge(self, record: LayerRecord, run: Run, null: Null, room: float = 1.0) -> LayerJudgment:
         """What a run of a layer got right.
 
         Args:
             room: how many times what the null allows is no fault.
         """
-        cache, batch, result = self.reference.cache, made.batch, run.outcome.result
-        broken = judge_strays(run.strays, made.index) + _broken_state(cache, made, run.stored)
+        cache, batch, result = self.reference.cache, record.batch, run.outcome.result
+        violations = judge_stray_writes(run.stray_writes, record.index) + _broken_state(cache, record, run.new_fields)
         if run.outcome.problem:
-            broken.insert(0, Verdict.broken("call", run.outcome.problem))
+            violations.insert(0, Verdict.violation("call", run.outcome.problem))
         reach = {part: room * lengths for part, lengths in null.reach.items()}
-        stored = collected(stored_figures(cache, made.index, batch, made.stored, run.stored, made.kv, reach))
-        expected = made.hidden_out
-        differing = _differing(made.stored, run.stored, stored)
-        if differing and made.kv is not None and self.reference.records:
+        store_sums = collect_sums(
+            stored_figures(cache, record.index, batch, record.new_fields, run.new_fields, record.kv, reach)
+        )
+        expected = record.hidden_out
+        differing = _differing(record.new_fields, run.new_fields, store_sums)
+        if differing and record.kv is not None and self.reference.records:
             # Ties are not the candidate's fault; what follows is held against the reference over what the candidate stored.
-            expected = self.reference.given(made, run.stored)
+            expected = self.reference.rerun_on_stored(record, run.new_fields)
         differing += [] if torch.equal(expected, result) else ["attention_mlp"]
-        slips = self.honest.slips(made) if room == 1.0 else {}
-        sums = {**stored, **collected(hidden_figures(made.hidden_in, expected, result, slips))}
+        slips = self.honest.slips(record) if room == 1.0 else {}
+        sums = {**store_sums, **collect_sums(hidden_figures(record.hidden_in, expected, result, slips))}
         excesses = {figure: excess / room for figure, excess in null.excesses(sums, self.rounds).items()}
-        found = verdicts(excesses, differing)
-        found = [
+        layer_verdicts = verdicts(excesses, differing)
+        layer_verdicts = [
             replace(v, head=guilty_head(expected, result, slips))
             if v.fails and v.stage == "attention_mlp" else v
-            for v in found
+            for v in layer_verdicts
         ]  # fmt: skip
-        if room == 1.0 and not broken and not any(verdict.fails for verdict in found):
+        if room == 1.0 and not violations and not any(verdict.fails for verdict in layer_verdicts):
             null.add(sums)
-        return Judged([*broken, *found], max(excesses.values(), default=0.0), expected, run)
+        return LayerJudgment([*violations, *layer_verdicts], max(excesses.values(), default=0.0), expected, run)
 
-    def totals(self) -> tuple[list[Verdict], list[Measured]]:
+    def totals(self) -> tuple[list[Verdict], list[Measurement]]:
         """What shows over all forwards together, and every figure of that."""
-        found: list[Verdict] = []
-        measured = []
+        faults: list[Verdict] = []
+        measurements = []
         for drive, nulls in self.nulls.items():
             for layer, null in sorted(nulls.items()):
                 excesses = null.total_excesses(self.rounds)
-                judged = verdicts(excesses, [f.stage for f in excesses], together=True)
-                found += [replace(verdict, layer=layer) for verdict in judged if verdict.fails]
-                measured += [
-                    Measured(drive, layer, figure.stage, figure.head, figure.kind, excess)
+                total_verdicts = verdicts(excesses, [f.stage for f in excesses], together=True)
+                faults += [replace(verdict, layer=layer) for verdict in total_verdicts if verdict.fails]
+                measurements += [
+                    Measurement(drive, layer, figure.stage, figure.head, figure.kind, excess)
                     for figure, excess in excesses.items()
                 ]
-        return found, measured
+        return faults, measurements
 
     # -- Whole layers ----------------------------------------------------------------------------------------------------
-    def null(self, made: MadeLayer) -> Null:
+    def null(self, record: LayerRecord) -> Null:
         """What sixteen honest runs of a layer give."""
-        null = self.nulls["layers"][made.index]
-        null.runs, null.reach = self.honest.of_layer(made)
+        null = self.nulls["layers"][record.index]
+        null.runs, null.reach = self.honest.layer_sums(record)
         return null
 
-    def _over_another(self, made: MadeLayer, judged: Judged) -> list[Verdict]:
+    def _over_another(self, record: LayerRecord, judgment: LayerJudgment) -> list[Verdict]:
         """The layer again over other states of as many tokens: one that keeps a state elsewhere finds the old one.
 
         Forwards of a few tokens are run so; the verdict says whether the state that a layer reads changes what it gives.
         """
-        few = int(made.batch.query_start_loc.diff().max()) <= _FEW
-        if not few or not self.reference.records or any(verdict.fails for verdict in judged.verdicts):
+        few = int(record.batch.query_start_loc.diff().max()) <= _FEW
+        if not few or not self.reference.records or any(verdict.fails for verdict in judgment.verdicts):
             return []
-        other = self.reference.over_another_state(made)
+        other = self.reference.over_another_state(record)
         if other is None:
             return []
-        null = self.nulls["layers"][made.index]
+        null = self.nulls["layers"][record.index]
         # Where all is forgotten at once, the state that is read does not matter.
-        apart = collected(hidden_figures(made.hidden_in, made.hidden_out, other.hidden_out, {}))
-        matters = max(null.excesses(apart, self.rounds).values()) > 1
+        state_sums = collect_sums(hidden_figures(record.hidden_in, record.hidden_out, other.hidden_out, {}))
+        matters = max(null.excesses(state_sums, self.rounds).values()) > 1
         again = self.judge(other, self.run(other, {STATE: {}}), null, bounds.FREE)
         wrong = first(again.verdicts)
         if wrong is None or not wrong.fails:
@@ -186,75 +193,78 @@ class Forced:
         return [replace(wrong, stage="state_read", detail=detail)]
 
     # -- Ops -------------------------------------------------------------------------------------------------------------
-    def _ops(self, made: MadeLayer, bad: Stored) -> list[Verdict]:
+    def _ops(self, record: LayerRecord, bad: Snapshot) -> list[Verdict]:
         """Every recorded op, run by the candidate's table on the reference's own inputs."""
         if self.ops is None:
             return []
-        null = self.nulls["ops"][made.index]
-        steeper, null.runs = self.honest.of_ops(made)
-        broken: list[Verdict] = []
+        null = self.nulls["ops"][record.index]
+        steeper, null.runs = self.honest.op_sums(record)
+        violations: list[Verdict] = []
         figures: list[tuple[Figure, Tensor]] = []
         differing: list[str] = []
-        for place, call in enumerate(made.calls):
-            run = self._op_run(call, made, bad)
-            if wrong := self._broken(call, made, run):
-                broken += wrong
+        for place, call in enumerate(record.calls):
+            run = self._op_run(call, record, bad)
+            if wrong := self._contract_violations(call, record, run):
+                violations += wrong
                 continue
-            of_op = list(self.honest.figures(call, made, run.outcome.result, run.stored, steeper.get(place, {})))
-            figures += of_op
+            op_figures = list(self.honest.figures(call, record, run.outcome.result, run.new_fields, steeper.get(place, {})))
+            figures += op_figures
             same = run.outcome.result is None or torch.equal(call.result, run.outcome.result)
             differing += [] if same else [call.stage]
-            if run.stored:
-                seen = collected(pair for pair in of_op if pair[0].stage != call.stage)
-                differing += _differing(made.stored, run.stored, seen)
-        sums = collected(figures)
-        found = verdicts(null.excesses(sums, self.rounds), differing)
-        found = [self._confirmed(verdict, made, bad) if verdict.fails else verdict for verdict in found]
-        if not broken and not any(verdict.fails for verdict in found):
+            if run.new_fields:
+                store_sums = collect_sums(pair for pair in op_figures if pair[0].stage != call.stage)
+                differing += _differing(record.new_fields, run.new_fields, store_sums)
+        sums = collect_sums(figures)
+        op_verdicts = verdicts(null.excesses(sums, self.rounds), differing)
+        op_verdicts = [self._confirm_fault(verdict, record, bad) if verdict.fails else verdict for verdict in op_verdicts]
+        if not violations and not any(verdict.fails for verdict in op_verdicts):
             null.add(sums)
-        return [*broken, *found]
+        return [*violations, *op_verdicts]
 
-    def _confirmed(self, verdict: Verdict, made: MadeLayer, bad: Stored) -> Verdict:
+    def _confirm_fault(self, verdict: Verdict, record: LayerRecord, bad: Snapshot) -> Verdict:
         """A fault of an op, or that the op differs from itself."""
-        calls = [call for call in made.calls if verdict.stage in (call.stage, *_STAGES.get(call.op, ()))]
+        calls = [call for call in record.calls if verdict.stage in (call.stage, *_STAGES.get(call.op, ()))]
         if not calls:
             return verdict
-        unstable = self.repeats.confirmed(self._op_run(calls[0], made, bad), lambda: self._op_run(calls[0], made, bad))
+        unstable = self.repeats.confirm(self._op_run(calls[0], record, bad), lambda: self._op_run(calls[0], record, bad))
         return replace(unstable, stage=verdict.stage) if unstable is not None else verdict
 
-    def _op_run(self, call: Call, made: MadeLayer, bad: Stored) -> Run:
+    def _op_run(self, call: Call, record: LayerRecord, bad: Snapshot) -> Run:
         assert self.ops is not None
-        trial, batch, index = self.trial, made.batch, made.index
+        candidate, batch, index = self.candidate, record.batch, record.index
         writes = call.op in ("store_kv", "gated_delta")
         if writes:
-            trial.load(index, made.before)
-            trial.put(index, batch, bad)
+            candidate.load(index, record.before)
+            candidate.put(index, batch, bad)
         elif call.op == "paged_attention":
-            trial.load(index, self.honest.readable(call, made))
-        result, intact = replay(call, self.ops, trial.executor.device, trial.cache, self.reference.recorder)
-        strays: Strays = {}
-        stored: Stored = {}
+            candidate.load(index, self.honest.readable(call, record))
+        result, intact = replay(call, self.ops, candidate.executor.device, candidate.cache, self.reference.recorder)
+        stray_writes: StrayWrites = {}
+        part_fields: Snapshot = {}
         if writes:
-            strays, stored = trial.strays(range(index, index + 1), batch), take(trial.cache, index, batch)
-        elif call.op == "paged_attention" and trial.strays(range(0), batch):
+            stray_writes, part_fields = (
+                candidate.stray_writes(range(index, index + 1), batch),
+                take(candidate.cache, index, batch),
+            )
+        elif call.op == "paged_attention" and candidate.stray_writes(range(0), batch):
             intact = False
-        return Run(Outcome(result, "" if intact else "changed"), strays, stored)
+        return Run(Outcome(result, "" if intact else "changed"), stray_writes, part_fields)
 
-    def _broken(self, call: Call, made: MadeLayer, run: Run) -> list[Verdict]:
+    def _contract_violations(self, call: Call, record: LayerRecord, run: Run) -> list[Verdict]:
         """What is wrong with an op's run whatever the numbers are."""
         if run.outcome.problem:
-            return [Verdict.broken(call.stage, "changed the inputs that it was given")]
+            return [Verdict.violation(call.stage, "changed the inputs that it was given")]
         ours: Any = call.result
         result: Any = run.outcome.result
         if isinstance(result, str) or (ours is None) != (result is None):
-            return [Verdict.broken(call.stage, f"returned {result!r}")]
+            return [Verdict.violation(call.stage, f"returned {result!r}")]
         if isinstance(ours, Tensor) and (
             not isinstance(result, Tensor) or result.shape != ours.shape or result.dtype != ours.dtype
         ):
-            got = f"{list(result.shape)} {result.dtype}" if isinstance(result, Tensor) else repr(result)
-            return [Verdict.broken(call.stage, f"returned {got}, not {list(ours.shape)} {ours.dtype}")]
-        strays = judge_strays(run.strays, made.index)
-        return strays + (_broken_state(self.reference.cache, made, run.stored) if call.op == "gated_delta" else [])
+            result_type = f"{list(result.shape)} {result.dtype}" if isinstance(result, Tensor) else repr(result)
+            return [Verdict.violation(call.stage, f"returned {result_type}, not {list(ours.shape)} {ours.dtype}")]
+        stray_writes = judge_stray_writes(run.stray_writes, record.index)
+        return stray_writes + (_broken_state(self.reference.cache, record, run.new_fields) if call.op == "gated_delta" else [])
 
 
 _STAGES = {
@@ -264,7 +274,7 @@ _STAGES = {
 """Stages that show what an op stored."""
 
 
-def _differing(ours: Stored, theirs: Stored, figures: Sums) -> list[str]:
+def _differing(ours: Snapshot, theirs: Snapshot, figures: Sums) -> list[str]:
     """Stages of what was stored that show another bit. A state may hold versions that no forward reads: its figures tell."""
     if STATE in ours:
         return [figure.stage for figure, sums in figures.items() if figure.kind == "energy" and sums[0] != 0]
@@ -272,9 +282,9 @@ def _differing(ours: Stored, theirs: Stored, figures: Sums) -> list[str]:
     return [] if same else [figure.stage for figure in figures]
 
 
-def _broken_state(cache: PagedKVCache, made: MadeLayer, stored: Stored) -> list[Verdict]:
+def _broken_state(cache: PagedKVCache, record: LayerRecord, part_fields: Snapshot) -> list[Verdict]:
     """States that are missing, or of other tokens."""
-    if (state := state_of(cache, made.index)) is None:
+    if (state := recurrent_state(cache, record.index)) is None:
         return []
-    found = compare_states(state, made.batch, made.stored[STATE], stored[STATE])
-    return [Verdict.broken(one.stage, one.problem) for one in found if one.problem]
+    comparisons = compare_states(state, record.batch, record.new_fields[STATE], part_fields[STATE])
+    return [Verdict.violation(one.stage, one.problem) for one in comparisons if one.problem]

@@ -13,8 +13,8 @@ from haarkv.models.base import DecoderModel
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KEPT_CHUNK, blocks_for
-from haarkv.validation.layers.parts import Stored, new_cache
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, WINDOW_CHUNK, blocks_for
+from haarkv.validation.layers.parts import Snapshot, new_cache
 from haarkv.validation.layers.record import Call
 from haarkv.validation.layers.report import Verdict
 
@@ -33,12 +33,12 @@ class Forward:
     token_ids: Tensor
     batch: Batch
 
-    def found(self, verdict: Verdict, layer: int | None) -> Verdict:
+    def with_place(self, verdict: Verdict, layer: int | None) -> Verdict:
         """The same verdict, with its place."""
         return replace(verdict, phase=self.phase, step=self.step, layer=layer)
 
     @property
-    def predicted(self) -> Tensor:
+    def logit_rows(self) -> Tensor:
         """Tokens [N] after which there are logits: of a verify all T, else each sequence's last."""
         if self.phase == "verify":
             return torch.arange(len(self.token_ids))
@@ -46,7 +46,7 @@ class Forward:
 
 
 @dataclass(frozen=True)
-class MadeLayer:
+class LayerRecord:
     """What the reference made of one layer of a forward.
 
     Attributes:
@@ -60,11 +60,11 @@ class MadeLayer:
     index: int
     forward: Forward
     calls: list[Call]
-    before: Stored
+    before: Snapshot
     hidden_in: Tensor
     hidden_out: Tensor
     kv: tuple[Tensor, Tensor] | None
-    stored: Stored
+    new_fields: Snapshot
 
     @property
     def batch(self) -> Batch:
@@ -84,7 +84,7 @@ class MadeLayer:
         return self.kv[1]
 
 
-_DRAFTED = 2
+_DRAFT_TOKENS = 2
 """Tokens that are taken back of what the first sequence verifies; of the next one fewer, then none, and so on."""
 
 
@@ -110,13 +110,13 @@ class Schedule:
     @staticmethod
     def more(steps: int) -> int:
         """Tokens behind each prompt that need room."""
-        return steps + 1 + _DRAFTED if steps else 0
+        return steps + 1 + _DRAFT_TOKENS if steps else 0
 
     @property
     def chunk(self) -> int:
         """Tokens of a prompt that run at once; a cache with a tail has no room for more."""
         has_ring = any(map(self.plan.ring_tokens, self.plan.formats))
-        return min(PREFILL_CHUNK, KEPT_CHUNK) if has_ring else PREFILL_CHUNK
+        return min(PREFILL_CHUNK, WINDOW_CHUNK) if has_ring else PREFILL_CHUNK
 
     @property
     def num_blocks(self) -> int:
@@ -125,7 +125,7 @@ class Schedule:
 
     def new_cache(self, model: DecoderModel) -> PagedKVCache:
         """An empty cache, in which the drafted tokens can be taken back."""
-        return new_cache(self.plan, model.config.for_drafts(_DRAFTED), self.num_blocks)
+        return new_cache(self.plan, model.config.for_drafts(_DRAFT_TOKENS), self.num_blocks)
 
     def paging(self) -> PagedSequences:
         """Bookkeeping that hands out the last block first: who ignores the block table finds the wrong tokens."""
@@ -134,29 +134,29 @@ class Schedule:
             paging.add()
         return paging
 
-    def run(self, paging: PagedSequences, logits_of: Callable[[Forward], Tensor | None]) -> None:
+    def run(self, paging: PagedSequences, run_forward: Callable[[Forward], Tensor | None]) -> None:
         """Every forward in order; the tokens that follow one are those that its logits prefer.
 
         Args:
-            logits_of: runs a forward, and gives its logits [N, vocab]; None ends it all.
+            run_forward: runs a forward, and gives its logits [N, vocab]; None ends it all.
         """
         tokens, every = torch.zeros(len(self.prompts), dtype=torch.int64), list(range(len(self.prompts)))
         for rows, forward in self._prefill(paging):
-            if (logits := logits_of(forward)) is None:
+            if (logits := run_forward(forward)) is None:
                 return
             tokens[rows] = logits.argmax(-1)
         for step in range(self.steps):
-            if (logits := logits_of(self._decode(step, tokens, paging))) is None:
+            if (logits := run_forward(self._decode(step, tokens, paging))) is None:
                 return
             tokens = logits.argmax(-1)
         if not self.steps:
             return
         forward = self._verify(tokens, paging)
-        if (logits := logits_of(forward)) is None:
+        if (logits := run_forward(forward)) is None:
             return
         paging.take_back(every, (forward.batch.query_start_loc.diff() - 1).tolist())
         first = forward.batch.query_start_loc[:-1].long()
-        logits_of(self._decode(self.steps, logits[first].argmax(-1), paging))
+        run_forward(self._decode(self.steps, logits[first].argmax(-1), paging))
 
     def _prefill(self, paging: PagedSequences) -> list[tuple[list[int], Forward]]:
         """The prompts' chunks, with the prompts that each of them takes up."""
@@ -175,15 +175,15 @@ class Schedule:
 
     def _verify(self, tokens: Tensor, paging: PagedSequences) -> Forward:
         """One more token [B] of every prompt, and drafted ones behind it: those that the prompt begins with."""
-        drafted = [list(prompt[: count - 1]) for prompt, count in zip(self.prompts, self.verified, strict=True)]
-        ids = [token for first, drafts in zip(tokens.tolist(), drafted, strict=True) for token in (first, *drafts)]
-        batch = self.batch(paging, list(range(len(drafted))), [1 + len(drafts) for drafts in drafted])
+        draft_tokens = [list(prompt[: count - 1]) for prompt, count in zip(self.prompts, self.verify_lengths, strict=True)]
+        ids = [token for first, drafts in zip(tokens.tolist(), draft_tokens, strict=True) for token in (first, *drafts)]
+        batch = self.batch(paging, list(range(len(draft_tokens))), [1 + len(drafts) for drafts in draft_tokens])
         return Forward("verify", 0, torch.tensor(ids), batch)
 
     @property
-    def verified(self) -> list[int]:
+    def verify_lengths(self) -> list[int]:
         """Tokens of each sequence in a verify, at most; a prompt lends no more drafted ones than it has."""
-        return [1 + _DRAFTED - row % (1 + _DRAFTED) for row in range(len(self.prompts))]
+        return [1 + _DRAFT_TOKENS - row % (1 + _DRAFT_TOKENS) for row in range(len(self.prompts))]
 
     def batch(self, paging: PagedSequences, sequences: list[int], counts: list[int]) -> Batch:
         """The next tokens. The last row comes first, too: it is not the sequence's number."""

@@ -23,16 +23,16 @@ from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation import bounds
 from haarkv.validation.layers.compare import compare_vectors
-from haarkv.validation.layers.forced import Forced
-from haarkv.validation.layers.forward import Forward, MadeLayer
-from haarkv.validation.layers.judge import judge_strays, verdicts
-from haarkv.validation.layers.null import RUNS, Null, collected, drawn, of_numbers, of_runs, repeated
-from haarkv.validation.layers.parts import Stored, load, parts_of, snapshot, take
+from haarkv.validation.layers.forced import TeacherForced
+from haarkv.validation.layers.forward import Forward, LayerRecord
+from haarkv.validation.layers.judge import judge_stray_writes, verdicts
+from haarkv.validation.layers.null import RUNS, Null, collect_sums, number_figures, repeat_rows, resample_runs, split_runs
+from haarkv.validation.layers.parts import Snapshot, cache_parts, load, snapshot, take
 from haarkv.validation.layers.record import Call, replay
 from haarkv.validation.layers.reference import Reference
 from haarkv.validation.layers.report import LogitRow, Verdict, first
-from haarkv.validation.layers.states import STATE, compare_states, state_of
-from haarkv.validation.layers.trial import WHOLE_AGAIN, Outcome, Repeats, Run, Trial, differing, differing_forward
+from haarkv.validation.layers.states import STATE, compare_states, recurrent_state
+from haarkv.validation.layers.trial import WHOLE_AGAIN, CandidateRunner, Outcome, Repeats, Run, differing, differing_forward
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class FreeRun:
     """A layer's run in a forward left to itself: what it was given, what its tokens' places held, and what it left behind."""
 
     hidden: Tensor
-    bad: Stored
+    bad: Snapshot
     run: Run
 
 
 @dataclass(frozen=True)
-class Judged:
+class ForwardJudgment:
     """What was found of a whole forward.
 
     Attributes:
@@ -63,7 +63,7 @@ _HEAD = 10**6
 """Makes noise of the head another than that of layers."""
 
 
-class Free:
+class FreeRunning:
     """Runs a candidate's layers one after the other, and its whole forwards, and judges each by what it was given.
 
     Args:
@@ -77,17 +77,17 @@ class Free:
         self, reference: Reference, candidate: Executor, ops: OpTable | None, repeats: Repeats, nulls: Mapping[int, Null]
     ) -> None:
         self._reference, self._ops, self._repeats = reference, ops, repeats
-        self._follower = reference.altered(None, reference.ops)
+        self._follower = reference.alternative(None, reference.ops)
         # One cache for layers run one by one, and one into which only whole forwards store.
-        self._trial, self._whole = (Trial(candidate, reference.cache) for _ in range(2))
-        self._forced, self._nulls = Forced(self._follower, self._trial, None), nulls
+        self._candidate, self._whole = (CandidateRunner(candidate, reference.cache) for _ in range(2))
+        self._forced, self._nulls = TeacherForced(self._follower, self._candidate, None), nulls
         self.runs: list[FreeRun] = []
 
     def begin(self, hidden: Tensor) -> None:
         """A forward, of hidden states [T, hidden]."""
         self.hidden, self.runs = hidden, []
 
-    def layer(self, index: int, bad: Stored, forward: Forward) -> tuple[Run, Verdict | None, float]:
+    def layer(self, index: int, bad: Snapshot, forward: Forward) -> tuple[Run, Verdict | None, float]:
         """Run the next layer.
 
         Args:
@@ -96,9 +96,9 @@ class Free:
             the run; what is wrong with it, if anything: a fault, or that the layer differs from itself; and how many times
             what is allowed its worst figure is.
         """
-        hidden, before = self.hidden, snapshot(self._trial.cache, index)
+        hidden, before = self.hidden, snapshot(self._candidate.cache, index)
         self._whole.put(index, forward.batch, bad)
-        run = self._trial.run(hidden, index, bad, forward.batch)
+        run = self._candidate.run(hidden, index, bad, forward.batch)
         self.runs.append(FreeRun(hidden, bad, run))
         self.hidden = run.outcome.result
         load(self._follower.cache, index, before)
@@ -106,97 +106,101 @@ class Free:
             expected = self._follower.layer(index, hidden, forward, plant=False)
         except InputError as error:
             detail = f"what the executor makes of its own layers cannot be gone on from: {error}"
-            return run, Verdict.broken("free_running", detail), math.inf
-        judged = self._forced.judge(expected, run, self._null(index, expected), bounds.FREE)
-        failing = first(judged.verdicts)
+            return run, Verdict.violation("free_running", detail), math.inf
+        judgment = self._forced.judge(expected, run, self._null(index, expected), bounds.FREE)
+        failing = first(judgment.verdicts)
         if failing is None or not failing.fails:
-            return run, None, judged.share
+            return run, None, judgment.share
 
         def again() -> object:
-            self._trial.load(index, before)
-            return self._trial.run(hidden, index, bad, forward.batch)
+            self._candidate.load(index, before)
+            return self._candidate.run(hidden, index, bad, forward.batch)
 
-        unstable = self._repeats.confirmed(run, again)
-        self._trial.load(index, before)
-        self._trial.put(index, forward.batch, run.stored)
+        unstable = self._repeats.confirm(run, again)
+        self._candidate.load(index, before)
+        self._candidate.put(index, forward.batch, run.new_fields)
         if unstable is not None:
-            return run, Verdict.broken(failing.stage, unstable.detail, "unstable"), judged.share
+            return run, Verdict.violation(failing.stage, unstable.detail, "unstable"), judgment.share
         detail = f"fed what the executor made of the layer before, the layer is wrong at {failing.stage}: {failing.detail}"
-        return run, Verdict("free_running", "fault", failing.error, failing.bound, detail), judged.share
+        return run, Verdict("free_running", "fault", failing.error, failing.bound, detail), judgment.share
 
-    def forward(self, logits: Tensor, calls: Sequence[Call], forward: Forward) -> Judged:
+    def forward(self, logits: Tensor, calls: Sequence[Call], forward: Forward) -> ForwardJudgment:
         """Run the candidate's whole forward, once its layers have run.
 
         Args:
-            logits, calls: from `Reference.predicted`.
+            logits, calls: from `Reference.head_logits`.
         """
         whole, recorder, model = self._whole, self._reference.recorder, self._reference.model
-        replayed = [(c, replay(c, self._ops, whole.executor.device, whole.cache, recorder)) for c in calls if self._ops]
-        verdicts = [self._op(call, result, intact, number) for number, (call, (result, intact)) in enumerate(replayed)]
+        replays = [(c, replay(c, self._ops, whole.executor.device, whole.cache, recorder)) for c in calls if self._ops]
+        verdicts = [self._op(call, result, intact, number) for number, (call, (result, intact)) in enumerate(replays)]
         outcome = whole.forward(forward, model.config.vocab_size)
         stage = "head" if self._ops is None else "forward"
-        verdicts += self._stored(stage, forward)
-        last = self.hidden[forward.predicted]
+        verdicts += self._compare_stores(stage, forward)
+        last = self.hidden[forward.logit_rows]
         if outcome.problem:
-            verdicts.append(Verdict.broken(stage, outcome.problem))
+            verdicts.append(Verdict.violation(stage, outcome.problem))
         else:
-            honest = model.head(repeated(last, RUNS), self._reference.honest(_HEAD, tokens=len(last)))
+            honest = model.head(repeat_rows(last, RUNS), self._reference.honest(_HEAD, tokens=len(last)))
             verdicts.append(self._numbers(stage, outcome.result, model.head(last, self._reference.ops), honest))
         index = None
-        if any(verdict.fails for verdict in verdicts) and (found := self._unstable(outcome, forward)):
-            index, verdicts = found[0], [found[1]]
-        compared = compare_vectors(logits, outcome.result)
+        if any(verdict.fails for verdict in verdicts) and (instability := self._unstable(outcome, forward)):
+            index, verdicts = instability[0], [instability[1]]
+        comparison = compare_vectors(logits, outcome.result)
         same = int((logits.argmax(-1) == outcome.result.argmax(-1)).sum())
-        row = LogitRow(forward.phase, forward.step, compared.cosine, compared.rel_l2, compared.max_abs, same, len(logits))
-        return Judged(verdicts, index, row)
+        row = LogitRow(
+            forward.phase, forward.step, comparison.cosine, comparison.rel_l2, comparison.max_abs, same, len(logits)
+        )
+        return ForwardJudgment(verdicts, index, row)
 
-    def _null(self, index: int, expected: MadeLayer) -> Null:
+    def _null(self, index: int, expected: LayerRecord) -> Null:
         return self._nulls[index] if index in self._nulls else self._forced.null(expected)
 
     def _op(self, call: Call, result: Any, intact: bool, number: int) -> Verdict:
         """An op of the head."""
         if not intact:
-            return Verdict.broken(call.stage, "changed the inputs that it was given")
+            return Verdict.violation(call.stage, "changed the inputs that it was given")
         if not isinstance(result, Tensor) or (result.shape, result.dtype) != (call.result.shape, call.result.dtype):
-            return Verdict.broken(call.stage, f"returned {result if isinstance(result, str) else type(result).__name__}")
+            return Verdict.violation(call.stage, f"returned {result if isinstance(result, str) else type(result).__name__}")
         honest = getattr(self._reference.honest(_HEAD + 1 + number), call.op)(*call.args)
         return self._numbers(call.stage, result, call.result, honest)
 
     def _numbers(self, stage: str, result: Tensor, expected: Tensor, honest: Tensor) -> Verdict:
         """The verdict on numbers beside those of all honest runs."""
-        null = Null(drawn(of_runs(of_numbers(stage, repeated(expected, RUNS), honest), RUNS)))
-        sums = collected(of_numbers(stage, expected, result))
+        null = Null(resample_runs(split_runs(number_figures(stage, repeat_rows(expected, RUNS), honest), RUNS)))
+        sums = collect_sums(number_figures(stage, expected, result))
         rounds = self._reference.model.dtype != torch.float32
         return verdicts(null.excesses(sums, rounds), [] if torch.equal(expected, result) else [stage])[0]
 
     def _unstable(self, outcome: Outcome, forward: Forward) -> tuple[int | None, Verdict] | None:
         """Whether the whole forward and its layers disagree because one of them differs from itself, and where."""
-        for index, kept in enumerate(self.runs):
-            again = [self._trial.run(kept.hidden, index, kept.bad, forward.batch) for _ in range(WHOLE_AGAIN)]
-            if (unstable := differing([kept.run, *again])) is not None:
+        for index, layer_run in enumerate(self.runs):
+            again = [self._candidate.run(layer_run.hidden, index, layer_run.bad, forward.batch) for _ in range(WHOLE_AGAIN)]
+            if (unstable := differing([layer_run.run, *again])) is not None:
                 return index, unstable
         vocab_size = self._reference.model.config.vocab_size
-        return differing_forward(self._whole, outcome, [kept.bad for kept in self.runs], forward, vocab_size)
+        return differing_forward(self._whole, outcome, [layer_run.bad for layer_run in self.runs], forward, vocab_size)
 
-    def _stored(self, stage: str, forward: Forward) -> list[Verdict]:
+    def _compare_stores(self, stage: str, forward: Forward) -> list[Verdict]:
         """What a whole forward stored, against what the same executor's layers stored one by one."""
         layers, batch = range(self._reference.model.config.num_layers), forward.batch
-        if strays := self._whole.strays(layers, batch):
-            return judge_strays(strays, None, "the whole forward")
+        if stray_writes := self._whole.stray_writes(layers, batch):
+            return judge_stray_writes(stray_writes, None, "the whole forward")
         for index in layers:
-            ours, theirs = (take(trial.cache, index, batch) for trial in (self._trial, self._whole))
-            if (state := state_of(self._reference.cache, index)) is not None:
-                for found in compare_states(state, batch, ours[STATE], theirs[STATE]):
-                    if found.problem or not found.error <= bounds.SAME_KV:
-                        detail = f"the whole forward leaves another {found.stage} in layer {index} than the layer run alone"
-                        words = f"{detail}: {found.problem}" if found.problem else detail
-                        return [Verdict(stage, "fault", found.error, bounds.SAME_KV, words)]
-            for part in parts_of(self._reference.cache, index):
+            ours, theirs = (take(runner.cache, index, batch) for runner in (self._candidate, self._whole))
+            if (state := recurrent_state(self._reference.cache, index)) is not None:
+                for comparison in compare_states(state, batch, ours[STATE], theirs[STATE]):
+                    if comparison.problem or not comparison.error <= bounds.SAME_KV:
+                        detail = (
+                            f"the whole forward leaves another {comparison.stage} in layer {index} than the layer run alone"
+                        )
+                        words = f"{detail}: {comparison.problem}" if comparison.problem else detail
+                        return [Verdict(stage, "fault", comparison.error, bounds.SAME_KV, words)]
+            for part in cache_parts(self._reference.cache, index):
                 if not len(part.where(batch)[0]):
                     continue
-                both = (part.kv_format.dequantize(by_token(stored[part.name]), index) for stored in (ours, theirs))
-                compared = compare_vectors(*both)
-                if not compared.rel_l2 <= bounds.SAME_KV:
+                both = (part.kv_format.dequantize(by_token(part_fields[part.name]), index) for part_fields in (ours, theirs))
+                vector_comparison = compare_vectors(*both)
+                if not vector_comparison.rel_l2 <= bounds.SAME_KV:
                     detail = f"the whole forward stores another {part.title} in layer {index} than the layer run alone"
-                    return [Verdict(stage, "fault", compared.rel_l2, bounds.SAME_KV, detail)]
+                    return [Verdict(stage, "fault", vector_comparison.rel_l2, bounds.SAME_KV, detail)]
         return []

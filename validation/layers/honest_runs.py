@@ -15,30 +15,30 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import with_ops
 from haarkv.tq_ops.weight import Weight
-from haarkv.validation.layers.forward import MadeLayer
+from haarkv.validation.layers.forward import LayerRecord
 from haarkv.validation.layers.judge import Values, hidden_figures, stored_figures
 from haarkv.validation.layers.null import (
     RUNS,
     RunRows,
     Slips,
     Sums,
-    added,
+    add_sums,
     by_figure,
-    computed,
-    drawn,
-    of_numbers,
-    of_runs,
-    repeated,
+    num_honest_runs,
+    number_figures,
+    repeat_rows,
     repeated_batch,
+    resample_runs,
+    split_runs,
     stacked,
 )  # fmt: skip
-from haarkv.validation.layers.parts import KV, Stored, load, parts_of, snapshot, take
+from haarkv.validation.layers.parts import KV, Snapshot, cache_parts, load, snapshot, take
 from haarkv.validation.layers.record import Call
 from haarkv.validation.layers.reference import Reference, keep
-from haarkv.validation.layers.states import state_of
+from haarkv.validation.layers.states import recurrent_state
 from haarkv.validation.layers.windows import without_unread
 
-Known = dict[tuple[str, str, int, int], Any]
+HonestCache = dict[tuple[str, str, int, int], Any]
 """What honest runs of a layer gave, by drive (or "slips"), phase, step and layer."""
 STEEPER = "softmax 1 % too steep"
 
@@ -50,63 +50,65 @@ class HonestRuns:
         known: what it gave before, of the same forwards; is added to.
     """
 
-    def __init__(self, reference: Reference, known: Known | None = None) -> None:
+    def __init__(self, reference: Reference, honest_cache: HonestCache | None = None) -> None:
         self.reference = reference
-        self._known: Known = {} if known is None else known
+        self._honest_cache: HonestCache = {} if honest_cache is None else honest_cache
         self._scratch = reference.cache.empty_like(reference.cache.device)
-        self._readable: tuple[Call, Stored] | None = None
+        self._readable: tuple[Call, Snapshot] | None = None
 
-    def of_layer(self, made: MadeLayer) -> tuple[list[Sums], Mapping[str, Tensor]]:
+    def layer_sums(self, record: LayerRecord) -> tuple[list[Sums], Mapping[str, Tensor]]:
         """Of a layer as a whole; also how far their K and V lie from the reference's, as `Null.reach`."""
-        runs: tuple[list[Sums], Mapping[str, Tensor]] = self._remembered(made, "layers", lambda: self._layers(made))
+        runs: tuple[list[Sums], Mapping[str, Tensor]] = self._cached(record, "layers", lambda: self._layers(record))
         return runs
 
-    def _layers(self, made: MadeLayer) -> tuple[list[Sums], Mapping[str, Tensor]]:
+    def _layers(self, record: LayerRecord) -> tuple[list[Sums], Mapping[str, Tensor]]:
         # What one token leaves in a state moves all that follow.
         reference = self.reference
-        runs = computed(len(made.hidden_in) if made.kv is not None else 1, reference.model.dtype)
-        aside = _Aside(reference, self._scratch, made, runs)
-        table = reference.honest(_place(made), runs, len(made.hidden_in), aside.ops)
-        cache = self._scratch if made.kv is None else cast(PagedKVCache, _AtOnce(reference.as_read(made, made.stored)))
-        span, batch = range(made.index, made.index + 1), repeated_batch(made.batch, runs)
-        before = repeated(made.hidden_in, runs)
+        runs = num_honest_runs(len(record.hidden_in) if record.kv is not None else 1, reference.model.dtype)
+        aside = _Aside(reference, self._scratch, record, runs)
+        table = reference.honest(_place(record), runs, len(record.hidden_in), aside.ops)
+        cache = (
+            self._scratch if record.kv is None else cast(PagedKVCache, _AtOnce(reference.as_read(record, record.new_fields)))
+        )
+        span, batch = range(record.index, record.index + 1), repeated_batch(record.batch, runs)
+        before = repeat_rows(record.hidden_in, runs)
         hidden = reference.model.layers(before, span, batch, cache, table)
-        slips = {name: repeated(by, runs) for name, by in self.slips(made).items()}
-        of_hidden = of_runs(hidden_figures(before, repeated(made.hidden_out, runs), hidden, slips), runs)
+        slips = {name: repeat_rows(by, runs) for name, by in self.slips(record).items()}
+        hidden_rows = split_runs(hidden_figures(before, repeat_rows(record.hidden_out, runs), hidden, slips), runs)
         reach = aside.reach()
-        return drawn({**aside.rows(reach), **of_hidden}), reach
+        return resample_runs({**aside.rows(reach), **hidden_rows}), reach
 
-    def _remembered(self, made: MadeLayer, what: str, find: Callable[[], Any]) -> Any:
+    def _cached(self, record: LayerRecord, what: str, find: Callable[[], Any]) -> Any:
         """What was found of a layer's forward, now or before."""
-        key = what, made.forward.phase, made.forward.step, made.index
-        if key not in self._known:
-            self._known[key] = find()
-        return self._known[key]
+        key = what, record.forward.phase, record.forward.step, record.index
+        if key not in self._honest_cache:
+            self._honest_cache[key] = find()
+        return self._honest_cache[key]
 
-    def slips(self, made: MadeLayer) -> Slips:
+    def slips(self, record: LayerRecord) -> Slips:
         """What known mistakes in each KV head's attention, and in the MLP, change hidden states by."""
-        if made.kv is None or not self.reference.records:
+        if record.kv is None or not self.reference.records:
             return {}
-        slips: Slips = self._remembered(made, "slips", lambda: self._layer_slips(made))
+        slips: Slips = self._cached(record, "slips", lambda: self._layer_slips(record))
         return slips
 
-    def _layer_slips(self, made: MadeLayer) -> Slips:
-        reference, ops, heads = self.reference, self.reference.ops, self._kv_heads(made.index)
-        cache = reference.as_read(made, made.stored)
-        gates = {id(weight) for name, _, weight in reference.model.weights.layers[made.index].named() if "gate_proj" in name}
+    def _layer_slips(self, record: LayerRecord) -> Slips:
+        reference, ops, heads = self.reference, self.reference.ops, self._kv_heads(record.index)
+        cache = reference.as_read(record, record.new_fields)
+        gates = {id(weight) for name, _, weight in reference.model.weights.layers[record.index].named() if "gate_proj" in name}
 
         by_scale: dict[float, tuple[Tensor, ...]] = {}
 
-        def moved(**replaced: Any) -> Tensor:
-            return reference.over(cache, made, with_ops(ops, {"store_kv": keep, **replaced}), exact=True)
+        def run_with(**op_overrides: Any) -> Tensor:
+            return reference.rerun_layer(cache, record, with_ops(ops, {"store_kv": keep, **op_overrides}), exact=True)
 
-        def in_head(chosen: int | None = None, larger: float = 1.0, steeper: float = 1.0) -> Any:
+        def in_head(faulty_head: int | None = None, larger: float = 1.0, steeper: float = 1.0) -> Any:
             """Attention that is otherwise in one head; attended once for all."""
 
             def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Tensor:
                 for factor in {1.0, steeper} - by_scale.keys():
                     by_scale[factor] = ops.paged_attention(q, cache, layer, batch, scale * factor).chunk(heads, 1)
-                parts = [by_scale[steeper][h] * larger if h == chosen else by_scale[1.0][h] for h in range(heads)]
+                parts = [by_scale[steeper][h] * larger if h == faulty_head else by_scale[1.0][h] for h in range(heads)]
                 return torch.cat(parts, 1)
 
             return paged_attention
@@ -114,73 +116,79 @@ class HonestRuns:
         def linear(x: Tensor, weight: Weight) -> Tensor:
             return ops.linear(x, weight) * (1.01 if id(weight) in gates else 1.0)
 
-        right = moved(paged_attention=in_head())
-        slips = {"the gate 1 % too large": moved(paged_attention=in_head(), linear=linear) - right}
+        right = run_with(paged_attention=in_head())
+        slips = {"the gate 1 % too large": run_with(paged_attention=in_head(), linear=linear) - right}
         for name, larger, steeper in (("attention 1 % too large", 1.01, 1.0), (STEEPER, 1.0, 1.01)):
-            each = [moved(paged_attention=in_head(head, larger, steeper)) - right for head in range(heads)]
+            each = [run_with(paged_attention=in_head(head, larger, steeper)) - right for head in range(heads)]
             slips |= {f"{name} @{head}": by for head, by in enumerate(each)} | {name: torch.stack(each).sum(0)}
         return slips
 
     # -- Ops -------------------------------------------------------------------------------------------------------------
-    def of_ops(self, made: MadeLayer) -> tuple[dict[int, Slips], list[Sums]]:
+    def op_sums(self, record: LayerRecord) -> tuple[dict[int, Slips], list[Sums]]:
         """Of a layer's ops one by one; also what a steeper softmax changes each attention by, by its place among the calls."""
-        found: tuple[dict[int, Slips], list[Sums]] = self._remembered(made, "ops", lambda: self._ops(made))
-        return found
+        effects_and_sums: tuple[dict[int, Slips], list[Sums]] = self._cached(record, "ops", lambda: self._ops(record))
+        return effects_and_sums
 
-    def _ops(self, made: MadeLayer) -> tuple[dict[int, Slips], list[Sums]]:
+    def _ops(self, record: LayerRecord) -> tuple[dict[int, Slips], list[Sums]]:
         steeper: dict[int, Slips] = {}
         total: list[Sums] = [{} for _ in range(RUNS)]
-        for place, call in enumerate(made.calls):
+        for place, call in enumerate(record.calls):
             if call.op == "paged_attention":
-                load(self._scratch, made.index, self.readable(call, made))
+                load(self._scratch, record.index, self.readable(call, record))
                 steeper[place] = self._steeper(call)
-            of_op = drawn(self._op(call, made, 1000 * place, steeper.get(place, {})))
-            total = [added(before, sums) for before, sums in zip(total, of_op, strict=True)]
+            call_sums = resample_runs(self._op(call, record, 1000 * place, steeper.get(place, {})))
+            total = [add_sums(before, sums) for before, sums in zip(total, call_sums, strict=True)]
         return steeper, total
 
-    def _op(self, call: Call, made: MadeLayer, salt: int, slips: Slips) -> RunRows:
+    def _op(self, call: Call, record: LayerRecord, salt: int, slips: Slips) -> RunRows:
         """Figures of an op's honest runs."""
         x = call.args[0]
-        runs = computed(len(x) if call.op != "gated_delta" else 1, x.dtype if call.op == "paged_attention" else torch.float32)
-        aside = _Aside(self.reference, self._scratch, made, runs)
-        table = self.reference.honest(_place(made) + salt, runs, replaced=aside.ops)
+        runs = num_honest_runs(
+            len(x) if call.op != "gated_delta" else 1, x.dtype if call.op == "paged_attention" else torch.float32
+        )
+        aside = _Aside(self.reference, self._scratch, record, runs)
+        table = self.reference.honest(_place(record) + salt, runs, op_overrides=aside.ops)
         result = getattr(table, call.op)(*(self._scratch if isinstance(arg, PagedKVCache) else arg for arg in call.args))
         rows = aside.rows({})
         if result is not None:
-            one = replace(call, result=repeated(call.result, runs))
-            numbers = self.figures(one, made, result, {}, {name: repeated(by, runs) for name, by in slips.items()})
-            rows = {**rows, **of_runs(numbers, runs)}
+            one = replace(call, result=repeat_rows(call.result, runs))
+            numbers = self.figures(one, record, result, {}, {name: repeat_rows(by, runs) for name, by in slips.items()})
+            rows = {**rows, **split_runs(numbers, runs)}
         return rows
 
-    def figures(self, call: Call, made: MadeLayer, result: Any, stored: Stored, slips: Slips) -> Values:
+    def figures(self, call: Call, record: LayerRecord, result: Any, part_fields: Snapshot, slips: Slips) -> Values:
         """Figures of an op's result and of what it stored."""
-        if stored:
-            yield from stored_figures(self.reference.cache, made.index, made.batch, made.stored, stored, made.kv)
+        if part_fields:
+            yield from stored_figures(
+                self.reference.cache, record.index, record.batch, record.new_fields, part_fields, record.kv
+            )
         if result is not None:
-            heads = self._kv_heads(made.index) if call.op == "paged_attention" else 0
-            yield from of_numbers(call.stage, call.result, result, heads, slips)
+            heads = self._kv_heads(record.index) if call.op == "paged_attention" else 0
+            yield from number_figures(call.stage, call.result, result, heads, slips)
 
     def _steeper(self, call: Call) -> Slips:
         """What a softmax that is 1 % too steep changes attention over the scratch cache by."""
         q, _, layer, batch, scale = call.args
-        over = partial(self.reference.ops.paged_attention, q.float(), self._scratch, layer, batch)
-        return {STEEPER: over(1.01 * scale) - over(scale)}
+        attend = partial(self.reference.ops.paged_attention, q.float(), self._scratch, layer, batch)
+        return {STEEPER: attend(1.01 * scale) - attend(scale)}
 
     def _kv_heads(self, index: int) -> int:
         """Of a layer; 1 of one that keeps a state."""
-        return 1 if state_of(self.reference.cache, index) is not None else self.reference.cache.shape(index).num_kv_heads
+        return (
+            1 if recurrent_state(self.reference.cache, index) is not None else self.reference.cache.shape(index).num_kv_heads
+        )
 
-    def readable(self, call: Call, made: MadeLayer) -> Stored:
+    def readable(self, call: Call, record: LayerRecord) -> Snapshot:
         """The layer's cache as attention is given it: what it must not read is far from what it was."""
         if self._readable is None or self._readable[0] is not call:
-            cache, batch, now = self.reference.cache, made.batch, snapshot(self.reference.cache, made.index)
-            self._readable = call, without_unread(cache, made.index, now, batch, batch.seq_lens, call.args[0])
+            cache, batch, now = self.reference.cache, record.batch, snapshot(self.reference.cache, record.index)
+            self._readable = call, without_unread(cache, record.index, now, batch, batch.seq_lens, call.args[0])
         return self._readable[1]
 
 
-def _place(made: MadeLayer) -> int:
+def _place(record: LayerRecord) -> int:
     """Where noise begins: elsewhere for each layer and step."""
-    return 1 + made.index + 10**7 * made.forward.step
+    return 1 + record.index + 10**7 * record.forward.step
 
 
 class _AtOnce:
@@ -206,24 +214,24 @@ class _Aside:
         ops: that store there what they are given of all runs.
     """
 
-    def __init__(self, reference: Reference, scratch: PagedKVCache, made: MadeLayer, runs: int) -> None:
-        self._reference, self._scratch, self._made, self._runs = reference, scratch, made, runs
-        self._stored: list[Stored] = []
+    def __init__(self, reference: Reference, scratch: PagedKVCache, record: LayerRecord, runs: int) -> None:
+        self._reference, self._scratch, self._record, self._runs = reference, scratch, record, runs
+        self._stored: list[Snapshot] = []
         self._kv: KV | None = None
         self.ops: dict[str, Callable[..., Any]] = {"store_kv": self._store_kv, "gated_delta": self._gated_delta}
 
     def _store_kv(self, k: Tensor, v: Tensor, _cache: PagedKVCache, layer: int, _batch: Batch) -> None:
-        scratch, batch, runs, self._kv = self._scratch, self._made.batch, self._runs, (k, v)
-        load(scratch, layer, self._made.before)
+        scratch, batch, runs, self._kv = self._scratch, self._record.batch, self._runs, (k, v)
+        load(scratch, layer, self._record.before)
         for run in range(runs):
             with scratch.with_room(layer, batch):
                 self._reference.ops.store_kv(k[run::runs], v[run::runs], scratch, layer, batch)
             self._stored.append(take(scratch, layer, batch))
 
     def _gated_delta(self, *args: Any) -> Tensor:
-        results, batch, layer = [], self._made.batch, self._made.index
+        results, batch, layer = [], self._record.batch, self._record.index
         for run in range(self._runs):
-            load(self._scratch, layer, self._made.before)
+            load(self._scratch, layer, self._record.before)
             x, a, b = (rows[run :: self._runs] for rows in args[:3])
             results.append(self._reference.ops.gated_delta(x, a, b, args[3], args[4], args[5], self._scratch, layer, batch))
             self._stored.append(take(self._scratch, layer, batch))
@@ -231,33 +239,37 @@ class _Aside:
 
     def reach(self) -> dict[str, Tensor]:
         """How far K or V of any run lies from the reference's; as `Null.reach`."""
-        made, runs = self._made, self._runs
-        if self._kv is None or made.kv is None:
+        record, runs = self._record, self._runs
+        if self._kv is None or record.kv is None:
             return {}
-        k, v = (ours - repeated(theirs, runs) for ours, theirs in zip(self._kv, made.kv, strict=True))
-        batch, reach = repeated_batch(made.batch, runs), {}
-        for part in parts_of(self._reference.cache, made.index):
-            lengths = part.kv_format.length(part.given(k, v, batch).transpose(0, 1), made.index)
+        k, v = (ours - repeat_rows(theirs, runs) for ours, theirs in zip(self._kv, record.kv, strict=True))
+        batch, reach = repeated_batch(record.batch, runs), {}
+        for part in cache_parts(self._reference.cache, record.index):
+            lengths = part.kv_format.length(part.vectors_to_store(k, v, batch).transpose(0, 1), record.index)
             reach[part.name] = lengths.view(len(lengths), lengths.shape[1] // runs, runs).amax(-1)
         return reach
 
     def rows(self, reach: Mapping[str, Tensor]) -> RunRows:
         """Figures of what was stored; none where nothing was."""
-        made, runs, cache = self._made, self._runs, self._reference.cache
+        record, runs, cache = self._record, self._runs, self._reference.cache
         if not self._stored:
             return {}
-        if made.kv is None:
+        if record.kv is None:
             return stacked(
-                [by_figure(stored_figures(cache, made.index, made.batch, made.stored, one, None)) for one in self._stored]
+                [
+                    by_figure(stored_figures(cache, record.index, record.batch, record.new_fields, one, None))
+                    for one in self._stored
+                ]
             )
         theirs = {
             part: {name: torch.stack([one[part][name] for one in self._stored], 1).flatten(0, 1) for name in fields}
-            for part, fields in made.stored.items()
+            for part, fields in record.new_fields.items()
         }
         ours = {
-            part: {name: repeated(tensor, runs) for name, tensor in fields.items()} for part, fields in made.stored.items()
+            part: {name: repeat_rows(tensor, runs) for name, tensor in fields.items()}
+            for part, fields in record.new_fields.items()
         }
-        k, v = (repeated(x, runs) for x in made.kv)
+        k, v = (repeat_rows(x, runs) for x in record.kv)
         wide = {part: lengths.repeat_interleave(runs, -1) for part, lengths in reach.items()}
-        figures = stored_figures(cache, made.index, repeated_batch(made.batch, runs), ours, theirs, (k, v), wide)
-        return of_runs(figures, runs)
+        figures = stored_figures(cache, record.index, repeated_batch(record.batch, runs), ours, theirs, (k, v), wide)
+        return split_runs(figures, runs)

@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from haarkv.tq_ops.formats.base import by_token, lengths_of
+from haarkv.tq_ops.formats.base import by_token, vector_lengths
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.validation import bounds
-from haarkv.validation.layers.null import Figure, counted, of_numbers
-from haarkv.validation.layers.parts import KV, Part, Stored, parts_of
+from haarkv.validation.layers.null import Figure, number_figures, pad_counts
+from haarkv.validation.layers.parts import KV, Part, Snapshot, cache_parts
 from haarkv.validation.layers.report import Reason, Verdict
-from haarkv.validation.layers.states import STATE, compare_states, state_of
-from haarkv.validation.layers.trial import Strays
+from haarkv.validation.layers.states import STATE, compare_states, recurrent_state
+from haarkv.validation.layers.trial import StrayWrites
 
 Values = Iterator[tuple[Figure, Tensor]]
 
@@ -41,8 +41,8 @@ def stored_figures(
     cache: PagedKVCache,
     layer: int,
     batch: Batch,
-    ours: Stored,
-    theirs: Stored,
+    ours: Snapshot,
+    theirs: Snapshot,
     kv: KV | None,
     reach: Mapping[str, Tensor] | None = None,
 ) -> Values:
@@ -53,14 +53,14 @@ def stored_figures(
         reach: how far K or V of an honest run lies from that, in the norm of the format, [Hkv, n] by part; 0 unless given.
     """
     if kv is None:
-        state = state_of(cache, layer)
+        state = recurrent_state(cache, layer)
         assert state is not None
-        for found in compare_states(state, batch, ours[STATE], theirs[STATE]):
-            for head, (x, y) in enumerate(found.heads):
-                for figure, rows in of_numbers(found.stage, x, y):
+        for comparison in compare_states(state, batch, ours[STATE], theirs[STATE]):
+            for head, (x, y) in enumerate(comparison.heads):
+                for figure, rows in number_figures(comparison.stage, x, y):
                     yield figure._replace(head=head), rows
         return
-    for part in parts_of(cache, layer):
+    for part in cache_parts(cache, layer):
         if len(part.where(batch)[0]):
             yield from _part_figures(part, batch, ours[part.name], theirs[part.name], kv, (reach or {}).get(part.name))
 
@@ -79,49 +79,53 @@ def _part_figures(
     levels = [part.kv_format.levels(fields) for fields in pair]
     if levels[0] is None or levels[1] is None:
         for name in ours:
-            yield from of_numbers(part.stage, ours[name], theirs[name], ours[name].shape[1])
+            yield from number_figures(part.stage, ours[name], theirs[name], ours[name].shape[1])
         return
-    apart = (levels[0].int() - levels[1].int()).abs()
-    restored = [part.kv_format.dequantize(fields, layer) for fields in pair]
-    first, second = (lengths_of(vectors) for vectors in restored)
-    far, changed = (apart > 1).any(-1), (apart > 0).sum(-1)
+    level_distance = (levels[0].int() - levels[1].int()).abs()
+    decoded_pair = [part.kv_format.dequantize(fields, layer) for fields in pair]
+    first, second = (vector_lengths(vectors) for vectors in decoded_pair)
+    far, changed_levels = (level_distance > 1).any(-1), (level_distance > 0).sum(-1)
     if bool(far.any()):
-        x = part.given(*kv, batch).transpose(0, 1)
-        near, off = (part.kv_format.length(vectors - x, layer) for vectors in restored)
+        x = part.vectors_to_store(*kv, batch).transpose(0, 1)
+        near, off = (part.kv_format.length(vectors - x, layer) for vectors in decoded_pair)
         reach = torch.zeros_like(near) if reach is None else reach
-        equal = far & (off <= torch.where(_resized(*pair), bounds.FARTHER * near, near) + 2 * bounds.FARTHER * reach)
-        far, changed = far & ~equal, torch.where(equal, 1, changed)
-    long = torch.where((apart > 0).any(-1), 0.0, second / first.clamp(min=1e-300) - 1)
-    for kind, numbers in (("changed", changed), ("leaps", far), ("length", long)):
+        equal = far & (off <= torch.where(_size_changes(*pair), bounds.FARTHER * near, near) + 2 * bounds.FARTHER * reach)
+        far, changed_levels = far & ~equal, torch.where(equal, 1, changed_levels)
+    long = torch.where((level_distance > 0).any(-1), 0.0, second / first.clamp(min=1e-300) - 1)
+    for kind, numbers in (("changed", changed_levels), ("leaps", far), ("length", long)):
         for head, each in enumerate(numbers):
-            yield Figure(part.stage, head, kind), counted(each)
+            yield Figure(part.stage, head, kind), pad_counts(each)
 
 
 _ANOTHER_SIZE = 1 / 16
 """By more than so much the scales of two sizes differ; rounding moves one by 2**-11 of itself."""
 
 
-def _resized(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Tensor:
+def _size_changes(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Tensor:
     """[Hkv, n] bool: vectors that are stored at another size."""
     one, other = (fields["scale"].float().unsqueeze(-1).flatten(2) for fields in (ours, theirs))
     return ((other - one).abs() > _ANOTHER_SIZE * one.abs()).any(-1)
 
 
-def compare_stored(cache: PagedKVCache, layer: int, batch: Batch, ours: Stored, theirs: Stored) -> StoredComparison:
+def compare_stored(cache: PagedKVCache, layer: int, batch: Batch, ours: Snapshot, theirs: Snapshot) -> StoredComparison:
     """The columns of the report."""
-    if (state := state_of(cache, layer)) is not None:
-        found = compare_states(state, batch, ours[STATE], theirs[STATE])
-        return StoredComparison({}, 0.0, max((one.error for one in found), key=lambda x: math.inf if math.isnan(x) else x))
+    if (state := recurrent_state(cache, layer)) is not None:
+        comparisons = compare_states(state, batch, ours[STATE], theirs[STATE])
+        return StoredComparison(
+            {}, 0.0, max((one.error for one in comparisons), key=lambda x: math.inf if math.isnan(x) else x)
+        )
     match, longest = {}, torch.zeros(())
-    for part in parts_of(cache, layer):
+    for part in cache_parts(cache, layer):
         if not len(part.where(batch)[0]):
             continue
         pair = by_token(ours[part.name]), by_token(theirs[part.name])
         levels = [part.kv_format.levels(fields) for fields in pair]
         if part.packed:
-            first = [next(iter(fields.values())) if of is None else of for of, fields in zip(levels, pair, strict=True)]
+            first = [
+                next(iter(fields.values())) if codes is None else codes for codes, fields in zip(levels, pair, strict=True)
+            ]
             match[part.side] = float(torch.eq(*first).double().mean())
-        lengths = [lengths_of(part.kv_format.dequantize(fields, layer)) for fields in pair]
+        lengths = [vector_lengths(part.kv_format.dequantize(fields, layer)) for fields in pair]
         longest = torch.maximum(longest, ((lengths[1] - lengths[0]).abs() / lengths[0].clamp(min=1e-300)).max())
     return StoredComparison(match, float(longest))
 
@@ -134,7 +138,7 @@ def hidden_figures(before: Tensor, ours: Tensor, theirs: Tensor, slips: Mapping[
     update = ours.float() - before.float()
     unit = bounds.STEP[ours.dtype]
     step = unit / 2 * ours.float().abs() + unit * update.square().mean(-1, keepdim=True).sqrt()
-    return of_numbers("attention_mlp", update, update + (theirs.float() - ours.float()), 0, slips, step)
+    return number_figures("attention_mlp", update, update + (theirs.float() - ours.float()), 0, slips, step)
 
 
 def guilty_head(ours: Tensor, theirs: Tensor, slips: Mapping[str, Tensor]) -> int | None:
@@ -154,11 +158,11 @@ def guilty_head(ours: Tensor, theirs: Tensor, slips: Mapping[str, Tensor]) -> in
         return None
     rests = {head: left(off, directions) for head, directions in spans.items()}
     best = min(rests, key=lambda head: float(rests[head].norm()))
-    explained = float(off.square().sum() - rests[best].square().sum())
+    explained_energy = float(off.square().sum() - rests[best].square().sum())
     others = [
         float(rests[best].square().sum() - left(rests[best], spans[head]).square().sum()) for head in spans if head != best
     ]
-    return best if explained > 4 * max(others) else None
+    return best if explained_energy > 4 * max(others) else None
 
 
 # -- Verdicts ----------------------------------------------------------------------------------------------------------------
@@ -176,21 +180,21 @@ def verdicts(excesses: Mapping[Figure, float], differing: Iterable[str], togethe
         differing: stages in which some bit differs.
         together: the figures are of all forwards.
     """
-    found, differ = [], set(differing)
+    stage_verdicts, differ = [], set(differing)
     for stage in dict.fromkeys(figure.stage for figure in excesses):
-        of_stage = {figure: excess for figure, excess in excesses.items() if figure.stage == stage}
-        worst = max(of_stage, key=of_stage.__getitem__)
-        error = of_stage[worst]
-        ties = any(figure.kind == "changed" for figure in of_stage)
+        stage_excesses = {figure: excess for figure, excess in excesses.items() if figure.stage == stage}
+        worst = max(stage_excesses, key=stage_excesses.__getitem__)
+        error = stage_excesses[worst]
+        ties = any(figure.kind == "changed" for figure in stage_excesses)
         reason: Reason | None = "fault" if error > 1 else None if stage not in differ else "tie" if ties else "rounding"
-        wrong = sorted({figure.head for figure, excess in of_stage.items() if excess > 1 and figure.head >= 0})
-        heads = len({figure.head for figure in of_stage if figure.head >= 0})
+        wrong = sorted({figure.head for figure, excess in stage_excesses.items() if excess > 1 and figure.head >= 0})
+        heads = len({figure.head for figure in stage_excesses if figure.head >= 0})
         alone = reason == "fault" and len(wrong) == 1 < heads and stage != "attention_mlp"
         words = worst.kind.replace("slip ", "as with ") if worst.kind.startswith("slip") else _WORDS[worst.kind]
-        over = " over all forwards" if together else ""
-        detail = f"{words}{over}: {error:.3g} times what honest runs allow" if reason else ""
-        found.append(Verdict(stage, reason, error, 1.0, detail, head=wrong[0] if alone else None))
-    return found
+        scope = " over all forwards" if together else ""
+        detail = f"{words}{scope}: {error:.3g} times what honest runs allow" if reason else ""
+        stage_verdicts.append(Verdict(stage, reason, error, 1.0, detail, head=wrong[0] if alone else None))
+    return stage_verdicts
 
 
 def in_whole(verdict: Verdict) -> Verdict:
@@ -200,25 +204,26 @@ def in_whole(verdict: Verdict) -> Verdict:
     return replace(verdict, detail=f"{verdict.detail}; each op by itself is right, so the fault is in how the layer runs them")
 
 
-def judge_strays(strays: Strays, layer: int | None, who: str = "") -> list[Verdict]:
+def judge_stray_writes(stray_writes: StrayWrites, layer: int | None, who: str = "") -> list[Verdict]:
     """The verdict on what changed where nothing was to be written, if anything did.
 
     Args:
         layer: where it is looked for first; None for all layers alike.
         who: wrote it, where that is no layer.
     """
-    at = {layer: strays[layer]} if layer in strays else strays
-    found: dict[str, list[str]] = {}
+    at = {layer: stray_writes[layer]} if layer in stray_writes else stray_writes
+    places_by_stage: dict[str, list[str]] = {}
     for number, parts in at.items():
         for name, places in parts.items():
             stage = {"k": "untouched_slots", "v": "untouched_slots", STATE: "untouched_state"}.get(name, "untouched_window")
-            found.setdefault(stage, []).append(f"layer {number}, {name}: {_some(places)}")
+            places_by_stage.setdefault(stage, []).append(f"layer {number}, {name}: {_some(places)}")
     words = f"{who} wrote" if who else "wrote"
     return [
-        Verdict.broken(stage, f"{words} where nothing was to be written: {'; '.join(found[stage])}") for stage in sorted(found)
+        Verdict.violation(stage, f"{words} where nothing was to be written: {'; '.join(places_by_stage[stage])}")
+        for stage in sorted(places_by_stage)
     ]
 
 
 def _some(places: list[str]) -> str:
-    shown = ", ".join(places[:4])
-    return f"{shown} and {len(places) - 4} more" if len(places) > 4 else shown
+    listing = ", ".join(places[:4])
+    return f"{listing} and {len(places) - 4} more" if len(places) > 4 else listing

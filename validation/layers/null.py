@@ -18,7 +18,7 @@ from torch import Tensor
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable, with_ops
-from haarkv.tq_ops.weight import LARGEST, Blocks, Weight, numbers_of
+from haarkv.tq_ops.weight import LARGEST, Blocks, Weight, weight_numbers
 from haarkv.validation import bounds
 
 RUNS = 16
@@ -52,7 +52,7 @@ Sums = Mapping[Figure, Numbers]
 NONE: Numbers = (0.0, 0.0, 0.0)
 
 
-def added(one: Sums, other: Sums) -> Sums:
+def add_sums(one: Sums, other: Sums) -> Sums:
     """The sums of two forwards together."""
     total = dict(one)
     for figure, (top, bottom, fourth) in other.items():
@@ -123,8 +123,8 @@ class Null:
     def add(self, candidate: Sums) -> None:
         """Count a forward in which nothing was found."""
         totals = self.totals or [{} for _ in self.runs]
-        self.totals = [added(total, run) for total, run in zip(totals, self.runs, strict=True)]
-        self.candidate = added(self.candidate, candidate)
+        self.totals = [add_sums(total, run) for total, run in zip(totals, self.runs, strict=True)]
+        self.candidate = add_sums(self.candidate, candidate)
 
     def total_excesses(self, rounds: bool) -> dict[Figure, float]:
         """Of all forwards that were counted, together."""
@@ -149,7 +149,7 @@ def by_head(x: Tensor, heads: int) -> tuple[Tensor, ...]:
     return x.float().chunk(heads, 1) if heads else (x.float(),)
 
 
-def of_numbers(
+def number_figures(
     stage: str, ours: Tensor, theirs: Tensor, heads: int = 0, slips: Slips | None = None, step: Tensor | None = None
 ) -> Iterator[tuple[Figure, Tensor]]:
     """Figures of a stage that gives numbers, [T, H, *] or [T, N].
@@ -168,25 +168,30 @@ def of_numbers(
         unit = (bounds.STEP[ours.dtype] * reference.abs().max()) if unit is None else unit
         weight = torch.where(unit > 0, 1 / unit, 0.0)
         energy = part * weight if bool((unit > 0).any()) else part
-        yield Figure(stage, head, "energy"), counted(energy.flatten(1).square().sum(-1) / bounds.TIES)
-        yield Figure(stage, head, "gain"), _along(part * weight, reference * weight)
+        yield Figure(stage, head, "energy"), pad_counts(energy.flatten(1).square().sum(-1) / bounds.TIES)
+        yield Figure(stage, head, "gain"), _inner_products(part * weight, reference * weight)
         weights.append(weight)
     for name, direction in (slips or {}).items():
         whole = float(direction.float().square().sum())
-        for head, part, along, weight in zip(places, by_head(off, heads), by_head(direction, heads), weights, strict=True):
-            if float(along.square().sum()) > 1e-3 * whole / max(heads, 1):
+        for head, part, slip_direction, weight in zip(
+            places, by_head(off, heads), by_head(direction, heads), weights, strict=True
+        ):
+            if float(slip_direction.square().sum()) > 1e-3 * whole / max(heads, 1):
                 place = int(name.rpartition("@")[2]) if "@" in name else head
-                yield Figure(stage, place, f"slip {name.partition(' @')[0]}"), _along(part * weight, along * weight)
+                yield (
+                    Figure(stage, place, f"slip {name.partition(' @')[0]}"),
+                    _inner_products(part * weight, slip_direction * weight),
+                )
 
 
-def _along(off: Tensor, direction: Tensor) -> Tensor:
+def _inner_products(off: Tensor, direction: Tensor) -> Tensor:
     """[n, 3] fp64: how far numbers [n, *] lie along a direction [n, *]."""
     squares = direction.square()
     sums = (off * direction, squares, squares.square())
     return torch.stack([x.flatten(1).sum(-1) for x in sums], 1).double()
 
 
-def counted(numbers: Tensor) -> Tensor:
+def pad_counts(numbers: Tensor) -> Tensor:
     """[n, 3] fp64 of a number [n] that is no ratio."""
     return torch.nn.functional.pad(numbers.double()[:, None], (0, 2))
 
@@ -199,7 +204,7 @@ def by_figure(pairs: Iterable[tuple[Figure, Tensor]]) -> Rows:
     return {figure: torch.cat(parts) if len(parts) > 1 else parts[0] for figure, parts in rows.items()}
 
 
-def of_runs(pairs: Iterable[tuple[Figure, Tensor]], runs: int) -> RunRows:
+def split_runs(pairs: Iterable[tuple[Figure, Tensor]], runs: int) -> RunRows:
     """Figures of runs that are computed at once: each token has as many rows, one behind the other."""
     return {figure: rows.reshape(-1, runs, 3) for figure, rows in by_figure(pairs).items()}
 
@@ -209,22 +214,22 @@ def stacked(runs: Sequence[Rows]) -> RunRows:
     return {figure: torch.stack([run[figure] for run in runs], 1) for figure in runs[0]}
 
 
-def repeated(x: Tensor, runs: int) -> Tensor:
+def repeat_rows(x: Tensor, runs: int) -> Tensor:
     """[n * runs, *] of [n, *]: each row as often as there are runs."""
     return x.repeat_interleave(runs, 0) if runs > 1 else x
 
 
-def collected(pairs: Iterable[tuple[Figure, Tensor]]) -> Sums:
+def collect_sums(pairs: Iterable[tuple[Figure, Tensor]]) -> Sums:
     """The sums of a candidate's figures."""
     return {figure: _total(rows) for figure, rows in by_figure(pairs).items()}
 
 
-def computed(tokens: int, attention: torch.dtype = torch.float32) -> int:
+def num_honest_runs(tokens: int, attention: torch.dtype = torch.float32) -> int:
     """How many of the sixteen honest runs of a forward of T tokens are computed; attention in BF16 is rounded in two ways."""
     return RUNS if tokens < _MANY else 2 if attention == torch.float32 else 4
 
 
-def drawn(rows: RunRows) -> list[Sums]:
+def resample_runs(rows: RunRows) -> list[Sums]:
     """Sixteen honest runs, from all of them or from two of each kind, the kinds in turn.
 
     As many are drawn of each two: token by token their mean, and half the difference that two such runs have, up or down.
@@ -256,7 +261,7 @@ _ULP = 2 * 2.0**-24
 
 def repeated_batch(batch: Batch, runs: int) -> Batch:
     """The batch of runs' tokens: each token's one behind the other, at one and the same place. To be read by, not to store."""
-    positions, slots = (repeated(x, runs) for x in (batch.positions, batch.slot_mapping))
+    positions, slots = (repeat_rows(x, runs) for x in (batch.positions, batch.slot_mapping))
     return replace(batch, positions=positions, slot_mapping=slots, query_start_loc=runs * batch.query_start_loc)
 
 
@@ -283,7 +288,7 @@ def honest(
         return torch.randn(x.shape, generator=generator)
 
     def each(x: Tensor) -> Tensor:
-        return repeated(x, runs) if tokens is None else x
+        return repeat_rows(x, runs) if tokens is None else x
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y = each(ops.rms_norm(x.float(), weight, eps))
@@ -294,11 +299,11 @@ def honest(
         spread = _spread(x[::runs] if tokens is not None and len(x) == runs * tokens else x, weight)
         if isinstance(weight, Blocks) and blocks(weight):
             x = each(x)
-            moved = (x.double() + (2 * torch.rand(x.shape, generator=generator) - 1) * half_steps(x, weight)).float()
-            y = ops.linear(moved, weight)
+            noisy_x = (x.double() + (2 * torch.rand(x.shape, generator=generator) - 1) * half_steps(x, weight)).float()
+            y = ops.linear(noisy_x, weight)
         else:
             y = each(ops.linear(x, weight))
-        spread = spread if len(spread) == len(y) else repeated(spread, runs)
+        spread = spread if len(spread) == len(y) else repeat_rows(spread, runs)
         return y + _ULP * math.sqrt(x.shape[-1] / 6) * spread * noise(spread)
 
     def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -312,18 +317,18 @@ def honest(
     def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
         one, q = batch if tokens is None else _of_one_run(batch, runs), each(q)
 
-        def attended(q: Tensor, runs: int) -> Tensor:
+        def attend(q: Tensor, runs: int) -> Tensor:
             return ops.paged_attention(q, cache, layer, repeated_batch(one, runs), softmax_scale)
 
-        wide = attended(q.float() * (1 + 8 * _ULP * noise(q)), runs)
+        wide = attend(q.float() * (1 + 8 * _ULP * noise(q)), runs)
         out = (wide * (1 + 8 * _ULP * noise(wide))).to(q.dtype)
         twice = slice(seed % 2, runs, 2)
         if q.dtype == torch.float32 or not range(runs)[twice]:
             return out
         # The same rounding points, which fall elsewhere.
         by_run, queries, result = (x.view(-1, runs, *x.shape[1:])[:, twice] for x in (wide, q, out))
-        rounded = attended(queries.flatten(0, 1), queries.shape[1]).view(by_run.shape) - by_run
-        result.copy_(by_run + rounded.float() * noise(by_run).sign())
+        rounding_error = attend(queries.flatten(0, 1), queries.shape[1]).view(by_run.shape) - by_run
+        result.copy_(by_run + rounding_error.float() * noise(by_run).sign())
         return out
 
     def product(name: str) -> Callable[[Tensor, Tensor, torch.dtype], Tensor]:
@@ -353,7 +358,7 @@ def honest(
 
 def _spread(x: Tensor, weight: Weight) -> Tensor:
     """[T, out] fp32: sqrt(sum of (x * w)**2), the length of a product's terms as independent ones."""
-    numbers = numbers_of(weight) if isinstance(weight, Blocks) else weight
+    numbers = weight_numbers(weight) if isinstance(weight, Blocks) else weight
     return (x.float().square() @ numbers.float().square().T).sqrt_()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from haarkv.tq_ops.words import counted
+from haarkv.tq_ops.words import count_noun
 from haarkv.validation.layers.report import Mode, Report, row_cells
 
 
@@ -88,41 +88,45 @@ beyond 100 % it is a fault. The nearest to it stand first.</p>
 
 def _reason(report: Report) -> str:
     """Why it passed or failed, and what that does not cover."""
-    found = report.first_divergence
-    if found is None:
-        said = "<p>No fault: every bit is equal.</p>" if report.passed else "<p class=bad>Something was not compared.</p>"
+    divergence = report.first_divergence
+    if divergence is None:
+        verdict_html = (
+            "<p>No fault: every bit is equal.</p>" if report.passed else "<p class=bad>Something was not compared.</p>"
+        )
     else:
-        where = escape(found.where)
-        head = f" (KV head {found.head})" if found.head is not None else ""
-        if found.fails:
-            said = f'<p>First fault: <strong class="bad">{where}: {found.reason}</strong>{head} in '
+        where = escape(divergence.where)
+        head = f" (KV head {divergence.head})" if divergence.head is not None else ""
+        if divergence.fails:
+            verdict_html = f'<p>First fault: <strong class="bad">{where}: {divergence.reason}</strong>{head} in '
         else:
-            said = f"<p><strong>No fault.</strong> First difference: {where}: {found.reason}, no fault{head}, in "
-        said += f"{found.phase} {found.step}.</p><p class='soft'>{escape(found.detail)}</p>"
-    listed = "".join(f"<li>{escape(what)}</li>" for what in report.beyond)
-    return f"{said}<p><strong>Not exercised</strong>, so the verdict says nothing of it:</p><ul>{listed}</ul>"
+            verdict_html = f"<p><strong>No fault.</strong> First difference: {where}: {divergence.reason}, no fault{head}, in "
+        verdict_html += f"{divergence.phase} {divergence.step}.</p><p class='soft'>{escape(divergence.detail)}</p>"
+    items_html = "".join(f"<li>{escape(what)}</li>" for what in report.beyond)
+    return f"{verdict_html}<p><strong>Not exercised</strong>, so the verdict says nothing of it:</p><ul>{items_html}</ul>"
 
 
 # Characters of a prompt that the page shows.
-_SHOWN = 200
+_MAX_PROMPT = 200
 
 
 def _facts(report: Report, about: About) -> str:
-    def listed(found: Mapping[str, str]) -> str:
-        return escape(", ".join(f"{name} {value}" for name, value in found.items()))
+    def version_list(entries: Mapping[str, str]) -> str:
+        return escape(", ".join(f"{name} {value}" for name, value in entries.items()))
 
     prompts = "".join(
-        f"<div><code>{escape(text[:_SHOWN])}{'…' * (len(text) > _SHOWN)}</code> ({counted(tokens, 'token')})</div>"
-        for text, tokens in zip((" ".join(text.split()) for text in about.prompts), report.prompt_tokens, strict=True)
+        f"<div><code>{escape(text[:_MAX_PROMPT])}{'…' * (len(text) > _MAX_PROMPT)}</code> ({count_noun(n, 'token')})</div>"
+        for text, n in zip((" ".join(text.split()) for text in about.prompts), report.prompt_tokens, strict=True)
     )
-    steps = counted(report.steps, "decode step")
+    steps = count_noun(report.steps, "decode step")
     rows = {
         "executor": escape(f"{report.candidate}, compared with {report.reference}"),
         "model": escape(f"{about.model} in {report.dtype}, KV cache {report.kv}; {steps}"),
         "command": f"<code>{escape(about.command)}</code>", "prompts": prompts,
-        "versions": listed(about.versions), "machine": listed(about.machine), "date": escape(about.date),
+        "versions": version_list(about.versions), "machine": version_list(about.machine), "date": escape(about.date),
     }  # fmt: skip
-    cells = "".join(f'<tr><th class="left">{name}</th><td class="left said">{said}</td></tr>' for name, said in rows.items())
+    cells = "".join(
+        f'<tr><th class="left">{name}</th><td class="left said">{value_html}</td></tr>' for name, value_html in rows.items()
+    )
     return f'<div class="table"><table>{cells}</table></div>'
 
 
@@ -142,10 +146,10 @@ def _plot(report: Report) -> str:
     shares: dict[Mode, dict[int, list[float]]] = {mode: {} for mode in _LINES}
     for row in report.rows:
         shares[row.mode].setdefault(row.layer, []).append(row.share)
-    lines = {mode: {layer: _exponent(values) for layer, values in of.items()} for mode, of in shares.items()}
+    lines = {mode: {layer: _exponent(values) for layer, values in by_layer.items()} for mode, by_layer in shares.items()}
     layers = sorted({layer for line in lines.values() for layer in line})
-    drawn = [0.0, *(value for line in lines.values() for value in line.values() if math.isfinite(value))]
-    low, high = math.floor(min(drawn)), math.ceil(max(drawn) + 1e-9)
+    exponents = [0.0, *(value for line in lines.values() for value in line.values() if math.isfinite(value))]
+    low, high = math.floor(min(exponents)), math.ceil(max(exponents) + 1e-9)
     step = max(1, -(-(high - low) // 6))
     ticks = range(low, high + step, step)
 

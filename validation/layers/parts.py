@@ -19,11 +19,11 @@ from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.kept import Kept
+from haarkv.tq_ops.kv.kept import ResidualWindow
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.validation.layers.states import STATE, put_rows, state_of, take_rows, tensors_of_state
+from haarkv.validation.layers.states import STATE, put_rows, recurrent_state, take_rows, tensors_of_state
 
-Stored = dict[str, dict[str, Tensor]]
+Snapshot = dict[str, dict[str, Tensor]]
 """Fields by part ("k", "window.k", …, or "state") and field name."""
 KV = tuple[Tensor, Tensor]
 """K and V [T, Hkv, D] fp32."""
@@ -51,7 +51,7 @@ class Part:
     where: Callable[[Batch], Where]
     layer: int
 
-    def given(self, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+    def vectors_to_store(self, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         """What its format quantizes of a batch's K and V [T, Hkv, D]: the vectors [n, Hkv, D] that go here."""
         tokens = self.where(batch)[0]
         x = (k if self.side == "k" else v)[tokens].transpose(0, 1)
@@ -65,7 +65,7 @@ class Part:
     @property
     def stage(self) -> str:
         """The name of the stage that stores it."""
-        return stage_of(self.name)
+        return part_stage(self.name)
 
     @property
     def title(self) -> str:
@@ -83,14 +83,14 @@ class Part:
         return f"slot {place}" if self.packed else f"place {place % self.per_unit} of row {place // self.per_unit}"
 
 
-def stage_of(part: str) -> str:
+def part_stage(part: str) -> str:
     """The name of the stage that stores a part."""
     return f"store_kv.{part}" if part in ("k", "v") else part
 
 
-def parts_of(cache: PagedKVCache, layer: int) -> list[Part]:
+def cache_parts(cache: PagedKVCache, layer: int) -> list[Part]:
     """Every part of a layer: packed K and V, then their windows, then their sinks; none of one that keeps a state."""
-    if state_of(cache, layer) is not None:
+    if recurrent_state(cache, layer) is not None:
         return []
 
     def slots(batch: Batch) -> Where:
@@ -143,74 +143,76 @@ def new_cache(plan: KVPlan, config: ModelConfig, num_blocks: int, **how: Any) ->
 def read_as(
     cache: PagedKVCache, layer: int, *, formats: tuple[KVFormat, KVFormat] | None = None,
     fields: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None,
-    windows: tuple[Kept | None, Kept | None] | None = None, sliding: int | None = None,
+    windows: tuple[ResidualWindow | None, ResidualWindow | None] | None = None, sliding: int | None = None,
 ) -> PagedKVCache:  # fmt: skip
     """A layer of a cache for attention to read, K's and V's formats, fields or windows being others, or the sliding window."""
     formats = formats or (cache.k_format(layer), cache.v_format(layer))
     fields = fields or (cache.k_fields(layer), cache.v_fields(layer))
     shape = cache.shape(layer)
-    kept = windows or cache.kept(layer)
-    return PagedKVCache.over(formats, layer, fields, kept, shape.head_dim, sliding or shape.window, cache.ring(layer))
+    residual_windows = windows or cache.kept(layer)
+    return PagedKVCache.over(
+        formats, layer, fields, residual_windows, shape.head_dim, sliding or shape.window, cache.ring(layer)
+    )
 
 
-def tensors_of(cache: PagedKVCache, layer: int) -> Stored:
+def layer_tensors(cache: PagedKVCache, layer: int) -> Snapshot:
     """The very tensors of a layer."""
-    if (state := state_of(cache, layer)) is not None:
+    if (state := recurrent_state(cache, layer)) is not None:
         return {STATE: tensors_of_state(state)}
-    return {part.name: part.fields for part in parts_of(cache, layer)}
+    return {part.name: part.fields for part in cache_parts(cache, layer)}
 
 
-def snapshot(cache: PagedKVCache, layer: int) -> Stored:
+def snapshot(cache: PagedKVCache, layer: int) -> Snapshot:
     """A copy of a layer, on the host."""
     return {
         part: {name: tensor.to("cpu", copy=True) for name, tensor in fields.items()}
-        for part, fields in tensors_of(cache, layer).items()
+        for part, fields in layer_tensors(cache, layer).items()
     }
 
 
-def load(cache: PagedKVCache, layer: int, stored: Stored) -> None:
+def load(cache: PagedKVCache, layer: int, part_fields: Snapshot) -> None:
     """Put a snapshot, or another cache's tensors, into a layer."""
-    for part, fields in tensors_of(cache, layer).items():
+    for part, fields in layer_tensors(cache, layer).items():
         for name, tensor in fields.items():
-            tensor.copy_(stored[part][name])
+            tensor.copy_(part_fields[part][name])
 
 
-def take(cache: PagedKVCache, layer: int, batch: Batch) -> Stored:
+def take(cache: PagedKVCache, layer: int, batch: Batch) -> Snapshot:
     """Fields [n, Hkv, *] of a batch's tokens (of sinks: of those that are among them), copied to the host; of a state the
     batch's rows."""
-    if (state := state_of(cache, layer)) is not None:
+    if (state := recurrent_state(cache, layer)) is not None:
         return {STATE: take_rows(state, batch)}
-    taken: Stored = {}
-    for part in parts_of(cache, layer):
+    part_fields: Snapshot = {}
+    for part in cache_parts(cache, layer):
         _, unit, offset = part.where(batch)
-        taken[part.name] = {name: tensor.cpu()[unit, :, offset] for name, tensor in part.fields.items()}
-    return taken
+        part_fields[part.name] = {name: tensor.cpu()[unit, :, offset] for name, tensor in part.fields.items()}
+    return part_fields
 
 
-def put(cache: PagedKVCache, layer: int, batch: Batch, stored: Stored) -> None:
+def put(cache: PagedKVCache, layer: int, batch: Batch, part_fields: Snapshot) -> None:
     """Write fields [n, Hkv, *] of a batch's tokens into the parts that are given; other parts stay as they are. A state is
     written by rows, or spoilt where it has no fields."""
-    if (state := state_of(cache, layer)) is not None:
-        put_rows(state, batch, stored[STATE])
+    if (state := recurrent_state(cache, layer)) is not None:
+        put_rows(state, batch, part_fields[STATE])
         return
-    for part in parts_of(cache, layer):
-        if part.name in stored:
+    for part in cache_parts(cache, layer):
+        if part.name in part_fields:
             _, unit, offset = (index.to(cache.device) for index in part.where(batch))
             for name, tensor in part.fields.items():
-                tensor[unit, :, offset] = stored[part.name][name].to(cache.device)
+                tensor[unit, :, offset] = part_fields[part.name][name].to(cache.device)
 
 
-def quantized(cache: PagedKVCache, layer: int, batch: Batch, k: Tensor, v: Tensor, rotated_as: int | None = None) -> Stored:
+def quantized(cache: PagedKVCache, layer: int, batch: Batch, k: Tensor, v: Tensor, rotated_as: int | None = None) -> Snapshot:
     """What every part would hold of K and V [T, Hkv, D] fp32; by another layer's rotation, if one is named."""
-    stored: Stored = {}
-    for part in parts_of(cache, layer):
-        x = part.given(k, v, batch).transpose(0, 1)
-        stored[part.name] = by_token(part.kv_format.quantize(x, layer if rotated_as is None else rotated_as))
-    return stored
+    part_fields: Snapshot = {}
+    for part in cache_parts(cache, layer):
+        x = part.vectors_to_store(k, v, batch).transpose(0, 1)
+        part_fields[part.name] = by_token(part.kv_format.quantize(x, layer if rotated_as is None else rotated_as))
+    return part_fields
 
 
 # -- Poison ------------------------------------------------------------------------------------------------------------
-def poison(cache: PagedKVCache, layer: int, kv: tuple[Tensor, Tensor] | None, batch: Batch) -> Stored:
+def poison(cache: PagedKVCache, layer: int, kv: tuple[Tensor, Tensor] | None, batch: Batch) -> Snapshot:
     """What to find in a place that was not written: valid K and V that are far from the right ones; of a state without K and
     V, that it is to be spoilt.
 

@@ -21,7 +21,7 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.table import OpTable
-from haarkv.validation.layers.parts import Stored, load, new_cache, snapshot, tensors_of
+from haarkv.validation.layers.parts import Snapshot, layer_tensors, load, new_cache, snapshot
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class _Call:
     x: Tensor
     span: range
     batch: Batch | None
-    stored: dict[int, Stored]
+    layer_fields: dict[int, Snapshot]
     blocks: tuple[int, int]
 
 
@@ -52,18 +52,20 @@ class _Part:
         self._heads = kv_heads_of(whole.heads.num_kv_heads, ranks.rank, ranks.size)
         self._caches: dict[tuple[int, int], PagedKVCache] = {}
 
-    def run(self, call: _Call) -> tuple[Tensor, list[dict[int, Stored]]]:
+    def run(self, call: _Call) -> tuple[Tensor, list[dict[int, Snapshot]]]:
         """The result, and what each rank has stored; on other ranks than 0 no list."""
         executor, x = self.executor, call.x.to(self.executor.device)
         if call.batch is None:
             return executor.head(x).cpu(), []
         cache, batch = self._cache(call.blocks), call.batch.to(executor.device)
-        for layer, stored in call.stored.items():
-            part = {name: {field: whole[:, self._heads] for field, whole in fields.items()} for name, fields in stored.items()}
+        for layer, part_fields in call.layer_fields.items():
+            part = {
+                name: {field: whole[:, self._heads] for field, whole in fields.items()} for name, fields in part_fields.items()
+            }
             load(cache, layer, part)
         whole = call.method == "forward"
         result = executor.forward(x, batch, cache) if whole else executor.layers(x, call.span, batch, cache)
-        return result.cpu(), self.ranks.collect({layer: snapshot(cache, layer) for layer in call.stored})
+        return result.cpu(), self.ranks.collect({layer: snapshot(cache, layer) for layer in call.layer_fields})
 
     def _cache(self, blocks: tuple[int, int]) -> PagedKVCache:
         if blocks not in self._caches:
@@ -74,7 +76,7 @@ class _Part:
         return self._caches[blocks]
 
 
-class Gathered:
+class MultiRankExecutor:
     """The executors of all ranks as one, which takes the whole model's cache. Rank 0 has it.
 
     Args:
@@ -89,14 +91,14 @@ class Gathered:
     def __init__(self, executor: Executor, ranks: Ranks, whole: ModelConfig, plan: KVPlan) -> None:
         self.name, self.simulated, self.compiled, self.config = executor.name, executor.simulated, executor.compiled, whole
         self.description = f"{executor.description}, {ranks.size} ranks"
-        self.batches_alike, self.decode_step, self.weights = executor.batches_alike, executor.decode_step, executor.weights
+        self.batch_invariant, self.decode_step, self.weights = executor.batch_invariant, executor.decode_step, executor.weights
         self.blocks = executor.blocks
         self._part = _Part(executor, ranks, whole, plan)
 
     def supports(self, config: ModelConfig, plan: KVPlan) -> str | None:
         return self._part.executor.supports(self._part.executor.config, self._part.plan)
 
-    def over(self, wrap: Callable[[OpTable], OpTable]) -> None:
+    def with_ops(self, wrap: Callable[[OpTable], OpTable]) -> None:
         return None
 
     def forward(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
@@ -109,26 +111,26 @@ class Gathered:
         return self._call("layers", hidden, span, batch, cache)
 
     def _call(self, method: str, x: Tensor, span: range, batch: Batch, cache: PagedKVCache) -> Tensor:
-        ranks, stored = self._part.ranks, {layer: tensors_of(cache, layer) for layer in span}
-        call = ranks.share(_Call(method, x, span, batch, stored, (cache.num_blocks, cache.block_size)))
+        ranks, fields_by_layer = self._part.ranks, {layer: layer_tensors(cache, layer) for layer in span}
+        call = ranks.share(_Call(method, x, span, batch, fields_by_layer, (cache.num_blocks, cache.block_size)))
         result, parts = self._part.run(call)
-        for rank, of_rank in enumerate(parts):
+        for rank, rank_fields in enumerate(parts):
             heads = kv_heads_of(self.config.heads.num_kv_heads, rank, ranks.size)
             for layer in span:
-                for part, fields in tensors_of(cache, layer).items():
+                for part, fields in layer_tensors(cache, layer).items():
                     for name, tensor in fields.items():
-                        tensor[:, heads] = of_rank[layer][part][name]
+                        tensor[:, heads] = rank_fields[layer][part][name]
         return result
 
 
 @contextmanager
-def gathered(executor: Executor, ranks: Ranks, whole: ModelConfig, plan: KVPlan) -> Iterator[Executor]:
+def multi_rank_executor(executor: Executor, ranks: Ranks, whole: ModelConfig, plan: KVPlan) -> Iterator[Executor]:
     """On rank 0: the executors of all ranks as one, for as long as the others follow. On a single rank the executor itself."""
     if ranks.size == 1:
         yield executor
         return
     try:
-        yield cast(Executor, Gathered(executor, ranks, whole, plan))
+        yield cast(Executor, MultiRankExecutor(executor, ranks, whole, plan))
     finally:
         ranks.share(None)
 

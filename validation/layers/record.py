@@ -47,23 +47,23 @@ class Recorder:
         self._calls: list[Call] = []
         ends = [("final_norm", weights.final_norm), ("head", weights.lm_head)]
         # All experts of a layer are one stage: `experts.3.up_proj` is `experts.up_proj`.
-        of_layers = [
+        layer_names = [
             (re.sub(r"\.\d+\.", ".", field), tensor) for layer in weights.layers for field, _, tensor in layer.named()
         ]
-        self._stages = TensorNames([*ends, *of_layers])
-        self.ops = with_ops(ops, {name: self._recorded(name, getattr(ops, name)) for name in OP_NAMES})
+        self._stages = TensorNames([*ends, *layer_names])
+        self.ops = with_ops(ops, {name: self._recording_op(name, getattr(ops, name)) for name in OP_NAMES})
 
-    def _recorded(self, name: str, op: Callable[..., Any]) -> Callable[..., Any]:
+    def _recording_op(self, name: str, op: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             result = op(*args, **kwargs)
-            given = arguments(name, *args, **kwargs)
-            stage = self._stages.of(given["weight"]) if "weight" in given else None
-            self._calls.append(Call(name, stage or name, tuple(given.values()), result))
+            args_by_name = arguments(name, *args, **kwargs)
+            stage = self._stages.of(args_by_name["weight"]) if "weight" in args_by_name else None
+            self._calls.append(Call(name, stage or name, tuple(args_by_name.values()), result))
             return result
 
         return run
 
-    def taken(self) -> list[Call]:
+    def take_calls(self) -> list[Call]:
         """The calls since the last time this was asked."""
         calls, self._calls = self._calls, []
         keys = [call.args[0] for call in calls if call.op == "store_kv"]
@@ -71,21 +71,21 @@ class Recorder:
         delta = next((place for place, call in enumerate(calls) if call.op == "gated_delta"), len(calls))
         gate = next((call for call in calls[delta:] if call.op == "silu_mul"), None)
 
-        def stage_of(call: Call) -> str:
+        def call_stage(call: Call) -> str:
             if call is gate:  # of what the state gave; the MLP's comes later
                 return "delta_gate"
             # RoPE is given no weight: its result is stored as K, or it is Q's.
             is_k = any(call.result is k for k in keys)
             return call.stage if call.op != "rope" else "k_rope" if is_k else "q_rope"
 
-        return [replace(call, stage=stage_of(call)) for call in calls]
+        return [replace(call, stage=call_stage(call)) for call in calls]
 
     def is_weight(self, tensor: Tensor) -> bool:
         """Whether a tensor is one of the model's own."""
         return self._stages.of(tensor) is not None
 
 
-def watched(
+def observe_vectors(
     ops: OpTable, on_kv: Callable[[Tensor, Tensor], object], on_q: Callable[[Tensor], object] = lambda _: None
 ) -> OpTable:
     """An op table that tells which K and V [T, Hkv, D] it is given to store, and which queries [T, Hq, D] attend."""
@@ -101,12 +101,12 @@ def watched(
     return with_ops(ops, {"store_kv": store_kv, "paged_attention": paged_attention})
 
 
-def table_of(executor: Executor) -> OpTable | None:
+def recordable_ops(executor: Executor) -> OpTable | None:
     """The op table by which an executor's ops can be recorded on the host; None if its layers can only be run whole."""
     return executor.ops if executor.device.type == "cpu" else None
 
 
-def copied(value: Any, device: torch.device) -> Any:
+def copy_argument(value: Any, device: torch.device) -> Any:
     """A tensor or a batch, copied, so that the candidate can neither change ours nor hand ours back."""
     if isinstance(value, Batch):
         return Batch(**{name: tensor.to(device, copy=True) for name, tensor in value.tensors.items()})
@@ -123,25 +123,25 @@ def replay(call: Call, ops: OpTable, device: torch.device, cache: PagedKVCache, 
     Returns:
         its result, on the host, and whether it left its inputs as they were; the message if it refused them as not finite.
     """
-    given: list[Any] = []
+    arg_copies: list[Any] = []
     for arg in call.args:
         if isinstance(arg, PagedKVCache):
-            given.append(cache)
+            arg_copies.append(cache)
         elif isinstance(arg, Tensor) and recorder.is_weight(arg):
-            given.append(arg.to(device))
+            arg_copies.append(arg.to(device))
         else:
-            given.append(copied(arg, device))
+            arg_copies.append(copy_argument(arg, device))
     try:
-        result = getattr(ops, call.op)(*given)
+        result = getattr(ops, call.op)(*arg_copies)
     except NonFiniteError as error:
         result = str(error)
     if isinstance(result, Tensor):
         result = result.to("cpu", copy=True)
-    return result, all(unchanged(ours, theirs) for ours, theirs in zip(call.args, given, strict=True))
+    return result, all(is_unchanged(ours, theirs) for ours, theirs in zip(call.args, arg_copies, strict=True))
 
 
-def unchanged(ours: Any, theirs: Any) -> bool:
+def is_unchanged(ours: Any, theirs: Any) -> bool:
     """Whether a copy that was handed out still says what it did."""
     if isinstance(ours, Batch):
-        return all(unchanged(tensor, getattr(theirs, name)) for name, tensor in ours.tensors.items())
+        return all(is_unchanged(tensor, getattr(theirs, name)) for name, tensor in ours.tensors.items())
     return not isinstance(ours, Tensor) or torch.equal(ours, theirs.cpu())

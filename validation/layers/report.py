@@ -88,9 +88,9 @@ class LogitRow:
     predictions: int
 
 
-FOUND = ("phase", "step", "layer", "stage", "reason", "detail", "head")
+DIVERGENCE_KEYS = ("phase", "step", "layer", "stage", "reason", "detail", "head")
 """What is written of a first divergence."""
-_MEASURED = ("stage", "share", "phase", "step", "layer", "reason")
+_TENSOR_KEYS = ("stage", "share", "phase", "step", "layer", "reason")
 """What is written of each stage and tensor."""
 
 
@@ -120,7 +120,7 @@ class Verdict:
     layer: int | None = None
 
     @classmethod
-    def broken(cls, stage: str, detail: str, reason: Reason = "fault") -> Verdict:
+    def violation(cls, stage: str, detail: str, reason: Reason = "fault") -> Verdict:
         """What is wrong whatever the figures are."""
         return cls(stage, reason, math.inf, 0.0, detail)
 
@@ -141,7 +141,7 @@ class Verdict:
             return 0.0
         return self.error / self.bound if self.bound and not math.isnan(self.error) else math.inf
 
-    def described(self, names: Sequence[str] = FOUND) -> dict[str, Any]:
+    def as_dict(self, names: Sequence[str] = DIVERGENCE_KEYS) -> dict[str, Any]:
         """Some of it, for JSON."""
         return {name: getattr(self, name) for name in names}
 
@@ -153,7 +153,7 @@ def first(verdicts: Sequence[Verdict]) -> Verdict | None:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """One figure of the teacher-forced run, over all forwards together.
 
     Attributes:
@@ -183,15 +183,15 @@ def _worse(one: Verdict, other: Verdict) -> Verdict:
 
 def worst(verdicts: Iterable[Verdict], by_layer: bool) -> tuple[Verdict, ...]:
     """The worst of each stage, or of each stage of each layer, in the order of a forward; last those of no layer."""
-    found: dict[tuple[str, int | None], Verdict] = {}
+    worst_by_key: dict[tuple[str, int | None], Verdict] = {}
     for verdict in verdicts:
         key = verdict.stage, verdict.layer if by_layer else None
-        found[key] = _worse(found[key], verdict) if key in found else verdict
+        worst_by_key[key] = _worse(worst_by_key[key], verdict) if key in worst_by_key else verdict
 
     def place(key: tuple[str, int | None]) -> tuple[bool, int, int]:
         return key[1] is None, key[1] or 0, _ORDER.get(key[0], _MLP)
 
-    return tuple(found[key] for key in sorted(found, key=place))
+    return tuple(worst_by_key[key] for key in sorted(worst_by_key, key=place))
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ class Report:
     logits: tuple[LogitRow, ...]
     stages: tuple[Verdict, ...]
     tensors: tuple[Verdict, ...] = ()
-    tests: tuple[Measured, ...] = ()
+    tests: tuple[Measurement, ...] = ()
     blocks: tuple[str, ...] = ()
     exercised: tuple[str, ...] = ()
     not_exercised: tuple[str, ...] = ()
@@ -233,27 +233,27 @@ class Report:
         return *alone, *self.not_exercised, f"contexts beyond {longest:,} tokens"
 
 
-def joined(report: Report, other: Report, prefix: str) -> Report:
+def join_reports(report: Report, other: Report, prefix: str) -> Report:
     """Two runs of one executor as one report: the first's, with all that the other found.
 
     Args:
         prefix: stands before the other's phases, to tell them apart.
     """
 
-    def renamed(found: Any) -> Any:
-        return replace(found, phase=f"{prefix} {found.phase}")
+    def with_prefix(finding: Any) -> Any:
+        return replace(finding, phase=f"{prefix} {finding.phase}")
 
-    theirs = renamed(other.first_divergence) if other.first_divergence else None
+    theirs = with_prefix(other.first_divergence) if other.first_divergence else None
     findings = [finding for finding in (report.first_divergence, theirs) if finding]
     return replace(
         report,
         prompt_tokens=(*report.prompt_tokens, *other.prompt_tokens),
         passed=report.passed and other.passed,
         first_divergence=next((finding for finding in findings if finding.fails), next(iter(findings), None)),
-        rows=(*report.rows, *map(renamed, other.rows)),
-        logits=(*report.logits, *map(renamed, other.logits)),
-        stages=worst((*report.stages, *map(renamed, other.stages)), by_layer=False),
-        tensors=worst((*report.tensors, *map(renamed, other.tensors)), by_layer=True),
+        rows=(*report.rows, *map(with_prefix, other.rows)),
+        logits=(*report.logits, *map(with_prefix, other.logits)),
+        stages=worst((*report.stages, *map(with_prefix, other.stages)), by_layer=False),
+        tensors=worst((*report.tensors, *map(with_prefix, other.tensors)), by_layer=True),
         tests=(*report.tests, *other.tests),
         exercised=tuple(dict.fromkeys((*report.exercised, *other.exercised))),
         not_exercised=tuple(what for what in report.not_exercised if what not in other.exercised),
@@ -280,11 +280,11 @@ def as_json(report: Report) -> dict[str, Any]:
     plain = asdict(report)
     for row in plain["rows"]:
         del row["ascend"]
-    plain["first_divergence"] = report.first_divergence.described() if report.first_divergence else None
+    plain["first_divergence"] = report.first_divergence.as_dict() if report.first_divergence else None
     for name in ("stages", "tensors"):
-        plain[name] = [verdict.described(_MEASURED) for verdict in getattr(report, name)]
-    written: dict[str, Any] = finite(plain)
-    return written
+        plain[name] = [verdict.as_dict(_TENSOR_KEYS) for verdict in getattr(report, name)]
+    document: dict[str, Any] = finite(plain)
+    return document
 
 
 def finite(value: Any) -> Any:

@@ -14,15 +14,15 @@ from haarkv.models.weights import Weights
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.threads import sleeping_threads
-from haarkv.tq_ops.weight import memory_of
+from haarkv.tq_ops.weight import backing_tensor
 from haarkv.validation.layers.compare import ascend_metrics, compare_vectors
 from haarkv.validation.layers.exercise import Exercise
-from haarkv.validation.layers.forced import Forced
-from haarkv.validation.layers.forward import Forward, MadeLayer, Schedule
-from haarkv.validation.layers.free import Free
-from haarkv.validation.layers.honest_runs import Known
+from haarkv.validation.layers.forced import TeacherForced
+from haarkv.validation.layers.forward import Forward, LayerRecord, Schedule
+from haarkv.validation.layers.free import FreeRunning
+from haarkv.validation.layers.honest_runs import HonestCache
 from haarkv.validation.layers.judge import compare_stored
-from haarkv.validation.layers.parts import Stored, load, poison
+from haarkv.validation.layers.parts import Snapshot, load, poison
 from haarkv.validation.layers.reference import Reference
 from haarkv.validation.layers.report import (
     LayerRow,
@@ -33,7 +33,7 @@ from haarkv.validation.layers.report import (
     first,
     worst,
 )  # fmt: skip
-from haarkv.validation.layers.trial import Run, Trial
+from haarkv.validation.layers.trial import CandidateRunner, Run
 
 OnRow = Callable[[LayerRow], None]
 
@@ -50,7 +50,7 @@ def validate(
     on_row: OnRow | None = None,
     modes: Sequence[Mode] = ("teacher-forced", "free-running"),
     repeats: int = 0,
-    known: Known | None = None,
+    honest_cache: HonestCache | None = None,
 ) -> Report:
     """Compare two executors of one model over the prefill of some prompts and greedy decode steps.
 
@@ -64,17 +64,17 @@ def validate(
         modes: one of them, or both. The head and the whole forward belong to free-running.
         repeats: runs of each layer, teacher-forced, beside the first: an executor that differs from itself is `unstable`.
             What is found to be wrong is run again in any case.
-        known: what honest runs gave in another validation of the same reference, prompts and plan; is added to.
+        honest_cache: what honest runs gave in another validation of the same reference, prompts and plan; is added to.
     Raises:
         InputError: an executor cannot run this, a prompt does not fit, no token would see another one, or the reference's
             values are zero or not finite.
     """
-    return _Validation(reference, candidate, model, prompts, steps, plan, on_row, modes, repeats, known).run()
+    return _Validation(reference, candidate, model, prompts, steps, plan, on_row, modes, repeats, honest_cache).run()
 
 
 @torch.inference_mode()
 def validate_layer(
-    reference: Executor, candidate: Executor, model: DecoderModel, plan: KVPlan, index: int, hidden: Tensor, before: Stored,
+    reference: Executor, candidate: Executor, model: DecoderModel, plan: KVPlan, index: int, hidden: Tensor, before: Snapshot,
     forward: Forward,
 ) -> Report:  # fmt: skip
     """Compare two executors on one layer of one forward, fed the same hidden state and cache.
@@ -101,7 +101,7 @@ class _Validation:
     def __init__(
         self, reference: Executor, candidate: Executor, model: DecoderModel, prompts: Sequence[Sequence[int]], steps: int,
         plan: KVPlan, on_row: OnRow | None, modes: Sequence[Mode], repeats: int = 0,
-        known: Known | None = None,
+        honest_cache: HonestCache | None = None,
     ) -> None:  # fmt: skip
         _check((reference, candidate), model, prompts, steps, plan)
         self.modes, self.on_row = frozenset(modes), on_row or (lambda _: None)
@@ -111,14 +111,14 @@ class _Validation:
         cache = self.schedule.new_cache(model)
         self.reference = Reference(reference, model, cache, candidate.blocks)
         ops = candidate.ops if self.reference.records else None
-        self.forced = Forced(self.reference, Trial(candidate, cache), ops, repeats, known)
+        self.forced = TeacherForced(self.reference, CandidateRunner(candidate, cache), ops, repeats, honest_cache)
         nulls = self.forced.nulls["layers"] if "teacher-forced" in modes else {}
-        self.free = Free(self.reference, candidate, ops, self.forced.repeats, nulls)
+        self.free = FreeRunning(self.reference, candidate, ops, self.forced.repeats, nulls)
         self.rows: list[LayerRow] = []
         self.logits: list[LogitRow] = []
         self.verdicts: list[Verdict] = []
         # Who is guilty is seen teacher-forced; who is right there and wrong when left to itself is named after that.
-        self.found: list[Verdict] = []
+        self.findings: list[Verdict] = []
         self.late: list[Verdict] = []
 
     def run(self) -> Report:
@@ -126,35 +126,35 @@ class _Validation:
         weights = _fingerprint(self.model.weights)
         self.schedule.run(self.schedule.paging(), self._forward)
         if _fingerprint(self.model.weights) != weights:
-            changed = Verdict.broken("weights", "the model's weights were changed while it ran")
-            self.found.append(replace(changed, phase=self.rows[-1].phase, step=self.rows[-1].step))
+            weight_change = Verdict.violation("weights", "the model's weights were changed while it ran")
+            self.findings.append(replace(weight_change, phase=self.rows[-1].phase, step=self.rows[-1].step))
         return self._report(count_rows(self.schedule.prompts, self.schedule.steps, self.plan, len(self.modes)))
 
-    def layer(self, index: int, hidden: Tensor, before: Stored, forward: Forward) -> Report:
+    def layer(self, index: int, hidden: Tensor, before: Snapshot, forward: Forward) -> Report:
         """One layer, teacher-forced, and nothing else."""
         load(self.reference.cache, index, before)
-        made = self.reference.layer(index, hidden, forward)
-        self._teacher_forced(made, poison(self.reference.cache, index, made.kv, forward.batch))
+        record = self.reference.layer(index, hidden, forward)
+        self._teacher_forced(record, poison(self.reference.cache, index, record.kv, forward.batch))
         return self._report(1)
 
     def _report(self, expected: int) -> Report:
         """What was found, of so many rows."""
-        late, measured = self.forced.totals()
+        late, measurements = self.forced.totals()
         if self.rows:
             last = self.rows[-1]
-            self.found += [replace(verdict, phase=last.phase, step=last.step) for verdict in late]
-        exercised = self.exercise.result(self.forced.over_others)
-        faults = [found for found in (*self.found, *self.late) if found.fails]
+            self.findings += [replace(verdict, phase=last.phase, step=last.step) for verdict in late]
+        coverage = self.exercise.result(self.forced.over_others)
+        faults = [finding for finding in (*self.findings, *self.late) if finding.fails]
         return Report(
             *self.names, self.plan.describe(), str(self.model.dtype).removeprefix("torch."),
             tuple(map(len, self.schedule.prompts)), self.schedule.steps,
             passed=not faults and len(self.rows) == expected > 0 and all(row.passed for row in self.rows),
-            first_divergence=next(iter(faults or self.found), None),
+            first_divergence=next(iter(faults or self.findings), None),
             rows=tuple(self.rows), logits=tuple(self.logits),
             stages=worst(self.verdicts, by_layer=False), tensors=worst(self.verdicts, by_layer=True),
-            tests=tuple(measured), blocks=self.reference.blocks,
-            exercised=tuple(what for what, done in exercised.items() if done),
-            not_exercised=tuple(what for what, done in exercised.items() if not done),
+            tests=tuple(measurements), blocks=self.reference.blocks,
+            exercised=tuple(what for what, done in coverage.items() if done),
+            not_exercised=tuple(what for what, done in coverage.items() if not done),
         )  # fmt: skip
 
     def _forward(self, forward: Forward) -> Tensor:
@@ -163,57 +163,57 @@ class _Validation:
         self.reference.require_embedding(hidden, forward)
         self.free.begin(hidden)
         for index in range(self.model.config.num_layers):
-            made = self.reference.layer(index, hidden, forward)
-            self.exercise.saw(made)
-            bad = poison(self.reference.cache, index, made.kv, forward.batch)
+            record = self.reference.layer(index, hidden, forward)
+            self.exercise.saw(record)
+            bad = poison(self.reference.cache, index, record.kv, forward.batch)
             if "teacher-forced" in self.modes:
-                self._teacher_forced(made, bad)
+                self._teacher_forced(record, bad)
             if "free-running" in self.modes:
-                self._free_running(made, bad)
-            hidden = made.hidden_out
-        logits, calls = self.reference.predicted(hidden, forward)
+                self._free_running(record, bad)
+            hidden = record.hidden_out
+        logits, calls = self.reference.head_logits(hidden, forward)
         if "free-running" in self.modes:
-            judged = self.free.forward(logits, calls, forward)
-            self._settle(judged.verdicts, judged.layer, forward)
-            self.logits.append(judged.row)
+            judgment = self.free.forward(logits, calls, forward)
+            self._settle(judgment.verdicts, judgment.layer, forward)
+            self.logits.append(judgment.row)
         return logits
 
-    def _teacher_forced(self, made: MadeLayer, bad: Stored) -> None:
+    def _teacher_forced(self, record: LayerRecord, bad: Snapshot) -> None:
         """One layer fed the reference's input and cache."""
-        judged = self.forced.layer(made, bad)
-        passed = self._settle(judged.verdicts, made.index, made.forward)
-        self._row(made, "teacher-forced", judged.run, judged.expected, judged.share, passed)
+        judgment = self.forced.layer(record, bad)
+        without_fault = self._settle(judgment.verdicts, record.index, record.forward)
+        self._row(record, "teacher-forced", judgment.run, judgment.expected, judgment.share, without_fault)
 
-    def _free_running(self, made: MadeLayer, bad: Stored) -> None:
+    def _free_running(self, record: LayerRecord, bad: Snapshot) -> None:
         """One layer fed what the candidate made of the last."""
-        run, wrong, share = self.free.layer(made.index, bad, made.forward)
-        self._row(made, "free-running", run, made.hidden_out, share, wrong is None)
+        run, wrong, share = self.free.layer(record.index, bad, record.forward)
+        self._row(record, "free-running", run, record.hidden_out, share, wrong is None)
         if wrong is not None:
-            late = self.late if wrong.reason == "fault" else self.found
-            late.append(made.forward.found(wrong, made.index))
+            late = self.late if wrong.reason == "fault" else self.findings
+            late.append(record.forward.with_place(wrong, record.index))
 
     # -- Notes ---------------------------------------------------------------------------------------------------------
     def _settle(self, verdicts: Sequence[Verdict], index: int | None, forward: Forward) -> bool:
         """Keep what was found at some stages; whether none of it is a fault."""
-        placed = [forward.found(verdict, index) for verdict in verdicts]
-        self.verdicts += placed
-        found = first(placed)
-        if found:
-            self.found.append(found)
-        return found is None or not found.fails
+        placed_verdicts = [forward.with_place(verdict, index) for verdict in verdicts]
+        self.verdicts += placed_verdicts
+        first_finding = first(placed_verdicts)
+        if first_finding:
+            self.findings.append(first_finding)
+        return first_finding is None or not first_finding.fails
 
-    def _row(self, made: MadeLayer, mode: Mode, run: Run, expected: Tensor, share: float, passed: bool) -> None:
-        result, stored = (
+    def _row(self, record: LayerRecord, mode: Mode, run: Run, expected: Tensor, share: float, without_fault: bool) -> None:
+        result, store_comparison = (
             run.outcome.result,
-            compare_stored(self.reference.cache, made.index, made.batch, made.stored, run.stored),
+            compare_stored(self.reference.cache, record.index, record.batch, record.new_fields, run.new_fields),
         )
-        hidden = compare_vectors(expected, result, made.hidden_in)
+        hidden = compare_vectors(expected, result, record.hidden_in)
         row = LayerRow(
-            made.forward.phase, made.forward.step, made.index, mode,
-            k_match=stored.match.get("k"), v_match=stored.match.get("v"), share=share,
-            scale_err=stored.length, state_err=stored.state,
+            record.forward.phase, record.forward.step, record.index, mode,
+            k_match=store_comparison.match.get("k"), v_match=store_comparison.match.get("v"), share=share,
+            scale_err=store_comparison.length, state_err=store_comparison.state,
             hidden_cos=hidden.cosine, rel_l2=hidden.rel_l2, max_abs=hidden.max_abs, update_err=hidden.update,
-            passed=passed, ascend=ascend_metrics(result, expected),
+            passed=without_fault, ascend=ascend_metrics(result, expected),
         )  # fmt: skip
         self.rows.append(row)
         self.on_row(row)
@@ -240,9 +240,9 @@ def _check(
         raise InputError("every prompt must have at least one token, and there must be one")
     longest, limit = max(map(len, prompts)) + Schedule.more(steps), model.config.max_position_embeddings
     if longest > limit:
-        drafted = ", with the tokens drafted after them" if steps else ""
+        drafts = ", with the tokens drafted after them" if steps else ""
         raise InputError(
-            f"prompt and steps{drafted} take {longest} tokens, this model's context has {limit}; shorten the prompt or lower "
+            f"prompt and steps{drafts} take {longest} tokens, this model's context has {limit}; shorten the prompt or lower "
             "the steps"
         )
     if longest < 2:
@@ -252,5 +252,5 @@ def _check(
 def _fingerprint(weights: Weights) -> list[int]:
     """A sum over the bits of each weight: an executor that writes to them would change the reference too."""
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-    tensors = (memory_of(weight) for _, weight in weights.named())
+    tensors = (backing_tensor(weight) for _, weight in weights.named())
     return [int(tensor.view(words[tensor.itemsize]).sum(dtype=torch.int64)) for tensor in tensors]

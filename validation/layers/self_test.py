@@ -14,12 +14,20 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops.formats.made_up import calibration
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation.faults.base import DRIVES, Fault, Layer, WholeLayers, reordered
-from haarkv.validation.faults.layer import LEARNED, LONGEST, long_faults, planted, planted_learned, scaled_stages, slips
+from haarkv.validation.faults.base import DRIVES, Fault, Layer, WholeLayers, reordered_sum_ops
+from haarkv.validation.faults.layer import (
+    LEARNED_KV,
+    LONGEST,
+    common_bugs,
+    coordinate_faults,
+    long_faults,
+    published_faults,
+    scaled_stages,
+)
 from haarkv.validation.faults.model import BlockFault, block_faults, forward_faults, runner_of_blocks
 from haarkv.validation.faults.states import delta_faults, delta_layers
-from haarkv.validation.faults.windows import WINDOWED, merging, window_faults
-from haarkv.validation.layers.honest_runs import Known
+from haarkv.validation.faults.windows import WINDOW_SPEC, merging, window_faults
+from haarkv.validation.layers.honest_runs import HonestCache
 from haarkv.validation.layers.report import Mode, Report
 from haarkv.validation.layers.runner import validate
 from haarkv.validation.layers.two_parts import Parts
@@ -64,13 +72,20 @@ class _Setting:
     steps: int
     control: str
     modes: tuple[Mode, ...] = ("teacher-forced",)
-    known: Known = field(default_factory=dict)
+    honest_cache: HonestCache = field(default_factory=dict)
 
     def report(self, model: DecoderModel, candidate: Executor) -> Report:
         """What is said of an executor there."""
         plan = self.spec.plan(model.config.num_layers)
         return validate(
-            ReferenceExecutor(model), candidate, model, self.prompts, self.steps, plan, modes=self.modes, known=self.known
+            ReferenceExecutor(model),
+            candidate,
+            model,
+            self.prompts,
+            self.steps,
+            plan,
+            modes=self.modes,
+            honest_cache=self.honest_cache,
         )
 
 
@@ -99,7 +114,7 @@ def self_test(
         prompts: token ids. The faintest slips show in a hundred tokens.
         on_row: called with each row as it comes.
         part: of the slips, and of those in windows, long prompts and whole forwards.
-        kv: format of 16 levels that `planted` and `slips` are planted in; if it is another, they alone are.
+        kv: format of 16 levels that `published_faults` and `common_bugs` are planted in; if it is another, they alone are.
     """
     rows = []
 
@@ -107,42 +122,45 @@ def self_test(
         return [prompt[:count] for prompt, count in zip(prompts, lengths, strict=False)]
 
     for model in models:
-        if kept := delta_layers(model):
+        if state_layers := delta_layers(model):
             states = _Setting(KVSpec(kv), cut(_STATE_TOKENS), _STATE_STEPS, "control, states")
-            rows += _planted(model, states, [*_controls(states), *delta_faults(model, kept[-1])], on_row)
+            rows += _run_faults(model, states, [*_controls(states), *delta_faults(model, state_layers[-1])], on_row)
             continue
         layer, config = model.config.num_layers // 2, model.config
-        learned = calibration(config.num_layers, config.heads.num_kv_heads, config.heads.head_dim)
+        learned_calibration = calibration(config.num_layers, config.heads.num_kv_heads, config.heads.head_dim)
         longer = [list(islice(cycle(prompts[0]), LONGEST)), *prompts[1:]]
         both: tuple[Mode, ...] = ("teacher-forced", "free-running")
-        merged = Layer(model, layer).instead("paged_attention", merging(Parts.merged))
-        windowed = [_control("none, in two parts (control, a window)", ops=merged), *window_faults(model, layer)[part]]
+        merge_ops = Layer(model, layer).instead("paged_attention", merging(Parts.merge))
+        window_runs = [_control("none, in two parts (control, a window)", ops=merge_ops), *window_faults(model, layer)[part]]
         every: list[tuple[_Setting, list[Fault]]] = [
             (
                 _Setting(KVSpec(kv), prompts, 0, "control" if kv == "tq4" else f"control, {kv}"),
                 [
-                    *planted(model, layer),
-                    *slips(model, layer)[part],
+                    *published_faults(model, layer),
+                    *common_bugs(model, layer)[part],
                 ],
             ),
-            (_Setting(KVSpec(LEARNED, calibration=learned), prompts, 0, "control, learned"), planted_learned(model, layer)),
-            (_Setting(WINDOWED, cut(_WINDOWED_TOKENS), _WINDOWED_STEPS, "control, a window"), windowed),
+            (
+                _Setting(KVSpec(LEARNED_KV, calibration=learned_calibration), prompts, 0, "control, learned"),
+                coordinate_faults(model, layer),
+            ),
+            (_Setting(WINDOW_SPEC, cut(_WINDOWED_TOKENS), _WINDOWED_STEPS, "control, a window"), window_runs),
             (_Setting(KVSpec(kv), longer, 0, "control, long"), long_faults(model, layer)[part]),
             (_Setting(KVSpec(kv), cut(_WHOLE_TOKENS), 1, "control, whole forwards", both), forward_faults(model)[part]),
         ]
         for setting, faults in every if kv == "tq4" else every[:1]:
-            rows += _planted(model, setting, [*_controls(setting), *faults], on_row)
+            rows += _run_faults(model, setting, [*_controls(setting), *faults], on_row)
     return rows
 
 
-def _planted(
+def _run_faults(
     model: DecoderModel, setting: _Setting, faults: Sequence[Fault], on_row: Callable[[SelfTestRow], None] | None
 ) -> list[SelfTestRow]:
     """Every fault of a setting, and its controls, in both ways of driving."""
     rows = []
-    for driven in DRIVES:
+    for drive in DRIVES:
         for fault in faults:
-            rows.append(_row(setting.report(model, fault.executor(model, driven)), driven, fault))
+            rows.append(_row(setting.report(model, fault.executor(model, drive)), drive, fault))
             if on_row:
                 on_row(rows[-1])
     return rows
@@ -150,7 +168,7 @@ def _planted(
 
 def _controls(setting: _Setting) -> list[Fault]:
     names = f"none ({setting.control})", f"none, sums in another order ({setting.control})"
-    return [_control(names[0]), _control(names[1], ops=vars(reordered()))]
+    return [_control(names[0]), _control(names[1], ops=vars(reordered_sum_ops()))]
 
 
 def self_test_of_blocks(
@@ -170,7 +188,7 @@ def self_test_of_blocks(
             continue
         layer, setting = model.config.num_layers // 2, _Setting(KVSpec("tq4"), prompts, 1, "")
         control = BlockFault("none (control, blocks)", None, _NOTHING, runner=runner)
-        rows += _planted(model, setting, [control, *block_faults(model, layer, runner)], on_row)
+        rows += _run_faults(model, setting, [control, *block_faults(model, layer, runner)], on_row)
     return rows
 
 
@@ -182,19 +200,21 @@ def _control(name: str, **how: object) -> Fault:
     return Fault(name, None, _NOTHING, **how)  # type: ignore[arg-type]
 
 
-def _row(report: Report, driven: str, fault: Fault) -> SelfTestRow:
-    first, stages = report.first_divergence, fault.stages(driven)
+def _row(report: Report, drive: str, fault: Fault) -> SelfTestRow:
+    first, stages = report.first_divergence, fault.stages(drive)
     wrong = first if first and first.fails else None
-    found = _place(wrong.layer, wrong.stage, wrong.head) if wrong else _NOTHING
+    fault_place = _place(wrong.layer, wrong.stage, wrong.head) if wrong else _NOTHING
     if fault.stage == _NOTHING:
-        caught = wrong is None and report.passed
+        is_caught = wrong is None and report.passed
     else:
         place = wrong is not None and (wrong.layer, wrong.reason) == (fault.layer, "fault") and wrong.stage in stages
         # Of a whole layer's hidden states no one head need be named, but no other may be.
-        heads = (fault.head, None) if driven == "layers" and wrong and wrong.stage == "attention_mlp" else (fault.head,)
-        caught = place and not report.passed and (fault.head is None or (wrong is not None and wrong.head in heads))
+        heads = (fault.head, None) if drive == "layers" and wrong and wrong.stage == "attention_mlp" else (fault.head,)
+        is_caught = place and not report.passed and (fault.head is None or (wrong is not None and wrong.head in heads))
     how = f"{first.reason}, {first.phase} {first.step}: {first.detail}" if first else "not a bit of difference"
-    return SelfTestRow(report.dtype, driven, fault.name, _place(fault.layer, stages[0], fault.head), found, how, caught)
+    return SelfTestRow(
+        report.dtype, drive, fault.name, _place(fault.layer, stages[0], fault.head), fault_place, how, is_caught
+    )
 
 
 def _place(layer: int | None, stage: str, head: int | None) -> str:
@@ -203,7 +223,7 @@ def _place(layer: int | None, stage: str, head: int | None) -> str:
 
 # -- How small an error of scale is seen -------------------------------------------------------------------------------------
 _COARSEST, _FINEST = 2, 20
-Scaled = Callable[[float], Fault]
+ScaledFault = Callable[[float], Fault]
 """A fault that makes a stage's result larger by a factor."""
 
 
@@ -234,24 +254,24 @@ def sensitivity(
         on_row: called with each row as it comes.
     """
     rows, setting = [], _Setting(KVSpec("tq4"), prompts, 0, "")
-    for driven in DRIVES:
-        for stage, scaled in scaled_stages(Layer(model, model.config.num_layers // 2)).items():
-            rows.append(_smallest(model, setting, driven, stage, scaled))
+    for drive in DRIVES:
+        for stage, scaled_fault in scaled_stages(Layer(model, model.config.num_layers // 2)).items():
+            rows.append(_smallest(model, setting, drive, stage, scaled_fault))
             if on_row:
                 on_row(rows[-1])
     return rows
 
 
-def _smallest(model: DecoderModel, setting: _Setting, driven: str, stage: str, scaled: Scaled) -> Sensitivity:
+def _smallest(model: DecoderModel, setting: _Setting, drive: str, stage: str, scaled_fault: ScaledFault) -> Sensitivity:
     """Bisect over powers of two: what is caught is taken to be caught when it is larger."""
-    dtype, found, seen = str(model.dtype).removeprefix("torch."), _NOTHING, None
+    dtype, fault_place, smallest_error = str(model.dtype).removeprefix("torch."), _NOTHING, None
     low, high = _COARSEST, _FINEST + 1  # caught at 2**-low, if at all; not at 2**-high
     while low < high:
         middle = (low + high) // 2
-        report = setting.report(model, scaled(1 + 2.0**-middle).executor(model, driven))
+        report = setting.report(model, scaled_fault(1 + 2.0**-middle).executor(model, drive))
         first = report.first_divergence
         if report.passed or first is None:
             high = middle
         else:
-            low, seen, found = middle + 1, 2.0**-middle, f"layer {first.layer} {first.stage}"
-    return Sensitivity(dtype, driven, stage, seen, found)
+            low, smallest_error, fault_place = middle + 1, 2.0**-middle, f"layer {first.layer} {first.stage}"
+    return Sensitivity(dtype, drive, stage, smallest_error, fault_place)

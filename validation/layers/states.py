@@ -21,12 +21,12 @@ STATE = "state"
 """The name of a state among the parts of what a layer stores."""
 SEEN, CONV, MEMORY = "seen", "conv", "delta"
 """Names of its tensors: tokens seen, the convolution's last inputs, the matrices."""
-STAGES_OF = {CONV: "conv_state", MEMORY: "delta_state"}
+STATE_STAGES = {CONV: "conv_state", MEMORY: "delta_state"}
 
 Fields = dict[str, Tensor]
 
 
-def state_of(cache: PagedKVCache, layer: int) -> Recurrent | None:
+def recurrent_state(cache: PagedKVCache, layer: int) -> Recurrent | None:
     """A layer's state; None if it keeps K and V."""
     state = cache.states.get(layer)
     return state if isinstance(state, Recurrent) else None
@@ -94,7 +94,7 @@ def changed_rows(now: Recurrent, before: Recurrent, batch: Batch | None) -> list
         before: the same state before the forward.
         batch: of the forward; None if nothing was to be written.
     """
-    found = []
+    changes = []
     begin = dict(zip(batch.rows.tolist(), begins(batch), strict=True)) if batch is not None else {}
     ours, theirs = tensors_of_state(now), tensors_of_state(before)
     for row in range(len(now.seen) - 1):  # the last row is nobody's
@@ -105,9 +105,9 @@ def changed_rows(now: Recurrent, before: Recurrent, batch: Batch | None) -> list
         if row in begin:
             same |= (now.seen[row] < 0) | (now.seen[row] > begin[row])
         if not bool(same.all()):
-            seen = now.seen[row][~same].tolist()
-            found.append(f"row {row} (states after {', '.join(map(str, seen))} tokens)")
-    return found
+            token_counts = now.seen[row][~same].tolist()
+            changes.append(f"row {row} (states after {', '.join(map(str, token_counts))} tokens)")
+    return changes
 
 
 # -- Comparing ---------------------------------------------------------------------------------------------------------------
@@ -149,34 +149,34 @@ def compare_states(state: Recurrent, batch: Batch, ours: Fields, theirs: Fields)
         zip(begins(batch), batch.seq_lens.tolist(), left_after(state, batch), strict=True)
     ):
         for count in counts if begin == 0 else [begin, *counts]:
-            there = (theirs[SEEN][index] == count).nonzero().flatten().tolist()
-            if len(there) != 1:
-                what = f"{len(there)} states" if there else "no state"
+            matches = (theirs[SEEN][index] == count).nonzero().flatten().tolist()
+            if len(matches) != 1:
+                what = f"{len(matches)} states" if matches else "no state"
                 problem = problem or f"sequence {index} has {what} after {count} tokens, and must have one"
             elif count != begin:
-                pairs.append(((index, int((ours[SEEN][index] == count).nonzero()[0])), (index, there[0])))
+                pairs.append(((index, int((ours[SEEN][index] == count).nonzero()[0])), (index, matches[0])))
         if int(theirs[SEEN][index].max()) > end:
             problem = problem or f"sequence {index} of {end} tokens keeps a state that has seen more"
-    found = []
+    comparisons = []
     names = list(state.tensors)
     for name in names if pairs else ():
         x, y = (torch.stack([fields[name][place] for place in places]) for fields, places in (
             (ours, [a for a, _ in pairs]), (theirs, [b for _, b in pairs])))  # fmt: skip
         heads = tuple(
             (a.reshape(1, -1), b.reshape(1, -1))
-            for a, b in zip(heads_of(name, x, state), heads_of(name, y, state), strict=True)
+            for a, b in zip(state_heads(name, x, state), state_heads(name, y, state), strict=True)
         )
         errors = [(b.double() - a.double()).norm() / a.double().norm().clamp(min=1e-300) for a, b in heads]
-        found.append(StateComparison(STAGES_OF.get(name, name), heads, float(torch.stack(errors).max())))
+        comparisons.append(StateComparison(STATE_STAGES.get(name, name), heads, float(torch.stack(errors).max())))
     if problem:
-        found = [
-            *found[:-1],
-            replace(found[-1], problem=problem) if found else StateComparison("delta_state", (), 0.0, problem),
+        comparisons = [
+            *comparisons[:-1],
+            replace(comparisons[-1], problem=problem) if comparisons else StateComparison("delta_state", (), 0.0, problem),
         ]
-    return tuple(sorted(found, key=lambda one: one.stage))
+    return tuple(sorted(comparisons, key=lambda one: one.stage))
 
 
-def heads_of(name: str, x: Tensor, state: Recurrent) -> list[Tensor]:
+def state_heads(name: str, x: Tensor, state: Recurrent) -> list[Tensor]:
     """A state's tensor [n, *] head by head: of the matrices [n, dk * dv] each; of the convolution each token's part,
     [n, taps - 1, dk] of q's and of k's, [n, taps - 1, dv] of v's."""
     if MEMORY not in state.tensors or name not in (CONV, MEMORY):

@@ -16,15 +16,15 @@ from haarkv.executors.base import Executor, prefill, verify
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.validation.layers.parts import Part, Stored, load, parts_of, put, stage_of, take, tensors_of
-from haarkv.validation.layers.record import copied, unchanged
+from haarkv.validation.layers.parts import Part, Snapshot, cache_parts, layer_tensors, load, part_stage, put, take
+from haarkv.validation.layers.record import copy_argument, is_unchanged
 from haarkv.validation.layers.report import Verdict
-from haarkv.validation.layers.states import STAGES_OF, STATE, changed_rows, state_of
+from haarkv.validation.layers.states import STATE, STATE_STAGES, changed_rows, recurrent_state
 
 if TYPE_CHECKING:
     from haarkv.validation.layers.forward import Forward
 
-Strays = dict[int, dict[str, list[str]]]
+StrayWrites = dict[int, dict[str, list[str]]]
 """Places that changed and were not to be written: layer -> part -> which, in words."""
 CONFIRMING_RUNS = 8
 """What is found to be wrong runs so often again, to see whether it is wrong every time."""
@@ -59,11 +59,11 @@ class Run:
     """What one run of a layer left behind."""
 
     outcome: Outcome
-    strays: Strays
-    stored: Stored
+    stray_writes: StrayWrites
+    new_fields: Snapshot
 
 
-class Trial:
+class CandidateRunner:
     """An executor with a cache of its own, and a second cache that says what must be found where nothing is written.
 
     Args:
@@ -76,22 +76,22 @@ class Trial:
         self.cache = like.empty_like(executor.device)
         self._expected = like.empty_like(executor.device)
 
-    def load(self, layer: int, stored: Stored) -> None:
+    def load(self, layer: int, part_fields: Snapshot) -> None:
         """Put a layer's K and V of earlier tokens there."""
-        load(self.cache, layer, stored)
-        load(self._expected, layer, stored)
+        load(self.cache, layer, part_fields)
+        load(self._expected, layer, part_fields)
 
-    def put(self, layer: int, batch: Batch, stored: Stored) -> None:
+    def put(self, layer: int, batch: Batch, part_fields: Snapshot) -> None:
         """Put something where a batch's tokens go, as poison for what is about to be written."""
-        put(self.cache, layer, batch, stored)
-        put(self._expected, layer, batch, stored)
+        put(self.cache, layer, batch, part_fields)
+        put(self._expected, layer, batch, part_fields)
 
     def layer(self, hidden: Tensor, layer: int, batch: Batch) -> Outcome:
         """One layer, hidden [T, hidden] in and out."""
         span = range(layer, layer + 1)
         return self._run(hidden, batch, lambda x, b: self.executor.layers(x, span, b, self.cache), hidden.dtype, hidden.shape)
 
-    def run(self, hidden: Tensor, layer: int, bad: Stored, batch: Batch) -> Run:
+    def run(self, hidden: Tensor, layer: int, bad: Snapshot, batch: Batch) -> Run:
         """One layer and all that it leaves behind.
 
         Args:
@@ -99,11 +99,11 @@ class Trial:
         """
         self.put(layer, batch, bad)
         outcome = self.layer(hidden, layer, batch)
-        return Run(outcome, self.strays(range(layer, layer + 1), batch), take(self.cache, layer, batch))
+        return Run(outcome, self.stray_writes(range(layer, layer + 1), batch), take(self.cache, layer, batch))
 
     def forward(self, forward: Forward, vocab_size: int) -> Outcome:
         """Logits of a whole forward."""
-        phase, shape = forward.phase, torch.Size((len(forward.predicted), vocab_size))
+        phase, shape = forward.phase, torch.Size((len(forward.logit_rows), vocab_size))
         return self._run(
             forward.token_ids,
             forward.batch,
@@ -115,51 +115,53 @@ class Trial:
     def _run(
         self, x: Tensor, batch: Batch, run: Callable[[Tensor, Batch], Tensor], dtype: torch.dtype, shape: torch.Size
     ) -> Outcome:
-        given, places = copied(x, self.executor.device), copied(batch, self.executor.device)
-        lost = torch.full(shape, torch.nan, dtype=dtype)
+        x_copy, places = copy_argument(x, self.executor.device), copy_argument(batch, self.executor.device)
+        nan_result = torch.full(shape, torch.nan, dtype=dtype)
         try:
-            result = run(given, places)
+            result = run(x_copy, places)
         except NonFiniteError as error:
-            return Outcome(lost, str(error))
+            return Outcome(nan_result, str(error))
         if result.shape != shape or result.dtype != dtype:
-            return Outcome(lost, f"returned {list(result.shape)} {result.dtype}, not {list(shape)} {dtype}")
-        changed = not (unchanged(x, given) and unchanged(batch, places))
-        return Outcome(result.to("cpu", copy=True), "changed the inputs that it was given" if changed else "")
+            return Outcome(nan_result, f"returned {list(result.shape)} {result.dtype}, not {list(shape)} {dtype}")
+        inputs_changed = not (is_unchanged(x, x_copy) and is_unchanged(batch, places))
+        return Outcome(result.to("cpu", copy=True), "changed the inputs that it was given" if inputs_changed else "")
 
-    def strays(self, written: range, batch: Batch) -> Strays:
+    def stray_writes(self, written_layers: range, batch: Batch) -> StrayWrites:
         """What changed and was not to be written; what is there now is expected from here on.
 
         Args:
-            written: layers that were run.
+            written_layers: layers that were run.
             batch: whose places these layers were to write.
         """
-        found: Strays = {}
+        stray_writes: StrayWrites = {}
         for layer in range(self.cache.num_layers):
-            at = batch if layer in written else None
-            if (now_state := state_of(self.cache, layer)) is not None:
-                expected = state_of(self._expected, layer)
+            at = batch if layer in written_layers else None
+            if (now_state := recurrent_state(self.cache, layer)) is not None:
+                expected = recurrent_state(self._expected, layer)
                 assert expected is not None
                 if places := changed_rows(now_state, expected, at):
-                    found[layer] = {STATE: places}
-                load(self._expected, layer, tensors_of(self.cache, layer))
+                    stray_writes[layer] = {STATE: places}
+                load(self._expected, layer, layer_tensors(self.cache, layer))
                 continue
-            pairs = list(zip(parts_of(self.cache, layer), parts_of(self._expected, layer), strict=True))
+            pairs = list(zip(cache_parts(self.cache, layer), cache_parts(self._expected, layer), strict=True))
             if all(torch.equal(now.fields[name], before.fields[name]) for now, before in pairs for name in now.fields):
                 continue
-            changed = {now.name: _changed(now, before, at) for now, before in pairs}
-            if any(changed.values()):
-                found[layer] = {name: places for name, places in changed.items() if places}
-            load(self._expected, layer, tensors_of(self.cache, layer))
-        return found
+            places_by_part = {now.name: _changed_places(now, before, at) for now, before in pairs}
+            if any(places_by_part.values()):
+                stray_writes[layer] = {name: places for name, places in places_by_part.items() if places}
+            load(self._expected, layer, layer_tensors(self.cache, layer))
+        return stray_writes
 
 
-def _changed(now: Part, before: Part, batch: Batch | None) -> list[str]:
+def _changed_places(now: Part, before: Part, batch: Batch | None) -> list[str]:
     """Places of a part that changed, but for those of a batch's tokens."""
-    changed = torch.stack([_bytes(now.fields[name]).ne(_bytes(before.fields[name])).any(-1) for name in now.fields]).any(0)
+    changed_mask = torch.stack([_bytes(now.fields[name]).ne(_bytes(before.fields[name])).any(-1) for name in now.fields]).any(
+        0
+    )
     if batch is not None:
         _, unit, offset = now.where(batch)
-        changed[unit.to(changed.device), offset.to(changed.device)] = False
-    return [now.words(int(place)) for place in changed.flatten().nonzero().flatten()]
+        changed_mask[unit.to(changed_mask.device), offset.to(changed_mask.device)] = False
+    return [now.words(int(place)) for place in changed_mask.flatten().nonzero().flatten()]
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -178,11 +180,11 @@ class Repeats:
     def __init__(self, always: int) -> None:
         self._always, self._left = always, MOST_CONFIRMED
 
-    def of_layer(self, run: Any, again: Callable[[], Any]) -> Verdict | None:
+    def layer_deviation(self, run: Any, again: Callable[[], Any]) -> Verdict | None:
         """A layer that differs from itself; None if it does not, or if only faults are run again."""
         return differing([run, *(again() for _ in range(self._always))])
 
-    def confirmed(self, run: Any, again: Callable[[], Any]) -> Verdict | None:
+    def confirm(self, run: Any, again: Callable[[], Any]) -> Verdict | None:
         """What is wrong is run again: None if it is wrong every time in the same way, or if enough was run again."""
         if not self._left:
             return None
@@ -192,21 +194,21 @@ class Repeats:
 
 def differing(runs: Sequence[Any]) -> Verdict | None:
     """The first stage at which runs of a layer on the same inputs differ; of an op, which its caller names, none."""
-    if (found := _unlike(runs)) is None:
+    if (deviation := _unlike(runs)) is None:
         return None
-    one, (other, count) = runs[0], found
+    one, (other, count) = runs[0], deviation
     if not isinstance(one, Run):
         return unstable("", count, len(runs))
-    parts = [part for part in one.stored if bits_of(one.stored[part]) != bits_of(other.stored[part])]
+    parts = [part for part in one.new_fields if value_bytes(one.new_fields[part]) != value_bytes(other.new_fields[part])]
     if STATE in parts:
-        mine, theirs = one.stored[STATE], other.stored[STATE]
-        name = next((name for name in STAGES_OF if bits_of(mine[name]) != bits_of(theirs[name])), "")
-        return unstable(STAGES_OF.get(name, STATE), count, len(runs))
-    return unstable(stage_of(parts[0]) if parts else "attention_mlp", count, len(runs))
+        mine, theirs = one.new_fields[STATE], other.new_fields[STATE]
+        name = next((name for name in STATE_STAGES if value_bytes(mine[name]) != value_bytes(theirs[name])), "")
+        return unstable(STATE_STAGES.get(name, STATE), count, len(runs))
+    return unstable(part_stage(parts[0]) if parts else "attention_mlp", count, len(runs))
 
 
 def differing_forward(
-    whole: Trial, outcome: Outcome, bad: Sequence[Stored], forward: Forward, vocab_size: int
+    whole: CandidateRunner, outcome: Outcome, bad: Sequence[Snapshot], forward: Forward, vocab_size: int
 ) -> tuple[int | None, Verdict] | None:
     """Whether a whole forward gives something else when it runs again, and the layer from which on it does.
 
@@ -221,40 +223,40 @@ def differing_forward(
         for index, poison in enumerate(bad):
             whole.put(index, batch, poison)
         again = whole.forward(forward, vocab_size)
-        whole.strays(layers, batch)
+        whole.stray_writes(layers, batch)
         runs.append([again, [take(whole.cache, index, batch) for index in layers]])
-    if (found := _unlike(runs)) is None:
+    if (deviation := _unlike(runs)) is None:
         return None
-    (_, one), ((_, other), count) = runs[0], found
+    (_, one), ((_, other), count) = runs[0], deviation
     for index in layers:
-        parts = [part for part in one[index] if bits_of(one[index][part]) != bits_of(other[index][part])]
+        parts = [part for part in one[index] if value_bytes(one[index][part]) != value_bytes(other[index][part])]
         if {part[-1] for part in parts} == {"k", "v"} and index:
             where = f" (K and V of layer {index} are the first to differ, so layer {index - 1} gave something else)"
             return index - 1, unstable("attention_mlp", count, len(runs), where)
         if parts:
-            return index, unstable(stage_of(parts[0]), count, len(runs))
+            return index, unstable(part_stage(parts[0]), count, len(runs))
     return None, unstable("forward", count, len(runs), " after the last K and V")
 
 
 def _unlike(runs: Sequence[Any]) -> tuple[Any, int] | None:
     """A run that is not the first one's equal, and how many are not like most; None if all are alike."""
-    kept = [bits_of(run) for run in runs]
-    other = next((run for run, bits in zip(runs, kept, strict=True) if bits != kept[0]), None)
-    return None if other is None else (other, len(runs) - Counter(kept).most_common(1)[0][1])
+    run_bytes = [value_bytes(run) for run in runs]
+    other = next((run for run, bits in zip(runs, run_bytes, strict=True) if bits != run_bytes[0]), None)
+    return None if other is None else (other, len(runs) - Counter(run_bytes).most_common(1)[0][1])
 
 
 def unstable(stage: str, different: int, runs: int, where: str = "") -> Verdict:
     """The verdict on what differs from itself."""
     detail = f"differs from itself{where}: {different} of {runs} runs on the same inputs give something else than the others"
-    return Verdict.broken(stage, detail, "unstable")
+    return Verdict.violation(stage, detail, "unstable")
 
 
-def bits_of(value: Any) -> bytes:
+def value_bytes(value: Any) -> bytes:
     """Everything that a run gave back, as bytes that are equal where it is equal to the last bit."""
     if isinstance(value, Tensor):
         return value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes() if value.numel() else b""
     if isinstance(value, dict):
-        return b"".join(str(key).encode() + bits_of(item) for key, item in value.items())
+        return b"".join(str(key).encode() + value_bytes(item) for key, item in value.items())
     if isinstance(value, list):
-        return b"".join(map(bits_of, value))
-    return bits_of(vars(value)) if hasattr(value, "__dataclass_fields__") else str(value).encode()
+        return b"".join(map(value_bytes, value))
+    return value_bytes(vars(value)) if hasattr(value, "__dataclass_fields__") else str(value).encode()

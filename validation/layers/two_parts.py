@@ -43,9 +43,9 @@ class Parts:
     def scores(self) -> list[Tensor]:
         """Of each part; of tokens that it does not see -inf."""
         each = (self.packed, self.packed_keys), (self.exact, self.exact_keys)
-        return [(self.queries @ keys.mT).masked_fill(~seen, -torch.inf) for seen, keys in each]
+        return [(self.queries @ keys.mT).masked_fill(~visible, -torch.inf) for visible, keys in each]
 
-    def merged(self) -> Tensor:
+    def merge(self) -> Tensor:
         """One softmax over both."""
         return torch.softmax(torch.cat(self.scores(), -1), -1) @ torch.cat([self.packed_values, self.exact_values], 2)
 
@@ -55,7 +55,7 @@ class Parts:
         out = [weights[0] @ self.packed_values, weights[1] @ self.exact_values]
         return out, [w.sum(-1, keepdim=True) for w in weights]
 
-    def ungrouped(self, out: Tensor) -> Tensor:
+    def ungroup_heads(self, out: Tensor) -> Tensor:
         """[B, Hkv, G*Q, D] -> [T, Hq, D]: what a merge gives, as attention gives it."""
         heads, queries = out.shape[1], self.valid.shape[1]
         by_query = out.view(len(out), heads, -1, queries, out.shape[-1]).permute(0, 3, 1, 2, 4)
@@ -70,20 +70,20 @@ def in_parts(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: fl
     windows, shape = cache.kept(layer), cache.shape(layer)
     if windows[0] is None or windows[1] is None:
         return None
-    placed = cache.placed(layer, batch)
-    token, position, valid = placed.rectangle()
+    placed_batch = cache.placed(layer, batch)
+    token, position, valid = placed_batch.rectangle()
     heads, group = shape.num_kv_heads, q.shape[1] // shape.num_kv_heads
     rows = q[token].float().view(*token.shape, heads, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    k, v = cache.read(layer, placed.block_table)
+    k, v = cache.read(layer, placed_batch.block_table)
     tokens, at = torch.arange(k.shape[2]), position.repeat(1, group)[:, None, :, None]
-    seen = windows[0].seen(position, len(tokens)).repeat(1, group, 1).unsqueeze(1)
-    future, behind = tokens > at, tokens >= placed.seq_lens.unsqueeze(1)
-    there = ~future if shape.window is None else ~future & (tokens > at - shape.window)
+    in_window = windows[0].seen(position, len(tokens)).repeat(1, group, 1).unsqueeze(1)
+    future, past_end = tokens > at, tokens >= placed_batch.seq_lens.unsqueeze(1)
+    attendable = ~future if shape.window is None else ~future & (tokens > at - shape.window)
     sinks = tokens < windows[0].sink
     first = windows[0].first_recent(position).repeat(1, group)[:, None, :, None]
-    exact_keys, exact_values = (window.read(placed, len(tokens)) for window in windows if window)
+    exact_keys, exact_values = (window.read(placed_batch, len(tokens)) for window in windows if window)
     return Parts(
-        ~seen & there, seen & there, (tokens == first) & ~sinks & there, rows * scale, k,
-        v.masked_fill(behind[:, None, :, None], 0.0), exact_keys, exact_values, sinks, future & ~behind[:, None, None],
+        ~in_window & attendable, in_window & attendable, (tokens == first) & ~sinks & attendable, rows * scale, k,
+        v.masked_fill(past_end[:, None, :, None], 0.0), exact_keys, exact_values, sinks, future & ~past_end[:, None, None],
         haar_rotation(layer, shape.head_dim).float(), valid,
     )  # fmt: skip

@@ -96,8 +96,8 @@ def compare_files(before: Path, after: Path) -> Comparison:
 
 def _read(path: Path) -> tuple[Mapping[str, Any], _Tensors]:
     raw, tensors = read_json(path), dict[tuple[int | None, str], Verdict]()
-    needed = {"model": str, "passed": bool, "tensors": list}
-    if not isinstance(raw, dict) or not all(type(raw.get(name)) is kind for name, kind in needed.items()):
+    required_types = {"model": str, "passed": bool, "tensors": list}
+    if not isinstance(raw, dict) or not all(type(raw.get(name)) is kind for name, kind in required_types.items()):
         raise InputError(f"{path} is no report of `tq validate --json`, or one of an older version; write it again")
     if missing := [name for name in _ABOUT if name not in raw]:
         raise InputError(f"{path} is no report of `tq validate --json`: it lacks {missing[0]}")
@@ -120,5 +120,5 @@ def _change(before: Verdict, after: Verdict) -> Change | None:
     if fails[0] == fails[1] and (high < _LEAST or not high > FACTOR * low):
         return None
     worse = fails[1] if fails[0] != fails[1] else after.share > before.share
-    found = (tensor.reason or "equal" for tensor in (before, after))
-    return Change(after.layer, after.stage, "worse" if worse else "better", before.share, after.share, *found)
+    reasons = (tensor.reason or "equal" for tensor in (before, after))
+    return Change(after.layer, after.stage, "worse" if worse else "better", before.share, after.share, *reasons)

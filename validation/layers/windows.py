@@ -18,12 +18,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from haarkv.tq_ops.formats.base import by_token, lengths_of
+from haarkv.tq_ops.formats.base import by_token, vector_lengths
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.kept import Kept
+from haarkv.tq_ops.kv.kept import ResidualWindow
 from haarkv.tq_ops.table import OpTable
-from haarkv.validation.layers.parts import Part, Stored, parts_of, read_as
+from haarkv.validation.layers.parts import Part, Snapshot, cache_parts, read_as
 from haarkv.validation.layers.two_parts import Parts, in_parts
 
 _LONGER, _LONGEST = 64.0, 2.0**15
@@ -34,14 +34,16 @@ SLIDES_SHORT, SLIDES_LONG = "a sliding window one token short", "a sliding windo
 SLIPS = (SHORT, LONG, TWICE, NOWHERE, SLIDES_SHORT, SLIDES_LONG)
 
 
-def without_unread(cache: PagedKVCache, layer: int, stored: Stored, batch: Batch, lengths: Tensor, q: Tensor) -> Stored:
+def without_unread(
+    cache: PagedKVCache, layer: int, part_fields: Snapshot, batch: Batch, lengths: Tensor, q: Tensor
+) -> Snapshot:
     """A layer's cache in which no query of a batch can miss what it must not read.
 
     K there points to where the queries of its KV head do and is 64 times as long: a query that reads it attends to nothing
     else. V is opposite, and 64 times as long.
 
     Args:
-        stored: a snapshot of the layer.
+        part_fields: a snapshot of the layer.
         batch: the queries.
         lengths: [B], tokens of each sequence that are stored.
         q: [T, Hq, D], the queries, not rotated.
@@ -50,31 +52,31 @@ def without_unread(cache: PagedKVCache, layer: int, stored: Stored, batch: Batch
         replaced.
     """
     windows = dict(zip("kv", cache.kept(layer), strict=True))
-    changed = {part: {name: tensor.clone() for name, tensor in fields.items()} for part, fields in stored.items()}
-    starts, placed = batch.query_start_loc.long(), cache.placed(layer, batch)
+    new_fields = {part: {name: tensor.clone() for name, tensor in fields.items()} for part, fields in part_fields.items()}
+    starts, placed_batch = batch.query_start_loc.long(), cache.placed(layer, batch)
     for row, length in enumerate(lengths.tolist()):
         queries = slice(int(starts[row]), int(starts[row + 1]))
         toward, token = _toward(q[queries].float(), cache.shape(layer).num_kv_heads), torch.arange(length)
-        for part in parts_of(cache, layer):
-            window, of = windows[part.side], toward if part.side == "k" else None
-            if part.packed and (behind := _behind(cache, layer, part, placed, row)) is not None:
-                _drown(part, changed[part.name], behind[:2], behind[2], of)
+        for part in cache_parts(cache, layer):
+            window, direction = windows[part.side], toward if part.side == "k" else None
+            if part.packed and (free_slots := _free_slots(cache, layer, part, placed_batch, row)) is not None:
+                _drown(part, new_fields[part.name], free_slots[:2], free_slots[2], direction)
             if window is None or part.name.startswith("sink"):
                 continue
             unread = _unread(window, batch.positions[queries], token, packed=part.packed)
             if part.packed:
                 if (ring := cache.ring(layer)) is not None:  # where older tokens lay, newer ones do
-                    unread &= token >= int(placed.seq_lens[row]) - ring * cache.block_size
-                unit, offset = placed.block_table[row, token // cache.block_size].long(), token % cache.block_size
+                    unread &= token >= int(placed_batch.seq_lens[row]) - ring * cache.block_size
+                unit, offset = placed_batch.block_table[row, token // cache.block_size].long(), token % cache.block_size
             else:
                 unread &= token >= length - window.ring
                 unit, offset = batch.rows[row].expand(length), token % max(window.ring, 1)
             if unread.any():
-                _drown(part, changed[part.name], (unit[unread], offset[unread]), token[unread], of)
-    return changed
+                _drown(part, new_fields[part.name], (unit[unread], offset[unread]), token[unread], direction)
+    return new_fields
 
 
-def _unread(window: Kept, queries: Tensor, token: Tensor, packed: bool) -> Tensor:
+def _unread(window: ResidualWindow, queries: Tensor, token: Tensor, packed: bool) -> Tensor:
     """[n] bool: tokens of a sequence that no query at these positions reads packed; or in BF16."""
     # Tokens leave the window as queries go on: the first that sees a token and the last one tell for all between. A token
     # before the queries is first seen by the first of them, any other by its own.
@@ -85,14 +87,16 @@ def _unread(window: Kept, queries: Tensor, token: Tensor, packed: bool) -> Tenso
     return by_first & by_last if packed else ~by_first & ~by_last
 
 
-def _behind(cache: PagedKVCache, layer: int, part: Part, placed: Batch, row: int) -> tuple[Tensor, Tensor, Tensor] | None:
+def _free_slots(
+    cache: PagedKVCache, layer: int, part: Part, placed_batch: Batch, row: int
+) -> tuple[Tensor, Tensor, Tensor] | None:
     """Units, offsets and positions that a sequence's last block has room for behind its last token; None where there are none,
     or where older tokens or several at once lie there."""
-    length, size = int(placed.seq_lens[row]), cache.block_size
+    length, size = int(placed_batch.seq_lens[row]), cache.block_size
     token = torch.arange(length, -(-length // size) * size)
     if not len(token) or cache.ring(layer) is not None or part.kv_format.group_tokens > 1:
         return None
-    return placed.block_table[row, token // size].long(), token % size, token
+    return placed_batch.block_table[row, token // size].long(), token % size, token
 
 
 def _toward(q: Tensor, kv_heads: int) -> Tensor:
@@ -105,9 +109,9 @@ def _toward(q: Tensor, kv_heads: int) -> Tensor:
 def _drown(part: Part, fields: dict[str, Tensor], at: tuple[Tensor, Tensor], positions: Tensor, toward: Tensor | None) -> None:
     """Put longer vectors at some units and offsets, opposite ones or, if a direction is given, of that direction."""
     unit, offset = at
-    there = {name: tensor[unit, :, offset] for name, tensor in fields.items()}
-    x = part.kv_format.dequantize(by_token(there), part.layer)
-    length = lengths_of(x).unsqueeze(-1)
+    slot_fields = {name: tensor[unit, :, offset] for name, tensor in fields.items()}
+    x = part.kv_format.dequantize(by_token(slot_fields), part.layer)
+    length = vector_lengths(x).unsqueeze(-1)
     longer = (_LONGEST / length.clamp(min=1e-30)).clamp(1 / 3, _LONGER)
     opposite = torch.where(x == 0, 1.0, -longer * x)
     if toward is None:
@@ -119,11 +123,11 @@ def _drown(part: Part, fields: dict[str, Tensor], at: tuple[Tensor, Tensor], pos
 
 
 # -- Where a window ends ---------------------------------------------------------------------------------------------------
-def with_tail(window: Kept, tail: int) -> Kept:
+def with_tail(window: ResidualWindow, tail: int) -> ResidualWindow:
     """The same tokens, of which queries see another number in BF16; at least 0."""
-    changed = copy(window)
-    changed.tail = max(tail, 0)
-    return changed
+    new_window = copy(window)
+    new_window.tail = max(tail, 0)
+    return new_window
 
 
 def twice(parts: Parts) -> dict[str, Tensor]:
@@ -144,26 +148,26 @@ def edges(ops: OpTable, q: Tensor, cache: PagedKVCache, layer: int, batch: Batch
     if not has_tail and not slides:
         return {}
 
-    def attended(by: int = 0, of_sliding: int = 0) -> Tensor:
+    def attend(by: int = 0, sliding_change: int = 0) -> Tensor:
         k, v = (with_tail(window, window.tail + by) if window and window.ring else window for window in windows)
-        read = read_as(cache, layer, windows=(k, v), sliding=sliding and sliding + of_sliding)
+        read = read_as(cache, layer, windows=(k, v), sliding=sliding and sliding + sliding_change)
         return ops.paged_attention(q.float(), read, layer, batch, scale)
 
-    right = attended()
-    found = {SHORT: attended(-1) - right, LONG: attended(1) - right} if has_tail else {}
+    right = attend()
+    effects = {SHORT: attend(-1) - right, LONG: attend(1) - right} if has_tail else {}
     if slides:
-        found |= {SLIDES_SHORT: attended(of_sliding=-1) - right, SLIDES_LONG: attended(of_sliding=1) - right}
-    return found | (_gaps(q, cache, layer, batch, scale) if has_tail and _alike(*windows) else {})
+        effects |= {SLIDES_SHORT: attend(sliding_change=-1) - right, SLIDES_LONG: attend(sliding_change=1) - right}
+    return effects | (_gaps(q, cache, layer, batch, scale) if has_tail and _same_window(*windows) else {})
 
 
 def _gaps(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> dict[str, Tensor]:
     """The slips of packed tokens alone, which end too late or too early for those in BF16."""
     parts = in_parts(q, cache, layer, batch, scale)
     assert parts is not None
-    right = parts.merged()
+    right = parts.merge()
     wrong = {TWICE: twice(parts), NOWHERE: nowhere(parts)}
-    return {name: parts.ungrouped(replace(parts, **change).merged() - right) for name, change in wrong.items()}
+    return {name: parts.ungroup_heads(replace(parts, **change).merge() - right) for name, change in wrong.items()}
 
 
-def _alike(k: Kept | None, v: Kept | None) -> bool:
+def _same_window(k: ResidualWindow | None, v: ResidualWindow | None) -> bool:
     return k is not None and v is not None and (k.tail, k.sink, k.group) == (v.tail, v.sink, v.group)

@@ -19,7 +19,7 @@ from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.validation.layers.judge import stored_figures
 from haarkv.validation.layers.null import Figure
-from haarkv.validation.layers.parts import Stored, take
+from haarkv.validation.layers.parts import Snapshot, take
 from haarkv.validation.ops.cases import FP32, HOST, Case, same
 
 LAYER = 1
@@ -28,7 +28,7 @@ LAYER = 1
 
 @dataclass(frozen=True)
 class CacheCase:
-    """A cache with `stored` tokens of each sequence, and a batch of `new` ones.
+    """A cache with `stored_lengths` tokens of each sequence, and a batch of `new` ones.
 
     Attributes:
         kv: formats, as `--kv` takes them; `lrB` of made-up coordinates.
@@ -42,7 +42,7 @@ class CacheCase:
     group: int
     kv_heads: int
     block_size: int
-    stored: tuple[int, ...]
+    stored_lengths: tuple[int, ...]
     new: tuple[int, ...]
     pages: bool = False
     tail: int = 0
@@ -50,10 +50,10 @@ class CacheCase:
     window: int = 0
 
     def __str__(self) -> str:
-        tokens = f"{len(self.new)}x{max(self.stored)}+{max(self.new)}"
+        tokens = f"{len(self.new)}x{max(self.stored_lengths)}+{max(self.new)}"
         name = f"{self.kv}-d{self.head_dim}-gqa{self.group}-{tokens}-block{self.block_size}"
-        kept = f"-tail{self.tail}-sink{self.sink}" if self.tail + self.sink else ""
-        return name + "-pages" * self.pages + kept + (f"-window{self.window}" if self.window else "")
+        window_suffix = f"-tail{self.tail}-sink{self.sink}" if self.tail + self.sink else ""
+        return name + "-pages" * self.pages + window_suffix + (f"-window{self.window}" if self.window else "")
 
     @property
     def shape(self) -> KVShape:
@@ -79,22 +79,22 @@ class CacheCase:
     def vectors(self, tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """K and V [T, Hkv, D] fp32 of new tokens: normal, or as the learned coordinates expect them."""
         k, v = torch.randn(2, tokens, self.kv_heads, self.head_dim, generator=generator)
-        if learned := self.calibration:
-            k = made_up.vectors(learned.k[LAYER], tokens, generator).transpose(0, 1).contiguous()
+        if calibration := self.calibration:
+            k = made_up.vectors(calibration.k[LAYER], tokens, generator).transpose(0, 1).contiguous()
         return k, v
 
 
-def cache_tensors(made: PagedKVCache) -> Iterator[tuple[int, str, str, Tensor]]:
+def cache_tensors(cache: PagedKVCache) -> Iterator[tuple[int, str, str, Tensor]]:
     """(layer, side, field, the very tensor) of everything that a cache stores."""
-    for layer in made.held:
-        for side, tensors in (("k", made.k_fields(layer)), ("v", made.v_fields(layer))):
+    for layer in cache.held:
+        for side, tensors in (("k", cache.k_fields(layer)), ("v", cache.v_fields(layer))):
             for name, tensor in tensors.items():
                 yield layer, side, name, tensor
 
 
-def windows_of(made: PagedKVCache) -> list[Tensor]:
+def bf16_windows(cache: PagedKVCache) -> list[Tensor]:
     """The very tensors of what a cache keeps in BF16."""
-    return [window.vectors for layer in made.held for window in made.kept(layer) if window]
+    return [window.vectors for layer in cache.held for window in cache.kept(layer) if window]
 
 
 def poisoned_cache(case: CacheCase, device: torch.device | str = "cpu") -> PagedKVCache:
@@ -102,17 +102,17 @@ def poisoned_cache(case: CacheCase, device: torch.device | str = "cpu") -> Paged
 
     So does every place in BF16: NaN. It takes everything that is stored in one batch.
     """
-    blocks = sum(-(-(s + n) // case.block_size) for s, n in zip(case.stored, case.new, strict=True)) + 2
+    blocks = sum(-(-(s + n) // case.block_size) for s, n in zip(case.stored_lengths, case.new, strict=True)) + 2
     # Another layer's pages lie between.
     size = page_bytes(case.plan.layers[LAYER], case.kv_heads, case.head_dim, case.block_size)
     pages = torch.empty(blocks, 2, size, dtype=torch.uint8, device=device)
-    owned = {LAYER: pages[:, 1]} if case.pages else None
-    chunk = max(*case.stored, *case.new)
+    layer_pages = {LAYER: pages[:, 1]} if case.pages else None
+    chunk = max(*case.stored_lengths, *case.new)
     cache = PagedKVCache(
         case.plan, case.shape, num_blocks=blocks, num_rows=len(case.new) + 2, chunk=chunk, ring_chunk=case.ring_chunk,
-        block_size=case.block_size, device=device, pages=owned,
+        block_size=case.block_size, device=device, pages=layer_pages,
     )  # fmt: skip
-    for vectors in windows_of(cache):
+    for vectors in bf16_windows(cache):
         vectors.fill_(float("nan"))
     for *_, name, tensor in cache_tensors(cache):
         if name != "data" and tensor.is_floating_point():
@@ -122,17 +122,17 @@ def poisoned_cache(case: CacheCase, device: torch.device | str = "cpu") -> Paged
     return cache
 
 
-def filled(case: CacheCase, device: torch.device | str = "cpu") -> tuple[PagedKVCache, Batch]:
+def fill_cache(case: CacheCase, device: torch.device | str = "cpu") -> tuple[PagedKVCache, Batch]:
     """A cache with everything stored by the reference, its blocks permuted, and the batch of the new tokens."""
     generator = torch.Generator().manual_seed(0)
     cache = poisoned_cache(case)
     order = torch.randperm(cache.num_blocks, generator=generator).tolist()
     paging = PagedSequences(cache.num_blocks, case.block_size, order=order, num_rows=cache.num_rows)
     ids = [paging.add() for _ in (0, *case.new)][:0:-1]  # rows in another order than sequences, the first of them nobody's
-    step = case.ring_chunk if case.window else max(*case.stored, 1)
+    step = case.ring_chunk if case.window else max(*case.stored_lengths, 1)
     older = [
-        [(i, min(step, n - done)) for i, n in zip(ids, case.stored, strict=True) if n > done]
-        for done in range(0, max(case.stored), step)
+        [(i, min(step, n - done)) for i, n in zip(ids, case.stored_lengths, strict=True) if n > done]
+        for done in range(0, max(case.stored_lengths), step)
     ]
     for pairs in (*older, list(zip(ids, case.new, strict=True))):
         batch = paging.batch(*zip(*pairs, strict=True))
@@ -143,14 +143,14 @@ def filled(case: CacheCase, device: torch.device | str = "cpu") -> tuple[PagedKV
     copy = poisoned_cache(case, device)
     for (*_, ours), (*_, theirs) in zip(cache_tensors(copy), cache_tensors(cache), strict=True):
         ours.copy_(theirs)
-    for vectors, theirs in zip(windows_of(copy), windows_of(cache), strict=True):
+    for vectors, theirs in zip(bf16_windows(copy), bf16_windows(cache), strict=True):
         vectors.copy_(theirs)
     return copy, batch.to(device)
 
 
 # -- Ops over a cache ---------------------------------------------------------------------------------------------------
 
-_filled_once = cache(filled)
+_fill_cache_once = cache(fill_cache)
 
 
 class _OnCache(Case):
@@ -181,7 +181,7 @@ class Attention(_OnCache):
 
     def arguments(self, device: torch.device) -> tuple[Any, ...]:
         """q, cache, layer, batch, softmax_scale; the cache is shared, since attention only reads it."""
-        cache, batch = _filled_once(self.cache, device)
+        cache, batch = _fill_cache_once(self.cache, device)
         shape = (len(batch.positions), self.cache.kv_heads * self.cache.group, self.cache.head_dim)
         q = (2 * torch.randn(shape, generator=torch.Generator().manual_seed(1))).to(self.dtype).to(device)
         return q, cache, LAYER, batch, self.cache.head_dim**-0.5
@@ -190,10 +190,10 @@ class Attention(_OnCache):
     def heads(self) -> int:
         return self.cache.kv_heads
 
-    def unchanged(self, arguments: tuple[Any, ...]) -> list[Tensor]:
+    def read_only_tensors(self, arguments: tuple[Any, ...]) -> list[Tensor]:
         """Queries, and whatever the cache holds."""
-        made = arguments[1]
-        return [arguments[0], *(tensor for *_, tensor in cache_tensors(made)), *windows_of(made)]
+        cache = arguments[1]
+        return [arguments[0], *(tensor for *_, tensor in cache_tensors(cache)), *bf16_windows(cache)]
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class Store(_OnCache):
         order = list(reversed(range(cache.num_blocks)))
         paging = PagedSequences(cache.num_blocks, self.cache.block_size, order=order, num_rows=cache.num_rows)
         ids = [paging.add() for _ in (0, *self.cache.new)][:0:-1]
-        if older := [(one, tokens) for one, tokens in zip(ids, self.cache.stored, strict=True) if tokens]:
+        if older := [(one, tokens) for one, tokens in zip(ids, self.cache.stored_lengths, strict=True) if tokens]:
             paging.batch(*zip(*older, strict=True))
         batch = paging.batch(ids, self.cache.new)
         k, v = self.cache.vectors(len(batch.positions), torch.Generator().manual_seed(2))
@@ -222,25 +222,25 @@ class Store(_OnCache):
         v[0, 0] *= 1e-12  # its scale is below FP16
         v[-1, 0] = 0.0
         v[-1, 0, 3] = -2.5
-        if learned := self.cache.calibration:
-            k[-1, -1] = learned.k[LAYER].mean[-1]
+        if calibration := self.cache.calibration:
+            k[-1, -1] = calibration.k[LAYER].mean[-1]
         return k.to(self.dtype).to(device), v.to(self.dtype).to(device), cache, LAYER, batch.to(device)
 
-    def unchanged(self, arguments: tuple[Any, ...]) -> list[Tensor]:
+    def read_only_tensors(self, arguments: tuple[Any, ...]) -> list[Tensor]:
         """K, V and slots of no token."""
-        return [*arguments[:2], *_untouched(arguments[2], arguments[4].to("cpu"))]
+        return [*arguments[:2], *_other_slots(arguments[2], arguments[4].to("cpu"))]
 
-    def outcome(self, result: None, arguments: tuple[Any, ...]) -> Stored:
+    def outcome(self, result: None, arguments: tuple[Any, ...]) -> Snapshot:
         """What is stored."""
         return take(arguments[2], LAYER, arguments[4])
 
-    def fault(self, expected: Stored, outcome: Stored) -> str | None:
+    def fault(self, expected: Snapshot, outcome: Snapshot) -> str | None:
         """What stays in BF16 is the same, bit for bit."""
-        kept = [name for name in expected if name not in ("k", "v")]
-        alike = all(same(outcome[name]["data"], expected[name]["data"]) for name in kept)
-        return None if alike else "it does not keep the same in BF16"
+        bf16_parts = [name for name in expected if name not in ("k", "v")]
+        identical = all(same(outcome[name]["data"], expected[name]["data"]) for name in bf16_parts)
+        return None if identical else "it does not keep the same in BF16"
 
-    def figures(self, expected: Stored, outcome: Stored) -> Iterator[tuple[Figure, Tensor]]:
+    def figures(self, expected: Snapshot, outcome: Snapshot) -> Iterator[tuple[Figure, Tensor]]:
         """Levels and lengths by KV head."""
         k, v, cache, _, batch = self._on_host
         return stored_figures(cache, LAYER, batch, expected, outcome, (k, v))
@@ -250,12 +250,12 @@ class Store(_OnCache):
         return self.arguments(HOST)
 
 
-def _untouched(made: PagedKVCache, batch: Batch) -> list[Tensor]:
+def _other_slots(cache: PagedKVCache, batch: Batch) -> list[Tensor]:
     """Whatever a cache holds outside the slots of a batch."""
     parts = []
-    for layer, _, _, tensor in cache_tensors(made):
+    for layer, _, _, tensor in cache_tensors(cache):
         outside = torch.ones(tensor.shape[:3], dtype=torch.bool)
         if layer == LAYER:
-            outside[batch.slot_mapping // made.block_size, :, batch.slot_mapping % made.block_size] = False
+            outside[batch.slot_mapping // cache.block_size, :, batch.slot_mapping % cache.block_size] = False
         parts.append(tensor.cpu()[outside])
     return parts

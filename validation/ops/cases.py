@@ -15,8 +15,19 @@ from haarkv.models.gguf_file import block_type_named
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.table import OpTable
-from haarkv.tq_ops.weight import Blocks, numbers_of
-from haarkv.validation.layers.null import RUNS, Figure, Null, Sums, by_figure, collected, drawn, honest, of_numbers, stacked
+from haarkv.tq_ops.weight import Blocks, weight_numbers
+from haarkv.validation.layers.null import (
+    RUNS,
+    Figure,
+    Null,
+    Sums,
+    by_figure,
+    collect_sums,
+    honest,
+    number_figures,
+    resample_runs,
+    stacked,
+)
 
 FP32, BF16 = torch.float32, torch.bfloat16
 HOST = torch.device("cpu")
@@ -72,7 +83,7 @@ class Case:
         """What the op is given; the same each time."""
         raise NotImplementedError
 
-    def unchanged(self, arguments: tuple[Any, ...]) -> list[Tensor]:
+    def read_only_tensors(self, arguments: tuple[Any, ...]) -> list[Tensor]:
         """Of what the op is given, all that it must not change: the very tensors."""
         return [part for part in arguments if isinstance(part, Tensor)]
 
@@ -82,7 +93,7 @@ class Case:
 
     def right(self) -> Any:
         """The outcome that is right, here the reference's."""
-        return self._of(cast(OpTable, reference), HOST)
+        return self._run_on(cast(OpTable, reference), HOST)
 
     def fault(self, expected: Any, outcome: Any) -> str | None:
         """What is wrong with an outcome beside its figures, in words: here a dtype or a shape."""
@@ -92,24 +103,24 @@ class Case:
 
     def figures(self, expected: Any, outcome: Any) -> Iterator[tuple[Figure, Tensor]]:
         """Figures of an outcome beside what is right."""
-        return of_numbers(self.op, expected, outcome, self.heads)
+        return number_figures(self.op, expected, outcome, self.heads)
 
     def check(self, table: OpTable, device: torch.device) -> Finding:
         """A table's outcome beside those of honest runs of the reference."""
         arguments = self.arguments(device)
-        before = [tensor.clone() for tensor in self.unchanged(arguments)]
+        before = [tensor.clone() for tensor in self.read_only_tensors(arguments)]
         outcome = self.outcome(getattr(table, self.op)(*arguments), arguments)
         expected, runs = _honest(self)
         fault = self.fault(expected, outcome)
-        if not all(map(same, before, self.unchanged(arguments))):
+        if not all(map(same, before, self.read_only_tensors(arguments))):
             fault = "it changed what it is to leave as it is"
         if fault is not None:
             return Finding(math.nan, "", fault)
-        excesses = Null(runs).excesses(collected(self.figures(expected, outcome)), self.dtype != FP32)
+        excesses = Null(runs).excesses(collect_sums(self.figures(expected, outcome)), self.dtype != FP32)
         worst = max(excesses, key=excesses.__getitem__)
         return Finding(excesses[worst], " ".join(str(part) for part in worst if part != -1))
 
-    def _of(self, ops: OpTable, device: torch.device) -> Any:
+    def _run_on(self, ops: OpTable, device: torch.device) -> Any:
         arguments = self.arguments(device)
         return self.outcome(getattr(ops, self.op)(*arguments), arguments)
 
@@ -119,7 +130,7 @@ def _honest(case: Case) -> tuple[Any, list[Sums]]:
     """What is right, and the figures of honest runs of the reference; with weights in blocks these round their activations."""
     ops, expected = cast(OpTable, reference), case.right()
     tables = (honest(ops, seed, blocks=lambda weight: isinstance(weight, Blocks)) for seed in range(RUNS))
-    return expected, drawn(stacked([by_figure(case.figures(expected, case._of(table, HOST))) for table in tables]))
+    return expected, resample_runs(stacked([by_figure(case.figures(expected, case._run_on(table, HOST))) for table in tables]))
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -236,5 +247,5 @@ class Product(Case):
     def right(self) -> Tensor:
         """The product in float64; honest runs round x to integers, 32 numbers at a time."""
         x, weight = self.arguments(HOST)
-        product: Tensor = x.double() @ numbers_of(weight).double().T
+        product: Tensor = x.double() @ weight_numbers(weight).double().T
         return product.float()

@@ -14,8 +14,8 @@ from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.recurrent import StateShape
-from haarkv.tq_ops.kv.shapes import Place
-from haarkv.validation.layers.null import Figure, of_numbers
+from haarkv.tq_ops.kv.shapes import SequencePlace
+from haarkv.validation.layers.null import Figure, number_figures
 from haarkv.validation.ops.caches import LAYER
 from haarkv.validation.ops.cases import Case
 
@@ -36,7 +36,7 @@ class Delta(Case):
     value_heads: int
     key_dim: int
     value_dim: int
-    stored: tuple[int, ...]
+    stored_lengths: tuple[int, ...]
     new: tuple[int, ...]
     taps: int = 4
     small: bool = True
@@ -45,7 +45,7 @@ class Delta(Case):
 
     def __str__(self) -> str:
         heads = f"{self.value_heads}of{self.key_heads}x{self.key_dim}x{self.value_dim}-taps{self.taps}"
-        return f"{self.op}-{heads}-{len(self.new)}x{max(self.stored)}+{max(self.new)}"
+        return f"{self.op}-{heads}-{len(self.new)}x{max(self.stored_lengths)}+{max(self.new)}"
 
     @property
     def channels(self) -> int:
@@ -68,16 +68,16 @@ class Delta(Case):
         return conv, a_log, dt_bias
 
     def batches(self, device: torch.device) -> tuple[PagedKVCache, PagedSequences, Batch]:
-        """A cache whose states have seen `stored` tokens, and the batch of the new ones; each row was that of a sequence that
+        """A cache whose states have seen `stored_lengths`, and the batch of the new ones; each row was that of a sequence that
         has ended."""
         shapes = (("conv", (self.taps - 1, self.channels)), ("delta", (self.value_heads, self.key_dim, self.value_dim)))
         state = StateShape(tuple((name, shape, torch.float32) for name, shape in shapes), _VERSIONS)
         count = len(self.new)
-        made = PagedKVCache(
+        cache = PagedKVCache(
             KVSpec("fp32").plan(LAYER + 1), (None,) * (LAYER + 1), num_blocks=64 * count, num_rows=count + 1, block_size=8,
             device=device, states={LAYER: state},
         )  # fmt: skip
-        paging = PagedSequences(made.num_blocks, 8, num_rows=made.num_rows)
+        paging = PagedSequences(cache.num_blocks, 8, num_rows=cache.num_rows)
 
         def run(ids: list[int], tokens: tuple[int, ...], seed: int) -> None:
             some = [(one, n) for one, n in zip(ids, tokens, strict=True) if n]
@@ -85,33 +85,33 @@ class Delta(Case):
                 batch = paging.batch(*zip(*some, strict=True)).to(device)
                 x, a, b = (tensor.to(device) for tensor in self.inputs(tuple(n for _, n in some), seed))
                 conv, a_log, dt_bias = (tensor.to(device) for tensor in self.weights)
-                reference.gated_delta(x, a, b, conv, a_log, dt_bias, made, LAYER, batch)
+                reference.gated_delta(x, a, b, conv, a_log, dt_bias, cache, LAYER, batch)
 
-        ended = [paging.add() for _ in range(made.num_rows)]
-        run(ended, (2,) * made.num_rows, 7)
-        for one in ended:
+        old_sequences = [paging.add() for _ in range(cache.num_rows)]
+        run(old_sequences, (2,) * cache.num_rows, 7)
+        for one in old_sequences:
             paging.free(one)
         ids = [paging.add() for _ in (0, *self.new)][:0:-1]
-        run(ids, self.stored, 1)
-        return made, paging, paging.batch(ids, self.new).to(device)
+        run(ids, self.stored_lengths, 1)
+        return cache, paging, paging.batch(ids, self.new).to(device)
 
     def arguments(self, device: torch.device) -> tuple[Any, ...]:
-        made, _, batch = self.batches(device)
-        given = (tensor.to(device) for tensor in (*self.inputs(self.new, 2), *self.weights))
-        return *given, made, LAYER, batch
+        cache, _, batch = self.batches(device)
+        tensors = (tensor.to(device) for tensor in (*self.inputs(self.new, 2), *self.weights))
+        return *tensors, cache, LAYER, batch
 
     def expected(self) -> Tensor:
         """The formula in float64, of whole sequences from their first token on."""
-        before, after = self.inputs(tuple(n for n in self.stored if n), 1), self.inputs(self.new, 2)
+        before, after = self.inputs(tuple(n for n in self.stored_lengths if n), 1), self.inputs(self.new, 2)
         older, newer = 0, 0
         out = []
-        for stored, new in zip(self.stored, self.new, strict=True):
+        for old_count, new in zip(self.stored_lengths, self.new, strict=True):
             whole = (
-                torch.cat([x[older : older + stored], y[newer : newer + new]]).double()
+                torch.cat([x[older : older + old_count], y[newer : newer + new]]).double()
                 for x, y in zip(before, after, strict=True)
             )
-            out.append(self._sequence(*whole)[stored:])
-            older, newer = older + stored, newer + new
+            out.append(self._sequence(*whole)[old_count:])
+            older, newer = older + old_count, newer + new
         return torch.cat(out)
 
     def _sequence(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class Delta(Case):
             )
         )
         q, k = (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in (q, k))
-        kept, written = torch.exp(-a_log.exp() * torch.log(1 + torch.exp(a + dt_bias))), 1 / (1 + torch.exp(-b))
+        decay, write_gate = torch.exp(-a_log.exp() * torch.log(1 + torch.exp(a + dt_bias))), 1 / (1 + torch.exp(-b))
         out = torch.zeros(len(x), self.value_heads, self.value_dim, dtype=torch.float64)
         for head in range(self.value_heads):
             memory, key = (
@@ -136,17 +136,17 @@ class Delta(Case):
                 head * self.key_heads // self.value_heads,
             )
             for t in range(len(x)):
-                memory = memory * kept[t, head]
-                memory = memory + torch.outer((v[t, head] - memory @ k[t, key]) * written[t, head], k[t, key])
+                memory = memory * decay[t, head]
+                memory = memory + torch.outer((v[t, head] - memory @ k[t, key]) * write_gate[t, head], k[t, key])
                 out[t, head] = memory @ q[t, key] / self.key_dim**0.5
         return out
 
     def outcome(self, result: Tensor, arguments: tuple[Any, ...]) -> Outcome:
         """The result, and each sequence's state after the call, version by version."""
-        made, layer, batch = arguments[6:]
+        cache, layer, batch = arguments[6:]
         places = zip(batch.rows.tolist(), batch.seq_lens.tolist(), strict=True)
-        taken = [made.states[layer].take(Place((), row), length) for row, length in places]
-        return result.cpu(), [{name: tensor.cpu() for name, tensor in state.items()} for state in taken]
+        states = [cache.states[layer].take(SequencePlace((), row), length) for row, length in places]
+        return result.cpu(), [{name: tensor.cpu() for name, tensor in state.items()} for state in states]
 
     def right(self) -> Outcome:
         """The formula's output, and the states that the reference leaves."""
@@ -163,6 +163,8 @@ class Delta(Case):
 
     def figures(self, expected: Outcome, outcome: Outcome) -> Iterator[tuple[Figure, Tensor]]:
         """Of the output [T, Hv, dv] and of the states [versions, Hv, dk, dv], by head."""
-        left, states = (torch.cat([state["delta"].flatten(2) for state in of]) for _, of in (expected, outcome))
-        yield from of_numbers(self.op, expected[0], outcome[0], self.value_heads)
-        yield from of_numbers("delta_state", left, states, self.value_heads)
+        left, states = (
+            torch.cat([state["delta"].flatten(2) for state in by_sequence]) for _, by_sequence in (expected, outcome)
+        )
+        yield from number_figures(self.op, expected[0], outcome[0], self.value_heads)
+        yield from number_figures("delta_state", left, states, self.value_heads)

@@ -48,9 +48,9 @@ class Table:
     def unsupported(self, plan: KVPlan, head_dim: int) -> str | None:
         """None, or why the table cannot read such a cache, be it the table's reason or the format's own."""
         try:
-            described = [kv_format.description(head_dim) for kv_format in plan.formats]
+            descriptions = [kv_format.description(head_dim) for kv_format in plan.formats]
             # Learned coordinates are of as many KV heads as they were learned of.
-            heads = {found.transform.heads for found in described if found} - {None}
+            heads = {description.transform.heads for description in descriptions if description} - {None}
             shape = KVShape(next(iter(heads), None) or 1, head_dim)
             plan.require_layout(shape)
         except InputError as error:
@@ -258,11 +258,11 @@ def named_cases() -> Iterator[OpCase]:
         for shape in _PLAIN.get(op, ()):
             for dtype in (FP32, BF16) if op != "rope" else (FP32,):
                 yield Plain(op, shape, dtype)
-    for held in STORES:
-        yield from (Store(held, dtype) for dtype in (FP32, BF16))
-    yield from (Store(held, small=True) for held in SMALL_STORES)
-    for held in ATTENTION:
-        yield from (Attention(held, dtype) for dtype in (FP32, BF16))
+    for cache_case in STORES:
+        yield from (Store(cache_case, dtype) for dtype in (FP32, BF16))
+    yield from (Store(cache_case, small=True) for cache_case in SMALL_STORES)
+    for cache_case in ATTENTION:
+        yield from (Attention(cache_case, dtype) for dtype in (FP32, BF16))
     yield from SMALL_ATTENTION
     yield from DELTAS
 
@@ -274,24 +274,24 @@ def format_cases(table: Table) -> Iterator[OpCase]:
     """
     for name in (*formats.names(), *(f"k=lr{bits},v=tq4" for bits in COLUMNS)):
         for head_dim in HEAD_DIMS:
-            stored = CacheCase(name, head_dim, 1, 2, 8, (0,), (3,))
-            if table is not REFERENCE and table.unsupported(stored.plan, head_dim) is None:
-                yield Store(stored, small=True)
+            cache_case = CacheCase(name, head_dim, 1, 2, 8, (0,), (3,))
+            if table is not REFERENCE and table.unsupported(cache_case.plan, head_dim) is None:
+                yield Store(cache_case, small=True)
                 yield Attention(CacheCase(name, head_dim, 2, 1, 8, (11,), (2,)), FP32, small=True)
 
 
 def cases(table: Table) -> list[OpCase]:
     """What a table is to pass: everything that it reads, in an interpreter the small cases of it."""
-    found = dict.fromkeys((*named_cases(), *format_cases(table), *block_cases(table)))
+    all_cases = dict.fromkeys((*named_cases(), *format_cases(table), *block_cases(table)))
     return [
-        case for case in found
+        case for case in all_cases
         if (case.small or not table.interpreted)
         and (case.plan is None or case.head_dim is None or table.unsupported(case.plan, case.head_dim) is None)
     ]  # fmt: skip
 
 
-def run(table: Table, chosen: Sequence[OpCase] | None = None) -> Iterator[tuple[OpCase, Finding]]:
+def run(table: Table, selection: Sequence[OpCase] | None = None) -> Iterator[tuple[OpCase, Finding]]:
     """Run a table's cases, one after the other."""
-    made = table.open()
-    for case in cases(table) if chosen is None else chosen:
-        yield case, case.check(made, table.device)
+    ops = table.open()
+    for case in cases(table) if selection is None else selection:
+        yield case, case.check(ops, table.device)

@@ -39,11 +39,11 @@ from haarkv.models.config import ModelConfig
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration, Side
-from haarkv.tq_ops.formats.learned import COLUMNS, bits_of
-from haarkv.tq_ops.formats.packing import widths_of
+from haarkv.tq_ops.formats.learned import COLUMNS, learned_bits
+from haarkv.tq_ops.formats.packing import eighth_widths
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
-from haarkv.tq_ops.kv.reads import misfit
+from haarkv.tq_ops.kv.reads import unsupported_format
 from haarkv.tq_ops.npu.program import HEAD_DIM
 from haarkv.tq_ops.npu.sides import READS
 from haarkv.validation.fidelity.evaluation import FidelityRow, OnStep
@@ -86,7 +86,7 @@ _BUDGETS = 0.02
 
 
 @dataclass(frozen=True)
-class Chosen:
+class CacheChoice:
     """A cache that was chosen for a model.
 
     Attributes:
@@ -110,11 +110,11 @@ class Chosen:
     def __str__(self) -> str:
         plan = plan_for(self.spec, self.config)
         context = min(CONTEXT, self.config.max_position_embeddings)
-        learned, probed, judging = self.seconds
+        learn_seconds, probe_seconds, judging = self.seconds
         return (
             f"--kv auto takes {bits_per_value(plan, self.config, context):.2f} bits a value at {context:,} tokens "
             f"({plan.summary()}): mean KL {self.row.kl_mean:.2g} on the worst of {len(TEXTS)} texts, {self.row.kv}, under "
-            f"{self.loss:g} ({learned:.0f} s to learn, {probed:.0f} to probe, {judging:.0f} to judge)"
+            f"{self.loss:g} ({learn_seconds:.0f} s to learn, {probe_seconds:.0f} to probe, {judging:.0f} to judge)"
         )
 
 
@@ -126,12 +126,14 @@ def names_for(executor: str | None) -> Names:
     if executor != "npu":
         return FORMATS
     return {
-        "k": tuple(name for name in FORMATS["k"] if bits_of(name)),
-        "v": tuple(name for name in FORMATS["v"] if name != "bf16" and misfit(READS, formats.get(name), HEAD_DIM) is None),
+        "k": tuple(name for name in FORMATS["k"] if learned_bits(name)),
+        "v": tuple(
+            name for name in FORMATS["v"] if name != "bf16" and unsupported_format(READS, formats.get(name), HEAD_DIM) is None
+        ),
     }
 
 
-def choose(subject: Subject, loss: float = LOSS, on_step: OnStep = lambda *_: None, names: Names = FORMATS) -> Chosen:
+def choose(subject: Subject, loss: float = LOSS, on_step: OnStep = lambda *_: None, names: Names = FORMATS) -> CacheChoice:
     """Choose a cache for a model.
 
     Raises:
@@ -142,13 +144,13 @@ def choose(subject: Subject, loss: float = LOSS, on_step: OnStep = lambda *_: No
     context = config.max_position_embeddings
     ids = torch.tensor(common_text(subject.tokenizer, LEARNED_FROM + JUDGED_BY + 1))  # the last one is only predicted
     windows = list(torch.split(ids[:LEARNED_FROM], min(WINDOW, context)))
-    file = subject.file_of(subject.learn(windows, (), on_step=on_step), {})
+    file = subject.calibration_file(subject.learn(windows, (), on_step=on_step), {})
     times.append(time.monotonic())
     base = in_larger_chunks(subject.session(KVSpec("bf16", min(TAIL, context), SINKS)))
     most = min(JUDGED_BY, context) + 1
     reference, other = ids[LEARNED_FROM:][:most], torch.tensor(prose(subject.tokenizer)[:most])
-    probed = _probed(subject, base, reference[:-1], file.calibration, on_step)
-    costs = costs_of(probed, file.calibration, names)
+    probe_costs = _probe_costs(subject, base, reference[:-1], file.calibration, on_step)
+    costs = format_costs(probe_costs, file.calibration, names)
     times.append(time.monotonic())
     first = min(JUDGED_FROM, context // 2)
     wholes = {
@@ -156,16 +158,18 @@ def choose(subject: Subject, loss: float = LOSS, on_step: OnStep = lambda *_: No
     }
     on_step("bf16", config.num_layers * sum(text.tokens for text in wholes.values()))
     judge = Judge(wholes, _WORSE, on_step, config.num_layers)
-    found = list(_judged(config, base.plan, costs, file.calibration, judge, loss))
+    candidates = list(_judge_candidates(config, base.plan, costs, file.calibration, judge, loss))
     times.append(time.monotonic())
 
-    def size(held: tuple[KVPlan, FidelityRow]) -> float:
-        return bits_per_value(held[0], config, min(CONTEXT, context))
+    def size(candidate: tuple[KVPlan, FidelityRow]) -> float:
+        return bits_per_value(candidate[0], config, min(CONTEXT, context))
 
-    plan, row = min(((plan, row) for plan, row in found if row.kl_mean <= loss), key=size)
-    spec = replace(spec_of(plan, file.calibration), made_for=file.shape, weights=file.fingerprint)
-    learned, probing, judging = (b - a for a, b in pairwise(times))
-    return Chosen(spec, config, file, costs, tuple(row for _, row in found), row, loss, (learned, probing, judging))
+    plan, row = min(((plan, row) for plan, row in candidates if row.kl_mean <= loss), key=size)
+    spec = replace(plan_spec(plan, file.calibration), made_for=file.shape, weights=file.fingerprint)
+    learn_seconds, probing, judging = (b - a for a, b in pairwise(times))
+    return CacheChoice(
+        spec, config, file, costs, tuple(row for _, row in candidates), row, loss, (learn_seconds, probing, judging)
+    )
 
 
 def require_loss(loss: float) -> float:
@@ -178,18 +182,18 @@ def require_loss(loss: float) -> float:
 def kinds(config: ModelConfig) -> list[list[Place]] | None:
     """K, and V, of the layers with a sliding window, and of the others; None for a model whose layers are of one kind."""
     shapes = config.kv_shapes
-    windowed = {place: (shape := shapes[place[0]]) is not None and shape.window is not None for place in places(config)}
-    if len(set(windowed.values())) < 2:
+    is_windowed = {place: (shape := shapes[place[0]]) is not None and shape.window is not None for place in places(config)}
+    if len(set(is_windowed.values())) < 2:
         return None
     return [
-        [place for place, window in windowed.items() if (place[1], window) == kind]
+        [place for place, window in is_windowed.items() if (place[1], window) == kind]
         for kind in (("k", True), ("v", True), ("k", False), ("v", False))
     ]
 
 
-def _probed(subject: Subject, base: Session, text: torch.Tensor, calibration: Calibration, on_step: OnStep) -> Costs:
+def _probe_costs(subject: Subject, base: Session, text: torch.Tensor, calibration: Calibration, on_step: OnStep) -> Costs:
     """What the probe of each place costs; where layers are of two kinds, that of each kind, in equal parts at its places."""
-    if (alike := kinds(base.config)) is None:
+    if (place_kinds := kinds(base.config)) is None:
         probes, costs = Probes(subject.model, base, text[:PROBED_BY]), {}
         for place in places(base.config):
             name = PROBES[place[1]]
@@ -197,25 +201,25 @@ def _probed(subject: Subject, base: Session, text: torch.Tensor, calibration: Ca
             on_step(f"{name} for {place[1].upper()} of layer {place[0]}", PROBED_BY * (base.config.num_layers - place[0]))
         return costs
     whole = Whole(subject.model, base, text[: KINDS_PROBED_BY + 1], TAIL + SINKS, _EVERY)
-    found: dict[Place, dict[str, float]] = {}
-    for group in alike:
+    kind_costs: dict[Place, dict[str, float]] = {}
+    for group in place_kinds:
         plan, name = base.plan, PROBES[group[0][1]]
         for place in group:
             plan = with_format(plan, place, name, calibration)
         cost = whole.kl(plan) / len(group)
-        found |= {place: {name: cost} for place in group}
+        kind_costs |= {place: {name: cost} for place in group}
         on_step(f"{name} for {group[0][1].upper()} of {len(group)} layers", KINDS_PROBED_BY * base.config.num_layers)
-    return {place: found[place] for place in sorted(found)}
+    return {place: kind_costs[place] for place in sorted(kind_costs)}
 
 
-def costs_of(probed: Costs, calibration: Calibration, names: Names = FORMATS) -> Costs:
+def format_costs(probe_costs: Costs, calibration: Calibration, names: Names = FORMATS) -> Costs:
     """What each format is taken to cost at each place, by what its probe cost there."""
     return {
         place: {
             name: by_name[PROBES[place[1]]] * _left(name, place, calibration) / _left(PROBES[place[1]], place, calibration)
             for name in names[place[1]]
         }
-        for place, by_name in probed.items()
+        for place, by_name in probe_costs.items()
     }
 
 
@@ -223,97 +227,110 @@ def _left(name: str, place: Place, calibration: Calibration) -> float:
     """What a format's levels leave of the variance of Gaussian coordinates; of keys, as far as queries see it."""
     if name == "bf16":
         return 0.0
-    if (bits := bits_of(name)) is None:
+    if (bits := learned_bits(name)) is None:
         return ERRORS[int(name.removeprefix("tq"))]
-    return float(expected_cost(calibration.k[place[0]].weights, widths_of(COLUMNS[bits])).mean())
+    return float(expected_cost(calibration.k[place[0]].weights, eighth_widths(COLUMNS[bits])).mean())
 
 
-def _judged(
+def _judge_candidates(
     config: ModelConfig, base: KVPlan, costs: Costs, calibration: Calibration, judge: Judge, loss: float
 ) -> Iterator[tuple[KVPlan, FidelityRow]]:
     """Caches nearer and nearer to the bound, those that seem to hold as they were measured; at least one holds."""
     tails = {base.recent or 0: 1.0}
-    allowed, trust, held, near, seen = loss * _ADDS_UP, 1.0, False, False, list[KVPlan]()
+    budget, trust, within_bound, near, tried_plans = loss * _ADDS_UP, 1.0, False, False, list[KVPlan]()
     for _ in range(_TRIED_AT_MOST):
-        plan = smallest(costs, config, allowed, calibration, tails)
-        if plan in seen:
+        plan = smallest(costs, config, budget, calibration, tails)
+        if plan in tried_plans:
             break
-        seen.append(plan)
-        found, predicted = judge.estimate(plan) * trust, _predicted(costs, plan) * tails.get(plan.recent or 0, 1.0)
-        if found <= loss or len(seen) == _TRIED_AT_MOST:
+        tried_plans.append(plan)
+        estimated_loss, predicted_loss = (
+            judge.estimate(plan) * trust,
+            _predicted_loss(costs, plan) * tails.get(plan.recent or 0, 1.0),
+        )
+        if estimated_loss <= loss or len(tried_plans) == _TRIED_AT_MOST:
             row = judge.measure(plan)
             yield plan, row
-            trust, found, held = trust * (row.kl_mean / found if found > 0 else 1.0), row.kl_mean, held or row.kl_mean <= loss
-        if found <= 0:
+            trust, estimated_loss, within_bound = (
+                trust * (row.kl_mean / estimated_loss if estimated_loss > 0 else 1.0),
+                row.kl_mean,
+                within_bound or row.kl_mean <= loss,
+            )
+        if estimated_loss <= 0:
             return
-        if len(seen) == 1 and kinds(config):
+        if len(tried_plans) == 1 and kinds(config):
             shorter = [tail for tail in TAILS if tail < (plan.recent or 0)]
-            tails |= {tail: judge.estimate(replace(plan, recent=tail), f"tail {tail}") * trust / found for tail in shorter}
-        elif near or _ENOUGH * loss <= found <= loss:
+            tails |= {
+                tail: judge.estimate(replace(plan, recent=tail), f"tail {tail}") * trust / estimated_loss for tail in shorter
+            }
+        elif near or _ENOUGH * loss <= estimated_loss <= loss:
             return
         else:
-            near = _NEAR * loss <= found <= loss
+            near = _NEAR * loss <= estimated_loss <= loss
         # Costs add up to more or less than is found. Once a cache is near the bound, one is tried that uses it to the end.
-        allowed = (1.0 if near else 0.95) * loss / found * predicted
-    if not held:  # a cache that loses nothing
+        budget = (1.0 if near else 0.95) * loss / estimated_loss * predicted_loss
+    if not within_bound:  # a cache that loses nothing
         plan = plan_for(KVSpec("bf16"), config)
         yield plan, judge.measure(plan)
 
 
-def _predicted(costs: Costs, plan: KVPlan) -> float:
+def _predicted_loss(costs: Costs, plan: KVPlan) -> float:
     """What a plan's formats are taken to cost together beside the usual tail; `bf16` costs nothing, chosen or not."""
-    named = {(layer, side): plan.layers[layer][side == "v"].name for layer, side in costs}
-    return math.fsum(0.0 if named[place] == "bf16" else by_name[named[place]] for place, by_name in costs.items())
+    format_names = {(layer, side): plan.layers[layer][side == "v"].name for layer, side in costs}
+    return math.fsum(
+        0.0 if format_names[place] == "bf16" else by_name[format_names[place]] for place, by_name in costs.items()
+    )
 
 
 def smallest(
-    costs: Costs, config: ModelConfig, allowed: float, calibration: Calibration, tails: Mapping[int, float] | None = None
+    costs: Costs, config: ModelConfig, budget: float, calibration: Calibration, tails: Mapping[int, float] | None = None
 ) -> KVPlan:
-    """The plan of fewest bytes whose costs add up to no more than `allowed`; the last one is bf16's, and costs nothing.
+    """The plan of fewest bytes whose costs add up to no more than `budget`; the last one is bf16's, and costs nothing.
 
     Args:
         tails: that may be taken, and how many times as much formats cost beside each; the usual one unless given.
     """
     context = config.max_position_embeddings
-    found = [
-        _smallest(costs, config, allowed / times, calibration, tail)
+    plans = [
+        _smallest(costs, config, budget / times, calibration, tail)
         for tail, times in (tails or {min(TAIL, context): 1.0}).items()
     ]
-    return min(found, key=lambda plan: bits_per_value(plan, config, min(CONTEXT, context)))
+    return min(plans, key=lambda plan: bits_per_value(plan, config, min(CONTEXT, context)))
 
 
-def _smallest(costs: Costs, config: ModelConfig, allowed: float, calibration: Calibration, tail: int) -> KVPlan:
+def _smallest(costs: Costs, config: ModelConfig, budget: float, calibration: Calibration, tail: int) -> KVPlan:
     """The same beside one tail."""
     context = min(CONTEXT, config.max_position_embeddings)
     low, high = 0, math.ceil(16 / _BUDGETS)
-    found: KVPlan = plan_for(KVSpec("bf16"), config)
+    best_plan: KVPlan = plan_for(KVSpec("bf16"), config)
     while low < high:
         middle = (low + high) // 2
         choice = choose_within(
-            costs, config, budget=middle * _BUDGETS, tail=tail, sink=SINKS, context=context, learned=calibration,
-            alike=kinds(config),
+            costs, config, budget=middle * _BUDGETS, tail=tail, sink=SINKS, context=context, calibration=calibration,
+            place_groups=kinds(config),
         )  # fmt: skip
-        if choice is not None and choice.predicted_kl <= allowed:
-            found, high = choice.plan, middle
+        if choice is not None and choice.predicted_kl <= budget:
+            best_plan, high = choice.plan, middle
         else:
             low = middle + 1
-    return found
+    return best_plan
 
 
-def spec_of(plan: KVPlan, calibration: Calibration) -> KVSpec:
+def plan_spec(plan: KVPlan, calibration: Calibration) -> KVSpec:
     """What asks for a plan, with the coordinates that its keys need."""
-    named = dict(enumerate(formats.describe(*pair) for pair in plan.layers))
-    learned = any(bits_of(k.name) is not None for k, _ in plan.layers)
-    return KVSpec(tail=plan.recent, sink=plan.sink, layers=named, calibration=calibration if learned else None)
+    layer_formats = dict(enumerate(formats.describe(*pair) for pair in plan.layers))
+    needs_calibration = any(learned_bits(k.name) is not None for k, _ in plan.layers)
+    return KVSpec(
+        tail=plan.recent, sink=plan.sink, layers=layer_formats, calibration=calibration if needs_calibration else None
+    )
 
 
 def steps(model: str, num_layers: int | None = None) -> int:
     """What `on_step` is told of, at most: tokens, counted once in each layer that they go through."""
     config = read_config(model, num_layers)
-    alike = kinds(config)
+    place_kinds = kinds(config)
     layers = config.num_layers
     probes = sum(PROBED_BY * (layers - layer) for layer, _ in places(config))
-    if alike is not None:
-        probes = len(alike) * KINDS_PROBED_BY * layers
-    judged = 1 + _TRIED_AT_MOST + (len(TAILS) - 1) * (alike is not None)
-    return layers * LEARNED_FROM + probes + judged * len(TEXTS) * JUDGED_BY * layers
+    if place_kinds is not None:
+        probes = len(place_kinds) * KINDS_PROBED_BY * layers
+    num_judgments = 1 + _TRIED_AT_MOST + (len(TAILS) - 1) * (place_kinds is not None)
+    return layers * LEARNED_FROM + probes + num_judgments * len(TEXTS) * JUDGED_BY * layers

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from haarkv.codebooks.learned import Basis, expected_cost, learn
-from haarkv.engine.plans import plan_for, shape_of
+from haarkv.engine.plans import plan_for, shape_signature
 from haarkv.engine.session import Session
 from haarkv.executors.base import Executor
 from haarkv.executors.catalog import AUTO, create, info, select
@@ -36,21 +36,21 @@ from haarkv.tq_ops.artifact import LEARNING
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.formats import Calibration
 from haarkv.tq_ops.formats.learned import COLUMNS, LEAST_DIM
-from haarkv.tq_ops.formats.packing import widths_of
-from haarkv.tq_ops.formats.stretches import Turns
+from haarkv.tq_ops.formats.packing import eighth_widths
+from haarkv.tq_ops.formats.stretches import RopeShift
 from haarkv.tq_ops.input_files import parse_json
-from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of
+from haarkv.tq_ops.kv.calibration_file import CalibrationFile, make_calibration
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation.fidelity.evaluation import FidelityRow, Setup, Workload, evaluate
 from haarkv.validation.planning.candidates import one_layer
-from haarkv.validation.planning.moments import Recorded, Sums, recording
+from haarkv.validation.planning.moments import AttentionVectors, Sums, recording
 
 OnStep = Callable[[str, int], None]
 """Told what has been done, and how many tokens it took."""
 ENOUGH = 1.25
 """Held-back text may cost so many times what the text learned from does; beyond it, more text helps."""
-_JUDGED = 3
+_FIT_BITS = 3
 """Bits at which it is judged."""
 
 
@@ -58,7 +58,7 @@ def learn_model(
     model: DecoderModel,
     ops: OpTable,
     windows: Sequence[Tensor],
-    held_back: Sequence[Tensor],
+    holdout: Sequence[Tensor],
     *,
     learning: Learning | None = None,
     save: Callable[[Learning], None] = lambda _: None,
@@ -71,26 +71,26 @@ def learn_model(
     Args:
         ops: the table that runs the layers; it must take a bf16 cache.
         windows: token ids [n] int64 of each window to learn from, at least one.
-        held_back: the same, of windows to judge by; may be none, and then no fit is known (NaN).
+        holdout: the same, of windows to judge by; may be none, and then no fit is known (NaN).
     Raises:
         NonFiniteError: a key or a query is not finite, with the layer.
     """
     learning, config = learning or Learning(), model.config
-    lengths = [len(window) for window in (*windows, *held_back)]
+    lengths = [len(window) for window in (*windows, *holdout)]
     if learning.hidden is None:
-        learning.hidden = model.embed(torch.cat([*windows, *held_back]).to(model.weights.embedding.device))
+        learning.hidden = model.embed(torch.cat([*windows, *holdout]).to(model.weights.embedding.device))
     for layer in range(len(learning.layers), config.num_layers):
         mixer = config.layers[layer].attention
-        turns = Turns(tuple(inverse_frequencies(mixer.rope).tolist()))
-        (seen, other), after = (Sums(mixer.num_kv_heads, mixer.head_dim) for _ in range(2)), []
+        turns = RopeShift(tuple(inverse_frequencies(mixer.rope).tolist()))
+        (train_sums, other), after = (Sums(mixer.num_kv_heads, mixer.head_dim) for _ in range(2)), []
         for number, hidden in enumerate(torch.split(learning.hidden, lengths)):
-            recorded = Recorded()
-            after.append(_run(model, recording(ops, recorded), layer, hidden))
-            (seen if number < len(windows) else other).add(recorded, turns, config.max_position_embeddings)
+            vectors = AttentionVectors()
+            after.append(_run(model, recording(ops, vectors), layer, hidden))
+            (train_sums if number < len(windows) else other).add(vectors, turns, config.max_position_embeddings)
             on_step(f"layer {layer + 1} of {config.num_layers}", len(hidden))
         learning.hidden = torch.cat(after)
-        learning.layers.append(basis_of(seen, layer, turns))
-        learning.fits.append(fit_of(seen, other, learning.layers[-1]))
+        learning.layers.append(learn_basis(train_sums, layer, turns))
+        learning.fits.append(holdout_fit(train_sums, other, learning.layers[-1]))
         save(learning)
     return learning
 
@@ -104,23 +104,23 @@ def _run(model: DecoderModel, ops: OpTable, layer: int, hidden: Tensor) -> Tenso
     return model.layers(hidden, range(layer, layer + 1), batch, cache, ops)
 
 
-def basis_of(sums: Sums, layer: int, turns: Turns | None) -> Basis:
+def learn_basis(sums: Sums, layer: int, turns: RopeShift | None) -> Basis:
     """The coordinates of a layer's keys, from its sums."""
     try:
-        found = learn(sums.metric, sums.spread(sums.k.mean), sums.k.mean)
-        return replace(found, inv_freq=torch.tensor(turns.inv_freq, dtype=torch.float64)) if turns else found
+        basis = learn(sums.metric, sums.spread(sums.k.mean), sums.k.mean)
+        return replace(basis, inv_freq=torch.tensor(turns.inv_freq, dtype=torch.float64)) if turns else basis
     except ValueError:
         raise NonFiniteError(f"layer {layer}: keys or queries of this text are not finite; nothing can be learned") from None
 
 
-def fit_of(own: Sums, other: Sums, basis: Basis) -> float:
+def holdout_fit(train_sums: Sums, other: Sums, basis: Basis) -> float:
     """How many times as much keys cost on held-back text as on the text learned from, by the model of `expected_cost`."""
     costs = []
-    for sums in (own, other):
-        forward, back = basis.forward.double(), basis.back.double()
+    for sums in (train_sums, other):
+        forward, inverse = basis.forward.double(), basis.back.double()
         spread = forward.mT @ sums.spread(basis.mean.double()) @ forward
-        of_coordinate = (back @ sums.metric @ back.mT).diagonal(dim1=-2, dim2=-1) * spread.diagonal(dim1=-2, dim2=-1)
-        costs.append(float(expected_cost(basis.weights, widths_of(COLUMNS[_JUDGED]), of_coordinate).mean()))
+        coordinate_error = (inverse @ sums.metric @ inverse.mT).diagonal(dim1=-2, dim2=-1) * spread.diagonal(dim1=-2, dim2=-1)
+        costs.append(float(expected_cost(basis.weights, eighth_widths(COLUMNS[_FIT_BITS]), coordinate_error).mean()))
     return costs[1] / costs[0] if min(costs) > 0 and other.tokens else math.nan
 
 
@@ -146,12 +146,12 @@ class Subject:
     def config(self) -> ModelConfig:
         return self.model.config
 
-    def learn(self, windows: Sequence[Tensor], held_back: Sequence[Tensor], **how: Any) -> Learning:
-        return learn_model(self.model, self.ops, windows, held_back, **how)
+    def learn(self, windows: Sequence[Tensor], holdout: Sequence[Tensor], **how: Any) -> Learning:
+        return learn_model(self.model, self.ops, windows, holdout, **how)
 
-    def file_of(self, learning: Learning, learned: Mapping[str, Any]) -> CalibrationFile:
+    def calibration_file(self, learning: Learning, metadata: Mapping[str, Any]) -> CalibrationFile:
         """What is written of a finished learning."""
-        return CalibrationFile(calibration_of(learning.layers), shape_of(self.config), self.fingerprint, learned)
+        return CalibrationFile(make_calibration(learning.layers), shape_signature(self.config), self.fingerprint, metadata)
 
     def judge(self, calibration: Calibration, unseen: Workload, on_step: OnStep = lambda *_: None) -> list[FidelityRow]:
         """`tq4`, and the same with learned keys, on a text that was not learned from."""
@@ -200,14 +200,14 @@ def load_subject(
         raise InputError(reason)
     plan = plan_for(KVSpec("tq4"), config)
     name = select(executor, config, [plan], device=device, dtype=dtype).name
-    loaded = load_model(model, dtype or info(name).dtype, layers, progress, keep_blocks=info(name).block_types())
-    runner = create(name, loaded, plan, device)
+    loaded_model = load_model(model, dtype or info(name).dtype, layers, progress, keep_blocks=info(name).block_types())
+    runner = create(name, loaded_model, plan, device)
     if runner.ops is None:
         raise InputError(
             f"executor {name} runs a layer whole, so its K and V cannot be recorded; use --executor cpu or reference"
         )
-    tokenizer, weights = load_tokenizer(model, loaded.config), fingerprint(loaded.weights.named())
-    return Subject(str(model), loaded.to(runner.device), runner, runner.ops, tokenizer, weights)
+    tokenizer, weights = load_tokenizer(model, loaded_model.config), fingerprint(loaded_model.weights.named())
+    return Subject(str(model), loaded_model.to(runner.device), runner, runner.ops, tokenizer, weights)
 
 
 # -- As a file to go on from -------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def save(path: Path, learning: Learning, run: Mapping[str, str]) -> None:
     artifact.write(path, LEARNING, {"run": json.dumps(dict(run)), "fits": json.dumps(learning.fits)}, tensors)
 
 
-def resumed(path: Path | None, run: Mapping[str, str]) -> Learning | None:
+def resume_learning(path: Path | None, run: Mapping[str, str]) -> Learning | None:
     """What an earlier run has saved; None if there is no such file.
 
     Raises:

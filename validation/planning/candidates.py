@@ -13,11 +13,11 @@ from haarkv.models.config import ModelConfig
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration, Side
-from haarkv.tq_ops.formats.learned import COLUMNS, PREFIX, bits_of
+from haarkv.tq_ops.formats.learned import COLUMNS, PREFIX, learned_bits
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache, cache_bytes
 from haarkv.tq_ops.kv.layer import page_bytes
-from haarkv.tq_ops.kv.plan import KEPT_BYTES, KVPlan, KVSpec
+from haarkv.tq_ops.kv.plan import BF16_BYTES, KVPlan, KVSpec
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, RING_CHUNK, Shapes, blocks_for, each
 from haarkv.validation.fidelity.evaluation import FidelityRow, OnStep, Setup, Workload, evaluate
 from haarkv.validation.fidelity.scores import Partial
@@ -27,7 +27,7 @@ CANDIDATES = ("tq2", "tq3", "tq4", "tq5", "tq6", "tq8", "bf16")
 """One format a number of bits, so that no place is given the luckier of two equals."""
 TAILS = (0, 16, 32, 64, 128)
 """Tails that are tried, in tokens."""
-LEARNED = (*(f"{PREFIX}{bits}" for bits in COLUMNS), "tq2", "tq3", "tq4", "tq5", "tq6")
+LEARNED_CANDIDATES = (*(f"{PREFIX}{bits}" for bits in COLUMNS), "tq2", "tq3", "tq4", "tq5", "tq6")
 """The same with a calibration."""
 
 Place = tuple[int, Side]
@@ -45,24 +45,24 @@ def places(config: ModelConfig) -> list[Place]:
 
 def at(side: Side, names: Candidates) -> list[str]:
     """Those of some formats that a side takes: learned ones are K's alone."""
-    of_side = names[side] if isinstance(names, Mapping) else names
-    return [name for name in of_side if side == "k" or bits_of(name) is None]
+    side_names = names[side] if isinstance(names, Mapping) else names
+    return [name for name in side_names if side == "k" or learned_bits(name) is None]
 
 
 def everywhere(name: str) -> str:
     """What stores all of a cache in a format: beside learned keys, values in as many bits."""
-    bits = bits_of(name)
+    bits = learned_bits(name)
     return f"k={name},v=tq{bits}" if bits else name
 
 
-def require_candidates(names: Sequence[str], config: ModelConfig, learned: Calibration | None = None) -> None:
+def require_candidates(names: Sequence[str], config: ModelConfig, calibration: Calibration | None = None) -> None:
     """Refuse candidates that the model does not take, or that store no token by itself.
 
     Raises:
         InputError: naming the format.
     """
     for name in names:
-        if plan_for(KVSpec(everywhere(name), calibration=learned), config).keeps_tokens:
+        if plan_for(KVSpec(everywhere(name), calibration=calibration), config).keeps_tokens:
             raise InputError(
                 f"{name} stores tokens in groups and brings its own tail; name candidates that store each by itself"
             )
@@ -74,27 +74,27 @@ def bits_per_value(kv: KVPlan, config: ModelConfig, context: int) -> float:
     return 16 * cache_bytes(kv, context, shapes) / cache_bytes(exact, context, shapes)
 
 
-def size_of(kv: KVPlan, place: Place, shapes: Shapes, context: int, ring_chunk: int = RING_CHUNK) -> int:
+def place_bytes(kv: KVPlan, place: Place, shapes: Shapes, context: int, ring_chunk: int = RING_CHUNK) -> int:
     """Bytes of one place for one sequence, in its window's ring if it has one, its tail and sinks included."""
     layer, side = place
     kv_format, shape, blocks = kv.layers[layer][side == "v"], each(shapes, len(kv.layers))[layer], blocks_for(context)
     assert shape is not None, "a place is of a layer that has K and V"
     ring = shape.ring_blocks(blocks, chunk=ring_chunk)
     packed = BLOCK_SIZE * (blocks if ring is None else ring) * shape.num_kv_heads * kv_format.bytes_per_vector(shape.head_dim)
-    kept = kv.ring_tokens(kv_format) + kv.sink if kv.keeps(kv_format) else 0
-    return round(packed) + KEPT_BYTES * shape.numbers * kept
+    bf16_tokens = kv.ring_tokens(kv_format) + kv.sink if kv.keeps(kv_format) else 0
+    return round(packed) + BF16_BYTES * shape.numbers * bf16_tokens
 
 
-def with_format(plan: KVPlan, place: Place, name: str, learned: Calibration | None = None) -> KVPlan:
+def with_format(plan: KVPlan, place: Place, name: str, calibration: Calibration | None = None) -> KVPlan:
     """A plan with another format at one place."""
     (layer, side), layers = place, list(plan.layers)
     k_format, v_format = layers[layer]
-    kv_format = formats.get(name, side, learned)
+    kv_format = formats.get(name, side, calibration)
     layers[layer] = (kv_format, v_format) if side == "k" else (k_format, kv_format)
     return replace(plan, layers=tuple(layers))
 
 
-def cache_of(base: Session, plan: KVPlan) -> Session:
+def session_with_plan(base: Session, plan: KVPlan) -> Session:
     """The baseline's model with another plan.
 
     Raises:
@@ -124,7 +124,7 @@ PLAN = "plan"
 
 
 @dataclass(frozen=True)
-class Verified:
+class Verification:
     """A plan on a text that it was not chosen by.
 
     Attributes:
@@ -146,38 +146,38 @@ class Verified:
         return best if best and best.kl_mean <= self.plan.kl_mean else None
 
 
-def rivals_of(
-    plan: KVPlan, config: ModelConfig, context: int, candidates: Sequence[str], learned: Calibration | None = None
+def uniform_rivals(
+    plan: KVPlan, config: ModelConfig, context: int, candidates: Sequence[str], calibration: Calibration | None = None
 ) -> dict[str, KVPlan]:
     """Uniform candidates next to a plan in bytes: the largest that take no more, and the smallest that take no fewer.
 
     With the plan's tail and sinks as well, if it has any, the largest that take no more: what of the gain is theirs.
     """
-    own = bits_per_value(plan, config, context)
-    found: dict[str, KVPlan] = {}
+    plan_bits = bits_per_value(plan, config, context)
+    rivals: dict[str, KVPlan] = {}
     for tail, sink in dict.fromkeys(((None, 0), (plan.recent, plan.sink))):
-        beside = KVSpec(tail=tail, sink=sink, calibration=learned)
-        uniform = [replace(beside, kv=everywhere(name)).plan(config.num_layers) for name in candidates]
+        base_spec = KVSpec(tail=tail, sink=sink, calibration=calibration)
+        uniform = [replace(base_spec, kv=everywhere(name)).plan(config.num_layers) for name in candidates]
         bits = [bits_per_value(other, config, context) for other in uniform]
-        near = {max((b for b in bits if b <= own), default=None)}
+        near = {max((b for b in bits if b <= plan_bits), default=None)}
         if (tail, sink) == (None, 0):
-            near.add(min((b for b in bits if b >= own), default=None))
-        found |= {other.describe(): other for b, other in zip(bits, uniform, strict=True) if b in near}
-    return dict(sorted(found.items(), key=lambda item: bits_per_value(item[1], config, context)))
+            near.add(min((b for b in bits if b >= plan_bits), default=None))
+        rivals |= {other.describe(): other for b, other in zip(bits, uniform, strict=True) if b in near}
+    return dict(sorted(rivals.items(), key=lambda item: bits_per_value(item[1], config, context)))
 
 
 def verify(
     setup: Setup, unseen: Workload, plan: KVPlan, rivals: Mapping[str, KVPlan], on_step: OnStep = lambda *_: None
-) -> Verified:
+) -> Verification:
     """A plan and its rivals on a text that it was not chosen by."""
-    caches = {name: cache_of(setup.base, other) for name, other in {PLAN: plan, **rivals}.items()}
+    caches = {name: session_with_plan(setup.base, other) for name, other in {PLAN: plan, **rivals}.items()}
     partial = Partial()
-    chosen, *others = evaluate(replace(setup, caches=caches), unseen, partial=partial, on_step=on_step)
+    plan_row, *others = evaluate(replace(setup, caches=caches), unseen, partial=partial, on_step=on_step)
 
     def window_means(name: str) -> list[float]:
-        found = (partial.scores(name, number) for number in range(len(unseen.windows)))
-        return [scores.kl.mean().item() for scores in found if scores]
+        all_scores = (partial.scores(name, number) for number in range(len(unseen.windows)))
+        return [scores.kl.mean().item() for scores in all_scores if scores]
 
     means = window_means(PLAN)
     nearer = [sum(a < b for a, b in zip(means, window_means(row.kv), strict=True)) for row in others]
-    return Verified(chosen, tuple(others), tuple(nearer), unseen.scored, len(unseen.windows))
+    return Verification(plan_row, tuple(others), tuple(nearer), unseen.scored_tokens, len(unseen.windows))

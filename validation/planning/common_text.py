@@ -28,12 +28,12 @@ from haarkv.models.text import Tokenizer
 def common_text(tokenizer: Tokenizer, tokens: int) -> list[int]:
     """The first token ids of the reference, longest chapters first; where it has fewer, all."""
     chapters = sorted(pydoc_data.topics.topics.values(), key=len, reverse=True)
-    found: list[int] = []
+    token_ids: list[int] = []
     for chapter in chapters:
-        found += tokenizer.encode(chapter)
-        if len(found) >= tokens:
+        token_ids += tokenizer.encode(chapter)
+        if len(token_ids) >= tokens:
             break
-    return found[:tokens]
+    return token_ids[:tokens]
 
 
 def prose(tokenizer: Tokenizer) -> list[int]:
@@ -56,22 +56,22 @@ def write(session: Session, tokens: int, *, seed: int = 0, on_step: Callable[[st
         tokens: how many at least, start tokens among them.
     """
     length = max(1, min(-(-tokens // SEQUENCES) - 1, session.config.max_position_embeddings - 1))
-    start, found = start_token(session.tokenizer), list[Tensor]()
-    while sum(map(len, found)) < tokens:
+    start, pieces = start_token(session.tokenizer), list[Tensor]()
+    while sum(map(len, pieces)) < tokens:
         prompts = [[start]] * SEQUENCES
         cache, paging = session.new_cache(SEQUENCES, length + 1)
 
-        def stepped(index: int, _token: int) -> None:
+        def report_step(index: int, _token: int) -> None:
             if index == SEQUENCES - 1:
                 on_step("a text of its own", SEQUENCES)
 
         texts, _ = generate(
             session.executor, cache, paging, prompts, max_new_tokens=length, max_context=length + 1,
-            sampling=Sampling(temperature=1.0, seed=seed), on_token=stepped, unused_ids=session.tokenizer.unused_ids,
+            sampling=Sampling(temperature=1.0, seed=seed), on_token=report_step, unused_ids=session.tokenizer.unused_ids,
         )  # fmt: skip
-        found += [torch.tensor([start, *text.token_ids]) for text in texts]
+        pieces += [torch.tensor([start, *text.token_ids]) for text in texts]
         seed += SEQUENCES
-    return torch.cat(found)[:tokens]
+    return torch.cat(pieces)[:tokens]
 
 
 def start_token(tokenizer: Tokenizer) -> int:

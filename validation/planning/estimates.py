@@ -24,18 +24,18 @@ from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
-from haarkv.tq_ops.weight import rows_of
+from haarkv.tq_ops.weight import weight_rows
 from haarkv.validation.fidelity.evaluation import (
     CHUNK,
     FidelityRow,
     Span,
     Workload,
-    head_of,
-    row_of,
+    fidelity_row,
+    head_logits,
     run_span,
     score_window,
 )
-from haarkv.validation.planning.candidates import Place, cache_of, one_layer, with_format
+from haarkv.validation.planning.candidates import Place, one_layer, session_with_plan, with_format
 
 DRAWS = 32
 """Tokens a position, with replacement."""
@@ -64,16 +64,16 @@ class Estimator:
 
     def __init__(self, model: DecoderModel, side: Session, hidden: Tensor) -> None:
         self._model, self._side = model, side
-        self._exact = self._normed(hidden)
+        self._exact = self._final_norm(hidden)
         generator = torch.Generator(hidden.device).manual_seed(0)
-        drawn = [
-            torch.multinomial(head_of(model, side, some).softmax(-1), DRAWS, replacement=True, generator=generator)
+        samples = [
+            torch.multinomial(head_logits(model, side, some).softmax(-1), DRAWS, replacement=True, generator=generator)
             for some in torch.split(hidden, CHUNK)
         ]
-        self._rows = rows_of(model.weights.lm_head, torch.cat(drawn).flatten()).view(len(hidden), DRAWS, -1)
+        self._rows = weight_rows(model.weights.lm_head, torch.cat(samples).flatten()).view(len(hidden), DRAWS, -1)
 
     @torch.inference_mode()
-    def _normed(self, hidden: Tensor) -> Tensor:
+    def _final_norm(self, hidden: Tensor) -> Tensor:
         ops, norm = self._side.executor.ops, self._model.config.final_norm
         assert ops is not None, "what runs a layer whole is not calibrated"
         return ops.rms_norm(hidden, self._model.weights.final_norm, norm.eps)
@@ -81,9 +81,9 @@ class Estimator:
     @torch.inference_mode()
     def kl(self, hidden: Tensor) -> float:
         """Mean KL in nats of a cache whose hidden states [n, hidden] after all layers are these, at the same positions."""
-        moved = (self._normed(hidden).float() - self._exact.float()).unsqueeze(-1)
+        hidden_change = (self._final_norm(hidden).float() - self._exact.float()).unsqueeze(-1)
         total = 0.0
-        for rows, by in zip(torch.split(self._rows, CHUNK), torch.split(moved, CHUNK), strict=True):
+        for rows, by in zip(torch.split(self._rows, CHUNK), torch.split(hidden_change, CHUNK), strict=True):
             d = torch.bmm(rows.float(), by).squeeze(-1).double()
             total += float((d.logsumexp(-1) - math.log(DRAWS) - d.mean(-1)).sum())
         return total * DRAWS / (DRAWS - 1) / len(hidden)
@@ -112,22 +112,22 @@ class Probes:
         exact = (base.plan.recent or 0) + base.plan.sink
         # At least one token is scored, and what stays is whole blocks.
         self.first = min(exact // BLOCK_SIZE * BLOCK_SIZE, (len(tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE)
-        self.scored = len(tokens) - self.first
-        self._paging.take_back([self._sequence], [self.scored])
+        self.scored_tokens = len(tokens) - self.first
+        self._paging.take_back([self._sequence], [self.scored_tokens])
         self._estimator = Estimator(model, base, self._entering[-1][self.first :])
 
-    def cost(self, place: Place, name: str, learned: Calibration | None = None) -> float:
+    def cost(self, place: Place, name: str, calibration: Calibration | None = None) -> float:
         """Mean KL in nats a token behind those that every query sees in BF16."""
         layer, _ = place
-        side = cache_of(self._base, with_format(self._base.plan, place, name, learned))
-        hidden = self._changed(side.plan, layer)[self.first :]
+        side = session_with_plan(self._base, with_format(self._base.plan, place, name, calibration))
+        hidden = self._run_layer(side.plan, layer)[self.first :]
         if layer + 1 < self._layers:
-            batch = self._paging.batch([self._sequence], [self.scored]).to(self._device)
+            batch = self._paging.batch([self._sequence], [self.scored_tokens]).to(self._device)
             hidden = self._base.executor.layers(hidden, range(layer + 1, self._layers), batch, self._cache)
-            self._paging.take_back([self._sequence], [self.scored])
+            self._paging.take_back([self._sequence], [self.scored_tokens])
         return self._estimator.kl(hidden)
 
-    def _changed(self, plan: KVPlan, layer: int) -> Tensor:
+    def _run_layer(self, plan: KVPlan, layer: int) -> Tensor:
         """What leaves one layer [T, hidden], in a cache of that layer alone."""
         entering = self._entering[layer]
         cache, paging = one_layer(plan, self._base.config, layer, len(entering), self._device)
@@ -153,28 +153,28 @@ class Whole:
         self._model, self._base, self._text, self.tokens = model, base, text, len(text) - 1
         self.hidden: dict[KVPlan, Tensor] = {}
         self._first, self._every = min(first, self.tokens - 1), every
-        self._estimator = Estimator(model, base, self._counted(base.plan)[::every])
+        self._estimator = Estimator(model, base, self._scored_hidden(base.plan)[::every])
 
-    def _counted(self, plan: KVPlan) -> Tensor:
+    def _scored_hidden(self, plan: KVPlan) -> Tensor:
         """Hidden states of the positions that count."""
         if plan not in self.hidden:
-            side, layers = cache_of(self._base, plan), range(self._model.config.num_layers)
+            side, layers = session_with_plan(self._base, plan), range(self._model.config.num_layers)
             self.hidden[plan] = torch.cat(list(run_span(side, self._model.embed(self._text[:-1]), layers)))
         return self.hidden[plan][self._first :]
 
     def kl(self, plan: KVPlan) -> float:
         """Mean KL in nats of the positions that count, about."""
-        return self._estimator.kl(self._counted(plan)[:: self._every])
+        return self._estimator.kl(self._scored_hidden(plan)[:: self._every])
 
     def row(self, name: str, plan: KVPlan) -> FidelityRow:
         """A cache as it is measured, by all of its logits; bytes are of the whole window."""
-        exact, found = self._counted(self._base.plan), self._counted(plan)
-        text, window = self._text[self._first :], Span(0, len(found))
-        scores = score_window(name, Workload(text, [window], [], 0), window, self._logits(exact), self._logits(found))
-        return row_of(name, cache_of(self._base, plan), self.tokens, scores)
+        exact, plan_hidden = self._scored_hidden(self._base.plan), self._scored_hidden(plan)
+        text, window = self._text[self._first :], Span(0, len(plan_hidden))
+        scores = score_window(name, Workload(text, [window], [], 0), window, self._logits(exact), self._logits(plan_hidden))
+        return fidelity_row(name, session_with_plan(self._base, plan), self.tokens, scores)
 
     def _logits(self, hidden: Tensor) -> Iterator[Tensor]:
-        return (head_of(self._model, self._base, some) for some in torch.split(hidden, CHUNK))
+        return (head_logits(self._model, self._base, some) for some in torch.split(hidden, CHUNK))
 
 
 class Judge:
@@ -189,14 +189,14 @@ class Judge:
 
     def estimate(self, plan: KVPlan, what: str = "auto") -> float:
         """Mean KL in nats, about."""
-        found = {}
+        losses = {}
         for name, text in self._texts.items():
-            found[name] = text.kl(plan)
+            losses[name] = text.kl(plan)
             self._on_step(f"{what} on {name}", text.tokens * self._layers)
-        worst = max(found.values())
+        worst = max(losses.values())
         if not self._asked:
             self._asked = True
-            self._texts = {name: text for name, text in self._texts.items() if found[name] >= self._share * worst}
+            self._texts = {name: text for name, text in self._texts.items() if losses[name] >= self._share * worst}
         return worst
 
     def measure(self, plan: KVPlan) -> FidelityRow:

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from haarkv.codebooks.learned import tempered
+from haarkv.codebooks.learned import tempered_metric
 from haarkv.engine.session import Session
 from haarkv.models.weights import TensorNames
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats.stretches import STRETCH, Turns
+from haarkv.tq_ops.formats.stretches import STRETCH, RopeShift
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.tq_ops.weight import Weight
-from haarkv.validation.layers.record import watched
+from haarkv.validation.layers.record import observe_vectors
 
 _TINY = 1e-300
 
@@ -43,10 +43,10 @@ class Moments:
     def add(self, x: Tensor, weight: Tensor | None = None) -> None:
         """Add vectors [H, n, D] float64 of weights [H, n], each 1 unless given."""
         weight = torch.ones(x.shape[:2], dtype=torch.float64) if weight is None else weight
-        weighted = x * weight.unsqueeze(-1)
+        weighted_x = x * weight.unsqueeze(-1)
         self.weight += weight.sum(1)
-        self.first += weighted.sum(1)
-        self.second += weighted.mT @ x
+        self.first += weighted_x.sum(1)
+        self.second += weighted_x.mT @ x
 
     @property
     def mean(self) -> Tensor:
@@ -75,25 +75,25 @@ def over_positions(moments: Moments, inv_freq: Tensor, shifts: Tensor) -> Moment
     half, inv_freq = len(inv_freq), inv_freq.double()
     angles = shifts.double().unsqueeze(1) * inv_freq
     turns = torch.polar(torch.ones_like(angles), angles)  # [n, R/2]
-    mean, apart, along = turns.mean(0), turns.mT @ turns.conj() / len(turns), turns.mT @ turns / len(turns)
+    mean, relative_turn, joint_turn = turns.mean(0), turns.mT @ turns.conj() / len(turns), turns.mT @ turns / len(turns)
     first, second = moments.first.clone(), moments.second.clone()
     a, b, rest = slice(0, half), slice(half, 2 * half), slice(2 * half, None)
     z = torch.complex(first[:, a], first[:, b]) * mean
     first[:, a], first[:, b] = z.real, z.imag
     # E[z z^H] and E[z z^T]
-    p = torch.complex(second[:, a, a] + second[:, b, b], second[:, b, a] - second[:, a, b]) * apart
-    q = torch.complex(second[:, a, a] - second[:, b, b], second[:, a, b] + second[:, b, a]) * along
-    turned = second.clone()
-    turned[:, a, a], turned[:, b, b] = (p + q).real / 2, (p - q).real / 2
-    turned[:, b, a], turned[:, a, b] = (q + p).imag / 2, (q - p).imag / 2
+    p = torch.complex(second[:, a, a] + second[:, b, b], second[:, b, a] - second[:, a, b]) * relative_turn
+    q = torch.complex(second[:, a, a] - second[:, b, b], second[:, a, b] + second[:, b, a]) * joint_turn
+    second_moment = second.clone()
+    second_moment[:, a, a], second_moment[:, b, b] = (p + q).real / 2, (p - q).real / 2
+    second_moment[:, b, a], second_moment[:, a, b] = (q + p).imag / 2, (q - p).imag / 2
     # With what is not turned.
     z = torch.complex(second[:, a, rest], second[:, b, rest]) * mean.unsqueeze(1)
-    turned[:, a, rest], turned[:, b, rest] = z.real, z.imag
-    turned[:, rest, a], turned[:, rest, b] = z.real.mT, z.imag.mT
-    return Moments(moments.weight, first, turned)
+    second_moment[:, a, rest], second_moment[:, b, rest] = z.real, z.imag
+    second_moment[:, rest, a], second_moment[:, rest, b] = z.real.mT, z.imag.mT
+    return Moments(moments.weight, first, second_moment)
 
 
-class Recorded:
+class AttentionVectors:
     """Keys and queries of one window in one layer, as the cache and attention were given them."""
 
     def __init__(self) -> None:
@@ -111,13 +111,13 @@ class Recorded:
     def tokens(self) -> int:
         return sum(k.shape[1] for k in self._k)
 
-    def of_stretches(self, turns: Turns | None) -> tuple[Tensor, Tensor]:
+    def stretch_vectors(self, turns: RopeShift | None) -> tuple[Tensor, Tensor]:
         """Keys [H, T, D] float64 as their stretches store them, and queries [H, n, D] turned back by their own stretch.
         Queries that share a KV head follow each other. Without `turns`, both are as they stand."""
         keys, queries = torch.cat(self._k, 1), torch.cat(self._q, 1)
         if turns and keys.shape[1] > STRETCH:
             places = torch.arange(keys.shape[1])
-            keys, queries = (turns.back(x, places).double() for x in (keys, queries))
+            keys, queries = (turns.undo(x, places).double() for x in (keys, queries))
         return keys, queries.reshape(len(keys), -1, queries.shape[-1])
 
 
@@ -137,7 +137,7 @@ class Sums:
         self.q, self.k, self.unit = (Moments.empty(heads, dim) for _ in range(3))
         self._lengths: tuple[Tensor, Tensor] | None = None
 
-    def add(self, window: Recorded, turns: Turns | None = None, context: int = STRETCH) -> None:
+    def add(self, window: AttentionVectors, turns: RopeShift | None = None, context: int = STRETCH) -> None:
         """Add a window, as if its text had stood at every place of a stretch.
 
         A window that is shorter than a stretch is laid end to end, as often as fills it. So all places count alike, the first
@@ -148,22 +148,24 @@ class Sums:
         Args:
             turns: of the layer's keys; None to take keys and queries where they stand.
         """
-        keys, queries = window.of_stretches(turns)
+        keys, queries = window.stretch_vectors(turns)
         q, k, unit = (Moments.empty(*self.q.first.shape) for _ in range(3))
         q.add(queries)
         k.add(keys)
         if self._lengths is None:
-            self._lengths = k.mean, tempered(_second(q))
+            self._lengths = k.mean, tempered_metric(_second(q))
         mean, cost = self._lengths
-        centred = keys - mean.unsqueeze(1)
-        squares = ((centred @ cost) * centred).sum(-1)
+        centred_keys = keys - mean.unsqueeze(1)
+        squares = ((centred_keys @ cost) * centred_keys).sum(-1)
         unit.add(keys, torch.where(squares > 0, 1 / squares.clamp(min=_TINY), 0.0))
-        for sums, of_window in ((self.q, q), (self.k, k), (self.unit, unit)):
+        for sums, window_moments in ((self.q, q), (self.k, k), (self.unit, unit)):
             shifts = _shifts(window.tokens, min(context, STRETCH))
-            turned = of_window if turns is None else over_positions(of_window, torch.tensor(turns.inv_freq), shifts)
-            sums.weight += turned.weight
-            sums.first += turned.first
-            sums.second += turned.second
+            shifted_moments = (
+                window_moments if turns is None else over_positions(window_moments, torch.tensor(turns.inv_freq), shifts)
+            )
+            sums.weight += shifted_moments.weight
+            sums.first += shifted_moments.first
+            sums.second += shifted_moments.second
         self.tokens += window.tokens
 
     @property
@@ -184,13 +186,13 @@ def _shifts(tokens: int, context: int) -> Tensor:
     return torch.linspace(0, max(0, context - tokens), max(1, math.ceil(context / tokens)), dtype=torch.float64)
 
 
-def recording(ops: OpTable, window: Recorded) -> OpTable:
+def recording(ops: OpTable, window: AttentionVectors) -> OpTable:
     """An op table that keeps what the cache and attention are given."""
-    return watched(ops, window.add_kv, window.add_q)
+    return observe_vectors(ops, window.add_kv, window.add_q)
 
 
 # -- Of any matrix's inputs ----------------------------------------------------------------------------------------------
-_OF_HEAD = 32
+_HEAD_TOKENS = 32
 """Tokens of a window whose logits are computed: what the head sees is collected from them."""
 
 
@@ -224,11 +226,11 @@ def importance(
 
         return with_ops(ops, {"linear": linear})
 
-    watched = executor.over(looking)
-    assert watched is not None  # who has ops can be looked at
+    observed_executor = executor.with_ops(looking)
+    assert observed_executor is not None  # who has ops can be looked at
     for window in windows:
         cache, paging = session.new_cache(1, len(window))
-        hidden = watched.forward(window, paging.batch([paging.add()], [len(window)]), cache)
-        watched.head(hidden[-_OF_HEAD:])
+        hidden = observed_executor.forward(window, paging.batch([paging.add()], [len(window)]), cache)
+        observed_executor.head(hidden[-_HEAD_TOKENS:])
         on_step("a window", len(window))
     return {name: (total / counts[name]).float() for name, total in sums.items()}

@@ -14,14 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from haarkv.engine.plans import default_spec, plan_for, shape_of
-from haarkv.models.catalog import path_of, read_config, source_of
+from haarkv.engine.plans import default_spec, plan_for, shape_signature
+from haarkv.models.catalog import find_model, open_source, read_config
 from haarkv.models.config import ModelConfig
 from haarkv.models.weights import num_parameters
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import plan_file
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation.planning.auto import CHOSEN_BY, FORMATS, LOSS, Chosen, choose, names_for
+from haarkv.validation.planning.auto import CHOSEN_BY, FORMATS, LOSS, CacheChoice, choose, names_for
 from haarkv.validation.planning.calibrate import load_subject, unlearnable
 
 _VERSION = 7
@@ -39,17 +39,17 @@ def default_cache(model: str, layers: int | None = None, executor: str | None = 
     some 30,000 tokens.
     """
     config = read_config(model, layers)
-    if path_of(model) is None or num_parameters(config) < TOY:
+    if find_model(model) is None or num_parameters(config) < TOY:
         return KVSpec()
-    chosen = chosen_before(file_for(model, LOSS, layers, executor)) is not None
-    if not chosen and (unlearnable(config) or num_parameters(config) > CHOSEN_UP_TO):
+    has_choice = chosen_before(file_for(model, LOSS, layers, executor)) is not None
+    if not has_choice and (unlearnable(config) or num_parameters(config) > CHOSEN_UP_TO):
         return fixed_cache(config, executor)
     return None
 
 
 def fixed_cache(config: ModelConfig, executor: str | None = None) -> KVSpec:
     """The cache of a real model that needs no choice: what loses little on any of them."""
-    spec = default_spec(learned=False, context=config.max_position_embeddings)
+    spec = default_spec(has_calibration=False, context=config.max_position_embeddings)
     return spec if names_for(executor) == FORMATS else replace(spec, kv="tq4")
 
 
@@ -64,10 +64,19 @@ def file_for(model: str, loss: float, layers: int | None = None, executor: str |
     Args:
         executor: it is chosen for; one that reads few formats has a choice of its own.
     """
-    source, declaration = source_of(model), shape_of(read_config(model, layers)).declaration
+    source, declaration = open_source(model), shape_signature(read_config(model, layers)).declaration
     files = [] if source is None else source.files()
-    seen = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    about = [_VERSION, model if source is None else "", layers, declaration, seen, loss, names_for(executor), *CHOSEN_BY]
+    file_stamps = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    about = [
+        _VERSION,
+        model if source is None else "",
+        layers,
+        declaration,
+        file_stamps,
+        loss,
+        names_for(executor),
+        *CHOSEN_BY,
+    ]
     return home() / f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:24]}.safetensors"
 
 
@@ -81,12 +90,12 @@ def chosen_before(file: Path) -> KVSpec | None:
         return None
 
 
-def remember(file: Path, chosen: Chosen) -> None:
+def remember(file: Path, choice: CacheChoice) -> None:
     """Keep a choice; a folder that cannot be written keeps none."""
-    measured = {"said": str(chosen), "rows": [row.measured for row in chosen.rows]}
+    measurements = {"said": str(choice), "rows": [row.measurements for row in choice.rows]}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        plan_file.save(file, plan_for(chosen.spec, chosen.config), chosen.file.shape, measured, chosen.file)
+        plan_file.save(file, plan_for(choice.spec, choice.config), choice.file.shape, measurements, choice.file)
     except (OSError, InputError):
         return
 
@@ -112,9 +121,9 @@ def cache_for(
     """
     read_config(model, layers)
     file = file_for(model, loss, layers, executor)
-    if (known := chosen_before(file)) is not None:
-        return known
-    chosen = choose(load_subject(model, layers=layers, **how), loss, on_step, names_for(executor))
-    remember(file, chosen)
-    on_choice(str(chosen))
-    return chosen.spec
+    if (saved_spec := chosen_before(file)) is not None:
+        return saved_spec
+    choice = choose(load_subject(model, layers=layers, **how), loss, on_step, names_for(executor))
+    remember(file, choice)
+    on_choice(str(choice))
+    return choice.spec

@@ -35,13 +35,13 @@ from haarkv.executors.cuda import open_gpu
 from haarkv.models.catalog import read_config
 from haarkv.tq_ops.errors import InputError
 from lab.bench import prefill
-from lab.bench.gpu.asked import CHECKS_S, PRETRAINED_S, Pretrained, Timing, checks, timings
+from lab.bench.gpu.asked import CHECKS_S, PRETRAINED_S, PretrainedModel, Timing, checks, timings
 
 Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[3]
 """Where processes run: behind the links of `haarkv/`, so that a checkout which is not installed is found."""
 ROWS, PAGE, LOG = "rows.jsonl", "index.md", "log.txt"
-_INTERRUPTED = 130
+_INTERRUPT_CODE = 130
 _END_LINES, _FAILED_CASES = 30, 20
 _POLL_S = 0.2
 
@@ -54,19 +54,19 @@ def run_one(timing: Timing, *, dry: bool) -> None:
 
     request, model = timing.request, None
     if request.model.startswith("random:") or dry:
-        request = replace(request, beside=sdpa) if timing.peers else request
+        request = replace(request, peer_variants=sdpa) if timing.peers else request
         model = None if dry else random_model(read_config(request.model, request.layers), open_gpu(None))
 
     def on_turn(who: str) -> None:
         print(f"timing {who}", flush=True)
 
-    if timing.stored is None:
-        found = decode.report("decode", request, *decode.measure(request, on_turn=on_turn, model=model))
+    if timing.prefix_tokens is None:
+        result = decode.report("decode", request, *decode.measure(request, on_turn=on_turn, model=model))
     else:
-        measured = prefill.measure(request, timing.stored, timing.peers, on_turn=on_turn, model=model)
-        found = prefill.report(request, timing.stored, *measured)
-    shown = [[*table, list(found.notes.get(number, ()))] for number, table in enumerate(found.tables)]
-    print(json.dumps({"result": json.loads(found.line()), "tables": shown}))
+        measurement = prefill.measure(request, timing.prefix_tokens, timing.peers, on_turn=on_turn, model=model)
+        result = prefill.report(request, timing.prefix_tokens, *measurement)
+    tables = [[*table, list(result.notes.get(number, ()))] for number, table in enumerate(result.tables)]
+    print(json.dumps({"result": json.loads(result.line()), "tables": tables}))
 
 
 # -- Running it --------------------------------------------------------------------------------------------------------------
@@ -82,60 +82,60 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", metavar="MODEL", help="a pretrained model to validate and time as well, after all else")
     parser.add_argument("--kv-plan", metavar="FILE", help="with --model: its cache, beside tq4")
     parser.add_argument("--one", help=argparse.SUPPRESS)  # of a group's own process
-    given = parser.parse_args(argv)
-    folder, dry = given.folder.absolute(), given.dry_run
+    args = parser.parse_args(argv)
+    folder, dry = args.folder.absolute(), args.dry_run
     try:
         memory = 0 if dry else torch.cuda.get_device_properties(open_gpu(None)).total_memory
-        own = Pretrained(given.model, given.kv_plan) if given.model else None
-        groups = {**timings(dry, memory), **(own.timings() if own else {})}
-        if given.one:
-            run_one(groups[given.one], dry=dry)
+        pretrained = PretrainedModel(args.model, args.kv_plan) if args.model else None
+        groups = {**timings(dry, memory), **(pretrained.timings() if pretrained else {})}
+        if args.one:
+            run_one(groups[args.one], dry=dry)
             return 0
-        every = [*checks(dry), *(own.check() if own else ()), *groups]
-        checked, groups = _chosen(checks(dry), given.only), _chosen(groups, given.only)
-        own_check = _chosen(own.check() if own else {}, given.only)
-        if not {**checked, **own_check, **groups}:
-            raise InputError(f"nothing is named {' or '.join(given.only)}; name some of: {', '.join(every)}")
+        every = [*checks(dry), *(pretrained.check() if pretrained else ()), *groups]
+        check_commands, groups = _select(checks(dry), args.only), _select(groups, args.only)
+        own_check = _select(pretrained.check() if pretrained else {}, args.only)
+        if not {**check_commands, **own_check, **groups}:
+            raise InputError(f"nothing is named {' or '.join(args.only)}; name some of: {', '.join(every)}")
         folder.mkdir(parents=True, exist_ok=True)
         _drop_half_row(folder)
         done = {key for key, row in read_rows(folder).items() if "error" not in row}
         code = 0
         try:
-            _run({name: command for name, command in checked.items() if name not in done}, CHECKS_S, folder)
+            _run({name: command for name, command in check_commands.items() if name not in done}, CHECKS_S, folder)
             _run({name: command for name, command in own_check.items() if name not in done}, PRETRAINED_S, folder)
-            again = [*["--dry-run"] * dry, *(own.words() if own else ())]
+            again = [*["--dry-run"] * dry, *(pretrained.words() if pretrained else ())]
             for name, timing in groups.items():
                 command = ["-m", "lab.bench.gpu", str(folder), "--one", name, *again]
                 _run({name: command} if name not in done else {}, timing.seconds, folder)
         except KeyboardInterrupt:
-            code = _INTERRUPTED
+            code = _INTERRUPT_CODE
         rows = read_rows(folder)
         (folder / PAGE).write_text(page(rows, dry=dry), encoding="utf-8")
     except (InputError, OSError) as error:
         why = f"{folder} cannot be used: {error.strerror}; name another folder" if isinstance(error, OSError) else error
         print(f"lab.bench.gpu: {why}", file=sys.stderr)
         return 2
-    wrong = [key for key in (*checked, *own_check, *groups) if "error" in rows.get(key, {"error": ""})]
+    wrong = [key for key in (*check_commands, *own_check, *groups) if "error" in rows.get(key, {"error": ""})]
     print(f"{len(rows)} rows in {folder / ROWS}, {len(wrong)} of them wrong or missing", folder / PAGE, sep="\n")
     return code or int(bool(wrong))
 
 
-def _chosen(named: Mapping[str, Any], only: Sequence[str] | None) -> dict[str, Any]:
-    return {name: what for name, what in named.items() if not only or any(words in name for words in only)}
+def _select(by_name: Mapping[str, Any], only: Sequence[str] | None) -> dict[str, Any]:
+    return {name: what for name, what in by_name.items() if not only or any(words in name for words in only)}
 
 
 def _run(commands: Mapping[str, Sequence[str]], seconds: float, folder: Path) -> None:
     """Run Python with some arguments, all at once, and write a row of each."""
-    for name, (code, text, taken) in outputs(commands, seconds):
+    for name, (code, text, duration) in outputs(commands, seconds):
         with (folder / LOG).open("a", encoding="utf-8") as log:
             log.write(f"-- {name}\n{text}\n")
-        row = {"key": name, **row_of(code, text), "seconds": round(taken, 3)}
+        row = {"key": name, **parse_row(code, text), "seconds": round(duration, 3)}
         with (folder / ROWS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        shown = {key: row[key] for key in ("passed", "failed", "error") if key in row}
-        print(name, *(f"{key}: {value}" for key, value in shown.items()), sep="  ", flush=True)
+        summary = {key: row[key] for key in ("passed", "failed", "error") if key in row}
+        print(name, *(f"{key}: {value}" for key, value in summary.items()), sep="  ", flush=True)
 
 
 def outputs(
@@ -169,7 +169,7 @@ def outputs(
             time.sleep(poll_s if running else 0)
 
 
-def row_of(code: int | None, text: str) -> Row:
+def parse_row(code: int | None, text: str) -> Row:
     """What a command's output says: cases of the op tables' contract, a result with its tables, or its last lines.
 
     Args:
@@ -178,8 +178,8 @@ def row_of(code: int | None, text: str) -> Row:
     lines = text.splitlines()
     row: Row = {"exit": code}
     if cases := [json.loads(line) for line in lines if line.startswith('{"table"')]:
-        failed = [case for case in cases if not case["passed"]]
-        row |= {"passed": len(cases) - len(failed), "failed": len(failed), "failures": failed[:_FAILED_CASES]}
+        failures = [case for case in cases if not case["passed"]]
+        row |= {"passed": len(cases) - len(failures), "failed": len(failures), "failures": failures[:_FAILED_CASES]}
     if lines and lines[-1].startswith('{"result"'):
         row |= json.loads(lines[-1])
     else:
@@ -188,10 +188,10 @@ def row_of(code: int | None, text: str) -> Row:
         row["error"] = "it was ended: its time was over"
     elif code:
         row["error"] = f"exit code {code}: {(lines or ['it said nothing'])[-1][:300]}"
-    elif untimed := [
+    elif missing_times := [
         r["who"] for r in row.get("result", {}).get("rows", ()) if "ms" not in r and r["who"].startswith("cuda ")
     ]:
-        row["error"] = f"no time of {', '.join(untimed)}"
+        row["error"] = f"no time of {', '.join(missing_times)}"
     return row
 
 
@@ -220,8 +220,10 @@ def page(rows: Mapping[str, Row], *, dry: bool = False) -> str:
     parts = ["# haarkv on a GPU\n"]
     if dry:
         parts.append("This is a rehearsal on a CPU: its times mean nothing.\n")
-    checked = [(key, row.get("error", "passed"), f"{row['seconds']:.0f}") for key, row in rows.items() if "result" not in row]
-    parts.append(_markdown(Table("Checks, and groups that failed", ("what", "result", "seconds"), checked)))
+    check_rows = [
+        (key, row.get("error", "passed"), f"{row['seconds']:.0f}") for key, row in rows.items() if "result" not in row
+    ]
+    parts.append(_markdown(Table("Checks, and groups that failed", ("what", "result", "seconds"), check_rows)))
     for key, row in rows.items():
         for title, columns, cells, notes in row.get("tables", ()):
             parts += [_markdown(Table(f"{key}: {title}", columns, cells)), *(f"{note}\n" for note in notes)]

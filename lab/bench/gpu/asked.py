@@ -57,13 +57,13 @@ class Timing:
     """A group of cases in one process, and the seconds that it may take.
 
     Attributes:
-        stored: tokens before a prompt whose attention is measured; None where steps are.
+        prefix_tokens: before a prompt whose attention is measured; None where steps are.
         peers: whether SDPA is measured, too.
     """
 
     request: Request
     seconds: float
-    stored: int | None = None
+    prefix_tokens: int | None = None
     peers: bool = True
 
 
@@ -90,23 +90,23 @@ def timings(dry: bool, memory: int) -> dict[str, Timing]:
             45,
             peers=False,
         ),
-        "a prompt": Timing(prompt, 25, stored=0),
-        "a prompt behind 32768": Timing(prompt, 25, stored=32768),
+        "a prompt": Timing(prompt, 25, prefix_tokens=0),
+        "a prompt behind 32768": Timing(prompt, 25, prefix_tokens=32768),
         "steps at 4096": Timing(replace(steps, contexts=(4096,), batches=(1, 8)), 60),
         "steps at 32768": Timing(replace(steps, contexts=(32768,), batches=(8,)), 60),
     }
     if not dry:
         return groups
     small: dict[str, Any] = {"model": "tiny", "layers": None, "executors": ["reference"], "kvs": ["tq4"], "contexts": (32,)}
-    rehearsed = {name: groups[name] for name in ("attention of 1", "a prompt behind 32768", "steps at 4096")}
+    dry_groups = {name: groups[name] for name in ("attention of 1", "a prompt behind 32768", "steps at 4096")}
     return {
-        name: Timing(replace(one.request, **small, batches=(1,), repeats=1), 120, one.stored and 16)
-        for name, one in rehearsed.items()
+        name: Timing(replace(one.request, **small, batches=(1,), repeats=1), 120, one.prefix_tokens and 16)
+        for name, one in dry_groups.items()
     }
 
 
 @dataclass(frozen=True)
-class Pretrained:
+class PretrainedModel:
     """A model of the caller's, which is validated and timed as well.
 
     Attributes:

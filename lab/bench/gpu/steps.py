@@ -15,16 +15,16 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from haarkv.benchmarks.cases import Asked, Case, Variant, filled, kv_numbers, random_queries
+from haarkv.benchmarks.cases import Case, Measurement, Variant, filled_cache, kv_numbers, random_queries
 from haarkv.benchmarks.timing import take_turns
 from haarkv.executors.cuda import DecodeStep
-from haarkv.models.base import DecoderModel, tables_of
+from haarkv.models.base import DecoderModel, rope_tables
 from haarkv.models.checkpoint import random_weights
 from haarkv.models.config import ModelConfig
 from haarkv.models.fused import FusedModel, fuse
 from haarkv.tq_ops.cuda import ops
 from haarkv.tq_ops.cuda.layout import NO_FAULT
-from haarkv.tq_ops.cuda.ops import CudaFused
+from haarkv.tq_ops.cuda.ops import CudaFusedOps
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -40,13 +40,13 @@ def random_model(config: ModelConfig, device: torch.device) -> DecoderModel:
     """A model of these shapes with random bf16 weights, drawn on the device, and packed so that an executor takes them as they
     are."""
     weights = random_weights(config, torch.bfloat16, device=device)
-    return fuse(DecoderModel(config, weights, tables_of(config, device)), device).model
+    return fuse(DecoderModel(config, weights, rope_tables(config, device)), device).model
 
 
 def sdpa_step(model: DecoderModel, case: Case, k: Tensor, v: Tensor) -> Iterator[Variant]:
     """The step as a peer, of a model from `random_model`; K and V [B, Hkv, context, D] bf16 are copied for each layer."""
     device, layers = k.device, model.config.num_layers
-    cache, paging = filled(KVSpec("tq4").plan(layers), model.config, case, k, v, _SLOTS_LEFT)
+    cache, paging = filled_cache(KVSpec("tq4").plan(layers), model.config, case, k, v, _SLOTS_LEFT)
     attend, form = _fastest_sdpa(model.config, k, v)
     kv = [(k.clone(), v.clone()) for _ in range(layers)]
     tokens = torch.arange(case.batch, device=device) % model.config.vocab_size
@@ -54,17 +54,17 @@ def sdpa_step(model: DecoderModel, case: Case, k: Tensor, v: Tensor) -> Iterator
     yield Variant(f"{form} in our step", lambda _: run(), [2.0 * numbers for numbers in kv_numbers(model.config)])
 
 
-def sdpa(kind: str, asked: Asked) -> Iterator[Variant]:
+def sdpa(kind: str, args: Measurement) -> Iterator[Variant]:
     """SDPA beside ours: attention in every way that there is, and the fastest in our step."""
-    yield from peers.attention(asked) if kind == "attention" else sdpa_step(asked.model, asked.case, asked.k, asked.v)
+    yield from peers.attention(args) if kind == "attention" else sdpa_step(args.model, args.case, args.k, args.v)
 
 
 def _fastest_sdpa(config: ModelConfig, k: Tensor, v: Tensor) -> tuple[Attend, str]:
     """How torch attends fastest to K and V of this shape, and its name."""
     every = peers.forms(random_queries(config, len(k), k.device), k, v)
     forms = {peer.name: peer.run for peer in every if peer.run and peer.name.startswith("sdpa bf16")}
-    taken = take_turns(forms, k.device, repeats=2, counted=5, capture=True)
-    best = min(taken, key=lambda name: taken[name].ms)
+    timings = take_turns(forms, k.device, repeats=2, counted_runs=5, capture=True)
+    best = min(timings, key=lambda name: timings[name].ms)
     backend = next(way for word, way in peers.sdpa_backends(k.device).items() if best.endswith(word))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def _fastest_sdpa(config: ModelConfig, k: Tensor, v: Tensor) -> tuple[Attend, st
 
 
 @dataclass(frozen=True)
-class DenseOps(CudaFused):
+class DenseOps(CudaFusedOps):
     """The executor's fused ops with SDPA over K and V [B, Hkv, context, D] of each layer in place of attention over codes.
 
     What it computes means nothing: the queries come rotated, and their 16 bits are read as another type. It takes the time
@@ -92,11 +92,11 @@ class DenseOps(CudaFused):
         softmax_scale: float,
     ) -> Tensor:  # fmt: skip
         queries, ahead = ops.rotate_and_append(qkv, heads, rope, cache, layer, batch, self.fault)
-        rotated = (ahead.queries if ahead else queries).view(-1, *queries.shape[1:])[: len(queries)]
+        query_rows = (ahead.queries if ahead else queries).view(-1, *queries.shape[1:])[: len(queries)]
         k, v = self.kv[layer]
         # Converted, they would take a launch that a bf16 step does not make.
-        out = self.attend(rotated[: len(k)].view(k.dtype), k, v)
-        padding = len(rotated) - len(k)
+        out = self.attend(query_rows[: len(k)].view(k.dtype), k, v)
+        padding = len(query_rows) - len(k)
         return (pad(out, (0, 0, 0, 0, 0, padding)) if padding else out).flatten(1)
 
 

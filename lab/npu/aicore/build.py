@@ -29,8 +29,8 @@ def compile_leaves(toolchain: Toolchain, leaves: Iterable[Leaf], on_done: Callab
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda kind: _prelude(toolchain, kind), KINDS))
         objects = []
-        for done, made in enumerate(pool.map(lambda part: _object(toolchain, *part), parts), 1):
-            objects.append(made)
+        for done, object_file in enumerate(pool.map(lambda part: _object(toolchain, *part), parts), 1):
+            objects.append(object_file)
             if on_done:
                 on_done(done, len(parts))
     library = CACHE / "libraries" / f"{digest(*(o.name for o in objects))}.so"
@@ -41,11 +41,11 @@ def compile_leaves(toolchain: Toolchain, leaves: Iterable[Leaf], on_done: Callab
 
 def check_leaves(toolchain: Toolchain, leaves: Iterable[Leaf]) -> dict[str, str]:
     """Type-check leaves without making code. Returns symbol -> the compiler's complaint, of those that it refused."""
-    found = list(distinct(leaves).values())
+    unique_leaves = list(distinct(leaves).values())
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda kind: _prelude(toolchain, kind), KINDS))
-        said = list(pool.map(lambda leaf: _complaint(toolchain, leaf), found))
-    return {leaf.symbol: text for leaf, text in zip(found, said, strict=True) if text}
+        complaints = list(pool.map(lambda leaf: _complaint(toolchain, leaf), unique_leaves))
+    return {leaf.symbol: text for leaf, text in zip(unique_leaves, complaints, strict=True) if text}
 
 
 def load(library: Path) -> ctypes.CDLL:
@@ -76,18 +76,18 @@ def _object(toolchain: Toolchain, kind: str, leaves: list[Leaf]) -> Path:
     if target.exists():
         return target
     prelude = ["-include-pch", str(_prelude(toolchain, kind))]
-    written = target.with_suffix(f".{os.getpid()}.cpp")
-    written.parent.mkdir(parents=True, exist_ok=True)
-    written.write_text(source, encoding="utf-8")
+    source_file = target.with_suffix(f".{os.getpid()}.cpp")
+    source_file.parent.mkdir(parents=True, exist_ok=True)
+    source_file.write_text(source, encoding="utf-8")
     try:
-        _make(target, lambda half: [*toolchain.command(kind), *prelude, "-c", str(written), "-o", half])
+        _make(target, lambda half: [*toolchain.command(kind), *prelude, "-c", str(source_file), "-o", half])
     except CompileError as error:
-        named = str(error)
+        message = str(error)
         for leaf in leaves:
-            named = named.replace(leaf.symbol, f"{leaf.symbol} ({leaf.file})")
-        raise CompileError(named) from None
+            message = message.replace(leaf.symbol, f"{leaf.symbol} ({leaf.file})")
+        raise CompileError(message) from None
     finally:
-        written.unlink(missing_ok=True)
+        source_file.unlink(missing_ok=True)
     return target
 
 
@@ -99,20 +99,20 @@ def _prelude(toolchain: Toolchain, kind: str) -> Path:
 
 
 def _complaint(toolchain: Toolchain, leaf: Leaf) -> str:
-    written = CACHE / "checks" / f"{digest(toolchain.key(leaf.kind), leaf.symbol)}.{os.getpid()}.cpp"
-    accepted = written.with_name(f"{digest(toolchain.key(leaf.kind), leaf.symbol)}.ok")
-    if accepted.exists():
+    source_file = CACHE / "checks" / f"{digest(toolchain.key(leaf.kind), leaf.symbol)}.{os.getpid()}.cpp"
+    ok_file = source_file.with_name(f"{digest(toolchain.key(leaf.kind), leaf.symbol)}.ok")
+    if ok_file.exists():
         return ""
-    written.parent.mkdir(parents=True, exist_ok=True)
-    written.write_text(_source([leaf]), encoding="utf-8")
+    source_file.parent.mkdir(parents=True, exist_ok=True)
+    source_file.write_text(_source([leaf]), encoding="utf-8")
     prelude = ["-include-pch", str(_prelude(toolchain, leaf.kind))]
     try:
-        run_compiler([*toolchain.command(leaf.kind), *prelude, "-fsyntax-only", str(written)])
+        run_compiler([*toolchain.command(leaf.kind), *prelude, "-fsyntax-only", str(source_file)])
     except CompileError as error:
         return str(error)
     finally:
-        written.unlink(missing_ok=True)
-    accepted.touch()
+        source_file.unlink(missing_ok=True)
+    ok_file.touch()
     return ""
 
 

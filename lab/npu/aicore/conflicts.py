@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import prod
 
-from lab.npu.aicore.schedule import Operand, Schedule, Task, ordered
+from lab.npu.aicore.schedule import Operand, Schedule, Task, topological_order
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,16 @@ def conflicts(schedule: Schedule) -> Iterator[Conflict]:
     """
     for step in schedule.steps:
         after = _followers(step)
-        touched: dict[int, list[tuple[Task, Operand]]] = {}
+        accesses_at: dict[int, list[tuple[Task, Operand]]] = {}
         for task in step:
             for operand in dict.fromkeys(task.operands):
-                touched.setdefault(operand.address, []).append((task, operand))
-        for address, accesses in touched.items():
-            pieces = [(task, operand.written, _runs(operand)) for task, operand in accesses]
+                accesses_at.setdefault(operand.address, []).append((task, operand))
+        for address, accesses in accesses_at.items():
+            pieces = [(task, operand.is_write, _runs(operand)) for task, operand in accesses]
             for writer, _, mine in (piece for piece in pieces if piece[1]):
                 for other, both, theirs in pieces:
                     # Two writes meet each other twice.
-                    if other is writer or (both and other.number < writer.number) or _apart(mine, theirs):
+                    if other is writer or (both and other.number < writer.number) or _disjoint(mine, theirs):
                         continue
                     if not after(writer, other) and not after(other, writer) and _overlap(mine, theirs):
                         yield _conflict(writer, other, both, address)
@@ -60,7 +60,7 @@ def _followers(step: tuple[Task, ...]) -> Callable[[Task, Task], bool]:
     """Tells of two tasks whether the second certainly begins after the end of the first."""
     bit = {task.number: i for i, task in enumerate(step)}
     after = dict.fromkeys(bit, 0)
-    for task in reversed(list(ordered(step))):
+    for task in reversed(list(topological_order(step))):
         for number in task.after:
             after[number] |= after[task.number] | 1 << bit[task.number]
     return lambda one, other: bool(after[one.number] >> bit[other.number] & 1)
@@ -76,19 +76,19 @@ def _runs(operand: Operand) -> Runs:
 @cache
 def _pieces(offset: tuple[int, ...], shape: tuple[int, ...], whole: tuple[int, ...]) -> Runs:
     """A piece of a tensor as runs of elements that lie side by side, from the first on."""
-    begins, length, joined = [0], 1, True
+    begins, length, contiguous = [0], 1, True
     for axis in reversed(range(len(shape))):
         stride = prod(whole[axis + 1 :])
-        if joined:
+        if contiguous:
             # All within is one run: rows that are whole lie side by side.
             begins, length = [begins[0] + offset[axis] * stride], length * shape[axis]
-            joined = shape[axis] == whole[axis]
+            contiguous = shape[axis] == whole[axis]
         else:
             begins = [begin + (offset[axis] + i) * stride for i in range(shape[axis]) for begin in begins]
     return tuple((begin, begin + length) for begin in begins)
 
 
-def _apart(ones: Runs, others: Runs) -> bool:
+def _disjoint(ones: Runs, others: Runs) -> bool:
     """Whether one piece ends before the other begins: most do, and it is soon seen."""
     return others[0][0] >= ones[-1][1] or ones[0][0] >= others[-1][1]
 

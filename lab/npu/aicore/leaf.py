@@ -14,7 +14,7 @@ _HASH = re.compile(r"^// funcHash: (\d+)$", re.MULTILINE)
 _SCOPE = re.compile(r"TENSOR_(\w+?)_Unroll")
 _COMMENT = re.compile(r"//.*")
 _PREPROCESSOR = re.compile(r"^#.*\n", re.MULTILINE)
-_NUMBERED = re.compile(r"\b([a-z]\w*?Tensor|sym|[A-Z]\w*TileTensor\w+?Dim\d)_(\d+)")
+_NUMBERED_NAME = re.compile(r"\b([a-z]\w*?Tensor|sym|[A-Z]\w*TileTensor\w+?Dim\d)_(\d+)")
 _TENSOR = re.compile(r"^([A-Z]\w*TileTensor\w+) (\w+)\(")
 _USING = re.compile(r"^using (\w+) =")
 # Of a body, what declares and does nothing.
@@ -54,12 +54,12 @@ def read_leaf(path: str, source: str) -> Leaf:
     Raises:
         InputError: it is no kernel function as PyPTO 0.2.0 writes them.
     """
-    function, found, scope = _FUNCTION.search(source), _HASH.search(source), _SCOPE.search(source)
+    function, hash_match, scope = _FUNCTION.search(source), _HASH.search(source), _SCOPE.search(source)
     kind = path.removesuffix(".cpp").rpartition("_")[2]
-    if not function or not found or not scope or kind not in KINDS:
+    if not function or not hash_match or not scope or kind not in KINDS:
         raise InputError(f"{path} is no kernel function as PyPTO 0.2.0 writes them; this pypto is not supported")
     text = _canonical(source.replace(function[0], 'extern "C" void LEAF(').replace("[aicore]", ""))
-    return Leaf(path.rpartition("/")[2], scope[1], kind, int(found[1]), f"leaf_{digest(kind, text)}", text)
+    return Leaf(path.rpartition("/")[2], scope[1], kind, int(hash_match[1]), f"leaf_{digest(kind, text)}", text)
 
 
 def read_leaves(sources: dict[str, str]) -> list[Leaf]:
@@ -73,10 +73,10 @@ def read_leaves(sources: dict[str, str]) -> list[Leaf]:
 
 def distinct(leaves: Iterable[Leaf]) -> dict[str, Leaf]:
     """Symbol -> the first of the leaves that share it."""
-    found: dict[str, Leaf] = {}
+    by_symbol: dict[str, Leaf] = {}
     for leaf in leaves:
-        found.setdefault(leaf.symbol, leaf)
-    return found
+        by_symbol.setdefault(leaf.symbol, leaf)
+    return by_symbol
 
 
 def _canonical(source: str) -> str:
@@ -85,15 +85,15 @@ def _canonical(source: str) -> str:
     lines = text.splitlines(keepends=True)
     end = max((i for i, line in enumerate(lines, 1) if _TENSOR.match(line)), default=0)
     head, body = lines[:end], "".join(lines[end:])
-    used = {name: i for i, name in enumerate(dict.fromkeys(m[0] for m in _NUMBERED.finditer(body)))}
+    first_use = {name: i for i, name in enumerate(dict.fromkeys(m[0] for m in _NUMBERED_NAME.finditer(body)))}
     tensors = {match[2]: line for line in head if (match := _TENSOR.match(line))}
     usings = {match[1]: line for line in head if (match := _USING.match(line))}
-    in_order = sorted(tensors, key=lambda name: used.get(name, len(used)))
+    in_order = sorted(tensors, key=lambda name: first_use.get(name, len(first_use)))
     types = dict.fromkeys(match[1] for name in in_order if (match := _TENSOR.match(tensors[name])))
     rest = [line for line in head if not _TENSOR.match(line) and not _USING.match(line)]
-    return _renumbered("".join((*rest, *(usings[name] for name in types), *(tensors[name] for name in in_order), body)))
+    return _renumber("".join((*rest, *(usings[name] for name in types), *(tensors[name] for name in in_order), body)))
 
 
-def _renumbered(text: str) -> str:
+def _renumber(text: str) -> str:
     numbers: dict[tuple[str, str], int] = {}
-    return _NUMBERED.sub(lambda m: f"{m[1]}_{numbers.setdefault((m[1], m[2]), len(numbers))}", text)
+    return _NUMBERED_NAME.sub(lambda m: f"{m[1]}_{numbers.setdefault((m[1], m[2]), len(numbers))}", text)

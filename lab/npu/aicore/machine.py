@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lab.npu.aicore.build import load
 from lab.npu.aicore.leaf import Leaf
-from lab.npu.aicore.schedule import Schedule, Task, ordered
+from lab.npu.aicore.schedule import Schedule, Task, topological_order
 
 # Unwritten memory reads as this byte: NaN in every floating-point type.
 _UNWRITTEN = 0xFF
@@ -57,13 +57,13 @@ class _Tensor(ctypes.Structure):
 
 @dataclass
 class _Call:
-    """A task, ready to be called; holds the memory that its parameters point to."""
+    """A task, ready to be called; keeps the memory alive that its parameters point to."""
 
     task: Task
     leaf: Leaf
     function: Callable[..., None]
     parameters: _Parameters
-    held: tuple[object, ...] = field(repr=False)
+    keep_alive: tuple[object, ...] = field(repr=False)
 
 
 class Image:
@@ -109,10 +109,10 @@ class Image:
 
     def read(self) -> list[Tensor]:
         """The arguments as they are now, copied."""
-        found = []
+        tensors = []
         for argument, (_, size, offset) in zip(self._arguments, self._places, strict=False):
-            found.append(self._bytes[offset : offset + size].clone().view(argument.dtype).view(argument.shape))
-        return found
+            tensors.append(self._bytes[offset : offset + size].clone().view(argument.dtype).view(argument.shape))
+        return tensors
 
     def overrun(self) -> bool:
         """Whether a guard between two tensors was written."""
@@ -150,14 +150,17 @@ class Machine:
         """
         self.image.reset()
         tasks = [
-            task for step in self.schedule.steps for task in ordered(step, choose) if task.leaf and not (skip and skip(task))
+            task
+            for step in self.schedule.steps
+            for task in topological_order(step, choose)
+            if task.leaf and not (skip and skip(task))
         ]
         self._in_child([self._calls[id(task)] for task in tasks])
         if self.image.overrun():
             raise MachineError("bytes behind a tensor were written")
         return self.image.read()
 
-    def executed(self) -> Counter[str]:
+    def call_counts(self) -> Counter[str]:
         """Symbol of a leaf -> how many tasks of the schedule call it."""
         return Counter(call.leaf.symbol for call in self._calls.values())
 

@@ -26,16 +26,16 @@ _LOGGER = "_ZN3npu8tile_fwk11LogFuncInfo8InstanceEv"
 
 
 @contextmanager
-def _recorded(record: Path) -> Iterator[None]:
+def _log_to(record: Path) -> Iterator[None]:
     """Keep the lines of the scheduler, whole, in a file.
 
     Raises:
         RuntimeError: this PyPTO logs in another way, or no C compiler is there.
     """
-    own = ctypes.CDLL(str(Path(pypto.__file__).parent / "lib/libtile_fwk_utils.so"))
-    if not hasattr(own, _LOGGER):
+    pypto_library = ctypes.CDLL(str(Path(pypto.__file__).parent / "lib/libtile_fwk_utils.so"))
+    if not hasattr(pypto_library, _LOGGER):
         raise RuntimeError("this pypto logs in another way than 0.2.0: its schedule cannot be read")
-    find = own[_LOGGER]
+    find = pypto_library[_LOGGER]
     find.restype = ctypes.c_void_p
     logger = ctypes.c_void_p(find())
     library = ctypes.CDLL(str(_library()))
@@ -69,7 +69,7 @@ def serve(connection: Any) -> None:
             return plain
 
         def call(*tensors: Any) -> None:
-            with _recorded(Path("schedule.log").absolute()):
+            with _log_to(Path("schedule.log").absolute()):
                 plain(*tensors)
 
         return call

@@ -16,7 +16,7 @@ from haarkv.tq_ops.errors import InputError
 
 _FUNCTION = re.compile(r"\]:func (\d+) (\[0\] #predCnt:.*?)\n\]\.$", re.MULTILINE | re.DOTALL)
 _EDGES = re.compile(r"^\[([0-9a-f]+)\] #predCnt:[0-9a-f]+ #succList: \[([^\]]*)\](?: #stitch:(.*))?$", re.MULTILINE)
-_STITCHED = re.compile(r"=(\d+)!(\d+)")
+_STITCH_TARGET = re.compile(r"=(\d+)!(\d+)")
 _TASK = re.compile(
     r"^  \[\d+\]  #funcHash: (\d+) #funcIndex: (\d+) #taskID:(\d+) .*\n  #invokeAttrs : (.*)\n other attr:(.*)$", re.MULTILINE
 )
@@ -34,12 +34,12 @@ class Operand:
     """A tensor of a task.
 
     Attributes:
-        written: the task writes it.
+        is_write: whether the task writes it.
         address: as the scheduler had it.
         offset, shape, whole: of the piece, and of the tensor that lies there, in elements.
     """
 
-    written: bool
+    is_write: bool
     address: int
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -121,11 +121,11 @@ def _step(functions: list[tuple[int, str]]) -> tuple[Task, ...]:
         for edge in _EDGES.finditer(text):
             number = _number(index, int(edge[1], 16))
             near = [_number(index, int(name, 16)) for name in edge[2].split(", ") if name]
-            far = [_number(int(m[1]), int(m[2])) for m in _STITCHED.finditer(edge[3] or "")]
+            far = [_number(int(m[1]), int(m[2])) for m in _STITCH_TARGET.finditer(edge[3] or "")]
             for successor in (*near, *far):
                 before.setdefault(successor, set()).add(number)
-    named = {index for index, _ in functions} | {number >> _TASKS_OF_A_FUNCTION for number in before}
-    if len(functions) != len(named) or max(named) >= len(named):
+    indices = {index for index, _ in functions} | {number >> _TASKS_OF_A_FUNCTION for number in before}
+    if len(functions) != len(indices) or max(indices) >= len(indices):
         raise InputError("the record of a schedule lacks a function that others name: run the program again")
     return tuple(task for _, text in functions for task in _tasks(text, before))
 
@@ -150,16 +150,16 @@ def _tasks(text: str, before: dict[int, set[int]]) -> Iterator[Task]:
             operands.append(Operand(operand[1] == "out", addresses[tensor], offset, shape, whole))
         # The list goes on behind the last operand; without operands it begins with the function's index.
         attributes.update(enumerate(_numbers(match[5]), max(attributes) + 1 if operands else 0))
-        listed = tuple(attributes[i] for i in range(max(attributes) + 1))
+        attribute_values = tuple(attributes[i] for i in range(max(attributes) + 1))
         number = int(match[3])
-        yield Task(number, int(match[1]), listed, addresses, tuple(operands), frozenset(before.get(number, ())))
+        yield Task(number, int(match[1]), attribute_values, addresses, tuple(operands), frozenset(before.get(number, ())))
 
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(value) for value in text.split(", ") if value.strip())
 
 
-def ordered(step: tuple[Task, ...], choose: random.Random | None = None) -> Iterator[Task]:
+def topological_order(step: tuple[Task, ...], choose: random.Random | None = None) -> Iterator[Task]:
     """The tasks of a step in an order that its edges allow: the scheduler's first, or any by chance.
 
     Raises:
@@ -204,14 +204,14 @@ class Root:
 
 def roots(schedule: Schedule) -> list[Root]:
     """The roots of a run, in the order of their launch."""
-    grouped: dict[tuple[int, int], list[Task]] = {}
+    by_root: dict[tuple[int, int], list[Task]] = {}
     for number, step in enumerate(schedule.steps):
         for task in step:
-            grouped.setdefault((number, task.function), []).append(task)
-    found: list[Root] = []
+            by_root.setdefault((number, task.function), []).append(task)
+    result: list[Root] = []
     tile = -1
-    for place, ((number, root), tasks) in enumerate(sorted(grouped.items())):
+    for place, ((number, root), tasks) in enumerate(sorted(by_root.items())):
         scope = schedule.scopes[number, root]
-        tile += not found or scope == found[0].scope
-        found.append(Root(place, tile, number, scope, tuple(tasks)))
-    return found
+        tile += not result or scope == result[0].scope
+        result.append(Root(place, tile, number, scope, tuple(tasks)))
+    return result

@@ -35,7 +35,7 @@ Vector functions are long and run a moment: optimized, they would take four time
 of a run.
 """
 
-_INCLUDED = {"aiv": ("stdfloat",), "aic": ("stdfloat", "cube.h")}  # by the preludes, of our own
+_PRELUDE_INCLUDES = {"aiv": ("stdfloat",), "aic": ("stdfloat", "cube.h")}  # by the preludes, of our own
 
 _FLAGS = (
     # Each result is rounded where the type says, and no product is merged with a sum: the same bits on every host.
@@ -97,7 +97,7 @@ class Toolchain:
 
     def key(self, kind: str) -> str:
         """Of everything but the kernel functions that an object file of a kind of core depends on."""
-        ours = [(CSRC / name).read_text("utf-8") for name in (PRELUDE, *_INCLUDED[kind])]
+        ours = [(CSRC / name).read_text("utf-8") for name in (PRELUDE, *_PRELUDE_INCLUDES[kind])]
         return digest(self.version, str(self.headers), self._theirs, shlex.join(self.command(kind)), *ours)
 
     @cached_property
@@ -131,8 +131,8 @@ def find_toolchain(pto_isa: Path, clang: str | None = None) -> Toolchain:
     if shutil.which(compiler[0]) is None:
         raise InputError(f"{compiler[0]} is not found; name a clang of version {_OLDEST} or newer")
     toolchain = Toolchain(compiler, include.resolve())
-    found = re.search(r"clang version (\d+)", toolchain.version)
-    if not found or int(found[1]) < _OLDEST:
+    match = re.search(r"clang version (\d+)", toolchain.version)
+    if not match or int(match[1]) < _OLDEST:
         raise InputError(f"{shlex.join(compiler)} is {toolchain.version!r}; clang {_OLDEST} or newer is needed")
     return toolchain
 

@@ -9,9 +9,9 @@ from lab.bench.__main__ import main
 
 def test_no_cache_is_promised_that_is_not_taken(capsys):
     assert main(["drafts", "--help"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "auto: the smallest cache" not in said
-    assert "A format of `tq formats`, or k=NAME,v=NAME. [default: tq4]" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "auto: the smallest cache" not in output
+    assert "A format of `tq formats`, or k=NAME,v=NAME. [default: tq4]" in output
 
 
 def test_both_are_measured_in_one_run(capsys):
@@ -21,14 +21,14 @@ def test_both_are_measured_in_one_run(capsys):
     ])  # fmt: skip
     out, err = capsys.readouterr()
     assert code == 0, err
-    none, first, known = json.loads(out)["rows"]
+    none, first, experienced_row = json.loads(out)["rows"]
     assert (none["draft"], none["drafting"], none["speed_up"]) == ("none", None, None)
-    for row in (first, known):
+    for row in (first, experienced_row):
         assert row["draft"] == "ngram, up to 4"
         assert row["same_text"]
         assert row["speed_up"] > 0 < row["cpu_speed_up"]
         assert row["drafting"]["proposed"] > 0
-    assert (first["known"], known["known"]) == (False, True)
+    assert (first["known"], experienced_row["known"]) == (False, True)
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,10 @@ def test_a_rehearsal_runs_every_part_and_goes_on_after_a_cut(tmp_path):
     assert done.returncode == 1, done.stderr
     assert set(rows) == {*command.checks(dry=True), *command.timings(dry=True, memory=0)}
     assert rows["contract rms_norm"]["passed"] == 3
-    timed = {(r["kind"], r["who"]): r["ms"] for row in rows.values() for r in row.get("result", {}).get("rows", ())}
+    times = {(r["kind"], r["who"]): r["ms"] for row in rows.values() for r in row.get("result", {}).get("rows", ())}
     for key in (("attention", "sdpa bf16 gqa"), ("store", "reference tq4"), ("prefill", "sdpa bf16 causal")):
-        assert timed[key] > 0
-    assert {who.removeprefix("sdpa bf16 ") for kind, who in timed if kind == "step"} & {"rows in our step", "gqa in our step"}
+        assert times[key] > 0
+    assert {who.removeprefix("sdpa bf16 ") for kind, who in times if kind == "step"} & {"rows in our step", "gqa in our step"}
     result = rows["attention of 1"]["result"]  # the header of every benchmark
     assert result.keys() >= {"benchmark", "date", "cpu", "threads", "versions", "model", "context", "kv"}
     assert rows["a prompt behind 32768"]["result"]["stored"] == 16
@@ -36,13 +36,13 @@ def test_a_rehearsal_runs_every_part_and_goes_on_after_a_cut(tmp_path):
     for words in ("rehearsal", "sdpa bf16 rows", "it fails on purpose", "whole decode step"):
         assert words in text
     lines = (folder / command.ROWS).read_text(encoding="utf-8").splitlines()
-    lost = next(line for line in lines if '"contract rms_norm"' in line)
-    kept = [line for line in lines if line != lost and '"a check that fails"' not in line]
-    (folder / command.ROWS).write_text("\n".join([*kept, lost[:40]]), encoding="utf-8")
+    lost_line = next(line for line in lines if '"contract rms_norm"' in line)
+    kept_lines = [line for line in lines if line != lost_line and '"a check that fails"' not in line]
+    (folder / command.ROWS).write_text("\n".join([*kept_lines, lost_line[:40]]), encoding="utf-8")
     rehearse(folder)
     now = (folder / command.ROWS).read_text(encoding="utf-8").splitlines()
-    assert now[: len(kept)] == kept
-    assert {json.loads(line)["key"] for line in now[len(kept) :]} == set(command.checks(dry=True))
+    assert now[: len(kept_lines)] == kept_lines
+    assert {json.loads(line)["key"] for line in now[len(kept_lines) :]} == set(command.checks(dry=True))
 
 
 def rehearse(folder):
@@ -92,19 +92,19 @@ def test_what_takes_too_long_is_ended_and_takes_no_other_with_it():
         "dies": ["-c", "import os; os.abort()"],
     }
     began = time.monotonic()
-    found = {name: command.row_of(code, text) for name, (code, text, _) in command.outputs(commands, 2.5)}
+    rows = {name: command.parse_row(code, text) for name, (code, text, _) in command.outputs(commands, 2.5)}
     assert time.monotonic() - began < 20
-    assert (found["slow"]["error"], found["slow"]["end"]) == ("it was ended: its time was over", ["begun"])
-    assert found["dies"]["error"].startswith("exit code -6: ")
-    assert found["quick"] == {"exit": 0, "end": ["done"]}
+    assert (rows["slow"]["error"], rows["slow"]["end"]) == ("it was ended: its time was over", ["begun"])
+    assert rows["dies"]["error"].startswith("exit code -6: ")
+    assert rows["quick"] == {"exit": 0, "end": ["done"]}
 
 
 def test_a_row_of_ours_without_a_time_is_wrong_and_one_of_a_peer_is_not():
-    def said(who):
+    def result_line(who):
         return json.dumps({"result": {"rows": [{"who": who, "note": "no CUDA graph can hold it"}]}})
 
-    assert command.row_of(0, said("cuda tq4"))["error"] == "no time of cuda tq4"
-    assert "error" not in command.row_of(0, said("sdpa bf16 rows"))
+    assert command.parse_row(0, result_line("cuda tq4"))["error"] == "no time of cuda tq4"
+    assert "error" not in command.parse_row(0, result_line("sdpa bf16 rows"))
 
 
 def test_the_checks_that_a_card_runs_are_whole():
@@ -117,14 +117,14 @@ def test_the_checks_that_a_card_runs_are_whole():
 
 
 def test_a_pretrained_model_is_validated_and_timed_with_its_own_cache():
-    own = command.Pretrained("m.gguf", "plan.safetensors")
-    (words,) = own.check().values()
+    pretrained = command.PretrainedModel("m.gguf", "plan.safetensors")
+    (words,) = pretrained.check().values()
     assert words[words.index("--model") + 1 :] == ["m.gguf", "--kv-plan", "plan.safetensors"]
     assert {"--executor", "cuda"} <= set(words)
-    (timing,) = own.timings().values()
+    (timing,) = pretrained.timings().values()
     assert (timing.request.model, timing.request.kvs) == ("m.gguf", ["tq4", "plan.safetensors"])
-    assert own.words() == ["--model", "m.gguf", "--kv-plan", "plan.safetensors"]
-    assert command.Pretrained("m.gguf", None).timings()["the model"].request.kvs == ["tq4"]
+    assert pretrained.words() == ["--model", "m.gguf", "--kv-plan", "plan.safetensors"]
+    assert command.PretrainedModel("m.gguf", None).timings()["the model"].request.kvs == ["tq4"]
 
 
 def test_words_that_name_nothing_are_refused_with_the_names_there_are(tmp_path, capsys):
@@ -134,13 +134,16 @@ def test_words_that_name_nothing_are_refused_with_the_names_there_are(tmp_path, 
 
 
 # -- The data, and others' attention -----------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("window", "stored"), [(None, 0), (None, 5), (3, 5), (3, 0), (20, 5)])
-def test_a_prompt_behind_stored_tokens_sees_them(window, stored):
-    new, whole = 4, 4 + stored
-    mask = prefill.within(window, stored, new, torch.device("cpu"))
+@pytest.mark.parametrize(("window", "prefix_tokens"), [(None, 0), (None, 5), (3, 5), (3, 0), (20, 5)])
+def test_a_prompt_behind_stored_tokens_sees_them(window, prefix_tokens):
+    new, whole = 4, 4 + prefix_tokens
+    mask = prefill.causal_mask(window, prefix_tokens, new, torch.device("cpu"))
     q, k = torch.randn(1, 1, new, 8), torch.randn(1, 1, whole, 8)
     out = torch.nn.functional.scaled_dot_product_attention(q, k, k, mask, is_causal=mask is None)
-    last, first = stored + torch.arange(new).unsqueeze(1), stored + torch.arange(new).unsqueeze(1) - (window or whole)
-    seen = (torch.arange(whole) <= last) & (torch.arange(whole) > first)
-    exact = (q @ k.mT / 8**0.5).masked_fill(~seen, -torch.inf).softmax(-1) @ k
+    last, first = (
+        prefix_tokens + torch.arange(new).unsqueeze(1),
+        prefix_tokens + torch.arange(new).unsqueeze(1) - (window or whole),
+    )
+    visible = (torch.arange(whole) <= last) & (torch.arange(whole) > first)
+    exact = (q @ k.mT / 8**0.5).masked_fill(~visible, -torch.inf).softmax(-1) @ k
     torch.testing.assert_close(out, exact, rtol=0, atol=1e-5)

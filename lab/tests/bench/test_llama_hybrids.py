@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from family_models import TOKENS, folder_of, in_gguf, logits_of, saved, vocabulary_of
+from family_models import TOKENS, cpu_logits, folder_of, in_gguf, model_vocabulary, saved
 from gguf_files import byte_vocabulary, convert
 
 import tq
-from haarkv.models.catalog import load_model, source_of
+from haarkv.models.catalog import load_model, open_source
 from haarkv.models.tiny_qwen3.corpus import held_out_texts
 
 __all__ = ["folder_of", "in_gguf", "saved"]
@@ -16,13 +16,13 @@ llama_cpp = pytest.importorskip("llama_cpp", reason="needs lab/requirements.txt"
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
 def test_logits_are_those_of_llama_cpp(folder_of, tmp_path, name):
     """Its cache is FP16. A head of V by another head's decay, or one norm without its 1, is off by the size of a logit."""
-    path = convert(folder_of(name), tmp_path / "m.gguf", vocabulary=vocabulary_of(name))
+    path = convert(folder_of(name), tmp_path / "m.gguf", vocabulary=model_vocabulary(name))
     llama = llama_cpp.Llama(str(path), n_ctx=128, n_batch=64, logits_all=True, n_threads=2, verbose=False)
     llama.eval(TOKENS[:30])
     for token in TOKENS[30:]:
         llama.eval([token])
     theirs = torch.tensor(llama.scores[: len(TOKENS)])
-    ours = logits_of(load_model(path), TOKENS)
+    ours = cpu_logits(load_model(path), TOKENS)
     assert float((ours - theirs).abs().max() / theirs.std()) <= 3e-3
     assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
 
@@ -34,7 +34,7 @@ def test_words_are_those_of_llama_cpp(folder_of, tmp_path):
     vocabulary = byte_vocabulary(pre="qwen35", merges=merges, special=special, add_bos_token=False)
     path = convert(folder_of("qwen3_5"), tmp_path / "m.gguf", vocabulary=vocabulary)
     llama = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
-    ours = source_of(path).words().tokenizer
+    ours = open_source(path).words().tokenizer
     texts = ("the theory", "e\u0301\u200d the\n\n  b", "cafe\u0301s 12 123", "क्या है", "it's we'RE", "!!! ?!\r\n", "½² ٣")
     for text in texts:
         theirs = llama.tokenize(text.encode(), add_bos=False, special=True)
@@ -46,5 +46,5 @@ def test_the_hybrid_that_ships_has_the_same_next_tokens(in_gguf):
     text = tq.load("tiny").tokenizer.encode(held_out_texts()["fractions.py"])[:400]
     llama = llama_cpp.Llama(str(in_gguf), n_ctx=512, n_batch=256, logits_all=True, n_threads=1, verbose=False)
     llama.eval(text)
-    ours = logits_of(load_model(in_gguf), text)
+    ours = cpu_logits(load_model(in_gguf), text)
     assert torch.equal(ours.argmax(-1), torch.tensor(llama.scores[:400]).argmax(-1))

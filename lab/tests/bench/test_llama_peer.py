@@ -25,8 +25,10 @@ needs_gguf = pytest.mark.skipif(not find_spec("gguf"), reason="needs lab/require
 
 
 def needs_llama(test):
-    installed = pytest.mark.skipif(not find_spec("llama_cpp"), reason="needs lab/requirements.txt: no llama-cpp-python")
-    return needs_gguf(installed(test))
+    skip_unless_installed = pytest.mark.skipif(
+        not find_spec("llama_cpp"), reason="needs lab/requirements.txt: no llama-cpp-python"
+    )
+    return needs_gguf(skip_unless_installed(test))
 
 
 @needs_gguf
@@ -38,20 +40,20 @@ def test_the_file_holds_every_weight_bit_for_bit(name, dtype, tmp_path):
     model = small_model(CONFIGS[name], dtype=dtype)
     gguf_file.write(tmp_path / "m.gguf", model)
     read = GGUFReader(tmp_path / "m.gguf")
-    found = {t.name: t for t in read.tensors}
+    tensors = {t.name: t for t in read.tensors}
     config = model.config
-    assert len(found) == 11 * config.num_layers + 2 + (not config.tied)
-    of = {
+    assert len(tensors) == 11 * config.num_layers + 2 + (not config.tied)
+    weights_by_name = {
         "blk.1.attn_k.weight": model.weights.layers[1]["k_proj"],
         "blk.2.ffn_norm.weight": model.weights.layers[2]["post_norm"],
     }
-    of |= {"token_embd.weight": model.weights.embedding, "output_norm.weight": model.weights.final_norm}
-    for key, weight in of.items():
+    weights_by_name |= {"token_embd.weight": model.weights.embedding, "output_norm.weight": model.weights.final_norm}
+    for key, weight in weights_by_name.items():
         kind = "F32" if weight.ndim == 1 or dtype == torch.float32 else "BF16"
-        assert found[key].tensor_type.name == kind
-        raw = torch.from_numpy(found[key].data.copy())
-        stored = raw.view(torch.bfloat16) if kind == "BF16" else raw
-        assert torch.equal(stored.to(weight.dtype), weight)
+        assert tensors[key].tensor_type.name == kind
+        raw = torch.from_numpy(tensors[key].data.copy())
+        file_weight = raw.view(torch.bfloat16) if kind == "BF16" else raw
+        assert torch.equal(file_weight.to(weight.dtype), weight)
     value = {key: field.contents() for key, field in read.fields.items()}
     assert value["qwen3.attention.key_length"] == config.heads.head_dim
     assert value["qwen3.rope.freq_base"] == config.common.attention.rope.theta
@@ -136,8 +138,8 @@ def test_what_it_refuses_and_how_it_ends_are_said(tmp_path):
 @needs_llama
 def test_the_command_measures_it_in_turns_and_leaves_no_file(run, tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "TemporaryFolder", lambda kind: TemporaryFolder(kind, tmp_path))
-    asked = ["--kv", "tq4", "--peers", "llama.cpp", "--only", "prompt", "--only", "step"]
-    code, out, _ = run("decode", *asked, "--json")
+    options = ["--kv", "tq4", "--peers", "llama.cpp", "--only", "prompt", "--only", "step"]
+    code, out, _ = run("decode", *options, "--json")
     rows = json.loads(out)["rows"]
     names = ["reference tq4", *(f"llama.cpp {kind}" for kind in ("f16 flash", "f16 plain", "q8_0 flash", "q4_0 flash"))]
     assert code == 0
@@ -146,7 +148,7 @@ def test_the_command_measures_it_in_turns_and_leaves_no_file(run, tmp_path, monk
     (q4,) = [r["cost"]["kv"] for r in rows if r["who"] == "llama.cpp q4_0 flash" and r["kind"] == "step"]
     assert q4 == 40 * 2 * 2 * 2 * 32 * 4.5 / 8
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
-    code, out, _ = run("decode", *asked)
+    code, out, _ = run("decode", *options)
     assert code == 0
     assert "step of reference tq4 at 40 tokens:" in out
     assert "the fastest of llama.cpp's" in out

@@ -9,7 +9,7 @@ from places import ROOT
 
 from lab.bench.__main__ import command
 
-GONE = {"delta", "npu", "long-context"}
+FORMER_COMMANDS = {"delta", "npu", "long-context"}
 """Commands that the log still names beside their figures."""
 PAGES = [ROOT / "README.md", *(ROOT / "benchmarks").glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "lab" / "README.md"]
 
@@ -17,14 +17,14 @@ PAGES = [ROOT / "README.md", *(ROOT / "benchmarks").glob("*.md"), *(ROOT / "docs
 def commands(text):
     """Module and words of each command of a page's shell blocks and of its inline code."""
     text = text.replace("\\\n", " ")
-    for found in re.findall(r"^python -m (lab\.bench.*)|`python -m (lab\.bench[^`]*)`", text, re.MULTILINE):
-        module, *words = shlex.split("".join(found), comments=True)
+    for match in re.findall(r"^python -m (lab\.bench.*)|`python -m (lab\.bench[^`]*)`", text, re.MULTILINE):
+        module, *words = shlex.split("".join(match), comments=True)
         yield module, words
 
 
 def unknown(module, words):
     """What of a command is not there."""
-    if {module.rpartition(".")[2], *words[:1]} & GONE:
+    if {module.rpartition(".")[2], *words[:1]} & FORMER_COMMANDS:
         return []
     if not find_spec(module):
         return [module]
@@ -32,8 +32,8 @@ def unknown(module, words):
         return []
     if words[0] not in command.commands:
         return [words[0]]
-    known = {name for parameter in command.commands[words[0]].params for name in parameter.opts}
-    return [word for word in words if word.startswith("--") and word not in known]
+    option_names = {name for parameter in command.commands[words[0]].params for name in parameter.opts}
+    return [word for word in words if word.startswith("--") and word not in option_names]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -44,4 +44,4 @@ def test_a_page_names_what_is_there(page):
 
 def test_a_slip_would_be_seen():
     text = "`python -m lab.bench serve\n--layers 2 --cool 2`, `python -m lab.bench nothing`, `python -m lab.bench.dalta`"
-    assert [unknown(*found) for found in commands(text)] == [["--cool"], ["nothing"], ["lab.bench.dalta"]]
+    assert [unknown(*command) for command in commands(text)] == [["--cool"], ["nothing"], ["lab.bench.dalta"]]

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from small_models import SMALL, resized, small_model, windowed
+from small_models import SMALL, resize_config, small_model, window_config
 
 from haarkv.benchmarks import cases, decode
 from haarkv.benchmarks.cases import Case
@@ -46,12 +46,12 @@ def test_transformers_steps_continue_the_same_cache(kind):
     pytest.importorskip("transformers")
     import tq
 
-    model, case = small_model(resized(SMALL, model_type=kind, hidden_size=40)), Case(2, 20)
+    model, case = small_model(resize_config(SMALL, model_type=kind, hidden_size=40)), Case(2, 20)
     k, v = cases.random_kv(SMALL, case, torch.device("cpu"))
-    cache, paging = cases.filled(KVSpec("fp32").plan(SMALL.num_layers), SMALL, case, k, v, 2)
+    cache, paging = cases.filled_cache(KVSpec("fp32").plan(SMALL.num_layers), SMALL, case, k, v, 2)
     ours = verify(ReferenceExecutor(model), torch.arange(2), paging.batch([0, 1], [1, 1]), cache).argmax(-1).tolist()
-    own = peers.HFCache("TQCache fp32", partial(tq.TQCache, kv="fp32"), 32.0, implementation="tq")
-    every = {peer.name: peer for peer in peers.transformers_steps(model, 2, k, v, [own])}
+    tq_cache = peers.HFCache("TQCache fp32", partial(tq.TQCache, kv="fp32"), 32.0, implementation="tq")
+    every = {peer.name: peer for peer in peers.transformers_steps(model, 2, k, v, [tq_cache])}
     assert every["hf DynamicCache bf16"].run(0) == every["hf TQCache fp32"].run(0) == ours
     for name in ("hf quanto 4-bit", "hf hqq 4-bit"):
         assert every[name].run is not None or every[name].note
@@ -73,19 +73,19 @@ def test_bench_prefill_measures_a_prompt_of_every_format_beside_torch(run):
 
 
 def test_a_processor_that_another_process_takes_is_noticed():
-    here = os.sched_getaffinity(0)
+    processors = os.sched_getaffinity(0)
     spin = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])}); print(flush=True)\nwhile True: pass"
-    with subprocess.Popen([sys.executable, "-c", spin, str(min(here))], stdout=subprocess.PIPE) as other:
+    with subprocess.Popen([sys.executable, "-c", spin, str(min(processors))], stdout=subprocess.PIPE) as other:
         try:
             other.stdout.readline()
-            os.sched_setaffinity(0, {min(here)})  # of this thread alone
-            before, until = neighbours.turns(), time.monotonic() + 0.5
+            os.sched_setaffinity(0, {min(processors)})  # of this thread alone
+            before, until = neighbours.thread_times(), time.monotonic() + 0.5
             while time.monotonic() < until:
                 pass
-            share = neighbours.share_waited(before, neighbours.turns())
+            share = neighbours.share_waited(before, neighbours.thread_times())
         finally:
             other.kill()
-            os.sched_setaffinity(0, here)
+            os.sched_setaffinity(0, processors)
     assert share > neighbours.MOST_WAITED
     assert "the machine was busy" in neighbours.warning(share)
     assert neighbours.warning(0.01) is None
@@ -93,44 +93,47 @@ def test_a_processor_that_another_process_takes_is_noticed():
 
 def test_where_the_system_does_not_count_nothing_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(neighbours, "TASKS", tmp_path)
-    assert neighbours.turns() is None
-    assert neighbours.share_waited(None, neighbours.Turns(1, 1)) is None
+    assert neighbours.thread_times() is None
+    assert neighbours.share_waited(None, neighbours.ThreadTimes(1, 1)) is None
     assert neighbours.warning(None) is None
 
 
-@pytest.mark.parametrize(("waited", "said"), [(50, True), (5, False)])
-def test_a_headline_says_that_the_machine_was_busy(run, monkeypatch, waited, said):
-    counts = iter([neighbours.Turns(0, 0), neighbours.Turns(100 - waited, waited)])
-    monkeypatch.setattr(neighbours, "turns", lambda: next(counts))
+@pytest.mark.parametrize(("wait_percent", "warns"), [(50, True), (5, False)])
+def test_a_headline_says_that_the_machine_was_busy(run, monkeypatch, wait_percent, warns):
+    counts = iter([neighbours.ThreadTimes(0, 0), neighbours.ThreadTimes(100 - wait_percent, wait_percent)])
+    monkeypatch.setattr(neighbours, "thread_times", lambda: next(counts))
     code, out, err = run("decode", "--kv", "tq4", "--only", "attention", "--json")
-    assert (code, json.loads(out)["waited"]) == (0, waited / 100)
-    assert (f"tq: warning: the machine was busy: this run waited for a processor {waited} % of its time" in err) == said
+    assert (code, json.loads(out)["waited"]) == (0, wait_percent / 100)
+    assert (f"tq: warning: the machine was busy: this run waited for a processor {wait_percent} % of its time" in err) == warns
 
 
 def test_peers_of_plain_layers_say_why_a_model_is_none():
     assert gguf_file.unlike_plain(SMALL) is None
-    assert gguf_file.unlike_plain(windowed(24, 24, 24)) == "layer 0 of this qwen3 model is another than it knows: window is 24"
-    far = resized(SMALL, rope_scaling=LinearScaling(2.0))
-    uneven = replace(SMALL, layers=(*SMALL.layers[1:], *resized(SMALL, rope_theta=1e6).layers[1:]))
+    assert (
+        gguf_file.unlike_plain(window_config(24, 24, 24))
+        == "layer 0 of this qwen3 model is another than it knows: window is 24"
+    )
+    far = resize_config(SMALL, rope_scaling=LinearScaling(2.0))
+    uneven = replace(SMALL, layers=(*SMALL.layers[1:], *resize_config(SMALL, rope_theta=1e6).layers[1:]))
     for config, why in ((far, "its RoPE is scaled"), (uneven, "its layers differ")):
         assert gguf_file.unlike_plain(config) == why
         assert why in peers.transformers_missing(config)
-        assert why in gguf_file.unsupported(config)
+        assert why in gguf_file.unsupported_reason(config)
 
 
 @pytest.mark.parametrize("window", [24, 150, None])
 def test_attention_within_a_window_is_timed_beside_the_same_by_torch(window, outputs, monkeypatch):
     """The case is longer than the ring that keeps what a decode step sees; a prompt comes whole."""
     monkeypatch.setattr(cases, "MOST_COPIES", 2)
-    model, case = small_model(windowed(window, None)), Case(2, 1000)
+    model, case = small_model(window_config(window, None)), Case(2, 1000)
     sides = {"reference fp32": (ReferenceExecutor(model), KVSpec("fp32").plan(2))}
     k, v = cases.random_kv(model.config, case, torch.device("cpu"))
-    asked = cases.Asked(sides, model, case, k, v, MACHINE, Peers(["sdpa"], "small", None), 1, print)
-    costs = {(row.kind, row.who): row.cost for row in decode.rows_of("attention", asked)}
+    args = cases.Measurement(sides, model, case, k, v, MACHINE, Peers(["sdpa"], "small", None), 1, print)
+    costs = {(row.kind, row.who): row.cost for row in decode.cost_rows("attention", args)}
     ours, theirs = (outputs[f"attention {who}"].reshape(2, 10, 128) for who in ("reference fp32", "sdpa fp32 rows"))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-2)
     assert costs["attention", "sdpa bf16 rows"].kv == 2 * (window or 1000) * 2 * 2 * 128 * 2
-    rows = list(prefill.prompt_rows(asked, 0, peers=True))
+    rows = list(prefill.prompt_rows(args, 0, peers=True))
     assert [row.note for row in rows] == []
     ours = outputs["reference fp32"].view(2, 1000, 10, 128).float()
     torch.testing.assert_close(ours, outputs[prefill.PROMPT_PEER].transpose(1, 2).float(), rtol=0, atol=3e-2)
@@ -139,15 +142,15 @@ def test_attention_within_a_window_is_timed_beside_the_same_by_torch(window, out
 @pytest.fixture
 def outputs(monkeypatch):
     """What each run of `attention` gives, in place of its time."""
-    found = {}
+    outputs_by_name = {}
 
-    def called(calls, *_, **__):
-        found.update({who: run(0) for who, run in calls.items()})
+    def record_outputs(calls, *_, **__):
+        outputs_by_name.update({who: run(0) for who, run in calls.items()})
         return {}
 
-    monkeypatch.setattr(decode, "take_turns", called)
-    monkeypatch.setattr(prefill, "take_turns", called)
-    return found
+    monkeypatch.setattr(decode, "take_turns", record_outputs)
+    monkeypatch.setattr(prefill, "take_turns", record_outputs)
+    return outputs_by_name
 
 
 def test_transformers_prompt_is_ours():
@@ -200,14 +203,14 @@ def test_without_the_package_the_line_says_what_to_install(run, monkeypatch):
 def test_a_model_that_a_gguf_is_not_written_of_is_refused(monkeypatch):
     monkeypatch.setattr(llama_process, "require", lambda: None)
     model = small_model()
-    other = replace(model, config=resized(model.config, model_type="llama"))
+    other = replace(model, config=resize_config(model.config, model_type="llama"))
     with pytest.raises(InputError, match="no peer of random:small: a GGUF is written of qwen3"):
         Peers(["llama.cpp"], "random:small", None)._llama(other)
-    assert gguf_file.unsupported(model.config) is None
+    assert gguf_file.unsupported_reason(model.config) is None
 
 
 def test_a_prompt_within_a_window_counts_what_its_queries_see():
-    config, one = windowed(512), 4 * 256
+    config, one = window_config(512), 4 * 256
     cost = prefill.prompt_attention_cost(config, Case(2, 4096), one)
     pairs, heads = sum(min(tokens, 512) for tokens in range(1, 4097)), config.attentions[0].heads
     assert (cost.kv, cost.flops) == (2 * 4096 * one, 2 * pairs * 4 * heads.num_heads * heads.head_dim)

@@ -16,7 +16,7 @@ from haarkv.tq_ops.errors import InputError
 from lab.bench import serve
 from lab.bench.__main__ import main
 from lab.bench.serve_process import Child, Server, ending, last_reason, parse_metrics
-from lab.bench.serve_rounds import Case, Round, Rounds, client_args, ratio, read_round, summed_up, write_prompts
+from lab.bench.serve_rounds import Case, Round, Rounds, client_args, ratio, read_round, summary_row, write_prompts
 
 CASE = Case(users=3, prompt=128, output=5)
 METRICS = """# HELP vllm:num_preemptions_total Times.
@@ -34,9 +34,9 @@ INFO leaving
 """
 
 
-def made(rate=10.0, tpot=(100.0,), ttft=(500.0,), cpu=20.0, **others):
-    given = {"failed": 0, "preempted": 0, "found": 0.9, **others}
-    return Round(output_rate=rate, total_rate=3 * rate, ttft=ttft, tpot=tpot, cpu_ms=cpu, **given)
+def make_round(rate=10.0, tpot=(100.0,), ttft=(500.0,), cpu=20.0, **others):
+    counts = {"failures": 0, "preemptions": 0, "hit_share": 0.9, **others}
+    return Round(output_rate=rate, total_rate=3 * rate, ttft=ttft, tpot=tpot, cpu_ms=cpu, **counts)
 
 
 # -- What is asked -----------------------------------------------------------------------------------------------------
@@ -54,23 +54,23 @@ def test_every_user_has_a_prompt_of_its_own_and_no_case_shares_any(tmp_path):
 
 def test_the_client_sends_all_at_once_and_takes_whole_answers(tmp_path):
     args = client_args(TINY, 81, CASE, tmp_path / "p", 7)
-    given = dict(pairwise(args))
-    assert (given["--num-prompts"], given["--max-concurrency"], given["--port"], given["--seed"]) == ("3", "3", "81", "7")
-    assert given["--timed-trace-chunk-hash-size"] == "129"  # one draw fills a prompt
+    flags = dict(pairwise(args))
+    assert (flags["--num-prompts"], flags["--max-concurrency"], flags["--port"], flags["--seed"]) == ("3", "3", "81", "7")
+    assert flags["--timed-trace-chunk-hash-size"] == "129"  # one draw fills a prompt
     assert {"--ignore-eos", "--save-detailed", "--no-self-timed"} <= set(args)
 
 
-def asked(**changed):
-    given = {"model": "random:0.6b", "layers": None, "kv": "bf16,tq4", "users": (1,), "prompt_tokens": (128,),
+def make_request(**changes):
+    defaults = {"model": "random:0.6b", "layers": None, "kv": "bf16,tq4", "users": (1,), "prompt_tokens": (128,),
              "output_tokens": 64, "memory": 64, "cold": 1, "repeats": 1, "seed": 0}  # fmt: skip
-    return serve.request_of(**(given | changed))
+    return serve.request_of(**(defaults | changes))
 
 
 def test_arguments_become_cases_prompts_outside_users_inside():
-    request = asked(users=(1, 8, 1), prompt_tokens=(16, 32), kv="bf16,k=q8_0,v=tq3,bf16")
+    request = make_request(users=(1, 8, 1), prompt_tokens=(16, 32), kv="bf16,k=q8_0,v=tq3,bf16")
     assert [(c.users, c.prompt) for c in request.cases] == [(1, 16), (8, 16), (1, 32), (8, 32)]
     assert (request.kvs, request.layers) == (["bf16", "k=q8_0,v=tq3"], 4)
-    assert asked(model="tiny").layers is None
+    assert make_request(model="tiny").layers is None
 
 
 @pytest.mark.parametrize(
@@ -93,37 +93,37 @@ def test_what_cannot_be_measured_is_one_line(argv, word, capsys, monkeypatch):
 
 
 def test_all_servers_get_the_same_flags_and_room_for_whole_pages(tmp_path):
-    served = serve.model_folder("tiny", None, tmp_path)
-    flags = serve.server_flags(asked(model="tiny"), served)
-    given = dict(pairwise(flags))
-    assert (given["--max-model-len"], given["--kv-cache-memory-bytes"]) == ("256", str(64 * 2**20))
+    served_model = serve.model_folder("tiny", None, tmp_path)
+    flags = serve.server_flags(make_request(model="tiny"), served_model)
+    flag_values = dict(pairwise(flags))
+    assert (flag_values["--max-model-len"], flag_values["--kv-cache-memory-bytes"]) == ("256", str(64 * 2**20))
     assert "dummy" not in flags
     with pytest.raises(InputError, match="4096 tokens, not for 4155"):
-        serve.server_flags(asked(model="tiny", prompt_tokens=(4090,)), served)
+        serve.server_flags(make_request(model="tiny", prompt_tokens=(4090,)), served_model)
 
 
 def test_a_random_model_is_a_folder_that_vllm_can_read(tmp_path):
-    served = serve.model_folder("random:0.6b", 4, tmp_path)
-    read, whole = read_hf_config(served.folder / "config.json"), read_config("random:0.6b")
+    served_model = serve.model_folder("random:0.6b", 4, tmp_path)
+    read, whole = read_hf_config(served_model.folder / "config.json"), read_config("random:0.6b")
     assert read.layers == whole.with_layers(4).layers
     assert read.hidden_size == whole.hidden_size
     assert read.vocab_size == 21760
-    assert "4 of 28 layers" in served.said
-    assert "21,760 of 151,936 words" in served.said
-    assert "random weights" in served.said
-    assert {"tokenizer.json", "tokenizer_config.json"} <= {f.name for f in served.folder.iterdir()}
-    assert served.flags == ("--load-format", "dummy")
+    assert "4 of 28 layers" in served_model.description
+    assert "21,760 of 151,936 words" in served_model.description
+    assert "random weights" in served_model.description
+    assert {"tokenizer.json", "tokenizer_config.json"} <= {f.name for f in served_model.folder.iterdir()}
+    assert served_model.flags == ("--load-format", "dummy")
 
 
 # -- How it is read ----------------------------------------------------------------------------------------------------
 
 
 def test_metrics_are_added_up_over_labels():
-    found = parse_metrics(METRICS)
-    assert found["vllm:num_preemptions_total"] == 7
-    assert found["vllm:kv_cache_usage_perc"] == 0.25
-    assert found["plain"] == 2e-5
-    assert found["tokens"] == 42240
+    metrics = parse_metrics(METRICS)
+    assert metrics["vllm:num_preemptions_total"] == 7
+    assert metrics["vllm:kv_cache_usage_perc"] == 0.25
+    assert metrics["plain"] == 2e-5
+    assert metrics["tokens"] == 42240
 
 
 def test_the_reason_is_the_error_that_is_not_about_another_one():
@@ -146,26 +146,26 @@ def test_a_round_is_what_changed_between_both_ends():
     after = {**before, "vllm:prefix_cache_queries_total": 300.0, "vllm:prefix_cache_hits_total": 190.0, "tokens": 1000.0,
              "vllm:num_preemptions_total": 3.0, "vllm:iteration_tokens_total_count": 6.0}  # fmt: skip
     read = read_round(result, before, after, cpu_seconds=0.5)
-    assert (read.failed, read.preempted) == (1, 2)
+    assert (read.failures, read.preemptions) == (1, 2)
     assert read.ttft == [500, 700]
     assert read.tpot == pytest.approx([100, 200])  # four tokens after the first
-    assert (read.found, read.cpu_ms) == (0.75, 50)
+    assert (read.hit_share, read.cpu_ms) == (0.75, 50)
     assert (read.output_rate, read.total_rate) == (6.6, 99.0)
 
 
 def test_cold_rounds_give_the_first_token_and_the_others_the_rest():
     rounds = Rounds(
         [
-            made(rate=1.0, tpot=(900.0,), ttft=(500.0, 700.0), cpu=70.0, preempted=1),
-            made(rate=2.0, tpot=(900.0,), ttft=(600.0, 800.0), cpu=80.0),
+            make_round(rate=1.0, tpot=(900.0,), ttft=(500.0, 700.0), cpu=70.0, preemptions=1),
+            make_round(rate=2.0, tpot=(900.0,), ttft=(600.0, 800.0), cpu=80.0),
         ],
         [
-            made(rate=10.0, tpot=(100.0, 110.0), ttft=(1.0,), cpu=20.0),
-            made(rate=30.0, tpot=(90.0, 120.0), ttft=(1.0,), cpu=30.0, failed=2),
-            made(rate=20.0, tpot=(95.0, 105.0), ttft=(1.0,), cpu=25.0),
+            make_round(rate=10.0, tpot=(100.0, 110.0), ttft=(1.0,), cpu=20.0),
+            make_round(rate=30.0, tpot=(90.0, 120.0), ttft=(1.0,), cpu=30.0, failures=2),
+            make_round(rate=20.0, tpot=(95.0, 105.0), ttft=(1.0,), cpu=25.0),
         ],
     )
-    row = summed_up("tq4", CASE, 42240, rounds)
+    row = summary_row("tq4", CASE, 42240, rounds)
     assert [row[name] for name in ("output_rate", "low", "high", "tpot", "tpot_p99")] == [20, 10, 30, 102.5, 119.5]
     assert [row[name] for name in ("ttft", "cold_rate", "cold_cpu_ms", "cpu_ms", "ttft_p99")] == [650, 4.5, 75, 25, 797]
     assert [row[name] for name in ("preempted", "failed", "capacity")] == [1, 2, 42240]
@@ -174,8 +174,8 @@ def test_cold_rounds_give_the_first_token_and_the_others_the_rest():
 def test_rounds_are_divided_by_their_neighbours():
     """The machine is fast in the middle one; quotients within rounds are 3, 2 and 1.5, of medians 1.5; of the cold 3 and 5."""
 
-    def rounds(cold, known, cpu, ttft):
-        return Rounds(*([made(rate=r, tpot=(1e3 / r,), cpu=cpu, ttft=(ttft,)) for r in rates] for rates in (cold, known)))
+    def rounds(cold, warm, cpu, ttft):
+        return Rounds(*([make_round(rate=r, tpot=(1e3 / r,), cpu=cpu, ttft=(ttft,)) for r in rates] for rates in (cold, warm)))
 
     slow, fast = rounds((1.0, 1.0), (10.0, 80.0, 40.0), 10.0, 400.0), rounds((3.0, 5.0), (30.0, 160.0, 60.0), 4.0, 200.0)
     assert ratio(CASE, fast, slow) == {
@@ -193,39 +193,41 @@ class Turns(serve.Bench):
 
     def _round(self, server, case, prompts):
         self.seen.append((server.kv, prompts.read_text()))
-        return made()
+        return make_round()
 
 
 def test_servers_take_turns_with_the_same_prompts_new_ones_while_cold(tmp_path):
     bench = Turns(tmp_path)
-    rounds = bench.rounds(CASE, 1, cold=2, known=2)
-    bench.rounds(CASE, 2, cold=1, known=0)
+    rounds = bench.rounds(CASE, 1, cold=2, warm=2)
+    bench.rounds(CASE, 2, cold=1, warm=0)
     assert [kv for kv, _ in bench.seen] == ["bf16", "tq4"] * 5
     prompts = [text for _, text in bench.seen]
     assert prompts[::2] == prompts[1::2]
     first, second, third, fourth, other = prompts[::2]
     assert second == third == fourth
     assert len({first, second, other}) == 3
-    assert [(len(r.cold), len(r.known)) for r in rounds.values()] == [(2, 2)] * 2
+    assert [(len(r.cold), len(r.warm)) for r in rounds.values()] == [(2, 2)] * 2
 
 
 def test_nobody_answered():
-    row = summed_up("tq4", CASE, 1, Rounds([made(ttft=(), tpot=(), failed=3)], [made(ttft=(), tpot=(), failed=3)]))
+    row = summary_row(
+        "tq4", CASE, 1, Rounds([make_round(ttft=(), tpot=(), failures=3)], [make_round(ttft=(), tpot=(), failures=3)])
+    )
     assert math.isnan(row["tpot"])
     assert math.isnan(row["ttft_p99"])
     assert row["failed"] == 6
 
 
 def test_the_ratio_stands_below_the_rows_of_its_case():
-    request, rounds = asked(users=(1, 8), prompt_tokens=(128, 1024)), Rounds([made()], [made()])
-    rows = [summed_up(kv, case, 42240, rounds) for case in request.cases for kv in ("bf16", "tq4")]
-    found = serve.report(request, "m", rows, [ratio(case, rounds, rounds) for case in request.cases])
-    (table,) = found.tables
+    request, rounds = make_request(users=(1, 8), prompt_tokens=(128, 1024)), Rounds([make_round()], [make_round()])
+    rows = [summary_row(kv, case, 42240, rounds) for case in request.cases for kv in ("bf16", "tq4")]
+    result = serve.report(request, "m", rows, [ratio(case, rounds, rounds) for case in request.cases])
+    (table,) = result.tables
     cases = [(users, prompt) for prompt in ("128", "1,024") for users in ("1", "8")]
     assert [cells[:3] for cells in table.rows] == [(*case, kv) for case in cases for kv in ("bf16", "tq4", "ratio")]
     assert {len(cells) for cells in table.rows} == {len(table.columns)}
     assert table.rows[2][3] == "1.00"
-    line = json.loads(found.line())
+    line = json.loads(result.line())
     assert (line["context"], line["kv"], line["rows"][0]["capacity"]) == ([128, 1024], ["bf16", "tq4"], 42240)
 
 
@@ -240,29 +242,29 @@ time.sleep(99)
 """
 
 
-def started(child):
+def wait_for_output(child):
     """What it says first."""
-    while not (said := child.log.read_text()):
+    while not (log_text := child.log.read_text()):
         time.sleep(0.02)
-    return said.strip()
+    return log_text.strip()
 
 
-def interrupted(child):
+def interrupt(child):
     """Ctrl-C while it runs; the processes there were."""
-    seen = {}
+    pids = {}
     with suppress(KeyboardInterrupt), ending([child]):
-        seen = {child.process.pid, int(started(child))}
-        assert set(child.members()) == seen
+        pids = {child.process.pid, int(wait_for_output(child))}
+        assert set(child.members()) == pids
         raise KeyboardInterrupt
-    return seen
+    return pids
 
 
 def test_ending_leaves_nobody_of_the_group_behind(tmp_path, monkeypatch):
     (tmp_path / "stubborn.py").write_text(STUBBORN)
     child = Child([str(tmp_path / "stubborn.py")], tmp_path / "log")
     monkeypatch.setattr(child, "stop", partial(child.stop, patience=0.5))
-    seen = interrupted(child)
-    assert len(seen) == 2
+    pids = interrupt(child)
+    assert len(pids) == 2
     assert child.members() == {}
 
 
@@ -280,7 +282,7 @@ def test_processor_time_is_that_of_the_group_alone(tmp_path):
 
 def test_a_server_that_does_not_start_is_one_line(tmp_path):
     server = Server(tmp_path / "no such folder", "tq4", (), tmp_path / "log")
-    with ending([server]), pytest.raises(InputError) as refused:
+    with ending([server]), pytest.raises(InputError) as excinfo:
         server.wait(60)
-    assert str(refused.value).startswith("the server with tq4 did not start: tq: ")
-    assert "\n" not in str(refused.value)
+    assert str(excinfo.value).startswith("the server with tq4 did not start: tq: ")
+    assert "\n" not in str(excinfo.value)

@@ -10,14 +10,14 @@ from npu_calls import StridedWhere
 from npu_programs import store_case
 
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.npu.program import ordered
+from haarkv.tq_ops.npu.program import order_arguments
 from haarkv.tq_ops.npu.sim.simulator import unavailable
 from lab.npu.aicore.emission import Recorder, emit
 from lab.npu.aicore.toolchain import find_toolchain
 
 
 @pytest.fixture(scope="session")
-def emitted(tmp_path_factory, worker_id):
+def cpp_sources(tmp_path_factory, worker_id):
     """The C++ of tiny's programs: program -> path -> text."""
     return shared(tmp_path_factory, worker_id, "emitted-tiny", lambda: compile_all("tiny"))
 
@@ -49,10 +49,10 @@ def simulator(toolchain):
 
 
 @pytest.fixture(scope="session")
-def stored(simulator, toolchain):
+def store_run(simulator, toolchain):
     """The store program for 16 tokens of two heads: its emission, a machine and what it should write."""
     case = store_case(16)
-    emission = emit(simulator, case.program, ordered(case.program, case.tensors))
+    emission = emit(simulator, case.program, order_arguments(case.program, case.tensors))
     return emission, emission.machine(toolchain), case.goldens
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from haarkv.tq_ops.errors import InputError
 from lab.npu.aicore.leaf import distinct, read_leaf, read_leaves
-from lab.npu.aicore.schedule import ordered, read_schedule
+from lab.npu.aicore.schedule import read_schedule, topological_order
 from lab.npu.aicore.toolchain import find_toolchain, host_header
 
 KERNEL = """#define __TILE_FWK_AICORE__ 1
@@ -71,8 +71,8 @@ def test_no_declaration_is_lost():
     lines = leaf.text.splitlines()
     assert sum(line.startswith("using ") for line in lines) == 2
     # Declared before they are used, also by an operation before the first phase.
-    used = next(i for i, line in enumerate(lines) if line.startswith("TVecDup"))
-    assert max(i for i, line in enumerate(lines) if line.startswith("UBTile")) < used
+    first_use = next(i for i, line in enumerate(lines) if line.startswith("TVecDup"))
+    assert max(i for i, line in enumerate(lines) if line.startswith("UBTile")) < first_use
 
 
 def test_a_kernel_function_that_only_declares_is_idle_and_one_operation_makes_it_busy():
@@ -96,11 +96,11 @@ def test_headers_lose_the_attributes_of_the_device_alone():
     text = (
         '#include "aicore_runtime.h"\n#include "mte.h"\n#include "distributed/common.h"\n#include "vector/mte.h"\nint a[4];\n'
     )
-    made = host_header("TileOpImpl.h", "[aicore] inline int f();\n[host, aicore] int g();\n" + text)
-    assert "aicore]" not in made
-    assert '"mte.h"' not in made.replace('"vector/mte.h"', "")
-    assert '#include "vector/mte.h"' in made
-    assert "int a[4];" in made
+    header = host_header("TileOpImpl.h", "[aicore] inline int f();\n[host, aicore] int g();\n" + text)
+    assert "aicore]" not in header
+    assert '"mte.h"' not in header.replace('"vector/mte.h"', "")
+    assert '#include "vector/mte.h"' in header
+    assert "int a[4];" in header
     assert host_header("other.h", '#include "mte.h"\n') == '#include "mte.h"\n'
 
 
@@ -148,7 +148,7 @@ def test_a_record_gives_steps_tasks_attributes_and_edges():
     assert [[task.leaf for task in step] for step in schedule.steps] == [[77, 0, 78], [79]]
     first, joins, second = schedule.steps[0]
     assert first.attributes == (4, 0, 2, 0, 1, 8, 32, 8, 1, 8, 1, 0, 0, 1, 8, 1, 8, 1, 8, 5, 2**64 - 1)
-    assert [(o.written, o.address, o.offset, o.whole) for o in first.operands] == [
+    assert [(o.is_write, o.address, o.offset, o.whole) for o in first.operands] == [
         (False, 0x4000, (2, 0), (32, 8)),
         (True, 0x1040, (0, 0), (1, 8)),
     ]
@@ -164,10 +164,10 @@ def test_a_record_of_something_else_is_refused():
         read_schedule(RECORD.replace("#stackSize: 0", "#stackSize: 40"))
 
 
-@pytest.mark.parametrize("lost", ["last", "first"])
-def test_a_record_that_lacks_a_function_is_refused(lost):
+@pytest.mark.parametrize("missing_function", ["last", "first"])
+def test_a_record_that_lacks_a_function_is_refused(missing_function):
     """Lines of two threads that run into each other hide one; a step then lacks tasks and edges."""
-    record = RECORD.replace("func 1 [0]", "fun") if lost == "last" else RECORD.replace("func 1 [0]", "func 2 [0]")
+    record = RECORD.replace("func 1 [0]", "fun") if missing_function == "last" else RECORD.replace("func 1 [0]", "func 2 [0]")
     with pytest.raises(InputError, match="lacks a function"):
         read_schedule(record)
 
@@ -176,13 +176,13 @@ def test_orders_by_chance_keep_the_edges_and_differ():
     step = read_schedule(RECORD).steps[0]
     # Ten tasks that wait for none, and the three of the record.
     more = tuple(type(step[0])(100 + i, 5, (), (), (), frozenset()) for i in range(10))
-    orders = {tuple(t.number for t in ordered(step + more, random.Random(seed))) for seed in range(30)}
+    orders = {tuple(t.number for t in topological_order(step + more, random.Random(seed))) for seed in range(30)}
     assert len(orders) > 20
     for order in orders:
         assert order.index(0) < order.index(10) < order.index(1 << 20)
     circle = tuple(type(t)(t.number, t.leaf, (), (), (), frozenset({t.number})) for t in step)
     with pytest.raises(ValueError, match="circle"):
-        list(ordered(circle))
+        list(topological_order(circle))
 
 
 def test_a_missing_compiler_or_folder_is_said_in_one_line(tmp_path):

@@ -8,9 +8,9 @@ from emitted_programs import compile_all
 from npu_programs import needs_pypto
 
 pytest.importorskip("pypto", reason="PyPTO is not installed")
-from look_up_kernel import LookUp, Restored
+from look_up_kernel import LookUp, RestoreProgram
 
-from haarkv.models.qwen3_14b.npu.compile import written
+from haarkv.models.qwen3_14b.npu.compile import write_sources
 from haarkv.tq_ops.formats.learned import COLUMNS
 from haarkv.tq_ops.npu.learned import Layout
 from haarkv.tq_ops.npu.program import HEAD_DIM
@@ -23,11 +23,11 @@ PROGRAMS = ("decode", "prefill", "head", "store")
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_nothing_is_found_in_the_programs_of_tiny(emitted, program):
-    report = check(program, emitted[program])
+def test_nothing_is_found_in_the_programs_of_tiny(cpp_sources, program):
+    report = check(program, cpp_sources[program])
     assert [str(finding) for finding in report.findings] == []
     # Something was read, and it was all of it.
-    assert report.functions == sum(path.startswith("kernel_aicore/") for path in emitted[program]) > 3
+    assert report.functions == sum(path.startswith("kernel_aicore/") for path in cpp_sources[program]) > 3
     assert report.lines > 100
     assert 0 < report.fullest["UB"] <= CAPACITY["UB"]
     assert 0 < report.stack < report.stack_limit == 32 * 2**10
@@ -42,31 +42,31 @@ def test_nothing_is_found_in_the_programs_of_14b():
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_every_tile_operation_of_the_text_is_read(emitted, program):
+def test_every_tile_operation_of_the_text_is_read(cpp_sources, program):
     """As many as a plain search for calls finds, each with the operands that the text names."""
-    for path, text in emitted[program].items():
+    for path, text in cpp_sources[program].items():
         if not path.startswith("kernel_aicore/"):
             continue
         calls = re.findall(r"^T[A-Z]\w*.*\);$", text, re.MULTILINE)
         function = parse(path, text)
-        named = [len(re.findall(r"\b\w+Tensor_\d+\b", call)) for call in calls]
-        assert [sum(tile is not None for tile in o.operands) for o in function.operations] == named
+        tensor_counts = [len(re.findall(r"\b\w+Tensor_\d+\b", call)) for call in calls]
+        assert [sum(tile is not None for tile in o.operands) for o in function.operations] == tensor_counts
 
 
 # -- Planted ----------------------------------------------------------------------------------------------------------------
 def test_a_where_of_strided_views_is_found(emitted_strided_where):
     """The fault that once wrote 919 of 2,048 code bytes wrong: right in the interpreter, named here with its line."""
     report = check("planted", emitted_strided_where)
-    (found,) = report.findings
-    assert "TWhereTT" in found.says
-    assert "[32 x 64]" in found.says
-    assert "[32 x 128]" in found.says
-    line = emitted_strided_where[found.path].splitlines()[found.line - 1]
+    (finding,) = report.findings
+    assert "TWhereTT" in finding.says
+    assert "[32 x 64]" in finding.says
+    assert "[32 x 128]" in finding.says
+    line = emitted_strided_where[finding.path].splitlines()[finding.line - 1]
     assert line.startswith("TWhereTT")
-    assert str(found).startswith(f"planted, {found.function}, {found.path}:{found.line}: ")
+    assert str(finding).startswith(f"planted, {finding.function}, {finding.path}:{finding.line}: ")
 
 
-def spoiled(sources, old, new):
+def with_fault(sources, old, new):
     """The first kernel function with such a line, and that line changed."""
     for path, text in sources.items():
         if match := re.search(old, text, re.MULTILINE):
@@ -90,10 +90,10 @@ def spoiled(sources, old, new):
         (r"^TMul<.*?>\((ubTensor_\d+), ubTensor_\d+,", r"TNew(\1, ubTensor_99999,", "ubTensor_99999 is not declared"),
     ],
 )  # fmt: skip
-def test_what_is_planted_is_found(emitted, old, new, says):
-    sources = {f"kernel_aicore/{program}/{path}": text for program in PROGRAMS for path, text in emitted[program].items()}
-    found = check("planted", spoiled(sources, old, new)).findings
-    assert any(says in finding.says for finding in found), [str(finding) for finding in found]
+def test_what_is_planted_is_found(cpp_sources, old, new, says):
+    sources = {f"kernel_aicore/{program}/{path}": text for program in PROGRAMS for path, text in cpp_sources[program].items()}
+    findings = check("planted", with_fault(sources, old, new)).findings
+    assert any(says in finding.says for finding in findings), [str(finding) for finding in findings]
 
 
 TWO_WIDTHS = """extern "C" [aicore] void f(CoreFuncParam* param) {
@@ -128,8 +128,8 @@ CALL
     ],
 )
 def test_strides_are_compared_where_the_headers_assume_them_equal(call, faulty):
-    found = check("planted", {"kernel_aicore/f.cpp": TWO_WIDTHS.replace("CALL", call)}).findings
-    assert [(finding.line, finding.function) for finding in found] == ([(10, "f")] if faulty else [])
+    findings = check("planted", {"kernel_aicore/f.cpp": TWO_WIDTHS.replace("CALL", call)}).findings
+    assert [(finding.line, finding.function) for finding in findings] == ([(10, "f")] if faulty else [])
 
 
 ROWS_OF_A_TALLER_TILE = """extern "C" [aicore] void f(CoreFuncParam* param) {
@@ -156,8 +156,8 @@ _VALID = "RUNTIME_GetViewValidShapeDim"
 )  # fmt: skip
 def test_rows_of_a_taller_tile_end_where_their_shape_says(shape, faulty):
     """Half of the rows from the middle on; as long as nothing is known of them, they count as many as the tile has."""
-    found = check("planted", {"kernel_aicore/f.cpp": ROWS_OF_A_TALLER_TILE.replace("SHAPE", shape)}).findings
-    assert ["bytes from 4096 on; UB_A has 8192" in finding.says for finding in found] == [True] * faulty
+    findings = check("planted", {"kernel_aicore/f.cpp": ROWS_OF_A_TALLER_TILE.replace("SHAPE", shape)}).findings
+    assert ["bytes from 4096 on; UB_A has 8192" in finding.says for finding in findings] == [True] * faulty
 
 
 def test_rules_name_operands_that_are_there():
@@ -173,9 +173,9 @@ def test_a_file_or_a_program_without_kernel_functions_is_named():
     assert "holds no kernel function" in str(finding)
 
 
-def test_a_folder_is_checked_by_command(emitted, tmp_path, capsys):
+def test_a_folder_is_checked_by_command(cpp_sources, tmp_path, capsys):
     """As `tq dev compile --cpp` writes it, and with one function spoiled."""
-    written(tmp_path / "cpp", {"head": emitted["head"]})
+    write_sources(tmp_path / "cpp", {"head": cpp_sources["head"]})
     assert main([str(tmp_path / "cpp")]) == 0
     assert "0 findings" in capsys.readouterr().out
     file = next((tmp_path / "cpp/head/kernel_aicore").glob("*_aiv.cpp"))
@@ -194,11 +194,11 @@ def plain():
         yield simulator
 
 
-COUNTED = {2: (55, 1280), 3: (49, 1280), 4: (54, 1920), 5: (53, 2272)}
+EXPECTED_COUNTS = {2: (55, 1280), 3: (49, 1280), 4: (54, 1920), 5: (53, 2272)}
 """Operations of a block of 128 tokens, and their rows of 256 bytes. With `tq4` it is 15.5 and 1,920, of two blocks at once."""
 
 
-def counted(run):
+def count_tiles(run):
     """Operations of the vector core, but for loads and stores, and the rows of 256 bytes that their results take."""
     work = [
         operation.operands
@@ -222,7 +222,7 @@ def test_nothing_goes_row_by_row(blocks, plain):
     assert (calls.count("TLoad"), calls.count("TStore")) == (blocks, 2)
     assert not [name for name in ("TWhere", "TCompare", "TGather") if name in text]
     # Casts of a block, and 29 operations of arithmetic, of half a line a vector.
-    assert counted(run) == (29 + blocks, 64 * (29 * blocks + blocks))
+    assert count_tiles(run) == (29 + blocks, 64 * (29 * blocks + blocks))
 
 
 @pytest.mark.parametrize("bits", COLUMNS)
@@ -230,10 +230,10 @@ def test_learned_keys_are_restored_by_one_task_without_copies(plain, bits):
     """One load, a store for each part, and as much arithmetic as was counted; nothing goes row by row or spills."""
     layout = Layout(COLUMNS[bits])
     arguments = [torch.zeros(128, layout.nbytes(HEAD_DIM), dtype=torch.int8), torch.zeros(layout.width(HEAD_DIM), 128).half()]
-    run = plain.run(Restored(layout), arguments, Mode.COMPILE)
+    run = plain.run(RestoreProgram(layout), arguments, Mode.COMPILE)
     calls = re.findall(r"^(T[A-Z]\w*).*\);$", "".join(run.sources.values()), re.MULTILINE)
     assert set(calls) == {"TLoad", "TCast", "TTrans", "TMulS", "TAddS", "TSubS", "TSub", "TMul", "TStore"} | (
         {"TAdd"} if layout.lower_pieces else set()
     )
     assert (calls.count("TLoad"), calls.count("TStore")) == (1, len(layout.parts(HEAD_DIM)))
-    assert counted(run) == COUNTED[bits]
+    assert count_tiles(run) == EXPECTED_COUNTS[bits]

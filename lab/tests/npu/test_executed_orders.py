@@ -9,13 +9,13 @@ from collections import Counter
 import pytest
 import torch
 from executed_leaves import functions, without, wrong_stores
-from npu_calls import LAYER, layer_call, unordered
+from npu_calls import LAYER, layer_call, without_barrier
 from npu_layers import worst_token
-from small_models import SMALL, resized, small_model
+from small_models import SMALL, resize_config, small_model
 
 from haarkv.models.qwen3_14b.npu import programs
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.npu.sides import kept_shape, sides_of
+from haarkv.tq_ops.npu.sides import layer_sides, window_shape
 from haarkv.validation.bounds import NPU_LAYER_ADDED
 from lab.npu.aicore.emission import Recorder, emit
 
@@ -26,7 +26,7 @@ FEW = 20
 
 def small():
     """A layer that is quick to run many times."""
-    config = resized(SMALL, hidden_size=128, intermediate_size=128, num_heads=5, num_kv_heads=1)
+    config = resize_config(SMALL, hidden_size=128, intermediate_size=128, num_heads=5, num_kv_heads=1)
     return small_model(config, dtype=torch.bfloat16)
 
 
@@ -39,8 +39,8 @@ def call(request):
     spec = CACHES[request.param]
     model = small()
     plan = spec.plan(model.config.num_layers)
-    sides, kept = sides_of(plan, LAYER), kept_shape(plan, LAYER)
-    program = programs.decode_program(model.config, *sides, kept, step_tokens=128)
+    sides, windows_shape = layer_sides(plan, LAYER), window_shape(plan, LAYER)
+    program = programs.decode_program(model.config, *sides, windows_shape, step_tokens=128)
     return program, layer_call(program, [1, 1, 1], [130, 60, 5], model=model, spec=spec)
 
 
@@ -70,18 +70,18 @@ def test_every_order_that_the_tables_allow_gives_the_same(call, toolchain):
 def test_without_the_barrier_orders_differ(call, toolchain):
     """The cache is right in any order, and rows of it are read before they are stored."""
     program, case = call
-    differing = run_orders(unordered(program), case, toolchain, FEW)
+    differing = run_orders(without_barrier(program), case, toolchain, FEW)
     print(f"\nwithout the barrier, of {FEW} orders: {dict(differing)}")
     assert set(differing) == {"out"}
 
 
 # -- Left out: each must be missed; what only declares does not count -------------------------------------------------------
-def test_every_function_of_the_store_is_missed(stored):
-    emission, machine, goldens = stored
-    found = functions(emission)
-    assert len(found) >= 6
-    assert machine.executed().keys() >= found.keys()
-    for symbol, leaves in found.items():
+def test_every_function_of_the_store_is_missed(store_run):
+    emission, machine, goldens = store_run
+    leaves_by_symbol = functions(emission)
+    assert len(leaves_by_symbol) >= 6
+    assert machine.call_counts().keys() >= leaves_by_symbol.keys()
+    for symbol, leaves in leaves_by_symbol.items():
         wrong = wrong_stores(emission, without(machine, leaves), goldens)
         assert any(wrong.values()), f"{symbol} could be left out"
 
@@ -93,12 +93,12 @@ def test_every_function_of_a_decode_layer_is_missed(simulator, toolchain):
     arguments, goldens, out, tiling, _ = layer_call(program, [1, 1, 1], [130, 60, 5], model=model)
     emission = emit(simulator, program, arguments)
     machine = emission.machine(toolchain)
-    whole, executed = machine.run()[out], machine.executed()
+    whole, call_counts = machine.run()[out], machine.call_counts()
     assert whole.isfinite().all()
-    found = {symbol: leaves for symbol, leaves in functions(emission).items() if executed[symbol]}
-    assert len(found) >= 35
-    for symbol, leaves in found.items():
+    leaves_by_symbol = {symbol: leaves for symbol, leaves in functions(emission).items() if call_counts[symbol]}
+    assert len(leaves_by_symbol) >= 35
+    for symbol, leaves in leaves_by_symbol.items():
         after = without(machine, leaves)
-        stored = all(torch.equal(after[index], golden) for index, golden in goldens.items())
+        same_store = all(torch.equal(after[index], golden) for index, golden in goldens.items())
         same = torch.equal(after[out][tiling.row], whole[tiling.row]) and bool(after[out].isfinite().all())
-        assert not (stored and same), f"{symbol} of {leaves[0].scope} could be left out"
+        assert not (same_store and same), f"{symbol} of {leaves[0].scope} could be left out"

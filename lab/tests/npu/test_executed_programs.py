@@ -9,7 +9,7 @@ from executed_leaves import ROWS, functions, wrong_bytes, wrong_numbers, wrong_s
 from npu_calls import LAYER, StridedWhere, layer_call
 from npu_layers import CONFIGS, learned_spec, worst_token
 from npu_programs import store_case
-from small_models import SMALL, resized, small_model
+from small_models import SMALL, resize_config, small_model
 
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.qwen3_14b.npu import inputs, programs
@@ -17,8 +17,8 @@ from haarkv.models.qwen3_14b.npu.compile import PROGRAMS, compile_programs
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.npu.program import ordered
-from haarkv.tq_ops.npu.sides import kept_shape, sides_of
+from haarkv.tq_ops.npu.program import order_arguments
+from haarkv.tq_ops.npu.sides import layer_sides, window_shape
 from haarkv.validation.bounds import NPU_LAYER_ADDED
 from lab.npu.aicore.build import check_leaves
 from lab.npu.aicore.emission import Recorder, emit
@@ -30,7 +30,7 @@ LOGITS_ATOL = 1e-2
 
 def note(name, emission, machine, verdict):
     """One row of the table for each leaf. Returns the share of leaves that ran."""
-    calls = machine.executed()
+    calls = machine.call_counts()
     leaves = {symbol: same[0] for symbol, same in functions(emission).items()}
     ROWS[name] = [(leaf.scope, leaf.kind, leaf.file, calls[symbol], verdict) for symbol, leaf in leaves.items()]
     return sum(symbol in calls for symbol in leaves) / len(leaves)
@@ -55,8 +55,8 @@ def test_a_decode_layer_stores_the_very_bytes_and_gives_the_reference_output(sim
     """Three steps of keys and one: the first, one between, the last, and one that is both first and last."""
     program = programs.decode_program(load_model("tiny", "bfloat16").config)
     call = layer_call(program, [1, 1], [4200, 17], blocks=40)
-    executed = check_layer("decode", simulator, toolchain, call, program)
-    assert executed >= 0.9
+    coverage = check_layer("decode", simulator, toolchain, call, program)
+    assert coverage >= 0.9
 
 
 @pytest.mark.long
@@ -66,43 +66,43 @@ def test_a_decode_layer_of_other_formats_does_so_too(kv, simulator, toolchain):
     queries are turned for three stretches."""
     config = load_model("tiny", "bfloat16").config
     spec = learned_spec(config, kv, turning=True) if "lr" in kv else KVSpec(kv)
-    program = programs.decode_program(config, *sides_of(spec.plan(config.num_layers), LAYER))
+    program = programs.decode_program(config, *layer_sides(spec.plan(config.num_layers), LAYER))
     call = layer_call(program, [1, 1], [2200, 17], blocks=24, spec=spec)
     assert check_layer(kv, simulator, toolchain, call, program) >= 0.85
 
 
-KEPT = {"tail": 128, "sink": 4}
+WINDOW = {"tail": 128, "sink": 4}
 
 
-def kept_call(config, make, new, stored, blocks=12, model=None, **kept):
+def window_call(config, make, new, lengths, blocks=12, model=None, **window):
     """A layer of learned keys with tokens in BF16 beside them, about to run."""
-    spec = replace(learned_spec(config, turning=True), **kept)
+    spec = replace(learned_spec(config, turning=True), **window)
     plan = spec.plan(config.num_layers)
-    program = make(config, *sides_of(plan, LAYER), kept_shape(plan, LAYER))
-    call = layer_call(program, new, stored, blocks, model, spec)
-    assert len(call[1]) == (6 if kept else 4)
+    program = make(config, *layer_sides(plan, LAYER), window_shape(plan, LAYER))
+    call = layer_call(program, new, lengths, blocks, model, spec)
+    assert len(call[1]) == (6 if window else 4)
     return program, call
 
 
 @pytest.mark.long
 def test_a_decode_layer_keeps_tokens_in_bf16_and_attends_to_them(simulator, toolchain):
     """Two steps of packed keys and the one of BF16; a sequence that does not fill the tail has one packed step, all masked."""
-    program, call = kept_call(
-        load_model("tiny", "bfloat16").config, programs.decode_program, [1, 1], [2300, 17], blocks=24, **KEPT
+    program, call = window_call(
+        load_model("tiny", "bfloat16").config, programs.decode_program, [1, 1], [2300, 17], blocks=24, **WINDOW
     )
     assert check_layer("kept decode", simulator, toolchain, call, program) >= 0.85
 
 
 @pytest.mark.long
 def test_a_prefill_layer_keeps_tokens_in_bf16_and_attends_to_them(simulator, toolchain):
-    program, call = kept_call(load_model("tiny", "bfloat16").config, programs.prefill_program, [40, 3], [1000, 2], **KEPT)
+    program, call = window_call(load_model("tiny", "bfloat16").config, programs.prefill_program, [40, 3], [1000, 2], **WINDOW)
     assert check_layer("kept prefill", simulator, toolchain, call, program) >= 0.85
 
 
 @pytest.mark.long
 def test_a_prefill_layer_of_learned_keys_reads_two_stretches(simulator, toolchain):
     """A unit of 32 tokens on both sides of the border."""
-    program, call = kept_call(load_model("tiny", "bfloat16").config, programs.prefill_program, [40, 3], [1000, 2])
+    program, call = window_call(load_model("tiny", "bfloat16").config, programs.prefill_program, [40, 3], [1000, 2])
     assert check_layer("turned prefill", simulator, toolchain, call, program) >= 0.85
 
 
@@ -111,12 +111,12 @@ def test_a_small_decode_layer_keeps_tokens_in_bf16_and_attends_to_them(simulator
     assert check_layer("kept", simulator, toolchain, call, program) == 1
 
 
-def small_call(step=256, **kept):
+def small_call(step=256, **window):
     """More than a stretch of keys, in five short steps or in one that holds two stretches, beside shorter sequences."""
-    config = resized(SMALL, hidden_size=128, intermediate_size=128, num_heads=5, num_kv_heads=1)
+    config = resize_config(SMALL, hidden_size=128, intermediate_size=128, num_heads=5, num_kv_heads=1)
     model = small_model(config, dtype=torch.bfloat16)
     make = partial(programs.decode_program, step_tokens=step)
-    return kept_call(config, make, [1, 1, 1], [1100, 60, 2], blocks=14, model=model, **kept)
+    return window_call(config, make, [1, 1, 1], [1100, 60, 2], blocks=14, model=model, **window)
 
 
 @pytest.mark.parametrize(("step", "least"), [(256, 1), (2048, 0.85)], ids=["steps of 256", "one step"])
@@ -132,18 +132,18 @@ def test_a_small_layer_of_another_family(name, kind, simulator, toolchain):
     config = replace(CONFIGS[name], layers=CONFIGS[name].layers[::-1])
     model = small_model(config, dtype=torch.bfloat16)
     if kind == "decode":
-        program, new, stored = programs.decode_program(config, step_tokens=256, layer=LAYER), [1, 1, 1], [520, 60, 2]
+        program, new, lengths = programs.decode_program(config, step_tokens=256, layer=LAYER), [1, 1, 1], [520, 60, 2]
     else:
-        program, new, stored = programs.prefill_program(config, layer=LAYER), [20, 3], [300, 2]
+        program, new, lengths = programs.prefill_program(config, layer=LAYER), [20, 3], [300, 2]
     assert (program.attention.window is not None) == (name == "gemma3")
-    call = layer_call(program, new, stored, blocks=14, model=model)
+    call = layer_call(program, new, lengths, blocks=14, model=model)
     assert check_layer(f"{name} {kind}", simulator, toolchain, call, program) >= 0.85
 
 
 def test_keys_behind_a_border_are_stored_as_the_reference_turns_them(simulator, toolchain):
     case = store_case(16, pair=(made_up.calibration().format(4), formats.get("tq4")))
     assert case.program.k.turning
-    emission = emit(simulator, case.program, ordered(case.program, case.tensors))
+    emission = emit(simulator, case.program, order_arguments(case.program, case.tensors))
     wrong = wrong_stores(emission, emission.machine(toolchain).run(), case.goldens)
     assert not any(wrong.values()), wrong
     assert note("turned store", emission, emission.machine(toolchain), "all bytes equal")
@@ -153,8 +153,8 @@ def test_keys_behind_a_border_are_stored_as_the_reference_turns_them(simulator, 
 def test_a_prefill_layer_stores_the_very_bytes_and_gives_the_reference_output(simulator, toolchain):
     program = programs.prefill_program(load_model("tiny", "bfloat16").config)
     call = layer_call(program, [40, 3], [530, 20])
-    executed = check_layer("prefill", simulator, toolchain, call, program)
-    assert executed >= 0.9
+    coverage = check_layer("prefill", simulator, toolchain, call, program)
+    assert coverage >= 0.9
 
 
 def test_the_head_gives_the_reference_logits(simulator, toolchain):
@@ -174,8 +174,8 @@ def test_the_head_gives_the_reference_logits(simulator, toolchain):
     assert expected.abs().max() > 1
 
 
-def test_quantize_and_append_write_the_bytes_of_the_format(stored):
-    emission, machine, goldens = stored
+def test_quantize_and_append_write_the_bytes_of_the_format(store_run):
+    emission, machine, goldens = store_run
     wrong = wrong_stores(emission, machine.run(), goldens)
     assert note("store", emission, machine, "all bytes equal") == 1
     assert not any(wrong.values()), wrong
@@ -184,7 +184,7 @@ def test_quantize_and_append_write_the_bytes_of_the_format(stored):
 def test_levels_of_the_published_layout_are_equal_and_norms_nearly(simulator, toolchain):
     """FP32 norms, sums of 128 squares in another order than the interpreter's, differ in their last places."""
     case = store_case(16, pair=(formats.PUBLISHED,) * 2)
-    emission = emit(simulator, case.program, ordered(case.program, case.tensors))
+    emission = emit(simulator, case.program, order_arguments(case.program, case.tensors))
     outputs = emission.outputs(emission.machine(toolchain).run())
     assert not any(wrong_numbers(outputs[name], golden) for name, golden in case.goldens.items())
     for name in ("k_codes", "v_codes"):
@@ -197,7 +197,7 @@ def test_the_strided_where_writes_wrong_codes(toolchain):
     """What PyPTO's interpreter finds right: `where` of views into a wider tile. Half of the codes are wrong, no scale is."""
     case = store_case(16, make=StridedWhere)
     with Recorder() as simulator:
-        emission = emit(simulator, case.program, ordered(case.program, case.tensors))
+        emission = emit(simulator, case.program, order_arguments(case.program, case.tensors))
     wrong = wrong_stores(emission, emission.machine(toolchain).run(), case.goldens)
     print(wrong)
     assert wrong["k_scale"] == wrong["v_scale"] == 0
@@ -205,12 +205,12 @@ def test_the_strided_where_writes_wrong_codes(toolchain):
         assert 800 < wrong[name] < 1100, wrong
 
 
-def test_a_wrong_stride_is_found(stored, toolchain):
+def test_a_wrong_stride_is_found(store_run, toolchain):
     """The tensor that QUANTIZE writes its codes to, given as 128 wide instead of 64."""
-    emission, _, goldens = stored
+    emission, _, goldens = store_run
 
     def spoil(task):
-        place = next((i for i, o in enumerate(task.operands) if o.written and o.whole == (32, 64)), None)
+        place = next((i for i, o in enumerate(task.operands) if o.is_write and o.whole == (32, 64)), None)
         if place is None:
             return task
         # Behind its index: offsets, shape and the whole shape, two numbers each.
@@ -221,15 +221,15 @@ def test_a_wrong_stride_is_found(stored, toolchain):
         return replace(task, attributes=tuple(attributes))
 
     steps = tuple(tuple(spoil(task) for task in step) for step in emission.schedule.steps)
-    spoiled = replace(emission, schedule=replace(emission.schedule, steps=steps))
-    wrong = wrong_stores(emission, spoiled.machine(toolchain).run(), goldens)
+    faulty = replace(emission, schedule=replace(emission.schedule, steps=steps))
+    wrong = wrong_stores(emission, faulty.machine(toolchain).run(), goldens)
     assert any(wrong.values())
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_kernel_function_of_14b_is_accepted_by_the_compiler(toolchain, name):
-    [compiled] = compile_programs(read_config("random:14b"), (name,), lambda _: None)
-    leaves = read_leaves(compiled.sources)
+    [program] = compile_programs(read_config("random:14b"), (name,), lambda _: None)
+    leaves = read_leaves(program.sources)
     assert leaves
     assert check_leaves(toolchain, leaves) == {}

@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from npu_calls import unordered
+from npu_calls import without_barrier
 from npu_layers import learned_spec
 from npu_programs import empty_cache, needs_pypto, rotation
-from small_models import resized
+from small_models import resize_config
 
 from haarkv.models.catalog import read_config
 from haarkv.models.qwen3_14b.npu import programs
 from haarkv.models.qwen3_14b.npu.compile import PLAN, blank_model, layer_call
-from haarkv.tq_ops.npu.program import ordered
-from haarkv.tq_ops.npu.sides import kept_shape, sides_of
+from haarkv.tq_ops.npu.program import order_arguments
+from haarkv.tq_ops.npu.sides import layer_sides, window_shape
 from haarkv.tq_ops.npu.store import StoreProgram
 from lab.npu.aicore.conflicts import conflicts
 from lab.npu.aicore.emission import Recorder, emit
@@ -36,7 +36,7 @@ class Run:
         # Kernel functions that only declare: the record says that a view of other shape is written.
         self.idle = {leaf.hash for leaf in emission.leaves if leaf.idle}
 
-    def unordered(self):
+    def unordered_pairs(self):
         """Conflicts as (kind, scope of the first, of the second, tiles from one to the other, argument or `workspace`)."""
         owner = {id(task): root for root in self.roots for task in root.tasks}
         names = dict(zip(self.schedule.inputs, (a.name for a in self.program.arguments), strict=True))
@@ -48,7 +48,7 @@ class Run:
 
 def run_layer(make, case, model="tiny", variant=lambda program: program, plan=PLAN):
     blank = blank_model(read_config(model))
-    program = variant(make(blank.config, *sides_of(plan, 0), kept_shape(plan, 0)))
+    program = variant(make(blank.config, *layer_sides(plan, 0), window_shape(plan, 0)))
     return Run(program, layer_call(program, blank, *case, plan))
 
 
@@ -66,57 +66,57 @@ def late_appends(run):
 
 
 def check_order(run, tokens, tiles):
-    found = run.roots
-    assert sum(root.scope == "APPEND" for root in found) == tokens
-    assert {root.tile for root in found} == set(range(tiles))
+    roots = run.roots
+    assert sum(root.scope == "APPEND" for root in roots) == tokens
+    assert {root.tile for root in roots} == set(range(tiles))
     assert late_appends(run) == []
     # Where a tile's attention begins, all that prepares it has ended, the clearing of its output as well.
     for tile in range(tiles):
-        before = [root.step for root in found if root.tile == tile and root.scope in ("QKV", "QUANTIZE", "APPEND", "ROTATE")]
-        assert max(before) < min(root.step for root in found if root.tile == tile and root.scope == "KEYS")
+        before = [root.step for root in roots if root.tile == tile and root.scope in ("QKV", "QUANTIZE", "APPEND", "ROTATE")]
+        assert max(before) < min(root.step for root in roots if root.tile == tile and root.scope == "KEYS")
 
 
-def kept_plan(**kept):
-    return replace(learned_plan_spec(), **kept).plan(1)
+def window_plan(**window):
+    return replace(learned_plan_spec(), **window).plan(1)
 
 
 @pytest.mark.long
 def test_decode_with_tokens_in_bf16_leaves_no_access_unordered():
     """Rings and sinks are written before anyone reads them: three sequences, one of them new."""
-    run = run_layer(decode, ((1,) * 3, (300, 100, 0)), plan=kept_plan(tail=20, sink=4))
+    run = run_layer(decode, ((1,) * 3, (300, 100, 0)), plan=window_plan(tail=20, sink=4))
     check_order(run, tokens=3, tiles=1)
     assert sum(root.scope == "KEEP" for root in run.roots) == 4
     assert max(root.step for root in run.roots if root.scope == "KEEP") < min(
         root.step for root in run.roots if root.scope == "KEYS"
     )
-    assert list(run.unordered()) == []
+    assert list(run.unordered_pairs()) == []
 
 
 @pytest.mark.long
 def test_prefill_with_tokens_in_bf16_leaves_no_access_unordered_that_matters():
     """Two tiles of one sequence, as only a chunk of more than 128 tokens would have them."""
-    run = run_layer(short_prefill, SHORT_PREFILL, plan=kept_plan(tail=128, sink=4))
+    run = run_layer(short_prefill, SHORT_PREFILL, plan=window_plan(tail=128, sink=4))
     check_prefill(run, 37, tiles=3)
 
 
 @pytest.mark.long
 def test_without_the_barrier_rings_may_be_read_stale():
-    run = run_layer(decode, ((1,) * 3, (300, 100, 0)), plan=kept_plan(tail=20, sink=4), variant=unordered)
-    found = set(run.unordered())
-    assert {("read after write", "KEEP", "KEYS", 0, name) for name in ("k_kept", "v_kept")} <= found
+    run = run_layer(decode, ((1,) * 3, (300, 100, 0)), plan=window_plan(tail=20, sink=4), variant=without_barrier)
+    conflict_kinds = set(run.unordered_pairs())
+    assert {("read after write", "KEEP", "KEYS", 0, name) for name in ("k_kept", "v_kept")} <= conflict_kinds
 
 
 def check_prefill(run, tokens, tiles):
     check_order(run, tokens, tiles)
     # A tile may store its tokens while the tile before still loads their blocks: those rows lie behind its own tokens and
     # are masked, whatever finite numbers they hold.
-    unordered = set(run.unordered())
+    conflict_kinds = set(run.unordered_pairs())
     caches = {"k_codes", "k_scale", "v_codes", "v_scale"}
     expected = {("write after read", "KEYS", "APPEND", 1, name) for name in caches}
     if run.program.kept:
         # A ring has room for a chunk beside the tail: a place that a later tile of a sequence writes is masked as well.
         expected |= {("write after read", "KEYS", "KEEP", 1, name) for name in ("k_kept", "v_kept")}
-    assert unordered == expected
+    assert conflict_kinds == expected
 
 
 def short_prefill(config, *sides):
@@ -124,7 +124,7 @@ def short_prefill(config, *sides):
 
 
 def learned_plan_spec():
-    return learned_spec(resized(read_config("tiny"), num_layers=1), turning=True)
+    return learned_spec(resize_config(read_config("tiny"), num_layers=1), turning=True)
 
 
 def learned_plan():
@@ -135,19 +135,19 @@ def learned_plan():
 def check_found(run):
     """What the tables lack without the barrier: rows read before they are stored, and rows cleared after they are written."""
     assert late_appends(run)
-    unordered = {kind[:3] for kind in run.unordered()}
-    assert ("read after write", "APPEND", "KEYS") in unordered
-    assert ("write after write", "ROTATE", "KEYS") in unordered
+    conflict_kinds = {kind[:3] for kind in run.unordered_pairs()}
+    assert ("read after write", "APPEND", "KEYS") in conflict_kinds
+    assert ("write after write", "ROTATE", "KEYS") in conflict_kinds
 
 
 @pytest.mark.long
 def test_without_the_barrier_fresh_rows_may_be_read_stale():
-    check_found(run_layer(decode, ((1,) * 3, (100, 600, 20)), variant=unordered))
+    check_found(run_layer(decode, ((1,) * 3, (100, 600, 20)), variant=without_barrier))
 
 
 def test_the_store_program_writes_no_row_twice():
     tokens, kv_heads = 20, 2
-    named = {
+    tensors = {
         "k": torch.zeros(32, kv_heads, 128),
         "v": torch.zeros(32, kv_heads, 128),
         "rotation": rotation(1),
@@ -155,14 +155,14 @@ def test_the_store_program_writes_no_row_twice():
         **empty_cache(1, kv_heads),
     }
     program = StoreProgram(kv_heads)
-    run = Run(program, ordered(program, named))
+    run = Run(program, order_arguments(program, tensors))
     assert sum(root.scope == "APPEND" for root in run.roots) == tokens
-    assert list(run.unordered()) == []
+    assert list(run.unordered_pairs()) == []
 
 
-def access(number, written, offset, shape, whole, after=()):
+def access(number, is_write, offset, shape, whole, after=()):
     """A task with one operand."""
-    return Task(number, 1, (), (), (Operand(written, 0x1000, offset, shape, whole),), frozenset(after))
+    return Task(number, 1, (), (), (Operand(is_write, 0x1000, offset, shape, whole),), frozenset(after))
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_what_is_unordered_is_found_in_tasks_made_up(one, other, kinds):
 
 @pytest.mark.long
 def test_prefill_without_the_barrier_is_found_as_well():
-    check_found(run_layer(programs.prefill_program, PREFILL, variant=unordered))
+    check_found(run_layer(programs.prefill_program, PREFILL, variant=without_barrier))
 
 
 @pytest.mark.long
@@ -202,7 +202,7 @@ def test_prefill_without_the_barrier_is_found_as_well():
 def test_decode_leaves_no_access_unordered(make, model, plan):
     run = run_layer(make, DECODE, model, plan=plan or learned_plan())
     check_order(run, tokens=18, tiles=2)
-    assert list(run.unordered()) == []
+    assert list(run.unordered_pairs()) == []
 
 
 @pytest.mark.long

@@ -23,9 +23,9 @@ from haarkv.tq_ops.kv.shapes import KVShape
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
 from haarkv.tq_ops.cuda import available, decode, ops
-from haarkv.tq_ops.cuda.arguments import kept_in
-from haarkv.tq_ops.cuda.in_bf16 import attend_kept
-from haarkv.tq_ops.cuda.layout import layout_of
+from haarkv.tq_ops.cuda.arguments import layer_windows
+from haarkv.tq_ops.cuda.in_bf16 import attend_windows
+from haarkv.tq_ops.cuda.layout import to_layout
 from lab.ptx import LaunchFault, Memory, execute, far
 from lab.ptx.tensors import fresh_memory_is_poison, place
 
@@ -34,12 +34,12 @@ if reason := available.nvrtc_missing():
 
 
 @cache
-def ptx_of(shape: decode.Shape) -> str:
+def kernel_ptx(shape: decode.Shape) -> str:
     """The kernel's PTX."""
-    return decode.compiled("compute_90", *shape).decode().rstrip("\0")
+    return decode.compile_kernel("compute_90", *shape).decode().rstrip("\0")
 
 
-class Executed:
+class PtxKernel:
     """A kernel that runs in memory which it was shown."""
 
     def __init__(self, text: str, shared_bytes: int, memory: Memory, order: str) -> None:
@@ -52,32 +52,32 @@ class Executed:
 
 
 @contextmanager
-def executed(order: str = "ascending", edit: Callable[[str], str] = str) -> Iterator[list[str]]:
+def ptx_execution(order: str = "ascending", edit: Callable[[str], str] = str) -> Iterator[list[str]]:
     """`decode.attend` on CPU tensors meanwhile; `edit` changes the PTX before it runs. Names what is launched."""
-    memory, kept, launched = Memory(), [], []
+    memory, tensors, kernel_names = Memory(), [], []
 
     def address(tensor: Tensor) -> int:
-        kept.append(tensor)
-        return place(memory, f"tensor {len(kept)} {tuple(tensor.shape)}", tensor)
+        tensors.append(tensor)
+        return place(memory, f"tensor {len(tensors)} {tuple(tensor.shape)}", tensor)
 
-    def kernel(shape: decode.Shape, device: torch.device) -> Executed:
-        launched.append("decode")
-        return Executed(edit(ptx_of(shape)), decode.shared_bytes(shape.group, shape.head_dim), memory, order)
+    def kernel(shape: decode.Shape, device: torch.device) -> PtxKernel:
+        kernel_names.append("decode")
+        return PtxKernel(edit(kernel_ptx(shape)), decode.shared_bytes(shape.group, shape.head_dim), memory, order)
 
     with patch.object(available, "address", address), patch.object(decode, "_kernel", kernel), fresh_memory_is_poison():
-        yield launched
+        yield kernel_names
 
 
-def attend_in(made, batch, case: Case, *, reference_too: bool = True, **how):
+def attend_in(kv_cache, batch, case: Case, *, reference_too: bool = True, **how):
     """What the kernel makes of a layer's attention, and what the reference does."""
     torch.manual_seed(1)
     q = (2 * torch.randn(len(batch.positions), case.kv_heads * case.group, case.head_dim)).bfloat16()
-    theirs = reference.paged_attention(q, made, LAYER, batch, case.head_dim**-0.5) if reference_too else None
-    k, v = (layout_of(f, LAYER, case.head_dim, q.device) for f in (made.k_format(LAYER), made.v_format(LAYER)))
-    scale, kept, batch = case.head_dim**-0.5 * ops.LOG2_E, kept_in(made, LAYER), made.placed(LAYER, batch)
-    in_bf16 = attend_kept(q, kept, made, LAYER, batch, scale) if kept else None
-    with executed(**how):
-        ours = decode.attend(q, ops.rotate(q, made, LAYER, batch), made, LAYER, batch, k, v, scale, in_bf16)
+    theirs = reference.paged_attention(q, kv_cache, LAYER, batch, case.head_dim**-0.5) if reference_too else None
+    k, v = (to_layout(f, LAYER, case.head_dim, q.device) for f in (kv_cache.k_format(LAYER), kv_cache.v_format(LAYER)))
+    scale, windows, batch = case.head_dim**-0.5 * ops.LOG2_E, layer_windows(kv_cache, LAYER), kv_cache.placed(LAYER, batch)
+    in_bf16 = attend_windows(q, windows, kv_cache, LAYER, batch, scale) if windows else None
+    with ptx_execution(**how):
+        ours = decode.attend(q, ops.rotate(q, kv_cache, LAYER, batch), kv_cache, LAYER, batch, k, v, scale, in_bf16)
     return ours, theirs
 
 
@@ -136,20 +136,20 @@ def test_no_order_of_the_thread_blocks_changes_a_bit(order):
 def test_nothing_is_left_from_launch_to_launch():
     """Counters of arrived parts are zeros again; a second launch over the same cache merges as the first did."""
     one = CASES[0]
-    made, batch = filled(one)
-    first, second = (attend_in(made, batch, one)[0] for _ in range(2))
+    kv_cache, batch = filled(one)
+    first, second = (attend_in(kv_cache, batch, one)[0] for _ in range(2))
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("kept", [{}, {"tail": 9, "sink": 4}, {"window": 40}], ids=str)
-def test_a_sequence_without_tokens_reads_nothing_and_its_output_is_zero(kept):
+@pytest.mark.parametrize("window", [{}, {"tail": 9, "sink": 4}, {"window": 40}], ids=str)
+def test_a_sequence_without_tokens_reads_nothing_and_its_output_is_zero(window):
     """What pads a captured batch: length 0, position 0, a block table of -1."""
-    one = case("tq4", 128, 4, 1, 16, 300, 17, **kept)
-    made, batch = filled(one)
-    alone, _ = attend_in(made, batch, one)
+    one = case("tq4", 128, 4, 1, 16, 300, 17, **window)
+    kv_cache, batch = filled(one)
+    alone, _ = attend_in(kv_cache, batch, one)
     batch = replace(batch, seq_lens=torch.tensor([300, 0], dtype=torch.int32), block_table=batch.block_table.clone())
     batch.block_table[1] = -1
-    ours, _ = attend_in(made, batch, one)
+    ours, _ = attend_in(kv_cache, batch, one)
     assert torch.equal(ours[0], alone[0])
     assert (ours[1] == 0).all()
 
@@ -157,55 +157,55 @@ def test_a_sequence_without_tokens_reads_nothing_and_its_output_is_zero(kept):
 def test_blocks_beyond_two_gigabytes():
     """A table of 70,000 blocks; a product of block and stride in 32 bits would read elsewhere."""
     one = case("tq4", 128, 4, 8, 128, 300)
-    made, batch = filled(one)
+    kv_cache, batch = filled(one)
     size = page_bytes(one.plan.layers[LAYER], 8, 128, 128)
     pages = torch.from_numpy(far(70_000 * size)).view(70_000, size)
     wide = PagedKVCache(one.plan, KVShape(8, 128), num_blocks=70_000, block_size=128, pages={LAYER: pages})
     blocks = torch.tensor([69_999, 16_400, 33_000])
-    for fields, others in ((wide.k_fields(LAYER), made.k_fields(LAYER)), (wide.v_fields(LAYER), made.v_fields(LAYER))):
+    for fields, others in ((wide.k_fields(LAYER), kv_cache.k_fields(LAYER)), (wide.v_fields(LAYER), kv_cache.v_fields(LAYER))):
         for name, tensor in fields.items():
             tensor[blocks] = others[name][batch.block_table[0].long()]
     ours, _ = attend_in(wide, replace(batch, block_table=blocks.int().unsqueeze(0)), one, reference_too=False)
-    assert torch.equal(ours, attend_in(made, batch, one)[0])
+    assert torch.equal(ours, attend_in(kv_cache, batch, one)[0])
 
 
-def edited(pattern: str, becomes: str = "", count: int = 0):
+def ptx_edit(pattern: str, becomes: str = "", count: int = 0):
     """An edit of the PTX that changes something."""
 
     def edit(text: str) -> str:
-        changed, found = re.subn(pattern, becomes, text, count=count, flags=re.MULTILINE)
-        assert found
-        return changed
+        result, replacements = re.subn(pattern, becomes, text, count=count, flags=re.MULTILINE)
+        assert replacements
+        return result
 
     return edit
 
 
 FAULTS = {
-    "no fence before a part is announced": edited(r"^.*membar\.gl.*$"),
-    "no barrier": edited(r"^.*bar\.sync.*$", count=1),
-    "another byte of the codes": edited(r", 21780;", ", 21796;"),
-    "counters that stay": edited(r"^.*st\.global\.u32.*$"),
+    "no fence before a part is announced": ptx_edit(r"^.*membar\.gl.*$"),
+    "no barrier": ptx_edit(r"^.*bar\.sync.*$", count=1),
+    "another byte of the codes": ptx_edit(r", 21780;", ", 21796;"),
+    "counters that stay": ptx_edit(r"^.*st\.global\.u32.*$"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_found(fault):
     one = CASES[0]
-    made, batch = filled(one)
+    kv_cache, batch = filled(one)
 
     shape = (2, 5, 128, 4, 4, 128, 2, 0, 0, 0)
-    broken = FAULTS[fault](ptx_of(decode.Shape(*shape)))  # an edit that changes nothing fails here
+    faulty_ptx = FAULTS[fault](kernel_ptx(decode.Shape(*shape)))  # an edit that changes nothing fails here
 
     def check_twice() -> None:
         for _ in range(2):
-            ours, theirs = attend_in(made, batch, one, edit=lambda _: broken)
+            ours, theirs = attend_in(kv_cache, batch, one, edit=lambda _: faulty_ptx)
             assert relative(ours, theirs) <= bounds.LAYER_BF16.attention
 
     with pytest.raises((LaunchFault, AssertionError)):
         check_twice()
 
 
-STRETCHED = case("k=lr4,v=tq4", 128, 2, 1, 16, 1100)
+STRETCH_CASE = case("k=lr4,v=tq4", 128, 2, 1, 16, 1100)
 
 
 @pytest.mark.parametrize("fault", [{"lacks": 0.0}, {"queries": 0}, {"gains": 2.0}], ids=str)
@@ -213,26 +213,26 @@ def test_what_each_stretch_is_given_counts(monkeypatch, fault):
     """What logits lack, queries and gains: those of the first stretch in place of the second's, or others."""
     right = ops.rotate
 
-    def wrong(*given):
-        rotated = right(*given)
+    def wrong(*args):
+        rotated = right(*args)
         for name, by in fault.items():
             part = getattr(rotated, name)
             part[1] = part[0] if name == "queries" else part[1] * by
         return rotated
 
     monkeypatch.setattr(ops, "rotate", wrong)
-    ours, theirs = attend(STRETCHED)
+    ours, theirs = attend(STRETCH_CASE)
     assert not relative(ours, theirs) <= 5 * bounds.LAYER_BF16.attention
 
 
 def test_the_op_takes_it_for_one_new_token_a_sequence(monkeypatch):
     """`paged_attention` itself: rotation of the queries in Triton's interpreter, then this kernel."""
     one = case("k=tq4,v=tq3", 128, 4, 2, 16, 300, 17, window=130)
-    made, batch = filled(one)
+    kv_cache, batch = filled(one)
     q = torch.randn(2, 8, 128).bfloat16()
-    theirs = reference.paged_attention(q, made, LAYER, batch, 0.1)
+    theirs = reference.paged_attention(q, kv_cache, LAYER, batch, 0.1)
     monkeypatch.setattr(decode, "takes", lambda *_: True)
-    with executed() as launched:
-        ours = ops.paged_attention(q, made, LAYER, batch, 0.1)
-    assert launched == ["decode"]
+    with ptx_execution() as kernel_names:
+        ours = ops.paged_attention(q, kv_cache, LAYER, batch, 0.1)
+    assert kernel_names == ["decode"]
     assert relative(ours, theirs) <= bounds.LAYER_BF16.attention

@@ -13,14 +13,14 @@ U32 = np.uint32
 
 
 def text(body: str, params: int = 2, shared: int = 0) -> str:
-    listed = ", ".join(f".param .u64 p{i}" for i in range(params))
+    parameters = ", ".join(f".param .u64 p{i}" for i in range(params))
     loads = "\n".join(f"ld.param.u64 %rd{i}, [p{i}];" for i in range(params))
     return f"""
 .version 8.0
 .target sm_80
 .address_size 64
 {f".shared .align 16 .b8 tile[{shared}];" if shared else ""}
-.visible .entry kernel({listed})
+.visible .entry kernel({parameters})
 {{
     .reg .pred %p<8>; .reg .b16 %h<8>; .reg .b32 %r<40>; .reg .f32 %f<8>; .reg .b64 %rd<20>;
     {loads}
@@ -44,47 +44,49 @@ MINE = "mul.wide.u32 %rd10, %r0, 4; add.s64 %rd11, %rd0, %rd10; add.s64 %rd12, %
 
 def each(body: str, values: np.ndarray) -> np.ndarray:
     """%r2 of 32 values becomes %r3."""
-    found = np.zeros(32, U32)
-    run(f"{MINE} ld.global.b32 %r2, [%rd11]; {body} st.global.b32 [%rd12], %r3;", values.view(U32), found)
-    return found
+    output = np.zeros(32, U32)
+    run(f"{MINE} ld.global.b32 %r2, [%rd11]; {body} st.global.b32 [%rd12], %r3;", values.view(U32), output)
+    return output
 
 
 VALUES = np.random.default_rng(0).integers(0, 2**32, 32, dtype=U32)
 
 
-def permuted(x: int, selector: int) -> int:
+def permute_bytes(x: int, selector: int) -> int:
     octets = [*x.to_bytes(4, "little"), *0x80FF017F.to_bytes(4, "little")]
-    picked = [octets[selector >> 4 * i & 7] for i in range(4)]
-    return int.from_bytes([(0xFF if p & 0x80 else 0) if selector >> 4 * i & 8 else p for i, p in enumerate(picked)], "little")
+    selection = [octets[selector >> 4 * i & 7] for i in range(4)]
+    return int.from_bytes(
+        [(0xFF if p & 0x80 else 0) if selector >> 4 * i & 8 else p for i, p in enumerate(selection)], "little"
+    )
 
 
-def signed(x: int, bits: int = 32) -> int:
+def to_signed(x: int, bits: int = 32) -> int:
     return (x & (1 << bits) - 1) - ((x >> (bits - 1) & 1) << bits)
 
 
 INTEGERS = {
-    "prmt.b32 %r3, %r2, 0x80FF017F, 0x6240;": lambda x: permuted(x, 0x6240),
-    "prmt.b32 %r3, %r2, 0x80FF017F, 0xC4F1;": lambda x: permuted(x, 0xC4F1),
-    "mov.b32 %r4, 0x80FF017F; prmt.b32 %r3, %r2, %r4, %r2;": lambda x: permuted(x, x & 0xFFFF),
+    "prmt.b32 %r3, %r2, 0x80FF017F, 0x6240;": lambda x: permute_bytes(x, 0x6240),
+    "prmt.b32 %r3, %r2, 0x80FF017F, 0xC4F1;": lambda x: permute_bytes(x, 0xC4F1),
+    "mov.b32 %r4, 0x80FF017F; prmt.b32 %r3, %r2, %r4, %r2;": lambda x: permute_bytes(x, x & 0xFFFF),
     "bfe.u32 %r3, %r2, 5, 9;": lambda x: x >> 5 & 0x1FF,
-    "bfe.s32 %r3, %r2, 5, 9;": lambda x: signed(x >> 5, 9) if x >> 5 & 0x1FF else 0,
-    "bfe.s32 %r3, %r2, 28, 9;": lambda x: signed(x) >> 28,
+    "bfe.s32 %r3, %r2, 5, 9;": lambda x: to_signed(x >> 5, 9) if x >> 5 & 0x1FF else 0,
+    "bfe.s32 %r3, %r2, 28, 9;": lambda x: to_signed(x) >> 28,
     "bfi.b32 %r3, %r2, 0x12345678, 4, 12;": lambda x: 0x12345678 & ~0xFFF0 | (x & 0xFFF) << 4,
     "shl.b32 %r3, %r2, 32;": lambda x: 0,
     "shr.s32 %r3, %r2, 40;": lambda x: -1 if x >> 31 else 0,
-    "mul.hi.s32 %r3, %r2, -77777;": lambda x: signed(x) * -77777 >> 32,
+    "mul.hi.s32 %r3, %r2, -77777;": lambda x: to_signed(x) * -77777 >> 32,
     "mul.hi.u32 %r3, %r2, 0xFFFF0001;": lambda x: x * 0xFFFF0001 >> 32,
     "mad.lo.s32 %r3, %r2, 99999, 7;": lambda x: x * 99999 + 7,
-    "mad.wide.s32 %rd2, %r2, -5, 3; shr.u64 %rd2, %rd2, 32; cvt.u32.u64 %r3, %rd2;": lambda x: signed(x) * -5 + 3 >> 32,
-    "div.s32 %r3, %r2, -7;": lambda x: -(abs(signed(x)) // 7) if signed(x) > 0 else abs(signed(x)) // 7,
-    "rem.s32 %r3, %r2, 7;": lambda x: abs(signed(x)) % 7 * (1 if signed(x) > 0 else -1),
-    "min.s32 %r3, %r2, -5;": lambda x: min(signed(x), -5),
+    "mad.wide.s32 %rd2, %r2, -5, 3; shr.u64 %rd2, %rd2, 32; cvt.u32.u64 %r3, %rd2;": lambda x: to_signed(x) * -5 + 3 >> 32,
+    "div.s32 %r3, %r2, -7;": lambda x: -(abs(to_signed(x)) // 7) if to_signed(x) > 0 else abs(to_signed(x)) // 7,
+    "rem.s32 %r3, %r2, 7;": lambda x: abs(to_signed(x)) % 7 * (1 if to_signed(x) > 0 else -1),
+    "min.s32 %r3, %r2, -5;": lambda x: min(to_signed(x), -5),
     "popc.b32 %r3, %r2;": lambda x: x.bit_count(),
     "brev.b32 %r3, %r2;": lambda x: int(f"{x:032b}"[::-1], 2),
-    "cvt.s64.s32 %rd2, %r2; shr.s64 %rd2, %rd2, 33; cvt.u32.u64 %r3, %rd2;": lambda x: signed(x) >> 33,
-    "cvt.s32.s8 %r3, %r2;": lambda x: signed(x, 8),
+    "cvt.s64.s32 %rd2, %r2; shr.s64 %rd2, %rd2, 33; cvt.u32.u64 %r3, %rd2;": lambda x: to_signed(x) >> 33,
+    "cvt.s32.s8 %r3, %r2;": lambda x: to_signed(x, 8),
     "{ .reg .b16 low, high; mov.b32 {low, high}, %r2; mov.b32 %r3, {high, low}; }": lambda x: x >> 16 | x << 16,
-    "setp.lt.s32 %p1, %r2, 5; selp.b32 %r3, 1, 2, %p1;": lambda x: 1 if signed(x) < 5 else 2,
+    "setp.lt.s32 %p1, %r2, 5; selp.b32 %r3, 1, 2, %p1;": lambda x: 1 if to_signed(x) < 5 else 2,
     "setp.lt.u32 %p1, %r2, 0x80000000; @%p1 mov.b32 %r3, 4; @!%p1 mov.b32 %r3, 9;": lambda x: 4 if x < 2**31 else 9,
     "shfl.sync.bfly.b32 %r3, %r2, 3, 31, -1;": lambda x: int(VALUES[int(np.flatnonzero(x == VALUES)[0]) ^ 3]),
     "redux.sync.max.s32 %r3, %r2, -1;": lambda x: int(VALUES.view(np.int32).max()),
@@ -93,27 +95,27 @@ INTEGERS = {
 
 @pytest.mark.parametrize("body", INTEGERS)
 def test_integers(body):
-    wanted = [INTEGERS[body](int(x)) % 2**32 for x in VALUES]
-    assert each(body, VALUES).tolist() == wanted
+    expected = [INTEGERS[body](int(x)) % 2**32 for x in VALUES]
+    assert each(body, VALUES).tolist() == expected
 
 
 def test_fma_rounds_once():
     """Products whose last bits only a fused sum keeps: against exact fractions."""
     a = np.random.default_rng(1).standard_normal(32).astype(np.float32)
     b = (a.astype(np.float64) ** 2).astype(np.float32)
-    found = each(
+    output = each(
         "mov.b32 %f1, %r2; mul.f32 %f2, %f1, %f1; neg.f32 %f2, %f2; fma.rn.f32 %f3, %f1, %f1, %f2; mov.b32 %r3, %f3;", a
     )
     exact = [np.float32(float(Fraction(float(x)) ** 2 - Fraction(float(y)))) for x, y in zip(a, b, strict=True)]
-    assert found.view(np.float32).tolist() == exact
+    assert output.view(np.float32).tolist() == exact
     assert any(exact)
 
 
 def test_half_floats():
     x = np.random.default_rng(3).standard_normal(32).astype(np.float32)
-    found = each("mov.b32 %f1, %r2; cvt.rn.bf16x2.f32 %r3, %f1, 0f3F800000;", x)
-    upper = (found & U32(0xFFFF0000)).view(np.float32)
-    assert (found & U32(0xFFFF) == 0x3F80).all()
+    output = each("mov.b32 %f1, %r2; cvt.rn.bf16x2.f32 %r3, %f1, 0f3F800000;", x)
+    upper = (output & U32(0xFFFF0000)).view(np.float32)
+    assert (output & U32(0xFFFF) == 0x3F80).all()
     assert (np.abs(upper - x) <= np.abs(x) * 2**-8).all()
     assert np.isnan(
         each("mov.b32 %f1, %r2; ex2.approx.ftz.f32 %f2, %f1; mov.b32 %r3, %f2;", np.full(32, np.nan, np.float32)).view(
@@ -124,10 +126,10 @@ def test_half_floats():
 
 def test_bytes_become_bf16_numbers_as_compilers_make_them():
     """A byte beside the bits of 128 in BF16, less 128: the byte's number; and what needs more than FP32 is refused."""
-    found = each(
+    output = each(
         "sub.bf16x2 %r3, %r2, 0x43004300;", np.array([0x43004300 | x | (127 - x) << 16 for x in range(0, 128, 4)], U32)
     )
-    low, high = ((found << U32(16)).view(np.float32), (found & U32(0xFFFF0000)).view(np.float32))
+    low, high = ((output << U32(16)).view(np.float32), (output & U32(0xFFFF0000)).view(np.float32))
     assert low.tolist() == list(range(0, 128, 4))
     assert high.tolist() == [127 - x for x in range(0, 128, 4)]
     with pytest.raises(Unknown, match="far apart"):
@@ -164,22 +166,22 @@ PRODUCT = """
 def test_a_product_of_fragments_is_the_product(moves):
     generator = np.random.default_rng(4)
     a, b = (generator.standard_normal(shape).astype(np.float16) for shape in ((16, 16), (16, 8)))
-    found = np.zeros((16, 8), np.float32)
-    run(PRODUCT.replace("MOVES", moves), a, b, found, shared=1024)
-    assert np.allclose(found, 1 + a.astype(np.float64) @ b, atol=1e-5)
+    output = np.zeros((16, 8), np.float32)
+    run(PRODUCT.replace("MOVES", moves), a, b, output, shared=1024)
+    assert np.allclose(output, 1 + a.astype(np.float64) @ b, atol=1e-5)
 
 
 # -- Threads that part, and barriers --------------------------------------------------------------------------------------
 def test_threads_of_a_warp_take_loops_of_their_own_length():
-    found = np.zeros(64, U32)
+    output = np.zeros(64, U32)
     body = """
         mov.b32 %r2, 0; mov.b32 %r3, 0;
     $again: setp.ge.u32 %p1, %r2, %r0; @%p1 bra $done;
         add.s32 %r3, %r3, %r2; add.s32 %r2, %r2, 1; bra.uni $again;
     $done: st.global.b32 [%rd12], %r3;
     """
-    run(MINE + body, np.zeros(1, U32), found, threads=64)
-    assert found.tolist() == [n * (n - 1) // 2 for n in range(64)]
+    run(MINE + body, np.zeros(1, U32), output, threads=64)
+    assert output.tolist() == [n * (n - 1) // 2 for n in range(64)]
 
 
 EXCHANGE = """
@@ -195,14 +197,14 @@ EXCHANGE = """
     ("bar.warp.sync -1;", 128, "no barrier between"), ("fence.acq_rel.gpu;", 128, "no barrier between"),
 ])  # fmt: skip
 def test_what_another_thread_wrote_is_read_after_a_barrier(barrier, distance, says):
-    found = np.zeros(64, U32)
+    output = np.zeros(64, U32)
     body = MINE + EXCHANGE.replace("BARRIER", barrier).replace("DISTANCE", str(distance))
     if says:
         with pytest.raises(LaunchFault, match=says):
-            run(body, found, found, threads=64, shared=256)
+            run(body, output, output, threads=64, shared=256)
     else:
-        run(body, np.zeros(1, U32), found, threads=64, shared=256)
-        assert found.tolist() == [n ^ distance // 4 for n in range(64)]
+        run(body, np.zeros(1, U32), output, threads=64, shared=256)
+        assert output.tolist() == [n ^ distance // 4 for n in range(64)]
 
 
 def test_a_barrier_that_some_threads_never_reach_is_reported():
@@ -224,9 +226,9 @@ COPY = """
 
 @pytest.mark.parametrize(("wait", "lands"), [("cp.async.wait_group 0;", True), ("cp.async.wait_group 1;", False), ("", False)])
 def test_a_copy_lands_no_sooner_than_a_wait_asks(wait, lands):
-    given, found = np.arange(128, dtype=U32), np.zeros(32, U32)
-    run(COPY.replace("WAIT", wait), given, found, shared=512)
-    assert found.tolist() == (given[::4].tolist() if lands else [0xFFFFFFFF] * 32)
+    source, output = np.arange(128, dtype=U32), np.zeros(32, U32)
+    run(COPY.replace("WAIT", wait), source, output, shared=512)
+    assert output.tolist() == (source[::4].tolist() if lands else [0xFFFFFFFF] * 32)
 
 
 # -- Memory -----------------------------------------------------------------------------------------------------------------
@@ -240,10 +242,10 @@ def test_an_access_outside_a_region_is_named(at, says):
 
 
 def test_bytes_between_those_of_a_view_are_out_of_bounds():
-    allowed = np.zeros(64, np.bool_)
-    allowed[:16] = allowed[48:] = True
+    access_mask = np.zeros(64, np.bool_)
+    access_mask[:16] = access_mask[48:] = True
     memory, array = Memory(), np.zeros(64, np.uint8)
-    address = memory.place("view", array, 0, 64, allowed)
+    address = memory.place("view", array, 0, 64, access_mask)
     execute(text("ld.global.b32 %r2, [%rd0+48];", 1), "kernel", [1], [32], [address], memory)
     with pytest.raises(LaunchFault, match="byte 16 of view, between the bytes that are its own"):
         execute(text("ld.global.b32 %r2, [%rd0+16];", 1), "kernel", [1], [32], [address], memory)
@@ -253,26 +255,26 @@ def test_an_offset_that_wraps_at_32_bits_is_out_of_bounds():
     """70,000 blocks of 33 KiB: the last lies beyond 2**31 bytes."""
     memory, blocks = Memory(), far(70_000 * 33_792)
     blocks[69_999 * 33_792] = 7
-    args, found = [memory.place("cache", blocks)], np.zeros(1, np.uint8)
-    args.append(memory.place("found", found))
+    args, output = [memory.place("cache", blocks)], np.zeros(1, np.uint8)
+    args.append(memory.place("found", output))
     body = "mov.b32 %r2, 69999; {} add.s64 %rd4, %rd0, %rd3; ld.global.u8 %r3, [%rd4]; st.global.u8 [%rd1], %r3;"
     execute(text(body.format("mul.wide.s32 %rd3, %r2, 33792;")), "kernel", [1], [32], args, memory)
-    assert found[0] == 7
+    assert output[0] == 7
     with pytest.raises(LaunchFault, match=r"byte -\d+ of cache"):
         execute(text(body.format("mul.lo.s32 %r2, %r2, 33792; cvt.s64.s32 %rd3, %r2;")), "kernel", [1], [32], args, memory)
 
 
 @pytest.mark.parametrize(("at", "says"), [(0, None), (12, None), (16, "byte 16 of local memory, which has 16"), (2, "byte 2")])
 def test_local_memory_is_each_threads_own(at, says):
-    found = np.zeros(64, U32)
+    output = np.zeros(64, U32)
     body = f".local .align 16 .b8 own[16]; mov.u64 %rd2, own; st.local.u32 [%rd2+{at}], %r0;"
     body = f"{MINE} {body} ld.local.u32 %r2, [%rd2+{at}]; st.global.b32 [%rd12], %r2;"
     if says:
         with pytest.raises(LaunchFault, match=says):
-            run(body, found, found, threads=64)
+            run(body, output, output, threads=64)
     else:
-        run(body, np.zeros(1, U32), found, threads=64)
-        assert found.tolist() == list(range(64))
+        run(body, np.zeros(1, U32), output, threads=64)
+        assert output.tolist() == list(range(64))
 
 
 @pytest.mark.parametrize(("value", "how", "says"), [
@@ -280,15 +282,15 @@ def test_local_memory_is_each_threads_own(at, says):
     ("%r0", {"together": 1}, "two threads write different values"), ("5", {}, None),
 ])  # fmt: skip
 def test_different_values_written_to_one_address_are_a_race(value, how, says):
-    body, found = f"mov.b32 %r2, {value}; st.global.b32 [%rd0], %r2;", np.zeros(1, U32)
+    body, output = f"mov.b32 %r2, {value}; st.global.b32 [%rd0], %r2;", np.zeros(1, U32)
     if value == "%r1":
         body = "setp.eq.u32 %p1, %r0, 0; @!%p1 ret; " + body
     if says:
         with pytest.raises(LaunchFault, match=says):
-            run(body, found, programs=3, **how)
+            run(body, output, programs=3, **how)
     else:
-        run(body, found, programs=3, **how)
-        assert found[0] == 5
+        run(body, output, programs=3, **how)
+        assert output[0] == 5
 
 
 LAST = """
@@ -306,11 +308,11 @@ LAST = """
 
 @pytest.mark.parametrize("how", [{}, {"together": 1}, {"together": 2, "order": "random"}, {"order": "descending"}], ids=str)
 def test_the_last_program_may_read_what_the_others_wrote_before_a_fence(how):
-    found = np.zeros(1, U32)
-    run(LAST.replace("FENCE", "fence.acq_rel.gpu;"), np.zeros(5, U32), np.zeros(1, U32), found, programs=5, **how)
-    assert found[0] == 10
+    output = np.zeros(1, U32)
+    run(LAST.replace("FENCE", "fence.acq_rel.gpu;"), np.zeros(5, U32), np.zeros(1, U32), output, programs=5, **how)
+    assert output[0] == 10
     with pytest.raises(LaunchFault, match="nothing orders the two"):
-        run(LAST.replace("FENCE", ""), np.zeros(5, U32), np.zeros(1, U32), found, programs=5, **how)
+        run(LAST.replace("FENCE", ""), np.zeros(5, U32), np.zeros(1, U32), output, programs=5, **how)
 
 
 # -- What is not known ------------------------------------------------------------------------------------------------------

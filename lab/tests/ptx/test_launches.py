@@ -7,7 +7,7 @@ card would be given it, and `lab/ptx` runs its threads.
 from __future__ import annotations
 
 import pytest
-from cuda_rows import rows_of
+from cuda_rows import script_rows
 from places import ROOT
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
@@ -25,6 +25,6 @@ def test_launches(capability, group):
 
     `planted`: faults in kernels, each of which must be found.
     """
-    rows = rows_of(str(ROOT / "lab/tests/support/ptx_cases.py"), str(capability), group)
+    rows = script_rows(str(ROOT / "lab/tests/support/ptx_cases.py"), str(capability), group)
     assert {row["group"] for row in rows} == {group}
     assert [row for row in rows if row["wrong"]] == []

@@ -13,15 +13,15 @@ from lab.ptx import Memory, execute
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
 from haarkv.tq_ops.cuda import lookup
-from haarkv.tq_ops.cuda.layout import layout_of
+from haarkv.tq_ops.cuda.layout import to_layout
 from haarkv.tq_ops.cuda.lookup import column_asm
 
 THREADS = 320
 
 
-def ran(ptx: str, given: torch.Tensor, outputs: int) -> torch.Tensor:
+def run_ptx(ptx: str, input_words: torch.Tensor, outputs: int) -> torch.Tensor:
     """Two FP16 numbers of each output word, [threads, outputs, 2], after the text has run on words [threads, inputs]."""
-    words, inputs = np.ascontiguousarray(given.numpy().astype(np.uint32)), given.shape[1]
+    words, inputs = np.ascontiguousarray(input_words.numpy().astype(np.uint32)), input_words.shape[1]
     results, memory = np.zeros((THREADS, outputs), np.uint32), Memory()
     args = [memory.place("given", words), memory.place("results", results)]
     loads = "".join(f"ld.global.b32 %w{outputs + i}, [%rd0+{4 * i}];" for i in range(inputs))
@@ -48,7 +48,7 @@ def ran(ptx: str, given: torch.Tensor, outputs: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["tq2", "tq3", "tq4"])
 def test_permutations_give_the_centroids_of_any_codes(name):
-    layout = layout_of(KVSpec(name).plan(1).k(0), 0, 128, torch.device("cpu"))
+    layout = to_layout(KVSpec(name).plan(1).k(0), 0, 128, torch.device("cpu"))
     bits = layout.bits
     ptx = {2: lookup._FOUR, 3: lookup._EIGHT, 4: lookup._SIXTEEN}[bits].value
     tiles, parts = {2: (1, 4), 3: (3, 8), 4: (1, 2)}[bits]
@@ -57,13 +57,13 @@ def test_permutations_give_the_centroids_of_any_codes(name):
     words = [(codes << torch.tensor([0, 8, 16, 24])).sum(-1)]
     # Each word of the table is given once for each of four bytes.
     words += [(layout.words.long() & 0xFFFFFFFF).repeat_interleave(4).expand(THREADS, -1)]
-    found = ran(ptx, torch.cat(words, 1), 2 * parts)
+    output = run_ptx(ptx, torch.cat(words, 1), 2 * parts)
     for part in range(parts):
         if bits == 3:  # two tiles of two bits, then one of the third
             level = codes[:, part % 2] >> (2 * (part // 2)) & 3 | (codes[:, 2] >> part & 1) << 2
         else:
             level = codes[:, 0] >> (bits * part) & (2**bits - 1)
-        assert torch.equal(found[:, 2 * part : 2 * part + 2].flatten(1), layout.centroids.half()[level])
+        assert torch.equal(output[:, 2 * part : 2 * part + 2].flatten(1), layout.centroids.half()[level])
 
 
 @pytest.mark.parametrize(
@@ -73,11 +73,11 @@ def test_permutations_give_the_centroids_of_any_codes(name):
 def test_arithmetic_gives_the_nearest_fp16_number_of_every_level(column):
     units = torch.randint(0, 256**column.nbytes, (THREADS, 4 // column.nbytes), generator=torch.Generator().manual_seed(0))
     for part in column.parts:
-        of_part = (2**part.bits - 1) << part.shift
-        units[:64] = units[:64] & ~of_part | (torch.arange(64) % 2**part.bits << part.shift).unsqueeze(1)
-    given = (units << (8 * column.nbytes * torch.arange(units.shape[1]))).sum(-1, keepdim=True)
+        part_mask = (2**part.bits - 1) << part.shift
+        units[:64] = units[:64] & ~part_mask | (torch.arange(64) % 2**part.bits << part.shift).unsqueeze(1)
+    packed_units = (units << (8 * column.nbytes * torch.arange(units.shape[1]))).sum(-1, keepdim=True)
     words = 2 // column.nbytes  # of two centroids of a part
-    found = ran(column_asm(column)[0], given, words * len(column.parts))
+    output = run_ptx(column_asm(column)[0], packed_units, words * len(column.parts))
     for number, part in enumerate(column.parts):
         table, levels = cubic.centroids(part.bits).half(), units >> part.shift & (2**part.bits - 1)
-        assert torch.equal(found[:, words * number : words * (number + 1)].flatten(1), table[levels])
+        assert torch.equal(output[:, words * number : words * (number + 1)].flatten(1), table[levels])

@@ -14,18 +14,24 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
 from lab.matrix import measure as matrix
 from lab.matrix.__main__ import main
-from lab.matrix.entries import ENTRIES, OURS, AsItComes, entry_of, without_waiting
+from lab.matrix.entries import ENTRIES, OURS, FullGroupFormat, parse_entry, without_waiting
 from lab.matrix.measure import Results, measure
-from lab.matrix.models import Beside, Subject, Task, Text, prepare
+from lab.matrix.models import ResidualSizes, Subject, Task, Text, prepare
 from lab.matrix.plot import family, matrix_svg
 from lab.rivals import register
 
 CODE = Text("code", "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n" * 6)
-TASK = Task((entry_of("q4_0"), entry_of("tq2"), entry_of("kvarn2")), [CODE], (128,), (Beside(0, 0), Beside(128, 4)), 256)
+TASK = Task(
+    (parse_entry("q4_0"), parse_entry("tq2"), parse_entry("kvarn2")),
+    [CODE],
+    (128,),
+    (ResidualSizes(0, 0), ResidualSizes(128, 4)),
+    256,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def known():
+def registered_formats():
     """The names of the rivals, for these tests alone."""
     before = dict(formats._BY_NAME)
     register()
@@ -40,18 +46,18 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def named(checkpoint):
+def model_info(checkpoint):
     return prepare(checkpoint, TASK)
 
 
 @pytest.fixture(scope="module")
-def subject(named):
-    return Subject(named, TASK)
+def subject(model_info):
+    return Subject(model_info, TASK)
 
 
-def rows_of(subject, named, file, task=TASK, on_step=lambda *_: None):
+def measure_rows(subject, model_info, file, task=TASK, on_step=lambda *_: None):
     results = Results(file)
-    measure(subject, named, task, results, {"cpu": "x"}, on_step)
+    measure(subject, model_info, task, results, {"cpu": "x"}, on_step)
     return results.rows
 
 
@@ -68,28 +74,28 @@ def whole_logits(subject, side, tokens):
     return verify(side.executor, tokens, paging.batch([paging.add()], [len(tokens)]), cache).double().log_softmax(-1)
 
 
-def test_figures_are_those_of_torch_on_whole_windows(subject, named, tmp_path):
-    plan = named.workloads["code", 128]
-    assert plan.scored == 256
-    for row in rows_of(subject, named, tmp_path / "rows"):
-        side = subject.side(entry_of(row["kv"]), Beside(row["tail"], row["sink"]))
+def test_figures_are_those_of_torch_on_whole_windows(subject, model_info, tmp_path):
+    plan = model_info.workloads["code", 128]
+    assert plan.scored_tokens == 256
+    for row in measure_rows(subject, model_info, tmp_path / "rows"):
+        side = subject.side(parse_entry(row["kv"]), ResidualSizes(row["tail"], row["sink"]))
         kl, same, nll = [], [], []
         for window in plan.windows:
-            exact, own = (whole_logits(subject, s, plan.fed(window)) for s in (subject.base, side))
-            kl.append(functional.kl_div(own, exact, reduction="none", log_target=True).sum(-1))
-            same.append(exact.argmax(-1) == own.argmax(-1))
-            nll.append(functional.nll_loss(own, plan.tokens[window.begin + 1 : window.begin + 129], reduction="none"))
+            exact, side_logits = (whole_logits(subject, s, plan.fed(window)) for s in (subject.base, side))
+            kl.append(functional.kl_div(side_logits, exact, reduction="none", log_target=True).sum(-1))
+            same.append(exact.argmax(-1) == side_logits.argmax(-1))
+            nll.append(functional.nll_loss(side_logits, plan.tokens[window.begin + 1 : window.begin + 129], reduction="none"))
         kl, same, nll = map(torch.cat, (kl, same, nll))
-        wanted = [kl.mean(), kl.quantile(0.5), kl.max(), same.double().mean(), nll.mean().exp()]
-        got = [row[name] for name in ("kl_mean", "kl_median", "kl_p999", "top1", "ppl")]
-        assert got == pytest.approx([float(x) for x in wanted], rel=2e-3, abs=1e-9), row["label"]
+        expected = [kl.mean(), kl.quantile(0.5), kl.max(), same.double().mean(), nll.mean().exp()]
+        figures = [row[name] for name in ("kl_mean", "kl_median", "kl_p999", "top1", "ppl")]
+        assert figures == pytest.approx([float(x) for x in expected], rel=2e-3, abs=1e-9), row["label"]
         assert row["tail"] or row["kl_mean"] > 1e-3
 
 
-def test_logits_that_are_not_kept_give_the_same_rows(subject, named, tmp_path, monkeypatch):
-    kept = without_time(rows_of(subject, named, tmp_path / "kept"))
-    monkeypatch.setattr(matrix, "KEPT_LOGITS", 0)
-    assert without_time(rows_of(subject, named, tmp_path / "made")) == kept
+def test_logits_that_are_not_kept_give_the_same_rows(subject, model_info, tmp_path, monkeypatch):
+    cached_rows = without_time(measure_rows(subject, model_info, tmp_path / "kept"))
+    monkeypatch.setattr(matrix, "MAX_LOGIT_BYTES", 0)
+    assert without_time(measure_rows(subject, model_info, tmp_path / "made")) == cached_rows
 
 
 @pytest.mark.parametrize(("name", "side"), [("kvarn2", "v"), ("kivi4", "k")])
@@ -97,13 +103,13 @@ def test_groups_as_they_come_hold_what_their_format_restores(name, side):
     kv_format = formats.get(name, side)
     group = kv_format.group_tokens
     x = torch.randn(2, 2 * group, 128, generator=torch.Generator().manual_seed(0))
-    whole = AsItComes(kv_format)
-    restored = whole.dequantize(whole.quantize(x, 0), 0)
+    whole = FullGroupFormat(kv_format)
+    dequantized = whole.dequantize(whole.quantize(x, 0), 0)
     for head in range(2):
         for begin in (0, group):
             tokens = x[head, begin : begin + group].bfloat16()
             expected = kv_format.dequantize(kv_format.quantize(tokens, 0), 0)
-            torch.testing.assert_close(restored[head, begin : begin + group], expected, rtol=0, atol=1e-5)
+            torch.testing.assert_close(dequantized[head, begin : begin + group], expected, rtol=0, atol=1e-5)
     assert whole.bytes_per_vector(128) == kv_format.bytes_per_vector(128)
 
 
@@ -118,47 +124,47 @@ def test_without_a_window_no_token_stays_in_bf16():
 
 def test_what_stays_in_bf16_is_the_same_for_all(subject):
     for kv in ("q4_0", "kvarn2"):
-        assert not subject.side(entry_of(kv), Beside(0, 0)).plan.keeps_tokens
-        plan = subject.side(entry_of(kv), Beside(128, 4)).plan
+        assert not subject.side(parse_entry(kv), ResidualSizes(0, 0)).plan.keeps_tokens
+        plan = subject.side(parse_entry(kv), ResidualSizes(128, 4)).plan
         assert (plan.recent, plan.sink, plan.describe()) == (128, 4, f"{kv}; tail 128; sink 4")
 
 
-def test_formats_that_learn_do_so_from_the_text_that_is_given(named, subject, tmp_path):
-    learning = [entry_of(kv) for kv in ("oscar2", "k=lr2,v=tq3")]
-    task = Task(learning, [CODE], (128,), (Beside(0, 0),), 256, Text("learn", CODE.content * 2))
-    rows = rows_of(Subject(named, task), named, tmp_path / "rows", task)
+def test_formats_that_learn_do_so_from_the_text_that_is_given(model_info, subject, tmp_path):
+    learning = [parse_entry(kv) for kv in ("oscar2", "k=lr2,v=tq3")]
+    task = Task(learning, [CODE], (128,), (ResidualSizes(0, 0),), 256, Text("learn", CODE.content * 2))
+    rows = measure_rows(Subject(model_info, task), model_info, tmp_path / "rows", task)
     assert [(row["whose"], row["balanced"]) for row in rows] == [("others", False), ("ours", False)]
     assert all(0 < row["kl_mean"] < 1 and row["learned_sha256"] for row in rows)
-    without = Task(learning, [CODE], (128,), (Beside(0, 0),), 256)
-    assert rows_of(subject, named, tmp_path / "none", without) == []
+    without = Task(learning, [CODE], (128,), (ResidualSizes(0, 0),), 256)
+    assert measure_rows(subject, model_info, tmp_path / "none", without) == []
 
 
-def test_formats_by_layer_take_what_is_asked_and_lose_less_than_one_format_everywhere(named, tmp_path):
-    asked = [entry_of(kv) for kv in ("layers:4.5", "layers:3.5", "k=lr3,v=tq3")]
-    task = Task(asked, [CODE], (128,), (Beside(0, 0), Beside(16, 4)), 256, Text("learn", CODE.content * 24))
-    subject = Subject(named, task)
-    plans = [subject.side(asked[0], beside).plan for beside in task.beside]
+def test_formats_by_layer_take_what_is_asked_and_lose_less_than_one_format_everywhere(model_info, tmp_path):
+    entries = [parse_entry(kv) for kv in ("layers:4.5", "layers:3.5", "k=lr3,v=tq3")]
+    task = Task(entries, [CODE], (128,), (ResidualSizes(0, 0), ResidualSizes(16, 4)), 256, Text("learn", CODE.content * 24))
+    subject = Subject(model_info, task)
+    plans = [subject.side(entries[0], residual).plan for residual in task.residuals]
     assert [(plan.recent, plan.sink) for plan in plans] == [(None, 0), (16, 4)]
     assert plans[0].layers == plans[1].layers
-    wide, narrow, uniform = rows_of(subject, named, tmp_path / "rows", task)[:3]
+    wide, narrow, uniform = measure_rows(subject, model_info, tmp_path / "rows", task)[:3]
     assert wide["bits_per_value"] <= 4.5
     assert narrow["bits_per_value"] <= uniform["bits_per_value"] == 3.5
     assert wide["kl_mean"] < narrow["kl_mean"] < uniform["kl_mean"]
 
 
-def test_formats_by_layer_say_what_they_need(named):
+def test_formats_by_layer_say_what_they_need(model_info):
     with pytest.raises(InputError, match=r"layers:x names no bits a value; write layers:4\.25"):
-        entry_of("layers:x")
-    task = Task([entry_of("layers:4.25")], [CODE], (128,), (Beside(0, 0),), 256, Text("learn", CODE.content))
+        parse_entry("layers:x")
+    task = Task([parse_entry("layers:4.25")], [CODE], (128,), (ResidualSizes(0, 0),), 256, Text("learn", CODE.content))
     with pytest.raises(InputError, match="formats by layer learn from 11,265 tokens; the text of --learn has"):
-        Subject(named, task).side(task.entries[0], task.beside[0])
+        Subject(model_info, task).side(task.entries[0], task.residuals[0])
 
 
 # -- Rows are kept -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_interrupted_matrix_keeps_its_rows_and_goes_on(subject, named, tmp_path):
-    whole = without_time(rows_of(subject, named, tmp_path / "whole"))
+def test_an_interrupted_matrix_keeps_its_rows_and_goes_on(subject, model_info, tmp_path):
+    whole = without_time(measure_rows(subject, model_info, tmp_path / "whole"))
     assert len(whole) == 6
     steps = []
 
@@ -168,27 +174,27 @@ def test_an_interrupted_matrix_keeps_its_rows_and_goes_on(subject, named, tmp_pa
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        rows_of(subject, named, tmp_path / "part", on_step=stop)
+        measure_rows(subject, model_info, tmp_path / "part", on_step=stop)
     lines = (tmp_path / "part").read_text().splitlines()
     assert without_time(map(json.loads, lines)) == whole[:2]
-    assert without_time(rows_of(subject, named, tmp_path / "part")) == whole
+    assert without_time(measure_rows(subject, model_info, tmp_path / "part")) == whole
     assert (tmp_path / "part").read_text().splitlines()[:2] == lines
 
 
-def test_what_is_there_is_not_measured_again(subject, named, tmp_path, monkeypatch):
-    rows = rows_of(subject, named, tmp_path / "rows")
-    measured = []
+def test_what_is_there_is_not_measured_again(subject, model_info, tmp_path, monkeypatch):
+    rows = measure_rows(subject, model_info, tmp_path / "rows")
+    calls = []
     figures = matrix._figures
-    monkeypatch.setattr(matrix, "_figures", lambda *args: measured.append(args[2].plan.describe()) or figures(*args))
-    assert rows_of(subject, named, tmp_path / "rows") == rows
-    assert measured == []
-    more = Task((*TASK.entries, entry_of("tq4")), [CODE], (128,), (Beside(0, 0),), 256)
-    assert [row["kv"] for row in rows_of(subject, named, tmp_path / "rows", more)][6:] == ["tq4"]
-    assert measured == ["tq4"]
-    other = Task(TASK.entries[:1], [Text("code", CODE.content.upper())], (128,), (Beside(0, 0),), 256)
-    rows_of(subject, prepare(named.name, other), tmp_path / "rows", other)
-    rows_of(subject, named, tmp_path / "rows", Task(TASK.entries[:1], [CODE], (128,), (Beside(128, 8),), 256))
-    assert measured == ["tq4", "q4_0", "q4_0; tail 128; sink 8"]
+    monkeypatch.setattr(matrix, "_figures", lambda *args: calls.append(args[2].plan.describe()) or figures(*args))
+    assert measure_rows(subject, model_info, tmp_path / "rows") == rows
+    assert calls == []
+    more = Task((*TASK.entries, parse_entry("tq4")), [CODE], (128,), (ResidualSizes(0, 0),), 256)
+    assert [row["kv"] for row in measure_rows(subject, model_info, tmp_path / "rows", more)][6:] == ["tq4"]
+    assert calls == ["tq4"]
+    other = Task(TASK.entries[:1], [Text("code", CODE.content.upper())], (128,), (ResidualSizes(0, 0),), 256)
+    measure_rows(subject, prepare(model_info.name, other), tmp_path / "rows", other)
+    measure_rows(subject, model_info, tmp_path / "rows", Task(TASK.entries[:1], [CODE], (128,), (ResidualSizes(128, 8),), 256))
+    assert calls == ["tq4", "q4_0", "q4_0; tail 128; sink 8"]
 
 
 @pytest.mark.parametrize("content", ["{}", "[1]", "no JSON", '{"benchmark": "other"}', "[" * 10_000])
@@ -216,7 +222,10 @@ def test_families():
         "K tq6, V tq4": "K ",
     }  # fmt: skip
     assert {label: family(label) for label in families} == families
-    assert {family(entry.label) for entry in ENTRIES if entry.whose == OURS and entry.learned} == {"learned", "by layer"}
+    assert {family(entry.label) for entry in ENTRIES if entry.whose == OURS and entry.needs_learning} == {
+        "learned",
+        "by layer",
+    }
 
 
 def test_the_figure_names_every_row_and_is_the_same_again():
@@ -225,12 +234,12 @@ def test_the_figure_names_every_row_and_is_the_same_again():
         row("tq2", 2.125, 0.05), row("OSCAR", 2.25, 0.1), row("far", 16.0, 0.1), row("none", 3.0, 0.0),
         row("tq4", 4.9, 0.001, "b", tail=128), row("KVarN k4v2", 4.1, 0.002, "b", tail=128),
     ]  # fmt: skip
-    drawn = matrix_svg(rows)
-    assert drawn == matrix_svg(rows)
-    assert all(f">{label}</text>" in drawn for label in ("tq2", "OSCAR", "tq4", "KVarN k4v2"))
-    assert not any(f">{label}</text>" in drawn for label in ("far", "none"))
-    assert "a, windows of 1,024, no tail" in drawn
-    assert "b, windows of 1,024, tail 128, 0 sinks" in drawn
+    svg = matrix_svg(rows)
+    assert svg == matrix_svg(rows)
+    assert all(f">{label}</text>" in svg for label in ("tq2", "OSCAR", "tq4", "KVarN k4v2"))
+    assert not any(f">{label}</text>" in svg for label in ("far", "none"))
+    assert "a, windows of 1,024, no tail" in svg
+    assert "b, windows of 1,024, tail 128, 0 sinks" in svg
 
 
 # -- The command -------------------------------------------------------------------------------------------------------------
@@ -267,7 +276,7 @@ def test_rows_tables_and_figure(run, tmp_path):
     assert (tmp_path / "rows.jsonl").read_text() == content
 
 
-REFUSED = {
+BAD_COMMANDS = {
     "no_text": ({"texts": ()}, [], "name models"),
     "two_texts_of_a_kind": ({"texts": ("code", "code")}, [], "same kind"),
     "unknown_format": ({}, ["--kv", "tq9"], "tq9"),
@@ -278,9 +287,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", BAD_COMMANDS)
 def test_bad_input_is_one_line_and_2(run, case, tmp_path):
-    how, args, words = REFUSED[case]
+    how, args, words = BAD_COMMANDS[case]
     code, out, err = run(*[tmp_path / "rows.jsonl" if arg == "OUT" else arg for arg in args], **how)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert words in err

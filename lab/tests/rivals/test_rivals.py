@@ -6,7 +6,7 @@ import rival_oracles as slow
 import torch
 from format_rows import fresh_rows
 from places import ROOT
-from small_models import SMALL, new_cache, new_paging, resized
+from small_models import SMALL, new_cache, new_paging, resize_config
 
 from haarkv.codebooks import lloyd_max
 from haarkv.tq_ops import formats, reference
@@ -22,7 +22,7 @@ EVERY = [(name, side) for name in BY_NAME for side in "kv"]
 
 
 @pytest.fixture(autouse=True)
-def known(monkeypatch):
+def registered_formats(monkeypatch):
     """Their names, for one test: other tests of this process may count the names of the product."""
     monkeypatch.setattr(formats, "_BY_NAME", dict(formats._BY_NAME))
     register()
@@ -37,12 +37,12 @@ def get(name, side):
 def test_the_rotation_before_q4_0_equals_the_slow_path(side, head_dim):
     x, kv_format = fresh_rows(head_dim, 3), get("q4_0_rot", side)
     fields = kv_format.quantize(x, 0)
-    packed, restored = kv_format.to_bytes(fields).numpy(), kv_format.dequantize(fields, 0).numpy()
+    packed, dequantized = kv_format.to_bytes(fields).numpy(), kv_format.dequantize(fields, 0).numpy()
     assert packed.shape[1] == kv_format.bytes_per_vector(head_dim)
     with np.errstate(all="ignore"):
-        for row, ours, back in zip(x.numpy(), packed, restored, strict=True):
+        for row, ours, numbers in zip(x.numpy(), packed, dequantized, strict=True):
             assert ours.tobytes() == slow.encode_q4_0_rot(list(row), side)
-            np.testing.assert_array_equal(back, slow.decode_q4_0_rot(ours.tobytes(), head_dim, side))
+            np.testing.assert_array_equal(numbers, slow.decode_q4_0_rot(ours.tobytes(), head_dim, side))
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
@@ -50,12 +50,14 @@ def test_the_rotation_before_q4_0_equals_the_slow_path(side, head_dim):
 def test_vllms_preset_equals_the_slow_path(side, head_dim):
     x, kv_format, book = fresh_rows(head_dim, 5), get("vllm_nc4", side), lloyd_max(4, head_dim, "published")
     fields = kv_format.quantize(x, 0)
-    packed, restored = kv_format.to_bytes(fields).numpy(), kv_format.dequantize(fields, 0).numpy()
+    packed, dequantized = kv_format.to_bytes(fields).numpy(), kv_format.dequantize(fields, 0).numpy()
     assert packed.shape[1] == kv_format.bytes_per_vector(head_dim)
     with np.errstate(all="ignore"):
-        for row, ours, back in zip(x.numpy(), packed, restored, strict=True):
+        for row, ours, numbers in zip(x.numpy(), packed, dequantized, strict=True):
             assert ours.tobytes() == slow.encode_vllm_nc4(list(row), side, book.boundaries.tolist())
-            np.testing.assert_array_equal(back, slow.decode_vllm_nc4(ours.tobytes(), head_dim, side, book.centroids.tolist()))
+            np.testing.assert_array_equal(
+                numbers, slow.decode_vllm_nc4(ours.tobytes(), head_dim, side, book.centroids.tolist())
+            )
 
 
 def test_k_and_v_are_rotated_by_matrices_of_their_own():
@@ -87,16 +89,18 @@ def test_kvarn_equals_the_slow_path(side, shape):
     bits, head_dim = shape
     x, kv_format = tiles_of_tokens(head_dim), get(f"kvarn{bits}", side)
     fields = kv_format.quantize(x, 0)
-    packed, restored = kv_format.to_bytes(fields).numpy(), kv_format.dequantize(fields, 0).numpy()
+    packed, dequantized = kv_format.to_bytes(fields).numpy(), kv_format.dequantize(fields, 0).numpy()
     assert packed.shape[1] / 128 == kv_format.bytes_per_vector(head_dim)
-    for tile, ours, back in zip(x.numpy(), packed, restored, strict=True):
+    for tile, ours, values in zip(x.numpy(), packed, dequantized, strict=True):
         theirs, margins = slow.encode_kvarn(tile, bits, side)
         size = head_dim * 128 * bits // 8
-        level, expected = (np.array(slow.levels_of(data[:size], bits, head_dim * 128)) for data in (ours.tobytes(), theirs))
+        level, expected = (
+            np.array(slow.unpack_levels(data[:size], bits, head_dim * 128)) for data in (ours.tobytes(), theirs)
+        )
         assert np.ravel(margins)[level != expected].max(initial=0) < 1e-6  # a tie that FP32 breaks the other way
         numbers = [np.frombuffer(data[size:], "<f2").astype(float) for data in (ours.tobytes(), theirs)]
         np.testing.assert_allclose(*numbers, rtol=2**-10, atol=2**-24)
-        np.testing.assert_array_equal(back, slow.decode_kvarn(ours.tobytes(), bits, side, head_dim))
+        np.testing.assert_array_equal(values, slow.decode_kvarn(ours.tobytes(), bits, side, head_dim))
 
 
 # -- Edges -------------------------------------------------------------------------------------------------------------------
@@ -127,9 +131,9 @@ def test_zeros_come_back_as_zeros_and_what_is_not_finite_is_refused(name, side):
     assert not kv_format.dequantize(kv_format.quantize(x * 0, 0), 0).any()
     bad = (2, 9) if kv_format.group_tokens > 1 else (2,)
     x[(*bad, 77)] = torch.nan
-    with pytest.raises(NonFiniteVectorError) as caught:
+    with pytest.raises(NonFiniteVectorError) as excinfo:
         kv_format.quantize(x, 0)
-    assert caught.value.index == bad
+    assert excinfo.value.index == bad
 
 
 def test_tiles_are_of_128_tokens():
@@ -142,19 +146,19 @@ def test_tiles_are_of_128_tokens():
 @pytest.mark.parametrize("kv", ["k=kvarn4,v=kvarn2", "q4_0_rot", "vllm_nc4"])
 def test_the_executor_cpu_runs_them_by_the_references_ops(kv):
     """What the matrix measures with."""
-    config = resized(SMALL, head_dim=128)
+    config = resize_config(SMALL, head_dim=128)
     outputs = []
     for ops in (CpuOps(), reference):
         cache = new_cache(config, KVSpec(kv), num_blocks=6, block_size=128)
-        paging, generator, attended = new_paging(cache), torch.Generator().manual_seed(0), []
+        paging, generator, step_outputs = new_paging(cache), torch.Generator().manual_seed(0), []
         sequence = paging.add()
         for tokens in (60, 64, 40, 1):
             batch, heads = paging.batch([sequence], [tokens]), config.heads
             k, v = torch.randn(2, tokens, heads.num_kv_heads, 128, generator=generator)
             ops.store_kv(k, v, cache, 1, batch)
             q = torch.randn(tokens, heads.num_heads, 128, generator=generator)
-            attended.append(ops.paged_attention(q, cache, 1, batch, 128**-0.5))
-        outputs.append([*attended, *cache.k_fields(1).values(), *cache.v_fields(1).values()])
+            step_outputs.append(ops.paged_attention(q, cache, 1, batch, 128**-0.5))
+        outputs.append([*step_outputs, *cache.k_fields(1).values(), *cache.v_fields(1).values()])
     assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
 
 
@@ -183,5 +187,5 @@ def test_the_log_tells_their_errors_of_a_round_trip():
         kv_format, group = get(name, side), get(name, side).group_tokens
         grouped = x.view(-1, group, 128) if group > 1 else x
         error = kv_format.dequantize(kv_format.quantize(grouped, 0), 0).reshape(x.shape) - x
-        measured = float(error.square().sum() / x.square().sum())
-        assert float(rows[f"{name}, {side.upper()}"][0]) == pytest.approx(measured, rel=0.02), name
+        error_share = float(error.square().sum() / x.square().sum())
+        assert float(rows[f"{name}, {side.upper()}"][0]) == pytest.approx(error_share, rel=0.02), name

@@ -8,7 +8,7 @@ from npu_programs import empty_cache, rotation
 
 from haarkv.models.catalog import read_config
 from haarkv.models.qwen3_14b.npu.compile import PROGRAMS, compile_programs
-from haarkv.tq_ops.npu.program import ordered
+from haarkv.tq_ops.npu.program import order_arguments
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
 from haarkv.tq_ops.npu.store import StoreProgram
 
@@ -19,10 +19,10 @@ def shared(tmp_path_factory, worker_id, name, make):
     folder = base if worker_id == "master" else base.parent
     with (folder / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        kept = folder / f"{name}.pickle"
-        if not kept.exists():
-            kept.write_bytes(pickle.dumps(make()))
-        return pickle.loads(kept.read_bytes())
+        pickle_file = folder / f"{name}.pickle"
+        if not pickle_file.exists():
+            pickle_file.write_bytes(pickle.dumps(make()))
+        return pickle.loads(pickle_file.read_bytes())
 
 
 def compile_store(program):
@@ -35,7 +35,7 @@ def compile_store(program):
         **empty_cache(1, program.num_kv_heads),
     }
     with Simulator() as simulator:
-        return simulator.run(program, ordered(program, names), Mode.COMPILE).sources
+        return simulator.run(program, order_arguments(program, names), Mode.COMPILE).sources
 
 
 def compile_all(model):

@@ -39,11 +39,11 @@ def wrong_stores(emission, arguments, goldens):
 
 def functions(emission):
     """Symbol -> the kernel functions that share it; only those that do something."""
-    found = {}
+    leaves_by_symbol = {}
     for leaf in emission.leaves:
         if not leaf.idle:
-            found.setdefault(leaf.symbol, []).append(leaf)
-    return found
+            leaves_by_symbol.setdefault(leaf.symbol, []).append(leaf)
+    return leaves_by_symbol
 
 
 def without(machine, leaves):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from npu_layers import faint, telling, with_leftovers
-from planted_programs import Planted
+from planted_programs import FaultyProgram
 from small_models import new_cache
 
 from haarkv.executors.reference import ReferenceExecutor
@@ -16,20 +16,20 @@ from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.npu.store import StoreProgram
 
 LAYER = 1
-_MENDED = "high - pypto.where(pypto.ge(high, 8.0), 16.0, 0.0)"
+_CORRECT = "high - pypto.where(pypto.ge(high, 8.0), 16.0, 0.0)"
 _FAULTY = "pypto.where(pypto.ge(high, 8.0), high - 16.0, high)"
 
 
 _BARRIER = ", submit_before_loop=True"
 
 
-def stretched(model, positions):
+def with_positions(model, positions):
     """The model, whose rotary tables reach at least this number of positions."""
     config = replace(model.config, max_position_embeddings=max(positions, model.config.max_position_embeddings))
-    return DecoderModel.of(config, model.weights)
+    return DecoderModel.from_weights(config, model.weights)
 
 
-def layer_call(program, new, stored, blocks=12, model=None, spec=None):
+def layer_call(program, new, lengths, blocks=12, model=None, spec=None):
     """A layer about to run: arguments, goldens by argument index, and which rows of the output are padding.
 
     Args:
@@ -37,7 +37,7 @@ def layer_call(program, new, stored, blocks=12, model=None, spec=None):
         model: of bfloat16; `tiny` if None.
         spec: of the cache; the fixed formats of the program's sides if None.
     """
-    model = telling(stretched(model or load_model("tiny", "bfloat16"), blocks * 128))
+    model = telling(with_positions(model or load_model("tiny", "bfloat16"), blocks * 128))
     executor = ReferenceExecutor(model)
     spec = spec or f"k={program.k.name},v={program.v.name}"
     cache = with_leftovers(new_cache(model.config, spec, block_size=128, num_blocks=blocks))
@@ -50,9 +50,9 @@ def layer_call(program, new, stored, blocks=12, model=None, spec=None):
         hidden = faint(sum(counts), model.config.hidden_size, generator)
         return batch, hidden
 
-    at_once = cache.most_new_tokens or max(max(stored), 1)
-    for begin in range(0, max(stored), at_once):
-        for sequence, length in zip(sequences, stored, strict=True):
+    at_once = cache.most_new_tokens or max(max(lengths), 1)
+    for begin in range(0, max(lengths), at_once):
+        for sequence, length in zip(sequences, lengths, strict=True):
             if begin < length:
                 batch, hidden = run([min(at_once, length - begin)], [sequence])
                 executor.layers(hidden, range(LAYER, LAYER + 1), batch, cache)
@@ -65,9 +65,9 @@ def layer_call(program, new, stored, blocks=12, model=None, spec=None):
     arguments = [a.clone() for a in arguments]
     expected = executor.layers(hidden, range(LAYER, LAYER + 1), batch, cache)
     index = {a.name: i for i, a in enumerate(program.arguments)}
-    written = {a.name for a in program.arguments if a.output}
-    memory = inputs.cache_arguments(cache, LAYER) | inputs.kept_arguments(program, tiling, cache, LAYER)
-    goldens = {index[name]: tensor for name, tensor in memory.items() if name in written}
+    output_names = {a.name for a in program.arguments if a.output}
+    memory = inputs.cache_arguments(cache, LAYER) | inputs.window_arguments(program, tiling, cache, LAYER)
+    goldens = {index[name]: tensor for name, tensor in memory.items() if name in output_names}
     return arguments, goldens, index["out"], tiling, expected
 
 
@@ -85,13 +85,13 @@ class StridedWhere(StoreProgram):
         from haarkv.tq_ops.npu.kernels import tq4
 
         text = Path(tq4.__file__).read_text(encoding="utf-8")
-        assert text.count(_MENDED) == 1, "the line to spoil is no longer there"
+        assert text.count(_CORRECT) == 1, "the line to spoil is no longer there"
         faulty = {"__name__": tq4.__name__}
-        exec(compile(text.replace(_MENDED, _FAULTY), tq4.__file__, "exec"), faulty)
+        exec(compile(text.replace(_CORRECT, _FAULTY), tq4.__file__, "exec"), faulty)
         tq4.quantize = faulty["quantize"]
         return super().build(**options)
 
 
-def unordered(program):
+def without_barrier(program):
     """A layer without the barrier between APPEND and UNIT: of a cache's many writers PyPTO's tables remember one."""
-    return Planted.of(program, _BARRIER, "")
+    return FaultyProgram.with_fault(program, _BARRIER, "")

@@ -20,13 +20,13 @@ import cuda_mixtures
 import numpy as np
 import torch
 import triton
-from block_weights import made
-from cuda_caches import as_bytes, everything_in, padded, same
+from block_weights import random_blocks
+from cuda_caches import as_bytes, everything_in, pad_batch, same
 from cuda_mixtures import Mixture
 from op_tables import LAYER, Case, filled, relative
 from ptx_faults import FAULTS
-from ptx_launches import executed
-from small_models import decode, gemma_config, new_cache, new_paging, prefill, resized, small_config, small_model
+from ptx_launches import ptx_execution
+from small_models import decode, gemma_config, new_cache, new_paging, prefill, resize_config, small_config, small_model
 
 from haarkv.executors.cuda import CudaExecutor
 from haarkv.executors.reference import ReferenceExecutor
@@ -62,7 +62,7 @@ def contract(case: OpCase) -> Check:
     """A case of the contract that every op table keeps."""
 
     def check(capability: int) -> str | None:
-        with executed(capability):
+        with ptx_execution(capability):
             finding = case.check(ops, CPU)
         return None if finding.passed else str(finding)
 
@@ -77,60 +77,60 @@ def far_cache(blocks: list[int]) -> tuple[PagedKVCache, PagedSequences]:
     pages = torch.from_numpy(far(size * FAR_BLOCKS)).view(FAR_BLOCKS, size)
     for block in blocks:
         pages[block] = 255
-    made = PagedKVCache(plan, KVShape(2, 128), num_blocks=FAR_BLOCKS, block_size=FAR_BLOCK, pages={LAYER: pages})
-    return made, PagedSequences(FAR_BLOCKS, FAR_BLOCK, order=blocks, num_rows=8)
+    kv_cache = PagedKVCache(plan, KVShape(2, 128), num_blocks=FAR_BLOCKS, block_size=FAR_BLOCK, pages={LAYER: pages})
+    return kv_cache, PagedSequences(FAR_BLOCKS, FAR_BLOCK, order=blocks, num_rows=8)
 
 
 def far_batch(tokens: int) -> tuple[PagedKVCache, Batch, torch.Tensor]:
     """Two sequences in blocks at the far end and the near one, `tokens` new ones of each; queries."""
-    made, paging = far_cache([69_999, 3, 65_536, 69_998, 0, 69_000])
+    kv_cache, paging = far_cache([69_999, 3, 65_536, 69_998, 0, 69_000])
     ids = [paging.add(), paging.add()]
     generator = torch.Generator().manual_seed(0)
     for new in ([130, 200], [tokens, tokens]):
         batch = paging.batch(ids, new)
-        reference.store_kv(*torch.randn(2, sum(new), 2, 128, generator=generator), made, LAYER, batch)
-    return made, batch, torch.randn(2 * tokens, 10, 128, generator=generator).to(BF16)
+        reference.store_kv(*torch.randn(2, sum(new), 2, 128, generator=generator), kv_cache, LAYER, batch)
+    return kv_cache, batch, torch.randn(2 * tokens, 10, 128, generator=generator).to(BF16)
 
 
 def far_attention(tokens: int) -> Check:
     def check(capability: int) -> str | None:
-        made, batch, q = far_batch(tokens)
-        with executed(capability):
-            ours = ops.paged_attention(q, made, LAYER, batch, 128**-0.5)
-        error = relative(ours, reference.paged_attention(q, made, LAYER, batch, 128**-0.5))
+        kv_cache, batch, q = far_batch(tokens)
+        with ptx_execution(capability):
+            ours = ops.paged_attention(q, kv_cache, LAYER, batch, 128**-0.5)
+        error = relative(ours, reference.paged_attention(q, kv_cache, LAYER, batch, 128**-0.5))
         return None if error <= bounds.LAYER_BF16.attention else f"error {error}"
 
     return f"attention of {tokens} new tokens in blocks beyond 2**31 bytes", check
 
 
-def dead_sequences(capability: int, **kept: int) -> str | None:
+def dead_sequences(capability: int, **window: int) -> str | None:
     """What pads a captured batch: length 0, slot -1, and a block table of -1, which nobody may follow."""
-    made, batch = filled(Case("tq4", 128, 5, 2, 128, (130, 9), (1, 1), **kept))
-    dead = padded(batch, 2, table=-1, width=3)
+    kv_cache, batch = filled(Case("tq4", 128, 5, 2, 128, (130, 9), (1, 1), **window))
+    dead = pad_batch(batch, 2, table=-1, width=3)
     q = torch.randn(4, 10, 128, generator=torch.Generator().manual_seed(1)).to(BF16)
-    before = as_bytes(made)
-    with executed(capability):
-        ours = ops.paged_attention(q, made, LAYER, dead, 128**-0.5)
+    before = as_bytes(kv_cache)
+    with ptx_execution(capability):
+        ours = ops.paged_attention(q, kv_cache, LAYER, dead, 128**-0.5)
         fault = ops.new_fault(CPU)
         kv = torch.full((4, 2, 128), float("nan"))
-        ops.append(kv, kv, made, LAYER, replace(dead, slot_mapping=torch.full((4,), -1)), fault)
-        ops.raise_fault(fault, made, dead)
-    error = relative(ours[:2], reference.paged_attention(q[:2], made, LAYER, batch, 128**-0.5))
+        ops.append(kv, kv, kv_cache, LAYER, replace(dead, slot_mapping=torch.full((4,), -1)), fault)
+        ops.raise_fault(fault, kv_cache, dead)
+    error = relative(ours[:2], reference.paged_attention(q[:2], kv_cache, LAYER, batch, 128**-0.5))
     if error > bounds.LAYER_BF16.attention:
         return f"error {error}"
     if not (ours[2:] == 0).all():
         return "a dead sequence's output is not 0"
-    return None if same(before, as_bytes(made)) else "a dead sequence was stored"
+    return None if same(before, as_bytes(kv_cache)) else "a dead sequence was stored"
 
 
 def in_any_order(case: OpCase) -> Check:
     """Programs together, one by one from the last, and one by one at random: the same bytes."""
 
     def run(capability: int, order: str, together: int | None) -> bytes:
-        given = case.arguments(CPU)
-        with executed(capability, order=order, together=together):
-            result = getattr(ops, case.op)(*given)
-        tensors = [result] if result is not None else everything_in(given[2])
+        args = case.arguments(CPU)
+        with ptx_execution(capability, order=order, together=together):
+            result = getattr(ops, case.op)(*args)
+        tensors = [result] if result is not None else everything_in(args[2])
         return b"".join(tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors)
 
     def check(capability: int) -> str | None:
@@ -150,14 +150,14 @@ def executor(
         cache = new_cache(config, spec, num_blocks=6)
         paging = new_paging(cache, order=range(5, -1, -1))
         ids = [paging.add() for _ in range(3)]
-        found = [prefill(one, cache, paging, ids, [[1, 2, 3], [4], [5, 6]]), decode(one, cache, paging, ids, [7, 8, 9])]
-        return torch.cat([*found, decode(one, cache, paging, ids[::2], [3, 1])])
+        logits = [prefill(one, cache, paging, ids, [[1, 2, 3], [4], [5, 6]]), decode(one, cache, paging, ids, [7, 8, 9])]
+        return torch.cat([*logits, decode(one, cache, paging, ids[::2], [3, 1])])
 
     def check(capability: int) -> str | None:
-        made = model or small_model(config, dtype=dtype)
-        theirs = run(ReferenceExecutor(made))
-        with executed(capability):
-            ours = run(CudaExecutor(made, interpreted=True))
+        decoder = model or small_model(config, dtype=dtype)
+        theirs = run(ReferenceExecutor(decoder))
+        with ptx_execution(capability):
+            ours = run(CudaExecutor(decoder, interpreted=True))
         error = float(((ours - theirs).abs().amax(-1) / theirs.std(dim=-1)).max())
         bound = bounds.EXECUTOR_LOGITS[str(dtype).removeprefix("torch.")]
         return None if error <= bound else f"error {error}, bound {bound}"
@@ -166,9 +166,9 @@ def executor(
     return f"prefill and decode of {what}", check
 
 
-def planted(name: str) -> Check:
+def fault_check(name: str) -> Check:
     """A fault of `ptx_faults`, which must be found."""
-    return f"planted: {name}", lambda capability: None if FAULTS[name].found(capability) else f"not found: {name}"
+    return f"planted: {name}", lambda capability: None if FAULTS[name].is_found(capability) else f"not found: {name}"
 
 
 # -- Mixtures of experts ---------------------------------------------------------------------------------------------------
@@ -180,10 +180,10 @@ def mixture(case: Mixture, *kinds: str) -> Check:
 
     def check(capability: int) -> str | None:
         def in_planes(name: str, numbers: torch.Tensor) -> PlaneBlocks:
-            return by_planes(made(kinds[("gate", "up", "down").index(name)], *numbers.shape), CPU)
+            return by_planes(random_blocks(kinds[("gate", "up", "down").index(name)], *numbers.shape), CPU)
 
-        with executed(capability):
-            error = cuda_mixtures.off_by(case, stored=in_planes if kinds else None)
+        with ptx_execution(capability):
+            error = cuda_mixtures.off_by(case, make_weight=in_planes if kinds else None)
         return None if error <= bound else f"error {error}"
 
     return f"{case} {' '.join(kinds)}", check
@@ -203,21 +203,21 @@ def far_expert(capability: int) -> str | None:
     weight[-rows:] = torch.randn(rows, columns, generator=generator).to(BF16)
     x, out = torch.randn(2, columns, generator=generator).to(BF16), torch.empty(2, rows)
     order, tiles = torch.tensor([1, 0], dtype=torch.int32), torch.tensor([[FAR_EXPERT, 0, 2]], dtype=torch.int32)
-    with executed(capability):
+    with ptx_execution(capability):
         experts.multiply(x, order, tiles, weight, None, out, 1, "")
     error = relative(out, (x.double() @ weight[-rows:].double().T)[order.long()])
     return None if error <= bounds.LAYER_FP32.op else f"error {error}"
 
 
-OF_QWEN3 = {
+QWEN3_CASES = {
     "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True,
 }  # fmt: skip
 
 
 def attention(
-    kv: str, head_dim: int, group: int, kv_heads: int, block: int, stored: tuple, new: tuple, **more: int
+    kv: str, head_dim: int, group: int, kv_heads: int, block: int, lengths: tuple, new: tuple, **more: int
 ) -> Attention:
-    return Attention(Case(kv, head_dim, group, kv_heads, block, stored, new, **more), BF16)
+    return Attention(Case(kv, head_dim, group, kv_heads, block, lengths, new, **more), BF16)
 
 
 def store(kv: str, head_dim: int, *sizes: Any, **more: int) -> Store:
@@ -295,10 +295,10 @@ GROUPS: dict[str, list[Check]] = {
         executor(FP32, 1, KVSpec("tq4", tail=2, sink=1)),
         executor(BF16, 2, TQ4, gemma_config(window=4)),
         executor(BF16, 1, KVSpec("k=lr3,v=tq3", calibration=made_up.calibration(1, 2, 128), tail=2, sink=1)),
-        executor(BF16, 1, TQ4, resized(small_config(hidden_size=64, num_layers=1), **OF_QWEN3)),
+        executor(BF16, 1, TQ4, resize_config(small_config(hidden_size=64, num_layers=1), **QWEN3_CASES)),
         executor(FP32, 3, TQ4, model=small_hybrid(FP32, 61)),
     ],
-    "planted": [planted(name) for name in FAULTS],
+    "planted": [fault_check(name) for name in FAULTS],
     "contract": [contract(case) for case in suite.cases(replace(CUDA, interpreted=False)) if case.op != "linear"],
 }
 

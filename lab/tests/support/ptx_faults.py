@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import bounds
 import torch
 from op_tables import LAYER, Case, filled, relative
-from ptx_launches import executed
+from ptx_launches import ptx_execution
 
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cuda import ops
@@ -19,7 +19,7 @@ _CASE = Case("tq4", 128, 5, 2, 128, (300, 2), (1, 1))
 
 
 @dataclass(frozen=True)
-class Planted:
+class PtxFault:
     """A fault.
 
     Attributes:
@@ -34,7 +34,7 @@ class Planted:
     says: str | None
     capability: int = 0
 
-    def found(self, capability: int) -> bool:
+    def is_found(self, capability: int) -> bool:
         """Whether executing attention with the fault fails as it should, on a GPU that can have it."""
         if self.capability not in (0, capability):
             return True
@@ -42,16 +42,16 @@ class Planted:
         def edit(text: str) -> str:
             if f".entry {self.kernel}(" not in text:
                 return text
-            changed = self.edit(text)
-            assert changed != text, "nothing was planted"
-            return changed
+            result = self.edit(text)
+            assert result != text, "nothing was planted"
+            return result
 
-        made, batch = filled(_CASE)
+        kv_cache, batch = filled(_CASE)
         q = (2 * torch.randn(2, 10, 128, generator=torch.Generator().manual_seed(1))).to(torch.bfloat16)
-        theirs = reference.paged_attention(q, made, LAYER, batch, 128**-0.5)
+        theirs = reference.paged_attention(q, kv_cache, LAYER, batch, 128**-0.5)
         try:
-            with executed(capability, edit=edit):
-                ours = ops.paged_attention(q, made, LAYER, batch, 128**-0.5)
+            with ptx_execution(capability, edit=edit):
+                ours = ops.paged_attention(q, kv_cache, LAYER, batch, 128**-0.5)
         except LaunchFault as fault:
             return self.says is not None and re.search(self.says, str(fault)) is not None
         return self.says is None and not relative(ours, theirs) <= bounds.LAYER_BF16.attention
@@ -62,7 +62,7 @@ def without(pattern: str, times: int = 0) -> Callable[[str], str]:
     return lambda text: re.sub(rf"(?m)^.*{pattern}.*$", "", text, count=times)
 
 
-def unmasked(opcode: str) -> Callable[[str], str]:
+def without_predicate(opcode: str) -> Callable[[str], str]:
     """Instructions without their predicate."""
     return lambda text: re.sub(rf"@!?%p\d+ ({opcode})", r"\1", text)
 
@@ -72,14 +72,14 @@ def _last_barrier(text: str) -> str:
     return begin + "//" + end
 
 
-FAULTS: dict[str, Planted] = {
-    "stores without their mask": Planted(unmasked(r"st\.global"), "rotate_kernel", "bytes at byte"),
-    "loads of scales without their mask": Planted(unmasked(r"ld\.global(?:\.\w+)*\.b16"), "attend_kernel", None),
-    "a barrier left out": Planted(_last_barrier, "attend_kernel", "with no barrier between"),
-    "a copy that nothing waits for": Planted(without(r"cp\.async\.wait_group"), "attend_kernel", None),
-    "a fence that is left out": Planted(
+FAULTS: dict[str, PtxFault] = {
+    "stores without their mask": PtxFault(without_predicate(r"st\.global"), "rotate_kernel", "bytes at byte"),
+    "loads of scales without their mask": PtxFault(without_predicate(r"ld\.global(?:\.\w+)*\.b16"), "attend_kernel", None),
+    "a barrier left out": PtxFault(_last_barrier, "attend_kernel", "with no barrier between"),
+    "a copy that nothing waits for": PtxFault(without(r"cp\.async\.wait_group"), "attend_kernel", None),
+    "a fence that is left out": PtxFault(
         without(r"fence\.proxy\.async"), "attend_kernel", "with no fence.proxy.async", capability=90
     ),
-    "a product that nothing waits for": Planted(without(r"wgmma\.wait_group"), "attend_kernel", None, capability=90),
-    "a wrong nibble in the look-up": Planted(lambda text: text.replace("0x6240", "0x6204"), "attend_kernel", None),
+    "a product that nothing waits for": PtxFault(without(r"wgmma\.wait_group"), "attend_kernel", None, capability=90),
+    "a wrong nibble in the look-up": PtxFault(lambda text: text.replace("0x6240", "0x6204"), "attend_kernel", None),
 }

@@ -1,6 +1,6 @@
 """Executes each launch of the Triton kernels on the CPU: its PTX, as a card would be given it, thread by thread.
 
-    with executed(80) as launches:
+    with ptx_execution(80) as launches:
         out = ops.paged_attention(q, cache, layer, batch, scale)  # tensors on the CPU; the result is the kernels'
 
 A process of its own: where Triton has been imported to interpret, it does not compile.
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import triton
-from cuda_launches import Asked, Nothing, recorded
+from cuda_launches import LaunchRequest, Nothing, record_launches
 
 from haarkv.tq_ops.cuda import choices
 from lab.ptx import Memory, execute
@@ -40,31 +40,31 @@ class Launches:
     names: list[str] = field(default_factory=list)
 
 
-def ptx_of(asked: Asked) -> tuple[str, int, int]:
+def compile_ptx(request: LaunchRequest) -> tuple[str, int, int]:
     """The PTX of a launch, its threads and its bytes of shared memory."""
-    built = _COMPILE(asked.source, target=asked.target, options=asked.options)
-    return built.asm["ptx"], built.metadata.num_warps * 32, built.metadata.shared
+    kernel = _COMPILE(request.source, target=request.target, options=request.options)
+    return kernel.asm["ptx"], kernel.metadata.num_warps * 32, kernel.metadata.shared
 
 
-_COMPILE = triton.compiler.compile  # what `recorded` replaces
+_COMPILE = triton.compiler.compile  # what `record_launches` replaces
 
 
-class _Executed(Nothing):
+class _PtxKernel(Nothing):
     """A compiled kernel whose launch is executed."""
 
-    def __init__(self, asked: Asked, launches: Launches) -> None:
-        self.asked, self.launches = asked, launches
-        self.text, self.threads, self.shared = ptx_of(asked)
+    def __init__(self, request: LaunchRequest, launches: Launches) -> None:
+        self.request, self.launches = request, launches
+        self.text, self.threads, self.shared = compile_ptx(request)
 
-    def run(self, *given: Any) -> None:
-        grid, values = given[:3], given[9:]
-        source, memory = self.asked.source, Memory()
+    def run(self, *launch_args: Any) -> None:
+        grid, values = launch_args[:3], launch_args[9:]
+        source, memory = self.request.source, Memory()
         name, args = source.fn.__name__, []
         for (parameter, kind), value in zip(source.signature.items(), values, strict=True):
-            of_tuple = isinstance(kind, tuple)
-            for one, given in zip(kind, value, strict=True) if of_tuple else ((kind, value),):
+            is_tuple = isinstance(kind, tuple)
+            for one, launch_args in zip(kind, value, strict=True) if is_tuple else ((kind, value),):
                 if one != "constexpr":
-                    at = place(memory, parameter, given) if isinstance(given, torch.Tensor) else given
+                    at = place(memory, parameter, launch_args) if isinstance(launch_args, torch.Tensor) else launch_args
                     args.append(float(at) if one == "fp32" else at)
         self.launches.names.append(name)
         args += [0, 0]  # scratch memory, which no kernel here asks for
@@ -73,9 +73,9 @@ class _Executed(Nothing):
 
 
 @contextmanager
-def executed(capability: int, **options: Any) -> Iterator[Launches]:
+def ptx_execution(capability: int, **options: Any) -> Iterator[Launches]:
     """Whatever is launched meanwhile, on tensors of the CPU, is executed at once."""
     launches = Launches(**options)
-    with recorded(capability, lambda asked: _Executed(asked, launches)), fresh_memory_is_poison():
+    with record_launches(capability, lambda request: _PtxKernel(request, launches)), fresh_memory_is_poison():
         choices.processors = lambda _: launches.processors
         yield launches

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from format_oracles import bit_string, blocks, f32, levels_of
+from format_oracles import bit_string, blocks, f32, unpack_levels
 
 
 def add_up(numbers):
@@ -83,8 +83,8 @@ def kvarn_balance(tile):
         return tile / np.exp(columns) / np.exp(rows)[:, None]
 
     def follow(logs, spreads):
-        limited = [min(1e3, max(1e-3, spread)) for spread in spreads]
-        return [min(10.0, max(-0.3, log + math.log(spread))) for log, spread in zip(logs, limited, strict=True)]
+        clamped_spreads = [min(1e3, max(1e-3, spread)) for spread in spreads]
+        return [min(10.0, max(-0.3, log + math.log(spread))) for log, spread in zip(logs, clamped_spreads, strict=True)]
 
     def imbalance(z):
         return sum(max(spread) / max(min(spread), 1e-8) for spread in (np.std(z, axis=0, ddof=1), np.std(z, axis=1, ddof=1)))
@@ -94,9 +94,9 @@ def kvarn_balance(tile):
     for _ in range(16):
         columns = follow(columns, np.std(even(columns, rows), axis=0, ddof=1))
         rows = follow(rows, np.std(even(columns, rows), axis=1, ddof=1))
-        found = imbalance(even(columns, rows))
-        if found < least * (1 - 1e-9):
-            least, best = found, (columns, rows)
+        score = imbalance(even(columns, rows))
+        if score < least * (1 - 1e-9):
+            least, best = score, (columns, rows)
     return [math.exp(c) for c in best[0]], [math.exp(r) for r in best[1]]
 
 
@@ -123,7 +123,7 @@ def decode_kvarn(data, bits, side, head_dim):
     """[128, D] from the bytes of a tile."""
     rows, columns = (head_dim, 128) if side == "k" else (128, head_dim)
     size = rows * columns * bits // 8
-    levels, numbers = levels_of(data[:size], bits, rows * columns), np.frombuffer(data[size:], "<f2").astype(np.float32)
+    levels, numbers = unpack_levels(data[:size], bits, rows * columns), np.frombuffer(data[size:], "<f2").astype(np.float32)
     across = numbers[2 * rows :] if side == "k" else numbers[:columns]
     scale, zero = (numbers[:rows], numbers[rows : 2 * rows]) if side == "k" else (numbers[columns:-rows], numbers[-rows:])
     tile = [
@@ -143,12 +143,12 @@ def encode_vllm_nc4(x, side, boundaries):
         levels = [min(15, max(0, int(f32(f32(f32(v - low) / scale) + f32(0.5))))) for v in x]
         return bit_string(levels, 4) + np.float16(scale).tobytes() + np.float16(low).tobytes()
     norm = f32(math.sqrt(add_up([f32(v * v) for v in x])))
-    turned = hadamard([f32(v * inverse(norm)) for v in x], len(x))
-    return bit_string([sum(f32(b) <= y for b in boundaries) for y in turned], 4) + np.float16(norm).tobytes()
+    rotated = hadamard([f32(v * inverse(norm)) for v in x], len(x))
+    return bit_string([sum(f32(b) <= y for b in boundaries) for y in rotated], 4) + np.float16(norm).tobytes()
 
 
 def decode_vllm_nc4(data, head_dim, side, centroids):
-    levels, numbers = levels_of(data, 4, head_dim), np.frombuffer(data[head_dim // 2 :], "<f2").astype(np.float32)
+    levels, numbers = unpack_levels(data, 4, head_dim), np.frombuffer(data[head_dim // 2 :], "<f2").astype(np.float32)
     if side == "v":
         return np.array([f32(f32(f32(level) * numbers[0]) + numbers[1]) for level in levels], np.float32)
     c = [f32(centroids[level]) for level in levels]

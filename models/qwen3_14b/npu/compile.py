@@ -25,7 +25,7 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.reads import ELSEWHERE
 from haarkv.tq_ops.npu.program import Program
-from haarkv.tq_ops.npu.sides import FORMAT, kept_shape, sides_of
+from haarkv.tq_ops.npu.sides import FORMAT, layer_sides, window_shape
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
 
 _HEAD = "head"
@@ -34,7 +34,7 @@ PLAN = KVPlan.uniform(FORMAT, FORMAT, 1)
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledProgram:
     """One program, compiled.
 
     Attributes:
@@ -57,7 +57,7 @@ class Compiled:
 
 def compile_programs(
     config: ModelConfig, names: tuple[str, ...], on_begin: Callable[[str], None], plan: KVPlan = PLAN
-) -> Iterator[Compiled]:
+) -> Iterator[CompiledProgram]:
     """Compile programs one after the other.
 
     Args:
@@ -68,29 +68,29 @@ def compile_programs(
         InputError: a config or a format that no program can be built for, or PyPTO is missing.
         SimulatorError: the compiler refused, in its words.
     """
-    several = wanted(config, names, plan)
+    several = plan_programs(config, names, plan)
     with Simulator() as simulator:
         for name, kind, layers in several:
             model = blank_model(config, layers[0] if layers else 0)
             program, arguments = PROGRAMS[kind](model, plan, layers[0] if layers else 0)
             on_begin(name)
             run = simulator.run(program, arguments, Mode.COMPILE)
-            yield Compiled(name, run.seconds, run.sources, layers)
+            yield CompiledProgram(name, run.seconds, run.sources, layers)
 
 
-def wanted(config: ModelConfig, kinds: Sequence[str], plan: KVPlan) -> list[tuple[str, str, tuple[int, ...]]]:
+def plan_programs(config: ModelConfig, kinds: Sequence[str], plan: KVPlan) -> list[tuple[str, str, tuple[int, ...]]]:
     """Programs that a plan needs: name, kind and layers of each. Refuses as `compile_programs`."""
     if reason := programs.unsupported(config, plan):
         raise InputError(f"nothing to compile: {reason.removesuffix(ELSEWHERE)}")
     sharing: dict[object, list[int]] = {}
     for layer in range(len(plan.layers)):
-        sharing.setdefault(_built(programs.decode_program, config, plan, layer, layer), []).append(layer)
-    found = []
+        sharing.setdefault(_build_layer(programs.decode_program, config, plan, layer, layer), []).append(layer)
+    entries = []
     for kind in kinds:
-        of_layers = [] if kind == _HEAD else list(map(tuple, sharing.values()))
-        names = [f"{kind}-layer{layers[0]}" for layers in of_layers] if len(of_layers) > 1 else [kind]
-        found += [(name, kind, layers) for name, layers in zip(names, of_layers or [()], strict=True)]
-    return found
+        layer_groups = [] if kind == _HEAD else list(map(tuple, sharing.values()))
+        names = [f"{kind}-layer{layers[0]}" for layers in layer_groups] if len(layer_groups) > 1 else [kind]
+        entries += [(name, kind, layers) for name, layers in zip(names, layer_groups or [()], strict=True)]
+    return entries
 
 
 def blank_model(config: ModelConfig, layer: int = 0) -> DecoderModel:
@@ -101,24 +101,24 @@ def blank_model(config: ModelConfig, layer: int = 0) -> DecoderModel:
         return torch.zeros(tensors[name].shape, dtype=tensors[name].kept_as(torch.bfloat16))
 
     weights = assemble(one, zeros)
-    return DecoderModel.of(one, weights)
+    return DecoderModel.from_weights(one, weights)
 
 
 def layer_call(
     program: LayerProgram,
     model: DecoderModel,
     new: Sequence[int] = (1,),
-    stored: Sequence[int] = (0,),
+    past: Sequence[int] = (0,),
     plan: KVPlan = PLAN,
     layer: int = 0,
 ) -> list[torch.Tensor]:
     """Arguments of a layer without values, as order and cost look at sizes, lengths and places alone."""
     config = model.config
-    blocks = sum(-(-(a + b) // BLOCK) for a, b in zip(new, stored, strict=True))
+    blocks = sum(-(-(a + b) // BLOCK) for a, b in zip(new, past, strict=True))
     cache = PagedKVCache(plan, config.attentions[0].kv_shape, num_blocks=blocks)
     paging = PagedSequences(cache.num_blocks, cache.block_size)
     sequences = [paging.add() for _ in new]
-    for sequence, count in zip(sequences, stored, strict=True):
+    for sequence, count in zip(sequences, past, strict=True):
         if count:
             paging.batch([sequence], [count])
     batch = paging.batch(sequences, new)
@@ -129,19 +129,19 @@ def layer_call(
     return inputs.layer_call(program, constants, hidden, tiling, cache, layer)[0]
 
 
-def _built(
+def _build_layer(
     build: Callable[..., LayerProgram], config: ModelConfig, plan: KVPlan, stored_as: int, declared_as: int
 ) -> LayerProgram:
     """A layer's program, by its number in the plan and in the config."""
     mixer = config.layers[declared_as].attention
-    kept = kept_shape(plan, stored_as, window=mixer.window)
-    return build(config, *sides_of(plan, stored_as, mixer.head_dim), kept, layer=declared_as)
+    window = window_shape(plan, stored_as, window=mixer.window)
+    return build(config, *layer_sides(plan, stored_as, mixer.head_dim), window, layer=declared_as)
 
 
 def _layer(
     build: Callable[..., LayerProgram], model: DecoderModel, plan: KVPlan = PLAN, layer: int = 0
 ) -> tuple[Program, list[torch.Tensor]]:
-    program = _built(build, model.config, plan, layer, 0)
+    program = _build_layer(build, model.config, plan, layer, 0)
     return program, layer_call(program, model, plan=plan, layer=layer)
 
 
@@ -202,13 +202,13 @@ def build_files(programs: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
         for path, text in sources.items():
             if path.startswith(KERNELS):
                 flags[path.removesuffix(".cpp").rpartition("_")[2]].add(compile_flags(text))
-    if mixed := [kind for kind, found in flags.items() if len(found) > 1]:
-        raise InputError(f"PyPTO compiles kernel functions of one kind in different ways: {', '.join(mixed)}")
-    lines = "".join(f"{kind.upper()} := {found.pop()}\n" for kind, found in flags.items() if found)
+    if mixed_kinds := [kind for kind, kind_flags in flags.items() if len(kind_flags) > 1]:
+        raise InputError(f"PyPTO compiles kernel functions of one kind in different ways: {', '.join(mixed_kinds)}")
+    lines = "".join(f"{kind.upper()} := {kind_flags.pop()}\n" for kind, kind_flags in flags.items() if kind_flags)
     return {"Makefile": _MAKEFILE.format(flags=lines), "README.md": _PAGE.format(programs=_listing(programs))}
 
 
-def written(folder: Path, programs: Mapping[str, Mapping[str, str]]) -> None:
+def write_sources(folder: Path, programs: Mapping[str, Mapping[str, str]]) -> None:
     """Write the sources of some programs into an empty folder, with the Makefile and the page; arguments and errors as
     `build_files`."""
     files = build_files(programs)

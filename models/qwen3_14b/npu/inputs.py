@@ -12,12 +12,12 @@ from torch.nn.functional import pad
 
 from haarkv.models.base import DecoderModel
 from haarkv.models.qwen3_14b.npu.programs import BLOCK, HeadProgram, LayerProgram
-from haarkv.tq_ops.formats.stretches import Turns
+from haarkv.tq_ops.formats.stretches import RopeShift
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.npu.program import ordered
-from haarkv.tq_ops.npu.sides import HIDDEN, READS, Keeping, KeptShape, keeping, nothing_turned, sides_of, turns_of_tokens
+from haarkv.tq_ops.npu.program import order_arguments
+from haarkv.tq_ops.npu.sides import HIDDEN, READS, Keeping, WindowShape, keeping, layer_sides, turns_of_tokens, zero_shift_rows
 from haarkv.tq_ops.weight import dense
 
 
@@ -43,8 +43,8 @@ class Tiling:
     tokens: dict[str, Tensor]
     block_table: Tensor
     batch: Batch
-    _kept: dict[KeptShape, dict[str, Tensor]] = field(default_factory=dict, init=False)
-    _back: dict[Turns, Tensor] = field(default_factory=dict, init=False)
+    _window_arguments: dict[WindowShape, dict[str, Tensor]] = field(default_factory=dict, init=False)
+    _undo_rows: dict[RopeShift, Tensor] = field(default_factory=dict, init=False)
 
     def spread(self, values: Tensor) -> Tensor:
         """[T, …] -> [rows, …], zeros in the padding."""
@@ -127,62 +127,62 @@ def head_constants(model: DecoderModel, program: HeadProgram) -> list[dict[str, 
 
 def cache_arguments(cache: PagedKVCache, layer: int) -> dict[str, Tensor]:
     """A layer's cache as its program sees it, the very bytes."""
-    k, v = sides_of(cache.plan, layer, cache.shape(layer).head_dim)
+    k, v = layer_sides(cache.plan, layer, cache.shape(layer).head_dim)
     return {**k.tensors("k", cache.k_fields(layer)), **v.tensors("v", cache.v_fields(layer))}
 
 
-def kept_arguments(program: LayerProgram, tiling: Tiling, cache: PagedKVCache, layer: int) -> dict[str, Tensor]:
+def window_arguments(program: LayerProgram, tiling: Tiling, cache: PagedKVCache, layer: int) -> dict[str, Tensor]:
     """What a layer's program takes of tokens in BF16: the very memory, and places, made once for all layers alike."""
     shape, (k, v) = program.kept, cache.kept(layer)
     if shape is None or k is None or v is None:
-        return _none_kept(program.attention.step_tokens, program.attention.head_dim, tiling.row.device)
-    if shape not in tiling._kept:
-        tiling._kept[shape] = _places(program, shape, tiling, keeping(k, shape, tiling.batch))
-    places = tiling._kept[shape]
+        return _no_window(program.attention.step_tokens, program.attention.head_dim, tiling.row.device)
+    if shape not in tiling._window_arguments:
+        tiling._window_arguments[shape] = _places(program, shape, tiling, keeping(k, shape, tiling.batch))
+    places = tiling._window_arguments[shape]
     return {f"{name}_kept": side.vectors.view(-1, side.vectors.shape[-1]) for name, side in (("k", k), ("v", v))} | places
 
 
-def _places(program: LayerProgram, shape: KeptShape, tiling: Tiling, of_tokens: Keeping) -> dict[str, Tensor]:
+def _places(program: LayerProgram, shape: WindowShape, tiling: Tiling, token_places: Keeping) -> dict[str, Tensor]:
     group, rows, device = program.attention.group, program.rows, tiling.row.device
     # Rows of padding see nothing.
-    seen = torch.full((tiling.rows, shape.span), HIDDEN, device=device)
-    seen[tiling.row] = of_tokens.seen
-    begin = tiling.spread(of_tokens.begin)
+    seen_mask = torch.full((tiling.rows, shape.span), HIDDEN, device=device)
+    seen_mask[tiling.row] = token_places.seen
+    begin = tiling.spread(token_places.begin)
     # Pairs by tile, each tile with room for two a row.
-    row = tiling.row[of_tokens.token]
+    row = tiling.row[token_places.token]
     tile, by_tile = (row // rows).sort(stable=True)
     count = torch.bincount(tile, minlength=tiling.rows // rows)
     at = 2 * rows * tile + torch.arange(len(tile), device=device) - (count.cumsum(0) - count)[tile]
     token, place = (torch.zeros(2 * tiling.rows, dtype=torch.int32, device=device) for _ in range(2))
     token[at] = (row % rows)[by_tile].int()
-    place[at] = (of_tokens.begin[of_tokens.token] + of_tokens.place)[by_tile].int()
+    place[at] = (token_places.begin[token_places.token] + token_places.place)[by_tile].int()
     # With a window the first step of a query may be a later one, in which nothing is hidden: the second half.
     sinks = torch.zeros(1, program.attention.step_tokens * (1 if shape.seen is None else 2), device=device)
     sinks[:, : shape.sink] = HIDDEN
     return {
-        "kept_begin": begin.int(), "kept_seen": seen.repeat_interleave(group, 0), "tile_keeps": count.int(),
+        "kept_begin": begin.int(), "kept_seen": seen_mask.repeat_interleave(group, 0), "tile_keeps": count.int(),
         "keep_token": token, "keep_row": place, "sinks": sinks,
     }  # fmt: skip
 
 
 @cache
-def _none_kept(step: int, head_dim: int, device: torch.device) -> dict[str, Tensor]:
+def _no_window(step: int, head_dim: int, device: torch.device) -> dict[str, Tensor]:
     """What stands for those arguments where nothing stays in BF16: nobody reads them."""
     plain = torch.zeros(1, head_dim, dtype=torch.bfloat16, device=device)
     number = torch.zeros(1, dtype=torch.int32, device=device)
-    named = dict.fromkeys(("kept_begin", "tile_keeps", "keep_token", "keep_row"), number)
+    integers = dict.fromkeys(("kept_begin", "tile_keeps", "keep_token", "keep_row"), number)
     floats = {"kept_seen": torch.zeros(1, head_dim, device=device), "sinks": torch.zeros(1, step, device=device)}
-    return {"k_kept": plain, "v_kept": plain, **named, **floats}
+    return {"k_kept": plain, "v_kept": plain, **integers, **floats}
 
 
 def back_argument(tiling: Tiling, plan: KVPlan, layer: int, head_dim: int) -> Tensor:
     """By what each row's keys are turned back, [rows, D] fp32, once for all layers alike; else a row that nobody reads."""
     turns = plan.k(layer).turns(layer)
     if turns is None:
-        return nothing_turned(tiling.row.device, head_dim)
-    if turns not in tiling._back:
-        tiling._back[turns] = tiling.spread(turns_of_tokens(turns, tiling.batch.positions))
-    return tiling._back[turns]
+        return zero_shift_rows(tiling.row.device, head_dim)
+    if turns not in tiling._undo_rows:
+        tiling._undo_rows[turns] = tiling.spread(turns_of_tokens(turns, tiling.batch.positions))
+    return tiling._undo_rows[turns]
 
 
 def domain_arguments(program: LayerProgram, plan: KVPlan, layer: int, device: torch.device) -> dict[str, Tensor]:
@@ -218,17 +218,17 @@ def layer_call(
         **domain_arguments(program, cache.plan, layer, hidden.device),
         "back": back_argument(tiling, cache.plan, layer, program.k.head_dim),
         **cache_arguments(cache, layer),
-        **kept_arguments(program, tiling, cache, layer),
+        **window_arguments(program, tiling, cache, layer),
         "hidden": hidden,
         "tile_tokens": tiling.tile_tokens,
         "block_table": tiling.block_table,
         "out": out,
     }
-    return ordered(program, tensors), out
+    return order_arguments(program, tensors), out
 
 
 def head_call(program: HeadProgram, constants: dict[str, Tensor], hidden: Tensor) -> tuple[list[Tensor], Tensor]:
     """One call of the head's program on hidden [N, hidden]: its arguments in order, and the logits [rows, vocab] fp32."""
     hidden = pad(hidden, (0, 0, 0, -hidden.shape[0] % program.rows))
     logits = torch.zeros(hidden.shape[0], program.vocab_size, dtype=torch.float32, device=hidden.device)
-    return ordered(program, {**constants, "hidden": hidden, "logits": logits}), logits
+    return order_arguments(program, {**constants, "hidden": hidden, "logits": logits}), logits

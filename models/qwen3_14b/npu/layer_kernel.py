@@ -8,7 +8,7 @@ from typing import Any
 
 import pypto
 
-from haarkv.tq_ops.npu.kernels.attention import BLOCK, KeptSides, Place, attend_kept, attend_step, keep, softmaxes
+from haarkv.tq_ops.npu.kernels.attention import BLOCK, StepPlace, WindowSides, attend_step, attend_window, keep, softmaxes
 from haarkv.tq_ops.npu.kernels.linear import (
     Tiles,
     gated_mlp,
@@ -16,11 +16,11 @@ from haarkv.tq_ops.npu.kernels.linear import (
     head_rope,
     heads_per_tile,
     hidden_norm,
-    norm_behind,
+    norm_update,
     residual,
 )
 from haarkv.tq_ops.npu.kernels.side import Domain
-from haarkv.tq_ops.npu.kernels.sides import kernel_of, parameter
+from haarkv.tq_ops.npu.kernels.sides import parameter, side_kernel
 
 
 def _project_qkv(x, weights, cos, sin, outputs, query, layer, tiles):
@@ -91,12 +91,12 @@ def _finish(softmax, stored_v, kept, attended, first_row, first_head, shape):
     """Bring what a unit's queries attended to out of the domain of V's tiles, into their rows. The inverse of `_queries`.
 
     Args:
-        kept: `KeptSides` that they have yet to attend to, None where no tokens stay in BF16.
+        kept: `WindowSides` that they have yet to attend to, None where no tokens stay in BF16.
     """
     head_dim = shape.head_dim
     for head in range(shape.heads_at_once):
         pypto.set_vec_tile_shapes(16, head_dim)
-        value, beside = attend_kept(softmax[head], kept, head, shape) if kept else (softmax[head].result(), None)
+        value, beside = attend_window(softmax[head], kept, head, shape) if kept else (softmax[head].result(), None)
         out = stored_v.finish(value, beside)
         pypto.set_vec_tile_shapes(16, shape.group, head_dim)
         part = pypto.clone(pypto.reshape(out, [shape.unit_tokens, shape.group, head_dim]))
@@ -108,11 +108,11 @@ def _rest_of_layer(projected, tiles, hidden, weights, layer):
     (mixer_out_norm, mlp_out_norm), mlp_weights = weights
     parts, sizes = layer.parts, (layer.hidden_size, layer.rms_norm_eps)
     if parts.norms_behind:
-        projected = norm_behind(projected, mixer_out_norm, *sizes)
+        projected = norm_update(projected, mixer_out_norm, *sizes)
     middle = residual(projected, hidden, tiles)
     added = gated_mlp(middle, *mlp_weights, *sizes, tiles, parts.activation)
     if parts.norms_behind:
-        added = norm_behind(added, mlp_out_norm, *sizes)
+        added = norm_update(added, mlp_out_norm, *sizes)
     return residual(added, middle, tiles)
 
 
@@ -143,7 +143,7 @@ def _first_step(start, packed, shape):
     return ((start - shape.window + 1).max(0) // shape.step_tokens).min((packed - 1) // shape.step_tokens)
 
 
-def _sinks_of(sinks, first, shape):
+def _sink_mask(sinks, first, shape):
     """What hides the sinks in a unit's first step, [1, step]: nothing where that is not the first of the sequence."""
     if shape.window is None:
         return sinks
@@ -162,7 +162,7 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
     unit, step, queries = shape.unit_tokens, shape.step_tokens, shape.queries
     vectors = rows * kv_heads
     side_k, side_v = layer.k, layer.v
-    kernel_k, kernel_v = kernel_of(side_k), kernel_of(side_v)
+    kernel_k, kernel_v = side_kernel(side_k), side_kernel(side_v)
     kept = layer.kept
     tail, window, span = (kept.tail, kept.window, kept.span) if kept else (0, 0, head_dim)
     has_sinks = bool(kept and kept.sink)
@@ -227,7 +227,7 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
         for tile in pypto.loop(tile_tokens.shape[0], name="TILE", idx_name="tile"):
             base = tile * rows
             tokens = tile_tokens[tile]
-            q = pypto.tensor([rows, heads, head_dim], stored_k.kept_dtype, "q")
+            q = pypto.tensor([rows, heads, head_dim], stored_k.buffer_dtype, "q")
             k = pypto.tensor([rows, kv_heads, head_dim], pypto.DT_FP32, "k")
             v = pypto.tensor([rows, kv_heads, head_dim], pypto.DT_FP32, "v")
             q_ready = stored_k.room_for_queries(q, rows, heads)
@@ -265,11 +265,11 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
                 for g in pypto.loop(kv_heads // at_once, name="HEADS", idx_name="g"):
                     softmax = softmaxes(shape)
                     for t in pypto.loop(first_step, (packed + step - 1) // step, name="KEYS", idx_name="t"):
-                        place = Place(block_table, sequence[first], t * (step // BLOCK), g * at_once)
+                        place = StepPlace(block_table, sequence[first], t * (step // BLOCK), g * at_once)
                         seen, gone = start - tail - t * step, start - newest - t * step
                         queries_of_unit = _queries(q_ready, stored_k.query_width, u * unit, g * at_once, shape)
                         if pypto.is_loop_begin(t):
-                            also = _sinks_of(sinks, first_step, shape) if has_sinks else None
+                            also = _sink_mask(sinks, first_step, shape) if has_sinks else None
                             masks = _masks((mask, left_behind), seen, gone, also, shape)
                             attend_step(softmax, queries_of_unit, stored_k, stored_v, place, masks, shape, first=True)
                         else:
@@ -281,7 +281,9 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
                                 plain_queries = _queries(q, head_dim, u * unit, g * at_once, shape)
                                 seen_kept = pypto.view(kept_seen, [queries, span], [first * shape.group, 0])
                                 row = kept_begin[first] + g * at_once * window
-                                in_bf16 = KeptSides(kept, k_kept, v_kept, stored_k, plain_queries, g * at_once, row, seen_kept)
+                                in_bf16 = WindowSides(
+                                    kept, k_kept, v_kept, stored_k, plain_queries, g * at_once, row, seen_kept
+                                )
                             _finish(softmax, stored_v, in_bf16, attended, u * unit, g * at_once, shape)
             for _ in pypto.loop(1, name="MLP", idx_name="i5"):
                 pypto.set_vec_tile_shapes(64, head_dim)

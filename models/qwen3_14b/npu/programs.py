@@ -10,9 +10,9 @@ from haarkv.models.config import Activation, Layer, ModelConfig, unknown_layer
 from haarkv.tq_ops.kv import reads
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.reads import wrong_head_dim
-from haarkv.tq_ops.kv.shapes import KEPT_CHUNK
+from haarkv.tq_ops.kv.shapes import WINDOW_CHUNK
 from haarkv.tq_ops.npu.program import Argument, AttentionShape, Kernel, heads_at_once, with_tuned
-from haarkv.tq_ops.npu.sides import MOST_PLACES, MOST_SINKS, READS, TQ4, KeptShape, Side, fixed_sides, kept_shape
+from haarkv.tq_ops.npu.sides import MOST_PLACES, MOST_SINKS, READS, TQ4, Side, WindowShape, fixed_sides, window_shape
 
 BLOCK = 128
 
@@ -33,7 +33,7 @@ class Parts:
     plus_one: bool = False
 
     @classmethod
-    def of(cls, layer: Layer) -> Parts:
+    def from_layer(cls, layer: Layer) -> Parts:
         """Those of a declared layer with attention and a dense MLP."""
         mixer, mlp = layer.attention, layer.mlp
         return cls(mixer.head_norms, mixer.bias, mlp.activation, layer.norms_behind, layer.norm.plus_one)
@@ -58,7 +58,7 @@ class LayerProgram:
     attention: AttentionShape
     k: Side = TQ4
     v: Side = TQ4
-    kept: KeptShape | None = None
+    kept: WindowShape | None = None
     parts: Parts = Parts()
 
     @property
@@ -71,8 +71,8 @@ class LayerProgram:
         cache = (*self.k.arguments("k"), *self.v.arguments("v"))
         in_bf16 = tuple(Argument(name, output=self.kept is not None) for name in ("k_kept", "v_kept"))
         places = (Argument(name) for name in ("kept_begin", "kept_seen", "tile_keeps", "keep_token", "keep_row", "sinks"))
-        given = (Argument(name) for name in names)
-        return (*given, *self.k.domain_arguments(), *cache, *in_bf16, *places, Argument("out", output=True))
+        fixed_arguments = (Argument(name) for name in names)
+        return (*fixed_arguments, *self.k.domain_arguments(), *cache, *in_bf16, *places, Argument("out", output=True))
 
     def build(self, **options: dict[str, Any]) -> Kernel:
         from haarkv.models.qwen3_14b.npu import layer_kernel
@@ -116,12 +116,12 @@ DECODE_STEP, PREFILL_STEP = 2048, 256
 _VOCAB_MULTIPLE, _VOCAB_PIECE = 128, 4096
 _MULTIPLE = 64
 """Of hidden and intermediate size: whole lines of the cube's tiles."""
-KNOWN = ("head_norms", "bias", "window", "activation", "plus_one", "norms_behind")
+SUPPORTED_FIELDS = ("head_norms", "bias", "window", "activation", "plus_one", "norms_behind")
 """What a layer may declare as it likes: `models.config.unknown_part`."""
 
 
 def decode_program(
-    config: ModelConfig, k: Side | None = None, v: Side | None = None, kept: KeptShape | None = None, *,
+    config: ModelConfig, k: Side | None = None, v: Side | None = None, kept: WindowShape | None = None, *,
     step_tokens: int = DECODE_STEP, layer: int = 0,
 ) -> LayerProgram:  # fmt: skip
     """One new token of each sequence; layers declared alike of the same formats share it, and any batch, context and block
@@ -137,7 +137,7 @@ def decode_program(
 
 
 def prefill_program(
-    config: ModelConfig, k: Side | None = None, v: Side | None = None, kept: KeptShape | None = None, *, layer: int = 0
+    config: ModelConfig, k: Side | None = None, v: Side | None = None, kept: WindowShape | None = None, *, layer: int = 0
 ) -> LayerProgram:
     """Many new tokens of each sequence; the same pieces, with more tokens to a tile and to a unit."""
     k, v = (side or fixed_sides(config.heads.head_dim)[TQ4.name] for side in (k, v))
@@ -146,7 +146,7 @@ def prefill_program(
 
 def _layer(
     config: ModelConfig, index: int, name: str, rows: int, at_once: tuple[int, int, int], k: Side, v: Side,
-    kept: KeptShape | None,
+    kept: WindowShape | None,
 ) -> LayerProgram:  # fmt: skip
     """A layer's program; `at_once` is tokens of a unit, keys of a step and heads of an iteration."""
     layer = config.layers[index]
@@ -159,7 +159,7 @@ def _layer(
         mixer.num_heads, mixer.num_kv_heads, unit, step, heads, head_dim=mixer.head_dim, window=mixer.window, scale=mixer.scale
     )
     sizes = config.hidden_size, layer.mlp.width, layer.norm.eps
-    return LayerProgram(name, *sizes, rows, attention, k, v, kept=kept, parts=Parts.of(layer))
+    return LayerProgram(name, *sizes, rows, attention, k, v, kept=kept, parts=Parts.from_layer(layer))
 
 
 def head_program(config: ModelConfig, most_vocab: int | None = None) -> HeadProgram:
@@ -179,7 +179,7 @@ def head_program(config: ModelConfig, most_vocab: int | None = None) -> HeadProg
 
 def unsupported(config: ModelConfig, plan: KVPlan | None = None) -> str | None:
     """None, or in one sentence why no program can be built for such a model, or such a cache of it."""
-    if other := unknown_layer(config, KNOWN):
+    if other := unknown_layer(config, SUPPORTED_FIELDS):
         return f"its programs are those of dense layers with attention, and {other}"
     if len({mixer.heads for mixer in config.attentions}) > 1:
         return "its programs need heads of one number and size in all layers"
@@ -193,21 +193,21 @@ def unsupported(config: ModelConfig, plan: KVPlan | None = None) -> str | None:
     if plan is None:
         return None
     shapes = config.kv_shapes[: len(plan.layers)]
-    return reads.unsupported(READS, plan, shapes) or _unkept(plan) or _unturned(plan, config.heads.head_dim)
+    return reads.unsupported(READS, plan, shapes) or _unkept(plan) or _partial_rope_reason(plan, config.heads.head_dim)
 
 
 def _unkept(plan: KVPlan) -> str | None:
     for layer, (k, v) in enumerate(plan.layers):
         if plan.keeps(k) != plan.keeps(v):
             return f"its programs keep tokens in BF16 beside both K and V, and {k.name} or {v.name} is stored as it is"
-        shape = kept_shape(plan, layer)
+        shape = window_shape(plan, layer)
         if shape and (shape.span > MOST_PLACES or shape.sink > MOST_SINKS):
-            most = MOST_PLACES - KEPT_CHUNK
+            most = MOST_PLACES - WINDOW_CHUNK
             return f"its programs keep up to {MOST_SINKS} sinks, and {most:,} tokens with the tail; leave some out"
     return None
 
 
-def _unturned(plan: KVPlan, head_dim: int) -> str | None:
+def _partial_rope_reason(plan: KVPlan, head_dim: int) -> str | None:
     for layer, (k, _) in enumerate(plan.layers):
         turns = k.turns(layer)
         if turns and 2 * len(turns.inv_freq) != head_dim:

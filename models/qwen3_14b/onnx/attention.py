@@ -4,7 +4,7 @@ Q is rotated once, codes become centroids, the scales are multiplied into scores
 back once. Tokens in BF16 are columns of scores of their own, behind the packed ones: a query sees each token in one of both.
 
 Keys in stretches are stored turned back to where their stretch begins, met by queries turned back as far, in graphs of texts
-longer than a stretch alone (`GraphSpec.stretched`). Slots of a sequence lie in the order of its positions: stretches of past
+longer than one stretch (`GraphSpec.has_stretches`). Slots of a sequence lie in the order of its positions: stretches of past
 keys, filled up with zeros, are one more axis of the product with queries. New keys are few, and lie in stretches that differ
 by sequence: they are restored and turned forth instead.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 from haarkv.codebooks.learned import EIGHTHS
 from haarkv.models.qwen3_14b.onnx.levels import LevelScopes
 from haarkv.tq_ops.formats.packing import planes
-from haarkv.tq_ops.formats.stretches import STRETCH, Turns
+from haarkv.tq_ops.formats.stretches import STRETCH, RopeShift
 from haarkv.tq_ops.onnx.graph import Graph, TensorType
 
 TURNS = ("turn_cos", "turn_sin")
@@ -35,23 +35,23 @@ class AttentionScopes(LevelScopes):
     """The scopes that read a cache, and those that turn keys and queries.
 
     Args:
-        turned: pairs of numbers of a key that RoPE turns; 0 of a layer, or a graph, that stores keys as they are.
+        rope_pairs: pairs of numbers of a key that RoPE turns; 0 of a layer, or a graph, that stores keys as they are.
     """
 
-    turned: int = 0
+    rope_pairs: int = 0
 
     def stored_by(self, layer: int) -> dict[str, tuple[str, TensorType]]:
-        found = super().stored_by(layer)
+        types = super().stored_by(layer)
         if turns := self._turns(layer):
             shape = self._table(turns, torch.device("cpu"))[0].shape
-            found |= {word: (f"layers.{layer}.{word}", TensorType(TensorProto.FLOAT, tuple(shape))) for word in TURNS}
-        return found
+            types |= {word: (f"layers.{layer}.{word}", TensorType(TensorProto.FLOAT, tuple(shape))) for word in TURNS}
+        return types
 
     def stored_values(self, layer: int, device: torch.device) -> dict[str, Tensor]:
-        found = super().stored_values(layer, device)
+        values = super().stored_values(layer, device)
         if turns := self._turns(layer):
-            found |= {f"layers.{layer}.{word}": of for word, of in zip(TURNS, self._table(turns, device), strict=True)}
-        return found
+            values |= {f"layers.{layer}.{word}": table for word, table in zip(TURNS, self._table(turns, device), strict=True)}
+        return values
 
     def turn_back(self, g: Graph, x: str, cos: str, sin: str) -> list[str]:
         """[.., D] fp32, whose first numbers are turned back; cos and sin [.., R/2]."""
@@ -62,21 +62,21 @@ class AttentionScopes(LevelScopes):
         return [self._turn(g, x, cos, sin, "Sub", "Add")]
 
     def _turn(self, g: Graph, x: str, cos: str, sin: str, for_low: str, for_high: str) -> str:
-        half = self.turned
+        half = self.rope_pairs
         rest = self.config.heads.head_dim - 2 * half
         low, high, *others = self._cut(g, "parts", x, [half, half, rest] if rest else [half, half])
         new_low = g.node("low", for_low, g.node("low_cos", "Mul", low, cos), g.node("high_sin", "Mul", high, sin))
         new_high = g.node("high", for_high, g.node("high_cos", "Mul", high, cos), g.node("low_sin", "Mul", low, sin))
         if others:  # queries have gained an axis
             lead = g.node("lead", "Shape", new_low, end=-1)
-            unturned = g.node("unturned_shape", "Concat", lead, g.integers([rest]), axis=0)
-            others = [g.node("unturned", "Expand", others[0], unturned)]
+            unturned_shape = g.node("unturned_shape", "Concat", lead, g.integers([rest]), axis=0)
+            others = [g.node("unturned", "Expand", others[0], unturned_shape)]
         return g.node("turned", "Concat", new_low, new_high, *others, axis=-1)
 
     def turns_of_tokens(self, g: Graph, w: Mapping[str, str]) -> dict[str, str]:
         """cos and sin [B, Q, 1, R/2] of the stretches of new tokens, `w` holding `TURNS` and `stretch` [B, Q]."""
         rows = {word: g.node(f"token_{word}_rows", "Gather", w[word], w["stretch"]) for word in TURNS}
-        return {f"token_{word}": g.reshape(f"token_{word}", of, [0, 0, 1, -1]) for word, of in rows.items()}
+        return {f"token_{word}": g.reshape(f"token_{word}", row, [0, 0, 1, -1]) for word, row in rows.items()}
 
     def by_stretches(self, g: Graph, q: str, k: str, k_scale: str, scale: str, by: Mapping[str, str]) -> str:
         """Scores [B, Hkv, R, S + Q] fp32 of keys of a text of several stretches, what queries make of the mean included.
@@ -91,18 +91,18 @@ class AttentionScopes(LevelScopes):
         dim = self.config.heads.head_dim
         mean = g.reshape("k_mean_column", by["k_mean"], [0, -1, 1])
         cos, sin = (
-            g.reshape(f"{word}_each", g.node(f"{word}_rows", "Gather", by[word], by["stretches"]), [-1, 1, self.turned])
+            g.reshape(f"{word}_each", g.node(f"{word}_rows", "Gather", by[word], by["stretches"]), [-1, 1, self.rope_pairs])
             for word in TURNS
         )
         each = g.node("q_one_stretch", "Unsqueeze", q, g.integers([2]))
-        (turned,) = g.call("q_turned", f"TurnBack_{self.turned}", self.turn_back, x=each, cos=cos, sin=sin)
-        shape = g.node("q_turned_shape", "Shape", turned)
-        rows = g.reshape("q_turned_rows", turned, [0, 0, -1, dim])
+        (turned_q,) = g.call("q_turned", f"TurnBack_{self.rope_pairs}", self.turn_back, x=each, cos=cos, sin=sin)
+        shape = g.node("q_turned_shape", "Shape", turned_q)
+        rows = g.reshape("q_turned_rows", turned_q, [0, 0, -1, dim])
         as_stored = g.node("q_rotated", "MatMul", rows, g.node("k_rows_t", "Transpose", by["k_rows"], perm=[0, 2, 1]))
-        of_mean = g.node("q_of_mean", "Mul", g.node("q_by_mean", "MatMul", rows, mean), scale)
+        mean_scores = g.node("q_of_mean", "Mul", g.node("q_by_mean", "MatMul", rows, mean), scale)
         lead = g.node("q_turned_lead", "Slice", shape, g.integers([0]), g.integers([4]))
-        of_mean = g.node(
-            "q_of_mean_each", "Reshape", of_mean, g.node("of_mean_shape", "Concat", lead, g.integers([1]), axis=0)
+        mean_scores = g.node(
+            "q_of_mean_each", "Reshape", mean_scores, g.node("of_mean_shape", "Concat", lead, g.integers([1]), axis=0)
         )
 
         k_factor = g.node("k_factor", "Mul", k_scale, scale)
@@ -111,10 +111,10 @@ class AttentionScopes(LevelScopes):
         q_each = g.node("q_each", "Reshape", as_stored, shape)
         qk = g.node("qk", "MatMul", q_each, g.node("k_transposed", "Transpose", k_each, perm=[0, 1, 2, 4, 3]))
         # The mean's part is another number in each stretch, so softmax does not drop it.
-        scores = g.node("scores_each", "Add", g.node("qk_scaled", "Mul", qk, factor_each), of_mean)
-        filled = g.reshape("scores_filled", g.node("r_first", "Transpose", scores, perm=[0, 1, 3, 2, 4]), [0, 0, 0, -1])
-        new = self._of_new(g, q, k, k_scale, scale, by)
-        past = g.node("scores_past", "Slice", filled, g.integers([0]), by["slots_end"], g.integers([3]))
+        scores = g.node("scores_each", "Add", g.node("qk_scaled", "Mul", qk, factor_each), mean_scores)
+        flat_scores = g.reshape("scores_filled", g.node("r_first", "Transpose", scores, perm=[0, 1, 3, 2, 4]), [0, 0, 0, -1])
+        new = self._new_scores(g, q, k, k_scale, scale, by)
+        past = g.node("scores_past", "Slice", flat_scores, g.integers([0]), by["slots_end"], g.integers([3]))
         return g.node("scores", "Concat", past, new, axis=3)
 
     def _in_stretches(self, g: Graph, name: str, x: str, fill: str, *, axis: int) -> str:
@@ -126,24 +126,26 @@ class AttentionScopes(LevelScopes):
             return g.reshape(name, whole, [0, 0, -1, STRETCH, self.config.heads.head_dim])
         return g.reshape(name, whole, [0, 0, -1, 1, STRETCH])
 
-    def _of_new(self, g: Graph, q: str, k: str, k_scale: str, scale: str, by: Mapping[str, str]) -> str:
+    def _new_scores(self, g: Graph, q: str, k: str, k_scale: str, scale: str, by: Mapping[str, str]) -> str:
         """Scores [B, Hkv, R, Q] of new keys, which are restored and turned forth."""
         end = g.integers([np.iinfo(np.int64).max])
         new = g.node("k_new", "Slice", k, by["slots_end"], end, g.integers([2]))
         scales = g.node("k_scale_new", "Slice", k_scale, by["slots_end"], end, g.integers([3]))
-        sized = g.node("k_new_sized", "Mul", new, g.reshape("k_scale_new_column", scales, [0, 0, -1, 1]))
+        scaled_keys = g.node("k_new_sized", "Mul", new, g.reshape("k_scale_new_column", scales, [0, 0, -1, 1]))
         mean = g.reshape("k_mean_row", by["k_mean"], [0, 1, -1])
-        restored = g.node("k_new_restored", "Add", g.node("k_new_by_rows", "MatMul", sized, by["k_rows"]), mean)
-        cos, sin = (g.reshape(f"{word}_new", by[f"token_{word}"], [0, 1, -1, self.turned]) for word in TURNS)
-        (turned,) = g.call("k_new_turned", f"TurnForth_{self.turned}", self.turn_forth, x=restored, cos=cos, sin=sin)
-        transposed = g.node("k_new_transposed", "Transpose", turned, perm=[0, 1, 3, 2])
-        return g.node("scores_new", "Mul", g.node("qk_new", "MatMul", q, transposed), scale)
+        restored_keys = g.node("k_new_restored", "Add", g.node("k_new_by_rows", "MatMul", scaled_keys, by["k_rows"]), mean)
+        cos, sin = (g.reshape(f"{word}_new", by[f"token_{word}"], [0, 1, -1, self.rope_pairs]) for word in TURNS)
+        (turned_keys,) = g.call(
+            "k_new_turned", f"TurnForth_{self.rope_pairs}", self.turn_forth, x=restored_keys, cos=cos, sin=sin
+        )
+        keys_t = g.node("k_new_transposed", "Transpose", turned_keys, perm=[0, 1, 3, 2])
+        return g.node("scores_new", "Mul", g.node("qk_new", "MatMul", q, keys_t), scale)
 
-    def _turns(self, layer: int) -> Turns | None:
-        coordinates = self.described("k").transform.coordinates
-        return coordinates(layer).turns if self.turned and coordinates else None
+    def _turns(self, layer: int) -> RopeShift | None:
+        coordinates = self.description("k").transform.coordinates
+        return coordinates(layer).turns if self.rope_pairs and coordinates else None
 
-    def _table(self, turns: Turns, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _table(self, turns: RopeShift, device: torch.device) -> tuple[Tensor, Tensor]:
         return turns.table(-(-self.config.max_position_embeddings // STRETCH), device)
 
     # -- Attention -------------------------------------------------------------------------------------------------------
@@ -164,10 +166,10 @@ class AttentionScopes(LevelScopes):
         k = self._centroids(g, "k", by["k_codes"], by["new_k_codes"], block_table)
         k_scale = self._scales(g, "k", by["k_scale"], by["new_k_scale"], block_table)
         scale = g.constant("softmax_scale", np.array(self.config.attentions[0].scale, np.float32))
-        of_stored = self.by_stretches if self.turned else self._scores
-        scores = of_stored(g, q_rows, k, k_scale, scale, by)
+        score = self.by_stretches if self.rope_pairs else self._scores
+        scores = score(g, q_rows, k, k_scale, scale, by)
         if "k_kept" in by:
-            scores = self._with_kept(g, scores, q_rows, scale, by)
+            scores = self._add_window_scores(g, scores, q_rows, scale, by)
         masked = g.node("masked", "Where", visible, scores, g.scalar(-np.inf))
         p = g.node("softmax", "Softmax", masked, axis=-1)
 
@@ -177,10 +179,10 @@ class AttentionScopes(LevelScopes):
         v_factor = g.node("v_factor", "Where", stored, v_scales, g.scalar(0))
         exact = ""
         if "v_kept" in by:
-            p, exact = self._of_kept(g, p, v, by)
+            p, exact = self._window_output(g, p, v, by)
         pv = self._product(g, "pv", g.node("p_scaled", "Mul", p, v_factor), v)
-        unpaired = self._in_bytes_order(g, "pv_halves", "v", pv, back=True)
-        out = self._rotated(g, "unrotated", unpaired, by["v_rotation"], heads, back=True)
+        ordered_out = self._in_bytes_order(g, "pv_halves", "v", pv, inverse=True)
+        out = self._rotate(g, "unrotated", ordered_out, by["v_rotation"], heads, inverse=True)
         out = g.node("out_with_kept", "Add", out, exact) if exact else out
         split = g.reshape("out_groups", out, [0, 0, group, -1, dim])
         return [g.reshape("out", g.node("tokens_first", "Transpose", split, perm=[0, 3, 1, 2, 4]), [-1, heads * group * dim])]
@@ -197,8 +199,8 @@ class AttentionScopes(LevelScopes):
 
     def _into_stored(self, g: Graph, q: str, by: Mapping[str, str]) -> str:
         """Queries [B, Hkv, R, D] as stored keys are met."""
-        if not self.learned("k"):
-            return self._rotated(g, "q_rotated", q, by["k_rotation"], self.config.heads.num_kv_heads)
+        if not self.has_learned("k"):
+            return self._rotate(g, "q_rotated", q, by["k_rotation"], self.config.heads.num_kv_heads)
         return g.node("q_rotated", "MatMul", q, g.node("k_rows_t", "Transpose", by["k_rows"], perm=[0, 2, 1]))
 
     def _product(self, g: Graph, name: str, a: str, b: str) -> str:
@@ -206,25 +208,27 @@ class AttentionScopes(LevelScopes):
         return g.node(name, "MatMul", a, b)
 
     # -- Tokens in BF16 ------------------------------------------------------------------------------------------------
-    def _with_kept(self, g: Graph, scores: str, q: str, scale: str, by: Mapping[str, str]) -> str:
+    def _add_window_scores(self, g: Graph, scores: str, q: str, scale: str, by: Mapping[str, str]) -> str:
         """Scores [B, Hkv, R, S + Q] with those of keys in BF16 behind them."""
-        if self.learned("k") and not self.turned:
+        if self.has_learned("k") and not self.rope_pairs:
             # What q makes of the mean is the same for every packed key. Softmax drops it only where there are no others.
             mean = g.reshape("k_mean_column", by["k_mean"], [0, -1, 1])
-            of_mean = g.node("q_of_mean", "Mul", g.node("q_by_mean", "MatMul", q, mean), scale)
-            scores = g.node("scores_with_mean", "Add", scores, of_mean)
-        k = g.node("k_exact_t", "Transpose", self._kept(g, "k", by), perm=[0, 1, 3, 2])
+            mean_scores = g.node("q_of_mean", "Mul", g.node("q_by_mean", "MatMul", q, mean), scale)
+            scores = g.node("scores_with_mean", "Add", scores, mean_scores)
+        k = g.node("k_exact_t", "Transpose", self._window_vectors(g, "k", by), perm=[0, 1, 3, 2])
         exact = g.node("exact_scores", "Mul", g.node("exact_qk", "MatMul", q, k), scale)
         return g.node("all_scores", "Concat", scores, exact, axis=3)
 
-    def _of_kept(self, g: Graph, p: str, v: str, by: Mapping[str, str]) -> tuple[str, str]:
+    def _window_output(self, g: Graph, p: str, v: str, by: Mapping[str, str]) -> tuple[str, str]:
         """Probabilities of packed tokens alone, and what tokens in BF16 add to the output, [B, Hkv, R, D]."""
-        exact = g.node("v_held", "Where", by["kept_stored"], self._kept(g, "v", by), g.scalar(0))
-        counts = [g.node(f"{name}_count", "Shape", of, start=2, end=3) for name, of in (("packed", v), ("exact", exact))]
+        exact = g.node("v_held", "Where", by["kept_stored"], self._window_vectors(g, "v", by), g.scalar(0))
+        counts = [
+            g.node(f"{name}_count", "Shape", vectors, start=2, end=3) for name, vectors in (("packed", v), ("exact", exact))
+        ]
         packed, others = g.nodes("p", "Split", [p, g.node("counts", "Concat", *counts, axis=0)], 2, axis=-1)
         return packed, g.node("exact_pv", "MatMul", others, exact)
 
-    def _kept(self, g: Graph, side: str, by: Mapping[str, str]) -> str:
+    def _window_vectors(self, g: Graph, side: str, by: Mapping[str, str]) -> str:
         """Vectors [B, Hkv, kept + Q, D] fp32: those that `kept_index` names, and the new ones."""
         past = g.node(f"{side}_kept_past", "Gather", by[f"{side}_kept"], by["kept_index"])
         new = g.node(f"{side}_kept_new", "Transpose", by[f"new_{side}_kept"], perm=[0, 2, 1, 3])
@@ -233,74 +237,74 @@ class AttentionScopes(LevelScopes):
     # -- Packed tokens -------------------------------------------------------------------------------------------------
     def _centroids(self, g: Graph, side: str, codes: str, new_codes: str, block_table: str) -> str:
         """Centroids [B, Hkv, S + Q, D] of all tokens, in the rotated domain, in the order of `_in_bytes_order`."""
-        described, name = self.described(side), self.name(side)
+        description, name = self.description(side), self.name(side)
         past = self._by_sequence(g, f"past_{side}_codes", codes, block_table, [0, 0, -1, self.code_bytes(side)])
         new = g.node(f"new_{side}_codes_heads_first", "Transpose", new_codes, perm=[0, 2, 1, 3])
         if self._parts_of_a_byte(side):
-            c, byte, bits = np.array(described.centroids, np.float32), np.arange(256), described.bits
-            of_byte = np.stack([c[(byte >> shift) & (2**bits - 1)] for shift in range(0, 8, bits)], axis=-1)
-            table = g.constant(f"centroids_of_byte_{name}", of_byte.astype(self.centroid_type))
+            c, byte, bits = np.array(description.centroids, np.float32), np.arange(256), description.bits
+            byte_centroids = np.stack([c[(byte >> shift) & (2**bits - 1)] for shift in range(0, 8, bits)], axis=-1)
+            table = g.constant(f"centroids_of_byte_{name}", byte_centroids.astype(self.centroid_type))
             parts = g.node(f"{side}_pairs", "Gather", table, self._indices(g, side, past, new))
-            return g.reshape(f"{side}_unpacked", parts, [0, 0, -1, described.head_dim])
+            return g.reshape(f"{side}_unpacked", parts, [0, 0, -1, description.head_dim])
         both = g.node(f"{side}_bytes", "Concat", past, new, axis=2)
-        if described.columns:
-            return self._cubic(g, f"{side}_unpacked", side, self._of_columns(g, side, both))
-        level = g.node(f"{side}_level", "Cast", self._of_planes(g, side, both), to=_INT32)
+        if description.columns:
+            return self._cubic(g, f"{side}_unpacked", side, self._column_levels(g, side, both))
+        level = g.node(f"{side}_level", "Cast", self._plane_levels(g, side, both), to=_INT32)
         return g.node(f"{side}_unpacked", "Gather", self._centroid_table(g, side), level)
 
     def _parts_of_a_byte(self, side: str) -> int:
         """Levels in each byte where a byte holds whole ones alone, so that a table restores it; else 0."""
-        described = self.described(side)
-        return 0 if described.columns or len(planes(described.bits)) > 1 else 8 // described.bits
+        description = self.description(side)
+        return 0 if description.columns or len(planes(description.bits)) > 1 else 8 // description.bits
 
-    def _in_bytes_order(self, g: Graph, name: str, side: str, x: str, *, back: bool = False) -> str:
-        """Rows [B, Hkv, R, D] as a table restores bytes: all levels of a byte together; or, with `back`, out of that order.
+    def _in_bytes_order(self, g: Graph, name: str, side: str, x: str, *, inverse: bool = False) -> str:
+        """Rows [B, Hkv, R, D] as a table restores bytes: all levels of a byte together; or, with `inverse`, out of that order.
 
         Levels of byte j are the coordinates j, j + D/n and so on of a vector, for n levels a byte.
         """
-        parts, count = self._parts_of_a_byte(side), self.described(side).head_dim
+        parts, count = self._parts_of_a_byte(side), self.description(side).head_dim
         if parts < 2:
             return x
-        split = [count // parts, parts] if back else [parts, count // parts]
+        split = [count // parts, parts] if inverse else [parts, count // parts]
         rows = g.reshape(f"{name}_split", x, [0, 0, -1, *split])
         return g.reshape(name, g.node(f"{name}_swapped", "Transpose", rows, perm=[0, 1, 2, 4, 3]), [0, 0, -1, count])
 
-    def _of_planes(self, g: Graph, side: str, codes: str) -> str:
+    def _plane_levels(self, g: Graph, side: str, codes: str) -> str:
         """Levels [.., D] uint8 from two planes of their bits."""
-        described = self.described(side)
-        widths = planes(described.bits)
-        cut = self._cut(g, f"{side}_plane", codes, [described.head_dim * width // 8 for width in widths])
-        found = []
+        description = self.description(side)
+        widths = planes(description.bits)
+        cut = self._cut(g, f"{side}_plane", codes, [description.head_dim * width // 8 for width in widths])
+        bit_planes = []
         for width, plane in zip(widths, cut, strict=True):
             name = f"{side}_plane_of_{width}"
             parts = [self._bits(g, f"{name}_at_{at}", plane, at, width, np.uint8) for at in range(0, 8, width)]
-            found.append(g.node(name, "Concat", *parts, axis=-1))
-        low, high = found
-        raised = g.node(f"{side}_plane_raised", "BitShift", high, g.scalar(widths[0], np.uint8), direction="LEFT")
-        return g.node(f"{side}_level_bits", "BitwiseOr", low, raised)
+            bit_planes.append(g.node(name, "Concat", *parts, axis=-1))
+        low, high = bit_planes
+        shifted_high = g.node(f"{side}_plane_raised", "BitShift", high, g.scalar(widths[0], np.uint8), direction="LEFT")
+        return g.node(f"{side}_level_bits", "BitwiseOr", low, shifted_high)
 
-    def _of_columns(self, g: Graph, side: str, codes: str) -> str:
+    def _column_levels(self, g: Graph, side: str, codes: str) -> str:
         """Levels [.., D] uint32 from columns of units."""
-        described = self.described(side)
-        count, columns = described.head_dim // EIGHTHS, described.columns
+        description = self.description(side)
+        count, columns = description.head_dim // EIGHTHS, description.columns
         cut = self._cut(g, f"{side}_column", codes, [count * column.nbytes for column in columns])
         eighths: dict[int, str] = {}
         for number, (column, octets) in enumerate(zip(columns, cut, strict=True)):
-            unit = self._unit_of(g, f"{side}_unit_{number}", octets, count, column.nbytes)
+            unit = self._column_units(g, f"{side}_unit_{number}", octets, count, column.nbytes)
             for part in column.parts:
                 name = f"{side}_eighth_{part.eighth}"
                 eighths[part.eighth] = self._bits(g, name, unit, part.shift, part.bits, np.uint32)
         return g.node(f"{side}_level", "Concat", *(eighths[eighth] for eighth in range(EIGHTHS)), axis=-1)
 
-    def _unit_of(self, g: Graph, name: str, octets: str, count: int, nbytes: int) -> str:
+    def _column_units(self, g: Graph, name: str, octets: str, count: int, nbytes: int) -> str:
         """A column's bytes, little-endian, as units [.., count] uint32."""
         if nbytes == 1:
             return g.node(name, "Cast", octets, to=TensorProto.UINT32)
         pairs = g.reshape(f"{name}_pairs", octets, [0, 0, -1, count, nbytes])
         octet = [g.node(f"{name}_octet_{i}", "Gather", pairs, g.scalar(i, np.int64), axis=4) for i in range(nbytes)]
-        low, high = (g.node(f"{name}_byte_{i}", "Cast", of, to=TensorProto.UINT32) for i, of in enumerate(octet))
-        raised = g.node(f"{name}_raised", "BitShift", high, g.scalar(8, np.uint32), direction="LEFT")
-        return g.node(name, "BitwiseOr", low, raised)
+        low, high = (g.node(f"{name}_byte_{i}", "Cast", one_byte, to=TensorProto.UINT32) for i, one_byte in enumerate(octet))
+        shifted_high = g.node(f"{name}_raised", "BitShift", high, g.scalar(8, np.uint32), direction="LEFT")
+        return g.node(name, "BitwiseOr", low, shifted_high)
 
     def _bits(self, g: Graph, name: str, x: str, shift: int, width: int, dtype: type[np.generic]) -> str:
         """`width` bits of unsigned integers, from bit `shift` on."""

@@ -25,8 +25,8 @@ import torch
 from onnx import TensorProto
 from torch import Tensor
 
-from haarkv.models.catalog import path_of, source_of, stream_tensors
-from haarkv.models.checkpoint import held_for
+from haarkv.models.catalog import find_model, open_source, stream_tensors
+from haarkv.models.checkpoint import checked_tensors
 from haarkv.models.config import ModelConfig
 from haarkv.models.qwen3_14b.onnx.model import build
 from haarkv.models.qwen3_14b.onnx.scopes import Qwen3Scopes
@@ -34,17 +34,17 @@ from haarkv.models.qwen3_14b.onnx.spec import (
     GraphSpec,
     Sizes,
     coded_values,
-    offsets_of,
     require_opset,
     rope_values,
     stored_values,
+    weight_offsets,
     weight_types,
 )
 from haarkv.models.rope import RopeTable
 from haarkv.models.weights import checkpoint_shapes
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
-from haarkv.tq_ops.onnx import EXPORTED, FORMAT
+from haarkv.tq_ops.onnx import EXPORT_SUPPORT, FORMAT
 from haarkv.tq_ops.onnx.block_codes import CODES
 from haarkv.tq_ops.onnx.block_products import CodedWeight
 from haarkv.tq_ops.onnx.graph import Graph, StoredWeights, TensorType
@@ -102,23 +102,23 @@ class AtcScopes(Qwen3Scopes):
         spread = g.node("spread", "Mul", unit, g.scalar(2.0**16 + 1))
         return g.node("rounded", "Sub", spread, g.node("rest", "Sub", spread, unit))
 
-    def _rotated(self, g: Graph, name: str, x: str, rotation: str, heads: int, *, back: bool = False) -> str:
+    def _rotate(self, g: Graph, name: str, x: str, rotation: str, heads: int, *, inverse: bool = False) -> str:
         dim = self.config.heads.head_dim
-        product = g.node(f"{name}_rows", "Gemm", g.reshape(f"{name}_flat", x, [-1, dim]), rotation, transB=int(back))
+        product = g.node(f"{name}_rows", "Gemm", g.reshape(f"{name}_flat", x, [-1, dim]), rotation, transB=int(inverse))
         # [B, Q, Hkv, D] of new vectors, or the queries [B, Hkv, G * Q, D].
         second = self.tokens if name == "rotated" else heads
         return g.reshape(name, product, [self.batch, second, -1, dim])
 
     def _codes(self, g: Graph, byte: str) -> str:
         negative = g.node("is_negative", "GreaterOrEqual", byte, g.scalar(128, np.int32))
-        signed = g.node("signed", "Where", negative, g.node("less_256", "Add", byte, g.scalar(-256, np.int32)), byte)
-        return g.node("codes", "Cast", signed, to=TensorProto.INT8)
+        signed_byte = g.node("signed", "Where", negative, g.node("less_256", "Add", byte, g.scalar(-256, np.int32)), byte)
+        return g.node("codes", "Cast", signed_byte, to=TensorProto.INT8)
 
     def _indices(self, g: Graph, side: str, past: str, new: str) -> str:
-        signed = g.node(f"new_{side}_signed", "Cast", new, to=_INT32)
-        raised = g.node(f"new_{side}_plus_256", "Add", signed, g.scalar(256, np.int32))
-        negative = g.node(f"new_{side}_is_negative", "Less", signed, g.scalar(0, np.int32))
-        byte = g.node(f"new_{side}_byte", "Where", negative, raised, signed)
+        signed_bytes = g.node(f"new_{side}_signed", "Cast", new, to=_INT32)
+        plus_256 = g.node(f"new_{side}_plus_256", "Add", signed_bytes, g.scalar(256, np.int32))
+        negative = g.node(f"new_{side}_is_negative", "Less", signed_bytes, g.scalar(0, np.int32))
+        byte = g.node(f"new_{side}_byte", "Where", negative, plus_256, signed_bytes)
         return g.node(f"{side}_index", "Concat", g.node(f"past_{side}_index", "Cast", past, to=_INT32), byte, axis=2)
 
     def _product(self, g: Graph, name: str, a: str, b: str) -> str:
@@ -133,17 +133,17 @@ def atc_plan(bucket: Bucket, span: range, *, embed: bool, head: bool, metadata: 
 
 def command_line(bucket: Bucket, shapes: dict[str, tuple[int | str, ...]]) -> str:
     """How ATC compiles one bucket's graph; the processor's name is the caller's `$SOC_VERSION`."""
-    wanted = ";".join(f"{name}:{','.join(map(str, shape))}" for name, shape in shapes.items())
+    input_shapes = ";".join(f"{name}:{','.join(map(str, shape))}" for name, shape in shapes.items())
     return (
         f'atc --framework=5 --model={bucket.name}.onnx --output={bucket.name} --soc_version="$SOC_VERSION" '
-        f"--input_format=ND --precision_mode=must_keep_origin_dtype --input_shape={shlex.quote(wanted)}"
+        f"--input_format=ND --precision_mode=must_keep_origin_dtype --input_shape={shlex.quote(input_shapes)}"
     )
 
 
 ABOUT, WEIGHTS, COMMANDS = "export.json", "weights.bin", "atc.sh"
 """Names of files in the folder: what it is, the weights, and ATC's command lines."""
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_COPIED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+_COPIED_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 Progress = Callable[[int, int], None]
 """Called with (weights written, weights in all)."""
@@ -191,28 +191,28 @@ class Export:
         return self.span.stop == self.config.num_layers
 
     @property
-    def kept(self) -> tuple[str, ...]:
+    def kept_types(self) -> tuple[str, ...]:
         """Types of blocks that graphs multiply with, by name."""
         return () if self.restore or self.atc else tuple(CODES)
 
     @cached_property
     def blocks(self) -> dict[str, str]:
         """The type of the blocks that each weight of these graphs lies in, if any, by Hugging Face's name."""
-        source = source_of(self.model)
-        held = {} if source is None else held_for(source, self.config)
-        wanted = weight_types(Qwen3Scopes(self.config), GraphSpec(self.span, self.embed, self.head, self.opset))
-        return {name: kind for name in wanted if name in held and (kind := held[name].blocks) is not None}
+        source = open_source(self.model)
+        tensors = {} if source is None else checked_tensors(source, self.config)
+        weight_names = weight_types(Qwen3Scopes(self.config), GraphSpec(self.span, self.embed, self.head, self.opset))
+        return {name: kind for name in weight_names if name in tensors and (kind := tensors[name].blocks) is not None}
 
-    def coded(self) -> dict[str, CodedWeight]:
+    def four_bit_weights(self) -> dict[str, CodedWeight]:
         """Weights that graphs multiply with as codes of four bits, by name."""
         shapes, blocks = checkpoint_shapes(self.config), self.blocks
         return {
-            name: CodedWeight(CODES[kind], *shapes[name]) for name, kind in blocks.items() if kind in self.kept
+            name: CodedWeight(CODES[kind], *shapes[name]) for name, kind in blocks.items() if kind in self.kept_types
         }  # fmt: skip
 
     def about(self) -> dict[str, str]:
         """What every graph says of itself."""
-        types = sorted(set(self.blocks.values()) & set(self.kept))
+        types = sorted(set(self.blocks.values()) & set(self.kept_types))
         return {
             "haarkv.version": self.version,
             "haarkv.model": self.model,
@@ -227,7 +227,7 @@ class Export:
 
 def rotation_sha256(span: range, head_dim: int) -> str:
     """SHA-256 of the rotations of some layers: their BF16 bits, little-endian, row by row, layer after layer."""
-    digest, transform = hashlib.sha256(), EXPORTED.built_in(head_dim).transform
+    digest, transform = hashlib.sha256(), EXPORT_SUPPORT.built_in(head_dim).transform
     for layer in span:
         digest.update(transform.matrix(layer, head_dim).view(torch.uint16).numpy().astype("<u2").tobytes())
     return digest.hexdigest()
@@ -242,23 +242,23 @@ def write_export(folder: Path, export: Export, progress: Progress | None = None)
         InputError: a checkpoint that cannot be read, or a weight that is not finite in this dtype.
         OSError: the system refuses to write.
     """
-    scopes = Qwen3Scopes(export.config, export.dtype, blocks=export.coded())
+    scopes = Qwen3Scopes(export.config, export.dtype, blocks=export.four_bit_weights())
     whole = GraphSpec(export.span, export.embed, export.head, export.opset)
     types = weight_types(scopes, whole)
-    stored = StoredWeights(WEIGHTS, offsets_of(types))
+    weight_file = StoredWeights(WEIGHTS, weight_offsets(types))
     rope = RopeTable(export.config.common.attention.rope, export.config.max_position_embeddings)
-    weights = stream_tensors(export.model, export.config, TORCH_DTYPES[export.dtype], export.kept)
+    weights = stream_tensors(export.model, export.config, TORCH_DTYPES[export.dtype], export.kept_types)
     tensors = chain(
         chain.from_iterable(_as_they_lie(name, weight) for name, weight in weights), rope_values(rope),
         stored_values(scopes, whole, rope.device).items(),
     )  # fmt: skip
-    _write_weights(folder / WEIGHTS, export.dtype, tensors, types, stored, progress)
-    graphs = dict(_atc_graphs(export, stored, folder) if export.atc else _graphs(export, scopes, stored))
+    _write_weights(folder / WEIGHTS, export.dtype, tensors, types, weight_file, progress)
+    graphs = dict(_atc_graphs(export, weight_file, folder) if export.atc else _graphs(export, scopes, weight_file))
     for name, model in graphs.items():
         (folder / name).write_bytes(model.SerializeToString())
         onnx.checker.check_model(str(folder / name), full_check=True)
-    source = path_of(export.model)
-    for name in _COPIED if source is not None else ():
+    source = find_model(export.model)
+    for name in _COPIED_FILES if source is not None else ():
         if (source / name).is_file():  # type: ignore[operator]
             shutil.copyfile(source / name, folder / name)  # type: ignore[operator]
     about = {
@@ -287,18 +287,18 @@ def _sizes(config: ModelConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _graphs(export: Export, scopes: Qwen3Scopes, stored: StoredWeights) -> Iterator[tuple[str, onnx.ModelProto]]:
+def _graphs(export: Export, scopes: Qwen3Scopes, weight_file: StoredWeights) -> Iterator[tuple[str, onnx.ModelProto]]:
     about = tuple(export.about().items())
     for phase, sizes in (("prefill", Sizes()), ("decode", Sizes(tokens=1))):
         plan = GraphSpec(export.span, export.embed, export.head, export.opset, sizes, metadata=about)
-        yield f"{phase}.onnx", build(scopes, plan, stored)
+        yield f"{phase}.onnx", build(scopes, plan, weight_file)
 
 
-def _atc_graphs(export: Export, stored: StoredWeights, folder: Path) -> Iterator[tuple[str, onnx.ModelProto]]:
+def _atc_graphs(export: Export, weight_file: StoredWeights, folder: Path) -> Iterator[tuple[str, onnx.ModelProto]]:
     """Every bucket's graph, and the script that compiles them all."""
     lines = ["#!/bin/sh", "set -eu", ': "${SOC_VERSION:?set it to the processor, as Ascend910B1}"', 'cd "$(dirname "$0")"']
     for bucket in BUCKETS:
-        model = _atc_graph(export, bucket, stored)
+        model = _atc_graph(export, bucket, weight_file)
         shapes = {
             value.name: tuple(size.dim_value for size in value.type.tensor_type.shape.dim) for value in model.graph.input
         }
@@ -307,14 +307,14 @@ def _atc_graphs(export: Export, stored: StoredWeights, folder: Path) -> Iterator
     (folder / COMMANDS).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _atc_graph(export: Export, bucket: Bucket, stored: StoredWeights) -> onnx.ModelProto:
+def _atc_graph(export: Export, bucket: Bucket, weight_file: StoredWeights) -> onnx.ModelProto:
     scopes = AtcScopes(export.config, export.dtype, batch=bucket.batch, tokens=bucket.tokens)
     about = tuple(export.about().items())
-    return build(scopes, atc_plan(bucket, export.span, embed=export.embed, head=export.head, metadata=about), stored)
+    return build(scopes, atc_plan(bucket, export.span, embed=export.embed, head=export.head, metadata=about), weight_file)
 
 
 def _write_weights(
-    path: Path, dtype: str, tensors: Iterable[tuple[str, Tensor]], types: dict[str, TensorType], stored: StoredWeights,
+    path: Path, dtype: str, tensors: Iterable[tuple[str, Tensor]], types: dict[str, TensorType], weight_file: StoredWeights,
     progress: Progress | None,
 ) -> None:  # fmt: skip
     done = 0
@@ -324,7 +324,7 @@ def _write_weights(
                 continue
             if not all(torch.isfinite(edge) for edge in tensor.aminmax()):
                 raise InputError(f"the weight {name} is not finite in {dtype}; give another --dtype or fetch it again")
-            file.seek(stored.offsets[name])
+            file.seek(weight_file.offsets[name])
             file.write(tensor.contiguous().view(torch.uint8).numpy().reshape(-1).data)
             done += 1
             if progress:

@@ -19,7 +19,7 @@ from haarkv.codebooks.learned import EIGHTHS
 from haarkv.models.config import ModelConfig
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.learned import GAINS
-from haarkv.tq_ops.formats.packing import planes, widths_of
+from haarkv.tq_ops.formats.packing import eighth_widths, planes
 from haarkv.tq_ops.formats.rotated import Description
 from haarkv.tq_ops.onnx import FORMAT
 from haarkv.tq_ops.onnx.block_products import CodedWeight
@@ -33,8 +33,8 @@ _COORDINATES = ("mean", "forward", "rows", "weights")
 
 def graph_name(kv_format: KVFormat, head_dim: int) -> str:
     """What functions and tables of a format are called by: K's and V's of one name may be stored by other scales."""
-    described = kv_format.description(head_dim)
-    return f"{kv_format.name}_along" if described and described.along else kv_format.name
+    description = kv_format.description(head_dim)
+    return f"{kv_format.name}_along" if description and description.along else kv_format.name
 
 
 @dataclass(frozen=True)
@@ -63,48 +63,48 @@ class LevelScopes:
         """Of the format of a side, "k" or "v", in a graph."""
         return graph_name(self.k if side == "k" else self.v, self.config.heads.head_dim)
 
-    def described(self, side: str) -> Description:
+    def description(self, side: str) -> Description:
         """The format of a side."""
-        found = (self.k if side == "k" else self.v).description(self.config.heads.head_dim)
-        assert found is not None, "misfit() lets formats of levels pass alone"
-        return found
+        description = (self.k if side == "k" else self.v).description(self.config.heads.head_dim)
+        assert description is not None, "misfit() lets formats of levels pass alone"
+        return description
 
     def code_bytes(self, side: str) -> int:
         """Bytes of a vector's codes."""
-        described = self.described(side)
-        return described.head_dim * described.bits // 8
+        description = self.description(side)
+        return description.head_dim * description.bits // 8
 
-    def learned(self, side: str) -> bool:
+    def has_learned(self, side: str) -> bool:
         """Whether a side has learned coordinates in place of a rotation."""
-        return self.described(side).transform.coordinates is not None
+        return self.description(side).transform.coordinates is not None
 
     def stored_by(self, layer: int) -> dict[str, tuple[str, TensorType]]:
         """What K and V of a layer are stored by and no checkpoint holds: a scope's word for it -> name and type."""
         heads, dim = self.config.heads.num_kv_heads, self.config.heads.head_dim
-        rotations = {self.described(side).transform for side in "kv" if not self.learned(side)}
-        found: dict[str, tuple[str, TensorType]] = {}
+        rotations = {self.description(side).transform for side in "kv" if not self.has_learned(side)}
+        types: dict[str, tuple[str, TensorType]] = {}
         for side in "kv":
-            if self.learned(side):
+            if self.has_learned(side):
                 for word in _COORDINATES:
                     shape = (heads, dim, dim) if word in ("forward", "rows") else (heads, dim)
-                    found[f"{side}_{word}"] = (f"layers.{layer}.{side}_{word}", TensorType(_FLOAT, shape))
+                    types[f"{side}_{word}"] = (f"layers.{layer}.{side}_{word}", TensorType(_FLOAT, shape))
             else:
                 word = "rotation" if len(rotations) == 1 else f"{side}_rotation"
-                found[f"{side}_rotation"] = (f"layers.{layer}.{word}", TensorType(_FLOAT, (dim, dim)))
-        return found
+                types[f"{side}_rotation"] = (f"layers.{layer}.{word}", TensorType(_FLOAT, (dim, dim)))
+        return types
 
     def stored_values(self, layer: int, device: torch.device) -> dict[str, Tensor]:
         """The tensors of `stored_by` by their names."""
         names = {word: name for word, (name, _) in self.stored_by(layer).items()}
-        found: dict[str, Tensor] = {}
+        values: dict[str, Tensor] = {}
         for side in "kv":
-            transform = self.described(side).transform
+            transform = self.description(side).transform
             if transform.coordinates:
                 coordinates = transform.coordinates(layer).to(device)
-                found |= {names[f"{side}_{word}"]: getattr(coordinates, word).contiguous() for word in _COORDINATES}
+                values |= {names[f"{side}_{word}"]: getattr(coordinates, word).contiguous() for word in _COORDINATES}
             else:
-                found[names[f"{side}_rotation"]] = transform.on(layer, self.config.heads.head_dim, device)
-        return found
+                values[names[f"{side}_rotation"]] = transform.on(layer, self.config.heads.head_dim, device)
+        return values
 
     # -- From vectors to codes -----------------------------------------------------------------------------------------
     def quantize(self, g: Graph, x: str, rotation: str, *, side: str) -> list[str]:
@@ -112,17 +112,17 @@ class LevelScopes:
 
         A vector that is not finite gets a scale of NaN, since a graph cannot refuse.
         """
-        described = self.described(side)
+        description = self.description(side)
         unit, norm, lift = self._unit(g, x)
-        y = self._rotated(g, "rotated", self._bf16(g, unit), rotation, self.config.heads.num_kv_heads)
-        level = self._level(g, y, side, np.array(described.boundaries, np.float32))
-        chosen = g.node("chosen", "Gather", self._centroid_table(g, side), level)
-        if described.along:
-            along = g.reduce("along", "ReduceSum", g.node("along_each", "Mul", chosen, y))
-            some = g.node("is_along", "Greater", along, g.scalar(0.0))
-            length = g.node("along_or_1", "Where", some, along, g.scalar(1.0))
+        y = self._rotate(g, "rotated", self._bf16(g, unit), rotation, self.config.heads.num_kv_heads)
+        level = self._level(g, y, side, np.array(description.boundaries, np.float32))
+        centroid = g.node("chosen", "Gather", self._centroid_table(g, side), level)
+        if description.along:
+            inner_product = g.reduce("along", "ReduceSum", g.node("along_each", "Mul", centroid, y))
+            some = g.node("is_along", "Greater", inner_product, g.scalar(0.0))
+            length = g.node("along_or_1", "Where", some, inner_product, g.scalar(1.0))
         else:
-            square = g.reduce("chosen_square", "ReduceSum", g.node("square", "Mul", chosen, chosen))
+            square = g.reduce("chosen_square", "ReduceSum", g.node("square", "Mul", centroid, centroid))
             length = g.node("chosen_norm", "Sqrt", square)
         return [self._packed(g, level, side), self._scale(g, norm, g.node("norm_of_x", "Div", norm, lift), length)]
 
@@ -139,55 +139,55 @@ class LevelScopes:
         t = g.node("t", "Div", y, g.node("rho_or_1", "Where", some, rho, g.scalar(1.0)))
         best: list[str] = []
         for number, gain in enumerate(GAINS):
-            tried = g.call(
+            candidate = g.call(
                 f"gain_{number}", f"Gain_{self.name(side)}", lambda inner, **by: self.at_gain(inner, **by, side=side),
                 t=t, gain=g.scalar(gain), weights=weights,
             )  # fmt: skip
             if best:
-                nearer = g.node(f"nearer_{number}", "Greater", tried[2], best[2])
+                nearer = g.node(f"nearer_{number}", "Greater", candidate[2], best[2])
                 words = ("levels", "kept", "fit")
                 best = [
                     g.node(f"{word}_{number}", "Where", nearer, new, old)
-                    for word, new, old in zip(words, tried, best, strict=True)
+                    for word, new, old in zip(words, candidate, best, strict=True)
                 ]
             else:
-                best = list(tried)
+                best = list(candidate)
         length_of_x = g.node("length_of_x", "Mul", g.node("norm_of_x", "Div", norm, lift), length)
         return [self._packed(g, best[0], side), self._scale(g, norm, length_of_x, g.node("kept_length", "Sqrt", best[1]))]
 
     def at_gain(self, g: Graph, t: str, gain: str, weights: str, *, side: str) -> list[str]:
         """Levels [B, Q, Hkv, D] int32 of coordinates at a size, the weighted square of what they restore, and how it fits."""
-        widths = widths_of(self.described(side).columns)
+        widths = eighth_widths(self.description(side).columns)
         tables = np.full((EIGHTHS, 2 ** max(widths) - 1), np.inf, np.float32)
         for table, bits in zip(tables, widths, strict=True):
             table[: 2**bits - 1] = cubic.boundaries(bits).numpy()
         level = self._level(g, g.node("sized", "Mul", t, gain), side, tables)
-        restored = self._cubic(g, "restored", side, level)
-        weighted = g.node("restored_weighted", "Mul", restored, weights)
-        along = g.reduce("along", "ReduceSum", g.node("along_each", "Mul", weighted, t))
-        kept = g.reduce("kept", "ReduceSum", g.node("kept_each", "Mul", weighted, restored))
-        return [level, kept, g.node("fit", "Div", g.node("along_squared", "Mul", along, along), kept)]
+        values = self._cubic(g, "restored", side, level)
+        weighted_values = g.node("restored_weighted", "Mul", values, weights)
+        inner_product = g.reduce("along", "ReduceSum", g.node("along_each", "Mul", weighted_values, t))
+        square = g.reduce("kept", "ReduceSum", g.node("kept_each", "Mul", weighted_values, values))
+        return [level, square, g.node("fit", "Div", g.node("along_squared", "Mul", inner_product, inner_product), square)]
 
     def _unit(self, g: Graph, x: str) -> tuple[str, str, str]:
         """x / norm and norm, both of `x * lift`; lift is a power of two, and 1 of all ordinary vectors."""
         largest = g.reduce("largest", "ReduceMax", g.node("magnitude", "Abs", x))
         small = g.node("is_small", "Less", largest, g.scalar(_SMALL))
-        raised = g.node("raise", "Where", small, g.scalar(_LIFT), g.scalar(1.0))
+        small_lift = g.node("raise", "Where", small, g.scalar(_LIFT), g.scalar(1.0))
         large = g.node("is_large", "Greater", largest, g.scalar(_LARGE))
-        lift = g.node("lift_by", "Where", large, g.scalar(1 / _LIFT), raised)
-        lifted = g.node("lifted", "Mul", x, lift)
-        norm = g.node("norm", "Sqrt", g.reduce("sum_square", "ReduceSum", g.node("lifted_square", "Mul", lifted, lifted)))
+        lift = g.node("lift_by", "Where", large, g.scalar(1 / _LIFT), small_lift)
+        lifted_x = g.node("lifted", "Mul", x, lift)
+        norm = g.node("norm", "Sqrt", g.reduce("sum_square", "ReduceSum", g.node("lifted_square", "Mul", lifted_x, lifted_x)))
         some = g.node("is_some", "Greater", norm, g.scalar(0.0))
         divisor = g.node("divisor", "Where", some, norm, g.scalar(1.0))
-        return g.node("unit", "Div", lifted, divisor), norm, lift
+        return g.node("unit", "Div", lifted_x, divisor), norm, lift
 
     def _bf16(self, g: Graph, unit: str) -> str:
         """Numbers of at most 1, rounded to BF16 and kept in FP32."""
         return g.node("rounded", "Cast", g.node("bf16", "Cast", unit, to=TensorProto.BFLOAT16), to=_FLOAT)
 
-    def _rotated(self, g: Graph, name: str, x: str, rotation: str, heads: int, *, back: bool = False) -> str:
+    def _rotate(self, g: Graph, name: str, x: str, rotation: str, heads: int, *, inverse: bool = False) -> str:
         """`x @ rotation`, or `x @ rotation.T` on the way back: [.., D] fp32."""
-        matrix = g.node(f"{name}_by", "Transpose", rotation, perm=[1, 0]) if back else rotation
+        matrix = g.node(f"{name}_by", "Transpose", rotation, perm=[1, 0]) if inverse else rotation
         return g.node(name, "MatMul", x, matrix)
 
     def _level(self, g: Graph, y: str, side: str, boundaries: np.ndarray) -> str:
@@ -201,14 +201,14 @@ class LevelScopes:
         table = g.constant(f"boundaries_{name}", boundaries.reshape(-1))
         top = (most + 1) // 2
         middle = boundaries[top - 1] if rows is None else boundaries[rows, top - 1]
-        reached = g.node(f"reaches_{top}", "GreaterOrEqual", y, g.constant(f"middle_{name}", middle))
-        level = g.node(f"bit_{top}", "Where", reached, g.scalar(top, np.int32), g.scalar(0, np.int32))
+        reaches = g.node(f"reaches_{top}", "GreaterOrEqual", y, g.constant(f"middle_{name}", middle))
+        level = g.node(f"bit_{top}", "Where", reaches, g.scalar(top, np.int32), g.scalar(0, np.int32))
         for step in (2**bit for bit in reversed(range(top.bit_length() - 1))):
             before = np.array(step - 1 if rows is None else rows * most + step - 1, np.int32)
             edge_at = g.node(f"next_{step}", "Add", level, g.constant(f"before_{step}_{name}", before))
-            reached = g.node(f"reaches_{step}", "GreaterOrEqual", y, g.node(f"edge_{step}", "Gather", table, edge_at))
+            reaches = g.node(f"reaches_{step}", "GreaterOrEqual", y, g.node(f"edge_{step}", "Gather", table, edge_at))
             level = g.node(
-                f"bit_{step}", "Where", reached, g.node(f"with_{step}", "Add", level, g.scalar(step, np.int32)), level
+                f"bit_{step}", "Where", reaches, g.node(f"with_{step}", "Add", level, g.scalar(step, np.int32)), level
             )
         return level
 
@@ -216,36 +216,38 @@ class LevelScopes:
         """fp16 [B, Q, Hkv]: length_of_x / length, at most FP16's largest; NaN where the norm is not finite."""
         scale = g.node("scale_fp32", "Div", length_of_x, length)
         largest = g.scalar(float(np.finfo(np.float16).max))
-        saturated = g.node("saturated", "Where", g.node("is_too_large", "Greater", scale, largest), largest, scale)
+        finite_scale = g.node("saturated", "Where", g.node("is_too_large", "Greater", scale, largest), largest, scale)
         finite = g.node("is_finite", "Less", norm, g.scalar(np.inf))
-        marked = g.node("marked", "Where", finite, saturated, g.scalar(np.nan))
-        narrow = g.node("scale_fp16", "Cast", marked, to=TensorProto.FLOAT16)
+        scale_or_nan = g.node("marked", "Where", finite, finite_scale, g.scalar(np.nan))
+        narrow = g.node("scale_fp16", "Cast", scale_or_nan, to=TensorProto.FLOAT16)
         return g.reshape("scale", narrow, [0, 0, self.config.heads.num_kv_heads])
 
     def _centroid_table(self, g: Graph, side: str) -> str:
-        return g.constant(f"centroids_{self.name(side)}", np.array(self.described(side).centroids, np.float32))
+        return g.constant(f"centroids_{self.name(side)}", np.array(self.description(side).centroids, np.float32))
 
     def _cubic(self, g: Graph, name: str, side: str, level: str) -> str:
         """What levels [.., D] in columns stand for, fp32: `h * (2a + 8b * h**2)` with h = level - (2**bits - 1) / 2."""
-        widths = np.repeat(widths_of(self.described(side).columns), self.config.heads.head_dim // EIGHTHS)
+        widths = np.repeat(eighth_widths(self.description(side).columns), self.config.heads.head_dim // EIGHTHS)
         numbers = {
             "zero": (2.0**widths - 1) / 2, "first": [2 * cubic.FACTORS[bits][0] for bits in widths],
             "third": [8 * cubic.FACTORS[bits][1] for bits in widths],
         }  # fmt: skip
-        of = {word: g.constant(f"{word}_{self.name(side)}", np.array(value, np.float32)) for word, value in numbers.items()}
-        half = g.node(f"{name}_half", "Sub", g.node(f"{name}_fp32", "Cast", level, to=_FLOAT), of["zero"])
-        third = g.node(f"{name}_third", "Mul", g.node(f"{name}_square", "Mul", half, half), of["third"])
-        return g.node(name, "Mul", half, g.node(f"{name}_factor", "Add", third, of["first"]))
+        constants = {
+            word: g.constant(f"{word}_{self.name(side)}", np.array(value, np.float32)) for word, value in numbers.items()
+        }
+        half = g.node(f"{name}_half", "Sub", g.node(f"{name}_fp32", "Cast", level, to=_FLOAT), constants["zero"])
+        third = g.node(f"{name}_third", "Mul", g.node(f"{name}_square", "Mul", half, half), constants["third"])
+        return g.node(name, "Mul", half, g.node(f"{name}_factor", "Add", third, constants["first"]))
 
     # -- Levels in bytes -----------------------------------------------------------------------------------------------
     def _packed(self, g: Graph, level: str, side: str) -> str:
         """Levels [B, Q, Hkv, D] int32 -> codes [B, Q, Hkv, bytes], as `pack_columns` or `pack_planes` lays them."""
-        described = self.described(side)
-        octets = self._columns(g, level, described) if described.columns else self._planes(g, level, described)
+        description = self.description(side)
+        octets = self._columns(g, level, description) if description.columns else self._planes(g, level, description)
         return self._codes(g, octets[0] if len(octets) == 1 else g.node("byte", "Concat", *octets, axis=-1))
 
-    def _planes(self, g: Graph, level: str, described: Description) -> list[str]:
-        low, *others = planes(described.bits)
+    def _planes(self, g: Graph, level: str, description: Description) -> list[str]:
+        low, *others = planes(description.bits)
         parts = [level]
         if others:
             parts = [
@@ -255,14 +257,14 @@ class LevelScopes:
         octets = []
         for width, plane in zip((low, *others), parts, strict=True):
             count = 8 // width
-            cut = self._cut(g, f"parts_{width}", plane, [described.head_dim // count] * count)
+            cut = self._cut(g, f"parts_{width}", plane, [description.head_dim // count] * count)
             octets.append(self._together(g, f"byte_{width}", cut, range(0, 8, width)))
         return octets
 
-    def _columns(self, g: Graph, level: str, described: Description) -> list[str]:
-        eighths = self._cut(g, "eighth", level, [described.head_dim // EIGHTHS] * EIGHTHS)
+    def _columns(self, g: Graph, level: str, description: Description) -> list[str]:
+        eighths = self._cut(g, "eighth", level, [description.head_dim // EIGHTHS] * EIGHTHS)
         octets = []
-        for number, column in enumerate(described.columns):
+        for number, column in enumerate(description.columns):
             parts = [eighths[part.eighth] for part in column.parts]
             unit = self._together(g, f"unit_{number}", parts, [part.shift for part in column.parts])
             if column.nbytes == 2:
@@ -282,8 +284,8 @@ class LevelScopes:
         """int32 parts in the bits of one number each, the first in the lowest."""
         total = parts[0]
         for part, shift in zip(parts[1:], shifts[1:], strict=True):
-            shifted = g.node(f"{name}_at_{shift}", "Mul", part, g.scalar(2**shift, np.int32))
-            total = g.node(f"{name}_to_{shift}", "Add", total, shifted)
+            shifted_part = g.node(f"{name}_at_{shift}", "Mul", part, g.scalar(2**shift, np.int32))
+            total = g.node(f"{name}_to_{shift}", "Add", total, shifted_part)
         return total
 
     def _codes(self, g: Graph, byte: str) -> str:

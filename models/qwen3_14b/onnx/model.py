@@ -9,7 +9,7 @@ import onnx
 from onnx import TensorProto
 
 from haarkv.models.qwen3_14b.onnx.levels import graph_name
-from haarkv.models.qwen3_14b.onnx.scopes import EMBEDDING_FIELD, HEAD_FIELD, KEPT_FIELDS, Qwen3Scopes
+from haarkv.models.qwen3_14b.onnx.scopes import EMBEDDING_FIELD, HEAD_FIELD, WINDOW_FIELDS, Qwen3Scopes
 from haarkv.models.qwen3_14b.onnx.spec import (
     ROPE_COS,
     ROPE_SIN,
@@ -24,21 +24,21 @@ from haarkv.models.weights import EMBEDDING, FINAL_NORM, HEAD, layer_tensors
 from haarkv.tq_ops.formats.stretches import STRETCH
 from haarkv.tq_ops.onnx.graph import Graph, StoredWeights, TensorType
 
-UNSTORED = np.iinfo(np.int32).max
+EMPTY_POSITION = np.iinfo(np.int32).max
 """The position of a token that is not there: no query sees it."""
 _FLOAT, _INT32, _INT64 = TensorProto.FLOAT, TensorProto.INT32, TensorProto.INT64
 
 
-def build(scopes: Qwen3Scopes, plan: GraphSpec, stored: StoredWeights | None = None) -> onnx.ModelProto:
+def build(scopes: Qwen3Scopes, plan: GraphSpec, weight_file: StoredWeights | None = None) -> onnx.ModelProto:
     """One model.
 
     Args:
-        stored: where its weights lie; without it they are inputs.
+        weight_file: where its weights lie; without it they are inputs.
     Raises:
         InputError: an opset without functions, or newer than the onnx package.
     """
     require_opset(plan.opset)
-    return _Model(scopes, plan).build(stored)
+    return _Model(scopes, plan).build(weight_file)
 
 
 class _Model:
@@ -52,16 +52,16 @@ class _Model:
         self.one_token = self.sizes.tokens == 1
         self.group = self.config.heads.num_heads // self.config.heads.num_kv_heads
 
-    def build(self, stored: StoredWeights | None) -> onnx.ModelProto:
+    def build(self, weight_file: StoredWeights | None) -> onnx.ModelProto:
         inputs, outputs = self.interface()
         begin = "input_ids" if self.plan.embed else "hidden"
-        hidden = self._embedded() if self.plan.embed else self.g.reshape("rows", "hidden", [-1, self.config.hidden_size])
+        hidden = self._embed() if self.plan.embed else self.g.reshape("rows", "hidden", [-1, self.config.hidden_size])
         shared = self._shared(begin) if self.plan.span else {}
         for layer in self.plan.span:
             hidden = self._layer(layer, hidden, shared)
         self._finish(hidden, begin)
         name = f"{self.config.model_type} layers {self.plan.span.start} to {self.plan.span.stop - 1}"
-        return self.g.model(name, inputs, outputs, dict(self.plan.metadata), stored)
+        return self.g.model(name, inputs, outputs, dict(self.plan.metadata), weight_file)
 
     def interface(self) -> tuple[dict[str, TensorType], dict[str, TensorType]]:
         """Inputs and outputs, in order."""
@@ -80,20 +80,22 @@ class _Model:
         ends = {"logits": TensorType(_FLOAT, (s.batch, config.vocab_size))}
         outputs = ends if self.plan.head else {"hidden_out": states}
         for layer in self.plan.span:
-            for stored in self.plan.fields:
-                last, given, made = self._field(layer, stored)
-                paged = (s.blocks, heads, s.block_size, *last)
-                inputs[cache_name(layer, stored)] = TensorType(given, (s.kept, *last) if stored in KEPT_FIELDS else paged)
-                outputs[new_name(layer, stored)] = TensorType(made, (s.batch, s.tokens, heads, *last))
+            for cache_field in self.plan.fields:
+                last, input_type, output_type = self._field(layer, cache_field)
+                paged_shape = (s.blocks, heads, s.block_size, *last)
+                inputs[cache_name(layer, cache_field)] = TensorType(
+                    input_type, (s.kept, *last) if cache_field in WINDOW_FIELDS else paged_shape
+                )
+                outputs[new_name(layer, cache_field)] = TensorType(output_type, (s.batch, s.tokens, heads, *last))
         return inputs, outputs
 
-    def _field(self, layer: int, stored: str) -> tuple[tuple[int, ...], int, int]:
+    def _field(self, layer: int, cache_field: str) -> tuple[tuple[int, ...], int, int]:
         """Of one vector's field its shape, and its element type in the cache and as it comes out."""
-        if stored in KEPT_FIELDS:
+        if cache_field in WINDOW_FIELDS:
             return (self.config.heads.head_dim,), TensorProto.BFLOAT16, TensorProto.BFLOAT16
-        if stored.endswith("scale"):
+        if cache_field.endswith("scale"):
             return (), TensorProto.FLOAT16, TensorProto.FLOAT16
-        return (self.plan.scopes(self.scopes, layer).code_bytes(stored[0]),), TensorProto.UINT8, self.scopes.codes_out
+        return (self.plan.scopes(self.scopes, layer).code_bytes(cache_field[0]),), TensorProto.UINT8, self.scopes.codes_out
 
     def _weight(self, name: str) -> str:
         value_type = self.types[name]
@@ -101,20 +103,20 @@ class _Model:
 
     def _matrix(self, field: str, name: str) -> dict[str, str]:
         """A weight, or its parts, as `Qwen3Scopes` wants them."""
-        coded = self.scopes.blocks.get(name)
-        if coded is None:
+        coded_weight = self.scopes.blocks.get(name)
+        if coded_weight is None:
             return {f"{field}.weight": self._weight(name)}
-        return {f"{field}.weight.{part}": self._weight(part_name(name, part)) for part in coded.types}
+        return {f"{field}.weight.{part}": self._weight(part_name(name, part)) for part in coded_weight.types}
 
     def _outer(self, field: str, name: str) -> tuple[Qwen3Scopes, dict[str, str]]:
         """The scopes that know a matrix outside all layers, and the matrix."""
-        coded = self.scopes.blocks.get(name)
-        return replace(self.scopes, here={field: coded} if coded else {}), self._matrix(field, name)
+        coded_weight = self.scopes.blocks.get(name)
+        return replace(self.scopes, layer_blocks={field: coded_weight} if coded_weight else {}), self._matrix(field, name)
 
-    def _embedded(self) -> str:
+    def _embed(self) -> str:
         ids = self.g.reshape("token_rows", "input_ids", [-1])
         scopes, w = self._outer(EMBEDDING_FIELD, EMBEDDING)
-        return scopes.embedded(self.g, ids, w)
+        return scopes.embed_rows(self.g, ids, w)
 
     def _shared(self, begin: str) -> dict[str, str]:
         """What all layers are handed alike: who sees whom, rotary tables at the tokens' positions, shapes."""
@@ -123,12 +125,12 @@ class _Model:
         past = g.reshape("past_column", "past_lens", [-1, 1])
         after = g.node("past_and_step", "Add", past, steps)
         # A token sees what stands before it, and itself: a slot beyond what was stored stands nowhere.
-        unstored = g.scalar(UNSTORED, np.int32)
-        slot_position = g.node("slot_position", "Where", g.node("slot_holds", "Less", slots, past), slots, unstored)
+        empty_position = g.scalar(EMPTY_POSITION, np.int32)
+        slot_position = g.node("slot_position", "Where", g.node("slot_holds", "Less", slots, past), slots, empty_position)
         keys = g.reshape("key_position", g.node("positions", "Concat", slot_position, after, axis=1), [0, 1, 1, -1])
         queries = g.reshape("query_position", g.node("past_and_row", "Add", past, by_head), [0, 1, -1, 1])
         visible = g.node("visible", "GreaterOrEqual", queries, keys)
-        stored = g.node("stored", "Less", keys, unstored)
+        is_stored = g.node("stored", "Less", keys, empty_position)
         # Padding may stand behind the last position that there is.
         last_one = g.scalar(last, np.int32)
         position = g.node("position", "Where", g.node("is_before_last", "Less", after, last_one), after, last_one)
@@ -137,12 +139,12 @@ class _Model:
             for name, table in (("cos", ROPE_COS), ("sin", ROPE_SIN))
         )
         shared = {
-            "block_table": "block_table", "visible": visible, "stored": stored, "cos": cos, "sin": sin,
+            "block_table": "block_table", "visible": visible, "stored": is_stored, "cos": cos, "sin": sin,
             "q_shape": q_shape, "kv_shape": kv_shape,
         }  # fmt: skip
-        if self.plan.stretched:
+        if self.plan.has_stretches:
             shared |= self._stretches(position)
-        return shared | self._kept(visible, keys, queries, after) if any(self.plan.kept) else shared
+        return shared | self._window_inputs(visible, keys, queries, after) if any(self.plan.kept) else shared
 
     def _stretches(self, position: str) -> dict[str, str]:
         """The same of keys in stretches: those of new tokens [B, Q] int32, and what `by_stretches` wants."""
@@ -161,11 +163,11 @@ class _Model:
             "slots_end": g.reshape("slots_end", "slots_int64", [1]), "fill": g.reshape("fill", fill, [1]),
         }  # fmt: skip
 
-    def _kept(self, visible: str, keys: str, queries: str, after: str) -> dict[str, str]:
+    def _window_inputs(self, visible: str, keys: str, queries: str, after: str) -> dict[str, str]:
         """The same where tokens stay in BF16: a query sees each token packed or in BF16, in columns behind the packed ones."""
         g, (tail, sink) = self.g, self.plan.kept
         both = g.node("kept_and_new", "Concat", "kept_positions", after, axis=1)
-        kept = g.reshape("kept_key_position", both, [0, 1, 1, -1])
+        key_positions = g.reshape("kept_key_position", both, [0, 1, 1, -1])
         older = g.node("newest_packed", "Sub", queries, g.scalar(tail, np.int32))
 
         def exact(name: str, key: str) -> str:
@@ -173,11 +175,13 @@ class _Model:
             return g.node(f"{name}_is_kept", "Or", recent, g.node(f"{name}_is_first", "Less", key, g.scalar(sink, np.int32)))
 
         packed = g.node("visible_packed", "And", visible, g.node("not_kept", "Not", exact("packed", keys)))
-        seen = g.node("kept_is_seen", "GreaterOrEqual", queries, kept)
-        in_bf16 = g.node("visible_kept", "And", seen, exact("kept", kept))
-        held = g.node("kept_held", "Less", g.reshape("kept_rows", kept, [0, 1, -1, 1]), g.scalar(UNSTORED, np.int32))
+        is_seen = g.node("kept_is_seen", "GreaterOrEqual", queries, key_positions)
+        in_bf16 = g.node("visible_kept", "And", is_seen, exact("kept", key_positions))
+        is_held = g.node(
+            "kept_held", "Less", g.reshape("kept_rows", key_positions, [0, 1, -1, 1]), g.scalar(EMPTY_POSITION, np.int32)
+        )
         every = g.node("visible_all", "Concat", packed, in_bf16, axis=3)
-        return {"visible": every, "kept_index": "kept_index", "kept_stored": held}
+        return {"visible": every, "kept_index": "kept_index", "kept_stored": is_held}
 
     def _shapes(self, begin: str) -> tuple[str, str, str, str, str]:
         """What follows from the sizes, computed from the inputs' shapes.
@@ -218,8 +222,10 @@ class _Model:
 
     def _layer(self, layer: int, hidden: str, shared: dict[str, str]) -> str:
         tensors = layer_tensors(self.config, layer)
-        weights = {word: of for field, tensor in tensors.items() for word, of in self._matrix(field, tensor.name).items()}
-        fields = {stored: cache_name(layer, stored) for stored in self.plan.fields}
+        weights = {
+            word: weight for field, tensor in tensors.items() for word, weight in self._matrix(field, tensor.name).items()
+        }
+        fields = {cache_field: cache_name(layer, cache_field) for cache_field in self.plan.fields}
         scopes = self.plan.scopes(self.scopes, layer)
         by = {word: self._weight(name) for word, (name, _) in scopes.stored_by(layer).items()}
         hidden, *new = self.g.call(
@@ -227,9 +233,9 @@ class _Model:
             hidden=hidden, **fields, **shared, **by,
             **weights,
         )  # fmt: skip
-        for stored, value in zip(self.plan.fields, new, strict=True):
-            shape = self._field(layer, stored)[0]
-            self.g.reshape(new_name(layer, stored), value, [0, 0, self.config.heads.num_kv_heads, *shape])
+        for cache_field, value in zip(self.plan.fields, new, strict=True):
+            shape = self._field(layer, cache_field)[0]
+            self.g.reshape(new_name(layer, cache_field), value, [0, 0, self.config.heads.num_kv_heads, *shape])
         return hidden
 
     def _finish(self, hidden: str, begin: str) -> None:

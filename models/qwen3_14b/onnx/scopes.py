@@ -26,7 +26,7 @@ from haarkv.tq_ops.onnx.graph import Graph
 DTYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
 FIELDS = ("k_codes", "k_scale", "v_codes", "v_scale")
 """What a layer stores of all tokens, in the order of inputs and outputs."""
-KEPT_FIELDS = ("k_kept", "v_kept")
+WINDOW_FIELDS = ("k_kept", "v_kept")
 """What it stores beside that where tokens stay in BF16."""
 EMBEDDING_FIELD, HEAD_FIELD = "embedding", "head"
 PROJECTIONS = tuple(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down"))
@@ -41,17 +41,19 @@ class Qwen3Scopes(AttentionScopes):
     """The scopes of a model's graphs.
 
     Args:
-        here: of `blocks`, the weights of the layer at hand, by field.
+        layer_blocks: of `blocks`, the weights of the layer at hand, by field.
     """
 
-    here: Mapping[str, CodedWeight] = field(default_factory=dict)
+    layer_blocks: Mapping[str, CodedWeight] = field(default_factory=dict)
 
-    def of_layer(self, layer: int) -> Self:
+    def for_layer(self, layer: int) -> Self:
         """Those of one layer."""
         if not self.blocks:
             return self
         tensors = layer_tensors(self.config, layer)
-        return replace(self, here={f: self.blocks[of.name] for f, of in tensors.items() if of.name in self.blocks})
+        return replace(
+            self, layer_blocks={f: self.blocks[tensor.name] for f, tensor in tensors.items() if tensor.name in self.blocks}
+        )
 
     @property
     def element(self) -> int:
@@ -61,15 +63,15 @@ class Qwen3Scopes(AttentionScopes):
     @property
     def suffix(self) -> str:
         """Of the names of functions that depend on how K and V are stored."""
-        return f"_{self.k.name}_{self.v.name}" + (f"_turned_{self.turned}" if self.turned else "")
+        return f"_{self.k.name}_{self.v.name}" + (f"_turned_{self.rope_pairs}" if self.rope_pairs else "")
 
     @property
     def weights_suffix(self) -> str:
         """Of the names of functions that depend on how weights are stored: each type, with its fields if there are several."""
         by_name: dict[str, list[str]] = {}
-        for projection, weight in self.here.items():
+        for projection, weight in self.layer_blocks.items():
             by_name.setdefault(weight.codes.name, []).append(projection.removesuffix("_proj"))
-        if len(by_name) == 1 and len(self.here) == len(PROJECTIONS):
+        if len(by_name) == 1 and len(self.layer_blocks) == len(PROJECTIONS):
             return "".join(f"_{name}" for name in by_name)
         return "".join(f"_{name}_of_{'_'.join(fields)}" for name, fields in by_name.items())
 
@@ -91,9 +93,9 @@ class Qwen3Scopes(AttentionScopes):
         Args:
             w: the weight as `field.weight`, or its parts as `field.weight.part`.
         """
-        if coded := self.here.get(field):
-            parts = {part: w[f"{field}.weight.{part}"] for part in coded.types}
-            return product(g, name, self._widen(g, f"{name}_x", x), coded, parts)
+        if coded_weight := self.layer_blocks.get(field):
+            parts = {part: w[f"{field}.weight.{part}"] for part in coded_weight.types}
+            return product(g, name, self._widen(g, f"{name}_x", x), coded_weight, parts)
         weight = w[f"{field}.weight"]
         if self.dtype == "bfloat16":
             x, weight = g.node(f"{name}_x", "Cast", x, to=_FLOAT), g.node(f"{name}_weight", "Cast", weight, to=_FLOAT)
@@ -129,54 +131,58 @@ class Qwen3Scopes(AttentionScopes):
         """One decoder layer: hidden [B*Q, hidden] -> the same, and what the new tokens' K and V are stored as.
 
         Args:
-            w: weights, what `stored_by` names, `FIELDS`, `KEPT_FIELDS` with their `kept_index` and `kept_stored`, and of
+            w: weights, what `stored_by` names, `FIELDS`, `WINDOW_FIELDS` with their `kept_index` and `kept_stored`, and of
                 keys in stretches `stretch` and what `by_stretches` wants.
         """
-        x = self._normed(g, "input_norm", hidden, w["input_norm.weight"])
+        x = self._norm(g, "input_norm", hidden, w["input_norm.weight"])
         q, k, v = (
-            g.node(side, "Reshape", self._projected(g, side, x, w), shape)
+            g.node(side, "Reshape", self._project(g, side, x, w), shape)
             for side, shape in (("q", q_shape), ("k", kv_shape), ("v", kv_shape))
         )
         q, k = (
-            g.call(f"{side}_rope", "RoPE", self.rope, x=self._head_norm(g, side, of, w), cos=cos, sin=sin)[0]
-            for side, of in (("q", q), ("k", k))
+            g.call(f"{side}_rope", "RoPE", self.rope, x=self._head_norm(g, side, vectors, w), cos=cos, sin=sin)[0]
+            for side, vectors in (("q", q), ("k", k))
         )
         q = self._widen(g, "q_fp32", self._round(g, "q_rounded", q))
-        of_tokens = self.turns_of_tokens(g, w) if self.turned else {}
-        stored_k = self._turned_back(g, k, of_tokens)
-        new = dict(zip(FIELDS, (*self._stored(g, "k", stored_k, w), *self._stored(g, "v", v, w)), strict=True))
-        for side, of in (("k", k), ("v", v)) if "k_kept" in w else ():
-            new[f"{side}_kept"] = g.node(f"new_{side}_kept", "Cast", of, to=TensorProto.BFLOAT16)
-        attended, = g.call(
+        token_turns = self.turns_of_tokens(g, w) if self.rope_pairs else {}
+        stored_k = self._turned_back(g, k, token_turns)
+        new = dict(zip(FIELDS, (*self._store(g, "k", stored_k, w), *self._store(g, "v", v, w)), strict=True))
+        for side, vectors in (("k", k), ("v", v)) if "k_kept" in w else ():
+            new[f"{side}_kept"] = g.node(f"new_{side}_kept", "Cast", vectors, to=TensorProto.BFLOAT16)
+        attention_out, = g.call(
             "attention", f"Attention{self.suffix}", self.attention, q=q, block_table=block_table, visible=visible,
             stored=stored, **{name: w[name] for name in new}, **{f"new_{name}": value for name, value in new.items()},
-            **{word: w[word] for word in _ATTENDED_BY if word in w}, **of_tokens,
-            **{word: w[word] for word in (*TURNS, *_STRETCHES) if self.turned},
+            **{word: w[word] for word in _ATTENDED_BY if word in w}, **token_turns,
+            **{word: w[word] for word in (*TURNS, *_STRETCHES) if self.rope_pairs},
         )  # fmt: skip
-        hidden = self._residual(g, "attended", hidden, self._linear(g, "o_proj", self._round(g, "o", attended), w, "o_proj"))
+        hidden = self._residual(
+            g, "attended", hidden, self._linear(g, "o_proj", self._round(g, "o", attention_out), w, "o_proj")
+        )
 
-        x = self._normed(g, "post_norm", hidden, w["post_norm.weight"])
+        x = self._norm(g, "post_norm", hidden, w["post_norm.weight"])
         gate, up = (self._linear(g, field, x, w, field) for field in ("gate_proj", "up_proj"))
-        gated = self._round(g, "product", g.call("swiglu", "SwiGLU", self.silu_mul, gate=gate, up=up)[0])
-        hidden = self._residual(g, "out", hidden, self._linear(g, "down_proj", gated, w, "down_proj"))
+        mlp_product = self._round(g, "product", g.call("swiglu", "SwiGLU", self.silu_mul, gate=gate, up=up)[0])
+        hidden = self._residual(g, "out", hidden, self._linear(g, "down_proj", mlp_product, w, "down_proj"))
         return [hidden, *new.values()]
 
-    def _turned_back(self, g: Graph, k: str, of_tokens: Mapping[str, str]) -> str:
+    def _turned_back(self, g: Graph, k: str, token_turns: Mapping[str, str]) -> str:
         """New keys [B, Q, Hkv, D] as their stretches store them."""
-        if not self.turned:
+        if not self.rope_pairs:
             return k
-        cos, sin = (of_tokens[f"token_{word}"] for word in TURNS)
-        return g.call("k_turned", f"TurnBack_{self.turned}", self.turn_back, x=k, cos=cos, sin=sin)[0]
+        cos, sin = (token_turns[f"token_{word}"] for word in TURNS)
+        return g.call("k_turned", f"TurnBack_{self.rope_pairs}", self.turn_back, x=k, cos=cos, sin=sin)[0]
 
-    def _stored(self, g: Graph, side: str, x: str, w: Mapping[str, str]) -> list[str]:
+    def _store(self, g: Graph, side: str, x: str, w: Mapping[str, str]) -> list[str]:
         """Codes and scale of new K or V."""
         scope, words = (
-            (self.quantize_learned, ("mean", "forward", "weights")) if self.learned(side) else (self.quantize, ("rotation",))
+            (self.quantize_learned, ("mean", "forward", "weights"))
+            if self.has_learned(side)
+            else (self.quantize, ("rotation",))
         )
         by = {word: w[f"{side}_{word}"] for word in words}
         return g.call(f"{side}_quantize", f"Quantize_{self.name(side)}", partial(scope, side=side), x=x, **by)
 
-    def _projected(self, g: Graph, side: str, x: str, w: Mapping[str, str]) -> str:
+    def _project(self, g: Graph, side: str, x: str, w: Mapping[str, str]) -> str:
         """Q, K or V as projected, with its bias where the family has one."""
         y, bias = self._linear(g, f"{side}_proj", x, w, f"{side}_proj"), w.get(f"{side}_bias.weight")
         return y if bias is None else g.node(f"{side}_biased", "Add", y, self._widen(g, f"{side}_bias_fp32", bias))
@@ -186,7 +192,7 @@ class Qwen3Scopes(AttentionScopes):
         weight = w.get(f"{side}_norm.weight")
         return x if weight is None else g.call(f"{side}_norm", "RMSNorm", self.rms_norm, x=x, weight=weight)[0]
 
-    def _normed(self, g: Graph, name: str, hidden: str, weight: str) -> str:
+    def _norm(self, g: Graph, name: str, hidden: str, weight: str) -> str:
         x = self._widen(g, f"{name}_x", hidden)
         return self._round(g, f"{name}_rounded", g.call(name, "RMSNorm", self.rms_norm, x=x, weight=weight)[0])
 
@@ -200,13 +206,13 @@ class Qwen3Scopes(AttentionScopes):
         Args:
             w: as of `_linear`, the field being `HEAD_FIELD`.
         """
-        x = self._normed(g, "final_norm", hidden, norm)
+        x = self._norm(g, "final_norm", hidden, norm)
         self._linear(g, "logits", x, w, HEAD_FIELD)
 
-    def embedded(self, g: Graph, ids: str, w: Mapping[str, str]) -> str:
+    def embed_rows(self, g: Graph, ids: str, w: Mapping[str, str]) -> str:
         """Rows [N, hidden] of the embedding, whose field is `EMBEDDING_FIELD`, in the model's dtype."""
-        coded = self.here.get(EMBEDDING_FIELD)
-        if coded is None:
+        coded_weight = self.layer_blocks.get(EMBEDDING_FIELD)
+        if coded_weight is None:
             return g.node("embedded", "Gather", w[f"{EMBEDDING_FIELD}.weight"], ids)
-        parts = {part: w[f"{EMBEDDING_FIELD}.weight.{part}"] for part in coded.types}
-        return self._round(g, "embedded_rounded", rows(g, "embedded", ids, coded, parts))
+        parts = {part: w[f"{EMBEDDING_FIELD}.weight.{part}"] for part in coded_weight.types}
+        return self._round(g, "embedded_rounded", rows(g, "embedded", ids, coded_weight, parts))

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig, unknown_layer
-from haarkv.models.qwen3_14b.onnx.scopes import FIELDS, KEPT_FIELDS, Qwen3Scopes
+from haarkv.models.qwen3_14b.onnx.scopes import FIELDS, WINDOW_FIELDS, Qwen3Scopes
 from haarkv.models.rope import RopeTable
 from haarkv.models.weights import EMBEDDING, FINAL_NORM, HEAD, layer_tensors
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import KVFormat
-from haarkv.tq_ops.onnx.block_codes import CODES, codes_of, in_codes
+from haarkv.tq_ops.onnx.block_codes import CODES, in_codes, weight_codes
 from haarkv.tq_ops.onnx.block_products import CodedWeight
 from haarkv.tq_ops.onnx.graph import TensorType
 from haarkv.tq_ops.weight import Blocks, Weight, dense
@@ -63,7 +63,7 @@ class GraphSpec:
         metadata: kept in the model.
         formats: K's and V's in each layer of the span; those of the scopes unless given.
         kept: tokens that a query sees in BF16: the newest, itself among them, and the first ones.
-        stretched: whether texts may be longer than a stretch of keys, so that learned keys are stored turned back.
+        has_stretches: whether texts may be longer than a stretch of keys, so that learned keys are stored turned back.
     """
 
     span: range
@@ -76,21 +76,21 @@ class GraphSpec:
     metadata: tuple[tuple[str, str], ...] = ()
     formats: tuple[tuple[KVFormat, KVFormat], ...] = ()
     kept: tuple[int, int] = (0, 0)
-    stretched: bool = False
+    has_stretches: bool = False
 
     @property
     def fields(self) -> tuple[str, ...]:
         """What each layer stores, in the order of inputs and outputs."""
-        return FIELDS + KEPT_FIELDS * any(self.kept)
+        return FIELDS + WINDOW_FIELDS * any(self.kept)
 
     def scopes(self, scopes: Qwen3Scopes, layer: int) -> Qwen3Scopes:
         """Those of one layer of the span."""
-        scopes = scopes.of_layer(layer)
+        scopes = scopes.for_layer(layer)
         if not self.formats:
             return scopes
         k, v = self.formats[layer - self.span.start]
-        turns = k.turns(layer) if self.stretched else None
-        return replace(scopes, k=k, v=v, turned=len(turns.inv_freq) if turns else 0)
+        turns = k.turns(layer) if self.has_stretches else None
+        return replace(scopes, k=k, v=v, rope_pairs=len(turns.inv_freq) if turns else 0)
 
 
 def unsupported(config: ModelConfig) -> str | None:
@@ -102,14 +102,14 @@ def unsupported(config: ModelConfig) -> str | None:
     return None
 
 
-def cache_name(layer: int, stored: str) -> str:
+def cache_name(layer: int, cache_field: str) -> str:
     """Name of the input that is a layer's stored field."""
-    return f"layers.{layer}.{stored}"
+    return f"layers.{layer}.{cache_field}"
 
 
-def new_name(layer: int, stored: str) -> str:
+def new_name(layer: int, cache_field: str) -> str:
     """Name of the output that is the same field of the new tokens."""
-    return f"layers.{layer}.new_{stored}"
+    return f"layers.{layer}.new_{cache_field}"
 
 
 def require_opset(opset: int) -> None:
@@ -129,10 +129,10 @@ def weight_types(scopes: Qwen3Scopes, plan: GraphSpec) -> dict[str, TensorType]:
     types: dict[str, TensorType] = {}
 
     def weight(name: str, shape: tuple[int, ...]) -> dict[str, TensorType]:
-        coded = scopes.blocks.get(name)
-        if coded is None:
+        coded_weight = scopes.blocks.get(name)
+        if coded_weight is None:
             return {name: TensorType(element, shape)}
-        return {part_name(name, part): of for part, of in coded.types.items()}
+        return {part_name(name, part): part_type for part, part_type in coded_weight.types.items()}
 
     outer = (config.vocab_size, config.hidden_size)
     if plan.embed or (plan.head and config.tied):
@@ -158,7 +158,7 @@ def part_name(weight: str, part: str) -> str:
 def coded_weights(weights: Iterable[tuple[str, Weight]]) -> dict[str, CodedWeight]:
     """Those that lie in blocks which graphs multiply with, by name."""
     return {
-        name: CodedWeight(codes_of(weight), *weight.shape)
+        name: CodedWeight(weight_codes(weight), *weight.shape)
         for name, weight in weights
         if isinstance(weight, Blocks) and weight.type.name in CODES
     }
@@ -172,8 +172,8 @@ def coded_values(name: str, weight: Blocks) -> Iterator[tuple[str, Tensor]]:
 def weight_values(model: DecoderModel) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of everything that graphs of the model want but `coded_weights` and what K and V are stored by: of dense
     weights the very tensors."""
-    coded = coded_weights(model.weights.named())
-    weights = ((name, dense(weight)) for name, weight in model.weights.named() if name not in coded)
+    coded_by_name = coded_weights(model.weights.named())
+    weights = ((name, dense(weight)) for name, weight in model.weights.named() if name not in coded_by_name)
     return chain(weights, rope_values(model.ropes[model.config.common.attention.rope]))
 
 
@@ -184,16 +184,16 @@ def rope_values(rope: RopeTable) -> Iterator[tuple[str, Tensor]]:
 
 def stored_values(scopes: Qwen3Scopes, plan: GraphSpec, device: torch.device) -> dict[str, Tensor]:
     """By name, what K and V are stored by in the layers of a graph."""
-    found: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
     for layer in plan.span:
-        found |= plan.scopes(scopes, layer).stored_values(layer, device)
-    return found
+        values |= plan.scopes(scopes, layer).stored_values(layer, device)
+    return values
 
 
-def offsets_of(types: dict[str, TensorType]) -> dict[str, int]:
+def weight_offsets(types: dict[str, TensorType]) -> dict[str, int]:
     """Where each weight begins in the file that holds them all."""
     offsets, end = {}, 0
-    for name, of in types.items():
+    for name, tensor_type in types.items():
         offsets[name] = end
-        end += -(-of.nbytes // ALIGNMENT) * ALIGNMENT
+        end += -(-tensor_type.nbytes // ALIGNMENT) * ALIGNMENT
     return offsets

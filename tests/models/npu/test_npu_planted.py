@@ -17,10 +17,10 @@ def test_a_bring_up_finds_it_in_a_decode_over_two_steps(name, monkeypatch):
     """With `tiny` and its steps of 2,048 keys."""
     call = SimRunner.call
 
-    def spoiled(self, program, tensors):
-        wrong = PlantedSteps.of(program, *IN_STEPS[name]) if isinstance(program, LayerProgram) else program
+    def faulty_call(self, program, tensors):
+        wrong = PlantedSteps.with_fault(program, *IN_STEPS[name]) if isinstance(program, LayerProgram) else program
         call(self, wrong, tensors)
 
-    monkeypatch.setattr(SimRunner, "call", spoiled)
-    found = long_decode(Workbench(Request("npu", "sim", "tiny"), lambda _: None))
-    assert (found.passed, found.where) == (False, "tq4, layer 0, attention"), found.said
+    monkeypatch.setattr(SimRunner, "call", faulty_call)
+    finding = long_decode(Workbench(Request("npu", "sim", "tiny"), lambda _: None))
+    assert (finding.passed, finding.where) == (False, "tq4, layer 0, attention"), finding.said

@@ -53,7 +53,7 @@ def run(data, published_rotation):
         return run_mini_model(data, formats.PUBLISHED, published_rotation, layers, torch.bfloat16)
 
 
-def levels_of(ours, theirs, rotated):
+def compare_published(ours, theirs, rotated):
     boundaries = codebook_on(128, ours.device).boundaries
     return compare_levels(ours, theirs, rotated, boundaries, ROTATED_BF16_LAYER, HALF_ULP)
 
@@ -62,19 +62,20 @@ def levels_of(ours, theirs, rotated):
 def test_indices_and_norms_of_the_first_layer_are_the_published_ones_but_for_ties(run, reference_run, side):
     levels, norms = run.our_fields(side, 0)
     published_levels, published_norms = run.golden_fields(side, 0)
-    compared = levels_of(levels, published_levels, reference_run.rotated[side, 0])
-    print(f"layer 0 {side}: {compared.match:.4%} of the published indices")
-    assert compared.unexplained == 0
-    assert compared.match >= MATCH[1]
+    comparison = compare_published(levels, published_levels, reference_run.rotated[side, 0])
+    print(f"layer 0 {side}: {comparison.match:.4%} of the published indices")
+    assert comparison.unexplained == 0
+    assert comparison.match >= MATCH[1]
     torch.testing.assert_close(norms, published_norms, rtol=NORM[1], atol=0)
 
 
 @pytest.mark.parametrize("side", SIDES)
 def test_the_second_layer_is_as_near_to_the_published_one_as_the_references(run, reference_run, side):
     """Both have rounded the norms' weights, which moves more levels there than the published rounding does."""
-    published, norms = run.golden_fields(side, 1)
+    golden_levels, norms = run.golden_fields(side, 1)
     ours, theirs = (
-        levels_of(r.our_fields(side, 1)[0], published, reference_run.rotated[side, 1]) for r in (run, reference_run)
+        compare_published(r.our_fields(side, 1)[0], golden_levels, reference_run.rotated[side, 1])
+        for r in (run, reference_run)
     )
     print(f"layer 1 {side}: {ours.match:.4%} of the published indices, the reference {theirs.match:.4%}")
     assert ours.match >= theirs.match - bounds.BF16_TIES
@@ -88,16 +89,16 @@ def test_indices_are_the_references(run, reference_run, side, layer):
     (ours, norms), (theirs, their_norms) = run.our_fields(side, layer), reference_run.our_fields(side, layer)
     noise = bounds.LAYER_BF16.kv_noise if layer == 0 else ROTATED_BF16_LAYER
     boundaries = codebook_on(128, ours.device).boundaries
-    compared = compare_levels(ours, theirs, reference_run.rotated[side, layer], boundaries, noise)
-    print(f"layer {layer} {side}: {compared.different} of {compared.total} levels differ from the reference's")
-    assert compared.unexplained == 0
-    assert compared.match >= (1 - bounds.BF16_TIES if layer == 0 else MATCH[1])
+    comparison = compare_levels(ours, theirs, reference_run.rotated[side, layer], boundaries, noise)
+    print(f"layer {layer} {side}: {comparison.different} of {comparison.total} levels differ from the reference's")
+    assert comparison.unexplained == 0
+    assert comparison.match >= (1 - bounds.BF16_TIES if layer == 0 else MATCH[1])
     torch.testing.assert_close(norms, their_norms, rtol=bounds.LAYER_BF16.length, atol=0)
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_logits_are_the_published_ones(run, phase):
-    ours, published = getattr(run, f"{phase}_logits"), torch.from_numpy(run.data[f"{phase}_logits"])
-    cosine = torch.cosine_similarity(ours, published)
+    ours, golden_logits = getattr(run, f"{phase}_logits"), torch.from_numpy(run.data[f"{phase}_logits"])
+    cosine = torch.cosine_similarity(ours, golden_logits)
     print(f"{phase}: {cosine.tolist()}")
     assert cosine.min() >= COSINE

@@ -14,7 +14,7 @@ import pytest
 import torch
 from checkpoints import write_checkpoint
 from gguf_files import byte_vocabulary, convert
-from onnx_graphs import CONFIG, TensorProto, graph_of, helper, onnx, ort, run, shapes_of, small_model, weights_of
+from onnx_graphs import CONFIG, TensorProto, build_graph, graph_weights, helper, onnx, ort, run, small_model, value_types
 from places import ROOT
 from refusals import assert_refused
 
@@ -57,7 +57,7 @@ def checkpoint(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("models") / "small", config=config)
 
 
-def refused(capsys, *args):
+def refusal_message(capsys, *args):
     capsys.readouterr()
     ran = main(["export", *map(str, args)]), *capsys.readouterr()
     assert_refused(ran)
@@ -76,9 +76,9 @@ def test_a_short_script_without_this_project_writes_the_references_text(tiny):
 def test_that_script_is_short_and_imports_what_it_says():
     source = SCRIPT.read_text(encoding="utf-8")
     assert len(source.splitlines()) <= 40
-    imported = {alias.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import) for alias in node.names}
-    imported |= {node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}
-    assert imported == {"json", "sys", "pathlib", "numpy", "onnxruntime", "tokenizers"}
+    modules = {alias.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import) for alias in node.names}
+    modules |= {node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}
+    assert modules == {"json", "sys", "pathlib", "numpy", "onnxruntime", "tokenizers"}
 
 
 # -- What is in the folder -----------------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ def test_both_graphs_use_one_file_of_weights_whose_bytes_are_the_models(tiny):
         "rope.sin": model.ropes[model.config.common.attention.rope].whole()[1],
     }
     data = np.memmap(tiny / WEIGHTS, np.uint8, "r")
-    placed = []
+    placements = []
     for phase in ("prefill", "decode"):
         graph = onnx.load(tiny / f"{phase}.onnx", load_external_data=False).graph
         outside = {t.name: {e.key: e.value for e in t.external_data} for t in graph.initializer if t.external_data}
@@ -98,8 +98,8 @@ def test_both_graphs_use_one_file_of_weights_whose_bytes_are_the_models(tiny):
             assert where["location"] == WEIGHTS
             begin, length = int(where["offset"]), int(where["length"])
             np.testing.assert_array_equal(data[begin : begin + length], tensor.contiguous().view(torch.uint8).numpy().ravel())
-        placed.append(outside)
-    assert placed[0] == placed[1]
+        placements.append(outside)
+    assert placements[0] == placements[1]
     assert sum(len(t.raw_data) for t in graph.initializer) < 10_000
 
 
@@ -122,7 +122,7 @@ def test_the_folder_says_what_it_is(tiny):
     assert (tiny / "tokenizer.json").is_file()
 
 
-def prefilled(folder, **feed):
+def prefill_outputs(folder, **feed):
     """Outputs by name of two prompts of five tokens, over caches that hold nothing."""
     session = ort.InferenceSession(folder / "prefill.onnx", providers=["CPUExecutionProvider"])
     feed |= {"past_lens": np.zeros(2, np.int32), "block_table": np.zeros((2, 1), np.int32)}
@@ -130,16 +130,16 @@ def prefilled(folder, **feed):
         if value.name.startswith("layers."):
             codes = value.name.endswith("codes")
             feed[value.name] = np.zeros((1, 2, 8, 32)[: 4 if codes else 3], np.uint8 if codes else np.float16)
-    wanted = {value.name for value in session.get_inputs()}
+    input_names = {value.name for value in session.get_inputs()}
     names = [value.name for value in session.get_outputs()]
-    return dict(zip(names, session.run(names, {n: v for n, v in feed.items() if n in wanted}), strict=True))
+    return dict(zip(names, session.run(names, {n: v for n, v in feed.items() if n in input_names}), strict=True))
 
 
 def test_slices_one_after_the_other_are_the_whole(checkpoint, tmp_path):
     def outputs(layers, **feed):
         folder = tmp_path / layers.replace(":", "_")
         assert main(["export", "--model", str(checkpoint), "--layers", layers, "--out", str(folder)]) == 0
-        return prefilled(folder, **feed)
+        return prefill_outputs(folder, **feed)
 
     ids, last = np.arange(10).reshape(2, 5), np.array([4, 9], np.int32)
     whole = outputs("0:3", input_ids=ids, last_rows=last)
@@ -153,14 +153,14 @@ def test_one_weight_at_a_time_is_in_memory(checkpoint, tmp_path, monkeypatch):
     alive, most = weakref.WeakSet(), 0
     stream = onnx_export.stream_tensors
 
-    def watched(*args):
+    def watch_stream(*args):
         nonlocal most
         for name, tensor in stream(*args):
             alive.add(tensor)
             most = max(most, len(alive))
             yield name, tensor
 
-    monkeypatch.setattr(onnx_export, "stream_tensors", watched)
+    monkeypatch.setattr(onnx_export, "stream_tensors", watch_stream)
     config = read_config(str(checkpoint))
     write_export(tmp_path, Export(str(checkpoint), config, range(3), "bfloat16", 23, False, "0"))
     assert most <= 2
@@ -181,8 +181,8 @@ def test_blocks_of_a_file_stay_four_bits_in_the_folder_and_give_the_restored_log
         assert main(["export", "--model", str(file), "--out", str(folder), *options]) == 0
     assert "restored to float32: Q4_1" in capsys.readouterr().out
     two = {"input_ids": np.arange(10).reshape(2, 5), "last_rows": np.array([4, 9], np.int32)}
-    blocks, restored = (prefilled(folder, **two)["logits"] for folder in folders)
-    np.testing.assert_allclose(blocks, restored, rtol=0, atol=1e-4 * np.abs(restored).max())
+    blocks, restored_logits = (prefill_outputs(folder, **two)["logits"] for folder in folders)
+    np.testing.assert_allclose(blocks, restored_logits, rtol=0, atol=1e-4 * np.abs(restored_logits).max())
     graph = onnx.load(folders[0] / "decode.onnx", load_external_data=False)
     nodes = [node for part in (graph.graph, *graph.functions) for node in part.node if node.op_type == "MatMulNBits"]
     assert len(nodes) == 7 + 1
@@ -215,8 +215,8 @@ def test_a_folder_that_exists_is_replaced_only_if_it_is_an_export_and_wanted(cap
     arguments = ("--model", checkpoint, "--out", out)
     assert main(["export", *map(str, arguments)]) == 0
     before = (out / WEIGHTS).stat().st_ino
-    assert f"{out} exists" in refused(capsys, *arguments)
-    assert "holds no export.json" in refused(capsys, "--model", checkpoint, "--out", other, "--force")
+    assert f"{out} exists" in refusal_message(capsys, *arguments)
+    assert "holds no export.json" in refusal_message(capsys, "--model", checkpoint, "--out", other, "--force")
     assert (other / "mine").read_text() == "x"
     assert (out / WEIGHTS).stat().st_ino == before
     assert main(["export", *map(str, arguments), "--force"]) == 0
@@ -239,8 +239,8 @@ def test_a_full_disk_leaves_nothing_half_written(capsys, tmp_path, small_disk, f
     if force:
         out.mkdir()
         (out / ABOUT).write_text('{"files": []}')
-    said = refused(capsys, "--out", out, *["--force"] * force)
-    assert said == f"tq: {out} cannot be written: File too large\n"
+    message = refusal_message(capsys, "--out", out, *["--force"] * force)
+    assert message == f"tq: {out} cannot be written: File too large\n"
     assert [path.name for path in tmp_path.iterdir()] == ["out"] * force
     assert not force or (out / ABOUT).read_text() == '{"files": []}'
 
@@ -250,21 +250,21 @@ def test_a_weight_beyond_fp16_is_refused_by_name(capsys, checkpoint, tmp_path):
         tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = 1e6
 
     model = write_checkpoint(tmp_path / "model", config={"head_dim": 64}, mutate=large)
-    said = refused(capsys, "--model", model, "--dtype", "float16", "--out", tmp_path / "out")
-    assert "model.layers.1.mlp.up_proj.weight is not finite in float16" in said
+    message = refusal_message(capsys, "--model", model, "--dtype", "float16", "--out", tmp_path / "out")
+    assert "model.layers.1.mlp.up_proj.weight is not finite in float16" in message
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 # -- For ATC -------------------------------------------------------------------------------------------------------------
-LISTED = json.loads((ROOT / "models/qwen3_14b/onnx/atc_operators.json").read_text())["operators"]
+ATC_OPERATORS = json.loads((ROOT / "models/qwen3_14b/onnx/atc_operators.json").read_text())["operators"]
 # Inputs that say how and not what, INT64 by the operator's definition.
 HOW = {"Reshape": 1, "Split": 1, "ReduceSum": 1}
 
 
-def unlisted(model):
+def unlisted_nodes(model):
     """Nodes whose operator, element types or opset ATC's documentation does not list."""
     (opset,) = (i.version for i in model.opset_import)
-    types, found = shapes_of(model), []
+    types, faults = value_types(model), []
     words = {TensorProto.FLOAT: "float", TensorProto.FLOAT16: "float16", TensorProto.BOOL: "bool"}
 
     def word(name):
@@ -272,21 +272,21 @@ def unlisted(model):
         return words.get(element) or helper.tensor_dtype_to_np_dtype(element).name
 
     for node in model.graph.node:
-        listed = LISTED.get(node.op_type)
-        if listed is None or not listed["opsets"][0] <= opset <= listed["opsets"][1]:
-            found.append((node.name, node.op_type, opset))
+        operator = ATC_OPERATORS.get(node.op_type)
+        if operator is None or not operator["opsets"][0] <= opset <= operator["opsets"][1]:
+            faults.append((node.name, node.op_type, opset))
             continue
-        given = list(node.input)
+        inputs = list(node.input)
         if node.op_type in HOW:
-            given = given[: HOW[node.op_type]]
+            inputs = inputs[: HOW[node.op_type]]
         elif node.op_type == "Where":
-            assert word(given.pop(0)) == "bool"
+            assert word(inputs.pop(0)) == "bool"
         elif node.op_type == "Gather":
-            assert word(given.pop()) in ("int32", "int64")
-        found += [(node.name, node.op_type, word(i)) for i in given if word(i) not in listed["types"]]
-        made = listed.get("out", listed["types"])
-        found += [(node.name, node.op_type, word(o)) for o in node.output if word(o) not in made]
-    return found
+            assert word(inputs.pop()) in ("int32", "int64")
+        faults += [(node.name, node.op_type, word(i)) for i in inputs if word(i) not in operator["types"]]
+        output_types = operator.get("out", operator["types"])
+        faults += [(node.name, node.op_type, word(o)) for o in node.output if word(o) not in output_types]
+    return faults
 
 
 def atc_graph(bucket, dtype="float16", config=CONFIG):
@@ -298,15 +298,15 @@ def atc_graph(bucket, dtype="float16", config=CONFIG):
 @pytest.mark.parametrize("bucket", [Bucket(1, 1, 256), Bucket(2, 3, 256)], ids=lambda b: b.name)
 def test_graphs_for_atc_hold_nothing_but_what_its_documentation_lists(dtype, bucket):
     model = atc_graph(bucket, dtype)
-    assert unlisted(model) == []
+    assert unlisted_nodes(model) == []
     assert not model.functions
-    assert all(size.dim_value for of in shapes_of(model).values() for size in of.shape.dim)
+    assert all(size.dim_value for tensor_type in value_types(model).values() for size in tensor_type.shape.dim)
 
 
 def test_a_graph_for_atc_computes_what_the_others_do():
-    weights, bucket = weights_of(small_model(CONFIG)), Bucket(2, 3, 256)
+    weights, bucket = graph_weights(small_model(CONFIG)), Bucket(2, 3, 256)
     sizes = {"batch": 2, "tokens": 3, "columns": 2, "blocks": 4, "block_size": 128}
-    ours, theirs = run(atc_graph(bucket, "float32"), weights, sizes, [200, 9]), run(graph_of(), weights, sizes, [200, 9])
+    ours, theirs = run(atc_graph(bucket, "float32"), weights, sizes, [200, 9]), run(build_graph(), weights, sizes, [200, 9])
     assert ours["layers.0.new_k_codes"].dtype == np.int8
     for side in "kv":
         # The first layer's K and V see no attention: the same bytes but for ties of BF16.
@@ -322,9 +322,9 @@ def test_no_index_of_a_graph_for_atc_is_negative():
     index = "layers.0/attention/k_index"
     model.graph.output.append(helper.make_tensor_value_info(index, TensorProto.INT32, (2, 2, 256 + 3, 64)))
     sizes = {"batch": 2, "tokens": 3, "columns": 2, "blocks": 4, "block_size": 128}
-    found = run(model, weights_of(small_model(CONFIG)), sizes, [200, 9])[index]
-    assert (found.min(), found.max()) == (0, 255)
-    assert found[:, :, 256:].max() > 127
+    indices = run(model, graph_weights(small_model(CONFIG)), sizes, [200, 9])[index]
+    assert (indices.min(), indices.max()) == (0, 255)
+    assert indices[:, :, 256:].max() > 127
 
 
 def test_every_bucket_has_a_graph_and_a_command_line_that_fits_it(checkpoint, tmp_path):
@@ -335,9 +335,9 @@ def test_every_bucket_has_a_graph_and_a_command_line_that_fits_it(checkpoint, tm
     for words in lines:
         options = dict(word.removeprefix("--").split("=", 1) for word in words[1:])
         model = onnx.load(out / options["model"], load_external_data=False)
-        given = {v.name: [size.dim_value for size in v.type.tensor_type.shape.dim] for v in model.graph.input}
-        said = dict(part.split(":") for part in options["input_shape"].split(";"))
-        assert {name: [int(size) for size in shape.split(",")] for name, shape in said.items()} == given
+        shapes = {v.name: [size.dim_value for size in v.type.tensor_type.shape.dim] for v in model.graph.input}
+        command_shapes = dict(part.split(":") for part in options["input_shape"].split(";"))
+        assert {name: [int(size) for size in shape.split(",")] for name, shape in command_shapes.items()} == shapes
         assert (options["framework"], options["input_format"]) == ("5", "ND")
     assert subprocess.run(["sh", "-n", out / COMMANDS], check=False).returncode == 0
     refusal = subprocess.run(
@@ -350,13 +350,13 @@ def test_every_bucket_has_a_graph_and_a_command_line_that_fits_it(checkpoint, tm
 # -- The page ------------------------------------------------------------------------------------------------------------
 def test_the_tables_of_the_page_are_the_graphs_inputs_and_outputs(tiny):
     rows = [line.split("|")[1:3] for line in (ROOT / "docs" / "onnx.md").read_text(encoding="utf-8").splitlines()]
-    told = {row[0].strip(" `"): row[1].strip() for row in rows if len(row) == 2 and row[0].strip().startswith("`")}
-    given = []
+    page_types = {row[0].strip(" `"): row[1].strip() for row in rows if len(row) == 2 and row[0].strip().startswith("`")}
+    graph_inputs = []
     for phase in ("prefill", "decode"):
         graph = onnx.load(tiny / f"{phase}.onnx", load_external_data=False).graph
-        given.append({value.name for value in graph.input})
+        graph_inputs.append({value.name for value in graph.input})
         for value in (*graph.input, *graph.output):
             name = value.name.replace("layers.5.", "layers.I.")
             if not name.startswith("layers.") or "I" in name:
-                assert told[name] == helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type).name, name
-    assert given[0] - given[1] == {"last_rows"}
+                assert page_types[name] == helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type).name, name
+    assert graph_inputs[0] - graph_inputs[1] == {"last_rows"}

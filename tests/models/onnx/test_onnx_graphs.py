@@ -14,18 +14,18 @@ from onnx_graphs import (
     Qwen3Scopes,
     Sizes,
     TensorProto,
+    build_graph,
     checker,
-    feed_of,
-    graph_of,
+    graph_weights,
     helper,
     open_graph,
+    random_feed,
     run,
     shape_inference,
-    shapes_of,
     small_model,
-    weights_of,
+    value_types,
 )
-from small_models import CONFIGS, resized
+from small_models import CONFIGS, resize_config
 
 from haarkv.codebooks import haar_rotation
 from haarkv.models.qwen3_14b.onnx.spec import NEWEST_OPSET, OLDEST_OPSET
@@ -41,7 +41,7 @@ NUMBERS = {"batch": 2, "tokens": 3, "columns": 4, "blocks": 9, "block_size": 128
 @pytest.mark.parametrize("opset", [OLDEST_OPSET, 23, NEWEST_OPSET])
 def test_prefill_and_decode_pass_the_checker_and_shape_inference(dtype, functions, opset):
     for tokens in ("tokens", 1):
-        model = graph_of(dtype=dtype, functions=functions, opset=opset, sizes=Sizes(tokens=tokens))
+        model = build_graph(dtype=dtype, functions=functions, opset=opset, sizes=Sizes(tokens=tokens))
         checker.check_model(model, full_check=True)
         shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
         assert len(model.functions) == (6 if functions else 0)
@@ -49,20 +49,20 @@ def test_prefill_and_decode_pass_the_checker_and_shape_inference(dtype, function
 
 @pytest.mark.parametrize("functions", [True, False], ids=["functions", "inline"])
 def test_graphs_of_every_format_and_of_tokens_in_bf16_pass_them_too(functions):
-    made_up = calibration(CONFIG.num_layers, CONFIG.heads.num_kv_heads, CONFIG.heads.head_dim)
+    synthetic = calibration(CONFIG.num_layers, CONFIG.heads.num_kv_heads, CONFIG.heads.head_dim)
     for layers in ({0: "k=lr2,v=tq2", 1: "k=lr3,v=tq3"}, {0: "k=lr4,v=tq5", 1: "k=lr5,v=tq6"}):
-        plan = KVSpec("k=tq8,v=tq4", layers=layers, calibration=made_up).plan(CONFIG.num_layers)
-        for stretched in (False, True):
-            model = graph_of(functions=functions, formats=plan.layers, kept=(3, 2), stretched=stretched)
+        plan = KVSpec("k=tq8,v=tq4", layers=layers, calibration=synthetic).plan(CONFIG.num_layers)
+        for has_stretches in (False, True):
+            model = build_graph(functions=functions, formats=plan.layers, kept=(3, 2), has_stretches=has_stretches)
             checker.check_model(model, full_check=True)
             shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
             names = " ".join(node.name for part in (model.graph, *model.functions) for node in part.node)
-            assert ("turn" in names) is ("stretch" in names) is stretched
+            assert ("turn" in names) is ("stretch" in names) is has_stretches
 
 
 def test_functions_and_inline_nodes_compute_the_same():
-    weights = weights_of(small_model(CONFIG))
-    a, b = (run(graph_of(functions=functions), weights, NUMBERS, [200, 0]) for functions in (True, False))
+    weights = graph_weights(small_model(CONFIG))
+    a, b = (run(build_graph(functions=functions), weights, NUMBERS, [200, 0]) for functions in (True, False))
     for name, value in a.items():
         np.testing.assert_array_equal(value, b[name])
 
@@ -82,14 +82,14 @@ def test_two_constants_of_one_name_are_an_error(functions):
 @pytest.mark.parametrize(("name", "expected"), [("mha_d64", 34), ("gqa5_d128", 66), ("gqa2_d256_tied", 130)])
 def test_a_vector_of_the_cache_takes_the_bytes_of_its_format(name, expected):
     config = CONFIGS[name]
-    model = graph_of(config, sizes=Sizes(2, 1, 4, 9, 128))
-    taken = 0
+    model = build_graph(config, sizes=Sizes(2, 1, 4, 9, 128))
+    nbytes = 0
     for value in model.graph.input:
         if value.name.startswith("layers.0.k_"):
-            of = value.type.tensor_type
-            width = helper.tensor_dtype_to_np_dtype(of.elem_type).itemsize
-            taken += width * math.prod(size.dim_value for size in of.shape.dim)
-    assert taken == expected * 9 * 128 * config.heads.num_kv_heads
+            tensor_type = value.type.tensor_type
+            width = helper.tensor_dtype_to_np_dtype(tensor_type.elem_type).itemsize
+            nbytes += width * math.prod(size.dim_value for size in tensor_type.shape.dim)
+    assert nbytes == expected * 9 * 128 * config.heads.num_kv_heads
     assert formats.get("tq4").bytes_per_vector(config.heads.head_dim) == expected
 
 
@@ -98,25 +98,25 @@ def rotated_back(model):
 
     Codes are integers: what was chosen in the rotated domain is followed no further. Also the number of values so large.
     """
-    types = shapes_of(model)
+    types = value_types(model)
     floats = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
     history = 2 * CONFIG.heads.num_kv_heads * 4 * 128 * CONFIG.heads.head_dim
-    touched, large = set(), []
+    rotated_names, large = set(), []
     for node in model.graph.node:
         for name in node.output:
-            of = types[name]
-            assert of.HasField("shape"), name
-            sizes = [size.dim_value for size in of.shape.dim]
+            tensor_type = types[name]
+            assert tensor_type.HasField("shape"), name
+            sizes = [size.dim_value for size in tensor_type.shape.dim]
             assert all(sizes), f"{name}: {sizes}"
-            if of.elem_type in floats and any(i in touched or i.endswith(".rotation") for i in node.input):
-                touched.add(name)
-            if of.elem_type in floats and math.prod(sizes) >= history:
+            if tensor_type.elem_type in floats and any(i in rotated_names or i.endswith(".rotation") for i in node.input):
+                rotated_names.add(name)
+            if tensor_type.elem_type in floats and math.prod(sizes) >= history:
                 large.append(name)
-    return [name for name in large if name in touched], len(large)
+    return [name for name in large if name in rotated_names], len(large)
 
 
 def test_no_node_of_decode_holds_a_history_that_was_rotated_back():
-    model = graph_of(functions=False, static=True, sizes=Sizes(2, 1, 4, 9, 128))
+    model = build_graph(functions=False, static=True, sizes=Sizes(2, 1, 4, 9, 128))
     wrong, large = rotated_back(model)
     assert wrong == []
     assert large >= 2 * len(WHOLE)  # centroids of K and of V are that large, in the rotated domain
@@ -126,18 +126,18 @@ def test_rotating_k_back_would_be_seen():
     class Careless(Qwen3Scopes):
         def _centroids(self, g, side, codes, new_codes, block_table):
             rotated = super()._centroids(g, side, codes, new_codes, block_table)
-            return self._rotated(g, f"{side}_own_domain", rotated, f"layers.{g._path[7]}.rotation", 0, back=True)
+            return self._rotate(g, f"{side}_own_domain", rotated, f"layers.{g._path[7]}.rotation", 0, inverse=True)
 
-    model = graph_of(scopes=Careless(CONFIG), functions=False, static=True, sizes=Sizes(2, 1, 4, 9, 128))
+    model = build_graph(scopes=Careless(CONFIG), functions=False, static=True, sizes=Sizes(2, 1, 4, 9, 128))
     wrong, _ = rotated_back(model)
     assert "layers.1/attention/k_own_domain" in wrong
 
 
 def test_memory_behind_the_end_may_hold_anything():
-    weights = weights_of(small_model(CONFIG))
-    session = open_graph(graph_of())
-    wanted = {value.name for value in session.get_inputs()}
-    feed = feed_of(session, NUMBERS, [130, 5]) | {name: value for name, value in weights.items() if name in wanted}
+    weights = graph_weights(small_model(CONFIG))
+    session = open_graph(build_graph())
+    input_names = {value.name for value in session.get_inputs()}
+    feed = random_feed(session, NUMBERS, [130, 5]) | {name: value for name, value in weights.items() if name in input_names}
     clean = session.run(None, feed)
     for name in [name for name in feed if name.endswith("scale")]:
         table = feed["block_table"]
@@ -153,7 +153,7 @@ def test_memory_behind_the_end_may_hold_anything():
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_quantize_stores_what_the_format_stores(head_dim):
     """Ordinary, tiny, huge and zero vectors."""
-    config = resized(CONFIG, head_dim=head_dim, num_kv_heads=2)
+    config = resize_config(CONFIG, head_dim=head_dim, num_kv_heads=2)
     g = Graph(23)
     codes, scale = g.call("q", "Quantize_tq4", partial(Qwen3Scopes(config).quantize, side="k"), x="x", rotation="rotation")
     x = torch.randn(24, 5, 2, head_dim, generator=torch.Generator().manual_seed(1))
@@ -188,20 +188,20 @@ def test_a_vector_that_is_not_finite_gets_a_scale_of_nan(bad):
     session = open_graph(g.model("quantize", inputs, outputs, {}, None))
     x = np.ones((1, 1, 2, 128), np.float32)
     x[0, 0, 1, 5] = bad
-    (stored,) = session.run(None, {"x": x, "rotation": haar_rotation(0, 128).float().numpy()})
-    assert np.isfinite(stored[0, 0, 0])
-    assert np.isnan(stored[0, 0, 1])
+    (scales,) = session.run(None, {"x": x, "rotation": haar_rotation(0, 128).float().numpy()})
+    assert np.isfinite(scales[0, 0, 0])
+    assert np.isnan(scales[0, 0, 1])
 
 
 # -- Other dtypes --------------------------------------------------------------------------------------------------------
 def test_a_layer_in_fp16_comes_close_to_fp32():
-    weights, layer = weights_of(small_model(CONFIG)), {"span": range(1, 2), "embed": False, "head": False}
-    exact = run(graph_of(**layer), weights, NUMBERS, [200, 9])["hidden_out"]
-    model = graph_of(dtype="float16", **layer)
+    weights, layer = graph_weights(small_model(CONFIG)), {"span": range(1, 2), "embed": False, "head": False}
+    exact = run(build_graph(**layer), weights, NUMBERS, [200, 9])["hidden_out"]
+    model = build_graph(dtype="float16", **layer)
     element = {value.name: value.type for value in open_graph(model).get_inputs()}
     narrow = {n: w.astype(np.float16) if element.get(n) == "tensor(float16)" else w for n, w in weights.items()}
-    found = run(model, narrow, NUMBERS, [200, 9])["hidden_out"]
-    error = np.linalg.norm(found - exact, axis=-1) / np.linalg.norm(exact, axis=-1)
+    hidden = run(model, narrow, NUMBERS, [200, 9])["hidden_out"]
+    error = np.linalg.norm(hidden - exact, axis=-1) / np.linalg.norm(exact, axis=-1)
     # A level of a new token that falls to the other side of a boundary makes the largest; most tokens have none.
     assert 0 < np.median(error) < 2.0**-8
     assert error.max() < 2.0**-4

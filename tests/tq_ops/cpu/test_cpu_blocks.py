@@ -6,8 +6,8 @@ from itertools import product
 import bounds
 import pytest
 import torch
-from at_length import MORE, thinned
-from block_weights import HALVES, TYPES, blocks_of, made, minima_of
+from at_length import MORE, pairwise_cases
+from block_weights import HALVES, TYPES, block_bytes, block_minima, random_blocks
 from op_tables import TABLES, every_table
 
 from haarkv.models.gguf_file import block_type
@@ -18,7 +18,7 @@ from haarkv.tq_ops.weight import Blocks, dense, rounding_to
 MOST = 530  # tokens: more than one pass takes
 every_type = pytest.mark.parametrize("kind", TYPES)
 every_pair = pytest.mark.parametrize(
-    ("table", "kind"), thinned(MORE, TABLES, TYPES), ids=lambda part: getattr(part, "name", part)
+    ("table", "kind"), pairwise_cases(MORE, TABLES, TYPES), ids=lambda part: getattr(part, "name", part)
 )
 
 
@@ -29,10 +29,10 @@ def shapes(kind):
 
 
 def block_type_of(kind):
-    return made(kind, 1, 256).type
+    return random_blocks(kind, 1, 256).type
 
 
-def drawn(tokens, inputs, seed=1):
+def random_inputs(tokens, inputs, seed=1):
     """Numbers of which some are much larger than others, as hidden states are."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, inputs, generator=generator)
@@ -52,7 +52,7 @@ def bound(x, weight):
         blocks.sum(-1) / bounds.BLOCK_X_TOTAL,
     )
     half_steps = torch.maximum(largest, total).repeat_interleave(32, dim=1) * bounds.BLOCK_X_HALF_STEP
-    numbers, minima = dense(weight).double(), minima_of(weight).double()
+    numbers, minima = dense(weight).double(), block_minima(weight).double()
     sizes = (numbers - minima).abs() + 2 * minima.abs()
     additions = inputs / 256 * 2 + bounds.BLOCK_ADDITIONS
     return half_steps @ numbers.abs().T + additions * 2.0**-24 * (x.double().abs() @ sizes.T)
@@ -62,14 +62,14 @@ def bound(x, weight):
 def test_the_error_is_that_of_x_in_integers(table, kind):
     ops, bf16 = table.open(), torch.bfloat16
     for inputs, outputs in shapes(kind):
-        weight, x = made(kind, outputs, inputs), drawn(40, inputs)
+        weight, x = random_blocks(kind, outputs, inputs), random_inputs(40, inputs)
         for bits, tokens in product((16, 8), (1, 2, 3, 5, 8, 40)):
-            rounded = rounding_to(weight, bits)
-            for given in (x[:tokens], x[:tokens].to(bf16)):
-                error = (ops.linear(given, rounded).double() - exact(given, weight)).abs()
-                assert (error <= bound(given, rounded)).all(), (inputs, outputs, bits, tokens)
+            rounded_weight = rounding_to(weight, bits)
+            for inputs_part in (x[:tokens], x[:tokens].to(bf16)):
+                error = (ops.linear(inputs_part, rounded_weight).double() - exact(inputs_part, weight)).abs()
+                assert (error <= bound(inputs_part, rounded_weight)).all(), (inputs, outputs, bits, tokens)
                 # And it is as coarse as is said.
-                assert bool(error.mean() > bound(given, weight).mean()) == (bits == 8)
+                assert bool(error.mean() > bound(inputs_part, weight).mean()) == (bits == 8)
 
 
 @every_type
@@ -78,7 +78,7 @@ def test_few_tokens_get_the_bits_of_many_by_long_rows_too(kind):
     ops = CpuOps()
     for inputs, outputs in ((4096, 3), (4352, 70), (12544, 33)):
         for bits in (16, 8):
-            weight, x = rounding_to(made(kind, outputs, inputs), bits), drawn(16, inputs)
+            weight, x = rounding_to(random_blocks(kind, outputs, inputs), bits), random_inputs(16, inputs)
             whole = ops.linear(x, weight)
             for tokens in (1, 3, 12):
                 assert torch.equal(ops.linear(x[:tokens], weight), whole[:tokens]), (inputs, bits, tokens)
@@ -89,7 +89,7 @@ def test_instructions_for_bytes_give_the_bits_that_others_give(kind):
     """Of one token, some, and panels; of groups of blocks that are cut short. `portable` has no fused products."""
     tables = [CpuOps(isa) for isa in library.isas()[1:]]
     for inputs, outputs in shapes(kind):
-        weight, x = rounding_to(made(kind, outputs, inputs), 8), drawn(40, inputs)
+        weight, x = rounding_to(random_blocks(kind, outputs, inputs), 8), random_inputs(40, inputs)
         for tokens in (1, 3, 9, 12, 13, 40):
             first, *others = (ops.linear(x[:tokens], weight) for ops in tables)
             assert all(torch.equal(first, other) for other in others), (inputs, outputs, tokens)
@@ -100,7 +100,7 @@ def test_instructions_for_bytes_give_the_bits_that_others_give(kind):
 def test_a_token_gets_the_same_bits_beside_any_others_on_any_threads(table, kind, bits):
     ops, before = table.open(), torch.get_num_threads()
     inputs, outputs = shapes(kind)[-1]
-    weight, x = rounding_to(made(kind, outputs, inputs), bits), drawn(MOST, inputs)
+    weight, x = rounding_to(random_blocks(kind, outputs, inputs), bits), random_inputs(MOST, inputs)
     alone = torch.cat([ops.linear(x[t : t + 1], weight) for t in range(30)])
     try:
         for threads in (1, 2, 3):
@@ -119,13 +119,13 @@ def test_a_token_gets_the_same_bits_beside_any_others_on_any_threads(table, kind
 def test_a_row_gives_the_same_bits_beside_any_others_and_wherever_rows_lie(table, kind):
     ops = table.open()
     inputs, outputs = shapes(kind)[-1]
-    weight, x = made(kind, outputs, inputs), drawn(9, inputs)
+    weight, x = random_blocks(kind, outputs, inputs), random_inputs(9, inputs)
     wide = torch.cat([torch.full((outputs, weight.type.nbytes), 255, dtype=torch.uint8), weight.data], dim=1)
-    apart = replace(weight, data=wide[:, weight.type.nbytes :])
-    assert not apart.data.is_contiguous()
+    strided_weight = replace(weight, data=wide[:, weight.type.nbytes :])
+    assert not strided_weight.data.is_contiguous()
     for tokens in (1, 3, 9):
         whole = ops.linear(x[:tokens], weight)
-        assert torch.equal(ops.linear(x[:tokens], apart), whole)
+        assert torch.equal(ops.linear(x[:tokens], strided_weight), whole)
         for begin, end in ((0, 1), (outputs // 2, outputs), (outputs // 3, outputs // 3 + 1)):
             part = replace(weight, data=weight.data[begin:end].clone())  # nothing may be read behind it
             assert torch.equal(ops.linear(x[:tokens], part), whole[:, begin:end])
@@ -136,20 +136,20 @@ def test_a_row_gives_the_same_bits_beside_any_others_and_wherever_rows_lie(table
 def test_scales_of_rows_and_columns_are_those_of_the_restored_numbers(table, kind):
     ops = table.open()
     inputs, outputs = shapes(kind)[1]
-    plain, x = made(kind, outputs, inputs), drawn(7, inputs)
+    plain, x = random_blocks(kind, outputs, inputs), random_inputs(7, inputs)
     generator = torch.Generator().manual_seed(3)
     rows, columns = (2.0 ** torch.randint(-3, 4, (count,), generator=generator) for count in (outputs, inputs))
     for tokens in (1, 7):
-        given = x[:tokens]
-        assert torch.equal(ops.linear(given, plain * rows[:, None]), ops.linear(given, plain) * rows)
-        assert torch.equal(ops.linear(given, plain * columns), ops.linear(given * columns, plain))
+        x_rows = x[:tokens]
+        assert torch.equal(ops.linear(x_rows, plain * rows[:, None]), ops.linear(x_rows, plain) * rows)
+        assert torch.equal(ops.linear(x_rows, plain * columns), ops.linear(x_rows * columns, plain))
 
 
 @every_table
 def test_the_largest_levels_and_numbers_do_not_overflow(table):
     """Q6_K: all factors -128 and all levels -32, in turns with 127 and 31; x as large as its step allows, each sign."""
-    weight = made("Q6_K", 2, 512)
-    data = blocks_of(weight).clone()
+    weight = random_blocks("Q6_K", 2, 512)
+    data = block_bytes(weight).clone()
     data[..., :192], data[..., 192:208] = 0, 128
     data[1, :, :192], data[1, :, 192:208] = 255, 127
     weight = replace(weight, data=data.view(2, -1))
@@ -157,9 +157,9 @@ def test_the_largest_levels_and_numbers_do_not_overflow(table):
     x[1] *= -1
     x[2, ::2] = 1e-3
     x[3, 40:] = 0.0
-    for of in (weight, rounding_to(weight, 8)):
-        error = (table.open().linear(x, of).double() - exact(x, of)).abs()
-        assert (error <= bound(x, of)).all()
+    for variant in (weight, rounding_to(weight, 8)):
+        error = (table.open().linear(x, variant).double() - exact(x, variant)).abs()
+        assert (error <= bound(x, variant)).all()
 
 
 @pytest.mark.parametrize("bits", [16, 8])
@@ -168,15 +168,15 @@ def test_the_largest_levels_and_numbers_do_not_overflow(table):
 def test_numbers_that_are_none_are_not_hidden(table, kind, bits):
     ops = table.open()
     inputs, outputs = shapes(kind)[1]
-    weight, x = rounding_to(made(kind, outputs, inputs), bits), drawn(12, inputs)
+    weight, x = rounding_to(random_blocks(kind, outputs, inputs), bits), random_inputs(12, inputs)
     whole = ops.linear(x, weight)
     x[3, 17], x[7, inputs - 1] = float("nan"), float("inf")
     for tokens in (12, 1):
-        found = torch.cat([ops.linear(x[t : t + tokens], weight) for t in range(0, 12, tokens)])
-        assert not found[3].isfinite().any()
-        assert not found[7].isfinite().any()
+        output = torch.cat([ops.linear(x[t : t + tokens], weight) for t in range(0, 12, tokens)])
+        assert not output[3].isfinite().any()
+        assert not output[7].isfinite().any()
         others = [t for t in range(12) if t not in (3, 7)]
-        assert torch.equal(found[others], whole[others])
+        assert torch.equal(output[others], whole[others])
 
 
 @every_table
@@ -185,20 +185,20 @@ def test_numbers_that_are_none_are_not_hidden(table, kind, bits):
 def test_a_scale_that_is_none_reaches_its_own_row(table, kind, bad):
     ops = table.open()
     inputs, outputs = shapes(kind)[1]
-    weight, x = made(kind, outputs, inputs), drawn(9, inputs)
-    data, at = blocks_of(weight).clone(), HALVES.get(kind, (0,))[0]
+    weight, x = random_blocks(kind, outputs, inputs), random_inputs(9, inputs)
+    data, at = block_bytes(weight).clone(), HALVES.get(kind, (0,))[0]
     data[5, -1, at : at + 2] = torch.tensor([bad & 0xFF, bad >> 8], dtype=torch.uint8)
-    broken = replace(weight, data=data.view(outputs, -1))
+    faulty_weight = replace(weight, data=data.view(outputs, -1))
     for tokens in (1, 9):
-        found, sound = (ops.linear(x[:tokens], of) for of in (broken, weight))
-        assert not found[:, 5].isfinite().any()
+        output, sound = (ops.linear(x[:tokens], variant) for variant in (faulty_weight, weight))
+        assert not output[:, 5].isfinite().any()
         others = [row for row in range(outputs) if row != 5]
-        assert torch.equal(found[:, others], sound[:, others])
+        assert torch.equal(output[:, others], sound[:, others])
 
 
 @every_table
 def test_zeros_and_no_tokens_are_no_numbers(table):
-    ops, weight = table.open(), made("Q4_K", 5, 256)
+    ops, weight = table.open(), random_blocks("Q4_K", 5, 256)
     assert ops.linear(torch.zeros(0, 256), weight).shape == (0, 5)
     assert torch.equal(ops.linear(torch.zeros(9, 256), weight), torch.zeros(9, 5))
     assert torch.equal(ops.linear(torch.full((1, 256), 1e-36), weight), torch.zeros(1, 5))
@@ -208,7 +208,7 @@ def test_zeros_and_no_tokens_are_no_numbers(table):
 def test_other_types_are_restored(table):
     kind = 10  # Q2_K
     data = torch.randint(0, 100, (7, block_type(kind).nbytes), dtype=torch.uint8)
-    weight, x = Blocks(data, block_type(kind), torch.float32), drawn(3, 256)
+    weight, x = Blocks(data, block_type(kind), torch.float32), random_inputs(3, 256)
     ops = table.open()
     assert torch.equal(ops.linear(x, weight), ops.linear(x, dense(weight)))
 
@@ -220,19 +220,19 @@ def test_rows_have_the_bits_that_gguf_restores(kind, dtype):
     """One and many, twice the same, scattered ones whose rows lie apart, groups cut short, and every byte that there is."""
     ops, generator = CpuOps(), torch.Generator().manual_seed(5)
     for inputs, _ in shapes(kind):
-        plain = made(kind, 70, inputs, dtype=dtype)
+        plain = random_blocks(kind, 70, inputs, dtype=dtype)
         drawn_bytes = torch.randint(0, 256, plain.data.shape, dtype=torch.uint8, generator=generator)
         wild = replace(plain, data=drawn_bytes)
-        apart = replace(plain, data=torch.cat([plain.data, drawn_bytes[:, :1]], dim=1)[:, :-1])
-        scaled = plain * (2.0 ** torch.randint(-3, 4, (70, 1), generator=generator))
+        strided_weight = replace(plain, data=torch.cat([plain.data, drawn_bytes[:, :1]], dim=1)[:, :-1])
+        scaled_weight = plain * (2.0 ** torch.randint(-3, 4, (70, 1), generator=generator))
         columns = plain * (2.0 ** torch.randint(-3, 4, (inputs,), generator=generator))
-        for weight in (plain, wild, apart, scaled, columns):
+        for weight in (plain, wild, strided_weight, scaled_weight, columns):
             for index in (torch.tensor([69]), torch.tensor([3, 3, 0]), torch.randperm(70, generator=generator)):
                 ours, theirs = ops.rows(weight, index), weight.rows(index)
                 assert ours.dtype == theirs.dtype == dtype
-                there = ~theirs.isnan()  # of drawn scales some are none, and a NaN has many bits
-                assert torch.equal(there, ~ours.isnan())
-                assert same_bits(ours[there], theirs[there])
+                is_number = ~theirs.isnan()  # of drawn scales some are none, and a NaN has many bits
+                assert torch.equal(is_number, ~ours.isnan())
+                assert same_bits(ours[is_number], theirs[is_number])
 
 
 def same_bits(one, other):
@@ -243,7 +243,7 @@ def test_rows_of_other_weights_are_looked_up_as_ever():
     ops, index = CpuOps(), torch.tensor([1, 0])
     plain = torch.randn(3, 8)
     assert torch.equal(ops.rows(plain, index), plain[index])
-    blocks = made("Q8_0", 3, 32)
+    blocks = random_blocks("Q8_0", 3, 32)
     assert torch.equal(ops.rows(blocks, torch.tensor([-1])), blocks.rows(torch.tensor([2])))
     for beyond in (3, -4, 2**40):
         with pytest.raises(IndexError):

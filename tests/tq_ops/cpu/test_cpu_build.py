@@ -61,17 +61,17 @@ def begin(tmp_path):
     compiler = tmp_path / "bin" / "c++"
     compiler.write_text(COMPILER.format(folder=tmp_path))
     compiler.chmod(0o755)
-    started = []
+    processes = []
 
     def start():
         (tmp_path / "begun").unlink(missing_ok=True)
         with_compiler = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
-        started.append(subprocess.Popen([sys.executable, "-c", BUILD, tmp_path / "made" / "_kernels.so"], env=with_compiler))
-        return started[-1]
+        processes.append(subprocess.Popen([sys.executable, "-c", BUILD, tmp_path / "made" / "_kernels.so"], env=with_compiler))
+        return processes[-1]
 
     yield start
     (tmp_path / "go").touch()  # compilers of a killed build end as well
-    for process in started:
+    for process in processes:
         process.wait()
 
 
@@ -80,10 +80,10 @@ def names_in(folder):
 
 
 def test_what_a_killed_build_leaves_is_removed_by_the_next(begin, tmp_path):
-    killed = begin()
+    build = begin()
     wait_until((tmp_path / "begun").exists)
-    killed.kill()
-    killed.wait()
+    build.kill()
+    build.wait()
     (left,) = names_in(tmp_path / "made")
     assert left.startswith(".build-")  # the name that .gitignore and pyproject.toml leave out
     (tmp_path / "go").touch()

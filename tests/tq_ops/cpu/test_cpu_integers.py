@@ -75,11 +75,11 @@ def test_scales_from_1e_minus_4_to_1e4_in_one_block(table):
     check(table, queries(CASE), cache, batch)
 
 
-LEARNED = [Case(kv, 128, 5, 2, 128, (700, 255), (1, 1)) for kv in ("k=lr4,v=tq3", "k=lr5,v=tq4")]
+LEARNED_CASES = [Case(kv, 128, 5, 2, 128, (700, 255), (1, 1)) for kv in ("k=lr4,v=tq3", "k=lr5,v=tq4")]
 
 
 @every_table
-@pytest.mark.parametrize("case", LEARNED, ids=str)
+@pytest.mark.parametrize("case", LEARNED_CASES, ids=str)
 def test_learned_coordinates_of_very_different_size(table, case):
     """A query along one head's first row: levels that refine meet 0.18 and 0.06 of it, the others little."""
     cache, batch = filled(case)
@@ -125,17 +125,19 @@ def test_a_bf16_query_that_is_not_finite_gives_no_number(table):
 
 
 def has_integers(name: str) -> bool:
-    described = formats.get(name).description(128)
-    return described is not None and described.bits <= 4
+    description = formats.get(name).description(128)
+    return description is not None and description.bits <= 4
 
 
 @pytest.mark.parametrize("name", list(filter(has_integers, readable(READS))))
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_integer_levels_lie_near_every_centroid(name, head_dim):
-    of = layout(formats.get(name), LAYER, head_dim)
-    error = (of.integers.double() * of.unit - of.centroids.double()).abs().max() / of.centroids.abs().max()
-    assert of.integers.dtype == torch.int16
-    assert of.integers.abs().max() <= LARGEST_LEVEL
-    assert torch.equal(of.integers, -of.integers.flip(0))
+    side_layout = layout(formats.get(name), LAYER, head_dim)
+    error = (
+        side_layout.integers.double() * side_layout.unit - side_layout.centroids.double()
+    ).abs().max() / side_layout.centroids.abs().max()
+    assert side_layout.integers.dtype == torch.int16
+    assert side_layout.integers.abs().max() <= LARGEST_LEVEL
+    assert torch.equal(side_layout.integers, -side_layout.integers.flip(0))
     # A codebook of no special shape is off by half a level, 6e-5; a unit that suits it by a third of that.
     assert error <= 2.2e-5

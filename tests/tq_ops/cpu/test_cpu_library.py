@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from op_tables import CPU, Case, filled, opened
+from op_tables import CPU, Case, filled, open_table
 
 from haarkv.tq_ops.cpu import build, library
 from haarkv.tq_ops.cpu import layout as cpu_layout
@@ -23,11 +23,11 @@ def quantizer():
 
 
 def test_a_structure_keeps_alive_what_it_points_to():
-    made, table = quantizer()
+    structure, table = quantizer()
     gc.collect()
     assert table() is not None
-    assert made.centroids == table().data_ptr()
-    del made
+    assert structure.centroids == table().data_ptr()
+    del structure
     gc.collect()
     assert table() is None
 
@@ -35,9 +35,9 @@ def test_a_structure_keeps_alive_what_it_points_to():
 def test_so_does_a_structure_around_it():
     inner, table = quantizer()
     empty = {name: 0 for name, _ in library.StoreSide._fields_ if name not in ("quantizer", "kept", "stretches")}
-    kept = library.Kept(vectors=0, block_stride=0, tail=0, sink=0, ring=0, block_size=0)
+    window = library.Kept(vectors=0, block_stride=0, tail=0, sink=0, ring=0, block_size=0)
     stretches = library.Stretches(cos=0, sin=0, half=0, count=0)
-    outer = library.StoreSide(**empty, quantizer=inner, kept=kept, stretches=stretches)
+    outer = library.StoreSide(**empty, quantizer=inner, kept=window, stretches=stretches)
     del inner
     gc.collect()
     assert table() is not None
@@ -46,15 +46,15 @@ def test_so_does_a_structure_around_it():
 
 def test_tables_outlive_the_caches_of_other_modules():
     """Attention after whoever computed the tables has forgotten them, and their memory was used again."""
-    opened(CPU[0])
+    open_table(CPU[0])
     ops, case = CpuOps("portable"), Case("tq4", 64, 2, 1, 8, (20,), (1,))
-    made, batch = filled(case)
+    kv_cache, batch = filled(case)
     q = torch.randn(1, 2, 64)
-    before = ops.paged_attention(q, made, 1, batch, 0.125)
+    before = ops.paged_attention(q, kv_cache, 1, batch, 0.125)
     cpu_layout._layout.cache_clear()
     gc.collect()
     noise = [torch.full((64, 64), float("nan")) for _ in range(200)]
-    assert torch.equal(ops.paged_attention(q, made, 1, batch, 0.125), before)
+    assert torch.equal(ops.paged_attention(q, kv_cache, 1, batch, 0.125), before)
     del noise
 
 
@@ -71,10 +71,10 @@ def test_a_library_of_older_sources_is_refused(tmp_path, monkeypatch):
 
 def test_a_library_whose_structures_have_other_sizes_is_refused(monkeypatch):
     """A call would hand it a structure that it reads past the end of, or at the wrong places."""
-    opened(CPU[0])
+    open_table(CPU[0])
     larger = type("SideArgs", (ctypes.Structure,), {"_fields_": (*library.SideArgs._fields_, ("more", ctypes.c_int64))})
     for structures in (
-        tuple(larger if of is library.SideArgs else of for of in library._STRUCTURES),
+        tuple(larger if structure is library.SideArgs else structure for structure in library._STRUCTURES),
         library._STRUCTURES[:-1],
         (*library._STRUCTURES, larger),
     ):

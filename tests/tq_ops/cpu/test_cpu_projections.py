@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from op_tables import CPU, every_table, opened
+from op_tables import CPU, every_table, open_table
 
 DTYPES = [torch.bfloat16, torch.float32]
 SHAPES = [(1, 1), (33, 17), (96, 70), (1040, 70), (2063, 33)]
@@ -11,7 +11,7 @@ SHAPES = [(1, 1), (33, 17), (96, 70), (1040, 70), (2063, 33)]
 MOST = 530  # tokens: more than one pass takes
 
 
-def drawn(inputs, outputs, dtype):
+def random_product(inputs, outputs, dtype):
     generator = torch.Generator().manual_seed(inputs)
     x, weight = torch.randn(MOST, inputs, generator=generator), torch.randn(outputs, inputs, generator=generator)
     return x.to(dtype), weight.to(dtype)
@@ -21,7 +21,7 @@ def drawn(inputs, outputs, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
 def test_a_token_gets_the_same_bits_beside_any_others_on_any_threads(table, dtype, inputs, outputs):
-    ops, (x, weight), before = table.open(), drawn(inputs, outputs, dtype), torch.get_num_threads()
+    ops, (x, weight), before = table.open(), random_product(inputs, outputs, dtype), torch.get_num_threads()
     alone = torch.cat([ops.linear(x[t : t + 1], weight) for t in range(40)])
     try:
         for threads in (1, 2, 3):
@@ -39,7 +39,7 @@ def test_a_token_gets_the_same_bits_beside_any_others_on_any_threads(table, dtyp
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
 def test_a_row_of_the_weight_gives_the_same_bits_beside_any_others(table, dtype, inputs, outputs):
-    ops, (x, weight) = table.open(), drawn(inputs, outputs, dtype)
+    ops, (x, weight) = table.open(), random_product(inputs, outputs, dtype)
     for tokens in (1, 5, 40):
         whole = ops.linear(x[:tokens], weight)
         for begin, end in ((0, 1), (outputs // 2, outputs), (outputs // 3, outputs // 3 + 1)):
@@ -51,19 +51,19 @@ def test_a_row_of_the_weight_gives_the_same_bits_beside_any_others(table, dtype,
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
 def test_the_error_of_a_sum_is_that_of_so_many_additions(table, x_dtype, dtype, inputs, outputs):
     """Each number takes part in at most inputs / 8 + 24 roundings, each of half a step of FP32."""
-    x, weight = drawn(inputs, outputs, torch.float32)
+    x, weight = random_product(inputs, outputs, torch.float32)
     x, weight = x[:20].to(x_dtype), weight.to(dtype)
     exact, sizes = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
     ours = table.open().linear(x, weight).double()
     assert ((ours - exact).abs() <= (inputs / 8 + 24) * 2**-24 * sizes).all()
 
 
-def fused(a, b, c):
+def fused_multiply_add(a, b, c):
     """c + a * b rounded once to FP32, of BF16 a and b: FP64 holds their sum but for bits that cannot decide a rounding."""
     return np.float32(np.float64(a) * np.float64(b) + np.float64(c))
 
 
-def halved(lanes):
+def sum_by_halves(lanes):
     """The last axis added up: the upper half to the lower one, again and again."""
     while (half := lanes.shape[-1] // 2) > 0:
         lanes = lanes[..., :half] + lanes[..., half:]
@@ -74,29 +74,29 @@ def halved(lanes):
 @pytest.mark.parametrize("table", CPU[:-1], ids=lambda table: table.name)
 def test_registers_add_pairs_of_inputs_in_lanes_that_are_added_by_halves(table, tokens):
     """Lane l takes inputs 2 l and 2 l + 1 of each step, the even one first; `vdpbf16ps` takes the odd one first."""
-    ops, (x, weight) = opened(table), drawn(2063, 33, torch.bfloat16)
+    ops, (x, weight) = open_table(table), random_product(2063, 33, torch.bfloat16)
     x, lanes = x[:tokens], 8 if table.name.endswith(("portable", "avx2")) else 16
-    padded = -(-2063 // (2 * lanes)) * 2 * lanes
-    a, b = (torch.nn.functional.pad(m.float(), (0, padded - 2063)).numpy() for m in (x, weight))
+    padded_inputs = -(-2063 // (2 * lanes)) * 2 * lanes
+    a, b = (torch.nn.functional.pad(m.float(), (0, padded_inputs - 2063)).numpy() for m in (x, weight))
     sums = np.zeros((tokens, 33, lanes), np.float32)
-    for first in range(0, padded, 2 * lanes):
+    for first in range(0, padded_inputs, 2 * lanes):
         for i in (1, 0) if table.name.endswith("bf16") else (0, 1):
-            own = slice(first + i, first + 2 * lanes, 2)
-            sums = fused(a[:, None, own], b[None, :, own], sums)
-    assert torch.equal(ops.linear(x, weight), torch.from_numpy(halved(sums)))
+            columns = slice(first + i, first + 2 * lanes, 2)
+            sums = fused_multiply_add(a[:, None, columns], b[None, :, columns], sums)
+    assert torch.equal(ops.linear(x, weight), torch.from_numpy(sum_by_halves(sums)))
 
 
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_tiles_add_even_inputs_then_odd_ones_then_both_to_the_sum(tokens):
     """What `tdpbf16ps` is said to do, 32 inputs at a time."""
-    ops, (x, weight) = opened(CPU[-1]), drawn(2063, 33, torch.bfloat16)
+    ops, (x, weight) = open_table(CPU[-1]), random_product(2063, 33, torch.bfloat16)
     x = x[:tokens]
     a, b = (torch.nn.functional.pad(m.float(), (0, 2080 - 2063)).numpy() for m in (x, weight))
     sums = np.zeros((tokens, 33), np.float32)
     for first in range(0, 2080, 32):
         halves = np.zeros((2, tokens, 33), np.float32)
         for i in range(first, first + 32):
-            halves[i % 2] = fused(a[:, None, i], b[None, :, i], halves[i % 2])
+            halves[i % 2] = fused_multiply_add(a[:, None, i], b[None, :, i], halves[i % 2])
         sums = sums + (halves[0] + halves[1])
     assert torch.equal(ops.linear(x, weight), torch.from_numpy(sums))
 
@@ -104,12 +104,12 @@ def test_tiles_add_even_inputs_then_odd_ones_then_both_to_the_sum(tokens):
 @every_table
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_numbers_that_are_none_reach_their_own_token_alone(table, dtype):
-    x, weight = drawn(96, 33, dtype)
+    x, weight = random_product(96, 33, dtype)
     x = x[:40].clone()
     whole = table.open().linear(x, weight)
     x[3, 17], x[21, 95] = float("nan"), float("inf")
-    found = table.open().linear(x, weight)
-    assert found[3].isnan().all()
-    assert not found[21].isfinite().any()
+    output = table.open().linear(x, weight)
+    assert output[3].isnan().all()
+    assert not output[21].isfinite().any()
     others = [t for t in range(40) if t not in (3, 21)]
-    assert torch.equal(found[others], whole[others])
+    assert torch.equal(output[others], whole[others])

@@ -39,7 +39,7 @@ def queries(case: Case, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return (2 * torch.randn(shape, generator=torch.Generator().manual_seed(1))).to(dtype)
 
 
-def attended(case: Case, ops: CpuOps) -> Tensor:
+def attend_case(case: Case, ops: CpuOps) -> Tensor:
     cache, batch = filled(case)
     return ops.paged_attention(queries(case), cache, LAYER, batch, case.head_dim**-0.5)
 
@@ -70,8 +70,8 @@ def test_a_prompt_gets_the_same_bits_however_it_is_cut(table, case, dtype):
             begin, turn = starts[row], 0
             while begin < starts[row + 1]:
                 end = min(begin + sizes[turn % len(sizes)], starts[row + 1])
-                found = ops.paged_attention(q[begin:end], cache, LAYER, part(batch, row, begin, end), scale)
-                assert torch.equal(found, whole[begin:end]), (sizes, row, begin)
+                output = ops.paged_attention(q[begin:end], cache, LAYER, part(batch, row, begin, end), scale)
+                assert torch.equal(output, whole[begin:end]), (sizes, row, begin)
                 begin, turn = end, turn + 1
 
 
@@ -85,8 +85,8 @@ def same_integers() -> list[str]:
 def rotate_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every instruction set rotate as it does where a matrix has other numbers than BF16 ones."""
 
-    def without_pairs(*given: object) -> layout.Layout:
-        return replace(layout.layout(*given), rotate_pairs=None, rotate_back_pairs=None)
+    def without_pairs(*args: object) -> layout.Layout:
+        return replace(layout.layout(*args), rotate_pairs=None, rotate_back_pairs=None)
 
     monkeypatch.setattr(calls, "layout", without_pairs)
 
@@ -99,14 +99,14 @@ def test_rotations_of_bf16_lose_next_to_nothing(isa, monkeypatch):
     ops, cases = CpuOps(isa), [PROMPTS[i] for i in (0, 1, 3, 6)]
 
     def outputs() -> list[Tensor]:
-        return [attended(case, ops) for case in cases]
+        return [attend_case(case, ops) for case in cases]
 
-    found = outputs()
+    bf16_outputs = outputs()
     rotate_in_fp32(monkeypatch)
     expected = outputs()
-    moved = [(x != y).float().mean() for x, y in zip(found, expected, strict=True)]
-    assert 0 < max(moved) < 0.01
-    assert all(relative(x, y) <= 2.0**-8 for x, y in zip(found, expected, strict=True))
+    changed_shares = [(x != y).float().mean() for x, y in zip(bf16_outputs, expected, strict=True)]
+    assert 0 < max(changed_shares) < 0.01
+    assert all(relative(x, y) <= 2.0**-8 for x, y in zip(bf16_outputs, expected, strict=True))
 
 
 def test_a_matrix_in_pairs_holds_its_own_numbers():
@@ -132,13 +132,13 @@ def test_integers_are_summed_to_the_same_bits_by_any_instructions(case, monkeypa
     if not (others := same_integers()):
         pytest.skip("this CPU sums integers in one way at most")
     rotate_in_fp32(monkeypatch)
-    expected = attended(case, CpuOps("avx512vnni"))
+    expected = attend_case(case, CpuOps("avx512vnni"))
     for isa in others:
-        assert torch.equal(attended(case, CpuOps(isa)), expected), isa
+        assert torch.equal(attend_case(case, CpuOps(isa)), expected), isa
 
 
 # Under a limit on its address space, which no load of the machine changes, as it does what is resident.
-LIMITED = """
+LIMITED_SCRIPT = """
 import resource
 from pathlib import Path
 import torch
@@ -172,5 +172,5 @@ def test_a_long_prompt_takes_little_memory():
     """4,096 tokens of 16 heads at once would leave 85 MB of partial sums and 34 MB of rotated queries."""
     if not Path("/proc/self/statm").exists():
         pytest.skip("only Linux tells a process its address space")
-    run = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, check=False)
+    run = subprocess.run([sys.executable, "-c", LIMITED_SCRIPT], capture_output=True, text=True, check=False)
     assert run.stdout == "there was no room for 85 MB\n", run.stderr

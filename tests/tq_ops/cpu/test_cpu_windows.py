@@ -7,8 +7,8 @@ from itertools import pairwise
 import bounds
 import pytest
 import torch
-from at_length import MORE, thinned
-from op_tables import LAYER, TABLES, Case, every_table, relative, windows_of
+from at_length import MORE, pairwise_cases
+from op_tables import LAYER, TABLES, Case, bf16_windows, every_table, relative
 from torch import Tensor
 
 from haarkv.tq_ops import formats, reference
@@ -21,10 +21,10 @@ from haarkv.tq_ops.table import OpTable
 
 BOUNDS = {torch.float32: bounds.LAYER_FP32.attention, torch.bfloat16: bounds.LAYER_BF16.attention}
 DTYPES = pytest.mark.parametrize("dtype", BOUNDS, ids=["float32", "bfloat16"])
-LEARNED = made_up.calibration(LAYER + 1, 2, 128)
+CALIBRATION = made_up.calibration(LAYER + 1, 2, 128)
 KINDS = [
     KVSpec("tq4"), KVSpec("k=tq3,v=bf16"), KVSpec("k=fp32,v=tq8", sink=9), KVSpec("tq4", tail=33, sink=3),
-    KVSpec("k=lr4,v=tq3", tail=7, calibration=LEARNED),
+    KVSpec("k=lr4,v=tq3", tail=7, calibration=CALIBRATION),
 ]  # fmt: skip
 SIZES = (30, 1, 1, 64, 9, 1, 64, 64, 1, 1)
 CHUNK = 64
@@ -39,12 +39,12 @@ def rings(kv: KVSpec, window: int, block_size: int = 32) -> tuple[PagedKVCache, 
     return cache, PagedSequences(64, block_size, num_rows=2)
 
 
-def stored(cache: PagedKVCache, batch: Batch, seed: int) -> Tensor:
+def store_random(cache: PagedKVCache, batch: Batch, seed: int) -> Tensor:
     """Store random K and V of a batch by the reference; queries [T, 10, 128] fp32 of it."""
     generator, tokens = torch.Generator().manual_seed(seed), len(batch.positions)
     k, v = torch.randn(2, tokens, 2, 128, generator=generator)
     if formats.needs_calibration(cache.plan.k(LAYER).name):
-        k = made_up.vectors(LEARNED.k[LAYER], tokens, generator).transpose(0, 1)
+        k = made_up.vectors(CALIBRATION.k[LAYER], tokens, generator).transpose(0, 1)
     reference.store_kv(k, v, cache, LAYER, batch)
     return 2 * torch.randn(tokens, 10, 128, generator=generator)
 
@@ -59,14 +59,14 @@ def test_a_query_sees_its_window_alone(table, kv, dtype):
     ids, ops = [paging.add(), paging.add()], table.open()
     for seed, sizes in enumerate(zip(SIZES, SIZES[::-1], strict=True)):
         batch = paging.batch(ids, sizes)
-        q = stored(cache, batch, seed).to(dtype)
+        q = store_random(cache, batch, seed).to(dtype)
         ours, theirs = (by.paged_attention(q, cache, LAYER, batch, 128**-0.5) for by in (ops, reference))
         assert relative(ours, theirs) <= BOUNDS[dtype]
 
 
 # The rest runs with `make test-long`.
 @pytest.mark.parametrize(
-    ("table", "kv", "dtype"), thinned(MORE, TABLES, [KINDS[0], KINDS[1], KINDS[3]], list(BOUNDS)),
+    ("table", "kv", "dtype"), pairwise_cases(MORE, TABLES, [KINDS[0], KINDS[1], KINDS[3]], list(BOUNDS)),
     ids=lambda part: getattr(part, "name", str(part)),
 )  # fmt: skip
 def test_bits_do_not_depend_on_chunks_threads_or_companions(table, kv, dtype):
@@ -74,7 +74,7 @@ def test_bits_do_not_depend_on_chunks_threads_or_companions(table, kv, dtype):
     ops, first, tokens = table.open(), 15 * CHUNK, 1160
     k, v = torch.randn(2, tokens, 2, 128, generator=torch.Generator().manual_seed(0))
     q = torch.randn(tokens, 10, 128, generator=torch.Generator().manual_seed(1)).to(dtype)
-    found, before = [], torch.get_num_threads()
+    results, before = [], torch.get_num_threads()
     try:
         for threads, sizes, companion in ((1, (64,), False), (2, (64, 1, 7, 30), True), (5, (13,), True)):
             torch.set_num_threads(threads)
@@ -85,24 +85,24 @@ def test_bits_do_not_depend_on_chunks_threads_or_companions(table, kv, dtype):
                 batch = paging.batch(ids[1:], [min(tokens, begin + size) - begin])
                 reference.store_kv(k[begin : begin + size], v[begin : begin + size], cache, LAYER, batch)
                 if begin >= first:
-                    outs.append(attended(ops, cache, batch, q[begin : begin + size], paging, ids[0] if companion else None))
+                    outs.append(attend(ops, cache, batch, q[begin : begin + size], paging, ids[0] if companion else None))
                 begin += size
                 if begin >= tokens:
                     break
-            found.append(torch.cat(outs))
+            results.append(torch.cat(outs))
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(a, b) for a, b in pairwise(found))
+    assert all(torch.equal(a, b) for a, b in pairwise(results))
 
 
-def attended(
+def attend(
     ops: OpTable, cache: PagedKVCache, batch: Batch, q: Tensor, paging: PagedSequences, companion: int | None
 ) -> Tensor:
     """Attention of a batch of one sequence, beside a token of a companion where there is one."""
     if companion is None:
         return ops.paged_attention(q, cache, LAYER, batch, 0.1)
     other = paging.batch([companion], [1])
-    stored(cache, other, 0)
+    store_random(cache, other, 0)
     blocks = max(batch.block_table.shape[1], other.block_table.shape[1])
     tables = (torch.nn.functional.pad(x.block_table, (0, blocks - x.block_table.shape[1]), value=-1) for x in (other, batch))
     both = Batch(
@@ -120,9 +120,9 @@ def test_what_lies_before_the_window_is_not_read(table, dtype):
     whole = PagedKVCache(KVSpec("tq4", sink=5).plan(LAYER + 1), KVShape(2, 128), num_blocks=40, block_size=64)
     paging, ops, window = PagedSequences(40, 64), table.open(), 300
     sequence = paging.add()
-    stored(whole, paging.batch([sequence], [2000]), 0)
+    store_random(whole, paging.batch([sequence], [2000]), 0)
     batch = paging.batch([sequence], [3])
-    q = stored(whole, batch, 1).to(dtype)
+    q = store_random(whole, batch, 1).to(dtype)
     one = PagedKVCache.over(
         whole.plan.layers[LAYER], LAYER, (whole.k_fields(LAYER), whole.v_fields(LAYER)), whole.kept(LAYER), 128, window
     )
@@ -142,16 +142,16 @@ def test_what_lies_before_the_window_is_not_read(table, dtype):
 def test_a_tail_is_read_where_its_ring_begins_anew(table, kv, dtype):
     """Token by token, so that the end of the ring, which is none of a block, comes to lie at each place of the tail."""
     case = Case(kv, 128, 5, 2, 16, (), (), tail=40, sink=3)
-    made = PagedKVCache(case.plan, KVShape(2, 128), block_size=16, num_blocks=16, num_rows=1, chunk=27)
-    assert [window.ring for window in made.kept(LAYER) if window] == [67, 67]
-    for vectors in windows_of(made):
+    kv_cache = PagedKVCache(case.plan, KVShape(2, 128), block_size=16, num_blocks=16, num_rows=1, chunk=27)
+    assert [window.ring for window in kv_cache.kept(LAYER) if window] == [67, 67]
+    for vectors in bf16_windows(kv_cache):
         vectors.fill_(float("nan"))
     paging, generator, ops = PagedSequences(16, 16, num_rows=1), torch.Generator().manual_seed(0), table.open()
     sequence = paging.add()
     for tokens in (*(27,) * 6, *(1,) * 80):
         batch = paging.batch([sequence], [tokens])
         k, v = torch.randn(2, tokens, 2, 128, generator=generator)
-        reference.store_kv(k, v, made, LAYER, batch)
+        reference.store_kv(k, v, kv_cache, LAYER, batch)
         q = (2 * torch.randn(tokens, 10, 128, generator=generator)).to(dtype)
-        ours, theirs = (by.paged_attention(q, made, LAYER, batch, 128**-0.5) for by in (ops, reference))
+        ours, theirs = (by.paged_attention(q, kv_cache, LAYER, batch, 128**-0.5) for by in (ops, reference))
         assert relative(ours, theirs) <= BOUNDS[dtype]

@@ -12,17 +12,20 @@ from torch import Tensor
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.kept import KeptBlocks
+from haarkv.tq_ops.kv.kept import ResidualBlocks
 from haarkv.tq_ops.kv.shapes import KVShape
 
 CHUNK, HEADS, DIM, BLOCKS = 27, 2, 128, 60
 FORWARDS = [[27, 5, 0], [27, 20, 9], [27, 0, 1], [1, 1, 1], [27, 1, 27], *([[1, 1, 1]] * 12)]
 """New tokens of three sequences; 0 sits a forward out."""
 FAULTS = {
-    "one token short": lambda batch, kept: (batch, [KeptBlocks(of.vectors, tail=of.tail - 1, sink=of.sink) for of in kept]),
+    "one token short": lambda batch, kept: (
+        batch,
+        [ResidualBlocks(of.vectors, tail=of.tail - 1, sink=of.sink) for of in kept],
+    ),
     "the neighbour's blocks": lambda batch, kept: (replace(batch, kept_table=batch.kept_table.roll(1, 0)), kept),
     "a block behind": lambda batch, kept: (replace(batch, kept_table=batch.kept_table.roll(1, 1)), kept),
-    "no sinks": lambda batch, kept: (batch, [KeptBlocks(of.vectors, tail=of.tail) for of in kept]),
+    "no sinks": lambda batch, kept: (batch, [ResidualBlocks(of.vectors, tail=of.tail) for of in kept]),
 }
 
 
@@ -39,23 +42,23 @@ class WindowBlocks:
     def __init__(self, num_blocks: int, block_size: int, tail: int, sink: int = 0) -> None:
         self.block_size, self.tail, self.sink = block_size, tail, sink
         self._free = list(range(1, num_blocks))
-        self._held: dict[int, list[int]] = {}
-        self.given_back: list[int] = []
+        self._tables: dict[int, list[int]] = {}
+        self.freed_blocks: list[int] = []
 
     def place(self, batch: Batch, sequences: list[int]) -> Batch:
         """A batch with slots and a table of BF16 tokens; what is before a sequence's window is given back first."""
-        self.given_back = []
+        self.freed_blocks = []
         new, lengths = batch.query_start_loc.diff().tolist(), batch.seq_lens.tolist()
         for sequence, count, length in zip(sequences, new, lengths, strict=True):
-            held = self._held.setdefault(sequence, [])
+            table_blocks = self._tables.setdefault(sequence, [])
             begin = max(0, length - count - max(self.tail, 1) + 1) // self.block_size
-            for index in range(-(-self.sink // self.block_size), min(begin, len(held))):
-                if held[index]:
-                    self.given_back.append(held[index])
-                    self._free.append(held[index])
-                    held[index] = 0
-            held += [self._free.pop() for _ in range(-(-length // self.block_size) - len(held))]
-        tables = [torch.tensor(self._held[sequence], dtype=torch.int32) for sequence in sequences]
+            for index in range(-(-self.sink // self.block_size), min(begin, len(table_blocks))):
+                if table_blocks[index]:
+                    self.freed_blocks.append(table_blocks[index])
+                    self._free.append(table_blocks[index])
+                    table_blocks[index] = 0
+            table_blocks += [self._free.pop() for _ in range(-(-length // self.block_size) - len(table_blocks))]
+        tables = [torch.tensor(self._tables[sequence], dtype=torch.int32) for sequence in sequences]
         table = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
         owner = torch.repeat_interleave(torch.arange(len(sequences)), batch.query_start_loc.diff().long())
         blocks = table[owner, batch.positions // self.block_size].long()
@@ -67,32 +70,32 @@ def spoil(vectors: Tensor, blocks: list[int]) -> None:
     vectors[[0, *blocks]] = float("nan")
 
 
-class Both:
+class CachePair:
     """The same tokens in a cache of our own, with a ring, and in one of another's memory, with blocks."""
 
     def __init__(self, kv: str, tail: int, sink: int) -> None:
         case = Case(kv, DIM, 5, HEADS, 16, (), (), tail=tail, sink=sink)
         self.ring = PagedKVCache(case.plan, KVShape(HEADS, DIM), block_size=16, num_blocks=BLOCKS, num_rows=3, chunk=CHUNK)
-        self.kept = [KeptBlocks(torch.empty(40, HEADS, 8, DIM).bfloat16(), tail=tail, sink=sink) for _ in range(2)]
+        self.kept = [ResidualBlocks(torch.empty(40, HEADS, 8, DIM).bfloat16(), tail=tail, sink=sink) for _ in range(2)]
         self.pair = self.ring.plan.layers[LAYER]
         fields = self.ring.k_fields(LAYER), self.ring.v_fields(LAYER)
-        self.fields = tuple({name: of.clone() for name, of in side.items()} for side in fields)
+        self.fields = tuple({name: window.clone() for name, window in side.items()} for side in fields)
         self.paging, self.windows = PagedSequences(BLOCKS, 16, num_rows=3), WindowBlocks(40, 8, tail, sink)
         self.sequences = [self.paging.add() for _ in range(3)]
-        for of in self.kept:
-            of.vectors.fill_(float("nan"))
+        for window in self.kept:
+            window.vectors.fill_(float("nan"))
 
-    def blocks(self, kept=None) -> PagedKVCache:
-        k, v = kept or self.kept
-        kept = tuple(of if kv_format.lossy else None for of, kv_format in zip((k, v), self.pair, strict=True))
-        return PagedKVCache.over(self.pair, LAYER, self.fields, kept, DIM)
+    def blocks(self, windows=None) -> PagedKVCache:
+        k, v = windows or self.kept
+        windows = tuple(window if kv_format.lossy else None for window, kv_format in zip((k, v), self.pair, strict=True))
+        return PagedKVCache.over(self.pair, LAYER, self.fields, windows, DIM)
 
     def batches(self):
         for new in FORWARDS:
             some = [sequence for sequence, count in zip(self.sequences, new, strict=True) if count]
             batch = self.windows.place(self.paging.batch(some, [count for count in new if count]), some)
-            for of in self.kept:
-                spoil(of.vectors, self.windows.given_back)
+            for window in self.kept:
+                spoil(window.vectors, self.windows.freed_blocks)
             yield batch
 
 
@@ -101,7 +104,7 @@ class Both:
     ("kv", "tail", "sink"), [("tq4", 40, 3), ("k=tq5,v=tq3", 16, 0), ("tq4", 1, 9), ("k=bf16,v=tq4", 0, 3)]
 )
 def test_blocks_are_read_as_a_ring_is(table, kv, tail, sink):
-    both, ops, generator = Both(kv, tail, sink), table.open(), torch.Generator().manual_seed(0)
+    both, ops, generator = CachePair(kv, tail, sink), table.open(), torch.Generator().manual_seed(0)
     blocks = both.blocks()
     for batch in both.batches():
         tokens = len(batch.positions)
@@ -111,13 +114,13 @@ def test_blocks_are_read_as_a_ring_is(table, kv, tail, sink):
             ops.store_kv(k, v, cache, LAYER, batch)
             outs.append(ops.paged_attention(q, cache, LAYER, batch, DIM**-0.5))
         assert torch.equal(*outs)
-    for of, expected in zip(both.fields, (both.ring.k_fields(LAYER), both.ring.v_fields(LAYER)), strict=True):
-        assert all(torch.equal(of[name], expected[name]) for name in expected)
+    for fields, expected in zip(both.fields, (both.ring.k_fields(LAYER), both.ring.v_fields(LAYER)), strict=True):
+        assert all(torch.equal(fields[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_reference_reads_them_so_too_and_a_fault_changes_its_output(fault):
-    both, generator, differ = Both("tq4", 40, 3), torch.Generator().manual_seed(0), False
+    both, generator, differ = CachePair("tq4", 40, 3), torch.Generator().manual_seed(0), False
     for batch in both.batches():
         tokens = len(batch.positions)
         q, k, v = (torch.randn(tokens, n, DIM, generator=generator).bfloat16() for n in (10, HEADS, HEADS))
@@ -125,7 +128,7 @@ def test_the_reference_reads_them_so_too_and_a_fault_changes_its_output(fault):
             reference.store_kv(k, v, cache, LAYER, batch)
         right = [reference.paged_attention(q, cache, LAYER, batch, DIM**-0.5) for cache in (both.ring, both.blocks())]
         assert torch.equal(*right)
-        wrong, kept = FAULTS[fault](batch, both.kept)
-        found = reference.paged_attention(q, both.blocks(kept), LAYER, wrong, DIM**-0.5)
-        differ = differ or not torch.equal(found, right[0])
+        wrong, windows = FAULTS[fault](batch, both.kept)
+        output = reference.paged_attention(q, both.blocks(windows), LAYER, wrong, DIM**-0.5)
+        differ = differ or not torch.equal(output, right[0])
     assert differ

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from at_length import MORE_CUDA, rest
-from block_weights import in_blocks, made
+from block_weights import in_blocks, random_blocks
 from small_models import random_tokens, small_config, small_model
 
 pytest.importorskip("triton", "3.6", reason="needs the cuda extra")
@@ -15,7 +15,7 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops.cuda import block_products, ops
 from haarkv.tq_ops.cuda.block_planes import PLANES, PlaneBlocks, by_planes, placed
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.weight import Blocks, dense, numbers_of
+from haarkv.tq_ops.weight import Blocks, dense, weight_numbers
 from haarkv.validation import validate
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -23,8 +23,8 @@ ERROR = 1.5e-7
 """Of a product, as a share of the sum of its terms' sizes: FP32 sums of 512 numbers. Measured 7e-8."""
 
 
-def error_of(y, x, weight):
-    numbers = numbers_of(weight).double()
+def product_error(y, x, weight):
+    numbers = weight_numbers(weight).double()
     exact, sizes = x.double() @ numbers.T, x.double().abs() @ numbers.abs().T
     return float(((y.cpu() - exact).abs() / sizes).max())
 
@@ -37,7 +37,7 @@ def powers(count, seed):
 def test_planes_hold_the_numbers_of_the_file_to_the_bit(kind):
     # Of 8 rows several are restored at a time.
     for rows, inputs in ((7, 512), (8, 256)) if PLANES[kind].together == 8 else ((7, 512), (8, 96), (7, 32)):
-        weight = made(kind, rows, inputs)
+        weight = random_blocks(kind, rows, inputs)
         planes = by_planes(weight, torch.device("cpu"))
         ours, theirs = dense(planes), dense(weight)
         assert torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
@@ -50,16 +50,16 @@ def test_planes_hold_the_numbers_of_the_file_to_the_bit(kind):
 def test_a_product_is_the_restored_weights_but_for_fp32_sums(kind, tokens):
     """Of rows and tokens that fill no tile; scales of rows and columns, which are powers of two, change nothing else."""
     generator = torch.Generator().manual_seed(1)
-    plain = made(kind, 37, 512)
-    scaled = plain * powers(37, 2).unsqueeze(1) * powers(512, 3)
-    for dtype, weight in ((torch.bfloat16, plain), (torch.float32, scaled)):
+    plain = random_blocks(kind, 37, 512)
+    scaled_weight = plain * powers(37, 2).unsqueeze(1) * powers(512, 3)
+    for dtype, weight in ((torch.bfloat16, plain), (torch.float32, scaled_weight)):
         x = torch.randn(tokens, 512, generator=generator).to(dtype)
         y = ops.linear(x.to(DEVICE), placed(weight, DEVICE))
         assert y.dtype == torch.float32
-        assert error_of(y, x, weight) < ERROR
+        assert product_error(y, x, weight) < ERROR
 
 
-def swapped(data, planes, blocks):
+def swap_blocks(data, planes, blocks):
     """The same bytes with the first block's codes in the second's place, and the other way about."""
     width = planes.low * 4
     data = data.clone()
@@ -76,14 +76,14 @@ def swapped(data, planes, blocks):
     ],
 )  # fmt: skip
 def test_planted_faults_are_far_beyond_the_bound(kind, fault):
-    weight, x = made(kind, 9, 512), torch.randn(2, 512, generator=torch.Generator().manual_seed(1))
+    weight, x = random_blocks(kind, 9, 512), torch.randn(2, 512, generator=torch.Generator().manual_seed(1))
     wrong = by_planes(weight, DEVICE)
     planes, blocks = wrong.planes, 16
     high, scales, minima, d, m = planes.places(blocks)
     data = wrong.data.clone()
     match fault:
         case "a neighbour's block":
-            data = swapped(data, planes, blocks)
+            data = swap_blocks(data, planes, blocks)
         case "no fifth bits":
             data[:, high:scales] = 0
         case "another block's minimum":
@@ -92,16 +92,16 @@ def test_planted_faults_are_far_beyond_the_bound(kind, fault):
         case "a scale one less":
             data[:, scales] -= 1
     y = ops.linear(x.to(DEVICE), replace(wrong, data=data))
-    assert error_of(y, x, weight) > 100 * ERROR
+    assert product_error(y, x, weight) > 100 * ERROR
 
 
 @pytest.mark.parametrize("kind", PLANES)
 def test_rows_have_the_bits_that_the_file_restores(kind):
-    plain, index = made(kind, 12, 512), torch.tensor([11, 0, 3, 3])
+    plain, index = random_blocks(kind, 12, 512), torch.tensor([11, 0, 3, 3])
     for weight in (plain, plain * powers(12, 2).unsqueeze(1) * powers(512, 3)):
         planes = by_planes(weight, DEVICE)
         for dtype in (torch.float32, torch.bfloat16):
-            ours = block_products.rows_of(planes, index.to(DEVICE), dtype)
+            ours = block_products.gather_rows(planes, index.to(DEVICE), dtype)
             assert torch.equal(ours.cpu(), Blocks.rows(weight, index, dtype))
 
 
@@ -133,6 +133,6 @@ def test_a_model_in_blocks_passes_the_validator(kinds, size):
 
 
 def test_other_types_are_restored_on_their_way():
-    kept = placed(made("IQ4_NL", 4, 64), DEVICE)
-    assert not isinstance(kept, Blocks)
-    assert kept.device.type == DEVICE.type
+    weight = placed(random_blocks("IQ4_NL", 4, 64), DEVICE)
+    assert not isinstance(weight, Blocks)
+    assert weight.device.type == DEVICE.type

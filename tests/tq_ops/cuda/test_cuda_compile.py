@@ -10,7 +10,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from cuda_rows import rows_of
+from cuda_rows import script_rows
 from places import ROOT
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
@@ -27,25 +27,25 @@ SPILLED_ONCE = 12
 
 def test_no_kernel_takes_a_tuple_within_a_tuple_apart():
     """Triton 3.6 fails at it before it compiles anything, and later ones do not."""
-    within = []
+    nested_uses = []
     for path in (ROOT / "tq_ops" / "cuda").glob("*.py"):
         for kernel in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(kernel, ast.FunctionDef) and any("triton.jit" in ast.unparse(one) for one in kernel.decorator_list):
                 targets = [target for one in ast.walk(kernel) if isinstance(one, ast.Assign) for target in one.targets]
-                within += [
+                nested_uses += [
                     f"{path.name}: {ast.unparse(target)}" for target in targets
                     if isinstance(target, ast.Tuple) and any(isinstance(part, ast.Tuple) for part in target.elts)
                 ]  # fmt: skip
-    assert within == []
+    assert nested_uses == []
 
 
 # -- Everything, for every GPU: minutes --------------------------------------------------------------------------------
 @pytest.fixture(scope="session")
 def other_triton(request) -> Path | None:
-    given = request.config.getoption("--triton")
-    if given and not (Path(given) / "triton" / "__init__.py").exists():
-        pytest.exit(f"--triton {given}: no Triton was unpacked there", 2)
-    return Path(given) if given else None
+    folder = request.config.getoption("--triton")
+    if folder and not (Path(folder) / "triton" / "__init__.py").exists():
+        pytest.exit(f"--triton {folder}: no Triton was unpacked there", 2)
+    return Path(folder) if folder else None
 
 
 @pytest.mark.cuda_compile
@@ -56,14 +56,14 @@ def test_every_launch_compiles_and_no_loop_spills(capability, head_dim, other_tr
 
     Tiles are chosen for sm_80 and sm_90: newer GPUs may spill.
     """
-    rows = rows_of("cuda_compile.py", str(capability), str(head_dim), triton=other_triton)
+    rows = script_rows("cuda_compile.py", str(capability), str(head_dim), triton=other_triton)
     assert [(row["kernel"], row["refused"]) for row in rows if "refused" in row] == []
     assert {row["kernel"].split("_kernel")[0] for row in rows} >= KERNELS
     # FP32 models are run to compare with; of theirs some spill a few registers, and at head_dim 256 many.
     fp32 = ("'TYPE': 'fp32'", "'ROUNDED': 'fp32'")
     bf16 = [row for row in rows if not any(words in row["kernel"] for words in fp32)]
-    spilled = {row["kernel"]: row["spilled"] for row in bf16}
+    spills = {row["kernel"]: row["spilled"] for row in bf16}
     assert max(row["shared"] for row in rows) <= SHARED_BYTES[capability]
     if capability <= 90:
-        assert {kernel: found for kernel, found in spilled.items() if found["in_loops"]} == {}
-        assert max(found["once"] for found in spilled.values()) <= SPILLED_ONCE
+        assert {kernel: spill for kernel, spill in spills.items() if spill["in_loops"]} == {}
+        assert max(spill["once"] for spill in spills.values()) <= SPILLED_ONCE

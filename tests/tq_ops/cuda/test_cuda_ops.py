@@ -10,8 +10,8 @@ from dataclasses import replace
 import bounds
 import pytest
 import torch
-from at_length import MORE_CUDA, thinned
-from cuda_caches import DEVICE, as_bytes, attention_error, check_stored, on_device, padded, same, within
+from at_length import MORE_CUDA, pairwise_cases
+from cuda_caches import DEVICE, as_bytes, attention_bound, attention_error, check_stored, on_device, pad_batch, same
 from learned_slow import other_than_golden
 from op_tables import LAYER, Case, filled, poisoned_cache, relative
 
@@ -58,13 +58,13 @@ WINDOWS = [
 )
 def test_attention_equals_the_references(case, dtype):
     """At length, and in sliding windows."""
-    assert attention_error(ops, case, dtype) <= within(dtype)
+    assert attention_error(ops, case, dtype) <= attention_bound(dtype)
 
 
 # The rest runs with `make test-cuda-long`.
 @pytest.mark.parametrize(
     ("case", "programs"),
-    thinned(
+    pairwise_cases(
         MORE_CUDA,
         [
             Case("tq4", 64, 2, 1, 8, (150, 0, 300), (1, 1, 1)),
@@ -78,28 +78,28 @@ def test_attention_equals_the_references(case, dtype):
 )
 def test_pieces_of_a_context_are_merged(monkeypatch, case, programs):
     """However many programs share the line of work, over V whose scales grow from tile to tile."""
-    made, batch = filled(case)
-    late = made.placed(LAYER, batch).block_table[:, 16:]
-    made.v_fields(LAYER)["scale"][late[late >= 0].unique().long()] *= 3
+    kv_cache, batch = filled(case)
+    late = kv_cache.placed(LAYER, batch).block_table[:, 16:]
+    kv_cache.v_fields(LAYER)["scale"][late[late >= 0].unique().long()] *= 3
     q = torch.randn(len(batch.positions), case.kv_heads * case.group, case.head_dim).to(BF16)
-    theirs = reference.paged_attention(q, made, LAYER, batch, case.head_dim**-0.5)
+    theirs = reference.paged_attention(q, kv_cache, LAYER, batch, case.head_dim**-0.5)
     monkeypatch.setattr(choices, "count_programs", lambda *_: programs)
-    ours = ops.paged_attention(q.to(DEVICE), on_device(made, case), LAYER, batch.to(DEVICE), case.head_dim**-0.5)
-    assert relative(ours, theirs) <= within(BF16)
+    ours = ops.paged_attention(q.to(DEVICE), on_device(kv_cache, case), LAYER, batch.to(DEVICE), case.head_dim**-0.5)
+    assert relative(ours, theirs) <= attention_bound(BF16)
 
 
 def test_a_window_is_walked_and_not_its_context():
     """Programs of a decode step: as many as a window has tiles, however many blocks the table has room for."""
-    assert choices.most_seen(2**20, None, 1, 128) == 2**20
-    assert choices.most_seen(2**20, 512, 1, 128) == 512 + 127
-    assert choices.most_seen(256, 512, 1, 128) == 256
+    assert choices.most_visible(2**20, None, 1, 128) == 2**20
+    assert choices.most_visible(2**20, 512, 1, 128) == 512 + 127
+    assert choices.most_visible(256, 512, 1, 128) == 256
 
 
 def test_one_program_takes_all_of_a_column_tile(monkeypatch):
     """Whose vectors are then merged 16 at a time, those of one head."""
     monkeypatch.setattr(choices, "count_programs", lambda *_: 1)
     case = Case("k=lr3,v=tq4", 64, 8, 2, 16, (20,), (8,), tail=4, sink=2)
-    assert attention_error(ops, case, BF16) <= within(BF16)
+    assert attention_error(ops, case, BF16) <= attention_bound(BF16)
 
 
 @pytest.mark.parametrize(
@@ -113,23 +113,23 @@ def test_one_program_takes_all_of_a_column_tile(monkeypatch):
     ids=str,
 )
 def test_numbers_beyond_fp16_keep_their_precision(case, unusual):
-    assert attention_error(ops, case, BF16, **unusual) <= within(BF16)
+    assert attention_error(ops, case, BF16, **unusual) <= attention_bound(BF16)
 
 
-@pytest.mark.parametrize("kept", [{}, {"tail": 3, "sink": 2}, {"tail": 40}, {"window": 6}], ids=str)
-def test_a_dead_sequence_reads_and_stores_nothing(kept):
+@pytest.mark.parametrize("window", [{}, {"tail": 3, "sink": 2}, {"tail": 40}, {"window": 6}], ids=str)
+def test_a_dead_sequence_reads_and_stores_nothing(window):
     """What pads a captured batch: length 0, slot -1, a block table of zeros, row 0."""
-    case = Case("tq4", 64, 2, 1, 8, (9,), (1,), **kept)
-    made, batch = filled(case)
-    copy, q = on_device(made, case), torch.randn(1, 2, 64).to(DEVICE)
+    case = Case("tq4", 64, 2, 1, 8, (9,), (1,), **window)
+    kv_cache, batch = filled(case)
+    copy, q = on_device(kv_cache, case), torch.randn(1, 2, 64).to(DEVICE)
     alone = ops.paged_attention(q, copy, LAYER, batch.to(DEVICE), 0.125)
-    both = ops.paged_attention(torch.cat([q, q]), copy, LAYER, padded(batch, 1).to(DEVICE), 0.125)
+    both = ops.paged_attention(torch.cat([q, q]), copy, LAYER, pad_batch(batch, 1).to(DEVICE), 0.125)
     assert relative(both[:1], alone) <= bounds.LAYER_FP32.attention
     assert (both[1] == 0).all()
     before, fault = as_bytes(copy), ops.new_fault(DEVICE)
     kv = torch.full((2, 1, 64), float("nan"), device=DEVICE)
     kv[0] = 1.0
-    dead = replace(padded(batch, 1), slot_mapping=torch.tensor([-1, -1])).to(DEVICE)
+    dead = replace(pad_batch(batch, 1), slot_mapping=torch.tensor([-1, -1])).to(DEVICE)
     ops.append(kv, kv, copy, LAYER, dead, fault)
     ops.raise_fault(fault, copy, dead)  # a dead sequence has no fault
     assert same(before, as_bytes(copy))
@@ -140,8 +140,8 @@ def new_tokens(case: Case):
     """Two untouched caches, ours and the reference's, a batch, and K and V with some unusual vectors among them."""
     paging = PagedSequences(99, case.block_size, order=list(reversed(range(poisoned_cache(case, DEVICE).num_blocks))))
     ids = [paging.add() for _ in case.new]
-    if any(case.stored):
-        paging.batch(ids, case.stored)
+    if any(case.stored_lengths):
+        paging.batch(ids, case.stored_lengths)
     batch = paging.batch(ids, case.new)
     k, v = torch.randn(2, len(batch.positions), case.kv_heads, case.head_dim, generator=torch.Generator().manual_seed(2))
     k[0, 0] = 0.0
@@ -172,23 +172,23 @@ def test_the_golden_bytes_of_learned_keys_are_stored(golden, bits):
 
 # The rest runs with `make test-cuda-long`.
 @pytest.mark.parametrize(
-    ("refused", "kept"),
-    thinned(
+    ("bad_vector", "window"),
+    pairwise_cases(
         MORE_CUDA,
         [("k", float("nan")), ("k", -float("inf")), ("v", float("inf"))], [{}, {"tail": 3, "sink": 2}, {"window": 2}],
     ),
     ids=str,
 )  # fmt: skip
-def test_a_refused_vector_is_named_as_the_reference_names_it_and_nothing_is_stored(refused, kept):
-    side, value = refused
-    ours, theirs, batch, k, v = new_tokens(replace(STORES[1], **kept))
+def test_a_refused_vector_is_named_as_the_reference_names_it_and_nothing_is_stored(bad_vector, window):
+    side, value = bad_vector
+    ours, theirs, batch, k, v = new_tokens(replace(STORES[1], **window))
     before = as_bytes(ours)
     (k if side == "k" else v)[2, 0, 127] = value
-    with pytest.raises(NonFiniteError) as wanted:
+    with pytest.raises(NonFiniteError) as expected:
         reference.store_kv(k, v, theirs, LAYER, batch)
     with pytest.raises(NonFiniteError) as error:
         ops.store_kv(k.to(DEVICE), v.to(DEVICE), ours, LAYER, batch.to(DEVICE))
-    assert str(error.value) == str(wanted.value)
+    assert str(error.value) == str(expected.value)
     assert f"{side.upper()} of token 2" in str(error.value)
     assert same(before, as_bytes(ours))
 

@@ -24,7 +24,7 @@ from triton.backends import nvidia
 
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.cuda import available, decode, ops
-from haarkv.tq_ops.cuda.layout import layout_of
+from haarkv.tq_ops.cuda.layout import to_layout
 from haarkv.tq_ops.formats import made_up
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -40,7 +40,7 @@ MEMORY = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024, 120: 100 * 1024}
 
 
 @cache
-def built(
+def build_kernel(
     capability: int, head_dim: int, group: int, k_bits: int, v_bits: int, block: int, tail: int, sink: int,
     learned: int = 0, window: int = 0,
 ) -> tuple[str, int]:  # fmt: skip
@@ -53,12 +53,12 @@ def built(
     shape = (8, group, head_dim, k_bits, v_bits, block, at_once, tail, sink, learned, window)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "decode.cubin"
-        path.write_bytes(decode.compiled(f"sm_{capability}", *shape))
+        path.write_bytes(decode.compile_kernel(f"sm_{capability}", *shape))
         tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
         usage = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
-        found = re.search(r"REG:(\d+)", usage)
-        assert found
-        return machine_code.disassemble(path), int(found[1])
+        match = re.search(r"REG:(\d+)", usage)
+        assert match
+        return machine_code.disassemble(path), int(match[1])
 
 
 #                                                              cycles a coordinate and processor
@@ -113,7 +113,7 @@ def test_the_loop_is_within_its_bounds(shape, issue, memory):
     Those of learned keys are no lookups.
     """
     (capability, head_dim, group), block, learned = shape[:3], shape[5], len(shape) > 8
-    text, registers = built(*shape)
+    text, registers = build_kernel(*shape)
     loop = machine_code.hottest_loop(text)
     counts = machine_code.count(loop)
     assert counts["STL"] == 0
@@ -122,7 +122,7 @@ def test_the_loop_is_within_its_bounds(shape, issue, memory):
     lookups = head_dim // 2 * (2 - learned)  # 32 tokens of K and of V, a lane each
     assert counts["LDS"] == lookups
     assert counts["PRMT"] <= lookups + 4 + 8 * learned  # those put V's scale beside K's
-    load = machine_code.load_of(loop, WARPS)
+    load = machine_code.program_load(loop, WARPS)
     coordinates = TOKENS * 2 * head_dim
     assert load.issue / coordinates <= issue
     assert load.memory / coordinates <= memory
@@ -135,19 +135,19 @@ def test_the_loop_is_within_its_bounds(shape, issue, memory):
 def test_a_window_costs_the_loop_a_comparison_a_logit(capability):
     """Gemma's shape beside the same without a window: nothing spills in the loop, and look-ups are as many."""
     shape = (capability, 256, 4, 4, 4, 128, 0, 0)
-    (text, _), (windowed, registers) = built(*shape), built(*shape, window=512)
-    before, now = (machine_code.count(machine_code.hottest_loop(one)) for one in (text, windowed))
+    (text, _), (window_text, registers) = build_kernel(*shape), build_kernel(*shape, window=512)
+    before, now = (machine_code.count(machine_code.hottest_loop(one)) for one in (text, window_text))
     assert now["LDL"] == now["STL"] == 0
     assert (now["LDS"], now["PRMT"]) == (before["LDS"], before["PRMT"])
     assert sum(now.values()) <= sum(before.values()) + 2 * 16
     assert registers * decode.THREADS * decode.blocks_a_processor(4, 256, MEMORY[capability]) <= 65536
-    check_spills(windowed)
+    check_spills(window_text)
 
 
 def test_the_table_is_looked_up_where_shared_memory_begins():
     """That place is part of each look-up. Were it not the one that ptxas gives `shared`, the kernel would stop itself."""
     for capability in MEMORY:
-        text, _ = built(capability, 128, 5, 4, 4, 128, 0, 0)
+        text, _ = build_kernel(capability, 128, 5, 4, 4, 128, 0, 0)
         looked_up = {
             re.sub(r".*\[R\d+", "", one.operands).strip() for one in machine_code.hottest_loop(text) if one.op == "LDS"
         }
@@ -171,11 +171,11 @@ def test_the_bindings_hand_the_driver_what_the_launch_says(tmp_path):
     shared = decode.shared_bytes(5, 128)
     # As C lays them out: seventeen pointers, two sides of two pointers and two strides, two numbers, a float, and a gap.
     sides = struct.pack("<qqiiqqii", *range(18, 26))
-    given = struct.pack("<17q", *range(1, 18)) + sides + struct.pack("<iif4x", 26, 27, 0.5)
+    arguments = struct.pack("<17q", *range(1, 18)) + sides + struct.pack("<iif4x", 26, 27, 0.5)
     most_dynamic_shared = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     assert done.stdout.splitlines() == [
         "most 232448", "load 1", "function 0x11 decode", f"attribute 0x22 {most_dynamic_shared} {shared}",
-        f"launch 0x22 33 8 1 256 1 1 {shared} 0x77 1 {given.hex()}",
+        f"launch 0x22 33 8 1 256 1 1 {shared} 0x77 1 {arguments.hex()}",
     ]  # fmt: skip
 
 
@@ -186,19 +186,19 @@ def test_what_nvrtc_refuses_is_said():
 
 # -- Where it is launched -----------------------------------------------------------------------------------------------
 def test_while_kernels_are_only_compiled_none_is_launched(monkeypatch):
-    made, batch = filled(Case("tq4", 128, 5, 2, 128, (699, 2), (1, 1)))
-    k, v = (layout_of(f, LAYER, 128, torch.device("cpu")) for f in (made.k_format(LAYER), made.v_format(LAYER)))
-    q, placed = torch.randn(len(batch.positions), 10, 128).bfloat16(), made.placed(LAYER, batch)
-    rotated = ops.rotate(q, made, LAYER, batch)
-    compiled = []
+    kv_cache, batch = filled(Case("tq4", 128, 5, 2, 128, (699, 2), (1, 1)))
+    k, v = (to_layout(f, LAYER, 128, torch.device("cpu")) for f in (kv_cache.k_format(LAYER), kv_cache.v_format(LAYER)))
+    q, placed_batch = torch.randn(len(batch.positions), 10, 128).bfloat16(), kv_cache.placed(LAYER, batch)
+    rotated = ops.rotate(q, kv_cache, LAYER, batch)
+    compilations = []
     monkeypatch.setattr(decode, "only_compiles", lambda: True)
-    monkeypatch.setattr(decode, "_kernel", lambda *given: compiled.append(given))
-    assert decode.attend(q, rotated, made, LAYER, placed, k, v, 0.1).shape == q.shape
-    assert len(compiled) == 1
+    monkeypatch.setattr(decode, "_kernel", lambda *given: compilations.append(given))
+    assert decode.attend(q, rotated, kv_cache, LAYER, placed_batch, k, v, 0.1).shape == q.shape
+    assert len(compilations) == 1
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "group", "kv", "block", "taken"),
+    ("dtype", "head_dim", "group", "kv", "block", "accepts"),
     [
         (torch.bfloat16, 128, 5, "tq4", 128, True), (torch.bfloat16, 128, 5, "k=tq3,v=tq2", 16, True),
         (torch.float32, 128, 5, "tq4", 128, False), (torch.bfloat16, 128, 17, "tq4", 128, False),
@@ -208,12 +208,12 @@ def test_while_kernels_are_only_compiled_none_is_launched(monkeypatch):
         (torch.bfloat16, 64, 5, "k=lr4,v=tq4", 128, False), (torch.bfloat16, 128, 5, "k=lr4,v=tq5", 128, False),
     ],
 )  # fmt: skip
-def test_what_it_takes(monkeypatch, dtype, head_dim, group, kv, block, taken):
+def test_what_it_takes(monkeypatch, dtype, head_dim, group, kv, block, accepts):
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
     calibration = made_up.calibration(1, 1, head_dim) if formats.needs_calibration(kv) else None
-    made = PagedKVCache(KVSpec(kv, calibration=calibration).plan(1), KVShape(1, head_dim), num_blocks=1, block_size=block)
+    kv_cache = PagedKVCache(KVSpec(kv, calibration=calibration).plan(1), KVShape(1, head_dim), num_blocks=1, block_size=block)
     q = torch.zeros(1, group, head_dim, dtype=dtype)
-    k, v = (layout_of(f, 0, head_dim, torch.device("cpu")) for f in (made.k_format(0), made.v_format(0)))
-    assert decode.takes(q, made, 0, k, v) == taken
+    k, v = (to_layout(f, 0, head_dim, torch.device("cpu")) for f in (kv_cache.k_format(0), kv_cache.v_format(0)))
+    assert decode.takes(q, kv_cache, 0, k, v) == accepts
     monkeypatch.setattr(available, "nvrtc_missing", lambda: "it is not there")
-    assert not decode.takes(q, made, 0, k, v)
+    assert not decode.takes(q, kv_cache, 0, k, v)

@@ -9,11 +9,11 @@ import bounds
 import pytest
 import torch
 from at_length import MORE_CUDA, rest
-from block_weights import made
+from block_weights import random_blocks
 from cuda_caches import DEVICE
 
 from haarkv.tq_ops.table import Stack
-from haarkv.tq_ops.weight import numbers_of
+from haarkv.tq_ops.weight import weight_numbers
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
 from cuda_mixtures import CASE, FULL, Mixture, off_by
@@ -28,7 +28,7 @@ FORMULAS = [
     Mixture(9, 2, 130, 48, 3, activation="gelu_tanh"),
     FULL,
     Mixture(4, 4, 32, 40, 3, dtype=BF16),
-    Mixture(3, 2, 48, 16, 21, dtype=BF16, crowded=1),
+    Mixture(3, 2, 48, 16, 21, dtype=BF16, crowd=1),
 ]
 
 
@@ -39,13 +39,13 @@ def test_each_token_goes_through_its_experts_as_the_formula_says(case):
 
 
 # -- The same bits ---------------------------------------------------------------------------------------------------------
-MANY = replace(CASE, tokens=20, crowded=1)
+MANY = replace(CASE, tokens=20, crowd=1)
 
 
 @cache
 def all_at_once(case):
     x, logits = case.inputs()
-    return experts.through(x.to(DEVICE), logits.to(DEVICE), on_device(case.stack()))
+    return experts.run_experts(x.to(DEVICE), logits.to(DEVICE), on_device(case.stack()))
 
 
 def on_device(stack):
@@ -58,33 +58,33 @@ def test_a_prompt_in_pieces_is_the_whole_prompt_to_the_bit(case, sizes):
     """Alone and among others, in a tile's first column and in others, with a slot for each pair and with fewer."""
     stack = on_device(case.stack())
     parts = zip(*(torch.split(tensor.to(DEVICE), sizes) for tensor in case.inputs()), strict=True)
-    pieces = [experts.through(x, logits, stack) for x, logits in parts]
+    pieces = [experts.run_experts(x, logits, stack) for x, logits in parts]
     assert torch.equal(torch.cat(pieces), all_at_once(case))
 
 
 def test_the_order_of_a_batch_changes_no_bit():
     x, logits = MANY.inputs()
     order = torch.randperm(MANY.tokens, generator=torch.Generator().manual_seed(3))
-    ours = experts.through(x[order].to(DEVICE), logits[order].to(DEVICE), on_device(MANY.stack()))
+    ours = experts.run_experts(x[order].to(DEVICE), logits[order].to(DEVICE), on_device(MANY.stack()))
     assert torch.equal(ours, all_at_once(MANY)[order.to(DEVICE)])
 
 
 # -- Choice and order ------------------------------------------------------------------------------------------------------
 def test_of_equal_experts_the_first_are_chosen():
     logits = torch.tensor([[1.0, 3.0, 3.0, 3.0, 0.0], [-torch.inf, 0.0, -torch.inf, -torch.inf, -torch.inf]])
-    chosen, shares = experts.choose(logits.to(DEVICE), 3, normalized=True)
-    assert chosen.tolist() == [[1, 2, 3], [0, 1, 2]]
+    expert_ids, shares = experts.choose(logits.to(DEVICE), 3, normalized=True)
+    assert expert_ids.tolist() == [[1, 2, 3], [0, 1, 2]]
     torch.testing.assert_close(shares.cpu(), torch.tensor([[1 / 3] * 3, [0.0, 1.0, 0.0]]))
 
 
 def test_logits_that_are_not_finite_choose_experts_that_there_are_and_give_no_number():
     x, logits = CASE.inputs()
     logits[1, 2], logits[3, 4], logits[4] = torch.nan, torch.inf, -torch.inf
-    chosen, shares = experts.choose(logits.to(DEVICE), 2, normalized=True)
-    assert all(0 <= one < other < CASE.count for one, other in chosen.tolist())
+    expert_ids, shares = experts.choose(logits.to(DEVICE), 2, normalized=True)
+    assert all(0 <= one < other < CASE.count for one, other in expert_ids.tolist())
     bad = torch.tensor([False, True, False, True, True, False])
     assert shares.cpu().isnan().all(-1).tolist() == bad.tolist()
-    ours, right = experts.through(x.to(DEVICE), logits.to(DEVICE), on_device(CASE.stack())).cpu(), all_at_once(CASE).cpu()
+    ours, right = experts.run_experts(x.to(DEVICE), logits.to(DEVICE), on_device(CASE.stack())).cpu(), all_at_once(CASE).cpu()
     assert ours[bad].isnan().all()
     assert torch.equal(ours[~bad], right[~bad])
 
@@ -92,19 +92,19 @@ def test_logits_that_are_not_finite_choose_experts_that_there_are_and_give_no_nu
 @pytest.mark.parametrize(("tokens", "count"), [(1, 8), (3, 40), (50, 3), (70, 12)])
 def test_pairs_lie_by_expert_in_tiles_of_one_expert_each(tokens, count):
     """A slot for each pair, and fewer: then some are empty."""
-    chosen = torch.rand(tokens, count, generator=torch.Generator().manual_seed(4)).square().topk(2).indices.int()
-    order, tiles = (found.cpu() for found in experts.ordered(chosen.to(DEVICE), count))
-    of_pair = chosen.flatten()
-    assert torch.equal(order.long(), of_pair.sort(stable=True).indices)
-    filled = tiles[tiles[:, 2] > 0]
+    expert_ids = torch.rand(tokens, count, generator=torch.Generator().manual_seed(4)).square().topk(2).indices.int()
+    order, tiles = (tensor.cpu() for tensor in experts.order_pairs(expert_ids.to(DEVICE), count))
+    pair_experts = expert_ids.flatten()
+    assert torch.equal(order.long(), pair_experts.sort(stable=True).indices)
+    full_tiles = tiles[tiles[:, 2] > 0]
     assert len(tiles) == min(2 * tokens, 2 * tokens // experts.COLUMNS + count)
     places = []
-    for expert, first, held in filled.tolist():
-        assert held <= experts.COLUMNS
-        assert (of_pair[order[first : first + held].long()] == expert).all()
-        places += range(first, first + held)
+    for expert, first, pair_count in full_tiles.tolist():
+        assert pair_count <= experts.COLUMNS
+        assert (pair_experts[order[first : first + pair_count].long()] == expert).all()
+        places += range(first, first + pair_count)
     assert sorted(places) == list(range(2 * tokens))
-    assert len(filled) == sum(-(-n // experts.COLUMNS) for n in of_pair.bincount().tolist())
+    assert len(full_tiles) == sum(-(-n // experts.COLUMNS) for n in pair_experts.bincount().tolist())
 
 
 # -- Weights in blocks -----------------------------------------------------------------------------------------------------
@@ -115,17 +115,17 @@ def test_pairs_lie_by_expert_in_tiles_of_one_expert_each(tokens, count):
 )
 def test_experts_in_blocks_are_the_restored_ones(kinds, hidden, width):
     """Gate, up and down each in blocks of a type of its own, as in GGUF files; one of them dense; rows times powers of two."""
-    case, named = Mixture(3, 2, hidden, width, 5), dict(zip(("gate", "up", "down"), kinds, strict=True))
+    case, kind_by_name = Mixture(3, 2, hidden, width, 5), dict(zip(("gate", "up", "down"), kinds, strict=True))
 
-    def stored(name, numbers):
-        blocks = made(named[name], *numbers.shape, seed=len(name))
+    def place_weights(name, numbers):
+        blocks = random_blocks(kind_by_name[name], *numbers.shape, seed=len(name))
         return blocks * torch.full((len(numbers), 1), 4.0) if name == "gate" else blocks
 
     def planes(name, numbers):
-        return by_planes(stored(name, numbers), DEVICE)
+        return by_planes(place_weights(name, numbers), DEVICE)
 
-    def mixed(name, numbers):
-        return numbers_of(stored(name, numbers)) if name == "down" else planes(name, numbers)
+    def mix_types(name, numbers):
+        return weight_numbers(place_weights(name, numbers)) if name == "down" else planes(name, numbers)
 
-    for how in (planes, mixed):
+    for how in (planes, mix_types):
         assert off_by(case, DEVICE, how) <= bounds.LAYER_FP32.op

@@ -2,7 +2,7 @@
 
 import machine_code
 import pytest
-from machine_code import load_of, parse
+from machine_code import parse, program_load
 
 # A loop that copies, then one that multiplies, then the jump to itself that ends every kernel.
 CODE = """
@@ -45,10 +45,10 @@ def test_spilled_registers_are_counted_where_they_are_spilled(before, expected):
     spill = "        /*ffff*/                   STL [R1], R0 ;\n"
     lines = CODE.splitlines(keepends=True)
     text = "".join(spill + line if before and before in line else line for line in lines)
-    assert vars(machine_code.spilled(text)) == dict(zip(("in_loops", "once", "aside"), expected, strict=True))
+    assert vars(machine_code.count_spills(text)) == dict(zip(("in_loops", "once", "aside"), expected, strict=True))
     # Where another jump than that of a parted warp leads behind the end, what is there may be run by all.
     text = text.replace("EXIT ;", "BRA `(.L_x_3) ;\n        /*00c8*/                   EXIT ;")
-    assert machine_code.spilled(text).aside == 0
+    assert machine_code.count_spills(text).aside == 0
 
 
 def test_predicates_and_modifiers_are_read():
@@ -61,5 +61,5 @@ def test_predicates_and_modifiers_are_read():
 
 
 def test_a_scheduler_issues_one_instruction_a_cycle_and_memory_serves_128_bytes():
-    load = load_of(machine_code.hottest_loop(CODE), warps=8)
+    load = program_load(machine_code.hottest_loop(CODE), warps=8)
     assert (load.issue, load.memory) == (16, 48)  # 8 warps are 2 a scheduler; LDSM has 4 wavefronts and LDS.64 has 2

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from haarkv.tq_ops.cuda import decode
 from haarkv.tq_ops.cuda.arguments import Tokens, constant
-from haarkv.tq_ops.cuda.schedule import find_piece, pieces_of, share_of, tiles_of
+from haarkv.tq_ops.cuda.schedule import count_pieces, find_piece, program_share, sequence_tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCHES = [
@@ -34,11 +34,11 @@ class Piece(NamedTuple):
     number: int
 
 
-def pieces(stored, columns, programs):
+def pieces(tile_counts, columns, programs):
     """Every piece, in the order of the line: `schedule` spelled out for lengths that are known, in tiles."""
-    unit = max(1, -(-sum(n * m for n, m in zip(stored, columns, strict=True)) // programs))
+    unit = max(1, -(-sum(n * m for n, m in zip(tile_counts, columns, strict=True)) // programs))
     place, column_tile = 0, 0
-    for sequence, (length, count) in enumerate(zip(stored, columns, strict=True)):
+    for sequence, (length, count) in enumerate(zip(tile_counts, columns, strict=True)):
         for _ in range(count):
             begin = 0
             while begin < length:
@@ -49,60 +49,62 @@ def pieces(stored, columns, programs):
             column_tile += 1
 
 
-@pytest.mark.parametrize(("stored", "columns", "programs"), BATCHES)
-def test_programs_share_all_tiles_equally_and_each_piece_has_a_place_of_its_own(stored, columns, programs):
-    found = list(pieces(stored, columns, programs))
-    tiles = [(piece.column_tile, tile) for piece in found for tile in range(piece.begin, piece.end)]
-    lengths = [length for length, count in zip(stored, columns, strict=True) for _ in range(count)]
+@pytest.mark.parametrize(("tile_counts", "columns", "programs"), BATCHES)
+def test_programs_share_all_tiles_equally_and_each_piece_has_a_place_of_its_own(tile_counts, columns, programs):
+    all_pieces = list(pieces(tile_counts, columns, programs))
+    tiles = [(piece.column_tile, tile) for piece in all_pieces for tile in range(piece.begin, piece.end)]
+    lengths = [length for length, count in zip(tile_counts, columns, strict=True) for _ in range(count)]
     assert tiles == [(tile, index) for tile, length in enumerate(lengths) for index in range(length)]
-    assert all(before.number < after.number for before, after in pairwise(found))
-    assert all(piece.number < programs + len(lengths) for piece in found)
-    load = [sum(piece.end - piece.begin for piece in found if piece.program == program) for program in range(programs)]
+    assert all(before.number < after.number for before, after in pairwise(all_pieces))
+    assert all(piece.number < programs + len(lengths) for piece in all_pieces)
+    load = [sum(piece.end - piece.begin for piece in all_pieces if piece.program == program) for program in range(programs)]
     assert max(load) == triton.cdiv(len(tiles), programs)
     for tile in range(len(lengths)):
-        numbers = [piece.number for piece in found if piece.column_tile == tile]
+        numbers = [piece.number for piece in all_pieces if piece.column_tile == tile]
         assert numbers == list(range(min(numbers, default=0), min(numbers, default=0) + len(numbers)))
 
 
 @triton.jit
-def line_kernel(tokens, sequences, found, merged, programs):
+def line_kernel(tokens, sequences, piece_rows, merge_rows, programs):
     """What the functions say: six numbers of each piece by its number, and of each own column tile its first and its count."""
-    stored, columns = tiles_of(tokens, sequences, 128, 1, 16)
+    tiles, columns = sequence_tiles(tokens, sequences, 128, 1, 16)
     program = tl.program_id(0)
-    unit, place, end = share_of(stored, columns, program, programs)
+    unit, place, end = program_share(tiles, columns, program, programs)
     while place < end:
-        sequence, column_tile, own, length, begin = find_piece(stored, columns, place)
+        sequence, column_tile, own_columns, length, begin = find_piece(tiles, columns, place)
         count = tl.minimum(length - begin, end - place)
-        at = found + (program + column_tile) * 6
+        at = piece_rows + (program + column_tile) * 6
         tl.store(at, program)
         tl.store(at + 1, sequence)
         tl.store(at + 2, column_tile)
         tl.store(at + 3, begin)
         tl.store(at + 4, begin + count)
         tl.store(at + 5, program + column_tile)
-        first, many = pieces_of(stored, columns, unit, sequence, own)
-        tl.store(merged + 2 * column_tile, first)
-        tl.store(merged + 2 * column_tile + 1, many)
+        first, many = count_pieces(tiles, columns, unit, sequence, own_columns)
+        tl.store(merge_rows + 2 * column_tile, first)
+        tl.store(merge_rows + 2 * column_tile + 1, many)
         place += count
 
 
 @pytest.mark.parametrize("window", [0, 300])
-@pytest.mark.parametrize(("stored", "columns", "programs"), BATCHES)
-def test_the_device_finds_the_same_pieces(stored, columns, programs, window):
-    lengths, one_each = [max(0, 128 * n - 5) for n in stored], set(columns) == {1}
+@pytest.mark.parametrize(("tile_counts", "columns", "programs"), BATCHES)
+def test_the_device_finds_the_same_pieces(tile_counts, columns, programs, window):
+    lengths, one_each = [max(0, 128 * n - 5) for n in tile_counts], set(columns) == {1}
     if window:  # whole tiles before the one in which the first new token's window begins are left out
         new = [1 if one_each else 16 * n for n in columns]
-        stored = [n - max(0, length - m + 1 - window) // 128 for n, length, m in zip(stored, lengths, new, strict=True)]
-    wanted = list(pieces(stored, columns, programs))
+        tile_counts = [
+            n - max(0, length - m + 1 - window) // 128 for n, length, m in zip(tile_counts, lengths, new, strict=True)
+        ]
+    expected = list(pieces(tile_counts, columns, programs))
     starts = torch.tensor([0, *columns], dtype=torch.int32).cumsum(0).int().to(DEVICE) * 16
-    found = torch.full((programs + sum(columns), 6), -1, dtype=torch.int32, device=DEVICE)
-    merged = torch.zeros(sum(columns), 2, dtype=torch.int32, device=DEVICE)
-    constants = map(constant, (0, 0, window, one_each, triton.next_power_of_2(len(stored))))
+    piece_rows = torch.full((programs + sum(columns), 6), -1, dtype=torch.int32, device=DEVICE)
+    merge_rows = torch.zeros(sum(columns), 2, dtype=torch.int32, device=DEVICE)
+    constants = map(constant, (0, 0, window, one_each, triton.next_power_of_2(len(tile_counts))))
     tokens = Tokens(starts, starts, torch.tensor(lengths, dtype=torch.int32, device=DEVICE), *constants)
-    line_kernel[(programs,)](tokens, len(stored), found, merged, programs)
-    assert [tuple(row) for row in found.tolist() if row[0] >= 0] == wanted
-    for tile, (first, many) in enumerate(merged.tolist()):
-        numbers = [piece.number for piece in wanted if piece.column_tile == tile]
+    line_kernel[(programs,)](tokens, len(tile_counts), piece_rows, merge_rows, programs)
+    assert [tuple(row) for row in piece_rows.tolist() if row[0] >= 0] == expected
+    for tile, (first, many) in enumerate(merge_rows.tolist()):
+        numbers = [piece.number for piece in expected if piece.column_tile == tile]
         assert (many, first) == (len(numbers), numbers[0] if numbers else first)
 
 

@@ -9,8 +9,8 @@ import bounds
 import pytest
 import torch
 from at_length import MORE_CUDA, rest
-from cuda_caches import DEVICE, attention_error, check_stored, within
-from op_tables import LAYER, Case, poisoned_cache, windows_of
+from cuda_caches import DEVICE, attention_bound, attention_error, check_stored
+from op_tables import LAYER, Case, bf16_windows, poisoned_cache
 
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
@@ -21,7 +21,7 @@ from haarkv.tq_ops.kv.plan import KVSpec
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
 from haarkv.tq_ops.cuda import arguments, choices, ops
-from haarkv.tq_ops.cuda.layout import input_order, layout_of, stretches_of
+from haarkv.tq_ops.cuda.layout import input_order, stretch_room, to_layout
 
 FP32, BF16 = torch.float32, torch.bfloat16
 KV = "k=lr4,v=tq4"
@@ -41,20 +41,20 @@ SMALL = CASES[2]
 
 @pytest.mark.parametrize(("dtype", "case"), zip((BF16, FP32, BF16, FP32, FP32, BF16), CASES, strict=True), ids=str)
 def test_attention_across_borders_equals_the_references(case, dtype):
-    assert attention_error(ops, case, dtype) <= within(dtype)
+    assert attention_error(ops, case, dtype) <= attention_bound(dtype)
 
 
 # The rest runs with `make test-cuda-long`.
 @pytest.mark.parametrize(
-    ("tokens", "kept"),
+    ("tokens", "window"),
     rest(MORE_CUDA, product((1, 2, 4), ({}, {"tail": 3, "window": 70})), lambda i, _: i == 3),
     ids=str,
 )
-def test_queries_that_do_not_fit_at_once_are_rotated_and_attended_to_in_turns(monkeypatch, tokens, kept):
+def test_queries_that_do_not_fit_at_once_are_rotated_and_attended_to_in_turns(monkeypatch, tokens, window):
     """Also as many tokens as sequences, which are no batch of one new token each."""
-    case = replace(SMALL, **kept)
+    case = replace(SMALL, **window)
     monkeypatch.setattr(choices, "MOST_AHEAD", 2 * case.head_dim * case.group * 2 * tokens)
-    assert attention_error(ops, case, BF16) <= within(BF16)
+    assert attention_error(ops, case, BF16) <= attention_bound(BF16)
 
 
 def one_off(table: torch.Tensor) -> torch.Tensor:
@@ -74,14 +74,14 @@ FAULTS = {
 def test_planted_faults_are_found(monkeypatch, fault):
     right = arguments.turning
     monkeypatch.setattr(arguments, "turning", lambda *given: FAULTS[fault](right(*given)))
-    assert not attention_error(ops, SMALL, BF16) <= 5 * within(BF16)
+    assert not attention_error(ops, SMALL, BF16) <= 5 * attention_bound(BF16)
 
 
 def at_a_border(case: Case):
     """Caches, ours and the reference's, and a batch of new tokens of which some lie behind a border."""
     paging = PagedSequences(99, case.block_size, order=list(reversed(range(poisoned_cache(case).num_blocks))))
     ids = [paging.add() for _ in case.new]
-    paging.batch(ids, case.stored)
+    paging.batch(ids, case.stored_lengths)
     batch = paging.batch(ids, case.new)
     vectors = case.vectors(len(batch.positions), torch.Generator().manual_seed(2))
     return poisoned_cache(case, DEVICE), poisoned_cache(case), batch, *vectors
@@ -89,37 +89,37 @@ def at_a_border(case: Case):
 
 # The rest runs with `make test-cuda-long`.
 @pytest.mark.parametrize(
-    ("turned", "kept"),
+    ("rope_dims", "window"),
     rest(MORE_CUDA, product((64, 32, 48, 0), ({}, {"tail": 9, "sink": 2})), lambda i, _: i in (4, 7)),
     ids=str,
 )
-def test_keys_at_a_border_are_stored_and_read_as_the_reference_does(monkeypatch, turned, kept):
+def test_keys_at_a_border_are_stored_and_read_as_the_reference_does(monkeypatch, rope_dims, window):
     """Also where RoPE turns a part of each key, whose halves are then not those of memory, or nobody knows how it turns."""
     whole = made_up.calibration
 
-    def of_part(*given: int):
-        learned = whole(*given)
-        return replace(learned, k=tuple(replace(one, inv_freq=one.inv_freq[: turned // 2]) for one in learned.k))
+    def part_layout(*args: int):
+        basis = whole(*args)
+        return replace(basis, k=tuple(replace(one, inv_freq=one.inv_freq[: rope_dims // 2]) for one in basis.k))
 
-    monkeypatch.setattr(made_up, "calibration", of_part)
-    case = Case("k=lr3,v=tq4", 64, 2, 2, 16, (1021,), (6,), **kept)
+    monkeypatch.setattr(made_up, "calibration", part_layout)
+    case = Case("k=lr3,v=tq4", 64, 2, 2, 16, (1021,), (6,), **window)
     ours, theirs, batch, k, v = at_a_border(case)
     ops.store_kv(k.to(DEVICE), v.to(DEVICE), ours, LAYER, batch.to(DEVICE))
     reference.store_kv(k, v, theirs, LAYER, batch)
     check_stored(ours, theirs, k, v, batch, bounds.ROTATED_FP32)
-    for mine, other in zip(windows_of(ours), windows_of(theirs), strict=True):
+    for mine, other in zip(bf16_windows(ours), bf16_windows(theirs), strict=True):
         assert torch.equal(mine.cpu().view(torch.int16), other.view(torch.int16))
-    assert attention_error(ops, case, FP32) <= within(FP32)
+    assert attention_error(ops, case, FP32) <= attention_bound(FP32)
 
 
 def test_keys_turned_by_another_stretch_are_found(monkeypatch):
-    right = arguments.both_written
+    right = arguments.both_writes
 
-    def wrong(*given):
-        sides = right(*given)
+    def wrong(*args):
+        sides = right(*args)
         return sides | {"k": sides["k"]._replace(cos=one_off(sides["k"].cos), sin=one_off(sides["k"].sin))}
 
-    monkeypatch.setattr(arguments, "both_written", wrong)
+    monkeypatch.setattr(arguments, "both_writes", wrong)
     ours, theirs, batch, k, v = at_a_border(Case("k=lr3,v=tq4", 64, 2, 2, 16, (1021,), (6,)))
     ops.store_kv(k.to(DEVICE), v.to(DEVICE), ours, LAYER, batch.to(DEVICE))
     reference.store_kv(k, v, theirs, LAYER, batch)
@@ -135,17 +135,17 @@ def test_halves_pair_the_numbers_that_are_turned_together(head_dim, half):
 
 
 def test_the_tables_are_those_of_the_reference():
-    learned = KVSpec("k=lr4,v=tq4", calibration=made_up.calibration(1, 1, 64)).plan(1).k(0)
-    of = layout_of(learned, 0, 64, torch.device("cpu")).learned
-    cos, sin = learned.turns(0).table(3, torch.device("cpu"))
-    assert torch.equal(of.cos[:3], cos[:3])
-    assert torch.equal(of.sin[:3], sin[:3])
-    assert len(of.cos) * STRETCH == MOST_POSITIONS
+    kv_format = KVSpec("k=lr4,v=tq4", calibration=made_up.calibration(1, 1, 64)).plan(1).k(0)
+    tables = to_layout(kv_format, 0, 64, torch.device("cpu")).learned
+    cos, sin = kv_format.turns(0).table(3, torch.device("cpu"))
+    assert torch.equal(tables.cos[:3], cos[:3])
+    assert torch.equal(tables.sin[:3], sin[:3])
+    assert len(tables.cos) * STRETCH == MOST_POSITIONS
 
 
 def test_a_sequence_longer_than_the_tables_is_refused_by_name():
     _, _, batch, *_ = at_a_border(SMALL)
-    assert stretches_of(batch, 16) == 2
+    assert stretch_room(batch, 16) == 2
     wide = replace(batch, block_table=batch.block_table[:, :1].expand(2, MOST_POSITIONS // 16 + 1))
     with pytest.raises(InputError, match="longer than learned keys are stored for on a GPU"):
-        stretches_of(wide, 16)
+        stretch_room(wide, 16)

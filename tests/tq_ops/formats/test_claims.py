@@ -19,19 +19,19 @@ def gaussian(head_dim):
 
 
 def round_trip(kv, x):
-    stored = formats.get(kv)
-    return stored.dequantize(stored.quantize(x, 0), 0)
+    kv_format = formats.get(kv)
+    return kv_format.dequantize(kv_format.quantize(x, 0), 0)
 
 
 def mean_cosine(kv, x):
     return float(torch.cosine_similarity(x.double(), round_trip(kv, x).double(), dim=-1).mean())
 
 
-@pytest.mark.parametrize("of", SIZES)
-def test_a_vector_takes_the_bytes_of_the_page(of):
-    nbytes, bits = SIZES[of]
-    assert formats.get(of[0]).bytes_per_vector(of[1]) == nbytes
-    assert 8 * nbytes / of[1] == bits
+@pytest.mark.parametrize("kv_and_dim", SIZES)
+def test_a_vector_takes_the_bytes_of_the_page(kv_and_dim):
+    nbytes, bits = SIZES[kv_and_dim]
+    assert formats.get(kv_and_dim[0]).bytes_per_vector(kv_and_dim[1]) == nbytes
+    assert 8 * nbytes / kv_and_dim[1] == bits
     assert f"{nbytes} bytes" in PAGE
 
 
@@ -53,9 +53,9 @@ def test_round_trips_have_the_cosine_of_the_page(kv, head_dim, scale, cosine):
 
 def test_no_vector_of_the_lossless_cache_comes_back():
     x = gaussian(128).bfloat16().float()
-    restored = round_trip("tbq4_0", x)
-    assert not (restored.bfloat16() == x.bfloat16()).all(-1).any()
-    assert float(((restored - x).norm(dim=-1) / x.norm(dim=-1)).mean()) == pytest.approx(0.0951, abs=5e-5)
+    dequantized = round_trip("tbq4_0", x)
+    assert not (dequantized.bfloat16() == x.bfloat16()).all(-1).any()
+    assert float(((dequantized - x).norm(dim=-1) / x.norm(dim=-1)).mean()) == pytest.approx(0.0951, abs=5e-5)
 
 
 def test_eight_levels_have_the_error_of_the_page():

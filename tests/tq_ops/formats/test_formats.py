@@ -16,7 +16,7 @@ LAYERS = [0, 1]
 CPU = torch.device("cpu")
 
 
-def rows_of(golden, layer):
+def golden_rows(golden, layer):
     data = golden(f"turboquant_qwen3_14b/quant_layer{layer}")
     return data, torch.from_numpy(data["x"]), data["kind"]
 
@@ -29,28 +29,28 @@ def is_ordinary(x):
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_seed_levels_norms_and_values_equal_the_device_golden(golden, published_rotation, layer):
-    data, x, kind = rows_of(golden, layer)
+    data, x, kind = golden_rows(golden, layer)
     finite = torch.from_numpy(np.isfinite(data["npugolden_decode_scale"]))
     assert set(kind[~finite.numpy()]) == {"scaled_1e+30"}
     seed = TurboQuant4Seed(published_rotation)
     fields = seed.quantize(x[finite], layer)
     theirs = torch.from_numpy(data["npugolden_decode_idx"])[finite]
     rotated = torch.from_numpy(data["npugolden_decode_xrot"])[finite]
-    compared = compare_levels(fields["codes"], theirs, rotated, codebook_on(128, CPU).boundaries, bounds.ROTATED_FP32)
-    assert compared.unexplained == 0
-    assert compared.match > 0.9999
+    comparison = compare_levels(fields["codes"], theirs, rotated, codebook_on(128, CPU).boundaries, bounds.ROTATED_FP32)
+    assert comparison.unexplained == 0
+    assert comparison.match > 0.9999
     np.testing.assert_allclose(fields["norm"].numpy(), data["npugolden_decode_scale"][finite.numpy()], rtol=3e-7)
     equal = (fields["codes"] == theirs).all(-1).numpy()
     assert equal.sum() >= len(equal) - 2
-    restored = seed.dequantize(fields, layer).numpy()
+    dequantized = seed.dequantize(fields, layer).numpy()
     golden_restored = data["kernel_emulated_dequant_bf16_as_f32"][finite.numpy()]
     # Equal to the bit here; elsewhere a value may fall to the other side of its last BF16 rounding.
-    np.testing.assert_allclose(restored[equal], golden_restored[equal], rtol=2**-7)
+    np.testing.assert_allclose(dequantized[equal], golden_restored[equal], rtol=2**-7)
 
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_tq4_packs_the_golden_bytes(golden, published_rotation, layer):
-    data, x, _ = rows_of(golden, layer)
+    data, x, _ = golden_rows(golden, layer)
     ordinary = is_ordinary(x)
     assert ordinary.sum() >= 340
     tq4 = TurboQuant(4, "", published_rotation)
@@ -58,8 +58,8 @@ def test_tq4_packs_the_golden_bytes(golden, published_rotation, layer):
     level, theirs = tq4.unpack(codes), torch.from_numpy(data["npugolden_decode_idx"])
     rotated = torch.from_numpy(data["npugolden_decode_xrot"])
     boundaries = codebook_on(128, CPU).boundaries
-    compared = compare_levels(level[ordinary], theirs[ordinary], rotated[ordinary], boundaries, bounds.ROTATED_FP32)
-    assert compared.unexplained == 0
+    comparison = compare_levels(level[ordinary], theirs[ordinary], rotated[ordinary], boundaries, bounds.ROTATED_FP32)
+    assert comparison.unexplained == 0
     equal = (level == theirs).all(-1).numpy() & ordinary
     assert equal.sum() >= ordinary.sum() - 2
     np.testing.assert_array_equal(codes.numpy()[equal], data["packed_halfhalf_from_decode_idx"][equal])
@@ -86,11 +86,11 @@ def test_four_bits_lose_what_theory_says(head_dim):
     # A coordinate of a unit vector has lighter tails than the Gaussian of the textbook figure, which is the limit.
     if head_dim >= 128:
         assert error == pytest.approx(bounds.TQ4_DISTORTION, rel=bounds.TQ4_DISTORTION_MARGIN)
-    restored = tq4.dequantize(fields, 3)
-    assert torch.cosine_similarity(x, restored, dim=-1).mean() >= bounds.TQ4_MEAN_COSINE
+    dequantized = tq4.dequantize(fields, 3)
+    assert torch.cosine_similarity(x, dequantized, dim=-1).mean() >= bounds.TQ4_MEAN_COSINE
     # Folding the renormalisation into the scale keeps every length, up to FP16 and the rotation's BF16, and loses nothing.
-    torch.testing.assert_close(restored.norm(dim=-1), x.norm(dim=-1), rtol=5e-3, atol=0)
-    assert ((x - restored).square().sum(-1) / x.square().sum(-1)).mean() < error
+    torch.testing.assert_close(dequantized.norm(dim=-1), x.norm(dim=-1), rtol=5e-3, atol=0)
+    assert ((x - dequantized).square().sum(-1) / x.square().sum(-1)).mean() < error
 
 
 @pytest.mark.parametrize(("bits", "shortfall"), [(2, 0.06), (3, 0.017)])
@@ -99,13 +99,13 @@ def test_values_of_few_bits_are_as_long_along_themselves_as_they_were(bits, shor
     x = torch.randn(20_000, 128, generator=torch.Generator().manual_seed(1))
     for side, expected in (("k", 1 - shortfall), ("v", 1.0)):
         kv_format = formats.get(f"tq{bits}", side)
-        restored = kv_format.dequantize(kv_format.quantize(x, 3), 3)
-        along = (restored * x).sum(-1) / x.square().sum(-1)
-        assert along.mean() == pytest.approx(expected, abs=0.003)
+        dequantized = kv_format.dequantize(kv_format.quantize(x, 3), 3)
+        projection = (dequantized * x).sum(-1) / x.square().sum(-1)
+        assert projection.mean() == pytest.approx(expected, abs=0.003)
         if side == "v":
-            torch.testing.assert_close(along, torch.ones_like(along), rtol=0, atol=5e-3)
+            torch.testing.assert_close(projection, torch.ones_like(projection), rtol=0, atol=5e-3)
         else:
-            torch.testing.assert_close(restored.norm(dim=-1), x.norm(dim=-1), rtol=5e-3, atol=0)
+            torch.testing.assert_close(dequantized.norm(dim=-1), x.norm(dim=-1), rtol=5e-3, atol=0)
 
 
 def test_tq4_keeps_zero_and_saturates():
@@ -113,14 +113,14 @@ def test_tq4_keeps_zero_and_saturates():
     shape = torch.randn(5, 128, generator=torch.Generator().manual_seed(2))
     x = shape / shape.norm(dim=-1, keepdim=True) * torch.tensor([[0.0], [1e-30], [1e30], [1e-42], [60000.0]])
     fields = tq4.quantize(x, 0)
-    restored = tq4.dequantize(fields, 0)
+    dequantized = tq4.dequantize(fields, 0)
     assert fields["scale"].tolist()[:4] == [0.0, 0.0, 65504.0, 0.0]
-    assert restored[[0, 1, 3]].abs().max() == 0
-    assert torch.isfinite(restored).all()
+    assert dequantized[[0, 1, 3]].abs().max() == 0
+    assert torch.isfinite(dequantized).all()
     # Saturated, the direction survives; only the length is lost. The codes are those of the same vector at length 1.
     assert torch.equal(fields["codes"][2], tq4.quantize(shape[2:3], 0)["codes"][0])
-    assert torch.cosine_similarity(restored[2:3], shape[2:3]).item() > 0.99
-    torch.testing.assert_close(restored[4].norm(), torch.tensor(60000.0), rtol=5e-3, atol=0)
+    assert torch.cosine_similarity(dequantized[2:3], shape[2:3]).item() > 0.99
+    torch.testing.assert_close(dequantized[4].norm(), torch.tensor(60000.0), rtol=5e-3, atol=0)
 
 
 def test_tq4_seed_has_the_published_faults():

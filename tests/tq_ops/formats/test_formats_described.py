@@ -22,15 +22,15 @@ from haarkv.tq_ops.formats.rotated import RotatedFormat, Transform
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
-from haarkv.tq_ops.kv.reads import Reads, misfit, unsupported
+from haarkv.tq_ops.kv.reads import KernelSupport, unsupported, unsupported_format
 from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.tq_ops.npu.sides import READS as NPU_READS
-from haarkv.tq_ops.onnx import EXPORTED as ONNX_EXPORTED
+from haarkv.tq_ops.onnx import EXPORT_SUPPORT as ONNX_EXPORTED
 from haarkv.tq_ops.onnx import READS as ONNX_READS
 
 CPU = torch.device("cpu")
 LAYER = 1
-DESCRIBED = [name for name in formats.names() if formats.get(name).description(256) is not None]
+WITH_DESCRIPTION = [name for name in formats.names() if formats.get(name).description(256) is not None]
 
 
 def vectors(*shape, seed=0):
@@ -39,7 +39,7 @@ def vectors(*shape, seed=0):
 
 # -- What the formats say is true ----------------------------------------------------------------------------------------
 def test_every_rotated_format_describes_itself():
-    assert DESCRIBED == ["tq4", "tq2", "tq3", "tq5", "tq6", "tq8"]
+    assert WITH_DESCRIPTION == ["tq4", "tq2", "tq3", "tq5", "tq6", "tq8"]
     assert [name for name in formats.names() if formats.get(name).plain] == ["bf16", "fp32"]
 
 
@@ -54,24 +54,24 @@ def own_rotation(layer, head_dim):
 
 
 CENTROIDS = (*(-c for c in reversed(HALF)), *HALF)
-MADE_UP = replace(
+SYNTHETIC = replace(
     formats.get("tq4").description(HEAD_DIM), transform=Transform(own_rotation), centroids=CENTROIDS,
     boundaries=tuple((a + b) / 2 + 1e-4 for a, b in pairwise(CENTROIDS)),
 )  # fmt: skip
-LOPSIDED = replace(MADE_UP, centroids=tuple(c + 0.004 for c in CENTROIDS))
+LOPSIDED = replace(SYNTHETIC, centroids=tuple(c + 0.004 for c in CENTROIDS))
 IN_TWO_PLANES = replace(
-    MADE_UP, bits=3, centroids=LOPSIDED.centroids[::2],
+    SYNTHETIC, bits=3, centroids=LOPSIDED.centroids[::2],
     boundaries=tuple((a + b) / 2 for a, b in pairwise(LOPSIDED.centroids[::2])),
 )  # fmt: skip
 
 
-def made_up(description=MADE_UP):
+def synthetic_format(description=SYNTHETIC):
     return RotatedFormat("made_up", "of this test alone", description.bits, lambda _: description)
 
 
-def filled(description, heads=2):
+def cache_pair(description, heads=2):
     """Two caches alike, one filled by the reference, and the batch that fills the other: blocks of 8, two sequences."""
-    kv_format = made_up(description)
+    kv_format = synthetic_format(description)
     plan = KVPlan.uniform(kv_format, kv_format, LAYER + 1)
     caches = [PagedKVCache(plan, KVShape(heads, HEAD_DIM), num_blocks=9, block_size=8) for _ in range(2)]
     paging = PagedSequences(9, 8, order=[4, 1, 8, 0, 7, 2, 6, 3, 5])
@@ -83,11 +83,11 @@ def filled(description, heads=2):
 
 
 def check(ops, description, device=CPU):
-    (theirs, ours), batch, k, v = filled(description)
+    (theirs, ours), batch, k, v = cache_pair(description)
     if device != CPU:
         ours = PagedKVCache(ours.plan, KVShape(2, HEAD_DIM), num_blocks=9, block_size=8, device=device)
-    there = batch.to(device)
-    ops.store_kv(k.to(device), v.to(device), ours, LAYER, there)
+    device_batch = batch.to(device)
+    ops.store_kv(k.to(device), v.to(device), ours, LAYER, device_batch)
     kv_format = theirs.k_format(LAYER)
     for x, mine, slow in (
         (k, ours.k_fields(LAYER), theirs.k_fields(LAYER)),
@@ -107,11 +107,11 @@ def check(ops, description, device=CPU):
     for dtype, bound in ((torch.float32, bounds.LAYER_FP32), (torch.bfloat16, bounds.LAYER_BF16)):
         q = (2 * vectors(28, 6, HEAD_DIM, seed=6)).to(dtype)
         slow = reference.paged_attention(q, theirs, LAYER, batch, HEAD_DIM**-0.5)
-        mine = ops.paged_attention(q.to(device), ours, LAYER, there, HEAD_DIM**-0.5)
+        mine = ops.paged_attention(q.to(device), ours, LAYER, device_batch, HEAD_DIM**-0.5)
         assert relative(mine, slow) <= bound.attention
 
 
-@pytest.mark.parametrize("description", [MADE_UP, LOPSIDED], ids=["mirrored", "lopsided"])
+@pytest.mark.parametrize("description", [SYNTHETIC, LOPSIDED], ids=["mirrored", "lopsided"])
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
 def test_a_made_up_format_runs_on_the_cpu(table, description):
     check(table.open(), description)
@@ -120,7 +120,7 @@ def test_a_made_up_format_runs_on_the_cpu(table, description):
 @pytest.mark.parametrize(
     "description",
     [
-        pytest.param(MADE_UP, id="mirrored", marks=pytest.mark.cuda_long),
+        pytest.param(SYNTHETIC, id="mirrored", marks=pytest.mark.cuda_long),
         pytest.param(LOPSIDED, id="lopsided", marks=pytest.mark.cuda_long),
         pytest.param(IN_TWO_PLANES, id="two planes", marks=pytest.mark.cuda_long),
     ],
@@ -182,21 +182,26 @@ def test_tokens_in_bf16_are_refused_by_those_that_read_packed_ones_alone(backend
 
 
 def test_learned_keys_are_read_where_kernels_take_them():
-    learned, wide = calibration(heads=2, dim=64), calibration(heads=2, dim=128)
+    narrow, wide = calibration(heads=2, dim=64), calibration(heads=2, dim=128)
     for bits in COLUMNS:
-        assert misfit(cpu_layout.READS, learned.format(bits), 64) is None
-        assert misfit(cuda_layout.READS, wide.format(bits), 128) is None
-        assert misfit(ONNX_READS, learned.format(bits), 64) is None
-        assert misfit(NPU_READS, wide.format(bits), 128) is None
-    assert "learned of vectors of 64 numbers, not 128" in misfit(cpu_layout.READS, learned.format(3), 128)
+        assert unsupported_format(cpu_layout.READS, narrow.format(bits), 64) is None
+        assert unsupported_format(cuda_layout.READS, wide.format(bits), 128) is None
+        assert unsupported_format(ONNX_READS, narrow.format(bits), 64) is None
+        assert unsupported_format(NPU_READS, wide.format(bits), 128) is None
+    assert "learned of vectors of 64 numbers, not 128" in unsupported_format(cpu_layout.READS, narrow.format(3), 128)
     without = replace(cpu_layout.READS, learned=False)
-    assert "not lr3" in misfit(without, learned.format(3), 64)
+    assert "not lr3" in unsupported_format(without, narrow.format(3), 64)
 
 
 def test_tables_that_are_built_in_are_those_of_one_format():
     for reads in (cpu_layout.READS, cuda_layout.READS, ONNX_READS):
-        assert all(misfit(reads, made_up(of), HEAD_DIM) is None for of in (MADE_UP, LOPSIDED, IN_TWO_PLANES))
-    assert misfit(ONNX_EXPORTED, made_up(), HEAD_DIM) == f"exported graphs read tq4, not made_up; {OTHERS}"
+        assert all(
+            unsupported_format(reads, synthetic_format(description), HEAD_DIM) is None
+            for description in (SYNTHETIC, LOPSIDED, IN_TWO_PLANES)
+        )
+    assert (
+        unsupported_format(ONNX_EXPORTED, synthetic_format(), HEAD_DIM) == f"exported graphs read tq4, not made_up; {OTHERS}"
+    )
 
 
 def test_a_copy_of_a_format_under_another_name_is_read_by_all():
@@ -207,22 +212,22 @@ def test_a_copy_of_a_format_under_another_name_is_read_by_all():
 
 
 def test_a_backend_may_read_levels_in_several_planes():
-    three = Reads("they", head_dims=(128,), bits=(4, 3))
-    assert misfit(three, formats.get("tq3"), 128) is None
-    assert misfit(three, formats.get("tq2"), 128).startswith("they read tq4 and tq3, not tq2")
+    three = KernelSupport("they", head_dims=(128,), bits=(4, 3))
+    assert unsupported_format(three, formats.get("tq3"), 128) is None
+    assert unsupported_format(three, formats.get("tq2"), 128).startswith("they read tq4 and tq3, not tq2")
 
 
 def test_nobody_outside_the_formats_knows_one_by_its_class_or_compares_its_name():
     """Descriptions and declarations are all that the rooms know of each other."""
     modules = "compared"
-    class_of = re.compile(rf"formats\.({modules})\b.* import|import .*(TurboQuant|Hadamard)")
-    asked = re.compile(r"format\w*\.name (==|!=|in|not in)|isinstance\(\w*format")
+    class_import = re.compile(rf"formats\.({modules})\b.* import|import .*(TurboQuant|Hadamard)")
+    name_test = re.compile(r"format\w*\.name (==|!=|in|not in)|isinstance\(\w*format")
     rooms = ("tq_ops", "models", "executors", "engine", "serving", "tq", "benchmarks", "validation")
     files = [path for room in rooms for path in (ROOT / room).rglob("*.py") if path.parent != ROOT / "tq_ops" / "formats"]
     assert len(files) > 100
     for path in files:
         text = path.read_text(encoding="utf-8")
-        assert not class_of.search(text), path
-        assert not asked.search(text), path
-    assert asked.search('if kv_format.name != "tq4":')
-    assert class_of.search("from haarkv.tq_ops.formats.compared import HadamardTBQ4")
+        assert not class_import.search(text), path
+        assert not name_test.search(text), path
+    assert name_test.search('if kv_format.name != "tq4":')
+    assert class_import.search("from haarkv.tq_ops.formats.compared import HadamardTBQ4")

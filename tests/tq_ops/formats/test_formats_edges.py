@@ -20,7 +20,7 @@ EVERY = [
     (name, side) for name in formats.names() for side in "kv" if side == "k" or formats.get(name, "v") is not formats.get(name)
 ]
 LOSSY = [(name, side) for name, side in EVERY if name not in ("bf16", "fp32")]
-CHOSEN = ["tq4", "tq4_seed", "tq2", "tq3", "tq5", "tq6", "tq8"]
+OUR_FORMATS = ["tq4", "tq4_seed", "tq2", "tq3", "tq5", "tq6", "tq8"]
 """Lossy formats that executors beside the reference store, whose levels the validator judges."""
 ALONE = [name for name in formats.names() if formats.get(name).group_tokens == 1]
 MODEL = small_model(SMALL)
@@ -60,9 +60,9 @@ def test_names():
 )
 def test_a_head_dim_that_a_format_cannot_hold_is_refused(name, side, head_dim, message):
     for attempt in (formats.get(name, side).fields, formats.get(name, side).bytes_per_vector):
-        with pytest.raises(InputError) as caught:
+        with pytest.raises(InputError) as excinfo:
             attempt(head_dim)
-        assert str(caught.value) == message
+        assert str(excinfo.value) == message
 
 
 def test_k_and_v_of_one_name_may_be_stored_differently():
@@ -82,15 +82,15 @@ def test_keys_must_come_in_whole_groups():
 def test_zeros_come_back_as_zeros(name, side):
     kv_format, x = vectors(name, side, 3)
     for zero in (x * 0, x * -0.0):
-        restored = kv_format.dequantize(kv_format.quantize(zero, 0), 0)
+        dequantized = kv_format.dequantize(kv_format.quantize(zero, 0), 0)
         if name == "tq4_seed":
-            assert 0 < restored.norm(dim=-1).max() < 1.1e-3  # as published
+            assert 0 < dequantized.norm(dim=-1).max() < 1.1e-3  # as published
         else:
-            assert not restored.any()
+            assert not dequantized.any()
 
 
 @pytest.mark.parametrize(
-    ("name", "stored"),
+    ("name", "hex_bytes"),
     [
         ("tq4", "88" * 16 + "0000"),
         ("tq3_0", "AA" * 8 + "FF" * 4 + "0000"),
@@ -101,11 +101,11 @@ def test_zeros_come_back_as_zeros(name, side):
         ("kivi2", "00" * 8 + "FFE6DB2E" + "00000000"),
     ],
 )
-def test_what_a_zero_stores(name, stored):
+def test_what_a_zero_stores(name, hex_bytes):
     """One block; KIVI's scale is 1e-10, q4_0's is 0 / -8 = -0."""
     kv_format = formats.get(name, "v")
     size = {"tbq4_0": 128, "fp8_e4m3": 1}.get(name, 32)
-    assert kv_format.to_bytes(kv_format.quantize(torch.zeros(1, size), 0)).numpy().tobytes().hex().upper() == stored
+    assert kv_format.to_bytes(kv_format.quantize(torch.zeros(1, size), 0)).numpy().tobytes().hex().upper() == hex_bytes
 
 
 @pytest.mark.parametrize(("name", "side"), EVERY)
@@ -137,9 +137,9 @@ def test_a_scale_is_refused_exactly_from_where_it_rounds_to_infinity(name):
     below, above = 65519.0 / per_unit, 65521.0 / per_unit
     assert kv_format.quantize(unit * below, 0)[{"tq3_0": "gamma"}.get(name, "scale")].abs().max() == 65504
     unit[1] *= above
-    with pytest.raises(NonFiniteVectorError) as caught:
+    with pytest.raises(NonFiniteVectorError) as excinfo:
         kv_format.quantize(unit, 0)
-    assert caught.value.index == (1,)
+    assert excinfo.value.index == (1,)
 
 
 def test_ties_of_even_steps():
@@ -159,8 +159,8 @@ def test_ties_of_even_steps():
 
 def test_fp8_saturates():
     x = torch.tensor([448.0, 464.0, 465.0, 1e30, -1e30, 2.0**-10, 2.0**-10 * 1.001, 447.0])
-    restored = formats.get("fp8_e4m3").dequantize(formats.get("fp8_e4m3").quantize(x, 0), 0)
-    assert restored.tolist() == [448, 448, 448, 448, -448, 0, 2.0**-9, 448]
+    dequantized = formats.get("fp8_e4m3").dequantize(formats.get("fp8_e4m3").quantize(x, 0), 0)
+    assert dequantized.tolist() == [448, 448, 448, 448, -448, 0, 2.0**-9, 448]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -172,22 +172,22 @@ def test_a_vector_that_is_not_finite_is_refused_with_its_index(name, side, bad):
     index = (2, 1, 9) if group > 1 else (2, 1)
     x[(*index, 77)] = bad
     x[3, 2, ..., 5] = bad  # a later one is not the first
-    with pytest.raises(NonFiniteVectorError) as caught:
+    with pytest.raises(NonFiniteVectorError) as excinfo:
         kv_format.quantize(x, 0)
-    assert caught.value.index == index
+    assert excinfo.value.index == index
 
 
 def test_kivi_refuses_a_range_beyond_fp32():
     x = torch.ones(3, 32, 64)
     x[1, 4, 7], x[1, 5, 7] = 3e38, -3e38
-    with pytest.raises(NonFiniteVectorError) as caught:
+    with pytest.raises(NonFiniteVectorError) as excinfo:
         formats.get("kivi2").quantize(x, 0)
-    assert caught.value.index == (1,)
+    assert excinfo.value.index == (1,)
     x = torch.ones(3, 2, 64)
     x[2, 1, 7], x[2, 1, 8] = 3e38, -3e38
-    with pytest.raises(NonFiniteVectorError) as caught:
+    with pytest.raises(NonFiniteVectorError) as excinfo:
         formats.get("kivi2", "v").quantize(x, 0)
-    assert caught.value.index == (2, 1)
+    assert excinfo.value.index == (2, 1)
 
 
 @pytest.mark.parametrize("constant", [5.0, 0.0, -1e-3, 3e38, 1e-45])
@@ -207,14 +207,14 @@ def test_kivi_constants_come_back_exactly(constant):
 def test_bytes_are_what_the_fields_hold(name, side, head_dim):
     kv_format = formats.get(name, side)
     try:
-        described = kv_format.fields(head_dim)
+        field_specs = kv_format.fields(head_dim)
     except InputError:
         assert (name, head_dim) in {("tbq4_0", 64), ("kivi2_g128", 64), ("kivi4_g128", 64)}
         return
     group = kv_format.group_tokens
     x = gaussian(3, 2, *([group] if group > 1 else []), head_dim)
     fields = kv_format.quantize(x, 1)
-    assert {n: (t.dtype, t.shape[2:]) for n, t in fields.items()} == {n: (f.dtype, f.shape) for n, f in described.items()}
+    assert {n: (t.dtype, t.shape[2:]) for n, t in fields.items()} == {n: (f.dtype, f.shape) for n, f in field_specs.items()}
     packed = kv_format.to_bytes(fields)
     assert packed.dtype == torch.uint8
     assert packed.shape == (3, 2, group * kv_format.bytes_per_vector(head_dim))
@@ -233,9 +233,9 @@ def test_nothing_leaves_the_device_of_the_vectors(name, side, monkeypatch):
     kv_format, x = vectors(name, side, 4)
     x = x.to("meta")
     fields = kv_format.quantize(x, 0)
-    made = [*fields.values(), kv_format.dequantize(fields, 0), kv_format.to_bytes(fields)]
-    made += [levels] if (levels := kv_format.levels(fields)) is not None else []
-    assert {tensor.device.type for tensor in made} == {"meta"}
+    tensors = [*fields.values(), kv_format.dequantize(fields, 0), kv_format.to_bytes(fields)]
+    tensors += [levels] if (levels := kv_format.levels(fields)) is not None else []
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
 
 
 class CountingOps(TorchDispatchMode):
@@ -274,16 +274,16 @@ def test_a_cache_holds_what_the_format_stores(kv):
     k, v = gaussian(9, 2, 128, seed=1), gaussian(9, 2, 128, seed=2)
     slots = torch.tensor([17, 3, 8, 0, 23, 22, 9, 5, 12])
     cache.write(1, k, v, at_slots(slots))
-    for kv_format, x, restored in zip((k_format, v_format), (k, v), cache.read(1, torch.tensor([[0, 1, 2]])), strict=True):
+    for kv_format, x, dequantized in zip((k_format, v_format), (k, v), cache.read(1, torch.tensor([[0, 1, 2]])), strict=True):
         expected = kv_format.dequantize(kv_format.quantize(x, 1), 1)
         # A matrix product of more rows may add in another order.
-        torch.testing.assert_close(restored[0, :, slots].transpose(0, 1), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(dequantized[0, :, slots].transpose(0, 1), expected, rtol=0, atol=1e-5)
     per_vector = k_format.bytes_per_vector(128) + v_format.bytes_per_vector(128)
     assert cache.nbytes == 3 * 2 * 24 * per_vector
     assert formats.parse(formats.describe(k_format, v_format)) == (k_format, v_format)
 
 
-@pytest.mark.parametrize("kv", [*CHOSEN, "bf16", "fp32"])
+@pytest.mark.parametrize("kv", [*OUR_FORMATS, "bf16", "fp32"])
 def test_the_validator_passes_the_reference_with_every_format_of_ours(kv):
     prompts = [random_tokens(SMALL, 3), random_tokens(SMALL, 2, seed=1)]
     report = validate(
@@ -331,15 +331,17 @@ def test_the_page_tells_the_errors_that_are_measured():
     with_outliers[:, 3] *= 50
     with_outliers[:, 69] *= 30
     two = {n for n, s in EVERY if s == "v"}
-    found = {f"{n}, {s.upper()}" if n in two else n: (n, s) for n, s in EVERY}
-    assert [label for label in rows if label in found] == [label for label, (n, _) in found.items() if n != "fp32"]
+    case_by_label = {f"{n}, {s.upper()}" if n in two else n: (n, s) for n, s in EVERY}
+    assert [label for label in rows if label in case_by_label] == [
+        label for label, (n, _) in case_by_label.items() if n != "fp32"
+    ]
     for label, cells in rows.items():
-        if label not in found:
+        if label not in case_by_label:
             continue  # of the laboratory
-        name, side = found[label]
-        measured = [errors(name, side, x, ())[0], *errors(name, side, with_outliers, (3, 69))]
-        for cell, value in zip(cells, measured, strict=True):
-            assert float(cell) == pytest.approx(value, rel=0.02), (label, cells, measured)
+        name, side = case_by_label[label]
+        errors_measured = [errors(name, side, x, ())[0], *errors(name, side, with_outliers, (3, 69))]
+        for cell, value in zip(cells, errors_measured, strict=True):
+            assert float(cell) == pytest.approx(value, rel=0.02), (label, cells, errors_measured)
 
 
 def test_the_page_has_no_bare_claim_of_a_test():

@@ -9,7 +9,7 @@ from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats import NonFiniteVectorError
 from haarkv.tq_ops.formats.compared import HadamardTBQ4, Kivi
 from haarkv.tq_ops.formats.packing import pack_stream, unpack_stream
-from haarkv.tq_ops.kv.kept import Kept
+from haarkv.tq_ops.kv.kept import ResidualWindow
 
 
 def rows(golden, head_dim):
@@ -22,7 +22,7 @@ def in_vectors(array, per_vector):
     return array[len(array) % per_vector :].reshape(-1, per_vector * array.shape[-1])
 
 
-def stored(name, x):
+def round_trip(name, x):
     """(bytes, restored) of vectors."""
     kv_format = formats.get(name)
     fields = kv_format.quantize(x, 0)
@@ -53,11 +53,11 @@ def test_manthan3(golden, head_dim):
     finite = np.isfinite(theirs["radii"])
     assert set(kind[~finite]) == {"scaled_1e+30"}
     refuses("manthan3", x[~finite])
-    packed, restored = stored("manthan3", x[finite])
+    packed, dequantized = round_trip("manthan3", x[finite])
     assert len(packed) == 366
     np.testing.assert_array_equal(packed[:, :4].copy().view("<f4")[:, 0], theirs["radii"][finite])
     np.testing.assert_array_equal(packed[:, 4:], theirs["packed"][finite])
-    same_bits(restored, theirs["decoded"][finite])
+    same_bits(dequantized, theirs["decoded"][finite])
 
 
 def test_manthan3_packing(golden):
@@ -94,16 +94,16 @@ def golden_blocks(golden, name, file):
 def test_blocks(golden, name, block, at, file, head_dim):
     together = head_dim // file
     x = torch.from_numpy(in_vectors(rows(golden, file)[0].numpy(), together))
-    packed, restored = golden_blocks(golden, name, file)
+    packed, dequantized = golden_blocks(golden, name, file)
     theirs = in_vectors(packed, together)
     overflows = fp16_overflows(theirs, block, at)
     assert overflows.sum() > 0
     refuses(name, x[overflows])
-    ours, back = stored(name, x[~overflows])
+    ours, numbers = round_trip(name, x[~overflows])
     assert len(ours) >= 355 // together
     np.testing.assert_array_equal(ours, theirs[~overflows])
-    if restored is not None:
-        same_bits(back, in_vectors(restored, together)[~overflows])
+    if dequantized is not None:
+        same_bits(numbers, in_vectors(dequantized, together)[~overflows])
 
 
 def test_tq3_0_with_fused_multiply_add_differs_in_signs_at_a_block_maximum_only(golden):
@@ -112,17 +112,17 @@ def test_tq3_0_with_fused_multiply_add_differs_in_signs_at_a_block_maximum_only(
     theirs = golden("tq3_0/tq3_0_d32")
     fused = theirs["packed_native_fma"]
     overflows = fp16_overflows(theirs["packed"], 14, 12)
-    packed, _ = stored("tq3_0", x[~overflows])
+    packed, _ = round_trip("tq3_0", x[~overflows])
     different = packed != fused[~overflows]
     assert different[:, 8:12].any(axis=1).sum() > 100
     assert not different[:, :8].any()
     assert not different[:, 12:].any()
-    flipped = np.unpackbits((packed ^ fused[~overflows])[:, 8:12], axis=1, bitorder="little").astype(bool)
+    sign_flips = np.unpackbits((packed ^ fused[~overflows])[:, 8:12], axis=1, bitorder="little").astype(bool)
     signs = np.array([1.0 if s > 0 else -1.0 for s in hadamard_signs("tq3_0").tolist()])
     hadamard = np.array([[(-1.0) ** bin(i & j).count("1") for j in range(32)] for i in range(32)])
     y = np.abs((x[~overflows].double().numpy() * signs) @ hadamard)
     at_maximum = y >= y.max(axis=1, keepdims=True) * (1 - 1e-5)
-    assert not (flipped & ~at_maximum).any()
+    assert not (sign_flips & ~at_maximum).any()
 
 
 def test_tbq4_0_tables(golden):
@@ -141,7 +141,7 @@ def test_tbq4_0_in_the_rotated_domain(golden):
     k_fields, v_fields = (tbq4.quantize(x, 0) for x in sides)
     for side, fields in (("k", k_fields), ("v", v_fields)):
         np.testing.assert_array_equal(tbq4.to_bytes(fields).numpy(), data[f"{side}_packed"])
-    same_bits(tbq4._rotated(q.unsqueeze(-2), "tbq4_0/before", "tbq4_0/after").flatten(-2).numpy(), data["q_rotated"])
+    same_bits(tbq4._rotate(q.unsqueeze(-2), "tbq4_0/before", "tbq4_0/after").flatten(-2).numpy(), data["q_rotated"])
     stored_k = torch.tensor(tbq4.centroids)[tbq4.levels(k_fields).int()] * k_fields["scale"].float()
     same_bits(stored_k.numpy(), data["k_rotated_domain"])
     # As the reference attends: in the model's own domain. FP32 sums over 200 tokens in another order; results are of size 0.1.
@@ -156,15 +156,15 @@ def test_tbq4_0_in_the_rotated_domain(golden):
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 def test_fp8_e4m3(golden, head_dim):
     x, _ = rows(golden, head_dim)
-    packed, _ = stored("fp8_e4m3", x)
+    packed, _ = round_trip("fp8_e4m3", x)
     np.testing.assert_array_equal(packed, golden("ml_dtypes/fp8_e4m3")[f"d{head_dim}"])
 
 
 def test_fp8_e4m3_at_every_number_every_tie_and_beside_it(golden):
     data = golden("ml_dtypes/fp8_e4m3")
-    packed, restored = stored("fp8_e4m3", torch.from_numpy(data["edge_x"]))
+    packed, dequantized = round_trip("fp8_e4m3", torch.from_numpy(data["edge_x"]))
     np.testing.assert_array_equal(packed, data["edge"])
-    same_bits(restored, data["edge_dequant"])
+    same_bits(dequantized, data["edge_dequant"])
     assert len(set(packed.flatten().tolist())) == 254
 
 
@@ -180,13 +180,15 @@ def test_kivi(golden, file):
     np.testing.assert_array_equal(fields["codes"].numpy(), data["packed"])
     same_bits(fields["scale"].numpy(), data["scales"])
     same_bits(fields["zero"].numpy(), data["zeros"])
-    restored = kv_format.dequantize(fields, 0)
-    same_bits((restored.transpose(-1, -2).contiguous() if keys else restored).numpy(), data["dequant"])
+    dequantized = kv_format.dequantize(fields, 0)
+    same_bits((dequantized.transpose(-1, -2).contiguous() if keys else dequantized).numpy(), data["dequant"])
 
 
 def flushing(tail, group):
     """What says which tokens a query sees in groups."""
-    return Kept(tail=tail, sink=0, group=group, ring=0, num_rows=1, num_kv_heads=1, head_dim=64, device=torch.device("cpu"))
+    return ResidualWindow(
+        tail=tail, sink=0, group=group, ring=0, num_rows=1, num_kv_heads=1, head_dim=64, device=torch.device("cpu")
+    )
 
 
 @pytest.mark.parametrize(("window", "group"), [(32, 32), (32, 16), (128, 32), (5, 5), (7, 3)])
@@ -213,16 +215,18 @@ def test_kivi_flush_rule_after_every_token(golden):
             stored_keys.append(keys.quantize(k[tokens], 0))
             stored_values.append(values.quantize(v[tokens], 0))
             quantized += 16
-        kept = total - quantized
-        held = sum(t.nbytes for fields in (*stored_keys, *stored_values) for t in fields.values()) + 2 * kept * 64 * 4
-        assert [total, quantized, kept, held, 2 * total * 64 * 4] == row
-        assert 32 - 16 <= kept <= 32 - 1
+        residual_tokens = total - quantized
+        nbytes = (
+            sum(t.nbytes for fields in (*stored_keys, *stored_values) for t in fields.values()) + 2 * residual_tokens * 64 * 4
+        )
+        assert [total, quantized, residual_tokens, nbytes, 2 * total * 64 * 4] == row
+        assert 32 - 16 <= residual_tokens <= 32 - 1
     for name, stored_groups, origin in (("k", stored_keys, keys), ("v", stored_values, values)):
         for field, theirs in (("codes", "packed"), ("scale", "scales"), ("zero", "zeros")):
             ours = torch.stack([fields[field] for fields in stored_groups]).numpy()
             np.testing.assert_array_equal(ours, data[f"{name}_{theirs}"][:, 0, 0])
-        restored = torch.cat([origin.dequantize(fields, 0) for fields in stored_groups])
-        whole = torch.cat([restored, (k if name == "k" else v)[quantized:]]).contiguous()
+        dequantized = torch.cat([origin.dequantize(fields, 0) for fields in stored_groups])
+        whole = torch.cat([dequantized, (k if name == "k" else v)[quantized:]]).contiguous()
         same_bits(whole.numpy(), data[f"{name}_full"][0, 0])
 
 

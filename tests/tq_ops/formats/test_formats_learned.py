@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bases import calibration, vectors_of
+from bases import basis_vectors, calibration
 from learned_slow import GOLDEN_BITS, ROWS, codes, golden_basis, slow
-from small_models import SMALL, resized
+from small_models import SMALL, resize_config
 
 from haarkv.codebooks.learned import EIGHTHS
 from haarkv.engine.plans import plan_for
@@ -15,37 +15,37 @@ from haarkv.models.parallel import Split
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.formats.learned import COLUMNS, GAINS, Calibration
-from haarkv.tq_ops.formats.packing import widths_of
+from haarkv.tq_ops.formats.packing import eighth_widths
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
 
 HEADS, DIM = 2, 128
-MADE_UP = calibration(heads=HEADS, dim=DIM)
+SYNTHETIC = calibration(heads=HEADS, dim=DIM)
 
 
 @pytest.mark.parametrize("bits", GOLDEN_BITS)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_bytes_are_those_of_the_slow_path(dim, bits):
-    learned = calibration(heads=HEADS, dim=dim)
-    x, kv_format = vectors_of(learned, 1, 4), learned.format(bits)
+    basis_set = calibration(heads=HEADS, dim=dim)
+    x, kv_format = basis_vectors(basis_set, 1, 4), basis_set.format(bits)
     fields = kv_format.quantize(x, 1)
     assert {name: (f.dtype, f.shape) for name, f in kv_format.fields(dim).items()} == {
         "codes": (torch.uint8, (dim * bits // 8,)),
         "scale": (torch.float16, ()),
     }
-    restored = kv_format.dequantize(fields, 1)
+    dequantized = kv_format.dequantize(fields, 1)
     different = 0
     for head, token in itertools.product(range(HEADS), range(4)):
-        expected = slow(x[head, token], learned.k[1], head, bits)
-        got = fields["codes"][head, token].tolist()
-        differ = sum(a != b for a, b in zip(got, codes(expected.levels, bits), strict=True))
+        expected = slow(x[head, token], basis_set.k[1], head, bits)
+        code_bytes = fields["codes"][head, token].tolist()
+        differ = sum(a != b for a, b in zip(code_bytes, codes(expected.levels, bits), strict=True))
         different += differ
         if not differ:
             assert kv_format.levels(fields)[head, token].tolist() == expected.levels
             assert float(fields["scale"][head, token]) == pytest.approx(expected.scale, rel=2**-10)
-            torch.testing.assert_close(restored[head, token].double(), expected.restored, rtol=2**-7, atol=2**-7)
+            torch.testing.assert_close(dequantized[head, token].double(), expected.restored, rtol=2**-7, atol=2**-7)
     assert different <= 2  # ties that FP32 breaks the other way
 
 
@@ -53,23 +53,23 @@ def test_bytes_are_those_of_the_slow_path(dim, bits):
 def test_golden_bytes(golden, bits):
     """What a version has stored, later ones store and read alike; nothing here lies where rounding decides."""
     data = golden("learned/lr")
-    of = golden_basis(data)
-    kv_format = Calibration((of,), "golden").format(bits)
+    basis = golden_basis(data)
+    kv_format = Calibration((basis,), "golden").format(bits)
     fields = kv_format.quantize(torch.from_numpy(data[f"x{bits}"]), 0)
     assert fields["scale"].numel() == 2 * ROWS
     assert torch.equal(fields["codes"], torch.from_numpy(data[f"codes{bits}"]))
     assert torch.equal(fields["scale"], torch.from_numpy(data[f"scale{bits}"]))
     for head, token in itertools.product(range(2), range(3)):
-        expected = slow(torch.from_numpy(data[f"x{bits}"])[head, token], of, head, bits).restored
-        restored = kv_format.dequantize(fields, 0)[head, token].double()
-        assert (restored - expected).norm() < 3e-3 * expected.norm()  # FP16 of the scale, BF16 of the rows
+        expected = slow(torch.from_numpy(data[f"x{bits}"])[head, token], basis, head, bits).restored
+        dequantized = kv_format.dequantize(fields, 0)[head, token].double()
+        assert (dequantized - expected).norm() < 3e-3 * expected.norm()  # FP16 of the scale, BF16 of the rows
 
 
 def test_every_bit_lowers_the_error_that_counts():
-    x, basis = vectors_of(MADE_UP, 0, 400), MADE_UP.k[0]
+    x, basis = basis_vectors(SYNTHETIC, 0, 400), SYNTHETIC.k[0]
     left = []
     for bits in GOLDEN_BITS:
-        kv_format = MADE_UP.format(bits)
+        kv_format = SYNTHETIC.format(bits)
         error = (kv_format.dequantize(kv_format.quantize(x, 0), 0) - x) @ basis.forward
         left.append(float((error.square() * basis.weights.unsqueeze(1)).sum()))
     assert all(b < 0.4 * a for a, b in itertools.pairwise(left)), left
@@ -77,59 +77,59 @@ def test_every_bit_lowers_the_error_that_counts():
 
 def test_of_three_sizes_the_one_with_the_least_error_is_stored():
     """In the norm that weighs coordinates, in which the judge compares; in another it often is not."""
-    x, kv_format = vectors_of(MADE_UP, 0, 200), MADE_UP.format(4)
+    x, kv_format = basis_vectors(SYNTHETIC, 0, 200), SYNTHETIC.format(4)
     errors = []
     for gain in GAINS:
-        of_one = kv_format.altered(lambda coordinates, gain=gain: replace(coordinates, gains=(gain,)))
-        errors.append(kv_format.length(of_one.dequantize(of_one.quantize(x, 0), 0) - x, 0))
+        one_gain = kv_format.altered(lambda coordinates, gain=gain: replace(coordinates, gains=(gain,)))
+        errors.append(kv_format.length(one_gain.dequantize(one_gain.quantize(x, 0), 0) - x, 0))
     error = kv_format.length(kv_format.dequantize(kv_format.quantize(x, 0), 0) - x, 0)
     torch.testing.assert_close(error, torch.stack(errors).amin(0), rtol=1e-2, atol=0)
 
 
 def test_wide_levels_go_to_the_coordinates_that_weigh_most():
     for bits in GOLDEN_BITS:
-        widths = widths_of(COLUMNS[bits])
+        widths = eighth_widths(COLUMNS[bits])
         assert sum(widths) == EIGHTHS * bits
         assert list(widths) == sorted(widths, reverse=True)
 
 
 def test_the_mean_zeros_and_large_vectors():
-    kv_format, x = MADE_UP.format(3), vectors_of(MADE_UP, 1, 4)
-    x[0, 0], x[0, 1], x[1, 2] = MADE_UP.k[1].mean[0], 0.0, 1e30
+    kv_format, x = SYNTHETIC.format(3), basis_vectors(SYNTHETIC, 1, 4)
+    x[0, 0], x[0, 1], x[1, 2] = SYNTHETIC.k[1].mean[0], 0.0, 1e30
     fields = kv_format.quantize(x, 1)
     assert fields["scale"].isfinite().all()
-    assert torch.equal(kv_format.dequantize(fields, 1)[0, 0], MADE_UP.k[1].mean[0])
+    assert torch.equal(kv_format.dequantize(fields, 1)[0, 0], SYNTHETIC.k[1].mean[0])
     x[1, 3, 5] = torch.nan
     with pytest.raises(NonFiniteError, match=r"\[1, 3\]"):
         kv_format.quantize(x, 1)
 
 
 def test_names_need_a_calibration_and_are_of_keys():
-    assert formats.get("lr3", "k", MADE_UP) is MADE_UP.format(3)
+    assert formats.get("lr3", "k", SYNTHETIC) is SYNTHETIC.format(3)
     with pytest.raises(InputError, match=r"lr3 stores keys only; values have nothing to learn\. Write k=lr3,v=tq3"):
-        formats.parse("lr3", MADE_UP)
+        formats.parse("lr3", SYNTHETIC)
     for bits in (0, 6, 64):
         with pytest.raises(InputError, match=rf"there is no lr{bits}: learned keys take lr2, lr3, lr4, lr5"):
-            formats.get(f"lr{bits}", "k", MADE_UP)
+            formats.get(f"lr{bits}", "k", SYNTHETIC)
     with pytest.raises(InputError, match="learned of vectors of 128 numbers, not 64"):
-        MADE_UP.format(4).fields(64)
+        SYNTHETIC.format(4).fields(64)
     with pytest.raises(InputError, match="takes a head_dim that 32 divides, and this model's is 48"):
         calibration(heads=2, dim=48).format(4)
     with pytest.raises(InputError, match="the calibration is of 2 layers, and this model has 3"):
-        KVSpec("k=lr3,v=tq4", calibration=MADE_UP).plan(3)
+        KVSpec("k=lr3,v=tq4", calibration=SYNTHETIC).plan(3)
 
 
 def test_the_cache_stores_each_head_in_its_own_coordinates():
-    plan = KVSpec("k=lr4,v=tq3", calibration=MADE_UP).plan(2)
+    plan = KVSpec("k=lr4,v=tq3", calibration=SYNTHETIC).plan(2)
     cache = PagedKVCache(plan, KVShape(HEADS, DIM), num_blocks=2, block_size=16)
     paging = PagedSequences(2, 16, order=[1, 0])
     batch = paging.batch([paging.add()], [20])
-    x = vectors_of(MADE_UP, 1, 20)
+    x = basis_vectors(SYNTHETIC, 1, 20)
     # What a format has restored lies in the middle of its levels: no rounding moves one.
-    settled = [kv_format.dequantize(kv_format.quantize(x, 1), 1) for kv_format in plan.layers[1]]
-    cache.write(1, *(of.transpose(0, 1).contiguous() for of in settled), batch)
-    for kv_format, of, read in zip(plan.layers[1], settled, cache.read(1, batch.block_table), strict=True):
-        expected = kv_format.dequantize(kv_format.quantize(of, 1), 1)
+    grid_vectors = [kv_format.dequantize(kv_format.quantize(x, 1), 1) for kv_format in plan.layers[1]]
+    cache.write(1, *(vectors.transpose(0, 1).contiguous() for vectors in grid_vectors), batch)
+    for kv_format, vectors, read in zip(plan.layers[1], grid_vectors, cache.read(1, batch.block_table), strict=True):
+        expected = kv_format.dequantize(kv_format.quantize(vectors, 1), 1)
         # Another order of sums of DIM products.
         assert (read[0, :, :20] - expected).abs().max() <= DIM * 2.0**-24 * expected.norm(dim=-1).max()
     assert cache.nbytes == 2 * HEADS * 32 * (64 + 2 + 48 + 2)
@@ -137,13 +137,13 @@ def test_the_cache_stores_each_head_in_its_own_coordinates():
 
 def test_a_rank_stores_its_heads_as_the_whole_does():
     whole = calibration(heads=4, seed=9)
-    x = vectors_of(whole, 1, 30)
-    spec, config = KVSpec("k=lr4,v=tq3", calibration=whole), resized(SMALL, num_layers=2, num_heads=8, num_kv_heads=4)
-    stored = whole.format(4).quantize(x, 1)
+    x = basis_vectors(whole, 1, 30)
+    spec, config = KVSpec("k=lr4,v=tq3", calibration=whole), resize_config(SMALL, num_layers=2, num_heads=8, num_kv_heads=4)
+    fields = whole.format(4).quantize(x, 1)
     for rank in range(2):
         split = Split(config, rank, 2)
         ours = plan_for(spec, config, split).k(1).quantize(x[split.kv_heads(1)], 1)
-        assert all(torch.equal(ours[name], stored[name][split.kv_heads(1)]) for name in stored)
+        assert all(torch.equal(ours[name], fields[name][split.kv_heads(1)]) for name in fields)
     with pytest.raises(InputError, match="lr4 was learned of 4 KV heads, and this model has 2"):
         plan_for(spec, split.part)
     with pytest.raises(InputError, match="learned of 4 KV heads"):

@@ -25,9 +25,9 @@ def test_bf16_vectors_and_views_are_stored_as_the_same_numbers_in_fp32(name):
     x = torch.randn(128, 6, 128, generator=torch.Generator().manual_seed(4)).bfloat16()
     plain = kv_format.to_bytes(kv_format.quantize(x.float()[:, 1::2].contiguous(), 0))
     assert torch.equal(kv_format.to_bytes(kv_format.quantize(x[:, 1::2], 0)), plain)
-    strided = x.float().transpose(0, 2).contiguous().transpose(0, 2)  # the last axis is not the contiguous one
-    assert not strided.is_contiguous()
-    assert torch.equal(kv_format.to_bytes(kv_format.quantize(strided[:, 1::2], 0)), plain)
+    strided_view = x.float().transpose(0, 2).contiguous().transpose(0, 2)  # the last axis is not the contiguous one
+    assert not strided_view.is_contiguous()
+    assert torch.equal(kv_format.to_bytes(kv_format.quantize(strided_view[:, 1::2], 0)), plain)
 
 
 @pytest.mark.parametrize("bits", [2, 4])
@@ -36,11 +36,11 @@ def test_kivi_values_equal_the_slow_path(bits, group, head_dim):
     x = fresh_rows(head_dim, bits)[::2]
     values = Kivi(bits, group, keys=False)
     fields = values.quantize(x, 0)
-    packed, restored = values.to_bytes(fields).numpy(), values.dequantize(fields, 0).numpy()
+    packed, dequantized = values.to_bytes(fields).numpy(), values.dequantize(fields, 0).numpy()
     assert packed.shape[1] == values.bytes_per_vector(head_dim) == head_dim * (bits + 64 / group) / 8
-    for row, ours, back in zip(x.numpy(), packed, restored, strict=True):
+    for row, ours, numbers in zip(x.numpy(), packed, dequantized, strict=True):
         assert ours.tobytes() == slow.encode_kivi_values(list(row), bits, group)
-        np.testing.assert_array_equal(back, np.array(slow.decode_kivi(ours.tobytes(), bits, group, head_dim), np.float32))
+        np.testing.assert_array_equal(numbers, np.array(slow.decode_kivi(ours.tobytes(), bits, group, head_dim), np.float32))
 
 
 @pytest.mark.parametrize("bits", [2, 4])
@@ -51,12 +51,12 @@ def test_kivi_keys_equal_the_slow_path(bits, group, head_dim):
     x[0, :, 0], x[0, :, 1], x[0, :, 2] = 0, 7.5, (x[0, :, 2] * 2).round() / 2
     keys = Kivi(bits, group, keys=True)
     fields = keys.quantize(x, 0)
-    packed, restored = keys.to_bytes(fields).numpy(), keys.dequantize(fields, 0).numpy()
+    packed, dequantized = keys.to_bytes(fields).numpy(), keys.dequantize(fields, 0).numpy()
     assert packed.shape[1] / group == keys.bytes_per_vector(head_dim) == head_dim * (bits + 64 / group) / 8
-    for group_of_keys, ours, back in zip(x.numpy(), packed, restored, strict=True):
+    for group_of_keys, ours, numbers in zip(x.numpy(), packed, dequantized, strict=True):
         assert ours.tobytes() == slow.encode_kivi_keys(group_of_keys, bits)
         by_channel = slow.decode_kivi(ours.tobytes(), bits, group, group * head_dim)
-        np.testing.assert_array_equal(back, np.array(by_channel, np.float32).reshape(head_dim, group).T)
+        np.testing.assert_array_equal(numbers, np.array(by_channel, np.float32).reshape(head_dim, group).T)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -71,15 +71,15 @@ def test_rotated_levels_are_chosen_and_packed_as_described(bits, side, head_dim)
     fields = kv_format.quantize(x, layer)
     level = kv_format.levels(fields)
     book = lloyd_max(bits, head_dim, "published" if bits <= 4 else "converged")
-    rotation, described = haar_rotation(layer, head_dim), kv_format.description(head_dim)
-    assert (described.bits, described.head_dim, described.along) == (bits, head_dim, side == "v")
-    assert (*described.centroids, *described.boundaries) == (*book.centroids.tolist(), *book.boundaries.tolist())
-    assert torch.equal(described.transform.matrix(layer, head_dim), rotation)
+    rotation, description = haar_rotation(layer, head_dim), kv_format.description(head_dim)
+    assert (description.bits, description.head_dim, description.along) == (bits, head_dim, side == "v")
+    assert (*description.centroids, *description.boundaries) == (*book.centroids.tolist(), *book.boundaries.tolist())
+    assert torch.equal(description.transform.matrix(layer, head_dim), rotation)
     y = exact_norm(x)[0].bfloat16().double() @ rotation.double()
     expected = (y[..., None] >= book.boundaries.double()).sum(-1)
     assert compare_levels(level, expected, y, book.boundaries.double(), bounds.ROTATED_FP32).unexplained == 0
     assert torch.equal(level, choose_levels(exact_norm(x)[0], rotation.float(), book.boundaries)[0])
-    restored = kv_format.dequantize(fields, layer).double()
+    dequantized = kv_format.dequantize(fields, layer).double()
     for row, ours in enumerate(kv_format.to_bytes(fields).numpy()):
         assert ours[:-2].tobytes() == slow.encode_tq_levels(level[row].tolist(), bits)
         centroids = book.centroids.double()[level[row].long()]
@@ -88,8 +88,10 @@ def test_rotated_levels_are_chosen_and_packed_as_described(bits, side, head_dim)
         exact = x[row].double().norm() / length if length > 0 else length
         # FP16: half a unit in the last place, or half its smallest number.
         assert abs(scale - exact) <= max(2.0**-11 * exact * 1.001, 2.0**-25)
-        back = scale * centroids @ rotation.double().T
-        torch.testing.assert_close(restored[row], back, rtol=0, atol=float(exact) * centroids.norm().item() * 1e-6 + 1e-12)
+        row_values = scale * centroids @ rotation.double().T
+        torch.testing.assert_close(
+            dequantized[row], row_values, rtol=0, atol=float(exact) * centroids.norm().item() * 1e-6 + 1e-12
+        )
 
 
 @pytest.mark.parametrize("bits", range(1, 9))

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from haarkv.tq_ops.kv.batch import PagedSequences, packed, unpacked
+from haarkv.tq_ops.kv.batch import PagedSequences, pack_bytes, unpack_bytes
 
 
 def test_what_is_copied_at_once_comes_apart_as_it_was():
     paging = PagedSequences(num_blocks=40, block_size=4)
     tensors = paging.batch([paging.add() for _ in range(3)], [9, 1, 30]).tensors
-    together = packed(tensors)
-    parts = unpacked(together, tensors)
+    together = pack_bytes(tensors)
+    parts = unpack_bytes(together, tensors)
     assert parts.keys() == tensors.keys()
     for name, part in parts.items():
         assert torch.equal(part, tensors[name])
@@ -27,7 +27,7 @@ def test_a_step_takes_the_places_that_a_prompt_would(block_size):
     lengths = (7, 3, 11)
     by_steps, at_once = (PagedSequences(60, block_size, order=order) for _ in range(2))
     ids = [by_steps.add() for _ in lengths]
-    taken = {sequence: [] for sequence in ids}
+    slots_by_sequence = {sequence: [] for sequence in ids}
     for step in range(max(lengths)):
         some = [sequence for sequence, length in zip(ids, lengths, strict=True) if step < length]
         batch = by_steps.batch(some, [1] * len(some))
@@ -38,7 +38,7 @@ def test_a_step_takes_the_places_that_a_prompt_would(block_size):
         for row, sequence in enumerate(some):
             block, slot = int(batch.block_table[row, step // block_size]), int(batch.slot_mapping[row])
             assert slot == block * block_size + step % block_size
-            taken[sequence].append(slot)
+            slots_by_sequence[sequence].append(slot)
     whole = at_once.batch([at_once.add() for _ in lengths], list(lengths))
     assert whole.positions.tolist() == [p for length in lengths for p in range(length)]
     for row, (begin, end) in enumerate(
@@ -47,4 +47,4 @@ def test_a_step_takes_the_places_that_a_prompt_would(block_size):
         table = whole.block_table[row].tolist()
         expected = [table[p // block_size] * block_size + p % block_size for p in range(end - begin)]
         assert whole.slot_mapping[begin:end].tolist() == expected
-    assert len({slot for slots in taken.values() for slot in slots}) == sum(lengths)
+    assert len({slot for slots in slots_by_sequence.values() for slot in slots}) == sum(lengths)

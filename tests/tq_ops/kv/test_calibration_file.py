@@ -12,12 +12,12 @@ from haarkv.tq_ops import artifact
 from haarkv.tq_ops.artifact import CALIBRATION
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import plan_file
-from haarkv.tq_ops.kv.calibration_file import CalibrationFile, calibration_of, load, save
+from haarkv.tq_ops.kv.calibration_file import CalibrationFile, load, make_calibration, save
 from haarkv.tq_ops.kv.model_shape import ModelShape
 
-MADE_UP = calibration(layers=2, heads=2, dim=32)
+SYNTHETIC = calibration(layers=2, heads=2, dim=32)
 SHAPE = ModelShape.uniform(2, 2, 32, 64, 257)
-FILE = CalibrationFile(calibration_of(MADE_UP.k), SHAPE, "0123456789abcdef", {"tokens": 5})
+FILE = CalibrationFile(make_calibration(SYNTHETIC.k), SHAPE, "0123456789abcdef", {"tokens": 5})
 
 
 @pytest.fixture
@@ -27,16 +27,21 @@ def path(tmp_path):
 
 
 def test_what_is_written_comes_back_to_the_bit(path):
-    back = load(path)
-    assert (back.shape, back.fingerprint, back.learned, back.plan) == (SHAPE, FILE.fingerprint, {"tokens": 5}, "")
-    assert back.calibration.digest == FILE.calibration.digest
-    for ours, theirs in zip(FILE.calibration.k, back.calibration.k, strict=True):
-        assert all(torch.equal(getattr(ours, of.name), getattr(theirs, of.name)) for of in fields(Basis))
+    loaded_file = load(path)
+    assert (loaded_file.shape, loaded_file.fingerprint, loaded_file.learned, loaded_file.plan) == (
+        SHAPE,
+        FILE.fingerprint,
+        {"tokens": 5},
+        "",
+    )
+    assert loaded_file.calibration.digest == FILE.calibration.digest
+    for ours, theirs in zip(FILE.calibration.k, loaded_file.calibration.k, strict=True):
+        assert all(torch.equal(getattr(ours, field.name), getattr(theirs, field.name)) for field in fields(Basis))
 
 
 def test_the_context_is_kept_and_longer_sequences_are_refused(path):
     load(path).spec.plan(2).require_context(10**9)
-    save(path, replace(FILE, calibration=calibration_of(MADE_UP.k, 4096)))
+    save(path, replace(FILE, calibration=make_calibration(SYNTHETIC.k, 4096)))
     spec = load(path).spec
     assert (spec.plan(2).context, replace(spec, kv="k=lr3,v=tq4").plan(2).context) == (None, 4096)
     replace(spec, kv="k=lr2,v=tq4").plan(2).require_context(4096)
@@ -46,9 +51,9 @@ def test_the_context_is_kept_and_longer_sequences_are_refused(path):
 
 
 def test_the_digest_tells_one_number_from_another():
-    first, second = MADE_UP.k
+    first, second = SYNTHETIC.k
     other = replace(second, mean=second.mean + 1e-3)
-    digests = {calibration_of(layers).digest for layers in ((first, second), (second, first), (first, other))}
+    digests = {make_calibration(layers).digest for layers in ((first, second), (second, first), (first, other))}
     assert len(digests | {FILE.calibration.digest}) == 3
 
 
@@ -60,7 +65,7 @@ def _float_matrix(tensors):
     tensors["layers.0.k.back"] = tensors["layers.0.k.back"].float()
 
 
-REFUSED = {
+BAD_FILES = {
     "context": ({"context": "-5"}, None, "its context is not a number of tokens"),
     "nan": ({}, _nan, "layers.1.k.forward is not finite"),
     "lacks": ({}, lambda tensors: tensors.pop("layers.1.k.weights"), "it lacks layers.1.k.weights"),
@@ -71,10 +76,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", BAD_FILES)
 def test_what_does_not_fit_together_is_one_line(path, case):
     """Its SHA-256 is right, and what it says is not."""
-    words, change, reason = REFUSED[case]
+    words, change, reason = BAD_FILES[case]
     metadata, tensors = artifact.read(path, CALIBRATION)
     if change:
         change(tensors)
@@ -84,18 +89,18 @@ def test_what_does_not_fit_together_is_one_line(path, case):
 
 
 def test_what_is_not_finite_is_never_written(tmp_path):
-    bad = replace(MADE_UP.k[0], mean=MADE_UP.k[0].mean * torch.inf)
+    bad = replace(SYNTHETIC.k[0], mean=SYNTHETIC.k[0].mean * torch.inf)
     with pytest.raises(ValueError, match=r"layers\.0\.k\.mean is not finite"):
-        save(tmp_path / "it", replace(FILE, calibration=calibration_of((bad, MADE_UP.k[1]))))
+        save(tmp_path / "it", replace(FILE, calibration=make_calibration((bad, SYNTHETIC.k[1]))))
 
 
 # -- A plan in its calibration's file -------------------------------------------------------------------------------------
 def test_a_plan_and_its_calibration_are_one_file(tmp_path):
     spec = replace(FILE.spec, kv="k=lr3,v=tq3", layers={1: "k=tq4,v=tq3"}, tail=8, sink=2)
     plan_file.save(tmp_path / "plan.safetensors", spec.plan(2), SHAPE, {}, FILE)
-    back = plan_file.load(tmp_path / "plan.safetensors")
-    assert back.plan(2, SHAPE).describe() == "k=lr3,v=tq3; layer 1: k=tq4,v=tq3; tail 8; sink 2"
-    assert (back.made_for, back.weights) == (SHAPE, FILE.fingerprint)
-    assert back.calibration.digest == FILE.calibration.digest
+    loaded_plan = plan_file.load(tmp_path / "plan.safetensors")
+    assert loaded_plan.plan(2, SHAPE).describe() == "k=lr3,v=tq3; layer 1: k=tq4,v=tq3; tail 8; sink 2"
+    assert (loaded_plan.made_for, loaded_plan.weights) == (SHAPE, FILE.fingerprint)
+    assert loaded_plan.calibration.digest == FILE.calibration.digest
     with pytest.raises(InputError, match="lr3 needs the coordinates"):
         plan_file.loads(plan_file.dumps(spec.plan(2), SHAPE), "text")

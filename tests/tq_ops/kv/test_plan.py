@@ -15,7 +15,7 @@ from small_models import (
     new_paging,
     prefill,
     random_tokens,
-    resized,
+    resize_config,
     small_model,
 )
 
@@ -28,7 +28,7 @@ from haarkv.tq_ops.kv.batch import CacheFullError, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache, cache_bytes, tokens_that_fit
 from haarkv.tq_ops.kv.model_shape import ModelShape
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.shapes import KEPT_ROOM, KVShape
+from haarkv.tq_ops.kv.shapes import WINDOW_ROOM, KVShape
 from haarkv.validation.layers.runner import validate
 
 MODEL = small_model()
@@ -58,17 +58,17 @@ def as_seen(plan, kv_format, x, query):
     """Vectors [query + 1, D] float64 of one head as a query sees them; x [n, D] fp32."""
     if not kv_format.lossy:
         return kv_format.dequantize(kv_format.quantize(x[: query + 1], LAYER), LAYER).double()
-    seen = x[: query + 1].bfloat16().double()
+    visible_rows = x[: query + 1].bfloat16().double()
     group, sink = kv_format.group_tokens, plan.sink
     packed = packed_tokens(group, plan.tail(kv_format), query + 1)
     for begin in range(0, packed, group):
         # What waits for its group to be full waits in BF16.
         vectors = x[begin] if group == 1 else x[begin : begin + group].bfloat16()
-        restored = kv_format.dequantize(kv_format.quantize(vectors.unsqueeze(0), LAYER), LAYER)[0].double()
-        for offset, vector in enumerate(restored.view(group, -1)):
+        dequantized = kv_format.dequantize(kv_format.quantize(vectors.unsqueeze(0), LAYER), LAYER)[0].double()
+        for offset, vector in enumerate(dequantized.view(group, -1)):
             if begin + offset >= sink:
-                seen[begin + offset] = vector
-    return seen
+                visible_rows[begin + offset] = vector
+    return visible_rows
 
 
 def expected_attention(plan, q, k, v, queries=slice(None)):
@@ -96,26 +96,26 @@ def run_attention(plan, lengths, chunk, order=(4, 0, 5, 2, 1, 3), leftovers=Fals
         for window in (w for w in cache.kept(LAYER) if w):
             window.vectors.fill_(torch.inf)
     sequences = [paging.add() for _ in lengths]
-    given = [[normal(n, heads, dim, seed=10 * s + i) for i, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))]
+    qkv = [[normal(n, heads, dim, seed=10 * s + i) for i, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))]
              for s, n in enumerate(lengths)]  # fmt: skip
     out = [[] for _ in lengths]
     for begin in range(0, max(lengths), chunk):
         rows = [row for row, n in enumerate(lengths) if begin < n]
-        parts = [[x[begin : begin + chunk] for x in given[row]] for row in rows]
+        parts = [[x[begin : begin + chunk] for x in qkv[row]] for row in rows]
         batch = paging.batch([sequences[row] for row in rows], [len(part[0]) for part in parts])
         q, k, v = (torch.cat(x) for x in zip(*parts, strict=True))
         reference.store_kv(k, v, cache, LAYER, batch)
-        attended = reference.paged_attention(q, cache, LAYER, batch, dim**-0.5)
-        for row, piece in zip(rows, attended.split([len(part[0]) for part in parts]), strict=True):
+        outputs = reference.paged_attention(q, cache, LAYER, batch, dim**-0.5)
+        for row, piece in zip(rows, outputs.split([len(part[0]) for part in parts]), strict=True):
             out[row].append(piece)
-    return [torch.cat(pieces) for pieces in out], given
+    return [torch.cat(pieces) for pieces in out], qkv
 
 
 @pytest.mark.parametrize("name", SPECS)
 def test_each_query_sees_what_the_rule_says(name):
     plan = SPECS[name].plan(LAYER + 1)
-    (first, second), given = run_attention(plan, [75, 33], 16)
-    for out, (q, k, v) in zip((first, second), given, strict=True):
+    (first, second), qkv = run_attention(plan, [75, 33], 16)
+    for out, (q, k, v) in zip((first, second), qkv, strict=True):
         # Every ninth query, back from the last: each stands elsewhere in its chunk and its group.
         queries = slice(None, None, -9)
         np.testing.assert_allclose(out.numpy()[queries], expected_attention(plan, q, k, v, queries), rtol=0, atol=2e-5)
@@ -146,7 +146,7 @@ def test_chunks_blocks_and_leftovers_change_nothing(name):
 
 
 # -- Whole forwards ----------------------------------------------------------------------------------------------------------
-def logits_of(spec, tokens, steps, chunk=64):
+def spec_logits(spec, tokens, steps, chunk=64):
     cache = new_cache(SMALL, spec, num_blocks=3, block_size=32)
     paging, executor = new_paging(cache), ReferenceExecutor(MODEL)
     sequence = paging.add()
@@ -159,11 +159,11 @@ def logits_of(spec, tokens, steps, chunk=64):
 
 def test_a_tail_as_long_as_the_text_is_a_bf16_cache():
     tokens = random_tokens(SMALL, 50, 1)
-    expected = logits_of("bf16", tokens, 3)
-    assert torch.equal(logits_of(KVSpec("tq2", tail=50), tokens, 3), expected)
-    assert torch.equal(logits_of(KVSpec("tq2", sink=50), tokens, 3), expected)
-    assert torch.equal(logits_of(KVSpec("tq2", skip_layers=(0, 1, -1)), tokens, 3), expected)
-    shorter = logits_of(KVSpec("tq2", tail=40), tokens, 3)
+    expected = spec_logits("bf16", tokens, 3)
+    assert torch.equal(spec_logits(KVSpec("tq2", tail=50), tokens, 3), expected)
+    assert torch.equal(spec_logits(KVSpec("tq2", sink=50), tokens, 3), expected)
+    assert torch.equal(spec_logits(KVSpec("tq2", skip_layers=(0, 1, -1)), tokens, 3), expected)
+    shorter = spec_logits(KVSpec("tq2", tail=40), tokens, 3)
     assert not torch.allclose(shorter, expected, atol=1e-3)
 
 
@@ -172,9 +172,9 @@ def test_layers_have_formats_of_their_own():
     cache = new_cache(SMALL, spec)
     assert [f.name for pair in cache.plan.layers for f in pair] == ["tq8", "tq3", "tq4", "tq4", "bf16", "bf16"]
     tokens = random_tokens(SMALL, 20, 2)
-    mixed = logits_of(spec, tokens, 2)
-    assert not torch.allclose(mixed, logits_of("tq4", tokens, 2), atol=1e-4)
-    assert torch.equal(mixed, logits_of(KVSpec("bf16", layers={0: "k=tq8,v=tq3", 1: "tq4"}), tokens, 2))
+    mixed_logits = spec_logits(spec, tokens, 2)
+    assert not torch.allclose(mixed_logits, spec_logits("tq4", tokens, 2), atol=1e-4)
+    assert torch.equal(mixed_logits, spec_logits(KVSpec("bf16", layers={0: "k=tq8,v=tq3", 1: "tq4"}), tokens, 2))
     report = validate(ReferenceExecutor(MODEL), ReferenceExecutor(MODEL), MODEL, [tokens], 1, cache.plan)
     assert report.passed
     assert report.kv == "k=tq8,v=tq3; layer 1: tq4; layer 2: bf16"
@@ -186,10 +186,10 @@ def test_layers_have_formats_of_their_own():
 def test_bytes_are_what_is_allocated(name, config):
     config = CONFIGS[config]
     plan = replace(SPECS[name], skip_layers=(0,)).plan(config.num_layers)
-    cache = PagedKVCache(plan, config.kv_shapes, num_blocks=5, num_rows=2, room=KEPT_ROOM)
+    cache = PagedKVCache(plan, config.kv_shapes, num_blocks=5, num_rows=2, room=WINDOW_ROOM)
     shapes = config.kv_shapes
     assert cache.nbytes == cache.num_slots * plan.bytes_per_token(shapes) + 2 * plan.kept_bytes(shapes)
-    one = PagedKVCache(plan, shapes, num_blocks=3, num_rows=1, room=KEPT_ROOM).nbytes
+    one = PagedKVCache(plan, shapes, num_blocks=3, num_rows=1, room=WINDOW_ROOM).nbytes
     assert cache_bytes(plan, 300, shapes) == one
     assert cache_bytes(plan, 384, shapes, sequences=2) == 2 * one
     assert tokens_that_fit(plan, 2 * one, shapes, sequences=2) == 384
@@ -220,15 +220,15 @@ def test_what_is_described_can_be_read():
             "kivi2 quantizes 32 tokens together, which blocks of 48 cut apart",
         ),
         (
-            lambda: new_cache(resized(SMALL, head_dim=96), "tbq4_0"),
+            lambda: new_cache(resize_config(SMALL, head_dim=96), "tbq4_0"),
             "tbq4_0 stores blocks of 128 values and cannot hold head_dim 96",
         ),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(spec, message):
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError) as excinfo:
         spec()
-    assert str(caught.value) == message
+    assert str(excinfo.value) == message
 
 
 def test_more_new_tokens_than_the_ring_takes_are_refused():
@@ -294,12 +294,12 @@ def test_a_plan_file_says_all():
         spec.plan(3, other)
 
 
-def declared(**entries):
+def declared_shape(**entries):
     return replace(SHAPE, declaration=json.dumps(entries, sort_keys=True))
 
 
 @pytest.mark.parametrize(
-    ("made", "here", "words"),
+    ("file_entries", "model_entries", "words"),
     [
         ({"tied": True}, {"tied": False}, "tied true; this model has false"),
         ({"scale": 1.0}, {"scale": 1.0, "layers": {"0 1 2": {"norm": {"eps": 1e-6}}}}, "layers none; this model has"),
@@ -312,26 +312,26 @@ def declared(**entries):
         ({"layers": 3}, {"layers": {"0 1 2": {"a": 1}}}, "layers 3; this model has"),
     ],
 )
-def test_a_file_names_the_first_field_that_is_declared_otherwise(made, here, words):
+def test_a_file_names_the_first_field_that_is_declared_otherwise(file_entries, model_entries, words):
     """It comes back from a file as it was written, and what is off is as good as not there."""
-    shape = ModelShape.read(json.loads(json.dumps(declared(**made).as_json())))
-    assert shape == declared(**made)
-    shape.require_same(declared(**made, more=False, factor=0, kind=None), "it", "again")
-    for other in (SHAPE, declared(**made)):
+    shape = ModelShape.read(json.loads(json.dumps(declared_shape(**file_entries).as_json())))
+    assert shape == declared_shape(**file_entries)
+    shape.require_same(declared_shape(**file_entries, more=False, factor=0, kind=None), "it", "again")
+    for other in (SHAPE, declared_shape(**file_entries)):
         shape.require_same(other, "it", "again")
-    with pytest.raises(InputError) as caught:
-        shape.require_same(declared(**here), "it", "again")
-    assert str(caught.value).startswith(f"it was made with {words}")
-    assert str(caught.value).endswith(": again")
-    assert len(str(caught.value)) < 400
+    with pytest.raises(InputError) as excinfo:
+        shape.require_same(declared_shape(**model_entries), "it", "again")
+    assert str(excinfo.value).startswith(f"it was made with {words}")
+    assert str(excinfo.value).endswith(": again")
+    assert len(str(excinfo.value)) < 400
 
 
 def test_a_file_without_a_declaration_says_so():
     with pytest.warns(UserWarning, match=r"the plan does not say .* if config.json has changed since, run `tq plan`"):
-        KVSpec(made_for=SHAPE).plan(3, declared(tied=True))
+        KVSpec(made_for=SHAPE).plan(3, declared_shape(tied=True))
 
 
-def broken(**changes):
+def mutate(**changes):
     content = json.loads(plan_file.dumps(KVSpec().plan(3), SHAPE)) | changes
     return json.dumps({key: value for key, value in content.items() if value != "gone"})
 
@@ -339,13 +339,13 @@ def broken(**changes):
 @pytest.mark.parametrize(
     "text",
     [
-        "", "[]", "{", "3", broken(layers="gone"), broken(haarkv_plan=2), broken(layers=["tq4"]), broken(layers=[1, 2, 3]),
-        broken(layers=["tq4", "tq4", "tq9"]), broken(tail="many"), broken(sink=-1), broken(sink=None),
-        broken(model={"layers": 3}), broken(model={**SHAPE.as_json(), "num_layers": "x"}), broken(model=[]),
-        *(broken(model={**SHAPE.as_json(), "declaration": wrong}) for wrong in (3, [], "text")),
+        "", "[]", "{", "3", mutate(layers="gone"), mutate(haarkv_plan=2), mutate(layers=["tq4"]), mutate(layers=[1, 2, 3]),
+        mutate(layers=["tq4", "tq4", "tq9"]), mutate(tail="many"), mutate(sink=-1), mutate(sink=None),
+        mutate(model={"layers": 3}), mutate(model={**SHAPE.as_json(), "num_layers": "x"}), mutate(model=[]),
+        *(mutate(model={**SHAPE.as_json(), "declaration": wrong}) for wrong in (3, [], "text")),
     ],
 )  # fmt: skip
 def test_a_file_that_is_no_plan_is_refused_in_one_line(text):
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError) as excinfo:
         plan_file.loads(text, "p.json")
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(excinfo.value)

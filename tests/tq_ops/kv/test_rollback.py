@@ -44,12 +44,14 @@ def write(cache, batch, rows, seeds):
 
 def books(paging):
     """All that is kept of sequences; of a table what its blocks fill, for what lies behind them is nobody's."""
-    kept = copy.deepcopy(vars(paging))
-    kept["_tables"] = {of: table[: len(kept["_blocks"][of])].tolist() for of, table in kept["_tables"].items()}
-    return kept
+    state = copy.deepcopy(vars(paging))
+    state["_tables"] = {
+        sequence: table[: len(state["_blocks"][sequence])].tolist() for sequence, table in state["_tables"].items()
+    }
+    return state
 
 
-def windows_of(cache, sequences, paging):
+def window_bytes(cache, sequences, paging):
     """Every byte of the windows of these sequences, held or not."""
     rows = [paging.places(sequence)[1] for sequence in sequences]
     return [window.vectors[rows].clone() for *_, window in cache.fields() if window is not None]
@@ -57,11 +59,11 @@ def windows_of(cache, sequences, paging):
 
 def assert_same(one, other, sequences):
     (cache_a, paging_a), (cache_b, paging_b) = one, other
-    held, free = [[books(paging)[name] for paging in (paging_a, paging_b)] for name in ("_blocks", "_free")]
+    tables, free = [[books(paging)[name] for paging in (paging_a, paging_b)] for name in ("_blocks", "_free")]
     # A wrong token of one sequence may have taken the block that another would have got, and no block more.
-    assert sorted([*free[0], *(b for of in held[0].values() for b in of)]) == list(range(cache_a.num_blocks))
-    assert {s: len(of) for s, of in held[0].items()} == {s: len(of) for s, of in held[1].items()}
-    assert len(sequences) > 1 or (held[0], free[0]) == (held[1], free[1])
+    assert sorted([*free[0], *(b for blocks in tables[0].values() for b in blocks)]) == list(range(cache_a.num_blocks))
+    assert {s: len(blocks) for s, blocks in tables[0].items()} == {s: len(blocks) for s, blocks in tables[1].items()}
+    assert len(sequences) > 1 or (tables[0], free[0]) == (tables[1], free[1])
     for sequence in sequences:
         assert paging_a.length(sequence) == paging_b.length(sequence)
         tokens = range(paging_a.length(sequence))
@@ -69,7 +71,7 @@ def assert_same(one, other, sequences):
         assert a.keys() == b.keys()
         for name in a:
             assert torch.equal(a[name], b[name]), name
-    for a, b in zip(windows_of(cache_a, sequences, paging_a), windows_of(cache_b, sequences, paging_b), strict=True):
+    for a, b in zip(window_bytes(cache_a, sequences, paging_a), window_bytes(cache_b, sequences, paging_b), strict=True):
         assert torch.equal(a, b)
 
 
@@ -78,19 +80,19 @@ def assert_same(one, other, sequences):
 def test_what_is_taken_back_never_was(name, count):
     """Random steps of sequences, in one cache with wrong tokens that are taken back, in the other without them."""
     plan, draw = SPECS[name].plan(1), random.Random(name)
-    tried, plain = new(plan, count), new(plan, count)
-    sequences = [(tried[1].add(), plain[1].add())[0] for _ in range(count)]
+    rolled, plain = new(plan, count), new(plan, count)
+    sequences = [(rolled[1].add(), plain[1].add())[0] for _ in range(count)]
     for _ in range(12):
-        chosen = draw.sample(sequences, draw.randint(1, count))
-        counts = [draw.randint(1, 8) for _ in chosen]
-        kept = [draw.randint(1, count) for count in counts]
-        advance = Advance(*tried, chosen, counts)
-        right = [i < stay for count, stay in zip(counts, kept, strict=True) for i in range(count)]
-        write(tried[0], advance.batch, chosen, [0 if ok else 1 + draw.randrange(9) for ok in right])
-        advance.keep(kept)
-        batch = plain[1].batch(chosen, kept)
-        write(plain[0], batch, chosen, [0] * sum(kept))
-        assert_same(tried, plain, sequences)
+        subset = draw.sample(sequences, draw.randint(1, count))
+        counts = [draw.randint(1, 8) for _ in subset]
+        keep_counts = [draw.randint(1, count) for count in counts]
+        advance = Advance(*rolled, subset, counts)
+        right = [i < stay for count, stay in zip(counts, keep_counts, strict=True) for i in range(count)]
+        write(rolled[0], advance.batch, subset, [0 if ok else 1 + draw.randrange(9) for ok in right])
+        advance.keep(keep_counts)
+        batch = plain[1].batch(subset, keep_counts)
+        write(plain[0], batch, subset, [0] * sum(keep_counts))
+        assert_same(rolled, plain, sequences)
 
 
 def test_nothing_may_stay_and_blocks_come_back_in_order():
@@ -98,13 +100,13 @@ def test_nothing_may_stay_and_blocks_come_back_in_order():
     sequences = [paging.add() for _ in range(3)]
     write(cache, paging.batch(sequences, [12, 2, 7]), sequences, [0] * 21)
     write(cache, paging.batch(sequences, [12, 12, 12]), sequences, [0] * 36)
-    before, windows = books(paging), windows_of(cache, sequences, paging)
+    before, windows = books(paging), window_bytes(cache, sequences, paging)
     advance = Advance(cache, paging, sequences[::-1], [12, 11, 12])
     assert books(paging)["_free"] != before["_free"]
     write(cache, advance.batch, sequences[::-1], [1] * 35)
     advance.keep([0, 0, 0])
     assert books(paging) == before
-    for now, then in zip(windows_of(cache, sequences, paging), windows, strict=True):
+    for now, then in zip(window_bytes(cache, sequences, paging), windows, strict=True):
         assert torch.equal(now, then)
 
 

@@ -10,21 +10,21 @@ from torch import Tensor
 
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.formats import made_up
-from haarkv.tq_ops.formats.stretches import STRETCH, Turns
+from haarkv.tq_ops.formats.stretches import STRETCH, RopeShift
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KVShape
-from haarkv.tq_ops.kv.stored import put, requantized, take
+from haarkv.tq_ops.kv.stored import put, requantize, take
 from haarkv.tq_ops.table import OpTable
 
 DIM, HEADS, QUERIES = 64, 2, 6
-LEARNED = made_up.calibration(1, HEADS, DIM)
-TURNS = LEARNED.format(4).turns(0)
+CALIBRATION = made_up.calibration(1, HEADS, DIM)
+ROPE_SHIFT = CALIBRATION.format(4).turns(0)
 TOKENS = 2 * STRETCH + 60
 SPECS = [
-    KVSpec("k=lr4,v=tq4", calibration=LEARNED), KVSpec("k=lr3,v=tq3", tail=40, sink=3, calibration=LEARNED),
-    KVSpec("k=lr5,v=bf16", calibration=LEARNED),
+    KVSpec("k=lr4,v=tq4", calibration=CALIBRATION), KVSpec("k=lr3,v=tq3", tail=40, sink=3, calibration=CALIBRATION),
+    KVSpec("k=lr5,v=bf16", calibration=CALIBRATION),
 ]  # fmt: skip
 BOUNDS = {torch.float32: bounds.LAYER_FP32.attention, torch.bfloat16: bounds.LAYER_BF16.attention}
 
@@ -32,42 +32,42 @@ BOUNDS = {torch.float32: bounds.LAYER_FP32.attention, torch.bfloat16: bounds.LAY
 def text(tokens: int = TOKENS, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v [T, heads, D] fp32 after RoPE, of keys that are alike before it."""
     generator = torch.Generator().manual_seed(seed)
-    k = TURNS.forth(made_up.vectors(LEARNED.k[0], tokens, generator), torch.arange(tokens)).transpose(0, 1)
+    k = ROPE_SHIFT.redo(made_up.vectors(CALIBRATION.k[0], tokens, generator), torch.arange(tokens)).transpose(0, 1)
     q, v = (torch.randn(tokens, heads, DIM, generator=generator) for heads in (QUERIES, HEADS))
     return q / 8, k.contiguous(), v
 
 
 def run(
     ops: OpTable, spec: KVSpec, sizes: list[int], dtype: torch.dtype = torch.float32, *, window: int | None = None,
-    asked: int = 1, storing: OpTable | None = None, block_size: int = 64,
+    query_chunks: int = 1, storing: OpTable | None = None, block_size: int = 64,
 ) -> tuple[Tensor, PagedKVCache]:  # fmt: skip
     """Store a text of one sequence piece by piece; attention [n, heads, D] of the newest pieces."""
     cache = PagedKVCache(
         spec.plan(1), KVShape(HEADS, DIM, window), num_blocks=40, num_rows=1, block_size=block_size, chunk=4096,
         ring_chunk=2048,
     )  # fmt: skip
-    paging, found, begin = PagedSequences(40, block_size, num_rows=1), [], 0
+    paging, outputs, begin = PagedSequences(40, block_size, num_rows=1), [], 0
     sequence, (q, k, v) = paging.add(), text(sum(sizes))
     for number, size in enumerate(sizes):
         part, batch = slice(begin, begin := begin + size), paging.batch([sequence], [size])
         (storing or ops).store_kv(k[part], v[part], cache, 0, batch)
-        if number >= len(sizes) - asked:
-            found.append(ops.paged_attention(q[part].to(dtype), cache, 0, batch, DIM**-0.5).float())
-    return torch.cat(found), cache
+        if number >= len(sizes) - query_chunks:
+            outputs.append(ops.paged_attention(q[part].to(dtype), cache, 0, batch, DIM**-0.5).float())
+    return torch.cat(outputs), cache
 
 
 # -- What is stored --------------------------------------------------------------------------------------------------------
 def test_turning_is_rope_by_the_start_of_the_stretch():
     """Against complex numbers in float64; what RoPE does not turn stays, and the first stretch stays as it is."""
     x, positions = torch.randn(3, 5, 20, dtype=torch.float64), torch.tensor([0, 1023, 1024, 3000, 9999])
-    turns = Turns((1.0, 0.3, 0.01))
+    turns = RopeShift((1.0, 0.3, 0.01))
     z = torch.complex(x[..., :3], x[..., 3:6])
     angles = (positions // 1024 * 1024).unsqueeze(1) * torch.tensor(turns.inv_freq, dtype=torch.float64)
     z = z * torch.polar(torch.ones_like(angles), -angles)
-    back = turns.back(x, positions)
-    torch.testing.assert_close(back.double(), torch.cat([z.real, z.imag, x[..., 6:]], -1), rtol=1e-5, atol=1e-6)
-    assert torch.equal(back[:, :2], x[:, :2].float())
-    torch.testing.assert_close(turns.forth(back, positions), x.float(), rtol=1e-5, atol=1e-6)
+    unrotated = turns.undo(x, positions)
+    torch.testing.assert_close(unrotated.double(), torch.cat([z.real, z.imag, x[..., 6:]], -1), rtol=1e-5, atol=1e-6)
+    assert torch.equal(unrotated[:, :2], x[:, :2].float())
+    torch.testing.assert_close(turns.redo(unrotated, positions), x.float(), rtol=1e-5, atol=1e-6)
 
 
 def test_a_key_is_stored_alike_in_every_stretch():
@@ -75,7 +75,7 @@ def test_a_key_is_stored_alike_in_every_stretch():
     cache = PagedKVCache(SPECS[0].plan(1), KVShape(HEADS, DIM), num_blocks=40, block_size=64)
     paging = PagedSequences(40, 64)
     sequence, (_, k, v) = paging.add(), text(100)
-    later = TURNS.forth(k.transpose(0, 1), torch.full((100,), 2 * STRETCH)).transpose(0, 1).contiguous()
+    later = ROPE_SHIFT.redo(k.transpose(0, 1), torch.full((100,), 2 * STRETCH)).transpose(0, 1).contiguous()
     cache.write(0, k, v, paging.batch([sequence], [100]))
     cache.write(0, torch.zeros(2 * STRETCH - 100, HEADS, DIM), torch.zeros(2 * STRETCH - 100, HEADS, DIM),
                 paging.batch([sequence], [2 * STRETCH - 100]))  # fmt: skip
@@ -84,8 +84,8 @@ def test_a_key_is_stored_alike_in_every_stretch():
     fields = cache.k_fields(0)
     first, again = (fields["codes"][slots // 64, :, slots % 64] for slots in (torch.arange(100), batch.slot_mapping))
     assert (first == again).float().mean() > 0.999
-    restored = cache.read(0, batch.block_table)[0][0, :, 2 * STRETCH : 2 * STRETCH + 100]
-    off = (restored - later.transpose(0, 1)).norm(dim=-1) / later.transpose(0, 1).norm(dim=-1)
+    dequantized = cache.read(0, batch.block_table)[0][0, :, 2 * STRETCH : 2 * STRETCH + 100]
+    off = (dequantized - later.transpose(0, 1)).norm(dim=-1) / later.transpose(0, 1).norm(dim=-1)
     assert off.median() < 0.2
 
 
@@ -95,15 +95,15 @@ def test_a_taken_sequence_and_another_plan_keep_their_places():
     paging = PagedSequences(40, BLOCK_SIZE)
     sequence = paging.add()
     batch = paging.batch([sequence], [TOKENS])
-    stored = take(cache, paging, sequence, tuple(range(TOKENS)))
+    sequence_copy = take(cache, paging, sequence, tuple(range(TOKENS)))
     plain = KVSpec("fp32").plan(1)
-    as_numbers = requantized(stored, SPECS[0].plan(1), plain, KVShape(HEADS, DIM))
+    as_numbers = requantize(sequence_copy, SPECS[0].plan(1), plain, KVShape(HEADS, DIM))
     other = PagedKVCache(plain, KVShape(HEADS, DIM), num_blocks=40)
     other_paging = PagedSequences(40, other.block_size)
     place = other_paging.places(put(as_numbers, other, other_paging))
     blocks = torch.tensor([list(place.blocks)])
-    restored = other.read(0, blocks)[0][0, :, :TOKENS]
-    torch.testing.assert_close(restored, cache.read(0, batch.block_table)[0][0, :, :TOKENS], rtol=1e-4, atol=1e-3)
+    dequantized = other.read(0, blocks)[0][0, :, :TOKENS]
+    torch.testing.assert_close(dequantized, cache.read(0, batch.block_table)[0][0, :, :TOKENS], rtol=1e-4, atol=1e-3)
 
 
 # -- Attention ---------------------------------------------------------------------------------------------------------------
@@ -111,20 +111,23 @@ def test_a_taken_sequence_and_another_plan_keep_their_places():
 def test_attention_of_the_reference_is_that_over_what_is_restored(spec):
     """In float64, keys turned by hand."""
     q, k, v = text()
-    found, _ = run(reference, spec, [TOKENS - 1, 1])
+    output, _ = run(reference, spec, [TOKENS - 1, 1])
     kv_format = spec.plan(1).k(0)
     positions = torch.arange(TOKENS)
-    keys = TURNS.forth(kv_format.dequantize(kv_format.quantize(TURNS.back(k.transpose(0, 1), positions), 0), 0), positions)
+    keys = ROPE_SHIFT.redo(
+        kv_format.dequantize(kv_format.quantize(ROPE_SHIFT.undo(k.transpose(0, 1), positions), 0), 0), positions
+    )
     values = spec.plan(1).v(0)
     values = values.dequantize(values.quantize(v.transpose(0, 1), 0), 0)
     exact = (positions >= TOKENS - (spec.tail or 0)) | (positions < spec.sink)
     near = (k.transpose(0, 1).bfloat16(), v.transpose(0, 1).bfloat16())
     keys, values = (
-        torch.where(exact[:, None], kept.double(), x.double()) for kept, x in zip(near, (keys, values), strict=True)
+        torch.where(exact[:, None], window_part.double(), x.double())
+        for window_part, x in zip(near, (keys, values), strict=True)
     )
     logits = torch.einsum("hgd,htd->hgt", q[-1].double().view(HEADS, -1, DIM), keys) * DIM**-0.5
     expected = (logits.softmax(-1) @ values).flatten(0, 1)
-    torch.testing.assert_close(found[0].double(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(output[0].double(), expected, rtol=1e-4, atol=1e-4)
 
 
 @every_table
@@ -134,9 +137,9 @@ def test_attention_of_the_reference_is_that_over_what_is_restored(spec):
 def test_attention_across_stretches(table, spec, dtype, window):
     """A prompt that ends behind a border, and a token after it, against the reference."""
     sizes = [STRETCH - 10, 40, 1]
-    expected, _ = run(reference, spec, sizes, dtype, window=window, asked=2)
-    found, _ = run(table.open(), spec, sizes, dtype, window=window, asked=2, storing=reference)
-    assert relative(found, expected) <= BOUNDS[dtype]
+    expected, _ = run(reference, spec, sizes, dtype, window=window, query_chunks=2)
+    output, _ = run(table.open(), spec, sizes, dtype, window=window, query_chunks=2, storing=reference)
+    assert relative(output, expected) <= BOUNDS[dtype]
 
 
 @every_table
@@ -152,6 +155,6 @@ def test_chunks_do_not_matter(table):
     """The same bits however the text was cut, across two borders."""
     ops = table.open()
     whole, first = run(ops, SPECS[0], [TOKENS], torch.bfloat16)
-    cut, other = run(ops, SPECS[0], [STRETCH - 3, 7, STRETCH - 4, 57, 1, 1, 1], torch.bfloat16, asked=3)
+    cut, other = run(ops, SPECS[0], [STRETCH - 3, 7, STRETCH - 4, 57, 1, 1, 1], torch.bfloat16, query_chunks=3)
     assert torch.equal(whole[-3:], cut)
     assert torch.equal(first.k_fields(0)["codes"], other.k_fields(0)["codes"])

@@ -15,21 +15,21 @@ pytestmark = needs_pypto
 
 
 @pytest.fixture(scope="module")
-def emitted():
+def cpp_sources():
     """Path -> text."""
-    (compiled,) = compile_programs(read_config("tiny"), ("decode",), lambda _: None)
-    return compiled.sources
+    (program,) = compile_programs(read_config("tiny"), ("decode",), lambda _: None)
+    return program.sources
 
 
-def test_every_included_file_is_there(emitted):
+def test_every_included_file_is_there(cpp_sources):
     """Quoted includes: beside the file, as its path says, or among PyPTO's headers."""
     root = Path(find_spec("pypto").origin).parent / "lib/include"
-    shipped = [root, root / "tilefwk", root / "tileop", root / "tileop/arch32"]
-    assert "kernel_aicpu/expression_0.h" in emitted
-    for path, text in emitted.items():
+    header_folders = [root, root / "tilefwk", root / "tileop", root / "tileop/arch32"]
+    assert "kernel_aicpu/expression_0.h" in cpp_sources
+    for path, text in cpp_sources.items():
         for name in re.findall(r'^\s*#\s*include "(.*?)"', text, re.MULTILINE):
-            beside = "/".join(_flat(PurePosixPath(path).parent / name))
-            assert beside in emitted or any((folder / name).is_file() for folder in shipped), f"{path}: {name}"
+            neighbour = "/".join(_flat(PurePosixPath(path).parent / name))
+            assert neighbour in cpp_sources or any((folder / name).is_file() for folder in header_folders), f"{path}: {name}"
 
 
 def _flat(path):
@@ -42,27 +42,27 @@ def _flat(path):
 def scopes(sources):
     """Loops whose tasks a program's control flow launches, in the text's order, and `|` where all before must have ended."""
     (control,) = (text for path, text in sources.items() if path.startswith("kernel_aicpu/controlFlow"))
-    found = re.findall(r"#name: TENSOR_(\w+?)_Unroll\w*_root\b|(RUNTIME_FUNCKEY_LOOP_BARRIER)", control)
-    return ["|" if barrier else scope for scope, barrier in found]
+    matches = re.findall(r"#name: TENSOR_(\w+?)_Unroll\w*_root\b|(RUNTIME_FUNCKEY_LOOP_BARRIER)", control)
+    return ["|" if barrier else scope for scope, barrier in matches]
 
 
 def waits(sources):
     """Whether attention begins when all has ended that stores what it reads."""
-    launched = scopes(sources)
-    stored = max(at for at, scope in enumerate(launched) if scope in ("APPEND", "KEEP", "ROTATE"))
-    return "|" in launched[stored : launched.index("KEYS")]
+    launch_scopes = scopes(sources)
+    last_store = max(at for at, scope in enumerate(launch_scopes) if scope in ("APPEND", "KEEP", "ROTATE"))
+    return "|" in launch_scopes[last_store : launch_scopes.index("KEYS")]
 
 
-def test_attention_waits_for_the_rows_that_its_tokens_store(emitted):
+def test_attention_waits_for_the_rows_that_its_tokens_store(cpp_sources):
     """Without the barrier PyPTO's tables remember one writer of many; what a device then reads is chance."""
-    assert scopes(emitted)[:4] == ["QKV", "QUANTIZE", "APPEND", "ROTATE"]
-    assert waits(emitted)
-    without = {path: re.sub(r".*LOOP_BARRIER.*\n", "", text) for path, text in emitted.items()}
+    assert scopes(cpp_sources)[:4] == ["QKV", "QUANTIZE", "APPEND", "ROTATE"]
+    assert waits(cpp_sources)
+    without = {path: re.sub(r".*LOOP_BARRIER.*\n", "", text) for path, text in cpp_sources.items()}
     assert not waits(without)
 
 
-def test_the_compile_line_is_pyptos_own_but_for_the_folders(emitted):
-    source = next(text for path, text in emitted.items() if path.endswith("_aiv.cpp"))
+def test_the_compile_line_is_pyptos_own_but_for_the_folders(cpp_sources):
+    source = next(text for path, text in cpp_sources.items() if path.endswith("_aiv.cpp"))
     flags = compile_flags(source)
     command = source.rstrip().splitlines()[-1]
     for flag in flags.split():
@@ -77,12 +77,12 @@ def test_the_compile_line_is_pyptos_own_but_for_the_folders(emitted):
         compile_flags(source.replace("-mllvm", "--from=/opt/x -mllvm", 1))
 
 
-def test_kernel_functions_of_one_kind_are_compiled_in_one_way(emitted):
-    files = build_files({"decode": emitted})
+def test_kernel_functions_of_one_kind_are_compiled_in_one_way(cpp_sources):
+    files = build_files({"decode": cpp_sources})
     assert set(files) == {"Makefile", "README.md"}
     assert files["Makefile"].count("\nAIV := -c") == files["Makefile"].count("\nAIC := -c") == 1
-    functions = sum(path.startswith("kernel_aicore/") for path in emitted)
+    functions = sum(path.startswith("kernel_aicore/") for path in cpp_sources)
     assert f"- `decode/`: {functions} kernel functions" in files["README.md"]
-    path = next(path for path in emitted if path.endswith("_aiv.cpp"))
+    path = next(path for path in cpp_sources if path.endswith("_aiv.cpp"))
     with pytest.raises(InputError, match="in different ways: aiv"):
-        build_files({"mixed": {**emitted, path: emitted[path].replace(" -O3 ", " -O2 ")}})
+        build_files({"mixed": {**cpp_sources, path: cpp_sources[path].replace(" -O3 ", " -O2 ")}})

@@ -74,24 +74,24 @@ print(first, 0.3 <= first["good"] < 30, runner.compiled == first)
 
 
 @pytest.mark.parametrize(
-    ("program", "calls", "said"),
+    ("program", "calls", "message"),
     [
         ("refused", 1, "compiling refused for npu:0: errCode: FB1002"),
         ("breaks", 2, "running breaks on npu:0: errCode: FB1002"),
     ],
 )
-def test_eighty_lines_become_one_and_a_file(device, tmp_path, program, calls, said):
+def test_eighty_lines_become_one_and_a_file(device, tmp_path, program, calls, message):
     code = f"""
 try:
     for _ in range({calls}): runner.call(Program({program!r}), [])
 except InputError as error:
     print(error)
 """
-    told = device(code)
-    assert told.count("\n") == 1
-    assert said in told
+    stderr = device(code)
+    assert stderr.count("\n") == 1
+    assert message in stderr
     (log,) = (tmp_path / ".cache/haarkv/logs").iterdir()
-    assert str(log) in told
+    assert str(log) in stderr
     text = log.read_text(encoding="utf-8")
     assert "frame 79" in text
     assert "Traceback" in text
@@ -117,15 +117,15 @@ def home(tmp_path, monkeypatch):
 
 def test_old_folders_go_and_those_in_use_stay(home, monkeypatch):
     monkeypatch.setattr(folders, "_unique", iter([f"20200101-000000-{i}-99999999" for i in range(8)]).__next__)
-    made = [folders.send_pypto_output_away() for _ in range(8)]
+    paths = [folders.send_pypto_output_away() for _ in range(8)]
     monkeypatch.undo()
-    assert [path.exists() for path in made] == [False] * 3 + [True] * 5
+    assert [path.exists() for path in paths] == [False] * 3 + [True] * 5
     mine = home / ".cache/haarkv/pypto_output" / f"19990101-000000-0-{os.getpid()}"
     mine.mkdir()
     monkeypatch.setenv("HOME", str(home))
     folders.send_pypto_output_away()
     assert mine.exists()
-    assert not made[3].exists()
+    assert not paths[3].exists()
 
 
 def test_our_own_errors_pass_and_a_full_home_hides_no_line(home, monkeypatch):

@@ -7,13 +7,13 @@ from npu_programs import needs_pypto
 from haarkv.codebooks import cubic
 from haarkv.tq_ops.formats.learned import COLUMNS
 from haarkv.tq_ops.formats.packing import unpack_columns
-from haarkv.tq_ops.npu.learned import Layout, cubic_of
+from haarkv.tq_ops.npu.learned import Layout, level_cubic
 from haarkv.tq_ops.npu.program import HEAD_DIM
 from haarkv.tq_ops.npu.sides import READS
 from haarkv.tq_ops.npu.sim.simulator import Mode
 
 pytest.importorskip("pypto", reason="PyPTO is not installed")
-from look_up_kernel import Levels, LookUp, Restored
+from look_up_kernel import Levels, LookUp, RestoreProgram
 
 pytestmark = needs_pypto
 
@@ -37,10 +37,12 @@ def test_every_byte_gives_the_fp16_of_its_two_centroids(head_dim, blocks, simula
 def test_numbers_beside_a_boundary_are_on_their_side_of_it(simulator):
     """The next FP32 numbers, both zeros, the least number there is, and numbers whose product is beyond FP32."""
     boundaries = torch.tensor(READS.built_in(HEAD_DIM).boundaries)
-    beside = torch.cat([boundaries, *(boundaries.nextafter(torch.tensor(way * torch.inf)) for way in (-1, 1))])
+    near_boundaries = torch.cat([boundaries, *(boundaries.nextafter(torch.tensor(way * torch.inf)) for way in (-1, 1))])
     ends = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 1.0, -1.0, 1e30, -1e30, 3e38, -3e38])
     generator = torch.Generator().manual_seed(0)
-    x = torch.cat([beside, ends, torch.randn(16 * 128 - len(beside) - len(ends), generator=generator) / 8]).view(16, 128)
+    x = torch.cat(
+        [near_boundaries, ends, torch.randn(16 * 128 - len(near_boundaries) - len(ends), generator=generator) / 8]
+    ).view(16, 128)
     out = torch.full_like(x, -1.0)
     simulator.run(Levels(), [x, out], Mode.NUMBERS)
     assert torch.equal(out, torch.bucketize(x, boundaries, right=True).float())
@@ -61,10 +63,10 @@ def test_every_byte_of_learned_keys_gives_the_centroids_of_its_levels(simulator,
     for half in (0, 128):
         codes = ((torch.arange(128).unsqueeze(1) + half) * step + torch.arange(len(step))).to(torch.uint8)
         out = torch.full((layout.width(HEAD_DIM), 128), float("nan")).half()
-        simulator.run(Restored(layout), [codes.view(torch.int8), out], Mode.NUMBERS)
+        simulator.run(RestoreProgram(layout), [codes.view(torch.int8), out], Mode.NUMBERS)
         levels = unpack_columns(codes, layout.columns).long().chunk(8, -1)
         expected = torch.cat([cubic.centroids(width)[part] for width, part in zip(layout.widths, levels, strict=True)], -1)
-        factor = torch.tensor([cubic_of(width).factor for width in layout.widths]).repeat_interleave(16)
+        factor = torch.tensor([level_cubic(width).factor for width in layout.widths]).repeat_interleave(16)
         ours = out.float()[layout.rows(HEAD_DIM)].T * factor
         assert ((ours - expected).abs() <= 2.0**-10 * expected.abs()).all()
         assert out.isfinite().all()

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from npu_files import Listing
-from npu_programs import Broken, needs_pypto, store_case
+from npu_programs import FailingProgram, needs_pypto, store_case
 
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.npu.program import ordered
+from haarkv.tq_ops.npu.program import order_arguments
 from haarkv.tq_ops.npu.sim import quiet
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator, SimulatorError
 
@@ -20,17 +20,17 @@ pytestmark = needs_pypto
 def right(simulator):
     """Whether a program runs and gives its numbers."""
     case = store_case(2)
-    simulator.run(case.program, ordered(case.program, case.tensors), Mode.NUMBERS)
+    simulator.run(case.program, order_arguments(case.program, case.tensors), Mode.NUMBERS)
     return all(torch.equal(case.tensors[name], golden) for name, golden in case.goldens.items())
 
 
 @pytest.mark.parametrize(
-    ("how", "said"), [("raises", "broken: RuntimeError: the compiler's own words"), ("dies", "process died")]
+    ("how", "message"), [("raises", "broken: RuntimeError: the compiler's own words"), ("dies", "process died")]
 )
-def test_what_breaks_is_said_and_the_next_program_runs(how, said):
+def test_what_breaks_is_said_and_the_next_program_runs(how, message):
     with Simulator() as simulator:
-        with pytest.raises(SimulatorError, match=said):
-            simulator.run(Broken(how), [], Mode.NUMBERS)
+        with pytest.raises(SimulatorError, match=message):
+            simulator.run(FailingProgram(how), [], Mode.NUMBERS)
         assert right(simulator)
 
 
@@ -49,7 +49,7 @@ def test_an_interrupted_call_leaves_no_answer_for_the_next():
         main = threading.main_thread().ident
         threading.Timer(0.5, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
-            simulator.run(Broken("hangs"), [], Mode.NUMBERS)
+            simulator.run(FailingProgram("hangs"), [], Mode.NUMBERS)
         assert right(simulator)
 
 
@@ -75,7 +75,7 @@ def test_a_compilers_complaint_is_something_a_user_can_read():
 def test_no_graph_is_written_as_json():
     case = store_case(2)
     with Listing() as simulator:
-        files = simulator.run(case.program, ordered(case.program, case.tensors), Mode.NUMBERS).sources
+        files = simulator.run(case.program, order_arguments(case.program, case.tensors), Mode.NUMBERS).sources
         assert files
         assert "program.json" not in files
 

@@ -6,7 +6,7 @@ from npu_programs import MEAN_AT, needs_pypto, store_case
 
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats import made_up
-from haarkv.tq_ops.npu.program import ordered
+from haarkv.tq_ops.npu.program import order_arguments
 from haarkv.tq_ops.npu.sides import TQ4, fixed_sides
 from haarkv.tq_ops.npu.sim.simulator import Mode
 
@@ -16,7 +16,7 @@ pytestmark = needs_pypto
 def check(simulator, case):
     """Every number that the program writes, and every other one in the cache, is the format's; an FP32 norm but for its last
     bit, as it may be summed otherwise."""
-    simulator.run(case.program, ordered(case.program, case.tensors), Mode.NUMBERS)
+    simulator.run(case.program, order_arguments(case.program, case.tensors), Mode.NUMBERS)
     for name, golden in case.goldens.items():
         assert golden.any()
         rtol = 2.0**-22 if golden.dtype == torch.float32 else 0.0

@@ -10,30 +10,39 @@ from pathlib import Path
 import pytest
 from places import ROOT
 
-from haarkv.tq_ops.npu.versions import PUBLISHED, SIMULATED, Installed, installed, unpublished, unsimulated
+from haarkv.tq_ops.npu.versions import (
+    PUBLISHED_COMBINATIONS,
+    SIM_PYPTO,
+    Installation,
+    find_installation,
+    unpublished_reason,
+    unsimulated_reason,
+)
 
-GOOD = Installed(
+GOOD = Installation(
     python="3.11.9", torch="2.8.0+cpu", torch_npu="2.8.0.post4", pypto="0.2.0", cann="9.0.0",
     cann_folder=Path("/usr/local/Ascend/cann"), sourced=True, driver="25.5.0",
 )  # fmt: skip
-BUNDLED = replace(GOOD, pypto="0.2.1", cann="9.1.0", torch="2.12.0", torch_npu="2.12.0.post2", driver="25.5.1")
+SECOND_ROW = replace(GOOD, pypto="0.2.1", cann="9.1.0", torch="2.12.0", torch_npu="2.12.0.post2", driver="25.5.1")
 
 
-@pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: row.cann)
+@pytest.mark.parametrize("row", PUBLISHED_COMBINATIONS, ids=lambda row: row.cann)
 def test_every_published_combination_passes(row):
     for torch, versions in row.torch_npu.items():
         for torch_npu in versions:
             for python in row.python:
-                found = replace(GOOD, pypto=row.pypto, cann=row.cann, torch=torch, torch_npu=torch_npu, python=f"{python}.4")
-                assert unpublished(replace(found, driver=row.driver)) is None
+                machine_versions = replace(
+                    GOOD, pypto=row.pypto, cann=row.cann, torch=torch, torch_npu=torch_npu, python=f"{python}.4"
+                )
+                assert unpublished_reason(replace(machine_versions, driver=row.driver)) is None
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changes", "message"),
     [
         ({}, None),
-        (vars(BUNDLED), None),
-        (vars(BUNDLED) | {"cann": "9.1.1", "driver": "26.0.0.b010"}, None),  # builds and patches
+        (vars(SECOND_ROW), None),
+        (vars(SECOND_ROW) | {"cann": "9.1.1", "driver": "26.0.0.b010"}, None),  # builds and patches
         ({"pypto": None}, "pypto is not installed"),
         ({"pypto": "0.3.0"}, "pypto 0.3.0 is in no combination"),
         ({"python": "3.13.1"}, "this is 3.13.1"),
@@ -51,20 +60,20 @@ def test_every_published_combination_passes(row):
         ({"torch_npu": "2.8.0.post2"}, "goes with torch-npu 2.8.0.post4"),
     ],
 )
-def test_the_first_thing_that_is_not_published_is_named(changed, said):
-    reason = unpublished(replace(GOOD, **changed))
-    if said is None:
+def test_the_first_thing_that_is_not_published_is_named(changes, message):
+    reason = unpublished_reason(replace(GOOD, **changes))
+    if message is None:
         assert reason is None
     else:
-        assert said in reason
+        assert message in reason
         assert "\n" not in reason
 
 
 def test_the_simulator_takes_the_one_pypto_that_it_knows():
     without_cann = replace(GOOD, cann=None, cann_folder=None, sourced=False, driver=None, torch="2.13.0", torch_npu=None)
-    assert unsimulated(without_cann) is None
-    assert "knows pypto 0.2.0 only, and 0.2.1 is installed" in unsimulated(BUNDLED)
-    assert "not installed" in unsimulated(replace(GOOD, pypto=None))
+    assert unsimulated_reason(without_cann) is None
+    assert "knows pypto 0.2.0 only, and 0.2.1 is installed" in unsimulated_reason(SECOND_ROW)
+    assert "not installed" in unsimulated_reason(replace(GOOD, pypto=None))
 
 
 @pytest.fixture
@@ -89,13 +98,22 @@ def machine(tmp_path, monkeypatch):
 
 
 def test_versions_are_read_from_files(machine, monkeypatch):
-    found = installed(machine)
-    assert (found.cann, found.cann_folder, found.sourced, found.driver) == ("9.0.0", machine / "cann", False, "25.5.1")
-    assert (found.torch, found.torch_npu, found.pypto) == ("2.9.0+cpu", "2.9.0.post2", "0.2.0")
-    assert found.python == platform.python_version()
-    assert "not sourced" in unpublished(found)
+    machine_versions = find_installation(machine)
+    assert (machine_versions.cann, machine_versions.cann_folder, machine_versions.sourced, machine_versions.driver) == (
+        "9.0.0",
+        machine / "cann",
+        False,
+        "25.5.1",
+    )
+    assert (machine_versions.torch, machine_versions.torch_npu, machine_versions.pypto) == (
+        "2.9.0+cpu",
+        "2.9.0.post2",
+        "0.2.0",
+    )
+    assert machine_versions.python == platform.python_version()
+    assert "not sourced" in unpublished_reason(machine_versions)
     monkeypatch.setenv("ASCEND_HOME_PATH", str(machine / "cann"))
-    assert unpublished(installed(machine)) is None
+    assert unpublished_reason(find_installation(machine)) is None
 
 
 def test_the_sourced_toolkit_counts_and_no_other(machine, monkeypatch):
@@ -103,22 +121,27 @@ def test_the_sourced_toolkit_counts_and_no_other(machine, monkeypatch):
     other.mkdir(parents=True)
     (other / "version.info").write_text('Version="8.5.0"\n', encoding="utf-8")
     monkeypatch.setenv("ASCEND_HOME_PATH", str(other.parent))
-    assert installed(machine).cann == "8.5.0"
+    assert find_installation(machine).cann == "8.5.0"
     monkeypatch.setenv("ASCEND_HOME_PATH", str(machine / "gone"))
-    assert installed(machine).cann is None
+    assert find_installation(machine).cann is None
 
 
 def test_a_machine_without_anything_is_described(tmp_path, monkeypatch):
     monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    found = installed(tmp_path)
-    assert (found.cann, found.cann_folder, found.sourced, found.driver) == (None, None, False, None)
+    machine_versions = find_installation(tmp_path)
+    assert (machine_versions.cann, machine_versions.cann_folder, machine_versions.sourced, machine_versions.driver) == (
+        None,
+        None,
+        False,
+        None,
+    )
 
 
 def test_torch_is_not_imported():
     code = (
         "import sys; sys.modules['torch'] = sys.modules['pypto'] = None\n"
-        "from haarkv.tq_ops.npu import versions\nversions.unpublished(versions.installed())"
+        "from haarkv.tq_ops.npu import versions\nversions.unpublished_reason(versions.find_installation())"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -128,17 +151,21 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 
 def test_the_extra_installs_what_the_simulator_knows():
-    assert PROJECT["optional-dependencies"]["npu"] == [f"pypto=={SIMULATED}"]
+    assert PROJECT["optional-dependencies"]["npu"] == [f"pypto=={SIM_PYPTO}"]
 
 
-@pytest.mark.parametrize(("extra", "row"), [("cann90", PUBLISHED[0]), ("cann91", PUBLISHED[1])], ids=["9.0", "9.1"])
+@pytest.mark.parametrize(
+    ("extra", "row"), [("cann90", PUBLISHED_COMBINATIONS[0]), ("cann91", PUBLISHED_COMBINATIONS[1])], ids=["9.0", "9.1"]
+)
 def test_the_extras_of_an_npu_are_published_combinations(extra, row):
     pins = dict(pin.split("==") for pin in PROJECT["optional-dependencies"][extra] if "==" in pin)
     assert extra == "cann" + "".join(row.cann.split(".")[:2])
     assert pins["torch-npu"] in row.torch_npu[pins["torch"]]
-    assert ("haarkv[npu]" in PROJECT["optional-dependencies"][extra]) == (row.pypto == SIMULATED)
+    assert ("haarkv[npu]" in PROJECT["optional-dependencies"][extra]) == (row.pypto == SIM_PYPTO)
 
 
 def test_the_floor_of_torch_is_the_oldest_that_an_npu_needs():
-    oldest = min((torch for row in PUBLISHED for torch in row.torch_npu), key=lambda v: [int(n) for n in v.split(".")])
+    oldest = min(
+        (torch for row in PUBLISHED_COMBINATIONS for torch in row.torch_npu), key=lambda v: [int(n) for n in v.split(".")]
+    )
     assert f"torch>={oldest}" in PROJECT["dependencies"]

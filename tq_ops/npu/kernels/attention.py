@@ -18,7 +18,7 @@ BLOCK = 128
 
 
 @dataclass(frozen=True)
-class Place:
+class StepPlace:
     """Where a step's keys lie.
 
     Attributes:
@@ -70,8 +70,8 @@ class OnlineSoftmax:
         p = pypto.exp(score - higher)
         shrink = pypto.exp(self.best - higher)
         total = self.total * shrink + pypto.sum(p, dim=-1, keepdim=True)
-        beside = weigh(p)
-        return self.value * shrink / total, beside / total
+        last_value = weigh(p)
+        return self.value * shrink / total, last_value / total
 
     def result(self):
         """Values [rows, D] FP32."""
@@ -147,7 +147,7 @@ _TILE = 128 * 128  # numbers of a vector tile that is copied
 
 
 @dataclass(frozen=True)
-class KeptSides:
+class WindowSides:
     """What stays in BF16 in one iteration of attention.
 
     Attributes:
@@ -170,12 +170,12 @@ class KeptSides:
     seen: object
 
 
-def keep(new, stored, token, row, kv_heads, window):
+def keep(new, buffer, token, row, kv_heads, window):
     """Copy one token's vectors of every KV head, rounded to BF16.
 
     Args:
         new: vectors [rows, Hkv, D] FP32 of a tile.
-        stored: K or V in BF16, an argument of the program.
+        buffer: K or V in BF16, an argument of the program.
         token: its row in the tile.
         row: its place in the first head of its sequence, among all places.
     """
@@ -184,44 +184,44 @@ def keep(new, stored, token, row, kv_heads, window):
         pypto.set_vec_tile_shapes(1, 1, head_dim)
         values = pypto.cast(pypto.view(new, [1, 1, head_dim], [token, head, 0]), pypto.DT_BF16)
         pypto.set_vec_tile_shapes(16, head_dim)
-        pypto.assemble(pypto.reshape(values, [1, head_dim]), [row + head * window, 0], stored)
+        pypto.assemble(pypto.reshape(values, [1, head_dim]), [row + head * window, 0], buffer)
 
 
-def _places(stored, row, shape, head_dim, name):
+def _places(buffer, row, shape, head_dim, name):
     """The places of one head, [span, D] BF16. Behind the last the first ones come again, to be masked: all are numbers."""
     out = pypto.tensor([shape.span, head_dim], pypto.DT_BF16, name)
     pypto.set_vec_tile_shapes(_TILE // head_dim, head_dim)
     for begin in range(0, shape.span, shape.window):
         count = min(shape.window, shape.span - begin)
-        pypto.assemble(pypto.view(stored, [count, head_dim], [row, 0]), [begin, 0], out)
+        pypto.assemble(pypto.view(buffer, [count, head_dim], [row, 0]), [begin, 0], out)
     return out
 
 
-def attend_kept(softmax, kept, head, shape):
+def attend_window(softmax, window, head, shape):
     """The last step of a unit: keys in BF16.
 
     Args:
         softmax: the `OnlineSoftmax` of that head of the iteration, after every step of packed keys.
-        kept: `KeptSides`.
+        window: `WindowSides`.
     Returns:
         what the queries attended to among packed and among kept values, each [M, D] FP32.
     Rounding points: probabilities to BF16.
     """
-    row = kept.row + head * kept.shape.window
+    row = window.row + head * window.shape.window
     head_dim = shape.head_dim
-    keys = _places(kept.k, row, kept.shape, head_dim, f"kept_k{head}")
-    values = _places(kept.v, row, kept.shape, head_dim, f"kept_v{head}")
-    rows, tile = [shape.cube_rows] * 2, [kept.shape.tile] * 2
+    keys = _places(window.k, row, window.shape, head_dim, f"kept_k{head}")
+    values = _places(window.v, row, window.shape, head_dim, f"kept_v{head}")
+    rows, tile = [shape.cube_rows] * 2, [window.shape.tile] * 2
     pypto.set_cube_tile_shapes(rows, [64, head_dim], tile)
-    raw = pypto.matmul(kept.queries[head], keys, pypto.DT_FP32, b_trans=True)
-    lacking = kept.packed.left_out(kept.queries[head], kept.head + head, shape.num_kv_heads)
-    pypto.set_vec_tile_shapes(16, kept.shape.span)
-    score = (raw if lacking is None else raw - lacking) * shape.softmax_scale + kept.seen
+    raw = pypto.matmul(window.queries[head], keys, pypto.DT_FP32, b_trans=True)
+    lacking = window.packed.left_out(window.queries[head], window.head + head, shape.num_kv_heads)
+    pypto.set_vec_tile_shapes(16, window.shape.span)
+    score = (raw if lacking is None else raw - lacking) * shape.softmax_scale + window.seen
 
     def weigh(p):
-        rounded = pypto.cast(p, pypto.DT_BF16)
+        weights = pypto.cast(p, pypto.DT_BF16)
         pypto.set_cube_tile_shapes(rows, tile, square_tile(head_dim))
-        out = pypto.matmul(rounded, values, pypto.DT_FP32)
+        out = pypto.matmul(weights, values, pypto.DT_FP32)
         pypto.set_vec_tile_shapes(16, head_dim)
         return out
 

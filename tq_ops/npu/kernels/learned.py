@@ -10,7 +10,7 @@ from haarkv.tq_ops.formats.learned import GAINS
 from haarkv.tq_ops.npu.kernels.attention import BLOCK
 from haarkv.tq_ops.npu.kernels.side import ScaledSide, whole_lines
 from haarkv.tq_ops.npu.kernels.tq4 import LARGEST_FP16, LEAST_NORM, STEEP
-from haarkv.tq_ops.npu.learned import LEVEL_ROWS, LIFT, MEAN, SHARED, SPAN, TRIES, WEIGHTS, cubic_of, pieces
+from haarkv.tq_ops.npu.learned import LEVEL_ROWS, LIFT, MEAN, SHARED, SPAN, TRIES, WEIGHTS, level_cubic, pieces
 from haarkv.tq_ops.npu.program import square_tile
 
 VECTORS = 8  # of a vector tile of FP32
@@ -29,24 +29,24 @@ class LearnedKeys(ScaledSide):
     by_token = False
 
     # -- Storing -------------------------------------------------------------------------------------------------------
-    def store(self, x, tokens, kv_heads, new, back):
+    def store(self, x, tokens, kv_heads, new, cos_sin):
         """Head by head: each has its own coordinates, and its vectors are rows of one matrix."""
         # Tiles are not merged into one task: they are few and long, and run side by side.
         pypto.set_pass_options(vec_nbuffer_setting={-1: 1})
         flat = pypto.reshape(x, [tokens, kv_heads * self.head_dim])
         whole = self.room(tokens * kv_heads, "whole")
         for head in range(kv_heads):
-            own = self.as_stored(pypto.view(flat, [tokens, self.head_dim], [0, head * self.head_dim]), back, tokens)
-            for field, values in zip(whole, self._quantize(own, head, tokens, kv_heads), strict=True):
+            head_keys = self.as_stored(pypto.view(flat, [tokens, self.head_dim], [0, head * self.head_dim]), cos_sin, tokens)
+            for field, values in zip(whole, self._quantize(head_keys, head, tokens, kv_heads), strict=True):
                 pypto.assemble(values, [head * tokens, 0], field)
         for field, values in zip(new, whole, strict=True):
             field[:] = values
 
-    def as_stored(self, x, back, tokens):
+    def as_stored(self, x, cos_sin, tokens):
         """Keys [tokens, D] FP32 of one head as their stretch stores them; as they are where nobody knows how they turn."""
         return x
 
-    def row_of(self, token, head, tokens, kv_heads):
+    def vector_row(self, token, head, tokens, kv_heads):
         """The tokens of a head one after the other."""
         return head * tokens + token
 
@@ -71,9 +71,9 @@ class LearnedKeys(ScaledSide):
             return pypto.view(self.domain.numbers, [1, all_tries], [SHARED * kv_heads + LEVEL_ROWS.index(name), 0])
 
         pypto.set_vec_tile_shapes(rows, head_dim)
-        shifted = x - numbers(MEAN)
-        gamma = _length(shifted * shifted)
-        unit = pypto.cast(shifted / _at_least(gamma, LEAST_NORM, tokens), pypto.DT_BF16)
+        centred = x - numbers(MEAN)
+        gamma = _length(centred * centred)
+        unit = pypto.cast(centred / _at_least(gamma, LEAST_NORM, tokens), pypto.DT_BF16)
         pypto.set_cube_tile_shapes([min(tokens, 128)] * 2, square_tile(head_dim), square_tile(head_dim))
         forward = pypto.view(self.domain.forward, [head_dim, head_dim], [head * head_dim, 0])
         y = pypto.matmul(unit, forward, pypto.DT_FP32)
@@ -84,10 +84,10 @@ class LearnedKeys(ScaledSide):
         y = y / _at_least(_length(squares * (1.0 / head_dim)), LEAST_NORM, tokens)
         pypto.set_vec_tile_shapes(rows, all_tries)
         value = pypto.concat([y if gain == 1.0 else y * gain for gain in GAINS], 1)
-        level, restored = _choose(value, level_row)
-        weighted = restored * numbers(WEIGHTS, all_tries)
+        level, centroids = _choose(value, level_row)
+        weighted_centroids = centroids * numbers(WEIGHTS, all_tries)
         pypto.set_vec_tile_shapes(rows, head_dim)
-        level, kept = _nearest(level, restored, weighted, y, tokens, head_dim)
+        level, norm_squares = _nearest(level, centroids, weighted_centroids, y, tokens, head_dim)
         parts = [level]
         if split := self.side.layout.lower_pieces:
             upper = level * pypto.view(level_row("upper"), [1, head_dim], [0, 0])
@@ -96,7 +96,7 @@ class LearnedKeys(ScaledSide):
         levels = pypto.tensor([tokens, len(parts) * head_dim], pypto.DT_FP16, f"levels{head}")
         for index, values in enumerate(parts):
             pypto.assemble(pypto.cast(values, pypto.DT_FP16), [0, index * head_dim], levels)
-        scale = pypto.minimum(gamma / pypto.sqrt(kept), pypto.full([tokens, 1], LARGEST_FP16, pypto.DT_FP32))
+        scale = pypto.minimum(gamma / pypto.sqrt(norm_squares), pypto.full([tokens, 1], LARGEST_FP16, pypto.DT_FP32))
         scale = pypto.cast(scale, pypto.DT_FP16)
         pypto.set_pass_options(sg_set_scope=-1)
         return self._bytes(levels, len(parts) * head_dim, tokens), scale
@@ -108,8 +108,8 @@ class LearnedKeys(ScaledSide):
         places = pypto.view(self.domain.places, [width, nbytes], [0, 0])
         byte = pypto.matmul(levels, places, pypto.DT_FP32)
         pypto.set_vec_tile_shapes(fitting(tokens, 32), whole_lines(nbytes))
-        signed = byte - pypto.clip(byte - 127.0, 0.0, 1.0) * 256.0
-        return pypto.cast(pypto.cast(signed, pypto.DT_FP16), pypto.DT_INT8)
+        signed_byte = byte - pypto.clip(byte - 127.0, 0.0, 1.0) * 256.0
+        return pypto.cast(pypto.cast(signed_byte, pypto.DT_FP16), pypto.DT_INT8)
 
     # -- Reading -------------------------------------------------------------------------------------------------------
     def tiles(self, place, shape, scope):
@@ -128,7 +128,7 @@ class LearnedKeys(ScaledSide):
             def put(values, row, at=index):
                 pypto.assemble(values, [row, at * BLOCK], out)
 
-            restored(codes, self.side.layout, self.head_dim, put)
+            restore_centroids(codes, self.side.layout, self.head_dim, put)
             pypto.set_pass_options(sg_set_scope=-1)
         return out
 
@@ -146,8 +146,8 @@ class LearnedKeys(ScaledSide):
         group, width, head_dim = shape.group, self.side.width, self.head_dim
         for head in range(shape.num_kv_heads):
             pypto.set_vec_tile_shapes(4, group, head_dim)
-            own = pypto.cast(pypto.view(q, [rows, group, head_dim], [0, head * group, 0]), pypto.DT_FP32)
-            ready = self.products(pypto.reshape(own, [rows * group, head_dim]), head, _sixteens(rows * group))
+            head_queries = pypto.cast(pypto.view(q, [rows, group, head_dim], [0, head * group, 0]), pypto.DT_FP32)
+            ready = self.products(pypto.reshape(head_queries, [rows * group, head_dim]), head, _sixteens(rows * group))
             pypto.set_vec_tile_shapes(4, group, width)
             ready = pypto.cast(pypto.reshape(ready, [rows, group, width]), pypto.DT_FP16)
             pypto.assemble(ready, [0, head * group, 0], out)
@@ -164,7 +164,7 @@ class LearnedKeys(ScaledSide):
 # -- Restoring centroids ---------------------------------------------------------------------------------------------------
 
 
-def restored(codes, layout, head_dim, put):
+def restore_centroids(codes, layout, head_dim, put):
     """Codes [tokens, bytes] INT8 of one block -> centroids by coordinate, [width, tokens] FP16, each over its factor.
 
     They come in the parts of the layout: `put` takes one and its first row.
@@ -176,35 +176,35 @@ def restored(codes, layout, head_dim, put):
     pypto.set_vec_tile_shapes(tokens, whole_lines(nbytes))
     byte = pypto.transpose(pypto.cast(codes, pypto.DT_FP16), 0, 1)
     pypto.set_vec_tile_shapes(nbytes, tokens)
-    raised = byte * (SPAN / 256) + (SPAN / 2 + SPAN / 512)
-    middle = raised - _rounded(raised, SPAN)
+    offset_byte = byte * (SPAN / 256) + (SPAN / 2 + SPAN / 512)
+    middle = offset_byte - _round_to(offset_byte, SPAN)
     eighths, first = {}, 0
     for column in layout.columns:
         rows = units * column.nbytes
         pypto.set_vec_tile_shapes(rows, tokens)
         # Of units of two bytes every other row is the byte that is meant. The upper one is read a row further, so that
         # both lie in the same row.
-        for byte, held in enumerate(pieces(column)):
-            _unpack(pypto.view(middle, [rows, tokens], [first + byte, 0]), held, eighths)
+        for byte, byte_pieces in enumerate(pieces(column)):
+            _unpack(pypto.view(middle, [rows, tokens], [first + byte, 0]), byte_pieces, eighths)
         first += rows
     first = 0
-    for own in layout.parts(head_dim):
-        rows = units * sum(layout.strides[eighth] for eighth in own)
+    for part in layout.parts(head_dim):
+        rows = units * sum(layout.strides[eighth] for eighth in part)
         # Each eighth is made where it belongs: nothing is copied.
         pypto.set_vec_tile_shapes(rows, tokens)
-        level = pypto.concat([eighths[eighth] for eighth in own], 0) if len(own) > 1 else eighths[own[0]]
-        put((level * level + cubic_of(layout.widths[own[0]]).rise) * level, first)
+        level = pypto.concat([eighths[eighth] for eighth in part], 0) if len(part) > 1 else eighths[part[0]]
+        put((level * level + level_cubic(layout.widths[part[0]]).rise) * level, first)
         first += rows
 
 
-def _unpack(rest, held, eighths):
+def _unpack(rest, byte_pieces, eighths):
     """Split what a byte holds, from the highest bits down, into levels about their middle that span `SPAN`."""
-    for piece in reversed(held):
+    for piece in reversed(byte_pieces):
         step = SPAN * 2.0 ** (piece.shift - 8)
         if piece.shift:
-            raised = rest + step / 2
-            upper = _rounded(raised, step)
-            value, rest = upper - step / 2, raised - upper
+            offset_rest = rest + step / 2
+            upper = _round_to(offset_rest, step)
+            value, rest = upper - step / 2, offset_rest - upper
         else:
             value = rest
         if piece.bits < piece.whole and not piece.shift:
@@ -215,7 +215,7 @@ def _unpack(rest, held, eighths):
         eighths[piece.eighth] = value
 
 
-def _rounded(x, step):
+def _round_to(x, step):
     """FP16 to the next multiple of a power of two."""
     return (x + _STEPS * step) - _STEPS * step
 
@@ -238,32 +238,32 @@ def _choose(value, row):
     return k + row("most"), (m * m * row("b") + row("a")) * m
 
 
-def _nearest(levels, restored, weighted, y, tokens, head_dim):
+def _nearest(levels, centroids, weighted_centroids, y, tokens, head_dim):
     """Levels [tokens, D] of the try that lies nearest to y [tokens, D], and its `kept` [tokens, 1].
 
     Args:
         levels: [tokens, tries * D], and so are the next two.
     """
 
-    def of(values, number):
+    def try_view(values, number):
         return pypto.view(values, [tokens, head_dim], [0, number * head_dim])
 
-    level = of(levels, 0)
-    kept, fit = _kept_and_fit(of(restored, 0), of(weighted, 0), y)
+    level = try_view(levels, 0)
+    squares, fit = _squares_and_fit(try_view(centroids, 0), try_view(weighted_centroids, 0), y)
     for number in range(1, TRIES):
-        other, nearer = _kept_and_fit(of(restored, number), of(weighted, number), y)
+        other, nearer = _squares_and_fit(try_view(centroids, number), try_view(weighted_centroids, number), y)
         # 1 or 0: so large a product leaves nothing between.
         better = pypto.clip((nearer - fit) * STEEP, 0.0, 1.0)
         fit = pypto.maximum(fit, nearer)
-        kept = kept * (1.0 - better) + other * better
-        level = level + (of(levels, number) - level) * better
-    return level, kept
+        squares = squares * (1.0 - better) + other * better
+        level = level + (try_view(levels, number) - level) * better
+    return level, squares
 
 
-def _kept_and_fit(restored, weighted, y):
-    along = pypto.sum(weighted * y, dim=-1, keepdim=True)
-    kept = pypto.sum(weighted * restored, dim=-1, keepdim=True)
-    return kept, along * along / kept
+def _squares_and_fit(centroids, weighted_centroids, y):
+    inner = pypto.sum(weighted_centroids * y, dim=-1, keepdim=True)
+    squares = pypto.sum(weighted_centroids * centroids, dim=-1, keepdim=True)
+    return squares, inner * inner / squares
 
 
 # -- Sizes -----------------------------------------------------------------------------------------------------------------

@@ -60,10 +60,10 @@ def hidden_norm(hidden, weight, width, eps):
     return pypto.cast(rms_norm(_fp32(hidden), _fp32(weight), width, eps), pypto.DT_BF16)
 
 
-def norm_behind(projected, weight, width, eps):
+def norm_update(update, weight, width, eps):
     """What a mixer or an MLP gives, [rows, width] FP32, normed before it is added; FP32."""
     _tile_for_norm(width)
-    return rms_norm(projected, _fp32(weight), width, eps)
+    return rms_norm(update, _fp32(weight), width, eps)
 
 
 def head_norm(x, weight, heads, head_dim, eps):
@@ -97,13 +97,13 @@ def heads_per_tile(heads):
     return 8 if heads % 8 == 0 else next(count for count in range(_MOST_HEADS, 0, -1) if heads % count == 0)
 
 
-def residual(projected, hidden, tiles):
+def residual(update, hidden, tiles):
     """projected FP32 + hidden BF16, rounded once to BF16."""
     tiles.elementwise()
-    return pypto.cast(projected + pypto.cast(hidden, pypto.DT_FP32), pypto.DT_BF16)
+    return pypto.cast(update + pypto.cast(hidden, pypto.DT_FP32), pypto.DT_BF16)
 
 
-def _activated(gate, activation):
+def _activate(gate, activation):
     """`silu` of gate, FP32: x sigmoid(x); or `gelu_tanh`, GELU by its tanh: x sigmoid(2 sqrt(2/pi) (x + 0.044715 x**3))."""
     if activation == "silu":
         return gate / (pypto.exp(gate * -1.0) + 1.0)
@@ -117,5 +117,5 @@ def gated_mlp(hidden, norm_weight, gate_proj, up_proj, down_proj, width, eps, ti
     gate = tiles.project(x, gate_proj)
     up = tiles.project(x, up_proj)
     tiles.elementwise()
-    product = pypto.cast(_activated(gate, activation) * up, pypto.DT_BF16)
+    product = pypto.cast(_activate(gate, activation) * up, pypto.DT_BF16)
     return tiles.project(product, down_proj)

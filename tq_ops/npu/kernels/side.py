@@ -58,7 +58,7 @@ class CacheSide:
         query_dtype: of queries as the cube takes them beside the tiles.
     """
 
-    kept_dtype = query_dtype = pypto.DT_BF16
+    buffer_dtype = query_dtype = pypto.DT_BF16
     by_token = True
 
     def __init__(self, side, vectors, scales, domain, keeps=False):
@@ -84,11 +84,11 @@ class CacheSide:
             room.append(pypto.tensor([count, 1], DTYPES[scales.dtype], f"{name}_{scales.field}"))
         return room
 
-    def store(self, x, tokens, kv_heads, new, back):
+    def store(self, x, tokens, kv_heads, new, cos_sin):
         """Fill `new`, of `room`, with what is stored of x [tokens, Hkv, D] FP32.
 
         Args:
-            back: [tokens, D] FP32, by what keys by stretches are turned; None for all others.
+            cos_sin: [tokens, D] FP32, by what keys by stretches are turned; None for all others.
         """
         count = tokens * kv_heads
         for field, values in zip(new, self.quantize(pypto.reshape(x, [count, self.head_dim]), count), strict=True):
@@ -98,7 +98,7 @@ class CacheSide:
         """What is stored of x [count, D] FP32, one tensor for each of `room`."""
         raise NotImplementedError
 
-    def row_of(self, token, head, tokens, kv_heads):
+    def vector_row(self, token, head, tokens, kv_heads):
         """Row of `new` in which a token's vector of a head lies: the heads of a token one after the other."""
         return token * kv_heads + head
 
@@ -115,7 +115,7 @@ class CacheSide:
         block = slot // BLOCK
         offset = slot % BLOCK
         for head in range(kv_heads):
-            vector = self.row_of(row, head, new[0].shape[0] // kv_heads, kv_heads)
+            vector = self.vector_row(row, head, new[0].shape[0] // kv_heads, kv_heads)
             tile = block * kv_heads + head
             values = pypto.view(new[0], [1, vectors.width], [vector, 0])
             pypto.assemble(pypto.clone(values), [tile * BLOCK + offset, 0], self.stored_vectors)
@@ -133,11 +133,11 @@ class CacheSide:
         return self._rows(self.stored_scales, self.side.scales, place, head, shape, name)
 
     @staticmethod
-    def _rows(stored, field, place, head, shape, name):
+    def _rows(buffer, field, place, head, shape, name):
         rows = pypto.tensor([shape.step_tokens, field.width], DTYPES[field.dtype], f"{name}{head}")
         for index in range(shape.step_tokens // BLOCK):
             row = (place.tile(index, shape) + head) * BLOCK
-            pypto.assemble(pypto.view(stored, [BLOCK, field.width], [row, 0]), [index * BLOCK, 0], rows)
+            pypto.assemble(pypto.view(buffer, [BLOCK, field.width], [row, 0]), [index * BLOCK, 0], rows)
         return rows
 
     def tiles(self, place, shape, scope):
@@ -212,13 +212,13 @@ class CacheSide:
         """
         return
 
-    def finish(self, value, beside=None):
+    def finish(self, value, window_value=None):
         """What queries of a KV head attended to, [rows, D] FP32 -> BF16 in the model's own domain; once a query.
 
         Args:
-            beside: the same of tokens in BF16, in that domain already.
+            window_value: the same of tokens in BF16, in that domain already.
         """
-        return pypto.cast(value if beside is None else value + beside, pypto.DT_BF16)
+        return pypto.cast(value if window_value is None else value + window_value, pypto.DT_BF16)
 
 
 class ScaledSide(CacheSide):
@@ -246,7 +246,7 @@ class RotatedSide(CacheSide):
     query_dtype = pypto.DT_FP16
 
     @property
-    def kept_dtype(self):
+    def buffer_dtype(self):
         return pypto.DT_BF16 if self.keeps else pypto.DT_FP16
 
     def query(self, values):
@@ -258,13 +258,13 @@ class RotatedSide(CacheSide):
     def query_rows(self, query, rows):
         return rotate_queries(query, self.domain.rotation_fp16, rows)
 
-    def finish(self, value, beside=None):
+    def finish(self, value, window_value=None):
         half = pypto.cast(value, pypto.DT_FP16)
-        if beside is None:
+        if window_value is None:
             return unrotate(half, self.domain.rotation_fp16)
         plain = unrotate(half, self.domain.rotation_fp16, pypto.DT_FP32)
         pypto.set_vec_tile_shapes(16, self.head_dim)
-        return pypto.cast(plain + beside, pypto.DT_BF16)
+        return pypto.cast(plain + window_value, pypto.DT_BF16)
 
 
 class Plain(CacheSide):

@@ -10,29 +10,29 @@ import pypto
 from haarkv.tq_ops.npu.kernels.learned import LearnedKeys
 from haarkv.tq_ops.npu.kernels.side import DTYPES, Domain, Plain
 from haarkv.tq_ops.npu.kernels.tq4 import Packed, SeedBytes
-from haarkv.tq_ops.npu.kernels.turned import TurnedKeys
+from haarkv.tq_ops.npu.kernels.turned import ShiftedKeys
 from haarkv.tq_ops.npu.sides import BF16, PUBLISHED, TQ4
 
 _KERNELS = {TQ4.name: Packed, PUBLISHED.name: SeedBytes, BF16.name: Plain}
 
 
-def kernel_of(side):
+def side_kernel(side):
     """The class of a `Side`'s `CacheSide`."""
     if side.layout:
-        return TurnedKeys if side.turning else LearnedKeys
+        return ShiftedKeys if side.turning else LearnedKeys
     return _KERNELS[side.name]
 
 
-def parameter(stored):
+def parameter(field):
     """The type of a program's parameter that is a `Stored` field."""
-    return pypto.Tensor([pypto.DYNAMIC, stored.width], DTYPES[stored.dtype])
+    return pypto.Tensor([pypto.DYNAMIC, field.width], DTYPES[field.dtype])
 
 
 def build(program: Any, options: dict[str, Any]) -> Any:
     """The jit-decorated kernel of a `StoreProgram`: tiles of `program.rows` tokens."""
     rows, kv_heads, head_dim = program.rows, program.num_kv_heads, program.k.head_dim
     side_k, side_v = program.k, program.v
-    kernel_k, kernel_v = kernel_of(side_k), kernel_of(side_v)
+    kernel_k, kernel_v = side_kernel(side_k), side_kernel(side_v)
     count = rows * kv_heads
 
     @pypto.frontend.jit(**options)

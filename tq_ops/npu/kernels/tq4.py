@@ -27,7 +27,7 @@ _SIXTEENS = 24576.0
 # With x = _STEP * distance, rounded to FP16 like every step, x**9 + a x**7 + b x**5 + c x**3 + d x is the FP16 of each of the
 # 16 centroids of a head_dim of 128. Found by trial; tests/tq_ops/npu/test_npu_look_up.py tries every byte.
 _STEP = 0.09613037109375
-_FITTED = 128
+_FITTED_HEAD_DIM = 128
 _POLYNOMIAL = (-0.50732421875, 0.1917724609375, 0.08740234375, 0.2359619140625)
 
 
@@ -49,9 +49,11 @@ class Book:
 @cache
 def book(head_dim):
     """The `Book` of a head_dim."""
-    found = READS.built_in(head_dim)
-    below = torch.tensor(found.boundaries).nextafter(torch.tensor(-torch.inf))
-    return Book(tuple(found.centroids), tuple(STEEP * number for number in below.tolist()), (_FITTED / head_dim) ** 0.5)
+    description = READS.built_in(head_dim)
+    below = torch.tensor(description.boundaries).nextafter(torch.tensor(-torch.inf))
+    return Book(
+        tuple(description.centroids), tuple(STEEP * number for number in below.tolist()), (_FITTED_HEAD_DIM / head_dim) ** 0.5
+    )
 
 
 def vectors_per_tile(count, head_dim):
@@ -111,18 +113,18 @@ def quantize(x, rotation, vectors, head_dim):
     pypto.set_vec_tile_shapes(rows, half)
     # The byte as a signed number: high levels from 8 on set the sign bit. `where` takes scalars alone: given a view into a
     # wider tile, the device's headers would read it with the width of the result.
-    signed = high - pypto.where(pypto.ge(high, 8.0), 16.0, 0.0)
-    return pypto.cast(pypto.cast(signed * 16.0 + low, pypto.DT_FP16), pypto.DT_INT8), pypto.cast(scale, pypto.DT_FP16)
+    signed_high = high - pypto.where(pypto.ge(high, 8.0), 16.0, 0.0)
+    return pypto.cast(pypto.cast(signed_high * 16.0 + low, pypto.DT_FP16), pypto.DT_INT8), pypto.cast(scale, pypto.DT_FP16)
 
 
 def rotated_levels(unit, rotation, vectors, head_dim):
     """Vectors of norm 1, [vectors, D] FP32 -> `level = #{b : bf16(unit) @ rotation >= b}`, FP32 too."""
     cube = min(vectors, 128)
     pypto.set_cube_tile_shapes([cube, cube], square_tile(head_dim), square_tile(head_dim))
-    return levels_of(pypto.matmul(pypto.cast(unit, pypto.DT_BF16), rotation, pypto.DT_FP32), book(head_dim).steps)
+    return count_levels(pypto.matmul(pypto.cast(unit, pypto.DT_BF16), rotation, pypto.DT_FP32), book(head_dim).steps)
 
 
-def levels_of(x, steps):
+def count_levels(x, steps):
     """`#{b : x >= b}`, FP32. Arithmetic, for a select costs the device a dozen instructions a row.
 
     Args:
@@ -174,9 +176,9 @@ def restore(blocks, put):
     pypto.set_vec_tile_shapes(count * lines, LINE)
     byte = (pypto.concat(values, 0) if count > 1 else values[0]) - 7.5
     upper = (byte + _SIXTEENS) - _SIXTEENS
-    shifted = upper + 8.0
-    side = pypto.clip(shifted, -8.0, 8.0)
-    for column, distance in ((0, byte - upper), (half, shifted * 0.0625 - side)):
+    offset_upper = upper + 8.0
+    side = pypto.clip(offset_upper, -8.0, 8.0)
+    for column, distance in ((0, byte - upper), (half, offset_upper * 0.0625 - side)):
         pypto.set_vec_tile_shapes(count * lines, LINE)
         centroid = _centroid(distance)
         whole = centroid if half == LINE else pypto.reshape(centroid, [count * tokens, half])
@@ -227,8 +229,8 @@ class SeedBytes(RotatedSide):
             norm = self.gather_scales(place, head, shape, "norm")
             value = _centroids(codes, book(self.head_dim).centroids)
             scale = pypto.rsqrt(pypto.sum(value * value, dim=-1, keepdim=True) + SEED_EPS) * norm
-            rounded = pypto.cast(value * scale, pypto.DT_BF16)
-            out.append(pypto.cast(pypto.cast(rounded, pypto.DT_FP32), pypto.DT_FP16))
+            bf16_values = pypto.cast(value * scale, pypto.DT_BF16)
+            out.append(pypto.cast(pypto.cast(bf16_values, pypto.DT_FP32), pypto.DT_FP16))
         return out
 
 

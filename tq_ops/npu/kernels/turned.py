@@ -14,7 +14,7 @@ from haarkv.tq_ops.npu.kernels.learned import VECTORS, LearnedKeys, fitting
 from haarkv.tq_ops.npu.learned import MEAN
 
 
-class TurnedKeys(LearnedKeys):
+class ShiftedKeys(LearnedKeys):
     """`LearnedKeys` of stretches. Queries stay as they are until a step of keys says by how much they are turned."""
 
     query_dtype = pypto.DT_BF16
@@ -23,9 +23,9 @@ class TurnedKeys(LearnedKeys):
     def query_width(self):
         return self.head_dim
 
-    def as_stored(self, x, back, tokens):
+    def as_stored(self, x, cos_sin, tokens):
         """In FP32, as the reference turns them: the same bytes follow."""
-        return turned_back(x, back, 0, tokens, fitting(tokens, VECTORS))
+        return undo_shift(x, cos_sin, 0, tokens, fitting(tokens, VECTORS))
 
     def room_for_queries(self, q, rows, heads):
         return q
@@ -46,36 +46,36 @@ class TurnedKeys(LearnedKeys):
         """
         parts = max(1, shape.step_tokens // STRETCH)
         part_shape = replace(shape, step_tokens=shape.step_tokens // parts)
-        queries_of, of_mean = self._turned(queries, parts, place, head, shape)
+        stretch_queries, mean_logits = self._shifted_queries(queries, parts, place, head, shape)
         rows, width, tokens = shape.queries, self.side.width, part_shape.step_tokens
-        found = []
+        logits = []
         for part in range(parts):
-            own = pypto.view(queries_of, [rows, width], [part * rows, 0])
+            part_queries = pypto.view(stretch_queries, [rows, width], [part * rows, 0])
             keys = pypto.view(tile, [width, tokens], [0, part * tokens])
-            scales_of = pypto.view(scales, [shape.heads_at_once, tokens], [0, part * tokens])
-            found.append(super().scores(own, keys, scales_of, place, head, part_shape) + of_mean[part])
+            part_scales = pypto.view(scales, [shape.heads_at_once, tokens], [0, part * tokens])
+            logits.append(super().scores(part_queries, keys, part_scales, place, head, part_shape) + mean_logits[part])
         pypto.set_vec_tile_shapes(16, shape.step_tokens)
-        return pypto.concat(found, 1) if parts > 1 else found[0]
+        return pypto.concat(logits, 1) if parts > 1 else logits[0]
 
-    def _turned(self, queries, parts, place, head, shape):
+    def _shifted_queries(self, queries, parts, place, head, shape):
         """Queries [parts * M, width] FP16 as the cube takes them beside each stretch of a step, and the mean's logits."""
         rows, kv_head, head_dim = shape.queries, place.head + head, self.head_dim
         first = place.block // (STRETCH // BLOCK)
-        turned = pypto.tensor([parts * rows, head_dim], pypto.DT_FP32, f"turned{head}")
+        stretch_queries = pypto.tensor([parts * rows, head_dim], pypto.DT_FP32, f"turned{head}")
         mean = pypto.view(self.domain.numbers, [1, head_dim], [MEAN * shape.num_kv_heads + kv_head, 0])
         pypto.set_vec_tile_shapes(16, head_dim)
         plain = pypto.cast(queries, pypto.DT_FP32)
-        of_mean = []
+        mean_logits = []
         for part in range(parts):
-            own = turned_back(plain, self.domain.turns, first + part, 1, 16)
-            of_mean.append(pypto.sum(own * mean, dim=-1, keepdim=True) * shape.softmax_scale)
-            pypto.assemble(own, [part * rows, 0], turned)
-        products = self.products(turned, kv_head, 16)
+            part_queries = undo_shift(plain, self.domain.turns, first + part, 1, 16)
+            mean_logits.append(pypto.sum(part_queries * mean, dim=-1, keepdim=True) * shape.softmax_scale)
+            pypto.assemble(part_queries, [part * rows, 0], stretch_queries)
+        products = self.products(stretch_queries, kv_head, 16)
         pypto.set_vec_tile_shapes(16, self.side.width)
-        return pypto.cast(products, pypto.DT_FP16), of_mean
+        return pypto.cast(products, pypto.DT_FP16), mean_logits
 
 
-def turned_back(x, table, row, count, tile):
+def undo_shift(x, table, row, count, tile):
     """x [n, D] FP32 turned back by angles in rows of a table [.., D] FP32, cos and then sin.
 
     Args:

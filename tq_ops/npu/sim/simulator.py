@@ -26,7 +26,7 @@ from torch import Tensor
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.npu.folders import refusal
 from haarkv.tq_ops.npu.program import Program
-from haarkv.tq_ops.npu.versions import installed, unsimulated
+from haarkv.tq_ops.npu.versions import find_installation, unsimulated_reason
 from haarkv.tq_ops.output_files import TemporaryFolder
 
 
@@ -85,7 +85,7 @@ class SimulatorError(InputError):
 
 def unavailable() -> str | None:
     """None, or in one sentence why nothing can be simulated here."""
-    if reason := unsimulated(installed()):
+    if reason := unsimulated_reason(find_installation()):
         return reason
     missing = [tool for tool in ("cmake", "make", "g++") if shutil.which(tool) is None]
     if missing:
@@ -150,29 +150,29 @@ class Simulator:
         Raises:
             SimulatorError: it did not compile or run, or an output was not filled.
         """
-        stored = [self._constants[t] if t in self._constants else self._store(t) for t in tensors]
+        files = [self._constants[t] if t in self._constants else self._store(t) for t in tensors]
         try:
-            answer = self._call(Request(program, mode, tuple(stored)))
+            answer = self._call(Request(program, mode, tuple(files)))
             if "error" in answer:
                 everything = f"{answer['trace']}\n\n{self._log()}"
                 self._stop()  # after a refusal PyPTO takes the next program for one nested in this
                 raise SimulatorError(refusal(program.name, program.name, answer["error"], everything))
             if mode is Mode.NUMBERS:
-                self._take_outputs(program, tensors, stored, answer)
+                self._take_outputs(program, tensors, files, answer)
         finally:
-            for file in stored:
+            for file in files:
                 if not file.constant:
                     Path(file.path).unlink(missing_ok=True)
         return Execution(answer["seconds"], answer["sources"])
 
     def _take_outputs(
-        self, program: Program, tensors: Sequence[Tensor], stored: Sequence[StoredTensor], answer: dict[str, Any]
+        self, program: Program, tensors: Sequence[Tensor], files: Sequence[StoredTensor], answer: dict[str, Any]
     ) -> None:
         outputs = [index for index, argument in enumerate(program.arguments) if argument.output]
         if set(outputs) != set(answer["filled"]):
             raise SimulatorError(f"{program.name}: the interpreter left outputs unwritten: {answer['report'][-500:]}")
         for index in outputs:
-            tensors[index].copy_(stored[index].map())
+            tensors[index].copy_(files[index].map())
 
     def _store(self, tensor: Tensor, *, constant: bool = False) -> StoredTensor:
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
@@ -184,7 +184,7 @@ class Simulator:
         return file
 
     def _call(self, request: Request) -> dict[str, Any]:
-        connection = self._connected()
+        connection = self._connect()
         try:
             connection.send(request)
             answer: dict[str, Any] = connection.recv()
@@ -199,7 +199,7 @@ class Simulator:
             raise
         return answer
 
-    def _connected(self) -> Connection:
+    def _connect(self) -> Connection:
         if self._connection is None:
             ours, theirs = Pipe()
             work = self._folder / "work"

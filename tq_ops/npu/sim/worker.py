@@ -67,9 +67,9 @@ def built_calculator() -> Path:
                 f"-DPY3_MOD_TORCH_ROOT_PATH={torch_context.torch_root_dir} "
                 f"-DPY3_MOD_TORCH_C_GLIBCXX_USE_CXX11_ABI={torch_context.torch_c_use_cxx11_abi}"
             )
-            built = cmake.compile(ctx=context) / "lib" / library.name
+            library_file = cmake.compile(ctx=context) / "lib" / library.name
             half = library.with_suffix(f".{os.getpid()}")
-            shutil.copyfile(built, half)
+            shutil.copyfile(library_file, half)
             half.replace(library)
     return library
 
@@ -111,8 +111,8 @@ def _kernel(program: Program, mode: Mode) -> Kernel:
 
 
 @cache
-def _constant(stored: StoredTensor) -> torch.Tensor:
-    return stored.map()
+def _constant(tensor_file: StoredTensor) -> torch.Tensor:
+    return tensor_file.map()
 
 
 def _run(request: Request) -> dict[str, Any]:
@@ -153,10 +153,10 @@ def _collect(folder: Path, request: Request, tensors: list[torch.Tensor], result
         with brief.open(encoding="utf-8") as file:
             for row in DictReader(file):
                 index = int(row["ioflag"].removeprefix("output"))
-                dumped = brief.parent / "tensor_graph" / row["outputTensor"]
-                if row["passName"] == "tensor_graph" and request.mode is Mode.NUMBERS and dumped.is_file():
+                dump = brief.parent / "tensor_graph" / row["outputTensor"]
+                if row["passName"] == "tensor_graph" and request.mode is Mode.NUMBERS and dump.is_file():
                     count = tensors[index].numel()
-                    values = torch.from_file(str(dumped), size=count, dtype=_DTYPES[row["outputDtype"]])
+                    values = torch.from_file(str(dump), size=count, dtype=_DTYPES[row["outputDtype"]])
                     tensors[index].copy_(values.view(tensors[index].shape))
                     result["filled"].append(index)
         exceptions = brief.parent / "verify_exception.log"

@@ -19,16 +19,16 @@ from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration
 from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.calibration_file import calibration_of
+from haarkv.tq_ops.kv.calibration_file import make_calibration
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
-from haarkv.tq_ops.words import counted
-from haarkv.validation.layers.forced import Forced
-from haarkv.validation.layers.forward import Forward, MadeLayer, Schedule
-from haarkv.validation.layers.parts import Stored, load
+from haarkv.tq_ops.words import count_noun
+from haarkv.validation.layers.forced import TeacherForced
+from haarkv.validation.layers.forward import Forward, LayerRecord, Schedule
+from haarkv.validation.layers.parts import Snapshot, load
 from haarkv.validation.layers.reference import Reference
 from haarkv.validation.layers.report import Report, Verdict, first
 from haarkv.validation.layers.runner import validate_layer
-from haarkv.validation.layers.trial import Outcome, Run, Trial
+from haarkv.validation.layers.trial import CandidateRunner, Outcome, Run
 
 Make = Callable[[DecoderModel, KVPlan], Executor]
 """Makes an executor of a model and a plan."""
@@ -61,7 +61,7 @@ class LayerCase:
     sink: int
     basis: Basis | None
     hidden: Tensor
-    before: Stored
+    before: Snapshot
     counts: tuple[int, ...]
     lengths: tuple[int, ...]
     phase: str
@@ -76,7 +76,7 @@ class LayerCase:
     def plan(self) -> KVPlan:
         """Of a cache of so many layers, each in this layer's formats."""
         layers = self.config.num_layers
-        calibration = calibration_of((self.basis,) * layers) if self.basis else None
+        calibration = make_calibration((self.basis,) * layers) if self.basis else None
         return KVSpec(self.kv, self.tail, self.sink, calibration=calibration).plan(layers)
 
     @cached_property
@@ -85,7 +85,7 @@ class LayerCase:
         embedding = self.hidden.new_zeros(self.config.vocab_size, self.config.hidden_size)
         norm = self.hidden.new_ones(self.config.hidden_size)
         weights = Weights(embedding, (self.weights,) * self.config.num_layers, norm, embedding)
-        return DecoderModel.of(self.config, weights)
+        return DecoderModel.from_weights(self.config, weights)
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -116,8 +116,8 @@ class LayerCase:
         config, width = self.config, self.config.common.mlp.width
         sequences, heads = len(self.lengths), config.heads.num_kv_heads
         return (
-            f"layer {self.index}, {counted(self.tokens, 'token')} of {counted(sequences, 'sequence')} "
-            f"(context {max(self.lengths)}), {counted(heads, 'KV head')} for {config.heads.num_heads}, "
+            f"layer {self.index}, {count_noun(self.tokens, 'token')} of {count_noun(sequences, 'sequence')} "
+            f"(context {max(self.lengths)}), {count_noun(heads, 'KV head')} for {config.heads.num_heads}, "
             f"hidden {config.hidden_size}, intermediate {width}"
         )
 
@@ -142,27 +142,27 @@ def capture(
     if shape is None or shape.window is not None:
         raise InputError(f"layer {finding.layer} has a sliding window or no K and V; a replay file holds layers that keep all")
     schedule = Schedule(prompts, steps, plan)
-    trusted = Reference(reference, model, schedule.new_cache(model))
-    found: list[LayerCase] = []
+    reference_run = Reference(reference, model, schedule.new_cache(model))
+    cases: list[LayerCase] = []
 
-    def logits_of(forward: Forward) -> Tensor | None:
+    def run_forward(forward: Forward) -> Tensor | None:
         hidden = model.embed(forward.token_ids)
         for index in range(model.config.num_layers):
-            made = trusted.layer(index, hidden, forward)
+            record = reference_run.layer(index, hidden, forward)
             if (forward.phase, forward.step, index) == (finding.phase, finding.step, finding.layer):
-                found.append(_case(model, plan, index, forward, made, calibration))
+                cases.append(_case(model, plan, index, forward, record, calibration))
                 return None
-            hidden = made.hidden_out
-        return model.head(hidden[forward.predicted], trusted.ops)
+            hidden = record.hidden_out
+        return model.head(hidden[forward.logit_rows], reference_run.ops)
 
-    schedule.run(schedule.paging(), logits_of)
-    if found:
-        return found[0]
+    schedule.run(schedule.paging(), run_forward)
+    if cases:
+        return cases[0]
     raise InputError(f"there is no {finding.phase} {finding.step} of layer {finding.layer}")
 
 
 def _case(
-    model: DecoderModel, plan: KVPlan, index: int, forward: Forward, made: MadeLayer, calibration: Calibration | None
+    model: DecoderModel, plan: KVPlan, index: int, forward: Forward, record: LayerRecord, calibration: Calibration | None
 ) -> LayerCase:
     kv, basis = formats.describe(*plan.layers[index]), None
     if calibration and is_learned(kv):
@@ -171,8 +171,8 @@ def _case(
     config = replace(model.config, layers=layers, vocab_size=VOCABULARY, tied=True)
     counts, lengths = tuple(forward.batch.query_start_loc.diff().tolist()), tuple(forward.batch.seq_lens.tolist())
     places = counts, lengths, forward.phase, forward.step
-    case = LayerCase(config, model.weights.layers[index], kv, plan.recent, plan.sink, basis, made.hidden_in, {}, *places)
-    return replace(case, before=moved(made.before, forward.batch, range(len(counts)), case.batch))
+    case = LayerCase(config, model.weights.layers[index], kv, plan.recent, plan.sink, basis, record.hidden_in, {}, *places)
+    return replace(case, before=relocate_fields(record.before, forward.batch, range(len(counts)), case.batch))
 
 
 def is_learned(kv: str) -> bool:
@@ -180,38 +180,38 @@ def is_learned(kv: str) -> bool:
     return any(part.split("=")[-1] not in formats.names() for part in kv.split(","))
 
 
-def moved(before: Stored, old: Batch, rows: Sequence[int], new: Batch) -> Stored:
+def relocate_fields(before: Snapshot, old: Batch, rows: Sequence[int], new: Batch) -> Snapshot:
     """A layer's cache in which the blocks and rows of some sequences are where those of another batch are; else zeros.
 
     Args:
         old, rows: the batch whose places they have, and which of its sequences they are.
         new: has their beginnings, one after the other.
     """
-    there = new.block_table >= 0
-    blocks = new.block_table[there].long(), old.block_table[list(rows), : there.shape[1]][there].long()
-    owned = new.rows, old.rows[list(rows)]
+    used_slots = new.block_table >= 0
+    blocks = new.block_table[used_slots].long(), old.block_table[list(rows), : used_slots.shape[1]][used_slots].long()
+    row_pair = new.rows, old.rows[list(rows)]
 
-    def picked(tensor: Tensor, to: Tensor, at: Tensor) -> Tensor:
-        found = tensor.new_zeros(1 + int(there.sum()), *tensor.shape[1:])
-        found[to] = tensor[at]
-        return found
+    def scatter_rows(tensor: Tensor, to: Tensor, at: Tensor) -> Tensor:
+        target = tensor.new_zeros(1 + int(used_slots.sum()), *tensor.shape[1:])
+        target[to] = tensor[at]
+        return target
 
     return {
-        part: {name: picked(tensor, *(blocks if part in ("k", "v") else owned)) for name, tensor in fields.items()}
+        part: {name: scatter_rows(tensor, *(blocks if part in ("k", "v") else row_pair)) for name, tensor in fields.items()}
         for part, fields in before.items()
     }
 
 
 # -- Running it --------------------------------------------------------------------------------------------------------
-def _reference(case: LayerCase, make: Make) -> tuple[Reference, MadeLayer]:
+def _reference(case: LayerCase, make: Make) -> tuple[Reference, LayerRecord]:
     """The reference on a case, and what it makes of it."""
     reference = Reference(make(case.model, case.plan), case.model, case.schedule.new_cache(case.model))
     load(reference.cache, case.index, case.before)
-    return reference, reference.layer(case.index, case.hidden, forward_of(case))
+    return reference, reference.layer(case.index, case.hidden, case_forward(case))
 
 
 @torch.inference_mode()
-def expected(case: LayerCase, make: Make) -> MadeLayer:
+def expected(case: LayerCase, make: Make) -> LayerRecord:
     """What the reference makes of it.
 
     Raises:
@@ -221,18 +221,18 @@ def expected(case: LayerCase, make: Make) -> MadeLayer:
 
 
 @torch.inference_mode()
-def judged(case: LayerCase, reference: Make, candidate: Make) -> Report:
+def judge_case(case: LayerCase, reference: Make, candidate: Make) -> Report:
     """Hold an executor against the reference on this layer alone.
 
     Raises:
         InputError: as `validate`.
     """
     pair = reference(case.model, case.plan), candidate(case.model, case.plan)
-    return validate_layer(*pair, case.model, case.plan, case.index, case.hidden, case.before, forward_of(case))
+    return validate_layer(*pair, case.model, case.plan, case.index, case.hidden, case.before, case_forward(case))
 
 
 @torch.inference_mode()
-def require_expected(case: LayerCase, theirs: MadeLayer, make: Make) -> None:
+def require_expected(case: LayerCase, theirs: LayerRecord, make: Make) -> None:
     """Refuse a reference that does not make here what it made where the case was written.
 
     Args:
@@ -242,9 +242,9 @@ def require_expected(case: LayerCase, theirs: MadeLayer, make: Make) -> None:
         InputError: with what differs, and by how much.
     """
     reference, ours = _reference(case, make)
-    forced = Forced(reference, Trial(make(case.model, case.plan), reference.cache), None)
-    run = Run(Outcome(theirs.hidden_out), {}, theirs.stored)
-    wrong = first(forced.judge(ours, run, forced.null(ours)).verdicts)
+    teacher = TeacherForced(reference, CandidateRunner(make(case.model, case.plan), reference.cache), None)
+    run = Run(Outcome(theirs.hidden_out), {}, theirs.new_fields)
+    wrong = first(teacher.judge(ours, run, teacher.null(ours)).verdicts)
     if wrong is not None and wrong.fails:
         raise InputError(
             f"the reference makes another {wrong.stage} here than where the file was written: {wrong.detail}; "
@@ -252,7 +252,7 @@ def require_expected(case: LayerCase, theirs: MadeLayer, make: Make) -> None:
         )
 
 
-def forward_of(case: LayerCase) -> Forward:
+def case_forward(case: LayerCase) -> Forward:
     """Its forward; of the tokens only their places are known."""
     return Forward(case.phase, case.step, torch.zeros(case.tokens, dtype=torch.int64), case.batch)
 
@@ -287,7 +287,7 @@ def failing_case(runs: Sequence[OneRun]) -> tuple[LayerCase, OneRun, Verdict]:
         raise InputError("no layer failed")
     reference, candidate = run.make
     case = capture(reference(run.model, run.plan), run.model, run.prompts, run.steps, run.plan, finding, run.calibration)
-    again = judged(case, reference, candidate).first_divergence
+    again = judge_case(case, reference, candidate).first_divergence
     if again is None or (again.stage, again.reason) != (finding.stage, finding.reason):
         raise InputError(
             f"what was found at {finding.stage} of layer {finding.layer} does not show when that layer runs alone"

@@ -24,22 +24,22 @@ from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, 
 from haarkv.models.gguf_file import block_type_named
 from haarkv.models.rope import LinearScaling, Llama3Scaling, YarnScaling
 from haarkv.models.tensors import LayerWeights
-from haarkv.models.weights import tensors_of
+from haarkv.models.weights import layer_weight_specs
 from haarkv.tq_ops import artifact, formats
 from haarkv.tq_ops.artifact import REPLAY
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.input_files import parse_json
-from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KEPT_CHUNK, blocks_for
-from haarkv.tq_ops.weight import Blocks, Weight, memory_of, rounding_to
-from haarkv.validation.layers.forward import MadeLayer
-from haarkv.validation.layers.parts import Stored
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, WINDOW_CHUNK, blocks_for
+from haarkv.tq_ops.weight import Blocks, Weight, backing_tensor, rounding_to
+from haarkv.validation.layers.forward import LayerRecord
+from haarkv.validation.layers.parts import Snapshot
 from haarkv.validation.layers.replay.case import (
     VOCABULARY,
     LayerCase,
     OneRun,
+    case_forward,
     expected,
     failing_case,
-    forward_of,
     is_learned,
 )
 
@@ -60,14 +60,14 @@ class ReplayFile:
     """
 
     case: LayerCase
-    made: MadeLayer
+    record: LayerRecord
     finding: Mapping[str, Any]
     reference: str
     candidate: str
     versions: Mapping[str, str]
 
 
-def replay_of(runs: Sequence[OneRun], versions: Mapping[str, str]) -> ReplayFile:
+def build_replay_file(runs: Sequence[OneRun], versions: Mapping[str, str]) -> ReplayFile:
     """The first failure of some runs.
 
     Args:
@@ -77,7 +77,7 @@ def replay_of(runs: Sequence[OneRun], versions: Mapping[str, str]) -> ReplayFile
     """
     case, run, finding = failing_case(runs)
     names = run.report.reference, run.report.candidate
-    return ReplayFile(case, expected(case, run.make[0]), finding.described(), *names, versions)
+    return ReplayFile(case, expected(case, run.make[0]), finding.as_dict(), *names, versions)
 
 
 def save(path: Path, file: ReplayFile) -> None:
@@ -87,11 +87,11 @@ def save(path: Path, file: ReplayFile) -> None:
         InputError: it cannot be written.
     """
     case = file.case
-    tensors = {name: tensor.cpu().clone() for name, tensor in _tensors(case, file.made).items()}
+    tensors = {name: tensor.cpu().clone() for name, tensor in _tensors(case, file.record).items()}
     blocks = {field: weight for field, _, weight in case.weights.named() if isinstance(weight, Blocks)}
     metadata = {
         "blocks": json.dumps({field: weight.type.name for field, weight in blocks.items()}),
-        "config": json.dumps(_described(case.config), sort_keys=True),
+        "config": json.dumps(_config_values(case.config), sort_keys=True),
         "kv": case.kv,
         "tail": "" if case.tail is None else str(case.tail),
         "sink": str(case.sink),
@@ -108,18 +108,22 @@ def save(path: Path, file: ReplayFile) -> None:
     artifact.write(path, REPLAY, metadata, tensors)
 
 
-def _tensors(case: LayerCase, made: MadeLayer) -> dict[str, Tensor]:
-    found = {"hidden": case.hidden, "expected.hidden": made.hidden_out, "expected.k": made.k, "expected.v": made.v}
+def _tensors(case: LayerCase, record: LayerRecord) -> dict[str, Tensor]:
+    tensors = {"hidden": case.hidden, "expected.hidden": record.hidden_out, "expected.k": record.k, "expected.v": record.v}
     for field, _, weight in case.weights.named():
-        found[f"weights.{field}"] = memory_of(weight)
+        tensors[f"weights.{field}"] = backing_tensor(weight)
         if isinstance(weight, Blocks):
             scales = {"rows": weight.row_scales, "columns": weight.column_scales}
-            found |= {f"weights.{field}.{axis}": scale for axis, scale in scales.items() if scale is not None}
-    for where, stored in (("before", case.before), ("expected", made.stored)):
-        found |= {f"{where}.{side}.{name}": tensor for side, kept in stored.items() for name, tensor in kept.items()}
+            tensors |= {f"weights.{field}.{axis}": scale for axis, scale in scales.items() if scale is not None}
+    for where, part_fields in (("before", case.before), ("expected", record.new_fields)):
+        tensors |= {
+            f"{where}.{side}.{name}": tensor
+            for side, side_fields in part_fields.items()
+            for name, tensor in side_fields.items()
+        }
     if case.basis:
-        found |= {f"learned.k.{name}": tensor for name, tensor in vars(case.basis).items()}
-    return found
+        tensors |= {f"learned.k.{name}": tensor for name, tensor in vars(case.basis).items()}
+    return tensors
 
 
 def load(path: Path | str) -> ReplayFile:
@@ -131,8 +135,8 @@ def load(path: Path | str) -> ReplayFile:
     metadata, tensors = artifact.read(Path(path), REPLAY)
     with REPLAY.refusing(path):
         case = _read_case(tensors, metadata)
-        layer = MadeLayer(
-            case.index, forward_of(case), [], case.before, case.hidden, tensors["expected.hidden"],
+        layer = LayerRecord(
+            case.index, case_forward(case), [], case.before, case.hidden, tensors["expected.hidden"],
             (tensors["expected.k"], tensors["expected.v"]), _read_stored(tensors, "expected"),
         )  # fmt: skip
         finding, versions = parse_json(metadata["finding"]), parse_json(metadata["versions"])
@@ -145,24 +149,24 @@ def _read_case(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> La
     if (bits := int(metadata.get("activation_bits", 16))) not in (8, 16):  # files from before it have none
         raise ValueError(f"activations of {bits} bits")
     weights = weights.changed(lambda _, weight: rounding_to(weight, bits))
-    learned = None
+    basis = None
     if "learned.k.mean" in tensors:
-        learned = Basis(*(tensors[f"learned.k.{part.name}"] for part in fields(Basis)))
+        basis = Basis(*(tensors[f"learned.k.{part.name}"] for part in fields(Basis)))
     kv, before = metadata["kv"], _read_stored(tensors, "before")
     tail = int(metadata["tail"]) if metadata["tail"] else None
     counts, lengths = (tuple(map(int, parse_json(metadata[name]))) for name in ("counts", "lengths"))
     places = counts, lengths, metadata["phase"], int(metadata["step"])
-    case = LayerCase(config, weights, kv, tail, int(metadata["sink"]), learned, tensors["hidden"], before, *places)
-    if is_learned(kv) != (learned is not None):
+    case = LayerCase(config, weights, kv, tail, int(metadata["sink"]), basis, tensors["hidden"], before, *places)
+    if is_learned(kv) != (basis is not None):
         raise ValueError(f"it lacks the learned coordinates of {kv}")
     _check(case)
     return case
 
 
-def _described(config: ModelConfig) -> dict[str, Any]:
+def _config_values(config: ModelConfig) -> dict[str, Any]:
     """A config whose layers are all alike: their number, and one of them."""
-    described = asdict(replace(config, layers=()))
-    return described | {"layers": config.num_layers, "layer": asdict(config.common)}
+    config_values = asdict(replace(config, layers=()))
+    return config_values | {"layers": config.num_layers, "layer": asdict(config.common)}
 
 
 def _read_config(raw: Mapping[str, Any]) -> ModelConfig:
@@ -172,14 +176,14 @@ def _read_config(raw: Mapping[str, Any]) -> ModelConfig:
         raise ValueError(f"its layer is the {count}th, and models have at most {_MOST_LAYERS}")
     rope = layer["mixer"].pop("rope")
     scaling = rope.pop("scaling")
-    of_rope: RopeScaling | None = _SCALINGS[scaling["rope_type"]](**scaling) if scaling else None
+    rope_scaling: RopeScaling | None = _SCALINGS[scaling["rope_type"]](**scaling) if scaling else None
     mlp = Experts if "per_token" in layer["mlp"] else Dense
-    declared = Layer(
-        Attention(rope=Rope(**rope, scaling=of_rope), **layer["mixer"]), mlp(**layer["mlp"]), Norm(**layer["norm"]),
+    layer_config = Layer(
+        Attention(rope=Rope(**rope, scaling=rope_scaling), **layer["mixer"]), mlp(**layer["mlp"]), Norm(**layer["norm"]),
         layer["norms_behind"],
     )  # fmt: skip
-    given = {"eos_token_ids": tuple(values["eos_token_ids"]), "final_norm": Norm(**values["final_norm"])}
-    config = ModelConfig(**values | given | {"layers": (declared,) * count})
+    typed_values = {"eos_token_ids": tuple(values["eos_token_ids"]), "final_norm": Norm(**values["final_norm"])}
+    config = ModelConfig(**values | typed_values | {"layers": (layer_config,) * count})
     if config.vocab_size != VOCABULARY:
         raise ValueError(f"its vocabulary has {config.vocab_size} tokens, not {VOCABULARY}")
     return config
@@ -191,39 +195,39 @@ def _weights(config: ModelConfig, tensors: Mapping[str, Tensor], blocks: Mapping
     Args:
         blocks: types of those that lie in blocks, by field.
     """
-    found: dict[str, Weight] = {}
+    weights_by_field: dict[str, Weight] = {}
     names = {}
-    for field, stored in tensors_of(config.common, config.hidden_size).items():
+    for field, tensor_spec in layer_weight_specs(config.common, config.hidden_size).items():
         tensor: Weight = tensors[f"weights.{field}"]
-        dtype = stored.kept_as(tensors["hidden"].dtype)
+        dtype = tensor_spec.kept_as(tensors["hidden"].dtype)
         if field in blocks:
             scales = (tensors.get(f"weights.{field}.{axis}") for axis in ("rows", "columns"))
-            tensor = _blocks(field, memory_of(tensor), blocks[field], dtype, *scales)
-        if tuple(tensor.shape) != stored.shape or tensor.dtype != dtype:
-            raise ValueError(f"{field} is {tensor.dtype} {list(tensor.shape)}, not {list(stored.shape)}")
-        found[field], names[field] = tensor, stored.name
-    return LayerWeights(found, names)
+            tensor = _blocks(field, backing_tensor(tensor), blocks[field], dtype, *scales)
+        if tuple(tensor.shape) != tensor_spec.shape or tensor.dtype != dtype:
+            raise ValueError(f"{field} is {tensor.dtype} {list(tensor.shape)}, not {list(tensor_spec.shape)}")
+        weights_by_field[field], names[field] = tensor, tensor_spec.name
+    return LayerWeights(weights_by_field, names)
 
 
 def _blocks(field: str, data: Tensor, kind: str, dtype: torch.dtype, rows: Tensor | None, columns: Tensor | None) -> Blocks:
     """A weight in blocks, whose bytes are whole rows of them."""
-    known = block_type_named(kind)
-    if data.ndim != 2 or data.dtype != torch.uint8 or data.shape[1] % known.nbytes:
+    block_type = block_type_named(kind)
+    if data.ndim != 2 or data.dtype != torch.uint8 or data.shape[1] % block_type.nbytes:
         raise ValueError(f"{field} is no rows of {kind}: {data.dtype} {list(data.shape)}")
-    weight = Blocks(data, known, dtype, rows, columns)
+    weight = Blocks(data, block_type, dtype, rows, columns)
     for scales, size in zip((rows, columns), weight.shape, strict=True):
         if scales is not None and (scales.shape != (size,) or scales.dtype != dtype):
             raise ValueError(f"{field} has scales of {scales.dtype} {list(scales.shape)}")
     return weight
 
 
-def _read_stored(tensors: Mapping[str, Tensor], where: str) -> Stored:
-    stored: Stored = {}
+def _read_stored(tensors: Mapping[str, Tensor], where: str) -> Snapshot:
+    part_fields: Snapshot = {}
     for name, tensor in tensors.items():
         first, *place = name.split(".")
         if first == where and len(place) > 1:
-            stored.setdefault(".".join(place[:-1]), {})[place[-1]] = tensor
-    return stored
+            part_fields.setdefault(".".join(place[:-1]), {})[place[-1]] = tensor
+    return part_fields
 
 
 def _check(case: LayerCase) -> None:
@@ -240,13 +244,13 @@ def _check(case: LayerCase) -> None:
     for side, kv_format in (("k", plan.k(case.index)), ("v", plan.v(case.index))):
         _check_fields(case.before[side], kv_format, config.heads.head_dim, (blocks, heads, BLOCK_SIZE))
         if plan.keeps(kv_format):
-            kept = {f"window.{side}": plan.ring_tokens(kv_format, KEPT_CHUNK), f"sink.{side}": plan.sink}
-            for part, tokens in kept.items():
+            token_counts = {f"window.{side}": plan.ring_tokens(kv_format, WINDOW_CHUNK), f"sink.{side}": plan.sink}
+            for part, tokens in token_counts.items():
                 if tokens:
                     _check_fields(case.before[part], formats.get("bf16"), config.heads.head_dim, (blocks, heads, tokens))
 
 
-def _check_fields(stored: Mapping[str, Tensor], kv_format: KVFormat, head_dim: int, sizes: tuple[int, ...]) -> None:
-    wanted = {name: (*sizes, *field.shape) for name, field in kv_format.fields(head_dim).items()}
-    if {name: tuple(tensor.shape) for name, tensor in stored.items()} != wanted:
+def _check_fields(side_fields: Mapping[str, Tensor], kv_format: KVFormat, head_dim: int, sizes: tuple[int, ...]) -> None:
+    expected_shapes = {name: (*sizes, *field.shape) for name, field in kv_format.fields(head_dim).items()}
+    if {name: tuple(tensor.shape) for name, tensor in side_fields.items()} != expected_shapes:
         raise ValueError(f"its cache is not that of {kv_format.name}")
