@@ -26,7 +26,7 @@ from haarkv.models.base import new_cache as empty_cache
 from haarkv.models.config import ModelConfig
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats import made_up
+from haarkv.tq_ops.formats import synthetic
 from haarkv.tq_ops.formats.learned import LearnedFormat
 from haarkv.tq_ops.kv import plan_file
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
@@ -192,7 +192,7 @@ def benchmark_plan(kv: str, config: ModelConfig) -> KVPlan:
     pair_by_layer = {layer: pairs[layer % len(pairs)] for layer in range(config.num_layers)}
     if not any(map(formats.needs_calibration, pairs)):
         return plan_for(KVSpec(tail=tail, sink=sink, layers=pair_by_layer), config)
-    calibration = made_up.calibration(max(config.num_layers, MOST_COPIES), *config.attentions[0].heads[1:])
+    calibration = synthetic.calibration(max(config.num_layers, MOST_COPIES), *config.attentions[0].heads[1:])
     formats_by_pair = {pair: formats.parse(pair, calibration) for pair in pairs}
     return KVPlan(tuple(formats_by_pair[pair] for pair in pair_by_layer.values()), tail, sink)
 

@@ -22,7 +22,7 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.shapes import WINDOW_CHUNK, WINDOW_ROOM
 from haarkv.tq_ops.kv.stored import StoredSequence, put, reusable, take
 from haarkv.tq_ops.memory import hand_back
-from haarkv.tq_ops.words import count_noun
+from haarkv.tq_ops.text import count_noun
 
 PREFILL_CHUNK = 512
 Finish = Literal["eos", "stop", "length", "context"]

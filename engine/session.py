@@ -34,7 +34,7 @@ from haarkv.tq_ops.kv.cache import PagedKVCache, cache_bytes
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.stored import StoredSequence
 from haarkv.tq_ops.memory import require_memory
-from haarkv.tq_ops.words import count_noun
+from haarkv.tq_ops.text import count_noun
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from haarkv.tq_ops.cpu.library import BLOCKS, KernelsMissingError
 from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.kernel_support import unsupported
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.reads import unsupported
 from haarkv.tq_ops.table import OpTable
 from haarkv.tq_ops.weight import Blocks
 

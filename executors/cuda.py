@@ -27,8 +27,8 @@ from haarkv.tq_ops.cuda.layout import NO_FAULT, READS, fault_place
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.kernel_support import unsupported
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.reads import unsupported
 from haarkv.tq_ops.kv.recurrent import UNSEEN
 from haarkv.tq_ops.kv.shapes import blocks_for
 from haarkv.tq_ops.table import OpTable, with_experts, with_ops

@@ -39,9 +39,9 @@ from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.formats.stretches import STRETCH
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.kept import ResidualWindow
+from haarkv.tq_ops.kv.kernel_support import unsupported
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.reads import unsupported
+from haarkv.tq_ops.kv.residual_window import ResidualWindow
 from haarkv.tq_ops.onnx import READS
 from haarkv.tq_ops.onnx.graph import StoredWeights
 from haarkv.tq_ops.weight import Blocks, dense, weight_rows

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from haarkv.serving import vllm_plugin as keys
-from haarkv.serving.vllm_plugin import chosen
+from haarkv.serving.vllm_plugin import kv_choice
 from haarkv.serving.vllm_plugin.install import VERSION
 from haarkv.tq_ops.errors import InputError, warn
 from haarkv.tq_ops.kv.layer import page_bytes
@@ -98,7 +98,7 @@ def serve(
     model = _as_vllm_takes_it(model)
     ours = _server_flags(cache, flags)
     if not is_vllms_own(cache):
-        chosen.spec_from(cache)
+        kv_choice.spec_from(cache)
     namespace, config = _parse_flags([model, *ours, *_worker(cache)])
     # Imported late: what vLLM logs, and how it starts processes, follows from the flags.
     from vllm.entrypoints.cli.serve import ServeSubcommand
@@ -157,12 +157,12 @@ def _worker(cache: Mapping[str, Any]) -> list[str]:
 
 def _stored_as(config: Any) -> str:
     """How K and V are kept by an engine of this configuration."""
-    model, plan = config.model_config, chosen.kv_plan(config)
-    if sliding := chosen.sliding_layers(model):
+    model, plan = config.model_config, kv_choice.kv_plan(config)
+    if sliding := kv_choice.sliding_layers(model):
         ours = f"K and V are kept in {plan.describe()}"
         return f"{ours}; those of layers {', '.join(map(str, sliding))}, which attend to a window, by vLLM itself"
-    if states := chosen.state_layers(model):
-        shapes = chosen.shape_signature(config).layers
+    if states := kv_choice.state_layers(model):
+        shapes = kv_choice.shape_signature(config).layers
         nbytes, bf16 = plan.bytes_per_token(shapes), KVSpec(VLLMS_OWN).plan(len(plan.layers)).bytes_per_token(shapes)
         ours = f"K and V of {len(plan.layers) - len(states)} layers are kept in {plan.describe()}: {nbytes:,.0f} bytes a token"
         return f"{ours}, {bf16 / nbytes:.2f} times less than BF16; the states of the other {len(states)} by vLLM itself"
@@ -180,8 +180,8 @@ def kept_bytes(plan: KVPlan, shape: KVShape, block_size: int) -> int:
     """Bytes of vLLM's blocks that a sequence's tokens in BF16 take while it decodes, in all layers; at most."""
     packed = sum(page_bytes(pair, shape.num_kv_heads, shape.head_dim, block_size) for pair in plan.layers)
     exact_layers = sum(any(map(plan.keeps, pair)) for pair in plan.layers)
-    exact = exact_layers * page_bytes(chosen.exact_pair(), shape.num_kv_heads, shape.head_dim, 1)
-    size = chosen.tail_tokens(packed, exact, block_size)
+    exact = exact_layers * page_bytes(kv_choice.exact_pair(), shape.num_kv_heads, shape.head_dim, 1)
+    size = kv_choice.tail_tokens(packed, exact, block_size)
     # So many tokens, wherever among blocks they begin.
     blocks = (max(plan.recent or 0, 2) - 2) // size + 2 + -(-plan.sink // size)
     return blocks * max(packed, size * exact)

@@ -1,8 +1,8 @@
 """Options of the test run, and fixtures that all tests share."""
 
 from goldens import golden, published_rotation
+from last_bit_noise import become
 from process_setup import set_up
-from shaken import become
 
 __all__ = ["golden", "published_rotation"]
 set_up()

@@ -18,7 +18,7 @@ from haarkv.tq_ops.kv import calibration_file, plan_file
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.planning.auto import LOSS, require_loss, steps
-from haarkv.validation.planning.remembered import cache_for, chosen_before, default_cache, file_for, fixed_cache
+from haarkv.validation.planning.choice_cache import cache_for, chosen_before, default_cache, file_for, fixed_cache
 from tq.options import set_threads, written_options
 from tq.output import say, scoring
 

@@ -22,7 +22,7 @@ BALANCE, ALLOW_COLLAPSE = "haarkv_balance", "haarkv_allow_collapse"
 PER_LAYER = "haarkv_metrics_per_layer"
 """Key of vLLM's `--additional-config`: whether `/metrics` tells of each layer."""
 CPU_WORKER = "haarkv.serving.vllm_plugin.cpu_worker.RotatedCpuWorker"
-GPU_WORKER = "haarkv.serving.vllm_plugin.own_pages.RotatedGpuWorker"
+GPU_WORKER = "haarkv.serving.vllm_plugin.page_sizes.RotatedGpuWorker"
 """For vLLM's `--worker-cls`: workers that give each layer pages of its own size."""
 
 HOST_MEMORY = "HostMemory"

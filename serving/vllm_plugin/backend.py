@@ -28,7 +28,8 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from haarkv.serving.vllm_plugin import CPU_WORKER, GPU_WORKER
-from haarkv.serving.vllm_plugin.chosen import (
+from haarkv.serving.vllm_plugin.kernels import kernels_on, to_store
+from haarkv.serving.vllm_plugin.kv_choice import (
     Pair,
     content_bytes,
     default_pair,
@@ -37,7 +38,6 @@ from haarkv.serving.vllm_plugin.chosen import (
     layer_formats,
     state_layers,
 )
-from haarkv.serving.vllm_plugin.kernels import kernels_on, to_store
 from haarkv.serving.vllm_plugin.limits import blocks_misfit, reads_here, require_supported, scales_here
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -282,7 +282,7 @@ class RotatedAttentionBackend(AttentionBackend):
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """Pages of bytes that have room for K and V of any layer; which one it is, vLLM does not say here.
 
-        The workers of `own_pages` give each layer its own.
+        The workers of `page_sizes` give each layer its own.
         """
         pairs, config = [default_pair()], get_current_vllm_config_or_none()
         if config is not None and config.model_config is not None:

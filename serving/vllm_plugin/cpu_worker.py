@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from haarkv.serving.vllm_plugin.own_pages import OwnPages
+from haarkv.serving.vllm_plugin.page_sizes import OwnPages
 
 
 class RotatedCpuWorker(OwnPages, CPUWorker):

@@ -22,11 +22,11 @@ from haarkv.models.catalog import read_config, stream_tensors
 from haarkv.models.fingerprint import streamed_fingerprint
 from haarkv.models.parallel import kv_heads_of
 from haarkv.serving.vllm_plugin import ALLOW_COLLAPSE, BALANCE, FORMAT, HOST_MEMORY, KV, PLAN
-from haarkv.serving.vllm_plugin.chosen import kv_plan, kv_spec, shape_signature, sliding_layers, state_layers
+from haarkv.serving.vllm_plugin.kv_choice import kv_plan, kv_spec, shape_signature, sliding_layers, state_layers
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.stretches import STRETCH
-from haarkv.tq_ops.kv.reads import ELSEWHERE, KernelSupport, readable, unsupported, wrong_head_dim
+from haarkv.tq_ops.kv.kernel_support import ELSEWHERE, KernelSupport, readable, unsupported, wrong_head_dim
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import SchedulerStats
 
 from haarkv.serving.vllm_plugin import PER_LAYER
-from haarkv.serving.vllm_plugin.chosen import LEAST_TOKENS, exact_pair, kv_plan, sliding_layers, state_layers
+from haarkv.serving.vllm_plugin.kv_choice import LEAST_TOKENS, exact_pair, kv_plan, sliding_layers, state_layers
 from haarkv.serving.vllm_plugin.limits import is_asked_for
 from haarkv.tq_ops.kv.layer import page_bytes
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec

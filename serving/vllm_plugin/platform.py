@@ -9,7 +9,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheSpecKind
 
 from haarkv.serving.vllm_plugin import CPU_WORKER, HOST_MEMORY
-from haarkv.serving.vllm_plugin.chosen import sliding_layers, state_layers
+from haarkv.serving.vllm_plugin.kv_choice import sliding_layers, state_layers
 from haarkv.serving.vllm_plugin.limits import is_asked_for, require_supported
 from haarkv.tq_ops.cpu import library
 

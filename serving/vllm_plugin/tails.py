@@ -31,10 +31,10 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from haarkv.serving.vllm_plugin.backend import RotatedAttentionBackend
-from haarkv.serving.vllm_plugin.chosen import Pair, content_bytes, exact_pair, tail_tokens
+from haarkv.serving.vllm_plugin.kv_choice import Pair, content_bytes, exact_pair, tail_tokens
 from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.kept import ResidualBlocks
 from haarkv.tq_ops.kv.layer import fields_in, page_bytes
+from haarkv.tq_ops.kv.residual_window import ResidualBlocks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -18,7 +18,7 @@ from haarkv.models.catalog import read_config
 from haarkv.models.families import SIZES
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats import made_up
+from haarkv.tq_ops.formats import synthetic
 from haarkv.tq_ops.kv import plan_file
 from haarkv.tq_ops.kv.plan import KVSpec
 
@@ -90,7 +90,7 @@ def test_layers_that_are_stored_unlike_take_turns_themselves():
     """Learned keys have no coordinates beyond the model's last layer, and one layer does not stand for others."""
     like_first = cases.layers_in_turn(KVSpec("tq4").plan(SMALL.num_layers), SMALL, 7)[1]
     assert like_first.num_layers == 7
-    calibration = made_up.calibration(SMALL.num_layers, SMALL.heads.num_kv_heads, SMALL.heads.head_dim)
+    calibration = synthetic.calibration(SMALL.num_layers, SMALL.heads.num_kv_heads, SMALL.heads.head_dim)
     learned_plan = KVSpec("k=lr4,v=tq4", calibration=calibration).plan(SMALL.num_layers)
     plan, config = cases.layers_in_turn(learned_plan, SMALL, 7)
     assert (plan.layers, config.num_layers) == (learned_plan.layers, SMALL.num_layers)

@@ -21,7 +21,7 @@ from haarkv.models.families import FAMILIES
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import cache_file, plan_file
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation.planning import remembered
+from haarkv.validation.planning import choice_cache
 from tq.cli import main
 
 SHAPE = {
@@ -201,11 +201,11 @@ def test_a_remembered_choice_is_that_of_its_declaration(saved_model, tmp_path):
     """Even where an edit leaves the file's size and time as they were."""
     folder, config, _ = saved_model("qwen3")
     other = with_config(folder, tmp_path / "m", config)
-    before, times = remembered.file_for(str(other), 0.1), (other / "config.json").stat()
+    before, times = choice_cache.file_for(str(other), 0.1), (other / "config.json").stat()
     with_config(folder, other, config | {"rms_norm_eps": 2e-06})
     os.utime(other / "config.json", ns=(times.st_atime_ns, times.st_mtime_ns))
     assert (other / "config.json").stat().st_size == times.st_size
-    assert remembered.file_for(str(other), 0.1) != before
+    assert choice_cache.file_for(str(other), 0.1) != before
 
 
 def test_files_that_say_nothing_of_a_declaration_are_taken_with_one_line(saved_model, tmp_path, monkeypatch, capsys):

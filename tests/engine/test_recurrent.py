@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 import torch
 from recurrent_toy import Toy, hybrid, toy_mixer
-from said_again import Often, always_drafting
+from repeat_drafts import Often, always_drafting
 from small_models import small_model
 
 from haarkv.engine.generation import generate

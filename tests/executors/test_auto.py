@@ -20,7 +20,7 @@ from haarkv.tq_ops import formats
 from haarkv.tq_ops.cpu import library
 from haarkv.tq_ops.cuda import available
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats import made_up
+from haarkv.tq_ops.formats import synthetic
 from haarkv.tq_ops.formats.learned import COLUMNS
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.planning.candidates import at, everywhere, require_candidates
@@ -74,7 +74,7 @@ def test_whatever_a_planner_chooses_runs_on_the_kernels_of_the_cpu(machine, head
     """Every candidate that it takes, beside any other, with a tail, sinks and layers in BF16."""
     machine("cpu", "reference")
     config = resize_config(TINY, head_dim=head_dim)
-    calibration = made_up.calibration(config.num_layers, config.heads.num_kv_heads, head_dim)
+    calibration = synthetic.calibration(config.num_layers, config.heads.num_kv_heads, head_dim)
     names = []
     for name in (*formats.names(), *(f"lr{bits}" for bits in COLUMNS)):
         with suppress(InputError):

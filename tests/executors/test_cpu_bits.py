@@ -9,7 +9,7 @@ from at_length import MORE, rest
 from haarkv.engine.generation import prefill_in_chunks
 from haarkv.executors.cpu import CpuExecutor
 from haarkv.models.catalog import load_model
-from haarkv.tq_ops.formats import made_up
+from haarkv.tq_ops.formats import synthetic
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -56,7 +56,7 @@ def random_ids(count, seed):
     return [generator.randrange(CONFIG.vocab_size) for _ in range(count)]
 
 
-CALIBRATION = made_up.calibration(CONFIG.num_layers, CONFIG.heads.num_kv_heads, CONFIG.heads.head_dim)
+CALIBRATION = synthetic.calibration(CONFIG.num_layers, CONFIG.heads.num_kv_heads, CONFIG.heads.head_dim)
 CASES = [
     ("bfloat16", KVSpec("tq4"), LONG),
     ("bfloat16", KVSpec("tq4", tail=128), LONG),

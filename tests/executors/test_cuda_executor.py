@@ -27,7 +27,7 @@ from haarkv.executors.cuda import DecodeStep, padded_batch_size
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.catalog import load_model
 from haarkv.tq_ops.errors import InputError, NonFiniteError
-from haarkv.tq_ops.formats import made_up
+from haarkv.tq_ops.formats import synthetic
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -41,7 +41,7 @@ DEVICE = "cuda" if GPU else "cpu"
 CONFIG = small_config(num_layers=1, num_heads=4, head_dim=64)
 GEMMA = gemma_config(num_layers=2, head_dim=64, window=6)  # of its own head_dim in the tests of its ops
 TQ4, TAIL = KVSpec("tq4"), KVSpec("tq4", tail=2, sink=1)
-SYNTHETIC_CALIBRATION = made_up.calibration(CONFIG.num_layers, CONFIG.heads.num_kv_heads, CONFIG.heads.head_dim)
+SYNTHETIC_CALIBRATION = synthetic.calibration(CONFIG.num_layers, CONFIG.heads.num_kv_heads, CONFIG.heads.head_dim)
 LEARNED_SPEC = KVSpec("k=lr3,v=tq3", tail=2, sink=1, calibration=SYNTHETIC_CALIBRATION)
 PLAN = TQ4.plan(CONFIG.num_layers)
 

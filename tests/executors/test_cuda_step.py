@@ -16,7 +16,7 @@ from haarkv.models import fused
 from haarkv.models.config import Experts
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import NonFiniteError
-from haarkv.tq_ops.formats import made_up
+from haarkv.tq_ops.formats import synthetic
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -79,7 +79,7 @@ def test_a_layer_of_a_decode_step_is_nine_launches_or_ten_without_nvrtc(
         model = small_model(family_config(family, num_layers=layers), dtype=BF16)
         if spec.kv.startswith("k=lr"):
             heads = model.config.heads
-            spec = replace(spec, calibration=made_up.calibration(layers, heads.num_kv_heads, heads.head_dim))
+            spec = replace(spec, calibration=synthetic.calibration(layers, heads.num_kv_heads, heads.head_dim))
         steps.append(launches(executor_on_meta(model, monkeypatch), spec, prompts, monkeypatch)[1])
     two, four = steps
     expected = layer_kernels(spec, attention)

@@ -12,7 +12,7 @@ from haarkv.codebooks.learned import learn
 from haarkv.executors import catalog, npu
 from haarkv.executors.npu import NpuExecutor
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats import made_up
+from haarkv.tq_ops.formats import synthetic
 from haarkv.tq_ops.formats.learned import COLUMNS, Calibration
 from haarkv.tq_ops.formats.packing import Column, Part, pack_columns
 from haarkv.tq_ops.npu import learned
@@ -56,7 +56,7 @@ def test_boundaries_that_a_program_tries_lie_beside_the_value(width):
 
 def test_lifts_keep_queries_by_rows_no_longer_than_the_queries():
     """Otherwise FP16 might not hold them; a power of two changes no number. Rows between coordinates are zero."""
-    kv_format = made_up.calibration().format(4)
+    kv_format = synthetic.calibration().format(4)
     coordinates = kv_format.description(128).transform.coordinates(1)
     tensors, layout = learned.domain_tensors(kv_format, 128, 1, CPU), learned.learned_layout(kv_format, 128)
     assert layout.width(128) == 192

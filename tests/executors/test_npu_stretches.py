@@ -13,7 +13,7 @@ from haarkv.executors.npu import NpuExecutor
 from haarkv.models.qwen3_14b.npu import inputs, programs
 from haarkv.models.qwen3_14b.npu.compile import plan_programs
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats import made_up
+from haarkv.tq_ops.formats import synthetic
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.npu.device import open_runner
 from haarkv.tq_ops.npu.sides import layer_sides, turn_table, turns_of_tokens
@@ -29,7 +29,7 @@ def make_spec(kv="k=lr4,v=tq4", config=SMALLER, **window_options):
 
 # -- What the host hands over ----------------------------------------------------------------------------------------------
 def test_keys_of_tokens_are_turned_by_where_their_stretch_begins():
-    key_turns = made_up.calibration().format(4).turns(0)
+    key_turns = synthetic.calibration().format(4).turns(0)
     positions = torch.tensor([0, 1023, 1024, 2047, 2048, 70_000])
     cos, sin = turns_of_tokens(key_turns, positions).split(64, 1)
     x = torch.randn(6, 128)
@@ -53,7 +53,7 @@ def test_a_turning_format_has_a_program_of_its_own_and_rows_are_made_once():
 
 
 def test_keys_that_turn_in_part_are_refused_by_name():
-    calibration = made_up.calibration()
+    calibration = synthetic.calibration()
     bases = tuple(replace(basis, inv_freq=basis.inv_freq[:32]) for basis in calibration.k)
     part = KVSpec("k=lr4,v=tq4", calibration=replace(calibration, k=bases)).plan(2)
     assert NpuExecutor.supports(SMALLER, make_spec().plan(2)) is None

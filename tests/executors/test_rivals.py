@@ -12,8 +12,8 @@ from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.cpu.layout import READS
 from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.kv.kernel_support import readable
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.reads import readable
 from haarkv.validation import validate
 
 RIVALS = [name for name in formats.names() if formats.get(name).to_compare]

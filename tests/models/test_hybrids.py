@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from family_models import cpu_logits, in_gguf, saved
-from said_again import always_drafting
+from repeat_drafts import always_drafting
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 from transformers_judge import worst_error

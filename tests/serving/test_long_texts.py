@@ -16,7 +16,7 @@ from haarkv.serving.vllm_plugin import backend, limits
 from haarkv.serving.vllm_plugin.backend import Buffers, RotatedMetadata, forward_batch
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.cpu.ops import CpuOps
-from haarkv.tq_ops.formats import made_up
+from haarkv.tq_ops.formats import synthetic
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 @pytest.mark.vllm_short
 def test_pages_hold_and_return_what_a_cache_of_our_own_does_in_every_stretch():
     """Chunks that cross a stretch's border, a sequence far behind another, a short one, and tokens that pad the batch."""
-    pair = formats.parse("k=lr4,v=tq3", made_up.calibration(1, SHAPE.kv_heads, SHAPE.head_dim))
+    pair = formats.parse("k=lr4,v=tq3", synthetic.calibration(1, SHAPE.kv_heads, SHAPE.head_dim))
     worker, ops, padding = Worker(SHAPE, (0,), KVCacheLayout.BLHNC, pair), CpuOps(), 3
     shape = KVShape(SHAPE.kv_heads, SHAPE.head_dim)
     cache = PagedKVCache(KVPlan((pair,)), shape, num_blocks=SHAPE.num_blocks, block_size=SHAPE.block_size)
@@ -54,7 +54,7 @@ def test_pages_hold_and_return_what_a_cache_of_our_own_does_in_every_stretch():
 @pytest.mark.vllm_short
 @pytest.mark.parametrize(("size", "is_refused"), [(16, False), (128, False), (48, True), (2048, True)])
 def test_blocks_that_a_stretch_ends_in_are_refused(monkeypatch, size, is_refused):
-    pair = formats.parse("k=lr4,v=tq3", made_up.calibration(6, 2, 128))
+    pair = formats.parse("k=lr4,v=tq3", synthetic.calibration(6, 2, 128))
     config = configuration(6)
     config.cache_config = SimpleNamespace(block_size=size)
     words = f"lr4 takes blocks that divide 1,024 tokens, not of {size}; give --block-size 128"
@@ -66,7 +66,7 @@ def test_blocks_that_a_stretch_ends_in_are_refused(monkeypatch, size, is_refused
 
 @pytest.mark.vllm_short
 def test_blocks_that_vllm_chose_itself_are_refused_too(monkeypatch):
-    pair = formats.parse("k=lr4,v=tq3", made_up.calibration(6, 2, 128))
+    pair = formats.parse("k=lr4,v=tq3", synthetic.calibration(6, 2, 128))
     monkeypatch.setattr(backend, "require_supported", lambda _: None)
     monkeypatch.setattr(backend, "layer_formats", lambda *_: pair)
     spec, name, config = plain_spec(Shape(block_size=384)), "model.layers.3.self_attn.attn", configuration(6)

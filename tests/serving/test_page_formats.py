@@ -19,7 +19,7 @@ from vllm_paged import Shape, Worker, configuration, in_forward, plain_spec, qkv
 
 from haarkv.models.catalog import TINY, load_model, read_config
 from haarkv.models.fingerprint import fingerprint
-from haarkv.serving.vllm_plugin import CPU_WORKER, GPU_WORKER, chosen, limits, own_pages
+from haarkv.serving.vllm_plugin import CPU_WORKER, GPU_WORKER, kv_choice, limits, page_sizes
 from haarkv.serving.vllm_plugin.backend import (
     Buffers,
     RotatedAttention,
@@ -31,7 +31,7 @@ from haarkv.serving.vllm_plugin.metrics import layer_page_bytes
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.cuda.layout import READS as ON_GPU
-from haarkv.tq_ops.formats import made_up
+from haarkv.tq_ops.formats import synthetic
 from haarkv.tq_ops.kv import calibration_file, plan_file
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -53,7 +53,7 @@ MIXED_FORMATS = ("k=lr4,v=tq3", "bf16", "k=lr4,v=tq3", "tq3", "k=tq8,v=tq3", "k=
 
 
 def synthetic_calibration() -> formats.Calibration:
-    return made_up.calibration(LAYERS, SHAPE.kv_heads, SHAPE.head_dim)
+    return synthetic.calibration(LAYERS, SHAPE.kv_heads, SHAPE.head_dim)
 
 
 def batches():
@@ -115,7 +115,7 @@ class PlainWorker:
         }
 
 
-class AWorker(own_pages.OwnPages, PlainWorker):
+class AWorker(page_sizes.OwnPages, PlainWorker):
     def __init__(self, config) -> None:
         self.vllm_config = config
 
@@ -130,7 +130,7 @@ def layer(ours: bool = True) -> SimpleNamespace:
 @pytest.fixture
 def no_context(monkeypatch):
     """Our stand-in for a configuration where vLLM's own is wanted."""
-    monkeypatch.setattr(own_pages, "set_current_vllm_config", lambda _: pytest.MonkeyPatch().context())
+    monkeypatch.setattr(page_sizes, "set_current_vllm_config", lambda _: pytest.MonkeyPatch().context())
 
 
 def layer_name(index: int) -> str:
@@ -149,8 +149,8 @@ def test_each_layer_has_pages_of_its_own_size_and_a_draft_those_of_tq4(tmp_path)
     assert specs["model.layers.0.other"] == plain_spec(SHAPE)
     # The same bytes as a cache of our own takes, and so in `/metrics`.
     pages = [specs[name].page_size_bytes for name in names[:LAYERS]]
-    assert layer_page_bytes(config, chosen.kv_plan(config)) == pages
-    assert sum(pages) == chosen.kv_plan(config).bytes_per_token(KVShape(SHAPE.kv_heads, 128)) * SHAPE.block_size
+    assert layer_page_bytes(config, kv_choice.kv_plan(config)) == pages
+    assert sum(pages) == kv_choice.kv_plan(config).bytes_per_token(KVShape(SHAPE.kv_heads, 128)) * SHAPE.block_size
 
 
 def real_config(**options: object) -> VllmConfig:
@@ -180,7 +180,7 @@ def test_vllm_lays_out_layers_of_different_pages_without_padding_and_each_reads_
     views = allocate_kv_cache(kv_config, torch.device("cpu"), layout, [SHAPE.block_size])
     ops, caches = CpuOps(), {}
     for index, name in enumerate(names):
-        pair = chosen.layer_formats(ours, name)
+        pair = kv_choice.layer_formats(ours, name)
         assert formats.describe(*pair) == MIXED_FORMATS[index]
         layers[name].impl.store_in(pair)
         caches[index] = own_cache(pair, index)
@@ -228,7 +228,7 @@ def test_each_rank_takes_the_coordinates_of_its_heads(tmp_path, monkeypatch, ran
     whole = synthetic_calibration().k[2].mean
     for rank in range(ranks):
         monkeypatch.setattr("vllm.distributed.get_tensor_model_parallel_rank", lambda rank=rank: rank)
-        k_format, _ = chosen.layer_formats(config, layer_name(2))
+        k_format, _ = kv_choice.layer_formats(config, layer_name(2))
         mean = k_format.description(128).transform.coordinates(2).mean
         expected = {1: whole, 2: whole[rank : rank + 1], 4: whole[rank // 2 : rank // 2 + 1]}[ranks]
         assert torch.equal(mean, expected)
@@ -260,8 +260,8 @@ def test_a_plan_of_another_model_is_refused_by_its_shape_its_weights_or_its_cont
         calibration = formats.Calibration(synthetic_calibration().k, "", context)
         path = tmp_path / "other.safetensors"
         calibration_file.save(path, CalibrationFile(calibration, shape, weights))
-        chosen._spec.cache_clear()
-        chosen._plan.cache_clear()
+        kv_choice._spec.cache_clear()
+        kv_choice._plan.cache_clear()
         return real_config(additional_config={"haarkv_kv": "k=lr3,v=tq4", "haarkv_calibration": str(path)}, **options)
 
     with pytest.raises(ValueError, match="calibration was made for another model: 6 layers of 2 KV heads of 128, hidden 99"):
@@ -294,5 +294,5 @@ def test_the_platform_chooses_the_worker_that_knows_each_layers_pages():
     for name in (CPU_WORKER, GPU_WORKER):  # that of a GPU has not run
         worker = resolve_obj_by_qualname(name)
         assert issubclass(worker, VllmsWorker)
-        assert worker.get_kv_cache_spec is own_pages.OwnPages.get_kv_cache_spec
-    assert KVSpec("tq4").plan(LAYERS) == chosen.kv_plan(real_config())
+        assert worker.get_kv_cache_spec is page_sizes.OwnPages.get_kv_cache_spec
+    assert KVSpec("tq4").plan(LAYERS) == kv_choice.kv_plan(real_config())

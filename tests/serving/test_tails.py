@@ -17,10 +17,10 @@ from haarkv.models.catalog import TINY
 from haarkv.serving.serve import kept_bytes
 from haarkv.serving.vllm_plugin import SINK as SINK_KEY
 from haarkv.serving.vllm_plugin import TAIL as TAIL_KEY
-from haarkv.serving.vllm_plugin import chosen, limits
+from haarkv.serving.vllm_plugin import kv_choice, limits
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats import made_up
+from haarkv.tq_ops.formats import synthetic
 from haarkv.tq_ops.kv.layer import page_bytes
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
@@ -46,7 +46,7 @@ def read_json(file: Path) -> dict[str, object]:
 
 
 def engine(config: VllmConfig, pairs=PAIRS, tail: int = TAIL, sinks: int = SINKS, blocks: int = 40) -> Engine:
-    calibration = made_up.calibration(len(pairs), SHAPE.kv_heads, SHAPE.head_dim)
+    calibration = synthetic.calibration(len(pairs), SHAPE.kv_heads, SHAPE.head_dim)
     return Engine([formats.parse(pair, calibration) for pair in pairs], tail, sinks, config, SHAPE, blocks)
 
 
@@ -196,7 +196,7 @@ def test_a_tail_on_a_gpu_is_refused(config, monkeypatch):
 @pytest.mark.parametrize(("key", "value"), [(TAIL_KEY, "124"), (TAIL_KEY, True), (SINK_KEY, 1.5)])
 def test_a_tail_is_a_number(key, value):
     with pytest.raises(InputError, match=f"{key} is a number of tokens, not"):
-        chosen.spec_from({key: value})
+        kv_choice.spec_from({key: value})
 
 
 # -- How much room it takes -----------------------------------------------------------------------------------------------
@@ -204,8 +204,8 @@ def test_a_tail_is_a_number(key, value):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_blocks_of_a_tail_have_as_many_tokens_as_fit_beside_the_packed_ones(kv, tokens, head_dim):
     packed = 6 * page_bytes(formats.parse(kv), 2, head_dim, 128)
-    exact = 6 * page_bytes(chosen.exact_pair(), 2, head_dim, 1)
-    assert chosen.tail_tokens(packed, exact, 128) == tokens
+    exact = 6 * page_bytes(kv_choice.exact_pair(), 2, head_dim, 1)
+    assert kv_choice.tail_tokens(packed, exact, 128) == tokens
     assert tokens * exact <= packed < 2 * tokens * exact
 
 

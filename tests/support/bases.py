@@ -2,7 +2,7 @@
 
 import torch
 
-from haarkv.tq_ops.formats.made_up import basis, calibration, vectors
+from haarkv.tq_ops.formats.synthetic import basis, calibration, vectors
 
 __all__ = ["basis", "basis_vectors", "calibration"]
 

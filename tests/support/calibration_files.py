@@ -5,7 +5,7 @@ from dataclasses import replace
 from haarkv.engine.plans import shape_signature
 from haarkv.models.catalog import load_model
 from haarkv.models.fingerprint import fingerprint
-from haarkv.tq_ops.formats import made_up
+from haarkv.tq_ops.formats import synthetic
 from haarkv.tq_ops.kv import plan_file
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile, make_calibration, save
 
@@ -19,7 +19,7 @@ def write_calibration(path, model="tiny", weights=None, seed=0, **plan):
     """
     loaded_model = load_model(str(model), "bfloat16")
     config, shape = loaded_model.config, shape_signature(loaded_model.config)
-    calibration = made_up.calibration(config.num_layers, config.heads.num_kv_heads, config.heads.head_dim, seed)
+    calibration = synthetic.calibration(config.num_layers, config.heads.num_kv_heads, config.heads.head_dim, seed)
     file = CalibrationFile(make_calibration(calibration.k), shape, weights or fingerprint(loaded_model.weights.named()))
     if plan:
         kv_plan = replace(file.spec, **plan).plan(config.num_layers)

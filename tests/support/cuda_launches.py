@@ -27,11 +27,11 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.cuda import available, block_products, choices, delta, experts, ops
 from haarkv.tq_ops.cuda.block_planes import PLANES, by_planes
 from haarkv.tq_ops.cuda.layout import READS
-from haarkv.tq_ops.formats import made_up
+from haarkv.tq_ops.formats import synthetic
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.kernel_support import unsupported
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.reads import unsupported
 from haarkv.tq_ops.kv.recurrent import StateShape
 from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.tq_ops.table import Stack
@@ -183,7 +183,7 @@ OTHER_TAILS = (KVSpec("tq4", tail=5), KVSpec("tq4", sink=300), KVSpec("k=tq8,v=t
 def learned_spec(kv: str, shape: int | str, layers: int, **window: int) -> KVSpec:
     """Learned keys of made-up coordinates, for a model of `shaped_model`."""
     head_dim = 256 if shape == GEMMA else shape
-    return KVSpec(kv, calibration=made_up.calibration(layers, SHAPES[shape][1], head_dim), **window)
+    return KVSpec(kv, calibration=synthetic.calibration(layers, SHAPES[shape][1], head_dim), **window)
 
 
 STATES = ((16, 16, 128), (16, 48, 128), (2, 4, 16))

@@ -12,7 +12,7 @@ import torch
 
 from haarkv.codebooks.learned import Basis
 from haarkv.tq_ops.formats.learned import Calibration
-from haarkv.tq_ops.formats.made_up import basis, vectors
+from haarkv.tq_ops.formats.synthetic import basis, vectors
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec

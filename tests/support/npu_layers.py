@@ -8,7 +8,7 @@ from small_models import SMALL, cache_tensors, gemma_config, new_cache, resize_c
 
 from haarkv.executors import catalog
 from haarkv.executors.reference import ReferenceExecutor
-from haarkv.tq_ops.formats import made_up
+from haarkv.tq_ops.formats import synthetic
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.bounds import NPU_LAYER_ADDED
@@ -61,7 +61,7 @@ def learned_spec(config, kv=KV, seed=0, turning=False):
         turning: keys are stored by stretches; else as they stand, by a program of its own.
     """
     heads = config.heads
-    calibration = made_up.calibration(config.num_layers, heads.num_kv_heads, heads.head_dim, seed=seed, turning=turning)
+    calibration = synthetic.calibration(config.num_layers, heads.num_kv_heads, heads.head_dim, seed=seed, turning=turning)
     return KVSpec(kv, calibration=calibration)
 
 

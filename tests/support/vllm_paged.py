@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from haarkv.serving.vllm_plugin.backend import RotatedAttention, RotatedAttentionBackend, with_content
-from haarkv.serving.vllm_plugin.chosen import Pair, content_bytes
+from haarkv.serving.vllm_plugin.kv_choice import Pair, content_bytes
 from haarkv.tq_ops.kv.batch import Batch
 
 

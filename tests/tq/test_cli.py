@@ -319,8 +319,8 @@ def test_info_says_which_cache_one_gets_and_how_long_a_sequence_may_be(tq, check
     text = tq("info", checkpoint).out
     assert "a sequence holds at most 1,024 tokens, the model's positions" in text
     assert "without --kv a run takes tq4: 4.50 bits a value at 1,024 tokens\n" in text
-    monkeypatch.setattr("haarkv.validation.planning.remembered.TOY", 1)
-    monkeypatch.setattr("haarkv.validation.planning.remembered.CHOSEN_UP_TO", 1)
+    monkeypatch.setattr("haarkv.validation.planning.choice_cache.TOY", 1)
+    monkeypatch.setattr("haarkv.validation.planning.choice_cache.CHOSEN_UP_TO", 1)
     ran = tq("info", checkpoint)
     assert "without --kv a run takes k=tq6,v=tq4; tail 124; sink 4: " in ran.out
     assert "bits a value at 1,024 tokens, those in BF16 included" in ran.out
@@ -334,8 +334,8 @@ def test_info_takes_a_model_as_its_siblings_do(tq, checkpoint):
 
 
 def test_info_says_that_the_first_run_chooses(tq, tmp_path, monkeypatch):
-    monkeypatch.setattr("haarkv.validation.planning.remembered.TOY", 1)
-    monkeypatch.setattr("haarkv.validation.planning.remembered.home", lambda: tmp_path / "choices")
+    monkeypatch.setattr("haarkv.validation.planning.choice_cache.TOY", 1)
+    monkeypatch.setattr("haarkv.validation.planning.choice_cache.home", lambda: tmp_path / "choices")
     folder = write_checkpoint(tmp_path / "wide", config={"head_dim": 64})
     assert "without --kv the first run takes minutes to choose a cache" in tq("info", folder).out
     assert tq("info", folder, "--json").json["default"] is None

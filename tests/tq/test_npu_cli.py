@@ -14,7 +14,7 @@ from refusals import assert_refused
 
 from haarkv.models.catalog import load_model
 from haarkv.models.qwen3_14b.npu.compile import plan_programs
-from haarkv.validation.planning import remembered
+from haarkv.validation.planning import choice_cache
 from tq.commands import bringup
 
 GENERATE = ("generate", "--prompt", "x", "--max-new-tokens", "2")
@@ -86,7 +86,7 @@ def test_compile_writes_a_program_for_each_pair_of_formats_of_a_plan(run, tmp_pa
 def test_compile_takes_a_cache_that_the_programs_read_and_chooses_none(monkeypatch, tmp_path, kv_args):
     """Of a model whose cache `tq generate --executor npu` would choose for minutes."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(remembered, "TOY", 0)
+    monkeypatch.setattr(choice_cache, "TOY", 0)
     nothing = dict.fromkeys(("kv", "calibration", "kv_plan", "kv_loss", "kv_tail", "kv_sink")) | {"kv_skip_layers": ()}
     with click.Context(bringup.compile_command):
         spec = bringup._cache_to_compile("tiny", nothing | kv_args)

@@ -15,7 +15,7 @@ from haarkv.serving import serve as serving
 from haarkv.serving.vllm_plugin.install import VERSION
 from haarkv.tq_ops.kv import plan_file
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation.planning import remembered
+from haarkv.validation.planning import choice_cache
 from haarkv.validation.planning.auto import LOSS
 from tq.cli import main
 
@@ -140,7 +140,7 @@ def test_the_cache_that_was_chosen_for_a_model_serves_it_unless_another_is_asked
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == (1 if args else 2)
         assert args or "`tq generate --model tiny --kv auto --prompt Hello` chooses one" in lines[0]
-    file = remembered.file_for("tiny", 0.05 if "--kv-loss" in args else LOSS)
+    file = choice_cache.file_for("tiny", 0.05 if "--kv-loss" in args else LOSS)
     file.parent.mkdir(parents=True)
     config = read_config("tiny")
     plan_file.save(file, KVSpec("tq5", tail=124, sink=4).plan(config.num_layers), shape_signature(config))
@@ -156,7 +156,7 @@ def test_a_model_without_a_choice_gets_what_loses_little_and_toys_get_tq4(monkey
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     if model == "model":
-        monkeypatch.setattr(remembered, "TOY", 0)  # small as it is, no toy
+        monkeypatch.setattr(choice_cache, "TOY", 0)  # small as it is, no toy
     write_checkpoint(tmp_path / "model")
     caches = []
     monkeypatch.setattr(serving, "serve", lambda model, cache, flags, *, say: (caches.append(cache), say("it starts")))

@@ -16,7 +16,7 @@ from haarkv.models.catalog import TINY
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.fidelity.evaluation import Setup, evaluate, make_workload
-from haarkv.validation.planning import auto, remembered
+from haarkv.validation.planning import auto, choice_cache
 from haarkv.validation.planning.calibrate import load_subject
 from haarkv.validation.planning.candidates import bits_per_value, session_with_plan
 from haarkv.validation.planning.common_text import SEQUENCES, common_text, prose, start_token, write
@@ -40,7 +40,7 @@ def choice(subject):
 
 @pytest.fixture
 def at_home(monkeypatch, tmp_path):
-    monkeypatch.setattr(remembered, "home", lambda: tmp_path / "kv-auto")
+    monkeypatch.setattr(choice_cache, "home", lambda: tmp_path / "kv-auto")
     return tmp_path / "kv-auto"
 
 
@@ -92,7 +92,7 @@ def test_what_is_chosen_for_npu_is_what_its_programs_read(choice, share):
 
 
 def test_a_choice_for_npu_is_remembered_apart(at_home):
-    files = [remembered.file_for("tiny", LOSS, executor=name) for name in (None, "auto", "cpu", "npu")]
+    files = [choice_cache.file_for("tiny", LOSS, executor=name) for name in (None, "auto", "cpu", "npu")]
     assert len(set(files[:3])) == 1
     assert files[3] not in files[:3]
 
@@ -187,8 +187,8 @@ def test_a_probe_costs_what_it_costs_when_all_layers_run(subject, text):
 
 def choosing(monkeypatch, choose):
     """Let `choose` choose, for no model."""
-    monkeypatch.setattr(remembered, "load_subject", lambda model, **how: None)
-    monkeypatch.setattr(remembered, "choose", choose)
+    monkeypatch.setattr(choice_cache, "load_subject", lambda model, **how: None)
+    monkeypatch.setattr(choice_cache, "choose", choose)
 
 
 def test_a_choice_is_remembered_and_made_again_where_its_file_is_damaged(at_home, choice, monkeypatch):
@@ -200,16 +200,16 @@ def test_a_choice_is_remembered_and_made_again_where_its_file_is_damaged(at_home
 
     choosing(monkeypatch, choose)
     messages = []
-    first = remembered.cache_for("tiny", loss=0.002, on_choice=messages.append)
-    again = remembered.cache_for("tiny", loss=0.002, on_choice=messages.append)
+    first = choice_cache.cache_for("tiny", loss=0.002, on_choice=messages.append)
+    again = choice_cache.cache_for("tiny", loss=0.002, on_choice=messages.append)
     assert losses == [0.002]
     assert messages == [str(choice)]
     assert again.plan(6).describe() == first.plan(6).describe()
     assert again.weights == first.weights == choice.file.fingerprint
     (file,) = at_home.iterdir()
     file.write_bytes(file.read_bytes()[:-100])
-    remembered.cache_for("tiny", loss=0.002)
-    remembered.cache_for("tiny", loss=0.01)
+    choice_cache.cache_for("tiny", loss=0.002)
+    choice_cache.cache_for("tiny", loss=0.01)
     assert losses == [0.002, 0.002, 0.01]
 
 
@@ -223,16 +223,16 @@ def test_a_choice_is_that_of_settings_weights_and_tokenizer(at_home, tmp_path):
             (folder / "model.safetensors.index.json").write_text(json.dumps(content))
             for name in content["weight_map"].values():
                 (folder / name).write_bytes(b"1")
-        before = remembered.file_for(str(folder), LOSS)
+        before = choice_cache.file_for(str(folder), LOSS)
         for other in ("notes.txt", "learned.safetensors", "README.md", "tokenizer_config.json"):
             (folder / other).write_text("{}")
-            assert remembered.file_for(str(folder), LOSS) == before, other
+            assert choice_cache.file_for(str(folder), LOSS) == before, other
         paths = {before}
         for name in ("config.json", "tokenizer.json", what_counts):
             with (folder / name).open("ab") as file:
                 file.write(b" ")
-            assert remembered.file_for(str(folder), LOSS) not in paths, name
-            paths.add(remembered.file_for(str(folder), LOSS))
+            assert choice_cache.file_for(str(folder), LOSS) not in paths, name
+            paths.add(choice_cache.file_for(str(folder), LOSS))
 
 
 def test_the_command_takes_the_choice_and_says_it_once(at_home, choice, monkeypatch, capsys):
@@ -249,9 +249,9 @@ def test_the_command_takes_the_choice_and_says_it_once(at_home, choice, monkeypa
 
 def test_where_nothing_can_be_kept_the_choice_is_used_all_the_same(choice, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("no folder")
-    monkeypatch.setattr(remembered, "home", lambda: tmp_path / "file")
+    monkeypatch.setattr(choice_cache, "home", lambda: tmp_path / "file")
     choosing(monkeypatch, lambda *_: choice)
-    assert remembered.cache_for("tiny", loss=0.002) is choice.spec
+    assert choice_cache.cache_for("tiny", loss=0.002) is choice.spec
 
 
 # Choosing once more takes long: `make test-long`.

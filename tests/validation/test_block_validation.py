@@ -8,8 +8,8 @@ import pytest
 import torch
 from at_length import MORE_JUDGE, pairwise_cases, rest
 from block_weights import TYPES, in_blocks, random_blocks
-from judged import validation_report
 from small_models import random_tokens, small_config, small_model
+from validation_reports import validation_report
 
 from haarkv.executors.cpu import CpuExecutor
 from haarkv.executors.reference import ReferenceExecutor

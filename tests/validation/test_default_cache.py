@@ -14,7 +14,7 @@ from haarkv.tq_ops.kv import calibration_file
 from haarkv.tq_ops.kv.cache import cache_bytes
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
-from haarkv.validation.planning import auto, calibrate, remembered
+from haarkv.validation.planning import auto, calibrate, choice_cache
 from haarkv.validation.planning.candidates import place_bytes, places
 from tq.cli import main
 from tq.loading import load
@@ -23,8 +23,8 @@ from tq.loading import load
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A model that counts as no toy, and a home of its own."""
-    monkeypatch.setattr(remembered, "home", lambda: tmp_path / "kv-auto")
-    monkeypatch.setattr(remembered, "TOY", 10**6)
+    monkeypatch.setattr(choice_cache, "home", lambda: tmp_path / "kv-auto")
+    monkeypatch.setattr(choice_cache, "TOY", 10**6)
     return shutil.copytree(TINY, tmp_path / "model")
 
 
@@ -37,24 +37,24 @@ def choice_log(monkeypatch):
         calls.append((model, how["loss"]))
         return KVSpec("tq5")
 
-    monkeypatch.setattr(remembered, "cache_for", cache_for)
+    monkeypatch.setattr(choice_cache, "cache_for", cache_for)
     monkeypatch.setattr("tq.loading.cache_for", cache_for)
     return calls
 
 
 def test_only_models_to_try_the_product_take_a_fixed_cache(folder, monkeypatch):
-    assert remembered.default_cache("random:14b") == KVSpec()
-    assert remembered.default_cache(str(folder)) is None
-    monkeypatch.setattr(remembered, "TOY", 10**7)
-    assert remembered.default_cache(str(folder)) == remembered.default_cache("tiny") == KVSpec()
-    monkeypatch.setattr(remembered, "TOY", 10**6)
+    assert choice_cache.default_cache("random:14b") == KVSpec()
+    assert choice_cache.default_cache(str(folder)) is None
+    monkeypatch.setattr(choice_cache, "TOY", 10**7)
+    assert choice_cache.default_cache(str(folder)) == choice_cache.default_cache("tiny") == KVSpec()
+    monkeypatch.setattr(choice_cache, "TOY", 10**6)
     for other in ("random:qwen3.5-0.8b", "random:14b"):  # keys that cannot be learned, and too much to wait for unasked
         config = read_config(other)
-        monkeypatch.setattr(remembered, "read_config", lambda *_, config=config: config)
-        assert remembered.default_cache(str(folder)) == KVSpec("k=tq6,v=tq4", TAIL, SINKS)
-        assert remembered.default_cache(str(folder), executor="npu") == KVSpec("tq4", TAIL, SINKS)
-    monkeypatch.setattr(remembered, "chosen_before", lambda _: KVSpec("tq5"))
-    assert remembered.default_cache(str(folder)) is None
+        monkeypatch.setattr(choice_cache, "read_config", lambda *_, config=config: config)
+        assert choice_cache.default_cache(str(folder)) == KVSpec("k=tq6,v=tq4", TAIL, SINKS)
+        assert choice_cache.default_cache(str(folder), executor="npu") == KVSpec("tq4", TAIL, SINKS)
+    monkeypatch.setattr(choice_cache, "chosen_before", lambda _: KVSpec("tq5"))
+    assert choice_cache.default_cache(str(folder)) is None
 
 
 def test_the_command_and_python_choose_for_a_model_of_yours(folder, choice_log, capsys):

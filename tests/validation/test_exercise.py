@@ -9,8 +9,8 @@ from functools import cache
 
 import pytest
 import torch
-from judged import validation_report
 from small_models import SMALL, new_cache, new_paging, prefill, random_tokens, resize_config, small_model
+from validation_reports import validation_report
 
 from haarkv.engine.generation import PREFILL_CHUNK
 from haarkv.executors.reference import ReferenceExecutor

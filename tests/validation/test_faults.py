@@ -19,7 +19,7 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.catalog import load_model
 from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops.errors import NonFiniteError
-from haarkv.tq_ops.formats.made_up import calibration
+from haarkv.tq_ops.formats.synthetic import calibration
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec

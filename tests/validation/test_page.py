@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from judged import validation_report
 from small_models import SMALL, random_tokens, resize_config, small_model
+from validation_reports import validation_report
 
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.validation.faults.base import reordered_sum_ops

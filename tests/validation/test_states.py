@@ -6,8 +6,8 @@ import bounds
 import pytest
 import torch
 from at_length import MORE_JUDGE, pairwise_cases
-from judged import validation_report
 from small_models import random_tokens
+from validation_reports import validation_report
 
 from haarkv.executors.cpu import CpuExecutor
 from haarkv.executors.reference import ReferenceExecutor

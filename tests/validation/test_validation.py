@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from at_length import MORE_JUDGE, pairwise_cases
-from judged import MODEL, Whole, where
-from judged import validation_report as run
 from small_models import CONFIGS, KV_FORMATS, SMALL, random_tokens, small_model
+from validation_reports import MODEL, Whole, where
+from validation_reports import validation_report as run
 
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import formats, reference

@@ -272,7 +272,7 @@ def _cache_to_compile(model: str, args: dict[str, Any]) -> KVSpec:
     """The cache to compile for; where none is named, the one that was chosen before, and none is chosen now."""
     from haarkv.models.catalog import read_config
     from haarkv.validation.planning.auto import LOSS
-    from haarkv.validation.planning.remembered import chosen_before, default_cache, file_for, fixed_cache
+    from haarkv.validation.planning.choice_cache import chosen_before, default_cache, file_for, fixed_cache
     from tq.loading import kv_spec
 
     default = fixed_cache(read_config(model), "npu")

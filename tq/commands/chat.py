@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.words import count_noun
+from haarkv.tq_ops.text import count_noun
 from tq import options
 from tq.groups import Command
 from tq.options import Assignment

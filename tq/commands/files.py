@@ -63,8 +63,8 @@ def export_command(
     """
     from haarkv.models.catalog import read_config
     from haarkv.tq_ops.errors import InputError
+    from haarkv.tq_ops.kv.kernel_support import ELSEWHERE, unsupported
     from haarkv.tq_ops.kv.plan import KVSpec
-    from haarkv.tq_ops.kv.reads import ELSEWHERE, unsupported
     from haarkv.tq_ops.onnx import EXPORT_SUPPORT
 
     try:

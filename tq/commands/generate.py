@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from haarkv.tq_ops.output_files import check_writable
-from haarkv.tq_ops.words import count_noun
+from haarkv.tq_ops.text import count_noun
 from tq import options
 from tq.groups import Command
 from tq.output import err, prefilling, print_table, warn

@@ -145,7 +145,7 @@ def _default(model: str, layers: int | None, executor: str, config: ModelConfig)
     """The cache of a run without `--kv`; None where the first run chooses it."""
     from haarkv.engine.plans import plan_for
     from haarkv.validation.planning.auto import LOSS
-    from haarkv.validation.planning.remembered import chosen_before, default_cache, file_for
+    from haarkv.validation.planning.choice_cache import chosen_before, default_cache, file_for
 
     spec = default_cache(model, layers, executor) or chosen_before(file_for(model, LOSS, layers, executor))
     return plan_for(spec, config) if spec else None

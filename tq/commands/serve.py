@@ -96,7 +96,7 @@ def _remembered_plan(model: str, loss: float | None, is_required: bool, notes: l
     """
     from haarkv.tq_ops.errors import InputError
     from haarkv.validation.planning.auto import LOSS
-    from haarkv.validation.planning.remembered import chosen_before, file_for
+    from haarkv.validation.planning.choice_cache import chosen_before, file_for
 
     try:
         file = file_for(model, LOSS if loss is None else loss)
@@ -116,7 +116,7 @@ def _format(model: str, has_calibration: bool) -> str:
     from haarkv.engine.plans import default_spec
     from haarkv.tq_ops.errors import InputError
     from haarkv.tq_ops.kv.plan import KVSpec
-    from haarkv.validation.planning.remembered import default_cache
+    from haarkv.validation.planning.choice_cache import default_cache
 
     if not has_calibration:
         with suppress(InputError):  # as above

@@ -18,9 +18,9 @@ from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.kept import ResidualWindow
+from haarkv.tq_ops.kv.kernel_support import KernelSupport, unsupported_format, wrong_head_dim
 from haarkv.tq_ops.kv.layer import LayerKV, NonFiniteTokenError, Side
-from haarkv.tq_ops.kv.reads import KernelSupport, unsupported_format, wrong_head_dim
+from haarkv.tq_ops.kv.residual_window import ResidualWindow
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KVShape, blocks_for
 from haarkv.tq_ops.table import OpTable
 

@@ -15,8 +15,8 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.stretches import MOST_POSITIONS, STRETCH, RopeShift
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.kept import ResidualBlocks, ResidualWindow
-from haarkv.tq_ops.kv.reads import unsupported_format, wrong_head_dim
+from haarkv.tq_ops.kv.kernel_support import unsupported_format, wrong_head_dim
+from haarkv.tq_ops.kv.residual_window import ResidualBlocks, ResidualWindow
 from haarkv.tq_ops.weight import Blocks, Weight
 
 

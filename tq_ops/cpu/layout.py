@@ -22,7 +22,7 @@ from haarkv.codebooks.cubic import centroids as centroids_of
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.packing import Column, planes
 from haarkv.tq_ops.formats.rotated import Coordinates, Description, numbers_on
-from haarkv.tq_ops.kv.reads import KernelSupport
+from haarkv.tq_ops.kv.kernel_support import KernelSupport
 
 READS = KernelSupport(
     "the CPU kernels", head_dims=(64, 128, 256), bits=(2, 3, 4, 5, 6, 8), plain=(torch.bfloat16, torch.float32),

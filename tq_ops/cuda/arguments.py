@@ -28,7 +28,7 @@ class WindowPair:
     """The tokens in BF16 of one layer.
 
     Attributes:
-        k, v: [num_rows, Hkv, sink + ring, D] bf16, as in `tq_ops.kv.kept.WindowPair.vectors`.
+        k, v: [num_rows, Hkv, sink + ring, D] bf16, as in `tq_ops.kv.residual_window.WindowPair.vectors`.
         tail: tokens that a query sees in BF16, itself among them; packed it sees those from `sink` to `tail` before it.
         sink: first tokens that every query sees in BF16.
         ring: newest tokens there is room for.

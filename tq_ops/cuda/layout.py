@@ -17,7 +17,7 @@ from haarkv.tq_ops.formats.packing import Column, eighth_widths, planes
 from haarkv.tq_ops.formats.rotated import Coordinates, Description, numbers_on
 from haarkv.tq_ops.formats.stretches import MOST_POSITIONS, STRETCH, RopeShift
 from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.reads import KernelSupport
+from haarkv.tq_ops.kv.kernel_support import KernelSupport
 
 
 def kernel_order(description: Description) -> Tensor:

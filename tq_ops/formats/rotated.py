@@ -7,8 +7,8 @@ Such a format rotates a unit vector, keeps the level of each coordinate, and one
 or, `along` x itself, scale = ||x|| / sum(c[level] * y).
 
 Everything else is data, which `Description` holds. A backend is built from descriptions and declares which of them its
-kernels read (`tq_ops.kv.reads`); none asks for a format's name or class. Source of `tq4` and its kin: TurboQuant (arXiv
-2504.19874), MSE variant, no QJL, with the layer's Haar rotation and one Gaussian codebook.
+kernels read (`tq_ops.kv.kernel_support`); none asks for a format's name or class. Source of `tq4` and its kin:
+TurboQuant (arXiv 2504.19874), MSE variant, no QJL, with the layer's Haar rotation and one Gaussian codebook.
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.kept import ResidualWindow
 from haarkv.tq_ops.kv.layer import LayerKV, Side, fields_in
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.recurrent import LayerState, Recurrent, StateShape
+from haarkv.tq_ops.kv.residual_window import ResidualWindow
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, RING_CHUNK, WINDOW_CHUNK, KVShape, SequencePlace, Shapes, blocks_for, each
 from haarkv.tq_ops.memory import ask_for_large_pages
 

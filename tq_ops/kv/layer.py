@@ -19,7 +19,7 @@ from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.formats import KVFormat, NonFiniteVectorError
 from haarkv.tq_ops.formats.base import Field, by_token, require_finite
 from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.kept import ResidualWindow
+from haarkv.tq_ops.kv.residual_window import ResidualWindow
 from haarkv.tq_ops.kv.shapes import KVShape, SequencePlace, blocks_for
 
 WINDOW = "window"

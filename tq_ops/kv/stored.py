@@ -15,10 +15,10 @@ from torch import Tensor
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.kept import ResidualWindow
 from haarkv.tq_ops.kv.layer import WINDOW
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.recurrent import LayerState
+from haarkv.tq_ops.kv.residual_window import ResidualWindow
 from haarkv.tq_ops.kv.shapes import WINDOW_CHUNK, WINDOW_ROOM, SequencePlace, Shapes, blocks_for, each
 
 

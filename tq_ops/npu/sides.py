@@ -15,9 +15,9 @@ from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.stretches import MOST_POSITIONS, STRETCH, RopeShift
 from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.kept import ResidualWindow, token_sequences
+from haarkv.tq_ops.kv.kernel_support import KernelSupport, unsupported_format
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.reads import KernelSupport, unsupported_format
+from haarkv.tq_ops.kv.residual_window import ResidualWindow, token_sequences
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, WINDOW_CHUNK
 from haarkv.tq_ops.npu.learned import TRIES, Layout, domain_tensors, learned_coordinates, learned_layout
 from haarkv.tq_ops.npu.program import HEAD_DIM, Argument
@@ -155,7 +155,7 @@ def format_side(kv_format: KVFormat, layer: int = 0, head_dim: int = HEAD_DIM) -
     """The side that stores what a format stores in a layer.
 
     Raises:
-        ValueError: no program reads it; `tq_ops.kv.reads.unsupported` tells so before there is a program.
+        ValueError: no program reads it; `tq_ops.kv.kernel_support.unsupported` tells so before there is a program.
     """
     if unsupported_format(READS, kv_format, head_dim) is not None:
         raise ValueError(f"no program reads {kv_format.name}")
@@ -197,7 +197,7 @@ MOST_PLACES, MOST_SINKS = 2048, 256
 
 @dataclass(frozen=True)
 class WindowShape:
-    """Of K and V of a layer alike, as `tq_ops.kv.kept.ResidualWindow` has it.
+    """Of K and V of a layer alike, as `tq_ops.kv.residual_window.ResidualWindow` has it.
 
     Attributes:
         tail: tokens that a query sees in BF16, the newest, itself among them.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from haarkv.tq_ops import formats
-from haarkv.tq_ops.kv.reads import KernelSupport
+from haarkv.tq_ops.kv.kernel_support import KernelSupport
 
 FORMAT = formats.get("tq4")
 READS = KernelSupport("its graphs", head_dims=(64, 128, 256), bits=(2, 3, 4, 5, 6, 8), kept=True, learned=True)

@@ -19,8 +19,8 @@ from haarkv.models.base import DecoderModel
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.formats.learned import LearnedFormat
-from haarkv.tq_ops.formats.made_up import calibration
 from haarkv.tq_ops.formats.rotated import Coordinates
+from haarkv.tq_ops.formats.synthetic import calibration
 from haarkv.validation.faults.base import Call, Fault, K, Layer, Table, V, Wrong, instead
 from haarkv.validation.faults.model import rounded_positions, wrong_models
 from haarkv.validation.faults.ops import (

@@ -11,8 +11,8 @@ from torch import Tensor
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.kept import ResidualWindow
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.residual_window import ResidualWindow
 from haarkv.validation.faults.base import Call, Fault, K, Layer, Wrong
 from haarkv.validation.faults.ops import (
     PACKED,

@@ -17,7 +17,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.validation import bounds
 from haarkv.validation.fidelity.scores import kl_divergence, nearest_rank, require_finite
 from haarkv.validation.fidelity.setup import Contender
-from haarkv.validation.layers.trial import run_phase
+from haarkv.validation.layers.candidate import run_phase
 
 OnStep = Callable[[str], None]
 """Told what is being done each time a token of it is done."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation import bounds
+from haarkv.validation.layers.candidate import WITHIN_ROUNDING, CandidateRunner, Outcome, Repeats, Run, StrayWrites
 from haarkv.validation.layers.forward import LayerRecord
 from haarkv.validation.layers.honest_runs import HonestCache, HonestRuns
 from haarkv.validation.layers.judge import (
@@ -33,7 +34,6 @@ from haarkv.validation.layers.record import Call, replay
 from haarkv.validation.layers.reference import Reference
 from haarkv.validation.layers.report import Measurement, Verdict, first
 from haarkv.validation.layers.states import STATE, compare_states, recurrent_state
-from haarkv.validation.layers.trial import WITHIN_ROUNDING, CandidateRunner, Outcome, Repeats, Run, StrayWrites
 
 _FEW = 8
 """New tokens of a sequence up to which a layer runs again over another state."""

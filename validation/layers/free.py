@@ -22,6 +22,15 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation import bounds
+from haarkv.validation.layers.candidate import (
+    WHOLE_AGAIN,
+    CandidateRunner,
+    Outcome,
+    Repeats,
+    Run,
+    differing,
+    differing_forward,
+)
 from haarkv.validation.layers.compare import compare_vectors
 from haarkv.validation.layers.forced import TeacherForced
 from haarkv.validation.layers.forward import Forward, LayerRecord
@@ -32,7 +41,6 @@ from haarkv.validation.layers.record import Call, replay
 from haarkv.validation.layers.reference import Reference
 from haarkv.validation.layers.report import LogitRow, Verdict, first
 from haarkv.validation.layers.states import STATE, compare_states, recurrent_state
-from haarkv.validation.layers.trial import WHOLE_AGAIN, CandidateRunner, Outcome, Repeats, Run, differing, differing_forward
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from haarkv.tq_ops.formats.base import by_token, vector_lengths
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.validation import bounds
+from haarkv.validation.layers.candidate import StrayWrites
 from haarkv.validation.layers.null import Figure, number_figures, pad_counts
 from haarkv.validation.layers.parts import KV, Part, Snapshot, cache_parts
 from haarkv.validation.layers.report import Reason, Verdict
 from haarkv.validation.layers.states import STATE, compare_states, recurrent_state
-from haarkv.validation.layers.trial import StrayWrites
 
 Values = Iterator[tuple[Figure, Tensor]]
 

@@ -19,8 +19,8 @@ from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.kept import ResidualWindow
 from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.kv.residual_window import ResidualWindow
 from haarkv.validation.layers.states import STATE, put_rows, recurrent_state, take_rows, tensors_of_state
 
 Snapshot = dict[str, dict[str, Tensor]]

@@ -15,6 +15,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.threads import sleeping_threads
 from haarkv.tq_ops.weight import backing_tensor
+from haarkv.validation.layers.candidate import CandidateRunner, Run
 from haarkv.validation.layers.compare import ascend_metrics, compare_vectors
 from haarkv.validation.layers.exercise import Exercise
 from haarkv.validation.layers.forced import TeacherForced
@@ -33,7 +34,6 @@ from haarkv.validation.layers.report import (
     first,
     worst,
 )  # fmt: skip
-from haarkv.validation.layers.trial import CandidateRunner, Run
 
 OnRow = Callable[[LayerRow], None]
 

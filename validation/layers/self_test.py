@@ -12,7 +12,7 @@ from itertools import cycle, islice
 from haarkv.executors.base import Executor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
-from haarkv.tq_ops.formats.made_up import calibration
+from haarkv.tq_ops.formats.synthetic import calibration
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.faults.base import DRIVES, Fault, Layer, WholeLayers, reordered_sum_ops
 from haarkv.validation.faults.layer import (

@@ -21,7 +21,7 @@ from torch import Tensor
 from haarkv.tq_ops.formats.base import by_token, vector_lengths
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.kept import ResidualWindow
+from haarkv.tq_ops.kv.residual_window import ResidualWindow
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation.layers.parts import Part, Snapshot, cache_parts, read_as
 from haarkv.validation.layers.two_parts import Parts, in_parts

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops import formats, reference
-from haarkv.tq_ops.formats import Calibration, made_up
+from haarkv.tq_ops.formats import Calibration, synthetic
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.layer import page_bytes
@@ -74,13 +74,13 @@ class CacheCase:
         """Made-up coordinates of its KV heads, where a format needs them."""
         if not formats.needs_calibration(self.kv):
             return None
-        return made_up.calibration(LAYER + 1, self.kv_heads, self.head_dim)
+        return synthetic.calibration(LAYER + 1, self.kv_heads, self.head_dim)
 
     def vectors(self, tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """K and V [T, Hkv, D] fp32 of new tokens: normal, or as the learned coordinates expect them."""
         k, v = torch.randn(2, tokens, self.kv_heads, self.head_dim, generator=generator)
         if calibration := self.calibration:
-            k = made_up.vectors(calibration.k[LAYER], tokens, generator).transpose(0, 1).contiguous()
+            k = synthetic.vectors(calibration.k[LAYER], tokens, generator).transpose(0, 1).contiguous()
         return k, v
 
 

@@ -17,8 +17,8 @@ from haarkv.tq_ops.cuda.available import unavailable
 from haarkv.tq_ops.cuda.block_planes import PLANES
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.learned import COLUMNS
+from haarkv.tq_ops.kv.kernel_support import unsupported
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.reads import unsupported
 from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.tq_ops.table import OP_NAMES, OpTable
 from haarkv.validation.ops.caches import Attention, CacheCase, Store

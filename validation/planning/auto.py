@@ -42,8 +42,8 @@ from haarkv.tq_ops.formats import Calibration, Side
 from haarkv.tq_ops.formats.learned import COLUMNS, learned_bits
 from haarkv.tq_ops.formats.packing import eighth_widths
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile
+from haarkv.tq_ops.kv.kernel_support import unsupported_format
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
-from haarkv.tq_ops.kv.reads import unsupported_format
 from haarkv.tq_ops.npu.program import HEAD_DIM
 from haarkv.tq_ops.npu.sides import READS
 from haarkv.validation.fidelity.evaluation import FidelityRow, OnStep

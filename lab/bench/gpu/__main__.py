@@ -35,7 +35,7 @@ from haarkv.executors.cuda import open_gpu
 from haarkv.models.catalog import read_config
 from haarkv.tq_ops.errors import InputError
 from lab.bench import prefill
-from lab.bench.gpu.asked import CHECKS_S, PRETRAINED_S, PretrainedModel, Timing, checks, timings
+from lab.bench.gpu.groups import CHECKS_S, PRETRAINED_S, PretrainedModel, Timing, checks, timings
 
 Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[3]

@@ -15,7 +15,7 @@ from haarkv.models.catalog import load_model, read_config
 from haarkv.models.qwen3_14b.npu import inputs, programs
 from haarkv.models.qwen3_14b.npu.compile import PROGRAMS, compile_programs
 from haarkv.tq_ops import formats, reference
-from haarkv.tq_ops.formats import made_up
+from haarkv.tq_ops.formats import synthetic
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.npu.program import order_arguments
 from haarkv.tq_ops.npu.sides import layer_sides, window_shape
@@ -141,7 +141,7 @@ def test_a_small_layer_of_another_family(name, kind, simulator, toolchain):
 
 
 def test_keys_behind_a_border_are_stored_as_the_reference_turns_them(simulator, toolchain):
-    case = store_case(16, pair=(made_up.calibration().format(4), formats.get("tq4")))
+    case = store_case(16, pair=(synthetic.calibration().format(4), formats.get("tq4")))
     assert case.program.k.turning
     emission = emit(simulator, case.program, order_arguments(case.program, case.tensors))
     wrong = wrong_stores(emission, emission.machine(toolchain).run(), case.goldens)

@@ -35,7 +35,7 @@ from haarkv.models.config import ModelConfig
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cuda import experts, ops
 from haarkv.tq_ops.cuda.block_planes import PLANES, PlaneBlocks, by_planes
-from haarkv.tq_ops.formats import made_up
+from haarkv.tq_ops.formats import synthetic
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.layer import page_bytes
@@ -294,7 +294,7 @@ GROUPS: dict[str, list[Check]] = {
         executor(BF16, 2, TQ4),
         executor(FP32, 1, KVSpec("tq4", tail=2, sink=1)),
         executor(BF16, 2, TQ4, gemma_config(window=4)),
-        executor(BF16, 1, KVSpec("k=lr3,v=tq3", calibration=made_up.calibration(1, 2, 128), tail=2, sink=1)),
+        executor(BF16, 1, KVSpec("k=lr3,v=tq3", calibration=synthetic.calibration(1, 2, 128), tail=2, sink=1)),
         executor(BF16, 1, TQ4, resize_config(small_config(hidden_size=64, num_layers=1), **QWEN3_CASES)),
         executor(FP32, 3, TQ4, model=small_hybrid(FP32, 61)),
     ],

@@ -22,8 +22,8 @@ from haarkv.models.weights import assemble, checkpoint_tensors
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.kernel_support import ELSEWHERE
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.reads import ELSEWHERE
 from haarkv.tq_ops.npu.program import Program
 from haarkv.tq_ops.npu.sides import FORMAT, layer_sides, window_shape
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from haarkv.models.config import Activation, Layer, ModelConfig, unknown_layer
-from haarkv.tq_ops.kv import reads
+from haarkv.tq_ops.kv import kernel_support
+from haarkv.tq_ops.kv.kernel_support import wrong_head_dim
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.reads import wrong_head_dim
 from haarkv.tq_ops.kv.shapes import WINDOW_CHUNK
 from haarkv.tq_ops.npu.program import Argument, AttentionShape, Kernel, heads_at_once, with_tuned
 from haarkv.tq_ops.npu.sides import MOST_PLACES, MOST_SINKS, READS, TQ4, Side, WindowShape, fixed_sides, window_shape
@@ -193,7 +193,9 @@ def unsupported(config: ModelConfig, plan: KVPlan | None = None) -> str | None:
     if plan is None:
         return None
     shapes = config.kv_shapes[: len(plan.layers)]
-    return reads.unsupported(READS, plan, shapes) or _unkept(plan) or _partial_rope_reason(plan, config.heads.head_dim)
+    return (
+        kernel_support.unsupported(READS, plan, shapes) or _unkept(plan) or _partial_rope_reason(plan, config.heads.head_dim)
+    )
 
 
 def _unkept(plan: KVPlan) -> str | None:

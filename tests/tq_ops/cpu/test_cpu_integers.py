@@ -12,7 +12,7 @@ from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.cpu.layout import LARGEST_LEVEL, READS, layout
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.reads import readable
+from haarkv.tq_ops.kv.kernel_support import readable
 
 CASE = Case("tq4", 128, 5, 2, 128, (700, 255), (1, 1))
 SCALE = CASE.head_dim**-0.5

@@ -12,7 +12,7 @@ from op_tables import LAYER, TABLES, Case, bf16_windows, every_table, relative
 from torch import Tensor
 
 from haarkv.tq_ops import formats, reference
-from haarkv.tq_ops.formats import made_up
+from haarkv.tq_ops.formats import synthetic
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -21,7 +21,7 @@ from haarkv.tq_ops.table import OpTable
 
 BOUNDS = {torch.float32: bounds.LAYER_FP32.attention, torch.bfloat16: bounds.LAYER_BF16.attention}
 DTYPES = pytest.mark.parametrize("dtype", BOUNDS, ids=["float32", "bfloat16"])
-CALIBRATION = made_up.calibration(LAYER + 1, 2, 128)
+CALIBRATION = synthetic.calibration(LAYER + 1, 2, 128)
 KINDS = [
     KVSpec("tq4"), KVSpec("k=tq3,v=bf16"), KVSpec("k=fp32,v=tq8", sink=9), KVSpec("tq4", tail=33, sink=3),
     KVSpec("k=lr4,v=tq3", tail=7, calibration=CALIBRATION),
@@ -44,7 +44,7 @@ def store_random(cache: PagedKVCache, batch: Batch, seed: int) -> Tensor:
     generator, tokens = torch.Generator().manual_seed(seed), len(batch.positions)
     k, v = torch.randn(2, tokens, 2, 128, generator=generator)
     if formats.needs_calibration(cache.plan.k(LAYER).name):
-        k = made_up.vectors(CALIBRATION.k[LAYER], tokens, generator).transpose(0, 1)
+        k = synthetic.vectors(CALIBRATION.k[LAYER], tokens, generator).transpose(0, 1)
     reference.store_kv(k, v, cache, LAYER, batch)
     return 2 * torch.randn(tokens, 10, 128, generator=generator)
 

@@ -25,7 +25,7 @@ from triton.backends import nvidia
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.cuda import available, decode, ops
 from haarkv.tq_ops.cuda.layout import to_layout
-from haarkv.tq_ops.formats import made_up
+from haarkv.tq_ops.formats import synthetic
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
@@ -210,7 +210,7 @@ def test_while_kernels_are_only_compiled_none_is_launched(monkeypatch):
 )  # fmt: skip
 def test_what_it_takes(monkeypatch, dtype, head_dim, group, kv, block, accepts):
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
-    calibration = made_up.calibration(1, 1, head_dim) if formats.needs_calibration(kv) else None
+    calibration = synthetic.calibration(1, 1, head_dim) if formats.needs_calibration(kv) else None
     kv_cache = PagedKVCache(KVSpec(kv, calibration=calibration).plan(1), KVShape(1, head_dim), num_blocks=1, block_size=block)
     q = torch.zeros(1, group, head_dim, dtype=dtype)
     k, v = (to_layout(f, 0, head_dim, torch.device("cpu")) for f in (kv_cache.k_format(0), kv_cache.v_format(0)))

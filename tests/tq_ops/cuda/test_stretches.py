@@ -14,7 +14,7 @@ from op_tables import LAYER, Case, bf16_windows, poisoned_cache
 
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats import made_up
+from haarkv.tq_ops.formats import synthetic
 from haarkv.tq_ops.formats.stretches import MOST_POSITIONS, STRETCH
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -95,13 +95,13 @@ def at_a_border(case: Case):
 )
 def test_keys_at_a_border_are_stored_and_read_as_the_reference_does(monkeypatch, rope_dims, window):
     """Also where RoPE turns a part of each key, whose halves are then not those of memory, or nobody knows how it turns."""
-    whole = made_up.calibration
+    whole = synthetic.calibration
 
     def part_layout(*args: int):
         basis = whole(*args)
         return replace(basis, k=tuple(replace(one, inv_freq=one.inv_freq[: rope_dims // 2]) for one in basis.k))
 
-    monkeypatch.setattr(made_up, "calibration", part_layout)
+    monkeypatch.setattr(synthetic, "calibration", part_layout)
     case = Case("k=lr3,v=tq4", 64, 2, 2, 16, (1021,), (6,), **window)
     ours, theirs, batch, k, v = at_a_border(case)
     ops.store_kv(k.to(DEVICE), v.to(DEVICE), ours, LAYER, batch.to(DEVICE))
@@ -135,7 +135,7 @@ def test_halves_pair_the_numbers_that_are_turned_together(head_dim, half):
 
 
 def test_the_tables_are_those_of_the_reference():
-    kv_format = KVSpec("k=lr4,v=tq4", calibration=made_up.calibration(1, 1, 64)).plan(1).k(0)
+    kv_format = KVSpec("k=lr4,v=tq4", calibration=synthetic.calibration(1, 1, 64)).plan(1).k(0)
     tables = to_layout(kv_format, 0, 64, torch.device("cpu")).learned
     cos, sin = kv_format.turns(0).table(3, torch.device("cpu"))
     assert torch.equal(tables.cos[:3], cos[:3])

@@ -9,7 +9,7 @@ from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats import NonFiniteVectorError
 from haarkv.tq_ops.formats.compared import HadamardTBQ4, Kivi
 from haarkv.tq_ops.formats.packing import pack_stream, unpack_stream
-from haarkv.tq_ops.kv.kept import ResidualWindow
+from haarkv.tq_ops.kv.residual_window import ResidualWindow
 
 
 def rows(golden, head_dim):

@@ -9,7 +9,7 @@ from op_tables import every_table, relative
 from torch import Tensor
 
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.formats import made_up
+from haarkv.tq_ops.formats import synthetic
 from haarkv.tq_ops.formats.stretches import STRETCH, RopeShift
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -19,7 +19,7 @@ from haarkv.tq_ops.kv.stored import put, requantize, take
 from haarkv.tq_ops.table import OpTable
 
 DIM, HEADS, QUERIES = 64, 2, 6
-CALIBRATION = made_up.calibration(1, HEADS, DIM)
+CALIBRATION = synthetic.calibration(1, HEADS, DIM)
 ROPE_SHIFT = CALIBRATION.format(4).turns(0)
 TOKENS = 2 * STRETCH + 60
 SPECS = [
@@ -32,7 +32,7 @@ BOUNDS = {torch.float32: bounds.LAYER_FP32.attention, torch.bfloat16: bounds.LAY
 def text(tokens: int = TOKENS, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v [T, heads, D] fp32 after RoPE, of keys that are alike before it."""
     generator = torch.Generator().manual_seed(seed)
-    k = ROPE_SHIFT.redo(made_up.vectors(CALIBRATION.k[0], tokens, generator), torch.arange(tokens)).transpose(0, 1)
+    k = ROPE_SHIFT.redo(synthetic.vectors(CALIBRATION.k[0], tokens, generator), torch.arange(tokens)).transpose(0, 1)
     q, v = (torch.randn(tokens, heads, DIM, generator=generator) for heads in (QUERIES, HEADS))
     return q / 8, k.contiguous(), v
 

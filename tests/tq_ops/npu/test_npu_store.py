@@ -5,7 +5,7 @@ import torch
 from npu_programs import MEAN_AT, needs_pypto, store_case
 
 from haarkv.tq_ops import formats
-from haarkv.tq_ops.formats import made_up
+from haarkv.tq_ops.formats import synthetic
 from haarkv.tq_ops.npu.program import order_arguments
 from haarkv.tq_ops.npu.sides import TQ4, fixed_sides
 from haarkv.tq_ops.npu.sim.simulator import Mode
@@ -39,7 +39,7 @@ def test_the_fields_of_another_format_are_its_own(simulator, name):
 @pytest.mark.parametrize("bits", [4, *(pytest.param(bits, marks=pytest.mark.npu_long) for bits in (2, 3, 5))])
 def test_learned_keys_are_those_of_the_format(simulator, bits):
     """Levels of 1 to 6 bits, some of them in two bytes, rows of 32 to 80 bytes; a vector that is the mean stores scale 0."""
-    case = store_case(20, pair=(made_up.calibration().format(bits), formats.get("tq4")))
+    case = store_case(20, pair=(synthetic.calibration().format(bits), formats.get("tq4")))
     assert case.program.k.vectors.width == 16 * bits
     check(simulator, case)
     slot = int(case.tensors["slot"][MEAN_AT])

@@ -8,9 +8,9 @@ from typing import Any
 import pypto
 
 from haarkv.tq_ops.npu.kernels.learned import LearnedKeys
+from haarkv.tq_ops.npu.kernels.shifted import ShiftedKeys
 from haarkv.tq_ops.npu.kernels.side import DTYPES, Domain, Plain
 from haarkv.tq_ops.npu.kernels.tq4 import Packed, SeedBytes
-from haarkv.tq_ops.npu.kernels.turned import ShiftedKeys
 from haarkv.tq_ops.npu.sides import BF16, PUBLISHED, TQ4
 
 _KERNELS = {TQ4.name: Packed, PUBLISHED.name: SeedBytes, BF16.name: Plain}

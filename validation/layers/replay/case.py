@@ -21,14 +21,14 @@ from haarkv.tq_ops.formats import Calibration
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.calibration_file import make_calibration
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
-from haarkv.tq_ops.words import count_noun
+from haarkv.tq_ops.text import count_noun
+from haarkv.validation.layers.candidate import CandidateRunner, Outcome, Run
 from haarkv.validation.layers.forced import TeacherForced
 from haarkv.validation.layers.forward import Forward, LayerRecord, Schedule
 from haarkv.validation.layers.parts import Snapshot, load
 from haarkv.validation.layers.reference import Reference
 from haarkv.validation.layers.report import Report, Verdict, first
 from haarkv.validation.layers.runner import validate_layer
-from haarkv.validation.layers.trial import CandidateRunner, Outcome, Run
 
 Make = Callable[[DecoderModel, KVPlan], Executor]
 """Makes an executor of a model and a plan."""

@@ -21,8 +21,8 @@ from haarkv.tq_ops.formats.learned import COLUMNS
 from haarkv.tq_ops.formats.rotated import RotatedFormat, Transform
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.kernel_support import KernelSupport, unsupported, unsupported_format
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
-from haarkv.tq_ops.kv.reads import KernelSupport, unsupported, unsupported_format
 from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.tq_ops.npu.sides import READS as NPU_READS
 from haarkv.tq_ops.onnx import EXPORT_SUPPORT as ONNX_EXPORTED

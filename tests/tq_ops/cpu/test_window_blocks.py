@@ -12,7 +12,7 @@ from torch import Tensor
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.kept import ResidualBlocks
+from haarkv.tq_ops.kv.residual_window import ResidualBlocks
 from haarkv.tq_ops.kv.shapes import KVShape
 
 CHUNK, HEADS, DIM, BLOCKS = 27, 2, 128, 60

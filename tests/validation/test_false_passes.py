@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from judged import MODEL, PROMPTS, Whole, where
-from judged import validation_report as run
 from small_models import CONFIGS, KV_FORMATS, SMALL, new_cache, new_paging, small_model
+from validation_reports import MODEL, PROMPTS, Whole, where
+from validation_reports import validation_report as run
 
 import haarkv.validation.layers.runner as runner
 from haarkv.executors.reference import ReferenceExecutor

@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.worker.gpu_worker import Worker
 
 from haarkv.serving.vllm_plugin.backend import RotatedAttentionBackend, with_content
-from haarkv.serving.vllm_plugin.chosen import content_bytes, kv_plan, layer_formats
+from haarkv.serving.vllm_plugin.kv_choice import content_bytes, kv_plan, layer_formats
 from haarkv.serving.vllm_plugin.tails import SUFFIX, tails_beside
 
 if TYPE_CHECKING:
