@@ -14,7 +14,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.npu.program import AttentionShape
 from haarkv.tq_ops.npu.sides import keeping, layer_sides, window_shape
-from haarkv.validation.layers import candidate
+from haarkv.validation.layers import candidate as candidate_runs
 from haarkv.validation.layers.runner import validate
 
 WINDOW_OPTIONS = [{"tail": 20, "sink": 3}, {"tail": 1}, {"sink": 70}, {"tail": 300, "sink": 70}]
@@ -104,7 +104,7 @@ def test_a_mask_that_ends_one_key_too_late_beside_a_tail_is_found(monkeypatch):
 
     mask = AttentionShape.mask
     monkeypatch.setattr(AttentionShape, "mask", later)
-    monkeypatch.setattr(candidate, "MOST_CONFIRMED", 0)
+    monkeypatch.setattr(candidate_runs, "MOST_CONFIRMED", 0)
     config = resize_config(CONFIG, num_layers=1)
     model, plan = small_model(config, dtype=torch.bfloat16), KVSpec("tq4", tail=124, sink=4).plan(1)
     candidate = catalog.create("npu", model, plan, "sim")
