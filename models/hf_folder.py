@@ -113,8 +113,8 @@ class HFFolder:
         path = self.path / "tokenizer.json"
         if not path.is_file():
             raise InputError(
-                f"{self.path} has no tokenizer.json; text cannot be turned into tokens. Fetch it, or write it with transformers: "
-                "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+                f"{self.path} has no tokenizer.json; text cannot be turned into tokens. Fetch it, or write it with "
+                "transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
             )
         settings, older = (_optional_json(self.path / f"{name}.json") for name in ("tokenizer_config", "special_tokens_map"))
         content = read_file(path, _MOST_TOKENIZER).removeprefix(MARK)
