@@ -25,7 +25,7 @@ from haarkv.executors.cpu import CpuExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import load_model, maps_file, model_weight_bytes, read_config
 from haarkv.models.checkpoint import Progress
-from haarkv.models.parallel import ALONE, Ranks, Split
+from haarkv.models.parallel import SINGLE_RANK, Ranks, Split
 from haarkv.tq_ops.errors import InputError
 
 TITLES = {
@@ -66,7 +66,7 @@ class Request:
     isa: str | None = None
     activation_bits: int = 16
     mmap: bool | None = None
-    ranks: Ranks = ALONE
+    ranks: Ranks = SINGLE_RANK
 
 
 def load_request_model(request: Request, progress: Progress | None) -> DecoderModel:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
-from haarkv.models.parallel import ALONE, Ranks
+from haarkv.models.parallel import SINGLE_RANK, Ranks
 from haarkv.tq_ops.cpu.library import BLOCKS
 from haarkv.tq_ops.cuda.block_planes import PLANES
 from haarkv.tq_ops.errors import InputError
@@ -182,7 +182,7 @@ def info(name: str) -> ExecutorInfo:
 
 
 def refusal(
-    name: str, config: ModelConfig, plans: Sequence[KVPlan], *, ranks: Ranks = ALONE, dtype: str | None = None
+    name: str, config: ModelConfig, plans: Sequence[KVPlan], *, ranks: Ranks = SINGLE_RANK, dtype: str | None = None
 ) -> str | None:
     """Why an executor cannot run a model with all these caches, as "NAME cannot run this: REASON"; None if it can.
 
@@ -203,7 +203,7 @@ def refusal(
     return reason and f"{name} cannot run this: {reason}"
 
 
-def check(name: str, config: ModelConfig, plan: KVPlan, device: str | None = None, ranks: Ranks = ALONE) -> None:
+def check(name: str, config: ModelConfig, plan: KVPlan, device: str | None = None, ranks: Ranks = SINGLE_RANK) -> None:
     """Refuse before a model's weights are read what `create` would refuse after; `create` looks again.
 
     Args:
@@ -273,7 +273,7 @@ class Selection:
 
 def select(
     executor: str, config: ModelConfig, plans: Sequence[KVPlan], *, device: str | None = None, dtype: str | None = None,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_RANK,
 ) -> Selection:  # fmt: skip
     """The executor that a name stands for: itself, or for `auto` the fastest that this machine has and that can run all this.
 

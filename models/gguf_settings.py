@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model, as the entries of a Hugging Face `config.json`."""
+"""Metadata of a GGUF file as the entries of a Hugging Face `config.json`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODEL_TYPES = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "gemma3": "gemma3_text",
     "qwen35": "qwen3_5", "qwen35moe": "qwen3_5_moe",
 }  # fmt: skip
-"""`model_type` by general.architecture; any other is refused by its own name, as of a folder."""
+"""`model_type` by general.architecture."""
 HYBRIDS = frozenset({"qwen35", "qwen35moe"})
 _ENTRIES = {
     "context_length": "max_position_embeddings",
@@ -49,13 +49,13 @@ _HYBRID_ENTRIES = {
 }
 ROPE_FACTORS = "rope_freqs.weight"
 _GEMMA_PATTERN, _GEMMA_LOCAL_BASE, _GEMMA_27B = 6, 1e4, 62
-"""What llama.cpp takes where a Gemma 3 does not say it: every sixth layer sees all tokens, RoPE's base of the others, and the
-layers of the one member whose attention is scaled by another number than its head's."""
+"""llama.cpp's defaults of a Gemma 3: every sixth layer is global, RoPE's base of the others, and the layers of the one member
+that scales attention by hidden_size / heads."""
 
 
 @dataclass(frozen=True)
 class GGUFSettings:
-    """The entries of one file."""
+    """Metadata of one file."""
 
     path: Path
     file: GGUFFile
@@ -69,7 +69,7 @@ class GGUFSettings:
         return self.file.entries.get(f"{self.architecture}.{key}", default)
 
     def read(self) -> dict[str, Any]:
-        """The entries of a `config.json`, for the family to judge."""
+        """The entries of a `config.json`."""
         embedding = self.file.tensors.get("token_embd.weight")
         settings = {name: decimal(value) for key, name in _ENTRIES.items() if (value := self.setting(key)) is not None}
         settings["model_type"] = MODEL_TYPES.get(self.architecture, self.architecture)
@@ -94,7 +94,7 @@ class GGUFSettings:
         return settings
 
     def _add_shapes(self, settings: dict[str, Any]) -> None:
-        """What a file may leave out and a `config.json` may not."""
+        """Defaults of entries that a file may leave out."""
         heads, hidden = settings.get("num_attention_heads"), settings.get("hidden_size")
         settings.setdefault("num_key_value_heads", heads)
         settings.setdefault("rope_theta", 1e4)
@@ -121,12 +121,11 @@ class GGUFSettings:
         return llama3_entries(self.path, self.file.read(factors, torch.float32), theta)
 
     def _add_hybrid(self, settings: dict[str, Any]) -> None:
-        """What a file says of DeltaNet and of layers beside the model's own."""
+        """Entries of DeltaNet, and the number of layers without drafting ones."""
         settings |= {name: value for key, name in _HYBRID_ENTRIES.items() if (value := self.setting(key)) is not None}
         inner, heads = self.setting("ssm.inner_size"), settings.get("linear_num_value_heads")
         if isinstance(inner, int) and isinstance(heads, int) and heads > 0:
             settings["linear_value_head_dim"] = inner // heads
-        # Layers that predict several tokens at once stand behind the others.
         layers, ahead = settings.get("num_hidden_layers"), self.setting("nextn_predict_layers")
         if isinstance(layers, int) and isinstance(ahead, int) and 0 < ahead < layers:
             settings["num_hidden_layers"] = layers - ahead
@@ -157,13 +156,13 @@ _KEYS = {
     "yarn_beta_slow": "beta_slow",
 }
 _NEUTRAL = {"finetuned": None, "attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
-"""Further keys and the value with which each changes nothing; None: whatever it is."""
+"""Further keys and the value with which each changes nothing; None: any."""
 _AS_TRAINED = 8192
 _LEAST_ERROR = 1e-4
 
 
 def scaling_entries(path: Path, architecture: str, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_scaling`, where a file asks for one; {} if not. A part that no `config.json` can say is refused by name."""
+    """`rope_scaling`, if a file has one; keys that are not built are refused."""
     prefix = f"{architecture}.rope.scaling."
     scaling = {key.removeprefix(prefix): value for key, value in entries.items() if key.startswith(prefix)}
     factor = scaling.pop("factor", None) or entries.get(f"{architecture}.rope.scale_linear")
@@ -180,10 +179,10 @@ def scaling_entries(path: Path, architecture: str, entries: Mapping[str, Any]) -
 
 
 def llama3_entries(path: Path, factors: Tensor, theta: float) -> dict[str, Any]:
-    """`rope_scaling` of a Llama 3, whose frequencies are divided by factors; others than Llama 3's are refused.
+    """`rope_scaling` of a Llama 3 from the divisors [dims / 2] of its frequencies; other divisors are refused.
 
-    Short waves have 1, long ones the same large factor, and between them 1/factor grows as the frequency does: a line, whose
-    two ends are all that Llama 3's four numbers say.
+    Short waves have 1, long ones the largest, and between them 1/divisor is linear in the frequency: its two ends are the
+    scaling's two numbers.
     """
     half = len(factors)
     plain = 1.0 / (theta ** (torch.arange(half, dtype=torch.float64) / half))
@@ -195,7 +194,7 @@ def llama3_entries(path: Path, factors: Tensor, theta: float) -> dict[str, Any]:
         return {}
     between = (factors > 1.0) & (factors < largest)
     blend = (1 / factors[between] - 1 / largest) / (1 - 1 / largest)
-    if len(blend) < 2:  # nothing to lay a line through: the numbers of all Llamas that there are
+    if len(blend) < 2:  # no line: the numbers of all published Llamas
         low, high = 1.0, 4.0
     else:
         turns = _AS_TRAINED * plain[between] / (2 * math.pi)

@@ -24,21 +24,21 @@ from haarkv.tq_ops.errors import InputError, warn
 from haarkv.tq_ops.input_files import MARK, MOST_JSON, file_size, parse_json, read_file, read_json
 
 _MOST_TOKENIZER = 2**27
-"""Bytes of `tokenizer.json`: several times those of the largest that models come with."""
+"""Bytes of `tokenizer.json`, several times those of any model's."""
 _BESIDE_TEXT = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\.")
-"""Tensors of what a model has beside its text model; none is read."""
+"""Tensors that are no part of the text model."""
 _ROWS_AT_ONCE = 2**12
 _STACKED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 """Projections of all experts of a layer in one tensor, [experts, out, in]; gate and up one after the other."""
 _TEXT = re.compile(r"(model\.)?language_model\.(model\.)?")
-"""What stands before the names of the text model's tensors where a model has other parts."""
+"""Prefix of the text model's tensors in a model with other parts."""
 Header = dict[str, dict[str, Any]]
 """Tensor name -> {dtype, shape, data_offsets}."""
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 class HFFolder:
-    """A folder in Hugging Face format; attributes and methods as of `models.source.Source`."""
+    """A folder in Hugging Face format, a `Source`."""
 
     def __init__(self, folder: Path) -> None:
         self.path, self.settings_path = folder, folder / "config.json"
@@ -126,17 +126,13 @@ class HFFolder:
         return Words(tokenizer, path, path, templates, special, self._ends(tokenizer, settings, older))
 
     def _ends(self, tokenizer: FastTokenizer, *files: Mapping[str, Any]) -> tuple[int, ...]:
-        """What `generation_config.json` says, and both files of a tokenizer."""
+        """Ends by `generation_config.json` and by both files of the tokenizer."""
         end_tokens = (_text(settings.get("eos_token")) for settings in files)
         ids = [tokenizer.token_to_id(token) for token in end_tokens if token is not None]
         return (*eos_token_ids(_optional_json(self.sampling_path), self.sampling_path), *(id for id in ids if id is not None))
 
     def sampling(self) -> dict[str, float]:
-        """What `generation_config.json` says.
-
-        Without `do_sample: true` the model is meant to be greedy: only a repetition penalty counts then, as in transformers.
-        With it the temperature is 1 unless the file names another.
-        """
+        """From `generation_config.json`; without `do_sample: true` only a repetition penalty counts, as in transformers."""
         path, content = self.sampling_path, _optional_json(self.sampling_path)
         do_sample = content.get("do_sample")
         if not isinstance(do_sample, bool | None):

@@ -91,5 +91,5 @@ def test_its_own_drafts_are_often_right_and_never_change_the_text(text):
 
 def test_a_gguf_file_of_it_has_its_weights(in_gguf):
     ours, read = load_model(NAME), load_model(in_gguf)
-    for (name, one), (_, other) in zip(ours.weights.named(), read.weights.named(), strict=True):
+    for (name, one), (_, other) in zip(ours.weights.named_tensors(), read.weights.named_tensors(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=name)

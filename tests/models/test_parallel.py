@@ -9,7 +9,7 @@ from small_models import SMALL, resize_config
 
 from haarkv.models.catalog import load_model
 from haarkv.models.checkpoint import random_weights
-from haarkv.models.parallel import Alone, Split
+from haarkv.models.parallel import Split
 from haarkv.models.weights import checkpoint_tensors
 from haarkv.tq_ops.errors import InputError
 
@@ -52,8 +52,8 @@ def test_what_cannot_be_cut_is_refused(config, size, said):
 
 
 def assert_is_the_part(part, whole, split):
-    tensor_specs, tensors = checkpoint_tensors(split.whole), dict(whole.named())
-    for name, tensor in part.named():
+    tensor_specs, tensors = checkpoint_tensors(split.whole), dict(whole.named_tensors())
+    for name, tensor in part.named_tensors():
         assert torch.equal(tensor, tensors[name][split.slices(tensor_specs[name].axes)]), name
         assert tensor.is_contiguous(), name
 
@@ -61,7 +61,7 @@ def assert_is_the_part(part, whole, split):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_reads_its_part_of_a_checkpoint(tmp_path, rank):
     folder = write_checkpoint(tmp_path / "m")
-    whole, part = load_model(folder, "bfloat16"), load_model(folder, "bfloat16", ranks=Alone(rank, 2))
+    whole, part = load_model(folder, "bfloat16"), load_model(folder, "bfloat16", ranks=SingleRank(rank, 2))
     split = Split(whole.config, rank, 2)
     assert part.config == split.part
     assert_is_the_part(part.weights, whole.weights, split)
@@ -73,4 +73,4 @@ def test_a_rank_draws_what_the_whole_random_model_would_hold_there(rank):
     whole, part = (random_weights(FOUR, torch.float32, split=one_split) for one_split in (None, split))
     assert_is_the_part(part, whole, split)
     # The whole tensor is not kept behind a view of it.
-    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for _, tensor in part.named())
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for _, tensor in part.named_tensors())

@@ -50,7 +50,7 @@ def first_logits(model, kv="tq4", prompt=BYTES):
 
 
 def named(model):
-    return dict(model.weights.named())
+    return dict(model.weights.named_tensors())
 
 
 # -- config.json ----------------------------------------------------------------------------------------------------------
@@ -97,8 +97,8 @@ def test_the_list_of_tensors_is_what_the_checkpoint_writer_has_written_down_apar
         config = read_config(tmp_path, raw)
         assert checkpoint_shapes(config) == tensor_shapes(raw)
         weights = random_weights(config, torch.float32)
-        assert {name: tuple(tensor.shape) for name, tensor in weights.named()} == tensor_shapes(raw)
-        assert num_parameters(config) == sum(tensor.numel() for _, tensor in weights.named())
+        assert {name: tuple(tensor.shape) for name, tensor in weights.named_tensors()} == tensor_shapes(raw)
+        assert num_parameters(config) == sum(tensor.numel() for _, tensor in weights.named_tensors())
     assert len(checkpoint_shapes(SIZES["14b"])) == 40 * 11 + 3
 
 
@@ -169,7 +169,7 @@ def test_without_a_config_a_folder_is_told_by_what_is_there(tmp_path):
 def test_what_torch_saved_is_read(tmp_path, shards):
     folder, right = saved_by_torch(tmp_path / "m", shards), load_model(write_checkpoint(tmp_path / "plain"))
     assert all(torch.equal(one, right_one) for (_, one), (_, right_one) in zip(
-        load_model(folder).weights.named(), right.weights.named(), strict=True))  # fmt: skip
+        load_model(folder).weights.named_tensors(), right.weights.named_tensors(), strict=True))  # fmt: skip
     assert {file.suffix for file in HFFolder(folder).files()} == {".json", ".bin"}
 
 
@@ -230,7 +230,7 @@ def test_loading_reports_every_tensor_once(tmp_path):
 
 def test_random_weights_are_the_same_for_the_same_seed(tmp_path):
     config = read_config(tmp_path, CONFIG)
-    first, again, other = (dict(random_weights(config, torch.float32, seed).named()) for seed in (1, 1, 2))
+    first, again, other = (dict(random_weights(config, torch.float32, seed).named_tensors()) for seed in (1, 1, 2))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first[EMBEDDING], other[EMBEDDING])
     assert first[EMBEDDING].std() == pytest.approx(0.02, rel=0.05)

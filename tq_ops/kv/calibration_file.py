@@ -40,7 +40,7 @@ class CalibrationFile:
     Attributes:
         calibration: learned coordinates of every layer's keys; its digest is the SHA-256 of the tensors.
         shape: of the model that they were learned from.
-        fingerprint: of its weights, as `models.fingerprint` takes it.
+        fingerprint: of its weights, as `models.weights.fingerprint` takes it.
         learned: how they were learned and what they were found to cost; nothing reads it.
         plan: the text of a plan file for formats of these coordinates; "" if the file is a calibration alone.
     """

@@ -232,7 +232,7 @@ class KVSpec:
         """Refuse a model of the right shape whose weights are others.
 
         Args:
-            fingerprint: `models.fingerprint` of the model at hand.
+            fingerprint: `models.weights.fingerprint` of the model at hand.
         Raises:
             InputError: the coordinates were learned from another model.
         """
