@@ -45,7 +45,7 @@ class Ranks(Protocol):
 
 
 @dataclass(frozen=True)
-class SingleRank:
+class Alone:
     """One process with the whole model."""
 
     rank: int = 0
@@ -65,7 +65,7 @@ class SingleRank:
         return [value]
 
 
-SINGLE_RANK = SingleRank()
+SINGLE_RANK = Alone()
 
 
 def even_share(width: int, rank: int, size: int) -> slice:

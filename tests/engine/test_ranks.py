@@ -14,7 +14,7 @@ from haarkv.benchmarks.decode_cost import Case, step_cost
 from haarkv.engine.ranks import join
 from haarkv.executors.catalog import refusal
 from haarkv.models.catalog import load_model, read_config
-from haarkv.models.parallel import even_share
+from haarkv.models.parallel import Alone, even_share
 from haarkv.tq_ops.errors import InputError
 
 FOUR = resize_config(SMALL, num_heads=8, num_kv_heads=4, num_layers=2)
@@ -101,8 +101,8 @@ def test_so_are_they_over_the_cuda_table():
 
 @pytest.mark.parametrize("executor", ["npu", "onnx"])
 def test_programs_of_whole_layers_are_refused(executor):
-    assert "ranks must meet twice" in refusal(executor, FOUR, [], ranks=SingleRank(0, 2))
-    assert refusal("cpu", FOUR, [], ranks=SingleRank(0, 2)) is None
+    assert "ranks must meet twice" in refusal(executor, FOUR, [], ranks=Alone(0, 2))
+    assert refusal("cpu", FOUR, [], ranks=Alone(0, 2)) is None
 
 
 FAULTS = {"a sum is left out": "attention_mlp", "a rank has another's keys": "store_kv.k"}
@@ -125,4 +125,4 @@ def test_a_decode_step_of_ranks_is_measured():
 
 def test_what_is_not_measured_on_ranks_is_refused():
     with pytest.raises(InputError, match="ranks run whole steps together"):
-        measure(Request("tiny", ["cpu"], ["tq4"], [64], [1], kinds=("attention",), ranks=SingleRank(0, 2)))
+        measure(Request("tiny", ["cpu"], ["tq4"], [64], [1], kinds=("attention",), ranks=Alone(0, 2)))

@@ -9,7 +9,7 @@ from small_models import SMALL, resize_config
 
 from haarkv.models.catalog import load_model
 from haarkv.models.checkpoint import random_weights
-from haarkv.models.parallel import Split
+from haarkv.models.parallel import Alone, Split
 from haarkv.models.weights import checkpoint_tensors
 from haarkv.tq_ops.errors import InputError
 
@@ -61,7 +61,7 @@ def assert_is_the_part(part, whole, split):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_reads_its_part_of_a_checkpoint(tmp_path, rank):
     folder = write_checkpoint(tmp_path / "m")
-    whole, part = load_model(folder, "bfloat16"), load_model(folder, "bfloat16", ranks=SingleRank(rank, 2))
+    whole, part = load_model(folder, "bfloat16"), load_model(folder, "bfloat16", ranks=Alone(rank, 2))
     split = Split(whole.config, rank, 2)
     assert part.config == split.part
     assert_is_the_part(part.weights, whole.weights, split)

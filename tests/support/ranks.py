@@ -21,7 +21,7 @@ from haarkv.executors import catalog
 from haarkv.executors.base import Executor, prefill, verify
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
-from haarkv.models.parallel import SINGLE_RANK, Ranks, Split
+from haarkv.models.parallel import SINGLE_RANK, Alone, Ranks, Split
 from haarkv.models.weights import Weights, assemble, checkpoint_tensors
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.layers.ranks import follow, multi_rank_executor
@@ -154,7 +154,7 @@ def rank_validation(
     whole, plan = small_model(config, seed=3, dtype=dtype), KVSpec("tq4").plan(config.num_layers)
     part = rank_part(whole, Faulty(ranks, fault) if fault else ranks)
     if fault == "a rank has another's keys":
-        first_layers = rank_part(whole, SingleRank(0, ranks.size)).weights.layers
+        first_layers = rank_part(whole, Alone(0, ranks.size)).weights.layers
         layers = tuple(
             ours.map(lambda field, tensor, first=first: first[field] if field == "k_proj" else tensor)
             for ours, first in zip(part.weights.layers, first_layers, strict=True)
