@@ -6,7 +6,7 @@ Plain data. A forward follows the declaration; a fused path runs only layers who
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -280,7 +280,7 @@ def decimal(value: Any) -> Any:
 
 
 def unknown_part(layer: Layer, knows: Collection[str] = ()) -> str | None:
-    """The first field of a layer that a fused path cannot run, in words; None if it runs the layer.
+    """The first field of a layer that differs from its default and that a fused path does not run, in words; None if none.
 
     Every path runs attention with RoPE on whole heads and a SiLU-gated MLP, of any sizes, `theta`, scaling and `eps`.
 
@@ -291,30 +291,16 @@ def unknown_part(layer: Layer, knows: Collection[str] = ()) -> str | None:
     mixer, mlp = layer.mixer, layer.mlp
     if type(mixer) is not Attention:
         return f"it mixes tokens by {type(mixer).__name__}"
-    if type(mlp) is not Dense and "experts" not in knows:
+    if type(mlp) is not Dense and not (type(mlp) is Experts and "experts" in knows):
         return "it has experts"
-    attention = Attention(
-        mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, Rope(mixer.rope.theta, mixer.head_dim, mixer.rope.scaling),
-        mixer.scale, **{name: getattr(mixer, name) for name in ("window", "head_norms", "bias") if name in knows},
-    )  # fmt: skip
-    activation: Any = {"activation": mlp.activation} if "activation" in knows else {}
-    if isinstance(mlp, Experts):
-        plain_mlp: Dense | Experts = Experts(mlp.count, mlp.per_token, mlp.width, normalized=mlp.normalized, **activation)
-    else:
-        plain_mlp = Dense(mlp.width, **activation)
-    norm = Norm(layer.norm.eps, **({"plus_one": layer.norm.plus_one} if "plus_one" in knows else {}))
-    plain = Layer(attention, plain_mlp, norm, **({"post_norms": layer.post_norms} if "post_norms" in knows else {}))
-    return None if layer == plain else _difference(layer, plain)
-
-
-def _difference(part: Any, plain_part: Any) -> str:
-    """The first field in which two declarations differ, and its value."""
-    for item in fields(part):
-        value, expected = getattr(part, item.name), getattr(plain_part, item.name)
-        if value != expected:
-            is_nested = is_dataclass(value) and type(value) is type(expected)
-            return _difference(value, expected) if is_nested else f"{item.name} is {value}"
-    return f"it is a {type(part).__name__}"
+    if mixer.rope.dims != mixer.head_dim:
+        return f"dims is {mixer.rope.dims}"
+    for part in (mixer, mlp, layer.norm, layer):
+        for item in fields(part):
+            value = getattr(part, item.name)
+            if item.default not in (MISSING, value) and item.name not in (*knows, "normalized"):
+                return f"{item.name} is {value}"
+    return None
 
 
 def unknown_layer(config: ModelConfig, knows: Collection[str] = ()) -> str | None:

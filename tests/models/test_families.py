@@ -29,7 +29,6 @@ from haarkv.models.config import (
     Rope,
     unknown_part,
 )
-from haarkv.models.hf_folder import read_header
 from haarkv.models.weights import checkpoint_shapes, num_parameters
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -124,7 +123,7 @@ def test_parameters_and_tensors_are_transformers_own(saved, name):
     folder, theirs = saved(name)
     config = read_config(folder)
     assert num_parameters(config) == theirs.num_parameters()
-    expected = {key: tuple(entry["shape"]) for key, entry in read_header(folder / "model.safetensors").items()}
+    expected = {key: tuple(tensor.shape) for key, tensor in load_file(folder / "model.safetensors").items()}
     assert checkpoint_shapes(config) == expected
     assert declaration_in(theirs.config.to_dict()) == shape_signature(config).declaration
 

@@ -1,6 +1,7 @@
 """Reading checkpoints: configs, shards, dtypes, memory mapping, damage, and which weight is blamed for a NaN."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from haarkv.models.catalog import load_model
 from haarkv.models.checkpoint import load_weights, random_weights
 from haarkv.models.families import SIZES
 from haarkv.models.hf_config import read_hf_config
-from haarkv.models.hf_folder import HFFolder, read_header
+from haarkv.models.hf_folder import HFFolder
 from haarkv.models.text import SourceTokenizer
 from haarkv.models.weights import checkpoint_shapes, num_parameters
 from haarkv.tq_ops.errors import InputError, NonFiniteError
@@ -314,14 +315,10 @@ def test_other_tensors_are_refused_by_name(tmp_path, options, words):
 
 
 @pytest.mark.parametrize("missing_bytes", [1, 100, 50_000])
-def test_a_file_cut_anywhere_names_the_first_tensor_that_is_cut(tmp_path, missing_bytes):
+def test_a_file_cut_anywhere_is_named(tmp_path, missing_bytes):
     path = write_checkpoint(tmp_path / "model") / "model.safetensors"
-    data, header = path.read_bytes(), read_header(path)
-    path.write_bytes(data[:-missing_bytes])
-    reason = refusal(path.parent)
-    cut = {name for name, entry in header.items() if entry["data_offsets"][1] > len(data) - missing_bytes}
-    assert next(name for name in checkpoint_shapes(read_hf_config(path.parent / "config.json")) if name in cut) in reason
-    assert "truncated" in reason
+    path.write_bytes(path.read_bytes()[:-missing_bytes])
+    assert re.search(r"model\.safetensors cannot be read: .*; fetch it again", refusal(path.parent))
 
 
 # -- Blame ----------------------------------------------------------------------------------------------------------------
