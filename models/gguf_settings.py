@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as shown
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,12 +18,70 @@ from haarkv.models.gguf_tokenizer import end_token_ids
 from haarkv.models.rope import Llama3Scaling
 from haarkv.tq_ops.errors import InputError
 
-MODEL_TYPES = {
-    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "gemma3": "gemma3_text",
-    "qwen35": "qwen3_5", "qwen35moe": "qwen3_5_moe",
-}  # fmt: skip
-"""`model_type` by general.architecture."""
-HYBRIDS = frozenset({"qwen35", "qwen35moe"})
+_IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_IN_GEMMA_LAYER = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_IN_HYBRID_LAYER = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+
+
+class Architecture(NamedTuple):
+    """A value of general.architecture.
+
+    Attributes:
+        names: Hugging Face's names of a layer's parts, by the file's.
+        plus_one: norms, but for DeltaNet's, are stored as 1 + w.
+        hybrid: some layers are Gated DeltaNet.
+    """
+
+    model_type: str
+    names: Mapping[str, str] = _IN_LAYER
+    plus_one: bool = False
+    hybrid: bool = False
+
+
+_ARCHITECTURES = {
+    **{name: Architecture(name) for name in ("llama", "qwen2", "qwen3")},
+    "qwen3moe": Architecture("qwen3_moe"),
+    "gemma3": Architecture("gemma3_text", _IN_LAYER | _IN_GEMMA_LAYER, plus_one=True),
+    "qwen35": Architecture("qwen3_5", _IN_LAYER | _IN_HYBRID_LAYER, plus_one=True, hybrid=True),
+    "qwen35moe": Architecture("qwen3_5_moe", _IN_LAYER | _IN_HYBRID_LAYER, plus_one=True, hybrid=True),
+}
+
+
+def architecture_row(name: str) -> Architecture:
+    """What is known of an architecture; another has its own name as `model_type`, which is refused."""
+    return _ARCHITECTURES.get(name) or Architecture(name)
+
+
 _ENTRIES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -72,7 +130,7 @@ class GGUFSettings:
         """The entries of a `config.json`."""
         embedding = self.file.tensors.get("token_embd.weight")
         settings = {name: decimal(value) for key, name in _ENTRIES.items() if (value := self.setting(key)) is not None}
-        settings["model_type"] = MODEL_TYPES.get(self.architecture, self.architecture)
+        settings["model_type"] = architecture_row(self.architecture).model_type
         settings["vocab_size"] = embedding.shape[0] if embedding else self.setting("vocab_size")
         settings["tie_word_embeddings"] = "output.weight" not in self.file.tensors
         settings["attention_bias"] = settings["model_type"] != "qwen2" and "blk.0.attn_q.bias" in self.file.tensors
@@ -82,7 +140,7 @@ class GGUFSettings:
         settings |= scaling_entries(self.path, self.architecture, self.file.entries)
         if (factors := self.file.tensors.get(ROPE_FACTORS)) is not None:
             settings |= self._llama3(factors, settings)
-        if self.architecture in HYBRIDS:
+        if architecture_row(self.architecture).hybrid:
             self._add_hybrid(settings)
         if settings["model_type"] == "gemma3_text":
             self._add_gemma(settings)
@@ -109,7 +167,7 @@ class GGUFSettings:
             settings["partial_rotary_factor"] = rope_dims / dim
         if self.architecture == "qwen3moe":
             settings["norm_topk_prob"] = self.setting("expert_weights_norm", True)
-        elif self.architecture not in HYBRIDS and settings.pop("num_experts", None):
+        elif not architecture_row(self.architecture).hybrid and settings.pop("num_experts", None):
             settings["model_type"] += " with experts"
 
     def _llama3(self, factors: GGUFTensor, settings: Mapping[str, Any]) -> dict[str, Any]:

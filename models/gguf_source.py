@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from haarkv.models.config import decimal
 from haarkv.models.gguf_file import GGUFFile, GGUFTensor, block_type
-from haarkv.models.gguf_settings import HYBRIDS, ROPE_FACTORS, GGUFSettings
+from haarkv.models.gguf_settings import ROPE_FACTORS, GGUFSettings, architecture_row
 from haarkv.models.gguf_tokenizer import build_words
 from haarkv.models.source import DRAFTING, CheckpointTensor, Empty, Words, checked_sampling
 from haarkv.models.weights import EMBEDDING, FINAL_NORM, HEAD
@@ -28,39 +28,6 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.weight import Blocks
 
 _OUTER = {"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "output.weight": HEAD}
-_IN_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_IN_GEMMA_LAYER = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_IN_HYBRID_LAYER = {
-    "post_attention_norm": "post_attention_layernorm",
-    "attn_qkv": "linear_attn.in_proj_qkv",
-    "attn_gate": "linear_attn.in_proj_z",
-    "ssm_alpha": "linear_attn.in_proj_a",
-    "ssm_beta": "linear_attn.in_proj_b",
-    "ssm_conv1d": "linear_attn.conv1d",
-    "ssm_norm": "linear_attn.norm",
-    "ssm_out": "linear_attn.out_proj",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-}
 _WHOLE = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
 """Names within a layer without `.weight` or `.bias`."""
 _NEXTN = {
@@ -85,13 +52,6 @@ _HF_LAYER = re.compile(r"model\.layers\.([0-9]+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.[0-9]+\.(\w+)")
 _LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.(.+)")
 _MOST_LAYERS = 10**4
-_PLUS_ONE = {"gemma3", *HYBRIDS}
-"""Architectures whose norms, but for DeltaNet's, are stored as 1 + w."""
-
-
-def _names_in_layer(architecture: str) -> Mapping[str, str]:
-    more = {"gemma3": _IN_GEMMA_LAYER, **dict.fromkeys(HYBRIDS, _IN_HYBRID_LAYER)}
-    return _IN_LAYER | more.get(architecture, {})
 
 
 def stored_name(name: str, architecture: str) -> str:
@@ -106,7 +66,7 @@ def stored_name(name: str, architecture: str) -> str:
     index, rest = layer.groups()
     part, _, kind = rest.rpartition(".")
     expert = _EXPERT.fullmatch(part)
-    names, part = (_EXPERTS, expert[1]) if expert else (_names_in_layer(architecture), part)
+    names, part = (_EXPERTS, expert[1]) if expert else (architecture_row(architecture).names, part)
     whole = next((file_name for file_name, theirs in _WHOLE.items() if theirs == rest), f"{part}.{kind}")
     return f"blk.{index}." + next((f"{file_name}.{kind}" for file_name, theirs in names.items() if theirs == part), whole)
 
@@ -228,7 +188,6 @@ class GGUFSource:
         self.file = _open_file(path, stat.st_size, stat.st_mtime_ns)
         self._settings = GGUFSettings(path, self.file)
         self.architecture = self._settings.architecture
-        self._places: dict[str, TensorMapping] = {}
 
     def files(self) -> Sequence[Path]:
         return self.file.paths
@@ -237,43 +196,39 @@ class GGUFSource:
         return self._settings.read()
 
     def tensors(self) -> Mapping[str, CheckpointTensor]:
-        self._places = self._places or self._find_places()
-        return {name: self._checkpoint_tensor(place) for name, place in self._places.items()}
+        return {name: self._checkpoint_tensor(mapping) for name, mapping in self._mappings.items()}
 
-    def _checkpoint_tensor(self, place: TensorMapping) -> CheckpointTensor:
-        tensor, kind = place.tensor, place.blocks
+    def _checkpoint_tensor(self, mapping: TensorMapping) -> CheckpointTensor:
+        tensor, kind = mapping.tensor, mapping.blocks
         block = 1 if kind is None else block_type(tensor.kind).numbers
         path = self.file.paths[tensor.part]
-        return CheckpointTensor(place.shape, tensor.dtype, place.nbytes, path, tensor.fault, kind, place.in_place, block)
+        return CheckpointTensor(mapping.shape, tensor.dtype, mapping.nbytes, path, tensor.fault, kind, mapping.in_place, block)
 
-    def _find_places(self) -> dict[str, TensorMapping]:
+    @cached_property
+    def _mappings(self) -> dict[str, TensorMapping]:
         """Every tensor by Hugging Face's name, or by its own if it has none."""
-        change = _less_one if self.architecture in _PLUS_ONE else None
-        places = {
-            _OUTER[name]: TensorMapping(tensor, change=change if name == "output_norm.weight" else None)
-            for name, tensor in self.file.tensors.items()
-            if name in _OUTER
-        }
-        settings: Mapping[str, Any] = self.settings() if self.architecture in HYBRIDS else {}
+        row, mappings = architecture_row(self.architecture), dict[str, TensorMapping]()
+        settings: Mapping[str, Any] = self.settings() if row.hybrid else {}
         # Behind a hybrid's own layers stands the drafting layer, and perhaps others.
         own_layers = settings.get("num_hidden_layers") or 0 if settings else _MOST_LAYERS
-        names = _names_in_layer(self.architecture)
         for name, tensor in self.file.tensors.items():
             layer = _LAYER.fullmatch(name)
-            index, rest = layer.groups() if layer else (-1, "")
-            if name in _OUTER or name == ROPE_FACTORS or (layer and int(index) > own_layers):
+            index, rest = layer.groups() if layer else (-1, name)
+            if name == ROPE_FACTORS or int(index) > own_layers:
                 continue
             drafts, (part, _, kind) = int(index) == own_layers, rest.rpartition(".")
             before = f"{DRAFTING}layers.0." if drafts else f"model.layers.{int(index)}."
-            if part in _EXPERTS and len(tensor.shape) == 3:
-                places |= _expert_places(before, part, tensor)
+            if layer and part in _EXPERTS and len(tensor.shape) == 3:
+                for expert in range(tensor.shape[0]):
+                    mappings[f"{before}mlp.experts.{expert}.{_EXPERTS[part]}.weight"] = TensorMapping(tensor, expert)
                 continue
-            hf_name = f"{names[part]}.{kind}" if part in names and kind in ("weight", "bias") else _WHOLE.get(rest)
-            hf_name = (_NEXTN.get(part) if drafts else None) or (f"{before}{hf_name}" if hf_name else name)
-            norm = self.architecture in _PLUS_ONE and part.endswith("norm") and part != "ssm_norm"
+            in_layer = f"{row.names[part]}.{kind}" if part in row.names and kind in ("weight", "bias") else _WHOLE.get(rest)
+            hf_name = f"{before}{in_layer}" if layer and in_layer else _OUTER.get(name, name)
+            hf_name = _NEXTN.get(part, hf_name) if drafts else hf_name
+            norm = row.plus_one and part.endswith("norm") and part != "ssm_norm"
             order: dict[str, Any] = {"rows": self._rows(name, part, tensor), "change": _less_one if norm else None}
-            places[hf_name] = TensorMapping(tensor, **order | _delta_order(hf_name, tensor.shape, settings))
-        return places
+            mappings[hf_name] = TensorMapping(tensor, **order | _delta_order(hf_name, tensor.shape, settings))
+        return mappings
 
     def _rows(self, name: str, part: str, tensor: GGUFTensor) -> Tensor | None:
         count = {"attn_q": "head_count", "attn_k": "head_count_kv"}.get(part) if self.architecture == "llama" else None
@@ -285,54 +240,49 @@ class GGUFSource:
             raise InputError(f"{self.path}: {name} has {rows} rows, which {shown(heads)} heads cannot share evenly")
         return _llama_row_order(rows, heads)
 
-    def _place(self, name: str) -> TensorMapping:
-        self._places = self._places or self._find_places()
-        return self._places[name]
-
     def read(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None, empty: Empty | None = None) -> Tensor:
-        place = self._place(name)
-        options: dict[str, Any] = {"change": place.change} | ({} if empty is None else {"empty": empty})
-        is_matrix = len(place.tensor.shape) > 1
-        if is_matrix and place.columns is None and place.axes is None:
-            if part is None and place.expert is None and place.rows is None:
-                return self.file.read(place.tensor, dtype, **options)
-            return self.file.read(place.tensor, dtype, *place.rows_and_columns(part), **options)
-        whole = self.file.read(place.tensor, dtype, place.rows if is_matrix else None, **options)
-        if place.rows is not None and not is_matrix:
-            whole = whole[place.rows]
-        if place.columns is not None:
-            whole = whole[:, place.columns]
-        whole = whole.view(place.shape)
+        mapping = self._mappings[name]
+        options: dict[str, Any] = {"change": mapping.change} | ({} if empty is None else {"empty": empty})
+        is_matrix = len(mapping.tensor.shape) > 1
+        if is_matrix and mapping.columns is None and mapping.axes is None:
+            if part is None and mapping.expert is None and mapping.rows is None:
+                return self.file.read(mapping.tensor, dtype, **options)
+            return self.file.read(mapping.tensor, dtype, *mapping.rows_and_columns(part), **options)
+        whole = self.file.read(mapping.tensor, dtype, mapping.rows if is_matrix else None, **options)
+        if mapping.rows is not None and not is_matrix:
+            whole = whole[mapping.rows]
+        if mapping.columns is not None:
+            whole = whole[:, mapping.columns]
+        whole = whole.view(mapping.shape)
         return whole if part is None else whole[part].contiguous()
 
     def blocks(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None) -> Blocks | None:
-        place = self._place(name)
-        if place.blocks is None:
+        mapping = self._mappings[name]
+        if mapping.blocks is None:
             return None
-        kind, raw_rows = block_type(place.tensor.kind), self.file.stored_rows(place.tensor)
-        rows, columns = place.rows_and_columns(part)
-        if self._checkpoint_tensor(place).cuts(columns):
+        kind, raw_rows = block_type(mapping.tensor.kind), self.file.stored_rows(mapping.tensor)
+        rows, columns = mapping.rows_and_columns(part)
+        if self._checkpoint_tensor(mapping).cuts(columns):
             return None
-        begin, end, _ = columns.indices(place.shape[1])
-        data = raw_rows[rows] if place.rows is not None else raw_rows[int(rows[0]) : int(rows[-1]) + 1]
+        begin, end, _ = columns.indices(mapping.shape[1])
+        data = raw_rows[rows] if mapping.rows is not None else raw_rows[int(rows[0]) : int(rows[-1]) + 1]
         return Blocks(data[:, begin // kind.numbers * kind.nbytes : end // kind.numbers * kind.nbytes], kind, dtype)
 
     def by_stored_name(self, column_values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Values of columns, [in] by Hugging Face's names, in the file's names and order; [experts, in] of stacked experts."""
-        self._places = self._places or self._find_places()
         file_names = {id(tensor): name for name, tensor in self.file.tensors.items()}
         values_by_name: dict[str, Tensor] = {}
         experts: dict[str, dict[int, Tensor]] = {}
-        for name, place in self._places.items():
-            if (values := column_values.get(name)) is None or len(values) != place.tensor.shape[-1]:
+        for name, mapping in self._mappings.items():
+            if (values := column_values.get(name)) is None or len(values) != mapping.tensor.shape[-1]:
                 continue
-            file_name = file_names[id(place.tensor)]
-            if place.columns is not None:
-                values = torch.empty_like(values).index_copy_(0, place.columns, values)
-            if place.expert is None:
+            file_name = file_names[id(mapping.tensor)]
+            if mapping.columns is not None:
+                values = torch.empty_like(values).index_copy_(0, mapping.columns, values)
+            if mapping.expert is None:
                 values_by_name[file_name] = values
             else:
-                experts.setdefault(file_name, {})[place.expert] = values
+                experts.setdefault(file_name, {})[mapping.expert] = values
         for file_name, expert_values in experts.items():
             if len(expert_values) == self.file.tensors[file_name].shape[0]:
                 values_by_name[file_name] = torch.stack([expert_values[expert] for expert in sorted(expert_values)])
@@ -349,10 +299,3 @@ class GGUFSource:
             self.path,
             tuple(_SAMPLING.values()),
         )
-
-
-def _expert_places(before: str, part: str, tensor: GGUFTensor) -> dict[str, TensorMapping]:
-    return {
-        f"{before}mlp.experts.{expert}.{_EXPERTS[part]}.weight": TensorMapping(tensor, expert)
-        for expert in range(tensor.shape[0])
-    }

@@ -165,33 +165,21 @@ def _add_special(path: Path, tokenizer: Tokenizer, tokens: Sequence[str], entrie
 
 
 def _add_ends(
-    path: Path,
-    tokenizer: Tokenizer,
-    tokens: Sequence[str],
-    ids: Mapping[str, int | None],
-    entries: Mapping[str, Any],
-    *,
-    bos: bool,
-) -> None:
+    path: Path, tokenizer: Tokenizer, tokens: Sequence[str], ids: Mapping[str, int | None], entries: Mapping[str, Any],
+    *, bos: bool,
+) -> None:  # fmt: skip
     """Add BOS and EOS around texts; `bos` is the default of add_bos_token."""
-    add_flags = {"bos": bool(entries.get(f"{_TOKENS}add_bos_token", bos)), "eos": bool(entries.get(f"{_TOKENS}add_eos_token"))}
-    around: dict[str, list[str]] = {"bos": [], "eos": []}
-    special: list[tuple[str, int]] = []
-    for name in around:
-        if add_flags[name]:
+    around: dict[str, int] = {}
+    for name, default in (("bos", bos), ("eos", False)):
+        if entries.get(f"{_TOKENS}add_{name}_token", default):
             if (id := ids[name]) is None:
                 raise InputError(f"{path}: it asks for {name.upper()} around each text, and names no {_TOKENS}{name}_token_id")
-            around[name].append(f"<{name}>")
-            special.append((tokens[id], id))
-    if special:
+            around[name] = id
+    if around:
         # Names without spaces and colons, which a token may have.
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=[*around["bos"], "$A", *around["eos"]],
-            special_tokens=[
-                {"id": f"<{name}>", "ids": [ids[name]], "tokens": [tokens[ids[name]]]}  # type: ignore[index]
-                for name in around
-                if around[name]
-            ],
+            single=[*["<bos>"] * ("bos" in around), "$A", *["<eos>"] * ("eos" in around)],
+            special_tokens=[{"id": f"<{name}>", "ids": [id], "tokens": [tokens[id]]} for name, id in around.items()],
         )
 
 
