@@ -9,7 +9,7 @@ from planted import dead_head, run, save_tiny, tiny, tiny_qwen2, token_ids
 from small_models import CONFIGS, resize_config, small_model
 
 from haarkv.codebooks.balance import channel_scales, error_ratio
-from haarkv.models.balance import balance, checkpoint_moments, describe, key_moments, name_layers, value_moments
+from haarkv.models.balance import balance, checkpoint_moments, describe, key_moments, value_moments
 from haarkv.models.catalog import load_model
 from haarkv.tq_ops import formats
 
@@ -169,13 +169,6 @@ def test_what_is_said_of_it():
     assert "K of layers 0 to 2, 4 and 5" in message
     assert "V of layers 0 to 5" in message
     assert "\n" not in message
-
-
-@pytest.mark.parametrize(
-    ("layers", "words"), [([3], "layer 3"), ([1, 0], "layers 0 and 1"), ([0, 1, 2, 5, 7], "layers 0 to 2, 5 and 7")]
-)
-def test_layers_in_words(layers, words):
-    assert name_layers(layers) == words
 
 
 @pytest.mark.parametrize("name", ["norms", "biases"])

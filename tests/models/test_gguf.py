@@ -120,23 +120,6 @@ def test_many_rows_are_restored_a_few_at_a_time(folder_of, tmp_path, monkeypatch
 # -- Settings -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_gemma_3_has_its_names_its_windows_and_its_norms(folder_of, tmp_path):
-    source = open_source(convert(folder_of("gemma3"), tmp_path / "m.gguf"))
-    settings, theirs = source.settings(), json.loads((folder_of("gemma3") / "config.json").read_text())
-    assert settings["model_type"] == "gemma3_text"
-    for key in ("layer_types", "sliding_window", "head_dim", "hidden_size", "rms_norm_eps", "vocab_size"):
-        assert settings[key] == theirs[key], key
-    assert settings["rope_theta"] == theirs["rope_parameters"]["full_attention"]["rope_theta"]
-    assert settings["rope_local_base_freq"] == theirs["rope_parameters"]["sliding_attention"]["rope_theta"]
-    assert settings["query_pre_attn_scalar"] == 64
-    assert settings["hidden_activation"] == theirs["hidden_activation"]
-    assert settings["tie_word_embeddings"] is True
-    tensors = load_file(folder_of("gemma3") / "model.safetensors")
-    assert set(source.tensors()) == set(tensors)
-    for name, tensor in tensors.items():
-        torch.testing.assert_close(source.read(name, torch.float32), tensor, rtol=0, atol=2e-7)
-
-
 @pytest.mark.parametrize(
     ("extra", "expected"),
     [
