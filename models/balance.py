@@ -20,8 +20,8 @@ from torch import Tensor
 from haarkv.codebooks.balance import channel_scales, error_ratio
 from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import open_source, read_config
-from haarkv.models.checkpoint import stored_tensors
-from haarkv.models.config import ModelConfig
+from haarkv.models.checkpoint import checked_tensors
+from haarkv.models.config import Attention, ModelConfig
 from haarkv.models.tensors import LayerWeights
 from haarkv.models.weights import layer_tensors
 from haarkv.tq_ops.kv.plan import KVPlan
@@ -119,25 +119,24 @@ def checkpoint_moments(name: str | Path) -> dict[int, tuple[Moments, Moments]]:
     config, source = read_config(name), open_source(name)
     if source is None:
         return {}
-    places = {
-        part.name: (layer, field)
-        for layer, shape in enumerate(config.kv_shapes)
-        if shape is not None
-        for field, part in layer_tensors(config, layer).items()
-        if field in _READ
-    }
-    moments_by_layer: dict[int, tuple[Moments, Moments]] = {}
-    read: dict[str, Tensor] = {}
-    last = {layer: tensor for tensor, (layer, _) in places.items()}
-    for tensor_name, tensor in stored_tensors(source, config, torch.bfloat16, name_filter=places.__contains__):
-        layer, field = places[tensor_name]
-        read[field] = tensor
-        if tensor_name == last[layer]:  # one layer at a time is held
-            mixer = config.layers[layer].attention
-            sizes = mixer.num_kv_heads, mixer.head_dim
-            moments_by_layer[layer] = key_moments(read, *sizes, mixer.rope.dims), value_moments(read, *sizes)
-            read = {}
-    return moments_by_layer
+    checked_tensors(source, config)
+    moments: dict[int, tuple[Moments, Moments]] = {}
+    for layer, shape in enumerate(config.kv_shapes):
+        if shape is not None:
+            specs = layer_tensors(config, layer)
+            fields = {field: specs[field] for field in _moment_fields(specs)}
+            tensors = {
+                field: spec.in_memory(source.read(spec.name, spec.memory_dtype(torch.bfloat16)), torch.bfloat16)
+                for field, spec in fields.items()
+            }
+            moments[layer] = _layer_moments(tensors, config.layers[layer].attention)
+    return moments
+
+
+def _layer_moments(tensors: Mapping[str, Tensor], mixer: Attention) -> tuple[Moments, Moments]:
+    """Moments of K and V."""
+    sizes = mixer.num_kv_heads, mixer.head_dim
+    return key_moments(tensors, *sizes, mixer.rope.dims), value_moments(tensors, *sizes)
 
 
 def choose_scales(moments: Moments) -> tuple[Tensor, float]:
@@ -178,10 +177,8 @@ def balance(model: DecoderModel, may_balance: Callable[[int, str], bool] = lambd
     layers, moments = list(model.weights.layers), {}
     for index, shape in enumerate(model.config.kv_shapes):
         if shape is not None:
-            layer, sizes = layers[index], (shape.num_kv_heads, shape.head_dim)
-            fields = {field: layer[field] for field in _moment_fields(layer)}
-            rope_dims = model.config.layers[index].attention.rope.dims
-            moments[index] = key_moments(fields, *sizes, rope_dims), value_moments(fields, *sizes)
+            fields = {field: layers[index][field] for field in _moment_fields(layers[index])}
+            moments[index] = _layer_moments(fields, model.config.layers[index].attention)
     scaling = choose_scaling(moments, may_balance)
     for index, pair in scaling.scales.items():
         for side, scales in zip("KV", pair, strict=True):

@@ -113,7 +113,6 @@ def stored_tensors(
     config: ModelConfig,
     dtype: torch.dtype,
     split: Split | None = None,
-    name_filter: Callable[[str], bool] | None = None,
     before: Callable[[WeightBytes], object] | None = None,
     shared_weights: Mapping[str, Weight] = NO_SHARED_WEIGHTS,
     empty: Empty | None = None,
@@ -123,7 +122,6 @@ def stored_tensors(
     """`load_weights` one by one, in the order of `checkpoint_shapes`; all are checked before the first comes.
 
     Args:
-        name_filter: whether a tensor of this name is read.
         before: called before the first comes, with the bytes of all.
         empty: allocates each that is converted or copied; None: torch.
     """
@@ -140,8 +138,6 @@ def stored_tensors(
         weight_memory = weight_bytes(source_tensors, config, dtype, split, keep_blocks)
         before(weight_memory if mmap else weight_memory.copied())
     for name, tensor in checkpoint_tensors(config).items():
-        if name_filter and not name_filter(name):
-            continue
         if name in shared_weights:
             yield name, shared_weights[name]
         else:

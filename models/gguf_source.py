@@ -293,9 +293,5 @@ class GGUFSource:
         return build_words(self.path, self.file.entries, embedding.shape[0] if embedding else None)
 
     def sampling(self) -> dict[str, float]:
-        sampling = {name: self.file.entries.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
-        return checked_sampling(
-            {name: decimal(value) for name, value in sampling.items() if value is not None},
-            self.path,
-            tuple(_SAMPLING.values()),
-        )
+        values = {name: decimal(self.file.entries.get(f"general.sampling.{key}")) for key, name in _SAMPLING.items()}
+        return checked_sampling(values, self.path, tuple(values))

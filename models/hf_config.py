@@ -13,32 +13,19 @@ from haarkv.models.rope import LinearScaling, Llama3Scaling, YarnScaling, yarn_a
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.input_files import read_json
 
+_MOST_LAYERS_OR_HEADS = 2**10
 _MOST = {
-    "num_hidden_layers": 2**10,
     "hidden_size": 2**17,
-    "num_attention_heads": 2**10,
-    "num_key_value_heads": 2**10,
-    "head_dim": 2**10,
     "intermediate_size": 2**20,
     "moe_intermediate_size": 2**20,
-    "vocab_size": 2**22,
-    "num_experts": 2**10,
-    "num_local_experts": 2**10,
-    "num_experts_per_tok": 2**10,
     "shared_expert_intermediate_size": 2**20,
-    "linear_num_key_heads": 2**10,
-    "linear_num_value_heads": 2**10,
-    "linear_key_head_dim": 2**10,
-    "linear_value_head_dim": 2**10,
+    "vocab_size": 2**22,
     "linear_conv_kernel_dim": 2**6,
-    "full_attention_interval": 2**10,
-    "sliding_window_pattern": 2**10,
-    "_sliding_window_pattern": 2**10,
     # Positions are counted in FP32, which has no integers between those above.
     "max_position_embeddings": 2**24,
     "original_max_position_embeddings": 2**24,
 }
-"""Several times what any model has; a larger number is a mistake."""
+"""Several times what any model has, of layers, heads, experts and sizes of heads, and of other entries."""
 _MOST_NUMBER, _LEAST_NUMBER = 3e38, 1e-38
 """Numbers that FP32 holds."""
 FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -103,8 +90,8 @@ class HFConfig:
         value = default if self.raw.get(key) is None else self.raw[key]
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise InputError(f"{self.path}: {key} is missing or not a positive integer")
-        if value > _MOST[key]:
-            raise InputError(f"{self.path}: {key} is larger than any model's; at most {_MOST[key]:,} can be")
+        if value > (most := _MOST.get(key, _MOST_LAYERS_OR_HEADS)):
+            raise InputError(f"{self.path}: {key} is larger than any model's; at most {most:,} can be")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
