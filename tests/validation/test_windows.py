@@ -122,7 +122,7 @@ def filled_cache(tokens=100):
     for count in (64, tokens - 65, 1):
         batch = paging.batch([sequence], [count])
         k, v = torch.randn(2, count, config.heads.num_kv_heads, config.heads.head_dim, generator=generator)
-        reference.store_kv(k, v, cache_, AT, batch)
+        reference.store_kv(k, v, cache_.view(AT, batch))
     return cache_, batch
 
 
@@ -139,9 +139,9 @@ def test_what_no_query_may_read_is_replaced_and_nothing_else():
     # The ring of 80 holds tokens 20 to 99; none of them before 84 is read there.
     assert changed_places == sorted(token % 80 for token in range(20, 84))
     assert torch.equal(before["sink.k"]["data"], after["sink.k"]["data"])
-    expected = reference.paged_attention(q, cache_, AT, batch, 0.1)
+    expected = reference.paged_attention(q, cache_.view(AT, batch), 0.1)
     load(cache_, AT, after)
-    assert torch.equal(reference.paged_attention(q, cache_, AT, batch, 0.1), expected)
+    assert torch.equal(reference.paged_attention(q, cache_.view(AT, batch), 0.1), expected)
 
 
 # The rest runs with `make test-judge`.
@@ -154,9 +154,9 @@ def test_without_that_a_token_read_in_the_wrong_part_would_pass(monkeypatch, dri
     model, spec = make_model("bfloat16"), KVSpec("tq8", tail=16, sink=4)
     wrong = next(fault for fault in window_faults(model, AT) if fault.name == name).ops["paged_attention"]
 
-    def paged_attention(q, cache_, layer, batch, scale):
-        decodes = len(q) == len(batch.seq_lens)
-        return (wrong if decodes else reference.paged_attention)(q, cache_, layer, batch, scale)
+    def paged_attention(q, at, scale):
+        decodes = len(q) == len(at.batch.seq_lens)
+        return (wrong if decodes else reference.paged_attention)(q, at, scale)
 
     def report():
         candidate = DRIVES[drive](ReferenceExecutor(model, table_with({"paged_attention": paged_attention})))
@@ -177,11 +177,11 @@ def test_a_decode_kernel_that_sees_the_place_behind_the_newest_token_is_found(mo
         "paged_attention"
     ]
 
-    def paged_attention(q, cache_, layer, batch, scale):
-        if len(q) > len(batch.seq_lens):
-            return reference.paged_attention(q, cache_, layer, batch, scale)
-        longer_batch = replace(batch, seq_lens=batch.seq_lens + 1)  # or the mask would show it first
-        return one_more(q, cache_, layer, longer_batch, scale)
+    def paged_attention(q, at, scale):
+        if len(q) > len(at.batch.seq_lens):
+            return reference.paged_attention(q, at, scale)
+        longer_batch = replace(at.batch, seq_lens=at.batch.seq_lens + 1)  # or the mask would show it first
+        return one_more(q, replace(at, batch=longer_batch), scale)
 
     def find_divergence():
         candidate = DRIVES["layers"](ReferenceExecutor(model, table_with({"paged_attention": paged_attention})))
@@ -204,7 +204,7 @@ def test_what_packed_tokens_change_that_end_too_late_or_early_is_known(slip, nam
     cache_, batch = filled_cache()
     q = torch.randn(1, CONFIG.heads.num_heads, CONFIG.heads.head_dim, generator=torch.Generator().manual_seed(3))
     wrong = next(fault for fault in window_faults(make_model(), AT) if fault.name == name).ops["paged_attention"]
-    effect = wrong(q, cache_, AT, batch, 0.1) - reference.paged_attention(q, cache_, AT, batch, 0.1)
+    effect = wrong(q, cache_.view(AT, batch), 0.1) - reference.paged_attention(q, cache_.view(AT, batch), 0.1)
     torch.testing.assert_close(edges(reference, q, cache_, AT, batch, 0.1)[slip], effect, rtol=1e-3, atol=1e-6)
     assert effect.norm() > 1e-3
 
@@ -229,15 +229,15 @@ def test_what_a_sliding_window_changes_that_ends_a_token_early_or_late_is_known(
         torch.randn(100, heads, SLIDING.heads.head_dim, generator=generator) for heads in (SLIDING.heads.num_heads, 1, 1)
     )
     k, v = (x.expand(-1, SLIDING.heads.num_kv_heads, -1).contiguous() for x in (k, v))
-    reference.store_kv(k, v, cache_, 0, batch)
-    effects, right = edges(reference, q, cache_, 0, batch, 0.1), reference.paged_attention(q, cache_, 0, batch, 0.1)
+    reference.store_kv(k, v, cache_.view(0, batch))
+    effects, right = edges(reference, q, cache_, 0, batch, 0.1), reference.paged_attention(q, cache_.view(0, batch), 0.1)
     assert list(effects) == [SLIDES_SHORT, SLIDES_LONG]
-    sliding = cache_.shape(0).window
+    sliding = cache_.kv[0].shape.window
     for name, by in ((SLIDES_SHORT, -1), (SLIDES_LONG, 1)):
-        other = reference.paged_attention(q, read_as(cache_, 0, sliding=sliding + by), 0, batch, 0.1)
+        other = reference.paged_attention(q, read_as(cache_, 0, sliding=sliding + by).view(0, batch), 0.1)
         torch.testing.assert_close(effects[name], other - right)
         assert effects[name][sliding + 1 :].norm() > 0.1
-    reference.store_kv(k, v, cache_, 1, batch)
+    reference.store_kv(k, v, cache_.view(1, batch))
     assert edges(reference, q, cache_, 1, batch, 0.1) == {}  # the second layer has none
 
 

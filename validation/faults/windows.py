@@ -95,7 +95,7 @@ def _placement_faults(at: Layer) -> Iterator[Fault]:
 
     def writing(move: Move) -> Wrong:
         def store(call: Call) -> None:
-            windows = call.cache.kept(call.layer)
+            windows = call.at.kv.windows
             pairs = [
                 (residual_window, x.to(torch.bfloat16))
                 for residual_window, x in zip(windows, (call.k, call.v), strict=True)
@@ -157,7 +157,7 @@ def _before(call: Call) -> Snapshot:
 
 def _late(call: Call) -> None:
     """What a token leaves behind in its slot until then is what was there before."""
-    window, before = next((window for window in call.cache.kept(call.layer) if window), None), _before(call)
+    window, before = next((window for window in call.at.kv.windows if window), None), _before(call)
     call.again()
     if window:
         inside, after = last_positions(call.batch) - call.batch.positions < window.tail, _before(call)
@@ -186,7 +186,7 @@ def _looking(at: Layer, name: str, visibility: Visibility | None, read: Read | N
     """Attention that sees its windows in another way; of one KV head, if it is one."""
 
     def attend(call: Call) -> Tensor:
-        k, v = (_Other(window, visibility, read) if window else None for window in call.cache.kept(call.layer))
+        k, v = (_Other(window, visibility, read) if window else None for window in call.at.kv.windows)
         wrong, right = by_head(call, cache=read_as(call.cache, call.layer, windows=(k, v))), by_head(call)
         return torch.cat([wrong[one] if head in (None, one) else right[one] for one in range(len(right))], 1)
 

@@ -94,13 +94,12 @@ def cache_parts(cache: PagedKVCache, layer: int) -> list[Part]:
         return []
 
     def slots(batch: Batch) -> Where:
-        slot = cache.placed(layer, batch).slot_mapping
+        slot = cache.kv[layer].place(batch).slot_mapping
         return torch.arange(len(slot), device=slot.device), slot // cache.block_size, slot % cache.block_size
 
-    pair = (("k", cache.k_format(layer), cache.k_fields(layer)), ("v", cache.v_format(layer), cache.v_fields(layer)))
-    packed = [Part(side, side, kv_format, fields, slots, layer) for side, kv_format, fields in pair]
+    packed = [Part(side, side, one.kv_format, one.fields, slots, layer) for side, one in cache.kv[layer].sides]
     windows, sinks, plain = [], [], kv_formats.get("bf16")
-    for side, window in zip("kv", cache.kept(layer), strict=True):
+    for side, window in zip("kv", cache.kv[layer].windows, strict=True):
         if window and window.ring:
             newest = {"data": window.vectors[:, :, window.sink :]}
             windows.append(Part(f"window.{side}", side, plain, newest, _in_ring(window.ring), layer))
@@ -146,13 +145,11 @@ def read_as(
     windows: tuple[ResidualWindow | None, ResidualWindow | None] | None = None, sliding: int | None = None,
 ) -> PagedKVCache:  # fmt: skip
     """A layer of a cache for attention to read, K's and V's formats, fields or windows being others, or the sliding window."""
-    formats = formats or (cache.k_format(layer), cache.v_format(layer))
-    fields = fields or (cache.k_fields(layer), cache.v_fields(layer))
-    shape = cache.shape(layer)
-    residual_windows = windows or cache.kept(layer)
+    kv = cache.kv[layer]
     return PagedKVCache.over(
-        formats, layer, fields, residual_windows, shape.head_dim, sliding or shape.window, cache.ring(layer)
-    )
+        formats or kv.formats, layer, fields or kv.fields, windows or kv.windows, kv.shape.head_dim,
+        sliding or kv.shape.window, kv.ring,
+    )  # fmt: skip
 
 
 def layer_tensors(cache: PagedKVCache, layer: int) -> Snapshot:

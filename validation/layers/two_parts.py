@@ -67,14 +67,14 @@ def in_parts(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: fl
 
     Arguments as of `paged_attention`.
     """
-    windows, shape = cache.kept(layer), cache.shape(layer)
+    windows, shape = cache.kv[layer].windows, cache.kv[layer].shape
     if windows[0] is None or windows[1] is None:
         return None
-    placed_batch = cache.placed(layer, batch)
+    placed_batch = cache.kv[layer].place(batch)
     token, position, valid = placed_batch.rectangle()
     heads, group = shape.num_kv_heads, q.shape[1] // shape.num_kv_heads
     rows = q[token].float().view(*token.shape, heads, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    k, v = cache.read(layer, placed_batch.block_table)
+    k, v = cache.kv[layer].read(placed_batch.block_table)
     tokens, at = torch.arange(k.shape[2]), position.repeat(1, group)[:, None, :, None]
     in_window = windows[0].seen(position, len(tokens)).repeat(1, group, 1).unsqueeze(1)
     future, past_end = tokens > at, tokens >= placed_batch.seq_lens.unsqueeze(1)

@@ -51,12 +51,12 @@ def without_unread(
         packed tokens that all queries see in BF16, those in BF16 that none sees there, and the rest of each last block,
         replaced.
     """
-    windows = dict(zip("kv", cache.kept(layer), strict=True))
+    windows = dict(zip("kv", cache.kv[layer].windows, strict=True))
     new_fields = {part: {name: tensor.clone() for name, tensor in fields.items()} for part, fields in part_fields.items()}
-    starts, placed_batch = batch.query_start_loc.long(), cache.placed(layer, batch)
+    starts, placed_batch = batch.query_start_loc.long(), cache.kv[layer].place(batch)
     for row, length in enumerate(lengths.tolist()):
         queries = slice(int(starts[row]), int(starts[row + 1]))
-        toward, token = _toward(q[queries].float(), cache.shape(layer).num_kv_heads), torch.arange(length)
+        toward, token = _toward(q[queries].float(), cache.kv[layer].shape.num_kv_heads), torch.arange(length)
         for part in cache_parts(cache, layer):
             window, direction = windows[part.side], toward if part.side == "k" else None
             if part.packed and (free_slots := _free_slots(cache, layer, part, placed_batch, row)) is not None:
@@ -65,7 +65,7 @@ def without_unread(
                 continue
             unread = _unread(window, batch.positions[queries], token, packed=part.packed)
             if part.packed:
-                if (ring := cache.ring(layer)) is not None:  # where older tokens lay, newer ones do
+                if (ring := cache.kv[layer].ring) is not None:  # where older tokens lay, newer ones do
                     unread &= token >= int(placed_batch.seq_lens[row]) - ring * cache.block_size
                 unit, offset = placed_batch.block_table[row, token // cache.block_size].long(), token % cache.block_size
             else:
@@ -94,7 +94,7 @@ def _free_slots(
     or where older tokens or several at once lie there."""
     length, size = int(placed_batch.seq_lens[row]), cache.block_size
     token = torch.arange(length, -(-length // size) * size)
-    if not len(token) or cache.ring(layer) is not None or part.kv_format.group_tokens > 1:
+    if not len(token) or cache.kv[layer].ring is not None or part.kv_format.group_tokens > 1:
         return None
     return placed_batch.block_table[row, token // size].long(), token % size, token
 
@@ -142,7 +142,7 @@ def nowhere(parts: Parts) -> dict[str, Tensor]:
 
 def edges(ops: OpTable, q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> dict[str, Tensor]:
     """What each slip changes attention [T, Hq, D] fp32 by, before it is rounded; empty where no window ends."""
-    windows, sliding = cache.kept(layer), cache.shape(layer).window
+    windows, sliding = cache.kv[layer].windows, cache.kv[layer].shape.window
     has_tail = any(window and window.ring for window in windows)
     slides = sliding is not None and bool((batch.positions >= sliding).any())
     if not has_tail and not slides:
@@ -151,7 +151,7 @@ def edges(ops: OpTable, q: Tensor, cache: PagedKVCache, layer: int, batch: Batch
     def attend(by: int = 0, sliding_change: int = 0) -> Tensor:
         k, v = (with_tail(window, window.tail + by) if window and window.ring else window for window in windows)
         read = read_as(cache, layer, windows=(k, v), sliding=sliding and sliding + sliding_change)
-        return ops.paged_attention(q.float(), read, layer, batch, scale)
+        return ops.paged_attention(q.float(), read.view(layer, batch), scale)
 
     right = attend()
     effects = {SHORT: attend(-1) - right, LONG: attend(1) - right} if has_tail else {}
