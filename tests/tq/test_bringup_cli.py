@@ -380,7 +380,7 @@ def test_learned_formats_and_plans_climb_every_rung(bringup, trial, tmp_path, ch
     code, out, err = bringup(*args)
     assert code == 0, out + err
     assert "of tq4, k=lr3,v=tq3, mixed at" in rung_report(bringup.folder, "latency")["found"]["said"]
-    assert "k=lr3,v=tq4: levels and lengths at" in rung_report(bringup.folder, "store")["found"]["said"]
+    assert "k=lr3,v=tq3: levels and lengths at" in rung_report(bringup.folder, "store")["found"]["said"]
     write_calibration(file, checkpoint, seed=1)
     trial(interrupt)
     code, out, _ = bringup(*args, "--resume")

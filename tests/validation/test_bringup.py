@@ -213,7 +213,7 @@ def test_what_is_not_there_says_nothing(monkeypatch, tmp_path):
 
 def test_npu_smi_and_plog_stand_in_the_report_without_paths(tool, tmp_path, capsys, monkeypatch):
     """Of a request that ends at its first rung as well; a log of another run does not."""
-    monkeypatch.setattr(versions, "unsimulated", lambda _: "not here")
+    monkeypatch.setattr(versions, "unsimulated_reason", lambda _: "not here")
     tool("npu-smi", "echo '/home/anna/npu <OK>'; exit 3")
     monkeypatch.setenv("HOME", str(tmp_path))
     log = tmp_path / "ascend/log/debug/plog/plog-77_20261126.log"

@@ -37,7 +37,9 @@ def versions(executor: str) -> dict[str, str]:
     """What is installed, by name: what every verdict depends on."""
     packages = {"haarkv": _installed_version("haarkv") or "a checkout", "python": platform.python_version()}
     if module := _version_table(executor):
-        device_versions = {name: value for name, value in asdict(module.installed()).items() if not name.endswith("folder")}
+        device_versions = {
+            name: value for name, value in asdict(module.find_installation()).items() if not name.endswith("folder")
+        }
         packages |= {
             name.replace("_", "-"): str(value) for name, value in device_versions.items() if value not in (None, False)
         }

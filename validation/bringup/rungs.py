@@ -21,11 +21,12 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.models.qwen3_14b.npu.compile import KERNELS, write_sources
 from haarkv.models.text import load_tokenizer
-from haarkv.tq_ops import formats, reference
+from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, blocks_for
 from haarkv.tq_ops.npu.store import StoreByProgram
 from haarkv.tq_ops.npu.versions import sourced_from
 from haarkv.tq_ops.output_files import TemporaryFolder
@@ -35,30 +36,28 @@ from haarkv.validation.bounds import NPU_LAYER_ADDED
 from haarkv.validation.bringup.ladder import RungFinding
 from haarkv.validation.bringup.workbench import Workbench
 from haarkv.validation.fidelity.greedy_diff import greedy_diff
-from haarkv.validation.layers.report import LayerRow, Mode
-from haarkv.validation.ops.caches import CacheCase, Store, bf16_windows
+from haarkv.validation.layers.candidate import CandidateRunner
+from haarkv.validation.layers.forced import TeacherForced
+from haarkv.validation.layers.forward import Forward, Schedule
+from haarkv.validation.layers.parts import poison
+from haarkv.validation.layers.reference import Reference
+from haarkv.validation.layers.report import LayerRow, Mode, Verdict
+
 
 # -- Storing K and V ---------------------------------------------------------------------------------------------------
-# Two sequences whose tokens fill no tile, one of them behind others.
-_NEW, _STORED = (9, 21), (0, 120)
-_HEADS, _BLOCK = 2, 128
-
-
 def store(bench: Workbench) -> RungFinding:
-    """K and V of awkward lengths into an untouched cache: levels, lengths, and slots of no token."""
-    table, device = _storing(bench)
-    if table is None:
+    """The first layer's `store_kv` alone, in each format: levels, lengths, and slots of no token."""
+    ops, device = _storing(bench)
+    if ops is None:
         return RungFinding(None, "this executor runs whole graphs: it has no kernel to call alone")
     messages, num_compared = [], 0
-    # K and V of a cache may have different formats; a store takes one at a time, and learned ones are of keys alone.
-    names = dict.fromkeys(kv_format.name for plan in bench.plans.values() for kv_format in plan.formats)
-    for kv in (f"k={name},v=tq4" if formats.needs_calibration(name) else name for name in names):
-        finding = Store(CacheCase(kv, bench.config.heads.head_dim, 1, _HEADS, _BLOCK, _STORED, _NEW)).check(table, device)
-        num_compared += 2 * sum(_NEW) * _HEADS * bench.config.heads.head_dim
-        if not finding.passed:
-            problem = finding.fault or f"{finding.share:.2g} times what honest runs allow"
-            return RungFinding(False, f"{kv}: {problem}", num_compared, "levels", where=kv)
-        messages.append(f"{kv}: levels and lengths at {100 * finding.share:.3g} % of what honest runs allow")
+    for kv, whole in bench.plans.items():
+        verdicts, num_levels = _store_verdicts(bench, _first_layers_plan(whole, 1), ops, device)
+        num_compared += num_levels
+        worst = max(verdicts, key=lambda verdict: (verdict.fails, verdict.share))
+        if worst.fails:
+            return RungFinding(False, f"{kv}: {worst.stage}: {worst.detail}", num_compared, "levels", where=kv)
+        messages.append(f"{kv}: levels and lengths at {100 * worst.share:.3g} % of what honest runs allow")
     return RungFinding(True, f"{'; '.join(messages)}; no other slot changed", num_compared, "levels")
 
 
@@ -69,6 +68,28 @@ def _storing(bench: Workbench) -> tuple[OpTable | None, torch.device]:
         return ops, bench.programs.device
     executor = bench.executor(bench.first_layer, next(iter(bench.plans.values())))
     return executor.ops, executor.device
+
+
+@torch.inference_mode()
+def _store_verdicts(bench: Workbench, plan: KVPlan, ops: OpTable, device: torch.device) -> tuple[list[Verdict], int]:
+    """Every forward of a validation, of which `store_kv` alone runs on the device; also the number of levels compared."""
+    model, tokens = bench.first_layer, bench.token_ids()
+    schedule = Schedule(tokens, bench.steps, plan)
+    trusted = Reference(ReferenceExecutor(model), model, schedule.new_cache(model))
+    forced = TeacherForced(trusted, CandidateRunner(ReferenceExecutor(model), trusted.cache, device), ops)
+    verdicts: list[Verdict] = []
+    num_levels = 0
+
+    def run_forward(forward: Forward) -> Tensor:
+        nonlocal num_levels
+        record = trusted.layer(0, model.embed(forward.token_ids), forward)
+        stores = replace(record, calls=[call for call in record.calls if call.op == "store_kv"])
+        verdicts.extend(forced.op_verdicts(stores, poison(trusted.cache, 0, record.kv, forward.batch)))
+        num_levels += record.k.numel() + record.v.numel()
+        return trusted.head_logits(record.hidden_out, forward)[0]
+
+    schedule.run(schedule.paging(), run_forward)
+    return verdicts, num_levels
 
 
 # -- Layers ------------------------------------------------------------------------------------------------------------
@@ -142,11 +163,11 @@ def long_decode(bench: Workbench) -> RungFinding:
 
 def _decode_one_token(executor: Executor, model: DecoderModel, plan: KVPlan, hidden: Tensor, step: int) -> Tensor:
     """What the first layer gives for one token of each of two sequences behind stored ones, FP32 on the host."""
-    blocks = -(-(step + _BEYOND + 1) // _BLOCK) + 1
+    blocks = blocks_for(step + _BEYOND + 1) + 1
     host, ours = (
         PagedKVCache(plan, model.config.kv_shapes, num_blocks=blocks, device=device) for device in ("cpu", executor.device)
     )
-    paging, prefix_paging = PagedSequences(blocks, _BLOCK), PagedSequences(blocks, _BLOCK)
+    paging, prefix_paging = PagedSequences(blocks, BLOCK_SIZE), PagedSequences(blocks, BLOCK_SIZE)
     generator, heads = torch.Generator().manual_seed(0), model.config.heads
     sequences = [(paging.add(), prefix_paging.add())[0] for _ in range(2)]
     for sequence, length in zip(sequences, (step + _BEYOND, _FEW), strict=True):
@@ -168,7 +189,8 @@ def _decode_one_token(executor: Executor, model: DecoderModel, plan: KVPlan, hid
 
 def _tensors(cache: PagedKVCache) -> list[Tensor]:
     """All that the first layer of a cache holds."""
-    return [*cache.k_fields(0).values(), *cache.v_fields(0).values(), *bf16_windows(cache)]
+    windows = [window.vectors for window in cache.kept(0) if window]
+    return [*cache.k_fields(0).values(), *cache.v_fields(0).values(), *windows]
 
 
 # -- Greedy text -------------------------------------------------------------------------------------------------------

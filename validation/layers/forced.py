@@ -90,7 +90,7 @@ class TeacherForced:
         Args:
             bad: what the places of its tokens hold before.
         """
-        op_verdicts = self._ops(record, bad)
+        op_verdicts = self.op_verdicts(record, bad)
         run = self.run(record, bad)
         unstable = self.repeats.layer_deviation(run, lambda: self.run(record, bad))
         judgment = self.judge(record, run, self.null(record))
@@ -193,7 +193,7 @@ class TeacherForced:
         return [replace(wrong, stage="state_read", detail=detail)]
 
     # -- Ops -------------------------------------------------------------------------------------------------------------
-    def _ops(self, record: LayerRecord, bad: Snapshot) -> list[Verdict]:
+    def op_verdicts(self, record: LayerRecord, bad: Snapshot) -> list[Verdict]:
         """Every recorded op, run by the candidate's table on the reference's own inputs."""
         if self.ops is None:
             return []
@@ -238,7 +238,7 @@ class TeacherForced:
             candidate.put(index, batch, bad)
         elif call.op == "paged_attention":
             candidate.load(index, self.honest.readable(call, record))
-        result, intact = replay(call, self.ops, candidate.executor.device, candidate.cache, self.reference.recorder)
+        result, intact = replay(call, self.ops, candidate.device, candidate.cache, self.reference.recorder)
         stray_writes: StrayWrites = {}
         part_fields: Snapshot = {}
         if writes:

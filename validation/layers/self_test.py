@@ -26,11 +26,10 @@ from haarkv.validation.faults.layer import (
 )
 from haarkv.validation.faults.model import BlockFault, block_faults, forward_faults, runner_of_blocks
 from haarkv.validation.faults.states import delta_faults, delta_layers
-from haarkv.validation.faults.windows import WINDOW_SPEC, merging, window_faults
+from haarkv.validation.faults.windows import WINDOW_SPEC, Parts, merging, window_faults
 from haarkv.validation.layers.honest_runs import HonestCache
 from haarkv.validation.layers.report import Mode, Report
 from haarkv.validation.layers.runner import validate
-from haarkv.validation.layers.two_parts import Parts
 
 __all__ = ["WholeLayers", "first_layers", "self_test", "sensitivity"]
 

@@ -16,8 +16,8 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.recurrent import StateShape
 from haarkv.tq_ops.kv.shapes import SequencePlace
 from haarkv.validation.layers.null import Figure, number_figures
-from haarkv.validation.ops.caches import LAYER
-from haarkv.validation.ops.cases import Case
+from op_contract.caches import LAYER
+from op_contract.cases import Case
 
 _VERSIONS = 4
 Outcome = tuple[Tensor, list[dict[str, Tensor]]]

@@ -21,9 +21,9 @@ from haarkv.tq_ops.kv.kernel_support import unsupported
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.tq_ops.table import OP_NAMES, OpTable
-from haarkv.validation.ops.caches import Attention, CacheCase, Store
-from haarkv.validation.ops.cases import BF16, FP32, Finding, Plain, Product
-from haarkv.validation.ops.delta import Delta
+from op_contract.caches import Attention, CacheCase, Store
+from op_contract.cases import BF16, FP32, Finding, Plain, Product
+from op_contract.delta import Delta
 
 
 # -- Op tables -----------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.validation.layers.judge import stored_figures
 from haarkv.validation.layers.null import Figure
 from haarkv.validation.layers.parts import Snapshot, take
-from haarkv.validation.ops.cases import FP32, HOST, Case, same
+from op_contract.cases import FP32, HOST, Case, same
 
 LAYER = 1
 """Of every cache: not the first, so that a layer's own rotation counts."""
