@@ -1,9 +1,9 @@
 """Tokens that stay in BF16 beside the packed ones: storing them, and attention over them, whose result is one more part.
 
 They lie in the model's own domain (`tq_ops.kv.residual_window`), so that every backend reads the same cache. Attention over
-them is one launch before that over packed tokens: each query sees its sinks and its tail, as far as its sliding window reaches,
-and nothing else. Its sums of V are brought into V's rotated domain, where `schedule.merge_kernel` and csrc/merge.cuh add them to
-those of packed tokens.
+them is one launch before that over packed tokens: each query sees its sinks and its tail, as far as its sliding window
+reaches, and nothing else. Its sums of V are brought into V's rotated domain, where `schedule.merge_kernel` and csrc/merge.cuh
+add them to those of packed tokens.
 """
 
 import torch
