@@ -180,7 +180,6 @@ REFUSALS = {
         ("--window 1025", "context of 1024", "--window"),
         ("--device sim", "npu cannot run this"),
         ("--executor reference --device sim", "sim", "cpu"),
-        ("--resume x --plot x", "same file"),
         ("--resume unseen.txt", "no partial result"),
         ("--text empty", "empty"),
         ("--text latin1", "UTF-8", "byte 3"),

@@ -73,7 +73,7 @@ def spoil(state: Recurrent, batch: Batch) -> None:
 
 
 def with_others(state: Recurrent, batch: Batch) -> bool:
-    """Replace the state of each continued sequence by another of as many tokens, as if a prefix were reused; whether any was."""
+    """Replace the state of each continued sequence by another of as many tokens, as if a prefix were reused."""
     some = False
     for row, begin in zip(batch.rows.tolist(), begins(batch), strict=True):
         if begin > 0:
