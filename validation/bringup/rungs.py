@@ -1,15 +1,8 @@
-"""The rungs that run an executor, each against the host: storing K and V, layers in one mode at a time, greedy text."""
+"""The rungs that run an executor against the host: storing K and V, layers in one mode at a time, greedy text."""
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
-import subprocess
-import sys
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -19,17 +12,13 @@ from haarkv.engine.session import Session
 from haarkv.executors.base import Executor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
-from haarkv.models.qwen3_14b.npu.compile import KERNELS, write_sources
 from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, blocks_for
 from haarkv.tq_ops.npu.store import StoreByProgram
-from haarkv.tq_ops.npu.versions import sourced_from
-from haarkv.tq_ops.output_files import TemporaryFolder
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.validation import validate
 from haarkv.validation.bounds import NPU_LAYER_ADDED
@@ -94,12 +83,7 @@ def _store_verdicts(bench: Workbench, plan: KVPlan, ops: OpTable, device: torch.
 
 # -- Layers ------------------------------------------------------------------------------------------------------------
 def validate_formats(bench: Workbench, model: DecoderModel, mode: Mode) -> RungFinding:
-    """Each format's validation in one mode, up to the first that fails.
-
-    Args:
-        mode: teacher-forced, every layer is fed the reference's input and cache: who is wrong. Free-running, it is fed what
-            the executor made of the layer before: how errors grow; and whole forwards run, with norm and LM head.
-    """
+    """Each format's validation in one mode, up to the first that fails."""
     # Cores that race give another result now and then.
     repeats = bench.repeats if model is bench.first_layer and mode == "teacher-forced" else 0
     num_rows = 0
@@ -121,7 +105,6 @@ def validate_formats(bench: Workbench, model: DecoderModel, mode: Mode) -> RungF
 
 
 def _first_layers_plan(plan: KVPlan, count: int) -> KVPlan:
-    """The plan of the first so many layers."""
     return replace(plan, layers=plan.layers[:count])
 
 
@@ -135,7 +118,7 @@ _FAINT = 2.0**-7
 
 
 def long_decode(bench: Workbench) -> RungFinding:
-    """One decode step of the first layer in each format, over so many random K and V that it takes a second step of keys."""
+    """One decode step of the first layer behind random K and V that take a second step of keys."""
     model = bench.first_layer
     step = bench.executor(model, _first_layers_plan(next(iter(bench.plans.values())), 1)).decode_step
     if step is None:
@@ -162,7 +145,7 @@ def long_decode(bench: Workbench) -> RungFinding:
 
 
 def _decode_one_token(executor: Executor, model: DecoderModel, plan: KVPlan, hidden: Tensor, step: int) -> Tensor:
-    """What the first layer gives for one token of each of two sequences behind stored ones, FP32 on the host."""
+    """Hidden states after the first layer for one token of each of two sequences, FP32 on the host."""
     blocks = blocks_for(step + _BEYOND + 1) + 1
     host, ours = (
         PagedKVCache(plan, model.config.kv_shapes, num_blocks=blocks, device=device) for device in ("cpu", executor.device)
@@ -188,7 +171,6 @@ def _decode_one_token(executor: Executor, model: DecoderModel, plan: KVPlan, hid
 
 
 def _tensors(cache: PagedKVCache) -> list[Tensor]:
-    """All that the first layer of a cache holds."""
     windows = [window.vectors for window in cache.kept(0) if window]
     return [*cache.k_fields(0).values(), *cache.v_fields(0).values(), *windows]
 
@@ -198,7 +180,7 @@ _SHOWN_CHARACTERS = 100
 
 
 def greedy_text(bench: Workbench) -> RungFinding:
-    """The executor's text in each format against the reference's in the same."""
+    """The executor's text in each format against the reference's."""
     tokenizer = load_tokenizer(bench.request.model, bench.config)
     num_positions, facts = 0, {}
     for kv, plan in bench.plans.items():
@@ -222,77 +204,3 @@ def greedy_text(bench: Workbench) -> RungFinding:
             return RungFinding(False, message, num_positions, "positions", where, facts)
     message = f"{', '.join(bench.plans)}: the reference's tokens but for near ties, {num_positions} positions"
     return RungFinding(True, message, num_positions, "positions", facts=facts)
-
-
-# -- The device's compiler -----------------------------------------------------------------------------------------------
-COMPILER = "bisheng"
-_PROGRAM = "decode"
-_BELOW_CANN = ("bin", "compiler/ccec_compiler/bin", "tools/bisheng_compiler/bin")
-
-
-def find_compiler() -> str | None:
-    """The device's compiler: on the path, or within the toolkit that is sourced."""
-    if compiler_path := shutil.which(COMPILER):
-        return compiler_path
-    cann = sourced_from()
-    places = [Path(cann, below, COMPILER) for below in _BELOW_CANN] if cann else []
-    return next((str(place) for place in places if os.access(place, os.X_OK)), None)
-
-
-def by_the_device(bench: Workbench) -> RungFinding:
-    """Emit the C++ of decode's program, as `tq dev compile --cpp` does, and compile every kernel function."""
-    if bench.programs is None:
-        return RungFinding(None, "its kernels are no programs that PyPTO emits")
-    compiler = find_compiler()
-    lacks = [tool for tool, tool_path in ((COMPILER, compiler), ("make", shutil.which("make"))) if tool_path is None]
-    if compiler is None or lacks:
-        return RungFinding(
-            None, f"{' and '.join(lacks)} not found; source CANN's set_env.sh, and the C++ is compiled", lacking=lacks[0]
-        )
-    from haarkv.models.qwen3_14b.npu.compile import compile_programs
-
-    plan = next(iter(bench.plans.values()))
-    plan = replace(plan, layers=plan.layers[:1])
-    try:
-        (program,) = compile_programs(
-            bench.config.with_layers(1), (_PROGRAM,), lambda name: bench.tell(f"emitting the C++ of {name}"), plan
-        )
-    except InputError as error:
-        return RungFinding(None, f"no C++ is emitted here: {error}", lacking="PyPTO's simulator")
-    bench.tell(f"compiling {len(program.sources)} files by {compiler}")
-    return compile_sources({_PROGRAM: program.sources}, compiler)
-
-
-def compile_sources(programs: Mapping[str, Mapping[str, str]], compiler: str) -> RungFinding:
-    """Write the folder of some programs and compile it.
-
-    Args:
-        programs: name -> path -> source.
-    """
-    functions = sum(path.startswith(KERNELS) for sources in programs.values() for path in sources)
-    with TemporaryFolder("cpp") as folder:
-        write_sources(folder, programs)
-        done = subprocess.run(
-            ["make", "--keep-going", f"--jobs={os.cpu_count() or 1}", f"BISHENG={compiler}", f"PYTHON={sys.executable}"],
-            cwd=folder, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-        objects = len(list(folder.glob("*/kernel_aicore/*.o")))
-    facts = {"device's compiler": _version(compiler)}
-    if done.returncode == 0 and objects == functions:
-        message = f"{functions} kernel functions compiled by {Path(compiler).name}"
-        return RungFinding(True, message, functions, "functions", facts=facts)
-    lines = [line.strip() for line in (*done.stderr.splitlines(), *done.stdout.splitlines()) if line.strip()]
-    wrong = re.findall(r"\*\*\* \[\S+ (\S+)\.o\]", done.stderr)
-    word = next((line for line in lines if re.search(r"\b(fatal )?error\b", line, re.IGNORECASE)), lines[0] if lines else "")
-    where = wrong[0] if wrong else _PROGRAM
-    message = f"{functions - objects} of {functions} kernel functions do not compile; {where}: {word[:200]}"
-    return RungFinding(False, message, functions, "functions", where, facts=facts)
-
-
-def _version(compiler: str) -> str:
-    """What it says of itself, in a line."""
-    try:
-        done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return "says no version"
-    return next(iter(done.stdout.splitlines()), "says no version").strip()[:100]

@@ -1,4 +1,4 @@
-"""Faults in what stays in BF16 beside the packed tokens: how it is stored, who sees what of it, and how both are merged."""
+"""Faults in what stays in BF16 beside packed tokens: how it is stored, seen, and merged."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from haarkv.validation.layers.parts import Snapshot, cache_parts, put, read_as, 
 from haarkv.validation.layers.windows import with_tail
 
 WINDOW_SPEC = KVSpec("tq4", tail=16, sink=4)
-"""A plan for these faults. With prompts of more than 84 tokens the ring starts over."""
+"""With prompts of more than 84 tokens its ring starts over."""
 Read = Callable[[ResidualWindow, Batch, int], Tensor]
 Visibility = Callable[[ResidualWindow, Tensor, int], Tensor]
 Move = Callable[[ResidualWindow, Batch, Tensor], None]
@@ -57,7 +57,7 @@ def window_faults(model: DecoderModel, layer: int, plan_has: tuple[bool, bool] =
 
 # -- Storing -------------------------------------------------------------------------------------------------------------
 def _storage_faults(at: Layer) -> Iterator[Fault]:
-    """What is packed is right, and other vectors are kept in BF16, or none."""
+    """What is packed is right; other vectors are kept in BF16, or none."""
     last, k_in, v_in, k_sink = at.last_head, "window.k", "window.v", "sink.k"
 
     def rotated(x: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def _storage_faults(at: Layer) -> Iterator[Fault]:
 
 
 def _placement_faults(at: Layer) -> Iterator[Fault]:
-    """What is packed is right, and vectors are kept in BF16 at other places."""
+    """What is packed is right; vectors are kept in BF16 at other places."""
 
     def writing(move: Move) -> Wrong:
         def store(call: Call) -> None:
@@ -129,7 +129,7 @@ def _placement_faults(at: Layer) -> Iterator[Fault]:
 
 
 def _write(window: ResidualWindow, batch: Batch, x: Tensor, rows: Tensor, begin: int, ring: int) -> None:
-    """Write a batch's tokens into a ring of so many places, which begins there; and sinks where they belong."""
+    """Write a batch's tokens into a ring that begins at `begin`, and sinks where they belong."""
     if window.ring:
         window.vectors[rows, :, begin + batch.positions % max(ring, 1)] = x
     first = batch.positions < window.sink
@@ -157,7 +157,7 @@ def _before(call: Call) -> Snapshot:
 
 
 def _late(call: Call) -> None:
-    """What a token leaves behind in its slot until then is what was there before."""
+    """A token's slot keeps its old content until the token leaves the window."""
     window, before = next((window for window in call.cache.kept(call.layer) if window), None), _before(call)
     call.again()
     if window:
@@ -184,7 +184,7 @@ class _Other(ResidualWindow):
 
 
 def _looking(at: Layer, name: str, visibility: Visibility | None, read: Read | None = None, head: int | None = None) -> Fault:
-    """Attention that sees its windows in another way; of one KV head, if it is one."""
+    """Attention that sees its windows in another way; of one KV head, if one is given."""
 
     def attend(call: Call) -> Tensor:
         k, v = (_Other(window, visibility, read) if window else None for window in call.cache.kept(call.layer))
@@ -242,11 +242,11 @@ def _visibility(at: Layer) -> Iterator[Fault]:
 # -- Packed tokens and those in BF16 become one softmax ------------------------------------------------------------------
 @dataclass(frozen=True)
 class Parts:
-    """Attention's two parts, packed tokens and those in BF16, before they are merged. Leading axes [B, Hkv, G*Q]; S tokens.
+    """Attention split into packed tokens and those in BF16, before both are merged. Leading axes [B, Hkv, G*Q]; S tokens.
 
     Attributes:
-        packed, exact: [B, 1, G*Q, S] bool, tokens that are seen packed; in BF16.
-        oldest: [B, 1, G*Q, S] bool, of the latter that which leaves the tail next; none that is a sink.
+        packed, exact: [B, 1, G*Q, S] bool, tokens seen packed; in BF16.
+        oldest: [B, 1, G*Q, S] bool, of `exact` the one that leaves the tail next, unless it is a sink.
         queries: [B, Hkv, G*Q, D], times the softmax scale.
         packed_keys, packed_values, exact_keys, exact_values: [B, Hkv, S, D].
         sinks: [S] bool.
@@ -269,7 +269,7 @@ class Parts:
     valid: Tensor
 
     def scores(self) -> list[Tensor]:
-        """Of each part; of tokens that it does not see -inf."""
+        """Of each part; -inf of tokens that it does not see."""
         each = (self.packed, self.packed_keys), (self.exact, self.exact_keys)
         return [(self.queries @ keys.mT).masked_fill(~visible, -torch.inf) for visible, keys in each]
 
@@ -278,23 +278,20 @@ class Parts:
         return torch.softmax(torch.cat(self.scores(), -1), -1) @ torch.cat([self.packed_values, self.exact_values], 2)
 
     def sums(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Of each part, against its own maximum: weighted values, and the sum of weights; 0 where it has no token."""
+        """Of each part, against its own maximum: weighted values, and the sum of weights; 0 without a token."""
         weights = [torch.exp(x - x.amax(-1, keepdim=True).nan_to_num(neginf=0.0)) for x in self.scores()]
         out = [weights[0] @ self.packed_values, weights[1] @ self.exact_values]
         return out, [w.sum(-1, keepdim=True) for w in weights]
 
     def ungroup_heads(self, out: Tensor) -> Tensor:
-        """[B, Hkv, G*Q, D] -> [T, Hq, D]: what a merge gives, as attention gives it."""
+        """[B, Hkv, G*Q, D] -> [T, Hq, D]."""
         heads, queries = out.shape[1], self.valid.shape[1]
         by_query = out.view(len(out), heads, -1, queries, out.shape[-1]).permute(0, 3, 1, 2, 4)
         return by_query.flatten(2, 3)[self.valid]
 
 
 def in_parts(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Parts | None:
-    """What attention over a layer's cache consists of; None where K or V keep nothing in BF16. V is seen as K is.
-
-    Arguments as of `paged_attention`.
-    """
+    """Attention over a layer's cache, split; None where K or V keep nothing in BF16. V is seen as K is."""
     windows, shape = cache.kept(layer), cache.shape(layer)
     if windows[0] is None or windows[1] is None:
         return None
@@ -321,7 +318,7 @@ Merge = Callable[[Parts], Tensor]
 
 
 def merging(merge: Merge) -> Wrong:
-    """Attention in two parts, in FP32, merged so; with `Parts.merge` it is right."""
+    """Attention in two parts, in FP32; with `Parts.merge` it is right."""
 
     def attend(call: Call) -> Tensor:
         parts = in_parts(call.q, call.cache, call.layer, call.batch, call.softmax_scale)

@@ -1,6 +1,6 @@
-"""Does the validator see what is wrong? Every fault is planted, run op by op and as whole layers, and must be found.
+"""Does the validator see what is wrong? Every planted fault must be found, op by op and in whole layers.
 
-How small an error of scale does it see? Each stage of one layer is made too large by less and less.
+And how small an error of scale does it see? Each stage of one layer is made too large by less and less.
 """
 
 from __future__ import annotations
@@ -36,15 +36,13 @@ __all__ = ["WholeLayers", "first_layers", "self_test", "sensitivity"]
 
 @dataclass(frozen=True)
 class SelfTestRow:
-    """One fault in one way of driving.
+    """One fault, driven in one way.
 
     Attributes:
-        dtype: of the model.
-        driven: "ops" if the table is recorded, "layers" if layers are run as wholes.
-        fault: in words; a control has none.
-        planted, found: layer, stage, and the KV head if one is wrong; "–" if there is none.
-        how: what the validator says.
-        caught: found where it was planted, for the right reason; of a control, nothing was found that is no rounding.
+        driven: "ops" or "layers".
+        planted, found: layer, stage, and the KV head if one is wrong; "–" for none.
+        how: the validator's words.
+        caught: found where it was planted; of a control, nothing but rounding was found.
     """
 
     dtype: str
@@ -64,7 +62,7 @@ def first_layers(model: DecoderModel, count: int) -> DecoderModel:
 
 @dataclass(frozen=True)
 class _Setting:
-    """What faults are planted in: a cache, prompts and decode steps; and what its controls are called."""
+    """A cache, prompts and decode steps in which faults are planted, and the name of its controls."""
 
     spec: KVSpec
     prompts: Sequence[Sequence[int]]
@@ -74,7 +72,6 @@ class _Setting:
     honest_cache: HonestCache = field(default_factory=dict)
 
     def report(self, model: DecoderModel, candidate: Executor) -> Report:
-        """What is said of an executor there."""
         plan = self.spec.plan(model.config.num_layers)
         return validate(
             ReferenceExecutor(model),
@@ -89,11 +86,11 @@ class _Setting:
 
 
 _WINDOWED_TOKENS, _WINDOWED_STEPS = (90, 40), 2
-"""Of prompts with a window: the ring starts over in the first, and decode reads what earlier forwards have left."""
+"""Prompts with a window: the ring starts over in the first, and decode reads what earlier forwards have left."""
 _STATE_TOKENS, _STATE_STEPS = (9, 4), 1
-"""Of prompts of a model with recurrent states: decode goes on from what they leave, and drafted tokens are taken back."""
+"""Prompts with recurrent states: decode goes on from them, and drafted tokens are taken back."""
 _WHOLE_TOKENS = (40, 30)
-"""Of prompts that run as whole forwards."""
+"""Prompts that run as whole forwards."""
 
 
 def self_test(
@@ -105,15 +102,12 @@ def self_test(
 ) -> list[SelfTestRow]:
     """Plant faults in the middle layer of each model, and validate: `validation.faults`.
 
-    Faults in learned coordinates are planted in made-up ones.
-
     Args:
-        models: of at least 3 layers. In one that keeps recurrent states, `delta_faults` alone are planted, in the last such
-            layer.
-        prompts: token ids. The faintest slips show in a hundred tokens.
-        on_row: called with each row as it comes.
-        part: of the slips, and of those in windows, long prompts and whole forwards.
-        kv: format of 16 levels that `published_faults` and `common_bugs` are planted in; if it is another, they alone are.
+        models: of at least 3 layers. In one with recurrent states only `delta_faults` are planted, in its last such layer.
+        prompts: token ids. The faintest faults need a hundred tokens.
+        on_row: gets each row as it comes.
+        part: of the common bugs, and of faults in windows, long prompts and whole forwards.
+        kv: format of 16 levels for `published_faults` and `common_bugs`; unless it is tq4, only these are planted.
     """
     rows = []
 
@@ -155,7 +149,7 @@ def self_test(
 def _run_faults(
     model: DecoderModel, setting: _Setting, faults: Sequence[Fault], on_row: Callable[[SelfTestRow], None] | None
 ) -> list[SelfTestRow]:
-    """Every fault of a setting, and its controls, in both ways of driving."""
+    """Every fault of a setting, in both ways of driving."""
     rows = []
     for drive in DRIVES:
         for fault in faults:
@@ -175,8 +169,7 @@ def self_test_of_blocks(
     prompts: Sequence[Sequence[int]],
     on_row: Callable[[SelfTestRow], None] | None = None,
 ) -> list[SelfTestRow]:
-    """Plant faults in the quantised blocks of the middle layer of each model, and validate the executor that multiplies with
-    them: `block_faults`. Nothing of a model that no executor multiplies so.
+    """Plant `block_faults` in the middle layer of each model, and validate the executor that multiplies with weight blocks.
 
     Args:
         models, prompts, on_row: as of `self_test`; weights as the file has them.
@@ -195,7 +188,6 @@ _NOTHING = "–"
 
 
 def _control(name: str, **how: object) -> Fault:
-    """What is no fault."""
     return Fault(name, None, _NOTHING, **how)  # type: ignore[arg-type]
 
 
@@ -232,8 +224,8 @@ class Sensitivity:
 
     Attributes:
         driven: "ops" or "layers".
-        error: 2**-n, the smallest relative error of scale, of powers of two, that turns the validator red; None if none does.
-        found: layer and stage that it names.
+        error: 2**-n, the smallest relative error of scale that fails the run; None if none does.
+        found: layer and stage that are named.
     """
 
     dtype: str
@@ -246,11 +238,11 @@ class Sensitivity:
 def sensitivity(
     model: DecoderModel, prompts: Sequence[Sequence[int]], on_row: Callable[[Sensitivity], None] | None = None
 ) -> list[Sensitivity]:
-    """For each stage of the middle layer, in both ways of driving: the smallest error of scale that is caught.
+    """The smallest error of scale that is caught, for each stage of the middle layer, in both ways of driving.
 
     Args:
         prompts: token ids; more of them show smaller errors.
-        on_row: called with each row as it comes.
+        on_row: gets each row as it comes.
     """
     rows, setting = [], _Setting(KVSpec("tq4"), prompts, 0, "")
     for drive in DRIVES:
@@ -262,7 +254,7 @@ def sensitivity(
 
 
 def _smallest(model: DecoderModel, setting: _Setting, drive: str, stage: str, scaled_fault: ScaledFault) -> Sensitivity:
-    """Bisect over powers of two: what is caught is taken to be caught when it is larger."""
+    """Bisect over powers of two; a larger error than one that is caught is taken to be caught."""
     dtype, fault_place, smallest_error = str(model.dtype).removeprefix("torch."), _NOTHING, None
     low, high = _COARSEST, _FINEST + 1  # caught at 2**-low, if at all; not at 2**-high
     while low < high:
