@@ -226,8 +226,6 @@ REFUSALS = {
         ("--replay absent/layer", "absent", "does not exist"),
         ("--steps 2000", "context"),
         ("--prompt-tokens 1 --steps 0", "one token"),
-        ("--self-test", "--self-test is a command of its own now: `tq dev self-test`"),
-        ("--sensitivity", "`tq dev sensitivity`"),
     ],
     "validate": [("--prompt-tokens 3", "--prompt-tokens", "--prompt")],
     "dev compile": [

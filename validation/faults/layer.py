@@ -29,11 +29,7 @@ from haarkv.validation.faults.ops import (
     SWIGLU,
     Spoil,
     keeping,
-    larger,
-    one_side,
-    other,
     other_block,
-    steeper,
 )
 from haarkv.validation.layers.parts import Snapshot, read_as
 
@@ -82,28 +78,6 @@ def long_faults(model: DecoderModel, layer: int) -> list[Fault]:
         rounded_positions(model),
         *(at.attending(f"{'KV'[side]}'s scales are read from the block before", other_block(side)) for side in (0, 1)),
     ]
-
-
-def scaled_stages(at: Layer) -> dict[str, Callable[[float], Fault]]:
-    """By stage, a fault that makes its result larger by a factor."""
-
-    def weight(name: str) -> Callable[[float], Fault]:
-        return lambda by: at.weighing(name, name, lambda call: (call.again().float() * by).to(call.x.dtype))[0]
-
-    def norm(name: str) -> Callable[[float], Fault]:
-        return lambda by: at.weighing(name, name, lambda call: call.again(weight=call.weight.float() * by))[0]
-
-    def storing(side: str) -> Callable[[float], Fault]:
-        return lambda by: at.storing(side, side, keeping(other(one_side(side, lambda x: x * by))))
-
-    makers = dict.fromkeys(NORMS, norm) | dict.fromkeys((*PROJECTIONS, "down_proj"), weight)
-    return {name: make(name) for name, make in makers.items() if at.weight(name) is not None} | {
-        "store_kv.k": storing("k"),
-        "store_kv.v": storing("v"),
-        "paged_attention": lambda by: at.attending("attention", larger(by)),
-        "paged_attention, one KV head": lambda by: at.attending("attention", larger(by, -1)),
-        "softmax scale": lambda by: at.attending("attention", steeper(by)),
-    }
 
 
 # -- Ops -------------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,4 @@
-"""Does the validator see what is wrong? Every planted fault must be found, op by op and in whole layers.
-
-And how small an error of scale does it see? Each stage of one layer is made too large by less and less.
-"""
+"""Does the validator see what is wrong? Every planted fault must be found, op by op and in whole layers."""
 
 from __future__ import annotations
 
@@ -22,7 +19,6 @@ from haarkv.validation.faults.layer import (
     coordinate_faults,
     long_faults,
     published_faults,
-    scaled_stages,
 )
 from haarkv.validation.faults.model import BlockFault, block_faults, forward_faults, runner_of_blocks
 from haarkv.validation.faults.states import delta_faults, delta_layers
@@ -31,7 +27,7 @@ from haarkv.validation.layers.honest_runs import HonestCache
 from haarkv.validation.layers.report import Mode, Report
 from haarkv.validation.layers.runner import validate
 
-__all__ = ["WholeLayers", "first_layers", "self_test", "sensitivity"]
+__all__ = ["WholeLayers", "first_layers", "self_test"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,7 @@ def first_layers(model: DecoderModel, count: int) -> DecoderModel:
 
 
 @dataclass(frozen=True)
-class _Setting:
+class Setting:
     """A cache, prompts and decode steps in which faults are planted, and the name of its controls."""
 
     spec: KVSpec
@@ -116,7 +112,7 @@ def self_test(
 
     for model in models:
         if state_layers := delta_layers(model):
-            states = _Setting(KVSpec(kv), cut(_STATE_TOKENS), _STATE_STEPS, "control, states")
+            states = Setting(KVSpec(kv), cut(_STATE_TOKENS), _STATE_STEPS, "control, states")
             rows += _run_faults(model, states, [*_controls(states), *delta_faults(model, state_layers[-1])], on_row)
             continue
         layer, config = model.config.num_layers // 2, model.config
@@ -125,21 +121,21 @@ def self_test(
         both: tuple[Mode, ...] = ("teacher-forced", "free-running")
         merge_ops = Layer(model, layer).instead("paged_attention", merging(Parts.merge))
         window_runs = [_control("none, in two parts (control, a window)", ops=merge_ops), *window_faults(model, layer)[part]]
-        every: list[tuple[_Setting, list[Fault]]] = [
+        every: list[tuple[Setting, list[Fault]]] = [
             (
-                _Setting(KVSpec(kv), prompts, 0, "control" if kv == "tq4" else f"control, {kv}"),
+                Setting(KVSpec(kv), prompts, 0, "control" if kv == "tq4" else f"control, {kv}"),
                 [
                     *published_faults(model, layer),
                     *common_bugs(model, layer)[part],
                 ],
             ),
             (
-                _Setting(KVSpec(LEARNED_KV, calibration=learned_calibration), prompts, 0, "control, learned"),
+                Setting(KVSpec(LEARNED_KV, calibration=learned_calibration), prompts, 0, "control, learned"),
                 coordinate_faults(model, layer),
             ),
-            (_Setting(WINDOW_SPEC, cut(_WINDOWED_TOKENS), _WINDOWED_STEPS, "control, a window"), window_runs),
-            (_Setting(KVSpec(kv), longer, 0, "control, long"), long_faults(model, layer)[part]),
-            (_Setting(KVSpec(kv), cut(_WHOLE_TOKENS), 1, "control, whole forwards", both), forward_faults(model)[part]),
+            (Setting(WINDOW_SPEC, cut(_WINDOWED_TOKENS), _WINDOWED_STEPS, "control, a window"), window_runs),
+            (Setting(KVSpec(kv), longer, 0, "control, long"), long_faults(model, layer)[part]),
+            (Setting(KVSpec(kv), cut(_WHOLE_TOKENS), 1, "control, whole forwards", both), forward_faults(model)[part]),
         ]
         for setting, faults in every if kv == "tq4" else every[:1]:
             rows += _run_faults(model, setting, [*_controls(setting), *faults], on_row)
@@ -147,7 +143,7 @@ def self_test(
 
 
 def _run_faults(
-    model: DecoderModel, setting: _Setting, faults: Sequence[Fault], on_row: Callable[[SelfTestRow], None] | None
+    model: DecoderModel, setting: Setting, faults: Sequence[Fault], on_row: Callable[[SelfTestRow], None] | None
 ) -> list[SelfTestRow]:
     """Every fault of a setting, in both ways of driving."""
     rows = []
@@ -159,7 +155,7 @@ def _run_faults(
     return rows
 
 
-def _controls(setting: _Setting) -> list[Fault]:
+def _controls(setting: Setting) -> list[Fault]:
     names = f"none ({setting.control})", f"none, sums in another order ({setting.control})"
     return [_control(names[0]), _control(names[1], ops=vars(reordered_sum_ops()))]
 
@@ -178,7 +174,7 @@ def self_test_of_blocks(
     for model in models:
         if (runner := runner_of_blocks(model)) is None:
             continue
-        layer, setting = model.config.num_layers // 2, _Setting(KVSpec("tq4"), prompts, 1, "")
+        layer, setting = model.config.num_layers // 2, Setting(KVSpec("tq4"), prompts, 1, "")
         control = BlockFault("none (control, blocks)", None, _NOTHING, runner=runner)
         rows += _run_faults(model, setting, [control, *block_faults(model, layer, runner)], on_row)
     return rows
@@ -210,59 +206,3 @@ def _row(report: Report, drive: str, fault: Fault) -> SelfTestRow:
 
 def _place(layer: int | None, stage: str, head: int | None) -> str:
     return (stage if layer is None else f"layer {layer} {stage}") + (f" head {head}" if head is not None else "")
-
-
-# -- How small an error of scale is seen -------------------------------------------------------------------------------------
-_COARSEST, _FINEST = 2, 20
-ScaledFault = Callable[[float], Fault]
-"""A fault that makes a stage's result larger by a factor."""
-
-
-@dataclass(frozen=True)
-class Sensitivity:
-    """The smallest error that is caught at one stage.
-
-    Attributes:
-        driven: "ops" or "layers".
-        error: 2**-n, the smallest relative error of scale that fails the run; None if none does.
-        found: layer and stage that are named.
-    """
-
-    dtype: str
-    driven: str
-    stage: str
-    error: float | None
-    found: str
-
-
-def sensitivity(
-    model: DecoderModel, prompts: Sequence[Sequence[int]], on_row: Callable[[Sensitivity], None] | None = None
-) -> list[Sensitivity]:
-    """The smallest error of scale that is caught, for each stage of the middle layer, in both ways of driving.
-
-    Args:
-        prompts: token ids; more of them show smaller errors.
-        on_row: gets each row as it comes.
-    """
-    rows, setting = [], _Setting(KVSpec("tq4"), prompts, 0, "")
-    for drive in DRIVES:
-        for stage, scaled_fault in scaled_stages(Layer(model, model.config.num_layers // 2)).items():
-            rows.append(_smallest(model, setting, drive, stage, scaled_fault))
-            if on_row:
-                on_row(rows[-1])
-    return rows
-
-
-def _smallest(model: DecoderModel, setting: _Setting, drive: str, stage: str, scaled_fault: ScaledFault) -> Sensitivity:
-    """Bisect over powers of two; a larger error than one that is caught is taken to be caught."""
-    dtype, fault_place, smallest_error = str(model.dtype).removeprefix("torch."), _NOTHING, None
-    low, high = _COARSEST, _FINEST + 1  # caught at 2**-low, if at all; not at 2**-high
-    while low < high:
-        middle = (low + high) // 2
-        report = setting.report(model, scaled_fault(1 + 2.0**-middle).executor(model, drive))
-        first = report.first_divergence
-        if report.passed or first is None:
-            high = middle
-        else:
-            low, smallest_error, fault_place = middle + 1, 2.0**-middle, f"layer {first.layer} {first.stage}"
-    return Sensitivity(dtype, drive, stage, smallest_error, fault_place)
