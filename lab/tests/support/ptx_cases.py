@@ -23,6 +23,11 @@ import triton
 from block_weights import random_blocks
 from cuda_caches import as_bytes, everything_in, pad_batch, same
 from cuda_mixtures import Mixture
+from op_contract import suite
+from op_contract.caches import Attention, Store
+from op_contract.cases import Product
+from op_contract.delta import Delta
+from op_contract.suite import CUDA, OpCase
 from op_tables import LAYER, Case, filled, relative
 from ptx_faults import FAULTS
 from ptx_launches import ptx_execution
@@ -42,11 +47,6 @@ from haarkv.tq_ops.kv.layer import page_bytes
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.validation.faults.states import small_hybrid
-from haarkv.validation.ops import suite
-from haarkv.validation.ops.caches import Attention, Store
-from haarkv.validation.ops.cases import Product
-from haarkv.validation.ops.delta import Delta
-from haarkv.validation.ops.suite import CUDA, OpCase
 from lab.ptx import far
 
 CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32

@@ -1,4 +1,4 @@
-"""Ops over a cache: what they store to and attend to, and whether a table gets what the reference gets."""
+"""Ops over a cache: what they store to and attend to, against the reference."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.validation.layers.judge import stored_figures
 from haarkv.validation.layers.null import Figure
 from haarkv.validation.layers.parts import Snapshot, take
-from haarkv.validation.ops.cases import FP32, HOST, Case, same
+from op_contract.cases import FP32, HOST, Case, same
 
 LAYER = 1
-"""Of every cache: not the first, so that a layer's own rotation counts."""
+"""Not the first, so that a layer's own rotation counts."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class CacheCase:
     """A cache with `stored_lengths` tokens of each sequence, and a batch of `new` ones.
 
     Attributes:
-        kv: formats, as `--kv` takes them; `lrB` of made-up coordinates.
+        kv: formats, as `--kv` takes them; `lrB` of synthetic coordinates.
         group: query heads of a KV head.
         pages: the cache lies in pages of another owner, which are apart.
-        window: tokens that a query sees, of a layer with a sliding window, whose cache keeps a ring; 0 for all.
+        window: of a layer with a sliding window, whose cache keeps a ring; 0 for all.
     """
 
     kv: str
@@ -66,12 +66,10 @@ class CacheCase:
 
     @cached_property
     def plan(self) -> KVPlan:
-        """Of as many layers as `LAYER` needs."""
         return KVSpec(self.kv, tail=self.tail or None, sink=self.sink, calibration=self.calibration).plan(LAYER + 1)
 
     @property
     def calibration(self) -> Calibration | None:
-        """Made-up coordinates of its KV heads, where a format needs them."""
         if not formats.needs_calibration(self.kv):
             return None
         return synthetic.calibration(LAYER + 1, self.kv_heads, self.head_dim)
@@ -98,10 +96,7 @@ def bf16_windows(cache: PagedKVCache) -> list[Tensor]:
 
 
 def poisoned_cache(case: CacheCase, device: torch.device | str = "cpu") -> PagedKVCache:
-    """A cache whose every slot holds the highest levels at scale NaN, so that reading one that was not written shows.
-
-    So does every place in BF16: NaN. It takes everything that is stored in one batch.
-    """
+    """A cache whose every slot holds the highest levels at scale NaN, and NaN in BF16: reading an unwritten one shows."""
     blocks = sum(-(-(s + n) // case.block_size) for s, n in zip(case.stored_lengths, case.new, strict=True)) + 2
     # Another layer's pages lie between.
     size = page_bytes(case.plan.layers[LAYER], case.kv_heads, case.head_dim, case.block_size)
@@ -154,8 +149,6 @@ _fill_cache_once = cache(fill_cache)
 
 
 class _OnCache(Case):
-    """What the two ops that use a cache share."""
-
     cache: CacheCase
 
     def __str__(self) -> str:
@@ -172,7 +165,7 @@ class _OnCache(Case):
 
 @dataclass(frozen=True)
 class Attention(_OnCache):
-    """`paged_attention` over stored codes, against the reference."""
+    """`paged_attention` over stored codes."""
 
     cache: CacheCase
     dtype: torch.dtype
@@ -198,7 +191,7 @@ class Attention(_OnCache):
 
 @dataclass(frozen=True)
 class Store(_OnCache):
-    """`store_kv` of new tokens into an untouched cache, against the reference."""
+    """`store_kv` of new tokens into an untouched cache."""
 
     cache: CacheCase
     dtype: torch.dtype = FP32
