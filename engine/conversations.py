@@ -1,4 +1,4 @@
-"""More conversations than memory holds: those used last stay there, the others go to disk until they are addressed again."""
+"""More conversations than memory holds: the least recently used ones go to disk."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from haarkv.tq_ops.kv.stored import StoredSequence
 
 @dataclass
 class Counters:
-    """What happened, since the start.
+    """Totals since the start.
 
     Attributes:
-        damaged: files that could not be read, or belong to another model or cache; they are computed again.
+        damaged: files that were unreadable or of another model or cache, and computed again.
         reused_tokens, computed_tokens: of prompts.
-        peak_bytes: of K and V at a time, of what is held and of the sequence at work.
+        peak_bytes: most bytes of K and V at a time.
     """
 
     evicted: int = 0
@@ -37,16 +37,16 @@ class Counters:
 
 
 class Conversations:
-    """Sequences by name, each of which goes on where it ended.
+    """Sequences by name, each of which continues where it ended.
 
-    The whole text of a conversation comes with every call, so a sequence that is lost costs time and never changes a result:
-    only tokens that are equal are taken from what is stored. Files are written whole, and every byte of one is checked when it
-    is read. A process that is killed leaves the file of an earlier turn, which is a beginning of the later one.
+    Every call brings the whole text of its conversation, so a lost sequence costs time and never changes a result. Files are
+    written whole, and checked byte for byte. A killed process leaves the file of an earlier turn, which is a prefix of the
+    later one.
 
     Args:
-        budget: bytes of K and V that may be in memory.
-        folder: where sequences go that have no room, and where those of an earlier process are found; None drops them.
-        compress: pack their files without loss.
+        budget: bytes of K and V in memory.
+        folder: for evicted sequences, and those of an earlier process; None drops them.
+        compress: compress their files losslessly.
     Raises:
         InputError: the folder cannot be written to.
     """
@@ -66,15 +66,14 @@ class Conversations:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of K and V that are held in memory."""
+        """Bytes of K and V in memory."""
         return sum(sequence.nbytes for sequence in self._held.values())
 
     def generate(self, name: str, prompt: Any, *, max_new_tokens: int = 64, **settings: Any) -> Result:
-        """Continue a conversation; all that was said before is part of the prompt, as `Session.generate` takes it.
+        """Continue a conversation; `prompt` is its whole text, as `Session.generate` takes it.
 
         Raises:
-            InputError: as `Session.generate`, or this sequence alone is larger than the budget; the conversation stays as it
-                was.
+            InputError: as `Session.generate`, or this sequence exceeds the budget; the conversation stays as it was.
         """
         with self._lock:
             chat_args = {field.name: settings.pop(field.name) for field in fields(Chat) if field.name in settings}
@@ -119,7 +118,7 @@ class Conversations:
                 file.unlink(missing_ok=True)
 
     def _make_room(self, bytes_: int, but: str | None = None) -> None:
-        """Evict those used longest ago, but for one, until this number of bytes fits beside the others."""
+        """Evict the least recently used, except `but`, until `bytes_` more fit."""
         for name in [name for name in self._held if name != but]:
             if self.nbytes + bytes_ <= self.budget:
                 return

@@ -1,4 +1,4 @@
-"""The command `tq`: runs the subcommand, and turns every error that a user can cause into one line and exit code 2."""
+"""The command `tq`; every error that a user can cause becomes one line and exit code 2."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _FIRST_STEPS = (
 )
 
 _LEAST_ADDRESSES = 2**30
-"""Bytes; with half of it, torch is not loaded."""
+"""Bytes; with half of it torch does not load."""
 
 
 # Said by torch's allocators, the C++ library, the loader of shared libraries, and threads.
@@ -52,15 +52,15 @@ _NO_MEMORY = (
 
 
 class _InterruptedError(Exception):
-    """Ctrl-C, which click would answer in its own way."""
+    """Ctrl-C, hidden from click."""
 
 
 class _SystemRefusedError(Exception):
-    """The system refused to read or write, by the OSError that this one comes from; click would answer that too."""
+    """An OSError, its cause, hidden from click."""
 
 
 class _Commands(Group):
-    """The subcommands. Each is a module of `tq.commands`, imported when it is used."""
+    """Subcommands, modules of `tq.commands`."""
 
     sections: ClassVar = {
         heading: {name: _ELSEWHERE.get(name, f"tq.commands.{name}") for name in names} for heading, names in _SECTIONS.items()
@@ -73,7 +73,6 @@ class _Commands(Group):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the subcommand, and hide from click the errors that it would report in its own way."""
         _require_address_space()
         try:
             return super().invoke(ctx)
@@ -145,12 +144,12 @@ def _prepare_streams() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; exit codes as of `run`."""
+    """Run the command; exit codes as `run`."""
     return run(Launch(list(sys.argv[1:] if argv is None else argv)))
 
 
 def run(launch: Launch) -> int:
-    """Run the command, as a user started it or as one rank of it.
+    """Run the command, as started by a user or as one rank.
 
     Returns:
         0; 1 if a comparison found a fault; 2 for an error that the user can correct (one line on stderr); 130 if interrupted.
@@ -168,7 +167,7 @@ def run(launch: Launch) -> int:
 
 
 def _exit_code(error: BaseException, launch: Launch, debug: bool) -> int:
-    """Say why a command ended, with `debug` by its traceback as well; exit codes as of `run`, or `RANK_LOST` of a rank."""
+    """Print why a command ended; exit codes as `run`, or `RANK_LOST` of a rank."""
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         error.show()
         return 2
@@ -199,7 +198,6 @@ def _exit_code(error: BaseException, launch: Launch, debug: bool) -> int:
 
 
 def _reason(error: BaseException) -> str:
-    """What is wrong, and what to do."""
     if isinstance(error, click.ClickException):
         return error.format_message()
     if isinstance(error, InputError):

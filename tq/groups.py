@@ -1,8 +1,4 @@
-"""Commands and groups of them: what `--help` looks like, and what a mistyped name is answered with.
-
-A group imports the module of a command when it is used. Commands stand under headings, and so do the options of a command that
-has many. On a narrow terminal what explains a name stands beneath it.
-"""
+"""Commands and groups: headings in `--help`, near names for mistyped ones, command modules imported on use."""
 
 from __future__ import annotations
 
@@ -15,10 +11,10 @@ from typing import Any, ClassVar
 import click
 
 _MANY = 12
-"""Options of a command that are still one list."""
+"""Number of options from which a command's help has headings."""
 _WIDEST = 110
 _NAMES, _NARROW = 30, 60
-"""Columns of names at most, and the width of a terminal below which each name has a line of its own."""
+"""Most columns of names, and the terminal width below which names stand on their own lines."""
 
 _SECTIONS: Mapping[str, Sequence[str]] = {
     "Sides": ("--a", "--b"),
@@ -49,14 +45,13 @@ _SECTIONS: Mapping[str, Sequence[str]] = {
 
 
 class _Formatter(click.HelpFormatter):
-    """Leaves room for explanations on a narrow terminal too; click's own takes at least 50 columns."""
+    """Leaves room for explanations on a narrow terminal; click's takes at least 50 columns."""
 
     def __init__(self, indent_increment: int = 2, width: int | None = None, max_width: int | None = None) -> None:
         columns = min(get_terminal_size().columns, max_width or _WIDEST) - 2
         super().__init__(indent_increment, width or max(columns, 24), max_width)
 
     def write_dl(self, rows: Any, col_max: int = _NAMES, col_spacing: int = 2) -> None:
-        """As click's; below `_NARROW` columns names stand on lines of their own."""
         super().write_dl(rows, col_max if self.width >= _NARROW else 4, col_spacing)
 
 
@@ -65,7 +60,7 @@ class _Context(click.Context):
 
 
 class Command(click.Command):
-    """A command; its options stand under headings where they are many."""
+    """A command; many options stand under headings."""
 
     context_class = _Context
 
@@ -75,7 +70,6 @@ class Command(click.Command):
                 formatter.write_dl(rows)
 
     def _sections(self, ctx: click.Context) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-        """Heading and rows of each list of options."""
         options = [param for param in self.get_params(ctx) if isinstance(param, click.Option) and not param.hidden]
         rows: dict[str, list[tuple[str, str]]] = {}
         for option in options:
@@ -87,16 +81,15 @@ class Command(click.Command):
 
 
 def option_section(option: click.Option) -> str:
-    """The heading under which an option stands in a long list; "" for one of no group."""
+    """The heading of an option; "" for none."""
     return next((heading for heading, names in _SECTIONS.items() if option.opts[0] in names), "")
 
 
 class Group(click.Group):
-    """Commands under headings, each imported when it is used.
+    """Commands under headings, imported on use.
 
     Attributes:
-        sections: heading -> name of a command -> where it is, as `module:attribute` or a module whose `command` it is; empty
-            where commands are added by decorators.
+        sections: heading -> command -> `module:attribute`, or a module with a `command`; empty where decorators add commands.
     """
 
     context_class = _Context

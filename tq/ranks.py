@@ -1,7 +1,7 @@
-"""`--tensor-parallel N`: a command on several ranks, which it starts itself or which torchrun has started.
+"""`--tensor-parallel N`: a command on several ranks, started by itself or by torchrun.
 
-The command that a user types starts N processes of the same command line and waits. Rank 0 reads the input and prints; the
-others are silent. When one is lost all end, with one line.
+The command that a user types starts N processes with its command line and waits. Rank 0 reads input and prints; the others are
+silent. If one is lost, all end with one line.
 """
 
 from __future__ import annotations
@@ -29,28 +29,23 @@ if TYPE_CHECKING:
     from haarkv.models.parallel import Ranks
 
 RANK_LOST = 3
-"""Exit code of a rank that has lost another; the process that started both says which."""
+"""Exit code of a rank that lost another; the parent process reports which."""
 _TIMEOUT_S = 600
 _LOOK_S = 0.02
 _GRACE_S = 3.0
-"""For the other ranks to end by themselves once one has."""
+"""Seconds for the other ranks to end after one has."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How this process was started.
-
-    Attributes:
-        argv: the command line, without `tq`.
-        place: among ranks that `tq` has started; None of a command that a user or torchrun has started.
-    """
+    """How this process was started: its command line without `tq`, and its rank if `tq` started it."""
 
     argv: Sequence[str] = field(default_factory=list)
     place: Place | None = None
 
 
 def tensor_parallel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command `--tensor-parallel` and `--rank-timeout`, and an argument `ranks`: those that run it together."""
+    """Give a command `--tensor-parallel` and `--rank-timeout`, and an argument `ranks`."""
 
     @click.option(
         "--tensor-parallel",
@@ -103,11 +98,11 @@ def _speaking(ranks: Ranks) -> Iterator[None]:
 
 
 class RankError(click.ClickException):
-    """A rank was lost: which, and how."""
+    """A rank was lost."""
 
 
 def supervise(argv: Sequence[str], size: int, timeout_s: float) -> int:
-    """Run a command line on so many ranks, all to their ends: rank 0's exit code, or a RankError of a rank that was lost."""
+    """Run a command line on `size` ranks to their ends; rank 0's exit code, or a RankError."""
     with TemporaryFolder("ranks") as folder:
         # As long as this process lives, it keeps one end of a pipe open; ranks end when that end closes.
         read_end, write_end = os.pipe()
@@ -132,7 +127,7 @@ def supervise(argv: Sequence[str], size: int, timeout_s: float) -> int:
 def _start(
     argv: Sequence[str], rank: int, size: int, meeting: Path, read_end: int, errors: Path | None
 ) -> subprocess.Popen[bytes]:
-    """One rank. Rank 0 has this process's input and output; of the others, what they say of an error is kept in a file."""
+    """Start one rank. Rank 0 has this process's input and output; stderr of the others goes to a file."""
     # -P: a folder `tq` where the user stands is none of ours.
     line = [sys.executable, "-P", "-m", "tq.ranks", str(rank), str(size), str(meeting), str(read_end), *argv]
     if errors is None:
@@ -142,7 +137,7 @@ def _start(
 
 
 def _watch(ranks: Mapping[int, subprocess.Popen[bytes]]) -> dict[int, int]:
-    """Wait until all have ended well or one has not; then a while for the others. Exit codes of those that have ended."""
+    """Exit codes once all ranks have ended, or one has failed and the others had time to."""
     while True:
         codes = _codes(ranks)
         if len(codes) == len(ranks) or any(code < 0 for code in codes.values()):
@@ -165,7 +160,7 @@ def _wait(ranks: Mapping[int, subprocess.Popen[bytes]], seconds: float) -> None:
 
 
 def _interrupt(ranks: Mapping[int, subprocess.Popen[bytes]]) -> None:
-    """After Ctrl-C, which a terminal sends to all of them: let them end, and tell those that were not told."""
+    """After Ctrl-C, which a terminal sends to all ranks: wait, then signal those that remain."""
     _wait(ranks, 0.3)
     for process in ranks.values():
         if process.poll() is None:
@@ -174,7 +169,7 @@ def _interrupt(ranks: Mapping[int, subprocess.Popen[bytes]]) -> None:
 
 
 def _verdict(codes: Mapping[int, int], ranks: Mapping[int, object], errors: Mapping[int, Path], timeout_s: float) -> int:
-    """Rank 0's exit code, or a RankError: which rank was lost, and how."""
+    """Rank 0's exit code, or a RankError that says which rank was lost, and how."""
     first = codes.get(0)
     if first is not None and first >= 0 and first != RANK_LOST and (first or not any(codes.values())):
         return first
@@ -195,7 +190,7 @@ def _verdict(codes: Mapping[int, int], ranks: Mapping[int, object], errors: Mapp
 
 
 def _end_with(pipe: int) -> None:
-    """End this process when the one that started it has ended, however it did."""
+    """End this process when its parent has ended."""
 
     def watch() -> None:
         os.read(pipe, 1)  # returns when the other end is closed: nothing is ever written
@@ -205,7 +200,7 @@ def _end_with(pipe: int) -> None:
 
 
 def main() -> int:
-    """Run the command line as that rank."""
+    """Run the command line as one rank."""
     rank, size, meeting, pipe, *argv = sys.argv[1:]
     _end_with(int(pipe))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # imports take seconds; the process that started this one says what happened
