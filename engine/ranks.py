@@ -24,46 +24,27 @@ TIMEOUT_S = 600
 _HOST = torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class Place:
-    """One rank among those that a command started; `meeting` is a file where they find each other."""
-
-    rank: int
-    size: int
-    meeting: str
-
-
 @contextmanager
-def join(size: int | None = None, place: Place | None = None, timeout_s: float = TIMEOUT_S) -> Iterator[Ranks]:
-    """Join a group of ranks.
+def join(size: int | None = None, timeout_s: float = TIMEOUT_S) -> Iterator[Ranks]:
+    """Join the ranks that torchrun started.
 
     Args:
         size: required number of ranks; torchrun's unless given.
-        place: this process among ranks that a command started; None under torchrun.
         timeout_s: seconds to wait for another rank once all have met.
     Raises:
-        InputError: torchrun started another number, or torch has no torch.distributed.
+        InputError: torchrun started another number, or none, or torch has no torch.distributed.
         RankLostError: another rank does not come.
     """
     if not distributed.is_available():
         raise InputError("this torch was built without torch.distributed; leave out --tensor-parallel")
-    to_start = timedelta(seconds=max(timeout_s, TIMEOUT_S))
     with _lost_rank_errors(timeout_s):
-        if place is None:
-            try:
-                distributed.init_process_group("gloo", timeout=to_start)
-            except ValueError:  # none of torchrun's variables
-                raise InputError("start this script with torchrun, as torchrun --nproc-per-node 2 SCRIPT") from None
-        else:
-            distributed.init_process_group(
-                "gloo", init_method=f"file://{place.meeting}", rank=place.rank, world_size=place.size, timeout=to_start
-            )
+        try:
+            distributed.init_process_group("gloo", timeout=timedelta(seconds=max(timeout_s, TIMEOUT_S)))
+        except ValueError:  # none of torchrun's variables
+            raise InputError("start this script with torchrun, as torchrun --nproc-per-node 2 SCRIPT") from None
     world_size = distributed.get_world_size()
     if size is not None and size != world_size:
         raise InputError(f"--tensor-parallel is {size}, and torchrun started {world_size} ranks; make them equal")
-    if place is not None:
-        # Else each would take all cores. torchrun gives its ranks one thread.
-        torch.set_num_threads(max(1, torch.get_num_threads() // place.size))
     local = distributed.get_node_local_rank(fallback_rank=distributed.get_rank())
     ranks = _TorchRanks(distributed.get_rank(), world_size, local, timeout_s)
     yield ranks

@@ -12,12 +12,11 @@ from typing import Any, ClassVar
 
 import click
 
-from haarkv.tq_ops.errors import InputError, RankLostError
+from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.npu.versions import leave_npu_alone
 from tq import __version__
 from tq.groups import Group
 from tq.output import drop_output, one_line, unsaid_is_fine, warnings_in_a_line
-from tq.ranks import RANK_LOST, Launch
 from tq.start import EXIT_INTERRUPTED
 
 _SECTIONS = {
@@ -144,39 +143,34 @@ def _prepare_streams() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; exit codes as `run`."""
-    return run(Launch(list(sys.argv[1:] if argv is None else argv)))
-
-
-def run(launch: Launch) -> int:
-    """Run the command, as started by a user or as one rank.
+    """Run the command.
 
     Returns:
         0; 1 if a comparison found a fault; 2 for an error that the user can correct (one line on stderr); 130 if interrupted.
     """
+    args = list(sys.argv[1:] if argv is None else argv)
     leave_npu_alone()
     _prepare_streams()
     with unsaid_is_fine(), warnings_in_a_line():
         try:
-            result = cli.main(args=list(launch.argv), prog_name="tq", standalone_mode=False, obj=launch)
+            result = cli.main(args=args, prog_name="tq", standalone_mode=False)
             sys.stdout.flush()
             return result if isinstance(result, int) else 0
         except BaseException as error:  # a panic in a library of Rust is no Exception
             # Before the name of the subcommand it is ours; behind it, it may be the value of an option.
-            return _exit_code(error, launch, debug="--debug" in takewhile(lambda word: word.startswith("-"), launch.argv))
+            return _exit_code(error, debug="--debug" in takewhile(lambda word: word.startswith("-"), args))
 
 
-def _exit_code(error: BaseException, launch: Launch, debug: bool) -> int:
-    """Print why a command ended; exit codes as `run`, or `RANK_LOST` of a rank."""
+def _exit_code(error: BaseException, debug: bool) -> int:
+    """Print why a command ended; exit codes as `main`."""
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         error.show()
         return 2
     if isinstance(error, KeyboardInterrupt | click.Abort | _InterruptedError):
-        if not launch.place:  # whoever started the ranks says so
-            # A terminal has shown ^C, and perhaps half a line of text; a bar that was beginning has hidden the cursor, and
-            # stands between us and the terminal, where it drops what moves no text.
-            stream = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
-            print("\x1b[?25h\n" * stream.isatty() + "tq: interrupted", file=stream)
+        # A terminal has shown ^C, and perhaps half a line of text; a bar that was beginning has hidden the cursor, and
+        # stands between us and the terminal, where it drops what moves no text.
+        stream = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
+        print("\x1b[?25h\n" * stream.isatty() + "tq: interrupted", file=stream)
         return EXIT_INTERRUPTED
     if isinstance(error, SystemExit):  # of a library that ends the process itself
         return error.code if isinstance(error.code, int) else 2
@@ -184,8 +178,6 @@ def _exit_code(error: BaseException, launch: Launch, debug: bool) -> int:
         error = error.__cause__
     if debug:
         traceback.print_exception(error)
-    if isinstance(error, RankLostError) and launch.place:
-        return RANK_LOST  # whoever started the ranks knows which one
     try:
         sys.stdout.flush()
     except OSError:

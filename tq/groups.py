@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from difflib import get_close_matches
+from functools import wraps
 from importlib import import_module
+from pathlib import Path
 from shutil import get_terminal_size
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
+
+from haarkv.tq_ops.errors import InputError, RankLostError
+from tq.options import IntRange, written_options
+
+if TYPE_CHECKING:
+    from haarkv.models.parallel import Ranks
 
 _MANY = 12
 """Number of options from which a command's help has headings."""
@@ -121,3 +131,59 @@ class Group(click.Group):
             commands = {name: command for name in names if (command := self.get_command(ctx, name)) and not command.hidden}
             with formatter.section(heading):
                 formatter.write_dl([(name, command.get_short_help_str(_WIDEST)) for name, command in commands.items()])
+
+
+# -- Ranks -----------------------------------------------------------------------------------------------------------------
+
+
+def tensor_parallel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command `--tensor-parallel` and `--rank-timeout`, and an argument `ranks`: processes that torchrun started."""
+
+    @click.option(
+        "--tensor-parallel",
+        "size",
+        type=IntRange(min=1),
+        metavar="N",
+        default=1,
+        show_default=True,
+        help="Split the model over the N processes that torchrun started: N GPUs, N NPUs, or N processes on the CPU.",
+    )
+    @click.option(
+        "--rank-timeout", "timeout_s", type=click.FloatRange(min=1), metavar="S", default=600, show_default=True,
+        help="End if one of them does not answer for S seconds.",
+    )  # fmt: skip
+    @wraps(function)
+    def run(*args: Any, size: int, timeout_s: float, **kwargs: Any) -> Any:
+        from haarkv.models.parallel import ALONE
+
+        if size == 1:
+            if "timeout_s" in written_options():
+                raise click.UsageError("--rank-timeout is of ranks that wait for each other; give --tensor-parallel as well")
+            return function(*args, ranks=ALONE, **kwargs)
+        from haarkv.engine.ranks import join, started_by_torchrun
+        from haarkv.models.catalog import read_config
+        from haarkv.models.parallel import Split
+
+        if "model" in kwargs:
+            Split(read_config(kwargs["model"], kwargs.get("layers")), 0, size)  # refuses a number that does not divide it
+        if not started_by_torchrun():
+            raise click.UsageError(f"torchrun starts the ranks: torchrun --nproc-per-node {size} -m tq and this command")
+        with join(size, timeout_s) as ranks, _rank_0_prints(ranks):
+            return function(*args, ranks=ranks, **kwargs)
+
+    return run
+
+
+@contextmanager
+def _rank_0_prints(ranks: Ranks) -> Iterator[None]:
+    """Silence the other ranks; they end with exit code 2 where rank 0 says why."""
+    if ranks.rank == 0:
+        yield
+        return
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        try:
+            yield
+        except RankLostError:
+            raise
+        except InputError:
+            raise SystemExit(2) from None

@@ -56,7 +56,7 @@ class _Finder:
 
 
 def main() -> int:
-    """Run the command; exit codes as `tq.cli.run`."""
+    """Run the command; exit codes as `tq.cli.main`."""
     sys.meta_path.insert(0, _Finder)
     with ending_at_once():
         from tq.cli import main as command

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tq import options
-from tq.groups import Group
+from tq.groups import Group, tensor_parallel
 from tq.output import loading, print_table, telling
-from tq.ranks import tensor_parallel
 
 if TYPE_CHECKING:
     from haarkv.benchmarks.decode import Request

@@ -15,9 +15,8 @@ import click
 from haarkv.tq_ops.output_files import check_writable
 from haarkv.tq_ops.text import count_noun
 from tq import options
-from tq.groups import Command
+from tq.groups import Command, tensor_parallel
 from tq.output import err, prefilling, print_table, warn
-from tq.ranks import tensor_parallel
 
 if TYPE_CHECKING:
     from haarkv.engine.loading import Room
