@@ -15,9 +15,8 @@ from haarkv.tq_ops.output_files import write_whole
 from tq import options
 from tq.commands import validate_report as reports
 from tq.commands.generate import read_prompts
-from tq.groups import Command
+from tq.groups import Command, tensor_parallel
 from tq.output import comparing, compiling, loading, unread_is_fine, warn
-from tq.ranks import tensor_parallel
 
 if TYPE_CHECKING:
     from haarkv.executors.catalog import Selection
