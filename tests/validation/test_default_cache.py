@@ -15,7 +15,7 @@ from haarkv.tq_ops.kv.cache import cache_bytes
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.validation.planning import auto, calibrate, choice_cache
-from haarkv.validation.planning.candidates import place_bytes, places
+from haarkv.validation.planning.search import place_bytes, places
 from tq.cli import main
 from tq.loading import load
 

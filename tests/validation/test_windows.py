@@ -10,8 +10,8 @@ from npu_layers import CONFIGS
 from small_models import SMALL, random_tokens, resize_config, small_model
 
 import haarkv.validation.layers.honest_runs as honest_runs
+import haarkv.validation.layers.parts as windows
 import haarkv.validation.layers.reference as reference_side
-import haarkv.validation.layers.windows as windows
 from haarkv.executors import catalog
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.catalog import load_model
@@ -24,10 +24,9 @@ from haarkv.validation.faults.base import DRIVES, Layer, reordered_sum_ops, tabl
 from haarkv.validation.faults.layer import common_bugs
 from haarkv.validation.faults.windows import WINDOW_SPEC, Parts, merging, window_faults
 from haarkv.validation.layers.exercise import HUGE_SCALES, TINY_SCALES, covering_prompts_for
-from haarkv.validation.layers.parts import load, new_cache, snapshot
+from haarkv.validation.layers.parts import load, new_cache, snapshot, without_unread
 from haarkv.validation.layers.replay import file as replay_file
 from haarkv.validation.layers.replay.case import OneRun
-from haarkv.validation.layers.windows import without_unread
 
 CONFIG = resize_config(SMALL, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, hidden_size=32, intermediate_size=48)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

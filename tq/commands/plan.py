@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from haarkv.tq_ops.formats import Calibration
     from haarkv.tq_ops.kv.calibration_file import CalibrationFile
     from haarkv.validation.fidelity.evaluation import FidelityRow, Setup
-    from haarkv.validation.planning.candidates import Costs
     from haarkv.validation.planning.planner import Verification
-    from haarkv.validation.planning.search import Allocation
+    from haarkv.validation.planning.search import Allocation, Costs
 
 _CONTEXT = 4096
 _LEAST, _FEW = 32, 1024
@@ -81,7 +80,7 @@ def command(
     from haarkv.tq_ops.kv import calibration_file, plan_file
     from haarkv.tq_ops.kv.plan import KVSpec
     from haarkv.validation.fidelity.setup import load_setup
-    from haarkv.validation.planning.candidates import CANDIDATES, LEARNED_CANDIDATES, TAILS, everywhere, require_candidates
+    from haarkv.validation.planning.search import CANDIDATES, LEARNED_CANDIDATES, TAILS, everywhere, require_candidates
 
     options.set_threads(threads)
     config = read_config(model["model"], model["layers"])
@@ -138,7 +137,7 @@ class _Request:
     @property
     def rivals(self) -> list[str]:
         """Formats that the plan must beat; a learned one those of fixed rotations as well."""
-        from haarkv.validation.planning.candidates import CANDIDATES
+        from haarkv.validation.planning.search import CANDIDATES
 
         return list(dict.fromkeys([*self.names, *(CANDIDATES if self.learned else ())]))
 
@@ -152,7 +151,7 @@ class _Request:
 
     def require_possible(self, setup: Setup) -> None:
         """Refuse a budget that nothing meets, or a tail that the executor does not take, before anything is measured."""
-        from haarkv.validation.planning.candidates import at, places, session_with_plan
+        from haarkv.validation.planning.search import at, places, session_with_plan
 
         free = {place: dict.fromkeys(at(place[1], self.names), 0.0) for place in places(self.config)}
         for choice in self.choices(free):

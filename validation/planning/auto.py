@@ -48,10 +48,9 @@ from haarkv.tq_ops.npu.program import HEAD_DIM
 from haarkv.tq_ops.npu.sides import READS
 from haarkv.validation.fidelity.evaluation import FidelityRow, OnStep
 from haarkv.validation.planning.calibrate import Subject
-from haarkv.validation.planning.candidates import Costs, Place, bits_per_value, places, with_format
 from haarkv.validation.planning.common_text import common_text, prose
 from haarkv.validation.planning.estimates import Judge, Probes, Whole, in_larger_chunks
-from haarkv.validation.planning.search import Frontier
+from haarkv.validation.planning.search import Costs, Frontier, Place, bits_per_value, places, with_format
 
 LOSS = 0.002
 """Mean KL in nats a token that a cache may lose unless asked otherwise."""

@@ -43,8 +43,8 @@ from haarkv.tq_ops.kv.calibration_file import CalibrationFile, make_calibration
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation.fidelity.evaluation import FidelityRow, Setup, Workload, evaluate
-from haarkv.validation.planning.candidates import one_layer
 from haarkv.validation.planning.moments import AttentionVectors, Sums, recording
+from haarkv.validation.planning.search import one_layer
 
 OnStep = Callable[[str, int], None]
 """Told what has been done, and how many tokens it took."""

@@ -35,7 +35,7 @@ from haarkv.validation.fidelity.evaluation import (
     run_span,
     score_window,
 )
-from haarkv.validation.planning.candidates import Place, one_layer, session_with_plan, with_format
+from haarkv.validation.planning.search import Place, one_layer, session_with_plan, with_format
 
 DRAWS = 32
 """Tokens a position, with replacement."""

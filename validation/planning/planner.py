@@ -27,9 +27,11 @@ from haarkv.validation.fidelity.evaluation import (
     score_all,
 )
 from haarkv.validation.fidelity.scores import Partial
-from haarkv.validation.planning.candidates import (
+from haarkv.validation.planning.search import (
+    Allocation,
     Candidates,
     Costs,
+    Frontier,
     Place,
     at,
     bits_per_value,
@@ -38,7 +40,6 @@ from haarkv.validation.planning.candidates import (
     session_with_plan,
     with_format,
 )
-from haarkv.validation.planning.search import Allocation, Frontier
 
 # -- Measuring ------------------------------------------------------------------------------------------------------------
 
