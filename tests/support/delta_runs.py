@@ -39,7 +39,7 @@ class Run:
             [x[begin : begin + count] for x in self.told[row]] for row, begin, count in zip(rows, begins, counts, strict=True)
         ]
         x, a, b = map(torch.cat, zip(*parts, strict=True))
-        return self.ops.gated_delta(x, a, b, *self.weights, self.cache, LAYER, batch).split(counts)
+        return self.ops.gated_delta(x, a, b, *self.weights, self.cache.view(LAYER, batch)).split(counts)
 
     def state(self, row=0):
         """The newest version of a sequence's state."""

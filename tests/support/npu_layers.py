@@ -45,7 +45,7 @@ def with_leftovers(cache, seed=4):
         if tensor.is_floating_point():
             tensor.copy_(torch.randn(tensor.shape, generator=generator) if tensor.dim() > 3 else 12.0)
         else:
-            levels = 16 if tensor.shape[-1] == cache.shape(layer).head_dim else 256
+            levels = 16 if tensor.shape[-1] == cache.kv[layer].shape.head_dim else 256
             tensor.copy_(torch.randint(0, levels, tensor.shape, generator=generator))
     for tensor in bf16_windows(cache):
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
@@ -102,7 +102,7 @@ def fill_cache(config, spec, lengths, seed):
             for layer in range(config.num_layers):
                 sizes = count, config.heads.num_kv_heads, config.heads.head_dim
                 k, v = (torch.randn(sizes, generator=generator) for _ in "kv")
-                cache.write(layer, k, v, batch)
+                cache.view(layer, batch).write(k, v)
     return cache, paging, sequences
 
 

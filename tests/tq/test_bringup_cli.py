@@ -112,10 +112,10 @@ def with_ops(**ops):
     return lambda model: ReferenceExecutor(model, table_with(ops))
 
 
-def store_a_wrong_byte(k, v, cache, layer, batch):
-    reference.store_kv(k, v, cache, layer, batch)
-    slot = int(batch.slot_mapping[-1])
-    cache.v_fields(layer)["codes"][slot // cache.block_size, 1, slot % cache.block_size, 5] ^= 0x80
+def store_a_wrong_byte(k, v, at):
+    reference.store_kv(k, v, at)
+    slot = int(at.batch.slot_mapping[-1])
+    at.kv.v.fields["codes"][slot // at.kv.block_size, 1, slot % at.kv.block_size, 5] ^= 0x80
 
 
 def with_wrong_weight(layer, name):
@@ -171,10 +171,10 @@ class Forgetful(ReferenceExecutor):
         return self._model.layers(hidden, span, batch, cache, table_with({"paged_attention": not_shrunk}))
 
 
-def not_shrunk(q, cache, layer, batch, scale):
-    right = reference.paged_attention(q, cache, layer, batch, scale)
-    early = replace(batch, positions=batch.positions.clamp(max=15))
-    return right + reference.paged_attention(q, cache, layer, early, scale)
+def not_shrunk(q, at, scale):
+    right = reference.paged_attention(q, at, scale)
+    early = replace(at.batch, positions=at.batch.positions.clamp(max=15))
+    return right + reference.paged_attention(q, replace(at, batch=early), scale)
 
 
 class Refusing(ReferenceExecutor):

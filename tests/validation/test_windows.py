@@ -113,7 +113,7 @@ def filled_cache(tokens=100):
     for count in (64, tokens - 65, 1):
         batch = paging.batch([sequence], [count])
         k, v = torch.randn(2, count, config.heads.num_kv_heads, config.heads.head_dim, generator=generator)
-        reference.store_kv(k, v, cache_, AT, batch)
+        reference.store_kv(k, v, cache_.view(AT, batch))
     return cache_, batch
 
 
@@ -130,9 +130,9 @@ def test_what_no_query_may_read_is_replaced_and_nothing_else():
     # The ring of 80 holds tokens 20 to 99; none of them before 84 is read there.
     assert changed_places == sorted(token % 80 for token in range(20, 84))
     assert torch.equal(before["sink.k"]["data"], after["sink.k"]["data"])
-    expected = reference.paged_attention(q, cache_, AT, batch, 0.1)
+    expected = reference.paged_attention(q, cache_.view(AT, batch), 0.1)
     load(cache_, AT, after)
-    assert torch.equal(reference.paged_attention(q, cache_, AT, batch, 0.1), expected)
+    assert torch.equal(reference.paged_attention(q, cache_.view(AT, batch), 0.1), expected)
 
 
 # The rest runs with `make test-judge`.
@@ -145,9 +145,9 @@ def test_without_that_a_token_read_in_the_wrong_part_would_pass(monkeypatch, dri
     model, spec = make_model("bfloat16"), KVSpec("tq8", tail=16, sink=4)
     wrong = next(fault for fault in window_faults(model, AT) if fault.name == name).ops["paged_attention"]
 
-    def paged_attention(q, cache_, layer, batch, scale):
-        decodes = len(q) == len(batch.seq_lens)
-        return (wrong if decodes else reference.paged_attention)(q, cache_, layer, batch, scale)
+    def paged_attention(q, at, scale):
+        decodes = len(q) == len(at.batch.seq_lens)
+        return (wrong if decodes else reference.paged_attention)(q, at, scale)
 
     def report():
         candidate = DRIVES[drive](ReferenceExecutor(model, table_with({"paged_attention": paged_attention})))
@@ -168,11 +168,11 @@ def test_a_decode_kernel_that_sees_the_place_behind_the_newest_token_is_found(mo
         "paged_attention"
     ]
 
-    def paged_attention(q, cache_, layer, batch, scale):
-        if len(q) > len(batch.seq_lens):
-            return reference.paged_attention(q, cache_, layer, batch, scale)
-        longer_batch = replace(batch, seq_lens=batch.seq_lens + 1)  # or the mask would show it first
-        return one_more(q, cache_, layer, longer_batch, scale)
+    def paged_attention(q, at, scale):
+        if len(q) > len(at.batch.seq_lens):
+            return reference.paged_attention(q, at, scale)
+        longer_batch = replace(at.batch, seq_lens=at.batch.seq_lens + 1)  # or the mask would show it first
+        return one_more(q, replace(at, batch=longer_batch), scale)
 
     def find_divergence():
         candidate = DRIVES["layers"](ReferenceExecutor(model, table_with({"paged_attention": paged_attention})))

@@ -163,7 +163,7 @@ def _decode_one_token(executor: Executor, model: DecoderModel, plan: KVPlan, hid
                 torch.randn(sizes, generator=generator) * torch.where(at > length, most, torch.where(at >= step, by, 1.0))
                 for by, most in zip(_LOUDER, _LOUDEST, strict=True)
             )
-            host.write(0, k, v, batch)
+            host.view(0, batch).write(k, v)
     for theirs, host_tensor in zip(_tensors(ours), _tensors(host), strict=True):
         theirs.copy_(host_tensor)
     batch = paging.batch(sequences, [1, 1]).to(executor.device)
@@ -171,8 +171,8 @@ def _decode_one_token(executor: Executor, model: DecoderModel, plan: KVPlan, hid
 
 
 def _tensors(cache: PagedKVCache) -> list[Tensor]:
-    windows = [window.vectors for window in cache.kept(0) if window]
-    return [*cache.k_fields(0).values(), *cache.v_fields(0).values(), *windows]
+    windows = [window.vectors for window in cache.kv[0].windows if window]
+    return [*cache.kv[0].k.fields.values(), *cache.kv[0].v.fields.values(), *windows]
 
 
 # -- Greedy text -------------------------------------------------------------------------------------------------------

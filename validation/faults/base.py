@@ -7,7 +7,7 @@ A fault changes ops of a table (`instead`), the model, or whole forwards (`Fault
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -31,8 +31,23 @@ Table = Mapping[str, Callable[..., Any]]
 class Call(SimpleNamespace):
     """One call of an op: its inputs by the names of `OpTable`'s parameters, and `right`, the op itself."""
 
+    @property
+    def cache(self) -> PagedKVCache:
+        return self.at.cache  # type: ignore[no-any-return]
+
+    @property
+    def layer(self) -> int:
+        return self.at.layer  # type: ignore[no-any-return]
+
+    @property
+    def batch(self) -> Batch:
+        """Placed in the layer."""
+        return self.at.batch  # type: ignore[no-any-return]
+
     def again(self, **other: Any) -> Tensor:
         """The op's result for changed inputs; None of `store_kv`."""
+        if view := {name: other.pop(name) for name in ("cache", "layer", "batch") if name in other}:
+            other["at"] = replace(self.at, **view)
         right, *inputs = (vars(self) | other).values()
         return right(*inputs)  # type: ignore[no-any-return]
 

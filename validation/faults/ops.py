@@ -39,12 +39,12 @@ def cut_off(x: Tensor) -> Tensor:
 
 def layer_rotation(call: Call) -> Tensor:
     """[D, D] fp32, of the call's layer."""
-    return haar_rotation(call.layer, call.cache.shape(call.layer).head_dim).float()
+    return haar_rotation(call.layer, call.at.kv.shape.head_dim).float()
 
 
 def _heads(call: Call) -> int:
     """KV heads."""
-    return int(call.cache.shape(call.layer).num_kv_heads)
+    return int(call.at.kv.shape.num_kv_heads)
 
 
 def _in_bf16(call: Call) -> Tensor:
@@ -151,7 +151,7 @@ def _direction(x: Tensor) -> Tensor:
 
 
 def _next_slot(call: Call) -> None:
-    slots = (call.batch.slot_mapping + 1) % call.cache.num_slots
+    slots = (call.batch.slot_mapping + 1) % call.at.kv.num_slots
     call.again(batch=replace(call.batch, slot_mapping=slots))
 
 
@@ -253,14 +253,13 @@ def other_block(side: int) -> Wrong:
     """Attention that reads the scales of each block but the first, of K (0) or V (1), from the block before it."""
 
     def attend(call: Call) -> Tensor:
-        cache, layer = call.cache, call.layer
-        pair = [cache.k_fields(layer), cache.v_fields(layer)]
+        pair = list(call.at.kv.fields)
         scales = pair[side]["scale"].clone()
-        for blocks in cache.placed(layer, call.batch).block_table.long():
+        for blocks in call.batch.block_table.long():
             used_blocks = blocks[blocks >= 0]
             scales[used_blocks[1:]] = pair[side]["scale"][used_blocks[:-1]]
         pair[side] = pair[side] | {"scale": scales}
-        return call.again(cache=read_as(cache, layer, fields=(pair[0], pair[1])))
+        return call.again(cache=read_as(call.cache, call.layer, fields=(pair[0], pair[1])))
 
     return attend
 

@@ -96,7 +96,7 @@ def _placement_faults(at: Layer) -> Iterator[Fault]:
 
     def writing(move: Move) -> Wrong:
         def store(call: Call) -> None:
-            windows = call.cache.kept(call.layer)
+            windows = call.at.kv.windows
             pairs = [
                 (residual_window, x.to(torch.bfloat16))
                 for residual_window, x in zip(windows, (call.k, call.v), strict=True)
@@ -158,7 +158,7 @@ def _before(call: Call) -> Snapshot:
 
 def _late(call: Call) -> None:
     """A token's slot keeps its old content until the token leaves the window."""
-    window, before = next((window for window in call.cache.kept(call.layer) if window), None), _before(call)
+    window, before = next((window for window in call.at.kv.windows if window), None), _before(call)
     call.again()
     if window:
         inside, after = last_positions(call.batch) - call.batch.positions < window.tail, _before(call)
@@ -187,7 +187,7 @@ def _looking(at: Layer, name: str, visibility: Visibility | None, read: Read | N
     """Attention that sees its windows in another way; of one KV head, if one is given."""
 
     def attend(call: Call) -> Tensor:
-        k, v = (_Other(window, visibility, read) if window else None for window in call.cache.kept(call.layer))
+        k, v = (_Other(window, visibility, read) if window else None for window in call.at.kv.windows)
         wrong, right = by_head(call, cache=read_as(call.cache, call.layer, windows=(k, v))), by_head(call)
         return torch.cat([wrong[one] if head in (None, one) else right[one] for one in range(len(right))], 1)
 
@@ -297,14 +297,14 @@ class Parts:
 
 def in_parts(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Parts | None:
     """Attention over a layer's cache, split; None where K or V keep nothing in BF16. V is seen as K is."""
-    windows, shape = cache.kept(layer), cache.shape(layer)
+    windows, shape = cache.kv[layer].windows, cache.kv[layer].shape
     if windows[0] is None or windows[1] is None:
         return None
-    placed_batch = cache.placed(layer, batch)
+    placed_batch = cache.kv[layer].place(batch)
     token, position, valid = placed_batch.rectangle()
     heads, group = shape.num_kv_heads, q.shape[1] // shape.num_kv_heads
     rows = q[token].float().view(*token.shape, heads, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    k, v = cache.read(layer, placed_batch.block_table)
+    k, v = cache.kv[layer].read(placed_batch.block_table)
     tokens, at = torch.arange(k.shape[2]), position.repeat(1, group)[:, None, :, None]
     in_window = windows[0].seen(position, len(tokens)).repeat(1, group, 1).unsqueeze(1)
     future, past_end = tokens > at, tokens >= placed_batch.seq_lens.unsqueeze(1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.cache import LayerView, PagedKVCache
 from haarkv.tq_ops.table import with_ops
 from haarkv.tq_ops.weight import Weight
 from haarkv.validation.layers.forward import LayerRecord
@@ -103,9 +103,9 @@ class HonestRuns:
         def in_head(faulty_head: int | None = None, larger: float = 1.0, steeper: float = 1.0) -> Any:
             """Attention that is wrong in one head; computed once for all heads."""
 
-            def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Tensor:
+            def paged_attention(q: Tensor, at: LayerView, scale: float) -> Tensor:
                 for factor in {1.0, steeper} - by_scale.keys():
-                    by_scale[factor] = ops.paged_attention(q, cache, layer, batch, scale * factor).chunk(heads, 1)
+                    by_scale[factor] = ops.paged_attention(q, at, scale * factor).chunk(heads, 1)
                 parts = [by_scale[steeper][h] * larger if h == faulty_head else by_scale[1.0][h] for h in range(heads)]
                 return torch.cat(parts, 1)
 
@@ -145,7 +145,9 @@ class HonestRuns:
         )
         aside = _Aside(self.reference, self._scratch, record, runs)
         table = self.reference.honest(_place(record) + salt, runs, op_overrides=aside.ops)
-        result = getattr(table, call.op)(*(self._scratch if isinstance(arg, PagedKVCache) else arg for arg in call.args))
+        result = getattr(table, call.op)(
+            *(replace(arg, cache=self._scratch) if isinstance(arg, LayerView) else arg for arg in call.args)
+        )
         rows = aside.rows({})
         if result is not None:
             one = replace(call, result=repeat_rows(call.result, runs))
@@ -165,14 +167,16 @@ class HonestRuns:
 
     def _steeper(self, call: Call) -> Slips:
         """How a softmax that is 1 % too steep changes attention over the scratch cache."""
-        q, _, layer, batch, scale = call.args
-        attend = partial(self.reference.ops.paged_attention, q.float(), self._scratch, layer, batch)
+        q, at, scale = call.args
+        attend = partial(self.reference.ops.paged_attention, q.float(), replace(at, cache=self._scratch))
         return {STEEPER: attend(1.01 * scale) - attend(scale)}
 
     def _kv_heads(self, index: int) -> int:
         """Of a layer; 1 of one that keeps a state."""
         return (
-            1 if recurrent_state(self.reference.cache, index) is not None else self.reference.cache.shape(index).num_kv_heads
+            1
+            if recurrent_state(self.reference.cache, index) is not None
+            else self.reference.cache.kv[index].shape.num_kv_heads
         )
 
     def readable(self, call: Call, record: LayerRecord) -> Snapshot:
@@ -197,11 +201,11 @@ class _AtOnce:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)
 
-    def pieces(self, _layer: int, batch: Batch) -> Iterator[tuple[None, Batch]]:
-        return iter([(None, batch)])
+    def open(self, layer: int, batch: Batch) -> AbstractContextManager[LayerView]:
+        return nullcontext(self._cache.view(layer, batch))
 
-    def with_room(self, _layer: int, _batch: Batch) -> AbstractContextManager[None]:
-        return nullcontext()
+    def run(self, layer: int, batch: Batch, op: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+        return op(self._cache.view(layer, batch), *rows)
 
 
 class _Aside:
@@ -217,12 +221,12 @@ class _Aside:
         self._kv: KV | None = None
         self.ops: dict[str, Callable[..., Any]] = {"store_kv": self._store_kv, "gated_delta": self._gated_delta}
 
-    def _store_kv(self, k: Tensor, v: Tensor, _cache: PagedKVCache, layer: int, _batch: Batch) -> None:
-        scratch, batch, runs, self._kv = self._scratch, self._record.batch, self._runs, (k, v)
+    def _store_kv(self, k: Tensor, v: Tensor, at: LayerView) -> None:
+        scratch, layer, batch, runs, self._kv = self._scratch, at.layer, self._record.batch, self._runs, (k, v)
         load(scratch, layer, self._record.before)
         for run in range(runs):
-            with scratch.with_room(layer, batch):
-                self._reference.ops.store_kv(k[run::runs], v[run::runs], scratch, layer, batch)
+            with scratch.open(layer, batch) as view:
+                self._reference.ops.store_kv(k[run::runs], v[run::runs], view)
             self._stored.append(take(scratch, layer, batch))
 
     def _gated_delta(self, *args: Any) -> Tensor:
@@ -230,7 +234,9 @@ class _Aside:
         for run in range(self._runs):
             load(self._scratch, layer, self._record.before)
             x, a, b = (rows[run :: self._runs] for rows in args[:3])
-            results.append(self._reference.ops.gated_delta(x, a, b, args[3], args[4], args[5], self._scratch, layer, batch))
+            results.append(
+                self._reference.ops.gated_delta(x, a, b, args[3], args[4], args[5], self._scratch.view(layer, batch))
+            )
             self._stored.append(take(self._scratch, layer, batch))
         return torch.stack(results, 1).flatten(0, 1)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.cache import LayerView
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.tq_ops.weight import LARGEST, Blocks, Weight, weight_numbers
 from haarkv.validation import bounds
@@ -310,15 +310,15 @@ def honest(
         y = each(ops.rope(x, cos, sin))
         return y * (1 + _ULP * noise(y))
 
-    def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
+    def store_kv(k: Tensor, v: Tensor, at: LayerView) -> None:
         k, v = (x + 2 * _ULP * x.square().mean(-1, keepdim=True).sqrt() * noise(x) for x in map(each, (k, v)))
-        ops.store_kv(k, v, cache, layer, batch)
+        ops.store_kv(k, v, at)
 
-    def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
-        one, q = batch if tokens is None else _of_one_run(batch, runs), each(q)
+    def paged_attention(q: Tensor, at: LayerView, softmax_scale: float) -> Tensor:
+        one, q = at.batch if tokens is None else _of_one_run(at.batch, runs), each(q)
 
         def attend(q: Tensor, runs: int) -> Tensor:
-            return ops.paged_attention(q, cache, layer, repeated_batch(one, runs), softmax_scale)
+            return ops.paged_attention(q, replace(at, batch=repeated_batch(one, runs)), softmax_scale)
 
         wide = attend(q.float() * (1 + 8 * _ULP * noise(q)), runs)
         out = (wide * (1 + 8 * _ULP * noise(wide))).to(q.dtype)
@@ -338,12 +338,9 @@ def honest(
 
         return run
 
-    def gated_delta(
-        x: Tensor, a: Tensor, b: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor, cache: PagedKVCache, layer: int,
-        batch: Batch,
-    ) -> Tensor:  # fmt: skip
+    def gated_delta(x: Tensor, a: Tensor, b: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor, at: LayerView) -> Tensor:
         x, a, b = (y * (1 + 4 * _ULP * noise(y)) for y in map(each, (x, a, b)))
-        y = ops.gated_delta(x, a, b, conv, a_log, dt_bias, cache, layer, batch)
+        y = ops.gated_delta(x, a, b, conv, a_log, dt_bias, at)
         return y * (1 + 4 * _ULP * noise(y))
 
     products = {name: product(name) for name in ("silu_mul", "gelu_mul", "sigmoid_mul")}

@@ -89,13 +89,12 @@ def cache_parts(cache: PagedKVCache, layer: int) -> list[Part]:
         return []
 
     def slots(batch: Batch) -> Where:
-        slot = cache.placed(layer, batch).slot_mapping
+        slot = cache.kv[layer].place(batch).slot_mapping
         return torch.arange(len(slot), device=slot.device), slot // cache.block_size, slot % cache.block_size
 
-    pair = (("k", cache.k_format(layer), cache.k_fields(layer)), ("v", cache.v_format(layer), cache.v_fields(layer)))
-    packed = [Part(side, side, kv_format, fields, slots, layer) for side, kv_format, fields in pair]
+    packed = [Part(side, side, one.kv_format, one.fields, slots, layer) for side, one in cache.kv[layer].sides]
     windows, sinks, plain = [], [], kv_formats.get("bf16")
-    for side, window in zip("kv", cache.kept(layer), strict=True):
+    for side, window in zip("kv", cache.kv[layer].windows, strict=True):
         if window and window.ring:
             newest = {"data": window.vectors[:, :, window.sink :]}
             windows.append(Part(f"window.{side}", side, plain, newest, _in_ring(window.ring), layer))
@@ -137,13 +136,11 @@ def read_as(
     windows: tuple[ResidualWindow | None, ResidualWindow | None] | None = None, sliding: int | None = None,
 ) -> PagedKVCache:  # fmt: skip
     """A layer of a cache for attention to read, with other formats, fields, windows or another sliding window."""
-    formats = formats or (cache.k_format(layer), cache.v_format(layer))
-    fields = fields or (cache.k_fields(layer), cache.v_fields(layer))
-    shape = cache.shape(layer)
-    residual_windows = windows or cache.kept(layer)
+    kv = cache.kv[layer]
     return PagedKVCache.over(
-        formats, layer, fields, residual_windows, shape.head_dim, sliding or shape.window, cache.ring(layer)
-    )
+        formats or kv.formats, layer, fields or kv.fields, windows or kv.windows, kv.shape.head_dim,
+        sliding or kv.shape.window, kv.ring,
+    )  # fmt: skip
 
 
 def layer_tensors(cache: PagedKVCache, layer: int) -> Snapshot:
@@ -235,12 +232,12 @@ def without_unread(
         lengths: [B], tokens of each sequence that are stored.
         q: [T, Hq, D], the queries, not rotated.
     """
-    windows = dict(zip("kv", cache.kept(layer), strict=True))
+    windows = dict(zip("kv", cache.kv[layer].windows, strict=True))
     new_fields = {part: {name: tensor.clone() for name, tensor in fields.items()} for part, fields in part_fields.items()}
-    starts, placed_batch = batch.query_start_loc.long(), cache.placed(layer, batch)
+    starts, placed_batch = batch.query_start_loc.long(), cache.kv[layer].place(batch)
     for row, length in enumerate(lengths.tolist()):
         queries = slice(int(starts[row]), int(starts[row + 1]))
-        toward, token = _toward(q[queries].float(), cache.shape(layer).num_kv_heads), torch.arange(length)
+        toward, token = _toward(q[queries].float(), cache.kv[layer].shape.num_kv_heads), torch.arange(length)
         for part in cache_parts(cache, layer):
             window, direction = windows[part.side], toward if part.side == "k" else None
             if part.packed and (free_slots := _free_slots(cache, layer, part, placed_batch, row)) is not None:
@@ -249,7 +246,7 @@ def without_unread(
                 continue
             unread = _unread(window, batch.positions[queries], token, packed=part.packed)
             if part.packed:
-                if (ring := cache.ring(layer)) is not None:  # where older tokens lay, newer ones do
+                if (ring := cache.kv[layer].ring) is not None:  # where older tokens lay, newer ones do
                     unread &= token >= int(placed_batch.seq_lens[row]) - ring * cache.block_size
                 unit, offset = placed_batch.block_table[row, token // cache.block_size].long(), token % cache.block_size
             else:
@@ -277,7 +274,7 @@ def _free_slots(
     """Units, offsets and positions behind a sequence's last token in its last block; None if others or groups lie there."""
     length, size = int(placed_batch.seq_lens[row]), cache.block_size
     token = torch.arange(length, -(-length // size) * size)
-    if not len(token) or cache.ring(layer) is not None or part.kv_format.group_tokens > 1:
+    if not len(token) or cache.kv[layer].ring is not None or part.kv_format.group_tokens > 1:
         return None
     return placed_batch.block_table[row, token // size].long(), token % size, token
 

@@ -14,7 +14,7 @@ from haarkv.executors.base import Executor
 from haarkv.models.weights import TensorNames, Weights
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.cache import LayerView, PagedKVCache
 from haarkv.tq_ops.table import OP_NAMES, OpTable, arguments, with_ops
 
 
@@ -83,13 +83,13 @@ def observe_vectors(
 ) -> OpTable:
     """An op table that reports K and V [T, Hkv, D] as stored, and queries [T, Hq, D] as they attend."""
 
-    def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
+    def store_kv(k: Tensor, v: Tensor, at: LayerView) -> None:
         on_kv(k, v)
-        ops.store_kv(k, v, cache, layer, batch)
+        ops.store_kv(k, v, at)
 
-    def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
+    def paged_attention(q: Tensor, at: LayerView, softmax_scale: float) -> Tensor:
         on_q(q)
-        return ops.paged_attention(q, cache, layer, batch, softmax_scale)
+        return ops.paged_attention(q, at, softmax_scale)
 
     return with_ops(ops, {"store_kv": store_kv, "paged_attention": paged_attention})
 
@@ -99,10 +99,15 @@ def recordable_ops(executor: Executor) -> OpTable | None:
     return executor.ops if executor.device.type == "cpu" else None
 
 
+def copy_batch(batch: Batch, device: torch.device) -> Batch:
+    """A batch with tensors of its own."""
+    return Batch(**{name: tensor.to(device, copy=True) for name, tensor in batch.tensors.items()})
+
+
 def copy_argument(value: Any, device: torch.device) -> Any:
     """A copy of a tensor or batch, so that the candidate can neither change ours nor return it."""
-    if isinstance(value, Batch):
-        return Batch(**{name: tensor.to(device, copy=True) for name, tensor in value.tensors.items()})
+    if isinstance(value, LayerView):
+        return replace(value, batch=copy_batch(value.batch, device))
     return value.to(device, copy=True) if isinstance(value, Tensor) else value
 
 
@@ -117,8 +122,8 @@ def replay(call: Call, ops: OpTable, device: torch.device, cache: PagedKVCache, 
     """
     arg_copies: list[Any] = []
     for arg in call.args:
-        if isinstance(arg, PagedKVCache):
-            arg_copies.append(cache)
+        if isinstance(arg, LayerView):
+            arg_copies.append(replace(copy_argument(arg, device), cache=cache))
         elif isinstance(arg, Tensor) and recorder.is_weight(arg):
             arg_copies.append(arg.to(device))
         else:
@@ -134,6 +139,7 @@ def replay(call: Call, ops: OpTable, device: torch.device, cache: PagedKVCache, 
 
 def is_unchanged(ours: Any, theirs: Any) -> bool:
     """Whether a copy still equals the original."""
-    if isinstance(ours, Batch):
-        return all(is_unchanged(tensor, getattr(theirs, name)) for name, tensor in ours.tensors.items())
+    if isinstance(ours, LayerView):
+        copies = theirs.batch.tensors
+        return all(is_unchanged(tensor, copies[name]) for name, tensor in ours.batch.tensors.items())
     return not isinstance(ours, Tensor) or torch.equal(ours, theirs.cpu())

@@ -13,7 +13,7 @@ from torch import Tensor
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.formats import Calibration, synthetic
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.cache import LayerView, PagedKVCache
 from haarkv.tq_ops.kv.layer import page_bytes
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
@@ -84,15 +84,15 @@ class CacheCase:
 
 def cache_tensors(cache: PagedKVCache) -> Iterator[tuple[int, str, str, Tensor]]:
     """(layer, side, field, the cache's own tensor) of everything that a cache stores."""
-    for layer in cache.held:
-        for side, tensors in (("k", cache.k_fields(layer)), ("v", cache.v_fields(layer))):
-            for name, tensor in tensors.items():
-                yield layer, side, name, tensor
+    for layer, kv in cache.kv.items():
+        for letter, side in kv.sides:
+            for name, tensor in side.fields.items():
+                yield layer, letter, name, tensor
 
 
 def bf16_windows(cache: PagedKVCache) -> list[Tensor]:
     """A cache's own tensors in BF16."""
-    return [window.vectors for layer in cache.held for window in cache.kept(layer) if window]
+    return [window.vectors for kv in cache.kv.values() for window in kv.windows if window]
 
 
 def poisoned_cache(case: CacheCase, device: torch.device | str = "cpu") -> PagedKVCache:
@@ -132,7 +132,7 @@ def fill_cache(case: CacheCase, device: torch.device | str = "cpu") -> tuple[Pag
     for pairs in (*older, list(zip(ids, case.new, strict=True))):
         batch = paging.batch(*zip(*pairs, strict=True))
         k, v = case.vectors(len(batch.positions), generator)
-        reference.store_kv(k, v, cache, LAYER, batch)
+        reference.store_kv(k, v, cache.view(LAYER, batch))
     if torch.device(device).type == "cpu":
         return cache, batch
     copy = poisoned_cache(case, device)
@@ -173,18 +173,18 @@ class Attention(_OnCache):
     op: str = field(default="paged_attention", init=False)
 
     def arguments(self, device: torch.device) -> tuple[Any, ...]:
-        """q, cache, layer, batch, softmax_scale; the cache is shared, since attention only reads it."""
+        """q, view, softmax_scale; the cache is shared, since attention only reads it."""
         cache, batch = _fill_cache_once(self.cache, device)
         shape = (len(batch.positions), self.cache.kv_heads * self.cache.group, self.cache.head_dim)
         q = (2 * torch.randn(shape, generator=torch.Generator().manual_seed(1))).to(self.dtype).to(device)
-        return q, cache, LAYER, batch, self.cache.head_dim**-0.5
+        return q, cache.view(LAYER, batch), self.cache.head_dim**-0.5
 
     @property
     def heads(self) -> int:
         return self.cache.kv_heads
 
     def read_only_tensors(self, arguments: tuple[Any, ...]) -> list[Tensor]:
-        cache = arguments[1]
+        cache = arguments[1].cache
         return [arguments[0], *(tensor for *_, tensor in cache_tensors(cache)), *bf16_windows(cache)]
 
 
@@ -198,7 +198,7 @@ class Store(_OnCache):
     op: str = field(default="store_kv", init=False)
 
     def arguments(self, device: torch.device) -> tuple[Any, ...]:
-        """k, v, cache, layer, batch; among K and V a zero vector, tiny ones, one along an axis and a learned mean.
+        """k, v, view; among K and V a zero vector, tiny ones, one along an axis and a learned mean.
 
         Tokens before the new ones have their slots, in which nothing is.
         """
@@ -216,14 +216,14 @@ class Store(_OnCache):
         v[-1, 0, 3] = -2.5
         if calibration := self.cache.calibration:
             k[-1, -1] = calibration.k[LAYER].mean[-1]
-        return k.to(self.dtype).to(device), v.to(self.dtype).to(device), cache, LAYER, batch.to(device)
+        return k.to(self.dtype).to(device), v.to(self.dtype).to(device), cache.view(LAYER, batch.to(device))
 
     def read_only_tensors(self, arguments: tuple[Any, ...]) -> list[Tensor]:
         """K, V and slots of no token."""
-        return [*arguments[:2], *_other_slots(arguments[2], arguments[4].to("cpu"))]
+        return [*arguments[:2], *_other_slots(arguments[2])]
 
     def outcome(self, result: None, arguments: tuple[Any, ...]) -> Snapshot:
-        return take(arguments[2], LAYER, arguments[4])
+        return take(arguments[2].cache, LAYER, arguments[2].batch)
 
     def fault(self, expected: Snapshot, outcome: Snapshot) -> str | None:
         """What stays in BF16 is the same, bit for bit."""
@@ -232,20 +232,20 @@ class Store(_OnCache):
         return None if identical else "it does not keep the same in BF16"
 
     def figures(self, expected: Snapshot, outcome: Snapshot) -> Iterator[tuple[Figure, Tensor]]:
-        k, v, cache, _, batch = self._on_host
-        return stored_figures(cache, LAYER, batch, expected, outcome, (k, v))
+        k, v, at = self._on_host
+        return stored_figures(at.cache, LAYER, at.batch, expected, outcome, (k, v))
 
     @cached_property
     def _on_host(self) -> tuple[Any, ...]:
         return self.arguments(HOST)
 
 
-def _other_slots(cache: PagedKVCache, batch: Batch) -> list[Tensor]:
-    """Whatever a cache holds outside the slots of a batch."""
-    parts = []
-    for layer, _, _, tensor in cache_tensors(cache):
+def _other_slots(at: LayerView) -> list[Tensor]:
+    """What a cache holds outside the slots of a batch."""
+    parts, slots, size = [], at.batch.slot_mapping.cpu(), at.kv.block_size
+    for layer, _, _, tensor in cache_tensors(at.cache):
         outside = torch.ones(tensor.shape[:3], dtype=torch.bool)
         if layer == LAYER:
-            outside[batch.slot_mapping // cache.block_size, :, batch.slot_mapping % cache.block_size] = False
+            outside[slots // size, :, slots % size] = False
         parts.append(tensor.cpu()[outside])
     return parts

@@ -82,7 +82,7 @@ class Delta(Case):
                 batch = paging.batch(*zip(*some, strict=True)).to(device)
                 x, a, b = (tensor.to(device) for tensor in self.inputs(tuple(n for _, n in some), seed))
                 conv, a_log, dt_bias = (tensor.to(device) for tensor in self.weights)
-                reference.gated_delta(x, a, b, conv, a_log, dt_bias, cache, LAYER, batch)
+                reference.gated_delta(x, a, b, conv, a_log, dt_bias, cache.view(LAYER, batch))
 
         old_sequences = [paging.add() for _ in range(cache.num_rows)]
         run(old_sequences, (2,) * cache.num_rows, 7)
@@ -95,7 +95,7 @@ class Delta(Case):
     def arguments(self, device: torch.device) -> tuple[Any, ...]:
         cache, _, batch = self.batches(device)
         tensors = (tensor.to(device) for tensor in (*self.inputs(self.new, 2), *self.weights))
-        return *tensors, cache, LAYER, batch
+        return *tensors, cache.view(LAYER, batch)
 
     def expected(self) -> Tensor:
         """The formula in float64, of whole sequences from their first token on."""
@@ -140,9 +140,9 @@ class Delta(Case):
 
     def outcome(self, result: Tensor, arguments: tuple[Any, ...]) -> Outcome:
         """The result, and each sequence's state after the call, version by version."""
-        cache, layer, batch = arguments[6:]
-        places = zip(batch.rows.tolist(), batch.seq_lens.tolist(), strict=True)
-        states = [cache.states[layer].take(SequencePlace((), row), length) for row, length in places]
+        at = arguments[6]
+        places = zip(at.batch.rows.tolist(), at.batch.seq_lens.tolist(), strict=True)
+        states = [at.state.take(SequencePlace((), row), length) for row, length in places]
         return result.cpu(), [{name: tensor.cpu() for name, tensor in state.items()} for state in states]
 
     def right(self) -> Outcome:
