@@ -1,4 +1,4 @@
-"""The cache of a model where nobody names one: in the command, in Python and in transformers."""
+"""The cache of a model where none is named: in the command, in Python and in transformers."""
 
 import shutil
 

@@ -162,7 +162,7 @@ def test_without_that_a_token_read_in_the_wrong_part_would_pass(monkeypatch, dri
 
 @pytest.mark.parametrize("spec", [KVSpec("tq4"), KVSpec("bf16")], ids=lambda spec: spec.kv)
 def test_a_decode_kernel_that_sees_the_place_behind_the_newest_token_is_found(monkeypatch, spec):
-    """A place that nobody wrote to is nearly nothing beside 250 tokens."""
+    """A place that was not written is nearly nothing beside 250 tokens."""
     model = make_model("bfloat16")
     one_more = next(fault for fault in common_bugs(model, AT) if fault.name == "one token too many is seen").ops[
         "paged_attention"
@@ -192,7 +192,7 @@ SLIDING = CONFIGS["gemma3"]
 
 @pytest.mark.parametrize("drive", DRIVES)
 def test_where_first_tokens_lay_a_ring_of_blocks_holds_newer_ones_that_are_read(drive):
-    """Sinks that nobody reads packed are not replaced there."""
+    """Sinks that no query reads packed are not replaced there."""
     model, spec = small_model(SLIDING, dtype=torch.bfloat16), KVSpec("tq4", tail=20, sink=4)
     report = validate_candidate(model, DRIVES[drive](ReferenceExecutor(model)), spec, [random_tokens(SLIDING, 300)])
     assert report.passed, report.first_divergence

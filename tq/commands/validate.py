@@ -64,7 +64,7 @@ def command(**args: Any) -> int:
 
     Exit code 0 if there is no fault, 1 if there is, 2 if nothing could be compared.
     """
-    # Whoever reads only the first line of the output still gets the files and the exit code.
+    # A reader that closes the pipe after one line still gets the files and the exit code.
     with unread_is_fine():
         options.set_threads(args["threads"])
         if args["compare"]:

@@ -168,7 +168,7 @@ def _late(call: Call) -> None:
         put(call.cache, call.layer, call.batch, {part: after[part] for part in PACKED})
 
 
-# -- Who sees what -------------------------------------------------------------------------------------------------------
+# -- Seeing ------------------------------------------------------------------------------------------------------------
 class _Other(ResidualWindow):
     """A window that is read in another way."""
 

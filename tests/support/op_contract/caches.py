@@ -123,7 +123,7 @@ def fill_cache(case: CacheCase, device: torch.device | str = "cpu") -> tuple[Pag
     cache = poisoned_cache(case)
     order = torch.randperm(cache.num_blocks, generator=generator).tolist()
     paging = PagedSequences(cache.num_blocks, case.block_size, order=order, num_rows=cache.num_rows)
-    ids = [paging.add() for _ in (0, *case.new)][:0:-1]  # rows in another order than sequences, the first of them nobody's
+    ids = [paging.add() for _ in (0, *case.new)][:0:-1]  # rows in another order than sequences, the first of no sequence
     step = case.ring_chunk if case.window else max(*case.stored_lengths, 1)
     older = [
         [(i, min(step, n - done)) for i, n in zip(ids, case.stored_lengths, strict=True) if n > done]
