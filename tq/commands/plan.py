@@ -142,7 +142,7 @@ def command(
 
 
 def _context(context: int | None, config: ModelConfig, texts: Sequence[list[int]]) -> int:
-    """Tokens in a sequence: as wanted, or as many as the model and both texts allow, up to 4,096."""
+    """Tokens in a sequence: as given, or as many as the model and both texts allow, up to 4,096."""
     most, shortest = config.max_position_embeddings, min(map(len, texts)) - 1
     if context is not None and not 1 <= context <= most:
         raise click.UsageError(f"this model has a context of {most} tokens; --context must lie in 1 … {most}")

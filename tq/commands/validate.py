@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from haarkv.validation.layers.report import Report
 
 _SCALED_TOKENS = 24
-"""Of the prompt that is run once more, with K and V of other lengths."""
+"""Tokens of the prompt that runs once more, with K and V of other lengths."""
 
 
 @click.command("validate", cls=Command)
@@ -135,7 +135,7 @@ def replay(file: Path, executor: str, device: str | None, threads: int | None, r
 
 @dataclass(frozen=True)
 class _Ran:
-    """A report, why `auto` passed over a faster executor, and the runs that the report is of."""
+    """A report, why `auto` passed over a faster executor, and the runs of the report."""
 
     report: Report
     note: str
@@ -146,7 +146,7 @@ def _run_validation(
     texts: Sequence[str], *, model: str, executor: str, device: str | None, reference: str, prompt_tokens: int | None,
     steps: int, dtype: str | None, layers: int | None, ranks: Ranks, repeat: int, activation_bits: int, **others: Any,
 ) -> _Ran | None:  # fmt: skip
-    """What was found; on other ranks than 0 nothing.
+    """Run the validation; on other ranks than 0 there is no result.
 
     Of several ranks each has the executor on its part of the model, and rank 0 the reference on the whole.
 
@@ -220,7 +220,7 @@ def _run_validation(
 
 
 def _make_pair(reference: str, executor: str, device: str | None) -> tuple[Make, Make]:
-    """What makes the reference and the executor on trial of any model."""
+    """Builders of the reference and of the executor on trial."""
     from haarkv.executors.catalog import create
 
     return (
@@ -233,7 +233,7 @@ def _select_pair(
     reference: str, reference_case: tuple[ModelConfig, KVPlan], executor: str, on_trial: tuple[ModelConfig, KVPlan],
     device: str | None, dtype: str | None, instead: str,
 ) -> tuple[str, Selection]:  # fmt: skip
-    """The reference and the executor on trial, each of a model and its cache; `instead` says what helps without another."""
+    """The reference and the executor on trial, each for a model and its cache; `instead` is the advice where both are one."""
     from haarkv.executors.catalog import AUTO, FASTEST_FIRST, check, select
 
     reference_name = select(
