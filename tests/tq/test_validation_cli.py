@@ -1,8 +1,10 @@
 """`tq validate`: what it prints and writes, and that it says yes, no and "this cannot be compared" with 0, 1 and 2."""
 
 import csv
+import html
 import json
 import re
+import shlex
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from gguf_files import byte_vocabulary, convert
 from machines import has_only
 from refusals import assert_refused
 
+import tq
 from haarkv.executors import catalog
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.validation.faults.layer import published_faults
@@ -64,7 +67,7 @@ def test_the_reference_passes_against_itself(validate, checkpoint):
 
 def test_a_faulty_executor_fails_and_is_named(validate, checkpoint, faulty, tmp_path):
     common = ("--model", checkpoint, "--executor", "faulty", "--prompt", "spam", "--steps", 0)
-    code, out, _ = validate(*common, "--json", "--csv", "rows.csv")
+    code, out, _ = validate(*common, "--json", "--csv", "rows.csv", "--html", tmp_path / "page.html")
     assert code == 1
     report = json.loads(out)
     assert report["passed"] is False
@@ -73,7 +76,8 @@ def test_a_faulty_executor_fails_and_is_named(validate, checkpoint, faulty, tmp_
     rows = list(csv.DictReader((tmp_path / "rows.csv").open(encoding="utf-8")))
     assert [row["passed"] for row in rows[::2]] == ["True", "False"]
     assert set(ASCEND_COLUMNS) < rows[0].keys()
-    assert names_in(tmp_path) == ["rows.csv"]
+    assert "layer 1, paged_attention: fault" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert names_in(tmp_path) == ["page.html", "rows.csv"]
     code, out, _ = validate(*common)
     assert code == 1
     assert "FAILED" in out
@@ -196,6 +200,17 @@ def test_ctrl_c_stops_it_without_a_file(validate, checkpoint, monkeypatch, tmp_p
     code, _, err = validate("--model", checkpoint, *ITSELF, "--prompt", "spam", "--csv", "rows.csv")
     assert (code, err) == (130, "tq: interrupted\n")
     assert names_in(tmp_path) == []
+
+
+def test_the_page_names_model_command_prompt_versions_machine_and_date(validate, checkpoint, tmp_path):
+    args = ("--model", checkpoint, *ITSELF, "--prompt", "spam & eggs", "--steps", "0", "--threads", "1", "--html", "page.html")
+    assert validate(*args)[0] == 0
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert str(checkpoint) in text
+    assert html.escape(shlex.join(["tq", "validate", *map(str, args)])) in text
+    for fact in ("spam &amp; eggs</code> (11 tokens)", f"haarkv {tq.__version__}", f"torch {torch.__version__}", "threads 1"):
+        assert fact in text
+    assert re.search(r">2\d{3}-\d\d-\d\d \d\d:\d\d UTC<", text)
 
 
 def test_the_self_test_reports_what_it_missed(run, monkeypatch):

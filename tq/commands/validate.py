@@ -15,9 +15,8 @@ from haarkv.tq_ops.output_files import write_whole
 from tq import options
 from tq.commands import validate_report as reports
 from tq.commands.generate import read_prompts
-from tq.groups import Command
+from tq.groups import Command, tensor_parallel
 from tq.output import comparing, compiling, loading, unread_is_fine, warn
-from tq.ranks import tensor_parallel
 
 if TYPE_CHECKING:
     from haarkv.executors.catalog import Selection
@@ -42,12 +41,14 @@ _SCALED_TOKENS = 24
 @click.option("--reference", default="reference", show_default=True, help="The executor to compare with.")
 @options.count("--steps", "Decode steps after the prefill.", 4, least=0)
 @options.file("--csv", "Write the rows, with Ascend's columns.", "csv_file")
+@options.file("--html", "Write a page with plots.", "html_file")
 @options.file("--replay", "On failure, write the failing layer for `tq dev replay`.", "replay_file")
 @click.option("--verbose", is_flag=True, help="Print a row for each layer too.")
 @options.count("--repeat", "Run each layer so often again, and compare the executor with itself.", 1, least=0)
 @options.json_option
+@click.pass_context
 @tensor_parallel
-def command(**args: Any) -> int:
+def command(context: click.Context, /, **args: Any) -> int:
     """Compare an executor with a reference, layer by layer.
 
     Each layer runs twice: on the reference's own input (which layer is wrong?), and on what the executor made of the layer
@@ -61,7 +62,7 @@ def command(**args: Any) -> int:
         options.set_threads(args["threads"])
         if args["replay_file"] and args["ranks"].size > 1:
             raise click.UsageError("--replay writes a layer that one process runs; leave out --tensor-parallel")
-        options.check_outputs(**{name: args[f"{name}_file"] for name in ("csv", "replay")})
+        options.check_outputs(**{name: args[f"{name}_file"] for name in ("csv", "html", "replay")})
         has_prompts = bool(args["prompts"] or args["files"])
         if args["prompt_tokens"] and not has_prompts:
             raise click.UsageError("--prompt-tokens cuts your own prompts; give --prompt or --prompt-file as well")
@@ -79,6 +80,10 @@ def command(**args: Any) -> int:
                 replay_note = reports.write_replay(args["replay_file"], ran.runs)
         if args["csv_file"]:
             write_whole(args["csv_file"], reports.as_csv(report))
+        if args["html_file"]:
+            from haarkv.validation.layers.page import page
+
+            write_whole(args["html_file"], page(report, reports.about(context, args["model"], ran.texts)))
         if args["as_json"]:
             from haarkv.validation.layers.report import as_json
 
@@ -135,9 +140,10 @@ def replay(file: Path, executor: str, device: str | None, threads: int | None, r
 
 @dataclass(frozen=True)
 class _Ran:
-    """A report, why `auto` passed over a faster executor, and the runs of the report."""
+    """A report, the prompts, why `auto` passed over a faster executor, and the runs of the report."""
 
     report: Report
+    texts: Sequence[str]
     note: str
     runs: Sequence[OneRun]
 
@@ -216,7 +222,7 @@ def _run_validation(
             scaled_report = validate(*pair, other, scaled_ids, 1, plan, on_row)
             runs.append(OneRun(scaled_report, other, scaled_ids, 1, plan, spec.calibration, make))
             report = join_reports(report, scaled_report, "scaled")
-    return _Ran(report, selection.passed_over, runs)
+    return _Ran(report, texts or [tokenizer.decode(tokens) for tokens in (*ids, *scaled_ids)], selection.passed_over, runs)
 
 
 def _make_pair(reference: str, executor: str, device: str | None) -> tuple[Make, Make]:

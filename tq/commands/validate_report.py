@@ -4,27 +4,51 @@ from __future__ import annotations
 
 import csv
 import io
+import shlex
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import click
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.validation.layers.report import row_cells
 from tq.output import print_table, visible
 
 if TYPE_CHECKING:
+    from haarkv.validation.layers.page import About
     from haarkv.validation.layers.replay.case import OneRun
     from haarkv.validation.layers.replay.file import ReplayFile
     from haarkv.validation.layers.report import Report, Verdict
 
 
-def versions() -> dict[str, str]:
-    """Versions of the software, by name."""
+def about(context: click.Context, model: str, prompts: Sequence[str]) -> About:
+    """How a report was made, for the page."""
+    from haarkv.validation.layers.page import About
+
+    argv = context.find_root().obj.argv
+    software, machine = versions()
+    return About(
+        model=model,
+        command=shlex.join(["tq", *argv]),
+        prompts=prompts,
+        versions=software,
+        machine=machine,
+        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    )
+
+
+def versions() -> tuple[dict[str, str], dict[str, str]]:
+    """Versions of the software, and facts of the machine, by name."""
     from haarkv.benchmarks.report import machine
     from tq import __version__
 
     facts = {name: str(value) for name, value in machine().items()}
-    return {"haarkv": __version__, **{name: facts[name] for name in ("python", "torch", "commit") if facts.get(name)}}
+    software = {"haarkv": __version__, "python": facts.pop("python"), "torch": facts.pop("torch")}
+    if commit := facts.pop("commit", None):
+        software["commit"] = commit
+    return software, facts
 
 
 def describe(finding: Verdict) -> str:
@@ -89,7 +113,7 @@ def write_replay(file: Path, runs: Sequence[OneRun]) -> str:
     from haarkv.validation.layers.replay.file import build_replay_file, save
 
     try:
-        replay = build_replay_file(runs, versions())
+        replay = build_replay_file(runs, versions()[0])
     except InputError as error:
         return f"nothing was written: {error}"
     save(file, replay)
