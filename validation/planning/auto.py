@@ -1,13 +1,15 @@
 """The smallest cache whose loss on a model stays under a bound: `--kv auto`, layer by layer, K apart from V.
 
-texts        Python's reference, and prose that was written for this (`common_text`) coordinates  of the model's keys,
-learned from the first part of the reference costs        one probe a place: KL with K of one layer in `lr3`, or V in `tq3`,
-and all else in bf16. Other formats are taken to lose more or less in proportion to what their levels leave of a Gaussian.
-Layers with a sliding window lose the same in any longer text, the others lose more: where a model has both, each kind is
-probed as a whole, on a longer text, and takes one format for K and one for V. choice       the fewest bytes whose costs add
-up to no more than the bound (`search.Frontier`) judgement    the whole cache on the next part of the reference and on the
-prose, beside the model's own bf16 cache; the worse of the two counts, and of each the tokens with 1,024 or more before
-them. Costs do not quite add up, so the bound on their sum is moved by what was found, a few times over.
+    texts        Python's reference, and prose that was written for this (`common_text`)
+    coordinates  of the model's keys, learned from the first part of the reference
+    costs        one probe a place: KL with K of one layer in `lr3`, or V in `tq3`, and all else in bf16. Other formats are
+                 taken to lose more or less in proportion to what their levels leave of a Gaussian. Layers with a sliding
+                 window lose the same in any longer text, the others lose more: where a model has both, each kind is probed
+                 as a whole, on a longer text, and takes one format for K and one for V.
+    choice       the fewest bytes whose costs add up to no more than the bound (`search.Frontier`)
+    judgement    the whole cache on the next part of the reference and on the prose, beside the model's own bf16 cache; the
+                 worse of the two counts, and of each the tokens with 1,024 or more before them. Costs do not quite add up,
+                 so the bound on their sum is moved by what was found, a few times over.
 
 Probes, and caches on the way, are estimated (`estimates`): the head does not run for them. The cache that is taken was
 under the bound by all of its logits.

@@ -1,7 +1,7 @@
 """Learn the coordinates of a model's keys from a text: moments of what the cache gets, layer by layer.
 
-for every layer:    run all windows through it, and sum q q^T and k k^T of each KV head
-                    codebooks.learned.learn(metric from the queries; spread and mean of the keys)
+    for every layer:    run all windows through it, and sum q q^T and k k^T of each KV head
+                        codebooks.learned.learn(metric from the queries; spread and mean of the keys)
 
 Only the hidden states between two layers are kept, and one layer's sums. Windows that are held back take part in the forward
 but not in what is learned: the same sums of theirs say how much worse the coordinates suit an unseen text.

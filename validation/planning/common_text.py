@@ -1,7 +1,7 @@
 """Texts to choose a cache by where the user gives none.
 
-reference   Python's language reference, which every CPython brings: English and code, and known by heart to many models
-prose       `prose.txt`, written for this: letters, talk, tales, instructions; no model has read it
+    reference   Python's language reference, which every CPython brings: English and code, and known by heart to many models
+    prose       `prose.txt`, written for this: letters, talk, tales, instructions; no model has read it
 
 A cache can hold on one of them and not on the other, so `--kv auto` is judged by the worse.
 
