@@ -154,7 +154,7 @@ def _default(model: str, layers: int | None, executor: str, config: ModelConfig)
 def _default_line(plan: KVPlan | None, config: ModelConfig) -> str:
     if plan is None:
         return "without --kv the first run takes minutes to choose a cache, layer by layer (--kv auto); later runs take it"
-    from haarkv.validation.planning.candidates import bits_per_value
+    from haarkv.validation.planning.search import bits_per_value
 
     context = min(4096, config.max_position_embeddings)
     bits = f"{bits_per_value(plan, config, context):.2f} bits a value at {context:,} tokens"

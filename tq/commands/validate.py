@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     from haarkv.validation.layers.replay.case import Make, OneRun
     from haarkv.validation.layers.report import Report
 
-_COMPARE_OPTIONS = {"compare", "as_json", "threads"}
 _SCALED_TOKENS = 24
-"""Of the prompt that is run once more, with K and V of other lengths."""
+"""Tokens of the prompt that runs once more, with K and V of other lengths."""
 
 
 @click.command("validate", cls=Command)
@@ -45,13 +44,6 @@ _SCALED_TOKENS = 24
 @options.file("--html", "Write a page with plots.", "html_file")
 @options.file("--replay", "On failure, write the failing layer for `tq dev replay`.", "replay_file")
 @click.option("--verbose", is_flag=True, help="Print a row for each layer too.")
-@click.option(
-    "--compare",
-    nargs=2,
-    type=click.Path(path_type=Path),
-    metavar="A.json B.json",
-    help="Run nothing: what got better or worse from one --json report to another?",
-)
 @options.count("--repeat", "Run each layer so often again, and compare the executor with itself.", 1, least=0)
 @options.json_option
 @click.pass_context
@@ -65,14 +57,9 @@ def command(context: click.Context, /, **args: Any) -> int:
 
     Exit code 0 if there is no fault, 1 if there is, 2 if nothing could be compared.
     """
-    # Whoever reads only the first line of the output still gets the files and the exit code.
+    # A reader that closes the pipe after one line still gets the files and the exit code.
     with unread_is_fine():
         options.set_threads(args["threads"])
-        if args["compare"]:
-            if others := [option for name, option in options.written_options().items() if name not in _COMPARE_OPTIONS]:
-                raise click.UsageError(f"--compare runs nothing; leave out {others[0]}")
-            before, after = args["compare"]
-            return reports.compare(before, after, args["as_json"])
         if args["replay_file"] and args["ranks"].size > 1:
             raise click.UsageError("--replay writes a layer that one process runs; leave out --tensor-parallel")
         options.check_outputs(**{name: args[f"{name}_file"] for name in ("csv", "html", "replay")})
@@ -153,7 +140,7 @@ def replay(file: Path, executor: str, device: str | None, threads: int | None, r
 
 @dataclass(frozen=True)
 class _Ran:
-    """A report, the prompts in words, why `auto` passed over a faster executor, and the runs that the report is of."""
+    """A report, the prompts, why `auto` passed over a faster executor, and the runs of the report."""
 
     report: Report
     texts: Sequence[str]
@@ -165,7 +152,7 @@ def _run_validation(
     texts: Sequence[str], *, model: str, executor: str, device: str | None, reference: str, prompt_tokens: int | None,
     steps: int, dtype: str | None, layers: int | None, ranks: Ranks, repeat: int, activation_bits: int, **others: Any,
 ) -> _Ran | None:  # fmt: skip
-    """What was found; on other ranks than 0 nothing.
+    """Run the validation; on other ranks than 0 there is no result.
 
     Of several ranks each has the executor on its part of the model, and rank 0 the reference on the whole.
 
@@ -239,7 +226,7 @@ def _run_validation(
 
 
 def _make_pair(reference: str, executor: str, device: str | None) -> tuple[Make, Make]:
-    """What makes the reference and the executor on trial of any model."""
+    """Builders of the reference and of the executor on trial."""
     from haarkv.executors.catalog import create
 
     return (
@@ -252,7 +239,7 @@ def _select_pair(
     reference: str, reference_case: tuple[ModelConfig, KVPlan], executor: str, on_trial: tuple[ModelConfig, KVPlan],
     device: str | None, dtype: str | None, instead: str,
 ) -> tuple[str, Selection]:  # fmt: skip
-    """The reference and the executor on trial, each of a model and its cache; `instead` says what helps without another."""
+    """The reference and the executor on trial, each for a model and its cache; `instead` is the advice where both are one."""
     from haarkv.executors.catalog import AUTO, FASTEST_FIRST, check, select
 
     reference_name = select(

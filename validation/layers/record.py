@@ -100,7 +100,7 @@ def recordable_ops(executor: Executor) -> OpTable | None:
 
 
 def copy_argument(value: Any, device: torch.device) -> Any:
-    """A tensor or a batch, copied, so that the candidate can neither change ours nor hand ours back."""
+    """A copy of a tensor or batch, so that the candidate can neither change ours nor return it."""
     if isinstance(value, LayerView):
         return replace(value, batch=copy_argument(value.batch, device))
     if isinstance(value, Batch):
@@ -135,7 +135,7 @@ def replay(call: Call, ops: OpTable, device: torch.device, cache: PagedKVCache, 
 
 
 def is_unchanged(ours: Any, theirs: Any) -> bool:
-    """Whether a copy that was handed out still says what it did."""
+    """Whether a copy still equals the original."""
     if isinstance(ours, LayerView):
         return is_unchanged(ours.batch, theirs.batch)
     if isinstance(ours, Batch):
