@@ -37,8 +37,7 @@ from haarkv.tq_ops.cuda.schedule import (
     token_arguments,
     window_origin,
 )
-from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.cache import LayerView
 
 Read = namedtuple("Read", "codes scales codes_stride scales_stride centroids words BITS COLUMNS UNITS PARTS PERMUTE")
 """K or V of one layer, as attention reads it. Names in capitals are constants of the kernel.
@@ -337,14 +336,13 @@ _MATRIX_TILE = 16384  # numbers of the rotation that a program holds at once
 
 
 def attend(
-    q: Tensor, rotated: Rotated, cache: PagedKVCache, layer: int, batch: Batch, layouts: tuple[Layout, Layout], scale: float,
-    in_bf16: Part | None,
-) -> Tensor:  # fmt: skip
+    q: Tensor, rotated: Rotated, at: LayerView, layouts: tuple[Layout, Layout], scale: float, in_bf16: Part | None
+) -> Tensor:
     """Attention in two launches, parts and their sum, without waiting for the device; arguments as of `decode.attend`.
 
     It allocates the parts, a number of them that does not grow with the context.
     """
-    values, shape, windows = layouts[1], cache.shape(layer), layer_windows(cache, layer)
+    values, shape, batch = layouts[1], at.kv.shape, at.batch
     (tokens, q_heads, head_dim), heads, sequences = q.shape, shape.num_kv_heads, len(batch.seq_lens)
     group, one_each, table = q_heads // heads, tokens == sequences, batch.block_table.contiguous()
     # FP16 for a BF16 model: three bits finer, and wide enough.
@@ -352,23 +350,23 @@ def attend(
     tile = schedule.attention_tile(triton.cdiv(tokens, sequences), group, head_dim, operand, layouts)
     # Ragged column tiles: a sequence wastes less than one.
     column_tiles = sequences if one_each else triton.cdiv(tokens * group, tile["COLUMNS"]) + sequences
-    visible = schedule.most_visible(table.shape[1] * cache.block_size, shape.window, tokens - sequences + 1, tile["TOKENS"])
+    visible = schedule.most_visible(table.shape[1] * at.kv.block_size, shape.window, tokens - sequences + 1, tile["TOKENS"])
     programs = schedule.count_programs(heads, column_tiles * triton.cdiv(visible, tile["TOKENS"]), q.device)
     # Column tiles enough for all programs are not cut.
     whole = not one_each and tokens * group >= programs * tile["COLUMNS"]
     programs = column_tiles if whole else programs
     shape_of_parts = (tokens, heads, group) if whole else (programs + column_tiles, heads, tile["COLUMNS"])
     parts = Part(*(torch.empty(*shape_of_parts, *size, device=q.device) for size in ((head_dim,), (), ())))
-    new = token_arguments(batch, windows, shape.window)
+    new = token_arguments(batch, layer_windows(at.kv), shape.window)
     same = {
         "HEADS": heads, "GROUP": group, "D": head_dim, "COLUMNS": tile["COLUMNS"], "TOKENS": tile["TOKENS"], "WHOLE": whole
     }  # fmt: skip
     # In registers come FP16 centroids that fit words, or are learned; not in the interpreter, which has no PTX.
     permutes = ((one.words is not None or one.learned is not None) and q.is_cuda and operand == tl.float16 for one in layouts)
-    sides = map(read_arguments, (cache.k_fields(layer), cache.v_fields(layer)), layouts, permutes)
+    sides = map(read_arguments, at.kv.fields, layouts, permutes)
     launch(attend_kernel, (programs, heads))(
         rotated, tokens * q_heads, parts, new, sequences, table, table.shape[1], *sides, scale, programs,
-        BLOCK=cache.block_size, WIDE=tile["WIDE"], TYPE=operand, num_warps=4, num_stages=tile["num_stages"], **same,
+        BLOCK=at.kv.block_size, WIDE=tile["WIDE"], TYPE=operand, num_warps=4, num_stages=tile["num_stages"], **same,
     )  # fmt: skip
     # Of few vectors in many parts a program of the merge takes one, of many in one part each 16.
     width = 32 if whole else min(head_dim, _MATRIX_TILE // head_dim)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Mapping
-from functools import cache as cached
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -27,8 +27,8 @@ from haarkv.tq_ops.cuda.rotate import Rotated
 from haarkv.tq_ops.errors import warn
 from haarkv.tq_ops.formats.learned import COLUMNS as LEARNED
 from haarkv.tq_ops.formats.stretches import STRETCH
-from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.cache import LayerView, PagedKVCache
+from haarkv.tq_ops.kv.layer import LayerKV
 
 SOURCES = Path(__file__).with_name("csrc")
 THREADS = 256
@@ -80,27 +80,27 @@ class Shape(NamedTuple):
     window: int = 0
 
 
-def takes(q: Tensor, cache: PagedKVCache, layer: int, k: Layout, v: Layout) -> bool:
+def takes(q: Tensor, kv: LayerKV, k: Layout, v: Layout) -> bool:
     """Whether the kernel is made for queries [B, Hq, D], one a sequence, and this cache, and can be compiled here."""
-    group, head_dim = q.shape[1] // cache.shape(layer).num_kv_heads, q.shape[2]
+    group, head_dim = q.shape[1] // kv.shape.num_kv_heads, q.shape[2]
     bits = {v.bits} if k.learned else {k.bits, v.bits}
     compiles = (bits <= {4} and not k.learned) or (head_dim > 64 and bits <= _BITS)
-    fits = group <= _MOST_GROUP and _columns(group) * head_dim <= _MOST_NUMBERS and cache.block_size % 16 == 0
+    fits = group <= _MOST_GROUP and _columns(group) * head_dim <= _MOST_NUMBERS and kv.block_size % 16 == 0
     if not (compiles and fits and q.is_cuda and q.dtype == torch.bfloat16) or nvrtc_missing():
         return False
     if shared_bytes(group, head_dim) > shared_memory(q.device)[0]:
         return False
-    if not all(_is_aligned(fields["codes"]) for fields in (cache.k_fields(layer), cache.v_fields(layer))):
+    if not all(_is_aligned(fields["codes"]) for fields in kv.fields):
         return False
-    return q.device.type != "cuda" or _is_usable(kernel_shape(q, cache, layer, k, v), device=q.device)
+    return q.device.type != "cuda" or _is_usable(kernel_shape(q, kv, k, v), device=q.device)
 
 
-def kernel_shape(q: Tensor, cache: PagedKVCache, layer: int, k: Layout, v: Layout) -> Shape:
+def kernel_shape(q: Tensor, kv: LayerKV, k: Layout, v: Layout) -> Shape:
     """A call's `Shape`."""
-    kv_shape, windows = cache.shape(layer), layer_windows(cache, layer)
+    kv_shape, windows = kv.shape, layer_windows(kv)
     group = q.shape[1] // kv_shape.num_kv_heads
     return Shape(
-        kv_shape.num_kv_heads, group, kv_shape.head_dim, k.bits, v.bits, cache.block_size,
+        kv_shape.num_kv_heads, group, kv_shape.head_dim, k.bits, v.bits, kv.block_size,
         blocks_a_processor(group, kv_shape.head_dim, shared_memory(q.device)[1]),
         windows[0].tail if windows else 0, windows[0].sink if windows else 0, int(k.learned is not None), kv_shape.window or 0,
     )  # fmt: skip
@@ -111,7 +111,7 @@ def _is_aligned(codes: Tensor) -> bool:
     return codes.data_ptr() % _WIDEST_LOAD == codes.stride(0) % _WIDEST_LOAD == 0 and codes.stride(0) < 2**31
 
 
-@cached
+@cache
 def _is_usable(shape: Shape, device: torch.device) -> bool:
     """Whether it can be compiled and loaded; if not, a warning says why, once, and the Triton kernels run."""
     try:
@@ -159,7 +159,7 @@ def _rows(rows: Iterable[tuple[int, ...]]) -> str:
     return ",".join(f"{{{','.join(map(str, row))}}}" for row in rows)
 
 
-@cached
+@cache
 def _kernel(shape: Shape, device: torch.device) -> Kernel:
     major, minor = torch.cuda.get_device_capability(device)
     binary = compile_kernel(f"sm_{major}{minor}", *shape)
@@ -185,9 +185,8 @@ def count_blocks(sequences: int, heads: int, most_tokens: int, at_once: int, dev
 
 
 def attend(
-    q: Tensor, rotated: Rotated, cache: PagedKVCache, layer: int, batch: Batch, layouts: tuple[Layout, Layout], scale: float,
-    in_bf16: Part | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor, rotated: Rotated, at: LayerView, layouts: tuple[Layout, Layout], scale: float, in_bf16: Part | None = None
+) -> Tensor:
     """Attention of one new token a sequence, in one launch and without waiting for the device.
 
     Rounding points: those of the Triton kernels: queries, centroids and probabilities (in units of a power of two below the
@@ -199,16 +198,15 @@ def attend(
     Args:
         q: [B, Hq, D] bf16, for its shape and device.
         rotated: the same, from `prologue.rotate`.
-        batch: placed.
         layouts: of K and V.
         scale: softmax_scale * log2(e).
         in_bf16: from `attend_windows`, where tokens stay in BF16.
     Returns:
         [B, Hq, D] bf16.
     """
-    (k, v), sequences, device = layouts, len(q), q.device
-    shape, table = kernel_shape(q, cache, layer, k, v), batch.block_table.contiguous()
-    capacity = table.shape[1] * cache.block_size
+    (k, v), batch, sequences, device = layouts, at.batch, len(q), q.device
+    shape, table = kernel_shape(q, at.kv, k, v), batch.block_table.contiguous()
+    capacity = table.shape[1] * at.kv.block_size
     most_tokens = min(capacity, shape.window + _SPAN) if shape.window else capacity
     blocks = count_blocks(sequences, shape.heads, most_tokens, shape.processor_blocks, device)
     # Two parts a thread block: the end of one sequence and the begin of the next.
@@ -216,7 +214,7 @@ def attend(
     parts, (maxima, sums) = torch.empty(vectors * shape.head_dim, device=device), torch.empty(2, vectors, device=device)
     pointers = {
         "q": rotated.queries, "out": out, "rotation": v.rotation, "parts": parts, "part_maxima": maxima, "part_sums": sums,
-        "arrived": _counter_set(cache, sequences, shape.heads, device), "positions": batch.positions,
+        "arrived": _counter_set(at.cache, sequences, shape.heads, device), "positions": batch.positions,
         "seq_lens": batch.seq_lens, "block_table": table, "k_centroids": k.centroids, "v_centroids": v.centroids,
         "gains": rotated.gains, "lacks": rotated.lacks,
     }  # fmt: skip
@@ -229,7 +227,7 @@ def attend(
 
     arguments = Arguments(
         **{name: address(tensor) for name, tensor in pointers.items() if tensor is not None},
-        k=side(cache.k_fields(layer)), v=side(cache.v_fields(layer)), sequences=sequences, table_width=table.shape[1],
+        k=side(at.kv.k.fields), v=side(at.kv.v.fields), sequences=sequences, table_width=table.shape[1],
         scale=scale,
     )  # fmt: skip
     kernel = _kernel(shape, device)
@@ -243,7 +241,7 @@ class CompileError(RuntimeError):
     """NVRTC refused a source; the text is its log."""
 
 
-@cached
+@cache
 def nvrtc_missing() -> str | None:
     """None, or in one sentence why no CUDA C++ can be compiled."""
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
@@ -314,7 +312,7 @@ def address(tensor: Tensor) -> int:
     return tensor.data_ptr()
 
 
-@cached
+@cache
 def shared_memory(device: torch.device) -> tuple[int, int]:
     """Bytes of shared memory that a thread block may ask for, and of a processor; an H100's where there is no GPU."""
     if device.type != "cuda":

@@ -4,8 +4,6 @@ Two launches, and nothing that waits for the device, so that a graph can hold a 
 and writes them to `turns`; the second alone changes `seen`. So nothing depends on the order of programs.
 """
 
-from typing import cast
-
 import torch
 import triton
 import triton.language as tl
@@ -14,9 +12,7 @@ from torch import Tensor
 from haarkv.tq_ops.cuda.available import launch
 from haarkv.tq_ops.cuda.layout import STATE
 from haarkv.tq_ops.cuda.schedule import sequence_bits, token_sequence
-from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.recurrent import Recurrent
+from haarkv.tq_ops.kv.cache import LayerView
 
 # In place of a version: zeros before a sequence's first token; nothing for padding; nothing where no version has seen the
 # tokens before.
@@ -227,16 +223,15 @@ def delta_rule_kernel(
 
 
 def advance(
-    x: Tensor, a: Tensor, b: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor, cache: PagedKVCache, layer: int,
-    batch: Batch, fault: Tensor,
-) -> Tensor:  # fmt: skip
+    x: Tensor, a: Tensor, b: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor, at: LayerView, fault: Tensor
+) -> Tensor:
     """As `tq_ops.reference.gated_delta`, in two launches, without waiting for the device: [T, Hv, dv] fp32.
 
     A sequence that pads the batch gives 0 and stores nothing. One whose state no version has seen gives NaN, stores nothing
     and is noted in `fault`, from `ops.new_fault`. All is FP32; sums are in one order, whatever the batch and however a prompt
     is cut.
     """
-    state = cast(Recurrent, cache.states[layer])
+    state, batch = at.state, at.batch
     windows, memories = state.tensors["conv"], state.tensors["delta"]
     _, versions, value_heads, key_dim, value_dim = memories.shape
     (tokens, channels), taps, sequences = x.shape, conv.shape[2], len(batch.rows)
@@ -253,7 +248,7 @@ def advance(
     key_size = triton.next_power_of_2(key_dim)
     launch(delta_inputs_kernel, (tokens, 2 * key_heads + value_heads))(
         x, a, b, conv, a_log, dt_bias, windows, state.seen, batch.positions, batch.slot_mapping, batch.rows,
-        batch.query_start_loc, sequences, fault, layer, mixed, gates, turns, TAPS=taps, SEQUENCE_BITS=sequence_bits(batch),
+        batch.query_start_loc, sequences, fault, at.layer, mixed, gates, turns, TAPS=taps, SEQUENCE_BITS=sequence_bits(batch),
         SIZE=max(key_size, triton.next_power_of_2(value_dim)), num_warps=1, **shape,
     )  # fmt: skip
     # Columns of a head's memory that one warp holds in registers: 64 numbers a lane, and with them all of a step. A row of

@@ -8,7 +8,7 @@ of packed tokens.
 
 from __future__ import annotations
 
-from functools import cache as cached
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -21,8 +21,8 @@ from haarkv.tq_ops.cuda.layout import to_layout
 from haarkv.tq_ops.cuda.rotate import dot, rotation_operand, round_to
 from haarkv.tq_ops.cuda.schedule import find_column_tile, sequence_tiles, token_arguments
 from haarkv.tq_ops.formats import KVFormat
-from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.cache import LayerView
+from haarkv.tq_ops.kv.layer import LayerKV
 from haarkv.tq_ops.kv.residual_window import ResidualWindow
 
 _WIDTH = 32  # columns of the rotated sums that are made at once
@@ -33,9 +33,9 @@ Windows = tuple[ResidualWindow, ResidualWindow]
 """K and V of one layer in BF16, of the same tail, sinks and ring."""
 
 
-def layer_windows(cache: PagedKVCache, layer: int) -> Windows | None:
+def layer_windows(kv: LayerKV) -> Windows | None:
     """The tokens of a layer that stay in BF16, if any."""
-    k, v = cache.kept(layer)
+    k, v = kv.windows
     if k is None and v is None:
         return None
     # Every format that the kernels read is lossy, and stores each vector alone.
@@ -137,7 +137,7 @@ def window_kernel(
             tl.store(out + piece * WIDTH, rotated, live[:, None])
 
 
-@cached
+@cache
 def into_rotated(kv_format: KVFormat, layer: int, head_dim: int, device: torch.device) -> Tensor:
     """[D, D] fp32 in the kernels' order: `y = x @ m`, for which `y @ rotation.T = x` exactly.
 
@@ -156,7 +156,7 @@ def _tile(most: int, group: int, head_dim: int, operand: tl.dtype) -> dict[str, 
     return {"COLUMNS": 64 if most * group >= _MANY else columns, "TOKENS": 32, "num_warps": 4, "num_stages": 3}
 
 
-def attend_windows(q: Tensor, windows: Windows, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Part:
+def attend_windows(q: Tensor, windows: Windows, at: LayerView, scale: float) -> Part:
     """Attention over the tokens in BF16, one launch, without waiting for the device.
 
     Rounding points: in a BF16 model the probabilities are rounded to BF16 and summed rounded, and the sums of V are rotated
@@ -164,18 +164,18 @@ def attend_windows(q: Tensor, windows: Windows, cache: PagedKVCache, layer: int,
 
     Args:
         q: [T, Hq, D] bf16 or fp32 in the model's domain.
-        batch: placed.
         scale: softmax_scale * log2(e).
     """
-    (tokens, q_heads, head_dim), heads, sequences = q.shape, cache.shape(layer).num_kv_heads, len(batch.seq_lens)
+    batch, shape = at.batch, at.kv.shape
+    (tokens, q_heads, head_dim), heads, sequences = q.shape, shape.num_kv_heads, len(batch.seq_lens)
     group, operand = q_heads // heads, rotation_operand(q, q.dtype == torch.bfloat16)
     tile = _tile(triton.cdiv(tokens, sequences), group, head_dim, operand)
     column_tiles = sequences if tokens == sequences else triton.cdiv(tokens * group, tile["COLUMNS"]) + sequences
     part = Part(*(torch.empty(shape, device=q.device) for shape in (q.shape, q.shape[:2], q.shape[:2])))
     launch(window_kernel, (column_tiles, heads))(
         q.contiguous(), *(one.vectors for one in windows), batch.rows, part,
-        token_arguments(batch, windows, cache.shape(layer).window), sequences,
-        into_rotated(cache.v_format(layer), layer, head_dim, q.device), scale, HEADS=heads, GROUP=group, D=head_dim,
+        token_arguments(batch, windows, shape.window), sequences,
+        into_rotated(at.kv.v.kv_format, at.layer, head_dim, q.device), scale, HEADS=heads, GROUP=group, D=head_dim,
         RING=windows[0].ring, TYPE=operand, WIDTH=_WIDTH, **tile,
     )  # fmt: skip
     return part

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache as cached
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from haarkv.tq_ops.formats.packing import Column, eighth_widths, planes
 from haarkv.tq_ops.formats.rotated import Coordinates, Description, numbers_on
 from haarkv.tq_ops.formats.stretches import MOST_POSITIONS, STRETCH, RopeShift
 from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.cache import LayerView
 from haarkv.tq_ops.kv.kernel_support import KernelSupport
 
 
@@ -175,7 +175,7 @@ def centroid_words(centroids: Tensor) -> Tensor | None:
     return torch.cat([high, low, sign]).view(torch.int32)
 
 
-@cached
+@cache
 def to_layout(kv_format: KVFormat, layer: int, head_dim: int, device: torch.device) -> Layout:
     """The layout of a format that `READS` takes, its tables on a device; cached, so do not write to it."""
     description = kv_format.description(head_dim)
@@ -183,14 +183,13 @@ def to_layout(kv_format: KVFormat, layer: int, head_dim: int, device: torch.devi
     return _layout(description, layer, device)
 
 
-def both_layouts(cache: PagedKVCache, layer: int, device: torch.device) -> tuple[Layout, Layout]:
+def both_layouts(at: LayerView, device: torch.device) -> tuple[Layout, Layout]:
     """`to_layout` of a layer's K and V."""
-    head_dim = cache.shape(layer).head_dim
-    k, v = (to_layout(one, layer, head_dim, device) for one in (cache.k_format(layer), cache.v_format(layer)))
+    k, v = (to_layout(kv_format, at.layer, at.kv.shape.head_dim, device) for kv_format in at.kv.formats)
     return k, v
 
 
-@cached
+@cache
 def _layout(description: Description, layer: int, device: torch.device) -> Layout:
     order = kernel_order(description)
     if description.transform.coordinates:

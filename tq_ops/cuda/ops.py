@@ -8,7 +8,6 @@ to FP16, products accumulate in FP32, and the probabilities are summed before th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -27,9 +26,9 @@ from haarkv.tq_ops.cuda.prologue import append, in_parts, rotate_and_append
 from haarkv.tq_ops.cuda.prologue import rotate as rotate
 from haarkv.tq_ops.cuda.rotate import Rotated
 from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.cache import LayerView, PagedKVCache
 from haarkv.tq_ops.kv.layer import NonFiniteTokenError
-from haarkv.tq_ops.kv.recurrent import UNSEEN, Recurrent
+from haarkv.tq_ops.kv.recurrent import UNSEEN
 from haarkv.tq_ops.table import Heads
 from haarkv.tq_ops.weight import Blocks, Weight
 
@@ -46,13 +45,10 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
     return reference.linear(x, weight)
 
 
-def gated_delta(
-    x: Tensor, a: Tensor, b: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor, cache: PagedKVCache, layer: int,
-    batch: Batch,
-) -> Tensor:  # fmt: skip
+def gated_delta(x: Tensor, a: Tensor, b: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor, at: LayerView) -> Tensor:
     """As `tq_ops.reference.gated_delta`: it waits to know that every state is there, then two launches."""
-    cast(Recurrent, cache.states[layer]).require(batch)
-    return delta.advance(x, a, b, conv, a_log, dt_bias, cache, layer, batch, new_fault(x.device))
+    at.state.require(at.batch)
+    return delta.advance(x, a, b, conv, a_log, dt_bias, at, new_fault(x.device))
 
 
 def new_fault(device: torch.device) -> Tensor:
@@ -68,25 +64,22 @@ def raise_fault(fault: Tensor, cache: PagedKVCache, batch: Batch) -> None:
     layer, side, token, head = fault_place(key)
     if side == "state":
         raise ValueError(UNSEEN)
-    batch = cache.placed(layer, batch)
-    kv_format = cache.v_format(layer) if side == "V" else cache.k_format(layer)
-    raise NonFiniteTokenError(layer, side, token, int(batch.slot_mapping[token]), head, kv_format.name)
+    at = cache.view(layer, batch)
+    kv_format = at.kv.formats["KV".index(side)]
+    raise NonFiniteTokenError(layer, side, token, int(at.batch.slot_mapping[token]), head, kv_format.name)
 
 
-def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
+def store_kv(k: Tensor, v: Tensor, at: LayerView) -> None:
     """As `tq_ops.reference.store_kv`: one launch looks for faults, and if there are none, another writes."""
-    batch, most = cache.placed(layer, batch), cache.num_slots_of(layer)
-    slots = batch.slot_mapping
-    if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < most:
-        raise IndexError(f"slots must lie in 0 … {most - 1}")
-    cache.require_room(batch, layer)
+    at.require_slots()
+    at.require_room()
     fault = new_fault(k.device)
-    append(k, v, cache, layer, batch, fault, write=False)
-    raise_fault(fault, cache, batch)
-    append(k, v, cache, layer, batch, fault)
+    append(k, v, at, fault, write=False)
+    raise_fault(fault, at.cache, at.batch)
+    append(k, v, at, fault)
 
 
-def attend(q: Tensor, rotated: Rotated | None, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
+def attend(q: Tensor, rotated: Rotated | None, at: LayerView, softmax_scale: float) -> Tensor:
     """Attention of rotated queries, in one launch of `decode` or two of `attention`, and without waiting for the device.
 
     Where tokens stay in BF16, one more launch attends to those.
@@ -98,20 +91,18 @@ def attend(q: Tensor, rotated: Rotated | None, cache: PagedKVCache, layer: int, 
         [T, Hq, D] of q's dtype.
     """
     if rotated is None:
-        parts = in_parts(q, cache, layer, batch)
-        outs = [attend(some, ahead, cache, layer, part, softmax_scale) for some, ahead, part in parts]
+        outs = [attend(some, ahead, part, softmax_scale) for some, ahead, part in in_parts(q, at)]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
-    batch, windows, scale = cache.placed(layer, batch), layer_windows(cache, layer), softmax_scale * LOG2_E
-    layouts = both_layouts(cache, layer, q.device)
-    in_bf16 = attend_windows(q, windows, cache, layer, batch, scale) if windows else None
-    takes = len(q) == len(batch.seq_lens) and decode.takes(q, cache, layer, *layouts)
+    windows, scale, layouts = layer_windows(at.kv), softmax_scale * LOG2_E, both_layouts(at, q.device)
+    in_bf16 = attend_windows(q, windows, at, scale) if windows else None
+    takes = len(q) == len(at.batch.seq_lens) and decode.takes(q, at.kv, *layouts)
     run = decode.attend if takes else attention.attend
-    return run(q, rotated, cache, layer, batch, layouts, scale, in_bf16)
+    return run(q, rotated, at, layouts, scale, in_bf16)
 
 
-def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
+def paged_attention(q: Tensor, at: LayerView, softmax_scale: float) -> Tensor:
     """As `tq_ops.reference.paged_attention`, over the packed codes, with no de-quantized K or V in memory."""
-    return attend(q, None, cache, layer, batch, softmax_scale)
+    return attend(q, None, at, softmax_scale)
 
 
 @dataclass(frozen=True)
@@ -136,10 +127,7 @@ class CudaFusedOps:
             return torch.cat([linear(x, part) for part in weight], dim=1)
         return linear(x, weight)
 
-    def attention(
-        self, qkv: Tensor, heads: Heads, rope: tuple[Tensor, Tensor], cache: PagedKVCache, layer: int, batch: Batch,
-        softmax_scale: float,
-    ) -> Tensor:  # fmt: skip
+    def attention(self, qkv: Tensor, heads: Heads, rope: tuple[Tensor, Tensor], at: LayerView, softmax_scale: float) -> Tensor:
         """As `FusedOps.attention`: the launch of `rotate_and_append`, and those of `attend`."""
-        q, rotated = rotate_and_append(qkv, heads, rope, cache, layer, batch, self.fault)
-        return attend(q, rotated, cache, layer, batch, softmax_scale).flatten(1)
+        q, rotated = rotate_and_append(qkv, heads, rope, at, self.fault)
+        return attend(q, rotated, at, softmax_scale).flatten(1)

@@ -32,7 +32,7 @@ from haarkv.tq_ops.cuda.rotate import (
     vector_ids,
 )
 from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.cache import LayerView
 from haarkv.tq_ops.table import Heads
 
 MOST_AHEAD = 128 * 2**20
@@ -181,49 +181,43 @@ _NO_INPUTS, _NO_QUERIES = Inputs(*(None,) * 8, 0.0, None, None), Rotated(None, N
 
 
 def _launch_prologue(
-    inputs: Inputs, row: int, cache: PagedKVCache, layer: int, batch: Batch, *, fault: Tensor | None = None,
+    inputs: Inputs, row: int, at: LayerView, *, fault: Tensor | None = None,
     heads: int = 0, queries: Tensor | None = None, rotated: Rotated | None = None, stretches: int = 1, width: int = _WIDTH,
     dtype: torch.dtype = torch.float32, write: bool = True, stand_in: bool = False,
 ) -> None:  # fmt: skip
     """One launch of `prologue_kernel`, whose arguments these are; `dtype` is the model's."""
-    x, shape = inputs.k if inputs.q is None else inputs.q, cache.shape(layer)
-    layouts, tokens, head_dim = both_layouts(cache, layer, x.device), len(x), shape.head_dim
+    x, shape, batch = inputs.k if inputs.q is None else inputs.q, at.kv.shape, at.batch
+    layouts, tokens, head_dim = both_layouts(at, x.device), len(x), shape.head_dim
     keys, operand, shares = layouts[0], rotation_operand(x, dtype == torch.bfloat16), min(stretches, _STRETCHES_AT_ONCE)
     programs = 0 if inputs.q is None else num_tiles(tokens, heads, keys) * (head_dim // width) * shares
     stores: dict[str, object] = {"k": None, "v": None, "keeping": None}
     if inputs.k is not None:
-        windows, fields = layer_windows(cache, layer), (cache.k_fields(layer), cache.v_fields(layer))
+        windows = layer_windows(at.kv)
         programs += sum(num_tiles(tokens, shape.num_kv_heads, layout) for layout in layouts)
-        stores = quantize.both_writes(fields, layouts, windows, x, head_dim)
+        stores = quantize.both_writes(at.kv.fields, layouts, windows, x, head_dim)
         stores["keeping"] = quantize.keeping_arguments(windows, batch)
     launch(prologue_kernel, (programs,))(
         inputs, tokens, queries, rotated or _NO_QUERIES, keys.rotation, learned_arguments(keys),
         batch.positions if keys.learned else None, shares, sequences=len(batch.seq_lens), slots=batch.slot_mapping,
-        fault=fault, layer=layer, HEADS=heads, KV_HEADS=shape.num_kv_heads, MATRICES=keys.matrices, ROW=row, D=head_dim,
-        BLOCK=cache.block_size, ROWS=ROWS, WIDTH=width, ROUNDED=element(dtype), Q_TYPE=operand, WINDOW=shape.window or 0,
+        fault=fault, layer=at.layer, HEADS=heads, KV_HEADS=shape.num_kv_heads, MATRICES=keys.matrices, ROW=row, D=head_dim,
+        BLOCK=at.kv.block_size, ROWS=ROWS, WIDTH=width, ROUNDED=element(dtype), Q_TYPE=operand, WINDOW=shape.window or 0,
         WRITE=write, STAND_IN=stand_in, **stores,
     )  # fmt: skip
 
 
-def append(
-    k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch, fault: Tensor, *, write: bool = True,
-    stand_in: bool = False,
-) -> None:  # fmt: skip
+def append(k: Tensor, v: Tensor, at: LayerView, fault: Tensor, *, write: bool = True, stand_in: bool = False) -> None:
     """Quantize K and V and store them, and in BF16 what stays in it, in one launch and without waiting for the device.
 
     Args:
         k, v: [T, Hkv, D] fp32; K after RoPE.
-        batch: where they go; a negative slot is skipped.
+        at: where they go; a negative slot is skipped.
         fault: from `ops.new_fault`; a vector that is not finite, or too large for its format, is left out and noted there.
         write: store, or look for faults only.
         stand_in: store a vector that is not finite with zeros for such numbers; not where tokens stay in BF16.
     """
-    assert not (stand_in and layer_windows(cache, layer))
+    assert not (stand_in and layer_windows(at.kv))
     inputs = _NO_INPUTS._replace(k=k.contiguous(), v=v.contiguous())
-    _launch_prologue(
-        inputs, k.shape[1] * k.shape[2], cache, layer, cache.placed(layer, batch), fault=fault, write=write,
-        stand_in=stand_in,
-    )  # fmt: skip
+    _launch_prologue(inputs, k.shape[1] * k.shape[2], at, fault=fault, write=write, stand_in=stand_in)
 
 
 def _unset_queries(q: Tensor, layout: Layout, stretches: int) -> Rotated:
@@ -235,28 +229,28 @@ def _unset_queries(q: Tensor, layout: Layout, stretches: int) -> Rotated:
     return Rotated(torch.empty(stretches, *q.shape, dtype=dtype, device=q.device), gains, lacks)
 
 
-def rotate(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> Rotated:
+def rotate(q: Tensor, at: LayerView) -> Rotated:
     """Queries [T, Hq, D] in the domain of the codes; for learned keys once for each stretch."""
-    keys = both_layouts(cache, layer, q.device)[0]
-    stretches = stretch_room(batch, cache.block_size) if keys.learned else 1
+    keys = both_layouts(at, q.device)[0]
+    stretches = stretch_room(at.batch, at.kv.block_size) if keys.learned else 1
     rotated = _unset_queries(q, keys, stretches)
     _launch_prologue(
-        _NO_INPUTS._replace(q=q.contiguous()), q.shape[1] * q.shape[2], cache, layer, batch, heads=q.shape[1],
-        rotated=rotated, stretches=stretches, dtype=q.dtype,
+        _NO_INPUTS._replace(q=q.contiguous()), q.shape[1] * q.shape[2], at, heads=q.shape[1], rotated=rotated,
+        stretches=stretches, dtype=q.dtype,
     )  # fmt: skip
     return rotated
 
 
-def tokens_at_once(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> int:
+def tokens_at_once(q: Tensor, at: LayerView) -> int:
     """How many tokens' queries may be rotated at a time: for learned keys there are as many as stretches."""
-    if not both_layouts(cache, layer, q.device)[0].learned:
+    if not both_layouts(at, q.device)[0].learned:
         return max(1, len(q))
-    nbytes = q.element_size() * q.shape[1] * q.shape[2] * stretch_room(batch, cache.block_size)
+    nbytes = q.element_size() * q.shape[1] * q.shape[2] * stretch_room(at.batch, at.kv.block_size)
     return max(1, MOST_AHEAD // nbytes)
 
 
 def rotate_and_append(
-    qkv: Tensor, heads: Heads, rope: tuple[Tensor, Tensor], cache: PagedKVCache, layer: int, batch: Batch, fault: Tensor
+    qkv: Tensor, heads: Heads, rope: tuple[Tensor, Tensor], at: LayerView, fault: Tensor
 ) -> tuple[Tensor, Rotated | None]:
     """Everything between the packed projections and attention, in one launch; arguments as of `FusedOps.attention`.
 
@@ -266,36 +260,36 @@ def rotate_and_append(
         The queries [T, Hq, D], set only where tokens stay in BF16 or the other is None, and those of `rotate`, or None where
         they would take too much memory.
     """
-    qkv, (cos, sin), batch = qkv.contiguous(), (x.contiguous() for x in rope), cache.placed(layer, batch)
-    shape, keys = cache.shape(layer), both_layouts(cache, layer, qkv.device)[0]
+    qkv, (cos, sin) = qkv.contiguous(), (x.contiguous() for x in rope)
+    shape, keys = at.kv.shape, both_layouts(at, qkv.device)[0]
     assert keys.learned is None or 2 * keys.learned.half == shape.head_dim, "cos and sin turn all of a head"
     widths = [n * shape.head_dim for n in (heads.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
     biases = (None,) * 3 if heads.bias is None else heads.bias.split(widths)
     inputs = Inputs(*qkv.split(widths, 1), *biases, heads.q_norm, heads.k_norm, heads.eps, cos, sin)
     queries = torch.empty(len(qkv), heads.num_heads, shape.head_dim, dtype=heads.dtype, device=qkv.device)
-    ahead = len(qkv) <= tokens_at_once(queries, cache, layer, batch)
-    stretches = stretch_room(batch, cache.block_size) if keys.learned and ahead else 1
+    ahead = len(qkv) <= tokens_at_once(queries, at)
+    stretches = stretch_room(at.batch, at.kv.block_size) if keys.learned and ahead else 1
     rotated, width = _unset_queries(queries, keys, stretches) if ahead else None, shape.head_dim
     if ahead:  # few columns where vectors are few, so that they fill a GPU; few in FP32, too, whose products take registers
-        few = len(qkv) == len(batch.seq_lens) or rotation_operand(qkv, heads.dtype == torch.bfloat16) == tl.float32
+        few = len(qkv) == len(at.batch.seq_lens) or rotation_operand(qkv, heads.dtype == torch.bfloat16) == tl.float32
         width = _WIDTH if few else width // 2
     _launch_prologue(
-        inputs, qkv.shape[1], cache, layer, batch, fault=fault, heads=heads.num_heads,
-        queries=queries if layer_windows(cache, layer) or not ahead else None, rotated=rotated, stretches=stretches,
+        inputs, qkv.shape[1], at, fault=fault, heads=heads.num_heads,
+        queries=queries if layer_windows(at.kv) or not ahead else None, rotated=rotated, stretches=stretches,
         width=width, dtype=heads.dtype,
     )  # fmt: skip
     return queries, rotated
 
 
-def in_parts(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> Iterator[tuple[Tensor, Rotated, Batch]]:
+def in_parts(q: Tensor, at: LayerView) -> Iterator[tuple[Tensor, Rotated, LayerView]]:
     """Queries and their batch, as many tokens at a time as `tokens_at_once` says."""
-    most = tokens_at_once(q, cache, layer, batch)
+    most = tokens_at_once(q, at)
     if len(q) <= most:
-        yield q, rotate(q, cache, layer, batch), batch
+        yield q, rotate(q, at), at
         return
     for begin in range(0, len(q), most):
-        part = batch_part(batch, begin, begin + most)
-        yield q[begin : begin + most], rotate(q[begin : begin + most], cache, layer, part), part
+        some, part = q[begin : begin + most], replace(at, batch=batch_part(at.batch, begin, begin + most))
+        yield some, rotate(some, part), part
 
 
 def batch_part(batch: Batch, begin: int, end: int) -> Batch:
