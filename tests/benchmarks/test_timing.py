@@ -100,7 +100,7 @@ def test_on_a_gpu_a_turn_is_many_captured_runs_and_what_no_graph_holds_is_left_o
             raise RuntimeError("operation not permitted when stream is capturing")
         return lambda _: [run(number) for number in range(runs)]
 
-    monkeypatch.setattr(timing, "captured", captured)
+    monkeypatch.setattr(timing, "capture_graph", captured)
     monkeypatch.setattr(timing, "clock", lambda _: lambda run: (run(), 0.128)[1])
     spreads = timing.take_turns(
         {"a": numbers.append, "b": print}, torch.device("cuda"), repeats=2, counted_runs=5, capture=True
