@@ -125,14 +125,15 @@ def filled_cache(
             batch = paging.batch([sequence], [end - begin]).to(k.device)
             new_k, new_v = (x[sequence, :, begin:end].transpose(0, 1) for x in (k, v))
             for layer in set(source) - config.state_shapes.keys():
-                with cache.with_room(layer, batch):
-                    cache.write(layer, new_k, new_v, batch)
+                with cache.open(layer, batch) as at:
+                    at.write(new_k, new_v)
     for layer in config.state_shapes:
         cast(Recurrent, cache.states[layer]).seen[: case.batch, 0] = case.context - 1
     for layer, first in enumerate(source):
-        for fields in (PagedKVCache.k_fields, PagedKVCache.v_fields) if layer != first and cache.shapes[layer] else ():
-            for name, tensor in fields(cache, layer).items():
-                tensor.copy_(fields(cache, first)[name])
+        if layer != first and cache.shapes[layer]:
+            for to, like in zip(cache.kv[layer].fields, cache.kv[first].fields, strict=True):
+                for name, tensor in to.items():
+                    tensor.copy_(like[name])
     return cache, paging
 
 
@@ -268,15 +269,15 @@ def attention_runs(executor: Executor, plan: KVPlan, measurement: Measurement) -
     cache, batch = almost_full(plan, config, case, measurement.k, measurement.v)
     new_k, new_v = (as_rows(x[:, :, -1:]) for x in (measurement.k, measurement.v))
     for layer in range(layers):
-        ops.store_kv(new_k, new_v, cache, layer, batch)
+        ops.store_kv(new_k, new_v, cache.view(layer, batch))
 
     @torch.inference_mode()
     def attend(number: int) -> Tensor:
-        return ops.paged_attention(q, cache, number % layers, batch, scale)
+        return ops.paged_attention(q, cache.view(number % layers, batch), scale)
 
     @torch.inference_mode()
     def store(number: int) -> None:
-        ops.store_kv(new_k, new_v, cache, number % layers, batch)
+        ops.store_kv(new_k, new_v, cache.view(number % layers, batch))
 
     return attend, store, [statistics.mean(token_bytes(plan, config))]
 

@@ -20,8 +20,7 @@ from haarkv.models.balance import Moments, name_layers
 from haarkv.models.parallel import ALONE, Ranks
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.formats import KVFormat
-from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.cache import LayerView
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.probe import logit_errors, lost_variation, stored_error, weighted_error
 from haarkv.tq_ops.table import OpTable, with_ops
@@ -202,16 +201,16 @@ class Guard:
         """An op table that measures each layer's first tokens once."""
         first_kv: dict[int, tuple[Tensor, Tensor]] = {}
 
-        def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
-            if not self._done and int(batch.positions[0]) == 0:
-                first_kv[layer] = k, v
-            ops.store_kv(k, v, cache, layer, batch)
+        def store_kv(k: Tensor, v: Tensor, at: LayerView) -> None:
+            if not self._done and int(at.batch.positions[0]) == 0:
+                first_kv[at.layer] = k, v
+            ops.store_kv(k, v, at)
 
-        def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
-            if layer in first_kv:
-                tokens = min(int(batch.query_start_loc[1]), MOST_TOKENS)
-                self._probe(layer, q[:tokens], *(x[:tokens].transpose(0, 1) for x in first_kv.pop(layer)))
-            return ops.paged_attention(q, cache, layer, batch, softmax_scale)
+        def paged_attention(q: Tensor, at: LayerView, softmax_scale: float) -> Tensor:
+            if at.layer in first_kv:
+                tokens = min(int(at.batch.query_start_loc[1]), MOST_TOKENS)
+                self._probe(at.layer, q[:tokens], *(x[:tokens].transpose(0, 1) for x in first_kv.pop(at.layer)))
+            return ops.paged_attention(q, at, softmax_scale)
 
         return with_ops(ops, {"store_kv": store_kv, "paged_attention": paged_attention})
 

@@ -158,7 +158,7 @@ def generate(
         sampler = BatchSampler(sampling, prompts, unused_ids=unused_ids)
         timing = Timing(prefill_tokens=sum(map(len, rest)))
         # A later prompt may part from this one within what the template adds before an answer, where no state can be cut.
-        last = WINDOW_ROOM - 1 if on_end and len(cache.states) > len(cache.held) else 0
+        last = WINDOW_ROOM - 1 if on_end and len(cache.states) > len(cache.kv) else 0
         logits = prefill_in_chunks(prefiller or executor, rest, sequences, paging, cache, chunk, on_prefill, last)
         begins = [take(cache, paging, *pair, whole=False) for pair in zip(sequences, prompts, strict=True)] if on_end else []
         speculation = None

@@ -87,7 +87,6 @@ class _Workshop(Group):
         "The validator": {
             "replay": "tq.commands.validate:replay",
             "self-test": "tq.commands.self_test:self_test",
-            "sensitivity": "tq.commands.self_test:sensitivity",
         },
     }
 

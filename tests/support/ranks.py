@@ -118,7 +118,7 @@ def forwards(executor: Executor, model: DecoderModel, kv: str, lengths: Sequence
     fields = [
         {
             side: {name: t.clone() for name, t in side_fields.items()}
-            for side, side_fields in (("k", cache.k_fields(i)), ("v", cache.v_fields(i)))
+            for side, side_fields in (("k", cache.kv[i].k.fields), ("v", cache.kv[i].v.fields))
         }
         for i in range(config.num_layers)
     ]

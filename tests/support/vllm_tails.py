@@ -172,8 +172,8 @@ def alone(engine: Engine, kv: TokenKV, tokens: Sequence[int], chunk: int = CHUNK
             count = min(chunk, len(tokens) - begin)
             q, k, v = kv.next_tokens([request], [count], layer)
             batch = batch_at([(begin, count)], [table], shape.block_size)
-            ops.store_kv(k, v, cache, layer, batch)
-            outputs.append(ops.paged_attention(q, cache, layer, batch, shape.softmax_scale))
+            ops.store_kv(k, v, cache.view(layer, batch))
+            outputs.append(ops.paged_attention(q, cache.view(layer, batch), shape.softmax_scale))
         outs.append(torch.cat(outputs))
     return outs
 

@@ -53,8 +53,6 @@ _SCALED_TOKENS = 24
     help="Run nothing: what got better or worse from one --json report to another?",
 )
 @options.count("--repeat", "Run each layer so often again, and compare the executor with itself.", 1, least=0)
-@click.option("--self-test", "moved", flag_value="self-test", hidden=True)
-@click.option("--sensitivity", "moved", flag_value="sensitivity", hidden=True)
 @options.json_option
 @click.pass_context
 @tensor_parallel
@@ -69,8 +67,6 @@ def command(context: click.Context, /, **args: Any) -> int:
     """
     # Whoever reads only the first line of the output still gets the files and the exit code.
     with unread_is_fine():
-        if new_command := args.pop("moved"):
-            raise click.UsageError(f"--{new_command} is a command of its own now: `tq dev {new_command}`")
         options.set_threads(args["threads"])
         if args["compare"]:
             if others := [option for name, option in options.written_options().items() if name not in _COMPARE_OPTIONS]:
