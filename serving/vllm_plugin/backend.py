@@ -340,15 +340,15 @@ class CpuKernels:
             positions, exact_slots = (x if x is None or not len(x) else x[real] for x in (batch.positions, batch.kept_slots))
             k, v, batch = k[real], v[real], to_store(batch.slot_mapping[real], positions, exact_slots)
         try:
-            self._ops.store_kv(k, v, cache, layer, batch)
+            self._ops.store_kv(k, v, cache.view(layer, batch))
         except NonFiniteError as error:
             logger.error("%s; %s", error, STAND_IN)
             k, v = (torch.nan_to_num(x, 0.0, 0.0, 0.0) for x in (k, v))
-            self._ops.store_kv(k, v, cache, layer, batch)
+            self._ops.store_kv(k, v, cache.view(layer, batch))
 
     def attend(self, q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Tensor:
         """Attention of q [T, Hq, D], of q's shape and dtype."""
-        return self._ops.paged_attention(q, cache, layer, batch, scale)
+        return self._ops.paged_attention(q, cache.view(layer, batch), scale)
 
     def next_batch(self) -> None:
         """Called before each forward; does nothing here."""
@@ -369,11 +369,11 @@ class GpuKernels:
 
     def store(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
         """As `CpuKernels.store`."""
-        self._ops.append(k, v, cache, layer, batch, self._fault, stand_in=True)
+        self._ops.append(k, v, cache.view(layer, batch), self._fault, stand_in=True)
 
     def attend(self, q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Tensor:
         """As `CpuKernels.attend`."""
-        out: Tensor = self._ops.paged_attention(q, cache, layer, batch, scale)
+        out: Tensor = self._ops.paged_attention(q, cache.view(layer, batch), scale)
         return out
 
     def next_batch(self) -> None:
