@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from small_models import small_model
 
 import tq
-from haarkv.engine.generation import generate, tail_chunk
+from haarkv.engine.generation import GenerationRequest, generate, tail_chunk
 from haarkv.engine.plans import shape_signature
 from haarkv.executors.catalog import create
 from haarkv.models.base import new_cache
@@ -43,10 +43,11 @@ def turn(executor, plan, prompt, new, prefix=None):
     """An answer, and prompt and answer as they are stored."""
     cache, paging = new_cache(executor.config, plan, sequences=1, tokens=len(prompt) + new, chunk=tail_chunk(executor))
     ends = []
-    (done,), _ = generate(
-        executor, cache, paging, [prompt], max_new_tokens=new, max_context=len(prompt) + new, stored=[prefix],
+    request = GenerationRequest(
+        prompts=[prompt], max_new_tokens=new, max_context=len(prompt) + new, stored=[prefix],
         on_end=lambda _, stored: ends.append(stored),
     )  # fmt: skip
+    (done,), _ = generate(executor, cache, paging, request)
     return done, ends[0]
 
 
