@@ -9,7 +9,6 @@ import ctypes
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,9 +18,8 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.cpu import library
 from haarkv.tq_ops.cpu.calls import IS_BF16, LayerCalls, has_kernel, is_bf16, prepare, stored_weight, too_long
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.recurrent import Recurrent
+from haarkv.tq_ops.kv.cache import LayerView
+from haarkv.tq_ops.kv.layer import LayerKV
 from haarkv.tq_ops.weight import Blocks, Weight, activations, weight_numbers, weight_rows
 
 
@@ -50,7 +48,7 @@ class CpuOps:
         )
         self._blocks: WeakKeyDictionary[Blocks, library.Weight] = WeakKeyDictionary()
         self._given = threading.local()
-        self._caches: WeakKeyDictionary[PagedKVCache, dict[int, LayerCalls | None]] = WeakKeyDictionary()
+        self._layer_calls: WeakKeyDictionary[LayerKV, LayerCalls | None] = WeakKeyDictionary()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -212,25 +210,24 @@ class CpuOps:
             struct = self._blocks[weight] = stored_weight(weight)
         return struct
 
-    def store_kv(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
+    def store_kv(self, k: Tensor, v: Tensor, at: LayerView) -> None:
         """Quantize K and V and store each once at its slots, and in BF16 where the plan keeps them. Of formats that `READS`
         does not name, the reference does it.
 
         Args:
             k, v: [T, Hkv, D] fp32 or bf16; K after RoPE.
-            batch: its slots are where they go.
+            at: the layer; the slots of its batch are where they go.
         Raises:
             IndexError, NonFiniteError: as the reference; nothing of this layer was written.
             InputError: a head_dim that the kernels are not made for.
         Rounding points: those of the format. Sums with its matrix are in another order, in FP32, so a level may differ where a
             value is that close to a boundary; the levels that refine it follow from it.
         """
-        layer_calls = self.layer_calls(cache, layer)
+        layer_calls, batch = self.layer_calls(at.kv), at.batch
         if layer_calls is None:
             with self._threads_for_torch():
-                return reference.store_kv(k, v, cache, layer, batch)
-        cache.require_room(batch, layer)
-        forward_batch, batch = batch, cache.placed(layer, batch)
+                return reference.store_kv(k, v, at)
+        at.require_room()
         k, v, slots = k.contiguous(), v.contiguous(), batch.slot_mapping.contiguous()
         call = library.Store.from_buffer_copy(layer_calls.store)
         call.k.x, call.v.x, call.k.bf16, call.v.bf16 = k.data_ptr(), v.data_ptr(), is_bf16(k), is_bf16(v)
@@ -241,10 +238,10 @@ class CpuOps:
         )  # fmt: skip
         if status:
             # Nothing was written. The reference meets the same fault and names it.
-            reference.store_kv(k, v, cache, layer, forward_batch)
+            reference.store_kv(k, v, at)
         return None
 
-    def paged_attention(self, q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
+    def paged_attention(self, q: Tensor, at: LayerView, softmax_scale: float) -> Tensor:
         """Causal attention of new tokens over what their sequences have stored, in the rotated domain.
 
             logits = (q @ rotation . centroids[level]) * k_scale * softmax_scale
@@ -254,9 +251,9 @@ class CpuOps:
         once, since probabilities sum to 1. What q makes of K's mean is the same for every key and drops out. BF16 and FP32 do
         not rotate. Of formats that `READS` does not name, the reference attends.
 
-        Tokens that a query sees in BF16 (`Kept.seen`) take part in the same softmax, block by block as the others: their
-        logits replace those of the packed ones, less `softmax_scale * (q . K's mean)`, which those lack. Their values are
-        summed beside, in the model's own domain, and V's mean counts by the packed share of the probabilities.
+        Tokens that a query sees in BF16 (`ResidualWindow.seen`) take part in the same softmax, block by block: their logits
+        replace those of the packed ones, less `softmax_scale * (q . K's mean)`, which those lack. Their values are summed
+        beside, in the model's own domain, and V's mean counts by the packed share of the probabilities.
 
         Levels of up to 4 bits are looked up in registers. All else becomes FP32 numbers, 16 vectors at a time. Keys
         are summed 1,024 at a time and merged in order, so that results do not depend on the number of threads, on the rest
@@ -298,11 +295,10 @@ class CpuOps:
         and partial sums take about 4 MB, 1 MB a thread beyond four threads, 16 MB at most, whatever the prompt.
 
         """
-        layer_calls = self.layer_calls(cache, layer)
-        if layer_calls is None or too_long(cache, batch):
+        layer_calls, batch = self.layer_calls(at.kv), at.batch
+        if layer_calls is None or too_long(batch, at.kv.block_size):
             with self._threads_for_torch():
-                return reference.paged_attention(q, cache, layer, batch, softmax_scale)
-        batch = cache.placed(layer, batch)
+                return reference.paged_attention(q, at, softmax_scale)
         q = q.contiguous()
         out = torch.empty_like(q)
         call = library.Attention.from_buffer_copy(layer_calls.attention)
@@ -318,9 +314,8 @@ class CpuOps:
         return out
 
     def gated_delta(
-        self, x: Tensor, a: Tensor, b: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor, cache: PagedKVCache, layer: int,
-        batch: Batch,
-    ) -> Tensor:  # fmt: skip
+        self, x: Tensor, a: Tensor, b: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor, at: LayerView
+    ) -> Tensor:
         """The gated delta rule; arguments and result as the reference's.
 
         `S^T k` is taken of the matrix before it is scaled. FP32 sums are in another order, one for every number: results do
@@ -329,7 +324,7 @@ class CpuOps:
         Raises:
             ValueError: as the reference; nothing was changed.
         """
-        state = cast(Recurrent, cache.states[layer])
+        state, batch = at.state, at.batch
         windows, memories = state.tensors["conv"], state.tensors["delta"]
         channels, taps = conv.shape[0], conv.shape[2]
         _, versions, value_heads, key_dim, value_dim = memories.shape
@@ -348,15 +343,12 @@ class CpuOps:
             state.read(batch)  # says which tokens nobody has seen
         return out
 
-    def layer_calls(self, cache: PagedKVCache, layer: int) -> LayerCalls | None:
+    def layer_calls(self, kv: LayerKV) -> LayerCalls | None:
         """The calls of one layer of a cache, made once: filling them in takes longer than storing a token.
 
         Returns:
             None where the kernels do not read its formats, and the reference's ops run.
         """
-        by_layer = self._caches.setdefault(cache, {})
-        if cache.is_widened(layer):
-            return prepare(cache, layer, self.isa_number)
-        if layer not in by_layer:
-            by_layer[layer] = prepare(cache, layer, self.isa_number)
-        return by_layer[layer]
+        if kv not in self._layer_calls:
+            self._layer_calls[kv] = prepare(kv, self.isa_number)
+        return self._layer_calls[kv]
