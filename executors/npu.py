@@ -104,11 +104,11 @@ class NpuExecutor(Executor):
             in_bf16 = window_shape(cache.plan, index, cache.room if one_each else cache.chunk, mixer.window)
             program = build(self.config, *layer_sides(cache.plan, index, mixer.head_dim), in_bf16, layer=index)
             # Layers differ in their angles and in where their tokens lie, and agree on which row is whose.
-            tiling_key = mixer.rope, cache.ring(index), program.attention.step_tokens
+            tiling_key = mixer.rope, cache.kv[index].ring, program.attention.step_tokens
             if tiling_key not in tilings:
-                tilings[tiling_key] = inputs.tile(cache.placed(index, batch), program, ropes[mixer.rope])
+                tilings[tiling_key] = inputs.tile(cache.kv[index].place(batch), program, ropes[mixer.rope])
             tiling = tilings[tiling_key]
-            with cache.with_room(index, batch, always=not one_each):
+            with cache.open(index, batch, always=not one_each):
                 state = self._layer(program, index, tiling.spread(hidden) if state is None else state, tiling, cache)
         return hidden if state is None else state[tiling.row]
 

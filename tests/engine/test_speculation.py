@@ -11,10 +11,9 @@ import torch
 from samplers import Sampler
 
 import tq
-from haarkv.engine.draft_choice import DraftSpec, Target, choose
-from haarkv.engine.draft_models import ModelSource
-from haarkv.engine.draft_pace import Pace
-from haarkv.engine.drafts import LONGEST_MATCH, SHORTEST_MATCH, NgramSource, Proposal, accept_tokens, looked_up
+from haarkv.engine.draft_choice import LONGEST_MATCH, SHORTEST_MATCH, DraftSpec, NgramSource, Target, choose, looked_up
+from haarkv.engine.drafters import ModelSource
+from haarkv.engine.drafts import Pace
 from haarkv.engine.generation import generate
 from haarkv.engine.sampling import BatchSampler, Sampling
 from haarkv.models.catalog import find_model
@@ -127,7 +126,7 @@ def test_a_draft_that_did_not_pay_reads_no_prompt(tiny, monkeypatch):
     session, read = drafting(tiny, DraftSpec("tiny", 2, "bf16")), []
     session.draft.experience.add(9.0, [(2, 0)] * 9, 2)
     monkeypatch.setattr(Pace, "tokens", lambda self, *_: 0)
-    monkeypatch.setattr("haarkv.engine.draft_models.prefill_in_chunks", lambda *given: read.append(given))
+    monkeypatch.setattr("haarkv.engine.drafters.prefill_in_chunks", lambda *given: read.append(given))
     session.generate(PROMPTS, max_new_tokens=5, sampling=Sampling())
     assert not read
 
@@ -275,7 +274,7 @@ SAMPLINGS = {
 def test_sampled_text_is_distributed_as_without_drafts(kind, name, monkeypatch):
     """Chi-squared over whole continuations of four tokens, the plain step among them, against the exact probabilities."""
     if kind == "ngram":  # one token that stood before is enough, so that drafts come often
-        monkeypatch.setattr("haarkv.engine.drafts.SHORTEST_MATCH", 1)
+        monkeypatch.setattr("haarkv.engine.draft_choice.SHORTEST_MATCH", 1)
     model, sampling, prompt = Table(1), SAMPLINGS[name], [2, 0, 1, 0]
     draft = NgramSource() if kind == "ngram" else ModelSource(name="other", executor=Table(2), plan=PLAN)
     counts, cost = count_texts(model, draft, sampling, 4, prompt)
@@ -299,7 +298,7 @@ def test_the_first_token_that_is_not_taken_is_replaced_from_what_is_left():
     """p = (0.5, 0.3, 0.2) and q = (0.8, 0.2, 0): token 0 is taken with 5/8, and else (0, 1/3, 2/3) decides."""
     p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([[0.8, 0.2, 0.0]], dtype=torch.float64)
     sampler, count = BatchSampler(Sampling(1.0, seed=1), [[0]]), 2500
-    counts = Counter(accept_tokens(sampler, p.log().expand(2, 3), 0, Proposal([0], q))[0] for _ in range(count))
+    counts = Counter(sampler.accept(p.log().expand(2, 3), 0, [0], q)[0] for _ in range(count))
     expected = [0.625, 0.375 / 3, 0.375 * 2 / 3]
     for token, share in enumerate(expected):
         assert counts[token] / count == pytest.approx(share, abs=4 * (share * (1 - share) / count) ** 0.5)

@@ -85,7 +85,7 @@ def stored_sequence(plan, tokens=300, room=WINDOW_CHUNK, turn=None):
         if begin == turn:
             earlier = take(cache, paging, sequence, range(turn), whole=False)
         batch = paging.batch([sequence], [min(step, tokens - begin)])
-        cache.write(0, x[batch.positions], -x[batch.positions], batch)
+        cache.view(0, batch).write(x[batch.positions], -x[batch.positions])
     return x, take(cache, paging, sequence, range(tokens), earlier=earlier)
 
 
@@ -105,7 +105,7 @@ def test_a_prefix_stores_what_the_whole_did(spec):
         sequence = put(whole, cache, paging, common)
         for begin in range(common, 300, 50):
             batch = paging.batch([sequence], [min(50, 300 - begin)])
-            cache.write(0, x[batch.positions], -x[batch.positions], batch)
+            cache.view(0, batch).write(x[batch.positions], -x[batch.positions])
         assert same(take(cache, paging, sequence, range(300)), whole)
     # The ring has 64 tokens beside the tail, and the group that the next token is in must be whole.
     least = 300 - 64 + plan.k(0).group_tokens if plan.keeps_tokens else 0
@@ -121,7 +121,7 @@ def test_what_others_left_in_a_block_is_not_taken():
         sequence = paging.add()
         batch = paging.batch([sequence], [tokens])
         x = torch.randn(tokens, 1, 64, generator=torch.Generator().manual_seed(tokens))
-        cache.write(0, x, x, batch)
+        cache.view(0, batch).write(x, x)
         sequences.append(take(cache, paging, sequence, range(tokens)))
         paging.free(sequence)
     assert not any(tensor[:, :, 9:].any() for name, tensor in sequences[1].tensors.items() if not name.endswith("window"))

@@ -150,18 +150,18 @@ def test_models_without_a_fused_layer_say_so_in_words():
 
 
 # -- The fused ops -----------------------------------------------------------------------------------------------------
-def composed_attention(ops, qkv, heads, rope, cache, layer, batch, softmax_scale):
+def composed_attention(ops, qkv, heads, rope, at, softmax_scale):
     """As `FusedOps.attention`."""
     if heads.bias is not None:
         qkv = qkv + heads.bias
-    shape = cache.shape(layer)
+    shape = at.kv.shape
     split = [heads.num_heads, shape.num_kv_heads, shape.num_kv_heads]
     q, k, v = torch.split(qkv.view(len(qkv), -1, shape.head_dim), split, dim=1)
     if heads.q_norm is not None:
         q, k = ops.rms_norm(q, heads.q_norm, heads.eps), ops.rms_norm(k, heads.k_norm, heads.eps)
     q, k = ops.rope(q, *rope), ops.rope(k, *rope)
-    ops.store_kv(k, v, cache, layer, batch)
-    return ops.paged_attention(q.to(heads.dtype), cache, layer, batch, softmax_scale).flatten(1)
+    ops.store_kv(k, v, at)
+    return ops.paged_attention(q.to(heads.dtype), at, softmax_scale).flatten(1)
 
 
 def composed_add_norm(ops, hidden, update, weight, eps, post_norm=None):
@@ -195,10 +195,10 @@ def attention_args(case: Case, dtype: torch.dtype, has_bias: bool, has_norms: bo
     def random_tensor(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
 
-    slots = cache.placed(LAYER, batch).slot_mapping
-    for name, tensor in [*cache.k_fields(LAYER).items(), *cache.v_fields(LAYER).items()]:
+    slots = cache.kv[LAYER].place(batch).slot_mapping
+    for name, tensor in [*cache.kv[LAYER].k.fields.items(), *cache.kv[LAYER].v.fields.items()]:
         tensor[slots // case.block_size, :, slots % case.block_size] = float("nan") if name == "scale" else 255
-    for window in filter(None, cache.kept(LAYER)):
+    for window in filter(None, cache.kv[LAYER].windows):
         window.write(torch.full((len(batch.positions), case.kv_heads, dim), float("nan")), batch)
     copy = poisoned_cache(case, DEVICE)
     for ours, theirs in zip(everything_in(copy), everything_in(cache), strict=True):
@@ -227,10 +227,10 @@ def test_attention_with_all_before_it_equals_the_ops_one_by_one(case, head_optio
         stored_kv.update(k=k, v=v)
         reference.store_kv(k, v, *rest)
 
-    composed_attention(with_ops(reference, {"store_kv": store}), qkv, heads, rope, cache, LAYER, batch, scale)
+    composed_attention(with_ops(reference, {"store_kv": store}), qkv, heads, rope, cache.view(LAYER, batch), scale)
     fault, on_device = ops.new_fault(DEVICE), tuple(x.to(DEVICE) for x in rope)
     ours = CudaFusedOps(fault).attention(
-        qkv.to(DEVICE), heads_on_device(heads), on_device, copy, LAYER, batch.to(DEVICE), scale
+        qkv.to(DEVICE), heads_on_device(heads), on_device, copy.view(LAYER, batch.to(DEVICE)), scale
     )
     ops.raise_fault(fault, copy, batch)
     assert (ours.dtype, ours.shape) == (dtype, (len(qkv), heads.num_heads * case.head_dim))
@@ -243,7 +243,7 @@ def test_attention_with_all_before_it_equals_the_ops_one_by_one(case, head_optio
     for mine, other in zip(everything_in(copy), everything_in(cache), strict=True):
         other.copy_(mine)
     nothing = with_ops(reference, {"store_kv": lambda *_: None})
-    expected = composed_attention(nothing, qkv, heads, rope, cache, LAYER, batch, scale)
+    expected = composed_attention(nothing, qkv, heads, rope, cache.view(LAYER, batch), scale)
     shape = (len(qkv), heads.num_heads, case.head_dim)
     assert relative(ours.view(shape), expected.view(shape)) <= attention_bound(dtype)
 
@@ -253,9 +253,9 @@ def test_queries_are_rounded_once_before_they_are_rotated(dtype):
     case = Case("tq4", 128, 4, 2, 8, (0,), (9,))
     _, copy, qkv, heads, rope, batch = attention_args(case, dtype, False, False)
     q = qkv.view(9, -1, 128)[:, : heads.num_heads]
-    expected, *_ = ops.rotate(reference.rope(q, *rope).to(dtype).to(DEVICE), copy, LAYER, batch.to(DEVICE))
+    expected, *_ = ops.rotate(reference.rope(q, *rope).to(dtype).to(DEVICE), copy.view(LAYER, batch.to(DEVICE)))
     args = qkv.to(DEVICE), heads_on_device(heads), (rope[0].to(DEVICE), rope[1].to(DEVICE))
-    _, (ours, *_) = ops.rotate_and_append(*args, copy, LAYER, batch.to(DEVICE), ops.new_fault(DEVICE))
+    _, (ours, *_) = ops.rotate_and_append(*args, copy.view(LAYER, batch.to(DEVICE)), ops.new_fault(DEVICE))
     assert ours.dtype == expected.dtype
     off = ((ours - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)).flatten()
     # Of a query that was not rounded to BF16, each vector would be 1e-3 off.
@@ -274,16 +274,16 @@ def test_dead_rows_store_nothing_and_a_refused_vector_is_noted(kv, window_option
     case = Case(kv, 64, 2, 3, 8, (0, 0), (1, 1), **window_options)
     _, copy, qkv, heads, rope, batch = attention_args(case, BF16, False, False)
     before, fault = as_bytes(copy), ops.new_fault(DEVICE)
-    rest = ([x.to(DEVICE) for x in rope], copy, LAYER)
+    rope = [x.to(DEVICE) for x in rope]
     dead = replace(batch, slot_mapping=torch.full_like(batch.slot_mapping, -1)).to(DEVICE)
-    ops.rotate_and_append((qkv * torch.nan).to(DEVICE), heads_on_device(heads), *rest, dead, fault)
+    ops.rotate_and_append((qkv * torch.nan).to(DEVICE), heads_on_device(heads), rope, copy.view(LAYER, dead), fault)
     ops.raise_fault(fault, copy, batch)
     assert same(before, as_bytes(copy))
     # V of token 1, KV head 2: the last head of all.
     qkv[1, -3] = torch.inf
-    _, in_bf16 = copy.kept(LAYER)
+    _, in_bf16 = copy.kv[LAYER].windows
     window_before = in_bf16.vectors[batch.rows[1]].view(torch.uint8).clone() if in_bf16 is not None else None
-    ops.rotate_and_append(qkv.to(DEVICE), heads_on_device(heads), *rest, batch.to(DEVICE), fault)
+    ops.rotate_and_append(qkv.to(DEVICE), heads_on_device(heads), rope, copy.view(LAYER, batch.to(DEVICE)), fault)
     with pytest.raises(NonFiniteError, match=r"layer 1: V of token 1 of the batch .*, KV head 2 is not finite"):
         ops.raise_fault(fault, copy, batch)
     # It was left out of what stays in BF16 as well, and its neighbours were not.

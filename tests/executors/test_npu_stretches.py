@@ -12,6 +12,7 @@ from small_models import cache_tensors, resize_config
 from haarkv.executors.npu import NpuExecutor
 from haarkv.models.qwen3_14b.npu import inputs, programs
 from haarkv.models.qwen3_14b.npu.compile import plan_programs
+from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import synthetic
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -73,8 +74,8 @@ def test_the_store_alone_turns_keys_as_the_reference_does(bits, turning):
     spec = learned_spec(CONFIG, f"k=lr{bits},v=tq4", turning=turning)
     k, v = (torch.randn(25, 2, 128, generator=generator) for _ in "kv")
     cache_contents = []
-    for store in (StoreByProgram(open_runner("sim")), lambda k, v, cache, layer, batch: cache.write(layer, k, v, batch)):
+    for store in (StoreByProgram(open_runner("sim")), reference.store_kv):
         cache, paging, sequences = fill_cache(CONFIG, spec, [2040, 1019], seed=1)
-        store(k, v, cache, 1, paging.batch(sequences, [15, 10]))
+        store(k, v, cache.view(1, paging.batch(sequences, [15, 10])))
         cache_contents.append([tensor for *_, tensor in cache_tensors(cache)])
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*cache_contents, strict=True))

@@ -150,7 +150,7 @@ def serve(model: DecoderModel, spec: KVSpec, block_size: int, prompts: list[int]
         some = ids[: max(1, len(ids) - step)]
         forward(paging.batch(some, [1] * len(some)))
     executor.ops.store_kv(
-        *torch.zeros(2, 1, config.heads.num_kv_heads, config.heads.head_dim), cache, 1, paging.batch(ids[:1], [1])
+        *torch.zeros(2, 1, config.heads.num_kv_heads, config.heads.head_dim), cache.view(1, paging.batch(ids[:1], [1]))
     )
 
 
@@ -205,7 +205,7 @@ def deltas(states: Collection[tuple[int, int, int]] = STATES) -> None:
                 batch = paging.batch([paging.add() for _ in new], new)
                 x, a, b = (torch.zeros(sum(new), width) for width in (channels, value_heads, value_heads))
                 weights = torch.zeros(channels, 1, 4), *torch.zeros(2, value_heads)
-                delta.advance(x, a, b, *weights, cache, 0, batch, ops.new_fault(x.device))
+                delta.advance(x, a, b, *weights, cache.view(0, batch), ops.new_fault(x.device))
     ops.sigmoid_mul(*torch.zeros(2, 3, 64), torch.bfloat16)
 
 

@@ -103,11 +103,11 @@ def run_mini_model(data, seed, rotation, layers=by_the_reference, norms=torch.fl
         def __getattr__(self, name):
             return getattr(reference, name)
 
-        def store_kv(self, k, v, cache, layer, batch):
+        def store_kv(self, k, v, at):
             for side, x in (("k", k), ("v", v)):
                 unit = x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
-                rotated_units[side, layer] = unit.bfloat16().float() @ rotation(layer, 128).float()
-            reference.store_kv(k, v, cache, layer, batch)
+                rotated_units[side, at.layer] = unit.bfloat16().float() @ rotation(at.layer, 128).float()
+            reference.store_kv(k, v, at)
 
     def forward(hidden, ops, positions, slots, lengths, starts):
         table = torch.from_numpy(data["block_table"]).view(2, 2)

@@ -180,7 +180,6 @@ REFUSALS = {
         ("--window 1025", "context of 1024", "--window"),
         ("--device sim", "npu cannot run this"),
         ("--executor reference --device sim", "sim", "cpu"),
-        ("--resume x --plot x", "same file"),
         ("--resume unseen.txt", "no partial result"),
         ("--text empty", "empty"),
         ("--text latin1", "UTF-8", "byte 3"),
@@ -229,8 +228,6 @@ REFUSALS = {
         ("--replay absent/layer", "absent", "does not exist"),
         ("--steps 2000", "context"),
         ("--prompt-tokens 1 --steps 0", "one token"),
-        ("--self-test", "--self-test is a command of its own now: `tq dev self-test`"),
-        ("--sensitivity", "`tq dev sensitivity`"),
     ],
     "validate": [("--prompt-tokens 3", "--prompt-tokens", "--prompt")],
     "dev compile": [

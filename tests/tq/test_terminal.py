@@ -43,7 +43,7 @@ def test_commands_stand_under_headings(capsys):
     assert main(["dev", "--help"]) == 0
     out = capsys.readouterr().out
     assert re.findall(r"^  (\S+)", out.split("A new machine:")[1], re.MULTILINE) == [
-        "bringup", "compile", "replay", "self-test", "sensitivity",
+        "bringup", "compile", "replay", "self-test",
     ]  # fmt: skip
 
 

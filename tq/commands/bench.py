@@ -1,4 +1,4 @@
-"""`tq bench`: measurements that you can repeat, as tables or one JSON line; the work is done in `benchmarks`."""
+"""`tq bench`: repeatable measurements, as tables or one JSON line."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tq import options
-from tq.groups import Group
+from tq.groups import Group, tensor_parallel
 from tq.output import loading, print_table, telling
-from tq.ranks import tensor_parallel
 
 if TYPE_CHECKING:
     from haarkv.benchmarks.decode import Request
@@ -51,7 +50,7 @@ of_a_layer = options.together(
 
 
 def finish(report: Report, args: dict[str, Any]) -> None:
-    """Save and print what was found, as far as it was asked for."""
+    """Save and print a report."""
     if args["save"]:
         report.save()
     if args["as_json"]:
@@ -67,7 +66,7 @@ def finish(report: Report, args: dict[str, Any]) -> None:
 
 @contextmanager
 def turning(args: dict[str, Any]) -> Iterator[Callable[[str], None]]:
-    """Name on stderr what is being timed; silent when stderr is not a terminal."""
+    """Name the timed variant on stderr."""
     options.set_threads(args.get("threads"))
     with telling() as tell:
         yield lambda who: tell(f"timing {who}")
@@ -81,7 +80,7 @@ def kv_list(args: dict[str, Any], default: Sequence[str] = ("bf16", "tq4")) -> l
 
 
 def request_of(args: dict[str, Any], **more: Any) -> Request:
-    """A request of `of_a_layer`'s options, and of what a command adds."""
+    """A request of `of_a_layer`'s options and `more`."""
     from haarkv.benchmarks.decode import Request
 
     kvs = kv_list(args)
@@ -93,7 +92,7 @@ def request_of(args: dict[str, Any], **more: Any) -> Request:
 
 
 def require_known(*executors: str) -> None:
-    """Refuse a slip in a name before weights are made for it, or a process is started."""
+    """Refuse a mistyped executor before weights are made."""
     from haarkv.executors.catalog import AUTO, info
 
     for name in executors:

@@ -1,4 +1,4 @@
-"""`tq cache`: sequences as a KV cache stores them, in files."""
+"""`tq cache`: sequences as the KV cache stores them, in files."""
 
 from __future__ import annotations
 

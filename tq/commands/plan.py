@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from haarkv.tq_ops.formats import Calibration
     from haarkv.tq_ops.kv.calibration_file import CalibrationFile
     from haarkv.validation.fidelity.evaluation import FidelityRow, Setup
-    from haarkv.validation.planning.candidates import Costs, Verification
-    from haarkv.validation.planning.planner import Allocation
+    from haarkv.validation.planning.candidates import Costs
+    from haarkv.validation.planning.planner import Verification
+    from haarkv.validation.planning.search import Allocation
 
 _CONTEXT = 4096
 _LEAST, _FEW = 32, 1024
@@ -194,7 +195,7 @@ def _search(
 
 def _verify(setup: Setup, request: _Request, search: PlanSearch, ids: list[int], tokens: int) -> Verification:
     from haarkv.validation.fidelity.evaluation import make_workload
-    from haarkv.validation.planning.candidates import uniform_rivals, verify
+    from haarkv.validation.planning.planner import uniform_rivals, verify
 
     limit = request.config.max_position_embeddings
     unseen = make_workload(ids, limit, window=request.context, tokens=max(tokens, request.context), prompts=0)

@@ -15,9 +15,8 @@ from haarkv.tq_ops.output_files import write_whole
 from tq import options
 from tq.commands import validate_report as reports
 from tq.commands.generate import read_prompts
-from tq.groups import Command
+from tq.groups import Command, tensor_parallel
 from tq.output import comparing, compiling, loading, unread_is_fine, warn
-from tq.ranks import tensor_parallel
 
 if TYPE_CHECKING:
     from haarkv.executors.catalog import Selection
@@ -54,8 +53,6 @@ _SCALED_TOKENS = 24
     help="Run nothing: what got better or worse from one --json report to another?",
 )
 @options.count("--repeat", "Run each layer so often again, and compare the executor with itself.", 1, least=0)
-@click.option("--self-test", "moved", flag_value="self-test", hidden=True)
-@click.option("--sensitivity", "moved", flag_value="sensitivity", hidden=True)
 @options.json_option
 @click.pass_context
 @tensor_parallel
@@ -70,8 +67,6 @@ def command(context: click.Context, /, **args: Any) -> int:
     """
     # Whoever reads only the first line of the output still gets the files and the exit code.
     with unread_is_fine():
-        if new_command := args.pop("moved"):
-            raise click.UsageError(f"--{new_command} is a command of its own now: `tq dev {new_command}`")
         options.set_threads(args["threads"])
         if args["compare"]:
             if others := [option for name, option in options.written_options().items() if name not in _COMPARE_OPTIONS]:

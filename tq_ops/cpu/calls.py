@@ -14,8 +14,8 @@ from haarkv.tq_ops.cpu.library import Cell
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.stretches import MOST_POSITIONS, STRETCH, RopeShift
 from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.kernel_support import unsupported_format, wrong_head_dim
+from haarkv.tq_ops.kv.layer import LayerKV
 from haarkv.tq_ops.kv.residual_window import ResidualBlocks, ResidualWindow
 from haarkv.tq_ops.weight import Blocks, Weight
 
@@ -28,7 +28,7 @@ class LayerCalls:
     store: library.Structure
 
 
-def prepare(cache: PagedKVCache, layer: int, isa: int) -> LayerCalls | None:
+def prepare(kv: LayerKV, isa: int) -> LayerCalls | None:
     """The calls of a layer for one instruction set, an index of `library.ISAS`.
 
     Returns:
@@ -36,22 +36,22 @@ def prepare(cache: PagedKVCache, layer: int, isa: int) -> LayerCalls | None:
     Raises:
         InputError: a head_dim without kernels.
     """
-    shape, pair = cache.shape(layer), cache.plan.layers[layer]
+    shape, pair, layer = kv.shape, kv.formats, kv.index
     if reason := wrong_head_dim(READS, shape.head_dim):
         raise InputError(reason)
     if any(unsupported_format(READS, kv_format, shape.head_dim) for kv_format in pair):
         return None
-    k_fields, v_fields = cache.k_fields(layer), cache.v_fields(layer)
+    k_fields, v_fields = kv.fields
     keys, values = (layout(kv_format, layer, shape.head_dim) for kv_format in pair)
     turns = pair[0].turns(layer)
-    if turns and STRETCH % cache.block_size:
+    if turns and STRETCH % kv.block_size:
         return None
     stretches = _stretches(turns)
-    k_window, v_window = map(_window_struct, cache.kept(layer))
+    k_window, v_window = map(_window_struct, kv.windows)
     attention = library.Attention(
         cache=library.Cache(
             k=_side(k_fields, keys, k_window), v=_side(v_fields, values, v_window),
-            num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, block_size=cache.block_size,
+            num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, block_size=kv.block_size,
         ),
         stretches=stretches, q=0, out=0, rotation=_matrix(keys.rotate, shape.head_dim, keys.rotate_pairs),
         rotation_back=_matrix(values.rotate_back, shape.head_dim, values.rotate_back_pairs),
@@ -61,8 +61,8 @@ def prepare(cache: PagedKVCache, layer: int, isa: int) -> LayerCalls | None:
     store = library.Store(
         k=_store_side(k_fields, keys, k_window, stretches),
         v=_store_side(v_fields, values, v_window, _stretches(None)),
-        slots=0, positions=0, query_start=0, rows=0, kept_slots=0, tokens=0, num_slots=cache.num_slots_of(layer), sequences=0,
-        num_kv_heads=shape.num_kv_heads, block_size=cache.block_size, isa=isa, threads=0,
+        slots=0, positions=0, query_start=0, rows=0, kept_slots=0, tokens=0, num_slots=kv.num_slots, sequences=0,
+        num_kv_heads=shape.num_kv_heads, block_size=kv.block_size, isa=isa, threads=0,
     )  # fmt: skip
     return LayerCalls(attention, store)
 
@@ -83,9 +83,9 @@ def is_bf16(x: Tensor) -> bool:
     return bf16
 
 
-def too_long(cache: PagedKVCache, batch: Batch) -> bool:
+def too_long(batch: Batch, block_size: int) -> bool:
     """Whether a sequence may have more positions than stretches; the reference's ops run it then."""
-    return batch.block_table.shape[1] * cache.block_size > MOST_POSITIONS
+    return batch.block_table.shape[1] * block_size > MOST_POSITIONS
 
 
 def _stretches(turns: RopeShift | None) -> library.Structure:

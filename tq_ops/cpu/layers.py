@@ -96,7 +96,7 @@ class DenseLayers:
             ValueError: more new tokens of a sequence than the cache takes at a time.
         """
         cache.require_room(batch)
-        if too_long(cache, batch) or not cache.has_room(batch):
+        if too_long(batch, cache.block_size) or not cache.has_room(batch):
             return None
         structures, hidden = self._structures(cache), hidden.clone(memory_format=torch.contiguous_format)
         turns, keepalive = (library.Turns * len(ropes))(), []
@@ -106,7 +106,7 @@ class DenseLayers:
             keepalive += [cos, sin]
         places = (library.Places * len(structures.shape_layers))()
         for place, layer in zip(places, structures.shape_layers, strict=True):
-            layer_batch = cache.placed(layer, batch)
+            layer_batch = cache.kv[layer].place(batch)
             slots, table = layer_batch.slot_mapping.contiguous(), layer_batch.block_table.contiguous()
             place.slots, place.block_table = slots.data_ptr(), table.data_ptr()
             keepalive += [slots, table]
@@ -130,13 +130,13 @@ class DenseLayers:
         return self._by_cache[cache]
 
     def _layer_calls(self, cache: PagedKVCache, index: int) -> LayerCalls | None:
-        if self._layers[index] is None or index not in cache.held:
+        if self._layers[index] is None or index not in cache.kv:
             return None
-        return self._ops.layer_calls(cache, index)
+        return self._ops.layer_calls(cache.kv[index])
 
     def _fill(self, cache: PagedKVCache, calls: tuple[LayerCalls | None, ...]) -> _CacheStructures:
         # Layers of one shape have one block table.
-        layer_by_shape = {cache.shape(index): index for index, call in enumerate(calls) if call is not None}
+        layer_by_shape = {cache.kv[index].shape: index for index, call in enumerate(calls) if call is not None}
         layers, matrices = (library.DenseLayer * len(calls))(), list[library.Structure]()
         for index, (to, dense, call) in enumerate(zip(layers, self._layers, calls, strict=True)):
             if dense is None or call is None:
@@ -151,5 +151,9 @@ class DenseLayers:
             to.store, to.attention = ctypes.addressof(call.store), ctypes.addressof(call.attention)
             to.intermediate_size, to.num_heads = dense.weights["gate_proj"].shape[0], dense.num_heads
             to.norms_bf16, to.gelu, to.rope = is_bf16(backing_tensor(dense.weights["input_norm"])), dense.gelu, dense.rope
-            to.place, to.eps, to.softmax_scale = list(layer_by_shape).index(cache.shape(index)), dense.eps, dense.softmax_scale
+            to.place, to.eps, to.softmax_scale = (
+                list(layer_by_shape).index(cache.kv[index].shape),
+                dense.eps,
+                dense.softmax_scale,
+            )
         return _CacheStructures(layers, calls, tuple(layer_by_shape.values()), tuple(matrices))

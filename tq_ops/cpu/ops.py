@@ -9,7 +9,6 @@ import ctypes
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,9 +18,8 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.cpu import library
 from haarkv.tq_ops.cpu.calls import IS_BF16, LayerCalls, has_kernel, is_bf16, prepare, stored_weight, too_long
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.recurrent import Recurrent
+from haarkv.tq_ops.kv.cache import LayerView
+from haarkv.tq_ops.kv.layer import LayerKV
 from haarkv.tq_ops.weight import Blocks, Weight, activations, weight_numbers, weight_rows
 
 
@@ -50,7 +48,7 @@ class CpuOps:
         )
         self._blocks: WeakKeyDictionary[Blocks, library.Structure] = WeakKeyDictionary()
         self._given = threading.local()
-        self._caches: WeakKeyDictionary[PagedKVCache, dict[int, LayerCalls | None]] = WeakKeyDictionary()
+        self._layer_calls: WeakKeyDictionary[LayerKV, LayerCalls | None] = WeakKeyDictionary()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -194,8 +192,8 @@ class CpuOps:
             struct = self._blocks[weight] = stored_weight(weight)
         return struct
 
-    def store_kv(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
-        """Quantizes K and V into their slots, and keeps BF16 copies where the plan says so.
+    def store_kv(self, k: Tensor, v: Tensor, at: LayerView) -> None:
+        """Quantizes K and V into the slots of a batch, and keeps BF16 copies where the plan says so.
 
         Formats outside `READS` are stored by the reference.
 
@@ -206,12 +204,11 @@ class CpuOps:
             InputError: a head_dim without kernels.
         Rounding points: those of the format. FP32 sums have another order, so a level may differ at a boundary.
         """
-        layer_calls = self.layer_calls(cache, layer)
+        layer_calls, batch = self.layer_calls(at.kv), at.batch
         if layer_calls is None:
             with self._threads_for_torch():
-                return reference.store_kv(k, v, cache, layer, batch)
-        cache.require_room(batch, layer)
-        forward_batch, batch = batch, cache.placed(layer, batch)
+                return reference.store_kv(k, v, at)
+        at.require_room()
         k, v, slots = k.contiguous(), v.contiguous(), batch.slot_mapping.contiguous()
         call = library.Store.from_buffer_copy(layer_calls.store)
         call.k.x, call.v.x, call.k.bf16, call.v.bf16 = k.data_ptr(), v.data_ptr(), is_bf16(k), is_bf16(v)
@@ -222,10 +219,10 @@ class CpuOps:
         )  # fmt: skip
         if status:
             # Nothing was written. The reference meets the same fault and names it.
-            reference.store_kv(k, v, cache, layer, forward_batch)
+            reference.store_kv(k, v, at)
         return None
 
-    def paged_attention(self, q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
+    def paged_attention(self, q: Tensor, at: LayerView, softmax_scale: float) -> Tensor:
         """Causal attention of new tokens over the stored tokens of their sequences, in the rotated domain.
 
             logits = (q @ rotation . centroids[level]) * k_scale * softmax_scale
@@ -234,8 +231,8 @@ class CpuOps:
         Learned keys take `rows.T` of the KV head as rotation. What q makes of K's mean is the same for every key and drops
         out; V's mean is added once. BF16 and FP32 do not rotate. Formats outside `READS` are left to the reference.
 
-        Tokens kept in BF16 (`ResidualWindow`) take part in the same softmax: their logits replace those of the packed ones,
-        less `softmax_scale * (q . K's mean)`, and their values are summed in the model's own domain.
+        Tokens that a query sees in BF16 (`ResidualWindow.seen`) take part in the same softmax: their logits replace those of
+        the packed ones, less `softmax_scale * (q . K's mean)`, and their values are summed in the model's own domain.
 
         Keys are summed 1,024 at a time and merged in order: results do not depend on the number of threads, on the rest of
         the batch or on how a prompt was cut. Rotated queries and partial sums take 4 to 16 MB, whatever the prompt.
@@ -248,7 +245,7 @@ class CpuOps:
         Raises:
             InputError: a head_dim without kernels.
         Rounding points, of a bf16 q (q rotated stays FP32): each block's probabilities, against the block's own maximum, to
-            BF16, and their sum is that of the rounded ones; on `avx512vnni` their exponentials are off by 3e-6 before that.
+            BF16, and their sum is that of the rounded ones; from `avx512vnni` on exponentials are off by 3e-6 before that.
             Blocks are merged in FP32; the output to BF16.
 
             From `avx512vnni` on, levels of up to 4 bits and learned keys are summed exactly as 16-bit integers. Rounded, by
@@ -261,11 +258,10 @@ class CpuOps:
             sums of two BF16 numbers, off by at most 2**-17; FP32 sums are in the tiles' order. Its sums of integers are the
             bits of `avx512vnni`.
         """
-        layer_calls = self.layer_calls(cache, layer)
-        if layer_calls is None or too_long(cache, batch):
+        layer_calls, batch = self.layer_calls(at.kv), at.batch
+        if layer_calls is None or too_long(batch, at.kv.block_size):
             with self._threads_for_torch():
-                return reference.paged_attention(q, cache, layer, batch, softmax_scale)
-        batch = cache.placed(layer, batch)
+                return reference.paged_attention(q, at, softmax_scale)
         q = q.contiguous()
         out = torch.empty_like(q)
         call = library.Attention.from_buffer_copy(layer_calls.attention)
@@ -281,9 +277,8 @@ class CpuOps:
         return out
 
     def gated_delta(
-        self, x: Tensor, a: Tensor, b: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor, cache: PagedKVCache, layer: int,
-        batch: Batch,
-    ) -> Tensor:  # fmt: skip
+        self, x: Tensor, a: Tensor, b: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor, at: LayerView
+    ) -> Tensor:
         """The gated delta rule; arguments and result as the reference's.
 
         `S^T k` is taken of the matrix before it is scaled. FP32 sums are in another order, one for every number: results do
@@ -292,7 +287,7 @@ class CpuOps:
         Raises:
             ValueError: as the reference; nothing was changed.
         """
-        state = cast(Recurrent, cache.states[layer])
+        state, batch = at.state, at.batch
         windows, memories = state.tensors["conv"], state.tensors["delta"]
         channels, taps = conv.shape[0], conv.shape[2]
         _, versions, value_heads, key_dim, value_dim = memories.shape
@@ -311,15 +306,12 @@ class CpuOps:
             state.read(batch)  # raises: it names the tokens that no state has seen
         return out
 
-    def layer_calls(self, cache: PagedKVCache, layer: int) -> LayerCalls | None:
+    def layer_calls(self, kv: LayerKV) -> LayerCalls | None:
         """The calls of one layer of a cache, cached: filling them in takes longer than storing a token.
 
         Returns:
             None where the reference's ops have to run.
         """
-        by_layer = self._caches.setdefault(cache, {})
-        if cache.is_widened(layer):
-            return prepare(cache, layer, self.isa_number)
-        if layer not in by_layer:
-            by_layer[layer] = prepare(cache, layer, self.isa_number)
-        return by_layer[layer]
+        if kv not in self._layer_calls:
+            self._layer_calls[kv] = prepare(kv, self.isa_number)
+        return self._layer_calls[kv]

@@ -17,7 +17,7 @@ from torch import Tensor
 from haarkv.tq_ops.cuda import choices
 from haarkv.tq_ops.cuda.layout import Layout
 from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.layer import LayerKV
 
 ROWS = 16
 """Vectors of a program: a tile of the tensor cores."""
@@ -41,9 +41,9 @@ class WindowPair:
     ring: int
 
 
-def layer_windows(cache: PagedKVCache, layer: int) -> WindowPair | None:
+def layer_windows(kv: LayerKV) -> WindowPair | None:
     """What a layer keeps in BF16, if anything."""
-    k, v = cache.kept(layer)
+    k, v = kv.windows
     if k is None and v is None:
         return None
     # Every format that the kernels read is lossy, and stores each vector alone.

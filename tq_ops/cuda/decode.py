@@ -26,8 +26,8 @@ from haarkv.tq_ops.cuda.lookup import half_constants
 from haarkv.tq_ops.errors import warn
 from haarkv.tq_ops.formats.learned import COLUMNS as LEARNED
 from haarkv.tq_ops.formats.stretches import STRETCH
-from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.cache import LayerView, PagedKVCache
+from haarkv.tq_ops.kv.layer import LayerKV
 
 SOURCES = Path(__file__).with_name("csrc")
 THREADS = 256
@@ -82,27 +82,27 @@ _RESERVED_BYTES = 1024
 """Bytes of shared memory that each thread block takes beside its own."""
 
 
-def takes(q: Tensor, cache: PagedKVCache, layer: int, k: Layout, v: Layout) -> bool:
+def takes(q: Tensor, kv: LayerKV, k: Layout, v: Layout) -> bool:
     """Whether the kernel is made for these queries [B, Hq, D], one a sequence, and this cache, and can be compiled here."""
-    group, head_dim = q.shape[1] // cache.shape(layer).num_kv_heads, q.shape[2]
+    group, head_dim = q.shape[1] // kv.shape.num_kv_heads, q.shape[2]
     bits = {v.bits} if k.learned else {k.bits, v.bits}
     compiles = (bits <= {4} and not k.learned) or (head_dim > 64 and bits <= {*_BITS})
-    fits = group <= _MOST_GROUP and _columns(group) * head_dim <= _MOST_NUMBERS and cache.block_size % 16 == 0
+    fits = group <= _MOST_GROUP and _columns(group) * head_dim <= _MOST_NUMBERS and kv.block_size % 16 == 0
     if not (compiles and fits and q.is_cuda and q.dtype == torch.bfloat16) or available.nvrtc_missing():
         return False
     if shared_bytes(group, head_dim) > available.most_shared_bytes(q.device):
         return False
-    if not all(_is_aligned(fields["codes"]) for fields in (cache.k_fields(layer), cache.v_fields(layer))):
+    if not all(_is_aligned(fields["codes"]) for fields in kv.fields):
         return False
-    return q.device.type != "cuda" or _is_usable(kernel_shape(q, cache, layer, k, v), device=q.device)
+    return q.device.type != "cuda" or _is_usable(kernel_shape(q, kv, k, v), device=q.device)
 
 
-def kernel_shape(q: Tensor, cache: PagedKVCache, layer: int, k: Layout, v: Layout) -> Shape:
+def kernel_shape(q: Tensor, kv: LayerKV, k: Layout, v: Layout) -> Shape:
     """What is compiled for a call."""
-    kv_shape, windows = cache.shape(layer), layer_windows(cache, layer)
+    kv_shape, windows = kv.shape, layer_windows(kv)
     group = q.shape[1] // kv_shape.num_kv_heads
     return Shape(
-        kv_shape.num_kv_heads, group, kv_shape.head_dim, k.bits, v.bits, cache.block_size,
+        kv_shape.num_kv_heads, group, kv_shape.head_dim, k.bits, v.bits, kv.block_size,
         blocks_a_processor(group, kv_shape.head_dim, available.processor_shared_bytes(q.device)),
         windows.tail if windows else 0, windows.sink if windows else 0, int(k.learned is not None), kv_shape.window or 0,
     )  # fmt: skip
@@ -191,9 +191,8 @@ def count_blocks(sequences: int, heads: int, most_tokens: int, at_once: int, dev
 
 
 def attend(
-    q: Tensor, rotated: Rotated, cache: PagedKVCache, layer: int, batch: Batch, k: Layout, v: Layout, scale: float,
-    in_bf16: Part | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor, rotated: Rotated, at: LayerView, k: Layout, v: Layout, scale: float, in_bf16: Part | None = None
+) -> Tensor:
     """Attention of one new token a sequence, in one launch and without waiting for the device.
 
     Rounding points: those of the Triton kernels: queries, centroids and probabilities (in units of a power of two below the
@@ -202,7 +201,6 @@ def attend(
     Args:
         q: [B, Hq, D] bf16, for its shape and device.
         rotated: the same, from `ops.rotate`.
-        batch: placed.
         scale: softmax_scale * log2(e).
         in_bf16: what `attend_kept` makes of the tokens in BF16, where some stay in it.
     Returns:
@@ -211,9 +209,9 @@ def attend(
     Calls over one cache must follow each other on one stream: they share counters, which the first of them makes. Make it
     before a graph is captured, as a warm-up does.
     """
-    shape, sequences, device = kernel_shape(q, cache, layer, k, v), len(q), q.device
-    heads, table = shape.heads, batch.block_table.contiguous()
-    capacity = table.shape[1] * cache.block_size
+    shape, sequences, device = kernel_shape(q, at.kv, k, v), len(q), q.device
+    batch, heads, table = at.batch, shape.heads, at.batch.block_table.contiguous()
+    capacity = table.shape[1] * at.kv.block_size
     most_tokens = min(capacity, shape.window + _SPAN) if shape.window else capacity
     blocks = count_blocks(sequences, heads, most_tokens, shape.processor_blocks, device)
     columns = _columns(shape.group)
@@ -227,14 +225,14 @@ def attend(
         return _Side(available.address(codes), available.address(scales), codes.stride(0), scales.stride(0))
 
     pointers = (
-        rotated.queries, out, v.rotation, sums, maxima, totals, _counter_set(cache, sequences, heads, device), batch.positions,
-        batch.seq_lens, table, k.centroids, v.centroids,
+        rotated.queries, out, v.rotation, sums, maxima, totals, _counter_set(at.cache, sequences, heads, device),
+        batch.positions, batch.seq_lens, table, k.centroids, v.centroids,
         *((in_bf16.parts, in_bf16.maxima, in_bf16.sums) if in_bf16 else (None, None, None)),
         rotated.gains, rotated.lacks,
     )  # fmt: skip
     arguments = Arguments(
         *(0 if tensor is None else available.address(tensor) for tensor in pointers),
-        side(cache.k_fields(layer)), side(cache.v_fields(layer)), sequences, table.shape[1], scale,
+        *map(side, at.kv.fields), sequences, table.shape[1], scale,
     )  # fmt: skip
     kernel = _kernel(shape, device)
     if not only_compiles():

@@ -5,8 +5,6 @@ from `seen`, which none of them changes. They tell the second, in `turns`, which
 program. So nothing depends on the order of programs.
 """
 
-from typing import cast
-
 import torch
 import triton
 import triton.language as tl
@@ -17,9 +15,7 @@ from haarkv.tq_ops.cuda.arguments import sequence_bits
 from haarkv.tq_ops.cuda.available import launch
 from haarkv.tq_ops.cuda.in_bf16 import token_sequence
 from haarkv.tq_ops.cuda.layout import STATE
-from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.recurrent import Recurrent
+from haarkv.tq_ops.kv.cache import LayerView
 
 # What a sequence reads in place of a version: zeros before its first token; nothing, as it pads a batch; nothing, as no
 # version has seen the tokens before.
@@ -238,9 +234,7 @@ def advance(
     conv: Tensor,
     a_log: Tensor,
     dt_bias: Tensor,
-    cache: PagedKVCache,
-    layer: int,
-    batch: Batch,
+    at: LayerView,
     fault: Tensor,
 ) -> Tensor:
     """`gated_delta` in two launches, without waiting for the device.
@@ -249,13 +243,13 @@ def advance(
     nothing either; its numbers are NaN, and it is noted.
 
     Args:
-        x, a, b, conv, a_log, dt_bias, cache, layer, batch: as of `tq_ops.reference.gated_delta`.
+        x, a, b, conv, a_log, dt_bias, at: as of `tq_ops.reference.gated_delta`.
         fault: from `ops.new_fault`, where a state that is not there is noted.
     Returns:
         [T, Hv, dv] fp32.
     Rounding points: none; all is FP32. Sums are in one order, whatever the batch and however a prompt is cut.
     """
-    state = cast(Recurrent, cache.states[layer])
+    state, batch = at.state, at.batch
     windows, memories = state.tensors["conv"], state.tensors["delta"]
     _, versions, value_heads, key_dim, value_dim = memories.shape
     (tokens, channels), taps, sequences = x.shape, conv.shape[2], len(batch.rows)
@@ -272,7 +266,7 @@ def advance(
     key_size = triton.next_power_of_2(key_dim)
     launch(delta_inputs_kernel, (tokens, 2 * key_heads + value_heads))(
         x, a, b, conv, a_log, dt_bias, windows, state.seen, batch.positions, batch.slot_mapping, batch.rows,
-        batch.query_start_loc, sequences, fault, layer, mixed, gates, turns, TAPS=taps, SEQUENCE_BITS=sequence_bits(batch),
+        batch.query_start_loc, sequences, fault, at.layer, mixed, gates, turns, TAPS=taps, SEQUENCE_BITS=sequence_bits(batch),
         SIZE=max(key_size, triton.next_power_of_2(value_dim)), num_warps=1, **shape, **choices.OPTIONS,
     )  # fmt: skip
     columns = choices.delta_columns(key_size)

@@ -1,9 +1,9 @@
 """Tokens that stay in BF16 beside the packed ones: storing them, and attention over them, whose result is one more part.
 
 They lie in the model's own domain (`tq_ops.kv.residual_window`), so that every backend reads the same cache. Attention over
-them is one launch before that over packed tokens: each query sees its sinks and its tail, as far as its sliding window reaches,
-and nothing else. Its sums of V are brought into V's rotated domain, where `schedule.merge_kernel` and csrc/merge.cuh add them to
-those of packed tokens.
+them is one launch before that over packed tokens: each query sees its sinks and its tail, as far as its sliding window
+reaches, and nothing else. Its sums of V are brought into V's rotated domain, where `schedule.merge_kernel` and csrc/merge.cuh
+add them to those of packed tokens.
 """
 
 import torch
@@ -17,8 +17,7 @@ from haarkv.tq_ops.cuda.available import launch
 from haarkv.tq_ops.cuda.layout import into_rotated
 from haarkv.tq_ops.cuda.rotate import dot, places, round_to
 from haarkv.tq_ops.cuda.schedule import find_column_tile, sequence_tiles
-from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.cache import LayerView
 
 
 @triton.jit
@@ -137,7 +136,7 @@ def window_kernel(
             tl.store(out + piece * WIDTH, rotated, live[:, None])
 
 
-def attend_windows(q: Tensor, windows: WindowPair, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Part:
+def attend_windows(q: Tensor, windows: WindowPair, at: LayerView, scale: float) -> Part:
     """Attention over the tokens in BF16, one launch, without waiting for the device.
 
     Rounding points: in a BF16 model the probabilities are rounded to BF16 and summed rounded, and the sums of V are rotated
@@ -145,17 +144,17 @@ def attend_windows(q: Tensor, windows: WindowPair, cache: PagedKVCache, layer: i
 
     Args:
         q: [T, Hq, D] bf16 or fp32 in the model's domain.
-        batch: placed.
         scale: softmax_scale * log2(e).
     """
-    (tokens, q_heads, head_dim), heads, sequences = q.shape, cache.shape(layer).num_kv_heads, batch.seq_lens.shape[0]
+    batch, shape = at.batch, at.kv.shape
+    (tokens, q_heads, head_dim), heads, sequences = q.shape, shape.num_kv_heads, batch.seq_lens.shape[0]
     group, operand = q_heads // heads, choices.rotation_operand(q, q.dtype == torch.bfloat16)
     tile = choices.window_tile(triton.cdiv(tokens, sequences), group, head_dim, operand)
     column_tiles = sequences if tokens == sequences else triton.cdiv(tokens * group, tile.columns) + sequences
-    matrix = into_rotated(cache.v_format(layer), layer, head_dim, q.device)
+    matrix = into_rotated(at.kv.v.kv_format, at.layer, head_dim, q.device)
     parts = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     maxima, sums = (torch.empty(tokens, q_heads, dtype=torch.float32, device=q.device) for _ in range(2))
-    new = token_arguments(batch, windows, cache.shape(layer).window, triton.next_power_of_2(sequences))
+    new = token_arguments(batch, windows, shape.window, triton.next_power_of_2(sequences))
     launch(window_kernel, (column_tiles, heads))(
         q.contiguous(), windows.k, windows.v, batch.rows, parts, maxima, sums, new, sequences, matrix,
         scale,

@@ -8,7 +8,6 @@ to FP16, products accumulate in FP32, and the probabilities are summed before th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import cast
 
 import torch
 import triton
@@ -28,9 +27,9 @@ from haarkv.tq_ops.cuda.layout import NO_FAULT, Layout, Rotated, fault_place, st
 from haarkv.tq_ops.cuda.rotate import rotate_kernel
 from haarkv.tq_ops.cuda.schedule import merge_kernel
 from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.cache import LayerView, PagedKVCache
 from haarkv.tq_ops.kv.layer import NonFiniteTokenError
-from haarkv.tq_ops.kv.recurrent import UNSEEN, Recurrent
+from haarkv.tq_ops.kv.recurrent import UNSEEN
 from haarkv.tq_ops.table import Heads
 from haarkv.tq_ops.weight import Blocks, Weight
 
@@ -49,13 +48,10 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
     return reference.linear(x, weight)
 
 
-def gated_delta(
-    x: Tensor, a: Tensor, b: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor, cache: PagedKVCache, layer: int,
-    batch: Batch,
-) -> Tensor:  # fmt: skip
+def gated_delta(x: Tensor, a: Tensor, b: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor, at: LayerView) -> Tensor:
     """As `tq_ops.reference.gated_delta`: it waits to know that every state is there, then two launches."""
-    cast(Recurrent, cache.states[layer]).require(batch)
-    return delta.advance(x, a, b, conv, a_log, dt_bias, cache, layer, batch, new_fault(x.device))
+    at.state.require(at.batch)
+    return delta.advance(x, a, b, conv, a_log, dt_bias, at, new_fault(x.device))
 
 
 def new_fault(device: torch.device) -> Tensor:
@@ -75,28 +71,20 @@ def raise_fault(fault: Tensor, cache: PagedKVCache, batch: Batch) -> None:
     layer, side, token, head = fault_place(key)
     if side == "state":
         raise ValueError(UNSEEN)
-    batch = cache.placed(layer, batch)
-    kv_format = cache.v_format(layer) if side == "V" else cache.k_format(layer)
-    raise NonFiniteTokenError(layer, side, token, int(batch.slot_mapping[token]), head, kv_format.name)
+    at = cache.view(layer, batch)
+    kv_format = at.kv.formats["KV".index(side)]
+    raise NonFiniteTokenError(layer, side, token, int(at.batch.slot_mapping[token]), head, kv_format.name)
 
 
-def _layouts(cache: PagedKVCache, layer: int, device: torch.device) -> tuple[Layout, Layout]:
-    head_dim = cache.shape(layer).head_dim
-    return (
-        to_layout(cache.k_format(layer), layer, head_dim, device), to_layout(cache.v_format(layer), layer, head_dim, device)
-    )  # fmt: skip
-
-
-def _fields(cache: PagedKVCache, layer: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    return cache.k_fields(layer), cache.v_fields(layer)
+def _layouts(at: LayerView, device: torch.device) -> tuple[Layout, Layout]:
+    k, v = (to_layout(kv_format, at.layer, at.kv.shape.head_dim, device) for kv_format in at.kv.formats)
+    return k, v
 
 
 def append(
     k: Tensor,
     v: Tensor,
-    cache: PagedKVCache,
-    layer: int,
-    batch: Batch,
+    at: LayerView,
     fault: Tensor,
     *,
     write: bool = True,
@@ -106,58 +94,55 @@ def append(
 
     Args:
         k, v: [T, Hkv, D] fp32; K after RoPE.
-        batch: where they go; a negative slot is skipped.
+        at: where they go; a negative slot is skipped.
         fault: from `new_fault`; a vector that is not finite, or too large for its format, is left out and noted there.
         write: whether to store anything, or to look for faults only.
         stand_in: store a vector that is not finite all the same, with zeros for its numbers that are not; not where tokens
             stay in BF16.
     """
-    windows, shape, batch = arguments.layer_windows(cache, layer), cache.shape(layer), cache.placed(layer, batch)
+    windows, shape, batch = arguments.layer_windows(at.kv), at.kv.shape, at.batch
     assert not (windows and stand_in)
     k, v, tokens = k.contiguous(), v.contiguous(), k.shape[0]
-    layouts = _layouts(cache, layer, k.device)
+    layouts = _layouts(at, k.device)
     launch(quantize.quantize_kernel, (max(arguments.num_tiles(tokens, shape.num_kv_heads, layout) for layout in layouts), 2))(
         k, v, keeping=arguments.keeping(windows, batch), sequences=batch.seq_lens.shape[0],
         positions=batch.positions if layouts[0].learned else None, slots=batch.slot_mapping, tokens=tokens, fault=fault,
-        layer=layer, HEADS=shape.num_kv_heads, D=shape.head_dim, BLOCK=cache.block_size, ROWS=arguments.ROWS, WRITE=write,
+        layer=at.layer, HEADS=shape.num_kv_heads, D=shape.head_dim, BLOCK=at.kv.block_size, ROWS=arguments.ROWS, WRITE=write,
         STAND_IN=stand_in, **choices.OPTIONS,
-        **arguments.both_writes(_fields(cache, layer), layouts, windows, k, shape.head_dim),
+        **arguments.both_writes(at.kv.fields, layouts, windows, k, shape.head_dim),
     )  # fmt: skip
 
 
-def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
+def store_kv(k: Tensor, v: Tensor, at: LayerView) -> None:
     """As `tq_ops.reference.store_kv`: one launch looks for faults, and if there are none, another writes."""
-    batch, most = cache.placed(layer, batch), cache.num_slots_of(layer)
-    slots = batch.slot_mapping
-    if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < most:
-        raise IndexError(f"slots must lie in 0 … {most - 1}")
-    cache.require_room(batch, layer)
+    at.require_slots()
+    at.require_room()
     fault = new_fault(k.device)
-    append(k, v, cache, layer, batch, fault, write=False)
-    raise_fault(fault, cache, batch)
-    append(k, v, cache, layer, batch, fault)
+    append(k, v, at, fault, write=False)
+    raise_fault(fault, at.cache, at.batch)
+    append(k, v, at, fault)
 
 
-def rotate(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> Rotated:
+def rotate(q: Tensor, at: LayerView) -> Rotated:
     """Queries [T, Hq, D] in the domain of the codes; for learned keys as those of each stretch meet them."""
     tokens, heads, head_dim = q.shape
-    keys, shape = _layouts(cache, layer, q.device)[0], cache.shape(layer)
-    stretches = stretch_room(batch, cache.block_size) if keys.learned else 1
+    keys, shape = _layouts(at, q.device)[0], at.kv.shape
+    stretches = stretch_room(at.batch, at.kv.block_size) if keys.learned else 1
     out = unset_queries(tokens, heads, keys, stretches, q.dtype, q.device)
     operand = choices.rotation_operand(q, q.dtype == torch.bfloat16)
     launch(rotate_kernel, (arguments.num_tiles(tokens, heads, keys), head_dim // _WIDTH, choices.stretch_programs(stretches)))(
-        q.contiguous(), *out, keys.rotation, arguments.turning(keys, batch, shape.window, operand), tokens, HEADS=heads,
+        q.contiguous(), *out, keys.rotation, arguments.turning(keys, at.batch, shape.window, operand), tokens, HEADS=heads,
         MATRICES=keys.matrices, D=head_dim, TYPE=operand, ROWS=arguments.ROWS, WIDTH=_WIDTH,
         HALF=keys.learned.half if keys.learned else head_dim // 2, **choices.OPTIONS,
     )  # fmt: skip
     return out
 
 
-def _at_once(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> int:
+def _at_once(q: Tensor, at: LayerView) -> int:
     """How many tokens' queries may be rotated at a time: for learned keys they are as many as there are stretches."""
-    if not _layouts(cache, layer, q.device)[0].learned:
+    if not _layouts(at, q.device)[0].learned:
         return max(1, len(q))
-    nbytes = q.element_size() * q.shape[1] * q.shape[2] * stretch_room(batch, cache.block_size)
+    nbytes = q.element_size() * q.shape[1] * q.shape[2] * stretch_room(at.batch, at.kv.block_size)
     return max(1, choices.MOST_AHEAD // nbytes)
 
 
@@ -182,7 +167,7 @@ def batch_part(batch: Batch, begin: int, end: int) -> Batch:
     return replace(inside, query_start_loc=starts, seq_lens=lengths, block_table=table, rows=rows)
 
 
-def attend(q: Tensor, rotated: Rotated | None, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
+def attend(q: Tensor, rotated: Rotated | None, at: LayerView, softmax_scale: float) -> Tensor:
     """Attention of rotated queries, in two launches, or in one of `decode`, and without waiting for the device.
 
     Where tokens stay in BF16, one more launch attends to those.
@@ -195,29 +180,24 @@ def attend(q: Tensor, rotated: Rotated | None, cache: PagedKVCache, layer: int, 
         [T, Hq, D] of q's dtype.
     """
     if rotated is None:
-        most = _at_once(q, cache, layer, batch)
-        parts = ((q[begin : begin + most], batch_part(batch, begin, begin + most)) for begin in range(0, len(q), most))
-        rotated_parts = ((some, rotate(some, cache, layer, piece_batch), piece_batch) for some, piece_batch in parts)
-        return torch.cat(
-            [
-                attend(some, part_rotated, cache, layer, part_batch, softmax_scale)
-                for some, part_rotated, part_batch in rotated_parts
-            ]
-        )
-    batch, windows, scale = cache.placed(layer, batch), arguments.layer_windows(cache, layer), softmax_scale * LOG2_E
-    layouts = _layouts(cache, layer, q.device)
-    in_bf16 = attend_windows(q, windows, cache, layer, batch, scale) if windows else None
-    if len(q) == len(batch.seq_lens) and decode.takes(q, cache, layer, *layouts):
-        return decode.attend(q, rotated, cache, layer, batch, *layouts, scale, in_bf16)
-    return _attend_in_parts(q, rotated, cache, layer, batch, layouts, scale, windows, in_bf16)
+        most, outputs = _at_once(q, at), []
+        for begin in range(0, len(q), most):
+            some, part = q[begin : begin + most], replace(at, batch=batch_part(at.batch, begin, begin + most))
+            outputs.append(attend(some, rotate(some, part), part, softmax_scale))
+        return torch.cat(outputs)
+    windows, scale, layouts = arguments.layer_windows(at.kv), softmax_scale * LOG2_E, _layouts(at, q.device)
+    in_bf16 = attend_windows(q, windows, at, scale) if windows else None
+    if len(q) == len(at.batch.seq_lens) and decode.takes(q, at.kv, *layouts):
+        return decode.attend(q, rotated, at, *layouts, scale, in_bf16)
+    return _attend_in_parts(q, rotated, at, layouts, scale, windows, in_bf16)
 
 
 def _attend_in_parts(
-    q: Tensor, rotated: Rotated, cache: PagedKVCache, layer: int, batch: Batch, layouts: tuple[Layout, Layout], scale: float,
+    q: Tensor, rotated: Rotated, at: LayerView, layouts: tuple[Layout, Layout], scale: float,
     windows: arguments.WindowPair | None, in_bf16: arguments.Part | None,
 ) -> Tensor:  # fmt: skip
     """The Triton kernels: partial results by `attention`, added up by `merge`."""
-    (keys, values), shape = layouts, cache.shape(layer)
+    (keys, values), shape, batch = layouts, at.kv.shape, at.batch
     (tokens, q_heads, head_dim), heads, sequences = q.shape, shape.num_kv_heads, batch.seq_lens.shape[0]
     group, one_each, operand = q_heads // heads, tokens == sequences, choices.attention_operand(q)
     table = batch.block_table.contiguous()
@@ -232,7 +212,7 @@ def _attend_in_parts(
     )
     # Ragged column tiles: a sequence wastes less than one.
     column_tiles = sequences if one_each else triton.cdiv(tokens * group, tile.columns) + sequences
-    visible = choices.most_visible(table.shape[1] * cache.block_size, shape.window, tokens - sequences + 1, tile.tokens)
+    visible = choices.most_visible(table.shape[1] * at.kv.block_size, shape.window, tokens - sequences + 1, tile.tokens)
     programs = choices.count_programs(heads, column_tiles * triton.cdiv(visible, tile.tokens), q.device)
     # Column tiles enough for all programs are not cut.
     whole = not one_each and tokens * group >= programs * tile.columns
@@ -247,9 +227,9 @@ def _attend_in_parts(
     }  # fmt: skip
     launch(attention.attend_kernel, (programs, heads))(
         *rotated, tokens * q_heads, parts, maxima, sums, new, sequences, table, table.shape[1],
-        arguments.read(cache.k_fields(layer), keys, choices.permutes(q, keys)),
-        arguments.read(cache.v_fields(layer), values, choices.permutes(q, values)), scale, programs,
-        BLOCK=cache.block_size, WIDE=tile.wide, TYPE=operand,
+        arguments.read(at.kv.k.fields, keys, choices.permutes(q, keys)),
+        arguments.read(at.kv.v.fields, values, choices.permutes(q, values)), scale, programs,
+        BLOCK=at.kv.block_size, WIDE=tile.wide, TYPE=operand,
         num_warps=tile.warps, num_stages=tile.stages, **same,
     )  # fmt: skip
     out, merging = torch.empty_like(q), choices.merge_tile(whole, head_dim)
@@ -262,18 +242,18 @@ def _attend_in_parts(
     return out
 
 
-def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
+def paged_attention(q: Tensor, at: LayerView, softmax_scale: float) -> Tensor:
     """As `tq_ops.reference.paged_attention`, over the packed codes: three launches, no de-quantized K or V in memory.
 
     It allocates the rotated queries and the partial results, a number of them that does not grow with the context. Rotated for
     learned keys, queries are as many as a context has stretches, but never more than `choices.MOST_AHEAD` bytes at a time.
     """
-    rotated = rotate(q, cache, layer, batch) if len(q) <= _at_once(q, cache, layer, batch) else None
-    return attend(q, rotated, cache, layer, batch, softmax_scale)
+    rotated = rotate(q, at) if len(q) <= _at_once(q, at) else None
+    return attend(q, rotated, at, softmax_scale)
 
 
 def rotate_and_append(
-    qkv: Tensor, heads: Heads, rope: tuple[Tensor, Tensor], cache: PagedKVCache, layer: int, batch: Batch, fault: Tensor
+    qkv: Tensor, heads: Heads, rope: tuple[Tensor, Tensor], at: LayerView, fault: Tensor
 ) -> tuple[Tensor, Rotated | None]:
     """Everything between the packed projections and attention, in one launch; arguments as of `FusedOps.attention`.
 
@@ -283,15 +263,15 @@ def rotate_and_append(
         The two that `attend` takes: the queries [T, Hq, D], whose numbers are set only where tokens stay in BF16 or the other
         is None, and the same in the domain of the codes, as `rotate` gives them.
     """
-    qkv, (cos, sin), batch = qkv.contiguous(), (x.contiguous() for x in rope), cache.placed(layer, batch)
-    tokens, shape, windows = qkv.shape[0], cache.shape(layer), arguments.layer_windows(cache, layer)
-    layouts, kv_heads = _layouts(cache, layer, qkv.device), shape.num_kv_heads
+    qkv, (cos, sin), batch = qkv.contiguous(), (x.contiguous() for x in rope), at.batch
+    tokens, shape, windows = qkv.shape[0], at.kv.shape, arguments.layer_windows(at.kv)
+    layouts, kv_heads = _layouts(at, qkv.device), shape.num_kv_heads
     keys = layouts[0]
     assert keys.learned is None or 2 * keys.learned.half == shape.head_dim, "cos and sin turn all of a head"
     queries = torch.empty(tokens, heads.num_heads, shape.head_dim, dtype=heads.dtype, device=qkv.device)
     q_type = choices.rotation_operand(qkv, heads.dtype == torch.bfloat16)
-    ahead = tokens <= _at_once(queries, cache, layer, batch)
-    stretches = stretch_room(batch, cache.block_size) if keys.learned and ahead else 1
+    ahead = tokens <= _at_once(queries, at)
+    stretches = stretch_room(batch, at.kv.block_size) if keys.learned and ahead else 1
     rotated = unset_queries(tokens, heads.num_heads, keys, stretches, heads.dtype, qkv.device) if ahead else None
     one_each, shares = tokens == batch.seq_lens.shape[0], choices.stretch_programs(stretches)
     width = choices.query_columns(one_each, shape.head_dim, q_type) if ahead else shape.head_dim
@@ -300,10 +280,10 @@ def rotate_and_append(
         qkv, heads.bias, heads.q_norm, heads.k_norm, heads.eps, cos, sin, tokens, queries if windows or not ahead else None,
         *(rotated or (None, None, None)), keys.rotation, arguments.turning(keys, batch, shape.window, q_type), shares,
         keeping=arguments.keeping(windows, batch), sequences=batch.seq_lens.shape[0],
-        positions=batch.positions if keys.learned else None, slots=batch.slot_mapping, fault=fault, layer=layer,
-        HEADS=heads.num_heads, KV_HEADS=kv_heads, D=shape.head_dim, BLOCK=cache.block_size, ROWS=arguments.ROWS, WIDTH=width,
+        positions=batch.positions if keys.learned else None, slots=batch.slot_mapping, fault=fault, layer=at.layer,
+        HEADS=heads.num_heads, KV_HEADS=kv_heads, D=shape.head_dim, BLOCK=at.kv.block_size, ROWS=arguments.ROWS, WIDTH=width,
         ROUNDED=choices.element(heads.dtype), Q_TYPE=q_type,
-        **arguments.both_writes(_fields(cache, layer), layouts, windows, qkv, shape.head_dim), **choices.OPTIONS,
+        **arguments.both_writes(at.kv.fields, layouts, windows, qkv, shape.head_dim), **choices.OPTIONS,
     )  # fmt: skip
     return queries, rotated
 
@@ -330,10 +310,7 @@ class CudaFusedOps:
             return torch.cat([linear(x, part) for part in weight], dim=1)
         return linear(x, weight)
 
-    def attention(
-        self, qkv: Tensor, heads: Heads, rope: tuple[Tensor, Tensor], cache: PagedKVCache, layer: int, batch: Batch,
-        softmax_scale: float,
-    ) -> Tensor:  # fmt: skip
+    def attention(self, qkv: Tensor, heads: Heads, rope: tuple[Tensor, Tensor], at: LayerView, softmax_scale: float) -> Tensor:
         """As `FusedOps.attention`: the launch of `rotate_and_append`, and those of `attend`."""
-        q, rotated = rotate_and_append(qkv, heads, rope, cache, layer, batch, self.fault)
-        return attend(q, rotated, cache, layer, batch, softmax_scale).flatten(1)
+        q, rotated = rotate_and_append(qkv, heads, rope, at, self.fault)
+        return attend(q, rotated, at, softmax_scale).flatten(1)

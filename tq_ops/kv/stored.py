@@ -166,7 +166,7 @@ def carry_over(
         CacheFullError: there is no room for it.
         InputError: a layer has a state that is not K and V.
     """
-    if source.held != tuple(source.states):
+    if source.kv.keys() != source.states.keys():
         raise InputError("a state that is not K and V cannot be copied from one cache plan to another")
     chunk = min(target.most_new_tokens or WINDOW_CHUNK, target.room)
     for begin in range(0, length, chunk):
@@ -174,14 +174,16 @@ def carry_over(
         first, last = begin // source.block_size, int(batch.positions[-1]) // source.block_size
         batch = batch.to(target.device)
         inside = batch.positions - first * source.block_size
-        for layer in source.held:
-            blocks = source.blocks_at(layer, place, first, last + 1)
+        for layer in source.kv:
+            blocks = source.kv[layer].blocks_at(place, first, last + 1)
             table = torch.tensor([blocks], dtype=torch.int32, device=source.device)
             k, v = (
                 _with_bf16(x[0, :, inside], window, place.row, batch.positions, length).transpose(0, 1)
-                for x, window in zip(source.read(layer, table, first * source.block_size), source.kept(layer), strict=True)
+                for x, window in zip(
+                    source.kv[layer].read(table, first * source.block_size), source.kv[layer].windows, strict=True
+                )
             )
-            target.write(layer, k, v, batch)
+            target.view(layer, batch).write(k, v)
 
 
 def _with_bf16(x: Tensor, window: ResidualWindow | None, row: int, positions: Tensor, length: int) -> Tensor:

@@ -1,19 +1,12 @@
-"""What attention may read of tokens that lie both packed and in BF16, and how it is made heard that it reads something else.
+"""Poison for attention: a token that lies both packed and in BF16 must be read in one of the two.
 
-Each query must read such a token in one of the two. The other is near the right one, and shows little when it is read by
-mistake. So it becomes what every query attends to most, with values that are far off (`without_unread`); so does what lies
-behind a sequence's end.
-
-Where nothing can be replaced, the likeliest slip is a window that ends a token earlier or later, or packed tokens that do and
-leave a gap or a token that counts twice. Rounding moves a layer's
-output about as far as that, but in another direction: along the slip's own, an executor with it is off by once what the slip
-changes (`edges`), one without it by what rounding can give.
+The copy that must not be read is near the right one and shows little when it is read by mistake. `without_unread` replaces it
+by a key that every query attends to most, with values that are far off; likewise the free slots behind a sequence's end.
 """
 
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,16 +15,10 @@ from haarkv.tq_ops.formats.base import by_token, vector_lengths
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.residual_window import ResidualWindow
-from haarkv.tq_ops.table import OpTable
-from haarkv.validation.layers.parts import Part, Snapshot, cache_parts, read_as
-from haarkv.validation.layers.two_parts import Parts, in_parts
+from haarkv.validation.layers.parts import Part, Snapshot, cache_parts
 
 _LONGER, _LONGEST = 64.0, 2.0**15
 """Times which a vector's length is what it was; and the length up to which that is done: an FP16 scale holds 65,504."""
-SHORT, LONG = "a window one token short", "a window one token long"
-TWICE, NOWHERE = "a token both packed and in BF16", "a token that leaves the window unseen"
-SLIDES_SHORT, SLIDES_LONG = "a sliding window one token short", "a sliding window one token long"
-SLIPS = (SHORT, LONG, TWICE, NOWHERE, SLIDES_SHORT, SLIDES_LONG)
 
 
 def without_unread(
@@ -51,12 +38,12 @@ def without_unread(
         packed tokens that all queries see in BF16, those in BF16 that none sees there, and the rest of each last block,
         replaced.
     """
-    windows = dict(zip("kv", cache.kept(layer), strict=True))
+    windows = dict(zip("kv", cache.kv[layer].windows, strict=True))
     new_fields = {part: {name: tensor.clone() for name, tensor in fields.items()} for part, fields in part_fields.items()}
-    starts, placed_batch = batch.query_start_loc.long(), cache.placed(layer, batch)
+    starts, placed_batch = batch.query_start_loc.long(), cache.kv[layer].place(batch)
     for row, length in enumerate(lengths.tolist()):
         queries = slice(int(starts[row]), int(starts[row + 1]))
-        toward, token = _toward(q[queries].float(), cache.shape(layer).num_kv_heads), torch.arange(length)
+        toward, token = _toward(q[queries].float(), cache.kv[layer].shape.num_kv_heads), torch.arange(length)
         for part in cache_parts(cache, layer):
             window, direction = windows[part.side], toward if part.side == "k" else None
             if part.packed and (free_slots := _free_slots(cache, layer, part, placed_batch, row)) is not None:
@@ -65,7 +52,7 @@ def without_unread(
                 continue
             unread = _unread(window, batch.positions[queries], token, packed=part.packed)
             if part.packed:
-                if (ring := cache.ring(layer)) is not None:  # where older tokens lay, newer ones do
+                if (ring := cache.kv[layer].ring) is not None:  # where older tokens lay, newer ones do
                     unread &= token >= int(placed_batch.seq_lens[row]) - ring * cache.block_size
                 unit, offset = placed_batch.block_table[row, token // cache.block_size].long(), token % cache.block_size
             else:
@@ -94,7 +81,7 @@ def _free_slots(
     or where older tokens or several at once lie there."""
     length, size = int(placed_batch.seq_lens[row]), cache.block_size
     token = torch.arange(length, -(-length // size) * size)
-    if not len(token) or cache.ring(layer) is not None or part.kv_format.group_tokens > 1:
+    if not len(token) or cache.kv[layer].ring is not None or part.kv_format.group_tokens > 1:
         return None
     return placed_batch.block_table[row, token // size].long(), token % size, token
 
@@ -124,50 +111,7 @@ def _drown(part: Part, fields: dict[str, Tensor], at: tuple[Tensor, Tensor], pos
 
 # -- Where a window ends ---------------------------------------------------------------------------------------------------
 def with_tail(window: ResidualWindow, tail: int) -> ResidualWindow:
-    """The same tokens, of which queries see another number in BF16; at least 0."""
+    """The same window, of which queries see another number of tokens in BF16; at least 0."""
     new_window = copy(window)
     new_window.tail = max(tail, 0)
     return new_window
-
-
-def twice(parts: Parts) -> dict[str, Tensor]:
-    """What of `Parts` is another where packed tokens end one too late: the oldest in BF16 counts twice."""
-    return {"packed": parts.packed | parts.oldest}
-
-
-def nowhere(parts: Parts) -> dict[str, Tensor]:
-    """The same where they end one too early: the token that has just left the tail is not seen."""
-    return {"packed": parts.packed & ~parts.oldest.roll(-1, -1)}
-
-
-def edges(ops: OpTable, q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> dict[str, Tensor]:
-    """What each slip changes attention [T, Hq, D] fp32 by, before it is rounded; empty where no window ends."""
-    windows, sliding = cache.kept(layer), cache.shape(layer).window
-    has_tail = any(window and window.ring for window in windows)
-    slides = sliding is not None and bool((batch.positions >= sliding).any())
-    if not has_tail and not slides:
-        return {}
-
-    def attend(by: int = 0, sliding_change: int = 0) -> Tensor:
-        k, v = (with_tail(window, window.tail + by) if window and window.ring else window for window in windows)
-        read = read_as(cache, layer, windows=(k, v), sliding=sliding and sliding + sliding_change)
-        return ops.paged_attention(q.float(), read, layer, batch, scale)
-
-    right = attend()
-    effects = {SHORT: attend(-1) - right, LONG: attend(1) - right} if has_tail else {}
-    if slides:
-        effects |= {SLIDES_SHORT: attend(sliding_change=-1) - right, SLIDES_LONG: attend(sliding_change=1) - right}
-    return effects | (_gaps(q, cache, layer, batch, scale) if has_tail and _same_window(*windows) else {})
-
-
-def _gaps(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> dict[str, Tensor]:
-    """The slips of packed tokens alone, which end too late or too early for those in BF16."""
-    parts = in_parts(q, cache, layer, batch, scale)
-    assert parts is not None
-    right = parts.merge()
-    wrong = {TWICE: twice(parts), NOWHERE: nowhere(parts)}
-    return {name: parts.ungroup_heads(replace(parts, **change).merge() - right) for name, change in wrong.items()}
-
-
-def _same_window(k: ResidualWindow | None, v: ResidualWindow | None) -> bool:
-    return k is not None and v is not None and (k.tail, k.sink, k.group) == (v.tail, v.sink, v.group)

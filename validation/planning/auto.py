@@ -51,7 +51,7 @@ from haarkv.validation.planning.calibrate import Subject
 from haarkv.validation.planning.candidates import Costs, Place, bits_per_value, places, with_format
 from haarkv.validation.planning.common_text import common_text, prose
 from haarkv.validation.planning.estimates import Judge, Probes, Whole, in_larger_chunks
-from haarkv.validation.planning.planner import choose as choose_within
+from haarkv.validation.planning.search import Frontier
 
 LOSS = 0.002
 """Mean KL in nats a token that a cache may lose unless asked otherwise."""
@@ -81,8 +81,6 @@ _NEAR, _ENOUGH = 0.8, 0.92
 """After a loss of so much of the bound one more cache is tried, and none."""
 _WORSE = 0.8
 """A text on which a cache loses less than so much of what it loses on the worst is not asked again."""
-_BUDGETS = 0.02
-"""Bits a value from one budget to the next."""
 
 
 @dataclass(frozen=True)
@@ -284,35 +282,20 @@ def _predicted_loss(costs: Costs, plan: KVPlan) -> float:
 def smallest(
     costs: Costs, config: ModelConfig, budget: float, calibration: Calibration, tails: Mapping[int, float] | None = None
 ) -> KVPlan:
-    """The plan of fewest bytes whose costs add up to no more than `budget`; the last one is bf16's, and costs nothing.
+    """The plan of fewest bytes whose costs add up to no more than `budget`; at worst bf16's, which costs nothing.
 
     Args:
-        tails: that may be taken, and how many times as much formats cost beside each; the usual one unless given.
+        tails: to choose from, and how many times as much formats cost beside each; the usual one unless given.
     """
-    context = config.max_position_embeddings
-    plans = [
-        _smallest(costs, config, budget / times, calibration, tail)
-        for tail, times in (tails or {min(TAIL, context): 1.0}).items()
-    ]
-    return min(plans, key=lambda plan: bits_per_value(plan, config, min(CONTEXT, context)))
-
-
-def _smallest(costs: Costs, config: ModelConfig, budget: float, calibration: Calibration, tail: int) -> KVPlan:
-    """The same beside one tail."""
-    context = min(CONTEXT, config.max_position_embeddings)
-    low, high = 0, math.ceil(16 / _BUDGETS)
-    best_plan: KVPlan = plan_for(KVSpec("bf16"), config)
-    while low < high:
-        middle = (low + high) // 2
-        choice = choose_within(
-            costs, config, budget=middle * _BUDGETS, tail=tail, sink=SINKS, context=context, calibration=calibration,
-            place_groups=kinds(config),
-        )  # fmt: skip
-        if choice is not None and choice.predicted_kl <= budget:
-            best_plan, high = choice.plan, middle
-        else:
-            low = middle + 1
-    return best_plan
+    most, groups = config.max_position_embeddings, kinds(config)
+    context, plans = min(CONTEXT, most), []
+    for tail, times in (tails or {min(TAIL, most): 1.0}).items():
+        frontier = Frontier(
+            costs, config, tail=tail, sink=SINKS, context=context, calibration=calibration, place_groups=groups
+        )
+        allocation = frontier.under(budget / times)
+        plans.append(allocation.plan if allocation else plan_for(KVSpec("bf16"), config))
+    return min(plans, key=lambda plan: bits_per_value(plan, config, context))
 
 
 def plan_spec(plan: KVPlan, calibration: Calibration) -> KVSpec:

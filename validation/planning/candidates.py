@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -19,8 +19,6 @@ from haarkv.tq_ops.kv.cache import PagedKVCache, cache_bytes
 from haarkv.tq_ops.kv.layer import page_bytes
 from haarkv.tq_ops.kv.plan import BF16_BYTES, KVPlan, KVSpec
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, RING_CHUNK, Shapes, blocks_for, each
-from haarkv.validation.fidelity.evaluation import FidelityRow, OnStep, Setup, Workload, evaluate
-from haarkv.validation.fidelity.scores import Partial
 from haarkv.validation.layers.parts import new_cache
 
 CANDIDATES = ("tq2", "tq3", "tq4", "tq5", "tq6", "tq8", "bf16")
@@ -114,70 +112,3 @@ def one_layer(
     pages = {layer: torch.zeros(blocks, page, dtype=torch.uint8, device=device)}
     cache = new_cache(plan, config, blocks, num_rows=1, device=device, pages=pages)
     return cache, PagedSequences(blocks, cache.block_size, num_rows=1)
-
-
-# -- A chosen plan on another text -------------------------------------------------------------------------------------
-SAME_BYTES = 1.05
-"""A uniform format of at most so many times the plan's bytes counts as one of the same bytes."""
-PLAN = "plan"
-"""The plan's own name among the caches of its verification."""
-
-
-@dataclass(frozen=True)
-class Verification:
-    """A plan on a text that it was not chosen by.
-
-    Attributes:
-        rivals: rows of the uniform candidates next to it in size, fewer bytes first.
-        nearer: for each rival, in how many windows the plan's mean KL is the lower one.
-    """
-
-    plan: FidelityRow
-    rivals: tuple[FidelityRow, ...]
-    nearer: tuple[int, ...]
-    tokens: int
-    windows: int
-
-    @property
-    def beaten_by(self) -> FidelityRow | None:
-        """The best uniform candidate of the same bytes or fewer, unless the plan has the lower mean KL."""
-        same = [row for row in self.rivals if row.bytes_per_token <= SAME_BYTES * self.plan.bytes_per_token]
-        best = min(same, key=lambda row: row.kl_mean, default=None)
-        return best if best and best.kl_mean <= self.plan.kl_mean else None
-
-
-def uniform_rivals(
-    plan: KVPlan, config: ModelConfig, context: int, candidates: Sequence[str], calibration: Calibration | None = None
-) -> dict[str, KVPlan]:
-    """Uniform candidates next to a plan in bytes: the largest that take no more, and the smallest that take no fewer.
-
-    With the plan's tail and sinks as well, if it has any, the largest that take no more: what of the gain is theirs.
-    """
-    plan_bits = bits_per_value(plan, config, context)
-    rivals: dict[str, KVPlan] = {}
-    for tail, sink in dict.fromkeys(((None, 0), (plan.recent, plan.sink))):
-        base_spec = KVSpec(tail=tail, sink=sink, calibration=calibration)
-        uniform = [replace(base_spec, kv=everywhere(name)).plan(config.num_layers) for name in candidates]
-        bits = [bits_per_value(other, config, context) for other in uniform]
-        near = {max((b for b in bits if b <= plan_bits), default=None)}
-        if (tail, sink) == (None, 0):
-            near.add(min((b for b in bits if b >= plan_bits), default=None))
-        rivals |= {other.describe(): other for b, other in zip(bits, uniform, strict=True) if b in near}
-    return dict(sorted(rivals.items(), key=lambda item: bits_per_value(item[1], config, context)))
-
-
-def verify(
-    setup: Setup, unseen: Workload, plan: KVPlan, rivals: Mapping[str, KVPlan], on_step: OnStep = lambda *_: None
-) -> Verification:
-    """A plan and its rivals on a text that it was not chosen by."""
-    caches = {name: session_with_plan(setup.base, other) for name, other in {PLAN: plan, **rivals}.items()}
-    partial = Partial()
-    plan_row, *others = evaluate(replace(setup, caches=caches), unseen, partial=partial, on_step=on_step)
-
-    def window_means(name: str) -> list[float]:
-        all_scores = (partial.scores(name, number) for number in range(len(unseen.windows)))
-        return [scores.kl.mean().item() for scores in all_scores if scores]
-
-    means = window_means(PLAN)
-    nearer = [sum(a < b for a, b in zip(means, window_means(row.kv), strict=True)) for row in others]
-    return Verification(plan_row, tuple(others), tuple(nearer), unseen.scored_tokens, len(unseen.windows))

@@ -1,7 +1,7 @@
 """Executes each launch of the Triton kernels on the CPU: its PTX, as a card would be given it, thread by thread.
 
     with ptx_execution(80) as launches:
-        out = ops.paged_attention(q, cache, layer, batch, scale)  # tensors on the CPU; the result is the kernels'
+        out = ops.paged_attention(q, cache.view(layer, batch), scale)  # tensors on the CPU; the result is the kernels'
 
 A process of its own: where Triton has been imported to interpret, it does not compile.
 """

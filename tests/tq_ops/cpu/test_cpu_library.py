@@ -50,11 +50,11 @@ def test_tables_outlive_the_caches_of_other_modules():
     ops, case = CpuOps("portable"), Case("tq4", 64, 2, 1, 8, (20,), (1,))
     kv_cache, batch = filled(case)
     q = torch.randn(1, 2, 64)
-    before = ops.paged_attention(q, kv_cache, 1, batch, 0.125)
+    before = ops.paged_attention(q, kv_cache.view(1, batch), 0.125)
     cpu_layout._layout.cache_clear()
     gc.collect()
     noise = [torch.full((64, 64), float("nan")) for _ in range(200)]
-    assert torch.equal(ops.paged_attention(q, kv_cache, 1, batch, 0.125), before)
+    assert torch.equal(ops.paged_attention(q, kv_cache.view(1, batch), 0.125), before)
     del noise
 
 

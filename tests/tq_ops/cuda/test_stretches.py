@@ -104,8 +104,8 @@ def test_keys_at_a_border_are_stored_and_read_as_the_reference_does(monkeypatch,
     monkeypatch.setattr(synthetic, "calibration", part_layout)
     case = Case("k=lr3,v=tq4", 64, 2, 2, 16, (1021,), (6,), **window)
     ours, theirs, batch, k, v = at_a_border(case)
-    ops.store_kv(k.to(DEVICE), v.to(DEVICE), ours, LAYER, batch.to(DEVICE))
-    reference.store_kv(k, v, theirs, LAYER, batch)
+    ops.store_kv(k.to(DEVICE), v.to(DEVICE), ours.view(LAYER, batch.to(DEVICE)))
+    reference.store_kv(k, v, theirs.view(LAYER, batch))
     check_stored(ours, theirs, k, v, batch, bounds.ROTATED_FP32)
     for mine, other in zip(bf16_windows(ours), bf16_windows(theirs), strict=True):
         assert torch.equal(mine.cpu().view(torch.int16), other.view(torch.int16))
@@ -121,8 +121,8 @@ def test_keys_turned_by_another_stretch_are_found(monkeypatch):
 
     monkeypatch.setattr(arguments, "both_writes", wrong)
     ours, theirs, batch, k, v = at_a_border(Case("k=lr3,v=tq4", 64, 2, 2, 16, (1021,), (6,)))
-    ops.store_kv(k.to(DEVICE), v.to(DEVICE), ours, LAYER, batch.to(DEVICE))
-    reference.store_kv(k, v, theirs, LAYER, batch)
+    ops.store_kv(k.to(DEVICE), v.to(DEVICE), ours.view(LAYER, batch.to(DEVICE)))
+    reference.store_kv(k, v, theirs.view(LAYER, batch))
     with pytest.raises(AssertionError):
         check_stored(ours, theirs, k, v, batch, bounds.ROTATED_FP32)
 
