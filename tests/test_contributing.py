@@ -23,7 +23,7 @@ COMMON = {"tq4", "bf16", "fp32"}
 # What is measured, tried or checked is chosen by name: a new format or executor works without being there.
 CHOOSES = (
     "benchmarks/*",
-    "validation/planning/candidates.py",
+    "validation/planning/search.py",
     "validation/planning/auto.py",
 )
 # llama.cpp has names of its own, and some are also a family's. The page says where a family that it runs is added.

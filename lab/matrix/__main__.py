@@ -81,9 +81,8 @@ def _run(options: argparse.Namespace) -> None:
         check_writable(file)
     if options.plot and options.plot.resolve() == options.out.resolve():
         raise InputError("--out and --plot name the same file")
-    if options.plot:
-        if find_spec("matplotlib") is None:
-            raise InputError("matplotlib is not installed, so nothing can be drawn; pip install 'haarkv[dev]'")
+    if options.plot and find_spec("matplotlib") is None:
+        raise InputError("matplotlib is not installed, so nothing can be drawn; pip install 'haarkv[dev]'")
     measures = options.models and options.texts
     if not measures and (options.models or options.texts or not options.plot):
         raise InputError("name models and --text files to measure, or --plot alone to draw what --out holds")

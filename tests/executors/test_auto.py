@@ -23,7 +23,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import synthetic
 from haarkv.tq_ops.formats.learned import COLUMNS
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation.planning.candidates import at, everywhere, require_candidates
+from haarkv.validation.planning.search import at, everywhere, require_candidates
 
 TINY = read_config("tiny")
 EVERYTHING = ("cuda", "npu", "cpu", "reference")

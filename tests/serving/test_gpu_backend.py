@@ -18,9 +18,8 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 from vllm.v1.kv_cache_interface import KVCacheLayout
 from vllm_paged import Shape, Worker, packed_spec
 
-from haarkv.serving.vllm_plugin import backend, kernels
-from haarkv.serving.vllm_plugin.backend import RotatedMetadataBuilder
-from haarkv.serving.vllm_plugin.kernels import GpuKernels
+from haarkv.serving.vllm_plugin import backend
+from haarkv.serving.vllm_plugin.backend import GpuKernels, RotatedMetadataBuilder
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -202,7 +201,7 @@ def test_nothing_of_a_forward_waits_for_the_device(monkeypatch):
 @pytest.mark.parametrize(("side", "value"), [("k", float("nan")), ("v", -float("inf"))])
 def test_one_requests_numbers_do_not_reach_another_and_the_log_tells_after_the_step(gpu, monkeypatch, side, value):
     messages: list[str] = []
-    monkeypatch.setattr(kernels.logger, "error", lambda message, *args: messages.append(message % args))
+    monkeypatch.setattr(backend.logger, "error", lambda message, *args: messages.append(message % args))
     q, k, v = qkv(9, 1)
     outs, raws = [], []
     for number in (0.0, value):

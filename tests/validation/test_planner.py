@@ -21,9 +21,8 @@ from haarkv.validation.fidelity.scores import Partial
 from haarkv.validation.fidelity.setup import load_setup
 from haarkv.validation.layers.parts import new_cache
 from haarkv.validation.planning.auto import kinds
-from haarkv.validation.planning.candidates import bits_per_value, places, with_format
 from haarkv.validation.planning.planner import Verification, choices_within, compare, measure, uniform_rivals, verify
-from haarkv.validation.planning.search import Frontier, Knapsack
+from haarkv.validation.planning.search import Frontier, Knapsack, bits_per_value, places, with_format
 
 TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n"
 UNSEEN = "def bridge(name, quest):\n    if quest == 'grail':\n        return name\n    raise KeyError(quest)\n"

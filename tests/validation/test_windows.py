@@ -10,8 +10,8 @@ from npu_layers import CONFIGS
 from small_models import SMALL, random_tokens, resize_config, small_model
 
 import haarkv.validation.layers.honest_runs as honest_runs
+import haarkv.validation.layers.parts as windows
 import haarkv.validation.layers.reference as reference_side
-import haarkv.validation.layers.windows as windows
 from haarkv.executors import catalog
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.catalog import load_model
@@ -24,10 +24,9 @@ from haarkv.validation.faults.base import DRIVES, Layer, reordered_sum_ops, tabl
 from haarkv.validation.faults.layer import common_bugs
 from haarkv.validation.faults.windows import WINDOW_SPEC, Parts, merging, window_faults
 from haarkv.validation.layers.exercise import HUGE_SCALES, TINY_SCALES, covering_prompts_for
-from haarkv.validation.layers.parts import load, new_cache, snapshot
+from haarkv.validation.layers.parts import load, new_cache, snapshot, without_unread
 from haarkv.validation.layers.replay import file as replay_file
 from haarkv.validation.layers.replay.case import OneRun
-from haarkv.validation.layers.windows import without_unread
 
 CONFIG = resize_config(SMALL, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, hidden_size=32, intermediate_size=48)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -163,7 +162,7 @@ def test_without_that_a_token_read_in_the_wrong_part_would_pass(monkeypatch, dri
 
 @pytest.mark.parametrize("spec", [KVSpec("tq4"), KVSpec("bf16")], ids=lambda spec: spec.kv)
 def test_a_decode_kernel_that_sees_the_place_behind_the_newest_token_is_found(monkeypatch, spec):
-    """A place that nobody wrote to is nearly nothing beside 250 tokens."""
+    """A place that was not written is nearly nothing beside 250 tokens."""
     model = make_model("bfloat16")
     one_more = next(fault for fault in common_bugs(model, AT) if fault.name == "one token too many is seen").ops[
         "paged_attention"
@@ -193,7 +192,7 @@ SLIDING = CONFIGS["gemma3"]
 
 @pytest.mark.parametrize("drive", DRIVES)
 def test_where_first_tokens_lay_a_ring_of_blocks_holds_newer_ones_that_are_read(drive):
-    """Sinks that nobody reads packed are not replaced there."""
+    """Sinks that no query reads packed are not replaced there."""
     model, spec = small_model(SLIDING, dtype=torch.bfloat16), KVSpec("tq4", tail=20, sink=4)
     report = validate_candidate(model, DRIVES[drive](ReferenceExecutor(model)), spec, [random_tokens(SLIDING, 300)])
     assert report.passed, report.first_divergence

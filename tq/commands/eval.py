@@ -89,14 +89,14 @@ def command(
 
 
 def read_text(name: str, option: str) -> str:
-    """A text to measure by, or learn from; an empty one is a usage error."""
+    """A text to measure by or learn from; an empty one is a usage error."""
     if text := read_prompt(name, option):
         return text
     raise click.UsageError(f"{option} {name} is empty; give a text of a few thousand tokens")
 
 
 def open_partial(path: Path | None, setup: Setup, plan: Workload) -> Partial:
-    """The results that an earlier run left in the file, if any, and where this run saves its own."""
+    """Results that an earlier run left in the file; this run saves to it."""
     from haarkv.validation.fidelity.scores import Partial
     from haarkv.validation.fidelity.setup import cache_fingerprint, run_fingerprint
 

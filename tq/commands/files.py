@@ -1,4 +1,4 @@
-"""`tq export` and `tq quantize`: a model as ONNX graphs with its packed cache, and as a GGUF file with fewer bits a weight."""
+"""`tq export`: a model as ONNX graphs; `tq quantize`: a GGUF file with fewer bits a weight."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def quantize_command(
 
 
 def _importance(model: str, text: str, tokens: int) -> dict[str, torch.Tensor]:
-    """What weights are multiplied with on a text, or on what the model writes itself."""
+    """Importance of each weight's inputs on a text, or on text of the model itself."""
     import torch
 
     from haarkv.engine.loading import load

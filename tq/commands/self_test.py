@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from haarkv.validation.layers.self_test import SelfTestRow
 
 _TOKENS, _BLOCK_TOKENS = (120, 100), (24, 16)
-"""Of the prompts, and of those for a file's blocks."""
+"""Tokens of the prompts, and of those for a file's blocks."""
 _LAYERS = 3
 _Subject = tuple[list["DecoderModel"], list[list[int]]]
 
@@ -66,9 +66,9 @@ def self_test(model: str | None, dtype: str | None, threads: int | None, as_json
 
 
 def _first_layers(model: str, dtype: str | None, block_types: Sequence[str], tokens: Sequence[int]) -> _Subject:
-    """The first layers of a model, in each dtype that is asked for, and pieces of a text of code of so many tokens each.
+    """The first layers of a model in each dtype, and pieces of source code of so many tokens each.
 
-    Blocks of the types in `block_types` stay as the file has them.
+    Weight blocks of the types in `block_types` stay as the file has them.
     """
     from haarkv.models.catalog import load_model
     from haarkv.models.text import load_tokenizer

@@ -268,7 +268,7 @@ def verdict(results: Sequence[Result]) -> str:
     remarks = f", not on this executor: {', '.join(absent)}" if absent else ""
     untried_rungs = [f"{result.name} ({result.found.lacking})" for result in results if result.verdict == "not tried"]
     remarks += f", not tried: {', '.join(untried_rungs)}" if untried_rungs else ""
-    remarks += ", with versions that nobody published" if any(result.found.allowed for result in results) else ""
+    remarks += ", with unpublished versions" if any(result.found.allowed for result in results) else ""
     if failed_rung := next((result for result in results if result.verdict == "failed"), None):
         where = f" at {failed_rung.found.where}" if failed_rung.found.where else ""
         return f"failed: {failed_rung.name}{where}; {passed_count} of {len(RUNGS)} rungs passed{remarks}"

@@ -171,9 +171,8 @@ def _decode_one_token(executor: Executor, model: DecoderModel, plan: KVPlan, hid
 
 
 def _tensors(cache: PagedKVCache) -> list[Tensor]:
-    """All that the first layer of a cache holds."""
-    kv = cache.kv[0]
-    return [*kv.k.fields.values(), *kv.v.fields.values(), *(window.vectors for window in kv.windows if window)]
+    windows = [window.vectors for window in cache.kv[0].windows if window]
+    return [*cache.kv[0].k.fields.values(), *cache.kv[0].v.fields.values(), *windows]
 
 
 # -- Greedy text -------------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ class Call(SimpleNamespace):
         return self.at.batch  # type: ignore[no-any-return]
 
     def again(self, **other: Any) -> Tensor:
-        """What the op answers where some of what it is given is other; None of `store_kv`."""
+        """The op's result for changed inputs; None of `store_kv`."""
         if view := {name: other.pop(name) for name in ("cache", "layer", "batch") if name in other}:
             other["at"] = replace(self.at, **view)
         right, *inputs = (vars(self) | other).values()

@@ -38,7 +38,7 @@ def cut_off(x: Tensor) -> Tensor:
 
 
 def layer_rotation(call: Call) -> Tensor:
-    """[D, D] fp32, of the layer that a call is for."""
+    """[D, D] fp32, of the call's layer."""
     return haar_rotation(call.layer, call.at.kv.shape.head_dim).float()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,7 +30,6 @@ from haarkv.validation.faults.ops import (
     quantized_parts,
 )
 from haarkv.validation.layers.parts import Snapshot, cache_parts, put, read_as, take, token_rows
-from haarkv.validation.layers.windows import with_tail
 
 WINDOW_SPEC = KVSpec("tq4", tail=16, sink=4)
 """With prompts of more than 84 tokens its ring starts over."""
@@ -157,7 +157,7 @@ def _before(call: Call) -> Snapshot:
 
 
 def _late(call: Call) -> None:
-    """What a token leaves behind in its slot until then is what was there before."""
+    """A token's slot keeps its old content until the token leaves the window."""
     window, before = next((window for window in call.at.kv.windows if window), None), _before(call)
     call.again()
     if window:
@@ -168,7 +168,7 @@ def _late(call: Call) -> None:
         put(call.cache, call.layer, call.batch, {part: after[part] for part in PACKED})
 
 
-# -- Who sees what -------------------------------------------------------------------------------------------------------
+# -- Seeing ------------------------------------------------------------------------------------------------------------
 class _Other(ResidualWindow):
     """A window that is read in another way."""
 
@@ -196,7 +196,12 @@ def _looking(at: Layer, name: str, visibility: Visibility | None, read: Read | N
 
 def _visibility(at: Layer) -> Iterator[Fault]:
     def longer(by: int) -> Visibility:
-        return lambda window, positions, tokens: with_tail(window, window.tail + by).seen(positions, tokens)
+        def seen(window: ResidualWindow, positions: Tensor, tokens: int) -> Tensor:
+            other_window = copy(window)
+            other_window.tail = max(window.tail + by, 0)
+            return other_window.seen(positions, tokens)
+
+        return seen
 
     def sinks_alone(window: ResidualWindow, positions: Tensor, tokens: int) -> Tensor:
         return (torch.arange(tokens) < window.sink).expand(*positions.shape, tokens)

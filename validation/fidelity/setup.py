@@ -57,9 +57,8 @@ def parse_list(
             whole = f"{part},{next(parts, '')}" if "=" in part else part
             if not part or whole.endswith(","):
                 raise InputError(f"cannot read --kv {spec!r}; write formats with commas between, each NAME or k=NAME,v=NAME")
-            keep_name = accepts(whole) or (
-                calibration is None and formats.needs_calibration(whole)
-            )  # whoever builds the cache has its coordinates
+            # Without a calibration here, the cache's own plan brings one.
+            keep_name = accepts(whole) or (calibration is None and formats.needs_calibration(whole))
             names[whole if keep_name else formats.describe(*formats.parse(whole, calibration))] = None
     return list(names)
 
@@ -103,13 +102,11 @@ def load_setup(
     except InputError:
         if plans_by_name or device is None:
             raise
-        # No format was asked for: whoever runs on that device with the default one is measured with those that it reads.
+        # No format was asked for: the executor that runs the default one there is measured with those that it reads.
         executor = catalog.select(
             executor, config, [plan_for(replace(spec, kv=default), config)], device=device, dtype=dtype
         ).name
-    block_types = catalog.info(
-        executor
-    ).block_types()  # whoever multiplies with a file's blocks is measured with these products
+    block_types = catalog.info(executor).block_types()  # products with weight blocks are measured, too
     loaded_model = load_model(model, dtype or catalog.info(executor).dtype, layers, progress, keep_blocks=block_types)
     if learned_specs := [each for each in (spec, *(plans or {}).values()) if each.weights]:
         weights = fingerprint(loaded_model.weights.named())
@@ -131,8 +128,8 @@ def load_setup(
         if reason := runner.supports(config, plan):
             raise InputError(f"executor {executor} cannot run this: {reason}")
 
-    def session(who: Executor, plan: KVPlan) -> Session:
-        return Session(model, config, who, tokenizer, plan)
+    def session(runner: Executor, plan: KVPlan) -> Session:
+        return Session(model, config, runner, tokenizer, plan)
 
     bf16 = plan_for(KVSpec(BASELINE), config)
     without = runner.supports(config, bf16)
@@ -160,12 +157,12 @@ def _all(config: ModelConfig, spec: KVSpec) -> dict[str, KVPlan]:
 def run_fingerprint(setup: Setup, plan: Workload) -> dict[str, str]:
     """What must be equal for two runs' results to belong together, by a word for the user."""
     settings = [[(w.begin, w.length) for w in plan.windows], plan.prompts, plan.new_tokens]
-    who = {setup.base.executor.name, *(side.executor.name for side in setup.caches.values())}
+    executors = {setup.base.executor.name, *(side.executor.name for side in setup.caches.values())}
     return {
         "model": setup.weights + _digest(json.dumps(asdict(setup.model.config), sort_keys=True, default=str).encode()),
         "text": _digest(plan.tokens.numpy().tobytes()),
         "windows or prompts": _digest(json.dumps(settings).encode()),
-        "executor": ", ".join(sorted(who)),
+        "executor": ", ".join(sorted(executors)),
         "dtype": str(setup.model.dtype).removeprefix("torch."),
     }
 

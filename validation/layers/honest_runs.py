@@ -32,11 +32,10 @@ from haarkv.validation.layers.null import (
     split_runs,
     stacked,
 )  # fmt: skip
-from haarkv.validation.layers.parts import KV, Snapshot, cache_parts, load, snapshot, take
+from haarkv.validation.layers.parts import KV, Snapshot, cache_parts, load, snapshot, take, without_unread
 from haarkv.validation.layers.record import Call
 from haarkv.validation.layers.reference import Reference, keep
 from haarkv.validation.layers.states import recurrent_state
-from haarkv.validation.layers.windows import without_unread
 
 HonestCache = dict[tuple[str, str, int, int], Any]
 """Results of honest runs by drive (or "slips"), phase, step and layer."""
@@ -167,7 +166,7 @@ class HonestRuns:
             yield from number_figures(call.stage, call.result, result, heads, slips)
 
     def _steeper(self, call: Call) -> Slips:
-        """What a softmax that is 1 % too steep changes attention over the scratch cache by."""
+        """How a softmax that is 1 % too steep changes attention over the scratch cache."""
         q, at, scale = call.args
         attend = partial(self.reference.ops.paged_attention, q.float(), replace(at, cache=self._scratch))
         return {STEEPER: attend(1.01 * scale) - attend(scale)}

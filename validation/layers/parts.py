@@ -15,7 +15,7 @@ from torch import Tensor
 from haarkv.models.config import ModelConfig
 from haarkv.tq_ops import formats as kv_formats
 from haarkv.tq_ops.formats import KVFormat
-from haarkv.tq_ops.formats.base import by_token
+from haarkv.tq_ops.formats.base import by_token, vector_lengths
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
@@ -135,7 +135,7 @@ def read_as(
     fields: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None,
     windows: tuple[ResidualWindow | None, ResidualWindow | None] | None = None, sliding: int | None = None,
 ) -> PagedKVCache:  # fmt: skip
-    """A layer of a cache for attention to read, K's and V's formats, fields or windows being others, or the sliding window."""
+    """A layer of a cache for attention to read, with other formats, fields, windows or another sliding window."""
     kv = cache.kv[layer]
     return PagedKVCache.over(
         formats or kv.formats, layer, fields or kv.fields, windows or kv.windows, kv.shape.head_dim,
@@ -210,3 +210,93 @@ def poison(cache: PagedKVCache, layer: int, kv: tuple[Tensor, Tensor] | None, ba
         return {STATE: {}}
     bad_k, bad_v = (torch.where(x == 0, 1.0, -x / 3) for x in kv)
     return quantized(cache, layer, batch, bad_k, bad_v)
+
+
+# -- Poison for attention ------------------------------------------------------------------------------------------------
+# A token that lies both packed and in BF16 must be read in one of the two. The other copy is near the right one and shows
+# little when it is read by mistake, so it becomes a key that every query attends to most, with values that are far off;
+# likewise the free slots behind a sequence's end.
+_LONGER, _LONGEST = 64.0, 2.0**15
+"""Factor of a vector's length, and the most that a length becomes: an FP16 scale holds 65,504."""
+
+
+def without_unread(
+    cache: PagedKVCache, layer: int, part_fields: Snapshot, batch: Batch, lengths: Tensor, q: Tensor
+) -> Snapshot:
+    """A snapshot of a layer, poisoned where no query of a batch may read.
+
+    These are packed tokens that all queries see in BF16, those in BF16 that none sees there, and the free slots of each last
+    block. K there points to where the queries of its KV head do and is 64 times as long; V is opposite and 64 times as long.
+
+    Args:
+        lengths: [B], tokens of each sequence that are stored.
+        q: [T, Hq, D], the queries, not rotated.
+    """
+    windows = dict(zip("kv", cache.kv[layer].windows, strict=True))
+    new_fields = {part: {name: tensor.clone() for name, tensor in fields.items()} for part, fields in part_fields.items()}
+    starts, placed_batch = batch.query_start_loc.long(), cache.kv[layer].place(batch)
+    for row, length in enumerate(lengths.tolist()):
+        queries = slice(int(starts[row]), int(starts[row + 1]))
+        toward, token = _toward(q[queries].float(), cache.kv[layer].shape.num_kv_heads), torch.arange(length)
+        for part in cache_parts(cache, layer):
+            window, direction = windows[part.side], toward if part.side == "k" else None
+            if part.packed and (free_slots := _free_slots(cache, layer, part, placed_batch, row)) is not None:
+                _drown(part, new_fields[part.name], free_slots[:2], free_slots[2], direction)
+            if window is None or part.name.startswith("sink"):
+                continue
+            unread = _unread(window, batch.positions[queries], token, packed=part.packed)
+            if part.packed:
+                if (ring := cache.kv[layer].ring) is not None:  # where older tokens lay, newer ones do
+                    unread &= token >= int(placed_batch.seq_lens[row]) - ring * cache.block_size
+                unit, offset = placed_batch.block_table[row, token // cache.block_size].long(), token % cache.block_size
+            else:
+                unread &= token >= length - window.ring
+                unit, offset = batch.rows[row].expand(length), token % max(window.ring, 1)
+            if unread.any():
+                _drown(part, new_fields[part.name], (unit[unread], offset[unread]), token[unread], direction)
+    return new_fields
+
+
+def _unread(window: ResidualWindow, queries: Tensor, token: Tensor, packed: bool) -> Tensor:
+    """[n] bool: tokens of a sequence that no query at these positions reads packed; or in BF16."""
+    # Tokens leave the window as queries go on: the first that sees a token and the last one tell for all between. A token
+    # before the queries is first seen by the first of them, any other by its own.
+    older = min(int(queries[0]), len(token))
+    by_itself = window.seen(token[older:], len(token)).diagonal(older)
+    by_first = torch.cat([window.seen(queries[:1], len(token))[0, :older], by_itself])
+    by_last = window.seen(queries[-1:], len(token))[0]
+    return by_first & by_last if packed else ~by_first & ~by_last
+
+
+def _free_slots(
+    cache: PagedKVCache, layer: int, part: Part, placed_batch: Batch, row: int
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Units, offsets and positions behind a sequence's last token in its last block; None if others or groups lie there."""
+    length, size = int(placed_batch.seq_lens[row]), cache.block_size
+    token = torch.arange(length, -(-length // size) * size)
+    if not len(token) or cache.kv[layer].ring is not None or part.kv_format.group_tokens > 1:
+        return None
+    return placed_batch.block_table[row, token // size].long(), token % size, token
+
+
+def _toward(q: Tensor, kv_heads: int) -> Tensor:
+    """[Hkv, 1, D]: unit vectors whose product with all queries [t, Hq, D] of a KV head is the same, by least squares."""
+    by_head = q.view(len(q), kv_heads, -1, q.shape[-1]).transpose(0, 1).flatten(1, 2)
+    direction = torch.linalg.lstsq(by_head, by_head.new_ones(*by_head.shape[:2], 1), rcond=0.01).solution
+    return torch.nn.functional.normalize(direction.mT, dim=-1)
+
+
+def _drown(part: Part, fields: dict[str, Tensor], at: tuple[Tensor, Tensor], positions: Tensor, toward: Tensor | None) -> None:
+    """Replace vectors by longer ones: opposite, or of a given direction."""
+    unit, offset = at
+    slot_fields = {name: tensor[unit, :, offset] for name, tensor in fields.items()}
+    x = part.kv_format.dequantize(by_token(slot_fields), part.layer)
+    length = vector_lengths(x).unsqueeze(-1)
+    longer = (_LONGEST / length.clamp(min=1e-30)).clamp(1 / 3, _LONGER)
+    opposite = torch.where(x == 0, 1.0, -longer * x)
+    if toward is None:
+        far = opposite
+    else:
+        far = part.kv_format.as_stored(torch.where(length == 0, _LONGER, longer * length) * toward, part.layer, positions)
+    for name, tensor in by_token(part.kv_format.quantize(far, part.layer)).items():
+        fields[name][unit, :, offset] = tensor

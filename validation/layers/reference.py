@@ -21,10 +21,9 @@ from haarkv.tq_ops.weight import Blocks, Weight, activations, weight_numbers
 from haarkv.validation.layers.candidate import CandidateRunner
 from haarkv.validation.layers.forward import Forward, LayerRecord
 from haarkv.validation.layers.null import RUNS, honest
-from haarkv.validation.layers.parts import Snapshot, layer_tensors, load, put, snapshot, take
+from haarkv.validation.layers.parts import Snapshot, layer_tensors, load, put, snapshot, take, without_unread
 from haarkv.validation.layers.record import Call, Recorder, recordable_ops
 from haarkv.validation.layers.states import CONV, SEEN, STATE, Fields, left_after, recurrent_state, state_heads, with_others
-from haarkv.validation.layers.windows import without_unread
 
 
 class Reference:

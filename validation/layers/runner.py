@@ -116,7 +116,7 @@ class _Validation:
         self.rows: list[LayerRow] = []
         self.logits: list[LogitRow] = []
         self.verdicts: list[Verdict] = []
-        # Who is guilty is seen teacher-forced; who is right there and wrong when left to itself is named after that.
+        # Teacher-forced findings name the guilty layer; free-running faults of layers that are right there come after them.
         self.findings: list[Verdict] = []
         self.late: list[Verdict] = []
 

@@ -93,7 +93,7 @@ def changed_rows(now: Recurrent, before: Recurrent, batch: Batch | None) -> list
     changes = []
     begin = dict(zip(batch.rows.tolist(), begins(batch), strict=True)) if batch is not None else {}
     ours, theirs = tensors_of_state(now), tensors_of_state(before)
-    for row in range(len(now.seen) - 1):  # the last row is nobody's
+    for row in range(len(now.seen) - 1):  # the last row belongs to no sequence
         same = torch.stack(
             [(ours[name][row] == theirs[name][row]).flatten(1).all(1) for name in ours if name != SEEN]
             + [ours[SEEN][row] == theirs[SEEN][row]]

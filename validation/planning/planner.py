@@ -27,9 +27,11 @@ from haarkv.validation.fidelity.evaluation import (
     score_all,
 )
 from haarkv.validation.fidelity.scores import Partial
-from haarkv.validation.planning.candidates import (
+from haarkv.validation.planning.search import (
+    Allocation,
     Candidates,
     Costs,
+    Frontier,
     Place,
     at,
     bits_per_value,
@@ -38,7 +40,6 @@ from haarkv.validation.planning.candidates import (
     session_with_plan,
     with_format,
 )
-from haarkv.validation.planning.search import Allocation, Frontier
 
 # -- Measuring ------------------------------------------------------------------------------------------------------------
 
@@ -46,7 +47,7 @@ from haarkv.validation.planning.search import Allocation, Frontier
 def changed_caches(
     base: Session, candidates: Candidates, calibration: Calibration | None = None
 ) -> dict[str, tuple[Place, str, Session]]:
-    """The baseline with one candidate at one place, by a name for the user; `bf16` changes nothing and is left out."""
+    """The baseline with one candidate at one place, by a name for the user; what changes nothing is left out."""
     caches = {}
     for place in places(base.config):
         for name in at(place[1], candidates):
@@ -64,16 +65,14 @@ def measure(
     partial: Partial | None = None,
     on_step: OnStep = lambda *_: None,
 ) -> dict[Place, dict[str, float]]:
-    """What each candidate costs at each place.
+    """What each candidate costs at each place, in nats a token.
 
         cost(place, f) = mean over the text of KL(bf16 || bf16 everywhere but f at this place)
 
-    The layers before a place are the baseline's: they are run once a window, and each cache begins behind them.
+    The layers before a place are the baseline's: they run once a window.
 
     Args:
         calibration: the text and its windows; greedy prompts are not run.
-    Returns:
-        nats a token, in the order of the places and candidates.
     """
     partial = partial or Partial()
     caches = changed_caches(setup.base, candidates, coordinates)
@@ -135,7 +134,7 @@ def compare(
 SAME_BYTES = 1.05
 """A uniform format of at most so many times the plan's bytes counts as one of the same bytes."""
 PLAN = "plan"
-"""The plan's own name among the caches of its verification."""
+"""The plan's name among the caches of its verification."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,7 @@ class Verification:
 
     Attributes:
         rivals: rows of the uniform candidates next to it in size, fewer bytes first.
-        nearer: for each rival, in how many windows the plan's mean KL is the lower one.
+        nearer: for each rival, in how many windows the plan's mean KL is lower.
     """
 
     plan: FidelityRow
@@ -155,7 +154,7 @@ class Verification:
 
     @property
     def beaten_by(self) -> FidelityRow | None:
-        """The best uniform candidate of the same bytes or fewer, unless the plan has the lower mean KL."""
+        """The best uniform candidate of the same bytes or fewer, unless the plan's mean KL is lower."""
         same = [row for row in self.rivals if row.bytes_per_token <= SAME_BYTES * self.plan.bytes_per_token]
         best = min(same, key=lambda row: row.kl_mean, default=None)
         return best if best and best.kl_mean <= self.plan.kl_mean else None
@@ -166,7 +165,7 @@ def uniform_rivals(
 ) -> dict[str, KVPlan]:
     """Uniform candidates next to a plan in bytes: the largest that take no more, and the smallest that take no fewer.
 
-    With the plan's tail and sinks as well, if it has any, the largest that take no more: what of the gain is theirs.
+    Also, with the plan's tail and sinks, the largest that take no more: they show how much of the gain is the tail's.
     """
     plan_bits = bits_per_value(plan, config, context)
     rivals: dict[str, KVPlan] = {}

@@ -1,4 +1,4 @@
-"""The search that `tq plan` and `--kv auto` share: the formats of least cost for each size, a multiple-choice knapsack.
+"""What `tq plan` and `--kv auto` share: formats to choose from, their sizes, and the plans of least cost for each size.
 
 A *place* is K or V of one layer. That the costs of places add up is an assumption; it only ranks plans beside one tail.
 benchmarks/LOG.md says how far it holds.
@@ -7,17 +7,116 @@ benchmarks/LOG.md says how far it holds.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
+from haarkv.engine.plans import plan_for
+from haarkv.engine.session import Session
 from haarkv.models.config import ModelConfig
-from haarkv.tq_ops.formats import Calibration
-from haarkv.tq_ops.kv.cache import cache_bytes
-from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
-from haarkv.validation.planning.candidates import Costs, Place, place_bytes, with_format
+from haarkv.tq_ops import formats
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats import Calibration, Side
+from haarkv.tq_ops.formats.learned import COLUMNS, PREFIX, learned_bits
+from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache, cache_bytes
+from haarkv.tq_ops.kv.layer import page_bytes
+from haarkv.tq_ops.kv.plan import BF16_BYTES, KVPlan, KVSpec
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, RING_CHUNK, Shapes, blocks_for, each
+from haarkv.validation.layers.parts import new_cache
 
+CANDIDATES = ("tq2", "tq3", "tq4", "tq5", "tq6", "tq8", "bf16")
+"""One format for each number of bits, so that no place takes the luckier of two equals."""
+TAILS = (0, 16, 32, 64, 128)
+"""Tails to try, in tokens."""
+LEARNED_CANDIDATES = (*(f"{PREFIX}{bits}" for bits in COLUMNS), "tq2", "tq3", "tq4", "tq5", "tq6")
+"""The same with a calibration."""
+
+Place = tuple[int, Side]
+"""K or V of a layer."""
+Candidates = Sequence[str] | Mapping[Side, Sequence[str]]
+"""Names of formats, for both sides or for each."""
+Costs = Mapping[Place, Mapping[str, float]]
+"""Mean KL(bf16 || bf16 but this format at this place), in nats a token."""
+
+
+def places(config: ModelConfig) -> list[Place]:
+    """K and V of every layer."""
+    return [(layer, side) for layer in range(config.num_layers) for side in ("k", "v")]
+
+
+def at(side: Side, names: Candidates) -> list[str]:
+    """Those of some formats that a side takes: learned ones are K's alone."""
+    side_names = names[side] if isinstance(names, Mapping) else names
+    return [name for name in side_names if side == "k" or learned_bits(name) is None]
+
+
+def everywhere(name: str) -> str:
+    """All of a cache in one format; beside learned keys, values of as many bits."""
+    bits = learned_bits(name)
+    return f"k={name},v=tq{bits}" if bits else name
+
+
+def require_candidates(names: Sequence[str], config: ModelConfig, calibration: Calibration | None = None) -> None:
+    """Refuse formats that the model does not take, or that store tokens in groups."""
+    for name in names:
+        if plan_for(KVSpec(everywhere(name), calibration=calibration), config).keeps_tokens:
+            raise InputError(
+                f"{name} stores tokens in groups and brings its own tail; name candidates that store each by itself"
+            )
+
+
+def bits_per_value(kv: KVPlan, config: ModelConfig, context: int) -> float:
+    """Bits of one number of K or V, all included, as allocated for one sequence of `context` tokens."""
+    shapes, exact = config.kv_shapes, KVSpec("bf16").plan(config.num_layers)
+    return 16 * cache_bytes(kv, context, shapes) / cache_bytes(exact, context, shapes)
+
+
+def place_bytes(kv: KVPlan, place: Place, shapes: Shapes, context: int, ring_chunk: int = RING_CHUNK) -> int:
+    """Bytes of one place for one sequence, its sliding window's ring, tail and sinks included."""
+    layer, side = place
+    kv_format, shape, blocks = kv.layers[layer][side == "v"], each(shapes, len(kv.layers))[layer], blocks_for(context)
+    assert shape is not None, "a place is of a layer that has K and V"
+    ring = shape.ring_blocks(blocks, chunk=ring_chunk)
+    packed = BLOCK_SIZE * (blocks if ring is None else ring) * shape.num_kv_heads * kv_format.bytes_per_vector(shape.head_dim)
+    bf16_tokens = kv.ring_tokens(kv_format) + kv.sink if kv.keeps(kv_format) else 0
+    return round(packed) + BF16_BYTES * shape.numbers * bf16_tokens
+
+
+def with_format(plan: KVPlan, place: Place, name: str, calibration: Calibration | None = None) -> KVPlan:
+    """A plan with another format at one place."""
+    (layer, side), layers = place, list(plan.layers)
+    k_format, v_format = layers[layer]
+    kv_format = formats.get(name, side, calibration)
+    layers[layer] = (kv_format, v_format) if side == "k" else (k_format, kv_format)
+    return replace(plan, layers=tuple(layers))
+
+
+def session_with_plan(base: Session, plan: KVPlan) -> Session:
+    """The baseline's model with another plan.
+
+    Raises:
+        InputError: the executor cannot run it.
+    """
+    if reason := base.executor.supports(base.config, plan):
+        raise InputError(f"executor {base.executor.name} cannot run {plan.describe()}: {reason}")
+    return replace(base, plan=plan)
+
+
+def one_layer(
+    plan: KVPlan, config: ModelConfig, layer: int, tokens: int, device: torch.device
+) -> tuple[PagedKVCache, PagedSequences]:
+    """An empty cache of one layer for a sequence of `tokens`, and its bookkeeping."""
+    shape, blocks = config.layers[layer].attention.kv_shape, blocks_for(tokens)
+    page = page_bytes(plan.layers[layer], shape.num_kv_heads, shape.head_dim, BLOCK_SIZE)
+    pages = {layer: torch.zeros(blocks, page, dtype=torch.uint8, device=device)}
+    cache = new_cache(plan, config, blocks, num_rows=1, device=device, pages=pages)
+    return cache, PagedSequences(blocks, cache.block_size, num_rows=1)
+
+
+# -- The plans of least cost ---------------------------------------------------------------------------------------------
 _STEP = 0.02
 """Bits a value from one budget to the next, where a bound on the loss is given."""
 

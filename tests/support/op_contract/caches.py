@@ -83,7 +83,7 @@ class CacheCase:
 
 
 def cache_tensors(cache: PagedKVCache) -> Iterator[tuple[int, str, str, Tensor]]:
-    """(layer, side, field, the very tensor) of everything that a cache stores."""
+    """(layer, side, field, the cache's own tensor) of everything that a cache stores."""
     for layer, kv in cache.kv.items():
         for letter, side in kv.sides:
             for name, tensor in side.fields.items():
@@ -91,7 +91,7 @@ def cache_tensors(cache: PagedKVCache) -> Iterator[tuple[int, str, str, Tensor]]
 
 
 def bf16_windows(cache: PagedKVCache) -> list[Tensor]:
-    """The very tensors of what a cache keeps in BF16."""
+    """A cache's own tensors in BF16."""
     return [window.vectors for kv in cache.kv.values() for window in kv.windows if window]
 
 
@@ -123,7 +123,7 @@ def fill_cache(case: CacheCase, device: torch.device | str = "cpu") -> tuple[Pag
     cache = poisoned_cache(case)
     order = torch.randperm(cache.num_blocks, generator=generator).tolist()
     paging = PagedSequences(cache.num_blocks, case.block_size, order=order, num_rows=cache.num_rows)
-    ids = [paging.add() for _ in (0, *case.new)][:0:-1]  # rows in another order than sequences, the first of them nobody's
+    ids = [paging.add() for _ in (0, *case.new)][:0:-1]  # rows in another order than sequences, the first of no sequence
     step = case.ring_chunk if case.window else max(*case.stored_lengths, 1)
     older = [
         [(i, min(step, n - done)) for i, n in zip(ids, case.stored_lengths, strict=True) if n > done]
@@ -184,7 +184,6 @@ class Attention(_OnCache):
         return self.cache.kv_heads
 
     def read_only_tensors(self, arguments: tuple[Any, ...]) -> list[Tensor]:
-        """Queries, and whatever the cache holds."""
         cache = arguments[1].cache
         return [arguments[0], *(tensor for *_, tensor in cache_tensors(cache)), *bf16_windows(cache)]
 
@@ -199,7 +198,7 @@ class Store(_OnCache):
     op: str = field(default="store_kv", init=False)
 
     def arguments(self, device: torch.device) -> tuple[Any, ...]:
-        """k, v, view; among K and V a zero vector, tiny ones, one along an axis and a mean that was learned.
+        """k, v, view; among K and V a zero vector, tiny ones, one along an axis and a learned mean.
 
         Tokens before the new ones have their slots, in which nothing is.
         """
@@ -224,7 +223,6 @@ class Store(_OnCache):
         return [*arguments[:2], *_other_slots(arguments[2])]
 
     def outcome(self, result: None, arguments: tuple[Any, ...]) -> Snapshot:
-        """What is stored."""
         return take(arguments[2].cache, LAYER, arguments[2].batch)
 
     def fault(self, expected: Snapshot, outcome: Snapshot) -> str | None:
@@ -234,7 +232,6 @@ class Store(_OnCache):
         return None if identical else "it does not keep the same in BF16"
 
     def figures(self, expected: Snapshot, outcome: Snapshot) -> Iterator[tuple[Figure, Tensor]]:
-        """Levels and lengths by KV head."""
         k, v, at = self._on_host
         return stored_figures(at.cache, LAYER, at.batch, expected, outcome, (k, v))
 
