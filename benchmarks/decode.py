@@ -23,7 +23,6 @@ from haarkv.executors.cpu import CpuExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import load_model, maps_file, model_weight_bytes, read_config
 from haarkv.models.checkpoint import Progress
-from haarkv.models.parallel import ALONE, Ranks, Split
 from haarkv.tq_ops.errors import InputError
 
 TITLES = {
@@ -45,7 +44,6 @@ class Request:
         executors, kvs: each executor runs with each cache that it supports; caches as `cases.parse_caches` reads them.
         peer_variants: other programs that take turns with ours.
         isa: instruction set of the CPU kernels; the best unless given.
-        ranks: of several, all figures are of one rank.
     """
 
     model: str
@@ -62,19 +60,17 @@ class Request:
     isa: str | None = None
     activation_bits: int = 16
     mmap: bool | None = None
-    ranks: Ranks = ALONE
 
 
 def load_request_model(request: Request, progress: Progress | None) -> DecoderModel:
     """The request's model, its weights as all its executors read them."""
     block_types = set.intersection(*(set(catalog.info(name).block_types()) for name in request.executors))
-    ranks, config = request.ranks, read_config(request.model, request.layers)
-    split = Split(config, ranks.rank, ranks.size) if ranks.size > 1 else None
+    config = read_config(request.model, request.layers)
     in_place = any(catalog.info(name).reads_in_place(request.device) for name in request.executors)
-    weights = model_weight_bytes(request.model, config, request.dtype, split, block_types)
-    maps = maps_file(weights, request.mmap, ranks.size, in_place)
+    weights = model_weight_bytes(request.model, config, request.dtype, keep_blocks=block_types)
+    maps = maps_file(weights, request.mmap, in_place=in_place)
     return load_model(
-        request.model, request.dtype, request.layers, progress, request.ranks, keep_blocks=block_types,
+        request.model, request.dtype, request.layers, progress, keep_blocks=block_types,
         activation_bits=request.activation_bits, mmap=maps,
     )  # fmt: skip
 
@@ -87,8 +83,6 @@ def measure(
     Raises:
         InputError: a model, executor, format or device is missing, or a case is longer than the model's context.
     """
-    if request.ranks.size > 1 and tuple(request.kinds) != ("step",):
-        raise InputError("ranks run whole steps together; all else is measured on one")
     if model is None:
         model = load_request_model(request, progress)
     room = cases.appended_tokens(request.repeats) if "step" in request.kinds else 0
@@ -211,7 +205,6 @@ def report(
     tables: list[Table] = []
     faster = _FASTER if any(r.peer for r in rows) else ""
     notes: dict[int, list[str]] = {}
-    ranks = f", one of {request.ranks.size} ranks" if request.ranks.size > 1 else ""
     for kind, title in titles.items():
         if not (kind_rows := [r for r in rows if r.kind == kind]):
             continue
@@ -219,12 +212,12 @@ def report(
                    *["speed-up"] * bool(faster), "weights MB", "KV MB", "GB/s", "of copy", "floor ms", "× floor")  # fmt: skip
         counts = {r.spread.runs for r in kind_rows if r.spread} or {0}
         runs = " to ".join(map(str, sorted({min(counts), max(counts)})))
-        heading = f"{request.model}, {request.dtype}{ranks}: {title}, median of {runs}; {limits}"
+        heading = f"{request.model}, {request.dtype}: {title}, median of {runs}; {limits}"
         notes[len(tables)] = list(dict.fromkeys(_notes(kind_rows)))
         tables.append(Table(heading, columns, [_cells(r, rows, bool(faster)) for r in kind_rows]))
     notes[len(tables) - 1] += [*dict.fromkeys(r.about for r in rows if r.about), faster + _LEGEND]
     values = {key: getattr(request, key) for key in ("dtype", "layers", "repeats", "isa", "activation_bits")}
-    values |= {"tensor_parallel": request.ranks.size, "limits": asdict(machine), "rows": [r.as_json(rows) for r in rows]}
+    values |= {"limits": asdict(machine), "rows": [r.as_json(rows) for r in rows]}
     return Report(name, request.model, request.contexts, request.kvs, values, tables, notes)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Unpack
 
 from haarkv.engine.collapse import Guard
 from haarkv.engine.drafts import DraftSource
-from haarkv.engine.generation import OnPrefill, generate, tail_chunk
+from haarkv.engine.generation import GenerationRequest, OnPrefill, generate, tail_chunk
 from haarkv.engine.plans import memory_need, shape_signature
 from haarkv.engine.ranks import memory_here
 from haarkv.engine.result import KVUsage, Result, Stream, draft_report
@@ -182,14 +182,14 @@ class Session:
         cache, paging = self.new_cache(len(ids), context)
         watcher, report = self._watched_prefill(ids, on_prefill, on_warning or warn)
         sequences: list[StoredSequence] = []
+        request = GenerationRequest(
+            prompts=ids, max_new_tokens=max_new_tokens, max_context=context, eos_token_ids=self.tokenizer.eos_token_ids,
+            unused_ids=self.tokenizer.unused_ids, sampling=sampling, stored=[stored] * len(ids), draft=self.draft,
+            draft_tokens=self.draft_tokens, on_prefill=report, on_token=texts.push,
+            on_end=(lambda _, sequence: sequences.append(sequence)) if keep else None,
+        )  # fmt: skip
         with self._lock:
-            completions, timing = generate(
-                self.executor, cache, paging, ids,
-                max_new_tokens=max_new_tokens, max_context=context, eos_token_ids=self.tokenizer.eos_token_ids,
-                sampling=sampling, on_prefill=report, on_token=texts.push, prefiller=watcher, stored=[stored] * len(ids),
-                on_end=(lambda _, sequence: sequences.append(sequence)) if keep else None,
-                draft=self.draft, draft_tokens=self.draft_tokens, unused_ids=self.tokenizer.unused_ids,
-            )  # fmt: skip
+            completions, timing = generate(self.executor, cache, paging, request, watcher)
         final_texts = texts.finish()
         memory = memory_here(
             self.ranks, self.executor.device, self.weight_bytes, cache.nbytes, model_files(self.name),

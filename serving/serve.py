@@ -15,9 +15,7 @@ from haarkv.serving import vllm_plugin as keys
 from haarkv.serving.vllm_plugin import kv_choice
 from haarkv.serving.vllm_plugin.install import VERSION
 from haarkv.tq_ops.errors import InputError, warn
-from haarkv.tq_ops.kv.layer import page_bytes
-from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
-from haarkv.tq_ops.kv.shapes import KVShape
+from haarkv.tq_ops.kv.plan import KVSpec
 
 VLLMS_OWN = "bf16"
 """The `--kv` that leaves the cache to vLLM."""
@@ -152,32 +150,14 @@ def _worker(cache: Mapping[str, Any]) -> list[str]:
 def _stored_as(config: Any) -> str:
     model, plan = config.model_config, kv_choice.kv_plan(config)
     if sliding := kv_choice.sliding_layers(model):
-        ours = f"K and V are kept in {plan.describe()}"
-        return f"{ours}; those of layers {', '.join(map(str, sliding))}, which attend to a window, by vLLM itself"
-    if states := kv_choice.state_layers(model):
-        shapes = kv_choice.shape_signature(config).layers
-        nbytes, bf16 = plan.bytes_per_token(shapes), KVSpec(VLLMS_OWN).plan(len(plan.layers)).bytes_per_token(shapes)
-        ours = f"K and V of {len(plan.layers) - len(states)} layers are kept in {plan.describe()}: {nbytes:,.0f} bytes a token"
-        return f"{ours}, {bf16 / nbytes:.2f} times less than BF16; the states of the other {len(states)} by vLLM itself"
-    shape = KVShape(model.get_total_num_kv_heads(), model.get_head_size())
-    nbytes, bf16 = plan.bytes_per_token(shape), KVSpec(VLLMS_OWN).plan(len(plan.layers)).bytes_per_token(shape)
-    each = f"K and V are kept in {plan.describe()}: {nbytes:,.0f} bytes a token"
-    if not plan.keeps_tokens:
-        return f"{each}, {bf16 / nbytes:.2f} times less than BF16"
-    return (
-        f"{each} and {kept_bytes(plan, shape, config.cache_config.block_size) / 2**20:,.1f} MiB a sequence for those in BF16"
-    )
-
-
-def kept_bytes(plan: KVPlan, shape: KVShape, block_size: int) -> int:
-    """Most bytes of vLLM's blocks for a decoding sequence's BF16 tokens, all layers."""
-    packed = sum(page_bytes(pair, shape.num_kv_heads, shape.head_dim, block_size) for pair in plan.layers)
-    exact_layers = sum(any(map(plan.keeps, pair)) for pair in plan.layers)
-    exact = exact_layers * page_bytes(kv_choice.exact_pair(), shape.num_kv_heads, shape.head_dim, 1)
-    size = kv_choice.tail_tokens(packed, exact, block_size)
-    # So many tokens, wherever among blocks they begin.
-    blocks = (max(plan.recent or 0, 2) - 2) // size + 2 + -(-plan.sink // size)
-    return blocks * max(packed, size * exact)
+        windows = f"those of layers {', '.join(map(str, sliding))}, which attend to a window, by vLLM itself"
+        return f"K and V are kept in {plan.describe()}; {windows}"
+    shapes, states = kv_choice.shape_signature(config).layers, kv_choice.state_layers(model)
+    nbytes, bf16 = plan.bytes_per_token(shapes), KVSpec(VLLMS_OWN).plan(len(plan.layers)).bytes_per_token(shapes)
+    layers = f" of {len(plan.layers) - len(states)} layers" if states else ""
+    text = f"K and V{layers} are kept in {plan.describe()}: {nbytes:,.0f} bytes a token"
+    text += ", and beside them tokens in BF16" if plan.keeps_tokens else f", {bf16 / nbytes:.2f} times less than BF16"
+    return text + (f"; the states of the other {len(states)} by vLLM itself" if states else "")
 
 
 def _reached_by(namespace: Namespace) -> str:

@@ -9,7 +9,6 @@ from difflib import get_close_matches
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
-from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
 _MANY = 12
 """Number of options from which a command's help has headings."""
 _WIDEST = 110
-_NAMES, _NARROW = 30, 60
-"""Most columns of names, and the terminal width below which names stand on their own lines."""
 
 _SECTIONS: Mapping[str, Sequence[str]] = {
     "Sides": ("--a", "--b"),
@@ -47,32 +44,15 @@ _SECTIONS: Mapping[str, Sequence[str]] = {
         "--greedy-prompts", "--only", "--memory", "--verify", "--budget", "--candidates", "--tails", "--sinks", "--context",
     ),
     "Results": (
-        "--json", "--csv", "--html", "--replay", "--verbose", "--compress", "--save", "--out",
+        "--json", "--csv", "--html", "--replay", "--verbose", "--compare", "--compress", "--save", "--out",
         "--resume", "--force", "--session",
     ),
 }  # fmt: skip
 """Headings of long lists of options."""
 
 
-class _Formatter(click.HelpFormatter):
-    """Leaves room for explanations on a narrow terminal; click's takes at least 50 columns."""
-
-    def __init__(self, indent_increment: int = 2, width: int | None = None, max_width: int | None = None) -> None:
-        columns = min(get_terminal_size().columns, max_width or _WIDEST) - 2
-        super().__init__(indent_increment, width or max(columns, 24), max_width)
-
-    def write_dl(self, rows: Any, col_max: int = _NAMES, col_spacing: int = 2) -> None:
-        super().write_dl(rows, col_max if self.width >= _NARROW else 4, col_spacing)
-
-
-class _Context(click.Context):
-    formatter_class = _Formatter
-
-
 class Command(click.Command):
     """A command; many options stand under headings."""
-
-    context_class = _Context
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for heading, rows in self._sections(ctx):
@@ -102,7 +82,6 @@ class Group(click.Group):
         sections: heading -> command -> `module:attribute`, or a module with a `command`; empty where decorators add commands.
     """
 
-    context_class = _Context
     command_class = Command
     sections: ClassVar[Mapping[str, Mapping[str, str]]] = {}
 

@@ -18,7 +18,6 @@ from haarkv.tq_ops.errors import HaarkvWarning
 if TYPE_CHECKING:
     import rich.progress
     from rich.console import Console
-    from rich.table import Table
 
     from haarkv.engine.generation import OnPrefill
     from haarkv.models.checkpoint import Progress
@@ -116,54 +115,30 @@ def print_judged(line: str, verdict: bool | None = None) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], console: Console | None = None) -> None:
-    """Print a title and a table, on stdout unless a console is given.
+    """Print a title and a table, on stdout unless a console is given; without columns there is no header.
 
-    Numeric columns are right-aligned. Without columns there is no header. Where a terminal is too narrow, rows become
-    paragraphs.
+    Numeric columns are right-aligned, and no number or first cell is broken.
     """
-    # The name of a folder may look like markup, but is none.
-    target = console or _console()(width=None if sys.stdout.isatty() else _WIDE, markup=False, emoji=False)
-    target.print(visible(title), highlight=False, soft_wrap=not target.is_terminal)
-    wide, tight = (_as_table(columns, rows, tight) for tight in (False, True))
-    fitting = wide if not columns or not target.is_terminal or _least(wide, target) <= target.width else tight
-    if fitting is wide or _least(tight, target) <= target.width:
-        target.print(fitting)
-        return
-    for first, *rest in rows:
-        target.print(f"\n{columns[0]} {visible(first)}".rstrip(), highlight=False)
-        target.print(_as_table((), [(f"  {name}", cell) for name, cell in zip(columns[1:], rest, strict=True)], tight=True))
-
-
-def _least(table: Table, console: Console) -> int:
-    """Least width of a table without broken numbers, first cells and words."""
-    return console.measure(table, options=console.options.update(max_width=sys.maxsize)).minimum
-
-
-def _parts(heading: str) -> list[str]:
-    return heading.replace("/", "/ ").split() or [""]
-
-
-def _numeric(cells: Sequence[str]) -> bool:
-    return all(cell.lstrip("+-")[:1].isdigit() or cell == "–" for cell in cells)
-
-
-def _as_table(columns: Sequence[str], rows: Sequence[Sequence[str]], tight: bool) -> Table:
-    """A rich table; a tight one has less space, and broken headings."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    frame = None if tight and not columns else box.SIMPLE_HEAD
-    table = Table(box=frame, show_header=bool(columns), pad_edge=False, collapse_padding=tight)
+    # The name of a folder may look like markup, but is none.
+    target = console or _console()(width=None if sys.stdout.isatty() else _WIDE, markup=False, emoji=False)
+    target.print(visible(title), highlight=False, soft_wrap=not target.is_terminal)
+    table = Table(box=box.SIMPLE_HEAD, show_header=bool(columns), pad_edge=False)
     for index in range(len(rows[0])):
         numeric = bool(columns) and _numeric([row[index] for row in rows])
-        heading = columns[index] if columns else ""
-        heading = "\n".join(_parts(heading)) if tight else heading
         whole = bool(columns) and (numeric or not index)
+        heading = columns[index] if columns else ""
         table.add_column(heading, justify="right" if numeric else "left", overflow="fold", no_wrap=whole)
     for row in rows:
         table.add_row(*(Text(visible(cell), style=_COLOURS.get(cell.split(":")[0], "")) for cell in row))
-    return table
+    target.print(table)
+
+
+def _numeric(cells: Sequence[str]) -> bool:
+    return all(cell.lstrip("+-")[:1].isdigit() or cell == "–" for cell in cells)
 
 
 # -- A reader that leaves early --------------------------------------------------------------------------------------------
@@ -225,10 +200,6 @@ def drop_output(stream: TextIO) -> None:
 # -- Progress --------------------------------------------------------------------------------------------------------------
 
 
-_NARROW = 60
-"""Terminal width below which the clock is left out of bars."""
-
-
 def _bar(*words: str, count: str = "", left: bool = False) -> rich.progress.Progress:
     """A bar on stderr, silent unless that is a terminal; `count` is the unit of done/total, else a percentage; `left` adds the
     time left.
@@ -242,8 +213,7 @@ def _bar(*words: str, count: str = "", left: bool = False) -> rich.progress.Prog
 
     columns: list[rich.ProgressColumn] = [*(rich.TextColumn(word, markup=False) for word in words), rich.BarColumn()]
     columns += [Count()] if count else [rich.TaskProgressColumn()]
-    if err().width >= _NARROW:
-        columns += [rich.TimeElapsedColumn(), *([rich.TextColumn("left"), rich.TimeRemainingColumn()] if left else [])]
+    columns += [rich.TimeElapsedColumn(), *([rich.TextColumn("left"), rich.TimeRemainingColumn()] if left else [])]
     return rich.Progress(*columns, console=err(), transient=True, disable=not err().is_terminal)
 
 

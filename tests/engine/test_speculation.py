@@ -14,7 +14,7 @@ import tq
 from haarkv.engine.draft_choice import LONGEST_MATCH, SHORTEST_MATCH, DraftSpec, NgramSource, Target, choose, looked_up
 from haarkv.engine.drafters import ModelSource
 from haarkv.engine.drafts import Pace
-from haarkv.engine.generation import generate
+from haarkv.engine.generation import GenerationRequest, generate
 from haarkv.engine.sampling import BatchSampler, Sampling
 from haarkv.models.catalog import find_model
 from haarkv.models.parallel import ALONE
@@ -155,10 +155,11 @@ def test_an_end_of_text_among_drafts_ends_it(tiny, expected):
         for draft in (None, NgramSource(), drafting(tiny, DraftSpec("tiny", 6)).draft):
             cache, paging = tiny.new_cache(len(ids), 100)
             sequences = []
-            done, _ = generate(
-                tiny.executor, cache, paging, ids, max_new_tokens=16, max_context=100, eos_token_ids=[end], draft=draft,
-                draft_tokens=6, on_end=lambda _, of, kept=sequences: kept.append(of),
+            request = GenerationRequest(
+                prompts=ids, max_new_tokens=16, max_context=100, eos_token_ids=[end], draft=draft, draft_tokens=6,
+                on_end=lambda _, stored, kept=sequences: kept.append(stored),
             )  # fmt: skip
+            done, _ = generate(tiny.executor, cache, paging, request)
             runs.append(([(c.token_ids, c.finish) for c in done], sequences))
         assert any(finish == "eos" for _, finish in runs[0][0])
         for texts, sequences in runs[1:]:
@@ -232,10 +233,10 @@ def count_texts(model, draft, sampling, new_tokens, prompt, count=MANY):
     """How often each continuation came, of many sequences."""
     cache = PagedKVCache(PLAN, KVShape(1, 64), num_blocks=count, num_rows=count, block_size=8)
     paging = PagedSequences(count, 8, num_rows=count)
-    done, timing = generate(
-        model, cache, paging, [prompt] * count, max_new_tokens=new_tokens, max_context=8, sampling=sampling, draft=draft,
-        draft_tokens=3,
-    )  # fmt: skip
+    request = GenerationRequest(
+        prompts=[prompt] * count, max_new_tokens=new_tokens, max_context=8, sampling=sampling, draft=draft, draft_tokens=3
+    )
+    done, timing = generate(model, cache, paging, request)
     return Counter(tuple(c.token_ids) for c in done), timing.drafts
 
 

@@ -179,10 +179,10 @@ class LaunchRecorder:
 
 def test_nothing_of_a_forward_waits_for_the_device(monkeypatch):
     """The kernels themselves are replaced: Triton's interpreter reads numbers on the host."""
-    from haarkv.tq_ops.cuda import ops
+    from haarkv.tq_ops.cuda import ops, prologue
 
     launches = []
-    for module in (ops.attention, ops.quantize, ops):
+    for module in (ops.attention, prologue):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, LaunchRecorder(name, launches))
     worker, runner = Worker(SHAPE, (LAYER,), KVCacheLayout.LBHNC), Runner()
@@ -193,7 +193,7 @@ def test_nothing_of_a_forward_waits_for_the_device(monkeypatch):
     monkeypatch.setattr(GpuKernels, "next_batch", lambda self: None)
     with NeverWaits():
         forward(worker, runner, common, tensors)
-    assert launches.count("quantize_kernel") == 1
+    assert launches.count("prologue_kernel") == 2  # K and V, and queries
     with pytest.raises(AssertionError, match="waits for the device"), NeverWaits():
         ops.store_kv(*tensors[1:], worker.impls[LAYER]._cache.view(LAYER, runner.builder.build(0, common).batch))
 

@@ -9,13 +9,10 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from small_models import new_cache, new_paging, small_model
 
-from haarkv.benchmarks.decode import Request, measure
-from haarkv.benchmarks.timing import Machine
 from haarkv.engine.ranks import join
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor, prefill, verify
@@ -169,13 +166,3 @@ def rank_validation(
     prompts = [torch.randint(config.vocab_size, (n,), generator=generator).tolist() for n in lengths]
     with multi_rank_executor(on_trial, ranks, config, plan) as candidate:
         return validate(catalog.create("reference", whole, plan), candidate, whole, prompts, steps, plan)
-
-
-def bench_rows(ranks: Ranks) -> list[dict[str, Any]]:
-    """Rows of `tq bench decode` on `tiny`."""
-    request = Request(
-        "tiny", ["cpu"], ["tq4"], [64], [1], repeats=1, kinds=("step",), dtype="float32", ranks=ranks
-    )  # fmt: skip
-    # The machine's limits take a gigabyte to measure, and are not what is asked for.
-    with patch("haarkv.benchmarks.decode.measure_machine", lambda _: Machine(10.0, 100.0, 100.0)):
-        return [row.as_json() for row in measure(request)[1]]

@@ -27,7 +27,6 @@ OWN_MEANING = {
     ("eval", "--kv"): "a list",
     ("bench decode", "--kv"): "a list",
     ("export", "--kv"): "one format only",
-    ("cache convert", "--kv"): "another default",
     ("dev compile", "--kv"): "another default",
     ("eval", "--kv-plan"): "another row, not the cache",
     ("dev bringup", "--kv-plan"): "one more cache",
@@ -146,7 +145,7 @@ REQUIRED_ARGS = {
 }  # fmt: skip
 """What a command would lack."""
 ELSEWHERE = {
-    "cache info", "cache convert", "serve", "dev replay", "dev bringup", "dev self-test",
+    "cache info", "serve", "dev replay", "dev bringup", "dev self-test",
 }  # fmt: skip
 """They want a file, ask vLLM, or say what they found before: each has tests of its own."""
 OPTION_CASES = [

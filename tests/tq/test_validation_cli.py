@@ -120,6 +120,59 @@ def test_a_failing_layer_is_written_and_runs_again_on_any_executor(validate, run
     assert names_in(tmp_path) == []
 
 
+def test_two_runs_are_compared_by_layer_and_stage(validate, checkpoint, faulty, tmp_path):
+    common = ("--model", checkpoint, "--prompt", "spam and eggs", "--steps", 0, "--json")
+    reports = {}
+    for name, *args in (("right", *ITSELF), ("wrong", "--executor", "faulty"), ("bf16", *ITSELF, "--kv", "bf16")):
+        reports[name] = json.loads(validate(*common, *args)[1])
+        (tmp_path / name).write_text(json.dumps(reports[name]))
+
+    def compare(*args):
+        return validate("--compare", *args)
+
+    code, out, err = compare("right", "right")
+    assert (code, err) == (0, "")
+    assert "0 worse, 0 better" in out
+    code, out, _ = compare("right", "wrong")
+    assert code == 1
+    assert re.search(r"WRONG NOW +1 +paged_attention +[\d.]+ % \(equal\) +[\d.]+e\+\d+ % \(fault\)", out)
+    assert "passed before, failed after" in out
+    assert compare("wrong", "right")[0] == 0
+    code, out, _ = compare("right", "bf16")
+    assert "kv tq4 before, bf16 after" in out
+    code, out, _ = compare("right", "wrong", "--json")
+    plain = json.loads(out)
+    assert (code, plain["worse"], plain["verdicts"]) == (1, True, [True, False])
+    assert (plain["changes"][0]["layer"], plain["changes"][0]["stage"]) == (1, "paged_attention")
+
+    (tmp_path / "other").write_text(json.dumps(reports["right"] | {"model": "another"}))
+    assert_refused(compare("right", "other"), "different models", "another")
+    fewer = [tensor for tensor in reports["right"]["tensors"] if tensor["layer"] != 1]
+    (tmp_path / "fewer").write_text(json.dumps(reports["right"] | {"tensors": fewer}))
+    assert_refused(compare("right", "fewer"), "different models", "with 2 layers", "with 1")
+    for text in ("{}", "[]", "nonsense", json.dumps(reports["right"] | {"tensors": [{"stage": 3}]})):
+        (tmp_path / "none").write_text(text)
+        assert_refused(compare("right", "none"), "none")
+    assert_refused(compare("right", "absent"), "absent")
+    assert_refused(validate("--compare", "right", "wrong", "--prompt", "x"), "--compare", "leave out --prompt")
+
+
+def test_twice_the_share_is_worse_and_less_is_alike(tmp_path):
+    from haarkv.validation.layers.two_runs import compare_files
+
+    def write(name, **shares):
+        tensors = [{"stage": stage, "layer": 0, "share": share, "reason": "rounding"} for stage, share in shares.items()]
+        about = {"candidate": "a", "reference": "b", "kv": "tq4", "dtype": "float32", "prompt_tokens": [3], "steps": 0}
+        (tmp_path / name).write_text(json.dumps({"model": "m", "passed": True, "tensors": tensors} | about))
+        return tmp_path / name
+
+    before = write("a", q_proj=0.1, k_proj=0.1, v_proj=0.4, o_proj=0.001)
+    after = write("b", q_proj=0.21, k_proj=0.19, v_proj=0.1, o_proj=0.009)
+    comparison = compare_files(before, after)
+    assert [(change.stage, change.direction) for change in comparison.changes] == [("q_proj", "worse"), ("v_proj", "better")]
+    assert not comparison.worse
+
+
 def test_a_faulty_reference_shows_as_well(validate, checkpoint, faulty):
     code, _, _ = validate("--model", checkpoint, *ITSELF, "--reference", "faulty", "--prompt", "spam", "--steps", 0)
     assert code == 1

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tq import options
-from tq.groups import Group, tensor_parallel
+from tq.groups import Group
 from tq.output import loading, print_table, telling
 
 if TYPE_CHECKING:
     from haarkv.benchmarks.decode import Request
     from haarkv.benchmarks.report import Report
-    from haarkv.models.parallel import Ranks
 
 
 @click.group("bench", cls=Group)
@@ -36,7 +35,7 @@ def kvs_option(default: str) -> Callable[..., Any]:
 contexts_option = partial(options.numbers, "--contexts", "Tokens in the cache.")
 batches_option = partial(options.numbers, "--batches", "Sequences at once.")
 repeats_option = partial(options.count, "--repeats", "Timed runs of each variant.")
-_isa = click.option("--isa", metavar="NAME", help="Instruction set of the CPU kernels, as avx512 [default: the best].")
+_isa = click.option("--isa", metavar="NAME", help="Instruction set of the CPU kernels, as avx2 [default: the best].")
 save_option = click.option("--save", is_flag=True, help="Append the result to benchmarks/results as a JSON line.")
 KINDS = ("attention", "prompt", "step")
 DEFAULT_KINDS = ("attention", "step")
@@ -124,8 +123,7 @@ def _fastest(args: dict[str, Any], kvs: Sequence[str]) -> str:
 @of_a_layer
 @click.option("--only", "kinds", multiple=True, type=click.Choice(KINDS),
               help="Measure attention of a layer, prompts, or steps; repeatable [default: all but prompts].")  # fmt: skip
-@tensor_parallel
-def decode(kinds: tuple[str, ...], ranks: Ranks, **args: Any) -> None:
+def decode(kinds: tuple[str, ...], **args: Any) -> None:
     """Measure decode latency by context, batch, executor and format: attention of one layer, whole prompts, whole steps.
 
     The variants of a case hold the same K and V and take turns. `floor` is the least time that this machine allows, measured
@@ -136,16 +134,10 @@ def decode(kinds: tuple[str, ...], ranks: Ranks, **args: Any) -> None:
     figure counts it. A simulated device gives no times.
 
     Whole prompts are of random tokens. Steps follow random K and V, since no time depends on them.
-
-    With --tensor-parallel only whole steps are measured, and bytes and floor are those of one rank.
     """
     from haarkv.benchmarks.decode import measure, report
 
-    if ranks.size > 1 and set(kinds) - {"step"}:
-        raise click.UsageError(f"--only {kinds[0]} is measured on one rank; leave out --tensor-parallel")
-    kinds = kinds or (("step",) if ranks.size > 1 else DEFAULT_KINDS)
     with turning(args) as on_turn, loading(args["model"]) as progress:
-        request = request_of(args, kinds=kinds, ranks=ranks)
+        request = request_of(args, kinds=kinds or DEFAULT_KINDS)
         machine, rows = measure(request, progress, on_turn)
-    if ranks.rank == 0:  # it says it for all
-        finish(report("decode", request, machine, rows), args)
+    finish(report("decode", request, machine, rows), args)

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,6 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.text import count_noun
 from tq import options
 from tq.groups import Command
-from tq.options import Assignment
 from tq.output import err, say, warn
 
 if TYPE_CHECKING:
@@ -36,7 +35,6 @@ _PROMPT = "> "
 _HELP = """\
 /help      this list
 /cost      what the last answer cost: tokens computed, memory, drafts
-/set K=V   an argument of the chat template from now on; /set K drops it, /set lists all
 /exit      end the conversation; so does Ctrl-D
 Ctrl-C     stop an answer, or drop the line that you are writing
 up, down   earlier lines"""
@@ -137,19 +135,6 @@ class _Talk:
             _say_if_cut(result)
         if self.file is not None and self.stored is not None:
             self.session.save_cache(self.file, self.stored, json.dumps(self.messages))
-
-    def set(self, assignment: str) -> None:
-        """Change, drop or list template arguments for later messages: K=V, K or nothing."""
-        arguments = dict(self.chat.template_args or {})
-        if "=" in assignment:
-            name, value = Assignment().convert(assignment, None, None)
-            arguments[name] = value
-        elif assignment and arguments.pop(assignment, self) is self:
-            raise InputError(f"there is no {assignment} to drop; /set lists what there is")
-        chat = replace(self.chat, template_args=arguments)
-        chat.encode(self.session.tokenizer, ["hi"])
-        self.chat = chat
-        print(", ".join(f"{name}={json.dumps(value)}" for name, value in arguments.items()) or "no arguments", file=err().file)
 
     def _ids(self) -> list[int]:
         if self.session.tokenizer.has_chat_template:
@@ -278,11 +263,6 @@ def _terminal_lines(talk: _Talk) -> Iterator[str]:
             print(_HELP, file=err().file)
         elif command == "/cost":
             print(_cost(talk.last), file=err().file)
-        elif command.partition(" ")[0] == "/set":
-            try:
-                talk.set(command.removeprefix("/set").strip())
-            except (InputError, click.UsageError) as error:
-                say(str(error))
         elif re.fullmatch(r"/[a-z]+", command):
             print(f"there is no {command}; /help lists what there is", file=err().file)
         elif command:

@@ -86,7 +86,7 @@ def command(
     with prefilling() as on_prefill:
         result = session.generate(
             texts, sampling=session.sampling_with(seed=args["seed"], **settings), on_prefill=on_prefill,
-            on_token=writer.count if writer else None, on_text=writer.write if writer else None, on_warning=warn,
+            on_text=writer.write if writer else None, on_warning=warn,
             stored=sequence, keep=save_cache is not None, **request,
         )  # fmt: skip
     if save_cache is not None:
@@ -144,13 +144,6 @@ class _Writer:
 
     def __init__(self, prompts: int) -> None:
         self._single = prompts == 1
-        self._tokens = 0
-
-    def count(self, index: int, token: int) -> None:
-        """Show progress of several prompts on a terminal."""
-        if not self._single and err().is_terminal:
-            self._tokens += 1
-            print(f"\r{count_noun(self._tokens, 'token')}", end="", file=sys.stderr, flush=True)
 
     def write(self, index: int, text: str) -> None:
         if self._single:
@@ -158,8 +151,6 @@ class _Writer:
             print(text, end="", flush=True)
 
     def finish(self, texts: Sequence[str]) -> None:
-        if self._tokens:
-            print(file=sys.stderr)
         print("" if self._single else "\n".join(f"── prompt {n}\n{text}" for n, text in enumerate(texts, 1)), flush=True)
 
 

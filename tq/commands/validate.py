@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from haarkv.validation.layers.replay.case import Make, OneRun
     from haarkv.validation.layers.report import Report
 
+_COMPARE_OPTIONS = {"compare", "as_json", "threads"}
 _SCALED_TOKENS = 24
 """Tokens of the prompt that runs once more, with K and V of other lengths."""
 
@@ -44,6 +45,13 @@ _SCALED_TOKENS = 24
 @options.file("--html", "Write a page with plots.", "html_file")
 @options.file("--replay", "On failure, write the failing layer for `tq dev replay`.", "replay_file")
 @click.option("--verbose", is_flag=True, help="Print a row for each layer too.")
+@click.option(
+    "--compare",
+    nargs=2,
+    type=click.Path(path_type=Path),
+    metavar="A.json B.json",
+    help="Run nothing: what got better or worse from one --json report to another?",
+)
 @options.count("--repeat", "Run each layer so often again, and compare the executor with itself.", 1, least=0)
 @options.json_option
 @click.pass_context
@@ -60,6 +68,11 @@ def command(context: click.Context, /, **args: Any) -> int:
     # A reader that closes the pipe after one line still gets the files and the exit code.
     with unread_is_fine():
         options.set_threads(args["threads"])
+        if args["compare"]:
+            if others := [option for name, option in options.written_options().items() if name not in _COMPARE_OPTIONS]:
+                raise click.UsageError(f"--compare runs nothing; leave out {others[0]}")
+            before, after = args["compare"]
+            return reports.compare(before, after, args["as_json"])
         if args["replay_file"] and args["ranks"].size > 1:
             raise click.UsageError("--replay writes a layer that one process runs; leave out --tensor-parallel")
         options.check_outputs(**{name: args[f"{name}_file"] for name in ("csv", "html", "replay")})

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from haarkv.engine.generation import generate
+from haarkv.engine.generation import GenerationRequest, generate
 from haarkv.engine.session import Session
 from haarkv.models.balance import Uneven
 from haarkv.models.base import DecoderModel
@@ -335,10 +335,10 @@ def _continuations(side: Session, plan: Workload) -> list[list[int]]:
     context = len(plan.prompts[0]) + plan.new_tokens
     cache, paging = side.new_cache(len(plan.prompts), context)
     # No token ends the text: every continuation is as long as any other, and none counts as equal for having ended.
-    done, _ = generate(
-        side.executor, cache, paging, plan.prompts, max_new_tokens=plan.new_tokens, max_context=context,
-        unused_ids=side.tokenizer.unused_ids,
-    )  # fmt: skip
+    request = GenerationRequest(
+        prompts=plan.prompts, max_new_tokens=plan.new_tokens, max_context=context, unused_ids=side.tokenizer.unused_ids
+    )
+    done, _ = generate(side.executor, cache, paging, request)
     return [completion.token_ids for completion in done]
 
 

@@ -99,15 +99,12 @@ def recordable_ops(executor: Executor) -> OpTable | None:
     return executor.ops if executor.device.type == "cpu" else None
 
 
-def copy_batch(batch: Batch, device: torch.device) -> Batch:
-    """A batch with tensors of its own."""
-    return Batch(**{name: tensor.to(device, copy=True) for name, tensor in batch.tensors.items()})
-
-
 def copy_argument(value: Any, device: torch.device) -> Any:
     """A copy of a tensor or batch, so that the candidate can neither change ours nor return it."""
     if isinstance(value, LayerView):
-        return replace(value, batch=copy_batch(value.batch, device))
+        return replace(value, batch=copy_argument(value.batch, device))
+    if isinstance(value, Batch):
+        return Batch(**{name: tensor.to(device, copy=True) for name, tensor in value.tensors.items()})
     return value.to(device, copy=True) if isinstance(value, Tensor) else value
 
 
@@ -140,6 +137,7 @@ def replay(call: Call, ops: OpTable, device: torch.device, cache: PagedKVCache, 
 def is_unchanged(ours: Any, theirs: Any) -> bool:
     """Whether a copy still equals the original."""
     if isinstance(ours, LayerView):
-        copies = theirs.batch.tensors
-        return all(is_unchanged(tensor, copies[name]) for name, tensor in ours.batch.tensors.items())
+        return is_unchanged(ours.batch, theirs.batch)
+    if isinstance(ours, Batch):
+        return all(is_unchanged(tensor, getattr(theirs, name)) for name, tensor in ours.tensors.items())
     return not isinstance(ours, Tensor) or torch.equal(ours, theirs.cpu())

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from haarkv.engine.generation import generate
+from haarkv.engine.generation import GenerationRequest, generate
 from haarkv.engine.sampling import Sampling
 from haarkv.engine.session import Session
 from haarkv.models.text import Tokenizer
@@ -65,8 +65,11 @@ def write(session: Session, tokens: int, *, seed: int = 0, on_step: Callable[[st
                 on_step("a text of its own", SEQUENCES)
 
         texts, _ = generate(
-            session.executor, cache, paging, prompts, max_new_tokens=length, max_context=length + 1,
-            sampling=Sampling(temperature=1.0, seed=seed), on_token=report_step, unused_ids=session.tokenizer.unused_ids,
+            session.executor, cache, paging,
+            GenerationRequest(
+                prompts=prompts, max_new_tokens=length, max_context=length + 1, unused_ids=session.tokenizer.unused_ids,
+                sampling=Sampling(temperature=1.0, seed=seed), on_token=report_step,
+            ),
         )  # fmt: skip
         pieces += [torch.tensor([start, *text.token_ids]) for text in texts]
         seed += SEQUENCES

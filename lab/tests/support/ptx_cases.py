@@ -104,7 +104,7 @@ def far_attention(tokens: int) -> Check:
 
 
 def dead_sequences(capability: int, **window: int) -> str | None:
-    """What pads a captured batch: length 0, slot -1, and a block table of -1, which nobody may follow."""
+    """What pads a captured batch: length 0, slot -1, and a block table of -1, which nothing may follow."""
     kv_cache, batch = filled(Case("tq4", 128, 5, 2, 128, (130, 9), (1, 1), **window))
     dead = pad_batch(batch, 2, table=-1, width=3)
     q = torch.randn(4, 10, 128, generator=torch.Generator().manual_seed(1)).to(BF16)
