@@ -25,8 +25,6 @@ CPU_WORKER = "haarkv.serving.vllm_plugin.cpu.RotatedCpuWorker"
 GPU_WORKER = "haarkv.serving.vllm_plugin.pages.RotatedGpuWorker"
 """For vLLM's `--worker-cls`: workers that give each layer pages of its own size."""
 
-HOST_MEMORY = "HostMemory"
-
 
 def register() -> None:
     """Register the backend (entry point `vllm.general_plugins`)."""

@@ -100,8 +100,7 @@ def least_of_tails(vllm_config: VllmConfig, plan: KVPlan) -> int:
 
 def recomputed_tokens(stats: SchedulerStats) -> int:
     """Tokens of resumed requests that were computed again; vLLM counts them with prefix caching on."""
-    inside, outside = stats.prefix_cache_stats, stats.connector_prefix_cache_stats
-    return inside.preempted_queries - inside.preempted_hits - (outside.preempted_hits if outside else 0)
+    return stats.prefix_cache_stats.preempted_queries - stats.prefix_cache_stats.preempted_hits
 
 
 def _metric(kind: Callable[..., M], name: str, text: str, *labels: str, **settings: str) -> M:
