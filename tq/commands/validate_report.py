@@ -31,11 +31,10 @@ def about(context: click.Context, model: str, prompts: Sequence[str]) -> About:
     """How a report was made, for the page."""
     from haarkv.validation.layers.page import About
 
-    argv = context.find_root().obj.argv
     software, machine = versions()
     return About(
         model=model,
-        command=shlex.join(["tq", *argv]),
+        command=shlex.join(["tq", *context.find_root().obj]),
         prompts=prompts,
         versions=software,
         machine=machine,
