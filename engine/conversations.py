@@ -153,5 +153,5 @@ class Conversations:
         config = self.session.config
         plan, shapes = self.session.plan, config.kv_shapes
         # Beside the cache there is what the answer replaces: rings, tokens in BF16 and states.
-        replaced_bytes = round(plan.ring_bytes(shapes, blocks_for(tokens))) + plan.kept_bytes(shapes) + config.state_bytes
+        replaced_bytes = round(plan.ring_bytes(shapes, blocks_for(tokens))) + plan.window_bytes(shapes) + config.state_bytes
         return cache_bytes(plan, tokens, shapes, state_bytes=config.state_bytes) + replaced_bytes

@@ -169,7 +169,7 @@ def _stored_as(config: Any) -> str:
     shape = KVShape(model.get_total_num_kv_heads(), model.get_head_size())
     nbytes, bf16 = plan.bytes_per_token(shape), KVSpec(VLLMS_OWN).plan(len(plan.layers)).bytes_per_token(shape)
     each = f"K and V are kept in {plan.describe()}: {nbytes:,.0f} bytes a token"
-    if not plan.keeps_tokens:
+    if not plan.has_windows:
         return f"{each}, {bf16 / nbytes:.2f} times less than BF16"
     return (
         f"{each} and {kept_bytes(plan, shape, config.cache_config.block_size) / 2**20:,.1f} MiB a sequence for those in BF16"
@@ -179,7 +179,7 @@ def _stored_as(config: Any) -> str:
 def kept_bytes(plan: KVPlan, shape: KVShape, block_size: int) -> int:
     """Bytes of vLLM's blocks that a sequence's tokens in BF16 take while it decodes, in all layers; at most."""
     packed = sum(page_bytes(pair, shape.num_kv_heads, shape.head_dim, block_size) for pair in plan.layers)
-    exact_layers = sum(any(map(plan.keeps, pair)) for pair in plan.layers)
+    exact_layers = sum(any(map(plan.has_window, pair)) for pair in plan.layers)
     exact = exact_layers * page_bytes(kv_choice.exact_pair(), shape.num_kv_heads, shape.head_dim, 1)
     size = kv_choice.tail_tokens(packed, exact, block_size)
     # So many tokens, wherever among blocks they begin.

@@ -112,7 +112,7 @@ def paged_attention(q: Tensor, at: LayerView, softmax_scale: float) -> Tensor:
     """Causal attention of new tokens over everything stored of their sequences, themselves included.
 
     The oracle of the rotated-domain kernels: it de-quantizes, then attends. KV head g serves the query heads
-    g*Hq/Hkv … (g+1)*Hq/Hkv - 1. Of the tokens that a cache keeps in BF16, each query sees those that `ResidualWindow.seen`
+    g*Hq/Hkv … (g+1)*Hq/Hkv - 1. Of the tokens that a cache keeps in BF16, each query sees those that `ResidualWindow.visible`
     says. In a layer with a sliding window of W tokens a query at p sees those at p - W + 1 … p alone.
 
     Args:
@@ -137,7 +137,7 @@ def _attend_sequence(q: Tensor, kv: LayerKV, one: Batch, softmax_scale: float) -
     queries = q.float().view(-1, heads, group, q.shape[-1]).permute(1, 2, 0, 3).flatten(1, 2)  # [Hkv, G*Q, D]
     scores = queries @ k.mT
     if k_window:
-        scores = torch.where(k_window.seen(position, length), queries @ k_window.read(one, length)[0].mT, scores)
+        scores = torch.where(k_window.visible(position, length), queries @ k_window.read(one, length)[0].mT, scores)
     unseen = key_position > position.unsqueeze(1)
     if shape.window is not None:
         unseen |= key_position <= position.unsqueeze(1) - shape.window
@@ -147,7 +147,7 @@ def _attend_sequence(q: Tensor, kv: LayerKV, one: Batch, softmax_scale: float) -
     else:
         weights, total = rounded_softmax(scores, kv.block_size, q.dtype)
     if v_window:
-        in_window = v_window.seen(position, length)
+        in_window = v_window.visible(position, length)
         out = weights.masked_fill(in_window, 0.0) @ v + weights.masked_fill(~in_window, 0.0) @ v_window.read(one, length)[0]
     else:
         out = weights @ v
@@ -202,7 +202,7 @@ def gated_delta(
         ValueError: no version of the state has seen the tokens before.
     """
     state, batch = at.state, at.batch
-    before, saved_tokens = state.read(batch), state.kept(batch)
+    before, saved_tokens = state.read(batch), state.last_tokens(batch)
     taps, decay = conv.squeeze(1).T, a_log.exp()
     keep = set(saved_tokens.tolist())
     out, after = [], []

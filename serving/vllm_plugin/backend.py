@@ -190,7 +190,7 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
         if self._balance:
             k, v = k * self._balance[0], v * self._balance[1]
         batch = to_store(
-            slot_mapping.long(), _token_positions(layer, slot_mapping) if self._pair[0].turns(index) else None,
+            slot_mapping.long(), _token_positions(layer, slot_mapping) if self._pair[0].rope_shift(index) else None,
             None if self._newest is None else self._newest.slots()[:tokens].long(),
         )  # fmt: skip
         kernels_on(kv_cache.device).store(k, v, self._view(kv_cache, index), index, batch)

@@ -40,7 +40,7 @@ class OwnPages:
 
     def _tails(self, specs: dict[str, Any]) -> dict[str, KVCacheSpec]:
         plan, layers = kv_plan(self.vllm_config), self.vllm_config.compilation_config.static_forward_context
-        names = [name for name in specs if any(map(plan.keeps, layer_formats(self.vllm_config, name)))]
+        names = [name for name in specs if any(map(plan.has_window, layer_formats(self.vllm_config, name)))]
         if not names:
             return {}
         tails = tails_beside(specs, names, plan.recent or 0, plan.sink)

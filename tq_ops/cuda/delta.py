@@ -265,13 +265,13 @@ def advance(
     }  # fmt: skip
     key_size = triton.next_power_of_2(key_dim)
     launch(delta_inputs_kernel, (tokens, 2 * key_heads + value_heads))(
-        x, a, b, conv, a_log, dt_bias, windows, state.seen, batch.positions, batch.slot_mapping, batch.rows,
+        x, a, b, conv, a_log, dt_bias, windows, state.counts, batch.positions, batch.slot_mapping, batch.rows,
         batch.query_start_loc, sequences, fault, at.layer, mixed, gates, turns, TAPS=taps, SEQUENCE_BITS=sequence_bits(batch),
         SIZE=max(key_size, triton.next_power_of_2(value_dim)), num_warps=1, **shape, **choices.OPTIONS,
     )  # fmt: skip
     columns = choices.delta_columns(key_size)
     launch(delta_rule_kernel, (sequences * value_heads, triton.cdiv(value_dim, columns)))(
-        mixed, gates, turns, memories, state.seen, batch.positions, batch.rows, batch.query_start_loc, out,
+        mixed, gates, turns, memories, state.counts, batch.positions, batch.rows, batch.query_start_loc, out,
         KEY_SIZE=key_size, COLUMNS=columns, num_warps=1, **shape, **choices.OPTIONS,
     )  # fmt: skip
     return out

@@ -120,14 +120,14 @@ class KVFormat:
         """
         return None
 
-    def turns(self, layer: int) -> RopeShift | None:
+    def rope_shift(self, layer: int) -> RopeShift | None:
         """How keys of a layer turn, where they are stored by stretches: whoever stores one turns it back first, and whoever
         reads one turns it forth. None where a key is stored as it is."""
         return None
 
     def as_stored(self, x: Tensor, layer: int, positions: Tensor) -> Tensor:
         """Vectors [..., n, D] of positions [n] as `quantize` takes them: turned back where there are `turns`."""
-        turns = self.turns(layer)
+        turns = self.rope_shift(layer)
         return turns.undo(x, positions) if turns else x
 
     def bytes_per_vector(self, head_dim: int) -> float:

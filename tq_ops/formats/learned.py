@@ -212,8 +212,8 @@ class LearnedFormat(RotatedFormat):
             raise InputError(f"{self.name} was learned of vectors of {self.head_dim} numbers, not {head_dim}")
         return self._description
 
-    def turns(self, layer: int) -> RopeShift | None:
-        return self._coordinates(layer).turns
+    def rope_shift(self, layer: int) -> RopeShift | None:
+        return self._coordinates(layer).rope_shift
 
     def pack(self, level: Tensor) -> Tensor:
         return pack_columns(level, self.columns)

@@ -41,7 +41,7 @@ class Coordinates:
         rows: [H, D, D] fp32 of BF16 numbers, a coordinate a row.
         weights: [H, D] fp32, of each coordinate in a vector's length.
         gains: the sizes at which a vector is tried; of those that serve it alike, the first.
-        turns: how RoPE turns x; None where x is stored as it is.
+        rope_shift: how x is rotated back by stretches; None where x is stored as it is.
     """
 
     mean: Tensor
@@ -49,7 +49,7 @@ class Coordinates:
     rows: Tensor
     weights: Tensor
     gains: tuple[float, ...]
-    turns: RopeShift | None = None
+    rope_shift: RopeShift | None = None
 
     def to(self, device: torch.device) -> Coordinates:
         """The same on another device."""

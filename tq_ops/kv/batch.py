@@ -35,8 +35,8 @@ class Batch:
         seq_lens: [B] int32, tokens of each sequence after this forward.
         query_start_loc: [B + 1] int32, where each sequence's new tokens begin among the T.
         rows: [B] int64, each sequence's row among those that a cache holds: of tokens in BF16, of rings and of states.
-        kept_slots, kept_table: [T] int64 and [B, n] int32, as the slots and the table, of tokens in BF16 that lie in blocks of
-            their own (`KeptBlocks`); None where they lie in rows. A token whose slot is negative is not kept.
+        window_slots, window_table: [T] int64 and [B, n] int32, slots and table of tokens in BF16 that lie in blocks of their
+            own (`ResidualBlocks`); None where they lie in rows. A token with a negative slot does not stay in BF16.
     """
 
     positions: Tensor
@@ -45,8 +45,8 @@ class Batch:
     seq_lens: Tensor
     query_start_loc: Tensor
     rows: Tensor
-    kept_slots: Tensor | None = None
-    kept_table: Tensor | None = None
+    window_slots: Tensor | None = None
+    window_table: Tensor | None = None
     _in_rings: dict[tuple[int, int], Batch] = field(default_factory=dict, init=False, repr=False, compare=False)
     _most: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
 
@@ -86,8 +86,8 @@ class Batch:
             yield tokens, Batch(
                 self.positions[tokens], self.slot_mapping[tokens], self.block_table[has], lengths[has],
                 torch.cat([count.new_zeros(1), count[has].cumsum(0)]).to(self.query_start_loc.dtype), self.rows[has],
-                None if self.kept_slots is None else self.kept_slots[tokens],
-                None if self.kept_table is None else self.kept_table[has],
+                None if self.window_slots is None else self.window_slots[tokens],
+                None if self.window_table is None else self.window_table[has],
             )  # fmt: skip
 
     def sequences(self) -> Iterator[Batch]:
@@ -97,8 +97,8 @@ class Batch:
             yield Batch(
                 self.positions[tokens], self.slot_mapping[tokens], self.block_table[sequence], self.seq_lens[sequence],
                 self.query_start_loc[row : row + 2] - begin, self.rows[sequence],
-                None if self.kept_slots is None else self.kept_slots[tokens],
-                None if self.kept_table is None else self.kept_table[sequence],
+                None if self.window_slots is None else self.window_slots[tokens],
+                None if self.window_table is None else self.window_table[sequence],
             )  # fmt: skip
 
     def rectangle(self) -> tuple[Tensor, Tensor, Tensor]:

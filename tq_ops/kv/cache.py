@@ -203,7 +203,7 @@ class PagedKVCache:
         return tensors
 
     def _new_window(self, kv_format: KVFormat, shape: KVShape) -> ResidualWindow | None:
-        if not self.plan.keeps(kv_format):
+        if not self.plan.has_window(kv_format):
             return None
         return ResidualWindow(
             tail=self.plan.tail(kv_format), sink=self.plan.sink, group=kv_format.group_tokens,
@@ -301,7 +301,7 @@ class PagedKVCache:
                 yield f"layers.{layer}.{letter}", side.kv_format, side.fields, side.window
 
     @property
-    def keeps_rows(self) -> bool:
+    def has_rows(self) -> bool:
         """Whether anything is kept by a sequence's row: tokens in BF16, rings or states."""
         return any(layer.ring is not None or any(layer.windows) for layer in self.kv.values()) or bool(
             self.states.keys() - self.kv.keys()
@@ -327,7 +327,7 @@ def cache_bytes(plan: KVPlan, tokens: int, shapes: Shapes, sequences: int = 1, s
     """
     blocks = blocks_for(tokens)
     each_token, in_rings = plan.bytes_per_token(shapes), plan.ring_bytes(shapes, blocks)
-    keys_and_values = sequences * round(blocks * BLOCK_SIZE * each_token + in_rings + plan.kept_bytes(shapes))
+    keys_and_values = sequences * round(blocks * BLOCK_SIZE * each_token + in_rings + plan.window_bytes(shapes))
     return keys_and_values + (sequences + 1) * state_bytes
 
 

@@ -214,7 +214,7 @@ def _expected(
             for name, field in kv_format.fields(kv.head_dim).items() if whole or kv.window else ():
                 size = (_layer_blocks(kv, length), kv.num_kv_heads, BLOCK_SIZE // kv_format.group_tokens, *field.shape)
                 expected[f"layers.{layer}.{side}.{name}"] = size, field.dtype
-            if plan.keeps(kv_format) and (whole or plan.ring_tokens(kv_format)):
+            if plan.has_window(kv_format) and (whole or plan.ring_tokens(kv_format)):
                 size = (kv.num_kv_heads, plan.sink + plan.ring_tokens(kv_format), kv.head_dim)
                 expected[f"layers.{layer}.{side}.window"] = size, torch.bfloat16
     return expected

@@ -30,7 +30,7 @@ class KernelSupport:
         only: the one format of rotated levels whose tables are built into the kernels.
         also: formats that the kernels know beside those of rotated levels, each by itself and no copy of it.
         plain: dtypes of numbers that they read beside rotated levels.
-        kept: whether they read tokens in BF16 beside the packed ones.
+        bf16_tokens: whether they read tokens in BF16 beside the packed ones.
         windows: whether they take layers with a sliding window.
         learned: whether they take learned keys.
     """
@@ -41,7 +41,7 @@ class KernelSupport:
     only: KVFormat | None = None
     also: tuple[KVFormat, ...] = ()
     plain: tuple[torch.dtype, ...] = ()
-    kept: bool = False
+    bf16_tokens: bool = False
     windows: bool = False
     learned: bool = False
 
@@ -63,7 +63,7 @@ def unsupported(reads: KernelSupport, plan: KVPlan, shapes: Shapes, *, others: b
         for kv_format in plan.formats:
             if not others and (reason := unsupported_format(reads, kv_format, shape.head_dim)):
                 return reason
-    if plan.keeps_tokens and not reads.kept:
+    if plan.has_windows and not reads.bf16_tokens:
         return f"{reads.kernels} read packed tokens alone, none in BF16 beside them; leave out the tail and the sinks"
     for shape in kv_shapes:
         if shape.window is not None and not reads.windows:

@@ -81,7 +81,7 @@ class Side:
         vectors = self.kv_format.dequantize(fields, layer)
         if self.kv_format.group_tokens > 1:
             return vectors.flatten(2, 3)
-        turns = self.kv_format.turns(layer)
+        turns = self.kv_format.rope_shift(layer)
         positions = torch.arange(first, first + vectors.shape[2], device=vectors.device)
         return turns.redo(vectors, positions) if turns else vectors
 

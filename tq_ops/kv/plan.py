@@ -78,19 +78,19 @@ class KVPlan:
             )
         return self.recent
 
-    def keeps(self, kv_format: KVFormat) -> bool:
+    def has_window(self, kv_format: KVFormat) -> bool:
         """Whether tokens in this format are also kept in BF16 for a while, or for good."""
         return kv_format.lossy and self.tail(kv_format) + self.sink > 0
 
     @property
     def by_stretches(self) -> bool:
         """Whether a layer stores its keys by stretches."""
-        return any(k.turns(layer) is not None for layer, (k, _) in enumerate(self.layers))
+        return any(k.rope_shift(layer) is not None for layer, (k, _) in enumerate(self.layers))
 
     @property
-    def keeps_tokens(self) -> bool:
+    def has_windows(self) -> bool:
         """Whether any layer keeps tokens in BF16 beside a format."""
-        return any(self.keeps(kv_format) for kv_format in self.formats)
+        return any(self.has_window(kv_format) for kv_format in self.formats)
 
     def ring_tokens(self, kv_format: KVFormat, room: int = WINDOW_ROOM) -> int:
         """Newest tokens of a sequence that one side of a layer keeps room for in BF16, sinks apart.
@@ -131,13 +131,13 @@ class KVPlan:
         rings = ((shape, pair, shape.ring_blocks(row_blocks, block_size, chunk)) for shape, pair in self._by_layer(shapes))
         return sum(ring * block_size * _token_bytes(shape, pair) for shape, pair, ring in rings if ring is not None)
 
-    def kept_bytes(self, shapes: Shapes) -> int:
+    def window_bytes(self, shapes: Shapes) -> int:
         """Bytes of the tokens in BF16, of one sequence of any length, in all layers and heads."""
         return sum(
             BF16_BYTES * shape.numbers * (self.sink + self.ring_tokens(kv_format))
             for shape, pair in self._by_layer(shapes)
             for kv_format in pair
-            if self.keeps(kv_format)
+            if self.has_window(kv_format)
         )
 
     def require_context(self, tokens: int) -> None:

@@ -116,7 +116,7 @@ class Recurrent:
 
     Attributes:
         tensors: name -> [num_rows + 1, versions, *shape].
-        seen: [num_rows + 1, versions] int64, tokens that a version has seen; -1 where there is none.
+        counts: [num_rows + 1, versions] int64, tokens that a version has seen; -1 where there is none.
     """
 
     def __init__(self, shape: StateShape, num_rows: int, device: torch.device | str = "cpu") -> None:
@@ -127,11 +127,11 @@ class Recurrent:
             name: torch.zeros(num_rows + 1, shape.versions, *size, dtype=dtype, device=device)
             for name, size, dtype in shape.tensors
         }
-        self.seen = torch.full((num_rows + 1, shape.versions), -1, dtype=torch.int64, device=device)
+        self.counts = torch.full((num_rows + 1, shape.versions), -1, dtype=torch.int64, device=device)
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values()) + self.seen.nbytes
+        return sum(tensor.nbytes for tensor in self.tensors.values()) + self.counts.nbytes
 
     def _rows(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Row and first position of each sequence of a batch, both [B]."""
@@ -145,7 +145,7 @@ class Recurrent:
             ValueError: none has.
         """
         rows, begin = self._rows(batch)
-        if not bool(((self.seen[rows] == begin.unsqueeze(1)).any(1) | (begin == 0) | (rows == self._nobody)).all()):
+        if not bool(((self.counts[rows] == begin.unsqueeze(1)).any(1) | (begin == 0) | (rows == self._nobody)).all()):
             raise ValueError(UNSEEN)
 
     def read(self, batch: Batch) -> dict[str, Tensor]:
@@ -155,9 +155,9 @@ class Recurrent:
             ValueError: as `require`; a GPU is not waited for.
         """
         rows, begin = self._rows(batch)
-        matches = self.seen[rows] == begin.unsqueeze(1)
+        matches = self.counts[rows] == begin.unsqueeze(1)
         fresh = begin == 0
-        if self.seen.device.type == "cpu":
+        if self.counts.device.type == "cpu":
             self.require(batch)
         version = matches.int().argmax(1)
         return {
@@ -165,7 +165,7 @@ class Recurrent:
             for name, tensor in self.tensors.items()
         }
 
-    def kept(self, batch: Batch) -> Tensor:
+    def last_tokens(self, batch: Batch) -> Tensor:
         """Numbers [n] int64 of those of a batch's tokens that `write` keeps a state of: the last ones of each sequence."""
         ends = batch.query_start_loc[1:].long()
         token = torch.arange(len(batch.positions), device=ends.device)
@@ -186,14 +186,14 @@ class Recurrent:
         sequence = torch.searchsorted(ends, tokens, right=True)
         upto = torch.searchsorted(tokens, ends)  # tokens of this and all earlier sequences
         number = upto[sequence] - 1 - torch.arange(len(tokens), device=tokens.device)  # 0 is a sequence's last
-        counts = self.seen[rows]
+        counts = self.counts[rows]
         counts = counts.masked_fill((counts > begin.unsqueeze(1)) | (begin == 0).unsqueeze(1), -1)
         # The version that was read goes last: it is never overwritten.
         order = counts.masked_fill(counts == begin.unsqueeze(1), torch.iinfo(torch.int64).max).argsort(1)
         newest = number < self.shape.versions - 1
         row, version = rows[sequence[newest]], order[sequence[newest], number[newest]]
-        self.seen[rows] = counts
-        self.seen[row, version] = batch.positions[tokens[newest]] + 1
+        self.counts[rows] = counts
+        self.counts[row, version] = batch.positions[tokens[newest]] + 1
         for name, tensor in self.tensors.items():
             tensor[row, version] = after[name][newest].to(tensor.dtype)
 
@@ -204,15 +204,15 @@ class Recurrent:
         """Nothing: versions that have seen dropped tokens go when the next are written."""
 
     def take(self, place: SequencePlace, length: int, whole: bool = True) -> dict[str, Tensor]:
-        counts = self.seen[place.row].cpu()
+        counts = self.counts[place.row].cpu()
         versions = ((counts >= 0) & (counts <= length)).nonzero().flatten()
         versions = versions[counts[versions].argsort()]
         return {name: tensor[place.row].cpu()[versions] for name, tensor in self.tensors.items()} | {"seen": counts[versions]}
 
     def put(self, tensors: Mapping[str, Tensor], stored_length: int, place: SequencePlace, length: int) -> None:
         versions = (tensors["seen"] <= length).nonzero().flatten()[-self.shape.versions :]
-        self.seen[place.row] = -1
-        self.seen[place.row, : len(versions)] = tensors["seen"][versions].to(self.seen.device)
+        self.counts[place.row] = -1
+        self.counts[place.row, : len(versions)] = tensors["seen"][versions].to(self.counts.device)
         for name, tensor in self.tensors.items():
             tensor[place.row, : len(versions)] = tensors[name][versions].to(tensor.device)
 

@@ -1,7 +1,7 @@
 """Tokens that stay in BF16 beside what is packed: the newest of each sequence in a ring, and its first ones for good.
 
 Every token is packed as soon as its group is full, and which queries see it packed follows from positions alone: results
-do not depend on how a prompt is cut into chunks. The ring is what the newest queries look into meanwhile. `KeptBlocks` lie in
+do not depend on how a prompt is cut into chunks. The ring is what the newest queries look into meanwhile. `ResidualBlocks` lie in
 blocks that another owner hands out, shares and takes back as it does packed ones.
 """
 
@@ -157,7 +157,7 @@ class ResidualWindow:
         vectors = self.vectors[batch.rows][:, :, self.places(key_positions)].float()
         return vectors.masked_fill(~in_window[:, None, :, None], 0.0)
 
-    def seen(self, positions: Tensor, tokens: int) -> Tensor:
+    def visible(self, positions: Tensor, tokens: int) -> Tensor:
         """Which of the first so many tokens queries see in BF16.
 
             while recent > R: the oldest G are seen as they are packed, recent -= G
@@ -183,7 +183,7 @@ def _token_rows(batch: Batch) -> Tensor:
 
 
 class ResidualBlocks(ResidualWindow):
-    """Tokens of K or of V of one layer in BF16, where the batch says: `kept_slots` of the new ones, `kept_table` of all.
+    """Tokens of K or of V of one layer in BF16, where the batch says: `window_slots` of the new ones, `window_table` of all.
 
     Which tokens a query sees so follows from positions, as with a ring. The owner keeps the blocks of those alone; what else a
     table names may be anything, and is not looked at.
@@ -204,17 +204,17 @@ class ResidualBlocks(ResidualWindow):
         return self.vectors.shape[2]
 
     def write(self, x: Tensor, batch: Batch) -> None:
-        assert batch.kept_slots is not None
-        has_slot = batch.kept_slots >= 0
-        slots = batch.kept_slots[has_slot]
+        assert batch.window_slots is not None
+        has_slot = batch.window_slots >= 0
+        slots = batch.window_slots[has_slot]
         self.vectors[slots // self.block_size, :, slots % self.block_size] = x[has_slot].to(torch.bfloat16)
 
     def read(self, batch: Batch, tokens: int) -> Tensor:
-        assert batch.kept_table is not None
+        assert batch.window_table is not None
         key_positions, lengths = torch.arange(tokens, device=self.vectors.device), batch.seq_lens.long()
         first = self.first_recent(lengths - batch.query_start_loc.diff()).unsqueeze(1)
         in_window = ((key_positions < self.sink) | (key_positions >= first)) & (key_positions < lengths.unsqueeze(1))
-        column = (key_positions // self.block_size).clamp(max=batch.kept_table.shape[1] - 1)
-        blocks = batch.kept_table.long()[:, column].masked_fill(~in_window, 0)
+        column = (key_positions // self.block_size).clamp(max=batch.window_table.shape[1] - 1)
+        blocks = batch.window_table.long()[:, column].masked_fill(~in_window, 0)
         vectors = self.vectors[blocks, :, key_positions % self.block_size].transpose(1, 2).float()
         return vectors.masked_fill(~in_window[:, None, :, None], 0.0)

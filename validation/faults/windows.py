@@ -175,8 +175,8 @@ class _Other(ResidualWindow):
         vars(self).update(vars(right))
         self._right, self._visibility, self._read = right, visibility, read
 
-    def seen(self, positions: Tensor, tokens: int) -> Tensor:
-        return self._visibility(self._right, positions, tokens) if self._visibility else self._right.seen(positions, tokens)
+    def visible(self, positions: Tensor, tokens: int) -> Tensor:
+        return self._visibility(self._right, positions, tokens) if self._visibility else self._right.visible(positions, tokens)
 
     def read(self, batch: Batch, tokens: int) -> Tensor:
         return self._read(self._right, batch, tokens) if self._read else self._right.read(batch, tokens)
@@ -195,17 +195,17 @@ def _looking(at: Layer, name: str, visibility: Visibility | None, read: Read | N
 
 def _visibility(at: Layer) -> Iterator[Fault]:
     def longer(by: int) -> Visibility:
-        return lambda window, positions, tokens: with_tail(window, window.tail + by).seen(positions, tokens)
+        return lambda window, positions, tokens: with_tail(window, window.tail + by).visible(positions, tokens)
 
     def sinks_alone(window: ResidualWindow, positions: Tensor, tokens: int) -> Tensor:
         return (torch.arange(tokens) < window.sink).expand(*positions.shape, tokens)
 
     def no_sinks(window: ResidualWindow, positions: Tensor, tokens: int) -> Tensor:
-        return window.seen(positions, tokens) & (torch.arange(tokens) >= positions.unsqueeze(-1) - window.tail + 1)
+        return window.visible(positions, tokens) & (torch.arange(tokens) >= positions.unsqueeze(-1) - window.tail + 1)
 
     def last_of_sinks(window: ResidualWindow, positions: Tensor, tokens: int) -> Tensor:
         last_sink = torch.arange(tokens) == window.sink - 1
-        return window.seen(positions, tokens) & ~(last_sink & (positions.unsqueeze(-1) >= window.sink - 1 + window.tail))
+        return window.visible(positions, tokens) & ~(last_sink & (positions.unsqueeze(-1) >= window.sink - 1 + window.tail))
 
     def place_reader(place: Callable[[ResidualWindow], Tensor]) -> Read:
         def read(window: ResidualWindow, batch: Batch, tokens: int) -> Tensor:

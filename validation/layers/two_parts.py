@@ -76,7 +76,7 @@ def in_parts(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: fl
     rows = q[token].float().view(*token.shape, heads, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
     k, v = cache.kv[layer].read(placed_batch.block_table)
     tokens, at = torch.arange(k.shape[2]), position.repeat(1, group)[:, None, :, None]
-    in_window = windows[0].seen(position, len(tokens)).repeat(1, group, 1).unsqueeze(1)
+    in_window = windows[0].visible(position, len(tokens)).repeat(1, group, 1).unsqueeze(1)
     future, past_end = tokens > at, tokens >= placed_batch.seq_lens.unsqueeze(1)
     attendable = ~future if shape.window is None else ~future & (tokens > at - shape.window)
     sinks = tokens < windows[0].sink
