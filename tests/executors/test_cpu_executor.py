@@ -10,7 +10,7 @@ import torch
 from op_tables import every_table
 from small_models import SMALL, new_cache, new_paging, prefill, random_tokens, small_model
 
-from haarkv.engine.generation import generate
+from haarkv.engine.generation import GenerationRequest, generate
 from haarkv.executors.cpu import CpuExecutor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import reference
@@ -25,7 +25,9 @@ MODEL = small_model(SMALL)
 def greedy(executor, kv: str | KVSpec) -> list[list[int]]:
     prompts = [random_tokens(SMALL, n, seed=n) for n in (1, 21, 9)]
     cache = new_cache(SMALL, kv, num_blocks=24)
-    done, _ = generate(executor, cache, new_paging(cache), prompts, max_new_tokens=8, max_context=64, chunk=13)
+    done, _ = generate(
+        executor, cache, new_paging(cache), GenerationRequest(prompts=prompts, max_new_tokens=8, max_context=64, chunk=13)
+    )
     return [completion.token_ids for completion in done]
 
 

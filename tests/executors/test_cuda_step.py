@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import bounds
 import pytest
 import torch
 from cuda_caches import DEVICE, as_bytes, attention_bound, check_stored, everything_in, same
 from op_tables import LAYER, Case, bf16_windows, filled, poisoned_cache, relative
-from small_models import gemma_config, random_tokens, small_config, small_model
+from small_models import small_model
 
-from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models import fused
 from haarkv.models.config import Experts
 from haarkv.tq_ops import reference
@@ -21,27 +21,18 @@ from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import Heads, with_ops
-from haarkv.validation.layers.runner import validate
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
+from cuda_models import MODELS, family_config, family_model, qwen_moe
 from step_launches import META, executor_on_meta, launches
 
 from haarkv.executors.cuda import CudaExecutor
-from haarkv.tq_ops.cuda import available, ops
+from haarkv.tq_ops.cuda import decode, ops
 from haarkv.tq_ops.cuda.ops import CudaFusedOps
 
 GPU = DEVICE.type == "cuda"
 FP32, BF16 = torch.float32, torch.bfloat16
 TQ4, TAIL = KVSpec("tq4"), KVSpec("tq4", tail=5, sink=2)
-
-
-def family_config(family: str, num_heads: int = 4, num_kv_heads: int = 2, num_layers: int = 2):
-    if family == "gemma":
-        return gemma_config(num_layers=num_layers, num_heads=num_heads, head_dim=64)
-    if family == "wide":
-        return small_config(num_layers=num_layers, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=128)
-    options = {"qwen3": {}, "llama": {"head_norms": False}, "qwen2": {"head_norms": False, "bias": True}}[family]
-    return small_config(family, num_layers=num_layers, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=64, **options)
 
 
 FAMILIES = ("qwen3", "llama", "qwen2", "gemma")
@@ -55,7 +46,7 @@ TRITON, NVRTC = ["attend_kernel", "merge_kernel"], ["decode"]
 def layer_kernels(spec: KVSpec, attention: list[str]) -> list[str]:
     """What a layer launches: nine, ten where Triton attends, one more for tokens in BF16."""
     before = ["mm", "prologue_kernel", *(["window_kernel"] if spec.tail else []), *attention]
-    return [*before, "mm", "add_norm_kernel", "mm", "gated_mul_kernel", "mm", "add_norm_kernel"]
+    return [*before, "mm", "norm_kernel", "mm", "gated_mul_kernel", "mm", "norm_kernel"]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +64,7 @@ def test_a_layer_of_a_decode_step_is_nine_launches_or_ten_without_nvrtc(
     monkeypatch, family, spec, prompts, compiles, attention
 ):
     """What two more layers add, in order. Learned keys, windows and norms behind take no launch of their own."""
-    monkeypatch.setattr(available, "nvrtc_missing", lambda: None if compiles else "it is not there")
+    monkeypatch.setattr(decode, "nvrtc_missing", lambda: None if compiles else "it is not there")
     steps = []
     for layers in (2, 4):  # of a Gemma every second has a window
         model = small_model(family_config(family, num_layers=layers), dtype=BF16)
@@ -94,14 +85,38 @@ def test_a_layer_of_a_decode_step_is_nine_launches_or_ten_without_nvrtc(
     assert len(two) - 2 * len(expected) <= (50 if family == "gemma" else 21)
 
 
+EXPERTS = ["choose_kernel", "zeros", "order_kernel", "expert_kernel", "expert_kernel", "share_kernel"]
+EXPERT_KERNELS = [name for name in EXPERTS if name != "zeros"]
+DELTA = ["delta_inputs_kernel", "delta_rule_kernel"]
+
+
 @pytest.mark.parametrize(
-    ("family", "dtype", "spec"), [("qwen3", BF16, TQ4), ("llama", FP32, TAIL), ("qwen2", BF16, TAIL), ("gemma", FP32, TQ4)]
-)
-def test_nothing_between_token_ids_and_logits_waits_for_the_device(monkeypatch, family, dtype, spec):
+    ("make_model", "dtype", "spec", "kernels"),
+    [
+        *(
+            (partial(family_model, family), dtype, spec, 2 * ["prologue_kernel"])
+            for family, dtype, spec in (
+                ("qwen3", BF16, TQ4), ("llama", FP32, TAIL), ("qwen2", BF16, TAIL), ("gemma", FP32, TQ4),
+            )
+        ),
+        (MODELS["hybrid"], BF16, TQ4, 2 * DELTA), (MODELS["experts"], BF16, TQ4, EXPERT_KERNELS),
+        (MODELS["hybrid with experts"], BF16, TQ4, [*DELTA, *EXPERT_KERNELS, *EXPERT_KERNELS]),
+    ],
+)  # fmt: skip
+def test_nothing_between_token_ids_and_logits_waits_for_the_device(monkeypatch, make_model, dtype, spec, kernels):
     """On a device without numbers; `launches` would raise."""
-    model = small_model(family_config(family), dtype=dtype)
-    prefill, decode = launches(executor_on_meta(model, monkeypatch), spec, RAGGED, monkeypatch)
-    assert prefill.count("prologue_kernel") == decode.count("prologue_kernel") == 2
+    for names in launches(executor_on_meta(make_model(dtype=dtype), monkeypatch), spec, RAGGED, monkeypatch):
+        assert [name for name in names if name in kernels] == kernels
+
+
+def test_a_layer_of_a_decode_step_of_qwen3_with_experts_is_thirteen_launches(monkeypatch):
+    """Seven in place of a dense layer's three between its last norms."""
+    monkeypatch.setattr(decode, "nvrtc_missing", lambda: None)
+    one, two = (launches(executor_on_meta(qwen_moe(BF16, n), monkeypatch), TQ4, [20, 3], monkeypatch)[1] for n in (1, 2))
+    expected = ["mm", "prologue_kernel", "decode", "mm", "norm_kernel", "mm", *EXPERTS, "norm_kernel"]
+    assert len(expected) == len(two) - len(one) == 13
+    begin = two.index("mm")
+    assert two[begin : begin + 26] == 2 * expected
 
 
 @pytest.mark.parametrize(
@@ -312,28 +327,6 @@ def test_residual_and_norm_in_one_equal_the_two(dtype, width, post_norm):
     assert relative(ours[1], expected[1]) <= (bounds.LAYER_FP32.op if dtype == FP32 else bounds.LAYER_BF16.rounded_op)
     if dtype == BF16 and not post_norm:  # the norm is of the rounded sum: of another, a sixth of its numbers would be others
         assert (ours[1].cpu() != expected[1]).float().mean() <= bounds.OP_TABLE_BF16_DIFFERENT
-
-
-# -- Whole layers ------------------------------------------------------------------------------------------------------
-ONE_HEAD = {"num_heads": 2, "num_kv_heads": 1}
-"""Half of the interpreter's work."""
-
-
-@pytest.mark.parametrize(
-    ("family", "dtype", "steps", "layers"),
-    [
-        ("qwen3", BF16, 1, 1),
-        pytest.param("gemma", BF16, 1, 2, marks=pytest.mark.cuda_long),
-        pytest.param("qwen2", BF16, 0, 2, marks=pytest.mark.cuda_long),
-        pytest.param("llama", FP32, 0, 2, marks=pytest.mark.cuda_long),
-    ],
-)
-def test_the_validator_passes_every_family_layer_by_layer(family, dtype, steps, layers):
-    model = small_model(family_config(family, num_layers=layers, **ONE_HEAD), dtype=dtype)
-    prompts = [random_tokens(model.config, n, seed=n) for n in (3, 2)[: 1 + steps]]
-    candidate = CudaExecutor(model, interpreted=not GPU)
-    report = validate(ReferenceExecutor(model), candidate, model, prompts, steps, KVSpec("tq4").plan(layers))
-    assert report.passed, report.first_divergence
 
 
 # -- With a GPU --------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheLayout
 from vllm_paged import Shape, Worker, configuration, packed_spec, vllm_metadata
 
-from haarkv.serving.vllm_plugin import backend, kernels
+from haarkv.serving.vllm_plugin import backend
 from haarkv.serving.vllm_plugin.backend import Buffers, RotatedAttentionBackend, RotatedMetadata, forward_batch
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.cpu.ops import CpuOps
@@ -199,7 +199,7 @@ def test_one_requests_numbers_do_not_reach_another(monkeypatch, side, value):
     """A K or V that is not finite is told of, and zeros stand in for it; all other pages and answers keep their bits."""
     shape, [batch] = SHAPES["d128"], batches([(9, 20, 4)])
     messages: list[str] = []
-    monkeypatch.setattr(kernels.logger, "error", lambda message, *args: messages.append(message % args))
+    monkeypatch.setattr(backend.logger, "error", lambda message, *args: messages.append(message % args))
     q, k, v = qkv(batch, shape, torch.bfloat16)
     bad = {"k": k.clone(), "v": v.clone()}
     bad[side][13, 1, 5] = value  # of the second request

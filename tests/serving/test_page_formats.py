@@ -19,7 +19,7 @@ from vllm_paged import Shape, Worker, configuration, in_forward, plain_spec, qkv
 
 from haarkv.models.catalog import TINY, load_model, read_config
 from haarkv.models.fingerprint import fingerprint
-from haarkv.serving.vllm_plugin import CPU_WORKER, GPU_WORKER, kv_choice, limits, page_sizes
+from haarkv.serving.vllm_plugin import CPU_WORKER, GPU_WORKER, kv_choice, limits, pages
 from haarkv.serving.vllm_plugin.backend import (
     Buffers,
     RotatedAttention,
@@ -115,7 +115,7 @@ class PlainWorker:
         }
 
 
-class AWorker(page_sizes.OwnPages, PlainWorker):
+class AWorker(pages.OwnPages, PlainWorker):
     def __init__(self, config) -> None:
         self.vllm_config = config
 
@@ -130,7 +130,7 @@ def layer(ours: bool = True) -> SimpleNamespace:
 @pytest.fixture
 def no_context(monkeypatch):
     """Our stand-in for a configuration where vLLM's own is wanted."""
-    monkeypatch.setattr(page_sizes, "set_current_vllm_config", lambda _: pytest.MonkeyPatch().context())
+    monkeypatch.setattr(pages, "set_current_vllm_config", lambda _: pytest.MonkeyPatch().context())
 
 
 def layer_name(index: int) -> str:
@@ -289,10 +289,10 @@ def test_kv_heads_that_ranks_cannot_share_are_refused():
 
 
 def test_the_platform_chooses_the_worker_that_knows_each_layers_pages():
-    assert real_config().parallel_config.worker_cls == "haarkv.serving.vllm_plugin.cpu_worker.RotatedCpuWorker"
+    assert real_config().parallel_config.worker_cls == "haarkv.serving.vllm_plugin.cpu.RotatedCpuWorker"
     assert read_config("tiny").num_layers == LAYERS
     for name in (CPU_WORKER, GPU_WORKER):  # that of a GPU has not run
         worker = resolve_obj_by_qualname(name)
         assert issubclass(worker, VllmsWorker)
-        assert worker.get_kv_cache_spec is page_sizes.OwnPages.get_kv_cache_spec
+        assert worker.get_kv_cache_spec is pages.OwnPages.get_kv_cache_spec
     assert KVSpec("tq4").plan(LAYERS) == kv_choice.kv_plan(real_config())

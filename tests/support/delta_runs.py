@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
+from op_contract.caches import LAYER
 
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.recurrent import StateShape
-from haarkv.validation.ops.caches import LAYER
 
 VERSIONS = 5
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 from bounds import BF16_TIES
+from op_contract.caches import bf16_windows
 from small_models import SMALL, cache_tensors, gemma_config, new_cache, resize_config, small_config, small_model
 
 from haarkv.executors import catalog
@@ -13,7 +14,6 @@ from haarkv.tq_ops.formats import synthetic
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.bounds import NPU_LAYER_ADDED, POISSON_SIGMAS
-from haarkv.validation.ops.caches import bf16_windows
 
 
 def telling(model):

@@ -27,7 +27,7 @@ from vllm_paged import Shape, plain_spec, vllm_metadata
 
 from haarkv.serving.vllm_plugin.backend import Buffers, RotatedAttention, RotatedMetadata, forward_batch, with_content
 from haarkv.serving.vllm_plugin.kv_choice import Pair, content_bytes
-from haarkv.serving.vllm_plugin.tails import Tail, TailMetadata, tails_beside
+from haarkv.serving.vllm_plugin.pages import Tail, TailMetadata, tails_beside
 from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache

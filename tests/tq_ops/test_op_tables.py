@@ -11,6 +11,10 @@ import pytest
 import torch
 from integer_attention import integer_attention
 from learned_slow import GOLDEN_BITS, other_than_golden
+from op_contract import suite
+from op_contract.caches import Attention, Store
+from op_contract.cases import Plain
+from op_contract.suite import CPU, CUDA, REFERENCE, TABLES
 from op_tables import LAYER, Backend, Case, cache_tensors, every_table, filled, open_table, relative
 from places import ROOT
 from torch import Tensor
@@ -27,10 +31,6 @@ from haarkv.tq_ops.table import OP_NAMES
 from haarkv.validation.faults.base import instead, table_with
 from haarkv.validation.faults.ops import ATTENTION, LINEAR, NORM, ROPE, STORE, SWIGLU, steeper
 from haarkv.validation.faults.states import DELTA
-from haarkv.validation.ops import suite
-from haarkv.validation.ops.caches import Attention, Store
-from haarkv.validation.ops.cases import Plain
-from haarkv.validation.ops.suite import CPU, CUDA, REFERENCE, TABLES
 
 CASES = suite.ATTENTION
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import bounds
 import pytest
 import torch
+from op_contract import suite
+from op_contract.cases import Plain
 from small_models import CONFIGS, SMALL, at_slots, new_cache, new_paging, random_tokens, small_model
 from torch import Tensor
 
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import reference
-from haarkv.validation.ops import suite
-from haarkv.validation.ops.cases import Plain
 
 
 def normal(*shape, seed):

@@ -135,7 +135,7 @@ def test_a_context_of_one_token_proves_nothing():
 
 
 def test_a_state_that_is_never_read_back_is_said():
-    """One forward leaves a state that nobody reads: who never reads one is right so far."""
+    """One forward leaves a state that is not read: an executor that never reads one is right so far."""
     report = run(FAULTS["a state cut between chunks"].executor(MODEL), steps=0)
     assert report.passed
     assert {STATE_READ, OTHER_STATE} <= set(report.not_exercised)

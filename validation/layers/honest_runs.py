@@ -1,4 +1,4 @@
-"""What honest runs of a layer show: op by op, and as a whole."""
+"""Honest runs of a layer, op by op and as a whole."""
 
 from __future__ import annotations
 
@@ -32,22 +32,21 @@ from haarkv.validation.layers.null import (
     split_runs,
     stacked,
 )  # fmt: skip
-from haarkv.validation.layers.parts import KV, Snapshot, cache_parts, load, snapshot, take
+from haarkv.validation.layers.parts import KV, Snapshot, cache_parts, load, snapshot, take, without_unread
 from haarkv.validation.layers.record import Call
 from haarkv.validation.layers.reference import Reference, keep
 from haarkv.validation.layers.states import recurrent_state
-from haarkv.validation.layers.windows import without_unread
 
 HonestCache = dict[tuple[str, str, int, int], Any]
-"""What honest runs of a layer gave, by drive (or "slips"), phase, step and layer."""
+"""Results of honest runs by drive (or "slips"), phase, step and layer."""
 STEEPER = "softmax 1 % too steep"
 
 
 class HonestRuns:
-    """Lets the reference run a layer as other devices may, and keeps what that gave.
+    """Runs a layer of the reference as other devices may.
 
     Args:
-        known: what it gave before, of the same forwards; is added to.
+        honest_cache: results of earlier validations of the same forwards; is added to.
     """
 
     def __init__(self, reference: Reference, honest_cache: HonestCache | None = None) -> None:
@@ -57,7 +56,7 @@ class HonestRuns:
         self._readable: tuple[Call, Snapshot] | None = None
 
     def layer_sums(self, record: LayerRecord) -> tuple[list[Sums], Mapping[str, Tensor]]:
-        """Of a layer as a whole; also how far their K and V lie from the reference's, as `Null.reach`."""
+        """Of a whole layer; also `Null.reach`."""
         runs: tuple[list[Sums], Mapping[str, Tensor]] = self._cached(record, "layers", lambda: self._layers(record))
         return runs
 
@@ -79,14 +78,13 @@ class HonestRuns:
         return resample_runs({**aside.rows(reach), **hidden_rows}), reach
 
     def _cached(self, record: LayerRecord, what: str, find: Callable[[], Any]) -> Any:
-        """What was found of a layer's forward, now or before."""
         key = what, record.forward.phase, record.forward.step, record.index
         if key not in self._honest_cache:
             self._honest_cache[key] = find()
         return self._honest_cache[key]
 
     def slips(self, record: LayerRecord) -> Slips:
-        """What known mistakes in each KV head's attention, and in the MLP, change hidden states by."""
+        """How hidden states change by known mistakes in each KV head's attention, and in the MLP."""
         if record.kv is None or not self.reference.records:
             return {}
         slips: Slips = self._cached(record, "slips", lambda: self._layer_slips(record))
@@ -103,7 +101,7 @@ class HonestRuns:
             return reference.rerun_layer(cache, record, with_ops(ops, {"store_kv": keep, **op_overrides}), exact=True)
 
         def in_head(faulty_head: int | None = None, larger: float = 1.0, steeper: float = 1.0) -> Any:
-            """Attention that is otherwise in one head; attended once for all."""
+            """Attention that is wrong in one head; computed once for all heads."""
 
             def paged_attention(q: Tensor, at: LayerView, scale: float) -> Tensor:
                 for factor in {1.0, steeper} - by_scale.keys():
@@ -125,7 +123,7 @@ class HonestRuns:
 
     # -- Ops -------------------------------------------------------------------------------------------------------------
     def op_sums(self, record: LayerRecord) -> tuple[dict[int, Slips], list[Sums]]:
-        """Of a layer's ops one by one; also what a steeper softmax changes each attention by, by its place among the calls."""
+        """Of a layer's ops one by one; also how a steeper softmax changes each attention, by its place among the calls."""
         effects_and_sums: tuple[dict[int, Slips], list[Sums]] = self._cached(record, "ops", lambda: self._ops(record))
         return effects_and_sums
 
@@ -141,7 +139,6 @@ class HonestRuns:
         return steeper, total
 
     def _op(self, call: Call, record: LayerRecord, salt: int, slips: Slips) -> RunRows:
-        """Figures of an op's honest runs."""
         x = call.args[0]
         runs = num_honest_runs(
             len(x) if call.op != "gated_delta" else 1, x.dtype if call.op == "paged_attention" else torch.float32
@@ -159,7 +156,7 @@ class HonestRuns:
         return rows
 
     def figures(self, call: Call, record: LayerRecord, result: Any, part_fields: Snapshot, slips: Slips) -> Values:
-        """Figures of an op's result and of what it stored."""
+        """Of an op's result and of what it stored."""
         if part_fields:
             yield from stored_figures(
                 self.reference.cache, record.index, record.batch, record.new_fields, part_fields, record.kv
@@ -169,7 +166,7 @@ class HonestRuns:
             yield from number_figures(call.stage, call.result, result, heads, slips)
 
     def _steeper(self, call: Call) -> Slips:
-        """What a softmax that is 1 % too steep changes attention over the scratch cache by."""
+        """How a softmax that is 1 % too steep changes attention over the scratch cache."""
         q, at, scale = call.args
         attend = partial(self.reference.ops.paged_attention, q.float(), replace(at, cache=self._scratch))
         return {STEEPER: attend(1.01 * scale) - attend(scale)}
@@ -183,7 +180,7 @@ class HonestRuns:
         )
 
     def readable(self, call: Call, record: LayerRecord) -> Snapshot:
-        """The layer's cache as attention is given it: what it must not read is far from what it was."""
+        """The layer's cache as attention gets it, poisoned where it must not read."""
         if self._readable is None or self._readable[0] is not call:
             cache, batch, now = self.reference.cache, record.batch, snapshot(self.reference.cache, record.index)
             self._readable = call, without_unread(cache, record.index, now, batch, batch.seq_lens, call.args[0])
@@ -191,12 +188,12 @@ class HonestRuns:
 
 
 def _place(record: LayerRecord) -> int:
-    """Where noise begins: elsewhere for each layer and step."""
+    """Seed of the noise: another for each layer and step."""
     return 1 + record.index + 10**7 * record.forward.step
 
 
 class _AtOnce:
-    """A cache in which nothing is stored: it has no room to make, however many queries there are."""
+    """A cache for reading alone: it has room for any number of queries."""
 
     def __init__(self, cache: PagedKVCache) -> None:
         self._cache = cache
@@ -212,10 +209,10 @@ class _AtOnce:
 
 
 class _Aside:
-    """What honest runs of a layer store, run by run in a cache of their own.
+    """Stores of all honest runs of a layer, run by run in a cache of their own.
 
     Attributes:
-        ops: that store there what they are given of all runs.
+        ops: store there what they are given.
     """
 
     def __init__(self, reference: Reference, scratch: PagedKVCache, record: LayerRecord, runs: int) -> None:
@@ -244,7 +241,7 @@ class _Aside:
         return torch.stack(results, 1).flatten(0, 1)
 
     def reach(self) -> dict[str, Tensor]:
-        """How far K or V of any run lies from the reference's; as `Null.reach`."""
+        """As `Null.reach`."""
         record, runs = self._record, self._runs
         if self._kv is None or record.kv is None:
             return {}
@@ -256,7 +253,7 @@ class _Aside:
         return reach
 
     def rows(self, reach: Mapping[str, Tensor]) -> RunRows:
-        """Figures of what was stored; none where nothing was."""
+        """Figures of what was stored, if anything was."""
         record, runs, cache = self._record, self._runs, self._reference.cache
         if not self._stored:
             return {}

@@ -22,14 +22,13 @@ from haarkv.tq_ops.kv.layer import page_bytes
 from haarkv.tq_ops.kv.shapes import KVShape
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
-from haarkv.tq_ops.cuda import available, decode, ops
-from haarkv.tq_ops.cuda.arguments import layer_windows
-from haarkv.tq_ops.cuda.in_bf16 import attend_windows
+from haarkv.tq_ops.cuda import decode, ops
+from haarkv.tq_ops.cuda.in_bf16 import attend_windows, layer_windows
 from haarkv.tq_ops.cuda.layout import to_layout
 from lab.ptx import LaunchFault, Memory, execute, far
 from lab.ptx.tensors import fresh_memory_is_poison, place
 
-if reason := available.nvrtc_missing():
+if reason := decode.nvrtc_missing():
     pytest.skip(reason, allow_module_level=True)
 
 
@@ -64,7 +63,7 @@ def ptx_execution(order: str = "ascending", edit: Callable[[str], str] = str) ->
         kernel_names.append("decode")
         return PtxKernel(edit(kernel_ptx(shape)), decode.shared_bytes(shape.group, shape.head_dim), memory, order)
 
-    with patch.object(available, "address", address), patch.object(decode, "_kernel", kernel), fresh_memory_is_poison():
+    with patch.object(decode, "address", address), patch.object(decode, "_kernel", kernel), fresh_memory_is_poison():
         yield kernel_names
 
 
@@ -78,7 +77,7 @@ def attend_in(kv_cache, batch, case: Case, *, reference_too: bool = True, **how)
     scale, windows = case.head_dim**-0.5 * ops.LOG2_E, layer_windows(at.kv)
     in_bf16 = attend_windows(q, windows, at, scale) if windows else None
     with ptx_execution(**how):
-        ours = decode.attend(q, ops.rotate(q, at), at, k, v, scale, in_bf16)
+        ours = decode.attend(q, ops.rotate(q, at), at, (k, v), scale, in_bf16)
     return ours, theirs
 
 

@@ -23,6 +23,11 @@ import triton
 from block_weights import random_blocks
 from cuda_caches import as_bytes, everything_in, pad_batch, same
 from cuda_mixtures import Mixture
+from op_contract import suite
+from op_contract.caches import Attention, Store
+from op_contract.cases import Product
+from op_contract.delta import Delta
+from op_contract.suite import CUDA, OpCase
 from op_tables import LAYER, Case, filled, relative
 from ptx_faults import FAULTS
 from ptx_launches import ptx_execution
@@ -42,11 +47,6 @@ from haarkv.tq_ops.kv.layer import page_bytes
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.validation.faults.states import small_hybrid
-from haarkv.validation.ops import suite
-from haarkv.validation.ops.caches import Attention, Store
-from haarkv.validation.ops.cases import Product
-from haarkv.validation.ops.delta import Delta
-from haarkv.validation.ops.suite import CUDA, OpCase
 from lab.ptx import far
 
 CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
@@ -104,7 +104,7 @@ def far_attention(tokens: int) -> Check:
 
 
 def dead_sequences(capability: int, **window: int) -> str | None:
-    """What pads a captured batch: length 0, slot -1, and a block table of -1, which nobody may follow."""
+    """What pads a captured batch: length 0, slot -1, and a block table of -1, which nothing may follow."""
     kv_cache, batch = filled(Case("tq4", 128, 5, 2, 128, (130, 9), (1, 1), **window))
     dead = pad_batch(batch, 2, table=-1, width=3)
     q = torch.randn(4, 10, 128, generator=torch.Generator().manual_seed(1)).to(BF16)

@@ -73,7 +73,7 @@ def _last_barrier(text: str) -> str:
 
 
 FAULTS: dict[str, PtxFault] = {
-    "stores without their mask": PtxFault(without_predicate(r"st\.global"), "rotate_kernel", "bytes at byte"),
+    "stores without their mask": PtxFault(without_predicate(r"st\.global"), "prologue_kernel", "bytes at byte"),
     "loads of scales without their mask": PtxFault(without_predicate(r"ld\.global(?:\.\w+)*\.b16"), "attend_kernel", None),
     "a barrier left out": PtxFault(_last_barrier, "attend_kernel", "with no barrier between"),
     "a copy that nothing waits for": PtxFault(without(r"cp\.async\.wait_group"), "attend_kernel", None),

@@ -17,7 +17,7 @@ import torch
 import triton
 from cuda_launches import LaunchRequest, Nothing, record_launches
 
-from haarkv.tq_ops.cuda import choices
+from haarkv.tq_ops.cuda import schedule
 from lab.ptx import Memory, execute
 from lab.ptx.tensors import fresh_memory_is_poison, place
 
@@ -77,5 +77,5 @@ def ptx_execution(capability: int, **options: Any) -> Iterator[Launches]:
     """Whatever is launched meanwhile, on tensors of the CPU, is executed at once."""
     launches = Launches(**options)
     with record_launches(capability, lambda request: _PtxKernel(request, launches)), fresh_memory_is_poison():
-        choices.processors = lambda _: launches.processors
+        schedule.processors = lambda _: launches.processors
         yield launches

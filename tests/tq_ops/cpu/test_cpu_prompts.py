@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from op_contract import suite
 from op_tables import LAYER, Case, every_table, filled, relative
 from torch import Tensor
 
 from haarkv.tq_ops.cpu import calls, layout, library
 from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.kv.batch import Batch
-from haarkv.validation.ops import suite
 
 # Passes of 128 rows and less, blocks and items that end within a prompt, levels left over of a tile, and tokens in BF16.
 PROMPTS = (

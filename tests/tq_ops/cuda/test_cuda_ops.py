@@ -20,7 +20,7 @@ from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.kv.batch import PagedSequences
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
-from haarkv.tq_ops.cuda import choices, ops
+from haarkv.tq_ops.cuda import ops, schedule
 
 FP32, BF16 = torch.float32, torch.bfloat16
 GPU_ONLY = [pytest.mark.cuda, pytest.mark.skipif(DEVICE.type != "cuda", reason="no NVIDIA GPU")]
@@ -83,21 +83,21 @@ def test_pieces_of_a_context_are_merged(monkeypatch, case, programs):
     kv_cache.kv[LAYER].v.fields["scale"][late[late >= 0].unique().long()] *= 3
     q = torch.randn(len(batch.positions), case.kv_heads * case.group, case.head_dim).to(BF16)
     theirs = reference.paged_attention(q, kv_cache.view(LAYER, batch), case.head_dim**-0.5)
-    monkeypatch.setattr(choices, "count_programs", lambda *_: programs)
+    monkeypatch.setattr(schedule, "count_programs", lambda *_: programs)
     ours = ops.paged_attention(q.to(DEVICE), on_device(kv_cache, case).view(LAYER, batch.to(DEVICE)), case.head_dim**-0.5)
     assert relative(ours, theirs) <= attention_bound(BF16)
 
 
 def test_a_window_is_walked_and_not_its_context():
     """Programs of a decode step: as many as a window has tiles, however many blocks the table has room for."""
-    assert choices.most_visible(2**20, None, 1, 128) == 2**20
-    assert choices.most_visible(2**20, 512, 1, 128) == 512 + 127
-    assert choices.most_visible(256, 512, 1, 128) == 256
+    assert schedule.most_visible(2**20, None, 1, 128) == 2**20
+    assert schedule.most_visible(2**20, 512, 1, 128) == 512 + 127
+    assert schedule.most_visible(256, 512, 1, 128) == 256
 
 
 def test_one_program_takes_all_of_a_column_tile(monkeypatch):
     """Whose vectors are then merged 16 at a time, those of one head."""
-    monkeypatch.setattr(choices, "count_programs", lambda *_: 1)
+    monkeypatch.setattr(schedule, "count_programs", lambda *_: 1)
     case = Case("k=lr3,v=tq4", 64, 8, 2, 16, (20,), (8,), tail=4, sink=2)
     assert attention_error(ops, case, BF16) <= attention_bound(BF16)
 
@@ -219,7 +219,7 @@ def test_what_a_step_refuses_is_kept_neither_packed_nor_in_bf16():
     reference.store_kv(k, v, theirs.view(LAYER, batch))
     k[3, 0, 7] = torch.nan
     fault = ops.new_fault(DEVICE)
-    ops.append(k.to(DEVICE), v.to(DEVICE), ours, LAYER, batch.to(DEVICE), fault)
+    ops.append(k.to(DEVICE), v.to(DEVICE), ours.view(LAYER, batch.to(DEVICE)), fault)
     with pytest.raises(NonFiniteError, match="K of token 3"):
         ops.raise_fault(fault, ours, batch)
     (k_window, v_window), (theirs_k, theirs_v) = ours.kv[LAYER].windows, theirs.kv[LAYER].windows

@@ -23,14 +23,14 @@ pytest.importorskip("triton", reason="Triton, which brings the disassembler, is 
 from triton.backends import nvidia
 
 from haarkv.tq_ops import formats
-from haarkv.tq_ops.cuda import available, decode, ops
+from haarkv.tq_ops.cuda import decode, ops
 from haarkv.tq_ops.cuda.layout import to_layout
 from haarkv.tq_ops.formats import synthetic
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
 
-if reason := available.nvrtc_missing():
+if reason := decode.nvrtc_missing():
     pytest.skip(reason, allow_module_level=True)
 
 TOKENS = decode.TILE
@@ -180,8 +180,8 @@ def test_the_bindings_hand_the_driver_what_the_launch_says(tmp_path):
 
 
 def test_what_nvrtc_refuses_is_said():
-    with pytest.raises(available.CompileError, match="HEADS"):
-        available.compiled_cpp(decode.SOURCES, "decode.cu", "sm_90", {})
+    with pytest.raises(decode.CompileError, match="HEADS"):
+        decode.compile_source("sm_90", {})
 
 
 # -- Where it is launched -----------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def test_while_kernels_are_only_compiled_none_is_launched(monkeypatch):
     compilations = []
     monkeypatch.setattr(decode, "only_compiles", lambda: True)
     monkeypatch.setattr(decode, "_kernel", lambda *given: compilations.append(given))
-    assert decode.attend(q, rotated, kv_cache.view(LAYER, batch), k, v, 0.1).shape == q.shape
+    assert decode.attend(q, rotated, kv_cache.view(LAYER, batch), (k, v), 0.1).shape == q.shape
     assert len(compilations) == 1
 
 
@@ -217,5 +217,5 @@ def test_what_it_takes(monkeypatch, dtype, head_dim, group, kv, block, accepts):
     q = torch.zeros(1, group, head_dim, dtype=dtype)
     k, v = (to_layout(kv_format, 0, head_dim, torch.device("cpu")) for kv_format in kv_cache.kv[0].formats)
     assert decode.takes(q, kv_cache.kv[0], k, v) == accepts
-    monkeypatch.setattr(available, "nvrtc_missing", lambda: "it is not there")
+    monkeypatch.setattr(decode, "nvrtc_missing", lambda: "it is not there")
     assert not decode.takes(q, kv_cache.kv[0], k, v)

@@ -13,10 +13,11 @@ from haarkv.tq_ops import reference
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
 
+from op_contract.delta import Delta
+
 from haarkv.tq_ops.cuda import delta, ops
 from haarkv.tq_ops.cuda.layout import fault_place
 from haarkv.tq_ops.kv.stored import Advance
-from haarkv.validation.ops.delta import Delta
 
 CASE = Delta(1, 2, 16, 12, (0,), (1,))
 """Heads that share keys, and columns that fill no program."""

@@ -14,8 +14,7 @@ from haarkv.tq_ops.formats.stretches import STRETCH, RopeShift
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KVShape
-from haarkv.tq_ops.kv.stored import put, requantize, take
+from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.tq_ops.table import OpTable
 
 DIM, HEADS, QUERIES = 64, 2, 6
@@ -86,23 +85,6 @@ def test_a_key_is_stored_alike_in_every_stretch():
     dequantized = cache.kv[0].read(batch.block_table)[0][0, :, 2 * STRETCH : 2 * STRETCH + 100]
     off = (dequantized - later.transpose(0, 1)).norm(dim=-1) / later.transpose(0, 1).norm(dim=-1)
     assert off.median() < 0.2
-
-
-def test_a_taken_sequence_and_another_plan_keep_their_places():
-    """What another cache holds of a text beyond the first stretch, learned keys copied into numbers and back."""
-    _, cache = run(reference, SPECS[0], [TOKENS], block_size=BLOCK_SIZE)
-    paging = PagedSequences(40, BLOCK_SIZE)
-    sequence = paging.add()
-    batch = paging.batch([sequence], [TOKENS])
-    sequence_copy = take(cache, paging, sequence, tuple(range(TOKENS)))
-    plain = KVSpec("fp32").plan(1)
-    as_numbers = requantize(sequence_copy, SPECS[0].plan(1), plain, KVShape(HEADS, DIM))
-    other = PagedKVCache(plain, KVShape(HEADS, DIM), num_blocks=40)
-    other_paging = PagedSequences(40, other.block_size)
-    place = other_paging.places(put(as_numbers, other, other_paging))
-    blocks = torch.tensor([list(place.blocks)])
-    dequantized = other.kv[0].read(blocks)[0][0, :, :TOKENS]
-    torch.testing.assert_close(dequantized, cache.kv[0].read(batch.block_table)[0][0, :, :TOKENS], rtol=1e-4, atol=1e-3)
 
 
 # -- Attention ---------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Cases of `gated_delta`: its formula in float64, and the states that it leaves."""
+"""`gated_delta` against its formula in float64, and the states that it leaves."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.recurrent import StateShape
 from haarkv.tq_ops.kv.shapes import SequencePlace
 from haarkv.validation.layers.null import Figure, number_figures
-from haarkv.validation.ops.caches import LAYER
-from haarkv.validation.ops.cases import Case
+from op_contract.caches import LAYER
+from op_contract.cases import Case
 
 _VERSIONS = 4
 Outcome = tuple[Tensor, list[dict[str, Tensor]]]
@@ -26,11 +26,7 @@ Outcome = tuple[Tensor, list[dict[str, Tensor]]]
 
 @dataclass(frozen=True)
 class Delta(Case):
-    """`gated_delta` of new tokens over states that have seen others.
-
-    Attributes:
-        stored, new: tokens of each sequence, before the call and in it.
-    """
+    """`gated_delta` of new tokens over states that have seen others."""
 
     key_heads: int
     value_heads: int
@@ -52,7 +48,7 @@ class Delta(Case):
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     def inputs(self, tokens: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor, Tensor]:
-        """x, a and b of a number of tokens for each sequence. The first head forgets all, the last one nothing for long."""
+        """x, a and b of new tokens. The first head forgets all, the last one nothing for long."""
         generator, count = torch.Generator().manual_seed(seed), sum(tokens)
         x = torch.randn(count, self.channels, generator=generator)
         a, b = (2 * torch.randn(count, self.value_heads, generator=generator) for _ in "ab")
@@ -68,8 +64,9 @@ class Delta(Case):
         return conv, a_log, dt_bias
 
     def batches(self, device: torch.device) -> tuple[PagedKVCache, PagedSequences, Batch]:
-        """A cache whose states have seen `stored_lengths`, and the batch of the new ones; each row was that of a sequence that
-        has ended."""
+        """A cache whose states have seen `stored_lengths`, and the batch of new tokens; each row belonged to a sequence that
+        has ended.
+        """
         shapes = (("conv", (self.taps - 1, self.channels)), ("delta", (self.value_heads, self.key_dim, self.value_dim)))
         state = StateShape(tuple((name, shape, torch.float32) for name, shape in shapes), _VERSIONS)
         count = len(self.new)
@@ -149,7 +146,6 @@ class Delta(Case):
         return result.cpu(), [{name: tensor.cpu() for name, tensor in state.items()} for state in states]
 
     def right(self) -> Outcome:
-        """The formula's output, and the states that the reference leaves."""
         return self.expected().float(), super().right()[1]
 
     def fault(self, expected: Outcome, outcome: Outcome) -> str | None:
