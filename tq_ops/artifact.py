@@ -14,11 +14,11 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as shown
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -59,28 +59,17 @@ class Kind:
         if (version := metadata[self.key]) not in self.versions:
             raise ValueError(f"its version is {shown(version)}, not {' or '.join(map(str, self.versions))}")
 
-    def refusing(self, name: object) -> Refusing:
-        """A context in which a file of this name is read."""
-        return Refusing(self, name)
-
-
-@dataclass(frozen=True)
-class Refusing:
-    """Turns every error of reading a file's content into an `InputError` of one line."""
-
-    kind: Kind
-    name: object
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(error, OSError):
-            raise InputError(f"the {self.kind.noun} {self.name} cannot be read: {error.strerror or error}") from None
-        if isinstance(error, _CONTENT_ERRORS):
+    @contextmanager
+    def refusing(self, name: object) -> Iterator[None]:
+        """Turns every error of reading a file's content into an `InputError` of one line."""
+        try:
+            yield
+        except OSError as error:
+            raise InputError(f"the {self.noun} {name} cannot be read: {error.strerror or error}") from None
+        except _CONTENT_ERRORS as error:
             plain = {SafetensorError: "it is truncated or no safetensors file", UnicodeDecodeError: "it is not UTF-8"}
             reason = f"it lacks {error.args[0]}" if isinstance(error, KeyError) else plain.get(type(error), error)
-            raise InputError(f"{self.name} is no {self.kind.noun}: {reason}; {self.kind.remedy}") from None
+            raise InputError(f"{name} is no {self.noun}: {reason}; {self.remedy}") from None
 
 
 _CONTENT_ERRORS = (SafetensorError, ValueError, TypeError, AttributeError, KeyError, IndexError, RuntimeError)

@@ -80,23 +80,21 @@ class Batch:
             count = (new - begin).clamp(0, most)
             has = count > 0
             lengths = self.seq_lens - (new - begin - count).to(self.seq_lens.dtype)
-            yield tokens, Batch(
-                self.positions[tokens], self.slot_mapping[tokens], self.block_table[has], lengths[has],
-                torch.cat([count.new_zeros(1), count[has].cumsum(0)]).to(self.query_start_loc.dtype), self.rows[has],
-                None if self.window_slots is None else self.window_slots[tokens],
-                None if self.window_table is None else self.window_table[has],
-            )  # fmt: skip
+            query_start_loc = torch.cat([count.new_zeros(1), count[has].cumsum(0)]).to(self.query_start_loc.dtype)
+            yield tokens, self._part(tokens, has, lengths[has], query_start_loc)
 
     def sequences(self) -> Iterator[Batch]:
         """A batch of each sequence, in order."""
         for row, (begin, end) in enumerate(pairwise(self.query_start_loc.tolist())):
             tokens, sequence = slice(begin, end), slice(row, row + 1)
-            yield Batch(
-                self.positions[tokens], self.slot_mapping[tokens], self.block_table[sequence], self.seq_lens[sequence],
-                self.query_start_loc[row : row + 2] - begin, self.rows[sequence],
-                None if self.window_slots is None else self.window_slots[tokens],
-                None if self.window_table is None else self.window_table[sequence],
-            )  # fmt: skip
+            yield self._part(tokens, sequence, self.seq_lens[sequence], self.query_start_loc[row : row + 2] - begin)
+
+    def _part(self, tokens: Tensor | slice, sequences: Tensor | slice, seq_lens: Tensor, query_start_loc: Tensor) -> Batch:
+        return Batch(
+            self.positions[tokens], self.slot_mapping[tokens], self.block_table[sequences], seq_lens, query_start_loc,
+            self.rows[sequences], None if self.window_slots is None else self.window_slots[tokens],
+            None if self.window_table is None else self.window_table[sequences],
+        )  # fmt: skip
 
     def rectangle(self) -> tuple[Tensor, Tensor, Tensor]:
         """Token index, position and validity, each [B, Q]; padding repeats the last token."""
