@@ -255,7 +255,7 @@ def _graph(
 ) -> GraphSpec:  # fmt: skip
     """The graph of some layers that reads a cache; one that turns keys only where a sequence is longer than a stretch."""
     window = _bf16_windows(cache, span.start).get("k_kept")
-    long = int(batch.seq_lens.max()) > STRETCH and any(cache.kv[layer].k.kv_format.turns(layer) for layer in span)
+    long = int(batch.seq_lens.max()) > STRETCH and any(cache.kv[layer].k.kv_format.rope_shift(layer) for layer in span)
     return GraphSpec(
         span, embed=embed, head=False, opset=DEFAULT_OPSET, sizes=sizes or Sizes(),
         formats=cache.plan.layers[span.start : span.stop], kept=(window.tail, window.sink) if window else (0, 0),

@@ -154,7 +154,7 @@ def _stored_as(config: Any) -> str:
     nbytes, bf16 = plan.bytes_per_token(shapes), KVSpec(VLLMS_OWN).plan(len(plan.layers)).bytes_per_token(shapes)
     layers = f" of {len(plan.layers) - len(states)} layers" if states else ""
     text = f"K and V{layers} are kept in {plan.describe()}: {nbytes:,.0f} bytes a token"
-    text += ", and beside them tokens in BF16" if plan.keeps_tokens else f", {bf16 / nbytes:.2f} times less than BF16"
+    text += ", and beside them tokens in BF16" if plan.has_windows else f", {bf16 / nbytes:.2f} times less than BF16"
     return text + (f"; the states of the other {len(states)} by vLLM itself" if states else "")
 
 

@@ -109,7 +109,7 @@ def _cache(vllm_config: VllmConfig) -> str | None:
     model, plan = vllm_config.model_config, kv_plan(vllm_config)
     if names := [kv_format.name for kv_format in plan.formats if kv_format.to_compare]:
         return f"{names[0]} is here to compare with, which `tq eval` does; serve one of {', '.join(readable(reads_here()))}"
-    if plan.keeps_tokens and not _on_cpu():
+    if plan.has_windows and not _on_cpu():
         return "a tail or sinks in BF16 are served on CPUs alone; leave them out"
     if reason := unsupported(reads_here(), plan, shape_signature(vllm_config).layers):
         return reason.removesuffix(ELSEWHERE)
@@ -128,7 +128,7 @@ def _cache(vllm_config: VllmConfig) -> str | None:
 
 def blocks_misfit(keys: Iterable[tuple[int, KVFormat]], block_size: int) -> str | None:
     """Why blocks of this size cannot hold keys of (layer, format): a stretch would end within a block."""
-    names = [k.name for layer, k in keys if k.turns(layer)]
+    names = [k.name for layer, k in keys if k.rope_shift(layer)]
     if not names or STRETCH % block_size == 0:
         return None
     return f"{names[0]} takes blocks that divide {STRETCH:,} tokens, not of {block_size}; give --block-size {BLOCK_SIZE}"
@@ -173,7 +173,7 @@ def _options(vllm_config: VllmConfig) -> str | None:
         return f"on a CPU vLLM cannot keep prefixes with drafts and {own_blocks}; give --no-enable-prefix-caching"
     conflicts = {
         "--disable-hybrid-kv-cache-manager": vllm_config.scheduler_config.disable_hybrid_kv_cache_manager,
-        _TAIL: kv_plan(vllm_config).keeps_tokens and own_blocks != _TAIL,
+        _TAIL: kv_plan(vllm_config).has_windows and own_blocks != _TAIL,
     }  # fmt: skip
     return next(
         (f"{flag} was not tried with {own_blocks}; leave it out" for flag, value in conflicts.items() if own_blocks and value),
@@ -188,7 +188,7 @@ def _own_blocks(vllm_config: VllmConfig) -> str | None:
         return _STATES
     if sliding_layers(model):
         return _WINDOWS
-    return _TAIL if kv_plan(vllm_config).keeps_tokens else None
+    return _TAIL if kv_plan(vllm_config).has_windows else None
 
 
 # -- Uneven channels ---------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ class RotatedStatLogger(StatLoggerBase):
             model = vllm_config.model_config
             if sliding_layers(model) or state_layers(model):
                 return  # a block then holds more tokens of some layers than of others, or none
-            keeps_tokens = kv_plan(vllm_config).keeps_tokens
+            keeps_tokens = kv_plan(vllm_config).has_windows
             gauges = {name: text for name, text in _GAUGES.items() if name in _BYTE_GAUGES or not keeps_tokens}
             self._gauges = {name: _gauge(name, text, "model_name", "engine") for name, text in gauges.items()}
 
@@ -87,7 +87,7 @@ def least_of_tails(vllm_config: VllmConfig, plan: KVPlan) -> int:
     """Bytes of the smallest block of BF16 tokens, all layers and ranks; a vLLM block has room for it."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     heads = model.get_num_kv_heads(parallel) * parallel.tensor_parallel_size
-    layers = sum(any(map(plan.keeps, pair)) for pair in plan.layers)
+    layers = sum(any(map(plan.has_window, pair)) for pair in plan.layers)
     return layers * page_bytes(exact_pair(), heads, model.get_head_size(), LEAST_TOKENS)
 
 

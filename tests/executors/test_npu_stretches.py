@@ -30,7 +30,7 @@ def make_spec(kv="k=lr4,v=tq4", config=SMALLER, **window_options):
 
 # -- What the host hands over ----------------------------------------------------------------------------------------------
 def test_keys_of_tokens_are_turned_by_where_their_stretch_begins():
-    key_turns = synthetic.calibration().format(4).turns(0)
+    key_turns = synthetic.calibration().format(4).rope_shift(0)
     positions = torch.tensor([0, 1023, 1024, 2047, 2048, 70_000])
     cos, sin = turns_of_tokens(key_turns, positions).split(64, 1)
     x = torch.randn(6, 128)
@@ -49,7 +49,7 @@ def test_a_turning_format_has_a_program_of_its_own_and_rows_are_made_once():
     tiling = inputs.tile(batch, program, (torch.zeros(2, 64), torch.zeros(2, 64)))
     rows = inputs.back_argument(tiling, plan, 0, 128)
     assert rows is inputs.back_argument(tiling, plan, 1, 128)
-    assert torch.equal(rows[:2], turn_table(plan.k(0).turns(0), rows.device)[:2])
+    assert torch.equal(rows[:2], turn_table(plan.k(0).rope_shift(0), rows.device)[:2])
     assert len(inputs.back_argument(tiling, still, 0, 128)) == 1
 
 

@@ -112,7 +112,7 @@ class GroupFormat(formats.KVFormat):
 def counting_format(monkeypatch):
     """tq4 under the name `counted`, which counts the vectors that it quantizes."""
     counting, tq4 = GroupFormat(1), formats.get("tq4")
-    counting.turns = tq4.turns
+    counting.rope_shift = tq4.rope_shift
     counting.fields, counting.dequantize = tq4.fields, tq4.dequantize
 
     def quantize(x, layer):

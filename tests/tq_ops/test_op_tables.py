@@ -128,7 +128,7 @@ def stores_no_scale(call):
 
 def seen_one_token_too_few(call):
     result = call.again()
-    call.at.state.seen.sub_(1)
+    call.at.state.counts.sub_(1)
     return result
 
 

@@ -147,7 +147,7 @@ def test_rows_of_other_sequences_are_watched():
     def gated_delta(*args):
         out, batch = reference.gated_delta(*args), args[-1].batch
         state = args[6].state
-        other = next(row for row in range(len(state.seen) - 1) if row not in batch.rows.tolist())
+        other = next(row for row in range(len(state.counts) - 1) if row not in batch.rows.tolist())
         state.tensors["delta"][other] += 1
         return out
 

@@ -63,7 +63,7 @@ def make_columns(columns: tuple[Column, ...]) -> Columns:
 
 
 READS = KernelSupport(
-    "the GPU kernels", head_dims=(64, 128, 256), bits=(2, 3, 4, 5, 6, 8), kept=True, windows=True, learned=True
+    "the GPU kernels", head_dims=(64, 128, 256), bits=(2, 3, 4, 5, 6, 8), bf16_tokens=True, windows=True, learned=True
 )
 NO_FAULT = 2**63 - 1
 """A fault's value while there is none."""
@@ -207,7 +207,7 @@ def _layout(description: Description, layer: int, device: torch.device) -> Layou
 def _learned_layout(description: Description, coordinates: Coordinates, order: Tensor, device: torch.device) -> Layout:
     assert len(coordinates.gains) == 3, "the kernels try three gains"
     # Keys of unknown turns are not turned.
-    turns = coordinates.turns or RopeShift((0.0,) * (description.head_dim // 2))
+    turns = coordinates.rope_shift or RopeShift((0.0,) * (description.head_dim // 2))
     half = len(turns.inv_freq)
     inputs, static_dims = input_order(description.head_dim, half), description.head_dim // 2 - half
     cos, sin = turns.table(MOST_POSITIONS // STRETCH, torch.device("cpu"))

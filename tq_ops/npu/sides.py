@@ -25,7 +25,7 @@ from haarkv.tq_ops.npu.program import HEAD_DIM, Argument
 FORMAT = formats.get("tq4")
 READS = KernelSupport(
     "its programs", head_dims=(64, HEAD_DIM, 256), only=FORMAT, also=(formats.PUBLISHED, formats.get("bf16")),
-    kept=True, windows=True, learned=True,
+    bf16_tokens=True, windows=True, learned=True,
 )  # fmt: skip
 """What the programs read: a few formats, whose tables are built into them, and learned keys."""
 
@@ -105,7 +105,7 @@ class Side:
         tensors = {entry.field: _unread_row(entry, device) for entry in self.domain}
         if self.layout:
             tensors |= domain_tensors(kv_format, self.head_dim, layer, device)
-        if turns := kv_format.turns(layer):
+        if turns := kv_format.rope_shift(layer):
             tensors["turns"] = turn_table(turns, device)
         return {f"k_{name}": tensor for name, tensor in tensors.items()}
 
@@ -142,7 +142,7 @@ def learned_side(kv_format: KVFormat, layer: int = 0, head_dim: int = HEAD_DIM) 
     """The side of a format of learned keys in a layer."""
     layout = learned_layout(kv_format, head_dim)
     codes = StoredField("codes", torch.int8, layout.nbytes(head_dim))
-    scales, turning = StoredField("scale", torch.float16, BLOCK_SIZE), kv_format.turns(layer) is not None
+    scales, turning = StoredField("scale", torch.float16, BLOCK_SIZE), kv_format.rope_shift(layer) is not None
     return Side(kv_format.name, codes, scales, 8, layout.width(head_dim), layout, turning, head_dim)
 
 
@@ -236,7 +236,7 @@ def window_shape(plan: KVPlan, layer: int, chunk: int = WINDOW_CHUNK, window: in
         window: of the layer.
     """
     k_format = plan.k(layer)
-    if not plan.keeps(k_format):
+    if not plan.has_window(k_format):
         return None
     return WindowShape(plan.tail(k_format), plan.sink, plan.ring_tokens(k_format, chunk), window)
 

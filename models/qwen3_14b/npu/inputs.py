@@ -177,7 +177,7 @@ def _no_window(step: int, head_dim: int, device: torch.device) -> dict[str, Tens
 
 def back_argument(tiling: Tiling, plan: KVPlan, layer: int, head_dim: int) -> Tensor:
     """By what each row's keys are turned back, [rows, D] fp32, once for all layers alike; else a row that nobody reads."""
-    turns = plan.k(layer).turns(layer)
+    turns = plan.k(layer).rope_shift(layer)
     if turns is None:
         return zero_shift_rows(tiling.row.device, head_dim)
     if turns not in tiling._undo_rows:

@@ -200,7 +200,7 @@ def unsupported(config: ModelConfig, plan: KVPlan | None = None) -> str | None:
 
 def _unkept(plan: KVPlan) -> str | None:
     for layer, (k, v) in enumerate(plan.layers):
-        if plan.keeps(k) != plan.keeps(v):
+        if plan.has_window(k) != plan.has_window(v):
             return f"its programs keep tokens in BF16 beside both K and V, and {k.name} or {v.name} is stored as it is"
         shape = window_shape(plan, layer)
         if shape and (shape.span > MOST_PLACES or shape.sink > MOST_SINKS):
@@ -211,7 +211,7 @@ def _unkept(plan: KVPlan) -> str | None:
 
 def _partial_rope_reason(plan: KVPlan, head_dim: int) -> str | None:
     for layer, (k, _) in enumerate(plan.layers):
-        turns = k.turns(layer)
+        turns = k.rope_shift(layer)
         if turns and 2 * len(turns.inv_freq) != head_dim:
             return f"its programs turn all {head_dim} numbers of a key, and {k.name} turns {2 * len(turns.inv_freq)} of them"
     return None

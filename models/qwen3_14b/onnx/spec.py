@@ -89,7 +89,7 @@ class GraphSpec:
         if not self.formats:
             return scopes
         k, v = self.formats[layer - self.span.start]
-        turns = k.turns(layer) if self.has_stretches else None
+        turns = k.rope_shift(layer) if self.has_stretches else None
         return replace(scopes, k=k, v=v, rope_pairs=len(turns.inv_freq) if turns else 0)
 
 

@@ -23,8 +23,8 @@ FAULTS = {
         batch,
         [ResidualBlocks(of.vectors, tail=of.tail - 1, sink=of.sink) for of in kept],
     ),
-    "the neighbour's blocks": lambda batch, kept: (replace(batch, kept_table=batch.kept_table.roll(1, 0)), kept),
-    "a block behind": lambda batch, kept: (replace(batch, kept_table=batch.kept_table.roll(1, 1)), kept),
+    "the neighbour's blocks": lambda batch, kept: (replace(batch, window_table=batch.window_table.roll(1, 0)), kept),
+    "a block behind": lambda batch, kept: (replace(batch, window_table=batch.window_table.roll(1, 1)), kept),
     "no sinks": lambda batch, kept: (batch, [ResidualBlocks(of.vectors, tail=of.tail) for of in kept]),
 }
 
@@ -62,7 +62,7 @@ class WindowBlocks:
         table = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
         owner = torch.repeat_interleave(torch.arange(len(sequences)), batch.query_start_loc.diff().long())
         blocks = table[owner, batch.positions // self.block_size].long()
-        return replace(batch, kept_slots=blocks * self.block_size + batch.positions % self.block_size, kept_table=table)
+        return replace(batch, window_slots=blocks * self.block_size + batch.positions % self.block_size, kept_table=table)
 
 
 def spoil(vectors: Tensor, blocks: list[int]) -> None:

@@ -32,7 +32,7 @@ def test_a_state_that_is_not_there_is_noted_and_nothing_is_read_or_kept():
     run.run([0, 1], [5, 1])
     run.paging.take_back([run.ids[0]], [VERSIONS - 1])
     state = run.cache.states[LAYER]
-    state_before = [tensor[0].clone() for tensor in (state.seen, *state.tensors.values())]
+    state_before = [tensor[0].clone() for tensor in (state.counts, *state.tensors.values())]
     batch, begins = run.batch([1, 0], [1, 2]).to(DEVICE), (1, 1)
     parts = [[x[begin : begin + n] for x in run.told[row]] for row, begin, n in zip((1, 0), begins, (1, 2), strict=True)]
     x, a, b = map(torch.cat, zip(*parts, strict=True))
@@ -43,7 +43,7 @@ def test_a_state_that_is_not_there_is_noted_and_nothing_is_read_or_kept():
     assert fault_place(int(fault))[:3] == (LAYER, "state", 1)
     assert out[1:].isnan().all()
     assert torch.equal(out[:1], whole(ops, CASE, 1, 2, LENGTH, DEVICE)[0][1:])
-    assert all(map(torch.equal, state_before, (tensor[0] for tensor in (state.seen, *state.tensors.values()))))
+    assert all(map(torch.equal, state_before, (tensor[0] for tensor in (state.counts, *state.tensors.values()))))
     with pytest.raises(ValueError, match="too many were taken back"):
         ops.raise_fault(fault, run.cache, batch)
     ops.raise_fault(fault, run.cache, batch)  # said once

@@ -141,7 +141,7 @@ def test_halves_pair_the_numbers_that_are_turned_together(head_dim, half):
 def test_the_tables_are_those_of_the_reference():
     kv_format = KVSpec("k=lr4,v=tq4", calibration=synthetic.calibration(1, 1, 64)).plan(1).k(0)
     tables = to_layout(kv_format, 0, 64, torch.device("cpu")).learned
-    cos, sin = kv_format.turns(0).table(3, torch.device("cpu"))
+    cos, sin = kv_format.rope_shift(0).table(3, torch.device("cpu"))
     assert torch.equal(tables.cos[:3], cos[:3])
     assert torch.equal(tables.sin[:3], sin[:3])
     assert len(tables.cos) * STRETCH == MOST_POSITIONS
