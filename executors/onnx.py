@@ -112,13 +112,13 @@ class OnnxExecutor(Executor):
         self.description = f"ONNX Runtime {ort.__version__} ({self._provider.name})"
         # Other providers are not known to have the operator's kernels: they are given restored weights.
         on_cpu = self.device.type == "cpu"
-        device_model = model if on_cpu else replace(model, weights=model.weights.placed(dense)).to(self.device)
+        device_model = model if on_cpu else replace(model, weights=model.weights.map(dense)).to(self.device)
         self._model = device_model
-        coded_names = coded_weights(device_model.weights.named())
+        coded_names = coded_weights(device_model.weights.named_tensors())
         # ONNX Runtime wants this memory for as long as it has a session, and packs codes into memory of its own beside it.
         self._coded = {
             part: ort.OrtValue.ortvalue_from_numpy(tensor.numpy())
-            for name, weight in device_model.weights.named()
+            for name, weight in device_model.weights.named_tensors()
             if isinstance(weight, Blocks) and name in coded_names and (name != EMBEDDING or model.config.tied)
             for part, tensor in coded_values(name, weight)
         }  # fmt: skip

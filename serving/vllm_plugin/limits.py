@@ -19,8 +19,8 @@ from haarkv.engine.collapse import Guard
 from haarkv.models import balance
 from haarkv.models.balance import Moments, Scales, Scaling
 from haarkv.models.catalog import read_config, stream_tensors
-from haarkv.models.fingerprint import streamed_fingerprint
 from haarkv.models.parallel import kv_heads_of
+from haarkv.models.weights import fingerprint
 from haarkv.serving.vllm_plugin import ALLOW_COLLAPSE, BALANCE, FORMAT, KV, PLAN
 from haarkv.serving.vllm_plugin.kv_choice import kv_plan, kv_spec, shape_signature, sliding_layers, state_layers
 from haarkv.tq_ops.errors import InputError
@@ -140,16 +140,16 @@ def _weights(vllm_config: VllmConfig) -> str | None:
     if not spec.weights or vllm_config.load_config.load_format == "dummy":
         return None
     try:
-        fingerprint = _fingerprint(model)
+        weights = _fingerprint(model)
     except InputError as error:
         return f"its weights cannot be compared with those that the calibration was learned from: {error}"
-    spec.require_weights(fingerprint)
+    spec.require_weights(weights)
     return None
 
 
 @cache
 def _fingerprint(model: str) -> str:
-    return streamed_fingerprint(stream_tensors(model, read_config(model), torch.bfloat16))
+    return fingerprint(stream_tensors(model, read_config(model), torch.bfloat16), streamed=True)
 
 
 def _options(vllm_config: VllmConfig) -> str | None:

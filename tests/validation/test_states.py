@@ -109,7 +109,7 @@ def changed(**changes):
     def change(field, tensor):
         return changes[field](tensor) if field in changes else tensor
 
-    layers = tuple(layer.changed(change) for layer in MODEL.weights.layers)
+    layers = tuple(layer.map(change) for layer in MODEL.weights.layers)
     return replace(MODEL, weights=replace(MODEL.weights, layers=layers))
 
 

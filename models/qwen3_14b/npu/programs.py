@@ -36,7 +36,7 @@ class Parts:
     def from_layer(cls, layer: Layer) -> Parts:
         """Those of a declared layer with attention and a dense MLP."""
         mixer, mlp = layer.attention, layer.mlp
-        return cls(mixer.head_norms, mixer.bias, mlp.activation, layer.norms_behind, layer.norm.plus_one)
+        return cls(mixer.head_norms, mixer.bias, mlp.activation, layer.post_norms, layer.norm.plus_one)
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ DECODE_STEP, PREFILL_STEP = 2048, 256
 _VOCAB_MULTIPLE, _VOCAB_PIECE = 128, 4096
 _MULTIPLE = 64
 """Of hidden and intermediate size: whole lines of the cube's tiles."""
-SUPPORTED_FIELDS = ("head_norms", "bias", "window", "activation", "plus_one", "norms_behind")
+SUPPORTED_FIELDS = ("head_norms", "bias", "window", "activation", "plus_one", "post_norms")
 """What a layer may declare as it likes: `models.config.unknown_part`."""
 
 

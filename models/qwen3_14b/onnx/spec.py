@@ -172,8 +172,8 @@ def coded_values(name: str, weight: Blocks) -> Iterator[tuple[str, Tensor]]:
 def weight_values(model: DecoderModel) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of everything that graphs of the model want but `coded_weights` and what K and V are stored by: of dense
     weights the very tensors."""
-    coded_by_name = coded_weights(model.weights.named())
-    weights = ((name, dense(weight)) for name, weight in model.weights.named() if name not in coded_by_name)
+    coded_by_name = coded_weights(model.weights.named_tensors())
+    weights = ((name, dense(weight)) for name, weight in model.weights.named_tensors() if name not in coded_by_name)
     return chain(weights, rope_values(model.ropes[model.config.common.attention.rope]))
 
 
