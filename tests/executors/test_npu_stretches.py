@@ -46,10 +46,10 @@ def test_a_turning_format_has_a_program_of_its_own_and_rows_are_made_once():
     batch = paging.batch(sequences, [2])
     program = programs.prefill_program(SMALLER, *layer_sides(plan, 0))
     tiling = inputs.tile(batch, program, (torch.zeros(2, 64), torch.zeros(2, 64)))
-    rows = inputs.back_argument(tiling, plan, 0, 128)
-    assert rows is inputs.back_argument(tiling, plan, 1, 128)
+    rows = inputs.back_argument(tiling, plan, 0)["back"]
+    assert rows is inputs.back_argument(tiling, plan, 1)["back"]
     assert torch.equal(rows[:2], turn_table(plan.k(0).turns(0), rows.device)[:2])
-    assert len(inputs.back_argument(tiling, still, 0, 128)) == 1
+    assert inputs.back_argument(tiling, still, 0) == {}
 
 
 def test_keys_that_turn_in_part_are_refused_by_name():
