@@ -19,7 +19,6 @@ from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.shapes import WINDOW_ROOM
 from haarkv.tq_ops.npu.device import Runner, open_runner
 from haarkv.tq_ops.npu.program import AttentionShape
-from haarkv.tq_ops.npu.sides import layer_sides, window_shape
 
 
 class NpuExecutor(Executor):
@@ -32,7 +31,7 @@ class NpuExecutor(Executor):
     """
 
     name = "npu"
-    decode_step = programs.DECODE_STEP
+    decode_step = programs.DECODE.step
 
     def __init__(self, model: DecoderModel, device: str | None = None) -> None:
         if reason := programs.unsupported(model.config):
@@ -87,13 +86,12 @@ class NpuExecutor(Executor):
             raise InputError(f"executor npu needs a cache of {programs.BLOCK}-token blocks, not {cache.block_size}")
         cache.require_room(batch)
         one_each = batch.query_start_loc.numel() - 1 == hidden.shape[0]
-        build = programs.decode_program if one_each else programs.prefill_program
+        phase, chunk = (programs.DECODE, cache.room) if one_each else (programs.PREFILL, cache.chunk)
         ropes, tilings = self._model.rope_at(batch.positions), {}
         state: Tensor | None = None
         for index in span:
             mixer = self.config.layers[index].attention
-            in_bf16 = window_shape(cache.plan, index, cache.room if one_each else cache.chunk, mixer.window)
-            program = build(self.config, *layer_sides(cache.plan, index, mixer.head_dim), in_bf16, layer=index)
+            program = programs.plan_program(phase, self.config, cache.plan, index, chunk=chunk)
             # Layers differ in their angles and in where their tokens lie, and agree on which row is whose.
             tiling_key = mixer.rope, cache.ring(index), program.attention.step_tokens
             if tiling_key not in tilings:

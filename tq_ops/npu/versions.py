@@ -108,7 +108,7 @@ def unpublished_reason(stack: Installation) -> str | None:
     if row is None:
         combinations = " or ".join(f"{row.pypto} with CANN {row.cann}" for row in PUBLISHED_COMBINATIONS)
         return f"pypto {stack.pypto} is in no combination that is published; install {combinations}"
-    return _python(row, stack) or _toolkit_and_driver(row, stack) or _torch(row, stack)
+    return _unpublished(row, stack)
 
 
 def unsimulated_reason(stack: Installation) -> str | None:
@@ -123,15 +123,10 @@ def unsimulated_reason(stack: Installation) -> str | None:
     return None
 
 
-def _python(row: Combination, stack: Installation) -> str | None:
-    if _minor(stack.python) in row.python:
-        return None
-    return (
-        f"pypto {row.pypto} is published for Python {' and '.join(row.python)}, and this is {stack.python}; use one of those"
-    )
-
-
-def _toolkit_and_driver(row: Combination, stack: Installation) -> str | None:
+def _unpublished(row: Combination, stack: Installation) -> str | None:
+    if ".".join(stack.python.split(".")[:2]) not in row.python:
+        pythons = " and ".join(row.python)
+        return f"pypto {row.pypto} is published for Python {pythons}, and this is {stack.python}; use one of those"
     if stack.cann is None:
         return f"no CANN toolkit was found; install CANN {row.cann} and source its set_env.sh"
     if not (stack.cann == row.cann or stack.cann.startswith((f"{row.cann}.", f"{row.cann}-"))):
@@ -142,10 +137,6 @@ def _toolkit_and_driver(row: Combination, stack: Installation) -> str | None:
         return f"no NPU driver was found; install {row.driver} or later"
     if _numbers(stack.driver) < _numbers(row.driver):
         return f"the NPU driver is {stack.driver}, and PyPTO needs {row.driver} or later; update it"
-    return None
-
-
-def _torch(row: Combination, stack: Installation) -> str | None:
     pairs = " or ".join(f"torch=={torch} torch-npu=={versions[-1]}" for torch, versions in row.torch_npu.items())
     if stack.torch is None or stack.torch_npu is None:
         missing = "torch" if stack.torch is None else "torch-npu"
@@ -155,9 +146,8 @@ def _torch(row: Combination, stack: Installation) -> str | None:
         return f"no torch-npu for torch {ours} is published with CANN {row.cann}; install {pairs}"
     if stack.torch_npu.split("+")[0] not in row.torch_npu[ours]:
         pins = " or ".join(row.torch_npu[ours])
-        return (
-            f"torch {ours} with CANN {row.cann} goes with torch-npu {pins}, and {stack.torch_npu} is installed; install that"
-        )
+        other = f"and {stack.torch_npu} is installed; install that"
+        return f"torch {ours} with CANN {row.cann} goes with torch-npu {pins}, {other}"
     return None
 
 
@@ -215,10 +205,6 @@ def _field(file: Path) -> str | None:
         return None
     match = re.search(r"^\s*version\s*=\s*[\"']?([^\s\"']+)", text, re.IGNORECASE | re.MULTILINE)
     return match[1] if match else None
-
-
-def _minor(python: str) -> str:
-    return ".".join(python.split(".")[:2])
 
 
 def _numbers(text: str) -> tuple[int, ...]:

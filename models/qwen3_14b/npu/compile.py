@@ -13,7 +13,7 @@ import torch
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
 from haarkv.models.qwen3_14b.npu import inputs, programs
-from haarkv.models.qwen3_14b.npu.programs import BLOCK, LayerProgram
+from haarkv.models.qwen3_14b.npu.programs import BLOCK, LayerProgram, Phase
 from haarkv.models.rope import RopeTable
 from haarkv.models.weights import assemble, checkpoint_tensors
 from haarkv.tq_ops.errors import InputError
@@ -22,7 +22,7 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.kernel_support import ELSEWHERE
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.npu.program import Program
-from haarkv.tq_ops.npu.sides import FORMAT, layer_sides, window_shape
+from haarkv.tq_ops.npu.sides import FORMAT
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
 
 _HEAD = "head"
@@ -76,7 +76,7 @@ def plan_programs(config: ModelConfig, kinds: Sequence[str], plan: KVPlan) -> li
         raise InputError(f"nothing to compile: {reason.removesuffix(ELSEWHERE)}")
     sharing: dict[object, list[int]] = {}
     for layer in range(len(plan.layers)):
-        sharing.setdefault(_build_layer(programs.decode_program, config, plan, layer, layer), []).append(layer)
+        sharing.setdefault(programs.plan_program(programs.DECODE, config, plan, layer), []).append(layer)
     entries = []
     for kind in kinds:
         layer_groups = [] if kind == _HEAD else list(map(tuple, sharing.values()))
@@ -121,19 +121,8 @@ def layer_call(
     return inputs.layer_call(program, constants, hidden, tiling, cache, layer)[0]
 
 
-def _build_layer(
-    build: Callable[..., LayerProgram], config: ModelConfig, plan: KVPlan, stored_as: int, declared_as: int
-) -> LayerProgram:
-    """The program of layer `stored_as` of the plan and `declared_as` of the config."""
-    mixer = config.layers[declared_as].attention
-    window = window_shape(plan, stored_as, window=mixer.window)
-    return build(config, *layer_sides(plan, stored_as, mixer.head_dim), window, layer=declared_as)
-
-
-def _layer(
-    build: Callable[..., LayerProgram], model: DecoderModel, plan: KVPlan = PLAN, layer: int = 0
-) -> tuple[Program, list[torch.Tensor]]:
-    program = _build_layer(build, model.config, plan, layer, 0)
+def _layer(phase: Phase, model: DecoderModel, plan: KVPlan = PLAN, layer: int = 0) -> tuple[Program, list[torch.Tensor]]:
+    program = programs.plan_program(phase, model.config, plan, 0, layer)
     return program, layer_call(program, model, plan=plan, layer=layer)
 
 
@@ -144,8 +133,8 @@ def _head(model: DecoderModel, _: KVPlan = PLAN, _layer: int = 0) -> tuple[Progr
 
 
 PROGRAMS: dict[str, Callable[..., tuple[Program, list[torch.Tensor]]]] = {
-    "decode": partial(_layer, programs.decode_program),
-    "prefill": partial(_layer, programs.prefill_program),
+    "decode": partial(_layer, programs.DECODE),
+    "prefill": partial(_layer, programs.PREFILL),
     _HEAD: _head,
 }
 """Kind -> a program and the arguments of its smallest call, of a model, a plan and one of its layers."""

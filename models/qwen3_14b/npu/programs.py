@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +15,17 @@ from haarkv.tq_ops.kv.kernel_support import wrong_head_dim
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.shapes import WINDOW_CHUNK
 from haarkv.tq_ops.npu.program import Argument, AttentionShape, Kernel, heads_at_once, with_tuned
-from haarkv.tq_ops.npu.sides import MOST_PLACES, MOST_SINKS, READS, TQ4, Side, WindowShape, fixed_sides, window_shape
+from haarkv.tq_ops.npu.sides import (
+    MOST_PLACES,
+    MOST_SINKS,
+    READS,
+    TQ4,
+    Side,
+    WindowShape,
+    fixed_sides,
+    layer_sides,
+    window_shape,
+)
 
 BLOCK = 128
 _BF16, _FP32, _INT32 = torch.bfloat16, torch.float32, torch.int32
@@ -128,53 +139,63 @@ class HeadProgram:
         return kernel
 
 
-DECODE_ROWS, PREFILL_ROWS, PREFILL_UNIT = 16, 128, 32
-DECODE_STEP, PREFILL_STEP = 2048, 256
 _VOCAB_MULTIPLE, _VOCAB_PIECE = 128, 4096
 _MULTIPLE = 64  # of hidden and intermediate size: whole lines of the cube's tiles
 SUPPORTED_FIELDS = ("head_norms", "bias", "window", "activation", "plus_one", "norms_behind")
 """What a layer may declare as it likes: `models.config.unknown_part`."""
 
 
-def decode_program(
-    config: ModelConfig, k: Side | None = None, v: Side | None = None, kept: WindowShape | None = None, *,
-    step_tokens: int = DECODE_STEP, layer: int = 0,
+class Phase(NamedTuple):
+    """Sizes of a layer's program: tokens of a tile and of a unit, keys of a step, and most heads of an iteration."""
+
+    name: str
+    rows: int
+    unit: int
+    step: int
+    most_heads: int
+
+
+DECODE, PREFILL = Phase("decode_layer", 16, 1, 2048, 8), Phase("prefill_layer", 128, 32, 256, 1)
+"""One new token of each sequence, or many; a program serves any batch and context."""
+
+
+def layer_program(
+    phase: Phase, config: ModelConfig, k: Side | None = None, v: Side | None = None, kept: WindowShape | None = None, *,
+    layer: int = 0, step_tokens: int | None = None,
 ) -> LayerProgram:  # fmt: skip
-    """One new token of each sequence; layers of one declaration and the same formats share it, for any batch and context.
+    """A layer's program, which layers of one declaration and the same formats share.
 
     Args:
         k, v: how K and V are stored; `tq4` if None.
         layer: whose declaration it follows.
+        step_tokens: keys of a step; the phase's if None.
     """
-    k, v = (side or fixed_sides(config.heads.head_dim)[TQ4.name] for side in (k, v))
-    at_once = heads_at_once(config.heads.num_kv_heads, min(k.most_heads, v.most_heads))
-    return _layer(config, layer, "decode_layer", DECODE_ROWS, (1, step_tokens, at_once), k, v, kept)
-
-
-def prefill_program(
-    config: ModelConfig, k: Side | None = None, v: Side | None = None, kept: WindowShape | None = None, *, layer: int = 0
-) -> LayerProgram:
-    """Many new tokens of each sequence: more tokens to a tile and to a unit."""
-    k, v = (side or fixed_sides(config.heads.head_dim)[TQ4.name] for side in (k, v))
-    return _layer(config, layer, "prefill_layer", PREFILL_ROWS, (PREFILL_UNIT, PREFILL_STEP, 1), k, v, kept)
-
-
-def _layer(
-    config: ModelConfig, index: int, name: str, rows: int, at_once: tuple[int, int, int], k: Side, v: Side,
-    kept: WindowShape | None,
-) -> LayerProgram:  # fmt: skip
-    """`at_once` is tokens of a unit, keys of a step and heads of an iteration."""
-    layer = config.layers[index]
-    mixer = layer.attention
-    unit, step, heads = at_once
+    declared = config.layers[layer]
+    mixer = declared.attention
+    k, v = (side or fixed_sides(mixer.head_dim)[TQ4.name] for side in (k, v))
+    at_once = heads_at_once(mixer.num_kv_heads, min(phase.most_heads, k.most_heads, v.most_heads))
+    step = step_tokens or phase.step
     if mixer.window is not None:
         # What lies before a window is skipped step by step, so that steps are no longer than the window.
-        step = min(step, max(PREFILL_STEP, 1 << (mixer.window.bit_length() - 1)))
+        step = min(step, max(PREFILL.step, 1 << (mixer.window.bit_length() - 1)))
     attention = AttentionShape(
-        mixer.num_heads, mixer.num_kv_heads, unit, step, heads, head_dim=mixer.head_dim, window=mixer.window, scale=mixer.scale
-    )
-    sizes = config.hidden_size, layer.mlp.width, layer.norm.eps
-    return LayerProgram(name, *sizes, rows, attention, k, v, kept=kept, parts=Parts.from_layer(layer))
+        mixer.num_heads, mixer.num_kv_heads, phase.unit, step, at_once, head_dim=mixer.head_dim, window=mixer.window,
+        scale=mixer.scale,
+    )  # fmt: skip
+    sizes = config.hidden_size, declared.mlp.width, declared.norm.eps
+    return LayerProgram(phase.name, *sizes, phase.rows, attention, k, v, kept, Parts.from_layer(declared))
+
+
+decode_program, prefill_program = partial(layer_program, DECODE), partial(layer_program, PREFILL)
+
+
+def plan_program(
+    phase: Phase, config: ModelConfig, plan: KVPlan, layer: int, stored_as: int | None = None, chunk: int = WINDOW_CHUNK
+) -> LayerProgram:
+    """The program of a layer whose K and V are stored as layer `stored_as` of a plan, or its own; `chunk` is the cache's."""
+    index, mixer = layer if stored_as is None else stored_as, config.layers[layer].attention
+    kept = window_shape(plan, index, chunk, mixer.window)
+    return layer_program(phase, config, *layer_sides(plan, index, mixer.head_dim), kept, layer=layer)
 
 
 def head_program(config: ModelConfig, most_vocab: int | None = None) -> HeadProgram:
@@ -182,7 +203,7 @@ def head_program(config: ModelConfig, most_vocab: int | None = None) -> HeadProg
     slices = math.ceil(config.vocab_size / (most_vocab or config.vocab_size))
     vocab = math.ceil(config.vocab_size / slices / _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
     norm, piece = config.final_norm, min(vocab, _VOCAB_PIECE)
-    return HeadProgram("head", config.hidden_size, vocab, norm.eps, DECODE_ROWS, piece, norm.plus_one)
+    return HeadProgram("head", config.hidden_size, vocab, norm.eps, DECODE.rows, piece, norm.plus_one)
 
 
 def unsupported(config: ModelConfig, plan: KVPlan | None = None) -> str | None:

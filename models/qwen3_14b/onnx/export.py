@@ -1,9 +1,8 @@
-"""A folder with a model as ONNX graphs: prefill and decode, or ATC's buckets, around one file of weights written once.
+"""A folder with a model as ONNX graphs: prefill and decode, or ATC's buckets, and one file of weights.
 
-Graphs for Ascend's ATC have static shapes, no functions, and nothing but operators and types that its documentation lists.
-What is listed stands in `onnx_atc_operators.json`, with the pages it was read from. Where the list lacks something that the
-other graphs use, these do without: BF16 is rounded by FP32 arithmetic, rotations are two-dimensional products in FP32,
-products of Q and K and of probabilities and V are FP16, and new codes come out as int8, the same bits as uint8.
+Graphs for Ascend's ATC have static shapes, no functions, and only operators and types that its documentation lists
+(`atc_operators.json`). So BF16 is rounded by FP32 arithmetic, rotations are two-dimensional products in FP32, products of Q
+and K and of probabilities and V are FP16, and new codes come out as int8, the same bits as uint8.
 """
 
 from __future__ import annotations
@@ -57,13 +56,7 @@ _FLOAT, _FLOAT16, _INT32 = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.I
 
 @dataclass(frozen=True)
 class Bucket:
-    """The sizes of one compiled graph.
-
-    Attributes:
-        batch: sequences.
-        tokens: new tokens a sequence; 1 of a decode step.
-        context: tokens that may have been stored before, a multiple of the block size.
-    """
+    """Sizes of one compiled graph: sequences, new tokens of each, and tokens stored before, a multiple of the block size."""
 
     batch: int
     tokens: int
@@ -71,13 +64,11 @@ class Bucket:
 
     @property
     def name(self) -> str:
-        """Of its files."""
         phase = "decode" if self.tokens == 1 else f"prefill_t{self.tokens}"
         return f"{phase}_b{self.batch}_c{self.context}"
 
     @property
     def sizes(self) -> Sizes:
-        """A cache just large enough for all sequences."""
         columns = self.context // BLOCK_SIZE
         return Sizes(self.batch, self.tokens, columns, self.batch * columns, BLOCK_SIZE)
 
@@ -127,12 +118,12 @@ class AtcScopes(Qwen3Scopes):
 
 
 def atc_plan(bucket: Bucket, span: range, *, embed: bool, head: bool, metadata: tuple[tuple[str, str], ...]) -> GraphSpec:
-    """What one bucket's graph holds."""
+    """The graph of one bucket."""
     return GraphSpec(span, embed, head, ATC_OPSET, bucket.sizes, functions=False, static=True, metadata=metadata)
 
 
 def command_line(bucket: Bucket, shapes: dict[str, tuple[int | str, ...]]) -> str:
-    """How ATC compiles one bucket's graph; the processor's name is the caller's `$SOC_VERSION`."""
+    """ATC's command line for one bucket."""
     input_shapes = ";".join(f"{name}:{','.join(map(str, shape))}" for name, shape in shapes.items())
     return (
         f'atc --framework=5 --model={bucket.name}.onnx --output={bucket.name} --soc_version="$SOC_VERSION" '
@@ -141,12 +132,10 @@ def command_line(bucket: Bucket, shapes: dict[str, tuple[int | str, ...]]) -> st
 
 
 ABOUT, WEIGHTS, COMMANDS = "export.json", "weights.bin", "atc.sh"
-"""Names of files in the folder: what it is, the weights, and ATC's command lines."""
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _COPIED_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
-Progress = Callable[[int, int], None]
-"""Called with (weights written, weights in all)."""
+Progress = Callable[[int, int], None]  # (weights written, weights in all)
 
 
 @dataclass(frozen=True)
@@ -155,13 +144,11 @@ class Export:
 
     Attributes:
         model: `tiny`, a folder in Hugging Face format, or `random:SIZE`.
-        config: its shapes.
         span: layers; the first brings the embedding, the last the head.
         dtype: of weights and hidden states.
-        opset: version of the standard operators.
-        atc: whether for Ascend's ATC.
+        atc: for Ascend's ATC.
         version: of this project.
-        restore: restore all weights that lie in blocks of a GGUF file, as graphs for ATC do.
+        restore: restore all weights in blocks of a GGUF file, as graphs for ATC do.
     """
 
     model: str
@@ -182,36 +169,33 @@ class Export:
 
     @property
     def embed(self) -> bool:
-        """Whether graphs begin with token ids; otherwise with hidden states."""
         return self.span.start == 0
 
     @property
     def head(self) -> bool:
-        """Whether graphs end with logits; otherwise with hidden states."""
         return self.span.stop == self.config.num_layers
 
     @property
     def kept_types(self) -> tuple[str, ...]:
-        """Types of blocks that graphs multiply with, by name."""
+        """Types of blocks that graphs multiply with."""
         return () if self.restore or self.atc else tuple(CODES)
 
     @cached_property
     def blocks(self) -> dict[str, str]:
-        """The type of the blocks that each weight of these graphs lies in, if any, by Hugging Face's name."""
+        """Type of the blocks of each weight that lies in some, by Hugging Face's name."""
         source = open_source(self.model)
         tensors = {} if source is None else checked_tensors(source, self.config)
         weight_names = weight_types(Qwen3Scopes(self.config), GraphSpec(self.span, self.embed, self.head, self.opset))
         return {name: kind for name in weight_names if name in tensors and (kind := tensors[name].blocks) is not None}
 
     def four_bit_weights(self) -> dict[str, CodedWeight]:
-        """Weights that graphs multiply with as codes of four bits, by name."""
         shapes, blocks = checkpoint_shapes(self.config), self.blocks
         return {
             name: CodedWeight(CODES[kind], *shapes[name]) for name, kind in blocks.items() if kind in self.kept_types
         }  # fmt: skip
 
     def about(self) -> dict[str, str]:
-        """What every graph says of itself."""
+        """Metadata of every graph."""
         types = sorted(set(self.blocks.values()) & set(self.kept_types))
         return {
             "haarkv.version": self.version,
@@ -234,13 +218,10 @@ def rotation_sha256(span: range, head_dim: int) -> str:
 
 
 def write_export(folder: Path, export: Export, progress: Progress | None = None) -> list[str]:
-    """Write everything into an empty folder; one weight at a time is in memory.
+    """Write everything into an empty folder, with one weight at a time in memory. Returns names of the graphs' files.
 
-    Returns:
-        names of the graphs' files.
     Raises:
         InputError: a checkpoint that cannot be read, or a weight that is not finite in this dtype.
-        OSError: the system refuses to write.
     """
     scopes = Qwen3Scopes(export.config, export.dtype, blocks=export.four_bit_weights())
     whole = GraphSpec(export.span, export.embed, export.head, export.opset)
@@ -249,7 +230,7 @@ def write_export(folder: Path, export: Export, progress: Progress | None = None)
     rope = RopeTable(export.config.common.attention.rope, export.config.max_position_embeddings)
     weights = stream_tensors(export.model, export.config, TORCH_DTYPES[export.dtype], export.kept_types)
     tensors = chain(
-        chain.from_iterable(_as_they_lie(name, weight) for name, weight in weights), rope_values(rope),
+        chain.from_iterable(_weight_tensors(name, weight) for name, weight in weights), rope_values(rope),
         stored_values(scopes, whole, rope.device).items(),
     )  # fmt: skip
     _write_weights(folder / WEIGHTS, export.dtype, tensors, types, weight_file, progress)
@@ -273,13 +254,12 @@ def write_export(folder: Path, export: Export, progress: Progress | None = None)
     return list(graphs)
 
 
-def _as_they_lie(name: str, weight: Weight) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of what a weight lies in."""
+def _weight_tensors(name: str, weight: Weight) -> Iterator[tuple[str, Tensor]]:
     return coded_values(name, weight) if isinstance(weight, Blocks) else iter([(name, weight)])
 
 
 def _sizes(config: ModelConfig) -> dict[str, Any]:
-    """What a host of the graphs has to know of the model."""
+    """What a program that runs the graphs needs of the config."""
     return {
         "model_type": config.model_type, "num_layers": config.num_layers, **config.heads._asdict(),
         "hidden_size": config.hidden_size, "vocab_size": config.vocab_size, "tied": config.tied,
@@ -295,22 +275,18 @@ def _graphs(export: Export, scopes: Qwen3Scopes, weight_file: StoredWeights) -> 
 
 
 def _atc_graphs(export: Export, weight_file: StoredWeights, folder: Path) -> Iterator[tuple[str, onnx.ModelProto]]:
-    """Every bucket's graph, and the script that compiles them all."""
+    """Every bucket's graph; writes the script that compiles them."""
     lines = ["#!/bin/sh", "set -eu", ': "${SOC_VERSION:?set it to the processor, as Ascend910B1}"', 'cd "$(dirname "$0")"']
     for bucket in BUCKETS:
-        model = _atc_graph(export, bucket, weight_file)
+        scopes = AtcScopes(export.config, export.dtype, batch=bucket.batch, tokens=bucket.tokens)
+        plan = atc_plan(bucket, export.span, embed=export.embed, head=export.head, metadata=tuple(export.about().items()))
+        model = build(scopes, plan, weight_file)
         shapes = {
             value.name: tuple(size.dim_value for size in value.type.tensor_type.shape.dim) for value in model.graph.input
         }
         lines.append(command_line(bucket, shapes))
         yield f"{bucket.name}.onnx", model
     (folder / COMMANDS).write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def _atc_graph(export: Export, bucket: Bucket, weight_file: StoredWeights) -> onnx.ModelProto:
-    scopes = AtcScopes(export.config, export.dtype, batch=bucket.batch, tokens=bucket.tokens)
-    about = tuple(export.about().items())
-    return build(scopes, atc_plan(bucket, export.span, embed=export.embed, head=export.head, metadata=about), weight_file)
 
 
 def _write_weights(
