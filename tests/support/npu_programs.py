@@ -13,7 +13,7 @@ from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats.stretches import STRETCH
 from haarkv.tq_ops.npu.learned import learned_coordinates
 from haarkv.tq_ops.npu.sides import format_side, turns_of_tokens
-from haarkv.tq_ops.npu.sim.simulator import unavailable
+from haarkv.tq_ops.npu.sim.simulator import Simulator, unavailable
 from haarkv.tq_ops.npu.store import StoreProgram
 
 needs_pypto = [
@@ -137,3 +137,22 @@ class FailingProgram:
         if self.how == "hangs":
             time.sleep(60)
         raise RuntimeError("the compiler's own words")
+
+
+class Listing(Simulator):
+    """A simulator that also says which files PyPTO wrote, as `sources` without text: `serve` is its worker."""
+
+    worker = "npu_programs"
+
+
+def serve(connection):
+    from haarkv.tq_ops.npu.sim import worker
+
+    collect = worker._collect
+
+    def and_names(folder, request, tensors, result):
+        collect(folder, request, tensors, result)
+        result["sources"] = {file.name: "" for file in folder.rglob("*")}
+
+    worker._collect = and_names
+    worker.serve(connection)

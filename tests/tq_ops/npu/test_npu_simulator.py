@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from npu_files import Listing
-from npu_programs import FailingProgram, needs_pypto, store_case
+from npu_programs import FailingProgram, Listing, needs_pypto, store_case
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.npu.program import order_arguments

@@ -24,7 +24,7 @@ LINE = 128  # FP16 numbers that the vector core takes at once
 # Beyond 16,384 FP16 counts in sixteens.
 _SIXTEENS = 24576.0
 # With x = _STEP * distance, rounded to FP16 like every step, x**9 + a x**7 + b x**5 + c x**3 + d x is the FP16 of each of the
-# 16 centroids of a head_dim of 128. Found by trial; tests/tq_ops/npu/test_npu_look_up.py tries every byte.
+# 16 centroids of a head_dim of 128. Found by trial; tests/tq_ops/npu/test_npu_kernels.py tries every byte.
 _STEP = 0.09613037109375
 _FITTED_HEAD_DIM = 128
 _POLYNOMIAL = (-0.50732421875, 0.1917724609375, 0.08740234375, 0.2359619140625)
