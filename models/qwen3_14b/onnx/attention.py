@@ -176,7 +176,7 @@ class AttentionScopes(LevelScopes):
         exact = ""
         if "v_kept" in by:
             p, exact = self._window_output(g, p, v, by)
-        pv = self._product(g, "pv", g.node("p_scaled", "Mul", p, v_factor), v)
+        pv = g.node("pv", "MatMul", g.node("p_scaled", "Mul", p, v_factor), v)
         ordered_out = self._in_bytes_order(g, "pv_halves", "v", pv, inverse=True)
         out = self._rotate(g, "unrotated", ordered_out, by["v_rotation"], heads, inverse=True)
         out = g.node("out_with_kept", "Add", out, exact) if exact else out
@@ -187,16 +187,13 @@ class AttentionScopes(LevelScopes):
         """Scores [B, Hkv, R, S + Q] fp32 of packed keys, without the mean of learned keys, which softmax drops."""
         q_paired = self._in_bytes_order(g, "q_paired", "k", self._into_stored(g, q, by))
         k_factor = g.node("k_factor", "Mul", k_scale, scale)
-        qk = self._product(g, "qk", q_paired, g.node("k_transposed", "Transpose", k, perm=[0, 1, 3, 2]))
+        qk = g.node("qk", "MatMul", q_paired, g.node("k_transposed", "Transpose", k, perm=[0, 1, 3, 2]))
         return g.node("scores", "Mul", qk, k_factor)
 
     def _into_stored(self, g: Graph, q: str, by: Mapping[str, str]) -> str:
         if not self.has_learned("k"):
             return self._rotate(g, "q_rotated", q, by["k_rotation"], self.config.heads.num_kv_heads)
         return g.node("q_rotated", "MatMul", q, g.node("k_rows_t", "Transpose", by["k_rows"], perm=[0, 2, 1]))
-
-    def _product(self, g: Graph, name: str, a: str, b: str) -> str:
-        return g.node(name, "MatMul", a, b)
 
     # -- Tokens in BF16 ------------------------------------------------------------------------------------------------
     def _add_window_scores(self, g: Graph, scores: str, q: str, scale: str, by: Mapping[str, str]) -> str:
@@ -234,8 +231,9 @@ class AttentionScopes(LevelScopes):
         if self._parts_of_a_byte(side):
             c, byte, bits = np.array(description.centroids, np.float32), np.arange(256), description.bits
             byte_centroids = np.stack([c[(byte >> shift) & (2**bits - 1)] for shift in range(0, 8, bits)], axis=-1)
-            table = g.constant(f"centroids_of_byte_{name}", byte_centroids.astype(self.centroid_type))
-            parts = g.node(f"{side}_pairs", "Gather", table, self._indices(g, side, past, new))
+            table = g.constant(f"centroids_of_byte_{name}", byte_centroids)
+            index = g.node(f"{side}_index", "Cast", g.node(f"{side}_bytes", "Concat", past, new, axis=2), to=_INT32)
+            parts = g.node(f"{side}_pairs", "Gather", table, index)
             return g.reshape(f"{side}_unpacked", parts, [0, 0, -1, description.head_dim])
         both = g.node(f"{side}_bytes", "Concat", past, new, axis=2)
         if description.columns:
@@ -298,10 +296,6 @@ class AttentionScopes(LevelScopes):
         """`width` bits of unsigned integers, from bit `shift` on."""
         down = g.node(f"{name}_down", "BitShift", x, g.scalar(shift, dtype), direction="RIGHT") if shift else x
         return g.node(name, "BitwiseAnd", down, g.scalar(2**width - 1, dtype))
-
-    def _indices(self, g: Graph, side: str, past: str, new: str) -> str:
-        """Bytes [B, Hkv, S + Q, bytes] of past and new tokens as int32."""
-        return g.node(f"{side}_index", "Cast", g.node(f"{side}_bytes", "Concat", past, new, axis=2), to=_INT32)
 
     def _scales(self, g: Graph, side: str, scale: str, new_scale: str, block_table: str) -> str:
         """Scales [B, Hkv, 1, S + Q] fp32 of all tokens."""

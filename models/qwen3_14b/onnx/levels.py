@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -45,8 +44,6 @@ class LevelScopes:
         dtype: of weights and hidden states, a key of `scopes.DTYPES`.
         k, v: how K and V are stored.
         blocks: weights in codes of four bits, by their Hugging Face names.
-        codes_out: element type of new codes.
-        centroid_type: in which centroids meet Q and probabilities.
     """
 
     config: ModelConfig
@@ -54,9 +51,6 @@ class LevelScopes:
     k: KVFormat = FORMAT
     v: KVFormat = FORMAT
     blocks: Mapping[str, CodedWeight] = field(default_factory=dict)
-
-    codes_out: ClassVar[int] = TensorProto.UINT8
-    centroid_type: ClassVar[type[np.generic]] = np.float32
 
     def name(self, side: str) -> str:
         """The format of a side, "k" or "v", in a graph."""

@@ -88,7 +88,7 @@ class _Model:
             return (self.config.heads.head_dim,), TensorProto.BFLOAT16, TensorProto.BFLOAT16
         if cache_field.endswith("scale"):
             return (), TensorProto.FLOAT16, TensorProto.FLOAT16
-        return (self.plan.scopes(self.scopes, layer).code_bytes(cache_field[0]),), TensorProto.UINT8, self.scopes.codes_out
+        return (self.plan.scopes(self.scopes, layer).code_bytes(cache_field[0]),), TensorProto.UINT8, TensorProto.UINT8
 
     def _weight(self, name: str) -> str:
         return self.g.weight(name, self.types[name])
