@@ -1,8 +1,8 @@
-"""Writing ONNX graphs by hand: nodes with names that read as paths, and scopes that become functions or stay in line.
+"""Writing ONNX graphs by hand: nodes with names, and scopes that become functions.
 
 A scope is a Python function that takes a `Graph` and names of inputs, adds nodes, and returns the names of its outputs.
-`Graph.call` makes it an ONNX function or, for compilers without functions, puts its nodes where they are used. Either way a
-node has a path: `qk` in the function of `attention` in the function of `layers.7`, or the node `layers.7/attention/qk`.
+`Graph.call` writes it once as an ONNX function and calls it: the node `qk` is in the function that the node `attention`
+calls, in the function that `layers.7` calls.
 """
 
 from __future__ import annotations
@@ -57,17 +57,14 @@ class Graph:
 
     Attributes:
         opset: version of the standard operators.
-        functions: whether scopes become functions.
         weights: tensors outside the graph, in the order of their first use.
     """
 
     opset: int
-    functions: bool = True
     weights: dict[str, TensorType] = field(default_factory=dict)
     _nodes: list[onnx.NodeProto] = field(default_factory=list)
     _constants: dict[str, onnx.TensorProto] = field(default_factory=dict)
     _bodies: dict[str, onnx.FunctionProto] = field(default_factory=dict)
-    _path: str = ""
     _names: set[str] = field(default_factory=set)
     _inside_function: bool = False
 
@@ -78,9 +75,8 @@ class Graph:
 
     def nodes(self, name: str, op: str, inputs: Sequence[str], outputs: int, **attributes: Any) -> list[str]:
         """Add a node with several outputs, `name.0` and so on."""
-        path = self._claim(name)
-        results = _outputs(path, outputs)
-        self._nodes.append(helper.make_node(op, inputs, results, name=path, **attributes))
+        results = _outputs(self._claim(name), outputs)
+        self._nodes.append(helper.make_node(op, inputs, results, name=name, **attributes))
         return results
 
     def constant(self, name: str, value: np.ndarray) -> str:
@@ -116,15 +112,12 @@ class Graph:
         return self.node(name, "Reshape", x, self.integers(shape))
 
     def call(self, name: str, function: str, scope: Scope, **inputs: str) -> list[str]:
-        """Run a scope under a name, one part of the path; all calls of a `function` must mean the same nodes."""
-        if not self.functions:
-            return list(scope(self._inner(f"{self._claim(name)}/", self._nodes, self._names), **inputs))
+        """Call a scope, by a node of that name; all calls of a `function` must mean the same nodes."""
         body = self._bodies.get(function) or self._write(function, scope, list(inputs))
         if list(body.input) != list(inputs):
             raise ValueError(f"{function} takes {list(body.input)}, not {list(inputs)}")
-        path = self._claim(name)
-        results = _outputs(path, len(body.output))
-        self._nodes.append(helper.make_node(function, list(inputs.values()), results, name=path, domain=FUNCTION_DOMAIN))
+        results = _outputs(self._claim(name), len(body.output))
+        self._nodes.append(helper.make_node(function, list(inputs.values()), results, name=name, domain=FUNCTION_DOMAIN))
         return results
 
     # -- The end of it -------------------------------------------------------------------------------------------------
@@ -154,24 +147,19 @@ class Graph:
 
     # -- Inside --------------------------------------------------------------------------------------------------------
     def _imports(self, nodes: Iterable[onnx.NodeProto]) -> list[onnx.OperatorSetIdProto]:
-        others = [FUNCTION_DOMAIN] * self.functions
+        others = [FUNCTION_DOMAIN]
         others += [CONTRIB_DOMAIN] * any(node.domain == CONTRIB_DOMAIN for node in nodes)
         return [helper.make_opsetid("", self.opset), *(helper.make_opsetid(domain, 1) for domain in others)]
 
     def _claim(self, name: str) -> str:
-        path = self._path + name
-        if path in self._names:
-            raise ValueError(f"two values are called {path}")
-        self._names.add(path)
-        return path
-
-    def _inner(self, path: str, nodes: list[onnx.NodeProto], names: set[str], *, inside_function: bool = False) -> Graph:
-        constants = {} if inside_function else self._constants
-        return Graph(self.opset, self.functions, self.weights, nodes, constants, self._bodies, path, names, inside_function)
+        if name in self._names:
+            raise ValueError(f"two values are called {name}")
+        self._names.add(name)
+        return name
 
     def _write(self, function: str, scope: Scope, parameters: list[str]) -> onnx.FunctionProto:
         nodes: list[onnx.NodeProto] = []
-        inner = self._inner("", nodes, set(parameters), inside_function=True)
+        inner = Graph(self.opset, self.weights, nodes, {}, self._bodies, set(parameters), True)
         results = scope(inner, **{parameter: parameter for parameter in parameters})
         body = helper.make_function(FUNCTION_DOMAIN, function, parameters, list(results), nodes, self._imports(nodes))
         self._bodies[function] = body

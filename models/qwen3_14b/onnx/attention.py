@@ -178,7 +178,7 @@ class AttentionScopes(LevelScopes):
             p, exact = self._window_output(g, p, v, by)
         pv = g.node("pv", "MatMul", g.node("p_scaled", "Mul", p, v_factor), v)
         ordered_out = self._in_bytes_order(g, "pv_halves", "v", pv, inverse=True)
-        out = self._rotate(g, "unrotated", ordered_out, by["v_rotation"], heads, inverse=True)
+        out = self._rotate(g, "unrotated", ordered_out, by["v_rotation"], inverse=True)
         out = g.node("out_with_kept", "Add", out, exact) if exact else out
         split = g.reshape("out_groups", out, [0, 0, group, -1, dim])
         return [g.reshape("out", g.node("tokens_first", "Transpose", split, perm=[0, 3, 1, 2, 4]), [-1, heads * group * dim])]
@@ -192,7 +192,7 @@ class AttentionScopes(LevelScopes):
 
     def _into_stored(self, g: Graph, q: str, by: Mapping[str, str]) -> str:
         if not self.has_learned("k"):
-            return self._rotate(g, "q_rotated", q, by["k_rotation"], self.config.heads.num_kv_heads)
+            return self._rotate(g, "q_rotated", q, by["k_rotation"])
         return g.node("q_rotated", "MatMul", q, g.node("k_rows_t", "Transpose", by["k_rows"], perm=[0, 2, 1]))
 
     # -- Tokens in BF16 ------------------------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ class LevelScopes:
         """
         description = self.description(side)
         unit, norm, lift = self._unit(g, x)
-        y = self._rotate(g, "rotated", self._bf16(g, unit), rotation, self.config.heads.num_kv_heads)
+        y = self._rotate(g, "rotated", self._bf16(g, unit), rotation)
         level = self._level(g, y, side, np.array(description.boundaries, np.float32))
         centroid = g.node("chosen", "Gather", self._centroid_table(g, side), level)
         if description.along:
@@ -178,7 +178,7 @@ class LevelScopes:
         """Numbers of at most 1, rounded to BF16 and kept in FP32."""
         return g.node("rounded", "Cast", g.node("bf16", "Cast", unit, to=TensorProto.BFLOAT16), to=_FLOAT)
 
-    def _rotate(self, g: Graph, name: str, x: str, rotation: str, heads: int, *, inverse: bool = False) -> str:
+    def _rotate(self, g: Graph, name: str, x: str, rotation: str, *, inverse: bool = False) -> str:
         """`x @ rotation`, or `x @ rotation.T` on the way back: [.., D] fp32."""
         matrix = g.node(f"{name}_by", "Transpose", rotation, perm=[1, 0]) if inverse else rotation
         return g.node(name, "MatMul", x, matrix)
@@ -237,7 +237,8 @@ class LevelScopes:
         """Levels [B, Q, Hkv, D] int32 -> codes [B, Q, Hkv, bytes], as `pack_columns` or `pack_planes`."""
         description = self.description(side)
         octets = self._columns(g, level, description) if description.columns else self._planes(g, level, description)
-        return self._codes(g, octets[0] if len(octets) == 1 else g.node("byte", "Concat", *octets, axis=-1))
+        byte = octets[0] if len(octets) == 1 else g.node("byte", "Concat", *octets, axis=-1)
+        return g.node("codes", "Cast", byte, to=TensorProto.UINT8)
 
     def _planes(self, g: Graph, level: str, description: Description) -> list[str]:
         low, *others = planes(description.bits)
@@ -280,7 +281,3 @@ class LevelScopes:
             shifted_part = g.node(f"{name}_at_{shift}", "Mul", part, g.scalar(2**shift, np.int32))
             total = g.node(f"{name}_to_{shift}", "Add", total, shifted_part)
         return total
-
-    def _codes(self, g: Graph, byte: str) -> str:
-        """int32 0 … 255 as stored."""
-        return g.node("codes", "Cast", byte, to=TensorProto.UINT8)

@@ -38,7 +38,7 @@ def build(scopes: Qwen3Scopes, plan: GraphSpec, weight_file: StoredWeights | Non
 class _Model:
     def __init__(self, scopes: Qwen3Scopes, plan: GraphSpec) -> None:
         self.scopes, self.config, self.plan, self.sizes = scopes, scopes.config, plan, plan.sizes
-        self.g = Graph(plan.opset, plan.functions)
+        self.g = Graph(plan.opset)
         self.types = weight_types(scopes, plan)
         formats = {kv_format for pair in plan.formats for kv_format in pair}
         if len({graph_name(kv_format, self.config.heads.head_dim) for kv_format in formats}) < len(formats):
@@ -74,21 +74,21 @@ class _Model:
         outputs = ends if self.plan.head else {"hidden_out": states}
         for layer in self.plan.span:
             for cache_field in self.plan.fields:
-                last, input_type, output_type = self._field(layer, cache_field)
+                last, element = self._field(layer, cache_field)
                 paged_shape = (s.blocks, heads, s.block_size, *last)
                 inputs[cache_name(layer, cache_field)] = TensorType(
-                    input_type, (s.kept, *last) if cache_field in WINDOW_FIELDS else paged_shape
+                    element, (s.kept, *last) if cache_field in WINDOW_FIELDS else paged_shape
                 )
-                outputs[new_name(layer, cache_field)] = TensorType(output_type, (s.batch, s.tokens, heads, *last))
+                outputs[new_name(layer, cache_field)] = TensorType(element, (s.batch, s.tokens, heads, *last))
         return inputs, outputs
 
-    def _field(self, layer: int, cache_field: str) -> tuple[tuple[int, ...], int, int]:
-        """Shape of one vector's field, and its element type in the cache and as an output."""
+    def _field(self, layer: int, cache_field: str) -> tuple[tuple[int, ...], int]:
+        """Shape of one vector's field, and its element type."""
         if cache_field in WINDOW_FIELDS:
-            return (self.config.heads.head_dim,), TensorProto.BFLOAT16, TensorProto.BFLOAT16
+            return (self.config.heads.head_dim,), TensorProto.BFLOAT16
         if cache_field.endswith("scale"):
-            return (), TensorProto.FLOAT16, TensorProto.FLOAT16
-        return (self.plan.scopes(self.scopes, layer).code_bytes(cache_field[0]),), TensorProto.UINT8, TensorProto.UINT8
+            return (), TensorProto.FLOAT16
+        return (self.plan.scopes(self.scopes, layer).code_bytes(cache_field[0]),), TensorProto.UINT8
 
     def _weight(self, name: str) -> str:
         return self.g.weight(name, self.types[name])
@@ -113,7 +113,7 @@ class _Model:
     def _shared(self, begin: str) -> dict[str, str]:
         """What all layers share: which query sees which token, rotary tables at the tokens' positions, shapes."""
         g, last = self.g, self.config.max_position_embeddings - 1
-        steps, by_head, slots, q_shape, kv_shape = self._constant_shapes() if self.plan.static else self._shapes(begin)
+        steps, by_head, slots, q_shape, kv_shape = self._shapes(begin)
         past = g.reshape("past_column", "past_lens", [-1, 1])
         after = g.node("past_and_step", "Add", past, steps)
         empty_position = g.scalar(EMPTY_POSITION, np.int32)
@@ -192,21 +192,6 @@ class _Model:
         by_head = g.node("steps_by_head", "Tile", steps, g.integers([1, self.group]))
         return steps, by_head, g.node("slots", "Range", zero, total, one), q_shape, kv_shape
 
-    def _constant_shapes(self) -> tuple[str, str, str, str, str]:
-        """The same where all sizes are known."""
-        g, sizes, config = self.g, self.sizes, self.config
-        batch, tokens = int(sizes.batch), int(sizes.tokens)
-        steps = np.arange(tokens, dtype=np.int32)[None]
-        slots = np.arange(int(sizes.columns) * int(sizes.block_size), dtype=np.int32)
-        q_shape, kv_shape = (
-            g.integers([batch, tokens, heads, config.heads.head_dim])
-            for heads in (config.heads.num_heads, config.heads.num_kv_heads)
-        )
-        return (
-            g.constant("steps", steps), g.constant("steps_by_head", np.tile(steps, self.group)),
-            g.constant("slots", slots), q_shape, kv_shape,
-        )  # fmt: skip
-
     def _layer(self, layer: int, hidden: str, shared: dict[str, str]) -> str:
         tensors = layer_tensors(self.config, layer)
         weights = {
@@ -228,8 +213,7 @@ class _Model:
     def _finish(self, hidden: str, begin: str) -> None:
         g, config = self.g, self.config
         if not self.plan.head:
-            shape = [-1, int(self.sizes.tokens)] if isinstance(self.sizes.tokens, int) else None
-            lead = g.integers(shape) if shape else "batch_and_tokens"
+            lead = g.integers([-1, self.sizes.tokens]) if isinstance(self.sizes.tokens, int) else "batch_and_tokens"
             out = g.node("hidden_shape", "Concat", lead, g.integers([config.hidden_size]), axis=0)
             g.node("hidden_out", "Reshape", hidden, out)
             return

@@ -54,8 +54,6 @@ class GraphSpec:
         span: layers, by their index in the whole model; none for a head alone.
         embed, head: begin with token ids, end with logits, instead of hidden states.
         opset: version of the standard operators.
-        functions: layers and scopes as functions, else in line.
-        static: all sizes are numbers, and no node computes a shape.
         metadata: kept in the model.
         formats: K's and V's in each layer of the span; those of the scopes if empty.
         kept: tokens that a query sees in BF16: the newest, itself among them, and the first ones.
@@ -67,8 +65,6 @@ class GraphSpec:
     head: bool
     opset: int
     sizes: Sizes = Sizes()
-    functions: bool = True
-    static: bool = False
     metadata: tuple[tuple[str, str], ...] = ()
     formats: tuple[tuple[KVFormat, KVFormat], ...] = ()
     kept: tuple[int, int] = (0, 0)
