@@ -6,7 +6,7 @@ import pytest
 import torch
 from npu_layers import CONFIG, fill_cache, learned_spec
 from npu_programs import with_pypto
-from small_models import cache_tensors, random_tokens, resize_config, small_model
+from small_models import random_tokens, resize_config, small_model
 
 from haarkv.codebooks import cubic
 from haarkv.codebooks.learned import learn
@@ -21,10 +21,9 @@ from haarkv.tq_ops.formats.learned import COLUMNS, Calibration
 from haarkv.tq_ops.formats.packing import Column, Part, pack_columns
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.npu import learned
-from haarkv.tq_ops.npu.device import SimRunner, open_runner
+from haarkv.tq_ops.npu.device import SimRunner
 from haarkv.tq_ops.npu.program import AttentionShape
 from haarkv.tq_ops.npu.sides import keeping, layer_sides, turn_table, turns_of_tokens, window_shape
-from haarkv.tq_ops.npu.store import StoreByProgram
 from haarkv.validation.layers import candidate as candidate_runs
 from haarkv.validation.layers.runner import validate
 
@@ -179,22 +178,6 @@ def test_keys_that_turn_in_part_are_refused_by_name():
     assert NpuExecutor.supports(SMALLER, part) == message
     with pytest.raises(InputError, match=message):
         plan_programs(SMALLER, ["decode"], part)
-
-
-@with_pypto
-@pytest.mark.parametrize("turning", [True, pytest.param(False, marks=pytest.mark.npu_long)])
-@pytest.mark.parametrize("bits", [4, *(pytest.param(bits, marks=pytest.mark.npu_long) for bits in (2, 3, 5))])
-def test_the_store_alone_turns_keys_as_the_reference_does(bits, turning):
-    """What `tq dev bringup` runs before a whole layer. Tokens around two borders: every byte."""
-    generator = torch.Generator().manual_seed(0)
-    spec = learned_spec(LONG, f"k=lr{bits},v=tq4", turning=turning)
-    k, v = (torch.randn(25, 2, 128, generator=generator) for _ in "kv")
-    cache_contents = []
-    for store in (StoreByProgram(open_runner("sim")), lambda k, v, cache, layer, batch: cache.write(layer, k, v, batch)):
-        cache, paging, sequences = fill_cache(LONG, spec, [2040, 1019], seed=1)
-        store(k, v, cache, 1, paging.batch(sequences, [15, 10]))
-        cache_contents.append([tensor for *_, tensor in cache_tensors(cache)])
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*cache_contents, strict=True))
 
 
 # -- Tokens in BF16 ----------------------------------------------------------------------------------------------------------
