@@ -1,8 +1,7 @@
-"""Cases and caches of a benchmark: what it asks of a config or a plan, `--kv` lists, and the calls that are timed.
+"""Benchmark cases and caches: `--kv` lists, and the calls that are timed.
 
-A model reads another layer's K and V with every call of attention, so they come from memory, while code, query and rotation
-stay warm. Here the same holds: copies of a layer take turns, enough of them to exceed any processor's cache; of a plan whose
-layers differ, its layers.
+A model reads another layer's K and V with every call of attention, so they come from memory while code and query stay warm.
+Here copies of a layer take turns, enough to exceed any processor's cache; of a plan with unequal layers, its layers.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Case:
-    """How many sequences, and how many tokens each of them has stored when the step is over."""
+    """Sequences, and tokens that each has stored after the step."""
 
     batch: int
     context: int
 
 
 def visible_tokens(window: int | None, context: int) -> int:
-    """Tokens that the last query of a context sees in a layer."""
+    """Tokens that the last query of a context sees."""
     return context if window is None else min(context, window)
 
 
@@ -67,9 +66,8 @@ def token_bytes(plan: KVPlan, config: ModelConfig) -> list[float]:
 
 
 def layers_in_turn(plan: KVPlan, config: ModelConfig, copies: int) -> tuple[KVPlan, ModelConfig]:
-    """Plan and model of layers that take turns: copies of the first, or all that are like it where their caches differ.
-
-    Learned keys differ from layer to layer, and no layer has them beyond the model's last.
+    """Plan and config of the layers that take turns: copies of the first, or all layers like it where caches or learned keys
+    differ.
     """
     like = [index for index, layer in enumerate(config.layers) if layer == config.layers[0]]
     layer_formats = [plan.layers[index] for index in like]
@@ -81,11 +79,7 @@ def layers_in_turn(plan: KVPlan, config: ModelConfig, copies: int) -> tuple[KVPl
 def new_cache(
     plan: KVPlan, config: ModelConfig, tokens: int, batch: int = 1, device: torch.device = CPU, at_once: int = 1
 ) -> tuple[PagedKVCache, PagedSequences]:
-    """An empty cache with room for sequences of a given length, and their pages.
-
-    Args:
-        at_once: new tokens of a sequence that layers with a sliding window must take at a time.
-    """
+    """An empty cache and its pages; `at_once` new tokens fit into sliding windows."""
     chunk = max(RING_CHUNK, at_once)
     return empty_cache(config, plan, sequences=batch, tokens=tokens, device=device, ring_chunk=chunk)
 
@@ -96,7 +90,7 @@ def new_pages(cache: PagedKVCache) -> PagedSequences:
 
 
 def random_kv(config: ModelConfig, case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
-    """K and V of one layer, each [B, Hkv, context, D] bf16: what every variant of a case stores."""
+    """K and V of one layer, each [B, Hkv, context, D] bf16."""
     generator = torch.Generator(device=device).manual_seed(0)
     _, kv, dim = config.attentions[0].heads
     shape = (case.batch, kv, case.context, dim)
@@ -118,10 +112,9 @@ def as_rows(x: Tensor) -> Tensor:
 def filled_cache(
     plan: KVPlan, config: ModelConfig, case: Case, k: Tensor, v: Tensor, steps: int
 ) -> tuple[PagedKVCache, PagedSequences]:
-    """A cache that holds all but the last token of a case in every layer, with room for the steps asked for.
+    """A cache that holds all but the last token of a case in every layer, with room for `steps` more.
 
-    Of layers with the same formats and shape the first is quantized; the others hold its bytes, since no time depends on them.
-    Recurrent states are zeros that have seen as many tokens.
+    Of equal layers the first is quantized, the others copy its bytes. Recurrent states are zeros.
     """
     cache, paging = new_cache(plan, config, case.context + steps, case.batch, k.device, steps)
     kinds = list(zip(plan.layers, cache.shapes, strict=True))
@@ -132,14 +125,15 @@ def filled_cache(
             batch = paging.batch([sequence], [end - begin]).to(k.device)
             new_k, new_v = (x[sequence, :, begin:end].transpose(0, 1) for x in (k, v))
             for layer in set(source) - config.state_shapes.keys():
-                with cache.with_room(layer, batch):
-                    cache.write(layer, new_k, new_v, batch)
+                with cache.open(layer, batch) as at:
+                    at.write(new_k, new_v)
     for layer in config.state_shapes:
         cast(Recurrent, cache.states[layer]).seen[: case.batch, 0] = case.context - 1
     for layer, first in enumerate(source):
-        for fields in (PagedKVCache.k_fields, PagedKVCache.v_fields) if layer != first and cache.shapes[layer] else ():
-            for name, tensor in fields(cache, layer).items():
-                tensor.copy_(fields(cache, first)[name])
+        if layer != first and cache.shapes[layer]:
+            for to, like in zip(cache.kv[layer].fields, cache.kv[first].fields, strict=True):
+                for name, tensor in to.items():
+                    tensor.copy_(like[name])
     return cache, paging
 
 
@@ -148,7 +142,7 @@ _CACHE = rf"(?P<pairs>{_PAIR}(?:/{_PAIR})*)(?P<beside>(?:\+(?:tail|sink)\d{{1,9}
 
 
 def parse_caches(specs: Sequence[str]) -> list[str]:
-    """Caches from lists of them, each once: a format, or several that layers take in turn, with tokens in BF16 beside them.
+    """Caches from lists of them, each once.
 
         list := cache {"," cache}
         cache := FILE of a plan | pair {"/" pair} {"+tail" N | "+sink" N}
@@ -156,9 +150,6 @@ def parse_caches(specs: Sequence[str]) -> list[str]:
 
     >>> parse_caches(["tq4,k=tq4,v=tq3+tail128", "k=tq4,v=tq3/bf16"])
     ['tq4', 'k=tq4,v=tq3+tail128', 'k=tq4,v=tq3/bf16']
-
-    Raises:
-        InputError: half a pair, an empty part, or an unknown format.
     """
     caches: dict[str, None] = {}
     for spec in specs:
@@ -176,16 +167,12 @@ def parse_caches(specs: Sequence[str]) -> list[str]:
 
 
 def is_file(kv: str) -> bool:
-    """Whether a cache is the file of a plan, from `tq plan` or as `tq generate --kv auto` keeps it."""
+    """Whether a cache is the file of a plan."""
     return kv.endswith((".json", ".safetensors"))
 
 
 def benchmark_plan(kv: str, config: ModelConfig) -> KVPlan:
-    """The plan of a cache for a model; learned keys are of made-up coordinates, other ones in each copy of a layer.
-
-    Raises:
-        InputError: as `parse_caches`, or it does not fit the model.
-    """
+    """The plan of a cache for a model; learned keys get synthetic coordinates."""
     if is_file(kv):
         return plan_for(plan_file.load(kv), config)
     pairs, tail, sink = _split(kv)
@@ -216,19 +203,18 @@ def _unreadable(spec: str) -> InputError:
 # -- What is timed -----------------------------------------------------------------------------------------------------------
 
 RUNS_PER_TURN = {"attention": 5, "step": 3, "prompt": 1}
-"""Runs of a turn that count."""
 _COLD_BYTES = 128 * 2**20  # far more than a processor's cache holds, a GPU's included
 
 Sides = dict[str, tuple[Executor, KVPlan]]
 
 
 class Variant(NamedTuple):
-    """Another program's way of computing what a case asks for.
+    """Another program's run of a case.
 
     Attributes:
         run: None for the reason in `note`.
-        kv_bytes: of one token's K and V in each layer, all heads; of attention alone, in the one layer.
-        about: its version, and how it was built.
+        kv_bytes: of one token's K and V in each layer; for attention in one layer.
+        about: version and build.
     """
 
     name: str
@@ -239,12 +225,12 @@ class Variant(NamedTuple):
 
 
 PeerVariants = Callable[[str, "Measurement"], Iterable[Variant]]
-"""What takes turns with ours, by kind: attention, step or prompt."""
+"""Other programs' variants of a kind: attention, step or prompt."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a measurement is told; k, v [B, Hkv, context, D] bf16, the context with tokens that were stored before it."""
+    """Arguments of a measurement; k, v [B, Hkv, context, D] bf16."""
 
     sides: Sides
     model: DecoderModel
@@ -268,12 +254,12 @@ def appended_tokens(repeats: int) -> int:
 
 
 def copies(layer_bytes: float) -> int:
-    """How many copies of a layer's K and V take turns."""
+    """Copies of a layer's K and V that take turns."""
     return max(1, min(MOST_COPIES, int(_COLD_BYTES // layer_bytes)))
 
 
 def attention_runs(executor: Executor, plan: KVPlan, measurement: Measurement) -> tuple[Run | None, Run | None, list[float]]:
-    """Attention over layers that take turns, storing their last token again and again, and bytes of a token's K and V."""
+    """Calls for attention and for storing over layers that take turns, and bytes of a token's K and V."""
     config, case, q = measurement.model.config, measurement.case, measurement.queries
     if executor.ops is None:
         return None, None, [0.0]
@@ -283,21 +269,21 @@ def attention_runs(executor: Executor, plan: KVPlan, measurement: Measurement) -
     cache, batch = almost_full(plan, config, case, measurement.k, measurement.v)
     new_k, new_v = (as_rows(x[:, :, -1:]) for x in (measurement.k, measurement.v))
     for layer in range(layers):
-        ops.store_kv(new_k, new_v, cache, layer, batch)
+        ops.store_kv(new_k, new_v, cache.view(layer, batch))
 
     @torch.inference_mode()
     def attend(number: int) -> Tensor:
-        return ops.paged_attention(q, cache, number % layers, batch, scale)
+        return ops.paged_attention(q, cache.view(number % layers, batch), scale)
 
     @torch.inference_mode()
     def store(number: int) -> None:
-        ops.store_kv(new_k, new_v, cache, number % layers, batch)
+        ops.store_kv(new_k, new_v, cache.view(number % layers, batch))
 
     return attend, store, [statistics.mean(token_bytes(plan, config))]
 
 
 def step_table(ops: OpTable, device: torch.device) -> OpTable:
-    """The op table of a decode step: nothing in it waits for the device."""
+    """The op table of a decode step, which never waits for the device."""
     if device.type != "cuda":
         return ops
     from haarkv.tq_ops.cuda import ops as cuda
@@ -308,16 +294,16 @@ def step_table(ops: OpTable, device: torch.device) -> OpTable:
 def almost_full(
     plan: KVPlan, config: ModelConfig, case: Case, k: Tensor, v: Tensor, new: int = 1
 ) -> tuple[PagedKVCache, Batch]:
-    """A cache that holds in every layer all but a case's last token, and the batch of its new tokens."""
+    """A cache that holds all but a case's last tokens in every layer, and the batch of these."""
     cache, paging = filled_cache(plan, config, case, k, v, new)
     return cache, paging.batch(range(case.batch), [new] * case.batch).to(k.device)
 
 
 def forward_run(kind: str, executor: Executor, plan: KVPlan, case: Case, repeats: int) -> Run:
-    """A whole step of one new token a sequence, each behind the one before, or a whole prompt into an empty cache.
+    """A decode step of one token a sequence, or a prompt into an empty cache.
 
     Raises:
-        InputError: when it is run for the first time, if its logits are all of one value.
+        InputError: at the first run, if all logits are equal.
     """
     config, device, sound = executor.config, executor.device, False
     if kind == "step":

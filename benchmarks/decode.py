@@ -2,10 +2,8 @@
 
     tq bench decode --model random:0.6b --contexts 4096,16384 --kv bf16,tq4 --executor cpu
 
-A row says what was measured, how many bytes it must move (weights, KV, rest) and how far it is from the floor of this machine,
-measured in the same run: the longer of moving those bytes at a copy's speed and doing the operations at a matrix product's.
-
-A step or a prompt is over when the host has the argmax of its last logits.
+Each row has the bytes that it must move and its ratio to this machine's floor, measured in the same run: moving those bytes at
+a copy's speed or computing at a matrix product's, whichever takes longer. A step or prompt ends when the host has the argmax.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ from haarkv.executors.cpu import CpuExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import load_model, maps_file, model_weight_bytes, read_config
 from haarkv.models.checkpoint import Progress
-from haarkv.models.parallel import ALONE, Ranks, Split
 from haarkv.tq_ops.errors import InputError
 
 TITLES = {
@@ -43,13 +40,10 @@ class Request:
     """What to measure.
 
     Attributes:
-        model, dtype, layers, device: as in `engine.loading.load`.
-        executors, kvs: each executor is run with each cache that it supports; caches as `cases.parse_caches` reads them.
-        beside: what takes turns with ours.
-        isa: the instruction set of the CPU executor's kernels; the best unless given.
-        activation_bits: as of `load_model`.
-        mmap: as of `engine.loading.load`; decided alike, where one of the executors reads weights in place.
-        ranks: who runs each step together. Of several, all figures are of one: its share of weights and cache.
+        model, dtype, layers, device, mmap: as in `engine.loading.load`.
+        executors, kvs: each executor runs with each cache that it supports; caches as `cases.parse_caches` reads them.
+        peer_variants: other programs that take turns with ours.
+        isa: instruction set of the CPU kernels; the best unless given.
     """
 
     model: str
@@ -66,19 +60,17 @@ class Request:
     isa: str | None = None
     activation_bits: int = 16
     mmap: bool | None = None
-    ranks: Ranks = ALONE
 
 
 def load_request_model(request: Request, progress: Progress | None) -> DecoderModel:
-    """A request's model, its weights where its executors are fastest with them."""
+    """The request's model, its weights as all its executors read them."""
     block_types = set.intersection(*(set(catalog.info(name).block_types()) for name in request.executors))
-    ranks, config = request.ranks, read_config(request.model, request.layers)
-    split = Split(config, ranks.rank, ranks.size) if ranks.size > 1 else None
+    config = read_config(request.model, request.layers)
     in_place = any(catalog.info(name).reads_in_place(request.device) for name in request.executors)
-    weights = model_weight_bytes(request.model, config, request.dtype, split, block_types)
-    maps = maps_file(weights, request.mmap, ranks.size, in_place)
+    weights = model_weight_bytes(request.model, config, request.dtype, keep_blocks=block_types)
+    maps = maps_file(weights, request.mmap, in_place=in_place)
     return load_model(
-        request.model, request.dtype, request.layers, progress, request.ranks, keep_blocks=block_types,
+        request.model, request.dtype, request.layers, progress, keep_blocks=block_types,
         activation_bits=request.activation_bits, mmap=maps,
     )  # fmt: skip
 
@@ -86,15 +78,11 @@ def load_request_model(request: Request, progress: Progress | None) -> DecoderMo
 def measure(
     request: Request, progress: Progress | None = None, on_turn: OnTurn = lambda _: None, model: DecoderModel | None = None
 ) -> tuple[Machine, list[CostRow]]:
-    """Every row of a request, case by case.
+    """Every row of a request, case by case, and the machine; `model`: the request's, if loaded.
 
-    Args:
-        model: the request's, if it is loaded.
     Raises:
-        InputError: a model, executor, format or device is not there, or a case is longer than the model's context.
+        InputError: a model, executor, format or device is missing, or a case is longer than the model's context.
     """
-    if request.ranks.size > 1 and tuple(request.kinds) != ("step",):
-        raise InputError("ranks run whole steps together; all else is measured on one")
     if model is None:
         model = load_request_model(request, progress)
     room = cases.appended_tokens(request.repeats) if "step" in request.kinds else 0
@@ -121,7 +109,7 @@ def measure(
 
 
 def open_executors(request: Request, model: DecoderModel, on_turn: OnTurn = lambda _: None) -> cases.Sides:
-    """Every executor with every plan that it supports, by the name of its rows; `on_turn` is told what is compiled."""
+    """Every executor with every plan that it supports, by row name; `on_turn` is told of compilations."""
     sides: cases.Sides = {}
     refusal = ""
     for name in request.executors:
@@ -150,7 +138,7 @@ def open_executors(request: Request, model: DecoderModel, on_turn: OnTurn = lamb
 
 
 def cost_rows(kind: str, measurement: Measurement) -> Iterator[CostRow]:
-    """Attention, a step or a prompt of every side in a case, then others'; all take turns. Storing is timed with attention."""
+    """Rows of a kind for every side and peer of a case, timed in turns. Storing is timed with attention."""
     runs: dict[str, Run] = {}
     rows: dict[str, CostRow] = {}
 
@@ -195,7 +183,7 @@ def cost_rows(kind: str, measurement: Measurement) -> Iterator[CostRow]:
 
 
 def minimum_cost(kind: str, measurement: Measurement, nbytes: Sequence[float]) -> Cost:
-    """What a run of a kind must do at least; `nbytes` of a token's K and V by layer."""
+    """Least work of a run; `nbytes` of a token's K and V by layer."""
     if kind == "attention":
         return attention_cost(measurement.model.config, measurement.case, nbytes[0], measurement.model.dtype.itemsize)
     return step_cost(measurement.model, measurement.case, nbytes, measurement.case.context if kind == "prompt" else 1)
@@ -210,14 +198,13 @@ _FASTER = "speed-up: over the fastest peer of the same case; "
 def report(
     name: str, request: Request, machine: Machine, rows: Sequence[CostRow], titles: Mapping[str, str] = TITLES
 ) -> Report:
-    """Everything that was measured: a table for each kind that has a title, and beneath it what explains its rows."""
+    """Tables for each kind with a title, notes beneath them, and the values of the JSON line."""
     limits = (
         f"copy {machine.copy_gbps:.1f} GB/s, FP32 {machine.fp32_gflops:.0f} GFLOP/s, BF16 {machine.bf16_gflops:.0f} GFLOP/s"
     )
     tables: list[Table] = []
     faster = _FASTER if any(r.peer for r in rows) else ""
     notes: dict[int, list[str]] = {}
-    ranks = f", one of {request.ranks.size} ranks" if request.ranks.size > 1 else ""
     for kind, title in titles.items():
         if not (kind_rows := [r for r in rows if r.kind == kind]):
             continue
@@ -225,17 +212,16 @@ def report(
                    *["speed-up"] * bool(faster), "weights MB", "KV MB", "GB/s", "of copy", "floor ms", "× floor")  # fmt: skip
         counts = {r.spread.runs for r in kind_rows if r.spread} or {0}
         runs = " to ".join(map(str, sorted({min(counts), max(counts)})))
-        heading = f"{request.model}, {request.dtype}{ranks}: {title}, median of {runs}; {limits}"
+        heading = f"{request.model}, {request.dtype}: {title}, median of {runs}; {limits}"
         notes[len(tables)] = list(dict.fromkeys(_notes(kind_rows)))
         tables.append(Table(heading, columns, [_cells(r, rows, bool(faster)) for r in kind_rows]))
     notes[len(tables) - 1] += [*dict.fromkeys(r.about for r in rows if r.about), faster + _LEGEND]
     values = {key: getattr(request, key) for key in ("dtype", "layers", "repeats", "isa", "activation_bits")}
-    values |= {"tensor_parallel": request.ranks.size, "limits": asdict(machine), "rows": [r.as_json(rows) for r in rows]}
+    values |= {"limits": asdict(machine), "rows": [r.as_json(rows) for r in rows]}
     return Report(name, request.model, request.contexts, request.kvs, values, tables, notes)
 
 
 def _notes(rows: Sequence[CostRow]) -> Iterator[str]:
-    """Why rows have no time, each of ours beside its executor's first cache, and what was compiled."""
     yield from (f"{r.who}: {r.note}" for r in rows if r.note)
     timed_rows = [(r, r.ms) for r in rows if r.ms is not None]
     first: dict[tuple[str, Case], tuple[CostRow, float]] = {}

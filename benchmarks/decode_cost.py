@@ -1,4 +1,4 @@
-"""What a forward must do at least, and how far a measured time is from it."""
+"""Least work of a forward, and how far a measured time is from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from haarkv.models.config import Attention, Experts, ModelConfig
 
 @dataclass(frozen=True)
 class Cost:
-    """What one run must do at least: bytes of weights, of KV and of what goes in and comes out, and operations."""
+    """Least bytes of weights, KV and other tensors, and operations, of one run."""
 
     weights: float
     kv: float
@@ -33,13 +33,11 @@ class CostRow:
     """One variant in one case.
 
     Attributes:
-        kind: what was measured: attention, store, step, prompt.
+        kind: attention, store, step or prompt.
         who: executor and KV format, or a peer.
-        machine: that ran it, for the floor: the least that it allows.
-        taken: its times; None for the reason in `note`.
-        compiled: seconds that the executor's programs took to compile, by name, if it keeps programs; in no figure.
-        about: a peer's version, and how it was built.
-        peer: whether it is someone else's.
+        spread: its times; None for the reason in `note`.
+        compiled: seconds of compilation by program, in no figure.
+        about: a peer's version and build.
     """
 
     kind: str
@@ -55,15 +53,10 @@ class CostRow:
 
     @property
     def ms(self) -> float | None:
-        """Median."""
         return None if self.spread is None else self.spread.ms
 
     def figures(self, rows: Sequence[CostRow] = ()) -> dict[str, Any]:
-        """What follows from a time: bytes in 1e9 a second, that relative to a copy, the floor, and how many times it.
-
-        Args:
-            rows: of the same run; the speed-up is over the fastest peer of the same kind and case among them.
-        """
+        """Figures of a time: GB/s, share of a copy's, floor and its multiple; speed-up over the fastest peer among `rows`."""
         floor = self.machine.floor_ms(self.cost.nbytes, self.cost.flops)
         if self.spread is None:
             return {"floor_ms": floor}
@@ -80,41 +73,38 @@ class CostRow:
         return figures
 
     def as_json(self, rows: Sequence[CostRow] = ()) -> dict[str, Any]:
-        """For a JSON line; arguments as `figures`."""
+        """For a JSON line."""
         values = {name: getattr(self, name) for name in ("kind", "who", "note", "compiled", "about")}
         values |= asdict(self.case) | {"cost": asdict(self.cost)} | self.figures(rows)
         return {name: value for name, value in values.items() if value not in (None, "")}
 
 
 def attention_flops(mixer: Attention, pairs: float) -> float:
-    """Operations of both products of a layer, for so many pairs of a query and a key that it sees."""
+    """Operations of both products of a layer for `pairs` of query and key."""
     return 4 * pairs * mixer.num_heads * mixer.head_dim
 
 
 def pairs_seen(mixer: Attention, tokens: int) -> float:
-    """Pairs of a query and a key in a prompt of so many tokens."""
+    """Pairs of query and key in a prompt."""
     most = visible_tokens(mixer.window, tokens)
     return most * (most + 1) / 2 + (tokens - most) * most
 
 
 def attention_cost(config: ModelConfig, case: Case, kv_bytes: float, item: int) -> Cost:
-    """Decode attention of the first layer; `kv_bytes` of one token's K and V, all heads, and `item` of a number of q."""
+    """Decode attention of the first layer; `kv_bytes` of one token's K and V, all heads, `item` bytes of a number of q."""
     mixer, shape = config.layers[0].attention, config.attentions[0].heads
     keys = case.batch * visible_tokens(mixer.window, case.context)
     return Cost(0, keys * kv_bytes, 2 * case.batch * shape.num_heads * shape.head_dim * item, attention_flops(mixer, keys))
 
 
 def store_cost(config: ModelConfig, case: Case, kv_bytes: float) -> Cost:
-    """Storing one new token of each sequence in one layer, of `kv_bytes`; what the format computes is not counted."""
+    """Storing one token of each sequence in one layer, without the format's arithmetic."""
     shape = config.attentions[0].heads
     return Cost(0, case.batch * kv_bytes, 8 * case.batch * shape.num_kv_heads * shape.head_dim, 0)
 
 
 def _products(model: DecoderModel, layer: int, tokens: int) -> tuple[int, int]:
-    """Bytes of a layer's matrices that some tokens read, as they are held, and the numbers that each token is multiplied with.
-
-    Of experts, those of that many tokens, no two of them the same if they can.
-    """
+    """Bytes of a layer's matrices that `tokens` read, and multiplications a token; experts as distinct as possible."""
     mlp = model.config.layers[layer].mlp
     share = mlp.per_token / mlp.count if isinstance(mlp, Experts) else 0.0
     read = multiplications = 0.0
@@ -127,13 +117,11 @@ def _products(model: DecoderModel, layer: int, tokens: int) -> tuple[int, int]:
 
 
 def step_cost(model: DecoderModel, case: Case, kv_bytes: Sequence[float], new: int = 1) -> Cost:
-    """A forward with the logits of each sequence's last token; what recurrent states compute is not counted.
-
-    Weights are read once, and K and V of what the last token sees or, of a longer prompt, written.
+    """A forward with the logits of each last token, without the arithmetic of recurrent states.
 
     Args:
         kv_bytes: of one token's K and V in each layer, all heads.
-        new: tokens of each sequence, the last of the case's: 1 for a decode step, the whole context for a prompt.
+        new: tokens of each sequence: 1 for a decode step, the context for a prompt.
     """
     config, head, tokens = model.config, model.weights.lm_head, case.batch * new
     products = [_products(model, layer, tokens) for layer in range(config.num_layers)]

@@ -1,7 +1,4 @@
-"""What every benchmark ends with: tables for people, and one JSON line under a header that all lines have in common.
-
-The header names what a figure depends on: benchmark, date, commit, cpu, gpu, threads, versions, model, context and kv.
-"""
+"""A benchmark's report: tables, and one JSON line under a common header."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def machine() -> dict[str, Any]:
-    """The machine, and the versions and the commit that run on it."""
+    """The machine, versions and commit."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
@@ -34,7 +31,7 @@ def machine() -> dict[str, Any]:
 
 
 def _commit() -> dict[str, str]:
-    """The commit that is checked out, with a plus sign if files differ from it; nothing outside a checkout."""
+    """The commit, with a plus sign if files differ; nothing outside a checkout."""
     command = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
     try:
         return {"commit": subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()}
@@ -45,13 +42,7 @@ def _commit() -> dict[str, str]:
 def header(
     benchmark: str, model: str, context: Sequence[int], kv: Sequence[str], packages: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """What every line begins with; `commit` and `gpu` are left out where there is none.
-
-    Args:
-        context: tokens of each case.
-        kv: every cache that was measured.
-        packages: whose versions count as well, as far as they are installed.
-    """
+    """What every line begins with; `packages`: further versions to name."""
     system = machine()
     versions = {name: system.pop(name) for name in ("python", "torch")}
     for package in packages:
@@ -74,12 +65,7 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """What one run of a benchmark found.
-
-    Attributes:
-        name, model, context, kv, packages: of the line's header; `values` are the rest of the line.
-        tables, notes: the same for people; a table is followed by the notes of its number.
-    """
+    """Result of one benchmark run: `values` of the JSON line beside the header, and tables with notes by number."""
 
     name: str
     model: str
@@ -91,13 +77,13 @@ class Report:
     packages: Sequence[str] = ()
 
     def line(self) -> str:
-        """As one JSON line; where both have a name the header's value counts."""
+        """As one JSON line; the header's values win."""
         head = header(self.name, self.model, self.context, self.kv, self.packages) | self.memory
         return json.dumps(head | {name: value for name, value in self.values.items() if name not in head})
 
     @property
     def memory(self) -> dict[str, int]:
-        """The most that this process had, and those pages of the model's file that it has now."""
+        """Peak bytes of this process, and mapped pages of the model's file."""
         return {"peak_bytes": peak_memory(), "mapped_bytes": mapped_memory(model_files(self.model))}
 
     def save(self) -> None:

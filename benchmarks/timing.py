@@ -1,4 +1,4 @@
-"""Fair timing: variants take turns, medians with their spread, and what the machine can do at best."""
+"""Timing: variants take turns, medians with spread, and the machine's limits."""
 
 from __future__ import annotations
 
@@ -16,24 +16,19 @@ _COPY_BYTES = 512 * 2**20
 _MATRIX = 1024
 _REST_S = 0.03  # threads of OpenMP spin for up to 20 ms after a loop
 _ENOUGH_S = 60.0
-"""No new turn begins when variants took so long together."""
+"""Seconds of all variants after which no new turn begins."""
 MOST_COPIES = 64
-"""Of a layer, that take turns: as many layers as there are rotations. As many runs make a captured turn."""
+"""Most copies of a layer, as many as there are rotations; also runs of a captured turn."""
 
 OnTurn = Callable[[str], None]
-"""Told the name of what is timed next."""
+"""Called with the name of what is timed next."""
 Run = Callable[[int], object]
-"""One call, from its number among the calls. A float that it returns is its time in seconds, by another process's clock."""
+"""One call, given its number; a float result is its time in seconds by another process's clock."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Times of one variant in milliseconds: median, fastest and slowest run.
-
-    Attributes:
-        runs: how many runs these are of.
-        first_ms: wall time of the very first call, which may compile or capture; it counts in none of the others.
-    """
+    """Times of one variant in ms: median, fastest and slowest of `runs`; `first_ms` is the first call's, in no figure."""
 
     ms: float
     low: float
@@ -43,12 +38,12 @@ class Spread:
 
 
 def accelerator(device: torch.device) -> Any:
-    """Torch's own module of a device beside the host (`torch.cuda`, `torch.npu`), with its events; None on the host."""
+    """Torch's module of a device (`torch.cuda`, `torch.npu`); None on the host."""
     return None if device.type == "cpu" else getattr(torch, device.type)
 
 
 def clock(device: torch.device) -> Callable[[Callable[[], object]], float]:
-    """What times one call in seconds: a device's own events there, so that nothing queued before leaks in; wall time here."""
+    """Times one call in seconds, by a device's events or by wall time."""
     module = accelerator(device)
 
     def on_host(run: Callable[[], object]) -> float:
@@ -72,16 +67,16 @@ def take_turns(
     runs: Mapping[str, Run], device: torch.device, *, repeats: int, counted_runs: int = 1, capture: bool = False,
     on_turn: OnTurn = lambda _: None,
 ) -> dict[str, Spread]:  # fmt: skip
-    """Time variants in turns, so that what disturbs the machine disturbs them alike.
+    """Time variants in turns, so that disturbances hit them alike.
 
-    Before its turn a variant rests until the threads of the one before have gone to sleep. A turn of several runs begins with
-    one that does not count. The first turn does not count. Each run gets another number, to choose other data by.
+    A variant rests before its turn until the previous one's threads sleep. The first turn does not count, nor the first of
+    several runs. Each run gets a new number, to choose other data by.
 
     Args:
         repeats: turns that count; fewer if they take a minute.
         counted_runs: runs of a turn that count.
-        capture: on a GPU a turn is one replay of many runs, captured as a graph: a launch takes the host longer than many a
-            kernel runs. What no graph can hold is left out there.
+        capture: on a GPU, a turn replays a graph of many runs: launches take longer than many kernels. Runs that no graph can
+            hold are left out.
     """
     timer, per_run = clock(device), 1
     if capture and device.type == "cuda":
@@ -111,7 +106,7 @@ def take_turns(
 
 
 def capture_graph(run: Run, runs: int, device: torch.device) -> Run:
-    """Several runs in a row as one CUDA graph; each is called with its number."""
+    """Several runs as one CUDA graph; each is called with its number."""
     aside: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     aside.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(aside):
@@ -129,19 +124,19 @@ def capture_graph(run: Run, runs: int, device: torch.device) -> Run:
 
 @dataclass(frozen=True)
 class Machine:
-    """What bounds any kernel here, measured now: bytes that a copy reads and writes, operations of square matrix products."""
+    """Limits of this machine, measured: bytes that a copy reads and writes, operations of square matrix products."""
 
     copy_gbps: float
     fp32_gflops: float
     bf16_gflops: float
 
     def floor_ms(self, nbytes: float, flops: float) -> float:
-        """No program that moves so many bytes and does so many operations is faster: the larger of both times."""
+        """Least time for `nbytes` and `flops`."""
         return 1e3 * max(nbytes / (1e9 * self.copy_gbps), flops / (1e9 * max(self.fp32_gflops, self.bf16_gflops)))
 
 
 def measure_machine(device: torch.device, repeats: int = 7) -> Machine:
-    """Copy bandwidth and matrix throughput, best of some turns: a limit is what has been reached once."""
+    """Copy bandwidth and matrix throughput, best of some turns."""
     timer = clock(device)
     source = torch.zeros(_COPY_BYTES // 4, dtype=torch.int32, device=device)
     target = torch.ones_like(source)

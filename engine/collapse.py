@@ -1,8 +1,8 @@
-"""Whether a cache would lose so much of K or V that text suffers: judged by the weights, and by the first tokens of a prompt.
+"""Whether a cache loses so much of K or V that text suffers, judged by the weights and by the first tokens of a prompt.
 
-Limits are where `tiny` with faults planted in every layer began to suffer and to collapse (benchmarks/LOG.md): its perplexity
-rose by 1 % at logits that are off by about 0.5, by a tenth to a third at 1.5 to 2.5. A few layers beyond that do not spoil the
-text: Qwen2.5-Coder-0.5B has 3 of 24 in tq4, and still writes correct programs at a mean KL of 0.3.
+Limits come from `tiny` with faults planted in every layer (benchmarks/LOG.md): its perplexity rose by 1 % with logits off by
+about 0.5, by 10 to 30 % at 1.5 to 2.5. A few layers beyond that do not spoil text: Qwen2.5-Coder-0.5B has 3 of 24 in tq4, and
+still writes correct programs at a mean KL of 0.3.
 """
 
 from __future__ import annotations
@@ -20,22 +20,21 @@ from haarkv.models.balance import Moments, name_layers
 from haarkv.models.parallel import ALONE, Ranks
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.formats import KVFormat
-from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.cache import LayerView
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.probe import logit_errors, lost_variation, stored_error, weighted_error
 from haarkv.tq_ops.table import OpTable, with_ops
 
 LEAST_TOKENS, MOST_TOKENS = 16, 128
 COLLAPSES = 1 / 4
-"""Share of the layers that collapse before text does."""
+"""Share of collapsing layers at which text collapses."""
 SINKS = 4
-"""First tokens of a sequence, whose vectors may be far larger than all others."""
+"""First tokens of a sequence, whose vectors may be far larger than others."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """A way to say how much is lost."""
+    """A measure of loss, and the amounts at which text suffers and collapses."""
 
     suffers: float
     garbage: float
@@ -43,20 +42,16 @@ class Measure:
 
 
 LOGITS = Measure(0.5, 2.0, "logits are off by {:.2g} nats")
-"""Of K, root mean square over queries and keys."""
+"""For K: RMS error over queries and keys."""
 OUTPUT = Measure(0.5, 1.0, "{:.0%} of the output is error")
-"""Of V, as o_proj weighs its channels; at 1 what is stored says nothing."""
+"""For V: relative error, channels weighted by o_proj; at 1 nothing is left."""
 CHANNELS = Measure(1.5, math.inf, "the error is {:.2g} times what a typical channel varies by")
-"""Of K or V, where neither queries nor weights are known: a sign, no proof."""
+"""For K or V without queries or weights: a sign, no proof."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What a cache loses of K or V of one layer, in its worst KV head.
-
-    Attributes:
-        in_sinks: the first tokens alone are to blame.
-    """
+    """Loss of K or V of one layer, in its worst KV head; `in_sinks` if due to the first tokens alone."""
 
     layer: int
     side: str
@@ -72,17 +67,15 @@ class Loss:
 
     @property
     def garbage(self) -> bool:
-        """Whether text would collapse, were all layers so."""
+        """Whether text would collapse if all layers were so."""
         return self.amount >= self.measure.garbage
 
 
 def expected_losses(plan: KVPlan, moments: Mapping[int, tuple[Moments, Moments]], softmax_scale: float) -> list[Loss]:
-    """What the weights alone let expect, by made-up vectors of their moments; only what text suffers from.
+    """Losses expected from the weights alone, by synthetic vectors of their moments; only those that text suffers from.
 
-    Real vectors differ: of models without norms of Q and K, little more than the biases is known.
-
-    Args:
-        plan: without learned coordinates, which fit no made-up vectors.
+    Without norms of Q and K, little more than the biases is known. The plan must have no learned coordinates, which fit no
+    synthetic vectors.
     """
     generator, losses = torch.Generator().manual_seed(0), []
     for layer, (k, v) in moments.items():
@@ -104,7 +97,7 @@ def expected_losses(plan: KVPlan, moments: Mapping[int, tuple[Moments, Moments]]
 
 
 def _synthetic_vectors(moments: Moments, generator: torch.Generator, *, rotates: bool) -> Tensor:
-    """Gaussian vectors [H, n, D] of such moments; RoPE `rotates` what is constant in them, anywhere."""
+    """Gaussian vectors [H, n, D] of given moments; RoPE `rotates` their constant part by random angles."""
     heads, dim = moments.spread.shape
     noise = torch.randn(heads, MOST_TOKENS, dim, generator=generator) * moments.spread.sqrt().unsqueeze(1)
     constant = moments.constant.unsqueeze(1)
@@ -115,12 +108,7 @@ def _synthetic_vectors(moments: Moments, generator: torch.Generator, *, rotates:
 
 
 def key_loss(kv_format: KVFormat, layer: int, k: Tensor, q: Tensor, softmax_scale: float, sink: int = 0) -> Loss | None:
-    """Of some keys and queries; None of too few.
-
-    Args:
-        k: [H, n, D] after RoPE, of positions 0 … n - 1.
-        q: [m, Hq, D] after RoPE.
-    """
+    """Loss of keys `k` [H, n, D] of positions 0 … n - 1 for queries `q` [m, Hq, D], both after RoPE; None of too few."""
     error = stored_error(kv_format, layer, k)
     if error is None:
         return None
@@ -132,7 +120,7 @@ def key_loss(kv_format: KVFormat, layer: int, k: Tensor, q: Tensor, softmax_scal
 
 
 def value_loss(kv_format: KVFormat, layer: int, v: Tensor, use: Tensor) -> Loss | None:
-    """Of some values [H, n, D], whose channels count by use [H, D]; None of too few."""
+    """Loss of values [H, n, D], channels weighted by `use` [H, D]; None of too few."""
     error = stored_error(kv_format, layer, v)
     if error is None:
         return None
@@ -141,11 +129,7 @@ def value_loss(kv_format: KVFormat, layer: int, v: Tensor, use: Tensor) -> Loss 
 
 
 def channel_loss(kv_format: KVFormat, layer: int, side: str, x: Tensor, sink: int = 0) -> Loss | None:
-    """Of some vectors of which nothing else is known; None of too few.
-
-    Args:
-        x: [H, n, D], of positions 0 … n - 1; K after RoPE.
-    """
+    """Loss of vectors `x` [H, n, D] of positions 0 … n - 1, K after RoPE, by their channels alone; None of too few."""
     error = stored_error(kv_format, layer, x)
     if error is None or error.shape[1] <= SINKS:
         return None
@@ -159,11 +143,7 @@ def channel_loss(kv_format: KVFormat, layer: int, side: str, x: Tensor, sink: in
 
 
 def describe(losses: Sequence[Loss], *, could_balance: bool = False) -> str:
-    """In one line what suffers, and what to use instead.
-
-    Args:
-        could_balance: balance was left out, and would help.
-    """
+    """One line: what suffers, and what to use instead."""
     parts = []
     for side, measure in dict.fromkeys((loss.side, loss.measure) for loss in losses):
         side_losses = [loss for loss in losses if (loss.side, loss.measure) == (side, measure)]
@@ -182,16 +162,16 @@ def describe(losses: Sequence[Loss], *, could_balance: bool = False) -> str:
 
 @dataclass
 class Guard:
-    """Judges a session's cache when it is loaded, and once more by the first prompt.
+    """Judges a session's cache at load, and once more by the first prompt.
 
-    The prompt is looked at as ops run, by `Executor.over`. Executors that run layers fused have no such ops (`over` is None):
-    there the weights alone are judged, and what a prompt would show is never seen.
+    The prompt is observed through the op table (`Executor.with_ops`). Executors that run fused layers have none: there the
+    weights alone are judged.
 
     Args:
-        could_balance: balance was left out, and would help.
+        could_balance: balance is off, and would help.
         allow: warn where text would be garbage, instead of refusing.
-        ranks: who shares the model; all judge together.
-        insist: what a user says to go on even so.
+        ranks: ranks of the model; all judge together.
+        insist: the option that goes on all the same.
     """
 
     plan: KVPlan
@@ -209,33 +189,33 @@ class Guard:
         """Judge by the weights.
 
         Raises:
-            InputError: text would be garbage; it names the layers, and says what to use instead.
+            InputError: text would be garbage; it names layers and a remedy.
         """
         self._judge(expected_losses(self.plan, self.moments, self.softmax_scale), on_warning)
 
     def watches(self, prompts: Sequence[Sequence[int]]) -> bool:
-        """Whether it still has to judge, and these prompts are long enough for it to; else nothing looks on as they run."""
+        """Whether it still has to judge, and these prompts are long enough."""
         return not self._done and len(prompts[0]) >= LEAST_TOKENS
 
     def table(self, ops: OpTable) -> OpTable:
-        """An op table that looks at the first tokens of each layer as it runs, once."""
+        """An op table that measures each layer's first tokens once."""
         first_kv: dict[int, tuple[Tensor, Tensor]] = {}
 
-        def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
-            if not self._done and int(batch.positions[0]) == 0:
-                first_kv[layer] = k, v
-            ops.store_kv(k, v, cache, layer, batch)
+        def store_kv(k: Tensor, v: Tensor, at: LayerView) -> None:
+            if not self._done and int(at.batch.positions[0]) == 0:
+                first_kv[at.layer] = k, v
+            ops.store_kv(k, v, at)
 
-        def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
-            if layer in first_kv:
-                tokens = min(int(batch.query_start_loc[1]), MOST_TOKENS)
-                self._probe(layer, q[:tokens], *(x[:tokens].transpose(0, 1) for x in first_kv.pop(layer)))
-            return ops.paged_attention(q, cache, layer, batch, softmax_scale)
+        def paged_attention(q: Tensor, at: LayerView, softmax_scale: float) -> Tensor:
+            if at.layer in first_kv:
+                tokens = min(int(at.batch.query_start_loc[1]), MOST_TOKENS)
+                self._probe(at.layer, q[:tokens], *(x[:tokens].transpose(0, 1) for x in first_kv.pop(at.layer)))
+            return ops.paged_attention(q, at, softmax_scale)
 
         return with_ops(ops, {"store_kv": store_kv, "paged_attention": paged_attention})
 
     def after_prefill(self, on_warning: Callable[[str], object]) -> None:
-        """Judge by the first tokens, if there were enough of them; refuses as `at_load`."""
+        """Judge by the first tokens; refuses as `at_load`."""
         if not self._done:
             self._done = bool(self._layer_losses)
             self._judge(list(self._layer_losses.values()), on_warning)

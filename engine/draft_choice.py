@@ -1,13 +1,15 @@
-"""From what `--draft` says to a source of drafts: whether it fits is known before any weight is read."""
+"""From `--draft` to a draft source; whether it fits is checked before weights are read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from haarkv.engine.draft_models import ModelSource
-from haarkv.engine.draft_mtp import MTPSource
-from haarkv.engine.drafts import DraftSource, NgramSource
+import numpy as np
+from numpy.typing import NDArray
+
+from haarkv.engine.drafters import ModelSource, MTPSource
+from haarkv.engine.drafts import Beginning, Drafter, DraftSource, Proposal
 from haarkv.engine.plans import balanced_for, plan_for
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
@@ -25,21 +27,17 @@ from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.weight import backing_tensor
 
 NGRAM, MTP_LAYER = "ngram", "mtp"
+LONGEST_MATCH, SHORTEST_MATCH = 8, 2
+"""Tokens at the end of a text that `ngram` looks up."""
 MOST_TOKENS = 32
-"""Drafted tokens a step at most: with the one before them they fit into any cache's chunk."""
+"""Drafted tokens a step at most: with the token before them they fit into every cache's chunk."""
 
 OnProgram = Callable[[str], object]
 
 
 @dataclass(frozen=True)
 class DraftSpec:
-    """A draft as it is asked for.
-
-    Attributes:
-        name: `ngram`, `mtp`, or a smaller model's name.
-        tokens: drafted a step at most.
-        kv: format of the draft's own cache; `tq4` unless given.
-    """
+    """A requested draft: `ngram`, `mtp` or a model's name, most tokens a step, and its cache format (`tq4` unless given)."""
 
     name: str
     tokens: int = 4
@@ -56,11 +54,7 @@ class DraftSpec:
 
 @dataclass(frozen=True)
 class Target:
-    """The model that a draft is for.
-
-    Attributes:
-        executor, device, dtype: where and as what, in the catalog's words.
-    """
+    """The model to draft for; executor, device and dtype by the catalog's names."""
 
     name: str
     config: ModelConfig
@@ -71,7 +65,7 @@ class Target:
     balance: bool = True
 
     def refuses(self, config: ModelConfig, plan: KVPlan) -> str | None:
-        """Why a draft of such a model and cache cannot run where this one runs, or None."""
+        """Why a draft of this config and plan cannot run beside the target, or None."""
         refusal = catalog.refusal(self.executor, config, [plan], ranks=self.ranks)
         return refusal and f"executor {refusal}"
 
@@ -79,10 +73,10 @@ class Target:
 def choose(
     spec: DraftSpec, target: Target, progress: Progress | None = None, on_program: OnProgram | None = None
 ) -> Callable[[Executor], DraftSource]:
-    """What makes the draft once the target's executor is there.
+    """A function from the target's executor to its draft source.
 
     Raises:
-        InputError: no such model, another tokenizer, or a cache that the executor does not read; now, or as it is made.
+        InputError: no such model, another tokenizer, or a cache that the executor does not read.
     """
     if spec.name == NGRAM:
         return lambda _: NgramSource()
@@ -95,7 +89,6 @@ def choose(
     plan = _draft_plan(spec, config, target)
 
     def load(executor: Executor) -> DraftSource:
-        """A draft model beside the target's executor, which lends it what is the same."""
         shared_weights = {EMBEDDING: executor.weights.embedding, HEAD: executor.weights.lm_head}
         block_types = catalog.info(target.executor).block_types(target.device)
         draft_model = load_model(
@@ -152,7 +145,6 @@ def _require_same_tokens(name: str, config: ModelConfig, target: Target) -> None
 
 
 def _draft_plan(spec: DraftSpec, config: ModelConfig, target: Target) -> KVPlan:
-    """The plan of a draft's own cache."""
     reason = None
     for name in ("tq4", "bf16") if spec.kv is None else (spec.kv,):
         try:
@@ -165,7 +157,56 @@ def _draft_plan(spec: DraftSpec, config: ModelConfig, target: Target) -> KVPlan:
 
 
 def shared_bytes(weights: Weights, lender: Weights) -> int:
-    """Bytes of embedding and head that are one memory in both."""
+    """Bytes of embedding and head that both models share."""
     lender_addresses = {backing_tensor(weight).data_ptr() for weight in (lender.embedding, lender.lm_head)}
     bytes_by_address = {backing_tensor(weight).data_ptr(): weight.nbytes for weight in (weights.embedding, weights.lm_head)}
     return sum(count for place, count in bytes_by_address.items() if place in lender_addresses)
+
+
+# -- The text itself ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class NgramSource(DraftSource):
+    """Prompt lookup: what followed the last occurrence of the text's newest tokens."""
+
+    name: str = "ngram"
+
+    def drafter(self, sequences: int, max_context: int) -> Drafter:
+        return _NgramDrafter(max_context)
+
+
+class _NgramDrafter(Drafter):
+    def __init__(self, max_context: int) -> None:
+        self._room = max_context + 1
+
+    def begin(self, beginning: Beginning) -> None:
+        # Room for the texts to grow, so that a step adds its few tokens and copies none.
+        self._tokens = [np.zeros(max(self._room, len(prompt)), dtype=np.int64) for prompt in beginning.prompts]
+        self._lengths = [0] * len(beginning.prompts)
+
+    def propose(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> dict[int, Proposal]:
+        for row, text in texts.items():
+            self._tokens[row][self._lengths[row] : len(text)] = text[self._lengths[row] :]
+            self._lengths[row] = len(text)
+        return {row: Proposal(looked_up(self._tokens[row][: len(text)], most[row])) for row, text in texts.items()}
+
+
+def looked_up(tokens: NDArray[np.int64], most: int) -> list[int]:
+    """What followed the last occurrence of the longest matching suffix; [] below `SHORTEST_MATCH` tokens.
+
+    If the continuation runs into the end of the text, it wraps around to its own beginning, so that a repeating text goes on.
+    """
+    last = len(tokens) - 1
+    if last < 1 or most < 1:
+        return []
+    ends, match_length = np.flatnonzero(tokens[:last] == tokens[last]), 1
+    while len(ends) and match_length < LONGEST_MATCH:
+        longer = ends[ends >= match_length]
+        longer = longer[tokens[longer - match_length] == tokens[last - match_length]]
+        if not len(longer):
+            break
+        ends, match_length = longer, match_length + 1
+    if not len(ends) or match_length < SHORTEST_MATCH:
+        return []
+    return [int(token) for token in np.resize(tokens[int(ends[-1]) + 1 :], most)]

@@ -1,45 +1,248 @@
-"""Drafts: tokens that are guessed cheaply, and then checked by the model all at once.
+"""Drafts: tokens guessed cheaply and verified by the model in one forward.
 
-A session has a `DraftSource`, which begins a `Drafter` for each `generate`. What a drafter proposes changes how fast text
-comes, never which text may come: `Speculation` keeps what the model itself would have said.
+`DraftSource.drafter` makes one `Drafter` for each `generate`. Drafts change the speed of decoding, never the distribution of
+text. Greedy, a drafted token is accepted if it is the model's argmax. Sampled, it is accepted with probability min(1, p / q),
+p the model's and q the draft's probability of it; the first rejected token is replaced by a draw from max(p - q, 0)
+(Leviathan, Kalman and Matias, arXiv:2211.17192). p and q are the distributions after penalty, temperature and all filters.
 
-Greedy, a drafted token stays if it is the one that the model likes best. Sampled, it stays with probability min(1, p / q),
-where the model would draw it with p and the draft drew it with q, and the first that does not is replaced by a draw from
-max(p - q, 0): what comes is distributed as if the model had drawn each token itself (Leviathan, Kalman and Matias,
-arXiv:2211.17192). p and q are the distributions that are drawn from: with penalty, temperature and all filters.
+`Pace` chooses the number of drafted tokens. Its ledger holds the time that drafts won or lost against plain steps of the same
+run. A step drafts only if its loss, should every token be rejected, leaves the ledger above -2 % of the run's time without
+drafts so far and in the next few steps. So text whose drafts never pay takes at most 2 % longer, the prompt not counted.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from itertools import pairwise
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from haarkv.engine.draft_pace import Experience, Pace
 from haarkv.engine.sampling import BatchSampler, Sampling
 from haarkv.executors.base import Executor, verify
 from haarkv.tq_ops.kv.batch import PagedSequences, upload
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.stored import Advance
 
-LONGEST_MATCH, SHORTEST_MATCH = 8, 2
-"""Tokens at the end of a text that `ngram` looks for: more are not needed to choose, and fewer say too little."""
+# -- How many tokens to draft ------------------------------------------------------------------------------------------
+
+SHARE = 0.02
+"""Share of a run's time that drafts may lose."""
+AHEAD = 64
+"""Future steps that count as time, so that trials need not wait; a text that ends before them may lose their share more."""
+PLAIN = 2
+"""Plain steps before the first draft of a run, or of a batch that has become smaller."""
+AGAIN = 64
+"""Steps after which a plain one is measured again, and one more token is tried where drafts pay."""
+GAPS = 8, 128
+"""Steps between trials where drafts do not pay: after the first failed trial, and at most."""
+_HISTORY = 7
+"""Newest times that count."""
+_FORGET = 1 / 24
+"""Share of its weight that a draft loses with the next one."""
+_GUESS = 0.5
+"""Cost of a draft in plain steps, before one was measured."""
+_MOST_SLOWDOWN = 2
+"""Ratio to its expected time above which a step was interrupted by other processes."""
+
+
+@dataclass
+class Experience:
+    """Measurements of one draft source over all runs of its session.
+
+    Attributes:
+        tries, hits: by position in a step's drafts, tokens verified and accepted, exponentially weighted.
+        costs: by number of drafts, the newest step times in plain steps.
+        reading: least seconds a token to catch up with text that the draft missed; 0 before any measurement.
+        gap, since: steps between trials, and since the last one, where drafts do not pay.
+    """
+
+    tries: list[float] = field(default_factory=list)
+    hits: list[float] = field(default_factory=list)
+    costs: dict[int, deque[float]] = field(default_factory=dict)
+    reading: float = 0.0
+    gap: int = 0
+    since: int = 0
+    _best: dict[int, int] = field(default_factory=dict)
+
+    def best(self, most: int) -> int:
+        """The number up to `most` with most tokens a second; 0 where drafts do not pay."""
+        if most not in self._best:  # steps without drafts change nothing, and must not cost anything
+            self._best[most] = max(range(most + 1), key=lambda count: (self.tokens(count) / self.cost(count), -count))
+        return self._best[most]
+
+    @property
+    def hopeful(self) -> bool:
+        """Whether drafts pay, or nothing is known yet."""
+        return not self.tries or self.best(len(self.tries)) > 0
+
+    def tokens(self, count: int) -> float:
+        """Expected tokens of a sequence in a step with `count` drafts."""
+        total, reach, share = 1.0, 1.0, 0.5
+        for place in range(count):
+            # Where little was tried, a draft is taken to be as good as the one before it.
+            tries, hits = (values[place] if place < len(values) else 0.0 for values in (self.tries, self.hits))
+            share = (hits + share) / (tries + 1)
+            reach *= share
+            total += reach
+        return total
+
+    def cost(self, count: int) -> float:
+        """Time of a step with `count` drafts in plain steps, interpolated between the nearest measurements."""
+        points = [(0, 1.0)]
+        for number, times in sorted(self.costs.items()):
+            # What was seen once may have been an interruption.
+            most = _MOST_SLOWDOWN * (1 + _GUESS * number) if len(times) == 1 else math.inf
+            points.append((number, min(_lower_quartile(times), most)))
+        if len(points) == 1:
+            points.append((1, 1 + _GUESS))
+        for number, cost in points:
+            if number == count:
+                return cost
+        (x0, y0), (x1, y1) = next(((a, b) for a, b in pairwise(points) if a[0] < count < b[0]), tuple(points[-2:]))
+        return max(y0 + (y1 - y0) * (count - x0) / (x1 - x0), 0.1)
+
+    def read(self, tokens: int, seconds: float) -> None:
+        """Note the time to catch up with `tokens`."""
+        self.reading = min(seconds / tokens, self.reading or seconds)
+
+    def add(self, cost: float, drafts: Sequence[tuple[int, int]], most: int) -> None:
+        """Note a step: its time in plain steps, and (drafted, accepted) tokens of each sequence."""
+        self._best.clear()
+        self.costs.setdefault(max(num_proposed for num_proposed, _ in drafts), deque(maxlen=_HISTORY)).append(cost)
+        for num_proposed, num_accepted in drafts:
+            # A sequence for which nothing was drafted is one whose first draft failed.
+            for place in range(min(max(num_proposed, 1), num_accepted + 1, most)):
+                self._saw(place, hit=place < num_accepted)
+
+    def _saw(self, place: int, *, hit: bool) -> None:
+        while len(self.tries) <= place:
+            self.tries.append(0.0)
+            self.hits.append(0.0)
+        self.tries[place] = self.tries[place] * (1 - _FORGET) + 1
+        self.hits[place] = self.hits[place] * (1 - _FORGET) + hit
+
+
+def _lower_quartile(times: Sequence[float]) -> float:
+    return sorted(times)[len(times) // 4]
+
+
+class Pace:
+    """Chooses the number of drafted tokens of each step of one run.
+
+    Attributes:
+        ledger: seconds that drafts won so far, negative where they lost.
+        spent: seconds of all steps.
+        proposed, accepted: drafted tokens, and those that the model accepted.
+        steps: sequence-steps, with drafted tokens or without.
+        plain: seconds a token of steps without drafts.
+    """
+
+    def __init__(self, most: int, experience: Experience) -> None:
+        self._most, self._experience, self.ledger = most, experience, 0.0
+        self.spent = 0.0
+        self.proposed = self.accepted = self.steps = 0
+        self.plain: list[float] = []
+        self._plain: deque[float] = deque(maxlen=_HISTORY)
+        self._since_plain = self._since_more = 0
+        self._sequences = 0
+        self._asked = False
+
+    def tokens(self, coming: int, backlog: int = 0) -> int:
+        """Most tokens to draft in the next step.
+
+        Args:
+            coming: tokens of a sequence still to generate.
+            backlog: tokens that the draft must read first.
+        """
+        if len(self._plain) < PLAIN or self._since_plain >= AGAIN:
+            return 0
+        experience, plain = self._experience, _lower_quartile(self._plain)
+        count = experience.best(self._most)
+        if count == 0:
+            count = min(int(experience.since >= experience.gap), self._most)
+        elif count < self._most and self._since_more >= AGAIN:
+            count += 1
+        if count == 0:
+            return 0
+        without = self.spent + self.ledger + min(coming, AHEAD) * plain  # the run's time without drafts
+        left = self.ledger + SHARE * without
+        left -= backlog * experience.reading
+        # As many as lose no more seconds than are left, should none be taken.
+        while count and (experience.cost(count) - 1) * plain > left:
+            count -= 1
+        return count
+
+    def took(
+        self, seconds: float, max_drafts: int, drafts: Sequence[tuple[int, int]], reading: float = 0.0, backlog: int = 0
+    ) -> None:
+        """Note a step.
+
+        Args:
+            drafts: (drafted, accepted) tokens of each sequence.
+            reading: seconds spent before it on reading the `backlog` tokens.
+        """
+        experience, most = self._experience, max(num_proposed for num_proposed, _ in drafts)
+        self._asked |= max_drafts > 0
+        self.steps += len(drafts)
+        self.proposed += sum(num_proposed for num_proposed, _ in drafts)
+        self.accepted += sum(num_accepted for _, num_accepted in drafts)
+        if len(drafts) != self._sequences:
+            self._sequences = len(drafts)
+            self._plain.clear()
+        experience.since += 1
+        self._since_plain += 1
+        self._since_more += 1
+        self.spent += seconds + reading
+        if backlog and experience.reading and self._plain:  # as below, of interruptions
+            reading = min(reading, max(_MOST_SLOWDOWN * backlog * experience.reading, _lower_quartile(self._plain)))
+        self.ledger -= reading
+        if backlog:
+            experience.read(backlog, reading)
+        if most == 0:  # nothing was asked for, or nothing came of it
+            self._plain.append(seconds)
+            self.plain.append(seconds / len(drafts))
+            self._since_plain = 0
+            return
+        plain = _lower_quartile(self._plain) if self._plain else seconds
+        # What interrupts a step is not the draft's, and is not counted in plain steps either.
+        seconds = min(seconds, _MOST_SLOWDOWN * experience.cost(most) * plain)
+        self.ledger += plain * sum(1 + num_accepted for _, num_accepted in drafts) / len(drafts) - seconds
+        was_paying = experience.best(self._most) > 0
+        experience.add(seconds / plain, drafts, self._most)
+        if max_drafts > experience.best(self._most) > 0:
+            self._since_more = 0
+        experience.since = 0
+        if experience.best(self._most) > 0:
+            experience.gap = 0
+        elif any(num_accepted for _, num_accepted in drafts):
+            experience.gap //= 2
+            experience.since = experience.gap
+        else:
+            experience.gap = GAPS[0] if was_paying or not experience.gap else min(2 * experience.gap, GAPS[1])
+
+    def describe(self) -> str:
+        if not self._experience.tries:
+            return "" if self._asked else "not tried: so short a text does not pay for a trial"
+        best = self._experience.best(self._most)
+        verdict = f"{best} a step by measured gain" if best else "turned itself off: does not pay here"
+        cost_note = f", trials took {-self.ledger / (self.spent + self.ledger):.1%} of the time" if self.ledger < 0 else ""
+        return verdict + cost_note
+
+
+# -- Sources and drafters ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a drafter thinks comes next.
+    """Drafted tokens, possibly none.
 
     Attributes:
-        token_ids: n drafted tokens, none if it has no idea.
-        probabilities: n times [vocab] fp64, the distributions that they were drawn from, each after those before it; None if
-            they are certain, as at temperature 0.
+        probabilities: n distributions [vocab] fp64 that they were drawn from; None at temperature 0.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -48,147 +251,60 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Beginning:
-    """What a drafter begins with: the prompts are stored, and no token has been chosen.
+    """The start of drafting: prompts are stored, no token has been chosen.
 
     Attributes:
-        max_context: tokens of prompt and text that are stored of each at most.
-        vocab_size: the model's; a drafter's distributions have as many numbers.
-        paging, sequences: where the model keeps them.
+        vocab_size: of the target; the drafter's distributions have this width.
+        paging, sequences: the target's pages.
     """
 
     prompts: Sequence[Sequence[int]]
-    max_context: int
     vocab_size: int
     sampling: Sampling
     paging: PagedSequences
     sequences: Sequence[int]
-    follower: Follower | None = None
     unused_ids: Sequence[int] = ()
 
-
-class Follower(Protocol):
-    """Looks on as the model reads prompts and tokens, for a draft that goes on from its hidden states."""
-
-    def watching(self, executor: Executor) -> Executor:
-        """The same executor, whose forwards are noted."""
+    def draft_sampler(self) -> BatchSampler:
+        """A sampler whose random numbers are independent of the target's."""
+        return BatchSampler(self.sampling, self.prompts, drafts=True, unused_ids=self.unused_ids)
 
 
 class Drafter:
-    """Drafts for the sequences of one `generate`, in those steps in which it is asked to.
+    """Drafts for the sequences of one `generate`.
 
-    `texts` are by the sequence's number: prompt and all that was chosen, whose last token the model has not stored. A text
-    begins as it did the last time.
+    `texts` maps a sequence's number to prompt and text so far, whose last token the target has not stored. Texts only grow.
     """
 
+    def observe(self, executor: Executor) -> Executor:
+        """The target, with its hidden states noted where the drafter continues from them; from the prompt on."""
+        return executor
+
+    def begin(self, beginning: Beginning) -> None:
+        raise NotImplementedError
+
     def catch_up(self, texts: Mapping[int, Sequence[int]]) -> None:
-        """Read what was missed of some sequences, so that `propose` takes as long as in the middle of drafting."""
+        """Read missed tokens ahead of `propose`, outside of its measured time."""
 
     def propose(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> dict[int, Proposal]:
-        """Draft what follows each of some sequences."""
+        """Draft up to `most` tokens of each sequence in `texts`."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftSource:
-    """A way to draft, for as long as its session lives.
-
-    Attributes:
-        shared_bytes: of the model's weights that it does not hold a second time.
-    """
+    """A way to draft, for the life of a session; `shared_bytes` of weights are the target's too."""
 
     name: str
     shared_bytes: int = 0
     experience: Experience = field(default_factory=Experience, compare=False, repr=False)
 
-    def follow(self, sequences: int, max_context: int) -> Follower | None:
-        """What looks on from the prompts on, if anything must."""
-        return None
-
-    def begin(self, beginning: Beginning) -> Drafter:
+    def drafter(self, sequences: int, max_context: int) -> Drafter:
         raise NotImplementedError
 
     def cache_bytes(self, sequences: int, max_context: int) -> int:
-        """Bytes of the KV cache that a drafter of so many sequences keeps beside the model's."""
+        """Bytes of the drafter's own KV cache."""
         return 0
-
-
-def draft(
-    sampler: BatchSampler,
-    counts: Mapping[int, int],
-    logits: Tensor,
-    further: Callable[[Mapping[int, int], Sequence[int]], Tensor],
-    *,
-    draws: bool,
-) -> dict[int, Proposal]:
-    """Draft a given number of tokens for each sequence, one token at a time.
-
-    Args:
-        counts: by the sequence's number, at least 1.
-        logits: [n, vocab] of their first drafted tokens, in their order.
-        further: of the last token of each sequence that goes on, and of their places among those before, the next logits.
-        draws: tokens are drawn, and the distributions are kept; else the most likely ones are taken.
-    """
-    rows, proposals = list(counts), {row: Proposal([], [] if draws else None) for row in counts}
-    while True:
-        if draws:
-            for row, weights in zip(rows, sampler.probabilities(logits, rows), strict=True):
-                proposals[row].token_ids.append(sampler.draw(weights, row))
-                proposals[row].probabilities.append(weights)  # type: ignore[union-attr]
-        else:
-            for row, token in zip(rows, sampler.next(logits, rows).tolist(), strict=True):
-                proposals[row].token_ids.append(token)
-        going = [place for place, row in enumerate(rows) if len(proposals[row].token_ids) < counts[row]]
-        if not going:
-            return proposals
-        rows = [rows[place] for place in going]
-        logits = further({row: proposals[row].token_ids[-1] for row in rows}, going)
-
-
-# -- The text itself ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class NgramSource(DraftSource):
-    """What followed the last time that the text ended as it does now: prompt lookup. It costs next to nothing."""
-
-    name: str = "ngram"
-
-    def begin(self, beginning: Beginning) -> Drafter:
-        return _NgramDrafter(beginning)
-
-
-class _NgramDrafter(Drafter):
-    def __init__(self, beginning: Beginning) -> None:
-        # Room for the texts to grow, so that a step adds its few tokens and copies none.
-        room = beginning.max_context + 1
-        self._tokens = [np.zeros(max(room, len(prompt)), dtype=np.int64) for prompt in beginning.prompts]
-        self._lengths = [0] * len(beginning.prompts)
-
-    def propose(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> dict[int, Proposal]:
-        for row, text in texts.items():
-            self._tokens[row][self._lengths[row] : len(text)] = text[self._lengths[row] :]
-            self._lengths[row] = len(text)
-        return {row: Proposal(looked_up(self._tokens[row][: len(text)], most[row])) for row, text in texts.items()}
-
-
-def looked_up(tokens: NDArray[np.int64], most: int) -> list[int]:
-    """What followed the longest end of a text that stood in it before, where it stood last; nothing if that is too short.
-
-    Where what followed is the end itself, it goes on from its own beginning: a text that repeats itself keeps doing so.
-    """
-    last = len(tokens) - 1
-    if last < 1 or most < 1:
-        return []
-    ends, match_length = np.flatnonzero(tokens[:last] == tokens[last]), 1
-    while len(ends) and match_length < LONGEST_MATCH:
-        longer = ends[ends >= match_length]
-        longer = longer[tokens[longer - match_length] == tokens[last - match_length]]
-        if not len(longer):
-            break
-        ends, match_length = longer, match_length + 1
-    if not len(ends) or match_length < SHORTEST_MATCH:
-        return []
-    return [int(token) for token in np.resize(tokens[int(ends[-1]) + 1 :], most)]
 
 
 # -- Checking what was drafted -------------------------------------------------------------------------------------------
@@ -196,13 +312,7 @@ _NOTHING = Proposal()
 
 
 class Speculation:
-    """The decode steps of some sequences with drafted tokens.
-
-    Args:
-        tokens: drafted at most, of each sequence and step; how many is chosen by what steps take.
-    Attributes:
-        pace: chooses it, and counts what was drafted.
-    """
+    """Decode steps of a batch with drafted tokens; `tokens` a sequence and step at most."""
 
     def __init__(
         self, executor: Executor, cache: PagedKVCache, paging: PagedSequences, sampler: BatchSampler, drafter: Drafter,
@@ -222,11 +332,11 @@ class Speculation:
     def next(
         self, rows: Sequence[int], sequences: Sequence[int], texts: Mapping[int, Sequence[int]], room: Mapping[int, int]
     ) -> list[list[int]]:
-        """One step: the tokens that come next, at least one of each sequence. `keep` must follow.
+        """One step: at least one new token of each sequence. `keep` must follow.
 
         Args:
-            rows: numbers that the sampler knows some sequences by.
-            texts: by row, what they are so far; the last token is not stored yet.
+            rows: the sequences' numbers in the sampler.
+            texts: by row, prompt and text so far; the last token is not stored yet.
             room: by row, tokens beyond the next one that may still come.
         """
         began = time.perf_counter()
@@ -262,10 +372,8 @@ class Speculation:
         return self._accept_all(torch.split(logits, counts), rows, proposals)
 
     def keep(self, counts: Sequence[int]) -> None:
-        """Say of the last step how many of the tokens that it stored stay, of each sequence.
-
-        Args:
-            counts: the one before those that came, and all of these that were taken but the last.
+        """Keep `counts[i]` of the tokens that the last step stored of sequence i: its first, and all accepted ones taken but
+        the last.
         """
         began = time.perf_counter()
         if self._advance is not None:
@@ -277,7 +385,10 @@ class Speculation:
 
     def _accept_all(self, logits: Sequence[Tensor], rows: Sequence[int], proposals: Sequence[Proposal]) -> list[list[int]]:
         if not self._sampler.is_pure_greedy:
-            return [accept_tokens(self._sampler, *inputs) for inputs in zip(logits, rows, proposals, strict=True)]
+            return [
+                self._sampler.accept(before, row, proposal.token_ids, proposal.probabilities)
+                for before, row, proposal in zip(logits, rows, proposals, strict=True)
+            ]
         # Nothing depends on what is taken: one wait for the device is enough.
         best = iter(self._sampler.best(torch.cat(list(logits))).tolist())
         judgements = []
@@ -288,33 +399,3 @@ class Speculation:
             )
             judgements.append(best_ids[: num_accepted + 1])
         return judgements
-
-
-def accept_tokens(sampler: BatchSampler, logits: Tensor, row: int, proposal: Proposal) -> list[int]:
-    """The drafted tokens that the model takes, and one of its own after them.
-
-    Args:
-        logits: [n + 1, vocab] fp32, before each drafted token and after the last.
-    """
-    came: list[int] = []
-    for index, token in enumerate(proposal.token_ids):
-        before = logits[index : index + 1]
-        if proposal.probabilities is None:
-            # A draw that hits a certain token takes it with p; one that misses is distributed as p without it.
-            choice = int(sampler.next(before, [row]))
-        else:
-            choice = _accepted_or_other(sampler, before, row, token, proposal.probabilities[index])
-        came.append(choice)
-        if choice != token:
-            return came
-    return [*came, int(sampler.next(logits[-1:], [row]))]
-
-
-def _accepted_or_other(sampler: BatchSampler, logits: Tensor, row: int, token: int, q: Tensor) -> int:
-    p = sampler.probabilities(logits, [row])[0]
-    if sampler.uniform(row) * float(q[token]) < float(p[token]):
-        sampler.say(row, token)
-        return token
-    rest = (p - q.to(p.device)).clamp(min=0)
-    # Where p and q are equal, only rounding can lead here.
-    return sampler.draw(rest if bool(rest.any()) else p, row)

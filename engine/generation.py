@@ -11,8 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from haarkv.engine.draft_pace import Pace
-from haarkv.engine.drafts import Beginning, DraftSource, Speculation
+from haarkv.engine.drafts import Beginning, DraftSource, Pace, Speculation
 from haarkv.engine.sampling import BatchSampler, Sampling
 from haarkv.engine.text import require_count
 from haarkv.executors.base import Executor, prefill, verify
@@ -27,7 +26,7 @@ from haarkv.tq_ops.text import count_noun
 PREFILL_CHUNK = 512
 Finish = Literal["eos", "stop", "length", "context"]
 OnPrefill = Callable[[int, int], None]
-"""Called with (prompt tokens stored, prompt tokens in all): before the first chunk, and after each."""
+"""Called with (prompt tokens stored, prompt tokens): before the first chunk, and after each."""
 
 
 @dataclass
@@ -35,10 +34,9 @@ class Completion:
     """What was generated after one prompt.
 
     Attributes:
-        reused_tokens: of them, those that were stored already and not computed again.
+        reused_tokens: prompt tokens copied from a stored sequence.
         token_ids: new tokens, without the end-of-text token.
-        finish: "eos", "stop" (a stop text came, or `on_token` ended it), "length" (max_new_tokens) or "context" (the cache
-            holds no more).
+        finish: "eos", "stop" (a stop string, or `on_token`), "length" (max_new_tokens) or "context" (the cache is full).
     """
 
     prompt_tokens: int
@@ -53,8 +51,7 @@ class Timing:
 
     Attributes:
         prefill_s: all prompts, up to and with the first sampled tokens.
-        decode_s: all decode steps, with what was drafted for them.
-        decode_steps: forwards of one token a sequence, or with drafts of several.
+        decode_s: all decode steps, with drafting.
     """
 
     prefill_s: float = 0.0
@@ -66,24 +63,22 @@ class Timing:
 
     @property
     def decode_ms_per_token(self) -> float | None:
-        """Mean latency of a decode step in ms, None without one."""
+        """Mean ms of a decode step."""
         return 1e3 * self.decode_s / self.decode_steps if self.decode_steps else None
 
     @property
     def prefill_tokens_per_s(self) -> float | None:
-        """Prompt tokens a second, None if nothing was measured."""
         return self.prefill_tokens / self.prefill_s if self.prefill_s else None
 
     @property
     def decode_tokens_per_s(self) -> float | None:
-        """New tokens a second, of all sequences together; None without a decode step."""
+        """New tokens a second, all sequences together."""
         return self.decode_tokens / self.decode_s if self.decode_s else None
 
 
 def tail_chunk(executor: Executor) -> int:
-    """New tokens of a sequence that a cache with a tail should take at once.
-
-    A whole prompt's chunk, which is faster, where logits do not depend on how a sequence is cut.
+    """New tokens of a sequence that a cache with a tail takes at once: a whole chunk where logits do not depend on how it is
+    cut.
     """
     return PREFILL_CHUNK if executor.batch_invariant else WINDOW_CHUNK
 
@@ -92,10 +87,10 @@ def prefill_in_chunks(
     executor: Executor, prompts: Sequence[Sequence[int]], sequences: Sequence[int], paging: PagedSequences,
     cache: PagedKVCache, chunk: int = PREFILL_CHUNK, on_prefill: OnPrefill | None = None, last: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Prefill prompts of different lengths together, at most `chunk` tokens of each at a time, or what the cache takes.
+    """Prefill prompts of different lengths together, in chunks of at most `chunk` tokens each, or what the cache takes.
 
     Args:
-        last: number of each prompt's last tokens that form a chunk of their own.
+        last: the last tokens of each prompt form a chunk of their own.
     Returns:
         [B, vocab] fp32, the logits after each prompt's last token.
     """
@@ -125,61 +120,95 @@ def _cut(prompt: Sequence[int], chunk: int, last: int) -> list[Sequence[int]]:
     return [prompt[begin:end] for begin, end in pairwise([*begins, len(prompt)])]
 
 
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """What to generate in one batch.
+
+    Attributes:
+        prompts: token ids, each at least one.
+        max_context: most tokens of prompt and text together.
+        unused_ids: vocabulary rows that are no tokens; never drawn.
+        stored: for each prompt, a sequence whose common prefix is copied.
+        on_token: called with (prompt index, token), not for the end of text. True ends the sequence.
+        on_end: called with (prompt index, stored sequence) for each.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    max_new_tokens: int
+    max_context: int
+    eos_token_ids: Sequence[int] = ()
+    unused_ids: Sequence[int] = ()
+    sampling: Sampling = field(default_factory=Sampling)
+    chunk: int = PREFILL_CHUNK
+    stored: Sequence[StoredSequence | None] = ()
+    draft: DraftSource | None = None
+    draft_tokens: int = 4
+    on_prefill: OnPrefill | None = None
+    on_token: Callable[[int, int], bool | None] | None = None
+    on_end: Callable[[int, StoredSequence], object] | None = None
+
+    def check(self) -> None:
+        """Refuse prompts that are empty or too long."""
+        require_count("max_new_tokens", self.max_new_tokens)
+        for number, prompt in enumerate(self.prompts, 1):
+            if not prompt:
+                raise InputError(f"prompt {number} is empty; give at least one token of text")
+            if len(prompt) > self.max_context:
+                has = count_noun(len(prompt), "token")
+                raise InputError(f"prompt {number} has {has}, the cache holds {self.max_context}; raise --max-context")
+        if not self.prompts:
+            raise InputError("no prompt was given")
+
+
 def generate(
-    executor: Executor, cache: PagedKVCache, paging: PagedSequences, prompts: Sequence[Sequence[int]], *, max_new_tokens: int,
-    max_context: int, eos_token_ids: Sequence[int] = (), sampling: Sampling | None = None, chunk: int = PREFILL_CHUNK,
-    on_prefill: OnPrefill | None = None, on_token: Callable[[int, int], bool | None] | None = None,
-    prefiller: Executor | None = None, stored: Sequence[StoredSequence | None] = (),
-    on_end: Callable[[int, StoredSequence], object] | None = None, draft: DraftSource | None = None, draft_tokens: int = 4,
-    unused_ids: Sequence[int] = (),
-) -> tuple[list[Completion], Timing]:  # fmt: skip
-    """Continue prompts, all in one batch; a sequence leaves the batch when it ends.
+    executor: Executor,
+    cache: PagedKVCache,
+    paging: PagedSequences,
+    request: GenerationRequest,
+    prefiller: Executor | None = None,
+) -> tuple[list[Completion], Timing]:
+    """Continue prompts in one batch; a sequence leaves the batch when it ends.
 
     Args:
-        prompts: token ids, each at least one.
-        max_new_tokens: at most so many for each prompt.
-        max_context: at most so many tokens of prompt and text together.
-        on_token: called with (index of the prompt, token) as tokens come; not for the end of text. True ends the sequence.
-        prefiller: the same executor, looking on; it runs the prefill.
-        stored: for each prompt, a sequence that may begin like it: what they share is copied, and not computed.
-        on_end: called with (index of the prompt, the sequence as it is stored in the end), for each.
-        unused_ids: rows of the vocabulary that stand for no token; none is drawn.
+        prefiller: the same executor, observed; it runs the prefill.
     Raises:
         InputError: an empty prompt or one longer than max_context; nothing was run.
     """
-    _check_prompts(prompts, max_context, max_new_tokens)
-    began, sampling = time.perf_counter(), sampling or Sampling()
+    request.check()
+    began, prompts, draft, on_end = time.perf_counter(), request.prompts, request.draft, request.on_end
     sequences: list[int] = []
     try:
         texts = []
-        for prompt, prefix in zip(prompts, stored or [None] * len(prompts), strict=True):
+        for prompt, prefix in zip(prompts, request.stored or [None] * len(prompts), strict=True):
             count = reusable(prefix, prompt, cache) if prefix else 0
             sequences.append(put(prefix, cache, paging, count) if prefix and count else paging.add())
-            texts.append(Growing(Completion(len(prompt), reused_tokens=count), list(prompt), max_new_tokens, max_context))
-        follower = draft.follow(len(prompts), max_context) if draft and max_new_tokens > 1 else None
-        if follower:
-            executor = follower.watching(executor)
-            prefiller = follower.watching(prefiller) if prefiller else None
+            texts.append(Growing(Completion(len(prompt), reused_tokens=count), list(prompt), request))
+        drafter = draft.drafter(len(prompts), request.max_context) if draft and request.max_new_tokens > 1 else None
+        if drafter:
+            executor = drafter.observe(executor)
+            prefiller = drafter.observe(prefiller) if prefiller else None
         rest = [prompt[text.done.reused_tokens :] for prompt, text in zip(prompts, texts, strict=True)]
-        sampler = BatchSampler(sampling, prompts, unused_ids=unused_ids)
+        sampler = BatchSampler(request.sampling, prompts, unused_ids=request.unused_ids)
         timing = Timing(prefill_tokens=sum(map(len, rest)))
         # A later prompt may part from this one within what the template adds before an answer, where no state can be cut.
-        last = WINDOW_ROOM - 1 if on_end and len(cache.states) > len(cache.held) else 0
-        logits = prefill_in_chunks(prefiller or executor, rest, sequences, paging, cache, chunk, on_prefill, last)
+        last = WINDOW_ROOM - 1 if on_end and len(cache.states) > len(cache.kv) else 0
+        logits = prefill_in_chunks(
+            prefiller or executor, rest, sequences, paging, cache, request.chunk, request.on_prefill, last
+        )
         begins = [take(cache, paging, *pair, whole=False) for pair in zip(sequences, prompts, strict=True)] if on_end else []
         speculation = None
-        if draft and max_new_tokens > 1:
-            beginning = Beginning(
-                prompts, max_context, executor.config.vocab_size, sampling, paging, sequences, follower, unused_ids
+        if draft and drafter:
+            drafter.begin(
+                Beginning(prompts, executor.config.vocab_size, request.sampling, paging, sequences, request.unused_ids)
             )
-            speculation = Speculation(executor, cache, paging, sampler, draft.begin(beginning), draft_tokens, draft.experience)
+            speculation = Speculation(executor, cache, paging, sampler, drafter, request.draft_tokens, draft.experience)
             timing.drafts = speculation.pace
         running = list(range(len(prompts)))
         next_ids = sampler.next(logits, running)
         # Here the host waits for the device, for one id a sequence.
         came = [[token] for token in next_ids.tolist()]
         while True:
-            counts = [texts[i].take(new, i, eos_token_ids, on_token) for i, new in zip(running, came, strict=True)]
+            counts = [texts[i].take(new, i) for i, new in zip(running, came, strict=True)]
             if speculation:
                 speculation.keep(counts)
             _note(timing, time.perf_counter() - began, sum(counts))
@@ -207,38 +236,33 @@ def generate(
 
 @dataclass
 class Growing:
-    """A sequence as it grows."""
+    """A sequence during generation."""
 
     done: Completion
     token_ids: list[int]
-    max_new_tokens: int
-    max_context: int
+    request: GenerationRequest
 
     @property
     def room(self) -> int:
         """Tokens beyond the next one that may still come, and be stored."""
-        return min(self.max_new_tokens - len(self.done.token_ids) - 1, self.max_context - len(self.token_ids))
+        return min(self.request.max_new_tokens - len(self.done.token_ids) - 1, self.request.max_context - len(self.token_ids))
 
-    def take(
-        self, tokens: Sequence[int], index: int, ends: Sequence[int], on_token: Callable[[int, int], bool | None] | None
-    ) -> int:
-        """Take tokens until the sequence ends.
-
-        Returns:
-            how many of those that the last step stored are now part of it: the one before these, and all but the last.
+    def take(self, tokens: Sequence[int], index: int) -> int:
+        """Take tokens until the sequence ends. Returns how many tokens that the last step stored are part of it: the one
+        before these, and all of these but the last.
         """
-        done = self.done
+        done, request = self.done, self.request
         for count, token in enumerate(tokens, 1):
-            if token in ends:
+            if token in request.eos_token_ids:
                 done.finish = "eos"
                 return count
             done.token_ids.append(token)
             self.token_ids.append(token)
-            if on_token and on_token(index, token) is True:
+            if request.on_token and request.on_token(index, token) is True:
                 done.finish = "stop"
-            elif len(done.token_ids) == self.max_new_tokens:
+            elif len(done.token_ids) == request.max_new_tokens:
                 done.finish = "length"
-            elif len(self.token_ids) > self.max_context:
+            elif len(self.token_ids) > request.max_context:
                 done.finish = "context"
             if done.finish:
                 return count
@@ -246,21 +270,8 @@ class Growing:
 
 
 def _note(timing: Timing, elapsed_s: float, tokens: int) -> None:
-    """Count a step that is over: the prefill, if it is the first."""
     if not timing.prefill_s:
         timing.prefill_s = elapsed_s
         return
     timing.decode_s, timing.decode_steps = elapsed_s - timing.prefill_s, timing.decode_steps + 1
     timing.decode_tokens += tokens
-
-
-def _check_prompts(prompts: Sequence[Sequence[int]], max_context: int, max_new_tokens: int) -> None:
-    require_count("max_new_tokens", max_new_tokens)
-    for number, prompt in enumerate(prompts, 1):
-        if not prompt:
-            raise InputError(f"prompt {number} is empty; give at least one token of text")
-        if len(prompt) > max_context:
-            has = count_noun(len(prompt), "token")
-            raise InputError(f"prompt {number} has {has}, the cache holds {max_context}; raise --max-context")
-    if not prompts:
-        raise InputError("no prompt was given")

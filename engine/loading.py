@@ -1,4 +1,4 @@
-"""Load a session: model, tokenizer, executor, KV plan and what watches over the cache."""
+"""Load a session: model, tokenizer, executor, KV plan and guard."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.memory import resident_memory
 
 Room = Callable[[Tokenizer, ModelConfig], tuple[int, int]]
-"""How many sequences of how many tokens there are to be, by a model's tokenizer and shapes."""
+"""(sequences, tokens each) that the cache will hold, from a tokenizer and a config."""
 
 
 def load(
@@ -64,39 +64,32 @@ def load(
     """Load a model with its tokenizer, an executor and a KV plan.
 
     Args:
-        model: `tiny`, `random:SIZE`, a folder in Hugging Face format or a `.gguf` file (`~` is the home folder), or the Hub
-            id of a model that was downloaded before.
-        kv: a KV format, `k=NAME,v=NAME`, or a `KVSpec` for a tail, sinks or a plan file.
-        executor: who runs the forwards: auto, cuda, npu, cpu, onnx or reference. `auto` is the fastest of cuda, npu, cpu and
-            reference that this machine has, that reads the cache and that runs the model.
-        device: where the executor runs, its default unless given; cuda: cuda:N; npu: sim or npu:N; onnx: cpu, cuda or cann.
+        model: `tiny`, `random:SIZE`, a folder in Hugging Face format, a `.gguf` file (`~` is home), or the Hub id of a
+            downloaded model.
+        kv: a KV format, `k=NAME,v=NAME`, or a `KVSpec`.
+        executor: auto, cuda, npu, cpu, onnx or reference. `auto` is the fastest of this machine that reads the cache and runs
+            the model.
+        device: the executor's default unless given; cuda: cuda:N; npu: sim or npu:N; onnx: cpu, cuda or cann.
         dtype: float32 or bfloat16; the executor's default unless given (bfloat16 on cuda and npu, else float32).
-        layers: for `random:SIZE`, how many layers to build.
-        progress: called with (tensors done, tensors in all).
-        on_program: called with a program's name before it is compiled; an NPU's are, and that may take minutes.
-        ranks: run the model together with other processes, from `engine.ranks.join`; each holds a part of it.
-        balance: where channels of K or V are uneven, scale them by powers of two, and in the weights what meets them by the
-            inverse. The model computes the same, and a rotated cache loses less of it. False, or learned coordinates, leave
-            every channel as it is.
+        layers: for `random:SIZE`, the number of layers.
+        progress: called with (tensors done, tensors).
+        on_program: called with a program's name before it is compiled, which may take minutes on an NPU.
+        ranks: processes that run the model together, from `engine.ranks.join`.
+        balance: scale uneven channels of K and V by powers of two, and weights by the inverse. The model stays the same; a
+            rotated cache loses less.
         allow_collapse: warn where text from this cache would be garbage, instead of refusing.
-        on_warning: called with a sentence if layers were balanced, and if text will suffer; a Python warning unless given.
-        draft: guess tokens ahead and check them together: `ngram`, `mtp`, a smaller model of the same tokenizer, or a
-            `DraftSpec` for how many and in which cache. Text is distributed as without.
-        keep_blocks: keep the quantised weights of a GGUF file in memory as the file has them. Unless given, those are kept
-            that the executor multiplies with: on `cpu`, `cuda` and `onnx` nearly all, which is fastest. True keeps all:
-            whoever cannot multiply with them restores them at each product, slowly, or (cuda, npu and onnx) as they load.
-            False restores all as they load.
-        activation_bits: 8 lets `cpu` round what it multiplies with quantised weights to 8 bits, as llama.cpp does: faster on
-            a CPU with VNNI, and less exact.
-        mmap: True leaves weights in the file's pages where they need no conversion: programs share them, and the system may
-            drop them. False copies them into memory of this process, from which `cpu` reads a tenth faster. Unless given,
-            `cpu` copies them where twice their bytes are free.
-        room: of the tokenizer and the shapes, how many sequences of how many tokens the cache will be asked for. Their bytes
-            count as well when a model is refused that has no room here. Unless given, one sequence of one block.
+        on_warning: called with a sentence if layers were balanced, or text will suffer; a Python warning unless given.
+        draft: `ngram`, `mtp`, a smaller model of the same tokenizer, or a `DraftSpec`.
+        keep_blocks: keep quantized weights of a GGUF file in blocks. Unless given, those that the executor multiplies with.
+            True keeps all: other executors restore them at each product, slowly, or at load (cuda, npu, onnx). False restores
+            all at load.
+        activation_bits: 8 lets `cpu` round activations to 8 bits for quantized weights: faster with VNNI, less exact.
+        mmap: True leaves weights in the file's pages. False copies them, which `cpu` reads a tenth faster. Unless given, `cpu`
+            copies where twice their bytes are free.
+        room: sequences and tokens that the cache will hold, counted when memory is checked; else one sequence of one block.
     Raises:
-        InputError: the machine has no room for its weights, the cache and what a forward computes with; the sum is said.
-        InputError: by its weights, text from this cache would be garbage; it names the layers and says what to use instead.
-        InputError: one of these does not exist, or they do not fit together.
+        InputError: no room for weights, cache and activations; text from this cache would be garbage; or a name that does not
+            exist or does not fit.
     """
     spec, name = KVSpec(kv) if isinstance(kv, str) else kv, str(model)
     began = time.perf_counter()
@@ -150,7 +143,7 @@ def load(
 
 
 def _model_sampling(name: str) -> Mapping[str, Any]:
-    """What a model says of sampling; what is out of range is refused by the name of the file that says so."""
+    """Sampling settings of a model; an invalid one is refused by its file's name."""
     generation: Mapping[str, Any] = generation_settings(name)
     try:
         Sampling(**generation)
@@ -163,7 +156,6 @@ def _model_sampling(name: str) -> Mapping[str, Any]:
 def _say_restored(
     model: str, executor: str, block_types: KeptBlocks, memory_bytes: int, in_file: int, on_warning: Callable[[str], object]
 ) -> None:
-    """Warn where an executor restores quantised weights that a file has, and they take more bytes than there."""
     if (types := restored_types(model, block_types)) and memory_bytes > in_file:
         sizes = f"{memory_bytes / 2**30:,.2f} GiB in place of {in_file / 2**30:,.2f}"
         on_warning(f"{executor} restores quantised weights as they load ({', '.join(types)}): {sizes}")
@@ -172,11 +164,7 @@ def _say_restored(
 def _balance_model(
     model: DecoderModel, plan: KVPlan, spec: KVSpec, balance: bool, ranks: Ranks, on_warning: Callable[[str], object]
 ) -> tuple[balancing.BalancedModel, str]:
-    """A model as a session runs it, and the fingerprint of its weights as they are then; of a rank's parts of them "".
-
-    Raises:
-        InputError: learned coordinates are of other weights.
-    """
+    """The model as a session runs it, and the fingerprint of its weights; "" for a rank's part."""
     mark = fingerprint(model.weights.named()) if ranks.size == 1 else ""
     spec.require_weights(mark or spec.weights)
     balance_result = balanced_for(model, plan, spec, balance)
@@ -189,7 +177,7 @@ def _balance_model(
 
 
 def require_rounding(bits: int, name: str, model: str | Path, block_types: KeptBlocks) -> None:
-    """Refuse activation bits other than 16 where no kernel rounds to them: 8 is for `cpu` and weights in blocks."""
+    """Refuse activation bits other than 16 where no kernel rounds: 8 is for `cpu` and weights in blocks."""
     if bits not in (8, 16):
         raise InputError(f"activations have 16 or 8 bits where they meet quantised weights, not {bits}")
     if bits == 16:

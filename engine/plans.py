@@ -1,4 +1,4 @@
-"""The KV plan that a spec means for a model, the model as that plan wants it, and the memory that both take."""
+"""The KV plan of a spec for a model, the model balanced for it, and the memory that both take."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 from haarkv.tq_ops.memory import require_memory
 
 WORTH_SAYING = 2.0
-"""A layer's error must shrink by this factor for balance to be mentioned; nobody would notice a smaller gain."""
+"""Factor by which a layer's error must shrink for balance to be mentioned."""
 TAIL, SINKS = 124, 4
-"""Newest and first tokens that a cache keeps in BF16 where nobody says otherwise."""
+"""Newest and first tokens in BF16 by default."""
 
 
 def default_spec(has_calibration: bool, context: int = TAIL) -> KVSpec:
-    """The cache of a real model where no format is named: with learned coordinates of its keys, and without."""
+    """The default cache of a real model, with learned keys or without."""
     return KVSpec("k=lr4,v=tq4" if has_calibration else "k=tq6,v=tq4", min(TAIL, context), min(SINKS, context))
 
 
 def shape_signature(config: ModelConfig) -> ModelShape:
-    """What stored files name a model by."""
+    """The shape by which stored files identify a model."""
     declaration = json.dumps(config.declaration(), sort_keys=True)
     return ModelShape(
         config.kv_shapes, config.hidden_size, config.vocab_size, tuple(config.state_shapes.items()), declaration
@@ -43,10 +43,8 @@ def shape_signature(config: ModelConfig) -> ModelShape:
 
 
 def declaration_in(settings: Mapping[str, Any]) -> str:
-    """`ModelShape.declaration` of a model that another library runs; "" of one that is not built here.
-
-    Args:
-        settings: the entries of its `config.json`, as that library has them now.
+    """`ModelShape.declaration` of a model that another library runs, from the entries of its `config.json`; "" if unknown
+    here.
     """
     try:
         return shape_signature(parse_config(Path("config.json"), settings)).declaration
@@ -55,7 +53,7 @@ def declaration_in(settings: Mapping[str, Any]) -> str:
 
 
 def plan_for(spec: KVSpec, config: ModelConfig, split: Split | None = None) -> KVPlan:
-    """The KV plan that a spec means for a model, which it must fit; with `split`, of the plan for a rank's KV heads."""
+    """The KV plan of a spec for a model, which it must fit; with `split`, for a rank's KV heads."""
     if (longest := max(spec.tail or 0, spec.sink)) > config.max_position_embeddings:
         raise InputError(
             f"a tail or sink of {longest:,} tokens is longer than this model's context of {config.max_position_embeddings:,}; "
@@ -67,7 +65,7 @@ def plan_for(spec: KVSpec, config: ModelConfig, split: Split | None = None) -> K
 
 
 def balanced_for(model: DecoderModel, plan: KVPlan, spec: KVSpec, balance: bool = True) -> balancing.BalancedModel:
-    """A model as a session runs it: balanced where its cache loses something and knows no learned coordinates."""
+    """The model as a session runs it: balanced where its cache is lossy and has no learned coordinates."""
     return balancing.balance(model, balancing.where_lossy(plan, balance and spec.calibration is None))
 
 
@@ -81,12 +79,12 @@ def worth_saying(uneven: Sequence[balancing.Uneven]) -> bool:
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes of a loaded model with an allocated cache, and what a forward computes with.
+    """Bytes of a loaded model with its cache.
 
     Attributes:
-        weights: of the model; a head tied to the embedding counts once.
-        kv: of the cache: whole blocks, the tokens that stay in BF16, and states.
-        work: about what the widest layer makes of the tokens that come at once.
+        weights: of the model; a tied head counts once.
+        kv: whole blocks, tokens in BF16, and states.
+        work: about what the widest layer's activations take.
     """
 
     weights: WeightBytes
@@ -95,12 +93,12 @@ class MemoryNeed:
 
     @property
     def private(self) -> int:
-        """What the process must have, whatever the system drops of the file's pages."""
+        """Memory of the process itself, without pages of the file."""
         return self.weights.private + self.kv + self.work
 
     @property
     def total(self) -> int:
-        """All that is computed with: the process's own, and the file's pages that are read at each step."""
+        """`private` and the file's pages that every step reads."""
         return self.private + self.weights.mapped
 
     def describe(self) -> str:
@@ -123,14 +121,15 @@ class MemoryNeed:
 
 
 def memory_need(config: ModelConfig, plan: KVPlan, tokens: int, weights: WeightBytes, sequences: int = 1) -> MemoryNeed:
-    """What sequences of `tokens` each take beside a model's weights."""
+    """Memory for `sequences` of `tokens` each."""
     kv = cache_bytes(plan, tokens, config.kv_shapes, sequences, config.state_bytes)
     return MemoryNeed(weights, kv, work_bytes(config, sequences * min(tokens, PREFILL_CHUNK), sequences))
 
 
 def pays_from(config: ModelConfig, plan: KVPlan) -> int | None:
-    """Tokens of the shortest text, in whole blocks, whose cache is smaller than one in bf16: tokens that a plan keeps in BF16
-    take their room beside the packed ones, however short the text. None where no text of this model is long enough."""
+    """Tokens of the shortest text, in whole blocks, whose cache is smaller than in bf16, tokens kept in BF16 included; None if
+    none is.
+    """
     bf16, most = KVSpec("bf16").plan(config.num_layers), config.max_position_embeddings
     lengths = range(BLOCK_SIZE, most + BLOCK_SIZE, BLOCK_SIZE)
 
@@ -144,6 +143,6 @@ def pays_from(config: ModelConfig, plan: KVPlan) -> int | None:
 
 
 def longest_context(config: ModelConfig, plan: KVPlan, memory: int, weights: WeightBytes, sequences: int = 1) -> int:
-    """The most tokens of each sequence that `memory` has room for, as `memory_need` counts, in whole blocks; at least 0."""
+    """Tokens of each sequence that fit into `memory`, in whole blocks."""
     room = memory - memory_need(config, plan, PREFILL_CHUNK, weights, sequences).work - weights.total
     return tokens_that_fit(plan, room, config.kv_shapes, sequences, config.state_bytes)

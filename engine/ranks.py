@@ -1,7 +1,4 @@
-"""Ranks over `torch.distributed`: gloo between CPUs, NCCL between NVIDIA GPUs.
-
-NCCL was never tried: no machine with two GPUs was at hand.
-"""
+"""Ranks over `torch.distributed`: gloo between CPUs, NCCL between NVIDIA GPUs. NCCL was never tried."""
 
 from __future__ import annotations
 
@@ -23,54 +20,31 @@ from haarkv.tq_ops.memory import mapped_memory, peak_memory
 T = TypeVar("T")
 
 TIMEOUT_S = 600
-"""How long a rank waits for another, unless told otherwise; and always, for the others to have started."""
+"""Seconds a rank waits for another by default; also, at least, for all to start."""
 _HOST = torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class Place:
-    """One rank among those that a command started on this machine.
-
-    Attributes:
-        meeting: a file in a folder that all ranks see, where they find each other.
-    """
-
-    rank: int
-    size: int
-    meeting: str
-
-
 @contextmanager
-def join(size: int | None = None, place: Place | None = None, timeout_s: float = TIMEOUT_S) -> Iterator[Ranks]:
-    """Be one of several ranks for a while.
+def join(size: int | None = None, timeout_s: float = TIMEOUT_S) -> Iterator[Ranks]:
+    """Join the ranks that torchrun started.
 
     Args:
-        size: ranks that there must be; as many as torchrun started unless given.
-        place: of this process among ranks that a command started; None if torchrun did.
-        timeout_s: seconds to wait for another rank, once all have met, before giving up.
+        size: required number of ranks; torchrun's unless given.
+        timeout_s: seconds to wait for another rank once all have met.
     Raises:
-        InputError: torchrun started another number of ranks, or this torch knows no ranks.
+        InputError: torchrun started another number, or none, or torch has no torch.distributed.
         RankLostError: another rank does not come.
     """
     if not distributed.is_available():
         raise InputError("this torch was built without torch.distributed; leave out --tensor-parallel")
-    to_start = timedelta(seconds=max(timeout_s, TIMEOUT_S))
     with _lost_rank_errors(timeout_s):
-        if place is None:
-            try:
-                distributed.init_process_group("gloo", timeout=to_start)
-            except ValueError:  # none of torchrun's variables
-                raise InputError("start this script with torchrun, as torchrun --nproc-per-node 2 SCRIPT") from None
-        else:
-            distributed.init_process_group(
-                "gloo", init_method=f"file://{place.meeting}", rank=place.rank, world_size=place.size, timeout=to_start
-            )
+        try:
+            distributed.init_process_group("gloo", timeout=timedelta(seconds=max(timeout_s, TIMEOUT_S)))
+        except ValueError:  # none of torchrun's variables
+            raise InputError("start this script with torchrun, as torchrun --nproc-per-node 2 SCRIPT") from None
     world_size = distributed.get_world_size()
     if size is not None and size != world_size:
         raise InputError(f"--tensor-parallel is {size}, and torchrun started {world_size} ranks; make them equal")
-    if place is not None:
-        # Else each would take all cores. torchrun gives its ranks one thread.
-        torch.set_num_threads(max(1, torch.get_num_threads() // place.size))
     local = distributed.get_node_local_rank(fallback_rank=distributed.get_rank())
     ranks = _TorchRanks(distributed.get_rank(), world_size, local, timeout_s)
     yield ranks
@@ -85,8 +59,6 @@ def started_by_torchrun() -> bool:
 
 
 class _TorchRanks:
-    """Ranks that met; see `Ranks`."""
-
     def __init__(self, rank: int, size: int, local: int, timeout_s: float) -> None:
         self.rank, self.size, self.local = rank, size, local
         self._timeout_s = timeout_s
@@ -123,7 +95,7 @@ class _TorchRanks:
         return boxes or []
 
     def _group(self, device: torch.device) -> Any:
-        """The ranks' group for tensors of a device; made when it is first needed, by all ranks at the same call."""
+        """The ranks' group for a device; created on first use, by all ranks at the same call."""
         if device.type not in self._groups:
             if device.type != "cpu":
                 getattr(torch, device.type).set_device(device)
@@ -135,7 +107,6 @@ class _TorchRanks:
 
 @contextmanager
 def _lost_rank_errors(timeout_s: float) -> Iterator[None]:
-    """Say in one line what the backends say in many."""
     try:
         yield
     except RuntimeError as error:
@@ -149,13 +120,12 @@ def _lost_rank_errors(timeout_s: float) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """What one rank holds.
+    """Bytes of one rank.
 
     Attributes:
-        peak: the most that its process had at a time; on a GPU, of the device's memory. It counts all of torch, and
-            those pages of a checkpoint that were read.
-        mapped: of it, pages of the checkpoint that are there now; the system may drop them.
-        predicted: what `peak` was to be, counted before the weights were read; 0 where it was not.
+        peak: of its process, with torch and pages of the checkpoint; on a GPU, of device memory.
+        mapped: pages of the checkpoint in `peak`, which the system may drop.
+        predicted: `peak` as predicted before the weights were read, or 0.
     """
 
     rank: int
@@ -166,7 +136,7 @@ class RankMemory:
     predicted: int = 0
 
     def describe(self) -> str:
-        """What a process on the host had, in words."""
+        """Peak memory of a process on the host, in words."""
         mapped_note = f", {self.mapped / 2**30:,.2f} of it pages of the model's file" if self.mapped else ""
         predicted_note = f"; {self.predicted / 2**30:,.2f} predicted" if self.predicted else ""
         return f"{self.peak / 2**30:,.2f} GiB at most{mapped_note}{predicted_note}"
@@ -175,7 +145,7 @@ class RankMemory:
 def memory_here(
     ranks: Ranks, device: torch.device, weights: int, kv: int, files: Sequence[Path] = (), predicted_bytes: int = 0
 ) -> RankMemory:
-    """What this rank holds; `peak` and `mapped` are measured now."""
+    """This rank's bytes; `peak` and `mapped` are measured now."""
     if device.type != "cpu":
         return RankMemory(ranks.rank, weights, kv, int(getattr(torch, device.type).max_memory_allocated(device)))
     return RankMemory(ranks.rank, weights, kv, peak_memory(), mapped_memory(files), predicted_bytes)

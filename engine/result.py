@@ -1,4 +1,4 @@
-"""What `Session.generate` gives back: texts, and what they cost; and one text that is taken piece by piece as it comes."""
+"""The result of `Session.generate`: texts and cost; and a stream of one text."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from queue import SimpleQueue
 from reprlib import Repr
 from typing import Any
 
-from haarkv.engine.draft_pace import Pace
-from haarkv.engine.drafts import DraftSource
+from haarkv.engine.drafts import DraftSource, Pace
 from haarkv.engine.generation import Completion, OnPrefill, Timing
 from haarkv.engine.ranks import RankMemory
 from haarkv.engine.sampling import Sampling
@@ -27,13 +26,12 @@ _REPR.maxstring = 60
 
 @dataclass(frozen=True)
 class KVUsage:
-    """What the KV cache of a run cost, on all ranks together.
+    """Cost of a run's KV cache, all ranks together.
 
     Attributes:
-        format: the KV plan in words; of a plain one as `--kv` takes it.
-        bytes_per_token: what one more token takes: K and V of all layers and heads with their scales; tokens kept in BF16
-            are not counted.
-        bf16_bytes: what the same slots would take in bf16.
+        format: the plan in words; a plain one as `--kv` takes it.
+        bytes_per_token: of one more packed token: K and V of all layers and heads, scales included.
+        bf16_bytes: bytes of the same slots in bf16.
     """
 
     format: str
@@ -44,15 +42,13 @@ class KVUsage:
 
 @dataclass(frozen=True)
 class DraftReport:
-    """Acceptance and gain of a draft, as the cost line has them.
+    """Acceptance and gain of a draft.
 
     Attributes:
-        most: tokens that it might draft a step.
-        tokens_per_step: new tokens a decode step and sequence, the model's own among them.
-        ms_per_token: of all decode steps, with drafting.
-        plain_ms_per_token: median of the steps in which the draft had nothing to say; None if no step was plain.
-        same_text: greedy text is that without drafts, token for token. Else the executor's sums change with the batch, and
-            where two tokens nearly tie, either may come.
+        most: drafted tokens a step at most.
+        tokens_per_step: new tokens a decode step and sequence, the model's own included.
+        plain_ms_per_token: median over steps without drafts; None without such a step.
+        same_text: whether greedy text equals that without drafts. Else sums change with the batch, and near ties may flip.
     """
 
     name: str
@@ -70,12 +66,12 @@ class DraftReport:
 
     @property
     def acceptance(self) -> float | None:
-        """Share of the drafted tokens that the model took; None if none was drafted."""
+        """Accepted share of the drafted tokens."""
         return self.accepted / self.proposed if self.proposed else None
 
     @property
     def speed_up(self) -> float | None:
-        """How many times as fast decode steps give tokens as those without drafts; None if none was without."""
+        """Plain ms a token over ms a token with drafts."""
         plain, ours = self.plain_ms_per_token, self.ms_per_token
         return plain / ours if plain and ours else None
 
@@ -109,7 +105,7 @@ class DraftReport:
 def draft_report(
     source: DraftSource, most: int, timing: Timing, executor: Executor, plan: KVPlan, sequences: int, max_context: int
 ) -> DraftReport:
-    """What a draft did at one length of sequences, where it might draft `most` tokens a step."""
+    """A draft's report for one batch; `most` drafted tokens a step."""
     pace, tokens = timing.drafts or Pace(most, source.experience), timing.decode_tokens
     return DraftReport(
         name=source.name, most=most, proposed=pace.proposed, accepted=pace.accepted,
@@ -127,8 +123,8 @@ class Result:
     """Texts and cost of one `Session.generate`.
 
     Attributes:
-        ranks: what each rank holds, on rank 0; elsewhere nothing.
-        stored: the sequences as they are stored, prompt and text, if they were to be kept.
+        ranks: memory of each rank, on rank 0; empty elsewhere.
+        stored: sequences as stored, with `keep`.
     """
 
     texts: list[str]
@@ -148,14 +144,12 @@ class Result:
 
 # -- Text as it comes ----------------------------------------------------------------------------------------------------
 class Stream(Iterator[str]):
-    """The pieces of one text, as they become certain; they add up to it.
+    """The pieces of one text, as they become certain.
 
-    The model runs ahead in a thread of its own. Leaving the loop, or `close`, stops it within a token, or a chunk
-    of the prompt.
+    The model runs ahead in a thread. Leaving the loop, or `close`, stops it within a token, or a chunk of the prompt.
 
     Attributes:
-        result: text and cost, once the last piece was taken or the stream was closed; None before, and where it was closed
-            in the prompt.
+        result: text and cost once the stream has ended or was closed; None before, and if closed during the prompt.
     """
 
     def __init__(self, generate: Callable[..., Result], on_prefill: OnPrefill | None = None) -> None:
@@ -170,12 +164,11 @@ class Stream(Iterator[str]):
         return next(self._pieces)
 
     def close(self) -> None:
-        """Stop the model; `result` has all that it has written, and with `keep` the sequence goes on from there."""
+        """Stop the model; `result` has what it has written."""
         self._pieces.close()
 
 
-class _LeftError(Exception):
-    """No more pieces will be taken."""
+class _LeftError(Exception): ...
 
 
 def _pieces(

@@ -1,4 +1,4 @@
-"""Choosing the next token from logits."""
+"""Choose the next token from logits."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _FIRST_SORTED, _GROWTH = 256, 16  # tokens sorted at first, and how many times m
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn. The filters apply in this order: repetition penalty, temperature, top-k, top-p, min-p.
+    """How the next token is drawn. Filters in order: repetition penalty, temperature, top-k, top-p, min-p.
 
     Attributes:
         temperature: 0 takes the most likely token.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the fewest tokens whose probability reaches p.
-        seed: of the first sequence, in 0 … 2**62; sequence i draws from `seed + i`, whatever else runs beside it.
+        seed: in 0 … 2**62; sequence i draws from `seed + i`, independent of the batch.
         min_p: keep tokens at least p times as likely as the most likely one; 0 keeps all.
-        repetition_penalty: divides the positive logits of tokens in the prompt or text so far, and multiplies the negative
-            ones; 1 changes nothing. In [0.001, 1000]. Applies at temperature 0 too.
+        repetition_penalty: divides positive logits of tokens seen so far, multiplies negative ones; in [0.001, 1000], 1 is
+            off. Applies at temperature 0 too.
     Raises:
-        InputError: a value outside its range, or no number.
+        InputError: a value out of range, or no number.
     """
 
     temperature: float = 0.0
@@ -60,7 +60,7 @@ class Sampling:
 
 
 class SamplingSettings(TypedDict, total=False):
-    """Some of what `Sampling` says, by the same names."""
+    """Some fields of `Sampling`."""
 
     temperature: float
     top_k: int
@@ -71,11 +71,7 @@ class SamplingSettings(TypedDict, total=False):
 
 
 def require_drawn(defaults: Mapping[str, Any], request: Mapping[str, Any]) -> None:
-    """Refuse filters that would do nothing: the likeliest token is taken unless a temperature says otherwise.
-
-    Args:
-        request: those that somebody asked for. Who asks for temperature 0 knows.
-    """
+    """Refuse filters in `request` that do nothing because decoding is greedy."""
     if "temperature" in request or defaults.get("temperature"):
         return
     neutral = Sampling()
@@ -86,18 +82,17 @@ def require_drawn(defaults: Mapping[str, Any], request: Mapping[str, Any]) -> No
 
 
 class BatchSampler:
-    """Draws the next tokens of several sequences at once, where their logits are: of a GPU, without waiting for it.
+    """Draws the next tokens of several sequences on the logits' device, without waiting for a GPU.
 
-    A token is drawn with one random number u in [0, 1): the first whose weights and those before it add up to more than u of
-    all. The order is that of the ids, or with a filter from the most likely token down, of equal ones the lower id first.
-    Random numbers come of the CPU's generators, weights and sums are FP64 on every device: the same logits draw the same token
-    wherever they are, but for a u within about 1e-13 of a token's end.
+    A token is drawn with one random number u in [0, 1): the first whose cumulative weight exceeds u of the total. The order is
+    that of ids, or with a filter from the most likely token down, ties by lower id. Random numbers come from CPU generators,
+    weights and sums are FP64: equal logits draw the same token on every device, but for u within about 1e-13 of a boundary.
 
     Args:
-        prompts: token ids of each sequence, which a repetition penalty counts as said.
-        first: number of the first sequence among those generated together: sequence i draws from `seed + first + i`.
-        drafts: it draws what is then judged, with random numbers that have nothing to do with the judge's.
-        unused_ids: rows of the vocabulary that stand for no token; none is drawn.
+        prompts: token ids of each sequence, for the repetition penalty.
+        first: number of the first sequence: sequence i draws from `seed + first + i`.
+        drafts: use random numbers independent of the target's.
+        unused_ids: vocabulary rows that are no tokens; never drawn.
     """
 
     def __init__(
@@ -112,11 +107,11 @@ class BatchSampler:
 
     @property
     def is_pure_greedy(self) -> bool:
-        """Whether a token depends on its logits alone: greedy, and without a penalty."""
+        """Whether a token depends on its logits alone."""
         return self._sampling.temperature == 0 and self._sampling.repetition_penalty == 1
 
     def best(self, logits: Tensor) -> Tensor:
-        """The most likely token of each row of logits [n, vocab] as they are: [n] int64; the lowest id wins a tie."""
+        """[n] int64, the argmax of logits [n, vocab]; the lowest id wins a tie."""
         return _lowest_of_largest(self._at_hand(logits))
 
     def uniform(self, row: int) -> float:
@@ -124,7 +119,7 @@ class BatchSampler:
         return float(torch.rand((), dtype=torch.float64, generator=self._generators[row]))
 
     def draw(self, weights: Tensor, row: int) -> int:
-        """Draw the next token of a sequence by weights [vocab] fp64, instead of by logits."""
+        """Draw a sequence's next token by weights [vocab] fp64."""
         sums = weights.cumsum(-1)
         place = torch.searchsorted(sums, sums[-1:] * self.uniform(row), right=True)
         token = int(_last_with_weight(weights.unsqueeze(0), place.unsqueeze(0)))
@@ -132,12 +127,41 @@ class BatchSampler:
         return token
 
     def say(self, row: int, token: int) -> None:
-        """Count a token as said in a sequence, which was not drawn here."""
+        """Count a token that was not drawn here as seen."""
         if self._seen_tokens is not None:
             self._seen_tokens[row, token] = True
 
+    def accept(self, logits: Tensor, row: int, token_ids: Sequence[int], probabilities: Sequence[Tensor] | None) -> list[int]:
+        """Drafted tokens that the model accepts, then one of the model's own.
+
+        Args:
+            logits: [n + 1, vocab] fp32, before each of n drafted tokens and after the last.
+            probabilities: n distributions [vocab] fp64 that the tokens were drawn from; None if they are certain.
+        """
+        accepted: list[int] = []
+        for index, token in enumerate(token_ids):
+            before = logits[index : index + 1]
+            if probabilities is None:
+                # A draw that hits a certain token takes it with p; one that misses is distributed as p without it.
+                choice = int(self.next(before, [row]))
+            else:
+                choice = self._accept_or_replace(before, row, token, probabilities[index])
+            accepted.append(choice)
+            if choice != token:
+                return accepted
+        return [*accepted, int(self.next(logits[-1:], [row]))]
+
+    def _accept_or_replace(self, logits: Tensor, row: int, token: int, q: Tensor) -> int:
+        p = self.probabilities(logits, [row])[0]
+        if self.uniform(row) * float(q[token]) < float(p[token]):
+            self.say(row, token)
+            return token
+        rest = (p - q.to(p.device)).clamp(min=0)
+        # Where p and q are equal, only rounding can lead here.
+        return self.draw(rest if bool(rest.any()) else p, row)
+
     def begin_again(self, row: int, text: Sequence[int]) -> None:
-        """Count the tokens of this text as said in a sequence, and no others."""
+        """Reset a sequence's seen tokens to this text."""
         if self._seen_tokens is None:
             self._prompts[row] = text
         else:
@@ -145,11 +169,10 @@ class BatchSampler:
             self._seen_tokens[row, torch.tensor(text, device=self._seen_tokens.device)] = True
 
     def next(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
-        """Draw one token for each of some sequences; the lowest id wins a tie when greedy.
+        """Draw one token for each sequence in `rows` (distinct).
 
         Args:
             logits: [n, vocab] fp32, finite.
-            rows: which sequences they are of, n different ones.
         Returns:
             [n] int64 ids, on the logits' device if that is a GPU, else on the CPU.
         """
@@ -166,11 +189,8 @@ class BatchSampler:
         return tokens
 
     def probabilities(self, logits: Tensor, rows: Sequence[int] | None = None) -> Tensor:
-        """The probability [n, vocab] fp64 with which `next` draws each token of some sequences at a temperature above 0.
-
-        Args:
-            logits: [n, vocab] fp32.
-            rows: which sequences they are of; all of them unless given.
+        """Probabilities [n, vocab] fp64 with which `next` draws, for logits [n, vocab] fp32 of `rows` (None: all); temperature
+        above 0.
         """
         logits = self._at_hand(logits)
         at = slice(None) if rows is None else upload(torch.tensor(rows), logits.device)
@@ -179,7 +199,7 @@ class BatchSampler:
         return torch.cat([zeros.scatter(1, ids, w / w.sum(-1, keepdim=True)) for zeros, ids, w in parts])
 
     def _at_hand(self, logits: Tensor) -> Tensor:
-        """Logits where they can be sampled, on a GPU, which has FP64, or on the CPU; -inf of what stands for no token."""
+        """Logits on a GPU or the CPU, -inf for unused ids."""
         logits = logits if logits.is_cuda else logits.cpu()
         if not len(self._unused):
             return logits
@@ -208,10 +228,10 @@ class BatchSampler:
         return torch.cat(token_parts)
 
     def _candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids [n, m] in the order in which tokens are drawn, and weights [n, m] fp64, 0 of those that may not be.
+        """Ids [n, m] in drawing order, and weights [n, m] fp64, 0 if filtered.
 
-        The filters keep the head of the sorted vocabulary, mostly few tokens, so on the CPU only about as many are sorted,
-        until one is not kept. A GPU would have to wait to know: it sorts all.
+        Filters keep few tokens, so the CPU sorts a growing part until one is dropped. A GPU would have to wait for that: it
+        sorts all.
         """
         sampling, vocab = self._sampling, logits.shape[1]
         largest = logits.amax(-1, keepdim=True).double()
@@ -235,7 +255,7 @@ class BatchSampler:
             size *= _GROWTH
 
     def _filter(self, weights: Tensor, total: Tensor | None) -> Tensor:
-        """Weights [n, m] in descending order, those that top-p and min-p drop set to 0; `total` [n, 1] is of all tokens."""
+        """Weights [n, m] in descending order, 0 where top-p or min-p drop; `total` [n, 1] is over all tokens."""
         # A token stays while the mass before it has not reached p; the first always stays.
         before = weights.cumsum(-1) - weights
         mass = weights.sum(-1, keepdim=True) if total is None else total
@@ -244,7 +264,7 @@ class BatchSampler:
 
 
 def _draft_seed(seed: int) -> int:
-    """Another seed. A generator looks at 32 bits of it, so that adding a large number would change nothing."""
+    """A derived seed. A generator uses 32 bits of it, so that adding a large number would change nothing."""
     return int.from_bytes(hashlib.sha256(f"draft {seed}".encode()).digest()[:8], "little")
 
 
@@ -254,16 +274,13 @@ def _parts(batch: Tensor) -> tuple[Tensor, ...]:
 
 
 def _last_with_weight(weights: Tensor, place: Tensor) -> Tensor:
-    """[n, 1] int64, the last token at or before `place` that has weight, which is `place` itself but for rounding.
-
-    A GPU adds up `weights` [n, m] in parallel, so a sum may exceed the one before it though nothing was added.
-    """
+    """[n, 1] int64, the last token at or before `place` with weight: a GPU's parallel sums may move `place` by rounding."""
     index = torch.arange(weights.shape[1], device=weights.device)
     return torch.where((weights > 0) & (index <= place), index, 0).amax(-1, keepdim=True)
 
 
 def _lowest_of_largest(logits: Tensor) -> Tensor:
-    """[n] int64, the first of the largest logits of each row [n, vocab]. Not argmax, of which a GPU promises no order."""
+    """[n] int64, the first of the largest logits; argmax promises no order on a GPU."""
     if not logits.is_cuda:
         # NumPy promises the first, and wakes no threads that would spin into the next step.
         return torch.from_numpy(logits.numpy().argmax(-1))
@@ -273,9 +290,9 @@ def _lowest_of_largest(logits: Tensor) -> Tensor:
 
 
 def _head(logits: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The `size` largest logits and those equal to the last of them, in descending order, and their ids, both [n, m].
+    """The `size` largest logits and ties with the last, descending, and their ids, both [n, m]; ties by lower id.
 
-    Of equal ones the lower id comes first. All of the vocabulary if `size` is as large; else `logits` is one row, on the CPU.
+    All of the vocabulary if `size` is as large; else `logits` is one row on the CPU.
     """
     if size >= logits.shape[1]:
         values, ids = logits.sort(dim=-1, descending=True, stable=True)

@@ -1,4 +1,4 @@
-"""A loaded model that is ready to generate: `engine.loading.load` makes one."""
+"""A loaded model, ready to generate; `engine.loading.load` makes one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Unpack
 
 from haarkv.engine.collapse import Guard
 from haarkv.engine.drafts import DraftSource
-from haarkv.engine.generation import OnPrefill, generate, tail_chunk
+from haarkv.engine.generation import GenerationRequest, OnPrefill, generate, tail_chunk
 from haarkv.engine.plans import memory_need, shape_signature
 from haarkv.engine.ranks import memory_here
 from haarkv.engine.result import KVUsage, Result, Stream, draft_report
@@ -39,12 +39,11 @@ from haarkv.tq_ops.text import count_noun
 
 @dataclass(frozen=True)
 class LoadRecord:
-    """What was known of a model's memory before its weights were read, and how long it took.
+    """Memory counted before the weights were read, and the time to load.
 
     Attributes:
-        weights: that were about to be read.
-        before: bytes that the process had, with torch, its code and the tokenizer.
-        restored_bytes: bytes of blocks that were restored at a time to see how even channels are.
+        before: bytes of the process, with torch, code and tokenizer.
+        restored_bytes: blocks dequantized at a time to measure channels.
         seconds: until the model was ready.
     """
 
@@ -58,20 +57,18 @@ class LoadRecord:
 class Session:
     """A loaded model, ready to generate; `tq.load` returns one.
 
-    Threads may share it: they generate one after the other. A process that was forked after the model was loaded cannot use
-    it, for the threads that compute are not forked with it.
+    Threads may share it: they generate one after the other. A process forked after loading cannot use it, for compute threads
+    do not survive a fork.
 
     Attributes:
-        generation: what its `generation_config.json` says of sampling, by the names of `Sampling`; empty: greedy.
-        passed_over: the fastest executor here, and why `auto` did not take it; "" if it did, or was not asked.
-        ranks: who runs the model together. Of several, `config`, `executor` and caches are of this rank's part, and all must
-            make the same calls; each gets the whole result.
-        load_record: what was counted before they were read, and the time it took; None counts nothing.
-        uneven: the layers whose K or V was balanced as the model was loaded.
-        guard: looks for K and V that the cache would lose; None looks for nothing.
-        weights: fingerprint of the weights as they are here; stored sequences belong to them.
-        draft: guesses tokens ahead for the model to check; None generates one by one.
-        draft_tokens: so many a step at most.
+        generation: sampling settings of its `generation_config.json`; empty: greedy.
+        passed_over: a faster executor, and why `auto` did not take it; "" otherwise.
+        ranks: processes that run the model together. `config`, `executor` and caches are then this rank's part; all ranks must
+            make the same calls, and each gets the whole result.
+        uneven: layers whose K or V was balanced at load.
+        guard: judges whether text from this cache would be garbage; None judges nothing.
+        weights: fingerprint of the loaded weights, which stored sequences name.
+        draft_tokens: most drafted tokens a step.
     """
 
     name: str
@@ -101,7 +98,7 @@ class Session:
         """An empty paged cache for `sequences` of up to `max_context` tokens, and its bookkeeping.
 
         Raises:
-            InputError: on this machine's own memory, it has no room; or the cache's learned keys hold for fewer tokens.
+            InputError: this machine's memory has no room for it, or learned keys hold for fewer tokens.
         """
         self.plan.require_context(max_context)
         self._require_room(sequences, max_context)
@@ -114,16 +111,16 @@ class Session:
         self, prompts: Sequence[str | Sequence[int]], *, chat: bool | None = None, system: str | None = None,
         template_args: Mapping[str, Any] | None = None, parse_special: bool = False,
     ) -> list[list[int]]:  # fmt: skip
-        """Token ids of prompts, as `engine.text.encode` makes them with this model's tokenizer and a `Chat` of the rest."""
+        """Token ids of prompts; see `engine.text.encode` and `engine.text.Chat`."""
         options = Chat(chat, system, template_args, parse_special)
         return encode(self.tokenizer, self.config.vocab_size, prompts, options)
 
     def sampling_with(self, **settings: Any) -> Sampling:
-        """The model's own sampling, with these settings in place of its own; None leaves a setting as it is.
+        """The model's own sampling with some settings replaced; None keeps a setting.
 
         Raises:
-            InputError: a value outside its range, or one that chooses among tokens where the likeliest is taken anyway.
-            TypeError: a name that `Sampling` does not have.
+            InputError: a value out of range, or a filter where decoding is greedy.
+            TypeError: an unknown setting.
         """
         require_arguments("Session.sampling_with", self.sampling_with, settings, SamplingSettings.__annotations__)
         overrides = {name: value for name, value in settings.items() if value is not None}
@@ -155,29 +152,23 @@ class Session:
             session.generate("import os", max_new_tokens=100, temperature=0.7, top_p=0.9)
 
         Args:
-            prompts: a text, or several; one of several may be given as its token ids.
-            stored: of an earlier `generate` with `keep`, or from `load_cache`. Where a prompt begins like it, what they
-                share is copied and not computed again. Without a prompt, the stored sequence itself goes on, as it is.
-            keep: give back the sequences as they are stored.
-            max_context: tokens of prompt and text that the cache can hold for each prompt; by default as many as are needed,
-                up to the model's own limit.
-            sampling: all of how tokens are drawn. Unless given, it is as the model's `generation_config.json` says, and greedy
-                if that says nothing.
-            settings: some of it, by the names of `Sampling`, in place of the model's own.
+            prompts: a text, or a list of texts and lists of token ids.
+            stored: a sequence from an earlier `generate` with `keep`, or from `load_cache`. A prompt's common prefix with it
+                is copied, not computed. Without a prompt, the stored sequence itself goes on.
+            keep: return the sequences as stored.
+            max_context: tokens of prompt and text that the cache holds for each prompt; by default as many as needed, up to
+                the model's limit.
+            sampling: replaces the model's own sampling settings; `settings` replace some of them.
             stop: a text ends before the first of these strings.
             chat, system, template_args, parse_special: as in `encode`.
-            on_prefill: called with (prompt tokens stored, prompt tokens in all) before the prefill and as it goes on.
-            on_token: called with (index of the prompt, token) as tokens come; True ends that text there, as a stop does.
-            on_text: called with (index of the prompt, text) as text becomes certain; the pieces add up to the text.
-            on_warning: called with a sentence before the prefill if the context will cut a text short, and in the first
-                prefill if the cache loses what text suffers from; the latter is a Python warning unless this is given.
+            on_prefill: called with (prompt tokens stored, prompt tokens) before the prefill and during it.
+            on_token: called with (prompt index, token); True ends that text, as a stop string does.
+            on_text: called with (prompt index, text) as text becomes certain; the pieces add up to the text.
+            on_warning: called if the context will cut a text short, or the cache loses too much; Python warnings unless given.
         Raises:
-            InputError: the first tokens show that text from this cache would be garbage (see `load`).
-            InputError: this process was forked after the model was loaded.
-            InputError: no prompt, or one that is empty, neither a text nor token ids, or too long; a context beyond the
-                model's; or a stop string or system message that cannot be.
-            InputError: `sampling` beside settings of it, or as `sampling_with`.
-            TypeError: a setting that `Sampling` does not have.
+            InputError: no prompt, an invalid or too long one, a context beyond the model's, invalid sampling; a process forked
+                after loading; or text from this cache would be garbage (see `load`).
+            TypeError: an unknown setting.
         """
         require_arguments("Session.generate", self.generate, settings, SamplingSettings.__annotations__)
         if sampling is not None and settings:
@@ -191,14 +182,14 @@ class Session:
         cache, paging = self.new_cache(len(ids), context)
         watcher, report = self._watched_prefill(ids, on_prefill, on_warning or warn)
         sequences: list[StoredSequence] = []
+        request = GenerationRequest(
+            prompts=ids, max_new_tokens=max_new_tokens, max_context=context, eos_token_ids=self.tokenizer.eos_token_ids,
+            unused_ids=self.tokenizer.unused_ids, sampling=sampling, stored=[stored] * len(ids), draft=self.draft,
+            draft_tokens=self.draft_tokens, on_prefill=report, on_token=texts.push,
+            on_end=(lambda _, sequence: sequences.append(sequence)) if keep else None,
+        )  # fmt: skip
         with self._lock:
-            completions, timing = generate(
-                self.executor, cache, paging, ids,
-                max_new_tokens=max_new_tokens, max_context=context, eos_token_ids=self.tokenizer.eos_token_ids,
-                sampling=sampling, on_prefill=report, on_token=texts.push, prefiller=watcher, stored=[stored] * len(ids),
-                on_end=(lambda _, sequence: sequences.append(sequence)) if keep else None,
-                draft=self.draft, draft_tokens=self.draft_tokens, unused_ids=self.tokenizer.unused_ids,
-            )  # fmt: skip
+            completions, timing = generate(self.executor, cache, paging, request, watcher)
         final_texts = texts.finish()
         memory = memory_here(
             self.ranks, self.executor.device, self.weight_bytes, cache.nbytes, model_files(self.name),
@@ -213,7 +204,6 @@ class Session:
     def _begins(
         self, prompts: list[str | Sequence[int]], stored: StoredSequence | None, keep: bool, chat: Chat
     ) -> list[list[int]]:
-        """Token ids that `generate` continues: of the prompts given, or without one of the stored sequence."""
         if not prompts and stored is None:
             raise InputError("no prompt was given")
         if keep or stored is not None:
@@ -228,7 +218,7 @@ class Session:
     def _watched_prefill(
         self, ids: Sequence[Sequence[int]], on_prefill: OnPrefill | None, on_warning: Callable[[str], object]
     ) -> tuple[Executor | None, OnPrefill]:
-        """The executor of a prefill that the guard looks at, if it still has to; and what is called as it goes on."""
+        """The prefill's executor while the guard still has to judge, and the callback to report progress with."""
         guard = self.guard
         watcher = self.executor.with_ops(guard.table) if guard and guard.watches(ids) else None
 
@@ -241,30 +231,24 @@ class Session:
         return watcher, report
 
     def stream(self, prompt: str | Sequence[int], *, on_prefill: OnPrefill | None = None, **options: Any) -> Stream:
-        """Continue one prompt, and take the text piece by piece as it comes.
+        """Continue one prompt, and yield text as it becomes certain.
 
             for piece in session.stream("import os", max_new_tokens=100):
                 print(piece, end="", flush=True)
 
-        Args:
-            on_prefill: as of `generate`; called in another thread.
-            options: the other arguments of `generate`; the pieces take the place of `on_token` and `on_text`.
-        Returns:
-            an iterator over pieces of text; its `result` is `generate`'s once it has ended. What `generate` raises comes with
-            the first piece.
-        Raises:
-            TypeError: an argument that `generate` does not take.
+        Takes `generate`'s arguments but `on_token` and `on_text`; `on_prefill` is called in another thread. The stream's
+        `result` is `generate`'s; exceptions of `generate` are raised with the first piece.
         """
         stream_args = ("on_token", "on_text")
         require_arguments("Session.stream", self.generate, options, SamplingSettings.__annotations__, but=stream_args)
         return Stream(partial(self.generate, [prompt], **options), on_prefill)
 
     def save_cache(self, path: str | Path, stored: StoredSequence, note: str = "", compress: bool = True) -> None:
-        """Write a stored sequence to a file: the whole file, or nothing.
+        """Write a stored sequence to a file, whole or not at all.
 
         Args:
-            note: a text that the file carries along; `cache_file.read_note` gives it back.
-            compress: pack without loss what becomes smaller by it; of a short text nearly all, for blocks are stored whole.
+            note: a text that the file carries; `cache_file.read_note` reads it.
+            compress: compress losslessly where that saves bytes.
         Raises:
             InputError: it is not of this model and cache, or the file cannot be written.
         """
@@ -273,10 +257,10 @@ class Session:
         cache_file.save(Path(path), stored, origin, note, compress)
 
     def load_cache(self, path: str | Path) -> StoredSequence:
-        """Read a stored sequence that this model made with this cache.
+        """Read a sequence that this model stored in this cache.
 
         Raises:
-            InputError: the file cannot be read or is damaged, or it was made with another model, cache, rotation or version.
+            InputError: a damaged file, or one of another model, cache, rotation or version.
         """
         sequence = cache_file.load_for(Path(path), self._origin(), self.plan)
         self.plan.require_context(len(sequence.token_ids))
@@ -289,7 +273,6 @@ class Session:
         return cache_file.sequence_origin(self.plan, shape_signature(self.config), self.weights, producer)
 
     def _require_room(self, sequences: int, max_context: int) -> None:
-        """Refuse a cache that this machine cannot hold, before a part of it is allocated."""
         if self.executor.device.type != "cpu":
             return
         what = f"a KV cache for {count_noun(sequences, 'sequence')} of {count_noun(max_context, 'token')}"
@@ -298,7 +281,7 @@ class Session:
         require_memory(nbytes, what, "take fewer tokens or sequences, or a smaller format")
 
     def _predict_bytes(self, ids: Sequence[Sequence[int]], new_tokens: int, max_context: int) -> int:
-        """Bytes that this process was to have at most, by what was counted before the weights were read."""
+        """Predicted peak bytes of this process, from what was counted before the weights were read."""
         sequences = len(ids)
         if self.load_record is None:
             return 0

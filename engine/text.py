@@ -1,4 +1,4 @@
-"""Text on its way in and out: prompts as token ids, and the text of a sequence as its tokens come."""
+"""Text in and out: prompts as token ids, and text from tokens."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ from haarkv.tq_ops.text import count_noun
 
 @dataclass(frozen=True)
 class Chat:
-    """How texts become the messages of a conversation.
+    """How texts become messages.
 
     Attributes:
-        chat: wrap each in the chat template; None does so if the tokenizer has one.
-        template_args: further names that the template reads, such as `enable_thinking`, with values that JSON can hold.
-        parse_special: what a message spells of the tokenizer's added tokens, such as `<|im_end|>`, counts as these tokens;
-            else it is text.
+        chat: apply the chat template; None if the tokenizer has one.
+        template_args: further JSON-like names that the template reads, such as `enable_thinking`.
+        parse_special: let a message spell added tokens, such as `<|im_end|>`; else that is text.
     """
 
     chat: bool | None = None
@@ -39,7 +38,7 @@ class Chat:
         """Token ids of texts.
 
         Raises:
-            InputError: what needs a template has none, or cannot be used with it; or a text that is not valid Unicode.
+            InputError: an option needs a template that is missing or fails; or a text is not valid Unicode.
         """
         wrap = tokenizer.has_chat_template if self.chat is None else self.chat
         for what, option in self._template_requests():
@@ -55,17 +54,17 @@ class Chat:
         return list(map(tokenizer.encode, texts))
 
     def encode_messages(self, tokenizer: Tokenizer, conversations: Sequence[Sequence[Mapping[str, str]]]) -> list[list[int]]:
-        """Token ids of conversations that are messages already."""
+        """Token ids of conversations of messages."""
         return tokenizer.encode_chat(conversations, self.template_args, self.parse_special)
 
     def require_nothing_said(self) -> None:
-        """Refuse a chat template for a stored sequence that goes on without a prompt: nothing would be wrapped."""
+        """Refuse template options for a stored sequence that goes on without a prompt."""
         for _, option in (*self._template_requests(), *[("", "--chat")] * bool(self.chat)):
             why = "the stored text itself goes on, which no chat template wraps"
             raise InputError(f"{why}; leave out {option}, or give a prompt")
 
     def _template_requests(self) -> list[tuple[str, str]]:
-        """What is asked of a chat template, and by which option."""
+        """Template options in use: (what, option)."""
         requests = [("a system message", "--system")] * (self.system is not None)
         requests += [("an argument of the chat template", "--template-arg")] * bool(self.template_args)
         return requests + [("a token that a message spells", "--parse-special")] * self.parse_special
@@ -83,16 +82,16 @@ class Chat:
 
 
 AS_THE_MODEL = Chat()
-"""In the chat template, if there is one."""
+"""The chat template, if there is one."""
 
 
 def encode(
     tokenizer: Tokenizer, vocab_size: int, prompts: Sequence[str | Sequence[int]], chat: Chat = AS_THE_MODEL
 ) -> list[list[int]]:  # fmt: skip
-    """Token ids of prompts; one that is token ids already stays as it is.
+    """Token ids of prompts; lists of ids stay as they are.
 
     Raises:
-        InputError: a prompt that is empty, or neither a text nor token ids of this model; or as `Chat.encode`.
+        InputError: an empty prompt, or neither text nor valid token ids; or as `Chat.encode`.
     """
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     prompt_ids = [_token_ids(prompt, f"prompt {number}", vocab_size) for number, prompt in enumerate(prompts, 1)]
@@ -101,7 +100,7 @@ def encode(
 
 
 def _token_ids(prompt: object, what: str, vocab_size: int) -> list[int]:
-    """Token ids of a prompt that is given as such; none of a text, which is only looked at."""
+    """Checked ids of a prompt of token ids; [] for a text, which is checked too."""
     if isinstance(prompt, str):
         _require_unicode(prompt, what)
         ids, empty = [], not prompt
@@ -128,10 +127,11 @@ def context_for(
     """Tokens that the cache must hold for each prompt.
 
     Args:
-        max_context: so many are asked for; by default as many as are needed, up to the limit.
-        on_warning: called with a sentence if that cuts a text short.
+        limit: the model's positions.
+        max_context: requested tokens; by default as many as needed, up to `limit`.
+        on_warning: called if the context cuts a text short.
     Raises:
-        InputError: a prompt that does not fit, more tokens asked for than the model has positions, or no number of them.
+        InputError: a prompt that does not fit, or an invalid number.
     """
     require_count("max_new_tokens", max_new_tokens)
     if max_context is not None:
@@ -163,12 +163,10 @@ def _require_unicode(text: str, what: str) -> None:
 
 
 class GrowingText:
-    """Gives out text as soon as it is certain: no half character, and nothing that may turn out to begin a stop string.
+    """Emits text once it is certain: no half character, and no possible beginning of a stop string.
 
-    Args:
-        stops: the text ends before the first of them to be complete.
     Attributes:
-        text: all so far, without a stop string and what comes after it.
+        text: all so far, without a stop string and what follows it.
         stopped: a stop string has come.
     """
 
@@ -178,11 +176,11 @@ class GrowingText:
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Take the next token; the text that is certain now and was not before."""
+        """Newly certain text after one more token."""
         return "" if self.stopped else self._grow(self._stream.push(token), at_end=False)
 
     def end(self) -> str:
-        """The rest, once the last token has come: half a character, and what might have begun a stop string."""
+        """The rest after the last token."""
         return "" if self.stopped else self._grow(self._stream.end(), at_end=True)
 
     def _grow(self, piece: str, *, at_end: bool) -> str:
@@ -195,14 +193,14 @@ class GrowingText:
         return self.text[start : self._given]
 
     def _pending_length(self) -> int:
-        """Length of the longest end of the text that begins a stop string."""
+        """Length of the longest suffix that begins a stop string."""
         text = self.text
         beginnings = (stop[:n] for stop in self._stops for n in range(1, min(len(stop), len(text) + 1)))
         return max((len(beginning) for beginning in beginnings if text.endswith(beginning)), default=0)
 
 
 class Texts:
-    """The texts of one `Session.generate`, whose arguments it takes, which are given out as their tokens come."""
+    """The growing texts of one `Session.generate`."""
 
     def __init__(
         self, tokenizer: Tokenizer, count: int, stops: Sequence[str], on_token: Callable[[int, int], object] | None,
@@ -212,7 +210,7 @@ class Texts:
         self._growing = [GrowingText(tokenizer.stream(), stops) for _ in range(count)]
 
     def push(self, number: int, token: int) -> bool:
-        """Take the next token of one; whether its text ends there."""
+        """Take a token; whether its text ends there."""
         ends = self._on_token is not None and self._on_token(number, token) is True
         growing = self._growing[number]
         if (text := growing.push(token)) and self._on_text:
@@ -220,7 +218,7 @@ class Texts:
         return growing.stopped or ends
 
     def finish(self) -> list[str]:
-        """The whole texts of all tokens that came; what was not given out of them is now."""
+        """The whole texts; emits what was held back."""
         for number, growing in enumerate(self._growing):
             if (rest := growing.end()) and self._on_text:
                 self._on_text(number, rest)
@@ -228,7 +226,7 @@ class Texts:
 
 
 def stop_list(stop: str | Sequence[str]) -> tuple[str, ...]:
-    """Stop strings as they were asked for, one or several; one that is empty or no text is refused."""
+    """Stop strings from one or several; empty ones and non-texts are refused."""
     try:
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
     except TypeError:
@@ -241,7 +239,7 @@ def stop_list(stop: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _first(text: str, stops: Sequence[str], begin: int) -> int | None:
-    """Where the stop string begins that is complete first, or None; the longest of those that end together."""
+    """Start of the stop string that completes first, or None; the longest of those that end together."""
     places = [(at + len(stop), at) for stop in stops if (at := text.find(stop, begin)) >= 0]
     return min(places)[1] if places else None
 
@@ -250,16 +248,12 @@ def _first(text: str, stops: Sequence[str], begin: int) -> int | None:
 def require_arguments(
     call_name: str, method: Callable[..., Any], kwargs: Mapping[str, Any], more: Iterable[str] = (), but: Container[str] = ()
 ) -> None:  # fmt: skip
-    """Refuse an argument that nothing takes.
+    """Refuse unknown keyword arguments with a TypeError that suggests a near name.
 
     Args:
-        call_name: how the method is called, as `Session.generate`.
-        method: its keyword arguments are known.
-        kwargs: what it was handed beside them.
-        more: names that are known as well.
-        but: of the method's, those that it is not handed.
-    Raises:
-        TypeError: as Python's own, with the name that was meant where one is near.
+        call_name: such as `Session.generate`.
+        method: its keyword arguments are known, except those in `but`.
+        more: further known names.
     """
     parameters = [name for name, each in signature(method).parameters.items() if each.kind is Parameter.KEYWORD_ONLY]
     names = [name for name in (*parameters, *more) if name not in but]
@@ -271,7 +265,7 @@ def require_arguments(
 
 
 def require_count(name: str, value: object, least: int = 1) -> None:
-    """Refuse, by the argument's name, what is no integer, or too small a one."""
+    """Refuse an argument that is no integer, or below `least`."""
     try:
         count = index(value)  # type: ignore[arg-type]
     except TypeError:

@@ -1,4 +1,4 @@
-"""Executors by name: what each can run is known before its module is imported; `auto` takes the fastest."""
+"""The executors by name, one row each, read before an executor's module is imported; `auto` takes the fastest."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ OnProgram = Callable[[str], object]
 
 @dataclass(frozen=True)
 class ExecutorInfo:
-    """What is known of an executor before its module is imported.
+    """An executor's row.
 
     Attributes:
-        open: makes it of a model, on a device in its own words.
-        dtype: in which it runs a model unless another is asked for.
-        any_dtype: whether it runs others.
-        devices: first words of the devices that it runs on; the first is its default.
-        here: whether this machine has such a device; cheap, for every command asks. None: `auto` never takes it.
-        missing: what is not installed without which it would run as another, slower one; None if nothing is.
-        require: raises InputError where it has no such device, before there is a model; `open` looks again.
-        programs: opens what calls single programs on a device, for an executor whose kernels are programs.
-        whole_layers: its programs are whole layers, and ranks would have to meet twice within each.
-        numbered: its first device is one of several, of which each rank takes its own.
-        blocks: names of the types of quantised blocks that it multiplies with as they are, on the first of its devices.
-        in_order: bytes a number, by type, of blocks that it reorders in this machine's memory; others it reads where they lie.
+        open: makes the executor of a model, on a device by its name.
+        dtype: default dtype of a model.
+        any_dtype: whether it runs other dtypes.
+        devices: kinds of device by name; the first is the default.
+        probe: whether this machine has such a device; cheap. None: `auto` never takes it.
+        missing: what is not installed, without which it would run as a slower executor; None if nothing.
+        require: raises InputError if a device is not there, before there is a model.
+        programs: opens a runner of single programs on a device, for an executor whose kernels are programs.
+        whole_layers: its programs are whole layers, within which ranks cannot meet.
+        per_rank: each rank takes a device of its own.
+        blocks: types of quantised blocks, by name, that its first kind of device multiplies with as they are.
+        in_order: bytes a number, by type, of blocks that it reorders in this machine's memory; others it reads in place.
     """
 
     open: Callable[[DecoderModel, str | None], Executor]
@@ -59,29 +59,24 @@ class ExecutorInfo:
     in_order: Mapping[str, float] = field(default_factory=dict)
 
     def block_types(self, device: str | None = None) -> tuple[str, ...]:
-        """Types of quantised blocks, by name, that it multiplies with as they are on a device: it is fastest with them so."""
-        first = (device or self.devices[0]).partition(":")[0] == self.devices[0]
-        return () if self.missing() or not first else self.blocks
+        """`blocks` on a device, where they are fastest: () without its kernels, or on another kind of device."""
+        return () if self.missing() or self._kind(device) != self.devices[0] else self.blocks
 
     def on_host(self, device: str | None) -> bool:
         """Whether it computes in this machine's own memory."""
-        return (device or self.devices[0]).partition(":")[0] in ("cpu", "sim")
+        return self._kind(device) in ("cpu", "sim")
 
     def reads_in_place(self, device: str | None) -> bool:
-        """Whether it multiplies with weights where they lie in this machine's memory, in every forward."""
+        """Whether every forward multiplies with weights where they lie in this machine's memory."""
         return bool(self.block_types(device)) and not self.in_order and self.on_host(device)
 
-
-# -- One section an executor -------------------------------------------------------------------------------------------------
-
-
-def _require_host(name: str, device: str | None) -> None:
-    if device not in (None, "cpu"):
-        raise InputError(f"executor {name} runs on the cpu, not on {device!r}; drop --device")
+    def _kind(self, device: str | None) -> str:
+        return (device or self.devices[0]).partition(":")[0]
 
 
+# -- The rows ----------------------------------------------------------------------------------------------------------
 def executor_class(name: str) -> Any:
-    """An executor's class; its module is imported now, or refused by the package that is not installed."""
+    """An executor's class, its module imported; InputError if a package is not installed."""
     try:
         return getattr(import_module(f"haarkv.executors.{name}"), f"{name.title()}Executor")
     except ImportError as error:
@@ -90,9 +85,18 @@ def executor_class(name: str) -> Any:
         raise InputError(f"executor onnx needs the package {error.name}; pip install 'haarkv[onnx]'") from None
 
 
-def _on_host(name: str, model: DecoderModel, device: str | None) -> Executor:
-    _require_host(name, device)
-    return cast(Executor, executor_class(name)(model))
+def _on_host(name: str) -> dict[str, Any]:
+    """Fields of an executor that runs on the CPU alone."""
+
+    def require(device: str | None) -> None:
+        if device not in (None, "cpu"):
+            raise InputError(f"executor {name} runs on the cpu, not on {device!r}; drop --device")
+
+    def open_on_host(model: DecoderModel, device: str | None) -> Executor:
+        require(device)
+        return cast(Executor, executor_class(name)(model))
+
+    return {"open": open_on_host, "require": require, "probe": lambda: True}
 
 
 def _on_device(name: str, model: DecoderModel, device: str | None) -> Executor:
@@ -149,11 +153,8 @@ def _require_provider(device: str | None) -> None:
 
 
 EXECUTORS: dict[str, ExecutorInfo] = {
-    "reference": ExecutorInfo(partial(_on_host, "reference"), probe=lambda: True, require=partial(_require_host, "reference")),
-    "cpu": ExecutorInfo(
-        partial(_on_host, "cpu"), probe=lambda: True, missing=_kernels_missing, require=partial(_require_host, "cpu"),
-        blocks=BLOCKS,
-    ),
+    "reference": ExecutorInfo(**_on_host("reference")),
+    "cpu": ExecutorInfo(**_on_host("cpu"), missing=_kernels_missing, blocks=BLOCKS),
     "cuda": ExecutorInfo(
         partial(_on_device, "cuda"), "bfloat16", devices=("cuda",), probe=_has_gpu, require=_require_gpu, per_rank=True,
         blocks=tuple(PLANES),
@@ -169,13 +170,13 @@ EXECUTORS: dict[str, ExecutorInfo] = {
 }  # fmt: skip
 NAMES = tuple(EXECUTORS)
 FASTEST_FIRST = ("cuda", "npu", "cpu", "reference")
-"""What `auto` tries, in this order."""
+"""The order in which `auto` tries executors."""
 AUTO = "auto"
 
 
-# -- Making one ---------------------------------------------------------------------------------------------------------------
+# -- Queries -----------------------------------------------------------------------------------------------------------
 def info(name: str) -> ExecutorInfo:
-    """What is known of an executor of `NAMES`; any other is refused. What `auto` stands for is known to `select`."""
+    """An executor's row; InputError for a name that is not in `NAMES`."""
     if name not in EXECUTORS:
         raise InputError(f"unknown executor {name!r}; choose from {', '.join((AUTO, *NAMES))}")
     return EXECUTORS[name]
@@ -184,13 +185,10 @@ def info(name: str) -> ExecutorInfo:
 def refusal(
     name: str, config: ModelConfig, plans: Sequence[KVPlan], *, ranks: Ranks = ALONE, dtype: str | None = None
 ) -> str | None:
-    """Why an executor cannot run a model with all these caches, as "NAME cannot run this: REASON"; None if it can.
+    """Why an executor cannot run a model, or a rank's part of one, with all these caches: "NAME cannot run this: REASON".
 
-    All that is known before weights are read is asked here, and nowhere else. Whether the device is there is left to `check`.
-    An executor that there is not, or whose packages are not installed, is an InputError.
-
-    Args:
-        config: of what it is to run: of a rank, its part.
+    It asks all that is known before weights are read, except whether the device is there. InputError of an unknown name, or
+    if packages are not installed.
     """
     entry = info(name)
     reason: str | None = None
@@ -204,11 +202,7 @@ def refusal(
 
 
 def check(name: str, config: ModelConfig, plan: KVPlan, device: str | None = None, ranks: Ranks = ALONE) -> None:
-    """Refuse before a model's weights are read what `create` would refuse after; `create` looks again.
-
-    Args:
-        device: where it is to run, in the executor's own words. Whether an NPU is there is left to `create`.
-    """
+    """Raise before a model's weights are read what `create` would raise after; an NPU's device is left to `create`."""
     info(name).require(_device_of_rank(name, device, ranks))
     if problem := refusal(name, config, [plan], ranks=ranks):
         raise InputError(f"executor {problem}")
@@ -217,10 +211,10 @@ def check(name: str, config: ModelConfig, plan: KVPlan, device: str | None = Non
 def create(
     name: str, model: DecoderModel, plan: KVPlan, device: str | None = None, on_program: OnProgram | None = None
 ) -> Executor:
-    """An executor for a model and a KV plan, with its programs compiled if it keeps any, so that no forward waits for them.
+    """An executor for a model and a KV plan, its programs compiled.
 
     Args:
-        device: where it runs, in the executor's own words; its default unless given.
+        device: by the executor's name for it; its default unless given.
     Raises:
         InputError: no such executor or device, or it cannot run this model with this plan, with its reason.
     """
@@ -237,7 +231,7 @@ def create(
 
 
 def interpreter_warning(name: str, device: str | None) -> str:
-    """A warning for before an executor begins in an interpreter that was not asked for; "" if it computes on its device."""
+    """A warning before an executor starts in an interpreter that was not asked for, else ""."""
     entry = info(name)
     if device is not None or entry.programs is None or entry.probe is None or entry.probe():
         return ""
@@ -245,7 +239,7 @@ def interpreter_warning(name: str, device: str | None) -> str:
 
 
 def _device_of_rank(name: str, device: str | None, ranks: Ranks) -> str | None:
-    """The device of this rank where each takes its own; else what was asked for."""
+    """This rank's own device, where each rank takes one; else the device asked for."""
     entry = info(name)
     if ranks.size == 1 or not entry.per_rank:
         return device
@@ -255,17 +249,9 @@ def _device_of_rank(name: str, device: str | None, ranks: Ranks) -> str | None:
     return f"{kind}:{ranks.local}" if device == kind or (device is None and entry.probe and entry.probe()) else device
 
 
-# -- `auto` ----------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Selection:
-    """The executor that will run.
-
-    Attributes:
-        passed_over: the fastest executor that this machine has and that `auto` could not take, and why; "" if it took the
-            fastest, or was not asked.
-    """
+    """An executor's name, and why `auto` passed over the fastest one of this machine; "" if it did not."""
 
     name: str
     passed_over: str = ""
@@ -275,13 +261,12 @@ def select(
     executor: str, config: ModelConfig, plans: Sequence[KVPlan], *, device: str | None = None, dtype: str | None = None,
     ranks: Ranks = ALONE,
 ) -> Selection:  # fmt: skip
-    """The executor that a name stands for: itself, or for `auto` the fastest that this machine has and that can run all this.
+    """The named executor, or for `auto` the fastest that this machine has and that can run the model with all these caches.
 
     Needs no weights, and imports neither Triton nor PyPTO.
 
     Args:
-        plans: every cache that it must read.
-        device: leaves only the executors that know this device; whether it is there is for `create` to say.
+        device: leaves only the executors that know this device; whether it is there is left to `create`.
     Raises:
         InputError: no such executor, or no executor for this device.
     """

@@ -29,9 +29,7 @@ from haarkv.tq_ops.weight import Blocks
 
 @dataclass(frozen=True)
 class _OnKernels(DecoderModel):
-    """A model whose embeddings the kernels look up, and whose dense layers are one call, stretch by stretch, where tokens are
-    few and nobody looks on at the ops.
-    """
+    """A model whose embeddings the kernels look up; few tokens take its dense layers in one call, unless ops are wrapped."""
 
     kernels: CpuOps | None = None
     whole: DenseLayers | None = None
@@ -55,9 +53,7 @@ class CpuExecutor(ReferenceExecutor):
     Layers of formats that `READS` does not name store and attend by the reference's ops, slowly.
 
     Args:
-        isa: the instruction set of its kernels; the CPU's best unless given.
-    Raises:
-        InputError: this CPU does not have that instruction set, or there are no kernels to choose it for.
+        isa: the instruction set of its kernels, the CPU's best unless given; InputError if it is not there.
     """
 
     name = "cpu"
@@ -92,7 +88,7 @@ class CpuExecutor(ReferenceExecutor):
 
     @property
     def whole(self) -> DenseLayers | None:
-        """The layers that run in one call, stretch by stretch; None where each op is a call."""
+        """The layers that run in one call; None where each op is a call."""
         return self._model.whole if isinstance(self._model, _OnKernels) else None
 
     @staticmethod
@@ -101,7 +97,6 @@ class CpuExecutor(ReferenceExecutor):
 
 
 def _on_kernels(model: DecoderModel, ops: CpuOps) -> DecoderModel:
-    """The same model on the kernels, those of its layers in one call that `DenseLayers` knows, if it is whole."""
     layers = [_dense(model, layer, weights) for layer, weights in zip(model.config.layers, model.weights.layers, strict=True)]
     whole = DenseLayers(ops, layers) if model.ranks.size == 1 and any(layers) else None
     return _OnKernels(model.config, model.weights, model.ropes, model.ranks, ops, whole)
@@ -111,7 +106,7 @@ _KNOWS = ("head_norms", "bias", "window", "activation", "plus_one", "norms_behin
 
 
 def _dense(model: DecoderModel, layer: Layer, weights: LayerWeights) -> Dense | None:
-    """A layer as `DenseLayers` takes it; None if it declares what that does not know, or its tensors lie otherwise."""
+    """A layer for `DenseLayers`; None if it declares what that does not know, or its tensors lie otherwise."""
     tensors = {field: weight for field, _, weight in weights.named()}
     if unknown_part(layer, _KNOWS) or not all(map(has_kernel, tensors.values())):
         return None

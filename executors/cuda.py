@@ -33,12 +33,11 @@ from haarkv.tq_ops.kv.recurrent import UNSEEN
 from haarkv.tq_ops.kv.shapes import blocks_for
 from haarkv.tq_ops.table import OpTable, with_experts, with_ops
 
-_AHEAD = 512, 20, 16, 2, 1
-"""New tokens of prompts, and of a step, that launch kernels of their own; 16 fit beside a tail without more memory."""
+_AHEAD = 512, 20, 16, 2, 1  # new tokens that launch kernels of their own; 16 fit beside a tail without more memory
 
 
 class _Run(NamedTuple):
-    """A model's forward and its head, their ops chosen."""
+    """A model's forward, its ops chosen."""
 
     forward: Callable[[Tensor, Batch, PagedKVCache], Tensor]
     head: Callable[[Tensor], Tensor]
@@ -46,7 +45,7 @@ class _Run(NamedTuple):
 
 
 class _Steps(NamedTuple):
-    """Decode steps on one cache by their sequences, and the memory that their graphs share; None without graphs."""
+    """Decode steps on one cache by batch size, and the memory pool of their graphs; None without graphs."""
 
     pool: Any
     by_size: dict[int, DecodeStep]
@@ -58,17 +57,16 @@ class CudaExecutor(Executor):
     A model that `models.fused` takes runs in few launches on one rank. Others, and parts of a model on several ranks, run op
     by op over `step_ops`, with the same rounding points.
 
-    Nothing inside a step waits for the device. What is not finite is left out of the cache, noted on the device and looked
-    for when the step is over; the error then names the weight. A recurrent state that is not there is noted as well: nothing
-    is read in its place, and what would have come of it is NaN.
+    Nothing inside a step waits for the device. Vectors that are not finite are left out of the cache and noted on the device;
+    `head` then raises an error that names the weight. A missing recurrent state is noted as well, and its outputs are NaN.
 
     Args:
         device: `cuda` or `cuda:N`; the first GPU unless given.
-        interpreted: run on the CPU, in Triton's interpreter: for tests, on machines without a GPU.
+        interpreted: run on the CPU, in Triton's interpreter: for tests.
     Attributes:
-        ops: the table for single ops, which the validator replays; what a fused layer makes is judged as a whole.
-        step_ops: its table as a step runs it: `store_kv` and `gated_delta` do not wait to look for faults, and a layer's
-            experts are chosen on the device, so that a graph can hold them.
+        ops: the table for single ops, which the validator replays.
+        step_ops: the table of a step: `store_kv` and `gated_delta` do not wait to look for faults, and a layer's experts are
+            chosen on the device, so that a graph can hold them.
     Raises:
         InputError: no GPU, no such GPU, or no Triton.
     """
@@ -81,12 +79,12 @@ class CudaExecutor(Executor):
         self.device = torch.device("cpu") if interpreted else open_gpu(device)
         if reason := triton_missing():
             raise InputError(f"executor cuda cannot run this: {reason}")
-        from haarkv.tq_ops.cuda import available, delta, experts, ops
+        from haarkv.tq_ops.cuda import decode, delta, experts, ops
 
         self.config = model.config
         self.ops = cast(OpTable, ops)
         name = "Triton's interpreter" if interpreted else torch.cuda.get_device_name(self.device)
-        slower = None if interpreted else available.nvrtc_missing()
+        slower = None if interpreted else decode.nvrtc_missing()
         self.description = f"cuda ({name})" if slower is None else f"cuda ({name}; decode attention by Triton: {slower})"
         self.simulated = interpreted
         self._fault = ops.new_fault(self.device)
@@ -117,10 +115,10 @@ class CudaExecutor(Executor):
 
     @torch.inference_mode()
     def compile_ahead(self, plan: KVPlan, on_program: Callable[[str], object]) -> None:
-        """Compile what prompts of one sequence and steps after them launch with such a cache, many kernels at once.
+        """Compile the kernels of prompts of one sequence and of steps after them, in threads; those of other batches wait.
 
         Learned keys have kernels for each layer's bits: one by one, a small model's took longer than a minute. Triton keeps
-        them on disk for the next time. What other batches launch is compiled as they come.
+        them on disk for the next time.
         """
         if self.simulated or self._model.ranks.size > 1:
             return
@@ -146,8 +144,8 @@ class CudaExecutor(Executor):
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        """As `Executor.forward`; nothing waits for the device, and `head` finds what went wrong. Of one new token a sequence
-        the result is a graph's own memory, valid until the next forward."""
+        """As `Executor.forward`, without waiting for the device; `head` raises its faults. Of one new token a sequence the
+        result is a graph's own memory, valid until the next forward."""
         with self._current():
             if len(token_ids) > len(batch.seq_lens):
                 cache.require_room(batch)
@@ -174,7 +172,7 @@ class CudaExecutor(Executor):
             raise self._blame(key)
 
     def _sound(self, logits: Tensor) -> Tensor:
-        """Whether nothing went wrong since the last time: a scalar on the device."""
+        """Whether there is no fault and logits are finite: a scalar on the device."""
         return (self._fault[0] == NO_FAULT) & torch.isfinite(logits).all()
 
     def _step_on(self, cache: PagedKVCache) -> Callable[[Tensor, Batch], Tensor]:
@@ -183,7 +181,7 @@ class CudaExecutor(Executor):
         return lambda token_ids, batch: forward(token_ids, batch, cast(PagedKVCache, weakly()))
 
     def _blame(self, key: int) -> Exception:
-        """Which weight it was, or which K or V first; of a state that was not there, that it was."""
+        """The error of a fault."""
         if key == NO_FAULT:
             return blame(self._model.weights)
         layer, side, *_ = fault_place(key)
@@ -199,7 +197,7 @@ class CudaExecutor(Executor):
             return hidden
 
     def _current(self) -> AbstractContextManager[object]:
-        """Its GPU as the current one meanwhile: Triton's launches, streams and graphs are the current one's."""
+        """Makes its GPU the current one, whose launches, streams and graphs Triton uses."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
 
@@ -221,9 +219,9 @@ def open_gpu(device: str | None) -> torch.device:
     return torch.device("cuda", int(number or 0))
 
 
-# -- A decode step that nothing in it makes wait -------------------------------------------------------------------------
+# -- Decode steps ------------------------------------------------------------------------------------------------------
 Step = Callable[[Tensor, Batch], Tensor]
-"""From token ids [B] and their places to hidden states [B, hidden]."""
+"""From token ids [B] and their batch to hidden states [B, hidden]."""
 
 _LARGEST_POWER = 64
 
@@ -236,14 +234,14 @@ def padded_batch_size(sequences: int) -> int:
 
 
 class DecodeStep:
-    """One decode step of at most `size` sequences on a cache.
+    """One decode step of at most `size` sequences on a cache, captured as a graph.
 
-    Sequences that are not there are dead: their slot is -1, so nothing is stored, and their length 0, so nothing is read.
+    Padding sequences have slot -1, so nothing is stored, and length 0, so nothing is read.
 
     Args:
-        cache: whose tensors the step reads and writes; with a graph, for as long as the graph lives.
-        max_context: tokens of a sequence at most, which the block table has room for.
-        pool: memory that graphs share; None runs the step as it is, without a graph.
+        cache: must live as long as the graph.
+        max_context: tokens of a sequence at most.
+        pool: memory that graphs share; None runs the step without a graph.
     """
 
     def __init__(self, size: int, cache: PagedKVCache, max_context: int, step: Step, pool: Any) -> None:
@@ -262,7 +260,7 @@ class DecodeStep:
         self._run = self._capture(step, pool) if pool is not None else lambda: step(self._token_ids, self._fresh())
 
     def _capture(self, step: Step, pool: Any) -> Callable[[], Tensor]:
-        # What compiles or allocates once does so before; all sequences are dead, so nothing is stored.
+        # First calls compile and allocate; all sequences are padding, so nothing is stored.
         aside: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
@@ -280,7 +278,7 @@ class DecodeStep:
         return replay
 
     def _fresh(self) -> Batch:
-        """The batch, with nothing remembered that was computed from its tensors: a graph computes it each time."""
+        """The batch without cached results, which a graph computes each time."""
         return Batch(**self._batch.tensors)
 
     def __call__(self, token_ids: Tensor, batch: Batch) -> Tensor:
@@ -288,13 +286,13 @@ class DecodeStep:
         count, blocks = len(token_ids), min(batch.block_table.shape[1], self._batch.block_table.shape[1])
         self._token_ids[:count] = token_ids
         if count < len(self._token_ids):
-            self._token_ids[count:] = 0  # dead sequences are alike: all of them choose the same experts
+            self._token_ids[count:] = 0  # padding is alike: all of it chooses the same experts
             self._batch.slot_mapping[count:] = -1
             self._batch.seq_lens[count:] = 0
         self._batch.positions[:count] = batch.positions
         self._batch.slot_mapping[:count] = batch.slot_mapping
         self._batch.seq_lens[:count] = batch.seq_lens
-        # Padding of a shorter table is -1, which nobody reads; what lies beyond it is another sequence's, nor that.
+        # Entries beyond a sequence's blocks, -1 or another sequence's, are never read.
         self._batch.block_table[:count, :blocks] = batch.block_table[:, :blocks]
         if self._has_rows:
             self._batch.rows[:count] = batch.rows

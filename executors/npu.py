@@ -93,11 +93,11 @@ class NpuExecutor(Executor):
             mixer = self.config.layers[index].attention
             program = programs.plan_program(phase, self.config, cache.plan, index, chunk=chunk)
             # Layers differ in their angles and in where their tokens lie, and agree on which row is whose.
-            tiling_key = mixer.rope, cache.ring(index), program.attention.step_tokens
+            tiling_key = mixer.rope, cache.kv[index].ring, program.attention.step_tokens
             if tiling_key not in tilings:
-                tilings[tiling_key] = inputs.tile(cache.placed(index, batch), program, ropes[mixer.rope])
+                tilings[tiling_key] = inputs.tile(cache.kv[index].place(batch), program, ropes[mixer.rope])
             tiling = tilings[tiling_key]
-            with cache.with_room(index, batch, always=not one_each):
+            with cache.open(index, batch, always=not one_each):
                 state = self._layer(program, index, tiling.spread(hidden) if state is None else state, tiling, cache)
         return hidden if state is None else state[tiling.row]
 

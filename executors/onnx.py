@@ -171,7 +171,7 @@ class OnnxExecutor(Executor):
             feeds |= _window_places(windows[plan.span.start]["k_kept"], batch, past)
         new: dict[str, Tensor] = {}
         for layer in plan.span:
-            lead = (*valid.shape, cache.shape(layer).num_kv_heads)
+            lead = (*valid.shape, cache.kv[layer].shape.num_kv_heads)
             for name, field in _fields(cache, layer).items():
                 feeds[cache_name(layer, name)] = field
                 new[new_name(layer, name)] = torch.empty(*lead, *field.shape[3:], dtype=field.dtype, device=self.device)
@@ -241,7 +241,7 @@ def _graph(
 ) -> GraphSpec:  # fmt: skip
     """The graph of some layers for a cache; with stretches only if a sequence is longer than one."""
     window = _bf16_windows(cache, span.start).get("k_kept")
-    long = int(batch.seq_lens.max()) > STRETCH and any(cache.k_format(layer).turns(layer) for layer in span)
+    long = int(batch.seq_lens.max()) > STRETCH and any(cache.kv[layer].k.kv_format.turns(layer) for layer in span)
     return GraphSpec(
         span, embed=embed, head=False, opset=DEFAULT_OPSET, sizes=sizes or Sizes(),
         formats=cache.plan.layers[span.start : span.stop], kept=(window.tail, window.sink) if window else (0, 0),
@@ -271,12 +271,12 @@ def _window_places(window: ResidualWindow, batch: Batch, past: Tensor) -> dict[s
 
 def _bf16_windows(cache: PagedKVCache, layer: int) -> dict[str, ResidualWindow]:
     """A layer's tokens in BF16, if any, by `WINDOW_FIELDS`."""
-    return {name: window for name, window in zip(WINDOW_FIELDS, cache.kept(layer), strict=True) if window}
+    return {name: window for name, window in zip(WINDOW_FIELDS, cache.kv[layer].windows, strict=True) if window}
 
 
 def _fields(cache: PagedKVCache, layer: int) -> dict[str, Tensor]:
     """A layer's own tensors, by `FIELDS`."""
-    sides = {"k": cache.k_fields(layer), "v": cache.v_fields(layer)}
+    sides = {"k": cache.kv[layer].k.fields, "v": cache.kv[layer].v.fields}
     return {name: sides[name[0]][name[2:]] for name in FIELDS}
 
 

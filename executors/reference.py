@@ -23,11 +23,7 @@ from haarkv.tq_ops.weight import dense
 
 
 class ReferenceExecutor(Executor):
-    """Runs a model op by op, in the model's dtype: fp32, or bf16 rounded where the device rounds.
-
-    Args:
-        ops: the table to run, `tq_ops.reference` or a wrapping of it.
-    """
+    """Runs a model op by op, in the model's dtype: fp32, or bf16 rounded where the device rounds."""
 
     name = "reference"
     ops: OpTable
@@ -62,10 +58,7 @@ class ReferenceExecutor(Executor):
         return self._model.layers(hidden, span, batch, cache, self.ops)
 
     def _finite(self, run: Callable[[OpTable], Tensor]) -> Tensor:
-        """Run a part of a forward and refuse a result that is not finite, naming the weight that made it so.
-
-        One of several ranks says what it saw and no more: the weight may be another's.
-        """
+        """A part of a forward, or NonFiniteError that names the weight; not on several ranks: the weight may be another's."""
         shared, what = self._model.ranks.size > 1, ""
         try:
             result = run(self.ops)
@@ -85,7 +78,7 @@ class ReferenceExecutor(Executor):
 
 
 def blame(weights: Weights, what: str = "") -> NonFiniteError:
-    """What a forward that is not finite comes of: the first weight that is not, by name, or that all are.
+    """The error of a forward that is not finite: names the first weight that is not, or says that all are.
 
     Args:
         what: what was not finite, if it was noticed before the logits.
@@ -104,7 +97,7 @@ def blame(weights: Weights, what: str = "") -> NonFiniteError:
 
 
 def not_finite_among_ranks() -> NonFiniteError:
-    """What one of several ranks says, which does not have all weights."""
+    """The error of one of several ranks, which does not have all weights."""
     return NonFiniteError(
         "the forward gave values that are not finite; run it without --tensor-parallel to see which weight it is"
     )

@@ -71,8 +71,8 @@ class FusedModel:
             layer, packed, layer_config = weights.layers[index], self.packed[index], config.layers[index]
             mixer, eps = layer_config.attention, layer_config.norm.eps
             qkv = ops.linear(x, packed.qkv_proj)
-            with cache.with_room(index, batch):
-                attention_out = ops.attention(qkv, packed.heads, ropes[mixer.rope], cache, index, batch, mixer.scale)
+            with cache.open(index, batch) as at:
+                attention_out = ops.attention(qkv, packed.heads, ropes[mixer.rope], at, mixer.scale)
             post_norms = [(layer[f"{part}_out_norm"], eps) if layer_config.norms_behind else None for part in ("mixer", "mlp")]
             hidden, x = ops.add_norm(
                 hidden, ops.linear(attention_out, layer.matrix("o_proj")), layer["post_norm"], eps, post_norms[0]

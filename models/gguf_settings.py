@@ -14,8 +14,8 @@ from torch import Tensor
 
 from haarkv.models.config import decimal
 from haarkv.models.gguf_file import GGUFFile, GGUFTensor
+from haarkv.models.gguf_tokenizer import end_token_ids
 from haarkv.models.rope import Llama3Scaling
-from haarkv.models.words import end_token_ids
 from haarkv.tq_ops.errors import InputError
 
 MODEL_TYPES = {

@@ -21,13 +21,13 @@ from torch import Tensor
 from haarkv.models.config import decimal
 from haarkv.models.gguf_file import GGUFFile, GGUFTensor, block_type
 from haarkv.models.gguf_settings import HYBRIDS, ROPE_FACTORS, GGUFSettings
+from haarkv.models.gguf_tokenizer import build_words
 from haarkv.models.source import DRAFTING, CheckpointTensor, Empty, Words, checked_sampling
 from haarkv.models.weights import EMBEDDING, FINAL_NORM, HEAD
-from haarkv.models.words import build_words
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.weight import Blocks
 
-OUTER = {"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "output.weight": HEAD}
+_OUTER = {"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "output.weight": HEAD}
 _IN_LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -61,9 +61,9 @@ _IN_HYBRID_LAYER = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
-WHOLE = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
+_WHOLE = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
 """Names within a layer that are no part's `.weight` or `.bias`."""
-NEXTN = {
+_NEXTN = {
     "nextn.eh_proj": "mtp.fc.weight",
     "nextn.enorm": "mtp.pre_fc_norm_embedding.weight",
     "nextn.hnorm": "mtp.pre_fc_norm_hidden.weight",
@@ -72,9 +72,9 @@ NEXTN = {
     "nextn.shared_head_head": "mtp.lm_head.weight",
 }
 """What a layer that predicts several tokens has beside other layers' (`models.mtp`), by whole names."""
-EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 """Projections of all experts of a layer, one after the other in one tensor."""
-SAMPLING = {
+_SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
     "top_p": "top_p",
@@ -89,7 +89,7 @@ _PLUS_ONE = {"gemma3", *HYBRIDS}
 """Architectures whose norms are stored with 1 added, but for DeltaNet's own."""
 
 
-def names_in_layer(architecture: str) -> Mapping[str, str]:
+def _names_in_layer(architecture: str) -> Mapping[str, str]:
     """Hugging Face's names of a layer's parts, by the file's."""
     more = {"gemma3": _IN_GEMMA_LAYER, **dict.fromkeys(HYBRIDS, _IN_HYBRID_LAYER)}
     return _IN_LAYER | more.get(architecture, {})
@@ -105,16 +105,16 @@ def stored_name(name: str, architecture: str) -> str:
     """
     layer = _HF_LAYER.fullmatch(name)
     if layer is None:
-        return next(file_name for file_name, theirs in OUTER.items() if theirs == name)
+        return next(file_name for file_name, theirs in _OUTER.items() if theirs == name)
     index, rest = layer.groups()
     part, _, kind = rest.rpartition(".")
     expert = _EXPERT.fullmatch(part)
-    names, part = (EXPERTS, expert[1]) if expert else (names_in_layer(architecture), part)
-    whole = next((file_name for file_name, theirs in WHOLE.items() if theirs == rest), f"{part}.{kind}")
+    names, part = (_EXPERTS, expert[1]) if expert else (_names_in_layer(architecture), part)
+    whole = next((file_name for file_name, theirs in _WHOLE.items() if theirs == rest), f"{part}.{kind}")
     return f"blk.{index}." + next((f"{file_name}.{kind}" for file_name, theirs in names.items() if theirs == part), whole)
 
 
-def llama_row_order(count: int, heads: int) -> Tensor:
+def _llama_row_order(count: int, heads: int) -> Tensor:
     """[count] int64: of each row of a Llama's Q or K in Hugging Face's order, where llama.cpp's converter puts it."""
     return torch.arange(count).view(heads, count // heads // 2, 2).transpose(1, 2).reshape(-1)
 
@@ -168,7 +168,7 @@ class TensorPlace:
         return rows + count * (self.expert or 0), columns
 
 
-def delta_order(name: str, shape: tuple[int, ...], settings: Mapping[str, Any]) -> dict[str, Any]:
+def _delta_order(name: str, shape: tuple[int, ...], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of the `TensorPlace` of a tensor of DeltaNet's, or of a gate of one number a token; {} if it is read as it lies.
 
     The name is Hugging Face's, the shape the file's, and settings are the entries of a `config.json`.
@@ -204,7 +204,7 @@ def _decay_log(decay: Tensor) -> Tensor:
     return torch.log(-decay)
 
 
-def less_one(weight: Tensor) -> Tensor:
+def _less_one(weight: Tensor) -> Tensor:
     """w of 1 + w."""
     return weight - 1.0
 
@@ -235,7 +235,7 @@ class GGUFSource:
         self._file = _open_file(path, stat.st_size, stat.st_mtime_ns)
         self._entries = self._file.entries
         self._said = GGUFSettings(path, self._file)
-        self._architecture = self._said.architecture
+        self.architecture = self._said.architecture
         self._places: dict[str, TensorPlace] = {}
 
     def files(self) -> Sequence[Path]:
@@ -256,43 +256,43 @@ class GGUFSource:
 
     def _find_places(self) -> dict[str, TensorPlace]:
         """Every tensor by Hugging Face's name; one that has none keeps its own, and is refused by it."""
-        change = less_one if self._architecture in _PLUS_ONE else None
+        change = _less_one if self.architecture in _PLUS_ONE else None
         places = {
-            OUTER[name]: TensorPlace(tensor, change=change if name == "output_norm.weight" else None)
+            _OUTER[name]: TensorPlace(tensor, change=change if name == "output_norm.weight" else None)
             for name, tensor in self._file.tensors.items()
-            if name in OUTER
+            if name in _OUTER
         }
-        settings: Mapping[str, Any] = self.settings() if self._architecture in HYBRIDS else {}
+        settings: Mapping[str, Any] = self.settings() if self.architecture in HYBRIDS else {}
         # Behind a hybrid's own layers stands one that predicts several tokens, and perhaps others.
         own_layers = settings.get("num_hidden_layers") or 0 if settings else _MOST_LAYERS
-        names = names_in_layer(self._architecture)
+        names = _names_in_layer(self.architecture)
         for name, tensor in self._file.tensors.items():
             layer = _LAYER.fullmatch(name)
             index, rest = layer.groups() if layer else (-1, "")
-            if name in OUTER or name == ROPE_FACTORS or (layer and int(index) > own_layers):
+            if name in _OUTER or name == ROPE_FACTORS or (layer and int(index) > own_layers):
                 continue
             drafts, (part, _, kind) = int(index) == own_layers, rest.rpartition(".")
             before = f"{DRAFTING}layers.0." if drafts else f"model.layers.{int(index)}."
-            if part in EXPERTS and len(tensor.shape) == 3:
+            if part in _EXPERTS and len(tensor.shape) == 3:
                 places |= _expert_places(before, part, tensor)
                 continue
-            hf_name = f"{names[part]}.{kind}" if part in names and kind in ("weight", "bias") else WHOLE.get(rest)
-            hf_name = (NEXTN.get(part) if drafts else None) or (f"{before}{hf_name}" if hf_name else name)
-            norm = self._architecture in _PLUS_ONE and part.endswith("norm") and part != "ssm_norm"
-            order: dict[str, Any] = {"rows": self._rows(name, part, tensor), "change": less_one if norm else None}
-            places[hf_name] = TensorPlace(tensor, **order | delta_order(hf_name, tensor.shape, settings))
+            hf_name = f"{names[part]}.{kind}" if part in names and kind in ("weight", "bias") else _WHOLE.get(rest)
+            hf_name = (_NEXTN.get(part) if drafts else None) or (f"{before}{hf_name}" if hf_name else name)
+            norm = self.architecture in _PLUS_ONE and part.endswith("norm") and part != "ssm_norm"
+            order: dict[str, Any] = {"rows": self._rows(name, part, tensor), "change": _less_one if norm else None}
+            places[hf_name] = TensorPlace(tensor, **order | _delta_order(hf_name, tensor.shape, settings))
         return places
 
     def _rows(self, name: str, part: str, tensor: GGUFTensor) -> Tensor | None:
         """The file's order of the rows of a Llama's Q or K."""
-        count = {"attn_q": "head_count", "attn_k": "head_count_kv"}.get(part) if self._architecture == "llama" else None
+        count = {"attn_q": "head_count", "attn_k": "head_count_kv"}.get(part) if self.architecture == "llama" else None
         heads = self._said.setting(f"attention.{count}", self._said.setting("attention.head_count")) if count else None
         if heads is None:
             return None
         rows = tensor.shape[0]
         if not isinstance(heads, int) or heads <= 0 or rows % (2 * heads):
             raise InputError(f"{self.path}: {name} has {rows} rows, which {shown(heads)} heads cannot share evenly")
-        return llama_row_order(rows, heads)
+        return _llama_row_order(rows, heads)
 
     def _place(self, name: str) -> TensorPlace:
         self._places = self._places or self._find_places()
@@ -364,17 +364,17 @@ class GGUFSource:
         return build_words(self.path, self._entries, embedding.shape[0] if embedding else None)
 
     def sampling(self) -> dict[str, float]:
-        sampling = {name: self._entries.get(f"general.sampling.{key}") for key, name in SAMPLING.items()}
+        sampling = {name: self._entries.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
         return checked_sampling(
             {name: decimal(value) for name, value in sampling.items() if value is not None},
             self.path,
-            tuple(SAMPLING.values()),
+            tuple(_SAMPLING.values()),
         )
 
 
 def _expert_places(before: str, part: str, tensor: GGUFTensor) -> dict[str, TensorPlace]:
     """The projections of a layer's experts, each by Hugging Face's name, which begins with the layer's."""
     return {
-        f"{before}mlp.experts.{expert}.{EXPERTS[part]}.weight": TensorPlace(tensor, expert)
+        f"{before}mlp.experts.{expert}.{_EXPERTS[part]}.weight": TensorPlace(tensor, expert)
         for expert in range(tensor.shape[0])
     }

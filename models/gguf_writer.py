@@ -1,8 +1,6 @@
-"""A GGUF file whose matrices are quantised, from another or from a folder in Hugging Face's format.
+"""Writes a GGUF file whose matrices are quantized, from another GGUF file; entries, names and order of rows stay.
 
-Of another file, all that it says of itself, its names and its order of rows stay; of a folder, `gguf_folder` gives them.
-
-gguf writes the file; tensors go to it one after the other, so that one of them is in memory at a time.
+gguf's writer takes the tensors one after the other, so that one is in memory at a time.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -22,7 +19,6 @@ from torch import Tensor
 from haarkv.models.config import ModelConfig
 from haarkv.models.footprint import WeightBytes
 from haarkv.models.gguf_file import block_type, block_type_named
-from haarkv.models.gguf_folder import FolderOrigin
 from haarkv.models.gguf_quantize import quantize
 from haarkv.models.gguf_source import GGUFSource, stored_name
 from haarkv.models.weights import checkpoint_tensors
@@ -32,7 +28,7 @@ _FILE_TYPES = {
     "Q4_K_M": 15, "Q6_K": 18, "Q4_K": 14, "Q8_0": 7, "Q5_1": 9, "Q5_0": 8, "Q4_1": 3, "Q4_0": 2, "BF16": 32, "F16": 1,
     "F32": 0,
 }  # fmt: skip
-"""llama.cpp's numbers of what most of a file is."""
+"""llama.cpp's numbers of the type that most of a file has."""
 MIXES = tuple(map(str.lower, _FILE_TYPES))
 """Each the type of all matrices but the head, which has at least Q6_K's bits; `q4_k_m` is of Q4_K and Q6_K."""
 _FEWER_BITS = ("Q4_K", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
@@ -45,7 +41,7 @@ _REWRITTEN_KEYS = (
     "general.architecture", "general.alignment", "general.file_type", "general.quantization_version", "split.no",
     "split.count", "split.tensors.count",
 )  # fmt: skip
-"""What is written anew; a file is written in one part."""
+"""Written anew; a file is written in one part."""
 _AT_ONCE = 2**24
 """Numbers that are restored together."""
 
@@ -55,10 +51,10 @@ class QuantizedFile:
     """What was written.
 
     Attributes:
-        types: tensors of each type, by gguf's name of it.
+        types: number of tensors by gguf's name of their type.
         nbytes: of all tensors.
-        copied_tensors: those that had the type that they were to have, and were copied as they are.
-        weighted_tensors: those whose errors were counted by importance.
+        copied_tensors: tensors that had the requested type already.
+        weighted_tensors: tensors whose errors were weighted by importance.
     """
 
     types: Mapping[str, int]
@@ -68,14 +64,13 @@ class QuantizedFile:
 
 
 def mix_type(name: str, shape: tuple[int, ...], mix: str, layers: int, *, tied: bool) -> str | None:
-    """gguf's name of the type of a tensor, by its name in a file; None of one that is in no blocks, whatever the mix: vectors,
-    routers, short convolutions.
+    """gguf's name of a tensor's type in a mix; None of one that no mix quantizes: vectors, routers, short convolutions.
 
-    In `q4_k_m` more bits go to the head, and of the first and the last eighth of the layers, and of the others each third, to
-    what costs most: the projections to V, and out of an MLP. Blocks of 256 numbers need rows of whole blocks; where there are
-    none, a type of 32 numbers that has at least as many bits takes their place.
+    `q4_k_m` gives Q6_K to the head, and to the projections to V and out of an MLP in the first and last eighth of the layers
+    and every third between. Where blocks of 256 do not divide a row, a type of 32 with at least as many bits replaces them.
 
     Args:
+        name: in the file.
         layers: of the model.
         tied: the embedding is the head as well.
     Raises:
@@ -103,61 +98,13 @@ def _has_more_bits(name: str, layers: int) -> bool:
 
 
 def mixed_bytes(config: ModelConfig, mix: str) -> WeightBytes:
-    """What a model's weights would take in a file of a mix, from whose pages they are computed with."""
+    """What a model's weights would take in a file of a mix, used from its pages."""
     nbytes, names = 0, "qwen35" if config.state_shapes else ""
     for name, tensor in checkpoint_tensors(config).items():
         type_name = mix_type(stored_name(name, names), tensor.shape, mix, config.num_layers, tied=config.tied)
         kind = block_type_named(type_name or "F32")
         nbytes += math.prod(tensor.shape) // kind.numbers * kind.nbytes
     return WeightBytes(mapped=nbytes)
-
-
-class FileOrigin:
-    """Another GGUF file, from which one is written under its own names and in its order of rows.
-
-    Attributes:
-        path: names it in messages.
-        architecture: what general.architecture is to be.
-    """
-
-    def __init__(self, source: GGUFSource) -> None:
-        self.path, self._source, self._file = source.path, source, source.file
-        self.architecture = str(self._file.entries.get("general.architecture"))
-
-    def entries(self) -> Mapping[str, Any]:
-        """What the file is to say of itself, by key; what this module writes of itself may be among it."""
-        for key, (_, inner) in self._file.kinds.items():
-            if inner == gguf.GGUFValueType.ARRAY:
-                raise InputError(f"{self.path}: {key} is a list of lists, which is not written")
-        return self._file.entries
-
-    def entry_kind(self, key: str) -> tuple[int, int | None]:
-        """gguf's numbers of an entry's kind, and of a list that of its values."""
-        return self._file.kinds[key]
-
-    def tensors(self) -> Mapping[str, tuple[tuple[int, ...], str]]:
-        """The shape of each, rows first, and gguf's name of its type; one that cannot be restored is refused."""
-        for name, tensor in self._file.tensors.items():
-            if tensor.fault is not None:
-                raise InputError(f"{self.path}: {name} {tensor.fault}")
-        return {name: (entry.shape, block_type(entry.kind).name) for name, entry in self._file.tensors.items()}
-
-    def tensor_bytes(self, name: str) -> Tensor:
-        """Bytes of a whole tensor in that type."""
-        return self._file.stored_rows(self._file.tensors[name])
-
-    def rows(self, name: str, begin: int, end: int) -> Tensor:
-        """Rows of a tensor, of one matrix where there are several: [end - begin, n] fp32."""
-        tensor = self._file.tensors[name]
-        restore = block_type(tensor.kind).restore
-        return restore(self._file.stored_rows(tensor)[begin:end]).view(-1, tensor.shape[-1])
-
-    def by_stored_name(self, column_values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """As `GGUFSource.by_stored_name`."""
-        return self._source.by_stored_name(column_values)
-
-    def check(self, gguf_path: Path) -> None:
-        """Names, order and entries are the file's own."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +134,7 @@ class _TensorPlan:
 
 
 def write_quantized(
-    source: FileOrigin | FolderOrigin,
+    source: GGUFSource,
     path: Path,
     mix: str,
     importance: Mapping[str, Tensor] | None = None,
@@ -196,12 +143,12 @@ def write_quantized(
     """Write a model's file with its matrices in the types of a mix.
 
     Args:
-        source: matrices that are quantised already are restored first, unless they have the type that is wanted.
+        source: matrices that are quantized already are restored first, unless they have the requested type.
         path: a file that may be overwritten.
         importance: by Hugging Face's names, [in] fp32 each: mean squares of what a matrix's columns are multiplied with.
         on_tensor: called with (tensors written, tensors in all).
     Raises:
-        InputError: a tensor cannot be restored or quantised, by name; no such mix; or a file cannot say what the model is.
+        InputError: a tensor cannot be restored or quantized, by name; or no such mix.
         OSError: the file cannot be written.
     """
     weights = source.by_stored_name(importance or {})
@@ -217,7 +164,6 @@ def write_quantized(
         on_tensor(len(tensor_plans), len(tensor_plans))
     finally:
         writer.close()
-    source.check(path)
     types = [tensor_plan.type for tensor_plan in tensor_plans]
     return QuantizedFile(
         {name: types.count(name) for name in dict.fromkeys(types)},
@@ -226,22 +172,29 @@ def write_quantized(
     )  # fmt: skip
 
 
-def _plan(source: FileOrigin | FolderOrigin, mix: str) -> list[_TensorPlan]:
-    tensors = source.tensors()
-    tied, block_count = "output.weight" not in tensors, source.entries().get(f"{source.architecture}.block_count")
-    layers = block_count if isinstance(block_count, int) else 0
+def _plan(source: GGUFSource, mix: str) -> list[_TensorPlan]:
+    tensors, block_count = source.file.tensors, source.file.entries.get(f"{source.architecture}.block_count")
+    tied, layers = "output.weight" not in tensors, block_count if isinstance(block_count, int) else 0
     tensor_plans = []
-    for name, (shape, type_name) in tensors.items():
-        tensor_plans.append(_TensorPlan(name, shape, type_name, mix_type(name, shape, mix, layers, tied=tied) or type_name))
+    for name, tensor in tensors.items():
+        if tensor.fault is not None:
+            raise InputError(f"{source.path}: {name} {tensor.fault}")
+        before = block_type(tensor.kind).name
+        tensor_plans.append(
+            _TensorPlan(name, tensor.shape, before, mix_type(name, tensor.shape, mix, layers, tied=tied) or before)
+        )
     return tensor_plans
 
 
-def _open_writer(source: FileOrigin | FolderOrigin, path: Path, tensor_plans: list[_TensorPlan], mix: str) -> gguf.GGUFWriter:
+def _open_writer(source: GGUFSource, path: Path, tensor_plans: list[_TensorPlan], mix: str) -> gguf.GGUFWriter:
     """A writer that has written all but the tensors."""
+    for key, (_, inner) in source.file.kinds.items():
+        if inner == gguf.GGUFValueType.ARRAY:
+            raise InputError(f"{source.path}: {key} is a list of lists, which is not written")
     writer = gguf.GGUFWriter(path, source.architecture)
-    for key, value in source.entries().items():
+    for key, value in source.file.entries.items():
         if key not in _REWRITTEN_KEYS and value != []:
-            kind, inner = source.entry_kind(key) or _own_kind(value)
+            kind, inner = source.file.kinds[key]
             sub_type = None if inner is None else gguf.GGUFValueType(inner)
             # gguf's writer takes truth values as such.
             exact = bool(value) if kind == gguf.GGUFValueType.BOOL else value
@@ -259,27 +212,19 @@ def _open_writer(source: FileOrigin | FolderOrigin, path: Path, tensor_plans: li
     return writer
 
 
-def _own_kind(value: Any) -> tuple[int, int | None]:
-    """gguf's numbers of the kind that llama.cpp's converter gives such a value, and of a list that of its values."""
-    kinds = gguf.GGUFValueType
-    if isinstance(value, list):
-        inner = _own_kind(value[0])[0]
-        return kinds.ARRAY, kinds.INT32 if inner == kinds.UINT32 else inner
-    kind_by_type = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING}
-    return kind_by_type[type(value)], None
-
-
-def _encode(source: FileOrigin | FolderOrigin, tensor_plan: _TensorPlan, importance: Tensor | None) -> Tensor:
+def _encode(source: GGUFSource, tensor_plan: _TensorPlan, importance: Tensor | None) -> Tensor:
     """Bytes of a tensor in its new type: [rows, bytes of a row] uint8."""
+    tensor = source.file.tensors[tensor_plan.name]
+    raw_rows, restore = source.file.stored_rows(tensor), block_type(tensor.kind).restore
     if tensor_plan.stays:
-        return source.tensor_bytes(tensor_plan.name)
+        return raw_rows
     # Each matrix for itself: of experts, each has its own importance.
     width, each = tensor_plan.shape[-1], tensor_plan.shape[-2] if len(tensor_plan.shape) > 1 else tensor_plan.count
     step, parts = max(1, _AT_ONCE // width), list[Tensor]()
     for first in range(0, tensor_plan.count, each):
         counts = importance if importance is None or importance.ndim == 1 else importance[first // each]
         for begin in range(first, first + each, step):
-            rows = source.rows(tensor_plan.name, begin, min(begin + step, first + each))
+            rows = restore(raw_rows[begin : min(begin + step, first + each)]).view(-1, width)
             try:
                 parts.append(quantize(rows, tensor_plan.type, counts))
             except InputError as error:

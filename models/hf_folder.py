@@ -20,7 +20,6 @@ from torch import Tensor
 from haarkv.models.hf_config import eos_token_ids, of_another_form, read_hf_settings
 from haarkv.models.source import MOST_TEMPLATE, CheckpointTensor, Empty, Words, checked_sampling, checked_templates
 from haarkv.models.weights import EMBEDDING, HEAD
-from haarkv.models.words import FILES, tokenizer_in
 from haarkv.tq_ops.errors import InputError, warn
 from haarkv.tq_ops.input_files import MARK, MOST_JSON, file_size, parse_json, read_file, read_json
 
@@ -51,8 +50,7 @@ class HFFolder:
 
     def files(self) -> Sequence[Path]:
         tokenizer = self.path / "tokenizer.json"
-        paths = {self.settings_path, *([tokenizer] if tokenizer.exists() else [self.path / name for name in FILES])}
-        paths |= {self.path / index for index in INDICES}
+        paths = {self.settings_path, tokenizer, *(self.path / index for index in INDICES)}
         with suppress(InputError):  # who reads the weights says what is wrong with them
             paths |= set(files_of_tensors(self.path).values())
         return sorted(path for path in paths if path.is_file())
@@ -113,20 +111,19 @@ class HFFolder:
 
     def words(self) -> Words:
         path = self.path / "tokenizer.json"
-        settings, file = _optional_json(self.path / "tokenizer_config.json"), path if path.is_file() else None
-        older = _optional_json(self.path / "special_tokens_map.json")
-        special = _special_tokens(settings, older)
-        if file is None:
-            path, tokenizer = tokenizer_in(self.path, settings, special)
-        else:
-            content = read_file(path, _MOST_TOKENIZER).removeprefix(MARK)
-            try:
-                tokenizer = FastTokenizer.from_buffer(content)
-            except Exception as error:  # the library raises plain Exception
-                raise InputError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
-        return Words(
-            tokenizer, path, file, _chat_templates(self.path, settings), special, self._ends(tokenizer, settings, older)
-        )
+        if not path.is_file():
+            raise InputError(
+                f"{self.path} has no tokenizer.json; text cannot be turned into tokens. Fetch it, or write it with "
+                "transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            )
+        settings, older = (_optional_json(self.path / f"{name}.json") for name in ("tokenizer_config", "special_tokens_map"))
+        content = read_file(path, _MOST_TOKENIZER).removeprefix(MARK)
+        try:
+            tokenizer = FastTokenizer.from_buffer(content)
+        except Exception as error:  # the library raises plain Exception
+            raise InputError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+        templates, special = _chat_templates(self.path, settings), _special_tokens(settings, older)
+        return Words(tokenizer, path, path, templates, special, self._ends(tokenizer, settings, older))
 
     def _ends(self, tokenizer: FastTokenizer, *files: Mapping[str, Any]) -> tuple[int, ...]:
         """What `generation_config.json` says, and both files of a tokenizer."""

@@ -17,7 +17,7 @@ from haarkv.models.config import Activation, Attention, Experts, Layer, Mixer, N
 from haarkv.models.parallel import Ranks
 from haarkv.models.tensors import Axis, LayerWeights, StoredTensor
 from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.cache import LayerView, PagedKVCache
 from haarkv.tq_ops.kv.recurrent import VERSIONS, StateShape
 from haarkv.tq_ops.table import ExpertOps, OpTable
 
@@ -169,27 +169,15 @@ def attend(x: Tensor, weights: LayerWeights, mixer: Attention, norm: Norm, index
     if mixer.gated:
         q, gate = q.view(len(x), mixer.num_heads, 2, mixer.head_dim).unbind(2)
     q, k, v = norm_and_rope(q, "q"), norm_and_rope(project("k"), "k"), project("v")
-    out = _stored_and_attended(q.to(x.dtype), k, v, index, step, mixer.scale).flatten(1)
+
+    def store_and_attend(at: LayerView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ops.store_kv(k, v, at)
+        return ops.paged_attention(q, at, mixer.scale)
+
+    out = step.cache.run(index, step.batch, store_and_attend, q.to(x.dtype), k, v).flatten(1)
     if mixer.gated:
         out = ops.sigmoid_mul(gate.flatten(1), out.float(), x.dtype)
     return ops.linear(out, weights.matrix("o_proj"))
-
-
-def _stored_and_attended(q: Tensor, k: Tensor, v: Tensor, index: int, step: Step, scale: float) -> Tensor:
-    """Store new K and V, then attend: all tokens at once, or in pieces where a layer's ring has too little room."""
-    cache, ops = step.cache, step.ops
-    out: Tensor | None = None
-    for tokens, batch in cache.pieces(index, step.batch):
-        some = (q, k, v) if tokens is None else (q[tokens], k[tokens], v[tokens])
-        with cache.with_room(index, batch):
-            ops.store_kv(*some[1:], cache, index, batch)
-            attention_out = ops.paged_attention(some[0], cache, index, batch, scale)
-        if tokens is None:
-            return attention_out
-        out = attention_out.new_empty(len(q), *attention_out.shape[1:]) if out is None else out
-        out[tokens] = attention_out
-    assert out is not None
-    return out
 
 
 # -- Gated DeltaNet: a mixer whose memory of all tokens is one matrix a head, and a short convolution before it -------------
@@ -267,9 +255,9 @@ def remember(x: Tensor, weights: LayerWeights, mixer: DeltaNet, norm: Norm, inde
         qkv, z, b, a = _split_projections(qkvz, ba, mixer)
     else:
         qkv, z, b, a = (ops.linear(x, weights.matrix(f"in_proj_{part}")) for part in ("qkv", "z", "b", "a"))
-    delta_out = ops.gated_delta(
-        qkv, a, b, weights["conv1d"], weights["a_log"], weights["dt_bias"], step.cache, index, step.batch
-    )
+    delta_weights = weights["conv1d"], weights["a_log"], weights["dt_bias"]
+    with step.cache.open(index, step.batch) as at:
+        delta_out = ops.gated_delta(qkv, a, b, *delta_weights, at)
     y = ops.rms_norm(delta_out, weights["delta_norm"], norm.eps)
     return ops.linear(ops.silu_mul(z, y.flatten(1), x.dtype), weights.matrix("out_proj"))
 

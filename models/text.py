@@ -15,10 +15,10 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from haarkv.models.catalog import open_source, tokenizer_source_of
 from haarkv.models.config import ModelConfig
+from haarkv.models.gguf_tokenizer import LINEAR, ends_a_part
 from haarkv.models.limited import Messages, Spellings, TooMuchError, answer, render
 from haarkv.models.limited_worker import MarkedTokenizer
 from haarkv.models.source import Source
-from haarkv.models.words import LINEAR, ends_a_part
 from haarkv.tq_ops.errors import InputError
 
 _SIGNS = sorted(ByteLevel.alphabet())

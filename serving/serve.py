@@ -1,4 +1,4 @@
-"""vLLM's own OpenAI-compatible server with a packed KV cache: what `tq serve` runs."""
+"""vLLM's OpenAI-compatible server with a packed KV cache: what `tq serve` runs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from haarkv.serving import vllm_plugin as keys
 from haarkv.serving.vllm_plugin import kv_choice
 from haarkv.serving.vllm_plugin.install import VERSION
 from haarkv.tq_ops.errors import InputError, warn
-from haarkv.tq_ops.kv.layer import page_bytes
-from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
-from haarkv.tq_ops.kv.shapes import KVShape
+from haarkv.tq_ops.kv.plan import KVSpec
 
 VLLMS_OWN = "bf16"
 """The `--kv` that leaves the cache to vLLM."""
@@ -27,16 +25,12 @@ def cache_options(
     kv: str | None = None, calibration: str | None = None, plan: str | None = None, *, skip_layers: Sequence[int] = (),
     tail: int | None = None, sink: int = 0, balance: bool = True, allow_collapse: bool = False, per_layer: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """How the server keeps K and V, as vLLM hands it to all its processes, which may run in another folder.
+    """The server's cache as vLLM's `--additional-config`; files as absolute paths, for workers may run elsewhere.
 
     Args:
-        kv: as `tq generate` takes it; None for `keys.KV`, unless a plan says it.
-        calibration, plan: files.
-        skip_layers: left in BF16.
-        tail, sink: newest and first tokens of a sequence that are read in BF16; None for no tail.
-        balance: scale uneven channels.
-        allow_collapse: only warn where text would be garbage.
-        per_layer: whether `/metrics` tells of each layer.
+        kv: as for `tq generate`; None for `keys.KV`, unless a plan is given.
+        tail, sink: newest and first tokens of a sequence in BF16.
+        per_layer: report each layer in `/metrics`.
     """
     files = {keys.CALIBRATION: calibration, keys.PLAN: plan}
     options: dict[str, Any] = {
@@ -59,9 +53,7 @@ _LOOPBACK = (_LOCALHOST, "localhost", "::1")
 
 
 def require_vllm() -> None:
-    """Refuse where there is nothing to serve with, and warn of a vLLM that the plug-in is not written for: to be asked before
-    anything else is looked at.
-    """
+    """Refuse without vLLM; warn of a version that the plug-in was not written for."""
     if find_spec("vllm") is None:
         raise InputError(
             "vLLM is not installed here; in an environment of its own, `python -m haarkv.serving.vllm_plugin.install` "
@@ -77,22 +69,22 @@ def require_vllm() -> None:
 
 
 def _release(version: str) -> str:
-    """What decides which functions vLLM has: 0.32 of 0.32.1+cpu."""
+    """Major and minor version, which decide vLLM's API."""
     return ".".join(version.partition("+")[0].split(".")[:2])
 
 
 def serve(
     model: str, cache: Mapping[str, Any], flags: Sequence[str], *, say: Callable[[str], object] = lambda _: None
 ) -> None:
-    """Serve until stopped; returns when the server was told to end. It listens on this machine alone unless told otherwise.
+    """Serve until stopped, on this machine alone unless flags say otherwise.
 
     Args:
-        model: a Hugging Face folder, or the name of a model that vLLM can load.
+        model: a Hugging Face folder, or a model name that vLLM can load.
         cache: of `cache_options`.
         flags: any of `vllm serve`'s.
-        say: called with a sentence on the cache and one on who can reach the server, before it starts.
+        say: called with a sentence on the cache and one on who can reach the server.
     Raises:
-        InputError: vLLM is not installed, does not take the flags, or cannot serve this model so; nothing was started.
+        InputError: vLLM is missing, rejects the flags, or cannot serve this model so.
     """
     require_vllm()
     model = _as_vllm_takes_it(model)
@@ -121,7 +113,7 @@ def serve(
 
 
 def _as_vllm_takes_it(model: str) -> str:
-    """A model's name, or its folder, which must be there: vLLM would take `~` for the name of a folder."""
+    """A model's name, or its existing folder with `~` expanded."""
     name = os.path.expanduser(model)  # noqa: PTH111 - leaves the name of a home that does not exist as it is
     # On the Hub a model is NAME or ORG/NAME, and one of its files ORG/NAME/FILE.gguf; an address elsewhere has a scheme.
     could_be_elsewhere = name.count("/") < 2 or "://" in name or name.endswith(".gguf")
@@ -134,7 +126,7 @@ def _as_vllm_takes_it(model: str) -> str:
 
 
 def _server_flags(cache: Mapping[str, Any], flags: Sequence[str]) -> list[str]:
-    """vLLM's flags with ours in front; those that are for `tq serve` to set are refused."""
+    """vLLM's flags with ours in front; flags that `tq serve` sets are refused."""
     # vLLM's own default is every network; of two hosts the last one counts.
     ours = ["--host", _LOCALHOST]
     if not is_vllms_own(cache):
@@ -147,7 +139,7 @@ def _server_flags(cache: Mapping[str, Any], flags: Sequence[str]) -> list[str]:
 
 
 def _worker(cache: Mapping[str, Any]) -> list[str]:
-    """vLLM's flag for the worker that knows other formats' pages; on a CPU the plug-in's platform chooses it."""
+    """The flag for the worker with per-layer pages; on a CPU the platform chooses it."""
     if is_vllms_own(cache) or not {keys.FORMAT, keys.CALIBRATION, keys.PLAN, keys.SKIP_LAYERS} & cache.keys():
         return []
     from vllm.platforms import current_platform
@@ -156,39 +148,19 @@ def _worker(cache: Mapping[str, Any]) -> list[str]:
 
 
 def _stored_as(config: Any) -> str:
-    """How K and V are kept by an engine of this configuration."""
     model, plan = config.model_config, kv_choice.kv_plan(config)
     if sliding := kv_choice.sliding_layers(model):
-        ours = f"K and V are kept in {plan.describe()}"
-        return f"{ours}; those of layers {', '.join(map(str, sliding))}, which attend to a window, by vLLM itself"
-    if states := kv_choice.state_layers(model):
-        shapes = kv_choice.shape_signature(config).layers
-        nbytes, bf16 = plan.bytes_per_token(shapes), KVSpec(VLLMS_OWN).plan(len(plan.layers)).bytes_per_token(shapes)
-        ours = f"K and V of {len(plan.layers) - len(states)} layers are kept in {plan.describe()}: {nbytes:,.0f} bytes a token"
-        return f"{ours}, {bf16 / nbytes:.2f} times less than BF16; the states of the other {len(states)} by vLLM itself"
-    shape = KVShape(model.get_total_num_kv_heads(), model.get_head_size())
-    nbytes, bf16 = plan.bytes_per_token(shape), KVSpec(VLLMS_OWN).plan(len(plan.layers)).bytes_per_token(shape)
-    each = f"K and V are kept in {plan.describe()}: {nbytes:,.0f} bytes a token"
-    if not plan.keeps_tokens:
-        return f"{each}, {bf16 / nbytes:.2f} times less than BF16"
-    return (
-        f"{each} and {kept_bytes(plan, shape, config.cache_config.block_size) / 2**20:,.1f} MiB a sequence for those in BF16"
-    )
-
-
-def kept_bytes(plan: KVPlan, shape: KVShape, block_size: int) -> int:
-    """Bytes of vLLM's blocks that a sequence's tokens in BF16 take while it decodes, in all layers; at most."""
-    packed = sum(page_bytes(pair, shape.num_kv_heads, shape.head_dim, block_size) for pair in plan.layers)
-    exact_layers = sum(any(map(plan.keeps, pair)) for pair in plan.layers)
-    exact = exact_layers * page_bytes(kv_choice.exact_pair(), shape.num_kv_heads, shape.head_dim, 1)
-    size = kv_choice.tail_tokens(packed, exact, block_size)
-    # So many tokens, wherever among blocks they begin.
-    blocks = (max(plan.recent or 0, 2) - 2) // size + 2 + -(-plan.sink // size)
-    return blocks * max(packed, size * exact)
+        windows = f"those of layers {', '.join(map(str, sliding))}, which attend to a window, by vLLM itself"
+        return f"K and V are kept in {plan.describe()}; {windows}"
+    shapes, states = kv_choice.shape_signature(config).layers, kv_choice.state_layers(model)
+    nbytes, bf16 = plan.bytes_per_token(shapes), KVSpec(VLLMS_OWN).plan(len(plan.layers)).bytes_per_token(shapes)
+    layers = f" of {len(plan.layers) - len(states)} layers" if states else ""
+    text = f"K and V{layers} are kept in {plan.describe()}: {nbytes:,.0f} bytes a token"
+    text += ", and beside them tokens in BF16" if plan.keeps_tokens else f", {bf16 / nbytes:.2f} times less than BF16"
+    return text + (f"; the states of the other {len(states)} by vLLM itself" if states else "")
 
 
 def _reached_by(namespace: Namespace) -> str:
-    """Who can reach a server of these flags."""
     if namespace.uds:
         return f"the server listens at the socket {namespace.uds}"
     if namespace.host in _LOOPBACK:
@@ -200,7 +172,7 @@ def _reached_by(namespace: Namespace) -> str:
 
 
 def _parse_flags(args: Sequence[str]) -> tuple[Namespace, Any]:
-    """The flags as vLLM reads them, and its configuration, or in one line why it cannot serve so. Nothing is started."""
+    """Parsed flags and vLLM's configuration; nothing is started."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -222,7 +194,7 @@ def _parse_flags(args: Sequence[str]) -> tuple[Namespace, Any]:
 
 
 def _first_reason(error: Exception) -> str:
-    """The sentence that matters: a validation error brings a list, each with what it was about."""
+    """The first message of a validation error."""
     reasons: Any = getattr(error, "errors", None)
     details = reasons() if callable(reasons) else None
     message = str(details[0].get("msg", error)).removeprefix("Value error, ") if details else str(error)

@@ -23,12 +23,11 @@ COMMON = {"tq4", "bf16", "fp32"}
 # What is measured, tried or checked is chosen by name: a new format or executor works without being there.
 CHOOSES = (
     "benchmarks/*",
-    "validation/planning/candidates.py",
+    "validation/planning/search.py",
     "validation/planning/auto.py",
-    "validation/ops/suite.py",
 )
 # llama.cpp has names of its own, and some are also a family's. The page says where a family that it runs is added.
-LLAMA_CPP = ("models/gguf_settings.py", "models/gguf_source.py", "models/gguf_folder.py", "models/text.py")
+LLAMA_CPP = ("models/gguf_settings.py", "models/gguf_source.py", "models/gguf_tokenizer.py")
 # Tables of signs and levels are called after the format that brought them.
 TABLES = ("codebooks/*",)
 

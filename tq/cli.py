@@ -1,4 +1,4 @@
-"""The command `tq`: runs the subcommand, and turns every error that a user can cause into one line and exit code 2."""
+"""The command `tq`; every error that a user can cause becomes one line and exit code 2."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from typing import Any, ClassVar
 
 import click
 
-from haarkv.tq_ops.errors import InputError, RankLostError
+from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.npu.versions import leave_npu_alone
 from tq import __version__
 from tq.groups import Group
 from tq.output import drop_output, one_line, unsaid_is_fine, warnings_in_a_line
-from tq.ranks import RANK_LOST, Launch
 from tq.start import EXIT_INTERRUPTED
 
 _SECTIONS = {
@@ -41,7 +40,7 @@ _FIRST_STEPS = (
 )
 
 _LEAST_ADDRESSES = 2**30
-"""Bytes; with half of it, torch is not loaded."""
+"""Bytes; with half of it torch does not load."""
 
 
 # Said by torch's allocators, the C++ library, the loader of shared libraries, and threads.
@@ -52,15 +51,15 @@ _NO_MEMORY = (
 
 
 class _InterruptedError(Exception):
-    """Ctrl-C, which click would answer in its own way."""
+    """Ctrl-C, hidden from click."""
 
 
 class _SystemRefusedError(Exception):
-    """The system refused to read or write, by the OSError that this one comes from; click would answer that too."""
+    """An OSError, its cause, hidden from click."""
 
 
 class _Commands(Group):
-    """The subcommands. Each is a module of `tq.commands`, imported when it is used."""
+    """Subcommands, modules of `tq.commands`."""
 
     sections: ClassVar = {
         heading: {name: _ELSEWHERE.get(name, f"tq.commands.{name}") for name in names} for heading, names in _SECTIONS.items()
@@ -73,7 +72,6 @@ class _Commands(Group):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the subcommand, and hide from click the errors that it would report in its own way."""
         _require_address_space()
         try:
             return super().invoke(ctx)
@@ -89,7 +87,6 @@ class _Workshop(Group):
         "The validator": {
             "replay": "tq.commands.validate:replay",
             "self-test": "tq.commands.self_test:self_test",
-            "sensitivity": "tq.commands.self_test:sensitivity",
         },
     }
 
@@ -145,39 +142,34 @@ def _prepare_streams() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; exit codes as of `run`."""
-    return run(Launch(list(sys.argv[1:] if argv is None else argv)))
-
-
-def run(launch: Launch) -> int:
-    """Run the command, as a user started it or as one rank of it.
+    """Run the command.
 
     Returns:
         0; 1 if a comparison found a fault; 2 for an error that the user can correct (one line on stderr); 130 if interrupted.
     """
+    args = list(sys.argv[1:] if argv is None else argv)
     leave_npu_alone()
     _prepare_streams()
     with unsaid_is_fine(), warnings_in_a_line():
         try:
-            result = cli.main(args=list(launch.argv), prog_name="tq", standalone_mode=False, obj=launch)
+            result = cli.main(args=args, prog_name="tq", standalone_mode=False, obj=args)  # reports name the command
             sys.stdout.flush()
             return result if isinstance(result, int) else 0
         except BaseException as error:  # a panic in a library of Rust is no Exception
             # Before the name of the subcommand it is ours; behind it, it may be the value of an option.
-            return _exit_code(error, launch, debug="--debug" in takewhile(lambda word: word.startswith("-"), launch.argv))
+            return _exit_code(error, debug="--debug" in takewhile(lambda word: word.startswith("-"), args))
 
 
-def _exit_code(error: BaseException, launch: Launch, debug: bool) -> int:
-    """Say why a command ended, with `debug` by its traceback as well; exit codes as of `run`, or `RANK_LOST` of a rank."""
+def _exit_code(error: BaseException, debug: bool) -> int:
+    """Print why a command ended; exit codes as `main`."""
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         error.show()
         return 2
     if isinstance(error, KeyboardInterrupt | click.Abort | _InterruptedError):
-        if not launch.place:  # whoever started the ranks says so
-            # A terminal has shown ^C, and perhaps half a line of text; a bar that was beginning has hidden the cursor, and
-            # stands between us and the terminal, where it drops what moves no text.
-            stream = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
-            print("\x1b[?25h\n" * stream.isatty() + "tq: interrupted", file=stream)
+        # A terminal has shown ^C, and perhaps half a line of text; a bar that was beginning has hidden the cursor, and
+        # stands between us and the terminal, where it drops what moves no text.
+        stream = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
+        print("\x1b[?25h\n" * stream.isatty() + "tq: interrupted", file=stream)
         return EXIT_INTERRUPTED
     if isinstance(error, SystemExit):  # of a library that ends the process itself
         return error.code if isinstance(error.code, int) else 2
@@ -185,8 +177,6 @@ def _exit_code(error: BaseException, launch: Launch, debug: bool) -> int:
         error = error.__cause__
     if debug:
         traceback.print_exception(error)
-    if isinstance(error, RankLostError) and launch.place:
-        return RANK_LOST  # whoever started the ranks knows which one
     try:
         sys.stdout.flush()
     except OSError:
@@ -199,7 +189,6 @@ def _exit_code(error: BaseException, launch: Launch, debug: bool) -> int:
 
 
 def _reason(error: BaseException) -> str:
-    """What is wrong, and what to do."""
     if isinstance(error, click.ClickException):
         return error.format_message()
     if isinstance(error, InputError):

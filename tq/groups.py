@@ -1,24 +1,27 @@
-"""Commands and groups of them: what `--help` looks like, and what a mistyped name is answered with.
-
-A group imports the module of a command when it is used. Commands stand under headings, and so do the options of a command that
-has many. On a narrow terminal what explains a name stands beneath it.
-"""
+"""Commands and groups: headings in `--help`, near names for mistyped ones, command modules imported on use."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from difflib import get_close_matches
+from functools import wraps
 from importlib import import_module
-from shutil import get_terminal_size
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
+from haarkv.tq_ops.errors import InputError, RankLostError
+from tq.options import IntRange, written_options
+
+if TYPE_CHECKING:
+    from haarkv.models.parallel import Ranks
+
 _MANY = 12
-"""Options of a command that are still one list."""
+"""Number of options from which a command's help has headings."""
 _WIDEST = 110
-_NAMES, _NARROW = 30, 60
-"""Columns of names at most, and the width of a terminal below which each name has a line of its own."""
 
 _SECTIONS: Mapping[str, Sequence[str]] = {
     "Sides": ("--a", "--b"),
@@ -41,33 +44,15 @@ _SECTIONS: Mapping[str, Sequence[str]] = {
         "--greedy-prompts", "--only", "--memory", "--verify", "--budget", "--candidates", "--tails", "--sinks", "--context",
     ),
     "Results": (
-        "--json", "--csv", "--html", "--replay", "--verbose", "--compare", "--compress", "--plot", "--save", "--out",
+        "--json", "--csv", "--html", "--replay", "--verbose", "--compare", "--compress", "--save", "--out",
         "--resume", "--force", "--session",
     ),
 }  # fmt: skip
 """Headings of long lists of options."""
 
 
-class _Formatter(click.HelpFormatter):
-    """Leaves room for explanations on a narrow terminal too; click's own takes at least 50 columns."""
-
-    def __init__(self, indent_increment: int = 2, width: int | None = None, max_width: int | None = None) -> None:
-        columns = min(get_terminal_size().columns, max_width or _WIDEST) - 2
-        super().__init__(indent_increment, width or max(columns, 24), max_width)
-
-    def write_dl(self, rows: Any, col_max: int = _NAMES, col_spacing: int = 2) -> None:
-        """As click's; below `_NARROW` columns names stand on lines of their own."""
-        super().write_dl(rows, col_max if self.width >= _NARROW else 4, col_spacing)
-
-
-class _Context(click.Context):
-    formatter_class = _Formatter
-
-
 class Command(click.Command):
-    """A command; its options stand under headings where they are many."""
-
-    context_class = _Context
+    """A command; many options stand under headings."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for heading, rows in self._sections(ctx):
@@ -75,7 +60,6 @@ class Command(click.Command):
                 formatter.write_dl(rows)
 
     def _sections(self, ctx: click.Context) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-        """Heading and rows of each list of options."""
         options = [param for param in self.get_params(ctx) if isinstance(param, click.Option) and not param.hidden]
         rows: dict[str, list[tuple[str, str]]] = {}
         for option in options:
@@ -87,19 +71,17 @@ class Command(click.Command):
 
 
 def option_section(option: click.Option) -> str:
-    """The heading under which an option stands in a long list; "" for one of no group."""
+    """The heading of an option; "" for none."""
     return next((heading for heading, names in _SECTIONS.items() if option.opts[0] in names), "")
 
 
 class Group(click.Group):
-    """Commands under headings, each imported when it is used.
+    """Commands under headings, imported on use.
 
     Attributes:
-        sections: heading -> name of a command -> where it is, as `module:attribute` or a module whose `command` it is; empty
-            where commands are added by decorators.
+        sections: heading -> command -> `module:attribute`, or a module with a `command`; empty where decorators add commands.
     """
 
-    context_class = _Context
     command_class = Command
     sections: ClassVar[Mapping[str, Mapping[str, str]]] = {}
 
@@ -128,3 +110,59 @@ class Group(click.Group):
             commands = {name: command for name in names if (command := self.get_command(ctx, name)) and not command.hidden}
             with formatter.section(heading):
                 formatter.write_dl([(name, command.get_short_help_str(_WIDEST)) for name, command in commands.items()])
+
+
+# -- Ranks -----------------------------------------------------------------------------------------------------------------
+
+
+def tensor_parallel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command `--tensor-parallel` and `--rank-timeout`, and an argument `ranks`: processes that torchrun started."""
+
+    @click.option(
+        "--tensor-parallel",
+        "size",
+        type=IntRange(min=1),
+        metavar="N",
+        default=1,
+        show_default=True,
+        help="Split the model over the N processes that torchrun started: N GPUs, N NPUs, or N processes on the CPU.",
+    )
+    @click.option(
+        "--rank-timeout", "timeout_s", type=click.FloatRange(min=1), metavar="S", default=600, show_default=True,
+        help="End if one of them does not answer for S seconds.",
+    )  # fmt: skip
+    @wraps(function)
+    def run(*args: Any, size: int, timeout_s: float, **kwargs: Any) -> Any:
+        from haarkv.models.parallel import ALONE
+
+        if size == 1:
+            if "timeout_s" in written_options():
+                raise click.UsageError("--rank-timeout is of ranks that wait for each other; give --tensor-parallel as well")
+            return function(*args, ranks=ALONE, **kwargs)
+        from haarkv.engine.ranks import join, started_by_torchrun
+        from haarkv.models.catalog import read_config
+        from haarkv.models.parallel import Split
+
+        if "model" in kwargs:
+            Split(read_config(kwargs["model"], kwargs.get("layers")), 0, size)  # refuses a number that does not divide it
+        if not started_by_torchrun():
+            raise click.UsageError(f"torchrun starts the ranks: torchrun --nproc-per-node {size} -m tq and this command")
+        with join(size, timeout_s) as ranks, _rank_0_prints(ranks):
+            return function(*args, ranks=ranks, **kwargs)
+
+    return run
+
+
+@contextmanager
+def _rank_0_prints(ranks: Ranks) -> Iterator[None]:
+    """Silence the other ranks; they end with exit code 2 where rank 0 says why."""
+    if ranks.rank == 0:
+        yield
+        return
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        try:
+            yield
+        except RankLostError:
+            raise
+        except InputError:
+            raise SystemExit(2) from None

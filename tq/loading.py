@@ -1,4 +1,4 @@
-"""Which cache is asked for, by the arguments of `tq.load` and by a command's options."""
+"""The cache that `tq.load`'s arguments or a command's options ask for."""
 
 from __future__ import annotations
 
@@ -48,23 +48,22 @@ def load(
         session = tq.load("model.gguf", kv="k=lr4,v=tq4", calibration="model.safetensors", tail=124, sink=4)
 
     Args:
-        model: `tiny`, `random:SIZE`, a folder in Hugging Face format or a `.gguf` file (`~` is the home folder), or the Hub
-            id of a model that was downloaded before.
+        model: `tiny`, `random:SIZE`, a folder in Hugging Face format, a `.gguf` file (`~` is home), or the Hub id of a
+            downloaded model.
         kv: a KV format, `k=NAME,v=NAME`, a `KVSpec`, or `auto`: the smallest cache that loses at most `kv_loss`. Choosing it
-            takes minutes, once for a model: it is remembered in `~/.cache/haarkv`. Unless given: tq4 for toys and random
-            models; with a calibration k=lr4,v=tq4 with 124 recent and 4 first tokens in BF16; else auto, where the model's
-            keys can be learned.
-        tail: recent tokens that stay in BF16; the fewest that the format needs unless given.
-        sink: first tokens that stay in BF16; none unless given, or unless the default cache has some.
-        skip_layers: layers that are left in bf16; negative ones count from the end.
-        calibration: what formats `lr2` to `lr5` take their coordinates from: a file of `tq calibrate`, or what it holds.
+            takes minutes, once for a model: `~/.cache/haarkv` keeps it. By default tq4 for toys and random models; with a
+            calibration k=lr4,v=tq4 with 124 recent and 4 first tokens in BF16; else auto, where the model's keys can be
+            learned.
+        tail: recent tokens in BF16; the fewest that the format needs unless given.
+        sink: first tokens in BF16; none unless given, or unless the default cache has some.
+        skip_layers: layers in bf16; negative ones count from the end.
+        calibration: learned coordinates for `lr2` to `lr5`: a file of `tq calibrate`, or its content.
         plan: a file of `tq plan`, which sets the whole cache.
         kv_loss: mean KL in nats a token that `auto` may lose; 0.002 unless given.
-        on_choice: told in one line what `auto` has chosen now, and why.
+        on_choice: called with a line on what `auto` chose, and why.
         executor, device, dtype, layers, others: as `haarkv.engine.loading.load` takes them.
     Raises:
-        InputError: two of these that exclude each other, one that does not exist, or a model and a cache that do not fit
-            together.
+        InputError: arguments that exclude each other, do not exist, or do not fit together.
     """
     options = {"kv": kv, "calibration": calibration, "tail": tail, "sink": sink, "skip_layers": tuple(skip_layers) or None}
 
@@ -82,15 +81,7 @@ def load(
 def _spec(
     args: Mapping[str, Any], flags: Mapping[str, str], words: Mapping[str, str], choose: Callable[[float], KVSpec]
 ) -> KVSpec:
-    """The cache that is asked for, by arguments or by options.
-
-    Args:
-        args: values by the names of `load`'s arguments; None, or nothing, is not asked for.
-        flags, words: as `require_one_cache` takes them.
-        choose: what `auto` means, by the loss that it may have.
-    Raises:
-        InputError: two that exclude each other, or a file that is not what it should be.
-    """
+    """The requested cache; `flags` and `words` as in `require_one_cache`, `choose` maps a loss to the cache of `auto`."""
     kv, plan, calibration = args.get("kv"), args.get("plan"), args.get("calibration")
     model, layers = args.get("model"), args.get("layers")
     # Where none is named: what stores any model, with a calibration what it is for, and None where a cache is chosen.
@@ -120,13 +111,11 @@ def _spec(
 def require_one_cache(
     flags: Mapping[str, str], words: Mapping[str, str], *, auto: bool, kv: str | KVSpec | None, plan: object, kv_loss: object
 ) -> None:
-    """Refuse what stands beside something that sets the whole cache, and a loss where none is chosen.
+    """Refuse options beside one that sets the whole cache, and a loss where no cache is chosen.
 
     Args:
-        flags, words: of what describes a cache, what was asked for and how `kv`, `auto`, `plan` and `loss` are written there.
-        auto: whether the cache is chosen.
-    Raises:
-        InputError: there is such a pair.
+        flags: given options that describe a cache, by `load`'s names.
+        words: how `kv`, `auto`, `plan` and `loss` are written.
     """
     if kv_loss is not None and not auto:
         raise InputError(f"{words['loss']} says what {words['auto']} may lose; give {words['auto']} as well")
@@ -147,21 +136,18 @@ WORDS = {"kv": "--kv", "auto": "--kv auto", "plan": "--kv-plan", "loss": "--kv-l
 
 
 def written_cache_options() -> dict[str, str]:
-    """Of the command that runs, the options that describe a cache and were written: by `load`'s names of them."""
+    """Cache options that the user wrote, by `load`'s names."""
     return {_ARGUMENTS[name]: option for name, option in written_options().items() if name in _ARGUMENTS}
 
 
 def kv_spec(args: Mapping[str, Any]) -> KVSpec:
-    """The cache that `options.kv_options` ask for, refused as by `load`.
-
-    An argument that the command's arguments by name lack has its default.
-    """
+    """The cache that `options.kv_options` ask for."""
     values = {argument: args.get(name) for name, argument in _ARGUMENTS.items()} | {"plan": args.get("kv_plan")}
     return _spec({**args, **values}, written_cache_options(), WORDS, lambda loss: _choice(args, loss))
 
 
 def _choice(args: Mapping[str, Any], loss: float) -> KVSpec:
-    """The cache of `--kv auto`, chosen now or before; what was chosen now is said in one line."""
+    """The cache of `--kv auto`, chosen now or before."""
     if "model" not in args:
         raise InputError("--kv auto is for commands that run one model; name a format")
     set_threads(args.get("threads"))
@@ -186,10 +172,7 @@ def _choice(args: Mapping[str, Any], loss: float) -> KVSpec:
 
 
 def named_plans(plan_files: Sequence[str], others: Iterable[str], what: str) -> dict[str, KVSpec]:
-    """The plans of some files, each by its file's name.
-
-    A name that would stand for two is refused: `others` are those of formats beside them, and `what` they are, in the plural.
-    """
+    """Plans of some files by file name; a name that is in `others` too is refused. `what`: the plural noun for the error."""
     plans = {Path(name).stem: plan_file.load(name) for name in plan_files}
     if len(plans) < len(plan_files) or plans.keys() & {*others, *formats.names()}:
         raise InputError(f"two {what} would have the same name; a plan is named after its file: rename the file")

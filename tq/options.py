@@ -1,4 +1,4 @@
-"""The options of the commands: what they are made of, and those that several share, so that each reads the same everywhere."""
+"""Options of the commands, and those that several commands share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def together(*options: Decorator) -> Decorator:
-    """Several options as one, in the order in which `--help` shall list them."""
+    """Several options as one, in the order of `--help`."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         for option in reversed(options):
@@ -34,7 +34,7 @@ def together(*options: Decorator) -> Decorator:
 
 
 def written_options() -> dict[str, str]:
-    """Of the command that runs, the options that its user wrote: by the names of their arguments, as they are written."""
+    """Options that the user wrote for the running command: argument name to option."""
     context, default = click.get_current_context(), click.core.ParameterSource.DEFAULT
     return {
         option.name: option.opts[0] for option in context.command.params
@@ -46,7 +46,7 @@ def written_options() -> dict[str, str]:
 
 
 def integers(text: str) -> tuple[int, ...]:
-    """Integers with commas between; nothing if one of the parts is none, or is longer than any that means something."""
+    """Integers separated by commas; () if a part is none, or has more than 18 digits."""
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch(r"[+-]?[0-9]{1,18}", part) for part in parts):
         return ()
@@ -54,7 +54,7 @@ def integers(text: str) -> tuple[int, ...]:
 
 
 class IntRange(click.IntRange):
-    """click's, which would say of `abc` that it is no valid "integer range"."""
+    """click's, with a type name that reads well in errors."""
 
     name = "integer"
 
@@ -63,11 +63,7 @@ _LAYERS = "layers; write numbers with commas between, such as 0,1,-1"
 
 
 class Numbers(click.ParamType[tuple[int, ...]]):
-    """Integers, separated by commas.
-
-    Args:
-        least: the smallest that is taken; None takes layers, of which negative ones count from the end.
-    """
+    """Integers separated by commas, from `least` up; None takes layers, of which negative ones count from the end."""
 
     name = "numbers"
 
@@ -86,7 +82,7 @@ class Numbers(click.ParamType[tuple[int, ...]]):
 
 
 class Assignment(click.ParamType[tuple[str, Any]]):
-    """NAME=VALUE; the value is JSON if it can be, else text."""
+    """NAME=VALUE; the value is JSON if possible, else text."""
 
     name = "assignment"
 
@@ -103,7 +99,7 @@ class Assignment(click.ParamType[tuple[str, Any]]):
 
 
 def numbers(name: str, about: str, default: str | None = None, *, least: int = 1, metavar: str | None = None) -> Decorator:
-    """An option that takes a list of integers; with a default, which `--help` then shows."""
+    """An option for a list of integers."""
     shows = default is not None
     return click.option(name, type=Numbers(least), default=default, show_default=shows, metavar=metavar, help=about)
 
@@ -111,28 +107,28 @@ def numbers(name: str, about: str, default: str | None = None, *, least: int = 1
 def count(
     name: str, about: str | None = None, default: int | None = None, *, least: int = 1, metavar: str | None = None
 ) -> Decorator:
-    """An option that takes an integer from `least` up; with a default, which `--help` then shows."""
+    """An option for an integer from `least` up."""
     kind, shows = IntRange(min=least), default is not None
     return click.option(name, type=kind, default=default, show_default=shows, metavar=metavar, help=about)
 
 
 def file(name: str, about: str, variable: str | None = None, *, metavar: str = "FILE", required: bool = False) -> Decorator:
-    """An option that takes a path, under `variable` unless that is what it is called."""
+    """An option for a path, passed as `variable`."""
     names = (name, variable) if variable else (name,)
     return click.option(*names, type=click.Path(path_type=Path), metavar=metavar, required=required, help=about)
 
 
 def new_tokens(default: int = 64) -> Decorator:
-    """Give a command `--max-new-tokens`."""
+    """`--max-new-tokens`."""
     return count("--max-new-tokens", default=default, metavar="N")
 
 
 _THREADS = 2
-"""That every machine takes: some commands ask for as many where nobody says otherwise."""
+"""Accepted by every machine: some commands default to it."""
 
 
 def set_threads(threads: int | None) -> None:
-    """Use `threads` CPU threads, if a number was asked for: of at most the processors of this machine."""
+    """Use `threads` CPU threads, at most this machine's processors."""
     if threads is not None:
         processors = os.cpu_count() or 1
         most = max(_THREADS, processors)
@@ -148,11 +144,10 @@ def set_threads(threads: int | None) -> None:
 
 
 MODELS = "tiny, random:SIZE, a folder in Hugging Face format or a .gguf file (~ is home), or the Hub id of a downloaded model"
-"""What names a model."""
 
 
 def model_option(default: str = "tiny") -> Decorator:
-    """Give a command `--model`."""
+    """`--model`."""
     return click.option("--model", "-m", default=default, show_default=True, help=f"{MODELS}.")
 
 
@@ -167,7 +162,7 @@ _DTYPES = click.Choice(["float32", "bfloat16"])
 
 
 def executor_option(multiple: bool = False) -> Decorator:
-    """Give a command `--executor`, or `executors` if it can be repeated."""
+    """`--executor`, or `executors` if it can be repeated."""
     if not multiple:
         return click.option("--executor", default="auto", show_default=True, help=_EXECUTOR_HELP)
     repeat = f"{_EXECUTOR_HELP} Repeat it."
@@ -175,7 +170,7 @@ def executor_option(multiple: bool = False) -> Decorator:
 
 
 def say_if_interpreted(*executors: str, device: str | None) -> None:
-    """Warn before the first of these executors begins in an interpreter that was not asked for."""
+    """Warn if one of these executors runs in an interpreter."""
     from haarkv.executors.catalog import NAMES, interpreter_warning
 
     messages = [interpreter_warning(name, device) for name in executors if name in NAMES]
@@ -197,13 +192,13 @@ threads_option = click.option("--threads", type=IntRange(min=1), metavar="N", he
 
 
 def dtype_option(dtype: str | None = None) -> Decorator:
-    """Give a command `--dtype`, with a default, or the executor's own."""
+    """`--dtype`, with a default, or the executor's own."""
     shown_default = dtype or "bfloat16 on cuda and npu, else float32"
     return click.option("--dtype", type=_DTYPES, default=dtype, show_default=shown_default)
 
 
 def run_options(dtype: str | None = None) -> Decorator:
-    """Give a command `--device`, `--dtype` (with a default, or the executor's own), `--layers` and `--threads`."""
+    """`--device`, `--dtype`, `--layers` and `--threads`."""
     return together(device_option, dtype_option(dtype), layers_option, threads_option)
 
 
@@ -248,10 +243,7 @@ collapse_option = click.option("--allow-collapse", is_flag=True, help="Only warn
 
 
 def kv_options(kv: bool = True, default: str = _DEFAULT) -> Decorator:
-    """Give a command `--kv-tail`, `--kv-sink` and `--kv-skip-layers`; with `kv`, all that describe the cache.
-
-    Help says `default` of a cache that is not named.
-    """
+    """`--kv-tail`, `--kv-sink` and `--kv-skip-layers`; with `kv`, all cache options. Help shows `default` for `--kv`."""
     options = (_kv_option(default), loss_option, calibration_option, *_CACHE_EXTRAS, plan_option)
     return together(*options) if kv else together(*_CACHE_EXTRAS)
 
@@ -261,11 +253,11 @@ def kv_options(kv: bool = True, default: str = _DEFAULT) -> Decorator:
 session_options = together(
     kv_options(), balance_option, collapse_option, executor_option(), run_options(), activation_option, mmap_option
 )
-"""What `open_session` takes, but for `--model`."""
+"""Options of `open_session`, without `--model`."""
 
 seed_option = click.option("--seed", type=IntRange(0, 2**62), default=0, show_default=True)
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""Options of `sampling_options` that the model's generation_config.json may set as well."""
+"""Sampling options that a model's generation_config.json may set too."""
 sampling_options = together(
     click.option("--temperature", type=float, help="0 takes the most likely token."),
     click.option("--top-k", type=int, help="Keep the K most likely tokens; 0 keeps all."),
@@ -288,7 +280,7 @@ draft_options = together(
 
 
 def draft_spec(args: Mapping[str, Any]) -> DraftSpec | None:
-    """The draft that those options ask for, by a command's arguments; None without `--draft`, which the others need."""
+    """The draft that a command's arguments ask for."""
     from haarkv.engine.draft_choice import MTP_LAYER, NGRAM, DraftSpec
 
     others = {name: args[f"draft_{name}"] for name in ("tokens", "kv") if args[f"draft_{name}"] is not None}
@@ -320,23 +312,17 @@ chat_options = together(
     message_options,
 )
 CHAT = ("chat", "system", "template_args", "parse_special")
-"""Arguments of a command with `chat_options`, which `Session.generate` takes."""
+"""Arguments of `chat_options` that `Session.generate` takes."""
 
 
 def sampling_settings(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a command's arguments, the settings of sampling that were asked for and that a model may set as well."""
+    """Sampling settings that the user gave."""
     return {name: args[name] for name in SAMPLING if args.get(name) is not None}
 
 
 def open_session(args: Mapping[str, Any], **others: Any) -> Session:
-    """The model that `--model` and `session_options` name, ready to generate; a bar shows how far it is loaded.
-
-    Args:
-        args: a command's arguments by name. Those of sampling, drafting and `stop`, where it has them, are checked too
-            before weights are read.
-        others: for `engine.loading.load`.
-    Raises:
-        InputError, click.UsageError: something asked for does not exist, or does not fit.
+    """Load the session of `--model` and `session_options`, with a progress bar; sampling, draft and `stop` arguments are
+    checked first.
     """
     # The bar is there before torch is, whose import takes a second.
     with loading(args["model"]) as progress:
@@ -360,10 +346,7 @@ def open_session(args: Mapping[str, Any], **others: Any) -> Session:
 
 
 def check_outputs(**outputs: Path | None) -> None:
-    """Refuse, before any work, to write files, by their options' names without dashes, where that cannot be, or two to one.
-
-    None is not asked for.
-    """
+    """Refuse, before any work, outputs that cannot be written, or two options that name one file; keys are option names."""
     from haarkv.tq_ops.output_files import check_writable
 
     targets = {name: path for name, path in outputs.items() if path is not None}

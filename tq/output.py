@@ -1,4 +1,4 @@
-"""What the commands print with: tables on stdout, progress on stderr."""
+"""Output of the commands: tables on stdout, progress on stderr."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from haarkv.tq_ops.errors import HaarkvWarning
 if TYPE_CHECKING:
     import rich.progress
     from rich.console import Console
-    from rich.table import Table
 
     from haarkv.engine.generation import OnPrefill
     from haarkv.models.checkpoint import Progress
@@ -28,17 +27,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _MOST_SHOWN = 2000
-"""Characters of one message; what a file holds may be quoted in it."""
+"""Most characters of a message, which may quote a file."""
 
 
 def one_line(message: str) -> str:
-    """A message as one line that says nothing to the terminal but its text: control characters are shown by their codes."""
+    """A message as one line, control characters escaped."""
     line = visible(" ".join(message.split()))
     return line if len(line) <= _MOST_SHOWN else f"{line[:_MOST_SHOWN]} …"
 
 
 def visible(text: str) -> str:
-    """Text in which what a terminal would act on is shown by its code; lines stay."""
+    """Text with control characters escaped, but for line ends."""
 
     def escape(sign: str) -> str:
         acts = unicodedata.category(sign)[0] == "C" and sign != "\n"
@@ -60,7 +59,7 @@ def err() -> Console:
 
 @cache
 def _console() -> type[Console]:
-    """rich's console, which raises when the reader has left instead of ending the process."""
+    """rich's console, which raises BrokenPipeError instead of ending the process."""
     from rich.console import Console
 
     class Raising(Console):
@@ -71,13 +70,13 @@ def _console() -> type[Console]:
 
 
 def warn(message: str) -> None:
-    """Print one line on stderr."""
+    """Print a warning on stderr."""
     print(f"tq: warning: {one_line(message)}", file=sys.stderr)
 
 
 @contextmanager
 def warnings_in_a_line() -> Iterator[None]:
-    """Print this package's own warnings as `warn` does, without a place in its code; those of others as Python does."""
+    """Print this package's warnings as `warn` does; others as Python does."""
     plain = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
@@ -94,21 +93,20 @@ def warnings_in_a_line() -> Iterator[None]:
 
 
 def say(message: str) -> None:
-    """Print one line on stderr that warns of nothing."""
+    """Print a line on stderr."""
     print(f"tq: {one_line(message)}", file=sys.stderr)
 
 
 _COLOURS = {"passed": "green", "FAILED": "bold red", "failed": "bold red", "OUTSIDE": "red", "WRONG NOW": "red"}
-"""Of words that judge."""
 
 
 def print_sentence(text: str) -> None:
-    """Print a sentence: broken where a terminal ends, in one line anywhere else."""
+    """Print a sentence, wrapped on a terminal."""
     print(fill(text, get_terminal_size().columns) if sys.stdout.isatty() else text)
 
 
 def print_judged(line: str, verdict: bool | None = None) -> None:
-    """Print a line on stdout, in a terminal in the colour of its verdict: green, or red. None prints it as it is."""
+    """Print a line on stdout, coloured by its verdict on a terminal."""
     if verdict is None:
         print(line, flush=True)
         return
@@ -117,62 +115,37 @@ def print_judged(line: str, verdict: bool | None = None) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], console: Console | None = None) -> None:
-    """Print a title and a table, on stdout unless a console is given.
+    """Print a title and a table, on stdout unless a console is given; without columns there is no header.
 
-    Columns of numbers are right-aligned. Without column names there is no header and nothing is aligned. Where a terminal is
-    too narrow for the columns, each row becomes a paragraph with a line a column.
+    Numeric columns are right-aligned, and no number or first cell is broken.
     """
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
     # The name of a folder may look like markup, but is none.
     target = console or _console()(width=None if sys.stdout.isatty() else _WIDE, markup=False, emoji=False)
     target.print(visible(title), highlight=False, soft_wrap=not target.is_terminal)
-    wide, tight = (_as_table(columns, rows, tight) for tight in (False, True))
-    fitting = wide if not columns or not target.is_terminal or _least(wide, target) <= target.width else tight
-    if fitting is wide or _least(tight, target) <= target.width:
-        target.print(fitting)
-        return
-    for first, *rest in rows:
-        target.print(f"\n{columns[0]} {visible(first)}".rstrip(), highlight=False)
-        target.print(_as_table((), [(f"  {name}", cell) for name, cell in zip(columns[1:], rest, strict=True)], tight=True))
-
-
-def _least(table: Table, console: Console) -> int:
-    """Columns of a terminal that a table takes at least; no number and no first cell is broken, and no word."""
-    return console.measure(table, options=console.options.update(max_width=sys.maxsize)).minimum
-
-
-def _parts(heading: str) -> list[str]:
-    """Where a heading can be broken."""
-    return heading.replace("/", "/ ").split() or [""]
+    table = Table(box=box.SIMPLE_HEAD, show_header=bool(columns), pad_edge=False)
+    for index in range(len(rows[0])):
+        numeric = bool(columns) and _numeric([row[index] for row in rows])
+        whole = bool(columns) and (numeric or not index)
+        heading = columns[index] if columns else ""
+        table.add_column(heading, justify="right" if numeric else "left", overflow="fold", no_wrap=whole)
+    for row in rows:
+        table.add_row(*(Text(visible(cell), style=_COLOURS.get(cell.split(":")[0], "")) for cell in row))
+    target.print(table)
 
 
 def _numeric(cells: Sequence[str]) -> bool:
     return all(cell.lstrip("+-")[:1].isdigit() or cell == "–" for cell in cells)
 
 
-def _as_table(columns: Sequence[str], rows: Sequence[Sequence[str]], tight: bool) -> Table:
-    """A table of rich's; a tight one has less space around cells, and each part of a heading on a line of its own."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    frame = None if tight and not columns else box.SIMPLE_HEAD
-    table = Table(box=frame, show_header=bool(columns), pad_edge=False, collapse_padding=tight)
-    for index in range(len(rows[0])):
-        numeric = bool(columns) and _numeric([row[index] for row in rows])
-        heading = columns[index] if columns else ""
-        heading = "\n".join(_parts(heading)) if tight else heading
-        whole = bool(columns) and (numeric or not index)
-        table.add_column(heading, justify="right" if numeric else "left", overflow="fold", no_wrap=whole)
-    for row in rows:
-        table.add_row(*(Text(visible(cell), style=_COLOURS.get(cell.split(":")[0], "")) for cell in row))
-    return table
-
-
 # -- A reader that leaves early --------------------------------------------------------------------------------------------
 
 
 class _Tolerant:
-    """A text stream that may fail in one way; what is written after that is dropped."""
+    """A text stream that drops what is written after one kind of failure."""
 
     def __init__(self, stream: TextIO, failure: type[OSError]) -> None:
         self._stream, self._failure = stream, failure
@@ -208,17 +181,17 @@ def _tolerant(name: str, failure: type[OSError]) -> Iterator[None]:
 
 
 def unread_is_fine() -> AbstractContextManager[None]:
-    """Let a command that ends with a verdict go on to it, though nobody reads its output any more (`tq validate … | head`)."""
+    """Let a command go on to its verdict though stdout's reader has left (`tq validate … | head`)."""
     return _tolerant("stdout", BrokenPipeError)
 
 
 def unsaid_is_fine() -> AbstractContextManager[None]:
-    """Let a command go on though what it says on stderr cannot be written; its exit code and its output stay what they are."""
+    """Let a command go on though stderr cannot be written."""
     return _tolerant("stderr", OSError)
 
 
 def drop_output(stream: TextIO) -> None:
-    """Send what is still to be written nowhere; the interpreter would try it again at exit."""
+    """Discard a stream's buffer, which the interpreter would write at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
@@ -227,14 +200,9 @@ def drop_output(stream: TextIO) -> None:
 # -- Progress --------------------------------------------------------------------------------------------------------------
 
 
-_NARROW = 60
-"""Columns of a terminal in which a bar, its count and a clock do not all fit."""
-
-
 def _bar(*words: str, count: str = "", left: bool = False) -> rich.progress.Progress:
-    """A bar on stderr behind some words, in which rich fills in `{task.description}`; silent when stderr is not a terminal.
-
-    It shows `count`, how many are done of what, or a percentage; with `left` the time that is left as well.
+    """A bar on stderr, silent unless that is a terminal; `count` is the unit of done/total, else a percentage; `left` adds the
+    time left.
     """
     from rich import progress as rich
     from rich.text import Text
@@ -245,27 +213,26 @@ def _bar(*words: str, count: str = "", left: bool = False) -> rich.progress.Prog
 
     columns: list[rich.ProgressColumn] = [*(rich.TextColumn(word, markup=False) for word in words), rich.BarColumn()]
     columns += [Count()] if count else [rich.TaskProgressColumn()]
-    if err().width >= _NARROW:
-        columns += [rich.TimeElapsedColumn(), *([rich.TextColumn("left"), rich.TimeRemainingColumn()] if left else [])]
+    columns += [rich.TimeElapsedColumn(), *([rich.TextColumn("left"), rich.TimeRemainingColumn()] if left else [])]
     return rich.Progress(*columns, console=err(), transient=True, disable=not err().is_terminal)
 
 
 @contextmanager
 def loading(model: str) -> Iterator[Progress]:
-    """A bar while weights are read."""
+    """A bar for reading weights."""
     with _bar("loading {task.description}", count=" ") as bar:
         task = bar.add_task(visible(model), total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def compiling(program: str) -> None:
-    """Say on stderr which program of a device is compiled next: it is long, and done once in a process."""
+    """Name a program on stderr before its long compilation."""
     print(f"tq: compiling {program}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def prefilling() -> Iterator[OnPrefill]:
-    """A bar while prompts are read, gone before the first new token."""
+    """A bar for the prefill, gone before the first new token."""
     bar = _bar("reading the prompt", count="tokens")
     task = bar.add_task("")
 
@@ -292,7 +259,7 @@ def scoring(total: int) -> Iterator[OnStep]:
 
 @contextmanager
 def counting(total: int, words: str) -> Iterator[Callable[[str], None]]:
-    """A bar that names what is done next, in `words` as of `_bar`."""
+    """A bar that names the next item, in `words` as of `_bar`."""
     with _bar(words, count=" ") as bar:
         task = bar.add_task("", total=total, completed=-1)
         yield lambda name: bar.update(task, description=name, advance=1)
@@ -300,7 +267,7 @@ def counting(total: int, words: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def comparing(total: int) -> Iterator[Callable[[object], None]]:
-    """A bar that is one further at each call, whatever it is called with."""
+    """A bar that advances at each call."""
     with _bar("comparing layers", count=" ", left=True) as bar:
         task = bar.add_task("", total=total)
         yield lambda _: bar.advance(task)
@@ -308,7 +275,7 @@ def comparing(total: int) -> Iterator[Callable[[object], None]]:
 
 @contextmanager
 def telling() -> Iterator[Callable[[str], None]]:
-    """What is being done, on one line of stderr that the next replaces and "" clears; silent when stderr is not a terminal."""
+    """A status line on stderr, which the next one replaces and "" clears; silent unless that is a terminal."""
     is_terminal = err().is_terminal
 
     def tell(what: str) -> None:

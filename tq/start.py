@@ -1,6 +1,5 @@
-"""Where the command begins. While large libraries are imported, Ctrl-C ends the process at once.
-
-They swallow an interruption, or are left half imported. Nothing is written yet that could be lost.
+"""Entry point. While large libraries are imported, Ctrl-C ends the process at once: they swallow an interrupt or stay half
+imported.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _LARGE = ("numpy", "torch", "transformers", "triton", "onnxruntime", "vllm")
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
-    """Let Ctrl-C end the process meanwhile, unless someone else handles it, or this is no main thread."""
+    """End the process on Ctrl-C, unless another handler is set or this is not the main thread."""
     main_thread = threading.current_thread() is threading.main_thread()
     if not main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
@@ -39,7 +38,7 @@ def _end(*_: Any) -> None:
 
 
 class _Finder:
-    """Finds the large libraries where Python finds them, and lets Ctrl-C end the process while they run."""
+    """Imports large libraries within `ending_at_once`."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -57,7 +56,7 @@ class _Finder:
 
 
 def main() -> int:
-    """Run the command; exit codes as of `tq.cli.run`."""
+    """Run the command; exit codes as `tq.cli.main`."""
     sys.meta_path.insert(0, _Finder)
     with ending_at_once():
         from tq.cli import main as command

@@ -8,15 +8,14 @@ FP32; only what the format stores is rounded. Source of the rounding points: the
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.recurrent import Recurrent
+from haarkv.tq_ops.kv.cache import LayerView
+from haarkv.tq_ops.kv.layer import LayerKV
 from haarkv.tq_ops.weight import Weight, activations, weight_numbers
 
 _WIDEN_BYTES = 2 * 2**20
@@ -97,24 +96,24 @@ def sigmoid_mul(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
     return (torch.sigmoid(gate) * up).to(dtype)
 
 
-def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
+def store_kv(k: Tensor, v: Tensor, at: LayerView) -> None:
     """Quantize K and V and store them, each once, at their slots.
 
     Args:
         k, v: [T, Hkv, D] fp32; K after RoPE.
-        batch: says where they go.
+        at: the layer, and where its batch says they go.
     Raises:
         NonFiniteError: naming layer, token, slot and head.
     """
-    cache.write(layer, k, v, batch)
+    at.write(k, v)
 
 
-def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
+def paged_attention(q: Tensor, at: LayerView, softmax_scale: float) -> Tensor:
     """Causal attention of new tokens over everything stored of their sequences, themselves included.
 
     The oracle of the rotated-domain kernels: it de-quantizes, then attends. KV head g serves the query heads
-    g*Hq/Hkv … (g+1)*Hq/Hkv - 1. Of the tokens that a cache keeps in BF16, each query sees those that `Kept.seen` says. In a
-    layer with a sliding window of W tokens a query at p sees those at p - W + 1 … p alone.
+    g*Hq/Hkv … (g+1)*Hq/Hkv - 1. Of the tokens that a cache keeps in BF16, each query sees those that `ResidualWindow.seen`
+    says. In a layer with a sliding window of W tokens a query at p sees those at p - W + 1 … p alone.
 
     Args:
         q: [T, Hq, D] bf16 or fp32, after RoPE.
@@ -124,16 +123,16 @@ def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, so
     Rounding points: for a bf16 q, each block's probabilities (against the block's own maximum) to BF16, their sum taken
     of the rounded ones; blocks merged in FP32; the output to BF16.
     """
-    parts = zip(torch.split(q, batch.query_start_loc.diff().tolist()), cache.placed(layer, batch).sequences(), strict=True)
-    return torch.cat([_attend_sequence(queries, cache, layer, one, softmax_scale) for queries, one in parts])
+    parts = zip(torch.split(q, at.batch.query_start_loc.diff().tolist()), at.batch.sequences(), strict=True)
+    return torch.cat([_attend_sequence(queries, at.kv, one, softmax_scale) for queries, one in parts])
 
 
-def _attend_sequence(q: Tensor, cache: PagedKVCache, layer: int, one: Batch, softmax_scale: float) -> Tensor:
+def _attend_sequence(q: Tensor, kv: LayerKV, one: Batch, softmax_scale: float) -> Tensor:
     """The same of one sequence, so that its numbers do not depend on what else is in the batch."""
-    shape, length = cache.shape(layer), int(one.seq_lens)
+    shape, length = kv.shape, int(one.seq_lens)
     heads, group = shape.num_kv_heads, q.shape[1] // shape.num_kv_heads
-    k, v = (x[0, :, :length] for x in cache.read(layer, one.block_table[:, : -(-length // cache.block_size)]))
-    k_window, v_window = cache.kept(layer)
+    k, v = (x[0, :, :length] for x in kv.read(one.block_table[:, : -(-length // kv.block_size)]))
+    k_window, v_window = kv.windows
     position, key_position = one.positions.repeat(group), torch.arange(length, device=q.device)
     queries = q.float().view(-1, heads, group, q.shape[-1]).permute(1, 2, 0, 3).flatten(1, 2)  # [Hkv, G*Q, D]
     scores = queries @ k.mT
@@ -146,7 +145,7 @@ def _attend_sequence(q: Tensor, cache: PagedKVCache, layer: int, one: Batch, sof
     if q.dtype == torch.float32:
         weights, total = torch.softmax(scores, dim=-1), torch.ones((), device=q.device)
     else:
-        weights, total = rounded_softmax(scores, cache.block_size, q.dtype)
+        weights, total = rounded_softmax(scores, kv.block_size, q.dtype)
     if v_window:
         in_window = v_window.seen(position, length)
         out = weights.masked_fill(in_window, 0.0) @ v + weights.masked_fill(~in_window, 0.0) @ v_window.read(one, length)[0]
@@ -179,9 +178,7 @@ def gated_delta(
     conv: Tensor,
     a_log: Tensor,
     dt_bias: Tensor,
-    cache: PagedKVCache,
-    layer: int,
-    batch: Batch,
+    at: LayerView,
 ) -> Tensor:
     """The gated delta rule, token by token from the state that a layer keeps; it leaves the state after the new tokens.
 
@@ -197,14 +194,14 @@ def gated_delta(
         a, b: [T, Hv] fp32, which decide what is forgotten and what is written.
         conv: [2 * Hk * dk + Hv * dv, 1, taps] fp32; the last tap is the token's own.
         a_log, dt_bias: [Hv] fp32.
-        cache: its state of the layer is a `Recurrent` of `conv` [taps - 1, …] and `delta` [Hv, dk, dv], both fp32.
+        at: the state of its layer is a `Recurrent` of `conv` [taps - 1, …] and `delta` [Hv, dk, dv], both fp32.
     Returns:
         [T, Hv, dv] fp32.
     Rounding points: none; all is FP32.
     Raises:
         ValueError: no version of the state has seen the tokens before.
     """
-    state = cast(Recurrent, cache.states[layer])
+    state, batch = at.state, at.batch
     before, saved_tokens = state.read(batch), state.kept(batch)
     taps, decay = conv.squeeze(1).T, a_log.exp()
     keep = set(saved_tokens.tolist())

@@ -15,8 +15,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor
 
-from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.cache import LayerView
 from haarkv.tq_ops.weight import Weight
 
 
@@ -29,12 +28,11 @@ class OpTable(Protocol):
     def silu_mul(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor: ...
     def gelu_mul(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor: ...
     def sigmoid_mul(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor: ...
-    def store_kv(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None: ...
-    def paged_attention(self, q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor: ...
+    def store_kv(self, k: Tensor, v: Tensor, at: LayerView) -> None: ...
+    def paged_attention(self, q: Tensor, at: LayerView, softmax_scale: float) -> Tensor: ...
     def gated_delta(
-        self, x: Tensor, a: Tensor, b: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor, cache: PagedKVCache, layer: int,
-        batch: Batch,
-    ) -> Tensor: ...  # fmt: skip
+        self, x: Tensor, a: Tensor, b: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor, at: LayerView
+    ) -> Tensor: ...
 
 
 OP_NAMES = (
@@ -46,7 +44,7 @@ _SIGNATURES = {name: signature(getattr(OpTable, name)) for name in OP_NAMES}
 
 
 def arguments(op: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """What a call hands to an op, by the names of its parameters: `arguments("store_kv", …)["layer"]`."""
+    """What a call hands to an op, by the names of its parameters: `arguments("store_kv", …)["at"]`."""
     bound = _SIGNATURES[op].bind(None, *args, **kwargs).arguments
     return {name: value for name, value in bound.items() if name != "self"}
 
@@ -124,10 +122,7 @@ class FusedOps(ExpertOps, Protocol):
     def silu_mul(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor: ...
     def gelu_mul(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor: ...
 
-    def attention(
-        self, qkv: Tensor, heads: Heads, rope: tuple[Tensor, Tensor], cache: PagedKVCache, layer: int, batch: Batch,
-        softmax_scale: float,
-    ) -> Tensor:  # fmt: skip
+    def attention(self, qkv: Tensor, heads: Heads, rope: tuple[Tensor, Tensor], at: LayerView, softmax_scale: float) -> Tensor:
         """Store K and V, and attend: from the packed projections to what the output projection is given.
 
         Args:

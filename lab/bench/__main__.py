@@ -109,7 +109,7 @@ def decode(kinds: tuple[str, ...], peers: tuple[str, ...], peer_kv: str, **param
     kinds = kinds or (*DEFAULT_KINDS, *["prompt"] * (LLAMA in peers))
     with _processor_watch(params) as on_turn, loading(params["model"]) as progress, ExitStack() as stack:
         peer_rows = Peers(peers, params["model"], stack, llama_kvs, partial(_hf_caches, kvs), on_turn)
-        request = request_of(params, kinds=kinds, beside=peer_rows)
+        request = request_of(params, kinds=kinds, peer_variants=peer_rows)
         machine, rows = measure(request, progress, on_turn)
     result = report("decode", request, machine, rows)
     packages = [package for name, package in ((TRANSFORMERS, "transformers"), (LLAMA, "llama-cpp-python")) if name in peers]

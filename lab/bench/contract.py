@@ -13,12 +13,15 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests/support"))
+from op_contract import suite
+from op_contract.suite import TABLES, Table
+
 from haarkv.tq_ops.table import OP_NAMES
-from haarkv.validation.ops import suite
-from haarkv.validation.ops.suite import TABLES, Table
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from haarkv.benchmarks.report import Report, Table
 from haarkv.benchmarks.timing import OnTurn
 from haarkv.engine.draft_choice import DraftSpec
-from haarkv.engine.draft_pace import Experience
+from haarkv.engine.drafts import Experience
 from haarkv.engine.loading import load
 from haarkv.engine.result import DraftReport
 from haarkv.engine.sampling import Sampling
@@ -98,7 +98,7 @@ def _rows(sessions: Sequence[Session], prompt: list[int], request: DraftRequest,
     turns: list[list[_Times]] = [[] for _ in sessions]
     last: list[tuple[list[int], DraftReport | None]] = [([], None)] * len(sessions)
     prefix = None
-    if (draft := sessions[1].draft) and draft.follow(1, len(prompt)) is None:
+    if (draft := sessions[1].draft) and draft.name != "mtp":
         prefix = sessions[0].generate([prompt], max_new_tokens=1, keep=True, sampling=Sampling()).stored[0]
     sessions = [sessions[0], sessions[1], _forgetful(sessions[2])]
     for turn in range(-1, request.repeats):

@@ -103,8 +103,8 @@ def prompt_rows(args: Measurement, prefix_tokens: int, peers: bool) -> Iterator[
         if executor.ops is None or note:
             yield CostRow("prefill", who, case, costs[who], args.machine, None, note)
             continue
-        executor.ops.store_kv(as_rows(k[:, :, prefix_tokens:]), as_rows(v[:, :, prefix_tokens:]), cache, 0, batch)
-        inputs = (q, cache, 0, batch, config.layers[0].attention.scale)
+        executor.ops.store_kv(as_rows(k[:, :, prefix_tokens:]), as_rows(v[:, :, prefix_tokens:]), cache.view(0, batch))
+        inputs = (q, cache.view(0, batch), config.layers[0].attention.scale)
 
         @torch.inference_mode()
         def ours(

@@ -14,13 +14,13 @@ import re
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from haarkv.benchmarks.report import machine
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.output_files import check_writable, write_whole
-from haarkv.validation.fidelity.plot import require_matplotlib
 from haarkv.validation.fidelity.setup import parse_list
 from lab.matrix.entries import BY_LAYER, ENTRIES, parse_entry
 from lab.matrix.measure import Results, entries_for, measure, scored_tokens
@@ -81,8 +81,8 @@ def _run(options: argparse.Namespace) -> None:
         check_writable(file)
     if options.plot and options.plot.resolve() == options.out.resolve():
         raise InputError("--out and --plot name the same file")
-    if options.plot:
-        require_matplotlib()
+    if options.plot and find_spec("matplotlib") is None:
+        raise InputError("matplotlib is not installed, so nothing can be drawn; pip install 'haarkv[dev]'")
     measures = options.models and options.texts
     if not measures and (options.models or options.texts or not options.plot):
         raise InputError("name models and --text files to measure, or --plot alone to draw what --out holds")

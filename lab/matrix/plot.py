@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import io
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-
-from haarkv.validation.fidelity.plot import drawn_as_svg, log_axes, write_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.text import Annotation
+    from matplotlib.transforms import Bbox
 
 Row = Mapping[str, Any]
 """As `measure` records it."""
@@ -28,6 +29,13 @@ _FAMILIES = {
 }
 _LINES = ("by layer", "learned", "tq")
 _MOST_BITS = 13.0
+_GRID = "#dddddd"
+# Where a name may stand about its point, in points, the best place first: right, left, above, below, then farther away.
+_PLACES = [
+    (x * far, y * far, side)
+    for far in (1.0, 1.8, 2.8)
+    for x, y, side in ((7, 0, "left"), (-7, 0, "right"), (5, 8, "left"), (5, -8, "left"), (-5, 8, "right"), (-5, -8, "right"))
+]
 
 
 def family(label: str) -> str:
@@ -99,3 +107,56 @@ def _panel(axes: Axes, title: str, rows: Sequence[Row]) -> None:
     axes.minorticks_off()
     axes.margins(0.1)
     axes.legend(frameon=False, loc="best", fontsize=8)
+
+
+# -- Drawing ---------------------------------------------------------------------------------------------------------------
+def drawn_as_svg(size: tuple[float, float], draw: Callable[[Figure], None]) -> str:
+    """A figure as SVG text; the same drawing gives the same text."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    # A fixed salt and no date.
+    with rc_context({"svg.hashsalt": "haarkv", "font.size": 10, "svg.fonttype": "none"}):
+        figure, text = Figure(figsize=size, layout="constrained"), io.StringIO()
+        draw(figure)
+        figure.savefig(text, format="svg", metadata={"Date": None}, facecolor="white")
+    return text.getvalue()
+
+
+def log_axes(axes: Axes, title: str, across: str, up: str) -> None:
+    """Both axes logarithmic, with a grid behind what is drawn."""
+    axes.set(xscale="log", yscale="log", title=title, xlabel=across, ylabel=f"mean KL(bf16 ‖ {up}")
+    axes.grid(visible=True, which="major", color=_GRID, linewidth=0.6, zorder=0)
+
+
+def write_names(axes: Axes, points: Sequence[tuple[float, float, str, str]], fontsize: float) -> None:
+    """Write names beside points, where each meets no other name, no point and no line as far as there is such a place.
+
+    Args:
+        points: x, y, name and color of each; the first have the first choice of a place.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.transforms import Bbox
+
+    assert isinstance(axes.figure, Figure)
+    axes.figure.draw_without_rendering()  # lays out the axes, without which nothing has a place
+    marks = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in (axes.transData.transform(point[:2]) for point in points)]
+    lines = [axes.transData.transform_path(line.get_path()) for line in axes.lines if line.get_linestyle() == "-"]
+    legend = axes.get_legend()
+    occupied_boxes = [*marks, *([legend.get_window_extent()] if legend else [])]
+    for (left, height, name, color), mark in zip(points, marks, strict=True):
+        label = axes.annotate(
+            name, (left, height), xytext=(0, 0), textcoords="offset points", va="center", fontsize=fontsize, color=color,
+            annotation_clip=False,
+        )  # fmt: skip
+
+        def count_overlaps_at(place: tuple[float, float, str], label: Annotation = label, mark: Bbox = mark) -> int:
+            label.set(position=place[:2], ha=place[2])
+            box = label.get_window_extent()
+            outside = not all(axes.bbox.contains(*corner) for corner in box.corners())
+            crossings = sum(line.intersects_bbox(box, filled=False) for line in lines)
+            return box.count_overlaps([other for other in occupied_boxes if other is not mark]) + crossings + outside
+
+        x, y, side = min(_PLACES, key=count_overlaps_at)  # of equals the first
+        label.set(position=(x, y), ha=side)
+        occupied_boxes.append(label.get_window_extent())

@@ -1,18 +1,19 @@
-"""The attention backend: pages that hold codes and scales, written and read by the kernels of vLLM's device.
+"""The attention backend: pages of codes and scales, written and read by this project's kernels.
 
-A page of vLLM is one block of one layer, of as many bytes as `kv.layer` needs: in `tq4`, 132 for K and V of one token and KV
-head of 128. vLLM allocates it, hands it out, shares it between requests and takes it back; here it is looked at as a
-`PagedKVCache`.
+A page of vLLM is one block of one layer, with the bytes that `kv.layer` needs: in `tq4`, 132 for K and V of one token and KV
+head of 128. vLLM allocates, shares and frees it; this module views it as a `PagedKVCache`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config_or_none
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import (
@@ -28,7 +29,6 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from haarkv.serving.vllm_plugin import CPU_WORKER, GPU_WORKER
-from haarkv.serving.vllm_plugin.kernels import kernels_on, to_store
 from haarkv.serving.vllm_plugin.kv_choice import (
     Pair,
     content_bytes,
@@ -39,28 +39,26 @@ from haarkv.serving.vllm_plugin.kv_choice import (
     state_layers,
 )
 from haarkv.serving.vllm_plugin.limits import blocks_misfit, reads_here, require_supported, scales_here
+from haarkv.tq_ops.cuda.layout import NO_FAULT
+from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.layer import fields_in, page_bytes
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 
 if TYPE_CHECKING:
-    from haarkv.serving.vllm_plugin.tails import Tail
+    from haarkv.serving.vllm_plugin.pages import Tail
 
 
 @dataclass
 class RotatedMetadata(AttentionMetadata):
-    """One batch, the same for all layers: its tokens, without those that pad it."""
+    """One forward's batch for all layers, without padding tokens."""
 
     batch: Batch
 
 
 class RotatedMetadataBuilder(AttentionMetadataBuilder[RotatedMetadata]):
-    """Makes a `Batch` of what vLLM tells all backends, without waiting for the device.
-
-    vLLM may capture a decode step as a graph, and replay it for batches that it describes anew in the same buffers. What is
-    computed here therefore lies in buffers that stay as well; all else is vLLM's own tensors.
-    """
+    """Makes a `Batch` without waiting for the device, in buffers that stay: vLLM may replay a captured decode step."""
 
     # One new token a sequence, padded with sequences of length 0. Launches of a prompt depend on how its tokens are spread.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
@@ -91,7 +89,7 @@ class RotatedMetadataBuilder(AttentionMetadataBuilder[RotatedMetadata]):
 
 
 class Buffers:
-    """Tensors that stay where they are, for what is computed of a batch; they grow if a batch is larger than promised."""
+    """Tensors with stable addresses for computed fields; they grow if a batch is larger than promised."""
 
     def __init__(self, tokens: int, sequences: int, device: torch.device) -> None:
         self.device = device
@@ -100,7 +98,7 @@ class Buffers:
         self._sizes |= {"seq_lens": sequences, "rows": sequences}
 
     def keep(self, name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """The values of a field in its buffer, from the buffer's beginning."""
+        """The values in the field's buffer, from its beginning."""
         count = len(values)
         buffer = self._kept.get(name)
         if buffer is None or len(buffer) < count or buffer.dtype != dtype:
@@ -109,18 +107,17 @@ class Buffers:
         return buffer[:count].copy_(values)
 
     def as_is(self, name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """vLLM's own tensor, which stays where it is, if it is of this dtype; else as `keep`."""
+        """vLLM's own tensor if it has this dtype; else as `keep`."""
         return values if values.dtype == dtype else self.keep(name, values, dtype)
 
 
 def forward_batch(common: CommonAttentionMetadata, buffers: Buffers) -> Batch:
-    """vLLM's description of a forward as a `Batch`: new tokens stand at the end of their sequences.
+    """vLLM's metadata of a forward as a `Batch`; new tokens are the last of their sequences.
 
-    Nothing here waits for the device. A batch may be padded with sequences of no token, and with tokens behind the last one,
-    whose positions mean nothing.
+    Never waits for the device. The batch may be padded with empty sequences and trailing tokens, whose positions mean nothing.
 
     Raises:
-        NotImplementedError: a batch whose tokens also see later ones.
+        NotImplementedError: non-causal attention.
     """
     if common.causal is not True:
         raise NotImplementedError("attention to later tokens is not supported by a packed KV cache")
@@ -143,7 +140,7 @@ def forward_batch(common: CommonAttentionMetadata, buffers: Buffers) -> Batch:
 
 
 class RotatedAttention(AttentionImpl[RotatedMetadata]):
-    """One layer's attention over its pages; arguments are vLLM's. None but causal attention to all tokens is built."""
+    """One layer's causal attention over its pages; arguments are vLLM's."""
 
     def __init__(
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
@@ -168,15 +165,15 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
         self._newest: Tail | None = None
 
     def keep_newest(self, newest: Tail) -> None:
-        """Also keep tokens in BF16 there; before any page is seen."""
+        """Keep tokens in BF16 there; before any page is seen."""
         self._newest = newest
 
     def store_in(self, pair: Pair) -> None:
-        """Take formats for K and V of this rank's KV heads; before any page is seen."""
+        """Set formats for K and V; before any page is seen."""
         self._pair = pair
 
     def balance(self, k: Tensor | None, v: Tensor | None, device: torch.device) -> None:
-        """Multiply K and V by scales [Hkv, D] before they are stored, and by their inverse what meets them; None is 1."""
+        """Scale K and V [Hkv, D] before storing, queries and output by the inverse; None is 1."""
         one = torch.ones(self.num_kv_heads, self.head_size)
         # Powers of two: BF16 holds them, and takes no other dtype's digits away.
         k, v = (side.to(device, torch.bfloat16) for side in (one if k is None else k, one if v is None else v))
@@ -184,7 +181,7 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
         self._balance = k, v, (1 / k).repeat_interleave(group, dim=0), (1 / v).repeat_interleave(group, dim=0)
 
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        """Quantize and store the new K and V [T, Hkv, D]; a token whose slot is negative pads the batch."""
+        """Quantize and store new K and V [T, Hkv, D]; negative slots are padding."""
         tokens, index = slot_mapping.shape[0], self._layer_index(layer)
         k, v = _to_kernel_dtype(key[:tokens]), _to_kernel_dtype(value[:tokens])
         if self._balance:
@@ -199,7 +196,7 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: RotatedMetadata | None,
         output: Tensor, output_scale: Tensor | None = None, output_block_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Attention of the new tokens over their sequences' pages; query and output [T, Hq, D]."""
+        """Attention of the new tokens; query and output [T, Hq, D]."""
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("a quantized attention output is not supported by a packed KV cache")
         if attn_metadata is None:  # vLLM measures its memory
@@ -216,13 +213,13 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
         return output
 
     def _layer_index(self, layer: Any) -> int:
-        """The layer's number in the whole model, which chooses its rotation; one instance serves one layer."""
+        """The layer's number in the model, which selects its rotation."""
         if self._index is None:
             self._index = extract_layer_index(layer.layer_name)
         return self._index
 
     def _view(self, kv_cache: Tensor, index: int) -> PagedKVCache:
-        """vLLM's pages of this layer as a cache, made once for as long as they stay where they are, if they have the room."""
+        """vLLM's pages of this layer as a cache; cached while they stay in place."""
         if self._cache is None or self._pages is not kv_cache:
             num_blocks, heads, block_size, content = kv_cache.shape
             # A page may be larger than what it holds, which then lies at its beginning.
@@ -243,7 +240,7 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
 
 
 class RotatedAttentionBackend(AttentionBackend):
-    """Packed pages for any vLLM model of full attention with a head_dim that the kernels have."""
+    """Packed pages for full attention with a head_dim that the kernels have."""
 
     forward_includes_kv_cache_update: bool = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float32, torch.float16]
@@ -275,15 +272,11 @@ class RotatedAttentionBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Those in which a block is one piece of memory."""
         return (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Pages of bytes that have room for K and V of any layer; which one it is, vLLM does not say here.
-
-        The workers of `page_sizes` give each layer its own.
-        """
+        """Pages large enough for any layer, for vLLM does not say which one it asks for; workers set each layer's own size."""
         pairs, config = [default_pair()], get_current_vllm_config_or_none()
         if config is not None and config.model_config is not None:
             states = state_layers(config.model_config)
@@ -293,12 +286,12 @@ class RotatedAttentionBackend(AttentionBackend):
 
 
 def with_content(spec: AttentionSpec, content: int) -> AttentionSpec:
-    """Pages in which one token and KV head takes so many bytes."""
+    """Pages with `content` bytes a token and KV head."""
     return replace(spec, dtype=torch.uint8, state_content_bytes=content)
 
 
 def _token_positions(layer: Any, slots: Tensor) -> Tensor:
-    """Positions [T] int64 of the running forward's tokens, whose slots [T] are given; 0 for padding."""
+    """Positions [T] int64 of the forward's tokens; 0 for padding."""
     metadata: RotatedMetadata | None = get_attention_context(layer.layer_name)[0]
     positions = torch.zeros_like(slots, dtype=torch.int64)
     if metadata is not None:
@@ -308,5 +301,98 @@ def _token_positions(layer: Any, slots: Tensor) -> Tensor:
 
 
 def _to_kernel_dtype(x: Tensor) -> Tensor:
-    """What the kernels take: BF16 or FP32 as it is, FP16 widened."""
+    """FP16 as FP32; other dtypes as they are."""
     return x.float() if x.dtype == torch.float16 else x
+
+
+# -- Kernels ----------------------------------------------------------------------------------------------------------
+#
+# K or V that are not finite become zeros, so that one request does not end the others, and the log names the first. A CPU logs
+# at once. On a GPU nothing may wait for the device: the kernel notes the fault there, and a later batch logs it.
+
+logger = init_logger(f"vllm.{__name__}")
+STAND_IN = "zeros stand in for what is not finite"
+
+
+def to_store(slots: Tensor, positions: Tensor | None = None, kept_slots: Tensor | None = None) -> Batch:
+    """A batch with the fields that storing T tokens needs: slots, positions (if K's format needs them) and BF16 slots, each
+    [T] int64.
+    """
+    nothing = slots.new_zeros(0)
+    return Batch(
+        positions=nothing if positions is None else positions, slot_mapping=slots, block_table=nothing, seq_lens=nothing,
+        query_start_loc=nothing, rows=nothing, kept_slots=kept_slots,
+    )  # fmt: skip
+
+
+class CpuKernels:
+    """The C++ kernels."""
+
+    def __init__(self) -> None:
+        from haarkv.tq_ops.cpu.ops import CpuOps
+
+        self._ops = CpuOps()
+
+    def store(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
+        """Quantize and store k, v [T, Hkv, D] by a batch of `to_store`."""
+        real = batch.slot_mapping >= 0
+        if not real.all():
+            positions, exact_slots = (x if x is None or not len(x) else x[real] for x in (batch.positions, batch.kept_slots))
+            k, v, batch = k[real], v[real], to_store(batch.slot_mapping[real], positions, exact_slots)
+        try:
+            self._ops.store_kv(k, v, cache.view(layer, batch))
+        except NonFiniteError as error:
+            logger.error("%s; %s", error, STAND_IN)
+            k, v = (torch.nan_to_num(x, 0.0, 0.0, 0.0) for x in (k, v))
+            self._ops.store_kv(k, v, cache.view(layer, batch))
+
+    def attend(self, q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Tensor:
+        """Attention of q [T, Hq, D], of q's shape and dtype."""
+        return self._ops.paged_attention(q, cache.view(layer, batch), scale)
+
+    def next_batch(self) -> None:
+        """Called before each forward; does nothing here."""
+
+
+class GpuKernels:
+    """The Triton kernels (on a CPU: in Triton's interpreter); no call waits for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        # Triton is imported where its kernels are to run, and nowhere else.
+        from haarkv.tq_ops.cuda import ops
+
+        self._ops: Any = ops
+        self._fault = ops.new_fault(device)
+        on_cuda = device.type == "cuda"
+        self._seen = torch.full((1,), NO_FAULT, dtype=torch.int64, pin_memory=on_cuda)
+        self._copied: Any = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
+
+    def store(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
+        """As `CpuKernels.store`."""
+        self._ops.append(k, v, cache.view(layer, batch), self._fault, stand_in=True)
+
+    def attend(self, q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Tensor:
+        """As `CpuKernels.attend`."""
+        out: Tensor = self._ops.paged_attention(q, cache.view(layer, batch), scale)
+        return out
+
+    def next_batch(self) -> None:
+        """Log the fault that an earlier copy brought, if it has arrived, and start another copy; each fault is seen once."""
+        if self._copied is not None and not self._copied.query():
+            return  # the device has not come so far; the fault waits there
+        if (key := int(self._seen)) != NO_FAULT:
+            layer, side, token, head = self._ops.fault_place(key)
+            logger.error(
+                "layer %d: %s of token %d of an earlier batch, KV head %d is not finite; %s", layer, side, token, head,
+                STAND_IN,
+            )  # fmt: skip
+        self._seen.copy_(self._fault, non_blocking=True)
+        self._fault.fill_(NO_FAULT)
+        if self._copied is not None:
+            self._copied.record()
+
+
+@cache
+def kernels_on(device: torch.device) -> CpuKernels | GpuKernels:
+    """The kernels of a device."""
+    return CpuKernels() if device.type == "cpu" else GpuKernels(device)

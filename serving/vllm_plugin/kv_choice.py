@@ -1,7 +1,4 @@
-"""What the pages of each layer hold: what `--additional-config` says, as formats.
-
-vLLM hands its configuration to all its processes. Each reads the files that it names, once.
-"""
+"""Formats of each layer's pages, from `--additional-config`, which vLLM hands to all processes; each reads its files once."""
 
 from __future__ import annotations
 
@@ -31,26 +28,23 @@ Pair = tuple[KVFormat, KVFormat]
 
 _SLIDING, _FULL, _STATE = "sliding_attention", "full_attention", "linear_attention"
 _HYBRIDS = tuple(kind for kind, of in FAMILIES.items() if "linear_key_head_dim" in of.defaults and not kind.endswith("_next"))
-"""Families with layers of Gated DeltaNet; Qwen3-Next was not tried."""
+"""Families with Gated DeltaNet; Qwen3-Next was not tried."""
 _DRAFT_PREFIXES = ("draft_model.", "mtp.")
-"""What the names begin with that vLLM gives the layers of a draft model, and those of a Qwen3.5's own drafts."""
+"""Layer name prefixes of a draft model and of Qwen3.5's MTP."""
 
 
 def kv_spec(vllm_config: VllmConfig) -> KVSpec:
-    """The cache that is asked for; a value of another kind, an unknown format or a file that is none is refused."""
+    """The requested cache."""
     return spec_from(vllm_config.additional_config)
 
 
 def spec_from(options: Mapping[str, Any]) -> KVSpec:
-    """As `kv_spec`, from the content of `--additional-config`; vLLM need not be there."""
+    """As `kv_spec`, from the content of `--additional-config`; needs no vLLM."""
     return _spec(*_cache_args(options))
 
 
 def kv_plan(vllm_config: VllmConfig) -> KVPlan:
-    """How all KV heads of the model's own layers are stored; those with a sliding window are vLLM's, in BF16.
-
-    A plan of a model of another shape is refused.
-    """
+    """The plan for all KV heads of the model's own layers; those with sliding windows stay with vLLM, in BF16."""
     plan = _plan(_cache_args(vllm_config.additional_config), shape_signature(vllm_config), None)
     if not (sliding := sliding_layers(vllm_config.model_config)):
         return plan
@@ -59,41 +53,30 @@ def kv_plan(vllm_config: VllmConfig) -> KVPlan:
 
 
 def sliding_layers(model: ModelConfig) -> tuple[int, ...]:
-    """Numbers of the layers that attend to a sliding window, beside some that attend to all tokens; () if there are none.
-
-    Also () where the config does not say it of each layer.
-    """
+    """Layers with a sliding window beside full attention; () if none, or if the config names no layer types."""
     return () if model.get_sliding_window() is None else _kind_layers(model, _SLIDING)
 
 
 def state_layers(model: ModelConfig) -> tuple[int, ...]:
-    """Numbers of the layers that keep a state and no K and V, beside some that attend to all tokens; () if there are none.
-
-    Also () where the config does not say it of each layer, or the model is of another family than Qwen3.5.
-    """
+    """Layers with a state in place of K and V in a Qwen3.5; else ()."""
     is_known = getattr(model.hf_text_config, "model_type", None) in _HYBRIDS
     return _kind_layers(model, _STATE) if model.is_hybrid and is_known else ()
 
 
 def _kind_layers(model: ModelConfig, kind: str) -> tuple[int, ...]:
-    """Numbers of the layers of a kind, where the config names the kind of each, and all others are of full attention."""
     kinds = getattr(model.hf_text_config, "layer_types", None) or ()
     return tuple(layer for layer, layer_kind in enumerate(kinds) if layer_kind == kind) if set(kinds) == {kind, _FULL} else ()
 
 
 def layer_formats(vllm_config: VllmConfig, layer_name: str) -> Pair:
-    """How this rank's KV heads of a layer are stored.
-
-    Args:
-        layer_name: vLLM's. A draft's layers, if vLLM is told to give them to this backend, are stored in `KV`.
-    """
+    """Formats of this rank's KV heads of a layer; a draft's layers are stored in `KV`."""
     if is_of_draft(vllm_config, layer_name):
         return default_pair()
     return _plan_here(vllm_config).layers[_index_in(layer_name)]
 
 
 def is_of_draft(vllm_config: VllmConfig, layer_name: str) -> bool:
-    """Whether a layer is a draft's: some drafts' layers are numbered from 0, too, and an EAGLE head's from the last on."""
+    """Whether a layer is a draft's: some are numbered from 0 too, an EAGLE head's from the last on."""
     layers = vllm_config.model_config.get_total_num_hidden_layers()
     return layer_name.startswith(_DRAFT_PREFIXES) or _index_in(layer_name) >= layers
 
@@ -110,22 +93,20 @@ def default_pair() -> Pair:
 
 
 def exact_pair() -> Pair:
-    """How tokens that stay in BF16 lie in pages of their own."""
+    """K and V in BF16."""
     return formats.parse("bf16")
 
 
 LEAST_TOKENS = 16
-"""Of a block of tokens in BF16."""
+"""Least tokens of a BF16 block."""
 
 
 def tail_tokens(packed: int, exact: int, block_size: int) -> int:
-    """Tokens of a block of those in BF16: the largest power of two with which they take no more than a packed block, or 16.
-
-    Both are groups of one pool of vLLM's, whose blocks are as large as the largest group needs.
+    """Tokens of a BF16 block: the largest power of two that fits into a packed block of the shared pool, at least 16.
 
     Args:
-        packed: bytes of a block of packed tokens, all layers.
-        exact: bytes of one token in BF16, in all layers that keep some.
+        packed: bytes of a packed block, all layers.
+        exact: bytes of one BF16 token, all layers that keep some.
         block_size: tokens of a packed block.
     """
     most = max(LEAST_TOKENS, min(packed // exact, block_size))
@@ -133,13 +114,13 @@ def tail_tokens(packed: int, exact: int, block_size: int) -> int:
 
 
 def content_bytes(pair: Pair, head_dim: int, v_dim: int | None = None) -> int:
-    """What K and V of one token and KV head take; V's vector is as wide as K's unless given."""
+    """Bytes of K and V of one token and KV head."""
     k_format, v_format = pair
     return int(k_format.bytes_per_vector(head_dim) + v_format.bytes_per_vector(v_dim or head_dim))
 
 
 def shape_signature(vllm_config: VllmConfig) -> ModelShape:
-    """What a plan names its model by; a hybrid of a kind that is not known here is refused."""
+    """The model's shape, by which plans identify it."""
     model = vllm_config.model_config
     if model.is_hybrid:
         return _hybrid_shape(model.model)
@@ -158,7 +139,7 @@ def _hybrid_shape(model: str) -> ModelShape:
 
 
 def _plan_here(vllm_config: VllmConfig) -> KVPlan:
-    """How this rank's KV heads are stored."""
+    """The plan of this rank's KV heads."""
     cache_args, shape = _cache_args(vllm_config.additional_config), shape_signature(vllm_config)
     size = vllm_config.parallel_config.tensor_parallel_size
     if size == 1:
@@ -170,7 +151,7 @@ def _plan_here(vllm_config: VllmConfig) -> KVPlan:
 
 
 _CacheArgs = tuple[str | None, str | None, str | None, tuple[int, ...], int | None, int]
-"""What `--additional-config` says of the cache, as `_spec` takes it; None where it says nothing."""
+"""Arguments of `_spec`, from `--additional-config`."""
 
 
 def _cache_args(options: Mapping[str, Any]) -> _CacheArgs:
@@ -204,7 +185,6 @@ def _spec(
 
 @cache
 def _plan(cache_args: _CacheArgs, shape: ModelShape, heads: tuple[int, int] | None) -> KVPlan:
-    """Of the KV heads stored here: from the first to the one behind the last; None for all."""
     spec = _spec(*cache_args)
     plan = spec.plan(shape.num_layers, shape)
     plan.require_layout(shape.layers)

@@ -1,7 +1,7 @@
-"""What cannot be served from packed pages, said when the server starts and not at some token later; and what is balanced.
+"""Refusals at server start, and balance.
 
-vLLM holds the weights, so balance folds nothing into them: K and V are multiplied by powers of two before they are stored,
-queries and attention's output by the inverse. The scales come from the checkpoint's attention tensors, read once a process.
+vLLM holds the weights, so balance multiplies K and V by powers of two before storing, queries and output by the inverse.
+Scales come from the checkpoint's attention tensors, read once a process.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _OFFLOADING = ("CPUOffloadingSpec", HOST_MEMORY)
 
 
 def is_asked_for(vllm_config: VllmConfig) -> bool:
-    """Whether this server is to keep its KV cache in packed pages."""
+    """Whether this server uses packed pages."""
     return vllm_config.attention_config.backend == AttentionBackendEnum.CUSTOM
 
 
 def require_supported(vllm_config: VllmConfig) -> None:
-    """Refuse, by a ValueError of one line, a model or what was asked for that the cache cannot do."""
+    """Refuse, by a one-line ValueError, a model or options that the cache cannot serve."""
     model = vllm_config.model_config
     if model is not None and (reason := _model(vllm_config) or _options(vllm_config) or _cache(vllm_config)):
         options = vllm_config.additional_config
@@ -60,7 +60,7 @@ def require_supported(vllm_config: VllmConfig) -> None:
 
 
 def reads_here() -> KernelSupport:
-    """What the kernels of vLLM's device read: those of the CPU, or those of a GPU."""
+    """What the kernels of vLLM's device read."""
     if _on_cpu():
         from haarkv.tq_ops.cpu.layout import READS as ON_CPU
 
@@ -71,7 +71,6 @@ def reads_here() -> KernelSupport:
 
 
 def _model(vllm_config: VllmConfig) -> str | None:
-    """What about the model stands in the way."""
     model = vllm_config.model_config
     if model.use_mla:
         return "it has multi-head latent attention (MLA), which caches one latent vector and no K and V"
@@ -91,7 +90,6 @@ def _model(vllm_config: VllmConfig) -> str | None:
 
 
 def _states(vllm_config: VllmConfig) -> str | None:
-    """What stands in the way of a model with layers that keep a state."""
     if not state_layers(vllm_config.model_config):
         return f"it is a hybrid model with layers that keep a state and no K and V; {_HYBRIDS}"
     if not _on_cpu():
@@ -110,7 +108,6 @@ def _on_cpu() -> bool:
 
 
 def _cache(vllm_config: VllmConfig) -> str | None:
-    """What about the formats stands in the way; a format or file that there is not, or of another model, is an InputError."""
     model, plan = vllm_config.model_config, kv_plan(vllm_config)
     if names := [kv_format.name for kv_format in plan.formats if kv_format.to_compare]:
         return f"{names[0]} is here to compare with, which `tq eval` does; serve one of {', '.join(readable(reads_here()))}"
@@ -132,7 +129,7 @@ def _cache(vllm_config: VllmConfig) -> str | None:
 
 
 def blocks_misfit(keys: Iterable[tuple[int, KVFormat]], block_size: int) -> str | None:
-    """Why blocks of this size cannot hold keys, of which layers and formats are given: a stretch would end within a block."""
+    """Why blocks of this size cannot hold keys of (layer, format): a stretch would end within a block."""
     names = [k.name for layer, k in keys if k.turns(layer)]
     if not names or STRETCH % block_size == 0:
         return None
@@ -140,7 +137,7 @@ def blocks_misfit(keys: Iterable[tuple[int, KVFormat]], block_size: int) -> str 
 
 
 def _weights(vllm_config: VllmConfig) -> str | None:
-    """What about the model's weights does not fit the calibration; made-up weights fit any."""
+    """Why the weights do not fit the calibration; dummy weights fit any."""
     spec, model = kv_spec(vllm_config), vllm_config.model_config.model
     if not spec.weights or vllm_config.load_config.load_format == "dummy":
         return None
@@ -158,10 +155,7 @@ def _fingerprint(model: str) -> str:
 
 
 def _transfer(transfer: KVTransferConfig) -> str | None:
-    """Why pages cannot go where they are sent: they are taken as bytes by whoever runs in this process, and by nobody else.
-
-    What goes to another process or to a disk is known there by the model and its dtype, which tell no format from another.
-    """
+    """Why a KV transfer is refused: elsewhere pages are identified by model and dtype, which do not tell formats apart."""
     extra = transfer.kv_connector_extra_config
     if transfer.kv_connector != "OffloadingConnector":
         return f"KV transfer by {transfer.kv_connector} is not supported; by OffloadingConnector it is"
@@ -173,7 +167,6 @@ def _transfer(transfer: KVTransferConfig) -> str | None:
 
 
 def _options(vllm_config: VllmConfig) -> str | None:
-    """Which option stands in the way."""
     cache, parallel, drafts = vllm_config.cache_config, vllm_config.parallel_config, vllm_config.speculative_config
     if cache.cache_dtype != "auto":
         return f"--kv-cache-dtype {cache.cache_dtype} names another format; leave it out"
@@ -204,7 +197,7 @@ def _options(vllm_config: VllmConfig) -> str | None:
 
 
 def _own_blocks(vllm_config: VllmConfig) -> str | None:
-    """What the model keeps in blocks of its own beside packed ones, by name."""
+    """What the model keeps beside packed blocks, by name."""
     model = vllm_config.model_config
     if state_layers(model):
         return _STATES
@@ -217,10 +210,7 @@ def _own_blocks(vllm_config: VllmConfig) -> str | None:
 
 
 def scales_here(vllm_config: VllmConfig) -> Mapping[int, Scales]:
-    """Scales [H, D] fp32 of this rank's KV heads, K's and V's, of each layer that is uneven; None leaves a side as it is.
-
-    Refuses as `judge_collapse`.
-    """
+    """Scales [H, D] fp32 of K and V of this rank's heads, by uneven layer; None leaves a side. Refuses as `judge_collapse`."""
     scaling, parallel = judge_collapse(vllm_config), vllm_config.parallel_config
     if not scaling.scales or parallel.tensor_parallel_size == 1:
         return scaling.scales
@@ -235,12 +225,12 @@ def scales_here(vllm_config: VllmConfig) -> Mapping[int, Scales]:
 
 
 def judge_collapse(vllm_config: VllmConfig, allow: str = f"{ALLOW_COLLAPSE} true") -> Scaling:
-    """What balance does to the model that vLLM is to serve, and whether text would suffer all the same, which is logged.
+    """Balance for the model to serve; logs losses that text suffers from.
 
     Args:
-        allow: what to say to serve it even so.
+        allow: the option that serves it all the same.
     Raises:
-        InputError: by its weights, text of this model would be garbage; it names the layers and says what to use instead.
+        InputError: text of this model would be garbage.
     """
     model, options = vllm_config.model_config, vllm_config.additional_config
     # Learned coordinates know the channels as they are.

@@ -1,9 +1,6 @@
-"""What the compressed cache holds, for `/metrics`: bytes, tokens and the ratio to BF16, per layer on request.
+"""`/metrics` of the packed cache: bytes, tokens, ratio to BF16, and tokens computed again after preemption.
 
-And what its limits cost: tokens that were computed again because others had needed their blocks.
-
-vLLM tells its loggers which part of the pages is handed out; a page's bytes are those that vLLM allocates. Prefixes that are
-kept for later requests but belong to none count as free, in vLLM's figures and so in these.
+vLLM reports the share of blocks in use; cached prefixes of no request count as free.
 """
 
 from __future__ import annotations
@@ -31,13 +28,13 @@ _GAUGES = {
     "kv_compression_ratio": "Bytes that BF16 would take, by the bytes that are taken.",
 }
 _BYTE_GAUGES = ("kv_allocated_bytes", "kv_held_bytes")
-"""Those that are said where tokens stay in BF16: a block then holds more packed tokens than tokens in BF16."""
+"""Gauges where tokens stay in BF16: a block then holds more packed tokens than BF16 ones."""
 _LAYER = "kv_layer_held_bytes"
 _RECOMPUTE_COUNTER = "recomputed_tokens", "Tokens of preempted requests whose K and V were computed again."
 
 
 class RotatedStatLogger(StatLoggerBase):
-    """Gauges for one engine (entry-point group `vllm.stat_logger_plugins`); none if its cache is not compressed."""
+    """Gauges of one engine (entry point `vllm.stat_logger_plugins`); none if its cache is not packed."""
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         self._config = vllm_config
@@ -65,10 +62,6 @@ class RotatedStatLogger(StatLoggerBase):
                 self._recomputed.labels(*self._labels).inc(recomputed_tokens(scheduler_stats))
 
     def _set(self, usage: float) -> None:
-        """
-        Args:
-            usage: part of the blocks that requests hold; one of all blocks is never handed out and not counted.
-        """
         if not self._gauges:
             return
         cache, plan = self._config.cache_config, kv_plan(self._config)
@@ -90,7 +83,7 @@ class RotatedStatLogger(StatLoggerBase):
 
 
 def layer_page_bytes(vllm_config: VllmConfig, plan: KVPlan) -> list[int]:
-    """Bytes of one block of each of the model's own layers, on all tensor-parallel ranks together."""
+    """Bytes of one block of each of the model's own layers, all ranks."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     heads = model.get_num_kv_heads(parallel) * parallel.tensor_parallel_size
     block_size = vllm_config.cache_config.block_size
@@ -98,7 +91,7 @@ def layer_page_bytes(vllm_config: VllmConfig, plan: KVPlan) -> list[int]:
 
 
 def least_of_tails(vllm_config: VllmConfig, plan: KVPlan) -> int:
-    """Bytes of the smallest block of all layers' tokens in BF16, on all ranks: a block of vLLM's has room for it, too."""
+    """Bytes of the smallest block of BF16 tokens, all layers and ranks; a vLLM block has room for it."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     heads = model.get_num_kv_heads(parallel) * parallel.tensor_parallel_size
     layers = sum(any(map(plan.keeps, pair)) for pair in plan.layers)
@@ -106,16 +99,13 @@ def least_of_tails(vllm_config: VllmConfig, plan: KVPlan) -> int:
 
 
 def recomputed_tokens(stats: SchedulerStats) -> int:
-    """Tokens of requests that went on after a preemption in this step, but those still cached or brought back from elsewhere.
-
-    vLLM counts them where prefix caching is on, which is its default.
-    """
+    """Tokens of resumed requests that were computed again; vLLM counts them with prefix caching on."""
     inside, outside = stats.prefix_cache_stats, stats.connector_prefix_cache_stats
     return inside.preempted_queries - inside.preempted_hits - (outside.preempted_hits if outside else 0)
 
 
 def _metric(kind: Callable[..., M], name: str, text: str, *labels: str, **settings: str) -> M:
-    """A metric of ours; one that an earlier engine of this process left leaves the registry that vLLM's `/metrics` shows."""
+    """A metric; replaces that of an earlier engine of this process."""
     if (older := REGISTRY._names_to_collectors.get(_PREFIX + name)) is not None:
         REGISTRY.unregister(older)
     return kind(_PREFIX + name, text, labels, **settings)

@@ -1,4 +1,4 @@
-"""vLLM's CPU platform, which also takes the attention backend that it is told to take."""
+"""vLLM's CPU platform with a choice of attention backend."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 _VLLMS_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
-"""What vLLM's own class chooses where no other was asked for."""
+"""vLLM's default worker."""
 
 
 class RotatedCpuPlatform(CpuPlatform):
-    """The CPU as vLLM knows it; only `--attention-backend CUSTOM`, which vLLM's own class passes over, is heard."""
+    """vLLM's CPU platform, which also accepts `--attention-backend CUSTOM`."""
 
     @classmethod
     def get_attn_backend_cls(
@@ -38,10 +38,10 @@ class RotatedCpuPlatform(CpuPlatform):
 
     @classmethod
     def register_custom_kv_cache_specs(cls, vllm_config: VllmConfig) -> None:
-        from haarkv.serving.vllm_plugin import tails
+        from haarkv.serving.vllm_plugin import pages
 
         super().register_custom_kv_cache_specs(vllm_config)
-        tails.register()
+        pages.register()
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
@@ -60,7 +60,7 @@ class RotatedCpuPlatform(CpuPlatform):
         if vllm_config.parallel_config.worker_cls == _VLLMS_WORKER:
             vllm_config.parallel_config.worker_cls = CPU_WORKER
         if transfer is not None:  # vLLM's own worker moves no pages on a CPU
-            ours = {"spec_name": HOST_MEMORY, "spec_module_path": "haarkv.serving.vllm_plugin.offload"}
+            ours = {"spec_name": HOST_MEMORY, "spec_module_path": "haarkv.serving.vllm_plugin.cpu"}
             transfer.kv_connector_extra_config |= ours
 
     @classmethod

@@ -110,7 +110,7 @@ def test_every_layer_of_a_filled_cache_holds_the_case(spec):
     assert [paging.length(s) for s in range(2)] == [69, 69]
     batch = paging.batch([0, 1], [1, 1])
     for layer in range(SMALL.num_layers):
-        stored_k, stored_v = cache.read(layer, batch.block_table)
+        stored_k, stored_v = cache.kv[layer].read(batch.block_table)
         # Layer 0's bytes serve all layers of its format, so a vector comes back in another rotation; its length stays.
         for vectors, x in ((stored_k, k), (stored_v, v)):
             ratio = vectors[:, :, :69].norm(dim=-1) / x[:, :, :69].float().norm(dim=-1)
@@ -179,8 +179,8 @@ def test_every_layer_of_a_filled_cache_attends_within_its_window():
     cache, paging = cases.filled_cache(KVSpec("fp32").plan(4), config, case, k, v, 1)
     batch, q = paging.batch([0, 1], [1, 1]), torch.randn(2, 10, 128)
     for layer, mixer in enumerate(config.attentions):
-        reference.store_kv(*(cases.as_rows(x[:, :, -1:]) for x in (k, v)), cache, layer, batch)
-        out = reference.paged_attention(q, cache, layer, batch, mixer.scale)
+        reference.store_kv(*(cases.as_rows(x[:, :, -1:]) for x in (k, v)), cache.view(layer, batch))
+        out = reference.paged_attention(q, cache.view(layer, batch), mixer.scale)
         near = (x[:, :, -cases.visible_tokens(mixer.window, 1000) :] for x in (k, v))
         k_seen, v_seen = (x.float() for x in near)
         exact = torch.nn.functional.scaled_dot_product_attention(q[:, :, None], k_seen, v_seen, enable_gqa=True)[:, :, 0]

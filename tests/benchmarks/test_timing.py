@@ -95,12 +95,12 @@ def test_turns_end_when_they_took_a_minute_together(monkeypatch):
 def test_on_a_gpu_a_turn_is_many_captured_runs_and_what_no_graph_holds_is_left_out(monkeypatch):
     numbers = []
 
-    def captured(run, runs, _device):
+    def capture_graph(run, runs, _device):
         if run is print:
             raise RuntimeError("operation not permitted when stream is capturing")
         return lambda _: [run(number) for number in range(runs)]
 
-    monkeypatch.setattr(timing, "captured", captured)
+    monkeypatch.setattr(timing, "capture_graph", capture_graph)
     monkeypatch.setattr(timing, "clock", lambda _: lambda run: (run(), 0.128)[1])
     spreads = timing.take_turns(
         {"a": numbers.append, "b": print}, torch.device("cuda"), repeats=2, counted_runs=5, capture=True

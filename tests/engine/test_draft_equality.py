@@ -9,7 +9,7 @@ import torch
 
 import tq
 from haarkv.engine.draft_choice import DraftSpec, Target, choose
-from haarkv.engine.draft_pace import Pace
+from haarkv.engine.drafts import Pace
 from haarkv.engine.loading import load
 from haarkv.engine.sampling import Sampling
 from haarkv.models.parallel import ALONE

@@ -5,7 +5,7 @@ from collections import deque
 
 import pytest
 
-from haarkv.engine.draft_pace import AHEAD, GAPS, PLAIN, SHARE, Experience, Pace
+from haarkv.engine.drafts import AHEAD, GAPS, PLAIN, SHARE, Experience, Pace
 
 
 def simulate(steps, cost, share, *, most=4, experience=None, seed=0, backlog=0):

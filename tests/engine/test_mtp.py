@@ -17,8 +17,8 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from transformers_judge import draw_weights
 
 from haarkv.engine.draft_choice import DraftSpec
-from haarkv.engine.draft_mtp import READ, MTPDrafter
-from haarkv.engine.draft_pace import Pace
+from haarkv.engine.drafters import READ, MTPDrafter
+from haarkv.engine.drafts import Pace
 from haarkv.engine.loading import load
 from haarkv.engine.sampling import Sampling
 from haarkv.models.catalog import load_model
@@ -229,7 +229,7 @@ def test_a_prompt_in_chunks_and_a_reused_prefix_are_followed(saved_model, propos
 def test_of_a_long_text_the_newest_states_are_read(saved_model, proposals, monkeypatch, read):
     """Soon behind the prompt, and after a pause in which more tokens came than are read."""
     theirs, folder = saved_model("qwen3_5")
-    monkeypatch.setattr("haarkv.engine.draft_mtp.READ", read)
+    monkeypatch.setattr("haarkv.engine.drafters.READ", read)
     turns = itertools.cycle([False, True] + [False] * 8)
     monkeypatch.setattr(Pace, "tokens", lambda self, *_: self._most * next(turns))
     session(folder, DraftSpec("mtp", 3, "fp32")).generate([TEXT], max_new_tokens=40, sampling=Sampling())

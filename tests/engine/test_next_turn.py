@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from small_models import small_model
 
 import tq
-from haarkv.engine.generation import generate, tail_chunk
+from haarkv.engine.generation import GenerationRequest, generate, tail_chunk
 from haarkv.engine.plans import shape_signature
 from haarkv.executors.catalog import create
 from haarkv.models.base import new_cache
@@ -19,7 +19,6 @@ from haarkv.models.layer import DeltaNet
 from haarkv.tq_ops.kv import cache_file
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import WINDOW_ROOM
-from haarkv.tq_ops.kv.stored import requantize
 
 PHASES = [Phase.explicit, Phase.generate]  # what is drawn here is small as it is
 DEFAULT = KVSpec("k=tq6,v=tq4", tail=24, sink=4)
@@ -44,10 +43,11 @@ def turn(executor, plan, prompt, new, prefix=None):
     """An answer, and prompt and answer as they are stored."""
     cache, paging = new_cache(executor.config, plan, sequences=1, tokens=len(prompt) + new, chunk=tail_chunk(executor))
     ends = []
-    (done,), _ = generate(
-        executor, cache, paging, [prompt], max_new_tokens=new, max_context=len(prompt) + new, stored=[prefix],
+    request = GenerationRequest(
+        prompts=[prompt], max_new_tokens=new, max_context=len(prompt) + new, stored=[prefix],
         on_end=lambda _, stored: ends.append(stored),
     )  # fmt: skip
+    (done,), _ = generate(executor, cache, paging, request)
     return done, ends[0]
 
 
@@ -109,22 +109,3 @@ def test_a_turn_s_begin_costs_what_answers_replace_and_no_more():
     assert earlier(KVSpec("tq4", tail=124, sink=4), 1) is None
     assert earlier(KVSpec("tq4", sink=4), 2) is None
     assert earlier(KVSpec("tq4"), 2) is None
-
-
-@pytest.mark.parametrize("name", TURNS)
-def test_a_turn_s_begin_is_requantized_too(name):
-    """A sequence goes on from there by the other plan, which may keep other tokens in BF16."""
-    model, spec = TURNS[name]
-    prompt = random.Random(0).choices(range(61), k=250)
-    before, after = spec.plan(model.config.num_layers), KVSpec("tq8", tail=9).plan(model.config.num_layers)
-    sequence = turn(create("cpu", model, before, None), before, prompt, 60)[1]
-    result = requantize(sequence, before, after, model.config.kv_shapes)
-    cache_file.sequence_origin(after, shape_signature(model.config), "w").require_fits(result, after, "it")
-    for layer, shape in enumerate(model.config.kv_shapes):
-        fields, was = result.layer_tensors(layer), sequence.layer_tensors(layer)
-        assert fields.keys() == was.keys() if shape is None else fields
-        assert (shape is None) == all(
-            torch.equal(fields[field], was[field]) for field in fields if field in was and field != "seen"
-        )
-    done, _ = turn(create("cpu", model, after, None), after, [*prompt, 1, 2, 3], 4, result)
-    assert done.reused_tokens == len(prompt)

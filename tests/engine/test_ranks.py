@@ -6,14 +6,11 @@ import pytest
 import torch
 from at_length import MORE, rest
 from bounds import REORDERED_KV, REORDERED_LOGITS
-from ranks import alone, bench_rows, on_ranks, rank_validation, run_small
+from ranks import alone, on_ranks, rank_validation, run_small
 from small_models import SMALL, resize_config
 
-from haarkv.benchmarks.decode import Request, measure
-from haarkv.benchmarks.decode_cost import Case, step_cost
 from haarkv.engine.ranks import join
 from haarkv.executors.catalog import refusal
-from haarkv.models.catalog import load_model, read_config
 from haarkv.models.parallel import Alone, even_share
 from haarkv.tq_ops.errors import InputError
 
@@ -113,16 +110,3 @@ def test_a_fault_of_ranks_is_found(fault, stage):
     report, _ = on_ranks(2, rank_validation, "reference", FOUR, torch.bfloat16, (9,), 0, fault)
     assert not report.passed
     assert (report.first_divergence.layer, report.first_divergence.stage) == (0, stage)
-
-
-def test_a_decode_step_of_ranks_is_measured():
-    (row,), (other,) = on_ranks(2, bench_rows)
-    assert row["kind"] == other["kind"] == "step"
-    assert row["ms"] > 0
-    one = step_cost(load_model("tiny"), Case(1, 64), [0.0] * read_config("tiny").num_layers)
-    assert 0.5 <= row["cost"]["weights"] / one.weights < 0.51
-
-
-def test_what_is_not_measured_on_ranks_is_refused():
-    with pytest.raises(InputError, match="ranks run whole steps together"):
-        measure(Request("tiny", ["cpu"], ["tq4"], [64], [1], kinds=("attention",), ranks=Alone(0, 2)))

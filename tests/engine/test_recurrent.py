@@ -13,7 +13,7 @@ from recurrent_toy import Toy, hybrid, toy_mixer
 from repeat_drafts import Often, always_drafting
 from small_models import small_model
 
-from haarkv.engine.generation import generate
+from haarkv.engine.generation import GenerationRequest, generate
 from haarkv.engine.plans import memory_need, shape_signature
 from haarkv.executors.base import verify
 from haarkv.executors.cpu import CpuExecutor
@@ -116,10 +116,11 @@ def drafts(name="toy"):
         text = [*TEXT[:12], *texts[0].token_ids] if draft else []
         ends = []
         with always_drafting():
-            (done,), timing = generate(
-                run.executor, run.cache, run.paging, [TEXT[:12]], max_new_tokens=40, max_context=200,
-                draft=Often(text) if draft else None, draft_tokens=4, on_end=lambda _, stored, kept=ends: kept.append(stored),
+            request = GenerationRequest(
+                prompts=[TEXT[:12]], max_new_tokens=40, max_context=200, draft=Often(text) if draft else None,
+                on_end=lambda _, stored, kept=ends: kept.append(stored),
             )  # fmt: skip
+            (done,), timing = generate(run.executor, run.cache, run.paging, request)
         texts.append(done)
         state_suffixes = ("sum", "last", "delta", "conv")
         states.append({field: tensor for field, tensor in ends[0].tensors.items() if field.endswith(state_suffixes)})

@@ -10,7 +10,7 @@ from samplers import Sampler
 
 import tq
 from haarkv.engine import sampling as sampling_module
-from haarkv.engine.draft_pace import Pace
+from haarkv.engine.drafts import Pace
 from haarkv.engine.sampling import BatchSampler, Sampling
 from haarkv.tq_ops.errors import InputError
 

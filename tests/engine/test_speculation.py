@@ -11,11 +11,10 @@ import torch
 from samplers import Sampler
 
 import tq
-from haarkv.engine.draft_choice import DraftSpec, Target, choose
-from haarkv.engine.draft_models import ModelSource
-from haarkv.engine.draft_pace import Pace
-from haarkv.engine.drafts import LONGEST_MATCH, SHORTEST_MATCH, NgramSource, Proposal, accept_tokens, looked_up
-from haarkv.engine.generation import generate
+from haarkv.engine.draft_choice import LONGEST_MATCH, SHORTEST_MATCH, DraftSpec, NgramSource, Target, choose, looked_up
+from haarkv.engine.drafters import ModelSource
+from haarkv.engine.drafts import Pace
+from haarkv.engine.generation import GenerationRequest, generate
 from haarkv.engine.sampling import BatchSampler, Sampling
 from haarkv.models.catalog import find_model
 from haarkv.models.parallel import ALONE
@@ -127,7 +126,7 @@ def test_a_draft_that_did_not_pay_reads_no_prompt(tiny, monkeypatch):
     session, read = drafting(tiny, DraftSpec("tiny", 2, "bf16")), []
     session.draft.experience.add(9.0, [(2, 0)] * 9, 2)
     monkeypatch.setattr(Pace, "tokens", lambda self, *_: 0)
-    monkeypatch.setattr("haarkv.engine.draft_models.prefill_in_chunks", lambda *given: read.append(given))
+    monkeypatch.setattr("haarkv.engine.drafters.prefill_in_chunks", lambda *given: read.append(given))
     session.generate(PROMPTS, max_new_tokens=5, sampling=Sampling())
     assert not read
 
@@ -156,10 +155,11 @@ def test_an_end_of_text_among_drafts_ends_it(tiny, expected):
         for draft in (None, NgramSource(), drafting(tiny, DraftSpec("tiny", 6)).draft):
             cache, paging = tiny.new_cache(len(ids), 100)
             sequences = []
-            done, _ = generate(
-                tiny.executor, cache, paging, ids, max_new_tokens=16, max_context=100, eos_token_ids=[end], draft=draft,
-                draft_tokens=6, on_end=lambda _, of, kept=sequences: kept.append(of),
+            request = GenerationRequest(
+                prompts=ids, max_new_tokens=16, max_context=100, eos_token_ids=[end], draft=draft, draft_tokens=6,
+                on_end=lambda _, stored, kept=sequences: kept.append(stored),
             )  # fmt: skip
+            done, _ = generate(tiny.executor, cache, paging, request)
             runs.append(([(c.token_ids, c.finish) for c in done], sequences))
         assert any(finish == "eos" for _, finish in runs[0][0])
         for texts, sequences in runs[1:]:
@@ -233,10 +233,10 @@ def count_texts(model, draft, sampling, new_tokens, prompt, count=MANY):
     """How often each continuation came, of many sequences."""
     cache = PagedKVCache(PLAN, KVShape(1, 64), num_blocks=count, num_rows=count, block_size=8)
     paging = PagedSequences(count, 8, num_rows=count)
-    done, timing = generate(
-        model, cache, paging, [prompt] * count, max_new_tokens=new_tokens, max_context=8, sampling=sampling, draft=draft,
-        draft_tokens=3,
-    )  # fmt: skip
+    request = GenerationRequest(
+        prompts=[prompt] * count, max_new_tokens=new_tokens, max_context=8, sampling=sampling, draft=draft, draft_tokens=3
+    )
+    done, timing = generate(model, cache, paging, request)
     return Counter(tuple(c.token_ids) for c in done), timing.drafts
 
 
@@ -275,7 +275,7 @@ SAMPLINGS = {
 def test_sampled_text_is_distributed_as_without_drafts(kind, name, monkeypatch):
     """Chi-squared over whole continuations of four tokens, the plain step among them, against the exact probabilities."""
     if kind == "ngram":  # one token that stood before is enough, so that drafts come often
-        monkeypatch.setattr("haarkv.engine.drafts.SHORTEST_MATCH", 1)
+        monkeypatch.setattr("haarkv.engine.draft_choice.SHORTEST_MATCH", 1)
     model, sampling, prompt = Table(1), SAMPLINGS[name], [2, 0, 1, 0]
     draft = NgramSource() if kind == "ngram" else ModelSource(name="other", executor=Table(2), plan=PLAN)
     counts, cost = count_texts(model, draft, sampling, 4, prompt)
@@ -299,7 +299,7 @@ def test_the_first_token_that_is_not_taken_is_replaced_from_what_is_left():
     """p = (0.5, 0.3, 0.2) and q = (0.8, 0.2, 0): token 0 is taken with 5/8, and else (0, 1/3, 2/3) decides."""
     p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([[0.8, 0.2, 0.0]], dtype=torch.float64)
     sampler, count = BatchSampler(Sampling(1.0, seed=1), [[0]]), 2500
-    counts = Counter(accept_tokens(sampler, p.log().expand(2, 3), 0, Proposal([0], q))[0] for _ in range(count))
+    counts = Counter(sampler.accept(p.log().expand(2, 3), 0, [0], q)[0] for _ in range(count))
     expected = [0.625, 0.375 / 3, 0.375 * 2 / 3]
     for token, share in enumerate(expected):
         assert counts[token] / count == pytest.approx(share, abs=4 * (share * (1 - share) / count) ** 0.5)

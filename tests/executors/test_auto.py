@@ -23,7 +23,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import synthetic
 from haarkv.tq_ops.formats.learned import COLUMNS
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation.planning.candidates import at, everywhere, require_candidates
+from haarkv.validation.planning.search import at, everywhere, require_candidates
 
 TINY = read_config("tiny")
 EVERYTHING = ("cuda", "npu", "cpu", "reference")
@@ -45,26 +45,34 @@ def select_executor(kv="tq4", config=TINY, **options):
 
 
 @pytest.mark.parametrize(
-    ("hardware", "kv", "name", "why"),
+    ("hardware", "kv", "options", "name", "why"),
     [
-        (EVERYTHING, "tq4", "cuda", ""),
-        (("npu", "cpu", "reference"), "tq4", "npu", ""),
-        (("cpu", "reference"), "tq4", "cpu", ""),
-        (("reference",), "tq4", "reference", ""),
-        (EVERYTHING, "tbq4_0", "cpu", "cuda cannot run this: .*tbq4_0"),
-        (("cpu", "reference"), "bf16", "cpu", ""),
-        (("cpu", "reference"), "kivi2", "cpu", ""),
+        (EVERYTHING, "tq4", {}, "cuda", ""),
+        (("npu", "cpu", "reference"), "tq4", {}, "npu", ""),
+        (("cpu", "reference"), "tq4", {}, "cpu", ""),
+        (("reference",), "tq4", {}, "reference", ""),
+        (EVERYTHING, "tbq4_0", {}, "cpu", "cuda cannot run this: .*tbq4_0"),
+        (("cpu", "reference"), "bf16", {}, "cpu", ""),
+        (("cpu", "reference"), "kivi2", {}, "cpu", ""),
         # The fastest of those that were passed over is the one that is missed.
-        (("npu", "cpu", "reference"), "q8_0", "cpu", "npu cannot run this: .*q8_0"),
-        (("npu", "cpu", "reference"), "bf16", "npu", ""),
-        (("cpu", "reference"), KVSpec("tq4", tail=8), "cpu", ""),
-        (("cpu", "reference"), KVSpec("tq8", layers={1: "k=tq3,v=bf16", 2: "k=bf16,v=tq5"}, tail=16, sink=4), "cpu", ""),
-        (("npu", "cpu", "reference"), KVSpec("tq4", sink=300), "cpu", "npu cannot run this: .*sinks"),
+        (("npu", "cpu", "reference"), "q8_0", {}, "cpu", "npu cannot run this: .*q8_0"),
+        (("npu", "cpu", "reference"), "bf16", {}, "npu", ""),
+        (("cpu", "reference"), KVSpec("tq4", tail=8), {}, "cpu", ""),
+        (("cpu", "reference"), KVSpec("tq8", layers={1: "k=tq3,v=bf16", 2: "k=bf16,v=tq5"}, tail=16, sink=4), {}, "cpu", ""),
+        (("npu", "cpu", "reference"), KVSpec("tq4", sink=300), {}, "cpu", "npu cannot run this: .*sinks"),
+        # The model counts, and a dtype; no kernel takes vectors of 32.
+        (EVERYTHING, "tq4", {"config": resize_config(SMALL, head_dim=32)}, "reference", ".*"),
+        (("npu", "cpu", "reference"), "tq4", {"dtype": "float32"}, "cpu", "npu cannot run this: it runs bfloat16 only$"),
+        (("npu", "cpu", "reference"), "tq4", {"dtype": "bfloat16"}, "npu", ""),
+        # A device leaves only executors that know it; whether it is there, its executor says.
+        (EVERYTHING, "tq4", {"device": "cpu"}, "cpu", ""), (EVERYTHING, "tq4", {"device": "cuda:1"}, "cuda", ""),
+        (EVERYTHING, "tq4", {"device": "npu:0"}, "npu", ""), (EVERYTHING, "tq4", {"device": "sim"}, "npu", ""),
+        (("cpu", "reference"), "tq4", {"device": "cuda:0"}, "cuda", ""),
     ],
-)
-def test_the_fastest_that_reads_the_cache(machine, hardware, kv, name, why):
+)  # fmt: skip
+def test_the_fastest_that_reads_the_cache(machine, hardware, kv, options, name, why):
     machine(*hardware)
-    selection = select_executor(kv)
+    selection = select_executor(kv, **options)
     assert selection.name == name
     assert re.match(why, selection.passed_over) if why else selection.passed_over == ""
 
@@ -96,27 +104,17 @@ def test_every_cache_must_be_read(machine):
     assert select(AUTO, TINY, plans).name == "cpu"
 
 
-def test_the_model_counts_too(machine):
+@pytest.mark.parametrize(
+    ("kv", "device", "says"),
+    [
+        ("tq4", "moon", "no executor runs on 'moon'; --device takes cpu, cuda"),
+        ("q8_0", "sim", r"executor npu cannot run this: .*q8_0"),
+    ],
+)
+def test_a_device_on_which_nothing_runs_is_refused(machine, kv, device, says):
     machine(*EVERYTHING)
-    assert select_executor(config=resize_config(SMALL, head_dim=32)).name == "reference"  # no kernel takes vectors of 32
-
-
-def test_a_dtype_counts_too(machine):
-    machine("npu", "cpu", "reference")
-    selection = select_executor(dtype="float32")
-    assert (selection.name, selection.passed_over) == ("cpu", "npu cannot run this: it runs bfloat16 only")
-    assert select_executor(dtype="bfloat16").name == "npu"
-
-
-def test_a_device_leaves_only_executors_that_know_it(machine):
-    machine(*EVERYTHING)
-    assert [select_executor(device=word).name for word in ("cpu", "cuda:1", "npu:0", "sim")] == ["cpu", "cuda", "npu", "npu"]
-    with pytest.raises(InputError, match="no executor runs on 'moon'; --device takes cpu, cuda"):
-        select_executor(device="moon")
-    with pytest.raises(InputError, match=r"executor npu cannot run this: .*q8_0"):
-        select_executor("q8_0", device="sim")
-    machine("cpu", "reference")  # whether the device is there, its executor says
-    assert select_executor(device="cuda:0").name == "cuda"
+    with pytest.raises(InputError, match=says):
+        select_executor(kv, device=device)
 
 
 def test_without_its_kernels_the_cpu_is_passed_over(machine, monkeypatch):

@@ -65,7 +65,10 @@ def forwards(executor: CpuExecutor, kv: KVSpec) -> tuple[list[torch.Tensor], lis
     logits.append(decode(executor, cache, paging, ids[1:], [3]))
     layers = range(executor.config.num_layers)
     return logits, [
-        field for i in layers for layer_fields in (cache.k_fields(i), cache.v_fields(i)) for field in layer_fields.values()
+        field
+        for i in layers
+        for layer_fields in (cache.kv[i].k.fields, cache.kv[i].v.fields)
+        for field in layer_fields.values()
     ]
 
 
@@ -110,7 +113,7 @@ def past_windows(executor: CpuExecutor, kv: KVSpec) -> tuple[list[torch.Tensor],
         kv.plan(executor.config.num_layers), executor.config.kv_shapes, num_blocks=16, num_rows=2, row_blocks=8, block_size=32,
         ring_chunk=40, chunk=40,
     )  # fmt: skip
-    assert {cache.num_slots_of(i) // 2 for i, layer in enumerate(executor.config.layers) if layer.attention.window} == {128}
+    assert {cache.kv[i].num_slots // 2 for i, layer in enumerate(executor.config.layers) if layer.attention.window} == {128}
     paging = PagedSequences(cache.num_blocks, cache.block_size, num_rows=2)
     ids, hidden = [paging.add(), paging.add()], []
     for step, sizes in enumerate([(40, 9), (24, 40), (1, 1), (3, 40), (40, 24), (40, 1), (40, 1), *[(1, 1)] * 3]):
@@ -118,7 +121,10 @@ def past_windows(executor: CpuExecutor, kv: KVSpec) -> tuple[list[torch.Tensor],
         hidden.append(executor.forward(torch.tensor(tokens), paging.batch(ids, sizes), cache))
     layers = range(executor.config.num_layers)
     return hidden, [
-        field for i in layers for layer_fields in (cache.k_fields(i), cache.v_fields(i)) for field in layer_fields.values()
+        field
+        for i in layers
+        for layer_fields in (cache.kv[i].k.fields, cache.kv[i].v.fields)
+        for field in layer_fields.values()
     ]
 
 
@@ -228,7 +234,7 @@ def test_a_cache_of_one_layer_is_served_op_by_op():
         cache = new_cache(SMALL)
         paging = new_paging(cache)
         prefill(executor, cache, paging, [paging.add()], [random_tokens(SMALL, 9)])
-        fields = cache.k_fields(1), cache.v_fields(1)
+        fields = cache.kv[1].k.fields, cache.kv[1].v.fields
         other = PagedKVCache.over(cache.plan.layers[1], 1, fields, (None, None), SMALL.heads.head_dim)
         outputs.append(executor.layers(hidden, range(1, 2), paging.batch([0], [1]), other))
     assert torch.equal(*outputs)

@@ -5,27 +5,19 @@ from __future__ import annotations
 import gc
 import re
 import weakref
+from dataclasses import replace
 
 import bounds
 import pytest
 import torch
+from at_length import MORE_CUDA
+from block_weights import in_blocks
 from cuda_rows import script_rows
-from small_models import (
-    cache_tensors,
-    decode,
-    gemma_config,
-    new_cache,
-    new_paging,
-    prefill,
-    random_tokens,
-    small_config,
-    small_model,
-)  # fmt: skip
+from small_models import cache_tensors, random_tokens, small_config, small_model
 
-from haarkv.executors import base
-from haarkv.executors.cuda import DecodeStep, padded_batch_size
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.catalog import load_model
+from haarkv.models.config import Experts
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.formats import synthetic
 from haarkv.tq_ops.kv.batch import PagedSequences
@@ -34,134 +26,125 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.layers.runner import validate
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
-from haarkv.executors.cuda import CudaExecutor
-
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-CONFIG = small_config(num_layers=1, num_heads=4, head_dim=64)
-GEMMA = gemma_config(num_layers=2, head_dim=64, window=6)  # of its own head_dim in the tests of its ops
-TQ4, TAIL = KVSpec("tq4"), KVSpec("tq4", tail=2, sink=1)
-SYNTHETIC_CALIBRATION = synthetic.calibration(CONFIG.num_layers, CONFIG.heads.num_kv_heads, CONFIG.heads.head_dim)
-LEARNED_SPEC = KVSpec("k=lr3,v=tq3", tail=2, sink=1, calibration=SYNTHETIC_CALIBRATION)
-PLAN = TQ4.plan(CONFIG.num_layers)
-
-
-def executor(model) -> CudaExecutor:
-    return CudaExecutor(model, interpreted=not GPU)
-
-
-class OnHost:
-    """An executor whose cache, batches and results the test has on the host; only its own cache is on its device."""
-
-    def __init__(self, inner, cache) -> None:
-        self.inner, self.device = inner, inner.device
-        self.cache = PagedKVCache(
-            cache.plan, cache.shapes, num_blocks=cache.num_blocks, block_size=cache.block_size, device=self.device
-        )
-
-    def forward(self, token_ids, batch, cache):
-        return self.inner.forward(token_ids.to(self.device), batch.to(self.device), self.cache)
-
-    def head(self, hidden):
-        return self.inner.head(hidden).cpu()
-
-
-def run(one, cache) -> torch.Tensor:
-    """Logits of a ragged prefill, a decode step of three sequences, one of two of them, and a draft of theirs verified."""
-    paging = new_paging(cache, order=range(cache.num_blocks - 1, -1, -1))
-    ids = [paging.add() for _ in range(3)]
-    logits = [prefill(one, cache, paging, ids, [[1, 2, 3], [4], [5, 6]]), decode(one, cache, paging, ids, [7, 8, 9])]
-    logits += [decode(one, cache, paging, ids[::2], [3, 1])]
-    draft_batch = paging.batch(ids[::2], [2, 3])
-    return torch.cat([*logits, base.verify(one, torch.tensor([1, 2, 3, 4, 5]), draft_batch, cache)])
-
-
-@pytest.mark.parametrize(
-    ("dtype", "spec"),
-    [
-        ("float32", TQ4), ("bfloat16", LEARNED_SPEC),
-        *(pytest.param(*given, marks=pytest.mark.cuda_long) for given in (("bfloat16", TAIL), ("float32", LEARNED_SPEC))),
-    ],
-    ids=lambda given: given.kv + "-kept" * bool(given.tail) if isinstance(given, KVSpec) else str(given)[:8],
+from cuda_models import (
+    BF16,
+    CONFIG,
+    FP32,
+    GEMMA,
+    GPU,
+    MODELS,
+    TEXT,
+    BatchRunner,
+    executor,
+    expert_texts,
+    qwen_moe,
+    tiny_hybrid,
 )  # fmt: skip
-def test_forwards_equal_the_references(dtype, spec):
-    """Prompts, padded decode steps and a draft."""
-    model = small_model(CONFIG, dtype=getattr(torch, dtype))
-    caches = [new_cache(CONFIG, spec, num_blocks=6) for _ in range(2)]
-    theirs = run(ReferenceExecutor(model), caches[0])
-    ours = run(OnHost(executor(model), caches[1]), caches[1])
-    error = (ours - theirs).abs().amax(-1) / theirs.std(dim=-1)
-    assert error.max() <= bounds.EXECUTOR_LOGITS[dtype]
-    if dtype == "float32":
-        assert error.max() <= bounds.LAYER_FP32.logits
+
+from haarkv.executors.cuda import CudaExecutor, DecodeStep, padded_batch_size
+from haarkv.tq_ops.cuda.block_planes import PlaneBlocks
+
+TQ4, TAIL = KVSpec("tq4"), KVSpec("tq4", tail=3, sink=1)
+SYNTHETIC_CALIBRATION = synthetic.calibration(CONFIG.num_layers, CONFIG.heads.num_kv_heads, CONFIG.heads.head_dim)
+LEARNED = KVSpec("k=lr3,v=tq3", tail=2, sink=1, calibration=SYNTHETIC_CALIBRATION)
 
 
-def run_steps(one, spec: KVSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """What is packed in the end, and logits of a Gemma's every new token.
+def at_length(*rows):
+    return [pytest.param(*row, marks=MORE_CUDA) for row in rows]
 
-    Prompts in chunks whose rings begin anew, decode steps that are padded, and a draft.
-    """
-    cache = PagedKVCache(
-        spec.plan(2), GEMMA.kv_shapes, num_blocks=16, num_rows=4, block_size=4, chunk=8, ring_chunk=8, device=one.device
-    )
-    paging, logits, tokens = PagedSequences(16, 4, num_rows=4), [], random_tokens(GEMMA, 14)
-    ids = [paging.add() for _ in range(3)][::-1]
-    for rows in (
-        [tokens[:8], tokens[:3]], [tokens[8:14], tokens[3:4]], [[5], [6], [7]], [[8], [9], [1]], [[1, 2, 3], [4]],
-    ):  # fmt: skip
-        batch = paging.batch(ids[: len(rows)], [len(row) for row in rows]).to(cache.device)
-        token_ids = torch.tensor([token for row in rows for token in row], device=cache.device)
-        logits.append(base.verify(one, token_ids, batch, cache).cpu())
-    codes = [tensor.cpu().flatten() for _, _, name, tensor in cache_tensors(cache) if name == "codes"]
-    return torch.cat(codes), torch.cat(logits)
+
+def require_near(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> None:
+    """The largest error of a position's logits, in their standard deviations, is within an executor's bound."""
+    error = float(((ours - theirs).abs().amax(-1) / theirs.std(dim=-1)).max())
+    assert error <= (bounds.LAYER_FP32.logits if dtype == FP32 else bounds.EXECUTOR_LOGITS["bfloat16"])
 
 
 @pytest.mark.parametrize(
-    ("dtype", "spec", "by_ops"),
+    ("name", "dtype", "spec", "by_ops"),
     [
-        ("bfloat16", KVSpec("tq4", tail=3, sink=2), True),
-        pytest.param("bfloat16", TQ4, False, marks=pytest.mark.cuda_long),
-        pytest.param("float32", TAIL, False, marks=pytest.mark.cuda_long),
-        pytest.param("float32", TQ4, True, marks=pytest.mark.cuda_long),
+        ("qwen3", FP32, TQ4, False), ("qwen3", BF16, LEARNED, False), ("gemma", BF16, TAIL, True),
+        ("tiny hybrid", FP32, TQ4, True),
+        *at_length(
+            ("qwen3", BF16, TAIL, False), ("qwen3", FP32, LEARNED, False), ("gemma", BF16, TQ4, False),
+            ("gemma", FP32, TAIL, False), ("gemma", FP32, TQ4, True), ("hybrid", FP32, TAIL, True),
+            ("hybrid", BF16, TAIL, True),
+        ),
     ],
     ids=lambda given: given.kv + "-kept" * bool(given.tail) if isinstance(given, KVSpec) else str(given),
-)
-def test_a_gemma_runs_as_the_reference_does(monkeypatch, dtype, spec, by_ops):
-    """Windows with a RoPE of their own, 1 + w, norms behind, GELU, scaled embeddings; its layers fused, and op by op."""
+)  # fmt: skip
+def test_a_model_runs_as_the_reference_does(monkeypatch, tmp_path, name, dtype, spec, by_ops):
+    """Dense layers fused, or op by op; a Gemma has windows with a RoPE of their own, norms behind, scaled embeddings."""
     if by_ops:
         monkeypatch.setattr("haarkv.models.fused.unsupported", lambda _: "to run it op by op")
-    model = small_model(GEMMA, dtype=getattr(torch, dtype))
-    (their_codes, theirs), (our_codes, ours) = (run_steps(one(model), spec) for one in (ReferenceExecutor, executor))
-    error = (ours - theirs).abs().amax(-1) / theirs.std(dim=-1)
-    assert error.max() <= bounds.EXECUTOR_LOGITS[dtype]
-    if dtype == "float32":
-        # Of 17,920 levels one or another is a tie, on which the few tokens after it depend.
-        assert (our_codes != their_codes).sum() <= 2
-        assert error.median() <= bounds.LAYER_FP32.logits
+    model = MODELS[name](dtype=dtype)
+    theirs, ours = (BatchRunner(one(model), spec).everything(tmp_path) for one in (ReferenceExecutor, executor))
+    require_near(ours, theirs, dtype)
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("hybrid with experts", FP32), *at_length(("hybrid with experts", BF16), ("experts", FP32), ("experts", BF16))],
+    ids=str,
+)
+def test_a_model_with_experts_runs_as_the_reference_does(name, dtype):
+    model = MODELS[name](dtype=dtype)
+    require_near(expert_texts(executor(model), TQ4), expert_texts(ReferenceExecutor(model), TQ4), dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "modes"),
+    [
+        ("small qwen3", BF16, ("teacher-forced", "free-running")), ("experts", BF16, ("teacher-forced",)),
+        ("blocks", BF16, ("teacher-forced",)),
+        *at_length(*(
+            (name, dtype, ("teacher-forced", "free-running")) for name, dtype in (
+                ("blocks of three types", BF16), ("blocks of 256", BF16), ("small gemma", BF16), ("small qwen2", BF16),
+                ("small llama", FP32), ("hybrid", FP32), ("hybrid", BF16), ("experts", FP32), ("hybrid with experts", BF16),
+                ("hybrid with experts", FP32),
+            )
+        )),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_validator_passes_layer_by_layer(name, dtype, modes):
+    model = MODELS[name](dtype=dtype)
+    prompts = [random_tokens(model.config, n, seed=n) for n in (3, 2)]
+    plan = TQ4.plan(model.config.num_layers)
+    ours = executor(model)
+    report = validate(ReferenceExecutor(model), ours, model, prompts, 1, plan, modes=modes)
+    assert report.passed, report.first_divergence
+    if "blocks" in name:  # projections of one input are one weight where their types agree, else each its own
+        packed = ours._run.layers.func.__self__.packed[0].qkv_proj
+        assert isinstance(packed, PlaneBlocks) == (name == "blocks")
+    if "experts" in name:
+        assert {"router", "experts.up_proj", "experts.down_proj"} <= {verdict.stage for verdict in report.stages}
+    if "hybrid" in name:
+        most = max(row.state_err for row in report.rows if row.state_err is not None)
+        assert 0 < most < (bounds.LAYER_FP32 if dtype == FP32 else bounds.LAYER_BF16).state
+
+
+# -- What it refuses -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("config", "spec", "most"), [(CONFIG, KVSpec("tq4", tail=3), 64), (GEMMA, TQ4, 512)], ids=["tail", "window"]
 )
 def test_more_new_tokens_than_there_is_room_for_are_refused(config, spec, most):
-    ours, cache = executor(small_model(config)), new_cache(config, spec, num_blocks=80)
-    host, paging = OnHost(ours, cache), new_paging(cache)
+    ours = executor(small_model(config))
+    cache = PagedKVCache(spec.plan(config.num_layers), config.kv_shapes, num_blocks=80, block_size=8, device=ours.device)
+    paging = PagedSequences(80, 8)
+    batch = paging.batch([paging.add()], [most + 1]).to(ours.device)
     with pytest.raises(ValueError, match=f"at most {most} new tokens"):
-        prefill(host, cache, paging, [paging.add()], [[1] * (most + 1)])
+        ours.forward(torch.ones(most + 1, dtype=torch.int64, device=ours.device), batch, cache)
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_a_damaged_weight_is_named(phase):
-    model = small_model(CONFIG)
-    ours, cache = OnHost(executor(model), new_cache(CONFIG)), new_cache(CONFIG)
-    paging = new_paging(cache)
-    ids = [paging.add()]
+    ours = executor(small_model(CONFIG))
+    runner = BatchRunner(ours, TQ4)
     if phase == "decode":
-        prefill(ours, cache, paging, ids, [[1, 2]])
-    ours.inner._model.weights.layers[0]["k_proj"][3, 5] = float("nan")
-    forward, tokens = (decode, [3]) if phase == "decode" else (prefill, [[1, 2]])
+        runner.run([0], [[1, 2]])
+    ours._model.weights.layers[0]["k_proj"][3, 5] = float("nan")
     with pytest.raises(NonFiniteError, match=r"layers\.0\.self_attn\.k_proj\.weight holds nan at \[3, 5\]"):
-        forward(ours, cache, paging, ids, tokens)
+        runner.run([0], [[3]] if phase == "decode" else [[1, 2]])
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:x", "cuda:", "cuda:7"])
@@ -173,39 +156,54 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch, device):
 
 def test_what_an_earlier_forward_left_out_is_told_when_a_head_is_asked_for():
     """V that overflows in a forward whose head is not asked for; the last one is sound."""
-    model = small_model(CONFIG)
-    ours, cache = executor(model), new_cache(CONFIG)
-    paging = new_paging(cache)
-    host, ids = OnHost(ours, cache), [paging.add()]
+    ours = executor(small_model(CONFIG))
+    runner = BatchRunner(ours, TQ4)
     weight = ours._model.weights.layers[0]["v_proj"]
     saved_weight = weight.clone()
     weight.fill_(torch.inf)
-    host.forward(torch.tensor([1, 2]), paging.batch(ids, [2]), cache)
+    batch = runner.paging.batch(runner.ids[:1], [2]).to(ours.device)
+    ours.forward(torch.tensor([1, 2], device=ours.device), batch, runner.cache)
     weight.copy_(saved_weight)
     with pytest.raises(NonFiniteError, match=r"layer 0: V was not finite .*, although all weights are finite"):
-        decode(host, cache, paging, ids, [3])
-    decode(host, cache, paging, ids, [4])  # told once
+        runner.run([0], [[3]])
+    runner.run([0], [[4]])  # told once
 
 
+def test_a_state_that_is_not_there_is_an_error_when_the_step_is_over():
+    runner = BatchRunner(executor(tiny_hybrid(FP32)), TQ4)
+    runner.run([0, 1], [TEXT[:5], TEXT[:1]])
+    runner.paging.take_back([runner.ids[0]], [4])
+    with pytest.raises(ValueError, match="too many were taken back"):
+        runner.run([0, 1], [[1], [2]])
+    runner.run([1], [[3]])  # said once; the sequence beside it goes on
+
+
+def test_hybrids_are_taken_dense_and_with_experts():
+    config = MODELS["hybrid"](dtype=FP32).config
+    expert_layer = replace(config.layers[0], mlp=Experts(4, 2, 16, shared=8))
+    for layers in (config.layers, (expert_layer, *config.layers[1:])):
+        assert CudaExecutor.supports(replace(config, layers=layers), TQ4.plan(3)) is None
+
+
+# -- Steps and kernels ---------------------------------------------------------------------------------------------------
 def test_no_cache_lives_longer_for_the_last_forward():
-    ours = executor(small_model(CONFIG))
-    cache = new_cache(CONFIG)
-    host, paging = OnHost(ours, cache), new_paging(cache)
-    decode(host, cache, paging, [paging.add()], [1])
-    cache_ref = weakref.ref(host.cache)
-    del host
+    runner = BatchRunner(executor(small_model(CONFIG)), TQ4)
+    runner.run([0], [[1]])
+    cache_ref = weakref.ref(runner.cache)
+    del runner.cache
     gc.collect()
     assert cache_ref() is None
 
 
 def test_sequences_that_left_a_batch_are_dead_in_its_next_step():
-    cache, calls = new_cache(CONFIG), []
+    calls = []
+    cache = PagedKVCache(TQ4.plan(1), CONFIG.kv_shapes, num_blocks=12, block_size=8)
 
     def step(token_ids, batch):
         calls.append((token_ids.tolist(), batch.slot_mapping.tolist(), batch.seq_lens.tolist()))
         return token_ids.unsqueeze(1).float()
 
-    decode_step, paging = DecodeStep(4, cache, 64, step, None), new_paging(cache)
+    decode_step, paging = DecodeStep(4, cache, 64, step, None), PagedSequences(12, 8)
     ids = [paging.add() for _ in range(4)]
     decode_step(torch.tensor([5, 6, 7, 8]), paging.batch(ids, [1] * 4))
     hidden = decode_step(torch.tensor([9, 8, 7]), paging.batch(ids[1:], [1] * 3))
@@ -228,13 +226,47 @@ def test_what_is_compiled_ahead_is_what_is_launched(kv):
     assert result == {"launched": 0, "here": False, "later": 0}
 
 
-# -- With a GPU --------------------------------------------------------------------------------------------------------
+# -- Experts' weights ----------------------------------------------------------------------------------------------------
+def test_experts_lie_in_one_weight_and_are_there_once():
+    model = qwen_moe(layers=2)
+    ours = executor(model)
+    for (name, mine), (same, theirs) in zip(ours.weights.named(), model.weights.named(), strict=True):
+        assert name == same
+        assert torch.equal(mine.cpu(), theirs)
+    storage_sizes = {
+        weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes() for _, weight in ours.weights.named()
+    }
+    assert sum(storage_sizes.values()) == model.weights.nbytes
+    for layer, again in zip(ours.weights.layers, executor(ours._model).weights.layers, strict=True):
+        for part in ("gate", "up", "down"):
+            whole = getattr(layer.stack, part)
+            assert torch.equal(whole, torch.cat([layer[f"experts.{expert}.{part}_proj"] for expert in range(4)]))
+            assert whole.untyped_storage().data_ptr() in storage_sizes
+            assert getattr(again.stack, part).data_ptr() == whole.data_ptr()  # taken as it is the next time
+
+
+@pytest.mark.parametrize("kinds", [("Q8_0",), pytest.param(("Q4_0", "Q5_1", "IQ4_NL"), marks=MORE_CUDA)], ids=str)
+def test_experts_of_a_gguf_file_stay_in_blocks(kinds):
+    """Of types that differ within a layer, or that have no planes, they are restored."""
+    model = in_blocks(qwen_moe(BF16, width=32), kinds)
+    ours = executor(model)
+    assert isinstance(ours.weights.layers[0].stack.up, torch.Tensor) == (len(kinds) > 1)
+    require_near(expert_texts(ours, TQ4, steps=0), expert_texts(ReferenceExecutor(model), TQ4, steps=0), BF16)
+
+
+def test_a_weight_of_an_expert_that_is_not_finite_is_named():
+    ours = executor(qwen_moe())
+    ours.weights.layers[0].matrix("experts.2.down_proj")[5, 3] = torch.nan
+    with pytest.raises(NonFiniteError, match=r"model.layers.0.mlp.experts.2.down_proj.weight holds nan at \[5, 3\]"):
+        expert_texts(ours, TQ4, steps=0)
+
+
+# -- With a GPU ----------------------------------------------------------------------------------------------------------
 @pytest.mark.cuda
 @pytest.mark.skipif(not GPU, reason="no NVIDIA GPU")
 def test_memory_of_a_decode_step_does_not_grow_with_the_context():
     config = small_config(num_layers=2, max_position_embeddings=70_000)
-    model = small_model(config, dtype=torch.bfloat16)
-    ours = executor(model)
+    ours = executor(small_model(config, dtype=BF16))
     scratch = []
     for blocks in (16, 512):
         gc.collect()
@@ -267,16 +299,14 @@ def test_the_validator_passes_on_the_model_that_ships(kv):
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not GPU, reason="no NVIDIA GPU")
-def test_a_captured_step_gives_what_the_same_step_gives_uncaptured():
-    model = small_model(CONFIG, dtype=torch.bfloat16)
-    results = []
+def test_a_captured_step_gives_what_the_same_step_gives_uncaptured(tmp_path):
+    model, results = small_model(CONFIG, dtype=BF16), []
     for captured in (True, False):
         ours = executor(model)
         if not captured:
             ours._graphs = False
-        cache = new_cache(CONFIG, "tq4", num_blocks=6)
-        host = OnHost(ours, cache)
-        results.append((run(host, cache), [t.cpu() for *_, t in cache_tensors(host.cache)]))
+        runner = BatchRunner(ours, TQ4)
+        results.append((runner.everything(tmp_path), [t.cpu() for *_, t in cache_tensors(runner.cache)]))
     assert torch.equal(results[0][0], results[1][0])
     for a, b in zip(results[0][1], results[1][1], strict=True):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import bounds
 import pytest
 import torch
 from cuda_caches import DEVICE, as_bytes, attention_bound, check_stored, everything_in, same
 from op_tables import LAYER, Case, bf16_windows, filled, poisoned_cache, relative
-from small_models import gemma_config, random_tokens, small_config, small_model
+from small_models import small_model
 
-from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models import fused
 from haarkv.models.config import Experts
 from haarkv.tq_ops import reference
@@ -21,27 +21,18 @@ from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import Heads, with_ops
-from haarkv.validation.layers.runner import validate
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
+from cuda_models import MODELS, family_config, family_model, qwen_moe
 from step_launches import META, executor_on_meta, launches
 
 from haarkv.executors.cuda import CudaExecutor
-from haarkv.tq_ops.cuda import available, ops
+from haarkv.tq_ops.cuda import decode, ops
 from haarkv.tq_ops.cuda.ops import CudaFusedOps
 
 GPU = DEVICE.type == "cuda"
 FP32, BF16 = torch.float32, torch.bfloat16
 TQ4, TAIL = KVSpec("tq4"), KVSpec("tq4", tail=5, sink=2)
-
-
-def family_config(family: str, num_heads: int = 4, num_kv_heads: int = 2, num_layers: int = 2):
-    if family == "gemma":
-        return gemma_config(num_layers=num_layers, num_heads=num_heads, head_dim=64)
-    if family == "wide":
-        return small_config(num_layers=num_layers, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=128)
-    options = {"qwen3": {}, "llama": {"head_norms": False}, "qwen2": {"head_norms": False, "bias": True}}[family]
-    return small_config(family, num_layers=num_layers, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=64, **options)
 
 
 FAMILIES = ("qwen3", "llama", "qwen2", "gemma")
@@ -55,7 +46,7 @@ TRITON, NVRTC = ["attend_kernel", "merge_kernel"], ["decode"]
 def layer_kernels(spec: KVSpec, attention: list[str]) -> list[str]:
     """What a layer launches: nine, ten where Triton attends, one more for tokens in BF16."""
     before = ["mm", "prologue_kernel", *(["window_kernel"] if spec.tail else []), *attention]
-    return [*before, "mm", "add_norm_kernel", "mm", "gated_mul_kernel", "mm", "add_norm_kernel"]
+    return [*before, "mm", "norm_kernel", "mm", "gated_mul_kernel", "mm", "norm_kernel"]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +64,7 @@ def test_a_layer_of_a_decode_step_is_nine_launches_or_ten_without_nvrtc(
     monkeypatch, family, spec, prompts, compiles, attention
 ):
     """What two more layers add, in order. Learned keys, windows and norms behind take no launch of their own."""
-    monkeypatch.setattr(available, "nvrtc_missing", lambda: None if compiles else "it is not there")
+    monkeypatch.setattr(decode, "nvrtc_missing", lambda: None if compiles else "it is not there")
     steps = []
     for layers in (2, 4):  # of a Gemma every second has a window
         model = small_model(family_config(family, num_layers=layers), dtype=BF16)
@@ -94,14 +85,38 @@ def test_a_layer_of_a_decode_step_is_nine_launches_or_ten_without_nvrtc(
     assert len(two) - 2 * len(expected) <= (50 if family == "gemma" else 21)
 
 
+EXPERTS = ["choose_kernel", "zeros", "order_kernel", "expert_kernel", "expert_kernel", "share_kernel"]
+EXPERT_KERNELS = [name for name in EXPERTS if name != "zeros"]
+DELTA = ["delta_inputs_kernel", "delta_rule_kernel"]
+
+
 @pytest.mark.parametrize(
-    ("family", "dtype", "spec"), [("qwen3", BF16, TQ4), ("llama", FP32, TAIL), ("qwen2", BF16, TAIL), ("gemma", FP32, TQ4)]
-)
-def test_nothing_between_token_ids_and_logits_waits_for_the_device(monkeypatch, family, dtype, spec):
+    ("make_model", "dtype", "spec", "kernels"),
+    [
+        *(
+            (partial(family_model, family), dtype, spec, 2 * ["prologue_kernel"])
+            for family, dtype, spec in (
+                ("qwen3", BF16, TQ4), ("llama", FP32, TAIL), ("qwen2", BF16, TAIL), ("gemma", FP32, TQ4),
+            )
+        ),
+        (MODELS["hybrid"], BF16, TQ4, 2 * DELTA), (MODELS["experts"], BF16, TQ4, EXPERT_KERNELS),
+        (MODELS["hybrid with experts"], BF16, TQ4, [*DELTA, *EXPERT_KERNELS, *EXPERT_KERNELS]),
+    ],
+)  # fmt: skip
+def test_nothing_between_token_ids_and_logits_waits_for_the_device(monkeypatch, make_model, dtype, spec, kernels):
     """On a device without numbers; `launches` would raise."""
-    model = small_model(family_config(family), dtype=dtype)
-    prefill, decode = launches(executor_on_meta(model, monkeypatch), spec, RAGGED, monkeypatch)
-    assert prefill.count("prologue_kernel") == decode.count("prologue_kernel") == 2
+    for names in launches(executor_on_meta(make_model(dtype=dtype), monkeypatch), spec, RAGGED, monkeypatch):
+        assert [name for name in names if name in kernels] == kernels
+
+
+def test_a_layer_of_a_decode_step_of_qwen3_with_experts_is_thirteen_launches(monkeypatch):
+    """Seven in place of a dense layer's three between its last norms."""
+    monkeypatch.setattr(decode, "nvrtc_missing", lambda: None)
+    one, two = (launches(executor_on_meta(qwen_moe(BF16, n), monkeypatch), TQ4, [20, 3], monkeypatch)[1] for n in (1, 2))
+    expected = ["mm", "prologue_kernel", "decode", "mm", "norm_kernel", "mm", *EXPERTS, "norm_kernel"]
+    assert len(expected) == len(two) - len(one) == 13
+    begin = two.index("mm")
+    assert two[begin : begin + 26] == 2 * expected
 
 
 @pytest.mark.parametrize(
@@ -150,18 +165,18 @@ def test_models_without_a_fused_layer_say_so_in_words():
 
 
 # -- The fused ops -----------------------------------------------------------------------------------------------------
-def composed_attention(ops, qkv, heads, rope, cache, layer, batch, softmax_scale):
+def composed_attention(ops, qkv, heads, rope, at, softmax_scale):
     """As `FusedOps.attention`."""
     if heads.bias is not None:
         qkv = qkv + heads.bias
-    shape = cache.shape(layer)
+    shape = at.kv.shape
     split = [heads.num_heads, shape.num_kv_heads, shape.num_kv_heads]
     q, k, v = torch.split(qkv.view(len(qkv), -1, shape.head_dim), split, dim=1)
     if heads.q_norm is not None:
         q, k = ops.rms_norm(q, heads.q_norm, heads.eps), ops.rms_norm(k, heads.k_norm, heads.eps)
     q, k = ops.rope(q, *rope), ops.rope(k, *rope)
-    ops.store_kv(k, v, cache, layer, batch)
-    return ops.paged_attention(q.to(heads.dtype), cache, layer, batch, softmax_scale).flatten(1)
+    ops.store_kv(k, v, at)
+    return ops.paged_attention(q.to(heads.dtype), at, softmax_scale).flatten(1)
 
 
 def composed_add_norm(ops, hidden, update, weight, eps, post_norm=None):
@@ -195,10 +210,10 @@ def attention_args(case: Case, dtype: torch.dtype, has_bias: bool, has_norms: bo
     def random_tensor(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
 
-    slots = cache.placed(LAYER, batch).slot_mapping
-    for name, tensor in [*cache.k_fields(LAYER).items(), *cache.v_fields(LAYER).items()]:
+    slots = cache.kv[LAYER].place(batch).slot_mapping
+    for name, tensor in [*cache.kv[LAYER].k.fields.items(), *cache.kv[LAYER].v.fields.items()]:
         tensor[slots // case.block_size, :, slots % case.block_size] = float("nan") if name == "scale" else 255
-    for window in filter(None, cache.kept(LAYER)):
+    for window in filter(None, cache.kv[LAYER].windows):
         window.write(torch.full((len(batch.positions), case.kv_heads, dim), float("nan")), batch)
     copy = poisoned_cache(case, DEVICE)
     for ours, theirs in zip(everything_in(copy), everything_in(cache), strict=True):
@@ -227,10 +242,10 @@ def test_attention_with_all_before_it_equals_the_ops_one_by_one(case, head_optio
         stored_kv.update(k=k, v=v)
         reference.store_kv(k, v, *rest)
 
-    composed_attention(with_ops(reference, {"store_kv": store}), qkv, heads, rope, cache, LAYER, batch, scale)
+    composed_attention(with_ops(reference, {"store_kv": store}), qkv, heads, rope, cache.view(LAYER, batch), scale)
     fault, on_device = ops.new_fault(DEVICE), tuple(x.to(DEVICE) for x in rope)
     ours = CudaFusedOps(fault).attention(
-        qkv.to(DEVICE), heads_on_device(heads), on_device, copy, LAYER, batch.to(DEVICE), scale
+        qkv.to(DEVICE), heads_on_device(heads), on_device, copy.view(LAYER, batch.to(DEVICE)), scale
     )
     ops.raise_fault(fault, copy, batch)
     assert (ours.dtype, ours.shape) == (dtype, (len(qkv), heads.num_heads * case.head_dim))
@@ -243,7 +258,7 @@ def test_attention_with_all_before_it_equals_the_ops_one_by_one(case, head_optio
     for mine, other in zip(everything_in(copy), everything_in(cache), strict=True):
         other.copy_(mine)
     nothing = with_ops(reference, {"store_kv": lambda *_: None})
-    expected = composed_attention(nothing, qkv, heads, rope, cache, LAYER, batch, scale)
+    expected = composed_attention(nothing, qkv, heads, rope, cache.view(LAYER, batch), scale)
     shape = (len(qkv), heads.num_heads, case.head_dim)
     assert relative(ours.view(shape), expected.view(shape)) <= attention_bound(dtype)
 
@@ -253,9 +268,9 @@ def test_queries_are_rounded_once_before_they_are_rotated(dtype):
     case = Case("tq4", 128, 4, 2, 8, (0,), (9,))
     _, copy, qkv, heads, rope, batch = attention_args(case, dtype, False, False)
     q = qkv.view(9, -1, 128)[:, : heads.num_heads]
-    expected, *_ = ops.rotate(reference.rope(q, *rope).to(dtype).to(DEVICE), copy, LAYER, batch.to(DEVICE))
+    expected, *_ = ops.rotate(reference.rope(q, *rope).to(dtype).to(DEVICE), copy.view(LAYER, batch.to(DEVICE)))
     args = qkv.to(DEVICE), heads_on_device(heads), (rope[0].to(DEVICE), rope[1].to(DEVICE))
-    _, (ours, *_) = ops.rotate_and_append(*args, copy, LAYER, batch.to(DEVICE), ops.new_fault(DEVICE))
+    _, (ours, *_) = ops.rotate_and_append(*args, copy.view(LAYER, batch.to(DEVICE)), ops.new_fault(DEVICE))
     assert ours.dtype == expected.dtype
     off = ((ours - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)).flatten()
     # Of a query that was not rounded to BF16, each vector would be 1e-3 off.
@@ -274,16 +289,16 @@ def test_dead_rows_store_nothing_and_a_refused_vector_is_noted(kv, window_option
     case = Case(kv, 64, 2, 3, 8, (0, 0), (1, 1), **window_options)
     _, copy, qkv, heads, rope, batch = attention_args(case, BF16, False, False)
     before, fault = as_bytes(copy), ops.new_fault(DEVICE)
-    rest = ([x.to(DEVICE) for x in rope], copy, LAYER)
+    rope = [x.to(DEVICE) for x in rope]
     dead = replace(batch, slot_mapping=torch.full_like(batch.slot_mapping, -1)).to(DEVICE)
-    ops.rotate_and_append((qkv * torch.nan).to(DEVICE), heads_on_device(heads), *rest, dead, fault)
+    ops.rotate_and_append((qkv * torch.nan).to(DEVICE), heads_on_device(heads), rope, copy.view(LAYER, dead), fault)
     ops.raise_fault(fault, copy, batch)
     assert same(before, as_bytes(copy))
     # V of token 1, KV head 2: the last head of all.
     qkv[1, -3] = torch.inf
-    _, in_bf16 = copy.kept(LAYER)
+    _, in_bf16 = copy.kv[LAYER].windows
     window_before = in_bf16.vectors[batch.rows[1]].view(torch.uint8).clone() if in_bf16 is not None else None
-    ops.rotate_and_append(qkv.to(DEVICE), heads_on_device(heads), *rest, batch.to(DEVICE), fault)
+    ops.rotate_and_append(qkv.to(DEVICE), heads_on_device(heads), rope, copy.view(LAYER, batch.to(DEVICE)), fault)
     with pytest.raises(NonFiniteError, match=r"layer 1: V of token 1 of the batch .*, KV head 2 is not finite"):
         ops.raise_fault(fault, copy, batch)
     # It was left out of what stays in BF16 as well, and its neighbours were not.
@@ -312,28 +327,6 @@ def test_residual_and_norm_in_one_equal_the_two(dtype, width, post_norm):
     assert relative(ours[1], expected[1]) <= (bounds.LAYER_FP32.op if dtype == FP32 else bounds.LAYER_BF16.rounded_op)
     if dtype == BF16 and not post_norm:  # the norm is of the rounded sum: of another, a sixth of its numbers would be others
         assert (ours[1].cpu() != expected[1]).float().mean() <= bounds.OP_TABLE_BF16_DIFFERENT
-
-
-# -- Whole layers ------------------------------------------------------------------------------------------------------
-ONE_HEAD = {"num_heads": 2, "num_kv_heads": 1}
-"""Half of the interpreter's work."""
-
-
-@pytest.mark.parametrize(
-    ("family", "dtype", "steps", "layers"),
-    [
-        ("qwen3", BF16, 1, 1),
-        pytest.param("gemma", BF16, 1, 2, marks=pytest.mark.cuda_long),
-        pytest.param("qwen2", BF16, 0, 2, marks=pytest.mark.cuda_long),
-        pytest.param("llama", FP32, 0, 2, marks=pytest.mark.cuda_long),
-    ],
-)
-def test_the_validator_passes_every_family_layer_by_layer(family, dtype, steps, layers):
-    model = small_model(family_config(family, num_layers=layers, **ONE_HEAD), dtype=dtype)
-    prompts = [random_tokens(model.config, n, seed=n) for n in (3, 2)[: 1 + steps]]
-    candidate = CudaExecutor(model, interpreted=not GPU)
-    report = validate(ReferenceExecutor(model), candidate, model, prompts, steps, KVSpec("tq4").plan(layers))
-    assert report.passed, report.first_divergence
 
 
 # -- With a GPU --------------------------------------------------------------------------------------------------------

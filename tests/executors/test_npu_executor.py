@@ -94,8 +94,8 @@ def test_the_cache_is_handed_over_as_it_is():
     arguments = inputs.cache_arguments(cache, 1)
     arguments["v_codes"][3, 5] = -1
     arguments["k_scale"][3, 7] = 2.0
-    assert cache.v_fields(1)["codes"][0, 0, 3, 5] == 255
-    assert cache.k_fields(1)["scale"][1, 1, 7] == 2.0
+    assert cache.kv[1].v.fields["codes"][0, 0, 3, 5] == 255
+    assert cache.kv[1].k.fields["scale"][1, 1, 7] == 2.0
 
 
 @with_pypto

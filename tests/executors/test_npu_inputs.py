@@ -187,7 +187,7 @@ def test_places_that_a_query_sees_hold_the_tokens_that_the_reference_sees(window
     cache, paging, sequences = fill_cache(CONFIG, spec, [299, 0, 130], seed=1)
     shape = window_shape(cache.plan, 0)
     batch = paging.batch(sequences, [5, 9, 64])
-    k, _ = cache.kept(0)
+    k, _ = cache.kv[0].windows
     window_plan = keeping(k, shape, batch)
     # Which token lies where, once these are written; then what each query's visible places hold.
     for row, position in enumerate(batch.positions.tolist()):
@@ -218,7 +218,7 @@ def test_every_tile_keeps_its_own_tokens_where_the_reference_does(window_options
         rope = torch.zeros(sum(new), 64), torch.zeros(sum(new), 64)
         tiling = inputs.tile(batch, program, rope)
         arguments = inputs.window_arguments(program, tiling, cache, 0)
-        k, _ = cache.kept(0)
+        k, _ = cache.kv[0].windows
         x = torch.randn(sum(new), 2, 128)
         by_row = tiling.spread(x).bfloat16()
         ours = arguments["k_kept"].clone()

@@ -44,10 +44,10 @@ def step(ops, spec):
     for sizes in ([60, 40], [10, 64], [1, 1]):
         batch, heads = paging.batch(ids, sizes), CONFIG.heads
         k, v = torch.randn(2, sum(sizes), heads.num_kv_heads, 128, generator=generator)
-        ops.store_kv(k, v, cache, 1, batch)
+        ops.store_kv(k, v, cache.view(1, batch))
         q = torch.randn(sum(sizes), heads.num_heads, 128, generator=generator)
-        outputs.append(ops.paged_attention(q, cache, 1, batch, 128**-0.5))
-    return [*outputs, *cache.k_fields(1).values(), *cache.v_fields(1).values()]
+        outputs.append(ops.paged_attention(q, cache.view(1, batch), 128**-0.5))
+    return [*outputs, *cache.kv[1].k.fields.values(), *cache.kv[1].v.fields.values()]
 
 
 @pytest.mark.parametrize("spec", PLANS, ids=str)

@@ -132,9 +132,9 @@ def test_what_is_kept_is_smaller_and_what_is_refused_says_so():
     paging = new_paging(few)
     batch = paging.batch([paging.add()], [ROOM + 1])
     x = torch.ones(ROOM + 1, CONFIG.heads.num_kv_heads, 64)
-    with pytest.raises(ValueError, match="layer 1 keeps room for 4 new tokens of a sequence; store more within `with_room`"):
-        few.write(1, x, x, batch)
+    with pytest.raises(ValueError, match="layer 1 keeps room for 4 new tokens of a sequence; store more within `open`"):
+        few.view(1, batch).write(x, x)
     assert few.most_undone == ROOM
-    with pytest.raises(NonFiniteError), few.with_room(1, batch):
-        few.write(1, x * torch.nan, x, batch)
-    assert not any(window.vectors.any() for window in few.kept(1))
+    with pytest.raises(NonFiniteError), few.open(1, batch):
+        few.view(1, batch).write(x * torch.nan, x)
+    assert not any(window.vectors.any() for window in few.kv[1].windows)

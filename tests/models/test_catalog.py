@@ -143,3 +143,10 @@ def test_what_is_no_model_is_refused_in_one_line(hub, name):
     with pytest.raises(InputError) as refusal:
         read_config(name)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_folder_without_a_tokenizer_is_refused_with_what_writes_one(tmp_path):
+    folder = write_checkpoint(tmp_path / "m")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(InputError, match=r"has no tokenizer\.json; .* AutoTokenizer.from_pretrained"):
+        load_tokenizer(folder, read_config(folder))

@@ -18,13 +18,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from haarkv.models.gguf_folder import tokenizer_entries
+from haarkv.models.gguf_tokenizer import build_words
 from haarkv.models.hf_folder import HFFolder
 from haarkv.models.limited import render
 from haarkv.models.limited_worker import MarkedTokenizer
 from haarkv.models.source import Words
 from haarkv.models.text import SourceTokenizer
-from haarkv.models.words import build_words
 from haarkv.tq_ops.errors import InputError
 
 TOOL = {
@@ -208,12 +207,12 @@ def test_one_template_is_the_template_and_of_several_one_must_be_the_default(tmp
 
 def test_a_gguf_file_has_every_template_and_named_token(tmp_path):
     templates = {"default": "{{ unk_token }}{{ sep_token }}{{ bos_token }}", "tool_use": "{{ tools }}"}
-    vocabulary = byte_vocabulary("gpt-2", special=("<|end|>", "<u>", "<sep>"))
-    special = {"unk_token": "<u>", "sep_token": "<sep>"}
-    words = Words(build_words(tmp_path, vocabulary).tokenizer, tmp_path, None, templates, special)
-    ids = {"unknown": 263, "seperator": 264, "eos": 262}
-    again = build_words(tmp_path, tokenizer_entries(words, 265, ids))
-    assert (again.templates, again.special) == (templates, special | {"eos_token": "<|end|>"})
+    entries = byte_vocabulary("gpt-2", special=("<|end|>", "<u>", "<sep>"), unknown_token_id=263, seperator_token_id=264)
+    entries["tokenizer.chat_template"], entries["tokenizer.chat_template.tool_use"] = templates.values()
+    again = build_words(tmp_path, entries)
+    assert (again.templates, again.special) == (
+        templates, {"unk_token": "<u>", "sep_token": "<sep>", "eos_token": "<|end|>"}
+    )  # fmt: skip
     assert our_tokenizer(again).encode_chat([[USER]]) == [[263, 264]]
 
 

@@ -192,6 +192,7 @@ def test_what_cannot_be_written_is_one_line(whole, tmp_path, capsys):
     for args, words in (
         ([str(whole), "--out", str(tmp_path / "q.gguf"), "--type", "q2"], "no such type of weights: q2"),
         ([str(whole), "--out", str(whole)], "the model itself"),
+        (["tiny", "--out", str(tmp_path / "q.gguf")], "tiny is no .gguf file; llama.cpp's convert_hf_to_gguf.py"),
         ([str(whole), "--out", str(tmp_path / "none" / "q.gguf")], "none"),
     ):
         assert_refused((main(["quantize", *args]), *capsys.readouterr()), words)

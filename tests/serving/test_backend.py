@@ -13,7 +13,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheLayout
 from vllm_paged import Shape, Worker, configuration, packed_spec, vllm_metadata
 
-from haarkv.serving.vllm_plugin import backend, kernels
+from haarkv.serving.vllm_plugin import backend
 from haarkv.serving.vllm_plugin.backend import Buffers, RotatedAttentionBackend, RotatedMetadata, forward_batch
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.cpu.ops import CpuOps
@@ -114,7 +114,7 @@ def own_cache(worker: Worker, index: int) -> PagedKVCache:
     cache = PagedKVCache(
         plan, KVShape(shape.kv_heads, shape.head_dim), num_blocks=shape.num_blocks, block_size=shape.block_size
     )
-    for ours, theirs in zip((cache.k_fields(index), cache.v_fields(index)), in_pages(worker, index), strict=True):
+    for ours, theirs in zip((cache.kv[index].k.fields, cache.kv[index].v.fields), in_pages(worker, index), strict=True):
         for name, tensor in ours.items():
             tensor.copy_(theirs[name])
     return cache
@@ -129,7 +129,7 @@ def in_pages(worker: Worker, index: int) -> tuple[dict[str, Tensor], dict[str, T
 
 def assert_holds(worker: Worker, index: int, cache: PagedKVCache) -> None:
     """Every byte of a layer's pages, written or not, is that of the cache."""
-    for actual, expected in zip(in_pages(worker, index), (cache.k_fields(index), cache.v_fields(index)), strict=True):
+    for actual, expected in zip(in_pages(worker, index), (cache.kv[index].k.fields, cache.kv[index].v.fields), strict=True):
         for name, tensor in expected.items():
             assert torch.equal(actual[name].contiguous().view(torch.uint8), tensor.view(torch.uint8)), name
 
@@ -151,11 +151,11 @@ def test_pages_hold_and_return_exactly_what_a_cache_of_our_own_does(layout, dtyp
         for index in LAYERS:
             q, k, v = qkv(batch, shape, dtype, padding, seed=10 * step + index)
             worker.store(index, k, v, torch.cat([batch.slot_mapping, torch.full((padding,), -1)]))
-            ops.store_kv(wide(k[:tokens]), wide(v[:tokens]), caches[index], index, batch)
+            ops.store_kv(wide(k[:tokens]), wide(v[:tokens]), caches[index].view(index, batch))
             for each in LAYERS:  # the other layers' pages, too, and with them every byte there is
                 assert_holds(worker, each, caches[each])
             out = worker.attend(index, q, k, v, metadata)
-            expected = ops.paged_attention(wide(q[:tokens]), caches[index], index, batch, shape.softmax_scale)
+            expected = ops.paged_attention(wide(q[:tokens]), caches[index].view(index, batch), shape.softmax_scale)
             assert torch.equal(out[:tokens], expected.to(dtype))
             assert (out[tokens:] == 77.0).all()
 
@@ -199,7 +199,7 @@ def test_one_requests_numbers_do_not_reach_another(monkeypatch, side, value):
     """A K or V that is not finite is told of, and zeros stand in for it; all other pages and answers keep their bits."""
     shape, [batch] = SHAPES["d128"], batches([(9, 20, 4)])
     messages: list[str] = []
-    monkeypatch.setattr(kernels.logger, "error", lambda message, *args: messages.append(message % args))
+    monkeypatch.setattr(backend.logger, "error", lambda message, *args: messages.append(message % args))
     q, k, v = qkv(batch, shape, torch.bfloat16)
     bad = {"k": k.clone(), "v": v.clone()}
     bad[side][13, 1, 5] = value  # of the second request

@@ -18,9 +18,8 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 from vllm.v1.kv_cache_interface import KVCacheLayout
 from vllm_paged import Shape, Worker, packed_spec
 
-from haarkv.serving.vllm_plugin import backend, kernels
-from haarkv.serving.vllm_plugin.backend import RotatedMetadataBuilder
-from haarkv.serving.vllm_plugin.kernels import GpuKernels
+from haarkv.serving.vllm_plugin import backend
+from haarkv.serving.vllm_plugin.backend import GpuKernels, RotatedMetadataBuilder
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -111,8 +110,8 @@ def test_prompts_and_decode_steps_are_near_the_reference(dtype, dtypes):
         metadata = runner.builder.build(0, common)
         out = forward(worker, runner, common, tensors, metadata)
         q, k, v = (x.to(wide) for x in tensors)
-        reference.store_kv(k, v, cache, LAYER, metadata.batch)
-        expected = reference.paged_attention(q, cache, LAYER, metadata.batch, SHAPE.softmax_scale)
+        reference.store_kv(k, v, cache.view(LAYER, metadata.batch))
+        expected = reference.paged_attention(q, cache.view(LAYER, metadata.batch), SHAPE.softmax_scale)
         # An FP16 result is rounded to FP16 once more.
         assert relative(out.float(), expected.float()) <= max(limit, 2.0**-10 if dtype == torch.float16 else 0.0)
 
@@ -180,10 +179,10 @@ class LaunchRecorder:
 
 def test_nothing_of_a_forward_waits_for_the_device(monkeypatch):
     """The kernels themselves are replaced: Triton's interpreter reads numbers on the host."""
-    from haarkv.tq_ops.cuda import ops
+    from haarkv.tq_ops.cuda import ops, prologue
 
     launches = []
-    for module in (ops.attention, ops.quantize, ops):
+    for module in (ops.attention, prologue):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, LaunchRecorder(name, launches))
     worker, runner = Worker(SHAPE, (LAYER,), KVCacheLayout.LBHNC), Runner()
@@ -194,15 +193,15 @@ def test_nothing_of_a_forward_waits_for_the_device(monkeypatch):
     monkeypatch.setattr(GpuKernels, "next_batch", lambda self: None)
     with NeverWaits():
         forward(worker, runner, common, tensors)
-    assert launches.count("quantize_kernel") == 1
+    assert launches.count("prologue_kernel") == 2  # K and V, and queries
     with pytest.raises(AssertionError, match="waits for the device"), NeverWaits():
-        ops.store_kv(*tensors[1:], worker.impls[LAYER]._cache, LAYER, runner.builder.build(0, common).batch)
+        ops.store_kv(*tensors[1:], worker.impls[LAYER]._cache.view(LAYER, runner.builder.build(0, common).batch))
 
 
 @pytest.mark.parametrize(("side", "value"), [("k", float("nan")), ("v", -float("inf"))])
 def test_one_requests_numbers_do_not_reach_another_and_the_log_tells_after_the_step(gpu, monkeypatch, side, value):
     messages: list[str] = []
-    monkeypatch.setattr(kernels.logger, "error", lambda message, *args: messages.append(message % args))
+    monkeypatch.setattr(backend.logger, "error", lambda message, *args: messages.append(message % args))
     q, k, v = qkv(9, 1)
     outs, raws = [], []
     for number in (0.0, value):

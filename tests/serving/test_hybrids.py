@@ -19,7 +19,7 @@ from haarkv.serving.serve import _stored_as
 from haarkv.serving.vllm_plugin import TAIL
 from haarkv.serving.vllm_plugin.backend import RotatedAttentionBackend, with_content
 from haarkv.serving.vllm_plugin.kv_choice import is_of_draft, shape_signature, state_layers
-from haarkv.serving.vllm_plugin.page_sizes import OwnPages
+from haarkv.serving.vllm_plugin.pages import OwnPages
 
 CONFIG = json.loads((find_model("tiny-hybrid") / "config.json").read_text(encoding="utf-8"))
 MTP = {"method": "mtp", "num_speculative_tokens": 2}

@@ -46,9 +46,9 @@ def test_pages_hold_and_return_what_a_cache_of_our_own_does_in_every_stretch():
         heads = (SHAPE.heads, SHAPE.kv_heads, SHAPE.kv_heads)
         q, k, v = (torch.randn(tokens + padding, n, SHAPE.head_dim, generator=generator).bfloat16() for n in heads)
         worker.store(0, k, v, torch.cat([batch.slot_mapping, torch.full((padding,), -1)]), metadata)
-        ops.store_kv(k[:tokens], v[:tokens], cache, 0, batch)
+        ops.store_kv(k[:tokens], v[:tokens], cache.view(0, batch))
         out = worker.attend(0, q, k, v, metadata)
-        assert torch.equal(out[:tokens], ops.paged_attention(q[:tokens], cache, 0, batch, SHAPE.softmax_scale))
+        assert torch.equal(out[:tokens], ops.paged_attention(q[:tokens], cache.view(0, batch), SHAPE.softmax_scale))
 
 
 @pytest.mark.vllm_short

@@ -10,7 +10,7 @@ import torch
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-from haarkv.serving.vllm_plugin.offload import HostWorker
+from haarkv.serving.vllm_plugin.cpu import HostWorker
 
 
 @dataclass

@@ -19,7 +19,7 @@ from vllm_paged import Shape, Worker, configuration, in_forward, plain_spec, qkv
 
 from haarkv.models.catalog import TINY, load_model, read_config
 from haarkv.models.fingerprint import fingerprint
-from haarkv.serving.vllm_plugin import CPU_WORKER, GPU_WORKER, kv_choice, limits, page_sizes
+from haarkv.serving.vllm_plugin import CPU_WORKER, GPU_WORKER, kv_choice, limits, pages
 from haarkv.serving.vllm_plugin.backend import (
     Buffers,
     RotatedAttention,
@@ -83,12 +83,12 @@ def test_pages_of_every_format_hold_and_return_what_a_cache_of_our_own_does(kv):
     for step, batch in enumerate(batches()):
         q, k, v = qkv(len(batch.positions), step)
         worker.store(index, k, v, batch.slot_mapping, make_metadata(batch))
-        ops.store_kv(k, v, cache, index, batch)
+        ops.store_kv(k, v, cache.view(index, batch))
         out = worker.attend(index, q, k, v, make_metadata(batch))
-        assert torch.equal(out, ops.paged_attention(q, cache, index, batch, SHAPE.softmax_scale))
+        assert torch.equal(out, ops.paged_attention(q, cache.view(index, batch), SHAPE.softmax_scale))
         block, offset = batch.slot_mapping // SHAPE.block_size, batch.slot_mapping % SHAPE.block_size
         sides = fields_in(worker.pages(index), pair, SHAPE.kv_heads, SHAPE.head_dim, SHAPE.block_size)
-        for actual, expected in zip(sides, (cache.k_fields(index), cache.v_fields(index)), strict=True):
+        for actual, expected in zip(sides, (cache.kv[index].k.fields, cache.kv[index].v.fields), strict=True):
             for name, tensor in expected.items():
                 assert torch.equal(actual[name][block, :, offset], tensor[block, :, offset]), name
     assert torch.equal(worker.pages(1), neighbour_before)
@@ -115,7 +115,7 @@ class PlainWorker:
         }
 
 
-class AWorker(page_sizes.OwnPages, PlainWorker):
+class AWorker(pages.OwnPages, PlainWorker):
     def __init__(self, config) -> None:
         self.vllm_config = config
 
@@ -130,7 +130,7 @@ def layer(ours: bool = True) -> SimpleNamespace:
 @pytest.fixture
 def no_context(monkeypatch):
     """Our stand-in for a configuration where vLLM's own is wanted."""
-    monkeypatch.setattr(page_sizes, "set_current_vllm_config", lambda _: pytest.MonkeyPatch().context())
+    monkeypatch.setattr(pages, "set_current_vllm_config", lambda _: pytest.MonkeyPatch().context())
 
 
 def layer_name(index: int) -> str:
@@ -191,11 +191,11 @@ def test_vllm_lays_out_layers_of_different_pages_without_padding_and_each_reads_
             _, k, v = inputs[index]
             with in_forward(name, metadata):
                 layers[name].impl.do_kv_cache_update(SimpleNamespace(layer_name=name), k, v, views[name], batch.slot_mapping)
-            ops.store_kv(k, v, caches[index], index, batch)
+            ops.store_kv(k, v, caches[index].view(index, batch))
         for index, name in enumerate(names):  # once all are stored
             q, k, v = inputs[index]
             out = layers[name].impl.forward(SimpleNamespace(layer_name=name), q, k, v, views[name], metadata, q.clone())
-            assert torch.equal(out, ops.paged_attention(q, caches[index], index, batch, SHAPE.softmax_scale)), index
+            assert torch.equal(out, ops.paged_attention(q, caches[index].view(index, batch), SHAPE.softmax_scale)), index
 
 
 def test_a_page_without_room_names_the_worker_that_gives_it():
@@ -289,10 +289,10 @@ def test_kv_heads_that_ranks_cannot_share_are_refused():
 
 
 def test_the_platform_chooses_the_worker_that_knows_each_layers_pages():
-    assert real_config().parallel_config.worker_cls == "haarkv.serving.vllm_plugin.cpu_worker.RotatedCpuWorker"
+    assert real_config().parallel_config.worker_cls == "haarkv.serving.vllm_plugin.cpu.RotatedCpuWorker"
     assert read_config("tiny").num_layers == LAYERS
     for name in (CPU_WORKER, GPU_WORKER):  # that of a GPU has not run
         worker = resolve_obj_by_qualname(name)
         assert issubclass(worker, VllmsWorker)
-        assert worker.get_kv_cache_spec is page_sizes.OwnPages.get_kv_cache_spec
+        assert worker.get_kv_cache_spec is pages.OwnPages.get_kv_cache_spec
     assert KVSpec("tq4").plan(LAYERS) == kv_choice.kv_plan(real_config())

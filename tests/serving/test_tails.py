@@ -14,7 +14,6 @@ from vllm_paged import Shape
 from vllm_tails import CHUNK, Engine, TokenKV, alone
 
 from haarkv.models.catalog import TINY
-from haarkv.serving.serve import kept_bytes
 from haarkv.serving.vllm_plugin import SINK as SINK_KEY
 from haarkv.serving.vllm_plugin import TAIL as TAIL_KEY
 from haarkv.serving.vllm_plugin import kv_choice, limits
@@ -22,8 +21,7 @@ from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import synthetic
 from haarkv.tq_ops.kv.layer import page_bytes
-from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
-from haarkv.tq_ops.kv.shapes import KVShape
+from haarkv.tq_ops.kv.plan import KVSpec
 
 pytestmark = pytest.mark.vllm_short
 
@@ -207,20 +205,3 @@ def test_blocks_of_a_tail_have_as_many_tokens_as_fit_beside_the_packed_ones(kv, 
     exact = 6 * page_bytes(kv_choice.exact_pair(), 2, head_dim, 1)
     assert kv_choice.tail_tokens(packed, exact, 128) == tokens
     assert tokens * exact <= packed < 2 * tokens * exact
-
-
-def test_what_is_said_of_a_sequence_is_what_it_holds_at_most(config):
-    """At every length of a sequence that decodes."""
-    subject = engine(config)
-    plan, shape = KVPlan(tuple(subject.pairs), recent=TAIL, sink=SINKS), KVShape(SHAPE.kv_heads, SHAPE.head_dim)
-    size, most_blocks = next(iter(subject.tails.values())).spec.block_size, 0
-    request = subject.request("one", tokens(CHUNK, 7))
-    subject.begin(request)
-    request.num_computed_tokens = CHUNK
-    for token in range(200):
-        request.append_output_token_ids(token)
-        subject.go_on(request, 1)
-        request.num_computed_tokens += 1
-        most_blocks = max(most_blocks, sum(block > 0 for block in subject.manager.get_block_ids("one")[1]))
-    assert size == 64
-    assert kept_bytes(plan, shape, SHAPE.block_size) == most_blocks * subject.block_bytes

@@ -20,7 +20,7 @@ from vllm_server import Answer, serving
 from haarkv.models.catalog import TINY
 from haarkv.serving.vllm_plugin.backend import with_content
 from haarkv.serving.vllm_plugin.kv_choice import kv_plan, sliding_layers
-from haarkv.serving.vllm_plugin.page_sizes import fit_windows
+from haarkv.serving.vllm_plugin.pages import fit_windows
 
 WINDOW, LAYERS = 64, ["sliding_attention", "sliding_attention", "full_attention"] * 2
 CONFIG = {

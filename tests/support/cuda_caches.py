@@ -66,13 +66,13 @@ def attention_error(
         v_scales: by which V's scales are multiplied.
     """
     cache, batch = filled(case)
-    cache.v_fields(LAYER)["scale"].mul_(v_scales)
+    cache.kv[LAYER].v.fields["scale"].mul_(v_scales)
     scale = scale or case.head_dim**-0.5
     generator = torch.Generator().manual_seed(1)
     q = (size * torch.randn(len(batch.positions), case.kv_heads * case.group, case.head_dim, generator=generator)).to(dtype)
     reference_q = q if size == 2.0 and v_scales == 1.0 else q.float()
-    theirs = reference.paged_attention(reference_q, cache, LAYER, batch, scale)
-    ours = ops.paged_attention(q.to(DEVICE), on_device(cache, case), LAYER, batch.to(DEVICE), scale)
+    theirs = reference.paged_attention(reference_q, cache.view(LAYER, batch), scale)
+    ours = ops.paged_attention(q.to(DEVICE), on_device(cache, case).view(LAYER, batch.to(DEVICE)), scale)
     assert (ours.dtype, ours.shape) == (dtype, theirs.shape)
     return relative(ours, theirs)
 
@@ -88,7 +88,7 @@ def check_stored(ours: PagedKVCache, theirs: PagedKVCache, k: Tensor, v: Tensor,
     Args:
         noise: by which K and V may differ before they are quantized.
     """
-    slots = theirs.placed(LAYER, batch).slot_mapping
+    slots = theirs.kv[LAYER].place(batch).slot_mapping
     block, offset = slots // theirs.block_size, slots % theirs.block_size
     for side, x in (("k", k), ("v", v)):
         mine, other = ({n: t.cpu() for n, t in getattr(c, f"{side}_fields")(LAYER).items()} for c in (ours, theirs))

@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import torch
 
-from haarkv.tq_ops.cuda import available, decode
+from haarkv.tq_ops.cuda import decode
 
 GPU, SHAPE = torch.device("cuda", 0), (8, 5, 128, 4, 4, 128, 2, 0, 0, 0)
 
@@ -15,7 +15,7 @@ with (
     patch("torch.cuda.device", lambda _: contextlib.nullcontext()),
     patch("torch.cuda.current_stream", lambda: SimpleNamespace(cuda_stream=0x77)),
 ):
-    print("most", available.most_shared_bytes(GPU), flush=True)
-    kernel = available.Kernel(decode.compile_kernel("sm_90", *SHAPE), "decode", decode.shared_bytes(5, 128), GPU)
+    print("most", decode.shared_memory(GPU)[0], flush=True)
+    kernel = decode.Kernel(decode.compile_kernel("sm_90", *SHAPE), "decode", decode.shared_bytes(5, 128), GPU)
     given = decode.Arguments(*range(1, 18), (18, 19, 20, 21), (22, 23, 24, 25), 26, 27, 0.5)
     kernel.launch((33, 8), decode.THREADS, given)

@@ -1,10 +1,9 @@
-"""Launches the Triton kernels as on an NVIDIA GPU, on a machine without one, and compiles what each launch asks for.
+"""Records the launches of Triton's kernels as on an NVIDIA GPU, on a machine without one, for a compiler.
 
 Triton's own launch code decides what is compiled: an integer argument that is 1 becomes a constant, one that 16 divides and a
-pointer that 16 divides say so in their type. Here a driver says which GPU there is, tensors lie on the CPU, and a launch does
-nothing to them. Whatever an executor launches is thereby compiled as a card would have it compiled.
+pointer that 16 divides say so in their type. A driver here names the GPU, and a launch does nothing.
 
-A process of its own: where Triton has been imported to interpret, it does not compile.
+Run in a process of its own: where Triton has been imported to interpret, it does not compile.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from triton.runtime.driver import driver
 from haarkv.executors.cuda import CudaExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.cuda import available, block_products, choices, delta, experts, ops
+from haarkv.tq_ops.cuda import block_products, decode, delta, experts, ops, schedule
 from haarkv.tq_ops.cuda.block_planes import PLANES, by_planes
 from haarkv.tq_ops.cuda.layout import READS
 from haarkv.tq_ops.formats import synthetic
@@ -98,11 +97,7 @@ class Nothing:
 def record_launches(
     capability: int, kernel: Callable[[LaunchRequest], Nothing] = lambda _: Nothing()
 ) -> Iterator[dict[str, LaunchRequest]]:
-    """What is launched meanwhile, each specialisation once, as a GPU of so many processors would be asked for it.
-
-    Args:
-        kernel: what stands for the compiled kernel that a launch asks for.
-    """
+    """The launches while it is open, each specialisation once; `kernel` makes what stands for a compiled kernel."""
     requests: dict[str, LaunchRequest] = {}
 
     def note(source: ASTSource, target: GPUTarget, options: dict, **_: object) -> Nothing:
@@ -110,20 +105,18 @@ def record_launches(
         requests[str(one)] = one
         return kernel(one)
 
-    originals = triton.compiler.compile, torch.Tensor.is_cuda, ops.linear, available.nvrtc_missing
-    original_choices = choices.processors, ops.capability
+    originals = triton.compiler.compile, torch.Tensor.is_cuda, ops.linear, decode.nvrtc_missing, schedule.processors
     triton.compiler.compile = note
     torch.Tensor.is_cuda = property(lambda _: True)
     block_linear = ops.linear  # dense products are cuBLAS's
     ops.linear = lambda x, weight: (block_linear if isinstance(weight, Blocks) else reference.linear)(x, weight)
-    choices.processors, ops.capability = lambda _: _PROCESSORS, lambda _: capability
-    available.nvrtc_missing = lambda: "only Triton's kernels are recorded"
+    schedule.processors = lambda _: _PROCESSORS
+    decode.nvrtc_missing = lambda: "only Triton's kernels are recorded"
     driver.set_active(_Driver(capability))
     try:
         yield requests
     finally:
-        triton.compiler.compile, torch.Tensor.is_cuda, ops.linear, available.nvrtc_missing = originals
-        choices.processors, ops.capability = original_choices
+        triton.compiler.compile, torch.Tensor.is_cuda, ops.linear, decode.nvrtc_missing, schedule.processors = originals
         for one in requests.values():
             one.source.fn.device_caches.clear()  # or it would be known the next time
 
@@ -150,7 +143,7 @@ def serve(model: DecoderModel, spec: KVSpec, block_size: int, prompts: list[int]
         some = ids[: max(1, len(ids) - step)]
         forward(paging.batch(some, [1] * len(some)))
     executor.ops.store_kv(
-        *torch.zeros(2, 1, config.heads.num_kv_heads, config.heads.head_dim), cache, 1, paging.batch(ids[:1], [1])
+        *torch.zeros(2, 1, config.heads.num_kv_heads, config.heads.head_dim), cache.view(1, paging.batch(ids[:1], [1]))
     )
 
 
@@ -191,7 +184,7 @@ STATES = ((16, 16, 128), (16, 48, 128), (2, 4, 16))
 
 
 def deltas(states: Collection[tuple[int, int, int]] = STATES) -> None:
-    """Steps of one and of some sequences, prompts, states with and without room for drafts; a gated product."""
+    """Launches of steps and prompts of Gated DeltaNet, with and without room for drafts; a gated product."""
     for key_heads, value_heads, size in states:
         channels = (2 * key_heads + value_heads) * size
         shapes = (("conv", (3, channels)), ("delta", (value_heads, size, size)))
@@ -205,7 +198,7 @@ def deltas(states: Collection[tuple[int, int, int]] = STATES) -> None:
                 batch = paging.batch([paging.add() for _ in new], new)
                 x, a, b = (torch.zeros(sum(new), width) for width in (channels, value_heads, value_heads))
                 weights = torch.zeros(channels, 1, 4), *torch.zeros(2, value_heads)
-                delta.advance(x, a, b, *weights, cache, 0, batch, ops.new_fault(x.device))
+                delta.advance(x, a, b, *weights, cache.view(0, batch), ops.new_fault(x.device))
     ops.sigmoid_mul(*torch.zeros(2, 3, 64), torch.bfloat16)
 
 
@@ -218,7 +211,7 @@ def mixtures(
     shapes: Collection[tuple[int, int, int, int, bool]] = MIXTURES,
     dtypes: Collection[torch.dtype] = (torch.bfloat16, torch.float32),
 ) -> None:
-    """One token, some and so many that there are fewer tiles than pairs; weights that take no memory."""
+    """Launches of experts for one token, some, and so many that tiles are fewer than pairs; weights take no memory."""
     for count, per_token, hidden, width, normalized in shapes:
         for dtype in dtypes:
             one = torch.zeros((), dtype=dtype)
@@ -229,8 +222,7 @@ def mixtures(
 
 
 def products() -> None:
-    """Weights in blocks of every type by one token, some and many, of both dtypes; with scales of rows and columns; rows; and
-    experts in such blocks."""
+    """Launches with weights in blocks of every type: products, with scales of rows and columns, rows, and experts."""
     for kind, planes in PLANES.items():
         for inputs in (512, 768) if planes.together == 8 else (512, 96):  # rows that begin at multiples of 16 bytes, and not
             plain = random_blocks(kind, 70, inputs)
@@ -245,11 +237,10 @@ def products() -> None:
 
 
 def everything(capability: int, head_dims: Collection[int | str] = tuple(SHAPES)) -> dict[str, LaunchRequest]:
-    """What models of these head_dims, of both dtypes and with every width of levels launch, over blocks and pages.
+    """The launches of models of these head_dims, of both dtypes and with every width of levels, over blocks and pages.
 
-    Dtypes, widths and batches are varied one by one around bf16 with tq4 over blocks of 128, and most of it again beside a
-    tail and sinks in BF16; learned keys with and without. Head_dim 128 has all batches, pages of 16 for the widths, other
-    tails, and more widths of learned keys. Layers 0, 1 and 16 are among them.
+    Dtypes, widths and batches vary one by one around bf16 with tq4 over blocks of 128, with and without a tail and sinks.
+    Head_dim 128 has all batches, pages of 16, other tails, and more widths of learned keys.
     """
     with record_launches(capability) as requests:
         for head_dim in head_dims:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
+from op_contract.caches import LAYER
 
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.recurrent import StateShape
-from haarkv.validation.ops.caches import LAYER
 
 VERSIONS = 5
 
@@ -39,7 +39,7 @@ class Run:
             [x[begin : begin + count] for x in self.told[row]] for row, begin, count in zip(rows, begins, counts, strict=True)
         ]
         x, a, b = map(torch.cat, zip(*parts, strict=True))
-        return self.ops.gated_delta(x, a, b, *self.weights, self.cache, LAYER, batch).split(counts)
+        return self.ops.gated_delta(x, a, b, *self.weights, self.cache.view(LAYER, batch)).split(counts)
 
     def state(self, row=0):
         """The newest version of a sequence's state."""

@@ -1,4 +1,4 @@
-// As much of NVIDIA's driver as `tq_ops.cuda.nvrtc` calls; it prints what it is asked for.
+// As much of NVIDIA's driver as `tq_ops.cuda.decode` calls; it prints what it is asked for.
 // cc -shared -fPIC -o libcuda.so.1 fake_cuda_driver.c
 #include <stdio.h>
 #include <string.h>

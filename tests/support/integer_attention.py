@@ -20,16 +20,16 @@ def _whole(x, largest_level):
     return torch.where(step > 0, (x / step).round(), 0.0).double(), step
 
 
-def integer_attention(q, cache, layer, batch, softmax_scale):
+def integer_attention(q, at, softmax_scale):
     """[T, Hq, D] bf16 of bf16 queries."""
-    parts = zip(q.split(batch.query_start_loc.diff().tolist()), batch.sequences(), strict=True)
-    return torch.cat([_sequence_attention(one, cache, layer, sequence, softmax_scale) for one, sequence in parts])
+    parts = zip(q.split(at.batch.query_start_loc.diff().tolist()), at.batch.sequences(), strict=True)
+    return torch.cat([_sequence_attention(one, at.kv, sequence, softmax_scale) for one, sequence in parts])
 
 
-def _sequence_attention(q, cache, layer, sequence, softmax_scale):
-    kv_format, heads, dim = cache.k_format(layer), cache.shape(0).num_kv_heads, cache.shape(0).head_dim
+def _sequence_attention(q, kv, sequence, softmax_scale):
+    kv_format, heads, dim = kv.k.kv_format, kv.shape.num_kv_heads, kv.shape.head_dim
     levels, unit = whole_levels(kv_format.description(dim).centroids)
-    rotation, largest = haar_rotation(layer, dim).float(), int(levels.abs().max())
+    rotation, largest = haar_rotation(kv.index, dim).float(), int(levels.abs().max())
     blocks = sequence.block_table[0].clamp(min=0).long()
 
     def unpack(fields):
@@ -37,14 +37,14 @@ def _sequence_attention(q, cache, layer, sequence, softmax_scale):
         flat_fields = {name: x[blocks].transpose(0, 1).flatten(1, 2) for name, x in fields.items()}
         return levels[kv_format.levels(flat_fields).long()].double(), flat_fields["scale"].float().unsqueeze(1)
 
-    (k, k_scale), (v, v_scale) = unpack(cache.k_fields(layer)), unpack(cache.v_fields(layer))
+    (k, k_scale), (v, v_scale) = map(unpack, kv.fields)
     group, places = q.shape[1] // heads, torch.arange(k.shape[1])
     queries, step = _whole(q.float().unflatten(1, (heads, group)).permute(1, 2, 0, 3).flatten(1, 2) @ rotation, largest)
     logits = ((queries @ k.mT) * step * unit).float() * k_scale * softmax_scale
     hidden = places > sequence.positions.repeat(group).unsqueeze(1)
-    weights, total = rounded_softmax(logits.masked_fill(hidden, -torch.inf), cache.block_size, torch.bfloat16)
-    weights = (weights * v_scale).masked_fill(hidden, 0.0).unflatten(-1, (-1, cache.block_size))
+    weights, total = rounded_softmax(logits.masked_fill(hidden, -torch.inf), kv.block_size, torch.bfloat16)
+    weights = (weights * v_scale).masked_fill(hidden, 0.0).unflatten(-1, (-1, kv.block_size))
     whole, step = _whole(weights, largest)
-    out = torch.einsum("hgnk,hnkd->hgnd", whole, v.unflatten(1, (-1, cache.block_size))) * step * unit
+    out = torch.einsum("hgnk,hnkd->hgnd", whole, v.unflatten(1, (-1, kv.block_size))) * step * unit
     out = (out.sum(2) / total) @ rotation.double().T
     return out.float().unflatten(1, (group, -1)).permute(2, 0, 1, 3).flatten(1, 2).to(torch.bfloat16)

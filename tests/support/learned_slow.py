@@ -125,9 +125,9 @@ def other_than_golden(ops, data, bits, device="cpu"):
     tokens, heads, dim = x.shape
     cache = PagedKVCache(plan, KVShape(heads, dim), num_blocks=tokens // 8, block_size=8, device=device)
     paging = PagedSequences(tokens // 8, 8)
-    ops.store_kv(x, x, cache, 0, paging.batch([paging.add()], [tokens]).to(device))
+    ops.store_kv(x, x, cache.view(0, paging.batch([paging.add()], [tokens]).to(device)))
     wrong_fields = []
-    for name, tensor in cache.k_fields(0).items():
+    for name, tensor in cache.kv[0].k.fields.items():
         golden = torch.from_numpy(data[f"{name}{bits}"]).transpose(0, 1)
         if not torch.equal(tensor.transpose(1, 2).flatten(0, 1)[:tokens].cpu(), golden):
             wrong_fields.append(name)

@@ -1,4 +1,4 @@
-"""The op tables of `validation.ops` as tests open them, and the caches that their tests share."""
+"""The op tables of `op_contract` as tests open them, and the caches that their tests share."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from functools import partial
 import pytest
 import torch
 from levels import relative
+from op_contract import caches
+from op_contract.caches import LAYER, bf16_windows, cache_tensors, poisoned_cache
+from op_contract.caches import CacheCase as Case
+from op_contract.suite import CPU, Table
 
 from haarkv.tq_ops.cpu.build import compiler
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable
-from haarkv.validation.ops import caches
-from haarkv.validation.ops.caches import LAYER, bf16_windows, cache_tensors, poisoned_cache
-from haarkv.validation.ops.caches import CacheCase as Case
-from haarkv.validation.ops.suite import CPU, Table
 
 __all__ = [
     "LAYER",

@@ -76,7 +76,7 @@ class Outcome:
 
     def our_fields(self, side, layer):
         block, offset = self.slots // 128, self.slots % 128
-        fields = (self.cache.k_fields if side == "k" else self.cache.v_fields)(layer)
+        fields = getattr(self.cache.kv[layer], side).fields
         return fields["codes"][block, :, offset], fields["norm"][block, :, offset]
 
 
@@ -92,11 +92,11 @@ def run_mini_model(data, seed, rotation):
         def __getattr__(self, name):
             return getattr(reference, name)
 
-        def store_kv(self, k, v, cache, layer, batch):
+        def store_kv(self, k, v, at):
             for side, x in (("k", k), ("v", v)):
                 unit = x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
-                rotated_units[side, layer] = unit.bfloat16().float() @ rotation(layer, 128).float()
-            reference.store_kv(k, v, cache, layer, batch)
+                rotated_units[side, at.layer] = unit.bfloat16().float() @ rotation(at.layer, 128).float()
+            reference.store_kv(k, v, at)
 
     def forward(hidden, ops, positions, slots, lengths, starts):
         table = torch.from_numpy(data["block_table"]).view(2, 2)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
-import tempfile
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from small_models import new_cache, new_paging, small_model
 
-from haarkv.benchmarks.decode import Request, measure
-from haarkv.benchmarks.timing import Machine
-from haarkv.engine.ranks import Place, join
+from haarkv.engine.ranks import join
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor, prefill, verify
 from haarkv.models.base import DecoderModel
@@ -35,31 +32,33 @@ _PROCESSES.set_forkserver_preload(["haarkv.engine.ranks", "haarkv.executors.cpu"
 
 def on_ranks(size: int, job: Callable[..., Any], *args: Any) -> list[Any]:
     """What `job(ranks, *args)` returns on each of so many ranks. The job is a function of this module."""
-    with tempfile.TemporaryDirectory() as folder:
-        ends = [_PROCESSES.Pipe(duplex=False) for _ in range(size)]
-        processes = [
-            _PROCESSES.Process(target=_run, args=(Place(rank, size, str(Path(folder, "meeting"))), sender, job, args))
-            for rank, (_, sender) in enumerate(ends)
-        ]
-        try:
-            for process in processes:
-                process.start()
-            for _, sender in ends:
-                sender.close()
-            results = [pickle.loads(r.recv_bytes()) if r.poll(_TIMEOUT_S) else ("silent", None) for r, _ in ends]
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ends = [_PROCESSES.Pipe(duplex=False) for _ in range(size)]
+    processes = [
+        _PROCESSES.Process(target=_run, args=(rank, size, port, sender, job, args)) for rank, (_, sender) in enumerate(ends)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        for _, sender in ends:
+            sender.close()
+        results = [pickle.loads(r.recv_bytes()) if r.poll(_TIMEOUT_S) else ("silent", None) for r, _ in ends]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
     for rank, (problem, _) in enumerate(results):
         assert not problem, f"rank {rank}: {problem}"
     return [result for _, result in results]
 
 
-def _run(place: Place, sender: Any, job: Callable[..., Any], args: Sequence[Any]) -> None:
+def _run(rank: int, size: int, port: int, sender: Any, job: Callable[..., Any], args: Sequence[Any]) -> None:
     torch.set_num_threads(1)
+    # As torchrun has it.
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     try:
-        with join(place=place, timeout_s=60) as ranks:
+        with join(timeout_s=60) as ranks:
             result = ("", job(ranks, *args))
     except Exception as error:
         result = (f"{type(error).__name__}: {error}", None)
@@ -116,7 +115,7 @@ def forwards(executor: Executor, model: DecoderModel, kv: str, lengths: Sequence
     fields = [
         {
             side: {name: t.clone() for name, t in side_fields.items()}
-            for side, side_fields in (("k", cache.k_fields(i)), ("v", cache.v_fields(i)))
+            for side, side_fields in (("k", cache.kv[i].k.fields), ("v", cache.kv[i].v.fields))
         }
         for i in range(config.num_layers)
     ]
@@ -167,13 +166,3 @@ def rank_validation(
     prompts = [torch.randint(config.vocab_size, (n,), generator=generator).tolist() for n in lengths]
     with multi_rank_executor(on_trial, ranks, config, plan) as candidate:
         return validate(catalog.create("reference", whole, plan), candidate, whole, prompts, steps, plan)
-
-
-def bench_rows(ranks: Ranks) -> list[dict[str, Any]]:
-    """Rows of `tq bench decode` on `tiny`."""
-    request = Request(
-        "tiny", ["cpu"], ["tq4"], [64], [1], repeats=1, kinds=("step",), dtype="float32", ranks=ranks
-    )  # fmt: skip
-    # The machine's limits take a gigabyte to measure, and are not what is asked for.
-    with patch("haarkv.benchmarks.decode.measure_machine", lambda _: Machine(10.0, 100.0, 100.0)):
-        return [row.as_json() for row in measure(request)[1]]

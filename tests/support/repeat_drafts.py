@@ -2,8 +2,7 @@
 
 from unittest import mock
 
-from haarkv.engine.draft_pace import Experience, Pace
-from haarkv.engine.drafts import Proposal
+from haarkv.engine.drafts import Experience, Pace, Proposal
 
 
 def always_drafting():
@@ -17,11 +16,14 @@ class Often:
     def __init__(self, tokens):
         self.said, self.asked, self.experience = tokens, 0, Experience()
 
-    def follow(self, sequences, max_context):
-        return None
+    def drafter(self, sequences, max_context):
+        return self
+
+    def observe(self, executor):
+        return executor
 
     def begin(self, beginning):
-        return self
+        """It knows all."""
 
     def catch_up(self, texts):
         """It knows all."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from op_contract.caches import cache_tensors as cache_tensors
 from torch import Tensor
 
 from haarkv.executors import base as executors
@@ -20,7 +21,6 @@ from haarkv.models.weights import assemble, checkpoint_shapes
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation.ops.caches import cache_tensors as cache_tensors
 
 KV_FORMATS = ("fp32", "bf16", "tq4", "tq4_seed", "k=bf16,v=tq4")
 """Every format, and a mixture."""

@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 from haarkv.executors import cuda
 from haarkv.executors.cuda import CudaExecutor, DecodeStep
 from haarkv.models.base import DecoderModel
-from haarkv.tq_ops.cuda import choices, decode, layout
+from haarkv.tq_ops.cuda import decode, layout, schedule
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -60,7 +60,7 @@ def record_kernels(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         for kind in (InterpretedFunction, JITFunction):
             only_here.setattr(kind, "run", note)
         only_here.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
-        only_here.setattr(choices, "processors", lambda _: 132)
+        only_here.setattr(schedule, "processors", lambda _: 132)
         only_here.setattr(decode, "processors", lambda _: 132)
         only_here.setattr(decode, "_kernel", lambda *_: SimpleNamespace(launch=lambda *_: kernel_names.append("decode")))
         # It looks whether centroids are antisymmetric, once, as a model is loaded.

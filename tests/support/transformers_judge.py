@@ -33,7 +33,7 @@ class Bf16Cache(DynamicCache):
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         begin = self.get_seq_length(layer_idx)
-        our_kv = self.ours.read(layer_idx, torch.arange(self.ours.num_blocks)[None])
+        our_kv = self.ours.kv[layer_idx].read(torch.arange(self.ours.num_blocks)[None])
         rounded_kv = []
         for x, our_side in zip((key_states, value_states), our_kv, strict=True):
             r, mine = x.bfloat16().float(), our_side[:, :, begin : begin + x.shape[2]]

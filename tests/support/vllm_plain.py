@@ -10,7 +10,7 @@ import torch
 from vllm_judge import DTYPE, NEAR_TIE
 from vllm_soak import Request
 
-from haarkv.engine.generation import generate
+from haarkv.engine.generation import GenerationRequest, generate
 from haarkv.executors.base import verify
 from haarkv.executors.cpu import CpuExecutor
 from haarkv.models.base import new_cache
@@ -77,7 +77,8 @@ class Plain:
             plan = KVSpec(self.kv).plan(config.num_layers)
             cache, paging = new_cache(config, plan, sequences=len(new), tokens=longest)
             prompts = [request.prompt for request in new]
-            done, _ = generate(self._executor, cache, paging, prompts, max_new_tokens=most, max_context=longest)
+            request = GenerationRequest(prompts=prompts, max_new_tokens=most, max_context=longest)
+            done, _ = generate(self._executor, cache, paging, request)
             for request, text in zip(new, done, strict=True):
                 self._texts[request] = list(text.token_ids)[: request.new_tokens]
         return [self._texts[request] for request in requests]

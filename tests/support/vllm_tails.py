@@ -27,7 +27,7 @@ from vllm_paged import Shape, plain_spec, vllm_metadata
 
 from haarkv.serving.vllm_plugin.backend import Buffers, RotatedAttention, RotatedMetadata, forward_batch, with_content
 from haarkv.serving.vllm_plugin.kv_choice import Pair, content_bytes
-from haarkv.serving.vllm_plugin.tails import Tail, TailMetadata, tails_beside
+from haarkv.serving.vllm_plugin.pages import Tail, TailMetadata, tails_beside
 from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -172,8 +172,8 @@ def alone(engine: Engine, kv: TokenKV, tokens: Sequence[int], chunk: int = CHUNK
             count = min(chunk, len(tokens) - begin)
             q, k, v = kv.next_tokens([request], [count], layer)
             batch = batch_at([(begin, count)], [table], shape.block_size)
-            ops.store_kv(k, v, cache, layer, batch)
-            outputs.append(ops.paged_attention(q, cache, layer, batch, shape.softmax_scale))
+            ops.store_kv(k, v, cache.view(layer, batch))
+            outputs.append(ops.paged_attention(q, cache.view(layer, batch), shape.softmax_scale))
         outs.append(torch.cat(outputs))
     return outs
 

@@ -24,8 +24,8 @@ from tq.cli import main
 from tq.commands import bringup as bringup_command
 
 NAMES = list(RUNGS)
-PROGRAM_RUNGS = ("compiler", "long-decode")
-"""The rungs that `cpu`, whose kernels are no programs, does not have."""
+PROGRAM_RUNGS = ("long-decode",)
+"""The rung that `cpu`, whose kernels are no programs, does not have."""
 QUICK = ("--kv", "tq4", "--prompt", "def main(argv):", "--max-new-tokens", "8", "--contexts", "20,60")
 """The text is validated up to 21 tokens, 22 in a verify, and continued up to 23."""
 SHORT = ("--max-new-tokens", "2", "--contexts", "20")
@@ -93,7 +93,7 @@ def failed_at(bringup, rung, *words):
 def test_every_rung_passes_and_says_what_it_compared(bringup):
     code, out, err = bringup()
     assert (code, err) == (0, "")
-    assert out.splitlines()[-2] == f"passed: 8 of 10 rungs, not on this executor: {', '.join(PROGRAM_RUNGS)}"
+    assert out.splitlines()[-2] == f"passed: 8 of 9 rungs, not on this executor: {', '.join(PROGRAM_RUNGS)}"
     results = [rung_report(bringup.folder, name) for name in NAMES if name not in PROGRAM_RUNGS]
     assert all(result["verdict"] == "passed" and result["found"]["compared"] > 0 for result in results)
     assert {path.name for path in bringup.folder.iterdir()} == {*(f"{name}.json" for name in NAMES), "report.json"}
@@ -112,10 +112,10 @@ def with_ops(**ops):
     return lambda model: ReferenceExecutor(model, table_with(ops))
 
 
-def store_a_wrong_byte(k, v, cache, layer, batch):
-    reference.store_kv(k, v, cache, layer, batch)
-    slot = int(batch.slot_mapping[-1])
-    cache.v_fields(layer)["codes"][slot // cache.block_size, 1, slot % cache.block_size, 5] ^= 0x80
+def store_a_wrong_byte(k, v, at):
+    reference.store_kv(k, v, at)
+    slot = int(at.batch.slot_mapping[-1])
+    at.kv.v.fields["codes"][slot // at.kv.block_size, 1, slot % at.kv.block_size, 5] ^= 0x80
 
 
 def with_wrong_weight(layer, name):
@@ -171,10 +171,10 @@ class Forgetful(ReferenceExecutor):
         return self._model.layers(hidden, span, batch, cache, table_with({"paged_attention": not_shrunk}))
 
 
-def not_shrunk(q, cache, layer, batch, scale):
-    right = reference.paged_attention(q, cache, layer, batch, scale)
-    early = replace(batch, positions=batch.positions.clamp(max=15))
-    return right + reference.paged_attention(q, cache, layer, early, scale)
+def not_shrunk(q, at, scale):
+    right = reference.paged_attention(q, at, scale)
+    early = replace(at.batch, positions=at.batch.positions.clamp(max=15))
+    return right + reference.paged_attention(q, replace(at, batch=early), scale)
 
 
 class Refusing(ReferenceExecutor):
@@ -284,10 +284,10 @@ def test_an_interruption_leaves_whole_files_and_can_be_gone_on_from(bringup, tri
     trial(interrupt)
     code, out, err = bringup()
     assert (code, err) == (130, "tq: interrupted\n")
-    assert list(verdicts(out)) == ["environment", "compiler"]
-    left = ["compiler.json", "environment.json", "report.json"]
+    assert list(verdicts(out)) == ["environment"]
+    left = ["environment.json", "report.json"]
     assert sorted(path.name for path in bringup.folder.iterdir()) == left
-    assert json.loads((bringup.folder / "report.json").read_text())["bringup"].startswith("unfinished: 1 of 10 rungs passed")
+    assert json.loads((bringup.folder / "report.json").read_text())["bringup"].startswith("unfinished: 1 of 9 rungs passed")
     trial(lambda model: entry.open(model, None))
     assert bringup(*SHORT, "--resume")[0] == 0
 
@@ -318,7 +318,7 @@ def test_a_rung_without_a_counterpart_is_not_counted_as_passed(bringup, trial):
     trial(lambda model: WholeLayers(ReferenceExecutor(model)))
     code, out, _ = bringup(*SHORT)
     assert code == 0
-    assert out.splitlines()[-2] == "passed: 7 of 10 rungs, not on this executor: compiler, store, long-decode"
+    assert out.splitlines()[-2] == "passed: 7 of 9 rungs, not on this executor: store, long-decode"
 
 
 # -- The rehearsal -----------------------------------------------------------------------------------------------------------
@@ -350,7 +350,7 @@ def test_the_rehearsal_climbs_every_rung_in_the_simulator(tmp_path, capsys):
     code = main(["dev", "bringup", "--device", "sim", "--model", str(model), "--out", str(tmp_path / "out"), *args])
     out = capsys.readouterr().out
     assert code == 0, out
-    assert out.splitlines()[-2] == "passed: 9 of 10 rungs, not tried: compiler (bisheng)"
+    assert out.splitlines()[-2] == "passed: 9 of 9 rungs"
     last = rung_report(tmp_path / "out", "latency")["found"]
     assert "times mean nothing and none is given" in last["said"]
     assert not [name for name in last["facts"] if " at " in name]
@@ -380,7 +380,7 @@ def test_learned_formats_and_plans_climb_every_rung(bringup, trial, tmp_path, ch
     code, out, err = bringup(*args)
     assert code == 0, out + err
     assert "of tq4, k=lr3,v=tq3, mixed at" in rung_report(bringup.folder, "latency")["found"]["said"]
-    assert "k=lr3,v=tq4: levels and lengths at" in rung_report(bringup.folder, "store")["found"]["said"]
+    assert "k=lr3,v=tq3: levels and lengths at" in rung_report(bringup.folder, "store")["found"]["said"]
     write_calibration(file, checkpoint, seed=1)
     trial(interrupt)
     code, out, _ = bringup(*args, "--resume")

@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import checkpoints
 import pytest
 import torch
 from checkpoints import layer_tensor, write_checkpoint
@@ -16,7 +15,7 @@ from haarkv.tq_ops.kv import calibration_file, plan_file
 from haarkv.validation.planning import common_text
 from tq.cli import main
 
-TEXT = Path(checkpoints.__file__).read_text(encoding="utf-8")
+TEXT = Path(common_text.__file__).with_name("prose.txt").read_text(encoding="utf-8")
 POOR = "spam, spam, spam, eggs and spam\n" * 40
 UNSEEN = "def bridge(name, quest):\n    if quest == 'grail':\n        return name\n    raise KeyError(quest)\n"
 SHORT = ("--tokens", "600", "--verify-tokens", "60", "--window", "60")

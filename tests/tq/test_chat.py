@@ -125,21 +125,6 @@ def test_what_does_not_fit_is_said_and_the_conversation_goes_on(chat, alphabet):
         assert terminal.end() == 0
 
 
-def test_set_changes_an_argument_of_the_template(chat, tmp_path):
-    refuses = "{% if brief is defined and brief == 3 %}{{ raise_exception('brief 3') }}{% endif %}"
-    template = f"{{{{ messages[-1].content }}}}{refuses}{{{{ '\\n' }}}}"
-    folder = write_checkpoint(tmp_path / "m", mutate=saying("\nabc"), tokenizer_config={"chat_template": template})
-    with chat(folder, "--template-arg", "brief=true") as terminal:
-        for line, reply in (
-            ("/set", "brief=true"), ("/set brief=1", "brief=1"), ("/set breif=2", "did you mean brief?"), ("hi", "abc"),
-            ("/set brief=3", "brief 3"), ("/set x y", "there is no x y to drop"), ("/set brief", "no arguments"),
-        ):  # fmt: skip
-            terminal.type(f"{line}\n")
-            assert reply in terminal.until("> ").replace("\r\n", ""), line
-        terminal.type("/exit\n")
-        assert terminal.end() == 0
-
-
 # -- Without a terminal ----------------------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from haarkv.engine.draft_pace import Pace
+from haarkv.engine.drafts import Pace
 from haarkv.engine.result import DraftReport
 
 GENERATE = ["generate", "--executor", "cpu", "--prompt", "def main(", "--max-new-tokens", "40", "--threads", "1"]

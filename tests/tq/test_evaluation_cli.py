@@ -1,9 +1,8 @@
-"""`tq eval`: its list of formats, its picture, what it prints and what it refuses."""
+"""`tq eval`: its list of formats, what it prints and what it refuses."""
 
 import json
 import re
 import sys
-from xml.etree import ElementTree
 
 import pytest
 
@@ -11,8 +10,6 @@ from haarkv.executors import catalog
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.validation.fidelity import setup
-from haarkv.validation.fidelity.evaluation import FidelityRow
-from haarkv.validation.fidelity.plot import pareto_front, svg
 from haarkv.validation.fidelity.setup import load_setup, parse_list
 
 TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n"
@@ -48,38 +45,6 @@ def test_the_default_is_every_format_of_the_cache(checkpoint):
         names.append(name)
     assert list(caches) == names
     assert {"tq4", "bf16"} <= set(names)
-
-
-# -- The picture ------------------------------------------------------------------------------------------------------------
-
-
-def row(kv, size, kl):
-    return FidelityRow(kv, size, 16 * size / 256, kl, kl, kl, 1.0, 0.0, 9.0, 0.0, 1.0)
-
-
-ROWS = [
-    row("bf16", 256, 0.0),
-    row("a", 64, 0.1),
-    row("b", 64, 0.2),
-    row("c", 100, 0.01),
-    row("d", 120, 0.05),
-    row("fp32", 512, 1e-9),
-]
-
-
-def test_the_front_is_what_nothing_beats():
-    assert [r.kv for r in pareto_front(ROWS)] == ["a", "c", "bf16"]
-    assert [r.kv for r in pareto_front([*ROWS, row("c2", 100, 0.01)])] == ["a", "c", "c2", "bf16"]
-    assert pareto_front([]) == []
-
-
-def test_the_picture_is_the_same_each_time_and_names_what_it_shows():
-    pytest.importorskip("matplotlib")
-    text = svg(ROWS, "tiny")
-    assert text == svg(ROWS, "tiny")
-    words = [element.text for element in ElementTree.fromstring(text).iter("{http://www.w3.org/2000/svg}text")]
-    assert {"a", "b", "c", "d", "Pareto front", "bf16 (KL 0)"} <= set(words)
-    assert "fp32" not in words  # saves nothing
 
 
 # -- The command ------------------------------------------------------------------------------------------------------------
@@ -129,9 +94,8 @@ def test_json_has_the_promised_keys(run):
     assert report["rows"][0]["kl_p999"] == 0 < report["rows"][2]["kl_mean"] < report["rows"][1]["kl_mean"]
 
 
-def test_words_picture_and_resume(run, tmp_path):
-    pytest.importorskip("matplotlib")
-    files = ("--resume", tmp_path / "run.json", "--plot", tmp_path / "kl.svg")
+def test_words_and_resume(run, tmp_path):
+    files = ("--resume", tmp_path / "run.json")
     code, out, err = run(*SHORT, *files)
     assert (code, err) == (0, "")
     assert "60 tokens" in out
@@ -139,11 +103,8 @@ def test_words_picture_and_resume(run, tmp_path):
     assert "k=q8_0,v=tq2" in out
     assert "largest" in out  # 60 positions have no 99.9 %
     assert all(len(line) <= 140 for line in out.splitlines() if str(tmp_path) not in line)
-    first = (tmp_path / "kl.svg").read_text()
-    assert first.startswith("<?xml")
     assert (tmp_path / "run.json").exists()
     assert run(*SHORT, *files)[:2] == (0, out)
-    assert (tmp_path / "kl.svg").read_text() == first
     code, out, err = run(*SHORT, "--resume", tmp_path / "run.json", "--window", 41)
     assert (code, out) == (2, "")
     assert "another windows or prompts" in err

@@ -9,7 +9,6 @@ from gguf_files import convert
 from tokenizers import AddedToken
 
 import tq
-from haarkv.engine.conversations import Conversations
 from haarkv.engine.sampling import Sampling
 from haarkv.models.catalog import read_config
 from haarkv.models.text import load_tokenizer
@@ -254,8 +253,6 @@ def test_arguments_reach_the_template_by_every_way(generate_json, thinking_model
     stream = session.stream("ab", max_new_tokens=1, template_args=arguments)
     list(stream)
     assert stream.result.completions[0].prompt_tokens == tokens
-    talk = Conversations(session, 2**30)
-    assert talk.generate("a", "ab", max_new_tokens=1, template_args=arguments).completions[0].prompt_tokens == tokens
 
 
 def test_an_argument_that_is_no_json_is_refused(thinking_model):

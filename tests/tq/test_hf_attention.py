@@ -162,7 +162,7 @@ def test_a_wrong_place_in_the_ring_would_show(monkeypatch, sdpa_distances):
     original = Store._paged_cache
 
     def out_of_step(self):
-        k = self.kv.k.kept
+        k = self.kv.k.window
         k.vectors[:, :, k.sink :] = k.vectors[:, :, k.sink :].roll(1, 2)
         return original(self)
 

@@ -73,12 +73,12 @@ def both(model, kv, **kwargs):
 
 
 class Doubling:
-    """In place of `Turns`: exact, and wrong at any other position."""
+    """In place of `RopeShift`: exact, and wrong at any other position."""
 
-    def back(self, x, positions):
+    def undo(self, x, positions):
         return x * 2.0 ** (positions % 7).unsqueeze(-1)
 
-    def forth(self, x, positions):
+    def redo(self, x, positions):
         return x / 2.0 ** (positions % 7).unsqueeze(-1)
 
 

@@ -27,7 +27,6 @@ OWN_MEANING = {
     ("eval", "--kv"): "a list",
     ("bench decode", "--kv"): "a list",
     ("export", "--kv"): "one format only",
-    ("cache convert", "--kv"): "another default",
     ("dev compile", "--kv"): "another default",
     ("eval", "--kv-plan"): "another row, not the cache",
     ("dev bringup", "--kv-plan"): "one more cache",
@@ -50,7 +49,6 @@ OWN_MEANING = {
     ("plan", "--window"): "windows of one measurement",
     ("eval", "--tokens"): "all unless given",
     ("plan", "--tokens"): "4096 unless given",
-    ("eval", "--plot"): "of KL",
     ("quantize", "--out"): "a GGUF file",
     ("plan", "--out"): "a file",
     ("export", "--out"): "a folder",
@@ -137,7 +135,7 @@ WRONG = {
     "--threads": ("99999", "processors"), "--text": ("absent.txt", "No such file"),
     "--verify": ("absent.txt", "No such file"), "--window": ("0", "--window"),
     "--prompt-file": ("absent.txt", "No such file"), "--out": ("absent/x", "absent"),
-    "--plot": ("absent/x", "does not exist"), "--resume": ("absent/x", "does not exist"),
+    "--resume": ("absent/x", "does not exist"),
 }  # fmt: skip
 REQUIRED_ARGS = {
     "cache save": ("--prompt", "a", "--out", "x"), "diff": ("--a", "tq4", "--b", "bf16"), "eval": ("--text", "text.txt"),
@@ -147,7 +145,7 @@ REQUIRED_ARGS = {
 }  # fmt: skip
 """What a command would lack."""
 ELSEWHERE = {
-    "cache info", "cache convert", "serve", "dev replay", "dev bringup", "dev self-test", "dev sensitivity",
+    "cache info", "serve", "dev replay", "dev bringup", "dev self-test",
 }  # fmt: skip
 """They want a file, ask vLLM, or say what they found before: each has tests of its own."""
 OPTION_CASES = [

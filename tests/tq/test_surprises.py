@@ -13,7 +13,6 @@ from refusals import assert_refused
 import tq as public
 from haarkv.engine.plans import pays_from
 from haarkv.models.catalog import read_config
-from haarkv.tq_ops.kv import cache_file
 from haarkv.tq_ops.kv.cache import cache_bytes
 from haarkv.tq_ops.kv.plan import KVSpec
 
@@ -59,7 +58,7 @@ def test_a_file_of_ours_in_the_wrong_place_is_called_what_it_is(run, wide, calib
 # -- Stored caches ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_stored_cache_goes_on_and_is_converted(run, checkpoint):
+def test_a_stored_cache_goes_on(run, checkpoint):
     text = "spam and eggs " * 12
 
     def generate(*args):
@@ -78,30 +77,7 @@ def test_a_stored_cache_goes_on_and_is_converted(run, checkpoint):
         went_on = generate("--prompt", f"{text}and", "--load-cache", name, "--json").json
         assert (went_on["text"], went_on["reused_tokens"]) == (whole["text"], info["stored"])
     assert "were stored already" in generate("--load-cache", "plain", "--save-cache", "d", "--seed", 1).err
-    ran = run("cache", "convert", "d", "--kv", "tq3", "--out", "d")
-    assert ran.err.endswith(f"; the file has {Path('d').stat().st_size:,} bytes\n")
-    assert_refused(generate("--load-cache", "d"), "in tq3, and this run in tq4")
-    assert generate("--load-cache", "d", "--kv", "tq3").code == 0
-
-
-def test_a_conversion_keeps_what_is_not_asked_to_change(run, wide):
-    cache_args = ("--kv", "k=tq6,v=tq3", "--kv-tail", 8, "--kv-sink", 2)
-    assert run("cache", "save", "--model", wide, "--prompt", "spam " * 40, *cache_args, "--out", "a").code == 0
-
-    def cache_info(name):
-        return {key: run("cache", "info", name, "--json").json[key] for key in ("formats", "tail", "sink")}
-
-    def convert_info(*args):
-        assert run("cache", "convert", "a", *args, "--out", "b").code == 0
-        return cache_info("b")
-
-    before = cache_info("a")
-    assert before == {"formats": ["k=tq6,v=tq3"] * 2, "tail": 8, "sink": 2}
-    assert convert_info() == before
-    assert cache_file.load(Path("b"))[0].tensors.keys() == cache_file.load(Path("a"))[0].tensors.keys()
-    assert convert_info("--kv-tail", 0, "--kv-sink", 0) == {**before, "tail": 0, "sink": 0}
-    assert convert_info("--kv-skip-layers", 1) == {**before, "formats": ["k=tq6,v=tq3", "bf16"]}
-    assert convert_info("--kv", "tq2") == {"formats": ["tq2"] * 2, "tail": None, "sink": 0}
+    assert_refused(generate("--load-cache", "d", "--kv", "tq3"), "in tq4, and this run in tq3")
 
 
 # -- What it costs ------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a terminal shows: the first page, headings, narrow columns, colours; and the shell's completion."""
+"""What a terminal shows: the first page, headings, tables, colours; and the shell's completion."""
 
 import os
 import re
@@ -13,7 +13,6 @@ from terminal import Terminal
 from tq.cli import _FIRST_STEPS, main
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-NARROW = 40
 
 
 def run_terminal(*args, columns=80, cwd=None):
@@ -43,60 +42,26 @@ def test_commands_stand_under_headings(capsys):
     assert main(["dev", "--help"]) == 0
     out = capsys.readouterr().out
     assert re.findall(r"^  (\S+)", out.split("A new machine:")[1], re.MULTILINE) == [
-        "bringup", "compile", "replay", "self-test", "sensitivity",
+        "bringup", "compile", "replay", "self-test",
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "args", [(), ("--help",), ("dev",), ("generate", "--help"), ("bench", "decode", "--help")], ids=" ".join
-)
-def test_help_fits_into_a_narrow_terminal(args):
-    _, output = run_terminal(*args, columns=NARROW)
-    lines = output.splitlines()
-    # Examples stand as they are; what explains has its room.
-    wide = [line for line in lines if len(line) > NARROW and not line.startswith("    tq ") and "--" not in line]
-    assert wide == []
-    words = [line for line in lines if len(line) > NARROW // 2]
-    assert len(words) > len(lines) / 3  # and it is not squeezed into a few columns at the edge
-
-
-def test_a_bar_counts_what_it_knows_and_a_cost_fits_a_narrow_terminal(tmp_path):
+def test_a_bar_counts_what_it_knows(tmp_path):
     folder = write_checkpoint(tmp_path / "m")
-    args = ("--kv", "k=tq6,v=tq4", "--kv-tail", 124, "--kv-skip-layers", 0, "--threads", 1)
-    code, output = run_terminal(
-        "generate", "--model", "m", "--max-new-tokens", 2, "a", *args, columns=NARROW, cwd=folder.parent
-    )
+    code, output = run_terminal("generate", "--model", "m", "--max-new-tokens", 2, "a", "--threads", 1, cwd=folder.parent)
     text = COLOUR.sub("", output)
     assert code == 0
     assert "/?" not in text
     assert re.search(r"\d+/\d+", text)
-    assert "…" not in text  # no clock is cut off
-    cost = text.split("KV cache")[1].split(" memory ")[0].splitlines()
-    assert "by layer; tail 124" in cost[0]
-    assert len(cost) <= 6
 
 
-@pytest.mark.parametrize("columns", [NARROW, *(pytest.param(columns, marks=MORE) for columns in (80, 160))])
-def test_tables_are_readable_at_any_width(columns, tmp_path):
+@pytest.mark.parametrize("columns", [80, pytest.param(160, marks=MORE)])
+def test_no_number_and_no_name_of_a_table_is_broken(columns):
     code, output = run_terminal("formats", columns=columns)
     assert code == 0
     text = COLOUR.sub("", output)
     assert all(len(line) <= columns for line in text.splitlines() if not line.startswith("no layout"))
-    assert "4.125" in text
-    assert "bytes/vector" in text
-    # No number and no name is broken in two.
-    assert re.search(r"(^|\s)tq4_seed(\s|$)", text)
-    assert re.search(r"(^|\s)3\.88x(\s|$)", text)
-    code, output = run_terminal("info", "tiny", columns=columns)
-    assert code == 0
-    assert re.search(r"(^|\s)1,584(\s|$)", output)
-    assert all(len(line) <= columns for line in COLOUR.sub("", output).splitlines())
-
-
-@pytest.mark.parametrize(("columns", "tall"), [(NARROW, True), pytest.param(80, False, marks=MORE)])
-def test_a_table_that_does_not_fit_becomes_paragraphs(columns, tall):
-    _, output = run_terminal("info", "random:14b", "--memory", "80GiB,96GiB,128GiB", "--context", 1000, columns=columns)
-    assert ("format tq4" in output) == tall
+    assert all(re.search(rf"(^|\s){cell}(\s|$)", text) for cell in ("tq4_seed", "4\\.125", "3\\.88x"))
 
 
 def test_a_verdict_has_a_colour_in_a_terminal_and_none_in_a_pipe(tmp_path):

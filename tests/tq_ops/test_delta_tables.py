@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from delta_runs import VERSIONS, Run, same, whole
+from op_contract.delta import Delta
+from op_contract.suite import CPU, CUDA, Table
 from op_tables import LAYER, TABLES, every_table, open_table
 
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.stored import Advance
 from haarkv.tq_ops.table import OpTable
-from haarkv.validation.ops.delta import Delta
-from haarkv.validation.ops.suite import CPU, CUDA, Table
 
 SHAPES = [Delta(2, 4, 128, 128, (0,), (1,)), Delta(1, 3, 48, 80, (0,), (1,), taps=3), Delta(1, 1, 7, 21, (0,), (1,))]
 

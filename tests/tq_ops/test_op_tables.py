@@ -11,6 +11,10 @@ import pytest
 import torch
 from integer_attention import integer_attention
 from learned_slow import GOLDEN_BITS, other_than_golden
+from op_contract import suite
+from op_contract.caches import Attention, Store
+from op_contract.cases import Plain
+from op_contract.suite import CPU, CUDA, REFERENCE, TABLES
 from op_tables import LAYER, Backend, Case, cache_tensors, every_table, filled, open_table, relative
 from places import ROOT
 from torch import Tensor
@@ -27,26 +31,23 @@ from haarkv.tq_ops.table import OP_NAMES
 from haarkv.validation.faults.base import instead, table_with
 from haarkv.validation.faults.ops import ATTENTION, LINEAR, NORM, ROPE, STORE, SWIGLU, steeper
 from haarkv.validation.faults.states import DELTA
-from haarkv.validation.ops import suite
-from haarkv.validation.ops.caches import Attention, Store
-from haarkv.validation.ops.cases import Plain
-from haarkv.validation.ops.suite import CPU, CUDA, REFERENCE, TABLES
 
 CASES = suite.ATTENTION
 
 
 # -- The contract ------------------------------------------------------------------------------------------------------
 OP_BY_KERNEL = {
-    **dict.fromkeys(("prepared_floats", "prepare", "prepare_blocks", "project", "project_blocks"), "linear"),
+    **dict.fromkeys(("prepared_floats", "prepare", "project"), "linear"),
     **dict.fromkeys(("scratch_floats", "attend", "rotate_pairs"), "paged_attention"),
 }
-"""Which op each kernel belongs to, of those that one instruction set may take from another."""
 
 
 def own_ops(isa):
-    """The ops that an instruction set has kernels of its own for: those that its source replaces in another's, or all."""
-    source = (ROOT / "tq_ops/cpu/csrc" / f"{isa}.cpp").read_text(encoding="utf-8")
-    return {OP_BY_KERNEL[kernel] for kernel in re.findall(r"\b(?:k|made)\.(\w+) = ", source)} or set(OP_NAMES)
+    """The ops that an instruction set has kernels of its own for: all, but `amx` those that it replaces."""
+    if isa != "amx":
+        return set(OP_NAMES)
+    source = (ROOT / "tq_ops/cpu/csrc/amx.cpp").read_text(encoding="utf-8")
+    return {OP_BY_KERNEL[kernel] for kernel in re.findall(r"\bkernels\.(\w+) = ", source)}
 
 
 def own_cases(table):
@@ -96,7 +97,6 @@ def test_every_op_does_what_the_reference_does(table, case):
 
 
 def test_kernels_that_are_shared_are_known():
-    assert own_ops("avx512") == set(OP_NAMES)
     assert own_ops("amx") == {"linear", "paged_attention"}
 
 
@@ -123,18 +123,18 @@ def writes_another_layer(call):
 def stores_no_scale(call):
     call.again()
     place, size = call.batch.slot_mapping, call.cache.block_size
-    call.cache.k_fields(call.layer)["scale"][place // size, :, place % size] = torch.nan
+    call.at.kv.k.fields["scale"][place // size, :, place % size] = torch.nan
 
 
 def seen_one_token_too_few(call):
     result = call.again()
-    call.cache.states[call.layer].seen.sub_(1)
+    call.at.state.seen.sub_(1)
     return result
 
 
 def leaves_no_number(call):
     result = call.again()
-    call.cache.states[call.layer].tensors["delta"][call.batch.rows] = torch.nan
+    call.at.state.tensors["delta"][call.batch.rows] = torch.nan
     return result
 
 
@@ -186,9 +186,9 @@ def test_a_table_refuses_what_it_says_it_cannot_read():
     case = Case("tq4", 96, 1, 2, 128, (0,), (1,))
     reason = CPU[0].unsupported(case.plan, 96)
     assert REFERENCE.unsupported(case.plan, 96) is None
-    q, kv_cache, _, batch, scale = Attention(case, torch.float32).arguments(CPU[0].device)
+    q, at, scale = Attention(case, torch.float32).arguments(CPU[0].device)
     with pytest.raises(InputError) as error:
-        open_table(CPU[0]).paged_attention(q, kv_cache, LAYER, batch, scale)
+        open_table(CPU[0]).paged_attention(q, at, scale)
     assert str(error.value) == reason
     assert "head_dim" in str(CUDA.unsupported(case.plan, 96))
 
@@ -205,11 +205,11 @@ def expected(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     shape = (len(batch.positions), case.kv_heads * case.group, case.head_dim)
     q = (2 * torch.randn(shape, generator=generator)).to(dtype)
-    return q, reference.paged_attention(q, kv_cache, LAYER, batch, case.head_dim**-0.5)
+    return q, reference.paged_attention(q, kv_cache.view(LAYER, batch), case.head_dim**-0.5)
 
 
 def attention(table: Backend, case: Case, q: Tensor, batch: Batch) -> Tensor:
-    return table.open().paged_attention(q, filled_once(case)[0], LAYER, batch, case.head_dim**-0.5)
+    return table.open().paged_attention(q, filled_once(case)[0].view(LAYER, batch), case.head_dim**-0.5)
 
 
 SUMS_INTEGERS = [f"cpu-{isa}" for isa in library.ISAS[library.ISAS.index("avx512vnni") :]]
@@ -223,7 +223,7 @@ def test_bf16_attention_rounds_where_the_reference_does(table):
     spec_output = theirs
     if table.name in SUMS_INTEGERS:
         kv_cache, batch = filled_once(CASES[0])
-        spec_output = integer_attention(q, kv_cache, LAYER, batch, CASES[0].head_dim ** -0.5)
+        spec_output = integer_attention(q, kv_cache.view(LAYER, batch), CASES[0].head_dim ** -0.5)
         assert (spec_output != theirs).float().mean() > 2 * bounds.OP_TABLE_BF16_DIFFERENT
     assert (ours != spec_output).float().mean() <= bounds.OP_TABLE_BF16_DIFFERENT
     assert (fp32_output != theirs).float().mean() > 2 * bounds.OP_TABLE_BF16_DIFFERENT
@@ -264,8 +264,8 @@ STORES = suite.STORES
 
 def new_tokens(case: Case) -> tuple[PagedKVCache, Batch, Tensor, Tensor]:
     """An untouched cache, a batch for it, K and V."""
-    k, v, kv_cache, _, batch = Store(case).arguments(torch.device("cpu"))
-    return kv_cache, batch, k, v
+    k, v, at = Store(case).arguments(torch.device("cpu"))
+    return at.cache, at.batch, k, v
 
 
 @every_table
@@ -281,9 +281,9 @@ def test_a_vector_that_is_not_finite_is_named_as_the_reference_names_it_and_noth
     before = [tensor.clone() for *_, tensor in cache_tensors(ours)]
     (k if side == "k" else v)[7, 8, 127] = value
     with pytest.raises(NonFiniteError) as error:
-        table.open().store_kv(k, v, ours, LAYER, batch)
+        table.open().store_kv(k, v, ours.view(LAYER, batch))
     with pytest.raises(NonFiniteError) as expected_error:
-        reference.store_kv(k, v, new_tokens(STORES[2])[0], LAYER, batch)
+        reference.store_kv(k, v, new_tokens(STORES[2])[0].view(LAYER, batch))
     assert str(error.value) == str(expected_error.value)
     assert f"{side.upper()} of token 7" in str(error.value)
     for was, (*_, tensor) in zip(before, cache_tensors(ours), strict=True):
@@ -298,20 +298,20 @@ def test_a_value_on_a_boundary_gets_the_level_above_it(table):
     kv_format = RotatedFormat("tq4_middle", "", 4, lambda _: middle)
     plan = KVPlan.uniform(kv_format, kv_format, LAYER + 1)
     ours = PagedKVCache(plan, KVShape(STORES[1].kv_heads, 128), num_blocks=5)
-    table.open().store_kv(torch.zeros_like(k), torch.zeros_like(v), ours, LAYER, batch)
+    table.open().store_kv(torch.zeros_like(k), torch.zeros_like(v), ours.view(LAYER, batch))
     block, offset = batch.slot_mapping // ours.block_size, batch.slot_mapping % ours.block_size
-    assert (ours.k_fields(LAYER)["codes"][block, :, offset] == 0x88).all()
+    assert (ours.kv[LAYER].k.fields["codes"][block, :, offset] == 0x88).all()
 
 
 @every_table
 def test_a_scale_beyond_fp16_is_its_largest_number_and_codes_are_those_of_the_direction(table):
     ours, batch, k, v = new_tokens(STORES[2])
     other = new_tokens(STORES[2])[0]
-    table.open().store_kv(k, v, other, LAYER, batch)
-    table.open().store_kv(k * 2.0**100, v, ours, LAYER, batch)
+    table.open().store_kv(k, v, other.view(LAYER, batch))
+    table.open().store_kv(k * 2.0**100, v, ours.view(LAYER, batch))
     block, offset = batch.slot_mapping[1:] // 16, batch.slot_mapping[1:] % 16  # the first is a zero among its heads
     (codes, scale), (expected, _) = (
-        [x[block, :, offset] for x in kv_cache.k_fields(LAYER).values()] for kv_cache in (ours, other)
+        [x[block, :, offset] for x in kv_cache.kv[LAYER].k.fields.values()] for kv_cache in (ours, other)
     )
     assert torch.equal(codes, expected)
     assert (scale == 65504).all()
@@ -324,4 +324,4 @@ def test_a_slot_outside_the_cache_is_refused(table, slot):
     assert ours.num_slots == 16 * 5
     batch.slot_mapping[3] = slot
     with pytest.raises(IndexError):
-        table.open().store_kv(k, v, ours, LAYER, batch)
+        table.open().store_kv(k, v, ours.view(LAYER, batch))

@@ -8,13 +8,13 @@ from __future__ import annotations
 import bounds
 import pytest
 import torch
+from op_contract import suite
+from op_contract.cases import Plain
 from small_models import CONFIGS, SMALL, at_slots, new_cache, new_paging, random_tokens, small_model
 from torch import Tensor
 
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import reference
-from haarkv.validation.ops import suite
-from haarkv.validation.ops.cases import Plain
 
 
 def normal(*shape, seed):
@@ -139,7 +139,7 @@ def attention_case(config, lengths, new, size):
     old = [paging.batch([one], [n]).slot_mapping if n else torch.zeros(0).long() for one, n in zip(ids, olds, strict=True)]
     batch = paging.batch(ids, new)
     slots = [part for pair in zip(old, batch.slot_mapping.split(list(new)), strict=True) for part in pair]
-    reference.store_kv(k, v, cache, 1, at_slots(torch.cat(slots)))
+    reference.store_kv(k, v, cache.view(1, at_slots(torch.cat(slots))))
     scale, group = config.attentions[0].scale, heads.num_heads // heads.num_kv_heads
 
     def expected(q, block=None):
@@ -154,7 +154,7 @@ def attention_case(config, lengths, new, size):
         ])  # fmt: skip
 
     def ours(q):
-        return reference.paged_attention(q, cache, 1, batch, scale).double()
+        return reference.paged_attention(q, cache.view(1, batch), scale).double()
 
     return ours, normal(sum(new), heads.num_heads, heads.head_dim, seed=3), expected
 
@@ -181,10 +181,10 @@ def test_paged_attention_of_bf16_queries_rounds_probabilities_block_by_block(cas
 def test_store_kv_puts_each_token_at_its_slot():
     cache = new_cache(SMALL, "fp32", num_blocks=3, block_size=4)
     k, v = normal(3, 2, 128, seed=1), normal(3, 2, 128, seed=2)
-    reference.store_kv(k, v, cache, 1, at_slots([11, 0, 6]))
+    reference.store_kv(k, v, cache.view(1, at_slots([11, 0, 6])))
     for token, (block, offset) in enumerate([(2, 3), (0, 0), (1, 2)]):
-        assert torch.equal(cache.k_fields(1)["data"][block, :, offset], k[token])
-        assert torch.equal(cache.v_fields(1)["data"][block, :, offset], v[token])
-    assert sum(int((tensor != 0).sum()) for layer in (0, 2) for tensor in cache.k_fields(layer).values()) == 0
+        assert torch.equal(cache.kv[1].k.fields["data"][block, :, offset], k[token])
+        assert torch.equal(cache.kv[1].v.fields["data"][block, :, offset], v[token])
+    assert sum(int((tensor != 0).sum()) for layer in (0, 2) for tensor in cache.kv[layer].k.fields.values()) == 0
     with pytest.raises(IndexError, match="0 … 11"):
-        reference.store_kv(k, v, cache, 1, at_slots([0, 1, 12]))
+        reference.store_kv(k, v, cache.view(1, at_slots([0, 1, 12])))

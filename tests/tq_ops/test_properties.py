@@ -95,7 +95,7 @@ def leave(cache: PagedKVCache, generator: torch.Generator) -> None:
             tensor.copy_(torch.empty(tensor.shape).uniform_(-3e4, 3e4, generator=generator))
             tensor.view(-1)[::7], tensor.view(-1)[::11] = torch.inf, torch.nan
         else:
-            tensor.random_(0, 16 if tensor.shape[-1] == cache.shape(0).head_dim else 256, generator=generator)
+            tensor.random_(0, 16 if tensor.shape[-1] == cache.kv[0].shape.head_dim else 256, generator=generator)
 
 
 def bytes_by_slot(tensor: Tensor) -> Tensor:
@@ -291,6 +291,6 @@ def test_a_write_of_what_is_not_finite_names_its_place_and_changes_nothing(kv, b
     (k if side == "K" else v)[token, head, 77] = bad
     place = rf"layer {layer}: {side} of token {token} of the batch \(slot {slots[token]}\), KV head {head} .*{kv}$"
     with pytest.raises(NonFiniteError, match=place):
-        cache.write(layer, k, v, at_slots(slots[:5]))
+        cache.view(layer, at_slots(slots[:5])).write(k, v)
     for old, (*_, new) in zip(before, cache_tensors(cache), strict=True):
         assert torch.equal(old.view(torch.uint8), new.view(torch.uint8))

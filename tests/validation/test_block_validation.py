@@ -8,6 +8,8 @@ import pytest
 import torch
 from at_length import MORE_JUDGE, pairwise_cases, rest
 from block_weights import TYPES, in_blocks, random_blocks
+from op_contract import suite
+from op_contract.suite import CPU, CUDA, REFERENCE
 from small_models import random_tokens, small_config, small_model
 from validation_reports import validation_report
 
@@ -24,8 +26,6 @@ from haarkv.validation.layers.reference import Reference
 from haarkv.validation.layers.replay.case import OneRun, judge_case
 from haarkv.validation.layers.replay.file import build_replay_file, load, save
 from haarkv.validation.layers.self_test import WholeLayers
-from haarkv.validation.ops import suite
-from haarkv.validation.ops.suite import CPU, CUDA, REFERENCE
 
 CONFIG = small_config(num_heads=4, head_dim=64, hidden_size=256, intermediate_size=512)
 DTYPES = (torch.float32, torch.bfloat16)

@@ -36,16 +36,16 @@ def seen_by_attention(layer, windows=WINDOWS[:3]):
     """q, k and v of all windows that reach a layer's attention, each [T, heads, D], taken apart from the code under test."""
     vectors = {"q": [], "k": [], "v": []}
 
-    def store_kv(k, v, cache, index, batch):
-        if index == layer:
+    def store_kv(k, v, at):
+        if at.layer == layer:
             vectors["k"].append(k)
             vectors["v"].append(v)
-        reference.store_kv(k, v, cache, index, batch)
+        reference.store_kv(k, v, at)
 
-    def paged_attention(q, cache, index, batch, scale):
-        if index == layer:
+    def paged_attention(q, at, scale):
+        if at.layer == layer:
             vectors["q"].append(q)
-        return reference.paged_attention(q, cache, index, batch, scale)
+        return reference.paged_attention(q, at, scale)
 
     ops = with_ops(reference, {"store_kv": store_kv, "paged_attention": paged_attention})
     for window in windows:

@@ -1,4 +1,4 @@
-"""The cache of a model where nobody names one: in the command, in Python and in transformers."""
+"""The cache of a model where none is named: in the command, in Python and in transformers."""
 
 import shutil
 
@@ -15,7 +15,7 @@ from haarkv.tq_ops.kv.cache import cache_bytes
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.validation.planning import auto, calibrate, choice_cache
-from haarkv.validation.planning.candidates import place_bytes, places
+from haarkv.validation.planning.search import place_bytes, places
 from tq.cli import main
 from tq.loading import load
 

@@ -71,7 +71,6 @@ def plain_figures(a, b, targets):
         "top1": (a.argmax(-1) == b.argmax(-1)).mean(),
         "rms_dp": np.sqrt(np.mean((b[at] - a[at]) ** 2)),
         "ppl": 1 / np.prod(b[at] ** (1 / len(targets))),
-        "ppl_delta": 1 / np.prod(b[at] ** (1 / len(targets))) - 1 / np.prod(a[at] ** (1 / len(targets))),
     }
 
 
@@ -82,7 +81,10 @@ def test_every_figure_equals_plain_forwards_and_numpy(setup, monkeypatch):
     plan = workload_of_text(text, window=20)
     base_probabilities, targets = plain_probabilities(setup.base, text, 20)
     assert plan.scored_tokens == len(targets) == 51
-    for row in evaluate(setup, plan):
+    rows = list(evaluate(setup, plan))
+    assert rows[0].kv == "bf16"
+    for row in rows:
+        assert row.ppl_delta == pytest.approx(row.ppl - rows[0].ppl, abs=1e-9)
         expected = plain_figures(base_probabilities, plain_probabilities(setup.caches[row.kv], text, 20)[0], targets)
         actual = asdict(row)
         if row.kv != "bf16":

@@ -46,8 +46,8 @@ def run(ops, prompts, steps, model=MODEL, kv="tq4", modes=("teacher-forced",)):
 def with_batch(change):
     """Ops that take another batch for theirs: what `change` makes of it."""
 
-    def paged_attention(q, cache, layer, batch, scale):
-        return reference.paged_attention(q, cache, layer, change(batch), scale)
+    def paged_attention(q, at, scale):
+        return reference.paged_attention(q, replace(at, batch=change(at.batch)), scale)
 
     return {"paged_attention": paged_attention}
 
@@ -76,18 +76,18 @@ def first_sequences_width(batch):
     return replace(batch, block_table=table)
 
 
-def forgetful_chunks(q, cache, layer, batch, scale):
+def forgetful_chunks(q, at, scale):
     """A later chunk of a prompt does not see those before it."""
-    out = reference.paged_attention(q, cache, layer, batch, scale)
-    return out * 0 if int(batch.positions[0]) > 0 and len(q) > len(batch.seq_lens) else out
+    out = reference.paged_attention(q, at, scale)
+    return out * 0 if int(at.batch.positions[0]) > 0 and len(q) > len(at.batch.seq_lens) else out
 
 
 def spoilt_where(which):
     """Attention of zero for the tokens that `which` picks of a batch."""
 
-    def paged_attention(q, cache, layer, batch, scale):
-        out = reference.paged_attention(q, cache, layer, batch, scale)
-        return torch.where(which(batch)[:, None, None], 0.0, out)
+    def paged_attention(q, at, scale):
+        out = reference.paged_attention(q, at, scale)
+        return torch.where(which(at.batch)[:, None, None], 0.0, out)
 
     return {"paged_attention": paged_attention}
 
@@ -99,19 +99,19 @@ def last_of_full_blocks(batch):
     return mask
 
 
-def new_block_in_decode(k, v, cache, layer, batch):
-    slots = batch.slot_mapping
+def new_block_in_decode(k, v, at):
+    batch, slots = at.batch, at.batch.slot_mapping
     if len(k) == len(batch.seq_lens):
         slots = torch.where(batch.positions % 128 == 0, slots + 1, slots)
-    reference.store_kv(k, v, cache, layer, replace(batch, slot_mapping=slots))
+    reference.store_kv(k, v, replace(at, batch=replace(batch, slot_mapping=slots)))
 
 
-def first_layers_rotation(k, v, cache, layer, batch):
-    reference.store_kv(k, v, cache, layer, batch)
-    if layer:
-        fields = cache.k_format(layer).quantize(k, 0)
-        block, offset = batch.slot_mapping // cache.block_size, batch.slot_mapping % cache.block_size
-        cache.k_fields(layer)["codes"][block, :, offset] = fields["codes"]
+def first_layers_rotation(k, v, at):
+    reference.store_kv(k, v, at)
+    if at.layer:
+        fields, slots = at.kv.k.kv_format.quantize(k, 0), at.batch.slot_mapping
+        block, offset = slots // at.kv.block_size, slots % at.kv.block_size
+        at.kv.k.fields["codes"][block, :, offset] = fields["codes"]
 
 
 def decode(batch):
@@ -167,9 +167,9 @@ def test_the_chosen_prompts_are_red(what):
 def wrong_lengths(wrong):
     """Vectors of some lengths are stored too short."""
 
-    def store_kv(k, v, cache, layer, batch):
+    def store_kv(k, v, at):
         k, v = (torch.where(wrong(x.norm(dim=-1, keepdim=True)), 0.9 * x, x) for x in (k, v))
-        reference.store_kv(k, v, cache, layer, batch)
+        reference.store_kv(k, v, at)
 
     return {"store_kv": store_kv}
 

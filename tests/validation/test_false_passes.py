@@ -39,7 +39,7 @@ def test_poison_differs_from_the_right_values_in_every_coordinate(kv):
     v[3, 1] = 0
     paging = new_paging(cache)
     bad = poison(cache, 1, (k, v), paging.batch([paging.add()], [len(k)]))
-    for kv_format, side, x in ((cache.k_format(1), "k", k), (cache.v_format(1), "v", v)):
+    for kv_format, side, x in ((cache.kv[1].k.kv_format, "k", k), (cache.kv[1].v.kv_format, "v", v)):
         right = kv_format.quantize(x, 1)
         levels = kv_format.levels(right)
         if levels is None:
@@ -72,7 +72,7 @@ def test_a_reference_whose_values_are_zero_or_nan_is_refused():
     # Attention and MLP switched off leave the embedding: not zero, and so it can be compared with.
     still = ReferenceExecutor(MODEL, silent)
     assert run(still, trusted=still).passed
-    v_zero = table_with({"store_kv": lambda k, v, c, i, s: reference.store_kv(k, v * 0, c, i, s), "paged_attention": zeros})
+    v_zero = table_with({"store_kv": lambda k, v, at: reference.store_kv(k, v * 0, at), "paged_attention": zeros})
     assert where(run(ReferenceExecutor(MODEL, v_zero))) == (0, "store_kv.v")
     zero_table = table_with({"linear": lambda x, w: reference.linear(x, w) * 0})
     with pytest.raises(InputError, match="K of layer 0 is zero"):

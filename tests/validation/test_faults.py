@@ -30,7 +30,7 @@ from haarkv.validation.faults.model import block_faults, forward_faults
 from haarkv.validation.faults.states import delta_faults, delta_layers, small_hybrid
 from haarkv.validation.faults.windows import WINDOW_SPEC, window_faults
 from haarkv.validation.layers.parts import snapshot
-from haarkv.validation.layers.self_test import _row, _Setting, first_layers, self_test
+from haarkv.validation.layers.self_test import Setting, _row, first_layers, self_test
 
 FROZEN = json.loads((Path(__file__).parent / "faults.json").read_text(encoding="utf-8"))
 """By group: layer, stages op by op, stages by whole layers (the first should be named), KV head, and the faults there."""
@@ -164,7 +164,7 @@ def test_a_fault_is_found_in_its_layer_and_stage(dtype, group, drive, name):
     modes = ("teacher-forced", "free-running") if group == "forward" else ("teacher-forced",)
     prompts = [list(islice(cycle(code(row)), count)) for row, count in enumerate(TOKENS[group])]
     prompts = [[token % model.config.vocab_size for token in prompt] for prompt in prompts]
-    setting = _Setting(spec, prompts, STEPS.get(group, 0), "", modes, NULLS.setdefault((dtype, group), {}))
+    setting = Setting(spec, prompts, STEPS.get(group, 0), "", modes, NULLS.setdefault((dtype, group), {}))
     row = _row(setting.report(model, fault.executor(model, drive)), drive, fault)
     assert row.caught, row
 

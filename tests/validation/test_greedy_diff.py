@@ -121,8 +121,8 @@ def test_another_format_of_one_side_of_the_cache_is_another_format(kv):
     assert diff(session(kv), session(kv), ["x"], max_new_tokens=1).same_format
 
 
-def other_scale(q, cache, layer, batch, softmax_scale):
-    return reference.paged_attention(q, cache, layer, batch, softmax_scale * 1.5)
+def other_scale(q, at, softmax_scale):
+    return reference.paged_attention(q, at, softmax_scale * 1.5)
 
 
 @pytest.mark.parametrize("name", ["a transposed rotation", "K stored as V", "a slot off by one", "an MLP left out"])

@@ -21,15 +21,8 @@ from haarkv.validation.fidelity.scores import Partial
 from haarkv.validation.fidelity.setup import load_setup
 from haarkv.validation.layers.parts import new_cache
 from haarkv.validation.planning.auto import kinds
-from haarkv.validation.planning.candidates import (
-    Verification,
-    bits_per_value,
-    places,
-    uniform_rivals,
-    verify,
-    with_format,
-)
-from haarkv.validation.planning.planner import best_within, choices_within, choose, compare, measure
+from haarkv.validation.planning.planner import Verification, choices_within, compare, measure, uniform_rivals, verify
+from haarkv.validation.planning.search import Frontier, Knapsack, bits_per_value, places, with_format
 
 TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n"
 UNSEEN = "def bridge(name, quest):\n    if quest == 'grail':\n        return name\n    raise KeyError(quest)\n"
@@ -70,12 +63,15 @@ def test_the_choice_is_the_best_of_all(items, budget):
         return sum(loss for _, loss in selection), sum(size for size, _ in selection)
 
     fitting = [c for c in itertools.product(*(range(len(item)) for item in items)) if total(c)[1] <= budget]
-    best_choice = best_within(
-        [[s for s, _ in item] for item in items], [[float(x) for _, x in item] for item in items], budget
-    )
+    knapsack = Knapsack([[s for s, _ in item] for item in items], [[float(x) for _, x in item] for item in items])
+    best_choice = knapsack.options(budget)
     assert (best_choice is None) == (not fitting)
     if best_choice is not None:
         assert total(best_choice) == min(map(total, fitting))
+        # And the other way round: the smallest size of that loss, and of none below all losses.
+        least = min(total(c)[0] for c in itertools.product(*(range(len(item)) for item in items)))
+        assert knapsack.least_size(total(best_choice)[0]) == total(best_choice)[1]
+        assert knapsack.least_size(least - 1) == math.inf
 
 
 # -- Bytes ------------------------------------------------------------------------------------------------------------------
@@ -95,7 +91,7 @@ def test_a_budget_may_be_spent_to_the_last_byte_and_pays_for_sinks(tail, sink):
     only = KVSpec("tq3", tail=tail or None, sink=sink).plan(SMALL.num_layers)
 
     def choose_formats(costs, budget):
-        return choose(costs, SMALL, budget=budget, tail=tail, sink=sink, context=512)
+        return Frontier(costs, SMALL, tail=tail, sink=sink, context=512).within(budget)
 
     costs = {place: {"tq3": 1.0, "bf16": 0.0} for place in places(SMALL)}
     bits = bits_per_value(only, SMALL, 512)
@@ -138,14 +134,14 @@ def test_a_measurement_goes_on_from_what_was_kept(setup, monkeypatch):
 # -- Choices ----------------------------------------------------------------------------------------------------------------
 def test_bits_go_where_errors_cost_most(setup, costs):
     assert costs[0, "k"]["tq4"] > 20 * costs[1, "k"]["tq4"]
-    plan = choose(costs, setup.base.config, budget=4.5, tail=0, context=128).plan
+    plan = Frontier(costs, setup.base.config, tail=0, context=128).within(4.5).plan
     bits = {place: plan.layers[place[0]][place[1] == "v"].bytes_per_vector(32) for place in costs}
     assert bits[0, "k"] > bits[1, "k"] == min(bits.values())
 
 
 def test_more_budget_is_never_worse_and_is_kept_to(setup, costs):
     budgets = [2.6, 3.5, 4.1, 5.0, 7.7, 12.0, 15.9]
-    choices = [choose(costs, setup.base.config, budget=b, tail=0, context=128) for b in budgets]
+    choices = [Frontier(costs, setup.base.config, tail=0, context=128).within(b) for b in budgets]
     assert [c.predicted_kl for c in choices] == sorted((c.predicted_kl for c in choices), reverse=True)
     assert choices[0].predicted_kl > 10 * choices[-2].predicted_kl
     for budget, choice in zip(budgets, choices, strict=True):
@@ -160,7 +156,7 @@ def test_places_that_are_alike_take_one_format_and_no_such_plan_is_better():
     assert [len(group) for group in place_kinds] == [5, 5, 1, 1]
     generator = random.Random(0)
     costs = {place: {"tq2": generator.random(), "tq4": generator.random() / 8, "bf16": 0.0} for place in places(config)}
-    choice = choose(costs, config, budget=6.0, tail=0, context=4096, place_groups=place_kinds)
+    choice = Frontier(costs, config, tail=0, context=4096, place_groups=place_kinds).within(6.0)
     best = math.inf
     for names in itertools.product(("tq2", "tq4", "bf16"), repeat=len(place_kinds)):
         plan = KVSpec("bf16").plan(config.num_layers)
@@ -228,7 +224,7 @@ def test_a_uniform_format_of_the_same_bytes_must_be_beaten(rivals, winner):
 
 def test_a_verification_is_an_evaluation_beside_uniform_formats(setup, costs):
     config, unseen = setup.base.config, workload_of_text(UNSEEN)
-    plan = choose(costs, config, budget=4.5, tail=0, context=30).plan
+    plan = Frontier(costs, config, tail=0, context=30).within(4.5).plan
     rivals = uniform_rivals(plan, config, 30, ["tq2", "tq4"])
     verification = verify(setup, unseen, plan, rivals)
     caches = {"plan": replace(setup.base, plan=plan), "tq4": replace(setup.base, plan=rivals["tq4"])}

@@ -95,9 +95,9 @@ def test_a_fault_in_learned_coordinates_takes_them_along():
 
 
 def test_a_fault_in_decode_alone_is_cut_out_there():
-    def paged_attention(q, cache, layer, batch, scale):
-        out = reference.paged_attention(q, cache, layer, batch, scale)
-        return out * (-1 if layer == 2 and int(batch.positions[0]) == 9 else 1)
+    def paged_attention(q, at, scale):
+        out = reference.paged_attention(q, at, scale)
+        return out * (-1 if at.layer == 2 and int(at.batch.positions[0]) == 9 else 1)
 
     make = faulty(lambda _: table_with({"paged_attention": paged_attention}))
     file = saved_replay(failing_run(MODEL, make, [random_tokens(SMALL, 8)], steps=3))
@@ -140,9 +140,9 @@ def test_what_does_not_show_alone_has_no_file():
     """A fault in one call, and never again."""
     calls = []
 
-    def paged_attention(q, cache, layer, batch, scale):
-        calls.append(layer)
-        out = reference.paged_attention(q, cache, layer, batch, scale)
+    def paged_attention(q, at, scale):
+        calls.append(at.layer)
+        out = reference.paged_attention(q, at, scale)
         return out * 2 if len(calls) == 1 else out
 
     run = failing_run(MODEL, faulty(lambda _: table_with({"paged_attention": paged_attention})), [random_tokens(SMALL, 6)])

@@ -100,7 +100,7 @@ def test_zeros_are_found(what):
         out = reference.gated_delta(*args)
         if what == "out":
             return torch.zeros_like(out)
-        args[6].states[args[7]].tensors["delta"].zero_()
+        args[6].state.tensors["delta"].zero_()
         return out
 
     first = run(ReferenceExecutor(MODEL, table_with({"gated_delta": gated_delta}))).first_divergence
@@ -135,7 +135,7 @@ def test_a_context_of_one_token_proves_nothing():
 
 
 def test_a_state_that_is_never_read_back_is_said():
-    """One forward leaves a state that nobody reads: who never reads one is right so far."""
+    """One forward leaves a state that is not read: an executor that never reads one is right so far."""
     report = run(FAULTS["a state cut between chunks"].executor(MODEL), steps=0)
     assert report.passed
     assert {STATE_READ, OTHER_STATE} <= set(report.not_exercised)
@@ -155,8 +155,8 @@ def test_a_state_that_is_forgotten_at_once_is_said():
 
 def test_rows_of_other_sequences_are_watched():
     def gated_delta(*args):
-        out, batch = reference.gated_delta(*args), args[-1]
-        state = args[6].states[args[7]]
+        out, batch = reference.gated_delta(*args), args[-1].batch
+        state = args[6].state
         other = next(row for row in range(len(state.seen) - 1) if row not in batch.rows.tolist())
         state.tensors["delta"][other] += 1
         return out

@@ -1,4 +1,4 @@
-"""`tq bench`: measurements that you can repeat, as tables or one JSON line; the work is done in `benchmarks`."""
+"""`tq bench`: repeatable measurements, as tables or one JSON line."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ import click
 from tq import options
 from tq.groups import Group
 from tq.output import loading, print_table, telling
-from tq.ranks import tensor_parallel
 
 if TYPE_CHECKING:
     from haarkv.benchmarks.decode import Request
     from haarkv.benchmarks.report import Report
-    from haarkv.models.parallel import Ranks
 
 
 @click.group("bench", cls=Group)
@@ -37,7 +35,7 @@ def kvs_option(default: str) -> Callable[..., Any]:
 contexts_option = partial(options.numbers, "--contexts", "Tokens in the cache.")
 batches_option = partial(options.numbers, "--batches", "Sequences at once.")
 repeats_option = partial(options.count, "--repeats", "Timed runs of each variant.")
-_isa = click.option("--isa", metavar="NAME", help="Instruction set of the CPU kernels, as avx512 [default: the best].")
+_isa = click.option("--isa", metavar="NAME", help="Instruction set of the CPU kernels, as avx2 [default: the best].")
 save_option = click.option("--save", is_flag=True, help="Append the result to benchmarks/results as a JSON line.")
 KINDS = ("attention", "prompt", "step")
 DEFAULT_KINDS = ("attention", "step")
@@ -51,7 +49,7 @@ of_a_layer = options.together(
 
 
 def finish(report: Report, args: dict[str, Any]) -> None:
-    """Save and print what was found, as far as it was asked for."""
+    """Save and print a report."""
     if args["save"]:
         report.save()
     if args["as_json"]:
@@ -67,7 +65,7 @@ def finish(report: Report, args: dict[str, Any]) -> None:
 
 @contextmanager
 def turning(args: dict[str, Any]) -> Iterator[Callable[[str], None]]:
-    """Name on stderr what is being timed; silent when stderr is not a terminal."""
+    """Name the timed variant on stderr."""
     options.set_threads(args.get("threads"))
     with telling() as tell:
         yield lambda who: tell(f"timing {who}")
@@ -81,7 +79,7 @@ def kv_list(args: dict[str, Any], default: Sequence[str] = ("bf16", "tq4")) -> l
 
 
 def request_of(args: dict[str, Any], **more: Any) -> Request:
-    """A request of `of_a_layer`'s options, and of what a command adds."""
+    """A request of `of_a_layer`'s options and `more`."""
     from haarkv.benchmarks.decode import Request
 
     kvs = kv_list(args)
@@ -93,7 +91,7 @@ def request_of(args: dict[str, Any], **more: Any) -> Request:
 
 
 def require_known(*executors: str) -> None:
-    """Refuse a slip in a name before weights are made for it, or a process is started."""
+    """Refuse a mistyped executor before weights are made."""
     from haarkv.executors.catalog import AUTO, info
 
     for name in executors:
@@ -125,8 +123,7 @@ def _fastest(args: dict[str, Any], kvs: Sequence[str]) -> str:
 @of_a_layer
 @click.option("--only", "kinds", multiple=True, type=click.Choice(KINDS),
               help="Measure attention of a layer, prompts, or steps; repeatable [default: all but prompts].")  # fmt: skip
-@tensor_parallel
-def decode(kinds: tuple[str, ...], ranks: Ranks, **args: Any) -> None:
+def decode(kinds: tuple[str, ...], **args: Any) -> None:
     """Measure decode latency by context, batch, executor and format: attention of one layer, whole prompts, whole steps.
 
     The variants of a case hold the same K and V and take turns. `floor` is the least time that this machine allows, measured
@@ -137,16 +134,10 @@ def decode(kinds: tuple[str, ...], ranks: Ranks, **args: Any) -> None:
     figure counts it. A simulated device gives no times.
 
     Whole prompts are of random tokens. Steps follow random K and V, since no time depends on them.
-
-    With --tensor-parallel only whole steps are measured, and bytes and floor are those of one rank.
     """
     from haarkv.benchmarks.decode import measure, report
 
-    if ranks.size > 1 and set(kinds) - {"step"}:
-        raise click.UsageError(f"--only {kinds[0]} is measured on one rank; leave out --tensor-parallel")
-    kinds = kinds or (("step",) if ranks.size > 1 else DEFAULT_KINDS)
     with turning(args) as on_turn, loading(args["model"]) as progress:
-        request = request_of(args, kinds=kinds, ranks=ranks)
+        request = request_of(args, kinds=kinds or DEFAULT_KINDS)
         machine, rows = measure(request, progress, on_turn)
-    if ranks.rank == 0:  # it says it for all
-        finish(report("decode", request, machine, rows), args)
+    finish(report("decode", request, machine, rows), args)

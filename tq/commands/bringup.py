@@ -83,7 +83,7 @@ def command(context: click.Context, /, **args: Any) -> int:
 
 
 def _folder(path: Path, *, resume: bool) -> Folder:
-    """An empty folder, or one to go on in, or one in which no more than versions were looked at: a slip in the command."""
+    """An empty folder; or one to go on in, or with the environment's result alone, left by a mistyped command."""
     from haarkv.tq_ops.errors import InputError
     from haarkv.validation.bringup.ladder import REPORT, Folder
 
@@ -100,7 +100,7 @@ def _folder(path: Path, *, resume: bool) -> Folder:
 
 
 def _bench(args: dict[str, Any], tell: Callable[[str], None]) -> Callable[[], Workbench]:
-    """Makes the workbench, which imports torch."""
+    """A function that builds the workbench, which imports torch."""
 
     def bench() -> Workbench:
         from haarkv.validation.bringup.workbench import Request, Workbench
@@ -116,7 +116,7 @@ def _bench(args: dict[str, Any], tell: Callable[[str], None]) -> Callable[[], Wo
 
 
 def _caches(args: dict[str, Any]) -> dict[str, KVSpec]:
-    """The caches that were asked for, by name."""
+    """The requested caches, by name."""
     from haarkv.tq_ops.kv import calibration_file
     from haarkv.tq_ops.kv.plan import KVSpec
     from haarkv.validation.fidelity.setup import parse_list
@@ -130,7 +130,7 @@ def _caches(args: dict[str, Any]) -> dict[str, KVSpec]:
 
 
 def _latency(bench: Workbench) -> RungFinding:
-    """The highest rung: prompts and steps are timed by the device's own clock; in a simulator each is only run."""
+    """The highest rung: prompts and steps by the device's own clock; in a simulator each only runs."""
     from haarkv.benchmarks.cases import RUNS_PER_TURN, Case, forward_run
     from haarkv.benchmarks.timing import Spread, take_turns
     from haarkv.validation.bringup.ladder import RungFinding
@@ -157,18 +157,17 @@ def _latency(bench: Workbench) -> RungFinding:
 
 
 def _leave(folder: Folder, results: list[Result], context: click.Context, args: dict[str, Any], began: float) -> str:
-    """Write the file to send home; its text."""
+    """Write the report to send home; its text."""
     from haarkv.validation.bringup.ladder import REPORT, collect_host_logs, report
     from tq import __version__
 
     if not results:
         return ""
-    launch = context.find_root().obj
     about = {
         "executor": args["executor"],
         **({"device": args["device"]} if args["device"] else {}),
         "model": args["model"],
-        "command": shlex.join(["tq", *(launch.argv if launch else ())]),
+        "command": shlex.join(["tq", *context.find_root().obj]),
         "haarkv": __version__,
         "date": results[-1].date,
     }
@@ -182,18 +181,18 @@ def _leave(folder: Folder, results: list[Result], context: click.Context, args: 
 
 
 class _Show:
-    """Prints a line for each rung as it is done, unless `quiet`; on a terminal, `tell` shows what is being done."""
+    """Prints a line a rung, unless `quiet`; on a terminal, `tell` shows progress."""
 
     def __init__(self, tell: Callable[[str], None], quiet: bool) -> None:
         self._tell, self._quiet, self._name = tell, quiet, ""
         self.results: list[Result] = []
 
     def tell(self, what: str) -> None:
-        """Show what is being done of a rung."""
+        """Show progress within a rung."""
         self._tell(f"{self._name}: {what}")
 
     def begin(self, name: str, reason: str) -> None:
-        """A rung begins; `reason` says why it is run again."""
+        """A rung begins; `reason` says why it runs again."""
         self._name = name
         self.tell("…")
         if reason and not self._quiet:
@@ -201,7 +200,7 @@ class _Show:
             print(f"{name} is run again: {reason}", flush=True)
 
     def result(self, result: Result, from_before: bool) -> None:
-        """A rung is done, or was done before."""
+        """A rung is done, now or before."""
         self.results.append(result)
         self._tell("")
         if not self._quiet:
@@ -269,7 +268,7 @@ def compile_command(model: str, names: tuple[str, ...], folder: Path | None, as_
 
 
 def _cache_to_compile(model: str, args: dict[str, Any]) -> KVSpec:
-    """The cache to compile for; where none is named, the one that was chosen before, and none is chosen now."""
+    """The cache to compile for; without a name, an earlier choice or the default."""
     from haarkv.models.catalog import read_config
     from haarkv.validation.planning.auto import LOSS
     from haarkv.validation.planning.choice_cache import chosen_before, default_cache, file_for, fixed_cache

@@ -1,4 +1,4 @@
-"""`tq cache`: sequences as a KV cache stores them, in files."""
+"""`tq cache`: sequences as the KV cache stores them, in files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _COMPRESS = click.option(
 
 @click.group("cache", cls=Group)
 def command() -> None:
-    """Store what a prompt leaves in the KV cache, look at it, and store it smaller.
+    """Store what a prompt leaves in the KV cache, and look at it.
 
     `tq generate --load-cache FILE` goes on with such a file, and --save-cache writes one.
     """
@@ -91,55 +91,6 @@ def info(file: Path, as_json: bool) -> None:
         ("check", "every block is as its digest says"),
     ]
     print_table(str(file), [], rows)
-
-
-@command.command("convert")
-@click.argument("file", type=_FILE)
-@options.kv_options(default="each layer's own")
-@_COMPRESS
-@_OUT
-def convert(file: Path, compress: bool, out: Path, **others: Any) -> None:
-    """Store a sequence in another format, from what the file holds: the model is not needed.
-
-    Without --kv each layer keeps the format that it has, and no number changes.
-
-    What the first format lost stays lost. --out may name FILE itself. Learned formats, of the file or wanted, are those of
-    --calibration or --kv-plan. Uneven channels stay balanced, or not, as --balance had them when the file was made.
-    """
-    from haarkv.tq_ops.errors import InputError
-    from haarkv.tq_ops.kv import cache_file
-    from haarkv.tq_ops.kv.plan import KVSpec
-    from haarkv.tq_ops.kv.stored import requantize
-    from haarkv.tq_ops.output_files import check_writable
-    from tq.loading import kv_spec
-
-    check_writable(out)
-    spec = kv_spec(others)
-    sequence, origin = cache_file.load(file)
-    shape, layers = origin.shape, dict(enumerate(origin.layers))
-    # Learned formats of the file, if it has any, are of the calibration that is given.
-    before = KVSpec(tail=origin.tail, sink=origin.sink, layers=layers, calibration=spec.calibration).plan(shape.num_layers)
-    expected = cache_file.sequence_origin(before, shape, origin.weights, origin.made_by)
-    origin.require_same(expected, str(file))
-    origin.require_fits(sequence, before, str(file))
-    if spec.weights and spec.weights != origin.weights:
-        raise InputError(f"the calibration was learned from other weights than {file} was made with; prefill again")
-    if not {"kv", "kv_plan"} & options.written_options().keys():
-        # What is not asked for stays as the file has it.
-        skip_layers = {layer % shape.num_layers for layer in spec.skip_layers}
-        tail = origin.tail if others["kv_tail"] is None else others["kv_tail"]
-        sink = origin.sink if others["kv_sink"] is None else others["kv_sink"]
-        layers = {layer: pair for layer, pair in layers.items() if layer not in skip_layers}
-        spec = replace(spec, layers=layers, tail=tail, sink=sink)
-    after = spec.plan(shape.num_layers, shape)
-    after.require_layout(shape.layers)
-    after.require_context(len(sequence.token_ids))
-    result = requantize(sequence, before, after, shape.layers)
-    cache_file.save(out, result, cache_file.sequence_origin(after, shape, origin.weights, origin.made_by), compress=compress)
-    print(
-        f"{out}: {sequence.nbytes:,} bytes of K and V became {result.nbytes:,}, {after.describe()}; the file has "
-        f"{out.stat().st_size:,} bytes", file=err().file,
-    )  # fmt: skip
 
 
 def _formats(origin: Origin) -> str:

@@ -95,7 +95,7 @@ def _judge(
     subject: Subject, learning: Learning, unseen_work: Workload, tokens: int, seconds: float, out_file: Path, *, force: bool,
     as_json: bool,
 ) -> int:  # fmt: skip
-    """Judge what was learned of so many tokens, in so many seconds; write it, or say why not. The exit code."""
+    """Judge what was learned on unseen text and write it, or say why not. The exit code."""
     from haarkv.tq_ops.kv.calibration_file import save
 
     result = subject.calibration_file(learning, {})

@@ -1,4 +1,4 @@
-"""`tq chat`: a conversation, line by line; what was said is not computed again, nor after a restart."""
+"""`tq chat`: a conversation line by line; earlier turns are not computed again, nor after a restart."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,6 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.text import count_noun
 from tq import options
 from tq.groups import Command
-from tq.options import Assignment
 from tq.output import err, say, warn
 
 if TYPE_CHECKING:
@@ -31,12 +30,11 @@ if TYPE_CHECKING:
     from haarkv.tq_ops.kv.stored import StoredSequence
 
 _MOST_LINE = 2**20
-"""Characters of a line: more than any context holds."""
+"""Most characters of a line."""
 _PROMPT = "> "
 _HELP = """\
 /help      this list
 /cost      what the last answer cost: tokens computed, memory, drafts
-/set K=V   an argument of the chat template from now on; /set K drops it, /set lists all
 /exit      end the conversation; so does Ctrl-D
 Ctrl-C     stop an answer, or drop the line that you are writing
 up, down   earlier lines"""
@@ -85,13 +83,7 @@ def command(
 
 @dataclass
 class _Talk:
-    """A conversation as it goes on.
-
-    Attributes:
-        messages: all that was said, as a chat template takes it.
-        stored: what of it is in the cache.
-        last: the answer before.
-    """
+    """A conversation: its messages, their stored cache, and the last answer."""
 
     session: Session
     chat: Chat
@@ -105,11 +97,10 @@ class _Talk:
 
     @property
     def user_messages(self) -> list[str]:
-        """The user's messages."""
         return [message["content"] for message in self.messages if message["role"] == "user"]
 
     def answer(self, line: str) -> None:
-        """Print what the model says to a message. In a terminal Ctrl-C ends the answer there, and what was computed stays."""
+        """Print the answer to a message. On a terminal Ctrl-C ends it there, and keeps what was computed."""
         self.messages.append({"role": "user", "content": line})
         pieces = list[str]()
 
@@ -145,19 +136,6 @@ class _Talk:
         if self.file is not None and self.stored is not None:
             self.session.save_cache(self.file, self.stored, json.dumps(self.messages))
 
-    def set(self, assignment: str) -> None:
-        """Change an argument of the chat template for the messages that follow, or list all: K=V, K or nothing."""
-        arguments = dict(self.chat.template_args or {})
-        if "=" in assignment:
-            name, value = Assignment().convert(assignment, None, None)
-            arguments[name] = value
-        elif assignment and arguments.pop(assignment, self) is self:
-            raise InputError(f"there is no {assignment} to drop; /set lists what there is")
-        chat = replace(self.chat, template_args=arguments)
-        chat.encode(self.session.tokenizer, ["hi"])
-        self.chat = chat
-        print(", ".join(f"{name}={json.dumps(value)}" for name, value in arguments.items()) or "no arguments", file=err().file)
-
     def _ids(self) -> list[int]:
         if self.session.tokenizer.has_chat_template:
             return self.chat.encode_messages(self.session.tokenizer, [self.messages])[0]
@@ -166,10 +144,7 @@ class _Talk:
 
 @contextmanager
 def _ended_by_ctrl_c() -> Iterator[Callable[[int, int], bool]]:
-    """While it is open in a terminal, Ctrl-C ends an answer at a token; before the first one, or again, it interrupts.
-
-    The `on_token` that ends it is what it yields.
-    """
+    """On a terminal, Ctrl-C ends an answer at a token; before the first token, or again, it interrupts. Yields `on_token`."""
     has_begun = was_pressed = False
 
     def press(*_: object) -> None:
@@ -200,7 +175,6 @@ def _say_if_cut(result: Result) -> None:
 
 
 def _cost(result: Result | None) -> str:
-    """What an answer cost, in lines."""
     if result is None:
         return "no answer yet"
     done, timing = result.completions[0], result.timing
@@ -216,7 +190,7 @@ def _cost(result: Result | None) -> str:
 def _open_conversation(
     session: Session, file: Path | None, system: str | None
 ) -> tuple[list[dict[str, str]], StoredSequence | None]:
-    """Messages and stored sequence of a file of this model and cache, if it exists; else those of a new conversation."""
+    """Messages and stored sequence of a file, or of a new conversation."""
     from haarkv.tq_ops.input_files import parse_json
     from haarkv.tq_ops.kv.cache_file import read_note
 
@@ -239,12 +213,11 @@ def _open_conversation(
 
 
 def _in_terminal() -> bool:
-    """Whether somebody types and reads."""
     return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
 
 
 def _read() -> Iterator[str]:
-    """The lines of stdin that are not empty; somebody who types without reading gets a prompt on stderr."""
+    """Non-empty lines of stdin, with a prompt on stderr if that is a terminal."""
     while sys.stdin is not None:
         if sys.stdin.isatty():
             print(_PROMPT, end="", file=sys.stderr, flush=True)
@@ -260,10 +233,7 @@ def _read() -> Iterator[str]:
 
 
 def _terminal_lines(talk: _Talk) -> Iterator[str]:
-    """Messages that are typed in a terminal, until /exit or the end of the input; commands are answered here.
-
-    Arrow keys bring back lines, those of an earlier conversation as well.
-    """
+    """Messages typed on a terminal, with history and commands, until /exit or the end of input."""
     session = talk.session
     with suppress(ImportError):  # not every Python has it; lines are then edited as the terminal does
         import readline
@@ -293,11 +263,6 @@ def _terminal_lines(talk: _Talk) -> Iterator[str]:
             print(_HELP, file=err().file)
         elif command == "/cost":
             print(_cost(talk.last), file=err().file)
-        elif command.partition(" ")[0] == "/set":
-            try:
-                talk.set(command.removeprefix("/set").strip())
-            except (InputError, click.UsageError) as error:
-                say(str(error))
         elif re.fullmatch(r"/[a-z]+", command):
             print(f"there is no {command}; /help lists what there is", file=err().file)
         elif command:

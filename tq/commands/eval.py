@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from haarkv.tq_ops.output_files import write_whole
 from haarkv.tq_ops.text import count_noun
 from tq import options
 from tq.commands.generate import read_prompt
@@ -41,12 +40,11 @@ _WIDTH = 120
 @options.count("--tokens", "Score N tokens at most, spread over the text.", metavar="N")
 @options.count("--greedy-prompts", "Prompts to continue greedily.", 16, least=0)
 @options.resume_option
-@options.file("--plot", "Draw KL by bytes, as SVG.", "plot_file")
 @options.json_option
 def command(
     text_file: str, model: str, kvs: tuple[str, ...], plan_files: tuple[str, ...], window: int | None,
     tokens: int | None, greedy_prompts: int, executor: str, device: str | None, dtype: str | None, layers: int | None,
-    threads: int | None, resume_file: Path | None, plot_file: Path | None, balance: str, as_json: bool, **kv: Any,
+    threads: int | None, resume_file: Path | None, balance: str, as_json: bool, **kv: Any,
 ) -> None:  # fmt: skip
     """Measure what each KV format changes, against the same model with K and V in bf16.
 
@@ -55,22 +53,19 @@ def command(
 
     \b
       tq eval --text held_out.txt --kv tq4,k=tq8,v=tq4,tq2      # three formats
-      tq eval --text held_out.txt --resume run.json --plot kl.svg
+      tq eval --text held_out.txt --resume run.json
 
     --kv-tail, --kv-sink and --kv-skip-layers apply to every format; a plan brings its own. One executor runs all caches:
     auto is the fastest that reads every one of them.
     """
     text = read_text(text_file, "--text")
-    options.check_outputs(resume=resume_file, plot=plot_file)
+    options.check_outputs(resume=resume_file)
     from haarkv.engine.plans import worth_saying
     from haarkv.models.balance import describe
     from haarkv.validation.fidelity.evaluation import evaluate, make_workload
-    from haarkv.validation.fidelity.plot import require_matplotlib, svg
     from haarkv.validation.fidelity.setup import load_setup, parse_list
     from tq.loading import kv_spec, named_plans
 
-    if plot_file is not None:
-        require_matplotlib()
     options.set_threads(threads)
     spec = kv_spec(kv)
     names = parse_list(kvs, spec.calibration)
@@ -87,8 +82,6 @@ def command(
     plan = make_workload(ids, context, window=window, tokens=tokens, prompts=greedy_prompts)
     with scoring(len(setup.caches) * plan.steps) as on_step:
         rows = evaluate(setup, plan, partial=open_partial(resume_file, setup, plan), on_step=on_step)
-    if plot_file is not None:
-        write_whole(plot_file, svg(rows, f"{model}, {plan.scored_tokens:,} tokens"))
     if as_json:
         print(json.dumps({"model": model, "text": text_file, **_as_json(setup, plan, rows)}))
     else:
@@ -96,14 +89,14 @@ def command(
 
 
 def read_text(name: str, option: str) -> str:
-    """A text to measure by, or learn from; an empty one is a usage error."""
+    """A text to measure by or learn from; an empty one is a usage error."""
     if text := read_prompt(name, option):
         return text
     raise click.UsageError(f"{option} {name} is empty; give a text of a few thousand tokens")
 
 
 def open_partial(path: Path | None, setup: Setup, plan: Workload) -> Partial:
-    """The results that an earlier run left in the file, if any, and where this run saves its own."""
+    """Results that an earlier run left in the file; this run saves to it."""
     from haarkv.validation.fidelity.scores import Partial
     from haarkv.validation.fidelity.setup import cache_fingerprint, run_fingerprint
 

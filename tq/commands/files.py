@@ -1,4 +1,4 @@
-"""`tq export` and `tq quantize`: a model as ONNX graphs with its packed cache, and as a GGUF file with fewer bits a weight."""
+"""`tq export`: a model as ONNX graphs; `tq quantize`: a GGUF file with fewer bits a weight."""
 
 from __future__ import annotations
 
@@ -124,15 +124,12 @@ def quantize_command(
     have is copied as it is. Rows that blocks of 256 do not divide get Q5_0 in place of Q4_K, and Q8_0 in place of Q6_K.
     With fewer bits than that the head has Q6_K, as llama.cpp gives it.
 
-    Folders in Hugging Face format are written of llama, mistral, qwen2, qwen3, qwen3_moe and gemma3_text models whose
-    tokenizer llama.cpp has.
+    MODEL is a .gguf file; of a folder in Hugging Face format, llama.cpp's convert_hf_to_gguf.py makes one.
     """
     from haarkv.models.catalog import open_source, read_config
     from haarkv.models.checkpoint import checked_tensors
-    from haarkv.models.gguf_folder import FolderOrigin
     from haarkv.models.gguf_source import GGUFSource
-    from haarkv.models.gguf_writer import FileOrigin, write_quantized
-    from haarkv.models.hf_folder import HFFolder
+    from haarkv.models.gguf_writer import write_quantized
     from haarkv.tq_ops.errors import InputError
     from haarkv.tq_ops.output_files import whole_file
 
@@ -142,18 +139,18 @@ def quantize_command(
     check_writable(out)
     mix = mix.lower()
     source = open_source(model)
-    if source is None:
-        raise InputError(f"{model} has random weights, which nobody needs in a file; name a folder or a .gguf file")
+    if not isinstance(source, GGUFSource):
+        raise InputError(
+            f"{model} is no .gguf file; llama.cpp's convert_hf_to_gguf.py makes one of a folder in Hugging Face format"
+        )
     if out.resolve() == source.path.resolve():
         raise click.UsageError("--out is the model itself; name another file")
-    config = read_config(model)
-    entries = checked_tensors(source, config)
-    origin = FileOrigin(source) if isinstance(source, GGUFSource) else FolderOrigin(HFFolder(source.path), config, entries)
+    entries = checked_tensors(source, read_config(model))
     if again := sorted({entry.blocks for entry in entries.values() if entry.blocks} - {mix.upper()}):
         warn(f"{source.path} is quantized already ({', '.join(again)}): what that has lost stays lost")
     importance = None if imatrix is None else _importance(model, imatrix, imatrix_tokens)
     with loading(f"{out}") as progress, whole_file(out) as half:
-        done = write_quantized(origin, half, mix, importance, progress)
+        done = write_quantized(source, half, mix, importance, progress)
     size = out.stat().st_size
     if as_json:
         result = {"model": model, "out": str(out), "type": mix, "bytes": size, "tensors": dict(done.types)}
@@ -168,7 +165,7 @@ def quantize_command(
 
 
 def _importance(model: str, text: str, tokens: int) -> dict[str, torch.Tensor]:
-    """What weights are multiplied with on a text, or on what the model writes itself."""
+    """Importance of each weight's inputs on a text, or on text of the model itself."""
     import torch
 
     from haarkv.engine.loading import load

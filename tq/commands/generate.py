@@ -1,4 +1,4 @@
-"""`tq generate`: continue prompts, stream the text and report what it cost."""
+"""`tq generate`: continue prompts, stream the text and report its cost."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ import click
 from haarkv.tq_ops.output_files import check_writable
 from haarkv.tq_ops.text import count_noun
 from tq import options
-from tq.groups import Command
+from tq.groups import Command, tensor_parallel
 from tq.output import err, prefilling, print_table, warn
-from tq.ranks import tensor_parallel
 
 if TYPE_CHECKING:
     from haarkv.engine.loading import Room
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from haarkv.models.text import Tokenizer
 
 _MOST_TEXT = 2**28
-"""Bytes of a prompt or a text: more than any context holds, and what turns them into tokens takes many times as much."""
+"""Most bytes of a prompt: tokenizing takes many times as much."""
 
 
 @click.command("generate", cls=Command)
@@ -87,7 +86,7 @@ def command(
     with prefilling() as on_prefill:
         result = session.generate(
             texts, sampling=session.sampling_with(seed=args["seed"], **settings), on_prefill=on_prefill,
-            on_token=writer.count if writer else None, on_text=writer.write if writer else None, on_warning=warn,
+            on_text=writer.write if writer else None, on_warning=warn,
             stored=sequence, keep=save_cache is not None, **request,
         )  # fmt: skip
     if save_cache is not None:
@@ -102,7 +101,6 @@ def command(
 
 
 def _room(texts: Sequence[str], request: Mapping[str, Any]) -> Room:
-    """What the cache will be asked for, for `engine.loading.load`."""
 
     def room(tokenizer: Tokenizer, config: ModelConfig) -> tuple[int, int]:
         from haarkv.engine.text import Chat, context_for, encode
@@ -118,7 +116,7 @@ def _room(texts: Sequence[str], request: Mapping[str, Any]) -> Room:
 
 
 def read_prompts(prompts: Sequence[str], files: Sequence[str], ranks: Ranks) -> list[str]:
-    """Texts of `--prompt` and `--prompt-file`, of which there must be one; rank 0 reads them for all."""
+    """Texts of `--prompt` and `--prompt-file`, at least one; rank 0 reads them."""
     texts = [*prompts, *(read_prompt(file) for file in files)] if ranks.rank == 0 else []
     if ranks.rank == 0 and not texts:
         raise click.UsageError("no prompt: give --prompt TEXT or --prompt-file FILE")
@@ -126,7 +124,7 @@ def read_prompts(prompts: Sequence[str], files: Sequence[str], ranks: Ranks) -> 
 
 
 def read_prompt(file: str, option: str = "--prompt-file") -> str:
-    """Text in UTF-8 of a prompt file, or of the file that another option names; - is stdin."""
+    """UTF-8 text of a file given by an option; - is stdin."""
     if file == "-" and sys.stdin is None:
         raise click.UsageError(f"{option} -: stdin is closed")
     try:
@@ -142,28 +140,17 @@ def read_prompt(file: str, option: str = "--prompt-file") -> str:
 
 
 class _Writer:
-    """Streams the text of a single prompt. Several prompts are printed one after the other at the end."""
+    """Streams the text of a single prompt; several are printed at the end."""
 
     def __init__(self, prompts: int) -> None:
         self._single = prompts == 1
-        self._tokens = 0
-
-    def count(self, index: int, token: int) -> None:
-        """Show on a terminal how far several prompts are."""
-        if not self._single and err().is_terminal:
-            self._tokens += 1
-            print(f"\r{count_noun(self._tokens, 'token')}", end="", file=sys.stderr, flush=True)
 
     def write(self, index: int, text: str) -> None:
-        """Print text as it becomes certain."""
         if self._single:
             # Not click.echo, which drops colour codes from the text when stdout is not a terminal.
             print(text, end="", flush=True)
 
     def finish(self, texts: Sequence[str]) -> None:
-        """Print what is left: the end of the line, or the texts of several prompts."""
-        if self._tokens:
-            print(file=sys.stderr)
         print("" if self._single else "\n".join(f"── prompt {n}\n{text}" for n, text in enumerate(texts, 1)), flush=True)
 
 
@@ -212,7 +199,7 @@ def _print_cost(session: Session, result: Result, explicit_names: Sequence[str])
 
 
 def _cache(session: Session, kv: KVUsage) -> str:
-    """What the cache is, and what it takes; if more than bf16 would, how long another text must be to gain."""
+    """The cache and its size; if larger than bf16, the length from which it is smaller."""
     from haarkv.engine.plans import pays_from
 
     packed, mebibytes, plain = "packed " * session.plan.keeps_tokens, kv.bytes / 2**20, kv.bf16_bytes / 2**20
@@ -238,7 +225,7 @@ def _rate(tokens_per_s: float | None) -> str:
 
 
 def _sampling(session: Session, result: Result, explicit_names: Sequence[str]) -> str:
-    """The settings that count, and which of them the model's own file set."""
+    """Effective settings, and which of them come from the model's file."""
     from haarkv.models.catalog import open_source
 
     sampling, neutral = result.sampling, type(result.sampling)()

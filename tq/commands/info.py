@@ -1,4 +1,4 @@
-"""`tq info`: a model's shapes, and what its KV cache takes in every format; `tq formats`: every format and what it costs."""
+"""`tq info`: a model's shapes, and its KV cache in every format; `tq formats`: every format and its cost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _UNITS = {unit: power for power, unit in enumerate(("", "K", "M", "G", "T"))}
 
 
 def _memory(value: str) -> tuple[int, ...]:
-    """Amounts of bytes, separated by commas: each as 24GiB, 24G (the same), 24GB (24e9), or a number from a million up."""
+    """Amounts of bytes separated by commas: 24GiB, 24G (the same), 24GB (24e9), or a number from a million up."""
     return tuple(map(_amount, value.split(",")))
 
 
@@ -152,10 +152,9 @@ def _default(model: str, layers: int | None, executor: str, config: ModelConfig)
 
 
 def _default_line(plan: KVPlan | None, config: ModelConfig) -> str:
-    """What a run without `--kv` takes."""
     if plan is None:
         return "without --kv the first run takes minutes to choose a cache, layer by layer (--kv auto); later runs take it"
-    from haarkv.validation.planning.candidates import bits_per_value
+    from haarkv.validation.planning.search import bits_per_value
 
     context = min(4096, config.max_position_embeddings)
     bits = f"{bits_per_value(plan, config, context):.2f} bits a value at {context:,} tokens"
@@ -178,13 +177,11 @@ def _shape_rows(config: ModelConfig, parameters: str) -> list[tuple[str, str]]:
 
 
 def _layers(config: ModelConfig) -> str:
-    """How many; and how many of them keep K and V, where others keep a state."""
     states = len(config.state_shapes)
     return f"{config.num_layers}" + (f", {states} of them with a state in place of K and V" if states else "")
 
 
 def _state_rows(config: ModelConfig) -> list[tuple[str, str]]:
-    """What a sequence takes beside its K and V, however long it is."""
     if not config.state_shapes:
         return []
     from haarkv.engine.draft_choice import DraftSpec
@@ -198,7 +195,7 @@ def _state_rows(config: ModelConfig) -> list[tuple[str, str]]:
 
 
 def _each(config: ModelConfig, words: Callable[[Attention], str]) -> str:
-    """What the layers' attention says of itself; with counts where the layers differ."""
+    """A property of the layers' attention; with counts where layers differ."""
     counts = Counter(map(words, config.attentions))
     if len(counts) == 1:
         return next(iter(counts))
@@ -208,9 +205,8 @@ def _each(config: ModelConfig, words: Callable[[Attention], str]) -> str:
 def _kv_rows(
     config: ModelConfig, weights: WeightBytes, memories: tuple[int, ...], context: int | None
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """For every format with a layout for this head_dim: bytes a token, and the tokens that fit in whole blocks.
-
-    Learned keys stand beside values of as many bits. Models whose keys cannot be learned have no such rows.
+    """For every format with a layout for this head_dim: bytes a token, and tokens that fit. Learned keys are paired with
+    values of as many bits.
     """
     from haarkv.engine.plans import longest_context, memory_need, plan_for
     from haarkv.tq_ops import formats
@@ -286,7 +282,6 @@ def formats_command(head_dim: int, as_json: bool) -> None:
 
 
 def _sides(name: str, head_dim: int) -> tuple[KVFormat, ...]:
-    """A format as it stores K, and V if it does."""
     from haarkv.tq_ops import formats
 
     if name in formats.learned_names():

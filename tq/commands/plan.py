@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +20,9 @@ from tq.output import loading, print_table, scoring, unread_is_fine
 if TYPE_CHECKING:
     from haarkv.models.config import ModelConfig
     from haarkv.tq_ops.formats import Calibration
-    from haarkv.tq_ops.kv.calibration_file import CalibrationFile
-    from haarkv.validation.fidelity.evaluation import FidelityRow, Setup
-    from haarkv.validation.planning.candidates import Costs, Verification
-    from haarkv.validation.planning.planner import Allocation
+    from haarkv.validation.fidelity.evaluation import FidelityRow, Setup, Workload
+    from haarkv.validation.planning.planner import Verification
+    from haarkv.validation.planning.search import Allocation, Costs
 
 _CONTEXT = 4096
 _LEAST, _FEW = 32, 1024
@@ -79,8 +79,19 @@ def command(
     from haarkv.models.catalog import read_config
     from haarkv.tq_ops.kv import calibration_file, plan_file
     from haarkv.tq_ops.kv.plan import KVSpec
+    from haarkv.validation.fidelity.evaluation import make_workload
     from haarkv.validation.fidelity.setup import load_setup
-    from haarkv.validation.planning.candidates import CANDIDATES, LEARNED_CANDIDATES, TAILS, everywhere, require_candidates
+    from haarkv.validation.planning.planner import choices_within, uniform_rivals, verify
+    from haarkv.validation.planning.search import (
+        CANDIDATES,
+        LEARNED_CANDIDATES,
+        TAILS,
+        at,
+        everywhere,
+        places,
+        require_candidates,
+        session_with_plan,
+    )  # fmt: skip
 
     options.set_threads(threads)
     config = read_config(model["model"], model["layers"])
@@ -95,71 +106,43 @@ def command(
         every = {name: replace(spec, kv=everywhere(name)) for name in names}
         every[""] = replace(spec, kv="tq4", tail=max(tails or TAILS), sink=max(sinks or (0,)))
         setup = load_setup(kvs=["bf16"], spec=spec, plans=every, progress=progress, **model)
-    encode = setup.base.tokenizer.encode
+    encode, limit = setup.base.tokenizer.encode, config.max_position_embeddings
     ids = encode(text)
     texts = (ids[: len(ids) // 2], ids[len(ids) // 2 :]) if other is None else (ids, encode(other))
-    request = _Request(config, names, budget, tails or TAILS, sinks or (0,), _context(context, config, texts), file)
-    request.require_possible(setup)
-    search = _search(setup, request, texts[0], tokens, window, resume_file)
-    verification = _verify(setup, request, search, texts[1], verify_tokens)
-    is_written, measurements = (
-        force or verification.beaten_by is None,
-        measured_by(budget, request.context, search, verification),
+    context = _context(context, config, texts)
+    choose = partial(
+        choices_within, config=config, budget=budget, tails=tails or TAILS, sinks=sinks or (0,), context=context,
+        calibration=spec.calibration,
+    )  # fmt: skip
+    # A budget that nothing meets, or a tail that the executor does not take, is refused before anything is measured.
+    for choice in choose({place: dict.fromkeys(at(place[1], names), 0.0) for place in places(config)}):
+        session_with_plan(setup.base, choice.plan)
+    measured = make_workload(texts[0], limit, window=window, tokens=tokens, prompts=0)
+    whole, unseen = (
+        make_workload(part, limit, window=context, tokens=max(count, context), prompts=0)
+        for part, count in zip(texts, (tokens, verify_tokens), strict=True)
     )
+    search = _search(setup, names, spec.calibration, choose, measured, whole, resume_file)
+    # A learned format must beat those of fixed rotations as well.
+    rival_names = list(dict.fromkeys([*names, *(CANDIDATES if file else ())]))
+    rivals = uniform_rivals(search.choice.plan, config, context, rival_names, spec.calibration)
+    with scoring((1 + len(rivals)) * unseen.scored_tokens) as on_step:
+        verification = verify(setup, unseen, search.choice.plan, rivals, on_step)
+    is_written = force or verification.beaten_by is None
+    measurements = measured_by(budget, context, search, verification)
     if is_written:
         plan_file.save(out_file, search.choice.plan, shape_signature(config), measurements, file)
     with unread_is_fine():
         if as_json:
             print(json.dumps({"plan": str(out_file) if is_written else None, **measurements}))
         else:
-            print_plan(request.context, search, verification)
+            print_plan(context, search, verification)
             print(ending(out_file, verification.beaten_by, is_written))
     return int(not is_written)
 
 
-@dataclass(frozen=True)
-class _Request:
-    """What the plan must satisfy, and the calibration that it may use."""
-
-    config: ModelConfig
-    names: Sequence[str]
-    budget: float
-    tails: Sequence[int]
-    sinks: Sequence[int]
-    context: int
-    learned: CalibrationFile | None
-
-    @property
-    def calibration(self) -> Calibration | None:
-        """What `lrB` takes its coordinates from."""
-        return self.learned.calibration if self.learned else None
-
-    @property
-    def rivals(self) -> list[str]:
-        """Formats that the plan must beat; a learned one those of fixed rotations as well."""
-        from haarkv.validation.planning.candidates import CANDIDATES
-
-        return list(dict.fromkeys([*self.names, *(CANDIDATES if self.learned else ())]))
-
-    def choices(self, costs: Costs) -> list[Allocation]:
-        from haarkv.validation.planning.planner import choices_within
-
-        return choices_within(
-            costs, self.config, budget=self.budget, tails=self.tails, sinks=self.sinks, context=self.context,
-            calibration=self.calibration,
-        )  # fmt: skip
-
-    def require_possible(self, setup: Setup) -> None:
-        """Refuse a budget that nothing meets, or a tail that the executor does not take, before anything is measured."""
-        from haarkv.validation.planning.candidates import at, places, session_with_plan
-
-        free = {place: dict.fromkeys(at(place[1], self.names), 0.0) for place in places(self.config)}
-        for choice in self.choices(free):
-            session_with_plan(setup.base, choice.plan)
-
-
 def _context(context: int | None, config: ModelConfig, texts: Sequence[list[int]]) -> int:
-    """Tokens in a sequence: as wanted, or as many as the model and both texts allow, up to 4,096."""
+    """Tokens in a sequence: as given, or as many as the model and both texts allow, up to 4,096."""
     most, shortest = config.max_position_embeddings, min(map(len, texts)) - 1
     if context is not None and not 1 <= context <= most:
         raise click.UsageError(f"this model has a context of {most} tokens; --context must lie in 1 … {most}")
@@ -172,35 +155,22 @@ def _context(context: int | None, config: ModelConfig, texts: Sequence[list[int]
 
 
 def _search(
-    setup: Setup, request: _Request, ids: list[int], tokens: int, window: int | None, resume_file: Path | None
-) -> PlanSearch:
-    from haarkv.validation.fidelity.evaluation import make_workload
+    setup: Setup, names: Sequence[str], calibration: Calibration | None, choose: Callable[[Costs], list[Allocation]],
+    measured: Workload, whole: Workload, resume_file: Path | None,
+) -> PlanSearch:  # fmt: skip
+    """Measure each place, choose a plan beside each tail, and take the one that is best as a whole."""
     from haarkv.validation.planning.planner import changed_caches, compare, measure
 
-    limit = request.config.max_position_embeddings
-    places = make_workload(ids, limit, window=window, tokens=tokens, prompts=0)
-    whole = make_workload(ids, limit, window=request.context, tokens=max(tokens, request.context), prompts=0)
-    caches = changed_caches(setup.base, request.names, request.calibration)
+    caches = changed_caches(setup.base, names, calibration)
     trial_setup = replace(setup, caches={name: side for name, (_, _, side) in caches.items()})
-    partial = open_partial(resume_file, trial_setup, places)
-    with scoring(len(trial_setup.caches) * places.scored_tokens) as on_step:
-        costs = measure(setup, places, request.names, coordinates=request.calibration, partial=partial, on_step=on_step)
-    choices = request.choices(costs)
+    partial_scores = open_partial(resume_file, trial_setup, measured)
+    with scoring(len(trial_setup.caches) * measured.scored_tokens) as on_step:
+        costs = measure(setup, measured, names, coordinates=calibration, partial=partial_scores, on_step=on_step)
+    choices = choose(costs)
     with scoring(len(choices) * whole.scored_tokens) as on_step:
         rows = compare(setup, whole, choices, on_step)
     _, choice = min(zip(rows, choices, strict=True), key=lambda pair: pair[0].kl_mean)
-    return PlanSearch(costs, choice, rows, places.scored_tokens)
-
-
-def _verify(setup: Setup, request: _Request, search: PlanSearch, ids: list[int], tokens: int) -> Verification:
-    from haarkv.validation.fidelity.evaluation import make_workload
-    from haarkv.validation.planning.candidates import uniform_rivals, verify
-
-    limit = request.config.max_position_embeddings
-    unseen = make_workload(ids, limit, window=request.context, tokens=max(tokens, request.context), prompts=0)
-    rivals = uniform_rivals(search.choice.plan, request.config, request.context, request.rivals, request.calibration)
-    with scoring((1 + len(rivals)) * unseen.scored_tokens) as on_step:
-        return verify(setup, unseen, search.choice.plan, rivals, on_step)
+    return PlanSearch(costs, choice, rows, measured.scored_tokens)
 
 
 # -- In words and in the plan's file ----------------------------------------------------------------------------------------

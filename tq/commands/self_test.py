@@ -1,4 +1,4 @@
-"""`tq dev self-test` and `tq dev sensitivity`: is the validator right, and how small an error does it see?"""
+"""`tq dev self-test`: does the validator find what is wrong?"""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tq.output import print_judged, unread_is_fine
 
 if TYPE_CHECKING:
     from haarkv.models.base import DecoderModel
-    from haarkv.validation.layers.self_test import SelfTestRow, Sensitivity
+    from haarkv.validation.layers.self_test import SelfTestRow
 
 _TOKENS, _BLOCK_TOKENS = (120, 100), (24, 16)
-"""Of the prompts, and of those for a file's blocks."""
+"""Tokens of the prompts, and of those for a file's blocks."""
 _LAYERS = 3
 _Subject = tuple[list["DecoderModel"], list[list[int]]]
 
@@ -34,7 +34,6 @@ def self_test(model: str | None, dtype: str | None, threads: int | None, as_json
 
     Exit code 0 if each was found where it was planted, and nothing where none was; else 1.
     """
-    # Whoever reads only the first lines still gets the exit code.
     with unread_is_fine():
         options.set_threads(threads)
         from haarkv.executors.catalog import NAMES, info
@@ -66,26 +65,10 @@ def self_test(model: str | None, dtype: str | None, threads: int | None, as_json
         return 0 if all_caught else 1
 
 
-@click.command("sensitivity", cls=Command)
-@options.dtype_option()
-@options.threads_option
-@options.json_option
-def sensitivity(dtype: str | None, threads: int | None, as_json: bool) -> None:
-    """Print the smallest error of scale that `tq validate` catches on the model that ships, by stage; minutes."""
-    with unread_is_fine():
-        options.set_threads(threads)
-        models, prompts = _first_layers("tiny", dtype, (), _TOKENS)
-        from haarkv.validation.layers.self_test import sensitivity
-
-        rows = [row for model in models for row in sensitivity(model, prompts, None if as_json else _show_sensitivity)]
-        if as_json:
-            print(json.dumps({"tokens": list(map(len, prompts)), "rows": [asdict(row) for row in rows]}))
-
-
 def _first_layers(model: str, dtype: str | None, block_types: Sequence[str], tokens: Sequence[int]) -> _Subject:
-    """The first layers of a model, in each dtype that is asked for, and pieces of a text of code of so many tokens each.
+    """The first layers of a model in each dtype, and pieces of source code of so many tokens each.
 
-    Blocks of the types in `block_types` stay as the file has them.
+    Weight blocks of the types in `block_types` stay as the file has them.
     """
     from haarkv.models.catalog import load_model
     from haarkv.models.text import load_tokenizer
@@ -103,9 +86,3 @@ def _show_fault(row: SelfTestRow) -> None:
     widths = zip((8, 6, 40, 24, 24), (row.dtype, row.driven, row.fault, row.planted, row.found), strict=True)
     line = "  ".join(cell.ljust(width) for width, cell in widths)
     print_judged(f"{'ok  ' if row.caught else 'MISS'}  {line}  {row.how}", None if row.caught else False)
-
-
-def _show_sensitivity(row: Sensitivity) -> None:
-    error = "none" if row.error is None else f"{row.error:.1e}"
-    widths = zip((8, 6, 28, 8), (row.dtype, row.driven, row.stage, error), strict=True)
-    print(f"{'  '.join(cell.ljust(width) for width, cell in widths)}  {row.found}", flush=True)

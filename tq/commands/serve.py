@@ -1,4 +1,4 @@
-"""`tq serve`: vLLM's OpenAI-compatible server with a compressed KV cache."""
+"""`tq serve`: vLLM's OpenAI-compatible server with a packed KV cache."""
 
 from __future__ import annotations
 
@@ -67,7 +67,6 @@ def command(
     notes = list[str]()
 
     def say(sentence: str) -> None:
-        """Once it is clear that the server can start; before the first sentence, the notes."""
         for line in (*notes, sentence):
             print(f"tq: {line}", file=sys.stderr)
         notes.clear()
@@ -90,9 +89,8 @@ def command(
 
 
 def _remembered_plan(model: str, loss: float | None, is_required: bool, notes: list[str]) -> str | None:
-    """The file of the cache that `--kv auto` chose for a model before; None where there is none, and none was asked for.
-
-    `notes` get a sentence on which of the two it is. Where one was asked for, the refusal says how one is chosen.
+    """The file of the cache that `--kv auto` chose for a model before; None where there is none and none is required. Adds to
+    `notes`.
     """
     from haarkv.tq_ops.errors import InputError
     from haarkv.validation.planning.auto import LOSS
@@ -112,7 +110,7 @@ def _remembered_plan(model: str, loss: float | None, is_required: bool, notes: l
 
 
 def _format(model: str, has_calibration: bool) -> str:
-    """Where none is named: what loses little on any model, without a tail, which much of vLLM cannot have; of toys `tq4`."""
+    """The default format: tq4 for toys, else one that loses little on any model, without a tail."""
     from haarkv.engine.plans import default_spec
     from haarkv.tq_ops.errors import InputError
     from haarkv.tq_ops.kv.plan import KVSpec

@@ -15,9 +15,8 @@ from haarkv.tq_ops.output_files import write_whole
 from tq import options
 from tq.commands import validate_report as reports
 from tq.commands.generate import read_prompts
-from tq.groups import Command
+from tq.groups import Command, tensor_parallel
 from tq.output import comparing, compiling, loading, unread_is_fine, warn
-from tq.ranks import tensor_parallel
 
 if TYPE_CHECKING:
     from haarkv.executors.catalog import Selection
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 _COMPARE_OPTIONS = {"compare", "as_json", "threads"}
 _SCALED_TOKENS = 24
-"""Of the prompt that is run once more, with K and V of other lengths."""
+"""Tokens of the prompt that runs once more, with K and V of other lengths."""
 
 
 @click.command("validate", cls=Command)
@@ -54,8 +53,6 @@ _SCALED_TOKENS = 24
     help="Run nothing: what got better or worse from one --json report to another?",
 )
 @options.count("--repeat", "Run each layer so often again, and compare the executor with itself.", 1, least=0)
-@click.option("--self-test", "moved", flag_value="self-test", hidden=True)
-@click.option("--sensitivity", "moved", flag_value="sensitivity", hidden=True)
 @options.json_option
 @click.pass_context
 @tensor_parallel
@@ -68,10 +65,8 @@ def command(context: click.Context, /, **args: Any) -> int:
 
     Exit code 0 if there is no fault, 1 if there is, 2 if nothing could be compared.
     """
-    # Whoever reads only the first line of the output still gets the files and the exit code.
+    # A reader that closes the pipe after one line still gets the files and the exit code.
     with unread_is_fine():
-        if new_command := args.pop("moved"):
-            raise click.UsageError(f"--{new_command} is a command of its own now: `tq dev {new_command}`")
         options.set_threads(args["threads"])
         if args["compare"]:
             if others := [option for name, option in options.written_options().items() if name not in _COMPARE_OPTIONS]:
@@ -158,7 +153,7 @@ def replay(file: Path, executor: str, device: str | None, threads: int | None, r
 
 @dataclass(frozen=True)
 class _Ran:
-    """A report, the prompts in words, why `auto` passed over a faster executor, and the runs that the report is of."""
+    """A report, the prompts, why `auto` passed over a faster executor, and the runs of the report."""
 
     report: Report
     texts: Sequence[str]
@@ -170,7 +165,7 @@ def _run_validation(
     texts: Sequence[str], *, model: str, executor: str, device: str | None, reference: str, prompt_tokens: int | None,
     steps: int, dtype: str | None, layers: int | None, ranks: Ranks, repeat: int, activation_bits: int, **others: Any,
 ) -> _Ran | None:  # fmt: skip
-    """What was found; on other ranks than 0 nothing.
+    """Run the validation; on other ranks than 0 there is no result.
 
     Of several ranks each has the executor on its part of the model, and rank 0 the reference on the whole.
 
@@ -244,7 +239,7 @@ def _run_validation(
 
 
 def _make_pair(reference: str, executor: str, device: str | None) -> tuple[Make, Make]:
-    """What makes the reference and the executor on trial of any model."""
+    """Builders of the reference and of the executor on trial."""
     from haarkv.executors.catalog import create
 
     return (
@@ -257,7 +252,7 @@ def _select_pair(
     reference: str, reference_case: tuple[ModelConfig, KVPlan], executor: str, on_trial: tuple[ModelConfig, KVPlan],
     device: str | None, dtype: str | None, instead: str,
 ) -> tuple[str, Selection]:  # fmt: skip
-    """The reference and the executor on trial, each of a model and its cache; `instead` says what helps without another."""
+    """The reference and the executor on trial, each for a model and its cache; `instead` is the advice where both are one."""
     from haarkv.executors.catalog import AUTO, FASTEST_FIRST, check, select
 
     reference_name = select(

@@ -28,14 +28,13 @@ if TYPE_CHECKING:
 
 
 def about(context: click.Context, model: str, prompts: Sequence[str]) -> About:
-    """What the page says of how it was made."""
+    """How a report was made, for the page."""
     from haarkv.validation.layers.page import About
 
-    argv = context.find_root().obj.argv
     software, machine = versions()
     return About(
         model=model,
-        command=shlex.join(["tq", *argv]),
+        command=shlex.join(["tq", *context.find_root().obj]),
         prompts=prompts,
         versions=software,
         machine=machine,
@@ -44,7 +43,7 @@ def about(context: click.Context, model: str, prompts: Sequence[str]) -> About:
 
 
 def versions() -> tuple[dict[str, str], dict[str, str]]:
-    """Of the software that runs, and what is known of the machine, by name."""
+    """Versions of the software, and facts of the machine, by name."""
     from haarkv.benchmarks.report import machine
     from tq import __version__
 
@@ -56,13 +55,13 @@ def versions() -> tuple[dict[str, str], dict[str, str]]:
 
 
 def describe(finding: Verdict) -> str:
-    """Where and why, in one line."""
+    """A finding in one line."""
     reason = finding.reason if finding.fails else f"{finding.reason}, no fault"
     return f"{finding.phase} {finding.step}, {finding.where}: {reason} ({finding.detail})"
 
 
 def print_verdict(report: Report, more: Sequence[tuple[str, str]] = (), where: str = "") -> None:
-    """The verdict, which `where` ends if it was no device that ran, and what it rests on, with `more` rows behind."""
+    """The verdict and what it rests on; `where` says that no device ran, `more` are further rows."""
     same = sum(row.same_token == row.predictions for row in report.logits)
     outside = [row for row in report.rows if not row.passed]
     first, verdict = report.first_divergence, "passed: no fault" if report.passed else "FAILED"
@@ -82,10 +81,7 @@ def print_verdict(report: Report, more: Sequence[tuple[str, str]] = (), where: s
 
 
 def coverage_row(report: Report, is_chosen: bool) -> tuple[str, str]:
-    """What the prompts did not reach, longer contexts always among it, as a row.
-
-    If they were chosen and not the user's own, no others would exercise more.
-    """
+    """What the prompts did not reach, longer contexts included. If the prompts were chosen, no others would exercise more."""
     hint = " (leave out --prompt to exercise more)" if report.not_exercised and not is_chosen else ""
     return "not exercised", f"{'; '.join(report.beyond)}{hint}"
 
@@ -94,7 +90,7 @@ _MOST_OUTSIDE = 4
 
 
 def print_rows(report: Report, verbose: bool) -> None:
-    """Every row, or only the first that are at fault."""
+    """Every row, or only the first faults."""
     outside = [row for row in report.rows if not row.passed]
     if rows := report.rows if verbose else outside[:_MOST_OUTSIDE]:
         cells = [row_cells(row) | {"": "" if row.passed else "OUTSIDE"} for row in rows]
@@ -106,7 +102,7 @@ def print_rows(report: Report, verbose: bool) -> None:
 
 
 def as_csv(report: Report) -> str:
-    """A CSV file of every row."""
+    """Every row."""
     from haarkv.validation.layers.report import csv_rows
 
     text = io.StringIO()
@@ -166,13 +162,13 @@ def write_replay(file: Path, runs: Sequence[OneRun]) -> str:
 
 
 def is_same_failure(replay_file: ReplayFile, report: Report) -> bool:
-    """Whether the layer fails at the stage, and for the reason, of the file."""
+    """The layer fails at the stage and for the reason of the file."""
     first = report.first_divergence
     return bool(first and (first.stage, first.reason) == (replay_file.finding["stage"], replay_file.finding["reason"]))
 
 
 def replay_as_json(replay_file: ReplayFile, report: Report) -> dict[str, Any]:
-    """What a file says of itself, and whether its layer fails as it says."""
+    """The file's finding, and whether its layer fails alike."""
     about = {
         "layer": replay_file.case.describe(), "finding": dict(replay_file.finding), "reference": replay_file.reference,
         "candidate": replay_file.candidate, "versions": dict(replay_file.versions),
@@ -181,7 +177,7 @@ def replay_as_json(replay_file: ReplayFile, report: Report) -> dict[str, Any]:
 
 
 def print_replay(replay_file: ReplayFile, report: Report) -> None:
-    """The file, and what came of it."""
+    """The file's finding and the result here."""
     was, versions = replay_file.finding, ", ".join(f"{name} {value}" for name, value in replay_file.versions.items())
     where = f"{was['phase']} {was['step']}, layer {was['layer']}, {was['stage']}: {was['reason']}"
     rows = [

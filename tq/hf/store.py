@@ -97,15 +97,15 @@ class Store:
         """All memory."""
         for side in self.sides:
             yield from side.fields.values()
-            if side.kept:
-                yield side.kept.vectors
+            if side.window:
+                yield side.window.vectors
 
     @property
     def used_bytes(self) -> int:
         """Bytes of the groups, sinks and tails that are in use."""
         total = 0
         for side, head_dim in zip(self.sides, self.head_dims, strict=True):
-            group, window = side.kv_format.group_tokens, side.kept
+            group, window = side.kv_format.group_tokens, side.window
             packed = sum(field.nbytes for field in side.kv_format.fields(head_dim).values())
             total += self.rows * self.heads * packed * (self.end // group - self.begin // group)
             if window:
@@ -116,10 +116,10 @@ class Store:
 
     def _exact(self, side: Side) -> tuple[int, int]:
         """Where the sinks of a side end, and where its tail begins."""
-        if side.kept is None:
+        if side.window is None:
             return 0, self.end
-        sinks = min(side.kept.sink, self.end)
-        return sinks, min(max(side.kept.first_recent(self.end - 1), sinks), self.end)
+        sinks = min(side.window.sink, self.end)
+        return sinks, min(max(side.window.first_recent(self.end - 1), sinks), self.end)
 
     # -- Storing and restoring -----------------------------------------------------------------------------------------------
     def write(self, k: Tensor, v: Tensor) -> None:
@@ -131,7 +131,7 @@ class Store:
         batch = _tokens_of_rows(self.rows, self.blocks, self.end, count, self.device)
         try:
             if count == 1 and (kernels := self.kernels):  # a ring has room for no more beside its tail
-                kernels.store_kv(k, v, self._paged_cache(), self.kv.index, batch)
+                kernels.store_kv(k, v, self._paged_cache().view(self.kv.index, batch))
             else:
                 self.kv.write(k, v, batch)
         except NonFiniteTokenError as error:
@@ -155,8 +155,8 @@ class Store:
         for first in range(max(begin, sinks), recent, READ_TOKENS):
             yield first, self._unpack(side, first, min(first + READ_TOKENS, recent))
         for first, end in ((begin, sinks), (max(begin, recent), self.end)):
-            if first < end and side.kept:
-                yield first, side.kept.vectors[:, :, side.kept.places(torch.arange(first, end, device=self.device))]
+            if first < end and side.window:
+                yield first, side.window.vectors[:, :, side.window.places(torch.arange(first, end, device=self.device))]
 
     def _unpack(self, side: Side, first: int, end: int) -> Tensor:
         """Packed tokens at positions `first` … `end` - 1, [B, Hkv, n, D] fp32."""
@@ -171,7 +171,7 @@ class Store:
         """Drop this many tokens at the end; they must exist. What moves back into a tail is restored from what is packed."""
         end = self.end - tokens
         for side in self.sides:
-            if (window := side.kept) is None or not window.ring:
+            if (window := side.window) is None or not window.ring:
                 continue
             first, last = max(end - window.ring, self.begin), min(self.end - window.ring, end)
             if first < last:
@@ -190,8 +190,8 @@ class Store:
         for side in self.sides:
             for name, tensor in side.fields.items():
                 side.fields[name] = change(self._by_row(tensor)).flatten(0, 1)
-            if side.kept:
-                side.kept.vectors = change(side.kept.vectors)
+            if side.window:
+                side.window.vectors = change(side.window.vectors)
         self.rows, self._view = len(change(torch.arange(self.rows, device=self.device))), None
 
     def _by_row(self, tensor: Tensor) -> Tensor:
@@ -233,7 +233,7 @@ class Store:
         if any(unsupported_format(kernels[1], side.kv_format, head_dim) for side in self.sides):
             return False
         # Kernels keep tokens in BF16, which is exact in a BF16 model alone.
-        return self.dtype == torch.bfloat16 or (self.dtype == torch.float32 and not any(side.kept for side in self.sides))
+        return self.dtype == torch.bfloat16 or (self.dtype == torch.float32 and not any(side.window for side in self.sides))
 
     @property
     def kernels(self) -> OpTable | None:
@@ -255,7 +255,7 @@ class Store:
         assert kernels is not None, "no kernels read the layer"
         # A BF16 q times a power of two is exact, and so is a BF16 output.
         rows = _unscale(q, self.scales[0]).transpose(1, 2).flatten(0, 1)
-        out = kernels.paged_attention(rows, self._paged_cache(), self.kv.index, batch, softmax_scale)
+        out = kernels.paged_attention(rows, self._paged_cache().view(self.kv.index, batch), softmax_scale)
         return _unscale(out.unsqueeze(2), self.scales[1]).transpose(1, 2)
 
     def _paged_cache(self) -> PagedKVCache:
@@ -263,7 +263,7 @@ class Store:
         if self._view is None:
             k, v = self.sides
             self._view = PagedKVCache.over(
-                (k.kv_format, v.kv_format), self.kv.index, (k.fields, v.fields), (k.kept, v.kept), self.head_dims[0]
+                (k.kv_format, v.kv_format), self.kv.index, self.kv.fields, self.kv.windows, self.head_dims[0]
             )
         return self._view
 

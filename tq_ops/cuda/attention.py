@@ -1,25 +1,65 @@
-"""Attention over packed codes in the rotated domain, decode and prefill alike: pieces of a context, then merged.
+"""Attention over packed codes in the rotated domain, for prompts, and for decode where `decode` does not take it.
 
 A program holds one KV head, and as columns of one tile some new tokens of one sequence with all query heads of the group. It
 attends to the stored tokens that `schedule` gives it. Partial results are not normalized; `schedule.merge_kernel` adds them
 up and rotates them back. Where tokens stay in BF16, a query sees as packed ones SINK … position - TAIL alone, and what
-`in_bf16.kept_kernel` makes of the others is one more partial result.
-
-In a layer with a sliding window a context begins with the tile that the first new token still sees something of.
+`in_bf16.window_kernel` makes of the others is one more partial result. In a layer with a sliding window a context begins with
+the tile that the first new token still sees something of.
 
 Learned keys are stored by stretches of 1,024 positions, and what a query is for the keys of one it is not for those of the
-next. An earlier launch, of `rotate`, left the queries as each stretch meets them; a program loads others where a stretch
-begins. Turned and rotated here they would take registers that the loops need. What the logits of a stretch lack, the query's
-product with K's mean, is one number for all of it. It is added to the maximum, which within a stretch goes without.
+next. `prologue` left the queries as each stretch meets them; a program loads others where a stretch begins. Turned and rotated
+here they would take registers that the loops need. What the logits of a stretch lack, the query's product with K's mean, is
+one number for all of it. It is added to the maximum, which within a stretch goes without.
 """
 
+from __future__ import annotations
+
+from collections import namedtuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from haarkv.tq_ops.cuda import schedule
+from haarkv.tq_ops.cuda.available import launch
+from haarkv.tq_ops.cuda.in_bf16 import Part, layer_windows
+from haarkv.tq_ops.cuda.layout import Layout
 from haarkv.tq_ops.cuda.lookup import load_words, tile_centroids
 from haarkv.tq_ops.cuda.planes import load_codes
-from haarkv.tq_ops.cuda.rotate import STRETCH, dot
-from haarkv.tq_ops.cuda.schedule import find_column_tile, find_piece, program_share, sequence_tiles, window_origin
+from haarkv.tq_ops.cuda.rotate import STRETCH, Rotated, dot, num_tiles
+from haarkv.tq_ops.cuda.schedule import (
+    find_column_tile,
+    find_piece,
+    merge_kernel,
+    program_share,
+    sequence_tiles,
+    token_arguments,
+    window_origin,
+)
+from haarkv.tq_ops.kv.cache import LayerView
+
+Read = namedtuple("Read", "codes scales codes_stride scales_stride centroids words BITS COLUMNS UNITS PARTS PERMUTE")
+"""K or V of one layer, as attention reads it. Names in capitals are constants of the kernel.
+
+Attributes:
+    codes, scales: the fields, in blocks of [Hkv, tokens, …].
+    codes_stride, scales_stride: from a block to the next, in bytes and in scales.
+    centroids: of `layout.Layout`.
+    words: of `layout.centroid_words`; None where they are not looked up.
+    BITS: of a level.
+    COLUMNS, UNITS, PARTS: how many columns learned keys lie in, 0 of planes, and `layout.Columns`.
+    PERMUTE: whether centroids are looked up, or made two at a time, in registers.
+"""
+
+
+def read_arguments(fields: dict[str, Tensor], layout: Layout, permutes: bool) -> Read:
+    """One side of a layer."""
+    codes, scales, columns = fields["codes"], fields["scale"], layout.columns
+    return Read(
+        codes, scales, codes.stride(0), scales.stride(0), layout.centroids, layout.words,
+        *map(tl.constexpr, (layout.bits, len(columns.units), *columns, permutes)),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -56,115 +96,89 @@ def load_row_codes(side, block, row, D: tl.constexpr):
 
 
 @triton.jit
+def across_tokens(x, WIDE: tl.constexpr):
+    """A number of each token beside a tile of logits: [tokens, columns], or with WIDE [columns, tokens]."""
+    return x[None, :] if WIDE else x[:, None]
+
+
+@triton.jit
 def attend_tile(
     q_low, q_high, gain, position, state, begin, first, end, table, k, v, k_words, v_words, kv_head, scale,
     GAINS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, TYPE: tl.constexpr,
-    CAUSAL: tl.constexpr, LOWER: tl.constexpr, SPAN: tl.constexpr,
+    CAUSAL: tl.constexpr, LOWER: tl.constexpr, SPAN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: stored tokens begin … begin + TOKENS - 1, of which those in first … end - 1 count.
 
     Codes are the left operand of both products; queries and probabilities are the right one. The few query heads of a group
     thus fill a tile of 8 columns rather than waste most of 16 or 64 rows, and centroids reach the tensor cores from registers.
 
+    With WIDE it is the other way round, for so many columns that they fill tensor cores as rows: each code is looked up once
+    for all of them, probabilities never leave their registers, and centroids go to shared memory once a tile. A maximum over
+    tokens stays within four lanes.
+
     Args:
-        q_low, q_high: [D/2, columns], rotated queries.
+        q_low, q_high: [D/2, columns], rotated queries; with WIDE transposed, as are low and high.
         gain: [columns], by which logits are multiplied with GAINS.
-        position: [columns], the last packed token that a query may see; without CAUSAL all see all of first … end - 1.
+        position: [columns], the last packed token that a query may see.
         state: peak [columns], total [columns], widest scalar, low and high [D/2, columns]: maximum in units of log2, sum of
             probabilities, the largest V scale so far, and the sums of probabilities times centroids, in units of widest;
             and the blocks of this tile.
-        k, v: of `arguments.Read`.
+        k, v: `Read`.
         scale: softmax_scale * log2(e).
+        CAUSAL: whether `position` and SPAN hide tokens. Without it and with WIDE all tokens must be less than `end`.
+        LOWER: whether tokens may lie before `first`.
         SPAN: packed tokens that a query sees at most, up to `position`; None for all.
     """
     peak, total, widest, out_low, out_high, ahead = state
     token, live, row = token_rows(begin, first, end, kv_head, BLOCK, TOKENS, LOWER)
     # The next tile's codes are asked for before this tile is through, so where they lie has to be known by then.
     block, ahead = ahead.to(tl.int64), table_entries(table, begin + TOKENS, first, end, BLOCK, TOKENS, LOWER)
-    # Slots past the end hold leftovers of other sequences. Any code means a finite number, but a scale may be NaN: mask it.
-    k_scale = tl.load(k.scales + block * k.scales_stride + row, live, 0.0)
-    v_scale = tl.load(v.scales + block * v.scales_stride + row, live, 0.0)
-    k_low, k_high = tile_centroids(load_row_codes(k, block, row, D), k, k_words, TYPE)
-    logits = dot(k_low, q_low, tl.zeros((TOKENS, q_low.shape[1]), tl.float32), TYPE)
-    logits = dot(k_high, q_high, logits, TYPE)
-    if GAINS:
-        logits = logits * gain[None, :]
-    # A lone new token sees every one that counts. Adding the mask per row fuses with the multiplication into one instruction.
-    hidden = tl.where(live, 0.0, -float("inf"))[:, None]
-    logits = logits * (k_scale.to(tl.float32) * scale)[:, None] + hidden
-    if CAUSAL:
-        sees = token[:, None] <= position[None, :]
-        if SPAN is not None:
-            sees = sees & (token[:, None] > position[None, :] - SPAN)
-        logits = tl.where(sees, logits, -float("inf"))
-    new_peak = tl.maximum(peak, tl.max(logits, 0))
-    finite = tl.where(new_peak == -float("inf"), 0.0, new_peak)
-    p = tl.exp2(logits - finite[None, :])
-    shrink = tl.exp2(peak - finite)
-    total = total * shrink + tl.sum(p, 0)
-    # In units of the largest V scale, p * scale fits FP16 for any scales.
-    v_scale = v_scale.to(tl.float32)
-    new_widest = tl.maximum(widest, tl.max(v_scale, 0))
-    unit = 1.0 / tl.maximum(new_widest, 5.9604644775390625e-08)
-    p = (p * (v_scale * unit)[:, None]).to(TYPE)
-    shrink = (shrink * (widest * unit))[None, :]
-    v_low, v_high = tile_centroids(load_row_codes(v, block, row, D), v, v_words, TYPE)
-    out_low = dot(tl.trans(v_low), p, out_low * shrink, TYPE)
-    out_high = dot(tl.trans(v_high), p, out_high * shrink, TYPE)
-    return new_peak, total, new_widest, out_low, out_high, ahead
-
-
-@triton.jit
-def attend_wide_tile(
-    q_low, q_high, gain, position, state, begin, first, end, table, k, v, k_words, v_words, kv_head, scale,
-    GAINS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, TYPE: tl.constexpr,
-    MASKED: tl.constexpr, LOWER: tl.constexpr, SPAN: tl.constexpr,
-):  # fmt: skip
-    """As `attend_tile`, for so many columns that they fill tensor cores as rows: each code is looked up once for all of them.
-
-    Queries and probabilities are the left operand, and probabilities never leave their registers. Centroids go to shared
-    memory once a tile. A maximum over tokens stays within four lanes, where the other way round it is one of four warps.
-
-    Args:
-        q_low, q_high: [columns, D/2], rotated queries; state's low and high likewise.
-        MASKED: whether tokens from `end` on, and those that `position` and SPAN hide, are hidden; without, every column sees
-            all of them but those before `first`.
-    """
-    peak, total, widest, out_low, out_high, ahead = state
-    token, live, row = token_rows(begin, first, end, kv_head, BLOCK, TOKENS, LOWER)
-    # The next tile's codes are asked for before this tile is through, so where they lie has to be known by then.
-    block, ahead = ahead.to(tl.int64), table_entries(table, begin + TOKENS, first, end, BLOCK, TOKENS, LOWER)
-    # Slots past the end, or before a window, hold leftovers: a scale may be NaN.
+    # Slots past the end, or before a window, hold leftovers. Any code means a finite number, but a scale may be NaN: mask it.
     k_scale, v_scale = k.scales + block * k.scales_stride + row, v.scales + block * v.scales_stride + row
-    if MASKED:
+    if CAUSAL or not WIDE:
         k_scale, v_scale = tl.load(k_scale, live, 0.0), tl.load(v_scale, live, 0.0)
     else:
         k_scale, v_scale = tl.load(k_scale), tl.load(v_scale)
     k_low, k_high = tile_centroids(load_row_codes(k, block, row, D), k, k_words, TYPE)
-    logits = dot(q_low, tl.trans(k_low), tl.zeros((q_low.shape[0], TOKENS), tl.float32), TYPE)
-    logits = dot(q_high, tl.trans(k_high), logits, TYPE) * (k_scale.to(tl.float32) * scale)[None, :]
+    k_scale = across_tokens(k_scale.to(tl.float32) * scale, WIDE)
+    if WIDE:
+        logits = dot(q_low, tl.trans(k_low), tl.zeros((q_low.shape[0], TOKENS), tl.float32), TYPE)
+        logits = dot(q_high, tl.trans(k_high), logits, TYPE)
+    else:
+        logits = dot(k_low, q_low, tl.zeros((TOKENS, q_low.shape[1]), tl.float32), TYPE)
+        logits = dot(k_high, q_high, logits, TYPE)
     if GAINS:
-        logits = logits * gain[:, None]
-    if MASKED:
-        sees = (token[None, :] <= position[:, None]) & live[None, :]
+        logits = logits * across_tokens(gain, not WIDE)
+    logits = logits * k_scale
+    if not WIDE:  # the mask of a row and the scale become one instruction
+        logits = logits + across_tokens(tl.where(live, 0.0, -float("inf")), WIDE)
+    if CAUSAL:
+        sees = across_tokens(token, WIDE) <= across_tokens(position, not WIDE)
+        if WIDE:
+            sees = sees & across_tokens(live, WIDE)
         if SPAN is not None:
-            sees = sees & (token[None, :] > position[:, None] - SPAN)
+            sees = sees & (across_tokens(token, WIDE) > across_tokens(position, not WIDE) - SPAN)
         logits = tl.where(sees, logits, -float("inf"))
-    elif LOWER:
-        logits = tl.where(live[None, :], logits, -float("inf"))
-    new_peak = tl.maximum(peak, tl.max(logits, 1))
+    elif WIDE and LOWER:
+        logits = tl.where(across_tokens(live, WIDE), logits, -float("inf"))
+    AXIS: tl.constexpr = 1 if WIDE else 0
+    new_peak = tl.maximum(peak, tl.max(logits, AXIS))
     finite = tl.where(new_peak == -float("inf"), 0.0, new_peak)
-    p = tl.exp2(logits - finite[:, None])
+    p = tl.exp2(logits - across_tokens(finite, not WIDE))
     shrink = tl.exp2(peak - finite)
-    total = total * shrink + tl.sum(p, 1)
+    total = total * shrink + tl.sum(p, AXIS)
+    # In units of the largest V scale, p * scale fits FP16 for any scales.
     v_scale = v_scale.to(tl.float32)
     new_widest = tl.maximum(widest, tl.max(v_scale, 0))
     unit = 1.0 / tl.maximum(new_widest, 5.9604644775390625e-08)
-    p = (p * (v_scale * unit)[None, :]).to(TYPE)
-    shrink = (shrink * (widest * unit))[:, None]
+    p = (p * across_tokens(v_scale * unit, WIDE)).to(TYPE)
+    shrink = across_tokens(shrink * (widest * unit), not WIDE)
     v_low, v_high = tile_centroids(load_row_codes(v, block, row, D), v, v_words, TYPE)
-    out_low = dot(p, v_low, out_low * shrink, TYPE)
-    out_high = dot(p, v_high, out_high * shrink, TYPE)
+    if WIDE:
+        out_low, out_high = dot(p, v_low, out_low * shrink, TYPE), dot(p, v_high, out_high * shrink, TYPE)
+    else:
+        out_low = dot(tl.trans(v_low), p, out_low * shrink, TYPE)
+        out_high = dot(tl.trans(v_high), p, out_high * shrink, TYPE)
     return new_peak, total, new_widest, out_low, out_high, ahead
 
 
@@ -181,27 +195,21 @@ def attend_tiles(
     peak, total, widest, low, high, ahead = state
     if WIDE and SPAN is None and not GAINS:
         for tile in tl.range(begin, masked, TOKENS):
-            peak, total, widest, low, high, ahead = attend_wide_tile(
-                q_low, q_high, gain, position, (peak, total, widest, low, high, ahead), tile, first, end, table,
-                k, v, k_words, v_words, kv_head, scale, GAINS, D, BLOCK, TOKENS, TYPE, False, LOWER, SPAN,
-            )  # fmt: skip
-    for tile in tl.range(masked, stop, TOKENS):
-        if WIDE:
-            peak, total, widest, low, high, ahead = attend_wide_tile(
-                q_low, q_high, gain, position, (peak, total, widest, low, high, ahead), tile, first, end, table,
-                k, v, k_words, v_words, kv_head, scale, GAINS, D, BLOCK, TOKENS, TYPE, True, LOWER, SPAN,
-            )  # fmt: skip
-        else:
             peak, total, widest, low, high, ahead = attend_tile(
                 q_low, q_high, gain, position, (peak, total, widest, low, high, ahead), tile, first, end, table,
-                k, v, k_words, v_words, kv_head, scale, GAINS, D, BLOCK, TOKENS, TYPE, CAUSAL, LOWER, SPAN,
+                k, v, k_words, v_words, kv_head, scale, GAINS, D, BLOCK, TOKENS, TYPE, False, LOWER, SPAN, WIDE,
             )  # fmt: skip
+    for tile in tl.range(masked, stop, TOKENS):
+        peak, total, widest, low, high, ahead = attend_tile(
+            q_low, q_high, gain, position, (peak, total, widest, low, high, ahead), tile, first, end, table,
+            k, v, k_words, v_words, kv_head, scale, GAINS, D, BLOCK, TOKENS, TYPE, CAUSAL or WIDE, LOWER, SPAN, WIDE,
+        )  # fmt: skip
     return peak, total, widest, low, high, ahead
 
 
 @triton.jit
 def attend_piece(
-    q, gains, lacks, vectors, parts, maxima, sums, tokens, table, k, v, k_words, v_words, scale, sequence, tile, begin, end,
+    q, vectors, parts, tokens, table, k, v, k_words, v_words, scale, sequence, tile, begin, end,
     place, kv_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, TYPE: tl.constexpr,
@@ -234,14 +242,9 @@ def attend_piece(
     dims, lives = tl.arange(0, D // 2), live
     peak, total, widest = tl.full((COLUMNS,), -float("inf"), tl.float32), tl.zeros((COLUMNS,), tl.float32), 0.0
     part = vector if WHOLE else (place * HEADS + kv_head).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    if WIDE:
-        rows, part_row, lives = vector[:, None], part[:, None], live[:, None]
-        dims = dims[None, :]
-        low, high = tl.zeros((COLUMNS, D // 2), tl.float32), tl.zeros((COLUMNS, D // 2), tl.float32)
-    else:
-        rows, part_row, lives = vector[None, :], part[None, :], live[None, :]
-        dims = dims[:, None]
-        low, high = tl.zeros((D // 2, COLUMNS), tl.float32), tl.zeros((D // 2, COLUMNS), tl.float32)
+    rows, part_row, lives = across_tokens(vector, not WIDE), across_tokens(part, not WIDE), across_tokens(live, not WIDE)
+    dims, low = across_tokens(dims, WIDE), tl.zeros((COLUMNS, D // 2) if WIDE else (D // 2, COLUMNS), tl.float32)
+    high = low
     masked, ahead = begin, table_entries(table, begin, first, end, BLOCK, TOKENS, LOWER)
     if WIDE and SPAN is None:
         # Tiles that the first new token of the columns sees whole need no mask. With a window most tiles need one.
@@ -257,10 +260,10 @@ def attend_piece(
             sees = live & (position >= stretch * STRETCH)
             if SPAN is not None:
                 sees = sees & (position - SPAN + 1 < (stretch + 1) * STRETCH)
-            at, valid = q + (rows + stretch_offset) * D + dims, sees[:, None] if WIDE else sees[None, :]
+            at, valid = q.queries + (rows + stretch_offset) * D + dims, across_tokens(sees, not WIDE)
             q_low, q_high = tl.load(at, valid, 0.0), tl.load(at + D // 2, valid, 0.0)
-            gain = tl.load(gains + stretch_offset + vector, sees, 1.0)
-            lack = tl.load(lacks + stretch_offset + vector, sees, 0.0) * scale
+            gain = tl.load(q.gains + stretch_offset + vector, sees, 1.0)
+            lack = tl.load(q.lacks + stretch_offset + vector, sees, 0.0) * scale
             peak += previous_lack - lack
             previous_lack = lack
             start, stop = tl.maximum(begin, stretch * STRETCH), tl.minimum(end, (stretch + 1) * STRETCH)
@@ -271,16 +274,16 @@ def attend_piece(
             )  # fmt: skip
         peak += previous_lack
     else:
-        at = q + rows * D + dims
+        at = q.queries + rows * D + dims
         q_low, q_high = tl.load(at, lives, 0.0), tl.load(at + D // 2, lives, 0.0)
         peak, total, widest, low, high, ahead = attend_tiles(
             q_low, q_high, 1.0, position, (peak, total, widest, low, high, ahead), begin, masked, end, first, end, table,
             k, v, k_words, v_words, kv_head, scale, False, D, BLOCK, TOKENS, TYPE, CAUSAL, LOWER, SPAN, WIDE,
         )  # fmt: skip
-    tl.store(maxima + part, peak, live)
-    tl.store(sums + part, total, live)
+    tl.store(parts.maxima + part, peak, live)
+    tl.store(parts.sums + part, total, live)
     if begin < end:
-        out = parts + part_row * D + dims
+        out = parts.vectors + part_row * D + dims
         tl.store(out, low * widest, lives)
         tl.store(out + D // 2, high * widest, lives)
 
@@ -288,20 +291,19 @@ def attend_piece(
 # What changes from batch to batch is no reason to compile anew.
 @triton.jit(do_not_specialize=["vectors", "sequences", "table_width", "programs"])
 def attend_kernel(
-    q, gains, lacks, vectors, parts, maxima, sums, tokens, sequences, block_table, table_width, k, v, scale, programs,
+    q, vectors, parts, tokens, sequences, block_table, table_width, k, v, scale, programs,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     """Partial attention. Grid: [programs, HEADS]; with WHOLE, [column tiles, HEADS], and each takes its whole context.
 
     Args:
-        q, gains, lacks: of `layout.Rotated`.
+        q: `Rotated`.
         vectors: T * HEADS * GROUP.
-        parts: [places, HEADS, COLUMNS, D] fp32 by `schedule`, or with WHOLE [T, HEADS * GROUP, D], sums of
-            exp2(logit - maximum) * v, rotated.
-        maxima, sums: the same without D; a part without tokens has maximum -inf and sum 0, its sums of v unset.
-        tokens: of `arguments.Tokens`; k, v: of `arguments.Read`.
-        WIDE: whether `attend_wide_tile` does it.
+        parts: `Part`, at [places, HEADS, COLUMNS] by `schedule`, or with WHOLE at [T, HEADS * GROUP], of sums of
+            exp2(logit - maximum) * v; a part without tokens has maximum -inf and sum 0, its vectors are unset.
+        k, v: `Read`.
+        WIDE: of `attend_tile`.
     """
     program, kv_head = tl.program_id(0), tl.program_id(1)
     stored_tiles, columns = sequence_tiles(tokens, sequences, TOKENS, GROUP, COLUMNS)
@@ -312,7 +314,7 @@ def attend_kernel(
         if sequence < sequences:
             table = block_table + sequence.to(tl.int64) * table_width
             attend_piece(
-                q, gains, lacks, vectors, parts, maxima, sums, tokens, table, k, v, k_words, v_words, scale, sequence, tile,
+                q, vectors, parts, tokens, table, k, v, k_words, v_words, scale, sequence, tile,
                 0, 2147483647, 0, kv_head, HEADS, GROUP, D, BLOCK, COLUMNS, TOKENS, WIDE, WHOLE, TYPE,
             )  # fmt: skip
     else:
@@ -322,8 +324,57 @@ def attend_kernel(
             count = tl.minimum(length - first, stop - place)
             table = block_table + sequence.to(tl.int64) * table_width
             attend_piece(
-                q, gains, lacks, vectors, parts, maxima, sums, tokens, table, k, v, k_words, v_words, scale, sequence, tile,
+                q, vectors, parts, tokens, table, k, v, k_words, v_words, scale, sequence, tile,
                 first * TOKENS, (first + count) * TOKENS, program + column_tile, kv_head,
                 HEADS, GROUP, D, BLOCK, COLUMNS, TOKENS, WIDE, WHOLE, TYPE,
             )  # fmt: skip
             place += count
+
+
+# -- Launches ----------------------------------------------------------------------------------------------------------
+_MATRIX_TILE = 16384  # numbers of the rotation that a program holds at once
+
+
+def attend(
+    q: Tensor, rotated: Rotated, at: LayerView, layouts: tuple[Layout, Layout], scale: float, in_bf16: Part | None
+) -> Tensor:
+    """Attention in two launches, parts and their sum, without waiting for the device; arguments as of `decode.attend`.
+
+    It allocates the parts, a number of them that does not grow with the context.
+    """
+    values, shape, batch = layouts[1], at.kv.shape, at.batch
+    (tokens, q_heads, head_dim), heads, sequences = q.shape, shape.num_kv_heads, len(batch.seq_lens)
+    group, one_each, table = q_heads // heads, tokens == sequences, batch.block_table.contiguous()
+    # FP16 for a BF16 model: three bits finer, and wide enough.
+    operand = tl.float16 if q.dtype == torch.bfloat16 else tl.float32
+    tile = schedule.attention_tile(triton.cdiv(tokens, sequences), group, head_dim, operand, layouts)
+    # Ragged column tiles: a sequence wastes less than one.
+    column_tiles = sequences if one_each else triton.cdiv(tokens * group, tile["COLUMNS"]) + sequences
+    visible = schedule.most_visible(table.shape[1] * at.kv.block_size, shape.window, tokens - sequences + 1, tile["TOKENS"])
+    programs = schedule.count_programs(heads, column_tiles * triton.cdiv(visible, tile["TOKENS"]), q.device)
+    # Column tiles enough for all programs are not cut.
+    whole = not one_each and tokens * group >= programs * tile["COLUMNS"]
+    programs = column_tiles if whole else programs
+    shape_of_parts = (tokens, heads, group) if whole else (programs + column_tiles, heads, tile["COLUMNS"])
+    parts = Part(*(torch.empty(*shape_of_parts, *size, device=q.device) for size in ((head_dim,), (), ())))
+    new = token_arguments(batch, layer_windows(at.kv), shape.window)
+    same = {
+        "HEADS": heads, "GROUP": group, "D": head_dim, "COLUMNS": tile["COLUMNS"], "TOKENS": tile["TOKENS"], "WHOLE": whole
+    }  # fmt: skip
+    # In registers come FP16 centroids that fit words, or are learned; not in the interpreter, which has no PTX.
+    permutes = ((one.words is not None or one.learned is not None) and q.is_cuda and operand == tl.float16 for one in layouts)
+    sides = map(read_arguments, at.kv.fields, layouts, permutes)
+    launch(attend_kernel, (programs, heads))(
+        rotated, tokens * q_heads, parts, new, sequences, table, table.shape[1], *sides, scale, programs,
+        BLOCK=at.kv.block_size, WIDE=tile["WIDE"], TYPE=operand, num_warps=4, num_stages=tile["num_stages"], **same,
+    )  # fmt: skip
+    # Of few vectors in many parts a program of the merge takes one, of many in one part each 16.
+    width = 32 if whole else min(head_dim, _MATRIX_TILE // head_dim)
+    pieces = 1 if whole else head_dim // width
+    merging = {"ROWS": 16, "AT_ONCE": 1, "num_warps": 4} if whole else {"ROWS": 1, "AT_ONCE": 16, "num_warps": 8}
+    out, tiles = torch.empty_like(q), num_tiles(tokens, q_heads, values) if whole else tokens * q_heads
+    launch(merge_kernel, (tiles, head_dim // (width * pieces)))(
+        parts, out, values.rotation, tokens, new, sequences, programs, in_bf16,
+        WIDTH=width, PIECES=pieces, **merging, **same,
+    )  # fmt: skip
+    return out

@@ -1,4 +1,4 @@
-"""Weights in the blocks of GGUF files, put in another order for a GPU: each row as planes.
+"""Weights in the blocks of GGUF files, reordered for a GPU: each row as planes.
 
 A file has the levels of a block beside its scales, in 18, 34 or 210 bytes that begin anywhere. Here a row of n blocks of 32
 numbers, or of n/8 blocks of 256, is
@@ -9,8 +9,8 @@ numbers, or of n/8 blocks of 256, is
     minima    the same of minima
     d, m      FP16 of each block
 
-so that codes begin at multiples of 16 bytes and the threads of a warp read bytes beside each other. Scales of six bits take
-a byte: 148 bytes in place of 144 for Q4_K, 180 in place of 176 for Q5_K; others take what they take in the file.
+so codes begin at multiples of 16 bytes, and the threads of a warp read adjacent bytes. Scales of six bits take a byte:
+148 bytes in place of 144 for Q4_K, 180 in place of 176 for Q5_K; other types take their bytes of the file.
 
     number i of block b = D[b] * (level[b][i] - shift) + M[b];  D = d * scale, M = m, or -(m * minimum)
 """
@@ -33,13 +33,13 @@ _CHUNK = 2**24  # bytes that are reordered at a time
 
 @dataclass(frozen=True)
 class Planes:
-    """How one type lies in planes; bytes are those of 32 numbers.
+    """How one type lies in planes.
 
     Attributes:
-        low: bits of a level that are in `codes`: 4, or 8 of signed bytes.
-        high: bits in `high`: 0, 1 or 2.
-        shift: that levels are less.
-        scales: bytes of `scales`: 0, 1 or 2; two are signed, of 16 numbers each.
+        low: bits of a level in `codes`: 4, or 8 of signed bytes.
+        high: bits of a level in `high`: 0, 1 or 2.
+        shift: subtracted from levels.
+        scales: bytes of `scales` of 32 numbers: 0, 1 or 2; two are signed, of 16 numbers each.
         minimum: whether there are minima.
         together: blocks of 32 that share d and m: 1 or 8.
         numbers, nbytes: of a whole block, in planes.
@@ -94,14 +94,14 @@ class PlaneBlocks(Blocks):
 
 
 def placed(weight: Weight, device: torch.device) -> Tensor | PlaneBlocks:
-    """A weight on a device: blocks in planes where their type has some, in new memory; others restored."""
+    """A weight on a device, its blocks in planes, in new memory, or restored where `PLANES` lacks their type."""
     if isinstance(weight, Blocks) and not isinstance(weight, PlaneBlocks):
         return by_planes(weight, device) if weight.type.name in PLANES else dense(weight).to(device)
     return weight if weight.device == device else weight.to(device)
 
 
 def by_planes(weight: Blocks, device: torch.device) -> PlaneBlocks:
-    """A weight of one of `PLANES` on a device, in planes, which are new memory."""
+    """A weight of a type in `PLANES` on a device, in planes, in new memory."""
     planes = PLANES[weight.type.name]
     blocks = weight.shape[1] // BLOCK
     data = torch.empty(len(weight), blocks // planes.together * planes.nbytes, dtype=torch.uint8, device=device)

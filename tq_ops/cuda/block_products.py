@@ -1,8 +1,7 @@
-"""Weights in planes (`block_planes`), restored in registers: products, and rows as embeddings are looked up.
+"""Weights in planes (`block_planes`), restored in registers: products, and rows of embeddings.
 
-A block's levels are small integers, which BF16 and FP32 hold exactly. So a block is multiplied as integers, its 32 products
-are added in FP32, and the sum is multiplied with its scale once: nothing of the weight is rounded. In a BF16 model a product
-is that of the restored FP32 weight, but for the order of FP32 sums.
+A block is multiplied as small integers, which BF16 and FP32 hold exactly, and its sum with its scale once: nothing of the
+weight is rounded. A product is that of the restored FP32 weight, but for the order of FP32 sums.
 """
 
 from collections import namedtuple
@@ -12,11 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from haarkv.tq_ops.cuda import choices
-from haarkv.tq_ops.cuda.arguments import constant
 from haarkv.tq_ops.cuda.available import launch
 from haarkv.tq_ops.cuda.block_planes import BLOCK, PlaneBlocks
-from haarkv.tq_ops.cuda.rotate import dot, round_to
+from haarkv.tq_ops.cuda.rotate import dot, rotation_operand, round_to
 from haarkv.tq_ops.weight import Weight
 
 _HALF = tl.constexpr(BLOCK // 2)
@@ -38,22 +35,22 @@ Attributes:
 def weight_args(weight: Weight) -> WeightArguments:
     """A dense weight, or one in planes."""
     if isinstance(weight, Tensor):
-        return WeightArguments(weight, None, None, *(0,) * 6, *map(constant, (0, 0, 0, 0, False, 1)))
+        return WeightArguments(weight, None, None, *(0,) * 6, *map(tl.constexpr, (0, 0, 0, 0, False, 1)))
     assert isinstance(weight, PlaneBlocks)
     planes = weight.planes
     return WeightArguments(
         weight.data, weight.row_scales, weight.column_scales, weight.data.shape[1],
         *planes.places(weight.shape[1] // BLOCK),
-        *map(constant, (planes.low, planes.high, planes.shift, planes.scales, planes.minimum, planes.together)),
+        *map(tl.constexpr, (planes.low, planes.high, planes.shift, planes.scales, planes.minimum, planes.together)),
     )  # fmt: skip
 
 
 @triton.jit
 def half_block_levels(row, weight, block, upper: tl.constexpr, number):
-    """Half a block's levels, int32 [ROWS, 16]: the first, or with `upper` the second.
+    """The levels, int32 [ROWS, 16], of a block's first half, or with `upper` its second.
 
     Args:
-        row: [ROWS, 1] where each row begins.
+        row: [ROWS, 1] pointers to each row's begin.
         weight: `WeightArguments`.
         number: [1, 16] 0 to 15.
     """
@@ -72,7 +69,7 @@ def half_block_levels(row, weight, block, upper: tl.constexpr, number):
 
 @triton.jit
 def half_block_scale(row, weight, block, upper: tl.constexpr):
-    """What half a block's levels are multiplied with, fp32 [ROWS]; `row` is [ROWS]."""
+    """The scale of half a block, fp32 [ROWS]."""
     scale = tl.load((row + weight.d + block // weight.TOGETHER * 2).to(tl.pointer_type(tl.float16))).to(tl.float32)
     if weight.SCALES == 1:
         scale *= tl.load(row + weight.scales + block).to(tl.float32)
@@ -83,7 +80,7 @@ def half_block_scale(row, weight, block, upper: tl.constexpr):
 
 @triton.jit
 def block_minimum(row, weight, block):
-    """What is added to a block's numbers, fp32 [ROWS]; `row` is [ROWS]."""
+    """The summand of a block's numbers, fp32 [ROWS]."""
     least = tl.load((row + weight.m + block // weight.TOGETHER * 2).to(tl.pointer_type(tl.float16))).to(tl.float32)
     if weight.SCALES > 0:
         least *= -tl.load(row + weight.minima + block).to(tl.float32)
@@ -104,14 +101,7 @@ def half_of_x(x, column_scales, token, number, inputs, first):
 def block_sums(
     row, x, weight, read, inputs, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr
 ):  # fmt: skip
-    """Rows of a weight in planes times rows of x: [ROWS, COLUMNS] fp32.
-
-    Args:
-        row: [ROWS] where each row of the weight begins.
-        x: [..., inputs] bf16 or fp32, of which rows `read` [COLUMNS] are multiplied with.
-        weight: `WeightArguments`.
-        TYPE: of operands.
-    """
+    """Rows of a weight in planes, from pointers `row` [ROWS], times rows `read` [COLUMNS] of x: [ROWS, COLUMNS] fp32."""
     number = tl.arange(0, _HALF)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for block in range(0, inputs // (2 * _HALF)):
@@ -135,16 +125,9 @@ def block_sums(
 
 @triton.jit
 def product_kernel(
-    x, weight, out, tokens, outputs, inputs, out_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr
+    x, weight, out, tokens, outputs, inputs, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr
 ):  # fmt: skip
-    """out [tokens, outputs] fp32 = x @ weight.T. Grid: [outputs / ROWS, tokens / COLUMNS].
-
-    Args:
-        x: [tokens, inputs] bf16 or fp32.
-        weight: `WeightArguments`, of a weight in planes.
-        out_stride: between tokens.
-        TYPE: of operands.
-    """
+    """out [tokens, outputs] fp32 = x [tokens, inputs] @ weight.T, in planes. Grid: [outputs / ROWS, tokens / COLUMNS]."""
     output = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     output_valid, token_valid = output < outputs, token < tokens
@@ -153,7 +136,7 @@ def product_kernel(
     total = block_sums(row, x, weight, tl.minimum(token, tokens - 1), inputs, ROWS, COLUMNS, TYPE)
     if weight.row_scales is not None:
         total *= tl.load(weight.row_scales + output, output_valid, 0.0).to(tl.float32)[:, None]
-    at = token.to(tl.int64)[None, :] * out_stride + output[:, None]
+    at = token.to(tl.int64)[None, :] * outputs + output[:, None]
     tl.store(out + at, total, output_valid[:, None] & token_valid[None, :])
 
 
@@ -180,22 +163,19 @@ def rows_kernel(index, weight, out, inputs, BLOCKS: tl.constexpr):
 
 
 def product(x: Tensor, weight: PlaneBlocks) -> Tensor:
-    """`x @ weight.T` in one launch.
+    """`x @ weight.T` [T, out] fp32, of x [T, in] bf16 or fp32, in one launch.
 
-    Args:
-        x: [T, in] bf16 or fp32.
-        weight: [out, in], on the device of x.
-    Returns:
-        [T, out] fp32.
-    Rounding points: none but those of FP32 sums: 32 products, 16 in Q6_K, then blocks in order.
+    Rounding points: FP32 sums of 32 products, 16 in Q6_K, then of blocks in order.
     """
     x = x.contiguous()
     tokens, outputs = x.shape[0], len(weight)
     out = torch.empty(tokens, outputs, device=x.device)
-    tile = choices.block_tile(tokens, x.dtype)
+    # Few tokens: few rows a program, so that all processors read at once. Many: a level is restored once for 64 of them.
+    sizes = (32, 16, 4) if tokens <= 16 else (64, 64, 3) if x.dtype == torch.bfloat16 else (32, 32, 2)
+    tile = dict(zip(("ROWS", "COLUMNS", "num_stages"), sizes, strict=True))
     launch(product_kernel, (triton.cdiv(outputs, tile["ROWS"]), triton.cdiv(tokens, tile["COLUMNS"])))(
-        x, weight_args(weight), out, tokens, outputs, x.shape[1], outputs, **tile,
-        TYPE=choices.rotation_operand(x, x.dtype == torch.bfloat16), **choices.OPTIONS,
+        x, weight_args(weight), out, tokens, outputs, x.shape[1], **tile,
+        TYPE=rotation_operand(x, x.dtype == torch.bfloat16), num_warps=4,
     )  # fmt: skip
     return out
 
@@ -204,7 +184,5 @@ def gather_rows(weight: PlaneBlocks, index: Tensor, dtype: torch.dtype) -> Tenso
     """Rows [R, in] of `dtype` by their numbers [R] int64, one launch; the bits that `Blocks.rows` restores."""
     index, blocks = index.contiguous(), weight.shape[1] // BLOCK
     out = torch.empty(len(index), weight.shape[1], dtype=dtype, device=weight.device)
-    launch(rows_kernel, (len(index), triton.cdiv(blocks, 8)))(
-        index, weight_args(weight), out, weight.shape[1], BLOCKS=8, **choices.OPTIONS
-    )
+    launch(rows_kernel, (len(index), triton.cdiv(blocks, 8)))(index, weight_args(weight), out, weight.shape[1], BLOCKS=8)
     return out

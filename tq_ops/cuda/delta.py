@@ -1,28 +1,21 @@
-"""The gated delta rule: which versions of a state are read and written, what a token reads, a head's memory token by token.
+"""The gated delta rule: which versions of a state are read and written, and a head's memory token by token.
 
-Two launches, and nothing that waits for the device, so that a graph can hold a step. The programs of the first choose versions
-from `seen`, which none of them changes. They tell the second, in `turns`, which changes `seen` and reads it in no other
-program. So nothing depends on the order of programs.
+Two launches, and nothing that waits for the device, so that a graph can hold a step. The first chooses versions from `seen`
+and writes them to `turns`; the second alone changes `seen`. So nothing depends on the order of programs.
 """
-
-from typing import cast
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from haarkv.tq_ops.cuda import choices
-from haarkv.tq_ops.cuda.arguments import sequence_bits
 from haarkv.tq_ops.cuda.available import launch
-from haarkv.tq_ops.cuda.in_bf16 import token_sequence
 from haarkv.tq_ops.cuda.layout import STATE
-from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.recurrent import Recurrent
+from haarkv.tq_ops.cuda.schedule import sequence_bits, token_sequence
+from haarkv.tq_ops.kv.cache import LayerView
 
-# What a sequence reads in place of a version: zeros before its first token; nothing, as it pads a batch; nothing, as no
-# version has seen the tokens before.
+# In place of a version: zeros before a sequence's first token; nothing for padding; nothing where no version has seen the
+# tokens before.
 ZEROS, DEAD, UNSEEN = tl.constexpr(-1), tl.constexpr(-2), tl.constexpr(-3)
 _NO_HEAD, _LAST = tl.constexpr(STATE), tl.constexpr(2**63 - 1)
 
@@ -30,16 +23,17 @@ _NO_HEAD, _LAST = tl.constexpr(STATE), tl.constexpr(2**63 - 1)
 # Masks are made of numbers: where a block's truths meet a single one, the interpreter gives them another type.
 @triton.jit
 def choose_versions(counts, version, past_tokens, slot, number, VERSIONS: tl.constexpr):
-    """The version that a sequence reads, or what it reads in its place, and the one that goes to its last token but `number`.
+    """The version that a sequence reads, and the one that the state after its last token but `number` overwrites.
 
-    Written are the oldest first. What has seen more tokens than there are is of another continuation, or of another sequence,
-    and goes before all. The version that is read has seen most of those left, so that it would be the last of all.
+    The oldest is overwritten first. A version that has seen more tokens than there are is of another continuation, or of
+    another sequence, and goes before all. The version that is read has seen most of those left, so that it would be the last
+    of all.
 
     Args:
-        counts, version: [SIZE] int64 and int32, what each version has seen; -1 where there is none.
+        counts, version: [SIZE] int64 and int32, tokens that each version has seen; -1 where there is none.
         past_tokens, slot: tokens before the sequence's first new one, and that one's slot.
     Returns:
-        `before`, whether the token's state is kept, and `target`, which means something only then.
+        the version read, or `ZEROS`, `DEAD` or `UNSEEN`; whether this state is stored; and the version that it overwrites.
     """
     match = tl.min(tl.where(counts == past_tokens, version, 2147483647), 0)
     read_version = tl.where(match == 2147483647, UNSEEN, match)
@@ -70,7 +64,7 @@ def convolve(
     x, conv, token, begin, first, dim, before_at, saved_at, has_before, is_saved, SIZE: tl.constexpr,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """The convolution of a token's `dim` channels from `first` on, [SIZE]; where its state is kept, so are its inputs.
+    """The convolution of a token's `dim` channels from `first` on, [SIZE]; with `is_saved` its inputs are stored.
 
     Args:
         x: [T, CHANNELS]; `begin` is the sequence's first row.
@@ -98,18 +92,17 @@ def delta_inputs_kernel(
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TAPS: tl.constexpr,
     VERSIONS: tl.constexpr, VERSIONS_SIZE: tl.constexpr, SEQUENCE_BITS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """What tokens read and write of their memories, and the states of the convolution. Grid: [T, 2 * KEY_HEADS + VALUE_HEADS].
+    """q, k, v and gates of tokens, and the states of the convolution. Grid: [T, 2 * KEY_HEADS + VALUE_HEADS].
 
-    The first token of a sequence whose state no version has seen is left in `fault` [1] int64, as for `layout.fault_place`.
+    The first token of a sequence whose state no version has seen is noted in `fault` [1] int64, for `layout.fault_place`.
 
     Args:
         x, a, b, conv, a_log, dt_bias: as of `gated_delta`, fp32.
         windows, seen: of a `Recurrent`, [num_rows + 1, VERSIONS, …].
-        positions, slots, rows, query_start_loc: of the batch, of `sequences` sequences.
         mixed: [T, channels] fp32, q over its length and the root of KEY_DIM, k over its length, and v.
-        gates: [T, VALUE_HEADS, 2] fp32, what is kept of the memory, and how much is written.
-        turns: [sequences, VERSIONS] int32, the versions that go to the last tokens, the very last first; at the end the one
-            that is read, or `ZEROS`, `DEAD` or `UNSEEN`.
+        gates: [T, VALUE_HEADS, 2] fp32, decay of the memory, and share that is written.
+        turns: [sequences, VERSIONS] int32, the versions that the states of the last tokens overwrite, the very last first; at
+            the end the one that is read, or `ZEROS`, `DEAD` or `UNSEEN`.
     """
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     token, unit, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(0)
@@ -149,7 +142,7 @@ def delta_inputs_kernel(
 
 @triton.jit
 def read_token(mixed, gates, token, q_at, k_at, v_at, head, keys, values, CHANNELS: tl.constexpr, VALUE_HEADS: tl.constexpr):
-    """q and k [KEY_SIZE], v [COLUMNS], what is kept and what is written, of one token."""
+    """q and k [KEY_SIZE], v [COLUMNS], and both gates of one token."""
     token_at, gates_at = mixed + token.to(tl.int64) * CHANNELS, gates + 2 * (token * VALUE_HEADS + head)
     return (
         tl.load(token_at + q_at, keys, 0.0), tl.load(token_at + k_at, keys, 0.0), tl.load(token_at + v_at, values, 0.0),
@@ -159,7 +152,7 @@ def read_token(mixed, gates, token, q_at, k_at, v_at, head, keys, values, CHANNE
 
 @triton.jit
 def note_seen(seen, turns, positions, begin, end, VERSIONS: tl.constexpr, VERSIONS_SIZE: tl.constexpr):
-    """What the versions of one sequence [VERSIONS] have seen after its new tokens."""
+    """Update the token counts `seen` [VERSIONS] of one sequence."""
     version = tl.arange(0, VERSIONS_SIZE)
     inside, past_tokens = version < VERSIONS, tl.load(positions + begin)
     counts = tl.load(seen + version, inside, -1)
@@ -176,15 +169,13 @@ def delta_rule_kernel(
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     VERSIONS: tl.constexpr, VERSIONS_SIZE: tl.constexpr, KEY_SIZE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """S = S * kept + k (v - S^T k) * written, out = S^T q, token by token, COLUMNS of a head a program, S in registers.
+    """S = S * decay + k (v - S^T k) * share, out = S^T q, token by token, COLUMNS of a head a program, S in registers.
 
-    A column's numbers depend on no other column, and on no other token than those before it. Grid: [sequences * VALUE_HEADS,
-    VALUE_DIM / COLUMNS].
+    A column's numbers depend on no other column, and on no later token. Grid: [sequences * VALUE_HEADS, VALUE_DIM / COLUMNS].
 
     Args:
         mixed, gates, turns: of `delta_inputs_kernel`.
         memories, seen: of a `Recurrent`, [num_rows + 1, VERSIONS, …].
-        positions, rows, query_start_loc: of the batch.
         out: [T, VALUE_HEADS, VALUE_DIM] fp32: zeros where a sequence pads the batch, NaN where its state is not there.
     """
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
@@ -206,7 +197,7 @@ def delta_rule_kernel(
             mixed, gates, begin, q_at, k_at, v_at, head, keys, values, CHANNELS, VALUE_HEADS
         )  # fmt: skip
         for token in range(begin, end):
-            # The next token is on its way while this one is worked on.
+            # The next token is loaded while this one is worked on.
             following = tl.minimum(token + 1, end - 1)
             next_q, next_k, next_v, next_keep, next_write = read_token(
                 mixed, gates, following, q_at, k_at, v_at, head, keys, values, CHANNELS, VALUE_HEADS
@@ -232,30 +223,15 @@ def delta_rule_kernel(
 
 
 def advance(
-    x: Tensor,
-    a: Tensor,
-    b: Tensor,
-    conv: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    cache: PagedKVCache,
-    layer: int,
-    batch: Batch,
-    fault: Tensor,
+    x: Tensor, a: Tensor, b: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor, at: LayerView, fault: Tensor
 ) -> Tensor:
-    """`gated_delta` in two launches, without waiting for the device.
+    """As `tq_ops.reference.gated_delta`, in two launches, without waiting for the device: [T, Hv, dv] fp32.
 
-    A sequence that pads the batch reads and keeps nothing; its numbers are 0. One whose state no version has seen keeps
-    nothing either; its numbers are NaN, and it is noted.
-
-    Args:
-        x, a, b, conv, a_log, dt_bias, cache, layer, batch: as of `tq_ops.reference.gated_delta`.
-        fault: from `ops.new_fault`, where a state that is not there is noted.
-    Returns:
-        [T, Hv, dv] fp32.
-    Rounding points: none; all is FP32. Sums are in one order, whatever the batch and however a prompt is cut.
+    A sequence that pads the batch gives 0 and stores nothing. One whose state no version has seen gives NaN, stores nothing
+    and is noted in `fault`, from `ops.new_fault`. All is FP32; sums are in one order, whatever the batch and however a prompt
+    is cut.
     """
-    state = cast(Recurrent, cache.states[layer])
+    state, batch = at.state, at.batch
     windows, memories = state.tensors["conv"], state.tensors["delta"]
     _, versions, value_heads, key_dim, value_dim = memories.shape
     (tokens, channels), taps, sequences = x.shape, conv.shape[2], len(batch.rows)
@@ -272,12 +248,14 @@ def advance(
     key_size = triton.next_power_of_2(key_dim)
     launch(delta_inputs_kernel, (tokens, 2 * key_heads + value_heads))(
         x, a, b, conv, a_log, dt_bias, windows, state.seen, batch.positions, batch.slot_mapping, batch.rows,
-        batch.query_start_loc, sequences, fault, layer, mixed, gates, turns, TAPS=taps, SEQUENCE_BITS=sequence_bits(batch),
-        SIZE=max(key_size, triton.next_power_of_2(value_dim)), num_warps=1, **shape, **choices.OPTIONS,
+        batch.query_start_loc, sequences, fault, at.layer, mixed, gates, turns, TAPS=taps, SEQUENCE_BITS=sequence_bits(batch),
+        SIZE=max(key_size, triton.next_power_of_2(value_dim)), num_warps=1, **shape,
     )  # fmt: skip
-    columns = choices.delta_columns(key_size)
+    # Columns of a head's memory that one warp holds in registers: 64 numbers a lane, and with them all of a step. A row of
+    # them is 64 bytes. Qwen3.5-0.8B has 128 such programs a sequence, so that few sequences keep a GPU busy.
+    columns = max(4, min(16, 2048 // key_size))
     launch(delta_rule_kernel, (sequences * value_heads, triton.cdiv(value_dim, columns)))(
         mixed, gates, turns, memories, state.seen, batch.positions, batch.rows, batch.query_start_loc, out,
-        KEY_SIZE=key_size, COLUMNS=columns, num_warps=1, **shape, **choices.OPTIONS,
+        KEY_SIZE=key_size, COLUMNS=columns, num_warps=1, **shape,
     )  # fmt: skip
     return out

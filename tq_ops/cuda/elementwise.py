@@ -1,25 +1,12 @@
-"""Norms, rotary embedding and gated products: what a layer does between its products."""
+"""Norms, rotary embedding and gated products: what a layer does between its products. One launch each."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from haarkv.tq_ops.cuda import choices
 from haarkv.tq_ops.cuda.available import launch
 from haarkv.tq_ops.cuda.rotate import round_to
-
-
-@triton.jit
-def rms_norm_kernel(x, weight, out, width, eps, SIZE: tl.constexpr):
-    """out = x * rsqrt(mean(x**2) + eps) * weight, a row of `width` a program. SIZE: a power of two, at least the width."""
-    column = tl.arange(0, SIZE)
-    inside = column < width
-    at = tl.program_id(0).to(tl.int64) * width + column
-    value = tl.load(x + at, inside, 0.0).to(tl.float32)
-    value *= tl.rsqrt(tl.sum(value * value, 0) / width + eps)
-    value *= tl.load(weight + column, inside, 0.0).to(tl.float32)
-    tl.store(out + at, round_to(value, out.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -57,63 +44,77 @@ def gated_mul_kernel(gate, up, out, width, stride, SIZE: tl.constexpr, ACT: tl.c
 
 
 @triton.jit
-def add_norm_kernel(hidden, update, post_weight, weight, out, norm_out, width, post_eps, eps, SIZE: tl.constexpr):
-    """out = hidden + update, normed = rms_norm(out), a row of `width` a program. SIZE: a power of two, at least the width.
+def norm_kernel(hidden, update, post_weight, weight, out, norm_out, width, post_eps, eps, SIZE: tl.constexpr):
+    """out = hidden + update, norm_out = rms_norm(out), a row of `width` a program. SIZE: a power of two, at least the width.
 
-    Where `post_weight` is a weight and not None, the update is normed by it before it is added.
+    An update is normed by `post_weight`, if there is one, before it is added. Without an update nothing is written to `out`.
     """
     column = tl.arange(0, SIZE)
     inside = column < width
     at = tl.program_id(0).to(tl.int64) * width + column
-    change = tl.load(update + at, inside, 0.0)
-    if post_weight is not None:
-        change *= tl.rsqrt(tl.sum(change * change, 0) / width + post_eps)
-        change *= tl.load(post_weight + column, inside, 0.0).to(tl.float32)
-    total = tl.load(hidden + at, inside, 0.0).to(tl.float32) + change
-    # The norm is of the rounded sum.
-    total = round_to(total, out.dtype.element_ty)
-    tl.store(out + at, total, inside)
-    value = total.to(tl.float32)
+    value = tl.load(hidden + at, inside, 0.0).to(tl.float32)
+    if update is not None:
+        change = tl.load(update + at, inside, 0.0)
+        if post_weight is not None:
+            change *= tl.rsqrt(tl.sum(change * change, 0) / width + post_eps)
+            change *= tl.load(post_weight + column, inside, 0.0).to(tl.float32)
+        # The norm is of the rounded sum.
+        total = round_to(value + change, out.dtype.element_ty)
+        tl.store(out + at, total, inside)
+        value = total.to(tl.float32)
     value *= tl.rsqrt(tl.sum(value * value, 0) / width + eps)
     value *= tl.load(weight + column, inside, 0.0).to(tl.float32)
     tl.store(norm_out + at, round_to(value, norm_out.dtype.element_ty), inside)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `tq_ops.reference.rms_norm`, one launch."""
-    x = x.contiguous()
-    out, width = torch.empty_like(x), x.shape[-1]
-    size = triton.next_power_of_2(width)
-    launch(rms_norm_kernel, (x.numel() // width,))(
-        x, weight, out, width, eps, SIZE=size, num_warps=choices.row_warps(size), **choices.OPTIONS
-    )
-    return out
+    """As `tq_ops.reference.rms_norm`."""
+    return _norm(x, None, weight, eps, None)[1]
+
+
+def add_norm(
+    hidden: Tensor, update: Tensor, weight: Tensor, eps: float, post_norm: tuple[Tensor, float] | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `FusedOps.add_norm`."""
+    return _norm(hidden, update.contiguous(), weight, eps, post_norm)
+
+
+def _norm(
+    x: Tensor, update: Tensor | None, weight: Tensor, eps: float, post_norm: tuple[Tensor, float] | None
+) -> tuple[Tensor, Tensor]:
+    x, width = x.contiguous(), x.shape[-1]
+    out, norm_out = x if update is None else torch.empty_like(x), torch.empty_like(x)
+    size, (post_weight, post_eps) = triton.next_power_of_2(width), post_norm or (None, 0.0)
+    launch(norm_kernel, (x.numel() // width,))(
+        x, update, post_weight, weight, out, norm_out, width, post_eps, eps, SIZE=size,
+        num_warps=max(1, min(16, size // 512)),  # 16 numbers a thread, where that is possible
+    )  # fmt: skip
+    return out, norm_out
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As `tq_ops.reference.rope`, one launch."""
+    """As `tq_ops.reference.rope`."""
     x = x.contiguous()
     tokens, heads, head_dim = x.shape
     out = torch.empty_like(x)
     launch(rope_kernel, (tokens,))(
-        x, cos.contiguous(), sin.contiguous(), out, HEADS=heads, D=head_dim, SIZE=triton.next_power_of_2(heads),
-        **choices.OPTIONS,
-    )  # fmt: skip
+        x, cos.contiguous(), sin.contiguous(), out, HEADS=heads, D=head_dim, SIZE=triton.next_power_of_2(heads)
+    )
     return out
 
 
 def silu_mul(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `tq_ops.reference.silu_mul`, one launch; both may be views of one wider tensor."""
+    """As `tq_ops.reference.silu_mul`; both may be views of one wider tensor."""
     return _gated_mul(gate, up, dtype, "silu")
 
 
 def gelu_mul(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `tq_ops.reference.gelu_mul`, one launch; both may be views of one wider tensor."""
+    """As `tq_ops.reference.gelu_mul`; both may be views of one wider tensor."""
     return _gated_mul(gate, up, dtype, "gelu")
 
 
 def sigmoid_mul(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `tq_ops.reference.sigmoid_mul`, one launch; both may be views of one wider tensor."""
+    """As `tq_ops.reference.sigmoid_mul`; both may be views of one wider tensor."""
     return _gated_mul(gate, up, dtype, "sigmoid")
 
 
@@ -122,20 +123,5 @@ def _gated_mul(gate: Tensor, up: Tensor, dtype: torch.dtype, act: str) -> Tensor
         gate, up = gate.contiguous(), up.contiguous()
     tokens, width = gate.shape
     out = torch.empty(tokens, width, dtype=dtype, device=gate.device)
-    grid = (tokens, triton.cdiv(width, 1024))
-    launch(gated_mul_kernel, grid)(gate, up, out, width, gate.stride(0), SIZE=1024, ACT=act, **choices.OPTIONS)
+    launch(gated_mul_kernel, (tokens, triton.cdiv(width, 1024)))(gate, up, out, width, gate.stride(0), SIZE=1024, ACT=act)
     return out
-
-
-def add_norm(
-    hidden: Tensor, update: Tensor, weight: Tensor, eps: float, post_norm: tuple[Tensor, float] | None = None
-) -> tuple[Tensor, Tensor]:
-    """As `FusedOps.add_norm`, one launch."""
-    hidden, update, (rows, width) = hidden.contiguous(), update.contiguous(), hidden.shape
-    out, norm_out, size = torch.empty_like(hidden), torch.empty_like(hidden), triton.next_power_of_2(width)
-    post_weight, post_eps = post_norm or (None, 0.0)
-    launch(add_norm_kernel, (rows,))(
-        hidden, update, post_weight, weight, out, norm_out, width, post_eps, eps, SIZE=size, num_warps=choices.row_warps(size),
-        **choices.OPTIONS,
-    )  # fmt: skip
-    return out, norm_out

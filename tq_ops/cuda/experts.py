@@ -1,6 +1,6 @@
-"""Mixtures of experts: choice, order, products and sum. No choice changes a launch's size: a graph can hold it.
+"""Mixtures of experts: choice, order, products and sum. A launch's size depends on no choice: a graph can hold it.
 
-A *pair* is a token and one expert that it chose: number `token * PER_TOKEN + place`, its experts in their order.
+A *pair* is a token and one of its experts: number `token * PER_TOKEN + place`, its experts in their order.
 """
 
 import torch
@@ -8,11 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from haarkv.tq_ops.cuda import choices
 from haarkv.tq_ops.cuda.available import launch
 from haarkv.tq_ops.cuda.block_products import block_sums, weight_args
 from haarkv.tq_ops.cuda.elementwise import gated_mul
-from haarkv.tq_ops.cuda.rotate import dot, round_to
+from haarkv.tq_ops.cuda.rotate import dot, rotation_operand, round_to
 from haarkv.tq_ops.table import Stack
 from haarkv.tq_ops.weight import Weight
 
@@ -21,15 +20,9 @@ from haarkv.tq_ops.weight import Weight
 def choose_kernel(
     logits, expert_ids, shares, EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, NORMALIZED: tl.constexpr, SIZE: tl.constexpr
 ):
-    """The PER_TOKEN experts of the largest softmax(logits), a token a program; of equal ones the first.
+    """As `choose`, a token a program; of equal experts the first, of logits that are not finite some, whose shares are NaN.
 
-    Also of logits that are not finite these are as many experts as there are to be, whose shares are NaN.
-
-    Args:
-        logits: [T, EXPERTS] fp32.
-        expert_ids: [T, PER_TOKEN] int32, in the experts' order.
-        shares: [T, PER_TOKEN] fp32, of each; with NORMALIZED they sum to 1.
-        SIZE: a power of two, at least EXPERTS.
+    SIZE is a power of two, at least EXPERTS.
     """
     token, expert = tl.program_id(0), tl.arange(0, SIZE)
     inside = expert < EXPERTS
@@ -56,13 +49,12 @@ def order_kernel(
 ):  # fmt: skip
     """Pairs by expert, those of one expert in their order, and tiles of them. Grid: [pairs / ROWS].
 
-    Each pair counts those before it; it needs no other program. A tile's place follows from two of its counts, and no two
-    tiles have the same.
+    Each pair counts those before it, so programs need nothing of each other. A tile's slot follows from two of these counts.
 
     Args:
         expert_ids: [pairs] int32.
         order: [pairs] int32, the pair at each place.
-        tiles: [slots, 3] int32, 0 before: the expert of up to COLUMNS places, the first of them, and how many they are.
+        tiles: [slots, 3] int32, 0 before: the expert of up to COLUMNS places, the first of these, and their number.
         BY_PAIR: there is a slot for each place; else pairs / COLUMNS + EXPERTS slots, which are fewer where pairs are many.
     """
     pair = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -89,12 +81,7 @@ def order_kernel(
 def dense_sums(
     row, x, read, inputs, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, TYPE: tl.constexpr
 ):  # fmt: skip
-    """Rows of a dense weight times rows of x: [ROWS, COLUMNS] fp32.
-
-    Args:
-        row: [ROWS] where each row of the weight begins.
-        x: [..., inputs] bf16 or fp32, of which rows `read` [COLUMNS] are multiplied with.
-    """
+    """As `block_products.block_sums`, of a dense weight."""
     total, x_rows = tl.zeros((ROWS, COLUMNS), tl.float32), x + read.to(tl.int64) * inputs
     for begin in range(0, inputs, STEP):
         number = begin + tl.arange(0, STEP)
@@ -111,9 +98,7 @@ def expert_sums(
 ):  # fmt: skip
     """Rows `output` [ROWS] of an expert's weight times rows `read` [COLUMNS] of x: [ROWS, COLUMNS] fp32.
 
-    Args:
-        weight: `block_products.Stored`, of all experts, without scales of columns.
-        output: less than `outputs`, the rows of an expert.
+    `weight` is `WeightArguments` of all experts, `outputs` rows each, without scales of columns.
     """
     row = expert.to(tl.int64) * outputs + output
     if weight.LOW == 0:
@@ -136,12 +121,12 @@ def expert_kernel(
     With ACT: out [pairs, outputs] by place = act(x @ gate.T) * (x @ up.T), rounded once, of the pairs' tokens in x.
     Without:  out [pairs, outputs] by pair = x @ gate.T in FP32, of x by place.
 
-    Every tile has the same shape, so that a pair's numbers do not depend on the others.
+    Every tile has the same shape, so a pair's numbers do not depend on the others.
 
     Args:
         x: [T, inputs] or [pairs, inputs] bf16 or fp32.
         order, tiles: of `order_kernel`.
-        gate, up: of `block_products.Stored`; up is None without ACT.
+        gate, up: `WeightArguments`; up is None without ACT.
         ACT: of `elementwise.gated_mul`, or "".
         TYPE: of operands.
     """
@@ -165,10 +150,7 @@ def expert_kernel(
 
 @triton.jit
 def share_kernel(y, shares, out, width, PER_TOKEN: tl.constexpr, SIZE: tl.constexpr):
-    """out [T, width] fp32 = the sum of a token's pairs of y [T, PER_TOKEN, width], each by its share, in order.
-
-    Grid: [T, width / SIZE].
-    """
+    """out [T, width] fp32 = the sum of y [T, PER_TOKEN, width] times shares, in order. Grid: [T, width / SIZE]."""
     token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside, total = column < width, tl.zeros((SIZE,), tl.float32)
     for place in range(PER_TOKEN):
@@ -177,32 +159,30 @@ def share_kernel(y, shares, out, width, PER_TOKEN: tl.constexpr, SIZE: tl.conste
     tl.store(out + token * width + column, total, inside)
 
 
-COLUMNS = 16
-"""Pairs of a tile, whatever the batch: so many columns the tensor cores take at least."""
-_ROWS, _AT_ONCE = 16, 128
-"""Pairs that a program puts in order, and that they are compared with at a time."""
+COLUMNS = 16  # pairs of a tile: the fewest columns that tensor cores take
+_ROWS, _AT_ONCE = 16, 128  # pairs that a program puts in order, and that they are compared with at a time
 
 
 def choose(logits: Tensor, per_token: int, normalized: bool) -> tuple[Tensor, Tensor]:
-    """The most likely experts of each token, in the experts' order, in one launch.
+    """The experts of the largest softmax(logits) of each token, in the experts' order, in one launch.
 
     Args:
         logits: [T, experts] fp32.
     Returns:
-        their numbers, int32, and shares, fp32, both [T, per_token].
+        numbers int32 and shares fp32, both [T, per_token]; normalized shares sum to 1.
     """
     tokens, count = logits.shape
     expert_ids = torch.empty(tokens, per_token, dtype=torch.int32, device=logits.device)
     shares = torch.empty(tokens, per_token, device=logits.device)
     launch(choose_kernel, (tokens,))(
         logits.contiguous(), expert_ids, shares, EXPERTS=count, PER_TOKEN=per_token, NORMALIZED=normalized,
-        SIZE=triton.next_power_of_2(count), num_warps=1, **choices.OPTIONS,
+        SIZE=triton.next_power_of_2(count), num_warps=1,
     )  # fmt: skip
     return expert_ids, shares
 
 
 def order_pairs(expert_ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Pairs [T * per_token] by expert, and their tiles [slots, 3]; int32, as of `order_kernel`."""
+    """Order [pairs] and tiles [slots, 3] of `order_kernel`."""
     pairs = expert_ids.numel()
     by_pair = pairs <= pairs // COLUMNS + experts
     order = torch.empty(pairs, dtype=torch.int32, device=expert_ids.device)
@@ -210,7 +190,6 @@ def order_pairs(expert_ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     tiles = torch.zeros(slots, 3, dtype=torch.int32, device=expert_ids.device)
     launch(order_kernel, (triton.cdiv(pairs, _ROWS),))(
         expert_ids, order, tiles, pairs, EXPERTS=experts, BY_PAIR=by_pair, COLUMNS=COLUMNS, ROWS=_ROWS, AT_ONCE=_AT_ONCE,
-        **choices.OPTIONS,
     )  # fmt: skip
     return order, tiles
 
@@ -219,20 +198,21 @@ def multiply(
     x: Tensor, order: Tensor, tiles: Tensor, gate: Weight, up: Weight | None, out: Tensor, per_token: int, act: str
 ) -> None:
     """One launch of `expert_kernel`, whose arguments these are."""
-    tile, (outputs, inputs) = choices.expert_tile(x.dtype), (out.shape[1], x.shape[1])
-    launch(expert_kernel, (triton.cdiv(outputs, tile["ROWS"]), len(tiles)))(
+    (outputs, inputs), is_bf16 = (out.shape[1], x.shape[1]), x.dtype == torch.bfloat16
+    # For any number of tokens: other sizes would add in another order. Few rows a program, so that all processors read at
+    # once; of a dense weight 256 bytes of a row are multiplied at a time.
+    step, stages = (128, 4) if is_bf16 else (64, 2)
+    launch(expert_kernel, (triton.cdiv(outputs, 32), len(tiles)))(
         x, order, tiles, weight_args(gate), None if up is None else weight_args(up), out, outputs, inputs, PER_TOKEN=per_token,
-        ACT=act, COLUMNS=COLUMNS, TYPE=choices.rotation_operand(x, x.dtype == torch.bfloat16), **tile, **choices.OPTIONS,
+        ACT=act, ROWS=32, COLUMNS=COLUMNS, STEP=step, TYPE=rotation_operand(x, is_bf16), num_warps=4, num_stages=stages,
     )  # fmt: skip
 
 
 def run_experts(x: Tensor, logits: Tensor, stack: Stack) -> Tensor:
-    """As `fused.ExpertOps.experts`, in six launches and without waiting for the device.
+    """As `table.FusedOps.experts`, in six launches and without waiting for the device.
 
-    An expert's weights are read once for each 16 tokens that chose it. Between the launches lie T * per_token vectors of the
-    experts' width in x's dtype, and as many of x's width in FP32.
-
-    Sums are in one order, whatever the batch and however a prompt is cut.
+    An expert's weights are read once for each 16 tokens that chose it. Sums are in one order, whatever the batch and however
+    a prompt is cut.
     """
     x, (tokens, width) = x.contiguous(), x.shape
     expert_ids, shares = choose(logits, stack.per_token, stack.normalized)
@@ -244,7 +224,5 @@ def run_experts(x: Tensor, logits: Tensor, stack: Stack) -> Tensor:
     multiply(activations, order, tiles, stack.down, None, y, stack.per_token, "")
     out = torch.empty(tokens, width, device=x.device)
     size = min(1024, triton.next_power_of_2(width))
-    launch(share_kernel, (tokens, triton.cdiv(width, size)))(
-        y, shares, out, width, PER_TOKEN=stack.per_token, SIZE=size, **choices.OPTIONS
-    )
+    launch(share_kernel, (tokens, triton.cdiv(width, size)))(y, shares, out, width, PER_TOKEN=stack.per_token, SIZE=size)
     return out

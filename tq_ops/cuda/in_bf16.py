@@ -1,64 +1,66 @@
-"""Tokens that stay in BF16 beside the packed ones: storing them, and attention over them, whose result is one more part.
+"""Attention over the tokens that stay in BF16 beside the packed ones, whose result is one more part.
 
 They lie in the model's own domain (`tq_ops.kv.residual_window`), so that every backend reads the same cache. Attention over
-them is one launch before that over packed tokens: each query sees its sinks and its tail, as far as its sliding window reaches,
-and nothing else. Its sums of V are brought into V's rotated domain, where `schedule.merge_kernel` and csrc/merge.cuh add them to
-those of packed tokens.
+them is one launch before that over packed tokens: each query sees its sinks and its tail, as far as its sliding window
+reaches. Its sums of V are brought into V's rotated domain, where `schedule.merge_kernel` and csrc/merge.cuh add them to those
+of packed tokens.
 """
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from haarkv.tq_ops.cuda import choices
-from haarkv.tq_ops.cuda.arguments import Part, WindowPair, token_arguments
 from haarkv.tq_ops.cuda.available import launch
-from haarkv.tq_ops.cuda.layout import into_rotated
-from haarkv.tq_ops.cuda.rotate import dot, places, round_to
-from haarkv.tq_ops.cuda.schedule import find_column_tile, sequence_tiles
-from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.cuda.layout import to_layout
+from haarkv.tq_ops.cuda.rotate import dot, rotation_operand, round_to
+from haarkv.tq_ops.cuda.schedule import find_column_tile, sequence_tiles, token_arguments
+from haarkv.tq_ops.formats import KVFormat
+from haarkv.tq_ops.kv.cache import LayerView
+from haarkv.tq_ops.kv.layer import LayerKV
+from haarkv.tq_ops.kv.residual_window import ResidualWindow
+
+_WIDTH = 32  # columns of the rotated sums that are made at once
+_MANY = 64  # columns of a sequence
 
 
-@triton.jit
-def token_sequence(token, query_start_loc, sequences, SEQUENCE_BITS: tl.constexpr):
-    """The sequence of each new token [ROWS], bit by bit from the top: SEQUENCE_BITS loads a token."""
-    sequence = tl.zeros(token.shape, tl.int32)
-    for bit in tl.static_range(SEQUENCE_BITS):
-        later = sequence + 2 ** (SEQUENCE_BITS - 1 - bit)
-        start = tl.load(query_start_loc + later, later < sequences, 2147483647)
-        sequence = tl.where(start <= token, later, sequence)
-    return sequence
+Windows = tuple[ResidualWindow, ResidualWindow]
+"""K and V of one layer in BF16, of the same tail, sinks and ring."""
 
 
-@triton.jit
-def keep(low, high, token, head, live, window, into, sequences, HEADS: tl.constexpr, HALF: tl.constexpr, D: tl.constexpr):
-    """Keep vectors [ROWS, D], given as halves of `places`, in BF16: token j at `SINK + j % RING`, a sink at j as well.
+def layer_windows(kv: LayerKV) -> Windows | None:
+    """The tokens of a layer that stay in BF16, if any."""
+    k, v = kv.windows
+    if k is None and v is None:
+        return None
+    # Every format that the kernels read is lossy, and stores each vector alone.
+    assert k is not None
+    assert v is not None
+    assert (k.tail, k.sink, k.ring) == (v.tail, v.sink, v.ring)
+    return k, v
 
-    Args:
-        live: [ROWS], which of them were stored packed.
-        window: [num_rows, HEADS, SINK + RING, D] bf16, of K or of V.
-        into: `arguments.Keeping`.
+
+class Part(NamedTuple):
+    """Attention over some of the tokens, not normalized.
+
+    Attributes:
+        vectors: [T, Hq, D] fp32, sums of V in its rotated domain, in the kernels' order.
+        maxima, sums: [T, Hq] fp32, in units of log2, and of the probabilities.
     """
-    sequence = token_sequence(token, into.query_start_loc, sequences, into.SEQUENCE_BITS) if into.SEQUENCE_BITS > 0 else token
-    row, position = tl.load(into.rows + sequence, live, 0), tl.load(into.positions + token, live, 0).to(tl.int32)
-    at = window + ((row * HEADS + head) * ((into.SINK + into.RING) * D))[:, None]
-    low_dims, high_dims = places(HALF, D)
-    low, high = round_to(low, tl.bfloat16), round_to(high, tl.bfloat16)
-    if into.RING > 0:
-        newest = at + ((position % into.RING + into.SINK) * D)[:, None]
-        tl.store(newest + low_dims[None, :], low, live[:, None])
-        tl.store(newest + high_dims[None, :], high, live[:, None])
-    if into.SINK > 0:
-        first, live = at + (position * D)[:, None], live & (position < into.SINK)
-        tl.store(first + low_dims[None, :], low, live[:, None])
-        tl.store(first + high_dims[None, :], high, live[:, None])
+
+    vectors: Tensor
+    maxima: Tensor
+    sums: Tensor
 
 
 @triton.jit(do_not_specialize=["sequences"])
 def window_kernel(
-    q, k_window, v_window, rows, parts, maxima, sums, tokens, sequences, matrix, scale,
+    q, k_window, v_window, rows, part, tokens, sequences, matrix, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, RING: tl.constexpr,
     TYPE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -68,10 +70,8 @@ def window_kernel(
 
     Args:
         q: [T, HEADS * GROUP, D] in the model's domain.
-        parts: [T, HEADS * GROUP, D] fp32, sums of exp2(logit - maximum) * v, rotated.
-        tokens: of `arguments.Tokens`.
-        maxima, sums: [T, HEADS * GROUP] fp32; of a sequence without tokens the maximum is -inf and the sums are 0.
-        matrix: [D, D] fp32 of `layout.into_rotated`.
+        part: `Part`, of sums of exp2(logit - maximum) * v; of a sequence without tokens the maximum is -inf, sums are 0.
+        matrix: [D, D] fp32 of `into_rotated`.
         scale: softmax_scale * log2(e).
     """
     tile, kv_head = tl.program_id(0), tl.program_id(1)
@@ -123,11 +123,11 @@ def window_kernel(
             v_at = v_window + at + halves
             low = dot(p, tl.load(v_at, valid[:, None], 0.0), low * shrink[:, None], TYPE)
             high = dot(p, tl.load(v_at + D // 2, valid[:, None], 0.0), high * shrink[:, None], TYPE)
-        part = tl.where(live, vector, 0)
-        tl.store(maxima + part, peak, live)
-        tl.store(sums + part, total, live)
+        row = tl.where(live, vector, 0)
+        tl.store(part.maxima + row, peak, live)
+        tl.store(part.sums + row, total, live)
         width = tl.arange(0, WIDTH)[None, :]
-        out, half_matrix = parts + part[:, None] * D + width, matrix + tl.arange(0, D // 2)[:, None] * D + width
+        out, half_matrix = part.vectors + row[:, None] * D + width, matrix + tl.arange(0, D // 2)[:, None] * D + width
         # TF32 keeps as many bits as the FP16 of the rotated queries.
         precision: tl.constexpr = "tf32x3" if tl.float32 == TYPE else "tf32"
         for piece in tl.static_range(D // WIDTH):
@@ -137,7 +137,26 @@ def window_kernel(
             tl.store(out + piece * WIDTH, rotated, live[:, None])
 
 
-def attend_windows(q: Tensor, windows: WindowPair, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Part:
+@cache
+def into_rotated(kv_format: KVFormat, layer: int, head_dim: int, device: torch.device) -> Tensor:
+    """[D, D] fp32 in the kernels' order: `y = x @ m`, for which `y @ rotation.T = x` exactly.
+
+    By the rotation itself, whose entries are rounded to BF16, a round trip is off by 3e-3 of a vector's length.
+    """
+    rotation = to_layout(kv_format, layer, head_dim, torch.device("cpu")).rotation
+    inverse: Tensor = torch.linalg.inv(rotation.double().T)
+    return inverse.float().contiguous().to(device)
+
+
+def _tile(most: int, group: int, head_dim: int, operand: tl.dtype) -> dict[str, int]:
+    """Sizes of a launch for `most` new tokens of a sequence, whose loads are on their way before the first is worked on."""
+    columns = max(16, 1 << (group - 1).bit_length()) if most == 1 else 16
+    if operand == tl.float32 or head_dim > 128:
+        return {"COLUMNS": columns, "TOKENS": 16 if operand == tl.float32 else 32, "num_warps": 8, "num_stages": 2}
+    return {"COLUMNS": 64 if most * group >= _MANY else columns, "TOKENS": 32, "num_warps": 4, "num_stages": 3}
+
+
+def attend_windows(q: Tensor, windows: Windows, at: LayerView, scale: float) -> Part:
     """Attention over the tokens in BF16, one launch, without waiting for the device.
 
     Rounding points: in a BF16 model the probabilities are rounded to BF16 and summed rounded, and the sums of V are rotated
@@ -145,21 +164,18 @@ def attend_windows(q: Tensor, windows: WindowPair, cache: PagedKVCache, layer: i
 
     Args:
         q: [T, Hq, D] bf16 or fp32 in the model's domain.
-        batch: placed.
         scale: softmax_scale * log2(e).
     """
-    (tokens, q_heads, head_dim), heads, sequences = q.shape, cache.shape(layer).num_kv_heads, batch.seq_lens.shape[0]
-    group, operand = q_heads // heads, choices.rotation_operand(q, q.dtype == torch.bfloat16)
-    tile = choices.window_tile(triton.cdiv(tokens, sequences), group, head_dim, operand)
-    column_tiles = sequences if tokens == sequences else triton.cdiv(tokens * group, tile.columns) + sequences
-    matrix = into_rotated(cache.v_format(layer), layer, head_dim, q.device)
-    parts = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-    maxima, sums = (torch.empty(tokens, q_heads, dtype=torch.float32, device=q.device) for _ in range(2))
-    new = token_arguments(batch, windows, cache.shape(layer).window, triton.next_power_of_2(sequences))
+    batch, shape = at.batch, at.kv.shape
+    (tokens, q_heads, head_dim), heads, sequences = q.shape, shape.num_kv_heads, len(batch.seq_lens)
+    group, operand = q_heads // heads, rotation_operand(q, q.dtype == torch.bfloat16)
+    tile = _tile(triton.cdiv(tokens, sequences), group, head_dim, operand)
+    column_tiles = sequences if tokens == sequences else triton.cdiv(tokens * group, tile["COLUMNS"]) + sequences
+    part = Part(*(torch.empty(shape, device=q.device) for shape in (q.shape, q.shape[:2], q.shape[:2])))
     launch(window_kernel, (column_tiles, heads))(
-        q.contiguous(), windows.k, windows.v, batch.rows, parts, maxima, sums, new, sequences, matrix,
-        scale,
-        HEADS=heads, GROUP=group, D=head_dim, COLUMNS=tile.columns, TOKENS=tile.tokens, RING=windows.ring, TYPE=operand,
-        WIDTH=choices.WINDOW_COLUMNS, num_warps=tile.warps, num_stages=tile.stages, **choices.OPTIONS,
+        q.contiguous(), *(one.vectors for one in windows), batch.rows, part,
+        token_arguments(batch, windows, shape.window), sequences,
+        into_rotated(at.kv.v.kv_format, at.layer, head_dim, q.device), scale, HEADS=heads, GROUP=group, D=head_dim,
+        RING=windows[0].ring, TYPE=operand, WIDTH=_WIDTH, **tile,
     )  # fmt: skip
-    return Part(parts, maxima, sums)
+    return part

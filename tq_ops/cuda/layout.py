@@ -17,11 +17,12 @@ from haarkv.tq_ops.formats.packing import Column, eighth_widths, planes
 from haarkv.tq_ops.formats.rotated import Coordinates, Description, numbers_on
 from haarkv.tq_ops.formats.stretches import MOST_POSITIONS, STRETCH, RopeShift
 from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import LayerView
 from haarkv.tq_ops.kv.kernel_support import KernelSupport
 
 
 def kernel_order(description: Description) -> Tensor:
-    """The level in each of the D columns of a kernel's two halves, as `tq_ops.cuda.planes` says: [D] int64."""
+    """[D] int64, the level in each column of a kernel's two halves, as of `planes`."""
     if description.columns:
         eighths = torch.arange(description.head_dim).view(EIGHTHS, -1)
         parts = [eighths[part.eighth] for column in description.columns for part in column.parts]
@@ -38,10 +39,10 @@ def _lace(parts: list[Tensor]) -> Tensor:
 
 
 class Columns(NamedTuple):
-    """Columns of levels as kernels are compiled for them, none of planes.
+    """Columns of learned keys' levels as kernels are compiled for them; empty of planes.
 
     Attributes:
-        units: of each column the bytes of a unit, where it begins in D / 8 bytes, its first of the eight parts, and how many.
+        units: of each column: bytes of a unit, its begin in D / 8 bytes, its first of the eight parts, and its parts.
         parts: shift and bits of each part.
     """
 
@@ -53,7 +54,7 @@ NO_COLUMNS = Columns()
 
 
 def make_columns(columns: tuple[Column, ...]) -> Columns:
-    """Those of a description."""
+    """A description's columns for kernels."""
     units, begin, first = [], 0, 0
     for one in columns:
         units.append((one.nbytes, begin, first, len(one.parts)))
@@ -64,28 +65,24 @@ def make_columns(columns: tuple[Column, ...]) -> Columns:
 READS = KernelSupport(
     "the GPU kernels", head_dims=(64, 128, 256), bits=(2, 3, 4, 5, 6, 8), kept=True, windows=True, learned=True
 )
-"""What the kernels read and write."""
 NO_FAULT = 2**63 - 1
-"""What stands where the first refused vector would be noted, as long as there is none."""
-
-
+"""A fault's value while there is none."""
 STATE = 0xFFFF
-"""What stands where the KV head would, if no version of a recurrent state has seen the tokens before."""
+"""In place of a fault's KV head: no version of a recurrent state has seen the tokens before."""
 
 
 def fault_place(key: int) -> tuple[int, str, int, int]:
-    """Layer, side ("K", "V" or "state"), token of the batch and KV head of a fault that `append` or `delta.advance` noted."""
+    """Layer, side ("K", "V" or "state"), token of the batch and KV head of a fault."""
     head = key & 0xFFFF
     return key >> 49, "state" if head == STATE else "KV"[(key >> 48) & 1], (key >> 16) & 0xFFFFFFFF, head
 
 
 @dataclass(frozen=True)
 class LearnedTables:
-    """What learned coordinates have beside a rotation, coordinates in the kernels' order.
+    """What learned keys have beside a rotation, coordinates in the kernels' order.
 
-    Kernels hold a key or a query as two halves, and RoPE turns number i of the one together with number i of the other. Where
-    it leaves a part of each vector alone, halves are not those of memory: `input_order` says what stands where, and
-    `rotate.places` finds it.
+    RoPE turns number i of a vector's two halves together. Where it leaves a part of each vector alone, halves are not those of
+    memory, but of `input_order` and `rotate.places`.
 
     Attributes:
         mean: [H, D] fp32, as in `Coordinates`, numbers in `input_order`.
@@ -111,20 +108,17 @@ class LearnedTables:
 
 @dataclass(frozen=True)
 class Layout:
-    """A format of 2 to 8 bits a level, or learned keys; one FP16 scale a vector.
-
-    Levels are kept in the order of `kernel_order`. The columns of the rotation are in that order, and nothing else knows how a
-    format orders them.
+    """A format of 2 to 8 bits a level, or learned keys; one FP16 scale a vector. Levels are in `kernel_order`.
 
     Attributes:
-        bits: of a level, which say how its planes lie; the mean of learned keys.
+        bits: of a level; the mean of learned keys.
         rotation: [D, D] bf16, `y = x @ rotation` in the kernels' order. Of learned keys [H, D, D], by which queries are
             multiplied, its rows in `input_order`.
         centroids: [2**bits] fp32; of learned keys those of 1 bit, of 2 bits, and so on to 6.
-        words: [n] int32, the same in FP16, cut into bytes for `tq_ops.cuda.lookup`; None where they are not looked up so.
+        words: of `centroid_words`.
         boundaries: [2**bits - 1] fp32, ascending; of learned keys likewise of each width.
-        columns: of learned keys; none where levels lie in planes.
-        learned: of learned keys; None of a rotation.
+        columns: of learned keys; empty where levels lie in planes.
+        learned: None of a rotation.
         along: of `Description`.
     """
 
@@ -144,46 +138,12 @@ class Layout:
 
     @property
     def forward(self) -> Tensor:
-        """What K or V is multiplied by before levels are chosen."""
+        """The matrix for K or V before levels are chosen."""
         return self.learned.forward if self.learned else self.rotation
 
 
-class Rotated(NamedTuple):
-    """Queries in the domain of the codes.
-
-    Those for learned keys are S times as many: as the keys of each stretch meet them. Of stretches that a query does not see
-    they are unset.
-
-    Attributes:
-        queries: [T, Hq, D] or [S, T, Hq, D], fp16 in a BF16 model, else fp32.
-        gains: [S, T, Hq] fp32, powers of two by which those for learned keys were divided, so that FP16 holds them; None of a
-            rotation.
-        lacks: [S, T, Hq] fp32, the turned query's product with K's mean; None of a rotation.
-    """
-
-    queries: Tensor
-    gains: Tensor | None
-    lacks: Tensor | None
-
-
-def unset_queries(
-    tokens: int, heads: int, layout: Layout, stretches: int, dtype: torch.dtype, device: torch.device
-) -> Rotated:
-    """Unset, for queries of a model of this dtype; `stretches` counts for learned keys alone."""
-    head_dim = layout.rotation.shape[-1]
-    query_dtype = torch.float16 if dtype == torch.bfloat16 else torch.float32
-    if not layout.learned:
-        return Rotated(torch.empty(tokens, heads, head_dim, dtype=query_dtype, device=device), None, None)
-    gains, lacks = (torch.empty(stretches, tokens, heads, dtype=torch.float32, device=device) for _ in range(2))
-    return Rotated(torch.empty(stretches, tokens, heads, head_dim, dtype=query_dtype, device=device), gains, lacks)
-
-
 def stretch_room(batch: Batch, block_size: int) -> int:
-    """Stretches of a sequence that a batch's block table has room for.
-
-    Raises:
-        InputError: more than there are tables for.
-    """
+    """Stretches of a sequence that a batch's block table has room for; InputError if there are tables for fewer."""
     positions = batch.block_table.shape[1] * block_size
     if positions > MOST_POSITIONS:
         raise InputError(
@@ -201,15 +161,11 @@ def input_order(head_dim: int, half: int) -> Tensor:
 
 
 def centroid_words(centroids: Tensor) -> Tensor | None:
-    """What `tq_ops.cuda.lookup` permutes: int32, the high bytes of the centroids in FP16, then their low bytes.
+    """What `lookup` permutes: int32, the high bytes of the centroids in FP16, then their low bytes.
 
-    Of 4 or 8 centroids that is all of them, [2] or [4]. Of 16 it is the upper eight, which are magnitudes, and the halved
-    sign, [5]. They are data and not constants of the kernel, or the compiler would load them into registers for every use.
-
-    Args:
-        centroids: [levels] fp32, ascending.
-    Returns:
-        None of more than 16 levels, and of 16 whose lower half is not the upper one's negative.
+    Of 4 or 8 centroids, ascending, these are all, [2] or [4]. Of 16 these are the upper eight, which are magnitudes, and the
+    halved sign, [5]. None of more than 16, and of 16 whose lower half is not the upper one's negative. They are data and not
+    constants of the kernel, or the compiler would load them into registers for every use.
     """
     half = centroids.to(torch.float16)
     if len(half) > 16 or (len(half) == 16 and not torch.equal(half[:8].flip(0), -half[8:])):
@@ -221,25 +177,16 @@ def centroid_words(centroids: Tensor) -> Tensor | None:
 
 @cache
 def to_layout(kv_format: KVFormat, layer: int, head_dim: int, device: torch.device) -> Layout:
-    """The layout of a format that `READS` takes, its tables on a device; made once. Do not write to it."""
+    """The layout of a format that `READS` takes, its tables on a device; cached, so do not write to it."""
     description = kv_format.description(head_dim)
     assert description is not None, "unsupported() lets formats of rotated levels pass alone"
     return _layout(description, layer, device)
 
 
-@cache
-def into_rotated(kv_format: KVFormat, layer: int, head_dim: int, device: torch.device) -> Tensor:
-    """What brings vectors into the rotated domain so that the way back is exact: `y = x @ m`, for which `y @ rotation.T = x`.
-
-    It is the rotation itself, but for the rounding of that one's entries to BF16, with which a round trip is off by 3e-3 of
-    a vector's length.
-
-    Returns:
-        [D, D] fp32, in the kernels' order; made once.
-    """
-    rotation = to_layout(kv_format, layer, head_dim, torch.device("cpu")).rotation
-    inverse: Tensor = torch.linalg.inv(rotation.double().T)
-    return inverse.float().contiguous().to(device)
+def both_layouts(at: LayerView, device: torch.device) -> tuple[Layout, Layout]:
+    """`to_layout` of a layer's K and V."""
+    k, v = (to_layout(kv_format, at.layer, at.kv.shape.head_dim, device) for kv_format in at.kv.formats)
+    return k, v
 
 
 @cache
@@ -260,7 +207,7 @@ def _layout(description: Description, layer: int, device: torch.device) -> Layou
 
 def _learned_layout(description: Description, coordinates: Coordinates, order: Tensor, device: torch.device) -> Layout:
     assert len(coordinates.gains) == 3, "the kernels try three gains"
-    # Keys that nobody knows the turns of are turned by nothing.
+    # Keys of unknown turns are not turned.
     turns = coordinates.turns or RopeShift((0.0,) * (description.head_dim // 2))
     half = len(turns.inv_freq)
     inputs, static_dims = input_order(description.head_dim, half), description.head_dim // 2 - half

@@ -1,11 +1,11 @@
 """The centroids of a tile of codes: byte permutations on a GPU for 2, 3 and 4 bits, arithmetic for learned keys, else loads.
 
-Instructions a coordinate, of a tile that lies in registers: 1.3 for 2 bits, 1.6 for 3, 2.5 for 4. `prmt` picks four bytes of
-eight by the nibbles of an index, so that eight levels fit one table of high bytes and one of low bytes; sixteen need the sign
-apart. In FP32, in the interpreter, which has no PTX, and from 5 bits on, each centroid is a load.
+Instructions a coordinate of a tile in registers: 1.3 for 2 bits, 1.6 for 3, 2.5 for 4. `prmt` picks four bytes of eight by the
+nibbles of an index, so eight levels fit one table of high bytes and one of low bytes; sixteen need the sign apart. In FP32, in
+the interpreter, which has no PTX, and from 5 bits on, each centroid is a load.
 
-Those of learned keys are a cubic of the level. FP16 ones on a GPU are made two at a time, as `Halves` says: 3.5 instructions a
-coordinate. In FP32 and in the interpreter the same is plain arithmetic.
+Centroids of learned keys are a cubic of the level: in FP16 two at a time by `Halves`, 3.5 instructions a coordinate; in FP32
+and in the interpreter by plain arithmetic.
 """
 
 from typing import NamedTuple
@@ -28,20 +28,16 @@ _NUDGES = {4: (-1, 0), 6: (-4, 14)}
 class Halves(NamedTuple):
     """Constants of a part, each the bits of an FP16 number in both halves of a word.
 
-    `codebooks.cubic` says c = m * (a + b * m**2) with m = 2 * level + 1 - 2**bits. Here n = m / 2**(bits - 1), so that no
-    factor leaves FP16's range, and a is the sum of two FP16 numbers:
+    By `codebooks.cubic` c = m * (a + b * m**2) with m = 2 * level + 1 - 2**bits. Here n = m / 2**(bits - 1), so that no factor
+    leaves FP16's range, and a is the sum of two FP16 numbers:
 
         c = n * a + n * (rest + b * n**2)
 
     Each step but the last is exact or small beside n * a. The result is the FP16 number nearest to c, for every level of every
     width: the constants were moved a little until it was.
 
-    n costs no conversion. A level whose lowest bit is bit `place` of a half, 1 or above, is or-ed into 1024 = 0x6400. That
-    makes 1024 + level * 2**place, of which one multiply-add makes n.
-
-    Attributes:
-        scale, offset: n = scale * x + offset, of x = 1024 + level * 2**place.
-        a, rest, b: as above.
+    n costs no conversion. A level whose lowest bit is bit `place` of a half, 1 or above, is or-ed into 1024 = 0x6400: that is
+    x = 1024 + level * 2**place, and n = scale * x + offset.
     """
 
     scale: int
@@ -64,7 +60,7 @@ def half_constants(bits: int, place: int) -> Halves:
 
 
 def unit_shift(part: Part) -> int:
-    """Bits by which a unit in a half is shifted to the right, or to the left if negative, for n to be made of a part of it."""
+    """Bits to shift a unit in a half to the right, or if negative to the left, before n is made of a part of it."""
     if part.shift == 0:
         return -1
     if part.shift + part.bits <= _MANTISSA:
@@ -77,7 +73,7 @@ def _round_fp16(number: float) -> float:
 
 
 def _nudge(number: float, steps: int) -> float:
-    """The FP16 number so many above the one nearest to a number, in its bits."""
+    """The FP16 number so many steps above the one nearest to a number."""
     return float((torch.tensor(number, dtype=torch.float16).view(torch.int16) + steps).view(torch.float16))
 
 
@@ -87,7 +83,7 @@ def _word(number: float) -> int:
 
 
 def column_asm(column: Column) -> tuple[str, str]:
-    """PTX for one word of units of a column, of four units of a byte or of two of two bytes, and its operands.
+    """PTX for one word of a column's units, four of a byte or two of two bytes, and its operands.
 
     Outputs are two FP16 numbers a word, those of the first part first; the word of units is the last operand.
     """
@@ -212,7 +208,7 @@ _PART_TYPES = tl.constexpr(((), (), (tl.float16,) * 2, (tl.float16,) * 3, (tl.fl
 
 @triton.jit
 def load_words(side):
-    """The words of `Layout.words` as scalars, to be kept in registers; side is of `arguments.Read`."""
+    """The words of `Layout.words` as scalars, to stay in registers; `side` is an `attention.Read`."""
     count: tl.constexpr = 5 if side.BITS == 4 else 2 * (side.BITS - 1)
     words = (0,)
     if side.PERMUTE and side.COLUMNS == 0:
@@ -224,10 +220,10 @@ def load_words(side):
 
 @triton.jit
 def _lace_parts(parts, PARTS: tl.constexpr):
-    """As `planes.lace`, of FP16 or FP32 numbers.
+    """As `planes.lace`, of FP16 or FP32 numbers, as integers of their bits.
 
-    They are laced as integers of their bits. Were what a product takes a reshape itself, Triton would look for a layout in
-    shared memory with the parts apart, and for Blackwell it gives up the kernel where there is none.
+    Were a product's operand a reshape itself, Triton would look for a layout in shared memory with the parts apart, and for
+    Blackwell it refuses the kernel where there is none.
     """
     half = parts[0]
     if PARTS > 1:
@@ -252,7 +248,7 @@ def _load_centroids(tiles, table, first: tl.constexpr, BITS: tl.constexpr, TYPE:
 
 @triton.jit
 def cubic(level, BITS: tl.constexpr):
-    """Centroids fp32 of levels of BITS bits, as `codebooks.cubic.centroids`; what lies above those bits counts nothing."""
+    """Centroids fp32 of levels of BITS bits, as `codebooks.cubic.centroids`; higher bits are ignored."""
     m = (2 * (level & (2**BITS - 1)) + (1 - 2**BITS)).to(tl.float32)
     return m * (_FACTORS[BITS - 1][0] + _FACTORS[BITS - 1][1] * (m * m))
 
@@ -278,11 +274,9 @@ def _column_centroids(units, side, column: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit
 def tile_centroids(tiles, side, words, TYPE: tl.constexpr):
-    """Centroids of both halves [rows, D/2] of vectors whose codes are `tiles` of `planes.load_codes`.
+    """Centroids of both halves [rows, D/2] of vectors, of `tiles` of `planes.load_codes` and `words` of `load_words`.
 
-    Args:
-        side: of `arguments.Read`; without PERMUTE centroids are those of its table, or of the cubic, as TYPE.
-        words: of `load_words`.
+    Without PERMUTE of `side`, an `attention.Read`, they are of TYPE.
     """
     table = side.centroids
     BITS: tl.constexpr = side.BITS

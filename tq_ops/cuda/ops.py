@@ -7,36 +7,32 @@ to FP16, products accumulate in FP32, and the probabilities are summed before th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.cuda import arguments, attention, choices, decode, delta, prologue, quantize
-from haarkv.tq_ops.cuda.available import capability, launch
+from haarkv.tq_ops.cuda import attention, decode, delta
 from haarkv.tq_ops.cuda.block_planes import placed
 from haarkv.tq_ops.cuda.block_products import product
 from haarkv.tq_ops.cuda.elementwise import add_norm, gelu_mul, rms_norm, silu_mul
 from haarkv.tq_ops.cuda.elementwise import rope as rope
 from haarkv.tq_ops.cuda.elementwise import sigmoid_mul as sigmoid_mul
 from haarkv.tq_ops.cuda.experts import run_experts
-from haarkv.tq_ops.cuda.in_bf16 import attend_windows
-from haarkv.tq_ops.cuda.layout import NO_FAULT, Layout, Rotated, fault_place, stretch_room, to_layout, unset_queries
-from haarkv.tq_ops.cuda.rotate import rotate_kernel
-from haarkv.tq_ops.cuda.schedule import merge_kernel
+from haarkv.tq_ops.cuda.in_bf16 import attend_windows, layer_windows
+from haarkv.tq_ops.cuda.layout import NO_FAULT, both_layouts, fault_place
+from haarkv.tq_ops.cuda.prologue import append, in_parts, rotate_and_append
+from haarkv.tq_ops.cuda.prologue import rotate as rotate
+from haarkv.tq_ops.cuda.rotate import Rotated
 from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.cache import LayerView, PagedKVCache
 from haarkv.tq_ops.kv.layer import NonFiniteTokenError
-from haarkv.tq_ops.kv.recurrent import UNSEEN, Recurrent
+from haarkv.tq_ops.kv.recurrent import UNSEEN
 from haarkv.tq_ops.table import Heads
 from haarkv.tq_ops.weight import Blocks, Weight
 
 LOG2_E = 1.4426950408889634
-_WIDTH = 32
-"""Columns of a small product: so few that even a decode step fills a GPU."""
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
@@ -49,268 +45,69 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
     return reference.linear(x, weight)
 
 
-def gated_delta(
-    x: Tensor, a: Tensor, b: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor, cache: PagedKVCache, layer: int,
-    batch: Batch,
-) -> Tensor:  # fmt: skip
+def gated_delta(x: Tensor, a: Tensor, b: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor, at: LayerView) -> Tensor:
     """As `tq_ops.reference.gated_delta`: it waits to know that every state is there, then two launches."""
-    cast(Recurrent, cache.states[layer]).require(batch)
-    return delta.advance(x, a, b, conv, a_log, dt_bias, cache, layer, batch, new_fault(x.device))
+    at.state.require(at.batch)
+    return delta.advance(x, a, b, conv, a_log, dt_bias, at, new_fault(x.device))
 
 
 def new_fault(device: torch.device) -> Tensor:
-    """[1] int64 in which `append` leaves where the first vector that it refuses is, and `delta.advance` a state not there."""
+    """[1] int64 in which `append` notes the first vector that it refuses, and `delta.advance` a state that is not there."""
     return torch.full((1,), NO_FAULT, dtype=torch.int64, device=device)
 
 
 def raise_fault(fault: Tensor, cache: PagedKVCache, batch: Batch) -> None:
-    """Wait for the device, and clear the fault.
-
-    Raises:
-        NonFiniteError, ValueError: there is one, of K and V or of a state; in the reference's words.
-    """
+    """Wait for the device, clear the fault, and raise NonFiniteError, or ValueError of a state, as the reference does."""
     if (key := int(fault)) == NO_FAULT:
         return
     fault.fill_(NO_FAULT)
     layer, side, token, head = fault_place(key)
     if side == "state":
         raise ValueError(UNSEEN)
-    batch = cache.placed(layer, batch)
-    kv_format = cache.v_format(layer) if side == "V" else cache.k_format(layer)
-    raise NonFiniteTokenError(layer, side, token, int(batch.slot_mapping[token]), head, kv_format.name)
+    at = cache.view(layer, batch)
+    kv_format = at.kv.formats["KV".index(side)]
+    raise NonFiniteTokenError(layer, side, token, int(at.batch.slot_mapping[token]), head, kv_format.name)
 
 
-def _layouts(cache: PagedKVCache, layer: int, device: torch.device) -> tuple[Layout, Layout]:
-    head_dim = cache.shape(layer).head_dim
-    return (
-        to_layout(cache.k_format(layer), layer, head_dim, device), to_layout(cache.v_format(layer), layer, head_dim, device)
-    )  # fmt: skip
-
-
-def _fields(cache: PagedKVCache, layer: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    return cache.k_fields(layer), cache.v_fields(layer)
-
-
-def append(
-    k: Tensor,
-    v: Tensor,
-    cache: PagedKVCache,
-    layer: int,
-    batch: Batch,
-    fault: Tensor,
-    *,
-    write: bool = True,
-    stand_in: bool = False,
-) -> None:
-    """Quantize K and V and store them, and in BF16 what stays in it, in one launch and without waiting for the device.
-
-    Args:
-        k, v: [T, Hkv, D] fp32; K after RoPE.
-        batch: where they go; a negative slot is skipped.
-        fault: from `new_fault`; a vector that is not finite, or too large for its format, is left out and noted there.
-        write: whether to store anything, or to look for faults only.
-        stand_in: store a vector that is not finite all the same, with zeros for its numbers that are not; not where tokens
-            stay in BF16.
-    """
-    windows, shape, batch = arguments.layer_windows(cache, layer), cache.shape(layer), cache.placed(layer, batch)
-    assert not (windows and stand_in)
-    k, v, tokens = k.contiguous(), v.contiguous(), k.shape[0]
-    layouts = _layouts(cache, layer, k.device)
-    launch(quantize.quantize_kernel, (max(arguments.num_tiles(tokens, shape.num_kv_heads, layout) for layout in layouts), 2))(
-        k, v, keeping=arguments.keeping(windows, batch), sequences=batch.seq_lens.shape[0],
-        positions=batch.positions if layouts[0].learned else None, slots=batch.slot_mapping, tokens=tokens, fault=fault,
-        layer=layer, HEADS=shape.num_kv_heads, D=shape.head_dim, BLOCK=cache.block_size, ROWS=arguments.ROWS, WRITE=write,
-        STAND_IN=stand_in, **choices.OPTIONS,
-        **arguments.both_writes(_fields(cache, layer), layouts, windows, k, shape.head_dim),
-    )  # fmt: skip
-
-
-def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
+def store_kv(k: Tensor, v: Tensor, at: LayerView) -> None:
     """As `tq_ops.reference.store_kv`: one launch looks for faults, and if there are none, another writes."""
-    batch, most = cache.placed(layer, batch), cache.num_slots_of(layer)
-    slots = batch.slot_mapping
-    if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < most:
-        raise IndexError(f"slots must lie in 0 … {most - 1}")
-    cache.require_room(batch, layer)
+    at.require_slots()
+    at.require_room()
     fault = new_fault(k.device)
-    append(k, v, cache, layer, batch, fault, write=False)
-    raise_fault(fault, cache, batch)
-    append(k, v, cache, layer, batch, fault)
+    append(k, v, at, fault, write=False)
+    raise_fault(fault, at.cache, at.batch)
+    append(k, v, at, fault)
 
 
-def rotate(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> Rotated:
-    """Queries [T, Hq, D] in the domain of the codes; for learned keys as those of each stretch meet them."""
-    tokens, heads, head_dim = q.shape
-    keys, shape = _layouts(cache, layer, q.device)[0], cache.shape(layer)
-    stretches = stretch_room(batch, cache.block_size) if keys.learned else 1
-    out = unset_queries(tokens, heads, keys, stretches, q.dtype, q.device)
-    operand = choices.rotation_operand(q, q.dtype == torch.bfloat16)
-    launch(rotate_kernel, (arguments.num_tiles(tokens, heads, keys), head_dim // _WIDTH, choices.stretch_programs(stretches)))(
-        q.contiguous(), *out, keys.rotation, arguments.turning(keys, batch, shape.window, operand), tokens, HEADS=heads,
-        MATRICES=keys.matrices, D=head_dim, TYPE=operand, ROWS=arguments.ROWS, WIDTH=_WIDTH,
-        HALF=keys.learned.half if keys.learned else head_dim // 2, **choices.OPTIONS,
-    )  # fmt: skip
-    return out
-
-
-def _at_once(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> int:
-    """How many tokens' queries may be rotated at a time: for learned keys they are as many as there are stretches."""
-    if not _layouts(cache, layer, q.device)[0].learned:
-        return max(1, len(q))
-    nbytes = q.element_size() * q.shape[1] * q.shape[2] * stretch_room(batch, cache.block_size)
-    return max(1, choices.MOST_AHEAD // nbytes)
-
-
-def batch_part(batch: Batch, begin: int, end: int) -> Batch:
-    """Tokens begin … end - 1 of a batch, without waiting for the device: what comes behind them is not there yet.
-
-    Of a batch of one token a sequence these are sequences. Of others all stay, some without a token.
-    """
-    end, starts = min(end, len(batch.positions)), batch.query_start_loc
-    inside = replace(batch, positions=batch.positions[begin:end], slot_mapping=batch.slot_mapping[begin:end])
-    if len(batch.positions) == len(batch.seq_lens):
-        return replace(
-            inside, block_table=batch.block_table[begin:end], seq_lens=batch.seq_lens[begin:end], rows=batch.rows[begin:end],
-            query_start_loc=starts[begin : end + 1] - begin,
-        )  # fmt: skip
-    lengths, starts = batch.seq_lens - (starts[1:] - starts[1:].clamp(max=end)), starts.clamp(begin, end) - begin
-    table, rows = batch.block_table, batch.rows
-    if end - begin == len(lengths):
-        # As many tokens as sequences would pass for one of each: one more sequence, without tokens, tells them apart.
-        lengths, rows = (torch.cat([one, torch.zeros_like(one[:1])]) for one in (lengths, rows))
-        table, starts = (torch.cat([one, one[-1:]]) for one in (table, starts))
-    return replace(inside, query_start_loc=starts, seq_lens=lengths, block_table=table, rows=rows)
-
-
-def attend(q: Tensor, rotated: Rotated | None, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
-    """Attention of rotated queries, in two launches, or in one of `decode`, and without waiting for the device.
+def attend(q: Tensor, rotated: Rotated | None, at: LayerView, softmax_scale: float) -> Tensor:
+    """Attention of rotated queries, in one launch of `decode` or two of `attention`, and without waiting for the device.
 
     Where tokens stay in BF16, one more launch attends to those.
 
     Args:
-        q: [T, Hq, D], for its dtype and device; where tokens stay in BF16, or without `rotated`, also for its numbers, in the
-            model's domain.
-        rotated: the same, from `rotate`; None where they would take too much memory: they are rotated here, some at a time.
+        q: [T, Hq, D] in the model's domain; its numbers count only where tokens stay in BF16, or without `rotated`.
+        rotated: the same, from `rotate`; None where they would take too much memory: some at a time are rotated here.
     Returns:
         [T, Hq, D] of q's dtype.
     """
     if rotated is None:
-        most = _at_once(q, cache, layer, batch)
-        parts = ((q[begin : begin + most], batch_part(batch, begin, begin + most)) for begin in range(0, len(q), most))
-        rotated_parts = ((some, rotate(some, cache, layer, piece_batch), piece_batch) for some, piece_batch in parts)
-        return torch.cat(
-            [
-                attend(some, part_rotated, cache, layer, part_batch, softmax_scale)
-                for some, part_rotated, part_batch in rotated_parts
-            ]
-        )
-    batch, windows, scale = cache.placed(layer, batch), arguments.layer_windows(cache, layer), softmax_scale * LOG2_E
-    layouts = _layouts(cache, layer, q.device)
-    in_bf16 = attend_windows(q, windows, cache, layer, batch, scale) if windows else None
-    if len(q) == len(batch.seq_lens) and decode.takes(q, cache, layer, *layouts):
-        return decode.attend(q, rotated, cache, layer, batch, *layouts, scale, in_bf16)
-    return _attend_in_parts(q, rotated, cache, layer, batch, layouts, scale, windows, in_bf16)
+        outs = [attend(some, ahead, part, softmax_scale) for some, ahead, part in in_parts(q, at)]
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+    windows, scale, layouts = layer_windows(at.kv), softmax_scale * LOG2_E, both_layouts(at, q.device)
+    in_bf16 = attend_windows(q, windows, at, scale) if windows else None
+    takes = len(q) == len(at.batch.seq_lens) and decode.takes(q, at.kv, *layouts)
+    run = decode.attend if takes else attention.attend
+    return run(q, rotated, at, layouts, scale, in_bf16)
 
 
-def _attend_in_parts(
-    q: Tensor, rotated: Rotated, cache: PagedKVCache, layer: int, batch: Batch, layouts: tuple[Layout, Layout], scale: float,
-    windows: arguments.WindowPair | None, in_bf16: arguments.Part | None,
-) -> Tensor:  # fmt: skip
-    """The Triton kernels: partial results by `attention`, added up by `merge`."""
-    (keys, values), shape = layouts, cache.shape(layer)
-    (tokens, q_heads, head_dim), heads, sequences = q.shape, shape.num_kv_heads, batch.seq_lens.shape[0]
-    group, one_each, operand = q_heads // heads, tokens == sequences, choices.attention_operand(q)
-    table = batch.block_table.contiguous()
-    tile = choices.attention_tile(
-        triton.cdiv(tokens, sequences),
-        group,
-        head_dim,
-        operand,
-        capability(q.device),
-        choices.widest_level(keys, values),
-        keys.learned is not None,
-    )
-    # Ragged column tiles: a sequence wastes less than one.
-    column_tiles = sequences if one_each else triton.cdiv(tokens * group, tile.columns) + sequences
-    visible = choices.most_visible(table.shape[1] * cache.block_size, shape.window, tokens - sequences + 1, tile.tokens)
-    programs = choices.count_programs(heads, column_tiles * triton.cdiv(visible, tile.tokens), q.device)
-    # Column tiles enough for all programs are not cut.
-    whole = not one_each and tokens * group >= programs * tile.columns
-    programs = column_tiles if whole else programs
-    parts_shape = (tokens, heads, group) if whole else (programs + column_tiles, heads, tile.columns)
-    parts = torch.empty(*parts_shape, head_dim, dtype=torch.float32, device=q.device)
-    maxima, sums = (torch.empty(parts_shape, dtype=torch.float32, device=q.device) for _ in range(2))
-    new = arguments.token_arguments(batch, windows, shape.window, triton.next_power_of_2(sequences))
-    same = {
-        "HEADS": heads, "GROUP": group, "D": head_dim, "COLUMNS": tile.columns, "TOKENS": tile.tokens, "WHOLE": whole,
-        **choices.OPTIONS,
-    }  # fmt: skip
-    launch(attention.attend_kernel, (programs, heads))(
-        *rotated, tokens * q_heads, parts, maxima, sums, new, sequences, table, table.shape[1],
-        arguments.read(cache.k_fields(layer), keys, choices.permutes(q, keys)),
-        arguments.read(cache.v_fields(layer), values, choices.permutes(q, values)), scale, programs,
-        BLOCK=cache.block_size, WIDE=tile.wide, TYPE=operand,
-        num_warps=tile.warps, num_stages=tile.stages, **same,
-    )  # fmt: skip
-    out, merging = torch.empty_like(q), choices.merge_tile(whole, head_dim)
-    tiles = arguments.num_tiles(tokens, q_heads, values) if whole else tokens * q_heads
-    launch(merge_kernel, (tiles, head_dim // (merging["WIDTH"] * merging["PIECES"])))(
-        parts, maxima, sums, out, values.rotation, tokens, new, sequences, programs,
-        *((in_bf16.parts, in_bf16.maxima, in_bf16.sums) if in_bf16 else (None, None, None)),
-        **merging, **same,
-    )  # fmt: skip
-    return out
-
-
-def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
-    """As `tq_ops.reference.paged_attention`, over the packed codes: three launches, no de-quantized K or V in memory.
-
-    It allocates the rotated queries and the partial results, a number of them that does not grow with the context. Rotated for
-    learned keys, queries are as many as a context has stretches, but never more than `choices.MOST_AHEAD` bytes at a time.
-    """
-    rotated = rotate(q, cache, layer, batch) if len(q) <= _at_once(q, cache, layer, batch) else None
-    return attend(q, rotated, cache, layer, batch, softmax_scale)
-
-
-def rotate_and_append(
-    qkv: Tensor, heads: Heads, rope: tuple[Tensor, Tensor], cache: PagedKVCache, layer: int, batch: Batch, fault: Tensor
-) -> tuple[Tensor, Rotated | None]:
-    """Everything between the packed projections and attention, in one launch; arguments as of `FusedOps.attention`.
-
-    It stores K and V, and notes in `fault` what it leaves out, as `append` does.
-
-    Returns:
-        The two that `attend` takes: the queries [T, Hq, D], whose numbers are set only where tokens stay in BF16 or the other
-        is None, and the same in the domain of the codes, as `rotate` gives them.
-    """
-    qkv, (cos, sin), batch = qkv.contiguous(), (x.contiguous() for x in rope), cache.placed(layer, batch)
-    tokens, shape, windows = qkv.shape[0], cache.shape(layer), arguments.layer_windows(cache, layer)
-    layouts, kv_heads = _layouts(cache, layer, qkv.device), shape.num_kv_heads
-    keys = layouts[0]
-    assert keys.learned is None or 2 * keys.learned.half == shape.head_dim, "cos and sin turn all of a head"
-    queries = torch.empty(tokens, heads.num_heads, shape.head_dim, dtype=heads.dtype, device=qkv.device)
-    q_type = choices.rotation_operand(qkv, heads.dtype == torch.bfloat16)
-    ahead = tokens <= _at_once(queries, cache, layer, batch)
-    stretches = stretch_room(batch, cache.block_size) if keys.learned and ahead else 1
-    rotated = unset_queries(tokens, heads.num_heads, keys, stretches, heads.dtype, qkv.device) if ahead else None
-    one_each, shares = tokens == batch.seq_lens.shape[0], choices.stretch_programs(stretches)
-    width = choices.query_columns(one_each, shape.head_dim, q_type) if ahead else shape.head_dim
-    q_programs = arguments.num_tiles(tokens, heads.num_heads, keys) * (shape.head_dim // width) * shares
-    launch(prologue.prologue_kernel, (sum(arguments.num_tiles(tokens, kv_heads, layout) for layout in layouts) + q_programs,))(
-        qkv, heads.bias, heads.q_norm, heads.k_norm, heads.eps, cos, sin, tokens, queries if windows or not ahead else None,
-        *(rotated or (None, None, None)), keys.rotation, arguments.turning(keys, batch, shape.window, q_type), shares,
-        keeping=arguments.keeping(windows, batch), sequences=batch.seq_lens.shape[0],
-        positions=batch.positions if keys.learned else None, slots=batch.slot_mapping, fault=fault, layer=layer,
-        HEADS=heads.num_heads, KV_HEADS=kv_heads, D=shape.head_dim, BLOCK=cache.block_size, ROWS=arguments.ROWS, WIDTH=width,
-        ROUNDED=choices.element(heads.dtype), Q_TYPE=q_type,
-        **arguments.both_writes(_fields(cache, layer), layouts, windows, qkv, shape.head_dim), **choices.OPTIONS,
-    )  # fmt: skip
-    return queries, rotated
+def paged_attention(q: Tensor, at: LayerView, softmax_scale: float) -> Tensor:
+    """As `tq_ops.reference.paged_attention`, over the packed codes, with no de-quantized K or V in memory."""
+    return attend(q, None, at, softmax_scale)
 
 
 @dataclass(frozen=True)
 class CudaFusedOps:
-    """`tq_ops.table.FusedOps` for one executor. None of them waits for the device.
+    """`tq_ops.table.FusedOps` for one executor; none of them waits for the device.
 
     Attributes:
         fault: from `new_fault`; a K or V that is not finite, or too large for its format, is left out and noted there.
@@ -325,15 +122,12 @@ class CudaFusedOps:
     experts = staticmethod(run_experts)
 
     def linear(self, x: Tensor, weight: Weight | tuple[Weight, ...]) -> Tensor:
-        """As `linear`; of several weights their results beside each other."""
+        """As `linear`; of several weights the results side by side."""
         if isinstance(weight, tuple):
             return torch.cat([linear(x, part) for part in weight], dim=1)
         return linear(x, weight)
 
-    def attention(
-        self, qkv: Tensor, heads: Heads, rope: tuple[Tensor, Tensor], cache: PagedKVCache, layer: int, batch: Batch,
-        softmax_scale: float,
-    ) -> Tensor:  # fmt: skip
+    def attention(self, qkv: Tensor, heads: Heads, rope: tuple[Tensor, Tensor], at: LayerView, softmax_scale: float) -> Tensor:
         """As `FusedOps.attention`: the launch of `rotate_and_append`, and those of `attend`."""
-        q, rotated = rotate_and_append(qkv, heads, rope, cache, layer, batch, self.fault)
-        return attend(q, rotated, cache, layer, batch, softmax_scale).flatten(1)
+        q, rotated = rotate_and_append(qkv, heads, rope, at, self.fault)
+        return attend(q, rotated, at, softmax_scale).flatten(1)

@@ -1,16 +1,16 @@
 """How levels lie in a vector's bytes, for kernels: planes of bits, cut into tiles of equal width, and parts of coordinates.
 
-A level of BITS bits lies in one plane of 2, 4 or 8 bits, or in two: 3 = 2 + 1, 5 = 4 + 1, 6 = 4 + 2, low bits first. BITS
-says which by its own binary digits. Its lowest digit is `narrow`; of 8 bits it is 4. A vector of D coordinates is cut into
-8 / narrow parts of n = D * narrow / 8 coordinates, and each plane into one tile or more of n bytes:
+A level of BITS bits lies in one plane of 2, 4 or 8 bits, or in two: 3 = 2 + 1, 5 = 4 + 1, 6 = 4 + 2, low bits first, as the
+binary digits of BITS. The lowest digit is `narrow`; of 8 bits it is 4. A vector of D coordinates is cut into 8 / narrow parts
+of n = D * narrow / 8 coordinates, and each plane into one tile or more of n bytes:
 
     byte j of tile t, of the m tiles of a plane, holds coordinate j of the parts t, t + m, t + 2m, ..., the first lowest
 
-So a kernel loads each byte once, and one shift takes a part out of it. It holds a vector as two halves of D/2 columns, in each
-half of the parts laced together, a pair of pairs. `layout.kernel_order` is that order of columns; rotations have it folded in.
+So a kernel loads each byte once, and one shift extracts a part. It holds a vector as two halves of D/2 columns, in each half
+of the parts laced together, a pair of pairs. `layout.kernel_order` is that order of columns; rotations have it folded in.
 
-Learned keys lie in columns, as `tq_ops.formats.packing` says: eight parts of D / 8 coordinates, each of its own width, and one
-shift takes each out as well. `layout.Columns` names them for kernels.
+Learned keys lie in the columns of `tq_ops.formats.packing`: eight parts of D / 8 coordinates, each of its own width, which one
+shift extracts as well. `layout.Columns` describes them for kernels.
 """
 
 import triton
@@ -66,11 +66,7 @@ def units_at(side, at, column: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def load_codes(side, at, D: tl.constexpr):
-    """The tiles of vectors whose bytes begin at `at` [rows]: a tuple of [rows, n] uint8, or uint16 of columns of two bytes.
-
-    Args:
-        side: of `arguments.Read`.
-    """
+    """The tiles of vectors whose bytes begin at `at` [rows]: a tuple of [rows, n] uint8, or uint16 of columns of two bytes."""
     if side.COLUMNS > 0:
         tiles = (tl.load(units_at(side, at, 0, D)),)
         for column in tl.static_range(1, side.COLUMNS):
@@ -110,7 +106,7 @@ def packed_units(level, into, column: tl.constexpr):
 
 @triton.jit
 def store_columns(into, at, live, low, high, D: tl.constexpr):
-    """As `store_codes`, of levels of several widths; `into` is of `arguments.Write`."""
+    """As `store_codes`, of levels of several widths; `into` is a `quantize.Write`."""
     level = unlace(low, 4) + unlace(high, 4)
     for column in tl.static_range(into.COLUMNS):
         pointer = units_at(into, at, column, D)

@@ -1,23 +1,89 @@
-"""Quantize and append: one launch rotates K and V of all new tokens and heads and writes codes and scales to their slots.
+"""Quantize and store: K and V are rotated, their codes and scales written to slots, and what stays in BF16 to its windows.
 
 Both are multiplied by a matrix whose columns are in the kernels' order, so each level is chosen where it is packed.
 """
 
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from haarkv.tq_ops.cuda.in_bf16 import keep
+from haarkv.tq_ops.cuda.in_bf16 import Windows
+from haarkv.tq_ops.cuda.layout import Layout
 from haarkv.tq_ops.cuda.planes import store_codes, store_columns
-from haarkv.tq_ops.cuda.rotate import STRETCH, places, power_of_two, rotate_columns, round_to, turned_back, vector_ids
+from haarkv.tq_ops.cuda.rotate import (
+    STRETCH,
+    places,
+    power_of_two,
+    rotate_columns,
+    rotation_operand,
+    round_to,
+    turned_back,
+)
+from haarkv.tq_ops.cuda.schedule import NARROW, sequence_bits, token_sequence
+from haarkv.tq_ops.kv.batch import Batch
+
+Write = namedtuple(
+    "Write",
+    "codes scales codes_stride scales_stride centroids forward boundaries kept BITS COLUMNS UNITS PARTS ALONG TYPE",
+)
+"""K or V of one layer, as it is quantized and stored.
+
+Attributes:
+    codes … PARTS: as in `attention.Read`.
+    forward, boundaries: of `layout.Layout`.
+    kept: [num_rows, Hkv, sink + ring, D] bf16, tokens that stay in it; None where none do.
+    ALONG: of `Description`.
+    TYPE: operands of the product with `forward`.
+"""
+
+Keeping = namedtuple("Keeping", "rows positions query_start_loc SINK RING SEQUENCE_BITS")
+"""Which new tokens stay in BF16, and where; without any SINK and RING are 0, and the rest is None.
+
+Attributes:
+    rows, positions, query_start_loc: of the batch.
+    SINK, RING: places of first tokens and of newest ones.
+    SEQUENCE_BITS: of `schedule.sequence_bits`.
+"""
+
+
+def write_arguments(fields: dict[str, Tensor], layout: Layout, window: Tensor | None, x: Tensor) -> Write:
+    """One side of a layer; x, K or V, says where it runs."""
+    codes, scales, columns = fields["codes"], fields["scale"], layout.columns
+    constants = layout.bits, len(columns.units), *columns, layout.along, rotation_operand(x, exact_in_bf16=True)
+    return Write(
+        codes, scales, codes.stride(0), scales.stride(0), layout.centroids, layout.forward, layout.boundaries, window,
+        *map(tl.constexpr, constants),
+    )  # fmt: skip
+
+
+def both_writes(
+    fields: tuple[dict[str, Tensor], dict[str, Tensor]], layouts: tuple[Layout, Layout], windows: Windows | None, x: Tensor,
+    head_dim: int,
+) -> dict[str, Any]:  # fmt: skip
+    """K and V of a layer for `prologue_kernel`, and its warps: with four it would spill where there are eight."""
+    in_bf16 = [one.vectors for one in windows] if windows else (None, None)
+    k, v = (write_arguments(side, layout, vectors, x) for side, layout, vectors in zip(fields, layouts, in_bf16, strict=True))
+    has_learned = any(one.learned for one in layouts)
+    wide = head_dim > 128 or max(one.bits for one in layouts) > NARROW or k.TYPE.value == tl.float32 or has_learned
+    return {"k": k, "v": v, "num_warps": 8 if wide else 4}
+
+
+def keeping_arguments(windows: Windows | None, batch: Batch) -> Keeping:
+    """A batch's `Keeping`."""
+    if windows is None:
+        return Keeping(None, None, None, *map(tl.constexpr, (0, 0, 0)))
+    constants = map(tl.constexpr, (windows[0].sink, windows[0].ring, sequence_bits(batch)))
+    return Keeping(batch.rows, batch.positions, batch.query_start_loc, *constants)
 
 
 @triton.jit
 def exact_norm(low, high):
-    """Unit vectors and L2 norms without underflow or overflow, as `tq_ops.formats.rotated.exact_norm`.
-
-    Returns:
-        low, high [rows, D/2] of the unit vectors, zeros where x is zero; norm [rows].
-    """
+    """As `tq_ops.formats.rotated.exact_norm`: low, high [rows, D/2] of unit vectors, zeros where x is zero; norm [rows]."""
     largest = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
     tiny = largest < 7.888609052210118e-31  # 2**-100: denormals first become normal numbers
     lift = tl.where(tiny, 18446744073709551616.0, 1.0)
@@ -49,18 +115,15 @@ def levels(y, boundaries, BITS: tl.constexpr):
 
 
 @triton.jit
-def by_rotation(
-    low, high, rotation, centroids, boundaries,
-    D: tl.constexpr, BITS: tl.constexpr, ALONG: tl.constexpr, ROWS: tl.constexpr, TYPE: tl.constexpr,
-):  # fmt: skip
-    """Levels [ROWS, D/2] of both halves of rotated vectors, and their scales [ROWS] fp32."""
+def by_rotation(low, high, into, D: tl.constexpr, ROWS: tl.constexpr):
+    """Levels [ROWS, D/2] of both halves of rotated vectors, and their scales [ROWS] fp32; `into` is a `Write`."""
     low, high, norm = exact_norm(low, high)
     low, high = round_to(low, tl.bfloat16), round_to(high, tl.bfloat16)
-    rotated_low = rotate_columns(low, high, rotation, 0, ROWS, D, D // 2, TYPE, False)
-    rotated_high = rotate_columns(low, high, rotation, D // 2, ROWS, D, D // 2, TYPE, False)
-    low, high = levels(rotated_low, boundaries, BITS), levels(rotated_high, boundaries, BITS)
-    low_centroid, high_centroid = tl.load(centroids + low), tl.load(centroids + high)
-    if ALONG:
+    rotated_low = rotate_columns(low, high, into.forward, 0, ROWS, D, D // 2, into.TYPE, False)
+    rotated_high = rotate_columns(low, high, into.forward, D // 2, ROWS, D, D // 2, into.TYPE, False)
+    low, high = levels(rotated_low, into.boundaries, into.BITS), levels(rotated_high, into.boundaries, into.BITS)
+    low_centroid, high_centroid = tl.load(into.centroids + low), tl.load(into.centroids + high)
+    if into.ALONG:
         length = tl.sum(low_centroid * rotated_low, 1) + tl.sum(high_centroid * rotated_high, 1)
     else:
         length = tl.sqrt_rn(tl.sum(low_centroid * low_centroid, 1) + tl.sum(high_centroid * high_centroid, 1))
@@ -69,14 +132,14 @@ def by_rotation(
 
 @triton.jit
 def fit_levels(y, gain, weight, width, centroids, boundaries):
-    """Levels [ROWS, D/2] of half of the coordinates, at a gain, and two sums [ROWS] over these.
+    """Levels [ROWS, D/2] of half of the coordinates of y, scaled by a gain.
 
     Args:
         y: [ROWS, D/2], of deviation 1.
         weight, width: [1, D/2], of each coordinate, and bits of its level.
         centroids, boundaries: of all widths, as in `layout.Layout`.
     Returns:
-        levels; the weighted product of y and of what they restore, and the weighted square of that.
+        levels; [ROWS] sums of weight * centroid * y, and of weight * centroid**2.
     """
     level, value = tl.zeros(y.shape, tl.int32), gain * y
     width_offset = (1 << width) - 1 - width  # the first of its boundaries
@@ -91,26 +154,26 @@ def fit_levels(y, gain, weight, width, centroids, boundaries):
 
 
 @triton.jit
-def by_coordinates(low, high, into, matrix, D: tl.constexpr, ROWS: tl.constexpr):
-    """As `by_rotation`, of learned keys; `into` is of `arguments.Write`, and `matrix` the head of all these vectors."""
+def by_coordinates(low, high, into, learned, matrix, D: tl.constexpr, ROWS: tl.constexpr):
+    """As `by_rotation`, of learned keys; `matrix` is the head of all these vectors."""
     half, dim = tl.arange(0, D // 2), matrix * D + tl.arange(0, D // 2)
-    low, high = low - tl.load(into.mean + dim)[None, :], high - tl.load(into.mean + D // 2 + dim)[None, :]
+    low, high = low - tl.load(learned.mean + dim)[None, :], high - tl.load(learned.mean + D // 2 + dim)[None, :]
     low, high, gamma = exact_norm(low, high)
     low, high = round_to(low, tl.bfloat16), round_to(high, tl.bfloat16)
     forward = into.forward + matrix * (D * D)
     y_low = rotate_columns(low, high, forward, 0, ROWS, D, D // 2, into.TYPE, False)
     y_high = rotate_columns(low, high, forward, D // 2, ROWS, D, D // 2, into.TYPE, False)
     rho = tl.sqrt_rn((tl.sum(y_low * y_low, 1) + tl.sum(y_high * y_high, 1)) / D)
-    weight_low, weight_high = tl.load(into.weights + dim)[None, :], tl.load(into.weights + D // 2 + dim)[None, :]
+    weight_low, weight_high = tl.load(learned.weights + dim)[None, :], tl.load(learned.weights + D // 2 + dim)[None, :]
     length = gamma * tl.sqrt_rn(tl.sum(y_low * y_low * weight_low, 1) + tl.sum(y_high * y_high * weight_high, 1))
     divisor = tl.where(rho > 0, rho, 1.0)[:, None]
     y_low, y_high = tl.div_rn(y_low, divisor), tl.div_rn(y_high, divisor)
-    width_low, width_high = tl.load(into.widths + half)[None, :], tl.load(into.widths + D // 2 + half)[None, :]
+    width_low, width_high = tl.load(learned.widths + half)[None, :], tl.load(learned.widths + D // 2 + half)[None, :]
     level_low, level_high = tl.zeros((ROWS, D // 2), tl.int32), tl.zeros((ROWS, D // 2), tl.int32)
     square, best = tl.full((ROWS,), 1.0, tl.float32), tl.full((ROWS,), -1.0, tl.float32)
     # A loop and not three copies of it, which take three times as long to compile.
     for attempt in tl.range(0, 3):
-        gain = tl.load(into.gains + attempt)
+        gain = tl.load(learned.gains + attempt)
         next_low, inner_low, square_low = fit_levels(y_low, gain, weight_low, width_low, into.centroids, into.boundaries)
         next_high, inner_high, square_high = fit_levels(y_high, gain, weight_high, width_high, into.centroids, into.boundaries)
         inner, next_square = inner_low + inner_high, square_low + square_high
@@ -123,51 +186,44 @@ def by_coordinates(low, high, into, matrix, D: tl.constexpr, ROWS: tl.constexpr)
 
 
 @triton.jit
-def by_stretch(low, high, token, live, into, positions, D: tl.constexpr):
-    """Learned keys as their stretches store them; `into` is of `arguments.Write`, positions [tokens] int64."""
+def by_stretch(low, high, token, live, learned, positions, D: tl.constexpr):
+    """Learned keys turned as their stretches store them."""
     # The positions of rows that only pad a batch mean nothing.
     stretch = tl.load(positions + token, live, 0) // STRETCH
-    stretch = tl.minimum(tl.maximum(stretch, 0), into.STRETCHES - 1).to(tl.int32)
+    stretch = tl.minimum(tl.maximum(stretch, 0), learned.STRETCHES - 1).to(tl.int32)
     at = stretch[:, None] * (D // 2) + tl.arange(0, D // 2)[None, :]
-    return turned_back(low, high, tl.load(into.cos + at), tl.load(into.sin + at))
+    return turned_back(low, high, tl.load(learned.cos + at), tl.load(learned.sin + at))
 
 
 @triton.jit
 def append(
-    low, high, token, head, matrix, live, side: tl.constexpr, into, positions, slots, fault, layer,
+    low, high, token, head, matrix, live, side: tl.constexpr, into, learned, positions, slots, fault, layer,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WRITE: tl.constexpr, STAND_IN: tl.constexpr,
 ):  # fmt: skip
-    """Quantize vectors [ROWS, D], given as halves, and store them; K and V alike.
+    """Quantize vectors [ROWS, D], as halves of `places`, and store them in `into`, a `Write`; K and V alike.
 
-    A vector that is not finite is not stored: the first of them, in the order layer, side, token, head, is left in `fault` [1]
-    int64 as `layout.fault_place` reads it. A negative slot is skipped.
-    With STAND_IN a vector that is not finite is noted and stored as well, zeros in place of its numbers that are not.
+    A vector that is not finite is not stored: the first of them, in the order layer, side, token, head, is noted in `fault`
+    [1] int64 as `layout.fault_place` reads it. A negative slot is skipped. With STAND_IN such a vector is noted, and stored
+    with zeros for its numbers that are not finite.
 
-    Args:
-        low, high: halves of `places`.
-        matrix: of learned keys the head of all these vectors.
-        into: of `arguments.Write`.
-        positions: of the batch.
     Returns:
         [ROWS], which vectors are stored, or would be without WRITE.
     """
-    if into.LEARNED and not STAND_IN:
+    if learned is not None and not STAND_IN:
         # What is too large to be turned is refused as well.
-        low, high = by_stretch(low, high, token, live, into, positions, D)
+        low, high = by_stretch(low, high, token, live, learned, positions, D)
     # inf - inf and NaN - NaN are NaN, which is not 0.
     bad = (tl.sum(low - low, 1) + tl.sum(high - high, 1)) != 0
     left_out = bad
     if STAND_IN:
         low, high = tl.where(low - low == 0, low, 0.0), tl.where(high - high == 0, high, 0.0)
         left_out = tl.zeros(bad.shape, tl.int1)
-        if into.LEARNED:
-            low, high = by_stretch(low, high, token, live, into, positions, D)
-    if into.LEARNED:
-        low, high, scale = by_coordinates(low, high, into, matrix, D, ROWS)
+        if learned is not None:
+            low, high = by_stretch(low, high, token, live, learned, positions, D)
+    if learned is not None:
+        low, high, scale = by_coordinates(low, high, into, learned, matrix, D, ROWS)
     else:
-        low, high, scale = by_rotation(
-            low, high, into.forward, into.centroids, into.boundaries, D, into.BITS, into.ALONG, ROWS, into.TYPE
-        )  # fmt: skip
+        low, high, scale = by_rotation(low, high, into, D, ROWS)
     scale = tl.minimum(scale, 65504.0)
     slot = tl.load(slots + token, live, -1)
     live = live & (slot >= 0)
@@ -177,7 +233,7 @@ def append(
     if WRITE:
         block, row = slot // BLOCK, head * BLOCK + slot % BLOCK
         at = block * into.codes_stride + row * (D * into.BITS // 8)
-        if into.LEARNED:
+        if into.COLUMNS > 0:
             store_columns(into, at, live, low, high, D)
         else:
             store_codes(into.codes, at, live, low, high, D, into.BITS)
@@ -186,68 +242,40 @@ def append(
 
 
 @triton.jit
-def append_and_keep(
-    low, high, token, head, matrix, live, side: tl.constexpr, into, keeping, sequences, positions, slots, fault, layer,
-    HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WRITE: tl.constexpr,
-    STAND_IN: tl.constexpr,
-):  # fmt: skip
-    """`append`, and what it stores in BF16 as well, where `keeping` says so."""
-    keeps: tl.constexpr = WRITE and keeping.SINK + keeping.RING > 0
-    # Learned coordinates take registers, and nothing finite is refused: the vectors need not wait until levels are chosen.
-    if keeps and into.LEARNED:
-        finite = (tl.sum(low - low, 1) + tl.sum(high - high, 1)) == 0
-        valid = live & finite & (tl.load(slots + token, live, -1) >= 0)
-        keep(low, high, token, head, valid, into.kept, keeping, sequences, HEADS, into.HALF, D)
-    live = append(
-        low, high, token, head, matrix, live, side, into, positions, slots, fault, layer, D, BLOCK, ROWS, WRITE, STAND_IN
-    )  # fmt: skip
-    if keeps and not into.LEARNED:
-        keep(low, high, token, head, live, into.kept, keeping, sequences, HEADS, into.HALF, D)
+def keep(low, high, token, head, live, window, into, sequences, HEADS: tl.constexpr, HALF: tl.constexpr, D: tl.constexpr):
+    """Store vectors [ROWS, D], halves of `places`, in `window` in BF16: token j at `SINK + j % RING`, a sink at j as well."""
+    sequence = token_sequence(token, into.query_start_loc, sequences, into.SEQUENCE_BITS) if into.SEQUENCE_BITS > 0 else token
+    row, position = tl.load(into.rows + sequence, live, 0), tl.load(into.positions + token, live, 0).to(tl.int32)
+    at = window + ((row * HEADS + head) * ((into.SINK + into.RING) * D))[:, None]
+    low_dims, high_dims = places(HALF, D)
+    low, high = round_to(low, tl.bfloat16), round_to(high, tl.bfloat16)
+    if into.RING > 0:
+        newest = at + ((position % into.RING + into.SINK) * D)[:, None]
+        tl.store(newest + low_dims[None, :], low, live[:, None])
+        tl.store(newest + high_dims[None, :], high, live[:, None])
+    if into.SINK > 0:
+        first, live = at + (position * D)[:, None], live & (position < into.SINK)
+        tl.store(first + low_dims[None, :], low, live[:, None])
+        tl.store(first + high_dims[None, :], high, live[:, None])
 
 
 @triton.jit
-def store_side(
-    x, side: tl.constexpr, into, keeping, sequences, positions, slots, tokens, fault, layer,
-    HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WRITE: tl.constexpr,
+def append_and_keep(
+    low, high, token, head, matrix, live, side: tl.constexpr, into, learned, keeping, sequences, positions, slots, fault,
+    layer, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WRITE: tl.constexpr,
     STAND_IN: tl.constexpr,
 ):  # fmt: skip
-    """What a program of `quantize_kernel` does of K or of V."""
-    token, head, matrix = vector_ids(tl.program_id(0), tokens, HEADS, HEADS if into.LEARNED else 1, ROWS)
-    low_dims, high_dims = places(into.HALF, D)
-    live, at = token < tokens, x + (token * HEADS + head)[:, None].to(tl.int64) * D
-    low = tl.load(at + low_dims[None, :], live[:, None], 0.0).to(tl.float32)
-    high = tl.load(at + high_dims[None, :], live[:, None], 0.0).to(tl.float32)
-    append_and_keep(
-        low, high, token, head, matrix, live, side, into, keeping, sequences, positions, slots, fault, layer,
-        HEADS, D, BLOCK, ROWS, WRITE, STAND_IN,
+    """`append`, and `keep` of the same vectors, where `keeping` says so."""
+    keeps: tl.constexpr = WRITE and keeping.SINK + keeping.RING > 0
+    # Learned coordinates take registers, and nothing finite is refused: the vectors need not wait until levels are chosen.
+    HALF: tl.constexpr = D // 2 if learned is None else learned.HALF
+    if keeps and learned is not None:
+        finite = (tl.sum(low - low, 1) + tl.sum(high - high, 1)) == 0
+        valid = live & finite & (tl.load(slots + token, live, -1) >= 0)
+        keep(low, high, token, head, valid, into.kept, keeping, sequences, HEADS, HALF, D)
+    live = append(
+        low, high, token, head, matrix, live, side, into, learned, positions, slots, fault, layer, D, BLOCK, ROWS, WRITE,
+        STAND_IN,
     )  # fmt: skip
-
-
-# Not specialized by their values: Triton would make a constant of layer 1, compile anew for layers that 16 divides, and for
-# batches of one token.
-@triton.jit(do_not_specialize=["tokens", "layer", "sequences"])
-def quantize_kernel(
-    x_of_k, x_of_v, k, v, keeping, sequences, positions, slots, tokens, fault, layer,
-    HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WRITE: tl.constexpr,
-    STAND_IN: tl.constexpr,
-):  # fmt: skip
-    """Store K and V [tokens, HEADS, D] at slots [tokens] int64, and in BF16 where `keeping` says so.
-
-    Grid: [tiles of `vector_ids`, of the side that has more, 2], K's programs and V's.
-
-    Args:
-        x_of_k, x_of_v: K and V, bf16 or fp32.
-        k, v: of `arguments.Write`.
-        keeping: of `arguments.Keeping`.
-        positions: [tokens] int64; None where no keys are stored by stretches.
-    """
-    if tl.program_id(1) == 0:
-        store_side(
-            x_of_k, 0, k, keeping, sequences, positions, slots, tokens, fault, layer,
-            HEADS, D, BLOCK, ROWS, WRITE, STAND_IN,
-        )  # fmt: skip
-    else:
-        store_side(
-            x_of_v, 1, v, keeping, sequences, positions, slots, tokens, fault, layer,
-            HEADS, D, BLOCK, ROWS, WRITE, STAND_IN,
-        )  # fmt: skip
+    if keeps and learned is None:
+        keep(low, high, token, head, live, into.kept, keeping, sequences, HEADS, HALF, D)

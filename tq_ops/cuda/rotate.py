@@ -1,15 +1,25 @@
-"""Pieces of kernels: rounding, products and rotating vectors into the domain of the codes; the kernel that rotates queries.
+"""Pieces of kernels: rounding, products, rotation of vectors into the domain of the codes.
 
-Of learned coordinates every KV head has its own matrix, so a program takes vectors that share one (`vector_ids`). Learned keys
-are stored by stretches (`tq_ops.formats.stretches`): a query is another one for the keys of each.
+Each KV head of learned keys has its own matrix, so a program takes vectors that share one (`vector_ids`). Learned keys are
+stored by stretches (`tq_ops.formats.stretches`): a query is rotated anew for the keys of each.
 """
 
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from haarkv.tq_ops.cuda.layout import Layout
 from haarkv.tq_ops.formats.stretches import STRETCH as _STRETCH
 
 STRETCH = tl.constexpr(_STRETCH)
+ROWS = 16
+"""Vectors of a program: a tile of the tensor cores."""
 
 
 @triton.jit
@@ -24,10 +34,7 @@ def round_to(x, TYPE: tl.constexpr):
 
 @triton.jit
 def dot(a, b, into, TYPE: tl.constexpr):
-    """`into + a @ b` in FP32, operands as TYPE.
-
-    FP32 operands take three TF32 products on tensor cores, which keep FP32 precision.
-    """
+    """`into + a @ b` in FP32, operands as TYPE; FP32 operands take three TF32 products, which keep FP32 precision."""
     if tl.float32 == TYPE:
         return tl.dot(a.to(TYPE), b.to(TYPE), into, input_precision="tf32x3")
     return tl.dot(a.to(TYPE), b.to(TYPE), into)
@@ -35,10 +42,9 @@ def dot(a, b, into, TYPE: tl.constexpr):
 
 @triton.jit
 def vector_ids(tile, tokens, HEADS: tl.constexpr, MATRICES: tl.constexpr, ROWS: tl.constexpr):
-    """Token and head [ROWS] of the vectors of a tile, and the matrix that they share; a token past the last is none.
+    """Token and head [ROWS] of a tile's vectors, and the matrix that they share; a token past the last is none.
 
-    There are `MATRICES * cdiv(tokens * HEADS / MATRICES, ROWS)` tiles: those of the first heads, which share the first matrix,
-    come first.
+    Of the `num_tiles` tiles those of the first heads, which share the first matrix, come first.
     """
     shared: tl.constexpr = HEADS // MATRICES
     matrix = 0
@@ -50,12 +56,17 @@ def vector_ids(tile, tokens, HEADS: tl.constexpr, MATRICES: tl.constexpr, ROWS: 
     return vector // shared, matrix * shared + vector % shared, matrix
 
 
+def num_tiles(tokens: int, heads: int, layout: Layout) -> int:
+    """Tiles of `vector_ids`."""
+    tiles: int = layout.matrices * triton.cdiv(tokens * heads // layout.matrices, ROWS)
+    return tiles
+
+
 @triton.jit
 def places(HALF: tl.constexpr, D: tl.constexpr):
-    """Where in memory a vector's two halves [D/2] have their numbers, so that RoPE turns number i of both together.
+    """Offsets in memory of a vector's two halves [D/2], so that RoPE turns number i of both together.
 
-    Args:
-        HALF: numbers i and i + HALF are turned together. If it is less than D/2, RoPE leaves those from 2 * HALF on alone.
+    RoPE turns numbers i and i + HALF together; if HALF is less than D/2, it leaves those from 2 * HALF on alone.
     """
     number = tl.arange(0, D // 2)
     low, high = number, number + D // 2
@@ -66,7 +77,7 @@ def places(HALF: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def turned_back(low, high, cos, sin):
-    """Halves of vectors [ROWS, D/2] turned back by angles whose cos and sin [ROWS or 1, D/2] are given."""
+    """Halves [ROWS, D/2] turned back by angles whose cos and sin are [ROWS or 1, D/2]."""
     return low * cos + high * sin, high * cos - low * sin
 
 
@@ -75,7 +86,7 @@ def rotate_columns(
     low, high, rotation, first,
     ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, TYPE: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """Columns first … first + WIDTH - 1 of `x @ rotation`, or of `x @ rotation.T` with BACK: [ROWS, WIDTH] fp32.
+    """Columns first … first + WIDTH - 1 of `x @ rotation`, or with BACK of `x @ rotation.T`: [ROWS, WIDTH] fp32.
 
     Args:
         low, high: [ROWS, D/2], the halves of x; a single row is multiplied without tensor cores, which take 16.
@@ -94,17 +105,15 @@ def rotate_columns(
 
 @triton.jit
 def power_of_two(exponent):
-    """2**exponent, exponent [...] int32 in -126 … 127."""
+    """2**exponent, exponent int32 in -126 … 127."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def query_gains(low, high, largest, D: tl.constexpr):
-    """Powers of two [ROWS], at least 1, by which queries in learned coordinates are divided: FP16 then holds them.
+    """Powers of two [ROWS], at least 1; queries [ROWS, D/2] in learned coordinates divided by them fit FP16.
 
-    Args:
-        low, high: [ROWS, D/2], queries before they are multiplied.
-        largest: what bounds a query's numbers; pointer to one head's of `layout.Learned.largest`.
+    `largest` points to one head's row of `layout.LearnedTables.largest`, which bounds a query's numbers.
     """
     dim = tl.arange(0, D // 2)
     largest_low, largest_high = tl.load(largest + dim)[None, :], tl.load(largest + D // 2 + dim)[None, :]
@@ -135,80 +144,87 @@ def rotate_finely(
     return out
 
 
-@triton.jit
-def for_stretch(low, high, stretch, turning, head, D: tl.constexpr):
-    """Queries of one KV head, given as halves [ROWS, D/2] of `places`, as the keys of a stretch meet them.
+class Rotated(NamedTuple):
+    """Queries in the domain of the codes; for learned keys once for each stretch, unset where a query does not see it.
 
-    Args:
-        turning: of `arguments.Turning`.
+    Attributes:
+        queries: [T, Hq, D], or of S stretches [S, T, Hq, D], fp16 in a BF16 model, else fp32.
+        gains: [S, T, Hq] fp32, powers of two that these queries were divided by, to fit FP16; None of a rotation.
+        lacks: [S, T, Hq] fp32, the turned query's product with K's mean; None of a rotation.
+    """
+
+    queries: Tensor
+    gains: Tensor | None
+    lacks: Tensor | None
+
+
+Learned = namedtuple("Learned", "mean weights widths gains largest cos sin HALF STRETCHES")
+"""`layout.LearnedTables` for kernels; STRETCHES is the number of rows of cos and sin."""
+
+
+def learned_arguments(layout: Layout) -> Learned | None:
+    """A layout's `Learned`; None of a rotation."""
+    if (tables := layout.learned) is None:
+        return None
+    tensors = tables.mean, tables.weights, tables.widths, tables.gains, tables.largest, tables.cos, tables.sin
+    return Learned(*tensors, tl.constexpr(tables.half), tl.constexpr(len(tables.cos)))
+
+
+@triton.jit
+def for_stretch(low, high, stretch, learned, head, D: tl.constexpr):
+    """Queries of one KV head, as halves [ROWS, D/2] of `places`, turned for the keys of a stretch.
+
     Returns:
         low, high [ROWS, D/2] fp32; gains [ROWS] of `query_gains`; and what logits lack [ROWS]: their products with K's mean.
     """
     dim = tl.arange(0, D // 2)
     at = stretch * (D // 2) + dim
-    cos, sin = tl.load(turning.cos + at)[None, :], tl.load(turning.sin + at)[None, :]
+    cos, sin = tl.load(learned.cos + at)[None, :], tl.load(learned.sin + at)[None, :]
     low, high = turned_back(low.to(tl.float32), high.to(tl.float32), cos, sin)
-    mean_low, mean_high = (
-        tl.load(turning.mean + head * D + dim)[None, :],
-        tl.load(turning.mean + head * D + D // 2 + dim)[None, :],
-    )
-    lacks = tl.sum(low * mean_low, 1) + tl.sum(high * mean_high, 1)
-    return low, high, query_gains(low, high, turning.largest + head * D, D), lacks
+    mean = learned.mean + head * D + dim
+    lacks = tl.sum(low * tl.load(mean)[None, :], 1) + tl.sum(high * tl.load(mean + D // 2)[None, :], 1)
+    return low, high, query_gains(low, high, learned.largest + head * D, D), lacks
 
 
 @triton.jit
 def store_rotated(
-    low, high, token, head, matrix, tokens, first, share, shares, rotation, out, gains, lacks, turning,
-    HEADS: tl.constexpr, D: tl.constexpr, TYPE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    low, high, token, head, matrix, tokens, first, share, shares, rotation, out, learned, positions,
+    HEADS: tl.constexpr, D: tl.constexpr, TYPE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Columns first … first + WIDTH - 1 of rotated queries [ROWS], rounded to out's dtype.
+    """Columns first … first + WIDTH - 1 of rotated queries [ROWS], rounded to the dtype of `out`, a `Rotated`.
 
     Of learned keys once for each stretch that one of them sees: of `shares` programs with the same columns each takes every
     `shares`-th, and the program of the first columns stores gains and what logits lack.
-
-    Args:
-        out, gains, lacks: of `layout.Rotated`.
-        turning: of `arguments.Turning`.
     """
     live = token < tokens
     vector, column = token * HEADS + head, first + tl.arange(0, WIDTH)[None, :]
-    if gains is None:
+    if learned is None:
         rotated = rotate_columns(low, high, rotation, first, ROWS, D, WIDTH, TYPE, False)
-        tl.store(out + vector[:, None].to(tl.int64) * D + column, round_to(rotated, out.dtype.element_ty), live[:, None])
+        at = out.queries + vector[:, None].to(tl.int64) * D + column
+        tl.store(at, round_to(rotated, out.queries.dtype.element_ty), live[:, None])
     else:
-        position = tl.load(turning.positions + token, live, 0).to(tl.int32)
+        position = tl.load(positions + token, live, 0).to(tl.int32)
         begin = 0
-        if turning.WINDOW > 0:
-            begin = tl.maximum(tl.min(tl.where(live, position, 2147483646), 0) + 1 - turning.WINDOW, 0) // STRETCH
+        if WINDOW > 0:  # tokens that a query sees
+            begin = tl.maximum(tl.min(tl.where(live, position, 2147483646), 0) + 1 - WINDOW, 0) // STRETCH
         for stretch in range(begin + share, tl.max(position, 0) // STRETCH + 1, shares):
-            now_low, now_high, gain, lack = for_stretch(low, high, stretch, turning, matrix, D)
+            now_low, now_high, gain, lack = for_stretch(low, high, stretch, learned, matrix, D)
             rotated = rotate_finely(
-                now_low, now_high, turning.rotation + matrix * (D * D), first, ROWS, D, WIDTH, turning.TYPE
+                now_low, now_high, rotation + matrix * (D * D), first, ROWS, D, WIDTH, TYPE
             ) / gain[:, None]  # fmt: skip
             place = vector.to(tl.int64) + stretch * (tokens * HEADS)
-            tl.store(out + place[:, None] * D + column, round_to(rotated, out.dtype.element_ty), live[:, None])
+            at = out.queries + place[:, None] * D + column
+            tl.store(at, round_to(rotated, out.queries.dtype.element_ty), live[:, None])
             if first == 0:
-                tl.store(gains + place, gain, live)
-                tl.store(lacks + place, lack, live)
+                tl.store(out.gains + place, gain, live)
+                tl.store(out.lacks + place, lack, live)
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def rotate_kernel(
-    q, out, gains, lacks, rotation, turning, tokens,
-    HEADS: tl.constexpr, MATRICES: tl.constexpr, D: tl.constexpr, TYPE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    HALF: tl.constexpr,
-):  # fmt: skip
-    """out [tokens, HEADS, D] = q [tokens, HEADS, D] @ rotation [MATRICES, D, D], rounded to out's dtype.
+def rotation_operand(x: Tensor, exact_in_bf16: bool) -> tl.dtype:
+    """BF16 where both operands hold BF16 numbers, else FP32. The interpreter gets FP32: its BF16 products are wrong."""
+    return tl.bfloat16 if exact_in_bf16 and x.is_cuda else tl.float32
 
-    For learned keys out is [stretches, tokens, HEADS, D], and gains and lacks of `layout.Rotated` are stored as well.
 
-    Grid: [tiles of `vector_ids`, D / WIDTH, programs that share the stretches].
-    """
-    token, head, matrix = vector_ids(tl.program_id(0), tokens, HEADS, MATRICES, ROWS)
-    low_dims, high_dims = places(HALF, D)
-    live, at = (token < tokens)[:, None], q + (token * HEADS + head)[:, None].to(tl.int64) * D
-    low, high = tl.load(at + low_dims[None, :], live, 0.0), tl.load(at + high_dims[None, :], live, 0.0)
-    store_rotated(
-        low, high, token, head, matrix, tokens, tl.program_id(1) * WIDTH, tl.program_id(2), tl.num_programs(2), rotation,
-        out, gains, lacks, turning, HEADS, D, TYPE, ROWS, WIDTH,
-    )  # fmt: skip
+def element(dtype: torch.dtype) -> tl.dtype:
+    """A model's dtype, BF16 or FP32, as Triton names it."""
+    return tl.bfloat16 if dtype == torch.bfloat16 else tl.float32

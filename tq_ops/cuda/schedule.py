@@ -1,8 +1,8 @@
-"""Which program attends to which stored tokens, of sequences whose lengths only the device knows.
+"""Which program attends to which stored tokens, of sequences whose lengths only the device knows; merging the parts.
 
 All work stands in one line: for each sequence, for each of its column tiles (a few query columns that one program holds), its
-tiles of stored tokens. A fixed number of programs cut that line into equal pieces, so that none has more to do than another,
-whatever the lengths are and however wide the block table is:
+tiles of stored tokens. A fixed number of programs cut that line into equal pieces, whatever the lengths are and however wide
+the block table is:
 
     stored_s  = ceil((seq_lens_s - TAIL) / TOKENS)       tiles of stored tokens, those in BF16 apart
                 - origin_s / TOKENS                      and those before the first new token's sliding window
@@ -10,34 +10,74 @@ whatever the lengths are and however wide the block table is:
     unit      = ceil(sum of stored * columns / programs) tiles of a program
     program i takes the places i * unit … (i + 1) * unit - 1 of the line
 
-A *piece* is what one program has of one column tile. Along the line, each next piece has the next program, or the next column
+A *piece* is one program's share of one column tile. Along the line, each next piece has the next program, or the next column
 tile, or both. So `program + column tile` is a number that no other piece has, and the pieces of one column tile have numbers
 in a row. That number is the place of a partial result, among `programs + column tiles` places. All KV heads share the line.
-
-The partial results are added up, normalized and brought back into the model's own domain by `merge_kernel`.
 """
 
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
 import triton
 import triton.language as tl
 
+from haarkv.tq_ops.cuda.available import processors
+from haarkv.tq_ops.cuda.layout import Layout
 from haarkv.tq_ops.cuda.rotate import rotate_columns, round_to, vector_ids
+from haarkv.tq_ops.kv.batch import Batch
+
+if TYPE_CHECKING:
+    from haarkv.tq_ops.cuda.in_bf16 import Windows
+
+Tokens = namedtuple("Tokens", "positions query_start_loc seq_lens TAIL SINK WINDOW ONE_EACH SIZE")
+"""The new tokens of a batch: tensors of `Batch`, and which tokens before them they see packed.
+
+Attributes:
+    TAIL, SINK: newest and first tokens that are seen in BF16; both 0 where none are.
+    WINDOW: tokens that a query sees; 0 for all.
+    ONE_EACH: every sequence has one new token.
+    SIZE: a power of two, at least as many as there are sequences.
+"""
+
+
+def token_arguments(batch: Batch, windows: Windows | None, window: int | None) -> Tokens:
+    """A placed batch's `Tokens`."""
+    sequences, tail_and_sink = len(batch.seq_lens), (windows[0].tail, windows[0].sink) if windows else (0, 0)
+    one_each, size = len(batch.positions) == sequences, triton.next_power_of_2(sequences)
+    constants = map(tl.constexpr, (*tail_and_sink, window or 0, one_each, size))
+    return Tokens(batch.positions, batch.query_start_loc, batch.seq_lens, *constants)
+
+
+def sequence_bits(batch: Batch) -> int:
+    """Loads that find a token's sequence by `token_sequence`; 0 where every sequence has one new token."""
+    sequences = len(batch.seq_lens)
+    return 0 if len(batch.positions) == sequences else max(1, (sequences - 1).bit_length())
+
+
+@triton.jit
+def token_sequence(token, query_start_loc, sequences, SEQUENCE_BITS: tl.constexpr):
+    """The sequence of each new token [ROWS], bit by bit from the top: SEQUENCE_BITS loads a token."""
+    sequence = tl.zeros(token.shape, tl.int32)
+    for bit in tl.static_range(SEQUENCE_BITS):
+        later = sequence + 2 ** (SEQUENCE_BITS - 1 - bit)
+        start = tl.load(query_start_loc + later, later < sequences, 2147483647)
+        sequence = tl.where(start <= token, later, sequence)
+    return sequence
 
 
 @triton.jit
 def window_origin(length, new, WINDOW: tl.constexpr, TOKENS: tl.constexpr):
-    """Where the first tile begins of which any of a sequence's new tokens sees something, `length` with all of them."""
+    """Where the first tile begins that a new token sees some of; `length` counts the new tokens."""
     return tl.maximum(length - new + 1 - WINDOW, 0) // TOKENS * TOKENS
 
 
 @triton.jit
 def sequence_tiles(tokens, sequences, TOKENS: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr):
-    """stored and columns [SIZE] int32 of all sequences; 0 past the last.
-
-    Of the newest TAIL tokens, which the last query sees in BF16, no query sees a packed one.
-
-    Args:
-        tokens: of `arguments.Tokens`.
-    """
+    """stored and columns [SIZE] int32 of all sequences; 0 past the last. No query sees the newest TAIL tokens packed."""
     sequence = tl.arange(0, tokens.SIZE)
     valid = sequence < sequences
     length = tl.load(tokens.seq_lens + sequence, valid, 0)
@@ -55,14 +95,14 @@ def sequence_tiles(tokens, sequences, TOKENS: tl.constexpr, GROUP: tl.constexpr,
 
 @triton.jit
 def find_column_tile(columns, column_tile):
-    """The sequence of a column tile among all, and which one of its own this is; `SIZE` past the last."""
+    """The sequence of a column tile, `SIZE` past the last, and the tile's number among those of its sequence."""
     before = tl.cumsum(columns, 0) <= column_tile
     return tl.sum(before.to(tl.int32), 0), column_tile - tl.sum(tl.where(before, columns, 0), 0)
 
 
 @triton.jit
 def program_share(stored_tiles, columns, program, programs):
-    """The unit, and the first place of a program and the one behind its last."""
+    """The unit, and a program's first place and the one behind its last."""
     total = tl.sum(stored_tiles * columns, 0)
     unit = tl.maximum(tl.cdiv(total, programs), 1)
     begin = program * unit
@@ -71,11 +111,7 @@ def program_share(stored_tiles, columns, program, programs):
 
 @triton.jit
 def find_piece(stored_tiles, columns, place):
-    """What stands at a place of the line.
-
-    Returns:
-        sequence; its column tile among all, and among its own; its tiles of stored tokens, and which of them this is.
-    """
+    """At a place of the line: sequence, column tile among all and among its own, its stored tiles, and which of them."""
     tiles = stored_tiles * columns
     before = tl.cumsum(tiles, 0) <= place
     sequence = tl.sum(before.to(tl.int32), 0)
@@ -87,7 +123,7 @@ def find_piece(stored_tiles, columns, place):
 
 @triton.jit
 def count_pieces(stored_tiles, columns, unit, sequence, tile):
-    """The number of the first piece of a sequence's column tile `tile`, and how many there are: 0 where nothing is stored."""
+    """The number of the first piece of a sequence's column tile, and how many pieces there are: 0 where nothing is stored."""
     index = tl.arange(0, stored_tiles.shape[0])
     length = tl.sum(tl.where(index == sequence, stored_tiles, 0), 0)
     place = tl.sum(tl.where(index < sequence, stored_tiles * columns, 0), 0) + tile * length
@@ -98,7 +134,7 @@ def count_pieces(stored_tiles, columns, unit, sequence, tile):
 
 @triton.jit(do_not_specialize=["count", "sequences", "programs"])
 def merge_kernel(
-    parts, maxima, sums, out, rotation, count, tokens, sequences, programs, in_bf16, in_bf16_maxima, in_bf16_sums,
+    parts, out, rotation, count, tokens, sequences, programs, in_bf16,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
     WHOLE: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
@@ -109,10 +145,8 @@ def merge_kernel(
 
     Args:
         rotation: [D, D].
-        tokens: of `arguments.Tokens`.
-        in_bf16, in_bf16_maxima, in_bf16_sums: each vector's part by `in_bf16.kept_kernel`; None where nothing is kept.
+        in_bf16: each vector's part by `in_bf16.window_kernel`, or None.
     """
-    HAS_WINDOW: tl.constexpr = in_bf16 is not None
     begin = tl.program_id(1) * (WIDTH * PIECES)
     if WHOLE:
         token, head, _ = vector_ids(tl.program_id(0), count, HEADS * GROUP, 1, ROWS)
@@ -136,21 +170,21 @@ def merge_kernel(
     dims = tl.arange(0, D // 2)[None, None, :]
     peak, total = tl.full((ROWS,), -float("inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
     low, high = tl.zeros((ROWS, D // 2), tl.float32), tl.zeros((ROWS, D // 2), tl.float32)
-    if HAS_WINDOW:
-        peak, total = tl.load(in_bf16_maxima + row, live, -float("inf")), tl.load(in_bf16_sums + row, live, 0.0)
-        window_part = in_bf16 + row[:, None].to(tl.int64) * D + tl.arange(0, D // 2)[None, :]
+    if in_bf16 is not None:
+        peak, total = tl.load(in_bf16.maxima + row, live, -float("inf")), tl.load(in_bf16.sums + row, live, 0.0)
+        window_part = in_bf16.vectors + row[:, None].to(tl.int64) * D + tl.arange(0, D // 2)[None, :]
         low, high = tl.load(window_part, live[:, None], 0.0), tl.load(window_part + D // 2, live[:, None], 0.0)
     for first in range(0, pieces, AT_ONCE):
         split = first + tl.arange(0, AT_ONCE)[None, :]
         valid = live[:, None] & (split < pieces)
         part = base[:, None] + split * (HEADS * COLUMNS)
-        peaks = tl.load(maxima + part, valid, -float("inf"))
+        peaks = tl.load(parts.maxima + part, valid, -float("inf"))
         new_peak = tl.maximum(peak, tl.max(peaks, 1))
         finite = tl.where(new_peak == -float("inf"), 0.0, new_peak)
         shrink, grow = tl.exp2(peak - finite), tl.exp2(peaks - finite[:, None])
-        total = total * shrink + tl.sum(tl.load(sums + part, valid, 0.0) * grow, 1)
+        total = total * shrink + tl.sum(tl.load(parts.sums + part, valid, 0.0) * grow, 1)
         # A part without tokens left its sums of v unset.
-        at, nonempty, grow = parts + part[:, :, None] * D + dims, (peaks > -float("inf"))[:, :, None], grow[:, :, None]
+        at, nonempty, grow = parts.vectors + part[:, :, None] * D + dims, (peaks > -float("inf"))[:, :, None], grow[:, :, None]
         low = low * shrink[:, None] + tl.sum(tl.load(at, nonempty, 0.0) * grow, 1)
         high = high * shrink[:, None] + tl.sum(tl.load(at + D // 2, nonempty, 0.0) * grow, 1)
         peak = new_peak
@@ -163,3 +197,62 @@ def merge_kernel(
         vectors = rotate_columns(low, high, rotation, column, ROWS, D, WIDTH, tl.float32, True)
         column += tl.arange(0, WIDTH)[None, :]
         tl.store(at + column, round_to(vectors, out.dtype.element_ty), live[:, None])
+
+
+# -- Sizes of a launch -------------------------------------------------------------------------------------------------
+_PROGRAMS_A_PROCESSOR = 3
+_WIDE_FROM = 64  # columns of a sequence
+NARROW = 4
+"""Bits of a level whose centroids are looked up in registers."""
+
+
+def attention_tile(most: int, group: int, width: int, operand: tl.dtype, layouts: Iterable[Layout]) -> dict[str, int]:
+    """Sizes of an attention launch, with which no loop of a BF16 model spills on sm_90. FP32, for comparing, may spill.
+
+    COLUMNS are queries times heads of a group: from 16 on the product runs on whole warp groups, operands in registers. TOKENS
+    are stored tokens a step.
+
+    Args:
+        most: new tokens of a sequence, on average; 1 is decode.
+        group: query heads of a KV head.
+        width: head_dim.
+        layouts: of K and V.
+    """
+
+    def sizes(columns: int, tokens: int, wide: bool = False, stages: int = 2) -> dict[str, int]:
+        return {"COLUMNS": columns, "TOKENS": tokens, "WIDE": wide, "num_stages": stages}
+
+    columns = max(16, 1 << (group - 1).bit_length()) if most == 1 else 16
+    if operand == tl.float32:
+        return sizes(columns, 16 if width > 128 else 32)
+    if any(one.bits > NARROW and not one.learned for one in layouts):  # more bytes a token, and centroids by loads
+        return sizes(columns, 32)
+    if width > 128:
+        return sizes(columns, 64)
+    if most * group >= _WIDE_FROM:
+        # So that three programs of 128 threads share a processor: while one looks up, others multiply.
+        return sizes(64, 32, wide=True)
+    if most > 1:
+        return sizes(32, 64)
+    # A wider tile of queries shares the lookup of a tile of codes. Decode has no more queries than a group.
+    # With three stages, the codes of two tiles are on their way while a third is worked on.
+    return sizes(columns, 128, stages=3)
+
+
+def most_visible(capacity: int, window: int | None, new: int, tokens: int) -> int:
+    """Stored tokens that a sequence's new ones walk through at most, in whole tiles but for the last.
+
+    Args:
+        capacity: that the block table has room for.
+        new: tokens of a sequence at most.
+        tokens: of a tile.
+    """
+    return capacity if window is None else min(capacity, window + new - 1 + tokens - 1)
+
+
+def count_programs(heads: int, most_tiles: int, device: torch.device) -> int:
+    """Programs that share a KV head's work, so that some run on each processor at once, but no more than tiles.
+
+    It is one number for any lengths, which stay on the device, so that a graph can hold the launch.
+    """
+    return max(1, min(_PROGRAMS_A_PROCESSOR * processors(device) // heads, most_tiles))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -14,8 +16,55 @@ from haarkv.tq_ops.kv.layer import LayerKV, Side, fields_in
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.recurrent import LayerState, Recurrent, StateShape
 from haarkv.tq_ops.kv.residual_window import ResidualWindow
-from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, RING_CHUNK, WINDOW_CHUNK, KVShape, SequencePlace, Shapes, blocks_for, each
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, RING_CHUNK, WINDOW_CHUNK, KVShape, Shapes, blocks_for, each
 from haarkv.tq_ops.memory import ask_for_large_pages
+
+
+@dataclass(frozen=True, eq=False)
+class LayerView:
+    """One layer of a cache and the new tokens of a forward: all that an op knows of a cache.
+
+    Attributes:
+        layer: its index, which chooses rotations.
+        batch: with the slots and the block table of this layer.
+    """
+
+    cache: PagedKVCache
+    layer: int
+    batch: Batch
+
+    @property
+    def kv(self) -> LayerKV:
+        """The memory of a layer that attends."""
+        return self.cache.kv[self.layer]
+
+    @property
+    def state(self) -> Recurrent:
+        """The memory of a layer with linear attention."""
+        return cast(Recurrent, self.cache.states[self.layer])
+
+    def require_room(self) -> None:
+        """A ValueError of more new tokens of a sequence than this layer has room for now."""
+        self.cache.require_room(self.batch, self.layer)
+
+    def require_slots(self) -> None:
+        """Wait for the device; an IndexError of a slot outside the layer."""
+        slots, most = self.batch.slot_mapping, self.kv.num_slots
+        if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < most:
+            raise IndexError(f"slots must lie in 0 … {most - 1}")
+
+    def write(self, k: Tensor, v: Tensor) -> None:
+        """Quantize and store K and V.
+
+        Args:
+            k, v: [T, Hkv, D] fp32 or bf16; K after RoPE, V as projected.
+        Raises:
+            IndexError, ValueError: as `require_slots` and `require_room`.
+            NonFiniteError: naming layer, side, token, slot and KV head; nothing of this layer was written.
+        """
+        self.require_slots()
+        self.require_room()
+        self.kv.write(k, v, self.batch)
 
 
 class PagedKVCache:
@@ -27,7 +76,7 @@ class PagedKVCache:
 
     Layers of one shape are a group with one block table. Those that keep all tokens use the blocks that `PagedSequences`
     hands out. Those with a sliding window keep a ring of blocks a row, whose table follows from the rows (`Batch.in_ring`);
-    every op asks `placed` for the batch as its layer has it.
+    a `view` has the batch as its layer has it.
 
     Args:
         plan: how each layer's K and V are stored.
@@ -36,9 +85,9 @@ class PagedKVCache:
         num_rows: sequences at a time, where tokens stay in BF16, in rings or in states; as many as blocks unless given.
         row_blocks: blocks of one sequence at most; `num_blocks` unless given.
         chunk: new tokens of a sequence in one forward, where a tail stays in BF16.
-        room: of those, as many as each layer keeps room for; more are stored within `with_room`. All of them unless given.
+        room: of those, as many as each layer keeps room for; more are stored within `open`. All of them unless given.
         ring_chunk: new tokens of a sequence that a layer with a sliding window keeps room for; `RING_CHUNK`, or with a
-            tail `WINDOW_CHUNK`, unless given. A forward with a tail brings up to `chunk`, in `pieces`.
+            tail `WINDOW_CHUNK`, unless given. A forward with a tail brings up to `chunk`, cut by `run`.
         block_size: tokens a block.
         device: where the tensors live.
         pages: layer -> memory of another owner as `kv.layer` lays it out, [num_blocks, page_bytes] uint8, of those layers
@@ -47,7 +96,8 @@ class PagedKVCache:
     Attributes:
         most_new_tokens: new tokens of a sequence that one batch may bring; None for any number.
         most_undone: of those, as many as can be taken back again; None for any number.
-        states: the memory of each layer that is held here, by layer.
+        kv: K and V of each layer that has any, and whose pages are here.
+        states: the memory of each layer, by layer: those, and others.
     Raises:
         InputError: a format has no layout for a layer's head_dim, block size or number of KV heads.
     """
@@ -77,17 +127,17 @@ class PagedKVCache:
         default_chunk = plan.ring_chunk(RING_CHUNK, min(chunk, WINDOW_CHUNK))
         self._ring_chunk = default_chunk if ring_chunk is None else plan.ring_chunk(ring_chunk, chunk)
         self.states: dict[int, LayerState] = {}
-        self._kv: dict[int, LayerKV] = {}
+        self.kv: dict[int, LayerKV] = {}
         for layer in range(len(plan.layers)) if pages is None else pages:
             if (shape := self.shapes[layer]) is not None:
-                self._kv[layer] = self._layer(layer, shape, None if pages is None else pages[layer])
-        self.states |= self._kv
+                self.kv[layer] = self._layer(layer, shape, None if pages is None else pages[layer])
+        self.states |= self.kv
         self.states |= {layer: Recurrent(shape, self.num_rows, self.device) for layer, shape in (states or {}).items()}
         tails = any(window.ring for *_, window in self.fields() if window)
-        self._wide = dict.fromkeys(self._kv, False) if tails and self.room < chunk else None
-        rings = any(kv_layer.ring is not None for kv_layer in self._kv.values())
+        self._widens = tails and self.room < chunk
+        rings = any(kv_layer.ring is not None for kv_layer in self.kv.values())
         self.most_new_tokens = chunk if tails else self._ring_chunk if rings else None
-        undone = [shape.versions - 1 for shape in (states or {}).values()] + [self.room] * (self._wide is not None)
+        undone = [shape.versions - 1 for shape in (states or {}).values()] + [self.room] * self._widens
         self.most_undone = min(undone, default=None)
 
     def empty_like(self, device: torch.device | str) -> PagedKVCache:
@@ -125,8 +175,8 @@ class PagedKVCache:
             block_size=block_size, device=next(iter(fields[0].values())).device, pages={},
         )  # fmt: skip
         k, v = map(Side, formats, fields, windows)
-        cache._kv[layer] = LayerKV(layer, shape, k, v, block_size, ring)
-        cache.states[layer] = cache._kv[layer]
+        cache.kv[layer] = LayerKV(layer, shape, k, v, block_size, ring)
+        cache.states[layer] = cache.kv[layer]
         return cache
 
     def _layer(self, layer: int, shape: KVShape, pages: Tensor | None) -> LayerKV:
@@ -166,64 +216,53 @@ class PagedKVCache:
         """Layers of the model."""
         return len(self.plan.layers)
 
-    @property
-    def held(self) -> tuple[int, ...]:
-        """The layers whose K and V are stored here: all that have any, unless pages of some were given."""
-        return tuple(self._kv)
+    def view(self, layer: int, batch: Batch) -> LayerView:
+        """A layer and a forward's batch as ops take them, with the room that the layer has now."""
+        kv = self.kv.get(layer)
+        return LayerView(self, layer, batch if kv is None else kv.place(batch))
 
-    def shape(self, layer: int) -> KVShape:
-        """Of a layer's K and V."""
-        return self._kv[layer].shape
+    @contextmanager
+    def open(self, layer: int, batch: Batch, always: bool = False) -> Iterator[LayerView]:
+        """A layer with room for all new tokens of a batch beside its tail: store K and V, attend, and leave.
 
-    def ring(self, layer: int) -> int | None:
-        """Blocks of a row's ring in a layer; None where its blocks are those of the bookkeeping."""
-        return self._kv[layer].ring
-
-    def placed(self, layer: int, batch: Batch) -> Batch:
-        """A forward's batch with the slots and the block table of a layer."""
-        return self._kv[layer].placed(batch)
-
-    def blocks_at(self, layer: int, place: SequencePlace, first: int, end: int) -> list[int]:
-        """Where a layer has blocks `first` … `end` - 1 of a sequence."""
-        return self._kv[layer].blocks_at(place, first, end)
-
-    def k_format(self, layer: int) -> KVFormat:
-        """How a layer's K is stored."""
-        return self.plan.k(layer)
-
-    def v_format(self, layer: int) -> KVFormat:
-        """How a layer's V is stored."""
-        return self.plan.v(layer)
-
-    def k_fields(self, layer: int) -> dict[str, Tensor]:
-        """The very tensors that hold a layer's K, by field name."""
-        return self._kv[layer].k.fields
-
-    def v_fields(self, layer: int) -> dict[str, Tensor]:
-        """The very tensors that hold a layer's V, by field name."""
-        return self._kv[layer].v.fields
-
-    def kept(self, layer: int) -> tuple[ResidualWindow | None, ResidualWindow | None]:
-        """A layer's K and V in BF16, where tokens stay in it."""
-        return self._kv[layer].k.kept, self._kv[layer].v.kept
-
-    def write(self, layer: int, k: Tensor, v: Tensor, batch: Batch) -> None:
-        """Quantize and store K and V.
+        The room is memory of its own. On leaving, the newest tokens stay, as many as the layer keeps room for; after an error,
+        none. A device is not waited for, but by `Batch.at_most`.
 
         Args:
-            k, v: [T, Hkv, D] fp32 or bf16; K after RoPE, V as projected.
-            batch: of the forward, where they go; no slot twice.
-        Raises:
-            IndexError: a slot outside the cache.
-            ValueError: more new tokens of a sequence than `most_new_tokens`.
-            NonFiniteError: naming layer, side, token, slot and KV head; nothing of this layer was written.
+            always: take that room even where the tokens fit without it, so that a compiled program finds one size.
         """
-        batch, most = self.placed(layer, batch), self.num_slots_of(layer)
-        slots = batch.slot_mapping
-        if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < most:
-            raise IndexError(f"slots must lie in 0 … {most - 1}")
-        self.require_room(batch, layer)
-        self._kv[layer].write(k, v, batch)
+        small = self.kv.get(layer)
+        if not self._widens or small is None or not self._rooms(layer) or (batch.at_most(self.room) and not always):
+            yield self.view(layer, batch)
+            return
+        self.kv[layer] = wide = small.wider(self._most(layer) or self.chunk, batch)
+        try:
+            yield self.view(layer, batch)
+            small.take_newest(wide, batch)
+        finally:
+            self.kv[layer] = small
+
+    def run(self, layer: int, batch: Batch, op: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+        """`op(view, *rows)` [T, ...] over an open layer: all tokens at once, or in pieces where its ring has too little room.
+
+        Args:
+            rows: tensors [T, ...], of which each piece gets its own tokens'.
+        Raises:
+            ValueError: more new tokens of a sequence than `most_new_tokens`.
+        """
+        self.require_room(batch)
+        kv = self.kv.get(layer)
+        if kv is None or kv.ring is None or batch.at_most(self._ring_chunk):
+            with self.open(layer, batch) as view:
+                return op(view, *rows)
+        out: Tensor | None = None
+        for tokens, piece in batch.cut(self._ring_chunk):
+            with self.open(layer, piece) as view:
+                part = op(view, *(x[tokens] for x in rows))
+            out = part.new_empty(len(batch.positions), *part.shape[1:]) if out is None else out
+            out[tokens] = part
+        assert out is not None
+        return out
 
     def require_room(self, batch: Batch, layer: int | None = None) -> None:
         """Refuse a batch that a tail or a ring has no room for; waits for the device as `Batch.at_most` does.
@@ -238,91 +277,40 @@ class PagedKVCache:
         if layer is None:
             return
         if (most := self._most(layer)) is not None and not batch.at_most(most):
-            raise ValueError(f"layer {layer} takes {most} new tokens of a sequence at a time; store more in `pieces`")
+            raise ValueError(f"layer {layer} takes {most} new tokens of a sequence at a time; store more by `run`")
         rooms = self._rooms(layer)
         if rooms and not batch.at_most(most := min(rooms)):
-            raise ValueError(f"layer {layer} keeps room for {most} new tokens of a sequence; store more within `with_room`")
-
-    def pieces(self, layer: int, batch: Batch) -> Iterator[tuple[Tensor | None, Batch]]:
-        """A batch as a layer stores and reads it: whole, or cut where its ring has too little room; see `Batch.cut`.
-
-        Raises:
-            ValueError: more new tokens of a sequence than `most_new_tokens`.
-        """
-        self.require_room(batch)
-        return iter([(None, batch)]) if self._kv[layer].ring is None else batch.cut(self._ring_chunk)
+            raise ValueError(f"layer {layer} keeps room for {most} new tokens of a sequence; store more within `open`")
 
     def _most(self, layer: int) -> int | None:
-        """New tokens of a sequence that a layer stores at a time, within `with_room`; None for any number."""
-        return self.most_new_tokens if self._kv[layer].ring is None else self._ring_chunk
+        """New tokens of a sequence that an open layer stores at a time; None for any number."""
+        return self.most_new_tokens if self.kv[layer].ring is None else self._ring_chunk
 
     def _rooms(self, layer: int) -> list[int]:
         """New tokens that each side of a layer with a tail has room for beside it now."""
-        return [window.ring - window.tail for window in self.kept(layer) if window and window.ring]
+        return [window.ring - window.tail for window in self.kv[layer].windows if window and window.ring]
 
     def has_room(self, batch: Batch) -> bool:
-        """Whether every layer can store a batch as it is, outside `with_room`."""
-        return self._wide is None or batch.at_most(self.room)
-
-    def is_widened(self, layer: int) -> bool:
-        """Whether `with_room` is open for a layer, so that its tokens in BF16 lie elsewhere than before."""
-        return self._wide is not None and self._wide[layer]
-
-    @contextmanager
-    def with_room(self, layer: int, batch: Batch, always: bool = False) -> Iterator[None]:
-        """While it is open, a layer has room for all new tokens of a batch beside its tail, in memory of its own.
-
-        It is open from before they are stored until attention has read them. Of what was stored the newest stay, as many as
-        the layer keeps room for; of a store that was refused, none. A device is not waited for, but by `Batch.at_most`.
-
-        Args:
-            always: also where they fit without it, so that a compiled program finds one size.
-        """
-        if self._wide is None or not self._rooms(layer) or (batch.at_most(self.room) and not always):
-            yield
-            return
-        small = self._kv[layer]
-        wide = small.wider(self._most(layer) or self.chunk, batch)
-        self._kv[layer], self._wide[layer] = wide, True
-        try:
-            yield
-            small.take_newest(wide, batch)
-        finally:
-            self._kv[layer], self._wide[layer] = small, False
-
-    def read(self, layer: int, block_table: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
-        """De-quantized K and V of whole blocks, for the reference and for tests.
-
-        Args:
-            block_table: [B, n] int32 of a placed batch; -1 pads and reads as block 0, to be masked by the caller.
-            first: position of the first token of its first block.
-        Returns:
-            K and V as they are packed, each [B, Hkv, n * block_size, D] fp32.
-        """
-        return self._kv[layer].read(block_table, first)
+        """Whether every layer can store a batch as it is, without `open`."""
+        return not self._widens or batch.at_most(self.room)
 
     def fields(self) -> Iterator[tuple[str, KVFormat, dict[str, Tensor], ResidualWindow | None]]:
         """Every side that is stored here: its name, such as `layers.0.k`, its format, fields and tokens in BF16."""
-        for layer, kv_layer in self._kv.items():
+        for layer, kv_layer in self.kv.items():
             for letter, side in kv_layer.sides:
-                yield f"layers.{layer}.{letter}", side.kv_format, side.fields, side.kept
+                yield f"layers.{layer}.{letter}", side.kv_format, side.fields, side.window
 
     @property
     def keeps_rows(self) -> bool:
         """Whether anything is kept by a sequence's row: tokens in BF16, rings or states."""
-        return any(layer.ring is not None or layer.k.kept or layer.v.kept for layer in self._kv.values()) or bool(
-            self.states.keys() - self._kv.keys()
+        return any(layer.ring is not None or any(layer.windows) for layer in self.kv.values()) or bool(
+            self.states.keys() - self.kv.keys()
         )
 
     @property
     def num_slots(self) -> int:
         """Tokens that the cache can hold, where it keeps all of them."""
         return self.num_blocks * self.block_size
-
-    def num_slots_of(self, layer: int) -> int:
-        """Tokens that one layer can hold."""
-        ring = self._kv[layer].ring
-        return self.num_slots if ring is None else self.num_rows * ring * self.block_size
 
     @property
     def nbytes(self) -> int:

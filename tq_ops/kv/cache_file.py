@@ -78,7 +78,7 @@ class Origin:
             layer = differing[0]
             raise InputError(
                 f"{name} stores layer {layer} in {self.layers[layer]}, and this run in {other.layers[layer]}; name the cache "
-                "that it was made with, or convert it with `tq cache convert`"
+                "that it was made with"
             )
         if (self.tail, self.sink) != (other.tail, other.sink):
             raise InputError(

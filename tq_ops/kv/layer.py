@@ -41,16 +41,16 @@ class Side:
 
     Attributes:
         fields: by name, each [num_blocks, Hkv, block_size / G, *field.shape].
-        kept: tokens in BF16, where some are.
+        window: tokens in BF16, where some are.
     """
 
     kv_format: KVFormat
     fields: dict[str, Tensor]
-    kept: ResidualWindow | None
+    window: ResidualWindow | None
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in self.fields.values()) + (self.kept.vectors.nbytes if self.kept else 0)
+        return sum(t.nbytes for t in self.fields.values()) + (self.window.vectors.nbytes if self.window else 0)
 
     def pack(self, name: str, x: Tensor, layer: int, batch: Batch) -> tuple[dict[str, Tensor], Tensor]:
         """Quantize new vectors [T, Hkv, D], or the groups that they fill.
@@ -64,8 +64,8 @@ class Side:
                 by_head = self.kv_format.as_stored(x.transpose(0, 1), layer, batch.positions)
                 return by_token(self.kv_format.quantize(by_head, layer)), batch.slot_mapping
             require_finite(x.transpose(0, 1))
-            assert self.kept is not None, "a format of groups keeps tokens in BF16 until their group is full"
-            groups = self.kept.full_groups(x, batch)
+            assert self.window is not None, "a format of groups keeps tokens in BF16 until their group is full"
+            groups = self.window.full_groups(x, batch)
             last = groups.last
             return by_token(self.kv_format.quantize(groups.vectors.transpose(0, 1), layer)), batch.slot_mapping[last]
         except NonFiniteVectorError as error:
@@ -86,7 +86,7 @@ class Side:
         return turns.redo(vectors, positions) if turns else vectors
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerKV:
     """K and V of one layer; a `LayerState`.
 
@@ -111,7 +111,26 @@ class LayerKV:
         """K and V by their letters."""
         return ("k", self.k), ("v", self.v)
 
-    def placed(self, batch: Batch) -> Batch:
+    @property
+    def formats(self) -> tuple[KVFormat, KVFormat]:
+        return self.k.kv_format, self.v.kv_format
+
+    @property
+    def fields(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """K's and V's."""
+        return self.k.fields, self.v.fields
+
+    @property
+    def windows(self) -> tuple[ResidualWindow | None, ResidualWindow | None]:
+        """K's and V's tokens in BF16, where some stay so."""
+        return self.k.window, self.v.window
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that there is memory for."""
+        return len(next(iter(self.k.fields.values()))) * self.block_size
+
+    def place(self, batch: Batch) -> Batch:
         """A batch with the slots and the block table of this layer."""
         return batch if self.ring is None else batch.in_ring(self.ring, self.block_size)
 
@@ -132,22 +151,22 @@ class LayerKV:
             block, offset = slots // self.block_size, slots % self.block_size // side.kv_format.group_tokens
             for name, values in fields.items():
                 side.fields[name][block, :, offset] = values
-            if side.kept:
-                side.kept.write(x, batch)
+            if side.window:
+                side.window.write(x, batch)
 
     def wider(self, room: int, batch: Batch) -> LayerKV:
         """The same packed memory, with tokens in BF16 as `ResidualWindow.wider` has them."""
 
         def widen_side(side: Side) -> Side:
-            return replace(side, kept=side.kept.wider(room, batch)) if side.kept and side.kept.ring else side
+            return replace(side, window=side.window.wider(room, batch)) if side.window and side.window.ring else side
 
         return replace(self, k=widen_side(self.k), v=widen_side(self.v))
 
     def take_newest(self, wide: LayerKV, batch: Batch) -> None:
         """As `ResidualWindow.take_newest`, of K and V."""
         for (_, side), (_, other) in zip(self.sides, wide.sides, strict=True):
-            if side.kept and side.kept.ring and other.kept:
-                side.kept.take_newest(other.kept, batch)
+            if side.window and side.window.ring and other.window:
+                side.window.take_newest(other.window, batch)
 
     def read(self, block_table: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
         """De-quantized K and V, each [B, Hkv, n * block_size, D] fp32; arguments as of `PagedKVCache.read`."""
@@ -156,14 +175,14 @@ class LayerKV:
     def snapshot(self, batch: Batch) -> list[tuple[Tensor, Tensor] | None] | None:
         """Tokens in BF16 that the new ones replace. What is packed needs nothing: a sequence's length alone says what is its
         own, and a ring has room for all new tokens beside its window."""
-        if self.k.kept is None and self.v.kept is None:
+        if self.k.window is None and self.v.window is None:
             return None
-        return [side.kept.overwritten(batch) if side.kept else None for _, side in self.sides]
+        return [side.window.overwritten(batch) if side.window else None for _, side in self.sides]
 
     def roll_back(self, snapshot: Any, batch: Batch, drop_mask: Tensor) -> None:
         for (_, side), vectors in zip(self.sides, snapshot, strict=True):
-            if side.kept:
-                side.kept.put_back(vectors, batch, drop_mask)
+            if side.window:
+                side.window.put_back(vectors, batch, drop_mask)
 
     def take(self, place: SequencePlace, length: int, whole: bool = True) -> dict[str, Tensor]:
         """Fields as `k.NAME` and `v.NAME` [blocks, Hkv, block_size / G, *field.shape] from `first_block` on, zero behind the
@@ -177,9 +196,9 @@ class LayerKV:
             groups = length // side.kv_format.group_tokens - first * self.block_size // side.kv_format.group_tokens
             for name, field in side.fields.items() if whole or self.shape.window else ():
                 tensors[f"{letter}.{name}"] = _cut(field[index].cpu(), groups)
-            if side.kept is not None and (whole or side.kept.ring):
-                occupied = side.kept.occupied_places(length)
-                tensors[f"{letter}.{WINDOW}"] = side.kept.vectors[place.row].cpu().masked_fill(~occupied[:, None], 0.0)
+            if side.window is not None and (whole or side.window.ring):
+                occupied = side.window.occupied_places(length)
+                tensors[f"{letter}.{WINDOW}"] = side.window.vectors[place.row].cpu().masked_fill(~occupied[:, None], 0.0)
         return tensors
 
     def put(self, tensors: Mapping[str, Tensor], stored_length: int, place: SequencePlace, length: int) -> None:
@@ -188,8 +207,8 @@ class LayerKV:
             for name, field in side.fields.items():
                 index = torch.tensor(self.blocks_at(place, first, end), dtype=torch.int64, device=field.device)
                 field[index] = tensors[f"{letter}.{name}"][: len(index)].to(field.device)
-            if side.kept is not None:
-                side.kept.vectors[place.row] = tensors[f"{letter}.{WINDOW}"].to(side.kept.vectors.device)
+            if side.window is not None:
+                side.window.vectors[place.row] = tensors[f"{letter}.{WINDOW}"].to(side.window.vectors.device)
 
     def reusable(self, tensors: Mapping[str, Tensor], stored_length: int, length: int) -> int:
         """Whether all that the next query sees is still held: of a window's tokens, and of those in BF16."""
@@ -198,7 +217,7 @@ class LayerKV:
         if self.first_block(length) < self.first_block(stored_length):
             return 0
         for _, side in self.sides:
-            window = side.kept
+            window = side.window
             # The next query sees its tail, and the group that it is in, in BF16.
             if window and window.ring and length < stored_length - window.ring + window.tail + window.group:
                 return 0

@@ -1,7 +1,7 @@
 """One sequence as a cache stores it, taken out of the cache: its tokens, and what each layer remembers, byte for byte.
 
-`take` copies it out, `put` copies it into any cache of the same plan, where it goes on as if it had never left. `requantize`
-stores it by another plan. `Advance` takes tokens back again: afterwards a cache is as if they had never come.
+`take` copies it out, `put` copies it into any cache of the same plan, where it goes on as if it had never left.
+`Advance` takes tokens back again: afterwards a cache is as if they had never come.
 """
 
 from __future__ import annotations
@@ -12,14 +12,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.layer import WINDOW
-from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.recurrent import LayerState
-from haarkv.tq_ops.kv.residual_window import ResidualWindow
-from haarkv.tq_ops.kv.shapes import WINDOW_CHUNK, WINDOW_ROOM, SequencePlace, Shapes, blocks_for, each
 
 
 @dataclass(frozen=True)
@@ -124,72 +120,6 @@ def _reusable(snapshot: StoredSequence, length: int, cache: PagedKVCache) -> int
         for layer, state in cache.states.items():
             length = state.reusable(tensors[layer], snapshot.length, length)
     return length
-
-
-def requantize(
-    snapshot: StoredSequence, before: KVPlan, after: KVPlan, shapes: Shapes, whole: bool = True
-) -> StoredSequence:  # fmt: skip
-    """The same sequence as another plan stores it: from what is packed, and from BF16 where that is still held.
-
-    Args:
-        before: the plan that it is stored by.
-        shapes: of the model's layers; what those remember that have no K and V stays as it is.
-        whole: as of `take`.
-    """
-    earlier = requantize(snapshot.versions[1], before, after, shapes, whole=False) if snapshot.earlier else None
-    blocks = max(blocks_for(snapshot.length), 1)
-    source, target = (PagedKVCache(plan, shapes, num_blocks=blocks, num_rows=1, room=WINDOW_ROOM) for plan in (before, after))
-    from_paging, to_paging = (PagedSequences(cache.num_blocks, cache.block_size, num_rows=1) for cache in (source, target))
-    place, sequence = from_paging.places(put(snapshot, source, from_paging)), to_paging.add()
-    carry_over(source, place, snapshot.length, target, to_paging, sequence)
-    result = take(target, to_paging, sequence, snapshot.token_ids, whole, earlier)
-    states = (layer for layer, shape in enumerate(each(shapes, target.num_layers)) if shape is None)
-    state_tensors = {
-        f"layers.{layer}.{name}": tensor for layer in states for name, tensor in snapshot.layer_tensors(layer).items()
-    }
-    return replace(result, tensors={**result.tensors, **state_tensors})
-
-
-def carry_over(
-    source: PagedKVCache, place: SequencePlace, length: int, target: PagedKVCache, paging: PagedSequences, sequence: int
-) -> None:
-    """Store a sequence that is in one cache in another as well, which may have another plan.
-
-    Of a layer with a window the tokens that have left it are stored as whatever lies in their place, and then overwritten.
-
-    Args:
-        source: the cache that it is in, on the target's device.
-        place, length: where it is there, and its tokens.
-        target, paging: the other cache.
-        sequence: its id there, with no tokens so far.
-    Raises:
-        CacheFullError: there is no room for it.
-        InputError: a layer has a state that is not K and V.
-    """
-    if source.held != tuple(source.states):
-        raise InputError("a state that is not K and V cannot be copied from one cache plan to another")
-    chunk = min(target.most_new_tokens or WINDOW_CHUNK, target.room)
-    for begin in range(0, length, chunk):
-        batch = paging.batch([sequence], [min(chunk, length - begin)])
-        first, last = begin // source.block_size, int(batch.positions[-1]) // source.block_size
-        batch = batch.to(target.device)
-        inside = batch.positions - first * source.block_size
-        for layer in source.held:
-            blocks = source.blocks_at(layer, place, first, last + 1)
-            table = torch.tensor([blocks], dtype=torch.int32, device=source.device)
-            k, v = (
-                _with_bf16(x[0, :, inside], window, place.row, batch.positions, length).transpose(0, 1)
-                for x, window in zip(source.read(layer, table, first * source.block_size), source.kept(layer), strict=True)
-            )
-            target.write(layer, k, v, batch)
-
-
-def _with_bf16(x: Tensor, window: ResidualWindow | None, row: int, positions: Tensor, length: int) -> Tensor:
-    """Vectors x [Hkv, n, D], those that are held in BF16 in a row in their place."""
-    if window is None:
-        return x
-    in_window = window.holds(positions, length)[:, None]
-    return torch.where(in_window, window.vectors[row][:, window.places(positions)].float(), x)
 
 
 class Advance:

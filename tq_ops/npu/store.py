@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.cache import LayerView
 from haarkv.tq_ops.npu.device import Runner
 from haarkv.tq_ops.npu.program import Argument, Kernel, order_arguments
 from haarkv.tq_ops.npu.sides import READS, TQ4, Side, layer_sides, turns_of_tokens
@@ -50,23 +49,24 @@ class StoreByProgram:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
 
-    def __call__(self, k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
+    def __call__(self, k: Tensor, v: Tensor, at: LayerView) -> None:
         """Store K and V [T, Hkv, D] fp32 at the batch's slots of a layer."""
-        head_dim = cache.shape(layer).head_dim
-        k_side, v_side = layer_sides(cache.plan, layer, head_dim)
-        program = StoreProgram(cache.shape(layer).num_kv_heads, k=k_side, v=v_side)
-        matrix = READS.built_in(head_dim).transform.matrix(layer, head_dim)
-        tensors = {"rotation": matrix.to(cache.device).contiguous(), "slot": batch.slot_mapping.int()}
-        tensors |= k_side.domain_tensors(cache.plan.k(layer), layer, cache.device)
-        turns = cache.plan.k(layer).turns(layer)
+        batch, device, k_format = at.batch, k.device, at.kv.k.kv_format
+        head_dim = at.kv.shape.head_dim
+        k_side, v_side = layer_sides(at.cache.plan, at.layer, head_dim)
+        program = StoreProgram(at.kv.shape.num_kv_heads, k=k_side, v=v_side)
+        matrix = READS.built_in(head_dim).transform.matrix(at.layer, head_dim)
+        tensors = {"rotation": matrix.to(device).contiguous(), "slot": batch.slot_mapping.int()}
+        tensors |= k_side.domain_tensors(k_format, at.layer, device)
+        turns = k_format.turns(at.layer)
         missing = -k.shape[0] % program.rows
         if turns:
             tensors["back"] = pad(turns_of_tokens(turns, batch.positions), (0, 0, 0, missing))
-        side_inputs = ((k_side, k, cache.k_fields(layer)), (v_side, v, cache.v_fields(layer)))
+        side_inputs = ((k_side, k, at.kv.k.fields), (v_side, v, at.kv.v.fields))
         for prefix, (side, x, fields) in zip("kv", side_inputs, strict=True):
             tensors[prefix] = pad(x.float(), (0, 0, 0, 0, 0, missing))
             tensors |= side.tensors(prefix, fields)
         self._runner.call(program, order_arguments(program, tensors))
-        for in_bf16, x in zip(cache.kept(layer), (k, v), strict=True):
+        for in_bf16, x in zip(at.kv.windows, (k, v), strict=True):
             if in_bf16:  # only the program of a layer keeps tokens in BF16 itself
                 in_bf16.write(x, batch)

@@ -1,6 +1,6 @@
-"""The lowest rung: what is installed, and whether such versions are known to work together. Read without importing torch.
+"""The lowest rung: are the installed versions known to work together? Reads package metadata and files, never imports torch.
 
-Package metadata and files only: a wrong torch or an unsourced toolkit may make `import torch` itself fail.
+A wrong torch or an unsourced toolkit may make `import torch` itself fail.
 """
 
 from __future__ import annotations
@@ -24,20 +24,18 @@ SIMULATOR = "sim"
 
 
 def require_executor(name: str) -> None:
-    """Refuse what is no executor, before anything is imported that could tell: one word names its ops and its executor.
-
-    Raises:
-        InputError: no such executor.
-    """
+    """Refuse an unknown executor without importing one."""
     if not name.isidentifier() or not all(find_spec(f"haarkv.{room}.{name}") for room in ("executors", "tq_ops")):
         raise InputError(f"unknown executor {name!r}; name npu, cuda, cpu or onnx")
 
 
 def versions(executor: str) -> dict[str, str]:
-    """What is installed, by name: what every verdict depends on."""
+    """Installed versions by name; every verdict depends on them."""
     packages = {"haarkv": _installed_version("haarkv") or "a checkout", "python": platform.python_version()}
     if module := _version_table(executor):
-        device_versions = {name: value for name, value in asdict(module.installed()).items() if not name.endswith("folder")}
+        device_versions = {
+            name: value for name, value in asdict(module.find_installation()).items() if not name.endswith("folder")
+        }
         packages |= {
             name.replace("_", "-"): str(value) for name, value in device_versions.items() if value not in (None, False)
         }
@@ -50,7 +48,7 @@ def environment(executor: str, device: str | None, load: Callable[[], object], a
     """Compare what is installed with what is published to work, then load torch.
 
     Args:
-        any_versions: versions that are not published together are named and do not fail.
+        any_versions: unpublished combinations are recorded and do not fail.
     """
     package_versions = versions(executor)
     reported_versions = {name: value for name, value in package_versions.items() if name in _REPORTED_PACKAGES}
@@ -73,7 +71,7 @@ _REPORTED_PACKAGES = ("python", "torch", "torch-npu", "pypto", "cann", "driver")
 
 
 def _version_table(executor: str) -> ModuleType | None:
-    """The table of published combinations that the executor's room of ops keeps, if it keeps one."""
+    """The executor's module of published combinations, if it has one."""
     name = f"haarkv.tq_ops.{executor}.versions"
     try:
         module_spec = find_spec(name)
@@ -83,7 +81,6 @@ def _version_table(executor: str) -> ModuleType | None:
 
 
 def _unpublished_reason(executor: str, device: str | None) -> str | None:
-    """None, or the sentence of the executor's own table."""
     if (module := _version_table(executor)) is None:
         return None
     table: Any = module
@@ -93,7 +90,7 @@ def _unpublished_reason(executor: str, device: str | None) -> str | None:
 
 
 def _missing(executor: str) -> str | None:
-    """None, or in one sentence which package that haarkv asks for is absent or too old or new."""
+    """Which package that haarkv requires is absent, too old or too new."""
     for requirement in _requirements(executor):
         package_version = _installed_version(requirement.name)
         if package_version is None:
@@ -104,7 +101,7 @@ def _missing(executor: str) -> str | None:
 
 
 def _requirements(executor: str) -> Iterator[Requirement]:
-    """What haarkv asks for, with the extra of the executor's name unless a table of its own judges those packages."""
+    """What haarkv requires, with the executor's extra unless a table of its own judges those packages."""
     extra = "" if _version_table(executor) else executor
     try:
         lines = requires("haarkv") or ()

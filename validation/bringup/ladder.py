@@ -1,4 +1,4 @@
-"""The ladder: what each rung finds is kept as a JSON file, the first that fails ends it, one file is sent home. No torch."""
+"""The ladder: each rung's result is a JSON file, the first failure ends the climb, one report is sent home. No torch."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 
 Verdict = Literal["passed", "failed", "not on this executor", "not tried"]
 
-RUNGS = (
-    "environment", "compiler", "store", "layer", "long-decode", "head", "teacher-forced", "free-running", "text", "latency",
-)  # fmt: skip
+RUNGS = ("environment", "store", "layer", "long-decode", "head", "teacher-forced", "free-running", "text", "latency")
 """Every rung, from the lowest up."""
 
 
@@ -37,10 +35,10 @@ class RungFinding:
 
     Attributes:
         passed: None if this executor has no counterpart of the rung.
-        compared: how many of `unit` were compared or run; a rung that passes without any has proved nothing.
-        where: format, layer and stage, or the like, of a fault.
-        lacking: in words, what is lacking to try the rung; then `passed` is None.
-        allowed: in words, what would have failed the rung and was allowed by the request.
+        compared: how many of `unit` were compared or run; a rung that compared none fails.
+        where: format, layer and stage of a fault.
+        lacking: what is missing to try the rung; then `passed` is None.
+        allowed: what would have failed the rung and was allowed by the request.
     """
 
     passed: bool | None
@@ -58,9 +56,9 @@ class Result:
     """A rung that was run.
 
     Attributes:
-        seconds: wall time of the whole rung; no latency.
-        inputs: what the verdict depends on, by name; if one of them changes, the rung is run again.
-        log: a file beside this one with the whole message of what went wrong; "" if there is none.
+        seconds: wall time of the whole rung.
+        inputs: what the verdict depends on, by name; if one changes, the rung runs again.
+        log: file beside this one with the whole message of a failure.
     """
 
     name: str
@@ -76,13 +74,13 @@ class Result:
 
 
 class Folder:
-    """Where results are kept; each file is written whole or not at all."""
+    """Where results are kept."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def load(self, name: str) -> Result | None:
-        """The kept result of a rung; None if there is none.
+        """The result of a rung, if there is one.
 
         Raises:
             InputError: a file of that name that is no result.
@@ -97,7 +95,6 @@ class Folder:
             raise InputError(f"{file} is no result of tq dev bringup; delete it") from None
 
     def save(self, result: Result) -> None:
-        """Keep a result, in place of an older one."""
         write_whole(self.path / f"{result.name}.json", json.dumps(result.as_json(), indent=1) + "\n")
 
     def log(self, name: str, text: str) -> str:
@@ -112,7 +109,7 @@ _LONGEST_LINE = 300
 
 @dataclass(frozen=True)
 class Rung:
-    """One step of the ladder; an exception in `run` is a failure. One that is `always` run is not kept from before."""
+    """One step of the ladder; an exception in `run` is a failure. With `always`, an earlier result does not count."""
 
     name: str
     run: Callable[[], RungFinding]
@@ -127,14 +124,12 @@ def climb(
     on_begin: Callable[[str, str], None],
     on_result: Callable[[Result, bool], None],
 ) -> list[Result]:
-    """Run rungs up to the first that fails. A passed one is kept if its inputs are the same; results are saved as they come.
+    """Run rungs up to the first failure; passed rungs with unchanged inputs are kept. Results are saved as they come.
 
     Args:
-        rungs: made one by one, so that a rung's imports and files are not touched before those beneath it have passed.
-        on_begin: called with a rung's name, and why it is run again or "".
-        on_result: called with each result, and whether it was kept from before.
-    Returns:
-        the results, in order; the last one failed, or every rung is there.
+        rungs: a generator: a rung's imports and files are touched when those beneath it have passed.
+        on_begin: gets a rung's name, and why it runs again or "".
+        on_result: gets each result, and whether it was kept.
     """
     results = []
     for rung in rungs:
@@ -155,7 +150,7 @@ def climb(
 
 
 def _changed_inputs(rung: Rung, old: Result | None) -> str:
-    """In words, which inputs of an old result are others now; "" if none is."""
+    """Which inputs of an earlier result have changed, in words."""
     if old is None or old.verdict == "failed" or rung.always:
         return ""
     names = [name for name in {**old.inputs, **rung.inputs} if old.inputs.get(name) != rung.inputs.get(name)]
@@ -180,7 +175,7 @@ def _run(rung: Rung, folder: Folder) -> Result:
 
 
 def one_line(error: Exception) -> str:
-    """The first line of a message, be it a compiler's eighty, cut to what a terminal shows."""
+    """The first line of a message, cut to what a terminal shows."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first = lines[0] if lines else type(error).__name__
     return first if len(first) <= _LONGEST_LINE else f"{first[:_LONGEST_LINE]}…"
@@ -191,11 +186,10 @@ def ladder(
     bench: Callable[[], Workbench], executor: str, device: str | None, latency: Callable[[Workbench], RungFinding],
     any_versions: bool = False,
 ) -> Iterator[Rung]:  # fmt: skip
-    """Every rung, made when those beneath it have passed.
+    """Every rung, in order.
 
     Args:
         latency: the highest rung; measuring is another room's.
-        any_versions: versions that nobody published together do not fail the lowest rung.
     """
     from haarkv.validation.bringup.environment import environment, versions
 
@@ -206,19 +200,21 @@ def ladder(
     from haarkv.validation.bringup import rungs
 
     work = bench()
-    below = work.inputs
-    by_compiler = {**below, "device's compiler": rungs.find_compiler() or "none"}
-    yield Rung("compiler", lambda: rungs.by_the_device(work), by_compiler)
-    yield Rung("store", lambda: rungs.store(work), below)
-    whole = work.inputs_of_model
-    yield Rung("layer", lambda: rungs.validate_formats(work, work.first_layer, "teacher-forced"), whole)
-    yield Rung("long-decode", lambda: rungs.long_decode(work), whole)
-    yield Rung("head", lambda: rungs.validate_formats(work, work.first_layer, "free-running"), whole)
-    yield Rung("teacher-forced", lambda: rungs.validate_formats(work, work.model, "teacher-forced"), whole)
-    yield Rung("free-running", lambda: rungs.validate_formats(work, work.model, "free-running"), whole)
-    yield Rung("text", lambda: rungs.greedy_text(work), {**whole, "new tokens": str(work.new_tokens)})
-    contexts = ", ".join(map(str, work.contexts))
-    yield Rung("latency", lambda: latency(work), {**whole, "contexts": contexts})
+    runs: dict[str, Callable[[], RungFinding]] = {
+        "store": lambda: rungs.store(work),
+        "layer": lambda: rungs.validate_formats(work, work.first_layer, "teacher-forced"),
+        "long-decode": lambda: rungs.long_decode(work),
+        "head": lambda: rungs.validate_formats(work, work.first_layer, "free-running"),
+        "teacher-forced": lambda: rungs.validate_formats(work, work.model, "teacher-forced"),
+        "free-running": lambda: rungs.validate_formats(work, work.model, "free-running"),
+        "text": lambda: rungs.greedy_text(work),
+        "latency": lambda: latency(work),
+    }
+    own_inputs = {
+        "text": {"new tokens": str(work.new_tokens)}, "latency": {"contexts": ", ".join(map(str, work.contexts))},
+    }  # fmt: skip
+    for name, run in runs.items():
+        yield Rung(name, run, {**work.inputs, **own_inputs.get(name, {})})
 
 
 # -- What is sent home ---------------------------------------------------------------------------------------------------
@@ -227,7 +223,7 @@ _LINES = 60
 
 
 def report(results: Sequence[Result], about: Mapping[str, str], folder: Folder, host_logs: Mapping[str, Sequence[str]]) -> str:
-    """Everything that was found, with the ends of the logs, as JSON; of a path only its last name is left."""
+    """All results with the ends of their logs, as JSON without paths, user and machine."""
     rungs = []
     for result in results:
         plain = result.as_json()
@@ -240,7 +236,7 @@ def report(results: Sequence[Result], about: Mapping[str, str], folder: Folder, 
 
 
 def _public(value: Any) -> Any:
-    """A JSON value without what is the user's own: folders, and names of user and machine."""
+    """A JSON value without folders and names of user and machine."""
     if isinstance(value, Mapping):
         return {key: _public(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -249,7 +245,7 @@ def _public(value: Any) -> Any:
 
 
 def public_text(text: str) -> str:
-    """A text in which of every path its last name is left, and neither user nor machine is named."""
+    """A text without folders and names of user and machine."""
     text = re.sub(r"(?<![\w.…/])(?:~|\.{1,2})?/+(?:[^\s/:'\"<>,;()\[\]]+/)*([^\s/:'\"<>,;()\[\]]*)", r"…/\1", text)
     for private in (Path.home().name, _user(), platform.node()):
         # A name such as `root` is a word like any other.
@@ -266,13 +262,13 @@ def _user() -> str:
 
 
 def verdict(results: Sequence[Result]) -> str:
-    """In one line."""
+    """All results in one line."""
     passed_count = sum(result.verdict == "passed" for result in results)
     absent = [result.name for result in results if result.verdict == "not on this executor"]
     remarks = f", not on this executor: {', '.join(absent)}" if absent else ""
     untried_rungs = [f"{result.name} ({result.found.lacking})" for result in results if result.verdict == "not tried"]
     remarks += f", not tried: {', '.join(untried_rungs)}" if untried_rungs else ""
-    remarks += ", with versions that nobody published" if any(result.found.allowed for result in results) else ""
+    remarks += ", with unpublished versions" if any(result.found.allowed for result in results) else ""
     if failed_rung := next((result for result in results if result.verdict == "failed"), None):
         where = f" at {failed_rung.found.where}" if failed_rung.found.where else ""
         return f"failed: {failed_rung.name}{where}; {passed_count} of {len(RUNGS)} rungs passed{remarks}"
@@ -281,10 +277,10 @@ def verdict(results: Sequence[Result]) -> str:
 
 
 def collect_host_logs(since: float) -> dict[str, list[str]]:
-    """Last lines of what an NPU's host says: `npu-smi info`, and the newest log of CANN's runtime.
+    """Last lines of an NPU host's logs: `npu-smi info`, and the newest plog of CANN's runtime.
 
     Args:
-        since: seconds since 1970; logs that were last written before are another run's.
+        since: seconds since 1970; logs last written before are another run's.
     """
     host_logs = {}
     if shutil.which("npu-smi"):

@@ -1,15 +1,8 @@
-"""The rungs that run an executor, each against the host: storing K and V, layers in one mode at a time, greedy text."""
+"""The rungs that run an executor against the host: storing K and V, layers in one mode at a time, greedy text."""
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
-import subprocess
-import sys
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -19,46 +12,41 @@ from haarkv.engine.session import Session
 from haarkv.executors.base import Executor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
-from haarkv.models.qwen3_14b.npu.compile import KERNELS, write_sources
 from haarkv.models.text import load_tokenizer
-from haarkv.tq_ops import formats, reference
-from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, blocks_for
 from haarkv.tq_ops.npu.store import StoreByProgram
-from haarkv.tq_ops.npu.versions import sourced_from
-from haarkv.tq_ops.output_files import TemporaryFolder
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.validation import validate
 from haarkv.validation.bounds import NPU_LAYER_ADDED
 from haarkv.validation.bringup.ladder import RungFinding
 from haarkv.validation.bringup.workbench import Workbench
 from haarkv.validation.fidelity.greedy_diff import greedy_diff
-from haarkv.validation.layers.report import LayerRow, Mode
-from haarkv.validation.ops.caches import CacheCase, Store, bf16_windows
+from haarkv.validation.layers.candidate import CandidateRunner
+from haarkv.validation.layers.forced import TeacherForced
+from haarkv.validation.layers.forward import Forward, Schedule
+from haarkv.validation.layers.parts import poison
+from haarkv.validation.layers.reference import Reference
+from haarkv.validation.layers.report import LayerRow, Mode, Verdict
+
 
 # -- Storing K and V ---------------------------------------------------------------------------------------------------
-# Two sequences whose tokens fill no tile, one of them behind others.
-_NEW, _STORED = (9, 21), (0, 120)
-_HEADS, _BLOCK = 2, 128
-
-
 def store(bench: Workbench) -> RungFinding:
-    """K and V of awkward lengths into an untouched cache: levels, lengths, and slots of no token."""
-    table, device = _storing(bench)
-    if table is None:
+    """The first layer's `store_kv` alone, in each format: levels, lengths, and slots of no token."""
+    ops, device = _storing(bench)
+    if ops is None:
         return RungFinding(None, "this executor runs whole graphs: it has no kernel to call alone")
     messages, num_compared = [], 0
-    # K and V of a cache may have different formats; a store takes one at a time, and learned ones are of keys alone.
-    names = dict.fromkeys(kv_format.name for plan in bench.plans.values() for kv_format in plan.formats)
-    for kv in (f"k={name},v=tq4" if formats.needs_calibration(name) else name for name in names):
-        finding = Store(CacheCase(kv, bench.config.heads.head_dim, 1, _HEADS, _BLOCK, _STORED, _NEW)).check(table, device)
-        num_compared += 2 * sum(_NEW) * _HEADS * bench.config.heads.head_dim
-        if not finding.passed:
-            problem = finding.fault or f"{finding.share:.2g} times what honest runs allow"
-            return RungFinding(False, f"{kv}: {problem}", num_compared, "levels", where=kv)
-        messages.append(f"{kv}: levels and lengths at {100 * finding.share:.3g} % of what honest runs allow")
+    for kv, whole in bench.plans.items():
+        verdicts, num_levels = _store_verdicts(bench, _first_layers_plan(whole, 1), ops, device)
+        num_compared += num_levels
+        worst = max(verdicts, key=lambda verdict: (verdict.fails, verdict.share))
+        if worst.fails:
+            return RungFinding(False, f"{kv}: {worst.stage}: {worst.detail}", num_compared, "levels", where=kv)
+        messages.append(f"{kv}: levels and lengths at {100 * worst.share:.3g} % of what honest runs allow")
     return RungFinding(True, f"{'; '.join(messages)}; no other slot changed", num_compared, "levels")
 
 
@@ -71,14 +59,31 @@ def _storing(bench: Workbench) -> tuple[OpTable | None, torch.device]:
     return executor.ops, executor.device
 
 
+@torch.inference_mode()
+def _store_verdicts(bench: Workbench, plan: KVPlan, ops: OpTable, device: torch.device) -> tuple[list[Verdict], int]:
+    """Every forward of a validation, of which `store_kv` alone runs on the device; also the number of levels compared."""
+    model, tokens = bench.first_layer, bench.token_ids()
+    schedule = Schedule(tokens, bench.steps, plan)
+    trusted = Reference(ReferenceExecutor(model), model, schedule.new_cache(model))
+    forced = TeacherForced(trusted, CandidateRunner(ReferenceExecutor(model), trusted.cache, device), ops)
+    verdicts: list[Verdict] = []
+    num_levels = 0
+
+    def run_forward(forward: Forward) -> Tensor:
+        nonlocal num_levels
+        record = trusted.layer(0, model.embed(forward.token_ids), forward)
+        stores = replace(record, calls=[call for call in record.calls if call.op == "store_kv"])
+        verdicts.extend(forced.op_verdicts(stores, poison(trusted.cache, 0, record.kv, forward.batch)))
+        num_levels += record.k.numel() + record.v.numel()
+        return trusted.head_logits(record.hidden_out, forward)[0]
+
+    schedule.run(schedule.paging(), run_forward)
+    return verdicts, num_levels
+
+
 # -- Layers ------------------------------------------------------------------------------------------------------------
 def validate_formats(bench: Workbench, model: DecoderModel, mode: Mode) -> RungFinding:
-    """Each format's validation in one mode, up to the first that fails.
-
-    Args:
-        mode: teacher-forced, every layer is fed the reference's input and cache: who is wrong. Free-running, it is fed what
-            the executor made of the layer before: how errors grow; and whole forwards run, with norm and LM head.
-    """
+    """Each format's validation in one mode, up to the first that fails."""
     # Cores that race give another result now and then.
     repeats = bench.repeats if model is bench.first_layer and mode == "teacher-forced" else 0
     num_rows = 0
@@ -100,7 +105,6 @@ def validate_formats(bench: Workbench, model: DecoderModel, mode: Mode) -> RungF
 
 
 def _first_layers_plan(plan: KVPlan, count: int) -> KVPlan:
-    """The plan of the first so many layers."""
     return replace(plan, layers=plan.layers[:count])
 
 
@@ -114,7 +118,7 @@ _FAINT = 2.0**-7
 
 
 def long_decode(bench: Workbench) -> RungFinding:
-    """One decode step of the first layer in each format, over so many random K and V that it takes a second step of keys."""
+    """One decode step of the first layer behind random K and V that take a second step of keys."""
     model = bench.first_layer
     step = bench.executor(model, _first_layers_plan(next(iter(bench.plans.values())), 1)).decode_step
     if step is None:
@@ -141,12 +145,12 @@ def long_decode(bench: Workbench) -> RungFinding:
 
 
 def _decode_one_token(executor: Executor, model: DecoderModel, plan: KVPlan, hidden: Tensor, step: int) -> Tensor:
-    """What the first layer gives for one token of each of two sequences behind stored ones, FP32 on the host."""
-    blocks = -(-(step + _BEYOND + 1) // _BLOCK) + 1
+    """Hidden states after the first layer for one token of each of two sequences, FP32 on the host."""
+    blocks = blocks_for(step + _BEYOND + 1) + 1
     host, ours = (
         PagedKVCache(plan, model.config.kv_shapes, num_blocks=blocks, device=device) for device in ("cpu", executor.device)
     )
-    paging, prefix_paging = PagedSequences(blocks, _BLOCK), PagedSequences(blocks, _BLOCK)
+    paging, prefix_paging = PagedSequences(blocks, BLOCK_SIZE), PagedSequences(blocks, BLOCK_SIZE)
     generator, heads = torch.Generator().manual_seed(0), model.config.heads
     sequences = [(paging.add(), prefix_paging.add())[0] for _ in range(2)]
     for sequence, length in zip(sequences, (step + _BEYOND, _FEW), strict=True):
@@ -159,7 +163,7 @@ def _decode_one_token(executor: Executor, model: DecoderModel, plan: KVPlan, hid
                 torch.randn(sizes, generator=generator) * torch.where(at > length, most, torch.where(at >= step, by, 1.0))
                 for by, most in zip(_LOUDER, _LOUDEST, strict=True)
             )
-            host.write(0, k, v, batch)
+            host.view(0, batch).write(k, v)
     for theirs, host_tensor in zip(_tensors(ours), _tensors(host), strict=True):
         theirs.copy_(host_tensor)
     batch = paging.batch(sequences, [1, 1]).to(executor.device)
@@ -167,8 +171,8 @@ def _decode_one_token(executor: Executor, model: DecoderModel, plan: KVPlan, hid
 
 
 def _tensors(cache: PagedKVCache) -> list[Tensor]:
-    """All that the first layer of a cache holds."""
-    return [*cache.k_fields(0).values(), *cache.v_fields(0).values(), *bf16_windows(cache)]
+    windows = [window.vectors for window in cache.kv[0].windows if window]
+    return [*cache.kv[0].k.fields.values(), *cache.kv[0].v.fields.values(), *windows]
 
 
 # -- Greedy text -------------------------------------------------------------------------------------------------------
@@ -176,7 +180,7 @@ _SHOWN_CHARACTERS = 100
 
 
 def greedy_text(bench: Workbench) -> RungFinding:
-    """The executor's text in each format against the reference's in the same."""
+    """The executor's text in each format against the reference's."""
     tokenizer = load_tokenizer(bench.request.model, bench.config)
     num_positions, facts = 0, {}
     for kv, plan in bench.plans.items():
@@ -200,77 +204,3 @@ def greedy_text(bench: Workbench) -> RungFinding:
             return RungFinding(False, message, num_positions, "positions", where, facts)
     message = f"{', '.join(bench.plans)}: the reference's tokens but for near ties, {num_positions} positions"
     return RungFinding(True, message, num_positions, "positions", facts=facts)
-
-
-# -- The device's compiler -----------------------------------------------------------------------------------------------
-COMPILER = "bisheng"
-_PROGRAM = "decode"
-_BELOW_CANN = ("bin", "compiler/ccec_compiler/bin", "tools/bisheng_compiler/bin")
-
-
-def find_compiler() -> str | None:
-    """The device's compiler: on the path, or within the toolkit that is sourced."""
-    if compiler_path := shutil.which(COMPILER):
-        return compiler_path
-    cann = sourced_from()
-    places = [Path(cann, below, COMPILER) for below in _BELOW_CANN] if cann else []
-    return next((str(place) for place in places if os.access(place, os.X_OK)), None)
-
-
-def by_the_device(bench: Workbench) -> RungFinding:
-    """Emit the C++ of decode's program, as `tq dev compile --cpp` does, and compile every kernel function."""
-    if bench.programs is None:
-        return RungFinding(None, "its kernels are no programs that PyPTO emits")
-    compiler = find_compiler()
-    lacks = [tool for tool, tool_path in ((COMPILER, compiler), ("make", shutil.which("make"))) if tool_path is None]
-    if compiler is None or lacks:
-        return RungFinding(
-            None, f"{' and '.join(lacks)} not found; source CANN's set_env.sh, and the C++ is compiled", lacking=lacks[0]
-        )
-    from haarkv.models.qwen3_14b.npu.compile import compile_programs
-
-    plan = next(iter(bench.plans.values()))
-    plan = replace(plan, layers=plan.layers[:1])
-    try:
-        (program,) = compile_programs(
-            bench.config.with_layers(1), (_PROGRAM,), lambda name: bench.tell(f"emitting the C++ of {name}"), plan
-        )
-    except InputError as error:
-        return RungFinding(None, f"no C++ is emitted here: {error}", lacking="PyPTO's simulator")
-    bench.tell(f"compiling {len(program.sources)} files by {compiler}")
-    return compile_sources({_PROGRAM: program.sources}, compiler)
-
-
-def compile_sources(programs: Mapping[str, Mapping[str, str]], compiler: str) -> RungFinding:
-    """Write the folder of some programs and compile it.
-
-    Args:
-        programs: name -> path -> source.
-    """
-    functions = sum(path.startswith(KERNELS) for sources in programs.values() for path in sources)
-    with TemporaryFolder("cpp") as folder:
-        write_sources(folder, programs)
-        done = subprocess.run(
-            ["make", "--keep-going", f"--jobs={os.cpu_count() or 1}", f"BISHENG={compiler}", f"PYTHON={sys.executable}"],
-            cwd=folder, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-        objects = len(list(folder.glob("*/kernel_aicore/*.o")))
-    facts = {"device's compiler": _version(compiler)}
-    if done.returncode == 0 and objects == functions:
-        message = f"{functions} kernel functions compiled by {Path(compiler).name}"
-        return RungFinding(True, message, functions, "functions", facts=facts)
-    lines = [line.strip() for line in (*done.stderr.splitlines(), *done.stdout.splitlines()) if line.strip()]
-    wrong = re.findall(r"\*\*\* \[\S+ (\S+)\.o\]", done.stderr)
-    word = next((line for line in lines if re.search(r"\b(fatal )?error\b", line, re.IGNORECASE)), lines[0] if lines else "")
-    where = wrong[0] if wrong else _PROGRAM
-    message = f"{functions - objects} of {functions} kernel functions do not compile; {where}: {word[:200]}"
-    return RungFinding(False, message, functions, "functions", where, facts=facts)
-
-
-def _version(compiler: str) -> str:
-    """What it says of itself, in a line."""
-    try:
-        done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return "says no version"
-    return next(iter(done.stdout.splitlines()), "says no version").strip()[:100]

@@ -1,4 +1,4 @@
-"""What the rungs work with: the model, its executors and plans, opened when a rung first needs them."""
+"""Model, executors and plans of a bring-up, opened when a rung first needs them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from haarkv.validation.bringup.environment import versions
 from haarkv.validation.layers.self_test import first_layers
 
 Tell = Callable[[str], None]
-"""Told what is being done."""
 
 _TEXT = "def read(path, mode='r'):\n    with open(path, mode) as file:\n        return file.read()\n\n\n"
 # Beyond a block and a tile of prefill, so that a card meets both.
@@ -43,10 +42,10 @@ class Request:
     """What to bring up.
 
     Attributes:
-        executor, device: as in `executors.catalog.create`; the device that the executor is made for unless given.
+        executor, device: as in `executors.catalog.create`; the executor's first device unless given.
         model, layers: as in `models.catalog.load_model`.
-        caches: name -> cache; every format that the executor reads unless given, in a simulator `tq4`.
-        prompts: texts; one text of ours unless given.
+        caches: by name; every format that the executor reads unless given, in a simulator `tq4`.
+        prompts: one text of ours unless given.
         new_tokens, contexts: of greedy text and of latency; few and short in a simulator unless given.
     """
 
@@ -64,7 +63,7 @@ class Workbench:
     """Model, executors and plans of a request.
 
     Raises:
-        InputError: no such model, executor, device or format, or they do not go together; coordinates of other weights.
+        InputError: no such model, executor, device or format, a mismatch, or coordinates of other weights.
     """
 
     def __init__(self, request: Request, tell: Tell) -> None:
@@ -106,18 +105,18 @@ class Workbench:
 
     @cached_property
     def programs(self) -> Runner | None:
-        """What calls single programs, if the executor's kernels are programs."""
+        """Calls single programs, if the executor's kernels are programs."""
         programs = catalog.info(self.request.executor).programs
         return programs(self.device) if programs else None
 
     @property
     def simulated(self) -> bool:
-        """Whether times mean nothing."""
+        """Times mean nothing then."""
         return self.programs is not None and self.programs.simulated
 
     @property
     def plans(self) -> dict[str, KVPlan]:
-        """By the name of the format, in the order in which they are run."""
+        """By format name, in the order in which they run."""
         default = [KVSpec().kv] if self.simulated and KVSpec().kv in self.readable else self.readable
         return self._requested_plans or {kv: plan_for(KVSpec(kv), self.config) for kv in default}
 
@@ -127,7 +126,7 @@ class Workbench:
 
     @property
     def plan_summary(self) -> str:
-        """The plans, and which coordinates they were learned with: a verdict is for these alone."""
+        """The plans and digests of their calibrations."""
         calibration_digests = {
             name: spec.calibration.digest[:16] for name, spec in self.request.caches.items() if spec.calibration
         }
@@ -138,7 +137,6 @@ class Workbench:
 
     @property
     def prompts(self) -> tuple[str, ...]:
-        """Texts that are validated and continued."""
         return self.request.prompts or (_TEXT * (1 if self.simulated else _PROMPT_REPEATS),)
 
     @property
@@ -148,7 +146,7 @@ class Workbench:
 
     @property
     def repeats(self) -> int:
-        """Runs of the first layer beside the first, whose bits must be the same; a simulator has one order alone."""
+        """Further runs of the first layer, whose bits must be equal; none in a simulator."""
         return 0 if self.programs is None or self.simulated else _REPEATS
 
     @property
@@ -157,7 +155,7 @@ class Workbench:
 
     @property
     def contexts(self) -> tuple[int, ...]:
-        """Tokens in the cache of each measurement, as far as the model has room for them."""
+        """Tokens in the cache of each measurement, as far as the model has room."""
         requested_contexts = self.request.contexts or (_SIMULATED_CONTEXTS if self.simulated else _CONTEXTS)
         return tuple(sorted({min(context, self.longest) for context in requested_contexts}))
 
@@ -169,7 +167,7 @@ class Workbench:
     # -- What runs it --------------------------------------------------------------------------------------------------------
     @cached_property
     def model(self) -> DecoderModel:
-        """On the host, in a dtype that the executor and the reference both take."""
+        """On the host, in a dtype that executor and reference both take."""
         self.tell(f"loading {self.request.model}")
         return load_model(self.request.model, catalog.info(self.request.executor).dtype, self.request.layers)
 
@@ -178,7 +176,7 @@ class Workbench:
         return first_layers(self.model, 1)
 
     def executor(self, model: DecoderModel, plan: KVPlan) -> Executor:
-        """The executor on trial, for the whole model or its first layer; one serves every plan that it supports."""
+        """The executor on trial for the whole model or its first layer; one serves every plan."""
         depth = model.config.num_layers
         if depth not in self._executors:
             self.tell(f"opening {self.request.executor}")
@@ -198,21 +196,19 @@ class Workbench:
     # -- What a verdict depends on -------------------------------------------------------------------------------------------
     @cached_property
     def inputs(self) -> dict[str, str]:
-        """Of a rung that runs no model: versions and sources, for a program that was changed is another program."""
-        name, root = self.request.executor, Path(haarkv.__file__).parent
+        """Versions, sources, formats, the model's files by size and date (JSON by its contents), and prompts."""
+        root, source = Path(haarkv.__file__).parent, open_source(self.request.model)
         files = (file for room in root.iterdir() for file in sorted(room.resolve().rglob("*")) if file.suffix in _SOURCES)
         code = _digest(part for file in files for part in (file.name.encode(), file.read_bytes()))
-        return {**versions(name), "executor": name, "device": self.device, "code": code, "formats": self.plan_summary}
-
-    @cached_property
-    def inputs_of_model(self) -> dict[str, str]:
-        """The same, of a rung that runs the model: its files by name, size and date, and the small ones' contents."""
-        source, parts = open_source(self.request.model), [f"{self.request.model} {self.request.layers}".encode()]
+        parts = [f"{self.request.model} {self.request.layers}".encode()]
         for file in source.files() if source else ():
             stat = file.stat()
             parts.append(f"{file.name} {stat.st_size}".encode())
             parts.append(file.read_bytes() if file.suffix == ".json" else str(stat.st_mtime_ns).encode())
-        return {**self.inputs, "model": _digest(parts), "prompts": _digest(map(str.encode, self.prompts))}
+        return {
+            **versions(self.request.executor), "executor": self.request.executor, "device": self.device, "code": code,
+            "formats": self.plan_summary, "model": _digest(parts), "prompts": _digest(map(str.encode, self.prompts)),
+        }  # fmt: skip
 
 
 _SOURCES = (".py", ".c", ".cpp", ".h", ".safetensors")

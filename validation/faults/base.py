@@ -1,13 +1,13 @@
-"""What a planted fault is, how it gets into the reference, and where a validation must find it.
+"""A planted fault: how it gets into the reference, and where a validation must find it.
 
-A fault changes ops of a table (`instead`), the model, or whole forwards (`FaultyExecutor`). `ops` holds what an op may answer
-wrongly; `layer`, `model`, `windows` and `states` hold the faults by what can have them.
+A fault changes ops of a table (`instead`), the model, or whole forwards (`FaultyExecutor`). `ops` has what an op may do wrong;
+`layer`, `model`, `windows` and `states` have the faults by what they are planted in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -29,16 +29,31 @@ Table = Mapping[str, Callable[..., Any]]
 
 # -- One op ----------------------------------------------------------------------------------------------------------------
 class Call(SimpleNamespace):
-    """One call of an op: what it is given, by the names of `OpTable`'s parameters, and `right`, the op itself."""
+    """One call of an op: its inputs by the names of `OpTable`'s parameters, and `right`, the op itself."""
+
+    @property
+    def cache(self) -> PagedKVCache:
+        return self.at.cache  # type: ignore[no-any-return]
+
+    @property
+    def layer(self) -> int:
+        return self.at.layer  # type: ignore[no-any-return]
+
+    @property
+    def batch(self) -> Batch:
+        """Placed in the layer."""
+        return self.at.batch  # type: ignore[no-any-return]
 
     def again(self, **other: Any) -> Tensor:
-        """What the op answers where some of what it is given is other; None of `store_kv`."""
+        """The op's result for changed inputs; None of `store_kv`."""
+        if view := {name: other.pop(name) for name in ("cache", "layer", "batch") if name in other}:
+            other["at"] = replace(self.at, **view)
         right, *inputs = (vars(self) | other).values()
         return right(*inputs)  # type: ignore[no-any-return]
 
 
 Wrong = Callable[[Call], Any]
-"""What an op answers in place of what is right."""
+"""A wrong op."""
 
 
 def instead(op: str, wrong: Wrong, where: Callable[[Call], bool] = lambda _: True) -> Table:
@@ -53,12 +68,12 @@ def instead(op: str, wrong: Wrong, where: Callable[[Call], bool] = lambda _: Tru
 
 
 def table_with(ops: Table) -> OpTable:
-    """The reference's op table with some of its ops replaced."""
+    """The reference's table with some ops replaced."""
     return with_ops(cast(OpTable, reference), ops)
 
 
 def reordered_sum_ops() -> OpTable:
-    """No fault: the reference's ops with their FP32 sums taken in another order, as an honest executor takes them."""
+    """No fault: the reference's ops with FP32 sums in another order, as another device may add."""
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.double()
@@ -78,10 +93,10 @@ Whole = Callable[["FaultyExecutor", Tensor, Batch, PagedKVCache], Tensor]
 
 
 class FaultyExecutor(ReferenceExecutor):
-    """The reference with a fault in it. It takes itself for an executor of the right model, as a faulty one does.
+    """The reference with a fault in it, which claims to be an executor of the right model.
 
     Args:
-        right: the model whose executor it says it is.
+        right: the model that it claims.
         whole: a forward in place of the reference's.
     Attributes:
         notes: what such a forward remembers of earlier ones.
@@ -97,7 +112,7 @@ class FaultyExecutor(ReferenceExecutor):
 
 
 class WholeLayers:
-    """An executor as a fused one: its layers run whole, nobody sees its ops."""
+    """An executor as a fused one: its layers run whole and its ops are hidden."""
 
     ops = None
 
@@ -114,12 +129,12 @@ class WholeLayers:
 DRIVES: Mapping[str, Callable[[Executor], Executor]] = {
     "ops": lambda executor: executor, "layers": lambda executor: cast(Executor, WholeLayers(executor)),
 }  # fmt: skip
-"""How an executor can be driven: its ops seen one by one, or its layers alone."""
+"""How an executor is driven: op by op, or by whole layers."""
 
 
 # -- A fault and its place ---------------------------------------------------------------------------------------------------
 DELTA_STAGES = ("in_proj_z", "gated_delta", "delta_norm", "delta_gate", "out_proj")
-"""Stages of a layer of Gated DeltaNet alone."""
+"""Stages of Gated DeltaNet alone."""
 _MLP_STAGES = ("post_norm", "gate_proj", "up_proj", "silu_mul", "down_proj")
 SEEN_AS = {
     K: ("input_norm", "k_proj", "k_norm", "k_rope", K),
@@ -129,7 +144,7 @@ SEEN_AS = {
     "delta_state": ("in_proj_a", "in_proj_b", "in_proj_ba", "state_read", "delta_state"),
     "head": ("final_norm", "forward"),
 }  # fmt: skip
-"""What may be wrong where layers can only be run whole, by the stage that shows it; any other stage shows itself."""
+"""Stages that may be wrong where only layers run, by the stage that shows it; any other stage shows itself."""
 
 
 @dataclass(frozen=True)
@@ -137,10 +152,10 @@ class Fault:
     """One way of being wrong.
 
     Attributes:
-        layer: the first layer in which it shows; None for what is around them.
-        stage: the op that is wrong, as a recorded op table shows it.
-        model: what replaces the model, where its shapes or tables are wrong.
-        also: other stages that may be named where several are wrong.
+        layer: the first in which it shows; None for the embedding, the head and whole forwards.
+        stage: the wrong op, as a recorded table names it.
+        model: in place of the right model.
+        also: other stages that may be named.
         whole: as in `FaultyExecutor`.
     """
 
@@ -155,30 +170,30 @@ class Fault:
 
     @property
     def seen_as(self) -> str:
-        """The stage that shows it where only whole layers can be run."""
+        """The stage that shows it where only whole layers run."""
         return next((whole_stage for whole_stage, wrong in SEEN_AS.items() if self.stage in wrong), self.stage)
 
     def table(self) -> OpTable:
         return table_with(self.ops)
 
     def executor(self, model: DecoderModel, drive: str = "ops") -> Executor:
-        """The reference of a model with this fault in it, driven as a key of `DRIVES` says."""
+        """The reference with this fault, driven as `DRIVES` says."""
         return DRIVES[drive](FaultyExecutor(model, self.model or model, self.table(), self.whole))
 
     def stages(self, drive: str) -> tuple[str, ...]:
-        """The stages that may be named, the one that should be first."""
+        """The stages that may be named, the expected one first."""
         return (self.stage if drive == "ops" else self.seen_as, *self.also)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The layer that faults are put into; weights by the last part of their field's name."""
+    """A layer that faults are put into; weights by the last part of their field's name."""
 
     model: DecoderModel
     index: int
 
     def weight(self, name: str) -> Tensor | None:
-        """A weight as it is stored; None where the family has none of that name."""
+        """A weight as it is stored; None if the family has none of that name."""
         weights = self.model.weights.layers[self.index].named()
         return next((cast(Tensor, tensor) for field, _, tensor in weights if field.split(".")[-1] == name), None)
 
@@ -192,17 +207,17 @@ class Layer:
         return self.model.config.heads.num_kv_heads - 1
 
     def instead(self, op: str, wrong: Wrong) -> Table:
-        """An op that is told the layer's number is wrong in this layer alone."""
+        """An op that is wrong in this layer alone."""
         return instead(op, wrong, lambda call: call.layer == self.index)
 
     def weighing(self, name: str, weight: str, wrong: Wrong, also: tuple[str, ...] = ()) -> list[Fault]:
-        """`rms_norm` or `linear` by one weight is wrong; none where the family has no such weight."""
+        """`rms_norm` or `linear` by one weight is wrong; none if the family has no such weight."""
         op, target_weight = "rms_norm" if weight.endswith("norm") else "linear", self.weight(weight)
         table = instead(op, wrong, lambda call: call.weight is target_weight)
         return [] if target_weight is None else [Fault(name, self.index, weight, table, also=also)]
 
     def projecting(self, name: str, weight: str, spoil: Callable[[Tensor], Tensor]) -> list[Fault]:
-        """The result of `linear` by one weight is wrong; none where the family has no such weight."""
+        """The result of `linear` by one weight is wrong; none if the family has no such weight."""
         return self.weighing(name, weight, lambda call: spoil(call.again()))
 
     def attending(self, name: str, attend: Wrong, head: int | None = None) -> Fault:

@@ -1,7 +1,4 @@
-"""Faults of a layer that attends, each in one layer: its ops, what it stores, and the tables that it is given.
-
-The self-test plants them and looks whether the validator finds them.
-"""
+"""Faults of one layer that attends: its ops, what it stores, and its tables."""
 
 from __future__ import annotations
 
@@ -32,11 +29,7 @@ from haarkv.validation.faults.ops import (
     SWIGLU,
     Spoil,
     keeping,
-    larger,
-    one_side,
-    other,
     other_block,
-    steeper,
 )
 from haarkv.validation.layers.parts import Snapshot, read_as
 
@@ -54,11 +47,10 @@ LEARNED_KV = f"k=lr{_BITS},v=tq4"
 
 
 def published_faults(model: DecoderModel, layer: int) -> list[Fault]:
-    """Every published fault there is, for a cache in a format of 16 levels.
+    """Every published fault, for a cache in a format of 16 levels.
 
     Args:
-        model: which a faulty op recognises the layer by.
-        layer: 1 or later; the one in which faults are planted, but for rotations in sequence, which begin in layer 1.
+        layer: 1 or later; rotations in sequence are wrong from layer 1 on.
     """
     at, sequential = Layer(model, layer), _sequential(model.config.heads.head_dim)
     return [
@@ -69,10 +61,10 @@ def published_faults(model: DecoderModel, layer: int) -> list[Fault]:
 
 
 def common_bugs(model: DecoderModel, layer: int) -> list[Fault]:
-    """Every other one that a hundred tokens show; two sequences of them.
+    """Every other fault that a hundred tokens of two sequences show.
 
     Args:
-        layer: the one that they are put into; those of the model's config are in every layer, and show first in layer 0.
+        layer: faults of the model's config are in every layer, and show first in layer 0.
     """
     at = Layer(model, layer)
     cache_faults = _cache_faults(at, [name for name in (*ATTENTION, *STORE) if name not in PUBLISHED_FAULTS])
@@ -80,7 +72,7 @@ def common_bugs(model: DecoderModel, layer: int) -> list[Fault]:
 
 
 def long_faults(model: DecoderModel, layer: int) -> list[Fault]:
-    """Those that a prompt of `LONGEST` tokens shows, in a cache of a scale a vector; arguments as of `common_bugs`."""
+    """Faults that a prompt of `LONGEST` tokens shows."""
     at = Layer(model, layer)
     return [
         rounded_positions(model),
@@ -88,31 +80,9 @@ def long_faults(model: DecoderModel, layer: int) -> list[Fault]:
     ]
 
 
-def scaled_stages(at: Layer) -> dict[str, Callable[[float], Fault]]:
-    """What makes a stage's result larger by a factor, by its name."""
-
-    def weight(name: str) -> Callable[[float], Fault]:
-        return lambda by: at.weighing(name, name, lambda call: (call.again().float() * by).to(call.x.dtype))[0]
-
-    def norm(name: str) -> Callable[[float], Fault]:
-        return lambda by: at.weighing(name, name, lambda call: call.again(weight=call.weight.float() * by))[0]
-
-    def storing(side: str) -> Callable[[float], Fault]:
-        return lambda by: at.storing(side, side, keeping(other(one_side(side, lambda x: x * by))))
-
-    makers = dict.fromkeys(NORMS, norm) | dict.fromkeys((*PROJECTIONS, "down_proj"), weight)
-    return {name: make(name) for name, make in makers.items() if at.weight(name) is not None} | {
-        "store_kv.k": storing("k"),
-        "store_kv.v": storing("v"),
-        "paged_attention": lambda by: at.attending("attention", larger(by)),
-        "paged_attention, one KV head": lambda by: at.attending("attention", larger(by, -1)),
-        "softmax scale": lambda by: at.attending("attention", steeper(by)),
-    }
-
-
 # -- Ops -------------------------------------------------------------------------------------------------------------------
 def _cache_faults(at: Layer, names: Sequence[str]) -> Iterator[Fault]:
-    """Storing and attention; what is about one of several KV heads needs several, and those in turn several queries each."""
+    """Storing and attention. One of several KV heads needs several, dealing in turn several queries each."""
     heads = at.model.config.heads
     for name in names:
         if ("KV head" in name and heads.num_kv_heads == 1) or ("in turn" in name and heads.num_heads == heads.num_kv_heads):
@@ -175,8 +145,7 @@ def _everywhere(at: Layer) -> Iterator[Fault]:
 
 
 def _sequential(dim: int) -> Table:
-    """One generator drew all layers' rotations in turn, so that every layer but the first has another one. It goes both ways:
-    the output stays right."""
+    """One generator drew all layers' rotations in turn, so all but the first differ; the output stays right."""
 
     @cache
     def rotation_between(layer: int) -> Tensor:
@@ -204,8 +173,7 @@ def _sequential(dim: int) -> Table:
 
 # -- Learned coordinates -----------------------------------------------------------------------------------------------------
 def coordinate_faults(model: DecoderModel, layer: int) -> list[Fault]:
-    """Faults in what was learned, where keys are stored and where they are read, for a cache in `LEARNED_KV` of made-up
-    coordinates; arguments as of `published_faults`."""
+    """Faults in learned coordinates, in storing and reading, for a cache in `LEARNED_KV`."""
     heads, at = model.config.heads, Layer(model, layer)
     assert heads.num_kv_heads > 1, "heads can be exchanged where there are two"
     right, v = formats.parse(LEARNED_KV, calibration(model.config.num_layers, heads.num_kv_heads, heads.head_dim))

@@ -1,4 +1,4 @@
-"""Faults of a whole model: its rotary tables and constants, what goes wrong around right layers, and quantised blocks."""
+"""Faults of a whole model: rotary tables and constants, whole forwards around right layers, and weight blocks."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from haarkv.validation.faults.ops import NORM, last_positions, round_to_bf16
 
 # -- Tables and constants ----------------------------------------------------------------------------------------------------
 class OtherRope(RopeTable):
-    """Rotary tables that are made or read in another way.
+    """Rotary tables that are made or read wrongly.
 
     Args:
-        positions: what is read for positions [T].
-        transform: what becomes of cos and sin; frequencies: of these.
+        positions: read in place of positions [T].
+        transform: of cos and sin; frequencies: of these.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class OtherRope(RopeTable):
 
 
 def _with_tables(model: DecoderModel, **how: Any) -> DecoderModel:
-    """A model whose rotary tables are all made or read in another way; arguments as of `OtherRope`."""
+    """A model with `OtherRope` tables."""
     limit = model.config.max_position_embeddings
     return replace(model, ropes={rope: OtherRope(rope, limit, **how) for rope in model.ropes})
 
@@ -75,7 +75,7 @@ class _OneRope(DecoderModel):
 
 
 def wrong_models(model: DecoderModel, layer: int) -> Iterator[Fault]:
-    """Models with other tables and constants, which show first in layer 0; and such with other tables in one layer."""
+    """Models with other tables and constants, which show first in layer 0; and with other tables in one layer."""
     config, base = model.config, next(iter(model.ropes)).theta
     for theta in (1e4, 1e5, 5e5, 1e6, 1e7, base * 1.01, base * 0.99):
         if theta != base:
@@ -112,7 +112,7 @@ def rounded_positions(model: DecoderModel) -> Fault:
 
 # -- Around the layers -----------------------------------------------------------------------------------------------------
 def forward_faults(model: DecoderModel) -> list[Fault]:
-    """Those of whole forwards, whose layers are right one by one; they show with a decode step and without teacher."""
+    """Faults of whole forwards with right layers; they show free-running with a decode step."""
     final = model.weights.final_norm
     plain = instead("rms_norm", NORM["without its weight"], lambda call: call.weight is final)
     return [
@@ -156,7 +156,7 @@ def _begins(batch: Batch) -> bool:
 
 
 def _counts_on(faulty: FaultyExecutor, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-    """Keeps a count of each sequence's tokens, which never goes back, and takes a step to be at its end."""
+    """A step stands behind the longest that each sequence has been, tokens taken back included."""
     for row, length in zip(batch.rows.tolist(), batch.seq_lens.tolist(), strict=True):
         faulty.notes[row] = max(faulty.notes.get(row, 0), length)
     if len(token_ids) == len(batch.seq_lens):
@@ -188,7 +188,7 @@ def _neighbours(begin: int, end: int | None, blocks: Tensor) -> None:
 
 
 def _six_bits(first: int, blocks: Tensor) -> None:
-    """Of the eight scales or minima of six bits, that of one part is that of the next; both lie in bytes of their own."""
+    """Of the eight six-bit scales or minima, that of one part is that of the next."""
     target, source = first + _AT, first + _AT + 1
     blocks[:, 0, target] = (blocks[:, 0, target] & 0xC0) | (blocks[:, 0, source] & 0x3F)
 
@@ -215,7 +215,7 @@ class BlockFault(Fault):
     """A fault in a weight.
 
     Attributes:
-        right, wrong: the weight, and what stands in its place; None of a control.
+        right, wrong: the weight, and what replaces it; None of a control.
     """
 
     right: Blocks | None = None
@@ -223,8 +223,7 @@ class BlockFault(Fault):
     runner: str = "cpu"
 
     def executor(self, model: DecoderModel, drive: str = "ops") -> Executor:
-        """The executor of the model with this fault. Driven op by op it is given the right weights, and takes the wrong one
-        where this one comes."""
+        """The executor with this fault. Op by op it is given right weights, and takes the wrong one in place of `right`."""
         plan = KVSpec("tq4").plan(model.config.num_layers)
         if drive == "ops":
             executor = catalog.create(self.runner, model, plan)
@@ -239,8 +238,7 @@ class BlockFault(Fault):
 
 
 def block_faults(model: DecoderModel, layer: int, runner: str) -> Iterator[BlockFault]:
-    """Faults of the projections of a layer that lie in blocks which an executor multiplies with: each projection has one, and
-    each type every one of its own."""
+    """Faults in the weight blocks of a layer: each projection has one, and each type every one of its own."""
     types, weights = catalog.info(runner).block_types(), model.weights.layers[layer]
     by_type: dict[str, list[tuple[str, Blocks]]] = {}
     for field, _, weight in weights.named():
@@ -274,6 +272,6 @@ def _spoilt(weight: Blocks, spoil: Spoil) -> Blocks:
 
 
 def runner_of_blocks(model: DecoderModel) -> str | None:
-    """The executor that multiplies with some of a model's blocks as they are; None if there is none."""
+    """The executor that multiplies with some of a model's weight blocks directly; None if there is none."""
     kinds = {weight.type.name for _, weight in model.weights.named() if isinstance(weight, Blocks)}
     return next((name for name in catalog.NAMES if kinds & set(catalog.info(name).block_types())), None)

@@ -1,6 +1,6 @@
-"""What an op may answer wrongly, by op and in words: slips of the pen, published bugs, and what bringing up a machine meets.
+"""What an op may do wrong, by op and in words: slips, published bugs, and what bringing up a machine meets.
 
-Rows are of the op alone. `layer` puts them into one layer of a model; the contract of op tables into the op itself.
+`layer` plants them in one layer of a model; the contract of op tables in the op itself.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from haarkv.validation.layers.parts import Snapshot, put, quantized, read_as
 PACKED = ("k", "v")
 Spoil = Callable[[Tensor], Tensor]
 Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""K and V [T, Hkv, D] fp32 in place of the right ones."""
+"""Wrong K and V [T, Hkv, D] fp32 of the right ones."""
 Keep = Callable[[Call], Snapshot]
-"""What a layer stores in place of what is right, by part; parts that it leaves out are right."""
+"""What a layer stores wrongly, by part; parts that are left out are right."""
 
 
 # -- Numbers ---------------------------------------------------------------------------------------------------------------
@@ -33,22 +33,22 @@ def round_to_bf16(x: Tensor) -> Tensor:
 
 
 def cut_off(x: Tensor) -> Tensor:
-    """The BF16 number next to each number [...] towards zero, as FP32: what is left if the lower half is dropped."""
+    """The BF16 number next to each number [...] towards zero, as FP32: the lower half is dropped."""
     return (x.float().contiguous().view(torch.int32) & -65536).view(torch.float32)
 
 
 def layer_rotation(call: Call) -> Tensor:
-    """[D, D] fp32, of the layer that a call is for."""
-    return haar_rotation(call.layer, call.cache.shape(call.layer).head_dim).float()
+    """[D, D] fp32, of the call's layer."""
+    return haar_rotation(call.layer, call.at.kv.shape.head_dim).float()
 
 
 def _heads(call: Call) -> int:
     """KV heads."""
-    return int(call.cache.shape(call.layer).num_kv_heads)
+    return int(call.at.kv.shape.num_kv_heads)
 
 
 def _in_bf16(call: Call) -> Tensor:
-    """A sum that goes back to an accumulator in BF16 after every 16 products."""
+    """Sums that return to a BF16 accumulator after every 16 products."""
     sums = torch.zeros(len(call.x), len(call.weight))
     for x, weight in zip(torch.split(call.x, 16, -1), torch.split(call.weight, 16, -1), strict=True):
         sums = round_to_bf16(sums + call.again(x=x.contiguous(), weight=weight.contiguous()))
@@ -63,13 +63,13 @@ def _interleaved_rope(call: Call) -> Tensor:
 
 # -- Storing ---------------------------------------------------------------------------------------------------------------
 def quantized_parts(call: Call, k: Tensor | None = None, v: Tensor | None = None, rotated_as: int | None = None) -> Snapshot:
-    """What every part would hold; of other K and V, or by another layer's rotation."""
+    """What every part would hold, of other K and V or by another layer's rotation if given."""
     k, v = call.k if k is None else k, call.v if v is None else v
     return quantized(call.cache, call.layer, call.batch, k, v, rotated_as)
 
 
 def keeping(keep: Keep) -> Wrong:
-    """Storing in which some parts of what is stored are wrong."""
+    """A `store_kv` that stores some parts wrongly."""
 
     def store(call: Call) -> None:
         parts = keep(call)
@@ -87,7 +87,7 @@ def other(change: Change, parts: str | tuple[str, ...] = PACKED) -> Keep:
 
 
 def one_side(side: str, spoil: Spoil, head: int = 0) -> Change:
-    """K or V otherwise, from one of its heads on; the last is -1."""
+    """K or V changed, from one of its heads on; -1 is the last."""
 
     def change(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         pair = {"k": k.clone(), "v": v.clone()}
@@ -98,7 +98,7 @@ def one_side(side: str, spoil: Spoil, head: int = 0) -> Change:
 
 
 def _codes(spoil: Callable[[Tensor, bool], Tensor], sides: str) -> Keep:
-    """Codes of K or V spoilt, which is told whether each level has a byte of its own."""
+    """Spoilt codes of K or V; `spoil` is told whether each level has a byte of its own."""
 
     def keep(call: Call) -> Snapshot:
         parts, dim = quantized_parts(call), call.k.shape[-1]
@@ -110,7 +110,7 @@ def _codes(spoil: Callable[[Tensor, bool], Tensor], sides: str) -> Keep:
 
 
 def _swap_halves(codes: Tensor, byte_a_level: bool) -> Tensor:
-    """Nibbles hold the vector's halves; where a level has a byte of its own, these are exchanged."""
+    """Nibbles hold the vector's halves; levels with a byte of their own are exchanged by halves."""
     return codes.roll(codes.shape[-1] // 2, -1) if byte_a_level else codes >> 4 | codes << 4
 
 
@@ -135,12 +135,12 @@ def _steps(side: str, steps: int) -> Keep:
 
 
 def _unrotated_side(call: Call, side: str, head: int = 0) -> Snapshot:
-    """One side as if it was not rotated: rotated back before it is stored."""
+    """One side rotated back before it is stored."""
     return other(one_side(side, lambda x: x @ layer_rotation(call).T, head))(call)
 
 
 def _twice_back(call: Call) -> Snapshot:
-    """Rotated as usual, this is rotated by the transposed rotation."""
+    """As if rotated by the transposed rotation."""
     double_inverse = layer_rotation(call).T @ layer_rotation(call).T
     return other(lambda k, v: (k @ double_inverse, v @ double_inverse))(call)
 
@@ -151,7 +151,7 @@ def _direction(x: Tensor) -> Tensor:
 
 
 def _next_slot(call: Call) -> None:
-    slots = (call.batch.slot_mapping + 1) % call.cache.num_slots
+    slots = (call.batch.slot_mapping + 1) % call.at.kv.num_slots
     call.again(batch=replace(call.batch, slot_mapping=slots))
 
 
@@ -186,12 +186,12 @@ STORE: Mapping[str, tuple[str, Wrong]] = {
 
 # -- Attention -------------------------------------------------------------------------------------------------------------
 def by_head(call: Call, **other: Any) -> tuple[Tensor, ...]:
-    """What attention answers where some of what it is given is other, each KV head's part by itself."""
+    """Attention with changed inputs, split by KV head."""
     return call.again(**other).chunk(_heads(call), 1)
 
 
 def larger(factor: float, head: int | None = None) -> Wrong:
-    """Attention that is so many times as large: all of it, or one KV head's part; the last is -1."""
+    """Attention that is so many times as large; of one KV head if one is given, -1 being the last."""
 
     def attend(call: Call) -> Tensor:
         parts = [part.float() for part in by_head(call)]
@@ -213,7 +213,7 @@ def last_positions(batch: Batch) -> Tensor:
 
 
 def _seeing(more: int) -> Wrong:
-    """Attention whose queries stand `more` tokens further on; within their sequence."""
+    """Attention whose queries stand `more` tokens further on, within their sequence."""
 
     def attend(call: Call) -> Tensor:
         positions = torch.minimum(call.batch.positions + more, last_positions(call.batch)).clamp(min=0)
@@ -223,7 +223,7 @@ def _seeing(more: int) -> Wrong:
 
 
 def _dealt(call: Call) -> Tensor:
-    """Query head h is served by KV head h mod Hkv."""
+    """Query head h takes KV head h mod Hkv."""
     tokens, heads = len(call.q), _heads(call)
     q = call.q.view(tokens, -1, heads, call.q.shape[2]).transpose(1, 2).flatten(1, 2).contiguous()
     out = call.again(q=q).view(tokens, heads, -1, call.q.shape[2])
@@ -250,17 +250,16 @@ def _a_thread_idle(call: Call) -> Tensor:
 
 
 def other_block(side: int) -> Wrong:
-    """Attention that reads the scales of each block of K (0) or V (1) but the first from the one before it."""
+    """Attention that reads the scales of each block but the first, of K (0) or V (1), from the block before it."""
 
     def attend(call: Call) -> Tensor:
-        cache, layer = call.cache, call.layer
-        pair = [cache.k_fields(layer), cache.v_fields(layer)]
+        pair = list(call.at.kv.fields)
         scales = pair[side]["scale"].clone()
-        for blocks in cache.placed(layer, call.batch).block_table.long():
+        for blocks in call.batch.block_table.long():
             used_blocks = blocks[blocks >= 0]
             scales[used_blocks[1:]] = pair[side]["scale"][used_blocks[:-1]]
         pair[side] = pair[side] | {"scale": scales}
-        return call.again(cache=read_as(cache, layer, fields=(pair[0], pair[1])))
+        return call.again(cache=read_as(call.cache, call.layer, fields=(pair[0], pair[1])))
 
     return attend
 

@@ -1,4 +1,4 @@
-"""Faults in Gated DeltaNet: gates, the convolution's state, and the wrong state at the beginning of a forward."""
+"""Faults in Gated DeltaNet: gates, the convolution's state, and the state at the beginning of a forward."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from haarkv.validation.layers.states import CONV, MEMORY, begins, recurrent_stat
 
 Fields = dict[str, Tensor]
 Read = Callable[[Recurrent, int, int], Fields | None]
-"""What a row goes on from, which has seen so many tokens, in place of what is right; None for that."""
+"""The state from which a row goes on after so many tokens; None for the right one."""
 
 
 def delta_layers(model: DecoderModel) -> list[int]:
-    """The layers that keep such a state."""
+    """Layers that keep such a state."""
     return [layer for layer, shape in model.config.state_shapes.items() if MEMORY in {name for name, *_ in shape.tensors}]
 
 
@@ -46,7 +46,7 @@ def delta_faults(model: DecoderModel, layer: int) -> list[Fault]:
 
 # -- The state before the first new token ------------------------------------------------------------------------------------
 class _Misread(Recurrent):
-    """The very tensors of a state, of which some rows are read otherwise."""
+    """A state of which some rows are read otherwise."""
 
     def __init__(self, right: Recurrent, read_row: Read) -> None:
         vars(self).update(vars(right))
@@ -71,7 +71,7 @@ def _version(state: Recurrent, row: int, place: int) -> Fields:
 
 
 def _reading(read_row: Read) -> Wrong:
-    """The op, which goes on from other states."""
+    """An op that goes on from other states."""
 
     def run(call: Call) -> Tensor:
         state = _state(call)
@@ -115,7 +115,7 @@ class _Stale:
 
 # -- The state that is left --------------------------------------------------------------------------------------------------
 def _leaving(name: str, change: Callable[[Tensor, Tensor], Tensor]) -> Wrong:
-    """The op, whose new versions of a tensor [versions, *] are otherwise; `change` is told what lay there before as well."""
+    """An op whose new versions of a tensor [versions, *] are changed; `change` also gets what lay there before."""
 
     def run(call: Call) -> Tensor:
         tensor, token_counts = _state(call).tensors[name], _state(call).seen
@@ -160,7 +160,7 @@ DELTA: dict[str, tuple[str, Wrong]] = {
 
 # -- A model to plant them in ------------------------------------------------------------------------------------------------
 def small_hybrid(dtype: torch.dtype, vocab_size: int) -> DecoderModel:
-    """Three layers with random weights, of which the second attends. Heads forget at rates that differ, none at once."""
+    """Three layers with random weights, of which the second attends; heads forget at different rates."""
     norm = Norm(1e-6, plus_one=True)
     attention = Attention(4, 2, 64, Rope(1e4, 16), 64**-0.5, head_norms=True, gated=True)
     delta = DeltaNet(2, 4, 16, 24)

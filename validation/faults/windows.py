@@ -1,16 +1,19 @@
-"""Faults in what stays in BF16 beside the packed tokens: how it is stored, who sees what of it, and how both are merged."""
+"""Faults in what stays in BF16 beside packed tokens: how it is stored, seen, and merged."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from copy import copy
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from haarkv.codebooks import haar_rotation
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.residual_window import ResidualWindow
 from haarkv.validation.faults.base import Call, Fault, K, Layer, Wrong
@@ -27,11 +30,9 @@ from haarkv.validation.faults.ops import (
     quantized_parts,
 )
 from haarkv.validation.layers.parts import Snapshot, cache_parts, put, read_as, take, token_rows
-from haarkv.validation.layers.two_parts import Parts, in_parts
-from haarkv.validation.layers.windows import nowhere, twice, with_tail
 
 WINDOW_SPEC = KVSpec("tq4", tail=16, sink=4)
-"""A plan for these faults. With prompts of more than 84 tokens the ring starts over."""
+"""With prompts of more than 84 tokens its ring starts over."""
 Read = Callable[[ResidualWindow, Batch, int], Tensor]
 Visibility = Callable[[ResidualWindow, Tensor, int], Tensor]
 Move = Callable[[ResidualWindow, Batch, Tensor], None]
@@ -56,7 +57,7 @@ def window_faults(model: DecoderModel, layer: int, plan_has: tuple[bool, bool] =
 
 # -- Storing -------------------------------------------------------------------------------------------------------------
 def _storage_faults(at: Layer) -> Iterator[Fault]:
-    """What is packed is right, and other vectors are kept in BF16, or none."""
+    """What is packed is right; other vectors are kept in BF16, or none."""
     last, k_in, v_in, k_sink = at.last_head, "window.k", "window.v", "sink.k"
 
     def rotated(x: Tensor) -> Tensor:
@@ -91,11 +92,11 @@ def _storage_faults(at: Layer) -> Iterator[Fault]:
 
 
 def _placement_faults(at: Layer) -> Iterator[Fault]:
-    """What is packed is right, and vectors are kept in BF16 at other places."""
+    """What is packed is right; vectors are kept in BF16 at other places."""
 
     def writing(move: Move) -> Wrong:
         def store(call: Call) -> None:
-            windows = call.cache.kept(call.layer)
+            windows = call.at.kv.windows
             pairs = [
                 (residual_window, x.to(torch.bfloat16))
                 for residual_window, x in zip(windows, (call.k, call.v), strict=True)
@@ -128,7 +129,7 @@ def _placement_faults(at: Layer) -> Iterator[Fault]:
 
 
 def _write(window: ResidualWindow, batch: Batch, x: Tensor, rows: Tensor, begin: int, ring: int) -> None:
-    """Write a batch's tokens into a ring of so many places, which begins there; and sinks where they belong."""
+    """Write a batch's tokens into a ring that begins at `begin`, and sinks where they belong."""
     if window.ring:
         window.vectors[rows, :, begin + batch.positions % max(ring, 1)] = x
     first = batch.positions < window.sink
@@ -156,8 +157,8 @@ def _before(call: Call) -> Snapshot:
 
 
 def _late(call: Call) -> None:
-    """What a token leaves behind in its slot until then is what was there before."""
-    window, before = next((window for window in call.cache.kept(call.layer) if window), None), _before(call)
+    """A token's slot keeps its old content until the token leaves the window."""
+    window, before = next((window for window in call.at.kv.windows if window), None), _before(call)
     call.again()
     if window:
         inside, after = last_positions(call.batch) - call.batch.positions < window.tail, _before(call)
@@ -167,7 +168,7 @@ def _late(call: Call) -> None:
         put(call.cache, call.layer, call.batch, {part: after[part] for part in PACKED})
 
 
-# -- Who sees what -------------------------------------------------------------------------------------------------------
+# -- Seeing ------------------------------------------------------------------------------------------------------------
 class _Other(ResidualWindow):
     """A window that is read in another way."""
 
@@ -183,10 +184,10 @@ class _Other(ResidualWindow):
 
 
 def _looking(at: Layer, name: str, visibility: Visibility | None, read: Read | None = None, head: int | None = None) -> Fault:
-    """Attention that sees its windows in another way; of one KV head, if it is one."""
+    """Attention that sees its windows in another way; of one KV head, if one is given."""
 
     def attend(call: Call) -> Tensor:
-        k, v = (_Other(window, visibility, read) if window else None for window in call.cache.kept(call.layer))
+        k, v = (_Other(window, visibility, read) if window else None for window in call.at.kv.windows)
         wrong, right = by_head(call, cache=read_as(call.cache, call.layer, windows=(k, v))), by_head(call)
         return torch.cat([wrong[one] if head in (None, one) else right[one] for one in range(len(right))], 1)
 
@@ -195,7 +196,12 @@ def _looking(at: Layer, name: str, visibility: Visibility | None, read: Read | N
 
 def _visibility(at: Layer) -> Iterator[Fault]:
     def longer(by: int) -> Visibility:
-        return lambda window, positions, tokens: with_tail(window, window.tail + by).seen(positions, tokens)
+        def seen(window: ResidualWindow, positions: Tensor, tokens: int) -> Tensor:
+            other_window = copy(window)
+            other_window.tail = max(window.tail + by, 0)
+            return other_window.seen(positions, tokens)
+
+        return seen
 
     def sinks_alone(window: ResidualWindow, positions: Tensor, tokens: int) -> Tensor:
         return (torch.arange(tokens) < window.sink).expand(*positions.shape, tokens)
@@ -239,11 +245,85 @@ def _visibility(at: Layer) -> Iterator[Fault]:
 
 
 # -- Packed tokens and those in BF16 become one softmax ------------------------------------------------------------------
+@dataclass(frozen=True)
+class Parts:
+    """Attention split into packed tokens and those in BF16, before both are merged. Leading axes [B, Hkv, G*Q]; S tokens.
+
+    Attributes:
+        packed, exact: [B, 1, G*Q, S] bool, tokens seen packed; in BF16.
+        oldest: [B, 1, G*Q, S] bool, of `exact` the one that leaves the tail next, unless it is a sink.
+        queries: [B, Hkv, G*Q, D], times the softmax scale.
+        packed_keys, packed_values, exact_keys, exact_values: [B, Hkv, S, D].
+        sinks: [S] bool.
+        future: [B, 1, G*Q, S] bool, tokens after a query.
+        rotation: [D, D], of the layer.
+        valid: [B, Q] bool, queries that are no padding.
+    """
+
+    packed: Tensor
+    exact: Tensor
+    oldest: Tensor
+    queries: Tensor
+    packed_keys: Tensor
+    packed_values: Tensor
+    exact_keys: Tensor
+    exact_values: Tensor
+    sinks: Tensor
+    future: Tensor
+    rotation: Tensor
+    valid: Tensor
+
+    def scores(self) -> list[Tensor]:
+        """Of each part; -inf of tokens that it does not see."""
+        each = (self.packed, self.packed_keys), (self.exact, self.exact_keys)
+        return [(self.queries @ keys.mT).masked_fill(~visible, -torch.inf) for visible, keys in each]
+
+    def merge(self) -> Tensor:
+        """One softmax over both."""
+        return torch.softmax(torch.cat(self.scores(), -1), -1) @ torch.cat([self.packed_values, self.exact_values], 2)
+
+    def sums(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Of each part, against its own maximum: weighted values, and the sum of weights; 0 without a token."""
+        weights = [torch.exp(x - x.amax(-1, keepdim=True).nan_to_num(neginf=0.0)) for x in self.scores()]
+        out = [weights[0] @ self.packed_values, weights[1] @ self.exact_values]
+        return out, [w.sum(-1, keepdim=True) for w in weights]
+
+    def ungroup_heads(self, out: Tensor) -> Tensor:
+        """[B, Hkv, G*Q, D] -> [T, Hq, D]."""
+        heads, queries = out.shape[1], self.valid.shape[1]
+        by_query = out.view(len(out), heads, -1, queries, out.shape[-1]).permute(0, 3, 1, 2, 4)
+        return by_query.flatten(2, 3)[self.valid]
+
+
+def in_parts(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Parts | None:
+    """Attention over a layer's cache, split; None where K or V keep nothing in BF16. V is seen as K is."""
+    windows, shape = cache.kv[layer].windows, cache.kv[layer].shape
+    if windows[0] is None or windows[1] is None:
+        return None
+    placed_batch = cache.kv[layer].place(batch)
+    token, position, valid = placed_batch.rectangle()
+    heads, group = shape.num_kv_heads, q.shape[1] // shape.num_kv_heads
+    rows = q[token].float().view(*token.shape, heads, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    k, v = cache.kv[layer].read(placed_batch.block_table)
+    tokens, at = torch.arange(k.shape[2]), position.repeat(1, group)[:, None, :, None]
+    in_window = windows[0].seen(position, len(tokens)).repeat(1, group, 1).unsqueeze(1)
+    future, past_end = tokens > at, tokens >= placed_batch.seq_lens.unsqueeze(1)
+    attendable = ~future if shape.window is None else ~future & (tokens > at - shape.window)
+    sinks = tokens < windows[0].sink
+    first = windows[0].first_recent(position).repeat(1, group)[:, None, :, None]
+    exact_keys, exact_values = (window.read(placed_batch, len(tokens)) for window in windows if window)
+    return Parts(
+        ~in_window & attendable, in_window & attendable, (tokens == first) & ~sinks & attendable, rows * scale, k,
+        v.masked_fill(past_end[:, None, :, None], 0.0), exact_keys, exact_values, sinks, future & ~past_end[:, None, None],
+        haar_rotation(layer, shape.head_dim).float(), valid,
+    )  # fmt: skip
+
+
 Merge = Callable[[Parts], Tensor]
 
 
 def merging(merge: Merge) -> Wrong:
-    """Attention in two parts, in FP32, merged so; with `Parts.merge` it is right."""
+    """Attention in two parts, in FP32; with `Parts.merge` it is right."""
 
     def attend(call: Call) -> Tensor:
         parts = in_parts(call.q, call.cache, call.layer, call.batch, call.softmax_scale)
@@ -269,8 +349,8 @@ def _merge_with(change: Callable[[Parts], dict[str, Tensor]]) -> Merge:
 
 _MERGES: dict[str, Merge] = {
     "tokens of the window are read packed as well": _merge_with(lambda p: {"packed": p.packed | p.exact}),
-    "the oldest token of the window counts twice": _merge_with(twice),
-    "the token that leaves the window counts nowhere": _merge_with(nowhere),
+    "the oldest token of the window counts twice": _merge_with(lambda p: {"packed": p.packed | p.oldest}),
+    "the token that leaves the window counts nowhere": _merge_with(lambda p: {"packed": p.packed & ~p.oldest.roll(-1, -1)}),
     "sinks are read packed as well": _merge_with(lambda p: {"packed": p.packed | p.exact & p.sinks}),
     "sinks count nowhere": _merge_with(lambda p: {"exact": p.exact & ~(p.sinks & p.packed.any(-1, keepdim=True))}),
     "packed tokens and the window are merged without the maximum": _without_merge,

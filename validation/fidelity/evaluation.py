@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from haarkv.engine.generation import generate
+from haarkv.engine.generation import GenerationRequest, generate
 from haarkv.engine.session import Session
 from haarkv.models.balance import Uneven
 from haarkv.models.base import DecoderModel
@@ -41,7 +41,7 @@ WINDOW = 1024
 GREEDY_PROMPTS, GREEDY_PROMPT_TOKENS, GREEDY_NEW_TOKENS = 16, 128, 64
 
 OnStep = Callable[[str, int], None]
-"""Told what has been done, and how many tokens it took (those found in a partial result too)."""
+"""Gets what has been done, and the number of its tokens."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Setup:
     """What is compared.
 
     Attributes:
-        model: whose embedding and head serve all caches alike.
+        model: its embedding and head serve all caches.
         base: the baseline, with K and V in bf16.
-        caches: by name; the baseline itself may be among them.
+        caches: by name; the baseline may be among them.
         weights: fingerprint of the whole model, balanced.
-        uneven: the layers whose K or V was balanced.
+        uneven: layers whose K or V was balanced.
     """
 
     model: DecoderModel
@@ -86,17 +86,17 @@ class Workload:
     new_tokens: int
 
     def fed(self, window: Span) -> Tensor:
-        """The tokens [length] that go into a window."""
+        """The tokens [length] of a window."""
         return self.tokens[window.begin : window.begin + window.length]
 
     @property
     def scored_tokens(self) -> int:
-        """Positions that are scored for each cache."""
+        """Positions scored for each cache."""
         return sum(window.length for window in self.windows)
 
     @property
     def steps(self) -> int:
-        """Tokens that `OnStep` will have been told of each cache."""
+        """Tokens that `OnStep` gets for each cache."""
         return self.scored_tokens + len(self.prompts) * self.new_tokens
 
 
@@ -105,12 +105,12 @@ class FidelityRow:
     """One cache against the baseline; docs/fidelity.md has the formulas.
 
     Attributes:
-        bytes_per_token: K and V of all layers and heads, as allocated for a window: scales and tokens in BF16 included.
-        bits_per_value: the same, for one number of K or V that a bf16 cache would keep.
-        kl_mean, kl_median, kl_p999: of KL(bf16 || cache) in nats; the last by nearest rank.
-        top1: share of the positions at which both like the same token best.
-        rms_dp: root mean square of p_cache - p_bf16 of the token that really follows; 0.01 is one percentage point.
-        ppl, ppl_delta: perplexity, and how far it lies above the baseline's.
+        bytes_per_token: K and V of all layers and heads, as allocated for a window, scales and tokens in BF16 included.
+        bits_per_value: the same for one number of K or V.
+        kl_mean, kl_median, kl_p999: KL(bf16 || cache) in nats; the last by nearest rank.
+        top1: share of positions with the same most likely token.
+        rms_dp: root mean square of p_cache - p_bf16 of the token that follows.
+        ppl, ppl_delta: perplexity, and its excess over the baseline's.
         greedy_match: mean number of greedy tokens before the first that is not the baseline's; None without prompts.
     """
 
@@ -141,16 +141,16 @@ def make_workload(
 ) -> Workload:
     """Cut a text into windows and prompts.
 
-    The windows do not overlap: window i is fed tokens i*W … i*W + W - 1 and scored on i*W + 1 … i*W + W, so that each token
-    but the first is scored exactly once. With a limit, ceil(tokens / W) of them are taken, evenly spread over the text.
+    Windows do not overlap: window i is fed tokens i*W … i*W + W - 1 and scored on i*W + 1 … i*W + W, so that each token but
+    the first is scored exactly once. With a limit, ceil(tokens / W) of them are taken, evenly spread over the text.
 
     Args:
         ids: the text, at least two tokens.
-        window: W; 1,024 or the model's context if that is less, unless given.
-        tokens: score so many at most; all unless given.
+        window: W; 1,024 or the model's context if less, unless given.
+        tokens: scored at most; all unless given.
         prompts: greedy prompts at most; fewer if they would overlap.
     Raises:
-        InputError: a text that is too short, or a window that the model's context does not hold.
+        InputError: the text is too short, or the window exceeds the model's context.
     """
     if window is not None and not 1 <= window <= context:
         raise InputError(f"this model has a context of {context} tokens; --window must lie in 1 … {context}")
@@ -177,8 +177,8 @@ def evaluate(
 ) -> list[FidelityRow]:
     """Measure every cache on a text.
 
-    Window by window, the baseline's logits are computed once and every cache is scored against them; then all continue
-    the prompts greedily.
+    Window by window, the baseline's logits are computed once and every cache is scored against them; then all continue the
+    prompts greedily.
 
     Raises:
         NonFiniteError: a cache gave a logit that is not finite.
@@ -196,10 +196,10 @@ def evaluate(
 def score_all(
     setup: Setup, plan: Workload, caches: Mapping[str, tuple[Session, int]], partial: Partial, on_step: OnStep
 ) -> dict[str, Scores]:
-    """Compare the predictions of caches with the baseline's at every position of all windows.
+    """Compare caches' predictions with the baseline's at every position of all windows.
 
     Args:
-        caches: by name, each with the first layer in which it is not the baseline's: there it begins.
+        caches: by name, each with the first layer in which it differs from the baseline; it runs from there.
     """
     scores: dict[str, list[Scores]] = {name: [] for name in caches}
     for number, window in enumerate(plan.windows):
@@ -219,11 +219,11 @@ def score_all(
 
 
 class Exact:
-    """The baseline's hidden states and predictions of a window, each computed once, when it is first asked for.
+    """The baseline's hidden states and logits of a window, each computed once, on demand.
 
     Args:
         tokens: [T] int64, what is fed.
-        most: bytes of logits that may be kept. If all do not fit, none are: the head runs again over the hidden states.
+        most: bytes of logits to keep; if they do not fit, the head runs again over the hidden states.
     """
 
     def __init__(self, model: DecoderModel, side: Session, tokens: Tensor, most: int) -> None:
@@ -233,7 +233,7 @@ class Exact:
         self._keeps, self._kept = self.nbytes <= most, list[Tensor]()
 
     def entering(self, layer: int) -> Tensor:
-        """[T, hidden] that enters a layer; after the last one, what the head gets."""
+        """[T, hidden] that enters a layer; after the last one, the head."""
         if layer not in self._entering:
             last = max(known_layer for known_layer in self._entering if known_layer < layer)
             self._entering[layer] = torch.cat(list(run_span(self._side, self._entering[last], range(last, layer))))
@@ -253,7 +253,7 @@ class Exact:
 
 @torch.inference_mode()
 def head_logits(model: DecoderModel, side: Session, hidden: Tensor) -> Tensor:
-    """Logits [n, vocab] fp32 of final hidden states [n, hidden], by the side's own op table where that runs on the host."""
+    """Logits [n, vocab] fp32 of final hidden states [n, hidden], by the side's op table if it runs on the host."""
     ops = side.executor.ops if side.executor.device.type == "cpu" else None
     return model.head(hidden.to(model.weights.lm_head.device), ops or cast(OpTable, reference))
 
@@ -262,10 +262,10 @@ def head_logits(model: DecoderModel, side: Session, hidden: Tensor) -> Tensor:
 def logits_after(model: DecoderModel, side: Session, hidden: Tensor, first_layer: int = 0) -> Iterator[Tensor]:
     """Logits [n, vocab] fp32 after each token of a window, chunk by chunk, from an empty cache.
 
-    Attention reads K and V as they are stored, also those of the chunk itself: a prefill measures the format.
+    Attention reads K and V as stored, also those of the chunk itself: a prefill measures the format.
 
     Args:
-        hidden: [T, hidden], what enters a layer; that and all later ones are run.
+        hidden: [T, hidden] that enters `first_layer`.
     """
     span = range(first_layer, model.config.num_layers)
     for after in run_span(side, hidden, span):
@@ -286,8 +286,7 @@ def score_window(name: str, plan: Workload, window: Span, base: Iterable[Tensor]
     """Compare a cache's predictions with the baseline's.
 
     Args:
-        base: the baseline's logits [n, vocab] fp32 after each token of the window, in pieces of any size.
-        logits: the cache's, likewise.
+        base, logits: of the baseline and the cache, [n, vocab] fp32, in pieces of any size.
     Raises:
         NonFiniteError: one of them is not finite.
     """
@@ -317,7 +316,7 @@ def _in_chunks(pieces: Iterator[Tensor]) -> Iterator[Tensor]:
 
 
 def _greedy(setup: Setup, plan: Workload, partial: Partial, on_step: OnStep) -> Iterator[tuple[str, list[int]]]:
-    """(cache, how many tokens are the baseline's after each prompt)."""
+    """(cache, number of tokens equal to the baseline's after each prompt)"""
     base: list[list[int]] | None = None
     for name, side in setup.caches.items():
         matches = partial.matches(name)
@@ -336,10 +335,10 @@ def _continuations(side: Session, plan: Workload) -> list[list[int]]:
     context = len(plan.prompts[0]) + plan.new_tokens
     cache, paging = side.new_cache(len(plan.prompts), context)
     # No token ends the text: every continuation is as long as any other, and none counts as equal for having ended.
-    done, _ = generate(
-        side.executor, cache, paging, plan.prompts, max_new_tokens=plan.new_tokens, max_context=context,
-        unused_ids=side.tokenizer.unused_ids,
-    )  # fmt: skip
+    request = GenerationRequest(
+        prompts=plan.prompts, max_new_tokens=plan.new_tokens, max_context=context, unused_ids=side.tokenizer.unused_ids
+    )
+    done, _ = generate(side.executor, cache, paging, request)
     return [completion.token_ids for completion in done]
 
 
@@ -353,7 +352,7 @@ def fidelity_row(name: str, side: Session, tokens: int, scores: Scores, matches:
 
     Args:
         tokens: of a window, for which its bytes are counted.
-        matches: greedy tokens that are the baseline's, by prompt.
+        matches: greedy tokens equal to the baseline's, by prompt.
     """
     shapes, layers = side.config.kv_shapes, side.config.num_layers
     size, exact = (cache_bytes(plan, tokens, shapes) for plan in (side.plan, KVSpec("bf16").plan(layers)))

@@ -20,10 +20,9 @@ from haarkv.validation.fidelity.setup import Contender
 from haarkv.validation.layers.candidate import run_phase
 
 OnStep = Callable[[str], None]
-"""Told what is being done each time a token of it is done."""
+"""Gets what is being done, for each token of it."""
 TOP = 5
 Candidate = tuple[int, float]
-"""A token and its logit."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +30,11 @@ class PositionScore:
     """What A and B predict after the same tokens.
 
     Attributes:
-        top_a, top_b: the five best candidates of each, best first; the lower id first where logits are equal.
+        top_a, top_b: the five best candidates of each; of equal logits the lower id first.
         kl: KL(A || B) of the next token's distributions, in nats.
-        gap_a: A's best logit less A's logit of the token that B likes best; 0 where both like the same one.
-        gap_b: B's best logit less B's logit of the token that A likes best. Together they are what B's errors of these two
-            logits come to.
-        spread: standard deviation of A's logits over the vocabulary, the unit of relative errors.
+        gap_a: A's best logit less A's logit of B's best token; 0 if both agree.
+        gap_b: B's best logit less B's logit of A's best token.
+        spread: standard deviation of A's logits, the unit of relative errors.
         logit_error: the largest |A - B| of any logit.
     """
 
@@ -50,12 +48,11 @@ class PositionScore:
 
     @property
     def agrees(self) -> bool:
-        """Whether both like the same token best."""
         return self.top_a[0][0] == self.top_b[0][0]
 
     @property
     def margin(self) -> float:
-        """A's best logit less its second best; infinite if there is only one token to choose from."""
+        """A's best logit less its second best; infinite with a single token."""
         return self.top_a[0][1] - self.top_a[1][1] if len(self.top_a) > 1 else float("inf")
 
 
@@ -64,11 +61,11 @@ class Fidelity:
     """How well B repeats A over many positions, teacher-forced.
 
     Attributes:
-        top1_agreement: share of them at which both like the same token best.
-        kl_mean, kl_median, kl_p999: of KL(A || B) in nats. The 99.9 % figure is the smallest value that at least 99.9 % of
-            the positions do not exceed (nearest rank): with fewer than 1,000 positions, the largest.
+        top1_agreement: share of positions with the same best token.
+        kl_mean, kl_median, kl_p999: KL(A || B) in nats; the last by nearest rank, so with fewer than 1,000 positions the
+            largest.
         logit_error: the largest |A - B| of any logit.
-        relative_logit_error: the same, each in units of its position's `spread`.
+        relative_logit_error: the same in units of its position's `spread`.
     """
 
     positions: int
@@ -85,8 +82,8 @@ class Divergence:
     """Where a prompt's two continuations part.
 
     Attributes:
-        position: how many new tokens are equal before it.
-        token_a, token_b: what each side chose; a token that ends the text if the side ended here.
+        position: equal new tokens before it.
+        token_a, token_b: what each side chose; an end-of-text token if the side ended here.
         near_tie: each side's logits of the two tokens lie so close that an executor's permitted error swaps them. Never
             between formats.
     """
@@ -104,7 +101,7 @@ class PromptDiff:
     """One prompt's two continuations.
 
     Attributes:
-        scored: both predictions after the prompt and after each of A's tokens, teacher-forced.
+        scores: after the prompt and after each of A's tokens, teacher-forced.
         divergence: None if both chose the same tokens.
     """
 
@@ -119,14 +116,13 @@ class PromptDiff:
 
 @dataclass(frozen=True)
 class GreedyDiff:
-    """What `greedy_diff` returns.
+    """The result of `greedy_diff`.
 
     Attributes:
-        same_format: both store K and V alike, so that they should agree but for rounding.
-        fidelity: over every position of every prompt, teacher-forced on A's tokens.
-        near_ties: how many positions among them are near ties at which both like another token best. None between formats.
-        unexplained: all other positions with another best token, as (prompt, new tokens before it), prompt by prompt.
-            Between formats they are no fault.
+        same_format: both store K and V alike, so that they agree but for rounding.
+        fidelity: over every position, teacher-forced on A's tokens.
+        near_ties: positions with another best token that are near ties; 0 between formats.
+        unexplained: other positions with another best token, as (prompt, new tokens before it). No fault between formats.
     """
 
     a: str
@@ -139,13 +135,13 @@ class GreedyDiff:
 
     @property
     def first_divergence(self) -> Divergence | None:
-        """The earliest divergence that is not a near tie; the earliest near tie if there are only such; else None."""
+        """The earliest divergence that is not a near tie; without one, the earliest near tie."""
         divergences = [prompt.divergence for prompt in self.prompts if prompt.divergence]
         return min(divergences, key=lambda d: (d.near_tie, d.position, d.prompt), default=None)
 
     @property
     def faulty(self) -> bool:
-        """With the same format, the executors disagree where no rounding explains it."""
+        """With one format, the executors disagree where no rounding explains it."""
         return self.same_format and bool(self.unexplained)
 
 
@@ -161,10 +157,10 @@ def greedy_diff(
     """Continue prompts greedily with both sides, each in one ragged batch, then feed both A's tokens and compare.
 
     Args:
-        side_a, side_b: of one model and one dtype; caches are not shared.
-        dtype: the model's, which says how far two executors of one format may be apart (`bounds.EXECUTOR_LOGITS`).
+        side_a, side_b: of one model and dtype.
+        dtype: says how far two executors of one format may be apart (`bounds.EXECUTOR_LOGITS`).
     Raises:
-        InputError: a prompt that is empty or does not fit; a side that chooses other tokens when it is fed the same again.
+        InputError: a prompt that is empty or does not fit; a side that chooses other tokens when fed the same again.
         NonFiniteError: a side gave a logit that is not finite.
     """
     name_a, name_b = (str(Contender(side.executor.name, side.plan.describe())) for side in (side_a, side_b))
@@ -215,7 +211,7 @@ def _divergence(
     bound: float,
     same_format: bool,
 ) -> Divergence | None:
-    """Where two completions part; whatever each side chose after the same tokens it must choose again when it is fed them."""
+    """Where two completions part. Each side must choose its own tokens again when it is fed them."""
     divergence = None
     for position, now in enumerate(position_scores):
         tolerance = bound * now.spread
@@ -231,9 +227,9 @@ def _divergence(
 def _generated_token(
     completion: Completion, position: int, top: Sequence[Candidate], eos: Collection[int], tolerance: float, who: str
 ) -> int:
-    """The token that a side chose when it generated, the end of text included.
+    """The token that a side chose when it generated, an end of text included.
 
-    What runs beside a sequence may differ between the two runs, so that a tie may fall the other way; nothing else may.
+    The batch may differ between the two runs, so that a tie may fall the other way; nothing else may.
     """
     at_end = position == len(completion.token_ids)
     candidate_ids = eos if at_end else (completion.token_ids[position],)
@@ -248,9 +244,7 @@ def _generated_token(
 
 # -- Two sides fed the same tokens -------------------------------------------------------------------------------------------
 def score(a: Tensor, b: Tensor) -> PositionScore:
-    """Compare two predictions of one position.
-
-    The divergence is KL(A || B) of softmax(a) and softmax(b), in float64.
+    """Compare two predictions of one position, in float64.
 
     Args:
         a, b: [vocab], any float dtype and device.
@@ -288,15 +282,14 @@ def teacher_forced(
     fed: Sequence[Sequence[int]],
     on_position: Callable[[], None] = lambda: None,
 ) -> list[list[PositionScore]]:
-    """Feed both sides the same prompts and tokens, each with its own cache, and compare what they predict.
+    """Feed both sides the same prompts and tokens, each with its own cache, and compare their predictions.
 
-    The steps are generation's: all prompts prefilled together, then one decode step a token; a sequence leaves the batch
-    with its last token.
+    All prompts are prefilled together, then one decode step a token; a sequence leaves the batch with its last token.
 
     Args:
         fed: token ids that follow each prompt, possibly none.
     Returns:
-        for each prompt the `len(fed) + 1` positions after it and after each token that follows.
+        of each prompt the `len(fed) + 1` positions after it and after each following token.
     """
     position_scores: list[list[PositionScore]] = [[] for _ in prompts]
     for (rows, a), (_, b) in zip(_steps(side_a, prompts, fed), _steps(side_b, prompts, fed), strict=True):
@@ -326,7 +319,7 @@ def _steps(
 
 
 def summarize(position_scores: Sequence[PositionScore]) -> Fidelity:
-    """Agreement, divergence and logit errors over scored positions, at least one."""
+    """Agreement, divergence and logit errors over at least one position."""
     kl = sorted(position.kl for position in position_scores)
     return Fidelity(
         positions=len(position_scores),

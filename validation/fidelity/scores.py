@@ -1,4 +1,4 @@
-"""How far apart two predictions of a text lie, position by position; and what is kept of them for another run to go on."""
+"""How far apart two predictions of a text lie, position by position; and the file from which another run goes on."""
 
 from __future__ import annotations
 
@@ -25,30 +25,24 @@ _SLICE = 2**17
 
 
 def kl_divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Kullback-Leibler divergence in nats: `KL(P || Q) = sum_i p_i (log p_i - log q_i)`.
-
-    Args:
-        log_p, log_q: [..., vocab] float64, as `log_softmax` gives them.
-    Returns:
-        [...] float64, at least 0.
-    """
+    """KL(P || Q) = sum_i p_i (log p_i - log q_i) in nats, at least 0: [...] float64 of log p, log q [..., vocab] float64."""
     # Rounding leaves equal distributions a few 1e-17 below nothing.
     return (log_p.exp() * (log_p - log_q)).sum(-1).clamp(min=0.0)
 
 
 def nearest_rank(values: Sequence[float], permille: int) -> float:
-    """The smallest of `values`, ascending and at least one, that at least so many thousandths of them do not exceed."""
+    """The smallest of ascending `values` that at least so many thousandths of them do not exceed."""
     return values[-(-permille * len(values) // 1000) - 1]
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What A and B predict at N positions of a text whose next tokens are known.
+    """Predictions of A and B at N positions of a text whose next tokens are known.
 
     Attributes:
         kl: [N] float64, KL(A || B) in nats.
-        same_top: [N] bool, whether both like the same token best, the lower id where logits are equal.
-        log_p_a, log_p_b: [N] float64, what each gives the token that really follows, in nats.
+        same_top: [N] bool, the same most likely token, of equal logits the lower id.
+        log_p_a, log_p_b: [N] float64, log probability of the token that follows, in nats.
     """
 
     kl: Tensor
@@ -61,18 +55,16 @@ class Scores:
 
 
 def join(parts: Sequence[Scores]) -> Scores:
-    """The positions of several, one after the other."""
+    """The positions of several, concatenated."""
     return Scores(**{name: torch.cat([getattr(part, name) for part in parts]) for name in vars(parts[0])})
 
 
 def score_text(a: Tensor, b: Tensor, targets: Tensor) -> Scores:
-    """Compare two predictions at each position of a text, in float64.
+    """Compare two predictions at each position of a text, in float64, on the CPU.
 
     Args:
         a, b: logits [N, vocab], any float dtype and device.
-        targets: [N] int64, the tokens that really follow.
-    Returns:
-        on the CPU.
+        targets: [N] int64, the tokens that follow.
     Raises:
         ValueError: shapes that do not fit together.
         NonFiniteError: a logit is infinite or NaN.
@@ -85,7 +77,7 @@ def score_text(a: Tensor, b: Tensor, targets: Tensor) -> Scores:
 
 
 def require_finite(a: Tensor, b: Tensor) -> None:
-    """Refuse logits of two sides that are not finite, by NonFiniteError."""
+    """Refuse logits that are not finite."""
     for name, logits in (("A", a), ("B", b)):
         if not torch.isfinite(torch.stack(logits.aminmax())).all():  # faster than asking each
             raise NonFiniteError(f"side {name} gave a logit that is {logits[~torch.isfinite(logits)][0].item()}")
@@ -104,7 +96,7 @@ def _score_slice(a: Tensor, b: Tensor, targets: Tensor) -> Scores:
 
 
 def _first_best(logits: Tensor) -> NDArray[np.intp]:
-    """Id of the largest logit of each row, the lowest where several are: NumPy promises that, `Tensor.argmax` does not."""
+    """Id of the largest logit of each row, of equals the lowest: NumPy promises that, `Tensor.argmax` does not."""
     best: NDArray[np.intp] = logits.float().cpu().numpy().argmax(-1)
     return best
 
@@ -115,15 +107,14 @@ _SAVE_EVERY_S = 10.0
 
 
 class Partial:
-    """Scores of windows and greedy matches, by cache, bit for bit: what an evaluation has done so far.
+    """Scores of windows and greedy matches by cache, bit for bit: what an evaluation has done so far.
 
     Args:
-        path: what an earlier run has saved, if it is there; this run saves all to it, every ten seconds at most, and in the
-            end. None saves nothing.
+        path: read if it exists, and written every ten seconds at most, and at the end. None saves nothing.
         run: what both runs must have in common, by a word for the user.
-        caches: fingerprint of each cache that this run will ask for.
+        caches: fingerprint of each cache of this run.
     Raises:
-        InputError: a file that is no partial result, or one of another run; it is left alone.
+        InputError: no partial result, or one of another run; the file is left alone.
     """
 
     def __init__(

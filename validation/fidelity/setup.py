@@ -1,4 +1,4 @@
-"""Which caches an evaluation compares, or the two sides of a greedy diff, and which executor runs them."""
+"""The caches of an evaluation, or the two sides of a greedy diff, and the executors that run them."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def parse_list(
     ['bf16', 'k=tq8,v=tq4', 'tq2']
 
     Args:
-        accepts: whether a part is taken as it stands, as the caller's own.
+        accepts: parts to take as they stand.
     Returns:
-        as `formats.describe` writes them, each once, in the order given.
+        as `formats.describe` writes them, each once, in order.
     Raises:
         InputError: half a pair, an empty part, or what `formats.parse` refuses.
     """
@@ -57,9 +57,8 @@ def parse_list(
             whole = f"{part},{next(parts, '')}" if "=" in part else part
             if not part or whole.endswith(","):
                 raise InputError(f"cannot read --kv {spec!r}; write formats with commas between, each NAME or k=NAME,v=NAME")
-            keep_name = accepts(whole) or (
-                calibration is None and formats.needs_calibration(whole)
-            )  # whoever builds the cache has its coordinates
+            # Without a calibration here, the cache's own plan brings one.
+            keep_name = accepts(whole) or (calibration is None and formats.needs_calibration(whole))
             names[whole if keep_name else formats.describe(*formats.parse(whole, calibration))] = None
     return list(names)
 
@@ -82,16 +81,15 @@ def load_setup(
     The baseline runs on the same executor, or on the reference if that executor has no bf16 cache.
 
     Args:
-        kvs: formats as `formats.parse` takes them; without these and `plans`, every format that the model and the executor
-            take.
-        spec: tail, sinks and layers left in bf16, of all of `kvs`; its own `kv` does not count.
-        plans: other caches, by the name that their rows get.
+        kvs: formats as `formats.parse` takes them; without these and `plans`, all that model and executor take.
+        spec: tail, sinks and bf16 layers of all `kvs`.
+        plans: other caches by name.
         model, device, dtype, layers, progress: as in `engine.loading.load`.
-        executor: one for all caches; `auto` is the fastest that reads every one of them. Where no format was asked for and
-            no executor of `device` reads them all, it is the fastest there that reads the default format.
-        balance: as in `engine.loading.load`, for all caches or, if one of them has learned coordinates, for none.
+        executor: one for all caches; `auto` is the fastest that reads all. Without formats, if no executor of `device` reads
+            all, it is the fastest there that reads the default format.
+        balance: as in `engine.loading.load`; off if a cache has learned coordinates.
     Raises:
-        InputError: whatever of this does not exist or does not fit together.
+        InputError: something of this does not exist or does not fit together.
     """
     config, spec = read_config(model, layers), spec or KVSpec()
     plans_by_name = {kv: plan_for(replace(spec, kv=kv), config) for kv in kvs} | {
@@ -104,13 +102,11 @@ def load_setup(
     except InputError:
         if plans_by_name or device is None:
             raise
-        # No format was asked for: whoever runs on that device with the default one is measured with those that it reads.
+        # No format was asked for: the executor that runs the default one there is measured with those that it reads.
         executor = catalog.select(
             executor, config, [plan_for(replace(spec, kv=default), config)], device=device, dtype=dtype
         ).name
-    block_types = catalog.info(
-        executor
-    ).block_types()  # whoever multiplies with a file's blocks is measured with these products
+    block_types = catalog.info(executor).block_types()  # products with weight blocks are measured, too
     loaded_model = load_model(model, dtype or catalog.info(executor).dtype, layers, progress, keep_blocks=block_types)
     if learned_specs := [each for each in (spec, *(plans or {}).values()) if each.weights]:
         weights = fingerprint(loaded_model.weights.named())
@@ -132,8 +128,8 @@ def load_setup(
         if reason := runner.supports(config, plan):
             raise InputError(f"executor {executor} cannot run this: {reason}")
 
-    def session(who: Executor, plan: KVPlan) -> Session:
-        return Session(model, config, who, tokenizer, plan)
+    def session(runner: Executor, plan: KVPlan) -> Session:
+        return Session(model, config, runner, tokenizer, plan)
 
     bf16 = plan_for(KVSpec(BASELINE), config)
     without = runner.supports(config, bf16)
@@ -159,14 +155,14 @@ def _all(config: ModelConfig, spec: KVSpec) -> dict[str, KVPlan]:
 
 
 def run_fingerprint(setup: Setup, plan: Workload) -> dict[str, str]:
-    """What must be the same for two runs' results to belong together, by a word for the user."""
+    """What must be equal for two runs' results to belong together, by a word for the user."""
     settings = [[(w.begin, w.length) for w in plan.windows], plan.prompts, plan.new_tokens]
-    who = {setup.base.executor.name, *(side.executor.name for side in setup.caches.values())}
+    executors = {setup.base.executor.name, *(side.executor.name for side in setup.caches.values())}
     return {
         "model": setup.weights + _digest(json.dumps(asdict(setup.model.config), sort_keys=True, default=str).encode()),
         "text": _digest(plan.tokens.numpy().tobytes()),
         "windows or prompts": _digest(json.dumps(settings).encode()),
-        "executor": ", ".join(sorted(who)),
+        "executor": ", ".join(sorted(executors)),
         "dtype": str(setup.model.dtype).removeprefix("torch."),
     }
 
@@ -194,7 +190,7 @@ def _digest(data: bytes) -> str:
 # -- The two sides of a greedy diff --------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Contender:
-    """One side of a diff: the executor that runs the forwards, and how K and V are stored (as `--kv` takes it)."""
+    """One side of a diff: an executor, and a format as `--kv` takes it."""
 
     executor: str = catalog.AUTO
     kv: str = "tq4"
@@ -207,7 +203,7 @@ def parse_contender(spec: str) -> Contender:
     """Read EXECUTOR, FORMAT or EXECUTOR:FORMAT; `auto` and tq4 unless named.
 
     Raises:
-        InputError: none of these; the message lists the executors and formats there are.
+        InputError: none of these; the message lists executors and formats.
     """
     names = (catalog.AUTO, *catalog.NAMES)
     executor, colon, kv = spec.partition(":")
@@ -234,7 +230,7 @@ def resolve_contenders(
 ) -> tuple[Contender, Contender]:
     """Both sides with an executor in place of `auto`: the fastest that reads the formats of all sides that left it open.
 
-    One executor for both, so that two formats are not told apart by who ran them.
+    It is one for both, so that two formats are not told apart by their executors.
     """
     sides = (side_a, side_b)
     if not (open_sides := [side for side in sides if side.executor == catalog.AUTO]):
@@ -247,7 +243,7 @@ def resolve_contenders(
 
 
 def default_dtype(*sides: Contender) -> str:
-    """The dtype in which sides can be compared: float32 if that is the default of each of their executors."""
+    """The dtype for both sides: float32 if that is the default of both executors."""
     return "bfloat16" if "bfloat16" in {catalog.info(side.executor).dtype for side in sides} else "float32"
 
 
@@ -263,16 +259,15 @@ def load_contenders(
     balance: bool = True,
     progress: Progress | None = None,
 ) -> tuple[Session, Session]:
-    """Load a model and set up both sides with it: once, but for a file of blocks that one side multiplies with as they are.
+    """Load a model and set up both sides: once, unless one side multiplies with the file's weight blocks directly.
 
     Args:
         model, layers, progress: as in `engine.loading.load`.
-        dtype: of both sides; float32 or bfloat16.
-        device: of every executor but the reference, which has only one.
-        spec: tail, sinks and layers left in bf16, of both sides; its `kv` gives way to theirs.
-        balance: as in `engine.loading.load`, of each side by its own formats: both run as they generate.
+        device: of every executor but the reference.
+        spec: tail, sinks and bf16 layers of both sides.
+        balance: as in `engine.loading.load`, for each side by its own format.
     Raises:
-        InputError: whatever of this does not exist or does not fit together.
+        InputError: something of this does not exist or does not fit together.
     """
     tokenizer, spec = load_tokenizer(model, read_config(model, layers)), spec or KVSpec()
     only_reference = {side_a.executor, side_b.executor} == {"reference"}

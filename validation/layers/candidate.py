@@ -1,6 +1,4 @@
-"""Running an executor on trial: on its own device, on copies, in a cache whose every slot is watched; and again, to see
-whether the same inputs give the same result.
-"""
+"""Runs the candidate on its own device, on copies, in a cache whose every slot is watched; and again, comparing bits."""
 
 from __future__ import annotations
 
@@ -25,15 +23,15 @@ if TYPE_CHECKING:
     from haarkv.validation.layers.forward import Forward
 
 StrayWrites = dict[int, dict[str, list[str]]]
-"""Places that changed and were not to be written: layer -> part -> which, in words."""
+"""Places that changed and were not to be written, in words, by layer and part."""
 CONFIRMING_RUNS = 8
-"""What is found to be wrong runs so often again, to see whether it is wrong every time."""
+"""Further runs of a fault, to see whether it is the same each time."""
 MOST_CONFIRMED = 4
-"""So many findings of a validation are."""
+"""Faults of a validation that are run again."""
 WHOLE_AGAIN = 3
-"""A forward that does not follow from its own layers runs again so often."""
+"""Further runs of a forward that does not follow from its layers."""
 WITHIN_ROUNDING = "within rounding: sums that come in another order each time do so"
-"""Of runs that differ and are right. It is a finding all the same: no executor here says of itself that it does that."""
+"""Detail of runs that differ and are right: still a finding, since no executor here claims to do that."""
 
 
 def run_phase(executor: Executor, phase: str, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
@@ -43,11 +41,11 @@ def run_phase(executor: Executor, phase: str, token_ids: Tensor, batch: Batch, c
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run gave back.
+    """What one run returned.
 
     Attributes:
-        result: on the host; NaN throughout if the executor refused its own values as not finite.
-        problem: what is wrong with the run whatever the numbers are; empty if nothing is.
+        result: on the host; all NaN if the executor refused its own values as not finite.
+        problem: what is wrong whatever the numbers are; empty if nothing.
     """
 
     result: Tensor
@@ -56,7 +54,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Run:
-    """What one run of a layer left behind."""
+    """What one run of a layer returned and stored."""
 
     outcome: Outcome
     stray_writes: StrayWrites
@@ -64,25 +62,26 @@ class Run:
 
 
 class CandidateRunner:
-    """An executor with a cache of its own, and a second cache that says what must be found where nothing is written.
+    """An executor with a cache of its own, and a second cache with what must be found where nothing is written.
 
     Args:
         executor: gets copies of all inputs.
         like: shape and formats of the cache.
+        device: of the cache and of ops run one by one; the executor's unless given.
     """
 
-    def __init__(self, executor: Executor, like: PagedKVCache) -> None:
-        self.executor = executor
-        self.cache = like.empty_like(executor.device)
-        self._expected = like.empty_like(executor.device)
+    def __init__(self, executor: Executor, like: PagedKVCache, device: torch.device | None = None) -> None:
+        self.executor, self.device = executor, device or executor.device
+        self.cache = like.empty_like(self.device)
+        self._expected = like.empty_like(self.device)
 
     def load(self, layer: int, part_fields: Snapshot) -> None:
-        """Put a layer's K and V of earlier tokens there."""
+        """Set a layer's cache."""
         load(self.cache, layer, part_fields)
         load(self._expected, layer, part_fields)
 
     def put(self, layer: int, batch: Batch, part_fields: Snapshot) -> None:
-        """Put something where a batch's tokens go, as poison for what is about to be written."""
+        """Set the places of a batch's tokens, as poison for what is about to be written."""
         put(self.cache, layer, batch, part_fields)
         put(self._expected, layer, batch, part_fields)
 
@@ -92,10 +91,10 @@ class CandidateRunner:
         return self._run(hidden, batch, lambda x, b: self.executor.layers(x, span, b, self.cache), hidden.dtype, hidden.shape)
 
     def run(self, hidden: Tensor, layer: int, bad: Snapshot, batch: Batch) -> Run:
-        """One layer and all that it leaves behind.
+        """Run one layer.
 
         Args:
-            bad: what the places of its tokens hold before.
+            bad: poison for the places of its tokens.
         """
         self.put(layer, batch, bad)
         outcome = self.layer(hidden, layer, batch)
@@ -127,10 +126,10 @@ class CandidateRunner:
         return Outcome(result.to("cpu", copy=True), "changed the inputs that it was given" if inputs_changed else "")
 
     def stray_writes(self, written_layers: range, batch: Batch) -> StrayWrites:
-        """What changed and was not to be written; what is there now is expected from here on.
+        """What changed and was not to be written since the last call.
 
         Args:
-            written_layers: layers that were run.
+            written_layers: layers that ran.
             batch: whose places these layers were to write.
         """
         stray_writes: StrayWrites = {}
@@ -154,7 +153,6 @@ class CandidateRunner:
 
 
 def _changed_places(now: Part, before: Part, batch: Batch | None) -> list[str]:
-    """Places of a part that changed, but for those of a batch's tokens."""
     changed_mask = torch.stack([_bytes(now.fields[name]).ne(_bytes(before.fields[name])).any(-1) for name in now.fields]).any(
         0
     )
@@ -171,21 +169,21 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 # -- Again ---------------------------------------------------------------------------------------------------------------
 class Repeats:
-    """Runs things again and counts the runs that differ.
+    """Runs things again and compares bits.
 
     Args:
-        always: runs of every layer beside the first. Without, only what is wrong is run again.
+        always: further runs of every layer; 0 runs only faults again.
     """
 
     def __init__(self, always: int) -> None:
         self._always, self._left = always, MOST_CONFIRMED
 
     def layer_deviation(self, run: Any, again: Callable[[], Any]) -> Verdict | None:
-        """A layer that differs from itself; None if it does not, or if only faults are run again."""
+        """A layer that differs from itself, if layers run more than once."""
         return differing([run, *(again() for _ in range(self._always))])
 
     def confirm(self, run: Any, again: Callable[[], Any]) -> Verdict | None:
-        """What is wrong is run again: None if it is wrong every time in the same way, or if enough was run again."""
+        """Run a fault again: the verdict that it differs from itself, or None."""
         if not self._left:
             return None
         self._left -= 1
@@ -193,7 +191,7 @@ class Repeats:
 
 
 def differing(runs: Sequence[Any]) -> Verdict | None:
-    """The first stage at which runs of a layer on the same inputs differ; of an op, which its caller names, none."""
+    """The first stage at which runs on the same inputs differ; of an op the stage is left empty."""
     if (deviation := _unlike(runs)) is None:
         return None
     one, (other, count) = runs[0], deviation
@@ -210,12 +208,12 @@ def differing(runs: Sequence[Any]) -> Verdict | None:
 def differing_forward(
     whole: CandidateRunner, outcome: Outcome, bad: Sequence[Snapshot], forward: Forward, vocab_size: int
 ) -> tuple[int | None, Verdict] | None:
-    """Whether a whole forward gives something else when it runs again, and the layer from which on it does.
+    """Whether a whole forward differs from itself, and from which layer on.
 
-    Where both K and V of a layer differ, what it was given does: the layer before is named.
+    Where both K and V of a layer differ, its input does: the layer before is named.
 
     Args:
-        bad: what the places of its tokens hold before, by layer.
+        bad: poison for the places of its tokens, by layer.
     """
     batch, layers = forward.batch, range(len(bad))
     runs: list[list[Any]] = [[outcome, [take(whole.cache, index, batch) for index in layers]]]
@@ -239,20 +237,20 @@ def differing_forward(
 
 
 def _unlike(runs: Sequence[Any]) -> tuple[Any, int] | None:
-    """A run that is not the first one's equal, and how many are not like most; None if all are alike."""
+    """A run unlike the first and the number of runs unlike most; None if all are alike."""
     run_bytes = [value_bytes(run) for run in runs]
     other = next((run for run, bits in zip(runs, run_bytes, strict=True) if bits != run_bytes[0]), None)
     return None if other is None else (other, len(runs) - Counter(run_bytes).most_common(1)[0][1])
 
 
 def unstable(stage: str, different: int, runs: int, where: str = "") -> Verdict:
-    """The verdict on what differs from itself."""
+    """The verdict on runs that differ."""
     detail = f"differs from itself{where}: {different} of {runs} runs on the same inputs give something else than the others"
     return Verdict.violation(stage, detail, "unstable")
 
 
 def value_bytes(value: Any) -> bytes:
-    """Everything that a run gave back, as bytes that are equal where it is equal to the last bit."""
+    """All that a run returned, as bytes that are equal only if it is equal to the last bit."""
     if isinstance(value, Tensor):
         return value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes() if value.numel() else b""
     if isinstance(value, dict):

@@ -15,14 +15,12 @@ class VectorComparison:
     """How two executors' vectors differ, the worst of all vectors; a NaN anywhere makes every figure NaN.
 
     Attributes:
-        identical: the same numbers.
-        cosine: lowest cosine of a vector and its counterpart.
-        rel_l2: largest distance of a vector from its counterpart, relative to that one's own length.
+        cosine: lowest.
+        rel_l2: largest distance of two vectors, relative to the first one's length.
         max_abs: largest difference of a number.
-        update: largest distance that rounding the result does not explain, relative to what the layer added to the vector.
+        update: largest distance beyond rounding, relative to what the layer added to the vector.
     """
 
-    identical: bool
     cosine: float
     rel_l2: float
     max_abs: float
@@ -30,13 +28,12 @@ class VectorComparison:
 
 
 def compare_vectors(ours: Tensor, theirs: Tensor, before: Tensor | None = None) -> VectorComparison:
-    """Compare vectors one by one, so that a long one does not hide what happens to a short one.
+    """Compare vectors one by one, so that a long one does not hide a short one.
 
     Args:
         ours, theirs: [..., N]; ours is the reference.
-        before: [..., N], the residual stream that a layer made `ours` from. A layer that adds little to a long vector
-            could add anything and still be near; what it adds is therefore compared too, less the two roundings (of
-            the residuals) by which honest results differ.
+        before: [..., N], the residual stream before the layer. A layer that adds little to a long vector could add anything
+            and still be near; so its update is compared too, less two roundings of the residuals.
     """
     a, b = ours.double(), theirs.double()
     distance, length = (b - a).norm(dim=-1), a.norm(dim=-1)
@@ -47,7 +44,6 @@ def compare_vectors(ours: Tensor, theirs: Tensor, before: Tensor | None = None) 
         step = torch.ldexp(torch.full_like(a, eps), torch.frexp(torch.maximum(a.abs(), b.abs())).exponent - 1)
         update = _ratio(((b - a).abs() - 2 * step).clamp(min=0).norm(dim=-1), (a - before.double()).norm(dim=-1)).max()
     return VectorComparison(
-        identical=torch.equal(ours, theirs),
         cosine=float(cosine.min()),
         rel_l2=float(_ratio(distance, length).max()),
         max_abs=float((theirs.double() - a).abs().max()),
@@ -65,16 +61,11 @@ _FP32_EPS = torch.finfo(torch.float32).eps
 
 
 def ascend_metrics(theirs: Tensor, ours: Tensor) -> dict[str, float | str]:
-    """The columns of `ASCEND_COLUMNS`, of Ascend's accuracy comparison (msaccucmp, in msProbe), to be read side by side.
+    """The columns of Ascend's accuracy comparison (msaccucmp, in msProbe), for reading side by side; they judge nothing.
 
-    They are of a whole tensor at once and judge nothing here: a long token hides a short one in every one of them.
-
-    With x on trial and y the ground truth, relative errors are |x / y - 1|, 0 where |y| is not above FP32's epsilon; the
-    divergence is that of x and y, each shifted and scaled to 0 … 1 and divided by its sum.
-
-    Args:
-        theirs: the tensor on trial, any shape.
-        ours: the ground truth.
+    They are of a whole tensor at once, where a long token hides a short one. With x on trial and y the ground truth,
+    relative errors are |x / y - 1|, 0 where |y| <= FP32's epsilon; the divergence is of x and y, each scaled to 0 … 1 and
+    divided by its sum.
     """
     x, y = theirs.double().flatten(), ours.double().flatten()
     error = (x - y).abs()

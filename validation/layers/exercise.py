@@ -1,7 +1,7 @@
 """What a validation exercises, and prompts that exercise everything.
 
-A short prompt has one block, one sequence and one chunk: an executor that reads the wrong block, the wrong sequence or the
-wrong position beyond 128 computes the right bits of it. So each report names what was not exercised.
+A short prompt has one block, one sequence and one chunk: an executor that reads the wrong block, sequence or position beyond
+128 passes. So each report names what was not exercised.
 """
 
 from __future__ import annotations
@@ -37,19 +37,16 @@ from haarkv.validation.layers.record import observe_vectors
 STATE_READ = "a state that an earlier forward left"
 OTHER_STATE = "another state of as many tokens in its place (a prefix that is reused)"
 TINY, HUGE = 0.01, 1000.0
-"""Lengths of K and V vectors below and above which their stored scales count as tiny and as huge."""
+"""Lengths of K and V below and above which their stored scales count as tiny and as huge."""
 TINY_SCALES, HUGE_SCALES = f"tiny scales (K or V shorter than {TINY})", f"huge scales (K or V longer than {HUGE:.0f})"
 
 
 class Exercise:
-    """Takes note of what a validation exercises.
+    """Records what a validation exercises.
 
     Args:
-        prompts: token ids.
-        steps: decode steps.
-        plan: of the cache.
-        whole_forwards: prefill and decode run whole, too, and not only layer by layer.
-        decode_step: of the executor on trial.
+        whole_forwards: prefill and decode also run whole.
+        decode_step: keys that the executor's decode takes at a time.
     """
 
     def __init__(
@@ -62,7 +59,7 @@ class Exercise:
         self._states = self._read_back = False
 
     def saw(self, record: LayerRecord) -> None:
-        """Note the vectors [T, Hkv, D] that a layer stores, of which a format without loss has no scale; or a state."""
+        """Record the lengths of the vectors [T, Hkv, D] that a layer stores, or that it keeps a state."""
         if record.kv is None:
             self._states = True
             self._read_back |= bool((record.batch.seq_lens > record.batch.query_start_loc.diff()).any())
@@ -74,10 +71,10 @@ class Exercise:
                 self._longest = max(self._longest, float(lengths.max()))
 
     def result(self, over_others: int = 0) -> dict[str, bool]:
-        """Whether each thing has been exercised by now, in words, in the order in which a forward meets it.
+        """Whether each thing has been exercised, in the order in which a forward meets it.
 
         Args:
-            over_others: layers that ran over another state than their own as well.
+            over_others: layers that also ran over another state than their own.
         """
         places = self._decode_positions()
         longest = max(self._lengths) + Schedule.more(self._steps)
@@ -107,11 +104,11 @@ class Exercise:
         return coverage | self._window_coverage()
 
     def _decode_positions(self) -> list[int]:
-        """Which token behind its prompt each decode step stores, from 0; the one before the last is the first of a verify."""
+        """Place behind its prompt of the token that each decode step stores."""
         return [*range(self._steps), self._steps + 1] if self._steps else []
 
     def _window_coverage(self) -> dict[str, bool]:
-        """What tokens in BF16 add, where there are some."""
+        """What tokens in BF16 add."""
         plan, chunk = self._plan, self._chunk
         lossy = [kv_format for kv_format in plan.formats if plan.keeps(kv_format)]
         forwards = [
@@ -144,14 +141,12 @@ def covering_prompts_for(
 ) -> list[list[int]]:
     """Token ids of prompts that exercise everything but scales: a full block, one token more, and more than one chunk.
 
-    A tail in BF16 takes a prompt that does not fill it, and one that is a block longer. The longest stands last, so that its
-    second chunk is not the first sequence's. The text is source code of the running
-    interpreter's standard library.
+    A tail takes two more: one that does not fill it, and one that is a block longer. The longest stands last, so that its
+    second chunk is not the first sequence's. The text is source code of Python's standard library.
 
     Args:
-        plan: of the cache; its context and the model's shorten the prompts.
-        steps: decode steps that need room after them.
-        decode_step: of the executor on trial; the longest prompt is longer.
+        plan: its context and the model's shorten the prompts.
+        decode_step: keys that the executor's decode takes at a time; the longest prompt is longer.
     Raises:
         InputError: the context is too short for two tokens and the steps.
     """
@@ -177,14 +172,14 @@ def covering_prompts_for(
 
 
 _CHARACTERS = 20
-"""Of a token, generously."""
+"""Of a token, at most."""
 
 
 # -- Lengths that ordinary models never reach --------------------------------------------------------------------------
 _SHORTEST, _LONGEST = 2.0**-8, 2.0**13
-"""Where tiny vectors begin and huge ones end: their scales are normal FP16 numbers, with room beside them."""
+"""Where tiny vectors begin and huge ones end: their scales are normal FP16 numbers."""
 _LENGTH_TOLERANCE = 0.05
-"""Of its length that a vector may lose where its format still has a scale for it."""
+"""Relative error of a length where the format still has a scale for it."""
 
 
 @torch.inference_mode()
@@ -192,9 +187,8 @@ def with_extreme_scales(model: DecoderModel, plan: KVPlan, token_ids: Sequence[i
     """A model that computes the same, whose K and V are tiny in one layer and huge in the next.
 
     Args:
-        plan: of the cache; a side that is stored without loss has no scale and stays as it is, as does one whose format holds
-            no such lengths.
-        token_ids: of one prompt, whose K and V are scaled to the ends of the range.
+        plan: sides without scales stay as they are.
+        token_ids: of a prompt, whose K and V are scaled to the ends of the range.
     """
     kv = _layer_kv(model, plan, token_ids)
     layers = []
@@ -237,7 +231,7 @@ def _exponent(kv_format: KVFormat, layer: int, x: Tensor, tiny: bool) -> int:
 
 
 def _holds(kv_format: KVFormat, layer: int, x: Tensor) -> bool:
-    """Whether a format stores vectors [T, Hkv, D] at about their length."""
+    """Whether a format keeps the lengths of vectors [T, Hkv, D]."""
     x = x.transpose(0, 1)
     try:
         decoded_lengths = vector_lengths(kv_format.dequantize(kv_format.quantize(x, layer), layer))

@@ -1,4 +1,4 @@
-"""A layer on trial, teacher-forced: fed the reference's input and cache, op by op where it has ops, and as a whole."""
+"""Teacher-forced: a layer on the reference's input and cache, op by op where it has ops, and as a whole."""
 
 from __future__ import annotations
 
@@ -36,19 +36,17 @@ from haarkv.validation.layers.report import Measurement, Verdict, first
 from haarkv.validation.layers.states import STATE, compare_states, recurrent_state
 
 _FEW = 8
-"""New tokens of a sequence up to which a layer runs again over another state."""
+"""A layer with at most so many new tokens a sequence runs again over another state."""
 
 
 @dataclass(frozen=True)
 class LayerJudgment:
-    """What was found of one layer.
+    """The verdicts on one layer.
 
     Attributes:
         verdicts: of its ops, then of the whole.
-        share: how many times what honest runs allow its worst figure is.
-        expected: hidden states [T, hidden] that the candidate's are held against: what the reference makes of the K and V
-            that the candidate stored.
-        run: the candidate's.
+        share: worst figure as a multiple of what honest runs allow.
+        expected: hidden states [T, hidden] of the reference over the K and V that the candidate stored.
     """
 
     verdicts: list[Verdict]
@@ -61,12 +59,11 @@ class TeacherForced:
     """Runs and judges layers one by one.
 
     Args:
-        candidate: runs on trial.
-        ops: its op table; None if its layers are programs.
-        repeats: runs of each layer beside the first, to be held against it.
-        honest_cache: what honest runs of the same forwards gave before; is added to.
+        ops: the candidate's op table; None if its layers are programs.
+        repeats: further runs of each layer, which must give the same bits.
+        honest_cache: results of honest runs of the same forwards; is added to.
     Attributes:
-        over_others: layers that ran over another state than their own as well, and gave what follows from it.
+        over_others: layers that also ran right over another state than their own.
     """
 
     def __init__(
@@ -88,9 +85,9 @@ class TeacherForced:
         """Run and judge one layer.
 
         Args:
-            bad: what the places of its tokens hold before.
+            bad: poison for the places of its tokens.
         """
-        op_verdicts = self._ops(record, bad)
+        op_verdicts = self.op_verdicts(record, bad)
         run = self.run(record, bad)
         unstable = self.repeats.layer_deviation(run, lambda: self.run(record, bad))
         judgment = self.judge(record, run, self.null(record))
@@ -108,15 +105,15 @@ class TeacherForced:
         return replace(judgment, verdicts=[*op_verdicts, *judgment.verdicts])
 
     def run(self, record: LayerRecord, bad: Snapshot) -> Run:
-        """One run of a layer, from the reference's input and cache."""
+        """Run a layer on the reference's input and cache."""
         self.candidate.load(record.index, record.before)
         return self.candidate.run(record.hidden_in, record.index, bad, record.batch)
 
     def judge(self, record: LayerRecord, run: Run, null: Null, room: float = 1.0) -> LayerJudgment:
-        """What a run of a layer got right.
+        """Judge a run of a layer.
 
         Args:
-            room: how many times what the null allows is no fault.
+            room: the null's limits are so many times as wide.
         """
         cache, batch, result = self.reference.cache, record.batch, run.outcome.result
         violations = judge_stray_writes(run.stray_writes, record.index) + _broken_state(cache, record, run.new_fields)
@@ -146,7 +143,7 @@ class TeacherForced:
         return LayerJudgment([*violations, *layer_verdicts], max(excesses.values(), default=0.0), expected, run)
 
     def totals(self) -> tuple[list[Verdict], list[Measurement]]:
-        """What shows over all forwards together, and every figure of that."""
+        """Faults that show over all forwards together, and every figure of that."""
         faults: list[Verdict] = []
         measurements = []
         for drive, nulls in self.nulls.items():
@@ -162,15 +159,16 @@ class TeacherForced:
 
     # -- Whole layers ----------------------------------------------------------------------------------------------------
     def null(self, record: LayerRecord) -> Null:
-        """What sixteen honest runs of a layer give."""
+        """Sixteen honest runs of a layer."""
         null = self.nulls["layers"][record.index]
         null.runs, null.reach = self.honest.layer_sums(record)
         return null
 
     def _over_another(self, record: LayerRecord, judgment: LayerJudgment) -> list[Verdict]:
-        """The layer again over other states of as many tokens: one that keeps a state elsewhere finds the old one.
+        """The layer again over another state of as many tokens: an executor that keeps a state elsewhere goes on from the old
+        one.
 
-        Forwards of a few tokens are run so; the verdict says whether the state that a layer reads changes what it gives.
+        The run counts only if the state that a layer reads changes its result.
         """
         few = int(record.batch.query_start_loc.diff().max()) <= _FEW
         if not few or not self.reference.records or any(verdict.fails for verdict in judgment.verdicts):
@@ -193,8 +191,8 @@ class TeacherForced:
         return [replace(wrong, stage="state_read", detail=detail)]
 
     # -- Ops -------------------------------------------------------------------------------------------------------------
-    def _ops(self, record: LayerRecord, bad: Snapshot) -> list[Verdict]:
-        """Every recorded op, run by the candidate's table on the reference's own inputs."""
+    def op_verdicts(self, record: LayerRecord, bad: Snapshot) -> list[Verdict]:
+        """Every recorded op, run by the candidate's table on the reference's inputs."""
         if self.ops is None:
             return []
         null = self.nulls["ops"][record.index]
@@ -222,7 +220,6 @@ class TeacherForced:
         return [*violations, *op_verdicts]
 
     def _confirm_fault(self, verdict: Verdict, record: LayerRecord, bad: Snapshot) -> Verdict:
-        """A fault of an op, or that the op differs from itself."""
         calls = [call for call in record.calls if verdict.stage in (call.stage, *_STAGES.get(call.op, ()))]
         if not calls:
             return verdict
@@ -238,7 +235,7 @@ class TeacherForced:
             candidate.put(index, batch, bad)
         elif call.op == "paged_attention":
             candidate.load(index, self.honest.readable(call, record))
-        result, intact = replay(call, self.ops, candidate.executor.device, candidate.cache, self.reference.recorder)
+        result, intact = replay(call, self.ops, candidate.device, candidate.cache, self.reference.recorder)
         stray_writes: StrayWrites = {}
         part_fields: Snapshot = {}
         if writes:
@@ -271,11 +268,11 @@ _STAGES = {
     "store_kv": ("store_kv.k", "store_kv.v", "window.k", "window.v", "sink.k", "sink.v"),
     "gated_delta": ("conv_state", "delta_state"),
 }
-"""Stages that show what an op stored."""
+"""Stages of what an op stores."""
 
 
 def _differing(ours: Snapshot, theirs: Snapshot, figures: Sums) -> list[str]:
-    """Stages of what was stored that show another bit. A state may hold versions that no forward reads: its figures tell."""
+    """Stages of which some stored bit differs. A state may hold versions that no forward reads, so its figures decide."""
     if STATE in ours:
         return [figure.stage for figure, sums in figures.items() if figure.kind == "energy" and sums[0] != 0]
     same = all(torch.equal(ours[part][name], theirs[part][name]) for part in ours for name in ours[part])

@@ -1,4 +1,4 @@
-"""The forwards of a validation, prompt by prompt and step by step, and a layer as the reference makes it in one of them."""
+"""The forwards of a validation, and the record of a layer in one of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Forward:
     """One forward of a validation: token ids [T] and their places.
 
     Attributes:
-        phase: "prefill", "decode" or "verify", as the executor's method that runs it.
+        phase: "prefill", "decode" or "verify", as the executor's method.
         step: of the phase, from 0.
     """
 
@@ -34,7 +34,6 @@ class Forward:
     batch: Batch
 
     def with_place(self, verdict: Verdict, layer: int | None) -> Verdict:
-        """The same verdict, with its place."""
         return replace(verdict, phase=self.phase, step=self.step, layer=layer)
 
     @property
@@ -47,14 +46,14 @@ class Forward:
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """What the reference made of one layer of a forward.
+    """What the reference computed in one layer of a forward.
 
     Attributes:
-        calls: its ops; empty if the reference cannot be watched op by op.
-        before: the layer's cache before it ran; what it must not read of that is far from what it was.
+        calls: its ops; empty if they cannot be recorded.
+        before: the layer's cache before it ran, poisoned where it must not read.
         hidden_in, hidden_out: [T, hidden].
-        kv: K and V [T, Hkv, D] fp32, what was quantized; None of a layer that keeps a state.
-        stored: K and V, every part, where the forward's tokens go; or the state of its sequences.
+        kv: K and V [T, Hkv, D] fp32, as quantized; None of a layer that keeps a state.
+        new_fields: every part where the forward's tokens go; or the state of its sequences.
     """
 
     index: int
@@ -68,36 +67,30 @@ class LayerRecord:
 
     @property
     def batch(self) -> Batch:
-        """Of the forward."""
         return self.forward.batch
 
     @property
     def k(self) -> Tensor:
-        """What was quantized of K, [T, Hkv, D] fp32."""
+        """K as quantized, [T, Hkv, D] fp32."""
         assert self.kv is not None
         return self.kv[0]
 
     @property
     def v(self) -> Tensor:
-        """The same of V."""
+        """V likewise."""
         assert self.kv is not None
         return self.kv[1]
 
 
 _DRAFT_TOKENS = 2
-"""Tokens that are taken back of what the first sequence verifies; of the next one fewer, then none, and so on."""
+"""Tokens taken back after the first sequence's verify; of the next one fewer, then none, and so on."""
 
 
 class Schedule:
-    """Which tokens run when: all prompts in chunks, then one token each, a number of times.
+    """The forwards in order: all prompts in chunks, then `steps` decode steps of one token each.
 
-    With steps, two forwards more: a verify of a token and drafted ones of each sequence, of which the drafted ones are taken
-    back, and a decode step where these stood. Who counts positions, or keeps anything of a token that is gone, is off there.
-
-    Args:
-        prompts: token ids.
-        steps: decode steps.
-        plan: of the cache.
+    With steps, two more: a verify of a token and drafted ones, which are taken back, and a decode step in their place. An
+    executor that counts positions itself, or keeps anything of a token that is gone, fails there.
     """
 
     def __init__(self, prompts: Sequence[Sequence[int]], steps: int, plan: KVPlan) -> None:
@@ -120,25 +113,25 @@ class Schedule:
 
     @property
     def num_blocks(self) -> int:
-        """Room for all of it, and one block and one row that belong to no sequence."""
+        """Room for all of it, and one block and one row of no sequence."""
         return sum(self._blocks) + 1
 
     def new_cache(self, model: DecoderModel) -> PagedKVCache:
-        """An empty cache, in which the drafted tokens can be taken back."""
+        """An empty cache in which the drafted tokens can be taken back."""
         return new_cache(self.plan, model.config.for_drafts(_DRAFT_TOKENS), self.num_blocks)
 
     def paging(self) -> PagedSequences:
-        """Bookkeeping that hands out the last block first: who ignores the block table finds the wrong tokens."""
+        """Bookkeeping that hands out the last block first, so that ignoring the block table finds the wrong tokens."""
         paging = PagedSequences(self.num_blocks, BLOCK_SIZE, range(self.num_blocks - 1, -1, -1))
         for _ in self.prompts:
             paging.add()
         return paging
 
     def run(self, paging: PagedSequences, run_forward: Callable[[Forward], Tensor | None]) -> None:
-        """Every forward in order; the tokens that follow one are those that its logits prefer.
+        """Run every forward in order, greedily.
 
         Args:
-            run_forward: runs a forward, and gives its logits [N, vocab]; None ends it all.
+            run_forward: gives a forward's logits [N, vocab]; None ends the run.
         """
         tokens, every = torch.zeros(len(self.prompts), dtype=torch.int64), list(range(len(self.prompts)))
         for rows, forward in self._prefill(paging):
@@ -159,7 +152,6 @@ class Schedule:
         run_forward(self._decode(self.steps, logits[first].argmax(-1), paging))
 
     def _prefill(self, paging: PagedSequences) -> list[tuple[list[int], Forward]]:
-        """The prompts' chunks, with the prompts that each of them takes up."""
         forwards = []
         for step, begin in enumerate(range(0, max(map(len, self.prompts)), self.chunk)):
             rows = [row for row, prompt in enumerate(self.prompts) if begin < len(prompt)]
@@ -169,12 +161,10 @@ class Schedule:
         return forwards
 
     def _decode(self, step: int, tokens: Tensor, paging: PagedSequences) -> Forward:
-        """One more token [B] of every prompt."""
         rows = list(range(len(self.prompts)))
         return Forward("decode", step, tokens, self.batch(paging, rows, [1] * len(rows)))
 
     def _verify(self, tokens: Tensor, paging: PagedSequences) -> Forward:
-        """One more token [B] of every prompt, and drafted ones behind it: those that the prompt begins with."""
         draft_tokens = [list(prompt[: count - 1]) for prompt, count in zip(self.prompts, self.verify_lengths, strict=True)]
         ids = [token for first, drafts in zip(tokens.tolist(), draft_tokens, strict=True) for token in (first, *drafts)]
         batch = self.batch(paging, list(range(len(draft_tokens))), [1 + len(drafts) for drafts in draft_tokens])
@@ -182,10 +172,10 @@ class Schedule:
 
     @property
     def verify_lengths(self) -> list[int]:
-        """Tokens of each sequence in a verify, at most; a prompt lends no more drafted ones than it has."""
+        """Most tokens of each sequence in a verify."""
         return [1 + _DRAFT_TOKENS - row % (1 + _DRAFT_TOKENS) for row in range(len(self.prompts))]
 
     def batch(self, paging: PagedSequences, sequences: list[int], counts: list[int]) -> Batch:
-        """The next tokens. The last row comes first, too: it is not the sequence's number."""
+        """The next tokens. Rows are in reverse: a row is not the sequence's number."""
         batch = paging.batch(sequences, counts)
         return replace(batch, rows=self.num_blocks - 1 - batch.rows)

@@ -1,10 +1,8 @@
-"""A forward left to itself: each layer is fed what the executor made of the layer before; then the whole forward.
+"""Free-running: each layer is fed what the executor made of the layer before; then the whole forward runs.
 
-How far it may be off by then is no constant: one tie can move a random model by half its hidden state. What must hold is that
-each layer follows from what it was given. So the reference runs the layer on the executor's own hidden state and cache, and
-the executor's result lies within the bounds of one layer from that: it is as far from the reference's forward as the
-reference itself would be if it went on from there, and a layer's rounding. The executor's own prefill, decode or verify must
-agree with its layers.
+How far it drifts has no bound: one tie can move a random model by half its hidden state. But each layer must follow from its
+own input. So the reference runs each layer on the executor's hidden state and cache, and the result must lie within the
+bounds of one layer from that. The executor's whole forward must agree with its layers.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ from haarkv.validation.layers.states import STATE, compare_states, recurrent_sta
 
 @dataclass(frozen=True)
 class FreeRun:
-    """A layer's run in a forward left to itself: what it was given, what its tokens' places held, and what it left behind."""
+    """One layer's run: its input, the poison in its tokens' places, and what it left."""
 
     hidden: Tensor
     bad: Snapshot
@@ -54,11 +52,10 @@ class FreeRun:
 
 @dataclass(frozen=True)
 class ForwardJudgment:
-    """What was found of a whole forward.
+    """The verdicts on a whole forward.
 
     Attributes:
-        verdicts: of its ops, of what it stored and of its logits; or of the layer that differs from itself.
-        layer: that layer; None if there is none.
+        layer: that differs from itself, if one does.
         row: its logits beside the reference's.
     """
 
@@ -68,17 +65,16 @@ class ForwardJudgment:
 
 
 _HEAD = 10**6
-"""Makes noise of the head another than that of layers."""
+"""Seed of the head's noise, apart from those of layers."""
 
 
 class FreeRunning:
-    """Runs a candidate's layers one after the other, and its whole forwards, and judges each by what it was given.
+    """Runs a candidate's layers in a row, and its whole forwards, and judges each by its own input.
 
     Args:
-        reference: the trusted one; what follows from the candidate's states is run by another with its ops.
-        ops: the candidate's, which replay those that the reference recorded in the head; None replays none.
-        repeats: confirms what is wrong.
-        nulls: by layer, what honest runs give on the reference's input; where there is none, on the candidate's.
+        ops: the candidate's, which replay the recorded ops of the head; None replays none.
+        repeats: runs faults again.
+        nulls: honest runs on the reference's input by layer; without, they run on the candidate's.
     """
 
     def __init__(
@@ -92,17 +88,16 @@ class FreeRunning:
         self.runs: list[FreeRun] = []
 
     def begin(self, hidden: Tensor) -> None:
-        """A forward, of hidden states [T, hidden]."""
+        """Begin a forward with hidden states [T, hidden]."""
         self.hidden, self.runs = hidden, []
 
     def layer(self, index: int, bad: Snapshot, forward: Forward) -> tuple[Run, Verdict | None, float]:
         """Run the next layer.
 
         Args:
-            bad: what the places of its tokens hold before.
+            bad: poison for the places of its tokens.
         Returns:
-            the run; what is wrong with it, if anything: a fault, or that the layer differs from itself; and how many times
-            what is allowed its worst figure is.
+            the run; a fault, or that the layer differs from itself; the worst figure as a multiple of what is allowed.
         """
         hidden, before = self.hidden, snapshot(self._candidate.cache, index)
         self._whole.put(index, forward.batch, bad)
@@ -164,7 +159,6 @@ class FreeRunning:
         return self._nulls[index] if index in self._nulls else self._forced.null(expected)
 
     def _op(self, call: Call, result: Any, intact: bool, number: int) -> Verdict:
-        """An op of the head."""
         if not intact:
             return Verdict.violation(call.stage, "changed the inputs that it was given")
         if not isinstance(result, Tensor) or (result.shape, result.dtype) != (call.result.shape, call.result.dtype):
@@ -173,14 +167,13 @@ class FreeRunning:
         return self._numbers(call.stage, result, call.result, honest)
 
     def _numbers(self, stage: str, result: Tensor, expected: Tensor, honest: Tensor) -> Verdict:
-        """The verdict on numbers beside those of all honest runs."""
         null = Null(resample_runs(split_runs(number_figures(stage, repeat_rows(expected, RUNS), honest), RUNS)))
         sums = collect_sums(number_figures(stage, expected, result))
         rounds = self._reference.model.dtype != torch.float32
         return verdicts(null.excesses(sums, rounds), [] if torch.equal(expected, result) else [stage])[0]
 
     def _unstable(self, outcome: Outcome, forward: Forward) -> tuple[int | None, Verdict] | None:
-        """Whether the whole forward and its layers disagree because one of them differs from itself, and where."""
+        """Whether a layer differs from itself, or the whole forward does, and where."""
         for index, layer_run in enumerate(self.runs):
             again = [self._candidate.run(layer_run.hidden, index, layer_run.bad, forward.batch) for _ in range(WHOLE_AGAIN)]
             if (unstable := differing([layer_run.run, *again])) is not None:
@@ -189,7 +182,7 @@ class FreeRunning:
         return differing_forward(self._whole, outcome, [layer_run.bad for layer_run in self.runs], forward, vocab_size)
 
     def _compare_stores(self, stage: str, forward: Forward) -> list[Verdict]:
-        """What a whole forward stored, against what the same executor's layers stored one by one."""
+        """What the whole forward stored, against what the same executor's layers stored one by one."""
         layers, batch = range(self._reference.model.config.num_layers), forward.batch
         if stray_writes := self._whole.stray_writes(layers, batch):
             return judge_stray_writes(stray_writes, None, "the whole forward")

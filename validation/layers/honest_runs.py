@@ -1,8 +1,8 @@
-"""What honest runs of a layer show: op by op, and as a whole."""
+"""Honest runs of a layer, op by op and as a whole."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.cache import LayerView, PagedKVCache
 from haarkv.tq_ops.table import with_ops
 from haarkv.tq_ops.weight import Weight
 from haarkv.validation.layers.forward import LayerRecord
@@ -32,22 +32,21 @@ from haarkv.validation.layers.null import (
     split_runs,
     stacked,
 )  # fmt: skip
-from haarkv.validation.layers.parts import KV, Snapshot, cache_parts, load, snapshot, take
+from haarkv.validation.layers.parts import KV, Snapshot, cache_parts, load, snapshot, take, without_unread
 from haarkv.validation.layers.record import Call
 from haarkv.validation.layers.reference import Reference, keep
 from haarkv.validation.layers.states import recurrent_state
-from haarkv.validation.layers.windows import without_unread
 
 HonestCache = dict[tuple[str, str, int, int], Any]
-"""What honest runs of a layer gave, by drive (or "slips"), phase, step and layer."""
+"""Results of honest runs by drive (or "slips"), phase, step and layer."""
 STEEPER = "softmax 1 % too steep"
 
 
 class HonestRuns:
-    """Lets the reference run a layer as other devices may, and keeps what that gave.
+    """Runs a layer of the reference as other devices may.
 
     Args:
-        known: what it gave before, of the same forwards; is added to.
+        honest_cache: results of earlier validations of the same forwards; is added to.
     """
 
     def __init__(self, reference: Reference, honest_cache: HonestCache | None = None) -> None:
@@ -57,7 +56,7 @@ class HonestRuns:
         self._readable: tuple[Call, Snapshot] | None = None
 
     def layer_sums(self, record: LayerRecord) -> tuple[list[Sums], Mapping[str, Tensor]]:
-        """Of a layer as a whole; also how far their K and V lie from the reference's, as `Null.reach`."""
+        """Of a whole layer; also `Null.reach`."""
         runs: tuple[list[Sums], Mapping[str, Tensor]] = self._cached(record, "layers", lambda: self._layers(record))
         return runs
 
@@ -79,14 +78,13 @@ class HonestRuns:
         return resample_runs({**aside.rows(reach), **hidden_rows}), reach
 
     def _cached(self, record: LayerRecord, what: str, find: Callable[[], Any]) -> Any:
-        """What was found of a layer's forward, now or before."""
         key = what, record.forward.phase, record.forward.step, record.index
         if key not in self._honest_cache:
             self._honest_cache[key] = find()
         return self._honest_cache[key]
 
     def slips(self, record: LayerRecord) -> Slips:
-        """What known mistakes in each KV head's attention, and in the MLP, change hidden states by."""
+        """How hidden states change by known mistakes in each KV head's attention, and in the MLP."""
         if record.kv is None or not self.reference.records:
             return {}
         slips: Slips = self._cached(record, "slips", lambda: self._layer_slips(record))
@@ -103,11 +101,11 @@ class HonestRuns:
             return reference.rerun_layer(cache, record, with_ops(ops, {"store_kv": keep, **op_overrides}), exact=True)
 
         def in_head(faulty_head: int | None = None, larger: float = 1.0, steeper: float = 1.0) -> Any:
-            """Attention that is otherwise in one head; attended once for all."""
+            """Attention that is wrong in one head; computed once for all heads."""
 
-            def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Tensor:
+            def paged_attention(q: Tensor, at: LayerView, scale: float) -> Tensor:
                 for factor in {1.0, steeper} - by_scale.keys():
-                    by_scale[factor] = ops.paged_attention(q, cache, layer, batch, scale * factor).chunk(heads, 1)
+                    by_scale[factor] = ops.paged_attention(q, at, scale * factor).chunk(heads, 1)
                 parts = [by_scale[steeper][h] * larger if h == faulty_head else by_scale[1.0][h] for h in range(heads)]
                 return torch.cat(parts, 1)
 
@@ -125,7 +123,7 @@ class HonestRuns:
 
     # -- Ops -------------------------------------------------------------------------------------------------------------
     def op_sums(self, record: LayerRecord) -> tuple[dict[int, Slips], list[Sums]]:
-        """Of a layer's ops one by one; also what a steeper softmax changes each attention by, by its place among the calls."""
+        """Of a layer's ops one by one; also how a steeper softmax changes each attention, by its place among the calls."""
         effects_and_sums: tuple[dict[int, Slips], list[Sums]] = self._cached(record, "ops", lambda: self._ops(record))
         return effects_and_sums
 
@@ -141,14 +139,15 @@ class HonestRuns:
         return steeper, total
 
     def _op(self, call: Call, record: LayerRecord, salt: int, slips: Slips) -> RunRows:
-        """Figures of an op's honest runs."""
         x = call.args[0]
         runs = num_honest_runs(
             len(x) if call.op != "gated_delta" else 1, x.dtype if call.op == "paged_attention" else torch.float32
         )
         aside = _Aside(self.reference, self._scratch, record, runs)
         table = self.reference.honest(_place(record) + salt, runs, op_overrides=aside.ops)
-        result = getattr(table, call.op)(*(self._scratch if isinstance(arg, PagedKVCache) else arg for arg in call.args))
+        result = getattr(table, call.op)(
+            *(replace(arg, cache=self._scratch) if isinstance(arg, LayerView) else arg for arg in call.args)
+        )
         rows = aside.rows({})
         if result is not None:
             one = replace(call, result=repeat_rows(call.result, runs))
@@ -157,7 +156,7 @@ class HonestRuns:
         return rows
 
     def figures(self, call: Call, record: LayerRecord, result: Any, part_fields: Snapshot, slips: Slips) -> Values:
-        """Figures of an op's result and of what it stored."""
+        """Of an op's result and of what it stored."""
         if part_fields:
             yield from stored_figures(
                 self.reference.cache, record.index, record.batch, record.new_fields, part_fields, record.kv
@@ -167,19 +166,21 @@ class HonestRuns:
             yield from number_figures(call.stage, call.result, result, heads, slips)
 
     def _steeper(self, call: Call) -> Slips:
-        """What a softmax that is 1 % too steep changes attention over the scratch cache by."""
-        q, _, layer, batch, scale = call.args
-        attend = partial(self.reference.ops.paged_attention, q.float(), self._scratch, layer, batch)
+        """How a softmax that is 1 % too steep changes attention over the scratch cache."""
+        q, at, scale = call.args
+        attend = partial(self.reference.ops.paged_attention, q.float(), replace(at, cache=self._scratch))
         return {STEEPER: attend(1.01 * scale) - attend(scale)}
 
     def _kv_heads(self, index: int) -> int:
         """Of a layer; 1 of one that keeps a state."""
         return (
-            1 if recurrent_state(self.reference.cache, index) is not None else self.reference.cache.shape(index).num_kv_heads
+            1
+            if recurrent_state(self.reference.cache, index) is not None
+            else self.reference.cache.kv[index].shape.num_kv_heads
         )
 
     def readable(self, call: Call, record: LayerRecord) -> Snapshot:
-        """The layer's cache as attention is given it: what it must not read is far from what it was."""
+        """The layer's cache as attention gets it, poisoned where it must not read."""
         if self._readable is None or self._readable[0] is not call:
             cache, batch, now = self.reference.cache, record.batch, snapshot(self.reference.cache, record.index)
             self._readable = call, without_unread(cache, record.index, now, batch, batch.seq_lens, call.args[0])
@@ -187,12 +188,12 @@ class HonestRuns:
 
 
 def _place(record: LayerRecord) -> int:
-    """Where noise begins: elsewhere for each layer and step."""
+    """Seed of the noise: another for each layer and step."""
     return 1 + record.index + 10**7 * record.forward.step
 
 
 class _AtOnce:
-    """A cache in which nothing is stored: it has no room to make, however many queries there are."""
+    """A cache for reading alone: it has room for any number of queries."""
 
     def __init__(self, cache: PagedKVCache) -> None:
         self._cache = cache
@@ -200,18 +201,18 @@ class _AtOnce:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)
 
-    def pieces(self, _layer: int, batch: Batch) -> Iterator[tuple[None, Batch]]:
-        return iter([(None, batch)])
+    def open(self, layer: int, batch: Batch) -> AbstractContextManager[LayerView]:
+        return nullcontext(self._cache.view(layer, batch))
 
-    def with_room(self, _layer: int, _batch: Batch) -> AbstractContextManager[None]:
-        return nullcontext()
+    def run(self, layer: int, batch: Batch, op: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+        return op(self._cache.view(layer, batch), *rows)
 
 
 class _Aside:
-    """What honest runs of a layer store, run by run in a cache of their own.
+    """Stores of all honest runs of a layer, run by run in a cache of their own.
 
     Attributes:
-        ops: that store there what they are given of all runs.
+        ops: store there what they are given.
     """
 
     def __init__(self, reference: Reference, scratch: PagedKVCache, record: LayerRecord, runs: int) -> None:
@@ -220,12 +221,12 @@ class _Aside:
         self._kv: KV | None = None
         self.ops: dict[str, Callable[..., Any]] = {"store_kv": self._store_kv, "gated_delta": self._gated_delta}
 
-    def _store_kv(self, k: Tensor, v: Tensor, _cache: PagedKVCache, layer: int, _batch: Batch) -> None:
-        scratch, batch, runs, self._kv = self._scratch, self._record.batch, self._runs, (k, v)
+    def _store_kv(self, k: Tensor, v: Tensor, at: LayerView) -> None:
+        scratch, layer, batch, runs, self._kv = self._scratch, at.layer, self._record.batch, self._runs, (k, v)
         load(scratch, layer, self._record.before)
         for run in range(runs):
-            with scratch.with_room(layer, batch):
-                self._reference.ops.store_kv(k[run::runs], v[run::runs], scratch, layer, batch)
+            with scratch.open(layer, batch) as view:
+                self._reference.ops.store_kv(k[run::runs], v[run::runs], view)
             self._stored.append(take(scratch, layer, batch))
 
     def _gated_delta(self, *args: Any) -> Tensor:
@@ -233,12 +234,14 @@ class _Aside:
         for run in range(self._runs):
             load(self._scratch, layer, self._record.before)
             x, a, b = (rows[run :: self._runs] for rows in args[:3])
-            results.append(self._reference.ops.gated_delta(x, a, b, args[3], args[4], args[5], self._scratch, layer, batch))
+            results.append(
+                self._reference.ops.gated_delta(x, a, b, args[3], args[4], args[5], self._scratch.view(layer, batch))
+            )
             self._stored.append(take(self._scratch, layer, batch))
         return torch.stack(results, 1).flatten(0, 1)
 
     def reach(self) -> dict[str, Tensor]:
-        """How far K or V of any run lies from the reference's; as `Null.reach`."""
+        """As `Null.reach`."""
         record, runs = self._record, self._runs
         if self._kv is None or record.kv is None:
             return {}
@@ -250,7 +253,7 @@ class _Aside:
         return reach
 
     def rows(self, reach: Mapping[str, Tensor]) -> RunRows:
-        """Figures of what was stored; none where nothing was."""
+        """Figures of what was stored, if anything was."""
         record, runs, cache = self._record, self._runs, self._reference.cache
         if not self._stored:
             return {}

@@ -1,4 +1,4 @@
-"""Judging one stage by the null: equal, a tie, rounding or a fault."""
+"""Verdicts on one stage: equal, a tie, rounding or a fault."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Values = Iterator[tuple[Figure, Tensor]]
 
 @dataclass(frozen=True)
 class StoredComparison:
-    """What one layer stored of two executors, for a row of the report; parts that no token goes to are left out.
+    """What a layer stored of two executors, for a row of the report.
 
     Attributes:
-        match: share of equal levels (numbers, where a format has no levels) by "k" and "v".
+        match: share of equal levels (of numbers, without levels) by "k" and "v".
         length: largest relative difference of a vector's length.
         state: largest relative distance of a head's state; None of a layer with K and V.
     """
@@ -50,7 +50,7 @@ def stored_figures(
 
     Args:
         kv: what the reference stored as `ours`; None of a layer that keeps a state.
-        reach: how far K or V of an honest run lies from that, in the norm of the format, [Hkv, n] by part; 0 unless given.
+        reach: as `Null.reach`; 0 unless given.
     """
     if kv is None:
         state = recurrent_state(cache, layer)
@@ -68,11 +68,11 @@ def stored_figures(
 def _part_figures(
     part: Part, batch: Batch, ours: dict[str, Tensor], theirs: dict[str, Tensor], kv: KV, reach: Tensor | None
 ) -> Values:
-    """The same of one part; fields [n, Hkv, *].
+    """Figures of one part; fields [n, Hkv, *].
 
-    A vector whose levels differ by more than one is a fault if it lies too far from what was to be stored; else it counts as
-    one level that differs. An executor whose K is d away from the reference's stores what is nearest to its own, which from
-    the reference's is up to 2 d farther than the nearest. And two of a format's sizes may be as good as one another.
+    A vector with a level off by more than one is a fault if it lies too far from what was to be stored; else it counts as one
+    changed level. If K is d away from the reference's, the nearest stored vector is up to 2 d farther than the reference's
+    nearest; and two of a format's sizes may fit equally well.
     """
     layer = part.layer
     pair = by_token(ours), by_token(theirs)
@@ -108,7 +108,7 @@ def _size_changes(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Tensor:
 
 
 def compare_stored(cache: PagedKVCache, layer: int, batch: Batch, ours: Snapshot, theirs: Snapshot) -> StoredComparison:
-    """The columns of the report."""
+    """What both stored, as columns of the report."""
     if (state := recurrent_state(cache, layer)) is not None:
         comparisons = compare_states(state, batch, ours[STATE], theirs[STATE])
         return StoredComparison(
@@ -131,7 +131,7 @@ def compare_stored(cache: PagedKVCache, layer: int, batch: Batch, ours: Snapshot
 
 
 def hidden_figures(before: Tensor, ours: Tensor, theirs: Tensor, slips: Mapping[str, Tensor]) -> Values:
-    """Figures of hidden states [T, hidden] after a layer: of what it adds to those before it.
+    """Figures of what a layer adds to hidden states [T, hidden].
 
     One rounding moves a number by a step of the sum's dtype and of the update's own size.
     """
@@ -173,12 +173,11 @@ _WORDS = {
 
 
 def verdicts(excesses: Mapping[Figure, float], differing: Iterable[str], together: bool = False) -> list[Verdict]:
-    """One verdict a stage, in the order in which the stages come. A fault in one of several heads names it.
+    """One verdict a stage, in order. A fault in one of several heads names it.
 
     Args:
-        excesses: of each figure.
         differing: stages in which some bit differs.
-        together: the figures are of all forwards.
+        together: the figures are sums over all forwards.
     """
     stage_verdicts, differ = [], set(differing)
     for stage in dict.fromkeys(figure.stage for figure in excesses):
@@ -198,18 +197,18 @@ def verdicts(excesses: Mapping[Figure, float], differing: Iterable[str], togethe
 
 
 def in_whole(verdict: Verdict) -> Verdict:
-    """What was found of a whole layer whose ops are right one by one: a fault is the executor's way to run them together."""
+    """The verdict on a whole layer whose ops are right one by one."""
     if verdict.reason != "fault":
         return verdict
     return replace(verdict, detail=f"{verdict.detail}; each op by itself is right, so the fault is in how the layer runs them")
 
 
 def judge_stray_writes(stray_writes: StrayWrites, layer: int | None, who: str = "") -> list[Verdict]:
-    """The verdict on what changed where nothing was to be written, if anything did.
+    """Verdicts on places that changed and were not to be written.
 
     Args:
-        layer: where it is looked for first; None for all layers alike.
-        who: wrote it, where that is no layer.
+        layer: whose places are named, if some of them changed; else those of all layers.
+        who: wrote, if it was no layer.
     """
     at = {layer: stray_writes[layer]} if layer in stray_writes else stray_writes
     places_by_stage: dict[str, list[str]] = {}

@@ -1,8 +1,8 @@
-"""The judge: what honest runs of the reference show, and how far outside a candidate lies.
+"""The judge: how far a candidate's figures lie outside those of honest runs of the reference.
 
-An honest run is the reference as another device may compute it: every sum is off by the sum's own rounding noise, and values
-are rounded at other points. Sixteen of them give, for each stage and KV head, the spread of a few figures. A candidate whose
-figure lies outside is at fault there. What a device may round is one more kind of honest run, never one more rule.
+An honest run is the reference as another device may compute it: sums off by their own rounding noise, rounding at other
+points. Sixteen of them give the spread of a few figures for each stage and KV head; outside of it is a fault. What a device
+may round is one more kind of honest run, never one more rule.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.cache import LayerView
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.tq_ops.weight import LARGEST, Blocks, Weight, weight_numbers
 from haarkv.validation import bounds
@@ -28,12 +28,12 @@ _MANY = 32
 
 
 class Figure(NamedTuple):
-    """Of which stage and KV head (-1 where a stage has none, or for all of them) a figure is, and which one.
+    """A figure of one stage and KV head (-1: of all heads, or of a stage without heads).
 
-    "energy": squared distance from the reference, in units of what fourteen roundings of one number make.
-    "gain": how much too large a result is. "slip NAME": how far it lies along a known mistake, 1 being all of it.
-    "changed": levels that differ. "leaps": vectors of which one differs by more than one step, and which are worse for it.
-    "length": by how much vectors of equal levels are too long.
+    "energy": squared distance from the reference, in units of what fourteen roundings of one number make. "gain": how much too
+    large a result is. "slip NAME": how far it lies along a known mistake, 1 being all of it. "changed": levels that differ.
+    "leaps": vectors with a level that differs by more than one step and that are worse for it. "length": by how much vectors
+    of equal levels are too long.
     """
 
     stage: str
@@ -42,13 +42,14 @@ class Figure(NamedTuple):
 
 
 Rows = Mapping[Figure, Tensor]
-"""[n, 3] fp64: three numbers a figure of each token, or of whatever a stage gives. Of an energy or a count the first is all;
-of a gain or a slip they are a ratio's two parts, and the sum of fourth powers from which `excess` has what ties may do."""
+"""[n, 3] fp64 by figure, a row a token. Of an energy or a count the first column is all; of a gain or a slip they are
+numerator, denominator and the sum of fourth powers, which bounds what ties may do.
+"""
 RunRows = Mapping[Figure, Tensor]
 """[n, runs, 3] fp64: the same of several honest runs."""
 Numbers = tuple[float, float, float]
 Sums = Mapping[Figure, Numbers]
-"""The same of all tokens; they add up over forwards."""
+"""Rows summed over tokens; they add up over forwards."""
 NONE: Numbers = (0.0, 0.0, 0.0)
 
 
@@ -62,7 +63,7 @@ def add_sums(one: Sums, other: Sums) -> Sums:
 
 
 def value(figure: Figure, sums: Numbers) -> float:
-    """Of a gain or a slip the ratio of its sums, of all others the first; honest runs give neither NaN nor infinity."""
+    """The ratio of a gain's or slip's sums; of other figures the first sum."""
     top, bottom, _ = sums
     if figure.kind != "gain" and not figure.kind.startswith("slip"):
         return top
@@ -70,18 +71,18 @@ def value(figure: Figure, sums: Numbers) -> float:
 
 
 def by_ties(sums: Numbers) -> float:
-    """What ties may make of a gain or a slip: that of the largest number alone, or some fourteen at random."""
+    """What ties may make of a gain or a slip: the largest number alone, or some fourteen at random."""
     _, bottom, fourth = sums
     return fourth**0.25 / bottom if bottom else 0.0
 
 
 def excess(figure: Figure, candidate: float, honest: Sequence[float], rounds: bool, ties: float = 0.0) -> float:
-    """How many times as far out as allowed a figure is; above 1 is a fault.
+    """A figure as a multiple of what honest runs allow; above 1 is a fault.
 
     Args:
         honest: the same figure of honest runs.
         ties: from `by_ties`.
-        rounds: the model's dtype is BF16, so that a device may round centroids to FP16.
+        rounds: the model is in BF16, so a device may round centroids to FP16.
     """
     if not math.isfinite(candidate):
         return math.inf
@@ -105,10 +106,10 @@ def excess(figure: Figure, candidate: float, honest: Sequence[float], rounds: bo
 
 @dataclass
 class Null:
-    """What honest runs of one layer give: in each forward, and in all forwards so far together.
+    """The honest runs of one layer: of the forward at hand, and of all forwards so far together.
 
     Attributes:
-        reach: how far K or V of any of them lies from the reference's, in the norm of the format, [Hkv, n] by part.
+        reach: largest distance of an honest run's K or V from the reference's, in the format's norm, [Hkv, n] by part.
     """
 
     runs: list[Sums] = field(default_factory=list)
@@ -117,17 +118,17 @@ class Null:
     candidate: Sums = field(default_factory=dict)
 
     def excesses(self, candidate: Sums, rounds: bool) -> dict[Figure, float]:
-        """Of each figure of a candidate's forward."""
+        """Of each figure of one forward."""
         return _excesses(candidate, self.runs, rounds)
 
     def add(self, candidate: Sums) -> None:
-        """Count a forward in which nothing was found."""
+        """Count a forward in which no fault was found."""
         totals = self.totals or [{} for _ in self.runs]
         self.totals = [add_sums(total, run) for total, run in zip(totals, self.runs, strict=True)]
         self.candidate = add_sums(self.candidate, candidate)
 
     def total_excesses(self, rounds: bool) -> dict[Figure, float]:
-        """Of all forwards that were counted, together."""
+        """Of all counted forwards together."""
         return _excesses(self.candidate, self.totals, rounds)
 
 
@@ -141,11 +142,11 @@ def _excesses(candidate: Sums, honest: Sequence[Sums], rounds: bool) -> dict[Fig
 
 # -- Figures -----------------------------------------------------------------------------------------------------------------
 Slips = Mapping[str, Tensor]
-"""What known mistakes change a result by, by name."""
+"""By how much known mistakes change a result, by name."""
 
 
 def by_head(x: Tensor, heads: int) -> tuple[Tensor, ...]:
-    """A result [T, H, *] as parts of KV heads; as it is where there are no heads."""
+    """A result [T, H, *] split by KV head; whole if it has no heads."""
     return x.float().chunk(heads, 1) if heads else (x.float(),)
 
 
@@ -157,8 +158,7 @@ def number_figures(
     Args:
         heads: KV heads along the second axis; 0 for none.
         slips: directions [as ours]; a name that ends in ` @3` is of KV head 3.
-        step: what one rounding may move each number by, and by what its distance is divided; one step of the largest number
-            for all unless given.
+        step: what one rounding may move each number by; one step of the largest number unless given.
     """
     steps = by_head(step, heads) if step is not None else (None,) * max(heads, 1)
     off = (theirs.float() - ours.float()) if theirs.shape == ours.shape else torch.full_like(ours, torch.nan)
@@ -192,12 +192,12 @@ def _inner_products(off: Tensor, direction: Tensor) -> Tensor:
 
 
 def pad_counts(numbers: Tensor) -> Tensor:
-    """[n, 3] fp64 of a number [n] that is no ratio."""
+    """[n, 3] fp64 of numbers [n] that are no ratio."""
     return torch.nn.functional.pad(numbers.double()[:, None], (0, 2))
 
 
 def by_figure(pairs: Iterable[tuple[Figure, Tensor]]) -> Rows:
-    """Figures by name; rows of one name one behind the other."""
+    """Rows by figure; those of one figure are concatenated."""
     rows: dict[Figure, list[Tensor]] = {}
     for figure, part in pairs:
         rows.setdefault(figure, []).append(part)
@@ -205,17 +205,17 @@ def by_figure(pairs: Iterable[tuple[Figure, Tensor]]) -> Rows:
 
 
 def split_runs(pairs: Iterable[tuple[Figure, Tensor]], runs: int) -> RunRows:
-    """Figures of runs that are computed at once: each token has as many rows, one behind the other."""
+    """Figures of runs that were computed at once, the rows of a token's runs together."""
     return {figure: rows.reshape(-1, runs, 3) for figure, rows in by_figure(pairs).items()}
 
 
 def stacked(runs: Sequence[Rows]) -> RunRows:
-    """Figures of runs that are computed one by one."""
+    """Figures of runs that were computed one by one."""
     return {figure: torch.stack([run[figure] for run in runs], 1) for figure in runs[0]}
 
 
 def repeat_rows(x: Tensor, runs: int) -> Tensor:
-    """[n * runs, *] of [n, *]: each row as often as there are runs."""
+    """[n * runs, *] of [n, *]: each row `runs` times."""
     return x.repeat_interleave(runs, 0) if runs > 1 else x
 
 
@@ -225,14 +225,14 @@ def collect_sums(pairs: Iterable[tuple[Figure, Tensor]]) -> Sums:
 
 
 def num_honest_runs(tokens: int, attention: torch.dtype = torch.float32) -> int:
-    """How many of the sixteen honest runs of a forward of T tokens are computed; attention in BF16 is rounded in two ways."""
+    """How many of the sixteen runs are computed for T tokens; BF16 attention is rounded in two ways."""
     return RUNS if tokens < _MANY else 2 if attention == torch.float32 else 4
 
 
 def resample_runs(rows: RunRows) -> list[Sums]:
-    """Sixteen honest runs, from all of them or from two of each kind, the kinds in turn.
+    """Sixteen honest runs, all computed or drawn from two of each kind, the kinds in turn.
 
-    As many are drawn of each two: token by token their mean, and half the difference that two such runs have, up or down.
+    A drawn run is, token by token, the mean of the two plus or minus half their difference.
     """
     generator = torch.Generator().manual_seed(0)
     sums: list[dict[Figure, Numbers]] = [{} for _ in range(RUNS)]
@@ -260,7 +260,7 @@ _ULP = 2 * 2.0**-24
 
 
 def repeated_batch(batch: Batch, runs: int) -> Batch:
-    """The batch of runs' tokens: each token's one behind the other, at one and the same place. To be read by, not to store."""
+    """A batch with each token repeated `runs` times at its place; for reading, not for storing."""
     positions, slots = (repeat_rows(x, runs) for x in (batch.positions, batch.slot_mapping))
     return replace(batch, positions=positions, slot_mapping=slots, query_start_loc=runs * batch.query_start_loc)
 
@@ -277,9 +277,9 @@ def honest(
     """The reference's table as other devices may compute it. Each op gives the rows of all runs, a token's together.
 
     Args:
-        ops: the reference's; its `store_kv` and `gated_delta` get the rows of all runs.
-        seed: another one, other devices. Of runs, counted from the seed on, odd ones round attention once, at its end.
-        tokens: of one run, where ops are given the rows of all runs; None where they are given those of one.
+        ops: the reference's; `store_kv` and `gated_delta` get the rows of all runs.
+        seed: of the noise. Counted from it, odd runs round attention once, at its end.
+        tokens: of one run, if ops are given the rows of all runs; None if of one.
         blocks: weights whose products round x to integers.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -310,15 +310,15 @@ def honest(
         y = each(ops.rope(x, cos, sin))
         return y * (1 + _ULP * noise(y))
 
-    def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
+    def store_kv(k: Tensor, v: Tensor, at: LayerView) -> None:
         k, v = (x + 2 * _ULP * x.square().mean(-1, keepdim=True).sqrt() * noise(x) for x in map(each, (k, v)))
-        ops.store_kv(k, v, cache, layer, batch)
+        ops.store_kv(k, v, at)
 
-    def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
-        one, q = batch if tokens is None else _of_one_run(batch, runs), each(q)
+    def paged_attention(q: Tensor, at: LayerView, softmax_scale: float) -> Tensor:
+        one, q = at.batch if tokens is None else _of_one_run(at.batch, runs), each(q)
 
         def attend(q: Tensor, runs: int) -> Tensor:
-            return ops.paged_attention(q, cache, layer, repeated_batch(one, runs), softmax_scale)
+            return ops.paged_attention(q, replace(at, batch=repeated_batch(one, runs)), softmax_scale)
 
         wide = attend(q.float() * (1 + 8 * _ULP * noise(q)), runs)
         out = (wide * (1 + 8 * _ULP * noise(wide))).to(q.dtype)
@@ -338,12 +338,9 @@ def honest(
 
         return run
 
-    def gated_delta(
-        x: Tensor, a: Tensor, b: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor, cache: PagedKVCache, layer: int,
-        batch: Batch,
-    ) -> Tensor:  # fmt: skip
+    def gated_delta(x: Tensor, a: Tensor, b: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor, at: LayerView) -> Tensor:
         x, a, b = (y * (1 + 4 * _ULP * noise(y)) for y in map(each, (x, a, b)))
-        y = ops.gated_delta(x, a, b, conv, a_log, dt_bias, cache, layer, batch)
+        y = ops.gated_delta(x, a, b, conv, a_log, dt_bias, at)
         return y * (1 + 4 * _ULP * noise(y))
 
     products = {name: product(name) for name in ("silu_mul", "gelu_mul", "sigmoid_mul")}
@@ -365,14 +362,14 @@ def _spread(x: Tensor, weight: Weight) -> Tensor:
 BLOCK_X_NUMBERS = 32
 BLOCK_X_LARGEST = 32_767.0
 BLOCK_X_TOTAL = 524_000.0
-"""The step of each 32 numbers is the larger of their largest size and of the sum of their sizes, each divided by its own."""
+"""The step of each 32 numbers is the larger of their largest size and the sum of their sizes, each divided by its constant."""
 
 
 def half_steps(x: Tensor, weight: Blocks) -> Tensor:
-    """What each number of x [T, in] may be off by before it is multiplied with blocks as they lie: fp64 [T, in].
+    """[T, in] fp64: by how much each number of x may be off before it is multiplied with weight blocks.
 
-    Each 32 numbers become 16-bit integers times one step (`CpuOps.linear`), and a number is off by half a step at most. Where
-    the blocks ask for 8 bits the reference rounds x too, and only numbers beside the middle of two steps may differ.
+    Each 32 numbers become 16-bit integers times one step (`CpuOps.linear`), off by half a step at most. Blocks with 8-bit
+    activations round x in the reference too; then only numbers near the middle of two steps may differ.
     """
     sizes = x.double().abs()
     if weight.column_scales is not None:

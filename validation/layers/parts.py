@@ -1,7 +1,6 @@
-"""What a layer stores, part by part: packed K and V, the newest tokens in BF16, and the first ones in BF16.
+"""What a layer stores, part by part: packed K and V, the newest tokens in BF16, the first tokens in BF16.
 
-Each part is a format with places of its own. A forward's tokens go to some of them; what it must not read is known as well. A
-layer without K and V has one part, its state (`validation.layers.states`).
+Each part is a format with places of its own. A layer without K and V has one part, its state (`validation.layers.states`).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor
 from haarkv.models.config import ModelConfig
 from haarkv.tq_ops import formats as kv_formats
 from haarkv.tq_ops.formats import KVFormat
-from haarkv.tq_ops.formats.base import by_token
+from haarkv.tq_ops.formats.base import by_token, vector_lengths
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
@@ -28,7 +27,7 @@ Snapshot = dict[str, dict[str, Tensor]]
 KV = tuple[Tensor, Tensor]
 """K and V [T, Hkv, D] fp32."""
 Where = tuple[Tensor, Tensor, Tensor]
-"""Which tokens of a batch, and unit and offset of each."""
+"""Which tokens of a batch go to a part, and the unit and offset of each."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +36,8 @@ class Part:
 
     Attributes:
         name: "k" or "v", packed; "window.k": the newest tokens in BF16; "sink.k": the first ones.
-        side: "k" or "v".
-        kv_format: how its vectors are stored.
-        fields: the very tensors, [units, Hkv, places of a unit, *]. A unit is a block, or a sequence's row.
-        where: of a batch's tokens.
-        layer: whose part it is.
+        fields: the cache's own tensors, [units, Hkv, places of a unit, *]. A unit is a block, or a sequence's row.
+        where: places of a batch's tokens.
     """
 
     name: str
@@ -52,24 +48,23 @@ class Part:
     layer: int
 
     def vectors_to_store(self, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        """What its format quantizes of a batch's K and V [T, Hkv, D]: the vectors [n, Hkv, D] that go here."""
+        """Vectors [n, Hkv, D] that go here of a batch's K and V [T, Hkv, D], as the format quantizes them."""
         tokens = self.where(batch)[0]
         x = (k if self.side == "k" else v)[tokens].transpose(0, 1)
         return self.kv_format.as_stored(x, self.layer, batch.positions[tokens]).transpose(0, 1)
 
     @property
     def packed(self) -> bool:
-        """Whether it is quantized."""
         return self.name == self.side
 
     @property
     def stage(self) -> str:
-        """The name of the stage that stores it."""
+        """The stage that stores it."""
         return part_stage(self.name)
 
     @property
     def title(self) -> str:
-        """What it holds, in words."""
+        """In words."""
         side = self.side.upper()
         return side if self.packed else f"{side} of the {'window' if self.name.startswith('window') else 'sinks'}"
 
@@ -79,28 +74,27 @@ class Part:
         return int(next(iter(self.fields.values())).shape[2])
 
     def words(self, place: int) -> str:
-        """A place, counted over all units."""
+        """A place, counted over all units, in words."""
         return f"slot {place}" if self.packed else f"place {place % self.per_unit} of row {place // self.per_unit}"
 
 
 def part_stage(part: str) -> str:
-    """The name of the stage that stores a part."""
+    """The stage that stores a part."""
     return f"store_kv.{part}" if part in ("k", "v") else part
 
 
 def cache_parts(cache: PagedKVCache, layer: int) -> list[Part]:
-    """Every part of a layer: packed K and V, then their windows, then their sinks; none of one that keeps a state."""
+    """Every part of a layer: packed K and V, windows, sinks; none of a layer that keeps a state."""
     if recurrent_state(cache, layer) is not None:
         return []
 
     def slots(batch: Batch) -> Where:
-        slot = cache.placed(layer, batch).slot_mapping
+        slot = cache.kv[layer].place(batch).slot_mapping
         return torch.arange(len(slot), device=slot.device), slot // cache.block_size, slot % cache.block_size
 
-    pair = (("k", cache.k_format(layer), cache.k_fields(layer)), ("v", cache.v_format(layer), cache.v_fields(layer)))
-    packed = [Part(side, side, kv_format, fields, slots, layer) for side, kv_format, fields in pair]
+    packed = [Part(side, side, one.kv_format, one.fields, slots, layer) for side, one in cache.kv[layer].sides]
     windows, sinks, plain = [], [], kv_formats.get("bf16")
-    for side, window in zip("kv", cache.kept(layer), strict=True):
+    for side, window in zip("kv", cache.kv[layer].windows, strict=True):
         if window and window.ring:
             newest = {"data": window.vectors[:, :, window.sink :]}
             windows.append(Part(f"window.{side}", side, plain, newest, _in_ring(window.ring), layer))
@@ -132,11 +126,7 @@ def token_rows(batch: Batch) -> Tensor:
 
 
 def new_cache(plan: KVPlan, config: ModelConfig, num_blocks: int, **how: Any) -> PagedKVCache:
-    """An empty cache for a model.
-
-    Args:
-        how: as `PagedKVCache` takes it: rows, chunk, block size, device.
-    """
+    """An empty cache for a model; `how` is passed to `PagedKVCache`."""
     return PagedKVCache(plan, config.kv_shapes, num_blocks=num_blocks, states=config.state_shapes, **how)
 
 
@@ -145,18 +135,16 @@ def read_as(
     fields: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None,
     windows: tuple[ResidualWindow | None, ResidualWindow | None] | None = None, sliding: int | None = None,
 ) -> PagedKVCache:  # fmt: skip
-    """A layer of a cache for attention to read, K's and V's formats, fields or windows being others, or the sliding window."""
-    formats = formats or (cache.k_format(layer), cache.v_format(layer))
-    fields = fields or (cache.k_fields(layer), cache.v_fields(layer))
-    shape = cache.shape(layer)
-    residual_windows = windows or cache.kept(layer)
+    """A layer of a cache for attention to read, with other formats, fields, windows or another sliding window."""
+    kv = cache.kv[layer]
     return PagedKVCache.over(
-        formats, layer, fields, residual_windows, shape.head_dim, sliding or shape.window, cache.ring(layer)
-    )
+        formats or kv.formats, layer, fields or kv.fields, windows or kv.windows, kv.shape.head_dim,
+        sliding or kv.shape.window, kv.ring,
+    )  # fmt: skip
 
 
 def layer_tensors(cache: PagedKVCache, layer: int) -> Snapshot:
-    """The very tensors of a layer."""
+    """A layer's own tensors."""
     if (state := recurrent_state(cache, layer)) is not None:
         return {STATE: tensors_of_state(state)}
     return {part.name: part.fields for part in cache_parts(cache, layer)}
@@ -171,15 +159,14 @@ def snapshot(cache: PagedKVCache, layer: int) -> Snapshot:
 
 
 def load(cache: PagedKVCache, layer: int, part_fields: Snapshot) -> None:
-    """Put a snapshot, or another cache's tensors, into a layer."""
+    """Copy a snapshot, or another cache's tensors, into a layer."""
     for part, fields in layer_tensors(cache, layer).items():
         for name, tensor in fields.items():
             tensor.copy_(part_fields[part][name])
 
 
 def take(cache: PagedKVCache, layer: int, batch: Batch) -> Snapshot:
-    """Fields [n, Hkv, *] of a batch's tokens (of sinks: of those that are among them), copied to the host; of a state the
-    batch's rows."""
+    """Host copies of the fields [n, Hkv, *] of a batch's tokens; of a state the batch's rows."""
     if (state := recurrent_state(cache, layer)) is not None:
         return {STATE: take_rows(state, batch)}
     part_fields: Snapshot = {}
@@ -190,8 +177,9 @@ def take(cache: PagedKVCache, layer: int, batch: Batch) -> Snapshot:
 
 
 def put(cache: PagedKVCache, layer: int, batch: Batch, part_fields: Snapshot) -> None:
-    """Write fields [n, Hkv, *] of a batch's tokens into the parts that are given; other parts stay as they are. A state is
-    written by rows, or spoilt where it has no fields."""
+    """Write fields [n, Hkv, *] of a batch's tokens into the given parts. A state is written by rows; without fields it is
+    spoilt.
+    """
     if (state := recurrent_state(cache, layer)) is not None:
         put_rows(state, batch, part_fields[STATE])
         return
@@ -203,7 +191,7 @@ def put(cache: PagedKVCache, layer: int, batch: Batch, part_fields: Snapshot) ->
 
 
 def quantized(cache: PagedKVCache, layer: int, batch: Batch, k: Tensor, v: Tensor, rotated_as: int | None = None) -> Snapshot:
-    """What every part would hold of K and V [T, Hkv, D] fp32; by another layer's rotation, if one is named."""
+    """Every part's fields for K and V [T, Hkv, D] fp32; by another layer's rotation, if `rotated_as` names one."""
     part_fields: Snapshot = {}
     for part in cache_parts(cache, layer):
         x = part.vectors_to_store(k, v, batch).transpose(0, 1)
@@ -213,13 +201,102 @@ def quantized(cache: PagedKVCache, layer: int, batch: Batch, k: Tensor, v: Tenso
 
 # -- Poison ------------------------------------------------------------------------------------------------------------
 def poison(cache: PagedKVCache, layer: int, kv: tuple[Tensor, Tensor] | None, batch: Batch) -> Snapshot:
-    """What to find in a place that was not written: valid K and V that are far from the right ones; of a state without K and
-    V, that it is to be spoilt.
+    """Valid K and V, far from the right ones, for places about to be written; a state is to be spoilt.
 
-    Opposite vectors of another length fall into opposite levels. They are no garbage: a kernel that reads them before it has
-    written is wrong, not out of bounds.
+    Opposite vectors of another length fall into opposite levels: a kernel that reads them before it writes gives wrong
+    numbers, not NaN.
     """
     if kv is None:
         return {STATE: {}}
     bad_k, bad_v = (torch.where(x == 0, 1.0, -x / 3) for x in kv)
     return quantized(cache, layer, batch, bad_k, bad_v)
+
+
+# -- Poison for attention ------------------------------------------------------------------------------------------------
+# A token that lies both packed and in BF16 must be read in one of the two. The other copy is near the right one and shows
+# little when it is read by mistake, so it becomes a key that every query attends to most, with values that are far off;
+# likewise the free slots behind a sequence's end.
+_LONGER, _LONGEST = 64.0, 2.0**15
+"""Factor of a vector's length, and the most that a length becomes: an FP16 scale holds 65,504."""
+
+
+def without_unread(
+    cache: PagedKVCache, layer: int, part_fields: Snapshot, batch: Batch, lengths: Tensor, q: Tensor
+) -> Snapshot:
+    """A snapshot of a layer, poisoned where no query of a batch may read.
+
+    These are packed tokens that all queries see in BF16, those in BF16 that none sees there, and the free slots of each last
+    block. K there points to where the queries of its KV head do and is 64 times as long; V is opposite and 64 times as long.
+
+    Args:
+        lengths: [B], tokens of each sequence that are stored.
+        q: [T, Hq, D], the queries, not rotated.
+    """
+    windows = dict(zip("kv", cache.kv[layer].windows, strict=True))
+    new_fields = {part: {name: tensor.clone() for name, tensor in fields.items()} for part, fields in part_fields.items()}
+    starts, placed_batch = batch.query_start_loc.long(), cache.kv[layer].place(batch)
+    for row, length in enumerate(lengths.tolist()):
+        queries = slice(int(starts[row]), int(starts[row + 1]))
+        toward, token = _toward(q[queries].float(), cache.kv[layer].shape.num_kv_heads), torch.arange(length)
+        for part in cache_parts(cache, layer):
+            window, direction = windows[part.side], toward if part.side == "k" else None
+            if part.packed and (free_slots := _free_slots(cache, layer, part, placed_batch, row)) is not None:
+                _drown(part, new_fields[part.name], free_slots[:2], free_slots[2], direction)
+            if window is None or part.name.startswith("sink"):
+                continue
+            unread = _unread(window, batch.positions[queries], token, packed=part.packed)
+            if part.packed:
+                if (ring := cache.kv[layer].ring) is not None:  # where older tokens lay, newer ones do
+                    unread &= token >= int(placed_batch.seq_lens[row]) - ring * cache.block_size
+                unit, offset = placed_batch.block_table[row, token // cache.block_size].long(), token % cache.block_size
+            else:
+                unread &= token >= length - window.ring
+                unit, offset = batch.rows[row].expand(length), token % max(window.ring, 1)
+            if unread.any():
+                _drown(part, new_fields[part.name], (unit[unread], offset[unread]), token[unread], direction)
+    return new_fields
+
+
+def _unread(window: ResidualWindow, queries: Tensor, token: Tensor, packed: bool) -> Tensor:
+    """[n] bool: tokens of a sequence that no query at these positions reads packed; or in BF16."""
+    # Tokens leave the window as queries go on: the first that sees a token and the last one tell for all between. A token
+    # before the queries is first seen by the first of them, any other by its own.
+    older = min(int(queries[0]), len(token))
+    by_itself = window.seen(token[older:], len(token)).diagonal(older)
+    by_first = torch.cat([window.seen(queries[:1], len(token))[0, :older], by_itself])
+    by_last = window.seen(queries[-1:], len(token))[0]
+    return by_first & by_last if packed else ~by_first & ~by_last
+
+
+def _free_slots(
+    cache: PagedKVCache, layer: int, part: Part, placed_batch: Batch, row: int
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Units, offsets and positions behind a sequence's last token in its last block; None if others or groups lie there."""
+    length, size = int(placed_batch.seq_lens[row]), cache.block_size
+    token = torch.arange(length, -(-length // size) * size)
+    if not len(token) or cache.kv[layer].ring is not None or part.kv_format.group_tokens > 1:
+        return None
+    return placed_batch.block_table[row, token // size].long(), token % size, token
+
+
+def _toward(q: Tensor, kv_heads: int) -> Tensor:
+    """[Hkv, 1, D]: unit vectors whose product with all queries [t, Hq, D] of a KV head is the same, by least squares."""
+    by_head = q.view(len(q), kv_heads, -1, q.shape[-1]).transpose(0, 1).flatten(1, 2)
+    direction = torch.linalg.lstsq(by_head, by_head.new_ones(*by_head.shape[:2], 1), rcond=0.01).solution
+    return torch.nn.functional.normalize(direction.mT, dim=-1)
+
+
+def _drown(part: Part, fields: dict[str, Tensor], at: tuple[Tensor, Tensor], positions: Tensor, toward: Tensor | None) -> None:
+    """Replace vectors by longer ones: opposite, or of a given direction."""
+    unit, offset = at
+    slot_fields = {name: tensor[unit, :, offset] for name, tensor in fields.items()}
+    x = part.kv_format.dequantize(by_token(slot_fields), part.layer)
+    length = vector_lengths(x).unsqueeze(-1)
+    longer = (_LONGEST / length.clamp(min=1e-30)).clamp(1 / 3, _LONGER)
+    opposite = torch.where(x == 0, 1.0, -longer * x)
+    if toward is None:
+        far = opposite
+    else:
+        far = part.kv_format.as_stored(torch.where(length == 0, _LONGER, longer * length) * toward, part.layer, positions)
+    for name, tensor in by_token(part.kv_format.quantize(far, part.layer)).items():
+        fields[name][unit, :, offset] = tensor

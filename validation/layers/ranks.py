@@ -1,7 +1,7 @@
-"""An executor on several ranks, as the validator drives one: with the whole cache, on rank 0; the other ranks follow.
+"""An executor on several ranks, as the validator drives one: with the whole cache, on rank 0.
 
-For each call rank 0 hands the cache out by KV heads, and puts together what the ranks have stored: the validator sees every
-slot of every head, as of an executor on one rank.
+For each call rank 0 hands out the cache by KV heads and joins what the ranks have stored: the validator sees every slot of
+every head.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from haarkv.validation.layers.parts import Snapshot, layer_tensors, load, new_ca
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of an executor, for every rank.
+    """One call for every rank.
 
     Attributes:
         method: forward, head or layers.
         x: token ids or hidden states.
-        span: the layers that run, the only ones whose cache is handed out.
-        stored: each of them, all KV heads.
-        batch, blocks: the tokens' places, and blocks of the cache and tokens of each; a head needs neither.
+        layer_fields: caches of the layers in `span`, all KV heads.
+        batch, blocks: places of the tokens; number and size of the cache's blocks. A head needs neither.
     """
 
     method: str
@@ -45,7 +44,7 @@ class _Call:
 
 
 class _Part:
-    """A rank's executor, and its part of the cache on trial."""
+    """A rank's executor and its part of the cache."""
 
     def __init__(self, executor: Executor, ranks: Ranks, whole: ModelConfig, plan: KVPlan) -> None:
         self.executor, self.ranks, self.plan = executor, ranks, plan
@@ -53,7 +52,7 @@ class _Part:
         self._caches: dict[tuple[int, int], PagedKVCache] = {}
 
     def run(self, call: _Call) -> tuple[Tensor, list[dict[int, Snapshot]]]:
-        """The result, and what each rank has stored; on other ranks than 0 no list."""
+        """The result and, on rank 0, what each rank has stored."""
         executor, x = self.executor, call.x.to(self.executor.device)
         if call.batch is None:
             return executor.head(x).cpu(), []
@@ -77,11 +76,11 @@ class _Part:
 
 
 class MultiRankExecutor:
-    """The executors of all ranks as one, which takes the whole model's cache. Rank 0 has it.
+    """The executors of all ranks as one, on rank 0, with the whole model's cache.
 
     Args:
-        executor: of this rank's part.
-        whole: shapes of the model.
+        executor: of this rank.
+        whole: config of the model.
         plan: of this rank's KV heads.
     """
 
@@ -125,7 +124,7 @@ class MultiRankExecutor:
 
 @contextmanager
 def multi_rank_executor(executor: Executor, ranks: Ranks, whole: ModelConfig, plan: KVPlan) -> Iterator[Executor]:
-    """On rank 0: the executors of all ranks as one, for as long as the others follow. On a single rank the executor itself."""
+    """On rank 0: all ranks as one executor while the context is open. On a single rank the executor itself."""
     if ranks.size == 1:
         yield executor
         return

@@ -1,4 +1,4 @@
-"""Recording an op table: every op of a layer with what it was given and what it made, by the name of its stage."""
+"""Records every op of a layer: its inputs, its result and the name of its stage."""
 
 from __future__ import annotations
 
@@ -14,19 +14,17 @@ from haarkv.executors.base import Executor
 from haarkv.models.weights import TensorNames, Weights
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.cache import LayerView, PagedKVCache
 from haarkv.tq_ops.table import OP_NAMES, OpTable, arguments, with_ops
 
 
 @dataclass(frozen=True)
 class Call:
-    """One op as it was run.
+    """One recorded op.
 
     Attributes:
-        op: its name in the table.
-        stage: the word for this use of it.
-        args: what it was given; a cache is the live one, which has gone on since.
-        result: what it returned.
+        stage: this use of the op.
+        args: its inputs; a cache is the live one, which has changed since.
     """
 
     op: str
@@ -36,12 +34,7 @@ class Call:
 
 
 class Recorder:
-    """An op table that remembers its calls.
-
-    Args:
-        ops: the table that runs.
-        weights: a weight that an op is given names its stage, whatever the order of the calls.
-    """
+    """An op table that records its calls. A weight names its op's stage, whatever the order of the calls."""
 
     def __init__(self, ops: OpTable, weights: Weights) -> None:
         self._calls: list[Call] = []
@@ -64,7 +57,7 @@ class Recorder:
         return run
 
     def take_calls(self) -> list[Call]:
-        """The calls since the last time this was asked."""
+        """The calls since the last time."""
         calls, self._calls = self._calls, []
         keys = [call.args[0] for call in calls if call.op == "store_kv"]
 
@@ -81,52 +74,53 @@ class Recorder:
         return [replace(call, stage=call_stage(call)) for call in calls]
 
     def is_weight(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one of the model's own."""
+        """Whether a tensor is one of the model's weights."""
         return self._stages.of(tensor) is not None
 
 
 def observe_vectors(
     ops: OpTable, on_kv: Callable[[Tensor, Tensor], object], on_q: Callable[[Tensor], object] = lambda _: None
 ) -> OpTable:
-    """An op table that tells which K and V [T, Hkv, D] it is given to store, and which queries [T, Hq, D] attend."""
+    """An op table that reports K and V [T, Hkv, D] as stored, and queries [T, Hq, D] as they attend."""
 
-    def store_kv(k: Tensor, v: Tensor, cache: PagedKVCache, layer: int, batch: Batch) -> None:
+    def store_kv(k: Tensor, v: Tensor, at: LayerView) -> None:
         on_kv(k, v)
-        ops.store_kv(k, v, cache, layer, batch)
+        ops.store_kv(k, v, at)
 
-    def paged_attention(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, softmax_scale: float) -> Tensor:
+    def paged_attention(q: Tensor, at: LayerView, softmax_scale: float) -> Tensor:
         on_q(q)
-        return ops.paged_attention(q, cache, layer, batch, softmax_scale)
+        return ops.paged_attention(q, at, softmax_scale)
 
     return with_ops(ops, {"store_kv": store_kv, "paged_attention": paged_attention})
 
 
 def recordable_ops(executor: Executor) -> OpTable | None:
-    """The op table by which an executor's ops can be recorded on the host; None if its layers can only be run whole."""
+    """An executor's op table if its ops can be recorded on the host; None if its layers only run whole."""
     return executor.ops if executor.device.type == "cpu" else None
 
 
 def copy_argument(value: Any, device: torch.device) -> Any:
-    """A tensor or a batch, copied, so that the candidate can neither change ours nor hand ours back."""
+    """A copy of a tensor or batch, so that the candidate can neither change ours nor return it."""
+    if isinstance(value, LayerView):
+        return replace(value, batch=copy_argument(value.batch, device))
     if isinstance(value, Batch):
         return Batch(**{name: tensor.to(device, copy=True) for name, tensor in value.tensors.items()})
     return value.to(device, copy=True) if isinstance(value, Tensor) else value
 
 
 def replay(call: Call, ops: OpTable, device: torch.device, cache: PagedKVCache, recorder: Recorder) -> tuple[Any, bool]:
-    """Run a recorded call with another table, on copies of what the recorded op was given.
+    """Run a recorded call with another table, on copies of its inputs.
 
     Args:
-        ops: the table on trial.
-        device: where its tensors live.
-        cache: what it gets in place of the recorded call's cache.
+        device: where the table's tensors live.
+        cache: in place of the recorded call's cache.
     Returns:
-        its result, on the host, and whether it left its inputs as they were; the message if it refused them as not finite.
+        the result on the host (the message if the inputs were refused as not finite), and whether the inputs are unchanged.
     """
     arg_copies: list[Any] = []
     for arg in call.args:
-        if isinstance(arg, PagedKVCache):
-            arg_copies.append(cache)
+        if isinstance(arg, LayerView):
+            arg_copies.append(replace(copy_argument(arg, device), cache=cache))
         elif isinstance(arg, Tensor) and recorder.is_weight(arg):
             arg_copies.append(arg.to(device))
         else:
@@ -141,7 +135,9 @@ def replay(call: Call, ops: OpTable, device: torch.device, cache: PagedKVCache, 
 
 
 def is_unchanged(ours: Any, theirs: Any) -> bool:
-    """Whether a copy that was handed out still says what it did."""
+    """Whether a copy still equals the original."""
+    if isinstance(ours, LayerView):
+        return is_unchanged(ours.batch, theirs.batch)
     if isinstance(ours, Batch):
         return all(is_unchanged(tensor, getattr(theirs, name)) for name, tensor in ours.tensors.items())
     return not isinstance(ours, Tensor) or torch.equal(ours, theirs.cpu())

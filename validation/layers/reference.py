@@ -1,4 +1,4 @@
-"""The reference's side of a validation: its forwards run layer by layer, every op recorded; refused if they prove nothing."""
+"""The reference's forwards, layer by layer, every op recorded; refused if they prove nothing."""
 
 from __future__ import annotations
 
@@ -21,20 +21,19 @@ from haarkv.tq_ops.weight import Blocks, Weight, activations, weight_numbers
 from haarkv.validation.layers.candidate import CandidateRunner
 from haarkv.validation.layers.forward import Forward, LayerRecord
 from haarkv.validation.layers.null import RUNS, honest
-from haarkv.validation.layers.parts import Snapshot, layer_tensors, load, put, snapshot, take
+from haarkv.validation.layers.parts import Snapshot, layer_tensors, load, put, snapshot, take, without_unread
 from haarkv.validation.layers.record import Call, Recorder, recordable_ops
 from haarkv.validation.layers.states import CONV, SEEN, STATE, Fields, left_after, recurrent_state, state_heads, with_others
-from haarkv.validation.layers.windows import without_unread
 
 
 class Reference:
-    """Runs the reference and keeps what the candidate is held against.
+    """Runs the reference and keeps what the candidate is compared with.
 
-    An executor with an op table on the host is recorded op by op. Any other is run layer by layer; what it quantized is
-    then computed by the spec from the same hidden state.
+    An executor with an op table on the host is recorded op by op. Any other runs layer by layer; K and V as quantized are then
+    computed by the spec from the same hidden state.
 
     Args:
-        blocks: types of quantised blocks, by name, with which the candidate multiplies as they lie.
+        blocks: names of weight-block types with which the candidate multiplies directly.
     """
 
     def __init__(self, executor: Executor, model: DecoderModel, cache: PagedKVCache, blocks: Collection[str] = ()) -> None:
@@ -49,16 +48,16 @@ class Reference:
 
     @property
     def records(self) -> bool:
-        """Whether its ops are seen one by one."""
+        """Whether its ops are recorded."""
         return self._whole is None
 
     def layer(self, index: int, hidden: Tensor, forward: Forward, *, plant: bool = True) -> LayerRecord:
         """Run one layer.
 
         Args:
-            plant: whether what must not be read is far off in its `before`, which a candidate is given.
+            plant: poison the record's `before` where it must not be read.
         Raises:
-            InputError: what it makes is not finite or zero: nothing can be held against that.
+            InputError: a result is not finite or zero: nothing can be compared with that.
         """
         before, batch = snapshot(self.cache, index), forward.batch
         record, q = self._layer(index, hidden, forward, before)
@@ -68,7 +67,7 @@ class Reference:
         return replace(record, before=without_unread(self.cache, index, before, batch, older, q))
 
     def _layer(self, index: int, hidden: Tensor, forward: Forward, before: Snapshot) -> tuple[LayerRecord, Tensor | None]:
-        """Run one layer on the cache as it is, which is `before`; also its queries [T, Hq, D], if it attends."""
+        """Run one layer on the cache as it is, `before`; also its queries [T, Hq, D], if it attends."""
         batch = forward.batch
         cache = self.cache
         if self._whole is not None:
@@ -104,9 +103,8 @@ class Reference:
         )
 
     def over_another_state(self, record: LayerRecord) -> LayerRecord | None:
-        """A layer that keeps a state, run over another one of as many tokens; None if no sequence has a state yet.
-
-        The cache is left as it was.
+        """A layer that keeps a state, run over another state of as many tokens; None if no sequence has one. The cache is
+        restored.
         """
         after, state = snapshot(self.cache, record.index), recurrent_state(self.cache, record.index)
         assert state is not None
@@ -119,7 +117,7 @@ class Reference:
         return other_record
 
     def _require_states(self, index: int, state: Recurrent, fields: Fields, forward: Forward) -> None:
-        """Refuse a state of which a head is zero or not finite: reading it or not makes no difference there."""
+        """Refuse a state with a head that is zero or not finite: there it makes no difference whether it is read."""
         for row, counts in enumerate(left_after(state, forward.batch)):
             version = int((fields[SEEN][row] == counts[-1]).nonzero()[0])
             for name in state.tensors:
@@ -141,7 +139,7 @@ class Reference:
                 raise InputError(f"the reference's {what} is {problem} at {where}; nothing can be compared with that")
 
     def head_logits(self, hidden: Tensor, forward: Forward) -> tuple[Tensor, list[Call]]:
-        """Logits [N, vocab] of final hidden states [T, hidden], and the recorded calls of the head, if ops are seen.
+        """Logits [N, vocab] of final hidden states [T, hidden], and the head's recorded calls.
 
         Raises:
             InputError: they are all equal.
@@ -153,21 +151,21 @@ class Reference:
         return logits, calls if self.records else []
 
     def require_embedding(self, hidden: Tensor, forward: Forward) -> None:
-        """Refuse hidden states [T, hidden] of which one is zero or not finite: any layer is right there, or none."""
+        """Refuse hidden states [T, hidden] of which one is zero or not finite."""
         self._require_something("embedding", hidden, forward)
 
     def rerun_on_stored(self, record: LayerRecord, part_fields: Snapshot) -> Tensor:
-        """Hidden states after a layer whose new K and V are someone else's: what ties lead to."""
+        """Hidden states after a layer over the new K and V that another executor stored."""
         return self.rerun_layer(self.as_read(record, part_fields), record)
 
     def rerun_layer(
         self, cache: PagedKVCache, record: LayerRecord, ops: OpTable | None = None, *, exact: bool = False
     ) -> Tensor:
-        """Hidden states after a layer that stores nothing and attends to what is there.
+        """Hidden states after a layer that attends to what is stored, and stores nothing there.
 
         Args:
             ops: in place of the reference's; stores elsewhere, if at all.
-            exact: in FP32, of a model in BF16 without its rounding points.
+            exact: in FP32, without the rounding points of a BF16 model.
         """
         table = with_ops(self.ops, {"store_kv": keep}) if ops is None else ops
         hidden = record.hidden_in.float() if exact else record.hidden_in
@@ -184,24 +182,24 @@ class Reference:
         tokens: int | None = None,
         op_overrides: Mapping[str, Callable[..., Tensor | None]] | None = None,
     ) -> OpTable:
-        """The table of honest runs.
+        """The op table of honest runs.
 
         Args:
-            place: other noise at another one.
-            tokens: as `null.honest` takes it.
+            place: seed of the noise.
+            tokens: as `null.honest`.
             op_overrides: ops in place of the reference's own.
         """
         return honest(with_ops(self.ops, op_overrides or {}), 2 * place, runs, tokens, self.rounds_x)
 
     def as_read(self, record: LayerRecord, part_fields: Snapshot) -> PagedKVCache:
-        """The cache that an executor's attention read in a layer whose K and V it stored itself; valid until the next call."""
+        """The cache that attention reads in a layer after the given stores; valid until the next call."""
         load(self._scratch, record.index, record.before)
         put(self._scratch, record.index, record.batch, part_fields)
         return self._scratch
 
 
 def keep(*_: object) -> None:
-    """In place of `store_kv`: what is there stays."""
+    """A `store_kv` that stores nothing."""
 
 
 _RESTORED_BYTES = 2**31
@@ -209,7 +207,7 @@ _RESTORED_BYTES = 2**31
 
 
 def remembering(ops: OpTable) -> OpTable:
-    """A table on the host that restores blocks once, not at each product, as far as 2 GiB go; the oldest are forgotten."""
+    """A table on the host that restores weight blocks once, not for each product, up to 2 GiB; the oldest go first."""
     dense_weights: WeakKeyDictionary[Blocks, Tensor] = WeakKeyDictionary()
 
     def linear(x: Tensor, weight: Weight) -> Tensor:

@@ -1,4 +1,4 @@
-"""The result of a validation as rows, for a table, a JSON object, a CSV file or a page."""
+"""The result of a validation as rows, for a table, JSON or CSV."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ASCEND_COLUMNS = (
     "KullbackLeiblerDivergence", "StandardDeviation", "MeanAbsoluteError", "RootMeanSquareError", "MaxRelativeError",
     "MeanRelativeError",
 )  # fmt: skip
-"""Columns of the result file of Ascend's own comparison tool, in its order."""
+"""Columns of Ascend's own comparison tool, in its order."""
 
 
 STAGES = (
@@ -27,10 +27,10 @@ STAGES = (
     "untouched_window", "store_kv.k", "store_kv.v", "window.k", "window.v", "sink.k", "sink.v", "paged_attention", "o_proj",
     "post_norm", "gate_proj", "up_proj", "silu_mul", "down_proj", "attention_mlp", "final_norm", "head", "forward",
 )  # fmt: skip
-"""Every stage in the order of a forward: those of a layer, then the head's and the whole forward."""
+"""Every stage in the order of a forward."""
 _ORDER = {stage: place for place, stage in enumerate(STAGES)}
 _MLP = _ORDER["silu_mul"]
-"""Where a stage belongs that only some families have, such as a router."""
+"""Place of a stage that only some families have, such as a router."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,14 @@ class LayerRow:
     Attributes:
         phase: "prefill", "decode" or "verify".
         step: of the phase, from 0; a long prompt takes several.
-        k_match, v_match: share of the just-stored levels (or numbers, where a format has no levels) that are equal; None of a
-            layer that keeps a state.
-        share: how many times what honest runs allow the worst figure is; above 1 is a fault.
+        k_match, v_match: share of new levels (numbers, without levels) that are equal; None of a layer that keeps a state.
+        share: worst figure as a multiple of what honest runs allow; above 1 is a fault.
         scale_err: largest relative difference of a stored vector's length.
-        state_err: largest relative distance of a head's state, or of what its convolution keeps; None of a layer with K and V.
+        state_err: largest relative distance of a head's state or convolution; None of a layer with K and V.
         hidden_cos: lowest cosine of a token's hidden state with the reference's.
-        rel_l2: largest distance of a token's hidden state, relative to that token's own length.
-        max_abs: largest difference of a number.
-        update_err: largest distance beyond two roundings, relative to what the layer added to the token's state.
-        passed: nothing is wrong.
-        ascend: the figures of `ASCEND_COLUMNS` for the hidden state.
+        rel_l2: largest distance of a token's hidden state, relative to its length.
+        update_err: largest distance beyond two roundings, relative to what the layer added.
+        ascend: `ASCEND_COLUMNS` of the hidden state.
     """
 
     phase: str
@@ -72,11 +69,11 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class LogitRow:
-    """The logits of one forward, free-running, against the reference's.
+    """Free-running logits of one forward, against the reference's.
 
     Attributes:
         cos, rel_l2, max_abs: as in `LayerRow`, the worst prediction.
-        same_token: predictions whose most likely token is the same, of `predictions`: one a sequence, of a verify one a token.
+        same_token: of `predictions`, those with the same most likely token; one a sequence, of a verify one a token.
     """
 
     phase: str
@@ -89,24 +86,22 @@ class LogitRow:
 
 
 DIVERGENCE_KEYS = ("phase", "step", "layer", "stage", "reason", "detail", "head")
-"""What is written of a first divergence."""
+"""JSON keys of a first divergence."""
 _TENSOR_KEYS = ("stage", "share", "phase", "step", "layer", "reason")
-"""What is written of each stage and tensor."""
+"""JSON keys of a stage and of a tensor."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found at one stage, and where; of several forwards, the worst.
+    """The finding at one stage; of several forwards, the worst.
 
     Attributes:
-        stage: the op; for a fused layer, the output that can be seen.
-        reason: "tie": some levels differ, no more than those of honest runs; "rounding": other bits, as honest runs have;
-            "fault": more than that; "unstable": the executor differs from itself on the same inputs; None if there is not a
-            bit of difference.
-        error, bound: the figure that comes nearest to what honest runs allow, and that.
-        detail: in words, with figures.
-        head: the one KV head that is wrong, if it is one.
-        phase, step, layer: where it was; no layer for the head and the whole forward.
+        stage: the op; of a fused layer, the output that can be seen.
+        reason: "tie": levels differ, no more than in honest runs; "rounding": other bits, as in honest runs; "fault": more
+            than that; "unstable": the executor differs from itself on the same inputs; None: every bit is equal.
+        error, bound: worst figure and what honest runs allow.
+        head: the KV head that alone is wrong.
+        phase, step, layer: no layer for the head and the whole forward.
     """
 
     stage: str
@@ -136,31 +131,31 @@ class Verdict:
 
     @property
     def share(self) -> float:
-        """The error divided by its bound, above 1 for a fault; infinite if it is NaN."""
+        """The error divided by its bound; infinite if it is NaN."""
         if self.reason is None and not self.error:
             return 0.0
         return self.error / self.bound if self.bound and not math.isnan(self.error) else math.inf
 
     def as_dict(self, names: Sequence[str] = DIVERGENCE_KEYS) -> dict[str, Any]:
-        """Some of it, for JSON."""
+        """Some fields, for JSON."""
         return {name: getattr(self, name) for name in names}
 
 
 def first(verdicts: Sequence[Verdict]) -> Verdict | None:
-    """The first fault; without one, the first difference; None if there is none."""
+    """The first fault; without one, the first difference."""
     different = [verdict for verdict in verdicts if verdict.reason]
     return next((verdict for verdict in different if verdict.fails), different[0] if different else None)
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One figure of the teacher-forced run, over all forwards together.
+    """One teacher-forced figure over all forwards together.
 
     Attributes:
-        drive: "ops" or "layers": of ops one by one, or of whole layers.
-        head: KV head; -1 for all, or where a stage has none.
-        figure: as `null.Figure` names it.
-        share: how many times what honest runs allow it is.
+        drive: "ops" or "layers".
+        head: KV head; -1 for all, or of a stage without heads.
+        figure: as `null.Figure.kind`.
+        share: as a multiple of what honest runs allow.
     """
 
     drive: str
@@ -175,14 +170,14 @@ _SEVERITY = {None: 0, "rounding": 1, "tie": 2, "unstable": 3, "fault": 4}
 
 
 def _worse(one: Verdict, other: Verdict) -> Verdict:
-    """Of two, the one that is nearer to its bound, with the worse reason of both."""
+    """The verdict nearer to its bound, with the worse reason of both."""
     reason = max((one.reason, other.reason), key=_SEVERITY.__getitem__)
     failing = [verdict for verdict in (one, other) if verdict.fails]
     return replace(failing[0] if len(failing) == 1 else max(one, other, key=lambda verdict: verdict.share), reason=reason)
 
 
 def worst(verdicts: Iterable[Verdict], by_layer: bool) -> tuple[Verdict, ...]:
-    """The worst of each stage, or of each stage of each layer, in the order of a forward; last those of no layer."""
+    """The worst of each stage, or of each stage of each layer, in the order of a forward."""
     worst_by_key: dict[tuple[str, int | None], Verdict] = {}
     for verdict in verdicts:
         key = verdict.stage, verdict.layer if by_layer else None
@@ -199,13 +194,12 @@ class Report:
     """The result of a validation.
 
     Attributes:
-        passed: everything was compared, and nothing lies outside what honest runs of the reference give.
+        passed: everything was compared, and nothing lies outside what honest runs give.
         first_divergence: the first fault; without one, the first difference; None if every bit is equal.
-        stages: of the teacher-forced run, in the order of a forward.
-        tensors: the same, each layer's by itself.
-        tests: every figure of each layer over all forwards together.
-        blocks: types of quantised blocks that the executor multiplied with as they lie, which the reference restored.
-        exercised, not_exercised: what the prompts reached and what they did not, in words, as `exercise.Exercise` finds it.
+        stages, tensors: teacher-forced, by stage; by layer and stage.
+        tests: every figure over all forwards together.
+        blocks: weight-block types that the executor multiplied with directly and the reference restored.
+        exercised, not_exercised: what the prompts reached and what not, from `exercise.Exercise`.
     """
 
     reference: str
@@ -227,17 +221,17 @@ class Report:
 
     @property
     def beyond(self) -> tuple[str, ...]:
-        """`not_exercised`, and the contexts that no validation of these prompts can speak for."""
+        """`not_exercised`, and contexts beyond those of these prompts."""
         longest = max(self.prompt_tokens, default=0) + self.steps
         alone = (f"another executor: both sides are {self.candidate}",) if self.candidate == self.reference else ()
         return *alone, *self.not_exercised, f"contexts beyond {longest:,} tokens"
 
 
 def join_reports(report: Report, other: Report, prefix: str) -> Report:
-    """Two runs of one executor as one report: the first's, with all that the other found.
+    """Two reports of one executor as one.
 
     Args:
-        prefix: stands before the other's phases, to tell them apart.
+        prefix: of the other's phases, to tell them apart.
     """
 
     def with_prefix(finding: Any) -> Any:
@@ -276,7 +270,7 @@ def _percent(share: float | None) -> str:
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """The report as a JSON object."""
+    """For JSON, without Ascend's columns."""
     plain = asdict(report)
     for row in plain["rows"]:
         del row["ascend"]
@@ -288,7 +282,7 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """A value for JSON, which cannot write what is not finite: null in its place."""
+    """A value for JSON: null in place of what is not finite."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Holding an executor against a reference over prefill and decode, layer by layer: `validate`."""
+"""`validate`: an executor against a reference over prefill and decode, layer by layer."""
 
 from __future__ import annotations
 
@@ -54,17 +54,16 @@ def validate(
 ) -> Report:
     """Compare two executors of one model over the prefill of some prompts and greedy decode steps.
 
-    Both are fed the reference's tokens. Teacher-forced, each layer and each op is fed the reference's own input and cache;
+    Both are fed the reference's tokens. Teacher-forced, each layer and op is fed the reference's input and cache;
     free-running, a layer is fed what the executor made of the layer before.
 
     Args:
         prompts: token ids, prefilled as one ragged batch.
-        steps: decode steps, 0 or more; with one, a verify and a decode step behind tokens that were taken back follow them.
-        on_row: called with each row as it comes.
-        modes: one of them, or both. The head and the whole forward belong to free-running.
-        repeats: runs of each layer, teacher-forced, beside the first: an executor that differs from itself is `unstable`.
-            What is found to be wrong is run again in any case.
-        honest_cache: what honest runs gave in another validation of the same reference, prompts and plan; is added to.
+        steps: decode steps; with one or more, a verify and a decode step behind tokens taken back follow.
+        on_row: gets each row as it comes.
+        modes: one or both. The head and the whole forward belong to free-running.
+        repeats: further teacher-forced runs of each layer, which must give the same bits. Faults run again in any case.
+        honest_cache: honest runs of another validation of the same reference, prompts and plan; is added to.
     Raises:
         InputError: an executor cannot run this, a prompt does not fit, no token would see another one, or the reference's
             values are zero or not finite.
@@ -82,7 +81,7 @@ def validate_layer(
     Args:
         hidden: [T, hidden] that enters the layer.
         before: the layer's cache, with the blocks of the forward's sequences and one more.
-        forward: places of the T tokens; its token ids are not looked at.
+        forward: places of the T tokens; its token ids are not read.
     Raises:
         InputError: as `validate`.
     """
@@ -93,7 +92,7 @@ def validate_layer(
 
 
 def count_rows(prompts: Sequence[Sequence[int]], steps: int, plan: KVPlan, modes: int = 2) -> int:
-    """Rows that `validate` gives: each forward, layer and mode."""
+    """Rows of a report: each forward, layer and mode."""
     return modes * len(plan.layers) * len(Schedule(prompts, steps, plan))
 
 
@@ -117,12 +116,11 @@ class _Validation:
         self.rows: list[LayerRow] = []
         self.logits: list[LogitRow] = []
         self.verdicts: list[Verdict] = []
-        # Who is guilty is seen teacher-forced; who is right there and wrong when left to itself is named after that.
+        # Teacher-forced findings name the guilty layer; free-running faults of layers that are right there come after them.
         self.findings: list[Verdict] = []
         self.late: list[Verdict] = []
 
     def run(self) -> Report:
-        """Every forward, in order."""
         weights = _fingerprint(self.model.weights)
         self.schedule.run(self.schedule.paging(), self._forward)
         if _fingerprint(self.model.weights) != weights:
@@ -131,14 +129,13 @@ class _Validation:
         return self._report(count_rows(self.schedule.prompts, self.schedule.steps, self.plan, len(self.modes)))
 
     def layer(self, index: int, hidden: Tensor, before: Snapshot, forward: Forward) -> Report:
-        """One layer, teacher-forced, and nothing else."""
+        """One layer, teacher-forced."""
         load(self.reference.cache, index, before)
         record = self.reference.layer(index, hidden, forward)
         self._teacher_forced(record, poison(self.reference.cache, index, record.kv, forward.batch))
         return self._report(1)
 
     def _report(self, expected: int) -> Report:
-        """What was found, of so many rows."""
         late, measurements = self.forced.totals()
         if self.rows:
             last = self.rows[-1]
@@ -158,7 +155,7 @@ class _Validation:
         )  # fmt: skip
 
     def _forward(self, forward: Forward) -> Tensor:
-        """One forward by everybody; the reference's logits [N, vocab]."""
+        """Both executors' forward; the reference's logits [N, vocab]."""
         hidden = self.model.embed(forward.token_ids)
         self.reference.require_embedding(hidden, forward)
         self.free.begin(hidden)
@@ -179,13 +176,11 @@ class _Validation:
         return logits
 
     def _teacher_forced(self, record: LayerRecord, bad: Snapshot) -> None:
-        """One layer fed the reference's input and cache."""
         judgment = self.forced.layer(record, bad)
         without_fault = self._settle(judgment.verdicts, record.index, record.forward)
         self._row(record, "teacher-forced", judgment.run, judgment.expected, judgment.share, without_fault)
 
     def _free_running(self, record: LayerRecord, bad: Snapshot) -> None:
-        """One layer fed what the candidate made of the last."""
         run, wrong, share = self.free.layer(record.index, bad, record.forward)
         self._row(record, "free-running", run, record.hidden_out, share, wrong is None)
         if wrong is not None:
@@ -194,7 +189,7 @@ class _Validation:
 
     # -- Notes ---------------------------------------------------------------------------------------------------------
     def _settle(self, verdicts: Sequence[Verdict], index: int | None, forward: Forward) -> bool:
-        """Keep what was found at some stages; whether none of it is a fault."""
+        """Record verdicts; whether none is a fault."""
         placed_verdicts = [forward.with_place(verdict, index) for verdict in verdicts]
         self.verdicts += placed_verdicts
         first_finding = first(placed_verdicts)
@@ -222,7 +217,7 @@ class _Validation:
 def _check(
     executors: Sequence[Executor], model: DecoderModel, prompts: Sequence[Sequence[int]], steps: int, plan: KVPlan
 ) -> None:
-    """Refuse what cannot be run, and what would prove nothing."""
+    """Refuse what cannot run, and what would prove nothing."""
     for executor in executors:
         if executor.config != model.config:
             raise InputError(f"executor {executor.name} was made for another model")

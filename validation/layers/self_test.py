@@ -1,7 +1,4 @@
-"""Does the validator see what is wrong? Every fault is planted, run op by op and as whole layers, and must be found.
-
-How small an error of scale does it see? Each stage of one layer is made too large by less and less.
-"""
+"""Does the validator see what is wrong? Every planted fault must be found, op by op and in whole layers."""
 
 from __future__ import annotations
 
@@ -22,30 +19,26 @@ from haarkv.validation.faults.layer import (
     coordinate_faults,
     long_faults,
     published_faults,
-    scaled_stages,
 )
 from haarkv.validation.faults.model import BlockFault, block_faults, forward_faults, runner_of_blocks
 from haarkv.validation.faults.states import delta_faults, delta_layers
-from haarkv.validation.faults.windows import WINDOW_SPEC, merging, window_faults
+from haarkv.validation.faults.windows import WINDOW_SPEC, Parts, merging, window_faults
 from haarkv.validation.layers.honest_runs import HonestCache
 from haarkv.validation.layers.report import Mode, Report
 from haarkv.validation.layers.runner import validate
-from haarkv.validation.layers.two_parts import Parts
 
-__all__ = ["WholeLayers", "first_layers", "self_test", "sensitivity"]
+__all__ = ["WholeLayers", "first_layers", "self_test"]
 
 
 @dataclass(frozen=True)
 class SelfTestRow:
-    """One fault in one way of driving.
+    """One fault, driven in one way.
 
     Attributes:
-        dtype: of the model.
-        driven: "ops" if the table is recorded, "layers" if layers are run as wholes.
-        fault: in words; a control has none.
-        planted, found: layer, stage, and the KV head if one is wrong; "–" if there is none.
-        how: what the validator says.
-        caught: found where it was planted, for the right reason; of a control, nothing was found that is no rounding.
+        driven: "ops" or "layers".
+        planted, found: layer, stage, and the KV head if one is wrong; "–" for none.
+        how: the validator's words.
+        caught: found where it was planted; of a control, nothing but rounding was found.
     """
 
     dtype: str
@@ -64,8 +57,8 @@ def first_layers(model: DecoderModel, count: int) -> DecoderModel:
 
 
 @dataclass(frozen=True)
-class _Setting:
-    """What faults are planted in: a cache, prompts and decode steps; and what its controls are called."""
+class Setting:
+    """A cache, prompts and decode steps in which faults are planted, and the name of its controls."""
 
     spec: KVSpec
     prompts: Sequence[Sequence[int]]
@@ -75,7 +68,6 @@ class _Setting:
     honest_cache: HonestCache = field(default_factory=dict)
 
     def report(self, model: DecoderModel, candidate: Executor) -> Report:
-        """What is said of an executor there."""
         plan = self.spec.plan(model.config.num_layers)
         return validate(
             ReferenceExecutor(model),
@@ -90,11 +82,11 @@ class _Setting:
 
 
 _WINDOWED_TOKENS, _WINDOWED_STEPS = (90, 40), 2
-"""Of prompts with a window: the ring starts over in the first, and decode reads what earlier forwards have left."""
+"""Prompts with a window: the ring starts over in the first, and decode reads what earlier forwards have left."""
 _STATE_TOKENS, _STATE_STEPS = (9, 4), 1
-"""Of prompts of a model with recurrent states: decode goes on from what they leave, and drafted tokens are taken back."""
+"""Prompts with recurrent states: decode goes on from them, and drafted tokens are taken back."""
 _WHOLE_TOKENS = (40, 30)
-"""Of prompts that run as whole forwards."""
+"""Prompts that run as whole forwards."""
 
 
 def self_test(
@@ -106,15 +98,12 @@ def self_test(
 ) -> list[SelfTestRow]:
     """Plant faults in the middle layer of each model, and validate: `validation.faults`.
 
-    Faults in learned coordinates are planted in made-up ones.
-
     Args:
-        models: of at least 3 layers. In one that keeps recurrent states, `delta_faults` alone are planted, in the last such
-            layer.
-        prompts: token ids. The faintest slips show in a hundred tokens.
-        on_row: called with each row as it comes.
-        part: of the slips, and of those in windows, long prompts and whole forwards.
-        kv: format of 16 levels that `published_faults` and `common_bugs` are planted in; if it is another, they alone are.
+        models: of at least 3 layers. In one with recurrent states only `delta_faults` are planted, in its last such layer.
+        prompts: token ids. The faintest faults need a hundred tokens.
+        on_row: gets each row as it comes.
+        part: of the common bugs, and of faults in windows, long prompts and whole forwards.
+        kv: format of 16 levels for `published_faults` and `common_bugs`; unless it is tq4, only these are planted.
     """
     rows = []
 
@@ -123,7 +112,7 @@ def self_test(
 
     for model in models:
         if state_layers := delta_layers(model):
-            states = _Setting(KVSpec(kv), cut(_STATE_TOKENS), _STATE_STEPS, "control, states")
+            states = Setting(KVSpec(kv), cut(_STATE_TOKENS), _STATE_STEPS, "control, states")
             rows += _run_faults(model, states, [*_controls(states), *delta_faults(model, state_layers[-1])], on_row)
             continue
         layer, config = model.config.num_layers // 2, model.config
@@ -132,21 +121,21 @@ def self_test(
         both: tuple[Mode, ...] = ("teacher-forced", "free-running")
         merge_ops = Layer(model, layer).instead("paged_attention", merging(Parts.merge))
         window_runs = [_control("none, in two parts (control, a window)", ops=merge_ops), *window_faults(model, layer)[part]]
-        every: list[tuple[_Setting, list[Fault]]] = [
+        every: list[tuple[Setting, list[Fault]]] = [
             (
-                _Setting(KVSpec(kv), prompts, 0, "control" if kv == "tq4" else f"control, {kv}"),
+                Setting(KVSpec(kv), prompts, 0, "control" if kv == "tq4" else f"control, {kv}"),
                 [
                     *published_faults(model, layer),
                     *common_bugs(model, layer)[part],
                 ],
             ),
             (
-                _Setting(KVSpec(LEARNED_KV, calibration=learned_calibration), prompts, 0, "control, learned"),
+                Setting(KVSpec(LEARNED_KV, calibration=learned_calibration), prompts, 0, "control, learned"),
                 coordinate_faults(model, layer),
             ),
-            (_Setting(WINDOW_SPEC, cut(_WINDOWED_TOKENS), _WINDOWED_STEPS, "control, a window"), window_runs),
-            (_Setting(KVSpec(kv), longer, 0, "control, long"), long_faults(model, layer)[part]),
-            (_Setting(KVSpec(kv), cut(_WHOLE_TOKENS), 1, "control, whole forwards", both), forward_faults(model)[part]),
+            (Setting(WINDOW_SPEC, cut(_WINDOWED_TOKENS), _WINDOWED_STEPS, "control, a window"), window_runs),
+            (Setting(KVSpec(kv), longer, 0, "control, long"), long_faults(model, layer)[part]),
+            (Setting(KVSpec(kv), cut(_WHOLE_TOKENS), 1, "control, whole forwards", both), forward_faults(model)[part]),
         ]
         for setting, faults in every if kv == "tq4" else every[:1]:
             rows += _run_faults(model, setting, [*_controls(setting), *faults], on_row)
@@ -154,9 +143,9 @@ def self_test(
 
 
 def _run_faults(
-    model: DecoderModel, setting: _Setting, faults: Sequence[Fault], on_row: Callable[[SelfTestRow], None] | None
+    model: DecoderModel, setting: Setting, faults: Sequence[Fault], on_row: Callable[[SelfTestRow], None] | None
 ) -> list[SelfTestRow]:
-    """Every fault of a setting, and its controls, in both ways of driving."""
+    """Every fault of a setting, in both ways of driving."""
     rows = []
     for drive in DRIVES:
         for fault in faults:
@@ -166,7 +155,7 @@ def _run_faults(
     return rows
 
 
-def _controls(setting: _Setting) -> list[Fault]:
+def _controls(setting: Setting) -> list[Fault]:
     names = f"none ({setting.control})", f"none, sums in another order ({setting.control})"
     return [_control(names[0]), _control(names[1], ops=vars(reordered_sum_ops()))]
 
@@ -176,8 +165,7 @@ def self_test_of_blocks(
     prompts: Sequence[Sequence[int]],
     on_row: Callable[[SelfTestRow], None] | None = None,
 ) -> list[SelfTestRow]:
-    """Plant faults in the quantised blocks of the middle layer of each model, and validate the executor that multiplies with
-    them: `block_faults`. Nothing of a model that no executor multiplies so.
+    """Plant `block_faults` in the middle layer of each model, and validate the executor that multiplies with weight blocks.
 
     Args:
         models, prompts, on_row: as of `self_test`; weights as the file has them.
@@ -186,7 +174,7 @@ def self_test_of_blocks(
     for model in models:
         if (runner := runner_of_blocks(model)) is None:
             continue
-        layer, setting = model.config.num_layers // 2, _Setting(KVSpec("tq4"), prompts, 1, "")
+        layer, setting = model.config.num_layers // 2, Setting(KVSpec("tq4"), prompts, 1, "")
         control = BlockFault("none (control, blocks)", None, _NOTHING, runner=runner)
         rows += _run_faults(model, setting, [control, *block_faults(model, layer, runner)], on_row)
     return rows
@@ -196,7 +184,6 @@ _NOTHING = "–"
 
 
 def _control(name: str, **how: object) -> Fault:
-    """What is no fault."""
     return Fault(name, None, _NOTHING, **how)  # type: ignore[arg-type]
 
 
@@ -219,59 +206,3 @@ def _row(report: Report, drive: str, fault: Fault) -> SelfTestRow:
 
 def _place(layer: int | None, stage: str, head: int | None) -> str:
     return (stage if layer is None else f"layer {layer} {stage}") + (f" head {head}" if head is not None else "")
-
-
-# -- How small an error of scale is seen -------------------------------------------------------------------------------------
-_COARSEST, _FINEST = 2, 20
-ScaledFault = Callable[[float], Fault]
-"""A fault that makes a stage's result larger by a factor."""
-
-
-@dataclass(frozen=True)
-class Sensitivity:
-    """The smallest error that is caught at one stage.
-
-    Attributes:
-        driven: "ops" or "layers".
-        error: 2**-n, the smallest relative error of scale, of powers of two, that turns the validator red; None if none does.
-        found: layer and stage that it names.
-    """
-
-    dtype: str
-    driven: str
-    stage: str
-    error: float | None
-    found: str
-
-
-def sensitivity(
-    model: DecoderModel, prompts: Sequence[Sequence[int]], on_row: Callable[[Sensitivity], None] | None = None
-) -> list[Sensitivity]:
-    """For each stage of the middle layer, in both ways of driving: the smallest error of scale that is caught.
-
-    Args:
-        prompts: token ids; more of them show smaller errors.
-        on_row: called with each row as it comes.
-    """
-    rows, setting = [], _Setting(KVSpec("tq4"), prompts, 0, "")
-    for drive in DRIVES:
-        for stage, scaled_fault in scaled_stages(Layer(model, model.config.num_layers // 2)).items():
-            rows.append(_smallest(model, setting, drive, stage, scaled_fault))
-            if on_row:
-                on_row(rows[-1])
-    return rows
-
-
-def _smallest(model: DecoderModel, setting: _Setting, drive: str, stage: str, scaled_fault: ScaledFault) -> Sensitivity:
-    """Bisect over powers of two: what is caught is taken to be caught when it is larger."""
-    dtype, fault_place, smallest_error = str(model.dtype).removeprefix("torch."), _NOTHING, None
-    low, high = _COARSEST, _FINEST + 1  # caught at 2**-low, if at all; not at 2**-high
-    while low < high:
-        middle = (low + high) // 2
-        report = setting.report(model, scaled_fault(1 + 2.0**-middle).executor(model, drive))
-        first = report.first_divergence
-        if report.passed or first is None:
-            high = middle
-        else:
-            low, smallest_error, fault_place = middle + 1, 2.0**-middle, f"layer {first.layer} {first.stage}"
-    return Sensitivity(dtype, drive, stage, smallest_error, fault_place)

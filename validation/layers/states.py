@@ -1,9 +1,8 @@
-"""What a layer keeps in place of K and V: a state by sequence, in versions that have seen so many tokens.
+"""What a layer keeps in place of K and V: one state a sequence, in versions after so many tokens.
 
-A state cannot be told apart by places, so each row is taken and put whole. What a forward must leave is known: the state after
-each of its last tokens, and, untouched, the one that it began with. What else lies in a row is unused. It is spoilt before a
-run (`spoil`), so that an executor which reads it, for a new sequence, after tokens were taken back, or because it lies first,
-goes on from something far off.
+Each row is taken and put whole. A forward must leave the state after each of its last tokens, and the one that it began with
+unchanged. Other versions in a row are unused and spoilt before a run (`spoil`): an executor that reads one, for a new sequence
+or after tokens were taken back, goes on from something far off.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from haarkv.tq_ops.kv.recurrent import Recurrent
 STATE = "state"
 """The name of a state among the parts of what a layer stores."""
 SEEN, CONV, MEMORY = "seen", "conv", "delta"
-"""Names of its tensors: tokens seen, the convolution's last inputs, the matrices."""
+"""Its tensors: tokens seen, the convolution's last inputs, the matrices."""
 STATE_STAGES = {CONV: "conv_state", MEMORY: "delta_state"}
 
 Fields = dict[str, Tensor]
@@ -33,18 +32,18 @@ def recurrent_state(cache: PagedKVCache, layer: int) -> Recurrent | None:
 
 
 def tensors_of_state(state: Recurrent) -> Fields:
-    """The very tensors, [rows + 1, versions, *]."""
+    """Its own tensors, [rows + 1, versions, *]."""
     return {**state.tensors, SEEN: state.seen}
 
 
 def take_rows(state: Recurrent, batch: Batch) -> Fields:
-    """Copies, on the host, of the rows [B, versions, *] of a batch's sequences."""
+    """Host copies of the rows [B, versions, *] of a batch's sequences."""
     rows = batch.rows.to(state.seen.device).long()
     return {name: tensor[rows].to("cpu", copy=True) for name, tensor in tensors_of_state(state).items()}
 
 
 def put_rows(state: Recurrent, batch: Batch, fields: Fields) -> None:
-    """The inverse of `take_rows`; of no fields, `spoil`."""
+    """The inverse of `take_rows`; `spoil` if there are no fields."""
     if not fields:
         spoil(state, batch)
         return
@@ -54,12 +53,12 @@ def put_rows(state: Recurrent, batch: Batch, fields: Fields) -> None:
 
 
 def begins(batch: Batch) -> list[int]:
-    """Tokens that each sequence of a batch has stored before it."""
+    """Tokens of each sequence of a batch that are stored before it."""
     return (batch.seq_lens - batch.query_start_loc.diff()).tolist()
 
 
 def spoil(state: Recurrent, batch: Batch) -> None:
-    """Put something far off wherever a forward must not read: opposite states, of a token more or less than are stored."""
+    """Overwrite versions that a forward must not read: opposite states, of a token more or less than are stored."""
     for row, begin in zip(batch.rows.tolist(), begins(batch), strict=True):
         right = (state.seen[row] == begin) & (begin > 0)
         others = (~right).nonzero().flatten().tolist()
@@ -74,8 +73,7 @@ def spoil(state: Recurrent, batch: Batch) -> None:
 
 
 def with_others(state: Recurrent, batch: Batch) -> bool:
-    """Give each sequence that goes on another state of as many tokens, as when a prefix is reused: half of it, its value
-    coordinates turned; whether there was one."""
+    """Replace the state of each continued sequence by another of as many tokens, as if a prefix were reused."""
     some = False
     for row, begin in zip(batch.rows.tolist(), begins(batch), strict=True):
         if begin > 0:
@@ -87,17 +85,15 @@ def with_others(state: Recurrent, batch: Batch) -> bool:
 
 
 def changed_rows(now: Recurrent, before: Recurrent, batch: Batch | None) -> list[str]:
-    """What changed that a forward must leave as it is: rows of other sequences; and in its own, states that say that they have
-    seen no more tokens than were stored before it.
+    """What a forward changed and must not: other sequences' rows, and its own versions of no more tokens than before it.
 
     Args:
-        before: the same state before the forward.
         batch: of the forward; None if nothing was to be written.
     """
     changes = []
     begin = dict(zip(batch.rows.tolist(), begins(batch), strict=True)) if batch is not None else {}
     ours, theirs = tensors_of_state(now), tensors_of_state(before)
-    for row in range(len(now.seen) - 1):  # the last row is nobody's
+    for row in range(len(now.seen) - 1):  # the last row belongs to no sequence
         same = torch.stack(
             [(ours[name][row] == theirs[name][row]).flatten(1).all(1) for name in ours if name != SEEN]
             + [ours[SEEN][row] == theirs[SEEN][row]]
@@ -117,10 +113,9 @@ class StateComparison:
 
     Attributes:
         stage: "conv_state" or "delta_state".
-        heads: of each head (of the convolution: of Q, K or V, counted in this order) the reference's numbers and the other's,
-            [1, n]; all sequences and versions.
+        heads: the reference's numbers and the other's by head (of the convolution: q's, k's, v's heads in order), [1, n].
         error: largest distance of a head's numbers, relative to their own length; NaN if one is not finite.
-        problem: what is wrong whatever the numbers are; empty if nothing is.
+        problem: what is wrong whatever the numbers are; empty if nothing.
     """
 
     stage: str
@@ -130,19 +125,14 @@ class StateComparison:
 
 
 def left_after(state: Recurrent, batch: Batch) -> list[list[int]]:
-    """Of each sequence of a batch, the numbers of tokens after which it must leave a state."""
+    """Numbers of tokens after which each sequence of a batch must leave a state."""
     most = state.shape.versions - 1
     pairs = zip(begins(batch), batch.seq_lens.tolist(), strict=True)
     return [list(range(max(begin, end - most) + 1, end + 1)) for begin, end in pairs]
 
 
 def compare_states(state: Recurrent, batch: Batch, ours: Fields, theirs: Fields) -> tuple[StateComparison, ...]:
-    """Compare what a forward left.
-
-    Args:
-        state: whose shapes count.
-        ours, theirs: rows of the batch's sequences, as `take_rows` finds them.
-    """
+    """Compare rows of a batch's sequences, as `take_rows` gives them."""
     pairs: list[tuple[tuple[int, int], tuple[int, int]]] = []
     problem = ""
     for index, (begin, end, counts) in enumerate(
@@ -177,8 +167,9 @@ def compare_states(state: Recurrent, batch: Batch, ours: Fields, theirs: Fields)
 
 
 def state_heads(name: str, x: Tensor, state: Recurrent) -> list[Tensor]:
-    """A state's tensor [n, *] head by head: of the matrices [n, dk * dv] each; of the convolution each token's part,
-    [n, taps - 1, dk] of q's and of k's, [n, taps - 1, dv] of v's."""
+    """A state's tensor [n, *] by head: matrices [n, dk * dv]; of the convolution q's and k's [n, taps - 1, dk], v's
+    [n, taps - 1, dv].
+    """
     if MEMORY not in state.tensors or name not in (CONV, MEMORY):
         return [x.flatten(1)]
     heads, key_dim, value_dim = state.tensors[MEMORY].shape[2:]

@@ -1,4 +1,4 @@
-"""Two validations of one model, as `tq validate --json` wrote them: what got better or worse, by layer and stage."""
+"""Two reports of `tq validate --json` on one model: what got better or worse, by layer and stage."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from haarkv.tq_ops.input_files import read_json
 from haarkv.validation.layers.report import FAILS, Reason, Verdict
 
 FACTOR = 2.0
-"""Shares that differ by less are alike: another order of sums does as much."""
+"""Shares that differ by less count as alike: another order of sums does as much."""
 _LEAST = 0.01
-"""Share of what honest runs allow below which it is not worth a word."""
+"""Smaller shares are not reported."""
 _ABOUT = ("candidate", "reference", "kv", "dtype", "prompt_tokens", "steps")
 
 Direction = Literal["better", "worse"]
@@ -28,7 +28,7 @@ class Change:
 
     Attributes:
         layer: None for the head and the whole forward.
-        before, after: how many times what honest runs allow its worst figure is; infinite if it is not finite.
+        before, after: worst figure as a multiple of what honest runs allow; infinite if not finite.
         found_before, found_after: "equal", "rounding", "tie", "unstable" or "fault".
     """
 
@@ -42,7 +42,7 @@ class Change:
 
     @property
     def fails(self) -> bool:
-        """Whether it is wrong now and was not."""
+        """Wrong now and right before."""
         return self.found_after in FAILS and self.found_before not in FAILS
 
 
@@ -51,11 +51,10 @@ class Comparison:
     """Two runs.
 
     Attributes:
-        differences: how the runs themselves differ, in words.
+        differences: of the runs' settings, in words.
         verdicts: whether each passed.
-        changes: what is wrong now, then what is worse, then what is better; within each by layer.
-        compared: tensors that both have.
-        missing: tensors that only one of them has.
+        changes: first what is wrong now, then worse, then better; each by layer.
+        compared, missing: tensors that both have; that only one has.
     """
 
     differences: tuple[str, ...]
@@ -66,7 +65,6 @@ class Comparison:
 
     @property
     def worse(self) -> bool:
-        """Something is wrong that was right."""
         return (self.verdicts[0] and not self.verdicts[1]) or any(change.fails for change in self.changes)
 
 
@@ -74,7 +72,7 @@ def compare_files(before: Path, after: Path) -> Comparison:
     """Compare two files.
 
     Raises:
-        InputError: one of them is no report of `tq validate --json`, or they are of different models.
+        InputError: no report of `tq validate --json`, or two models.
     """
     (a, ours), (b, theirs) = _read(before), _read(after)
     layers = [len({layer for layer, _ in tensors if layer is not None}) for tensors in (ours, theirs)]

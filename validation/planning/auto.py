@@ -3,21 +3,20 @@
     texts        Python's reference, and prose that was written for this (`common_text`)
     coordinates  of the model's keys, learned from the first part of the reference
     costs        one probe a place: KL with K of one layer in `lr3`, or V in `tq3`, and all else in bf16. Other formats are
-                 taken to lose as many times more or less as their levels leave of a Gaussian. Layers with a sliding window
-                 lose the same in any longer text, the others lose more: where a model has both, each kind is probed as a
-                 whole, on a longer text, and takes one format for K and one for V.
-    choice       the fewest bytes whose costs add up to no more than the bound
+                 taken to lose more or less in proportion to what their levels leave of a Gaussian. Layers with a sliding
+                 window lose the same in any longer text, the others lose more: where a model has both, each kind is probed
+                 as a whole, on a longer text, and takes one format for K and one for V.
+    choice       the fewest bytes whose costs add up to no more than the bound (`search.Frontier`)
     judgement    the whole cache on the next part of the reference and on the prose, beside the model's own bf16 cache; the
-                 worse of the two counts, and of each the tokens with 1,024 or more before them: a longer text loses as much,
-                 its beginning less. Costs do not quite add up, so what is allowed is raised or lowered by what was found, a
-                 few times over.
+                 worse of the two counts, and of each the tokens with 1,024 or more before them. Costs do not quite add up,
+                 so the bound on their sum is moved by what was found, a few times over.
 
-Probes and all caches but those that may be taken are estimated (`estimates`): the head is not run for them. The cache that is
-taken was under the bound by all of its logits.
+Probes, and caches on the way, are estimated (`estimates`): the head does not run for them. The cache that is taken was
+under the bound by all of its logits.
 
-Every cache keeps the first 4 tokens in BF16 and the newest 124, or fewer where layers have a sliding window: there the newest
-are a third of the cache, and more bits elsewhere may be worth more. Values keep a fixed rotation: they have nothing to learn,
-and lose less than keys do.
+Every cache keeps the first 4 tokens in BF16 and the newest 124, or fewer where layers have a sliding window: there the
+newest are a third of the cache, and more bits elsewhere may be worth more. Values keep a fixed rotation: they have nothing
+to learn, and lose less than keys do.
 """
 
 from __future__ import annotations
@@ -48,41 +47,37 @@ from haarkv.tq_ops.npu.program import HEAD_DIM
 from haarkv.tq_ops.npu.sides import READS
 from haarkv.validation.fidelity.evaluation import FidelityRow, OnStep
 from haarkv.validation.planning.calibrate import Subject
-from haarkv.validation.planning.candidates import Costs, Place, bits_per_value, places, with_format
 from haarkv.validation.planning.common_text import common_text, prose
 from haarkv.validation.planning.estimates import Judge, Probes, Whole, in_larger_chunks
-from haarkv.validation.planning.planner import choose as choose_within
+from haarkv.validation.planning.search import Costs, Frontier, Place, bits_per_value, places, with_format
 
 LOSS = 0.002
-"""Mean KL in nats a token that a cache may lose unless asked otherwise."""
+"""Mean KL in nats a token that a cache may lose by default."""
 PROBES: Mapping[Side, str] = {"k": "lr3", "v": "tq3"}
 FORMATS: Mapping[Side, tuple[str, ...]] = {
     "k": ("lr2", "lr3", "lr4", "lr5", "bf16"), "v": ("tq2", "tq3", "tq4", "tq5", "tq6", "bf16"),
 }  # fmt: skip
 Names = Mapping[Side, tuple[str, ...]]
-"""Names of formats that may be chosen, for K and for V."""
+"""Names of formats to choose from, for K and for V."""
 TAILS = (TAIL, 92, 60)
-"""Tails that are tried where layers have a sliding window."""
+"""Tails to try where layers have a sliding window."""
 LEARNED_FROM, JUDGED_BY, PROBED_BY, KINDS_PROBED_BY, CONTEXT = 4096, 2048, 384, 1024, 4096
-"""Tokens; each text is judged by so many at most. Sizes are those of a sequence of `CONTEXT` tokens."""
+"""Tokens; each text judges by so many at most. Sizes are of a sequence of `CONTEXT` tokens."""
 JUDGED_FROM = 1024
-"""Tokens with fewer before them do not count where a cache is judged: much of what they see is in BF16."""
+"""Tokens with fewer before them do not count in the judgement: they see much in BF16."""
 CHOSEN_BY = (TAILS, SINKS, LEARNED_FROM, PROBED_BY, KINDS_PROBED_BY, JUDGED_BY, JUDGED_FROM)
 """With another of these a choice is another."""
 WINDOW = 1024
 TEXTS = ("Python's reference", "prose")
-"""That judge."""
 _EVERY = 2
-"""One position of so many is looked at where a loss is estimated."""
+"""Estimates look at one position of so many."""
 _ADDS_UP = 0.6
-"""What places' costs add up to, as a share of what the whole cache loses: where the search begins."""
+"""Places' costs as a share of what the whole cache loses: where the search begins."""
 _TRIED_AT_MOST = 6
 _NEAR, _ENOUGH = 0.8, 0.92
 """After a loss of so much of the bound one more cache is tried, and none."""
 _WORSE = 0.8
-"""A text on which a cache loses less than so much of what it loses on the worst is not asked again."""
-_BUDGETS = 0.02
-"""Bits a value from one budget to the next."""
+"""A text on which a cache loses less than so much of the worst is dropped."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +85,12 @@ class CacheChoice:
     """A cache that was chosen for a model.
 
     Attributes:
-        spec: the cache, with what was learned.
-        file: the same as a calibration file keeps it.
-        costs: what each format was taken to cost at each place, in nats a token.
-        rows: of every cache that was judged, one after the other, each of the text that it loses most on.
+        spec: with what was learned.
+        file: the same as a calibration file.
+        costs: of each format at each place, in nats a token.
+        rows: of every judged cache, each on its worst text.
         row: of the chosen one, named by that text.
-        seconds: of learning, of probing and of judging.
+        seconds: of learning, probing and judging.
     """
 
     spec: KVSpec
@@ -121,7 +116,7 @@ class CacheChoice:
 def names_for(executor: str | None) -> Names:
     """Those of `FORMATS` that an executor reads, None for any.
 
-    The programs of `npu` read few, and beside a tail both sides are packed, or neither is.
+    The programs of `npu` read few, and beside a tail they pack both sides or neither.
     """
     if executor != "npu":
         return FORMATS
@@ -134,11 +129,7 @@ def names_for(executor: str | None) -> Names:
 
 
 def choose(subject: Subject, loss: float = LOSS, on_step: OnStep = lambda *_: None, names: Names = FORMATS) -> CacheChoice:
-    """Choose a cache for a model.
-
-    Raises:
-        InputError: a bound that is none.
-    """
+    """Choose a cache for a model."""
     require_loss(loss)
     config, times = subject.config, [time.monotonic()]
     context = config.max_position_embeddings
@@ -173,14 +164,14 @@ def choose(subject: Subject, loss: float = LOSS, on_step: OnStep = lambda *_: No
 
 
 def require_loss(loss: float) -> float:
-    """The bound."""
+    """Refuse a bound that is none."""
     if not 0 < loss < math.inf:
         raise InputError(f"--kv-loss is a mean KL in nats a token, above 0, not {loss:g}")
     return loss
 
 
 def kinds(config: ModelConfig) -> list[list[Place]] | None:
-    """K, and V, of the layers with a sliding window, and of the others; None for a model whose layers are of one kind."""
+    """K and V of layers with a sliding window, and of the others; None for a model whose layers are of one kind."""
     shapes = config.kv_shapes
     is_windowed = {place: (shape := shapes[place[0]]) is not None and shape.window is not None for place in places(config)}
     if len(set(is_windowed.values())) < 2:
@@ -192,7 +183,7 @@ def kinds(config: ModelConfig) -> list[list[Place]] | None:
 
 
 def _probe_costs(subject: Subject, base: Session, text: torch.Tensor, calibration: Calibration, on_step: OnStep) -> Costs:
-    """What the probe of each place costs; where layers are of two kinds, that of each kind, in equal parts at its places."""
+    """What the probe of each place costs; of layers of two kinds, that of each kind in equal parts at its places."""
     if (place_kinds := kinds(base.config)) is None:
         probes, costs = Probes(subject.model, base, text[:PROBED_BY]), {}
         for place in places(base.config):
@@ -213,7 +204,7 @@ def _probe_costs(subject: Subject, base: Session, text: torch.Tensor, calibratio
 
 
 def format_costs(probe_costs: Costs, calibration: Calibration, names: Names = FORMATS) -> Costs:
-    """What each format is taken to cost at each place, by what its probe cost there."""
+    """What each format costs at each place, by what its probe cost there."""
     return {
         place: {
             name: by_name[PROBES[place[1]]] * _left(name, place, calibration) / _left(PROBES[place[1]], place, calibration)
@@ -224,7 +215,7 @@ def format_costs(probe_costs: Costs, calibration: Calibration, names: Names = FO
 
 
 def _left(name: str, place: Place, calibration: Calibration) -> float:
-    """What a format's levels leave of the variance of Gaussian coordinates; of keys, as far as queries see it."""
+    """What a format's levels leave of the variance of Gaussian coordinates; of keys, weighted by the queries."""
     if name == "bf16":
         return 0.0
     if (bits := learned_bits(name)) is None:
@@ -235,7 +226,7 @@ def _left(name: str, place: Place, calibration: Calibration) -> float:
 def _judge_candidates(
     config: ModelConfig, base: KVPlan, costs: Costs, calibration: Calibration, judge: Judge, loss: float
 ) -> Iterator[tuple[KVPlan, FidelityRow]]:
-    """Caches nearer and nearer to the bound, those that seem to hold as they were measured; at least one holds."""
+    """Caches nearer and nearer to the bound, each measured; at least one holds."""
     tails = {base.recent or 0: 1.0}
     budget, trust, within_bound, near, tried_plans = loss * _ADDS_UP, 1.0, False, False, list[KVPlan]()
     for _ in range(_TRIED_AT_MOST):
@@ -274,7 +265,7 @@ def _judge_candidates(
 
 
 def _predicted_loss(costs: Costs, plan: KVPlan) -> float:
-    """What a plan's formats are taken to cost together beside the usual tail; `bf16` costs nothing, chosen or not."""
+    """The sum of a plan's costs beside the usual tail; `bf16` costs nothing."""
     format_names = {(layer, side): plan.layers[layer][side == "v"].name for layer, side in costs}
     return math.fsum(
         0.0 if format_names[place] == "bf16" else by_name[format_names[place]] for place, by_name in costs.items()
@@ -284,39 +275,24 @@ def _predicted_loss(costs: Costs, plan: KVPlan) -> float:
 def smallest(
     costs: Costs, config: ModelConfig, budget: float, calibration: Calibration, tails: Mapping[int, float] | None = None
 ) -> KVPlan:
-    """The plan of fewest bytes whose costs add up to no more than `budget`; the last one is bf16's, and costs nothing.
+    """The plan of fewest bytes whose costs add up to no more than `budget`; at worst bf16's, which costs nothing.
 
     Args:
-        tails: that may be taken, and how many times as much formats cost beside each; the usual one unless given.
+        tails: to choose from, and how many times as much formats cost beside each; the usual one unless given.
     """
-    context = config.max_position_embeddings
-    plans = [
-        _smallest(costs, config, budget / times, calibration, tail)
-        for tail, times in (tails or {min(TAIL, context): 1.0}).items()
-    ]
-    return min(plans, key=lambda plan: bits_per_value(plan, config, min(CONTEXT, context)))
-
-
-def _smallest(costs: Costs, config: ModelConfig, budget: float, calibration: Calibration, tail: int) -> KVPlan:
-    """The same beside one tail."""
-    context = min(CONTEXT, config.max_position_embeddings)
-    low, high = 0, math.ceil(16 / _BUDGETS)
-    best_plan: KVPlan = plan_for(KVSpec("bf16"), config)
-    while low < high:
-        middle = (low + high) // 2
-        choice = choose_within(
-            costs, config, budget=middle * _BUDGETS, tail=tail, sink=SINKS, context=context, calibration=calibration,
-            place_groups=kinds(config),
-        )  # fmt: skip
-        if choice is not None and choice.predicted_kl <= budget:
-            best_plan, high = choice.plan, middle
-        else:
-            low = middle + 1
-    return best_plan
+    most, groups = config.max_position_embeddings, kinds(config)
+    context, plans = min(CONTEXT, most), []
+    for tail, times in (tails or {min(TAIL, most): 1.0}).items():
+        frontier = Frontier(
+            costs, config, tail=tail, sink=SINKS, context=context, calibration=calibration, place_groups=groups
+        )
+        allocation = frontier.under(budget / times)
+        plans.append(allocation.plan if allocation else plan_for(KVSpec("bf16"), config))
+    return min(plans, key=lambda plan: bits_per_value(plan, config, context))
 
 
 def plan_spec(plan: KVPlan, calibration: Calibration) -> KVSpec:
-    """What asks for a plan, with the coordinates that its keys need."""
+    """The spec of a plan, with the coordinates that its keys need."""
     layer_formats = dict(enumerate(formats.describe(*pair) for pair in plan.layers))
     needs_calibration = any(learned_bits(k.name) is not None for k, _ in plan.layers)
     return KVSpec(
@@ -325,7 +301,7 @@ def plan_spec(plan: KVPlan, calibration: Calibration) -> KVSpec:
 
 
 def steps(model: str, num_layers: int | None = None) -> int:
-    """What `on_step` is told of, at most: tokens, counted once in each layer that they go through."""
+    """Tokens that `on_step` gets at most, counted once in each layer."""
     config = read_config(model, num_layers)
     place_kinds = kinds(config)
     layers = config.num_layers

@@ -1,10 +1,10 @@
-"""Learn the coordinates of a model's keys from a text: moments of what the cache is given, layer by layer.
+"""Learn the coordinates of a model's keys from a text: moments of what the cache gets, layer by layer.
 
-    for every layer:    run all windows through it, and sum q q^T and k k^T of each KV head as they go by
+    for every layer:    run all windows through it, and sum q q^T and k k^T of each KV head
                         codebooks.learned.learn(metric from the queries; spread and mean of the keys)
 
 Only the hidden states between two layers are kept, and one layer's sums. Windows that are held back take part in the forward
-but not in what is learned: the same sums of theirs say how much worse the coordinates suit a text that was not seen.
+but not in what is learned: the same sums of theirs say how much worse the coordinates suit an unseen text.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from haarkv.tq_ops.kv.calibration_file import CalibrationFile, make_calibration
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation.fidelity.evaluation import FidelityRow, Setup, Workload, evaluate
-from haarkv.validation.planning.candidates import one_layer
 from haarkv.validation.planning.moments import AttentionVectors, Sums, recording
+from haarkv.validation.planning.search import one_layer
 
 OnStep = Callable[[str, int], None]
-"""Told what has been done, and how many tokens it took."""
+"""Gets what has been done, and the number of its tokens."""
 ENOUGH = 1.25
-"""Held-back text may cost so many times what the text learned from does; beyond it, more text helps."""
+"""Held-back text costs at most so many times as much; beyond it, more text helps."""
 _FIT_BITS = 3
-"""Bits at which it is judged."""
+"""Bits at which the fit is judged."""
 
 
 def learn_model(
@@ -71,7 +71,7 @@ def learn_model(
     Args:
         ops: the table that runs the layers; it must take a bf16 cache.
         windows: token ids [n] int64 of each window to learn from, at least one.
-        holdout: the same, of windows to judge by; may be none, and then no fit is known (NaN).
+        holdout: windows to judge by; without any, no fit is known (NaN).
     Raises:
         NonFiniteError: a key or a query is not finite, with the layer.
     """
@@ -97,7 +97,7 @@ def learn_model(
 
 @torch.inference_mode()
 def _run(model: DecoderModel, ops: OpTable, layer: int, hidden: Tensor) -> Tensor:
-    """What leaves a layer [T, hidden] of what enters it, from an empty cache of that layer alone."""
+    """What leaves a layer [T, hidden], from an empty cache of that layer alone."""
     plan = KVSpec("bf16").plan(model.config.num_layers)
     cache, paging = one_layer(plan, model.config, layer, len(hidden), hidden.device)
     batch = paging.batch([paging.add()], [len(hidden)]).to(hidden.device)
@@ -114,7 +114,7 @@ def learn_basis(sums: Sums, layer: int, turns: RopeShift | None) -> Basis:
 
 
 def holdout_fit(train_sums: Sums, other: Sums, basis: Basis) -> float:
-    """How many times as much keys cost on held-back text as on the text learned from, by the model of `expected_cost`."""
+    """How many times as much keys cost on held-back text as on the text learned from, by `expected_cost`."""
     costs = []
     for sums in (train_sums, other):
         forward, inverse = basis.forward.double(), basis.back.double()
@@ -129,10 +129,10 @@ def holdout_fit(train_sums: Sums, other: Sums, basis: Basis) -> float:
 
 @dataclass(frozen=True)
 class Subject:
-    """A loaded model and what runs it, op by op.
+    """A loaded model and its executor, op by op.
 
     Attributes:
-        model: where `runner` works.
+        model: on the device of `runner`.
     """
 
     name: str
@@ -150,7 +150,7 @@ class Subject:
         return learn_model(self.model, self.ops, windows, holdout, **how)
 
     def calibration_file(self, learning: Learning, metadata: Mapping[str, Any]) -> CalibrationFile:
-        """What is written of a finished learning."""
+        """The file of a finished learning."""
         return CalibrationFile(make_calibration(learning.layers), shape_signature(self.config), self.fingerprint, metadata)
 
     def judge(self, calibration: Calibration, unseen: Workload, on_step: OnStep = lambda *_: None) -> list[FidelityRow]:
@@ -160,7 +160,7 @@ class Subject:
         return evaluate(Setup(self.model, base, caches, self.fingerprint), unseen, on_step=on_step)
 
     def session(self, spec: KVSpec) -> Session:
-        """The model with a cache, on the executor at hand where it runs that, else on the reference."""
+        """The model with a cache, on this executor if it runs that, else on the reference."""
         plan, runner = plan_for(spec, self.config), self.runner
         if runner.supports(self.config, plan):
             runner = create("reference", self.model.to(torch.device("cpu")), plan)
@@ -168,7 +168,7 @@ class Subject:
 
 
 def unlearnable(config: ModelConfig) -> str | None:
-    """None, or in one line why a model's keys cannot be learned."""
+    """Why a model's keys cannot be learned, or None."""
     if states := config.state_shapes:
         return (
             f"learned keys are of every layer, and layer {min(states)} of this model has no keys; take a format without them, "
@@ -193,7 +193,7 @@ def load_subject(
     Args:
         model, executor, device, dtype, layers, progress: as in `engine.loading.load`.
     Raises:
-        InputError: whatever of this does not exist or does not fit together, or an executor whose layers run whole.
+        InputError: something of this does not exist or does not fit together, or the executor's layers run whole.
     """
     config = read_config(model, layers)
     if reason := unlearnable(config):
@@ -215,12 +215,12 @@ def load_subject(
 
 @dataclass
 class Learning:
-    """The layers that have been learned, and what enters the next one.
+    """The layers learned so far, and what enters the next one.
 
     Attributes:
-        layers: coordinates of each layer's keys so far.
-        fits: of the same layers, how many times as much keys cost on held-back text as on the text learned from.
-        hidden: [T, hidden] of all windows one after the other; None before the first layer.
+        layers: coordinates of each layer's keys.
+        fits: of each layer, how many times as much keys cost on held-back text.
+        hidden: [T, hidden] of all windows, concatenated; None before the first layer.
     """
 
     layers: list[Basis] = field(default_factory=list)
@@ -232,9 +232,7 @@ def save(path: Path, learning: Learning, run: Mapping[str, str]) -> None:
     """Write a resume file.
 
     Args:
-        run: what another run must have in common with this one, by a word for the user.
-    Raises:
-        InputError: it cannot be written.
+        run: what another run must have in common, by a word for the user.
     """
     tensors = {
         f"{layer}.{part.name}": getattr(basis, part.name)
@@ -247,10 +245,10 @@ def save(path: Path, learning: Learning, run: Mapping[str, str]) -> None:
 
 
 def resume_learning(path: Path | None, run: Mapping[str, str]) -> Learning | None:
-    """What an earlier run has saved; None if there is no such file.
+    """What an earlier run has saved, if there is such a file.
 
     Raises:
-        InputError: a file that is none of this, or of another run, or damaged.
+        InputError: a file of another kind or run, or a damaged one.
     """
     if (earlier := artifact.resume(path, LEARNING, run)) is None:
         return None

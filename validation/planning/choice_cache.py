@@ -1,8 +1,8 @@
-"""Caches that `--kv auto` has chosen, kept in the user's cache folder beside what they were learned with.
+"""Caches that `--kv auto` has chosen, kept in the user's cache folder with their coordinates.
 
-A choice is found again by the model's settings, weights and tokenizer, the files' sizes and times, and the bound; what else
-lies in its folder does not count. The calibration in it names the weights by
-their fingerprint, which a session compares when it has read them. A file that cannot be read is chosen anew.
+A choice is found by the model's settings, weights and tokenizer, the files' sizes and times, and the bound; other files in
+the folder do not count. Its calibration names the weights by fingerprint, which a session checks. An unreadable file is
+chosen anew.
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ TOY, CHOSEN_UP_TO = 5 * 10**7, 10**9
 
 
 def default_cache(model: str, layers: int | None = None, executor: str | None = None) -> KVSpec | None:
-    """The cache of a model where none is named; None where one is chosen for it, as `--kv auto` does, or was before.
+    """The cache of a model where none is named; None if one is chosen for it, as `--kv auto` does, or was before.
 
-    Models that are there to try the product, random ones and those of fewer than `TOY` weights, take `tq4`: nothing that they
-    say depends on it. For models of more than `CHOSEN_UP_TO` nobody waits unasked: a choice takes the forwards of
-    some 30,000 tokens.
+    Random models and those of fewer than `TOY` weights take `tq4`: they are there to try the product. Models of more than
+    `CHOSEN_UP_TO` take a fixed cache: a choice takes the forwards of some 30,000 tokens.
     """
     config = read_config(model, layers)
     if find_model(model) is None or num_parameters(config) < TOY:
@@ -48,7 +47,7 @@ def default_cache(model: str, layers: int | None = None, executor: str | None = 
 
 
 def fixed_cache(config: ModelConfig, executor: str | None = None) -> KVSpec:
-    """The cache of a real model that needs no choice: what loses little on any of them."""
+    """The cache of a real model without a choice: what loses little on any of them."""
     spec = default_spec(has_calibration=False, context=config.max_position_embeddings)
     return spec if names_for(executor) == FORMATS else replace(spec, kv="tq4")
 
@@ -59,10 +58,10 @@ def home() -> Path:
 
 
 def file_for(model: str, loss: float, layers: int | None = None, executor: str | None = None) -> Path:
-    """Where the choice for a model is kept, whether there is one or not.
+    """Where the choice for a model is kept.
 
     Args:
-        executor: it is chosen for; one that reads few formats has a choice of its own.
+        executor: chosen for; one that reads few formats has a choice of its own.
     """
     source, declaration = open_source(model), shape_signature(read_config(model, layers)).declaration
     files = [] if source is None else source.files()
@@ -81,7 +80,7 @@ def file_for(model: str, loss: float, layers: int | None = None, executor: str |
 
 
 def chosen_before(file: Path) -> KVSpec | None:
-    """The choice in a file; None if there is none that can be read."""
+    """The choice in a file, if it can be read."""
     if not file.exists():
         return None
     try:
@@ -110,14 +109,14 @@ def cache_for(
     on_step: Callable[[str, int], None] = lambda *_: None,
     **how: Any,
 ) -> KVSpec:
-    """The cache that `--kv auto` means for a model: the one that was chosen before, or one that is chosen now.
+    """The cache that `--kv auto` means for a model: chosen before, or now.
 
     Args:
-        model, layers, how: as `calibrate.load_subject` takes them.
-        executor: that will run it, if it was named: only what it reads is chosen.
-        on_choice: told in one line what was chosen now, and why.
+        model, layers, how: as `calibrate.load_subject`.
+        executor: that will run it, if named; only formats that it reads are chosen.
+        on_choice: gets in one line what was chosen now, and why.
     Raises:
-        InputError: no such model, or one that nothing can be learned of.
+        InputError: no such model, or one whose keys cannot be learned.
     """
     read_config(model, layers)
     file = file_for(model, loss, layers, executor)

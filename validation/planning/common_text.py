@@ -1,13 +1,12 @@
-"""Texts to choose a cache by where nobody gives any.
+"""Texts to choose a cache by where the user gives none.
 
     reference   Python's language reference, which every CPython brings: English and code, and known by heart to many models
     prose       `prose.txt`, written for this: letters, talk, tales, instructions; no model has read it
 
 A cache can hold on one of them and not on the other, so `--kv auto` is judged by the worse.
 
-What a model writes itself, from its start token at temperature 1, would need no such text. It was tried, and misleads: it
-wanders, its next tokens are uncertain whatever the late layers say, and a cache that is coarse there looks ten times better
-than on real text.
+What a model writes itself, from its start token at temperature 1, misleads: its next tokens are uncertain whatever the late
+layers say, and a cache that is coarse there looks ten times better than on real text. It serves `tq quantize` alone.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from haarkv.engine.generation import generate
+from haarkv.engine.generation import GenerationRequest, generate
 from haarkv.engine.sampling import Sampling
 from haarkv.engine.session import Session
 from haarkv.models.text import Tokenizer
 
 
 def common_text(tokenizer: Tokenizer, tokens: int) -> list[int]:
-    """The first token ids of the reference, longest chapters first; where it has fewer, all."""
+    """The first token ids of the reference, longest chapters first; all if it has fewer."""
     chapters = sorted(pydoc_data.topics.topics.values(), key=len, reverse=True)
     token_ids: list[int] = []
     for chapter in chapters:
@@ -37,23 +36,23 @@ def common_text(tokenizer: Tokenizer, tokens: int) -> list[int]:
 
 
 def prose(tokenizer: Tokenizer) -> list[int]:
-    """Token ids of the prose, some 1,800 with a vocabulary of a large model."""
+    """Token ids of the prose, some 1,800 with a large vocabulary."""
     return tokenizer.encode((Path(__file__).parent / "prose.txt").read_text(encoding="utf-8"))
 
 
 # -- What a model writes itself ------------------------------------------------------------------------------------------
 SEQUENCES = 16
-"""Written side by side: a step of so many costs little more than one of a single sequence."""
+"""Written side by side: such a step costs little more than one of a single sequence."""
 
 
 def write(session: Session, tokens: int, *, seed: int = 0, on_step: Callable[[str, int], None] = lambda *_: None) -> Tensor:
-    """Token ids [n] int64 of several texts, one after the other, each from the model's start token.
+    """Token ids [n] int64 of several texts by the model, each from its start token.
 
     They do not stop where a text ends: what a model writes behind that is its own as well.
 
     Args:
-        session: a model with a cache that loses nothing.
-        tokens: how many at least, start tokens among them.
+        session: with a cache that loses nothing.
+        tokens: at least so many, start tokens included.
     """
     length = max(1, min(-(-tokens // SEQUENCES) - 1, session.config.max_position_embeddings - 1))
     start, pieces = start_token(session.tokenizer), list[Tensor]()
@@ -66,8 +65,11 @@ def write(session: Session, tokens: int, *, seed: int = 0, on_step: Callable[[st
                 on_step("a text of its own", SEQUENCES)
 
         texts, _ = generate(
-            session.executor, cache, paging, prompts, max_new_tokens=length, max_context=length + 1,
-            sampling=Sampling(temperature=1.0, seed=seed), on_token=report_step, unused_ids=session.tokenizer.unused_ids,
+            session.executor, cache, paging,
+            GenerationRequest(
+                prompts=prompts, max_new_tokens=length, max_context=length + 1, unused_ids=session.tokenizer.unused_ids,
+                sampling=Sampling(temperature=1.0, seed=seed), on_token=report_step,
+            ),
         )  # fmt: skip
         pieces += [torch.tensor([start, *text.token_ids]) for text in texts]
         seed += SEQUENCES
@@ -75,6 +77,6 @@ def write(session: Session, tokens: int, *, seed: int = 0, on_step: Callable[[st
 
 
 def start_token(tokenizer: Tokenizer) -> int:
-    """What a model's texts begin with: its BOS token, or the one that ends a text and so stands before the next."""
+    """The BOS token, or the one that ends a text and so stands before the next."""
     begins = tokenizer.encode("")
     return begins[0] if begins else next(iter(tokenizer.eos_token_ids), 0)

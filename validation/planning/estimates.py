@@ -1,11 +1,11 @@
-"""What caches lose on a text, estimated from a few logits a position: to choose among them, before one is judged by all.
+"""What caches lose on a text, estimated from a few logits a position.
 
-Of n tokens t drawn from bf16's own prediction p, where a cache moves their logits by d_t:
+For n tokens t drawn from bf16's own prediction p, whose logits a cache moves by d_t:
 
     KL(p || p') = log E_p[exp d] - E_p[d]  ~  n / (n - 1) * (log mean exp d - mean d)
 
-Logits differ by the head's rows times what the final norm gives, so the head is never run over the vocabulary but once, for
-bf16. All caches are compared by the same tokens at the same positions.
+Logits differ by the head's rows times what the final norm gives, so the head runs over the vocabulary once, for bf16. All
+caches are compared by the same tokens at the same positions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from haarkv.validation.fidelity.evaluation import (
     run_span,
     score_window,
 )
-from haarkv.validation.planning.candidates import Place, one_layer, session_with_plan, with_format
+from haarkv.validation.planning.search import Place, one_layer, session_with_plan, with_format
 
 DRAWS = 32
 """Tokens a position, with replacement."""
@@ -50,7 +50,7 @@ class _LargeChunks(Session):
 
 
 def in_larger_chunks(session: Session) -> Session:
-    """A session whose caches take larger chunks: results do not depend on it, and what is stored is restored less often."""
+    """A session whose caches take larger chunks: the same results, with fewer restorations of what is stored."""
     return _LargeChunks(**{field.name: getattr(session, field.name) for field in fields(session) if field.name[0] != "_"})
 
 
@@ -80,7 +80,7 @@ class Estimator:
 
     @torch.inference_mode()
     def kl(self, hidden: Tensor) -> float:
-        """Mean KL in nats of a cache whose hidden states [n, hidden] after all layers are these, at the same positions."""
+        """Mean KL in nats of a cache with these hidden states [n, hidden] after all layers."""
         hidden_change = (self._final_norm(hidden).float() - self._exact.float()).unsqueeze(-1)
         total = 0.0
         for rows, by in zip(torch.split(self._rows, CHUNK), torch.split(hidden_change, CHUNK), strict=True):
@@ -90,14 +90,14 @@ class Estimator:
 
 
 class Probes:
-    """What a format costs at one place of a model, and all else in bf16.
+    """What a format costs at one place of a model, with all else in bf16.
 
-    The layers before a place are bf16's, and so are the tokens of which every query sees all in BF16: those are run once. The
-    layers behind it run over the other tokens alone, in the one bf16 cache whose first block stays as it is.
+    The layers before a place, and tokens that every query sees in BF16, are bf16's: they run once. The layers behind it run
+    over the other tokens alone, in the one bf16 cache whose first blocks stay.
 
     Args:
         base: bf16 in all places, with the tail and the sinks of the caches to choose from.
-        tokens: [T] int64, an empty cache's text.
+        tokens: [T] int64.
     """
 
     def __init__(self, model: DecoderModel, base: Session, tokens: Tensor) -> None:
@@ -117,7 +117,7 @@ class Probes:
         self._estimator = Estimator(model, base, self._entering[-1][self.first :])
 
     def cost(self, place: Place, name: str, calibration: Calibration | None = None) -> float:
-        """Mean KL in nats a token behind those that every query sees in BF16."""
+        """Mean KL in nats a token, behind those that every query sees in BF16."""
         layer, _ = place
         side = session_with_plan(self._base, with_format(self._base.plan, place, name, calibration))
         hidden = self._run_layer(side.plan, layer)[self.first :]
@@ -144,9 +144,9 @@ class Whole:
     Args:
         text: [T + 1] int64, the window and the token behind it.
         first: the first position that counts; at least one does.
-        every: one of so many positions is looked at where a loss is estimated.
+        every: estimates look at one of so many positions.
     Attributes:
-        hidden: of each cache that was run, by its plan: [T, hidden] after all layers; of the baseline by its own.
+        hidden: [T, hidden] after all layers, by plan; the baseline's by its own.
     """
 
     def __init__(self, model: DecoderModel, base: Session, text: Tensor, first: int, every: int) -> None:
@@ -163,11 +163,11 @@ class Whole:
         return self.hidden[plan][self._first :]
 
     def kl(self, plan: KVPlan) -> float:
-        """Mean KL in nats of the positions that count, about."""
+        """Estimated mean KL in nats of the positions that count."""
         return self._estimator.kl(self._scored_hidden(plan)[:: self._every])
 
     def row(self, name: str, plan: KVPlan) -> FidelityRow:
-        """A cache as it is measured, by all of its logits; bytes are of the whole window."""
+        """A cache measured by all of its logits; bytes are of the whole window."""
         exact, plan_hidden = self._scored_hidden(self._base.plan), self._scored_hidden(plan)
         text, window = self._text[self._first :], Span(0, len(plan_hidden))
         scores = score_window(name, Workload(text, [window], [], 0), window, self._logits(exact), self._logits(plan_hidden))
@@ -180,7 +180,7 @@ class Whole:
 class Judge:
     """What caches lose on the worst of several texts.
 
-    The first cache is run on all of them. A text on which it loses less than `share` of the most is not asked again.
+    The first cache runs on all of them. A text on which it loses less than `share` of the most is dropped.
     """
 
     def __init__(self, texts: Mapping[str, Whole], share: float, on_step: Callable[[str, int], None], layers: int) -> None:
@@ -188,7 +188,7 @@ class Judge:
         self._asked = False
 
     def estimate(self, plan: KVPlan, what: str = "auto") -> float:
-        """Mean KL in nats, about."""
+        """Estimated mean KL in nats."""
         losses = {}
         for name, text in self._texts.items():
             losses[name] = text.kl(plan)

@@ -1,4 +1,4 @@
-"""What weights are learned or quantised by: second moments of queries and keys, and of what matrices are multiplied with."""
+"""What weights are learned or quantised by: second moments of queries and keys, and mean squares of matrices' inputs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Moments:
         return cls(*(torch.zeros(shape, dtype=torch.float64) for shape in shapes))
 
     def add(self, x: Tensor, weight: Tensor | None = None) -> None:
-        """Add vectors [H, n, D] float64 of weights [H, n], each 1 unless given."""
+        """Add vectors [H, n, D] float64 with weights [H, n], each 1 unless given."""
         weight = torch.ones(x.shape[:2], dtype=torch.float64) if weight is None else weight
         weighted_x = x * weight.unsqueeze(-1)
         self.weight += weight.sum(1)
@@ -50,22 +50,22 @@ class Moments:
 
     @property
     def mean(self) -> Tensor:
-        """[H, D]; zeros of a head that had no vector of any weight."""
+        """[H, D]; zeros of a head without weight."""
         return self.first / self.weight.clamp(min=_TINY).unsqueeze(-1)
 
     def spread(self, mean: Tensor) -> Tensor:
-        """E[(x - mean) (x - mean)^T], [H, D, D], of a mean [H, D] that may be another text's."""
+        """E[(x - mean) (x - mean)^T], [H, D, D], about a mean [H, D] that may be another text's."""
         outer = self.mean.unsqueeze(-1) * mean.unsqueeze(-2)
         second = self.second / self.weight.clamp(min=_TINY)[:, None, None]
         return second - outer - outer.mT + mean.unsqueeze(-1) * mean.unsqueeze(-2)
 
 
 def over_positions(moments: Moments, inv_freq: Tensor, shifts: Tensor) -> Moments:
-    """The moments that vectors after RoPE would have, had their text stood at other places of a context too.
+    """The moments that vectors after RoPE would have, had their text also stood at other places of a context.
 
-    RoPE turns the pair (x_i, x_{i + D/2}) of a vector by its position times inv_freq_i. So if the text begins `shift` tokens
-    later, every pair is turned by that much more, and nothing has to be run again. With z = x_i + 1j * x_{i + D/2} a turn is a
-    factor, and the moments' mean over all turns is a product with the mean factor.
+    RoPE turns the pair (x_i, x_{i + D/2}) of a vector by its position times inv_freq_i. If the text begins `shift` tokens
+    later, every pair is turned by that much more. With z = x_i + 1j * x_{i + D/2} a turn is a factor, and the moments' mean
+    over all turns is a product with the mean factor.
 
     Args:
         moments: [H, D] and [H, D, D], of vectors whose first 2 * len(inv_freq) numbers are turned.
@@ -94,7 +94,7 @@ def over_positions(moments: Moments, inv_freq: Tensor, shifts: Tensor) -> Moment
 
 
 class AttentionVectors:
-    """Keys and queries of one window in one layer, as the cache and attention were given them."""
+    """Keys and queries of one window in one layer, as the cache and attention got them."""
 
     def __init__(self) -> None:
         self._k: list[Tensor] = []
@@ -104,7 +104,7 @@ class AttentionVectors:
         self._k.append(k.to("cpu", torch.float64).transpose(0, 1))
 
     def add_q(self, q: Tensor) -> None:
-        """Keep queries [T, Hq, D]."""
+        """Queries [T, Hq, D]."""
         self._q.append(q.to("cpu", torch.float64).transpose(0, 1))
 
     @property
@@ -113,7 +113,8 @@ class AttentionVectors:
 
     def stretch_vectors(self, turns: RopeShift | None) -> tuple[Tensor, Tensor]:
         """Keys [H, T, D] float64 as their stretches store them, and queries [H, n, D] turned back by their own stretch.
-        Queries that share a KV head follow each other. Without `turns`, both are as they stand."""
+        Queries that share a KV head follow each other. Without `turns`, both are as they stand.
+        """
         keys, queries = torch.cat(self._k, 1), torch.cat(self._q, 1)
         if turns and keys.shape[1] > STRETCH:
             places = torch.arange(keys.shape[1])
@@ -124,11 +125,11 @@ class AttentionVectors:
 class Sums:
     """What one layer's keys are learned from, added up window by window.
 
-    Each key is divided by its length in the metric, so that a few long ones, such as those that take most of the attention, do
-    not decide where all others are stored finely. For those lengths the metric of the first window does.
+    Each key is divided by its length in the metric, so that a few long ones, such as attention sinks, do not decide where
+    all others are stored finely. The first window's metric gives these lengths.
 
     Attributes:
-        q, k: moments of queries and keys; all count alike.
+        q, k: moments of queries and keys.
         unit: moments of the keys of length 1.
     """
 
@@ -140,10 +141,9 @@ class Sums:
     def add(self, window: AttentionVectors, turns: RopeShift | None = None, context: int = STRETCH) -> None:
         """Add a window, as if its text had stood at every place of a stretch.
 
-        A window that is shorter than a stretch is laid end to end, as often as fills it. So all places count alike, the first
-        and the last too, but for those where two windows overlap, which count twice. Steps of less than a window would leave
-        the two ends to few windows. Of a longer one every stretch counts as the first, its queries too: most of what they look
-        for lies near.
+        A window shorter than a stretch is laid end to end as often as fills it, so that all places count alike, but for
+        those where two windows overlap, which count twice. Of a longer one every stretch counts as the first, its queries
+        too: most of what they look for lies near.
 
         Args:
             turns: of the layer's keys; None to take keys and queries where they stand.
@@ -187,13 +187,13 @@ def _shifts(tokens: int, context: int) -> Tensor:
 
 
 def recording(ops: OpTable, window: AttentionVectors) -> OpTable:
-    """An op table that keeps what the cache and attention are given."""
+    """An op table that keeps the inputs of the cache and of attention."""
     return observe_vectors(ops, window.add_kv, window.add_q)
 
 
 # -- Of any matrix's inputs ----------------------------------------------------------------------------------------------
 _HEAD_TOKENS = 32
-"""Tokens of a window whose logits are computed: what the head sees is collected from them."""
+"""Tokens of a window whose logits are computed, for the head's inputs."""
 
 
 def importance(
@@ -204,7 +204,7 @@ def importance(
     If columns of the input are uncorrelated, a product's mean squared error is the sum over columns of error^2 times this.
 
     Args:
-        session: a model whose weights are as they were read (`balance=False`), on an executor that runs op by op.
+        session: with weights as they were read (`balance=False`), on an executor that runs op by op.
         windows: token ids [n] int64 of each, at least one.
     Raises:
         InputError: the executor does not run op by op.
@@ -227,7 +227,7 @@ def importance(
         return with_ops(ops, {"linear": linear})
 
     observed_executor = executor.with_ops(looking)
-    assert observed_executor is not None  # who has ops can be looked at
+    assert observed_executor is not None  # an executor with ops can be wrapped
     for window in windows:
         cache, paging = session.new_cache(1, len(window))
         hidden = observed_executor.forward(window, paging.batch([paging.add()], [len(window)]), cache)

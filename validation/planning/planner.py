@@ -1,28 +1,22 @@
-"""Which format each layer's K and V deserve, and how long a tail beside them: what it costs in KL, and the best in a budget.
+"""`tq plan`: what each format costs at K and V of each layer, the best plan in a budget, and that plan on another text.
 
-    setup = load_setup("tiny", ["bf16"])
-    costs = measure(setup, calibration, CANDIDATES)               # each place by itself, without a tail
-    choices = choices_within(costs, config, budget=4.0, tails=TAILS, context=4096)
-    rows = compare(setup, longer, choices)                        # each plan as a whole, on the same text
-    verified = verify(setup, unseen, best.plan, uniform_rivals(...))   # on another text, beside uniform formats
-
-A *place* is K or V of one layer. That the costs of places add up is an assumption; it ranks the plans of one tail, and
-nothing else is made of it. benchmarks/LOG.md says how far it holds.
+setup = load_setup("tiny", ["bf16"])
+costs = measure(setup, calibration, CANDIDATES)               # each place by itself, without a tail
+choices = choices_within(costs, config, budget=4.0, tails=TAILS, context=4096)
+rows = compare(setup, longer, choices)                        # each plan as a whole, on the same text
+verified = verify(setup, unseen, best.plan, uniform_rivals(...))   # on another text, beside uniform formats
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from haarkv.engine.session import Session
 from haarkv.models.config import ModelConfig
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration
-from haarkv.tq_ops.kv.cache import cache_bytes
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.validation.fidelity.evaluation import (
     FidelityRow,
@@ -33,27 +27,19 @@ from haarkv.validation.fidelity.evaluation import (
     score_all,
 )
 from haarkv.validation.fidelity.scores import Partial
-from haarkv.validation.planning.candidates import (
+from haarkv.validation.planning.search import (
+    Allocation,
     Candidates,
     Costs,
+    Frontier,
     Place,
     at,
     bits_per_value,
     everywhere,
-    place_bytes,
     places,
     session_with_plan,
     with_format,
 )
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """A plan, and the mean KL that it should have if costs added up."""
-
-    plan: KVPlan
-    predicted_kl: float
-
 
 # -- Measuring ------------------------------------------------------------------------------------------------------------
 
@@ -61,7 +47,7 @@ class Allocation:
 def changed_caches(
     base: Session, candidates: Candidates, calibration: Calibration | None = None
 ) -> dict[str, tuple[Place, str, Session]]:
-    """The baseline with one candidate at one place, by a name for the user; `bf16` changes nothing and is left out."""
+    """The baseline with one candidate at one place, by a name for the user; what changes nothing is left out."""
     caches = {}
     for place in places(base.config):
         for name in at(place[1], candidates):
@@ -79,16 +65,14 @@ def measure(
     partial: Partial | None = None,
     on_step: OnStep = lambda *_: None,
 ) -> dict[Place, dict[str, float]]:
-    """What each candidate costs at each place.
+    """What each candidate costs at each place, in nats a token.
 
         cost(place, f) = mean over the text of KL(bf16 || bf16 everywhere but f at this place)
 
-    The layers before a place are the baseline's: they are run once a window, and each cache begins behind them.
+    The layers before a place are the baseline's: they run once a window.
 
     Args:
         calibration: the text and its windows; greedy prompts are not run.
-    Returns:
-        nats a token, in the order of the places and candidates.
     """
     partial = partial or Partial()
     caches = changed_caches(setup.base, candidates, coordinates)
@@ -105,57 +89,7 @@ def measure(
     return costs
 
 
-# -- Choosing -------------------------------------------------------------------------------------------------------------
-
-
-def choose(
-    costs: Costs,
-    config: ModelConfig,
-    *,
-    budget: float,
-    tail: int,
-    context: int,
-    sink: int = 0,
-    calibration: Calibration | None = None,
-    place_groups: Sequence[Sequence[Place]] | None = None,
-) -> Allocation | None:
-    """The formats with the least sum of costs within a budget, beside a tail.
-
-    Args:
-        budget: bits a value, all included.
-        context: tokens of a sequence, over which the tail's bytes are spread.
-        place_groups: places that take one format; all of `costs`, each once. Without it each place has its own.
-    Returns:
-        None if not even the smallest candidates fit.
-    """
-    groups = place_groups or [[place] for place in costs]
-    empty = KVSpec("bf16", tail=tail or None, sink=sink).plan(config.num_layers)
-    chunk = KVSpec("tq4", tail=tail or None, sink=sink).plan(config.num_layers).ring_chunk()
-    names = [list(costs[group[0]]) for group in groups]
-
-    def size(group: Sequence[Place], name: str) -> int:
-        plans = [(with_format(empty, place, name, calibration), place) for place in group]
-        return sum(place_bytes(plan, place, config.kv_shapes, context, chunk) for plan, place in plans)
-
-    sizes = [[size(group, name) for name in group_names] for group, group_names in zip(groups, names, strict=True)]
-    losses = [
-        [math.fsum(costs[place][name] for place in group) for name in group_names]
-        for group, group_names in zip(groups, names, strict=True)
-    ]
-    exact = cache_bytes(KVSpec("bf16").plan(config.num_layers), context, config.kv_shapes)
-    # A budget such as 4.1 has no exact float; what it falls short of must not cost a plan of just 4.1 bits.
-    room = math.floor(budget * exact / 16 * (1 + 1e-12))
-    options = best_within(sizes, losses, room)
-    if options is None:
-        return None
-    plan, total = empty, []
-    for group, group_names, group_losses, option in zip(groups, names, losses, options, strict=True):
-        for place in group:
-            plan = with_format(plan, place, group_names[option], calibration)
-        total.append(group_losses[option])
-    return Allocation(plan, math.fsum(total))
-
-
+# -- Choosing ------------------------------------------------------------------------------------------------------------
 def choices_within(
     costs: Costs,
     config: ModelConfig,
@@ -175,7 +109,7 @@ def choices_within(
         raise InputError(f"a budget of {budget:g} bits a value is none; --budget must lie above 0 and below bf16's 16")
     settings = [(tail, sink) for tail in tails for sink in sinks]
     all_choices = [
-        choose(costs, config, budget=budget, tail=tail, context=context, sink=sink, calibration=calibration)
+        Frontier(costs, config, tail=tail, context=context, sink=sink, calibration=calibration).within(budget)
         for tail, sink in settings
     ]
     if choices := [choice for choice in all_choices if choice]:
@@ -196,42 +130,68 @@ def compare(
     return [replace(row, kv=choice.plan.describe()) for row, choice in zip(rows, choices, strict=True)]
 
 
-# -- The multiple-choice knapsack --------------------------------------------------------------------------------------
-def best_within(sizes: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], budget: int) -> list[int] | None:
-    """Choose an option of each item.
+# -- A chosen plan on another text -------------------------------------------------------------------------------------
+SAME_BYTES = 1.05
+"""A uniform format of at most so many times the plan's bytes counts as one of the same bytes."""
+PLAN = "plan"
+"""The plan's name among the caches of its verification."""
 
-    Dynamic programming over sizes, in units of the greatest common divisor of what options exceed their item's smallest by:
-    `best[i, s] = min over options of best[i - 1, s - size] + loss`. Among equal losses the smallest size wins.
 
-    Args:
-        sizes: [item][option], at least one option each.
-        losses: the same, of any sign.
-        budget: in the same unit as sizes.
-    Returns:
-        the index of each item's option; None if not even the smallest fit.
+@dataclass(frozen=True)
+class Verification:
+    """A plan on a text that it was not chosen by.
+
+    Attributes:
+        rivals: rows of the uniform candidates next to it in size, fewer bytes first.
+        nearer: for each rival, in how many windows the plan's mean KL is lower.
     """
-    least = sum(map(min, sizes))
-    if budget < least:
-        return None
-    extra = [[size - min(item_sizes) for size in item_sizes] for item_sizes in sizes]
-    unit = math.gcd(*(size for item_sizes in extra for size in item_sizes)) or 1
-    room = (min(budget, sum(map(max, sizes))) - least) // unit
-    best = np.full(room + 1, np.inf)
-    best[0] = 0.0
-    option_tables = []
-    for item_sizes, item_losses in zip(extra, losses, strict=True):
-        best_loss, option = np.full(room + 1, np.inf), np.zeros(room + 1, dtype=np.int64)
-        for index, (size, loss) in enumerate(zip(item_sizes, item_losses, strict=True)):
-            steps = size // unit
-            if steps <= room:
-                with_it = np.full(room + 1, np.inf)
-                with_it[steps:] = best[: room + 1 - steps] + loss
-                better = with_it < best_loss
-                best_loss[better], option[better] = with_it[better], index
-        best = best_loss
-        option_tables.append(option)
-    at, selection = int(best.argmin()), []
-    for item_sizes, option in zip(reversed(extra), reversed(option_tables), strict=True):
-        selection.append(int(option[at]))
-        at -= item_sizes[selection[-1]] // unit
-    return selection[::-1]
+
+    plan: FidelityRow
+    rivals: tuple[FidelityRow, ...]
+    nearer: tuple[int, ...]
+    tokens: int
+    windows: int
+
+    @property
+    def beaten_by(self) -> FidelityRow | None:
+        """The best uniform candidate of the same bytes or fewer, unless the plan's mean KL is lower."""
+        same = [row for row in self.rivals if row.bytes_per_token <= SAME_BYTES * self.plan.bytes_per_token]
+        best = min(same, key=lambda row: row.kl_mean, default=None)
+        return best if best and best.kl_mean <= self.plan.kl_mean else None
+
+
+def uniform_rivals(
+    plan: KVPlan, config: ModelConfig, context: int, candidates: Sequence[str], calibration: Calibration | None = None
+) -> dict[str, KVPlan]:
+    """Uniform candidates next to a plan in bytes: the largest that take no more, and the smallest that take no fewer.
+
+    Also, with the plan's tail and sinks, the largest that take no more: they show how much of the gain is the tail's.
+    """
+    plan_bits = bits_per_value(plan, config, context)
+    rivals: dict[str, KVPlan] = {}
+    for tail, sink in dict.fromkeys(((None, 0), (plan.recent, plan.sink))):
+        base_spec = KVSpec(tail=tail, sink=sink, calibration=calibration)
+        uniform = [replace(base_spec, kv=everywhere(name)).plan(config.num_layers) for name in candidates]
+        bits = [bits_per_value(other, config, context) for other in uniform]
+        near = {max((b for b in bits if b <= plan_bits), default=None)}
+        if (tail, sink) == (None, 0):
+            near.add(min((b for b in bits if b >= plan_bits), default=None))
+        rivals |= {other.describe(): other for b, other in zip(bits, uniform, strict=True) if b in near}
+    return dict(sorted(rivals.items(), key=lambda item: bits_per_value(item[1], config, context)))
+
+
+def verify(
+    setup: Setup, unseen: Workload, plan: KVPlan, rivals: Mapping[str, KVPlan], on_step: OnStep = lambda *_: None
+) -> Verification:
+    """A plan and its rivals on a text that it was not chosen by."""
+    caches = {name: session_with_plan(setup.base, other) for name, other in {PLAN: plan, **rivals}.items()}
+    partial = Partial()
+    plan_row, *others = evaluate(replace(setup, caches=caches), unseen, partial=partial, on_step=on_step)
+
+    def window_means(name: str) -> list[float]:
+        all_scores = (partial.scores(name, number) for number in range(len(unseen.windows)))
+        return [scores.kl.mean().item() for scores in all_scores if scores]
+
+    means = window_means(PLAN)
+    nearer = [sum(a < b for a, b in zip(means, window_means(row.kv), strict=True)) for row in others]
+    return Verification(plan_row, tuple(others), tuple(nearer), unseen.scored_tokens, len(unseen.windows))

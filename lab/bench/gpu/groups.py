@@ -17,7 +17,6 @@ _TESTS = {
     "the executor": ("tests/executors/test_cuda_executor.py", "tests/executors/test_cuda_step.py"),
     "hybrids and experts": (
         "tests/tq_ops/cuda/test_delta.py", "tests/tq_ops/cuda/test_experts.py",
-        "tests/executors/test_cuda_hybrid.py",
     ),
 }  # fmt: skip
 _SHARES = {"paged_attention": 6, "store_kv": 3}

@@ -26,7 +26,7 @@ from haarkv.tq_ops.cuda import ops
 from haarkv.tq_ops.cuda.layout import NO_FAULT
 from haarkv.tq_ops.cuda.ops import CudaFusedOps
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.cache import LayerView, PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import Heads
 from lab.bench import peers
@@ -87,13 +87,10 @@ class DenseOps(CudaFusedOps):
     kv: Sequence[tuple[Tensor, Tensor]] = field(kw_only=True)
     attend: Attend = field(kw_only=True)
 
-    def attention(
-        self, qkv: Tensor, heads: Heads, rope: tuple[Tensor, Tensor], cache: PagedKVCache, layer: int, batch: Batch,
-        softmax_scale: float,
-    ) -> Tensor:  # fmt: skip
-        queries, ahead = ops.rotate_and_append(qkv, heads, rope, cache, layer, batch, self.fault)
+    def attention(self, qkv: Tensor, heads: Heads, rope: tuple[Tensor, Tensor], at: LayerView, softmax_scale: float) -> Tensor:
+        queries, ahead = ops.rotate_and_append(qkv, heads, rope, at, self.fault)
         query_rows = (ahead.queries if ahead else queries).view(-1, *queries.shape[1:])[: len(queries)]
-        k, v = self.kv[layer]
+        k, v = self.kv[at.layer]
         # Converted, they would take a launch that a bf16 step does not make.
         out = self.attend(query_rows[: len(k)].view(k.dtype), k, v)
         padding = len(query_rows) - len(k)

@@ -22,14 +22,13 @@ from haarkv.tq_ops.kv.layer import page_bytes
 from haarkv.tq_ops.kv.shapes import KVShape
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
-from haarkv.tq_ops.cuda import available, decode, ops
-from haarkv.tq_ops.cuda.arguments import layer_windows
-from haarkv.tq_ops.cuda.in_bf16 import attend_windows
+from haarkv.tq_ops.cuda import decode, ops
+from haarkv.tq_ops.cuda.in_bf16 import attend_windows, layer_windows
 from haarkv.tq_ops.cuda.layout import to_layout
 from lab.ptx import LaunchFault, Memory, execute, far
 from lab.ptx.tensors import fresh_memory_is_poison, place
 
-if reason := available.nvrtc_missing():
+if reason := decode.nvrtc_missing():
     pytest.skip(reason, allow_module_level=True)
 
 
@@ -64,7 +63,7 @@ def ptx_execution(order: str = "ascending", edit: Callable[[str], str] = str) ->
         kernel_names.append("decode")
         return PtxKernel(edit(kernel_ptx(shape)), decode.shared_bytes(shape.group, shape.head_dim), memory, order)
 
-    with patch.object(available, "address", address), patch.object(decode, "_kernel", kernel), fresh_memory_is_poison():
+    with patch.object(decode, "address", address), patch.object(decode, "_kernel", kernel), fresh_memory_is_poison():
         yield kernel_names
 
 
@@ -72,12 +71,13 @@ def attend_in(kv_cache, batch, case: Case, *, reference_too: bool = True, **how)
     """What the kernel makes of a layer's attention, and what the reference does."""
     torch.manual_seed(1)
     q = (2 * torch.randn(len(batch.positions), case.kv_heads * case.group, case.head_dim)).bfloat16()
-    theirs = reference.paged_attention(q, kv_cache, LAYER, batch, case.head_dim**-0.5) if reference_too else None
-    k, v = (to_layout(f, LAYER, case.head_dim, q.device) for f in (kv_cache.k_format(LAYER), kv_cache.v_format(LAYER)))
-    scale, windows, batch = case.head_dim**-0.5 * ops.LOG2_E, layer_windows(kv_cache, LAYER), kv_cache.placed(LAYER, batch)
-    in_bf16 = attend_windows(q, windows, kv_cache, LAYER, batch, scale) if windows else None
+    theirs = reference.paged_attention(q, kv_cache.view(LAYER, batch), case.head_dim**-0.5) if reference_too else None
+    at = kv_cache.view(LAYER, batch)
+    k, v = (to_layout(kv_format, LAYER, case.head_dim, q.device) for kv_format in at.kv.formats)
+    scale, windows = case.head_dim**-0.5 * ops.LOG2_E, layer_windows(at.kv)
+    in_bf16 = attend_windows(q, windows, at, scale) if windows else None
     with ptx_execution(**how):
-        ours = decode.attend(q, ops.rotate(q, kv_cache, LAYER, batch), kv_cache, LAYER, batch, k, v, scale, in_bf16)
+        ours = decode.attend(q, ops.rotate(q, at), at, (k, v), scale, in_bf16)
     return ours, theirs
 
 
@@ -162,7 +162,10 @@ def test_blocks_beyond_two_gigabytes():
     pages = torch.from_numpy(far(70_000 * size)).view(70_000, size)
     wide = PagedKVCache(one.plan, KVShape(8, 128), num_blocks=70_000, block_size=128, pages={LAYER: pages})
     blocks = torch.tensor([69_999, 16_400, 33_000])
-    for fields, others in ((wide.k_fields(LAYER), kv_cache.k_fields(LAYER)), (wide.v_fields(LAYER), kv_cache.v_fields(LAYER))):
+    for fields, others in (
+        (wide.kv[LAYER].k.fields, kv_cache.kv[LAYER].k.fields),
+        (wide.kv[LAYER].v.fields, kv_cache.kv[LAYER].v.fields),
+    ):
         for name, tensor in fields.items():
             tensor[blocks] = others[name][batch.block_table[0].long()]
     ours, _ = attend_in(wide, replace(batch, block_table=blocks.int().unsqueeze(0)), one, reference_too=False)
@@ -230,9 +233,9 @@ def test_the_op_takes_it_for_one_new_token_a_sequence(monkeypatch):
     one = case("k=tq4,v=tq3", 128, 4, 2, 16, 300, 17, window=130)
     kv_cache, batch = filled(one)
     q = torch.randn(2, 8, 128).bfloat16()
-    theirs = reference.paged_attention(q, kv_cache, LAYER, batch, 0.1)
+    theirs = reference.paged_attention(q, kv_cache.view(LAYER, batch), 0.1)
     monkeypatch.setattr(decode, "takes", lambda *_: True)
     with ptx_execution() as kernel_names:
-        ours = ops.paged_attention(q, kv_cache, LAYER, batch, 0.1)
+        ours = ops.paged_attention(q, kv_cache.view(LAYER, batch), 0.1)
     assert kernel_names == ["decode"]
     assert relative(ours, theirs) <= bounds.LAYER_BF16.attention

@@ -137,8 +137,8 @@ def test_the_cache_stores_each_head_in_its_own_rotation(monkeypatch):
     cache = PagedKVCache(plan, KVShape(HEADS, 128), num_blocks=2, block_size=16)
     paging = PagedSequences(2, 16)
     k, v = vectors(20, HEADS, 128, seed=1), vectors(20, HEADS, 128, seed=2)
-    cache.write(1, k, v, paging.batch([paging.add()], [20]))
-    for side, x, dequantized in zip("kv", (k, v), cache.read(1, torch.tensor([[0, 1]])), strict=True):
+    cache.view(1, paging.batch([paging.add()], [20])).write(k, v)
+    for side, x, dequantized in zip("kv", (k, v), cache.kv[1].read(torch.tensor([[0, 1]])), strict=True):
         kv_format, by_head = by_side[side], x.transpose(0, 1)
         expected = kv_format.dequantize(kv_format.quantize(by_head, 1), 1)
         torch.testing.assert_close(dequantized[0, :, :20], expected, rtol=0, atol=1e-5)

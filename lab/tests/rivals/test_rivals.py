@@ -155,10 +155,10 @@ def test_the_executor_cpu_runs_them_by_the_references_ops(kv):
         for tokens in (60, 64, 40, 1):
             batch, heads = paging.batch([sequence], [tokens]), config.heads
             k, v = torch.randn(2, tokens, heads.num_kv_heads, 128, generator=generator)
-            ops.store_kv(k, v, cache, 1, batch)
+            ops.store_kv(k, v, cache.view(1, batch))
             q = torch.randn(tokens, heads.num_heads, 128, generator=generator)
-            step_outputs.append(ops.paged_attention(q, cache, 1, batch, 128**-0.5))
-        outputs.append([*step_outputs, *cache.k_fields(1).values(), *cache.v_fields(1).values()])
+            step_outputs.append(ops.paged_attention(q, cache.view(1, batch), 128**-0.5))
+        outputs.append([*step_outputs, *cache.kv[1].k.fields.values(), *cache.kv[1].v.fields.values()])
     assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
 
 

@@ -58,7 +58,7 @@ def layer_call(program, new, lengths, blocks=12, model=None, spec=None):
                 executor.layers(hidden, range(LAYER, LAYER + 1), batch, cache)
     batch, hidden = run(new)
     rope = model.ropes[model.config.layers[LAYER].attention.rope].at(batch.positions)
-    tiling = inputs.tile(cache.placed(LAYER, batch), program, rope)
+    tiling = inputs.tile(cache.kv[LAYER].place(batch), program, rope)
     constants = {**inputs.layer_constants(model, LAYER), **inputs.mask_arguments(program)}
     arguments, _ = inputs.layer_call(program, constants, tiling.spread(hidden), tiling, cache, LAYER)
     # The program gets copies; the reference then writes the cache itself.

@@ -23,6 +23,11 @@ import triton
 from block_weights import random_blocks
 from cuda_caches import as_bytes, everything_in, pad_batch, same
 from cuda_mixtures import Mixture
+from op_contract import suite
+from op_contract.caches import Attention, Store
+from op_contract.cases import Product
+from op_contract.delta import Delta
+from op_contract.suite import CUDA, OpCase
 from op_tables import LAYER, Case, filled, relative
 from ptx_faults import FAULTS
 from ptx_launches import ptx_execution
@@ -42,11 +47,6 @@ from haarkv.tq_ops.kv.layer import page_bytes
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.validation.faults.states import small_hybrid
-from haarkv.validation.ops import suite
-from haarkv.validation.ops.caches import Attention, Store
-from haarkv.validation.ops.cases import Product
-from haarkv.validation.ops.delta import Delta
-from haarkv.validation.ops.suite import CUDA, OpCase
 from lab.ptx import far
 
 CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
@@ -88,7 +88,7 @@ def far_batch(tokens: int) -> tuple[PagedKVCache, Batch, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     for new in ([130, 200], [tokens, tokens]):
         batch = paging.batch(ids, new)
-        reference.store_kv(*torch.randn(2, sum(new), 2, 128, generator=generator), kv_cache, LAYER, batch)
+        reference.store_kv(*torch.randn(2, sum(new), 2, 128, generator=generator), kv_cache.view(LAYER, batch))
     return kv_cache, batch, torch.randn(2 * tokens, 10, 128, generator=generator).to(BF16)
 
 
@@ -96,26 +96,26 @@ def far_attention(tokens: int) -> Check:
     def check(capability: int) -> str | None:
         kv_cache, batch, q = far_batch(tokens)
         with ptx_execution(capability):
-            ours = ops.paged_attention(q, kv_cache, LAYER, batch, 128**-0.5)
-        error = relative(ours, reference.paged_attention(q, kv_cache, LAYER, batch, 128**-0.5))
+            ours = ops.paged_attention(q, kv_cache.view(LAYER, batch), 128**-0.5)
+        error = relative(ours, reference.paged_attention(q, kv_cache.view(LAYER, batch), 128**-0.5))
         return None if error <= bounds.LAYER_BF16.attention else f"error {error}"
 
     return f"attention of {tokens} new tokens in blocks beyond 2**31 bytes", check
 
 
 def dead_sequences(capability: int, **window: int) -> str | None:
-    """What pads a captured batch: length 0, slot -1, and a block table of -1, which nobody may follow."""
+    """What pads a captured batch: length 0, slot -1, and a block table of -1, which nothing may follow."""
     kv_cache, batch = filled(Case("tq4", 128, 5, 2, 128, (130, 9), (1, 1), **window))
     dead = pad_batch(batch, 2, table=-1, width=3)
     q = torch.randn(4, 10, 128, generator=torch.Generator().manual_seed(1)).to(BF16)
     before = as_bytes(kv_cache)
     with ptx_execution(capability):
-        ours = ops.paged_attention(q, kv_cache, LAYER, dead, 128**-0.5)
+        ours = ops.paged_attention(q, kv_cache.view(LAYER, dead), 128**-0.5)
         fault = ops.new_fault(CPU)
         kv = torch.full((4, 2, 128), float("nan"))
-        ops.append(kv, kv, kv_cache, LAYER, replace(dead, slot_mapping=torch.full((4,), -1)), fault)
+        ops.append(kv, kv, kv_cache.view(LAYER, replace(dead, slot_mapping=torch.full((4,), -1))), fault)
         ops.raise_fault(fault, kv_cache, dead)
-    error = relative(ours[:2], reference.paged_attention(q[:2], kv_cache, LAYER, batch, 128**-0.5))
+    error = relative(ours[:2], reference.paged_attention(q[:2], kv_cache.view(LAYER, batch), 128**-0.5))
     if error > bounds.LAYER_BF16.attention:
         return f"error {error}"
     if not (ours[2:] == 0).all():

@@ -48,10 +48,10 @@ class PtxFault:
 
         kv_cache, batch = filled(_CASE)
         q = (2 * torch.randn(2, 10, 128, generator=torch.Generator().manual_seed(1))).to(torch.bfloat16)
-        theirs = reference.paged_attention(q, kv_cache, LAYER, batch, 128**-0.5)
+        theirs = reference.paged_attention(q, kv_cache.view(LAYER, batch), 128**-0.5)
         try:
             with ptx_execution(capability, edit=edit):
-                ours = ops.paged_attention(q, kv_cache, LAYER, batch, 128**-0.5)
+                ours = ops.paged_attention(q, kv_cache.view(LAYER, batch), 128**-0.5)
         except LaunchFault as fault:
             return self.says is not None and re.search(self.says, str(fault)) is not None
         return self.says is None and not relative(ours, theirs) <= bounds.LAYER_BF16.attention
@@ -73,7 +73,7 @@ def _last_barrier(text: str) -> str:
 
 
 FAULTS: dict[str, PtxFault] = {
-    "stores without their mask": PtxFault(without_predicate(r"st\.global"), "rotate_kernel", "bytes at byte"),
+    "stores without their mask": PtxFault(without_predicate(r"st\.global"), "prologue_kernel", "bytes at byte"),
     "loads of scales without their mask": PtxFault(without_predicate(r"ld\.global(?:\.\w+)*\.b16"), "attend_kernel", None),
     "a barrier left out": PtxFault(_last_barrier, "attend_kernel", "with no barrier between"),
     "a copy that nothing waits for": PtxFault(without(r"cp\.async\.wait_group"), "attend_kernel", None),

@@ -1,7 +1,7 @@
 """Executes each launch of the Triton kernels on the CPU: its PTX, as a card would be given it, thread by thread.
 
     with ptx_execution(80) as launches:
-        out = ops.paged_attention(q, cache, layer, batch, scale)  # tensors on the CPU; the result is the kernels'
+        out = ops.paged_attention(q, cache.view(layer, batch), scale)  # tensors on the CPU; the result is the kernels'
 
 A process of its own: where Triton has been imported to interpret, it does not compile.
 """
@@ -17,7 +17,7 @@ import torch
 import triton
 from cuda_launches import LaunchRequest, Nothing, record_launches
 
-from haarkv.tq_ops.cuda import choices
+from haarkv.tq_ops.cuda import schedule
 from lab.ptx import Memory, execute
 from lab.ptx.tensors import fresh_memory_is_poison, place
 
@@ -77,5 +77,5 @@ def ptx_execution(capability: int, **options: Any) -> Iterator[Launches]:
     """Whatever is launched meanwhile, on tensors of the CPU, is executed at once."""
     launches = Launches(**options)
     with record_launches(capability, lambda request: _PtxKernel(request, launches)), fresh_memory_is_poison():
-        choices.processors = lambda _: launches.processors
+        schedule.processors = lambda _: launches.processors
         yield launches

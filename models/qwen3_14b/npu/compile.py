@@ -115,7 +115,7 @@ def layer_call(
             paging.batch([sequence], [count])
     batch = paging.batch(sequences, new)
     rope = RopeTable(config.common.attention.rope, int(batch.positions.max()) + 1)
-    tiling = inputs.tile(cache.placed(layer, batch), program, rope.at(batch.positions))
+    tiling = inputs.tile(cache.kv[layer].place(batch), program, rope.at(batch.positions))
     hidden = tiling.spread(torch.zeros(sum(new), config.hidden_size, dtype=torch.bfloat16))
     constants = {**inputs.layer_constants(model, 0), **inputs.mask_arguments(program)}
     return inputs.layer_call(program, constants, hidden, tiling, cache, layer)[0]

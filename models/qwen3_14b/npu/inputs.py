@@ -105,13 +105,13 @@ def head_constants(model: DecoderModel, program: HeadProgram) -> list[dict[str, 
 
 def cache_arguments(cache: PagedKVCache, layer: int) -> dict[str, Tensor]:
     """A layer's cache as its program sees it, the very bytes."""
-    k, v = layer_sides(cache.plan, layer, cache.shape(layer).head_dim)
-    return {**k.tensors("k", cache.k_fields(layer)), **v.tensors("v", cache.v_fields(layer))}
+    k, v = layer_sides(cache.plan, layer, cache.kv[layer].shape.head_dim)
+    return {**k.tensors("k", cache.kv[layer].k.fields), **v.tensors("v", cache.kv[layer].v.fields)}
 
 
 def window_arguments(program: LayerProgram, tiling: Tiling, cache: PagedKVCache, layer: int) -> dict[str, Tensor]:
     """A layer's tokens in BF16, the very memory, and their places, which layers alike share."""
-    shape, (k, v) = program.kept, cache.kept(layer)
+    shape, (k, v) = program.kept, cache.kv[layer].windows
     if shape is None or k is None or v is None:
         return {}
     if shape not in tiling._window_arguments:

@@ -27,9 +27,9 @@ def queries(case: Case, seed: int = 3) -> Tensor:
 
 def check(table, q: Tensor, cache: PagedKVCache, batch: Batch) -> Tensor:
     """The result, as near to exact attention as the reference with its BF16 probabilities is, and within its bound of it."""
-    ours = table.open().paged_attention(q, cache, LAYER, batch, SCALE)
-    theirs = reference.paged_attention(q, cache, LAYER, batch, SCALE)
-    exact = reference.paged_attention(q.float(), cache, LAYER, batch, SCALE)
+    ours = table.open().paged_attention(q, cache.view(LAYER, batch), SCALE)
+    theirs = reference.paged_attention(q, cache.view(LAYER, batch), SCALE)
+    exact = reference.paged_attention(q.float(), cache.view(LAYER, batch), SCALE)
     assert relative(ours, theirs) <= bounds.LAYER_BF16.attention
     assert relative(ours, exact) <= max(BESIDE_BF16 * relative(theirs, exact), 2.0**-8)
     return ours
@@ -50,8 +50,8 @@ def test_a_query_with_one_coordinate_a_hundred_times_the_others(table, rotated):
 def test_one_key_far_above_many(table):
     cache, batch = filled(CASE)
     q = queries(CASE)
-    q[0, 0] = (6 * cache.read(LAYER, batch.block_table)[0][0, 0, 131]).bfloat16()
-    q[1, 7] = (2 * cache.read(LAYER, batch.block_table)[0][1, 1, 127]).bfloat16()
+    q[0, 0] = (6 * cache.kv[LAYER].read(batch.block_table)[0][0, 0, 131]).bfloat16()
+    q[1, 7] = (2 * cache.kv[LAYER].read(batch.block_table)[0][1, 1, 127]).bfloat16()
     check(table, q, cache, batch)
 
 
@@ -61,7 +61,7 @@ def test_many_equal_weights_and_one_spike(table, block_size):
     case = Case("tq4", 128, 5, 1, block_size, (20_000,), (1,))
     cache, batch = filled(case)
     q = torch.zeros(1, 5, 128)
-    q[0, 1:] = 2 * cache.read(LAYER, batch.block_table)[0][0, 0, 4321] * torch.tensor([0.1, 0.3, 0.5, 0.7]).view(4, 1)
+    q[0, 1:] = 2 * cache.kv[LAYER].read(batch.block_table)[0][0, 0, 4321] * torch.tensor([0.1, 0.3, 0.5, 0.7]).view(4, 1)
     check(table, q.bfloat16(), cache, batch)
 
 
@@ -69,7 +69,7 @@ def test_many_equal_weights_and_one_spike(table, block_size):
 def test_scales_from_1e_minus_4_to_1e4_in_one_block(table):
     cache, batch = filled(CASE)
     generator = torch.Generator().manual_seed(5)
-    for fields, span in ((cache.k_fields(LAYER), 1.0), (cache.v_fields(LAYER), 4.0)):
+    for fields, span in ((cache.kv[LAYER].k.fields, 1.0), (cache.kv[LAYER].v.fields, 4.0)):
         exponents = span * (2 * torch.rand(fields["scale"].shape, generator=generator) - 1)
         fields["scale"].copy_(10**exponents)
     check(table, queries(CASE), cache, batch)
@@ -83,7 +83,7 @@ LEARNED_CASES = [Case(kv, 128, 5, 2, 128, (700, 255), (1, 1)) for kv in ("k=lr4,
 def test_learned_coordinates_of_very_different_size(table, case):
     """A query along one head's first row: levels that refine meet 0.18 and 0.06 of it, the others little."""
     cache, batch = filled(case)
-    rows = cache.k_format(LAYER).description(128).transform.coordinates(LAYER).rows
+    rows = cache.kv[LAYER].k.kv_format.description(128).transform.coordinates(LAYER).rows
     q = queries(case)
     q[0, 0] = (0.3 * rows[0, 0] / rows[0, 0].norm() ** 2 * 128).bfloat16()
     q[1, 9] = (3 * rows[1, 127] / rows[1, 127].norm() ** 2).bfloat16()
@@ -93,12 +93,12 @@ def test_learned_coordinates_of_very_different_size(table, case):
 @every_table
 def test_scales_of_zero(table):
     cache, batch = filled(CASE)
-    cache.v_fields(LAYER)["scale"][:, :, ::3] = 0
+    cache.kv[LAYER].v.fields["scale"][:, :, ::3] = 0
     check(table, queries(CASE), cache, batch)
-    cache.k_fields(LAYER)["scale"].zero_()
+    cache.kv[LAYER].k.fields["scale"].zero_()
     check(table, queries(CASE), cache, batch)
-    cache.v_fields(LAYER)["scale"].zero_()
-    assert (table.open().paged_attention(queries(CASE), cache, LAYER, batch, SCALE) == 0).all()
+    cache.kv[LAYER].v.fields["scale"].zero_()
+    assert (table.open().paged_attention(queries(CASE), cache.view(LAYER, batch), SCALE) == 0).all()
 
 
 @every_table
@@ -106,7 +106,7 @@ def test_scales_of_zero(table):
 def test_the_largest_sums_there_can_be(table, code):
     """Every level at its largest, a rotated query all of one size, equal weights: 32 bits are used to the last one."""
     cache, batch = filled(CASE)
-    for fields in (cache.k_fields(LAYER), cache.v_fields(LAYER)):
+    for fields in (cache.kv[LAYER].k.fields, cache.kv[LAYER].v.fields):
         fields["codes"].fill_(code)
         fields["scale"].fill_(1.0)
     q = torch.ones(2, 10, 128) @ layout(formats.get("tq4"), LAYER, 128).rotate[0].T
@@ -119,7 +119,7 @@ def test_a_bf16_query_that_is_not_finite_gives_no_number(table):
     for value in (float("nan"), float("inf")):
         q = queries(CASE)
         q[0, 3, 9] = value
-        ours = table.open().paged_attention(q, cache, LAYER, batch, SCALE)
+        ours = table.open().paged_attention(q, cache.view(LAYER, batch), SCALE)
         assert ours[0, 3].isnan().all()
         assert ours.isnan().any(-1).sum() == 1
 

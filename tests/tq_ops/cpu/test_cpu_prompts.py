@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from op_contract import suite
 from op_tables import LAYER, Case, every_table, filled, relative
 from torch import Tensor
 
 from haarkv.tq_ops.cpu import calls, layout, library
 from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.kv.batch import Batch
-from haarkv.validation.ops import suite
 
 # Passes of 128 rows and less, blocks and items that end within a prompt, levels left over of a tile, and tokens in BF16.
 PROMPTS = (
@@ -41,7 +41,7 @@ def queries(case: Case, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 def attend_case(case: Case, ops: CpuOps) -> Tensor:
     cache, batch = filled(case)
-    return ops.paged_attention(queries(case), cache, LAYER, batch, case.head_dim**-0.5)
+    return ops.paged_attention(queries(case), cache.view(LAYER, batch), case.head_dim**-0.5)
 
 
 def part(batch: Batch, row: int, begin: int, end: int) -> Batch:
@@ -63,14 +63,14 @@ def test_a_prompt_gets_the_same_bits_however_it_is_cut(table, case, dtype):
         pytest.skip("sums of FP32 queries have no passes of their own")
     ops, (cache, batch), q = table.open(), filled(case), queries(case, dtype)
     scale = case.head_dim**-0.5
-    whole = ops.paged_attention(q, cache, LAYER, batch, scale)
+    whole = ops.paged_attention(q, cache.view(LAYER, batch), scale)
     starts = batch.query_start_loc.tolist()
     for sizes in ((1,), (13, 2, 40), (64,)):
         for row in range(len(starts) - 1):
             begin, turn = starts[row], 0
             while begin < starts[row + 1]:
                 end = min(begin + sizes[turn % len(sizes)], starts[row + 1])
-                output = ops.paged_attention(q[begin:end], cache, LAYER, part(batch, row, begin, end), scale)
+                output = ops.paged_attention(q[begin:end], cache.view(LAYER, part(batch, row, begin, end)), scale)
                 assert torch.equal(output, whole[begin:end]), (sizes, row, begin)
                 begin, turn = end, turn + 1
 
@@ -91,11 +91,11 @@ def rotate_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "layout", without_pairs)
 
 
-@pytest.mark.parametrize("isa", ["amx", "avx512bf16"])
+@pytest.mark.parametrize("isa", ["amx", "avx512vnni"])
 def test_rotations_of_bf16_lose_next_to_nothing(isa, monkeypatch):
     """Beside FP32 rotations they move few of the BF16 results to a neighbour. Without the lower parts they move a third."""
-    if isa not in library.isas():
-        pytest.skip(f"this CPU has no {isa}")
+    if isa not in library.isas() or not library.multiplies_bf16():
+        pytest.skip(f"this CPU has no {isa} with BF16 products")
     ops, cases = CpuOps(isa), [PROMPTS[i] for i in (0, 1, 3, 6)]
 
     def outputs() -> list[Tensor]:
@@ -154,13 +154,13 @@ cache = PagedKVCache(KVSpec("tq4").plan(1), KVShape(1, 128), num_blocks=40, num_
 paging = PagedSequences(cache.num_blocks, cache.block_size, num_rows=2)
 batch, few = (paging.batch([paging.add()], [count]) for count in (tokens, 200))
 k = torch.randn(tokens, 1, 128)
-ops.store_kv(k, k, cache, 0, batch)
+ops.store_kv(k, k, cache.view(0, batch))
 q = torch.randn(tokens, 16, 128).bfloat16()
-ops.paged_attention(q[:200], cache, 0, few, 0.1)  # what loads at the first call is there now
+ops.paged_attention(q[:200], cache.view(0, few), 0.1)  # what loads at the first call is there now
 pages = int(Path("/proc/self/statm").read_text().split()[0])
 limit = pages * resource.getpagesize() + q.numel() * 2 + 40 * 2**20
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-ops.paged_attention(q, cache, 0, batch, 0.1)
+ops.paged_attention(q, cache.view(0, batch), 0.1)
 try:
     torch.empty(85 * 2**20, dtype=torch.uint8)
 except RuntimeError:

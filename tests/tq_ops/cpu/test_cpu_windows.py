@@ -45,7 +45,7 @@ def store_random(cache: PagedKVCache, batch: Batch, seed: int) -> Tensor:
     k, v = torch.randn(2, tokens, 2, 128, generator=generator)
     if formats.needs_calibration(cache.plan.k(LAYER).name):
         k = synthetic.vectors(CALIBRATION.k[LAYER], tokens, generator).transpose(0, 1)
-    reference.store_kv(k, v, cache, LAYER, batch)
+    reference.store_kv(k, v, cache.view(LAYER, batch))
     return 2 * torch.randn(tokens, 10, 128, generator=generator)
 
 
@@ -60,7 +60,7 @@ def test_a_query_sees_its_window_alone(table, kv, dtype):
     for seed, sizes in enumerate(zip(SIZES, SIZES[::-1], strict=True)):
         batch = paging.batch(ids, sizes)
         q = store_random(cache, batch, seed).to(dtype)
-        ours, theirs = (by.paged_attention(q, cache, LAYER, batch, 128**-0.5) for by in (ops, reference))
+        ours, theirs = (by.paged_attention(q, cache.view(LAYER, batch), 128**-0.5) for by in (ops, reference))
         assert relative(ours, theirs) <= BOUNDS[dtype]
 
 
@@ -83,7 +83,7 @@ def test_bits_do_not_depend_on_chunks_threads_or_companions(table, kv, dtype):
             for step in range(tokens):
                 size = CHUNK if begin < first else sizes[step % len(sizes)]
                 batch = paging.batch(ids[1:], [min(tokens, begin + size) - begin])
-                reference.store_kv(k[begin : begin + size], v[begin : begin + size], cache, LAYER, batch)
+                reference.store_kv(k[begin : begin + size], v[begin : begin + size], cache.view(LAYER, batch))
                 if begin >= first:
                     outs.append(attend(ops, cache, batch, q[begin : begin + size], paging, ids[0] if companion else None))
                 begin += size
@@ -100,7 +100,7 @@ def attend(
 ) -> Tensor:
     """Attention of a batch of one sequence, beside a token of a companion where there is one."""
     if companion is None:
-        return ops.paged_attention(q, cache, LAYER, batch, 0.1)
+        return ops.paged_attention(q, cache.view(LAYER, batch), 0.1)
     other = paging.batch([companion], [1])
     store_random(cache, other, 0)
     blocks = max(batch.block_table.shape[1], other.block_table.shape[1])
@@ -110,7 +110,7 @@ def attend(
         torch.cat(list(tables)), torch.cat([other.seq_lens, batch.seq_lens]),
         torch.cat([other.query_start_loc, batch.query_start_loc[1:] + 1]), torch.cat([other.rows, batch.rows]),
     )  # fmt: skip
-    return ops.paged_attention(torch.cat([q[:1], q]), cache, LAYER, both, 0.1)[1:]
+    return ops.paged_attention(torch.cat([q[:1], q]), cache.view(LAYER, both), 0.1)[1:]
 
 
 @every_table
@@ -124,16 +124,21 @@ def test_what_lies_before_the_window_is_not_read(table, dtype):
     batch = paging.batch([sequence], [3])
     q = store_random(whole, batch, 1).to(dtype)
     one = PagedKVCache.over(
-        whole.plan.layers[LAYER], LAYER, (whole.k_fields(LAYER), whole.v_fields(LAYER)), whole.kept(LAYER), 128, window
+        whole.plan.layers[LAYER],
+        LAYER,
+        (whole.kv[LAYER].k.fields, whole.kv[LAYER].v.fields),
+        whole.kv[LAYER].windows,
+        128,
+        window,
     )
-    theirs = reference.paged_attention(q, one, LAYER, batch, 0.1)
+    theirs = reference.paged_attention(q, one.view(LAYER, batch), 0.1)
     before = (2000 - window + 1) // 64
-    for vectors in (side.vectors for side in whole.kept(LAYER)):
+    for vectors in (side.vectors for side in whole.kv[LAYER].windows):
         vectors.fill_(float("nan"))
-    for fields in (whole.k_fields(LAYER), whole.v_fields(LAYER)):
+    for fields in (whole.kv[LAYER].k.fields, whole.kv[LAYER].v.fields):
         fields["scale"][:before] = float("nan")
     batch.block_table[:, :before] = -(2**30)
-    assert relative(ops.paged_attention(q, one, LAYER, batch, 0.1), theirs) <= BOUNDS[dtype]
+    assert relative(ops.paged_attention(q, one.view(LAYER, batch), 0.1), theirs) <= BOUNDS[dtype]
 
 
 @every_table
@@ -143,7 +148,7 @@ def test_a_tail_is_read_where_its_ring_begins_anew(table, kv, dtype):
     """Token by token, so that the end of the ring, which is none of a block, comes to lie at each place of the tail."""
     case = Case(kv, 128, 5, 2, 16, (), (), tail=40, sink=3)
     kv_cache = PagedKVCache(case.plan, KVShape(2, 128), block_size=16, num_blocks=16, num_rows=1, chunk=27)
-    assert [window.ring for window in kv_cache.kept(LAYER) if window] == [67, 67]
+    assert [window.ring for window in kv_cache.kv[LAYER].windows if window] == [67, 67]
     for vectors in bf16_windows(kv_cache):
         vectors.fill_(float("nan"))
     paging, generator, ops = PagedSequences(16, 16, num_rows=1), torch.Generator().manual_seed(0), table.open()
@@ -151,7 +156,7 @@ def test_a_tail_is_read_where_its_ring_begins_anew(table, kv, dtype):
     for tokens in (*(27,) * 6, *(1,) * 80):
         batch = paging.batch([sequence], [tokens])
         k, v = torch.randn(2, tokens, 2, 128, generator=generator)
-        reference.store_kv(k, v, kv_cache, LAYER, batch)
+        reference.store_kv(k, v, kv_cache.view(LAYER, batch))
         q = (2 * torch.randn(tokens, 10, 128, generator=generator)).to(dtype)
-        ours, theirs = (by.paged_attention(q, kv_cache, LAYER, batch, 128**-0.5) for by in (ops, reference))
+        ours, theirs = (by.paged_attention(q, kv_cache.view(LAYER, batch), 128**-0.5) for by in (ops, reference))
         assert relative(ours, theirs) <= BOUNDS[dtype]

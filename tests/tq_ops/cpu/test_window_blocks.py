@@ -78,7 +78,7 @@ class CachePair:
         self.ring = PagedKVCache(case.plan, KVShape(HEADS, DIM), block_size=16, num_blocks=BLOCKS, num_rows=3, chunk=CHUNK)
         self.kept = [ResidualBlocks(torch.empty(40, HEADS, 8, DIM).bfloat16(), tail=tail, sink=sink) for _ in range(2)]
         self.pair = self.ring.plan.layers[LAYER]
-        fields = self.ring.k_fields(LAYER), self.ring.v_fields(LAYER)
+        fields = self.ring.kv[LAYER].k.fields, self.ring.kv[LAYER].v.fields
         self.fields = tuple({name: window.clone() for name, window in side.items()} for side in fields)
         self.paging, self.windows = PagedSequences(BLOCKS, 16, num_rows=3), WindowBlocks(40, 8, tail, sink)
         self.sequences = [self.paging.add() for _ in range(3)]
@@ -111,10 +111,10 @@ def test_blocks_are_read_as_a_ring_is(table, kv, tail, sink):
         q, k, v = (torch.randn(tokens, n, DIM, generator=generator).bfloat16() for n in (10, HEADS, HEADS))
         outs = []
         for cache in (both.ring, blocks):
-            ops.store_kv(k, v, cache, LAYER, batch)
-            outs.append(ops.paged_attention(q, cache, LAYER, batch, DIM**-0.5))
+            ops.store_kv(k, v, cache.view(LAYER, batch))
+            outs.append(ops.paged_attention(q, cache.view(LAYER, batch), DIM**-0.5))
         assert torch.equal(*outs)
-    for fields, expected in zip(both.fields, (both.ring.k_fields(LAYER), both.ring.v_fields(LAYER)), strict=True):
+    for fields, expected in zip(both.fields, (both.ring.kv[LAYER].k.fields, both.ring.kv[LAYER].v.fields), strict=True):
         assert all(torch.equal(fields[name], expected[name]) for name in expected)
 
 
@@ -125,10 +125,10 @@ def test_the_reference_reads_them_so_too_and_a_fault_changes_its_output(fault):
         tokens = len(batch.positions)
         q, k, v = (torch.randn(tokens, n, DIM, generator=generator).bfloat16() for n in (10, HEADS, HEADS))
         for cache in (both.ring, both.blocks()):
-            reference.store_kv(k, v, cache, LAYER, batch)
-        right = [reference.paged_attention(q, cache, LAYER, batch, DIM**-0.5) for cache in (both.ring, both.blocks())]
+            reference.store_kv(k, v, cache.view(LAYER, batch))
+        right = [reference.paged_attention(q, cache.view(LAYER, batch), DIM**-0.5) for cache in (both.ring, both.blocks())]
         assert torch.equal(*right)
         wrong, windows = FAULTS[fault](batch, both.kept)
-        output = reference.paged_attention(q, both.blocks(windows), LAYER, wrong, DIM**-0.5)
+        output = reference.paged_attention(q, both.blocks(windows).view(LAYER, wrong), DIM**-0.5)
         differ = differ or not torch.equal(output, right[0])
     assert differ

@@ -5,18 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 from at_length import MORE_CUDA, rest
-from block_weights import in_blocks, random_blocks
-from small_models import random_tokens, small_config, small_model
+from block_weights import random_blocks
 
 pytest.importorskip("triton", "3.6", reason="needs the cuda extra")
 
-from haarkv.executors.cuda import CudaExecutor
-from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops.cuda import block_products, ops
-from haarkv.tq_ops.cuda.block_planes import PLANES, PlaneBlocks, by_planes, placed
-from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.cuda.block_planes import PLANES, by_planes, placed
 from haarkv.tq_ops.weight import Blocks, dense, weight_numbers
-from haarkv.validation import validate
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ERROR = 1.5e-7
@@ -103,33 +98,6 @@ def test_rows_have_the_bits_that_the_file_restores(kind):
         for dtype in (torch.float32, torch.bfloat16):
             ours = block_products.gather_rows(planes, index.to(DEVICE), dtype)
             assert torch.equal(ours.cpu(), Blocks.rows(weight, index, dtype))
-
-
-def config(size):
-    return small_config(num_layers=1, num_heads=2, num_kv_heads=1, head_dim=64, hidden_size=size, intermediate_size=size)
-
-
-@pytest.mark.parametrize(
-    ("kinds", "size"),
-    rest(MORE_CUDA, [(("Q4_0",), 64), (("Q8_0", "Q5_0", "Q4_1"), 64), (("Q4_K", "Q6_K"), 256)], lambda index, _: index == 0),
-    ids=str,
-)
-def test_a_model_in_blocks_passes_the_validator(kinds, size):
-    """Projections of one input in one weight where their types agree, else each in its own."""
-    model = in_blocks(small_model(config(size), dtype=torch.bfloat16), kinds)
-    executor = CudaExecutor(model, interpreted=DEVICE.type == "cpu")
-    packed = executor._run.layers.func.__self__.packed[0].qkv_proj
-    assert isinstance(packed, PlaneBlocks) == (len(kinds) == 1)
-    report = validate(
-        ReferenceExecutor(model),
-        executor,
-        model,
-        [random_tokens(model.config, 3)],
-        1,
-        KVSpec("tq4").plan(1),
-        modes=("teacher-forced",),
-    )
-    assert report.passed, report.first_divergence
 
 
 def test_other_types_are_restored_on_their_way():

@@ -15,8 +15,8 @@ from places import ROOT
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
 
-KERNELS = {"rms_norm", "add_norm", "prologue", "rope", "gated_mul", "quantize", "rotate", "attend", "merge", "kept",
-           "delta_inputs", "delta_rule", "choose", "order", "expert", "share"}  # fmt: skip
+KERNELS = {"norm", "prologue", "rope", "gated_mul", "attend", "merge", "window", "delta_inputs", "delta_rule", "choose",
+           "order", "expert", "share"}  # fmt: skip
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 """That a program may have at most, by capability."""
 
@@ -54,7 +54,7 @@ def other_triton(request) -> Path | None:
 def test_every_launch_compiles_and_no_loop_spills(capability, head_dim, other_triton):
     """What a card would refuse is refused here: by Triton, by ptxas, or for want of shared memory.
 
-    Tiles are chosen for sm_80 and sm_90: newer GPUs may spill.
+    Tiles are chosen for sm_90, which a card has run: others may spill.
     """
     rows = script_rows("cuda_compile.py", str(capability), str(head_dim), triton=other_triton)
     assert [(row["kernel"], row["refused"]) for row in rows if "refused" in row] == []
@@ -64,6 +64,6 @@ def test_every_launch_compiles_and_no_loop_spills(capability, head_dim, other_tr
     bf16 = [row for row in rows if not any(words in row["kernel"] for words in fp32)]
     spills = {row["kernel"]: row["spilled"] for row in bf16}
     assert max(row["shared"] for row in rows) <= SHARED_BYTES[capability]
-    if capability <= 90:
+    if capability == 90:
         assert {kernel: spill for kernel, spill in spills.items() if spill["in_loops"]} == {}
         assert max(spill["once"] for spill in spills.values()) <= SPILLED_ONCE

@@ -20,7 +20,7 @@ from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.kv.batch import PagedSequences
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
-from haarkv.tq_ops.cuda import choices, ops
+from haarkv.tq_ops.cuda import ops, schedule
 
 FP32, BF16 = torch.float32, torch.bfloat16
 GPU_ONLY = [pytest.mark.cuda, pytest.mark.skipif(DEVICE.type != "cuda", reason="no NVIDIA GPU")]
@@ -79,25 +79,25 @@ def test_attention_equals_the_references(case, dtype):
 def test_pieces_of_a_context_are_merged(monkeypatch, case, programs):
     """However many programs share the line of work, over V whose scales grow from tile to tile."""
     kv_cache, batch = filled(case)
-    late = kv_cache.placed(LAYER, batch).block_table[:, 16:]
-    kv_cache.v_fields(LAYER)["scale"][late[late >= 0].unique().long()] *= 3
+    late = kv_cache.kv[LAYER].place(batch).block_table[:, 16:]
+    kv_cache.kv[LAYER].v.fields["scale"][late[late >= 0].unique().long()] *= 3
     q = torch.randn(len(batch.positions), case.kv_heads * case.group, case.head_dim).to(BF16)
-    theirs = reference.paged_attention(q, kv_cache, LAYER, batch, case.head_dim**-0.5)
-    monkeypatch.setattr(choices, "count_programs", lambda *_: programs)
-    ours = ops.paged_attention(q.to(DEVICE), on_device(kv_cache, case), LAYER, batch.to(DEVICE), case.head_dim**-0.5)
+    theirs = reference.paged_attention(q, kv_cache.view(LAYER, batch), case.head_dim**-0.5)
+    monkeypatch.setattr(schedule, "count_programs", lambda *_: programs)
+    ours = ops.paged_attention(q.to(DEVICE), on_device(kv_cache, case).view(LAYER, batch.to(DEVICE)), case.head_dim**-0.5)
     assert relative(ours, theirs) <= attention_bound(BF16)
 
 
 def test_a_window_is_walked_and_not_its_context():
     """Programs of a decode step: as many as a window has tiles, however many blocks the table has room for."""
-    assert choices.most_visible(2**20, None, 1, 128) == 2**20
-    assert choices.most_visible(2**20, 512, 1, 128) == 512 + 127
-    assert choices.most_visible(256, 512, 1, 128) == 256
+    assert schedule.most_visible(2**20, None, 1, 128) == 2**20
+    assert schedule.most_visible(2**20, 512, 1, 128) == 512 + 127
+    assert schedule.most_visible(256, 512, 1, 128) == 256
 
 
 def test_one_program_takes_all_of_a_column_tile(monkeypatch):
     """Whose vectors are then merged 16 at a time, those of one head."""
-    monkeypatch.setattr(choices, "count_programs", lambda *_: 1)
+    monkeypatch.setattr(schedule, "count_programs", lambda *_: 1)
     case = Case("k=lr3,v=tq4", 64, 8, 2, 16, (20,), (8,), tail=4, sink=2)
     assert attention_error(ops, case, BF16) <= attention_bound(BF16)
 
@@ -122,8 +122,8 @@ def test_a_dead_sequence_reads_and_stores_nothing(window):
     case = Case("tq4", 64, 2, 1, 8, (9,), (1,), **window)
     kv_cache, batch = filled(case)
     copy, q = on_device(kv_cache, case), torch.randn(1, 2, 64).to(DEVICE)
-    alone = ops.paged_attention(q, copy, LAYER, batch.to(DEVICE), 0.125)
-    both = ops.paged_attention(torch.cat([q, q]), copy, LAYER, pad_batch(batch, 1).to(DEVICE), 0.125)
+    alone = ops.paged_attention(q, copy.view(LAYER, batch.to(DEVICE)), 0.125)
+    both = ops.paged_attention(torch.cat([q, q]), copy.view(LAYER, pad_batch(batch, 1).to(DEVICE)), 0.125)
     assert relative(both[:1], alone) <= bounds.LAYER_FP32.attention
     assert (both[1] == 0).all()
     before, fault = as_bytes(copy), ops.new_fault(DEVICE)
@@ -160,8 +160,8 @@ STORES = [Case("tq4", 64, 1, 3, 8, (60, 2), (11, 4), window=12), Case("tq4", 256
 @pytest.mark.parametrize("case", STORES, ids=str)
 def test_the_same_codes_and_scales_are_stored_at_the_same_slots_and_nowhere_else(case):
     ours, theirs, batch, k, v = new_tokens(case)
-    ops.store_kv(k.to(DEVICE), v.to(DEVICE), ours, LAYER, batch.to(DEVICE))
-    reference.store_kv(k, v, theirs, LAYER, batch)
+    ops.store_kv(k.to(DEVICE), v.to(DEVICE), ours.view(LAYER, batch.to(DEVICE)))
+    reference.store_kv(k, v, theirs.view(LAYER, batch))
     check_stored(ours, theirs, k, v, batch, bounds.ROTATED_FP32)
 
 
@@ -185,9 +185,9 @@ def test_a_refused_vector_is_named_as_the_reference_names_it_and_nothing_is_stor
     before = as_bytes(ours)
     (k if side == "k" else v)[2, 0, 127] = value
     with pytest.raises(NonFiniteError) as expected:
-        reference.store_kv(k, v, theirs, LAYER, batch)
+        reference.store_kv(k, v, theirs.view(LAYER, batch))
     with pytest.raises(NonFiniteError) as error:
-        ops.store_kv(k.to(DEVICE), v.to(DEVICE), ours, LAYER, batch.to(DEVICE))
+        ops.store_kv(k.to(DEVICE), v.to(DEVICE), ours.view(LAYER, batch.to(DEVICE)))
     assert str(error.value) == str(expected.value)
     assert f"{side.upper()} of token 2" in str(error.value)
     assert same(before, as_bytes(ours))
@@ -209,20 +209,20 @@ def test_places_that_there_are_not_are_refused(case, most, error, says):
     else:
         ours.most_new_tokens = most
     with pytest.raises(error, match=says):
-        ops.store_kv(k.to(DEVICE), v.to(DEVICE), ours, LAYER, batch.to(DEVICE))
+        ops.store_kv(k.to(DEVICE), v.to(DEVICE), ours.view(LAYER, batch.to(DEVICE)))
 
 
 def test_what_a_step_refuses_is_kept_neither_packed_nor_in_bf16():
     """`append` alone, which does not wait: all vectors but that one are there."""
     case = replace(STORES[1], tail=3, sink=2)
     ours, theirs, batch, k, v = new_tokens(case)
-    reference.store_kv(k, v, theirs, LAYER, batch)
+    reference.store_kv(k, v, theirs.view(LAYER, batch))
     k[3, 0, 7] = torch.nan
     fault = ops.new_fault(DEVICE)
-    ops.append(k.to(DEVICE), v.to(DEVICE), ours, LAYER, batch.to(DEVICE), fault)
+    ops.append(k.to(DEVICE), v.to(DEVICE), ours.view(LAYER, batch.to(DEVICE)), fault)
     with pytest.raises(NonFiniteError, match="K of token 3"):
         ops.raise_fault(fault, ours, batch)
-    (k_window, v_window), (theirs_k, theirs_v) = ours.kept(LAYER), theirs.kept(LAYER)
+    (k_window, v_window), (theirs_k, theirs_v) = ours.kv[LAYER].windows, theirs.kv[LAYER].windows
     ring = theirs_k.vectors[int(batch.rows[0]), 0, 2:]
     ring[3] = torch.nan
     assert torch.equal(k_window.vectors.cpu().view(torch.uint8), theirs_k.vectors.view(torch.uint8))

@@ -23,14 +23,14 @@ pytest.importorskip("triton", reason="Triton, which brings the disassembler, is 
 from triton.backends import nvidia
 
 from haarkv.tq_ops import formats
-from haarkv.tq_ops.cuda import available, decode, ops
+from haarkv.tq_ops.cuda import decode, ops
 from haarkv.tq_ops.cuda.layout import to_layout
 from haarkv.tq_ops.formats import synthetic
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
 
-if reason := available.nvrtc_missing():
+if reason := decode.nvrtc_missing():
     pytest.skip(reason, allow_module_level=True)
 
 TOKENS = decode.TILE
@@ -180,20 +180,22 @@ def test_the_bindings_hand_the_driver_what_the_launch_says(tmp_path):
 
 
 def test_what_nvrtc_refuses_is_said():
-    with pytest.raises(available.CompileError, match="HEADS"):
-        available.compiled_cpp(decode.SOURCES, "decode.cu", "sm_90", {})
+    with pytest.raises(decode.CompileError, match="HEADS"):
+        decode.compile_source("sm_90", {})
 
 
 # -- Where it is launched -----------------------------------------------------------------------------------------------
 def test_while_kernels_are_only_compiled_none_is_launched(monkeypatch):
     kv_cache, batch = filled(Case("tq4", 128, 5, 2, 128, (699, 2), (1, 1)))
-    k, v = (to_layout(f, LAYER, 128, torch.device("cpu")) for f in (kv_cache.k_format(LAYER), kv_cache.v_format(LAYER)))
-    q, placed_batch = torch.randn(len(batch.positions), 10, 128).bfloat16(), kv_cache.placed(LAYER, batch)
-    rotated = ops.rotate(q, kv_cache, LAYER, batch)
+    k, v = (
+        to_layout(f, LAYER, 128, torch.device("cpu")) for f in (kv_cache.kv[LAYER].k.kv_format, kv_cache.kv[LAYER].v.kv_format)
+    )
+    q = torch.randn(len(batch.positions), 10, 128).bfloat16()
+    rotated = ops.rotate(q, kv_cache.view(LAYER, batch))
     compilations = []
     monkeypatch.setattr(decode, "only_compiles", lambda: True)
     monkeypatch.setattr(decode, "_kernel", lambda *given: compilations.append(given))
-    assert decode.attend(q, rotated, kv_cache, LAYER, placed_batch, k, v, 0.1).shape == q.shape
+    assert decode.attend(q, rotated, kv_cache.view(LAYER, batch), (k, v), 0.1).shape == q.shape
     assert len(compilations) == 1
 
 
@@ -213,7 +215,7 @@ def test_what_it_takes(monkeypatch, dtype, head_dim, group, kv, block, accepts):
     calibration = synthetic.calibration(1, 1, head_dim) if formats.needs_calibration(kv) else None
     kv_cache = PagedKVCache(KVSpec(kv, calibration=calibration).plan(1), KVShape(1, head_dim), num_blocks=1, block_size=block)
     q = torch.zeros(1, group, head_dim, dtype=dtype)
-    k, v = (to_layout(f, 0, head_dim, torch.device("cpu")) for f in (kv_cache.k_format(0), kv_cache.v_format(0)))
-    assert decode.takes(q, kv_cache, 0, k, v) == accepts
-    monkeypatch.setattr(available, "nvrtc_missing", lambda: "it is not there")
-    assert not decode.takes(q, kv_cache, 0, k, v)
+    k, v = (to_layout(kv_format, 0, head_dim, torch.device("cpu")) for kv_format in kv_cache.kv[0].formats)
+    assert decode.takes(q, kv_cache.kv[0], k, v) == accepts
+    monkeypatch.setattr(decode, "nvrtc_missing", lambda: "it is not there")
+    assert not decode.takes(q, kv_cache.kv[0], k, v)

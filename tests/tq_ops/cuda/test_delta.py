@@ -13,10 +13,11 @@ from haarkv.tq_ops import reference
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
 
+from op_contract.delta import Delta
+
 from haarkv.tq_ops.cuda import delta, ops
 from haarkv.tq_ops.cuda.layout import fault_place
 from haarkv.tq_ops.kv.stored import Advance
-from haarkv.validation.ops.delta import Delta
 
 CASE = Delta(1, 2, 16, 12, (0,), (1,))
 """Heads that share keys, and columns that fill no program."""
@@ -39,9 +40,9 @@ def test_a_state_that_is_not_there_is_noted_and_nothing_is_read_or_kept():
     parts = [[x[begin : begin + n] for x in run.told[row]] for row, begin, n in zip((1, 0), begins, (1, 2), strict=True)]
     x, a, b = map(torch.cat, zip(*parts, strict=True))
     with pytest.raises(ValueError, match="too many were taken back"):
-        ops.gated_delta(x, a, b, *run.weights, run.cache, LAYER, batch)
+        ops.gated_delta(x, a, b, *run.weights, run.cache.view(LAYER, batch))
     fault = ops.new_fault(DEVICE)
-    out = delta.advance(x, a, b, *run.weights, run.cache, LAYER, batch, fault)
+    out = delta.advance(x, a, b, *run.weights, run.cache.view(LAYER, batch), fault)
     assert fault_place(int(fault))[:3] == (LAYER, "state", 1)
     assert out[1:].isnan().all()
     assert torch.equal(out[:1], whole(ops, CASE, 1, 2, LENGTH, DEVICE)[0][1:])

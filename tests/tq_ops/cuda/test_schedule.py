@@ -1,9 +1,6 @@
-"""The line of tiles that programs share, against itself spelled out, and the busiest program of real batches."""
+"""The line of tiles that programs share, and how many thread blocks do."""
 
 from __future__ import annotations
-
-from itertools import pairwise
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,55 +10,13 @@ import triton
 import triton.language as tl
 
 from haarkv.tq_ops.cuda import decode
-from haarkv.tq_ops.cuda.arguments import Tokens, constant
-from haarkv.tq_ops.cuda.schedule import count_pieces, find_piece, program_share, sequence_tiles
+from haarkv.tq_ops.cuda.schedule import Tokens, count_pieces, find_piece, program_share, sequence_tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCHES = [
     ([5], [1], 3), ([256] * 8, [1] * 8, 11), ([256, *[4] * 31], [1] * 32, 11), ([0, 3, 0, 0, 1, 0], [1] * 6, 4),
     ([0, 0], [1, 1], 4), ([7], [1], 12), ([3, 9, 1], [4, 1, 2], 5), ([1] * 33, [1] * 33, 6), ([2, 5], [3, 0], 4),
 ]  # fmt: skip
-
-
-class Piece(NamedTuple):
-    """What one program has of one column tile: tiles begin … end - 1 of the sequence's stored tokens."""
-
-    program: int
-    sequence: int
-    column_tile: int
-    begin: int
-    end: int
-    number: int
-
-
-def pieces(tile_counts, columns, programs):
-    """Every piece, in the order of the line: `schedule` spelled out for lengths that are known, in tiles."""
-    unit = max(1, -(-sum(n * m for n, m in zip(tile_counts, columns, strict=True)) // programs))
-    place, column_tile = 0, 0
-    for sequence, (length, count) in enumerate(zip(tile_counts, columns, strict=True)):
-        for _ in range(count):
-            begin = 0
-            while begin < length:
-                program = place // unit
-                end = min(length, begin + (program + 1) * unit - place)
-                yield Piece(program, sequence, column_tile, begin, end, program + column_tile)
-                place, begin = place + end - begin, end
-            column_tile += 1
-
-
-@pytest.mark.parametrize(("tile_counts", "columns", "programs"), BATCHES)
-def test_programs_share_all_tiles_equally_and_each_piece_has_a_place_of_its_own(tile_counts, columns, programs):
-    all_pieces = list(pieces(tile_counts, columns, programs))
-    tiles = [(piece.column_tile, tile) for piece in all_pieces for tile in range(piece.begin, piece.end)]
-    lengths = [length for length, count in zip(tile_counts, columns, strict=True) for _ in range(count)]
-    assert tiles == [(tile, index) for tile, length in enumerate(lengths) for index in range(length)]
-    assert all(before.number < after.number for before, after in pairwise(all_pieces))
-    assert all(piece.number < programs + len(lengths) for piece in all_pieces)
-    load = [sum(piece.end - piece.begin for piece in all_pieces if piece.program == program) for program in range(programs)]
-    assert max(load) == triton.cdiv(len(tiles), programs)
-    for tile in range(len(lengths)):
-        numbers = [piece.number for piece in all_pieces if piece.column_tile == tile]
-        assert numbers == list(range(min(numbers, default=0), min(numbers, default=0) + len(numbers)))
 
 
 @triton.jit
@@ -88,24 +43,33 @@ def line_kernel(tokens, sequences, piece_rows, merge_rows, programs):
 
 @pytest.mark.parametrize("window", [0, 300])
 @pytest.mark.parametrize(("tile_counts", "columns", "programs"), BATCHES)
-def test_the_device_finds_the_same_pieces(tile_counts, columns, programs, window):
+def test_programs_share_all_tiles_equally_and_each_piece_has_a_place_of_its_own(tile_counts, columns, programs, window):
     lengths, one_each = [max(0, 128 * n - 5) for n in tile_counts], set(columns) == {1}
     if window:  # whole tiles before the one in which the first new token's window begins are left out
         new = [1 if one_each else 16 * n for n in columns]
         tile_counts = [
             n - max(0, length - m + 1 - window) // 128 for n, length, m in zip(tile_counts, lengths, new, strict=True)
         ]
-    expected = list(pieces(tile_counts, columns, programs))
     starts = torch.tensor([0, *columns], dtype=torch.int32).cumsum(0).int().to(DEVICE) * 16
     piece_rows = torch.full((programs + sum(columns), 6), -1, dtype=torch.int32, device=DEVICE)
     merge_rows = torch.zeros(sum(columns), 2, dtype=torch.int32, device=DEVICE)
-    constants = map(constant, (0, 0, window, one_each, triton.next_power_of_2(len(tile_counts))))
+    constants = map(tl.constexpr, (0, 0, window, one_each, triton.next_power_of_2(len(tile_counts))))
     tokens = Tokens(starts, starts, torch.tensor(lengths, dtype=torch.int32, device=DEVICE), *constants)
     line_kernel[(programs,)](tokens, len(tile_counts), piece_rows, merge_rows, programs)
-    assert [tuple(row) for row in piece_rows.tolist() if row[0] >= 0] == expected
-    for tile, (first, many) in enumerate(merge_rows.tolist()):
-        numbers = [piece.number for piece in expected if piece.column_tile == tile]
-        assert (many, first) == (len(numbers), numbers[0] if numbers else first)
+    # Every tile of every column tile is taken once, in order.
+    pieces = [row for row in piece_rows.tolist() if row[0] >= 0]
+    owners = [sequence for sequence, count in enumerate(columns) for _ in range(count)]
+    assert all(owners[column_tile] == sequence for _, sequence, column_tile, *_ in pieces)
+    assert [(piece[2], tile) for piece in pieces for tile in range(piece[3], piece[4])] == [
+        (column_tile, tile) for column_tile, sequence in enumerate(owners) for tile in range(tile_counts[sequence])
+    ]
+    # No program has more than its share; a piece's number is its place, and those of a column tile are in a row.
+    load = [sum(end - begin for program, *_, begin, end, _ in pieces if program == one) for one in range(programs)]
+    assert max(load) == triton.cdiv(sum(load), programs)
+    assert [piece[5] for piece in pieces] == [row for row in range(len(piece_rows)) if piece_rows[row, 0] >= 0]
+    for column_tile, (first, count) in enumerate(merge_rows.tolist()):
+        numbers = [piece[5] for piece in pieces if piece[2] == column_tile]
+        assert numbers == list(range(first, first + count))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.plan import KVSpec
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
-from haarkv.tq_ops.cuda import arguments, choices, ops
+from haarkv.tq_ops.cuda import ops, prologue
 from haarkv.tq_ops.cuda.layout import input_order, stretch_room, to_layout
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -53,7 +53,7 @@ def test_attention_across_borders_equals_the_references(case, dtype):
 def test_queries_that_do_not_fit_at_once_are_rotated_and_attended_to_in_turns(monkeypatch, tokens, window):
     """Also as many tokens as sequences, which are no batch of one new token each."""
     case = replace(SMALL, **window)
-    monkeypatch.setattr(choices, "MOST_AHEAD", 2 * case.head_dim * case.group * 2 * tokens)
+    monkeypatch.setattr(prologue, "MOST_AHEAD", 2 * case.head_dim * case.group * 2 * tokens)
     assert attention_error(ops, case, BF16) <= attention_bound(BF16)
 
 
@@ -72,8 +72,8 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_found(monkeypatch, fault):
-    right = arguments.turning
-    monkeypatch.setattr(arguments, "turning", lambda *given: FAULTS[fault](right(*given)))
+    right = prologue.learned_arguments
+    monkeypatch.setattr(prologue, "learned_arguments", lambda *given: FAULTS[fault](right(*given)))
     assert not attention_error(ops, SMALL, BF16) <= 5 * attention_bound(BF16)
 
 
@@ -94,7 +94,7 @@ def at_a_border(case: Case):
     ids=str,
 )
 def test_keys_at_a_border_are_stored_and_read_as_the_reference_does(monkeypatch, rope_dims, window):
-    """Also where RoPE turns a part of each key, whose halves are then not those of memory, or nobody knows how it turns."""
+    """Also where RoPE turns a part of each key, whose halves are then not those of memory, or how it turns is not known."""
     whole = synthetic.calibration
 
     def part_layout(*args: int):
@@ -104,8 +104,8 @@ def test_keys_at_a_border_are_stored_and_read_as_the_reference_does(monkeypatch,
     monkeypatch.setattr(synthetic, "calibration", part_layout)
     case = Case("k=lr3,v=tq4", 64, 2, 2, 16, (1021,), (6,), **window)
     ours, theirs, batch, k, v = at_a_border(case)
-    ops.store_kv(k.to(DEVICE), v.to(DEVICE), ours, LAYER, batch.to(DEVICE))
-    reference.store_kv(k, v, theirs, LAYER, batch)
+    ops.store_kv(k.to(DEVICE), v.to(DEVICE), ours.view(LAYER, batch.to(DEVICE)))
+    reference.store_kv(k, v, theirs.view(LAYER, batch))
     check_stored(ours, theirs, k, v, batch, bounds.ROTATED_FP32)
     for mine, other in zip(bf16_windows(ours), bf16_windows(theirs), strict=True):
         assert torch.equal(mine.cpu().view(torch.int16), other.view(torch.int16))
@@ -113,16 +113,11 @@ def test_keys_at_a_border_are_stored_and_read_as_the_reference_does(monkeypatch,
 
 
 def test_keys_turned_by_another_stretch_are_found(monkeypatch):
-    right = arguments.both_writes
-
-    def wrong(*args):
-        sides = right(*args)
-        return sides | {"k": sides["k"]._replace(cos=one_off(sides["k"].cos), sin=one_off(sides["k"].sin))}
-
-    monkeypatch.setattr(arguments, "both_writes", wrong)
+    fault, right = FAULTS["queries are turned by the stretch before"], prologue.learned_arguments
+    monkeypatch.setattr(prologue, "learned_arguments", lambda *given: fault(right(*given)))
     ours, theirs, batch, k, v = at_a_border(Case("k=lr3,v=tq4", 64, 2, 2, 16, (1021,), (6,)))
-    ops.store_kv(k.to(DEVICE), v.to(DEVICE), ours, LAYER, batch.to(DEVICE))
-    reference.store_kv(k, v, theirs, LAYER, batch)
+    ops.store_kv(k.to(DEVICE), v.to(DEVICE), ours.view(LAYER, batch.to(DEVICE)))
+    reference.store_kv(k, v, theirs.view(LAYER, batch))
     with pytest.raises(AssertionError):
         check_stored(ours, theirs, k, v, batch, bounds.ROTATED_FP32)
 

@@ -78,7 +78,7 @@ def cache_pair(description, heads=2):
     batch = paging.batch([paging.add(), paging.add()], [19, 9])
     k, v = vectors(2, 28, heads, HEAD_DIM, seed=5)
     k[2, 1] = 0.0
-    reference.store_kv(k, v, caches[0], LAYER, batch)
+    reference.store_kv(k, v, caches[0].view(LAYER, batch))
     return caches, batch, k, v
 
 
@@ -87,11 +87,11 @@ def check(ops, description, device=CPU):
     if device != CPU:
         ours = PagedKVCache(ours.plan, KVShape(2, HEAD_DIM), num_blocks=9, block_size=8, device=device)
     device_batch = batch.to(device)
-    ops.store_kv(k.to(device), v.to(device), ours, LAYER, device_batch)
-    kv_format = theirs.k_format(LAYER)
+    ops.store_kv(k.to(device), v.to(device), ours.view(LAYER, device_batch))
+    kv_format = theirs.kv[LAYER].k.kv_format
     for x, mine, slow in (
-        (k, ours.k_fields(LAYER), theirs.k_fields(LAYER)),
-        (v, ours.v_fields(LAYER), theirs.v_fields(LAYER)),
+        (k, ours.kv[LAYER].k.fields, theirs.kv[LAYER].k.fields),
+        (v, ours.kv[LAYER].v.fields, theirs.kv[LAYER].v.fields),
     ):
         block, offset = batch.slot_mapping // 8, batch.slot_mapping % 8
         levels = [kv_format.levels({"codes": fields["codes"].cpu()[block, :, offset]}) for fields in (slow, mine)]
@@ -106,8 +106,8 @@ def check(ops, description, device=CPU):
             mine[name].copy_(slow[name])
     for dtype, bound in ((torch.float32, bounds.LAYER_FP32), (torch.bfloat16, bounds.LAYER_BF16)):
         q = (2 * vectors(28, 6, HEAD_DIM, seed=6)).to(dtype)
-        slow = reference.paged_attention(q, theirs, LAYER, batch, HEAD_DIM**-0.5)
-        mine = ops.paged_attention(q.to(device), ours, LAYER, device_batch, HEAD_DIM**-0.5)
+        slow = reference.paged_attention(q, theirs.view(LAYER, batch), HEAD_DIM**-0.5)
+        mine = ops.paged_attention(q.to(device), ours.view(LAYER, device_batch), HEAD_DIM**-0.5)
         assert relative(mine, slow) <= bound.attention
 
 

@@ -273,8 +273,10 @@ def test_a_cache_holds_what_the_format_stores(kv):
     cache = new_cache(SMALL, kv, num_blocks=3)
     k, v = gaussian(9, 2, 128, seed=1), gaussian(9, 2, 128, seed=2)
     slots = torch.tensor([17, 3, 8, 0, 23, 22, 9, 5, 12])
-    cache.write(1, k, v, at_slots(slots))
-    for kv_format, x, dequantized in zip((k_format, v_format), (k, v), cache.read(1, torch.tensor([[0, 1, 2]])), strict=True):
+    cache.view(1, at_slots(slots)).write(k, v)
+    for kv_format, x, dequantized in zip(
+        (k_format, v_format), (k, v), cache.kv[1].read(torch.tensor([[0, 1, 2]])), strict=True
+    ):
         expected = kv_format.dequantize(kv_format.quantize(x, 1), 1)
         # A matrix product of more rows may add in another order.
         torch.testing.assert_close(dequantized[0, :, slots].transpose(0, 1), expected, rtol=0, atol=1e-5)

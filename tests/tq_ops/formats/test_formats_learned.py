@@ -127,8 +127,8 @@ def test_the_cache_stores_each_head_in_its_own_coordinates():
     x = basis_vectors(SYNTHETIC, 1, 20)
     # What a format has restored lies in the middle of its levels: no rounding moves one.
     grid_vectors = [kv_format.dequantize(kv_format.quantize(x, 1), 1) for kv_format in plan.layers[1]]
-    cache.write(1, *(vectors.transpose(0, 1).contiguous() for vectors in grid_vectors), batch)
-    for kv_format, vectors, read in zip(plan.layers[1], grid_vectors, cache.read(1, batch.block_table), strict=True):
+    cache.view(1, batch).write(*(vectors.transpose(0, 1).contiguous() for vectors in grid_vectors))
+    for kv_format, vectors, read in zip(plan.layers[1], grid_vectors, cache.kv[1].read(batch.block_table), strict=True):
         expected = kv_format.dequantize(kv_format.quantize(vectors, 1), 1)
         # Another order of sums of DIM products.
         assert (read[0, :, :20] - expected).abs().max() <= DIM * 2.0**-24 * expected.norm(dim=-1).max()

@@ -93,7 +93,7 @@ def run_attention(plan, lengths, chunk, order=(4, 0, 5, 2, 1, 3), leftovers=Fals
     cache = PagedKVCache(plan, KVShape(KV_HEADS, dim), num_blocks=6, num_rows=3, chunk=16, block_size=block)
     paging = PagedSequences(6, block, order, num_rows=3)
     if leftovers:
-        for window in (w for w in cache.kept(LAYER) if w):
+        for window in (w for w in cache.kv[LAYER].windows if w):
             window.vectors.fill_(torch.inf)
     sequences = [paging.add() for _ in lengths]
     qkv = [[normal(n, heads, dim, seed=10 * s + i) for i, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))]
@@ -104,8 +104,8 @@ def run_attention(plan, lengths, chunk, order=(4, 0, 5, 2, 1, 3), leftovers=Fals
         parts = [[x[begin : begin + chunk] for x in qkv[row]] for row in rows]
         batch = paging.batch([sequences[row] for row in rows], [len(part[0]) for part in parts])
         q, k, v = (torch.cat(x) for x in zip(*parts, strict=True))
-        reference.store_kv(k, v, cache, LAYER, batch)
-        outputs = reference.paged_attention(q, cache, LAYER, batch, dim**-0.5)
+        reference.store_kv(k, v, cache.view(LAYER, batch))
+        outputs = reference.paged_attention(q, cache.view(LAYER, batch), dim**-0.5)
         for row, piece in zip(rows, outputs.split([len(part[0]) for part in parts]), strict=True):
             out[row].append(piece)
     return [torch.cat(pieces) for pieces in out], qkv
@@ -195,9 +195,9 @@ def test_bytes_are_what_is_allocated(name, config):
     assert tokens_that_fit(plan, 2 * one, shapes, sequences=2) == 384
     assert tokens_that_fit(plan, one - 1, shapes) == 256
     assert tokens_that_fit(plan, -5, shapes) == 0
-    windows = [w.vectors for layer in range(config.num_layers) for w in cache.kept(layer) if w]
+    windows = [w.vectors for layer in range(config.num_layers) for w in cache.kv[layer].windows if w]
     assert cache.nbytes == sum(t.nbytes for t in windows) + sum(tensor.nbytes for *_, tensor in cache_tensors(cache))
-    assert all(window is None for window in cache.kept(0))  # a layer in bf16 keeps nothing twice
+    assert all(window is None for window in cache.kv[0].windows)  # a layer in bf16 keeps nothing twice
 
 
 def test_what_is_described_can_be_read():
@@ -238,7 +238,7 @@ def test_more_new_tokens_than_the_ring_takes_are_refused():
     assert cache.most_new_tokens == 64
     assert new_cache(SMALL, KVSpec("tq4", sink=4)).most_new_tokens is None
     with pytest.raises(ValueError, match="at most 64 new tokens"):
-        cache.write(0, torch.ones(65, 2, 128), torch.ones(65, 2, 128), batch)
+        cache.view(0, batch).write(torch.ones(65, 2, 128), torch.ones(65, 2, 128))
 
 
 def test_more_sequences_than_rows_are_refused():
@@ -259,11 +259,11 @@ def test_a_vector_that_is_not_finite_is_named_and_nothing_is_written(kv):
     batch = paging.batch([paging.add()], [40])
     k = normal(40, 2, 128, seed=1)
     k[35, 1, 7] = torch.nan
-    before = [t.clone() for *_, t in cache_tensors(cache)] + [w.vectors.clone() for w in cache.kept(1)]
+    before = [t.clone() for *_, t in cache_tensors(cache)] + [w.vectors.clone() for w in cache.kv[1].windows]
     place = rf"layer 1: K of token 35 of the batch \(slot 35\), KV head 1 is not finite or too large for {kv}"
     with pytest.raises(NonFiniteError, match=place):
-        cache.write(1, k, k, batch)
-    after = [t for *_, t in cache_tensors(cache)] + [w.vectors for w in cache.kept(1)]
+        cache.view(1, batch).write(k, k)
+    after = [t for *_, t in cache_tensors(cache)] + [w.vectors for w in cache.kv[1].windows]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
@@ -276,7 +276,7 @@ def test_a_group_whose_range_overflows_is_named_by_the_token_that_fills_it():
     with pytest.raises(
         NonFiniteError, match=r"layer 2: K of token 31 of the batch \(slot 31\), KV head 1 is not finite or too"
     ):
-        cache.write(2, k, k, batch)
+        cache.view(2, batch).write(k, k)
     assert issubclass(NonFiniteVectorError, InputError)
 
 

@@ -39,7 +39,7 @@ def write(cache, batch, rows, seeds):
             torch.randn(2, HEADS, DIM, generator=torch.Generator().manual_seed(hash((owner, position, seed, layer))))
             for owner, position, seed in zip(owners, positions, seeds, strict=True)
         ]
-        cache.write(layer, torch.stack([k for k, _ in x]), torch.stack([v for _, v in x]), batch)
+        cache.view(layer, batch).write(torch.stack([k for k, _ in x]), torch.stack([v for _, v in x]))
 
 
 def books(paging):

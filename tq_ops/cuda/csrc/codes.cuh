@@ -17,10 +17,10 @@ struct Centroids {
     float low, high[16 / WARPS];
 };
 
-__device__ __forceinline__ Centroids load_centroids(const Arguments& given) {
+__device__ __forceinline__ Centroids load_centroids(const Arguments& args) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     // Half a warp writes a pair's copies for K, the other half those for V.
-    const float* centroids = lane < 16 ? given.k_centroids : given.v_centroids;
+    const float* centroids = lane < 16 ? args.k_centroids : args.v_centroids;
     int levels = 1 << (lane < 16 ? K_BITS : V_BITS);
     Centroids out;
     out.low = centroids[lane % levels];
@@ -125,18 +125,18 @@ __device__ __forceinline__ const unsigned char* codes_of(const Side& side, const
     return side.codes + (long long)place.block[r] * side.codes_stride + place.row[r] * vector_bytes;
 }
 
-__device__ __forceinline__ void load_k(Codes& codes, const Arguments& given, const Place& place, int left) {
+__device__ __forceinline__ void load_k(Codes& codes, const Arguments& args, const Place& place, int left) {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     // Scales first: they are needed first after the products.
     codes.scales = 0;
     if (lane < left) {
         int half = lane / 16, row = (half ? place.row[1] : place.row[0]) + lane % 16;
         long long block = half ? place.block[1] : place.block[0];
-        codes.scales = load_scale(given.k.scales + (block * given.k.scales_stride + row)) |
-                       load_scale(given.v.scales + (block * given.v.scales_stride + row)) << 16;
+        codes.scales = load_scale(args.k.scales + (block * args.k.scales_stride + row)) |
+                       load_scale(args.v.scales + (block * args.v.scales_stride + row)) << 16;
     }
     for (int r = 0; r < 2; r++) {
-        const unsigned char* at = codes_of(given.k, place, r, K_VECTOR) + token_of_row(g) * K_VECTOR;
+        const unsigned char* at = codes_of(args.k, place, r, K_VECTOR) + token_of_row(g) * K_VECTOR;
         for (int i = 0; i < 2; i++) {
 #if K_LEARNED
             load_units(codes.k[r][i], at + 8 * i * K_VECTOR, t);
@@ -147,10 +147,10 @@ __device__ __forceinline__ void load_k(Codes& codes, const Arguments& given, con
     }
 }
 
-__device__ __forceinline__ void load_v(Codes& codes, const Arguments& given, const Place& place) {
+__device__ __forceinline__ void load_v(Codes& codes, const Arguments& args, const Place& place) {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     for (int r = 0; r < 2; r++) {
-        const unsigned char* at = codes_of(given.v, place, r, V_VECTOR) + t * V_VECTOR;
+        const unsigned char* at = codes_of(args.v, place, r, V_VECTOR) + t * V_VECTOR;
         for (int i = 0; i < 4; i++) load_share<V_BITS, 8>(codes.v[r][i], at + 4 * i * V_VECTOR, g);
     }
 }

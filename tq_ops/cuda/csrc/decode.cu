@@ -22,12 +22,12 @@
 // output; of several that share one, each leaves a part, and the last to arrive merges them. Which one that is does not
 // change a bit: parts are added in the order of the context.
 //
-// Tokens that are seen in BF16 are left out here. An earlier launch, of window.py, attended to them; whoever writes a
+// Tokens that are seen in BF16 are left out here. An earlier launch, of in_bf16.py, attended to them; the block that writes a
 // sequence's output adds what it left.
 //
 // Learned keys: a lane loads a quarter of each column, and makes centroids by arithmetic, two in a register. Logits are
 // multiplied by the gain of their query. Keys are stored by stretches of STRETCH positions, and an earlier launch, of
-// rotate.py, left the queries as each stretch meets them: a warp loads others as it comes to the next. What the logits of a
+// prologue.py, left the queries as each stretch meets them: a warp loads others as it comes to the next. What the logits of a
 // stretch lack, the query's product with K's mean, is one number for all of it, and is added to the maximum, which within it
 // goes without.
 
@@ -37,22 +37,22 @@ static_assert(sizeof(Arguments) == ARGUMENT_BYTES && THREADS == BLOCK_THREADS &&
               "decode.py says otherwise");
 
 // Grid: [thread blocks that share the work of a KV head, HEADS].
-extern "C" __global__ void __launch_bounds__(THREADS, PROCESSOR_BLOCKS) decode(const __grid_constant__ Arguments given) {
+extern "C" __global__ void __launch_bounds__(THREADS, PROCESSOR_BLOCKS) decode(const __grid_constant__ Arguments args) {
     if ((__cvta_generic_to_shared(shared) & 0xffffff) != SHARED_BASE) __trap();
     int head = blockIdx.y, block = blockIdx.x;
-    if (block == 0) fetch_rotation(given);
-    Division work = divide(given, gridDim.x);
+    if (block == 0) fetch_rotation(args);
+    Division work = divide(args, gridDim.x);
     // A sequence without tokens pads the batch, or all of its tokens are seen in BF16.
-    for (int b = block; b < given.sequences; b += gridDim.x)
-        if (stored_tokens(given, b) <= 0) {
+    for (int b = block; b < args.sequences; b += gridDim.x)
+        if (stored_tokens(args, b) <= 0) {
             if (KEPT) {
-                add_in_bf16(given, b, head, false);
+                add_in_bf16(args, b, head, false);
                 __syncthreads();
-                write_out(given, b, head);
+                write_out(args, b, head);
                 __syncthreads();
             } else {
                 for (int i = threadIdx.x; i < GROUP * HEAD_DIM; i += THREADS)
-                    given.out[(long long)(b * HEADS + head) * GROUP * HEAD_DIM + i] = 0;
+                    args.out[(long long)(b * HEADS + head) * GROUP * HEAD_DIM + i] = 0;
             }
         }
     if (block >= work.blocks) return;
@@ -61,11 +61,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROCESSOR_BLOCKS) decode(c
     while (at < stop) {
         State state;
         {
-            Piece piece = piece_at(given, work, at, stop);
+            Piece piece = piece_at(args, work, at, stop);
             if (threadIdx.x == 0) scratch().step = {work, piece, at, stop};
-            int origin = origin_of(given, piece.sequence);
-            attend(state, given, piece.sequence, head, origin + piece.begin * TILE,
-                   origin + min(piece.end * TILE, piece.tokens), first_seen(given, piece.sequence));
+            int origin = origin_of(args, piece.sequence);
+            attend(state, args, piece.sequence, head, origin + piece.begin * TILE,
+                   origin + min(piece.end * TILE, piece.tokens), first_seen(args, piece.sequence));
         }
         gather_warps(state);
         const Step step = reread(scratch().step);
@@ -74,17 +74,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROCESSOR_BLOCKS) decode(c
         if (merges) {
             normalize();
         } else {
-            leave_part(given, slot_of(block, piece.first, head));
-            merges = is_last(given, piece.sequence, head, piece.last - piece.first + 1);
-            if (merges) merge_parts(given, head, piece.first, piece.last);
+            leave_part(args, slot_of(block, piece.first, head));
+            merges = is_last(args, piece.sequence, head, piece.last - piece.first + 1);
+            if (merges) merge_parts(args, head, piece.first, piece.last);
         }
         if (merges) {
             __syncthreads();
             if (KEPT) {
-                add_in_bf16(given, piece.sequence, head, true);
+                add_in_bf16(args, piece.sequence, head, true);
                 __syncthreads();
             }
-            write_out(given, piece.sequence, head);
+            write_out(args, piece.sequence, head);
         }
         __syncthreads();
         work = step.work, stop = step.stop;

@@ -1,4 +1,4 @@
-// Learned keys: where their levels lie, as tq_ops/formats/columns.py says, and centroids by arithmetic, as halves.py says.
+// Learned keys: where their levels lie, as tq_ops/formats/packing.py says, and centroids by arithmetic, as lookup.py says.
 //
 // A lane holds a quarter of each column's units. A word of it is four units of a byte or two of two bytes, and two units of a
 // word are the two halves of a register: of bytes the first and the third, or the second and the fourth.
@@ -53,7 +53,8 @@ __device__ __forceinline__ void load_units(word (&out)[K_STORED], const unsigned
 
 __device__ constexpr word twice(word half) { return half << 16 | half; }
 
-// As halves.moved: how far to the right, so that the lowest bit becomes bit 1 of a half or above, and the highest below 10.
+// As lookup.unit_shift: how far to the right, so that the lowest bit becomes bit 1 of a half or above, and the highest
+// below 10.
 __device__ constexpr int moved(Pair pair) {
     if (pair.shift == 0) return -1;
     if (pair.shift + pair.bits <= 10) return 0;

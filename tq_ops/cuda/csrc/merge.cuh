@@ -111,8 +111,8 @@ __device__ __forceinline__ void normalize() {
 }
 
 // Eight numbers of the rotation's row from `index` on.
-__device__ __forceinline__ void load_rotation(float (&out)[8], const Arguments& given, int index) {
-    uint4 four = *(const uint4*)((const half_bits*)given.rotation + index);
+__device__ __forceinline__ void load_rotation(float (&out)[8], const Arguments& args, int index) {
+    uint4 four = *(const uint4*)((const half_bits*)args.rotation + index);
     word pairs[4] = {four.x, four.y, four.z, four.w};
     for (int i = 0; i < 4; i++) {
         out[2 * i] = __uint_as_float(pairs[i] << 16);
@@ -120,16 +120,16 @@ __device__ __forceinline__ void load_rotation(float (&out)[8], const Arguments& 
     }
 }
 
-// The rotation is needed last, by whoever merges, and lies in no cache: ask for it first.
-__device__ __forceinline__ void fetch_rotation(const Arguments& given) {
+// The rotation is needed last, by the block that merges, and lies in no cache: ask for it first.
+__device__ __forceinline__ void fetch_rotation(const Arguments& args) {
     constexpr int SIZE = HEAD_DIM * HEAD_DIM * 2;
     for (int i = 128 * thread(); i < SIZE; i += 128 * THREADS)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"((const char*)given.rotation + i));
+        asm volatile("prefetch.global.L2 [%0];" ::"l"((const char*)args.rotation + i));
 }
 
 // Writes the output of a sequence and KV head, whose normalized sums are `y` of scratch.
-__device__ __forceinline__ void write_out(const Arguments& given, int sequence, int head) {
-    half_bits* out = given.out + (long long)(sequence * HEADS + head) * GROUP * HEAD_DIM;
+__device__ __forceinline__ void write_out(const Arguments& args, int sequence, int head) {
+    half_bits* out = args.out + (long long)(sequence * HEADS + head) * GROUP * HEAD_DIM;
     // Back is `y @ rotation.T`: a thread multiplies a share of a row of the matrix with all columns.
     constexpr int SHARERS = THREADS / HEAD_DIM, ROW = HEAD_DIM / SHARERS;
     int coordinate = thread() % HEAD_DIM, share = thread() / HEAD_DIM;
@@ -137,7 +137,7 @@ __device__ __forceinline__ void write_out(const Arguments& given, int sequence, 
 #pragma unroll 4
     for (int i = share * ROW; i < share * ROW + ROW; i += 8) {
         float row[8];
-        load_rotation(row, given, coordinate * HEAD_DIM + i);
+        load_rotation(row, args, coordinate * HEAD_DIM + i);
 #pragma unroll
         for (int n = 0; n < GROUP; n++)
             for (int j = 0; j < 8; j += 4) {
@@ -162,20 +162,20 @@ __device__ __forceinline__ long long slot_of(int block, int first, int head) {
     return ((long long)block * HEADS + head) * 2 + (block == first);
 }
 
-__device__ __forceinline__ void leave_part(const Arguments& given, long long slot) {
-    for (int i = 4 * thread(); i < NUMBERS; i += 4 * THREADS) *(float4*)(given.parts + slot * NUMBERS + i) = sum_of_warps(i);
+__device__ __forceinline__ void leave_part(const Arguments& args, long long slot) {
+    for (int i = 4 * thread(); i < NUMBERS; i += 4 * THREADS) *(float4*)(args.parts + slot * NUMBERS + i) = sum_of_warps(i);
     if (thread() < COLUMNS) {
-        given.part_maxima[slot * COLUMNS + thread()] = scratch().peak[thread()];
-        given.part_sums[slot * COLUMNS + thread()] = scratch().total[thread()];
+        args.part_maxima[slot * COLUMNS + thread()] = scratch().peak[thread()];
+        args.part_sums[slot * COLUMNS + thread()] = scratch().total[thread()];
     }
     __threadfence();
 }
 
 // Whether this thread block is the last of `parts` to arrive.
-__device__ __forceinline__ bool is_last(const Arguments& given, int sequence, int head, int parts) {
+__device__ __forceinline__ bool is_last(const Arguments& args, int sequence, int head, int parts) {
     __syncthreads();
     if (thread() == 0) {
-        int* arrived = given.arrived + sequence * HEADS + head;
+        int* arrived = args.arrived + sequence * HEADS + head;
         bool last = atomicAdd(arrived, 1) == parts - 1;
         if (last) *arrived = 0;
         __threadfence();
@@ -186,16 +186,16 @@ __device__ __forceinline__ bool is_last(const Arguments& given, int sequence, in
 }
 
 // Adds what a sequence saw in BF16 to `y`, the normalized sums of its packed tokens, or to nothing where it has none.
-__device__ __forceinline__ void add_in_bf16(const Arguments& given, int sequence, int head, bool some) {
+__device__ __forceinline__ void add_in_bf16(const Arguments& args, int sequence, int head, bool some) {
     float* y = scratch().y;
     for (int i = thread(); i < GROUP * HEAD_DIM; i += THREADS) {
         int column = i / HEAD_DIM;
         long long vector = (long long)(sequence * HEADS + head) * GROUP + column;
-        float peak = given.in_bf16_maxima[vector], packed_peak = some ? scratch().peak[column] : LEAST_PEAK;
+        float peak = args.in_bf16_maxima[vector], packed_peak = some ? scratch().peak[column] : LEAST_PEAK;
         float most = fmaxf(peak, packed_peak), grow = exp2_fast(peak - most);
         float packed = some ? scratch().total[column] * exp2_fast(packed_peak - most) : 0.0f;
-        float total = packed + grow * given.in_bf16_sums[vector];
-        float sum = (some ? y[i] * packed : 0.0f) + grow * given.in_bf16[vector * HEAD_DIM + i % HEAD_DIM];
+        float total = packed + grow * args.in_bf16_sums[vector];
+        float sum = (some ? y[i] * packed : 0.0f) + grow * args.in_bf16[vector * HEAD_DIM + i % HEAD_DIM];
         y[i] = total == 0.0f ? 0.0f : sum / total;
     }
 }
@@ -204,7 +204,7 @@ __device__ __forceinline__ void add_in_bf16(const Arguments& given, int sequence
 __device__ __forceinline__ int place_of_weight(int column) { return column / 8 * 8 + column % 2 * 4 + column % 8 / 2; }
 
 // The output of a sequence whose parts lie in thread blocks first ... last.
-__device__ __forceinline__ void merge_parts(const Arguments& given, int head, int first, int last) {
+__device__ __forceinline__ void merge_parts(const Arguments& args, int head, int first, int last) {
     int lane = thread() % 32, warp = thread() / 32;
     Scratch& to = scratch();
     for (int column = warp; column < COLUMNS; column += WARPS) {
@@ -212,8 +212,8 @@ __device__ __forceinline__ void merge_parts(const Arguments& given, int head, in
         for (int i = 0; i < MOST_BLOCKS / 32; i++) {
             int b = first + lane + 32 * i;
             long long at = slot_of(b, first, head) * COLUMNS + column;
-            maxima[i] = b <= last ? __ldcg(given.part_maxima + at) : MINUS_INFINITY;
-            weights[i] = b <= last ? __ldcg(given.part_sums + at) : 0.0f;
+            maxima[i] = b <= last ? __ldcg(args.part_maxima + at) : MINUS_INFINITY;
+            weights[i] = b <= last ? __ldcg(args.part_sums + at) : 0.0f;
         }
         for (int i = 0; i < MOST_BLOCKS / 32; i++) peak = fmaxf(peak, maxima[i]);
         for (int step = 1; step < 32; step *= 2) peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, step));
@@ -233,7 +233,7 @@ __device__ __forceinline__ void merge_parts(const Arguments& given, int head, in
         float4 sum = {};
 #pragma unroll 8
         for (int b = first; b <= last; b++) {
-            float4 part = __ldcg((const float4*)(given.parts + slot_of(b, first, head) * NUMBERS + i));
+            float4 part = __ldcg((const float4*)(args.parts + slot_of(b, first, head) * NUMBERS + i));
             float4 weight = *(const float4*)(to.weights[b - first] + place);
             sum.x += weight.x * part.x, sum.y += weight.y * part.y, sum.z += weight.z * part.z, sum.w += weight.w * part.w;
         }

@@ -125,7 +125,7 @@ struct Arguments {
     const int* seq_lens;                     // [sequences]
     const int* block_table;                  // [sequences, table_width]
     const float *k_centroids, *v_centroids;  // [16]
-    const float* in_bf16;                    // [sequences, HEADS * GROUP, D], what was seen in BF16, as window.py leaves it
+    const float* in_bf16;                    // [sequences, HEADS * GROUP, D], what was seen in BF16, as in_bf16.py leaves it
     const float *in_bf16_maxima, *in_bf16_sums;  // [sequences, HEADS * GROUP], in units of log2, and of probabilities
     const float* gains;                          // [stretches, sequences, HEADS * GROUP], of the queries; only with K_LEARNED
     const float* lacks;                          // likewise; what logits lack, without `scale`

@@ -13,16 +13,16 @@ struct State {
 static_assert(STRETCH % SPAN == 0, "a warp's tokens are of one stretch");
 
 // The first of a group's queries, as the keys of a stretch meet them.
-__device__ __forceinline__ long long query_of(const Arguments& given, int stretch, int sequence, int head) {
-    return (((long long)stretch * given.sequences + sequence) * HEADS + head) * GROUP;
+__device__ __forceinline__ long long query_of(const Arguments& args, int stretch, int sequence, int head) {
+    return (((long long)stretch * args.sequences + sequence) * HEADS + head) * GROUP;
 }
 
 // The queries of this lane's column of each tile, as the products' right operand; `first` is the group's first.
-__device__ __forceinline__ void load_queries(word (&q)[COLUMN_TILES][STEPS][2], const Arguments& given, long long first) {
+__device__ __forceinline__ void load_queries(word (&q)[COLUMN_TILES][STEPS][2], const Arguments& args, long long first) {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     for (int n = 0; n < COLUMN_TILES; n++) {
         int column = 8 * n + g;
-        const half_bits* at = given.q + (first + column) * HEAD_DIM;
+        const half_bits* at = args.q + (first + column) * HEAD_DIM;
 #if !K_LEARNED && K_BITS == 4
         // A lane's coordinates follow each other, as its levels do.
         word low[STEPS] = {}, high[STEPS] = {};
@@ -164,19 +164,19 @@ __device__ __forceinline__ void multiply_v(State& state, const Codes& codes, con
 }
 
 // Adds `times` what the logits of a stretch lack to the maxima; `first` is the group's first query there.
-__device__ __forceinline__ void move_peaks(State& state, const Arguments& given, long long first, float times) {
+__device__ __forceinline__ void move_peaks(State& state, const Arguments& args, long long first, float times) {
 #if K_LEARNED
     for (int n = 0; n < COLUMN_TILES; n++)
         for (int c = 0; c < 2; c++) {
             int column = 8 * n + threadIdx.x % 4 * 2 + c;
-            if (column < GROUP) state.peak[n][c] += times * given.lacks[first + column];
+            if (column < GROUP) state.peak[n][c] += times * args.lacks[first + column];
         }
 #endif
 }
 
 // This warp's share of tokens begin ... end - 1, of which those before `first` do not count. The table is filled while the
 // first codes are on their way.
-__device__ __forceinline__ void attend(State& state, const Arguments& given, int sequence, int head, int begin, int end,
+__device__ __forceinline__ void attend(State& state, const Arguments& args, int sequence, int head, int begin, int end,
                                        int first) {
     for (int n = 0; n < COLUMN_TILES; n++) {
         for (int c = 0; c < 2; c++) state.peak[n][c] = MINUS_INFINITY, state.total[n][c] = 0.0f;
@@ -186,29 +186,29 @@ __device__ __forceinline__ void attend(State& state, const Arguments& given, int
     state.unit = LEAST_UNIT;
     int token = begin + threadIdx.x / 32 * SPAN;
     if (SINK && token + SPAN <= first) token += (first - token - SPAN) / TILE * TILE + TILE;  // sinks alone
-    const int* table = given.block_table + (long long)sequence * given.table_width;
-    Centroids centroids = load_centroids(given);
+    const int* table = args.block_table + (long long)sequence * args.table_width;
+    Centroids centroids = load_centroids(args);
     Codes codes;
     // A warp without tokens reads others', for nothing.
     Place place = place_of(table, head, token, end), next = place_of(table, head, token + TILE, end);
-    load_k(codes, given, place, end - token);
-    load_v(codes, given, place);
+    load_k(codes, args, place, end - token);
+    load_v(codes, args, place);
     fill_table(centroids);
     __syncthreads();
     if (token >= end) return;
     for (bool more = true; more;) {
         int stretch = K_LEARNED ? token / STRETCH : 0;
-        long long queries = query_of(given, stretch, sequence, head);
+        long long queries = query_of(args, stretch, sequence, head);
         word q[COLUMN_TILES][STEPS][2];
-        load_queries(q, given, queries);
+        load_queries(q, args, queries);
         float gains[COLUMN_TILES][2] = {};
         if (K_LEARNED)
             for (int n = 0; n < COLUMN_TILES; n++)
                 for (int c = 0; c < 2; c++) {
                     int column = 8 * n + threadIdx.x % 4 * 2 + c;
-                    gains[n][c] = column < GROUP ? given.gains[queries + column] : 1.0f;
+                    gains[n][c] = column < GROUP ? args.gains[queries + column] : 1.0f;
                 }
-        move_peaks(state, given, queries, -given.scale);
+        move_peaks(state, args, queries, -args.scale);
         do {
             float logits[COLUMN_TILES][2][4];
             word p[COLUMN_TILES][2][2], scales = codes.scales;
@@ -218,13 +218,13 @@ __device__ __forceinline__ void attend(State& state, const Arguments& given, int
             int left = end - token, unseen = first - token;
             more = left > TILE;
             token += TILE;
-            if (more) load_k(codes, given, next, left - TILE);
-            soften(p, logits, state, scales, left, unseen, given.scale, gains);
+            if (more) load_k(codes, args, next, left - TILE);
+            soften(p, logits, state, scales, left, unseen, args.scale, gains);
             multiply_v(state, codes, p);
             if (!more) break;
-            load_v(codes, given, next);
+            load_v(codes, args, next);
             next = place_of(table, head, token + TILE, end);
         } while (!K_LEARNED || token < (stretch + 1) * STRETCH);
-        move_peaks(state, given, queries, given.scale);
+        move_peaks(state, args, queries, args.scale);
     }
 }

@@ -4,24 +4,24 @@
 #include "shapes.cuh"
 
 // Tokens of a sequence up to its new one, all that this one could see.
-__device__ __forceinline__ int tokens_so_far(const Arguments& given, int sequence) {
-    return min(given.seq_lens[sequence], (int)given.positions[sequence] + 1);
+__device__ __forceinline__ int tokens_so_far(const Arguments& args, int sequence) {
+    return min(args.seq_lens[sequence], (int)args.positions[sequence] + 1);
 }
 
 // Where the context of a sequence begins: the 32 tokens in which its window does.
-__device__ __forceinline__ int origin_of(const Arguments& given, int sequence) {
-    return WINDOW ? max(tokens_so_far(given, sequence) - WINDOW, 0) / SPAN * SPAN : 0;
+__device__ __forceinline__ int origin_of(const Arguments& args, int sequence) {
+    return WINDOW ? max(tokens_so_far(args, sequence) - WINDOW, 0) / SPAN * SPAN : 0;
 }
 
 // The first token that is seen packed.
-__device__ __forceinline__ int first_seen(const Arguments& given, int sequence) {
-    return WINDOW ? max(tokens_so_far(given, sequence) - WINDOW, SINK) : SINK;
+__device__ __forceinline__ int first_seen(const Arguments& args, int sequence) {
+    return WINDOW ? max(tokens_so_far(args, sequence) - WINDOW, SINK) : SINK;
 }
 
 // Tokens from the origin on, up to the last that is seen packed. 0 where there is none.
-__device__ __forceinline__ int stored_tokens(const Arguments& given, int sequence) {
-    int end = tokens_so_far(given, sequence) - TAIL;
-    return (KEPT || WINDOW) && end <= first_seen(given, sequence) ? 0 : end - origin_of(given, sequence);
+__device__ __forceinline__ int stored_tokens(const Arguments& args, int sequence) {
+    int end = tokens_so_far(args, sequence) - TAIL;
+    return (KEPT || WINDOW) && end <= first_seen(args, sequence) ? 0 : end - origin_of(args, sequence);
 }
 
 constexpr int EVERY = 0x7fffffff;
@@ -32,10 +32,10 @@ struct Found {
 };
 
 // The sequence that unit `wanted` of the list belongs to; with none, `first` is the length of the list. Whole warps.
-__device__ __forceinline__ Found find_sequence(const Arguments& given, int wanted, int each) {
+__device__ __forceinline__ Found find_sequence(const Arguments& args, int wanted, int each) {
     int lane = threadIdx.x % 32, before = 0;
-    for (int base = 0; base < given.sequences; base += 32) {
-        int tokens = base + lane < given.sequences ? stored_tokens(given, base + lane) : 0;
+    for (int base = 0; base < args.sequences; base += 32) {
+        int tokens = base + lane < args.sequences ? stored_tokens(args, base + lane) : 0;
         int tiles = (tokens + TILE - 1) / TILE, units = (tiles + each - 1) / each, through = units;
         for (int step = 1; step < 32; step *= 2) {
             int other = __shfl_up_sync(ALL, through, step);
@@ -70,11 +70,11 @@ struct Division {
 // Tiles that a thread block may take beyond an even share so as not to take of two sequences: what that saves, in tiles' time.
 constexpr int MOST_UNEVEN = 4;
 
-__device__ __forceinline__ Division divide(const Arguments& given, int blocks) {
-    int tiles = find_sequence(given, EVERY, 1).first, least = (tiles + blocks - 1) / blocks;
-    if (!tiles || find_sequence(given, EVERY, least + MOST_UNEVEN).first > blocks) return {tiles, min(blocks, tiles), 0};
+__device__ __forceinline__ Division divide(const Arguments& args, int blocks) {
+    int tiles = find_sequence(args, EVERY, 1).first, least = (tiles + blocks - 1) / blocks;
+    if (!tiles || find_sequence(args, EVERY, least + MOST_UNEVEN).first > blocks) return {tiles, min(blocks, tiles), 0};
     for (int each = least;; each++) {  // the most there may be is enough
-        int shares = find_sequence(given, EVERY, each).first;
+        int shares = find_sequence(args, EVERY, each).first;
         if (shares <= blocks) return {tiles, shares, each};
     }
 }
@@ -85,8 +85,8 @@ struct Piece {
 };
 
 // The piece of a thread block that takes one, or the one at tile `at` of the line, of which it takes those before `stop`.
-__device__ __forceinline__ Piece piece_at(const Arguments& given, const Division& work, int at, int stop) {
-    Found found = find_sequence(given, at, work.each ? work.each : 1);
+__device__ __forceinline__ Piece piece_at(const Arguments& args, const Division& work, int at, int stop) {
+    Found found = find_sequence(args, at, work.each ? work.each : 1);
     int number = at - found.first, last = found.first + found.units - 1;
     if (work.each)
         return {found.sequence,

@@ -1,4 +1,4 @@
-"""One layer of one forward, cut out of a validation: it runs alone, on any executor, and fails as it failed there."""
+"""One layer of one forward, cut out of a validation: alone, on any executor, it fails as it failed there."""
 
 from __future__ import annotations
 
@@ -32,25 +32,22 @@ from haarkv.validation.layers.runner import validate_layer
 
 Make = Callable[[DecoderModel, KVPlan], Executor]
 """Makes an executor of a model and a plan."""
-Span = tuple[int, int, int, int]
-"""Of a sequence: its row; the first of its new tokens and the first that is left out; how many cached ones are before them."""
 VOCABULARY = 128
-"""Tokens of a model that is asked for no token."""
+"""Vocabulary of a case's model, which predicts no token."""
 
 
 @dataclass(frozen=True)
 class LayerCase:
-    """What a layer is given: it says all that a run needs.
+    """All that a run of one layer needs.
 
     Attributes:
-        config: shapes; the layer is the last one, and those before it have its weights and are never run.
-        weights: of the layer.
+        config: the layer is the last one; those before it have its weights and never run.
         kv: its formats, as `formats.parse` takes them.
-        tail, sink: tokens in BF16 beside them, as in `KVSpec`.
-        basis: learned coordinates of this layer's keys, for formats that need them.
+        tail, sink: as in `KVSpec`.
+        basis: learned coordinates of the layer's keys.
         hidden: [T, hidden], in the model's dtype.
-        before: the layer's cache before it runs: blocks and rows of `batch`, after one of each that nobody owns.
-        counts, lengths: of each sequence, its new tokens, and all that are in the cache once these are.
+        before: the layer's cache: blocks and rows of `batch`, after one of each that no sequence owns.
+        counts, lengths: new tokens of each sequence; all that are in the cache once these are.
         phase, step: of the forward that it was cut out of.
     """
 
@@ -69,19 +66,19 @@ class LayerCase:
 
     @property
     def index(self) -> int:
-        """The layer, which chooses the rotation."""
+        """The layer's number, which chooses the rotation."""
         return self.config.num_layers - 1
 
     @cached_property
     def plan(self) -> KVPlan:
-        """Of a cache of so many layers, each in this layer's formats."""
+        """Of as many layers, each in this layer's formats."""
         layers = self.config.num_layers
         calibration = make_calibration((self.basis,) * layers) if self.basis else None
         return KVSpec(self.kv, self.tail, self.sink, calibration=calibration).plan(layers)
 
     @cached_property
     def model(self) -> DecoderModel:
-        """A model whose every layer is this one."""
+        """Every layer is this one."""
         embedding = self.hidden.new_zeros(self.config.vocab_size, self.config.hidden_size)
         norm = self.hidden.new_ones(self.config.hidden_size)
         weights = Weights(embedding, (self.weights,) * self.config.num_layers, norm, embedding)
@@ -89,34 +86,28 @@ class LayerCase:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """Hands out the blocks of its sequences."""
         return Schedule([[0] * length for length in self.lengths], 0, self.plan)
 
     @cached_property
     def batch(self) -> Batch:
         """Places of the T tokens."""
         paging = self.schedule.paging()
-        if older := [(row, context) for row, _, _, context in self.spans if context]:
+        pairs = zip(self.counts, self.lengths, strict=True)
+        if older := [(row, length - count) for row, (count, length) in enumerate(pairs) if length > count]:
             paging.batch(*zip(*older, strict=True))
         return self.schedule.batch(paging, list(range(len(self.counts))), list(self.counts))
 
     @property
-    def spans(self) -> list[Span]:
-        """Of its sequences, all of them whole."""
-        pairs = zip(self.counts, self.lengths, strict=True)
-        return [(row, 0, count, length - count) for row, (count, length) in enumerate(pairs)]
-
-    @property
-    def tokens(self) -> int:
-        """T."""
-        return len(self.hidden)
+    def forward(self) -> Forward:
+        """Of the tokens only their places are known."""
+        return Forward(self.phase, self.step, torch.zeros(len(self.hidden), dtype=torch.int64), self.batch)
 
     def describe(self) -> str:
         """Its size in words."""
         config, width = self.config, self.config.common.mlp.width
         sequences, heads = len(self.lengths), config.heads.num_kv_heads
         return (
-            f"layer {self.index}, {count_noun(self.tokens, 'token')} of {count_noun(sequences, 'sequence')} "
+            f"layer {self.index}, {count_noun(len(self.hidden), 'token')} of {count_noun(sequences, 'sequence')} "
             f"(context {max(self.lengths)}), {count_noun(heads, 'KV head')} for {config.heads.num_heads}, "
             f"hidden {config.hidden_size}, intermediate {width}"
         )
@@ -130,11 +121,10 @@ def capture(
     """Run the reference up to the layer and forward of a finding, and cut them out.
 
     Args:
-        prompts, steps, plan: as of the validation.
-        finding: names a layer.
-        calibration: what the plan's learned formats are of.
+        prompts, steps, plan: of the validation.
+        calibration: of the plan's learned formats.
     Raises:
-        InputError: the finding is of no single layer, or of no forward of these prompts.
+        InputError: the finding is in no single layer, or in no forward of these prompts.
     """
     if finding.layer is None:
         raise InputError(f"what was found at {finding.stage} is in no single layer, and a replay file holds one")
@@ -181,11 +171,11 @@ def is_learned(kv: str) -> bool:
 
 
 def relocate_fields(before: Snapshot, old: Batch, rows: Sequence[int], new: Batch) -> Snapshot:
-    """A layer's cache in which the blocks and rows of some sequences are where those of another batch are; else zeros.
+    """A layer's cache with the blocks and rows of some sequences moved to where another batch has them; else zeros.
 
     Args:
-        old, rows: the batch whose places they have, and which of its sequences they are.
-        new: has their beginnings, one after the other.
+        old, rows: the batch with their places, and which of its sequences they are.
+        new: the batch of these sequences, in order.
     """
     used_slots = new.block_table >= 0
     blocks = new.block_table[used_slots].long(), old.block_table[list(rows), : used_slots.shape[1]][used_slots].long()
@@ -203,47 +193,38 @@ def relocate_fields(before: Snapshot, old: Batch, rows: Sequence[int], new: Batc
 
 
 # -- Running it --------------------------------------------------------------------------------------------------------
-def _reference(case: LayerCase, make: Make) -> tuple[Reference, LayerRecord]:
-    """The reference on a case, and what it makes of it."""
-    reference = Reference(make(case.model, case.plan), case.model, case.schedule.new_cache(case.model))
-    load(reference.cache, case.index, case.before)
-    return reference, reference.layer(case.index, case.hidden, case_forward(case))
-
-
 @torch.inference_mode()
-def expected(case: LayerCase, make: Make) -> LayerRecord:
-    """What the reference makes of it.
+def run_reference(case: LayerCase, make: Make) -> tuple[Reference, LayerRecord]:
+    """The reference on a case.
 
     Raises:
-        InputError: the executor cannot run it, or what it makes is zero or not finite.
+        InputError: the executor cannot run it, or its values are zero or not finite.
     """
-    return _reference(case, make)[1]
+    reference = Reference(make(case.model, case.plan), case.model, case.schedule.new_cache(case.model))
+    load(reference.cache, case.index, case.before)
+    return reference, reference.layer(case.index, case.hidden, case.forward)
 
 
-@torch.inference_mode()
 def judge_case(case: LayerCase, reference: Make, candidate: Make) -> Report:
-    """Hold an executor against the reference on this layer alone.
+    """Compare two executors on this layer alone.
 
     Raises:
         InputError: as `validate`.
     """
     pair = reference(case.model, case.plan), candidate(case.model, case.plan)
-    return validate_layer(*pair, case.model, case.plan, case.index, case.hidden, case.before, case_forward(case))
+    return validate_layer(*pair, case.model, case.plan, case.index, case.hidden, case.before, case.forward)
 
 
 @torch.inference_mode()
-def require_expected(case: LayerCase, theirs: LayerRecord, make: Make) -> None:
-    """Refuse a reference that does not make here what it made where the case was written.
+def require_expected(case: LayerCase, written: LayerRecord, make: Make) -> None:
+    """Refuse a reference whose results here are not those where the case was written.
 
-    Args:
-        theirs: as it was written.
-        make: makes the reference.
     Raises:
         InputError: with what differs, and by how much.
     """
-    reference, ours = _reference(case, make)
+    reference, ours = run_reference(case, make)
     teacher = TeacherForced(reference, CandidateRunner(make(case.model, case.plan), reference.cache), None)
-    run = Run(Outcome(theirs.hidden_out), {}, theirs.new_fields)
+    run = Run(Outcome(written.hidden_out), {}, written.new_fields)
     wrong = first(teacher.judge(ours, run, teacher.null(ours)).verdicts)
     if wrong is not None and wrong.fails:
         raise InputError(
@@ -252,18 +233,13 @@ def require_expected(case: LayerCase, theirs: LayerRecord, make: Make) -> None:
         )
 
 
-def case_forward(case: LayerCase) -> Forward:
-    """Its forward; of the tokens only their places are known."""
-    return Forward(case.phase, case.step, torch.zeros(case.tokens, dtype=torch.int64), case.batch)
-
-
 # -- From a validation that failed -------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class OneRun:
     """One validation, and what it takes to run any of its layers again.
 
     Attributes:
-        make: the reference and the executor on trial.
+        make: build the reference and the executor on trial.
     """
 
     report: Report
@@ -273,23 +249,3 @@ class OneRun:
     plan: KVPlan
     calibration: Calibration | None
     make: tuple[Make, Make]
-
-
-def failing_case(runs: Sequence[OneRun]) -> tuple[LayerCase, OneRun, Verdict]:
-    """The first failure of some runs, cut out, which fails at the same stage for the same reason; its run, and what was found.
-
-    Raises:
-        InputError: none failed, or what failed shows in no single layer.
-    """
-    run = next((run for run in runs if not run.report.passed and run.report.first_divergence), None)
-    finding = run.report.first_divergence if run else None
-    if run is None or finding is None:
-        raise InputError("no layer failed")
-    reference, candidate = run.make
-    case = capture(reference(run.model, run.plan), run.model, run.prompts, run.steps, run.plan, finding, run.calibration)
-    again = judge_case(case, reference, candidate).first_divergence
-    if again is None or (again.stage, again.reason) != (finding.stage, finding.reason):
-        raise InputError(
-            f"what was found at {finding.stage} of layer {finding.layer} does not show when that layer runs alone"
-        )
-    return case, run, finding

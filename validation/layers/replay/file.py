@@ -2,10 +2,10 @@
 
 tensors   hidden [T, hidden]; weights.FIELD of the layer, of blocks their bytes, with .rows and .columns their scales;
           before.PART.FIELD, its cache: PART is k, v or, where tokens stay in BF16, window.k, sink.k, …; learned.k.NAME for
-          formats of learned coordinates; expected.hidden, .k, .v and .PART.FIELD, which the reference made of it
+          formats of learned coordinates; expected.hidden, .k, .v and .PART.FIELD, the reference's results
 metadata  haarkv_replay: "5"; config, kv, tail ("" for none), sink, counts, lengths, phase, step: as in `LayerCase`; blocks:
-          the type of each weight that lies in some, by field; activation_bits: of what these meet; finding, reference,
-          candidate: what failed and how; versions
+          the type of each weight in blocks, by field; activation_bits: of what these meet; finding, reference, candidate:
+          what failed and how; versions
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from haarkv.models.tensors import LayerWeights
 from haarkv.models.weights import layer_weight_specs
 from haarkv.tq_ops import artifact, formats
 from haarkv.tq_ops.artifact import REPLAY
+from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.input_files import parse_json
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, WINDOW_CHUNK, blocks_for
@@ -37,15 +38,15 @@ from haarkv.validation.layers.replay.case import (
     VOCABULARY,
     LayerCase,
     OneRun,
-    case_forward,
-    expected,
-    failing_case,
+    capture,
     is_learned,
+    judge_case,
+    run_reference,
 )
 
 _SCALINGS: dict[str, Any] = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
 _MOST_LAYERS = 1024
-"""Of a model; each that stands before the failing one is made, too."""
+"""Of a model; every layer up to the failing one is built."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,9 @@ class ReplayFile:
     """What a replay file holds.
 
     Attributes:
-        made: what the reference made of the case where the file was written; without its recorded calls.
-        finding: what was found there: phase, step, layer, stage, reason and detail.
-        reference, candidate: the executors that were compared.
-        versions: of what ran there, by name.
+        record: the reference's results where the file was written, without recorded calls.
+        finding: what failed there: phase, step, layer, stage, reason and detail.
+        versions: of the software there, by name.
     """
 
     case: LayerCase
@@ -68,16 +68,24 @@ class ReplayFile:
 
 
 def build_replay_file(runs: Sequence[OneRun], versions: Mapping[str, str]) -> ReplayFile:
-    """The first failure of some runs.
+    """The first failure of some runs, cut out; alone it fails at the same stage for the same reason.
 
-    Args:
-        versions: of what runs, by name.
     Raises:
-        InputError: none failed, or what failed shows in no single layer.
+        InputError: none failed, or what failed does not show in a single layer.
     """
-    case, run, finding = failing_case(runs)
-    names = run.report.reference, run.report.candidate
-    return ReplayFile(case, expected(case, run.make[0]), finding.as_dict(), *names, versions)
+    run = next((run for run in runs if not run.report.passed and run.report.first_divergence), None)
+    finding = run.report.first_divergence if run else None
+    if run is None or finding is None:
+        raise InputError("no layer failed")
+    reference, candidate = run.make
+    case = capture(reference(run.model, run.plan), run.model, run.prompts, run.steps, run.plan, finding, run.calibration)
+    again = judge_case(case, reference, candidate).first_divergence
+    if again is None or (again.stage, again.reason) != (finding.stage, finding.reason):
+        raise InputError(
+            f"what was found at {finding.stage} of layer {finding.layer} does not show when that layer runs alone"
+        )
+    record = run_reference(case, reference)[1]
+    return ReplayFile(case, record, finding.as_dict(), run.report.reference, run.report.candidate, versions)
 
 
 def save(path: Path, file: ReplayFile) -> None:
@@ -130,13 +138,13 @@ def load(path: Path | str) -> ReplayFile:
     """Read a replay file.
 
     Raises:
-        InputError: it cannot be read, or is none.
+        InputError: it cannot be read, or is no replay file.
     """
     metadata, tensors = artifact.read(Path(path), REPLAY)
     with REPLAY.refusing(path):
         case = _read_case(tensors, metadata)
         layer = LayerRecord(
-            case.index, case_forward(case), [], case.before, case.hidden, tensors["expected.hidden"],
+            case.index, case.forward, [], case.before, case.hidden, tensors["expected.hidden"],
             (tensors["expected.k"], tensors["expected.v"]), _read_stored(tensors, "expected"),
         )  # fmt: skip
         finding, versions = parse_json(metadata["finding"]), parse_json(metadata["versions"])
@@ -164,7 +172,6 @@ def _read_case(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> La
 
 
 def _config_values(config: ModelConfig) -> dict[str, Any]:
-    """A config whose layers are all alike: their number, and one of them."""
     config_values = asdict(replace(config, layers=()))
     return config_values | {"layers": config.num_layers, "layer": asdict(config.common)}
 
@@ -190,11 +197,7 @@ def _read_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _weights(config: ModelConfig, tensors: Mapping[str, Tensor], blocks: Mapping[str, str]) -> LayerWeights:
-    """The layer's weights, each of the shape that the config asks for.
-
-    Args:
-        blocks: types of those that lie in blocks, by field.
-    """
+    """The layer's weights, each of the shape that the config asks for; `blocks` has the types of those in blocks, by field."""
     weights_by_field: dict[str, Weight] = {}
     names = {}
     for field, tensor_spec in layer_weight_specs(config.common, config.hidden_size).items():
@@ -210,7 +213,6 @@ def _weights(config: ModelConfig, tensors: Mapping[str, Tensor], blocks: Mapping
 
 
 def _blocks(field: str, data: Tensor, kind: str, dtype: torch.dtype, rows: Tensor | None, columns: Tensor | None) -> Blocks:
-    """A weight in blocks, whose bytes are whole rows of them."""
     block_type = block_type_named(kind)
     if data.ndim != 2 or data.dtype != torch.uint8 or data.shape[1] % block_type.nbytes:
         raise ValueError(f"{field} is no rows of {kind}: {data.dtype} {list(data.shape)}")

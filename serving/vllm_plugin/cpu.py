@@ -1,8 +1,4 @@
-"""Offloading on a CPU, through vLLM's own framework: pages go as they are to memory beside the cache, and come back.
-
-vLLM's scheduler decides what leaves and what returns, here as on a GPU. What moves the bytes is part of the framework, and its
-own part refuses a CPU; this one copies pages, whatever they hold, from one tensor of the host to another.
-"""
+"""vLLM on a CPU: its worker with page sizes per layer, and offloading, which copies pages to host memory as bytes."""
 
 from __future__ import annotations
 
@@ -22,23 +18,24 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from haarkv.serving.vllm_plugin.pages import OwnPages
+
+
+class RotatedCpuWorker(OwnPages, CPUWorker):
+    """vLLM's CPU worker with page sizes per layer."""
 
 
 class HostMemory(CPUOffloadingSpec):
-    """vLLM's `CPUOffloadingSpec` with a worker for engines that run on the CPU."""
+    """vLLM's `CPUOffloadingSpec` with a worker for CPU engines."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         return HostWorker(kv_caches, self.blocks_per_chunk, self.num_chunks)
 
 
 class HostWorker(OffloadingWorker):
-    """Copies blocks of an engine's pages to chunks of some blocks each, and back; a job is done when it was submitted.
-
-    Args:
-        kv_caches: the pages, each tensor [num_blocks, page_bytes] of bytes.
-        blocks_per_chunk: blocks that lie together.
-        chunks: there is room for.
-    """
+    """Copies blocks to chunks of `blocks_per_chunk` and back, synchronously."""
 
     def __init__(self, kv_caches: CanonicalKVCaches, blocks_per_chunk: int, chunks: int) -> None:
         self._pages = [pages.tensor for pages in kv_caches.tensors]
@@ -59,7 +56,7 @@ class HostWorker(OffloadingWorker):
         return results
 
     def wait(self, job_ids: set[int]) -> None:
-        """Nothing is under way between calls."""
+        """Copies are done when submitted."""
 
     def _copy(self, job_id: int, engine: GPULoadStoreSpec, chunks: Any, stores: bool) -> bool:
         assert isinstance(chunks, BlockIDsLoadStoreSpec)
@@ -76,9 +73,8 @@ class HostWorker(OffloadingWorker):
         return True
 
     def _places(self, engine: GPULoadStoreSpec, chunks: Sequence[int]) -> list[tuple[list[int], Tensor, Tensor]]:
-        """For each group of layers: its tensors, the engine's blocks, and the rows that they have here.
-
-        A group's blocks are consecutive ones of a sequence. The first may lie in the middle of its chunk, the last too.
+        """For each group of layers: its tensors, the engine's blocks, and their rows here. The first and last chunk may be
+        partial.
         """
         per, places, chunk_start = self._blocks_per_chunk, [], 0
         ends = list(accumulate(engine.group_sizes, initial=0))

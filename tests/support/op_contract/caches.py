@@ -1,4 +1,4 @@
-"""Ops over a cache: what they store to and attend to, and whether a table gets what the reference gets."""
+"""Ops over a cache: what they store to and attend to, against the reference."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch import Tensor
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.formats import Calibration, synthetic
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.cache import LayerView, PagedKVCache
 from haarkv.tq_ops.kv.layer import page_bytes
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.validation.layers.judge import stored_figures
 from haarkv.validation.layers.null import Figure
 from haarkv.validation.layers.parts import Snapshot, take
-from haarkv.validation.ops.cases import FP32, HOST, Case, same
+from op_contract.cases import FP32, HOST, Case, same
 
 LAYER = 1
-"""Of every cache: not the first, so that a layer's own rotation counts."""
+"""Not the first, so that a layer's own rotation counts."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class CacheCase:
     """A cache with `stored_lengths` tokens of each sequence, and a batch of `new` ones.
 
     Attributes:
-        kv: formats, as `--kv` takes them; `lrB` of made-up coordinates.
+        kv: formats, as `--kv` takes them; `lrB` of synthetic coordinates.
         group: query heads of a KV head.
         pages: the cache lies in pages of another owner, which are apart.
-        window: tokens that a query sees, of a layer with a sliding window, whose cache keeps a ring; 0 for all.
+        window: of a layer with a sliding window, whose cache keeps a ring; 0 for all.
     """
 
     kv: str
@@ -66,12 +66,10 @@ class CacheCase:
 
     @cached_property
     def plan(self) -> KVPlan:
-        """Of as many layers as `LAYER` needs."""
         return KVSpec(self.kv, tail=self.tail or None, sink=self.sink, calibration=self.calibration).plan(LAYER + 1)
 
     @property
     def calibration(self) -> Calibration | None:
-        """Made-up coordinates of its KV heads, where a format needs them."""
         if not formats.needs_calibration(self.kv):
             return None
         return synthetic.calibration(LAYER + 1, self.kv_heads, self.head_dim)
@@ -85,23 +83,20 @@ class CacheCase:
 
 
 def cache_tensors(cache: PagedKVCache) -> Iterator[tuple[int, str, str, Tensor]]:
-    """(layer, side, field, the very tensor) of everything that a cache stores."""
-    for layer in cache.held:
-        for side, tensors in (("k", cache.k_fields(layer)), ("v", cache.v_fields(layer))):
-            for name, tensor in tensors.items():
-                yield layer, side, name, tensor
+    """(layer, side, field, the cache's own tensor) of everything that a cache stores."""
+    for layer, kv in cache.kv.items():
+        for letter, side in kv.sides:
+            for name, tensor in side.fields.items():
+                yield layer, letter, name, tensor
 
 
 def bf16_windows(cache: PagedKVCache) -> list[Tensor]:
-    """The very tensors of what a cache keeps in BF16."""
-    return [window.vectors for layer in cache.held for window in cache.kept(layer) if window]
+    """A cache's own tensors in BF16."""
+    return [window.vectors for kv in cache.kv.values() for window in kv.windows if window]
 
 
 def poisoned_cache(case: CacheCase, device: torch.device | str = "cpu") -> PagedKVCache:
-    """A cache whose every slot holds the highest levels at scale NaN, so that reading one that was not written shows.
-
-    So does every place in BF16: NaN. It takes everything that is stored in one batch.
-    """
+    """A cache whose every slot holds the highest levels at scale NaN, and NaN in BF16: reading an unwritten one shows."""
     blocks = sum(-(-(s + n) // case.block_size) for s, n in zip(case.stored_lengths, case.new, strict=True)) + 2
     # Another layer's pages lie between.
     size = page_bytes(case.plan.layers[LAYER], case.kv_heads, case.head_dim, case.block_size)
@@ -128,7 +123,7 @@ def fill_cache(case: CacheCase, device: torch.device | str = "cpu") -> tuple[Pag
     cache = poisoned_cache(case)
     order = torch.randperm(cache.num_blocks, generator=generator).tolist()
     paging = PagedSequences(cache.num_blocks, case.block_size, order=order, num_rows=cache.num_rows)
-    ids = [paging.add() for _ in (0, *case.new)][:0:-1]  # rows in another order than sequences, the first of them nobody's
+    ids = [paging.add() for _ in (0, *case.new)][:0:-1]  # rows in another order than sequences, the first of no sequence
     step = case.ring_chunk if case.window else max(*case.stored_lengths, 1)
     older = [
         [(i, min(step, n - done)) for i, n in zip(ids, case.stored_lengths, strict=True) if n > done]
@@ -137,7 +132,7 @@ def fill_cache(case: CacheCase, device: torch.device | str = "cpu") -> tuple[Pag
     for pairs in (*older, list(zip(ids, case.new, strict=True))):
         batch = paging.batch(*zip(*pairs, strict=True))
         k, v = case.vectors(len(batch.positions), generator)
-        reference.store_kv(k, v, cache, LAYER, batch)
+        reference.store_kv(k, v, cache.view(LAYER, batch))
     if torch.device(device).type == "cpu":
         return cache, batch
     copy = poisoned_cache(case, device)
@@ -154,8 +149,6 @@ _fill_cache_once = cache(fill_cache)
 
 
 class _OnCache(Case):
-    """What the two ops that use a cache share."""
-
     cache: CacheCase
 
     def __str__(self) -> str:
@@ -172,7 +165,7 @@ class _OnCache(Case):
 
 @dataclass(frozen=True)
 class Attention(_OnCache):
-    """`paged_attention` over stored codes, against the reference."""
+    """`paged_attention` over stored codes."""
 
     cache: CacheCase
     dtype: torch.dtype
@@ -180,25 +173,24 @@ class Attention(_OnCache):
     op: str = field(default="paged_attention", init=False)
 
     def arguments(self, device: torch.device) -> tuple[Any, ...]:
-        """q, cache, layer, batch, softmax_scale; the cache is shared, since attention only reads it."""
+        """q, view, softmax_scale; the cache is shared, since attention only reads it."""
         cache, batch = _fill_cache_once(self.cache, device)
         shape = (len(batch.positions), self.cache.kv_heads * self.cache.group, self.cache.head_dim)
         q = (2 * torch.randn(shape, generator=torch.Generator().manual_seed(1))).to(self.dtype).to(device)
-        return q, cache, LAYER, batch, self.cache.head_dim**-0.5
+        return q, cache.view(LAYER, batch), self.cache.head_dim**-0.5
 
     @property
     def heads(self) -> int:
         return self.cache.kv_heads
 
     def read_only_tensors(self, arguments: tuple[Any, ...]) -> list[Tensor]:
-        """Queries, and whatever the cache holds."""
-        cache = arguments[1]
+        cache = arguments[1].cache
         return [arguments[0], *(tensor for *_, tensor in cache_tensors(cache)), *bf16_windows(cache)]
 
 
 @dataclass(frozen=True)
 class Store(_OnCache):
-    """`store_kv` of new tokens into an untouched cache, against the reference."""
+    """`store_kv` of new tokens into an untouched cache."""
 
     cache: CacheCase
     dtype: torch.dtype = FP32
@@ -206,7 +198,7 @@ class Store(_OnCache):
     op: str = field(default="store_kv", init=False)
 
     def arguments(self, device: torch.device) -> tuple[Any, ...]:
-        """k, v, cache, layer, batch; among K and V a zero vector, tiny ones, one along an axis and a mean that was learned.
+        """k, v, view; among K and V a zero vector, tiny ones, one along an axis and a learned mean.
 
         Tokens before the new ones have their slots, in which nothing is.
         """
@@ -224,15 +216,14 @@ class Store(_OnCache):
         v[-1, 0, 3] = -2.5
         if calibration := self.cache.calibration:
             k[-1, -1] = calibration.k[LAYER].mean[-1]
-        return k.to(self.dtype).to(device), v.to(self.dtype).to(device), cache, LAYER, batch.to(device)
+        return k.to(self.dtype).to(device), v.to(self.dtype).to(device), cache.view(LAYER, batch.to(device))
 
     def read_only_tensors(self, arguments: tuple[Any, ...]) -> list[Tensor]:
         """K, V and slots of no token."""
-        return [*arguments[:2], *_other_slots(arguments[2], arguments[4].to("cpu"))]
+        return [*arguments[:2], *_other_slots(arguments[2])]
 
     def outcome(self, result: None, arguments: tuple[Any, ...]) -> Snapshot:
-        """What is stored."""
-        return take(arguments[2], LAYER, arguments[4])
+        return take(arguments[2].cache, LAYER, arguments[2].batch)
 
     def fault(self, expected: Snapshot, outcome: Snapshot) -> str | None:
         """What stays in BF16 is the same, bit for bit."""
@@ -241,21 +232,20 @@ class Store(_OnCache):
         return None if identical else "it does not keep the same in BF16"
 
     def figures(self, expected: Snapshot, outcome: Snapshot) -> Iterator[tuple[Figure, Tensor]]:
-        """Levels and lengths by KV head."""
-        k, v, cache, _, batch = self._on_host
-        return stored_figures(cache, LAYER, batch, expected, outcome, (k, v))
+        k, v, at = self._on_host
+        return stored_figures(at.cache, LAYER, at.batch, expected, outcome, (k, v))
 
     @cached_property
     def _on_host(self) -> tuple[Any, ...]:
         return self.arguments(HOST)
 
 
-def _other_slots(cache: PagedKVCache, batch: Batch) -> list[Tensor]:
-    """Whatever a cache holds outside the slots of a batch."""
-    parts = []
-    for layer, _, _, tensor in cache_tensors(cache):
+def _other_slots(at: LayerView) -> list[Tensor]:
+    """What a cache holds outside the slots of a batch."""
+    parts, slots, size = [], at.batch.slot_mapping.cpu(), at.kv.block_size
+    for layer, _, _, tensor in cache_tensors(at.cache):
         outside = torch.ones(tensor.shape[:3], dtype=torch.bool)
         if layer == LAYER:
-            outside[batch.slot_mapping // cache.block_size, :, batch.slot_mapping % cache.block_size] = False
+            outside[slots // size, :, slots % size] = False
         parts.append(tensor.cpu()[outside])
     return parts

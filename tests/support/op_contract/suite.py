@@ -1,4 +1,4 @@
-"""The op tables of this project and which caches each reads; the cases of the contract, and what runs them."""
+"""The op tables of this project, the caches that each reads, and the cases of the contract."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from haarkv.tq_ops.kv.kernel_support import unsupported
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.tq_ops.table import OP_NAMES, OpTable
-from haarkv.validation.ops.caches import Attention, CacheCase, Store
-from haarkv.validation.ops.cases import BF16, FP32, Finding, Plain, Product
-from haarkv.validation.ops.delta import Delta
+from op_contract.caches import Attention, CacheCase, Store
+from op_contract.cases import BF16, FP32, Finding, Plain, Product
+from op_contract.delta import Delta
 
 
 # -- Op tables -----------------------------------------------------------------------------------------------------------
@@ -33,8 +33,8 @@ class Table:
 
     Attributes:
         interpreted: it runs, but slowly: in Triton's interpreter.
-        reads: None, or why it cannot read a cache of this plan and shape.
-        blocks: types of quantised blocks, by name, that cases multiply with; the interpreter of `cuda` would take minutes.
+        reads: why it cannot read a cache of a plan and shape, or None.
+        blocks: names of weight-block types to multiply with; the interpreter of `cuda` would take minutes.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Table:
     blocks: tuple[str, ...] = ()
 
     def unsupported(self, plan: KVPlan, head_dim: int) -> str | None:
-        """None, or why the table cannot read such a cache, be it the table's reason or the format's own."""
+        """Why the table cannot read such a cache, or None; the reason is its own or the format's."""
         try:
             descriptions = [kv_format.description(head_dim) for kv_format in plan.formats]
             # Learned coordinates are of as many KV heads as they were learned of.
@@ -102,12 +102,10 @@ CUDA = Table(
     tuple(PLANES) if _GPU else (),
 )
 TABLES = (REFERENCE, *CPU, CUDA)
-"""Every op table, the reference first."""
 
 
 # -- Cases ---------------------------------------------------------------------------------------------------------------
 HEAD_DIMS = (64, 128, 256)
-"""In which every format that a table reads is run."""
 
 # Rows and numbers left over of what a kernel reads at once, an odd one too, one item and many.
 _PLAIN = {
@@ -242,18 +240,16 @@ SMALL_STORES = (
 # One token and few, which meet each row as it is unpacked, and many, over which panels pass; groups of blocks cut short.
 _PRODUCTS = ((1, 1536, 33), (1, 2560, 7), (5, 512, 40), (40, 1792, 33))
 OpCase = Plain | Attention | Store | Delta | Product
-"""One case of an op; `str` names it."""
 
 
 def block_cases(table: Table) -> Iterator[OpCase]:
-    """Products with every type of quantised blocks that a table multiplies with."""
+    """Products with every type of weight block that a table multiplies with."""
     for kind in table.blocks:
         for sizes in _PRODUCTS:
             yield from (Product(kind, *sizes, dtype) for dtype in (FP32, BF16))
 
 
 def named_cases() -> Iterator[OpCase]:
-    """Every case that is written down here."""
     for op in OP_NAMES:
         for shape in _PLAIN.get(op, ()):
             for dtype in (FP32, BF16) if op != "rope" else (FP32,):
@@ -268,10 +264,7 @@ def named_cases() -> Iterator[OpCase]:
 
 
 def format_cases(table: Table) -> Iterator[OpCase]:
-    """A small case of storing and attending for every format and head_dim that the table says it reads.
-
-    A format that a backend learns to read is thereby tested without being written down here.
-    """
+    """Storing and attending in every format and head_dim that the table reads, so that a new format is tested unnamed."""
     for name in (*formats.names(), *(f"k=lr{bits},v=tq4" for bits in COLUMNS)):
         for head_dim in HEAD_DIMS:
             cache_case = CacheCase(name, head_dim, 1, 2, 8, (0,), (3,))
@@ -281,7 +274,7 @@ def format_cases(table: Table) -> Iterator[OpCase]:
 
 
 def cases(table: Table) -> list[OpCase]:
-    """What a table is to pass: everything that it reads, in an interpreter the small cases of it."""
+    """Everything that a table reads, in an interpreter its small cases."""
     all_cases = dict.fromkeys((*named_cases(), *format_cases(table), *block_cases(table)))
     return [
         case for case in all_cases
@@ -291,7 +284,6 @@ def cases(table: Table) -> list[OpCase]:
 
 
 def run(table: Table, selection: Sequence[OpCase] | None = None) -> Iterator[tuple[OpCase, Finding]]:
-    """Run a table's cases, one after the other."""
     ops = table.open()
     for case in cases(table) if selection is None else selection:
         yield case, case.check(ops, table.device)

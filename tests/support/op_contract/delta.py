@@ -1,4 +1,4 @@
-"""Cases of `gated_delta`: its formula in float64, and the states that it leaves."""
+"""`gated_delta` against its formula in float64, and the states that it leaves."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.recurrent import StateShape
 from haarkv.tq_ops.kv.shapes import SequencePlace
 from haarkv.validation.layers.null import Figure, number_figures
-from haarkv.validation.ops.caches import LAYER
-from haarkv.validation.ops.cases import Case
+from op_contract.caches import LAYER
+from op_contract.cases import Case
 
 _VERSIONS = 4
 Outcome = tuple[Tensor, list[dict[str, Tensor]]]
@@ -26,11 +26,7 @@ Outcome = tuple[Tensor, list[dict[str, Tensor]]]
 
 @dataclass(frozen=True)
 class Delta(Case):
-    """`gated_delta` of new tokens over states that have seen others.
-
-    Attributes:
-        stored, new: tokens of each sequence, before the call and in it.
-    """
+    """`gated_delta` of new tokens over states that have seen others."""
 
     key_heads: int
     value_heads: int
@@ -52,7 +48,7 @@ class Delta(Case):
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     def inputs(self, tokens: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor, Tensor]:
-        """x, a and b of a number of tokens for each sequence. The first head forgets all, the last one nothing for long."""
+        """x, a and b of new tokens. The first head forgets all, the last one nothing for long."""
         generator, count = torch.Generator().manual_seed(seed), sum(tokens)
         x = torch.randn(count, self.channels, generator=generator)
         a, b = (2 * torch.randn(count, self.value_heads, generator=generator) for _ in "ab")
@@ -68,8 +64,9 @@ class Delta(Case):
         return conv, a_log, dt_bias
 
     def batches(self, device: torch.device) -> tuple[PagedKVCache, PagedSequences, Batch]:
-        """A cache whose states have seen `stored_lengths`, and the batch of the new ones; each row was that of a sequence that
-        has ended."""
+        """A cache whose states have seen `stored_lengths`, and the batch of new tokens; each row belonged to a sequence that
+        has ended.
+        """
         shapes = (("conv", (self.taps - 1, self.channels)), ("delta", (self.value_heads, self.key_dim, self.value_dim)))
         state = StateShape(tuple((name, shape, torch.float32) for name, shape in shapes), _VERSIONS)
         count = len(self.new)
@@ -85,7 +82,7 @@ class Delta(Case):
                 batch = paging.batch(*zip(*some, strict=True)).to(device)
                 x, a, b = (tensor.to(device) for tensor in self.inputs(tuple(n for _, n in some), seed))
                 conv, a_log, dt_bias = (tensor.to(device) for tensor in self.weights)
-                reference.gated_delta(x, a, b, conv, a_log, dt_bias, cache, LAYER, batch)
+                reference.gated_delta(x, a, b, conv, a_log, dt_bias, cache.view(LAYER, batch))
 
         old_sequences = [paging.add() for _ in range(cache.num_rows)]
         run(old_sequences, (2,) * cache.num_rows, 7)
@@ -98,7 +95,7 @@ class Delta(Case):
     def arguments(self, device: torch.device) -> tuple[Any, ...]:
         cache, _, batch = self.batches(device)
         tensors = (tensor.to(device) for tensor in (*self.inputs(self.new, 2), *self.weights))
-        return *tensors, cache, LAYER, batch
+        return *tensors, cache.view(LAYER, batch)
 
     def expected(self) -> Tensor:
         """The formula in float64, of whole sequences from their first token on."""
@@ -143,13 +140,12 @@ class Delta(Case):
 
     def outcome(self, result: Tensor, arguments: tuple[Any, ...]) -> Outcome:
         """The result, and each sequence's state after the call, version by version."""
-        cache, layer, batch = arguments[6:]
-        places = zip(batch.rows.tolist(), batch.seq_lens.tolist(), strict=True)
-        states = [cache.states[layer].take(SequencePlace((), row), length) for row, length in places]
+        at = arguments[6]
+        places = zip(at.batch.rows.tolist(), at.batch.seq_lens.tolist(), strict=True)
+        states = [at.state.take(SequencePlace((), row), length) for row, length in places]
         return result.cpu(), [{name: tensor.cpu() for name, tensor in state.items()} for state in states]
 
     def right(self) -> Outcome:
-        """The formula's output, and the states that the reference leaves."""
         return self.expected().float(), super().right()[1]
 
     def fault(self, expected: Outcome, outcome: Outcome) -> str | None:

@@ -1,4 +1,4 @@
-"""One case of one op: what comes of it beside honest runs; ops on numbers, and products with quantised blocks."""
+"""One case of one op, judged beside honest runs; ops on numbers, and products with weight blocks."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Finding:
     """What came of one case.
 
     Attributes:
-        share: how many times what honest runs of the reference allow its worst figure is.
-        fault: what else is wrong: a dtype, a shape, an input or a slot that was changed.
+        share: worst figure as a multiple of what honest runs allow.
+        fault: what else is wrong: a dtype, a shape, a changed input or slot.
     """
 
     share: float
@@ -48,15 +48,14 @@ class Finding:
 
     @property
     def passed(self) -> bool:
-        """NaN fails."""
         return self.share <= 1 and self.fault is None
 
 
 class Case:
-    """One case of an op: `str` names it, `check` holds a table against the reference.
+    """One case of an op; `str` names it.
 
     Attributes:
-        dtype: of what the op is given; in BF16 a device may round centroids to FP16.
+        dtype: of the op's input; in BF16 a device may round centroids to FP16.
         small: quick enough for an interpreter.
     """
 
@@ -71,38 +70,35 @@ class Case:
 
     @property
     def plan(self) -> KVPlan | None:
-        """Of the cache that the op uses, if it uses one."""
+        """Of the op's cache, if it uses one."""
         return None
 
     @property
     def head_dim(self) -> int | None:
-        """Of that cache."""
         return None
 
     def arguments(self, device: torch.device) -> tuple[Any, ...]:
-        """What the op is given; the same each time."""
         raise NotImplementedError
 
     def read_only_tensors(self, arguments: tuple[Any, ...]) -> list[Tensor]:
-        """Of what the op is given, all that it must not change: the very tensors."""
+        """Tensors that the op must not change."""
         return [part for part in arguments if isinstance(part, Tensor)]
 
     def outcome(self, result: Any, arguments: tuple[Any, ...]) -> Any:
-        """What is judged, on the host: the op's result, unless it also leaves something in a cache."""
+        """What is judged, on the host."""
         return result.cpu()
 
     def right(self) -> Any:
-        """The outcome that is right, here the reference's."""
+        """The right outcome: the reference's."""
         return self._run_on(cast(OpTable, reference), HOST)
 
     def fault(self, expected: Any, outcome: Any) -> str | None:
-        """What is wrong with an outcome beside its figures, in words: here a dtype or a shape."""
+        """What is wrong beside the figures: a dtype or a shape."""
         if outcome.dtype == expected.dtype and outcome.shape == expected.shape:
             return None
         return f"it returns {outcome.dtype} {tuple(outcome.shape)}, not {expected.dtype} {tuple(expected.shape)}"
 
     def figures(self, expected: Any, outcome: Any) -> Iterator[tuple[Figure, Tensor]]:
-        """Figures of an outcome beside what is right."""
         return number_figures(self.op, expected, outcome, self.heads)
 
     def check(self, table: OpTable, device: torch.device) -> Finding:
@@ -127,7 +123,7 @@ class Case:
 
 @cache
 def _honest(case: Case) -> tuple[Any, list[Sums]]:
-    """What is right, and the figures of honest runs of the reference; with weights in blocks these round their activations."""
+    """The right outcome and figures of honest runs; with weight blocks these round their activations."""
     ops, expected = cast(OpTable, reference), case.right()
     tables = (honest(ops, seed, blocks=lambda weight: isinstance(weight, Blocks)) for seed in range(RUNS))
     return expected, resample_runs(stacked([by_figure(case.figures(expected, case._run_on(table, HOST))) for table in tables]))
@@ -146,9 +142,8 @@ class Plain(Case):
     """An op without a cache, against its formula in float64.
 
     Attributes:
-        shape: what the op's sizes are, in the order of its docstring.
+        shape: the op's sizes, in the order of its docstring.
         dtype: of the activations, and of the result where the op rounds.
-        small: quick enough for an interpreter.
     """
 
     op: str
@@ -160,7 +155,6 @@ class Plain(Case):
         return f"{self.op}-{'x'.join(map(str, self.shape))}-{str(self.dtype).removeprefix('torch.')}"
 
     def arguments(self, device: torch.device) -> tuple[Any, ...]:
-        """Random inputs; the two of a gated product are halves of one tensor."""
         generator = torch.Generator().manual_seed(3)
 
         def random(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
@@ -204,7 +198,7 @@ _HALVES = {
     "Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
     "IQ4_NL": (0,),
 }  # fmt: skip
-"""Where a block's FP16 scales and minima lie; of MXFP4 its first byte is an exponent."""
+"""Where a block's FP16 scales and minima lie; of MXFP4 the first byte is an exponent."""
 _EXPONENTS = (118, 124)
 
 
@@ -245,7 +239,7 @@ class Product(Case):
         return x.to(self.dtype).to(device), self.weight.to(device)
 
     def right(self) -> Tensor:
-        """The product in float64; honest runs round x to integers, 32 numbers at a time."""
+        """In float64; honest runs round x to integers, 32 numbers at a time."""
         x, weight = self.arguments(HOST)
         product: Tensor = x.double() @ weight_numbers(weight).double().T
         return product.float()

@@ -1,12 +1,11 @@
-"""The newest tokens of a layer in BF16 beside its packed pages: to vLLM a layer of its own, with a sliding window.
+"""Pages of each layer: packed ones of its own size, and tails, its newest tokens in BF16 beside them.
 
-vLLM hands out such a layer's pages by a block table of its own, frees what has left the window, and takes a prefix for known
-only where the window before its end is still there. So prefix hits, preemption and reuse of blocks are right as they are for a
-model that attends to windows. Every token is stored twice, packed for good and in BF16 for a while; attention reads it in BF16
-while it is one of the newest.
+vLLM's page size hook is not told the layer, so workers set the sizes; layers of different sizes share a group, as in vLLM.
 
-The first tokens, which every query sees, are one more reason to keep a block: it stays with the sequence, and a prefix is
-known only where it is still there.
+A tail is for vLLM a layer of its own with a sliding window.
+vLLM gives it a block table, frees blocks that left the window, and counts a prefix as cached only if its window is. So prefix
+hits, preemption and reuse work as in models with windows. Every token is stored twice for a while; attention reads the BF16
+copy. Sinks keep a sequence's first blocks as well.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
+from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import (
@@ -27,11 +27,12 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock, resolve_block_hashes
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVCacheSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVCacheSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+from vllm.v1.worker.gpu_worker import Worker
 
-from haarkv.serving.vllm_plugin.backend import RotatedAttentionBackend
-from haarkv.serving.vllm_plugin.kv_choice import Pair, content_bytes, exact_pair, tail_tokens
+from haarkv.serving.vllm_plugin.backend import RotatedAttentionBackend, with_content
+from haarkv.serving.vllm_plugin.kv_choice import Pair, content_bytes, exact_pair, kv_plan, layer_formats, tail_tokens
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.layer import fields_in, page_bytes
 from haarkv.tq_ops.kv.residual_window import ResidualBlocks
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 SUFFIX = ".tail"
-"""Of a tail's name, behind that of its layer."""
+"""Suffix of a tail's layer name."""
 
 
 # -- Which blocks vLLM keeps of a sequence ----------------------------------------------------------------------------------
@@ -48,13 +49,13 @@ SUFFIX = ".tail"
 
 @dataclass(frozen=True, kw_only=True)
 class TailSpec(SlidingWindowSpec):
-    """Pages of a sequence's newest tokens, `sliding_window` of them, and of its first `sinks`."""
+    """Pages of a sequence's `sliding_window` newest and `sinks` first tokens."""
 
     sinks: int = 0
 
     @property
     def first_blocks(self) -> int:
-        """Those that stay for the sinks."""
+        """Blocks kept for the sinks."""
         return -(-self.sinks // self.block_size)
 
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
@@ -62,7 +63,7 @@ class TailSpec(SlidingWindowSpec):
 
 
 class TailManager(SlidingWindowManager):
-    """vLLM's manager of sliding windows, which does not let go of a sequence's first blocks."""
+    """vLLM's sliding window manager, which also keeps a sequence's first blocks."""
 
     def __init__(self, kv_cache_spec: TailSpec, **others: Any) -> None:
         super().__init__(kv_cache_spec, **others)
@@ -74,7 +75,7 @@ class TailManager(SlidingWindowManager):
         kv_cache_spec: KVCacheSpec, drop_eagle_block: bool, alignment_tokens: int, dcp_world_size: int = 1,
         pcp_world_size: int = 1,
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:  # fmt: skip
-        """As vLLM's, with the first blocks in their places; nothing is known where one of them is gone."""
+        """As vLLM's, with the first blocks in place; no hit where one of them is gone."""
         assert isinstance(kv_cache_spec, TailSpec)
         hits, length = super().find_longest_cache_hit(
             block_hashes, max_length, kv_cache_group_ids, block_pool, kv_cache_spec, drop_eagle_block, alignment_tokens,
@@ -138,7 +139,7 @@ class TailManager(SlidingWindowManager):
 
 
 def register() -> None:
-    """Tell vLLM who manages those blocks, in each of its processes."""
+    """Register the manager, in each process of vLLM."""
     KVCacheSpecRegistry.register(TailSpec, TailManager, uniform_type_base_spec=TailSpec)
 
 
@@ -147,12 +148,7 @@ def register() -> None:
 
 @dataclass
 class TailMetadata(AttentionMetadata):
-    """Where one forward's tokens in BF16 lie.
-
-    Attributes:
-        table: [B, n] int32, the blocks of each sequence; what has left the window is block 0.
-        batch_pair: the forward's batch, and the same with this table; made once for all layers.
-    """
+    """Block table [B, n] int32 of the BF16 blocks (0: left the window), and the forward's batch without and with it."""
 
     table: Tensor
     batch_pair: tuple[Batch, Batch] | None = None
@@ -173,7 +169,7 @@ class TailMetadataBuilder(AttentionMetadataBuilder[TailMetadata]):
 
 
 class TailBackend(RotatedAttentionBackend):
-    """What vLLM asks of a layer without attention: how its pages lie."""
+    """Page layout of a tail."""
 
     @staticmethod
     def get_builder_cls() -> Any:
@@ -181,7 +177,7 @@ class TailBackend(RotatedAttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """The one in which a block is all layers' pages side by side: groups may then have pages of other sizes, unpadded."""
+        """The one in which groups may have pages of other sizes, unpadded."""
         return (KVCacheLayout.BLHNC,)
 
     @classmethod
@@ -190,13 +186,7 @@ class TailBackend(RotatedAttentionBackend):
 
 
 class Tail(AttentionLayerBase):
-    """One layer's tokens in BF16.
-
-    Args:
-        name: vLLM's name of it.
-        tokens: R, the newest that a query sees in BF16, itself among them; 0 for sinks alone.
-        spec: of its pages.
-    """
+    """One layer's tokens in BF16: the `tokens` newest that a query sees, itself included (0: sinks alone)."""
 
     def __init__(self, name: str, tokens: int, spec: TailSpec) -> None:
         self.name, self.tokens, self.spec = name, tokens, spec
@@ -209,7 +199,7 @@ class Tail(AttentionLayerBase):
         return self.spec
 
     def exact_blocks(self, pair: Pair) -> tuple[ResidualBlocks | None, ResidualBlocks | None]:
-        """Its pages as tokens of K and of V in BF16; None of a side whose format, of `pair`, loses nothing."""
+        """Its pages as BF16 blocks of K and of V; None for a lossless format."""
         num_blocks, heads, block_size, _ = self.kv_cache.shape
         size = page_bytes(exact_pair(), heads, self.spec.head_size, block_size)
         pages = self.kv_cache.view(torch.uint8).as_strided((num_blocks, size), (self.kv_cache.stride(0), 1))
@@ -221,11 +211,11 @@ class Tail(AttentionLayerBase):
         return k, v
 
     def slots(self) -> Tensor:
-        """[T] where the running forward's tokens go; negative for padding."""
+        """[T] slots of the forward's tokens; negative for padding."""
         return get_attention_context(self.name)[3]
 
     def join(self, batch: Batch) -> Batch:
-        """The running forward's batch with this group's block table."""
+        """The forward's batch with this group's block table."""
         metadata: TailMetadata = get_attention_context(self.name)[0]
         if metadata.batch_pair is None or metadata.batch_pair[0] is not batch:
             metadata.batch_pair = batch, replace(batch, kept_table=metadata.table)
@@ -233,12 +223,11 @@ class Tail(AttentionLayerBase):
 
 
 def tails_beside(specs: dict[str, AttentionSpec], names: Sequence[str], tokens: int, sinks: int) -> dict[str, Tail]:
-    """Tails for some layers, by their own names; in blocks of `tail_tokens`.
+    """Tails for the layers in `names`, by their own names.
 
     Args:
         specs: packed pages of all layers, by name.
-        names: names of the layers that keep tokens in BF16.
-        tokens, sinks: newest and first ones that each keeps.
+        tokens, sinks: newest and first tokens that each keeps.
     """
     packed, block_size = sum(spec.page_size_bytes for spec in specs.values()), specs[names[0]].block_size
     exact = sum(_spec(specs[name], 1, tokens, sinks).page_size_bytes for name in names)
@@ -254,3 +243,73 @@ def _spec(packed: AttentionSpec, block_size: int, tokens: int, sinks: int) -> Ta
         block_size=block_size, num_kv_heads=packed.num_kv_heads, head_size=packed.head_size, dtype=torch.uint8,
         state_content_bytes=content_bytes(exact_pair(), packed.head_size), sliding_window=max(tokens, 2), sinks=sinks,
     )  # fmt: skip
+
+
+# -- Workers ----------------------------------------------------------------------------------------------------------
+
+
+class OwnPages:
+    """Mixin for vLLM's workers; stands before the worker class among the bases."""
+
+    vllm_config: VllmConfig
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """Each layer's pages by name, with tails where the plan keeps tokens in BF16."""
+        with set_current_vllm_config(self.vllm_config):
+            specs: dict[str, Any] = super().get_kv_cache_spec()  # type: ignore[misc]
+        specs = {name: spec for name, spec in specs.items() if not name.endswith(SUFFIX)}
+        for name in filter(self._is_packed, specs):
+            content = content_bytes(layer_formats(self.vllm_config, name), specs[name].head_size, specs[name].head_size_v)
+            specs[name] = with_content(specs[name], content)
+        return fit_windows(self._equal_pages(specs)) | self._tails(specs)
+
+    def _tails(self, specs: dict[str, Any]) -> dict[str, KVCacheSpec]:
+        plan, layers = kv_plan(self.vllm_config), self.vllm_config.compilation_config.static_forward_context
+        names = [name for name in specs if any(map(plan.keeps, layer_formats(self.vllm_config, name)))]
+        if not names:
+            return {}
+        tails = tails_beside(specs, names, plan.recent or 0, plan.sink)
+        for name in names:
+            layers[name + SUFFIX] = tails[name + SUFFIX]
+            layers[name].impl.keep_newest(tails[name + SUFFIX])
+        return {name: tail.spec for name, tail in tails.items()}
+
+    def _equal_pages(self, specs: dict[str, Any]) -> dict[str, Any]:
+        """Packed pages of one size beside states: vLLM makes all pages as large as a state, and unequal ones would form
+        groups.
+        """
+        ours = [name for name in specs if self._is_packed(name)]
+        if not ours or not any(isinstance(spec, MambaSpec) for spec in specs.values()):
+            return specs
+        content = max(specs[name].state_content_bytes for name in ours)
+        return specs | {name: with_content(specs[name], content) for name in ours}
+
+    def _is_packed(self, name: str) -> bool:
+        layer = self.vllm_config.compilation_config.static_forward_context[name]
+        return layer.get_attn_backend() is RotatedAttentionBackend
+
+
+class RotatedGpuWorker(OwnPages, Worker):
+    """vLLM's GPU worker with page sizes per layer. It has not run."""
+
+
+# -- Sliding windows ----------------------------------------------------------------------------------------------------------
+
+_LEAST_TOKENS = 32
+"""Least tokens of a block of vLLM's CPU backend."""
+
+
+def fit_windows(specs: dict[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
+    """Sliding-window layers in the largest blocks whose pages fit into packed ones, or the least.
+
+    vLLM keeps these layers in BF16, in groups with their own block tables. All groups share one pool of equal pages.
+    """
+    packed = max((spec.page_size_bytes for spec in specs.values() if not isinstance(spec, SlidingWindowSpec)), default=0)
+    return {name: _fit_window(spec, packed) if isinstance(spec, SlidingWindowSpec) else spec for name, spec in specs.items()}
+
+
+def _fit_window(spec: SlidingWindowSpec, page_bytes: int) -> SlidingWindowSpec:
+    # Halves of a block, so that vLLM finds a number of tokens that are whole blocks of every group.
+    while spec.page_size_bytes > page_bytes and spec.block_size % (2 * _LEAST_TOKENS) == 0:
+        spec = replace(spec, block_size=spec.block_size // 2)
+    return spec
