@@ -231,8 +231,8 @@ class CpuOps:
         Learned keys take `rows.T` of the KV head as rotation. What q makes of K's mean is the same for every key and drops
         out; V's mean is added once. BF16 and FP32 do not rotate. Formats outside `READS` are left to the reference.
 
-        Tokens that a query sees in BF16 (`ResidualWindow.visible`) take part in the same softmax: their logits replace those of
-        the packed ones, less `softmax_scale * (q . K's mean)`, and their values are summed in the model's own domain.
+        Tokens that a query sees in BF16 (`ResidualWindow.visible`) take part in the same softmax: their logits replace those
+        of the packed ones, less `softmax_scale * (q . K's mean)`, and their values are summed in the model's own domain.
 
         Keys are summed 1,024 at a time and merged in order: results do not depend on the number of threads, on the rest of
         the batch or on how a prompt was cut. Rotated queries and partial sums take 4 to 16 MB, whatever the prompt.
