@@ -192,7 +192,7 @@ def test_places_that_a_query_sees_hold_the_tokens_that_the_reference_sees(window
     # Which token lies where, once these are written; then what each query's visible places hold.
     for row, position in enumerate(batch.positions.tolist()):
         tokens = torch.arange(position + 1)
-        expected = tokens[k.seen(torch.tensor(position), position + 1)]
+        expected = tokens[k.visible(torch.tensor(position), position + 1)]
         assert sorted(k.places(expected).tolist()) == (window_plan.seen[row] == 0).nonzero().flatten().tolist()
     heads, window = CONFIG.heads.num_kv_heads, shape.window
     assert window_plan.begin.tolist() == [
