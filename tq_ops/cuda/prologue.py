@@ -262,8 +262,9 @@ def rotate_and_append(
     shape, keys = at.kv.shape, both_layouts(at, qkv.device)[0]
     assert keys.learned is None or 2 * keys.learned.half == shape.head_dim, "cos and sin turn all of a head"
     widths = [n * shape.head_dim for n in (heads.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
-    (q, k, v), biases = qkv.split(widths, 1), (None,) * 3 if heads.bias is None else heads.bias.split(widths)
-    inputs = Inputs(q, k, v, *biases, heads.q_norm, heads.k_norm, heads.eps, cos, sin)  # type: ignore[call-arg]  # three biases
+    q_bias, k_bias, v_bias = (None,) * 3 if heads.bias is None else heads.bias.split(widths)
+    q, k, v = qkv.split(widths, 1)
+    inputs = Inputs(q, k, v, q_bias, k_bias, v_bias, heads.q_norm, heads.k_norm, heads.eps, cos, sin)
     queries = torch.empty(len(qkv), heads.num_heads, shape.head_dim, dtype=heads.dtype, device=qkv.device)
     ahead = len(qkv) <= tokens_at_once(queries, at)
     stretches = stretch_room(at.batch, at.kv.block_size) if keys.learned and ahead else 1

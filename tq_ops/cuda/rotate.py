@@ -161,7 +161,8 @@ def for_stretch(low, high, stretch, learned, head, D: tl.constexpr):
     """Queries of one KV head, as halves [ROWS, D/2] of `places`, turned for the keys of a stretch.
 
     Returns:
-        low, high [ROWS, D/2] fp32; gains [ROWS] of `query_gains`; and what logits lack [ROWS]: their products with K's mean.
+        low, high [ROWS, D/2] fp32; gains [ROWS] of `query_gains`; and the queries' products with K's mean, which logits lack
+        [ROWS].
     """
     dim = tl.arange(0, D // 2)
     at = stretch * (D // 2) + dim
@@ -180,7 +181,7 @@ def store_rotated(
     """Columns first … first + WIDTH - 1 of rotated queries [ROWS], rounded to the dtype of `out`, a `Rotated`.
 
     Of learned keys once for each stretch that one of them sees: of `shares` programs with the same columns each takes every
-    `shares`-th, and the program of the first columns stores gains and what logits lack.
+    `shares`-th, and the program of the first columns stores gains and lacks.
     """
     live = token < tokens
     vector, column = token * HEADS + head, first + tl.arange(0, WIDTH)[None, :]
