@@ -17,7 +17,7 @@ class NonFiniteError(InputError):
 
 
 _BETWEEN = frozenset({"haarkv", "tq", "torch", "transformers"})
-"""Packages whose lines nobody can change who reads the warning: this one, and those that call it back."""
+"""Packages whose lines a user cannot change: this one, and those that call it back."""
 
 
 class HaarkvWarning(UserWarning):
