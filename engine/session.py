@@ -25,7 +25,7 @@ from haarkv.models.base import new_cache
 from haarkv.models.catalog import model_files
 from haarkv.models.config import ModelConfig
 from haarkv.models.footprint import CODE, WeightBytes
-from haarkv.models.parallel import ALONE, Ranks
+from haarkv.models.parallel import SINGLE_RANK, Ranks
 from haarkv.models.text import Tokenizer
 from haarkv.tq_ops.errors import InputError, warn
 from haarkv.tq_ops.kv import cache_file
@@ -78,7 +78,7 @@ class Session:
     plan: KVPlan
     generation: Mapping[str, Any] = field(default_factory=dict)
     passed_over: str = ""
-    ranks: Ranks = ALONE
+    ranks: Ranks = SINGLE_RANK
     weight_bytes: int = 0
     load_record: LoadRecord | None = None
     uneven: tuple[balancing.Uneven, ...] = ()

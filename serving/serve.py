@@ -23,14 +23,13 @@ VLLMS_OWN = "bf16"
 
 def cache_options(
     kv: str | None = None, calibration: str | None = None, plan: str | None = None, *, skip_layers: Sequence[int] = (),
-    tail: int | None = None, sink: int = 0, balance: bool = True, allow_collapse: bool = False, per_layer: bool = False,
+    tail: int | None = None, sink: int = 0, balance: bool = True, allow_collapse: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """The server's cache as vLLM's `--additional-config`; files as absolute paths, for workers may run elsewhere.
 
     Args:
         kv: as for `tq generate`; None for `keys.KV`, unless a plan is given.
         tail, sink: newest and first tokens of a sequence in BF16.
-        per_layer: report each layer in `/metrics`.
     """
     files = {keys.CALIBRATION: calibration, keys.PLAN: plan}
     options: dict[str, Any] = {
@@ -38,7 +37,6 @@ def cache_options(
         **{key: file and str(Path(file).expanduser().absolute()) for key, file in files.items()},
         keys.SKIP_LAYERS: list(skip_layers) or None, keys.TAIL: tail, keys.SINK: sink or None,
         keys.BALANCE: None if balance else False, keys.ALLOW_COLLAPSE: allow_collapse or None,
-        keys.PER_LAYER: per_layer or None,
     }  # fmt: skip
     return {key: value for key, value in options.items() if value is not None}
 

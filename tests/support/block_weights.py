@@ -53,7 +53,7 @@ def in_blocks(model, kinds=TYPES):
         return Blocks(torch.from_numpy(np.ascontiguousarray(data)), block_type(gguf.GGMLQuantizationType[kind]), weight.dtype)
 
     for layer in model.weights.layers:
-        layers.append(layer.changed(lambda field, weight: encode(weight) if field.endswith("_proj") else weight))
+        layers.append(layer.map(lambda field, weight: encode(weight) if field.endswith("_proj") else weight))
     weights = replace(model.weights, layers=tuple(layers), lm_head=encode(model.weights.lm_head))
     return replace(model, weights=weights)
 

@@ -12,8 +12,8 @@ from haarkv.codebooks import haar_rotation
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats.stretches import STRETCH
 from haarkv.tq_ops.npu.learned import learned_coordinates
-from haarkv.tq_ops.npu.sides import format_side, turns_of_tokens, zero_shift_rows
-from haarkv.tq_ops.npu.sim.simulator import unavailable
+from haarkv.tq_ops.npu.sides import format_side, turns_of_tokens
+from haarkv.tq_ops.npu.sim.simulator import Simulator, unavailable
 from haarkv.tq_ops.npu.store import StoreProgram
 
 needs_pypto = [
@@ -60,7 +60,6 @@ def empty_cache(blocks, kv_heads, pair=(TQ4, TQ4), layer=0):
             fractions = torch.rand(tensor.shape, generator=generator)
             tensor.copy_(fractions if tensor.is_floating_point() else whole)
         tensors |= side.tensors(prefix, fields)
-    tensors["back"] = zero_shift_rows(CPU)
     return tensors | format_side(pair[0], layer).domain_tensors(pair[0], layer, CPU)
 
 
@@ -138,3 +137,22 @@ class FailingProgram:
         if self.how == "hangs":
             time.sleep(60)
         raise RuntimeError("the compiler's own words")
+
+
+class Listing(Simulator):
+    """A simulator that also says which files PyPTO wrote, as `sources` without text: `serve` is its worker."""
+
+    worker = "npu_programs"
+
+
+def serve(connection):
+    from haarkv.tq_ops.npu.sim import worker
+
+    collect = worker._collect
+
+    def and_names(folder, request, tensors, result):
+        collect(folder, request, tensors, result)
+        result["sources"] = {file.name: "" for file in folder.rglob("*")}
+
+    worker._collect = and_names
+    worker.serve(connection)

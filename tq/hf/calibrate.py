@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from haarkv.models.fingerprint import fingerprint
+from haarkv.models.weights import fingerprint
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.stretches import RopeShift
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile, make_calibration, save

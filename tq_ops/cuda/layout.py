@@ -77,8 +77,7 @@ def fault_place(key: int) -> tuple[int, str, int, int]:
     return key >> 49, "state" if head == STATE else "KV"[(key >> 48) & 1], (key >> 16) & 0xFFFFFFFF, head
 
 
-@dataclass(frozen=True)
-class LearnedTables:
+class LearnedTables(NamedTuple):
     """What learned keys have beside a rotation, coordinates in the kernels' order.
 
     RoPE turns number i of a vector's two halves together. Where it leaves a part of each vector alone, halves are not those of

@@ -177,7 +177,7 @@ def small_hybrid(dtype: torch.dtype, vocab_size: int) -> DecoderModel:
             # Drawn with a deviation of 0.02; what is summed should have one of 1.
             return tensor * (tensor[0].numel() ** -0.5 / 0.02) if tensor.ndim > 1 else tensor
 
-        return weights.changed(of_size_one)
+        return weights.map(of_size_one)
 
     layer_weights = tuple(layer(index, weights) for index, weights in enumerate(raw.layers))
     return DecoderModel.from_weights(config, replace(raw, embedding=dense(raw.embedding) / 0.02, layers=layer_weights))

@@ -169,7 +169,8 @@ class Frontier:
 
     def under(self, loss: float) -> Allocation | None:
         """The fewest bits, in steps of 0.02 below 16, whose costs add up to no more than `loss`; None if there are none."""
-        size = self._knapsack.least_size(loss)
+        if not math.isfinite(size := self._knapsack.least_size(loss)):
+            return None
         steps = math.ceil(size * 16 / self._exact / _STEP * (1 - 1e-12))
         return self.within(steps * _STEP) if steps * _STEP < 16 else None
 

@@ -43,28 +43,6 @@ using namespace haarkv;
 
 extern "C" {
 
-__attribute__((visibility("default"))) int haarkv_best_isa() { return best_isa(); }
-
-// Writes the sizes of the structures of this interface, up to `room` of them, and returns how many there are. Whoever calls
-// compares them with its own: of another size, they are of other sources.
-__attribute__((visibility("default"))) int haarkv_sizes(int64_t* sizes, int room) {
-    constexpr int64_t kSizes[] = {
-        sizeof(Kept),         sizeof(Side),
-        sizeof(Cache),        sizeof(Matrix),
-        sizeof(Stretches),    sizeof(HaarkvAttention),
-        sizeof(Quantizer),    sizeof(HaarkvStoreSide),
-        sizeof(HaarkvStore),  sizeof(Weight),
-        sizeof(HaarkvLinear), sizeof(RmsNorm),
-        sizeof(Rope),         sizeof(GatedMul),
-        sizeof(GatedDelta),   sizeof(HaarkvDenseLayer),
-        sizeof(HaarkvTurns),  sizeof(HaarkvPlaces),
-        sizeof(HaarkvLayers), sizeof(HaarkvRows),
-    };
-    constexpr int kCount = sizeof kSizes / sizeof *kSizes;
-    std::copy(kSizes, kSizes + std::min(room, kCount), sizes);
-    return kCount;
-}
-
 // Where a vector's codes and its scale go.
 struct Stored {
     uint8_t* codes;

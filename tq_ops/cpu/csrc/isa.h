@@ -1,4 +1,4 @@
-// Which instruction sets this CPU has, and the kernels of each.
+// The instruction sets that this CPU has and this library was compiled for, and the kernels of each.
 #pragma once
 
 #include "kernels.h"
@@ -6,10 +6,12 @@
 namespace haarkv {
 
 // Each needs all of those before it.
-enum Isa { kPortable = 0, kAvx2, kAvx512, kAvx512Vnni, kAvx512Bf16, kAmx };
+enum Isa { kPortable = 0, kAvx2, kAvx512Vnni, kAmx };
+constexpr int kBf16Products = 1 << 8;
 
-// The last that this CPU has and this library was compiled for. Where that is AMX, the process may use tiles from now on.
-Isa best_isa();
+// A bit for each set, and `kBf16Products` where `avx512vnni` multiplies BF16 numbers. Where `amx` is among them, the process
+// may use tiles from now on.
+int available_isas();
 
 const Kernels& kernels_of(int isa);
 
