@@ -100,7 +100,7 @@ def peak_memory() -> int:
     """Bytes of memory that this process had at most, at a time."""
     with suppress(OSError, ValueError, KeyError):
         return _kibibytes(_STATUS)["VmHWM"]
-    # That of whoever started this process counts here until it has had more.
+    # Until this process has had more, the maximum is its parent's.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

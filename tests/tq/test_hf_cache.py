@@ -96,7 +96,7 @@ class GroupFormat(formats.KVFormat):
     def bytes_per_vector(self, head_dim):
         return 4.0 * head_dim
 
-    def turns(self, layer):
+    def rope_shift(self, layer):
         return Doubling() if self.group_tokens == 1 else None
 
     def quantize(self, x, layer):

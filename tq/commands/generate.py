@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from haarkv.tq_ops.errors import count_noun
 from haarkv.tq_ops.output_files import check_writable
-from haarkv.tq_ops.text import count_noun
 from tq import options
 from tq.groups import Command, tensor_parallel
 from tq.output import err, prefilling, print_table, warn

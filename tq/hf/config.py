@@ -51,7 +51,7 @@ def head_dims(config: Any, layer: int) -> tuple[int, int]:
 
 def cache_layers(decoder: Any) -> list[Any]:
     """transformers' own cache layers, which ours replace; others than attention's are refused."""
-    # Who balances weights reads a config as well, and may not have transformers.
+    # Imported here: balancing weights reads a config as well, without transformers.
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     try:

@@ -25,7 +25,7 @@ from haarkv.tq_ops.formats.rotated import SEED_EPS, TurboQuant, TurboQuant4Seed,
 Side = Literal["k", "v"]
 
 PUBLISHED = TurboQuant4Seed()
-"""The layout of the published kernels, which whoever repeats their experiment has to name."""
+"""The layout of the published kernels, to repeat their experiment."""
 
 # One entry a format, or K's and V's where they are stored differently. tq4 comes first: what options mean that name none.
 _FORMATS: tuple[KVFormat | tuple[KVFormat, KVFormat], ...] = (

@@ -126,7 +126,7 @@ class PagedKVCache:
                 self.kv[layer] = self._layer(layer, shape, None if pages is None else pages[layer])
         self.states |= self.kv
         self.states |= {layer: Recurrent(shape, self.num_rows, self.device) for layer, shape in (states or {}).items()}
-        tails = any(window.ring for *_, window in self.fields() if window)
+        tails = any(window.ring for kv in self.kv.values() for window in kv.windows if window)
         self._widens = tails and self.room < chunk
         rings = any(kv_layer.ring is not None for kv_layer in self.kv.values())
         self.most_new_tokens = chunk if tails else self._ring_chunk if rings else None
@@ -202,11 +202,6 @@ class PagedKVCache:
             ring=self.plan.ring_tokens(kv_format, self.room), num_rows=self.num_rows, num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim, device=self.device,
         )  # fmt: skip
-
-    @property
-    def num_layers(self) -> int:
-        """Layers of the model."""
-        return len(self.plan.layers)
 
     def view(self, layer: int, batch: Batch) -> LayerView:
         """A layer and a batch as ops take them, with the room that the layer has now."""
@@ -285,18 +280,10 @@ class PagedKVCache:
         """Whether every layer can store a batch without `open`."""
         return not self._widens or batch.at_most(self.room)
 
-    def fields(self) -> Iterator[tuple[str, KVFormat, dict[str, Tensor], ResidualWindow | None]]:
-        """(name such as `layers.0.k`, format, fields, residual window) of every side."""
-        for layer, kv_layer in self.kv.items():
-            for letter, side in kv_layer.sides:
-                yield f"layers.{layer}.{letter}", side.kv_format, side.fields, side.window
-
     @property
     def has_rows(self) -> bool:
         """Whether anything is stored by row: windows, rings or states."""
-        return any(layer.ring is not None or any(layer.windows) for layer in self.kv.values()) or bool(
-            self.states.keys() - self.kv.keys()
-        )
+        return len(self.states) > len(self.kv) or any(kv.ring is not None or any(kv.windows) for kv in self.kv.values())
 
     @property
     def num_slots(self) -> int:

@@ -86,7 +86,7 @@ class ResidualWindow:
         heads, _, head_dim = self.vectors.shape[1:]
         wide.vectors = self.vectors.new_zeros(len(self.vectors), heads, self.sink + wide.ring, head_dim)
         starts = batch.seq_lens.long() - batch.query_start_loc.diff()
-        # Positions below 0 are nobody's; they lie in places of their own.
+        # Positions below 0 fall on places that no token uses.
         before = starts.unsqueeze(1) - 1 - torch.arange(self.tail, device=starts.device)
         rows = batch.rows.unsqueeze(1)
         wide.vectors[rows, :, wide.in_ring(before)] = self.vectors[rows, :, self.in_ring(before)]
