@@ -11,6 +11,8 @@ VLLM := .venv-vllm
 # What is compiled into the package.
 KERNELS := hatch_build.py tq_ops/cpu/build.py $(wildcard tq_ops/cpu/csrc/*)
 LIBRARY := tq_ops/cpu/_kernels.so
+# Set once the library holds every instruction set, which tests need.
+EVERY_SET := $(VENV)/kernels.stamp
 PIP := -m pip install --quiet --disable-pip-version-check
 
 # Few of the modules that come are ever imported: pip compiles none of them to bytecode, and each is once it is imported.
@@ -143,7 +145,7 @@ $(VENV)/run.stamp: pyproject.toml constraints.txt $(KERNELS) | $(LIBRARY)
 	$(BIN)/python $(PIP) -c constraints.txt -e .
 	@touch $@
 
-$(VENV)/dev.stamp: pyproject.toml constraints.txt $(KERNELS) | $(LIBRARY)
+$(VENV)/dev.stamp: pyproject.toml constraints.txt $(KERNELS) | $(EVERY_SET)
 	@# Wheels of the npu extra exist for few platforms; without it its tests say so and are counted as skipped.
 	$(BIN)/python $(PIP) -c constraints.txt -e '.[dev,npu]' || { $(BIN)/python $(PIP) -c constraints.txt -e '.[dev]' && \
 		echo "the npu extra cannot be installed here: its tests will be skipped" >&2; }
@@ -153,13 +155,18 @@ $(VENV)/npu.stamp: $(VENV)/dev.stamp
 	@$(BIN)/python -c 'from haarkv.tq_ops.npu.sim.worker import built_calculator as b; b()' >/dev/null 2>&1 || true
 	@touch $@
 
-$(VLLM)/stamp: pyproject.toml serving/vllm_plugin/install.py $(KERNELS) | $(LIBRARY)
+$(VLLM)/stamp: pyproject.toml serving/vllm_plugin/install.py $(KERNELS) | $(EVERY_SET)
 	$(BIN)/python -m venv $(VLLM)
 	$(VLLM)/bin/python $(PIP) 'torch==2.13.0' 'pytest>=8.4,<10'
 	$(VLLM)/bin/python $(PIP) -e .
 	$(VLLM)/bin/python -m haarkv.serving.vllm_plugin.install
 	@touch $@
 
-# Compiled once, before two installations would each do it; without a compiler the package is installed without them.
+# Compiled once, before two installations would each do it; without a compiler the package is installed without them. `make run`
+# needs the instruction set of this machine alone.
 $(LIBRARY): $(KERNELS) | $(BIN)/python
+	@$(BIN)/python tq_ops/cpu/build.py --native || true
+
+$(EVERY_SET): $(KERNELS) | $(BIN)/python
 	@$(BIN)/python tq_ops/cpu/build.py || true
+	@touch $@

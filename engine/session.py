@@ -27,14 +27,13 @@ from haarkv.models.config import ModelConfig
 from haarkv.models.footprint import CODE, WeightBytes
 from haarkv.models.parallel import SINGLE_RANK, Ranks
 from haarkv.models.text import Tokenizer
-from haarkv.tq_ops.errors import InputError, warn
+from haarkv.tq_ops.errors import InputError, count_noun, warn
 from haarkv.tq_ops.kv import cache_file
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache, cache_bytes
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.stored import StoredSequence
 from haarkv.tq_ops.memory import require_memory
-from haarkv.tq_ops.text import count_noun
 
 
 @dataclass(frozen=True)

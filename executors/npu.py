@@ -19,11 +19,10 @@ from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.shapes import WINDOW_ROOM
 from haarkv.tq_ops.npu.device import Runner, open_runner
 from haarkv.tq_ops.npu.program import AttentionShape
-from haarkv.tq_ops.npu.sides import layer_sides, window_shape
 
 
 class NpuExecutor(Executor):
-    """Runs a bf16 model of dense layers whose cache is in formats that programs read: one program a layer, one for the head.
+    """Runs a BF16 model of dense layers: one program a layer, one for the head.
 
     Args:
         device: `sim`, `npu:N`, or None for the first NPU if there is one and the simulator if not.
@@ -32,7 +31,7 @@ class NpuExecutor(Executor):
     """
 
     name = "npu"
-    decode_step = programs.DECODE_STEP
+    decode_step = programs.DECODE.step
 
     def __init__(self, model: DecoderModel, device: str | None = None) -> None:
         if reason := programs.unsupported(model.config):
@@ -47,14 +46,8 @@ class NpuExecutor(Executor):
         with self._runner.refusals():
             self._model = model.to(self.device)
         self._head = programs.head_program(model.config, self._runner.most_vocab)
-        keep: Callable[[Tensor], Tensor] = self._runner.constant
-        self._layers = [
-            {name: keep(tensor) for name, tensor in inputs.layer_constants(self._model, index).items()}
-            for index in range(model.config.num_layers)
-        ]
-        self._head_slices = [
-            {name: keep(tensor) for name, tensor in part.items()} for part in inputs.head_constants(self._model, self._head)
-        ]
+        self._layers = [self._constant(inputs.layer_constants(self._model, i)) for i in range(model.config.num_layers)]
+        self._head_slices = list(map(self._constant, inputs.head_constants(self._model, self._head)))
         self._masks: dict[AttentionShape, dict[str, Tensor]] = {}
 
     @property
@@ -66,10 +59,7 @@ class NpuExecutor(Executor):
         return programs.unsupported(config, plan)
 
     def compile_ahead(self, plan: KVPlan, on_program: Callable[[str], object]) -> None:
-        """Compile what forwards with such a cache run, by a small prefill and a decode step on a cache that is thrown away.
-
-        A device keeps programs and compiles each on its first call. The simulator keeps none, and nothing is done.
-        """
+        """Compile what a device would compile on its first calls, by a small prefill and a decode step on another cache."""
         self._runner.on_program = on_program
         if not self._runner.keeps_programs:
             return
@@ -96,13 +86,12 @@ class NpuExecutor(Executor):
             raise InputError(f"executor npu needs a cache of {programs.BLOCK}-token blocks, not {cache.block_size}")
         cache.require_room(batch)
         one_each = batch.query_start_loc.numel() - 1 == hidden.shape[0]
-        build = programs.decode_program if one_each else programs.prefill_program
+        phase, chunk = (programs.DECODE, cache.room) if one_each else (programs.PREFILL, cache.chunk)
         ropes, tilings = self._model.rope_at(batch.positions), {}
         state: Tensor | None = None
         for index in span:
             mixer = self.config.layers[index].attention
-            in_bf16 = window_shape(cache.plan, index, cache.room if one_each else cache.chunk, mixer.window)
-            program = build(self.config, *layer_sides(cache.plan, index, mixer.head_dim), in_bf16, layer=index)
+            program = programs.plan_program(phase, self.config, cache.plan, index, chunk=chunk)
             # Layers differ in their angles and in where their tokens lie, and agree on which row is whose.
             tiling_key = mixer.rope, cache.kv[index].ring, program.attention.step_tokens
             if tiling_key not in tilings:
@@ -112,19 +101,17 @@ class NpuExecutor(Executor):
                 state = self._layer(program, index, tiling.spread(hidden) if state is None else state, tiling, cache)
         return hidden if state is None else state[tiling.row]
 
+    def _constant(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self._runner.constant(tensor) for name, tensor in tensors.items()}
+
     def _layer(self, program: LayerProgram, index: int, hidden: Tensor, tiling: inputs.Tiling, cache: PagedKVCache) -> Tensor:
-        constants = {**self._layers[index], **self._program_masks(program)}
-        for tensor in inputs.domain_arguments(program, cache.plan, index, self.device).values():
-            self._runner.constant(tensor)
+        if program.attention not in self._masks:
+            self._masks[program.attention] = self._constant(inputs.mask_arguments(program, self.device))
+        constants = {**self._layers[index], **self._masks[program.attention]}
+        self._constant(inputs.domain_arguments(program, cache.plan, index, self.device))
         arguments, out = inputs.layer_call(program, constants, hidden, tiling, cache, index)
         self._runner.call(program, arguments)
         return out
-
-    def _program_masks(self, program: LayerProgram) -> dict[str, Tensor]:
-        if program.attention not in self._masks:
-            masks = inputs.mask_arguments(program, self.device)
-            self._masks[program.attention] = {name: self._runner.constant(mask) for name, mask in masks.items()}
-        return self._masks[program.attention]
 
     def _logits(self, hidden: Tensor) -> Tensor:
         slices = []

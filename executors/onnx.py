@@ -1,15 +1,14 @@
-"""The ONNX executor: the graphs that `tq export` writes, run by ONNX Runtime over the weights and the cache as they lie.
+"""The ONNX executor: the graphs of `tq export`, run by ONNX Runtime on the model's and the cache's own memory.
 
-A graph reads the paged cache in place, and tokens in BF16 beside it, and returns what is to be stored of the new tokens,
-which is then put into its places: nothing copies the cache.
+A graph reads the paged cache in place and returns what is stored of the new tokens, which is then written to its places.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import onnxruntime as ort
 import torch
@@ -53,14 +52,8 @@ _ELEMENTS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Provider:
-    """Where ONNX Runtime runs a graph.
-
-    Attributes:
-        device: where torch keeps tensors for it.
-        memory: ONNX Runtime's word for that memory.
-    """
+class Provider(NamedTuple):
+    """Where ONNX Runtime runs a graph: `device` is torch's word for its memory, `memory` ONNX Runtime's."""
 
     name: str
     package: str
@@ -76,7 +69,7 @@ PROVIDERS = {
 
 
 def open_provider(word: str | None) -> Provider:
-    """The provider of that name, the CPU's unless one is named.
+    """A provider; None is the CPU's.
 
     Raises:
         InputError: no such provider, its package is not installed, or torch does not know its memory.
@@ -93,7 +86,7 @@ def open_provider(word: str | None) -> Provider:
 
 
 class OnnxExecutor(Executor):
-    """Runs a model whose cache is `tq2` to `tq8` or, of keys, `lr2` to `lr5`, with a tail and sinks in BF16 or none.
+    """Runs dense models with caches in `tq2` to `tq8` or, for keys, `lr2` to `lr5`, with or without tokens in BF16.
 
     Args:
         provider: cpu (the default), cuda or cann.
@@ -110,12 +103,12 @@ class OnnxExecutor(Executor):
         self.config = model.config
         self.device = torch.device(self._provider.device)
         self.description = f"ONNX Runtime {ort.__version__} ({self._provider.name})"
-        # Other providers are not known to have the operator's kernels: they are given restored weights.
+        # Other providers may lack the operator's kernels: they get restored weights.
         on_cpu = self.device.type == "cpu"
         device_model = model if on_cpu else replace(model, weights=model.weights.map(dense)).to(self.device)
         self._model = device_model
         coded_names = coded_weights(device_model.weights.named_tensors())
-        # ONNX Runtime wants this memory for as long as it has a session, and packs codes into memory of its own beside it.
+        # A session needs this memory, and packs codes into its own as well.
         self._coded = {
             part: ort.OrtValue.ortvalue_from_numpy(tensor.numpy())
             for name, weight in device_model.weights.named_tensors()
@@ -125,7 +118,7 @@ class OnnxExecutor(Executor):
         self._scopes = Qwen3Scopes(model.config, str(model.dtype).removeprefix("torch."), blocks=coded_names)
         self._weights = dict(weight_values(device_model))
         self._sessions: dict[GraphSpec, _Session] = {}
-        self._lock = threading.Lock()  # a session's tensors are bound, then run: no other thread may bind between
+        self._lock = threading.Lock()  # no other thread may bind a session's tensors before it runs
 
     @staticmethod
     def supports(config: ModelConfig, plan: KVPlan) -> str | None:
@@ -136,7 +129,7 @@ class OnnxExecutor(Executor):
         token, _, valid = batch.rectangle()
         # Each session packs codes for itself: one serves one token and many.
         sizes = Sizes(tokens=1) if token.shape[1] == 1 and not self._coded else Sizes()
-        embed = EMBEDDING not in self._scopes.blocks  # else the rows that are asked for are restored from the file
+        embed = EMBEDDING not in self._scopes.blocks  # else rows are restored from the file
         graph = _graph(cache, range(self.config.num_layers), batch, embed=embed, sizes=sizes)
         inputs = (
             {"input_ids": token_ids[token]} if embed else {"hidden": weight_rows(self.weights.embedding, token_ids)[token]}
@@ -167,7 +160,7 @@ class OnnxExecutor(Executor):
     def _run(
         self, plan: GraphSpec, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], batch: Batch, cache: PagedKVCache
     ) -> None:
-        """Run a graph on tensors where they lie, and store what it made of the new tokens."""
+        """Run a graph, and store its new tokens."""
         _, _, valid = batch.rectangle()
         cache.require_room(batch)
         past = batch.seq_lens - batch.query_start_loc.diff()
@@ -212,38 +205,31 @@ class OnnxExecutor(Executor):
             bind(name, self._provider.memory, 0, _ELEMENTS[tensor.dtype], tuple(tensor.shape), tensor.data_ptr())
 
     def _session(self, plan: GraphSpec) -> _Session:
-        """The session of a graph, opened when it is first run.
-
-        Dense weights are inputs: all sessions use the model's own memory. Codes are constants, or their kernels are slow.
-        """
+        """A graph's session. Dense weights are inputs, the model's memory; codes are constants, or their kernels are slow."""
         with self._lock:
-            return self._open_session(plan)
+            if plan not in self._sessions:
+                self._sessions[plan] = self._open_session(plan)
+            return self._sessions[plan]
 
     def _open_session(self, plan: GraphSpec) -> _Session:
-        if plan not in self._sessions:
-            options = ort.SessionOptions()
-            options.intra_op_num_threads = torch.get_num_threads()
-            options.log_severity_level = _ERRORS
-            # Planning which buffers can be shared takes time that grows with the square of the nodes, and finds none
-            # while sizes are unknown.
-            options.enable_mem_reuse = False
-            types = weight_types(self._scopes, plan)
-            code_values = {name: value for name, value in self._coded.items() if name in types}
-            options.add_external_initializers(list(code_values), list(code_values.values()))
-            model = build(self._scopes, plan, StoredWeights("made", dict.fromkeys(code_values, 0))).SerializeToString()
-            session = ort.InferenceSession(model, options, providers=[self._provider.name])
-            inputs = {value.name for value in session.get_inputs()}
-            every = self._weights | stored_values(self._scopes, plan, self.device)
-            entry = _Session(session, session.io_binding(), inputs, {name: every[name] for name in every.keys() & inputs})
-            self._bind(entry.binding.bind_input, entry.weights)
-            self._sessions[plan] = entry
-        return self._sessions[plan]
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        options.log_severity_level = _ERRORS
+        # Planning shared buffers takes time by the square of the nodes, and finds none while sizes are unknown.
+        options.enable_mem_reuse = False
+        types = weight_types(self._scopes, plan)
+        code_values = {name: value for name, value in self._coded.items() if name in types}
+        options.add_external_initializers(list(code_values), list(code_values.values()))
+        model = build(self._scopes, plan, StoredWeights("made", dict.fromkeys(code_values, 0))).SerializeToString()
+        session = ort.InferenceSession(model, options, providers=[self._provider.name])
+        inputs = {value.name for value in session.get_inputs()}
+        every = self._weights | stored_values(self._scopes, plan, self.device)
+        entry = _Session(session, session.io_binding(), inputs, {name: every[name] for name in every.keys() & inputs})
+        self._bind(entry.binding.bind_input, entry.weights)
+        return entry
 
 
-@dataclass(frozen=True)
-class _Session:
-    """An open graph, its weights bound."""
-
+class _Session(NamedTuple):
     session: Any
     binding: Any
     inputs: set[str]
@@ -253,9 +239,9 @@ class _Session:
 def _graph(
     cache: PagedKVCache, span: range, batch: Batch, *, embed: bool = False, sizes: Sizes | None = None
 ) -> GraphSpec:  # fmt: skip
-    """The graph of some layers that reads a cache; one that turns keys only where a sequence is longer than a stretch."""
+    """The graph of some layers for a cache; with stretches only if a sequence is longer than one."""
     window = _bf16_windows(cache, span.start).get("k_kept")
-    long = int(batch.seq_lens.max()) > STRETCH and any(cache.kv[layer].k.kv_format.turns(layer) for layer in span)
+    long = int(batch.seq_lens.max()) > STRETCH and any(cache.kv[layer].k.kv_format.rope_shift(layer) for layer in span)
     return GraphSpec(
         span, embed=embed, head=False, opset=DEFAULT_OPSET, sizes=sizes or Sizes(),
         formats=cache.plan.layers[span.start : span.stop], kept=(window.tail, window.sink) if window else (0, 0),
@@ -264,14 +250,14 @@ def _graph(
 
 
 def _window_places(window: ResidualWindow, batch: Batch, past: Tensor) -> dict[str, Tensor]:
-    """Where the tokens lie that queries may see in BF16: of each sequence its sinks, and the newest before this batch.
+    """Tokens before this batch that queries may see in BF16: each sequence's sinks and newest ones.
 
     Args:
-        window: of any layer and side, all being alike.
-        past: [B] int32, tokens that were stored before.
+        window: of any layer and side: all are alike.
+        past: [B] int32, tokens stored before.
     Returns:
         `kept_index` [B, Hkv, sink + tail] int64 among the vectors of all rows, heads and places, and `kept_positions`
-        [B, sink + tail] int32; `EMPTY_POSITION` where no token is kept, and where the tail repeats a sink.
+        [B, sink + tail] int32, `EMPTY_POSITION` where there is none, or the tail repeats a sink.
     """
     _, heads, places, _ = window.vectors.shape
     first = torch.arange(window.sink, device=past.device).expand(len(past), -1)
@@ -284,18 +270,18 @@ def _window_places(window: ResidualWindow, batch: Batch, past: Tensor) -> dict[s
 
 
 def _bf16_windows(cache: PagedKVCache, layer: int) -> dict[str, ResidualWindow]:
-    """A layer's tokens in BF16 by `WINDOW_FIELDS`, where some stay so."""
+    """A layer's tokens in BF16, if any, by `WINDOW_FIELDS`."""
     return {name: window for name, window in zip(WINDOW_FIELDS, cache.kv[layer].windows, strict=True) if window}
 
 
 def _fields(cache: PagedKVCache, layer: int) -> dict[str, Tensor]:
-    """The very tensors that hold a layer, by `FIELDS`."""
+    """A layer's own tensors, by `FIELDS`."""
     sides = {"k": cache.kv[layer].k.fields, "v": cache.kv[layer].v.fields}
     return {name: sides[name[0]][name[2:]] for name in FIELDS}
 
 
 def _require_finite(vectors: Mapping[str, Tensor], layer: int, slots: Tensor) -> None:
-    """Raise a NonFiniteError of scales [T, Hkv] that a graph has marked: layer, side, token, slot and KV head."""
+    """Raise a NonFiniteError for the first scale [T, Hkv] that a graph has set to NaN."""
     for side in ("k", "v"):
         bad = torch.isnan(vectors[f"{side}_scale"]).nonzero()
         if len(bad):

@@ -152,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _prepare_streams()
     with unsaid_is_fine(), warnings_in_a_line():
         try:
-            result = cli.main(args=args, prog_name="tq", standalone_mode=False)
+            result = cli.main(args=args, prog_name="tq", standalone_mode=False, obj=args)  # reports name the command
             sys.stdout.flush()
             return result if isinstance(result, int) else 0
         except BaseException as error:  # a panic in a library of Rust is no Exception

@@ -41,7 +41,7 @@ class CostSimulator(Simulator):
     """A simulator that can also say what a call costs."""
 
     worker = "lab.npu.cost"
-    boot = Simulator.boot.replace("quiet.load(); ", "")
+    boot = Simulator.boot.replace("simulator.skip_graph_files(); ", "")
 
     def cost(self, program: Program, arguments: Sequence[Tensor]) -> Cost:
         """The cost of a call with such arguments; nothing is written to them."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
 
 import pytest
@@ -98,8 +97,5 @@ def test_a_compiler_that_fails_leaves_what_was_there(monkeypatch, tmp_path):
 
 
 def test_structures_are_filled_by_name_and_completely():
-    with pytest.raises(AssertionError, match="first_plane"):
-        library.SideArgs(codes=None, scales=None, centroids=None, codes_stride=0, scales_stride=0, unit=0, integers=None)
-    # As the compiler lays them out.
-    assert ctypes.sizeof(library.SideArgs) == 120
-    assert ctypes.sizeof(library.Kept) == 32
+    with pytest.raises(AssertionError, match="planes"):
+        library.Side(codes=None, scales=None, centroids=None, codes_stride=0, scales_stride=0, unit=0, integers=None)

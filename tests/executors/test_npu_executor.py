@@ -2,13 +2,14 @@
 
 import sys
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
 import torch
-from npu_layers import CONFIG, TQ4_SPEC, fill_cache
+from npu_layers import CONFIG, CONFIGS, TQ4_SPEC, fill_cache
 from npu_programs import with_pypto
-from small_models import cache_tensors, new_cache, resize_config, small_model
+from small_models import new_cache, resize_config, small_model
 
 from haarkv.executors import catalog, npu
 from haarkv.executors.base import prefill
@@ -19,6 +20,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.npu import device
+from haarkv.tq_ops.npu.program import order_arguments
 from haarkv.tq_ops.npu.sides import fixed_sides
 from haarkv.tq_ops.npu.sim import simulator
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
@@ -114,12 +116,6 @@ def test_a_vocabulary_in_slices_is_padded_and_pieces_overlap():
     normed_hidden = reference.rms_norm(hidden, model.weights.final_norm, model.config.final_norm.eps)
     assert torch.allclose(logits[:, :4096], reference.linear(normed_hidden, model.weights.lm_head), atol=1e-3)
     assert not logits[:, 4096:].any()
-
-
-def test_cache_tensors_are_what_the_goldens_cover():
-    cache = new_cache(load_model("tiny", "bfloat16").config, block_size=128, num_blocks=2)
-    fields = {side + "_" + name for layer, side, name, _ in cache_tensors(cache) if layer == 0}
-    assert fields == set(inputs.cache_arguments(cache, 0))
 
 
 # -- Refusals ------------------------------------------------------------------------------------------------------------
@@ -242,11 +238,24 @@ def test_the_simulator_compiles_nothing_ahead():
 
 
 def test_no_two_arguments_of_a_program_share_a_name():
-    sides = fixed_sides(128).values()
-    for k in sides:
-        for v in sides:
-            names = [argument.name for argument in programs.decode_program(CONFIG, k, v).arguments]
-            assert len(names) == len(set(names))
+    for k, v in product(fixed_sides(128).values(), repeat=2):
+        names = [argument.name for argument in programs.decode_program(CONFIG, k, v).arguments]
+        assert len(names) == len(set(names))
+
+
+def test_zeros_stand_for_what_a_layer_lacks_and_for_nothing_else():
+    """Biases and a window are there where a layer declares them, and are then not optional."""
+    qwen2, gemma3 = (programs.decode_program(CONFIGS[name]) for name in ("qwen2", "gemma3"))
+    unread = [{a.name for a in program.arguments if a.unread} for program in (qwen2, gemma3)]
+    assert {"q_norm", "mlp_out_norm", "left_behind", "k_kept", "k_forward"} <= unread[0]
+    assert unread[1] ^ unread[0] == {"q_norm", "k_norm", "mixer_out_norm", "mlp_out_norm", "left_behind"} | {
+        f"{x}_bias" for x in "qkv"
+    }
+    tensors = {a.name: torch.ones(1) for a in qwen2.arguments if not a.unread}
+    ordered = order_arguments(qwen2, tensors)
+    assert [bool(t.any()) for t in ordered] == [not a.unread for a in qwen2.arguments]
+    with pytest.raises(ValueError, match="q_bias"):
+        order_arguments(qwen2, {name: t for name, t in tensors.items() if name != "q_bias"})
 
 
 def test_a_layer_takes_its_programs_by_its_own_formats(monkeypatch):

@@ -12,14 +12,19 @@ import pytest
 import torch
 from npu_layers import CONFIG, CONFIGS, LAYER_CASES, WINDOW, check_layer, error_of_layer, learned_spec
 from npu_programs import needs_pypto, with_pypto
+from planted_programs import IN_STEPS, NOT_SHRUNK, PlantedSteps
 from small_models import random_tokens, resize_config, small_model
 
 from haarkv.executors import catalog
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.catalog import TINY, load_model
+from haarkv.models.qwen3_14b.npu.programs import LayerProgram
 from haarkv.tq_ops.formats.stretches import STRETCH
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.npu.device import SimRunner
 from haarkv.validation.bounds import NPU_LAYER_ADDED
+from haarkv.validation.bringup.rungs import long_decode
+from haarkv.validation.bringup.workbench import Request, Workbench
 from haarkv.validation.fidelity.greedy_diff import greedy_diff
 from haarkv.validation.fidelity.setup import Contender, load_contenders
 from haarkv.validation.layers.runner import validate
@@ -132,6 +137,21 @@ def test_a_part_that_is_left_out_or_anothers_is_seen(fault):
     error, _ = error_of_layer(None, *DECODE, KVSpec("tq4"), WINDOWED, CONFIGS[name], plant)
     print(f"{fault}: {error:.1e}")
     assert error > 2 * NPU_LAYER_ADDED
+
+
+@with_pypto
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == NOT_SHRUNK else pytest.mark.npu_long) for n in IN_STEPS])
+def test_a_bring_up_finds_a_fault_of_a_step_in_a_decode_over_two(name, monkeypatch):
+    """With `tiny` and its steps of 2,048 keys."""
+    call = SimRunner.call
+
+    def faulty_call(self, program, tensors):
+        wrong = PlantedSteps.with_fault(program, *IN_STEPS[name]) if isinstance(program, LayerProgram) else program
+        call(self, wrong, tensors)
+
+    monkeypatch.setattr(SimRunner, "call", faulty_call)
+    finding = long_decode(Workbench(Request("npu", "sim", "tiny"), lambda _: None))
+    assert (finding.passed, finding.where) == (False, "tq4, layer 0, attention"), finding.said
 
 
 # -- As `tq validate` runs ---------------------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ def test_a_plan_of_layers_that_differ_and_a_cache_of_another_calibration():
 
 
 def test_k_and_v_behind_two_rotations():
-    """A format of somebody's own, with other matrices than `tq4`'s."""
+    """A format outside the registry, with other matrices than `tq4`'s."""
     others = Transform(lambda layer, dim: haar_rotation(9 + layer, dim))
     custom_format = RotatedFormat("own", "", 4, lambda dim: replace(TQ4.description(dim), transform=others))
     assert lowest_cosine(CONFIG, torch.float32, KVPlan(((custom_format, TQ4),) * CONFIG.num_layers)) >= 0.99999
@@ -165,7 +165,7 @@ def with_turns(base_calibration, change):
 TURNS = {
     "all": lambda inv_freq: inv_freq,
     "some numbers": lambda inv_freq: inv_freq[:10],
-    "nobody knows": lambda inv_freq: inv_freq[:0],
+    "unknown": lambda inv_freq: inv_freq[:0],
 }
 
 
@@ -239,7 +239,7 @@ def test_tokens_in_bf16_are_those_that_the_reference_reads(window_sizes, kv, dty
 def test_memory_of_tokens_in_bf16_that_are_not_there_may_hold_anything(executor):
     def forwards(left):
         cache = new_cache(CONFIG, make_spec("k=lr4,v=tq4", tail=5, sink=2))
-        for *_, window in cache.fields():
+        for window in (window for kv in cache.kv.values() for window in kv.windows):
             window.vectors.fill_(left)
         paging = new_paging(cache)
         sequences = [paging.add(), paging.add()]
@@ -287,8 +287,9 @@ def test_graphs_are_given_the_caches_and_the_models_own_memory(monkeypatch):
     prefill(OnnxExecutor(model), cache, paging, [paging.add()], [[1, 2, 3]])
     for layer, side, name, tensor in cache_tensors(cache):
         assert bound[f"layers.{layer}.{side}_{name}"] == tensor.data_ptr()
-    for name, *_, window in cache.fields():
-        assert bound[f"{name}_kept"] == window.vectors.data_ptr()
+    for layer, kv in cache.kv.items():
+        for side, window in zip("kv", kv.windows, strict=True):
+            assert bound[f"layers.{layer}.{side}_kept"] == window.vectors.data_ptr()
     for name, tensor in model.weights.named_tensors():
         assert bound[name] == tensor.data_ptr()
 
@@ -301,7 +302,7 @@ def test_what_is_not_finite_is_named_and_nothing_is_stored():
     with pytest.raises(NonFiniteError, match=r"layer 1: V of token 0 of the batch \(slot 0\), KV head 1 is not finite"):
         prefill(OnnxExecutor(model), cache, paging, [paging.add()], [[1, 2, 3]])
     assert all(not tensor.any() for _, _, _, tensor in cache_tensors(cache))
-    assert all(not window.vectors.any() for *_, window in cache.fields())
+    assert all(not window.vectors.any() for kv in cache.kv.values() for window in kv.windows)
 
 
 def test_logits_that_are_not_finite_are_an_error():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm_configs import assert_refused, offloading, write
+from vllm_configs import assert_refused, write
 from vllm_paged import Shape
 from vllm_tails import CHUNK, Engine, TokenKV, alone
 
@@ -89,7 +89,7 @@ def scenario(engine: Engine) -> tuple[CheckedEngine, list[int]]:
     harness.forward([second], [min(CHUNK, 320 - known_second)])
     engine.go_on(first, 2)
     harness.forward([first], [2])
-    engine.manager.free(other)  # put off; its blocks go to whoever asks
+    engine.manager.free(other)  # put off; its blocks go to the next request
     third, _ = harness.begin("third", tokens(200, 4))
     harness.forward([third], [CHUNK])
     second_try, known_back = harness.begin("back", tokens(70, 2))
@@ -160,7 +160,6 @@ UNSUPPORTED = {
         {"speculative_config": NGRAM},
         "speculative decoding by ngram is not supported with a tail in BF16; leave it out",
     ),
-    "offloading": (offloading(), "offloading was not tried with a tail in BF16; leave it out"),
     "one table": (
         {"disable_hybrid_kv_cache_manager": True},
         "--disable-hybrid-kv-cache-manager was not tried with a tail in BF16; leave it out",

@@ -12,8 +12,8 @@ from haarkv.codebooks import haar_rotation
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats.stretches import STRETCH
 from haarkv.tq_ops.npu.learned import learned_coordinates
-from haarkv.tq_ops.npu.sides import format_side, turns_of_tokens, zero_shift_rows
-from haarkv.tq_ops.npu.sim.simulator import unavailable
+from haarkv.tq_ops.npu.sides import format_side, turns_of_tokens
+from haarkv.tq_ops.npu.sim.simulator import Simulator, unavailable
 from haarkv.tq_ops.npu.store import StoreProgram
 
 needs_pypto = [
@@ -60,7 +60,6 @@ def empty_cache(blocks, kv_heads, pair=(TQ4, TQ4), layer=0):
             fractions = torch.rand(tensor.shape, generator=generator)
             tensor.copy_(fractions if tensor.is_floating_point() else whole)
         tensors |= side.tensors(prefix, fields)
-    tensors["back"] = zero_shift_rows(CPU)
     return tensors | format_side(pair[0], layer).domain_tensors(pair[0], layer, CPU)
 
 
@@ -106,7 +105,7 @@ def store_case(tokens, kv_heads=2, layer=1, rows=16, seed=0, blocks=3, pair=(TQ4
     slots = torch.randperm(blocks * 128, generator=torch.Generator().manual_seed(seed))[:tokens]
     cache = empty_cache(blocks, kv_heads, pair, layer)
     padded = -(-tokens // rows) * rows
-    turns, positions, stored_k = pair[0].turns(layer), STRETCH - 4 + torch.arange(tokens), k
+    turns, positions, stored_k = pair[0].rope_shift(layer), STRETCH - 4 + torch.arange(tokens), k
     if turns:
         cache["back"] = pad(turns_of_tokens(turns, positions), (0, 0, 0, padded - tokens))
         stored_k = turns.undo(k.transpose(0, 1), positions).transpose(0, 1)
@@ -138,3 +137,22 @@ class FailingProgram:
         if self.how == "hangs":
             time.sleep(60)
         raise RuntimeError("the compiler's own words")
+
+
+class Listing(Simulator):
+    """A simulator that also says which files PyPTO wrote, as `sources` without text: `serve` is its worker."""
+
+    worker = "npu_programs"
+
+
+def serve(connection):
+    from haarkv.tq_ops.npu.sim import worker
+
+    collect = worker._collect
+
+    def and_names(folder, request, tensors, result):
+        collect(folder, request, tensors, result)
+        result["sources"] = {file.name: "" for file in folder.rglob("*")}
+
+    worker._collect = and_names
+    worker.serve(connection)

@@ -79,16 +79,6 @@ def run(
     return dict(zip(names, session.run(names, feed), strict=True))
 
 
-def value_types(model: onnx.ModelProto) -> dict[str, onnx.TypeProto.Tensor]:
-    """Type of every value of a graph without functions, inferred."""
-    inferred_model = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
-    infos = (*inferred_model.graph.value_info, *inferred_model.graph.input, *inferred_model.graph.output)
-    types = {info.name: info.type.tensor_type for info in infos}
-    for tensor in inferred_model.graph.initializer:
-        types[tensor.name] = helper.make_tensor_type_proto(tensor.data_type, tensor.dims).tensor_type
-    return types
-
-
 __all__ = [
     "CONFIG",
     "WHOLE",
@@ -108,5 +98,4 @@ __all__ = [
     "run",
     "shape_inference",
     "small_model",
-    "value_types",
 ]  # fmt: skip

@@ -41,19 +41,17 @@ def bf16(bits):
     return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
 
 
-def mini_model(data, norms=torch.float32):
-    """The model; its norms' weights in another dtype than the golden's, if asked for."""
-
+def mini_model(data):
     def get(name):
         if name == "model.embed_tokens.weight":  # the golden begins at hidden states
             return torch.zeros(CONFIG.vocab_size, CONFIG.hidden_size, dtype=torch.bfloat16)
         if name == "lm_head.weight":
             return bf16(data["lm_head_weight"])
         if name == "model.norm.weight":
-            return torch.from_numpy(data["final_norm_weight"])[0].to(norms)
+            return torch.from_numpy(data["final_norm_weight"])[0]
         layer, word = int(name.split(".")[2]), name.split(".")[-2]
         if word in NORMS:
-            return torch.from_numpy(data[NORMS[word]])[layer].to(norms)
+            return torch.from_numpy(data[NORMS[word]])[layer]
         matrices = bf16(data[PROJECTIONS[word]])  # [layers * in, out]
         return matrices.view(CONFIG.num_layers, -1, matrices.shape[1])[layer].T.contiguous()
 
@@ -78,22 +76,13 @@ class Outcome:
 
     def our_fields(self, side, layer):
         block, offset = self.slots // 128, self.slots % 128
-        fields = (self.cache.k_fields if side == "k" else self.cache.v_fields)(layer)
+        fields = getattr(self.cache.kv[layer], side).fields
         return fields["codes"][block, :, offset], fields["norm"][block, :, offset]
 
 
-def by_the_reference(model, hidden, batch, cache, ops):
-    return model.layers(hidden, range(2), batch, cache, ops)
-
-
-def run_mini_model(data, seed, rotation, layers=by_the_reference, norms=torch.float32):
-    """
-    Args:
-        seed: the format.
-        rotation: the golden's own rotation, by layer and head_dim.
-        layers: what runs them.
-    """
-    model = mini_model(data, norms)
+def run_mini_model(data, seed, rotation):
+    """A run in the format `seed`, with the golden's own rotation by layer and head_dim."""
+    model = mini_model(data)
     cache = PagedKVCache(KVPlan.uniform(seed, seed, 2), KVShape(2, 128), num_blocks=4)
     rotated_units = {}
 
@@ -115,7 +104,7 @@ def run_mini_model(data, seed, rotation, layers=by_the_reference, norms=torch.fl
         batch = Batch(
             positions, torch.from_numpy(slots).long(), table, torch.from_numpy(lengths), starts, torch.arange(len(lengths))
         )
-        hidden = layers(model, bf16(hidden), batch, cache, ops)
+        hidden = model.layers(bf16(hidden), range(2), batch, cache, ops)
         return model.head(hidden[starts[1:].long() - 1], reference)
 
     a, b = data["seq_lens"].tolist()

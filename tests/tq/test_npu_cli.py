@@ -41,7 +41,7 @@ def test_compile_writes_the_sources_and_lists_them(run, tmp_path):
     assert len(functions) == row["functions"] > 0
     assert "__TILE_FWK_AICORE__" in functions[0].read_text()
     assert sum(path.read_text().count("\n") for path in functions) == row["lines"] > 100
-    assert sorted(path.name for path in target.iterdir()) == ["Makefile", "README.md", "head"]
+    assert sorted(path.name for path in target.iterdir()) == ["Makefile", "head"]
     assert [path.name for path in tmp_path.iterdir()] == ["cpp"]
     # What is written compiles as it is: here the control flow, which needs no toolkit.
     make = ["make", "-s", "-C", str(target), "control", f"PYTHON={sys.executable}"]
@@ -74,12 +74,7 @@ def test_compile_writes_a_program_for_each_pair_of_formats_of_a_plan(run, tmp_pa
     assert code == 0
     rows = json.loads(out)["programs"]
     assert [(row["program"], row["layers"]) for row in rows] == [("decode-layer0", [0, 1, 2, 3, 4]), ("decode-layer5", [5])]
-    assert sorted(path.name for path in (tmp_path / "cpp").iterdir()) == [
-        "Makefile",
-        "README.md",
-        "decode-layer0",
-        "decode-layer5",
-    ]
+    assert sorted(path.name for path in (tmp_path / "cpp").iterdir()) == ["Makefile", "decode-layer0", "decode-layer5"]
 
 
 @pytest.mark.parametrize("kv_args", [{}, {"kv_tail": 64}])

@@ -127,8 +127,6 @@ REFUSALS = {
     "export --out o": [
         ("--model tiny-hybrid", "it mixes tokens by DeltaNet"),
         ("--opset 99", "no opset 99"),
-        ("--for atc --opset 23", "opset 15, not 23"),
-        ("--for atc --dtype bfloat16", "lists no bfloat16"),
         ("--layers 4:9", "does not fit"),
         ("--layers 2", "a checkpoint runs whole"),
         *((f"--layers '{word}'", "--layers") for word in WORDS),

@@ -35,7 +35,7 @@ def kvs_option(default: str) -> Callable[..., Any]:
 contexts_option = partial(options.numbers, "--contexts", "Tokens in the cache.")
 batches_option = partial(options.numbers, "--batches", "Sequences at once.")
 repeats_option = partial(options.count, "--repeats", "Timed runs of each variant.")
-_isa = click.option("--isa", metavar="NAME", help="Instruction set of the CPU kernels, as avx512 [default: the best].")
+_isa = click.option("--isa", metavar="NAME", help="Instruction set of the CPU kernels, as avx2 [default: the best].")
 save_option = click.option("--save", is_flag=True, help="Append the result to benchmarks/results as a JSON line.")
 KINDS = ("attention", "prompt", "step")
 DEFAULT_KINDS = ("attention", "step")

@@ -163,12 +163,11 @@ def _leave(folder: Folder, results: list[Result], context: click.Context, args: 
 
     if not results:
         return ""
-    launch = context.find_root().obj
     about = {
         "executor": args["executor"],
         **({"device": args["device"]} if args["device"] else {}),
         "model": args["model"],
-        "command": shlex.join(["tq", *(launch.argv if launch else ())]),
+        "command": shlex.join(["tq", *context.find_root().obj]),
         "haarkv": __version__,
         "date": results[-1].date,
     }

@@ -34,32 +34,25 @@ def _layers(value: str) -> tuple[int | None, int]:
 @options.model_option()
 @click.option("--kv", default="tq4", show_default=True, help="The graphs hold only tq4.")
 @options.file("--out", "A new folder; see --force.", metavar="DIR", required=True)
-@click.option(
-    "--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), help="[default: float16 for atc, else float32]"
-)
+@click.option("--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), default="float32", show_default=True)
 @click.option(
     "--layers", type=_layers, metavar="A:B", help="Export layers A to B-1 only. For random:SIZE also N: build only N layers."
 )
-@click.option("--opset", type=int, metavar="N", help="Opset of the standard operators [default: 23; 15 for atc].")
-@click.option(
-    "--for", "target", type=click.Choice(["onnxruntime", "atc"]), default="onnxruntime", show_default=True,
-    help="The runtime to write for.",
-)  # fmt: skip
+@click.option("--opset", type=int, metavar="N", help="Opset of the standard operators [default: 23].")
 @click.option(
     "--restore", is_flag=True,
-    help="Restore quantized weights of a .gguf file to --dtype, as atc does. Else graphs multiply with them in "
+    help="Restore quantized weights of a .gguf file to --dtype. Else graphs multiply with them in "
     "com.microsoft's MatMulNBits, where that is exact.",
 )  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace a folder that an earlier export wrote.")
 @options.json_option
 def export_command(
-    model: str, kv: str, out: Path, dtype: str | None, layers: tuple[int | None, int] | None, opset: int | None, target: str,
-    restore: bool, force: bool, as_json: bool,
+    model: str, kv: str, out: Path, dtype: str, layers: tuple[int | None, int] | None, opset: int | None, restore: bool,
+    force: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Write a model as two ONNX graphs, prefill and decode, and one file of weights. The cache holds packed codes and scales.
 
-    DIR/export.json says what they are of; each graph names its inputs and outputs. --for atc writes graphs of static shapes
-    for Ascend's compiler, and atc.sh.
+    DIR/export.json says what they are of; each graph names its inputs and outputs.
     """
     from haarkv.models.catalog import read_config
     from haarkv.tq_ops.errors import InputError
@@ -68,7 +61,7 @@ def export_command(
     from haarkv.tq_ops.onnx import EXPORT_SUPPORT
 
     try:
-        from haarkv.models.qwen3_14b.onnx.export import ABOUT, ATC_OPSET, Export, write_export
+        from haarkv.models.qwen3_14b.onnx.export import ABOUT, Export, write_export
         from haarkv.models.qwen3_14b.onnx.spec import DEFAULT_OPSET
         from haarkv.models.qwen3_14b.onnx.spec import unsupported as graphs_unsupported
     except ImportError as error:
@@ -82,11 +75,7 @@ def export_command(
     span = range(config.num_layers) if begin is None or end is None else range(begin, end)
     if not 0 <= span.start < span.stop <= config.num_layers:
         raise InputError(f"{model} has {config.num_layers} layers; --layers {span.start}:{span.stop} does not fit them")
-    atc = target == "atc"
-    export = Export(
-        model, config, span, dtype or ("float16" if atc else "float32"),
-        (ATC_OPSET if atc else DEFAULT_OPSET) if opset is None else opset, atc, __version__, restore,
-    )  # fmt: skip
+    export = Export(model, config, span, dtype, DEFAULT_OPSET if opset is None else opset, __version__, restore)
     if out.exists() and not force:
         raise InputError(f"{out} exists; name another folder, or replace an earlier export with --force")
     replaces = ABOUT if force else None

@@ -1,11 +1,11 @@
 """Compile the kernels with the system's C++ compiler, as installing the package does: `python -m haarkv.tq_ops.cpu.build`.
 
-Each instruction set (`isa`) is one translation unit with flags of its own; the library picks one when it runs. Only a
-compiler is needed, no headers of torch or Python: the library has a plain C interface. This file imports nothing of the
-project, so that it can run before the project is installed.
+Each instruction set (`isa`) has three translation units with flags of its own; the library picks a set when it runs. The
+library has a plain C interface: no headers of torch or Python are needed. This file imports nothing of the project, so that it
+runs before the project is installed.
 
-With `--werror` a compiler warning is an error, for whoever changes the sources. `--compiler aarch64-linux-gnu-g++ --out FILE`
-compiles for another machine.
+`--native` compiles the set that this machine runs and no other. `--werror` makes a compiler warning an error.
+`--compiler aarch64-linux-gnu-g++ --out FILE` compiles for another machine.
 """
 
 from __future__ import annotations
@@ -18,15 +18,20 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARY = Path(__file__).parent / "_kernels.so"
+INTERFACE = (SOURCES / "kernels.h", SOURCES / "calls.h")
+"""The headers that declare the structures of the C interface; Python reads them as well."""
 _BUILD_PREFIX = ".build-"
-"""How folders begin that hold a library as it is made; git, wheels and sdists leave them out by this name."""
+"""How names of build folders begin; git, wheels and sdists leave them out by it."""
 
 # No -ffast-math: it would treat NaN as a number and flush denormals to zero in the whole process.
 FLAGS = (
@@ -41,16 +46,22 @@ FLAGS = (
     "-Wextra",
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
-_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
-_VNNI = (*_AVX512, "-mavx512vnni")
+_VNNI = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni")
 _BF16 = (*_VNNI, "-mavx512bf16")
-_X86_ISAS = {
-    "avx2": _AVX2,
-    "avx512": _AVX512,
-    "avx512vnni": _VNNI,
-    "avx512bf16": _BF16,
-    "amx": (*_BF16, "-mavx512vbmi", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
-}
+_AMX = (*_BF16, "-mavx512vbmi", "-mamx-tile", "-mamx-bf16", "-mamx-int8")
+_SETS = {"portable": (), "avx2": _AVX2, "avx512vnni": _VNNI}
+"""Instruction sets that share their sources, with their flags."""
+_ADDITIONS = {"integers": _VNNI, "bf16": _BF16, "amx": _AMX}
+"""Units that replace some kernels of avx512vnni."""
+_OF_A_SET = ("attention", "blocks", "dense")
+_SHARED = ("block_rows", "driver", "gated_delta", "layers", "linear", "paged_attention", "pool")
+
+
+class Unit(NamedTuple):
+    """A translation unit: its source in csrc and the flags that only it gets."""
+
+    source: str
+    flags: tuple[str, ...]
 
 
 class BuildError(Exception):
@@ -63,19 +74,47 @@ def compiler() -> str | None:
 
 
 @cache
-def units(cxx: str | None) -> dict[str, tuple[str, ...]]:
-    """Translation units by name, each with the flags that only it gets, for the machine that a compiler compiles for.
+def units(cxx: str | None, native: bool = False) -> dict[str, Unit]:
+    """Translation units by name, for the machine that a compiler compiles for; the longest come early.
 
-    An instruction set that the compiler is too old for is left out (AMX needs GCC 11 or Clang 12).
+    Instruction sets that the compiler is too old for are left out (AMX needs GCC 11 or Clang 12).
+
+    Args:
+        native: the best set of this machine alone.
     """
     x86 = _for_x86(cxx)
-    isas = {isa: flags for isa, flags in _X86_ISAS.items() if x86 and _accepts_flags(cxx, flags)}
+    flags = {isa: flags for isa, flags in (_SETS | _ADDITIONS).items() if not flags or (x86 and _accepts_flags(cxx, flags))}
+    if native:
+        machine = _machine_macros(cxx)
+        runs = [isa for isa in flags if all(_macro(flag) in machine for flag in flags[isa])]
+        best = next(isa for isa in reversed(_SETS) if isa in runs)
+        flags = {isa: flags[isa] for isa in runs if isa == best or isa in _ADDITIONS}
     # Where every machine has fused operations, a compiler that may use them does so in one copy of a loop and not in another,
     # and a number's bits would follow how its prompt was cut. On x86 only units with flags of their own have them.
     shared: tuple[str, ...] = () if x86 else ("-ffp-contract=off",)
-    plain = ("block_rows", "driver", "elementwise", "gated_delta", "layers", "linear", "paged_attention", "pool", "portable")
-    macros = tuple(f"-DHAARKV_{isa.upper()}" for isa in isas)
-    return {**dict.fromkeys(plain, shared), "isa": (*shared, *macros), **isas}
+    of_sets = {
+        f"{isa}_{source}": Unit(source, (*(flags[isa] or shared), f"-DHAARKV_SET={isa}"))
+        for source in _OF_A_SET for isa in flags if isa in _SETS
+    }  # fmt: skip
+    additions = {isa: Unit(isa, flags[isa]) for isa in flags if isa in _ADDITIONS}
+    macros = (*(f"-DHAARKV_{isa.upper()}" for isa in flags), f"-DHAARKV_INTERFACE={interface_digest()}")
+    return additions | of_sets | {name: Unit(name, shared) for name in _SHARED} | {"isa": Unit("isa", (*shared, *macros))}
+
+
+def interface_digest() -> int:
+    """A number that tells headers of the C interface apart: a library of other ones is not called."""
+    return zlib.crc32(b"".join(header.read_bytes() for header in INTERFACE)) >> 1  # a C int
+
+
+def _macro(flag: str) -> str:
+    """The macro that a compiler defines with a flag: `-mamx-int8` is __AMX_INT8__."""
+    return f"__{flag.removeprefix('-m').replace('-', '_').upper()}__"
+
+
+def _machine_macros(cxx: str | None) -> str:
+    """What a compiler defines for this machine's own instructions."""
+    command = [cxx or "", "-march=native", "-dM", "-E", "-x", "c++", "-"]
+    return "" if cxx is None else subprocess.run(command, input="", capture_output=True, text=True, check=False).stdout
 
 
 def _for_x86(cxx: str | None) -> bool:
@@ -87,7 +126,7 @@ def _for_x86(cxx: str | None) -> bool:
 
 
 def _accepts_flags(cxx: str | None, flags: Sequence[str]) -> bool:
-    """Whether the compiler knows these flags; yes if there is none, so that its absence is said elsewhere."""
+    """Whether the compiler knows these flags; yes if there is none."""
     command = [cxx or "", *flags, "-fsyntax-only", "-x", "c++", "-"]
     return cxx is None or not subprocess.run(command, input=b"", capture_output=True, check=False).returncode
 
@@ -98,13 +137,16 @@ def is_fresh(target: Path = LIBRARY) -> bool:
     return target.exists() and target.stat().st_mtime > max(source.stat().st_mtime for source in sources)
 
 
-def build(target: Path = LIBRARY, *, werror: bool = False, by: str | None = None, alone: bool = False) -> Path:
+def build(
+    target: Path = LIBRARY, *, werror: bool = False, by: str | None = None, alone: bool = False, native: bool = False
+) -> Path:
     """Compile and link the library, whole or not at all. Of several builds in one folder, each waits for the one before.
 
     Args:
         werror: let a compiler warning fail the build.
         by: the compiler, the system's unless given.
         alone: link the compiler's libstdc++ into the library, for machines that have an older one.
+        native: the best instruction set of this machine alone.
     Raises:
         BuildError: no compiler, or it fails.
     """
@@ -113,26 +155,26 @@ def build(target: Path = LIBRARY, *, werror: bool = False, by: str | None = None
         raise BuildError("no C++ compiler was found; install g++ or clang++" if by is None else f"there is no compiler {by}")
     common = (*FLAGS, *(("-Werror",) if werror else ()))
     with _build_folder(target.parent) as folder:
-        objects = [folder / f"{name}.o" for name in units(cxx)]
+        objects = {name: str(folder / f"{name}.o") for name in units(cxx, native)}
         _run_all(
-            [cxx, *common, *flags, "-c", str(SOURCES / f"{name}.cpp"), "-o", str(object_file)]
-            for (name, flags), object_file in zip(units(cxx).items(), objects, strict=True)
+            [cxx, *common, *unit.flags, "-c", str(SOURCES / f"{unit.source}.cpp"), "-o", objects[name]]
+            for name, unit in units(cxx, native).items()
         )
         library = folder / target.name
-        # Debian 12's libstdc++ asks for glibc 2.36 to draw random numbers: what nobody calls is left out. Linked in, libgcc
+        # Debian 12's libstdc++ asks for glibc 2.36 to draw random numbers: what is never called is left out. Linked in, libgcc
         # would ask for 2.35; torch needs the machine's own anyway.
         static_flags = ("-static-libstdc++", "-Wl,--exclude-libs,ALL,--gc-sections") if alone else ()
-        _run_all([[cxx, "-shared", "-pthread", *static_flags, *map(str, objects), "-ldl", "-o", str(library)]])
+        _run_all([[cxx, "-shared", "-pthread", *static_flags, *objects.values(), "-ldl", "-o", str(library)]])
         library.replace(target)
     return target
 
 
 @contextmanager
 def _build_folder(parent: Path) -> Iterator[Path]:
-    """A folder beside the library, so that renaming the library is one step; and no other: killed builds left those there."""
+    """A folder beside the library, so that renaming the library is one step. Those that killed builds left are removed."""
     lock = os.open(parent, os.O_RDONLY | os.O_CLOEXEC)  # closed, and with it free again, whenever this process ends
     try:
-        with suppress(OSError):  # a file system without locks: nobody knows there who is still at work
+        with suppress(OSError):  # a file system without locks: another build may still be at work
             fcntl.flock(lock, fcntl.LOCK_EX)
             for left in parent.glob(f"{_BUILD_PREFIX}*"):
                 shutil.rmtree(left, ignore_errors=True)
@@ -143,24 +185,25 @@ def _build_folder(parent: Path) -> Iterator[Path]:
 
 
 def _run_all(commands: Iterable[Sequence[str]]) -> None:
-    """Run commands side by side and wait for all of them."""
-    running = [subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for c in commands]
-    outputs = [process.communicate()[0] for process in running]
-    for process, output in zip(running, outputs, strict=True):
+    """Run commands, as many at a time as there are cores, and wait for all of them."""
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()) as pool:
+        done = list(pool.map(lambda c: subprocess.run(c, capture_output=True, text=True, check=False), commands))
+    for process in done:
         if process.returncode:
-            first = next((line for line in output.splitlines() if "error" in line), f"exit code {process.returncode}")
+            first = next((line for line in process.stderr.splitlines() if "error" in line), f"exit code {process.returncode}")
             raise BuildError(f"the C++ compiler failed: {first}")
 
 
 def main() -> int:
     """The command; exit code 2 where the kernels cannot be compiled."""
     parser = argparse.ArgumentParser(description="Compile the CPU kernels.")
+    parser.add_argument("--native", action="store_true", help="the best instruction set of this machine alone")
     parser.add_argument("--werror", action="store_true", help="take compiler warnings for errors")
     parser.add_argument("--compiler", help="the C++ compiler, for this machine or another")
     parser.add_argument("--out", type=Path, default=LIBRARY, help="the library")
     args = parser.parse_args()
     try:
-        print(build(args.out, werror=args.werror, by=args.compiler))
+        print(build(args.out, werror=args.werror, by=args.compiler, native=args.native))
     except BuildError as error:
         print(error, file=sys.stderr)
         return 2

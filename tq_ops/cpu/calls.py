@@ -1,4 +1,4 @@
-"""The calls of the C interface that a cache and a layer decide, filled in once."""
+"""Calls of the C interface, filled in as far as a cache and a layer decide them."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from haarkv.tq_ops.weight import Blocks, Weight
 
 @dataclass(frozen=True)
 class LayerCalls:
-    """Calls filled in with what a cache and a layer decide. Each owns the tensors that it points to."""
+    """The calls of a layer and a cache. Each owns the tensors that it points to."""
 
-    attention: library.Attention
-    store: library.Store
+    attention: library.Structure
+    store: library.Structure
 
 
 def prepare(kv: LayerKV, isa: int) -> LayerCalls | None:
-    """Fill in the calls of a layer for one instruction set, an index of `library.ISAS`.
+    """The calls of a layer for one instruction set, an index of `library.ISAS`.
 
     Returns:
-        None where the kernels do not read K's or V's format, or a stretch of keys ends within a block.
+        None where K's or V's format has no kernels, or a stretch of keys ends within a block.
     Raises:
-        InputError: a head_dim that the kernels are not made for.
+        InputError: a head_dim without kernels.
     """
     shape, pair, layer = kv.shape, kv.formats, kv.index
     if reason := wrong_head_dim(READS, shape.head_dim):
@@ -43,7 +43,7 @@ def prepare(kv: LayerKV, isa: int) -> LayerCalls | None:
         return None
     k_fields, v_fields = kv.fields
     keys, values = (layout(kv_format, layer, shape.head_dim) for kv_format in pair)
-    turns = pair[0].turns(layer)
+    turns = pair[0].rope_shift(layer)
     if turns and STRETCH % kv.block_size:
         return None
     stretches = _stretches(turns)
@@ -68,7 +68,7 @@ def prepare(kv: LayerKV, isa: int) -> LayerCalls | None:
 
 
 IS_BF16 = {torch.bfloat16: True, torch.float32: False}
-"""The dtypes that the kernels take."""
+"""The kernels' dtypes."""
 
 
 def is_bf16(x: Tensor) -> bool:
@@ -84,11 +84,11 @@ def is_bf16(x: Tensor) -> bool:
 
 
 def too_long(batch: Batch, block_size: int) -> bool:
-    """Whether a sequence may have more positions than stretches are known for; the reference's ops run it then."""
+    """Whether a sequence may have more positions than stretches; the reference's ops run it then."""
     return batch.block_table.shape[1] * block_size > MOST_POSITIONS
 
 
-def _stretches(turns: RopeShift | None) -> library.Stretches:
+def _stretches(turns: RopeShift | None) -> library.Structure:
     if turns is None:
         return library.Stretches(cos=0, sin=0, half=0, count=0)
     count = MOST_POSITIONS // STRETCH
@@ -96,12 +96,8 @@ def _stretches(turns: RopeShift | None) -> library.Stretches:
     return library.Stretches(cos=cos, sin=sin, half=len(turns.inv_freq), count=count)
 
 
-def stored_weight(weight: Weight) -> library.Weight:
-    """A matrix as the kernels take it; contiguous if it is dense. Blocks have to be of a type in `library.BLOCKS`.
-
-    Raises:
-        TypeError: as `is_bf16`.
-    """
+def stored_weight(weight: Weight) -> library.Structure:
+    """The structure of a weight: contiguous if dense, or blocks of a type in `library.BLOCKS`."""
     if isinstance(weight, Blocks):
         assert weight.data.stride(1) == 1
         rows, columns = (0 if scales is None else scales.float() for scales in (weight.row_scales, weight.column_scales))
@@ -113,11 +109,11 @@ def stored_weight(weight: Weight) -> library.Weight:
 
 
 def has_kernel(weight: Weight) -> bool:
-    """Whether the kernels multiply with a weight as it is: blocks of other types have to be restored first."""
+    """Whether the kernels multiply with a weight as it is, without restoring its blocks."""
     return not isinstance(weight, Blocks) or weight.type.name in library.BLOCKS
 
 
-def _window_struct(window: ResidualWindow | None) -> library.Kept:
+def _window_struct(window: ResidualWindow | None) -> library.Structure:
     if window is None:
         return library.Kept(vectors=0, block_stride=0, tail=0, sink=0, ring=0, block_size=0)
     stride, size = (window.vectors.stride(0), window.block_size) if isinstance(window, ResidualBlocks) else (0, 0)
@@ -127,12 +123,7 @@ def _window_struct(window: ResidualWindow | None) -> library.Kept:
 
 
 class _FieldArguments(NamedTuple):
-    """The fields of a side as the kernels see them.
-
-    Attributes:
-        bytes: of a vector's codes.
-        codes_stride: from a block to the next, in bytes; scales_stride in scales.
-    """
+    """The fields of K or V: `bytes` of a vector's codes, strides from block to block in bytes of codes and in scales."""
 
     codes: Tensor
     scales: Tensor | int
@@ -140,8 +131,7 @@ class _FieldArguments(NamedTuple):
     scales_stride: int
     bytes: int
     cell: Cell
-    first_plane: int
-    second_plane: int
+    planes: tuple[int, ...]
 
 
 def _field_arguments(fields: dict[str, Tensor], side: Layout) -> _FieldArguments:
@@ -155,12 +145,12 @@ def _field_arguments(fields: dict[str, Tensor], side: Layout) -> _FieldArguments
     assert codes is not None, "a format has levels or plain numbers"
     return _FieldArguments(
         codes, _or_null(scales), codes.stride(0) * codes.itemsize, 0 if scales is None else scales.stride(0),
-        codes.itemsize * codes.shape[3], cell, widths[0], widths[1],
+        codes.itemsize * codes.shape[3], cell, widths[:2],
     )  # fmt: skip
 
 
-def _side(fields: dict[str, Tensor], side: Layout, window: library.Kept) -> library.SideArgs:
-    return library.SideArgs(
+def _side(fields: dict[str, Tensor], side: Layout, window: library.Structure) -> library.Structure:
+    return library.Side(
         **_field_arguments(fields, side)._asdict(), centroids=_sixteen(side.centroids), levels=side.levels, unit=side.unit,
         integers=_sixteen(side.integers), mean=_or_null(side.mean), columns=_or_null(side.columns), kept=window,
     )  # fmt: skip
@@ -171,19 +161,19 @@ def _or_null(table: Tensor | None) -> Tensor | int:
 
 
 def _sixteen(table: Tensor | None) -> Tensor | int:
-    """With zeros after the last where there are fewer: registers of 16 are loaded. None is no table."""
+    """A table padded with zeros to 16, a register; 0 for None."""
     return 0 if table is None else torch.nn.functional.pad(table, (0, max(0, 16 - len(table))))
 
 
 def _store_side(
-    fields: dict[str, Tensor], side: Layout, window: library.Kept, stretches: library.Stretches
-) -> library.StoreSide:  # fmt: skip
+    fields: dict[str, Tensor], side: Layout, window: library.Structure, stretches: library.Structure
+) -> library.Structure:  # fmt: skip
     args = _field_arguments(fields, side)
     quantizer = library.Quantizer(
         matrix=_matrix(side.matrix, side.levels), boundaries=_or_null(side.boundaries), centroids=_sixteen(side.centroids),
         mean=_or_null(side.mean), weights=_or_null(side.weights), gains=_or_null(side.gains), columns=_or_null(side.columns),
-        tries=0 if side.gains is None else len(side.gains), along=side.along, first_plane=args.first_plane,
-        second_plane=args.second_plane, bytes=args.bytes, cell=args.cell,
+        tries=0 if side.gains is None else len(side.gains), along=side.along, planes=args.planes,
+        bytes=args.bytes, cell=args.cell,
     )  # fmt: skip
     return library.StoreSide(
         x=0, codes=args.codes, scales=args.scales, codes_stride=args.codes_stride, scales_stride=args.scales_stride,
@@ -191,8 +181,8 @@ def _store_side(
     )  # fmt: skip
 
 
-def _matrix(matrix: Tensor | None, head_dim: int, pairs: Tensor | None = None) -> library.Matrix:
-    """[H, inputs, outputs]; one for all KV heads where H is 1. None changes nothing and has no numbers."""
+def _matrix(matrix: Tensor | None, head_dim: int, pairs: Tensor | None = None) -> library.Structure:
+    """The structure of a matrix [H, inputs, outputs], H 1 for one of all KV heads; of None, no numbers."""
     if matrix is None:
         return library.Matrix(numbers=0, pairs=0, head_stride=0, inputs=head_dim, outputs=head_dim, bf16=0)
     heads, inputs, outputs = matrix.shape

@@ -1,4 +1,4 @@
-"""Dense layers in one call, for few tokens: where Python between the ops would take longer than many of the ops."""
+"""Dense layers in one call for few tokens, where Python between the ops takes longer than many of the ops."""
 
 from __future__ import annotations
 
@@ -19,22 +19,20 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.weight import Weight, backing_tensor
 
 FEW = 64
-"""Tokens up to which a call serves them. Of more, Python's share is nothing, and what lies between the ops takes memory."""
+"""Most tokens of a call. With more, Python's share is nothing and the tensors between the ops take memory."""
 
 
 @dataclass(frozen=True)
 class Dense:
-    """One layer as a call runs it: attention, window and all, with RoPE on whole heads, and a gated MLP.
+    """A layer of attention with RoPE on whole heads and of a gated MLP.
 
     Attributes:
-        weights: by the fields of `library.DENSE_VECTORS` and `DENSE_MATRICES`. Tensors are contiguous: norms all BF16 or all
-            FP32, others of the model's dtype. Matrices may be blocks that the kernels multiply with. Norms of heads, biases
-            and norms behind the mixer and the MLP may be missing.
+        weights: by `library.DENSE_VECTORS` and `DENSE_MATRICES`, contiguous: norms all BF16 or all FP32, others of the model's
+            dtype or blocks with kernels. Head norms, biases, `mixer_out_norm` and `mlp_out_norm` may be missing.
         num_heads: query heads Hq.
-        eps: of all its norms.
-        softmax_scale: of the logits.
+        eps: of all norms.
         gelu: the gate goes through GELU by its tanh, else through SiLU.
-        rope: which of the tables that a call is given is its own.
+        rope: index of the layer's rotary embedding.
     """
 
     weights: Mapping[str, Weight]
@@ -47,27 +45,25 @@ class Dense:
 
 @dataclass(frozen=True)
 class _CacheStructures:
-    """What a cache makes of the layers.
+    """The structures of the layers for one cache, and the owners of what they point to.
 
     Attributes:
-        layers: the structures, blank where the ops have to run one by one.
-        calls: that they point to, None there.
-        placed: a layer of each shape; `place` of a structure counts these.
-        matrices: that the structures were filled with; they own what those point to.
+        layers: blank where the ops have to run one by one.
+        calls: likewise None.
+        shape_layers: a layer of each shape; `place` of a structure is an index of these.
     """
 
-    layers: ctypes.Array[library.DenseLayer]
+    layers: ctypes.Array[library.Structure]
     calls: tuple[LayerCalls | None, ...]
     shape_layers: tuple[int, ...]
-    matrices: tuple[library.Weight, ...]
+    matrices: tuple[library.Structure, ...]
 
 
 class DenseLayers:
-    """Layers of a model that run to the bits of the same ops one by one.
+    """Layers of a model in one call, to the bits of the ops one by one.
 
     Args:
-        ops: whose kernels, instruction set and threads are used.
-        layers: of the model, None where a call does not run one.
+        layers: None where the ops have to run.
     """
 
     def __init__(self, ops: CpuOps, layers: Sequence[Dense | None]) -> None:
@@ -75,12 +71,10 @@ class DenseLayers:
         self._by_cache: WeakKeyDictionary[PagedKVCache, _CacheStructures] = WeakKeyDictionary()
 
     def parts(self, span: range, cache: PagedKVCache) -> Iterator[tuple[bool, range]]:
-        """The longest stretches of `span` that one call runs, and those between them that none does.
-
-        A layer of which the cache holds nothing, or whose formats the kernels do not read, is none that a call runs.
+        """Splits `span` into the longest stretches that one call runs (True) or the ops have to run (False).
 
         Raises:
-            InputError: a head_dim that the kernels are not made for.
+            InputError: a head_dim without kernels.
         """
         calls = self._structures(cache).calls
         for in_one, indices in groupby(span, lambda index: calls[index] is not None):
@@ -90,14 +84,14 @@ class DenseLayers:
     def run(
         self, hidden: Tensor, part: range, batch: Batch, cache: PagedKVCache, ropes: Sequence[tuple[Tensor, Tensor]]
     ) -> Tensor | None:
-        """Hidden states after the layers of `part`, one that `parts` says a call runs; they store their K and V.
+        """Runs the layers of a part that `parts` marks True, and stores their K and V.
 
         Args:
-            hidden: [T, hidden] of the model's dtype, T up to `FEW`; it is left as it is.
-            ropes: cos and sin [T, D/2] fp32 by each rotary embedding.
+            hidden: [T, hidden] of the model's dtype, T up to `FEW`; not changed.
+            ropes: cos and sin [T, D/2] fp32 of each rotary embedding.
         Returns:
-            [T, hidden], or None where the ops have to run one by one: K, V or slots that the kernels refuse, or new tokens
-            that only `PagedKVCache.open` has room for. The same tokens may then have been stored by some layers.
+            [T, hidden], or None where the ops have to run: the kernels refuse K, V or slots, or a ring has no room. Some
+            layers may then have stored the tokens.
         Raises:
             ValueError: more new tokens of a sequence than the cache takes at a time.
         """
@@ -129,7 +123,7 @@ class DenseLayers:
         return None if status else hidden
 
     def _structures(self, cache: PagedKVCache) -> _CacheStructures:
-        """The structures of a cache, made once."""
+        """The structures of a cache, cached."""
         if cache not in self._by_cache:
             calls = tuple(self._layer_calls(cache, index) for index in range(len(self._layers)))
             self._by_cache[cache] = self._fill(cache, calls)
@@ -143,7 +137,7 @@ class DenseLayers:
     def _fill(self, cache: PagedKVCache, calls: tuple[LayerCalls | None, ...]) -> _CacheStructures:
         # Layers of one shape have one block table.
         layer_by_shape = {cache.kv[index].shape: index for index, call in enumerate(calls) if call is not None}
-        layers, matrices = (library.DenseLayer * len(calls))(), list[library.Weight]()
+        layers, matrices = (library.DenseLayer * len(calls))(), list[library.Structure]()
         for index, (to, dense, call) in enumerate(zip(layers, self._layers, calls, strict=True)):
             if dense is None or call is None:
                 continue

@@ -1,10 +1,9 @@
-"""How the kernels see a format: matrices to its levels and back, in their own order of levels, and its centroids.
+"""A format as the kernels read it: matrices to its levels and back, in the kernels' order of levels, and its centroids.
 
-The kernels read a packed vector of N levels as N / 8 words of 32 bits with eight 4-bit levels each, the first in the lowest
-bits, and know no format. Queries come in word order (word, level), sums go out in plane order (level, word); a format's
-rotation, and its way of packing, are folded into the columns and rows of the matrices. Levels of 2 or 3 bits are unpacked to
-such words first; those of 5 to 8 bits, and plain BF16 and FP32, become numbers in their own order. Learned keys, whose levels
-differ in width, are in their own order too: kernels take them out of their columns.
+The kernels know no format. They read a vector of N levels as N / 8 words of eight 4-bit levels, the first in the lowest bits:
+queries come in word order (word, level), sums go out in plane order (level, word). Rotation and packing are folded into the
+columns and rows of the matrices. Levels of 2 or 3 bits are unpacked to words first. Levels of 5 to 8 bits, learned keys, BF16
+and FP32 keep their own order.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from haarkv.tq_ops.kv.kernel_support import KernelSupport
 
 READS = KernelSupport(
     "the CPU kernels", head_dims=(64, 128, 256), bits=(2, 3, 4, 5, 6, 8), plain=(torch.bfloat16, torch.float32),
-    kept=True, windows=True, learned=True,
+    bf16_tokens=True, windows=True, learned=True,
 )  # fmt: skip
 """What the kernels read and store."""
 LARGEST_LEVEL = 2**13 - 1
@@ -37,24 +36,24 @@ _MOST_COLUMNS, _MOST_PARTS = 3, 5
 
 @dataclass(frozen=True)
 class Layout:
-    """What the kernels need of one format and layer. A rotation serves all KV heads: H is 1 then.
+    """The kernels' tables of one format and layer. H is 1 where all KV heads share a rotation.
 
     Attributes:
         levels: N, of a vector.
-        planes: widths of a level's planes, low bits first, one or two; () of plain numbers, which have nothing below.
-        matrix: [H, D, N] bf16, by which vectors are multiplied before they are stored, levels in the format's own order.
-        rotate: [H, D, N] fp32 or bf16, `q @ rotate` is the rotated query in word order, of levels above 4 bits in their own.
-        rotate_back: [H, N, D] likewise, from the rotated domain in plane order (or that of the levels) to the model's own.
-        rotate_pairs, rotate_back_pairs: the same as `in_pairs` has them.
-        centroids: [2**bits] fp32; where widths differ, of 1 to 6 bits one after the other.
+        planes: widths of a level's planes, low bits first, one or two; () of BF16 and FP32, which have no other tables.
+        matrix: [H, D, N] bf16, multiplies vectors before they are stored; levels in the format's order.
+        rotate: [H, D, N] fp32 or bf16: `q @ rotate` is the rotated query, in word order up to 4 bits.
+        rotate_back: [H, N, D] likewise, from sums in plane order to the model's domain.
+        rotate_pairs, rotate_back_pairs: `in_pairs` of both.
+        centroids: [2**bits] fp32; of learned keys, of 1 to 6 bits one after the other.
         boundaries: [2**bits - 1] fp32, likewise.
         along: of `Description`.
-        integers: [2**bits] int16, up to `LARGEST_LEVEL` in size: the centroids in units of `unit`, rounded. Of words, and
-            where widths differ: tables of 32 for 1 to 5 bits, each its own again and again, and one of 64.
-        unit: that makes the largest error of a level, `centroids - integers * unit`, least.
-        mean, weights: of learned coordinates, [H, D] fp32, as in `Coordinates`; None of a rotation, as the next two.
-        gains: fp32, the sizes at which a vector is quantized.
-        columns: int32, what `Columns` of kernels.h holds.
+        integers: [2**bits] int16 up to `LARGEST_LEVEL` in size, `centroids / unit` rounded, of levels up to 4 bits; of learned
+            keys tables of 32 for 1 to 5 bits, each repeated, and one of 64.
+        unit: minimizes the largest `centroids - integers * unit`.
+        mean, weights: [H, D] fp32 of learned keys (`Coordinates`).
+        gains: fp32, the sizes at which learned keys are quantized.
+        columns: int32, `Columns` of kernels.h, of learned keys.
     """
 
     levels: int
@@ -76,7 +75,7 @@ class Layout:
 
 
 def layout(kv_format: KVFormat, layer: int, head_dim: int) -> Layout:
-    """The layout of a format that `READS` takes; made once. Do not write to it."""
+    """The layout of a format in `READS`; cached, not to be written to."""
     if kv_format.plain:
         return Layout(head_dim)
     description = kv_format.description(head_dim)
@@ -105,7 +104,7 @@ def _layout(description: Description, layer: int) -> Layout:
 
 
 def _learned_layout(description: Description, coordinates: Coordinates) -> Layout:
-    """Of each KV head another matrix: in BF16, which they are, only half of the bytes are fetched."""
+    """A matrix per KV head; they hold BF16 numbers, and BF16 halves the bytes."""
     matrix, rotate = coordinates.forward.bfloat16().contiguous(), coordinates.rows.bfloat16().mT.contiguous()
     assert torch.equal(rotate.float(), coordinates.rows.mT), "rows are BF16 numbers"
     assert torch.equal(matrix.float(), coordinates.forward), "coordinates are BF16 numbers"
@@ -125,7 +124,7 @@ def _every_width(table: Callable[[int], Tensor]) -> Tensor:
 
 @cache
 def _mixed_integers() -> tuple[Tensor, float]:
-    """Centroids of all widths as integers of one unit, as `Layout.integers` lays them, and that unit."""
+    """`Layout.integers` of learned keys, and their unit."""
     unit = float(centroids_of(WIDTHS[-1])[-1]) / LARGEST_LEVEL
     tables = [(centroids_of(bits).double() / unit).round().to(torch.int16) for bits in WIDTHS]
     return torch.cat([table.repeat(max(1, 32 // len(table))) for table in tables]), unit
@@ -142,7 +141,7 @@ def _columns(columns: tuple[Column, ...]) -> Tensor:
 
 
 def in_pairs(matrix: Tensor) -> Tensor:
-    """A matrix as AMX multiplies by it, in tiles of 32 inputs by 16 outputs: two inputs of an output lie beside each other.
+    """A matrix as BF16 products take it: tiles of 32 inputs by 16 outputs, two inputs of an output beside each other.
 
     Args:
         matrix: [H, inputs, outputs] of BF16 numbers, outputs a multiple of 16.
@@ -158,16 +157,10 @@ def in_pairs(matrix: Tensor) -> Tensor:
 
 @cache
 def whole_levels(centroids: tuple[float, ...]) -> tuple[Tensor, float]:
-    """Centroids as integers and their unit: `levels * unit` comes as near to all of them as any unit allows.
+    """Centroids (at most 16) as integers [n] int16, at most `LARGEST_LEVEL` in size, and the unit with the least error.
 
-    A codebook is 16 fixed numbers at most, 8 in size, so that a unit can be found in which all of them lie near integers: a
-    fifth of the error that the same bits cost with any unit. For `tq4` at most 5e-5 of a Gaussian coordinate's standard
-    deviation.
-
-    Args:
-        centroids: 16 of them at most, not all zero.
-    Returns:
-        levels: [n] int16, at most `LARGEST_LEVEL` in size; and their unit.
+    A codebook has at most 8 sizes, so some unit brings all of them near integers: a fifth of the error of a random unit, for
+    `tq4` at most 5e-5 of a coordinate's standard deviation.
     """
     exact = torch.tensor(centroids, dtype=torch.float64)
     units = exact.abs().max() / torch.linspace(LARGEST_LEVEL / 2, LARGEST_LEVEL, 2**18, dtype=torch.float64)

@@ -1,23 +1,26 @@
-"""The compiled kernels, loaded once, and the structures of their C interface (csrc/driver.cpp)."""
+"""The compiled kernels, loaded once, and the structures of their C interface, as its headers declare them."""
 
 from __future__ import annotations
 
 import ctypes
+import re
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from functools import cache
+from typing import Any
 
 from torch import Tensor
 
-from haarkv.tq_ops.cpu.build import LIBRARY
+from haarkv.tq_ops.cpu.build import INTERFACE, LIBRARY, interface_digest
 from haarkv.tq_ops.errors import InputError
 
-ISAS = ("portable", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx")
+ISAS = ("portable", "avx2", "avx512vnni", "amx")
 """Instruction sets. Each needs more of the CPU than the one before; the index is the library's own number for it."""
+_BF16_PRODUCTS = 1 << 8
 
 
 class Cell(IntEnum):
-    """What a side stores, as csrc/kernels.h says."""
+    """What K or V is stored in, as in csrc/kernels.h."""
 
     NIBBLE = 4
     BYTE = 8
@@ -27,7 +30,7 @@ class Cell(IntEnum):
 
 
 class Gate(IntEnum):
-    """What a gate goes through, as csrc/kernels.h says."""
+    """The function of a gate, as in csrc/kernels.h."""
 
     SILU = 0
     GELU = 1
@@ -37,8 +40,8 @@ class Gate(IntEnum):
 class Structure(ctypes.Structure):
     """A C structure that keeps the tensors alive whose addresses it holds.
 
-    Give every field by name, so that the two sides cannot be mixed up by position: a tensor for a pointer, 0 for one that each
-    call fills in. A copy (`from_buffer_copy`) owns nothing: keep the original as long as the copy is used.
+    Every field is given by name: a tensor for a pointer, 0 for one that each call fills in. A copy (`from_buffer_copy`) owns
+    nothing: keep the original as long as the copy is used.
     """
 
     def __init__(self, **fields: object) -> None:
@@ -48,216 +51,64 @@ class Structure(ctypes.Structure):
         super().__init__(**{name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in fields.items()})
 
 
-class Kept(Structure):
-    """Tokens in BF16 beside what is packed; no vectors where there are none."""
-
-    _fields_ = (
-        ("vectors", c_void_p), ("block_stride", c_int64), ("tail", c_int32), ("sink", c_int32), ("ring", c_int32),
-        ("block_size", c_int32),
-    )  # fmt: skip
+_NUMBERS: dict[str, Any] = {"int32_t": c_int32, "int64_t": c_int64, "float": c_float}
 
 
-class SideArgs(Structure):
-    """K or V of one layer."""
-
-    _fields_ = (
-        ("codes", c_void_p), ("scales", c_void_p), ("centroids", c_void_p), ("codes_stride", c_int64),
-        ("scales_stride", c_int64), ("levels", c_int32), ("bytes", c_int32), ("cell", c_int32), ("first_plane", c_int32),
-        ("second_plane", c_int32), ("unit", c_float), ("integers", c_void_p), ("mean", c_void_p), ("columns", c_void_p),
-        ("kept", Kept),
-    )  # fmt: skip
-
-
-class Cache(Structure):
-    """Both sides and their shape."""
-
-    _fields_ = (("k", SideArgs), ("v", SideArgs), ("num_kv_heads", c_int32), ("head_dim", c_int32), ("block_size", c_int32))
-
-
-class Matrix(Structure):
-    """A matrix, or one of each KV head."""
-
-    _fields_ = (
-        ("numbers", c_void_p), ("pairs", c_void_p), ("head_stride", c_int64), ("inputs", c_int32), ("outputs", c_int32),
-        ("bf16", c_int32),
-    )  # fmt: skip
+def _structures() -> dict[str, type[Structure]]:
+    """The structures of the headers of the C interface, by their names there without `Haarkv`."""
+    structures: dict[str, type[Structure]] = {}
+    text = re.sub(r" *//.*", "", "".join(header.read_text(encoding="utf-8") for header in INTERFACE))
+    for name, body in re.findall(r"^struct (?:Haarkv)?(\w+) \{\n(.*?)^\};", text, re.MULTILINE | re.DOTALL):
+        fields = [
+            (field, c_void_p if pointer else (_NUMBERS | structures).get(kind), size)
+            for kind, names in re.findall(r"^    (?:const )?(?:Haarkv)?(\w+)([ *][^();]*);", body, re.MULTILINE)
+            for pointer, field, size in re.findall(r"(\*?) *(\w+)(?:\[(\w+)\])?", names)
+        ]
+        # Others, of constants and of functions, are the kernels' own.
+        if all(kind is not None and (not size or size.isdigit()) for _, kind, size in fields):
+            layout = [(field, kind * int(size) if size else kind) for field, kind, size in fields if kind]
+            structures[name] = type(name, (Structure,), {"_fields_": layout})
+    return structures
 
 
-class Stretches(Structure):
-    """How RoPE turns keys that are stored by stretches."""
-
-    _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("half", c_int32), ("count", c_int32))
-
-
-class Attention(Structure):
-    """One call of `haarkv_attention`."""
-
-    _fields_ = (
-        ("cache", Cache), ("stretches", Stretches), ("q", c_void_p), ("out", c_void_p), ("rotation", Matrix),
-        ("rotation_back", Matrix), ("block_table", c_void_p), ("query_start", c_void_p), ("positions", c_void_p),
-        ("rows", c_void_p), ("kept_table", c_void_p), ("sequences", c_int32), ("max_blocks", c_int32),
-        ("kept_blocks", c_int32), ("num_heads", c_int32), ("bf16", c_int32), ("window", c_int32), ("softmax_scale", c_float),
-        ("isa", c_int32), ("threads", c_int32),
-    )  # fmt: skip
-
-
-class Quantizer(Structure):
-    """The tables by which vectors are quantized; those from `mean` to `tries` are of learned keys."""
-
-    _fields_ = (
-        ("matrix", Matrix), ("boundaries", c_void_p), ("centroids", c_void_p), ("mean", c_void_p), ("weights", c_void_p),
-        ("gains", c_void_p), ("columns", c_void_p), ("tries", c_int32), ("along", c_int32),
-        ("first_plane", c_int32), ("second_plane", c_int32), ("bytes", c_int32), ("cell", c_int32),
-    )  # fmt: skip
-
-
-class StoreSide(Structure):
-    """K or V of new tokens and where they go."""
-
-    _fields_ = (
-        ("x", c_void_p), ("codes", c_void_p), ("scales", c_void_p), ("codes_stride", c_int64), ("scales_stride", c_int64),
-        ("quantizer", Quantizer), ("stretches", Stretches), ("kept", Kept), ("bf16", c_int32),
-    )  # fmt: skip
-
-
-class Store(Structure):
-    """One call of `haarkv_store`."""
-
-    _fields_ = (
-        ("k", StoreSide), ("v", StoreSide), ("slots", c_void_p), ("positions", c_void_p), ("query_start", c_void_p),
-        ("rows", c_void_p), ("kept_slots", c_void_p), ("tokens", c_int64), ("num_slots", c_int64), ("sequences", c_int32),
-        ("num_kv_heads", c_int32), ("block_size", c_int32), ("isa", c_int32), ("threads", c_int32),
-    )  # fmt: skip
-
+_STRUCTURES = _structures()
+Kept = _STRUCTURES["Kept"]
+Side = _STRUCTURES["Side"]
+Cache = _STRUCTURES["Cache"]
+Matrix = _STRUCTURES["Matrix"]
+Stretches = _STRUCTURES["Stretches"]
+Attention = _STRUCTURES["Attention"]
+Quantizer = _STRUCTURES["Quantizer"]
+StoreSide = _STRUCTURES["StoreSide"]
+Store = _STRUCTURES["Store"]
+Weight = _STRUCTURES["Weight"]
+Linear = _STRUCTURES["Linear"]
+RmsNorm = _STRUCTURES["RmsNorm"]
+Rope = _STRUCTURES["Rope"]
+GatedMul = _STRUCTURES["GatedMul"]
+GatedDelta = _STRUCTURES["GatedDelta"]
+DenseLayer = _STRUCTURES["DenseLayer"]
+Turns = _STRUCTURES["Turns"]
+Places = _STRUCTURES["Places"]
+Layers = _STRUCTURES["Layers"]
+Rows = _STRUCTURES["Rows"]
 
 WEIGHT_TYPES = (
     "FP32", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4",
 )  # fmt: skip
 """What the numbers of a weight lie in; the index is the library's own number for it. Blocks have the names of their types."""
 BLOCKS = WEIGHT_TYPES[2:]
-
-
-class Weight(Structure):
-    """A matrix that `Linear` multiplies with."""
-
-    _fields_ = (
-        ("data", c_void_p), ("row_scales", c_void_p), ("column_scales", c_void_p), ("row_bytes", c_int64), ("stored", c_int32),
-        ("x_bits", c_int32),
-    )  # fmt: skip
-
-
-class Linear(Structure):
-    """One call of `haarkv_linear`."""
-
-    _fields_ = (
-        ("weight", Weight), ("x", c_void_p), ("y", c_void_p), ("tokens", c_int64), ("inputs", c_int64), ("outputs", c_int64),
-        ("bf16", c_int32), ("isa", c_int32), ("threads", c_int32),
-    )  # fmt: skip
-
-
-class RmsNorm(Structure):
-    """One call of `haarkv_rms_norm`."""
-
-    _fields_ = (
-        ("x", c_void_p), ("weight", c_void_p), ("y", c_void_p), ("rows", c_int64), ("width", c_int64), ("eps", c_float),
-        ("bf16", c_int32), ("weight_bf16", c_int32), ("isa", c_int32), ("threads", c_int32),
-    )  # fmt: skip
-
-
-class Rope(Structure):
-    """One call of `haarkv_rope`."""
-
-    _fields_ = (
-        ("x", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("y", c_void_p), ("rows", c_int64), ("heads", c_int64),
-        ("half", c_int64), ("isa", c_int32), ("threads", c_int32),
-    )  # fmt: skip
-
-
-class GatedMul(Structure):
-    """One call of `haarkv_gated_mul`."""
-
-    _fields_ = (
-        ("gate", c_void_p), ("up", c_void_p), ("y", c_void_p), ("count", c_int64), ("function", c_int32), ("bf16", c_int32),
-        ("isa", c_int32), ("threads", c_int32),
-    )  # fmt: skip
-
-
-class GatedDelta(Structure):
-    """One call of `haarkv_gated_delta`."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in (
-            "x", "a", "b", "conv", "a_log", "dt_bias", "out", "mixed", "gates", "windows", "memories", "seen", "positions",
-            "slots", "rows", "query_start",
-        )),
-        ("channels", c_int64),
-        *((name, c_int32) for name in (
-            "sequences", "versions", "key_heads", "value_heads", "key_dim", "value_dim", "taps", "isa", "threads",
-        )),
-    )  # fmt: skip
-
-
 DENSE_VECTORS = (
     "input_norm", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "mixer_out_norm", "post_norm", "mlp_out_norm",
 )  # fmt: skip
 """Norms and biases of a dense layer, by their fields in `LayerWeights`."""
 DENSE_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Its projections, likewise."""
-
-
-class DenseLayer(Structure):
-    """One dense layer: its weights, what its cache decides, and what else it declares."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in DENSE_VECTORS), *((name, Weight) for name in DENSE_MATRICES),
-        ("store", c_void_p), ("attention", c_void_p),
-        ("intermediate_size", c_int64), ("num_heads", c_int32), ("norms_bf16", c_int32), ("gelu", c_int32), ("rope", c_int32),
-        ("place", c_int32), ("eps", c_float), ("softmax_scale", c_float),
-    )  # fmt: skip
-
-
-class Turns(Structure):
-    """cos and sin of a call's tokens by one rotary embedding."""
-
-    _fields_ = (("cos", c_void_p), ("sin", c_void_p))
-
-
-class Places(Structure):
-    """Slots and block table of a call's tokens, as layers of one shape have them."""
-
-    _fields_ = (("slots", c_void_p), ("block_table", c_void_p))
-
-
-class Layers(Structure):
-    """One call of `haarkv_layers`."""
-
-    _fields_ = (
-        ("layers", c_void_p), ("hidden", c_void_p), ("ropes", c_void_p), ("places", c_void_p), ("positions", c_void_p),
-        ("rows", c_void_p), ("query_start", c_void_p), ("count", c_int64), ("tokens", c_int64),
-        ("hidden_size", c_int64), ("sequences", c_int32), ("max_blocks", c_int32), ("bf16", c_int32), ("isa", c_int32),
-        ("threads", c_int32),
-    )  # fmt: skip
-
-
-class Rows(Structure):
-    """One call of `haarkv_rows`."""
-
-    _fields_ = (
-        ("weight", Weight), ("rows", c_void_p), ("y", c_void_p), ("count", c_int64), ("outputs", c_int64),
-        ("inputs", c_int64), ("threads", c_int32),
-    )  # fmt: skip
-
-
 _CALLS = {
     "haarkv_attention": Attention, "haarkv_store": Store, "haarkv_linear": Linear, "haarkv_rms_norm": RmsNorm,
     "haarkv_rope": Rope, "haarkv_gated_mul": GatedMul, "haarkv_gated_delta": GatedDelta, "haarkv_layers": Layers,
     "haarkv_rows": Rows,
 }  # fmt: skip
-_STRUCTURES = (
-    Kept, SideArgs, Cache, Matrix, Stretches, Attention, Quantizer, StoreSide, Store, Weight, Linear, RmsNorm, Rope, GatedMul,
-    GatedDelta, DenseLayer, Turns, Places, Layers, Rows,
-)  # fmt: skip
-"""In the order in which `haarkv_sizes` tells their sizes."""
 
 
 class KernelsMissingError(InputError):
@@ -278,8 +129,12 @@ def load() -> ctypes.CDLL:
         library = ctypes.CDLL(str(LIBRARY))
     except OSError as error:
         raise KernelsMissingError(f"the C++ kernels of the CPU cannot be loaded ({error}); {how}") from None
-    if not _is_of_these_sources(library):
+    if not all(hasattr(library, name) for name in ("haarkv_interface", *_CALLS)) or (
+        library.haarkv_interface() != interface_digest()
+    ):
         raise KernelsMissingError(f"the C++ kernels of the CPU are older than their sources; {how}")
+    if not library.haarkv_isas():
+        raise KernelsMissingError(f"the C++ kernels of the CPU were compiled for another machine; {how}")
     for name, structure in _CALLS.items():
         getattr(library, name).argtypes, getattr(library, name).restype = [ctypes.POINTER(structure)], None
     library.haarkv_store.restype = library.haarkv_layers.restype = library.haarkv_gated_delta.restype = c_int32
@@ -287,19 +142,20 @@ def load() -> ctypes.CDLL:
     return library
 
 
-def _is_of_these_sources(library: ctypes.CDLL) -> bool:
-    """Whether the library has every function, and structures of the same sizes: of another size, calls would crash."""
-    if not all(hasattr(library, name) for name in ("haarkv_best_isa", "haarkv_sizes", *_CALLS)):
-        return False
-    sizes = (c_int64 * len(_STRUCTURES))()
-    count = library.haarkv_sizes(sizes, len(sizes))
-    return count == len(sizes) and list(sizes) == [ctypes.sizeof(structure) for structure in _STRUCTURES]
-
-
 def isas() -> tuple[str, ...]:
-    """The instruction sets that this CPU has, the fastest last.
+    """The instruction sets that this CPU has and the library was compiled for, the fastest last.
 
     Raises:
         KernelsMissingError: as `load`.
     """
-    return ISAS[: load().haarkv_best_isa() + 1]
+    bits = load().haarkv_isas()
+    return tuple(isa for i, isa in enumerate(ISAS) if bits >> i & 1)
+
+
+def multiplies_bf16() -> bool:
+    """Whether `avx512vnni` multiplies BF16 by BF16 (`vdpbf16ps`) on this CPU.
+
+    Raises:
+        KernelsMissingError: as `load`.
+    """
+    return bool(load().haarkv_isas() & _BF16_PRODUCTS)

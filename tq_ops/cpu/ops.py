@@ -29,7 +29,7 @@ class CpuOps:
     Args:
         isa: one of `library.isas()`; the CPU's best unless given.
     Attributes:
-        isa, isa_number: its instruction set, and that as an index of `library.ISAS`.
+        isa, isa_number: the instruction set, and its index in `library.ISAS`.
     Raises:
         KernelsMissingError: the kernels are not built.
         InputError: this CPU does not have that instruction set.
@@ -46,16 +46,16 @@ class CpuOps:
         self._linear = library.Linear(
             weight=nothing, x=0, y=0, tokens=0, inputs=0, outputs=0, bf16=0, isa=self.isa_number, threads=0
         )
-        self._blocks: WeakKeyDictionary[Blocks, library.Weight] = WeakKeyDictionary()
+        self._blocks: WeakKeyDictionary[Blocks, library.Structure] = WeakKeyDictionary()
         self._given = threading.local()
         self._layer_calls: WeakKeyDictionary[LayerKV, LayerCalls | None] = WeakKeyDictionary()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """While it is open, torch has one thread here, and the kernels have all that it had.
+        """Gives torch one thread and the kernels all that torch had, while it is open.
 
-        After each of its loops torch's threads spin for milliseconds, on the cores that the kernels' own threads need, and no
-        call ends it. The kernels' threads spin for some microseconds and then sleep.
+        After each of its loops torch's threads spin for milliseconds on the cores that the kernels' threads need, and no call
+        ends that. The kernels' threads spin for microseconds and then sleep.
         """
         threads, before = torch.get_num_threads(), getattr(self._given, "threads", None)
         if before is not None or threads == 1:
@@ -71,7 +71,7 @@ class CpuOps:
 
     @contextmanager
     def _threads_for_torch(self) -> Iterator[None]:
-        """While it is open, torch has its threads, be `alone` open around it or not."""
+        """Gives torch its threads back inside `alone`."""
         threads = torch.get_num_threads()
         torch.set_num_threads(self.threads)
         try:
@@ -81,11 +81,11 @@ class CpuOps:
 
     @property
     def threads(self) -> int:
-        """Threads that the kernels take."""
+        """Threads of the kernels."""
         return getattr(self._given, "threads", None) or torch.get_num_threads()
 
     def _run(self, symbol: str, call: library.Structure, /, **fields: Tensor | float) -> int:
-        """Fill in a call and make it; what it points to lives until it returns. What it returns, where it returns anything."""
+        """Fills in a call, makes it and returns its status. Tensors live until it returns."""
         for name, value in fields.items():
             setattr(call, name, value.data_ptr() if isinstance(value, Tensor) else value)
         call.threads = self.threads
@@ -93,10 +93,7 @@ class CpuOps:
         return status
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Root-mean-square norm over the last axis; arguments, result and rounding points as the reference's.
-
-        FP32 sums are in another order, the same for every row.
-        """
+        """`reference.rms_norm`; FP32 sums are in another order, the same for every row."""
         if weight.dtype not in IS_BF16:
             return reference.rms_norm(x, weight, eps)
         x, weight = x.contiguous(), weight.contiguous()
@@ -108,7 +105,7 @@ class CpuOps:
         return y
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Half-split rotary embedding; arguments and result as the reference's."""
+        """`reference.rope`."""
         x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
         y = torch.empty_like(x)
         self._run(
@@ -118,25 +115,15 @@ class CpuOps:
         return y
 
     def silu_mul(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
-        """SwiGLU's product `silu(gate) * up`; arguments, result and rounding points as the reference's.
-
-        A gate below -87.3 counts as that: its silu is -1e-36 or less in size, where the reference's is smaller still.
-        """
+        """`reference.silu_mul`; a gate below -87.3 counts as -87.3 (silu -1e-36)."""
         return self._gated_mul(gate, up, dtype, library.Gate.SILU)
 
     def gelu_mul(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
-        """GeGLU's product `gelu(gate) * up`, gelu by its tanh; arguments, result and rounding points as the reference's.
-
-        `1 + tanh` is made without a difference, which leaves few digits where a gate is negative. Of a gate far below zero,
-        1e-38 of it is left where the reference has zero.
-        """
+        """`reference.gelu_mul`, without the difference `1 + tanh`, which loses digits where a gate is negative."""
         return self._gated_mul(gate, up, dtype, library.Gate.GELU)
 
     def sigmoid_mul(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
-        """A gated product `sigmoid(gate) * up`; arguments, result and rounding points as the reference's.
-
-        A gate below -87.3 counts as that.
-        """
+        """`reference.sigmoid_mul`; a gate below -87.3 counts as -87.3."""
         return self._gated_mul(gate, up, dtype, library.Gate.SIGMOID)
 
     def _gated_mul(self, gate: Tensor, up: Tensor, dtype: torch.dtype, function: library.Gate) -> Tensor:
@@ -149,23 +136,19 @@ class CpuOps:
         return y
 
     def linear(self, x: Tensor, weight: Weight) -> Tensor:
-        """Projection `x @ weight.T`. A weight is read as it lies in memory: a dense one is never widened there, and blocks
-        are not restored.
+        """Projection `x @ weight.T` of a weight as it lies in memory: neither widened nor restored there.
 
         Args:
             x: [T, in] bf16 or fp32.
-            weight: [out, in] of x's dtype, or blocks. Those of a type that `library.BLOCKS` does not name are restored whole
-                at each call.
+            weight: [out, in] of x's dtype, or blocks; those of a type outside `library.BLOCKS` are restored at each call.
         Returns:
-            [T, out] fp32. The bits of a number depend on its token and its row of the weight alone, not on how many tokens
-            there are beside it, nor on the number of threads.
-        Rounding points: the reference's, FP32 sums alone, in another order: that of the instruction set. `avx512bf16` and
-            `amx` multiply BF16 by BF16; they take numbers below 2**-126 for zero and make none.
+            [T, out] fp32. The bits of a number depend on its token and its row of the weight alone.
+        Rounding points: FP32 sums in the order of the instruction set. Where the CPU has BF16 products, `avx512vnni` and `amx`
+            multiply BF16 by BF16: numbers below 2**-126 count as zero.
 
-            With blocks, each 32 numbers of x, times the columns' scales, are rounded to integers times one step: the larger of
-            their largest size / 32,767 and the sum of their sizes / 524,000. Their products with the blocks' levels are exact.
-            Where the blocks ask for 8 bits, they are those of `weight.activations`.
-            Of 32 numbers whose largest size is below 3e-31 nothing is left.
+            With blocks, each 32 numbers of x, times the columns' scales, become integers of one step: the larger of their
+            largest size / 32,767 and the sum of their sizes / 524,000; of 8 bits, that of `weight.activations`.
+            Products with levels are exact. 32 numbers below 3e-31 become zeros.
         """
         if not has_kernel(weight):
             x, weight = activations(x.float(), weight), weight_numbers(weight)
@@ -182,16 +165,15 @@ class CpuOps:
         return y
 
     def rows(self, weight: Weight, index: Tensor) -> Tensor:
-        """Rows of a weight, to the bits of `weight.weight_rows`: an embedding looks them up. It is no op of the table.
+        """Rows of a weight, to the bits of `weight.weight_rows`, for embeddings. Not an op of the table.
 
         Args:
-            weight: [N, in]; blocks whose columns have scales, or of a type that `library.BLOCKS` does not name, are restored
-                in Python.
+            weight: [N, in]; blocks with column scales, or of a type outside `library.BLOCKS`, are restored in Python.
             index: [R] int64.
         Returns:
             [R, in] of the weight's dtype.
         Raises:
-            IndexError: a row that there is not.
+            IndexError: there is no such row.
         """
         if not isinstance(weight, Blocks) or not has_kernel(weight) or weight.column_scales is not None:
             return weight_rows(weight, index)
@@ -200,28 +182,27 @@ class CpuOps:
         call = library.Rows.__new__(library.Rows)
         call.weight, call.count, call.outputs, call.inputs = self._weight_struct(weight), len(index), *weight.shape
         if self._run("haarkv_rows", call, rows=index, y=y):
-            return weight_rows(weight, index)  # counted from the end, or it says which there is not
+            return weight_rows(weight, index)  # a negative index, or an IndexError
         numbers = y.to(weight.dtype)
         return numbers if weight.row_scales is None else numbers * weight.row_scales[index].unsqueeze(-1)
 
-    def _weight_struct(self, weight: Blocks) -> library.Weight:
-        """As the kernels take it, made once."""
+    def _weight_struct(self, weight: Blocks) -> library.Structure:
+        """The structure of a weight, cached."""
         if (struct := self._blocks.get(weight)) is None:
             struct = self._blocks[weight] = stored_weight(weight)
         return struct
 
     def store_kv(self, k: Tensor, v: Tensor, at: LayerView) -> None:
-        """Quantize K and V and store each once at its slots, and in BF16 where the plan keeps them. Of formats that `READS`
-        does not name, the reference does it.
+        """Quantizes K and V into the slots of a batch, and keeps BF16 copies where the plan says so.
+
+        Formats outside `READS` are stored by the reference.
 
         Args:
             k, v: [T, Hkv, D] fp32 or bf16; K after RoPE.
-            at: the layer; the slots of its batch are where they go.
         Raises:
             IndexError, NonFiniteError: as the reference; nothing of this layer was written.
-            InputError: a head_dim that the kernels are not made for.
-        Rounding points: those of the format. Sums with its matrix are in another order, in FP32, so a level may differ where a
-            value is that close to a boundary; the levels that refine it follow from it.
+            InputError: a head_dim without kernels.
+        Rounding points: those of the format. FP32 sums have another order, so a level may differ at a boundary.
         """
         layer_calls, batch = self.layer_calls(at.kv), at.batch
         if layer_calls is None:
@@ -234,7 +215,7 @@ class CpuOps:
         status = self._run(
             "haarkv_store", call, slots=slots, tokens=k.shape[0], positions=batch.positions.contiguous(),
             query_start=batch.query_start_loc.contiguous(), rows=batch.rows.contiguous(), sequences=len(batch.rows),
-            kept_slots=0 if batch.kept_slots is None else batch.kept_slots.contiguous(),
+            kept_slots=0 if batch.window_slots is None else batch.window_slots.contiguous(),
         )  # fmt: skip
         if status:
             # Nothing was written. The reference meets the same fault and names it.
@@ -242,22 +223,19 @@ class CpuOps:
         return None
 
     def paged_attention(self, q: Tensor, at: LayerView, softmax_scale: float) -> Tensor:
-        """Causal attention of new tokens over what their sequences have stored, in the rotated domain.
+        """Causal attention of new tokens over the stored tokens of their sequences, in the rotated domain.
 
             logits = (q @ rotation . centroids[level]) * k_scale * softmax_scale
             out = sum((p * v_scale) * centroids[level]) / sum(p) @ rotation.T
 
-        Of learned coordinates the rotation is `rows.T` of the query's KV head and the way back is `rows`. V's mean is added
-        once, since probabilities sum to 1. What q makes of K's mean is the same for every key and drops out. BF16 and FP32 do
-        not rotate. Of formats that `READS` does not name, the reference attends.
+        Learned keys take `rows.T` of the KV head as rotation. What q makes of K's mean is the same for every key and drops
+        out; V's mean is added once. BF16 and FP32 do not rotate. Formats outside `READS` are left to the reference.
 
-        Tokens that a query sees in BF16 (`ResidualWindow.seen`) take part in the same softmax, block by block: their logits
-        replace those of the packed ones, less `softmax_scale * (q . K's mean)`, which those lack. Their values are summed
-        beside, in the model's own domain, and V's mean counts by the packed share of the probabilities.
+        Tokens that a query sees in BF16 (`ResidualWindow.visible`) take part in the same softmax: their logits replace those
+        of the packed ones, less `softmax_scale * (q . K's mean)`, and their values are summed in the model's own domain.
 
-        Levels of up to 4 bits are looked up in registers. All else becomes FP32 numbers, 16 vectors at a time. Keys
-        are summed 1,024 at a time and merged in order, so that results do not depend on the number of threads, on the rest
-        of the batch or on how a prompt was split.
+        Keys are summed 1,024 at a time and merged in order: results do not depend on the number of threads, on the rest of
+        the batch or on how a prompt was cut. Rotated queries and partial sums take 4 to 16 MB, whatever the prompt.
 
         Args:
             q: [T, Hq, D] bf16 or fp32, after RoPE.
@@ -265,35 +243,20 @@ class CpuOps:
         Returns:
             [T, Hq, D] of q's dtype.
         Raises:
-            InputError: a head_dim that the kernels are not made for.
-        Rounding points: for a bf16 q, each block's probabilities (against the block's own maximum) to BF16, and their sum is
-        that of the rounded ones (from `avx512` on, their exponentials are off by at most 3e-6 before that); blocks are merged
-        in FP32; the output to BF16. The rotated q stays in FP32.
+            InputError: a head_dim without kernels.
+        Rounding points, of a bf16 q (q rotated stays FP32): each block's probabilities, against the block's own maximum, to
+            BF16, and their sum is that of the rounded ones; from `avx512vnni` on exponentials are off by 3e-6 before that.
+            Blocks are merged in FP32; the output to BF16.
 
-        From `avx512vnni` on, a bf16 q meets levels of up to 4 bits in exact sums of 16-bit integers. This adds three
-        roundings, each of at most half a step: centroids to 16-bit integers (5e-5 of a coordinate's standard deviation); the
-        rotated q to steps of max|q| / 32,639 or, where its levels together could overflow 32 bits, to the least s with
-        sum|q| / s <= 2**31 / largest integer; p * v_scale of up to 128 keys likewise, by row. Over random keys, the root mean
-        square error of a logit is 1.0e-4 (q) and 3.1e-5 (centroids) of the logits' standard deviation, where rounding q to
-        BF16 has already cost 1.1e-3. The error of 128 weights together is at worst 127 / 2 / 32,639 = 2e-3 of the largest
-        weight; BF16 costs 2e-3 of each, or 2.3e-4 of their sum.
+            From `avx512vnni` on, levels of up to 4 bits and learned keys are summed exactly as 16-bit integers. Rounded, by
+            at most half a step each: centroids (5e-5 of a coordinate's standard deviation); rotated q to steps of
+            max|q| / 32,639, or sum|q| * (largest integer) / 2**31 if that is larger; p * v_scale of up to 128 keys likewise,
+            by row. A logit's root mean square error is 1.1e-4 of the logits' standard deviation, of learned keys up to
+            2.0e-4, where rounding q to BF16 cost 1.1e-3. 128 weights together are off by at most 2e-3 of the largest.
 
-        Of learned coordinates, q's steps cost 5.0e-5 (N = 64), 9.0e-5 (128), 1.3e-4 (208) and 2.0e-4 (384) of the logits'
-        standard deviation, at head_dim 128 and made-up coordinates. No query can lose more than N / (sqrt(12) * 2.8e5) where
-        the sum decides the step: 1.3e-4 at N = 128, 3.9e-4 at 384; where max|q| does, sqrt(N / 12) / 32,639.
-
-        From `amx` on, a bf16 q also meets `bf16` by tiles of BF16 products, on both sides or beside levels of up to 4 bits.
-        What of q is rotated, and p, is there the sum of two BF16 numbers, off by at most 2**-17 of itself; sums are FP32, in
-        the tiles' own order.
-
-        On `amx`, a bf16 q is also rotated by tiles of BF16 products. Products with q are exact. What goes back is the sum of
-        two BF16 numbers, off by at most 2**-17 of itself, and the output is rounded to BF16. Sums are FP32, in the tiles' own
-        order.
-
-        Exact sums have no order: `amx` sums the same integers by tiles of bytes where a pass has more than 8 rows, to the bits
-        that `avx512vnni` makes of the same rotated queries. A pass serves up to 128 rows. Rotated queries
-        and partial sums take about 4 MB, 1 MB a thread beyond four threads, 16 MB at most, whatever the prompt.
-
+            `amx` multiplies `bf16` K and V, and rotates, by tiles of BF16 products: p, q rotated and what goes back are
+            sums of two BF16 numbers, off by at most 2**-17; FP32 sums are in the tiles' order. Its sums of integers are the
+            bits of `avx512vnni`.
         """
         layer_calls, batch = self.layer_calls(at.kv), at.batch
         if layer_calls is None or too_long(batch, at.kv.block_size):
@@ -303,13 +266,13 @@ class CpuOps:
         out = torch.empty_like(q)
         call = library.Attention.from_buffer_copy(layer_calls.attention)
         call.sequences, call.max_blocks = batch.block_table.shape
-        if batch.kept_table is not None:
-            call.kept_blocks = batch.kept_table.shape[1]
+        if batch.window_table is not None:
+            call.kept_blocks = batch.window_table.shape[1]
         self._run(
             "haarkv_attention", call, q=q, out=out, positions=batch.positions.contiguous(), num_heads=q.shape[1],
             block_table=batch.block_table.contiguous(), query_start=batch.query_start_loc.contiguous(),
             rows=batch.rows.contiguous(), bf16=is_bf16(q), softmax_scale=softmax_scale,
-            kept_table=0 if batch.kept_table is None else batch.kept_table.contiguous(),
+            kept_table=0 if batch.window_table is None else batch.window_table.contiguous(),
         )  # fmt: skip
         return out
 
@@ -333,21 +296,21 @@ class CpuOps:
         status = self._run(
             "haarkv_gated_delta", library.GatedDelta.__new__(library.GatedDelta),
             **{name: tensor.float().contiguous() for name, tensor in operands.items()}, out=out, mixed=qkv, gates=gates,
-            windows=windows, memories=memories, seen=state.seen, positions=batch.positions.contiguous(),
+            windows=windows, memories=memories, seen=state.counts, positions=batch.positions.contiguous(),
             slots=batch.slot_mapping.contiguous(), rows=batch.rows.contiguous(),
             query_start=batch.query_start_loc.contiguous(), channels=channels, sequences=len(batch.rows), versions=versions,
             taps=taps, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim,
             key_heads=(channels - value_heads * value_dim) // (2 * key_dim), isa=self.isa_number,
         )  # fmt: skip
         if status:
-            state.read(batch)  # says which tokens nobody has seen
+            state.read(batch)  # raises: it names the tokens that no state has seen
         return out
 
     def layer_calls(self, kv: LayerKV) -> LayerCalls | None:
-        """The calls of one layer of a cache, made once: filling them in takes longer than storing a token.
+        """The calls of one layer of a cache, cached: filling them in takes longer than storing a token.
 
         Returns:
-            None where the kernels do not read its formats, and the reference's ops run.
+            None where the reference's ops have to run.
         """
         if kv not in self._layer_calls:
             self._layer_calls[kv] = prepare(kv, self.isa_number)

@@ -24,12 +24,12 @@ class Runner:
 
     Attributes:
         device: where their tensors live.
-        description: for the user, what it is.
+        description: for the user.
         simulated: its times mean nothing.
-        most_vocab: rows of an LM head that one program may project to; None is all of them.
+        most_vocab: rows of an LM head that one program may project to; None for all.
         keeps_programs: a program is compiled on its first call, and then kept.
-        on_program: called with a program's name before it is compiled, if programs are kept.
-        compiled: what the first calls of kept programs took with their compilation, in seconds, by the program's name.
+        on_program: called with a program's name before its compilation, if programs are kept.
+        compiled: seconds of the first calls of kept programs, by the program's name.
     """
 
     device: torch.device
@@ -51,12 +51,12 @@ class Runner:
         raise NotImplementedError
 
     def refusals(self) -> AbstractContextManager[None]:
-        """Within it, what the driver refuses long after a launch is an InputError of one line, too."""
+        """A context in which a driver's late error is an InputError of one line."""
         return nullcontext()
 
 
 class SimRunner(Runner):
-    """PyPTO's interpreter on the host: right numbers, no meaning in its time."""
+    """PyPTO's interpreter on the host."""
 
     device = torch.device("cpu")
     description = "PyPTO's interpreter (no NPU): right numbers, its times mean nothing"
@@ -78,9 +78,7 @@ class SimRunner(Runner):
 class NpuRunner(Runner):
     """An Ascend NPU. PyPTO compiles a program on its first call and keeps it for the process.
 
-    Its `output` folder goes to the user's cache folder.
-
-    Written to PyPTO's documentation and never run: no NPU was at hand.
+    Written to PyPTO's documentation; no NPU has run it.
     """
 
     keeps_programs = True
@@ -113,7 +111,7 @@ class NpuRunner(Runner):
 
 
 def torch_npu() -> Any:
-    """torch-npu's module `torch.npu`, loaded here: nobody else does (`autoload`).
+    """torch-npu's module `torch.npu`, which `import torch` does not load here (`versions.leave_npu_alone`).
 
     Raises:
         InputError: torch-npu is absent, made for another torch, cannot be loaded, or sees no NPU.
@@ -141,7 +139,7 @@ def torch_npu() -> Any:
 
 
 def open_runner(device: str | None) -> Runner:
-    """The runner for `sim`, `npu` or `npu:N`; without a wish, the first NPU where torch-npu is installed, else the simulator.
+    """The runner for `sim`, `npu` or `npu:N`; None is the first NPU where torch-npu is installed, else the simulator.
 
     Raises:
         InputError: no such device, or it cannot be used.

@@ -1,7 +1,4 @@
-"""The user's cache folder: what PyPTO writes, kept out of the folder in which a command runs, and refusals at full length.
-
-What PyPTO, CANN or the driver refuses becomes one line; all that they said goes to a file.
-"""
+"""The user's cache folder: PyPTO's output, and log files of the errors of PyPTO, CANN and the driver, each one line here."""
 
 from __future__ import annotations
 
@@ -21,11 +18,7 @@ _LONGEST = 160
 
 
 def cache_folder(name: str) -> Path:
-    """`~/.cache/haarkv/NAME`, made if it is not there.
-
-    Raises:
-        InputError: it cannot be made.
-    """
+    """`~/.cache/haarkv/NAME`, made if missing; an InputError where that fails."""
     folder = Path.home() / ".cache" / "haarkv" / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -35,11 +28,9 @@ def cache_folder(name: str) -> Path:
 
 
 def send_pypto_output_away() -> Path:
-    """Make a folder for PyPTO's `output`, and tell PyPTO of it. Returns it.
+    """Make PyPTO's output folder, by the variable that it reads at every compilation.
 
-    On a device PyPTO writes graphs, C++ and binaries of each compiled program, and reads its binaries again, so a folder lasts
-    as long as its process. Those of the last processes are kept, to look into; older ones are deleted.
-    The variable is the only way in which PyPTO can be told; it reads it at every compilation.
+    PyPTO reads its binaries again, so the folder lasts as long as this process. A few older ones are kept to look into.
     """
     parent = cache_folder("pypto_output")
     folder = parent / _unique()
@@ -51,7 +42,7 @@ def send_pypto_output_away() -> Path:
 
 
 def write_log(name: str, text: str) -> Path:
-    """A new file with a refusal at full length; of older ones the last few are kept. Returns it."""
+    """A new log file; a few older ones are kept."""
     parent = cache_folder("logs")
     file = parent / f"{_unique()}-{name}.log"
     file.write_text(text, encoding="utf-8")
@@ -66,7 +57,7 @@ def _unique() -> str:
 
 
 def _oldest(parent: Path) -> list[Path]:
-    """All entries but the newest that are kept, and those whose process still runs."""
+    """All but the newest entries and those whose process still runs."""
     return [path for path in sorted(parent.iterdir())[:-_RECENT_FOLDERS] if not _runs(path.name)]
 
 
@@ -76,19 +67,16 @@ def _runs(name: str) -> bool:
 
 
 class DeviceError(InputError):
-    """A compiler, runtime or driver refused; the message names the file with all that it said."""
+    """A compiler, runtime or driver failed; the message names the log file."""
 
 
 @contextmanager
 def in_one_line(what: str, name: str, kinds: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
-    """Turn an exception of others' code into an error of one line that names a log file.
+    """Turn exceptions of these kinds, but InputError, into a DeviceError of one line.
 
     Args:
-        what: failed, as the line begins: `compiling layer_decode for npu:0`.
+        what: the line's beginning: `compiling layer_decode for npu:0`.
         name: of the log file.
-        kinds: of exceptions; InputError always passes.
-    Raises:
-        DeviceError: one of those was raised.
     """
     try:
         yield
@@ -99,13 +87,7 @@ def in_one_line(what: str, name: str, kinds: tuple[type[Exception], ...] = (Exce
 
 
 def refusal(what: str, name: str, message: str, everything: str) -> str:
-    """A refusal in one line: what failed, the first line of the message, versions that nobody published, the log file.
-
-    Args:
-        what, name: as `in_one_line`.
-        message: of the compiler or driver, of any length.
-        everything: what the log file gets beside the versions.
-    """
+    """One line: what failed, the message's first line, unpublished versions, and the log file, which gets `everything`."""
     installation = find_installation()
     advice = unpublished_reason(installation) if installation.torch_npu else None
     reason = next((line.strip() for line in message.splitlines() if line.strip()), "no reason given")

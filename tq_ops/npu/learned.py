@@ -1,7 +1,6 @@
-"""Learned keys as the programs take them: what leads into the domain of their coordinates, and how levels lie; no PyPTO here.
+"""Learned keys as the programs take them: their coordinates, and how levels lie. No PyPTO here.
 
-What differs between layers and heads is data, one matrix behind the other, so one program serves every layer. A format's
-columns are built into a program.
+What differs between layers and heads is data, so one program serves every layer; a format's columns are built into it.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from haarkv.tq_ops.formats.rotated import Coordinates
 MEAN, WEIGHTS, LIFT, SHARED = range(4)
 """Order of the rows of `numbers`: H means, weights and lifts, then `LEVEL_ROWS`, which all heads share."""
 TRIES = len(GAINS)
-"""How often a row of `numbers` repeats itself: the sizes at which a vector is tried lie side by side."""
+"""Sizes at which a vector is tried: a row of `numbers` repeats itself so often."""
 SPAN = 8.0
 """What the levels of a coordinate span in a program before they become centroids. FP16 holds its cube."""
 _BYTE = 8
 _MOST_ROWS = 64  # of a part, of 128 tokens
 _POWERS = 4
 _HEADROOM = 256.0
-"""How many times as large as is typical a query's product with a row may be, of a query of length 1, before it exceeds 1."""
+"""How many times its typical size the product of a row with a query of length 1 may be, before it exceeds 1."""
 
 
 def learned_coordinates(kv_format: KVFormat, head_dim: int, layer: int) -> Coordinates | None:
-    """Learned coordinates of a format in a layer, None of any other format."""
+    """Learned coordinates of a format in a layer, None for a fixed format."""
     description = kv_format.description(head_dim)
     coordinates = description.transform.coordinates if description else None
     return coordinates(layer) if coordinates else None
@@ -45,12 +44,7 @@ def learned_coordinates(kv_format: KVFormat, head_dim: int, layer: int) -> Coord
 
 @dataclass(frozen=True)
 class Piece:
-    """What one byte holds of an eighth's level: all of it, or the lower or the upper part of one that two bytes share.
-
-    Attributes:
-        shift: lowest bit in the byte.
-        whole: bits of the level in both bytes.
-    """
+    """`bits` of an eighth's level in one byte, from bit `shift` on; of `whole` bits in both bytes that share it."""
 
     eighth: int
     bits: int
@@ -60,10 +54,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """The columns of a format, as a program unpacks them.
-
-    Widths descend by eighth, so those of a width follow one another. Units of the last column are single bytes.
-    """
+    """The columns of a format, as a program unpacks them. Widths descend by eighth; units of the last column are bytes."""
 
     columns: tuple[Column, ...]
 
@@ -78,10 +69,7 @@ class Layout:
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
-        """Of each eighth, how many rows of a tile its units lie apart: as many as a unit of its column has bytes.
-
-        The rows between hold what no query asks for.
-        """
+        """Of each eighth, rows of a tile between its units: the bytes of a unit. Rows between are not used."""
         by_eighth = {part.eighth: column.nbytes for column in self.columns for part in column.parts}
         return tuple(by_eighth[eighth] for eighth in range(EIGHTHS))
 
@@ -99,10 +87,7 @@ class Layout:
         return torch.cat(parts)
 
     def parts(self, head_dim: int) -> tuple[tuple[int, ...], ...]:
-        """Eighths that become centroids together: of one width, and few enough that not all of a tile is on its way at once.
-
-        Levels of all rows, their squares and what becomes of them would not fit in the unified buffer.
-        """
+        """Eighths that become centroids together: of one width, and few enough for the unified buffer."""
         parts: list[list[int]] = []
         most = _MOST_ROWS // (head_dim // EIGHTHS)
         for eighth in range(EIGHTHS):
@@ -122,7 +107,7 @@ class Layout:
 
 
 def pieces(column: Column) -> list[list[Piece]]:
-    """What each byte of a column's unit holds, from the lowest bits on."""
+    """The pieces in each byte of a column's unit, from the lowest bits on."""
     byte_pieces: list[list[Piece]] = [[] for _ in range(column.nbytes)]
     for part in column.parts:
         at, end = part.shift, part.shift + part.bits
@@ -139,14 +124,14 @@ def pieces(column: Column) -> list[list[Piece]]:
 
 @dataclass(frozen=True)
 class Cubic:
-    """A centroid as a program restores it: `factor * u * (u**2 + rise)`; levels u lie `SPAN / 2**bits` apart, about 0."""
+    """A restored centroid: `factor * u * (u**2 + rise)`, where levels u lie `SPAN / 2**bits` apart, about 0."""
 
     factor: float
     rise: float
 
 
 def level_cubic(bits: int) -> Cubic:
-    """That of a width. With 1 bit there are two numbers, and many a cubic goes through them."""
+    """The cubic of a width. With 1 bit many go through the two centroids."""
     a, b = cubic.FACTORS[bits]
     if b == 0:
         b = a / 16
@@ -180,7 +165,7 @@ def level_rows(layout: Layout, head_dim: int) -> Tensor:
 
 @cache
 def _level_numbers(bits: int) -> tuple[float, ...]:
-    """Of one width, all but `upper`. The inverse is off by a quarter of a level at most; less than half would do."""
+    """The `LEVEL_ROWS` of one width, without `upper`. The inverse is off by a quarter of a level at most; half would do."""
     a, b = cubic.FACTORS[bits]
     most = 2 ** (bits - 1) - 1
     # The middle of m = 2 k - 1 and m = 2 k + 1.
@@ -195,7 +180,7 @@ def _level_numbers(bits: int) -> tuple[float, ...]:
 
 
 def byte_places(layout: Layout, head_dim: int) -> Tensor:
-    """[D or 2 D, bytes] fp16: a vector's levels, then their upper parts where there are any, by it are its bytes."""
+    """[D or 2 D, bytes] fp16: levels (and their upper parts, where there are any) times this matrix are bytes."""
     units = head_dim // EIGHTHS
     places = torch.zeros(2, EIGHTHS, units, layout.nbytes(head_dim))
     unit, first = torch.arange(units), 0
@@ -215,14 +200,13 @@ def byte_places(layout: Layout, head_dim: int) -> Tensor:
 
 @cache
 def domain_tensors(kv_format: KVFormat, head_dim: int, layer: int, device: torch.device) -> dict[str, Tensor]:
-    """What a program takes of a layer's learned coordinates, on its device, the same tensors each time.
+    """A layer's learned coordinates as a program takes them; the same tensors each time.
 
     Returns:
         forward: [H * D, D] bf16.
         numbers: [3 * H + 11, TRIES * D] fp32: means, weights, lifts (each the same in all columns), and `LEVEL_ROWS`.
-        places: as `byte_places` makes it.
-        rows: [H * width, D] fp32, by rows of a tile, each coordinate times the factor of its centroids, divided by the head's
-            lift, of `_lifts`.
+        places: `byte_places`.
+        rows: [H * width, D] fp32, by rows of a tile, each coordinate times its centroids' factor, over the head's `_lifts`.
     """
     coordinates = learned_coordinates(kv_format, head_dim, layer)
     assert coordinates is not None, f"{kv_format.name} has no learned coordinates"
@@ -243,12 +227,12 @@ def domain_tensors(kv_format: KVFormat, head_dim: int, layer: int, device: torch
 
 
 def _lifts(coordinates: Coordinates, rows: Tensor, factors: Tensor) -> Tensor:
-    """[H] fp32, what queries by rows are divided by so that FP16 holds them: a power of two for each KV head.
+    """[H] fp32, powers of two by which queries by rows are divided, so that FP16 holds them.
 
-    Above the longest row, queries by rows are no longer than the queries. But a row is long beyond measure in channels that no
-    query has, and above that one all products would be too small for FP16. So a lift is at most `_HEADROOM` times what is
-    typical. The metric of the queries, E[q q^T], is F diag(weights) F^T, F being `forward`; a query as long as the root of its
-    trace then meets row i with a root mean square of sqrt(weights[i]).
+    Divided by the longest row they are no longer than the queries. But rows are very long in channels that queries hardly
+    have, and over such a row all products are too small for FP16. So a lift is at most `_HEADROOM` times the typical product:
+    E[q q^T] is F diag(weights) F^T, F being `forward`, and a query as long as the root of its trace meets row i with a root
+    mean square of sqrt(weights[i]).
 
     Args:
         rows: [H, width, D] fp32, each coordinate times its factor.

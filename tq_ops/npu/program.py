@@ -1,9 +1,10 @@
-"""What a compiled program is to the rest of the project, something that can be built; and sizes of attention in one."""
+"""A compiled program as the rest of the project knows it, and the sizes of attention in one. No PyPTO here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -15,15 +16,17 @@ Kernel = Callable[..., None]
 
 @dataclass(frozen=True)
 class Argument:
-    """One tensor argument of a program.
+    """One tensor parameter of a program.
 
     Attributes:
-        name: of the parameter.
         output: the program writes it, in place.
+        unread: dtype and shape of the zeros that a call without such a tensor passes, which the program does not read; None if
+            every call has one. PyPTO's signatures cannot vary.
     """
 
     name: str
     output: bool = False
+    unread: tuple[torch.dtype, tuple[int, ...]] | None = None
 
 
 class Program(Protocol):
@@ -42,19 +45,24 @@ class Program(Protocol):
     def arguments(self) -> tuple[Argument, ...]: ...
 
     def build(self, **options: dict[str, Any]) -> Kernel:
-        """Trace nothing yet: return the jit-decorated kernel.
-
-        Args:
-            options: PyPTO's `runtime_options`, `verify_options`, `host_options`, to be joined with the program's own.
-        """
+        """The jit-decorated kernel, not traced yet; `options` are PyPTO's `runtime_options`, `verify_options` and so on."""
 
 
-def order_arguments(program: Program, tensors: dict[str, Tensor]) -> list[Tensor]:
-    """A program's tensors by name, in the order of its arguments.
+@cache
+def unread_zeros(dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """What stands for an argument that no program reads; the same tensor each time."""
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def order_arguments(program: Program, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    """A program's tensors in the order of its arguments, zeros for those that are `unread` and not there.
 
     Raises:
         ValueError: one is missing or none of its arguments.
     """
+    device = next(iter(tensors.values())).device
+    zeros = {a.name: unread_zeros(*a.unread, device) for a in program.arguments if a.unread and a.name not in tensors}
+    tensors = {**tensors, **zeros}
     names = [argument.name for argument in program.arguments]
     if set(names) != set(tensors):
         raise ValueError(f"{program.name}: arguments differ: {sorted(set(names) ^ set(tensors))}")
@@ -62,7 +70,6 @@ def order_arguments(program: Program, tensors: dict[str, Tensor]) -> list[Tensor
 
 
 HEAD_DIM = 128
-"""Of scopes that are measured alone; a layer's programs take the model's own."""
 _BLOCK = 128
 _L0B, _L1B, _BF16 = 64 * 2**10, 256 * 2**10, 2
 _LONGEST_CUBE = 2048
@@ -98,7 +105,6 @@ class AttentionShape:
 
     @property
     def blocks(self) -> int:
-        """Of a step."""
         return self.step_tokens // _BLOCK
 
     @property
@@ -113,14 +119,13 @@ class AttentionShape:
 
     @property
     def softmax_scale(self) -> float:
-        """Of the logits."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     def score_cube(self, width: int) -> tuple[list[int], list[int], list[int]]:
         """Tiles (M, K, N) of q @ k.T: as many keys as fit, so that all unpacking of a head feeds one task.
 
         Args:
-            width: numbers of a key, as the cube takes it; a power of two times an odd number that is left out of the tiles.
+            width: numbers of a key; an odd factor is left out of the tiles.
         """
         keys = min(self.step_tokens, self.longest_cube)
         even = width & -width
@@ -135,14 +140,14 @@ class AttentionShape:
     def mask(self) -> Tensor:
         """[queries, 2 * step + unit] fp32: row r is 0 up to column `step + its token` and -1e30 behind it.
 
-        A view of it at a moving column is the causal mask of any step; there is no masked load that every pass keeps.
+        A view of it at a moving column is the causal mask of any step; no masked load survives every pass of PyPTO.
         """
         token = torch.arange(self.unit_tokens).repeat_interleave(self.group).unsqueeze(1)
         column = torch.arange(2 * self.step_tokens + self.unit_tokens)
         return torch.where(column <= self.step_tokens + token, 0.0, -1e30)
 
     def left_behind(self) -> Tensor:
-        """What is not 0 where `mask` is: a view of it hides the keys that have left the window of a query."""
+        """The complement of `mask`: a view of it hides the keys that have left a query's window."""
         return -1e30 - self.mask()
 
 

@@ -1,4 +1,4 @@
-"""How a cache lies before a program: fields of K and V, as which numbers, and places of tokens in BF16; no PyPTO here.
+"""How a cache lies before a program: fields of K and V, as which numbers, and places of tokens in BF16. No PyPTO here.
 
 To add a format: name it in `READS`, describe its `Side` here, and write its arithmetic as a `CacheSide` in `kernels/`.
 """
@@ -25,7 +25,7 @@ from haarkv.tq_ops.npu.program import HEAD_DIM, Argument
 FORMAT = formats.get("tq4")
 READS = KernelSupport(
     "its programs", head_dims=(64, HEAD_DIM, 256), only=FORMAT, also=(formats.PUBLISHED, formats.get("bf16")),
-    kept=True, windows=True, learned=True,
+    bf16_tokens=True, windows=True, learned=True,
 )  # fmt: skip
 """What the programs read: a few formats, whose tables are built into them, and learned keys."""
 
@@ -37,7 +37,7 @@ class StoredField:
     Attributes:
         field: its name in the format.
         dtype: of its numbers; another one of the same size where PyPTO's interpreter misreads the field's own.
-        width: numbers of a row. One vector a row; of scales as many as lie in a row of logits, or one.
+        width: numbers of a row: one vector, or of scales as many as lie in a row of logits, or one.
     """
 
     field: str
@@ -48,20 +48,23 @@ class StoredField:
         """A layer's field [blocks, Hkv, 128, …] as [n, width], the same memory."""
         return fields[self.field].view(self.dtype).view(-1, self.width)
 
+    @property
+    def unread(self) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Of an `Argument` in its place."""
+        return self.dtype, (1, self.width)
+
 
 @dataclass(frozen=True)
 class Side:
-    """K or V of one format in a program. K and V of a layer may have different ones.
+    """K or V of one format in a program; those of a layer may differ.
 
     Attributes:
         name: of the format.
-        vectors: the field that holds a vector.
-        scales: the field that holds one number a vector; None if there is none.
-        most_heads: KV heads of one iteration of decode, at most; the cost model likes so many.
+        vectors, scales: the fields that hold a vector, and one number a vector; None without scales.
+        most_heads: KV heads of one iteration of decode, at most, by the cost model.
         width: numbers of a vector as the cube meets it.
-        layout: how levels of learned coordinates lie; None where nothing is learned.
+        layout: how levels of learned coordinates lie; None for a fixed format.
         turning: keys are stored by stretches.
-        head_dim: of the vectors.
     """
 
     name: str
@@ -75,24 +78,22 @@ class Side:
 
     @property
     def scale_row(self) -> StoredField:
-        """Its scales, or what stands for them in a program's signature, which cannot vary: a row that nothing reads."""
+        """Its scales, or the row that stands for them in a program's signature."""
         return self.scales or _NO_SCALES
 
     def arguments(self, prefix: str) -> tuple[Argument, Argument]:
-        """Its two arguments of a program, such as `k_codes` and `k_scale`; the second is none to be written without scales."""
-        vectors = Argument(f"{prefix}_{self.vectors.field}", output=True)
-        return vectors, Argument(f"{prefix}_scale", output=self.scales is not None)
+        """Its two arguments of a program, such as `k_codes` and `k_scale`."""
+        scale = Argument(f"{prefix}_scale", self.scales is not None, None if self.scales else _NO_SCALES.unread)
+        return Argument(f"{prefix}_{self.vectors.field}", output=True), scale
 
     def tensors(self, prefix: str, fields: dict[str, Tensor]) -> dict[str, Tensor]:
         """Those arguments, of a layer's fields [blocks, Hkv, 128, …]: the very memory."""
-        vectors, scales = self.arguments(prefix)
-        row = self.scales.view(fields) if self.scales else _unread_row(_NO_SCALES, fields[self.vectors.field].device)
-        return {vectors.name: self.vectors.view(fields), scales.name: row}
+        pairs = zip(self.arguments(prefix), (self.vectors, self.scales), strict=True)
+        return {argument.name: field.view(fields) for argument, field in pairs if field}
 
     @property
     def domain(self) -> tuple[StoredField, ...]:
-        """What a program takes of its learned coordinates, `tq_ops.npu.learned.domain_tensors`, and of stretches; else unread
-        rows."""
+        """Learned coordinates in a program, `tq_ops.npu.learned.domain_tensors`, and the turns of stretches."""
         dim = self.head_dim
         return (
             StoredField("forward", torch.bfloat16, dim), StoredField("numbers", torch.float32, TRIES * dim),
@@ -100,26 +101,19 @@ class Side:
             StoredField("rows", torch.float32, dim), StoredField("turns", torch.float32, dim),
         )  # fmt: skip
 
-    def domain_tensors(self, kv_format: KVFormat, layer: int, device: torch.device) -> dict[str, Tensor]:
-        """The arguments that `domain` describes, such as `k_forward`, of a layer; the same tensors each time."""
-        tensors = {entry.field: _unread_row(entry, device) for entry in self.domain}
-        if self.layout:
-            tensors |= domain_tensors(kv_format, self.head_dim, layer, device)
-        if turns := kv_format.turns(layer):
-            tensors["turns"] = turn_table(turns, device)
-        return {f"k_{name}": tensor for name, tensor in tensors.items()}
-
     def domain_arguments(self) -> tuple[Argument, ...]:
-        """Those arguments."""
-        return tuple(Argument(f"k_{entry.field}") for entry in self.domain)
+        """Those arguments, such as `k_forward`."""
+        return tuple(Argument(f"k_{entry.field}", unread=entry.unread) for entry in self.domain)
+
+    def domain_tensors(self, kv_format: KVFormat, layer: int, device: torch.device) -> dict[str, Tensor]:
+        """What a layer's format has of them; the same tensors each time."""
+        tensors = domain_tensors(kv_format, self.head_dim, layer, device) if self.layout else {}
+        turns = kv_format.rope_shift(layer)
+        table = {"turns": turn_table(turns, device)} if turns else {}
+        return {f"k_{name}": tensor for name, tensor in (tensors | table).items()}
 
 
 _NO_SCALES = StoredField("no_scale", torch.float16, BLOCK_SIZE)
-
-
-@cache
-def _unread_row(entry: StoredField, device: torch.device) -> Tensor:
-    return torch.zeros(1, entry.width, dtype=entry.dtype, device=device)
 
 
 def fixed_sides(head_dim: int) -> dict[str, Side]:
@@ -127,23 +121,11 @@ def fixed_sides(head_dim: int) -> dict[str, Side]:
     codes, levels = (StoredField("codes", torch.int8, width) for width in (head_dim // 2, head_dim))
     scale, norm = StoredField("scale", torch.float16, BLOCK_SIZE), StoredField("norm", torch.float32, 1)
     data = StoredField("data", torch.bfloat16, head_dim)
-    sides = (
-        Side(FORMAT.name, codes, scale, 8, head_dim, head_dim=head_dim),
-        Side(formats.PUBLISHED.name, levels, norm, 4, head_dim, head_dim=head_dim),
-        Side("bf16", data, None, 2, head_dim, head_dim=head_dim),
-    )
-    return {side.name: side for side in sides}
+    rows = ((FORMAT.name, codes, scale, 8), (formats.PUBLISHED.name, levels, norm, 4), ("bf16", data, None, 2))
+    return {name: Side(name, vectors, scales, heads, head_dim, head_dim=head_dim) for name, vectors, scales, heads in rows}
 
 
 TQ4, PUBLISHED, BF16 = fixed_sides(HEAD_DIM).values()
-
-
-def learned_side(kv_format: KVFormat, layer: int = 0, head_dim: int = HEAD_DIM) -> Side:
-    """The side of a format of learned keys in a layer."""
-    layout = learned_layout(kv_format, head_dim)
-    codes = StoredField("codes", torch.int8, layout.nbytes(head_dim))
-    scales, turning = StoredField("scale", torch.float16, BLOCK_SIZE), kv_format.turns(layer) is not None
-    return Side(kv_format.name, codes, scales, 8, layout.width(head_dim), layout, turning, head_dim)
 
 
 def layer_sides(plan: KVPlan, layer: int, head_dim: int = HEAD_DIM) -> tuple[Side, Side]:
@@ -152,17 +134,19 @@ def layer_sides(plan: KVPlan, layer: int, head_dim: int = HEAD_DIM) -> tuple[Sid
 
 
 def format_side(kv_format: KVFormat, layer: int = 0, head_dim: int = HEAD_DIM) -> Side:
-    """The side that stores what a format stores in a layer.
+    """The side that stores a format in a layer.
 
     Raises:
         ValueError: no program reads it; `tq_ops.kv.kernel_support.unsupported` tells so before there is a program.
     """
     if unsupported_format(READS, kv_format, head_dim) is not None:
         raise ValueError(f"no program reads {kv_format.name}")
-    if learned_coordinates(kv_format, head_dim, layer):
-        return learned_side(kv_format, layer, head_dim)
-    sides = fixed_sides(head_dim)
-    return sides[kv_format.name if kv_format in READS.also else FORMAT.name]
+    if not learned_coordinates(kv_format, head_dim, layer):
+        return fixed_sides(head_dim)[kv_format.name if kv_format in READS.also else FORMAT.name]
+    layout = learned_layout(kv_format, head_dim)
+    codes = StoredField("codes", torch.int8, layout.nbytes(head_dim))
+    scales, turning = StoredField("scale", torch.float16, BLOCK_SIZE), kv_format.rope_shift(layer) is not None
+    return Side(kv_format.name, codes, scales, 8, layout.width(head_dim), layout, turning, head_dim)
 
 
 # -- Keys by stretches ----------------------------------------------------------------------------------------------------
@@ -172,7 +156,7 @@ def format_side(kv_format: KVFormat, layer: int = 0, head_dim: int = HEAD_DIM) -
 def turn_table(turns: RopeShift, device: torch.device) -> Tensor:
     """[stretches, D] fp32: cos, then sin, of the angles at which stretches begin; the same tensor each time.
 
-    It holds all stretches that there may be, 2 MiB for a D of 128: a program is not compiled for a length.
+    It holds all stretches there may be, 2 MiB for a D of 128, as a program is not compiled for a length.
     """
     return torch.cat(turns.table(MOST_POSITIONS // STRETCH, device), 1).contiguous()
 
@@ -182,14 +166,10 @@ def turns_of_tokens(turns: RopeShift, positions: Tensor) -> Tensor:
     return turn_table(turns, positions.device)[positions // STRETCH]
 
 
-@cache
-def zero_shift_rows(device: torch.device, head_dim: int = HEAD_DIM) -> Tensor:
-    """What stands for those rows where keys are stored as they are: nobody reads it."""
-    return torch.zeros(1, head_dim, device=device)
-
+# -- Tokens in BF16 ---------------------------------------------------------------------------------------------------------
 
 HIDDEN = -1e30
-"""What a logit gets added that nobody may see."""
+"""Added to a logit that no query may see."""
 _ONE_TILE, _LINE = 256, 16
 MOST_PLACES, MOST_SINKS = 2048, 256
 """Places that one step of attention takes, and sinks, which its first step of packed keys hides."""
@@ -197,10 +177,10 @@ MOST_PLACES, MOST_SINKS = 2048, 256
 
 @dataclass(frozen=True)
 class WindowShape:
-    """Of K and V of a layer alike, as `tq_ops.kv.residual_window.ResidualWindow` has it.
+    """K and V of a layer that stay in BF16, as in `tq_ops.kv.residual_window.ResidualWindow`.
 
     Attributes:
-        tail: tokens that a query sees in BF16, the newest, itself among them.
+        tail: the newest tokens that a query sees in BF16, itself among them.
         sink: first tokens that every query sees in BF16.
         ring: newest tokens there is room for.
         seen: the newest tokens that a query sees at all, itself among them; None for all.
@@ -229,14 +209,9 @@ class WindowShape:
 
 
 def window_shape(plan: KVPlan, layer: int, chunk: int = WINDOW_CHUNK, window: int | None = None) -> WindowShape | None:
-    """What a layer keeps in BF16 of K and of V, None where nothing.
-
-    Args:
-        chunk: of the cache.
-        window: of the layer.
-    """
+    """What a layer keeps in BF16, None where nothing; `chunk` is the cache's, `window` the layer's."""
     k_format = plan.k(layer)
-    if not plan.keeps(k_format):
+    if not plan.has_window(k_format):
         return None
     return WindowShape(plan.tail(k_format), plan.sink, plan.ring_tokens(k_format, chunk), window)
 
@@ -258,7 +233,7 @@ class Keeping:
 
 
 def keeping(residual: ResidualWindow, shape: WindowShape, batch: Batch) -> Keeping:
-    """Of a layer's K or V, which are alike."""
+    """The `Keeping` of a layer's K or V, which are alike."""
     positions, device = batch.positions, batch.positions.device
     heads, window = residual.vectors.shape[1:3]
     recent = positions.unsqueeze(1) - torch.arange(shape.tail, device=device)
@@ -267,7 +242,7 @@ def keeping(residual: ResidualWindow, shape: WindowShape, batch: Batch) -> Keepi
     visible = torch.cat([recent >= oldest, (first <= positions.unsqueeze(1)) & (first >= oldest)], 1)
     places = torch.cat([residual.places(recent.clamp(min=0)), first], 1)
     mask = torch.full((len(positions), shape.span + 1), HIDDEN, device=device)
-    # What is not there goes to a column behind the last.
+    # Places that are not seen go to a column behind the last.
     mask.scatter_(1, places.masked_fill(~visible, shape.span), 0.0)
     tokens = torch.arange(len(positions), device=device)
     sinks = (positions < shape.sink).nonzero().flatten()

@@ -21,7 +21,6 @@ class Combination:
     """Versions that are published to work together.
 
     Attributes:
-        pypto: its version, as its package's metadata says.
         cann: the release; `9.1` stands for every 9.1.x.
         torch_npu: torch's version -> the versions of torch-npu for it and this CANN.
         driver: the oldest one.
@@ -57,21 +56,14 @@ PyPTO of CANN 9.1.0, which brings it, calls itself 0.2.1. Python is what haarkv 
 """
 
 SIM_PYPTO = "0.2.0"
-"""The PyPTO whose interpreter is known here: the simulator replaces parts of it, which later releases have renamed."""
+"""The simulator replaces parts of this PyPTO, which later releases have renamed."""
 
 _DEFAULT_FOLDER = Path("/usr/local/Ascend")
 
 
 @dataclass(frozen=True)
 class Installation:
-    """Versions found; None where nothing was found.
-
-    Attributes:
-        cann: the toolkit's.
-        cann_folder: where it lies.
-        sourced: CANN's set_env.sh was run in this shell, and this is the toolkit that it chose.
-        driver: of the NPU.
-    """
+    """Versions on this machine; None where nothing is installed. `sourced`: CANN's set_env.sh was run in this shell."""
 
     python: str
     torch: str | None
@@ -84,12 +76,10 @@ class Installation:
 
 
 def find_installation(ascend: Path = _DEFAULT_FOLDER) -> Installation:
-    """What this machine has. Nothing is imported and no device is touched.
-
-    CANN's own mark that set_env.sh was run is read; without it, the default folders are looked at.
+    """What this machine has; nothing is imported and no device is touched.
 
     Args:
-        ascend: where the driver lies, and CANN unless it was sourced from elsewhere.
+        ascend: folder of the driver, and of CANN unless it was sourced from elsewhere.
     """
     home = sourced_from()
     folder, cann = _toolkit([Path(home)] if home else _folders(ascend))
@@ -111,18 +101,18 @@ def sourced_from() -> str | None:
 
 
 def unpublished_reason(stack: Installation) -> str | None:
-    """None if the combination is published, or one sentence that names the first thing that is not and what to do."""
+    """None if the combination is published, or one sentence: what is not, and what to do."""
     if stack.pypto is None:
         return "pypto is not installed; run pip install 'haarkv[npu]', or source the set_env.sh of a CANN 9.1, which brings it"
     row = next((row for row in PUBLISHED_COMBINATIONS if row.pypto == stack.pypto), None)
     if row is None:
         combinations = " or ".join(f"{row.pypto} with CANN {row.cann}" for row in PUBLISHED_COMBINATIONS)
         return f"pypto {stack.pypto} is in no combination that is published; install {combinations}"
-    return _python(row, stack) or _toolkit_and_driver(row, stack) or _torch(row, stack)
+    return _unpublished(row, stack)
 
 
 def unsimulated_reason(stack: Installation) -> str | None:
-    """None if PyPTO's interpreter can run here, or in one sentence why it cannot; the NPU and its driver do not matter."""
+    """None if PyPTO's interpreter can run here, or in one sentence why not."""
     if stack.pypto is None:
         return "pypto is not installed; run pip install 'haarkv[npu]'"
     if stack.pypto != SIM_PYPTO:
@@ -133,15 +123,10 @@ def unsimulated_reason(stack: Installation) -> str | None:
     return None
 
 
-def _python(row: Combination, stack: Installation) -> str | None:
-    if _minor(stack.python) in row.python:
-        return None
-    return (
-        f"pypto {row.pypto} is published for Python {' and '.join(row.python)}, and this is {stack.python}; use one of those"
-    )
-
-
-def _toolkit_and_driver(row: Combination, stack: Installation) -> str | None:
+def _unpublished(row: Combination, stack: Installation) -> str | None:
+    if ".".join(stack.python.split(".")[:2]) not in row.python:
+        pythons = " and ".join(row.python)
+        return f"pypto {row.pypto} is published for Python {pythons}, and this is {stack.python}; use one of those"
     if stack.cann is None:
         return f"no CANN toolkit was found; install CANN {row.cann} and source its set_env.sh"
     if not (stack.cann == row.cann or stack.cann.startswith((f"{row.cann}.", f"{row.cann}-"))):
@@ -152,10 +137,6 @@ def _toolkit_and_driver(row: Combination, stack: Installation) -> str | None:
         return f"no NPU driver was found; install {row.driver} or later"
     if _numbers(stack.driver) < _numbers(row.driver):
         return f"the NPU driver is {stack.driver}, and PyPTO needs {row.driver} or later; update it"
-    return None
-
-
-def _torch(row: Combination, stack: Installation) -> str | None:
     pairs = " or ".join(f"torch=={torch} torch-npu=={versions[-1]}" for torch, versions in row.torch_npu.items())
     if stack.torch is None or stack.torch_npu is None:
         missing = "torch" if stack.torch is None else "torch-npu"
@@ -165,9 +146,8 @@ def _torch(row: Combination, stack: Installation) -> str | None:
         return f"no torch-npu for torch {ours} is published with CANN {row.cann}; install {pairs}"
     if stack.torch_npu.split("+")[0] not in row.torch_npu[ours]:
         pins = " or ".join(row.torch_npu[ours])
-        return (
-            f"torch {ours} with CANN {row.cann} goes with torch-npu {pins}, and {stack.torch_npu} is installed; install that"
-        )
+        other = f"and {stack.torch_npu} is installed; install that"
+        return f"torch {ours} with CANN {row.cann} goes with torch-npu {pins}, {other}"
     return None
 
 
@@ -175,21 +155,16 @@ def _torch(row: Combination, stack: Installation) -> str | None:
 
 
 def leave_npu_alone() -> None:
-    """Let torch load no device extension in this process and in those that it starts. To be called before torch is imported.
+    """Before `import torch`: let it load no device extension, in this process and its children. For the command alone.
 
-    torch-npu is registered with torch, so that `import torch` loads it, and where CANN is not sourced every command would end
-    in its traceback. torch's own switch is the one way to prevent this. The executor `npu` loads torch-npu itself.
-
-    For the command, whose process nobody else shares.
+    `import torch` loads torch-npu, and where CANN is not sourced every command would end in its traceback. The executor `npu`
+    loads torch-npu itself.
     """
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 
 
 def leave_unsourced_npu_alone() -> None:
-    """The same where loading could do nothing but raise: torch-npu is there and CANN is not sourced.
-
-    For `import haarkv` in somebody's program, which keeps its NPU where it works.
-    """
+    """The same only where loading must fail: torch-npu without a sourced CANN. For `import haarkv` in another program."""
     if "torch" not in sys.modules and sourced_from() is None and find_spec("torch_npu") is not None:
         leave_npu_alone()
 
@@ -205,7 +180,7 @@ def _package(name: str) -> str | None:
 
 
 def _folders(ascend: Path) -> list[Path]:
-    """Where CANN is by default: since 8.5 in `cann`, before in `ascend-toolkit/latest`; for root, or for one user."""
+    """CANN's default folders: since 8.5 `cann`, before `ascend-toolkit/latest`; for root, or for one user."""
     return [root / name for root in (ascend, Path.home() / "Ascend") for name in ("cann", "ascend-toolkit/latest")]
 
 
@@ -230,10 +205,6 @@ def _field(file: Path) -> str | None:
         return None
     match = re.search(r"^\s*version\s*=\s*[\"']?([^\s\"']+)", text, re.IGNORECASE | re.MULTILINE)
     return match[1] if match else None
-
-
-def _minor(python: str) -> str:
-    return ".".join(python.split(".")[:2])
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -1,8 +1,7 @@
 """Weights in the blocks of GGUF files as ONNX Runtime's `MatMulNBits` takes them: codes of four bits, and FP32 scales.
 
-Its CPU kernel restores codes of four bits in registers, with zero points that are whole numbers; of eight bits, or with other
-zero points, it restores the whole matrix at each product. So levels of more bits lie in two matrices of codes with the same
-scales, and minima meet the sums of each group of x:
+Its CPU kernel restores codes of four bits with whole zero points in registers; otherwise it restores the whole matrix at each
+product. So levels of more bits lie in two matrices of codes with the same scales, and minima meet the sums of each group of x:
 
     level  = centre + lower - 8 + 16 * (upper - 8)          lower - 0 of Q8_0, whose levels fill all bits
     number = scale * (level - centre) + (minimum + centre * scale)
@@ -22,9 +21,8 @@ from haarkv.tq_ops.block_levels import GROUP, unpack_levels
 from haarkv.tq_ops.weight import Blocks
 
 MIDDLE = 8
-"""The operator's own zero point of four bits."""
-_BYTES = 2**20
-"""Of blocks that are put in order at a time."""
+"""The operator's zero point of four bits."""
+_BYTES = 2**20  # of blocks at a time
 
 
 @dataclass(frozen=True)
@@ -32,13 +30,11 @@ class Codes:
     """How weights of one type lie in codes.
 
     Attributes:
-        type: of the file's blocks, by name.
+        type: of the file's blocks.
         group: numbers that share a scale.
-        zero: what lower codes are less.
-        centre: what levels are less where there are minima.
-        upper: whether there are upper codes.
-        minimum: whether groups have a minimum.
-        columns: whether columns have a scale too.
+        zero: subtracted from lower codes.
+        centre: subtracted from levels where there are minima.
+        upper, minimum, columns: there are upper codes, minima of groups, scales of columns.
     """
 
     type: str
@@ -51,11 +47,11 @@ class Codes:
 
     @property
     def name(self) -> str:
-        """One name for all that are multiplied with alike."""
+        """One name for all that share a scope."""
         return self.type + "_columns" * self.columns
 
     def parts(self, outputs: int, inputs: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """The tensors that a weight lies in, by name: dtype and shape."""
+        """The tensors of a weight, by name: dtype and shape."""
         groups = inputs // self.group
         codes, scales = (torch.uint8, (outputs, groups, self.group // 2)), (torch.float32, (outputs, groups))
         tensors = {"lower": codes, "scale": scales}
@@ -69,7 +65,7 @@ class Codes:
 
     @property
     def bytes_in_memory(self) -> float:
-        """A number: of all parts but scales of columns, twice, for ONNX Runtime packs codes and copies scales."""
+        """Of a number, twice, as ONNX Runtime packs codes and copies scales; without scales of columns."""
         return 2 * ((1 + self.upper) / 2 + 4 * (1 + self.minimum) / self.group)
 
 
@@ -80,16 +76,15 @@ _CODE_TYPES = (
     Codes("IQ4_NL", upper=True), Codes("MXFP4", upper=True),
 )  # fmt: skip
 CODES = {codes.type: codes for codes in _CODE_TYPES}
-"""By the type of the file's blocks."""
 
 
 def weight_codes(weight: Blocks) -> Codes:
-    """How a weight of one of the types of `CODES` lies in codes."""
+    """The codes of a weight of a type in `CODES`."""
     return replace(CODES[weight.type.name], columns=weight.column_scales is not None)
 
 
 def in_codes(weight: Blocks) -> dict[str, Tensor]:
-    """A weight on the host in the tensors of `Codes.parts`, which are new memory."""
+    """A weight on the host as new tensors of `Codes.parts`."""
     codes = weight_codes(weight)
     tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in codes.parts(*weight.shape).items()}
     step = max(1, _BYTES // weight.data.shape[1])

@@ -25,17 +25,12 @@ class CodedWeight:
 
     @property
     def types(self) -> dict[str, TensorType]:
-        """Of its tensors, by part."""
         parts = self.codes.parts(self.outputs, self.inputs)
         return {name: TensorType(_element(dtype), shape) for name, (dtype, shape) in parts.items()}
 
 
 def product(g: Graph, name: str, x: str, weight: CodedWeight, parts: Mapping[str, str]) -> str:
-    """`x @ weight.T`: [N, inputs] fp32 -> [N, outputs] fp32; nothing of the weight or of x is rounded.
-
-    Args:
-        parts: names of the weight's tensors.
-    """
+    """`x @ weight.T`: [N, inputs] fp32 -> [N, outputs] fp32, neither rounded; `parts` names the weight's tensors."""
     codes, groups = weight.codes, weight.inputs // weight.codes.group
     if codes.columns:
         x = g.node(f"{name}_x_columns", "Mul", x, parts["columns"])
@@ -62,9 +57,9 @@ def product(g: Graph, name: str, x: str, weight: CodedWeight, parts: Mapping[str
 
 
 def rows(g: Graph, name: str, index: str, weight: CodedWeight, parts: Mapping[str, str]) -> str:
-    """Rows [N, inputs] fp32 of a weight without scales of columns, by their numbers [N] int64.
+    """Rows [N, inputs] fp32, by index [N] int64, of a weight without scales of columns.
 
-    They are the bits that gguf restores, or, where there are minima, FP32's neighbours.
+    They are gguf's bits or, where there are minima, FP32's neighbours.
     """
     codes = weight.codes
 

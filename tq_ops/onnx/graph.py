@@ -1,9 +1,8 @@
-"""Writing ONNX graphs by hand: nodes with names that read as paths, and scopes that become functions or stay in line.
+"""Writing ONNX graphs by hand: nodes with names, and scopes that become functions.
 
-A scope is a Python function that is given a `Graph` and the names of its inputs, adds nodes, and returns the names of its
-outputs. `Graph.call` makes it an ONNX function, written once and called by name, or, for compilers that know no functions,
-puts its nodes where they are used. Either way a node is found by its path: the node `qk` of the function that the node
-`attention` calls in the function that `layers.7` calls, or the node `layers.7/attention/qk`.
+A scope is a Python function that takes a `Graph` and names of inputs, adds nodes, and returns the names of its outputs.
+`Graph.call` writes it once as an ONNX function and calls it: the node `qk` is in the function that the node `attention`
+calls, in the function that `layers.7` calls.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from onnx import helper, numpy_helper
 
 FUNCTION_DOMAIN = "haarkv"
 CONTRIB_DOMAIN = "com.microsoft"
-"""Domain of operators that ONNX Runtime adds to the standard ones."""
+"""Domain of ONNX Runtime's own operators."""
 
 Scope = Callable[..., Sequence[str]]
 """scope(graph, *inputs) -> outputs, all names of values."""
@@ -27,34 +26,26 @@ Scope = Callable[..., Sequence[str]]
 
 @dataclass(frozen=True)
 class TensorType:
-    """Type of a weight, an input or an output: the element type as ONNX counts them, and sizes or their names."""
+    """Element type, as ONNX counts them, and sizes or their names."""
 
     dtype: int
     shape: tuple[int | str, ...]
 
     @property
     def sizes(self) -> list[int]:
-        """Sizes of a tensor that has no unknown ones."""
         return [int(size) for size in self.shape]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a tensor whose sizes are all known."""
         return math.prod(self.sizes) * helper.tensor_dtype_to_np_dtype(self.dtype).itemsize
 
     def info(self, name: str) -> onnx.ValueInfoProto:
-        """The same of a named value."""
         return helper.make_tensor_value_info(name, self.dtype, self.shape)
 
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """A file of weights, beside the models that use it.
-
-    Attributes:
-        file: its name.
-        offsets: where each weight begins.
-    """
+    """Name of a file of weights, and the byte offset of each."""
 
     file: str
     offsets: Mapping[str, int]
@@ -66,34 +57,30 @@ class Graph:
 
     Attributes:
         opset: version of the standard operators.
-        functions: whether scopes become functions.
-        weights: tensors that live outside the graph, in the order in which they were first asked for.
+        weights: tensors outside the graph, in the order of their first use.
     """
 
     opset: int
-    functions: bool = True
     weights: dict[str, TensorType] = field(default_factory=dict)
     _nodes: list[onnx.NodeProto] = field(default_factory=list)
     _constants: dict[str, onnx.TensorProto] = field(default_factory=dict)
     _bodies: dict[str, onnx.FunctionProto] = field(default_factory=dict)
-    _path: str = ""
     _names: set[str] = field(default_factory=set)
     _inside_function: bool = False
 
     # -- What scopes are written with ----------------------------------------------------------------------------------
     def node(self, name: str, op: str, *inputs: str, **attributes: Any) -> str:
-        """Add a node with one output, which bears the node's name."""
+        """Add a node with one output, of the node's name."""
         return self.nodes(name, op, inputs, 1, **attributes)[0]
 
     def nodes(self, name: str, op: str, inputs: Sequence[str], outputs: int, **attributes: Any) -> list[str]:
         """Add a node with several outputs, `name.0` and so on."""
-        path = self._claim(name)
-        results = _outputs(path, outputs)
-        self._nodes.append(helper.make_node(op, inputs, results, name=path, **attributes))
+        results = _outputs(self._claim(name), outputs)
+        self._nodes.append(helper.make_node(op, inputs, results, name=name, **attributes))
         return results
 
     def constant(self, name: str, value: np.ndarray) -> str:
-        """A small constant; the same one where a name is asked for again."""
+        """A small constant, one for each name."""
         path = f"constants/{name}"
         tensor = numpy_helper.from_array(value, path)
         if self._inside_function and path not in self._constants:
@@ -103,23 +90,21 @@ class Graph:
         return path
 
     def weight(self, name: str, kind: TensorType) -> str:
-        """A tensor whose values live outside the graph."""
+        """A tensor outside the graph."""
         if self.weights.setdefault(name, kind) != kind:
             raise ValueError(f"two weights are called {name}")
         return name
 
     def reduce(self, name: str, op: str, x: str) -> str:
-        """Reduce the last axis to one element. The axis is an attribute of older operators, an input of newer ones."""
+        """Reduce the last axis to one element; the axis is an attribute of older operators, an input of newer ones."""
         if self.opset >= (13 if op == "ReduceSum" else 18):
             return self.node(name, op, x, self.integers([-1]), keepdims=1)
         return self.node(name, op, x, axes=[-1], keepdims=1)
 
     def scalar(self, value: float, dtype: type[np.generic] = np.float32) -> str:
-        """A constant number."""
         return self.constant(f"{np.dtype(dtype).name}_{value:g}", np.array(value, dtype))
 
     def integers(self, values: Sequence[int]) -> str:
-        """A constant list of int64, such as a shape or axes."""
         return self.constant(f"int64s_{'_'.join(map(str, values))}", np.array(values, np.int64))
 
     def reshape(self, name: str, x: str, shape: Sequence[int]) -> str:
@@ -127,22 +112,12 @@ class Graph:
         return self.node(name, "Reshape", x, self.integers(shape))
 
     def call(self, name: str, function: str, scope: Scope, **inputs: str) -> list[str]:
-        """Run a scope under a name.
-
-        Args:
-            name: of the call, one part of the path.
-            function: of the scope; all calls with this name must mean the same nodes.
-            scope: adds the nodes.
-            inputs: values that are handed to it, by its own names for them.
-        """
-        if not self.functions:
-            return list(scope(self._inner(f"{self._claim(name)}/", self._nodes, self._names), **inputs))
+        """Call a scope, by a node of that name; all calls of a `function` must mean the same nodes."""
         body = self._bodies.get(function) or self._write(function, scope, list(inputs))
         if list(body.input) != list(inputs):
             raise ValueError(f"{function} takes {list(body.input)}, not {list(inputs)}")
-        path = self._claim(name)
-        results = _outputs(path, len(body.output))
-        self._nodes.append(helper.make_node(function, list(inputs.values()), results, name=path, domain=FUNCTION_DOMAIN))
+        results = _outputs(self._claim(name), len(body.output))
+        self._nodes.append(helper.make_node(function, list(inputs.values()), results, name=name, domain=FUNCTION_DOMAIN))
         return results
 
     # -- The end of it -------------------------------------------------------------------------------------------------
@@ -154,12 +129,7 @@ class Graph:
         metadata: dict[str, str],
         external: StoredWeights | None,
     ) -> onnx.ModelProto:
-        """The model, without the values of its weights.
-
-        Args:
-            metadata: kept in the model as it is.
-            external: where weights lie; those that it does not know, or all without it, are inputs, after all others.
-        """
+        """The model, without the values of its weights: those not in `external` are inputs, after all others."""
         lie = external.offsets if external else {}
         all_inputs = inputs | {weight: kind for weight, kind in self.weights.items() if weight not in lie}
         outside = [_outside(weight, self.weights[weight], external) for weight in self.weights if external and weight in lie]
@@ -177,25 +147,19 @@ class Graph:
 
     # -- Inside --------------------------------------------------------------------------------------------------------
     def _imports(self, nodes: Iterable[onnx.NodeProto]) -> list[onnx.OperatorSetIdProto]:
-        others = [FUNCTION_DOMAIN] * self.functions
+        others = [FUNCTION_DOMAIN]
         others += [CONTRIB_DOMAIN] * any(node.domain == CONTRIB_DOMAIN for node in nodes)
         return [helper.make_opsetid("", self.opset), *(helper.make_opsetid(domain, 1) for domain in others)]
 
     def _claim(self, name: str) -> str:
-        path = self._path + name
-        if path in self._names:
-            raise ValueError(f"two values are called {path}")
-        self._names.add(path)
-        return path
-
-    def _inner(self, path: str, nodes: list[onnx.NodeProto], names: set[str], *, inside_function: bool = False) -> Graph:
-        constants = {} if inside_function else self._constants
-        return Graph(self.opset, self.functions, self.weights, nodes, constants, self._bodies, path, names, inside_function)
+        if name in self._names:
+            raise ValueError(f"two values are called {name}")
+        self._names.add(name)
+        return name
 
     def _write(self, function: str, scope: Scope, parameters: list[str]) -> onnx.FunctionProto:
-        """Write a function's body; the functions that it calls are written before it."""
         nodes: list[onnx.NodeProto] = []
-        inner = self._inner("", nodes, set(parameters), inside_function=True)
+        inner = Graph(self.opset, self.weights, nodes, {}, self._bodies, set(parameters), True)
         results = scope(inner, **{parameter: parameter for parameter in parameters})
         body = helper.make_function(FUNCTION_DOMAIN, function, parameters, list(results), nodes, self._imports(nodes))
         self._bodies[function] = body
@@ -210,7 +174,6 @@ def _outputs(path: str, count: int) -> list[str]:
 
 
 def _outside(name: str, kind: TensorType, external: StoredWeights) -> onnx.TensorProto:
-    """A tensor whose bytes lie in a file."""
     tensor = onnx.TensorProto(name=name, data_type=kind.dtype, dims=kind.sizes, data_location=onnx.TensorProto.EXTERNAL)
     for key, value in (("location", external.file), ("offset", external.offsets[name]), ("length", kind.nbytes)):
         tensor.external_data.add(key=key, value=str(value))

@@ -1,7 +1,4 @@
-"""Compile the NPU programs of a model ahead: through every pass of PyPTO, down to the AICore C++, and into a folder.
-
-Beside the sources lie a Makefile with PyPTO's own compile lines, and a page that explains both.
-"""
+"""Compile a model's NPU programs through every pass of PyPTO to AICore C++, into a folder with a Makefile."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ import torch
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
 from haarkv.models.qwen3_14b.npu import inputs, programs
-from haarkv.models.qwen3_14b.npu.programs import BLOCK, LayerProgram
+from haarkv.models.qwen3_14b.npu.programs import BLOCK, LayerProgram, Phase
 from haarkv.models.rope import RopeTable
 from haarkv.models.weights import assemble, checkpoint_tensors
 from haarkv.tq_ops.errors import InputError
@@ -25,7 +22,7 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.kernel_support import ELSEWHERE
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.npu.program import Program
-from haarkv.tq_ops.npu.sides import FORMAT, layer_sides, window_shape
+from haarkv.tq_ops.npu.sides import FORMAT
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
 
 _HEAD = "head"
@@ -38,10 +35,10 @@ class CompiledProgram:
     """One program, compiled.
 
     Attributes:
-        name: of `PROGRAMS`; where the plan needs several programs of a kind, such as `decode-layer3`, the first layer of one.
+        name: a key of `PROGRAMS`; where the plan needs several programs of a kind, with its first layer: `decode-layer3`.
         seconds: tracing, every pass and code generation.
         sources: path -> C++: kernel functions, one a file, in `kernel_aicore/`; what they include in `kernel_aicpu/`.
-        layers: that run it; none of the head.
+        layers: that run it; none for the head.
     """
 
     name: str
@@ -51,19 +48,14 @@ class CompiledProgram:
 
     @property
     def functions(self) -> list[str]:
-        """The text of each kernel function."""
         return [text for path, text in self.sources.items() if path.startswith(KERNELS)]
 
 
 def compile_programs(
     config: ModelConfig, names: tuple[str, ...], on_begin: Callable[[str], None], plan: KVPlan = PLAN
 ) -> Iterator[CompiledProgram]:
-    """Compile programs one after the other.
+    """Compile the programs of some kinds, once for each pair of formats; `on_begin` gets a program's name before that.
 
-    Args:
-        names: kinds of `PROGRAMS`.
-        on_begin: called with a program's name before its compilation.
-        plan: how the layers store K and V; each pair of formats is compiled once.
     Raises:
         InputError: a config or a format that no program can be built for, or PyPTO is missing.
         SimulatorError: the compiler refused, in its words.
@@ -84,7 +76,7 @@ def plan_programs(config: ModelConfig, kinds: Sequence[str], plan: KVPlan) -> li
         raise InputError(f"nothing to compile: {reason.removesuffix(ELSEWHERE)}")
     sharing: dict[object, list[int]] = {}
     for layer in range(len(plan.layers)):
-        sharing.setdefault(_build_layer(programs.decode_program, config, plan, layer, layer), []).append(layer)
+        sharing.setdefault(programs.plan_program(programs.DECODE, config, plan, layer), []).append(layer)
     entries = []
     for kind in kinds:
         layer_groups = [] if kind == _HEAD else list(map(tuple, sharing.values()))
@@ -94,7 +86,7 @@ def plan_programs(config: ModelConfig, kinds: Sequence[str], plan: KVPlan) -> li
 
 
 def blank_model(config: ModelConfig, layer: int = 0) -> DecoderModel:
-    """A model of one layer, declared as that one, and of zeros: a compilation depends on shapes alone."""
+    """A model of one layer, declared as that one, and of zeros."""
     tensors = checkpoint_tensors(one := replace(config, layers=config.layers[layer : layer + 1], max_position_embeddings=1))
 
     def zeros(name: str) -> torch.Tensor:
@@ -112,7 +104,7 @@ def layer_call(
     plan: KVPlan = PLAN,
     layer: int = 0,
 ) -> list[torch.Tensor]:
-    """Arguments of a layer without values, as order and cost look at sizes, lengths and places alone."""
+    """Arguments of a call of a layer, with zeros for all values but lengths and places."""
     config = model.config
     blocks = sum(-(-(a + b) // BLOCK) for a, b in zip(new, past, strict=True))
     cache = PagedKVCache(plan, config.attentions[0].kv_shape, num_blocks=blocks)
@@ -129,19 +121,8 @@ def layer_call(
     return inputs.layer_call(program, constants, hidden, tiling, cache, layer)[0]
 
 
-def _build_layer(
-    build: Callable[..., LayerProgram], config: ModelConfig, plan: KVPlan, stored_as: int, declared_as: int
-) -> LayerProgram:
-    """A layer's program, by its number in the plan and in the config."""
-    mixer = config.layers[declared_as].attention
-    window = window_shape(plan, stored_as, window=mixer.window)
-    return build(config, *layer_sides(plan, stored_as, mixer.head_dim), window, layer=declared_as)
-
-
-def _layer(
-    build: Callable[..., LayerProgram], model: DecoderModel, plan: KVPlan = PLAN, layer: int = 0
-) -> tuple[Program, list[torch.Tensor]]:
-    program = _build_layer(build, model.config, plan, layer, 0)
+def _layer(phase: Phase, model: DecoderModel, plan: KVPlan = PLAN, layer: int = 0) -> tuple[Program, list[torch.Tensor]]:
+    program = programs.plan_program(phase, model.config, plan, 0, layer)
     return program, layer_call(program, model, plan=plan, layer=layer)
 
 
@@ -152,8 +133,8 @@ def _head(model: DecoderModel, _: KVPlan = PLAN, _layer: int = 0) -> tuple[Progr
 
 
 PROGRAMS: dict[str, Callable[..., tuple[Program, list[torch.Tensor]]]] = {
-    "decode": partial(_layer, programs.decode_program),
-    "prefill": partial(_layer, programs.prefill_program),
+    "decode": partial(_layer, programs.DECODE),
+    "prefill": partial(_layer, programs.PREFILL),
     _HEAD: _head,
 }
 """Kind -> a program and the arguments of its smallest call, of a model, a plan and one of its layers."""
@@ -164,17 +145,14 @@ KERNELS = "kernel_aicore/"
 
 _COMMAND = re.compile(r"^// (bisheng .*)$", re.MULTILINE)
 _OWN_INCLUDE = re.compile(r"-I\S*/lib/include(\S*)")
-_KINDS = {"aiv": "vector", "aic": "cube"}
+_KINDS = ("aiv", "aic")  # vector and cube functions
 
 
 def compile_flags(source: str) -> str:
-    """The flags of the compile line that PyPTO leaves as the last comment of a kernel function.
-
-    The folders of headers are replaced by `$(PYPTO_INCLUDE)` and `$(CANN_INCLUDE)`; the names of the source and of its
-    object are left out.
+    """Flags of the compile line in a kernel function's last comment, `$(PYPTO_INCLUDE)` and `$(CANN_INCLUDE)` for headers.
 
     Raises:
-        InputError: there is no such comment, or a path remains in it.
+        InputError: there is no such line, or another path in it.
     """
     commands = _COMMAND.findall(source)
     if not commands:
@@ -187,13 +165,9 @@ def compile_flags(source: str) -> str:
     return " ".join(words)
 
 
-def build_files(programs: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """The Makefile and the page for a folder of emitted sources.
+def makefile(programs: Mapping[str, Mapping[str, str]]) -> str:
+    """The Makefile of a folder of emitted sources: name of a program -> path -> text.
 
-    Args:
-        programs: name of a program -> path of a source in the program's folder -> its text.
-    Returns:
-        file name -> text.
     Raises:
         InputError: kernel functions of one kind are compiled in different ways.
     """
@@ -205,13 +179,12 @@ def build_files(programs: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     if mixed_kinds := [kind for kind, kind_flags in flags.items() if len(kind_flags) > 1]:
         raise InputError(f"PyPTO compiles kernel functions of one kind in different ways: {', '.join(mixed_kinds)}")
     lines = "".join(f"{kind.upper()} := {kind_flags.pop()}\n" for kind, kind_flags in flags.items() if kind_flags)
-    return {"Makefile": _MAKEFILE.format(flags=lines), "README.md": _PAGE.format(programs=_listing(programs))}
+    return _MAKEFILE.format(flags=lines)
 
 
 def write_sources(folder: Path, programs: Mapping[str, Mapping[str, str]]) -> None:
-    """Write the sources of some programs into an empty folder, with the Makefile and the page; arguments and errors as
-    `build_files`."""
-    files = build_files(programs)
+    """Write the sources of some programs into an empty folder, with `makefile`."""
+    files = {"Makefile": makefile(programs)}
     for name, sources in programs.items():
         files.update({f"{name}/{path}": text for path, text in sources.items()})
     for path, text in files.items():
@@ -219,13 +192,10 @@ def write_sources(folder: Path, programs: Mapping[str, Mapping[str, str]]) -> No
         (folder / path).write_text(text, encoding="utf-8")
 
 
-def _listing(programs: Mapping[str, Mapping[str, str]]) -> str:
-    counts = {name: sum(path.startswith(KERNELS) for path in sources) for name, sources in programs.items()}
-    return "\n".join(f"- `{name}/`: {count} kernel functions" for name, count in counts.items())
-
-
 _MAKEFILE = """\
-# Compiles the kernel functions beside this file as PyPTO would on a machine with an NPU.
+# `make` compiles every kernel function as PyPTO would on a machine with an NPU (needs CANN's bisheng on the path, and PyPTO).
+# `make control` checks the control flow in kernel_aicpu/, which starts them as tasks (needs a C++ compiler and PyPTO).
+# PyPTO compiles and links these files itself on the first call of a program: they are here to read, check or measure.
 BISHENG := bisheng
 # PyPTO's headers, and those of CANN, with pto/ among them.
 PYTHON := python3
@@ -251,7 +221,6 @@ all: $(SOURCES:.cpp=.o)
 %_aic.o: %_aic.cpp
 	$(BISHENG) $(AIC) -o $@ $<
 
-# The control flow is plain C++: its check needs neither CANN nor an NPU.
 control: $(CONTROL:.cpp=.checked)
 
 %.checked: %.cpp
@@ -259,24 +228,4 @@ control: $(CONTROL:.cpp=.checked)
 
 clean:
 	$(RM) $(SOURCES:.cpp=.o)
-"""
-
-_PAGE = """\
-# C++ for Ascend NPU, as PyPTO emits it
-
-{programs}
-
-Each program has two folders. `kernel_aicore/` holds its kernel functions, one a file: `_aiv` runs on vector cores, `_aic` on
-cube cores. `kernel_aicpu/` holds the control flow, which starts them as tasks, and `expression_0.h`, which every kernel
-function includes.
-
-| command | needs | does |
-|---|---|---|
-| `make CANN=DIR` | CANN, with `bisheng` on the path; PyPTO | compiles every kernel function |
-| `make control` | a C++ compiler; PyPTO | checks the control flow; it is no kernel and needs no CANN |
-
-The flags in `Makefile` are PyPTO's own: each source ends with its compile line as a comment. Only the folders of headers
-became variables. Name another interpreter with `PYTHON=`, or the folder of PyPTO's headers with `PYPTO_INCLUDE=`.
-
-PyPTO compiles and links these files itself on the first call of a program. You need the folder to read, check or measure them.
 """

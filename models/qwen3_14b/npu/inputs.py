@@ -1,9 +1,8 @@
-"""From weights and batches to the arguments of the programs: everything that stays outside of them."""
+"""From weights and batches to the arguments of the programs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import pairwise
 
 import torch
@@ -17,24 +16,22 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.npu.program import order_arguments
-from haarkv.tq_ops.npu.sides import HIDDEN, READS, Keeping, WindowShape, keeping, layer_sides, turns_of_tokens, zero_shift_rows
+from haarkv.tq_ops.npu.sides import HIDDEN, READS, Keeping, WindowShape, keeping, layer_sides, turns_of_tokens
 from haarkv.tq_ops.weight import dense
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """A ragged batch laid out in tiles of rows.
+    """A ragged batch laid out in tiles of rows; rows behind a tile's tokens are padding.
 
-    A tile holds tokens of one sequence in prefill; in decode, one token of each of several sequences. Rows behind a tile's
-    tokens are padding: they are computed and go nowhere.
+    A tile holds tokens of one sequence in prefill; in decode, one token of each of several sequences.
 
     Attributes:
         row: [T] int64, each token's row.
         rows: in all, a multiple of the program's.
         tile_tokens: [tiles] int32.
-        tokens: name -> [rows] int32 and so on: what the program wants to know of each token.
+        tokens: arguments of a program by token, such as `slot` [rows] int32.
         block_table: [B, n] int32, -1 pads, n a multiple of a step's blocks.
-        batch: that was laid out.
     """
 
     row: Tensor
@@ -88,36 +85,17 @@ def tile(batch: Batch, program: LayerProgram, rope: tuple[Tensor, Tensor]) -> Ti
 
 
 def layer_constants(model: DecoderModel, index: int) -> dict[str, Tensor]:
-    """A layer's arguments that never change: weights and rotation, on the model's device. What it lacks is zeros that nobody
-    reads."""
+    """A layer's weights and rotation, on the model's device."""
     weights, head_dim = model.weights.layers[index], model.config.heads.head_dim
-    fields, like = set(weights), weights["input_norm"]
-    rotation = READS.built_in(head_dim).transform.matrix(index, head_dim).to(like.device).contiguous()
-
-    def row(name: str, size: int) -> Tensor:
-        if name in fields:
-            return weights[name].view(1, -1)
-        return torch.zeros(1, size, dtype=weights["q_proj"].dtype if name.endswith("bias") else like.dtype, device=like.device)
-
-    return {
-        "input_norm": weights["input_norm"].view(1, -1),
-        "q_proj": weights["q_proj"],
-        "k_proj": weights["k_proj"],
-        "v_proj": weights["v_proj"],
-        **{f"{x}_bias": row(f"{x}_bias", weights[f"{x}_proj"].shape[0]).view(1, -1, head_dim) for x in "qkv"},
-        **{f"{x}_norm": row(f"{x}_norm", head_dim).unsqueeze(0) for x in "qk"},
-        "o_proj": weights["o_proj"],
-        **{name: row(name, model.config.hidden_size) for name in ("mixer_out_norm", "post_norm", "mlp_out_norm")},
-        "gate_proj": weights["gate_proj"],
-        "up_proj": weights["up_proj"],
-        "down_proj": weights["down_proj"],
-        "rotation": rotation,
-        "rotation_fp16": rotation.to(torch.float16),
-    }
+    device = weights["input_norm"].device
+    rotation = READS.built_in(head_dim).transform.matrix(index, head_dim).to(device).contiguous()
+    views = {f"{x}_bias": (1, -1, head_dim) for x in "qkv"} | {f"{x}_norm": (1, 1, head_dim) for x in "qk"}
+    tensors = {name: weight if weight.ndim > 1 else weight.view(views.get(name, (1, -1))) for name, weight in weights.items()}
+    return {**tensors, "rotation": rotation, "rotation_fp16": rotation.to(torch.float16)}
 
 
 def head_constants(model: DecoderModel, program: HeadProgram) -> list[dict[str, Tensor]]:
-    """The head's arguments that never change, for each slice of the vocabulary; the last is padded with rows of zeros."""
+    """The head's weights for each slice of the vocabulary; the last is padded with rows of zeros."""
     norm = model.weights.final_norm.view(1, -1)
     slices = torch.split(dense(model.weights.lm_head), program.vocab_size)
     missing = program.vocab_size - slices[-1].shape[0]
@@ -132,10 +110,10 @@ def cache_arguments(cache: PagedKVCache, layer: int) -> dict[str, Tensor]:
 
 
 def window_arguments(program: LayerProgram, tiling: Tiling, cache: PagedKVCache, layer: int) -> dict[str, Tensor]:
-    """What a layer's program takes of tokens in BF16: the very memory, and places, made once for all layers alike."""
+    """A layer's tokens in BF16, the very memory, and their places, which layers alike share."""
     shape, (k, v) = program.kept, cache.kv[layer].windows
     if shape is None or k is None or v is None:
-        return _no_window(program.attention.step_tokens, program.attention.head_dim, tiling.row.device)
+        return {}
     if shape not in tiling._window_arguments:
         tiling._window_arguments[shape] = _places(program, shape, tiling, keeping(k, shape, tiling.batch))
     places = tiling._window_arguments[shape]
@@ -165,58 +143,42 @@ def _places(program: LayerProgram, shape: WindowShape, tiling: Tiling, token_pla
     }  # fmt: skip
 
 
-@cache
-def _no_window(step: int, head_dim: int, device: torch.device) -> dict[str, Tensor]:
-    """What stands for those arguments where nothing stays in BF16: nobody reads them."""
-    plain = torch.zeros(1, head_dim, dtype=torch.bfloat16, device=device)
-    number = torch.zeros(1, dtype=torch.int32, device=device)
-    integers = dict.fromkeys(("kept_begin", "tile_keeps", "keep_token", "keep_row"), number)
-    floats = {"kept_seen": torch.zeros(1, head_dim, device=device), "sinks": torch.zeros(1, step, device=device)}
-    return {"k_kept": plain, "v_kept": plain, **integers, **floats}
-
-
-def back_argument(tiling: Tiling, plan: KVPlan, layer: int, head_dim: int) -> Tensor:
-    """By what each row's keys are turned back, [rows, D] fp32, once for all layers alike; else a row that nobody reads."""
-    turns = plan.k(layer).turns(layer)
-    if turns is None:
-        return zero_shift_rows(tiling.row.device, head_dim)
-    if turns not in tiling._undo_rows:
-        tiling._undo_rows[turns] = tiling.spread(turns_of_tokens(turns, tiling.batch.positions))
-    return tiling._undo_rows[turns]
-
-
 def domain_arguments(program: LayerProgram, plan: KVPlan, layer: int, device: torch.device) -> dict[str, Tensor]:
-    """What a layer's program takes of learned coordinates, on its device; the same tensors each time."""
+    """A layer's learned coordinates, the same tensors each time."""
     return program.k.domain_tensors(plan.k(layer), layer, device)
 
 
+def back_argument(tiling: Tiling, plan: KVPlan, layer: int) -> dict[str, Tensor]:
+    """By what each row's keys are turned back, [rows, D] fp32, once for all layers alike; nothing where they are not."""
+    turns = plan.k(layer).rope_shift(layer)
+    if turns is None:
+        return {}
+    if turns not in tiling._undo_rows:
+        tiling._undo_rows[turns] = tiling.spread(turns_of_tokens(turns, tiling.batch.positions))
+    return {"back": tiling._undo_rows[turns]}
+
+
 def mask_arguments(program: LayerProgram, device: torch.device | None = None) -> dict[str, Tensor]:
-    """What a layer's program adds to logits: without a window the second is a row that nobody reads."""
+    """What a layer's program adds to logits."""
     shape = program.attention
-    mask = shape.mask().to(device)
-    return {
-        "mask": mask,
-        "left_behind": torch.zeros_like(mask[:1]) if shape.window is None else shape.left_behind().to(device),
-    }
+    masks = {"mask": shape.mask()} | ({} if shape.window is None else {"left_behind": shape.left_behind()})
+    return {name: mask.to(device) for name, mask in masks.items()}
 
 
 def layer_call(
     program: LayerProgram, constants: dict[str, Tensor], hidden: Tensor, tiling: Tiling, cache: PagedKVCache, layer: int
 ) -> tuple[list[Tensor], Tensor]:
-    """One call of a layer's program.
+    """One call of a layer's program on hidden [rows, hidden] bf16: its arguments in order, and the output among them.
 
     Args:
         constants: of `layer_constants` and `mask_arguments`.
-        hidden: [rows, hidden] bf16, laid out as the tiling says.
-    Returns:
-        its arguments in order, and the one among them that becomes the layer's output [rows, hidden].
     """
     out = torch.zeros_like(hidden)
     tensors = {
         **constants,
         **tiling.tokens,
         **domain_arguments(program, cache.plan, layer, hidden.device),
-        "back": back_argument(tiling, cache.plan, layer, program.k.head_dim),
+        **back_argument(tiling, cache.plan, layer),
         **cache_arguments(cache, layer),
         **window_arguments(program, tiling, cache, layer),
         "hidden": hidden,

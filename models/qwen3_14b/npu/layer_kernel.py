@@ -1,7 +1,7 @@
 """PyPTO programs: a whole decoder layer, for prefill and decode alike, and the head.
 
-Loops must stand in the jit body; what happens within one iteration is in the helpers above it. What depends on the formats of
-K and V is in their `CacheSide`s.
+Loops must stand in the jit body; one iteration is in the helpers above it. What depends on the formats of K and V is in their
+`CacheSide`s.
 """
 
 from typing import Any
@@ -24,11 +24,8 @@ from haarkv.tq_ops.npu.kernels.sides import parameter, side_kernel
 
 
 def _project_qkv(x, weights, cos, sin, outputs, query, layer, tiles):
-    """Scope 1 behind the norm: projections, head norms, RoPE. Fills q [rows, Hq, D] and k, v [rows, Hkv, D] FP32.
+    """Scope 1 behind the norm: projections, head norms, RoPE. Fills q [rows, Hq, D], by `query`, and k, v [rows, Hkv, D] FP32.
 
-    Args:
-        weights: projections of Q, K and V; their biases and the norms of heads, which are read where the layer has any.
-        query: what K's side makes of a query in BF16, to be kept.
     Rounding points: q to BF16, as the reference.
     """
     projections, biases, norms = weights
@@ -60,14 +57,14 @@ def _project_qkv(x, weights, cos, sin, outputs, query, layer, tiles):
 
 
 def _quantize(x, stored, new, back, layer):
-    """Scope 2a for K or V: x [rows, Hkv, D] FP32 fills `new` with what its side stores; `back` as its `store` takes it."""
+    """Scope 2a for K or V: x [rows, Hkv, D] FP32 fills `new` with what its side stores."""
     kv_heads = layer.attention.num_kv_heads
     pypto.set_vec_tile_shapes(4, kv_heads, layer.attention.head_dim)
     stored.store(x, layer.rows, kv_heads, new, back)
 
 
 def _ready(q, stored_k, q_ready, attended, layer):
-    """Bring every query into the domain of K's tiles, once, and clear the rows of `attended` that padding leaves."""
+    """Bring every query into the domain of K's tiles, once, and clear `attended`, whose padding no unit writes."""
     rows, heads, head_dim = layer.rows, layer.attention.num_heads, layer.attention.head_dim
     by_head = (4, heads_per_tile(heads), head_dim)
     pypto.set_vec_tile_shapes(*by_head)
@@ -77,7 +74,7 @@ def _ready(q, stored_k, q_ready, attended, layer):
 
 
 def _queries(q_ready, width, first_row, first_head, shape):
-    """Queries [unit * group, width] of one unit, token by token, for each KV head of the iteration."""
+    """Queries [unit * group, width] of one unit, token by token, for each head of the iteration."""
     pypto.set_vec_tile_shapes(16, shape.group, width)
     queries = []
     for head in range(shape.heads_at_once):
@@ -88,11 +85,7 @@ def _queries(q_ready, width, first_row, first_head, shape):
 
 
 def _finish(softmax, stored_v, kept, attended, first_row, first_head, shape):
-    """Bring what a unit's queries attended to out of the domain of V's tiles, into their rows. The inverse of `_queries`.
-
-    Args:
-        kept: `WindowSides` that they have yet to attend to, None where no tokens stay in BF16.
-    """
+    """The inverse of `_queries`: a unit's weighted values, after its step over tokens in BF16 (`kept`), into their rows."""
     head_dim = shape.head_dim
     for head in range(shape.heads_at_once):
         pypto.set_vec_tile_shapes(16, head_dim)
@@ -105,13 +98,13 @@ def _finish(softmax, stored_v, kept, attended, first_row, first_head, shape):
 
 def _rest_of_layer(projected, tiles, hidden, weights, layer):
     """Scope 3 behind the output projection: residual, MLP, residual. BF16."""
-    (mixer_out_norm, mlp_out_norm), mlp_weights = weights
+    (mixer_out_norm, post_norm, mlp_out_norm), mlp_weights = weights
     parts, sizes = layer.parts, (layer.hidden_size, layer.rms_norm_eps)
-    if parts.norms_behind:
+    if parts.post_norms:
         projected = norm_update(projected, mixer_out_norm, *sizes)
     middle = residual(projected, hidden, tiles)
-    added = gated_mlp(middle, *mlp_weights, *sizes, tiles, parts.activation)
-    if parts.norms_behind:
+    added = gated_mlp(hidden_norm(middle, post_norm, *sizes), mlp_weights, tiles, parts.activation)
+    if parts.post_norms:
         added = norm_update(added, mlp_out_norm, *sizes)
     return residual(added, middle, tiles)
 
@@ -121,8 +114,7 @@ def _masks(tables, seen, gone, also, shape):
 
     Args:
         tables: `AttentionShape.mask` and `left_behind`.
-        seen, gone: of the unit's first query, how many keys of the step are not later than those that it sees, and how many
-            have left its window; of no step if it has none.
+        seen, gone: keys of the step that the unit's first query may see by position, and that have left its window.
         also: added as well, unless None.
     """
 
@@ -137,25 +129,21 @@ def _masks(tables, seen, gone, also, shape):
 
 
 def _first_step(start, packed, shape):
-    """The first step in which the unit's first query, at position `start`, sees a key; of a layer without a window 0."""
+    """The first step in which a query at position `start` sees a key; 0 without a window."""
     if shape.window is None:
         return 0
     return ((start - shape.window + 1).max(0) // shape.step_tokens).min((packed - 1) // shape.step_tokens)
 
 
 def _sink_mask(sinks, first, shape):
-    """What hides the sinks in a unit's first step, [1, step]: nothing where that is not the first of the sequence."""
+    """What hides the sinks, [1, step], in a unit's first step, if that is the sequence's first, too."""
     if shape.window is None:
         return sinks
     return pypto.view(sinks, [1, shape.step_tokens], [0, first.min(1) * shape.step_tokens])
 
 
 def build(layer: Any, options: dict[str, Any]) -> Any:
-    """The jit-decorated layer for a `LayerProgram`.
-
-    Tokens come in tiles of `layer.rows`; a tile's rows are consecutive tokens of one sequence in prefill, one token of each
-    sequence in decode. Within a tile attention goes unit by unit.
-    """
+    """The jit-decorated layer of a `LayerProgram`: tiles of `layer.rows` tokens, and within each attention unit by unit."""
     shape, rows = layer.attention, layer.rows
     hidden_size, intermediate, eps = layer.hidden_size, layer.intermediate_size, layer.rms_norm_eps
     heads, kv_heads, at_once, head_dim = shape.num_heads, shape.num_kv_heads, shape.heads_at_once, shape.head_dim
@@ -289,14 +277,14 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
                 pypto.set_vec_tile_shapes(64, head_dim)
                 projected = tiles.project(pypto.reshape(attended, [rows, heads * head_dim]), o_proj)
                 before = pypto.view(hidden, [rows, hidden_size], [base, 0])
-                weights = ((mixer_out_norm, mlp_out_norm), (post_norm, gate_proj, up_proj, down_proj))
+                weights = ((mixer_out_norm, post_norm, mlp_out_norm), (gate_proj, up_proj, down_proj))
                 pypto.assemble(_rest_of_layer(projected, tiles, before, weights, layer), [base, 0], out)
 
     return decoder_layer
 
 
 def build_head(shape: Any, options: dict[str, Any]) -> Any:
-    """The jit-decorated head for a `HeadProgram`: tiles of tokens, and within each the vocabulary a piece at a time."""
+    """The jit-decorated head of a `HeadProgram`: tiles of tokens, and within each the vocabulary a piece at a time."""
     hidden_size, eps, vocab, piece, rows = shape.hidden_size, shape.rms_norm_eps, shape.vocab_size, shape.piece, shape.rows
     tiles = Tiles(rows)
     norm_dtype = pypto.DT_FP32 if shape.plus_one else pypto.DT_BF16

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
 
 from haarkv.models.config import Activation, Layer, ModelConfig, unknown_layer
 from haarkv.tq_ops.kv import kernel_support
@@ -12,29 +15,35 @@ from haarkv.tq_ops.kv.kernel_support import wrong_head_dim
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.shapes import WINDOW_CHUNK
 from haarkv.tq_ops.npu.program import Argument, AttentionShape, Kernel, heads_at_once, with_tuned
-from haarkv.tq_ops.npu.sides import MOST_PLACES, MOST_SINKS, READS, TQ4, Side, WindowShape, fixed_sides, window_shape
+from haarkv.tq_ops.npu.sides import (
+    MOST_PLACES,
+    MOST_SINKS,
+    READS,
+    TQ4,
+    Side,
+    WindowShape,
+    fixed_sides,
+    layer_sides,
+    window_shape,
+)
 
 BLOCK = 128
+_BF16, _FP32, _INT32 = torch.bfloat16, torch.float32, torch.int32
 
 
 @dataclass(frozen=True)
 class Parts:
-    """In what layers of the families differ, beside their sizes; all are built from one text.
-
-    Attributes:
-        head_norms, bias, activation, norms_behind: as a layer declares them.
-        plus_one: norms' weights are FP32; else they are BF16.
-    """
+    """In what layers of the families differ, beside their sizes. Norms' weights are FP32 with `plus_one`, else BF16."""
 
     head_norms: bool = True
     bias: bool = False
     activation: Activation = "silu"
-    norms_behind: bool = False
+    post_norms: bool = False
     plus_one: bool = False
 
     @classmethod
     def from_layer(cls, layer: Layer) -> Parts:
-        """Those of a declared layer with attention and a dense MLP."""
+        """Of a declared layer with attention and a dense MLP."""
         mixer, mlp = layer.attention, layer.mlp
         return cls(mixer.head_norms, mixer.bias, mlp.activation, layer.post_norms, layer.norm.plus_one)
 
@@ -46,7 +55,6 @@ class LayerProgram:
     Attributes:
         rows: tokens of a tile: projections run on so many rows at once; a multiple of the attention's unit.
         k, v: how K and V are stored.
-        parts: what it is made of.
         kept: what stays of both in BF16.
     """
 
@@ -68,11 +76,31 @@ class LayerProgram:
             "mixer_out_norm", "post_norm", "gate_proj", "up_proj", "down_proj", "mlp_out_norm", "rotation", "rotation_fp16",
             "mask", "left_behind", "cos", "sin", "tile_tokens", "back", "slot", "position", "sequence", "block_table",
         )  # fmt: skip
-        cache = (*self.k.arguments("k"), *self.v.arguments("v"))
-        in_bf16 = tuple(Argument(name, output=self.kept is not None) for name in ("k_kept", "v_kept"))
-        places = (Argument(name) for name in ("kept_begin", "kept_seen", "tile_keeps", "keep_token", "keep_row", "sinks"))
-        fixed_arguments = (Argument(name) for name in names)
-        return (*fixed_arguments, *self.k.domain_arguments(), *cache, *in_bf16, *places, Argument("out", output=True))
+        window = ("k_kept", "v_kept", "kept_begin", "kept_seen", "tile_keeps", "keep_token", "keep_row", "sinks")
+        unread = self._unread()
+        cache = (*self.k.domain_arguments(), *self.k.arguments("k"), *self.v.arguments("v"))
+        in_bf16 = (Argument(n, self.kept is not None and n in ("k_kept", "v_kept"), unread.get(n)) for n in window)
+        return (*(Argument(n, unread=unread.get(n)) for n in names), *cache, *in_bf16, Argument("out", output=True))
+
+    def _unread(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Zeros for what this layer lacks."""
+        shape, parts = self.attention, self.parts
+        dim, norm = shape.head_dim, _FP32 if parts.plus_one else _BF16
+        zeros: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"back": (_FP32, (1, dim))}
+        if not parts.bias:
+            zeros |= {f"{x}_bias": (_BF16, (1, shape.num_kv_heads, dim)) for x in "kv"}
+            zeros["q_bias"] = _BF16, (1, shape.num_heads, dim)
+        if not parts.head_norms:
+            zeros |= dict.fromkeys(("q_norm", "k_norm"), (norm, (1, 1, dim)))
+        if not parts.post_norms:
+            zeros |= dict.fromkeys(("mixer_out_norm", "mlp_out_norm"), (norm, (1, self.hidden_size)))
+        if shape.window is None:
+            zeros["left_behind"] = _FP32, (1, 2 * shape.step_tokens + shape.unit_tokens)
+        if self.kept is None:
+            zeros |= dict.fromkeys(("k_kept", "v_kept"), (_BF16, (1, dim)))
+            zeros |= dict.fromkeys(("kept_begin", "tile_keeps", "keep_token", "keep_row"), (_INT32, (1,)))
+            zeros |= {"kept_seen": (_FP32, (1, dim)), "sinks": (_FP32, (1, shape.step_tokens))}
+        return zeros
 
     def build(self, **options: dict[str, Any]) -> Kernel:
         from haarkv.models.qwen3_14b.npu import layer_kernel
@@ -86,7 +114,7 @@ class HeadProgram:
     """Final norm and LM head.
 
     Attributes:
-        vocab_size: rows of the head it projects to, padded to a multiple of 128.
+        vocab_size: rows of the head, padded to a multiple of 128.
         rows: tokens of a tile.
         piece: rows of the head projected at once.
         plus_one: the norm's weight is FP32; else it is BF16.
@@ -111,70 +139,71 @@ class HeadProgram:
         return kernel
 
 
-DECODE_ROWS, PREFILL_ROWS, PREFILL_UNIT = 16, 128, 32
-DECODE_STEP, PREFILL_STEP = 2048, 256
 _VOCAB_MULTIPLE, _VOCAB_PIECE = 128, 4096
-_MULTIPLE = 64
-"""Of hidden and intermediate size: whole lines of the cube's tiles."""
+_MULTIPLE = 64  # of hidden and intermediate size: whole lines of the cube's tiles
 SUPPORTED_FIELDS = ("head_norms", "bias", "window", "activation", "plus_one", "post_norms")
 """What a layer may declare as it likes: `models.config.unknown_part`."""
 
 
-def decode_program(
-    config: ModelConfig, k: Side | None = None, v: Side | None = None, kept: WindowShape | None = None, *,
-    step_tokens: int = DECODE_STEP, layer: int = 0,
+class Phase(NamedTuple):
+    """Sizes of a layer's program: tokens of a tile and of a unit, keys of a step, and most heads of an iteration."""
+
+    name: str
+    rows: int
+    unit: int
+    step: int
+    most_heads: int
+
+
+DECODE, PREFILL = Phase("decode_layer", 16, 1, 2048, 8), Phase("prefill_layer", 128, 32, 256, 1)
+"""One new token of each sequence, or many; a program serves any batch and context."""
+
+
+def layer_program(
+    phase: Phase, config: ModelConfig, k: Side | None = None, v: Side | None = None, kept: WindowShape | None = None, *,
+    layer: int = 0, step_tokens: int | None = None,
 ) -> LayerProgram:  # fmt: skip
-    """One new token of each sequence; layers declared alike of the same formats share it, and any batch, context and block
-    table.
+    """A layer's program, which layers of one declaration and the same formats share.
 
     Args:
         k, v: how K and V are stored; `tq4` if None.
         layer: whose declaration it follows.
+        step_tokens: keys of a step; the phase's if None.
     """
-    k, v = (side or fixed_sides(config.heads.head_dim)[TQ4.name] for side in (k, v))
-    at_once = heads_at_once(config.heads.num_kv_heads, min(k.most_heads, v.most_heads))
-    return _layer(config, layer, "decode_layer", DECODE_ROWS, (1, step_tokens, at_once), k, v, kept)
-
-
-def prefill_program(
-    config: ModelConfig, k: Side | None = None, v: Side | None = None, kept: WindowShape | None = None, *, layer: int = 0
-) -> LayerProgram:
-    """Many new tokens of each sequence; the same pieces, with more tokens to a tile and to a unit."""
-    k, v = (side or fixed_sides(config.heads.head_dim)[TQ4.name] for side in (k, v))
-    return _layer(config, layer, "prefill_layer", PREFILL_ROWS, (PREFILL_UNIT, PREFILL_STEP, 1), k, v, kept)
-
-
-def _layer(
-    config: ModelConfig, index: int, name: str, rows: int, at_once: tuple[int, int, int], k: Side, v: Side,
-    kept: WindowShape | None,
-) -> LayerProgram:  # fmt: skip
-    """A layer's program; `at_once` is tokens of a unit, keys of a step and heads of an iteration."""
-    layer = config.layers[index]
-    mixer = layer.attention
-    unit, step, heads = at_once
+    declared = config.layers[layer]
+    mixer = declared.attention
+    k, v = (side or fixed_sides(mixer.head_dim)[TQ4.name] for side in (k, v))
+    at_once = heads_at_once(mixer.num_kv_heads, min(phase.most_heads, k.most_heads, v.most_heads))
+    step = step_tokens or phase.step
     if mixer.window is not None:
         # What lies before a window is skipped step by step, so that steps are no longer than the window.
-        step = min(step, max(PREFILL_STEP, 1 << (mixer.window.bit_length() - 1)))
+        step = min(step, max(PREFILL.step, 1 << (mixer.window.bit_length() - 1)))
     attention = AttentionShape(
-        mixer.num_heads, mixer.num_kv_heads, unit, step, heads, head_dim=mixer.head_dim, window=mixer.window, scale=mixer.scale
-    )
-    sizes = config.hidden_size, layer.mlp.width, layer.norm.eps
-    return LayerProgram(name, *sizes, rows, attention, k, v, kept=kept, parts=Parts.from_layer(layer))
+        mixer.num_heads, mixer.num_kv_heads, phase.unit, step, at_once, head_dim=mixer.head_dim, window=mixer.window,
+        scale=mixer.scale,
+    )  # fmt: skip
+    sizes = config.hidden_size, declared.mlp.width, declared.norm.eps
+    return LayerProgram(phase.name, *sizes, phase.rows, attention, k, v, kept, Parts.from_layer(declared))
+
+
+decode_program, prefill_program = partial(layer_program, DECODE), partial(layer_program, PREFILL)
+
+
+def plan_program(
+    phase: Phase, config: ModelConfig, plan: KVPlan, layer: int, stored_as: int | None = None, chunk: int = WINDOW_CHUNK
+) -> LayerProgram:
+    """The program of a layer whose K and V are stored as layer `stored_as` of a plan, or its own; `chunk` is the cache's."""
+    index, mixer = layer if stored_as is None else stored_as, config.layers[layer].attention
+    kept = window_shape(plan, index, chunk, mixer.window)
+    return layer_program(phase, config, *layer_sides(plan, index, mixer.head_dim), kept, layer=layer)
 
 
 def head_program(config: ModelConfig, most_vocab: int | None = None) -> HeadProgram:
-    """Final norm and LM head of a model, or of an even slice of at most `most_vocab` rows of its vocabulary."""
+    """Final norm and LM head, or an even slice of at most `most_vocab` rows of the vocabulary."""
     slices = math.ceil(config.vocab_size / (most_vocab or config.vocab_size))
     vocab = math.ceil(config.vocab_size / slices / _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
-    return HeadProgram(
-        "head",
-        config.hidden_size,
-        vocab,
-        config.final_norm.eps,
-        DECODE_ROWS,
-        min(vocab, _VOCAB_PIECE),
-        config.final_norm.plus_one,
-    )
+    norm, piece = config.final_norm, min(vocab, _VOCAB_PIECE)
+    return HeadProgram("head", config.hidden_size, vocab, norm.eps, DECODE.rows, piece, norm.plus_one)
 
 
 def unsupported(config: ModelConfig, plan: KVPlan | None = None) -> str | None:
@@ -193,25 +222,18 @@ def unsupported(config: ModelConfig, plan: KVPlan | None = None) -> str | None:
     if plan is None:
         return None
     shapes = config.kv_shapes[: len(plan.layers)]
-    return (
-        kernel_support.unsupported(READS, plan, shapes) or _unkept(plan) or _partial_rope_reason(plan, config.heads.head_dim)
-    )
+    return kernel_support.unsupported(READS, plan, shapes) or _unsupported_cache(plan, config.heads.head_dim)
 
 
-def _unkept(plan: KVPlan) -> str | None:
+def _unsupported_cache(plan: KVPlan, head_dim: int) -> str | None:
     for layer, (k, v) in enumerate(plan.layers):
-        if plan.keeps(k) != plan.keeps(v):
+        if plan.has_window(k) != plan.has_window(v):
             return f"its programs keep tokens in BF16 beside both K and V, and {k.name} or {v.name} is stored as it is"
         shape = window_shape(plan, layer)
         if shape and (shape.span > MOST_PLACES or shape.sink > MOST_SINKS):
             most = MOST_PLACES - WINDOW_CHUNK
             return f"its programs keep up to {MOST_SINKS} sinks, and {most:,} tokens with the tail; leave some out"
-    return None
-
-
-def _partial_rope_reason(plan: KVPlan, head_dim: int) -> str | None:
-    for layer, (k, _) in enumerate(plan.layers):
-        turns = k.turns(layer)
+        turns = k.rope_shift(layer)
         if turns and 2 * len(turns.inv_freq) != head_dim:
             return f"its programs turn all {head_dim} numbers of a key, and {k.name} turns {2 * len(turns.inv_freq)} of them"
     return None

@@ -1,1 +1,1 @@
-"""The decoder as ONNX graphs, their export, and what Ascend's ATC compiles."""
+"""The decoder as ONNX graphs, and their export."""

@@ -1,12 +1,12 @@
-"""Attention of graphs: over what is packed, the new tokens as they will be stored, and tokens in BF16 beside both.
+"""Attention of graphs: over packed tokens, new tokens as stored, and tokens in BF16.
 
-Q is rotated once, codes become centroids, the scales are multiplied into scores and probabilities, and the output is rotated
-back once. Tokens in BF16 are columns of scores of their own, behind the packed ones: a query sees each token in one of both.
+Q is rotated once, codes become centroids, scales are multiplied into scores and probabilities, and the output is rotated back
+once. Tokens in BF16 have columns of scores behind the packed ones: a query sees each token in one of both.
 
-Keys in stretches are stored turned back to where their stretch begins, met by queries turned back as far, in graphs of texts
-longer than one stretch (`GraphSpec.has_stretches`). Slots of a sequence lie in the order of its positions: stretches of past
-keys, filled up with zeros, are one more axis of the product with queries. New keys are few, and lie in stretches that differ
-by sequence: they are restored and turned forth instead.
+In graphs of texts longer than a stretch (`GraphSpec.has_stretches`) keys are stored turned back to where their stretch begins,
+and queries are turned back as far. Slots of a sequence lie in the order of its positions, so stretches of past keys, filled up
+with zeros, are one more axis of the product. New keys are few, in stretches that differ by sequence: they are restored and
+turned forth instead.
 """
 
 from __future__ import annotations
@@ -26,17 +26,13 @@ from haarkv.tq_ops.formats.stretches import STRETCH, RopeShift
 from haarkv.tq_ops.onnx.graph import Graph, TensorType
 
 TURNS = ("turn_cos", "turn_sin")
-"""Tables of a layer, by the numbers of stretches."""
+"""Tables of a layer, by stretch."""
 _FLOAT, _INT32 = TensorProto.FLOAT, TensorProto.INT32
 
 
 @dataclass(frozen=True)
 class AttentionScopes(LevelScopes):
-    """The scopes that read a cache, and those that turn keys and queries.
-
-    Args:
-        rope_pairs: pairs of numbers of a key that RoPE turns; 0 of a layer, or a graph, that stores keys as they are.
-    """
+    """The scopes that read a cache; `rope_pairs` of a key are turned back by stretches, 0 where none are."""
 
     rope_pairs: int = 0
 
@@ -54,7 +50,7 @@ class AttentionScopes(LevelScopes):
         return values
 
     def turn_back(self, g: Graph, x: str, cos: str, sin: str) -> list[str]:
-        """[.., D] fp32, whose first numbers are turned back; cos and sin [.., R/2]."""
+        """[.., D] fp32, the first 2 * `rope_pairs` numbers turned back by cos and sin [.., rope_pairs]."""
         return [self._turn(g, x, cos, sin, "Add", "Sub")]
 
     def turn_forth(self, g: Graph, x: str, cos: str, sin: str) -> list[str]:
@@ -74,19 +70,19 @@ class AttentionScopes(LevelScopes):
         return g.node("turned", "Concat", new_low, new_high, *others, axis=-1)
 
     def turns_of_tokens(self, g: Graph, w: Mapping[str, str]) -> dict[str, str]:
-        """cos and sin [B, Q, 1, R/2] of the stretches of new tokens, `w` holding `TURNS` and `stretch` [B, Q]."""
+        """cos and sin [B, Q, 1, rope_pairs] of new tokens, from `TURNS` and `stretch` [B, Q] of `w`."""
         rows = {word: g.node(f"token_{word}_rows", "Gather", w[word], w["stretch"]) for word in TURNS}
         return {f"token_{word}": g.reshape(f"token_{word}", row, [0, 0, 1, -1]) for word, row in rows.items()}
 
     def by_stretches(self, g: Graph, q: str, k: str, k_scale: str, scale: str, by: Mapping[str, str]) -> str:
-        """Scores [B, Hkv, R, S + Q] fp32 of keys of a text of several stretches, what queries make of the mean included.
+        """Scores [B, Hkv, R, S + Q] fp32 over several stretches, products with the mean included.
 
         Args:
             q: [B, Hkv, R, D].
             k, k_scale: centroids [B, Hkv, S + Q, D] and scales [B, Hkv, 1, S + Q] of all tokens.
             scale: of the logits.
-            by: `stretches` [n] of the past, `slots_end` [1], their slots S, and `fill` [1], slots that n whole stretches have
-                more than there are tokens, all int64; `TURNS`, and the same of new tokens as `token_…`; `k_mean`, `k_rows`.
+            by: int64 `stretches` [n] of the past, `slots_end` [1], their slots S, and `fill` [1], slots of n whole stretches
+                less all tokens; `TURNS`, and those of new tokens as `token_…`; `k_mean`, `k_rows`.
         """
         dim = self.config.heads.head_dim
         mean = g.reshape("k_mean_column", by["k_mean"], [0, -1, 1])
@@ -118,7 +114,7 @@ class AttentionScopes(LevelScopes):
         return g.node("scores", "Concat", past, new, axis=3)
 
     def _in_stretches(self, g: Graph, name: str, x: str, fill: str, *, axis: int) -> str:
-        """Of all tokens on an axis those of the past [.., n, .., STRETCH, ..], filled up with zeros; `fill` may cut off."""
+        """Past tokens of an axis as [.., n, .., STRETCH, ..], filled up with zeros; a negative `fill` cuts off."""
         before, after = [0] * (4 + axis), [0] * (3 - axis)
         parts = [g.integers(before), fill, *([g.integers(after)] if after else [])]
         whole = g.node(f"{name}_filled", "Pad", x, g.node(f"{name}_pads", "Concat", *parts, axis=0))
@@ -127,7 +123,7 @@ class AttentionScopes(LevelScopes):
         return g.reshape(name, whole, [0, 0, -1, 1, STRETCH])
 
     def _new_scores(self, g: Graph, q: str, k: str, k_scale: str, scale: str, by: Mapping[str, str]) -> str:
-        """Scores [B, Hkv, R, Q] of new keys, which are restored and turned forth."""
+        """Scores [B, Hkv, R, Q] of new keys, restored and turned forth."""
         end = g.integers([np.iinfo(np.int64).max])
         new = g.node("k_new", "Slice", k, by["slots_end"], end, g.integers([2]))
         scales = g.node("k_scale_new", "Slice", k_scale, by["slots_end"], end, g.integers([3]))
@@ -143,20 +139,20 @@ class AttentionScopes(LevelScopes):
 
     def _turns(self, layer: int) -> RopeShift | None:
         coordinates = self.description("k").transform.coordinates
-        return coordinates(layer).turns if self.rope_pairs and coordinates else None
+        return coordinates(layer).rope_shift if self.rope_pairs and coordinates else None
 
     def _table(self, turns: RopeShift, device: torch.device) -> tuple[Tensor, Tensor]:
         return turns.table(-(-self.config.max_position_embeddings // STRETCH), device)
 
     # -- Attention -------------------------------------------------------------------------------------------------------
     def attention(self, g: Graph, q: str, block_table: str, visible: str, stored: str, **by: str) -> list[str]:
-        """Attention over what is stored and the new tokens, as stored: q [B, Q, Hq, D] fp32 -> [B*Q, Hq*D] fp32.
+        """q [B, Q, Hq, D] fp32 -> [B*Q, Hq*D] fp32.
 
         Args:
             visible: [B, 1, G*Q, packed and kept columns] bool, what each query sees.
-            stored: [B, 1, 1, S + Q] bool, the packed columns that hold a token.
-            by: `FIELDS` and the same of the new tokens as `new_…`, matrices, and of tokens in BF16 `k_kept` and so on,
-                `kept_index` and `kept_stored`.
+            stored: [B, 1, 1, S + Q] bool, packed columns that hold a token.
+            by: `FIELDS`, those of new tokens as `new_…`, matrices; for tokens in BF16 `k_kept`, `v_kept`, `kept_index` and
+                `kept_stored`.
         """
         heads, dim = self.config.heads.num_kv_heads, self.config.heads.head_dim
         group = self.config.heads.num_heads // heads
@@ -180,38 +176,30 @@ class AttentionScopes(LevelScopes):
         exact = ""
         if "v_kept" in by:
             p, exact = self._window_output(g, p, v, by)
-        pv = self._product(g, "pv", g.node("p_scaled", "Mul", p, v_factor), v)
+        pv = g.node("pv", "MatMul", g.node("p_scaled", "Mul", p, v_factor), v)
         ordered_out = self._in_bytes_order(g, "pv_halves", "v", pv, inverse=True)
-        out = self._rotate(g, "unrotated", ordered_out, by["v_rotation"], heads, inverse=True)
+        out = self._rotate(g, "unrotated", ordered_out, by["v_rotation"], inverse=True)
         out = g.node("out_with_kept", "Add", out, exact) if exact else out
         split = g.reshape("out_groups", out, [0, 0, group, -1, dim])
         return [g.reshape("out", g.node("tokens_first", "Transpose", split, perm=[0, 3, 1, 2, 4]), [-1, heads * group * dim])]
 
     def _scores(self, g: Graph, q: str, k: str, k_scale: str, scale: str, by: Mapping[str, str]) -> str:
-        """Scores [B, Hkv, R, S + Q] fp32 of packed keys; arguments as of `by_stretches`.
-
-        Without what queries make of the mean of learned keys: it is the same for all, and softmax drops it.
-        """
+        """Scores [B, Hkv, R, S + Q] fp32 of packed keys, without the mean of learned keys, which softmax drops."""
         q_paired = self._in_bytes_order(g, "q_paired", "k", self._into_stored(g, q, by))
         k_factor = g.node("k_factor", "Mul", k_scale, scale)
-        qk = self._product(g, "qk", q_paired, g.node("k_transposed", "Transpose", k, perm=[0, 1, 3, 2]))
+        qk = g.node("qk", "MatMul", q_paired, g.node("k_transposed", "Transpose", k, perm=[0, 1, 3, 2]))
         return g.node("scores", "Mul", qk, k_factor)
 
     def _into_stored(self, g: Graph, q: str, by: Mapping[str, str]) -> str:
-        """Queries [B, Hkv, R, D] as stored keys are met."""
         if not self.has_learned("k"):
-            return self._rotate(g, "q_rotated", q, by["k_rotation"], self.config.heads.num_kv_heads)
+            return self._rotate(g, "q_rotated", q, by["k_rotation"])
         return g.node("q_rotated", "MatMul", q, g.node("k_rows_t", "Transpose", by["k_rows"], perm=[0, 2, 1]))
-
-    def _product(self, g: Graph, name: str, a: str, b: str) -> str:
-        """Products of Q and K, of probabilities and V."""
-        return g.node(name, "MatMul", a, b)
 
     # -- Tokens in BF16 ------------------------------------------------------------------------------------------------
     def _add_window_scores(self, g: Graph, scores: str, q: str, scale: str, by: Mapping[str, str]) -> str:
         """Scores [B, Hkv, R, S + Q] with those of keys in BF16 behind them."""
         if self.has_learned("k") and not self.rope_pairs:
-            # What q makes of the mean is the same for every packed key. Softmax drops it only where there are no others.
+            # Softmax drops the product with the mean only where all keys are packed.
             mean = g.reshape("k_mean_column", by["k_mean"], [0, -1, 1])
             mean_scores = g.node("q_of_mean", "Mul", g.node("q_by_mean", "MatMul", q, mean), scale)
             scores = g.node("scores_with_mean", "Add", scores, mean_scores)
@@ -220,7 +208,7 @@ class AttentionScopes(LevelScopes):
         return g.node("all_scores", "Concat", scores, exact, axis=3)
 
     def _window_output(self, g: Graph, p: str, v: str, by: Mapping[str, str]) -> tuple[str, str]:
-        """Probabilities of packed tokens alone, and what tokens in BF16 add to the output, [B, Hkv, R, D]."""
+        """Probabilities of packed tokens, and the output [B, Hkv, R, D] of tokens in BF16."""
         exact = g.node("v_held", "Where", by["kept_stored"], self._window_vectors(g, "v", by), g.scalar(0))
         counts = [
             g.node(f"{name}_count", "Shape", vectors, start=2, end=3) for name, vectors in (("packed", v), ("exact", exact))
@@ -229,22 +217,23 @@ class AttentionScopes(LevelScopes):
         return packed, g.node("exact_pv", "MatMul", others, exact)
 
     def _window_vectors(self, g: Graph, side: str, by: Mapping[str, str]) -> str:
-        """Vectors [B, Hkv, kept + Q, D] fp32: those that `kept_index` names, and the new ones."""
+        """Vectors [B, Hkv, kept + Q, D] fp32: those of `kept_index`, and the new ones."""
         past = g.node(f"{side}_kept_past", "Gather", by[f"{side}_kept"], by["kept_index"])
         new = g.node(f"{side}_kept_new", "Transpose", by[f"new_{side}_kept"], perm=[0, 2, 1, 3])
         return g.node(f"{side}_exact", "Cast", g.node(f"{side}_kept_both", "Concat", past, new, axis=2), to=_FLOAT)
 
     # -- Packed tokens -------------------------------------------------------------------------------------------------
     def _centroids(self, g: Graph, side: str, codes: str, new_codes: str, block_table: str) -> str:
-        """Centroids [B, Hkv, S + Q, D] of all tokens, in the rotated domain, in the order of `_in_bytes_order`."""
+        """Rotated centroids [B, Hkv, S + Q, D] of all tokens, in the order of `_in_bytes_order`."""
         description, name = self.description(side), self.name(side)
         past = self._by_sequence(g, f"past_{side}_codes", codes, block_table, [0, 0, -1, self.code_bytes(side)])
         new = g.node(f"new_{side}_codes_heads_first", "Transpose", new_codes, perm=[0, 2, 1, 3])
         if self._parts_of_a_byte(side):
             c, byte, bits = np.array(description.centroids, np.float32), np.arange(256), description.bits
             byte_centroids = np.stack([c[(byte >> shift) & (2**bits - 1)] for shift in range(0, 8, bits)], axis=-1)
-            table = g.constant(f"centroids_of_byte_{name}", byte_centroids.astype(self.centroid_type))
-            parts = g.node(f"{side}_pairs", "Gather", table, self._indices(g, side, past, new))
+            table = g.constant(f"centroids_of_byte_{name}", byte_centroids)
+            index = g.node(f"{side}_index", "Cast", g.node(f"{side}_bytes", "Concat", past, new, axis=2), to=_INT32)
+            parts = g.node(f"{side}_pairs", "Gather", table, index)
             return g.reshape(f"{side}_unpacked", parts, [0, 0, -1, description.head_dim])
         both = g.node(f"{side}_bytes", "Concat", past, new, axis=2)
         if description.columns:
@@ -253,15 +242,12 @@ class AttentionScopes(LevelScopes):
         return g.node(f"{side}_unpacked", "Gather", self._centroid_table(g, side), level)
 
     def _parts_of_a_byte(self, side: str) -> int:
-        """Levels in each byte where a byte holds whole ones alone, so that a table restores it; else 0."""
+        """Levels in a byte where a byte holds whole ones, so that a table restores it; else 0."""
         description = self.description(side)
         return 0 if description.columns or len(planes(description.bits)) > 1 else 8 // description.bits
 
     def _in_bytes_order(self, g: Graph, name: str, side: str, x: str, *, inverse: bool = False) -> str:
-        """Rows [B, Hkv, R, D] as a table restores bytes: all levels of a byte together; or, with `inverse`, out of that order.
-
-        Levels of byte j are the coordinates j, j + D/n and so on of a vector, for n levels a byte.
-        """
+        """Rows [B, Hkv, R, D] with the n levels of each byte together: coordinates j, j + D/n and so on; or the inverse."""
         parts, count = self._parts_of_a_byte(side), self.description(side).head_dim
         if parts < 2:
             return x
@@ -297,7 +283,7 @@ class AttentionScopes(LevelScopes):
         return g.node(f"{side}_level", "Concat", *(eighths[eighth] for eighth in range(EIGHTHS)), axis=-1)
 
     def _column_units(self, g: Graph, name: str, octets: str, count: int, nbytes: int) -> str:
-        """A column's bytes, little-endian, as units [.., count] uint32."""
+        """A column's little-endian bytes as units [.., count] uint32."""
         if nbytes == 1:
             return g.node(name, "Cast", octets, to=TensorProto.UINT32)
         pairs = g.reshape(f"{name}_pairs", octets, [0, 0, -1, count, nbytes])
@@ -311,10 +297,6 @@ class AttentionScopes(LevelScopes):
         down = g.node(f"{name}_down", "BitShift", x, g.scalar(shift, dtype), direction="RIGHT") if shift else x
         return g.node(name, "BitwiseAnd", down, g.scalar(2**width - 1, dtype))
 
-    def _indices(self, g: Graph, side: str, past: str, new: str) -> str:
-        """Bytes [B, Hkv, S + Q, bytes] of past and new tokens as int32."""
-        return g.node(f"{side}_index", "Cast", g.node(f"{side}_bytes", "Concat", past, new, axis=2), to=_INT32)
-
     def _scales(self, g: Graph, side: str, scale: str, new_scale: str, block_table: str) -> str:
         """Scales [B, Hkv, 1, S + Q] fp32 of all tokens."""
         past = self._by_sequence(g, f"past_{side}_scale", scale, block_table, [0, 0, -1])
@@ -323,7 +305,7 @@ class AttentionScopes(LevelScopes):
         return g.reshape(f"{side}_scale_row", both, [0, 0, 1, -1])
 
     def _by_sequence(self, g: Graph, name: str, field: str, block_table: str, shape: Sequence[int]) -> str:
-        """A field of the cache [blocks, Hkv, block, ..] by the blocks of each sequence: [B, Hkv, S, ..], packed."""
+        """A field of the cache [blocks, Hkv, block, ..] by sequence: [B, Hkv, S, ..]."""
         blocks = g.node(f"{name}_blocks", "Gather", field, block_table)
         trailing = [4] if len(shape) == 4 else []
         return g.reshape(name, g.node(f"{name}_heads_first", "Transpose", blocks, perm=[0, 2, 1, 3, *trailing]), shape)

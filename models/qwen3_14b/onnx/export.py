@@ -1,28 +1,19 @@
-"""A folder with a model as ONNX graphs: prefill and decode, or ATC's buckets, around one file of weights written once.
-
-Graphs for Ascend's ATC have static shapes, no functions, and nothing but operators and types that its documentation lists.
-What is listed stands in `onnx_atc_operators.json`, with the pages it was read from. Where the list lacks something that the
-other graphs use, these do without: BF16 is rounded by FP32 arithmetic, rotations are two-dimensional products in FP32,
-products of Q and K and of probabilities and V are FP16, and new codes come out as int8, the same bits as uint8.
-"""
+"""A folder with a model as ONNX graphs, prefill and decode, and one file of weights."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import shlex
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import numpy as np
 import onnx
 import torch
-from onnx import TensorProto
 from torch import Tensor
 
 from haarkv.models.catalog import find_model, open_source, stream_tensors
@@ -43,110 +34,17 @@ from haarkv.models.qwen3_14b.onnx.spec import (
 from haarkv.models.rope import RopeTable
 from haarkv.models.weights import checkpoint_shapes
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 from haarkv.tq_ops.onnx import EXPORT_SUPPORT, FORMAT
 from haarkv.tq_ops.onnx.block_codes import CODES
 from haarkv.tq_ops.onnx.block_products import CodedWeight
-from haarkv.tq_ops.onnx.graph import Graph, StoredWeights, TensorType
+from haarkv.tq_ops.onnx.graph import StoredWeights, TensorType
 from haarkv.tq_ops.weight import Blocks, Weight
 
-ATC_OPSET = 15  # the newest that the documentation lists for every operator used
-ATC_DTYPES = ("float16", "float32")
-_FLOAT, _FLOAT16, _INT32 = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.INT32
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """The sizes of one compiled graph.
-
-    Attributes:
-        batch: sequences.
-        tokens: new tokens a sequence; 1 of a decode step.
-        context: tokens that may have been stored before, a multiple of the block size.
-    """
-
-    batch: int
-    tokens: int
-    context: int
-
-    @property
-    def name(self) -> str:
-        """Of its files."""
-        phase = "decode" if self.tokens == 1 else f"prefill_t{self.tokens}"
-        return f"{phase}_b{self.batch}_c{self.context}"
-
-    @property
-    def sizes(self) -> Sizes:
-        """A cache just large enough for all sequences."""
-        columns = self.context // BLOCK_SIZE
-        return Sizes(self.batch, self.tokens, columns, self.batch * columns, BLOCK_SIZE)
-
-
-BUCKETS = tuple(
-    Bucket(batch, tokens, context) for context in (1024, 4096) for batch, tokens in ((1, 128), (1, 512), (1, 1), (8, 1))
-)
-
-
-@dataclass(frozen=True)
-class AtcScopes(Qwen3Scopes):
-    """The scopes in what ATC's documentation lists."""
-
-    batch: int = 1
-    tokens: int = 1
-
-    codes_out: ClassVar[int] = TensorProto.INT8
-    centroid_type: ClassVar[type[np.generic]] = np.float16
-
-    def _bf16(self, g: Graph, unit: str) -> str:
-        # Veltkamp's splitting: the upper 8 of 24 bits. It rounds to nearest, and a tie not always to even.
-        spread = g.node("spread", "Mul", unit, g.scalar(2.0**16 + 1))
-        return g.node("rounded", "Sub", spread, g.node("rest", "Sub", spread, unit))
-
-    def _rotate(self, g: Graph, name: str, x: str, rotation: str, heads: int, *, inverse: bool = False) -> str:
-        dim = self.config.heads.head_dim
-        product = g.node(f"{name}_rows", "Gemm", g.reshape(f"{name}_flat", x, [-1, dim]), rotation, transB=int(inverse))
-        # [B, Q, Hkv, D] of new vectors, or the queries [B, Hkv, G * Q, D].
-        second = self.tokens if name == "rotated" else heads
-        return g.reshape(name, product, [self.batch, second, -1, dim])
-
-    def _codes(self, g: Graph, byte: str) -> str:
-        negative = g.node("is_negative", "GreaterOrEqual", byte, g.scalar(128, np.int32))
-        signed_byte = g.node("signed", "Where", negative, g.node("less_256", "Add", byte, g.scalar(-256, np.int32)), byte)
-        return g.node("codes", "Cast", signed_byte, to=TensorProto.INT8)
-
-    def _indices(self, g: Graph, side: str, past: str, new: str) -> str:
-        signed_bytes = g.node(f"new_{side}_signed", "Cast", new, to=_INT32)
-        plus_256 = g.node(f"new_{side}_plus_256", "Add", signed_bytes, g.scalar(256, np.int32))
-        negative = g.node(f"new_{side}_is_negative", "Less", signed_bytes, g.scalar(0, np.int32))
-        byte = g.node(f"new_{side}_byte", "Where", negative, plus_256, signed_bytes)
-        return g.node(f"{side}_index", "Concat", g.node(f"past_{side}_index", "Cast", past, to=_INT32), byte, axis=2)
-
-    def _product(self, g: Graph, name: str, a: str, b: str) -> str:
-        narrow = g.node(f"{name}_fp16", "MatMul", g.node(f"{name}_left", "Cast", a, to=_FLOAT16), b)
-        return g.node(name, "Cast", narrow, to=_FLOAT)
-
-
-def atc_plan(bucket: Bucket, span: range, *, embed: bool, head: bool, metadata: tuple[tuple[str, str], ...]) -> GraphSpec:
-    """What one bucket's graph holds."""
-    return GraphSpec(span, embed, head, ATC_OPSET, bucket.sizes, functions=False, static=True, metadata=metadata)
-
-
-def command_line(bucket: Bucket, shapes: dict[str, tuple[int | str, ...]]) -> str:
-    """How ATC compiles one bucket's graph; the processor's name is the caller's `$SOC_VERSION`."""
-    input_shapes = ";".join(f"{name}:{','.join(map(str, shape))}" for name, shape in shapes.items())
-    return (
-        f'atc --framework=5 --model={bucket.name}.onnx --output={bucket.name} --soc_version="$SOC_VERSION" '
-        f"--input_format=ND --precision_mode=must_keep_origin_dtype --input_shape={shlex.quote(input_shapes)}"
-    )
-
-
-ABOUT, WEIGHTS, COMMANDS = "export.json", "weights.bin", "atc.sh"
-"""Names of files in the folder: what it is, the weights, and ATC's command lines."""
+ABOUT, WEIGHTS = "export.json", "weights.bin"
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _COPIED_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
-Progress = Callable[[int, int], None]
-"""Called with (weights written, weights in all)."""
+Progress = Callable[[int, int], None]  # (weights written, weights in all)
 
 
 @dataclass(frozen=True)
@@ -155,13 +53,10 @@ class Export:
 
     Attributes:
         model: `tiny`, a folder in Hugging Face format, or `random:SIZE`.
-        config: its shapes.
         span: layers; the first brings the embedding, the last the head.
         dtype: of weights and hidden states.
-        opset: version of the standard operators.
-        atc: whether for Ascend's ATC.
         version: of this project.
-        restore: restore all weights that lie in blocks of a GGUF file, as graphs for ATC do.
+        restore: restore all weights in blocks of a GGUF file.
     """
 
     model: str
@@ -169,49 +64,41 @@ class Export:
     span: range
     dtype: str
     opset: int
-    atc: bool
     version: str
     restore: bool = False
 
     def __post_init__(self) -> None:
-        if self.atc and self.dtype not in ATC_DTYPES:
-            raise InputError(f"ATC's documentation lists no {self.dtype}; give --dtype {' or '.join(ATC_DTYPES)}")
-        if self.atc and self.opset != ATC_OPSET:
-            raise InputError(f"graphs for ATC are of opset {ATC_OPSET}, not {self.opset}; leave out --opset")
         require_opset(self.opset)
 
     @property
     def embed(self) -> bool:
-        """Whether graphs begin with token ids; otherwise with hidden states."""
         return self.span.start == 0
 
     @property
     def head(self) -> bool:
-        """Whether graphs end with logits; otherwise with hidden states."""
         return self.span.stop == self.config.num_layers
 
     @property
     def kept_types(self) -> tuple[str, ...]:
-        """Types of blocks that graphs multiply with, by name."""
-        return () if self.restore or self.atc else tuple(CODES)
+        """Types of blocks that graphs multiply with."""
+        return () if self.restore else tuple(CODES)
 
     @cached_property
     def blocks(self) -> dict[str, str]:
-        """The type of the blocks that each weight of these graphs lies in, if any, by Hugging Face's name."""
+        """Type of the blocks of each weight that lies in some, by Hugging Face's name."""
         source = open_source(self.model)
         tensors = {} if source is None else checked_tensors(source, self.config)
         weight_names = weight_types(Qwen3Scopes(self.config), GraphSpec(self.span, self.embed, self.head, self.opset))
         return {name: kind for name in weight_names if name in tensors and (kind := tensors[name].blocks) is not None}
 
     def four_bit_weights(self) -> dict[str, CodedWeight]:
-        """Weights that graphs multiply with as codes of four bits, by name."""
         shapes, blocks = checkpoint_shapes(self.config), self.blocks
         return {
             name: CodedWeight(CODES[kind], *shapes[name]) for name, kind in blocks.items() if kind in self.kept_types
         }  # fmt: skip
 
     def about(self) -> dict[str, str]:
-        """What every graph says of itself."""
+        """Metadata of every graph."""
         types = sorted(set(self.blocks.values()) & set(self.kept_types))
         return {
             "haarkv.version": self.version,
@@ -234,13 +121,10 @@ def rotation_sha256(span: range, head_dim: int) -> str:
 
 
 def write_export(folder: Path, export: Export, progress: Progress | None = None) -> list[str]:
-    """Write everything into an empty folder; one weight at a time is in memory.
+    """Write everything into an empty folder, with one weight at a time in memory. Returns names of the graphs' files.
 
-    Returns:
-        names of the graphs' files.
     Raises:
         InputError: a checkpoint that cannot be read, or a weight that is not finite in this dtype.
-        OSError: the system refuses to write.
     """
     scopes = Qwen3Scopes(export.config, export.dtype, blocks=export.four_bit_weights())
     whole = GraphSpec(export.span, export.embed, export.head, export.opset)
@@ -249,11 +133,11 @@ def write_export(folder: Path, export: Export, progress: Progress | None = None)
     rope = RopeTable(export.config.common.attention.rope, export.config.max_position_embeddings)
     weights = stream_tensors(export.model, export.config, TORCH_DTYPES[export.dtype], export.kept_types)
     tensors = chain(
-        chain.from_iterable(_as_they_lie(name, weight) for name, weight in weights), rope_values(rope),
+        chain.from_iterable(_weight_tensors(name, weight) for name, weight in weights), rope_values(rope),
         stored_values(scopes, whole, rope.device).items(),
     )  # fmt: skip
     _write_weights(folder / WEIGHTS, export.dtype, tensors, types, weight_file, progress)
-    graphs = dict(_atc_graphs(export, weight_file, folder) if export.atc else _graphs(export, scopes, weight_file))
+    graphs = dict(_graphs(export, scopes, weight_file))
     for name, model in graphs.items():
         (folder / name).write_bytes(model.SerializeToString())
         onnx.checker.check_model(str(folder / name), full_check=True)
@@ -273,13 +157,12 @@ def write_export(folder: Path, export: Export, progress: Progress | None = None)
     return list(graphs)
 
 
-def _as_they_lie(name: str, weight: Weight) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of what a weight lies in."""
+def _weight_tensors(name: str, weight: Weight) -> Iterator[tuple[str, Tensor]]:
     return coded_values(name, weight) if isinstance(weight, Blocks) else iter([(name, weight)])
 
 
 def _sizes(config: ModelConfig) -> dict[str, Any]:
-    """What a host of the graphs has to know of the model."""
+    """What a program that runs the graphs needs of the config."""
     return {
         "model_type": config.model_type, "num_layers": config.num_layers, **config.heads._asdict(),
         "hidden_size": config.hidden_size, "vocab_size": config.vocab_size, "tied": config.tied,
@@ -292,25 +175,6 @@ def _graphs(export: Export, scopes: Qwen3Scopes, weight_file: StoredWeights) -> 
     for phase, sizes in (("prefill", Sizes()), ("decode", Sizes(tokens=1))):
         plan = GraphSpec(export.span, export.embed, export.head, export.opset, sizes, metadata=about)
         yield f"{phase}.onnx", build(scopes, plan, weight_file)
-
-
-def _atc_graphs(export: Export, weight_file: StoredWeights, folder: Path) -> Iterator[tuple[str, onnx.ModelProto]]:
-    """Every bucket's graph, and the script that compiles them all."""
-    lines = ["#!/bin/sh", "set -eu", ': "${SOC_VERSION:?set it to the processor, as Ascend910B1}"', 'cd "$(dirname "$0")"']
-    for bucket in BUCKETS:
-        model = _atc_graph(export, bucket, weight_file)
-        shapes = {
-            value.name: tuple(size.dim_value for size in value.type.tensor_type.shape.dim) for value in model.graph.input
-        }
-        lines.append(command_line(bucket, shapes))
-        yield f"{bucket.name}.onnx", model
-    (folder / COMMANDS).write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def _atc_graph(export: Export, bucket: Bucket, weight_file: StoredWeights) -> onnx.ModelProto:
-    scopes = AtcScopes(export.config, export.dtype, batch=bucket.batch, tokens=bucket.tokens)
-    about = tuple(export.about().items())
-    return build(scopes, atc_plan(bucket, export.span, embed=export.embed, head=export.head, metadata=about), weight_file)
 
 
 def _write_weights(

@@ -1,13 +1,12 @@
-"""How graphs pack K and V into levels and unpack them: behind a rotation, or keys behind learned coordinates.
+"""How graphs pack K and V into levels: behind a rotation, or keys behind learned coordinates; K and V may differ.
 
-Widths, tables and columns are a format's `Description`; matrices are weights. All of it is by side: K and V may differ.
+Widths, tables and columns are a format's `Description`; matrices are weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -32,7 +31,7 @@ _COORDINATES = ("mean", "forward", "rows", "weights")
 
 
 def graph_name(kv_format: KVFormat, head_dim: int) -> str:
-    """What functions and tables of a format are called by: K's and V's of one name may be stored by other scales."""
+    """The name of a format's functions and tables; K's and V's of one name may be stored by other scales."""
     description = kv_format.description(head_dim)
     return f"{kv_format.name}_along" if description and description.along else kv_format.name
 
@@ -41,11 +40,10 @@ def graph_name(kv_format: KVFormat, head_dim: int) -> str:
 class LevelScopes:
     """The scopes that know bits.
 
-    Args:
-        config: shapes.
+    Attributes:
         dtype: of weights and hidden states, a key of `scopes.DTYPES`.
         k, v: how K and V are stored.
-        blocks: weights that lie in codes of four bits, by their Hugging Face names.
+        blocks: weights in codes of four bits, by their Hugging Face names.
     """
 
     config: ModelConfig
@@ -54,19 +52,14 @@ class LevelScopes:
     v: KVFormat = FORMAT
     blocks: Mapping[str, CodedWeight] = field(default_factory=dict)
 
-    codes_out: ClassVar[int] = TensorProto.UINT8
-    """Element type of new codes."""
-    centroid_type: ClassVar[type[np.generic]] = np.float32
-    """In which centroids meet Q and probabilities."""
-
     def name(self, side: str) -> str:
-        """Of the format of a side, "k" or "v", in a graph."""
+        """The format of a side, "k" or "v", in a graph."""
         return graph_name(self.k if side == "k" else self.v, self.config.heads.head_dim)
 
     def description(self, side: str) -> Description:
         """The format of a side."""
         description = (self.k if side == "k" else self.v).description(self.config.heads.head_dim)
-        assert description is not None, "misfit() lets formats of levels pass alone"
+        assert description is not None, "only formats of levels have graphs"
         return description
 
     def code_bytes(self, side: str) -> int:
@@ -79,7 +72,7 @@ class LevelScopes:
         return self.description(side).transform.coordinates is not None
 
     def stored_by(self, layer: int) -> dict[str, tuple[str, TensorType]]:
-        """What K and V of a layer are stored by and no checkpoint holds: a scope's word for it -> name and type."""
+        """Rotations and coordinates of K and V in a layer: a scope's word -> name and type."""
         heads, dim = self.config.heads.num_kv_heads, self.config.heads.head_dim
         rotations = {self.description(side).transform for side in "kv" if not self.has_learned(side)}
         types: dict[str, tuple[str, TensorType]] = {}
@@ -108,13 +101,13 @@ class LevelScopes:
 
     # -- From vectors to codes -----------------------------------------------------------------------------------------
     def quantize(self, g: Graph, x: str, rotation: str, *, side: str) -> list[str]:
-        """Store K or V behind a rotation: [B, Q, Hkv, D] fp32 -> codes [B, Q, Hkv, bytes] uint8, scale [B, Q, Hkv] fp16.
+        """K or V behind a rotation: [B, Q, Hkv, D] fp32 -> codes [B, Q, Hkv, bytes] uint8, scale [B, Q, Hkv] fp16.
 
-        A vector that is not finite gets a scale of NaN, since a graph cannot refuse.
+        A vector that is not finite gets a scale of NaN.
         """
         description = self.description(side)
         unit, norm, lift = self._unit(g, x)
-        y = self._rotate(g, "rotated", self._bf16(g, unit), rotation, self.config.heads.num_kv_heads)
+        y = self._rotate(g, "rotated", self._bf16(g, unit), rotation)
         level = self._level(g, y, side, np.array(description.boundaries, np.float32))
         centroid = g.node("chosen", "Gather", self._centroid_table(g, side), level)
         if description.along:
@@ -127,7 +120,7 @@ class LevelScopes:
         return [self._packed(g, level, side), self._scale(g, norm, g.node("norm_of_x", "Div", norm, lift), length)]
 
     def quantize_learned(self, g: Graph, x: str, mean: str, forward: str, weights: str, *, side: str) -> list[str]:
-        """The same behind learned coordinates, of the sizes `GAINS` that which fits best."""
+        """The same behind learned coordinates, at the best of the sizes `GAINS`."""
         heads, dim = self.config.heads.num_kv_heads, self.config.heads.head_dim
         unit, norm, lift = self._unit(g, g.node("shifted", "Sub", x, mean))
         rows = g.reshape("unit_rows", self._bf16(g, unit), [0, 0, heads, 1, dim])
@@ -156,7 +149,7 @@ class LevelScopes:
         return [self._packed(g, best[0], side), self._scale(g, norm, length_of_x, g.node("kept_length", "Sqrt", best[1]))]
 
     def at_gain(self, g: Graph, t: str, gain: str, weights: str, *, side: str) -> list[str]:
-        """Levels [B, Q, Hkv, D] int32 of coordinates at a size, the weighted square of what they restore, and how it fits."""
+        """Levels [B, Q, Hkv, D] int32 of coordinates at a size, the weighted square of their values, and how these fit."""
         widths = eighth_widths(self.description(side).columns)
         tables = np.full((EIGHTHS, 2 ** max(widths) - 1), np.inf, np.float32)
         for table, bits in zip(tables, widths, strict=True):
@@ -169,7 +162,7 @@ class LevelScopes:
         return [level, square, g.node("fit", "Div", g.node("along_squared", "Mul", inner_product, inner_product), square)]
 
     def _unit(self, g: Graph, x: str) -> tuple[str, str, str]:
-        """x / norm and norm, both of `x * lift`; lift is a power of two, and 1 of all ordinary vectors."""
+        """x / norm and norm, both of `x * lift`; lift is a power of two, 1 for ordinary vectors."""
         largest = g.reduce("largest", "ReduceMax", g.node("magnitude", "Abs", x))
         small = g.node("is_small", "Less", largest, g.scalar(_SMALL))
         small_lift = g.node("raise", "Where", small, g.scalar(_LIFT), g.scalar(1.0))
@@ -185,7 +178,7 @@ class LevelScopes:
         """Numbers of at most 1, rounded to BF16 and kept in FP32."""
         return g.node("rounded", "Cast", g.node("bf16", "Cast", unit, to=TensorProto.BFLOAT16), to=_FLOAT)
 
-    def _rotate(self, g: Graph, name: str, x: str, rotation: str, heads: int, *, inverse: bool = False) -> str:
+    def _rotate(self, g: Graph, name: str, x: str, rotation: str, *, inverse: bool = False) -> str:
         """`x @ rotation`, or `x @ rotation.T` on the way back: [.., D] fp32."""
         matrix = g.node(f"{name}_by", "Transpose", rotation, perm=[1, 0]) if inverse else rotation
         return g.node(name, "MatMul", x, matrix)
@@ -194,7 +187,7 @@ class LevelScopes:
         """Number of boundaries that each coordinate reaches, int32: one comparison a bit, the highest first.
 
         Args:
-            boundaries: [2**bits - 1], or one such row for each of equal parts of a vector.
+            boundaries: [2**bits - 1], or such a row for each of equal parts of a vector.
         """
         name, most, dim = self.name(side), boundaries.shape[-1], self.config.heads.head_dim
         rows = np.repeat(np.arange(len(boundaries)), dim // len(boundaries)) if boundaries.ndim > 1 else None
@@ -226,7 +219,7 @@ class LevelScopes:
         return g.constant(f"centroids_{self.name(side)}", np.array(self.description(side).centroids, np.float32))
 
     def _cubic(self, g: Graph, name: str, side: str, level: str) -> str:
-        """What levels [.., D] in columns stand for, fp32: `h * (2a + 8b * h**2)` with h = level - (2**bits - 1) / 2."""
+        """Values of levels [.., D] in columns, fp32: `h * (2a + 8b * h**2)` with h = level - (2**bits - 1) / 2."""
         widths = np.repeat(eighth_widths(self.description(side).columns), self.config.heads.head_dim // EIGHTHS)
         numbers = {
             "zero": (2.0**widths - 1) / 2, "first": [2 * cubic.FACTORS[bits][0] for bits in widths],
@@ -241,10 +234,11 @@ class LevelScopes:
 
     # -- Levels in bytes -----------------------------------------------------------------------------------------------
     def _packed(self, g: Graph, level: str, side: str) -> str:
-        """Levels [B, Q, Hkv, D] int32 -> codes [B, Q, Hkv, bytes], as `pack_columns` or `pack_planes` lays them."""
+        """Levels [B, Q, Hkv, D] int32 -> codes [B, Q, Hkv, bytes], as `pack_columns` or `pack_planes`."""
         description = self.description(side)
         octets = self._columns(g, level, description) if description.columns else self._planes(g, level, description)
-        return self._codes(g, octets[0] if len(octets) == 1 else g.node("byte", "Concat", *octets, axis=-1))
+        byte = octets[0] if len(octets) == 1 else g.node("byte", "Concat", *octets, axis=-1)
+        return g.node("codes", "Cast", byte, to=TensorProto.UINT8)
 
     def _planes(self, g: Graph, level: str, description: Description) -> list[str]:
         low, *others = planes(description.bits)
@@ -281,13 +275,9 @@ class LevelScopes:
         return [x] if len(counts) == 1 else g.nodes(name, "Split", [x, g.integers(counts)], len(counts), axis=-1)
 
     def _together(self, g: Graph, name: str, parts: Sequence[str], shifts: Sequence[int]) -> str:
-        """int32 parts in the bits of one number each, the first in the lowest."""
+        """int32 parts in the bits of one number, the first in the lowest."""
         total = parts[0]
         for part, shift in zip(parts[1:], shifts[1:], strict=True):
             shifted_part = g.node(f"{name}_at_{shift}", "Mul", part, g.scalar(2**shift, np.int32))
             total = g.node(f"{name}_to_{shift}", "Add", total, shifted_part)
         return total
-
-    def _codes(self, g: Graph, byte: str) -> str:
-        """int32 0 … 255 as stored."""
-        return g.node("codes", "Cast", byte, to=TensorProto.UINT8)

@@ -1,4 +1,4 @@
-"""Whole ONNX models: embedding, a span of layers and head around the scopes, and what all layers are handed alike."""
+"""Whole ONNX models: embedding, a span of layers, head, and the inputs that all layers share."""
 
 from __future__ import annotations
 
@@ -30,13 +30,7 @@ _FLOAT, _INT32, _INT64 = TensorProto.FLOAT, TensorProto.INT32, TensorProto.INT64
 
 
 def build(scopes: Qwen3Scopes, plan: GraphSpec, weight_file: StoredWeights | None = None) -> onnx.ModelProto:
-    """One model.
-
-    Args:
-        weight_file: where its weights lie; without it they are inputs.
-    Raises:
-        InputError: an opset without functions, or newer than the onnx package.
-    """
+    """One model, whose weights are in `weight_file` or else inputs; errors as `require_opset`."""
     require_opset(plan.opset)
     return _Model(scopes, plan).build(weight_file)
 
@@ -44,7 +38,7 @@ def build(scopes: Qwen3Scopes, plan: GraphSpec, weight_file: StoredWeights | Non
 class _Model:
     def __init__(self, scopes: Qwen3Scopes, plan: GraphSpec) -> None:
         self.scopes, self.config, self.plan, self.sizes = scopes, scopes.config, plan, plan.sizes
-        self.g = Graph(plan.opset, plan.functions)
+        self.g = Graph(plan.opset)
         self.types = weight_types(scopes, plan)
         formats = {kv_format for pair in plan.formats for kv_format in pair}
         if len({graph_name(kv_format, self.config.heads.head_dim) for kv_format in formats}) < len(formats):
@@ -64,7 +58,6 @@ class _Model:
         return self.g.model(name, inputs, outputs, dict(self.plan.metadata), weight_file)
 
     def interface(self) -> tuple[dict[str, TensorType], dict[str, TensorType]]:
-        """Inputs and outputs, in order."""
         s, config = self.sizes, self.config
         heads = config.heads.num_kv_heads
         states = TensorType(self.scopes.element, (s.batch, s.tokens, config.hidden_size))
@@ -81,35 +74,34 @@ class _Model:
         outputs = ends if self.plan.head else {"hidden_out": states}
         for layer in self.plan.span:
             for cache_field in self.plan.fields:
-                last, input_type, output_type = self._field(layer, cache_field)
+                last, element = self._field(layer, cache_field)
                 paged_shape = (s.blocks, heads, s.block_size, *last)
                 inputs[cache_name(layer, cache_field)] = TensorType(
-                    input_type, (s.kept, *last) if cache_field in WINDOW_FIELDS else paged_shape
+                    element, (s.kept, *last) if cache_field in WINDOW_FIELDS else paged_shape
                 )
-                outputs[new_name(layer, cache_field)] = TensorType(output_type, (s.batch, s.tokens, heads, *last))
+                outputs[new_name(layer, cache_field)] = TensorType(element, (s.batch, s.tokens, heads, *last))
         return inputs, outputs
 
-    def _field(self, layer: int, cache_field: str) -> tuple[tuple[int, ...], int, int]:
-        """Of one vector's field its shape, and its element type in the cache and as it comes out."""
+    def _field(self, layer: int, cache_field: str) -> tuple[tuple[int, ...], int]:
+        """Shape of one vector's field, and its element type."""
         if cache_field in WINDOW_FIELDS:
-            return (self.config.heads.head_dim,), TensorProto.BFLOAT16, TensorProto.BFLOAT16
+            return (self.config.heads.head_dim,), TensorProto.BFLOAT16
         if cache_field.endswith("scale"):
-            return (), TensorProto.FLOAT16, TensorProto.FLOAT16
-        return (self.plan.scopes(self.scopes, layer).code_bytes(cache_field[0]),), TensorProto.UINT8, self.scopes.codes_out
+            return (), TensorProto.FLOAT16
+        return (self.plan.scopes(self.scopes, layer).code_bytes(cache_field[0]),), TensorProto.UINT8
 
     def _weight(self, name: str) -> str:
-        value_type = self.types[name]
-        return self.g.weight(name, value_type)
+        return self.g.weight(name, self.types[name])
 
     def _matrix(self, field: str, name: str) -> dict[str, str]:
-        """A weight, or its parts, as `Qwen3Scopes` wants them."""
+        """A weight, or its parts, as `Qwen3Scopes` takes them."""
         coded_weight = self.scopes.blocks.get(name)
         if coded_weight is None:
             return {f"{field}.weight": self._weight(name)}
         return {f"{field}.weight.{part}": self._weight(part_name(name, part)) for part in coded_weight.types}
 
     def _outer(self, field: str, name: str) -> tuple[Qwen3Scopes, dict[str, str]]:
-        """The scopes that know a matrix outside all layers, and the matrix."""
+        """The scopes for a matrix outside all layers, and the matrix."""
         coded_weight = self.scopes.blocks.get(name)
         return replace(self.scopes, layer_blocks={field: coded_weight} if coded_weight else {}), self._matrix(field, name)
 
@@ -119,19 +111,18 @@ class _Model:
         return scopes.embed_rows(self.g, ids, w)
 
     def _shared(self, begin: str) -> dict[str, str]:
-        """What all layers are handed alike: who sees whom, rotary tables at the tokens' positions, shapes."""
+        """What all layers share: which query sees which token, rotary tables at the tokens' positions, shapes."""
         g, last = self.g, self.config.max_position_embeddings - 1
-        steps, by_head, slots, q_shape, kv_shape = self._constant_shapes() if self.plan.static else self._shapes(begin)
+        steps, by_head, slots, q_shape, kv_shape = self._shapes(begin)
         past = g.reshape("past_column", "past_lens", [-1, 1])
         after = g.node("past_and_step", "Add", past, steps)
-        # A token sees what stands before it, and itself: a slot beyond what was stored stands nowhere.
         empty_position = g.scalar(EMPTY_POSITION, np.int32)
         slot_position = g.node("slot_position", "Where", g.node("slot_holds", "Less", slots, past), slots, empty_position)
         keys = g.reshape("key_position", g.node("positions", "Concat", slot_position, after, axis=1), [0, 1, 1, -1])
         queries = g.reshape("query_position", g.node("past_and_row", "Add", past, by_head), [0, 1, -1, 1])
         visible = g.node("visible", "GreaterOrEqual", queries, keys)
         is_stored = g.node("stored", "Less", keys, empty_position)
-        # Padding may stand behind the last position that there is.
+        # Padding may stand behind the last position.
         last_one = g.scalar(last, np.int32)
         position = g.node("position", "Where", g.node("is_before_last", "Less", after, last_one), after, last_one)
         cos, sin = (
@@ -147,14 +138,14 @@ class _Model:
         return shared | self._window_inputs(visible, keys, queries, after) if any(self.plan.kept) else shared
 
     def _stretches(self, position: str) -> dict[str, str]:
-        """The same of keys in stretches: those of new tokens [B, Q] int32, and what `by_stretches` wants."""
+        """Keys in stretches: `stretch` [B, Q] int32 of new tokens, and what `by_stretches` takes."""
         g = self.g
         stretch = g.node("stretch", "Div", position, g.scalar(STRETCH, np.int32))
         whole, zero, one = g.scalar(STRETCH, np.int64), g.scalar(0, np.int64), g.scalar(1, np.int64)
         before = g.node("whole_stretches", "Div", g.node("last_slot", "Sub", "slots_int64", one), whole)
         count = g.node("stretch_count", "Add", before, one)
         numbers = g.node("stretch_numbers", "Range", zero, count, one)
-        # Slots of the last block may lie behind the last position that there is.
+        # Slots of the last block may lie behind the last position.
         last = g.scalar((self.config.max_position_embeddings - 1) // STRETCH, np.int64)
         tokens = g.node("slots_and_tokens", "Add", "slots_int64", "tokens_int64")
         fill = g.node("fill_count", "Sub", g.node("slots_of_stretches", "Mul", count, whole), tokens)
@@ -164,7 +155,7 @@ class _Model:
         }  # fmt: skip
 
     def _window_inputs(self, visible: str, keys: str, queries: str, after: str) -> dict[str, str]:
-        """The same where tokens stay in BF16: a query sees each token packed or in BF16, in columns behind the packed ones."""
+        """Tokens in BF16 are columns behind the packed ones: a query sees each token in one of both."""
         g, (tail, sink) = self.g, self.plan.kept
         both = g.node("kept_and_new", "Concat", "kept_positions", after, axis=1)
         key_positions = g.reshape("kept_key_position", both, [0, 1, 1, -1])
@@ -184,11 +175,7 @@ class _Model:
         return {"visible": every, "kept_index": "kept_index", "kept_stored": is_held}
 
     def _shapes(self, begin: str) -> tuple[str, str, str, str, str]:
-        """What follows from the sizes, computed from the inputs' shapes.
-
-        Returns:
-            steps [1, Q], the same by query head of a KV head [1, G * Q], slots [S], shapes of Q and of K and V.
-        """
+        """Steps [1, Q], steps by query head of a KV head [1, G * Q], slots [S], shapes of Q and of K and V."""
         g, config = self.g, self.config
         lead = g.node("batch_and_tokens", "Shape", begin, start=0, end=2)
         count = g.node("tokens", "Cast", g.node("tokens_int64", "Gather", lead, g.scalar(1, np.int64)), to=_INT32)
@@ -204,21 +191,6 @@ class _Model:
         )
         by_head = g.node("steps_by_head", "Tile", steps, g.integers([1, self.group]))
         return steps, by_head, g.node("slots", "Range", zero, total, one), q_shape, kv_shape
-
-    def _constant_shapes(self) -> tuple[str, str, str, str, str]:
-        """The same where all sizes are known."""
-        g, sizes, config = self.g, self.sizes, self.config
-        batch, tokens = int(sizes.batch), int(sizes.tokens)
-        steps = np.arange(tokens, dtype=np.int32)[None]
-        slots = np.arange(int(sizes.columns) * int(sizes.block_size), dtype=np.int32)
-        q_shape, kv_shape = (
-            g.integers([batch, tokens, heads, config.heads.head_dim])
-            for heads in (config.heads.num_heads, config.heads.num_kv_heads)
-        )
-        return (
-            g.constant("steps", steps), g.constant("steps_by_head", np.tile(steps, self.group)),
-            g.constant("slots", slots), q_shape, kv_shape,
-        )  # fmt: skip
 
     def _layer(self, layer: int, hidden: str, shared: dict[str, str]) -> str:
         tensors = layer_tensors(self.config, layer)
@@ -241,8 +213,7 @@ class _Model:
     def _finish(self, hidden: str, begin: str) -> None:
         g, config = self.g, self.config
         if not self.plan.head:
-            shape = [-1, int(self.sizes.tokens)] if isinstance(self.sizes.tokens, int) else None
-            lead = g.integers(shape) if shape else "batch_and_tokens"
+            lead = g.integers([-1, self.sizes.tokens]) if isinstance(self.sizes.tokens, int) else "batch_and_tokens"
             out = g.node("hidden_shape", "Concat", lead, g.integers([config.hidden_size]), axis=0)
             g.node("hidden_out", "Reshape", hidden, out)
             return

@@ -1,10 +1,7 @@
-"""Qwen3 with a packed cache as ONNX graphs: prefill, decode, and any span of layers, out of the same scopes.
+"""A decoder layer, the embedding and the head with a packed cache as ONNX scopes, for prefill, decode and any span of layers.
 
-Norms of Q's and K's heads are optional and so are biases, so that the Llama family has graphs too.
-
-New tokens come as a rectangle of B sequences and Q tokens, padded at the right; padding is any token, and what comes out for
-it is not used. The cache is read and never written: a graph returns the codes and scales of the new tokens, and its host puts
-them where it wants them.
+New tokens are a rectangle of B sequences and Q tokens, padded at the right with any token. The cache is read and not written:
+a graph returns the codes and scales of the new tokens.
 
 Rounding points: those of `tq_ops.reference`, but probabilities stay in FP32. In FP16 each projection's result is FP16.
 """
@@ -25,9 +22,9 @@ from haarkv.tq_ops.onnx.graph import Graph
 
 DTYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
 FIELDS = ("k_codes", "k_scale", "v_codes", "v_scale")
-"""What a layer stores of all tokens, in the order of inputs and outputs."""
+"""What a layer stores of all tokens, in order."""
 WINDOW_FIELDS = ("k_kept", "v_kept")
-"""What it stores beside that where tokens stay in BF16."""
+"""What it also stores where tokens stay in BF16."""
 EMBEDDING_FIELD, HEAD_FIELD = "embedding", "head"
 PROJECTIONS = tuple(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down"))
 
@@ -38,16 +35,12 @@ _ATTENDED_BY = ("k_rotation", "k_mean", "k_rows", "v_rotation", "kept_index", "k
 
 @dataclass(frozen=True)
 class Qwen3Scopes(AttentionScopes):
-    """The scopes of a model's graphs.
-
-    Args:
-        layer_blocks: of `blocks`, the weights of the layer at hand, by field.
-    """
+    """The scopes of a model's graphs; `layer_blocks` are the `blocks` of one layer, by field."""
 
     layer_blocks: Mapping[str, CodedWeight] = field(default_factory=dict)
 
     def for_layer(self, layer: int) -> Self:
-        """Those of one layer."""
+        """Of one layer."""
         if not self.blocks:
             return self
         tensors = layer_tensors(self.config, layer)
@@ -62,12 +55,12 @@ class Qwen3Scopes(AttentionScopes):
 
     @property
     def suffix(self) -> str:
-        """Of the names of functions that depend on how K and V are stored."""
+        """For the names of functions that depend on how K and V are stored."""
         return f"_{self.k.name}_{self.v.name}" + (f"_turned_{self.rope_pairs}" if self.rope_pairs else "")
 
     @property
     def weights_suffix(self) -> str:
-        """Of the names of functions that depend on how weights are stored: each type, with its fields if there are several."""
+        """For functions that depend on how weights are stored: each type, with its fields if there are several."""
         by_name: dict[str, list[str]] = {}
         for projection, weight in self.layer_blocks.items():
             by_name.setdefault(weight.codes.name, []).append(projection.removesuffix("_proj"))
@@ -77,21 +70,15 @@ class Qwen3Scopes(AttentionScopes):
 
     # -- Pieces --------------------------------------------------------------------------------------------------------
     def _widen(self, g: Graph, name: str, x: str) -> str:
-        """The same numbers in FP32; nothing to do in an FP32 model."""
         return x if self.element == _FLOAT else g.node(name, "Cast", x, to=_FLOAT)
 
     def _round(self, g: Graph, name: str, x: str) -> str:
-        """Rounded to the model's dtype."""
         return x if self.element == _FLOAT else g.node(name, "Cast", x, to=self.element)
 
     def _linear(self, g: Graph, name: str, x: str, w: Mapping[str, str], field: str) -> str:
-        """`x @ weight.T`: [N, in] of the model's dtype -> [N, out] fp32.
+        """`x @ weight.T`: [N, in] of the model's dtype -> [N, out] fp32, of `field.weight` or its parts in `w`.
 
-        BF16 operands are widened, which is what products and sums in FP32 mean, and what providers without a BF16 product
-        can run. FP16 is left to the provider, whose product is FP16. Numbers of blocks are not rounded to either.
-
-        Args:
-            w: the weight as `field.weight`, or its parts as `field.weight.part`.
+        BF16 operands are widened to FP32. An FP16 product is the provider's. Numbers of blocks are not rounded to either.
         """
         if coded_weight := self.layer_blocks.get(field):
             parts = {part: w[f"{field}.weight.{part}"] for part in coded_weight.types}
@@ -128,11 +115,11 @@ class Qwen3Scopes(AttentionScopes):
         self, g: Graph, hidden: str, block_table: str, visible: str, stored: str, cos: str, sin: str, q_shape: str,
         kv_shape: str, **w: str,
     ) -> list[str]:  # fmt: skip
-        """One decoder layer: hidden [B*Q, hidden] -> the same, and what the new tokens' K and V are stored as.
+        """One decoder layer: hidden [B*Q, hidden] -> the same, and new K and V as stored.
 
         Args:
-            w: weights, what `stored_by` names, `FIELDS`, `WINDOW_FIELDS` with their `kept_index` and `kept_stored`, and of
-                keys in stretches `stretch` and what `by_stretches` wants.
+            w: weights, what `stored_by` names, `FIELDS`, `WINDOW_FIELDS` with `kept_index` and `kept_stored`, and for keys in
+                stretches `stretch` and what `by_stretches` takes.
         """
         x = self._norm(g, "input_norm", hidden, w["input_norm.weight"])
         q, k, v = (
@@ -166,14 +153,12 @@ class Qwen3Scopes(AttentionScopes):
         return [hidden, *new.values()]
 
     def _turned_back(self, g: Graph, k: str, token_turns: Mapping[str, str]) -> str:
-        """New keys [B, Q, Hkv, D] as their stretches store them."""
         if not self.rope_pairs:
             return k
         cos, sin = (token_turns[f"token_{word}"] for word in TURNS)
         return g.call("k_turned", f"TurnBack_{self.rope_pairs}", self.turn_back, x=k, cos=cos, sin=sin)[0]
 
     def _store(self, g: Graph, side: str, x: str, w: Mapping[str, str]) -> list[str]:
-        """Codes and scale of new K or V."""
         scope, words = (
             (self.quantize_learned, ("mean", "forward", "weights"))
             if self.has_learned(side)
@@ -183,12 +168,10 @@ class Qwen3Scopes(AttentionScopes):
         return g.call(f"{side}_quantize", f"Quantize_{self.name(side)}", partial(scope, side=side), x=x, **by)
 
     def _project(self, g: Graph, side: str, x: str, w: Mapping[str, str]) -> str:
-        """Q, K or V as projected, with its bias where the family has one."""
         y, bias = self._linear(g, f"{side}_proj", x, w, f"{side}_proj"), w.get(f"{side}_bias.weight")
         return y if bias is None else g.node(f"{side}_biased", "Add", y, self._widen(g, f"{side}_bias_fp32", bias))
 
     def _head_norm(self, g: Graph, side: str, x: str, w: Mapping[str, str]) -> str:
-        """Q or K, each head normed where the family does so."""
         weight = w.get(f"{side}_norm.weight")
         return x if weight is None else g.call(f"{side}_norm", "RMSNorm", self.rms_norm, x=x, weight=weight)[0]
 
@@ -201,16 +184,12 @@ class Qwen3Scopes(AttentionScopes):
         return self._round(g, f"{name}_rounded", total)
 
     def head(self, g: Graph, hidden: str, norm: str, w: Mapping[str, str]) -> None:
-        """Logits [B, vocab] fp32 of hidden states [B, hidden].
-
-        Args:
-            w: as of `_linear`, the field being `HEAD_FIELD`.
-        """
+        """Logits [B, vocab] fp32 of hidden states [B, hidden]; the matrix in `w` is field `HEAD_FIELD`."""
         x = self._norm(g, "final_norm", hidden, norm)
         self._linear(g, "logits", x, w, HEAD_FIELD)
 
     def embed_rows(self, g: Graph, ids: str, w: Mapping[str, str]) -> str:
-        """Rows [N, hidden] of the embedding, whose field is `EMBEDDING_FIELD`, in the model's dtype."""
+        """Rows [N, hidden] of the embedding, field `EMBEDDING_FIELD` of `w`, in the model's dtype."""
         coded_weight = self.layer_blocks.get(EMBEDDING_FIELD)
         if coded_weight is None:
             return g.node("embedded", "Gather", w[f"{EMBEDDING_FIELD}.weight"], ids)

@@ -1,4 +1,4 @@
-"""What goes into one ONNX model, as data: layers, how they store K and V, sizes, and names of inputs and outputs."""
+"""What goes into one ONNX model, as data; names of its inputs and outputs; its weights."""
 
 from __future__ import annotations
 
@@ -30,13 +30,11 @@ NEWEST_OPSET = 26  # the newest that ONNX Runtime 1.31 reads
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a graph's inputs: numbers, or names of what may differ from run to run.
+    """Sizes of a graph's inputs: numbers, or names of sizes that may differ from run to run.
 
     Attributes:
-        batch: B, sequences.
-        tokens: Q, new tokens a sequence.
+        batch, tokens: B sequences, Q new tokens each.
         columns: blocks a sequence in the block table; S = columns * block_size slots are attended to.
-        blocks, block_size: of the cache.
         kept: vectors in BF16 of one side of a layer's cache.
     """
 
@@ -53,17 +51,13 @@ class GraphSpec:
     """What goes into one model.
 
     Attributes:
-        span: layers, by their index in the whole model; none of a head alone.
-        embed: begin with token ids instead of hidden states.
-        head: end with logits instead of hidden states.
+        span: layers, by their index in the whole model; none for a head alone.
+        embed, head: begin with token ids, end with logits, instead of hidden states.
         opset: version of the standard operators.
-        sizes: of the inputs; with `static` all of them numbers.
-        functions: layers and scopes as functions.
-        static: for compilers that want every shape to be a constant: no node computes one.
         metadata: kept in the model.
-        formats: K's and V's in each layer of the span; those of the scopes unless given.
+        formats: K's and V's in each layer of the span; those of the scopes if empty.
         kept: tokens that a query sees in BF16: the newest, itself among them, and the first ones.
-        has_stretches: whether texts may be longer than a stretch of keys, so that learned keys are stored turned back.
+        has_stretches: texts may be longer than a stretch, so that learned keys are stored turned back.
     """
 
     span: range
@@ -71,8 +65,6 @@ class GraphSpec:
     head: bool
     opset: int
     sizes: Sizes = Sizes()
-    functions: bool = True
-    static: bool = False
     metadata: tuple[tuple[str, str], ...] = ()
     formats: tuple[tuple[KVFormat, KVFormat], ...] = ()
     kept: tuple[int, int] = (0, 0)
@@ -80,21 +72,21 @@ class GraphSpec:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """What each layer stores, in the order of inputs and outputs."""
+        """What each layer stores, in order."""
         return FIELDS + WINDOW_FIELDS * any(self.kept)
 
     def scopes(self, scopes: Qwen3Scopes, layer: int) -> Qwen3Scopes:
-        """Those of one layer of the span."""
+        """Of one layer of the span."""
         scopes = scopes.for_layer(layer)
         if not self.formats:
             return scopes
         k, v = self.formats[layer - self.span.start]
-        turns = k.turns(layer) if self.has_stretches else None
+        turns = k.rope_shift(layer) if self.has_stretches else None
         return replace(scopes, k=k, v=v, rope_pairs=len(turns.inv_freq) if turns else 0)
 
 
 def unsupported(config: ModelConfig) -> str | None:
-    """In one sentence why there are no graphs of such a model, or None."""
+    """None, or in one sentence why there are no graphs of such a model."""
     if other := unknown_layer(config, ("head_norms", "bias")):
         return f"its graphs are those of plain dense layers, and {other}"
     if len(set(config.layers)) > 1 or config.embedding_scale != 1 or config.final_norm != config.layers[0].norm:
@@ -103,17 +95,17 @@ def unsupported(config: ModelConfig) -> str | None:
 
 
 def cache_name(layer: int, cache_field: str) -> str:
-    """Name of the input that is a layer's stored field."""
+    """The input that is a layer's stored field."""
     return f"layers.{layer}.{cache_field}"
 
 
 def new_name(layer: int, cache_field: str) -> str:
-    """Name of the output that is the same field of the new tokens."""
+    """The output that is the same field of the new tokens."""
     return f"layers.{layer}.new_{cache_field}"
 
 
 def require_opset(opset: int) -> None:
-    """Refuse an opset that has no functions, or that ONNX Runtime or this onnx package does not know."""
+    """Refuse an opset without functions, or newer than ONNX Runtime or the onnx package."""
     newest = min(onnx.defs.onnx_opset_version(), NEWEST_OPSET)
     if not OLDEST_OPSET <= opset <= newest:
         raise InputError(f"there is no opset {opset} to write; choose one of {OLDEST_OPSET} … {newest}")
@@ -124,7 +116,7 @@ ROPE_COS, ROPE_SIN = "rope.cos", "rope.sin"
 
 
 def weight_types(scopes: Qwen3Scopes, plan: GraphSpec) -> dict[str, TensorType]:
-    """Every tensor outside a graph: the model's own by their Hugging Face names, rotary tables, what K and V are stored by."""
+    """Every tensor outside a graph: weights by Hugging Face's names, rotary tables, rotations and coordinates of K and V."""
     config, element = scopes.config, scopes.element
     types: dict[str, TensorType] = {}
 
@@ -151,12 +143,12 @@ def weight_types(scopes: Qwen3Scopes, plan: GraphSpec) -> dict[str, TensorType]:
 
 
 def part_name(weight: str, part: str) -> str:
-    """Name of a tensor that a weight in codes lies in."""
+    """A tensor of a weight in codes."""
     return f"{weight}.{part}"
 
 
 def coded_weights(weights: Iterable[tuple[str, Weight]]) -> dict[str, CodedWeight]:
-    """Those that lie in blocks which graphs multiply with, by name."""
+    """Weights in blocks that graphs multiply with, by name."""
     return {
         name: CodedWeight(weight_codes(weight), *weight.shape)
         for name, weight in weights
@@ -165,25 +157,24 @@ def coded_weights(weights: Iterable[tuple[str, Weight]]) -> dict[str, CodedWeigh
 
 
 def coded_values(name: str, weight: Blocks) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of all that a weight in codes lies in."""
+    """Tensors of a weight in codes."""
     return ((part_name(name, part), tensor) for part, tensor in in_codes(weight).items())
 
 
 def weight_values(model: DecoderModel) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of everything that graphs of the model want but `coded_weights` and what K and V are stored by: of dense
-    weights the very tensors."""
+    """Weights but `coded_weights`, and rotary tables; dense weights are the model's own tensors."""
     coded_by_name = coded_weights(model.weights.named_tensors())
     weights = ((name, dense(weight)) for name, weight in model.weights.named_tensors() if name not in coded_by_name)
     return chain(weights, rope_values(model.ropes[model.config.common.attention.rope]))
 
 
 def rope_values(rope: RopeTable) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of the rotary tables."""
+    """The rotary tables."""
     return zip((ROPE_COS, ROPE_SIN), rope.whole(), strict=True)
 
 
 def stored_values(scopes: Qwen3Scopes, plan: GraphSpec, device: torch.device) -> dict[str, Tensor]:
-    """By name, what K and V are stored by in the layers of a graph."""
+    """Rotations and coordinates of K and V in the layers of a graph."""
     values: dict[str, Tensor] = {}
     for layer in plan.span:
         values |= plan.scopes(scopes, layer).stored_values(layer, device)
@@ -191,7 +182,7 @@ def stored_values(scopes: Qwen3Scopes, plan: GraphSpec, device: torch.device) ->
 
 
 def weight_offsets(types: dict[str, TensorType]) -> dict[str, int]:
-    """Where each weight begins in the file that holds them all."""
+    """Byte offset of each weight in its file."""
     offsets, end = {}, 0
     for name, tensor_type in types.items():
         offsets[name] = end

@@ -4,7 +4,6 @@ import ast
 import hashlib
 import json
 import resource
-import shlex
 import subprocess
 import sys
 import weakref
@@ -14,7 +13,7 @@ import pytest
 import torch
 from checkpoints import write_checkpoint
 from gguf_files import byte_vocabulary, convert
-from onnx_graphs import CONFIG, TensorProto, build_graph, graph_weights, helper, onnx, ort, run, small_model, value_types
+from onnx_graphs import helper, onnx, ort
 from places import ROOT
 from refusals import assert_refused
 
@@ -22,18 +21,7 @@ from haarkv.codebooks import haar_rotation
 from haarkv.engine.loading import load
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.qwen3_14b.onnx import export as onnx_export
-from haarkv.models.qwen3_14b.onnx.export import (
-    ABOUT,
-    BUCKETS,
-    COMMANDS,
-    WEIGHTS,
-    AtcScopes,
-    Bucket,
-    Export,
-    atc_plan,
-    write_export,
-)
-from haarkv.models.qwen3_14b.onnx.model import build
+from haarkv.models.qwen3_14b.onnx.export import ABOUT, WEIGHTS, Export, write_export
 from haarkv.models.weights import checkpoint_shapes
 from haarkv.tq_ops.onnx.graph import TensorType
 from tq import __version__
@@ -162,7 +150,7 @@ def test_one_weight_at_a_time_is_in_memory(checkpoint, tmp_path, monkeypatch):
 
     monkeypatch.setattr(onnx_export, "stream_tensors", watch_stream)
     config = read_config(str(checkpoint))
-    write_export(tmp_path, Export(str(checkpoint), config, range(3), "bfloat16", 23, False, "0"))
+    write_export(tmp_path, Export(str(checkpoint), config, range(3), "bfloat16", 23, "0"))
     assert most <= 2
 
 
@@ -198,13 +186,6 @@ def outside(folder):
     """Types of the tensors in the file of weights."""
     graph = onnx.load(folder / "decode.onnx", load_external_data=False).graph
     return [TensorType(t.data_type, tuple(t.dims)) for t in graph.initializer if t.external_data]
-
-
-def test_graphs_for_atc_restore_blocks(file, tmp_path, capsys):
-    assert main(["export", "--model", str(file), "--for", "atc", "--out", str(tmp_path / "a"), "--layers", "0:1"]) == 0
-    assert "restored to float16: Q4_1" in capsys.readouterr().out
-    model = onnx.load(next((tmp_path / "a").glob("*.onnx")), load_external_data=False)
-    assert {i.domain for i in model.opset_import} == {""}
 
 
 # -- What cannot be written ----------------------------------------------------------------------------------------------
@@ -253,98 +234,6 @@ def test_a_weight_beyond_fp16_is_refused_by_name(capsys, checkpoint, tmp_path):
     message = refusal_message(capsys, "--model", model, "--dtype", "float16", "--out", tmp_path / "out")
     assert "model.layers.1.mlp.up_proj.weight is not finite in float16" in message
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-# -- For ATC -------------------------------------------------------------------------------------------------------------
-ATC_OPERATORS = json.loads((ROOT / "models/qwen3_14b/onnx/atc_operators.json").read_text())["operators"]
-# Inputs that say how and not what, INT64 by the operator's definition.
-HOW = {"Reshape": 1, "Split": 1, "ReduceSum": 1}
-
-
-def unlisted_nodes(model):
-    """Nodes whose operator, element types or opset ATC's documentation does not list."""
-    (opset,) = (i.version for i in model.opset_import)
-    types, faults = value_types(model), []
-    words = {TensorProto.FLOAT: "float", TensorProto.FLOAT16: "float16", TensorProto.BOOL: "bool"}
-
-    def word(name):
-        element = types[name].elem_type
-        return words.get(element) or helper.tensor_dtype_to_np_dtype(element).name
-
-    for node in model.graph.node:
-        operator = ATC_OPERATORS.get(node.op_type)
-        if operator is None or not operator["opsets"][0] <= opset <= operator["opsets"][1]:
-            faults.append((node.name, node.op_type, opset))
-            continue
-        inputs = list(node.input)
-        if node.op_type in HOW:
-            inputs = inputs[: HOW[node.op_type]]
-        elif node.op_type == "Where":
-            assert word(inputs.pop(0)) == "bool"
-        elif node.op_type == "Gather":
-            assert word(inputs.pop()) in ("int32", "int64")
-        faults += [(node.name, node.op_type, word(i)) for i in inputs if word(i) not in operator["types"]]
-        output_types = operator.get("out", operator["types"])
-        faults += [(node.name, node.op_type, word(o)) for o in node.output if word(o) not in output_types]
-    return faults
-
-
-def atc_graph(bucket, dtype="float16", config=CONFIG):
-    scopes = AtcScopes(config, dtype, batch=bucket.batch, tokens=bucket.tokens)
-    return build(scopes, atc_plan(bucket, range(config.num_layers), embed=True, head=True, metadata=()))
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize("bucket", [Bucket(1, 1, 256), Bucket(2, 3, 256)], ids=lambda b: b.name)
-def test_graphs_for_atc_hold_nothing_but_what_its_documentation_lists(dtype, bucket):
-    model = atc_graph(bucket, dtype)
-    assert unlisted_nodes(model) == []
-    assert not model.functions
-    assert all(size.dim_value for tensor_type in value_types(model).values() for size in tensor_type.shape.dim)
-
-
-def test_a_graph_for_atc_computes_what_the_others_do():
-    weights, bucket = graph_weights(small_model(CONFIG)), Bucket(2, 3, 256)
-    sizes = {"batch": 2, "tokens": 3, "columns": 2, "blocks": 4, "block_size": 128}
-    ours, theirs = run(atc_graph(bucket, "float32"), weights, sizes, [200, 9]), run(build_graph(), weights, sizes, [200, 9])
-    assert ours["layers.0.new_k_codes"].dtype == np.int8
-    for side in "kv":
-        # The first layer's K and V see no attention: the same bytes but for ties of BF16.
-        same = ours[f"layers.0.new_{side}_codes"].view(np.uint8) == theirs[f"layers.0.new_{side}_codes"]
-        assert same.mean() > 0.99
-    error = np.abs(ours["logits"] - theirs["logits"]).max() / theirs["logits"].std()
-    assert 0 < error < 0.5
-
-
-def test_no_index_of_a_graph_for_atc_is_negative():
-    """ATC's `Gather` knows no negative index; ONNX Runtime's would count it from the end and hide it."""
-    model = atc_graph(Bucket(2, 3, 256), "float32")
-    index = "layers.0/attention/k_index"
-    model.graph.output.append(helper.make_tensor_value_info(index, TensorProto.INT32, (2, 2, 256 + 3, 64)))
-    sizes = {"batch": 2, "tokens": 3, "columns": 2, "blocks": 4, "block_size": 128}
-    indices = run(model, graph_weights(small_model(CONFIG)), sizes, [200, 9])[index]
-    assert (indices.min(), indices.max()) == (0, 255)
-    assert indices[:, :, 256:].max() > 127
-
-
-def test_every_bucket_has_a_graph_and_a_command_line_that_fits_it(checkpoint, tmp_path):
-    out = tmp_path / "atc"
-    assert main(["export", "--model", str(checkpoint), "--for", "atc", "--out", str(out)]) == 0
-    lines = [shlex.split(line) for line in (out / COMMANDS).read_text().splitlines() if line.startswith("atc ")]
-    assert len(lines) == len(BUCKETS) == len(list(out.glob("*.onnx")))
-    for words in lines:
-        options = dict(word.removeprefix("--").split("=", 1) for word in words[1:])
-        model = onnx.load(out / options["model"], load_external_data=False)
-        shapes = {v.name: [size.dim_value for size in v.type.tensor_type.shape.dim] for v in model.graph.input}
-        command_shapes = dict(part.split(":") for part in options["input_shape"].split(";"))
-        assert {name: [int(size) for size in shape.split(",")] for name, shape in command_shapes.items()} == shapes
-        assert (options["framework"], options["input_format"]) == ("5", "ND")
-    assert subprocess.run(["sh", "-n", out / COMMANDS], check=False).returncode == 0
-    refusal = subprocess.run(
-        ["sh", out / COMMANDS], capture_output=True, text=True, check=False, env={"PATH": "/usr/bin:/bin"}
-    )
-    assert refusal.returncode != 0
-    assert "SOC_VERSION" in refusal.stderr
 
 
 # -- The page ------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import time
 import pytest
 from at_length import MORE, rest
 
-from haarkv.tq_ops.cpu import build
+from haarkv.tq_ops.cpu import build, library
 
 
 # Some of each folder of instructions; the rest runs with `make test-long`.
@@ -17,10 +17,20 @@ def test_a_translation_unit_has_no_warning(unit, tmp_path):
     """What the front end sees; `python -m haarkv.tq_ops.cpu.build --werror` also asks the optimizer."""
     if build.compiler() is None:
         pytest.skip("no C++ compiler")
-    source = build.SOURCES / f"{unit}.cpp"
-    command = [build.compiler(), *build.FLAGS, *build.units(build.compiler())[unit], "-Werror", "-fsyntax-only", str(source)]
+    source, flags = build.units(build.compiler())[unit]
+    command = [build.compiler(), *build.FLAGS, *flags, "-Werror", "-fsyntax-only", str(build.SOURCES / f"{source}.cpp")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_this_machine_alone_is_the_best_of_its_sets():
+    if build.compiler() is None:
+        pytest.skip("no C++ compiler")
+    every, native = build.units(build.compiler()), build.units(build.compiler(), native=True)
+    sets = {name.removesuffix("_dense") for name in native if name.endswith("_dense")}
+    assert sets == {[isa for isa in library.isas() if isa != "amx"][-1]}
+    assert ("bf16" in native) == library.multiplies_bf16()
+    assert native.items() - every.items() == {("isa", native["isa"])}
 
 
 def test_a_warning_would_be_seen(tmp_path):

@@ -17,9 +17,9 @@ from haarkv.tq_ops.cpu.ops import CpuOps
 def quantizer():
     """Of one table, and a weak reference to it."""
     centroids = torch.randn(16)
-    empty = {name: 0 for name, _ in library.Quantizer._fields_ if name not in ("matrix", "centroids")}
+    empty = {name: 0 for name, _ in library.Quantizer._fields_ if name not in ("matrix", "centroids", "planes")}
     matrix = library.Matrix(numbers=torch.zeros(2), pairs=0, head_stride=0, inputs=1, outputs=2, bf16=0)
-    return library.Quantizer(**empty, matrix=matrix, centroids=centroids), weakref.ref(centroids)
+    return library.Quantizer(**empty, planes=(0, 0), matrix=matrix, centroids=centroids), weakref.ref(centroids)
 
 
 def test_a_structure_keeps_alive_what_it_points_to():
@@ -45,7 +45,7 @@ def test_so_does_a_structure_around_it():
 
 
 def test_tables_outlive_the_caches_of_other_modules():
-    """Attention after whoever computed the tables has forgotten them, and their memory was used again."""
+    """Attention after the tables were freed by their owner and their memory was used again."""
     open_table(CPU[0])
     ops, case = CpuOps("portable"), Case("tq4", 64, 2, 1, 8, (20,), (1,))
     kv_cache, batch = filled(case)
@@ -69,15 +69,40 @@ def test_a_library_of_older_sources_is_refused(tmp_path, monkeypatch):
         library.load.__wrapped__()
 
 
-def test_a_library_whose_structures_have_other_sizes_is_refused(monkeypatch):
+def test_a_library_of_other_headers_is_refused(tmp_path, monkeypatch):
     """A call would hand it a structure that it reads past the end of, or at the wrong places."""
     open_table(CPU[0])
-    larger = type("SideArgs", (ctypes.Structure,), {"_fields_": (*library.SideArgs._fields_, ("more", ctypes.c_int64))})
-    for structures in (
-        tuple(larger if structure is library.SideArgs else structure for structure in library._STRUCTURES),
-        library._STRUCTURES[:-1],
-        (*library._STRUCTURES, larger),
-    ):
-        monkeypatch.setattr(library, "_STRUCTURES", structures)
-        with pytest.raises(library.KernelsMissingError, match="older than their sources"):
-            library.load.__wrapped__()
+    changed = tmp_path / "calls.h"
+    changed.write_bytes(build.INTERFACE[1].read_bytes().replace(b"int32_t half, count;", b"int32_t count, half;"))
+    monkeypatch.setattr(build, "INTERFACE", (build.INTERFACE[0], changed))
+    with pytest.raises(library.KernelsMissingError, match="older than their sources"):
+        library.load.__wrapped__()
+
+
+LAYOUT = """#include <cstddef>
+#include <cstdio>
+#include "calls.h"
+int main() {
+"""
+
+
+def test_structures_lie_as_the_compiler_lays_them_out(tmp_path):
+    if build.compiler() is None:
+        pytest.skip("no C++ compiler")
+    structures = {name: structure for name, structure in library._STRUCTURES.items() if structure._fields_}
+    assert len(structures) >= 20
+    lines, expected = [], []
+    for name, structure in structures.items():
+        cname = f"Haarkv{name}" if f"struct Haarkv{name} " in build.INTERFACE[1].read_text() else name
+        lines.append(f'printf("{name} %zu\\n", sizeof({cname}));')
+        expected.append(f"{name} {ctypes.sizeof(structure)}")
+        for field, _ in structure._fields_:
+            lines.append(f'printf("{name}.{field} %zu\\n", offsetof({cname}, {field}));')
+            expected.append(f"{name}.{field} {getattr(structure, field).offset}")
+    (tmp_path / "layout.cpp").write_text(LAYOUT + "\n".join(lines) + "}\n")
+    subprocess.run(
+        [build.compiler(), "-w", f"-I{build.SOURCES}", str(tmp_path / "layout.cpp"), "-o", str(tmp_path / "layout")],
+        check=True,
+    )
+    run = subprocess.run([str(tmp_path / "layout")], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines() == expected

@@ -98,20 +98,11 @@ def machine(tmp_path, monkeypatch):
 
 
 def test_versions_are_read_from_files(machine, monkeypatch):
-    machine_versions = find_installation(machine)
-    assert (machine_versions.cann, machine_versions.cann_folder, machine_versions.sourced, machine_versions.driver) == (
-        "9.0.0",
-        machine / "cann",
-        False,
-        "25.5.1",
+    stack = find_installation(machine)
+    assert stack == Installation(
+        platform.python_version(), "2.9.0+cpu", "2.9.0.post2", "0.2.0", "9.0.0", machine / "cann", False, "25.5.1"
     )
-    assert (machine_versions.torch, machine_versions.torch_npu, machine_versions.pypto) == (
-        "2.9.0+cpu",
-        "2.9.0.post2",
-        "0.2.0",
-    )
-    assert machine_versions.python == platform.python_version()
-    assert "not sourced" in unpublished_reason(machine_versions)
+    assert "not sourced" in unpublished_reason(stack)
     monkeypatch.setenv("ASCEND_HOME_PATH", str(machine / "cann"))
     assert unpublished_reason(find_installation(machine)) is None
 
@@ -129,13 +120,8 @@ def test_the_sourced_toolkit_counts_and_no_other(machine, monkeypatch):
 def test_a_machine_without_anything_is_described(tmp_path, monkeypatch):
     monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    machine_versions = find_installation(tmp_path)
-    assert (machine_versions.cann, machine_versions.cann_folder, machine_versions.sourced, machine_versions.driver) == (
-        None,
-        None,
-        False,
-        None,
-    )
+    stack = find_installation(tmp_path)
+    assert (stack.cann, stack.cann_folder, stack.sourced, stack.driver) == (None, None, False, None)
 
 
 def test_torch_is_not_imported():

@@ -1,4 +1,14 @@
-// Attention of one tile of query rows over one stretch of blocks, with an online softmax.
+// Attention of tiles of query rows over one stretch of blocks, with an online softmax. One walk over the blocks serves a tile
+// alone (`Single`), the tiles of a pass (pass.h) and those of AMX (tile_attention.h). `Products` says how K and V are read.
+
+// The products of R rows with keys and with values.
+template <class K, class V> struct Products : K, V {
+    static int64_t floats(const Cache& cache) { return K::floats(cache) + V::floats(cache); }
+    static int64_t slab_floats(const Cache& cache) { return larger(K::slab_floats(cache), V::slab_floats(cache)); }
+
+    Products(const Cache& cache, const Tile& tile, int stride, float* scratch)
+        : K(cache, tile, stride, scratch), V(cache, stride, scratch + K::floats(cache)) {}
+};
 
 // shrink[r] = exp(before[r] - now[r]), factor[r] = exp(block[r] - now[r]), all in one register or two; 0 where a maximum is
 // that of no key.
@@ -43,7 +53,7 @@ struct Pieces {
     }
 };
 
-// Floats of scratch that `attend` needs with the products `P`, FloatProducts or IntegerProducts.
+// Floats of scratch that `attend` needs with the products `P`.
 template <template <int> class P> int64_t scratch_floats(const Cache& cache) {
     return Pieces(cache, kMaxRows).end + P<kMaxRows>::floats(cache) + 16;
 }
@@ -100,7 +110,7 @@ template <class Simd, class P, int R> struct Attend {
         if (!P::scores(cache.k))
             return score_unpacked<Simd, R>(cache.k, k, n, tile.q, tile.softmax_scale, stride, codes, numbers, logits);
         if (unpacks_nibbles(cache.k)) unpack_nibbles<Simd>(cache.k, k.codes, n, codes), k.codes = codes;
-        products.score(k, n, tile.softmax_scale, reinterpret_cast<uint32_t*>(words), k_scale, logits, values, next_keys);
+        products.score(k, n, reinterpret_cast<uint32_t*>(words), k_scale, logits, values, next_keys);
     }
 
     // Adds the block's values by the probabilities that its logits make. Prefetches `next_keys`.
@@ -217,36 +227,78 @@ template <class Simd, class P, int R> struct Attend {
     }
 };
 
-template <class Simd, class P, int R> void attend_rows(const Cache& cache, const Tile& tile, float* scratch) {
-    Attend<Simd, P, R> rows(cache, tile, scratch);
+inline int longest_of(const Tile& tile) {
     int longest = 0;
-    for (int r = 0; r < R; ++r) longest = larger(tile.limits[r], longest);
-    KeptAhead<R> keys_ahead(rows.k_kept, cache, tile, longest), values_ahead(rows.v_kept, cache, tile, longest);
-    for (int block = tile.first_block; block < tile.end_block; ++block) {
-        const int base = block * cache.block_size, n = smaller(cache.block_size, longest - base);
-        if (n <= 0) break;
-        const Place k = place(cache.k, cache, tile.block_table[block], tile.kv_head);
-        const Place v = place(cache.v, cache, tile.block_table[block], tile.kv_head);
-        // Prefetch this block's values while its keys are scored, and the next keys while the values are mixed: blocks lie
-        // apart in memory, so the hardware prefetcher cannot predict the next one.
-        const int next = block + 1 < tile.end_block ? block + 1 : block;
-        const Place next_k = place(cache.k, cache, tile.block_table[next], tile.kv_head);
-        Seen seen[R];
-        for (int r = 0; r < R; ++r) seen[r] = seen_by(tile, r, base, n);
-        fetch_scales(v, n);
-        keys_ahead.turn();
-        rows.score(k, base, n, seen, v.codes, next_k.codes);
-        fetch_scales(next_k, n);
-        values_ahead.turn();
-        rows.mix(v, base, n, seen, next_k.codes);
-    }
-    rows.products.order(tile.sums);
+    for (int r = 0; r < tile.rows; ++r) longest = larger(tile.limits[r], longest);
+    return longest;
 }
 
-template <class Simd, template <int> class P> void attend(const Cache& cache, const Tile* tiles, int count, float* scratch) {
-    for (int t = 0; t < count; ++t)
-        with_rows(tiles[t].rows, [&](auto rows) {
-            constexpr int kRows = decltype(rows)::value;
-            attend_rows<Simd, P<kRows>, kRows>(cache, tiles[t], scratch);
-        });
+// Tiles of as many rows: of several the last may have fewer, and repeats its first, which see nothing. Returns how many keys
+// any row sees.
+inline int fill_tiles(const Tile* tiles, int count, Tile* filled) {
+    int longest = 0;
+    for (int t = 0; t < count; ++t) {
+        filled[t] = tiles[t], filled[t].rows = kMaxRows;
+        for (int r = tiles[t].rows; r < kMaxRows; ++r)
+            filled[t].starts[r] = filled[t].limits[r] = 0, filled[t].q[r] = tiles[t].q[0], filled[t].own[r] = tiles[t].own[0];
+        longest = larger(longest_of(tiles[t]), longest);
+    }
+    return longest;
+}
+
+// Block after block: rows.see(base, n), then rows.score(K, base, n, V's codes, the next K's), then rows.mix(V, base, n, the
+// next K's codes). Prefetches a block's values while its keys are scored, and the next keys while the values are mixed: blocks
+// lie apart in memory, so the hardware prefetcher cannot predict the next one.
+template <class Rows>
+__attribute__((always_inline)) inline void walk_blocks(const Cache& cache, const Tile& first, int longest, Rows& rows) {
+    for (int block = first.first_block; block < first.end_block; ++block) {
+        const int base = block * cache.block_size, n = smaller(cache.block_size, longest - base);
+        if (n <= 0) break;
+        const int next = block + 1 < first.end_block ? block + 1 : block;
+        const Place k = place(cache.k, cache, first.block_table[block], first.kv_head);
+        const Place v = place(cache.v, cache, first.block_table[block], first.kv_head);
+        const Place next_k = place(cache.k, cache, first.block_table[next], first.kv_head);
+        rows.see(base, n);
+        fetch_scales(v, n);
+        rows.score(k, base, n, v.codes, next_k.codes);
+        fetch_scales(next_k, n);
+        rows.mix(v, base, n, next_k.codes);
+    }
+}
+
+// A tile alone: codes become operands of its products as they are looked up.
+template <class Simd, class P, int R> class Single {
+  public:
+    Single(const Cache& cache, const Tile& tile, int longest, float* scratch)
+        : rows_(cache, tile, scratch),
+          keys_ahead_(rows_.k_kept, cache, tile, longest),
+          values_ahead_(rows_.v_kept, cache, tile, longest) {}
+
+    void see(int base, int n) {
+        for (int r = 0; r < R; ++r) seen_[r] = seen_by(rows_.tile, r, base, n);
+    }
+    void score(Place k, int base, int n, const uint8_t* values, const uint8_t* next_keys) {
+        keys_ahead_.turn();
+        rows_.score(k, base, n, seen_, values, next_keys);
+    }
+    void mix(Place v, int base, int n, const uint8_t* next_keys) {
+        values_ahead_.turn();
+        rows_.mix(v, base, n, seen_, next_keys);
+    }
+    void finish() { rows_.products.order(rows_.tile.sums); }
+
+  private:
+    Attend<Simd, P, R> rows_;
+    KeptAhead<R> keys_ahead_, values_ahead_;
+    Seen seen_[R];
+};
+
+template <class Simd, template <int> class P> void attend(const Cache& cache, const Tile& tile, float* scratch) {
+    with_rows(tile.rows, [&](auto rows) {
+        constexpr int kRows = decltype(rows)::value;
+        const int longest = longest_of(tile);
+        Single<Simd, P<kRows>, kRows> single(cache, tile, longest, scratch);
+        walk_blocks(cache, tile, longest, single);
+        single.finish();
+    });
 }

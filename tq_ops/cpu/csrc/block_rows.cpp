@@ -12,12 +12,10 @@
 #include "calls.h"
 #include "driver.h"
 #include "numbers.h"
-#include "pool.h"
 
 namespace haarkv {
 namespace {
 #include "common.h"
-#include "exponential.h"
 #include "simd_portable.h"
 #include "words_portable.h"
 #include "block_types.h"
@@ -99,12 +97,12 @@ extern "C" {
 __attribute__((visibility("default"))) int32_t haarkv_rows(const HaarkvRows* r) {
     constexpr int64_t kTogether = 8;
     for (int64_t i = 0; i < r->count; ++i)
-        if (r->rows[i] < 0 || r->rows[i] >= r->out) return 1;
+        if (r->rows[i] < 0 || r->rows[i] >= r->outputs) return 1;
     const auto restore = restoring(r->weight.stored);
     auto some = [&](int64_t item, int) {
         for (int64_t i = item * kTogether; i < std::min(r->count, (item + 1) * kTogether); ++i)
-            restore(static_cast<const uint8_t*>(r->weight.data) + r->rows[i] * r->weight.row_bytes, r->in / kBlock,
-                    r->y + i * r->in);
+            restore(static_cast<const uint8_t*>(r->weight.data) + r->rows[i] * r->weight.row_bytes, r->inputs / kBlock,
+                    r->y + i * r->inputs);
     };
     parallel_for(r->threads, divide_up(r->count, kTogether), some);
     return 0;

@@ -1,5 +1,5 @@
-// The structures of the C interface beside those of kernels.h. Python holds the same ones (library.py), and `haarkv_sizes`
-// tells when they are not.
+// The structures of the C interface beside those of kernels.h. Python reads both headers (library.py): fields of a structure
+// are numbers, pointers, arrays of a literal size and structures, four spaces in.
 #pragma once
 
 #include "kernels.h"
@@ -57,19 +57,19 @@ struct HaarkvStore {
 };
 
 struct HaarkvLinear {
-    Weight weight;  // [out, in]
-    const void* x;  // [T, in] BF16 or FP32
-    float* y;       // [T, out]
-    int64_t tokens, in, out;
+    Weight weight;  // [outputs, inputs]
+    const void* x;  // [T, inputs] BF16 or FP32
+    float* y;       // [T, outputs]
+    int64_t tokens, inputs, outputs;
     int32_t bf16, isa, threads;
 };
 
 // Some rows of a weight in blocks, restored.
 struct HaarkvRows {
-    Weight weight;        // [out, in]; its scales are not looked at
+    Weight weight;        // [outputs, inputs]; its scales are not looked at
     const int64_t* rows;  // [count]
-    float* y;             // [count, in]
-    int64_t count, out, in;
+    float* y;             // [count, inputs]
+    int64_t count, outputs, inputs;
     int32_t threads;
 };
 

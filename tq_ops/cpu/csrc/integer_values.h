@@ -1,7 +1,7 @@
 // P.V of nibbles by dot products of 16-bit integers, of two keys per lane and instruction, for BF16 activations.
 
 // Some words of n vectors, `bytes` apart, and the weights of row r at weights[r * stride].
-struct Words {
+struct PackedValues {
     const uint8_t* codes;
     int64_t bytes;
     int n;
@@ -13,10 +13,10 @@ struct Words {
 // which sums the lanes belong: plane k of kPlanes is their levels kFirst + k.
 
 // 16 words, of which kPlanes of the eight levels.
-template <int FIRST, int PLANES> struct Wide {
+template <int FIRST, int PLANES> struct WideUnit {
     static constexpr int kFirst = FIRST, kPlanes = PLANES;
 
-    template <bool LAST> __attribute__((always_inline)) static __m512i halves(const Words& of, int key) {
+    template <bool LAST> __attribute__((always_inline)) static __m512i halves(const PackedValues& of, int key) {
         using V = Vnni512;
         const uint8_t* a = of.codes + key * of.bytes;
         // The cache may end right after the last vector. An odd one out is paired with itself, at weight zero.
@@ -41,12 +41,12 @@ template <int FIRST, int PLANES> struct Wide {
 
 // The lanes of a register for WORDS words, 8, 4 or 2, so that none is idle: the lower halves of all words, then the upper
 // ones, then both again moved down by the levels that the planes before have, and so on.
-template <int WORDS> struct Lanes {
+template <int WORDS> struct UnitLanes {
     static constexpr int kPlanes = WORDS / 2;
     int16_t from[32] = {};  // where the half of a lane and key lies in the words of two keys
     int16_t down[32] = {};  // bits that it is moved down
 
-    constexpr Lanes() {
+    constexpr UnitLanes() {
         for (int i = 0; i < 32; ++i) {
             const int key = i % 2, word = i / 2 % WORDS, block = i / 2 / WORDS;
             from[i] = static_cast<int16_t>(key * 2 * WORDS + word * 2 + block % 2);
@@ -72,11 +72,11 @@ template <int WORDS> inline __m512i side_by_side(const uint8_t* a, const uint8_t
 }
 
 // WORDS words, all of their levels.
-template <int WORDS, int FIRST, int PLANES> struct Narrow {
+template <int WORDS, int FIRST, int PLANES> struct NarrowUnit {
     static constexpr int kFirst = FIRST, kPlanes = PLANES;
-    static constexpr Lanes<WORDS> kLanes{};
+    static constexpr UnitLanes<WORDS> kLanes{};
 
-    template <bool LAST> __attribute__((always_inline)) static __m512i halves(const Words& of, int key) {
+    template <bool LAST> __attribute__((always_inline)) static __m512i halves(const PackedValues& of, int key) {
         const uint8_t* a = of.codes + key * of.bytes;
         const uint8_t* b = LAST && key + 1 >= of.n ? a : a + of.bytes;
         const __m512i found = _mm512_permutexvar_epi16(_mm512_loadu_si512(kLanes.from), side_by_side<WORDS>(a, b));
@@ -92,7 +92,7 @@ template <int WORDS, int FIRST, int PLANES> struct Narrow {
                 alignas(64) float blocks[16];
                 auto each = [&](auto act) __attribute__((always_inline)) {
                     for (int block = 0; block < 16 / WORDS; ++block) {
-                        float* sum = sums + (r * 8 + Lanes<WORDS>::level(block, FIRST + k)) * words;
+                        float* sum = sums + (r * 8 + UnitLanes<WORDS>::level(block, FIRST + k)) * words;
                         for (int w = 0; w < WORDS; ++w) act(sum[w], blocks[block * WORDS + w]);
                     }
                 };
@@ -105,21 +105,21 @@ template <int WORDS, int FIRST, int PLANES> struct Narrow {
 };
 
 // Calls body(unit, word) for all units of so many words.
-template <int PLANES, class Body> __attribute__((always_inline)) inline void each_unit(int words, Body body) {
+template <int PLANES, class Body> __attribute__((always_inline)) inline void each_integer_unit(int words, Body body) {
     int word = 0;
     for (; word + 16 <= words; word += 16) {
-        body(Wide<0, PLANES>{}, word);
-        if constexpr (PLANES == 2) body(Wide<2, PLANES>{}, word);
-        body(Wide<4, PLANES>{}, word);
-        if constexpr (PLANES == 2) body(Wide<6, PLANES>{}, word);
+        body(WideUnit<0, PLANES>{}, word);
+        if constexpr (PLANES == 2) body(WideUnit<2, PLANES>{}, word);
+        body(WideUnit<4, PLANES>{}, word);
+        if constexpr (PLANES == 2) body(WideUnit<6, PLANES>{}, word);
     }
     if (words - word >= 8) {
-        body(Narrow<8, 0, PLANES>{}, word);
-        if constexpr (PLANES == 2) body(Narrow<8, 2, PLANES>{}, word);
+        body(NarrowUnit<8, 0, PLANES>{}, word);
+        if constexpr (PLANES == 2) body(NarrowUnit<8, 2, PLANES>{}, word);
         word += 8;
     }
-    if (words - word >= 4) body(Narrow<4, 0, 2>{}, word), word += 4;
-    if (words - word >= 2) body(Narrow<2, 0, 1>{}, word);
+    if (words - word >= 4) body(NarrowUnit<4, 0, 2>{}, word), word += 4;
+    if (words - word >= 2) body(NarrowUnit<2, 0, 1>{}, word);
 }
 
 // Centroids of the planes of two keys' halves.
@@ -155,7 +155,7 @@ template <int R, int PLANES> inline void clear(__m512i (&acc)[PLANES][R]) {
 
 // sums[r] = sums[r] * shrink[r] + step[r] * (weights[r] @ integer centroids of the vectors), of a unit.
 template <int R, class Unit>
-inline void mix_unit(const Words& of, __m512i table, const float* shrink, const float* step, float* sums, int words,
+inline void mix_unit(const PackedValues& of, __m512i table, const float* shrink, const float* step, float* sums, int words,
                      Ahead& to_fetch) {
     Ahead ahead = to_fetch;  // in registers
     __m512i acc[Unit::kPlanes][R], value[Unit::kPlanes];
@@ -175,23 +175,104 @@ inline void mix_unit(const Words& of, __m512i table, const float* shrink, const 
 }
 
 // The same in two steps: a unit's centroids of up to kStretch keys, [n / 2, kPlanes], which rows share ...
-template <class Unit> inline void look_up_unit(const Words& of, __m512i table, __m512i* found) {
+template <class Unit> inline void look_up_unit(const PackedValues& of, __m512i table, __m512i* slab) {
     int key = 0;
-    for (; key + 2 < of.n; key += 2, found += Unit::kPlanes)
-        look_up_planes<Unit>(table, Unit::template halves<false>(of, key), found);
-    look_up_planes<Unit>(table, Unit::template halves<true>(of, key), found);
+    for (; key + 2 < of.n; key += 2, slab += Unit::kPlanes)
+        look_up_planes<Unit>(table, Unit::template halves<false>(of, key), slab);
+    look_up_planes<Unit>(table, Unit::template halves<true>(of, key), slab);
 }
 
 // ... and their sums.
 template <int R, class Unit>
-inline void mix_found(const __m512i* found, const Words& of, const float* shrink, const float* step, float* sums, int words) {
+inline void mix_slab(const __m512i* slab, const PackedValues& of, const float* shrink, const float* step, float* sums,
+                     int words) {
     __m512i acc[Unit::kPlanes][R];
     clear(acc);
-    for (int key = 0; key < of.n; key += 2, found += Unit::kPlanes) {
+    for (int key = 0; key < of.n; key += 2, slab += Unit::kPlanes) {
         __m512i value[Unit::kPlanes];
 #pragma GCC unroll 4
-        for (int k = 0; k < Unit::kPlanes; ++k) value[k] = found[k];
+        for (int k = 0; k < Unit::kPlanes; ++k) value[k] = slab[k];
         add_two(value, of.weights + key, of.stride, acc);
     }
     Unit::put(acc, shrink, step, sums, words);
 }
+
+// The products of R rows' weights with values.
+template <int R> class IntegerValues {
+    typedef Avx512 Simd;
+    static constexpr int kPlanes = R * 4 <= kAccumulators<Simd> ? 4 : 2;
+
+  public:
+    static bool mixes(const Side& v) { return v.cell == kNibble; }
+    static int64_t floats(const Cache& cache) { return R * padded(cache.block_size) / 2; }
+
+    IntegerValues(const Cache& cache, int stride, float* scratch)
+        : cache_(cache), stride_(stride), whole_(reinterpret_cast<int16_t*>(scratch)) {}
+
+    void order(float*) const {}
+
+    void mix(Place at, int n, const float* weights, const float* shrink, float* sums, const uint8_t* ahead) {
+        const int words = cache_.v.levels / 8;
+        const int64_t bytes = nibble_bytes(cache_.v), early = early_bytes(cache_), late = cache_.k.bytes - early;
+        for (int key = 0; key < n; key += kStretch) {
+            const int keys = smaller(n - key, kStretch);
+            weigh(weights + key, keys);
+            float own[R];
+            for (int r = 0; r < R; ++r) own[r] = key ? 1.0f : shrink[r];
+            mix_stretch(at.codes + key * bytes, words, keys, own, sums, ahead + n * early + key * late, keys * late);
+        }
+    }
+
+    // -- In a pass: what its tiles share is looked up to a slab.
+
+    static constexpr int kValuesTogether = kStretch;
+
+    static int64_t slab_floats(const Cache&) { return kStretch / 2 * kPlanes * static_cast<int64_t>(Simd::width); }
+
+    // Calls body(unit, word) for what is looked up of so many words of values at a time.
+    template <class Body> static void units(int words, Body body) { each_integer_unit<kPlanes>(words, body); }
+
+    // A unit's centroids of up to kValuesTogether values.
+    template <class Unit>
+    static void look_up_values(Unit, const Cache& cache, const uint8_t* codes, int word, int n, float* slab) {
+        const PackedValues of{codes + word * 4, nibble_bytes(cache.v), n, nullptr, 0};
+        look_up_unit<Unit>(of, Vnni512::table(cache.v.integers), reinterpret_cast<__m512i*>(slab));
+    }
+
+    // Converts the weights of up to kStretch keys to integers, zero after the last.
+    void weigh(const float* weights, int n) {
+        __m512 inverse[R];
+        weight_steps<R>(weights, stride_, n, most_total(cache_.v.integers, kStretch), steps_, inverse);
+        for (int i = 0; i < n; i += Simd::width)
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r)
+                _mm256_storeu_si256(reinterpret_cast<__m256i*>(whole_ + r * stride_ + i),
+                                    to_halves(Simd::load(weights + r * stride_ + i), inverse[r]));
+        for (int r = 0; r < R; ++r) steps_[r] *= cache_.v.unit;
+    }
+
+    // Adds a unit's sums of the n keys that `weigh` took.
+    template <class Unit> void mix_shared(Unit, const float* slab, int n, const float* shrink, float* sums) const {
+        mix_slab<R, Unit>(reinterpret_cast<const __m512i*>(slab), {nullptr, 0, n, whole_, stride_}, shrink, steps_, sums,
+                          cache_.v.levels / 8);
+    }
+
+  private:
+    const Cache& cache_;
+    const int stride_;      // keys of a row of weights
+    int16_t* const whole_;  // [R, stride], a stretch's weights
+    float steps_[R];        // of those integers, as `weigh` leaves them
+
+    // `words` words of each vector; prefetches `share` bytes at `at`.
+    void mix_stretch(const uint8_t* codes, int words, int n, const float* shrink, float* sums, const uint8_t* at,
+                     int64_t share) const {
+        const __m512i table = Vnni512::table(cache_.v.integers);
+        const int passes =
+            words / 16 * 8 / kPlanes + (words % 16 / 8 * 4 + kPlanes - 1) / kPlanes + words % 8 / 4 + words % 4 / 2;
+        Ahead ahead(at, share, n > 1 ? passes * (n / 2) : 1);
+        each_integer_unit<kPlanes>(words, [&](auto unit, int word) __attribute__((always_inline)) {
+            mix_unit<R, decltype(unit)>({codes + word * 4, nibble_bytes(cache_.v), n, whole_, stride_}, table, shrink, steps_,
+                                        sums + word, cache_.v.levels / 8, ahead);
+        });
+    }
+};

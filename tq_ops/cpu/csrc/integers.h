@@ -28,6 +28,7 @@ inline float step_of(float most, float total, float* inverse) {
 }
 
 inline __m512i to_integers(__m512 x, __m512 inverse) { return _mm512_cvtps_epi32(_mm512_mul_ps(x, inverse)); }
+inline __m256i to_halves(__m512 x, __m512 inverse) { return _mm512_cvtsepi32_epi16(to_integers(x, inverse)); }
 
 // The step of a rotated row of so many levels.
 inline float query_step(const float* q, int levels, float most_total, float* inverse) {

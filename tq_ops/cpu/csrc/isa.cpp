@@ -1,5 +1,5 @@
-// HAARKV_AVX2 and so on say which instruction sets the library was compiled for.
-#include "isa.h"
+// HAARKV_PORTABLE and so on say which instruction sets the library was compiled for (build.py).
+#include "kernels.h"
 
 #if defined(HAARKV_AMX)
 #include <cpuid.h>
@@ -34,57 +34,88 @@ bool tiles_are_permitted() {
 }
 #endif
 
-Isa find_best() {
+int find_isas() {
+    int isas = 0;
+#if defined(HAARKV_PORTABLE)
+    isas |= 1 << kPortable;
+#endif
 #if defined(HAARKV_AVX2)
     __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return kPortable;
-#if defined(HAARKV_AVX512)
-    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    if (!avx512) return kAvx2;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) isas |= 1 << kAvx2;
+#endif
 #if defined(HAARKV_AVX512VNNI)
-    if (!__builtin_cpu_supports("avx512vnni")) return kAvx512;
-#if defined(HAARKV_AVX512BF16)
-    if (!__builtin_cpu_supports("avx512bf16")) return kAvx512Vnni;
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512dq") ||
+        !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512vnni"))
+        return isas;
+    isas |= 1 << kAvx512Vnni;
+#if defined(HAARKV_BF16)
+    if (!__builtin_cpu_supports("avx512bf16")) return isas;
+    isas |= kBf16Products;
 #if defined(HAARKV_AMX)
-    return has_tiles() && tiles_are_permitted() ? kAmx : kAvx512Bf16;
+    if (has_tiles() && tiles_are_permitted()) isas |= 1 << kAmx;
 #endif
-    return kAvx512Bf16;
 #endif
-    return kAvx512Vnni;
 #endif
-    return kAvx512;
+    return isas;
+}
+
+// BF16 products, where this CPU has them.
+inline void add_products([[maybe_unused]] Kernels& kernels) {
+#if defined(HAARKV_BF16)
+    if (available_isas() & kBf16Products) add_bf16(kernels);
 #endif
-    return kAvx2;
-#endif
-    return kPortable;
+}
+
+template <class... Add> Kernels kernels_by(Add... add) {
+    Kernels kernels{};
+    (add(kernels), ...);
+    return kernels;
 }
 
 }  // namespace
 
-Isa best_isa() {
-    static const Isa best = find_best();
-    return best;
+int available_isas() {
+    static const int isas = find_isas();
+    return isas;
 }
 
 const Kernels& kernels_of(int isa) {
 #if defined(HAARKV_AMX)
-    if (isa == kAmx) return amx_kernels();
-#endif
-#if defined(HAARKV_AVX512BF16)
-    if (isa == kAvx512Bf16) return avx512bf16_kernels();
+    if (isa == kAmx) {
+        static const Kernels amx = kernels_by([](Kernels& k) { k = kernels_of(kAvx512Vnni); }, add_amx);
+        return amx;
+    }
 #endif
 #if defined(HAARKV_AVX512VNNI)
-    if (isa == kAvx512Vnni) return avx512vnni_kernels();
-#endif
-#if defined(HAARKV_AVX512)
-    if (isa == kAvx512) return avx512_kernels();
+    if (isa == kAvx512Vnni) {
+        static const Kernels vnni =
+            kernels_by(avx512vnni::add_attention, avx512vnni::add_dense, avx512vnni::add_blocks, add_integers, add_products);
+        return vnni;
+    }
 #endif
 #if defined(HAARKV_AVX2)
-    if (isa == kAvx2) return avx2_kernels();
+    if (isa == kAvx2) {
+        static const Kernels avx2 = kernels_by(avx2::add_attention, avx2::add_dense, avx2::add_blocks);
+        return avx2;
+    }
 #endif
     (void)isa;
-    return portable_kernels();
+#if defined(HAARKV_PORTABLE)
+    static const Kernels portable = kernels_by(portable::add_attention, portable::add_dense, portable::add_blocks);
+#else
+    static const Kernels portable{};  // never asked for where it is not available
+#endif
+    return portable;
 }
 
 }  // namespace haarkv
+
+extern "C" {
+
+__attribute__((visibility("default"))) int haarkv_isas() { return haarkv::available_isas(); }
+
+// Which headers it was compiled with (build.py).
+__attribute__((visibility("default"))) int haarkv_interface() { return HAARKV_INTERFACE; }
+
+}  // extern "C"

@@ -173,6 +173,7 @@ struct Projection {
     int32_t x_bf16;
 
     bool weight_bf16() const { return weight.stored == kBf16Weight; }
+    bool all_bf16() const { return weight_bf16() && x_bf16; }
 };
 
 // y = x / sqrt(mean(x^2) + eps) * weight, row by row.
@@ -240,8 +241,6 @@ struct Kernels {
     int64_t (*scratch_floats)(const Cache&);
     // Of up to kMaxTiles tiles that share their KV head, sequence and blocks.
     void (*attend)(const Cache&, const Tile*, int count, float* scratch);
-    // Vectors key ... key + n - 1 of a block as numbers [n, N], scales included. n <= 16, and scratch `bytes` [16, N].
-    void (*numbers)(const Side&, Place, int key, int n, uint8_t* bytes, float* out);
     // y [rows, outputs] = x [rows, inputs] @ the matrix of a KV head; rows <= kMaxRows.
     void (*rotate)(const float* x, int rows, const Matrix& matrix, int head, float* y);
     // The same by `pairs`, where there are any and activations are BF16, for up to kMaxTiles * kMaxRows rows. `exact` says
@@ -276,11 +275,29 @@ struct Kernels {
     void (*add_up)(const float* x, int64_t apart, const float* factors, int64_t rows, float share, int64_t n, float* sum);
 };
 
-const Kernels& portable_kernels();
-const Kernels& avx2_kernels();
-const Kernels& avx512_kernels();
-const Kernels& avx512vnni_kernels();
-const Kernels& avx512bf16_kernels();
-const Kernels& amx_kernels();
+// -- Instruction sets (isa.cpp). Each needs all of those before it.
+enum Isa { kPortable = 0, kAvx2, kAvx512Vnni, kAmx };
+constexpr int kBf16Products = 1 << 8;
+
+// A bit for each set, and `kBf16Products` where `avx512vnni` multiplies BF16 numbers. Where `amx` is among them, the process
+// may use tiles from now on.
+int available_isas();
+
+const Kernels& kernels_of(int isa);
+
+// What an instruction set adds by units of its own; and what takes the place of some of avx512vnni's.
+#define HAARKV_ADDS(set)          \
+    namespace set {               \
+    void add_attention(Kernels&); \
+    void add_dense(Kernels&);     \
+    void add_blocks(Kernels&);    \
+    }
+HAARKV_ADDS(portable)
+HAARKV_ADDS(avx2)
+HAARKV_ADDS(avx512vnni)
+#undef HAARKV_ADDS
+void add_integers(Kernels&);
+void add_bf16(Kernels&);
+void add_amx(Kernels&);
 
 }  // namespace haarkv

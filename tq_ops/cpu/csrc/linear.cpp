@@ -1,10 +1,8 @@
 // The C interface to projections: several of the same tokens are one loop over the threads.
-#include "linear.h"
 
 #include <algorithm>
 
 #include "driver.h"
-#include "pool.h"
 
 using namespace haarkv;
 
@@ -12,14 +10,14 @@ namespace {
 
 int64_t row_bytes(const HaarkvLinear& l) {
     if (in_blocks(l.weight.stored)) return l.weight.row_bytes;
-    return l.in * (l.weight.stored == kBf16Weight ? 2 : 4);
+    return l.inputs * (l.weight.stored == kBf16Weight ? 2 : 4);
 }
 
 // Rows of the weight that a thread takes at a time: few enough that all threads have work to the end. Of a weight that each
 // token needs once it is what memory yields in 10 microseconds; for many tokens, what stays in the L2 cache beside them.
 int64_t rows_per_item(const HaarkvLinear& l) {
     constexpr int64_t kBytesOfFew = 128 * 1024, kRowsOfMany = 256, kItemsPerThread = 4;
-    const int64_t fair = divide_up(l.out, l.threads * kItemsPerThread);
+    const int64_t fair = divide_up(l.outputs, l.threads * kItemsPerThread);
     const int64_t most = l.tokens > kTokensTogether ? kRowsOfMany : kBytesOfFew / std::max<int64_t>(1, row_bytes(l));
     return round_up(std::max<int64_t>(1, std::min(fair, most)), kRowsTogether);
 }
@@ -48,23 +46,23 @@ void project_alike(const HaarkvLinear* linears, int count) {
         const HaarkvLinear& of = linears[i];
         Piece& piece = pieces[i];
         const int64_t tokens = std::min(l.tokens, kMostTokens);
-        piece.p = {of.weight, of.x, nullptr, of.y, of.in, of.out, tokens, of.bf16};
-        piece.rows = rows_per_item(of), piece.items = divide_up(of.out, piece.rows);
+        piece.p = {of.weight, of.x, nullptr, of.y, of.inputs, of.outputs, tokens, of.bf16};
+        piece.rows = rows_per_item(of), piece.items = divide_up(of.outputs, piece.rows);
         items += piece.items;
         const int64_t of_sums = round_up(piece.rows, kRowsTogether) * round_up(tokens, kTokensTogether);
-        aside = std::max(aside, blocks ? of.in / kBlock * kStripFloats : of_sums);
+        aside = std::max(aside, blocks ? of.inputs / kBlock * kStripFloats : of_sums);
     }
     const int threads = static_cast<int>(std::min<int64_t>(l.threads, items));
     static thread_local Scratch prepared, sums;
     float* const scratch = sums.of(threads * aside);
     const Projection& whole = pieces[0].p;
-    const int64_t of_blocks = round_up(l.in / kBlock, kBlocksTogether) * kBlockFloats * whole.tokens;
+    const int64_t of_blocks = round_up(l.inputs / kBlock, kBlocksTogether) * kBlockFloats * whole.tokens;
     float* const x = prepared.of(blocks ? of_blocks : kernels.prepared_floats(whole));
     for (int64_t first = 0; first < l.tokens; first += kMostTokens) {
         for (int i = 0; i < count; ++i) {
             Projection& p = pieces[i].p;
             p.prepared = x, p.tokens = std::min(l.tokens - first, kMostTokens);
-            p.x = at(l.x, l.bf16, first * l.in), p.y = linears[i].y + first * p.out;
+            p.x = at(l.x, l.bf16, first * l.inputs), p.y = linears[i].y + first * p.out;
         }
         const Projection& p = pieces[0].p;
         auto prepare = [&](int64_t item, int) {

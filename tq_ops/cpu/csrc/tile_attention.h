@@ -45,7 +45,7 @@ struct Together {
     }
 
     // Logits of a block's first n keys.
-    void score(Place k, int base, int n, const uint8_t* values) {
+    void score(Place k, int base, int n, const uint8_t* values, const uint8_t*) {
         bool packed = false;
         for (int t = 0; t < count; ++t) packed = packed || rows(t).packed_keys(base, n, seen[t]);
         if (packed && cache.k.cell != kNibble) {
@@ -166,8 +166,8 @@ struct Together {
 inline void attend_tiles(const Cache& cache, const Tile* tiles, int count, float* scratch) {
     const Tiles shapes(whole_shapes());
     Tile filled[kMaxTiles] = {};
-    fill_tiles(tiles, count, filled);
+    const int longest = fill_tiles(tiles, count, filled);
     Together together(cache, filled, count, scratch);
-    walk_blocks(cache, filled, count, together);
+    walk_blocks(cache, *filled, longest, together);
     for (int t = 0; cache.v.cell == kNibble && t < count; ++t) together.rows(t).products.finish(tiles[t].sums);
 }

@@ -1,11 +1,11 @@
-"""Attention over a paged cache, as PyPTO helpers (scope 2b); each side of the cache reads its own format.
+"""Attention over a paged cache, as PyPTO helpers (scope 2b); K and V each read their own format.
 
 A unit is a few consecutive query tokens of one sequence: one in decode, more in prefill. Its rows for a KV head are those
-tokens times the query heads of the head's group; the cube pads them to 16. Keys come `step` tokens at a time through the
-block table, and several KV heads at a time, for one copy then brings the scales of all of them.
+tokens times the query heads of the group; the cube pads them to 16. Keys come `step` tokens at a time through the block
+table, and several KV heads at a time, because one copy then brings the scales of all of them.
 
-Tokens in BF16 are copied beside what is packed, and met in one last step. K or V of a layer is [rows * Hkv * window, D] BF16:
-the places of one head of a sequence, its sinks first, lie together.
+Tokens that stay in BF16 are one last step. K or V of a layer is [rows * Hkv * window, D] BF16, heads of a sequence one after
+the other, sinks first.
 """
 
 from dataclasses import dataclass
@@ -15,18 +15,12 @@ import pypto
 from haarkv.tq_ops.npu.program import square_tile
 
 BLOCK = 128
+_TILE = 128 * 128  # numbers of a vector tile that is copied
 
 
 @dataclass(frozen=True)
 class StepPlace:
-    """Where a step's keys lie.
-
-    Attributes:
-        block_table: [B, n] INT32, -1 pads.
-        sequence: its row.
-        block: of the step's first key, in that row.
-        head: the first KV head of the iteration.
-    """
+    """A step's keys: block table [B, n] INT32 (-1 pads), its row, the step's first block in it, and the first KV head."""
 
     block_table: object
     sequence: object
@@ -42,7 +36,6 @@ class OnlineSoftmax:
     """Softmax of one KV head over steps of keys: running maximum, sum and weighted values, FP32."""
 
     def __init__(self, rows, head_dim, name):
-        self.head_dim = head_dim
         self.total = pypto.tensor([rows, 1], pypto.DT_FP32, f"total{name}")
         self.best = pypto.tensor([rows, 1], pypto.DT_FP32, f"best{name}")
         self.value = pypto.tensor([rows, head_dim], pypto.DT_FP32, f"value{name}")
@@ -55,21 +48,23 @@ class OnlineSoftmax:
         self.best[:] = highest
         self.value[:] = weigh(p)
 
-    def go_on(self, score, weigh):
-        """A later step: what came before shrinks if the maximum grows."""
+    def _rescaled(self, score):
+        """The new maximum, a step's probabilities, the factor of all before it, and the new sum."""
         higher = pypto.maximum(self.best, pypto.amax(score, dim=-1, keepdim=True))
         p = pypto.exp(score - higher)
         shrink = pypto.exp(self.best - higher)
-        self.total[:] = self.total * shrink + pypto.sum(p, dim=-1, keepdim=True)
+        return higher, p, shrink, self.total * shrink + pypto.sum(p, dim=-1, keepdim=True)
+
+    def go_on(self, score, weigh):
+        """A later step."""
+        higher, p, shrink, total = self._rescaled(score)
+        self.total[:] = total
         self.best[:] = higher
         self.value[:] = self.value * shrink + weigh(p)
 
     def end(self, score, weigh):
-        """The last step, of other values than those before: what was attended to among those and among these."""
-        higher = pypto.maximum(self.best, pypto.amax(score, dim=-1, keepdim=True))
-        p = pypto.exp(score - higher)
-        shrink = pypto.exp(self.best - higher)
-        total = self.total * shrink + pypto.sum(p, dim=-1, keepdim=True)
+        """The last step, of values in another domain: results [rows, D] of all before it, and of this one."""
+        _, p, shrink, total = self._rescaled(score)
         last_value = weigh(p)
         return self.value * shrink / total, last_value / total
 
@@ -79,7 +74,7 @@ class OnlineSoftmax:
 
 
 def softmaxes(shape):
-    """One `OnlineSoftmax` a head of the iteration; made anew for each unit."""
+    """A new `OnlineSoftmax` for each head of the iteration."""
     return [OnlineSoftmax(shape.queries, shape.head_dim, head) for head in range(shape.heads_at_once)]
 
 
@@ -87,12 +82,11 @@ def attend_step(softmax, queries, keys, values, place, masks, shape, *, first):
     """One step of keys, for every head of the iteration.
 
     Args:
-        softmax: of `softmaxes`.
-        queries: one [M, K's `query_width`] a head, as K's side takes them.
+        queries: one [M, K's `query_width`] a head.
         keys, values: `CacheSide`s.
-        masks: each [M, step] or [1, step] FP32, added to the logits one after the other.
+        masks: each [M, step] or [1, step] FP32, added to the logits.
         first: whether this is the unit's first step.
-    Rounding points: probability times scale to FP16.
+    Rounding points: probability times scale, to what V's tiles are.
     """
     key_tiles, key_scales = keys.tiles(place, shape, 1), keys.scales(place, shape)
     value_tiles = values.tiles(place, shape, 1 + shape.heads_at_once * shape.blocks)
@@ -121,7 +115,7 @@ def scaled_by(x, by):
 
 
 def rotate_queries(query, rotation, rows):
-    """query [rows, D] FP16 -> rotated, FP16. Once a query, whatever the context.
+    """Query [rows, D] FP16 -> rotated, FP16, once whatever the context.
 
     The product comes last and rounds on its way out of the cube: a vector task behind it would queue behind every unpack task.
     """
@@ -132,7 +126,7 @@ def rotate_queries(query, rotation, rows):
 
 
 def unrotate(output, rotation, dtype=pypto.DT_BF16):
-    """output [rows, D] FP16, rotated -> BF16 or FP32 in the model's own domain. Once a query."""
+    """Output [rows, D] FP16, rotated -> BF16 or FP32, rotated back."""
     tile = square_tile(rotation.shape[1])
     pypto.set_cube_tile_shapes([16, 48], tile, tile)
     return pypto.matmul(output, rotation, dtype, b_trans=True)
@@ -143,18 +137,16 @@ def bf16_as_fp16(x):
     return pypto.cast(pypto.cast(x, pypto.DT_FP32), pypto.DT_FP16)
 
 
-_TILE = 128 * 128  # numbers of a vector tile that is copied
-
-
+# -- Tokens in BF16 ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class WindowSides:
-    """What stays in BF16 in one iteration of attention.
+    """What stays in BF16, in one iteration of attention.
 
     Attributes:
-        shape: a `tq_ops.npu.sides.KeptShape`.
+        shape: a `WindowShape`.
         k, v: arguments of the program.
-        packed: K's `CacheSide`, whose logits these must go with.
-        queries: one [M, D] BF16 a head of the iteration, in the model's own domain.
+        packed: K's `CacheSide`.
+        queries: one [M, D] BF16 a head, not rotated.
         head: the first KV head of the iteration.
         row: of the sequence's first place in that head.
         seen: [M, span] FP32, added to the logits.
@@ -171,14 +163,7 @@ class WindowSides:
 
 
 def keep(new, buffer, token, row, kv_heads, window):
-    """Copy one token's vectors of every KV head, rounded to BF16.
-
-    Args:
-        new: vectors [rows, Hkv, D] FP32 of a tile.
-        buffer: K or V in BF16, an argument of the program.
-        token: its row in the tile.
-        row: its place in the first head of its sequence, among all places.
-    """
+    """Copy one token of a tile `new` [rows, Hkv, D] FP32, as BF16, to its place (`row` in the first head) of a window."""
     head_dim = new.shape[2]
     for head in range(kv_heads):
         pypto.set_vec_tile_shapes(1, 1, head_dim)
@@ -187,8 +172,8 @@ def keep(new, buffer, token, row, kv_heads, window):
         pypto.assemble(pypto.reshape(values, [1, head_dim]), [row + head * window, 0], buffer)
 
 
-def _places(buffer, row, shape, head_dim, name):
-    """The places of one head, [span, D] BF16. Behind the last the first ones come again, to be masked: all are numbers."""
+def _window_vectors(buffer, row, shape, head_dim, name):
+    """One head's places, [span, D] BF16; behind the last the first ones come again, to be masked."""
     out = pypto.tensor([shape.span, head_dim], pypto.DT_BF16, name)
     pypto.set_vec_tile_shapes(_TILE // head_dim, head_dim)
     for begin in range(0, shape.span, shape.window):
@@ -198,19 +183,16 @@ def _places(buffer, row, shape, head_dim, name):
 
 
 def attend_window(softmax, window, head, shape):
-    """The last step of a unit: keys in BF16.
+    """A unit's last step, over keys in BF16, for one head of the iteration.
 
-    Args:
-        softmax: the `OnlineSoftmax` of that head of the iteration, after every step of packed keys.
-        window: `WindowSides`.
     Returns:
-        what the queries attended to among packed and among kept values, each [M, D] FP32.
+        what the queries attended to among packed values (in V's domain) and among these, each [M, D] FP32.
     Rounding points: probabilities to BF16.
     """
     row = window.row + head * window.shape.window
     head_dim = shape.head_dim
-    keys = _places(window.k, row, window.shape, head_dim, f"kept_k{head}")
-    values = _places(window.v, row, window.shape, head_dim, f"kept_v{head}")
+    keys = _window_vectors(window.k, row, window.shape, head_dim, f"kept_k{head}")
+    values = _window_vectors(window.v, row, window.shape, head_dim, f"kept_v{head}")
     rows, tile = [shape.cube_rows] * 2, [window.shape.tile] * 2
     pypto.set_cube_tile_shapes(rows, [64, head_dim], tile)
     raw = pypto.matmul(window.queries[head], keys, pypto.DT_FP32, b_trans=True)

@@ -1,12 +1,15 @@
-"""Learned keys on the device: choose levels of every width at once, and restore centroids by the cubic that they are.
+"""Learned keys on the device: choose levels of every width at once, and restore centroids by their cubic.
 
-What differs by head and layer comes as data, see `tq_ops.npu.learned`; how levels lie in bytes is built in.
+What differs by head and layer is data (`tq_ops.npu.learned`); how levels lie in bytes is built in.
 """
+
+from dataclasses import replace
 
 import pypto
 
 from haarkv.codebooks.learned import EIGHTHS
 from haarkv.tq_ops.formats.learned import GAINS
+from haarkv.tq_ops.formats.stretches import STRETCH
 from haarkv.tq_ops.npu.kernels.attention import BLOCK
 from haarkv.tq_ops.npu.kernels.side import ScaledSide, whole_lines
 from haarkv.tq_ops.npu.kernels.tq4 import LARGEST_FP16, LEAST_NORM, STEEP
@@ -23,14 +26,14 @@ _LANES = 16  # of the cube, at least
 class LearnedKeys(ScaledSide):
     """K in a cache of learned keys: codes [blocks * Hkv * 128, bytes] INT8, scale [blocks * Hkv, 128] FP16.
 
-    Tiles lie by coordinate, [width, step]: the levels of an eighth are rows then, and take what their own lines take.
+    Tiles lie by coordinate, [width, step], so that the levels of an eighth are whole rows.
     """
 
     by_token = False
 
     # -- Storing -------------------------------------------------------------------------------------------------------
     def store(self, x, tokens, kv_heads, new, cos_sin):
-        """Head by head: each has its own coordinates, and its vectors are rows of one matrix."""
+        """Head by head: each has its own coordinates."""
         # Tiles are not merged into one task: they are few and long, and run side by side.
         pypto.set_pass_options(vec_nbuffer_setting={-1: 1})
         flat = pypto.reshape(x, [tokens, kv_heads * self.head_dim])
@@ -43,22 +46,18 @@ class LearnedKeys(ScaledSide):
             field[:] = values
 
     def as_stored(self, x, cos_sin, tokens):
-        """Keys [tokens, D] FP32 of one head as their stretch stores them; as they are where nobody knows how they turn."""
+        """Keys [tokens, D] FP32 of one head as they are quantized."""
         return x
 
     def vector_row(self, token, head, tokens, kv_heads):
-        """The tokens of a head one after the other."""
         return head * tokens + token
 
     def _quantize(self, x, head, tokens, kv_heads):
-        """One head as `tq_ops.formats.learned.LearnedFormat`.
+        """x [tokens, D] FP32 of one head -> codes [tokens, bytes] INT8 and scale [tokens, 1] FP16, as
+        `tq_ops.formats.learned.LearnedFormat`.
 
-        Args:
-            x: [tokens, D] FP32.
-        Returns:
-            codes [tokens, bytes] INT8 and scale [tokens, 1] FP16.
-        Rounding points: (x - mean) / length to BF16; scale to FP16. Boundaries and centroids are FP32 cubics, off by up to
-            3e-7 from the reference's tables.
+        Rounding points: (x - mean) / length to BF16. Boundaries and centroids are FP32 cubics, up to 3e-7 off the
+            reference's tables.
         """
         head_dim = self.head_dim
         rows = fitting(tokens, VECTORS * 128 // max(head_dim, 128))
@@ -102,7 +101,7 @@ class LearnedKeys(ScaledSide):
         return self._bytes(levels, len(parts) * head_dim, tokens), scale
 
     def _bytes(self, levels, width, tokens):
-        """Bytes [tokens, bytes] INT8 of levels [tokens, width] by where each of them goes, which the cube adds up."""
+        """Levels [tokens, width] -> bytes [tokens, bytes] INT8: a product with `byte_places`."""
         nbytes, lanes = self.side.vectors.width, max(self.head_dim // EIGHTHS, _LANES)
         pypto.set_cube_tile_shapes([min(tokens, 128)] * 2, square_tile(self.head_dim), [lanes, lanes])
         places = pypto.view(self.domain.places, [width, nbytes], [0, 0])
@@ -113,7 +112,6 @@ class LearnedKeys(ScaledSide):
 
     # -- Reading -------------------------------------------------------------------------------------------------------
     def tiles(self, place, shape, scope):
-        """Centroids by coordinate, [width, step] FP16 of each head of the iteration, without scale and factors."""
         return [self._tile(place, head, shape, scope + head * shape.blocks) for head in range(shape.heads_at_once)]
 
     def _tile(self, place, head, shape, scope):
@@ -137,7 +135,7 @@ class LearnedKeys(ScaledSide):
         return row * pypto.view(self.domain.numbers, [1, 1], [LIFT * shape.num_kv_heads + place.head + head, 0])
 
     def left_out(self, queries, head, kv_heads):
-        """The product with the head's mean, which codes are stored without."""
+        """The product with the head's mean, which keys are stored without."""
         pypto.set_vec_tile_shapes(16, self.head_dim)
         mean = pypto.view(self.domain.numbers, [1, self.head_dim], [MEAN * kv_heads + head, 0])
         return pypto.sum(pypto.cast(queries, pypto.DT_FP32) * mean, dim=-1, keepdim=True)
@@ -153,12 +151,88 @@ class LearnedKeys(ScaledSide):
             pypto.assemble(ready, [0, head * group, 0], out)
 
     def products(self, queries, head, cube_rows):
-        """Queries [M, D] FP32 by the rows of one of the KV heads, [M, width] FP32: what meets its tiles, over its lift."""
+        """Queries [M, D] FP32 by the rows of a KV head, over its lift: [M, width] FP32."""
         width = self.side.width
         lanes = min(width & -width, 128)
         pypto.set_cube_tile_shapes([cube_rows] * 2, [64, self.head_dim], [lanes, lanes])
         rows = pypto.view(self.domain.rows, [width, self.head_dim], [head * width, 0])
         return pypto.matmul(queries, rows, pypto.DT_FP32, b_trans=True)
+
+
+# -- By stretches -------------------------------------------------------------------------------------------------------------
+
+
+class ShiftedKeys(LearnedKeys):
+    """Learned keys by stretches of 1,024 positions, stored as RoPE would have turned them had their stretch come first.
+
+    A query is turned back by the first position s of each stretch that it reads: logit = (R(-s) q) · stored, with
+    stored = scale * centroids @ back + mean.
+    """
+
+    query_dtype = pypto.DT_BF16
+
+    @property
+    def query_width(self):
+        return self.head_dim
+
+    def as_stored(self, x, cos_sin, tokens):
+        return undo_shift(x, cos_sin, 0, tokens, fitting(tokens, VECTORS))
+
+    def room_for_queries(self, q, rows, heads):
+        return q
+
+    def ready(self, q, rows, shape, out):
+        return  # a query is turned for each step, in `scores`
+
+    def left_out(self, queries, head, kv_heads):
+        return  # the product with the mean differs by stretch, so `scores` hold it
+
+    def scores(self, queries, tile, scales, place, head, shape):
+        """Of queries [M, D] BF16, not rotated. A step longer than a stretch holds whole ones, whose queries share one product.
+
+        Rounding points: queries by rows to FP16, as those of `LearnedKeys`.
+        """
+        parts = max(1, shape.step_tokens // STRETCH)
+        part_shape = replace(shape, step_tokens=shape.step_tokens // parts)
+        stretch_queries, mean_logits = self._shifted_queries(queries, parts, place, head, shape)
+        rows, width, tokens = shape.queries, self.side.width, part_shape.step_tokens
+        logits = []
+        for part in range(parts):
+            part_queries = pypto.view(stretch_queries, [rows, width], [part * rows, 0])
+            keys = pypto.view(tile, [width, tokens], [0, part * tokens])
+            part_scales = pypto.view(scales, [shape.heads_at_once, tokens], [0, part * tokens])
+            logits.append(super().scores(part_queries, keys, part_scales, place, head, part_shape) + mean_logits[part])
+        pypto.set_vec_tile_shapes(16, shape.step_tokens)
+        return pypto.concat(logits, 1) if parts > 1 else logits[0]
+
+    def _shifted_queries(self, queries, parts, place, head, shape):
+        """Queries [parts * M, width] FP16 for each stretch of a step, and the mean's logits [M, 1] of each."""
+        rows, kv_head, head_dim = shape.queries, place.head + head, self.head_dim
+        first = place.block // (STRETCH // BLOCK)
+        stretch_queries = pypto.tensor([parts * rows, head_dim], pypto.DT_FP32, f"turned{head}")
+        mean = pypto.view(self.domain.numbers, [1, head_dim], [MEAN * shape.num_kv_heads + kv_head, 0])
+        pypto.set_vec_tile_shapes(16, head_dim)
+        plain = pypto.cast(queries, pypto.DT_FP32)
+        mean_logits = []
+        for part in range(parts):
+            part_queries = undo_shift(plain, self.domain.turns, first + part, 1, 16)
+            mean_logits.append(pypto.sum(part_queries * mean, dim=-1, keepdim=True) * shape.softmax_scale)
+            pypto.assemble(part_queries, [part * rows, 0], stretch_queries)
+        products = self.products(stretch_queries, kv_head, 16)
+        pypto.set_vec_tile_shapes(16, self.side.width)
+        return pypto.cast(products, pypto.DT_FP16), mean_logits
+
+
+def undo_shift(x, table, row, count, tile):
+    """x [n, D] FP32 turned back by `count` rows (1 or n) of a table [.., D] FP32, cos and then sin; `tile` vectors a tile."""
+    head_dim = x.shape[1]
+    half = head_dim // 2
+    pypto.set_vec_tile_shapes(tile, half)
+    low, high = (pypto.view(x, [x.shape[0], half], [0, at]) for at in (0, half))
+    cos, sin = (pypto.view(table, [count, half], [row, at]) for at in (0, half))
+    halves = [low * cos + high * sin, high * cos - low * sin]
+    pypto.set_vec_tile_shapes(tile, head_dim)
+    return pypto.concat(halves, 1)
 
 
 # -- Restoring centroids ---------------------------------------------------------------------------------------------------
@@ -167,9 +241,8 @@ class LearnedKeys(ScaledSide):
 def restore_centroids(codes, layout, head_dim, put):
     """Codes [tokens, bytes] INT8 of one block -> centroids by coordinate, [width, tokens] FP16, each over its factor.
 
-    They come in the parts of the layout: `put` takes one and its first row.
-
-    A byte read as signed is brought to the middle of its range first, in steps of `SPAN / 256`: all that follows is symmetric.
+    `put(values, row)` takes each part of the layout and its first row. A byte read as signed is first brought to the middle of
+    its range, in steps of `SPAN / 256`: all that follows is symmetric.
     """
     tokens, nbytes = codes.shape
     units = head_dim // EIGHTHS
@@ -182,8 +255,7 @@ def restore_centroids(codes, layout, head_dim, put):
     for column in layout.columns:
         rows = units * column.nbytes
         pypto.set_vec_tile_shapes(rows, tokens)
-        # Of units of two bytes every other row is the byte that is meant. The upper one is read a row further, so that
-        # both lie in the same row.
+        # Of units of two bytes every other row is the byte meant. The upper one is read a row further, so both share a row.
         for byte, byte_pieces in enumerate(pieces(column)):
             _unpack(pypto.view(middle, [rows, tokens], [first + byte, 0]), byte_pieces, eighths)
         first += rows
@@ -198,7 +270,7 @@ def restore_centroids(codes, layout, head_dim, put):
 
 
 def _unpack(rest, byte_pieces, eighths):
-    """Split what a byte holds, from the highest bits down, into levels about their middle that span `SPAN`."""
+    """Split a byte, from the highest bits down, into levels about their middle that span `SPAN`."""
     for piece in reversed(byte_pieces):
         step = SPAN * 2.0 ** (piece.shift - 8)
         if piece.shift:
@@ -224,7 +296,7 @@ def _round_to(x, step):
 
 
 def _choose(value, row):
-    """Levels of values [tokens, tries * D], FP32, and the centroids they stand for; `row` gives one of `LEVEL_ROWS`."""
+    """Levels of values [tokens, tries * D], FP32, and their centroids; `row` gives one of `LEVEL_ROWS`."""
     shrunk = pypto.clip(value * row("shrink"), -1.0, 1.0)
     square = shrunk * shrunk
     inverse = square * row("inverse3") + row("inverse2")
@@ -239,11 +311,7 @@ def _choose(value, row):
 
 
 def _nearest(levels, centroids, weighted_centroids, y, tokens, head_dim):
-    """Levels [tokens, D] of the try that lies nearest to y [tokens, D], and its `kept` [tokens, 1].
-
-    Args:
-        levels: [tokens, tries * D], and so are the next two.
-    """
+    """Of levels [tokens, tries * D] those [tokens, D] of the try nearest to y [tokens, D], and its weighted square."""
 
     def try_view(values, number):
         return pypto.view(values, [tokens, head_dim], [0, number * head_dim])
@@ -252,7 +320,6 @@ def _nearest(levels, centroids, weighted_centroids, y, tokens, head_dim):
     squares, fit = _squares_and_fit(try_view(centroids, 0), try_view(weighted_centroids, 0), y)
     for number in range(1, TRIES):
         other, nearer = _squares_and_fit(try_view(centroids, number), try_view(weighted_centroids, number), y)
-        # 1 or 0: so large a product leaves nothing between.
         better = pypto.clip((nearer - fit) * STEEP, 0.0, 1.0)
         fit = pypto.maximum(fit, nearer)
         squares = squares * (1.0 - better) + other * better
@@ -270,7 +337,7 @@ def _squares_and_fit(centroids, weighted_centroids, y):
 
 
 def fitting(count, most):
-    """The largest power of two up to `most` that divides a count."""
+    """The largest power of two up to `most` that divides `count`."""
     size = 1
     while size * 2 <= most and count % (size * 2) == 0:
         size *= 2
@@ -278,7 +345,7 @@ def fitting(count, most):
 
 
 def _sixteens(count):
-    """The largest multiple of 16 up to 128 that divides a count, 16 at least: rows of a cube tile."""
+    """Rows of a cube tile: the largest multiple of 16 up to 128 that divides `count`, 16 at least."""
     return next((size for size in range(128, 16, -16) if count % size == 0), 16)
 
 

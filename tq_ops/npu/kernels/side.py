@@ -1,4 +1,4 @@
-"""One side of a paged cache, K or V, in a program: what all formats share. What each one stores is in a module of its own.
+"""K or V of a paged cache in a program: what all formats share. Each format's own part is in a module of its own.
 
 A cache is the host's own memory, byte for byte, each field as a matrix (`tq_ops.npu.sides`). The vectors of one KV head in
 one block are 128 rows that lie together, its tile; the tiles of a block's heads follow one another.
@@ -22,12 +22,12 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Domain:
-    """What leads into the domain of a side's tiles and out of it: arguments of the program, of which a side reads its own.
+    """Arguments that lead into the domain of a side's tiles and out of it; each side reads its own.
 
     Attributes:
         rotation, rotation_fp16: [D, D] BF16 and FP16.
-        forward, numbers, places, rows: of learned keys, as `tq_ops.npu.learned.domain_tensors` makes them.
-        turns: of keys by stretches, as `tq_ops.npu.sides.turn_table` makes it.
+        forward, numbers, places, rows: of learned keys, `tq_ops.npu.learned.domain_tensors`.
+        turns: of keys by stretches, `tq_ops.npu.sides.turn_table`.
     """
 
     rotation: object
@@ -40,35 +40,30 @@ class Domain:
 
 
 def whole_lines(count):
-    """So many bytes in whole lines of the unified buffer: tiles come in those, whatever the tensor's own width."""
+    """So many bytes in whole lines of the unified buffer."""
     return -(-count // _LINE) * _LINE
 
 
 class CacheSide:
-    """K or V in a program: the base of every format. Unless overridden, tiles are BF16 in the model's own domain.
+    """K or V in a program: the base of every format. Unless overridden, tiles are BF16 and not rotated.
 
     Args:
         side: how the format lies before a program.
-        vectors, scales: the side's two arguments of the program; without scales the second is not read.
+        vectors, scales: its arguments of the program; a format without scales does not read the second.
         domain: of its tiles.
-        keeps: queries stay in BF16 until they are made ready, for tokens in BF16 meet them as they are.
+        keeps: tokens stay in BF16, so queries do until they are made ready.
     Attributes:
         by_token: whether tiles are [step, D]; else [width, step], of K alone.
-        kept_dtype: of queries as they are kept until all of a tile's keys are stored.
-        query_dtype: of queries as the cube takes them beside the tiles.
+        buffer_dtype: of queries until all of a tile's keys are stored.
+        query_dtype: of queries as the cube takes them.
     """
 
     buffer_dtype = query_dtype = pypto.DT_BF16
     by_token = True
 
     def __init__(self, side, vectors, scales, domain, keeps=False):
-        self.keeps = keeps
+        self.keeps, self.head_dim = keeps, side.head_dim
         self.side, self.stored_vectors, self.stored_scales, self.domain = side, vectors, scales, domain
-
-    @property
-    def head_dim(self):
-        """D of the vectors."""
-        return self.side.head_dim
 
     @property
     def query_width(self):
@@ -77,7 +72,7 @@ class CacheSide:
 
     # -- Storing -------------------------------------------------------------------------------------------------------
     def room(self, count, name):
-        """Tensors for what is stored of `count` new vectors: [count, width], and [count, 1] where there are scales."""
+        """Tensors for what is stored of `count` vectors: [count, width], and [count, 1] where there are scales."""
         vectors, scales = self.side.vectors, self.side.scales
         room = [pypto.tensor([count, vectors.width], DTYPES[vectors.dtype], f"{name}_{vectors.field}")]
         if scales:
@@ -85,11 +80,7 @@ class CacheSide:
         return room
 
     def store(self, x, tokens, kv_heads, new, cos_sin):
-        """Fill `new`, of `room`, with what is stored of x [tokens, Hkv, D] FP32.
-
-        Args:
-            cos_sin: [tokens, D] FP32, by what keys by stretches are turned; None for all others.
-        """
+        """Fill `new`, of `room`, from x [tokens, Hkv, D] FP32; `cos_sin` [tokens, D] FP32 turns keys by stretches back."""
         count = tokens * kv_heads
         for field, values in zip(new, self.quantize(pypto.reshape(x, [count, self.head_dim]), count), strict=True):
             field[:] = values
@@ -99,17 +90,11 @@ class CacheSide:
         raise NotImplementedError
 
     def vector_row(self, token, head, tokens, kv_heads):
-        """Row of `new` in which a token's vector of a head lies: the heads of a token one after the other."""
+        """Row of `new` that holds a token's vector of a head."""
         return token * kv_heads + head
 
     def append(self, row, slot, new, kv_heads):
-        """Store one token's vectors of every KV head at its slot.
-
-        Args:
-            row: of the token in its tile.
-            slot: block * 128 + offset.
-            new: of `room`, filled.
-        """
+        """Store the vectors of one token, `row` of its tile, at a slot: block * 128 + offset."""
         vectors, scales = self.side.vectors, self.side.scales
         pypto.set_vec_tile_shapes(16, whole_lines(vectors.width))
         block = slot // BLOCK
@@ -125,7 +110,7 @@ class CacheSide:
 
     # -- Reading -------------------------------------------------------------------------------------------------------
     def gather(self, place, head, shape, name):
-        """Stored vectors [step, width] of one head of the iteration: its tiles in the step's blocks, one after the other."""
+        """Stored vectors [step, width] of one head of the iteration, block after block."""
         return self._rows(self.stored_vectors, self.side.vectors, place, head, shape, name)
 
     def gather_scales(self, place, head, shape, name):
@@ -135,13 +120,13 @@ class CacheSide:
     @staticmethod
     def _rows(buffer, field, place, head, shape, name):
         rows = pypto.tensor([shape.step_tokens, field.width], DTYPES[field.dtype], f"{name}{head}")
-        for index in range(shape.step_tokens // BLOCK):
+        for index in range(shape.blocks):
             row = (place.tile(index, shape) + head) * BLOCK
             pypto.assemble(pypto.view(buffer, [BLOCK, field.width], [row, 0]), [index * BLOCK, 0], rows)
         return rows
 
     def tiles(self, place, shape, scope):
-        """[step, D] of each head of the iteration, as the cube takes them; see `by_token`.
+        """One tile a head of the iteration, [step, D] or as `by_token` says.
 
         Args:
             scope: the first of `shape.blocks` numbers a head, for tasks that must not be cut: other tiles have others.
@@ -156,20 +141,12 @@ class CacheSide:
 
         Args:
             scales: of `scales`.
-            head: of the iteration.
             factor: a number that goes into it.
         """
         return None if factor == 1.0 else factor
 
     def scores(self, queries, tile, scales, place, head, shape):
-        """Logits [M, step] FP32 of a step of keys, not masked yet.
-
-        Args:
-            queries: [M, query_width], as the side takes them.
-            tile: of `tiles`, of that head.
-            scales: of `scales`.
-            head: of the iteration.
-        """
+        """Logits [M, step] FP32 of a step of keys, before masks: queries [M, query_width] by the tile of a head."""
         pypto.set_cube_tile_shapes(*shape.score_cube(self.side.width))
         raw = pypto.matmul(queries, tile, pypto.DT_FP32, b_trans=self.by_token)
         pypto.set_vec_tile_shapes(16, shape.step_tokens)
@@ -181,43 +158,35 @@ class CacheSide:
 
     # -- Queries in, values out ------------------------------------------------------------------------------------------
     def query(self, values):
-        """Queries BF16 -> as they are kept."""
+        """Queries BF16 -> `buffer_dtype`."""
         return values
 
     def room_for_queries(self, q, rows, heads):
-        """A tensor for queries [rows, heads, query_width] as `scores` takes them; q itself where those are the kept ones."""
+        """A tensor [rows, heads, query_width] for queries as `scores` takes them; q itself where they stay as they are."""
         return pypto.tensor([rows, heads, self.side.width], self.query_dtype, "q_ready")
 
     def ready(self, q, rows, shape, out):
-        """Fill `out`, of `room_for_queries`, with kept queries [rows, heads, D] as the cube takes them; once a query.
-
-        The vector tile is for [rows, heads, D].
-        """
+        """Fill `out`, of `room_for_queries`, from q [rows, heads, D]; once a query. The vector tile is for that shape."""
         heads = shape.num_heads
         ready = self.query_rows(pypto.reshape(q, [rows * heads, self.head_dim]), rows * heads)
         out[:] = pypto.clone(pypto.reshape(ready, [rows, heads, self.head_dim]))
 
     def query_rows(self, query, rows):
-        """Kept queries [rows, D] -> as the cube takes them."""
+        """Queries [rows, D] -> as the cube takes them."""
         return query
 
     def left_out(self, queries, head, kv_heads):
-        """What the logits of its tiles lack of queries' products with keys, [M, 1] FP32; None where they lack nothing.
+        """What the logits of the tiles lack of queries' products with keys, [M, 1] FP32; None where they lack nothing.
 
-        A softmax of these logits alone does not change by it; tokens in BF16 must lack it too.
+        A softmax over these logits alone does not change by it; logits of tokens in BF16 must lack it too.
 
         Args:
-            queries: [M, D] BF16 in the model's own domain.
-            head: of the KV heads.
+            queries: [M, D] BF16, not rotated.
         """
         return
 
     def finish(self, value, window_value=None):
-        """What queries of a KV head attended to, [rows, D] FP32 -> BF16 in the model's own domain; once a query.
-
-        Args:
-            window_value: the same of tokens in BF16, in that domain already.
-        """
+        """Weighted values [rows, D] FP32 in the tiles' domain, and those of a window, not rotated -> their sum, BF16."""
         return pypto.cast(value if window_value is None else value + window_value, pypto.DT_BF16)
 
 
@@ -227,10 +196,9 @@ class ScaledSide(CacheSide):
     query_dtype = pypto.DT_FP16
 
     def scales(self, place, shape):
-        """[heads_at_once, step] FP16: one copy a block brings those of all heads."""
         out = pypto.tensor([shape.heads_at_once, shape.step_tokens], pypto.DT_FP16, "scales")
         pypto.set_vec_tile_shapes(shape.heads_at_once, BLOCK)
-        for index in range(shape.step_tokens // BLOCK):
+        for index in range(shape.blocks):  # one copy a block brings those of all heads
             tile = place.tile(index, shape)
             pypto.assemble(pypto.view(self.stored_scales, [shape.heads_at_once, BLOCK], [tile, 0]), [0, index * BLOCK], out)
         return out
@@ -271,7 +239,6 @@ class Plain(CacheSide):
     """One side of a `bf16` cache: values [blocks * Hkv * 128, D] BF16, no scales, nothing rotated."""
 
     def quantize(self, x, count):
-        """x [count, D] FP32 -> BF16."""
         pypto.set_vec_tile_shapes(min(count, 32), self.head_dim)
         return [pypto.cast(x, pypto.DT_BF16)]
 

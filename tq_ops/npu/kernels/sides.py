@@ -1,14 +1,10 @@
-"""What a program needs of a `tq_ops.npu.sides.Side`: the parameters of its signature, and its `CacheSide`.
-
-The smallest such program quantizes and appends alone: scope 2a of a layer, to be verified by itself.
-"""
+"""Parameters and `CacheSide` of a `tq_ops.npu.sides.Side`, and the program that quantizes and appends alone (scope 2a)."""
 
 from typing import Any
 
 import pypto
 
-from haarkv.tq_ops.npu.kernels.learned import LearnedKeys
-from haarkv.tq_ops.npu.kernels.shifted import ShiftedKeys
+from haarkv.tq_ops.npu.kernels.learned import LearnedKeys, ShiftedKeys
 from haarkv.tq_ops.npu.kernels.side import DTYPES, Domain, Plain
 from haarkv.tq_ops.npu.kernels.tq4 import Packed, SeedBytes
 from haarkv.tq_ops.npu.sides import BF16, PUBLISHED, TQ4

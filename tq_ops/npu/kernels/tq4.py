@@ -1,13 +1,12 @@
-"""The formats `tq4` and `tq4_seed` on the device: quantize, and read codes back as centroids (scope 2a).
+"""The formats `tq4` and `tq4_seed` on the device: quantize, and restore centroids (scope 2a).
 
-The cache is the host's own, byte for byte: of `tq4` codes [blocks * Hkv * 128, D/2], which a program sees as INT8 (the same
-bits; PyPTO's interpreter reads UINT8 as signed), and FP16 scales [blocks * Hkv, 128], so that one row lies along the logits.
-Byte j holds level j in its low half and level j + D/2 in its high half. Of `tq4_seed` a level has a byte, 0 to 15, so that its
-sign says nothing, and a vector an FP32 norm.
+`tq4`: codes [blocks * Hkv * 128, D/2], seen as INT8 (PyPTO's interpreter reads UINT8 as signed), byte j holding level j in its
+low half and level j + D/2 in its high half; FP16 scales [blocks * Hkv, 128], one row along the logits. `tq4_seed`: a byte a
+level, 0 to 15, and an FP32 norm a vector.
 """
 
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import pypto
 import torch
@@ -25,25 +24,17 @@ LINE = 128  # FP16 numbers that the vector core takes at once
 # Beyond 16,384 FP16 counts in sixteens.
 _SIXTEENS = 24576.0
 # With x = _STEP * distance, rounded to FP16 like every step, x**9 + a x**7 + b x**5 + c x**3 + d x is the FP16 of each of the
-# 16 centroids of a head_dim of 128. Found by trial; tests/tq_ops/npu/test_npu_look_up.py tries every byte.
+# 16 centroids of a head_dim of 128. Found by trial; tests/tq_ops/npu/test_npu_kernels.py tries every byte.
 _STEP = 0.09613037109375
 _FITTED_HEAD_DIM = 128
 _POLYNOMIAL = (-0.50732421875, 0.1917724609375, 0.08740234375, 0.2359619140625)
 
 
-@dataclass(frozen=True)
-class Book:
-    """The tables of a head_dim.
+class Book(NamedTuple):
+    """The tables of a head_dim: 16 centroids, and 15 boundaries as `STEEP` times the FP32 number before each."""
 
-    Attributes:
-        centroids: 16.
-        steps: `STEEP` times the number before each of the 15 boundaries.
-        unit: what the polynomial's centroids are multiplied with to be these: books differ by 1/sqrt(D) alone.
-    """
-
-    centroids: tuple[float, ...]
-    steps: tuple[float, ...]
-    unit: float
+    centroids: list[float]
+    steps: list[float]
 
 
 @cache
@@ -51,13 +42,11 @@ def book(head_dim):
     """The `Book` of a head_dim."""
     description = READS.built_in(head_dim)
     below = torch.tensor(description.boundaries).nextafter(torch.tensor(-torch.inf))
-    return Book(
-        tuple(description.centroids), tuple(STEEP * number for number in below.tolist()), (_FITTED_HEAD_DIM / head_dim) ** 0.5
-    )
+    return Book(list(description.centroids), [STEEP * number for number in below.tolist()])
 
 
 def vectors_per_tile(count, head_dim):
-    """How many vectors one FP32 tile takes, `count` at most."""
+    """Vectors of one FP32 tile, `count` at most."""
     return min(count, 32 * 128 // max(head_dim, 128))
 
 
@@ -68,7 +57,7 @@ class Packed(RotatedSide, ScaledSide):
         return quantize(x, self.domain.rotation, count, self.head_dim)
 
     def tiles(self, place, shape, scope):
-        """Centroids [step, D] FP16 of each head of the iteration, rotated, without their scale and the book's unit."""
+        """Rotated centroids [step, D] FP16 of each head of the iteration, without scale, as large as those of head_dim 128."""
         return [self._tile(place, head, shape, scope + head * shape.blocks) for head in range(shape.heads_at_once)]
 
     def _tile(self, place, head, shape, scope):
@@ -87,17 +76,14 @@ class Packed(RotatedSide, ScaledSide):
         return out
 
     def scale_row(self, scales, place, head, shape, factor):
-        return super().scale_row(scales, place, head, shape, factor * book(self.head_dim).unit)
+        # Books differ by 1/sqrt(D) alone.
+        return super().scale_row(scales, place, head, shape, factor * (_FITTED_HEAD_DIM / self.head_dim) ** 0.5)
 
 
 def quantize(x, rotation, vectors, head_dim):
-    """Rotate vectors and pick levels, the renormalisation folded into the scale, as `tq_ops.formats.rotated` does.
+    """x [vectors, D] FP32, rotated by [D, D] BF16 -> codes [vectors, D/2] INT8 and scale [vectors, 1] FP16, as
+    `tq_ops.formats.rotated`.
 
-    Args:
-        x: [vectors, D] FP32.
-        rotation: [D, D] BF16.
-    Returns:
-        codes [vectors, D/2] INT8 and scale [vectors, 1] FP16.
     Rounding points: x / norm to BF16; scale to FP16. A vector of zeros gets scale 0.
     """
     rows, tables = vectors_per_tile(vectors, head_dim), book(head_dim)
@@ -125,11 +111,9 @@ def rotated_levels(unit, rotation, vectors, head_dim):
 
 
 def count_levels(x, steps):
-    """`#{b : x >= b}`, FP32. Arithmetic, for a select costs the device a dozen instructions a row.
+    """`#{b : x >= b}`, FP32, by arithmetic, as a select costs the device a dozen instructions a row.
 
-    Args:
-        steps: of a `Book`. The difference from the number before a boundary, times `STEEP`, is 1 or more from the boundary
-            on, and 0 or less below it.
+    x less the number before a boundary, times `STEEP`, is 1 or more from the boundary on, and 0 or less below it.
     """
     steep = x * STEEP
     level = pypto.clip(steep - steps[0], 0.0, 1.0)
@@ -139,7 +123,7 @@ def count_levels(x, steps):
 
 
 def _squared_centroid(level, centroids):
-    """c[level]**2 in FP32; the book is odd about level 7.5, so |level - 7.5| chooses."""
+    """c[level]**2, FP32. The book is odd about level 7.5, so |level - 7.5| chooses."""
     distance = pypto.abs(level - 7.5)
     first = centroids[9] ** 2 - centroids[8] ** 2
     value = pypto.clip(distance - 0.5, 0.0, 1.0) * first + centroids[8] ** 2
@@ -150,15 +134,15 @@ def _squared_centroid(level, centroids):
 
 
 def blocks_at_once(head_dim):
-    """How many blocks' codes are restored together: in FP16, one half of their levels fills a tile of 128 x 128."""
+    """Blocks that are restored together: one half of their levels, in FP16, fills a tile of 128 x 128."""
     return max(1, 2 * LINE // head_dim)
 
 
 def restore(blocks, put):
-    """Codes of some blocks, each [128, D/2] INT8, -> centroids [128 n, D] FP16, rotated and without their scale.
+    """Codes of n blocks, each [128, D/2] INT8 -> rotated centroids [128 n, D] FP16, without their scale.
 
-    They come in halves, [128 n, D/2]: `put` takes one and its first column. Arithmetic alone, because a select costs the
-    device a dozen instructions a row; and on whole lines of the vector core, for halves of two vectors lie beside one another.
+    `put(values, column)` takes each half, [128 n, D/2], and its first column. All is arithmetic on whole lines of the vector
+    core; with a D of 128 a line holds halves of two vectors.
 
     A byte read as signed is 16 h + l, where h is the upper level, less 16 if it is 8 or more. Adding 24,576, where FP16 counts
     in sixteens, rounds byte - 7.5 to 16 h (never a tie). 16 h + 8 clipped to -8 … 8 then says which h were shifted. Both end
@@ -187,7 +171,7 @@ def restore(blocks, put):
 
 
 def _centroid(distance):
-    """The FP16 of the centroid of a level so far from 7.5."""
+    """The FP16 centroid of a level at this distance from 7.5."""
     x = distance * _STEP
     square = x * x
     value = square + _POLYNOMIAL[0]
@@ -202,19 +186,11 @@ _TILE = 64 * 128  # numbers of a vector tile of FP32
 class SeedBytes(RotatedSide):
     """One side of a `tq4_seed` cache: codes [blocks * Hkv * 128, D] INT8, norms [blocks * Hkv * 128, 1] FP32.
 
-    The tiles carry their scale, as published, and stay in the rotated domain, which is not: the published kernels rotate
-    every tile back.
+    Tiles carry their scale, as published, and stay rotated; the published kernels rotate every tile back.
     """
 
     def quantize(self, x, count):
-        """As `tq_ops.formats.rotated.TurboQuant4Seed`.
-
-        Args:
-            x: [count, D] FP32.
-        Returns:
-            codes [count, D] INT8 and norm [count, 1] FP32.
-        Rounding points: x / norm to BF16.
-        """
+        """As `tq_ops.formats.rotated.TurboQuant4Seed`: x / norm is rounded to BF16."""
         pypto.set_vec_tile_shapes(vectors_per_tile(count, self.head_dim), self.head_dim)
         norm = pypto.sqrt(pypto.sum(x * x, dim=-1, keepdim=True) + SEED_EPS)
         level = rotated_levels(x / norm, self.domain.rotation, count, self.head_dim)
@@ -235,7 +211,7 @@ class SeedBytes(RotatedSide):
 
 
 def _centroids(codes, centroids):
-    """Codes [n, D] INT8 -> centroids [n, D] FP32. The book is odd about 7.5: selects by the distance, then the sign."""
+    """Codes [n, D] INT8 -> centroids [n, D] FP32, selected by the distance from 7.5, then the sign."""
     level = pypto.cast(pypto.cast(codes, pypto.DT_FP16), pypto.DT_FP32) - 7.5
     distance = pypto.abs(level)
     value = pypto.where(pypto.ge(distance, 1.0), centroids[9], centroids[8])

@@ -1,17 +1,20 @@
 """Runs PyPTO programs without an NPU, in a worker process: numbers, emitted C++.
 
-PyPTO 0.2.0 keeps no compilation between calls in simulation: every call compiles anew. What makes a sim fast here is what is
-left out: numbers come from the tensor graph alone, before any pass, and the graph is not written as JSON; tensors cross
-between the processes as files of a memory file system, constants only once.
+PyPTO 0.2.0 compiles anew at every call in simulation. To be fast, numbers come from the tensor graph before any pass, no graph
+is written as JSON, and tensors cross between the processes as files of a memory file system, constants only once.
 """
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
+import math
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from multiprocessing import Pipe
@@ -24,17 +27,14 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.npu.folders import refusal
+from haarkv.tq_ops.npu.folders import cache_folder, refusal
 from haarkv.tq_ops.npu.program import Program
 from haarkv.tq_ops.npu.versions import find_installation, unsimulated_reason
 from haarkv.tq_ops.output_files import TemporaryFolder
 
 
 class Mode(Enum):
-    """What a call is for.
-
-    NUMBERS: interpret the tensor graph with torch and fill the outputs. COMPILE: every pass, then the AICore C++.
-    """
+    """NUMBERS: interpret the tensor graph with torch and fill the outputs. COMPILE: every pass, then the AICore C++."""
 
     NUMBERS = "numbers"
     COMPILE = "compile"
@@ -50,11 +50,8 @@ class StoredTensor:
     constant: bool
 
     def map(self) -> Tensor:
-        """The tensor itself, shared: what one process writes the other one sees."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return torch.from_file(self.path, shared=True, size=count, dtype=self.dtype).view(self.shape)
+        """The tensor itself, shared between the processes."""
+        return torch.from_file(self.path, shared=True, size=math.prod(self.shape), dtype=self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True)
@@ -93,11 +90,28 @@ def unavailable() -> str | None:
     return None
 
 
-class Simulator:
-    """A worker process and the files through which it sees tensors.
+_SKIP_GRAPH = "void _ZN3npu8tile_fwk7Program12DumpJsonFileERKSsPNS0_8FunctionE(void) {}"
+"""`npu::tile_fwk::Program::DumpJsonFile(std::string const &, Function *)`, with the strings of GCC's old ABI."""
 
-    The process starts with the first call and again after one that killed it. Use it as a context manager or call
-    `close`; one that is forgotten ends with its process.
+
+def skip_graph_files() -> None:
+    """Before PyPTO is imported: keep it from writing `program.json`, half of the CPU time of a small layer.
+
+    No option does so: a library of one function stands in front of PyPTO's own, as the loader takes the first of a name. Where
+    it cannot be compiled, graphs are written: slower, and otherwise the same.
+    """
+    with suppress(OSError, subprocess.CalledProcessError, InputError):
+        library = cache_folder("pypto_quiet") / f"{hashlib.sha256(_SKIP_GRAPH.encode()).hexdigest()[:16]}.so"
+        if not library.exists():
+            half = library.with_suffix(f".{os.getpid()}")
+            command = ["g++", "-x", "c", "-shared", "-fPIC", "-O1", "-", "-o", str(half)]
+            subprocess.run(command, input=_SKIP_GRAPH, text=True, check=True)
+            half.replace(library)
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
+class Simulator:
+    """A worker process, started by the first call and again after one that killed it, and the files of its tensors.
 
     Attributes:
         worker: the module whose `serve` is the process.
@@ -109,7 +123,7 @@ class Simulator:
     worker = "haarkv.tq_ops.npu.sim.worker"
     boot = (
         "import sys; from importlib import import_module; from multiprocessing.connection import Connection; "
-        "from haarkv.tq_ops.npu.sim import quiet; quiet.load(); "
+        "from haarkv.tq_ops.npu.sim import simulator; simulator.skip_graph_files(); "
         "import_module(sys.argv[1]).serve(Connection(int(sys.argv[2])))"
     )
 
@@ -120,7 +134,7 @@ class Simulator:
         self._temporary = TemporaryFolder("sim", memory if os.access(memory, os.W_OK) else None)
         self._folder = self._temporary.path
         self._files = 0
-        # Tensors are told apart as objects: one that was promised not to change is kept, and found again as itself.
+        # Keyed by the tensor object.
         self._constants: dict[Tensor, StoredTensor] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
@@ -137,16 +151,14 @@ class Simulator:
         self._temporary.close()
 
     def constant(self, tensor: Tensor) -> Tensor:
-        """Promise that a tensor will not change, so that it is handed over once. Returns it."""
+        """Promise that a tensor will not change, so that it is copied once. Returns it."""
         if tensor not in self._constants:
             self._constants[tensor] = self._store(tensor, constant=True)
         return tensor
 
     def run(self, program: Program, tensors: Sequence[Tensor], mode: Mode) -> Execution:
-        """Call a program once.
+        """Call a program on contiguous tensors of the CPU; NUMBERS fills outputs in place.
 
-        Args:
-            tensors: its arguments, contiguous, on the CPU; outputs are filled in place in NUMBERS.
         Raises:
             SimulatorError: it did not compile or run, or an output was not filled.
         """
@@ -215,7 +227,7 @@ class Simulator:
         return self._connection
 
     def _environment(self) -> dict[str, str]:
-        """Of the worker, whole: PyPTO takes a set ASCEND_HOME_PATH for an installed toolkit, so nothing is inherited."""
+        # Whole: PyPTO takes a set ASCEND_HOME_PATH for an installed toolkit, so nothing is inherited.
         return {
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), "/usr/local/bin", os.defpath]),
             "HOME": str(Path.home()),
@@ -229,7 +241,6 @@ class Simulator:
         }
 
     def _log(self) -> str:
-        """What the worker has printed."""
         return (self._folder / "log").read_text(encoding="utf-8", errors="replace")
 
     def _stop(self) -> None:

@@ -1,7 +1,6 @@
-"""The process in which PyPTO interprets and compiles programs without an NPU.
+"""The process in which PyPTO interprets and compiles programs without an NPU, started by `tq_ops.npu.sim.simulator`.
 
-A process of its own because PyPTO keeps global state, writes into its working directory, prints as it pleases, and a bad
-kernel can take the process down. Started by `tq_ops.npu.sim.simulator`, whose docstrings describe the requests.
+PyPTO keeps global state, writes into its working directory and prints, and a bad kernel can take the process down.
 """
 
 from __future__ import annotations
@@ -43,10 +42,7 @@ _LOOSE = [2e-2, 2e-2]
 
 
 def built_calculator() -> Path:
-    """PyPTO's torch calculator, in the user's cache folder: PyPTO itself builds it anew in every process (23 s).
-
-    Of processes that need it at once, one builds it and the others wait.
-    """
+    """PyPTO's torch calculator, built once into the user's cache folder; PyPTO itself builds it in every process (23 s)."""
     source = Path(pypto.__file__).parent / "lib/calculator"
     text = (source / "src/calc_torch.cpp").read_bytes()
     key = hashlib.sha256(f"{torch.__version__} {sys.version}".encode() + text).hexdigest()[:16]
@@ -81,7 +77,7 @@ def _load_calculator(self: Any) -> None:
 
 
 def _setup_verify_data(tensors: list[Any]) -> None:
-    """PyPTO's own method copies inputs through a runtime that is a stub here and copies nothing: it would run on zeros."""
+    """Replaces PyPTO's own, which copies inputs through a stub that copies nothing, and so runs on zeros."""
     if pypto.get_verify_options().get("enable_pass_verify"):
         BuildOnlineManager().build_and_load_calculator()
         goldens = entry._pto_verify_datas.get_data()
@@ -97,7 +93,7 @@ def _options(mode: Mode) -> dict[str, dict[str, Any]]:
     stage = pypto.CompStage
     if mode is Mode.COMPILE:
         return {"runtime_options": _SIM, "host_options": {"compile_stage": stage.CODEGEN_INSTRUCTION}}
-    # What there is a golden for is dumped all the same. All tensors are 5,700 files, 140 MB, in a prefill of SmolLM2's layer.
+    # Tensors with a golden are dumped anyway. All would be 5,700 files, 140 MB, in a prefill of SmolLM2's layer.
     verify = {
         "enable_pass_verify": True, "pass_verify_save_tensor": False, "pass_verify_error_tol": _LOOSE,
         "pass_verify_pass_filter": [],
@@ -138,7 +134,7 @@ def _run(request: Request) -> dict[str, Any]:
 
 @contextmanager
 def _fake_toolchain() -> Iterator[None]:
-    """Code generation asks where the toolkit is and, given a folder with its include path, writes the C++ and stops."""
+    """Code generation needs a toolkit's folder; given one with an include path, it writes the C++ and stops."""
     root = Path("toolkit").absolute()
     (root / "include/pto").mkdir(parents=True, exist_ok=True)
     os.environ["ASCEND_HOME_PATH"] = str(root)

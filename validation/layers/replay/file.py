@@ -247,7 +247,7 @@ def _check(case: LayerCase) -> None:
         raise ValueError("its sequences do not fit its tensors")
     for side, kv_format in (("k", plan.k(case.index)), ("v", plan.v(case.index))):
         _check_fields(case.before[side], kv_format, config.heads.head_dim, (blocks, heads, BLOCK_SIZE))
-        if plan.keeps(kv_format):
+        if plan.has_window(kv_format):
             token_counts = {f"window.{side}": plan.ring_tokens(kv_format, WINDOW_CHUNK), f"sink.{side}": plan.sink}
             for part, tokens in token_counts.items():
                 if tokens:

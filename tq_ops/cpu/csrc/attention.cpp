@@ -1,0 +1,21 @@
+// Attention in FP32 by the instructions of one set.
+#include "set.h"
+
+namespace haarkv {
+namespace {
+#include "registers.h"
+#include "keys.h"
+#include "float_values.h"
+#include "unpacked.h"
+#include "kept.h"
+#include "attention.h"
+#include "pass.h"
+
+template <int R> using Floats = Products<KeyProducts<FloatSums<Simd>, R>, FloatValues<Simd, Narrow, R>>;
+}  // namespace
+
+void HAARKV_SET::add_attention(Kernels& kernels) {
+    kernels.attend = attend_pass<Simd, Floats>, kernels.scratch_floats = scratch_of_passes<Simd, Floats>;
+}
+
+}  // namespace haarkv
