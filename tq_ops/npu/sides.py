@@ -121,8 +121,12 @@ def fixed_sides(head_dim: int) -> dict[str, Side]:
     codes, levels = (StoredField("codes", torch.int8, width) for width in (head_dim // 2, head_dim))
     scale, norm = StoredField("scale", torch.float16, BLOCK_SIZE), StoredField("norm", torch.float32, 1)
     data = StoredField("data", torch.bfloat16, head_dim)
-    rows = ((FORMAT.name, codes, scale, 8), (formats.PUBLISHED.name, levels, norm, 4), ("bf16", data, None, 2))
-    return {row[0]: Side(*row, head_dim, head_dim=head_dim) for row in rows}
+    sides = (
+        Side(FORMAT.name, codes, scale, 8, head_dim, head_dim=head_dim),
+        Side(formats.PUBLISHED.name, levels, norm, 4, head_dim, head_dim=head_dim),
+        Side("bf16", data, None, 2, head_dim, head_dim=head_dim),
+    )
+    return {side.name: side for side in sides}
 
 
 TQ4, PUBLISHED, BF16 = fixed_sides(HEAD_DIM).values()
