@@ -118,7 +118,7 @@ def filled_cache(
     """
     cache, paging = new_cache(plan, config, case.context + steps, case.batch, k.device, steps)
     kinds = list(zip(plan.layers, cache.shapes, strict=True))
-    source = [layer if plan.keeps_tokens else kinds.index(kind) for layer, kind in enumerate(kinds)]
+    source = [layer if plan.has_windows else kinds.index(kind) for layer, kind in enumerate(kinds)]
     for sequence in [paging.add() for _ in range(case.batch)]:
         for begin in range(0, case.context - 1, cache.most_new_tokens or _FILL):
             end = min(begin + (cache.most_new_tokens or _FILL), case.context - 1)
@@ -128,7 +128,7 @@ def filled_cache(
                 with cache.open(layer, batch) as at:
                     at.write(new_k, new_v)
     for layer in config.state_shapes:
-        cast(Recurrent, cache.states[layer]).seen[: case.batch, 0] = case.context - 1
+        cast(Recurrent, cache.states[layer]).counts[: case.batch, 0] = case.context - 1
     for layer, first in enumerate(source):
         if layer != first and cache.shapes[layer]:
             for to, like in zip(cache.kv[layer].fields, cache.kv[first].fields, strict=True):

@@ -108,7 +108,7 @@ def _products(model: DecoderModel, layer: int, tokens: int) -> tuple[int, int]:
     mlp = model.config.layers[layer].mlp
     share = mlp.per_token / mlp.count if isinstance(mlp, Experts) else 0.0
     read = multiplications = 0.0
-    for field, _, weight in model.weights.layers[layer].named():
+    for field, _, weight in model.weights.layers[layer].named_tensors():
         if len(weight.shape) == 2:
             expert = field.startswith("experts.")
             read += weight.nbytes * (min(1.0, tokens * share) if expert else 1.0)

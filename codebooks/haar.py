@@ -2,10 +2,9 @@
 
 The rotation of layer l: a D x D Gaussian seeded `42 + 1000 * l`, its QR with the diagonal of R positive, Q rounded to BF16.
 
-The publication draws the Gaussian with torch and factors it in FP32. Both depend on the machine: torch's Gaussian on its
-vector instructions, the last bits of an FP32 factorization on the LAPACK. Here the Gaussian has the bits that torch gives on
-a CPU with AVX2, and the factorization is in float64. Every step is an elementwise IEEE operation or a sum in a fixed order,
-so that no library chooses the last bit. The published matrices therefore differ in a few entries of 16,384.
+The publication draws the Gaussian with torch and factors it in FP32; both depend on the machine. Here the Gaussian has the
+bits of torch on a CPU with AVX2, and the factorization is in float64, each step an elementwise IEEE operation or a sum in a
+fixed order. The published matrices therefore differ in a few entries of 16,384.
 """
 
 from __future__ import annotations
@@ -23,14 +22,9 @@ Doubles = NDArray[np.float64]
 
 
 def compute_rotation(layer: int, head_dim: int) -> Tensor:
-    """Compute a layer's rotation on the host; `codebooks.haar_rotation` reads the shipped one where there is one.
+    """Compute a layer's rotation [D, D] bf16 on the host; `codebooks.haar_rotation` reads the shipped one if there is one.
 
-    Row vectors: `y = x @ rotation`, back with `y @ rotation.T`.
-
-    Returns:
-        [D, D] bf16, orthogonal up to BF16 rounding.
-    Raises:
-        ValueError: a negative layer or a head_dim below 1.
+    Row vectors: `y = x @ rotation`, back with `y @ rotation.T`. A ValueError of a negative layer or a head_dim below 1.
     Source: TurboQuant (arXiv 2504.19874); seeds of the public Qwen3-14B kernels.
     """
     if layer < 0 or head_dim < 1:
@@ -40,12 +34,9 @@ def compute_rotation(layer: int, head_dim: int) -> Tensor:
 
 
 def orthogonal_factor(matrix: Doubles) -> Doubles:
-    """Q of the QR factorization whose R has a positive diagonal, by modified Gram-Schmidt.
+    """Q [n, n] float64 of the QR factorization with a positive diagonal of R, by modified Gram-Schmidt; full rank.
 
-    Args:
-        matrix: [n, n] float64 of full rank.
-    Returns:
-        [n, n] float64. Errors grow with the condition number, about 1e-13 for a Gaussian of 128: far below a BF16 step.
+    Errors grow with the condition number, about 1e-13 for a Gaussian of 128: far below a BF16 step.
     """
     columns = matrix.T.copy()
     for index, column in enumerate(columns):
@@ -62,12 +53,9 @@ def _sum_in_order(x: Doubles) -> Doubles:
 
 
 def draw_gaussian(seed: int, count: int) -> Floats:
-    """`torch.randn(count)` of a CPU generator with this seed, to the bit of torch's AVX2 code, on every machine.
+    """`torch.randn(count)` [count] fp32 of a CPU generator with this seed, to the bit of torch's AVX2 code, on every machine.
 
     A count that 16 does not divide gets the beginning of the next longer draw.
-
-    Returns:
-        [count] fp32.
     """
     # numpy promises that the stream of this generator never changes. 24 bits make a uniform number.
     raw = np.random.RandomState(seed).randint(0, 2**32, -(-count // _BLOCK) * _BLOCK, np.uint32)

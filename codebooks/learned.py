@@ -41,17 +41,16 @@ _DEAD = 1e-18
 class Basis:
     """Learned coordinates of one layer's keys, for each KV head; the most important first.
 
-    A vector is `x - mean = y @ back`, and its coordinates are `y = (x - mean) @ forward`. Entries of both matrices are BF16
-    numbers, so no device rounds them; `back` is the inverse of the rounded `forward`, up to its own rounding.
+    `x - mean = y @ back`, and `y = (x - mean) @ forward`. Entries of both matrices are BF16 numbers, so no device rounds them;
+    `back` is the inverse of the rounded `forward`, up to its own rounding.
 
     Attributes:
         mean: [H, D] fp32, in units of x.
         forward: [H, D, D] fp32; column i makes coordinate i.
-        back: [H, D, D] fp32; row i is what one unit of coordinate i adds to the vector. Its column is 0 in a channel whose
-            errors cost nothing: there a vector comes back as the mean.
-        weights: [H, D] fp32, what a squared error of a coordinate costs; descending by eighths, with the sum D.
-        inv_freq: [R/2] fp64, the angle by which RoPE turns numbers i and i + R/2 of a key from one position to the next; the
-            keys it was learned from were turned back to where their stretch of the text begins. Empty where nobody knows.
+        back: [H, D, D] fp32; row i is one unit of coordinate i. A channel whose errors cost nothing has a column of 0 and
+            comes back as the mean.
+        weights: [H, D] fp32, cost of a coordinate's squared error; descending by eighths, with the sum D.
+        inv_freq: [R/2] fp64, RoPE's angles; the keys were rotated back to the begin of their stretch. Empty if unknown.
     """
 
     mean: Tensor
@@ -79,24 +78,21 @@ class Basis:
 
 
 def learn(metric: Tensor, spread: Tensor, mean: Tensor, damping: float = _DAMPING, power: float = POWER) -> Basis:
-    """The coordinates in which quantization costs least, for each KV head.
+    """The coordinates in which quantization costs least, for each KV head; computed in float64.
 
         metric = diag(channel) R diag(channel), R of diagonal 1;    S S = diag(channel) R**power diag(channel)
 
-    Scaling a channel of x, with the metric scaled back, changes nothing but the matrices: the levels that are chosen, and
-    what their errors cost, stay the same.
+    Scaling a channel of x, and the metric inversely, changes the matrices only, not the levels and the cost of their errors.
 
     Args:
-        metric: [H, D, D] fp64, symmetric and positive semi-definite: an error e costs e^T metric e. Its unit does not count.
-        spread: [H, D, D] fp64, the second moment of the centred vectors. Its unit does not count.
+        metric: [H, D, D] fp64, symmetric and positive semi-definite: an error e costs e^T metric e, in any unit.
+        spread: [H, D, D] fp64, second moment of the centred vectors, in any unit.
         mean: [H, D] in units of x.
-        damping: share of each matrix's own diagonal that is added to it, so that what the text did not show is not taken for
-            impossible.
+        damping: share of each matrix's diagonal that is added, so that what the text did not show stays possible.
         power: of the metric's correlations R.
     Raises:
-        ValueError: shapes that do not fit together, a number that is not finite, or a D that is no multiple of 8.
-    Rounding points: computed in float64; forward and back are rounded to BF16, back after it was made from the rounded
-        forward; weights and mean to fp32.
+        ValueError: shapes do not fit, a number is not finite, or 8 does not divide D.
+    Rounding points: forward and back to BF16, back from the rounded forward; weights and mean to fp32.
     """
     heads, dim = mean.shape
     if metric.shape != (heads, dim, dim) or spread.shape != metric.shape or dim % EIGHTHS:
@@ -165,14 +161,12 @@ def _turn(eighth: int, count: int) -> Tensor:
 
 
 def expected_cost(weights: Tensor, widths: Sequence[int], base_cost: Tensor | None = None) -> Tensor:
-    """What levels leave of the cost of storing nothing but the mean, were coordinates Gaussian.
+    """Cost that levels leave, relative to storing only the mean, for Gaussian coordinates: [H] fp64, between 0 and 1.
 
     Args:
         weights: [H, D] fp32.
         widths: bits of a level in each eighth.
-        base_cost: [H, D], what each coordinate costs without levels, on another text perhaps; the weights unless given.
-    Returns:
-        [H] fp64, between 0 and 1.
+        base_cost: [H, D], cost of each coordinate without levels; the weights by default.
     """
     left = torch.tensor([ERRORS[bits] for bits in widths], dtype=torch.float64).repeat_interleave(weights.shape[1] // EIGHTHS)
     costs = weights.double() if base_cost is None else base_cost.double()

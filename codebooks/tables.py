@@ -1,8 +1,7 @@
 """Lloyd-Max tables, rotations and signs: the shipped ones, read once and checked against their SHA-256.
 
-A rotated unit vector has coordinates that are close to N(0, 1/sqrt(D)), so one scalar codebook serves every coordinate of
-every head. No solver of levels runs at run time: its last bits would depend on the machine, and a file that one machine wrote
-would be read otherwise on another. Rotations that are not shipped are computed on the host and kept.
+A rotated unit vector has coordinates close to N(0, 1/sqrt(D)), so one scalar codebook serves all of them. Levels are never
+solved at run time: last bits would depend on the machine. Rotations that are not shipped are computed on the host and cached.
 """
 
 from __future__ import annotations
@@ -44,11 +43,7 @@ class Codebook(NamedTuple):
 
 
 def read_checked(name: str) -> bytes:
-    """Bytes of a shipped table.
-
-    Raises:
-        ValueError: the file is not the one its SHA-256 was taken of.
-    """
+    """Bytes of a shipped table; a ValueError if its SHA-256 differs."""
     lines = (DATA / CHECKSUMS).read_text(encoding="ascii").splitlines()
     sums = {file: digest for digest, file in (line.split() for line in lines)}
     content = (DATA / name).read_bytes()
@@ -83,18 +78,14 @@ def gaussian_centroids(bits: int) -> Tensor:
 
 @cache
 def lloyd_max(bits: int, head_dim: int, solver: Solver = "published") -> Codebook:
-    """Codebook of 2**bits levels for one coordinate of a rotated unit vector; the same bits on every machine.
+    """Codebook of 2**bits levels (1 to 8 bits) for one coordinate of a rotated unit vector. Do not write to it.
 
     Args:
-        bits: bits a coordinate, 1 to 8.
         head_dim: D; the source's standard deviation is 1/sqrt(D).
-        solver: "converged" is the optimum. "published" is so, too, but for head_dim 64, 128 and 256, whose tables are those
-            of the publication.
-    Returns:
-        Its tensors are shared: do not write to them. The optimum is exactly odd: its middle boundary is 0.
+        solver: "converged" is the optimum, exactly odd; "published" differs at head_dim 64, 128 and 256.
     Raises:
         ValueError: bits or head_dim out of range, or an unknown solver.
-    Rounding points: the optimum is scaled and halved in float64, one IEEE operation each, and rounded to FP32 once.
+    Rounding points: the optimum is scaled and halved in float64, and rounded to FP32 once.
     """
     if not 1 <= bits <= MAX_BITS:
         raise ValueError(f"a codebook has 1 to {MAX_BITS} bits, not {bits}")
@@ -110,9 +101,9 @@ def lloyd_max(bits: int, head_dim: int, solver: Solver = "published") -> Codeboo
 
 @cache
 def haar_rotation(layer: int, head_dim: int) -> Tensor:
-    """Rotation [D, D] bf16 of a layer, for K and V alike; see `codebooks.haar.compute_rotation`.
+    """Rotation [D, D] bf16 of a layer, for K and V; see `codebooks.haar.compute_rotation`. Do not write to it.
 
-    Shipped for head_dim 128 and layers 0 to 63. Do not write to the result.
+    Shipped for head_dim 128 and layers 0 to 63.
     """
     if head_dim == 128 and 0 <= layer < SHIPPED_LAYERS:
         return _shipped_rotations()[layer]
@@ -121,9 +112,6 @@ def haar_rotation(layer: int, head_dim: int) -> Tensor:
 
 @cache
 def hadamard_signs(name: str) -> Tensor:
-    """Signs [n] fp32, each 1 or -1, of a Walsh-Hadamard rotation: `tq3_0`, `tbq4_0/before`, `tbq4_0/after`.
-
-    Do not write to the result.
-    """
+    """Signs [n] fp32 of a Walsh-Hadamard rotation: `tq3_0`, `tbq4_0/before`, `tbq4_0/after`. Do not write to it."""
     tables: dict[str, str] = json.loads(read_checked(HADAMARD))
     return torch.tensor([1.0 if sign == "+" else -1.0 for sign in tables[name]])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from haarkv.models.balance import Moments, name_layers
-from haarkv.models.parallel import ALONE, Ranks
+from haarkv.models.parallel import SINGLE_RANK, Ranks
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.kv.cache import LayerView
@@ -179,7 +179,7 @@ class Guard:
     softmax_scale: float
     could_balance: bool = False
     allow: bool = False
-    ranks: Ranks = ALONE
+    ranks: Ranks = SINGLE_RANK
     insist: str = "--allow-collapse"
     _layer_losses: dict[tuple[int, str], Loss] = field(default_factory=dict)
     _warned: set[tuple[int, str]] = field(default_factory=set)

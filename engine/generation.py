@@ -15,13 +15,12 @@ from haarkv.engine.drafts import Beginning, DraftSource, Pace, Speculation
 from haarkv.engine.sampling import BatchSampler, Sampling
 from haarkv.engine.text import require_count
 from haarkv.executors.base import Executor, prefill, verify
-from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.errors import InputError, count_noun
 from haarkv.tq_ops.kv.batch import PagedSequences, upload
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.shapes import WINDOW_CHUNK, WINDOW_ROOM
 from haarkv.tq_ops.kv.stored import StoredSequence, put, reusable, take
 from haarkv.tq_ops.memory import hand_back
-from haarkv.tq_ops.text import count_noun
 
 PREFILL_CHUNK = 512
 Finish = Literal["eos", "stop", "length", "context"]

@@ -28,10 +28,10 @@ from haarkv.models.catalog import (
 )
 from haarkv.models.checkpoint import Progress
 from haarkv.models.config import ModelConfig
-from haarkv.models.fingerprint import fingerprint
-from haarkv.models.parallel import ALONE, Ranks, Split
+from haarkv.models.parallel import SINGLE_RANK, Ranks, Split
 from haarkv.models.source import KeptBlocks
 from haarkv.models.text import Tokenizer, generation_settings, load_tokenizer
+from haarkv.models.weights import fingerprint
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError, warn
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
@@ -51,7 +51,7 @@ def load(
     layers: int | None = None,
     progress: Progress | None = None,
     on_program: OnProgram | None = None,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_RANK,
     balance: bool = True,
     allow_collapse: bool = False,
     on_warning: Callable[[str], object] | None = None,
@@ -165,7 +165,7 @@ def _balance_model(
     model: DecoderModel, plan: KVPlan, spec: KVSpec, balance: bool, ranks: Ranks, on_warning: Callable[[str], object]
 ) -> tuple[balancing.BalancedModel, str]:
     """The model as a session runs it, and the fingerprint of its weights; "" for a rank's part."""
-    mark = fingerprint(model.weights.named()) if ranks.size == 1 else ""
+    mark = fingerprint(model.weights.named_tensors()) if ranks.size == 1 else ""
     spec.require_weights(mark or spec.weights)
     balance_result = balanced_for(model, plan, spec, balance)
     if balance_result.uneven:

@@ -15,9 +15,9 @@ from haarkv.engine.generation import Completion, OnPrefill, Timing
 from haarkv.engine.ranks import RankMemory
 from haarkv.engine.sampling import Sampling
 from haarkv.executors.base import Executor
+from haarkv.tq_ops.errors import count_noun
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.stored import StoredSequence
-from haarkv.tq_ops.text import count_noun
 
 _REPR = Repr()
 _REPR.maxstring = 60

@@ -25,16 +25,15 @@ from haarkv.models.base import new_cache
 from haarkv.models.catalog import model_files
 from haarkv.models.config import ModelConfig
 from haarkv.models.footprint import CODE, WeightBytes
-from haarkv.models.parallel import ALONE, Ranks
+from haarkv.models.parallel import SINGLE_RANK, Ranks
 from haarkv.models.text import Tokenizer
-from haarkv.tq_ops.errors import InputError, warn
+from haarkv.tq_ops.errors import InputError, count_noun, warn
 from haarkv.tq_ops.kv import cache_file
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache, cache_bytes
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.stored import StoredSequence
 from haarkv.tq_ops.memory import require_memory
-from haarkv.tq_ops.text import count_noun
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class Session:
     plan: KVPlan
     generation: Mapping[str, Any] = field(default_factory=dict)
     passed_over: str = ""
-    ranks: Ranks = ALONE
+    ranks: Ranks = SINGLE_RANK
     weight_bytes: int = 0
     load_record: LoadRecord | None = None
     uneven: tuple[balancing.Uneven, ...] = ()

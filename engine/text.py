@@ -13,8 +13,7 @@ from typing import Any
 
 from haarkv.models.limited import RESERVED_NAMES
 from haarkv.models.text import TextStream, Tokenizer
-from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.text import count_noun
+from haarkv.tq_ops.errors import InputError, count_noun
 
 # -- Prompts -----------------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
-from haarkv.models.parallel import ALONE, Ranks
+from haarkv.models.parallel import SINGLE_RANK, Ranks
 from haarkv.tq_ops.cpu.library import BLOCKS
 from haarkv.tq_ops.cuda.block_planes import PLANES
 from haarkv.tq_ops.errors import InputError
@@ -183,7 +183,7 @@ def info(name: str) -> ExecutorInfo:
 
 
 def refusal(
-    name: str, config: ModelConfig, plans: Sequence[KVPlan], *, ranks: Ranks = ALONE, dtype: str | None = None
+    name: str, config: ModelConfig, plans: Sequence[KVPlan], *, ranks: Ranks = SINGLE_RANK, dtype: str | None = None
 ) -> str | None:
     """Why an executor cannot run a model, or a rank's part of one, with all these caches: "NAME cannot run this: REASON".
 
@@ -201,7 +201,7 @@ def refusal(
     return reason and f"{name} cannot run this: {reason}"
 
 
-def check(name: str, config: ModelConfig, plan: KVPlan, device: str | None = None, ranks: Ranks = ALONE) -> None:
+def check(name: str, config: ModelConfig, plan: KVPlan, device: str | None = None, ranks: Ranks = SINGLE_RANK) -> None:
     """Raise before a model's weights are read what `create` would raise after; an NPU's device is left to `create`."""
     info(name).require(_device_of_rank(name, device, ranks))
     if problem := refusal(name, config, [plan], ranks=ranks):
@@ -259,7 +259,7 @@ class Selection:
 
 def select(
     executor: str, config: ModelConfig, plans: Sequence[KVPlan], *, device: str | None = None, dtype: str | None = None,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_RANK,
 ) -> Selection:  # fmt: skip
     """The named executor, or for `auto` the fastest that this machine has and that can run the model with all these caches.
 

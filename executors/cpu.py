@@ -64,7 +64,9 @@ class CpuExecutor(ReferenceExecutor):
         try:
             ops = self._kernels = CpuOps(isa)
             model = _on_kernels(model, ops)
-            rounds_activations = any(isinstance(weight, Blocks) and weight.x_bits == 8 for _, weight in model.weights.named())
+            rounds_activations = any(
+                isinstance(weight, Blocks) and weight.x_bits == 8 for _, weight in model.weights.named_tensors()
+            )
             self.description = f"C++ kernels ({ops.isa}) on the CPU{', activations of 8 bits' * rounds_activations}"
             self.batch_invariant, self.blocks = True, BLOCKS
         except KernelsMissingError as missing:
@@ -102,12 +104,12 @@ def _on_kernels(model: DecoderModel, ops: CpuOps) -> DecoderModel:
     return _OnKernels(model.config, model.weights, model.ropes, model.ranks, ops, whole)
 
 
-_KNOWS = ("head_norms", "bias", "window", "activation", "plus_one", "norms_behind")
+_KNOWS = ("head_norms", "bias", "window", "activation", "plus_one", "post_norms")
 
 
 def _dense(model: DecoderModel, layer: Layer, weights: LayerWeights) -> Dense | None:
     """A layer for `DenseLayers`; None if it declares what that does not know, or its tensors lie otherwise."""
-    tensors = {field: weight for field, _, weight in weights.named()}
+    tensors = {field: weight for field, _, weight in weights.named_tensors()}
     if unknown_part(layer, _KNOWS) or not all(map(has_kernel, tensors.values())):
         return None
     norms = {weight.dtype for field, weight in tensors.items() if field.endswith("norm")}

@@ -255,7 +255,7 @@ class DecodeStep:
             query_start_loc=torch.arange(size + 1, dtype=torch.int32, device=device),
             rows=torch.zeros(size, dtype=torch.int64, device=device),
         )
-        self._has_rows = cache.keeps_rows
+        self._has_rows = cache.has_rows
         self._step = step  # what it reads must live as long as a graph that reads it
         self._run = self._capture(step, pool) if pool is not None else lambda: step(self._token_ids, self._fresh())
 

@@ -105,13 +105,13 @@ class OnnxExecutor(Executor):
         self.description = f"ONNX Runtime {ort.__version__} ({self._provider.name})"
         # Other providers may lack the operator's kernels: they get restored weights.
         on_cpu = self.device.type == "cpu"
-        device_model = model if on_cpu else replace(model, weights=model.weights.placed(dense)).to(self.device)
+        device_model = model if on_cpu else replace(model, weights=model.weights.map(dense)).to(self.device)
         self._model = device_model
-        coded_names = coded_weights(device_model.weights.named())
+        coded_names = coded_weights(device_model.weights.named_tensors())
         # A session needs this memory, and packs codes into its own as well.
         self._coded = {
             part: ort.OrtValue.ortvalue_from_numpy(tensor.numpy())
-            for name, weight in device_model.weights.named()
+            for name, weight in device_model.weights.named_tensors()
             if isinstance(weight, Blocks) and name in coded_names and (name != EMBEDDING or model.config.tied)
             for part, tensor in coded_values(name, weight)
         }  # fmt: skip
@@ -241,7 +241,7 @@ def _graph(
 ) -> GraphSpec:  # fmt: skip
     """The graph of some layers for a cache; with stretches only if a sequence is longer than one."""
     window = _bf16_windows(cache, span.start).get("k_kept")
-    long = int(batch.seq_lens.max()) > STRETCH and any(cache.kv[layer].k.kv_format.turns(layer) for layer in span)
+    long = int(batch.seq_lens.max()) > STRETCH and any(cache.kv[layer].k.kv_format.rope_shift(layer) for layer in span)
     return GraphSpec(
         span, embed=embed, head=False, opset=DEFAULT_OPSET, sizes=sizes or Sizes(),
         formats=cache.plan.layers[span.start : span.stop], kept=(window.tail, window.sink) if window else (0, 0),

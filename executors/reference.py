@@ -83,7 +83,7 @@ def blame(weights: Weights, what: str = "") -> NonFiniteError:
     Args:
         what: what was not finite, if it was noticed before the logits.
     """
-    for name, weight in weights.named():
+    for name, weight in weights.named_tensors():
         tensor = dense(weight)
         if len(bad := (~torch.isfinite(tensor)).nonzero()):
             index = bad[0].tolist()

@@ -1,10 +1,9 @@
-"""Balance of a model: channels of K and of V scaled by powers of two, and whatever meets them scaled back, in the weights.
+"""Balance of a model: channels of K and V scaled by powers of two in the weights, so that a quantized cache loses less.
 
     K: k_norm * s, q_norm / s    (without those norms: rows and biases of the projections to K and Q)
     V: rows and bias of v_proj * s, columns of o_proj / s
 
-The balanced model computes the same bits as the one that it was made of: powers of two round nothing. Only what a quantized
-cache loses of it is less. Every executor runs it, for it is a model like any other.
+Powers of two round nothing: with an exact cache the balanced model computes the same bits.
 """
 
 from __future__ import annotations
@@ -21,26 +20,26 @@ from torch import Tensor
 from haarkv.codebooks.balance import channel_scales, error_ratio
 from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import open_source, read_config
-from haarkv.models.checkpoint import stored_tensors
-from haarkv.models.config import ModelConfig
+from haarkv.models.checkpoint import checked_tensors
+from haarkv.models.config import Attention, ModelConfig
 from haarkv.models.tensors import LayerWeights
 from haarkv.models.weights import layer_tensors
 from haarkv.tq_ops.kv.plan import KVPlan
 
 Scales = tuple[Tensor | None, Tensor | None]
-"""What channels [H, D] of K and of V are multiplied with before they are stored; None leaves them as they are."""
+"""Multipliers of channels [H, D] of K and of V, powers of two; None for 1."""
 LEAST_RATIO = 1.1
-"""A side is left as it is unless balance makes so many times less error: one rotation or another differs as much."""
+"""Least reduction of error for which K or V is balanced; two rotations differ as much."""
 
 
 @dataclass(frozen=True)
 class Moments:
-    """What the weights say of the channels of K or V of one layer.
+    """Moments of the channels of K or V of one layer, from its weights.
 
     Attributes:
-        use: [H, D] fp32, mean square of what meets each channel: queries, or columns of o_proj.
-        spread: [H, D] fp32, variance of the channel itself, if what enters the layer is alike in all directions.
-        constant: [H, D] fp32, what a bias adds to every vector; of K, the root mean square of a RoPE pair's.
+        use: [H, D] fp32, mean square of the queries, or of o_proj's columns.
+        spread: [H, D] fp32, variance of the channel for isotropic inputs.
+        constant: [H, D] fp32, bias; of K, root mean square over a RoPE pair.
     """
 
     use: Tensor
@@ -53,13 +52,13 @@ class Moments:
         return self.spread + self.constant.square()
 
     def scaled(self, scales: Tensor) -> Moments:
-        """The same of channels times scales [H, D]."""
+        """Moments of channels times scales [H, D]."""
         return Moments(self.use / scales.square(), self.spread * scales.square(), self.constant * scales)
 
 
 @dataclass(frozen=True)
 class Uneven:
-    """K ("K") or V ("V") of one layer, and how many times less squared error balance makes of it, in its worst KV head."""
+    """K or V of a layer, and by how much balance divides the squared error of its worst KV head."""
 
     layer: int
     side: str
@@ -68,13 +67,7 @@ class Uneven:
 
 @dataclass(frozen=True)
 class Scaling:
-    """What balance does to the channels of a cache.
-
-    Attributes:
-        scales: of each layer.
-        uneven: the sides that have some.
-        moments: K's and V's of each layer, as they are with the scales.
-    """
+    """Scales of each layer, the sides that have some, and moments of scaled K and V."""
 
     scales: Mapping[int, Scales]
     uneven: tuple[Uneven, ...]
@@ -83,13 +76,7 @@ class Scaling:
 
 @dataclass(frozen=True)
 class BalancedModel:
-    """A model after `balance`.
-
-    Attributes:
-        model: it, or the model that was given if nothing is uneven.
-        uneven: what was balanced.
-        moments: K's and V's of each layer that has them, as they are now.
-    """
+    """A model after `balance`, the sides that were balanced, and moments of its K and V by layer."""
 
     model: DecoderModel
     uneven: tuple[Uneven, ...]
@@ -97,12 +84,12 @@ class BalancedModel:
 
 
 def key_moments(tensors: Mapping[str, Tensor], heads: int, dim: int, rope_dims: int | None = None) -> Moments:
-    """Of K. The two channels of a RoPE pair are alike: every position mixes them anew.
+    """Moments of K, averaged over the two channels of a RoPE pair.
 
     Args:
-        tensors: of one layer, by the fields of a family's `LayerWeights`.
+        tensors: of one layer, by the fields of `LayerWeights`.
         heads, dim: KV heads H and head_dim D.
-        rope_dims: the first channels of a head that RoPE turns; all unless given.
+        rope_dims: number of rotated channels; all by default.
     """
     if "k_norm" in tensors:
         use, spread = (tensors[name].float().square().expand(heads, dim) for name in ("q_norm", "k_norm"))
@@ -117,7 +104,7 @@ def key_moments(tensors: Mapping[str, Tensor], heads: int, dim: int, rope_dims: 
 
 
 def value_moments(tensors: Mapping[str, Tensor], heads: int, dim: int) -> Moments:
-    """Of V; arguments as of `key_moments`."""
+    """Moments of V; arguments of `key_moments`."""
     use = torch.linalg.vector_norm(tensors["o_proj"], dim=0, dtype=torch.float32).square().view(heads, -1, dim).sum(1)
     bias = _bias(tensors, "v_bias", tensors["v_proj"]).view(heads, dim)
     return Moments(use, _row_squares(tensors, "v_proj").view(heads, dim), bias)
@@ -128,39 +115,32 @@ _READ = {"input_norm", *(f"{name}_proj" for name in "qkvo"), "q_norm", "k_norm",
 
 
 def checkpoint_moments(name: str | Path) -> dict[int, tuple[Moments, Moments]]:
-    """K's and V's moments of each layer of a checkpoint, of which no other tensor is read; {} of a random model.
-
-    Args:
-        name: as `models.catalog.find_model` takes it.
-    Raises:
-        InputError: no such model, one that no family builds, or a damaged file.
-    """
+    """Moments of K and V by layer of a model by name, reading one layer's tensors at a time; {} of a random model."""
     config, source = read_config(name), open_source(name)
     if source is None:
         return {}
-    places = {
-        part.name: (layer, field)
-        for layer, shape in enumerate(config.kv_shapes)
-        if shape is not None
-        for field, part in layer_tensors(config, layer).items()
-        if field in _READ
-    }
-    moments_by_layer: dict[int, tuple[Moments, Moments]] = {}
-    read: dict[str, Tensor] = {}
-    last = {layer: tensor for tensor, (layer, _) in places.items()}
-    for tensor_name, tensor in stored_tensors(source, config, torch.bfloat16, name_filter=places.__contains__):
-        layer, field = places[tensor_name]
-        read[field] = tensor
-        if tensor_name == last[layer]:  # one layer at a time is held
-            mixer = config.layers[layer].attention
-            sizes = mixer.num_kv_heads, mixer.head_dim
-            moments_by_layer[layer] = key_moments(read, *sizes, mixer.rope.dims), value_moments(read, *sizes)
-            read = {}
-    return moments_by_layer
+    checked_tensors(source, config)
+    moments: dict[int, tuple[Moments, Moments]] = {}
+    for layer, shape in enumerate(config.kv_shapes):
+        if shape is not None:
+            specs = layer_tensors(config, layer)
+            fields = {field: specs[field] for field in _moment_fields(specs)}
+            tensors = {
+                field: spec.in_memory(source.read(spec.name, spec.memory_dtype(torch.bfloat16)), torch.bfloat16)
+                for field, spec in fields.items()
+            }
+            moments[layer] = _layer_moments(tensors, config.layers[layer].attention)
+    return moments
+
+
+def _layer_moments(tensors: Mapping[str, Tensor], mixer: Attention) -> tuple[Moments, Moments]:
+    """Moments of K and V."""
+    sizes = mixer.num_kv_heads, mixer.head_dim
+    return key_moments(tensors, *sizes, mixer.rope.dims), value_moments(tensors, *sizes)
 
 
 def choose_scales(moments: Moments) -> tuple[Tensor, float]:
-    """A side's scales [H, D] fp32, and how many times less squared error its worst head makes; 1s if that is too few."""
+    """Scales [H, D] fp32 of K or V, and the factor of its worst head's error; 1s if it is below `LEAST_RATIO`."""
     scales = channel_scales(moments.use, moments.size)
     ratio = float(error_ratio(moments.use, moments.size, scales).max())
     return (scales, ratio) if ratio >= LEAST_RATIO else (torch.ones_like(scales), 1.0)
@@ -169,12 +149,7 @@ def choose_scales(moments: Moments) -> tuple[Tensor, float]:
 def choose_scaling(
     moments: Mapping[int, tuple[Moments, Moments]], may_balance: Callable[[int, str], bool] = lambda *_: True
 ) -> Scaling:
-    """The scales of every side that is uneven enough.
-
-    Args:
-        moments: K's and V's of each layer.
-        may_balance: of a layer and "K" or "V": whether it may be balanced.
-    """
+    """Scales from moments of K and V by layer; `may_balance(layer, "K" or "V")` may exclude some."""
     scales: dict[int, Scales] = {}
     now: dict[int, tuple[Moments, Moments]] = {}
     uneven: list[Uneven] = []
@@ -193,18 +168,17 @@ def choose_scaling(
 
 
 def where_lossy(plan: KVPlan, allow: bool = True) -> Callable[[int, str], bool]:
-    """For `may_balance` of `choose_scaling`: the sides of which a cache loses something; none unless `allow`."""
+    """A `may_balance`: sides with a lossy format; none unless `allow`."""
     return lambda layer, side: allow and plan.layers[layer][side == "V"].lossy
 
 
 def balance(model: DecoderModel, may_balance: Callable[[int, str], bool] = lambda *_: True) -> BalancedModel:
-    """Balance every side of a model on the host that is uneven enough; of one rank or all; as `choose_scaling`."""
+    """Balance a model on the host, or one rank's part; as `choose_scaling`."""
     layers, moments = list(model.weights.layers), {}
     for index, shape in enumerate(model.config.kv_shapes):
         if shape is not None:
-            fields, sizes = _moment_tensors(layers[index]), (shape.num_kv_heads, shape.head_dim)
-            rope_dims = model.config.layers[index].attention.rope.dims
-            moments[index] = key_moments(fields, *sizes, rope_dims), value_moments(fields, *sizes)
+            fields = {field: layers[index][field] for field in _moment_fields(layers[index])}
+            moments[index] = _layer_moments(fields, model.config.layers[index].attention)
     scaling = choose_scaling(moments, may_balance)
     for index, pair in scaling.scales.items():
         for side, scales in zip("KV", pair, strict=True):
@@ -232,7 +206,7 @@ def name_layers(layers: Sequence[int]) -> str:
 
 
 def describe(uneven: Sequence[Uneven]) -> str:
-    """In one line what was balanced, and how uneven it was."""
+    """What was balanced, in one line."""
     parts = []
     for side in ("K", "V"):
         if layers := [one.layer for one in uneven if one.side == side]:
@@ -241,22 +215,14 @@ def describe(uneven: Sequence[Uneven]) -> str:
     return f"balanced {' and '.join(parts)}: their channels are uneven"
 
 
-# -- What the weights say ----------------------------------------------------------------------------------------------------
-
-
-def _moment_tensors(layer: LayerWeights) -> dict[str, Tensor]:
-    """What a layer's moments are made of, restored."""
-    return {field: layer[field] for field in _moment_fields(layer)}
-
-
 def _moment_fields(fields: Iterable[str]) -> set[str]:
-    """Fields of a layer that its moments are made of: where K is normed, its projections say nothing."""
+    """Fields of a layer that its moments need; a normed K needs no projections."""
     read_fields = _READ.intersection(fields)
     return read_fields - {"q_proj", "k_proj"} if "k_norm" in read_fields else read_fields
 
 
 def restored_bytes(config: ModelConfig) -> int:
-    """What `balance` restores of a model in blocks at a time, FP32: the matrices of one layer, and one times its norm."""
+    """Bytes that `balance` restores of quantized blocks at a time, FP32: matrices of one layer, and one times its norm."""
     layers = [layer_tensors(config, index) for index, shape in enumerate(config.kv_shapes) if shape is not None]
     sizes = [{field: 4 * math.prod(layer[field].shape) for field in _moment_fields(layer)} for layer in layers]
     return max(
@@ -269,33 +235,24 @@ def restored_bytes(config: ModelConfig) -> int:
 
 
 def _bias(tensors: Mapping[str, Tensor], name: str, projection: Tensor) -> Tensor:
-    """The bias [rows] fp32 of a projection; zeros where it has none."""
     return tensors[name].float() if name in tensors else torch.zeros(len(projection), device=projection.device)
 
 
 def _row_squares(tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    """Mean square [rows] fp32 of each row's result: normed vectors have a mean square of 1 in every coordinate."""
+    """Mean square [rows] fp32 of each row's output for normed inputs."""
     rows: Tensor = torch.linalg.vector_norm(tensors[name].float() * tensors["input_norm"].float(), dim=1)
     return rows.square()
 
 
 def _in_pairs(squares: Tensor, rope_dims: int) -> Tensor:
-    """[H, D], the mean of the two channels that RoPE turns together; those that it leaves stay as they are."""
+    """[H, D], the mean over each RoPE pair."""
     low, high = squares[:, :rope_dims].chunk(2, dim=-1)
     mean = (low + high) / 2
     return torch.cat([mean, mean, squares[:, rope_dims:]], dim=-1)
 
 
-# -- The same model, scaled --------------------------------------------------------------------------------------------------
-
-
 def fold_scales(layer: LayerWeights, side: str, scales: Tensor) -> LayerWeights:
-    """The same layer with its K or V scaled, and what meets them scaled back.
-
-    Args:
-        side: "K" or "V".
-        scales: [H, D] fp32, powers of two; of a layer that norms K, alike in all heads.
-    """
+    """A layer with K or V multiplied by scales [H, D], and Q or o_proj divided; scales of normed K are alike in all heads."""
     queries = (layer.matrix("q_proj").shape[0] if side == "K" else layer.matrix("o_proj").shape[1]) // scales.numel()
     rows, query_factors = scales.flatten(), 1 / scales.repeat_interleave(queries, dim=0).flatten()
     if side == "V":
@@ -304,5 +261,4 @@ def fold_scales(layer: LayerWeights, side: str, scales: Tensor) -> LayerWeights:
         factors = {"k_norm": scales[0], "q_norm": 1 / scales[0]}
     else:
         factors = {"k_proj": rows[:, None], "k_bias": rows, "q_proj": query_factors[:, None], "q_bias": query_factors}
-    # Powers of two are numbers of every dtype: nothing is rounded.
-    return layer.changed(lambda field, x: x * factors[field].to(x.dtype) if field in factors else x)
+    return layer.map(lambda field, x: x * factors[field].to(x.dtype) if field in factors else x)

@@ -1,4 +1,4 @@
-"""A decoder model: its declaration, weights and rotary tables, its forward over any op table, and an empty cache for it."""
+"""A decoder model, its forward over any op table, and an empty cache for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from haarkv.models.config import ModelConfig, Rope
 from haarkv.models.layer import Step, decoder_layer
-from haarkv.models.parallel import ALONE, Ranks, even_share
+from haarkv.models.parallel import SINGLE_RANK, Ranks, even_share
 from haarkv.models.rope import RopeTable
 from haarkv.models.weights import Weights
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
@@ -24,22 +24,21 @@ from haarkv.tq_ops.weight import weight_rows
 
 @dataclass(frozen=True)
 class DecoderModel:
-    """Declaration, weights and rotary tables of one model, or of one rank's part of it; it holds no state between forwards.
+    """A model, or one rank's part of it; it has no state between forwards.
 
     Attributes:
-        config: of what is here; of a part, `models.parallel.Split.part`.
-        ropes: the tables of each rotary embedding that its layers declare.
-        ranks: who holds the other parts.
+        config: of a rank's part, `models.parallel.Split.part`.
+        ropes: a table for each rotary embedding of its layers.
     """
 
     config: ModelConfig
     weights: Weights
     ropes: Mapping[Rope, RopeTable]
-    ranks: Ranks = ALONE
+    ranks: Ranks = SINGLE_RANK
 
     @classmethod
-    def from_weights(cls, config: ModelConfig, weights: Weights, ranks: Ranks = ALONE) -> DecoderModel:
-        """A model on the host, its tables made."""
+    def from_weights(cls, config: ModelConfig, weights: Weights, ranks: Ranks = SINGLE_RANK) -> DecoderModel:
+        """A model on the host."""
         return cls(config, weights, rope_tables(config), ranks)
 
     @property
@@ -59,7 +58,7 @@ class DecoderModel:
         if ranks.size == 1:
             rows = self.embedding_rows(token_ids)
         else:
-            # One rank has a token's row, the others add zeros to it: the sum is exact.
+            # One rank has a token's row, the others add zeros: the sum is exact.
             row = token_ids - even_share(self.config.vocab_size, ranks.rank, ranks.size).start
             in_part = (row >= 0) & (row < len(embedding))
             part = self.embedding_rows(row.clamp(0, len(embedding) - 1)).float()
@@ -69,18 +68,17 @@ class DecoderModel:
         return rows * torch.tensor(self.config.embedding_scale, dtype=rows.dtype)
 
     def embedding_rows(self, index: Tensor) -> Tensor:
-        """Rows [R, hidden] of the embedding that is here, by their numbers [R]."""
+        """Rows [R, hidden] of this rank's embedding by index [R]."""
         return weight_rows(self.weights.embedding, index)
 
     def rope_at(self, positions: Tensor) -> dict[Rope, tuple[Tensor, Tensor]]:
-        """cos and sin of positions [T], of each rotary embedding."""
+        """cos and sin of positions [T], by rotary embedding."""
         return {rope: table.at(positions) for rope, table in self.ropes.items()}
 
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache, ops: OpTable) -> Tensor:
-        """Run the decoder layers of `span` on hidden [T, hidden], each storing what it remembers.
+        """Run the layers of `span` on hidden [T, hidden] of a ragged batch.
 
-        The batch is ragged. Attention reads the *stored* K and V, quantized, also those of the tokens that have just come
-        in: what a token sees does not depend on how its prompt was cut into chunks.
+        Attention reads stored (quantized) K and V of new tokens, too: results do not depend on how a prompt is chunked.
         """
         step = Step(ops, cache, batch, self.rope_at(batch.positions))
         for index in span:
@@ -88,10 +86,9 @@ class DecoderModel:
         return hidden
 
     def forward(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache, ops: OpTable) -> Tensor:
-        """Hidden states [T, hidden] after all layers, before the final norm, of T new tokens of B sequences.
+        """Hidden states [T, hidden] before the final norm of new tokens [T] int64, sequence after sequence.
 
-        Prefill, decode and the check of drafted tokens are this one call; `head` turns rows of it into logits. Token ids
-        [T] int64 come one sequence after the other; the batch has their places.
+        Prefill, decode and verification of drafts are all this call.
         """
         return self.layers(self.embed(token_ids), range(self.config.num_layers), batch, cache, ops)
 
@@ -102,7 +99,7 @@ class DecoderModel:
 
 
 def rope_tables(config: ModelConfig, device: torch.device | str = "cpu") -> dict[Rope, RopeTable]:
-    """The tables of each rotary embedding that a model's layers declare."""
+    """A table for each rotary embedding of a model's layers."""
     ropes = dict.fromkeys(mixer.rope for mixer in config.attentions)
     return {rope: RopeTable(rope, config.max_position_embeddings, device) for rope in ropes}
 
@@ -111,10 +108,7 @@ def new_cache(
     config: ModelConfig, plan: KVPlan, *, sequences: int, tokens: int, device: torch.device | str = "cpu",
     order: Sequence[int] | None = None, room: int | None = WINDOW_ROOM, **more: Any,
 ) -> tuple[PagedKVCache, PagedSequences]:  # fmt: skip
-    """An empty cache for `sequences` of up to `tokens` tokens each, and its bookkeeping.
-
-    Blocks are handed out in `order`, ascending unless given; `room` and `more` are as `PagedKVCache` takes them.
-    """
+    """An empty cache for `sequences` of up to `tokens` tokens each, and its paging; `order` of blocks."""
     blocks = blocks_for(tokens, **({"block_size": more["block_size"]} if "block_size" in more else {}))
     cache = PagedKVCache(
         plan, config.kv_shapes, num_blocks=sequences * blocks, num_rows=sequences, row_blocks=blocks, device=device,

@@ -1,4 +1,4 @@
-"""From what a user calls a model to its shapes, its weights and its tokenizer."""
+"""From a model's name, as users give it, to its shapes and weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from haarkv.models.families import SIZES
 from haarkv.models.footprint import IN_PLACE, WeightBytes, keeps, random_bytes, weight_bytes
 from haarkv.models.hf_config import parse_config
 from haarkv.models.hf_folder import HFFolder
-from haarkv.models.parallel import ALONE, Ranks, Split
+from haarkv.models.parallel import SINGLE_RANK, Ranks, Split
 from haarkv.models.source import KeptBlocks, Source
 from haarkv.tq_ops.errors import InputError, warn
 from haarkv.tq_ops.input_files import read_file
@@ -37,15 +37,15 @@ _BUNDLED_MODELS = {
     "tiny": TINY, "tiny-draft": Path(__file__).parent / "tiny_draft", "tiny-hybrid": Path(__file__).parent / "tiny_qwen3_5",
 }  # fmt: skip
 _TOKENIZERS = {"tiny-draft": TINY, "tiny-hybrid": TINY}
-"""Shipped models whose tokenizer is another's."""
+"""Shipped models without a tokenizer of their own."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _RANDOM, GGUF = "random:", ".gguf"
 _COMPANION_FILE = re.compile(r"mmproj|-(?!00001)[0-9]{5}-of-[0-9]{5}\.gguf$", re.IGNORECASE)
-"""In names of GGUF files that are not named themselves."""
+"""Names of GGUF files that are no model, or not its first part."""
 
 
 def model_files(name: str | Path) -> Sequence[Path]:
-    """`Source.files` of a model; none of one that was not loaded by its name, or that no file holds."""
+    """`Source.files` of a model; none without such a model or file."""
     try:
         source = open_source(name)
     except InputError:
@@ -54,11 +54,11 @@ def model_files(name: str | Path) -> Sequence[Path]:
 
 
 def find_model(name: str | Path) -> Path | None:
-    """The folder or the GGUF file that a name stands for; None for `random:SIZE`.
+    """The folder or GGUF file of a model; None for `random:SIZE`.
 
     Args:
-        name: `tiny`, `tiny-hybrid`, `random:SIZE`, a folder or a `.gguf` file (`~` is the home folder), or the Hub id of a
-            model that was downloaded before; with several GGUF files, `ORG/NAME:Q4_K_M` is one of them.
+        name: `tiny`, `tiny-hybrid`, `random:SIZE`, a folder, a `.gguf` file, or the Hub id of a downloaded model;
+            `ORG/NAME:Q4_K_M` is one of several GGUF files.
     Raises:
         InputError: no such model, or several.
     """
@@ -84,14 +84,7 @@ def find_model(name: str | Path) -> Path | None:
 
 
 def _model_in(folder: Path, name: str, tag: str = "") -> Path:
-    """A folder, or the GGUF file in it where it holds no other weights.
-
-    Args:
-        name: of the folder, for messages.
-        tag: what the file's name must have in it, as `Q4_K_M`; "" for a folder that may have other weights.
-    Raises:
-        InputError: there are several, or none has the tag; or the model lies in a folder below.
-    """
+    """A folder, or its one GGUF file whose name has the tag, where it has no other weights."""
     if not tag and any(folder.glob("*.safetensors")):
         return folder
     # Of a model in parts the first; what turns pictures into tokens is no model.
@@ -112,7 +105,7 @@ def _model_in(folder: Path, name: str, tag: str = "") -> Path:
 
 
 def open_source(name: str | Path) -> Source | None:
-    """What a model is read from; as `find_model`, which raises the same."""
+    """The source of a model; None for `random:SIZE`. Arguments and errors of `find_model`."""
     path = find_model(name)
     if path is None:
         return None
@@ -124,16 +117,12 @@ def open_source(name: str | Path) -> Source | None:
 
 
 def tokenizer_source_of(name: str | Path) -> Source | None:
-    """Where a model's tokenizer is: as `open_source`, but for what ships without one."""
+    """The source of a model's tokenizer."""
     return HFFolder(_TOKENIZERS[str(name)]) if str(name) in _TOKENIZERS else open_source(name)
 
 
 def _hub_snapshot(hub_id: str) -> Path | None:
-    """The snapshot of a Hub model in the cache of Hugging Face's own library; nothing is fetched.
-
-    It is the one that `refs/main` names, or else the newest. Not every file of the model need be there, as the library asks:
-    what is missing is named where it is read.
-    """
+    """The snapshot of `refs/main`, or else the newest, in the Hub's cache; it may lack files, which its reader names."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", hub_id):
         return None
     from huggingface_hub import constants
@@ -154,11 +143,11 @@ def _hub_snapshot(hub_id: str) -> Path | None:
 
 
 def read_config(name: str | Path, layers: int | None = None) -> ModelConfig:
-    """Shapes of a model by name, without touching its weights.
+    """Declaration of a model by name, without reading its weights.
 
     Args:
-        name: as in `find_model`; of `random:SIZE`, the sizes are `models.families.SIZES` (0.6b … 32b of Qwen3).
-        layers: for `random:SIZE`, how many of the model's layers to build.
+        name: as in `find_model`; sizes of `random:SIZE` are `models.families.SIZES`.
+        layers: number of layers, for `random:SIZE` only.
     Raises:
         InputError: no such model, a config that no family builds, or layers for a checkpoint.
     """
@@ -189,19 +178,16 @@ def load_model(
     dtype: str = "float32",
     layers: int | None = None,
     progress: Progress | None = None,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_RANK,
     shared_weights: Mapping[str, Weight] = NO_SHARED_WEIGHTS,
     keep_blocks: KeptBlocks = False,
     activation_bits: int = 16,
     mmap: bool = True,
 ) -> DecoderModel:
-    """Load a model by name onto the host; of several ranks, each its part.
+    """Load a model by name, or this rank's part of it, onto the host; arguments as of `read_config` and `load_weights`.
 
     Args:
-        name, layers: as in `read_config`.
         dtype: of weights and hidden states, float32 or bfloat16.
-        progress: called as weights come in.
-        shared_weights, keep_blocks, mmap: as in `load_weights`.
         activation_bits: `Blocks.x_bits` of the blocks that are kept.
     Raises:
         InputError: as `read_config` and `load_weights`; an unknown dtype; or a model that so many ranks cannot share.
@@ -212,7 +198,7 @@ def load_model(
         weights = random_weights(config, weight_dtype, progress=progress, split=split)
     else:
         weights = load_weights(source, config, weight_dtype, progress, split, shared_weights, keep_blocks, mmap)
-        weights = weights.placed(partial(rounding_to, bits=activation_bits))
+        weights = weights.map(partial(rounding_to, bits=activation_bits))
     part = split.part if split else config
     return DecoderModel.from_weights(part, weights, ranks)
 
@@ -221,16 +207,7 @@ def model_weight_bytes(
     name: str | Path, config: ModelConfig, dtype: str, split: Split | None = None, keep_blocks: KeptBlocks = False,
     in_order: Mapping[str, float] = IN_PLACE,
 ) -> WeightBytes:  # fmt: skip
-    """What the weights of a model take in memory, once `load_model` has read them; they are compared with the config.
-
-    Args:
-        name: as in `read_config`, which gave `config`.
-        dtype, keep_blocks: as of `load_model`.
-        split: of the whole model, where this is one of several ranks.
-        in_order: as of `footprint.weight_bytes`.
-    Raises:
-        InputError: as `load_weights`.
-    """
+    """Bytes that `load_model` takes for weights, which are checked against the config; `in_order` as of `weight_bytes`."""
     source = open_source(name)
     if source is None:
         return random_bytes(config, _dtype(dtype), split)
@@ -238,15 +215,12 @@ def model_weight_bytes(
 
 
 def maps_file(weights: WeightBytes, mmap_option: bool | None, processes: int = 1, in_place: bool = True) -> bool:
-    """Whether weights stay in their file's pages: as was asked for, or as is best.
-
-    Memory of the process is read faster; so for who reads them in place they are copied to it where twice as much is free.
+    """Whether weights stay in their file's pages; by default unless twice their size is free, since private memory is faster.
 
     Args:
         weights: of one process, as mapped.
-        mmap_option: what was asked for, if anything was.
-        processes: that hold as much each, on this machine.
-        in_place: the executor multiplies with them where they lie, in every forward.
+        processes: on this machine, with as many weights each.
+        in_place: the executor multiplies with them in place, in every forward.
     """
     return (
         mmap_option
@@ -256,14 +230,14 @@ def maps_file(weights: WeightBytes, mmap_option: bool | None, processes: int = 1
 
 
 def restored_types(name: str | Path, keep_blocks: KeptBlocks) -> list[str]:
-    """Types of the blocks in a model's file, by name, that are restored where only some are kept."""
+    """Types of a model's quantized blocks that loading restores, by name."""
     source = open_source(name)
     tensors = source.tensors().values() if source is not None else ()
     return sorted({tensor.blocks for tensor in tensors if tensor.blocks is not None and not keeps(tensor, keep_blocks)})
 
 
 def has_kept_blocks(name: str | Path, keep_blocks: KeptBlocks) -> bool:
-    """Whether a model's file has blocks that are not restored where only some are kept."""
+    """Whether a model has quantized blocks that loading keeps."""
     source = open_source(name)
     return source is not None and any(
         tensor.blocks is not None and keeps(tensor, keep_blocks) for tensor in source.tensors().values()
@@ -279,9 +253,6 @@ def _dtype(name: str) -> torch.dtype:
 def stream_tensors(
     name: str | Path, config: ModelConfig, dtype: torch.dtype, keep_blocks: KeptBlocks = False
 ) -> Iterator[tuple[str, Weight]]:
-    """A model's tensors by their Hugging Face names, one by one: whoever keeps none never holds the model in memory.
-
-    Refuses as `load_weights`, with the first.
-    """
+    """A model's weights by Hugging Face name, one in memory at a time; errors of `load_weights` come with the first."""
     source = open_source(name)
     return random_tensors(config, dtype) if source is None else stored_tensors(source, config, dtype, keep_blocks=keep_blocks)

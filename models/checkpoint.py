@@ -1,4 +1,4 @@
-"""A model's weights from what holds them, or random of the true shapes. It knows no family and no file format."""
+"""A model's weights from a source's tensors, or random ones of the true shapes; it knows no family and no file format."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Progress = Callable[[int, int], None]
 NO_SHARED_WEIGHTS: Mapping[str, Weight] = MappingProxyType({})
 
 _AT_ONCE = 2**24
-"""Bytes of a file's pages that are in memory beside their copy, about."""
+"""Bytes of a file that are in memory beside their copy, about."""
 _ROPE_FREQUENCIES = ".rotary_emb.inv_freq"
 
 
@@ -42,11 +42,10 @@ def random_weights(
     split: Split | None = None,
     device: torch.device | str = "cpu",
 ) -> Weights:
-    """Weights of the true shapes drawn from N(0, 0.02), norms at 1: for latency work without a checkpoint.
+    """Weights of the true shapes drawn from N(0, 0.02), norms at 1; another kind of device draws other numbers.
 
     Args:
-        split: keep one rank's part of what the whole model would hold.
-        device: where they are drawn and stay; another kind of device draws other numbers.
+        split: keep one rank's part.
     """
     on_host = torch.device(device).type == "cpu"
     tensors = random_tensors(config, dtype, seed, device, LargePages().empty if on_host and split is None else None)
@@ -59,26 +58,21 @@ def random_weights(
 
 
 def random_tensors(
-    config: ModelConfig,
-    dtype: torch.dtype,
-    seed: int = 0,
-    device: torch.device | str = "cpu",
-    empty: Empty | None = None,
+    config: ModelConfig, dtype: torch.dtype, seed: int = 0, device: torch.device | str = "cpu", empty: Empty | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The same one by one, in the order of `checkpoint_shapes`: one of them is in memory at a time.
+    """`random_weights` one by one, in the order of `checkpoint_shapes`.
 
     Args:
-        empty: makes room for each on the host; torch on `device` unless given.
+        empty: allocates each on the host; None: torch on `device`.
     """
     generator = torch.Generator(device).manual_seed(seed)
     for name, tensor in checkpoint_tensors(config).items():
-        shape = tensor.shape
+        shape, memory_dtype = tensor.shape, tensor.memory_dtype(dtype)
         if len(shape) == 1 and not name.endswith(".bias"):
-            yield name, torch.ones(shape, dtype=tensor.kept_as(dtype), device=device)
+            yield name, torch.ones(shape, dtype=memory_dtype, device=device)
         else:
-            memory_dtype = tensor.kept_as(dtype)
-            room = torch.empty(shape, dtype=memory_dtype, device=device) if empty is None else empty(shape, memory_dtype)
-            yield name, room.normal_(0.0, 0.02, generator=generator)
+            memory = torch.empty(shape, dtype=memory_dtype, device=device) if empty is None else empty(shape, memory_dtype)
+            yield name, memory.normal_(0.0, 0.02, generator=generator)
 
 
 def load_weights(
@@ -91,38 +85,26 @@ def load_weights(
     keep_blocks: KeptBlocks = False,
     mmap: bool = True,
 ) -> Weights:
-    """Load what a source holds.
-
-    Files are memory-mapped: a tensor that needs no conversion stays in the file's pages and takes no memory of its own; others
-    are converted one at a time.
+    """Load a source's weights; tensors that need no conversion stay in the file's pages, others are converted one at a time.
 
     Args:
         dtype: of the weights in memory, torch.float32 or torch.bfloat16.
-        split: read one rank's part of each tensor, and no more.
-        shared_weights: tensors of another model by name, for those that this checkpoint leaves out.
-        keep_blocks: leave matrices that are stored in quantised blocks as they are, instead of restoring them now: all, or
-            those of some types, by name.
-        mmap: leave in the file's pages what needs no conversion. False copies what a forward reads whole into memory of this
-            process, from which it is read faster.
+        split: read one rank's part of each tensor.
+        shared_weights: another model's weights by name, for those that this checkpoint lacks.
+        keep_blocks: quantized blocks that are not restored: all, or those of these types.
+        mmap: False copies weights that a forward reads whole from the file's pages into faster memory of the process.
     Raises:
         InputError: no weights, or a missing, extra, mis-shaped or truncated tensor, with the tensor's and file's name.
     """
     tensors = stored_tensors(
-        source,
-        config,
-        dtype,
-        split,
-        before=_require_room,
-        shared_weights=shared_weights,
-        empty=LargePages().empty,
-        keep_blocks=keep_blocks,
-        mmap=mmap,
-    )
+        source, config, dtype, split, before=_require_room, shared_weights=shared_weights, empty=LargePages().empty,
+        keep_blocks=keep_blocks, mmap=mmap,
+    )  # fmt: skip
     return _assemble_weights(config, tensors, progress)
 
 
 def _require_room(weights: WeightBytes) -> None:
-    """Refuse weights that this machine cannot hold now; what stays in the file's pages can be dropped, and is not counted."""
+    # The system may drop pages of the file: they do not count.
     require_memory(weights.private, "its weights", "give --dtype bfloat16, or a smaller model")
 
 
@@ -131,22 +113,17 @@ def stored_tensors(
     config: ModelConfig,
     dtype: torch.dtype,
     split: Split | None = None,
-    name_filter: Callable[[str], bool] | None = None,
     before: Callable[[WeightBytes], object] | None = None,
     shared_weights: Mapping[str, Weight] = NO_SHARED_WEIGHTS,
     empty: Empty | None = None,
     keep_blocks: KeptBlocks = False,
     mmap: bool = True,
 ) -> Iterator[tuple[str, Any]]:
-    """The same one by one, in the order of `checkpoint_shapes`; all are checked before the first comes.
+    """`load_weights` one by one, in the order of `checkpoint_shapes`; all are checked before the first comes.
 
     Args:
-        name_filter: of a tensor's name, whether it is read; all are unless given.
-        before: called once, before the first comes, with what all will take.
-        shared_weights, keep_blocks, mmap: as in `load_weights`; what is shared comes as it is.
-        empty: makes room for each that is converted or copied; torch unless given.
-    Raises:
-        InputError: as `load_weights`.
+        before: called before the first comes, with the bytes of all.
+        empty: allocates each that is converted or copied; None: torch.
     """
     shapes, source_tensors = checkpoint_shapes(config), source.tensors()
     shared_weights = {
@@ -161,8 +138,6 @@ def stored_tensors(
         weight_memory = weight_bytes(source_tensors, config, dtype, split, keep_blocks)
         before(weight_memory if mmap else weight_memory.copied())
     for name, tensor in checkpoint_tensors(config).items():
-        if name_filter and not name_filter(name):
-            continue
         if name in shared_weights:
             yield name, shared_weights[name]
         else:
@@ -170,7 +145,7 @@ def stored_tensors(
             weight: Weight | None = source.blocks(name, dtype, part) if keeps(source_tensors[name], keep_blocks) else None
             blocks = weight is not None
             if weight is None:
-                weight = tensor.in_memory(source.read(name, tensor.kept_as(dtype), part, empty), dtype)
+                weight = tensor.in_memory(source.read(name, tensor.memory_dtype(dtype), part, empty), dtype)
             if (
                 not mmap
                 and not is_gathered(name, config)
@@ -181,7 +156,7 @@ def stored_tensors(
 
 
 def _copy_from_file(weight: Weight, empty: Empty | None) -> Weight:
-    """A weight from pages of a file in memory of this process; the pages are not read again."""
+    """A weight copied from a file's pages, which the system may drop."""
     data = weight.data if isinstance(weight, Blocks) else weight
     memory_copy = torch.empty(data.shape, dtype=data.dtype) if empty is None else empty(tuple(data.shape), data.dtype)
     rows = max(1, _AT_ONCE * len(data) // data.nbytes)
@@ -193,14 +168,13 @@ def _copy_from_file(weight: Weight, empty: Empty | None) -> Weight:
 
 
 def checked_tensors(source: TensorSource, config: ModelConfig) -> Mapping[str, CheckpointTensor]:
-    """Every tensor of a source by name, once those that a config asks for were compared with it; none is read."""
+    """Every tensor of a source by name, checked against the config; none is read."""
     tensors = source.tensors()
     _compare(source.path, checkpoint_shapes(config), tensors, tied=config.tied)
     return tensors
 
 
 def _assemble_weights(config: ModelConfig, tensors: Iterator[tuple[str, Any]], progress: Progress | None) -> Weights:
-    """A whole model of a stream of its tensors."""
     total, tensors_by_name = len(checkpoint_shapes(config)), {}
     for done, (name, tensor) in enumerate(tensors, 1):
         tensors_by_name[name] = tensor
@@ -212,13 +186,12 @@ def _assemble_weights(config: ModelConfig, tensors: Iterator[tuple[str, Any]], p
 def _compare(
     path: Path, shapes: Mapping[str, tuple[int, ...]], source_tensors: Mapping[str, CheckpointTensor], *, tied: bool
 ) -> None:
-    """Refuse tensors that are missing, that nobody asked for, of another shape, or that cannot be read."""
+    """Refuse tensors that are missing, extra, mis-shaped or damaged."""
     missing = [name for name in shapes if name not in source_tensors]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise InputError(f"{path} lacks the tensor {missing[0]}{more}, which its config asks for")
-    # Not read are a copy of the embedding as the head of a tied model, the drafting layer, and RoPE's frequencies, which older
-    # Llama checkpoints store in every layer and the config gives.
+    # Extra but harmless: the head of a tied model, the drafting layer, and RoPE's frequencies in older Llama checkpoints.
     unread = {HEAD} if tied else set()
     extra = [
         name
@@ -241,17 +214,14 @@ _LINE = 64
 
 
 class LargePages:
-    """Tensors one after the other in chunks of large pages; a chunk is given back when its last tensor is gone.
-
-    What no tensor is written to takes no memory. Where there are no large pages, these are the system's usual ones.
-    """
+    """Allocates tensors in chunks of large pages, or the usual ones; a chunk is freed with its last tensor."""
 
     def __init__(self) -> None:
         self._chunk: Any = None
         self._used = self._size = 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor on the host whose numbers are whatever they are, as of `torch.empty`."""
+        """As `torch.empty` on the host."""
         count = math.prod(shape)
         if count == 0:
             return torch.empty(shape, dtype=dtype)
@@ -265,7 +235,7 @@ class LargePages:
 
 
 def _allocate_chunk(nbytes: int) -> tuple[mmap.mmap, int]:
-    """A chunk of at least `nbytes` bytes, and its size. A process that may not have a whole one gets what it needs."""
+    """A chunk of at least `nbytes` bytes, and its size; without room for a whole chunk, `nbytes`."""
     sizes = [-(-count // PAGE) * PAGE for count in (max(nbytes, _CHUNK), nbytes)]
     try:
         return _memory(sizes[0]), sizes[0]
@@ -274,7 +244,6 @@ def _allocate_chunk(nbytes: int) -> tuple[mmap.mmap, int]:
 
 
 def _memory(nbytes: int) -> mmap.mmap:
-    """Memory of this process alone. The kernel aligns whole large pages."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(AttributeError, OSError):  # not on this system, or switched off
         memory.madvise(mmap.MADV_HUGEPAGE)

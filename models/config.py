@@ -1,13 +1,12 @@
-"""What a decoder model declares of itself: its layers, each with its own mixer and MLP, an embedding and a head.
+"""Declaration of a decoder model: its layers, each with a mixer and an MLP, an embedding and a head.
 
-A leaf: plain data that everything else reads. A forward follows the declaration, and a fused path takes a layer only where it
-equals one that the path knows; what tensors are called decides nothing.
+Plain data. A forward follows the declaration; a fused path runs only layers whose whole declaration it knows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -17,18 +16,18 @@ from haarkv.tq_ops.kv.recurrent import VERSIONS, StateShape
 from haarkv.tq_ops.kv.shapes import KVShape
 
 Activation = Literal["silu", "gelu_tanh"]
-"""Of an MLP's gate."""
+"""Activation of an MLP's gate."""
 
 
 class RopeScaling(Protocol):
-    """A change to the frequencies of RoPE, by which a model reads more tokens than it was trained on: `models.rope`'s."""
+    """A change to RoPE's frequencies for a longer context; `models.rope` has them."""
 
     @property
     def attention_factor(self) -> float:
-        """What cos and sin are multiplied with, so that scores grow by its square; 1 changes nothing."""
+        """Multiplier of cos and sin; scores grow by its square."""
 
     def scaled(self, inv_freq: Tensor, theta: float) -> Tensor:
-        """The frequencies [dims / 2] fp32 of a config, scaled."""
+        """Scaled frequencies [dims / 2] fp32."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,7 @@ class Rope:
     """Half-split rotary embedding.
 
     Attributes:
-        dims: the first coordinates of a head that are turned; the others stay.
-        scaling: how it is stretched over a longer context; None of a plain model.
+        dims: the first `dims` coordinates of a head are rotated; the others stay.
     """
 
     theta: float
@@ -46,12 +44,7 @@ class Rope:
 
 
 class Heads(NamedTuple):
-    """Sizes of an attention.
-
-    Attributes:
-        head_dim: D, from the config and never hidden_size / num_heads.
-        num_kv_heads: Hkv; each serves num_heads / num_kv_heads query heads.
-    """
+    """Sizes of an attention: Hq, Hkv and D."""
 
     num_heads: int
     num_kv_heads: int
@@ -64,21 +57,20 @@ class Heads(NamedTuple):
 
     @property
     def kv_size(self) -> int:
-        """Rows of the projection to K, and of that to V."""
+        """Rows of the projection to K, or to V."""
         return self.num_kv_heads * self.head_dim
 
 
 @dataclass(frozen=True)
 class Attention:
-    """A mixer: softmax attention over K and V of the tokens before.
+    """A mixer: softmax attention over K and V of the tokens so far.
 
     Attributes:
-        num_heads, num_kv_heads, head_dim: as in `Heads`.
-        window: the newest tokens that a query sees, itself among them; None for all.
+        window: tokens that a query sees, itself included; None for all.
         scale: of the logits.
-        head_norms: each head of Q and of K is normed before RoPE.
-        bias: the projections to Q, K and V add a bias.
-        gated: the projection to Q also gives each head a gate; what the head attends to is multiplied with its sigmoid.
+        head_norms: each head of Q and K is normed before RoPE.
+        bias: the projections to Q, K and V have one.
+        gated: the projection to Q also gives a gate, whose sigmoid multiplies the head's output.
     """
 
     num_heads: int
@@ -93,29 +85,29 @@ class Attention:
 
     @property
     def heads(self) -> Heads:
-        """Its sizes."""
+        """Hq, Hkv and D."""
         return Heads(self.num_heads, self.num_kv_heads, self.head_dim)
 
     @property
     def kv_shape(self) -> KVShape:
-        """What a cache keeps of a token."""
+        """Of the K/V cache."""
         return KVShape(self.num_kv_heads, self.head_dim, self.window)
 
     @property
     def state_shape(self) -> None:
-        """It remembers K and V alone."""
+        """None: it has K and V alone."""
 
 
 class Mixer(Protocol):
-    """What of a layer looks at other tokens. `models.layer` runs it by its class."""
+    """The part of a layer that looks at other tokens; `models.layer` runs it by its class."""
 
     @property
     def kv_shape(self) -> KVShape | None:
-        """Of its K and V; None if it has none."""
+        """Of its K and V, if it has them."""
 
     @property
     def state_shape(self) -> StateShape | None:
-        """Of a state that each token changes; None if it has none."""
+        """Of its recurrent state, if it has one."""
 
 
 @dataclass(frozen=True)
@@ -128,14 +120,12 @@ class Dense:
 
 @dataclass(frozen=True)
 class Experts:
-    """Gated MLPs, of which each token goes through a few.
+    """Mixture of experts: gated MLPs, of which each token goes through `per_token`.
 
     Attributes:
-        count: MLPs of the layer.
-        per_token: those few.
         width: of one expert.
-        normalized: the weights of a token's experts are made to sum to 1.
-        shared: width of one more expert, which every token goes through; a gate of its own weighs it. 0 for none.
+        normalized: the routing weights of a token sum to 1.
+        shared: width of one more expert for every token, weighed by its own gate; 0 for none.
     """
 
     count: int
@@ -151,7 +141,7 @@ class Norm:
     """Root-mean-square norm.
 
     Attributes:
-        plus_one: a checkpoint stores w, and 1 + w is what is multiplied with; in memory such a weight is 1 + w, in FP32.
+        plus_one: checkpoints store w, the norm multiplies with 1 + w; in memory the weight is 1 + w in FP32.
     """
 
     eps: float
@@ -163,18 +153,18 @@ class Layer:
     """One decoder layer: `x += mixer(norm(x)); x += mlp(norm(x))`.
 
     Attributes:
-        norm: of all its norms.
-        norms_behind: the mixer's and the MLP's results are normed as well, before they are added.
+        norm: the kind of all its norms.
+        post_norms: the outputs of mixer and MLP are normed too, before the residual is added.
     """
 
     mixer: Mixer
     mlp: Dense | Experts
     norm: Norm
-    norms_behind: bool = False
+    post_norms: bool = False
 
     @property
     def attention(self) -> Attention:
-        """Its mixer, where that is attention; a TypeError if it is something else."""
+        """The mixer; a TypeError if it is not attention."""
         if not isinstance(self.mixer, Attention):
             raise TypeError(f"this layer's mixer is {type(self.mixer).__name__}, not attention")
         return self.mixer
@@ -182,15 +172,13 @@ class Layer:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One model, of whatever family.
+    """One model of any family.
 
     Attributes:
-        model_type: its family, a key of `models.families.FAMILIES`.
-        final_norm: before the head.
-        embedding_scale: what embeddings are multiplied with, rounded to the model's dtype.
+        model_type: a key of `models.families.FAMILIES`.
+        embedding_scale: multiplier of embeddings, rounded to the model's dtype.
         tied: the head is the embedding.
-        max_position_embeddings: positions that there are; with YaRN those that its factor reaches, if they are more.
-        eos_token_ids: tokens that end a text.
+        max_position_embeddings: with YaRN those that its factor reaches, if they are more.
     """
 
     model_type: str
@@ -209,18 +197,18 @@ class ModelConfig:
 
     @property
     def kv_shapes(self) -> tuple[KVShape | None, ...]:
-        """Of each layer's K and V, for a cache."""
+        """Of each layer's K and V."""
         return tuple(layer.mixer.kv_shape for layer in self.layers)
 
     @property
     def state_shapes(self) -> dict[int, StateShape]:
-        """What layers remember beside K and V, by layer."""
+        """Shapes of recurrent states, by layer."""
         shapes = {index: layer.mixer.state_shape for index, layer in enumerate(self.layers)}
         return {index: shape for index, shape in shapes.items() if shape is not None}
 
     @property
     def state_bytes(self) -> int:
-        """Of those, one sequence's, in as many versions as are kept."""
+        """Bytes of one sequence's recurrent states, all versions."""
         return sum(shape.nbytes for shape in self.state_shapes.values())
 
     @property
@@ -230,7 +218,7 @@ class ModelConfig:
 
     @property
     def heads(self) -> Heads:
-        """The sizes that all of its attention has, or a ValueError; windows and RoPE may differ."""
+        """The sizes of all its attention layers; a ValueError if they differ."""
         sizes = {mixer.heads for mixer in self.attentions}
         if len(sizes) != 1:
             raise ValueError("its layers have heads of different numbers or sizes")
@@ -238,17 +226,13 @@ class ModelConfig:
 
     @property
     def common(self) -> Layer:
-        """The one declaration of all layers, for what is built of equal layers; a ValueError if they differ."""
+        """The declaration of all layers; a ValueError if they differ."""
         if len(set(self.layers)) != 1:
             raise ValueError("its layers differ")
         return self.layers[0]
 
     def declaration(self) -> dict[str, Any]:
-        """All that decides what K, V and logits become, as JSON has it: what a stored file says of its model.
-
-        Every field of every part is in it but `_EXCLUDED_FIELDS`. Layers that are alike stand once, under their numbers with
-        spaces between.
-        """
+        """Every field that decides K, V or logits, as JSON, for stored files; equal layers stand once, under their indices."""
         indices_by_layer: dict[Layer, list[str]] = {}
         for index, layer in enumerate(self.layers):
             indices_by_layer.setdefault(layer, []).append(str(index))
@@ -256,84 +240,71 @@ class ModelConfig:
         return {**_part_declaration(replace(self, layers=())), "layers": layers}
 
     def for_drafts(self, tokens: int) -> ModelConfig:
-        """The same model, whose states are kept in enough versions to take back so many drafted tokens and the one before."""
-
-        def keeping(layer: Layer) -> Layer:
-            if layer.mixer.state_shape is None:
-                return layer
-            mixer: Any = layer.mixer
-            return replace(layer, mixer=replace(mixer, versions=VERSIONS + tokens))
-
-        return replace(self, layers=tuple(map(keeping, self.layers)))
+        """The same model with enough versions of recurrent states to take back so many drafted tokens and the one before."""
+        versions: Any = {"versions": VERSIONS + tokens}
+        layers = (
+            layer if layer.mixer.state_shape is None else replace(layer, mixer=replace(layer.mixer, **versions))  # type: ignore[type-var]
+            for layer in self.layers
+        )
+        return replace(self, layers=tuple(layers))
 
     def with_layers(self, count: int) -> ModelConfig:
-        """The same model with its first layers alone."""
+        """The same model with its first `count` layers."""
         return replace(self, layers=self.layers[:count])
 
 
 _EXCLUDED_FIELDS = frozenset({"model_type", "max_position_embeddings", "eos_token_ids", "versions"})
-"""Fields that change no number of a forward. What a model type and its positions decide, such as windows, is declared."""
+"""Fields that change no number of a forward."""
+
+_KEYS = {"post_norms": "norms_behind"}
+"""Keys in files, where a field has another name."""
 
 
 def _part_declaration(part: Any) -> Any:
-    """A part of a declaration as JSON: its `declared_fields` or its fields; floats as `decimal`, so that a GGUF file and
-    its folder say the same."""
+    """`declared_fields` or all fields of a part as JSON; floats as `decimal`, equal for a GGUF file and its folder."""
     if (declared_fields := getattr(part, "declared_fields", None)) is not None:
         return {name: decimal(value) for name, value in declared_fields.items()}
     if not is_dataclass(part):
         return decimal(part)
     field_values = {
-        item.name: _part_declaration(getattr(part, item.name)) for item in fields(part) if item.name not in _EXCLUDED_FIELDS
+        _KEYS.get(item.name, item.name): _part_declaration(getattr(part, item.name))
+        for item in fields(part)
+        if item.name not in _EXCLUDED_FIELDS
     }
     return {name: value for name, value in field_values.items() if value is not None}
 
 
 def decimal(value: Any) -> Any:
-    """A number that a file holds as FP32, as the shortest decimal that stands for it: 1e-06 and not 9.999999974752427e-07."""
+    """The shortest decimal of an FP32 number: 1e-06 for 9.999999974752427e-07; other values as they are."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def unknown_part(layer: Layer, knows: Collection[str] = ()) -> str | None:
-    """For a path that runs plain dense layers: what of a declaration it does not know, in words; None if it may take it.
+    """The first field of a layer that differs from its default and that a fused path does not run, in words; None if none.
 
-    Plain is attention with RoPE on whole heads and a SiLU-gated MLP, of any sizes, `theta`, scaling and `eps`. The declaration
-    is compared as a whole: one that says anything else, in whatever field, is not known.
+    Every path runs attention with RoPE on whole heads and a SiLU-gated MLP, of any sizes, `theta`, scaling and `eps`.
 
     Args:
-        knows: fields beside those in which the path takes any value: of `head_norms`, `bias`, `window`, `activation`,
-            `plus_one` and `norms_behind`. With `experts` the MLP may be some of those, of which none is shared.
+        knows: further fields that may have any value: `head_norms`, `bias`, `window`, `activation`, `plus_one`, `post_norms`;
+            with `experts`, the MLP may be unshared experts.
     """
     mixer, mlp = layer.mixer, layer.mlp
     if type(mixer) is not Attention:
         return f"it mixes tokens by {type(mixer).__name__}"
-    if type(mlp) is not Dense and "experts" not in knows:
+    if type(mlp) is not Dense and not (type(mlp) is Experts and "experts" in knows):
         return "it has experts"
-    attention = Attention(
-        mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, Rope(mixer.rope.theta, mixer.head_dim, mixer.rope.scaling),
-        mixer.scale, **{name: getattr(mixer, name) for name in ("window", "head_norms", "bias") if name in knows},
-    )  # fmt: skip
-    activation: Any = {"activation": mlp.activation} if "activation" in knows else {}
-    if isinstance(mlp, Experts):
-        plain_mlp: Dense | Experts = Experts(mlp.count, mlp.per_token, mlp.width, normalized=mlp.normalized, **activation)
-    else:
-        plain_mlp = Dense(mlp.width, **activation)
-    norm = Norm(layer.norm.eps, **({"plus_one": layer.norm.plus_one} if "plus_one" in knows else {}))
-    plain = Layer(attention, plain_mlp, norm, **({"norms_behind": layer.norms_behind} if "norms_behind" in knows else {}))
-    return None if layer == plain else _difference(layer, plain)
-
-
-def _difference(part: Any, plain_part: Any) -> str:
-    """The first field in which two declarations of one class differ, and its value."""
-    for item in fields(part):
-        value, expected = getattr(part, item.name), getattr(plain_part, item.name)
-        if value != expected:
-            is_nested = is_dataclass(value) and type(value) is type(expected)
-            return _difference(value, expected) if is_nested else f"{item.name} is {value}"
-    return f"it is a {type(part).__name__}"
+    if mixer.rope.dims != mixer.head_dim:
+        return f"dims is {mixer.rope.dims}"
+    for part in (mixer, mlp, layer.norm, layer):
+        for item in fields(part):
+            value = getattr(part, item.name)
+            if item.default not in (MISSING, value) and item.name not in (*knows, "normalized"):
+                return f"{item.name} is {value}"
+    return None
 
 
 def unknown_layer(config: ModelConfig, knows: Collection[str] = ()) -> str | None:
-    """The first layer that `unknown_part` names, and why; None if a path may take all layers."""
+    """The first layer that `unknown_part` refuses, and why; None if all layers run."""
     for index, layer in enumerate(config.layers):
         if part := unknown_part(layer, knows):
             return f"layer {index} of this {config.model_type} model is another than it knows: {part}"

@@ -1,11 +1,10 @@
-"""Families of models by the `model_type` of their `config.json`: what each declares, its published members, its defaults.
+"""Families of models by `model_type`: how each reads a `config.json`, its defaults, and published members.
 
-A Gemma stores norms as w and multiplies with 1 + w, gates by GELU and scales embeddings by sqrt(hidden). Gemma 3 also norms
-each head of Q and K, and what attention and the MLP give; of six layers five see a window and turn by a base of their own.
+Gemma stores norms as w of 1 + w, gates by GELU and scales embeddings by sqrt(hidden). Gemma 3 also norms heads of Q and K and
+the outputs of attention and MLP; five of six layers have a window and a RoPE base of their own.
 
-Qwen3.5 and Qwen3-Next, dense or with experts: of four layers three remember by Gated DeltaNet, one attends. Both store norms
-as w and multiply with 1 + w, all but DeltaNet's own. Their attention is gated, norms heads and turns a quarter of each. A
-checkpoint may have layers that predict several tokens (MTP): as in transformers, those are not run.
+Qwen3.5 and Qwen3-Next: of four layers three are Gated DeltaNet, one is gated attention with normed heads and RoPE on a quarter
+of each. Norms but DeltaNet's are stored as w of 1 + w.
 """
 
 from __future__ import annotations
@@ -23,32 +22,26 @@ from haarkv.tq_ops.errors import InputError
 
 _LOCAL_THETA, _LOCAL = 1e4, "sliding_attention"
 _GELU = ("gelu_pytorch_tanh", "gelu_new")
-"""Names of GELU by its tanh."""
+"""Names of tanh GELU."""
 _NEXT = "qwen3_next"
 _LINEAR = "linear_attention"
 _DENSE_TYPES = ("qwen3_5", "qwen3_5_text")
 _EVERY = 4
-"""One layer in this many attends."""
+"""One layer in four is attention."""
 _PART = 0.25
-"""Of each head that RoPE turns."""
+"""Rotated fraction of each head."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """What is known of a `model_type`.
-
-    Attributes:
-        read_config: the declaration of a model, from its `config.json`; raises InputError for an entry that cannot be, or a
-            feature that is not built, by name.
-        defaults: what transformers' config class says where a `config.json` says nothing.
-    """
+    """A `model_type`: the reader of its `config.json`, and the defaults of transformers' config class."""
 
     read_config: Callable[[HFConfig], ModelConfig]
     defaults: Mapping[str, Any]
 
 
 def read_qwen3(file: HFConfig) -> ModelConfig:
-    """A dense Qwen3, or one with experts: a router sends each token through a few of many MLPs."""
+    """Qwen3, dense or with experts."""
     moe = file.raw["model_type"] == "qwen3_moe"
     file.refuse({"attention biases": file.flag("attention_bias")})
     mlp = file.experts(normalized=file.flag("norm_topk_prob")) if moe else None
@@ -71,7 +64,7 @@ def read_llama(file: HFConfig) -> ModelConfig:
 
 
 def _late_windows(file: HFConfig, default_first: int = 28) -> list[int | None]:
-    """Sliding windows as Qwen has them: where they are switched on, of the layers from `max_window_layers` on."""
+    """Qwen's sliding windows, of the layers from `max_window_layers` on."""
     layers = file.count("num_hidden_layers")
     window = file.raw.get("sliding_window", 4096) if file.flag("use_sliding_window") else None
     first = file.raw.get("max_window_layers", default_first) if default_first else 0
@@ -97,13 +90,13 @@ def read_gemma(file: HFConfig) -> ModelConfig:
     attention = file.attention(rope, head_norms=third)
     if third:
         attention = replace(attention, scale=file.number("query_pre_attn_scalar") ** -0.5)
-    layer = Layer(attention, Dense(file.count("intermediate_size"), "gelu_tanh"), norm, norms_behind=third)
+    layer = Layer(attention, Dense(file.count("intermediate_size"), "gelu_tanh"), norm, post_norms=third)
     layers = _with_local(file, layer) if third else (layer,) * file.count("num_hidden_layers")
     return file.model(layers, rope.positions, embedding_scale=file.count("hidden_size") ** 0.5)
 
 
 def _with_local(file: HFConfig, layer: Layer) -> tuple[Layer, ...]:
-    """Gemma 3's layers, of which some have a window and a RoPE of their own."""
+    """Gemma 3's layers, global and local."""
     pattern = file.count("sliding_window_pattern", file.count("_sliding_window_pattern", 6))
     is_local = [(index + 1) % pattern != 0 for index in range(file.count("num_hidden_layers"))]
     rope = _local_rope(file).on(layer.attention.head_dim)
@@ -114,7 +107,7 @@ def _with_local(file: HFConfig, layer: Layer) -> tuple[Layer, ...]:
 
 
 def _local_rope(file: HFConfig) -> FoundRope:
-    """Of the layers with a window. `rope_theta` and `rope_scaling` beside `rope_parameters` are of the others."""
+    """RoPE of local layers; `rope_theta` and `rope_scaling` beside `rope_parameters` are of global ones."""
     positions = file.count("max_position_embeddings")
     if file.part("rope_parameters").part(_LOCAL).raw:
         local_entries = {name: value for name, value in file.raw.items() if name not in ("rope_theta", "rope_scaling")}
@@ -217,7 +210,6 @@ FAMILIES: dict[str, Family] = {
 def _size(
     model_type: str, layers: int, hidden: int, width: int, heads: int, kv_heads: int, more: Mapping[str, Any]
 ) -> ModelConfig:
-    """A published member, by the entries of its `config.json` over its family's defaults."""
     settings = {
         **FAMILIES[model_type].defaults, "model_type": model_type, "num_hidden_layers": layers, "hidden_size": hidden,
         "intermediate_size": width, "num_attention_heads": heads, "num_key_value_heads": kv_heads, **more,

@@ -1,4 +1,4 @@
-"""What a model takes in memory, by what a source says of its tensors: counted before any of it is read."""
+"""Memory of a model, from the sizes of its tensors alone, before any is read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from haarkv.models.weights import EMBEDDING, HEAD, checkpoint_tensors
 IN_PLACE: Mapping[str, float] = MappingProxyType({})
 _FP32 = torch.float32.itemsize
 _AROUND = 2**16
-"""Bytes of a file that Linux maps at once, where one of them is asked for and the others are in memory."""
+"""Bytes of a file that Linux maps around one that is read."""
 CODE = 2**24
 """Bytes of torch's and the kernels' code that come into memory with a first forward, about."""
 
@@ -29,10 +29,10 @@ class WeightBytes:
     """Bytes that weights take.
 
     Attributes:
-        private: of the process: restored, converted, put in another order than the file's, or drawn.
-        mapped: in the pages of their file and computed with there. The system may drop those pages and read them again.
-        streamed: pages that are read once, as what they hold is restored, and may be dropped for good.
-        gathered: of `mapped`, an embedding that is not the head as well: of it a forward reads its tokens' rows alone.
+        private: of the process: restored, converted, reordered or drawn.
+        mapped: used in the file's pages, which the system may drop and read again.
+        streamed: pages that are read once, while loading.
+        gathered: part of `mapped`, an untied embedding; a forward touches only its tokens' rows.
         rows: of that embedding.
     """
 
@@ -44,20 +44,20 @@ class WeightBytes:
 
     @property
     def total(self) -> int:
-        """What is computed with."""
+        """Private and mapped."""
         return self.private + self.mapped
 
     def copied(self) -> WeightBytes:
-        """The same weights once what a forward reads whole was copied from the file's pages into memory of the process."""
+        """The same with all but `gathered` copied from the file's pages to private memory."""
         return replace(self, private=self.private + self.mapped - self.gathered, mapped=self.gathered)
 
     @property
     def file_bytes(self) -> int:
-        """Of the file's pages, what was read when the model is loaded."""
+        """Pages of the file that loading reads."""
         return self.mapped + self.streamed
 
     def mapped_by(self, tokens: Iterable[int], more: int) -> int:
-        """Of the file's pages, what was read once a text has been written: of `gathered` what lies around its tokens' rows."""
+        """Pages of the file read after a text of these tokens, and `more` that are not known."""
         if not self.gathered:
             return self.file_bytes
         row = self.gathered // self.rows
@@ -73,19 +73,18 @@ def keeps(tensor: CheckpointTensor, keep_blocks: KeptBlocks) -> bool:
 def in_file_pages(
     source_tensor: CheckpointTensor, tensor: StoredTensor, dtype: torch.dtype, blocks: bool, whole: bool
 ) -> bool:
-    """Whether a tensor as it is loaded lies in the pages of its file.
+    """Whether a tensor loaded as `dtype` stays in its file's pages.
 
     Args:
-        dtype: that weights are loaded as.
-        blocks: it is kept in blocks. Some rows and columns of them are a view; a part of dense rows is copied.
-        whole: no part of it is taken.
+        blocks: its blocks are kept; a part of them is a view, a part of dense rows a copy.
+        whole: not one rank's part.
     """
-    as_it_is = blocks or (source_tensor.dtype == tensor.kept_as(dtype) and not tensor.plus_one)
+    as_it_is = blocks or (source_tensor.dtype == tensor.memory_dtype(dtype) and not tensor.plus_one)
     return as_it_is and source_tensor.in_place and (blocks or whole)
 
 
 def is_gathered(name: str, config: ModelConfig) -> bool:
-    """Whether a forward reads some rows of a tensor alone: of an embedding that is not the head as well."""
+    """Whether a forward reads only some rows: of an untied embedding."""
     return name == EMBEDDING and not config.tied
 
 
@@ -97,13 +96,11 @@ def weight_bytes(
     keep_blocks: KeptBlocks = False,
     in_order: Mapping[str, float] = IN_PLACE,
 ) -> WeightBytes:
-    """What weights take that `checkpoint.load_weights` reads.
+    """Bytes of weights that `checkpoint.load_weights` reads, with its arguments.
 
     Args:
-        source_tensors: of the source; what it lacks is shared, and takes nothing.
-        dtype, split, keep_blocks: as of `load_weights`.
-        in_order: bytes of memory a number, by type, of blocks that an executor reorders. It does not reorder an embedding that
-            is no head: rows of that are restored from the file.
+        source_tensors: tensors that are not among them are shared and take nothing.
+        in_order: bytes of memory a number, by type of blocks that the executor reorders; an untied embedding is not reordered.
     """
     private = file_bytes = streamed = gathered = rows = 0
     for name, tensor in checkpoint_tensors(config).items():
@@ -122,26 +119,25 @@ def weight_bytes(
             if is_gathered(name, config):
                 gathered, rows = in_file, round(tensor.shape[0] * share)
         else:
-            private += in_file if blocks else round(math.prod(tensor.shape) * share) * tensor.kept_as(dtype).itemsize
+            private += in_file if blocks else round(math.prod(tensor.shape) * share) * tensor.memory_dtype(dtype).itemsize
             streamed += in_file
     return WeightBytes(private, file_bytes, streamed, gathered, rows)
 
 
 def random_bytes(config: ModelConfig, dtype: torch.dtype, split: Split | None = None) -> WeightBytes:
-    """What random weights take."""
+    """Bytes of random weights."""
     tensors = checkpoint_tensors(config).values()
     return WeightBytes(
         private=sum(
-            round(math.prod(tensor.shape) * _share(tensor, split)) * tensor.kept_as(dtype).itemsize for tensor in tensors
+            round(math.prod(tensor.shape) * _share(tensor, split)) * tensor.memory_dtype(dtype).itemsize for tensor in tensors
         )
     )
 
 
 def work_bytes(config: ModelConfig, tokens: int, sequences: int) -> int:
-    """What a forward computes with, about: what the widest layer makes of all tokens that come at once, and logits.
+    """Bytes of a forward's activations, about, all FP32: of the widest layer, hidden state, norm, update, and logits.
 
-    A mixer's outputs are there twice, before and after norms and RoPE; an MLP's gate, up and product once each. Beside them
-    the hidden state, normed, and its update. All are counted as FP32, which products give.
+    A mixer's outputs count twice, before and after norms and RoPE; an MLP's gate, up and product once each.
     """
     widest = 0
     for layer in dict.fromkeys(config.layers):
@@ -153,7 +149,6 @@ def work_bytes(config: ModelConfig, tokens: int, sequences: int) -> int:
 
 
 def _share(tensor: StoredTensor, split: Split | None) -> float:
-    """The part of a tensor's numbers that a rank holds."""
     if split is None:
         return 1.0
     parts = (len(range(size)[part]) / size for size, part in zip(tensor.shape, split.slices(tensor.axes), strict=True))

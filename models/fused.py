@@ -1,4 +1,4 @@
-"""The forward of a model over fused ops, the same for prefill and decode: it sees tokens, not phases."""
+"""The forward of a model over fused ops, with packed projections and stacked experts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,11 @@ from haarkv.tq_ops.weight import Blocks, Weight, dense
 
 @dataclass(frozen=True)
 class Packed:
-    """What a fused layer multiplies with in one product.
+    """Packed projections of a layer; blocks of different types stay a tuple.
 
     Attributes:
-        qkv_proj: [(Hq + 2 Hkv) * D, hidden], the projections to Q, K and V; those themselves where they lie in blocks of
-            different types.
-        gate_up_proj: [2 * intermediate, hidden], likewise; None of a layer with experts, which are in its `stack`.
-        heads: what becomes of the first product.
+        qkv_proj: [(Hq + 2 Hkv) * D, hidden].
+        gate_up_proj: [2 * intermediate, hidden]; None with experts.
     """
 
     qkv_proj: Weight | tuple[Weight, ...]
@@ -37,12 +35,10 @@ class Packed:
 
 @dataclass(frozen=True)
 class FusedModel:
-    """A model whose layers attend, run in few ops, of a dense layer 4 products and 5 others; `models.fused.fuse` makes one.
-
-    Its layers compute what `models.layer.decoder_layer` computes, rounded at the same points.
+    """A model of attention layers in 9 ops a dense layer, rounded as `models.layer.decoder_layer`; `fuse` makes one.
 
     Attributes:
-        model: declaration, weights and tables; its projections are views of `packed`.
+        model: its projections are views of `packed`.
         packed: by layer.
     """
 
@@ -59,10 +55,7 @@ class FusedModel:
         return ops.linear(x, self.model.weights.lm_head)
 
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache, ops: FusedOps) -> Tensor:
-        """As `DecoderModel.layers`.
-
-        A layer begins with the norm of its input, which stands at the end of the layer before, in one op with its residual.
-        """
+        """As `DecoderModel.layers`; the norm of a layer's input is fused with the residual of the layer before."""
         config, weights = self.model.config, self.model.weights
         ropes = self.model.rope_at(batch.positions)
         norms = [*(layer["input_norm"] for layer in weights.layers), weights.final_norm]
@@ -73,9 +66,9 @@ class FusedModel:
             qkv = ops.linear(x, packed.qkv_proj)
             with cache.open(index, batch) as at:
                 attention_out = ops.attention(qkv, packed.heads, ropes[mixer.rope], at, mixer.scale)
-            post_norms = [(layer[f"{part}_out_norm"], eps) if layer_config.norms_behind else None for part in ("mixer", "mlp")]
+            out_norms = [(layer[f"{part}_out_norm"], eps) if layer_config.post_norms else None for part in ("mixer", "mlp")]
             hidden, x = ops.add_norm(
-                hidden, ops.linear(attention_out, layer.matrix("o_proj")), layer["post_norm"], eps, post_norms[0]
+                hidden, ops.linear(attention_out, layer.matrix("o_proj")), layer["post_norm"], eps, out_norms[0]
             )
             if layer.stack is not None:
                 update = ops.experts(x, ops.linear(x, layer.matrix("router")), layer.stack)
@@ -85,11 +78,11 @@ class FusedModel:
                 activation_mul = ops.silu_mul if layer_config.mlp.activation == "silu" else ops.gelu_mul
                 update = ops.linear(activation_mul(gate, up, hidden.dtype), layer.matrix("down_proj"))
             next_eps = config.layers[index + 1].norm.eps if index + 1 < config.num_layers else config.final_norm.eps
-            hidden, x = ops.add_norm(hidden, update, norms[index + 1], next_eps, post_norms[1])
+            hidden, x = ops.add_norm(hidden, update, norms[index + 1], next_eps, out_norms[1])
         return hidden
 
 
-_KNOWS = ("head_norms", "bias", "window", "activation", "plus_one", "norms_behind", "experts")
+_KNOWS = ("head_norms", "bias", "window", "activation", "plus_one", "post_norms", "experts")
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_bias", "k_bias", "v_bias"))
 
 
@@ -98,20 +91,19 @@ def _restore(weight: Weight, device: torch.device) -> Weight:
 
 
 def unsupported(config: ModelConfig) -> str | None:
-    """In one sentence why such a model has no fused layers, or None."""
+    """Why a model has no fused layers, or None."""
     return unknown_layer(config, _KNOWS)
 
 
 def fuse(model: DecoderModel, device: torch.device, place: PlaceWeight = _restore) -> FusedModel:
-    """A model on a device, its projections packed as they are copied there.
+    """A model on a device with packed projections.
 
-    Every tensor is on the device once: what the fused model's own `model` shows under a checkpoint's names are views of what
-    it multiplies with. A model that is on that device already is copied where it is packed: let go of it, and keep `model` of
-    the result, which is taken as it is the next time.
+    Every tensor is on the device once: weights of the result's `model` are views of packed ones. A model that is on the device
+    already is copied, unless it is the `model` of an earlier result.
 
     Args:
-        model: of one rank and a family for which `unsupported` returns None.
-        place: puts a weight in blocks on the device; they are restored unless it is given.
+        model: of one rank, for which `unsupported` returns None.
+        place: puts a weight in blocks on the device; restored by default.
     """
     weights, layers, packed = model.weights, [], []
     for layer_config, layer in zip(model.config.layers, weights.layers, strict=True):
@@ -135,7 +127,7 @@ def fuse(model: DecoderModel, device: torch.device, place: PlaceWeight = _restor
 def _packed(
     layer: LayerWeights, layer_config: Layer, device: torch.device, place: PlaceWeight
 ) -> tuple[LayerWeights, dict[str, Any]]:
-    """A layer on a device, and what is packed of it by the field of its first part."""
+    """A layer on a device, and its packed weights by the field of their first part."""
     views: dict[str, Any] = {}
     wholes: dict[str, Any] = {}
     stack = None
@@ -147,7 +139,7 @@ def _packed(
     if isinstance(layer_config.mlp, Experts):
         stack, expert_views = stack_experts(layer, layer_config.mlp, device, place)
         views |= expert_views
-    return layer.changed(lambda field, weight: views[field] if field in views else place(weight, device), stack), wholes
+    return layer.map(lambda field, weight: views[field] if field in views else place(weight, device), stack), wholes
 
 
 PlaceWeight = Callable[[Weight, torch.device], Weight]
@@ -156,26 +148,23 @@ _PARTS = ("gate", "up", "down")
 
 
 def with_stacks(weights: Weights, config: ModelConfig, device: torch.device, place: PlaceWeight) -> Weights:
-    """A model's weights on a device, the experts of each layer in one `Stack`.
-
-    Every tensor is there once: an expert's are views. Experts that lie so already stay where they are.
-    """
+    """A model's weights on a device, experts of a layer as views of one `Stack`; stacked ones are not copied."""
     layers = tuple(
         _with_stack(layer, layer_config.mlp, device, place)
         for layer, layer_config in zip(weights.layers, config.layers, strict=True)
     )
-    return replace(replace(weights, layers=()).placed(lambda weight: place(weight, device)), layers=layers)
+    return replace(replace(weights, layers=()).map(lambda weight: place(weight, device)), layers=layers)
 
 
 def _with_stack(layer: LayerWeights, mlp: Dense | Experts, device: torch.device, place: PlaceWeight) -> LayerWeights:
     stack, views = stack_experts(layer, mlp, device, place) if isinstance(mlp, Experts) else (None, {})
-    return layer.changed(lambda field, weight: views[field] if field in views else place(weight, device), stack)
+    return layer.map(lambda field, weight: views[field] if field in views else place(weight, device), stack)
 
 
 def stack_experts(
     layer: LayerWeights, mlp: Experts, device: torch.device, place: PlaceWeight
 ) -> tuple[Stack, dict[str, Weight]]:
-    """A layer's experts on a device, and their tensors by field, which are views."""
+    """A layer's experts on a device, and views of them by field."""
     wholes: dict[str, Weight] = {}
     views: dict[str, Weight] = {}
     for part in _PARTS:
@@ -191,12 +180,10 @@ def stack_experts(
 def together(
     parts: Sequence[Weight], device: torch.device, place: PlaceWeight
 ) -> tuple[Weight | tuple[Weight, ...], tuple[Weight, ...]]:
-    """One weight of some that have as many columns, row below row on a device, and its views that are they.
-
-    In place of the one weight those themselves where they lie in blocks of different types.
+    """Weights concatenated by rows on a device, and views of each; blocks of different types stay a tuple.
 
     Args:
-        place: puts a weight in blocks on the device; dense ones are copied straight to where they are packed.
+        place: puts a weight in blocks on the device; dense ones are copied into the result.
     """
     parts = [place(part, device) if isinstance(part, Blocks) else part for part in parts]
     if any(isinstance(part, Blocks) for part in parts):
@@ -205,7 +192,6 @@ def together(
 
 
 def _blocks_together(parts: Sequence[Weight], device: torch.device) -> tuple[Weight | tuple[Weight, ...], tuple[Weight, ...]]:
-    """One weight of some in blocks of one type, and its parts; those themselves where they differ."""
     first = parts[0]
     if not isinstance(first, Blocks) or not all(_can_stack(first, part) for part in parts[1:]):
         device_parts = tuple(part if isinstance(part, Blocks) else part.to(device) for part in parts)
@@ -218,7 +204,6 @@ def _blocks_together(parts: Sequence[Weight], device: torch.device) -> tuple[Wei
 
 
 def _can_stack(first: Blocks, other: Weight) -> bool:
-    """Whether one weight can hold both, row below row."""
     return (
         isinstance(other, Blocks) and other.type == first.type and other.dtype == first.dtype
         and first.column_scales is None and other.column_scales is None
@@ -227,7 +212,7 @@ def _can_stack(first: Blocks, other: Weight) -> bool:
 
 
 def below_one_another(parts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """One tensor of some with as many columns, and its views that are they; parts that lie so already stay where they are."""
+    """Tensors concatenated by rows, and views of each; adjacent ones are not copied."""
     first, rows = parts[0], sum(map(len, parts))
     if first.device == device and _adjacent(parts):
         return first.as_strided((rows, *first.shape[1:]), first.stride()), tuple(parts)
@@ -239,7 +224,6 @@ def below_one_another(parts: Sequence[Tensor], device: torch.device) -> tuple[Te
 
 
 def _adjacent(parts: Sequence[Tensor]) -> bool:
-    """Whether each part begins in memory where the one before it ends."""
     storages = {part.untyped_storage().data_ptr() for part in parts}
     ends = [part.data_ptr() + part.nbytes for part in parts]
     begins = [part.data_ptr() for part in parts]

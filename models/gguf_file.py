@@ -1,7 +1,7 @@
-"""A GGUF file: what it says of itself, and its tensors, restored from the blocks they are stored in.
+"""Reader of GGUF files: entries and tensors; gguf restores the quantized blocks.
 
-gguf's own reader makes several objects of each word of a vocabulary, which takes ten seconds and half a gigabyte, and believes
-every length. Here nothing is believed before it is compared with the file's size; gguf restores the blocks.
+gguf's own reader takes ten seconds and half a gigabyte for a vocabulary, and trusts every length; this one checks each length
+against the file's size.
 """
 
 from __future__ import annotations
@@ -27,29 +27,27 @@ from haarkv.tq_ops.input_files import file_size
 from haarkv.tq_ops.weight import BlockType, restore_rows
 
 _MOST_ENTRIES, _MOST_TENSORS, _MOST_DEPTH, _MOST_VALUES, _MOST_NAME = 2**16, 2**20, 4, 2**23, 2**10
-"""Several times what any file has: of lists all values together, of a tensor's name bytes."""
-_FEWEST_BITS = 1
-"""Of a number, in whatever type; those that there are have 1.5 at least."""
+"""Several times what any file has; values of all lists together, characters of a tensor's name."""
 _PLAIN = {
     gguf.GGMLQuantizationType.F32: torch.float32,
     gguf.GGMLQuantizationType.F16: torch.float16,
     gguf.GGMLQuantizationType.BF16: torch.bfloat16,
 }
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Kinds of values by their number in a file, as `struct` spells them; 8 is a string and 9 an array."""
+"""`struct` formats by kind of value; 8 is a string and 9 an array."""
 _STRING, _ARRAY = 8, 9
 _PART = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")
 
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """Where a tensor lies and what it is made of.
+    """Where a tensor lies.
 
     Attributes:
-        shape: as torch has it, rows first.
-        kind: number of gguf's type, known or not.
-        offset: from the file's beginning.
-        part: which of the model's files holds it, from 0.
+        shape: rows first, as in torch.
+        kind: number of gguf's type.
+        offset: bytes from the file's beginning.
+        part: index of the file among the model's files.
     """
 
     shape: tuple[int, ...]
@@ -59,28 +57,28 @@ class GGUFTensor:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Of the numbers as they are stored; None of blocks."""
+        """Of plain numbers; None for blocks."""
         return _PLAIN.get(self.kind)  # type: ignore[call-overload, no-any-return]
 
     @property
     def blocks(self) -> str | None:
-        """Name of the type of its blocks; None of plain numbers, and of a type that cannot be restored."""
+        """Type of its quantized blocks; None for plain numbers and unknown types."""
         return block_type(self.kind).name if self.dtype is None and _can_restore(self.kind) else None
 
     @property
     def row_bytes(self) -> int:
-        """Of one row, where its type can be restored."""
+        """Of one row of a known type."""
         layout = block_type(self.kind)
         return self.shape[-1] // layout.numbers * layout.nbytes
 
     @property
     def nbytes(self) -> int:
-        """Of all rows; 0 of a type that cannot be restored."""
+        """Of all rows; 0 of an unknown type."""
         return math.prod(self.shape[:-1]) * self.row_bytes if _can_restore(self.kind) else 0
 
     @property
     def fault(self) -> str | None:
-        """Why its numbers cannot be restored; None if they can. That it lies within its file was seen when that was opened."""
+        """Why its numbers cannot be restored; None if they can."""
         if not _can_restore(self.kind):
             type_names = {int(kind): kind.name for kind in gguf.GGMLQuantizationType}
             return f"is stored as {type_names.get(self.kind, f'type {self.kind}')}, which gguf cannot restore"
@@ -90,12 +88,12 @@ class GGUFTensor:
 
 @cache
 def block_type(kind: int) -> BlockType:
-    """How numbers of gguf's type lie in blocks; gguf restores them. Of F32, F16 and BF16 a block is one number."""
+    """The blocks of a type by gguf's number; in F32, F16 and BF16 a block is one number."""
     gguf_type = gguf.GGMLQuantizationType(kind)
     numbers, nbytes = gguf.GGML_QUANT_SIZES[gguf_type]
 
     def restore(rows: Tensor) -> Tensor:
-        with np.errstate(all="ignore"):  # scales that are no numbers; whoever computes with them says where
+        with np.errstate(all="ignore"):  # scales that are no numbers
             return torch.from_numpy(np.ascontiguousarray(gguf.dequantize(rows.numpy(), gguf_type)))
 
     return BlockType(gguf_type.name, numbers, nbytes, restore)
@@ -117,18 +115,14 @@ def _can_restore(kind: int) -> bool:
 
 
 class GGUFFile:
-    """A file that is mapped into memory, and its header; of a model in several parts, all of them.
+    """A memory-mapped GGUF file, or all parts of a model, from the first one's path.
 
-    Args:
-        path: of the first part, which says what the model is and how many parts there are.
     Attributes:
-        paths: of all parts.
-        entries: what the file says of itself, by key; numbers, texts, and lists of them.
-        kinds: of each, gguf's number of its kind, and of a list that of its values.
-        tensors: by gguf's own names.
-
+        entries: metadata by key: numbers, texts, and lists of them.
+        kinds: of each entry, gguf's number of its kind, and of its list's values.
+        tensors: by gguf's names.
     Raises:
-        InputError: it cannot be read, is no GGUF, is damaged, is another part than the first, or a part is missing.
+        InputError: the file cannot be read, is no GGUF, is damaged, is no first part, or a part is missing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -147,7 +141,6 @@ class GGUFFile:
             raise InputError(f"{path}: its parts hold {len(self.tensors):,} tensors, not {shown(count)}; fetch them again")
 
     def _add(self, path: Path) -> tuple[dict[str, Any], dict[str, tuple[int, int | None]], dict[str, GGUFTensor]]:
-        """Map one part, and read its header."""
         file_size(path)  # a pipe or a device is refused
         try:
             with path.open("rb") as file:
@@ -174,17 +167,14 @@ class GGUFFile:
         change: Callable[[Tensor], Tensor] | None = None,
         empty: Callable[[tuple[int, ...], torch.dtype], Tensor] = lambda shape, dtype: torch.empty(shape, dtype=dtype),
     ) -> Tensor:
-        """Numbers of a tensor, restored some rows at a time.
-
-        What is stored as `dtype` and asked for as it is stays in the file's pages.
+        """Numbers of a tensor, restored some rows at a time; unconverted and whole, they stay in the file's pages.
 
         Args:
-            rows: indices [R] int64 of the rows to read, of all axes but the last taken together; all unless given.
-            columns: of each row.
-            change: made of the numbers in FP32 before they are rounded.
-            empty: makes room for the result.
+            rows: indices [R] int64, all axes but the last flattened.
+            change: applied in FP32 before rounding to `dtype`.
+            empty: allocates the result.
         Returns:
-            `[R, columns]`; as the tensor's own shape if all is asked for.
+            [R, columns], or the tensor's shape without `rows` and `columns`.
         """
         raw_rows = self.stored_rows(tensor)
         if tensor.dtype == dtype and rows is None and columns == slice(None) and change is None and tensor.offset % 4 == 0:
@@ -194,13 +184,13 @@ class GGUFFile:
         return numbers.view(tensor.shape) if rows is None and columns == slice(None) else numbers
 
     def stored_rows(self, tensor: GGUFTensor) -> Tensor:
-        """Rows as they lie in the file, all axes but the last taken together: [rows, bytes of a row] uint8 in its pages."""
+        """Rows as stored, all axes but the last flattened: [rows, bytes of a row] uint8, in the file's pages."""
         raw = np.frombuffer(self._memories[tensor.part], np.uint8, tensor.nbytes, tensor.offset)
         return torch.from_numpy(raw.reshape(-1, tensor.row_bytes))
 
 
 def _other_parts(path: Path, entries: Mapping[str, Any]) -> list[Path]:
-    """Where the parts behind the first lie: beside it, under its name with their own number."""
+    """Paths of the parts behind the first, beside it."""
     count, number = entries.get("split.count", 1), entries.get("split.no", 0)
     if count == 1:
         return []
@@ -220,18 +210,18 @@ def _other_parts(path: Path, entries: Mapping[str, Any]) -> list[Path]:
 
 
 class _DamagedError(Exception):
-    """What is wrong with the header of a file."""
+    """A header that cannot be."""
 
 
 class _Reader:
-    """Reads the header of a file from its beginning on."""
+    """Reads a header from the beginning."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory, self._at, self._values = memory, 0, 0
         self.kinds: dict[str, tuple[int, int | None]] = {}
 
     def begin(self) -> int:
-        """Read what every file begins with; returns how many tensors there are."""
+        """Read the magic and the counts; returns the number of tensors."""
         if self._bytes(4) != b"GGUF":
             raise _DamagedError("it does not begin with GGUF")
         version = self._number("I")
@@ -263,8 +253,8 @@ class _Reader:
                 raise _DamagedError(f"the tensor {shown(name)} is there twice, has a name that is too long, or {axes} axes")
             shape = tuple(reversed(self._numbers("Q", axes)))
             kind, offset = self._number("I"), self._number("Q")
-            # No more numbers than there are bits: whoever counts rows or experts counts no further.
-            if not all(shape) or math.prod(shape) * _FEWEST_BITS > 8 * len(self._memory) or offset % alignment:
+            # No type has less than a bit a number.
+            if not all(shape) or math.prod(shape) > 8 * len(self._memory) or offset % alignment:
                 raise _DamagedError(
                     f"the tensor {shown(name)} cannot be: its shape is {list(shape)}, its offset {offset}, in a file of "
                     f"{len(self._memory):,} bytes whose alignment is {alignment}"
@@ -278,7 +268,7 @@ class _Reader:
         return file_tensors
 
     def _require_apart(self, tensors: Mapping[str, GGUFTensor]) -> None:
-        """Refuse tensors of which one begins before another has ended, or ends where the file does not reach."""
+        """Refuse tensors that overlap or end beyond the file."""
         end, before = 0, ""
         for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
             if tensor.offset < end:
@@ -317,8 +307,7 @@ class _Reader:
         if kind != _ARRAY or depth == _MOST_DEPTH:
             raise _DamagedError(f"an entry is of kind {kind}, which there is none of")
         kind, count = self._number("I"), self._number("Q")
-        # Each value takes a byte at least: a count beyond the file is seen before a list of that length is made. A list takes
-        # many times the bytes of small numbers.
+        # Each value takes a byte at least; a list takes many times the bytes of small numbers.
         self._values += count
         if count > len(self._memory) - self._at or self._values > _MOST_VALUES:
             raise _DamagedError(f"it promises a list of {count:,} values, more than it has bytes left, or than any file has")

@@ -1,13 +1,11 @@
-"""Matrices to the quantised types of a GGUF file, bit for bit as gguf restores them.
+"""Quantizes matrices to the types of a GGUF file, bit for bit as gguf restores them.
 
     symmetric   x ~ s q            Q4_0, Q5_0, Q6_K
     affine      x ~ s q + m        Q4_1, Q5_1; with s >= 0 and m <= 0 Q4_K
 
-Plain rounding takes a block's scale from its largest number or its range. Here scales around that one are tried: numbers are
-rounded to levels, the scale (and the minimum) that suit those levels best follow by least squares, and numbers are rounded
-again. The best of all by sum w (x - x')^2 is kept; plain rounding is among those that are tried, gguf's own where gguf has
-one. What the w are is the caller's: the mean square of what a column is multiplied with makes the sum the error of the
-product. Source of the idea: llama.cpp's quantisers (ggml-quants.c); nothing of them is used.
+Scales around plain rounding's are tried: round to levels, fit scale and minimum to those levels by least squares, round again.
+The least sum w (x - x')^2 wins, plain rounding included. With the mean square of a column's inputs as w, the sum is the error
+of the product. Source of the idea: llama.cpp's ggml-quants.c; no code of it is used.
 """
 
 from __future__ import annotations
@@ -22,11 +20,11 @@ from torch import Tensor
 from haarkv.tq_ops.errors import InputError
 
 _AT_ONCE = 2**16
-"""Numbers that are fitted together: what a fit computes with stays in the caches."""
+"""Numbers that are fitted together, to stay in the CPU's caches."""
 _SUB = 32
 _LARGEST_HALF = 65504.0
 _TRIES = (0.85, 0.91, 0.96, 1.0, 1.05)
-"""Scales that are tried, of plain rounding's."""
+"""Multiples of plain rounding's scale that are tried."""
 _TINY = 1e-30
 
 
@@ -36,8 +34,7 @@ def quantize(rows: Tensor, kind: str, importance: Tensor | None = None) -> Tenso
     Args:
         rows: [R, n] fp32, n a multiple of the type's block.
         kind: F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K or Q6_K.
-        importance: [n] or [R, n] fp32, what the square of each number's error counts. Unless given all alike, but in Q4_0,
-            where the number's magnitude counts, plus the root mean square of its block.
+        importance: [n] or [R, n] fp32, weight of each squared error; by default 1, in Q4_0 magnitude plus the block's RMS.
     Returns:
         [R, bytes of a row] uint8.
     Raises:
@@ -60,8 +57,7 @@ def quantize(rows: Tensor, kind: str, importance: Tensor | None = None) -> Tenso
         w = (weights if weights.ndim < 2 else weights[begin : begin + step]).expand(x.shape)
         block_rows, counts = x.reshape(-1, numbers), w.reshape(-1, numbers)
         if importance is None and kind == "Q4_0":
-            # Counted alike, many small numbers gain at the cost of a block's few large ones, and a model's KL is higher. With
-            # importance, or in Q4_K, whose blocks have a minimum, it is not.
+            # With equal weights a block's few large numbers lose, and a model's KL is higher.
             counts = block_rows.abs() + block_rows.square().mean(1, keepdim=True).sqrt()
         blocks = _encode_blocks(block_rows, counts, gguf_type)
         parts.append(blocks.view(len(x), width // numbers * nbytes))
@@ -70,7 +66,7 @@ def quantize(rows: Tensor, kind: str, importance: Tensor | None = None) -> Tenso
 
 def _encode_blocks(x: Tensor, w: Tensor, kind: gguf.GGMLQuantizationType) -> Tensor:
     """Blocks [N, bytes] of numbers [N, numbers of a block]."""
-    # Numbers that never meet an input count a little all the same: a block of them alone has scales, too.
+    # Some weight for numbers of no importance: their blocks need scales, too.
     w = w + 1e-6 * w.mean(1, keepdim=True) + 1e-30
     blocks = _ENCODERS[kind.name](x, w)
     if kind.name not in _GGUF_ROUNDS:
@@ -94,17 +90,14 @@ def _loss(blocks: Tensor, x: Tensor, w: Tensor, kind: gguf.GGMLQuantizationType)
 
 
 def symmetric(x: Tensor, w: Tensor, low: int) -> Tensor:
-    """Scales of blocks by which rounding to levels `low` … `-low - 1` loses least.
+    """Scales [N] fp32 of blocks x [N, n] for levels `low` … `-low - 1` with least error weighted by w [N, n].
 
-    Args:
-        x, w: [N, n] fp32, numbers of each block and what their errors count.
-    Returns:
-        [N] fp32; negative where the largest number is positive and takes level `low`.
+    Scales are negative where the largest number is positive and takes level `low`.
     """
     largest, high, zero = x.gather(1, x.abs().argmax(1, keepdim=True))[:, 0], -low - 1, torch.zeros(len(x))
     best = largest / low
     least = _levels_loss(x, w, best, zero, low, high)
-    # The largest number may also take the other end, where scales are of the other sign.
+    # The largest number may also take the other end, with a scale of the other sign.
     for start in (best, -largest / high):
         for part in _TRIES:
             levels = round_levels(x, (start * part)[:, None], zero[:, None], low, high)[0]
@@ -115,14 +108,7 @@ def symmetric(x: Tensor, w: Tensor, low: int) -> Tensor:
 
 
 def affine(x: Tensor, w: Tensor, high: int, *, below: bool) -> tuple[Tensor, Tensor]:
-    """Scales and minima of blocks by which rounding to levels 0 … `high` loses least.
-
-    Args:
-        x, w: as of `symmetric`.
-        below: the minimum is at most 0, as Q4_K stores it.
-    Returns:
-        [N] fp32 each: scales, at least 0; minima.
-    """
+    """Scales >= 0 and minima [N] fp32 of blocks for levels 0 … `high`; `below`: minima are at most 0, as in Q4_K."""
     minimum, maximum = x.amin(1), x.amax(1)
     minimum = minimum.clamp_max(0.0) if below else minimum
     plain = ((maximum - minimum) / high).clamp_min(0.0)
@@ -138,14 +124,14 @@ def affine(x: Tensor, w: Tensor, high: int, *, below: bool) -> tuple[Tensor, Ten
 
 
 def _line(x: Tensor, w: Tensor, levels: Tensor, below: bool) -> tuple[Tensor, Tensor]:
-    """The scale and the minimum of least squares for given levels."""
+    """Scale and minimum by least squares."""
     total, sum_q, sum_x = w.sum(1), (w * levels).sum(1), (w * x).sum(1)
     sum_qq, sum_qx = (w * levels * levels).sum(1), (w * levels * x).sum(1)
     free = (total * sum_qx - sum_q * sum_x) / (total * sum_qq - sum_q * sum_q).clamp_min(_TINY)
     offset = (sum_x - free * sum_q) / total.clamp_min(_TINY)
     if not below:
         return free.clamp_min(0.0), offset
-    # A minimum above 0 cannot be stored: then the line goes through 0.
+    # A positive minimum cannot be stored: the line goes through 0.
     through = sum_qx / sum_qq.clamp_min(_TINY)
     return torch.where(offset > 0, through, free).clamp_min(0.0), offset.clamp_max(0.0)
 
@@ -157,7 +143,7 @@ def _levels_loss(x: Tensor, w: Tensor, scale: Tensor, offset: Tensor, low: int, 
 
 
 def round_levels(x: Tensor, scale: Tensor, offset: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
-    """(levels, what they restore to) of numbers [N, n] by scales [N, n or 1] as they are stored."""
+    """(levels, restored numbers) of numbers [N, n] by stored scales [N, n or 1]."""
     inverse = torch.where(scale.abs() > _TINY, 1.0 / scale, torch.zeros_like(scale))
     levels = ((x - offset) * inverse).round_().clamp_(low, high)
     return levels, levels * scale + offset
@@ -212,7 +198,7 @@ def _affine_32(bits: int) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _best(ways: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Of several (blocks [N, bytes], what each loses [N]), each block that loses least; of equal ones the first."""
+    """For each block, the one with least loss of several (blocks [N, bytes], losses [N])."""
     best, least = ways[0]
     for blocks, losses in ways[1:]:
         best = torch.where((losses < least)[:, None], blocks, best)
@@ -221,10 +207,7 @@ def _best(ways: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def _q4_k(x: Tensor, w: Tensor) -> Tensor:
-    """144 bytes: d and dmin, 12 bytes of eight 6-bit scales and minima, 128 bytes of levels.
-
-    Two ways are encoded, each block's fits and the same of its plain range; the better one of each super-block is kept.
-    """
+    """144 bytes: d and dmin, 12 bytes of eight 6-bit scales and minima, 128 bytes of levels; fitted or plain."""
     subs, weights = x.reshape(-1, _SUB), w.reshape(-1, _SUB)
     low = subs.amin(1).clamp_max(0.0)
     ways = [affine(subs, weights, 15, below=True), ((subs.amax(1) - low).clamp_min(0.0) / 15, low)]
@@ -232,7 +215,7 @@ def _q4_k(x: Tensor, w: Tensor) -> Tensor:
 
 
 def _q4_k_of(x: Tensor, w: Tensor, scale: Tensor, minimum: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks of given scales and (positive) minima [N, 8], each rounded to six bits, and what they lose."""
+    """Blocks and losses for scales and negated minima [N, 8], each rounded to six bits."""
     subs, weights = x.view(-1, 8, _SUB), w.view(-1, 8, _SUB)
     d_bytes, d = _half(scale.amax(1) / 63)
     m_bytes, m = _half(minimum.amax(1) / 63)
@@ -247,7 +230,7 @@ def _q4_k_of(x: Tensor, w: Tensor, scale: Tensor, minimum: Tensor) -> tuple[Tens
         return (weights * (numbers - subs).square()).sum(-1)
 
     least = block_loss(*best)
-    # Rounded scales and minima suit each other only nearly: neighbours of both are tried.
+    # Neighbours of rounded scales and minima may fit better.
     for ds in (-1, 0, 1):
         for dm in (-1, 0, 1):
             candidate = [(factors + by).clamp(0, 63) for factors, by in zip(whole, (ds, dm), strict=True)]
@@ -267,7 +250,7 @@ def _q4_k_of(x: Tensor, w: Tensor, scale: Tensor, minimum: Tensor) -> tuple[Tens
 
 
 def _q6_k(x: Tensor, w: Tensor) -> Tensor:
-    """210 bytes: 128 of low four bits, 64 of high two, 16 signed scales, d. Fits and plain scales, as of `_q4_k`."""
+    """210 bytes: 128 of low four bits, 64 of high two, 16 signed scales, d; fitted or plain."""
     subs, weights = x.reshape(-1, 16), w.reshape(-1, 16)
     plain = subs.gather(1, subs.abs().argmax(1, keepdim=True))[:, 0] / -32
     return _best([_q6_k_of(x, w, scale.view(-1, 16)) for scale in (symmetric(subs, weights, -32), plain)])

@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model, as the entries of a Hugging Face `config.json`."""
+"""Metadata of a GGUF file as the entries of a Hugging Face `config.json`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as shown
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,12 +18,70 @@ from haarkv.models.gguf_tokenizer import end_token_ids
 from haarkv.models.rope import Llama3Scaling
 from haarkv.tq_ops.errors import InputError
 
-MODEL_TYPES = {
-    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "gemma3": "gemma3_text",
-    "qwen35": "qwen3_5", "qwen35moe": "qwen3_5_moe",
-}  # fmt: skip
-"""`model_type` by general.architecture; any other is refused by its own name, as of a folder."""
-HYBRIDS = frozenset({"qwen35", "qwen35moe"})
+_IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_IN_GEMMA_LAYER = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_IN_HYBRID_LAYER = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+
+
+class Architecture(NamedTuple):
+    """A value of general.architecture.
+
+    Attributes:
+        names: Hugging Face's names of a layer's parts, by the file's.
+        plus_one: norms, but for DeltaNet's, are stored as 1 + w.
+        hybrid: some layers are Gated DeltaNet.
+    """
+
+    model_type: str
+    names: Mapping[str, str] = _IN_LAYER
+    plus_one: bool = False
+    hybrid: bool = False
+
+
+_ARCHITECTURES = {
+    **{name: Architecture(name) for name in ("llama", "qwen2", "qwen3")},
+    "qwen3moe": Architecture("qwen3_moe"),
+    "gemma3": Architecture("gemma3_text", _IN_LAYER | _IN_GEMMA_LAYER, plus_one=True),
+    "qwen35": Architecture("qwen3_5", _IN_LAYER | _IN_HYBRID_LAYER, plus_one=True, hybrid=True),
+    "qwen35moe": Architecture("qwen3_5_moe", _IN_LAYER | _IN_HYBRID_LAYER, plus_one=True, hybrid=True),
+}
+
+
+def architecture_row(name: str) -> Architecture:
+    """What is known of an architecture; another has its own name as `model_type`, which is refused."""
+    return _ARCHITECTURES.get(name) or Architecture(name)
+
+
 _ENTRIES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -49,13 +107,13 @@ _HYBRID_ENTRIES = {
 }
 ROPE_FACTORS = "rope_freqs.weight"
 _GEMMA_PATTERN, _GEMMA_LOCAL_BASE, _GEMMA_27B = 6, 1e4, 62
-"""What llama.cpp takes where a Gemma 3 does not say it: every sixth layer sees all tokens, RoPE's base of the others, and the
-layers of the one member whose attention is scaled by another number than its head's."""
+"""llama.cpp's defaults of a Gemma 3: every sixth layer is global, RoPE's base of the others, and the layers of the one member
+that scales attention by hidden_size / heads."""
 
 
 @dataclass(frozen=True)
 class GGUFSettings:
-    """The entries of one file."""
+    """Metadata of one file."""
 
     path: Path
     file: GGUFFile
@@ -69,10 +127,10 @@ class GGUFSettings:
         return self.file.entries.get(f"{self.architecture}.{key}", default)
 
     def read(self) -> dict[str, Any]:
-        """The entries of a `config.json`, for the family to judge."""
+        """The entries of a `config.json`."""
         embedding = self.file.tensors.get("token_embd.weight")
         settings = {name: decimal(value) for key, name in _ENTRIES.items() if (value := self.setting(key)) is not None}
-        settings["model_type"] = MODEL_TYPES.get(self.architecture, self.architecture)
+        settings["model_type"] = architecture_row(self.architecture).model_type
         settings["vocab_size"] = embedding.shape[0] if embedding else self.setting("vocab_size")
         settings["tie_word_embeddings"] = "output.weight" not in self.file.tensors
         settings["attention_bias"] = settings["model_type"] != "qwen2" and "blk.0.attn_q.bias" in self.file.tensors
@@ -82,7 +140,7 @@ class GGUFSettings:
         settings |= scaling_entries(self.path, self.architecture, self.file.entries)
         if (factors := self.file.tensors.get(ROPE_FACTORS)) is not None:
             settings |= self._llama3(factors, settings)
-        if self.architecture in HYBRIDS:
+        if architecture_row(self.architecture).hybrid:
             self._add_hybrid(settings)
         if settings["model_type"] == "gemma3_text":
             self._add_gemma(settings)
@@ -94,7 +152,7 @@ class GGUFSettings:
         return settings
 
     def _add_shapes(self, settings: dict[str, Any]) -> None:
-        """What a file may leave out and a `config.json` may not."""
+        """Defaults of entries that a file may leave out."""
         heads, hidden = settings.get("num_attention_heads"), settings.get("hidden_size")
         settings.setdefault("num_key_value_heads", heads)
         settings.setdefault("rope_theta", 1e4)
@@ -109,7 +167,7 @@ class GGUFSettings:
             settings["partial_rotary_factor"] = rope_dims / dim
         if self.architecture == "qwen3moe":
             settings["norm_topk_prob"] = self.setting("expert_weights_norm", True)
-        elif self.architecture not in HYBRIDS and settings.pop("num_experts", None):
+        elif not architecture_row(self.architecture).hybrid and settings.pop("num_experts", None):
             settings["model_type"] += " with experts"
 
     def _llama3(self, factors: GGUFTensor, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,12 +179,11 @@ class GGUFSettings:
         return llama3_entries(self.path, self.file.read(factors, torch.float32), theta)
 
     def _add_hybrid(self, settings: dict[str, Any]) -> None:
-        """What a file says of DeltaNet and of layers beside the model's own."""
+        """Entries of DeltaNet, and the number of layers without drafting ones."""
         settings |= {name: value for key, name in _HYBRID_ENTRIES.items() if (value := self.setting(key)) is not None}
         inner, heads = self.setting("ssm.inner_size"), settings.get("linear_num_value_heads")
         if isinstance(inner, int) and isinstance(heads, int) and heads > 0:
             settings["linear_value_head_dim"] = inner // heads
-        # Layers that predict several tokens at once stand behind the others.
         layers, ahead = settings.get("num_hidden_layers"), self.setting("nextn_predict_layers")
         if isinstance(layers, int) and isinstance(ahead, int) and 0 < ahead < layers:
             settings["num_hidden_layers"] = layers - ahead
@@ -157,13 +214,13 @@ _KEYS = {
     "yarn_beta_slow": "beta_slow",
 }
 _NEUTRAL = {"finetuned": None, "attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
-"""Further keys and the value with which each changes nothing; None: whatever it is."""
+"""Further keys and the value with which each changes nothing; None: any."""
 _AS_TRAINED = 8192
 _LEAST_ERROR = 1e-4
 
 
 def scaling_entries(path: Path, architecture: str, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_scaling`, where a file asks for one; {} if not. A part that no `config.json` can say is refused by name."""
+    """`rope_scaling`, if a file has one; keys that are not built are refused."""
     prefix = f"{architecture}.rope.scaling."
     scaling = {key.removeprefix(prefix): value for key, value in entries.items() if key.startswith(prefix)}
     factor = scaling.pop("factor", None) or entries.get(f"{architecture}.rope.scale_linear")
@@ -180,10 +237,10 @@ def scaling_entries(path: Path, architecture: str, entries: Mapping[str, Any]) -
 
 
 def llama3_entries(path: Path, factors: Tensor, theta: float) -> dict[str, Any]:
-    """`rope_scaling` of a Llama 3, whose frequencies are divided by factors; others than Llama 3's are refused.
+    """`rope_scaling` of a Llama 3 from the divisors [dims / 2] of its frequencies; other divisors are refused.
 
-    Short waves have 1, long ones the same large factor, and between them 1/factor grows as the frequency does: a line, whose
-    two ends are all that Llama 3's four numbers say.
+    Short waves have 1, long ones the largest, and between them 1/divisor is linear in the frequency: its two ends are the
+    scaling's two numbers.
     """
     half = len(factors)
     plain = 1.0 / (theta ** (torch.arange(half, dtype=torch.float64) / half))
@@ -195,7 +252,7 @@ def llama3_entries(path: Path, factors: Tensor, theta: float) -> dict[str, Any]:
         return {}
     between = (factors > 1.0) & (factors < largest)
     blend = (1 / factors[between] - 1 / largest) / (1 - 1 / largest)
-    if len(blend) < 2:  # nothing to lay a line through: the numbers of all Llamas that there are
+    if len(blend) < 2:  # no line: the numbers of all published Llamas
         low, high = 1.0, 4.0
     else:
         turns = _AS_TRAINED * plain[between] / (2 * math.pi)

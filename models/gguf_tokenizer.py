@@ -14,16 +14,16 @@ from haarkv.models.source import Words, checked_templates
 from haarkv.tq_ops.errors import InputError
 
 _TOKENS = "tokenizer.ggml."
-"""How keys of a tokenizer begin."""
+"""Prefix of a tokenizer's keys."""
 _TEMPLATE = "tokenizer.chat_template"
-"""Key of the usual chat template; a dot and its name follow for another."""
+"""Key of the default chat template; others add a dot and their name."""
 _SPECIAL = {
     "bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "seperator": "sep_token", "padding": "pad_token",
     "cls": "cls_token", "mask": "mask_token",
 }  # fmt: skip
-"""Names of special tokens: as llama.cpp's keys spell them, and for chat templates."""
+"""Names of special tokens in chat templates, by llama.cpp's keys."""
 _MOST_TOKENS, _LONGEST_TOKEN = 2**22, 2**10
-"""Several times what any vocabulary has; a token's characters, whose every cut in two is looked up."""
+"""Tokens of a vocabulary and characters of a token, several times what any has."""
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = range(1, 5)
 """Kinds of tokens by tokenizer.ggml.token_type."""
 _ENDS = (
@@ -31,10 +31,9 @@ _ENDS = (
     "<|call|>", "<|flush|>", "<|calls|>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>", "<turn|>",
     "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",
 )  # fmt: skip
-"""Tokens that end an answer, whatever a file says of them; llama.cpp goes by the same names, and by </s>, which ends a text
-only where the file says so here: in Qwen's and Gemma's vocabularies it is HTML."""
+"""Tokens that end an answer by name, as in llama.cpp; without </s>, which is HTML in Qwen's and Gemma's vocabularies."""
 _PART_ENDS = (("<|return|>", "<|call|>"), ("<|flush|>", "<|calls|>"))
-"""Beside these <|end|> ends a part of an answer."""
+"""In a vocabulary with both, <|end|> ends a part of an answer."""
 _SPACE = "▁"
 _PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -53,11 +52,11 @@ _SPLITS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion"): (_GPT2,),
     ("default", ""): (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
 }
-"""llama.cpp's regular expressions, by tokenizer.ggml.pre: they cut a text one after the other, and what is left is merged."""
+"""llama.cpp's regular expressions by tokenizer.ggml.pre, applied one after the other."""
 LINEAR = frozenset(pattern for patterns in _SPLITS.values() for pattern in patterns)
-"""All of them: each looks at every character a few times at most."""
+"""All of them; they run in linear time."""
 _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral")
-"""Those of `_SPLITS` where a piece that is a token stays whole, and each text begins with BOS unless the file says no."""
+"""Names in `_SPLITS` with whole words as tokens, and BOS before each text by default."""
 
 
 def end_token_ids(entries: Mapping[str, Any]) -> list[Any]:
@@ -71,16 +70,12 @@ def end_token_ids(entries: Mapping[str, Any]) -> list[Any]:
 
 
 def ends_a_part(token: str, find_id: Callable[[str], int | None]) -> bool:
-    """Whether a token that ends other models' answers ends only a part of this one's, by the ids in its vocabulary."""
+    """Whether a token ends only a part of an answer, by the ids in the vocabulary."""
     return token == "<|end|>" and any(all(find_id(other) is not None for other in others) for others in _PART_ENDS)
 
 
 def build_words(path: Path, entries: Mapping[str, Any], rows: int | None = None) -> Words:
-    """The tokenizer and the chat template.
-
-    Raises:
-        InputError: there is no tokenizer, one of a kind that is not built, by name, or one that cannot be.
-    """
+    """The tokenizer and chat templates of a file with `rows` in its embedding; an InputError if it cannot be built."""
     kind, tokens = entries.get(f"{_TOKENS}model"), entries.get(f"{_TOKENS}tokens")
     if not isinstance(tokens, list) or kind in (None, "no_vocab", "none"):
         raise InputError(f"{path} has no tokenizer; text cannot be turned into tokens")
@@ -127,11 +122,10 @@ def _byte_level(path: Path, tokens: Sequence[str], entries: Mapping[str, Any]) -
 
 
 def _sentence_piece(path: Path, tokens: Sequence[str], entries: Mapping[str, Any]) -> Tokenizer:
-    """BPE whose merges are what the vocabulary implies: of two neighbours that make a token, those of the highest score."""
+    """BPE whose merges are all pairs of tokens that make a token, by score."""
     scores = _list(path, "scores", entries)
     if len(scores) != len(tokens) or not all(isinstance(score, float) for score in scores):
         raise InputError(f"{path}: {_TOKENS}scores has no number for each of {len(tokens):,} tokens")
-    # Runs of spaces that are tokens are stored as spaces, and met by that spelling before a space is anything else.
     vocabulary = {token: id for id, token in enumerate(tokens)}
     merges = [pair for _, pair in sorted(_merges(vocabulary, scores), key=lambda merge: merge[0])]
     unknown = _token(path, "unknown", tokens, entries)
@@ -149,7 +143,7 @@ def _sentence_piece(path: Path, tokens: Sequence[str], entries: Mapping[str, Any
 def _merges(
     vocabulary: Mapping[str, int], scores: Sequence[float]
 ) -> Iterator[tuple[tuple[float, int, int], tuple[str, str]]]:
-    """Every pair of tokens that together are a token, with what it is sorted by."""
+    """(sort key, pair) of every two tokens that make a token."""
     for token, id in vocabulary.items():
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]
@@ -158,7 +152,7 @@ def _merges(
 
 
 def _add_special(path: Path, tokenizer: Tokenizer, tokens: Sequence[str], entries: Mapping[str, Any]) -> None:
-    """Tokens that are met whole wherever a text spells them: control tokens, which no text shows, and the user's own."""
+    """Add control and user-defined tokens."""
     kinds = entries.get(f"{_TOKENS}token_type", [_NORMAL] * len(tokens))
     if not isinstance(kinds, list) or len(kinds) != len(tokens):
         raise InputError(f"{path}: {_TOKENS}token_type has no kind for each of {len(tokens):,} tokens")
@@ -171,33 +165,21 @@ def _add_special(path: Path, tokenizer: Tokenizer, tokens: Sequence[str], entrie
 
 
 def _add_ends(
-    path: Path,
-    tokenizer: Tokenizer,
-    tokens: Sequence[str],
-    ids: Mapping[str, int | None],
-    entries: Mapping[str, Any],
-    *,
-    bos: bool,
-) -> None:
-    """Begin and end every text as the file says: `bos` says whether one begins with BOS where the file does not."""
-    add_flags = {"bos": bool(entries.get(f"{_TOKENS}add_bos_token", bos)), "eos": bool(entries.get(f"{_TOKENS}add_eos_token"))}
-    around: dict[str, list[str]] = {"bos": [], "eos": []}
-    special: list[tuple[str, int]] = []
-    for name in around:
-        if add_flags[name]:
+    path: Path, tokenizer: Tokenizer, tokens: Sequence[str], ids: Mapping[str, int | None], entries: Mapping[str, Any],
+    *, bos: bool,
+) -> None:  # fmt: skip
+    """Add BOS and EOS around texts; `bos` is the default of add_bos_token."""
+    around: dict[str, int] = {}
+    for name, default in (("bos", bos), ("eos", False)):
+        if entries.get(f"{_TOKENS}add_{name}_token", default):
             if (id := ids[name]) is None:
                 raise InputError(f"{path}: it asks for {name.upper()} around each text, and names no {_TOKENS}{name}_token_id")
-            around[name].append(f"<{name}>")
-            special.append((tokens[id], id))
-    if special:
-        # The template's own words are cut at spaces and colons, which a token may have in it; these names have none.
+            around[name] = id
+    if around:
+        # Names without spaces and colons, which a token may have.
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=[*around["bos"], "$A", *around["eos"]],
-            special_tokens=[
-                {"id": f"<{name}>", "ids": [ids[name]], "tokens": [tokens[ids[name]]]}  # type: ignore[index]
-                for name in around
-                if around[name]
-            ],
+            single=[*["<bos>"] * ("bos" in around), "$A", *["<eos>"] * ("eos" in around)],
+            special_tokens=[{"id": f"<{name}>", "ids": [id], "tokens": [tokens[id]]} for name, id in around.items()],
         )
 
 
@@ -208,7 +190,7 @@ def _token(path: Path, name: str, tokens: Sequence[str], entries: Mapping[str, A
 
 
 def _special_id(name: str, entries: Mapping[str, Any]) -> Any:
-    """Id of a special token as the file has it, or llama.cpp takes it for SentencePiece's; None if there is none."""
+    """Id of a special token by the file, or by llama.cpp's defaults for SentencePiece; not checked."""
     usual = {"unknown": 0, "bos": 1, "eos": 2} if entries.get(f"{_TOKENS}model") == "llama" else {}
     id = entries.get(f"{_TOKENS}{name}_token_id")
     return usual.get(name) if id is None else id

@@ -1,4 +1,4 @@
-"""Reading a Hugging Face `config.json` entry by entry; the family of its `model_type` says which."""
+"""Checked reading of a Hugging Face `config.json`; `models.families` says which entries."""
 
 from __future__ import annotations
 
@@ -13,32 +13,19 @@ from haarkv.models.rope import LinearScaling, Llama3Scaling, YarnScaling, yarn_a
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.input_files import read_json
 
+_MOST_LAYERS_OR_HEADS = 2**10
 _MOST = {
-    "num_hidden_layers": 2**10,
     "hidden_size": 2**17,
-    "num_attention_heads": 2**10,
-    "num_key_value_heads": 2**10,
-    "head_dim": 2**10,
     "intermediate_size": 2**20,
     "moe_intermediate_size": 2**20,
-    "vocab_size": 2**22,
-    "num_experts": 2**10,
-    "num_local_experts": 2**10,
-    "num_experts_per_tok": 2**10,
     "shared_expert_intermediate_size": 2**20,
-    "linear_num_key_heads": 2**10,
-    "linear_num_value_heads": 2**10,
-    "linear_key_head_dim": 2**10,
-    "linear_value_head_dim": 2**10,
+    "vocab_size": 2**22,
     "linear_conv_kernel_dim": 2**6,
-    "full_attention_interval": 2**10,
-    "sliding_window_pattern": 2**10,
-    "_sliding_window_pattern": 2**10,
     # Positions are counted in FP32, which has no integers between those above.
     "max_position_embeddings": 2**24,
     "original_max_position_embeddings": 2**24,
 }
-"""What a model may have of each, several times what any has. A larger number is a mistake, found before memory is taken."""
+"""Several times what any model has, of layers, heads, experts and sizes of heads, and of other entries."""
 _MOST_NUMBER, _LEAST_NUMBER = 3e38, 1e-38
 """Numbers that FP32 holds."""
 FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -47,17 +34,12 @@ _MOST_EXPERTS = 2**16
 
 
 def read_hf_config(path: Path) -> ModelConfig:
-    """Read a `config.json`.
-
-    Raises:
-        InputError: no such file, not JSON, of an unknown `model_type`, an entry that cannot be, or a feature that is not built
-            (such as an activation), by name.
-    """
+    """Read a `config.json`; an InputError names an unknown `model_type`, a wrong entry or a feature that is not built."""
     return parse_config(path, read_hf_settings(path))
 
 
 def parse_config(path: Path, settings: Mapping[str, Any]) -> ModelConfig:
-    """Shapes by the entries of a `config.json`, wherever they come from; `path` names them in messages."""
+    """Declaration from the entries of a `config.json`; `path` names them in messages."""
     from haarkv.models.families import FAMILIES  # which reads entries by this module
 
     file = HFConfig(path, settings)
@@ -91,49 +73,49 @@ def _require_possible(path: Path, layer: Layer) -> None:
 
 @dataclass(frozen=True)
 class HFConfig:
-    """The entries of one `config.json`. Whatever is wrong with one is refused by the file's and the entry's name."""
+    """Entries of one `config.json`; an InputError names the file and the wrong entry."""
 
     path: Path
     raw: Mapping[str, Any]
 
     def part(self, key: str) -> HFConfig:
-        """An object within, as a config of its own; an absent or null one is empty, and what is no object is refused."""
+        """A nested object; empty if absent or null."""
         value = self.raw.get(key)
         if not isinstance(value, dict | None):
             raise InputError(f"{self.path}: {key} is not an object")
         return HFConfig(self.path, value or {})
 
     def count(self, key: str, default: int | None = None) -> int:
-        """An integer above 0 that a model may have; an absent or null one is `default`, and an error where there is none."""
+        """A positive integer; `default` if absent or null."""
         value = default if self.raw.get(key) is None else self.raw[key]
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise InputError(f"{self.path}: {key} is missing or not a positive integer")
-        if value > _MOST[key]:
-            raise InputError(f"{self.path}: {key} is larger than any model's; at most {_MOST[key]:,} can be")
+        if value > (most := _MOST.get(key, _MOST_LAYERS_OR_HEADS)):
+            raise InputError(f"{self.path}: {key} is larger than any model's; at most {most:,} can be")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number above 0 that FP32 holds; as `count`."""
+        """A positive number that FP32 holds; `default` if absent or null."""
         value = default if self.raw.get(key) is None else self.raw[key]
         if isinstance(value, bool) or not isinstance(value, int | float) or not _LEAST_NUMBER <= value <= _MOST_NUMBER:
             raise InputError(f"{self.path}: {key} is missing or not a positive number")
         return float(value)
 
     def flag(self, key: str) -> bool:
-        """true or false; an absent or null one is false."""
+        """true or false; false if absent or null."""
         value = self.raw.get(key)
         if not isinstance(value, bool | None):
             raise InputError(f"{self.path}: {key} is neither true nor false")
         return bool(value)
 
     def refuse(self, reasons: Mapping[str, object]) -> None:
-        """Refuse the first feature, by name, that the config asks for."""
+        """Refuse the first present feature, by its description."""
         for reason, present in reasons.items():
             if present:
                 raise InputError(f"{self.path} asks for {reason}, which this project does not build")
 
     def layer_kinds(self, count: int, *kind_names: str) -> list[str] | None:
-        """The kind of each layer, one of `kind_names`; None where the config does not name them."""
+        """`layer_types`, each of `kind_names`; None if absent."""
         kinds = self.raw.get("layer_types")
         if kinds is None:
             return None
@@ -143,14 +125,7 @@ class HFConfig:
         return kinds
 
     def windows(self, window: object, is_local: Sequence[bool]) -> list[int | None]:
-        """The sliding window of each layer: `window` where `layer_types`, or else `is_local`, says so.
-
-        Args:
-            window: tokens, or null for none.
-            is_local: by the family's own rule, where the config does not name the kind of each layer.
-        Raises:
-            InputError: a window or a kind of layer that cannot be.
-        """
+        """The sliding window of each layer: `window` by `layer_types`, or else by the family's rule `is_local`."""
         if kinds := self.layer_kinds(len(is_local), FULL, _SLIDING):
             is_local = [kind == _SLIDING for kind in kinds]
         if not any(is_local) or window is None:
@@ -160,7 +135,7 @@ class HFConfig:
         return [window if local else None for local in is_local]
 
     def attention(self, rope: FoundRope, **more: Any) -> Attention:
-        """The mixer of all families: RoPE on whole heads, logits over sqrt(head_dim)."""
+        """Attention with logits over sqrt(head_dim)."""
         heads = self.count("num_attention_heads")
         dim = self.count("head_dim", self.count("hidden_size") // heads)
         return Attention(
@@ -168,7 +143,7 @@ class HFConfig:
         )
 
     def experts(self, *, normalized: bool, shared: int = 0) -> Experts:
-        """Layers' experts; transformers 5 writes num_local_experts for what Qwen's own files call num_experts."""
+        """Experts; transformers 5 writes num_local_experts for Qwen's num_experts."""
         sparse = self.raw.get("decoder_sparse_step", 1) == 1
         self.refuse({"dense layers among those with experts": self.raw.get("mlp_only_layers") or not sparse})
         count = self.count("num_experts" if self.raw.get("num_experts") is not None else "num_local_experts")
@@ -178,7 +153,7 @@ class HFConfig:
         return Experts(count, per_token, self.count("moe_intermediate_size"), normalized=normalized, shared=shared)
 
     def plain_layers(self, attention: Attention, windows: Sequence[int | None] = ()) -> tuple[Layer, ...]:
-        """Layers of an attention and a SiLU-gated MLP, which differ in their windows alone."""
+        """Layers of attention and a SiLU-gated MLP that differ in their windows alone."""
         act = self.raw.get("hidden_act", "silu")
         self.refuse({f"activation {shown(act)}": act != "silu"})
         layer = Layer(attention, Dense(self.count("intermediate_size")), Norm(self.number("rms_norm_eps", 1e-6)))
@@ -186,7 +161,7 @@ class HFConfig:
         return tuple(replace(layer, mixer=replace(attention, window=window)) for window in windows or [None] * count)
 
     def model(self, layers: tuple[Layer, ...], positions: int, **more: Any) -> ModelConfig:
-        """What all families say alike. A window that is as wide as the positions hides nothing and is dropped."""
+        """A model with the entries that all families share; windows as wide as the positions are dropped."""
 
         def effective_window(layer: Layer) -> Layer:
             mixer = layer.mixer
@@ -204,7 +179,7 @@ class HFConfig:
 
 
 def eos_token_ids(raw: Mapping[str, Any], path: Path) -> tuple[int, ...]:
-    """Tokens that end a text, from a file's `eos_token_id`: an id, a list of them or nothing; all else is refused."""
+    """`eos_token_id` as a tuple: an id, a list of them, or null."""
     value = raw.get("eos_token_id")
     ids = _as_list(value)
     if not all(isinstance(i, int) and not isinstance(i, bool) and abs(i) < 2**31 for i in ids):
@@ -217,7 +192,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def read_hf_settings(path: Path) -> Mapping[str, Any]:
-    """The entries of a `config.json` over its family's defaults; of a model with other parts, those of the one for text."""
+    """The entries of a `config.json` over its family's defaults; of a multimodal model, those of `text_config`."""
     from haarkv.models.families import FAMILIES
 
     if not path.exists():
@@ -243,23 +218,18 @@ _OTHER_FORMS = {
     "tf_model*": "for TensorFlow; save it with transformers' save_pretrained",
     "*.pt*": "of torch's; save it with transformers' save_pretrained",
 }
-"""Files of models in forms that are not read from a folder, and what they are."""
+"""Model files in other forms."""
 
 
 def of_another_form(folder: Path) -> str:
-    """What a folder holds in place of a model in Hugging Face format, as the end of a sentence; "" of nothing known."""
+    """What a folder holds in place of a model in Hugging Face format, as the end of a sentence; "" if unknown."""
     other_files = ((path.name, what) for form, what in _OTHER_FORMS.items() for path in sorted(folder.glob(form))[:1])
     return next((f", but {name}, {what}" for name, what in other_files), "")
 
 
 @dataclass(frozen=True)
 class FoundRope:
-    """What a config says of RoPE.
-
-    Attributes:
-        positions: that the model may be run with.
-        part: of each head that is turned.
-    """
+    """RoPE of a config; `part` is the rotated fraction of each head."""
 
     theta: float
     scaling: RopeScaling | None
@@ -267,23 +237,19 @@ class FoundRope:
     part: float = 1.0
 
     def on(self, head_dim: int) -> Rope:
-        """The embedding of heads with `head_dim` coordinates."""
+        """RoPE for heads of `head_dim`."""
         return Rope(self.theta, int(head_dim * self.part), self.scaling)
 
 
 def read_rope(
     file: HFConfig, positions: int, default_theta: float = 1e4, kind_of_layer: str = "", default_part: float | None = None
 ) -> FoundRope:
-    """Read rotary parameters. transformers 5 writes `rope_parameters`; 4 wrote `rope_theta` and `rope_scaling`.
+    """Read `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of 4.
 
     Args:
-        positions: the config's `max_position_embeddings`. YaRN is often switched on without raising it, and transformers
-            then runs longer texts all the same: the result has as many positions as the factor reaches.
-        default_part: of each head that is turned, where the family has such a part and the config does not say it; None:
-            the family turns whole heads, and a config that says otherwise is refused.
-        kind_of_layer: whose part of `rope_parameters` is meant, where these are told apart by `layer_types`.
-    Raises:
-        InputError: a scaling that is not built, by name, or an entry of it that cannot be.
+        positions: `max_position_embeddings`; the result has those that YaRN's factor reaches, if they are more.
+        kind_of_layer: key in `rope_parameters`, where these are by `layer_types`.
+        default_part: rotated fraction of each head by default; None refuses a fraction below 1.
     """
     old, new = file.part("rope_scaling"), file.part("rope_parameters")
     if kind_of_layer and kind_of_layer in new.raw:
@@ -304,7 +270,7 @@ def read_rope(
     )
     if kind == "default":
         return FoundRope(theta, None, positions, partial)
-    # A config may state the trained length beside its rotary parameters; transformers then prefers that one.
+    # transformers prefers a trained length beside the rotary parameters.
     outer = file.raw.get("original_max_position_embeddings") is not None
     original = (file if outer else rope).count("original_max_position_embeddings", positions)
     scaling = _READERS[kind](rope, positions, original)

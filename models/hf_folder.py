@@ -21,32 +21,30 @@ from haarkv.models.hf_config import eos_token_ids, of_another_form, read_hf_sett
 from haarkv.models.source import MOST_TEMPLATE, CheckpointTensor, Empty, Words, checked_sampling, checked_templates
 from haarkv.models.weights import EMBEDDING, HEAD
 from haarkv.tq_ops.errors import InputError, warn
-from haarkv.tq_ops.input_files import MARK, MOST_JSON, file_size, parse_json, read_file, read_json
+from haarkv.tq_ops.input_files import MARK, file_size, read_file, read_json
 
 _MOST_TOKENIZER = 2**27
-"""Bytes of `tokenizer.json`: several times those of the largest that models come with."""
+"""Bytes of `tokenizer.json`, several times those of any model's."""
 _BESIDE_TEXT = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\.")
-"""Tensors of what a model has beside its text model; none is read."""
+"""Tensors that are no part of the text model."""
 _ROWS_AT_ONCE = 2**12
 _STACKED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 """Projections of all experts of a layer in one tensor, [experts, out, in]; gate and up one after the other."""
 _TEXT = re.compile(r"(model\.)?language_model\.(model\.)?")
-"""What stands before the names of the text model's tensors where a model has other parts."""
-Header = dict[str, dict[str, Any]]
-"""Tensor name -> {dtype, shape, data_offsets}."""
+"""Prefix of the text model's tensors in a model with other parts."""
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 class HFFolder:
-    """A folder in Hugging Face format; attributes and methods as of `models.source.Source`."""
+    """A folder in Hugging Face format, a `Source`."""
 
     def __init__(self, folder: Path) -> None:
         self.path, self.settings_path = folder, folder / "config.json"
         self.sampling_path = folder / "generation_config.json"
         self._tensors: dict[str, CheckpointTensor] = {}
         self._stored_names: dict[str, str] = {}
-        self._within: dict[str, tuple[int, slice]] = {}  # of a stacked one, the expert and its rows
         self._opened: dict[Path, Any] = {}
+        self._within: dict[str, tuple[int, slice]] = {}  # of a stacked one, the expert and its rows
 
     def files(self) -> Sequence[Path]:
         tokenizer = self.path / "tokenizer.json"
@@ -80,11 +78,13 @@ class HFFolder:
         if self._tensors:
             return self._tensors
         files = files_of_tensors(self.path)
-        headers = {path: read_header(path) for path in sorted(set(files.values()))}
+        self._opened = {path: _open_tensors(path) for path in sorted(set(files.values()))}
+        by_file = {path: _file_tensors(path, file) for path, file in self._opened.items()}
         for stored_name, path in files.items():
             if (hf_name := _text_name(stored_name)) is None:
                 continue
-            tensor = header_tensor(headers[path], stored_name, path)
+            if (tensor := by_file[path].get(stored_name)) is None:
+                raise InputError(f"{path} lacks the tensor {stored_name}, which the index says it holds")
             for name, expert_part, one in _unstack(hf_name, tensor):
                 if name in self._tensors:
                     raise InputError(f"{path} holds {name} twice, also as {self._stored_names[name]}")
@@ -95,8 +95,6 @@ class HFFolder:
 
     def read(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None, empty: Empty | None = None) -> Tensor:
         path = self.tensors()[name].file
-        if path not in self._opened:
-            self._opened[path] = open_tensors(path)
         file, stored_name = self._opened[path], self._stored_names[name]
         if (expert_part := self._within.get(name)) is not None:
             one: Tensor = file.get_tensor(stored_name)[expert_part]
@@ -126,17 +124,13 @@ class HFFolder:
         return Words(tokenizer, path, path, templates, special, self._ends(tokenizer, settings, older))
 
     def _ends(self, tokenizer: FastTokenizer, *files: Mapping[str, Any]) -> tuple[int, ...]:
-        """What `generation_config.json` says, and both files of a tokenizer."""
+        """Ends by `generation_config.json` and by both files of the tokenizer."""
         end_tokens = (_text(settings.get("eos_token")) for settings in files)
         ids = [tokenizer.token_to_id(token) for token in end_tokens if token is not None]
         return (*eos_token_ids(_optional_json(self.sampling_path), self.sampling_path), *(id for id in ids if id is not None))
 
     def sampling(self) -> dict[str, float]:
-        """What `generation_config.json` says.
-
-        Without `do_sample: true` the model is meant to be greedy: only a repetition penalty counts then, as in transformers.
-        With it the temperature is 1 unless the file names another.
-        """
+        """From `generation_config.json`; without `do_sample: true` only a repetition penalty counts, as in transformers."""
         path, content = self.sampling_path, _optional_json(self.sampling_path)
         do_sample = content.get("do_sample")
         if not isinstance(do_sample, bool | None):
@@ -224,6 +218,7 @@ def _chat_templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLES = ("model.safetensors", "pytorch_model.bin")
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_DTYPES |= {str(dtype): dtype for dtype in _DTYPES.values()}
 
 
 def files_of_tensors(folder: Path) -> dict[str, Path]:
@@ -232,7 +227,7 @@ def files_of_tensors(folder: Path) -> dict[str, Path]:
         if (folder / index).is_file():
             return _indexed(folder, folder / index)
         if (folder / single).is_file():
-            return dict.fromkeys(read_header(folder / single), folder / single)
+            return dict.fromkeys(_open_tensors(folder / single).keys(), folder / single)
     raise InputError(
         f"{folder} has a config but no weights: neither {_SINGLES[0]} nor {INDICES[0]} is there{of_another_form(folder)}"
     )
@@ -261,7 +256,7 @@ def _stays_within(file: str) -> bool:
 
 
 class _TorchFile(dict[str, Tensor]):
-    """Tensors that `torch.save` wrote, with the methods of a safetensors file."""
+    """Tensors of `torch.save`, with the methods of a safetensors file."""
 
     def get_tensor(self, name: str) -> Tensor:
         return self[name].contiguous()
@@ -269,19 +264,22 @@ class _TorchFile(dict[str, Tensor]):
     get_slice = get_tensor
 
 
-def open_tensors(path: Path) -> Any:
-    """A file whose `get_tensor` and `get_slice` give tensors by name, in the file's pages; refused if it cannot be read."""
+def _open_tensors(path: Path) -> Any:
+    """A mapped file with `keys`, `get_tensor` and `get_slice`; an InputError if it cannot be read."""
+    file_size(path)  # a pipe or a device is refused
+    if path.suffix == ".bin":
+        return _load_torch_file(path, path.stat().st_mtime_ns)
     try:
-        return safe_open(path, framework="pt") if path.suffix != ".bin" else _load_torch_file(path, path.stat().st_mtime_ns)
+        return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from None
+        raise InputError(f"{path} cannot be read: {' '.join(str(error).split())}; fetch it again") from None
 
 
 @cache
 def _load_torch_file(path: Path, mtime_ns: int) -> _TorchFile:  # noqa: ARG001 - a file that is written anew is another
     try:
         content = torch.load(path, "cpu", mmap=True, weights_only=True)
-    except Exception as error:  # whatever a damaged archive makes of itself
+    except Exception as error:  # of any kind, from a damaged archive
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"{path} cannot be read as tensors alone: {reason}; save it as safetensors") from None
     tensors = list(content.values()) if isinstance(content, dict) else [None]
@@ -290,54 +288,17 @@ def _load_torch_file(path: Path, mtime_ns: int) -> _TorchFile:  # noqa: ARG001 -
     return _TorchFile(content)
 
 
-def read_header(path: Path) -> Header:
-    """The header of a file of tensors, offsets counted from the file's beginning."""
-    if path.suffix == ".bin":
-        words = {dtype: word for word, dtype in _DTYPES.items()}
-        return {
-            name: {
-                "dtype": words.get(tensor.dtype, str(tensor.dtype)),
-                "shape": list(tensor.shape),
-                "data_offsets": (0, tensor.nbytes),
-                "in_order": tensor.is_contiguous(),
-            }
-            for name, tensor in open_tensors(path).items()
-        }
-    size = file_size(path)
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise InputError(f"{path} is truncated inside its header ({size} bytes); fetch it again")
-        try:
-            if length > MOST_JSON:
-                raise ValueError(f"its header would have {length:,} bytes, and at most {MOST_JSON:,} can be")
-            if not isinstance(entries := parse_json(file.read(length)), dict):
-                raise ValueError("its header is no object")
-            return {name: _entry(entry, 8 + length) for name, entry in entries.items() if name != "__metadata__"}
-        except ValueError as error:
-            raise InputError(f"{path} is not a safetensors file: {error}") from None
-
-
-def _entry(entry: object, data: int) -> dict[str, Any]:
-    """One tensor of a header, its types checked; `data` is where the file's tensors begin."""
-    match entry:
-        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]}:
-            if all(type(size) is int and size >= 0 for size in shape) and 0 <= begin <= end:
-                return {"dtype": dtype, "shape": shape, "data_offsets": [begin + data, end + data]}
-    raise ValueError("its header has an entry that is no tensor")
-
-
-def header_tensor(header: Header, name: str, path: Path) -> CheckpointTensor:
-    """What the header of a file says of a tensor, which it must know."""
-    entry = header.get(name)
-    if entry is None:
-        raise InputError(f"{path} lacks the tensor {name}, which the index says it holds")
-    shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
-    dtype, size, fault = _DTYPES.get(entry["dtype"]), path.stat().st_size, None
-    if dtype is None:
-        fault = f"is stored as {shown(entry['dtype'])}; BF16, F16 or F32 can be read"
-    elif end - begin != math.prod(shape) * dtype.itemsize:
-        fault = f"takes {end - begin} bytes, its shape asks for another number; the file is damaged"
-    elif end > size:
-        fault = f"ends at byte {end}, the file at {size}: it is truncated; fetch it again"
-    return CheckpointTensor(shape, dtype, end - begin, path, fault, in_place=entry.get("in_order", True))
+def _file_tensors(path: Path, file: Any) -> dict[str, CheckpointTensor]:
+    """Every tensor of an open file by its name there."""
+    tensors = {}
+    for name in file.keys():  # noqa: SIM118 - safetensors' file is no mapping
+        if isinstance(file, _TorchFile):
+            shape, dtype_name, in_place = file[name].shape, str(file[name].dtype), file[name].is_contiguous()
+        else:
+            view, in_place = file.get_slice(name), True
+            shape, dtype_name = view.get_shape(), view.get_dtype()
+        dtype = _DTYPES.get(dtype_name)
+        fault = None if dtype else f"is stored as {shown(dtype_name)}; BF16, F16 or F32 can be read"
+        nbytes = math.prod(shape) * (dtype.itemsize if dtype else 0)
+        tensors[name] = CheckpointTensor(tuple(shape), dtype, nbytes, path, fault, in_place=in_place)
+    return tensors

@@ -1,8 +1,4 @@
-"""One decoder layer as it declares itself, the same for prefill and decode: it sees tokens, not phases.
-
-What of a layer looks at other tokens, its mixer, is run by the class of its declaration. To add one, declare it
-(`models.config.Mixer`), and name its `MixerKind` in `MIXERS`.
-"""
+"""The forward of one decoder layer, op by op, for any batch of new tokens; `MIXERS` has a row for each kind of mixer."""
 
 from __future__ import annotations
 
@@ -23,15 +19,13 @@ from haarkv.tq_ops.table import ExpertOps, OpTable
 
 
 def decoder_layer(hidden: Tensor, weights: LayerWeights, layer: Layer, index: int, step: Step, ranks: Ranks) -> Tensor:
-    """Run one layer, which stores what it remembers.
+    """Run one layer, storing its K and V or state in the cache.
 
-        hidden += mixer(norm(hidden));   hidden += mlp(norm(hidden))      each result normed first where `norms_behind`
+        hidden += mixer(norm(hidden));   hidden += mlp(norm(hidden))      each result normed first with `post_norms`
 
     Args:
-        hidden: [T, hidden] bf16 or fp32, the model's dtype.
-        index: of the layer, which chooses its rotations and its cache.
-        ranks: who else runs this layer. The mixer and the MLP end in `ranks.sum` of what this rank's heads and columns make,
-            fp32, before the residual is added: the hidden state is rounded as often as on one rank.
+        hidden: [T, hidden] bf16 or fp32.
+        ranks: sums the fp32 outputs of mixer and MLP over ranks, before the residual is added.
     Returns:
         [T, hidden] of hidden's dtype.
     Rounding points: those of `tq_ops.reference` and of the mixer; the hidden state once after each residual.
@@ -40,7 +34,7 @@ def decoder_layer(hidden: Tensor, weights: LayerWeights, layer: Layer, index: in
 
     def add_residual(hidden: Tensor, update: Tensor, norm: str) -> Tensor:
         update = ranks.sum(update)
-        if layer.norms_behind:
+        if layer.post_norms:
             update = ops.rms_norm(update, weights[norm], eps)
         return (hidden.float() + update).to(hidden.dtype)
 
@@ -64,12 +58,12 @@ def gated_mlp(x: Tensor, weights: LayerWeights, activation: Activation, ops: OpT
 
 
 def through_experts(x: Tensor, weights: LayerWeights, mlp: Experts, ops: OpTable) -> Tensor:
-    """Each token [T, hidden] through its most likely experts, summed by the router's weights: [T, hidden] fp32.
+    """Mixture of experts of x [T, hidden]: [T, hidden] fp32; router weights and sums are FP32.
 
-        share = softmax(x @ router.T), the largest `per_token` of it;   out = sum(share_e * expert_e(x))
+        share = softmax(x @ router.T), its largest `per_token`
+        out = sum(share_e * expert_e(x)) + sigmoid(x @ gate.T) * shared(x)
 
-    A shared expert's part, `sigmoid(x @ gate.T) * shared(x)`, is added last. Each token's experts are summed in the experts'
-    order: who else is in the batch does not matter. The router's weights and the sum stay in FP32.
+    Each token sums its experts in their order, whatever the batch.
     """
     logits = ops.linear(x, weights.matrix("router"))
     if weights.stack is not None and isinstance(ops, ExpertOps):
@@ -77,31 +71,27 @@ def through_experts(x: Tensor, weights: LayerWeights, mlp: Experts, ops: OpTable
     else:
         out = _one_by_one(x, logits, weights, mlp, ops)
     if mlp.shared:
-        y = gated_mlp(x, weights.within("shared_expert."), mlp.activation, ops)
+        y = gated_mlp(x, weights.part("shared_expert."), mlp.activation, ops)
         out += ops.sigmoid_mul(ops.linear(x, weights.matrix("shared_gate")).expand_as(y), y, torch.float32)
     return out
 
 
 def _one_by_one(x: Tensor, logits: Tensor, weights: LayerWeights, mlp: Experts, ops: OpTable) -> Tensor:
-    """The chosen experts, each once, on the tokens that chose it: [T, hidden] fp32."""
+    """Each chosen expert once, on its tokens: [T, hidden] fp32."""
     share, experts = logits.softmax(-1).topk(mlp.per_token)
     if mlp.normalized:
         share = share / share.sum(-1, keepdim=True)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in sorted(set(experts.flatten().tolist())):
         token, place = (experts == expert).nonzero(as_tuple=True)
-        y = gated_mlp(x[token], weights.within(f"experts.{expert}."), mlp.activation, ops)
+        y = gated_mlp(x[token], weights.part(f"experts.{expert}."), mlp.activation, ops)
         out[token] += share[token, place, None] * y
     return out
 
 
 @dataclass(frozen=True)
 class Step:
-    """One forward, as its layers see it.
-
-    Attributes:
-        rope: cos and sin [T, dims / 2] fp32 of the batch's positions, of each embedding that its layers use.
-    """
+    """One forward; `rope` has cos and sin [T, dims / 2] fp32 of the batch's positions."""
 
     ops: OpTable
     cache: PagedKVCache
@@ -111,12 +101,11 @@ class Step:
 
 @dataclass(frozen=True)
 class MixerKind:
-    """A mixer's two halves.
+    """How a mixer is run.
 
     Attributes:
-        tensors: of its declaration, the layer's norm and hidden_size: every tensor by field.
-        mix: x [T, hidden] normed, the layer's weights, its declaration, its norm, its index and the step -> [T, hidden] fp32,
-            what is added to the hidden state. Of several ranks, this one's part of the sum.
+        tensors: (mixer, norm, hidden_size) -> every tensor by field.
+        mix: (x [T, hidden] normed, weights, mixer, norm, layer index, step) -> [T, hidden] fp32, this rank's part of the sum.
     """
 
     tensors: Callable[[Any, Norm, int], dict[str, StoredTensor]]
@@ -124,11 +113,11 @@ class MixerKind:
 
 
 def attention_tensors(mixer: Attention, norm: Norm, hidden_size: int) -> dict[str, StoredTensor]:
-    """Projections, norms of heads and biases of an `Attention`."""
+    """Tensors of an `Attention`."""
     hidden = Axis(hidden_size, "hidden")
     queries = Axis(mixer.heads.q_size, "q", cut=True, unit=mixer.head_dim)
     keys = Axis(mixer.heads.kv_size, "kv", cut=True, unit=mixer.head_dim, shared=True)
-    # Each head's gate lies behind its query.
+    # A head's gate follows its query.
     with_gates = Axis(2 * queries.size, "q", cut=True, unit=2 * queries.unit) if mixer.gated else queries
     rows = {"q": with_gates, "k": keys, "v": keys}
     tensors = {f"{x}_proj": StoredTensor(f"self_attn.{x}_proj.weight", (axis, hidden)) for x, axis in rows.items()}
@@ -144,10 +133,10 @@ def attention_tensors(mixer: Attention, norm: Norm, hidden_size: int) -> dict[st
 
 
 def attend(x: Tensor, weights: LayerWeights, mixer: Attention, norm: Norm, index: int, step: Step) -> Tensor:
-    """Softmax attention over what the cache stores, the new tokens' K and V included; see `MixerKind.mix`.
+    """Softmax attention over the cache, new tokens included; a `MixerKind.mix`.
 
-    Rounding points: those of `tq_ops.reference`; biases are added in FP32; q is rounded once, after RoPE. What is gated is
-    rounded once more, after its gate, which is FP32.
+    Rounding points: those of `tq_ops.reference`; biases are added in FP32; q is rounded once, after RoPE; gated output
+    once more, after its FP32 gate.
     """
     ops, rope = step.ops, step.rope[mixer.rope]
 
@@ -180,9 +169,9 @@ def attend(x: Tensor, weights: LayerWeights, mixer: Attention, norm: Norm, index
     return ops.linear(out, weights.matrix("o_proj"))
 
 
-# -- Gated DeltaNet: a mixer whose memory of all tokens is one matrix a head, and a short convolution before it -------------
+# -- Gated DeltaNet: one matrix of state a head, and a short convolution before it -------------------------------------------
 #
-#     x = silu(conv(projected)), of which q and k are made unit vectors, q over sqrt(key_dim)
+#     x = silu(conv(projected)); q and k are normalized to unit vectors, q over sqrt(key_dim)
 #     S = S * exp(-exp(a_log) * softplus(a + dt_bias));   S += k (v - S^T k) * sigmoid(b);   out = S^T q
 #
 # Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2024), as Qwen3-Next and Qwen3.5
@@ -191,15 +180,13 @@ def attend(x: Tensor, weights: LayerWeights, mixer: Attention, norm: Norm, index
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """A mixer: the gated delta rule.
+    """A mixer: the gated delta rule, with a state [key_dim, value_dim] for each head of V.
 
     Attributes:
-        num_key_heads: heads of Q and of K; each serves num_value_heads / num_key_heads heads of V.
-        num_value_heads: as many matrices are remembered, [key_dim, value_dim] each.
-        key_dim, value_dim: of one head.
-        taps: newest tokens that the convolution sums, the token itself among them.
-        by_key_head: the checkpoint stacks its projections key head by key head (Qwen3-Next), instead of one after the other.
-        versions: of its state, which `ModelConfig.for_drafts` makes more.
+        num_key_heads: heads of Q and of K, shared by heads of V.
+        taps: tokens that the convolution sums.
+        by_key_head: the checkpoint stacks projections key head by key head (Qwen3-Next).
+        versions: of its state; drafts need more.
     """
 
     num_key_heads: int
@@ -219,7 +206,7 @@ class DeltaNet:
 
     @property
     def state_shape(self) -> StateShape:
-        """The convolution's last inputs, and the matrices."""
+        """The convolution's last inputs, and the matrices, FP32."""
         shapes = {
             "conv": (self.taps - 1, sum(self.widths)),
             "delta": (self.num_value_heads, self.key_dim, self.value_dim),
@@ -228,7 +215,7 @@ class DeltaNet:
 
 
 def delta_tensors(mixer: DeltaNet, norm: Norm, hidden_size: int) -> dict[str, StoredTensor]:  # noqa: ARG001
-    """Projections, convolution, decays and norm of a `DeltaNet`. What decides how fast it forgets stays in FP32."""
+    """Tensors of a `DeltaNet`."""
     hidden, heads, values = Axis(hidden_size, "hidden"), Axis(mixer.num_value_heads), Axis(mixer.widths[2])
     qkv_axis = Axis(sum(mixer.widths))
     stacked_rows = {"in_proj_qkvz": Axis(qkv_axis.size + values.size), "in_proj_ba": Axis(2 * heads.size)}
@@ -244,10 +231,10 @@ def delta_tensors(mixer: DeltaNet, norm: Norm, hidden_size: int) -> dict[str, St
     }
 
 
-def remember(x: Tensor, weights: LayerWeights, mixer: DeltaNet, norm: Norm, index: int, step: Step) -> Tensor:
-    """The gated delta rule over all tokens so far, whose state the cache keeps; see `MixerKind.mix`.
+def gated_delta_net(x: Tensor, weights: LayerWeights, mixer: DeltaNet, norm: Norm, index: int, step: Step) -> Tensor:
+    """The gated delta rule, with its state in the cache; a `MixerKind.mix`.
 
-    Rounding points: those of `tq_ops.reference`; from the projections to the gated norm all is FP32, and so is the state.
+    Rounding points: those of `tq_ops.reference`; all is FP32 from the projections to the gated norm.
     """
     ops = step.ops
     if mixer.by_key_head:
@@ -263,7 +250,7 @@ def remember(x: Tensor, weights: LayerWeights, mixer: DeltaNet, norm: Norm, inde
 
 
 def _split_projections(qkvz: Tensor, ba: Tensor, mixer: DeltaNet) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Projections that are stacked key head by key head, one after the other: Q with K and V, z, b and a."""
+    """Q with K and V, z, b and a, from projections that are stacked key head by key head."""
     per_key = mixer.num_value_heads // mixer.num_key_heads
     values = per_key * mixer.value_dim
     by_head = qkvz.view(len(qkvz), mixer.num_key_heads, -1)
@@ -275,13 +262,13 @@ def _split_projections(qkvz: Tensor, ba: Tensor, mixer: DeltaNet) -> tuple[Tenso
 
 MIXERS: dict[type, MixerKind] = {
     Attention: MixerKind(attention_tensors, attend),
-    DeltaNet: MixerKind(delta_tensors, remember),
+    DeltaNet: MixerKind(delta_tensors, gated_delta_net),
 }
 """Every mixer, by the class of its declaration."""
 
 
 def mixer_kind(mixer: Mixer) -> MixerKind:
-    """The halves of a declared mixer; a ValueError of one that nothing runs."""
+    """The row of a mixer in `MIXERS`; a ValueError if it has none."""
     kind = MIXERS.get(type(mixer))
     if kind is None:
         raise ValueError(f"nothing here runs a layer that mixes tokens by {type(mixer).__name__}")

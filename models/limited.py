@@ -1,10 +1,8 @@
-"""What comes with a model and is a program: a process of its own runs it, which may not take long or much for any request.
+"""Chat templates and regular expressions of a model run in a process with limited time and memory, and without control tokens
+in messages.
 
-jinja2's sandbox keeps a chat template from files and from Python's internals. It does not keep it from a loop without end,
-from strings of terabytes, or from nesting until the interpreter's stack is gone; what the process may take does. The process
-stays for the next request: to start one takes longer than most templates.
-
-What a message spells of a tokenizer's added tokens is text: a mark in each tells it from the chat template's own.
+jinja2's sandbox keeps a template from files and Python's internals, not from endless loops or huge strings. The process stays
+for the next request.
 """
 
 from __future__ import annotations
@@ -28,24 +26,20 @@ from haarkv.models.limited_worker import visible
 from haarkv.tq_ops.errors import InputError
 
 _WAITS = 3
-"""Times the seconds that the process may compute until it is given up: a machine does other things as well."""
+"""Seconds of waiting for each second that the process may compute."""
 # -P: no module where the file or the user stands can take the place of Python's own.
 _COMMAND = (sys.executable, "-P", limited_worker.__file__)
 _LOCK = threading.Lock()
 _RUNNING: dict[int, subprocess.Popen[bytes]] = {}
-"""The process, by who started it: one that was forked must not speak on its parent's pipes."""
+"""The process by its parent's id: a fork must not use its parent's pipes."""
 
 
 class TooMuchError(Exception):
-    """It took more time or memory than it may; the message says how much that is."""
+    """A request took more time or memory than allowed."""
 
 
 def answer(request: Mapping[str, object]) -> dict[str, Any]:
-    """What `limited_worker` says to a request.
-
-    Raises:
-        TooMuchError: it had to be ended; the next request starts another.
-    """
+    """The reply of `limited_worker`; a TooMuchError if it was killed, and the next request starts another."""
     line = json.dumps(request).encode()
     most, memory = limited_worker.allowance(request, len(line))
     with _LOCK:
@@ -75,7 +69,7 @@ def answer(request: Mapping[str, object]) -> dict[str, Any]:
 
 
 RESERVED_NAMES = ("messages", "add_generation_prompt")
-"""Names that a chat template sees, and that are no arguments: what is said sets them."""
+"""Names in chat templates that are no arguments."""
 
 
 def render(
@@ -85,12 +79,10 @@ def render(
     """Texts of conversations by a chat template, each up to where the answer begins.
 
     Args:
-        source: of the template.
-        conversations: messages, each with `role` and `content`.
-        special: further names that the template sees, such as `eos_token`.
-        arguments: more of them, such as `enable_thinking`, in place of those where the names are the same.
+        special: texts of special tokens by name, such as `eos_token`.
+        arguments: such as `enable_thinking`; they replace special tokens of the same name.
     Raises:
-        InputError: the template cannot be read, reads no such argument, refuses a conversation, or does not end; in one line.
+        InputError: the template cannot be read, reads no such argument, refuses a conversation, or does not end.
     """
     try:
         reply = answer({"source": source, "conversations": conversations, "special": special, "arguments": arguments})
@@ -115,16 +107,14 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class Spellings:
-    """Where messages and arguments of a chat template spell what would be a control token.
+    """Finds control tokens that messages and arguments of a chat template spell, and marks them as text.
 
-    Control tokens are the added ones, but for spaces and for plain tags, such as `<table>`, that are not special and that the
-    template does not spell: those are how a model reads HTML. In its own answers only special ones count: it may think there,
-    and the template looks for the others to leave that out.
+    Control tokens are added tokens, without spaces and without plain tags such as `<table>` that are not special and that the
+    template does not spell. In the model's own answers only special ones count: a template looks for `<think>` there.
 
     Args:
-        tokenizer: its added tokens are looked for.
         source: of the chat template.
-        normalizes: the tokenizer may be asked what its normalizer makes of a text.
+        normalizes: the tokenizer's normalizer may be called.
     """
 
     def __init__(self, tokenizer: FastTokenizer, source: str, *, normalizes: bool) -> None:
@@ -141,12 +131,10 @@ class Spellings:
     def mark_spellings(
         self, conversations: Sequence[Messages], arguments: Mapping[str, Any]
     ) -> tuple[str, Sequence[Messages], Mapping[str, Any]]:
-        """Conversations and arguments, with a mark behind the first character of each spelling.
+        """(mark, conversations, arguments) with the mark behind the first character of each spelling; "" marks nothing.
 
-        Returns:
-            the mark, which nothing else holds, with both; "" with what came, where nothing is spelled.
         Raises:
-            InputError: there is no character left for a mark.
+            InputError: every character that may be a mark is in use.
         """
         json_text = json.dumps([conversations, arguments], ensure_ascii=False)
         mark = next((mark for mark in _MARKS if self._is_free(mark, json_text)), None)
@@ -169,11 +157,11 @@ class Spellings:
         return not in_use and mark in self._normalize(f"a{mark}a")
 
     def _spelled_otherwise(self, json_text: str) -> bool:
-        """Whether the normalizer makes a spelling of what is none before."""
+        """Whether the normalizer makes a spelling of other text."""
         return bool(self._normalized) and any(token in self._normalize(json_text) for token in self._normalized)
 
     def _each(self, value: Any, mark: str, answer: bool = False) -> Any:
-        """A value that a template sees, with its texts marked."""
+        """A value with its texts marked."""
         if isinstance(value, str):
             places = set(self._places(value, answer))
             return "".join(sign + mark * (at in places) for at, sign in enumerate(value)) if places else value
@@ -182,7 +170,7 @@ class Spellings:
         return [self._each(item, mark, answer) for item in value] if isinstance(value, list | tuple) else value
 
     def _places(self, text: str, answer: bool) -> Iterator[int]:
-        """Where a spelling begins, or what begins one at the text's end, which a text behind it might complete."""
+        """Positions of spellings, and of beginnings of one at the text's end."""
         for token, special in self._all.items():
             if (special or not answer) and token in text:
                 yield from (match.start() for match in re.finditer(f"(?={re.escape(token)})", text))

@@ -1,9 +1,8 @@
-"""Runs what comes with a model and may never end, in a process of its own, which `limited` starts.
+"""The process of `limited`: renders chat templates and runs tokenizers within limits of time and memory.
 
-It imports nothing of the project. In: one JSON object a line; a chat template: {"source", "conversations", "special",
-"arguments"}; a tokenizer: {"tokenizer", "texts", "special_tokens", "mark"}. Out: one for each, {"texts"}, {"ids"} or
-{"error"}; of arguments that the template does not read {"unread", "read"}. What takes too much ends the process, without an
-answer.
+It imports nothing of the project. In, a JSON object a line: {"source", "conversations", "special", "arguments"} of a template,
+{"tokenizer", "texts", "special_tokens", "mark"} of a tokenizer. Out: {"texts"}, {"ids"}, {"error"}, or for arguments that the
+template does not read {"unread", "read"}. A request beyond the limits ends the process without an answer.
 """
 
 import json
@@ -20,15 +19,15 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 MOST_S = 10
-"""Seconds that it may compute for a request, and as many for each MiB of the request."""
+"""Seconds of computing for a request, and as many for each MiB of it."""
 MOST_MEMORY, TOKENIZER_MEMORY = 2**29, 2**32
-"""Bytes of memory that it may take, and 64 times the request's beside them; a tokenizer's library maps more than it uses."""
+"""Bytes of memory, beside 64 times the request's; a tokenizer's library maps more than it uses."""
 MOST_TEXT = 2**24
 """Characters that a template may add to the conversations."""
 
 
 class RefusedError(Exception):
-    """What templates call `raise_exception` for."""
+    """A template called `raise_exception`."""
 
 
 def main() -> None:
@@ -43,20 +42,19 @@ def main() -> None:
         try:
             answer = _ids(**request) if "tokenizer" in request else _texts(MOST_TEXT + len(line), **request)
         except MemoryError:
-            raise SystemExit(1) from None  # what ended it is said by whoever started it
+            raise SystemExit(1) from None
         except Exception as error:  # whatever the expressions in a template can raise
             answer = {"error": str(error)[:500] or type(error).__name__}
         print(json.dumps(answer), flush=True)
 
 
 def allowance(request: object, size: int) -> tuple[int, int]:
-    """Seconds that it may compute and bytes that it may take for a request of so many bytes."""
+    """Seconds of computing and bytes of memory for a request of `size` bytes."""
     memory = TOKENIZER_MEMORY if isinstance(request, dict) and "tokenizer" in request else MOST_MEMORY
     return MOST_S * (1 + (size >> 20)), memory + 64 * size
 
 
 def _limit(kind: int, most: int) -> None:
-    """Set one of this process's limits, within what it may take at all."""
     _, hard = resource.getrlimit(kind)
     try:
         resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
@@ -84,7 +82,7 @@ def _texts(
 
 
 def _environment() -> Any:
-    """What templates are written for: transformers' filters and functions, and `{% generation %}`, which adds no text."""
+    """transformers' filters and functions, and `{% generation %}`, which adds no text."""
     from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser
@@ -116,7 +114,7 @@ def _tojson(
     value: object, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:  # fmt: skip
-    """JSON as it is; jinja's own escapes what HTML reads."""
+    # jinja's own escapes HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -133,10 +131,10 @@ def _ids(tokenizer: str, texts: list[str], special_tokens: bool, mark: str) -> d
 
 
 class MarkedTokenizer:
-    """The same tokenizer with a mark behind the first character of every added token.
+    """A tokenizer that reads marked spellings of added tokens as text.
 
-    In a text that is marked there, a spelling is plain text. The others, which the tokenizer itself meets, are respelled, and
-    all other marks leave the text: so one pass of this tokenizer cuts and merges all that is plain just as the first would.
+    Its added tokens have a mark behind their first character. `ids` puts that mark into those that are tokens and drops it
+    from the marked ones, so that one pass cuts and merges the text as the original tokenizer would.
 
     Args:
         mark: a character that no text and no token holds.
@@ -166,7 +164,7 @@ class MarkedTokenizer:
         self._old = {self._again.token_to_id(name): old[token] for token, name in names.items()}
 
     def ids(self, text: str) -> list[int]:
-        """Token ids of a text that may have marks in it."""
+        """Token ids of a text with marks."""
         encoding, pieces, end = self._tokenizer.encode(text, add_special_tokens=False), list[str](), 0
         for id, (begin, stop) in zip(encoding.ids, encoding.offsets, strict=True):
             token, name = self._names.get(id, ("", ""))
@@ -181,7 +179,7 @@ class MarkedTokenizer:
 
 
 def visible(token: str) -> bool:
-    """Whether a token is more than spaces and line ends, which are text to every tokenizer, whatever it calls them."""
+    """Whether a token is more than spaces and line ends."""
     return bool(token.replace("▁", " ").strip())
 
 

@@ -1,11 +1,10 @@
-"""The layer by which a model drafts its own next tokens (multi-token prediction, MTP), as Qwen3.5 and Qwen3-Next have one.
+"""The drafting layer (multi-token prediction, MTP) of Qwen3.5 and Qwen3-Next.
 
     u = fc([norm(embedding of token t + 1), norm(h_t)]);   h' = norm(layer(u));   logits of token t + 2 = head(h')
 
-h_t is the model's hidden state of token t behind its last norm. For a further draft h' takes its place, and the drafted token
-that of token t + 1. Embedding and head are the model's own. The layer is a full-attention one of the model's declaration, at
-position t, with K and V of its own. So it is a model of one layer, `MTP.model`, whose last norm is the layer's own, and whose
-hidden states come of `MTP.layer_input` in place of an embedding.
+h_t is the model's hidden state of token t after its final norm; for the next draft h' and the drafted token replace h_t and
+token t + 1. Embedding and head are the model's. The layer is full attention at position t with its own K and V: a model of one
+layer, `MTP.model`, with `MTP.layer_input` in place of its embedding.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ class MTP:
     """The drafting layer of one model.
 
     Attributes:
-        model: of one layer; its embedding and head are the model's.
-        fc: [hidden, 2 * hidden], of the embedding first and of the hidden state behind it.
+        fc: [hidden, 2 * hidden]; columns of the embedding come first.
         embedding_norm, hidden_norm: [hidden], before `fc`.
     """
 
@@ -45,20 +43,14 @@ class MTP:
     hidden_norm: Tensor
 
     def layer_input(self, token_ids: Tensor, hidden: Tensor, ops: OpTable) -> Tensor:
-        """What the layer is given, [T, hidden] of the model's dtype.
-
-        Args:
-            token_ids: [T], the token behind each.
-            hidden: [T, hidden] of the model's dtype, behind the last norm.
-        Rounding points: each norm once, and what `fc` gives once.
-        """
+        """u [T, hidden] of the model's dtype from next tokens [T] and hidden [T, hidden]; norms and `fc` round once each."""
         eps = self.model.config.final_norm.eps
         embedding = ops.rms_norm(self.model.embed(token_ids), self.embedding_norm, eps)
         both = torch.cat([embedding, ops.rms_norm(hidden, self.hidden_norm, eps)], dim=-1)
         return ops.linear(both, self.fc).to(self.model.dtype)
 
     def on(self, device: torch.device) -> MTP:
-        """The same with what enters the layer, and RoPE's tables, on a device; the layer's own weights its executor places."""
+        """The same with all but the layer's weights on a device; those its executor places."""
         if self.fc.device == device:
             return self
         model = replace(self.model, ropes=rope_tables(self.model.config, device))
@@ -66,7 +58,7 @@ class MTP:
 
 
 def config_of_mtp(config: ModelConfig) -> ModelConfig:
-    """A model of the one layer that drafts for a model of this declaration; refused where no layer attends to all tokens."""
+    """Declaration of the drafting layer as a model; an InputError if the model has no full attention."""
     like = next((layer for layer in config.layers if isinstance(layer.mixer, Attention) and layer.mixer.window is None), None)
     if like is None:
         raise InputError("--draft mtp takes a model with a layer of full attention")
@@ -74,11 +66,11 @@ def config_of_mtp(config: ModelConfig) -> ModelConfig:
 
 
 _ENTRY = ("mtp.fc.weight", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight")
-"""Names of what stands before the layer."""
+"""Names of tensors before the layer."""
 
 
 class _LayerSource:
-    """The drafting layer of a source as a model of one layer; attributes and methods as of `TensorSource`."""
+    """The drafting layer of a source as a `TensorSource` of one layer."""
 
     def __init__(self, source: TensorSource) -> None:
         self.path, self._source, tensors = source.path, source, source.tensors()
@@ -97,7 +89,7 @@ class _LayerSource:
 
 
 def has_mtp(name: str | Path) -> bool:
-    """Whether a model by name is a file or folder that holds a drafting layer."""
+    """Whether a model by name has a drafting layer."""
     source = open_source(name)
     return source is not None and not source.tensors().keys().isdisjoint(_ENTRY)
 
@@ -109,16 +101,7 @@ def load_mtp(
     shared_weights: Mapping[str, Weight],
     keep_blocks: KeptBlocks = False,
 ) -> MTP:
-    """Read the drafting layer of a model.
-
-    Args:
-        name: a folder in Hugging Face format with mtp.* tensors, or a GGUF file with nextn.* ones.
-        config: of the model.
-        shared_weights: its embedding and head.
-        keep_blocks: as of `load_weights`.
-    Raises:
-        InputError: it has none, or a tensor is missing, extra or mis-shaped.
-    """
+    """Read a model's drafting layer; `shared_weights` are the model's embedding and head, by name."""
     source = open_source(name)
     if source is None or source.tensors().keys().isdisjoint(_ENTRY):
         raise InputError(f"{name} has no layer that predicts several tokens: no tensors mtp.*, or nextn.* in a GGUF file")
@@ -145,4 +128,4 @@ def _read(entry: TensorSource, tensor: StoredTensor, dtype: torch.dtype, keep_bl
         )
         raise InputError(f"{entry.path}: {tensor.name} {what}")
     blocks = entry.blocks(tensor.name, dtype) if keeps(source_tensor, keep_blocks) else None
-    return blocks or tensor.in_memory(entry.read(tensor.name, tensor.kept_as(dtype)), dtype)
+    return blocks or tensor.in_memory(entry.read(tensor.name, tensor.memory_dtype(dtype)), dtype)

@@ -1,7 +1,7 @@
-"""A model on several devices: which part of it each rank holds, and where the ranks must meet.
+"""Tensor parallelism: the part of a model that each rank holds.
 
-Attention is split by heads, the MLP (each expert's) by its inner width, embedding and head by the vocabulary. What is left,
-norms and routers, each rank has whole. The ranks meet after attention, after the MLP, at the embedding and at the logits.
+Attention is split by heads, MLPs by their inner width, embedding and head by the vocabulary; norms and routers are on every
+rank. Ranks communicate after attention, after the MLP, at the embedding and at the logits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from haarkv.tq_ops.errors import InputError
 
-if TYPE_CHECKING:  # a command asks for `ALONE` before it imports torch
+if TYPE_CHECKING:  # commands use `SINGLE_RANK` before they import torch
     from torch import Tensor
 
     from haarkv.models.config import Layer, ModelConfig
@@ -22,13 +22,7 @@ T = TypeVar("T")
 
 
 class Ranks(Protocol):
-    """The processes that run one model together, seen from one of them. All must make the same calls in the same order.
-
-    Attributes:
-        rank: of this process, from 0.
-        size: how many there are.
-        local: of this process among those of its machine; which device it takes.
-    """
+    """Processes that run one model and make the same calls in the same order; `local` is the rank on this machine."""
 
     @property
     def rank(self) -> int: ...
@@ -38,21 +32,21 @@ class Ranks(Protocol):
     def local(self) -> int: ...
 
     def sum(self, partial: Tensor) -> Tensor:
-        """The sum of all ranks' tensors, fp32 of one shape, the same bits on every rank; `partial` may be overwritten."""
+        """All-reduce of fp32 tensors, the same bits on every rank; `partial` may be overwritten."""
 
     def gather(self, part: Tensor, width: int) -> Tensor:
-        """Each rank's `even_share` of the last axis, put together: [..., share] -> [..., width], on every rank."""
+        """All-gather of each rank's `even_share` of the last axis: [..., share] -> [..., width]."""
 
     def share(self, value: T) -> T:
-        """What rank 0 has, on every rank."""
+        """Broadcast of rank 0's value."""
 
     def collect(self, value: T) -> list[T]:
-        """What every rank has, by rank, on rank 0; elsewhere nothing."""
+        """All ranks' values, on rank 0; [] elsewhere."""
 
 
 @dataclass(frozen=True)
 class Alone:
-    """One process that holds the whole model: sums are what they are."""
+    """One process with the whole model."""
 
     rank: int = 0
     size: int = 1
@@ -71,11 +65,11 @@ class Alone:
         return [value]
 
 
-ALONE = Alone()
+SINGLE_RANK = Alone()
 
 
 def even_share(width: int, rank: int, size: int) -> slice:
-    """The part of `width` that a rank holds; parts differ by one at most.
+    """A rank's part of `width`; parts differ by one at most.
 
     >>> [even_share(7, rank, 3) for rank in range(3)]
     [slice(0, 2, None), slice(2, 4, None), slice(4, 7, None)]
@@ -84,7 +78,7 @@ def even_share(width: int, rank: int, size: int) -> slice:
 
 
 def kv_heads_of(num_kv_heads: int, rank: int, size: int) -> slice:
-    """The KV heads of a rank: an even share, or one that several ranks hold where there are fewer heads than ranks.
+    """A rank's KV heads: an even share, or one that several ranks hold.
 
     >>> [kv_heads_of(2, rank, 4) for rank in range(4)]
     [slice(0, 1, None), slice(0, 1, None), slice(1, 2, None), slice(1, 2, None)]
@@ -97,7 +91,7 @@ def kv_heads_of(num_kv_heads: int, rank: int, size: int) -> slice:
 
 @dataclass(frozen=True)
 class Split:
-    """The part of a model that one rank holds; a model that cannot be split over that many ranks is refused."""
+    """One rank's part of a model; an InputError if it cannot be split over so many ranks."""
 
     whole: ModelConfig
     rank: int = 0
@@ -130,13 +124,13 @@ class Split:
                 raise InputError(f"an MLP of {width} columns cannot be split evenly over {size} ranks")
 
     def kv_heads(self, layer: int) -> slice:
-        """The rank's KV heads among a layer's."""
+        """The rank's KV heads of a layer."""
         shape = self.whole.kv_shapes[layer]
         return kv_heads_of(shape.num_kv_heads if shape else 0, self.rank, self.size)
 
     @property
     def part(self) -> ModelConfig:
-        """The rank's part of each layer; `vocab_size` stays the model's, since every rank gets all logits."""
+        """Declaration of the rank's part; `vocab_size` stays the model's."""
         if self.size == 1:
             return self.whole
         return replace(self.whole, layers=tuple(map(self._layer_part, self.whole.layers)))

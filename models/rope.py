@@ -1,4 +1,4 @@
-"""Rotary position embedding: cos and sin of every position, and how a longer context is scaled into them."""
+"""Rotary position embedding: frequencies, their scaling for longer contexts, tables of cos and sin."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from haarkv.tq_ops.memory import require_memory
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """`inv_freq / factor`: positions are squeezed evenly."""
+    """`inv_freq / factor`."""
 
     factor: float
     rope_type: str = "linear"
@@ -29,12 +29,8 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Long waves are squeezed, short ones stay, those between are blended.
-
-    Attributes:
-        original_positions: that the model was trained on.
-        low_freq_factor: waves longer than original_positions / this are divided by `factor`.
-        high_freq_factor: waves shorter than original_positions / this stay.
+    """Waves longer than original_positions / low_freq_factor divide by `factor`, those shorter than original_positions /
+    high_freq_factor stay, those between are blended.
     """
 
     factor: float
@@ -46,7 +42,7 @@ class Llama3Scaling:
 
     @property
     def declared_fields(self) -> dict[str, Any]:
-        """Its two waves, which several numbers say alike; a GGUF file holds what they come to, and not the numbers."""
+        """The two wavelengths, which is all that a GGUF file tells of the numbers."""
         waves = {
             "low": self.original_positions / self.low_freq_factor,
             "high": self.original_positions / self.high_freq_factor,
@@ -64,12 +60,10 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN (arXiv 2309.00071): a ramp over the dimensions from unscaled to `inv_freq / factor`, and warmer attention.
+    """YaRN (arXiv 2309.00071): a ramp over the dimensions from `inv_freq` to `inv_freq / factor`, and a factor of cos and sin.
 
     Attributes:
-        original_positions: that the model was trained on.
-        attention_factor: `0.1 ln(factor) + 1` unless the config says otherwise.
-        beta_fast, beta_slow: turns within original_positions at which the ramp begins and ends.
+        beta_fast, beta_slow: rotations within original_positions at which the ramp begins and ends.
         truncate: the ramp begins and ends at whole dimensions.
     """
 
@@ -91,12 +85,12 @@ class YarnScaling:
         return inv_freq / self.factor * ramp + inv_freq * (1 - ramp)
 
     def _dimension(self, turns: float, dim: int, theta: float) -> float:
-        """The dimension that turns so often within `original_positions`."""
+        """The dimension with so many rotations within `original_positions`."""
         return dim * math.log(self.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
 
 def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
-    """What YaRN multiplies cos and sin with: `0.1 ln(factor) + 1`, or with both mscales the quotient of two such."""
+    """YaRN's multiplier of cos and sin: `0.1 ln(factor) + 1`, or with both mscales the quotient of two such."""
 
     def mscale_factor(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
@@ -105,7 +99,7 @@ def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all
 
 
 def inverse_frequencies(rope: Rope) -> Tensor:
-    """What a position is multiplied with to be an angle, scaling included: [dims / 2] fp32."""
+    """Angle per position, scaling included: [dims / 2] fp32."""
     exponent = torch.arange(0, rope.dims, 2, dtype=torch.float32) / rope.dims
     inv_freq: Tensor = 1.0 / (rope.theta**exponent)
     return rope.scaling.scaled(inv_freq, rope.theta) if rope.scaling else inv_freq
@@ -117,18 +111,12 @@ _CACHED_SPANS = 8
 
 
 class RopeTable:
-    """cos and sin of any position, FP32, from the host: every executor is handed the same numbers.
+    """cos and sin FP32 of positions 0 … positions - 1, with scaling and attention factor, computed on the host.
 
         inv_freq_i = theta ** (-2i/dims);   angle = position * inv_freq
 
-    Scaling is in them, its attention factor too: whoever is given them needs to know nothing of it. On the host they are
-    computed as they are asked for, always whole spans of positions, so that no bit depends on who asks; the spans used last
-    are kept. A device's positions are known to the device alone: there, the table is whole.
-
-    Attributes:
-        positions: so many, from 0.
-    Raises:
-        InputError: this machine has no room for a whole table, where one is needed.
+    On the host, whole spans are computed when needed, so that bits do not depend on the batch, and the last are cached; on a
+    device the table is whole.
     """
 
     def __init__(self, rope: Rope, positions: int, device: torch.device | str = "cpu") -> None:
@@ -139,7 +127,7 @@ class RopeTable:
         self._on_device = None if self.device.type == "cpu" else self.whole()
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, D/2] fp32 of positions [T]; on the host, an IndexError at one that there is not."""
+        """cos and sin [T, dims/2] fp32 of positions [T]; on the host, an IndexError beyond the last."""
         if self._on_device is not None:
             cos, sin = self._on_device
             return cos[positions], sin[positions]
@@ -162,7 +150,7 @@ class RopeTable:
         return cos, sin
 
     def whole(self) -> tuple[Tensor, Tensor]:
-        """cos and sin [positions, D/2] fp32 of all positions; refused where this machine has no room for them."""
+        """cos and sin [positions, dims/2] fp32; an InputError without memory for them."""
         shape = (self.positions, len(self._inv_freq))
         require_memory(
             2 * 4 * shape[0] * shape[1], f"cos and sin of {self.positions:,} positions",
@@ -176,7 +164,6 @@ class RopeTable:
         return cos, sin
 
     def _keep(self, span_numbers: Sequence[int]) -> None:
-        """Have these spans, and beside them some of those used last."""
         for number in span_numbers:
             if number not in self._spans:
                 self._spans[number] = self._compute_span(number)
@@ -186,7 +173,7 @@ class RopeTable:
 
     @torch.inference_mode(False)
     def _compute_span(self, number: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [_SPAN, D/2] of one span, the last one's beyond the last position too."""
+        """cos and sin [_SPAN, dims/2] of one span."""
         position = torch.arange(number * _SPAN, (number + 1) * _SPAN, dtype=torch.float32)
         angle = position.unsqueeze(1) * self._inv_freq
         return angle.cos() * self._factor, angle.sin() * self._factor

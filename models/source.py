@@ -1,4 +1,4 @@
-"""Where a model comes from: its settings, its tensors, its words and what it says of sampling, whatever file holds them."""
+"""What a model is read from, in any file format: settings, tensors, tokenizer and sampling."""
 
 from __future__ import annotations
 
@@ -16,30 +16,29 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.weight import Blocks
 
 KeptBlocks = bool | Collection[str]
-"""Which quantised blocks stay as they are: all, none, or those of some types, by name."""
+"""Quantized blocks that are not restored: all, none, or those of these types."""
 
 DRAFTING = "mtp."
-"""How names begin of the layer by which a model drafts its own tokens (`models.mtp`)."""
+"""Prefix of the drafting layer's tensors (`models.mtp`)."""
 
 Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
-"""Makes room for a tensor of a shape and dtype."""
+"""Allocates a tensor."""
 
 MOST_TEMPLATE = 2**20
-"""Characters of a chat template: several times those of the largest that models come with."""
+"""Characters of a chat template, several times those of any model's."""
 
 
 @dataclass(frozen=True)
 class CheckpointTensor:
-    """A tensor as a source holds it.
+    """A tensor in a file.
 
     Attributes:
-        dtype: of its numbers; None where they are restored from blocks of a few bits each.
-        nbytes: as it is stored.
-        file: that holds it.
-        fault: what is wrong with it, to stand behind its name; None if it can be read.
-        blocks: name of their type, where there are such and they can be kept as they are.
-        in_place: what is kept as it is stays in the file's pages; else it is copied, into another order.
-        block: numbers of one block, which lie in a row; 1 where there are none.
+        dtype: of its numbers; None for quantized blocks.
+        nbytes: in the file.
+        fault: why it cannot be read, to follow its name; None if it can.
+        blocks: type of its quantized blocks, where they can be kept.
+        in_place: unconverted, it stays in the file's pages; else it is copied into another order.
+        block: numbers of a row in one block; 1 without blocks.
     """
 
     shape: tuple[int, ...]
@@ -52,21 +51,21 @@ class CheckpointTensor:
     block: int = 1
 
     def cuts(self, columns: slice) -> bool:
-        """Whether some columns of a matrix begin or end within a block: such a part is restored."""
+        """Whether these columns begin or end within a block."""
         begin, end, _ = columns.indices(self.shape[-1])
         return bool(begin % self.block or end % self.block)
 
 
 @dataclass(frozen=True)
 class Words:
-    """What turns text into tokens and back.
+    """A tokenizer with its chat templates.
 
     Attributes:
         path: for messages.
-        file: the `tokenizer.json` that the tokenizer was read from; None if it was built here.
-        templates: sources of chat templates by their names: the usual one is `default`, that for tools `tool_use`.
-        special: texts of special tokens by the names that templates use, such as `eos_token`.
-        ends: tokens that end a text by what stands beside the settings.
+        file: the `tokenizer.json` that it was read from; None if it was built here.
+        templates: sources of chat templates by name: the usual one is `default`, that for tools `tool_use`.
+        special: texts of special tokens by the names in templates, such as `eos_token`.
+        ends: tokens that end a text, beside the settings' own.
     """
 
     tokenizer: FastTokenizer
@@ -78,65 +77,52 @@ class Words:
 
     @property
     def template(self) -> str | None:
-        """The usual chat template, or the only one; None if there is none, or no telling which."""
+        """The default chat template, or the only one."""
         only = next(iter(self.templates.values())) if len(self.templates) == 1 else None
         return self.templates.get("default", only)
 
 
 class TensorSource(Protocol):
-    """What tensors are read from; what is missing, damaged or of the wrong kind is an InputError of the method asked for it.
-
-    Attributes:
-        path: names it in messages, and stands for it wherever a model is named.
-    """
+    """Tensors by Hugging Face name; methods raise InputError for what is missing or damaged."""
 
     path: Path
 
     def tensors(self) -> Mapping[str, CheckpointTensor]:
-        """Every tensor of the text model by its Hugging Face name, and of its drafting layer; none is read."""
+        """Every tensor of the text model and its drafting layer; none is read."""
 
     def read(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None, empty: Empty | None = None) -> Tensor:
-        """One of `tensors()` that has no fault.
-
-        What is stored as `dtype` and wanted whole stays in the file's pages where it can.
+        """A tensor without fault, converted to `dtype`; unconverted and whole, it stays in the file's pages where it can.
 
         Args:
-            part: of each axis, what is wanted; all unless given.
-            empty: makes room for what is converted; torch unless given.
+            part: a slice of each axis.
+            empty: allocates what is converted; None: torch.
         """
 
     def blocks(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None) -> Blocks | None:
-        """One of `tensors()` that is stored in quantised blocks, as it is stored; None if it is not, or if the part that is
-        wanted does not begin and end with whole blocks.
-        """
+        """A tensor's quantized blocks; None if it has none, or if the part begins or ends within one."""
 
 
 class Source(TensorSource, Protocol):
-    """What a model is read from.
-
-    Attributes:
-        settings_path: names its settings in messages.
-        sampling_path: names in messages what says something of sampling.
-    """
+    """A model's files; `settings_path` and `sampling_path` name the settings and the sampling in messages."""
 
     settings_path: Path
     sampling_path: Path
 
     def files(self) -> Sequence[Path]:
-        """Those that decide what the model makes of a text, as far as they are there: settings, weights and tokenizer."""
+        """Existing files of settings, weights and tokenizer."""
 
     def settings(self) -> Mapping[str, Any]:
-        """The entries of a Hugging Face `config.json`, for the family to judge."""
+        """The entries of a Hugging Face `config.json`."""
 
     def words(self) -> Words:
-        """The tokenizer and chat template."""
+        """The tokenizer and its chat templates."""
 
     def sampling(self) -> dict[str, float]:
-        """What it says of sampling, by the names of `engine.sampling.Sampling`; {}: greedy."""
+        """Fields of `engine.sampling.Sampling` that the model sets; {} is greedy."""
 
 
 def checked_templates(content: object, where: Path) -> dict[str, str]:
-    """Sources of chat templates by name: of one text, of several by name, or of a list of {`name`, `template`}."""
+    """Chat templates by name, from one text, a mapping, or a list of {`name`, `template`}."""
     if isinstance(content, list):
         try:
             content = {each["name"]: each["template"] for each in content}
@@ -153,7 +139,7 @@ def checked_templates(content: object, where: Path) -> dict[str, str]:
 
 
 def checked_sampling(content: Mapping[str, Any], path: Path, names: tuple[str, ...]) -> dict[str, float]:
-    """Those settings of sampling that there are: numbers, and of `top_k` a whole one; others are refused."""
+    """Settings of sampling by name; numbers, `top_k` an integer."""
     settings: dict[str, float] = {}
     for key in names:
         value = content.get(key)

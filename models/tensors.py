@@ -1,9 +1,9 @@
-"""A tensor as a checkpoint stores it: its name, its shape, and how it is cut between ranks; and the tensors of a layer."""
+"""Tensors of a checkpoint: names, shapes, how ranks share them; and the weights of one layer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,10 +18,10 @@ class Axis:
     """One axis of a weight.
 
     Attributes:
-        name: what it counts: hidden, q, kv, mlp, …
-        cut: each rank holds a part of it; else every rank has it whole.
-        unit: it is cut at multiples of this, such as a head's rows.
-        shared: where there are fewer units than ranks, several ranks hold the same one.
+        name: hidden, q, kv, mlp, …
+        cut: each rank holds a part; else all of it.
+        unit: parts are multiples of this, such as a head's rows.
+        shared: with fewer units than ranks, several ranks hold the same one.
     """
 
     size: int
@@ -37,8 +37,8 @@ class StoredTensor:
 
     Attributes:
         name: Hugging Face's, within the layer or in full.
-        plus_one: w is stored, and 1 + w is what is multiplied with: in memory it is that, in FP32.
-        in_fp32: it is kept in FP32, whatever the model's dtype.
+        plus_one: the checkpoint stores w; in memory it is 1 + w in FP32.
+        in_fp32: FP32 in memory, whatever the model's dtype.
     """
 
     name: str
@@ -50,29 +50,24 @@ class StoredTensor:
     def shape(self) -> tuple[int, ...]:
         return tuple(axis.size for axis in self.axes)
 
-    def renamed(self, name: str) -> StoredTensor:
-        """The same under another name."""
-        return replace(self, name=name)
-
     def in_memory(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """What is kept of a tensor as it is stored: in the model's dtype or in FP32, or 1 + w in FP32."""
-        return tensor.float() + 1.0 if self.plus_one else tensor.to(self.kept_as(dtype))
+        """The weight in memory, from the tensor as it is stored."""
+        return tensor.float() + 1.0 if self.plus_one else tensor.to(self.memory_dtype(dtype))
 
-    def kept_as(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype that it has in memory, of a model's."""
+    def memory_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in memory, in a model of `dtype`."""
         return torch.float32 if self.plus_one or self.in_fp32 else dtype
 
 
 class LayerWeights(Mapping[str, Tensor]):
     """One layer's tensors by field, such as `q_proj` or `experts.3.up_proj`; projections are [out, in].
 
-    As a mapping it gives numbers: what is stored in blocks is restored each time it is asked for. `matrix` gives a projection
-    as it is stored, for `linear`.
+    The mapping gives numbers: quantized blocks are restored at each access. `matrix` gives a projection as it is stored.
 
     Args:
         tensors: by field; only projections may be in blocks.
-        names: the Hugging Face name of each within the layer.
-        stack: all experts in one, of which their tensors are views; None where they lie apart, or there are none.
+        names: Hugging Face name within the layer, by field.
+        stack: all experts in one, of which their tensors are views; None where they lie apart.
     """
 
     def __init__(self, tensors: Mapping[str, Weight], names: Mapping[str, str], stack: Stack | None = None) -> None:
@@ -91,21 +86,17 @@ class LayerWeights(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._tensors)
 
-    def named(self) -> Iterator[tuple[str, str, Weight]]:
-        """(field, Hugging Face name within the layer, tensor as it is stored) of each."""
+    def named_tensors(self) -> Iterator[tuple[str, str, Weight]]:
+        """(field, Hugging Face name within the layer, weight as it is stored)."""
         for field, tensor in self._tensors.items():
             yield field, self._names[field], tensor
 
-    def changed(self, change: Callable[[str, Any], Weight], stack: Stack | None = None) -> LayerWeights:
-        """A copy in which each tensor is what `change` makes of its field and of itself as it is stored.
-
-        Args:
-            stack: of the copy, of which its experts are views.
-        """
+    def map(self, change: Callable[[str, Any], Weight], stack: Stack | None = None) -> LayerWeights:
+        """A copy with `change(field, weight)` in place of each weight; `stack` is the copy's."""
         return LayerWeights({field: change(field, tensor) for field, tensor in self._tensors.items()}, self._names, stack)
 
-    def within(self, prefix: str) -> LayerWeights:
-        """The tensors of a part, such as one expert, by their fields behind `prefix`."""
+    def part(self, prefix: str) -> LayerWeights:
+        """Weights whose fields begin with `prefix`, without it, such as those of one expert."""
         fields = {field: field.removeprefix(prefix) for field in self._tensors if field.startswith(prefix)}
         names = {short: self._names[field] for field, short in fields.items()}
         return LayerWeights({short: self._tensors[field] for field, short in fields.items()}, names)

@@ -1,4 +1,4 @@
-"""Text to token ids and back: a checkpoint's own tokenizer and chat template, or bytes for a random model."""
+"""Text to token ids and back, by a model's tokenizer and chat template, or by bytes for a random model."""
 
 from __future__ import annotations
 
@@ -26,29 +26,24 @@ _LATIN1_BYTES = {sign: ord(sign) for sign in _SIGNS if ord(sign) < 256}
 _BYTES = _LATIN1_BYTES | dict(
     zip(_SIGNS[len(_LATIN1_BYTES) :], sorted(set(range(256)) - set(_LATIN1_BYTES.values())), strict=True)
 )
-"""The byte that a character of a byte-level token stands for: its own number, or beyond 255 one of the others, in order."""
+"""Byte of each character of a byte-level token: its code point, or beyond 255 one of the remaining bytes, in order."""
 _ANSWER = "haarkv-answer"
 _TURNS = [{"role": role, "content": text} for role, text in (("user", "1"), ("assistant", _ANSWER), ("user", "2"))]
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class TextStream(Protocol):
-    """Turns tokens into text as they come; the pieces, joined, are the text."""
+    """Decodes tokens one by one; the pieces, joined, are `Tokenizer.decode`."""
 
     def push(self, token_id: int) -> str:
-        """Text that is certain now; "" while a character is still incomplete."""
+        """Text that is complete now."""
 
     def end(self) -> str:
-        """What no further token completes, once the last has come."""
+        """Text of an incomplete character after the last token."""
 
 
 class Tokenizer(Protocol):
-    """What generation needs of a tokenizer.
-
-    Attributes:
-        has_chat_template: whether `encode_chat` can be called.
-        unused_ids: of the model's embedding, rows that stand for no token.
-    """
+    """What generation needs of a tokenizer; `unused_ids` are rows of the embedding without a token."""
 
     has_chat_template: bool
     unused_ids: tuple[int, ...]
@@ -67,33 +62,29 @@ class Tokenizer(Protocol):
 
         Args:
             conversations: messages, each a `role` and a `content`.
-            arguments: further names that the chat template reads.
-            parse_special: what messages and arguments spell of added tokens counts as these tokens; else it is text.
+            arguments: of the chat template.
+            parse_special: added tokens that messages and arguments spell are these tokens; else they are text.
         Raises:
-            InputError: there is no chat template, it cannot be used on one of them, ignores a system message, or does not read
-                an argument.
+            InputError: no chat template, or one that refuses a conversation, a system message or an argument.
         """
 
     def vocabulary(self) -> Mapping[str, int]:
-        """Id of every token that it knows, by its name; of two tokenizers alike, the ids of one mean the same to the other."""
+        """Id of every token by name."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of tokens, without special tokens."""
 
     def stream(self) -> TextStream:
-        """A decoder for one text, fed token by token; what it gives, joined, is what `decode` gives."""
+        """A decoder of one text, token by token."""
 
 
 class SourceTokenizer:
-    """The tokenizer of a model's source, with its chat template where it has one.
-
-    Raises:
-        InputError: there is no tokenizer, it cannot be read, or has tokens that the model lacks.
-    """
+    """The tokenizer of a source; an InputError if it cannot be read, or has tokens that the model lacks."""
 
     def __init__(self, source: Source, config: ModelConfig) -> None:
         words = source.words()
-        self._tokenizer, self._words, self._patterns = words.tokenizer, words, has_patterns(words.tokenizer)
+        self._tokenizer, self._words = words.tokenizer, words
+        self._patterns = any(map(_has_pattern, (self._tokenizer.normalizer, self._tokenizer.pre_tokenizer)))
         if _has_pattern(self._tokenizer.decoder):
             raise InputError(f"{words.path}: its decoder has a regular expression, which might run for ever; none is built")
         # What training may have left switched on would shorten prompts in silence, or lengthen them.
@@ -112,11 +103,11 @@ class SourceTokenizer:
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """By whatever files there are and by the chat template, which is rendered when they are asked for first."""
+        """Ends by the model's files and by the chat template, which is rendered once."""
         return tuple(dict.fromkeys((*self._named_ends, *self._turn_end())))
 
     def _turn_end(self) -> list[int]:
-        """What stands behind an answer in the chat template, where that is one token."""
+        """The token behind an answer in the chat template, if it is one."""
         if self._words.template is None:
             return []
         try:
@@ -160,7 +151,6 @@ class SourceTokenizer:
         return self._encode(texts, special_tokens=False, mark=mark)
 
     def _template(self, *, with_tools: bool) -> str:
-        """Source of the chat template for a purpose; refused where there is none, or no telling which."""
         templates = self._words.templates
         if (source := (templates.get("tool_use") if with_tools else None) or self._words.template) is None:
             several = (
@@ -170,13 +160,7 @@ class SourceTokenizer:
         return source
 
     def _encode(self, texts: Sequence[str], *, special_tokens: bool, mark: str = "") -> list[list[int]]:
-        """Token ids, in a process of its own where a regular expression could run for ever.
-
-        Args:
-            mark: in texts of a chat template, what tells messages' spellings of added tokens from the template's own.
-        Raises:
-            InputError: it does, or the tokenizer refuses the text.
-        """
+        """Token ids, by a limited process where a regular expression may not end; `mark` as of `Spellings`."""
         if not self._patterns or self._words.file is None:
             if mark:
                 if (marked_tokenizer := self._respelled.get(mark)) is None:
@@ -207,12 +191,8 @@ class SourceTokenizer:
         return _Stream(self._pieces)
 
 
-def has_patterns(tokenizer: FastTokenizer) -> bool:
-    """Whether a tokenizer cuts or changes text by a regular expression that is none of `LINEAR`."""
-    return any(map(_has_pattern, (tokenizer.normalizer, tokenizer.pre_tokenizer)))
-
-
 def _has_pattern(part: Any) -> bool:
+    """Whether a part of a tokenizer has a regular expression that is none of `LINEAR`."""
     if part is None:
         return False
     state = part.__getstate__().decode()
@@ -231,7 +211,7 @@ def _regular_expressions(state: Any) -> Iterator[object]:
 
 
 class _Pieces:
-    """What each token of a tokenizer adds to a text, in bytes: of the whole text they are the UTF-8."""
+    """UTF-8 bytes that each token adds to a text."""
 
     def __init__(self, tokenizer: FastTokenizer) -> None:
         decoder = tokenizer.decoder
@@ -244,15 +224,15 @@ class _Pieces:
         self._special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
 
     def spelling(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it; None if text shows nothing of it."""
+        """The token in the vocabulary; None if text does not show it."""
         return None if token_id in self._special else self._tokenizer.id_to_token(token_id)
 
     def shown(self, text: str) -> str:
-        """A text that is made of bytes, as the decoder shows it."""
+        """Decoded bytes as the decoder shows them."""
         return text.replace("▁", " ") if self._spaces else text
 
     def piece(self, token: str, before: str | None) -> bytes:
-        """What a token adds behind another; None: it is the first."""
+        """Bytes of a token behind the token `before`, or at the beginning."""
         if self._byte_level:
             codes = [_BYTES.get(sign) for sign in token]
             return token.encode() if None in codes else bytes(codes)  # type: ignore[arg-type]
@@ -281,7 +261,7 @@ class _Stream:
 
 
 class ByteTokenizer:
-    """For random models: one token a UTF-8 byte; output tokens are shown as numbers, since they say nothing."""
+    """For random models: a token is a UTF-8 byte; output shows numbers."""
 
     has_chat_template = False
     eos_token_ids: tuple[int, ...] = ()
@@ -312,12 +292,12 @@ class ByteTokenizer:
 
 
 def load_tokenizer(name: str | Path, config: ModelConfig) -> Tokenizer:
-    """Tokenizer of a model by name; refused where there is none, or none that fits the model."""
+    """Tokenizer of a model by name."""
     source = tokenizer_source_of(name)
     return ByteTokenizer() if source is None else SourceTokenizer(source, config)
 
 
 def generation_settings(name: str) -> dict[str, float]:
-    """What a model says of sampling, by the names of `engine.sampling.Sampling`; {}: greedy."""
+    """`Source.sampling` of a model by name."""
     source = open_source(name)
     return {} if source is None else source.sampling()

@@ -1,9 +1,10 @@
-"""A model's weights: which tensors a declared layer has, their names in a checkpoint, and how they are cut between ranks."""
+"""A model's weights, which tensors a declaration asks for, and a fingerprint of them."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from haarkv.models.config import Dense, Layer, ModelConfig
 from haarkv.models.layer import mixer_kind
 from haarkv.models.tensors import Axis, LayerWeights, StoredTensor
-from haarkv.tq_ops.weight import Weight, backing_tensor
+from haarkv.tq_ops.weight import Blocks, Weight, backing_tensor
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _LAYER = "model.layers.{}.{}"
@@ -27,51 +28,43 @@ class Weights:
     final_norm: Tensor
     lm_head: Weight
 
-    def named(self) -> Iterator[tuple[str, Weight]]:
-        """(Hugging Face name, tensor as it is stored) in the order in which a forward meets them."""
+    def named_tensors(self) -> Iterator[tuple[str, Weight]]:
+        """(Hugging Face name, weight as it is stored), in the order of a forward."""
         yield EMBEDDING, self.embedding
         for index in range(len(self.layers)):
-            yield from self.of_layer(index)
+            for _, name, tensor in self.layers[index].named_tensors():
+                yield _LAYER.format(index, name), tensor
         yield FINAL_NORM, self.final_norm
         if self.lm_head is not self.embedding:
             yield HEAD, self.lm_head
 
-    def of_layer(self, index: int) -> Iterator[tuple[str, Weight]]:
-        """(Hugging Face name, tensor as it is stored) of one layer."""
-        for _, name, tensor in self.layers[index].named():
-            yield _LAYER.format(index, name), tensor
-
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors as they are stored, a tied head counted once."""
-        return sum(tensor.nbytes for _, tensor in self.named())
+        """Bytes of all weights as they are stored, a tied head counted once."""
+        return sum(tensor.nbytes for _, tensor in self.named_tensors())
 
     def to(self, device: torch.device) -> Weights:
         """Copies on another device; a tied head stays tied."""
-        return self.placed(lambda weight: weight.to(device))
+        return self.map(lambda weight: weight.to(device))
 
-    def placed(self, place: Callable[[Weight], Any]) -> Weights:
-        """What `place` makes of each tensor; a tied head stays tied."""
-        embedding = place(self.embedding)
-        layers = tuple(layer.changed(lambda _, tensor: place(tensor)) for layer in self.layers)
-        head = embedding if self.lm_head is self.embedding else place(self.lm_head)
-        return Weights(embedding, layers, place(self.final_norm), head)
+    def map(self, change: Callable[[Weight], Any]) -> Weights:
+        """A copy with `change(weight)` in place of each weight; a tied head stays tied."""
+        embedding = change(self.embedding)
+        layers = tuple(layer.map(lambda _, tensor: change(tensor)) for layer in self.layers)
+        head = embedding if self.lm_head is self.embedding else change(self.lm_head)
+        return Weights(embedding, layers, change(self.final_norm), head)
 
 
 class TensorNames:
-    """Names of tensors, by the memory that they are: another tensor over the same numbers has the same name.
-
-    Args:
-        named: (name, tensor); of two names for one tensor the first counts. Names hold as long as the tensors live.
-    """
+    """Names of live tensors by their memory; of two names for one memory the first counts."""
 
     def __init__(self, named_tensors: Iterable[tuple[str, Weight]]) -> None:
         self._names: dict[tuple[object, ...], str] = {}
         for name, tensor in named_tensors:
             self._names.setdefault(_memory(tensor), name)
 
-    def of(self, tensor: Weight) -> str | None:
-        """The name of a tensor, None if it is none of those."""
+    def name_of(self, tensor: Weight) -> str | None:
+        """The name of a tensor, if it has one."""
         return self._names.get(_memory(tensor))
 
 
@@ -84,14 +77,14 @@ def _memory(weight: Weight) -> tuple[object, ...]:
 
 
 def layer_weight_specs(layer: Layer, hidden_size: int) -> dict[str, StoredTensor]:
-    """Every tensor of a layer, by its field, under its Hugging Face name within the layer."""
+    """Every tensor of a layer by field, named within the layer."""
 
     def norm(name: str) -> StoredTensor:
         return StoredTensor(f"{name}.weight", (Axis(hidden_size, "hidden"),), plus_one=layer.norm.plus_one)
 
     tensors = {"input_norm": norm("input_layernorm")}
     tensors |= mixer_kind(layer.mixer).tensors(layer.mixer, layer.norm, hidden_size)
-    if layer.norms_behind:
+    if layer.post_norms:
         tensors |= {
             "mixer_out_norm": norm("post_attention_layernorm"), "post_norm": norm("pre_feedforward_layernorm"),
             "mlp_out_norm": norm("post_feedforward_layernorm"),
@@ -121,13 +114,13 @@ def _mlp_tensors(layer: Layer, hidden_size: int) -> dict[str, StoredTensor]:
 
 
 def layer_tensors(config: ModelConfig, index: int) -> dict[str, StoredTensor]:
-    """Every tensor of one layer, by its field, under its full Hugging Face name."""
+    """Every tensor of one layer by field, under its full Hugging Face name."""
     tensors = layer_weight_specs(config.layers[index], config.hidden_size)
-    return {field: tensor.renamed(_LAYER.format(index, tensor.name)) for field, tensor in tensors.items()}
+    return {field: replace(tensor, name=_LAYER.format(index, tensor.name)) for field, tensor in tensors.items()}
 
 
 def checkpoint_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
-    """Every tensor that a checkpoint of this config must hold, by its Hugging Face name."""
+    """Every tensor that a checkpoint of this config must hold, by Hugging Face name."""
     outer = Axis(config.vocab_size, "vocab", cut=True), Axis(config.hidden_size, "hidden")
     tensors = {EMBEDDING: StoredTensor(EMBEDDING, outer)}
     for index in range(config.num_layers):
@@ -144,12 +137,12 @@ def checkpoint_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Weights of the model, a tied head counted once."""
+    """Number of weights, a tied head counted once."""
     return sum(torch.Size(shape).numel() for shape in checkpoint_shapes(config).values())
 
 
 def assemble(config: ModelConfig, get: Callable[[str], Any]) -> Weights:
-    """Build `Weights` from a lookup by Hugging Face name: of matrices a `Weight`, of all else a tensor."""
+    """`Weights` from a lookup by Hugging Face name."""
     embedding = get(EMBEDDING)
 
     def layer(index: int) -> LayerWeights:
@@ -159,3 +152,37 @@ def assemble(config: ModelConfig, get: Callable[[str], Any]) -> Weights:
 
     layers = tuple(layer(index) for index in range(config.num_layers))
     return Weights(embedding, layers, get(FINAL_NORM), embedding if config.tied else get(HEAD))
+
+
+# -- Fingerprint -------------------------------------------------------------------------------------------------------------
+
+_NUMBERS = 64
+
+
+def fingerprint(named_tensors: Iterable[tuple[str, Weight]], *, streamed: bool = False) -> str:
+    """16 hexadecimal digits of every tensor's name, shape and first and last 64 numbers in BF16.
+
+    It reads few pages of a checkpoint and does not depend on the dtype in memory; blocks count by their restored numbers. A
+    second name of the same memory, such as a tied head, does not count, unless tensors are `streamed`: then no name is one.
+    """
+    parts: dict[str, tuple[object, bytes]] = {}
+    for name, tensor in named_tensors if streamed else list(named_tensors):  # a list keeps memory from being used twice
+        memory: object = name if streamed else (backing_tensor(tensor).data_ptr(), tensor.shape)
+        parts[name] = memory, _tensor_bytes(name, tensor)
+    digest, seen = hashlib.sha256(), set[object]()
+    for name in sorted(parts, key=lambda name: (name.startswith("lm_head"), name)):  # the head last: it may be tied
+        memory, content = parts[name]
+        if memory not in seen:
+            digest.update(content)
+        seen.add(memory)
+    return digest.hexdigest()[:16]
+
+
+def _tensor_bytes(name: str, tensor: Weight) -> bytes:
+    if isinstance(tensor, Blocks):
+        rows = -(-_NUMBERS // tensor.shape[1])
+        first, last = (tensor.rows(part).reshape(-1) for part in (slice(rows), slice(-min(rows, len(tensor)), None)))
+    else:
+        first = last = tensor.detach().reshape(-1)
+    ends = torch.cat([first[:_NUMBERS], last[-_NUMBERS:]]).to("cpu", torch.bfloat16)
+    return f"{name} {list(tensor.shape)}\n".encode() + ends.view(torch.uint8).numpy().tobytes()

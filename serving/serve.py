@@ -23,14 +23,13 @@ VLLMS_OWN = "bf16"
 
 def cache_options(
     kv: str | None = None, calibration: str | None = None, plan: str | None = None, *, skip_layers: Sequence[int] = (),
-    tail: int | None = None, sink: int = 0, balance: bool = True, allow_collapse: bool = False, per_layer: bool = False,
+    tail: int | None = None, sink: int = 0, balance: bool = True, allow_collapse: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """The server's cache as vLLM's `--additional-config`; files as absolute paths, for workers may run elsewhere.
 
     Args:
         kv: as for `tq generate`; None for `keys.KV`, unless a plan is given.
         tail, sink: newest and first tokens of a sequence in BF16.
-        per_layer: report each layer in `/metrics`.
     """
     files = {keys.CALIBRATION: calibration, keys.PLAN: plan}
     options: dict[str, Any] = {
@@ -38,7 +37,6 @@ def cache_options(
         **{key: file and str(Path(file).expanduser().absolute()) for key, file in files.items()},
         keys.SKIP_LAYERS: list(skip_layers) or None, keys.TAIL: tail, keys.SINK: sink or None,
         keys.BALANCE: None if balance else False, keys.ALLOW_COLLAPSE: allow_collapse or None,
-        keys.PER_LAYER: per_layer or None,
     }  # fmt: skip
     return {key: value for key, value in options.items() if value is not None}
 
@@ -156,7 +154,7 @@ def _stored_as(config: Any) -> str:
     nbytes, bf16 = plan.bytes_per_token(shapes), KVSpec(VLLMS_OWN).plan(len(plan.layers)).bytes_per_token(shapes)
     layers = f" of {len(plan.layers) - len(states)} layers" if states else ""
     text = f"K and V{layers} are kept in {plan.describe()}: {nbytes:,.0f} bytes a token"
-    text += ", and beside them tokens in BF16" if plan.keeps_tokens else f", {bf16 / nbytes:.2f} times less than BF16"
+    text += ", and beside them tokens in BF16" if plan.has_windows else f", {bf16 / nbytes:.2f} times less than BF16"
     return text + (f"; the states of the other {len(states)} by vLLM itself" if states else "")
 
 

@@ -133,12 +133,12 @@ def tensor_parallel(function: Callable[..., Any]) -> Callable[..., Any]:
     )  # fmt: skip
     @wraps(function)
     def run(*args: Any, size: int, timeout_s: float, **kwargs: Any) -> Any:
-        from haarkv.models.parallel import ALONE
+        from haarkv.models.parallel import SINGLE_RANK
 
         if size == 1:
             if "timeout_s" in written_options():
                 raise click.UsageError("--rank-timeout is of ranks that wait for each other; give --tensor-parallel as well")
-            return function(*args, ranks=ALONE, **kwargs)
+            return function(*args, ranks=SINGLE_RANK, **kwargs)
         from haarkv.engine.ranks import join, started_by_torchrun
         from haarkv.models.catalog import read_config
         from haarkv.models.parallel import Split

@@ -1,12 +1,11 @@
-"""Files of tensors that this project writes: a kind and its version, a SHA-256 of what is in it; written whole, or not at all.
+"""This project's files of tensors: a kind and version, a SHA-256 of the content; written whole, or not at all.
 
     a safetensors file; metadata: the kind's key with its version; the kind's own entries; sha256, of the rest of the metadata
     in the order of its keys, then of each tensor by name: name, dtype, shape and bytes
 
-Tensors of blocks have digests of their own and are not in `sha256`. A kind that has them has a second version, in which those
-are packed with zstd that become smaller by it, without loss; `packed` is then the dtype and shape of each, as JSON. Codes are
-nearly uniform, and few of them gain. Scales do: of their two bytes the upper one, which holds sign and exponent, takes few
-values. Wider numbers are therefore packed place by place, all their first bytes and then all their second ones.
+Tensors of blocks have digests of their own and are not in `sha256`. A kind with blocks has a second version, in which those
+that gain are packed with zstd, without loss; `packed` is then their dtype and shape, as JSON. Codes are nearly uniform and
+rarely gain. Scales do: their upper byte takes few values, so wider numbers are packed byte plane by byte plane.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as shown
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -38,11 +37,11 @@ class Kind:
     """A kind of file.
 
     Attributes:
-        key: the entry of its metadata that is the version.
+        key: metadata entry that holds the version.
         noun, taker: what it is, and the option or command that reads it.
-        remedy: what to do where one is wanted and none is there.
-        versions: the first one is written, the second with packed tensors.
-        blocks: a pattern of the names of those tensors that are not in `sha256`.
+        remedy: what to do if the file is of no use.
+        versions: the first is written, the second with packed tensors.
+        blocks: pattern of tensor names that are not in `sha256`.
     """
 
     key: str
@@ -53,40 +52,24 @@ class Kind:
     blocks: str = r"(?!)"
 
     def require(self, metadata: Mapping[str, object]) -> None:
-        """Refuse metadata of another kind or version.
-
-        Raises:
-            ValueError: with what it is instead.
-            KeyError: it is of no kind.
-        """
+        """Refuse metadata of another kind (KeyError if unknown) or version."""
         other = next((kind for kind in KINDS if kind.key in metadata), self)
         if other.key != self.key:
             raise ValueError(f"it is a {other.noun}, which {other.taker} takes")
         if (version := metadata[self.key]) not in self.versions:
             raise ValueError(f"its version is {shown(version)}, not {' or '.join(map(str, self.versions))}")
 
-    def refusing(self, name: object) -> Refusing:
-        """Where the content of a file of this name is read."""
-        return Refusing(self, name)
-
-
-@dataclass(frozen=True)
-class Refusing:
-    """A context that makes one line, an `InputError`, of all that reading a file's content can raise."""
-
-    kind: Kind
-    name: object
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(error, OSError):
-            raise InputError(f"the {self.kind.noun} {self.name} cannot be read: {error.strerror or error}") from None
-        if isinstance(error, _CONTENT_ERRORS):
+    @contextmanager
+    def refusing(self, name: object) -> Iterator[None]:
+        """Turns every error of reading a file's content into an `InputError` of one line."""
+        try:
+            yield
+        except OSError as error:
+            raise InputError(f"the {self.noun} {name} cannot be read: {error.strerror or error}") from None
+        except _CONTENT_ERRORS as error:
             plain = {SafetensorError: "it is truncated or no safetensors file", UnicodeDecodeError: "it is not UTF-8"}
             reason = f"it lacks {error.args[0]}" if isinstance(error, KeyError) else plain.get(type(error), error)
-            raise InputError(f"{self.name} is no {self.kind.noun}: {reason}; {self.kind.remedy}") from None
+            raise InputError(f"{name} is no {self.noun}: {reason}; {self.remedy}") from None
 
 
 _CONTENT_ERRORS = (SafetensorError, ValueError, TypeError, AttributeError, KeyError, IndexError, RuntimeError)
@@ -108,14 +91,14 @@ KINDS = (CACHE, PLAN, CALIBRATION, LEARNING, SCORES, REPLAY)
 def write(
     path: Path, kind: Kind, metadata: Mapping[str, str], tensors: Mapping[str, Tensor], compress: bool = False
 ) -> None:  # fmt: skip
-    """Write a file: the whole file, or nothing.
+    """Write a file, all or nothing.
 
     Args:
         metadata: the kind's own entries.
         tensors: by name, on the CPU.
-        compress: pack tensors of blocks where that makes them at least 5 % smaller.
+        compress: pack tensors of blocks that become at least 5 % smaller.
     Raises:
-        InputError: the file cannot be written; an old one is as it was.
+        InputError: the file cannot be written; an old one stays.
     """
     metadata = {kind.key: str(kind.versions[compress]), **metadata}
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -127,10 +110,10 @@ def write(
 
 
 def header(path: Path, kind: Kind) -> dict[str, str]:
-    """A file's metadata alone; nothing is checked against the SHA-256.
+    """A file's metadata, not checked against the SHA-256.
 
     Raises:
-        InputError: it cannot be read, or is not of this kind and a version of it.
+        InputError: it cannot be read, or is not of this kind and a known version.
     """
     file_size(path, f"the {kind.noun} ")
     with kind.refusing(path), safe_open(path, "pt") as file:
@@ -140,7 +123,7 @@ def header(path: Path, kind: Kind) -> dict[str, str]:
 
 
 def read(path: Path, kind: Kind) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """A file's metadata, without its SHA-256, and its tensors, unpacked. What is packed is checked by who reads it.
+    """A file's metadata without its SHA-256, and its tensors, unpacked; the caller checks tensors of blocks.
 
     Raises:
         InputError: as `header`; it is damaged, or does not fit into memory.
@@ -159,10 +142,10 @@ def read(path: Path, kind: Kind) -> tuple[dict[str, str], dict[str, Tensor]]:
 
 
 def resume(path: Path | None, kind: Kind, run: Mapping[str, str]) -> tuple[dict[str, str], dict[str, Tensor]] | None:
-    """As `read`, what an earlier run has left, whose metadata says of `run` what it was of; None if there is no such file.
+    """`read` what an earlier run left; None if there is no file.
 
     Args:
-        run: what this run must have in common with that one, by a word for the user.
+        run: what both runs must have in common, by a word for the user.
     Raises:
         InputError: as `read`, or of another run.
     """
@@ -204,10 +187,10 @@ Descriptions = dict[str, tuple[torch.dtype, list[int], int]]
 
 
 def pack(tensors: Mapping[str, Tensor], may: Callable[[str], bool]) -> tuple[dict[str, Tensor], str]:
-    """Pack what becomes smaller, of the names that may be.
+    """Pack tensors of names that `may` be packed and become smaller.
 
     Returns:
-        all tensors, those that were packed as [n] uint8; and their dtypes and shapes as JSON.
+        all tensors, packed ones as [n] uint8, and their dtypes and shapes as JSON.
     """
     packed, descriptions = dict(tensors), {}
     for name, tensor in tensors.items():
@@ -225,7 +208,7 @@ def pack(tensors: Mapping[str, Tensor], may: Callable[[str], bool]) -> tuple[dic
 
 
 def _parse_descriptions(text: str) -> Descriptions:
-    """The inverse of what `pack` says of tensors, none of which can be empty."""
+    """Parse what `pack` says of tensors."""
     raw: Any = parse_json(text)
     descriptions: Descriptions = {}
     for name, entry in raw.items():
@@ -238,10 +221,10 @@ def _parse_descriptions(text: str) -> Descriptions:
 
 
 def unpack(tensors: Mapping[str, Tensor], descriptions: Descriptions) -> dict[str, Tensor]:
-    """What `pack` was given. What a frame promises must be as it is described before a byte of it is unpacked.
+    """Inverse of `pack`. Each frame's size is checked before it is unpacked.
 
     Raises:
-        ValueError: a tensor is not what was described, or cannot be unpacked.
+        ValueError: a tensor is not as described, or cannot be unpacked.
     """
     result = dict(tensors)
     for name, (dtype, shape, size) in descriptions.items():
@@ -258,7 +241,7 @@ def _gains(after: int, before: int) -> bool:
 
 
 def _by_place(tensor: Tensor) -> bytes:
-    """The bytes of a tensor, those of one place in their number together."""
+    """The bytes of a tensor, one byte plane after the other."""
     content = tensor.contiguous().view(-1).view(torch.uint8).view(-1, tensor.itemsize)
     return content.T.contiguous().numpy().tobytes()
 

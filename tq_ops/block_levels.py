@@ -1,8 +1,8 @@
-"""What the blocks of GGUF files say: whole levels, and the scale and minimum of each group of them.
+"""Blocks of GGUF files as integer levels with a scale and a minimum per group.
 
     number = scale * level + minimum
 
-Levels and scales are exact: gguf restores the same products. A minimum is added in FP32, which rounds once.
+Levels and scales are exact: gguf restores the same products. Adding the minimum in FP32 rounds once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Levels(NamedTuple):
     """Rows of blocks, by groups.
 
     Attributes:
-        level: [R, groups, numbers of a group] int8, less what is taken off each.
+        level: [R, groups, numbers of a group] int8, offset subtracted.
         scale: [R, groups] fp32.
         minimum: the same, where the type has one.
     """
@@ -41,12 +41,7 @@ class Levels(NamedTuple):
 
 
 def unpack_levels(blocks: Tensor, name: str) -> Levels:
-    """Rows of blocks as a file has them.
-
-    Args:
-        blocks: [R, blocks, bytes of a block] uint8.
-        name: of their type, one of `_READ`.
-    """
+    """Levels of blocks [R, blocks, bytes of a block] uint8 of a type in `_READ`."""
     return _READ[name](blocks)
 
 

@@ -1,4 +1,4 @@
-"""Errors a user can cause, and warnings. The command prints an error on one line and exits with 2."""
+"""Errors a user can cause, warnings, and words of messages. The command prints an error on one line and exits with 2."""
 
 import sys
 import warnings
@@ -17,7 +17,7 @@ class NonFiniteError(InputError):
 
 
 _BETWEEN = frozenset({"haarkv", "tq", "torch", "transformers"})
-"""Packages whose lines nobody can change who reads the warning: this one, and those that call it back."""
+"""Packages whose lines a user cannot change: this one, and those that call it back."""
 
 
 class HaarkvWarning(UserWarning):
@@ -30,3 +30,8 @@ def warn(message: str) -> None:
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).split(".")[0] in _BETWEEN:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, HaarkvWarning, stacklevel=level)
+
+
+def count_noun(number: int, noun: str) -> str:
+    """A number and its noun, for messages: `1 token`, `2 tokens`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"

@@ -1,4 +1,4 @@
-"""Files that come from somewhere else: each is known to be a file, and not too large, before it is read."""
+"""Files from elsewhere: checked to be regular and not too large before they are read."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ MOST_JSON = 2**24
 
 
 def file_size(path: Path, what: str = "") -> int:
-    """Bytes of a regular file. A pipe or a device is none: reading it may wait for ever, or never end.
+    """Bytes of a regular file; pipes and devices, which may never end, are refused.
 
     Args:
         what: stands before the path in messages, such as "the plan ".
     Raises:
-        InputError: there is no such file, or it is something else.
+        InputError: there is no such file, or it is not regular.
     """
     try:
         status = path.stat()
@@ -33,13 +33,10 @@ def file_size(path: Path, what: str = "") -> int:
 
 
 def read_file(path: Path, most: int = MOST_JSON, what: str = "") -> bytes:
-    """The bytes of a regular file.
+    """The bytes of a regular file of at most `most` bytes; `what` as in `file_size`.
 
-    Args:
-        most: bytes that it may have.
-        what: as in `file_size`.
     Raises:
-        InputError: it cannot be read, is no regular file, or has more bytes.
+        InputError: it cannot be read, is not regular, or is too large.
     """
     if (size := file_size(path, what)) > most:
         raise InputError(f"{what}{path} cannot be read: it has {size:,} bytes, and this kind of file at most {most:,}")
@@ -51,11 +48,7 @@ def read_file(path: Path, most: int = MOST_JSON, what: str = "") -> bytes:
 
 
 def parse_json(content: bytes | str) -> Any:
-    """What a JSON text says; its strings can all be written as UTF-8.
-
-    Raises:
-        ValueError: it is no JSON, too long, nested too deeply, or has half a character (a lone surrogate) in it.
-    """
+    """Parse JSON whose strings can be written as UTF-8; a ValueError if it is not, is too long or nested too deeply."""
     if len(content) > MOST_JSON:
         raise ValueError(f"it is longer than {MOST_JSON:,} bytes")
     text = (content.decode() if isinstance(content, bytes) else content).removeprefix(MARK.decode())
@@ -71,11 +64,7 @@ def parse_json(content: bytes | str) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file says.
-
-    Raises:
-        InputError: as `read_file`, or it is no JSON.
-    """
+    """Parse a JSON file; an InputError as of `read_file`, or if it is no JSON."""
     try:
         return parse_json(read_file(path))
     except InputError:

@@ -1,4 +1,4 @@
-"""The memory of this machine: whether something fits into it at all, and what a process gives back to it."""
+"""Memory limits of this machine, what a process uses, and how it gives memory back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MEMBERSHIP, _CONTROL_GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def memory_limit() -> int:
-    """Bytes that a process on this machine can have at most: all of its memory, or what this process or its container may."""
+    """Most bytes that a process can have here: all memory, or what its process or container limits allow."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
         soft, _ = resource.getrlimit(kind)
@@ -30,10 +30,10 @@ def memory_limit() -> int:
 
 
 def available_memory() -> int:
-    """Bytes that this process can take now without anything else giving way but pages of files.
+    """Bytes that this process can allocate now without evicting more than pages of files.
 
-    The least of what the system calls available, of what each control group above this process leaves, pages of files not
-    counted, and of what its own limits leave. Where the system does not say, `memory_limit`.
+    The least of what the system calls available, what each control group above this process leaves (pages of files not
+    counted), and what its own limits leave; `memory_limit` where the system does not say.
     """
     left = [memory_limit()]
     with suppress(OSError, ValueError, KeyError):
@@ -86,14 +86,11 @@ def _limit_and_use(group: Path, limit: str, use: str, prefix: str) -> tuple[int,
 
 
 def require_memory(count: float, what: str, remedy: str) -> None:
-    """Refuse what does not fit now.
+    """Refuse more host memory than `available_memory`.
 
     Args:
-        count: bytes of host memory.
-        what: takes them, as the beginning of a sentence.
+        what: what takes it, as the beginning of a sentence.
         remedy: what to do instead.
-    Raises:
-        InputError: they are more than `available_memory`.
     """
     if count > (free := available_memory()):
         raise InputError(f"{what} would take {count / 2**30:,.1f} GiB, and {free / 2**30:,.1f} are free; {remedy}")
@@ -103,7 +100,7 @@ def peak_memory() -> int:
     """Bytes of memory that this process had at most, at a time."""
     with suppress(OSError, ValueError, KeyError):
         return _kibibytes(_STATUS)["VmHWM"]
-    # That of whoever started this process counts here until it has had more.
+    # Until this process has had more, the maximum is its parent's.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -116,10 +113,7 @@ def resident_memory() -> int:
 
 
 def mapped_memory(files: Iterable[Path]) -> int:
-    """Bytes of memory that pages of some files have in this process; 0 where the system does not say.
-
-    The system can drop them and read them again.
-    """
+    """Resident bytes of mapped files, which the system can drop and reread; 0 where the system does not say."""
     names, total, inside = {str(path.resolve()) for path in files}, 0, False
     with suppress(OSError, ValueError):
         for line in _MAPPINGS.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -132,13 +126,7 @@ def mapped_memory(files: Iterable[Path]) -> int:
 
 
 def forget_pages(address: int, nbytes: int) -> None:
-    """Take pages of a file out of this process's memory: those that lie whole in a range that is mapped from it, and was not
-    written to. Whoever reads there again reads the file.
-
-    Args:
-        address: where the range begins, of this process.
-        nbytes: how long it is.
-    """
+    """Drop resident pages of a mapped file that lie whole in this range and were not written to; they can be read again."""
     page = mmap.PAGESIZE
     begin, end = -(-address // page) * page, (address + nbytes) // page * page
     advice = getattr(mmap, "MADV_DONTNEED", None)
@@ -147,7 +135,7 @@ def forget_pages(address: int, nbytes: int) -> None:
 
 
 def hand_back() -> None:
-    """Let malloc give back to the system what it keeps for later, where it is glibc's. It takes some milliseconds.
+    """Make glibc's malloc return unused memory to the system; takes some milliseconds.
 
     Blocks of some megabytes that come and go beside small ones that stay leave gaps, which grow to twice what is in use.
     """
@@ -156,14 +144,9 @@ def hand_back() -> None:
 
 
 def ask_for_large_pages(address: int, nbytes: int) -> None:
-    """Ask the system to put memory on large pages as it is first written to, where it gives them to whoever asks (`madvise`).
+    """Ask the system for large pages (`madvise`) in a range that is not written to yet; only whole large pages inside it.
 
-    What is read once a step from end to end then needs no walk through page tables for each 4 KB. Only whole large pages
-    inside are asked for, so that nothing beside them comes to take memory.
-
-    Args:
-        address: where the memory begins, of this process.
-        nbytes: how long it is.
+    What is read once a step from end to end then needs no page-table walk for each 4 KB.
     """
     begin, end = -(-address // LARGE_PAGE) * LARGE_PAGE, (address + nbytes) // LARGE_PAGE * LARGE_PAGE
     advice = getattr(mmap, "MADV_HUGEPAGE", None)

@@ -1,8 +1,7 @@
-"""Result files and folders: checked before the work begins, then written whole or not at all; and temporary folders.
+"""Result files and folders, checked before the work begins and written whole or not at all; temporary folders.
 
-What is half-written stands beside its place, under a name of its own, and is locked while the process lives that writes it.
-So the next command that writes to the same place knows what a killed one has left there, and removes it. A temporary folder
-is locked and removed likewise, by the next process that makes one of its kind.
+An unfinished result lies beside its place under a name of its own, locked by the writing process. So the next writer to the
+same place recognizes and removes what a killed process left there. Temporary folders work alike.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def check_writable(path: Path) -> None:
     """Check that a file can be written, and leave no trace.
 
     Raises:
-        InputError: its folder does not exist or takes no files, or the path is not a regular file.
+        InputError: its folder is missing or not writable, or the path is not a regular file.
     """
     target = path.resolve()
     if target.exists() and not target.is_file():
@@ -49,12 +48,10 @@ def check_writable(path: Path) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Write a file in one step: what is written to the path that this yields appears at `path` at the end, or nothing does.
-
-    It lies in a folder of its own meanwhile, where a library may have temporary files beside it.
+    """Yield a path, in a folder of its own, whose content is moved to `path` at the end, or dropped after an error.
 
     Raises:
-        InputError: the system refuses; the old file, if any, is as it was.
+        InputError: the system refuses; an old file stays.
     """
     target = path.resolve()
     try:
@@ -66,25 +63,20 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file in one step, text as UTF-8: a reader finds the old file or the new one, never a part.
-
-    Raises:
-        InputError: the system refuses; the old file, if any, is as it was.
-    """
+    """Write a file in one step, text as UTF-8; errors as of `whole_file`."""
     with whole_file(path) as half:
         half.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
 def whole_folder(path: Path, *, replaces: str | None = None) -> Iterator[Path]:
-    """Fill a folder in one step: everything written to the folder that this yields appears at `path` at the end, or nothing.
+    """Yield a folder that is moved to `path` at the end, or dropped after an error.
 
     Args:
         path: must not exist.
-        replaces: a folder may be replaced that holds a file of this name, a JSON object whose `files` names all others there.
+        replaces: except a folder that holds a JSON file of this name, whose `files` names all others there.
     Raises:
-        InputError: `path` exists, its parent takes no folders, or a write fails (a full disk, say). Nothing of the new folder
-            is left, and an old folder is as it was.
+        InputError: `path` exists, its parent is not writable, or a write fails. An old folder stays.
     """
     target = path.absolute()
     check_folder(path, replaces=replaces)
@@ -124,7 +116,7 @@ def check_folder(path: Path, *, replaces: str | None = None) -> None:
 
 @contextmanager
 def _temporary_folder(target: Path) -> Iterator[Path]:
-    """A new folder beside the target, locked, which is removed in the end if it is still there."""
+    """A new locked folder beside the target, removed at the end if it is still there."""
     half = target.with_name(f".{target.name[:_SHOWN_NAME]}.{os.getpid()}.tmp")  # in the same folder: renaming is one step
     with _alone_in(target.parent):
         _clear(target)
@@ -139,7 +131,7 @@ def _temporary_folder(target: Path) -> Iterator[Path]:
 
 
 def _clear(target: Path) -> None:
-    """Remove what killed processes have left beside a target; put back an old folder that one had moved away."""
+    """Remove what killed processes left beside a target; put back an old folder that one had moved away."""
     name = re.compile(rf"\.{re.escape(target.name[:_SHOWN_NAME])}\.\d+\.(tmp|old)")
     for left in _left_in(target.parent, name):
         if left.suffix == ".old" and not target.exists() and len(target.name) <= _SHOWN_NAME:
@@ -149,7 +141,7 @@ def _clear(target: Path) -> None:
 
 
 def _left_in(folder: Path, name: re.Pattern[str]) -> Iterator[Path]:
-    """What has such a name in a folder, each locked for its turn; not what a process that lives has locked."""
+    """Paths of such names in a folder, each locked for its turn; not those that a living process has locked."""
     for left in [path for path in folder.iterdir() if name.fullmatch(path.name)]:
         if (lock := lock_alone(left)) is not None:
             yield left
@@ -166,7 +158,7 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Keep others from taking what was just made, and is not locked yet, for what a killed process has left."""
+    """Lock a folder while a new entry in it is not locked yet."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         with suppress(OSError):  # a file system without locks
@@ -177,7 +169,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def _replace_folder(new: Path, target: Path) -> None:
-    """Put a folder in the place of another, in one step where the system can; the old one is removed."""
+    """Replace a folder by another, in one step where the system can."""
     if _exchange(new, target):
         return  # what was old has the other name now, and is removed under it
     old = new.with_suffix(".old")
@@ -191,11 +183,7 @@ def _replace_folder(new: Path, target: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names in one step; False where the system or the file system cannot.
-
-    Raises:
-        OSError: it can, and refuses these.
-    """
+    """Exchange two names in one step; False where the system or file system cannot, an OSError where it refuses."""
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:  # not Linux
@@ -213,7 +201,7 @@ def lock_alone(path: Path) -> int | None:
     """Lock a file or folder against every other process, without waiting.
 
     Returns:
-        An open descriptor, which holds the lock until it is closed or the process ends; None if it cannot be had.
+        a descriptor, which holds the lock until it is closed; None if another process has it.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -228,16 +216,14 @@ def lock_alone(path: Path) -> int | None:
 
 
 class TemporaryFolder:
-    """An empty folder of this user's alone, removed by `close`, as a context manager, or at the end of the process.
+    """An empty private folder, removed by `close`, as a context manager, or at the end of the process.
 
-    Its name holds the number of the process that made it, and it is locked as long as that process lives. A folder of this
-    kind that nobody has locked, and whose process is gone, was left by one that was killed: it is removed first.
+    Its name holds the process's number, and it is locked while that process lives. Unlocked folders of dead processes are
+    removed first.
 
     Args:
         kind: a word for its name.
-        parent: where it is to be; the system's folder for temporary files unless given.
-    Attributes:
-        path: the folder.
+        parent: the system's folder for temporary files by default.
     """
 
     def __init__(self, kind: str, parent: Path | None = None) -> None:

@@ -97,11 +97,8 @@ def sigmoid_mul(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def store_kv(k: Tensor, v: Tensor, at: LayerView) -> None:
-    """Quantize K and V and store them, each once, at their slots.
+    """Quantize K and V, each [T, Hkv, D] fp32, and store them at the slots of the batch; K after RoPE.
 
-    Args:
-        k, v: [T, Hkv, D] fp32; K after RoPE.
-        at: the layer, and where its batch says they go.
     Raises:
         NonFiniteError: naming layer, token, slot and head.
     """
@@ -109,11 +106,11 @@ def store_kv(k: Tensor, v: Tensor, at: LayerView) -> None:
 
 
 def paged_attention(q: Tensor, at: LayerView, softmax_scale: float) -> Tensor:
-    """Causal attention of new tokens over everything stored of their sequences, themselves included.
+    """Causal attention of new tokens over all stored tokens of their sequences, themselves included.
 
-    The oracle of the rotated-domain kernels: it de-quantizes, then attends. KV head g serves the query heads
-    g*Hq/Hkv … (g+1)*Hq/Hkv - 1. Of the tokens that a cache keeps in BF16, each query sees those that `ResidualWindow.seen`
-    says. In a layer with a sliding window of W tokens a query at p sees those at p - W + 1 … p alone.
+    The oracle of the rotated-domain kernels: it dequantizes, then attends. KV head g serves query heads
+    g*Hq/Hkv … (g+1)*Hq/Hkv - 1. `ResidualWindow.visible` says which tokens a query sees in BF16. With a sliding window of W, a
+    query at p sees p - W + 1 … p.
 
     Args:
         q: [T, Hq, D] bf16 or fp32, after RoPE.
@@ -128,7 +125,7 @@ def paged_attention(q: Tensor, at: LayerView, softmax_scale: float) -> Tensor:
 
 
 def _attend_sequence(q: Tensor, kv: LayerKV, one: Batch, softmax_scale: float) -> Tensor:
-    """The same of one sequence, so that its numbers do not depend on what else is in the batch."""
+    """The same of one sequence, so that results do not depend on the rest of the batch."""
     shape, length = kv.shape, int(one.seq_lens)
     heads, group = shape.num_kv_heads, q.shape[1] // shape.num_kv_heads
     k, v = (x[0, :, :length] for x in kv.read(one.block_table[:, : -(-length // kv.block_size)]))
@@ -137,7 +134,7 @@ def _attend_sequence(q: Tensor, kv: LayerKV, one: Batch, softmax_scale: float) -
     queries = q.float().view(-1, heads, group, q.shape[-1]).permute(1, 2, 0, 3).flatten(1, 2)  # [Hkv, G*Q, D]
     scores = queries @ k.mT
     if k_window:
-        scores = torch.where(k_window.seen(position, length), queries @ k_window.read(one, length)[0].mT, scores)
+        scores = torch.where(k_window.visible(position, length), queries @ k_window.read(one, length)[0].mT, scores)
     unseen = key_position > position.unsqueeze(1)
     if shape.window is not None:
         unseen |= key_position <= position.unsqueeze(1) - shape.window
@@ -147,7 +144,7 @@ def _attend_sequence(q: Tensor, kv: LayerKV, one: Batch, softmax_scale: float) -
     else:
         weights, total = rounded_softmax(scores, kv.block_size, q.dtype)
     if v_window:
-        in_window = v_window.seen(position, length)
+        in_window = v_window.visible(position, length)
         out = weights.masked_fill(in_window, 0.0) @ v + weights.masked_fill(~in_window, 0.0) @ v_window.read(one, length)[0]
     else:
         out = weights @ v
@@ -180,29 +177,29 @@ def gated_delta(
     dt_bias: Tensor,
     at: LayerView,
 ) -> Tensor:
-    """The gated delta rule, token by token from the state that a layer keeps; it leaves the state after the new tokens.
+    """The gated delta rule, token by token from the layer's state, which it updates.
 
         x = silu(sum_t conv[t] * x[t]) over the newest tokens; q, k, v of it; q and k over their lengths, q over sqrt(dk)
         S = S * exp(-exp(a_log) * softplus(a + dt_bias))
         S = S + k (v - S^T k) * sigmoid(b);   out = S^T q
 
-    Head h of V goes by the head h * Hk // Hv of Q and K. A token's numbers depend on the state before it and on nothing else,
-    so that they are the same however a prompt is cut and whatever else is in the batch.
+    Head h of V uses head h * Hk // Hv of Q and K. Results of a token depend on the state before it alone, however a prompt is
+    cut and whatever else is in the batch.
 
     Args:
-        x: [T, 2 * Hk * dk + Hv * dv] fp32, what is projected to q, k and v, before the convolution.
-        a, b: [T, Hv] fp32, which decide what is forgotten and what is written.
+        x: [T, 2 * Hk * dk + Hv * dv] fp32, projections to q, k and v, before the convolution.
+        a, b: [T, Hv] fp32, decay and write gate.
         conv: [2 * Hk * dk + Hv * dv, 1, taps] fp32; the last tap is the token's own.
         a_log, dt_bias: [Hv] fp32.
-        at: the state of its layer is a `Recurrent` of `conv` [taps - 1, …] and `delta` [Hv, dk, dv], both fp32.
+        at: its state holds `conv` [taps - 1, …] and `delta` [Hv, dk, dv], both fp32.
     Returns:
         [T, Hv, dv] fp32.
     Rounding points: none; all is FP32.
     Raises:
-        ValueError: no version of the state has seen the tokens before.
+        ValueError: the state before these tokens is missing.
     """
     state, batch = at.state, at.batch
-    before, saved_tokens = state.read(batch), state.kept(batch)
+    before, saved_tokens = state.read(batch), state.last_tokens(batch)
     taps, decay = conv.squeeze(1).T, a_log.exp()
     keep = set(saved_tokens.tolist())
     out, after = [], []

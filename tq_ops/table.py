@@ -1,7 +1,7 @@
-"""What an op table is: the ops that a decoder layer calls, with the same signatures on every backend; and several ops in one.
+"""Op tables: the ops that a decoder layer calls, with the same signatures on every backend.
 
-Models are written in the ops of a table, one formula each, for readers, for the reference and for the validator. Where each
-launch of a kernel has its price, `FusedOps` compute the same with the same rounding points in fewer steps.
+Models are written in the ops of a table, one formula each. `FusedOps` compute the same with the same rounding points in
+fewer launches.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from haarkv.tq_ops.weight import Weight
 
 
 class OpTable(Protocol):
-    """An op table: a module such as `tq_ops.reference`, whose signatures every other table repeats."""
+    """A module such as `tq_ops.reference`, whose signatures every table repeats."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
     def linear(self, x: Tensor, weight: Weight) -> Tensor: ...
@@ -44,25 +44,25 @@ _SIGNATURES = {name: signature(getattr(OpTable, name)) for name in OP_NAMES}
 
 
 def arguments(op: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """What a call hands to an op, by the names of its parameters: `arguments("store_kv", …)["at"]`."""
+    """Arguments of a call by parameter name: `arguments("store_kv", …)["at"]`."""
     bound = _SIGNATURES[op].bind(None, *args, **kwargs).arguments
     return {name: value for name, value in bound.items() if name != "self"}
 
 
 def with_ops(ops: OpTable, replacements: Mapping[str, Callable[..., Any]]) -> OpTable:
-    """An op table in which some ops are others."""
+    """An op table with some ops replaced."""
     return cast(OpTable, SimpleNamespace(**{name: replacements.get(name, getattr(ops, name)) for name in OP_NAMES}))
 
 
 @dataclass(frozen=True)
 class Heads:
-    """How one layer's packed projections become queries, keys and values: split, add the bias, norm Q and K, then RoPE.
+    """How packed projections become queries, keys and values: split, add the bias, norm Q and K, apply RoPE.
 
     Attributes:
         num_heads: query heads Hq.
         dtype: the model's, to which queries and attention's output are rounded.
-        bias: [(Hq + 2 Hkv) * D], of Q, K and V one after the other; None without.
-        q_norm, k_norm: [D], weights of the norms of each head; None without.
+        bias: [(Hq + 2 Hkv) * D], of Q, K and V one after the other.
+        q_norm, k_norm: [D], weights of each head's norm.
         eps: of the norms.
     """
 
@@ -80,8 +80,8 @@ class Stack:
 
     Attributes:
         count: experts E.
-        per_token: how many of them a token goes through.
-        normalized: the shares of these are made to sum to 1.
+        per_token: experts of a token.
+        normalized: whether their shares are normalized to sum to 1.
         activation: silu or gelu_tanh.
         gate, up: [E * width, hidden].
         down: [E * hidden, width].
@@ -98,7 +98,7 @@ class Stack:
 
 @runtime_checkable
 class ExpertOps(Protocol):
-    """What a table may have beside the ops of `OpTable`, for steps in which the host cannot see which experts are chosen."""
+    """An optional op of a table, for steps in which the host does not know which experts are chosen."""
 
     def experts(self, x: Tensor, logits: Tensor, stack: Stack) -> Tensor:
         """Each token through its most likely experts, summed by their shares in the experts' order.
@@ -123,7 +123,7 @@ class FusedOps(ExpertOps, Protocol):
     def gelu_mul(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor: ...
 
     def attention(self, qkv: Tensor, heads: Heads, rope: tuple[Tensor, Tensor], at: LayerView, softmax_scale: float) -> Tensor:
-        """Store K and V, and attend: from the packed projections to what the output projection is given.
+        """Store K and V, and attend: from packed projections to the input of the output projection.
 
         Args:
             qkv: [T, (Hq + 2 Hkv) * D] fp32: Q of all heads, then K, then V.
@@ -151,5 +151,5 @@ class FusedOps(ExpertOps, Protocol):
 
 
 def with_experts(ops: OpTable, experts: Callable[[Tensor, Tensor, Stack], Tensor]) -> OpTable:
-    """An op table that is an `ExpertOps` as well; a table that wraps it is not."""
+    """An op table that is an `ExpertOps` as well."""
     return cast(OpTable, SimpleNamespace(experts=experts, **{name: getattr(ops, name) for name in OP_NAMES}))

@@ -16,11 +16,11 @@ _LOOP = 2**17
 
 @contextmanager
 def sleeping_threads() -> Iterator[None]:
-    """While it is open, torch's threads sleep soon after a loop; no result changes by a bit, for they are as many as before.
+    """While it is open, torch's threads sleep soon after a loop. Their number is the same, and so is every bit of a result.
 
-    GCC's OpenMP, which torch has on Linux, lets a thread that waits spin for milliseconds. On a busy machine whoever it waits
-    for is then kept from that core. Where there are more OpenMP threads than processors, waiting is a thousand times shorter
-    (GOMP_SPINCOUNT in its manual). This makes so many more, which sleep until it is closed. Another OpenMP is as it was.
+    GCC's OpenMP, torch's on Linux, lets waiting threads spin for milliseconds, which on a busy machine takes the core from the
+    thread that they wait for. With more OpenMP threads than processors it spins a thousand times shorter (GOMP_SPINCOUNT).
+    This starts so many more, which sleep until it is closed. Other OpenMPs are unaffected.
     """
     threads = torch.get_num_threads()
     if sys.platform != "linux" or threads == 1:

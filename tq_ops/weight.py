@@ -1,4 +1,4 @@
-"""What `linear` multiplies with: a dense tensor, or blocks of a few bits a number, restored where they are multiplied with."""
+"""What `linear` multiplies with: a dense tensor, or blocks of a few bits a number."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ class BlockType:
 
     Attributes:
         name: such as Q4_K.
-        numbers: of one block.
-        nbytes: of one block.
-        restore: of whole rows of blocks, [R, bytes of a row] uint8 on the host: [R, numbers of a row] fp32.
+        numbers, nbytes: of one block.
+        restore: whole rows, [R, bytes of a row] uint8 on the host -> [R, numbers of a row] fp32.
     """
 
     name: str
@@ -37,10 +36,9 @@ class Blocks:
 
     Attributes:
         data: [out, bytes of a row] uint8.
-        dtype: of its numbers once restored: they are rounded to it once.
-        row_scales, column_scales: [out] and [in] of `dtype`, powers of two that the numbers are multiplied with.
-        x_bits: 16 or 8. At 8, what the blocks are multiplied with is rounded by definition (`activations`). At 16, a kernel
-            that multiplies with blocks as they lie may round it to as many.
+        dtype: to which restored numbers are rounded once.
+        row_scales, column_scales: [out] and [in] of `dtype`, powers of two that multiply the numbers.
+        x_bits: 16 or 8. At 8, activations are rounded by definition (`activations`); at 16, a kernel may round them so far.
     """
 
     data: Tensor
@@ -72,20 +70,14 @@ class Blocks:
         return replace(self, data=self.data.to(device), row_scales=rows, column_scales=columns)
 
     def __mul__(self, scales: Tensor) -> Blocks:
-        """The same blocks, their rows times scales [out, 1] or their columns times [in] or [1, in]; powers of two, so that
-        nothing is rounded."""
+        """The blocks with rows times [out, 1], or columns times [in] or [1, in]: powers of two, so nothing is rounded."""
         flat = scales.flatten().to(self.dtype)
         if scales.ndim == 2 and scales.shape[1] == 1:
             return replace(self, row_scales=flat if self.row_scales is None else self.row_scales * flat)
         return replace(self, column_scales=flat if self.column_scales is None else self.column_scales * flat)
 
     def rows(self, index: slice | Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Some rows [R, in], restored on the host and copied to the device of the blocks.
-
-        Args:
-            index: slice, or [R] int64.
-            dtype: of the result; that of the blocks unless given. In FP32 nothing is rounded.
-        """
+        """Rows [R, in] at a slice or [R] int64, restored on the host and moved to the blocks' device; rounded to `dtype`."""
         dtype = dtype or self.dtype
         numbers = restore_rows(self.data[index].cpu(), self.type.restore, self.shape[1], dtype).to(self.device)
         if self.row_scales is not None:
@@ -109,10 +101,10 @@ _NUMBERS, _SMALLEST = 32, 1e-35
 
 
 def activations(x: Tensor, weight: Weight) -> Tensor:
-    """x [T, in] fp32 as it meets a weight: itself, but where blocks ask for 8 bits.
+    """x [T, in] fp32 as it meets a weight: itself, or for blocks that ask for 8 bits rounded.
 
-    Then each 32 numbers, times the columns' scales, are integers times one step, their largest size / 127. Rounding: to
-    nearest, ties to even. Numbers that are not finite make their 32 NaN.
+    Then each 32 numbers, times the columns' scales, become integers times one step, their largest size / 127, to nearest,
+    ties to even. Numbers that are not finite make their 32 NaN.
     """
     if not isinstance(weight, Blocks) or weight.x_bits == 16:
         return x
@@ -130,7 +122,7 @@ def dense(weight: Weight) -> Tensor:
 
 
 def weight_numbers(weight: Weight, index: slice = slice(None)) -> Tensor:
-    """Rows of a weight as `linear` multiplies with them: those of blocks in FP32, not rounded to the blocks' dtype."""
+    """Numbers that `linear` multiplies with: those of blocks in FP32, not rounded to their dtype."""
     return weight.rows(index, torch.float32) if isinstance(weight, Blocks) else weight[index]
 
 
@@ -154,19 +146,14 @@ def restore_rows(
     change: Callable[[Tensor], Tensor] | None = None,
     empty: Callable[[tuple[int, ...], torch.dtype], Tensor] = lambda shape, dtype: torch.empty(shape, dtype=dtype),
 ) -> Tensor:
-    """Numbers of stored rows, restored some at a time.
+    """Restore rows piece by piece: [R, columns] of `dtype`, to which FP32 is rounded once.
 
     Args:
         block_rows: [N, bytes of a row] uint8 on the host.
-        restore: as of `BlockType`.
         width: numbers of a row.
-        dtype: of the result, to which FP32 is rounded once.
-        rows: indices [R] int64; all unless given.
-        columns: of each row.
-        change: made of the numbers in FP32 before they are rounded.
-        empty: makes room for the result.
-    Returns:
-        [R, columns].
+        rows: indices [R] int64; all by default.
+        change: applied to the FP32 numbers before they are rounded.
+        empty: allocates the result.
     """
     count = len(block_rows) if rows is None else len(rows)
     result = empty((count, len(range(width)[columns])), dtype)

@@ -66,7 +66,7 @@ def write(path: Path, model: DecoderModel) -> None:
     try:
         _describe(writer, model)
         names = gguf.get_tensor_name_map(architecture, model.config.num_layers)
-        for name, tensor in model.weights.named():
+        for name, tensor in model.weights.named_tensors():
             its_name = names.get_name(name, try_suffixes=(".weight",))
             assert its_name is not None, f"gguf has no name for {name}"
             writer.add_tensor(its_name, *_tensor_arguments(dense(tensor)))

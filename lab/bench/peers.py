@@ -230,7 +230,7 @@ def their_model(model: DecoderModel, implementation: str) -> Any:
     )  # fmt: skip
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
-    theirs.load_state_dict(dict(model.weights.named()), assign=True, strict=False)
+    theirs.load_state_dict(dict(model.weights.named_tensors()), assign=True, strict=False)
     theirs.tie_weights()
     # Rotary tables are buffers that no state dict holds.
     theirs.model.rotary_emb = type(theirs.model.rotary_emb)(config).to(model.weights.embedding.device)

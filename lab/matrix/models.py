@@ -20,8 +20,8 @@ from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.checkpoint import Progress
 from haarkv.models.config import ModelConfig
-from haarkv.models.fingerprint import fingerprint
 from haarkv.models.text import Tokenizer, load_tokenizer
+from haarkv.models.weights import fingerprint
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration
@@ -151,7 +151,7 @@ class Subject:
         # Nearly every cache is read by the fastest executor here.
         fastest = catalog.select(catalog.AUTO, model_info.config, [], device="cpu", dtype=task.dtype).name
         self.model = load_model(model_info.name, task.dtype, None, progress, keep_blocks=catalog.info(fastest).block_types())
-        self.weights = fingerprint(self.model.weights.named())
+        self.weights = fingerprint(self.model.weights.named_tensors())
         self._executors: dict[tuple[bool, str], Executor] = {}
 
     @cached_property

@@ -19,13 +19,9 @@ CALIBRATION, PLAN = "haarkv_calibration", "haarkv_kv_plan"
 """Paths of files of `tq calibrate` and `tq plan`."""
 BALANCE, ALLOW_COLLAPSE = "haarkv_balance", "haarkv_allow_collapse"
 """false: uneven channels stay; true: only warn where text would be garbage."""
-PER_LAYER = "haarkv_metrics_per_layer"
-"""true: report each layer in `/metrics`."""
 CPU_WORKER = "haarkv.serving.vllm_plugin.cpu.RotatedCpuWorker"
 GPU_WORKER = "haarkv.serving.vllm_plugin.pages.RotatedGpuWorker"
 """For vLLM's `--worker-cls`: workers that give each layer pages of its own size."""
-
-HOST_MEMORY = "HostMemory"
 
 
 def register() -> None:

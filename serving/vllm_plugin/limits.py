@@ -19,9 +19,9 @@ from haarkv.engine.collapse import Guard
 from haarkv.models import balance
 from haarkv.models.balance import Moments, Scales, Scaling
 from haarkv.models.catalog import read_config, stream_tensors
-from haarkv.models.fingerprint import streamed_fingerprint
 from haarkv.models.parallel import kv_heads_of
-from haarkv.serving.vllm_plugin import ALLOW_COLLAPSE, BALANCE, FORMAT, HOST_MEMORY, KV, PLAN
+from haarkv.models.weights import fingerprint
+from haarkv.serving.vllm_plugin import ALLOW_COLLAPSE, BALANCE, FORMAT, KV, PLAN
 from haarkv.serving.vllm_plugin.kv_choice import kv_plan, kv_spec, shape_signature, sliding_layers, state_layers
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import KVFormat
@@ -30,7 +30,7 @@ from haarkv.tq_ops.kv.kernel_support import ELSEWHERE, KernelSupport, readable, 
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 
 if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.config import VllmConfig
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -41,8 +41,6 @@ _STATES, _WINDOWS, _TAIL = "layers that keep a state", "sliding windows", "a tai
 _DRAFTS = {None: ("ngram", "draft_model", "eagle3"), _STATES: ("mtp",), _WINDOWS: ("ngram",), _TAIL: ()}
 _FULL_ATTENTION = "full attention is served, and on a CPU windows of some of the layers, where layer_types names them"
 _HYBRIDS = "of these, Qwen3.5 is served, on CPUs"
-# Of vLLM's offloading, and the one that the plug-in brings for a CPU: both keep pages in this process's memory.
-_OFFLOADING = ("CPUOffloadingSpec", HOST_MEMORY)
 
 
 def is_asked_for(vllm_config: VllmConfig) -> bool:
@@ -111,7 +109,7 @@ def _cache(vllm_config: VllmConfig) -> str | None:
     model, plan = vllm_config.model_config, kv_plan(vllm_config)
     if names := [kv_format.name for kv_format in plan.formats if kv_format.to_compare]:
         return f"{names[0]} is here to compare with, which `tq eval` does; serve one of {', '.join(readable(reads_here()))}"
-    if plan.keeps_tokens and not _on_cpu():
+    if plan.has_windows and not _on_cpu():
         return "a tail or sinks in BF16 are served on CPUs alone; leave them out"
     if reason := unsupported(reads_here(), plan, shape_signature(vllm_config).layers):
         return reason.removesuffix(ELSEWHERE)
@@ -130,7 +128,7 @@ def _cache(vllm_config: VllmConfig) -> str | None:
 
 def blocks_misfit(keys: Iterable[tuple[int, KVFormat]], block_size: int) -> str | None:
     """Why blocks of this size cannot hold keys of (layer, format): a stretch would end within a block."""
-    names = [k.name for layer, k in keys if k.turns(layer)]
+    names = [k.name for layer, k in keys if k.rope_shift(layer)]
     if not names or STRETCH % block_size == 0:
         return None
     return f"{names[0]} takes blocks that divide {STRETCH:,} tokens, not of {block_size}; give --block-size {BLOCK_SIZE}"
@@ -142,28 +140,16 @@ def _weights(vllm_config: VllmConfig) -> str | None:
     if not spec.weights or vllm_config.load_config.load_format == "dummy":
         return None
     try:
-        fingerprint = _fingerprint(model)
+        weights = _fingerprint(model)
     except InputError as error:
         return f"its weights cannot be compared with those that the calibration was learned from: {error}"
-    spec.require_weights(fingerprint)
+    spec.require_weights(weights)
     return None
 
 
 @cache
 def _fingerprint(model: str) -> str:
-    return streamed_fingerprint(stream_tensors(model, read_config(model), torch.bfloat16))
-
-
-def _transfer(transfer: KVTransferConfig) -> str | None:
-    """Why a KV transfer is refused: elsewhere pages are identified by model and dtype, which do not tell formats apart."""
-    extra = transfer.kv_connector_extra_config
-    if transfer.kv_connector != "OffloadingConnector":
-        return f"KV transfer by {transfer.kv_connector} is not supported; by OffloadingConnector it is"
-    if (spec := extra.get("spec_name", _OFFLOADING[0])) not in _OFFLOADING:
-        return f"offloading by {spec} is not supported, which may keep pages for another server; leave out spec_name"
-    if extra.get("canonical_layout"):
-        return "canonical_layout takes pages apart, and these are of one piece; leave it out"
-    return None
+    return fingerprint(stream_tensors(model, read_config(model), torch.bfloat16), streamed=True)
 
 
 def _options(vllm_config: VllmConfig) -> str | None:
@@ -174,8 +160,8 @@ def _options(vllm_config: VllmConfig) -> str | None:
         return "--kv-cache-dtype-skip-layers is not supported; --kv-skip-layers leaves layers in BF16"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         return "context parallelism is not supported; --tensor-parallel-size is"
-    if vllm_config.kv_transfer_config is not None and (reason := _transfer(vllm_config.kv_transfer_config)):
-        return reason
+    if vllm_config.kv_transfer_config is not None:
+        return "KV transfer and offloading are not supported; leave them out"
     own_blocks = _own_blocks(vllm_config)
     if drafts is not None and drafts.method not in _DRAFTS[own_blocks]:
         *all_but, last = _DRAFTS[own_blocks] or ("",)
@@ -186,9 +172,8 @@ def _options(vllm_config: VllmConfig) -> str | None:
     if own_blocks == _STATES and drafts is not None and cache.enable_prefix_caching:
         return f"on a CPU vLLM cannot keep prefixes with drafts and {own_blocks}; give --no-enable-prefix-caching"
     conflicts = {
-        "offloading": vllm_config.kv_transfer_config,
         "--disable-hybrid-kv-cache-manager": vllm_config.scheduler_config.disable_hybrid_kv_cache_manager,
-        _TAIL: kv_plan(vllm_config).keeps_tokens and own_blocks != _TAIL,
+        _TAIL: kv_plan(vllm_config).has_windows and own_blocks != _TAIL,
     }  # fmt: skip
     return next(
         (f"{flag} was not tried with {own_blocks}; leave it out" for flag, value in conflicts.items() if own_blocks and value),
@@ -203,7 +188,7 @@ def _own_blocks(vllm_config: VllmConfig) -> str | None:
         return _STATES
     if sliding_layers(model):
         return _WINDOWS
-    return _TAIL if kv_plan(vllm_config).keeps_tokens else None
+    return _TAIL if kv_plan(vllm_config).has_windows else None
 
 
 # -- Uneven channels ---------------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import SchedulerStats
 
-from haarkv.serving.vllm_plugin import PER_LAYER
 from haarkv.serving.vllm_plugin.kv_choice import LEAST_TOKENS, exact_pair, kv_plan, sliding_layers, state_layers
 from haarkv.serving.vllm_plugin.limits import is_asked_for
 from haarkv.tq_ops.kv.layer import page_bytes
@@ -29,7 +28,6 @@ _GAUGES = {
 }
 _BYTE_GAUGES = ("kv_allocated_bytes", "kv_held_bytes")
 """Gauges where tokens stay in BF16: a block then holds more packed tokens than BF16 ones."""
-_LAYER = "kv_layer_held_bytes"
 _RECOMPUTE_COUNTER = "recomputed_tokens", "Tokens of preempted requests whose K and V were computed again."
 
 
@@ -46,11 +44,9 @@ class RotatedStatLogger(StatLoggerBase):
             model = vllm_config.model_config
             if sliding_layers(model) or state_layers(model):
                 return  # a block then holds more tokens of some layers than of others, or none
-            keeps_tokens = kv_plan(vllm_config).keeps_tokens
+            keeps_tokens = kv_plan(vllm_config).has_windows
             gauges = {name: text for name, text in _GAUGES.items() if name in _BYTE_GAUGES or not keeps_tokens}
             self._gauges = {name: _gauge(name, text, "model_name", "engine") for name, text in gauges.items()}
-            if vllm_config.additional_config.get(PER_LAYER) and not keeps_tokens:
-                self._gauges[_LAYER] = _gauge(_LAYER, "kv_held_bytes of one layer.", "model_name", "engine", "layer")
 
     def log_engine_initialized(self) -> None:
         self._set(usage=0.0)
@@ -77,9 +73,6 @@ class RotatedStatLogger(StatLoggerBase):
         for name, gauge in self._gauges.items():
             if name in values:
                 gauge.labels(*self._labels).set(values[name])
-        if _LAYER in self._gauges:
-            for layer, page in enumerate(pages):
-                self._gauges[_LAYER].labels(*self._labels, str(layer)).set(used_blocks * page)
 
 
 def layer_page_bytes(vllm_config: VllmConfig, plan: KVPlan) -> list[int]:
@@ -94,14 +87,13 @@ def least_of_tails(vllm_config: VllmConfig, plan: KVPlan) -> int:
     """Bytes of the smallest block of BF16 tokens, all layers and ranks; a vLLM block has room for it."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     heads = model.get_num_kv_heads(parallel) * parallel.tensor_parallel_size
-    layers = sum(any(map(plan.keeps, pair)) for pair in plan.layers)
+    layers = sum(any(map(plan.has_window, pair)) for pair in plan.layers)
     return layers * page_bytes(exact_pair(), heads, model.get_head_size(), LEAST_TOKENS)
 
 
 def recomputed_tokens(stats: SchedulerStats) -> int:
     """Tokens of resumed requests that were computed again; vLLM counts them with prefix caching on."""
-    inside, outside = stats.prefix_cache_stats, stats.connector_prefix_cache_stats
-    return inside.preempted_queries - inside.preempted_hits - (outside.preempted_hits if outside else 0)
+    return stats.prefix_cache_stats.preempted_queries - stats.prefix_cache_stats.preempted_hits
 
 
 def _metric(kind: Callable[..., M], name: str, text: str, *labels: str, **settings: str) -> M:

@@ -218,7 +218,7 @@ class Tail(AttentionLayerBase):
         """The forward's batch with this group's block table."""
         metadata: TailMetadata = get_attention_context(self.name)[0]
         if metadata.batch_pair is None or metadata.batch_pair[0] is not batch:
-            metadata.batch_pair = batch, replace(batch, kept_table=metadata.table)
+            metadata.batch_pair = batch, replace(batch, window_table=metadata.table)
         return metadata.batch_pair[1]
 
 
@@ -265,7 +265,7 @@ class OwnPages:
 
     def _tails(self, specs: dict[str, Any]) -> dict[str, KVCacheSpec]:
         plan, layers = kv_plan(self.vllm_config), self.vllm_config.compilation_config.static_forward_context
-        names = [name for name in specs if any(map(plan.keeps, layer_formats(self.vllm_config, name)))]
+        names = [name for name in specs if any(map(plan.has_window, layer_formats(self.vllm_config, name)))]
         if not names:
             return {}
         tails = tails_beside(specs, names, plan.recent or 0, plan.sink)

@@ -8,7 +8,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheSpecKind
 
-from haarkv.serving.vllm_plugin import CPU_WORKER, HOST_MEMORY
+from haarkv.serving.vllm_plugin import CPU_WORKER
 from haarkv.serving.vllm_plugin.kv_choice import sliding_layers, state_layers
 from haarkv.serving.vllm_plugin.limits import is_asked_for, require_supported
 from haarkv.tq_ops.cpu import library
@@ -49,7 +49,7 @@ class RotatedCpuPlatform(CpuPlatform):
         if not is_asked_for(vllm_config):
             return
         require_supported(vllm_config)
-        model, drafts, transfer = vllm_config.model_config, vllm_config.speculative_config, vllm_config.kv_transfer_config
+        model, drafts = vllm_config.model_config, vllm_config.speculative_config
         if model is not None and sliding_layers(model):  # they stay with vLLM's own backend
             backends = vllm_config.attention_config.backend_per_kind
             backends.setdefault(KVCacheSpecKind.SLIDING_WINDOW.value, AttentionBackendEnum.CPU_ATTN)
@@ -59,9 +59,6 @@ class RotatedCpuPlatform(CpuPlatform):
         library.load()  # or its reason, before anything is started
         if vllm_config.parallel_config.worker_cls == _VLLMS_WORKER:
             vllm_config.parallel_config.worker_cls = CPU_WORKER
-        if transfer is not None:  # vLLM's own worker moves no pages on a CPU
-            ours = {"spec_name": HOST_MEMORY, "spec_module_path": "haarkv.serving.vllm_plugin.cpu"}
-            transfer.kv_connector_extra_config |= ours
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:

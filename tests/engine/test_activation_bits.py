@@ -30,7 +30,7 @@ def test_a_session_says_it_and_its_weights_have_it(file):
     plain, eight_bit = (tq.load(file, kv="tq4", executor="cpu", activation_bits=bits) for bits in (16, 8))
     assert "8 bits" in eight_bit.executor.description
     assert "8 bits" not in plain.executor.description
-    blocks = [weight for _, weight in eight_bit.executor.weights.named() if isinstance(weight, Blocks)]
+    blocks = [weight for _, weight in eight_bit.executor.weights.named_tensors() if isinstance(weight, Blocks)]
     assert {weight.x_bits for weight in blocks} == {8}
     tied = [session.executor.weights.lm_head is session.executor.weights.embedding for session in (plain, eight_bit)]
     assert tied[0] == tied[1]

@@ -12,7 +12,7 @@ from haarkv.engine.draft_choice import DraftSpec, Target, choose
 from haarkv.engine.drafts import Pace
 from haarkv.engine.loading import load
 from haarkv.engine.sampling import Sampling
-from haarkv.models.parallel import ALONE
+from haarkv.models.parallel import SINGLE_RANK
 from haarkv.models.tiny_qwen3.corpus import held_out_texts
 from haarkv.validation.fidelity.greedy_diff import greedy_diff
 
@@ -28,7 +28,7 @@ def prompts(tiny, count):
 
 
 def drafting(session, spec):
-    model = Target(session.name, session.config, session.executor.name, None, "float32", ALONE)
+    model = Target(session.name, session.config, session.executor.name, None, "float32", SINGLE_RANK)
     return replace(session, draft=choose(spec, model)(session.executor), draft_tokens=spec.tokens)
 
 

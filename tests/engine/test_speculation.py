@@ -17,7 +17,7 @@ from haarkv.engine.drafts import Pace
 from haarkv.engine.generation import GenerationRequest, generate
 from haarkv.engine.sampling import BatchSampler, Sampling
 from haarkv.models.catalog import find_model
-from haarkv.models.parallel import ALONE
+from haarkv.models.parallel import SINGLE_RANK
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -75,7 +75,7 @@ def expected(tiny):
 
 def drafting(session, spec):
     """The session with a draft."""
-    model = Target(session.name, session.config, session.executor.name, None, "float32", ALONE)
+    model = Target(session.name, session.config, session.executor.name, None, "float32", SINGLE_RANK)
     return replace(session, draft=choose(spec, model)(session.executor), draft_tokens=spec.tokens)
 
 

@@ -66,7 +66,7 @@ def test_a_shared_prefix_is_not_computed_again(session):
         assert count == reusable(sequence, ids, session.new_cache(1, 128)[0])
         assert ids[:count] == list(sequence.token_ids[:count])
         assert shared.timing.prefill_tokens == len(ids) - count
-        assert count or session.plan.keeps_tokens or text == "spam"
+        assert count or session.plan.has_windows or text == "spam"
 
 
 # -- Where a prefix may be cut ---------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def test_a_prefix_stores_what_the_whole_did(spec):
             cache.view(0, batch).write(x[batch.positions], -x[batch.positions])
         assert same(take(cache, paging, sequence, range(300)), whole)
     # The ring has 64 tokens beside the tail, and the group that the next token is in must be whole.
-    least = 300 - 64 + plan.k(0).group_tokens if plan.keeps_tokens else 0
+    least = 300 - 64 + plan.k(0).group_tokens if plan.has_windows else 0
     assert lengths == [length for length in (1, 100, 200, 236, 250, 268, 299) if length >= least]
 
 

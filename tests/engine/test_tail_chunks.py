@@ -44,7 +44,9 @@ def run(executor, plan, chunk, lengths):
     for step in range(3):
         batch = paging.batch(sequences, [1] * len(prompts))
         logits.append(verify(executor, torch.tensor([step + 1] * len(prompts)), batch, cache))
-    return torch.stack(logits), [field.numpy().tobytes() for _, _, fields, _ in cache.fields() for field in fields.values()]
+    return torch.stack(logits), [
+        field.numpy().tobytes() for kv in cache.kv.values() for fields in kv.fields for field in fields.values()
+    ]
 
 
 def test_where_sums_follow_the_cut_chunks_stay_small():

@@ -42,7 +42,7 @@ def logits_after_prompts(model, ops):
 def test_in_bf16_logits_are_as_near_to_unrounded_ones_as_the_references(table):
     """How far the two are from each other is chance: one level that falls to the other side of a boundary moves all logits."""
     model, fp32_model = small_model(SMALL, dtype=torch.bfloat16), small_model(SMALL)
-    for (_, wide), (_, narrow) in zip(fp32_model.weights.named(), model.weights.named(), strict=True):
+    for (_, wide), (_, narrow) in zip(fp32_model.weights.named_tensors(), model.weights.named_tensors(), strict=True):
         wide.copy_(narrow)
     exact = logits_after_prompts(fp32_model, reference)
     ours, theirs = ((logits_after_prompts(model, ops) - exact).norm() for ops in (table.open(), reference))

@@ -33,7 +33,7 @@ BIASED = resize_config(SMALL, model_type="qwen2", qkv_bias=True)
 TAIL = KVSpec("tq3", layers={0: "k=tq8,v=bf16"}, tail=5, sink=2)
 _SEES_ALL = Layer(
     Attention(4, 1, 256, Rope(1e6, 256), 0.05, head_norms=True), Dense(80, "gelu_tanh"), Norm(1e-5, plus_one=True),
-    norms_behind=True,
+    post_norms=True,
 )  # fmt: skip
 _LOCAL = replace(_SEES_ALL, mixer=replace(_SEES_ALL.attention, window=40, rope=Rope(1e4, 256), scale=256**-0.5))
 GEMMA = ModelConfig(
@@ -267,7 +267,7 @@ def model_in_blocks(dtype: torch.dtype, config: ModelConfig = IN_BLOCKS, leave: 
             return blocks * torch.full((weight.shape[1],), 0.5)
         return blocks * torch.full((len(weight), 1), 0.25) if field in ("v_proj", "gate_proj") else blocks
 
-    layers = tuple(layer.changed(change) for layer in model.weights.layers)
+    layers = tuple(layer.map(change) for layer in model.weights.layers)
     return replace(model, weights=replace(model.weights, layers=layers))
 
 
@@ -291,7 +291,7 @@ def test_blocks_without_a_kernel_run_op_by_op():
     unknown = random_blocks("Q8_0", 256, 256)
     unknown = replace(unknown, type=replace(unknown.type, name="other"))
     layers = [*model.weights.layers]
-    layers[1] = layers[1].changed(lambda field, weight: unknown if field == "down_proj" else weight)
+    layers[1] = layers[1].map(lambda field, weight: unknown if field == "down_proj" else weight)
     executor = CpuExecutor(replace(model, weights=replace(model.weights, layers=tuple(layers))))
     parts = list(executor.whole.parts(range(3), new_cache(IN_BLOCKS)))
     assert parts == [(True, range(1)), (False, range(1, 2)), (True, range(2, 3))]

@@ -146,7 +146,7 @@ def test_coordinates_are_handed_over_once(monkeypatch):
 
 # -- Stretches ---------------------------------------------------------------------------------------------------------------
 def test_keys_of_tokens_are_turned_by_where_their_stretch_begins():
-    key_turns = synthetic.calibration().format(4).turns(0)
+    key_turns = synthetic.calibration().format(4).rope_shift(0)
     positions = torch.tensor([0, 1023, 1024, 2047, 2048, 70_000])
     cos, sin = turns_of_tokens(key_turns, positions).split(64, 1)
     x = torch.randn(6, 128)
@@ -165,7 +165,7 @@ def test_a_turning_format_has_a_program_of_its_own_and_rows_are_made_once():
     tiling = inputs.tile(batch, program, (torch.zeros(2, 64), torch.zeros(2, 64)))
     rows = inputs.back_argument(tiling, plan, 0)["back"]
     assert rows is inputs.back_argument(tiling, plan, 1)["back"]
-    assert torch.equal(rows[:2], turn_table(plan.k(0).turns(0), rows.device)[:2])
+    assert torch.equal(rows[:2], turn_table(plan.k(0).rope_shift(0), rows.device)[:2])
     assert inputs.back_argument(tiling, still, 0) == {}
 
 
@@ -192,7 +192,7 @@ def test_places_that_a_query_sees_hold_the_tokens_that_the_reference_sees(window
     # Which token lies where, once these are written; then what each query's visible places hold.
     for row, position in enumerate(batch.positions.tolist()):
         tokens = torch.arange(position + 1)
-        expected = tokens[k.seen(torch.tensor(position), position + 1)]
+        expected = tokens[k.visible(torch.tensor(position), position + 1)]
         assert sorted(k.places(expected).tolist()) == (window_plan.seen[row] == 0).nonzero().flatten().tolist()
     heads, window = CONFIG.heads.num_kv_heads, shape.window
     assert window_plan.begin.tolist() == [

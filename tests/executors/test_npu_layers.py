@@ -120,7 +120,7 @@ def attending(**sizes):
 FAULTS = {
     "biases left out": ("qwen2", without(bias=False)),
     "norms of heads left out": ("gemma3", without(head_norms=False)),
-    "norms behind left out": ("gemma3", without(norms_behind=False)),
+    "norms behind left out": ("gemma3", without(post_norms=False)),
     "SiLU for GELU": ("gemma3", without(activation="silu")),
     "no window": ("gemma3", attending(window=None)),
     "a window one longer": ("gemma3", attending(window=WINDOW + 1)),

@@ -112,7 +112,7 @@ def test_a_model_in_blocks_of_every_type_is_the_references(dtype):
     config = resize_config(BLOCKY, num_layers=4)
     model = in_blocks(small_model(config, dtype=dtype))
     scales = 2.0 ** torch.arange(-2, 2).repeat(config.heads.num_heads * config.heads.head_dim // 4)
-    first = model.weights.layers[0].changed(lambda field, weight: weight * scales if field == "o_proj" else weight)
+    first = model.weights.layers[0].map(lambda field, weight: weight * scales if field == "o_proj" else weight)
     model = replace(model, weights=replace(model.weights, layers=(first, *model.weights.layers[1:])))
     executor, prompts = OnnxExecutor(model), [random_tokens(config, 20, 1), random_tokens(config, 5, 2)]
     assert len(executor._scopes.blocks) == 4 * 7 + 1
@@ -138,7 +138,7 @@ def test_a_type_that_is_not_exact_in_codes_is_restored():
     model = in_blocks(small_model(BLOCKY), ("Q4_0",))
     other = random_blocks("Q4_0", 256, 256)
     other = replace(other, type=replace(other.type, name="NEW"))
-    layer = model.weights.layers[0].changed(lambda field, weight: other if field == "up_proj" else weight)
+    layer = model.weights.layers[0].map(lambda field, weight: other if field == "up_proj" else weight)
     model = replace(model, weights=replace(model.weights, layers=(layer, *model.weights.layers[1:])))
     executor = OnnxExecutor(model)
     name = "model.layers.0.mlp.up_proj.weight"
@@ -239,7 +239,7 @@ def test_tokens_in_bf16_are_those_that_the_reference_reads(window_sizes, kv, dty
 def test_memory_of_tokens_in_bf16_that_are_not_there_may_hold_anything(executor):
     def forwards(left):
         cache = new_cache(CONFIG, make_spec("k=lr4,v=tq4", tail=5, sink=2))
-        for *_, window in cache.fields():
+        for window in (window for kv in cache.kv.values() for window in kv.windows):
             window.vectors.fill_(left)
         paging = new_paging(cache)
         sequences = [paging.add(), paging.add()]
@@ -287,9 +287,10 @@ def test_graphs_are_given_the_caches_and_the_models_own_memory(monkeypatch):
     prefill(OnnxExecutor(model), cache, paging, [paging.add()], [[1, 2, 3]])
     for layer, side, name, tensor in cache_tensors(cache):
         assert bound[f"layers.{layer}.{side}_{name}"] == tensor.data_ptr()
-    for name, *_, window in cache.fields():
-        assert bound[f"{name}_kept"] == window.vectors.data_ptr()
-    for name, tensor in model.weights.named():
+    for layer, kv in cache.kv.items():
+        for side, window in zip("kv", kv.windows, strict=True):
+            assert bound[f"layers.{layer}.{side}_kept"] == window.vectors.data_ptr()
+    for name, tensor in model.weights.named_tensors():
         assert bound[name] == tensor.data_ptr()
 
 
@@ -301,7 +302,7 @@ def test_what_is_not_finite_is_named_and_nothing_is_stored():
     with pytest.raises(NonFiniteError, match=r"layer 1: V of token 0 of the batch \(slot 0\), KV head 1 is not finite"):
         prefill(OnnxExecutor(model), cache, paging, [paging.add()], [[1, 2, 3]])
     assert all(not tensor.any() for _, _, _, tensor in cache_tensors(cache))
-    assert all(not window.vectors.any() for *_, window in cache.fields())
+    assert all(not window.vectors.any() for kv in cache.kv.values() for window in kv.windows)
 
 
 def test_logits_that_are_not_finite_are_an_error():

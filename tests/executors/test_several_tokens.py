@@ -85,7 +85,7 @@ def test_logits_after_each_token_are_those_of_one_by_one(name, dtype, spec):
 @pytest.mark.parametrize("name", ["reference", "cpu", "onnx", "cuda"])
 def test_the_weights_of_an_executor_are_what_it_multiplies_with(name):
     executor = open_executor(name)
-    embedding = dict(executor.weights.named())[EMBEDDING]
+    embedding = dict(executor.weights.named_tensors())[EMBEDDING]
     assert (embedding.device, embedding.shape) == (executor.device, (CONFIG.vocab_size, CONFIG.hidden_size))
 
 

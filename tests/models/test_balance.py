@@ -9,7 +9,7 @@ from planted import dead_head, run, save_tiny, tiny, tiny_qwen2, token_ids
 from small_models import CONFIGS, resize_config, small_model
 
 from haarkv.codebooks.balance import channel_scales, error_ratio
-from haarkv.models.balance import balance, checkpoint_moments, describe, key_moments, name_layers, value_moments
+from haarkv.models.balance import balance, checkpoint_moments, describe, key_moments, value_moments
 from haarkv.models.catalog import load_model
 from haarkv.tq_ops import formats
 
@@ -19,7 +19,10 @@ GAUSSIAN = torch.Generator().manual_seed(5)
 def changed_fields(model, other):
     pairs = zip(model.weights.layers, other.weights.layers, strict=True)
     return {
-        name for a, b in pairs for (name, _, x), (_, _, y) in zip(a.named(), b.named(), strict=True) if not torch.equal(x, y)
+        name
+        for a, b in pairs
+        for (name, _, x), (_, _, y) in zip(a.named_tensors(), b.named_tensors(), strict=True)
+        if not torch.equal(x, y)
     }
 
 
@@ -99,7 +102,7 @@ class TestModel:
     def test_it_computes_the_same_bits(self, name, dtype):
         base = outliers.outlier_channels(tiny(), 30) if name == "norms" else outliers.key_biases(tiny_qwen2(), 50, (1, 4))
         weights = replace(
-            base.weights, layers=tuple(x.changed(lambda _, t: t.to(dtype)) for x in base.weights.layers),
+            base.weights, layers=tuple(x.map(lambda _, t: t.to(dtype)) for x in base.weights.layers),
             embedding=base.weights.embedding.to(dtype), lm_head=base.weights.lm_head.to(dtype),
         )  # fmt: skip
         model = replace(base, weights=weights)
@@ -115,9 +118,7 @@ class TestModel:
         model = load_model("tiny-hybrid")
         uneven = torch.ones(128)
         uneven[[0, 100]] = 16.0
-        layers = tuple(
-            layer.changed(lambda field, x: x * uneven if field == "k_norm" else x) for layer in model.weights.layers
-        )
+        layers = tuple(layer.map(lambda field, x: x * uneven if field == "k_norm" else x) for layer in model.weights.layers)
         planted_one = replace(model, weights=replace(model.weights, layers=layers))
         result = balance(planted_one)
         assert {entry.side for entry in result.uneven} == {"K"}
@@ -136,7 +137,7 @@ class TestModel:
             rows = {"k_proj": outlier.flatten(), "v_proj": outlier.flatten(), "q_proj": 1 / query_outlier}.get(field)
             return x / query_outlier if field == "o_proj" else x if rows is None else x * rows[:, None]
 
-        layers = tuple(layer.changed(plant) for layer in model.weights.layers)
+        layers = tuple(layer.map(plant) for layer in model.weights.layers)
         uneven = replace(model, weights=replace(model.weights, layers=layers))
         result = balance(uneven)
         assert len(result.uneven) == 2 * config.num_layers
@@ -155,7 +156,7 @@ class TestModel:
 
     def test_a_dead_head_changes_nothing_for_the_others(self):
         result = balance(dead_head(outliers.outlier_channels(tiny(), 30)))
-        assert all(torch.isfinite(x).all() for layer in result.model.weights.layers for _, _, x in layer.named())
+        assert all(torch.isfinite(x).all() for layer in result.model.weights.layers for _, _, x in layer.named_tensors())
         whole = balance(outliers.outlier_channels(tiny(), 30))
         dim = tiny().config.heads.head_dim
         for ours, theirs in zip(result.model.weights.layers, whole.model.weights.layers, strict=True):
@@ -168,13 +169,6 @@ def test_what_is_said_of_it():
     assert "K of layers 0 to 2, 4 and 5" in message
     assert "V of layers 0 to 5" in message
     assert "\n" not in message
-
-
-@pytest.mark.parametrize(
-    ("layers", "words"), [([3], "layer 3"), ([1, 0], "layers 0 and 1"), ([0, 1, 2, 5, 7], "layers 0 to 2, 5 and 7")]
-)
-def test_layers_in_words(layers, words):
-    assert name_layers(layers) == words
 
 
 @pytest.mark.parametrize("name", ["norms", "biases"])

@@ -13,7 +13,7 @@ import transformers
 from at_length import rest
 from chat_template_forms import FORMS
 from checkpoints import byte_tokenizer
-from gguf_files import byte_vocabulary, pieces
+from gguf_files import byte_vocabulary
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -257,15 +257,6 @@ def with_tokens(tokenizer, normalized=False, **special):
     return tokenizer
 
 
-def gguf_tokenizer(kind):
-    if kind == "gpt2":
-        entries = byte_vocabulary("llama-bpe", special=(*SPECIAL, *OWN), add_bos_token=False)
-        return build_words("m", entries).tokenizer
-    words = ("▁", *"abcdehiknost<>/|_[]", "<s", "</s", "<|", "th", "in", "think", "<think")
-    entries = pieces(words, user_tokens=("\n\n", "  ", *SPECIAL[2:], *OWN))
-    return build_words("m", entries).tokenizer
-
-
 def word_tokenizer(kind):
     letters = {"[UNK]": 0, **{letter: n for n, letter in enumerate("abcdehiknost<>/|_[]", 1)}}
     if kind == "Unigram":
@@ -285,11 +276,10 @@ def word_tokenizer(kind):
 
 KINDS = {
     "bytes": by_bytes, "bytes, stripped": lambda: by_bytes(lstrip=True, rstrip=True), "pieces": lambda: by_pieces(False),
-    "pieces, a space first": lambda: by_pieces(True), "bytes of GGUF": lambda: gguf_tokenizer("gpt2"),
-    "pieces of GGUF": lambda: gguf_tokenizer("llama"), "WordPiece": lambda: word_tokenizer("WordPiece"),
+    "pieces, a space first": lambda: by_pieces(True), "WordPiece": lambda: word_tokenizer("WordPiece"),
     "Unigram": lambda: word_tokenizer("Unigram"),
 }  # fmt: skip
-GIVES_BACK = ("bytes", "pieces", "bytes of GGUF")
+GIVES_BACK = ("bytes", "pieces")
 """Those that give every text back."""
 SPELLING = {
     "ChatML": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>a\n",

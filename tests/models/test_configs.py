@@ -258,12 +258,3 @@ def test_a_window_as_wide_as_the_context_hides_nothing(saved, tmp_path, name, en
     path.write_text(json.dumps(raw | first | {"sliding_window": positions}))
     assert windows(read_hf_config(path)) == [None] * 3
     assert read_hf_config(path).max_position_embeddings == positions
-
-
-@pytest.mark.parametrize("name", ["llama3", "mistral", "qwen2", "qwen3_yarn", "qwen3_moe"])
-def test_a_config_that_does_not_say_its_kv_heads_has_transformers_own(saved, tmp_path, name):
-    raw, path = json.loads((saved(name)[0] / "config.json").read_text()), tmp_path / "config.json"
-    raw.pop("num_key_value_heads")
-    path.write_text(json.dumps(raw | {"num_attention_heads": 64, "hidden_size": 4096}))
-    theirs = getattr(transformers, f"{MODELS[name][0]}Config").from_json_file(path)
-    assert read_hf_config(path).heads.num_kv_heads == theirs.num_key_value_heads

@@ -29,7 +29,6 @@ from haarkv.models.config import (
     Rope,
     unknown_part,
 )
-from haarkv.models.hf_folder import read_header
 from haarkv.models.weights import checkpoint_shapes, num_parameters
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -124,7 +123,7 @@ def test_parameters_and_tensors_are_transformers_own(saved, name):
     folder, theirs = saved(name)
     config = read_config(folder)
     assert num_parameters(config) == theirs.num_parameters()
-    expected = {key: tuple(entry["shape"]) for key, entry in read_header(folder / "model.safetensors").items()}
+    expected = {key: tuple(tensor.shape) for key, tensor in load_file(folder / "model.safetensors").items()}
     assert checkpoint_shapes(config) == expected
     assert declaration_in(theirs.config.to_dict()) == shape_signature(config).declaration
 
@@ -229,7 +228,7 @@ def test_a_declaration_is_known_as_a_whole():
     """Whatever field says something else: one that is added later, too."""
     (layer,) = dense_layers(1, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=96)
     assert unknown_part(layer) is None
-    attention, every = layer.attention, ("head_norms", "bias", "window", "activation", "plus_one", "norms_behind")
+    attention, every = layer.attention, ("head_norms", "bias", "window", "activation", "plus_one", "post_norms")
     others = {
         "head_norms is True": replace(layer, mixer=replace(attention, head_norms=True)),
         "bias is True": replace(layer, mixer=replace(attention, bias=True)),
@@ -238,7 +237,7 @@ def test_a_declaration_is_known_as_a_whole():
         "dims is 32": replace(layer, mixer=replace(attention, rope=Rope(1e6, 32))),
         "activation is gelu_tanh": replace(layer, mlp=Dense(96, "gelu_tanh")),
         "plus_one is True": replace(layer, norm=Norm(1e-6, plus_one=True)),
-        "norms_behind is True": replace(layer, norms_behind=True),
+        "post_norms is True": replace(layer, post_norms=True),
         "it has experts": replace(layer, mlp=Experts(4, 2, 96)),
     }
     for reason, other in others.items():
@@ -248,7 +247,7 @@ def test_a_declaration_is_known_as_a_whole():
     fields = {name for kind in (Attention, Dense, Norm, Layer) for name in kind.__dataclass_fields__}
     assert fields == {
         "num_heads", "num_kv_heads", "head_dim", "rope", "scale", "window", "head_norms", "bias", "gated", "width",
-        "activation", "eps", "plus_one", "mixer", "mlp", "norm", "norms_behind",
+        "activation", "eps", "plus_one", "mixer", "mlp", "norm", "post_norms",
     }, "a new field belongs in `others` above"  # fmt: skip
     assert set(Activation.__args__) == {"silu", "gelu_tanh"}
     assert ModelConfig.__dataclass_fields__.keys() >= {"embedding_scale", "tied", "layers"}

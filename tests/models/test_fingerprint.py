@@ -7,10 +7,10 @@ from small_models import CONFIGS, small_model
 
 from haarkv.models.catalog import load_model, read_config, stream_tensors
 from haarkv.models.checkpoint import random_tensors, random_weights
-from haarkv.models.fingerprint import fingerprint, streamed_fingerprint
+from haarkv.models.weights import fingerprint
 
 MODEL = small_model(CONFIGS["gqa5_one_kv_head_d128_tied"])
-NAMED_TENSORS = dict(MODEL.weights.named())
+NAMED_TENSORS = dict(MODEL.weights.named_tensors())
 
 
 def test_it_depends_on_the_numbers_and_names_alone():
@@ -36,13 +36,13 @@ def test_another_model_has_another():
 
 def test_a_tied_head_counts_once_and_an_untied_one_counts():
     untied_weights = replace(MODEL.weights, lm_head=MODEL.weights.embedding.clone() * 2)
-    assert fingerprint(untied_weights.named()) != fingerprint(NAMED_TENSORS.items())
+    assert fingerprint(untied_weights.named_tensors()) != fingerprint(NAMED_TENSORS.items())
 
 
 def test_tensors_that_come_one_by_one_have_the_fingerprint_of_the_loaded_model():
     """Also where the head is tied to the embedding."""
     tiny = stream_tensors("tiny", read_config("tiny"), torch.bfloat16)
-    assert streamed_fingerprint(tiny) == fingerprint(load_model("tiny", "float32").weights.named())
+    assert fingerprint(tiny, streamed=True) == fingerprint(load_model("tiny", "float32").weights.named_tensors())
     tied_config = CONFIGS["gqa5_one_kv_head_d128_tied"]
     weights = random_weights(tied_config, torch.float32)
-    assert streamed_fingerprint(random_tensors(tied_config, torch.float32)) == fingerprint(weights.named())
+    assert fingerprint(random_tensors(tied_config, torch.float32), streamed=True) == fingerprint(weights.named_tensors())

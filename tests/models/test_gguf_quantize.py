@@ -170,7 +170,7 @@ def test_importance_is_the_mean_square_of_what_a_matrix_is_given(whole):
     x = reference.rms_norm(model.weights.embedding[ids], layer["input_norm"], model.config.layers[0].norm.eps)
     torch.testing.assert_close(importances["model.layers.0.self_attn.q_proj.weight"], x.square().mean(0), rtol=1e-5, atol=0)
     assert importances["model.layers.1.mlp.down_proj.weight"].shape == (288,)
-    assert set(importances) == {name for name, tensor in model.weights.named() if tensor.ndim == 2} - {
+    assert set(importances) == {name for name, tensor in model.weights.named_tensors() if tensor.ndim == 2} - {
         "model.embed_tokens.weight"
     }
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from family_models import cpu_logits, in_gguf, saved
+from family_models import cpu_logits
 from repeat_drafts import always_drafting
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
@@ -22,7 +22,6 @@ from haarkv.models.tiny_qwen3.corpus import held_out_texts
 from haarkv.tq_ops.errors import InputError
 from tq.cli import main
 
-__all__ = ["in_gguf", "saved"]
 NAME = "tiny-hybrid"
 
 
@@ -87,9 +86,3 @@ def test_its_own_drafts_are_often_right_and_never_change_the_text(text):
         texts.append([done.token_ids for done in result.completions])
     assert texts[0] == texts[1]
     assert result.drafting.accepted > 0.3 * result.drafting.proposed > 0
-
-
-def test_a_gguf_file_of_it_has_its_weights(in_gguf):
-    ours, read = load_model(NAME), load_model(in_gguf)
-    for (name, one), (_, other) in zip(ours.weights.named(), read.weights.named(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=name)

@@ -52,8 +52,8 @@ def test_what_cannot_be_cut_is_refused(config, size, said):
 
 
 def assert_is_the_part(part, whole, split):
-    tensor_specs, tensors = checkpoint_tensors(split.whole), dict(whole.named())
-    for name, tensor in part.named():
+    tensor_specs, tensors = checkpoint_tensors(split.whole), dict(whole.named_tensors())
+    for name, tensor in part.named_tensors():
         assert torch.equal(tensor, tensors[name][split.slices(tensor_specs[name].axes)]), name
         assert tensor.is_contiguous(), name
 
@@ -73,4 +73,4 @@ def test_a_rank_draws_what_the_whole_random_model_would_hold_there(rank):
     whole, part = (random_weights(FOUR, torch.float32, split=one_split) for one_split in (None, split))
     assert_is_the_part(part, whole, split)
     # The whole tensor is not kept behind a view of it.
-    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for _, tensor in part.named())
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for _, tensor in part.named_tensors())

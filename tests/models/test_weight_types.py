@@ -17,11 +17,10 @@ from haarkv.models.balance import balance, fold_scales
 from haarkv.models.base import new_cache
 from haarkv.models.catalog import load_model, open_source, read_config
 from haarkv.models.checkpoint import load_weights, stored_tensors
-from haarkv.models.fingerprint import fingerprint
 from haarkv.models.footprint import weight_bytes
 from haarkv.models.fused import fuse
 from haarkv.models.parallel import Split
-from haarkv.models.weights import checkpoint_tensors
+from haarkv.models.weights import checkpoint_tensors, fingerprint
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.weight import Blocks, backing_tensor, dense
@@ -81,7 +80,7 @@ def test_fused_layers_restore_blocks_as_they_are_packed(file_of):
     for one, other in zip(ours.packed, theirs.packed, strict=True):
         assert torch.equal(one.qkv_proj, other.qkv_proj)
         assert torch.equal(one.gate_up_proj, other.gate_up_proj)
-    for (name, one), (_, other) in zip(ours.model.weights.named(), theirs.model.weights.named(), strict=True):
+    for (name, one), (_, other) in zip(ours.model.weights.named_tensors(), theirs.model.weights.named_tensors(), strict=True):
         assert torch.equal(one, other), name
 
 
@@ -106,7 +105,7 @@ def _same_memory(one, other, field):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_fingerprint_is_that_of_the_restored_model(file_of, name):
     block_digest, dense_digest = (
-        fingerprint(load_model(file_of(name), keep_blocks=keep).weights.named()) for keep in (True, False)
+        fingerprint(load_model(file_of(name), keep_blocks=keep).weights.named_tensors()) for keep in (True, False)
     )
     assert block_digest == dense_digest
 
@@ -167,7 +166,7 @@ def test_a_damaged_block_is_named(file_of):
     data = faulty_blocks.data.clone()
     data[3, :2] = torch.tensor([0, 0x7E], dtype=torch.uint8)  # the scale of a block becomes NaN
     layers = list(model.weights.layers)
-    layers[1] = layers[1].changed(lambda field, weight: replace(faulty_blocks, data=data) if field == "up_proj" else weight)
+    layers[1] = layers[1].map(lambda field, weight: replace(faulty_blocks, data=data) if field == "up_proj" else weight)
     model = replace(model, weights=replace(model.weights, layers=tuple(layers)))
     for executor in ("reference", "cpu"):
         with pytest.raises(NonFiniteError, match=r"model\.layers\.1\.mlp\.up_proj\.weight holds nan at \[3, 0\]"):
@@ -193,6 +192,6 @@ def test_a_session_keeps_what_its_executor_multiplies_with(file_of, executor):
 
 def test_types_stay_by_name(file_of):
     model = load_model(file_of("llama_tied", "Q5_1"), keep_blocks=("Q8_0",))
-    assert not any(isinstance(weight, Blocks) for _, weight in model.weights.named())
+    assert not any(isinstance(weight, Blocks) for _, weight in model.weights.named_tensors())
     model = load_model(file_of("llama_tied", "Q5_1"), keep_blocks=("Q8_0", "Q5_1"))
-    assert {weight.type.name for _, weight in model.weights.named() if isinstance(weight, Blocks)} == {"Q5_1"}
+    assert {weight.type.name for _, weight in model.weights.named_tensors() if isinstance(weight, Blocks)} == {"Q5_1"}

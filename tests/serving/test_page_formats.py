@@ -18,7 +18,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from vllm_paged import Shape, Worker, configuration, in_forward, plain_spec, qkv, vllm_metadata
 
 from haarkv.models.catalog import TINY, load_model, read_config
-from haarkv.models.fingerprint import fingerprint
+from haarkv.models.weights import fingerprint
 from haarkv.serving.vllm_plugin import CPU_WORKER, GPU_WORKER, kv_choice, limits, pages
 from haarkv.serving.vllm_plugin.backend import (
     Buffers,
@@ -271,7 +271,7 @@ def test_a_plan_of_another_model_is_refused_by_its_shape_its_weights_or_its_cont
     build_config(context=128)  # made-up weights fit any
     with pytest.raises(ValueError, match=r"other weights \(fingerprint 0123456789abcdef; this model's is [0-9a-f]{16}"):
         build_config(load_format="auto")
-    build_config(weights=fingerprint(load_model("tiny").weights.named()), load_format="auto")
+    build_config(weights=fingerprint(load_model("tiny").weights.named_tensors()), load_format="auto")
 
 
 def test_what_only_other_kernels_read_is_refused(monkeypatch):

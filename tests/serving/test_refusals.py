@@ -14,7 +14,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention.selector import get_attn_backend
-from vllm_configs import assert_refused, configure, offloading, write
+from vllm_configs import assert_refused, configure, write
 from vllm_paged import Shape, packed_spec, vllm_metadata
 
 from haarkv.models.catalog import TINY, load_model
@@ -88,19 +88,11 @@ OPTIONS = {
     ),
     "kv_transfer": (
         {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
-        "KV transfer by ExampleConnector is not supported; by OffloadingConnector it is",
+        "KV transfer and offloading are not supported; leave them out",
     ),
     "drafts_on_a_gpu": (
         {"speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
         "speculative decoding by ngram_gpu is not supported; by ngram, draft_model and eagle3 it is",
-    ),
-    "kept_on_disk": (
-        offloading(spec_name="TieringOffloadingSpec"),
-        "offloading by TieringOffloadingSpec is not supported, which may keep pages for another server; leave out spec_name",
-    ),
-    "pages_taken_apart": (
-        offloading(canonical_layout=True),
-        "canonical_layout takes pages apart, and these are of one piece; leave it out",
     ),
     "pooling": ({"runner": "pooling"}, "it generates no text; pooling models keep no KV cache"),
 }
@@ -109,7 +101,6 @@ SERVED_OPTIONS = {
     "tensor_parallel": {"tensor_parallel_size": 2},
     "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
     "draft_model": {"speculative_config": {"method": "draft_model", "model": str(TINY), "num_speculative_tokens": 2}},
-    "offloading": offloading(),
     "no_prefix_caching": {"enable_prefix_caching": False},
     "float16": {"dtype": "float16"},
 }

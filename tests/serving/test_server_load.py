@@ -32,18 +32,6 @@ def small(tmp_path_factory):
         yield server
 
 
-@pytest.fixture(scope="module")
-def offloading(tmp_path_factory):
-    """The same, and what leaves its cache is kept in the host's memory."""
-    transfer = {
-        "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
-        "kv_connector_extra_config": {"cpu_bytes_to_use": 64 * 2**20, "offload_prompt_only": False},
-    }  # fmt: skip
-    log = tmp_path_factory.mktemp("offloading") / "log"
-    with serving(log, "--kv-transfer-config", json.dumps(transfer), cache_bytes=SMALL_CACHE) as server:
-        yield server
-
-
 def all_at_once(server: Server) -> list[Answer]:
     """Every user's answer, each asked for in a connection of its own."""
     with ThreadPoolExecutor(USERS) as users:
@@ -101,22 +89,6 @@ def test_users_who_must_make_room_for_each_other_get_the_same(small, judge):
     assert recomputed_tokens > 0
     assert_right(judge, PROMPTS, answers)
     assert small.metrics()["vllm:kv_cache_usage_perc"] == 0
-
-
-def test_users_whose_pages_left_and_came_back_get_the_same(offloading, judge, record_property):
-    answers = all_at_once(offloading)
-    figures = {
-        name: value
-        for name, value in offloading.metrics().items()
-        if any(word in name for word in ("preempt", "kv_offload", "recomputed"))
-    }
-    record_property("offloading", json.dumps(figures))
-    print(figures)
-    assert figures["vllm:num_preemptions_total"] > 0
-    assert figures["vllm:kv_offload_load_bytes_total"] > 0
-    # Of what a preempted request had, a block that was not full yet never left.
-    assert figures["haarkv:recomputed_tokens_total"] <= BLOCK * figures["vllm:num_preemptions_total"]
-    assert_right(judge, PROMPTS, answers)
 
 
 def test_parallel_samples_differ_and_a_seed_repeats_them(roomy, judge):

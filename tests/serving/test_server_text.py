@@ -91,7 +91,7 @@ VARIANTS = {
     "two formats": Variant("k=tq8,v=tq3", checks_memory=True),
     "learned": Variant(LEARNED_FORMATS, checks_memory=True),
     "learned, two ranks": Variant(LEARNED_FORMATS, TWO_RANKS, NOBIND, checks_memory=True),
-    "mixed": Variant(MIXED_FORMATS, ("--kv-metrics-per-layer",), checks_memory=True),
+    "mixed": Variant(MIXED_FORMATS, checks_memory=True),
     "mixed, chunks, drafts": Variant(
         MIXED_FORMATS, (*CHUNKS, "--speculative-config", json.dumps(ITSELF)), checks_memory=True, drafts=True
     ),
@@ -166,8 +166,6 @@ def test_the_servers_memory_holds_as_many_tokens_as_the_formats_bytes_allow_and_
     assert f"{packed_bytes:,.0f} bytes a token, {bf16 / packed_bytes:.2f} times less than BF16" in server.log.read_text()
     if variant.kv == LEARNED_FORMATS:
         assert bf16 / packed_bytes >= 5
-    if "--kv-metrics-per-layer" in variant.flags:
-        assert "haarkv:kv_layer_held_bytes" in metrics
 
 
 def test_the_reference_with_another_cache_is_told_apart(served_variant, record_property):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm_configs import assert_refused, offloading, write
+from vllm_configs import assert_refused, write
 from vllm_paged import Shape
 from vllm_tails import CHUNK, Engine, TokenKV, alone
 
@@ -160,7 +160,6 @@ UNSUPPORTED = {
         {"speculative_config": NGRAM},
         "speculative decoding by ngram is not supported with a tail in BF16; leave it out",
     ),
-    "offloading": (offloading(), "offloading was not tried with a tail in BF16; leave it out"),
     "one table": (
         {"disable_hybrid_kv_cache_manager": True},
         "--disable-hybrid-kv-cache-manager was not tried with a tail in BF16; leave it out",

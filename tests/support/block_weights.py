@@ -53,7 +53,7 @@ def in_blocks(model, kinds=TYPES):
         return Blocks(torch.from_numpy(np.ascontiguousarray(data)), block_type(gguf.GGMLQuantizationType[kind]), weight.dtype)
 
     for layer in model.weights.layers:
-        layers.append(layer.changed(lambda field, weight: encode(weight) if field.endswith("_proj") else weight))
+        layers.append(layer.map(lambda field, weight: encode(weight) if field.endswith("_proj") else weight))
     weights = replace(model.weights, layers=tuple(layers), lm_head=encode(model.weights.lm_head))
     return replace(model, weights=weights)
 
@@ -70,3 +70,16 @@ def block_minima(weight):
     data = block_bytes(weight).clone()
     data[..., LEVELS[weight.type.name] :] = 0
     return weight.type.restore(data.view(len(weight), -1))
+
+
+def shapes(kind):
+    """[inputs, outputs]: groups of eight blocks that are full, and cut short by each number of blocks."""
+    whole = random_blocks(kind, 1, 256).type.numbers
+    return [(256, 1), (1024, 70), (2560, 33)] if whole == 256 else [(32, 1), (96, 33), (352, 70), (512, 17), (1728, 33)]
+
+
+def random_inputs(tokens, inputs, seed=1):
+    """Numbers of which some are much larger than others, as hidden states are."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, inputs, generator=generator)
+    return x * torch.where(torch.rand(1, inputs, generator=generator) < 0.02, 30.0, 1.0)

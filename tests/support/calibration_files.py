@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from haarkv.engine.plans import shape_signature
 from haarkv.models.catalog import load_model
-from haarkv.models.fingerprint import fingerprint
+from haarkv.models.weights import fingerprint
 from haarkv.tq_ops.formats import synthetic
 from haarkv.tq_ops.kv import plan_file
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile, make_calibration, save
@@ -20,7 +20,9 @@ def write_calibration(path, model="tiny", weights=None, seed=0, **plan):
     loaded_model = load_model(str(model), "bfloat16")
     config, shape = loaded_model.config, shape_signature(loaded_model.config)
     calibration = synthetic.calibration(config.num_layers, config.heads.num_kv_heads, config.heads.head_dim, seed)
-    file = CalibrationFile(make_calibration(calibration.k), shape, weights or fingerprint(loaded_model.weights.named()))
+    file = CalibrationFile(
+        make_calibration(calibration.k), shape, weights or fingerprint(loaded_model.weights.named_tensors())
+    )
     if plan:
         kv_plan = replace(file.spec, **plan).plan(config.num_layers)
         file = replace(file, plan=plan_file.dumps(kv_plan, shape))

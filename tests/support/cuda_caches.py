@@ -90,10 +90,10 @@ def check_stored(ours: PagedKVCache, theirs: PagedKVCache, k: Tensor, v: Tensor,
     """
     slots = theirs.kv[LAYER].place(batch).slot_mapping
     block, offset = slots // theirs.block_size, slots % theirs.block_size
-    for side, x in (("k", k), ("v", v)):
-        mine, other = ({n: t.cpu() for n, t in getattr(c, f"{side}_fields")(LAYER).items()} for c in (ours, theirs))
+    for index, x in enumerate((k, v)):
+        mine, other = ({n: t.cpu() for n, t in cache.kv[LAYER].fields[index].items()} for cache in (ours, theirs))
         new = [{name: t[block, :, offset] for name, t in fields.items()} for fields in (other, mine)]
-        kv_format = getattr(theirs, f"{side}_format")(LAYER)
+        kv_format = theirs.kv[LAYER].formats[index]
         stored_x = kv_format.as_stored(x.transpose(0, 1), LAYER, batch.positions).transpose(0, 1)
         comparison, length = compare_tokens(kv_format, LAYER, *new, stored_x, noise)
         assert comparison.unexplained == 0

@@ -1,17 +1,15 @@
 """Small models of every family, as transformers writes them and as GGUF files: one table for all tests of loading."""
 
-import shutil
 from functools import cache
 
 import pytest
 import torch
-from gguf_files import LLAMA3, SHAPE, YARN, byte_vocabulary, convert
+from gguf_files import LLAMA3, SHAPE, YARN, byte_vocabulary
 from transformers_judge import saved_random
 
 from haarkv.executors.base import verify
 from haarkv.executors.cpu import CpuExecutor
 from haarkv.models.base import new_cache
-from haarkv.models.catalog import find_model
 from haarkv.tq_ops.kv.plan import KVSpec
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
@@ -95,15 +93,6 @@ def saved(tmp_path_factory):
 def folder_of(saved):
     """The folder alone."""
     return lambda name: saved(name)[0]
-
-
-@pytest.fixture(scope="module")
-def in_gguf(tmp_path_factory):
-    """The hybrid that ships as llama.cpp's converter would write it, its drafting layer behind the others."""
-    folder = tmp_path_factory.mktemp("hybrid")
-    shutil.copytree(find_model("tiny-hybrid"), folder / "said", ignore=shutil.ignore_patterns("*.py", "*.md", "__pycache__"))
-    vocabulary = byte_vocabulary(pre="qwen35", special=("<|end|>",))
-    return convert(folder / "said", folder / "m.gguf", vocabulary=vocabulary)
 
 
 def cpu_logits(model, tokens):

@@ -1,8 +1,4 @@
-"""Machine code of a kernel, read: its hottest loop, what it spills, and cycles that the loop takes at least.
-
-Of an H100 or H200: each of the four schedulers of a processor issues one instruction of a warp a cycle; shared memory and the
-first cache serve 128 bytes a cycle.
-"""
+"""Machine code of a kernel, read: its hottest loop, and what it spills."""
 
 from __future__ import annotations
 
@@ -14,11 +10,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-SCHEDULERS = 4
 _LINE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)((?:\.\w+)*)([^;]*);")
 _LABEL = re.compile(r"^(\.L\w*):")
 _TARGET = re.compile(r"`\((\.L\w*)\)")
-_MEMORY = {"LDS", "STS", "LDSM", "STSM", "LDG", "STG", "LDGSTS", "LD", "ST", "SHFL", "ATOMS", "ATOMG", "RED", "LDL", "STL"}
+_TENSOR_CORES = {"HMMA", "HGMMA", "UTCHMMA"}
 
 
 @dataclass(frozen=True)
@@ -28,25 +23,6 @@ class Instruction:
     op: str
     modifiers: str
     operands: str
-
-    @property
-    def wavefronts(self) -> int:
-        """Cycles of the memory pipe, if no bank conflicts: 128 bytes each; 0 for what is no memory access."""
-        if self.op not in _MEMORY:
-            return 0
-        if self.op in ("LDSM", "STSM"):
-            return int(match[1]) if (match := re.search(r"\.(\d)$", self.modifiers)) else 1
-        match = re.search(r"\.(64|128)\b", self.modifiers)
-        return int(match[1]) // 32 if match else 1
-
-    @property
-    def multiply_adds(self) -> int:
-        """Of a tensor-core instruction: of a warp, or, as HGMMA, of a group of four."""
-        if self.op == "HMMA":
-            match = re.search(r"\.(16)(8)(16|8|4)\b", self.modifiers)
-        else:
-            match = re.search(r"\.(\d+)x(\d+)x(\d+)", self.modifiers) if self.op in ("HGMMA", "UTCHMMA") else None
-        return int(match[1]) * int(match[2]) * int(match[3]) if match else 0
 
 
 Code = list[Instruction]
@@ -113,34 +89,18 @@ def count_spills(text: str) -> RegisterSpills:
     return RegisterSpills(loop_spills, len(at) - loop_spills - aside, aside)
 
 
-def loops(text: str) -> list[Code]:
-    """The innermost of the loops that do tensor-core work; every loop where none does."""
-    code, labels = parse(text)
-    spans = _spans(code, labels)
-    multiplying = [span for span in spans if any(one.multiply_adds for one in code[slice(*span)])]
-    spans = multiplying or spans
-    innermost = [a for a in spans if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in spans)]
-    return [code[slice(*span)] for span in innermost]
-
-
 def hottest_loop(text: str) -> Code:
-    """The loop with most tensor-core work, else with most memory accesses; of several with as much the smallest."""
-    return max(loops(text), key=lambda loop: (sum(i.multiply_adds for i in loop), sum(i.wavefronts for i in loop), -len(loop)))
+    """The innermost loop with most tensor-core instructions; of several with as many the smallest."""
+    code, labels = parse(text)
+    spans = [span for span in _spans(code, labels) if _products(code[slice(*span)])]
+    innermost = [a for a in spans if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in spans)]
+    return max((code[slice(*span)] for span in innermost), key=lambda loop: (_products(loop), -len(loop)))
+
+
+def _products(code: Sequence[Instruction]) -> int:
+    return sum(one.op in _TENSOR_CORES for one in code)
 
 
 def count(code: Sequence[Instruction]) -> Counter[str]:
     """How often each instruction occurs, by its name without modifiers."""
     return Counter(one.op for one in code)
-
-
-@dataclass(frozen=True)
-class Load:
-    """Cycles that one pass through a loop keeps a processor's schedulers, and its shared memory, busy at least."""
-
-    issue: float
-    memory: float
-
-
-def program_load(code: Sequence[Instruction], warps: int) -> Load:
-    """What the warps of a program, each of which runs the code once, keep busy."""
-    return Load(warps / SCHEDULERS * len(code), float(warps * sum(one.wavefronts for one in code)))

@@ -18,9 +18,7 @@ from haarkv.validation.bounds import NPU_LAYER_ADDED, POISSON_SIGMAS
 
 def telling(model):
     """The model with MLPs that add little, so that what attention adds to a `faint` hidden state is most of the result."""
-    layers = tuple(
-        layer.changed(lambda field, x: x * 2.0**-5 if field == "down_proj" else x) for layer in model.weights.layers
-    )
+    layers = tuple(layer.map(lambda field, x: x * 2.0**-5 if field == "down_proj" else x) for layer in model.weights.layers)
     return replace(model, weights=replace(model.weights, layers=layers))
 
 

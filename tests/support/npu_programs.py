@@ -105,7 +105,7 @@ def store_case(tokens, kv_heads=2, layer=1, rows=16, seed=0, blocks=3, pair=(TQ4
     slots = torch.randperm(blocks * 128, generator=torch.Generator().manual_seed(seed))[:tokens]
     cache = empty_cache(blocks, kv_heads, pair, layer)
     padded = -(-tokens // rows) * rows
-    turns, positions, stored_k = pair[0].turns(layer), STRETCH - 4 + torch.arange(tokens), k
+    turns, positions, stored_k = pair[0].rope_shift(layer), STRETCH - 4 + torch.arange(tokens), k
     if turns:
         cache["back"] = pad(turns_of_tokens(turns, positions), (0, 0, 0, padded - tokens))
         stored_k = turns.undo(k.transpose(0, 1), positions).transpose(0, 1)

@@ -46,7 +46,7 @@ def outlier_channels(
         }.get(field)  # fmt: skip
         return tensor if scale is None else (tensor.float() * scale).to(tensor.dtype)
 
-    return _map_layers(model, lambda _, layer: layer.changed(change))
+    return _map_layers(model, lambda _, layer: layer.map(change))
 
 
 def _map_layers(model: DecoderModel, change: Callable[[int, LayerWeights], LayerWeights]) -> DecoderModel:
@@ -97,7 +97,7 @@ def key_biases(model: DecoderModel, norm: float, layers: Sequence[int], pairs: S
     def change(index: int, layer: LayerWeights) -> LayerWeights:
         if index not in layers:
             return layer
-        return layer.changed(lambda field, x: x + bias.flatten().to(x.dtype) if field == "k_bias" else x)
+        return layer.map(lambda field, x: x + bias.flatten().to(x.dtype) if field == "k_bias" else x)
 
     return _map_layers(model, change)
 

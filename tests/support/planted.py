@@ -62,7 +62,7 @@ def dead_head(model, head=0):
     def change(field, tensor):
         return tensor * rows[:, None].to(tensor.dtype) if field == "v_proj" else tensor
 
-    layers = tuple(layer.changed(change) for layer in model.weights.layers)
+    layers = tuple(layer.map(change) for layer in model.weights.layers)
     return replace(model, weights=replace(model.weights, layers=layers))
 
 
@@ -76,5 +76,5 @@ def save_tiny(model, folder):
     (folder / "config.json").write_text(json.dumps(settings), encoding="utf-8")
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(TINY / name, folder / name)
-    save_file({name: tensor.contiguous() for name, tensor in model.weights.named()}, folder / "model.safetensors")
+    save_file({name: tensor.contiguous() for name, tensor in model.weights.named_tensors()}, folder / "model.safetensors")
     return folder

@@ -18,7 +18,7 @@ from haarkv.executors import catalog
 from haarkv.executors.base import Executor, prefill, verify
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
-from haarkv.models.parallel import ALONE, Alone, Ranks, Split
+from haarkv.models.parallel import SINGLE_RANK, Alone, Ranks, Split
 from haarkv.models.weights import Weights, assemble, checkpoint_tensors
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.layers.ranks import follow, multi_rank_executor
@@ -72,7 +72,7 @@ def _run(rank: int, size: int, port: int, sender: Any, job: Callable[..., Any], 
 def rank_part(whole: DecoderModel, ranks: Ranks) -> DecoderModel:
     """A rank's part of a model that is here whole."""
     split, tensor_specs = Split(whole.config, ranks.rank, ranks.size), checkpoint_tensors(whole.config)
-    tensors = dict(whole.weights.named())
+    tensors = dict(whole.weights.named_tensors())
     weights: Weights = assemble(split.part, lambda name: tensors[name][split.slices(tensor_specs[name].axes)].clone())
     return DecoderModel.from_weights(split.part, weights, ranks)
 
@@ -130,7 +130,7 @@ def forwards(executor: Executor, model: DecoderModel, kv: str, lengths: Sequence
 
 def alone(*args: Any) -> dict[str, Any]:
     """`run_small` in this process, on one rank."""
-    return run_small(ALONE, *args)
+    return run_small(SINGLE_RANK, *args)
 
 
 class Faulty:
@@ -155,7 +155,7 @@ def rank_validation(
     if fault == "a rank has another's keys":
         first_layers = rank_part(whole, Alone(0, ranks.size)).weights.layers
         layers = tuple(
-            ours.changed(lambda field, tensor, first=first: first[field] if field == "k_proj" else tensor)
+            ours.map(lambda field, tensor, first=first: first[field] if field == "k_proj" else tensor)
             for ours, first in zip(part.weights.layers, first_layers, strict=True)
         )
         part = replace(part, weights=replace(part.weights, layers=layers))

@@ -115,8 +115,7 @@ def gemma_config(
     local = replace(attention, window=window, rope=Rope(1e4, head_dim))
     norm = Norm(1e-6, plus_one=True)
     layers = tuple(
-        Layer(attention if index % 2 else local, Dense(80, "gelu_tanh"), norm, norms_behind=True)
-        for index in range(num_layers)
+        Layer(attention if index % 2 else local, Dense(80, "gelu_tanh"), norm, post_norms=True) for index in range(num_layers)
     )
     return ModelConfig(
         "gemma3_text", layers, hidden_size, 61, norm, embedding_scale=hidden_size**0.5, tied=True, max_position_embeddings=4096
@@ -152,10 +151,10 @@ def small_model(config: ModelConfig = SMALL, seed: int = 0, dtype: torch.dtype =
         return torch.empty_like(weight).uniform_(low, high, generator=generator).to(norm_dtype)
 
     def layer(weights: LayerWeights) -> LayerWeights:
-        new = {field: norm(t) if t.ndim == 1 else matrix(t) for field, _, t in weights.named()}
+        new = {field: norm(t) if t.ndim == 1 else matrix(t) for field, _, t in weights.named_tensors()}
         # Scores q.k / sqrt(D) get a standard deviation of about 2: attention is neither uniform nor one-hot.
         new |= {field: norm(new[field], 0.7, 2.1) for field in ("q_norm", "k_norm") if field in new}
-        return weights.changed(lambda field, _: new[field])
+        return weights.map(lambda field, _: new[field])
 
     embedding = matrix(raw.embedding)
     weights = replace(

@@ -11,16 +11,6 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 
-def offloading(**extra: object) -> dict[str, object]:
-    """The option for vLLM's offloading to host memory."""
-    extra = {"cpu_bytes_to_use": 2**20, **extra}
-    return {
-        "kv_transfer_config": {
-            "kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra,
-        }
-    }  # fmt: skip
-
-
 def write(folder: Path, config: dict[str, object]) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")

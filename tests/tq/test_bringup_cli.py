@@ -130,7 +130,7 @@ def with_wrong_weight(layer, name):
             return ReferenceExecutor(replace(model, weights=replace(weights, lm_head=weights.lm_head * 1.1)))
         if layer >= model.config.num_layers:
             return ReferenceExecutor(model)
-        layers = [w.changed(off) if index == layer else w for index, w in enumerate(weights.layers)]
+        layers = [w.map(off) if index == layer else w for index, w in enumerate(weights.layers)]
         return ReferenceExecutor(replace(model, weights=replace(weights, layers=tuple(layers))))
 
     return build

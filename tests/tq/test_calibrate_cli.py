@@ -10,7 +10,7 @@ from checkpoints import layer_tensor, write_checkpoint
 from refusals import assert_refused
 
 from haarkv.engine.loading import load as load_session
-from haarkv.models.fingerprint import fingerprint
+from haarkv.models.weights import fingerprint
 from haarkv.tq_ops.kv import calibration_file, plan_file
 from haarkv.validation.planning import common_text
 from tq.cli import main

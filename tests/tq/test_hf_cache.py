@@ -96,7 +96,7 @@ class GroupFormat(formats.KVFormat):
     def bytes_per_vector(self, head_dim):
         return 4.0 * head_dim
 
-    def turns(self, layer):
+    def rope_shift(self, layer):
         return Doubling() if self.group_tokens == 1 else None
 
     def quantize(self, x, layer):
@@ -112,7 +112,7 @@ class GroupFormat(formats.KVFormat):
 def counting_format(monkeypatch):
     """tq4 under the name `counted`, which counts the vectors that it quantizes."""
     counting, tq4 = GroupFormat(1), formats.get("tq4")
-    counting.turns = tq4.turns
+    counting.rope_shift = tq4.rope_shift
     counting.fields, counting.dequantize = tq4.fields, tq4.dequantize
 
     def quantize(x, layer):

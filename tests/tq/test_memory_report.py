@@ -204,16 +204,16 @@ def test_copies_are_the_same_numbers_and_counted(model):
     path, dtype = model
     file_bytes = load_model(path, dtype, keep_blocks=True)
     in_memory = load_model(path, dtype, keep_blocks=True, mmap=False)
-    for (name, one), (_, other) in zip(file_bytes.weights.named(), in_memory.weights.named(), strict=True):
+    for (name, one), (_, other) in zip(file_bytes.weights.named_tensors(), in_memory.weights.named_tensors(), strict=True):
         assert type(one) is type(other), name
         assert torch.equal(raw_bytes(one), raw_bytes(other)), name
     config = read_config(path)
     counts = model_weight_bytes(path, config, dtype, keep_blocks=True).copied()
-    sizes = {raw_bytes(weight).data_ptr(): raw_bytes(weight).nbytes for _, weight in in_memory.weights.named()}
+    sizes = {raw_bytes(weight).data_ptr(): raw_bytes(weight).nbytes for _, weight in in_memory.weights.named_tensors()}
     assert sum(sizes.values()) == counts.total
     # Of an embedding that is no head a forward reads rows alone, from the file: two models share its pages.
-    again = load_model(path, dtype, keep_blocks=True, mmap=False).weights.named()
-    pairs = zip(in_memory.weights.named(), again, strict=True)
+    again = load_model(path, dtype, keep_blocks=True, mmap=False).weights.named_tensors()
+    pairs = zip(in_memory.weights.named_tensors(), again, strict=True)
     shared = {name for (name, one), (_, other) in pairs if raw_bytes(one).data_ptr() == raw_bytes(other).data_ptr()}
     assert shared == (set() if config.tied else {"model.embed_tokens.weight"})
     assert counts.mapped == (0 if config.tied else raw_bytes(in_memory.weights.embedding).nbytes)

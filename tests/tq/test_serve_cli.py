@@ -77,7 +77,7 @@ def test_the_server_listens_on_this_machine_unless_told_otherwise(kv):
     parser = ArgumentParser()
     parser.add_argument("--host")
     for flags, host in (([], "127.0.0.1"), (["--port", "80"], "127.0.0.1"), (["--host", "0.0.0.0"], "0.0.0.0")):
-        namespace, _ = parser.parse_known_args(serving._server_flags(serving.cache_options(kv, per_layer=True), flags))
+        namespace, _ = parser.parse_known_args(serving._server_flags(serving.cache_options(kv), flags))
         assert namespace.host == host
 
 
@@ -85,10 +85,10 @@ def test_what_is_asked_for_reaches_vllms_processes_and_nothing_else_does(monkeyp
     monkeypatch.chdir(tmp_path)
     assert serving.cache_options() == {}
     assert serving.cache_options("tq4") == {}
-    switches = {"balance": False, "allow_collapse": True, "per_layer": True}
+    switches = {"balance": False, "allow_collapse": True}
     assert serving.cache_options("k=lr3,v=tq4", "c", skip_layers=(0, -1), **switches) == {
         "haarkv_kv": "k=lr3,v=tq4", "haarkv_calibration": str(tmp_path / "c"), "haarkv_kv_skip_layers": [0, -1],
-        "haarkv_balance": False, "haarkv_allow_collapse": True, "haarkv_metrics_per_layer": True,
+        "haarkv_balance": False, "haarkv_allow_collapse": True,
     }  # fmt: skip
     flags = serving._server_flags(serving.cache_options(plan="p"), ["--port", "80"])
     options = dict(pairwise(flags))

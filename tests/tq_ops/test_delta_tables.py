@@ -130,10 +130,10 @@ def test_a_state_that_is_not_there_is_an_error_and_nothing_changes(setup):
     run = setup.run()
     run.run([0], [5])
     run.paging.take_back([run.ids[0]], [VERSIONS - 1])
-    before = run.cache.states[LAYER].seen.clone()
+    before = run.cache.states[LAYER].counts.clone()
     with pytest.raises(ValueError, match="too many were taken back"):
         run.run([0], [1])
-    assert torch.equal(run.cache.states[LAYER].seen, before)
+    assert torch.equal(run.cache.states[LAYER].counts, before)
 
 
 @every_table

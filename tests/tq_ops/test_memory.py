@@ -17,7 +17,7 @@ from haarkv.tq_ops.memory import LARGE_PAGE, ask_for_large_pages
 def test_a_cache_asks_for_large_pages():
     plan = KVPlan.uniform(*parse("bf16"), 1)
     cache = PagedKVCache(plan, KVShape(8, 128), num_blocks=160)
-    assert all(asks_for_large_pages(field) for _, _, fields, _ in cache.fields() for field in fields.values())
+    assert all(asks_for_large_pages(field) for kv in cache.kv.values() for fields in kv.fields for field in fields.values())
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, LARGE_PAGE - 1, LARGE_PAGE, 2 * LARGE_PAGE + 5])

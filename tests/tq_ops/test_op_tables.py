@@ -128,7 +128,7 @@ def stores_no_scale(call):
 
 def seen_one_token_too_few(call):
     result = call.again()
-    call.at.state.seen.sub_(1)
+    call.at.state.counts.sub_(1)
     return result
 
 
@@ -139,7 +139,7 @@ def leaves_no_number(call):
 
 
 # What the table of planted faults has no row of: too small for a whole layer, or of the contract alone.
-ALONE = {
+SINGLE_RANK = {
     "linear": {"2e-5 too large": lambda call: call.again() * (1 + 2e-5), "of BF16": lambda call: call.again().bfloat16()},
     "rms_norm": {"another eps": lambda call: call.again(eps=1e-3), "its input is changed": changes_input},
     "sigmoid_mul": {"gate and up exchanged": lambda call: call.again(gate=call.up, up=call.gate)},
@@ -167,7 +167,7 @@ UNSEEN_FAULTS = {"K and V's directions cut off, not rounded", "V rounded to BF16
 """What the contract does not see: its case has too few vectors, or takes no tokens back. `tq validate` sees these."""
 FAULTS = [
     (op, name, wrong)
-    for rows in (TABLE, ALONE)
+    for rows in (TABLE, SINGLE_RANK)
     for op, of in rows.items()
     for name, wrong in of.items()
     if name not in UNSEEN_FAULTS

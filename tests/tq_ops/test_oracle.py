@@ -88,7 +88,7 @@ def test_a_bf16_layer_rounds_where_the_device_rounds(name):
     executor, paging = ReferenceExecutor(model), new_paging(cache)
     batch, hidden = paging.batch([paging.add()], [len(tokens)]), model.weights.embedding[tokens]
     for index, layer in enumerate(model.weights.layers):
-        weights = {field: tensor.double() for field, _, tensor in layer.named()}
+        weights = {field: tensor.double() for field, _, tensor in layer.named_tensors()}
         expected, fp64_output = (decoder_layer(hidden.double(), weights, config, block) for block in (cache.block_size, None))
         hidden = executor.layers(hidden, range(index, index + 1), batch, cache)
         assert hidden.dtype == torch.bfloat16

@@ -86,7 +86,7 @@ def test_what_is_chosen_for_npu_is_what_its_programs_read(choice, share):
     costs = {place: {name: by_name[name] for name in names[place[1]]} for place, by_name in choice.costs.items()}
     budget = share * sum(by_name["lr4" if side == "k" else "tq4"] for (_, side), by_name in costs.items())
     plan = auto.smallest(costs, config, budget, choice.file.calibration)
-    assert plan.keeps_tokens == (share >= 1)
+    assert plan.has_windows == (share >= 1)
     assert NpuExecutor.supports(config, plan) is None
     assert NpuExecutor.supports(config, plan_for(choice.spec, config))
 

@@ -94,7 +94,7 @@ def test_an_x_of_fewer_bits_is_found(drive):
 @pytest.mark.parametrize("drive", DRIVES)
 def test_8_bits_are_excused_where_the_blocks_ask_for_them(drive):
     """The reference rounds to 8 bits too, then; 7 bits, and none, are faults."""
-    rounding_model = replace(MODELS[torch.float32], weights=MODELS[torch.float32].weights.placed(partial(rounding_to, bits=8)))
+    rounding_model = replace(MODELS[torch.float32], weights=MODELS[torch.float32].weights.map(partial(rounding_to, bits=8)))
     executor = CpuExecutor(rounding_model)
     assert "activations of 8 bits" in executor.description
     honest_cache = {}
@@ -129,7 +129,7 @@ def test_each_type_has_faults_of_its_own():
         for fault in faults:
             off = weight_numbers(fault.wrong) != weight_numbers(fault.right)
             assert 0 < off.float().mean() <= 0.5, fault.name
-            others = zip(model.weights.named(), fault.model.weights.named(), strict=True)
+            others = zip(model.weights.named_tensors(), fault.model.weights.named_tensors(), strict=True)
             assert sum(one is not other for (_, one), (_, other) in others) == 1
 
 
@@ -166,7 +166,7 @@ def test_the_contract_finds_an_x_of_fewer_bits():
 def test_a_layer_that_fails_in_its_blocks_fails_as_a_file_too(bits, tmp_path):
     """Its blocks are in the file, and the bits of what they meet; what cannot be cut at their borders is not cut."""
     plain = MODELS[torch.float32]
-    model = replace(plain, weights=plain.weights.placed(partial(rounding_to, bits=bits)))
+    model = replace(plain, weights=plain.weights.map(partial(rounding_to, bits=bits)))
 
     def make_faulty(any_model, plan):
         """Whatever model it is given, the MLP's last product is off where its weight lies in blocks."""

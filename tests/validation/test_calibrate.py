@@ -137,7 +137,7 @@ def test_an_interrupted_calibration_goes_on_to_the_same_result(whole, tmp_path):
 
 
 def test_a_model_that_is_not_finite_is_named_by_its_layer():
-    weights = MODEL.weights.layers[1].changed(lambda name, x: x * torch.nan if name == "q_norm" else x)
+    weights = MODEL.weights.layers[1].map(lambda name, x: x * torch.nan if name == "q_norm" else x)
     broken_model = replace(MODEL, weights=replace(MODEL.weights, layers=(MODEL.weights.layers[0], weights)))
     with pytest.raises(NonFiniteError, match="layer 1: "):
         learn_model(broken_model, reference, WINDOWS[:1], [])

@@ -15,9 +15,7 @@ from haarkv.models.catalog import read_config
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import WINDOW_ROOM, blocks_for
-from haarkv.validation.fidelity import evaluation
 from haarkv.validation.fidelity.evaluation import FidelityRow, evaluate, make_workload
-from haarkv.validation.fidelity.scores import Partial
 from haarkv.validation.fidelity.setup import load_setup
 from haarkv.validation.layers.parts import new_cache
 from haarkv.validation.planning.auto import kinds
@@ -120,15 +118,6 @@ def test_a_cost_is_what_an_evaluation_of_that_cache_measures(setup, costs):
         place_costs["bf16"] == 0 < place_costs["tq6"] < place_costs["tq4"] < place_costs["tq2"]
         for place_costs in costs.values()
     )
-
-
-def test_a_measurement_goes_on_from_what_was_kept(setup, monkeypatch):
-    run, partial_scores, steps = workload_of_text(TEXT, tokens=40), Partial(), []
-    whole = measure(setup, run, ["tq2"], partial=partial_scores, on_step=lambda *step: steps.append(step))
-    assert len(steps) == 4 * len(run.windows)
-    monkeypatch.setattr(evaluation, "score_window", None)  # nothing is left to run
-    monkeypatch.setattr(evaluation, "run_span", None)
-    assert measure(setup, run, ["tq2"], partial=partial_scores) == whole
 
 
 # -- Choices ----------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from haarkv.tq_ops.text import count_noun
+from haarkv.tq_ops.errors import count_noun
 from tq import options
 from tq.commands.generate import read_prompts
 from tq.groups import Group
@@ -45,10 +45,10 @@ def save(
     prompts: tuple[str, ...], files: tuple[str, ...], compress: bool, out: Path, **args: Any
 ) -> None:  # fmt: skip
     """Run a prompt through the model, and store its tokens with their K and V."""
-    from haarkv.models.parallel import ALONE
+    from haarkv.models.parallel import SINGLE_RANK
     from haarkv.tq_ops.output_files import check_writable
 
-    texts = read_prompts(prompts, files, ALONE)
+    texts = read_prompts(prompts, files, SINGLE_RANK)
     if len(texts) > 1:
         raise click.UsageError("a file stores one sequence; give one prompt")
     check_writable(out)

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.text import count_noun
+from haarkv.tq_ops.errors import InputError, count_noun
 from tq import options
 from tq.groups import Command
 from tq.output import err, say, warn

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from haarkv.tq_ops.text import count_noun
+from haarkv.tq_ops.errors import count_noun
 from tq import options
 from tq.commands.generate import read_prompt
 from tq.groups import Command

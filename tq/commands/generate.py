@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from haarkv.tq_ops.errors import count_noun
 from haarkv.tq_ops.output_files import check_writable
-from haarkv.tq_ops.text import count_noun
 from tq import options
 from tq.groups import Command, tensor_parallel
 from tq.output import err, prefilling, print_table, warn
@@ -202,10 +202,10 @@ def _cache(session: Session, kv: KVUsage) -> str:
     """The cache and its size; if larger than bf16, the length from which it is smaller."""
     from haarkv.engine.plans import pays_from
 
-    packed, mebibytes, plain = "packed " * session.plan.keeps_tokens, kv.bytes / 2**20, kv.bf16_bytes / 2**20
+    packed, mebibytes, plain = "packed " * session.plan.has_windows, kv.bytes / 2**20, kv.bf16_bytes / 2**20
     size = f"{kv.bytes_per_token:,.0f} bytes a {packed}token; {mebibytes:,.2f} MiB in all, bf16 {plain:,.2f}"
     text = f"{session.plan.gist()}: {size} ({plain / mebibytes:.2f}x)"
-    if kv.bytes <= kv.bf16_bytes or not session.plan.keeps_tokens:
+    if kv.bytes <= kv.bf16_bytes or not session.plan.has_windows:
         return text
     length = pays_from(session.config, session.plan)
     return text + (f"; smaller than bf16 from {length:,} tokens on" if length else "; no text of this model makes it smaller")

@@ -158,7 +158,7 @@ def _default_line(plan: KVPlan | None, config: ModelConfig) -> str:
 
     context = min(4096, config.max_position_embeddings)
     bits = f"{bits_per_value(plan, config, context):.2f} bits a value at {context:,} tokens"
-    return f"without --kv a run takes {plan.summary()}: {bits}" + ", those in BF16 included" * plan.keeps_tokens
+    return f"without --kv a run takes {plan.summary()}: {bits}" + ", those in BF16 included" * plan.has_windows
 
 
 def _shape_rows(config: ModelConfig, parameters: str) -> list[tuple[str, str]]:

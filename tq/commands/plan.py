@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from haarkv.tq_ops.text import count_noun
+from haarkv.tq_ops.errors import count_noun
 from tq import options
 from tq.commands.eval import open_partial, read_text
 from tq.groups import Command

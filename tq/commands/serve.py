@@ -32,11 +32,9 @@ _KV = (
 @options.plan_option
 @options.balance_option
 @options.collapse_option
-@click.option("--kv-metrics-per-layer", is_flag=True, help="Also report each layer in /metrics.")
 def command(
     model: str, flags: tuple[str, ...], kv: str | None, kv_loss: float | None, calibration: str | None, kv_tail: int | None,
     kv_sink: int | None, kv_skip_layers: tuple[int, ...], kv_plan: str | None, balance: str, allow_collapse: bool,
-    kv_metrics_per_layer: bool,
 ) -> None:  # fmt: skip
     """Serve MODEL with vLLM and a packed KV cache. MODEL is tiny, tiny-hybrid, a folder in Hugging Face
     format, or a name that vLLM can load.
@@ -83,7 +81,7 @@ def command(
         model, flags = str(find_model(model)), ("--served-model-name", model, "--tokenizer", str(TINY), *flags)
     cache = cache_options(
         kv, calibration, kv_plan, skip_layers=kv_skip_layers, tail=kv_tail, sink=kv_sink or 0, balance=balance == "auto",
-        allow_collapse=allow_collapse, per_layer=kv_metrics_per_layer,
+        allow_collapse=allow_collapse,
     )  # fmt: skip
     serve(model, cache, flags, say=say)
 

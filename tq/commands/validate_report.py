@@ -8,7 +8,6 @@ import json
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from haarkv.validation.layers.replay.case import OneRun
     from haarkv.validation.layers.replay.file import ReplayFile
     from haarkv.validation.layers.report import Report, Verdict
-    from haarkv.validation.layers.two_runs import Change
 
 
 def about(context: click.Context, model: str, prompts: Sequence[str]) -> About:
@@ -113,38 +111,35 @@ def as_csv(report: Report) -> str:
 # -- Two reports -------------------------------------------------------------------------------------------------------
 def compare(before: Path, after: Path, as_json: bool) -> int:
     """Print what got better or worse; 0 if nothing is wrong that was right, else 1."""
-    from haarkv.validation.layers.two_runs import compare_files
+    from haarkv.validation.layers.two_runs import compare_files, is_new_fault
 
     comparison = compare_files(before, after)
+    changes = comparison["changes"]
     if as_json:
-        print(json.dumps(finite({"worse": comparison.worse, **asdict(comparison)})))
-        return int(comparison.worse)
-    words = ["passed" if is_pass else "failed" for is_pass in comparison.verdicts]
-    counts = [sum(change.direction == way for change in comparison.changes) for way in ("worse", "better")]
+        print(json.dumps(finite(comparison)))
+        return int(comparison["worse"])
+    words = ["passed" if is_pass else "failed" for is_pass in comparison["verdicts"]]
+    counts = [sum(change["direction"] == way for change in changes) for way in ("worse", "better")]
     rows = [
         ("verdict", f"{words[0]} before, {words[1]} after"),
-        ("tensors", f"{comparison.compared} compared: {counts[0]} worse, {counts[1]} better, the others alike"),
-        *(("the runs differ", visible(difference)) for difference in comparison.differences),
+        ("tensors", f"{comparison['compared']} compared: {counts[0]} worse, {counts[1]} better, the others alike"),
+        *(("the runs differ", visible(difference)) for difference in comparison["differences"]),
     ]
-    if comparison.missing:
-        rows.append(("not compared", f"{comparison.missing} tensors that only one run has"))
+    if comparison["missing"]:
+        rows.append(("not compared", f"{comparison['missing']} tensors that only one run has"))
     print_table(visible(f"{after} beside {before}"), [], rows)
-    if comparison.changes:
-        print_table(
-            "Largest figures, as a share of what honest runs allow",
-            ["", "layer", "stage", "before", "after"],
-            list(map(_change_row, comparison.changes)),
-        )
-    return int(comparison.worse)
-
-
-def _change_row(change: Change) -> tuple[str, ...]:
-    layer = "–" if change.layer is None else str(change.layer)
-    cells = [
-        f"{'not finite' if math.isinf(share) else f'{100 * share:.3g} %'} ({reason})"
-        for share, reason in ((change.before, change.found_before), (change.after, change.found_after))
-    ]
-    return "WRONG NOW" if change.fails else change.direction, layer, visible(change.stage), *cells
+    if changes:
+        cells = []
+        for change in changes:
+            word = "WRONG NOW" if is_new_fault(change) else change["direction"]
+            shares = [
+                f"{'not finite' if math.isinf(change[when]) else f'{100 * change[when]:.3g} %'} ({change[f'found_{when}']})"
+                for when in ("before", "after")
+            ]
+            cells.append((word, "–" if change["layer"] is None else str(change["layer"]), visible(change["stage"]), *shares))
+        title = "Largest figures, as a share of what honest runs allow"
+        print_table(title, ["", "layer", "stage", "before", "after"], cells)
+    return int(comparison["worse"])
 
 
 # -- A failing layer ---------------------------------------------------------------------------------------------------

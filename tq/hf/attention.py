@@ -2,9 +2,8 @@
 
     model.set_attn_implementation("tq")
 
-Importing this module registers it by transformers' own interface. A step of one token a row goes through
-the attention kernels for the device; everything else, padded rows among it, goes to transformers' SDPA with K and V restored,
-as it does without it.
+Importing this module registers it. A step of one token a row uses the attention kernels of the device; everything else,
+padded rows included, uses transformers' SDPA with dequantized K and V.
 """
 
 from __future__ import annotations
@@ -27,13 +26,12 @@ Attend = Callable[[Tensor, float], Tensor]
 
 
 class PackedTensor(Tensor):
-    """K or V of a layer that is still packed: any op of torch restores it first, except attention that reads it packed.
+    """K or V of a layer that is still packed; any op of torch except our attention dequantizes it first.
 
     Args:
-        restore: makes the tensor [B, Hkv, n, D].
-        attend: (q [B, Hq, 1, D], softmax_scale) -> [B, 1, Hq, D], attention over this layer's K and V.
+        restore: returns the tensor [B, Hkv, n, D].
+        attend: (q [B, Hq, 1, D], softmax_scale) -> [B, 1, Hq, D], over this layer's K and V.
         like: gives dtype and device.
-        shape: of the tensor.
     """
 
     @staticmethod
@@ -48,7 +46,7 @@ class PackedTensor(Tensor):
         self._restored: Tensor | None = None
 
     def materialize(self) -> Tensor:
-        """[B, Hkv, n, D], made once."""
+        """[B, Hkv, n, D], cached."""
         if self._restored is None:
             self._restored = self._restore()
         return self._restored
@@ -69,12 +67,11 @@ _NOT_COVERED = ("softcap", "position_bias", "s_aux", "cache", "sliding_window")
 def attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention as transformers asks for it.
+    """Attention as transformers calls it.
 
     Args:
-        module: the model's attention module.
         query: [B, Hq, n, D]; key, value: [B, Hkv, S, D].
-        attention_mask: [B, 1, n, S], true where a query sees a token; None where it sees all up to its own.
+        attention_mask: [B, 1, n, S], true where a query sees a token; None if causal.
     Returns:
         [B, n, Hq, D], and no weights.
     """
@@ -95,13 +92,13 @@ def attention(
 
 
 def dense(x: Tensor) -> Tensor:
-    """K or V with numbers, whether it is packed or not."""
+    """K or V, dequantized if packed."""
     return x.materialize() if isinstance(x, PackedTensor) else x
 
 
 @contextmanager
 def packed_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model that uses SDPA read packed K and V meanwhile; any other implementation is the caller's wish, and stays."""
+    """Let a model that uses SDPA read packed K and V meanwhile; other implementations stay."""
     before = model.config._attn_implementation
     is_switched = before == "sdpa" and model._can_set_attn_implementation()
     if is_switched:

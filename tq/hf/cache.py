@@ -29,11 +29,10 @@ class LayerStats:
     """One layer.
 
     Attributes:
-        layer: its index.
         kv: its formats, as `kv=` takes them.
-        tokens: of each row that K holds; a sliding window leaves some behind.
-        used: bytes in use: packed fields of all tokens, tail and sink beside them, of K and V.
-        allocated: bytes of memory taken, room to grow included.
+        tokens: of each row; fewer than seen with a sliding window.
+        used: bytes in use, of K and V, tail and sink included.
+        allocated: bytes allocated.
         bf16, fp32: bytes of the same tokens in that dtype.
     """
 
@@ -48,7 +47,7 @@ class LayerStats:
 
 @dataclass(frozen=True)
 class CacheStats:
-    """All layers and their sums, in bytes; `ratio` and `ratio_fp32` are `used` relative to those, 0 for an empty cache."""
+    """All layers and their sums, in bytes; the ratios are `used` relative to BF16 and FP32, 0 if empty."""
 
     layers: tuple[LayerStats, ...]
     used: int
@@ -64,35 +63,31 @@ class TQCache(Cache):  # type: ignore[misc]
 
         model.generate(**inputs, past_key_values=tq.TQCache(model.config, kv="tq4"))
 
-    Attention gets what is stored, restored into temporaries; nothing restored outlives the layer that asked for it. After
-    `model.set_attn_implementation("tq")` decode steps read it as it is packed, where kernels can. Each vector is quantized
-    when it comes, or its group is full, and reordering moves what is stored. What a crop brings back into a tail is restored
-    from what is packed.
+    Attention gets dequantized temporaries of one layer at a time; after `model.set_attn_implementation("tq")`, decode steps
+    read packed K and V where kernels can. A vector is quantized once, when it comes or its group is full; tokens that a crop
+    brings back into the tail are dequantized.
 
     Args:
-        config: the model's config, `model.config`.
+        config: `model.config`.
         kv: formats of K and V: `NAME` or `k=NAME,v=NAME`, of `tq.formats.names()`. By default, without tail, sink and plan,
             `k=tq6,v=tq4` with the newest 124 and the first 4 tokens kept; with a calibration `k=lr4,v=tq4` and the same;
             else `tq4`.
-        tail: that many recent tokens are seen in the model's own dtype. By default the fewest that a format needs: none, or
-            G - 1 where G tokens are quantized together.
-        sink: the first positions, which stay in the model's own dtype; with left padding they are the padding's.
+        tail: recent tokens in the model's own dtype; by default the fewest that a format needs.
+        sink: first positions in the model's own dtype; with left padding they are the padding's.
         skip_layers: layers kept in `bf16`; negative ones count from the end.
-        plan: layer -> formats, for layers that differ from `kv`; or a file of `tq plan`, which says all.
-        calibration: what formats `lr2` to `lr5` take their coordinates from: of `tq.calibrate`, or a file. It must be this
-            model's; only its shapes can be checked here.
-        model: whose cache it is. If it is given, its weights are looked at: uneven channels of K and V are balanced, and
-            a model whose text would be garbage is refused. They are found where they have Llama's names, and otherwise left.
+        plan: layer -> formats, where they differ from `kv`; or a file of `tq plan`, which sets all.
+        calibration: coordinates for `lr2` to `lr5`, from `tq.calibrate` or a file. Only its shapes can be checked here.
+        model: if given, uneven channels of K and V are balanced by its weights (of Llama's names), and a model whose text
+            would be garbage is refused.
         balance: False stores every channel as it is.
         allow_collapse: warn where text would be garbage, instead of refusing.
     Attributes:
         uneven: the layers whose K or V is balanced.
     Warns:
-        UserWarning: in one line, what is balanced; and what would be lost, by the weights or the first tokens of a prompt.
+        UserWarning: what is balanced, and what would be lost.
     Raises:
-        InputError: by the model's weights, text from this cache would be garbage.
-        InputError: an unknown format or layer, a head_dim that a format has no layout for, a tail shorter than a format
-            needs, or a model with other caches than those of attention.
+        InputError: text would be garbage; an unknown format or layer; a head_dim without layout; a tail that is too short; or
+            a model with other caches than those of attention.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from haarkv.models.fingerprint import fingerprint
+from haarkv.models.weights import fingerprint
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.stretches import RopeShift
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile, make_calibration, save
@@ -36,11 +36,11 @@ def calibrate(
         model.generate(**inputs, past_key_values=tq.TQCache(model.config, kv="k=lr3,v=tq4", calibration=file))
 
     Args:
-        model: a causal language model whose attention goes through transformers' attention interface.
+        model: a causal language model that uses transformers' attention interface.
         windows: token ids of each text; ten thousand tokens in all are enough for most models.
-        held_back: the same, of texts that are not learned from: `learned["fit"]` of the file says for each layer how many
-            times as much keys cost on them; far above 1.25, more text would help.
-        out: a file to write as well, as `tq calibrate` does.
+        held_back: texts not learned from: `learned["fit"]` of the file says by layer how many times as much keys cost on them;
+            far above 1.25, more text would help.
+        out: a file to write as well.
         on_window: called with (windows done, windows in all).
     Raises:
         InputError: no window, a model whose attention cannot be recorded, or a file that cannot be written.
@@ -69,11 +69,7 @@ def calibrate(
 
 
 class _Recorder:
-    """Runs windows through a model, and adds up what its attention is given.
-
-    Args:
-        turns: of each layer; None to take keys as they stand.
-    """
+    """Runs windows through a model and sums moments of its attention's inputs; `turns` of each layer undo RoPE."""
 
     def __init__(self, model: PreTrainedModel, turns: Sequence[RopeShift] | None = None) -> None:
         self._model, self._turns = model, turns
@@ -81,7 +77,7 @@ class _Recorder:
         self._layers = decoder_config(model.config).num_hidden_layers
 
     def sums(self) -> list[tuple[int, Sums]]:
-        """Of every layer, in order; one whose attention was not seen is refused."""
+        """Of every layer, in order; an InputError if some layer's attention was not seen."""
         if missing := set(range(self._layers)) - self._sums.keys():
             raise InputError(
                 f"the attention of layer {min(missing)} does not go through transformers' attention interface, or has no K "
@@ -108,7 +104,7 @@ class _Recorder:
     def _attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        """Attention as it is; q [1, Hq, T, D] and K, V [1, Hkv, T, D] are taken down."""
+        """SDPA that records q [1, Hq, T, D] and K, V [1, Hkv, T, D]."""
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         if layer not in self._sums:
             self._sums[layer] = Sums(key.shape[1], key.shape[-1])
@@ -123,10 +119,10 @@ class _Recorder:
 
 
 def _layer_ropes(model: PreTrainedModel, window: Sequence[int]) -> list[RopeShift] | None:
-    """How keys of each layer turn; None if some layer's keys turn otherwise than RoPE turns them.
+    """RoPE of each layer's keys; None if some layer has another position encoding.
 
-    A few tokens are run at two places. Of the model's `inv_freq` buffers a layer's is the one that takes the moments of its
-    keys from the first place to the second.
+    A few tokens are run at two positions. Of the model's `inv_freq` buffers, a layer's maps the moments of its keys at one to
+    those at the other.
     """
     candidates = [buffer.detach().cpu() for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
     if not candidates:

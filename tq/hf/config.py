@@ -1,4 +1,4 @@
-"""What a cache needs from a Hugging Face config, and what the model's weights say of K and V: balance, and what is lost."""
+"""What a cache needs of a Hugging Face config, and of the weights: balance, and what is lost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from haarkv.tq_ops.kv.shapes import KVShape
 
 
 def decoder_config(config: Any) -> Any:
-    """The part of a model's config that describes the decoder; what is no config, or an encoder-decoder's, is refused."""
+    """The decoder's part of a model's config; encoder-decoders and other objects are refused."""
     if not hasattr(config, "get_text_config"):
         raise InputError(f"TQCache takes a Hugging Face config, model.config, and not {type(config).__name__}")
     for part in (config, config.get_text_config(decoder=True)):
@@ -50,8 +50,8 @@ def head_dims(config: Any, layer: int) -> tuple[int, int]:
 
 
 def cache_layers(decoder: Any) -> list[Any]:
-    """transformers' own cache layers for a model, which ours replace; others than attention's are refused."""
-    # Who balances weights reads a config as well, and may not have transformers.
+    """transformers' own cache layers, which ours replace; others than attention's are refused."""
+    # Imported here: balancing weights reads a config as well, without transformers.
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     try:
@@ -70,7 +70,7 @@ def cache_layers(decoder: Any) -> list[Any]:
 
 
 def model_shape(config: Any) -> ModelShape:
-    """What a plan file must match; a window that is as wide as the context hides nothing and is dropped."""
+    """What a plan file must match; a sliding window as wide as the context is dropped."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     positions = _positions(config)
 
@@ -83,7 +83,7 @@ def model_shape(config: Any) -> ModelShape:
 
 
 def _positions(config: Any) -> float:
-    """That a model may be run with, as this project reads configs; as many as are stated where its RoPE is not built."""
+    """Positions that a model may be run with; as stated where its RoPE is unknown here."""
     limit = getattr(config, "max_position_embeddings", None)
     if not limit:
         return math.inf
@@ -100,7 +100,7 @@ _REQUIRED_TENSORS = {"input_norm", "q_proj", "k_proj", "v_proj", "o_proj"}
 
 
 def layer_tensors(model: Any) -> dict[int, dict[str, Tensor]]:
-    """Each layer's tensors by the fields of a family's weights; layers that name theirs in another way are left out."""
+    """Each layer's tensors by the fields of `LayerWeights`; layers with other names are left out."""
     layers: dict[int, dict[str, Tensor]] = {}
     for name, tensor in model.named_parameters():
         if match := _NAME.fullmatch(name):
@@ -112,7 +112,7 @@ def layer_tensors(model: Any) -> dict[int, dict[str, Tensor]]:
 
 
 def layer_moments(model: Any, decoder: Any) -> dict[int, tuple[Moments, Moments]]:
-    """K's and V's moments of each layer whose weights are understood; `decoder` is of `decoder_config`."""
+    """Moments of K and V of each layer whose weights are understood; `decoder` is of `decoder_config`."""
     moments = {}
     for layer, tensors in layer_tensors(model).items():
         k_dim, v_dim = head_dims(decoder, layer)
@@ -132,7 +132,7 @@ def _rope_channels(decoder: Any, dim: int) -> int:
 
 
 def _is_plain_attention(tensors: Mapping[str, Tensor], heads: int, k_dim: int, v_dim: int) -> bool:
-    """Whether shapes are those of attention as it is meant here; weights that are packed or not here are none."""
+    """Whether these are dense weights of grouped-query attention."""
     hidden = tensors["input_norm"].shape
     if any(x.is_meta or not x.is_floating_point() for x in tensors.values()) or k_dim != v_dim:
         return False
@@ -147,7 +147,7 @@ def _is_plain_attention(tensors: Mapping[str, Tensor], heads: int, k_dim: int, v
 
 @dataclass
 class Watch:
-    """Tells in one line what a cache loses of the first tokens, when its `last` layer has seen them."""
+    """Warns in one line of what a cache loses of the first tokens, when its `last` layer has seen them."""
 
     last: int
     _losses: list[Loss] = field(default_factory=list)
@@ -157,7 +157,7 @@ class Watch:
         """Judge a layer's first vectors.
 
         Args:
-            sink: first vectors that stay as they are.
+            sink: first vectors that are not quantized.
             sides: "K" or "V", the format, the vectors [B, H, n, D] and the scales.
         """
         if self._done:
@@ -180,9 +180,9 @@ class Watch:
 def balance_scales(
     model: Any, decoder: Any, plan: KVPlan, *, balances: bool, allow_collapse: bool
 ) -> tuple[Mapping[int, Scales], tuple[Uneven, ...]]:
-    """Scales of each layer that is uneven, after a look at what the cache would lose with them; none unless `balances`.
+    """Scales of each uneven layer (none unless `balances`), and a check of what the cache would lose with them.
 
-    A model whose text would be garbage is refused, by its layers and with what to use instead; `allow_collapse` only warns.
+    A model whose text would be garbage is refused, or warned of with `allow_collapse`.
     """
     scaling = balance.choose_scaling(layer_moments(model, decoder), balance.where_lossy(plan, balances))
     if worth_saying(scaling.uneven):

@@ -18,19 +18,18 @@ from tq.hf.store import Store
 
 
 class TQLayer(CacheLayerMixin):  # type: ignore[misc]
-    """K and V of one layer, packed; in place of transformers' `DynamicLayer` or `DynamicSlidingWindowLayer`.
+    """K and V of one layer, packed; replaces transformers' `DynamicLayer` or `DynamicSlidingWindowLayer`.
 
-    `keys` and `values` stay None: nothing is kept in a form that attention could use as it is.
+    `keys` and `values` stay None.
 
     Args:
-        k_format, v_format: how K and V are stored.
         layer: index of the layer, which chooses the rotation.
-        sink, tail: tokens that stay as the model hands them in, of K and of V.
-        window: sliding window in tokens; None for a layer that sees everything.
-        scales: of K's and of V's channels, as `tq.hf.config` finds them.
+        sink, tail: tokens in the model's dtype; the tail of K and of V.
+        window: sliding window in tokens, or None.
+        scales: of K's and V's channels.
         watch: told of the first vectors.
-        require_context: refuses numbers of tokens that the formats do not hold for.
-        reads_packed: whether the model's attention takes K and V as they are packed, as `tq.hf.attention` does.
+        require_context: refuses more tokens than the formats hold for.
+        reads_packed: whether the model's attention is `tq.hf.attention`.
     """
 
     is_compileable = False
@@ -56,7 +55,7 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @torch.inference_mode(False)
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Take the shapes, dtype and device of K and V [B, Hkv, n, D], where the formats have a layout for D."""
+        """Take shapes, dtype and device of K and V [B, Hkv, n, D]."""
         self.store = Store(
             self.layer, (self.k_format, self.v_format), (key_states, value_states), sink=self.sink, tails=self.tail,
             scales=self._scales,
@@ -67,19 +66,15 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
     @torch.inference_mode(False)
     @torch.no_grad()
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store new tokens and return every token that attention may see.
-
-        What is returned is what is stored, for the new tokens as well; it is a temporary of the caller. Attention that reads
-        packed K and V gets them unrestored where it can.
+        """Store new tokens and return all visible tokens, as stored, in temporaries.
 
         Args:
             key_states, value_states: [B, Hkv, n, D] of a floating dtype; K after RoPE.
         Returns:
-            K and V, each [B, Hkv, visible + n, D] in the dtype handed in. No gradient flows through them.
+            K and V, each [B, Hkv, visible + n, D] in the dtype handed in, without gradient; packed where attention reads that.
         Raises:
-            InputError: another batch, number of heads or head_dim than before; a format has no layout for D, or its learned
-                coordinates hold for fewer tokens.
-            NonFiniteError: naming layer, side, row, KV head and position; nothing of this layer was stored.
+            InputError: other shapes than before, a head_dim without layout, or more tokens than learned coordinates hold for.
+            NonFiniteError: naming layer, side, row, KV head and position; nothing was stored.
         """
         if self.store is None:
             self.lazy_initialization(key_states, value_states)
@@ -116,13 +111,13 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
                 )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """How many tokens the next `update` with this many new ones returns, and the position of the first."""
+        """Tokens that the next `update` with this many new ones returns, and the position of the first."""
         length = self.get_seq_length()
         visible = self._visible(length)
         return visible + query_length, length - visible
 
     def get_seq_length(self) -> int:
-        """Tokens seen, including those outside the window now."""
+        """Tokens seen, those outside the window included."""
         return self.store.end if self.store else 0
 
     def get_max_length(self) -> int:
@@ -130,7 +125,7 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1 if self.sliding_window is None else self.sliding_window
 
     def activate_past_recording(self) -> None:
-        """Keep what a window leaves behind until the next `crop`, so that it can go back."""
+        """Keep what leaves the window until the next `crop`, so that it can go back."""
         self.record_past = True
 
     def reset(self) -> None:
@@ -140,10 +135,7 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
     @torch.inference_mode(False)
     @torch.no_grad()
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the newest `-tokens_to_remove` tokens; the others are not quantized again.
-
-        A positive number is refused, and one by which tokens that a window has left behind would have to come back.
-        """
+        """Forget the newest `-tokens_to_remove` tokens; an InputError if others that left the window had to come back."""
         if tokens_to_remove > 0:
             raise InputError(f"crop takes the number of tokens to remove as a negative number, not {tokens_to_remove}")
         if (store := self.store) is None:

@@ -31,18 +31,17 @@ SPARE_FRACTION, SPARE_TOKENS = 32, 32
 
 
 class Store:
-    """The tokens `begin` … `end` - 1 of every row, as a layer of a `PagedKVCache` stores them.
+    """Tokens `begin` … `end` - 1 of every row, in a `LayerKV`.
 
     Block j of a row lies at `row * blocks + j % blocks`, so that tokens may be dropped at both ends. A token is copied about
-    32 times while a row grows to any length. Sinks and tail lie beside the packed tokens in the model's own dtype.
+    32 times while a row grows to any length. Sinks and tail are in the model's own dtype.
 
     Args:
         layer: chooses the rotation.
         formats: K's and V's.
         like: K and V [B, Hkv, n, D], which give shapes, device and dtype.
-        sink, tails: tokens that stay as they are handed in, of both sides and of K and of V; a tail takes at least
-            `group_tokens - 1`.
-        scales: [Hkv, D] of K and of V, what channels are multiplied with before they are stored, powers of two; None for 1.
+        sink, tails: tokens in the model's dtype; a tail of K and of V, at least `group_tokens - 1`.
+        scales: [Hkv, D] of K and of V, powers of two that channels are multiplied with; None for 1.
     Raises:
         InputError: a format has no layout for D.
     """
@@ -80,7 +79,7 @@ class Store:
         return Side(kv_format, fields, window)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy takes over; kernels remember where the memory of a view lies."""
+        """For copies: kernels remember where the memory of a view lies."""
         return vars(self) | {"_view": None}
 
     @property
@@ -90,7 +89,7 @@ class Store:
 
     @property
     def tokens(self) -> int:
-        """Tokens that each row holds."""
+        """Tokens of each row."""
         return self.end - self.begin
 
     def tensors(self) -> Iterator[Tensor]:
@@ -102,7 +101,7 @@ class Store:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the groups, sinks and tails that are in use."""
+        """Bytes in use of groups, sinks and tails."""
         total = 0
         for side, head_dim in zip(self.sides, self.head_dims, strict=True):
             group, window = side.kv_format.group_tokens, side.window
@@ -115,7 +114,7 @@ class Store:
         return total
 
     def _exact(self, side: Side) -> tuple[int, int]:
-        """Where the sinks of a side end, and where its tail begins."""
+        """Where a side's sinks end, and where its tail begins."""
         if side.window is None:
             return 0, self.end
         sinks = min(side.window.sink, self.end)
@@ -123,7 +122,7 @@ class Store:
 
     # -- Storing and restoring -----------------------------------------------------------------------------------------------
     def write(self, k: Tensor, v: Tensor) -> None:
-        """Store new tokens [B, Hkv, n, D] of every row, or none: a NonFiniteError says layer, side, row, head and position."""
+        """Store new tokens [B, Hkv, n, D] of every row, or none; a NonFiniteError says layer, side, row, head and position."""
         count = k.shape[2]
         self._reserve(self.end + count)
         k, v = (x if by is None else x.float() * by.unsqueeze(1) for x, by in zip((k, v), self.scales, strict=True))
@@ -141,7 +140,7 @@ class Store:
         self.end += count
 
     def read(self, side: int, tokens: int, dtype: torch.dtype) -> Tensor:
-        """The newest `tokens` tokens of K (0) or V (1), restored into a new tensor [B, Hkv, tokens, D]."""
+        """The newest `tokens` tokens of K (0) or V (1), dequantized: [B, Hkv, tokens, D]."""
         begin, scales = self.end - tokens, self.scales[side]
         result = torch.empty(self.rows, self.heads, tokens, self.head_dims[side], dtype=dtype, device=self.device)
         for first, vectors in self._pieces(self.sides[side], begin):
@@ -150,7 +149,7 @@ class Store:
         return result
 
     def _pieces(self, side: Side, begin: int) -> Iterator[tuple[int, Tensor]]:
-        """Position of the first token and vectors [B, Hkv, n, D], as they are stored, of all tokens from `begin` on."""
+        """First position and vectors [B, Hkv, n, D] of all tokens from `begin` on."""
         sinks, recent = self._exact(side)
         for first in range(max(begin, sinks), recent, READ_TOKENS):
             yield first, self._unpack(side, first, min(first + READ_TOKENS, recent))
@@ -159,7 +158,7 @@ class Store:
                 yield first, side.window.vectors[:, :, side.window.places(torch.arange(first, end, device=self.device))]
 
     def _unpack(self, side: Side, first: int, end: int) -> Tensor:
-        """Packed tokens at positions `first` … `end` - 1, [B, Hkv, n, D] fp32."""
+        """Packed tokens `first` … `end` - 1, [B, Hkv, n, D] fp32."""
         begin = first // BLOCK_SIZE
         column = torch.arange(begin, blocks_for(end, BLOCK_SIZE), device=self.device) % self.blocks
         table = torch.arange(self.rows, device=self.device).unsqueeze(1) * self.blocks + column
@@ -168,7 +167,7 @@ class Store:
 
     # -- Changing what is held ------------------------------------------------------------------------------------------------
     def drop_newest(self, tokens: int) -> None:
-        """Drop this many tokens at the end; they must exist. What moves back into a tail is restored from what is packed."""
+        """Drop the newest tokens; what moves back into a tail is dequantized."""
         end = self.end - tokens
         for side in self.sides:
             if (window := side.window) is None or not window.ring:
@@ -181,12 +180,12 @@ class Store:
         self._give_back()
 
     def keep_newest(self, tokens: int) -> None:
-        """Drop everything before the newest `tokens` tokens."""
+        """Drop all but the newest tokens."""
         self.begin = max(self.begin, self.end - tokens)
         self._give_back()
 
     def apply(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace the rows by `change` of them; `change` works on the first axis."""
+        """Replace the rows by `change` of them, which works on the first axis."""
         for side in self.sides:
             for name, tensor in side.fields.items():
                 side.fields[name] = change(self._by_row(tensor)).flatten(0, 1)
@@ -199,12 +198,12 @@ class Store:
         return tensor.view(self.rows, self.blocks, *tensor.shape[1:])
 
     def _room(self, end: int) -> int:
-        """Blocks of a row for its tokens up to position `end`, with some to spare."""
+        """Blocks of a row up to position `end`, with some to spare."""
         tokens = end - self.begin // BLOCK_SIZE * BLOCK_SIZE
         return blocks_for(tokens + max(tokens // SPARE_FRACTION, SPARE_TOKENS), BLOCK_SIZE)
 
     def _reserve(self, end: int) -> None:
-        """Memory for the tokens up to position `end`."""
+        """Allocate up to position `end`."""
         if blocks_for(end, BLOCK_SIZE) - self.begin // BLOCK_SIZE > self.blocks:
             self._move(self._room(end))
 
@@ -213,7 +212,7 @@ class Store:
             self._move(blocks)
 
     def _move(self, blocks: int) -> None:
-        """Move to new memory for `blocks` blocks of each row."""
+        """Move to `blocks` blocks of each row."""
         live_blocks = torch.arange(self.begin // BLOCK_SIZE, blocks_for(self.end, BLOCK_SIZE), device=self.device)
         for side in self.sides:
             for name, tensor in side.fields.items():
@@ -226,7 +225,7 @@ class Store:
 
     # -- Attention over what is stored ----------------------------------------------------------------------------------------
     def _is_readable(self) -> bool:
-        """Whether there are kernels that can read what is stored, as it is stored."""
+        """Whether kernels can read this memory."""
         kernels, (head_dim, other) = kernels_on(self.device.type), self.head_dims
         if kernels is None or head_dim != other or wrong_head_dim(kernels[1], head_dim):
             return False
@@ -237,16 +236,15 @@ class Store:
 
     @property
     def kernels(self) -> OpTable | None:
-        """Those that read what is stored; None if there are none."""
+        """Those that can read this memory, or None."""
         kernels = kernels_on(self.device.type) if self._readable else None
         return kernels and kernels[0]
 
     def attend(self, q: Tensor, softmax_scale: float) -> Tensor:
-        """Attention of the newest token of every row over all that its row has stored, itself among them.
+        """Attention of the newest token of every row over its row.
 
         Args:
             q: [B, Hq, 1, D] bf16 or fp32.
-            softmax_scale: of the logits.
         Returns:
             [B, 1, Hq, D] of q's dtype.
         Rounding points: those of the op table's `paged_attention`.
@@ -259,7 +257,7 @@ class Store:
         return _unscale(out.unsqueeze(2), self.scales[1]).transpose(1, 2)
 
     def _paged_cache(self) -> PagedKVCache:
-        """The layer as a cache; another one where memory moved, for kernels remember where it lies."""
+        """The layer as a cache; a new one after memory moved, for kernels remember where it lies."""
         if self._view is None:
             k, v = self.sides
             self._view = PagedKVCache.over(
@@ -270,7 +268,7 @@ class Store:
 
 @lru_cache(maxsize=2)
 def _tokens_of_rows(rows: int, blocks: int, begin: int, count: int, device: torch.device) -> Batch:
-    """So many tokens of every row from position `begin` on, in rings of `blocks` blocks; alike in all layers."""
+    """`count` tokens of every row from position `begin` on, in rings of `blocks` blocks; alike in all layers."""
     row, end = torch.arange(rows + 1, device=device), begin + count
     positions = torch.arange(begin, end, device=device).repeat(rows)
     table = row.new_zeros(rows, blocks_for(end, BLOCK_SIZE), dtype=torch.int32)
@@ -280,7 +278,7 @@ def _tokens_of_rows(rows: int, blocks: int, begin: int, count: int, device: torc
 
 @cache
 def kernels_on(device: str) -> tuple[OpTable, KernelSupport] | None:
-    """The op table for tensors on a kind of device, and what it reads; None where there is none, or it is not built."""
+    """The op table for a device type, and what it reads; None if there is none, or it is not built."""
     if device == "cpu":
         from haarkv.tq_ops.cpu.ops import CpuOps
 
@@ -296,7 +294,7 @@ def kernels_on(device: str) -> tuple[OpTable, KernelSupport] | None:
 
 
 def _unscale(x: Tensor, scales: Tensor | None) -> Tensor:
-    """x [B, H, n, D] divided by the scales [Hkv, D] of its KV heads; powers of two, so nothing is rounded."""
+    """x [B, H, n, D] divided by the scales [Hkv, D] of its KV heads; exact."""
     if scales is None:
         return x
     return (x / scales.repeat_interleave(x.shape[1] // len(scales), 0).unsqueeze(1)).to(x.dtype)

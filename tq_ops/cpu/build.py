@@ -53,8 +53,8 @@ _SETS = {"portable": (), "avx2": _AVX2, "avx512vnni": _VNNI}
 """Instruction sets that share their sources, with their flags."""
 _ADDITIONS = {"integers": _VNNI, "bf16": _BF16, "amx": _AMX}
 """Units that replace some kernels of avx512vnni."""
-_OF_A_SET = ("attention", "dense", "blocks")
-_SHARED = ("block_rows", "driver", "elementwise", "gated_delta", "layers", "linear", "paged_attention", "pool")
+_OF_A_SET = ("attention", "blocks", "dense")
+_SHARED = ("block_rows", "driver", "gated_delta", "layers", "linear", "paged_attention", "pool")
 
 
 class Unit(NamedTuple):
@@ -75,7 +75,7 @@ def compiler() -> str | None:
 
 @cache
 def units(cxx: str | None, native: bool = False) -> dict[str, Unit]:
-    """Translation units by name, for the machine that a compiler compiles for; those that take longest first.
+    """Translation units by name, for the machine that a compiler compiles for; the longest come early.
 
     Instruction sets that the compiler is too old for are left out (AMX needs GCC 11 or Clang 12).
 
@@ -98,7 +98,7 @@ def units(cxx: str | None, native: bool = False) -> dict[str, Unit]:
     }  # fmt: skip
     additions = {isa: Unit(isa, flags[isa]) for isa in flags if isa in _ADDITIONS}
     macros = (*(f"-DHAARKV_{isa.upper()}" for isa in flags), f"-DHAARKV_INTERFACE={interface_digest()}")
-    return of_sets | additions | {name: Unit(name, shared) for name in _SHARED} | {"isa": Unit("isa", (*shared, *macros))}
+    return additions | of_sets | {name: Unit(name, shared) for name in _SHARED} | {"isa": Unit("isa", (*shared, *macros))}
 
 
 def interface_digest() -> int:

@@ -43,7 +43,7 @@ def prepare(kv: LayerKV, isa: int) -> LayerCalls | None:
         return None
     k_fields, v_fields = kv.fields
     keys, values = (layout(kv_format, layer, shape.head_dim) for kv_format in pair)
-    turns = pair[0].turns(layer)
+    turns = pair[0].rope_shift(layer)
     if turns and STRETCH % kv.block_size:
         return None
     stretches = _stretches(turns)

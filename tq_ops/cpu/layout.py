@@ -25,7 +25,7 @@ from haarkv.tq_ops.kv.kernel_support import KernelSupport
 
 READS = KernelSupport(
     "the CPU kernels", head_dims=(64, 128, 256), bits=(2, 3, 4, 5, 6, 8), plain=(torch.bfloat16, torch.float32),
-    kept=True, windows=True, learned=True,
+    bf16_tokens=True, windows=True, learned=True,
 )  # fmt: skip
 """What the kernels read and store."""
 LARGEST_LEVEL = 2**13 - 1

@@ -15,8 +15,8 @@ from haarkv.tq_ops.cpu.build import INTERFACE, LIBRARY, interface_digest
 from haarkv.tq_ops.errors import InputError
 
 ISAS = ("portable", "avx2", "avx512vnni", "amx")
-_BF16_PRODUCTS = 1 << 8
 """Instruction sets. Each needs more of the CPU than the one before; the index is the library's own number for it."""
+_BF16_PRODUCTS = 1 << 8
 
 
 class Cell(IntEnum):

@@ -215,7 +215,7 @@ class CpuOps:
         status = self._run(
             "haarkv_store", call, slots=slots, tokens=k.shape[0], positions=batch.positions.contiguous(),
             query_start=batch.query_start_loc.contiguous(), rows=batch.rows.contiguous(), sequences=len(batch.rows),
-            kept_slots=0 if batch.kept_slots is None else batch.kept_slots.contiguous(),
+            kept_slots=0 if batch.window_slots is None else batch.window_slots.contiguous(),
         )  # fmt: skip
         if status:
             # Nothing was written. The reference meets the same fault and names it.
@@ -231,8 +231,8 @@ class CpuOps:
         Learned keys take `rows.T` of the KV head as rotation. What q makes of K's mean is the same for every key and drops
         out; V's mean is added once. BF16 and FP32 do not rotate. Formats outside `READS` are left to the reference.
 
-        Tokens that a query sees in BF16 (`ResidualWindow.seen`) take part in the same softmax: their logits replace those of
-        the packed ones, less `softmax_scale * (q . K's mean)`, and their values are summed in the model's own domain.
+        Tokens that a query sees in BF16 (`ResidualWindow.visible`) take part in the same softmax: their logits replace those
+        of the packed ones, less `softmax_scale * (q . K's mean)`, and their values are summed in the model's own domain.
 
         Keys are summed 1,024 at a time and merged in order: results do not depend on the number of threads, on the rest of
         the batch or on how a prompt was cut. Rotated queries and partial sums take 4 to 16 MB, whatever the prompt.
@@ -266,13 +266,13 @@ class CpuOps:
         out = torch.empty_like(q)
         call = library.Attention.from_buffer_copy(layer_calls.attention)
         call.sequences, call.max_blocks = batch.block_table.shape
-        if batch.kept_table is not None:
-            call.kept_blocks = batch.kept_table.shape[1]
+        if batch.window_table is not None:
+            call.kept_blocks = batch.window_table.shape[1]
         self._run(
             "haarkv_attention", call, q=q, out=out, positions=batch.positions.contiguous(), num_heads=q.shape[1],
             block_table=batch.block_table.contiguous(), query_start=batch.query_start_loc.contiguous(),
             rows=batch.rows.contiguous(), bf16=is_bf16(q), softmax_scale=softmax_scale,
-            kept_table=0 if batch.kept_table is None else batch.kept_table.contiguous(),
+            kept_table=0 if batch.window_table is None else batch.window_table.contiguous(),
         )  # fmt: skip
         return out
 
@@ -296,7 +296,7 @@ class CpuOps:
         status = self._run(
             "haarkv_gated_delta", library.GatedDelta.__new__(library.GatedDelta),
             **{name: tensor.float().contiguous() for name, tensor in operands.items()}, out=out, mixed=qkv, gates=gates,
-            windows=windows, memories=memories, seen=state.seen, positions=batch.positions.contiguous(),
+            windows=windows, memories=memories, seen=state.counts, positions=batch.positions.contiguous(),
             slots=batch.slot_mapping.contiguous(), rows=batch.rows.contiguous(),
             query_start=batch.query_start_loc.contiguous(), channels=channels, sequences=len(batch.rows), versions=versions,
             taps=taps, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim,

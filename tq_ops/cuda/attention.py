@@ -1,15 +1,14 @@
 """Attention over packed codes in the rotated domain, for prompts, and for decode where `decode` does not take it.
 
 A program holds one KV head, and as columns of one tile some new tokens of one sequence with all query heads of the group. It
-attends to the stored tokens that `schedule` gives it. Partial results are not normalized; `schedule.merge_kernel` adds them
-up and rotates them back. Where tokens stay in BF16, a query sees as packed ones SINK … position - TAIL alone, and what
-`in_bf16.window_kernel` makes of the others is one more partial result. In a layer with a sliding window a context begins with
-the tile that the first new token still sees something of.
+attends to the stored tokens that `schedule` gives it. Partial results are not normalized; `schedule.merge_kernel` adds them up
+and rotates them back. Where tokens stay in BF16, a query sees as packed ones SINK … position - TAIL alone;
+`in_bf16.window_kernel` leaves one more partial result for the others. In a layer with a sliding window a context begins with
+the first tile that the first new token sees some of.
 
-Learned keys are stored by stretches of 1,024 positions, and what a query is for the keys of one it is not for those of the
-next. `prologue` left the queries as each stretch meets them; a program loads others where a stretch begins. Turned and rotated
-here they would take registers that the loops need. What the logits of a stretch lack, the query's product with K's mean, is
-one number for all of it. It is added to the maximum, which within a stretch goes without.
+Learned keys are stored by stretches of 1,024 positions, each with queries of its own. `prologue` left these in memory, and a
+program loads the next ones where a stretch begins: turned and rotated here they would take registers that the loops need. The
+logits of a stretch lack one number, the query's product with K's mean. It is added to the maximum, not to each logit.
 """
 
 from __future__ import annotations
@@ -109,8 +108,8 @@ def attend_tile(
 ):  # fmt: skip
     """One step of the online softmax: stored tokens begin … begin + TOKENS - 1, of which those in first … end - 1 count.
 
-    Codes are the left operand of both products; queries and probabilities are the right one. The few query heads of a group
-    thus fill a tile of 8 columns rather than waste most of 16 or 64 rows, and centroids reach the tensor cores from registers.
+    Codes are the left operand of both products; queries and probabilities are the right one. So the few query heads of a group
+    fill a tile of 8 columns rather than waste most of 16 or 64 rows, and centroids reach the tensor cores from registers.
 
     With WIDE it is the other way round, for so many columns that they fill tensor cores as rows: each code is looked up once
     for all of them, probabilities never leave their registers, and centroids go to shared memory once a tile. A maximum over

@@ -129,35 +129,25 @@ def _packed(bits: Tensor, each: int) -> Tensor:
     return torch.sum(parts << shifts, -1, dtype=torch.uint8)
 
 
+_FILE_BYTES = {
+    "Q8_0": ((2, None), (0, 2)), "Q4_0": ((2, None), (0, 2)), "Q4_1": ((4, None), (0, 2), (2, 4)),
+    "Q5_0": ((6, None), (2, 6), (0, 2)), "Q5_1": ((8, None), (4, 8), (0, 2), (2, 4)),
+}  # fmt: skip
+"""Where a file's block has the parts of a row, in the order of planes."""
+
+
 def _in_planes(blocks: Tensor, name: str) -> Tensor:
     """[R, blocks, bytes] as the file has them -> [R, bytes of planes]."""
-
-    def parts() -> tuple[Tensor, ...]:
-        match name:
-            case "Q8_0" | "Q4_0":
-                return blocks[..., 2:], blocks[..., :2]
-            case "Q4_1":
-                return blocks[..., 4:], blocks[..., :2], blocks[..., 2:4]
-            case "Q5_0":
-                return blocks[..., 6:], blocks[..., 2:6], blocks[..., :2]
-            case "Q5_1":
-                return blocks[..., 8:], blocks[..., 4:8], blocks[..., :2], blocks[..., 2:4]
-            case "Q6_K":
-                lower, upper = q6_bits(blocks)
-                return _codes(lower), _packed(upper, 2), blocks[..., 192:208], blocks[..., 208:]
-        scales, minima = six_bits(blocks)
-        if name == "Q4_K":
-            return _codes(q4_lower_bits(blocks, 16)), scales, minima, blocks[..., :2], blocks[..., 2:4]
-        return (
-            _codes(q4_lower_bits(blocks, 48)),
-            _packed(q5_fifth_bits(blocks), 1),
-            scales,
-            minima,
-            blocks[..., :2],
-            blocks[..., 2:4],
-        )
-
-    return torch.cat([part.flatten(1) for part in parts()], 1)
+    if name in _FILE_BYTES:
+        parts = [blocks[..., begin:end] for begin, end in _FILE_BYTES[name]]
+    elif name == "Q6_K":
+        lower, upper = q6_bits(blocks)
+        parts = [_codes(lower), _packed(upper, 2), blocks[..., 192:208], blocks[..., 208:]]
+    else:
+        lower = q4_lower_bits(blocks, 16 if name == "Q4_K" else 48)
+        high = [] if name == "Q4_K" else [_packed(q5_fifth_bits(blocks), 1)]
+        parts = [_codes(lower), *high, *six_bits(blocks), blocks[..., :2], blocks[..., 2:4]]
+    return torch.cat([part.flatten(1) for part in parts], 1)
 
 
 def _codes(levels: Tensor) -> Tensor:

@@ -247,7 +247,7 @@ def advance(
     }  # fmt: skip
     key_size = triton.next_power_of_2(key_dim)
     launch(delta_inputs_kernel, (tokens, 2 * key_heads + value_heads))(
-        x, a, b, conv, a_log, dt_bias, windows, state.seen, batch.positions, batch.slot_mapping, batch.rows,
+        x, a, b, conv, a_log, dt_bias, windows, state.counts, batch.positions, batch.slot_mapping, batch.rows,
         batch.query_start_loc, sequences, fault, at.layer, mixed, gates, turns, TAPS=taps, SEQUENCE_BITS=sequence_bits(batch),
         SIZE=max(key_size, triton.next_power_of_2(value_dim)), num_warps=1, **shape,
     )  # fmt: skip
@@ -255,7 +255,7 @@ def advance(
     # them is 64 bytes. Qwen3.5-0.8B has 128 such programs a sequence, so that few sequences keep a GPU busy.
     columns = max(4, min(16, 2048 // key_size))
     launch(delta_rule_kernel, (sequences * value_heads, triton.cdiv(value_dim, columns)))(
-        mixed, gates, turns, memories, state.seen, batch.positions, batch.rows, batch.query_start_loc, out,
+        mixed, gates, turns, memories, state.counts, batch.positions, batch.rows, batch.query_start_loc, out,
         KEY_SIZE=key_size, COLUMNS=columns, num_warps=1, **shape,
     )  # fmt: skip
     return out

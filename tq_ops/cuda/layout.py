@@ -63,7 +63,7 @@ def make_columns(columns: tuple[Column, ...]) -> Columns:
 
 
 READS = KernelSupport(
-    "the GPU kernels", head_dims=(64, 128, 256), bits=(2, 3, 4, 5, 6, 8), kept=True, windows=True, learned=True
+    "the GPU kernels", head_dims=(64, 128, 256), bits=(2, 3, 4, 5, 6, 8), bf16_tokens=True, windows=True, learned=True
 )
 NO_FAULT = 2**63 - 1
 """A fault's value while there is none."""
@@ -77,8 +77,7 @@ def fault_place(key: int) -> tuple[int, str, int, int]:
     return key >> 49, "state" if head == STATE else "KV"[(key >> 48) & 1], (key >> 16) & 0xFFFFFFFF, head
 
 
-@dataclass(frozen=True)
-class LearnedTables:
+class LearnedTables(NamedTuple):
     """What learned keys have beside a rotation, coordinates in the kernels' order.
 
     RoPE turns number i of a vector's two halves together. Where it leaves a part of each vector alone, halves are not those of
@@ -208,7 +207,7 @@ def _layout(description: Description, layer: int, device: torch.device) -> Layou
 def _learned_layout(description: Description, coordinates: Coordinates, order: Tensor, device: torch.device) -> Layout:
     assert len(coordinates.gains) == 3, "the kernels try three gains"
     # Keys of unknown turns are not turned.
-    turns = coordinates.turns or RopeShift((0.0,) * (description.head_dim // 2))
+    turns = coordinates.rope_shift or RopeShift((0.0,) * (description.head_dim // 2))
     half = len(turns.inv_freq)
     inputs, static_dims = input_order(description.head_dim, half), description.head_dim // 2 - half
     cos, sin = turns.table(MOST_POSITIONS // STRETCH, torch.device("cpu"))

@@ -22,8 +22,10 @@ from haarkv.tq_ops.cuda.elementwise import sigmoid_mul as sigmoid_mul
 from haarkv.tq_ops.cuda.experts import run_experts
 from haarkv.tq_ops.cuda.in_bf16 import attend_windows, layer_windows
 from haarkv.tq_ops.cuda.layout import NO_FAULT, both_layouts, fault_place
-from haarkv.tq_ops.cuda.prologue import append, in_parts, rotate_and_append
+from haarkv.tq_ops.cuda.prologue import append as append
+from haarkv.tq_ops.cuda.prologue import in_parts
 from haarkv.tq_ops.cuda.prologue import rotate as rotate
+from haarkv.tq_ops.cuda.prologue import rotate_and_append as rotate_and_append
 from haarkv.tq_ops.cuda.rotate import Rotated
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import LayerView, PagedKVCache

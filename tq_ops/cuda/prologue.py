@@ -22,8 +22,6 @@ from haarkv.tq_ops.cuda.quantize import append_and_keep
 from haarkv.tq_ops.cuda.rotate import (
     ROWS,
     Rotated,
-    element,
-    learned_arguments,
     num_tiles,
     places,
     rotation_operand,
@@ -83,14 +81,13 @@ def norm_and_rope(low, high, weight, inputs, token, live, D: tl.constexpr):
 @triton.jit
 def rotate_queries(
     program, inputs, tokens, queries, out, rotation, learned, positions, shares,
-    HEADS: tl.constexpr, MATRICES: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    ROUNDED: tl.constexpr, TYPE: tl.constexpr, WINDOW: tl.constexpr,
+    HEADS: tl.constexpr, MATRICES: tl.constexpr, HALF: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, ROUNDED: tl.constexpr, TYPE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """WIDTH columns of ROWS rotated queries: D / WIDTH times `shares` programs have the same tile."""
     tile_programs = shares * (D // WIDTH)
     token, head, matrix = vector_ids(program // tile_programs, tokens, HEADS, MATRICES, ROWS)
     part, live = program % tile_programs, token < tokens
-    HALF: tl.constexpr = D // 2 if learned is None else learned.HALF
     low, high = load_halves(inputs.q, inputs.q_bias, token, head, live, ROW, D, HALF)
     low, high = norm_and_rope(low, high, inputs.q_norm, inputs, token, live, D)
     if inputs.cos is not None:
@@ -110,13 +107,12 @@ def rotate_queries(
 @triton.jit
 def store_side(
     tile, side: tl.constexpr, inputs, tokens, into, learned, keeping, sequences, positions, slots, fault, layer,
-    HEADS: tl.constexpr, MATRICES: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    WRITE: tl.constexpr, STAND_IN: tl.constexpr,
+    HEADS: tl.constexpr, MATRICES: tl.constexpr, HALF: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, WRITE: tl.constexpr, STAND_IN: tl.constexpr,
 ):  # fmt: skip
     """A tile of K, `side` 0, or of V, 1, to its slots; K is normed and roped."""
     token, head, matrix = vector_ids(tile, tokens, HEADS, MATRICES, ROWS)
     live = token < tokens
-    HALF: tl.constexpr = D // 2 if learned is None else learned.HALF
     if side == 0:
         low, high = load_halves(inputs.k, inputs.k_bias, token, head, live, ROW, D, HALF)
         low, high = norm_and_rope(low, high, inputs.k_norm, inputs, token, live, D)
@@ -124,7 +120,7 @@ def store_side(
         low, high = load_halves(inputs.v, inputs.v_bias, token, head, live, ROW, D, HALF)
     append_and_keep(
         low, high, token, head, matrix, live, side, into, learned, keeping, sequences, positions, slots, fault, layer,
-        HEADS, D, BLOCK, ROWS, WRITE, STAND_IN,
+        HEADS, HALF, D, BLOCK, ROWS, WRITE, STAND_IN,
     )  # fmt: skip
 
 
@@ -133,8 +129,8 @@ def store_side(
 @triton.jit(do_not_specialize=["tokens", "layer", "sequences", "shares"])
 def prologue_kernel(
     inputs, tokens, queries, rotated, rotation, learned, positions, shares, k, v, keeping, sequences, slots, fault, layer,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, MATRICES: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROUNDED: tl.constexpr, Q_TYPE: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, MATRICES: tl.constexpr, HALF: tl.constexpr, ROW: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROUNDED: tl.constexpr, Q_TYPE: tl.constexpr,
     WINDOW: tl.constexpr, WRITE: tl.constexpr, STAND_IN: tl.constexpr,
 ):  # fmt: skip
     """Rotate queries, and store K and V at slots [tokens] int64, in BF16 as well where `keeping` says so.
@@ -146,10 +142,11 @@ def prologue_kernel(
         inputs: `Inputs`, of ROW numbers from a token to the next.
         queries: [tokens, HEADS, D], where queries are stored unrotated as well; or None.
         rotated: `Rotated`; its queries are None where attention rotates them itself.
-        rotation, learned: K's, and a `Learned`, or None.
+        rotation, learned: of K's `Layout`.
         positions: [tokens] int64; None without `learned`.
         shares: programs that share the stretches of learned keys, else 1.
         k, v, keeping: `Write` and `Keeping`; None without K and V.
+        HALF: of `places`, of K and Q.
         ROUNDED: the model's dtype, to which queries are rounded before they are rotated.
         Q_TYPE: operand type of their rotation.
     """
@@ -161,18 +158,18 @@ def prologue_kernel(
         if program < n_k:
             store_side(
                 program, 0, inputs, tokens, k, learned, keeping, sequences, positions, slots, fault, layer,
-                KV_HEADS, MATRICES, ROW, D, BLOCK, ROWS, WRITE, STAND_IN,
+                KV_HEADS, MATRICES, HALF, ROW, D, BLOCK, ROWS, WRITE, STAND_IN,
             )  # fmt: skip
         elif program < stored:
             store_side(
                 program - n_k, 1, inputs, tokens, v, None, keeping, sequences, positions, slots, fault, layer,
-                KV_HEADS, 1, ROW, D, BLOCK, ROWS, WRITE, STAND_IN,
+                KV_HEADS, 1, D // 2, ROW, D, BLOCK, ROWS, WRITE, STAND_IN,
             )  # fmt: skip
     if inputs.q is not None:  # noqa: SIM102
         if program >= stored:
             rotate_queries(
                 program - stored, inputs, tokens, queries, rotated, rotation, learned, positions, shares,
-                HEADS, MATRICES, ROW, D, ROWS, WIDTH, ROUNDED, Q_TYPE, WINDOW,
+                HEADS, MATRICES, HALF, ROW, D, ROWS, WIDTH, ROUNDED, Q_TYPE, WINDOW,
             )  # fmt: skip
 
 
@@ -197,11 +194,12 @@ def _launch_prologue(
         stores = quantize.both_writes(at.kv.fields, layouts, windows, x, head_dim)
         stores["keeping"] = quantize.keeping_arguments(windows, batch)
     launch(prologue_kernel, (programs,))(
-        inputs, tokens, queries, rotated or _NO_QUERIES, keys.rotation, learned_arguments(keys),
+        inputs, tokens, queries, rotated or _NO_QUERIES, keys.rotation, keys.learned,
         batch.positions if keys.learned else None, shares, sequences=len(batch.seq_lens), slots=batch.slot_mapping,
-        fault=fault, layer=at.layer, HEADS=heads, KV_HEADS=shape.num_kv_heads, MATRICES=keys.matrices, ROW=row, D=head_dim,
-        BLOCK=at.kv.block_size, ROWS=ROWS, WIDTH=width, ROUNDED=element(dtype), Q_TYPE=operand, WINDOW=shape.window or 0,
-        WRITE=write, STAND_IN=stand_in, **stores,
+        fault=fault, layer=at.layer, HEADS=heads, KV_HEADS=shape.num_kv_heads, MATRICES=keys.matrices,
+        HALF=keys.learned.half if keys.learned else head_dim // 2, ROW=row, D=head_dim, BLOCK=at.kv.block_size, ROWS=ROWS,
+        WIDTH=width, ROUNDED=tl.bfloat16 if dtype == torch.bfloat16 else tl.float32, Q_TYPE=operand,
+        WINDOW=shape.window or 0, WRITE=write, STAND_IN=stand_in, **stores,
     )  # fmt: skip
 
 
@@ -264,8 +262,9 @@ def rotate_and_append(
     shape, keys = at.kv.shape, both_layouts(at, qkv.device)[0]
     assert keys.learned is None or 2 * keys.learned.half == shape.head_dim, "cos and sin turn all of a head"
     widths = [n * shape.head_dim for n in (heads.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
-    biases = (None,) * 3 if heads.bias is None else heads.bias.split(widths)
-    inputs = Inputs(*qkv.split(widths, 1), *biases, heads.q_norm, heads.k_norm, heads.eps, cos, sin)
+    q_bias, k_bias, v_bias = (None,) * 3 if heads.bias is None else heads.bias.split(widths)
+    q, k, v = qkv.split(widths, 1)
+    inputs = Inputs(q, k, v, q_bias, k_bias, v_bias, heads.q_norm, heads.k_norm, heads.eps, cos, sin)
     queries = torch.empty(len(qkv), heads.num_heads, shape.head_dim, dtype=heads.dtype, device=qkv.device)
     ahead = len(qkv) <= tokens_at_once(queries, at)
     stretches = stretch_room(at.batch, at.kv.block_size) if keys.learned and ahead else 1

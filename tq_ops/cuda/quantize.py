@@ -25,7 +25,10 @@ from haarkv.tq_ops.cuda.rotate import (
     turned_back,
 )
 from haarkv.tq_ops.cuda.schedule import NARROW, sequence_bits, token_sequence
+from haarkv.tq_ops.formats.stretches import MOST_POSITIONS
 from haarkv.tq_ops.kv.batch import Batch
+
+STRETCHES = tl.constexpr(MOST_POSITIONS // STRETCH.value)
 
 Write = namedtuple(
     "Write",
@@ -190,7 +193,7 @@ def by_stretch(low, high, token, live, learned, positions, D: tl.constexpr):
     """Learned keys turned as their stretches store them."""
     # The positions of rows that only pad a batch mean nothing.
     stretch = tl.load(positions + token, live, 0) // STRETCH
-    stretch = tl.minimum(tl.maximum(stretch, 0), learned.STRETCHES - 1).to(tl.int32)
+    stretch = tl.minimum(tl.maximum(stretch, 0), STRETCHES - 1).to(tl.int32)
     at = stretch[:, None] * (D // 2) + tl.arange(0, D // 2)[None, :]
     return turned_back(low, high, tl.load(learned.cos + at), tl.load(learned.sin + at))
 
@@ -262,13 +265,12 @@ def keep(low, high, token, head, live, window, into, sequences, HEADS: tl.conste
 @triton.jit
 def append_and_keep(
     low, high, token, head, matrix, live, side: tl.constexpr, into, learned, keeping, sequences, positions, slots, fault,
-    layer, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WRITE: tl.constexpr,
-    STAND_IN: tl.constexpr,
+    layer, HEADS: tl.constexpr, HALF: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    WRITE: tl.constexpr, STAND_IN: tl.constexpr,
 ):  # fmt: skip
     """`append`, and `keep` of the same vectors, where `keeping` says so."""
     keeps: tl.constexpr = WRITE and keeping.SINK + keeping.RING > 0
     # Learned coordinates take registers, and nothing finite is refused: the vectors need not wait until levels are chosen.
-    HALF: tl.constexpr = D // 2 if learned is None else learned.HALF
     if keeps and learned is not None:
         finite = (tl.sum(low - low, 1) + tl.sum(high - high, 1)) == 0
         valid = live & finite & (tl.load(slots + token, live, -1) >= 0)

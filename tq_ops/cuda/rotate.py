@@ -6,10 +6,8 @@ stored by stretches (`tq_ops.formats.stretches`): a query is rotated anew for th
 
 from __future__ import annotations
 
-from collections import namedtuple
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -158,24 +156,13 @@ class Rotated(NamedTuple):
     lacks: Tensor | None
 
 
-Learned = namedtuple("Learned", "mean weights widths gains largest cos sin HALF STRETCHES")
-"""`layout.LearnedTables` for kernels; STRETCHES is the number of rows of cos and sin."""
-
-
-def learned_arguments(layout: Layout) -> Learned | None:
-    """A layout's `Learned`; None of a rotation."""
-    if (tables := layout.learned) is None:
-        return None
-    tensors = tables.mean, tables.weights, tables.widths, tables.gains, tables.largest, tables.cos, tables.sin
-    return Learned(*tensors, tl.constexpr(tables.half), tl.constexpr(len(tables.cos)))
-
-
 @triton.jit
 def for_stretch(low, high, stretch, learned, head, D: tl.constexpr):
     """Queries of one KV head, as halves [ROWS, D/2] of `places`, turned for the keys of a stretch.
 
     Returns:
-        low, high [ROWS, D/2] fp32; gains [ROWS] of `query_gains`; and what logits lack [ROWS]: their products with K's mean.
+        low, high [ROWS, D/2] fp32; gains [ROWS] of `query_gains`; and the queries' products with K's mean, which logits lack
+        [ROWS].
     """
     dim = tl.arange(0, D // 2)
     at = stretch * (D // 2) + dim
@@ -194,7 +181,7 @@ def store_rotated(
     """Columns first … first + WIDTH - 1 of rotated queries [ROWS], rounded to the dtype of `out`, a `Rotated`.
 
     Of learned keys once for each stretch that one of them sees: of `shares` programs with the same columns each takes every
-    `shares`-th, and the program of the first columns stores gains and what logits lack.
+    `shares`-th, and the program of the first columns stores gains and lacks.
     """
     live = token < tokens
     vector, column = token * HEADS + head, first + tl.arange(0, WIDTH)[None, :]
@@ -223,8 +210,3 @@ def store_rotated(
 def rotation_operand(x: Tensor, exact_in_bf16: bool) -> tl.dtype:
     """BF16 where both operands hold BF16 numbers, else FP32. The interpreter gets FP32: its BF16 products are wrong."""
     return tl.bfloat16 if exact_in_bf16 and x.is_cuda else tl.float32
-
-
-def element(dtype: torch.dtype) -> tl.dtype:
-    """A model's dtype, BF16 or FP32, as Triton names it."""
-    return tl.bfloat16 if dtype == torch.bfloat16 else tl.float32

@@ -25,7 +25,7 @@ from haarkv.tq_ops.formats.rotated import SEED_EPS, TurboQuant, TurboQuant4Seed,
 Side = Literal["k", "v"]
 
 PUBLISHED = TurboQuant4Seed()
-"""The layout of the published kernels, which whoever repeats their experiment has to name."""
+"""The layout of the published kernels, to repeat their experiment."""
 
 # One entry a format, or K's and V's where they are stored differently. tq4 comes first: what options mean that name none.
 _FORMATS: tuple[KVFormat | tuple[KVFormat, KVFormat], ...] = (
@@ -47,7 +47,7 @@ _BY_NAME = {k.name: (k, v) for k, v in (f if isinstance(f, tuple) else (f, f) fo
 
 
 def register(k_format: KVFormat, v_format: KVFormat) -> None:
-    """Make one more format known in this process, for K and for V, by K's name; a name that is there is replaced."""
+    """Add a format of this process, for K and V, by K's name, or replace one."""
     _BY_NAME[k_format.name] = (k_format, v_format)
 
 
@@ -57,7 +57,7 @@ def names() -> list[str]:
 
 
 def learned_names() -> list[str]:
-    """Formats of keys that are learned of a model: each takes a calibration."""
+    """Formats of learned keys, which need a calibration."""
     return [f"{PREFIX}{bits}" for bits in COLUMNS]
 
 
@@ -65,9 +65,9 @@ def get(name: str, side: Side = "k", calibration: Calibration | None = None) -> 
     """The format of that name; `side` matters where K and V are stored differently.
 
     Args:
-        calibration: what `lrB` takes its coordinates from.
+        calibration: coordinates for `lrB`.
     Raises:
-        InputError: no such format, and the message lists those there are; or one of those without a calibration.
+        InputError: no such format (the message lists them), or `lrB` without a calibration.
     """
     if bits := learned_bits(name):
         if side == "v":
@@ -86,8 +86,6 @@ def get(name: str, side: Side = "k", calibration: Calibration | None = None) -> 
 def parse(spec: str, calibration: Calibration | None = None) -> tuple[KVFormat, KVFormat]:
     """K's and V's format from `NAME` or `k=NAME,v=NAME`.
 
-    Args:
-        calibration: what `lrB` takes its coordinates from.
     Raises:
         InputError: neither form, an unknown name, or `lrB` without a calibration.
     """
@@ -102,7 +100,7 @@ def parse(spec: str, calibration: Calibration | None = None) -> tuple[KVFormat, 
 
 
 def needs_calibration(spec: str) -> bool:
-    """Whether `NAME` or `k=NAME,v=NAME` asks for a format that is learned of a model."""
+    """Whether `NAME` or `k=NAME,v=NAME` names a format of learned keys."""
     names = [part.split("=")[-1].strip() for part in spec.split(",")]
     return any(learned_bits(name) for name in names)
 

@@ -9,12 +9,12 @@ from haarkv.tq_ops.formats.packing import split_groups
 
 
 def divide(x: Tensor, number: float) -> Tensor:
-    """x / number, correctly rounded. CUDA would multiply by the reciprocal of a Python number, but not of a tensor."""
+    """x / number, correctly rounded. CUDA would multiply by a Python number's reciprocal, but not by a tensor's."""
     return x / torch.full((), number, dtype=x.dtype, device=x.device)
 
 
 def reciprocal(x: Tensor) -> Tensor:
-    """1 / x, and 0 where x is 0 or so small (a denormal) that 1 / x is beyond FP32."""
+    """1 / x; 0 where that exceeds FP32 (x is 0 or a denormal)."""
     inverse = 1 / x
     return torch.where(torch.isinf(inverse), torch.zeros_like(inverse), inverse)
 
@@ -42,8 +42,8 @@ def sum_in_order(x: Tensor) -> Tensor:
 def sum_pairwise(x: Tensor) -> Tensor:
     """Sum over the last axis in numpy's order: [..., n] -> [...].
 
-    Up to 128 numbers go to eight running sums in turn, which are added as a tree; what is left of 8 follows one by one. More
-    numbers are cut in two at a multiple of 8.
+    Up to 128 numbers go to eight running sums in turn, added as a tree; the rest of 8 follows one by one. More numbers are
+    halved at a multiple of 8.
     """
     count = x.shape[-1]
     if count < 8:
@@ -62,11 +62,9 @@ def sum_pairwise(x: Tensor) -> Tensor:
 
 
 def fwht(x: Tensor) -> Tensor:
-    """Fast Walsh-Hadamard transform of the last axis, not normalised, neighbours first: (a, b) -> (a + b, a - b).
+    """Fast Walsh-Hadamard transform of the last axis [..., n] fp32, n a power of two, not normalised.
 
-    Args:
-        x: [..., n] fp32, n a power of two. Its own inverse up to the factor n.
-    Rounding points: each of the log2(n) stages.
+    (a, b) -> (a + b, a - b). Its own inverse up to the factor n. Rounding points: each of the log2(n) stages.
     """
     count, stride = x.shape[-1], 1
     while stride < count:

@@ -20,12 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Field:
-    """One stored tensor of a format, for one group of tokens of one KV head.
-
-    Attributes:
-        dtype: element type.
-        shape: shape of one group; () for a scalar.
-    """
+    """A stored tensor of a format, for one group of tokens of one KV head; shape () for a scalar."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -36,13 +31,11 @@ class Field:
 
 
 class Part(NamedTuple):
-    """One stored tensor of a format, for every head_dim.
+    """A stored tensor of a format, for every head_dim.
 
     Attributes:
-        name: of the field.
-        dtype: element type.
-        bits: of each number of a vector; 0 of what there is one of: for each block, or for a vector without blocks.
-        axes: of what is stored of one group of tokens.
+        bits: of each number of a vector; 0 for one number a block (or a vector, without blocks).
+        axes: of one group's tensor.
     """
 
     name: str
@@ -69,21 +62,21 @@ def stored_bytes(fields: dict[str, Field]) -> int:
 
 
 class KVFormat:
-    """How K or V vectors are stored. K and V may use different formats; a format knows no cache and no device.
+    """How K or V vectors are stored; knows no cache and no device.
 
-    What most formats have in common stands here: of `layout`, what is stored and its bytes; of `unpack`, the levels.
+    `layout` gives fields and bytes, `unpack` the levels, of every format.
 
     Attributes:
-        name: the word for it in `formats.get` and `--kv`.
-        purpose: one line for a table: what it is for.
-        layout: what is stored, in the order of the format's origin.
-        block: numbers that the origin's blocks hold, one after the other; None where it knows none.
-        unpack: from the field `codes` to the level [..., D] uint8 of every coordinate; None of a format without levels.
-        multiple: what divides a head_dim that it can hold; `cuts` says why, behind the name.
-        group_tokens: tokens that are quantized together; 1 if each vector stands alone.
-        lossy: whether BF16 says more of a vector than what is stored.
-        plain: dtype of the numbers that a vector is stored as, in the one field `data`; None of any other format.
-        to_compare: it is another project's, here to compare with: wherever it runs, the reference's own ops store and read it.
+        name: in `formats.get` and `--kv`.
+        purpose: one line for a table.
+        layout: stored tensors, in the byte order of the format's origin.
+        block: numbers of one of the origin's blocks; None without blocks.
+        unpack: `codes` -> level [..., D] uint8; None of a format without levels.
+        multiple: divides each head_dim that it can hold; `cuts` says why, behind the name.
+        group_tokens: tokens that are quantized together.
+        lossy: whether BF16 is more precise.
+        plain: dtype of an unquantized vector, in the one field `data`; else None.
+        to_compare: another project's format: only the reference's ops store and read it.
     """
 
     name: str
@@ -99,11 +92,7 @@ class KVFormat:
     to_compare: bool = False
 
     def fields(self, head_dim: int) -> dict[str, Field]:
-        """Stored tensors of one group of one KV head.
-
-        Raises:
-            InputError: the format has no layout for this head_dim.
-        """
+        """Stored tensors of one group of one KV head; an InputError if there is no layout for this head_dim."""
         if head_dim < self.multiple or head_dim % self.multiple:
             raise InputError(f"{self.name} {self.cuts} and cannot hold head_dim {head_dim}")
         single = () if self.block is None else (head_dim // self.block,)
@@ -113,34 +102,28 @@ class KVFormat:
         }
 
     def description(self, head_dim: int) -> Description | None:
-        """What a backend has to know to read and write it; None of a format that is not one of rotated levels.
-
-        Raises:
-            InputError: the format has no layout for this head_dim.
-        """
+        """What a backend needs to read and write rotated levels; None of other formats. Raises as `fields`."""
         return None
 
-    def turns(self, layer: int) -> RopeShift | None:
-        """How keys of a layer turn, where they are stored by stretches: whoever stores one turns it back first, and whoever
-        reads one turns it forth. None where a key is stored as it is."""
+    def rope_shift(self, layer: int) -> RopeShift | None:
+        """Of keys that a layer stores by stretches: undo before storing, redo after reading. None of other keys."""
         return None
 
     def as_stored(self, x: Tensor, layer: int, positions: Tensor) -> Tensor:
-        """Vectors [..., n, D] of positions [n] as `quantize` takes them: turned back where there are `turns`."""
-        turns = self.turns(layer)
+        """Vectors [..., n, D] at positions [n] as `quantize` takes them: with `rope_shift` undone."""
+        turns = self.rope_shift(layer)
         return turns.undo(x, positions) if turns else x
 
     def bytes_per_vector(self, head_dim: int) -> float:
-        """Bytes for one K or V vector of one KV head, scales included."""
+        """Of one KV head, scales included."""
         return stored_bytes(self.fields(head_dim)) / self.group_tokens
 
     def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
-        """Store vectors.
+        """Quantize vectors.
 
         Args:
-            x: [..., Hkv, n, D] fp32 or bf16, KV heads before tokens; K after RoPE, turned back where there are `turns`; V as
-                projected. A format that treats all heads alike takes any leading axes.
-            layer: decoder layer, which chooses the rotation.
+            x: [..., Hkv, n, D] fp32 or bf16, as `as_stored` returns them; K after RoPE. Any leading axes if heads are alike.
+            layer: chooses the rotation.
         Returns:
             every field of `fields(D)`, each [..., *field.shape].
         Raises:
@@ -149,15 +132,15 @@ class KVFormat:
         raise NotImplementedError
 
     def dequantize(self, fields: dict[str, Tensor], layer: int) -> Tensor:
-        """Vectors [..., Hkv, n, D] fp32 in the model's own domain, the inverse of `quantize` up to its loss."""
+        """Vectors [..., Hkv, n, D] fp32 in the model's own domain."""
         raise NotImplementedError
 
     def length(self, x: Tensor, layer: int) -> Tensor:
-        """Lengths [..., Hkv, n] of differences x [..., Hkv, n, D] of vectors, in the norm in which levels are chosen."""
+        """Lengths [..., Hkv, n] of differences of vectors x [..., Hkv, n, D], in the norm in which levels are chosen."""
         return vector_lengths(x)
 
     def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
-        """uint8 [..., n]: each vector, or group of them, as its origin lays it: the layout, little-endian, block by block."""
+        """uint8 [..., n]: each vector or group in the byte order of its origin: `layout`, little-endian, block by block."""
         parts = [trailing_bytes(fields[part.name], part.axes) for part in self.layout]
         if self.block is None:
             return torch.cat(parts, -1)
@@ -165,12 +148,12 @@ class KVFormat:
         return torch.cat([split_groups(part, part.shape[-1] // blocks) for part in parts], -1).flatten(-2)
 
     def levels(self, fields: dict[str, Tensor]) -> Tensor | None:
-        """Level [..., D] uint8 of every coordinate; None of a format that stores numbers and no levels."""
+        """Level [..., D] uint8 of every coordinate; None of a format without levels."""
         return None if self.unpack is None else self.unpack(fields["codes"])
 
 
 class Plain(KVFormat):
-    """Vectors stored as one tensor `data` of a floating dtype; not finite values pass through."""
+    """Vectors in one tensor `data` of a floating dtype; infinities and NaN pass through."""
 
     lossy = False
 
@@ -186,16 +169,12 @@ class Plain(KVFormat):
 
 
 def by_token(fields: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Fields of heads and tokens as fields of tokens and heads, and the other way round: [a, b, *] -> [b, a, *]."""
+    """Swap heads and tokens of fields: [a, b, *] -> [b, a, *]."""
     return {name: values.transpose(0, 1) for name, values in fields.items()}
 
 
 class NonFiniteVectorError(NonFiniteError):
-    """One of the vectors handed to a format is not finite.
-
-    Attributes:
-        index: of the first such vector in x's leading axes.
-    """
+    """A vector is not finite; `index` is that of the first in x's leading axes."""
 
     def __init__(self, index: tuple[int, ...]) -> None:
         super().__init__(f"vector {list(index)} is not finite")
@@ -203,11 +182,7 @@ class NonFiniteVectorError(NonFiniteError):
 
 
 def require_finite(x: Tensor) -> None:
-    """Refuse vectors [..., D] of which one holds an infinity or a NaN.
-
-    Raises:
-        NonFiniteError: carrying the index of the first such vector in `index`.
-    """
+    """Raise a NonFiniteVectorError if one of the vectors [..., D] is not finite."""
     # The sum of x - x is 0 exactly when all is finite: one pass and one scalar in the common case.
     if (x - x).sum().item() == 0:
         return

@@ -1,9 +1,9 @@
-"""Formats of other projects, to compare with. None rotates by a matrix; all are bound to the bytes of their origins.
+"""Formats of other projects, for comparison, bound to the bytes of their origins. None rotates by a matrix.
 
-`q4_0` and `q8_0` are ggml's own (`quantize_row_q*_0_ref`); `tq3_0` and `tbq4_0` are of llama.cpp forks that rotate blocks by a
-Walsh-Hadamard transform with signs. `fp8_e4m3` is what serving engines call an fp8 cache; source: OCP 8-bit floating point,
-E4M3. `manthan3` is of the public ManthanQuant codec (numpy). KIVI is arXiv 2402.02750 in the arithmetic of the public SYCL
-kernels. The original differs: no 1e-10, ties to even, int32 words, and other rules of when the recent tokens are quantized.
+`q4_0` and `q8_0` are ggml's (`quantize_row_q*_0_ref`); `tq3_0` and `tbq4_0` are of llama.cpp forks that rotate blocks by a
+signed Walsh-Hadamard transform; `fp8_e4m3` is OCP 8-bit floating point; `manthan3` is the public ManthanQuant codec (numpy).
+KIVI is arXiv 2402.02750 in the arithmetic of the public SYCL kernels; the original differs: no 1e-10, ties to even, int32
+words, and other rules of when recent tokens are quantized.
 """
 
 from __future__ import annotations
@@ -31,18 +31,14 @@ from haarkv.tq_ops.formats.rotated import centroids_at, numbers_on
 
 
 def to_fp16(scale: Tensor) -> Tensor:
-    """Round scales [..., blocks] to FP16, ties to even.
-
-    Raises:
-        NonFiniteError: one is not finite or rounds to infinity (65520 and more), which a cache must not hold.
-    """
+    """Scales [..., blocks] to FP16, ties to even; a NonFiniteError if one is not finite or rounds to infinity."""
     half = scale.to(torch.float16)
     require_finite(half.float())
     return half
 
 
 def _reached_levels(value: Tensor, boundaries: tuple[float, ...], *, ties_up: bool = True) -> Tensor:
-    """Levels uint8: how many boundaries each number reaches, or exceeds where ties go down."""
+    """Levels uint8: how many boundaries each number reaches (or exceeds, unless `ties_up`)."""
     level = torch.bucketize(value, numbers_on(boundaries, value.device), right=ties_up, out_int32=True)
     return level.to(torch.uint8)
 
@@ -53,7 +49,7 @@ def _at(numbers: tuple[float, ...], level: Tensor) -> Tensor:
 
 # -- Blocks ------------------------------------------------------------------------------------------------------------------
 class BlockFormat(KVFormat):
-    """A format whose blocks stand alone, each with an FP16 scale. In the cache codes and scales lie apart."""
+    """A format of independent blocks, each with an FP16 scale; the cache stores codes and scales apart."""
 
     to_compare = True
     block: int = 32
@@ -72,9 +68,8 @@ class BlockQ4(BlockFormat):
         d = (the value of largest magnitude, the first of equals) / -8
         level = min(15, trunc(x * (1 / d) + 8.5));  restored: (level - 8) * fp16(d)
 
-    A block of zeros stores d = 0 (with the sign bit set, as -0 comes out of 0 / -8) and level 8. A block too small for FP16
-    comes back as zeros, one whose d rounds to infinity is refused. 18 bytes a block: d, then `byte[j] = level[j] | level[j +
-    16] << 4`.
+    A block of zeros stores d = -0 and level 8. A block too small for FP16 comes back as zeros, one whose d rounds to infinity
+    is refused. 18 bytes a block: d, then `byte[j] = level[j] | level[j + 16] << 4`.
     Rounding points: d, 1 / d, the product and the sum to FP32; the stored d to FP16.
     """
 
@@ -94,12 +89,11 @@ class BlockQ4(BlockFormat):
 
 
 class BlockQ8(BlockFormat):
-    """`q8_0`: 32 values, 255 even steps.
+    """`q8_0`: 32 values, 255 even steps. 34 bytes a block: d, then 32 signed codes.
 
         d = max |x| / 127;  code = round(x * (1 / d)), ties away from zero;  restored: code * fp16(d)
 
-    A block of zeros stores zeros. A block too small for FP16 comes back as zeros, one whose d rounds to infinity is refused.
-    34 bytes a block: d, then 32 signed codes.
+    A block too small for FP16 comes back as zeros, one whose d rounds to infinity is refused.
     Rounding points: d, 1 / d and the product to FP32; the stored d to FP16.
     """
 
@@ -130,11 +124,9 @@ class HadamardTQ3(BlockFormat):
         level = 0, 1, 2, 3 below -.9814, below 0, below .9814, from there on
         sign = (y - c[level] * d >= 0);  restored: s * WHT32(c[level] * fp16(d)) * 0.17677669
 
-    A block of zeros stores level 2, sign 1 and gamma 0, and comes back as zeros, as does one too small for FP16; one whose d
-    rounds to infinity is refused. 14 bytes a block: levels, 2 bits each, then signs, both least significant bit first, then
-    gamma = fp16(d), last.
-    The sign at the block's maximum is that of a rounding error and flips with fused multiply-add; here nothing is fused.
-    Rounding points: every FP32 operation of the formula; gamma to FP16.
+    A block of zeros, or one too small for FP16, comes back as zeros; one whose d rounds to infinity is refused. 14 bytes a
+    block: levels (2 bits), signs, both least significant bit first, then fp16(d). Nothing is fused: the sign at the block's
+    maximum is that of a rounding error. Rounding points: every FP32 operation of the formula; gamma to FP16.
     """
 
     name = "tq3_0"
@@ -164,9 +156,8 @@ class HadamardTBQ4(BlockFormat):
 
         y = s2 * WHT128(s1 * x * (1 / ||x||)) * 0.08838834764831845;  level = #{b : y >= b};  d = fp16(||x|| / ||c[level]||)
 
-    It stands for `d * c[level]` in the rotated domain, where attention may be computed with q rotated once. A block with
-    ||x|| <= 1e-10 stores d 0 and level 8 and comes back as zeros; one whose squares overflow or whose d rounds to infinity is
-    refused. 66 bytes a block: d first, then byte j / 2 with the even j in its low half.
+    A block with ||x|| <= 1e-10 stores d 0 and level 8 and comes back as zeros; one whose squares overflow or whose d rounds to
+    infinity is refused. 66 bytes a block: d, then byte j / 2 with the even j in its low half.
     Rounding points: both sums of squares in order, each FP32 operation of the formula; d to FP16.
     """
 
@@ -207,10 +198,7 @@ LARGEST_FP8 = 448.0
 
 
 class FP8E4M3(KVFormat):
-    """Each coordinate rounded to four exponent and three mantissa bits, ties to even, saturating at 448; no scale.
-
-    The smallest number is 2**-9: half of it and less comes back as zero.
-    """
+    """Each coordinate as E4M3, ties to even, saturating at 448; no scale. The smallest number is 2**-9."""
 
     name = "fp8_e4m3"
     purpose = "8-bit floats, no scale"
@@ -238,15 +226,13 @@ def _centroids_on(head_dim: int, device: torch.device) -> Tensor:
 
 
 class Manthan3(KVFormat):
-    """`manthan3`: Lloyd-Max levels of a Gaussian, three bits each, taken of the vector as it is, and an FP32 length.
+    """`manthan3`: Lloyd-Max levels of a Gaussian, three bits each, without a rotation, and an FP32 length.
 
         r = ||x||;  s = x / (r + 1e-8) * sqrt(D);  level = #{b : b < s};  restored: c[level] / sqrt(D) * r
 
-    A tie goes to the lower level, so a zero gets level 3. A zero vector comes back as zeros, and one shorter than about
-    1e-8 as a fraction of itself. A vector whose squares overflow (from |x| ~ 1e19 on) is refused.
-    Without a rotation a coordinate larger than 2.15 r / sqrt(D) is cut to that: an outlier channel costs nearly all of its
-    direction. Bytes: the FP32 radius, then level i from bit 3i of a stream on, least significant bit first.
-    Rounding points: squares summed in numpy's pairwise order; each FP32 operation of the formula, from left to right.
+    A zero vector comes back as zeros. A vector whose squares overflow (|x| ~ 1e19) is refused. A coordinate above
+    2.15 r / sqrt(D) is cut to that: an outlier channel costs nearly all of the direction. Bytes: the FP32 radius, then level i
+    from bit 3i of a stream on. Rounding points: squares summed in numpy's pairwise order; each FP32 operation, left to right.
     """
 
     name = "manthan3"
@@ -273,19 +259,17 @@ EPS = 1e-10
 
 
 class Kivi(KVFormat):
-    """One side: levels of G numbers that share a range.
+    """One side of KIVI: levels of G numbers that share a range.
 
         scale = (max - min) / (2**bits - 1) + 1e-10;  level = clamp(round((x - min) / scale), 0, 2**bits - 1)
         restored: level * scale + min
 
-    Keys go G tokens at a time, each channel with a range of its own: x is [..., G, D], and the fields of one group are `codes`
-    [D, G * bits / 8] uint8, `scale` and `zero` [D] fp32. Values go each token alone, in groups of G neighbouring channels: x
-    is [..., D], and the fields are `codes` [D * bits / 8] uint8, `scale` and `zero` [D / G] fp32.
+    Keys go G tokens at a time, a range per channel: x is [..., G, D], and the fields of a group are `codes`
+    [D, G * bits / 8] uint8, `scale` and `zero` [D] fp32. Values go by token, in groups of G channels: x is [..., D], and the
+    fields are `codes` [D * bits / 8] uint8, `scale` and `zero` [D / G] fp32.
 
-    Ties round away from zero, so to the upper level. A constant group comes back exactly. A group whose range overflows is
-    refused. Levels are packed least significant bit first; scale and zero (the minimum) are FP32, as their origin keeps them:
-    64 bits a group.
-    Rounding points: each FP32 operation of the formula.
+    Ties round up. A constant group comes back exactly; one whose range overflows is refused. Levels are packed least
+    significant bit first. Rounding points: each FP32 operation of the formula.
     """
 
     to_compare = True
@@ -313,8 +297,8 @@ class Kivi(KVFormat):
         """Store groups of keys [..., G, D], or values [..., D].
 
         Raises:
-            NonFiniteError: with the index of a vector, or [...] of a group of keys whose range overflows.
-            InputError: keys that are not G tokens, or values that groups do not fill.
+            NonFiniteError: with the index of a vector, or of a group of keys whose range overflows.
+            InputError: keys that are not G tokens.
         """
         if self.keys and (x.ndim < 2 or x.shape[-2] != self.group):
             raise InputError(f"{self.name} takes keys in groups of {self.group} tokens, not {list(x.shape)}")
@@ -339,5 +323,5 @@ class Kivi(KVFormat):
 
 
 def kivi_pair(bits: int, group: int) -> tuple[Kivi, Kivi]:
-    """K's and V's format of so many bits."""
+    """K's and V's format."""
     return Kivi(bits, group, keys=True), Kivi(bits, group, keys=False)

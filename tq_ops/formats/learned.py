@@ -1,8 +1,7 @@
 """Formats of learned keys, `lr2` to `lr5`: B bits a number on average, more for coordinates that matter, and one FP16 scale.
 
-What a coordinate is was learned of the model, for each layer and KV head. Coordinates are sorted by what an error of theirs
-costs, and each eighth of them has levels of its own width, the same in all layers and models. Keys are stored by stretches of
-the text (`formats.stretches`).
+Coordinates are learned for each layer and KV head and sorted by the cost of their errors; each eighth of them has levels of
+its own width, the same in all models. Keys are stored by stretches of the text (`formats.stretches`).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from haarkv.tq_ops.formats.stretches import RopeShift
 
 @dataclass(frozen=True, eq=False)
 class Eighths:
-    """Tables of the widths of a vector's eighths, on a device.
+    """Levels of a vector's eighths, on a device.
 
     Attributes:
         widths: bits of each eighth.
@@ -57,8 +56,7 @@ class Eighths:
 
 
 def _nearest(t: Tensor, coords: Coordinates, eighths: Eighths) -> tuple[Tensor, Tensor]:
-    """Levels [..., D] uint8 of coordinates t [..., H, n, D] at the gain that fits best, of equals the first; and the weighted
-    square [...] of the length of what they stand for before the scale."""
+    """Levels [..., D] uint8 of t [..., H, n, D] at the best gain, and the weighted squared length [...] of their centroids."""
     attempts = []
     for gain in coords.gains:
         levels = eighths.levels(gain * t)
@@ -73,7 +71,7 @@ def _nearest(t: Tensor, coords: Coordinates, eighths: Eighths) -> tuple[Tensor, 
 
 @cache
 def eighth_tables(columns: tuple[Column, ...], device: torch.device) -> Eighths:
-    """The tables of columns on a device, the same object each time."""
+    """Tables of columns on a device, cached."""
     widths = eighth_widths(columns)
     tables = tuple(cubic.centroids(bits).to(device) for bits in widths)
     return Eighths(widths, tables, tuple(cubic.boundaries(bits).to(device) for bits in widths))
@@ -95,13 +93,12 @@ GAINS = (1.0, 7 / 8, 19 / 16)
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """What was learned of a model: coordinates of the keys of every layer.
+    """Learned coordinates of every layer's keys.
 
     Attributes:
         k: of each layer.
-        digest: SHA-256 of all of it, in hexadecimal, by which caches and files tell it from another.
-        context: tokens of a sequence up to which it holds, where nobody knows how keys turn by their position; None for any
-            number.
+        digest: SHA-256 of all of it, in hexadecimal; its identity.
+        context: most tokens of a sequence for which it holds, where RoPE's angles are unknown; None for any number.
     """
 
     k: tuple[Basis, ...]
@@ -117,21 +114,17 @@ class Calibration:
         return {}
 
     def format(self, bits: int) -> LearnedFormat:
-        """The format of so many bits a number, the same object each time.
-
-        Raises:
-            InputError: a head_dim that it cannot store.
-        """
+        """The format of so many bits a number, cached; an InputError if it cannot store the head_dim."""
         if bits not in self._formats:
             self._formats[bits] = LearnedFormat(self.k, bits)
         return self._formats[bits]
 
 
 def unlearned(heads: Sequence[tuple[int, int]]) -> Calibration:
-    """Coordinates that nobody has learned: bytes can be counted with them, and nothing stored.
+    """A calibration without coordinates, to count bytes with.
 
     Args:
-        heads: of each layer, its KV heads and their head_dim.
+        heads: KV heads and head_dim of each layer.
     """
 
     def hollow(count: int, dim: int) -> Basis:
@@ -142,11 +135,7 @@ def unlearned(heads: Sequence[tuple[int, int]]) -> Calibration:
 
 
 def learned_bits(name: str) -> int | None:
-    """B of `lrB`, None of any other name.
-
-    Raises:
-        InputError: `lr` and a number that is none of those.
-    """
+    """B of `lrB`, None of any other name; an InputError of `lr` and another number."""
     count = name.removeprefix(PREFIX)
     if not (name.startswith(PREFIX) and count.isascii() and count.isdigit() and len(count) < 6):
         return None
@@ -157,23 +146,22 @@ def learned_bits(name: str) -> int | None:
 
 
 class LearnedFormat(RotatedFormat):
-    """`lrB`: the levels of learned coordinates, B bits each on average, and one FP16 scale. Keys only.
+    """`lrB`: levels of learned coordinates, B bits each on average, and one FP16 scale. Keys only.
 
         u = bf16((x - mean) / gamma);  y = u @ forward;  t = y / sqrt(mean of y**2)
         level_i = #{b : gain * t_i >= b}, b the boundaries of i's eighth;  z_i = c(level_i)        for each of three gains
-        kept: the gain whose z lies nearest to t's direction: the largest (sum weights * t * z)**2 / sum weights * z**2
+        kept: the gain with the largest (sum weights * t * z)**2 / sum weights * z**2
         scale = fp16(gamma * sqrt(sum weights * y**2) / sqrt(sum weights * z**2))
         it stands for scale * (z @ back) + mean
 
-    A vector whose numbers are spread otherwise than a Gaussian's wants its levels a little wider or narrower: so the gains.
-    c and its boundaries are `codebooks.cubic`'s. Codes are as `columns.pack_columns` lays levels. A vector equal to the mean
-    stores scale 0 and comes back as the mean. A scale above FP16 saturates at its largest finite value.
+    Gains widen or narrow the levels for vectors that are not spread like a Gaussian's. c and its boundaries are those of
+    `codebooks.cubic`, codes those of `pack_columns`. A vector equal to the mean stores scale 0; a scale above FP16 saturates.
 
     Args:
         bases: of each layer.
         bits: B.
     Raises:
-        InputError: a head_dim that is no multiple of 32.
+        InputError: 32 does not divide head_dim.
     Rounding points: x - mean, gamma, sums and quotients in FP32; u to BF16; the scale to FP16.
     """
 
@@ -196,24 +184,20 @@ class LearnedFormat(RotatedFormat):
         return COLUMNS[self.bits]
 
     def altered(self, alter: Callable[[Coordinates], Coordinates]) -> LearnedFormat:
-        """The same with other coordinates in every layer: what somebody stores and reads who has them wrong."""
+        """The same format with changed coordinates in every layer, to plant faults."""
         other = LearnedFormat(self._bases, self.bits)
         transform = replace(other._description.transform, coordinates=lambda layer: alter(self._coordinates(layer)))
         other._description = replace(other._description, transform=transform)
         return other
 
     def _at_head_dim(self, head_dim: int) -> Description:
-        """The description.
-
-        Raises:
-            InputError: it was learned at another head_dim.
-        """
+        """The description; an InputError at another head_dim than it was learned at."""
         if head_dim != self.head_dim:
             raise InputError(f"{self.name} was learned of vectors of {self.head_dim} numbers, not {head_dim}")
         return self._description
 
-    def turns(self, layer: int) -> RopeShift | None:
-        return self._coordinates(layer).turns
+    def rope_shift(self, layer: int) -> RopeShift | None:
+        return self._coordinates(layer).rope_shift
 
     def pack(self, level: Tensor) -> Tensor:
         return pack_columns(level, self.columns)
@@ -249,7 +233,7 @@ class LearnedFormat(RotatedFormat):
 
 
 def coordinates(basis: Basis) -> Coordinates:
-    """The coordinates of one layer as a transform has them."""
+    """The coordinates of one layer."""
     turns = RopeShift(tuple(basis.inv_freq.tolist())) if len(basis.inv_freq) else None
     return Coordinates(basis.mean, basis.forward, basis.back, basis.weights, GAINS, turns)
 

@@ -1,9 +1,8 @@
-"""Levels in bytes: one after the other as a bit stream, in parts that unpack without shuffling, or in columns.
+"""Levels in bytes: as a bit stream, in parts that unpack without shuffling, or in columns.
 
-Columns are of levels of unequal widths: a vector in eighths, each of its own width. Coordinate j of an eighth lies in unit j
-of the column that holds the eighth. A unit is one byte or two, little-endian, and full: the levels of its eighths, the first
-in the lowest bits. A column is its D / 8 units one after the other, and a vector's codes are its columns. So a kernel takes a
-level out by one shift and one mask, and a whole column is of one shape.
+Columns hold levels of unequal widths: each eighth of a vector has its own. Coordinate j of an eighth lies in unit j of the
+eighth's column. A unit is one or two bytes, little-endian, filled by the levels of its eighths, the first in the lowest bits.
+A column is D / 8 units, and codes are columns. So a kernel extracts a level by one shift and one mask.
 """
 
 from __future__ import annotations
@@ -18,18 +17,14 @@ from haarkv.codebooks.learned import EIGHTHS
 
 
 def split_groups(x: Tensor, count: int) -> Tensor:
-    """The last axis cut into groups of `count`: [..., n * count] -> [..., n, count]."""
+    """[..., n * count] -> [..., n, count]."""
     return x.reshape(*x.shape[:-1], x.shape[-1] // count, count)
 
 
 def pack_stream(level: Tensor, bits: int) -> Tensor:
-    """A bit stream, least significant bit first: level i begins at bit `i * bits`. Levels 0 to 7 of three bits: 88 C6 FA.
+    """A bit stream, least significant bit first: [..., n] uint8 -> [..., n * bits / 8] uint8; 8 divides n * bits.
 
-    Args:
-        level: [..., n] uint8, each below 2**bits; n * bits is a multiple of 8.
-        bits: 1 to 7.
-    Returns:
-        [..., n * bits / 8] uint8.
+    Level i begins at bit `i * bits` (1 to 7). Levels 0 to 7 of three bits: 88 C6 FA.
     """
     together, nbytes, word_type = _word(bits)
     word = torch.zeros((*level.shape[:-1], level.shape[-1] // together), dtype=word_type, device=level.device)
@@ -39,7 +34,7 @@ def pack_stream(level: Tensor, bits: int) -> Tensor:
 
 
 def unpack_stream(codes: Tensor, bits: int) -> Tensor:
-    """Inverse of `pack_stream`: [..., n * bits / 8] uint8 -> [..., n] uint8."""
+    """Inverse of `pack_stream`."""
     together, nbytes, word_type = _word(bits)
     octets = torch.nn.functional.pad(split_groups(codes, nbytes), (0, word_type.itemsize - nbytes))
     word = octets.contiguous().view(word_type).squeeze(-1)
@@ -48,22 +43,16 @@ def unpack_stream(codes: Tensor, bits: int) -> Tensor:
 
 
 def _word(bits: int) -> tuple[int, int, torch.dtype]:
-    """The fewest levels that end on a byte, the bytes they fill, and an integer with room for them."""
+    """The fewest levels that end on a byte, their bytes, and an integer dtype that holds them."""
     together = 8 // math.gcd(8, bits)
     nbytes = together * bits // 8
     return together, nbytes, torch.uint8 if nbytes == 1 else torch.int32 if nbytes == 3 else torch.int64
 
 
 def pack_parts(level: Tensor, bits: int) -> Tensor:
-    """The vector in 8/bits parts laid over one another: `byte[j] = sum over parts p of level[p * n + j] << (p * bits)`.
+    """8/bits parts of a vector over one another: `byte[j] = sum over parts p of level[p * n + j] << (p * bits)`.
 
-    A part is read back whole, by one shift and one mask. Four bits are two halves, tq4's layout.
-
-    Args:
-        level: [..., D] uint8, each below 2**bits; D is a multiple of 8/bits.
-        bits: 1, 2, 4 or 8.
-    Returns:
-        [..., n = D * bits / 8] uint8.
+    [..., D] uint8 -> [..., n = D * bits / 8] uint8, bits 1, 2, 4 or 8. A part unpacks by one shift and one mask.
     """
     first, *others = level.chunk(8 // bits, dim=-1)
     for part, other in enumerate(others, start=1):
@@ -72,19 +61,19 @@ def pack_parts(level: Tensor, bits: int) -> Tensor:
 
 
 def unpack_parts(codes: Tensor, bits: int) -> Tensor:
-    """Inverse of `pack_parts`: [..., n] uint8 -> [..., n * 8 / bits] uint8."""
+    """Inverse of `pack_parts`."""
     if bits == 8:
         return codes
     return torch.cat([(codes >> shift) & (2**bits - 1) for shift in range(0, 8, bits)], dim=-1)
 
 
 def planes(bits: int) -> list[int]:
-    """How levels of any width are cut for `pack_parts`, low bits first: 3 = 2 + 1, 5 = 4 + 1, 6 = 4 + 2."""
+    """Widths that a level is cut into for `pack_parts`, low bits first: 3 = 2 + 1, 5 = 4 + 1, 6 = 4 + 2."""
     return [width for width in (8, 4, 2, 1) if bits & width]
 
 
 def pack_planes(level: Tensor, bits: int) -> Tensor:
-    """Each plane of a level's bits by itself, packed in parts: [..., D] uint8 -> [..., D * bits / 8] uint8."""
+    """Each plane of bits packed in parts: [..., D] uint8 -> [..., D * bits / 8] uint8."""
     packed, shift = [], 0
     for width in planes(bits):
         packed.append(pack_parts((level >> shift) & (2**width - 1), width))
@@ -107,13 +96,7 @@ def unpack_planes(codes: Tensor, bits: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Part:
-    """The levels of one eighth in the units of a column.
-
-    Attributes:
-        eighth: which, 0 to 7.
-        bits: of a level.
-        shift: lowest bit in a unit.
-    """
+    """Levels of one eighth (0 to 7) in the units of a column, from bit `shift` on."""
 
     eighth: int
     bits: int
@@ -122,23 +105,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Column:
-    """Eighths whose levels lie in the same units.
-
-    Attributes:
-        nbytes: of a unit, 1 or 2.
-        parts: from the lowest bits on; together they fill a unit.
-    """
+    """Eighths that share units of `nbytes`; `parts` from the lowest bits on."""
 
     nbytes: int
     parts: tuple[Part, ...]
 
 
 def column(*eighths: tuple[int, int]) -> Column:
-    """A column of eighths, `(eighth, bits)` each, from the lowest bits on.
-
-    Raises:
-        ValueError: they do not fill a byte or two.
-    """
+    """A column of eighths, `(eighth, bits)` each, from the lowest bits on; a ValueError if they do not fill a byte or two."""
     parts, shift = [], 0
     for eighth, bits in eighths:
         parts.append(Part(eighth, bits, shift))
@@ -155,7 +129,7 @@ def eighth_widths(columns: tuple[Column, ...]) -> tuple[int, ...]:
 
 
 def pack_columns(level: Tensor, columns: tuple[Column, ...]) -> Tensor:
-    """Levels [..., D] uint8, each below 2**bits of its eighth -> codes [..., D * B / 8] uint8, B bits on average."""
+    """Levels [..., D] uint8 -> codes [..., D * B / 8] uint8, B bits on average."""
     eighths = level.to(torch.int32).chunk(EIGHTHS, dim=-1)
     packed = []
     for col in columns:

@@ -1,14 +1,10 @@
-"""Formats of rotated levels: `tq4`, the product's packed 66-byte layout, its kin of 2 to 8 bits, the published `tq4_seed`.
-
-Such a format rotates a unit vector, keeps the level of each coordinate, and one scale that holds the length:
+"""Formats of rotated levels: `tq2` to `tq8`, of which `tq4` is packed in 66 bytes, and the published `tq4_seed`.
 
     y = unit @ matrix;  level = #{b : y >= b};  scale = ||x|| / ||c[level]||;  it stands for scale * c[level] @ matrix.T
 
-or, `along` x itself, scale = ||x|| / sum(c[level] * y).
-
-Everything else is data, which `Description` holds. A backend is built from descriptions and declares which of them its
-kernels read (`tq_ops.kv.kernel_support`); none asks for a format's name or class. Source of `tq4` and its kin:
-TurboQuant (arXiv 2504.19874), MSE variant, no QJL, with the layer's Haar rotation and one Gaussian codebook.
+or, `along` x itself, scale = ||x|| / sum(c[level] * y). All else is data in a `Description`; backends declare which of them
+they read (`tq_ops.kv.kernel_support`) and never test a name or class. Source: TurboQuant (arXiv 2504.19874), MSE variant, no
+QJL, with a Haar rotation per layer and one Gaussian codebook.
 """
 
 from __future__ import annotations
@@ -30,18 +26,17 @@ from haarkv.tq_ops.formats.stretches import RopeShift
 
 @dataclass(frozen=True, eq=False)
 class Coordinates:
-    """What the levels of a vector stand for in one layer, where KV heads differ. docs/formats.md has the whole of it.
+    """Learned coordinates of one layer, different for each KV head; see docs/formats.md.
 
         u = bf16((x - mean) / gamma);  y = u @ forward;  rho = sqrt(mean of y**2);  levels are taken of gain * y / rho
         x is near scale * (c[level] @ rows) + mean
 
     Attributes:
         mean: [H, D] fp32, in units of x.
-        forward: [H, D, D] fp32 of BF16 numbers, a coordinate a column.
-        rows: [H, D, D] fp32 of BF16 numbers, a coordinate a row.
+        forward, rows: [H, D, D] fp32 of BF16 numbers; a coordinate is a column of the first, a row of the second.
         weights: [H, D] fp32, of each coordinate in a vector's length.
-        gains: the sizes at which a vector is tried; of those that serve it alike, the first.
-        turns: how RoPE turns x; None where x is stored as it is.
+        gains: sizes at which a vector is tried; the first of equals is kept.
+        rope_shift: None where keys are stored as they are.
     """
 
     mean: Tensor
@@ -49,7 +44,7 @@ class Coordinates:
     rows: Tensor
     weights: Tensor
     gains: tuple[float, ...]
-    turns: RopeShift | None = None
+    rope_shift: RopeShift | None = None
 
     def to(self, device: torch.device) -> Coordinates:
         """The same on another device."""
@@ -63,12 +58,12 @@ Rotation = Callable[[int, int], Tensor]
 
 @dataclass(frozen=True)
 class Transform:
-    """The rotation behind which levels are taken: `y = x @ matrix`, back with `y @ matrix.T`.
+    """The rotation before quantization: `y = x @ matrix`, back with `y @ matrix.T`.
 
     Attributes:
-        matrix: (layer, head_dim) -> [D, D] bf16, on the CPU; it is made once a layer and then kept.
-        coordinates: layer -> what levels stand for where KV heads differ, and `matrix` is [H, D, D] then; None of a rotation.
-        heads: H, KV heads that differ; None where one rotation serves all.
+        matrix: (layer, head_dim) -> [D, D] bf16 on the CPU, cached; [H, D, D] with `coordinates`.
+        coordinates: layer -> learned coordinates; None for a rotation.
+        heads: H, KV heads of learned coordinates; else None.
     """
 
     matrix: Rotation
@@ -76,26 +71,23 @@ class Transform:
     heads: int | None = None
 
     def on(self, layer: int, head_dim: int, device: torch.device) -> Tensor:
-        """The matrix [D, D] as fp32 on a device, kept there. Do not write to it."""
+        """The matrix as fp32 on a device, cached. Do not write to it."""
         return _matrix_on(self, layer, head_dim, device)
 
 
 @dataclass(frozen=True)
 class Description:
-    """What a backend has to know of a format at one head_dim. Two formats with equal descriptions store the same bytes.
+    """What a backend needs to know of a format at one head_dim. Equal descriptions store equal bytes.
 
-    The stored fields are `codes`, as `pack_planes` or `pack_columns` lays levels, and `scale` in FP16. A unit vector is
-    rounded to BF16 before it is rotated, and a scale above FP16 saturates.
+    Fields are `codes` (`pack_planes` or `pack_columns`) and `scale` in FP16, which saturates. A unit vector is rounded to BF16
+    before it is rotated.
 
     Attributes:
-        head_dim: D, numbers of a vector.
-        bits: of a level.
-        transform: the rotation.
-        centroids: 2**bits numbers, ascending, in units of a unit vector's coordinate; none where widths differ.
-        boundaries: 2**bits - 1 numbers, ascending; level = #{b : y >= b}; none where widths differ.
-        columns: how levels of several widths lie in the codes, with the tables of `codebooks.cubic`; `bits` is their mean
-            then. Empty where all have the same width.
-        along: whether the scale keeps the length along the vector, and not the length of what comes back.
+        bits: of a level; the mean of the widths with `columns`.
+        centroids: 2**bits numbers, ascending, in units of a unit vector's coordinate; none with `columns`.
+        boundaries: 2**bits - 1 numbers, ascending; level = #{b : y >= b}; none with `columns`.
+        columns: where levels have several widths, with the tables of `codebooks.cubic`; else empty.
+        along: whether the scale keeps the length along the vector, not that of the reconstruction.
     """
 
     head_dim: int
@@ -122,28 +114,22 @@ def choose_levels(unit: Tensor, rotation: Tensor, boundaries: Tensor) -> tuple[T
     """Rotate unit vectors and quantize each coordinate: `level_i = #{b : y_i >= b}`, y = unit @ rotation.
 
     Args:
-        unit: [..., D] fp32, of norm 1 (or 0).
+        unit: [..., D] fp32, of norm 1 or 0.
         rotation: [D, D] fp32.
         boundaries: [2**bits - 1] fp32, ascending.
     Returns:
-        level: [..., D] uint8, 0 to 2**bits - 1. A zero vector gets level 8 of 16 everywhere if the middle boundary is <= 0.
-        y: [..., D] fp32.
-    Rounding points: unit to BF16; the product accumulates in FP32 and stays there.
+        level [..., D] uint8 and y [..., D] fp32.
+    Rounding points: unit to BF16; sums in FP32.
     """
     y = unit.to(torch.bfloat16).float() @ rotation
     return torch.bucketize(y, boundaries, right=True, out_int32=True).to(torch.uint8), y
 
 
 def exact_norm(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Unit vectors and L2 norms without underflow or overflow, for any finite x.
+    """Unit vectors [..., D] and L2 norms [..., 1] of x [..., D], fp32 and finite, without underflow or overflow.
 
-    Scaling by a power of two is exact, so an ordinary vector gets the same bits as `x / sqrt(sum(x**2))`.
-
-    Args:
-        x: [..., D] fp32, finite.
-    Returns:
-        unit: [..., D] fp32; zeros where x is zero.
-        norm: [..., 1] fp32, in units of x; inf if it or the largest value's next power of two exceeds FP32.
+    Scaling by a power of two is exact: ordinary vectors get the bits of `x / sqrt(sum(x**2))`. A zero vector gives zeros; the
+    norm is inf if it, or the largest value's next power of two, exceeds FP32.
     """
     # Denormals first become normal numbers; 2**64 keeps every step a power of two inside FP32's exponents.
     tiny = x.abs().amax(-1, keepdim=True) < 2.0**-100
@@ -157,18 +143,17 @@ def exact_norm(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def stored_scale(scale: Tensor) -> Tensor:
-    """Scales [...] fp32 as FP16; one that is too large becomes the largest finite one."""
+    """Scales [...] fp32 as FP16, saturating at its largest finite value."""
     return scale.clamp(max=torch.finfo(torch.float16).max).to(torch.float16)
 
 
 class RotatedFormat(KVFormat):
-    """A KV format that its description says all about, with one scale a vector.
+    """A KV format defined by its description, with one scale a vector.
 
-    A zero vector stores scale 0 and comes back as zeros. A scale below its dtype's smallest comes back as zeros.
+    A zero vector stores scale 0 and comes back as zeros, as does one whose scale is below the dtype's smallest.
 
     Args:
-        name: the word for it in `formats.get` and `--kv`.
-        purpose: one line for a table: what it is for.
+        name, purpose: as of `KVFormat`.
         bits: of a level, at every head_dim.
         describe: head_dim -> its description.
     """
@@ -179,11 +164,7 @@ class RotatedFormat(KVFormat):
         self._describe = lru_cache(None)(describe)
 
     def description(self, head_dim: int) -> Description:
-        """What a backend has to know of it; made once a head_dim.
-
-        Raises:
-            InputError: the format has no layout for this head_dim.
-        """
+        """Cached by head_dim; an InputError if there is no layout for it."""
         return self._describe(head_dim)
 
     def fields(self, head_dim: int) -> dict[str, Field]:
@@ -239,36 +220,28 @@ _CPU = torch.device("cpu")
 
 @cache
 def codebook_on(head_dim: int, device: torch.device, bits: int = BITS) -> Codebook:
-    """The codebook of 2**bits levels, on a device: the published one up to 4 bits, the optimum from 5 on.
+    """The codebook of 2**bits levels on a device: the published one up to 4 bits, the optimum from 5 on.
 
-    The published solver stops after 200 rounds, which costs nothing up to 4 bits, 1 % at 5, a fifth at 6, a half at 8. There
-    are published tables for some sizes of a head only; the others have the optimum at every width.
+    The published solver stops after 200 rounds, which costs nothing up to 4 bits, 1 % at 5, a fifth at 6, a half at 8.
     """
     book = lloyd_max(bits, head_dim, "published" if bits <= BITS else "converged")
     return Codebook(book.centroids.to(device), book.boundaries.to(device))
 
 
 class TurboQuant(RotatedFormat):
-    """`tq4` and its kin: packed levels and one FP16 scale a vector, the renormalisation folded into the scale.
+    """`tq2` to `tq8`: packed levels and one FP16 scale a vector, the renormalisation folded into the scale.
 
         gamma = ||x||;  level = #{b : (bf16(x / gamma) @ rotation) >= b};  scale = fp16(gamma / ||c[level]||)
 
     Two, four and eight bits are packed in parts of the vector (tq4: `byte[j] = level[j] | level[j + D/2] << 4`), other widths
-    in planes that are, low bits first: tq3 is tq2's layout of the low two bits and then the third, eight a byte.
+    in planes of those, low bits first. The format stands for `scale * c[level]` in the rotated domain.
 
-    It stands for `scale * c[level]` in the rotated domain. A zero vector stores scale 0 and comes back as zeros; a scale
-    above FP16 saturates at its largest finite value, one below its smallest comes back as zeros.
-
-    With `along`, scale = fp16(gamma / sum(c[level] * y)), y what levels are chosen from: the length along x is kept, and all
-    of the error lies across it. Else what comes back is too short along x, `tq2` by 6 %, `tq3` by 1.7 %. Attention takes the
-    mean of many values, in which errors across them cancel, and a common shortfall does not. Keys are better off short: what
-    they err makes a softmax's sum too large.
+    With `inner_product`, scale = fp16(gamma / sum(c[level] * y)), y the rotated vector: the length along x is kept. Else
+    reconstructions are short along x, `tq2` by 6 %, `tq3` by 1.7 %. For V, attention averages many values: errors across them
+    cancel, a common shortfall does not. For K, being short is better: errors of logits inflate the softmax's sum.
 
     Args:
-        bits: of a level.
-        purpose: one line for a table.
-        rotation: of a layer; the shipped one unless given.
-        along: of values of few bits.
+        rotation: of a layer; the shipped one by default.
     """
 
     def __init__(self, bits: int, purpose: str, rotation: Rotation = haar_rotation, inner_product: bool = False) -> None:
@@ -292,21 +265,18 @@ class TurboQuant(RotatedFormat):
 
 
 def rotated_pair(bits: int) -> tuple[TurboQuant, TurboQuant]:
-    """K's and V's format of a few bits."""
+    """K's and V's format of few bits."""
     purpose = f"as tq4, with {bits} bits"
     return TurboQuant(bits, purpose), TurboQuant(bits, purpose, inner_product=True)
 
 
 class TurboQuant4Seed(KVFormat):
-    """`tq4_seed`: the layout of the public Qwen3-14B kernels, one byte a level and the FP32 norm. Kept to compare with.
+    """`tq4_seed`: the layout of the public Qwen3-14B kernels, one byte a level and the FP32 norm; for comparison.
 
         gamma = sqrt(sum(x**2) + 1e-6);  restored: bf16(c[level] * rsqrt(sum(c[level]**2) + 1e-6) * gamma) @ rotation.T
 
-    As published, a zero vector comes back with norm 1e-3 and vectors shorter than about 1e-2 shrink. Squares overflow
-    from |x| ~ 1e19 on; such a vector is refused instead of stored as infinite.
-
-    Args:
-        rotation: of a layer; the shipped one unless given.
+    As published, a zero vector comes back with norm 1e-3, and vectors shorter than about 1e-2 shrink. A vector whose squares
+    overflow (|x| ~ 1e19) is refused.
     """
 
     name = "tq4_seed"

@@ -1,9 +1,8 @@
-"""Keys in stretches: each is stored as RoPE would have turned it had its stretch of the text come first.
+"""Keys in stretches: each is stored as RoPE would have rotated it had its stretch of the text come first.
 
-RoPE turns pairs of a key's numbers by angles that grow with its position. What keys of a model have in common, which learned
-coordinates live on, is lost as these angles spread. So a text is cut into stretches of 1,024 positions, and a key is turned
-back by the position where its stretch begins. A query is turned back by as much before it meets the keys of a stretch: their
-product stays what it was. benchmarks/LOG.md says what this gains.
+RoPE rotates pairs of a key's numbers by angles that grow with its position; learned coordinates lose what keys have in common
+as these angles spread. So a text is cut into stretches of 1,024 positions. A key is rotated back by the position where its
+stretch begins, and a query by as much before it meets the keys of that stretch: their product stays the same.
 """
 
 from __future__ import annotations
@@ -22,26 +21,26 @@ MOST_POSITIONS = 2**22
 
 @dataclass(frozen=True)
 class RopeShift:
-    """How RoPE turns the keys of one layer.
+    """The rotation of one layer's keys by stretches.
 
     Attributes:
-        inv_freq: R/2 angles of a position: numbers i and i + R/2 of a key are turned by position * inv_freq[i].
+        inv_freq: R/2 angles of a position: numbers i and i + R/2 of a key are rotated by position * inv_freq[i].
     """
 
     inv_freq: tuple[float, ...]
 
     def table(self, stretches: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos and sin [n, R/2] fp32 of the angles at which stretches begin, n at least as many; kept. Do not write to it."""
+        """cos and sin [n, R/2] fp32 of the angles at which stretches begin, n >= `stretches`; cached. Do not write to it."""
         return _table(self, 1 << max(0, stretches - 1).bit_length(), device)
 
     def undo(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Keys as their stretches store them, or queries as they meet the keys of the stretches that these positions lie in.
+        """Keys as their stretches store them, or queries as they meet keys of the stretches of these positions.
 
         Args:
             x: [..., T, D] of a floating dtype.
             positions: [T] int64.
         Returns:
-            [..., T, D] fp32, whose first R numbers are turned.
+            [..., T, D] fp32; the first R numbers are rotated.
         """
         return self._shift(x, positions, -1.0)
 

@@ -1,7 +1,4 @@
-"""Made-up learned coordinates, of every KV head another, far from a rotation, with outlier channels: for tests and timing.
-
-They stand for no model. Attention and storing take as long as with learned ones, and a mistake in a matrix shows.
-"""
+"""Synthetic learned coordinates, different for every KV head, with outlier channels: for tests and timing."""
 
 from __future__ import annotations
 
@@ -18,12 +15,10 @@ _LARGE, _CHANNELS, _THETA = 30.0, 2, 1e4
 
 
 def basis(heads: int, dim: int, seed: int, *, spread: float = 2.0) -> Basis:
-    """Coordinates whose weights fall by `10**spread` from the first eighth to the last, for vectors of two large channels.
+    """Coordinates whose weights fall by `10**spread` from the first eighth to the last, for vectors with two large channels.
 
     Args:
-        heads: H, KV heads.
-        dim: D, numbers of a vector.
-        seed: of all that is random.
+        heads, dim: H, D.
     """
     generator = torch.Generator().manual_seed(seed)
     gaussian = torch.randn(heads, dim, dim, generator=generator, dtype=torch.float64)
@@ -42,10 +37,10 @@ def basis(heads: int, dim: int, seed: int, *, spread: float = 2.0) -> Basis:
 
 @cache
 def calibration(layers: int = 2, heads: int = 2, dim: int = 128, seed: int = 0, *, turning: bool = True) -> Calibration:
-    """Of a model with these numbers of layers and KV heads; the same object each time. Do not write to it.
+    """Of a model with these numbers of layers and KV heads, cached. Do not write to it.
 
     Args:
-        turning: whether it is known how keys turn, so that they are stored by stretches.
+        turning: whether RoPE's angles are known, so that keys are stored by stretches.
     """
     bases = (basis(heads, dim, seed + 2 * layer) for layer in range(layers))
     if not turning:
@@ -54,7 +49,7 @@ def calibration(layers: int = 2, heads: int = 2, dim: int = 128, seed: int = 0, 
 
 
 def vectors(key_basis: Basis, tokens: int, generator: torch.Generator) -> Tensor:
-    """Vectors [H, tokens, D] fp32 as a basis expects them."""
+    """Vectors [H, tokens, D] fp32 of the distribution that a basis expects."""
     heads, dim = key_basis.mean.shape
     y = torch.randn(heads, tokens, dim, generator=generator)
     samples: Tensor = (y @ key_basis.back) / dim**0.5 + key_basis.mean.unsqueeze(1)

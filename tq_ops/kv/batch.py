@@ -29,14 +29,14 @@ class Batch:
     """T new tokens of B sequences, ragged.
 
     Attributes:
-        positions: [T] int64, each token's index in its sequence, which is also its RoPE position.
-        slot_mapping: [T] int64, slot = block * block_size + offset, where the token's K and V are stored.
-        block_table: [B, max_blocks] int32, each sequence's blocks in order; -1 pads.
-        seq_lens: [B] int32, tokens of each sequence after this forward.
-        query_start_loc: [B + 1] int32, where each sequence's new tokens begin among the T.
-        rows: [B] int64, each sequence's row among those that a cache holds: of tokens in BF16, of rings and of states.
-        kept_slots, kept_table: [T] int64 and [B, n] int32, as the slots and the table, of tokens in BF16 that lie in blocks of
-            their own (`KeptBlocks`); None where they lie in rows. A token whose slot is negative is not kept.
+        positions: [T] int64, in the sequence; the RoPE position.
+        slot_mapping: [T] int64, slot = block * block_size + offset, where K and V are stored.
+        block_table: [B, max_blocks] int32, blocks of each sequence in order; -1 pads.
+        seq_lens: [B] int32, lengths after this forward.
+        query_start_loc: [B + 1] int32, first new token of each sequence among the T.
+        rows: [B] int64, each sequence's row in windows, rings and states.
+        window_slots, window_table: [T] int64 and [B, n] int32, slots and table of `ResidualBlocks`, else None; a token with a
+            negative slot does not stay in BF16.
     """
 
     positions: Tensor
@@ -45,22 +45,22 @@ class Batch:
     seq_lens: Tensor
     query_start_loc: Tensor
     rows: Tensor
-    kept_slots: Tensor | None = None
-    kept_table: Tensor | None = None
+    window_slots: Tensor | None = None
+    window_table: Tensor | None = None
     _in_rings: dict[tuple[int, int], Batch] = field(default_factory=dict, init=False, repr=False, compare=False)
     _most: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Its tensors by name."""
+        """By name."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on another device; a GPU is not waited for, and gets all of it in one copy."""
+        """A copy on a device; to a GPU in one copy, without waiting."""
         return Batch(**upload_all(self.tensors, torch.device(device)))
 
     def at_most(self, tokens: int) -> bool:
-        """Whether no sequence has more new tokens than so many; a device is waited for where sizes do not tell, and once."""
+        """Whether no sequence has more than `tokens` new tokens; waits for the device at most once."""
         if len(self.positions) - len(self.seq_lens) < tokens or not len(self.seq_lens):  # all have one at least
             return True
         if not self._most:
@@ -68,10 +68,7 @@ class Batch:
         return self._most[0] <= tokens
 
     def cut(self, most: int) -> Iterator[tuple[Tensor | None, Batch]]:
-        """The batch in pieces of at most `most` tokens of a sequence, in order, each with which of the T tokens it has.
-
-        None stands for all of them: the batch is one piece.
-        """
+        """Pieces of at most `most` tokens of a sequence, in order, each with its token indices; None for all tokens."""
         if self.at_most(most):
             yield None, self
             return
@@ -83,35 +80,33 @@ class Batch:
             count = (new - begin).clamp(0, most)
             has = count > 0
             lengths = self.seq_lens - (new - begin - count).to(self.seq_lens.dtype)
-            yield tokens, Batch(
-                self.positions[tokens], self.slot_mapping[tokens], self.block_table[has], lengths[has],
-                torch.cat([count.new_zeros(1), count[has].cumsum(0)]).to(self.query_start_loc.dtype), self.rows[has],
-                None if self.kept_slots is None else self.kept_slots[tokens],
-                None if self.kept_table is None else self.kept_table[has],
-            )  # fmt: skip
+            query_start_loc = torch.cat([count.new_zeros(1), count[has].cumsum(0)]).to(self.query_start_loc.dtype)
+            yield tokens, self._part(tokens, has, lengths[has], query_start_loc)
 
     def sequences(self) -> Iterator[Batch]:
-        """Each sequence as a batch of its own, in order."""
+        """A batch of each sequence, in order."""
         for row, (begin, end) in enumerate(pairwise(self.query_start_loc.tolist())):
             tokens, sequence = slice(begin, end), slice(row, row + 1)
-            yield Batch(
-                self.positions[tokens], self.slot_mapping[tokens], self.block_table[sequence], self.seq_lens[sequence],
-                self.query_start_loc[row : row + 2] - begin, self.rows[sequence],
-                None if self.kept_slots is None else self.kept_slots[tokens],
-                None if self.kept_table is None else self.kept_table[sequence],
-            )  # fmt: skip
+            yield self._part(tokens, sequence, self.seq_lens[sequence], self.query_start_loc[row : row + 2] - begin)
+
+    def _part(self, tokens: Tensor | slice, sequences: Tensor | slice, seq_lens: Tensor, query_start_loc: Tensor) -> Batch:
+        return Batch(
+            self.positions[tokens], self.slot_mapping[tokens], self.block_table[sequences], seq_lens, query_start_loc,
+            self.rows[sequences], None if self.window_slots is None else self.window_slots[tokens],
+            None if self.window_table is None else self.window_table[sequences],
+        )  # fmt: skip
 
     def rectangle(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Ragged tokens as [B, Q]: which of the T, position and validity. Padding repeats a real token."""
+        """Token index, position and validity, each [B, Q]; padding repeats the last token."""
         starts, ends = self.query_start_loc[:-1].long(), self.query_start_loc[1:].long()
         steps = torch.arange(int((ends - starts).max()), device=starts.device)
         token = torch.minimum(starts.unsqueeze(1) + steps, ends.unsqueeze(1) - 1)
         return token, self.positions[token], steps < (ends - starts).unsqueeze(1)
 
     def in_ring(self, blocks: int, block_size: int) -> Batch:
-        """The same tokens where a layer keeps a ring for each row: block j of a sequence is `row * blocks + j % blocks`.
+        """The batch of a layer with rings: block j of a sequence is `row * blocks + j % blocks`.
 
-        Made once for a batch; a device is not waited for. A token without a slot has none here either.
+        A token without a slot has none here either. Cached; does not wait for a device.
         """
         key = blocks, block_size
         if key not in self._in_rings:
@@ -125,7 +120,7 @@ class Batch:
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on another device: from the host to a GPU through pinned memory, which the host need not wait for."""
+    """A tensor on another device; from host to GPU through pinned memory, without waiting."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
@@ -136,14 +131,14 @@ _ALIGNMENT = 64
 
 
 def upload_all(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Small tensors on another device; from the host to a GPU in one copy, of which they are then parts."""
+    """Small tensors on another device; from host to GPU in one copy."""
     if device.type != "cuda" or any(tensor.device.type != "cpu" for tensor in tensors.values()):
         return {name: tensor.to(device) for name, tensor in tensors.items()}
     return unpack_bytes(upload(pack_bytes(tensors), device), tensors)
 
 
 def pack_bytes(tensors: dict[str, Tensor]) -> Tensor:
-    """The bytes of tensors one after the other, each from a multiple of `_ALIGNMENT` on."""
+    """Bytes of tensors one after the other, each at a multiple of `_ALIGNMENT`."""
     size = sum(-(-tensor.nbytes // _ALIGNMENT) for tensor in tensors.values()) * _ALIGNMENT
     together = torch.empty(size, dtype=torch.uint8)
     for name, part in unpack_bytes(together, tensors).items():
@@ -152,7 +147,7 @@ def pack_bytes(tensors: dict[str, Tensor]) -> Tensor:
 
 
 def unpack_bytes(together: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Views of what `pack_bytes` made, with the shapes and dtypes of others."""
+    """Views of what `pack_bytes` returns, with the shapes and dtypes of `like`."""
     parts, begin = {}, 0
     for name, tensor in like.items():
         parts[name] = together[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -166,22 +161,20 @@ _LEAST_ROOM = 4
 
 @torch.inference_mode(False)
 def _room(blocks: int) -> Tensor:
-    """A table that may be written to in any mode, whatever mode it was begun in."""
+    """A table that is writable in any mode, whatever mode it was made in."""
     return torch.empty(blocks, dtype=torch.int32)
 
 
 class CacheFullError(InputError):
-    """No free block is left for the tokens that should be stored."""
+    """No free block is left."""
 
 
 class PagedSequences:
-    """Which blocks each sequence owns: the bookkeeping of a paged cache, on the host.
+    """Which blocks each sequence owns: a paged cache's bookkeeping, on the host.
 
     Args:
-        num_blocks: blocks in the cache.
-        block_size: tokens a block.
-        order: the order in which free blocks are handed out; ascending unless given.
-        num_rows: sequences at a time; as many as there are blocks unless given.
+        order: in which free blocks are handed out; ascending by default.
+        num_rows: sequences at a time; `num_blocks` by default.
     """
 
     def __init__(
@@ -197,12 +190,10 @@ class PagedSequences:
         self._next_id = 0
 
     def add(self, tokens: int = 0) -> int:
-        """Begin a sequence and return its id.
+        """Begin a sequence of `tokens` tokens, which the caller stores at its `places`; returns its id.
 
-        Args:
-            tokens: that it has already; the caller stores them at its `places`.
         Raises:
-            CacheFullError: there are as many sequences as the cache has rows for, or too few free blocks; nothing was begun.
+            CacheFullError: no free row, or too few free blocks; nothing was begun.
         """
         if not self._free_rows:
             raise CacheFullError(f"the KV cache has room for {len(self._rows)} sequences at a time; send fewer prompts")
@@ -220,7 +211,7 @@ class PagedSequences:
         return sequence
 
     def places(self, sequence: int) -> SequencePlace:
-        """The blocks of a sequence in order, and its row."""
+        """Blocks in order, and row, of a sequence."""
         return SequencePlace(tuple(self._blocks[sequence]), self._rows[sequence])
 
     def length(self, sequence: int) -> int:
@@ -234,11 +225,8 @@ class PagedSequences:
         del self._lengths[sequence], self._tables[sequence]
 
     def take_back(self, sequences: Sequence[int], counts: Sequence[int]) -> None:
-        """Drop the newest tokens of sequences. Of the sequences of the last `batch`, in its order, blocks that become free lie
-        as they lay before it, so that they are handed out again in the same order.
-
-        Args:
-            counts: how many tokens of each, at most those that it has.
+        """Drop the newest `counts` tokens of sequences. After the last `batch`, with sequences in its order, freed blocks
+        return to where they were, so that they are handed out in the same order again.
         """
         for sequence, count in reversed(list(zip(sequences, counts, strict=True))):
             length = self._lengths[sequence] - count
@@ -248,7 +236,7 @@ class PagedSequences:
                 self._free.append(blocks.pop())
 
     def _reserve(self, sequences: Sequence[int], lengths: Sequence[int]) -> None:
-        """Give sequences the blocks that so many tokens need, all of them or none."""
+        """Give sequences the blocks for these lengths, all or none."""
         new_blocks = [-(-n // self.block_size) - len(self._blocks[s]) for s, n in zip(sequences, lengths, strict=True)]
         if sum(new_blocks) > len(self._free):
             raise CacheFullError(
@@ -269,15 +257,15 @@ class PagedSequences:
         self._tables[sequence][begin:end] = torch.tensor(blocks, dtype=torch.int32)
 
     def batch(self, sequences: Sequence[int], new_tokens: Sequence[int]) -> Batch:
-        """Reserve room for the next tokens of some sequences and describe them.
+        """Reserve room for the next tokens of sequences and describe them.
 
         Args:
             sequences: ids from `add`, each at most once.
-            new_tokens: how many tokens each of them gets, at least 1.
+            new_tokens: of each, at least 1.
         Returns:
             the batch on the CPU; the sequences' lengths are already advanced.
         Raises:
-            CacheFullError: not enough free blocks for all; nothing was reserved or advanced.
+            CacheFullError: too few free blocks; nothing was reserved or advanced.
             ValueError: a sequence would get no token.
         """
         if min(new_tokens, default=0) < 1:

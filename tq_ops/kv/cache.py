@@ -1,4 +1,4 @@
-"""What all layers of a model remember of some sequences: paged K and V in any format, and states beside them."""
+"""The KV cache of all layers: paged K and V in any format, residual windows, and states of other mixers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LayerView:
 
     @property
     def kv(self) -> LayerKV:
-        """The memory of a layer that attends."""
+        """The memory of a layer with attention."""
         return self.cache.kv[self.layer]
 
     @property
@@ -44,23 +44,21 @@ class LayerView:
         return cast(Recurrent, self.cache.states[self.layer])
 
     def require_room(self) -> None:
-        """A ValueError of more new tokens of a sequence than this layer has room for now."""
+        """Raise a ValueError if a sequence has more new tokens than the layer has room for now."""
         self.cache.require_room(self.batch, self.layer)
 
     def require_slots(self) -> None:
-        """Wait for the device; an IndexError of a slot outside the layer."""
+        """Raise an IndexError if a slot is outside the layer; waits for the device."""
         slots, most = self.batch.slot_mapping, self.kv.num_slots
         if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < most:
             raise IndexError(f"slots must lie in 0 … {most - 1}")
 
     def write(self, k: Tensor, v: Tensor) -> None:
-        """Quantize and store K and V.
+        """Quantize and store K (after RoPE) and V, each [T, Hkv, D] fp32 or bf16.
 
-        Args:
-            k, v: [T, Hkv, D] fp32 or bf16; K after RoPE, V as projected.
         Raises:
             IndexError, ValueError: as `require_slots` and `require_room`.
-            NonFiniteError: naming layer, side, token, slot and KV head; nothing of this layer was written.
+            NonFiniteError: naming layer, side, token, slot and KV head; nothing was written.
         """
         self.require_slots()
         self.require_room()
@@ -68,36 +66,31 @@ class LayerView:
 
 
 class PagedKVCache:
-    """The memory of every layer: K and V in blocks of tokens, the tokens that stay in BF16 beside them, and states.
+    """The memory of every layer: K and V in blocks of tokens, residual windows, and states.
 
     Each field of a format is one tensor a layer, [num_blocks, Hkv, block_size / G, *field.shape], where G tokens are
-    stored together: one head's codes of one block lie together, which is the tile that a fused kernel loads. Slot s is row
-    s % block_size of block s // block_size. It is zeroed memory of the cache's own, one tensor a field, or views of `pages`.
+    stored together: one head's codes of one block are contiguous, the tile that a fused kernel loads. Slot s is row
+    s % block_size of block s // block_size.
 
-    Layers of one shape are a group with one block table. Those that keep all tokens use the blocks that `PagedSequences`
-    hands out. Those with a sliding window keep a ring of blocks a row, whose table follows from the rows (`Batch.in_ring`);
-    a `view` has the batch as its layer has it.
+    Layers that keep all tokens use the blocks of `PagedSequences`. Layers with a sliding window keep a ring of blocks a row,
+    whose table follows from the rows (`Batch.in_ring`); a `view` has the batch as its layer has it.
 
     Args:
-        plan: how each layer's K and V are stored.
-        shapes: of each layer's K and V, None where it has none; or one for all layers.
+        plan: formats of each layer's K and V.
+        shapes: of each layer, None where it has no K and V; or one for all layers.
         num_blocks: blocks of each layer that keeps all tokens.
-        num_rows: sequences at a time, where tokens stay in BF16, in rings or in states; as many as blocks unless given.
-        row_blocks: blocks of one sequence at most; `num_blocks` unless given.
-        chunk: new tokens of a sequence in one forward, where a tail stays in BF16.
-        room: of those, as many as each layer keeps room for; more are stored within `open`. All of them unless given.
-        ring_chunk: new tokens of a sequence that a layer with a sliding window keeps room for; `RING_CHUNK`, or with a
-            tail `WINDOW_CHUNK`, unless given. A forward with a tail brings up to `chunk`, cut by `run`.
-        block_size: tokens a block.
-        device: where the tensors live.
-        pages: layer -> memory of another owner as `kv.layer` lays it out, [num_blocks, page_bytes] uint8, of those layers
-            that this cache holds; it is left as it is.
-        states: layer -> what else it remembers.
+        num_rows: sequences at a time, for windows, rings and states; `num_blocks` by default.
+        row_blocks: most blocks of one sequence; `num_blocks` by default.
+        chunk: most new tokens of a sequence in one forward, where there is a tail.
+        room: new tokens that each layer always has room for; `open` makes room for more. `chunk` by default.
+        ring_chunk: new tokens that a ring has room for; `RING_CHUNK` by default, `WINDOW_CHUNK` with a tail.
+        pages: layer -> existing memory as `kv.layer` lays it out, [num_blocks, page_bytes] uint8; only these layers are held.
+        states: layer -> shape of another mixer's state.
     Attributes:
-        most_new_tokens: new tokens of a sequence that one batch may bring; None for any number.
-        most_undone: of those, as many as can be taken back again; None for any number.
-        kv: K and V of each layer that has any, and whose pages are here.
-        states: the memory of each layer, by layer: those, and others.
+        kv: the layers with K and V.
+        states: all layers, those included.
+        most_new_tokens: most new tokens of a sequence in one batch; None for any number.
+        most_undone: of those, as many as can be taken back; None for any number.
     Raises:
         InputError: a format has no layout for a layer's head_dim, block size or number of KV heads.
     """
@@ -133,7 +126,7 @@ class PagedKVCache:
                 self.kv[layer] = self._layer(layer, shape, None if pages is None else pages[layer])
         self.states |= self.kv
         self.states |= {layer: Recurrent(shape, self.num_rows, self.device) for layer, shape in (states or {}).items()}
-        tails = any(window.ring for *_, window in self.fields() if window)
+        tails = any(window.ring for kv in self.kv.values() for window in kv.windows if window)
         self._widens = tails and self.room < chunk
         rings = any(kv_layer.ring is not None for kv_layer in self.kv.values())
         self.most_new_tokens = chunk if tails else self._ring_chunk if rings else None
@@ -141,7 +134,7 @@ class PagedKVCache:
         self.most_undone = min(undone, default=None)
 
     def empty_like(self, device: torch.device | str) -> PagedKVCache:
-        """An empty cache of the same plan and sizes, on a device."""
+        """An empty cache of the same plan and sizes."""
         return PagedKVCache(
             self.plan, self.shapes, num_blocks=self.num_blocks, num_rows=self.num_rows, row_blocks=self._row_blocks,
             chunk=self.chunk, room=self.room, ring_chunk=self._ring_chunk, block_size=self.block_size, device=device,
@@ -159,14 +152,13 @@ class PagedKVCache:
         window: int | None = None,
         ring: int | None = None,
     ) -> PagedKVCache:
-        """A cache of one layer over memory of another owner, for attention to read: nothing is allocated.
+        """A one-layer cache over existing memory, for attention to read: nothing is allocated.
 
         Args:
-            layer: the only one that it holds; chooses the rotation.
+            layer: the only layer; chooses the rotation.
             fields: K's and V's, each [num_blocks, Hkv, block_size / group_tokens, *field.shape].
-            windows: the tokens of K and V in BF16, where some are.
-            window: the newest tokens that a query sees, of a layer with a sliding window.
-            ring: blocks of a row's ring, where the memory is laid out so.
+            window: of a layer with a sliding window, in tokens.
+            ring: blocks of a row's ring, if the memory is rings.
         """
         num_blocks, num_kv_heads, groups = next(iter(fields[0].values())).shape[:3]
         block_size, shape = groups * formats[0].group_tokens, KVShape(num_kv_heads, head_dim, window)
@@ -203,7 +195,7 @@ class PagedKVCache:
         return tensors
 
     def _new_window(self, kv_format: KVFormat, shape: KVShape) -> ResidualWindow | None:
-        if not self.plan.keeps(kv_format):
+        if not self.plan.has_window(kv_format):
             return None
         return ResidualWindow(
             tail=self.plan.tail(kv_format), sink=self.plan.sink, group=kv_format.group_tokens,
@@ -211,25 +203,20 @@ class PagedKVCache:
             head_dim=shape.head_dim, device=self.device,
         )  # fmt: skip
 
-    @property
-    def num_layers(self) -> int:
-        """Layers of the model."""
-        return len(self.plan.layers)
-
     def view(self, layer: int, batch: Batch) -> LayerView:
-        """A layer and a forward's batch as ops take them, with the room that the layer has now."""
+        """A layer and a batch as ops take them, with the room that the layer has now."""
         kv = self.kv.get(layer)
         return LayerView(self, layer, batch if kv is None else kv.place(batch))
 
     @contextmanager
     def open(self, layer: int, batch: Batch, always: bool = False) -> Iterator[LayerView]:
-        """A layer with room for all new tokens of a batch beside its tail: store K and V, attend, and leave.
+        """A layer with room for all new tokens of a batch beside its tail; store K and V and attend while it is open.
 
-        The room is memory of its own. On leaving, the newest tokens stay, as many as the layer keeps room for; after an error,
-        none. A device is not waited for, but by `Batch.at_most`.
+        The extra room is temporary memory. On exit the newest tokens are copied back; after an error none are. Waits for a
+        device only in `Batch.at_most`.
 
         Args:
-            always: take that room even where the tokens fit without it, so that a compiled program finds one size.
+            always: use the extra room even where the tokens fit, so that a compiled program finds one size.
         """
         small = self.kv.get(layer)
         if not self._widens or small is None or not self._rooms(layer) or (batch.at_most(self.room) and not always):
@@ -243,10 +230,10 @@ class PagedKVCache:
             self.kv[layer] = small
 
     def run(self, layer: int, batch: Batch, op: Callable[..., Tensor], *rows: Tensor) -> Tensor:
-        """`op(view, *rows)` [T, ...] over an open layer: all tokens at once, or in pieces where its ring has too little room.
+        """`op(view, *rows)` [T, ...] over an open layer, in pieces if its ring has too little room for all tokens.
 
         Args:
-            rows: tensors [T, ...], of which each piece gets its own tokens'.
+            rows: tensors [T, ...]; each piece gets those of its own tokens.
         Raises:
             ValueError: more new tokens of a sequence than `most_new_tokens`.
         """
@@ -265,12 +252,11 @@ class PagedKVCache:
         return out
 
     def require_room(self, batch: Batch, layer: int | None = None) -> None:
-        """Refuse a batch that a tail or a ring has no room for; waits for the device as `Batch.at_most` does.
+        """Refuse a batch that does not fit: into one forward, or with `layer` into that layer now. Waits for a device only in
+        `Batch.at_most`.
 
-        Args:
-            layer: that is about to store it; without one whether a forward may bring it.
         Raises:
-            ValueError: more new tokens of a sequence than `most_new_tokens`, or than this layer has room for now.
+            ValueError: too many new tokens of a sequence.
         """
         if (most := self.most_new_tokens) is not None and not batch.at_most(most):
             raise ValueError(f"this cache takes at most {most} new tokens of a sequence at a time: it has a tail or a window")
@@ -287,52 +273,43 @@ class PagedKVCache:
         return self.most_new_tokens if self.kv[layer].ring is None else self._ring_chunk
 
     def _rooms(self, layer: int) -> list[int]:
-        """New tokens that each side of a layer with a tail has room for beside it now."""
+        """New tokens that fit beside the tail of each side."""
         return [window.ring - window.tail for window in self.kv[layer].windows if window and window.ring]
 
     def has_room(self, batch: Batch) -> bool:
-        """Whether every layer can store a batch as it is, without `open`."""
+        """Whether every layer can store a batch without `open`."""
         return not self._widens or batch.at_most(self.room)
 
-    def fields(self) -> Iterator[tuple[str, KVFormat, dict[str, Tensor], ResidualWindow | None]]:
-        """Every side that is stored here: its name, such as `layers.0.k`, its format, fields and tokens in BF16."""
-        for layer, kv_layer in self.kv.items():
-            for letter, side in kv_layer.sides:
-                yield f"layers.{layer}.{letter}", side.kv_format, side.fields, side.window
-
     @property
-    def keeps_rows(self) -> bool:
-        """Whether anything is kept by a sequence's row: tokens in BF16, rings or states."""
-        return any(layer.ring is not None or any(layer.windows) for layer in self.kv.values()) or bool(
-            self.states.keys() - self.kv.keys()
-        )
+    def has_rows(self) -> bool:
+        """Whether anything is stored by row: windows, rings or states."""
+        return len(self.states) > len(self.kv) or any(kv.ring is not None or any(kv.windows) for kv in self.kv.values())
 
     @property
     def num_slots(self) -> int:
-        """Tokens that the cache can hold, where it keeps all of them."""
+        """Tokens that layers without a sliding window can hold."""
         return self.num_blocks * self.block_size
 
     @property
     def nbytes(self) -> int:
-        """Bytes really allocated, or in use of pages: every field of every layer, the tokens in BF16, and states."""
+        """Bytes allocated, or in use of pages."""
         return sum(state.nbytes for state in self.states.values())
 
 
 def cache_bytes(plan: KVPlan, tokens: int, shapes: Shapes, sequences: int = 1, state_bytes: int = 0) -> int:
-    """Bytes that a `PagedKVCache` allocates for sequences of `tokens` each: whole blocks, the tokens in BF16, and states
-    of one sequence more, whose row is for tokens that pad a batch.
+    """Bytes that a `PagedKVCache` allocates for sequences of `tokens` each: whole blocks, windows, rings and states.
 
     Args:
-        state_bytes: of one sequence, what layers remember beside K and V.
+        state_bytes: of one sequence; one more row is allocated for padding.
     """
     blocks = blocks_for(tokens)
     each_token, in_rings = plan.bytes_per_token(shapes), plan.ring_bytes(shapes, blocks)
-    keys_and_values = sequences * round(blocks * BLOCK_SIZE * each_token + in_rings + plan.kept_bytes(shapes))
+    keys_and_values = sequences * round(blocks * BLOCK_SIZE * each_token + in_rings + plan.window_bytes(shapes))
     return keys_and_values + (sequences + 1) * state_bytes
 
 
 def tokens_that_fit(plan: KVPlan, room: float, shapes: Shapes, sequences: int = 1, state_bytes: int = 0) -> int:
-    """The most tokens for which `cache_bytes` is at most `room`: of each sequence, in whole blocks."""
+    """Most tokens of each sequence, in whole blocks, whose `cache_bytes` is at most `room`."""
     low, high = 0, 1
     while high < _MOST_BLOCKS and cache_bytes(plan, high * BLOCK_SIZE, shapes, sequences, state_bytes) <= room:
         low, high = high, 2 * high

@@ -1,12 +1,12 @@
-"""A stored sequence as a file, what it may be loaded into, and a SHA-256 of each of its blocks.
+"""A stored sequence as a file, with a SHA-256 of each of its blocks.
 
     tensors   those of `StoredSequence.tensors`; those of its `earlier` as `earlier.NAME`, never packed; `token_ids` [n] I64;
               `sha256` [blocks, 32] U8, of each block of all layers
-    metadata  haarkv_cache: "1", or "2" where tensors are packed; length; origin: what made it, as JSON; note: any text; where
-              there is an `earlier`, its length by that name
+    metadata  haarkv_cache: "1", or "2" where tensors are packed; length; origin: what made it, as JSON; note: any text;
+              earlier: its length, if there is one
 
-`origin` names the model by shape, declaration and fingerprint, the plan by its text, and rotations, tables and learned
-coordinates by their digest. A sequence continues only where all of that is the same.
+`origin` holds the model's shape, declaration and fingerprint, the plan, and a digest of rotations, tables and learned
+coordinates. A sequence continues only where all of that is the same.
 """
 
 from __future__ import annotations
@@ -41,13 +41,12 @@ class Origin:
     """What a stored sequence belongs to.
 
     Attributes:
-        shape: of the model.
-        weights: fingerprint of its weights; if channels are balanced, a dash and which.
-        layers: formats of each layer's K and V.
-        tail: tokens in BF16 that the plan asks for; None for the fewest that its formats need.
+        weights: fingerprint; if channels are balanced, a dash and which.
+        layers: formats of each layer.
+        tail: tokens in BF16; None for the fewest that the formats need.
         sink: first tokens in BF16.
         tables: digest of rotations, centroids and learned coordinates.
-        made_by: the executor and dtype; for people: rounding differs between them, and a sequence goes on all the same.
+        made_by: executor and dtype, for people: rounding differs, and a sequence continues all the same.
     """
 
     shape: ModelShape
@@ -59,14 +58,7 @@ class Origin:
     made_by: str = ""
 
     def require_same(self, other: Origin, name: str) -> None:
-        """Refuse to go on with a sequence elsewhere than where it came from.
-
-        Args:
-            other: where it would go on.
-            name: of the file, for messages.
-        Raises:
-            InputError: naming what differs.
-        """
+        """Refuse to continue file `name` under another origin; an InputError names the difference."""
         self.shape.require_same(other.shape, name, "prefill again")
         if self.weights.partition("-")[0] != other.weights.partition("-")[0]:
             raise InputError(
@@ -92,11 +84,7 @@ class Origin:
             raise InputError(f"{name} was made with {others} channels balanced; {instead} --balance off, or prefill again")
 
     def require_fits(self, sequence: StoredSequence, plan: KVPlan, name: str) -> None:
-        """Refuse a sequence whose tensors are not those of a plan, whatever was said of where it came from.
-
-        Raises:
-            InputError: naming the tensor.
-        """
+        """Refuse a sequence whose tensors are not those of a plan; an InputError names the tensor."""
         for part in filter(None, (sequence, sequence.earlier)):
             expected = _expected(plan, self.shape, part.length, whole=part is sequence)
             for layer, state in self.shape.states:
@@ -113,19 +101,18 @@ class Origin:
 
 
 def sequence_origin(plan: KVPlan, shape: ModelShape, weights: str, made_by: str = "") -> Origin:
-    """What sequences belong to that a model stores by a plan."""
+    """The origin of sequences that a model stores by a plan."""
     layers = tuple(formats.describe(*pair) for pair in plan.layers)
     return Origin(shape, weights, layers, plan.recent, plan.sink, _tables(plan, shape.layers), made_by)
 
 
 def save(path: Path, sequence: StoredSequence, origin: Origin, note: str = "", compress: bool = False) -> None:
-    """Write a stored sequence: the whole file, or nothing.
+    """Write a stored sequence, all or nothing.
 
     Args:
-        note: a text that the file carries along.
-        compress: pack what zstd makes at least 5 % smaller; every block is the same when it is read.
+        compress: pack what zstd makes at least 5 % smaller, without loss.
     Raises:
-        InputError: the file cannot be written; an old one is as it was.
+        InputError: the file cannot be written; an old one stays.
     """
     metadata = {
         "length": str(sequence.length), "note": note,
@@ -143,7 +130,7 @@ def save(path: Path, sequence: StoredSequence, origin: Origin, note: str = "", c
 
 
 def load(path: Path) -> tuple[StoredSequence, Origin]:
-    """Read a stored sequence; every byte is checked against the digests.
+    """Read a stored sequence and check every byte against its digests.
 
     Raises:
         InputError: it cannot be read, is no such file, or is damaged.
@@ -168,11 +155,8 @@ def load(path: Path) -> tuple[StoredSequence, Origin]:
 
 
 def load_for(path: Path, origin: Origin, plan: KVPlan) -> StoredSequence:
-    """Read a stored sequence that goes on here.
+    """Read a stored sequence that continues under an origin and plan.
 
-    Args:
-        origin: of what is stored here.
-        plan: of the cache that it goes into.
     Raises:
         InputError: as `load`; or it belongs elsewhere, which is found before its tensors are read.
     """
@@ -183,22 +167,14 @@ def load_for(path: Path, origin: Origin, plan: KVPlan) -> StoredSequence:
 
 
 def read_origin(path: Path) -> tuple[int, Origin]:
-    """Tokens that a file stores, and where it came from; of its header alone, nothing is checked against a digest.
-
-    Raises:
-        InputError: as `load`.
-    """
+    """Stored tokens and origin, from the header alone, unchecked; errors as of `load`."""
     metadata = artifact.header(path, CACHE)
     with CACHE.refusing(path):
         return _count(metadata["length"]), _origin(metadata["origin"])
 
 
 def read_note(path: Path) -> str:
-    """The text that a file carries along; of its header alone, as `read_origin`.
-
-    Raises:
-        InputError: as `load`.
-    """
+    """The note, from the header alone; errors as of `load`."""
     return artifact.header(path, CACHE)["note"]
 
 
@@ -214,7 +190,7 @@ def _expected(
             for name, field in kv_format.fields(kv.head_dim).items() if whole or kv.window else ():
                 size = (_layer_blocks(kv, length), kv.num_kv_heads, BLOCK_SIZE // kv_format.group_tokens, *field.shape)
                 expected[f"layers.{layer}.{side}.{name}"] = size, field.dtype
-            if plan.keeps(kv_format) and (whole or plan.ring_tokens(kv_format)):
+            if plan.has_window(kv_format) and (whole or plan.ring_tokens(kv_format)):
                 size = (kv.num_kv_heads, plan.sink + plan.ring_tokens(kv_format), kv.head_dim)
                 expected[f"layers.{layer}.{side}.window"] = size, torch.bfloat16
     return expected
@@ -223,11 +199,7 @@ def _expected(
 def _expected_state(
     state: StateShape, sequence: StoredSequence, layer: int, name: str
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """The tensors of a layer's state, of as many versions as it says that it has.
-
-    Raises:
-        InputError: its versions are not such as `Recurrent.take` gives.
-    """
+    """Tensors of a layer's state; an InputError if its versions are not such as `Recurrent.take` gives."""
     versions = sequence.tensors.get(f"layers.{layer}.seen", torch.empty(0))
     counts = versions.tolist() if versions.dtype == torch.int64 and versions.ndim == 1 else []
     if not 0 < len(counts) < MOST_VERSIONS or counts[-1] != sequence.length or counts != sorted(set(counts)):
@@ -265,7 +237,7 @@ def _fields(sequence: StoredSequence) -> list[Tensor]:
 
 
 def _block_digests(sequence: StoredSequence) -> Tensor:
-    """[blocks, 32] uint8: SHA-256 of each block's fields, in the order of their names. Layers with a window lack the first."""
+    """[blocks, 32] uint8: SHA-256 of each block's fields, ordered by name. Layers with a window lack the first blocks."""
     fields, blocks = _fields(sequence), blocks_for(sequence.length)
     digests = []
     for block in range(blocks):
@@ -297,7 +269,7 @@ def _tables(plan: KVPlan, shapes: Shapes) -> str:
 
 @cache
 def _format_digest(kv_format: KVFormat, layer: int, head_dim: int) -> bytes:
-    """Digest of what the levels of a format stand for in a layer. A format without rotated levels is known by its name."""
+    """Digest of what a format's levels stand for in a layer; of a format without rotated levels, of its name."""
     description = kv_format.description(head_dim)
     digest = hashlib.sha256(kv_format.name.encode())
     if description is not None:

@@ -1,11 +1,9 @@
 """Learned coordinates as a file, and the model that they belong to.
 
-    tensors   layers.0.k.mean [H, D] F32, .forward and .back [H, D, D] BF16, .weights [H, D] F32, .inv_freq [R/2] F64, empty
-              where nobody knows how keys turn; every layer
-    metadata  haarkv_calibration: "4"; model: its shapes, as JSON; fingerprint; context: tokens of a sequence up to which it
-              holds, or nothing; learned: how, as JSON; plan: the text of a plan file, or nothing
-
-`learned` is for people; nothing reads it.
+tensors   layers.0.k.mean [H, D] F32, .forward and .back [H, D, D] BF16, .weights [H, D] F32, .inv_freq [R/2] F64, empty
+          where the RoPE of keys is unknown; every layer
+metadata  haarkv_calibration: "4"; model: its shapes, as JSON; fingerprint; context: tokens of a sequence up to which it
+          holds, or nothing; learned: how, as JSON, for people; plan: the text of a plan file, or nothing
 """
 
 from __future__ import annotations
@@ -38,11 +36,10 @@ class CalibrationFile:
     """What a calibration file holds.
 
     Attributes:
-        calibration: learned coordinates of every layer's keys; its digest is the SHA-256 of the tensors.
-        shape: of the model that they were learned from.
-        fingerprint: of its weights, as `models.fingerprint` takes it.
-        learned: how they were learned and what they were found to cost; nothing reads it.
-        plan: the text of a plan file for formats of these coordinates; "" if the file is a calibration alone.
+        calibration: its digest is the SHA-256 of the tensors.
+        shape, fingerprint: of the model and its weights.
+        learned: how they were learned, and the measured cost; for people.
+        plan: the text of a plan file, or "".
     """
 
     calibration: Calibration
@@ -74,7 +71,7 @@ def save(path: Path, file: CalibrationFile) -> None:
     """Write a calibration file.
 
     Raises:
-        ValueError: a number that is not finite.
+        ValueError: a number is not finite.
         InputError: it cannot be written.
     """
     tensors = _tensors(file.calibration.k)
@@ -91,13 +88,7 @@ def save(path: Path, file: CalibrationFile) -> None:
 
 
 def load(path: Path | str, kind: Kind = CALIBRATION) -> CalibrationFile:
-    """Read a calibration file.
-
-    Args:
-        kind: what it is called in messages.
-    Raises:
-        InputError: it cannot be read or is no calibration.
-    """
+    """Read a calibration file, called `kind` in messages; an InputError if it cannot be read or is none."""
     metadata, tensors = artifact.read(Path(path), kind)
     with kind.refusing(path):
         shape, context = ModelShape.read(parse_json(metadata["model"])), metadata["context"]

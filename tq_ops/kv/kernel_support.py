@@ -21,17 +21,16 @@ ELSEWHERE = "; --executor cpu and reference run every format"
 
 @dataclass(frozen=True)
 class KernelSupport:
-    """What the kernels of a backend take.
+    """What a backend's kernels read.
 
     Attributes:
         kernels: the subject of a sentence about them, such as "its kernels".
-        head_dims: those they are made for.
         bits: widths of a level.
-        only: the one format of rotated levels whose tables are built into the kernels.
-        also: formats that the kernels know beside those of rotated levels, each by itself and no copy of it.
-        plain: dtypes of numbers that they read beside rotated levels.
-        kept: whether they read tokens in BF16 beside the packed ones.
-        windows: whether they take layers with a sliding window.
+        only: the one rotated format whose tables are built in, if they are.
+        also: other formats, compared by identity.
+        plain: dtypes of unquantized numbers.
+        bf16_tokens: whether they read residual windows.
+        windows: whether they take sliding windows.
         learned: whether they take learned keys.
     """
 
@@ -41,7 +40,7 @@ class KernelSupport:
     only: KVFormat | None = None
     also: tuple[KVFormat, ...] = ()
     plain: tuple[torch.dtype, ...] = ()
-    kept: bool = False
+    bf16_tokens: bool = False
     windows: bool = False
     learned: bool = False
 
@@ -53,17 +52,17 @@ class KernelSupport:
 
 
 def unsupported(reads: KernelSupport, plan: KVPlan, shapes: Shapes, *, others: bool = False) -> str | None:
-    """None, or in one sentence why a backend cannot read a cache of this plan and these shapes.
+    """Why a backend cannot read a cache of this plan and these shapes, in one sentence; None if it can.
 
     Args:
-        others: it leaves layers of formats that its kernels do not read to the reference's ops.
+        others: layers of other formats fall back to the reference's ops.
     """
     kv_shapes = dict.fromkeys(shape for shape in each(shapes, len(plan.layers)) if shape is not None)
     for shape in kv_shapes:
         for kv_format in plan.formats:
             if not others and (reason := unsupported_format(reads, kv_format, shape.head_dim)):
                 return reason
-    if plan.keeps_tokens and not reads.kept:
+    if plan.has_windows and not reads.bf16_tokens:
         return f"{reads.kernels} read packed tokens alone, none in BF16 beside them; leave out the tail and the sinks"
     for shape in kv_shapes:
         if shape.window is not None and not reads.windows:
@@ -95,11 +94,7 @@ def unsupported_format(reads: KernelSupport, kv_format: KVFormat, head_dim: int)
 
 
 def _takes(reads: KernelSupport, kv_format: KVFormat, head_dim: int) -> bool:
-    """Whether kernels read a format.
-
-    Raises:
-        InputError: it has no layout for this head_dim.
-    """
+    """Whether kernels read a format; an InputError if it has no layout for this head_dim."""
     kv_format.fields(head_dim)
     description = kv_format.description(head_dim)
     if kv_format in reads.also or kv_format.plain in reads.plain:

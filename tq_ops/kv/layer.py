@@ -1,8 +1,7 @@
-"""K and V of one layer: fields by block, and beside them the tokens that stay in BF16.
+"""K and V of one layer: fields by block, and the residual window.
 
-Fields are tensors of their own, or views of pages that may be another's memory. A page is one block of one layer: K's fields,
-then V's, each [Hkv, block_size / G, *field.shape], so that codes and scales lie apart inside it and a block can be copied,
-shared or freed as one piece of memory.
+Fields are tensors of their own, or views of pages. A page is one block of one layer: K's fields, then V's, each
+[Hkv, block_size / G, *field.shape], so that a block is one piece of memory to copy, share or free.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Side:
 
     Attributes:
         fields: by name, each [num_blocks, Hkv, block_size / G, *field.shape].
-        window: tokens in BF16, where some are.
+        window: tokens in BF16, if any.
     """
 
     kv_format: KVFormat
@@ -53,7 +52,7 @@ class Side:
         return sum(t.nbytes for t in self.fields.values()) + (self.window.vectors.nbytes if self.window else 0)
 
     def pack(self, name: str, x: Tensor, layer: int, batch: Batch) -> tuple[dict[str, Tensor], Tensor]:
-        """Quantize new vectors [T, Hkv, D], or the groups that they fill.
+        """Quantize new vectors [T, Hkv, D], or the groups that they complete.
 
         Returns:
             fields [n, Hkv, *field.shape], and the slot [n] of the last token of each.
@@ -74,14 +73,14 @@ class Side:
             raise NonFiniteTokenError(layer, name, token, slot, error.index[0], self.kv_format.name) from None
 
     def unpack(self, layer: int, block_table: Tensor, first: int = 0) -> Tensor:
-        """[B, Hkv, n * block_size, D] fp32 of whole blocks [B, n], of a sequence's tokens from position `first` on."""
+        """Dequantize whole blocks [B, n]: [B, Hkv, n * block_size, D] fp32; `first` is the position of the first token."""
         blocks = block_table.clamp(min=0).long()
         # [B, n, Hkv, groups, *] -> [B, Hkv, n * groups, *]: a head's blocks one after the other.
         fields = {name: tensor[blocks].transpose(1, 2).flatten(2, 3) for name, tensor in self.fields.items()}
         vectors = self.kv_format.dequantize(fields, layer)
         if self.kv_format.group_tokens > 1:
             return vectors.flatten(2, 3)
-        turns = self.kv_format.turns(layer)
+        turns = self.kv_format.rope_shift(layer)
         positions = torch.arange(first, first + vectors.shape[2], device=vectors.device)
         return turns.redo(vectors, positions) if turns else vectors
 
@@ -92,7 +91,7 @@ class LayerKV:
 
     Attributes:
         index: of the layer, which chooses rotations.
-        ring: blocks of a row's ring; None where blocks are a sequence's own, as the bookkeeping hands them out.
+        ring: blocks of a row's ring; None where `PagedSequences` hands out blocks.
     """
 
     index: int
@@ -135,7 +134,7 @@ class LayerKV:
         return batch if self.ring is None else batch.in_ring(self.ring, self.block_size)
 
     def blocks_at(self, place: SequencePlace, first: int, end: int) -> list[int]:
-        """Where blocks `first` … `end` - 1 of a sequence lie."""
+        """Block numbers of a sequence's blocks `first` … `end` - 1."""
         if self.ring is None:
             return list(place.blocks[first:end])
         return [place.row * self.ring + block % self.ring for block in range(first, end)]
@@ -145,7 +144,7 @@ class LayerKV:
         return 0 if self.shape.window is None else max(0, length - self.shape.window + 1) // self.block_size
 
     def write(self, k: Tensor, v: Tensor, batch: Batch) -> None:
-        """Quantize and store new K and V [T, Hkv, D] of a placed batch; raises as `PagedKVCache.write`."""
+        """Quantize and store K and V [T, Hkv, D] of a placed batch; errors as of `LayerView.write`."""
         packed = [side.pack(name.upper(), x, self.index, batch) for (name, side), x in zip(self.sides, (k, v), strict=True)]
         for (_, side), x, (fields, slots) in zip(self.sides, (k, v), packed, strict=True):
             block, offset = slots // self.block_size, slots % self.block_size // side.kv_format.group_tokens
@@ -155,7 +154,7 @@ class LayerKV:
                 side.window.write(x, batch)
 
     def wider(self, room: int, batch: Batch) -> LayerKV:
-        """The same packed memory, with tokens in BF16 as `ResidualWindow.wider` has them."""
+        """The same packed memory with wider residual windows (`ResidualWindow.wider`)."""
 
         def widen_side(side: Side) -> Side:
             return replace(side, window=side.window.wider(room, batch)) if side.window and side.window.ring else side
@@ -163,18 +162,24 @@ class LayerKV:
         return replace(self, k=widen_side(self.k), v=widen_side(self.v))
 
     def take_newest(self, wide: LayerKV, batch: Batch) -> None:
-        """As `ResidualWindow.take_newest`, of K and V."""
+        """`ResidualWindow.take_newest` of K and V."""
         for (_, side), (_, other) in zip(self.sides, wide.sides, strict=True):
             if side.window and side.window.ring and other.window:
                 side.window.take_newest(other.window, batch)
 
     def read(self, block_table: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
-        """De-quantized K and V, each [B, Hkv, n * block_size, D] fp32; arguments as of `PagedKVCache.read`."""
+        """Dequantize whole blocks, for the reference and tests.
+
+        Args:
+            block_table: [B, n] int32 of a placed batch; -1 pads and reads block 0, which the caller masks.
+            first: position of the first token.
+        Returns:
+            K and V, each [B, Hkv, n * block_size, D] fp32.
+        """
         return self.k.unpack(self.index, block_table, first), self.v.unpack(self.index, block_table, first)
 
     def snapshot(self, batch: Batch) -> list[tuple[Tensor, Tensor] | None] | None:
-        """Tokens in BF16 that the new ones replace. What is packed needs nothing: a sequence's length alone says what is its
-        own, and a ring has room for all new tokens beside its window."""
+        """Tokens in BF16 that new ones overwrite. Packed tokens need no copy: a sequence's length says which are valid."""
         if self.k.window is None and self.v.window is None:
             return None
         return [side.window.overwritten(batch) if side.window else None for _, side in self.sides]
@@ -185,8 +190,9 @@ class LayerKV:
                 side.window.put_back(vectors, batch, drop_mask)
 
     def take(self, place: SequencePlace, length: int, whole: bool = True) -> dict[str, Tensor]:
-        """Fields as `k.NAME` and `v.NAME` [blocks, Hkv, block_size / G, *field.shape] from `first_block` on, zero behind the
-        last token; tokens in BF16 as `k.window` [Hkv, sink + ring, D]."""
+        """`k.NAME` and `v.NAME` [blocks, Hkv, block_size / G, *field.shape] from `first_block` on, zero behind the last token;
+        tokens in BF16 as `k.window` [Hkv, sink + ring, D].
+        """
         first, end = self.first_block(length), blocks_for(length, self.block_size)
         index = torch.tensor(
             self.blocks_at(place, first, end), dtype=torch.int64, device=next(iter(self.k.fields.values())).device
@@ -211,7 +217,7 @@ class LayerKV:
                 side.window.vectors[place.row] = tensors[f"{letter}.{WINDOW}"].to(side.window.vectors.device)
 
     def reusable(self, tensors: Mapping[str, Tensor], stored_length: int, length: int) -> int:
-        """Whether all that the next query sees is still held: of a window's tokens, and of those in BF16."""
+        """`length` if all that its next query sees is still here, in blocks and in BF16; else 0."""
         if length == stored_length:
             return length
         if self.first_block(length) < self.first_block(stored_length):
@@ -225,14 +231,14 @@ class LayerKV:
 
 
 def _cut(tensor: Tensor, groups: int) -> Tensor:
-    """A copy [blocks, Hkv, P, *] with zeros behind so many groups: what others left there is nobody's business."""
+    """Blocks [n, Hkv, P, *] with zeros behind so many groups: old content there must not reach a file."""
     if len(tensor) and (rest := groups - (len(tensor) - 1) * tensor.shape[2]) < tensor.shape[2]:
         tensor[-1, :, max(rest, 0) :] = 0
     return tensor
 
 
 def page_bytes(formats: tuple[KVFormat, KVFormat], num_kv_heads: int, head_dim: int, block_size: int) -> int:
-    """Bytes of one page: of block_size tokens, K and V, all heads."""
+    """Bytes of one page: K and V of block_size tokens, all heads."""
     *_, (_, _, _, end) = _places(formats, num_kv_heads, head_dim, block_size)
     return -(-end // _alignment(formats, head_dim)) * _alignment(formats, head_dim)
 
@@ -243,11 +249,11 @@ def fields_in(
     """K's and V's fields as views of pages.
 
     Args:
-        pages: [num_blocks, page_bytes] uint8, each page in one piece; pages may lie apart.
+        pages: [num_blocks, page_bytes] uint8, each page contiguous.
     Returns:
-        K's fields and V's, each [num_blocks, Hkv, block_size / G, *field.shape]; a block in one piece.
+        K's fields and V's, each [num_blocks, Hkv, block_size / G, *field.shape].
     Raises:
-        InputError: the pages have another size, or lie where a field's numbers cannot.
+        InputError: wrong size, or not aligned.
     """
     page_size, alignment = page_bytes(formats, num_kv_heads, head_dim, block_size), _alignment(formats, head_dim)
     if pages.dtype != torch.uint8 or pages.ndim != 2 or pages.shape[1] != page_size or pages.stride(1) != 1:
@@ -267,7 +273,7 @@ def fields_in(
 def _places(
     formats: tuple[KVFormat, KVFormat], num_kv_heads: int, head_dim: int, block_size: int
 ) -> Iterator[tuple[int, tuple[str, Field], int, int]]:
-    """Side (0 K, 1 V), field, first byte and the byte behind the last, in order."""
+    """Side (0 K, 1 V), (name, field), first and end byte, in order."""
     end = 0
     for side, kv_format in enumerate(formats):
         for name, field in kv_format.fields(head_dim).items():

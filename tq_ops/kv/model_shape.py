@@ -1,7 +1,4 @@
-"""What a stored file says of the model that it was made with: shapes, and all that decides what K, V and logits become.
-
-`declaration` comes from `models.config.ModelConfig.declaration`; here it is data that can be compared, and nothing more.
-"""
+"""What a stored file says of its model: shapes, and all that decides K, V and logits, as comparable data."""
 
 from __future__ import annotations
 
@@ -18,12 +15,12 @@ from haarkv.tq_ops.kv.shapes import KVShape
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What tells whether a file was made with a model; weights of the same shape may share a plan.
+    """Identifies the model that a file was made with; weights of one shape may share a plan.
 
     Attributes:
-        layers: of each layer's K and V, None where it has none.
-        states: what else layers remember, by layer, ascending.
-        declaration: all that the model declares of itself, as JSON with sorted keys; "" where that is not known.
+        layers: K and V of each layer, or None.
+        states: of other mixers, by layer, ascending.
+        declaration: `ModelConfig.declaration` as JSON with sorted keys; "" if unknown.
     """
 
     layers: tuple[KVShape | None, ...]
@@ -42,11 +39,11 @@ class ModelShape:
         return len(self.layers)
 
     def require_same(self, other: ModelShape, what: str, remedy: str) -> None:
-        """Refuse what was made with another model, or with this one declared otherwise; warn where that cannot be told.
+        """Refuse a file of another model or declaration; warn where that is unknown.
 
         Args:
             other: of the model at hand.
-            what, remedy: what was made, and what makes it anew, for messages.
+            what, remedy: what was made, and how to make it anew, for messages.
         Raises:
             InputError: naming the first field that differs, and its two values.
         """
@@ -82,11 +79,7 @@ class ModelShape:
 
     @classmethod
     def read(cls, raw: object) -> ModelShape:
-        """From the entry of a file.
-
-        Raises:
-            ValueError: it is not what `as_json` writes.
-        """
+        """From a file's entry; a ValueError if it is not what `as_json` writes."""
         names = ("num_layers", "num_kv_heads", "head_dim", "hidden_size", "vocab_size")
         if not isinstance(raw, dict) or raw.keys() - {"layers", "states", "declaration"} != set(names):
             raise ValueError(f"its model is not described by {', '.join(names)}")
@@ -128,8 +121,7 @@ def _by_single_layer(declaration: str) -> Any:
 
 
 def _first_difference(one: Any, other: Any, path: tuple[str, ...] = ()) -> tuple[tuple[str, ...], Any, Any] | None:
-    """Where two declarations differ first: the path to it, and both values. None, false and 0 are as good as no entry, so
-    that a field which is added later, and is off, changes no file."""
+    """Path and both values of the first difference. None, false and 0 equal a missing entry: a new field changes no file."""
     if isinstance(one, dict) and isinstance(other, dict):
         inner = (_first_difference(one.get(key), other.get(key), (*path, key)) for key in {**one, **other})
         return next(filter(None, inner), None)

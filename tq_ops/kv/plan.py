@@ -29,10 +29,10 @@ class KVPlan:
     """How a cache stores K and V.
 
     Attributes:
-        layers: K's and V's format of each layer.
-        recent: tokens that a query sees in BF16, itself among them; None for the fewest that each format needs.
-        sink: the first tokens of a sequence, which every query sees in BF16.
-        context: tokens that a sequence may have, where learned coordinates hold for no more; None for any number.
+        layers: formats of K and V by layer.
+        recent: tokens that a query sees in BF16, itself included; None for the fewest that each format needs.
+        sink: first tokens that every query sees in BF16.
+        context: most tokens of a sequence for which learned coordinates hold; None for any number.
     """
 
     layers: tuple[tuple[KVFormat, KVFormat], ...]
@@ -46,7 +46,7 @@ class KVPlan:
 
     @classmethod
     def uniform(cls, k_format: KVFormat, v_format: KVFormat, num_layers: int) -> KVPlan:
-        """One pair of formats for all layers, no token in BF16 beside them unless a format needs it."""
+        """One pair of formats for all layers, with the shortest tail that they need."""
         return cls(((k_format, v_format),) * num_layers)
 
     def k(self, layer: int) -> KVFormat:
@@ -59,14 +59,14 @@ class KVPlan:
 
     @property
     def formats(self) -> tuple[KVFormat, ...]:
-        """Every format that is used, K's and V's of a name apart, in the order of the layers."""
+        """Every format in use, in layer order."""
         return tuple(dict.fromkeys(f for pair in self.layers for f in pair))
 
     def tail(self, kv_format: KVFormat) -> int:
-        """R: a query sees at most so many tokens in BF16, the newest, itself among them.
+        """R: the most recent tokens that a query sees in BF16, itself included.
 
         Raises:
-            InputError: fewer than a group needs before it is full.
+            InputError: too few for a group to fill.
         """
         least = kv_format.group_tokens - 1
         if self.recent is None:
@@ -78,74 +78,56 @@ class KVPlan:
             )
         return self.recent
 
-    def keeps(self, kv_format: KVFormat) -> bool:
-        """Whether tokens in this format are also kept in BF16 for a while, or for good."""
+    def has_window(self, kv_format: KVFormat) -> bool:
+        """Whether tokens in this format also have a residual window."""
         return kv_format.lossy and self.tail(kv_format) + self.sink > 0
 
     @property
     def by_stretches(self) -> bool:
-        """Whether a layer stores its keys by stretches."""
-        return any(k.turns(layer) is not None for layer, (k, _) in enumerate(self.layers))
+        """Whether any layer stores keys by stretches."""
+        return any(k.rope_shift(layer) is not None for layer, (k, _) in enumerate(self.layers))
 
     @property
-    def keeps_tokens(self) -> bool:
-        """Whether any layer keeps tokens in BF16 beside a format."""
-        return any(self.keeps(kv_format) for kv_format in self.formats)
+    def has_windows(self) -> bool:
+        """Whether any layer has a residual window."""
+        return any(self.has_window(kv_format) for kv_format in self.formats)
 
     def ring_tokens(self, kv_format: KVFormat, room: int = WINDOW_ROOM) -> int:
-        """Newest tokens of a sequence that one side of a layer keeps room for in BF16, sinks apart.
-
-        Args:
-            room: new tokens at once; the first of them still sees the tail behind it.
-        """
+        """Newest tokens that one side's residual window has room for, besides sinks: its tail and `room` new ones."""
         tail = self.tail(kv_format)
         return tail + room if tail and kv_format.lossy else 0
 
     def ring_chunk(self, most: int = RING_CHUNK, chunk: int = WINDOW_CHUNK) -> int:
-        """New tokens of a sequence at once, where a layer has a sliding window: no more than beside a tail, if there is one.
-
-        Args:
-            most: without a tail.
-            chunk: with one.
-        """
+        """New tokens at once in a layer with a sliding window: `most`, and no more than `chunk` where there is a tail."""
         return min(most, chunk) if any(map(self.ring_tokens, self.formats)) else most
 
     def _by_layer(self, shapes: Shapes) -> Iterator[tuple[KVShape, tuple[KVFormat, KVFormat]]]:
-        """Shape and formats of each layer that has K and V."""
+        """Shape and formats of each layer with K and V."""
         for shape, pair in zip(each(shapes, len(self.layers)), self.layers, strict=True):
             if shape is not None:
                 yield shape, pair
 
     def bytes_per_token(self, shapes: Shapes) -> float:
-        """KV bytes of one more token in all layers that keep all tokens: K and V of all heads, scales included; tokens in
-        BF16 not."""
+        """Bytes of one more token in all layers that keep all tokens, scales included, residual windows not."""
         return sum(_token_bytes(shape, pair) for shape, pair in self._by_layer(shapes) if shape.window is None)
 
     def ring_bytes(self, shapes: Shapes, row_blocks: int, block_size: int = BLOCK_SIZE) -> float:
-        """Bytes of the rings of one sequence, in all layers with a sliding window.
-
-        Args:
-            row_blocks: blocks that the sequence takes where all of its tokens are kept.
-        """
+        """Bytes of one sequence's rings in all layers with a sliding window; `row_blocks` is its blocks in other layers."""
         chunk = self.ring_chunk()
         rings = ((shape, pair, shape.ring_blocks(row_blocks, block_size, chunk)) for shape, pair in self._by_layer(shapes))
         return sum(ring * block_size * _token_bytes(shape, pair) for shape, pair, ring in rings if ring is not None)
 
-    def kept_bytes(self, shapes: Shapes) -> int:
-        """Bytes of the tokens in BF16, of one sequence of any length, in all layers and heads."""
+    def window_bytes(self, shapes: Shapes) -> int:
+        """Bytes of one sequence's residual windows, in all layers."""
         return sum(
             BF16_BYTES * shape.numbers * (self.sink + self.ring_tokens(kv_format))
             for shape, pair in self._by_layer(shapes)
             for kv_format in pair
-            if self.keeps(kv_format)
+            if self.has_window(kv_format)
         )
 
     def require_context(self, tokens: int) -> None:
-        """Refuse sequences that outgrow what learned coordinates hold for.
-
-        Raises:
-            InputError: naming both numbers of tokens.
-        """
+        """Refuse sequences longer than learned coordinates hold for."""
         if self.context is not None and tokens > self.context:
             raise InputError(
                 f"the calibration holds for sequences of up to {self.context:,} tokens, and this one may have {tokens:,}; "
@@ -153,11 +135,7 @@ class KVPlan:
             )
 
     def require_layout(self, shapes: Shapes, block_size: int = BLOCK_SIZE) -> None:
-        """Refuse a head_dim, a block size or a number of KV heads that a format cannot hold.
-
-        Raises:
-            InputError: naming the format.
-        """
+        """Refuse a head_dim, block size or number of KV heads that a format cannot hold."""
         for kv_format, shape in dict.fromkeys((f, shape) for shape, pair in self._by_layer(shapes) for f in pair):
             stored_bytes(kv_format.fields(shape.head_dim))
             if block_size % kv_format.group_tokens:
@@ -169,7 +147,7 @@ class KVPlan:
                 raise InputError(f"{kv_format.name} was learned of {heads} KV heads, and this model has {shape.num_kv_heads}")
 
     def describe(self) -> str:
-        """In one line, as short as the plan is plain: `tq4`, or `tq4; layers 0, 3: bf16; tail 64; sink 4`."""
+        """One line, as short as the plan is plain: `tq4`, or `tq4; layers 0, 3: bf16; tail 64; sink 4`."""
         names = [formats.describe(*pair) for pair in self.layers]
         counts = Counter(names).most_common()
         parts = [counts[0][0]]
@@ -179,7 +157,7 @@ class KVPlan:
         return "; ".join([*parts, *self._window_parts()])
 
     def summary(self) -> str:
-        """For people, in one line: as `describe` where few layers differ, else how many take each format of K and of V."""
+        """For people: `describe` where few layers differ, else how many take each format."""
         if len({formats.describe(*pair) for pair in self.layers}) <= _MOST_LISTED:
             return self.describe()
         sides = (Counter(f.name for f in side) for side in zip(*self.layers, strict=True))
@@ -190,7 +168,7 @@ class KVPlan:
         return "; ".join([*parts, *self._window_parts()])
 
     def gist(self) -> str:
-        """In a few words: as `summary`, but of layers that differ no more than that they do."""
+        """In a few words: `summary`, or only that layers differ."""
         if len({formats.describe(*pair) for pair in self.layers}) <= 1:
             return self.summary()
         return "; ".join(["by layer", *self._window_parts()])
@@ -206,17 +184,17 @@ def _token_bytes(shape: KVShape, pair: tuple[KVFormat, KVFormat]) -> float:
 
 @dataclass(frozen=True)
 class KVSpec:
-    """A KV plan as it is asked for, before the model's number of layers is known.
+    """A KV plan as requested, before the number of layers is known.
 
     Attributes:
         kv: format of every layer that is not named otherwise: `NAME` or `k=NAME,v=NAME`.
-        tail: recent tokens that stay in BF16; None for the fewest that a format needs.
-        sink: first tokens that stay in BF16.
-        skip_layers: layers that are left in `bf16`; negative ones count from the end.
-        layers: layer -> format, for others that differ from `kv`.
-        made_for: the only models that it fits, of a plan that was measured; None for any.
-        calibration: learned coordinates of the model, which formats `lr2` to `lr5` need.
-        weights: fingerprint of the only weights that these belong to; "" for any.
+        tail: recent tokens in BF16; None for the fewest that a format needs.
+        sink: first tokens in BF16.
+        skip_layers: layers in `bf16`; negative ones count from the end.
+        layers: layer -> format, where it differs from `kv`.
+        made_for: the only model shape that a measured plan fits; None for any.
+        calibration: learned coordinates for `lr2` to `lr5`.
+        weights: fingerprint of the only weights that these fit; "" for any.
     """
 
     kv: str = "tq4"
@@ -229,13 +207,7 @@ class KVSpec:
     weights: str = ""
 
     def require_weights(self, fingerprint: str) -> None:
-        """Refuse a model of the right shape whose weights are others.
-
-        Args:
-            fingerprint: `models.fingerprint` of the model at hand.
-        Raises:
-            InputError: the coordinates were learned from another model.
-        """
+        """Refuse weights other than those that the coordinates were learned from."""
         if self.weights and self.weights != fingerprint:
             raise InputError(
                 f"the calibration was learned from other weights (fingerprint {self.weights}; this model's is {fingerprint}); "
@@ -247,15 +219,15 @@ class KVSpec:
             raise InputError(f"tail and sink count tokens and cannot be negative; they are {self.tail} and {self.sink}")
 
     def heads(self, part: slice) -> KVSpec:
-        """The same for some of the model's KV heads, as a rank holds them."""
+        """The same for some KV heads, as a rank holds them."""
         return replace(self, calibration=self.calibration.heads(part)) if self.calibration else self
 
     def plan(self, num_layers: int, shape: ModelShape | None = None) -> KVPlan:
-        """For a model of so many layers.
+        """The plan for a model of `num_layers` layers.
 
         Raises:
-            InputError: an unknown format, a layer that is not there or named twice, a tail shorter than a format needs, or
-                a model of another shape or declaration than the plan was made for.
+            InputError: an unknown format, a layer that does not exist or is named twice, a tail that is too short, or another
+                model than the plan was made for.
         """
         if self.made_for and shape:
             what, by = ("calibration", "calibrate") if self.calibration else ("plan", "plan")

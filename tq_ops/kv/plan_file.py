@@ -27,11 +27,7 @@ from haarkv.tq_ops.output_files import write_whole
 
 
 def dumps(plan: KVPlan, shape: ModelShape, measurements: Mapping[str, Any] | None = None) -> str:
-    """The text of a plan file.
-
-    Args:
-        measurements: what the plan was chosen by.
-    """
+    """The text of a plan file; `measurements` says what the plan was chosen by."""
     content = {
         "haarkv_plan": 1,
         "model": shape.as_json(),
@@ -47,11 +43,7 @@ def save(
     path: Path, plan: KVPlan, shape: ModelShape, measurements: Mapping[str, Any] | None = None,
     source: CalibrationFile | None = None,
 ) -> None:  # fmt: skip
-    """Write a plan, in its calibration's file if it has one.
-
-    Raises:
-        InputError: it cannot be written.
-    """
+    """Write a plan, into its calibration's file if it has one; an InputError if it cannot be written."""
     text = dumps(plan, shape, measurements)
     if source:
         calibration_file.save(path, replace(source, plan=text))
@@ -60,13 +52,13 @@ def save(
 
 
 def loads(text: str, name: str, source: CalibrationFile | None = None) -> KVSpec:
-    """What the text of a plan file asks for.
+    """Parse a plan file.
 
     Args:
         name: of the file, for messages.
-        source: the calibration that the plan is of, if its formats are learned.
+        source: the calibration of learned formats.
     Raises:
-        InputError: no plan, one of another version, or one that contradicts itself.
+        InputError: no plan, another version, or a contradiction.
     """
     with PLAN.refusing(name):
         content = parse_json(text)
@@ -83,11 +75,7 @@ def loads(text: str, name: str, source: CalibrationFile | None = None) -> KVSpec
 
 
 def read_layers(content: Mapping[str, Any], shape: ModelShape) -> tuple[list[str], int | None, int]:
-    """Each layer's formats, tail and sink, as a file's JSON names them.
-
-    Raises:
-        ValueError: what it has in their place.
-    """
+    """Formats of each layer, tail and sink from JSON; a ValueError names what is wrong."""
     layers, tail, sink = content["layers"], content["tail"], content["sink"]
     if not isinstance(layers, list) or len(layers) != shape.num_layers or not all(isinstance(word, str) for word in layers):
         raise ValueError(f"it does not name the formats of {shape.num_layers} layers")
@@ -97,11 +85,7 @@ def read_layers(content: Mapping[str, Any], shape: ModelShape) -> tuple[list[str
 
 
 def load(path: Path | str) -> KVSpec:
-    """Read a plan file.
-
-    Raises:
-        InputError: it cannot be read or is no plan.
-    """
+    """Read a plan file; an InputError if it cannot be read or is no plan."""
     path = Path(path)
     file_size(path, "the KV plan ")
     with PLAN.refusing(path), path.open("rb") as file:

@@ -9,12 +9,9 @@ from haarkv.tq_ops.formats import KVFormat
 
 
 def stored_error(kv_format: KVFormat, layer: int, x: Tensor) -> Tensor | None:
-    """What comes back of vectors, less the vectors: [H, n, D] fp32; None of fewer than a format stores together.
+    """Dequantized minus original vectors x [H, n, D], fp32; None of fewer than a group. K is taken after RoPE.
 
-    Args:
-        x: [H, n, D]; K after RoPE. Of a format that stores G tokens together, the last n % G are left out.
-    Raises:
-        NonFiniteVectorError: as the format's `quantize`.
+    Of a format that stores G tokens together, the last n % G are left out.
     """
     group, x = kv_format.group_tokens, x.float()
     if group == 1:
@@ -27,13 +24,13 @@ def stored_error(kv_format: KVFormat, layer: int, x: Tensor) -> Tensor | None:
 
 
 def logit_errors(error: Tensor, q: Tensor, softmax_scale: float) -> Tensor:
-    """By how much each key's error changes the logits of some queries, root mean square: [H, n] fp32, in nats.
+    """Root mean square change of some queries' logits by each key's error: [H, n] fp32, in nats.
 
-    What an error adds to all keys of a query alike is left out, for softmax drops it.
+    A change common to all keys of a query is left out, for softmax drops it.
 
     Args:
         error: [H, n, D] of the keys, after RoPE.
-        q: [m, Hq, D], after RoPE; KV head g serves the query heads g*Hq/H … (g+1)*Hq/H - 1.
+        q: [m, Hq, D], after RoPE; KV head g serves query heads g*Hq/H … (g+1)*Hq/H - 1.
         softmax_scale: of the logits, 1/sqrt(D).
     """
     by_head = q.float().reshape(len(q), len(error), -1, q.shape[-1])
@@ -43,13 +40,12 @@ def logit_errors(error: Tensor, q: Tensor, softmax_scale: float) -> Tensor:
 
 
 def weighted_error(error: Tensor, x: Tensor, use: Tensor) -> Tensor:
-    """Share of the vectors that the errors are, where channels count by use: [H] fp32, 1 if all is lost.
+    """Relative error of vectors x [H, n, D] with a weight per channel: [H] fp32, 1 if all is lost.
 
         sqrt(sum of use * error**2 / sum of use * x**2)
 
     Args:
-        error, x: [H, n, D].
-        use: [H, D], what a squared error of a channel costs.
+        use: [H, D], cost of a channel's squared error.
     """
     weight = use.unsqueeze(1)
     total = (x.float().square() * weight).sum((1, 2))
@@ -58,13 +54,13 @@ def weighted_error(error: Tensor, x: Tensor, use: Tensor) -> Tensor:
 
 
 def lost_variation(error: Tensor, spread: Tensor) -> Tensor:
-    """Errors against what the vectors vary by, of the median channel: [H] fp32; from 1 on, it no longer tells them apart.
+    """Error relative to the spread of the median channel: [H] fp32; from 1 on, it no longer tells vectors apart.
 
         sqrt(median over channels of mean(error**2) / spread)
 
     Args:
         error: [H, n, D].
-        spread: [H, D], variance of each channel; channels that never vary are left out.
+        spread: [H, D], variance of each channel; constant channels are left out.
     """
     ratio = (error.square().mean(1) / spread).where(spread > 0, torch.nan)
     return ratio.nanmedian(1).values.nan_to_num().sqrt()

@@ -1,9 +1,8 @@
-"""What a layer remembers of its sequences: keys and values by token (`kv.layer`), or a state that each token changes.
+"""The memory of one layer: keys and values by token (`kv.layer`), or a state that each token changes.
 
-Such a state, of linear attention or of a short convolution, cannot be cut at a token. Each sequence's is kept in a few
-versions, by the number of tokens that it has seen. A forward from position p reads the version that has seen p, writes later
-ones beside it and discards those of another continuation. Tokens can so be taken back, and a forward can be run again. A
-version that is not there is an error, never another one.
+A state (linear attention, a short convolution) cannot be cut at a token. Each sequence keeps a few versions, labelled by the
+number of tokens behind them. A forward from position p reads version p, writes later ones and discards those of another
+continuation, so that tokens can be taken back and a forward rerun. A missing version is an error.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from haarkv.tq_ops.kv.shapes import SequencePlace
 
 
 class LayerState(Protocol):
-    """The memory of one layer: each sequence's, in rows and blocks that the cache's bookkeeping hands out.
+    """The memory of one layer, by the rows and blocks that `PagedSequences` hands out.
 
-    A forward may be run again from the same tokens, and its last tokens may be taken back: what a layer remembers after
-    n tokens follows from those n alone. K and V are told apart by their positions; a state keeps versions.
+    A forward may be rerun from the same tokens, and its last tokens taken back: after n tokens the content depends on those n
+    alone. K and V are valid up to a length; a state keeps versions.
     """
 
     @property
@@ -31,27 +30,19 @@ class LayerState(Protocol):
         """Bytes allocated."""
 
     def snapshot(self, batch: Batch) -> object | None:
-        """What `roll_back` needs, taken before the batch's new tokens are stored; None if it needs nothing."""
+        """What `roll_back` needs, taken before new tokens are stored; None if nothing."""
 
     def roll_back(self, snapshot: object, batch: Batch, drop_mask: Tensor) -> None:
-        """Take back some new tokens, the last ones of their sequences.
-
-        Args:
-            drop_mask: [T] bool.
-        """
+        """Take back new tokens `drop_mask` [T] bool, the last ones of their sequences."""
 
     def take(self, place: SequencePlace, length: int, whole: bool = True) -> dict[str, Tensor]:
-        """A sequence's memory after `length` tokens, on the CPU, by names within the layer.
-
-        Args:
-            whole: or that alone which later tokens replace.
-        """
+        """A sequence's memory after `length` tokens, on the CPU, by name; unless `whole`, only what later tokens overwrite."""
 
     def put(self, tensors: Mapping[str, Tensor], stored_length: int, place: SequencePlace, length: int) -> None:
         """The inverse, for the first `length` of the stored tokens, as `reusable` allows."""
 
     def reusable(self, tensors: Mapping[str, Tensor], stored_length: int, length: int) -> int:
-        """The longest prefix, of at most `length` tokens, that a sequence can go on from; 0 for none."""
+        """The longest prefix, of at most `length` tokens, that a sequence can continue from; 0 for none."""
 
 
 VERSIONS = 2
@@ -63,11 +54,11 @@ UNSEEN = "no version of a recurrent state has seen the tokens before this batch:
 
 @dataclass(frozen=True)
 class StateShape:
-    """What one layer remembers of a sequence.
+    """State of one layer and sequence.
 
     Attributes:
-        tensors: name -> shape and dtype of one sequence's part.
-        versions: that are kept. Another number of them is the same state.
+        tensors: name, shape and dtype.
+        versions: kept at a time; ignored in comparisons.
     """
 
     tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
@@ -80,11 +71,7 @@ class StateShape:
 
     @classmethod
     def read(cls, raw: object) -> StateShape:
-        """The inverse.
-
-        Raises:
-            ValueError: it is not what `as_json` writes.
-        """
+        """The inverse; a ValueError if it is not what `as_json` writes."""
         match raw:
             case {"versions": int(versions), "tensors": [*entries]} if VERSIONS <= versions < MOST_VERSIONS:
                 return cls(tuple(map(_tensor_entry, entries)), versions)
@@ -110,13 +97,11 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32,
 
 
 class Recurrent:
-    """The state of one layer, for `num_rows` sequences at a time.
-
-    Row `num_rows` is nobody's: tokens without a slot, which pad a batch, read and write it.
+    """The state of one layer, for `num_rows` sequences. Row `num_rows` is for tokens without a slot, which pad a batch.
 
     Attributes:
         tensors: name -> [num_rows + 1, versions, *shape].
-        seen: [num_rows + 1, versions] int64, tokens that a version has seen; -1 where there is none.
+        counts: [num_rows + 1, versions] int64, tokens behind each version; -1 for none.
     """
 
     def __init__(self, shape: StateShape, num_rows: int, device: torch.device | str = "cpu") -> None:
@@ -127,11 +112,11 @@ class Recurrent:
             name: torch.zeros(num_rows + 1, shape.versions, *size, dtype=dtype, device=device)
             for name, size, dtype in shape.tensors
         }
-        self.seen = torch.full((num_rows + 1, shape.versions), -1, dtype=torch.int64, device=device)
+        self.counts = torch.full((num_rows + 1, shape.versions), -1, dtype=torch.int64, device=device)
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values()) + self.seen.nbytes
+        return sum(tensor.nbytes for tensor in self.tensors.values()) + self.counts.nbytes
 
     def _rows(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Row and first position of each sequence of a batch, both [B]."""
@@ -139,25 +124,21 @@ class Recurrent:
         return torch.where(batch.slot_mapping[first] < 0, self._nobody, batch.rows), batch.positions[first]
 
     def require(self, batch: Batch) -> None:
-        """Wait for the device, to know whether a version has seen the tokens before each sequence's first new one.
-
-        Raises:
-            ValueError: none has.
-        """
+        """Raise a ValueError if a sequence's version before its first new token is missing; waits for the device."""
         rows, begin = self._rows(batch)
-        if not bool(((self.seen[rows] == begin.unsqueeze(1)).any(1) | (begin == 0) | (rows == self._nobody)).all()):
+        if not bool(((self.counts[rows] == begin.unsqueeze(1)).any(1) | (begin == 0) | (rows == self._nobody)).all()):
             raise ValueError(UNSEEN)
 
     def read(self, batch: Batch) -> dict[str, Tensor]:
-        """The state before each sequence's first new token, [B, *shape] by name: zeros before the first token of all.
+        """The state before each sequence's first new token, [B, *shape] by name; zeros at position 0.
 
         Raises:
-            ValueError: as `require`; a GPU is not waited for.
+            ValueError: as `require`, on the CPU only.
         """
         rows, begin = self._rows(batch)
-        matches = self.seen[rows] == begin.unsqueeze(1)
+        matches = self.counts[rows] == begin.unsqueeze(1)
         fresh = begin == 0
-        if self.seen.device.type == "cpu":
+        if self.counts.device.type == "cpu":
             self.require(batch)
         version = matches.int().argmax(1)
         return {
@@ -165,35 +146,33 @@ class Recurrent:
             for name, tensor in self.tensors.items()
         }
 
-    def kept(self, batch: Batch) -> Tensor:
-        """Numbers [n] int64 of those of a batch's tokens that `write` keeps a state of: the last ones of each sequence."""
+    def last_tokens(self, batch: Batch) -> Tensor:
+        """[n] int64: indices of the batch's tokens whose state `write` stores, the last ones of each sequence."""
         ends = batch.query_start_loc[1:].long()
         token = torch.arange(len(batch.positions), device=ends.device)
         end = ends[torch.searchsorted(ends, token, right=True)]
         return token[end - token < self.shape.versions]
 
     def write(self, after: Mapping[str, Tensor], tokens: Tensor, batch: Batch) -> None:
-        """Keep the state after some of a batch's tokens; the last one of each sequence must be among them.
-
-        Of more tokens of a sequence than versions but one, the last ones count.
+        """Store the states after some of a batch's tokens, among them each sequence's last; at most versions - 1 a sequence.
 
         Args:
-            after: name -> [n, *shape], the state after each.
-            tokens: [n] int64, their numbers in the batch, ascending.
+            after: name -> [n, *shape].
+            tokens: [n] int64, indices in the batch, ascending.
         """
         rows, begin = self._rows(batch)
         ends = batch.query_start_loc[1:].long()
         sequence = torch.searchsorted(ends, tokens, right=True)
         upto = torch.searchsorted(tokens, ends)  # tokens of this and all earlier sequences
         number = upto[sequence] - 1 - torch.arange(len(tokens), device=tokens.device)  # 0 is a sequence's last
-        counts = self.seen[rows]
+        counts = self.counts[rows]
         counts = counts.masked_fill((counts > begin.unsqueeze(1)) | (begin == 0).unsqueeze(1), -1)
         # The version that was read goes last: it is never overwritten.
         order = counts.masked_fill(counts == begin.unsqueeze(1), torch.iinfo(torch.int64).max).argsort(1)
         newest = number < self.shape.versions - 1
         row, version = rows[sequence[newest]], order[sequence[newest], number[newest]]
-        self.seen[rows] = counts
-        self.seen[row, version] = batch.positions[tokens[newest]] + 1
+        self.counts[rows] = counts
+        self.counts[row, version] = batch.positions[tokens[newest]] + 1
         for name, tensor in self.tensors.items():
             tensor[row, version] = after[name][newest].to(tensor.dtype)
 
@@ -201,18 +180,18 @@ class Recurrent:
         return None
 
     def roll_back(self, snapshot: Any, batch: Batch, drop_mask: Tensor) -> None:
-        """Nothing: versions that have seen dropped tokens go when the next are written."""
+        """Nothing: versions of dropped tokens go with the next write."""
 
     def take(self, place: SequencePlace, length: int, whole: bool = True) -> dict[str, Tensor]:
-        counts = self.seen[place.row].cpu()
+        counts = self.counts[place.row].cpu()
         versions = ((counts >= 0) & (counts <= length)).nonzero().flatten()
         versions = versions[counts[versions].argsort()]
         return {name: tensor[place.row].cpu()[versions] for name, tensor in self.tensors.items()} | {"seen": counts[versions]}
 
     def put(self, tensors: Mapping[str, Tensor], stored_length: int, place: SequencePlace, length: int) -> None:
         versions = (tensors["seen"] <= length).nonzero().flatten()[-self.shape.versions :]
-        self.seen[place.row] = -1
-        self.seen[place.row, : len(versions)] = tensors["seen"][versions].to(self.seen.device)
+        self.counts[place.row] = -1
+        self.counts[place.row, : len(versions)] = tensors["seen"][versions].to(self.counts.device)
         for name, tensor in self.tensors.items():
             tensor[place.row, : len(versions)] = tensors[name][versions].to(tensor.device)
 

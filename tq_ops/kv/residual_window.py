@@ -1,8 +1,7 @@
-"""Tokens that stay in BF16 beside what is packed: the newest of each sequence in a ring, and its first ones for good.
+"""The residual window: tokens that stay in BF16 beside the packed ones, the newest in a ring and the first for good (sinks).
 
-Every token is packed as soon as its group is full, and which queries see it packed follows from positions alone: results
-do not depend on how a prompt is cut into chunks. The ring is what the newest queries look into meanwhile. `KeptBlocks` lie in
-blocks that another owner hands out, shares and takes back as it does packed ones.
+Each token is packed as soon as its group is full. Which queries see it packed follows from positions alone, so results do not
+depend on how a prompt is cut into chunks.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Groups:
 
     Attributes:
         vectors: [n, Hkv, G, D] bf16.
-        last: [n] int64, the token of the batch that filled each.
+        last: [n] int64, token of the batch that filled each group.
     """
 
     vectors: Tensor
@@ -33,17 +32,15 @@ class Groups:
 
 
 class ResidualWindow:
-    """Tokens of K or of V of one layer in BF16.
-
-    Token j of a sequence lies at `sink + j % ring`, and at j as well if it is one of the sinks.
+    """Tokens of K or V of one layer in BF16. Token j lies at `sink + j % ring`; a sink also at j.
 
     Args:
-        tail: R, tokens that a query sees in BF16, at most, itself among them.
+        tail: R, the most recent tokens that a query sees in BF16, itself included.
         sink: first tokens that every query sees in BF16.
         group: G, tokens that are packed together.
-        ring: newest tokens there is room for: R and some new ones; 0 without a tail.
+        ring: newest tokens that fit: R and some new ones; 0 without a tail.
         num_rows: sequences at a time.
-        dtype: of the vectors; kernels read BF16 alone.
+        dtype: of the vectors; kernels read BF16 only.
     """
 
     def __init__(
@@ -55,23 +52,23 @@ class ResidualWindow:
         self.vectors = torch.zeros(shape, dtype=dtype, device=device)
 
     def in_ring(self, positions: Tensor) -> Tensor:
-        """Where tokens lie in the ring."""
+        """Places of tokens in the ring."""
         return self.sink + positions % max(self.ring, 1)
 
     def places(self, positions: Tensor) -> Tensor:
-        """Where tokens are found: sinks at their positions, others in the ring; without one at 0, where they are not."""
+        """Places of tokens: sinks at their positions, others in the ring; 0 without a ring, where the others are not."""
         return torch.where(positions < self.sink, positions, self.in_ring(positions) if self.ring else 0)
 
     def holds(self, positions: Tensor, lengths: Tensor | int) -> Tensor:
-        """Which tokens are here of sequences of so many, [...] bool."""
+        """[...] bool: which tokens of sequences of these lengths are here."""
         return ((positions < self.sink) | (positions >= lengths - self.ring)) & (positions < lengths)
 
     def first_recent(self, position: T) -> T:
-        """The first token that a query at this position sees in BF16 as one of the newest; at most 0 if it sees all so."""
+        """The first token of the tail that a query at this position sees; at most 0 if the tail covers all."""
         return self.group * ((position - self.tail) // self.group + 1)
 
     def write(self, x: Tensor, batch: Batch) -> None:
-        """Keep the new tokens' vectors x [T, Hkv, D]; of more than the ring has room for the newest."""
+        """Store new vectors x [T, Hkv, D]; if the ring has too little room, the newest."""
         rows, x = _token_rows(batch), x.to(self.vectors.dtype)
         if self.ring and batch.at_most(self.ring):
             self.vectors[rows, :, self.in_ring(batch.positions)] = x
@@ -83,13 +80,13 @@ class ResidualWindow:
             self.vectors[rows[first], :, batch.positions[first]] = x[first]
 
     def wider(self, room: int, batch: Batch) -> ResidualWindow:
-        """A copy with a ring of R and `room` tokens, that holds of each sequence of a batch what its new tokens may see."""
+        """A copy with a ring of R + `room` tokens, holding what a batch's new tokens may see."""
         wide = copy(self)
         wide.ring = self.tail + room
         heads, _, head_dim = self.vectors.shape[1:]
         wide.vectors = self.vectors.new_zeros(len(self.vectors), heads, self.sink + wide.ring, head_dim)
         starts = batch.seq_lens.long() - batch.query_start_loc.diff()
-        # Positions below 0 are nobody's; they lie in places of their own.
+        # Positions below 0 fall on places that no token uses.
         before = starts.unsqueeze(1) - 1 - torch.arange(self.tail, device=starts.device)
         rows = batch.rows.unsqueeze(1)
         wide.vectors[rows, :, wide.in_ring(before)] = self.vectors[rows, :, self.in_ring(before)]
@@ -97,7 +94,7 @@ class ResidualWindow:
         return wide
 
     def take_newest(self, wide: ResidualWindow, batch: Batch) -> None:
-        """Keep what a batch has written to such a copy, as far as there is room; a device is not waited for."""
+        """Copy a batch's newest tokens back from a `wider` copy, as far as they fit; does not wait for a device."""
         lengths, rows = batch.seq_lens.long(), batch.rows.unsqueeze(1)
         starts = (lengths - batch.query_start_loc.diff()).unsqueeze(1)
         newest = lengths.unsqueeze(1) - 1 - torch.arange(min(self.ring, wide.ring - wide.tail), device=lengths.device)
@@ -107,17 +104,16 @@ class ResidualWindow:
         self.vectors[batch.rows, :, : self.sink] = wide.vectors[batch.rows, :, : self.sink]
 
     def overwritten(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """What the new tokens of a batch are about to replace, both bf16: [T, Hkv, D] in the ring, of no tokens without one,
-        and [n, Hkv, D] of those that are sinks."""
+        """Vectors that a batch will overwrite, bf16: [T, Hkv, D] of the ring (T = 0 without one) and [n, Hkv, D] of sinks."""
         rows, first = _token_rows(batch), self._sink_tokens(batch)
         ring = self.vectors[rows, :, self.in_ring(batch.positions)] if self.ring else self.vectors[:0, :, 0]
         return ring, self.vectors[rows[first], :, batch.positions[first]]
 
     def put_back(self, snapshot: tuple[Tensor, Tensor], batch: Batch, tokens: Tensor) -> None:
-        """Undo `write` for some tokens of a batch.
+        """Undo `write` for some tokens.
 
         Args:
-            snapshot: from `overwritten` of the whole batch, before it was written.
+            snapshot: `overwritten` of the whole batch, taken before the write.
             tokens: [T] bool.
         """
         rows, first = _token_rows(batch), self._sink_tokens(batch)
@@ -127,11 +123,11 @@ class ResidualWindow:
         self.vectors[rows[firsts], :, batch.positions[firsts]] = snapshot[1][tokens[first]]
 
     def _sink_tokens(self, batch: Batch) -> Tensor:
-        """[n] int64, the tokens of a batch that are sinks; a device is not waited for where there can be none."""
+        """[n] int64: a batch's tokens that are sinks; waits for a device only where there are sinks."""
         return (batch.positions < self.sink).nonzero().flatten() if self.sink else batch.positions[:0]
 
     def full_groups(self, x: Tensor, batch: Batch) -> Groups:
-        """The groups that new tokens x [T, Hkv, D] fill, of those and of the ring, to which they are not written yet."""
+        """The groups that new tokens x [T, Hkv, D] complete, together with the ring; call it before `write`."""
         last = ((batch.positions + 1) % self.group == 0).nonzero().flatten()
         offsets = torch.arange(1 - self.group, 1, device=x.device)
         token, position = last.unsqueeze(1) + offsets, batch.positions[last].unsqueeze(1) + offsets  # [n, G]
@@ -142,7 +138,7 @@ class ResidualWindow:
         return Groups(vectors.transpose(1, 2), last)
 
     def occupied_places(self, length: int) -> Tensor:
-        """[sink + ring] bool: the places that hold a token of a sequence of so many."""
+        """[sink + ring] bool: places in use by a sequence of this length."""
         newest = torch.arange(max(length - self.ring, 0), length)
         occupied = torch.zeros(self.sink + self.ring, dtype=torch.bool)
         occupied[: min(self.sink, length)] = True
@@ -151,28 +147,23 @@ class ResidualWindow:
         return occupied
 
     def read(self, batch: Batch, tokens: int) -> Tensor:
-        """What is held of each sequence's first so many tokens, 0 for all others: [B, Hkv, tokens, D] fp32."""
+        """Vectors of each sequence's first `tokens` tokens, 0 where they are not here: [B, Hkv, tokens, D] fp32."""
         key_positions = torch.arange(tokens, device=self.vectors.device)
         in_window = self.holds(key_positions, batch.seq_lens.unsqueeze(1))
         vectors = self.vectors[batch.rows][:, :, self.places(key_positions)].float()
         return vectors.masked_fill(~in_window[:, None, :, None], 0.0)
 
-    def seen(self, positions: Tensor, tokens: int) -> Tensor:
-        """Which of the first so many tokens queries see in BF16.
+    def visible(self, positions: Tensor, tokens: int) -> Tensor:
+        """[..., tokens] bool: which of the first `tokens` tokens queries at positions [...] see in BF16. Not causally masked.
 
-            while recent > R: the oldest G are seen as they are packed, recent -= G
-
-        Args:
-            positions: [...] int64, of the queries.
-        Returns:
-            [..., tokens] bool; tokens after a query are not told from its own.
+        while recent > R: the oldest G are seen packed, recent -= G
         """
         key_positions = torch.arange(tokens, device=positions.device)
         return (key_positions < self.sink) | (key_positions >= self.first_recent(positions).unsqueeze(-1))
 
 
 def token_sequences(batch: Batch) -> Tensor:
-    """[T] int64: which of the B sequences each token belongs to."""
+    """[T] int64: index of each token's sequence in the batch."""
     counts = batch.query_start_loc.diff().long()
     return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
 
@@ -183,13 +174,12 @@ def _token_rows(batch: Batch) -> Tensor:
 
 
 class ResidualBlocks(ResidualWindow):
-    """Tokens of K or of V of one layer in BF16, where the batch says: `kept_slots` of the new ones, `kept_table` of all.
+    """Tokens in BF16 that lie in blocks: `Batch.window_slots` of new tokens, `Batch.window_table` of all.
 
-    Which tokens a query sees so follows from positions, as with a ring. The owner keeps the blocks of those alone; what else a
-    table names may be anything, and is not looked at.
+    Their owner keeps only the blocks that some query sees in BF16; other entries of a table are not read.
 
     Args:
-        vectors: [num_blocks, Hkv, block_size, D] bf16; a block is one piece of memory, and blocks may lie apart.
+        vectors: [num_blocks, Hkv, block_size, D] bf16, each block contiguous.
         tail, sink: as of `ResidualWindow`.
     """
 
@@ -204,17 +194,17 @@ class ResidualBlocks(ResidualWindow):
         return self.vectors.shape[2]
 
     def write(self, x: Tensor, batch: Batch) -> None:
-        assert batch.kept_slots is not None
-        has_slot = batch.kept_slots >= 0
-        slots = batch.kept_slots[has_slot]
+        assert batch.window_slots is not None
+        has_slot = batch.window_slots >= 0
+        slots = batch.window_slots[has_slot]
         self.vectors[slots // self.block_size, :, slots % self.block_size] = x[has_slot].to(torch.bfloat16)
 
     def read(self, batch: Batch, tokens: int) -> Tensor:
-        assert batch.kept_table is not None
+        assert batch.window_table is not None
         key_positions, lengths = torch.arange(tokens, device=self.vectors.device), batch.seq_lens.long()
         first = self.first_recent(lengths - batch.query_start_loc.diff()).unsqueeze(1)
         in_window = ((key_positions < self.sink) | (key_positions >= first)) & (key_positions < lengths.unsqueeze(1))
-        column = (key_positions // self.block_size).clamp(max=batch.kept_table.shape[1] - 1)
-        blocks = batch.kept_table.long()[:, column].masked_fill(~in_window, 0)
+        column = (key_positions // self.block_size).clamp(max=batch.window_table.shape[1] - 1)
+        blocks = batch.window_table.long()[:, column].masked_fill(~in_window, 0)
         vectors = self.vectors[blocks, :, key_positions % self.block_size].transpose(1, 2).float()
         return vectors.masked_fill(~in_window[:, None, :, None], 0.0)

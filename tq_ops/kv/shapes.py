@@ -1,4 +1,4 @@
-"""What one layer keeps of a token, as far as a cache must know it: a leaf that imports nothing of ours."""
+"""Shape of one layer's K and V, and block arithmetic; imports nothing of this project."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ class KVShape:
     """K and V of one layer.
 
     Attributes:
-        num_kv_heads: Hkv.
-        head_dim: D.
-        window: the newest tokens that a query sees, itself among them; None for all of its sequence.
+        num_kv_heads, head_dim: Hkv, D.
+        window: newest tokens that a query sees, itself included; None for all.
     """
 
     num_kv_heads: int
@@ -41,12 +40,9 @@ class KVShape:
         return self.num_kv_heads * self.head_dim
 
     def ring_blocks(self, row_blocks: int, block_size: int = BLOCK_SIZE, chunk: int = RING_CHUNK) -> int | None:
-        """Blocks that a sequence takes in a ring, however long it grows; None where it keeps all of its tokens.
+        """Blocks of a sequence's ring, at most `row_blocks`; None without a sliding window.
 
         The first new token of a chunk still sees `window - 1` tokens before it, wherever the chunk begins in a block.
-
-        Args:
-            row_blocks: blocks of a sequence at most; a ring never has more.
         """
         if self.window is None:
             return None
@@ -58,11 +54,7 @@ Shapes = KVShape | Sequence[KVShape | None]
 
 
 def each(shapes: Shapes, num_layers: int) -> tuple[KVShape | None, ...]:
-    """The shape of each layer.
-
-    Raises:
-        ValueError: they are of another number of layers.
-    """
+    """The shape of each layer; a ValueError if there are not `num_layers`."""
     layer_shapes = (shapes,) * num_layers if isinstance(shapes, KVShape) else tuple(shapes)
     if len(layer_shapes) != num_layers:
         raise ValueError(f"there are shapes of {len(layer_shapes)} layers, and the plan has {num_layers}")
@@ -73,8 +65,8 @@ class SequencePlace(NamedTuple):
     """Where a cache holds one sequence.
 
     Attributes:
-        blocks: of paged layers that keep all of its tokens, in order.
-        row: among those that rings, tokens in BF16 and states are kept by.
+        blocks: of layers that keep all tokens, in order.
+        row: in rings, windows and states.
     """
 
     blocks: tuple[int, ...]

@@ -1,7 +1,7 @@
-"""One sequence as a cache stores it, taken out of the cache: its tokens, and what each layer remembers, byte for byte.
+"""One sequence as a cache stores it, byte for byte, outside the cache.
 
-`take` copies it out, `put` copies it into any cache of the same plan, where it goes on as if it had never left.
-`Advance` takes tokens back again: afterwards a cache is as if they had never come.
+`take` copies it out, `put` copies it into any cache of the same plan, `requantize` stores it by another plan. `Advance` takes
+new tokens back.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ class StoredSequence:
     Attributes:
         token_ids: of the whole sequence; the last may not be stored yet.
         length: tokens that are stored.
-        tensors: on the CPU, of layer L as `layers.L.NAME`, by the names that its state takes them by: `k.FIELD` and
-            `v.FIELD` of blocks, `k.window` of tokens in BF16 (`LayerKV.take`); or those of `Recurrent.take`.
-        earlier: the same where its last answer began, of which it has those tensors alone that the answer replaced. A prompt
-            that leaves out or changes the answer goes on from there.
+        tensors: on the CPU, `layers.L.NAME` by the names of `LayerState.take`.
+        earlier: the sequence where its last answer began, with only those tensors that the answer overwrote: a prompt that
+            drops or changes the answer continues from there.
     """
 
     token_ids: tuple[int, ...]
@@ -43,13 +42,13 @@ class StoredSequence:
 
     @property
     def versions(self) -> tuple[StoredSequence, ...]:
-        """All that a prompt may go on from, each with all of its tensors, the longest first."""
+        """All that a prompt may continue from, each with all of its tensors, the longest first."""
         if self.earlier is None:
             return (self,)
         return self, replace(self.earlier, tensors={**self.tensors, **self.earlier.tensors})
 
     def layer_tensors(self, layer: int) -> dict[str, Tensor]:
-        """The tensors of one layer by their names within it."""
+        """Tensors of one layer by their names within it."""
         begin = f"layers.{layer}."
         return {name.removeprefix(begin): tensor for name, tensor in self.tensors.items() if name.startswith(begin)}
 
@@ -63,12 +62,12 @@ def take(
     cache: PagedKVCache, paging: PagedSequences, sequence: int, token_ids: Sequence[int], whole: bool = True,
     earlier: StoredSequence | None = None,
 ) -> StoredSequence:  # fmt: skip
-    """Copy a sequence out of a cache, in which it stays.
+    """Copy a sequence out of a cache, where it stays.
 
     Args:
-        token_ids: its tokens, at least those that are stored.
-        whole: or that alone which later tokens replace.
-        earlier: of the same sequence, taken before without what stays.
+        token_ids: at least those that are stored.
+        whole: else only what later tokens overwrite.
+        earlier: of the same sequence, taken before with `whole` false.
     """
     length, place = paging.length(sequence), paging.places(sequence)
     assert length <= len(token_ids), "more tokens are stored than were named"
@@ -82,12 +81,10 @@ def take(
 
 
 def put(snapshot: StoredSequence, cache: PagedKVCache, paging: PagedSequences, length: int | None = None) -> int:
-    """Begin a sequence in a cache of the same plan with what is stored.
+    """Begin a sequence in a cache of the same plan with what is stored; returns its id.
 
     Args:
-        length: of its first so many tokens alone, as `reusable` allows; all of them unless given.
-    Returns:
-        the sequence's id; its next token is that at `length`.
+        length: only its first tokens, as `reusable` allows; all by default.
     Raises:
         CacheFullError: the cache has no room for it.
     """
@@ -100,11 +97,10 @@ def put(snapshot: StoredSequence, cache: PagedKVCache, paging: PagedSequences, l
 
 
 def reusable(snapshot: StoredSequence, token_ids: Sequence[int], cache: PagedKVCache) -> int:
-    """How many tokens of another sequence need not be computed, because these are stored: its last one always must be.
+    """How many tokens of another sequence need not be computed; its last one always must be.
 
-    They begin alike, and every layer can go on from there: where tokens stay in BF16 or leave a window, those that the next
-    query sees must still be held, at the sequence's end or where its last answer began; a state must have a version that has
-    seen just these.
+    The two sequences begin alike, and each layer can continue: what the next query sees in BF16 or in a window is still there,
+    and a state has the version of just these tokens.
     """
     most = min(snapshot.length, len(token_ids) - 1)
     common = next((i for i in range(most) if snapshot.token_ids[i] != token_ids[i]), most)
@@ -112,7 +108,7 @@ def reusable(snapshot: StoredSequence, token_ids: Sequence[int], cache: PagedKVC
 
 
 def _reusable(snapshot: StoredSequence, length: int, cache: PagedKVCache) -> int:
-    """The most of a version's first `length` tokens that every layer can go on from."""
+    """Most of a version's first `length` tokens that every layer can continue from."""
     tensors = {layer: snapshot.layer_tensors(layer) for layer in cache.states}
     before = None
     while length and length != before:
@@ -123,14 +119,11 @@ def _reusable(snapshot: StoredSequence, length: int, cache: PagedKVCache) -> int
 
 
 class Advance:
-    """The next tokens of some sequences, some of which may turn out to be wrong.
+    """The next tokens of some sequences, of which `keep` may take some back after the forward.
 
-    Made before a forward stores them; `keep` says after it how many of each sequence stay. What is packed behind a sequence's
-    last token is nobody's, so that alone its length says what is there. What else new tokens replace is kept until then: each
-    layer's state says what it needs.
+    Packed tokens behind a sequence's length are ignored; each layer's state saves what else new tokens overwrite.
 
     Args:
-        cache, paging: where they go.
         sequences, counts: as for `PagedSequences.batch`.
     Attributes:
         batch: of all of them, on the cache's device.
@@ -147,7 +140,7 @@ class Advance:
         ]
 
     def keep(self, counts: Sequence[int]) -> None:
-        """Keep the first so many new tokens of each sequence, and take the others back."""
+        """Keep the first `counts` new tokens of each sequence, and take the others back."""
         drop_counts = [new - remaining for new, remaining in zip(self._counts, counts, strict=True)]
         if not any(drop_counts):
             return

@@ -25,7 +25,7 @@ from haarkv.tq_ops.npu.program import HEAD_DIM, Argument
 FORMAT = formats.get("tq4")
 READS = KernelSupport(
     "its programs", head_dims=(64, HEAD_DIM, 256), only=FORMAT, also=(formats.PUBLISHED, formats.get("bf16")),
-    kept=True, windows=True, learned=True,
+    bf16_tokens=True, windows=True, learned=True,
 )  # fmt: skip
 """What the programs read: a few formats, whose tables are built into them, and learned keys."""
 
@@ -108,7 +108,7 @@ class Side:
     def domain_tensors(self, kv_format: KVFormat, layer: int, device: torch.device) -> dict[str, Tensor]:
         """What a layer's format has of them; the same tensors each time."""
         tensors = domain_tensors(kv_format, self.head_dim, layer, device) if self.layout else {}
-        turns = kv_format.turns(layer)
+        turns = kv_format.rope_shift(layer)
         table = {"turns": turn_table(turns, device)} if turns else {}
         return {f"k_{name}": tensor for name, tensor in (tensors | table).items()}
 
@@ -121,12 +121,8 @@ def fixed_sides(head_dim: int) -> dict[str, Side]:
     codes, levels = (StoredField("codes", torch.int8, width) for width in (head_dim // 2, head_dim))
     scale, norm = StoredField("scale", torch.float16, BLOCK_SIZE), StoredField("norm", torch.float32, 1)
     data = StoredField("data", torch.bfloat16, head_dim)
-    sides = (
-        Side(FORMAT.name, codes, scale, 8, head_dim, head_dim=head_dim),
-        Side(formats.PUBLISHED.name, levels, norm, 4, head_dim, head_dim=head_dim),
-        Side("bf16", data, None, 2, head_dim, head_dim=head_dim),
-    )
-    return {side.name: side for side in sides}
+    rows = ((FORMAT.name, codes, scale, 8), (formats.PUBLISHED.name, levels, norm, 4), ("bf16", data, None, 2))
+    return {name: Side(name, vectors, scales, heads, head_dim, head_dim=head_dim) for name, vectors, scales, heads in rows}
 
 
 TQ4, PUBLISHED, BF16 = fixed_sides(HEAD_DIM).values()
@@ -149,7 +145,7 @@ def format_side(kv_format: KVFormat, layer: int = 0, head_dim: int = HEAD_DIM) -
         return fixed_sides(head_dim)[kv_format.name if kv_format in READS.also else FORMAT.name]
     layout = learned_layout(kv_format, head_dim)
     codes = StoredField("codes", torch.int8, layout.nbytes(head_dim))
-    scales, turning = StoredField("scale", torch.float16, BLOCK_SIZE), kv_format.turns(layer) is not None
+    scales, turning = StoredField("scale", torch.float16, BLOCK_SIZE), kv_format.rope_shift(layer) is not None
     return Side(kv_format.name, codes, scales, 8, layout.width(head_dim), layout, turning, head_dim)
 
 
@@ -215,7 +211,7 @@ class WindowShape:
 def window_shape(plan: KVPlan, layer: int, chunk: int = WINDOW_CHUNK, window: int | None = None) -> WindowShape | None:
     """What a layer keeps in BF16, None where nothing; `chunk` is the cache's, `window` the layer's."""
     k_format = plan.k(layer)
-    if not plan.keeps(k_format):
+    if not plan.has_window(k_format):
         return None
     return WindowShape(plan.tail(k_format), plan.sink, plan.ring_tokens(k_format, chunk), window)
 

@@ -58,7 +58,7 @@ class StoreByProgram:
         matrix = READS.built_in(head_dim).transform.matrix(at.layer, head_dim)
         tensors = {"rotation": matrix.to(device).contiguous(), "slot": batch.slot_mapping.int()}
         tensors |= k_side.domain_tensors(k_format, at.layer, device)
-        turns = k_format.turns(at.layer)
+        turns = k_format.rope_shift(at.layer)
         missing = -k.shape[0] % program.rows
         if turns:
             tensors["back"] = pad(turns_of_tokens(turns, batch.positions), (0, 0, 0, missing))

@@ -15,8 +15,8 @@ from haarkv.executors.base import Executor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import load_model, open_source, read_config
-from haarkv.models.fingerprint import fingerprint
 from haarkv.models.text import load_tokenizer
+from haarkv.models.weights import fingerprint
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
@@ -86,7 +86,7 @@ class Workbench:
         self._executors: dict[int, Executor] = {}
         for spec in request.caches.values():
             if spec.weights:
-                spec.require_weights(fingerprint(self.model.weights.named()))
+                spec.require_weights(fingerprint(self.model.weights.named_tensors()))
 
     # -- What is run ---------------------------------------------------------------------------------------------------------
     @cached_property

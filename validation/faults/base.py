@@ -194,7 +194,7 @@ class Layer:
 
     def weight(self, name: str) -> Tensor | None:
         """A weight as it is stored; None if the family has none of that name."""
-        weights = self.model.weights.layers[self.index].named()
+        weights = self.model.weights.layers[self.index].named_tensors()
         return next((cast(Tensor, tensor) for field, _, tensor in weights if field.split(".")[-1] == name), None)
 
     @property

@@ -241,7 +241,7 @@ def block_faults(model: DecoderModel, layer: int, runner: str) -> Iterator[Block
     """Faults in the weight blocks of a layer: each projection has one, and each type every one of its own."""
     types, weights = catalog.info(runner).block_types(), model.weights.layers[layer]
     by_type: dict[str, list[tuple[str, Blocks]]] = {}
-    for field, _, weight in weights.named():
+    for field, _, weight in weights.named_tensors():
         if isinstance(weight, Blocks) and weight.type.name in types:
             by_type.setdefault(weight.type.name, []).append((field, weight))
     for kind, places in by_type.items():
@@ -261,7 +261,7 @@ def block_faults(model: DecoderModel, layer: int, runner: str) -> Iterator[Block
 def _with(model: DecoderModel, layer: int, field: str, wrong: Blocks) -> DecoderModel:
     """A model with another weight in one place."""
     layers = list(model.weights.layers)
-    layers[layer] = layers[layer].changed(lambda name, weight: wrong if name == field else weight)
+    layers[layer] = layers[layer].map(lambda name, weight: wrong if name == field else weight)
     return replace(model, weights=replace(model.weights, layers=tuple(layers)))
 
 
@@ -273,5 +273,5 @@ def _spoilt(weight: Blocks, spoil: Spoil) -> Blocks:
 
 def runner_of_blocks(model: DecoderModel) -> str | None:
     """The executor that multiplies with some of a model's weight blocks directly; None if there is none."""
-    kinds = {weight.type.name for _, weight in model.weights.named() if isinstance(weight, Blocks)}
+    kinds = {weight.type.name for _, weight in model.weights.named_tensors() if isinstance(weight, Blocks)}
     return next((name for name in catalog.NAMES if kinds & set(catalog.info(name).block_types())), None)

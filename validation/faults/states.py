@@ -85,11 +85,11 @@ def _reading(read_row: Read) -> Wrong:
 
 
 def _not_reset(state: Recurrent, row: int, begin: int) -> Fields | None:
-    return _version(state, row, 0) if begin == 0 and state.seen[row, 0] > 0 else None
+    return _version(state, row, 0) if begin == 0 and state.counts[row, 0] > 0 else None
 
 
 def _too_few(state: Recurrent, row: int, begin: int) -> Fields | None:
-    places = (state.seen[row] == begin + 1).nonzero().flatten().tolist()
+    places = (state.counts[row] == begin + 1).nonzero().flatten().tolist()
     return _version(state, row, places[0]) if begin and places else None
 
 
@@ -109,7 +109,7 @@ class _Stale:
         self._left = {key: fields for key, fields in self._left.items() if key[0] not in new}
         out: Tensor = _reading(lambda _, row, begin: self._left.get((row, begin)))(call)
         for row, end in zip(batch.rows.tolist(), batch.seq_lens.tolist(), strict=True):
-            self._left.setdefault((row, end), _version(state, row, int((state.seen[row] == end).nonzero()[0])))
+            self._left.setdefault((row, end), _version(state, row, int((state.counts[row] == end).nonzero()[0])))
         return out
 
 
@@ -118,7 +118,7 @@ def _leaving(name: str, change: Callable[[Tensor, Tensor], Tensor]) -> Wrong:
     """An op whose new versions of a tensor [versions, *] are changed; `change` also gets what lay there before."""
 
     def run(call: Call) -> Tensor:
-        tensor, token_counts = _state(call).tensors[name], _state(call).seen
+        tensor, token_counts = _state(call).tensors[name], _state(call).counts
         before, out = tensor.clone(), call.again()
         for row, begin in zip(call.batch.rows.tolist(), begins(call.batch), strict=True):
             new = token_counts[row] > begin
@@ -177,7 +177,7 @@ def small_hybrid(dtype: torch.dtype, vocab_size: int) -> DecoderModel:
             # Drawn with a deviation of 0.02; what is summed should have one of 1.
             return tensor * (tensor[0].numel() ** -0.5 / 0.02) if tensor.ndim > 1 else tensor
 
-        return weights.changed(of_size_one)
+        return weights.map(of_size_one)
 
     layer_weights = tuple(layer(index, weights) for index, weights in enumerate(raw.layers))
     return DecoderModel.from_weights(config, replace(raw, embedding=dense(raw.embedding) / 0.02, layers=layer_weights))

@@ -176,8 +176,8 @@ class _Other(ResidualWindow):
         vars(self).update(vars(right))
         self._right, self._visibility, self._read = right, visibility, read
 
-    def seen(self, positions: Tensor, tokens: int) -> Tensor:
-        return self._visibility(self._right, positions, tokens) if self._visibility else self._right.seen(positions, tokens)
+    def visible(self, positions: Tensor, tokens: int) -> Tensor:
+        return self._visibility(self._right, positions, tokens) if self._visibility else self._right.visible(positions, tokens)
 
     def read(self, batch: Batch, tokens: int) -> Tensor:
         return self._read(self._right, batch, tokens) if self._read else self._right.read(batch, tokens)
@@ -199,7 +199,7 @@ def _visibility(at: Layer) -> Iterator[Fault]:
         def seen(window: ResidualWindow, positions: Tensor, tokens: int) -> Tensor:
             other_window = copy(window)
             other_window.tail = max(window.tail + by, 0)
-            return other_window.seen(positions, tokens)
+            return other_window.visible(positions, tokens)
 
         return seen
 
@@ -207,11 +207,11 @@ def _visibility(at: Layer) -> Iterator[Fault]:
         return (torch.arange(tokens) < window.sink).expand(*positions.shape, tokens)
 
     def no_sinks(window: ResidualWindow, positions: Tensor, tokens: int) -> Tensor:
-        return window.seen(positions, tokens) & (torch.arange(tokens) >= positions.unsqueeze(-1) - window.tail + 1)
+        return window.visible(positions, tokens) & (torch.arange(tokens) >= positions.unsqueeze(-1) - window.tail + 1)
 
     def last_of_sinks(window: ResidualWindow, positions: Tensor, tokens: int) -> Tensor:
         last_sink = torch.arange(tokens) == window.sink - 1
-        return window.seen(positions, tokens) & ~(last_sink & (positions.unsqueeze(-1) >= window.sink - 1 + window.tail))
+        return window.visible(positions, tokens) & ~(last_sink & (positions.unsqueeze(-1) >= window.sink - 1 + window.tail))
 
     def place_reader(place: Callable[[ResidualWindow], Tensor]) -> Read:
         def read(window: ResidualWindow, batch: Batch, tokens: int) -> Tensor:
@@ -306,7 +306,7 @@ def in_parts(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: fl
     rows = q[token].float().view(*token.shape, heads, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
     k, v = cache.kv[layer].read(placed_batch.block_table)
     tokens, at = torch.arange(k.shape[2]), position.repeat(1, group)[:, None, :, None]
-    in_window = windows[0].seen(position, len(tokens)).repeat(1, group, 1).unsqueeze(1)
+    in_window = windows[0].visible(position, len(tokens)).repeat(1, group, 1).unsqueeze(1)
     future, past_end = tokens > at, tokens >= placed_batch.seq_lens.unsqueeze(1)
     attendable = ~future if shape.window is None else ~future & (tokens > at - shape.window)
     sinks = tokens < windows[0].sink

@@ -20,8 +20,8 @@ from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.checkpoint import Progress
 from haarkv.models.config import ModelConfig
-from haarkv.models.fingerprint import fingerprint
 from haarkv.models.text import load_tokenizer
+from haarkv.models.weights import fingerprint
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration
@@ -109,7 +109,7 @@ def load_setup(
     block_types = catalog.info(executor).block_types()  # products with weight blocks are measured, too
     loaded_model = load_model(model, dtype or catalog.info(executor).dtype, layers, progress, keep_blocks=block_types)
     if learned_specs := [each for each in (spec, *(plans or {}).values()) if each.weights]:
-        weights = fingerprint(loaded_model.weights.named())
+        weights = fingerprint(loaded_model.weights.named_tensors())
         for each in learned_specs:
             each.require_weights(weights)
     uneven: tuple[balancing.Uneven, ...] = ()
@@ -139,7 +139,7 @@ def load_setup(
         caches[BASELINE] = base
     # Layers run where they are; embedding and head where the baseline is.
     ends = replace(loaded_model, weights=replace(loaded_model.weights, layers=())).to(base.executor.device)
-    return Setup(ends, base, caches, fingerprint(loaded_model.weights.named()), uneven)
+    return Setup(ends, base, caches, fingerprint(loaded_model.weights.named_tensors()), uneven)
 
 
 def _all(config: ModelConfig, spec: KVSpec) -> dict[str, KVPlan]:

@@ -133,7 +133,7 @@ class CandidateRunner:
             batch: whose places these layers were to write.
         """
         stray_writes: StrayWrites = {}
-        for layer in range(self.cache.num_layers):
+        for layer in range(len(self.cache.plan.layers)):
             at = batch if layer in written_layers else None
             if (now_state := recurrent_state(self.cache, layer)) is not None:
                 expected = recurrent_state(self._expected, layer)

@@ -110,7 +110,7 @@ class Exercise:
     def _window_coverage(self) -> dict[str, bool]:
         """What tokens in BF16 add."""
         plan, chunk = self._plan, self._chunk
-        lossy = [kv_format for kv_format in plan.formats if plan.keeps(kv_format)]
+        lossy = [kv_format for kv_format in plan.formats if plan.has_window(kv_format)]
         forwards = [
             (begin, end)
             for n in self._lengths
@@ -154,7 +154,7 @@ def covering_prompts_for(
     room = context - Schedule.more(steps)
     if room < 2:
         raise InputError(f"the context of {context} tokens is too short for a prompt and {steps} steps; lower --steps")
-    tails = {plan.tail(kv_format) for kv_format in plan.formats if plan.keeps(kv_format)} - {0}
+    tails = {plan.tail(kv_format) for kv_format in plan.formats if plan.has_window(kv_format)} - {0}
     # Decode takes each tail from not full to beyond it.
     tail_lengths = [max(tail - 1, 1) for tail in sorted(tails)]
     longest = max(

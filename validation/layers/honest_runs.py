@@ -93,7 +93,11 @@ class HonestRuns:
     def _layer_slips(self, record: LayerRecord) -> Slips:
         reference, ops, heads = self.reference, self.reference.ops, self._kv_heads(record.index)
         cache = reference.as_read(record, record.new_fields)
-        gates = {id(weight) for name, _, weight in reference.model.weights.layers[record.index].named() if "gate_proj" in name}
+        gates = {
+            id(weight)
+            for name, _, weight in reference.model.weights.layers[record.index].named_tensors()
+            if "gate_proj" in name
+        }
 
         by_scale: dict[float, tuple[Tensor, ...]] = {}
 

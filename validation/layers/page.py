@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from haarkv.tq_ops.text import count_noun
+from haarkv.tq_ops.errors import count_noun
 from haarkv.validation.layers.report import Mode, Report, row_cells
 
 

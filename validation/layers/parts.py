@@ -262,9 +262,9 @@ def _unread(window: ResidualWindow, queries: Tensor, token: Tensor, packed: bool
     # Tokens leave the window as queries go on: the first that sees a token and the last one tell for all between. A token
     # before the queries is first seen by the first of them, any other by its own.
     older = min(int(queries[0]), len(token))
-    by_itself = window.seen(token[older:], len(token)).diagonal(older)
-    by_first = torch.cat([window.seen(queries[:1], len(token))[0, :older], by_itself])
-    by_last = window.seen(queries[-1:], len(token))[0]
+    by_itself = window.visible(token[older:], len(token)).diagonal(older)
+    by_first = torch.cat([window.visible(queries[:1], len(token))[0, :older], by_itself])
+    by_last = window.visible(queries[-1:], len(token))[0]
     return by_first & by_last if packed else ~by_first & ~by_last
 
 

@@ -41,7 +41,7 @@ class Recorder:
         ends = [("final_norm", weights.final_norm), ("head", weights.lm_head)]
         # All experts of a layer are one stage: `experts.3.up_proj` is `experts.up_proj`.
         layer_names = [
-            (re.sub(r"\.\d+\.", ".", field), tensor) for layer in weights.layers for field, _, tensor in layer.named()
+            (re.sub(r"\.\d+\.", ".", field), tensor) for layer in weights.layers for field, _, tensor in layer.named_tensors()
         ]
         self._stages = TensorNames([*ends, *layer_names])
         self.ops = with_ops(ops, {name: self._recording_op(name, getattr(ops, name)) for name in OP_NAMES})
@@ -50,7 +50,7 @@ class Recorder:
         def run(*args: Any, **kwargs: Any) -> Any:
             result = op(*args, **kwargs)
             args_by_name = arguments(name, *args, **kwargs)
-            stage = self._stages.of(args_by_name["weight"]) if "weight" in args_by_name else None
+            stage = self._stages.name_of(args_by_name["weight"]) if "weight" in args_by_name else None
             self._calls.append(Call(name, stage or name, tuple(args_by_name.values()), result))
             return result
 
@@ -75,7 +75,7 @@ class Recorder:
 
     def is_weight(self, tensor: Tensor) -> bool:
         """Whether a tensor is one of the model's weights."""
-        return self._stages.of(tensor) is not None
+        return self._stages.name_of(tensor) is not None
 
 
 def observe_vectors(

@@ -39,7 +39,7 @@ class Reference:
     def __init__(self, executor: Executor, model: DecoderModel, cache: PagedKVCache, blocks: Collection[str] = ()) -> None:
         self.model, self.cache = model, cache
         table = recordable_ops(executor)
-        type_names = {weight.type.name for _, weight in model.weights.named() if isinstance(weight, Blocks)}
+        type_names = {weight.type.name for _, weight in model.weights.named_tensors() if isinstance(weight, Blocks)}
         self.blocks = tuple(sorted(type_names.intersection(blocks)))
         self.ops: OpTable = remembering(table or spec) if self.blocks else table or spec
         self.recorder = Recorder(self.ops, model.weights)

@@ -247,5 +247,5 @@ def _check(
 def _fingerprint(weights: Weights) -> list[int]:
     """A sum over the bits of each weight: an executor that writes to them would change the reference too."""
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-    tensors = (backing_tensor(weight) for _, weight in weights.named())
+    tensors = (backing_tensor(weight) for _, weight in weights.named_tensors())
     return [int(tensor.view(words[tensor.itemsize]).sum(dtype=torch.int64)) for tensor in tensors]

@@ -33,12 +33,12 @@ def recurrent_state(cache: PagedKVCache, layer: int) -> Recurrent | None:
 
 def tensors_of_state(state: Recurrent) -> Fields:
     """Its own tensors, [rows + 1, versions, *]."""
-    return {**state.tensors, SEEN: state.seen}
+    return {**state.tensors, SEEN: state.counts}
 
 
 def take_rows(state: Recurrent, batch: Batch) -> Fields:
     """Host copies of the rows [B, versions, *] of a batch's sequences."""
-    rows = batch.rows.to(state.seen.device).long()
+    rows = batch.rows.to(state.counts.device).long()
     return {name: tensor[rows].to("cpu", copy=True) for name, tensor in tensors_of_state(state).items()}
 
 
@@ -47,7 +47,7 @@ def put_rows(state: Recurrent, batch: Batch, fields: Fields) -> None:
     if not fields:
         spoil(state, batch)
         return
-    rows = batch.rows.to(state.seen.device).long()
+    rows = batch.rows.to(state.counts.device).long()
     for name, tensor in tensors_of_state(state).items():
         tensor[rows] = fields[name].to(tensor.device)
 
@@ -60,15 +60,15 @@ def begins(batch: Batch) -> list[int]:
 def spoil(state: Recurrent, batch: Batch) -> None:
     """Overwrite versions that a forward must not read: opposite states, of a token more or less than are stored."""
     for row, begin in zip(batch.rows.tolist(), begins(batch), strict=True):
-        right = (state.seen[row] == begin) & (begin > 0)
+        right = (state.counts[row] == begin) & (begin > 0)
         others = (~right).nonzero().flatten().tolist()
         # As if tokens behind had been taken back, and tokens before were still there.
         counts = [begin + 1, begin - 1, *range(begin + 2, begin + 2 + len(others))]
         for tensor in state.tensors.values():
             like = tensor[row, int(right.nonzero()[0])] if bool(right.any()) else torch.zeros_like(tensor[row, 0])
             tensor[row, others] = torch.where(like == 0, 1.0, -like / 3).to(tensor.dtype)
-        state.seen[row, others] = torch.tensor(
-            [count for count in counts if count > 0][: len(others)], device=state.seen.device
+        state.counts[row, others] = torch.tensor(
+            [count for count in counts if count > 0][: len(others)], device=state.counts.device
         )
 
 
@@ -77,7 +77,7 @@ def with_others(state: Recurrent, batch: Batch) -> bool:
     some = False
     for row, begin in zip(batch.rows.tolist(), begins(batch), strict=True):
         if begin > 0:
-            version = int((state.seen[row] == begin).nonzero()[0])
+            version = int((state.counts[row] == begin).nonzero()[0])
             for tensor in state.tensors.values():
                 tensor[row, version] = tensor[row, version].roll(1, -1) / 2
             some = True
@@ -93,15 +93,15 @@ def changed_rows(now: Recurrent, before: Recurrent, batch: Batch | None) -> list
     changes = []
     begin = dict(zip(batch.rows.tolist(), begins(batch), strict=True)) if batch is not None else {}
     ours, theirs = tensors_of_state(now), tensors_of_state(before)
-    for row in range(len(now.seen) - 1):  # the last row belongs to no sequence
+    for row in range(len(now.counts) - 1):  # the last row belongs to no sequence
         same = torch.stack(
             [(ours[name][row] == theirs[name][row]).flatten(1).all(1) for name in ours if name != SEEN]
             + [ours[SEEN][row] == theirs[SEEN][row]]
         ).all(0)
         if row in begin:
-            same |= (now.seen[row] < 0) | (now.seen[row] > begin[row])
+            same |= (now.counts[row] < 0) | (now.counts[row] > begin[row])
         if not bool(same.all()):
-            token_counts = now.seen[row][~same].tolist()
+            token_counts = now.counts[row][~same].tolist()
             changes.append(f"row {row} (states after {', '.join(map(str, token_counts))} tokens)")
     return changes
 

@@ -28,9 +28,9 @@ from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.checkpoint import Progress
 from haarkv.models.config import ModelConfig
-from haarkv.models.fingerprint import fingerprint
 from haarkv.models.rope import inverse_frequencies
 from haarkv.models.text import Tokenizer, load_tokenizer
+from haarkv.models.weights import fingerprint
 from haarkv.tq_ops import artifact
 from haarkv.tq_ops.artifact import LEARNING
 from haarkv.tq_ops.errors import InputError, NonFiniteError
@@ -206,7 +206,7 @@ def load_subject(
         raise InputError(
             f"executor {name} runs a layer whole, so its K and V cannot be recorded; use --executor cpu or reference"
         )
-    tokenizer, weights = load_tokenizer(model, loaded_model.config), fingerprint(loaded_model.weights.named())
+    tokenizer, weights = load_tokenizer(model, loaded_model.config), fingerprint(loaded_model.weights.named_tensors())
     return Subject(str(model), loaded_model.to(runner.device), runner, runner.ops, tokenizer, weights)
 
 

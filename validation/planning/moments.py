@@ -212,13 +212,13 @@ def importance(
     executor = session.executor
     if executor.ops is None:
         raise InputError(f"executor {executor.name} does not run op by op; take cpu or reference")
-    names = TensorNames(executor.weights.named())
+    names = TensorNames(executor.weights.named_tensors())
     sums: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
 
     def looking(ops: OpTable) -> OpTable:
         def linear(x: Tensor, weight: Weight) -> Tensor:
-            if (name := names.of(weight)) is not None and len(x):
+            if (name := names.name_of(weight)) is not None and len(x):
                 squares = x.double().square().sum(0)
                 sums[name] = sums[name] + squares if name in sums else squares
                 counts[name] = counts.get(name, 0) + len(x)

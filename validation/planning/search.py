@@ -62,7 +62,7 @@ def everywhere(name: str) -> str:
 def require_candidates(names: Sequence[str], config: ModelConfig, calibration: Calibration | None = None) -> None:
     """Refuse formats that the model does not take, or that store tokens in groups."""
     for name in names:
-        if plan_for(KVSpec(everywhere(name), calibration=calibration), config).keeps_tokens:
+        if plan_for(KVSpec(everywhere(name), calibration=calibration), config).has_windows:
             raise InputError(
                 f"{name} stores tokens in groups and brings its own tail; name candidates that store each by itself"
             )
@@ -81,7 +81,7 @@ def place_bytes(kv: KVPlan, place: Place, shapes: Shapes, context: int, ring_chu
     assert shape is not None, "a place is of a layer that has K and V"
     ring = shape.ring_blocks(blocks, chunk=ring_chunk)
     packed = BLOCK_SIZE * (blocks if ring is None else ring) * shape.num_kv_heads * kv_format.bytes_per_vector(shape.head_dim)
-    bf16_tokens = kv.ring_tokens(kv_format) + kv.sink if kv.keeps(kv_format) else 0
+    bf16_tokens = kv.ring_tokens(kv_format) + kv.sink if kv.has_window(kv_format) else 0
     return round(packed) + BF16_BYTES * shape.numbers * bf16_tokens
 
 
@@ -169,7 +169,8 @@ class Frontier:
 
     def under(self, loss: float) -> Allocation | None:
         """The fewest bits, in steps of 0.02 below 16, whose costs add up to no more than `loss`; None if there are none."""
-        size = self._knapsack.least_size(loss)
+        if not math.isfinite(size := self._knapsack.least_size(loss)):
+            return None
         steps = math.ceil(size * 16 / self._exact / _STEP * (1 - 1e-12))
         return self.within(steps * _STEP) if steps * _STEP < 16 else None
 

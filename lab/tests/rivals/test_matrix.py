@@ -116,15 +116,15 @@ def test_groups_as_they_come_hold_what_their_format_restores(name, side):
 def test_without_a_window_no_token_stays_in_bf16():
     waiting = KVSpec("k=kivi2,v=kvarn4").plan(3)
     plan = without_waiting(waiting)
-    assert waiting.keeps_tokens
-    assert not plan.keeps_tokens
+    assert waiting.has_windows
+    assert not plan.has_windows
     assert [f.group_tokens for f in plan.formats] == [1] * len(plan.formats)
     assert plan.bytes_per_token(KVShape(2, 128)) == waiting.bytes_per_token(KVShape(2, 128))
 
 
 def test_what_stays_in_bf16_is_the_same_for_all(subject):
     for kv in ("q4_0", "kvarn2"):
-        assert not subject.side(parse_entry(kv), ResidualSizes(0, 0)).plan.keeps_tokens
+        assert not subject.side(parse_entry(kv), ResidualSizes(0, 0)).plan.has_windows
         plan = subject.side(parse_entry(kv), ResidualSizes(128, 4)).plan
         assert (plan.recent, plan.sink, plan.describe()) == (128, 4, f"{kv}; tail 128; sink 4")
 

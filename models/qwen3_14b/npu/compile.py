@@ -90,7 +90,7 @@ def blank_model(config: ModelConfig, layer: int = 0) -> DecoderModel:
     tensors = checkpoint_tensors(one := replace(config, layers=config.layers[layer : layer + 1], max_position_embeddings=1))
 
     def zeros(name: str) -> torch.Tensor:
-        return torch.zeros(tensors[name].shape, dtype=tensors[name].kept_as(torch.bfloat16))
+        return torch.zeros(tensors[name].shape, dtype=tensors[name].memory_dtype(torch.bfloat16))
 
     weights = assemble(one, zeros)
     return DecoderModel.from_weights(one, weights)

@@ -150,7 +150,7 @@ def domain_arguments(program: LayerProgram, plan: KVPlan, layer: int, device: to
 
 def back_argument(tiling: Tiling, plan: KVPlan, layer: int) -> dict[str, Tensor]:
     """By what each row's keys are turned back, [rows, D] fp32, once for all layers alike; nothing where they are not."""
-    turns = plan.k(layer).turns(layer)
+    turns = plan.k(layer).rope_shift(layer)
     if turns is None:
         return {}
     if turns not in tiling._undo_rows:

@@ -100,11 +100,11 @@ def _rest_of_layer(projected, tiles, hidden, weights, layer):
     """Scope 3 behind the output projection: residual, MLP, residual. BF16."""
     (mixer_out_norm, post_norm, mlp_out_norm), mlp_weights = weights
     parts, sizes = layer.parts, (layer.hidden_size, layer.rms_norm_eps)
-    if parts.norms_behind:
+    if parts.post_norms:
         projected = norm_update(projected, mixer_out_norm, *sizes)
     middle = residual(projected, hidden, tiles)
     added = gated_mlp(hidden_norm(middle, post_norm, *sizes), mlp_weights, tiles, parts.activation)
-    if parts.norms_behind:
+    if parts.post_norms:
         added = norm_update(added, mlp_out_norm, *sizes)
     return residual(added, middle, tiles)
 

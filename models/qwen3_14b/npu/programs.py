@@ -38,14 +38,14 @@ class Parts:
     head_norms: bool = True
     bias: bool = False
     activation: Activation = "silu"
-    norms_behind: bool = False
+    post_norms: bool = False
     plus_one: bool = False
 
     @classmethod
     def from_layer(cls, layer: Layer) -> Parts:
         """Of a declared layer with attention and a dense MLP."""
         mixer, mlp = layer.attention, layer.mlp
-        return cls(mixer.head_norms, mixer.bias, mlp.activation, layer.norms_behind, layer.norm.plus_one)
+        return cls(mixer.head_norms, mixer.bias, mlp.activation, layer.post_norms, layer.norm.plus_one)
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class LayerProgram:
             zeros["q_bias"] = _BF16, (1, shape.num_heads, dim)
         if not parts.head_norms:
             zeros |= dict.fromkeys(("q_norm", "k_norm"), (norm, (1, 1, dim)))
-        if not parts.norms_behind:
+        if not parts.post_norms:
             zeros |= dict.fromkeys(("mixer_out_norm", "mlp_out_norm"), (norm, (1, self.hidden_size)))
         if shape.window is None:
             zeros["left_behind"] = _FP32, (1, 2 * shape.step_tokens + shape.unit_tokens)
@@ -141,7 +141,7 @@ class HeadProgram:
 
 _VOCAB_MULTIPLE, _VOCAB_PIECE = 128, 4096
 _MULTIPLE = 64  # of hidden and intermediate size: whole lines of the cube's tiles
-SUPPORTED_FIELDS = ("head_norms", "bias", "window", "activation", "plus_one", "norms_behind")
+SUPPORTED_FIELDS = ("head_norms", "bias", "window", "activation", "plus_one", "post_norms")
 """What a layer may declare as it likes: `models.config.unknown_part`."""
 
 
@@ -227,13 +227,13 @@ def unsupported(config: ModelConfig, plan: KVPlan | None = None) -> str | None:
 
 def _unsupported_cache(plan: KVPlan, head_dim: int) -> str | None:
     for layer, (k, v) in enumerate(plan.layers):
-        if plan.keeps(k) != plan.keeps(v):
+        if plan.has_window(k) != plan.has_window(v):
             return f"its programs keep tokens in BF16 beside both K and V, and {k.name} or {v.name} is stored as it is"
         shape = window_shape(plan, layer)
         if shape and (shape.span > MOST_PLACES or shape.sink > MOST_SINKS):
             most = MOST_PLACES - WINDOW_CHUNK
             return f"its programs keep up to {MOST_SINKS} sinks, and {most:,} tokens with the tail; leave some out"
-        turns = k.turns(layer)
+        turns = k.rope_shift(layer)
         if turns and 2 * len(turns.inv_freq) != head_dim:
             return f"its programs turn all {head_dim} numbers of a key, and {k.name} turns {2 * len(turns.inv_freq)} of them"
     return None

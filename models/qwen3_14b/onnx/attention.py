@@ -139,7 +139,7 @@ class AttentionScopes(LevelScopes):
 
     def _turns(self, layer: int) -> RopeShift | None:
         coordinates = self.description("k").transform.coordinates
-        return coordinates(layer).turns if self.rope_pairs and coordinates else None
+        return coordinates(layer).rope_shift if self.rope_pairs and coordinates else None
 
     def _table(self, turns: RopeShift, device: torch.device) -> tuple[Tensor, Tensor]:
         return turns.table(-(-self.config.max_position_embeddings // STRETCH), device)

@@ -81,7 +81,7 @@ class GraphSpec:
         if not self.formats:
             return scopes
         k, v = self.formats[layer - self.span.start]
-        turns = k.turns(layer) if self.has_stretches else None
+        turns = k.rope_shift(layer) if self.has_stretches else None
         return replace(scopes, k=k, v=v, rope_pairs=len(turns.inv_freq) if turns else 0)
 
 
@@ -163,8 +163,8 @@ def coded_values(name: str, weight: Blocks) -> Iterator[tuple[str, Tensor]]:
 
 def weight_values(model: DecoderModel) -> Iterator[tuple[str, Tensor]]:
     """Weights but `coded_weights`, and rotary tables; dense weights are the model's own tensors."""
-    coded_by_name = coded_weights(model.weights.named())
-    weights = ((name, dense(weight)) for name, weight in model.weights.named() if name not in coded_by_name)
+    coded_by_name = coded_weights(model.weights.named_tensors())
+    weights = ((name, dense(weight)) for name, weight in model.weights.named_tensors() if name not in coded_by_name)
     return chain(weights, rope_values(model.ropes[model.config.common.attention.rope]))
 
 

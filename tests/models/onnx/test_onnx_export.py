@@ -72,7 +72,7 @@ def test_that_script_is_short_and_imports_what_it_says():
 # -- What is in the folder -----------------------------------------------------------------------------------------------
 def test_both_graphs_use_one_file_of_weights_whose_bytes_are_the_models(tiny):
     model = load_model("tiny")
-    values = dict(model.weights.named()) | {
+    values = dict(model.weights.named_tensors()) | {
         "layers.5.rotation": haar_rotation(5, 128).float(),
         "rope.sin": model.ropes[model.config.common.attention.rope].whole()[1],
     }

@@ -1,11 +1,17 @@
 """Projections in C++: the bits of a number depend on its token and its row alone, and its error is bounded."""
 
+from dataclasses import replace
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
-from op_tables import CPU, every_table, open_table
+from at_length import MORE, pairwise_cases
+from block_weights import TYPES, random_blocks, random_inputs, shapes
+from op_tables import CPU, TABLES, every_table, open_table
 
 from haarkv.tq_ops.cpu import library
+from haarkv.tq_ops.weight import rounding_to
 
 DTYPES = [torch.bfloat16, torch.float32]
 SHAPES = [(1, 1), (33, 17), (96, 70), (1040, 70), (2063, 33)]
@@ -19,33 +25,70 @@ def random_product(inputs, outputs, dtype):
     return x.to(dtype), weight.to(dtype)
 
 
-@every_table
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
-def test_a_token_gets_the_same_bits_beside_any_others_on_any_threads(table, dtype, inputs, outputs):
-    ops, (x, weight), before = table.open(), random_product(inputs, outputs, dtype), torch.get_num_threads()
-    alone = torch.cat([ops.linear(x[t : t + 1], weight) for t in range(40)])
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            assert torch.equal(together := ops.linear(x, weight), ops.linear(x.clone(), weight))
-            assert torch.equal(together[:40], alone)
-            for count in (*range(2, 20), 31, 32, 33, 50, 64, 100, 512):
-                begin = MOST - count if count % 2 else 7
-                assert torch.equal(ops.linear(x[begin : begin + count], weight), together[begin : begin + count])
-    finally:
-        torch.set_num_threads(before)
+def products(weight):
+    """x [MOST, inputs] and weights of each shape: dense ones of a dtype, or blocks of a type for integers of some bits."""
+    if isinstance(weight, torch.dtype):
+        return [random_product(inputs, outputs, weight) for inputs, outputs in SHAPES]
+    kind, bits = weight
+    inputs, outputs = shapes(kind)[-1]
+    return [(random_inputs(MOST, inputs), rounding_to(random_blocks(kind, outputs, inputs), bits))]
 
 
-@every_table
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
-def test_a_row_of_the_weight_gives_the_same_bits_beside_any_others(table, dtype, inputs, outputs):
-    ops, (x, weight) = table.open(), random_product(inputs, outputs, dtype)
-    for tokens in (1, 5, 40):
-        whole = ops.linear(x[:tokens], weight)
-        for begin, end in ((0, 1), (outputs // 2, outputs), (outputs // 3, outputs // 3 + 1)):
-            assert torch.equal(ops.linear(x[:tokens], weight[begin:end]), whole[:, begin:end])
+# Of blocks the rest runs with `make test-long`.
+every_product = pytest.mark.parametrize(
+    ("table", "weight"),
+    [*product(TABLES, DTYPES), *pairwise_cases(MORE, TABLES, list(product(TYPES, (16, 8))))],
+    ids=lambda part: getattr(part, "name", str(part)),
+)
+
+
+@every_product
+def test_a_token_gets_the_same_bits_beside_any_others_on_any_threads(table, weight):
+    ops, before = table.open(), torch.get_num_threads()
+    for x, matrix in products(weight):
+        alone = torch.cat([ops.linear(x[t : t + 1], matrix) for t in range(40)])
+        try:
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                assert torch.equal(together := ops.linear(x, matrix), ops.linear(x.clone(), matrix))
+                assert torch.equal(together[:40], alone)
+                for count in (*range(2, 20), 31, 32, 33, 50, 64, 100, 512):
+                    begin = MOST - count if count % 2 else 7
+                    assert torch.equal(ops.linear(x[begin : begin + count], matrix), together[begin : begin + count])
+        finally:
+            torch.set_num_threads(before)
+
+
+@every_product
+def test_a_row_of_the_weight_gives_the_same_bits_beside_any_others(table, weight):
+    ops = table.open()
+    for x, matrix in products(weight):
+        outputs = matrix.shape[0]
+        for tokens in (1, 3, 5, 9, 40):
+            whole = ops.linear(x[:tokens], matrix)
+            for begin, end in ((0, 1), (outputs // 2, outputs), (outputs // 3, outputs // 3 + 1)):
+                # Nothing may be read behind the part.
+                part = matrix[begin:end] if isinstance(weight, torch.dtype) else rows_of(matrix, begin, end)
+                assert torch.equal(ops.linear(x[:tokens], part), whole[:, begin:end])
+
+
+def rows_of(matrix, begin, end):
+    return replace(matrix, data=matrix.data[begin:end].clone())
+
+
+@every_product
+def test_numbers_that_are_none_reach_their_own_token_alone(table, weight):
+    ops = table.open()
+    x, matrix = products(weight)[0]
+    x = x[:40].clone()
+    whole = ops.linear(x, matrix)
+    x[3, 0], x[21, -1] = float("nan"), float("inf")
+    others = [t for t in range(40) if t not in (3, 21)]
+    for tokens in (40, 1):
+        output = torch.cat([ops.linear(x[t : t + tokens], matrix) for t in range(0, 40, tokens)])
+        assert not output[3].isfinite().any()
+        assert not output[21].isfinite().any()
+        assert torch.equal(output[others], whole[others])
 
 
 @every_table
@@ -101,17 +144,3 @@ def test_tiles_add_even_inputs_then_odd_ones_then_both_to_the_sum(tokens):
             halves[i % 2] = fused_multiply_add(a[:, None, i], b[None, :, i], halves[i % 2])
         sums = sums + (halves[0] + halves[1])
     assert torch.equal(ops.linear(x, weight), torch.from_numpy(sums))
-
-
-@every_table
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_numbers_that_are_none_reach_their_own_token_alone(table, dtype):
-    x, weight = random_product(96, 33, dtype)
-    x = x[:40].clone()
-    whole = table.open().linear(x, weight)
-    x[3, 17], x[21, 95] = float("nan"), float("inf")
-    output = table.open().linear(x, weight)
-    assert output[3].isnan().all()
-    assert not output[21].isfinite().any()
-    others = [t for t in range(40) if t not in (3, 21)]
-    assert torch.equal(output[others], whole[others])

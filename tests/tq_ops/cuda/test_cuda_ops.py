@@ -130,7 +130,7 @@ def test_a_dead_sequence_reads_and_stores_nothing(window):
     kv = torch.full((2, 1, 64), float("nan"), device=DEVICE)
     kv[0] = 1.0
     dead = replace(pad_batch(batch, 1), slot_mapping=torch.tensor([-1, -1])).to(DEVICE)
-    ops.append(kv, kv, copy, LAYER, dead, fault)
+    ops.append(kv, kv, copy.view(LAYER, dead), fault)
     ops.raise_fault(fault, copy, dead)  # a dead sequence has no fault
     assert same(before, as_bytes(copy))
 

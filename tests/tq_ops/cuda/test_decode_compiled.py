@@ -33,8 +33,6 @@ from haarkv.tq_ops.kv.shapes import KVShape
 if reason := decode.nvrtc_missing():
     pytest.skip(reason, allow_module_level=True)
 
-TOKENS = decode.TILE
-WARPS = decode.THREADS // 32
 MEMORY = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024, 120: 100 * 1024}
 """Shared memory of a processor, by capability; each thread block takes 1 KB of it beside its own."""
 
@@ -61,28 +59,27 @@ def build_kernel(
         return machine_code.disassemble(path), int(match[1])
 
 
-#                                                              cycles a coordinate and processor
-# capability, head_dim, group, bits, block, tail, sink            issue    memory     measured
+# capability, head_dim, group, bits, block, tail, sink            most   measured
 BOUNDS = [
-    ((90, 128, 5, 4, 4, 128, 0, 0), 0.0195, 0.0220),  #            0.0189   0.0211
-    ((80, 128, 5, 4, 4, 16, 0, 0), 0.0195, 0.0220),  #             0.0190   0.0212
-    ((100, 128, 5, 4, 4, 128, 0, 0), 0.0195, 0.0220),  #           0.0180   0.0211
-    ((120, 128, 5, 4, 4, 128, 0, 0), 0.0195, 0.0220),  #           0.0174   0.0211
-    ((120, 256, 8, 4, 4, 128, 0, 0), 0.0165, 0.0215),  #           0.0144   0.0203
-    ((90, 128, 5, 3, 2, 128, 0, 0), 0.0220, 0.0220),  #            0.0209   0.0201
-    ((90, 128, 16, 4, 4, 128, 0, 0), 0.0245, 0.0230),  #           0.0235   0.0219
-    ((90, 64, 3, 4, 4, 128, 0, 0), 0.0270, 0.0240),  #             0.0264   0.0227
-    ((90, 256, 8, 4, 4, 128, 0, 0), 0.0165, 0.0215),  #            0.0151   0.0203
-    ((90, 128, 5, 4, 4, 128, 128, 4), 0.0198, 0.0220),  #          0.0192   0.0211
-    # Learned keys: two centroids take eight instructions and no table, which leaves the time of memory to V's.
-    ((90, 128, 5, 4, 4, 128, 0, 0, 1), 0.0330, 0.0140),  #         0.0314   0.0133
-    ((90, 128, 5, 3, 3, 128, 128, 4, 1), 0.0340, 0.0135),  #       0.0324   0.0128
-    ((90, 256, 8, 3, 3, 128, 0, 0, 1), 0.0290, 0.0126),  #         0.0275   0.0120
-    ((80, 128, 5, 2, 2, 16, 0, 0, 1), 0.0300, 0.0121),  #          0.0284   0.0115
-    ((90, 128, 16, 5, 4, 128, 0, 0, 1), 0.0380, 0.0153),  #        0.0361   0.0145
-    ((100, 128, 5, 5, 4, 128, 128, 4, 1), 0.0325, 0.0145),  #      0.0307   0.0138
-    ((120, 256, 8, 4, 4, 128, 0, 0, 1), 0.0270, 0.0132),  #        0.0256   0.0125
+    ((90, 128, 5, 4, 4, 128, 0, 0), 638),  # 619
+    ((80, 128, 5, 4, 4, 16, 0, 0), 638),  # 623
+    ((100, 128, 5, 4, 4, 128, 0, 0), 638),  # 590
+    ((120, 128, 5, 4, 4, 128, 0, 0), 638),  # 570
+    ((120, 256, 8, 4, 4, 128, 0, 0), 1081),  # 944
+    ((90, 128, 5, 3, 2, 128, 0, 0), 720),  # 685
+    ((90, 128, 16, 4, 4, 128, 0, 0), 802),  # 770
+    ((90, 64, 3, 4, 4, 128, 0, 0), 442),  # 433
+    ((90, 256, 8, 4, 4, 128, 0, 0), 1081),  # 990
+    ((90, 128, 5, 4, 4, 128, 128, 4), 648),  # 629
+    ((90, 128, 5, 4, 4, 128, 0, 0, 1), 1081),  # 1029
+    ((90, 128, 5, 3, 3, 128, 128, 4, 1), 1114),  # 1062
+    ((90, 256, 8, 3, 3, 128, 0, 0, 1), 1900),  # 1802
+    ((80, 128, 5, 2, 2, 16, 0, 0, 1), 983),  # 931
+    ((90, 128, 16, 5, 4, 128, 0, 0, 1), 1245),  # 1183
+    ((100, 128, 5, 5, 4, 128, 128, 4, 1), 1064),  # 1006
+    ((120, 256, 8, 4, 4, 128, 0, 0, 1), 1769),  # 1678
 ]
+"""Instructions of the loop, of 256 tokens and eight warps."""
 
 
 SPILLED_LOADS, SPILLED_STORES = 8, 8
@@ -98,16 +95,16 @@ def check_spills(text: str) -> None:
     assert whole["STL"] <= SPILLED_STORES
 
 
-PLAIN = [shape for shape, *_ in BOUNDS if shape[1:6] == (128, 5, 4, 4, 128) and shape[8:] in ((), (1,))]
+PLAIN = [shape for shape, _ in BOUNDS if shape[1:6] == (128, 5, 4, 4, 128) and shape[8:] in ((), (1,))]
 """What is compiled in an ordinary run."""
 
 
 @pytest.mark.parametrize(
-    ("shape", "issue", "memory"),
+    ("shape", "most"),
     [pytest.param(*row, marks=[] if row[0] in PLAIN else pytest.mark.cuda_compile) for row in BOUNDS],
     ids=str,
 )
-def test_the_loop_is_within_its_bounds(shape, issue, memory):
+def test_the_loop_is_within_its_bounds(shape, most):
     """In it nothing is spilled, and a lookup of two centroids takes a permutation and a load and nothing else.
 
     Those of learned keys are no lookups.
@@ -122,10 +119,7 @@ def test_the_loop_is_within_its_bounds(shape, issue, memory):
     lookups = head_dim // 2 * (2 - learned)  # 32 tokens of K and of V, a lane each
     assert counts["LDS"] == lookups
     assert counts["PRMT"] <= lookups + 4 + 8 * learned  # those put V's scale beside K's
-    load = machine_code.program_load(loop, WARPS)
-    coordinates = TOKENS * 2 * head_dim
-    assert load.issue / coordinates <= issue
-    assert load.memory / coordinates <= memory
+    assert len(loop) <= most
     at_once = decode.blocks_a_processor(group, head_dim, MEMORY[capability])
     assert registers * decode.THREADS * at_once <= 65536
     assert (decode.shared_bytes(group, head_dim) + 1024) * at_once <= MEMORY[capability]

@@ -70,10 +70,20 @@ FAULTS = {
 }
 
 
+def plant(monkeypatch, fault) -> None:
+    """The tables of learned keys with a fault, for what stores keys and rotates queries."""
+    right = prologue.both_layouts
+
+    def wrong(*args):
+        k, v = right(*args)
+        return replace(k, learned=fault(k.learned)), v
+
+    monkeypatch.setattr(prologue, "both_layouts", wrong)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_found(monkeypatch, fault):
-    right = prologue.learned_arguments
-    monkeypatch.setattr(prologue, "learned_arguments", lambda *given: FAULTS[fault](right(*given)))
+    plant(monkeypatch, FAULTS[fault])
     assert not attention_error(ops, SMALL, BF16) <= 5 * attention_bound(BF16)
 
 
@@ -113,8 +123,7 @@ def test_keys_at_a_border_are_stored_and_read_as_the_reference_does(monkeypatch,
 
 
 def test_keys_turned_by_another_stretch_are_found(monkeypatch):
-    fault, right = FAULTS["queries are turned by the stretch before"], prologue.learned_arguments
-    monkeypatch.setattr(prologue, "learned_arguments", lambda *given: fault(right(*given)))
+    plant(monkeypatch, FAULTS["queries are turned by the stretch before"])
     ours, theirs, batch, k, v = at_a_border(Case("k=lr3,v=tq4", 64, 2, 2, 16, (1021,), (6,)))
     ops.store_kv(k.to(DEVICE), v.to(DEVICE), ours.view(LAYER, batch.to(DEVICE)))
     reference.store_kv(k, v, theirs.view(LAYER, batch))
@@ -132,7 +141,7 @@ def test_halves_pair_the_numbers_that_are_turned_together(head_dim, half):
 def test_the_tables_are_those_of_the_reference():
     kv_format = KVSpec("k=lr4,v=tq4", calibration=synthetic.calibration(1, 1, 64)).plan(1).k(0)
     tables = to_layout(kv_format, 0, 64, torch.device("cpu")).learned
-    cos, sin = kv_format.turns(0).table(3, torch.device("cpu"))
+    cos, sin = kv_format.rope_shift(0).table(3, torch.device("cpu"))
     assert torch.equal(tables.cos[:3], cos[:3])
     assert torch.equal(tables.sin[:3], sin[:3])
     assert len(tables.cos) * STRETCH == MOST_POSITIONS

@@ -166,7 +166,7 @@ def test_a_backend_says_in_one_sentence_what_it_cannot_read(backend, kv, head_di
 
 def test_what_the_kernels_do_not_read_may_be_left_to_the_reference():
     """Their head_dim, tails and windows count all the same."""
-    reads = replace(cpu_layout.READS, kept=False, windows=False)
+    reads = replace(cpu_layout.READS, bf16_tokens=False, windows=False)
     assert unsupported(reads, KVSpec("q8_0").plan(2), KVShape(2, 128), others=True) is None
     assert "head_dim" in unsupported(reads, KVSpec("q8_0").plan(2), KVShape(2, 96), others=True)
     assert "leave out the tail" in unsupported(reads, KVSpec("q8_0", tail=8).plan(2), KVShape(2, 128), others=True)
@@ -177,7 +177,7 @@ def test_what_the_kernels_do_not_read_may_be_left_to_the_reference():
 def test_tokens_in_bf16_are_refused_by_those_that_read_packed_ones_alone(backend):
     plan, shape = KVSpec("tq4", tail=8).plan(2), KVShape(2, 128)
     assert unsupported(ALL[backend], plan, shape) is None
-    reason = unsupported(replace(ALL[backend], kept=False), plan, shape)
+    reason = unsupported(replace(ALL[backend], bf16_tokens=False), plan, shape)
     assert reason.endswith("read packed tokens alone, none in BF16 beside them; leave out the tail and the sinks")
 
 

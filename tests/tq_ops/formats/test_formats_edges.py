@@ -22,7 +22,7 @@ EVERY = [
 LOSSY = [(name, side) for name, side in EVERY if name not in ("bf16", "fp32")]
 OUR_FORMATS = ["tq4", "tq4_seed", "tq2", "tq3", "tq5", "tq6", "tq8"]
 """Lossy formats that executors beside the reference store, whose levels the validator judges."""
-ALONE = [name for name in formats.names() if formats.get(name).group_tokens == 1]
+SINGLE_RANK = [name for name in formats.names() if formats.get(name).group_tokens == 1]
 MODEL = small_model(SMALL)
 DOCS = ROOT / "docs" / "formats.md"
 LOG = ROOT / "benchmarks" / "LOG.md"
@@ -42,7 +42,7 @@ def vectors(name, side, count, head_dim=128, seed=0):
 # -- Names -------------------------------------------------------------------------------------------------------------------
 def test_names():
     assert formats.names()[0] == "tq4"
-    assert set(formats.names()) - set(ALONE) == {name for name in formats.names() if name.startswith("kivi")}
+    assert set(formats.names()) - set(SINGLE_RANK) == {name for name in formats.names() if name.startswith("kivi")}
     for name in formats.names():
         assert formats.get(name).name == formats.get(name, "v").name == name
 
@@ -264,7 +264,7 @@ def test_no_format_goes_vector_by_vector(name, side):
 
 
 # -- In a cache --------------------------------------------------------------------------------------------------------------
-ALONE_MIXED = [*ALONE, "k=tq4,v=kivi2", "k=bf16,v=kivi4_g64"]
+ALONE_MIXED = [*SINGLE_RANK, "k=tq4,v=kivi2", "k=bf16,v=kivi4_g64"]
 
 
 @pytest.mark.parametrize("kv", ALONE_MIXED)

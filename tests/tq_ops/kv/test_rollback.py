@@ -34,7 +34,7 @@ def write(cache, batch, rows, seeds):
     """Vectors that follow from a sequence's number, a token's position and a seed."""
     positions, counts = batch.positions.tolist(), batch.query_start_loc.diff().tolist()
     owners = [row for row, count in zip(rows, counts, strict=True) for _ in range(count)]
-    for layer in range(cache.num_layers):
+    for layer in range(len(cache.plan.layers)):
         x = [
             torch.randn(2, HEADS, DIM, generator=torch.Generator().manual_seed(hash((owner, position, seed, layer))))
             for owner, position, seed in zip(owners, positions, seeds, strict=True)
@@ -54,7 +54,7 @@ def books(paging):
 def window_bytes(cache, sequences, paging):
     """Every byte of the windows of these sequences, held or not."""
     rows = [paging.places(sequence)[1] for sequence in sequences]
-    return [window.vectors[rows].clone() for *_, window in cache.fields() if window is not None]
+    return [window.vectors[rows].clone() for kv in cache.kv.values() for window in kv.windows if window]
 
 
 def assert_same(one, other, sequences):

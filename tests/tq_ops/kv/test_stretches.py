@@ -19,7 +19,7 @@ from haarkv.tq_ops.table import OpTable
 
 DIM, HEADS, QUERIES = 64, 2, 6
 CALIBRATION = synthetic.calibration(1, HEADS, DIM)
-ROPE_SHIFT = CALIBRATION.format(4).turns(0)
+ROPE_SHIFT = CALIBRATION.format(4).rope_shift(0)
 TOKENS = 2 * STRETCH + 60
 SPECS = [
     KVSpec("k=lr4,v=tq4", calibration=CALIBRATION), KVSpec("k=lr3,v=tq3", tail=40, sink=3, calibration=CALIBRATION),

@@ -12,7 +12,6 @@
 #include "calls.h"
 #include "driver.h"
 #include "numbers.h"
-#include "pool.h"
 
 namespace haarkv {
 namespace {

@@ -1,5 +1,5 @@
 // The C interface: cuts each op into items, runs them on the pool, and owns scratch. Arrays are contiguous. The caller checks
-// whatever it can see for itself, such as shapes and dtypes. Attention is in paged_attention.cpp.
+// shapes and dtypes. Here are stores and what a layer does number by number; other ops have files of their own.
 #include "driver.h"
 
 #include <algorithm>
@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "calls.h"
-#include "pool.h"
 
 namespace haarkv {
 
@@ -34,6 +33,16 @@ void keep_in_row(const Kernels& kernels, const Kept& kept, int64_t row, int64_t 
     uint16_t* of_head = kept.vectors + (row * heads + head) * (kept.sink + kept.ring) * dim;
     if (kept.ring) kernels.narrow(x, dim, of_head + (kept.sink + position % kept.ring) * dim);
     if (position < kept.sink) kernels.narrow(x, dim, of_head + position * dim);
+}
+
+constexpr int64_t kNumbersPerItem = 16 * 1024;  // 10 microseconds of one thread
+
+// Rows of `width` numbers; few of them are not worth waking a thread for.
+template <class Op>
+void by_rows(const Op& op, void (*kernel)(const Op&, int64_t, int64_t), int64_t rows, int64_t width, int threads) {
+    const int64_t together = std::max<int64_t>(1, kNumbersPerItem / std::max<int64_t>(1, width));
+    auto some = [&](int64_t item, int) { kernel(op, item * together, std::min(rows, (item + 1) * together)); };
+    parallel_for(threads, divide_up(rows, together), some);
 }
 
 }  // namespace
@@ -125,6 +134,18 @@ __attribute__((visibility("default"))) int haarkv_store(const HaarkvStore* s) {
     };
     parallel_for(s->threads, k_tiles + v_tiles, quantize);
     return 0;
+}
+
+__attribute__((visibility("default"))) void haarkv_rms_norm(const RmsNorm* o) {
+    by_rows(*o, kernels_of(o->isa).rms_norm, o->rows, o->width, o->threads);
+}
+
+__attribute__((visibility("default"))) void haarkv_rope(const Rope* o) {
+    by_rows(*o, kernels_of(o->isa).rope, o->rows, 2 * o->half, o->threads);
+}
+
+__attribute__((visibility("default"))) void haarkv_gated_mul(const GatedMul* o) {
+    by_rows(*o, kernels_of(o->isa).gated_mul, o->count, 1, o->threads);
 }
 
 }  // extern "C"

@@ -3,7 +3,6 @@
 #include <vector>
 
 #include "driver.h"
-#include "pool.h"
 
 using namespace haarkv;
 

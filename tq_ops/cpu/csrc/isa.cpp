@@ -1,5 +1,5 @@
 // HAARKV_PORTABLE and so on say which instruction sets the library was compiled for (build.py).
-#include "isa.h"
+#include "kernels.h"
 
 #if defined(HAARKV_AMX)
 #include <cpuid.h>

@@ -275,6 +275,16 @@ struct Kernels {
     void (*add_up)(const float* x, int64_t apart, const float* factors, int64_t rows, float share, int64_t n, float* sum);
 };
 
+// -- Instruction sets (isa.cpp). Each needs all of those before it.
+enum Isa { kPortable = 0, kAvx2, kAvx512Vnni, kAmx };
+constexpr int kBf16Products = 1 << 8;
+
+// A bit for each set, and `kBf16Products` where `avx512vnni` multiplies BF16 numbers. Where `amx` is among them, the process
+// may use tiles from now on.
+int available_isas();
+
+const Kernels& kernels_of(int isa);
+
 // What an instruction set adds by units of its own; and what takes the place of some of avx512vnni's.
 #define HAARKV_ADDS(set)          \
     namespace set {               \

@@ -109,9 +109,7 @@ template <class Simd, int HIGH> struct PlaneKeys {
         const auto table = Simd::template wide_table<4 + HIGH>(side.centroids);
         const int part = side.levels * HIGH / 8;  // levels of a part of the second plane, which are its bytes
         const uint32_t* const second = words + side.levels / 8 * stride;
-        for (int four = 0; four < side.levels / 4; ++four) {
-            const int word = four / 2, upper = four % 2;
-            if (!upper) next_word();
+        auto half = [&](int word, int upper) __attribute__((always_inline)) {
             const int first = word * 4 + upper * side.levels / 2, up = first / part * HIGH;
             const uint32_t* const high = second + first % part / 4 * stride;
             typename Simd::I level[TILES];
@@ -130,7 +128,8 @@ template <class Simd, int HIGH> struct PlaneKeys {
                         Simd::template lookup_wide<4 + HIGH>(table, Simd::template shift<8 * decltype(byte)::value>(level[t]));
                 body(value);
             });
-        }
+        };
+        for (int word = 0; word < turns; ++word) next_word(), half(word, 0), half(word, 1);
     }
 };
 

@@ -4,7 +4,6 @@
 
 #include "calls.h"
 #include "driver.h"
-#include "linear.h"
 
 extern "C" {
 int haarkv_store(const HaarkvStore*);

@@ -1,10 +1,8 @@
 // The C interface to projections: several of the same tokens are one loop over the threads.
-#include "linear.h"
 
 #include <algorithm>
 
 #include "driver.h"
-#include "pool.h"
 
 using namespace haarkv;
 

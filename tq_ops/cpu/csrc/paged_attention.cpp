@@ -7,7 +7,6 @@
 
 #include "calls.h"
 #include "driver.h"
-#include "pool.h"
 
 using namespace haarkv;
 

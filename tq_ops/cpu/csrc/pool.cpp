@@ -1,4 +1,4 @@
-#include "pool.h"
+#include "driver.h"
 
 #include <atomic>
 #include <chrono>

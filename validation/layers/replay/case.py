@@ -16,12 +16,11 @@ from haarkv.models.config import ModelConfig
 from haarkv.models.tensors import LayerWeights
 from haarkv.models.weights import Weights
 from haarkv.tq_ops import formats
-from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.errors import InputError, count_noun
 from haarkv.tq_ops.formats import Calibration
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.calibration_file import make_calibration
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
-from haarkv.tq_ops.text import count_noun
 from haarkv.validation.layers.candidate import CandidateRunner, Outcome, Run
 from haarkv.validation.layers.forced import TeacherForced
 from haarkv.validation.layers.forward import Forward, LayerRecord, Schedule

@@ -96,7 +96,7 @@ def save(path: Path, file: ReplayFile) -> None:
     """
     case = file.case
     tensors = {name: tensor.cpu().clone() for name, tensor in _tensors(case, file.record).items()}
-    blocks = {field: weight for field, _, weight in case.weights.named() if isinstance(weight, Blocks)}
+    blocks = {field: weight for field, _, weight in case.weights.named_tensors() if isinstance(weight, Blocks)}
     metadata = {
         "blocks": json.dumps({field: weight.type.name for field, weight in blocks.items()}),
         "config": json.dumps(_config_values(case.config), sort_keys=True),
@@ -118,7 +118,7 @@ def save(path: Path, file: ReplayFile) -> None:
 
 def _tensors(case: LayerCase, record: LayerRecord) -> dict[str, Tensor]:
     tensors = {"hidden": case.hidden, "expected.hidden": record.hidden_out, "expected.k": record.k, "expected.v": record.v}
-    for field, _, weight in case.weights.named():
+    for field, _, weight in case.weights.named_tensors():
         tensors[f"weights.{field}"] = backing_tensor(weight)
         if isinstance(weight, Blocks):
             scales = {"rows": weight.row_scales, "columns": weight.column_scales}
@@ -156,7 +156,7 @@ def _read_case(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> La
     weights = _weights(config, tensors, parse_json(metadata["blocks"]))
     if (bits := int(metadata.get("activation_bits", 16))) not in (8, 16):  # files from before it have none
         raise ValueError(f"activations of {bits} bits")
-    weights = weights.changed(lambda _, weight: rounding_to(weight, bits))
+    weights = weights.map(lambda _, weight: rounding_to(weight, bits))
     basis = None
     if "learned.k.mean" in tensors:
         basis = Basis(*(tensors[f"learned.k.{part.name}"] for part in fields(Basis)))
@@ -173,7 +173,9 @@ def _read_case(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> La
 
 def _config_values(config: ModelConfig) -> dict[str, Any]:
     config_values = asdict(replace(config, layers=()))
-    return config_values | {"layers": config.num_layers, "layer": asdict(config.common)}
+    layer = asdict(config.common)
+    layer["norms_behind"] = layer.pop("post_norms")  # the key that files have
+    return config_values | {"layers": config.num_layers, "layer": layer}
 
 
 def _read_config(raw: Mapping[str, Any]) -> ModelConfig:
@@ -202,7 +204,7 @@ def _weights(config: ModelConfig, tensors: Mapping[str, Tensor], blocks: Mapping
     names = {}
     for field, tensor_spec in layer_weight_specs(config.common, config.hidden_size).items():
         tensor: Weight = tensors[f"weights.{field}"]
-        dtype = tensor_spec.kept_as(tensors["hidden"].dtype)
+        dtype = tensor_spec.memory_dtype(tensors["hidden"].dtype)
         if field in blocks:
             scales = (tensors.get(f"weights.{field}.{axis}") for axis in ("rows", "columns"))
             tensor = _blocks(field, backing_tensor(tensor), blocks[field], dtype, *scales)
@@ -245,7 +247,7 @@ def _check(case: LayerCase) -> None:
         raise ValueError("its sequences do not fit its tensors")
     for side, kv_format in (("k", plan.k(case.index)), ("v", plan.v(case.index))):
         _check_fields(case.before[side], kv_format, config.heads.head_dim, (blocks, heads, BLOCK_SIZE))
-        if plan.keeps(kv_format):
+        if plan.has_window(kv_format):
             token_counts = {f"window.{side}": plan.ring_tokens(kv_format, WINDOW_CHUNK), f"sink.{side}": plan.sink}
             for part, tokens in token_counts.items():
                 if tokens:
