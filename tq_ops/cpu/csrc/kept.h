@@ -66,8 +66,8 @@ template <int R> class KeptAhead {
     const int end_;
 };
 
-// Which keys of one block each query reads packed: begin[r] ... end[r] - 1; the others that it sees, in BF16. Over all queries,
-// keys 0 ... `sinks` - 1 and `first` ... n - 1 are read in BF16, and keys before `packed` are read packed.
+// Which keys of one block each query reads packed: begin[r] ... end[r] - 1; the others that it sees, in BF16. Over all
+// queries, keys 0 ... `sinks` - 1 and `first` ... n - 1 are read in BF16, and keys before `packed` are read packed.
 template <int R> struct KeptKeys {
     int begin[R], end[R], sinks = 0, first, packed = 0, base;
     bool any = false;  // whether some row sees a key in BF16
