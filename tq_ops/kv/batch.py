@@ -35,7 +35,7 @@ class Batch:
         seq_lens: [B] int32, lengths after this forward.
         query_start_loc: [B + 1] int32, first new token of each sequence among the T.
         rows: [B] int64, each sequence's row in windows, rings and states.
-        window_slots, window_table: [T] int64 and [B, n] int32, slots and table of `ResidualBlocks`, else None; a token with a
+        kept_slots, kept_table: [T] int64 and [B, n] int32, slots and table of `ResidualBlocks`, else None; a token with a
             negative slot does not stay in BF16.
     """
 
@@ -45,8 +45,8 @@ class Batch:
     seq_lens: Tensor
     query_start_loc: Tensor
     rows: Tensor
-    window_slots: Tensor | None = None
-    window_table: Tensor | None = None
+    kept_slots: Tensor | None = None
+    kept_table: Tensor | None = None
     _in_rings: dict[tuple[int, int], Batch] = field(default_factory=dict, init=False, repr=False, compare=False)
     _most: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
 
@@ -92,8 +92,8 @@ class Batch:
     def _part(self, tokens: Tensor | slice, sequences: Tensor | slice, seq_lens: Tensor, query_start_loc: Tensor) -> Batch:
         return Batch(
             self.positions[tokens], self.slot_mapping[tokens], self.block_table[sequences], seq_lens, query_start_loc,
-            self.rows[sequences], None if self.window_slots is None else self.window_slots[tokens],
-            None if self.window_table is None else self.window_table[sequences],
+            self.rows[sequences], None if self.kept_slots is None else self.kept_slots[tokens],
+            None if self.kept_table is None else self.kept_table[sequences],
         )  # fmt: skip
 
     def rectangle(self) -> tuple[Tensor, Tensor, Tensor]:
