@@ -23,7 +23,6 @@ from haarkv.models.qwen3_14b.onnx.scopes import FIELDS, WINDOW_FIELDS, Qwen3Scop
 from haarkv.models.qwen3_14b.onnx.spec import (
     DEFAULT_OPSET,
     GraphSpec,
-    Sizes,
     cache_name,
     coded_values,
     coded_weights,
@@ -128,9 +127,9 @@ class OnnxExecutor(Executor):
     def forward(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
         token, _, valid = batch.rectangle()
         # Each session packs codes for itself: one serves one token and many.
-        sizes = Sizes(tokens=1) if token.shape[1] == 1 and not self._coded else Sizes()
+        one_token = token.shape[1] == 1 and not self._coded
         embed = EMBEDDING not in self._scopes.blocks  # else rows are restored from the file
-        graph = _graph(cache, range(self.config.num_layers), batch, embed=embed, sizes=sizes)
+        graph = _graph(cache, range(self.config.num_layers), batch, embed=embed, one_token=one_token)
         inputs = (
             {"input_ids": token_ids[token]} if embed else {"hidden": weight_rows(self.weights.embedding, token_ids)[token]}
         )
@@ -140,7 +139,7 @@ class OnnxExecutor(Executor):
 
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:
-        graph = GraphSpec(range(0), embed=False, head=True, opset=DEFAULT_OPSET, sizes=Sizes(tokens=1))
+        graph = GraphSpec(range(0), embed=False, head=True, opset=DEFAULT_OPSET, one_token=True)
         logits = torch.empty(len(hidden), self.config.vocab_size, device=self.device)
         self._call(self._session(graph), {"hidden": hidden.unsqueeze(1)}, {"logits": logits})
         if not torch.isfinite(logits).all():
@@ -237,13 +236,13 @@ class _Session(NamedTuple):
 
 
 def _graph(
-    cache: PagedKVCache, span: range, batch: Batch, *, embed: bool = False, sizes: Sizes | None = None
+    cache: PagedKVCache, span: range, batch: Batch, *, embed: bool = False, one_token: bool = False
 ) -> GraphSpec:  # fmt: skip
     """The graph of some layers for a cache; with stretches only if a sequence is longer than one."""
     window = _bf16_windows(cache, span.start).get("k_kept")
     long = int(batch.seq_lens.max()) > STRETCH and any(cache.kv[layer].k.kv_format.rope_shift(layer) for layer in span)
     return GraphSpec(
-        span, embed=embed, head=False, opset=DEFAULT_OPSET, sizes=sizes or Sizes(),
+        span, embed=embed, head=False, opset=DEFAULT_OPSET, one_token=one_token,
         formats=cache.plan.layers[span.start : span.stop], kept=(window.tail, window.sink) if window else (0, 0),
         has_stretches=long,
     )  # fmt: skip

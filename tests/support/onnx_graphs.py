@@ -16,7 +16,7 @@ from small_models import SMALL, small_model
 
 from haarkv.models.qwen3_14b.onnx.model import build
 from haarkv.models.qwen3_14b.onnx.scopes import Qwen3Scopes
-from haarkv.models.qwen3_14b.onnx.spec import GraphSpec, Sizes, stored_values, weight_values
+from haarkv.models.qwen3_14b.onnx.spec import GraphSpec, stored_values, weight_values
 
 CONFIG = SMALL
 WHOLE = range(CONFIG.num_layers)
@@ -84,7 +84,6 @@ __all__ = [
     "WHOLE",
     "GraphSpec",
     "Qwen3Scopes",
-    "Sizes",
     "TensorProto",
     "build",
     "build_graph",

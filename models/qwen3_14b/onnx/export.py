@@ -23,7 +23,6 @@ from haarkv.models.qwen3_14b.onnx.model import build
 from haarkv.models.qwen3_14b.onnx.scopes import Qwen3Scopes
 from haarkv.models.qwen3_14b.onnx.spec import (
     GraphSpec,
-    Sizes,
     coded_values,
     require_opset,
     rope_values,
@@ -172,8 +171,8 @@ def _sizes(config: ModelConfig) -> dict[str, Any]:
 
 def _graphs(export: Export, scopes: Qwen3Scopes, weight_file: StoredWeights) -> Iterator[tuple[str, onnx.ModelProto]]:
     about = tuple(export.about().items())
-    for phase, sizes in (("prefill", Sizes()), ("decode", Sizes(tokens=1))):
-        plan = GraphSpec(export.span, export.embed, export.head, export.opset, sizes, metadata=about)
+    for phase, one_token in (("prefill", False), ("decode", True)):
+        plan = GraphSpec(export.span, export.embed, export.head, export.opset, one_token, metadata=about)
         yield f"{phase}.onnx", build(scopes, plan, weight_file)
 
 

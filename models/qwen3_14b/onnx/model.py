@@ -37,13 +37,12 @@ def build(scopes: Qwen3Scopes, plan: GraphSpec, weight_file: StoredWeights | Non
 
 class _Model:
     def __init__(self, scopes: Qwen3Scopes, plan: GraphSpec) -> None:
-        self.scopes, self.config, self.plan, self.sizes = scopes, scopes.config, plan, plan.sizes
+        self.scopes, self.config, self.plan = scopes, scopes.config, plan
         self.g = Graph(plan.opset)
         self.types = weight_types(scopes, plan)
         formats = {kv_format for pair in plan.formats for kv_format in pair}
         if len({graph_name(kv_format, self.config.heads.head_dim) for kv_format in formats}) < len(formats):
             raise ValueError("two formats of one graph have the same name, which its functions go by")
-        self.one_token = self.sizes.tokens == 1
         self.group = self.config.heads.num_heads // self.config.heads.num_kv_heads
 
     def build(self, weight_file: StoredWeights | None) -> onnx.ModelProto:
@@ -58,28 +57,28 @@ class _Model:
         return self.g.model(name, inputs, outputs, dict(self.plan.metadata), weight_file)
 
     def interface(self) -> tuple[dict[str, TensorType], dict[str, TensorType]]:
-        s, config = self.sizes, self.config
+        config, tokens = self.config, 1 if self.plan.one_token else "tokens"
         heads = config.heads.num_kv_heads
-        states = TensorType(self.scopes.element, (s.batch, s.tokens, config.hidden_size))
-        inputs = {"input_ids": TensorType(_INT64, (s.batch, s.tokens))} if self.plan.embed else {"hidden": states}
+        states = TensorType(self.scopes.element, ("batch", tokens, config.hidden_size))
+        inputs = {"input_ids": TensorType(_INT64, ("batch", tokens))} if self.plan.embed else {"hidden": states}
         if self.plan.span:
-            inputs |= {"past_lens": TensorType(_INT32, (s.batch,)), "block_table": TensorType(_INT32, (s.batch, s.columns))}
+            inputs |= {"past_lens": TensorType(_INT32, ("batch",)), "block_table": TensorType(_INT32, ("batch", "columns"))}
         if any(self.plan.kept):
             count = sum(self.plan.kept)
-            inputs["kept_index"] = TensorType(_INT64, (s.batch, heads, count))
-            inputs["kept_positions"] = TensorType(_INT32, (s.batch, count))
-        if self.plan.head and not self.one_token:
-            inputs["last_rows"] = TensorType(_INT32, (s.batch,))
-        ends = {"logits": TensorType(_FLOAT, (s.batch, config.vocab_size))}
+            inputs["kept_index"] = TensorType(_INT64, ("batch", heads, count))
+            inputs["kept_positions"] = TensorType(_INT32, ("batch", count))
+        if self.plan.head and not self.plan.one_token:
+            inputs["last_rows"] = TensorType(_INT32, ("batch",))
+        ends = {"logits": TensorType(_FLOAT, ("batch", config.vocab_size))}
         outputs = ends if self.plan.head else {"hidden_out": states}
         for layer in self.plan.span:
             for cache_field in self.plan.fields:
                 last, element = self._field(layer, cache_field)
-                paged_shape = (s.blocks, heads, s.block_size, *last)
+                paged_shape = ("blocks", heads, "block_size", *last)
                 inputs[cache_name(layer, cache_field)] = TensorType(
-                    element, (s.kept, *last) if cache_field in WINDOW_FIELDS else paged_shape
+                    element, ("kept", *last) if cache_field in WINDOW_FIELDS else paged_shape
                 )
-                outputs[new_name(layer, cache_field)] = TensorType(element, (s.batch, s.tokens, heads, *last))
+                outputs[new_name(layer, cache_field)] = TensorType(element, ("batch", tokens, heads, *last))
         return inputs, outputs
 
     def _field(self, layer: int, cache_field: str) -> tuple[tuple[int, ...], int]:
@@ -213,11 +212,11 @@ class _Model:
     def _finish(self, hidden: str, begin: str) -> None:
         g, config = self.g, self.config
         if not self.plan.head:
-            lead = g.integers([-1, self.sizes.tokens]) if isinstance(self.sizes.tokens, int) else "batch_and_tokens"
+            lead = g.integers([-1, 1]) if self.plan.one_token else "batch_and_tokens"
             out = g.node("hidden_shape", "Concat", lead, g.integers([config.hidden_size]), axis=0)
             g.node("hidden_out", "Reshape", hidden, out)
             return
-        rows = hidden if self.one_token else g.node("last_hidden", "Gather", hidden, "last_rows")
+        rows = hidden if self.plan.one_token else g.node("last_hidden", "Gather", hidden, "last_rows")
         norm = self._weight(FINAL_NORM)
         scopes, w = self._outer(HEAD_FIELD, EMBEDDING if config.tied else HEAD)
         scopes.head(g, rows, norm, w)

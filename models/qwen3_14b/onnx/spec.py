@@ -29,24 +29,6 @@ NEWEST_OPSET = 26  # the newest that ONNX Runtime 1.31 reads
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Sizes of a graph's inputs: numbers, or names of sizes that may differ from run to run.
-
-    Attributes:
-        batch, tokens: B sequences, Q new tokens each.
-        columns: blocks a sequence in the block table; S = columns * block_size slots are attended to.
-        kept: vectors in BF16 of one side of a layer's cache.
-    """
-
-    batch: int | str = "batch"
-    tokens: int | str = "tokens"
-    columns: int | str = "columns"
-    blocks: int | str = "blocks"
-    block_size: int | str = "block_size"
-    kept: int | str = "kept"
-
-
-@dataclass(frozen=True)
 class GraphSpec:
     """What goes into one model.
 
@@ -54,6 +36,7 @@ class GraphSpec:
         span: layers, by their index in the whole model; none for a head alone.
         embed, head: begin with token ids, end with logits, instead of hidden states.
         opset: version of the standard operators.
+        one_token: of each sequence there is one new token; else their number is an input's size.
         metadata: kept in the model.
         formats: K's and V's in each layer of the span; those of the scopes if empty.
         kept: tokens that a query sees in BF16: the newest, itself among them, and the first ones.
@@ -64,7 +47,7 @@ class GraphSpec:
     embed: bool
     head: bool
     opset: int
-    sizes: Sizes = Sizes()
+    one_token: bool = False
     metadata: tuple[tuple[str, str], ...] = ()
     formats: tuple[tuple[KVFormat, KVFormat], ...] = ()
     kept: tuple[int, int] = (0, 0)

@@ -13,7 +13,6 @@ from onnx_graphs import (
     CONFIG,
     WHOLE,
     Qwen3Scopes,
-    Sizes,
     TensorProto,
     build_graph,
     checker,
@@ -40,8 +39,8 @@ NUMBERS = {"batch": 2, "tokens": 3, "columns": 4, "blocks": 9, "block_size": 128
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("opset", [OLDEST_OPSET, 23, NEWEST_OPSET])
 def test_prefill_and_decode_pass_the_checker_and_shape_inference(dtype, opset):
-    for tokens in ("tokens", 1):
-        model = build_graph(dtype=dtype, opset=opset, sizes=Sizes(tokens=tokens))
+    for one_token in (False, True):
+        model = build_graph(dtype=dtype, opset=opset, one_token=one_token)
         checker.check_model(model, full_check=True)
         shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
         assert len(model.functions) == 6
@@ -73,13 +72,13 @@ def test_two_constants_of_one_name_are_an_error():
 @pytest.mark.parametrize(("name", "expected"), [("mha_d64", 34), ("gqa5_d128", 66), ("gqa2_d256_tied", 130)])
 def test_a_vector_of_the_cache_takes_the_bytes_of_its_format(name, expected):
     config = CONFIGS[name]
-    model = build_graph(config, sizes=Sizes(2, 1, 4, 9, 128))
+    model = build_graph(config)
     nbytes = 0
     for value in model.graph.input:
         if value.name.startswith("layers.0.k_"):
             tensor_type = value.type.tensor_type
             width = helper.tensor_dtype_to_np_dtype(tensor_type.elem_type).itemsize
-            nbytes += width * math.prod(size.dim_value for size in tensor_type.shape.dim)
+            nbytes += width * math.prod(size.dim_value or NUMBERS[size.dim_param] for size in tensor_type.shape.dim)
     assert nbytes == expected * 9 * 128 * config.heads.num_kv_heads
     assert formats.get("tq4").bytes_per_vector(config.heads.head_dim) == expected
 
@@ -109,7 +108,7 @@ def rotated_back(model):
 
 
 def test_no_node_of_decode_holds_a_history_that_was_rotated_back():
-    wrong, large = rotated_back(build_graph(sizes=Sizes(tokens=1)))
+    wrong, large = rotated_back(build_graph(one_token=True))
     assert wrong == []
     assert large >= 2 * len(WHOLE)  # centroids of K and of V are that large, in the rotated domain
 
@@ -120,7 +119,7 @@ def test_rotating_k_back_would_be_seen():
             rotated = super()._centroids(g, side, codes, new_codes, block_table)
             return self._rotate(g, f"{side}_own_domain", rotated, f"{side}_rotation", inverse=True)
 
-    wrong, _ = rotated_back(build_graph(scopes=Careless(CONFIG), sizes=Sizes(tokens=1)))
+    wrong, _ = rotated_back(build_graph(scopes=Careless(CONFIG), one_token=True))
     assert sum("k_own_domain" in name for name in wrong) >= len(WHOLE)
 
 
