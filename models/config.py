@@ -241,12 +241,11 @@ class ModelConfig:
 
     def for_drafts(self, tokens: int) -> ModelConfig:
         """The same model with enough versions of recurrent states to take back so many drafted tokens and the one before."""
-        versions: Any = {"versions": VERSIONS + tokens}
-        layers = (
-            layer if layer.mixer.state_shape is None else replace(layer, mixer=replace(layer.mixer, **versions))  # type: ignore[type-var]
-            for layer in self.layers
-        )
-        return replace(self, layers=tuple(layers))
+
+        def with_versions(mixer: Any) -> Any:
+            return mixer if mixer.state_shape is None else replace(mixer, versions=VERSIONS + tokens)
+
+        return replace(self, layers=tuple(replace(layer, mixer=with_versions(layer.mixer)) for layer in self.layers))
 
     def with_layers(self, count: int) -> ModelConfig:
         """The same model with its first `count` layers."""

@@ -165,7 +165,7 @@ def _reached_by(namespace: Namespace) -> str:
         return (
             f"the server listens on {namespace.host}, this machine alone; --host 0.0.0.0 --api-key KEY opens it to a network"
         )
-    keyless = "" if namespace.api_key else "; whoever reaches it can use it: --api-key KEY asks for a key"
+    keyless = "" if namespace.api_key else "; anyone who reaches it can use it: --api-key KEY asks for a key"
     return f"the server listens on {namespace.host}{keyless}"
 
 

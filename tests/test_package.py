@@ -114,7 +114,7 @@ def installed(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """Somebody's project, with packages that are called as our rooms are."""
+    """Another project, with packages that are called as our rooms are."""
     folder = tmp_path_factory.mktemp("project")
     for name in FOREIGN:
         (folder / name).mkdir()

@@ -233,7 +233,7 @@ def measure(request: Request, on_turn: OnTurn = lambda _: None) -> Report:
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """Whoever ends this process ends the servers as well."""
+    """The servers end with this process."""
 
     def raise_interrupt(*_: object) -> NoReturn:
         raise KeyboardInterrupt

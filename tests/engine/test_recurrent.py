@@ -176,7 +176,7 @@ def cache_files(folder, name="toy"):
 
 
 def padded_rows():
-    """A captured step of four rows, of which one is a sequence: the others belong to nobody, whatever row they name."""
+    """A captured step of four rows, of which one is a sequence: the others belong to no sequence, whatever row they name."""
     model = hybrid(attention=False)
     executor = ReferenceExecutor(model)
     cache, paging = new_cache(model.config, KVSpec("tq4").plan(2), sequences=1, tokens=64, block_size=16)

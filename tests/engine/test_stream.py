@@ -1,4 +1,4 @@
-"""A text piece by piece: the pieces add up, whoever leaves stops the model, and sessions show themselves in a line."""
+"""A text piece by piece: the pieces add up, leaving the loop stops the model, and sessions show themselves in a line."""
 
 import signal
 import threading
@@ -69,7 +69,7 @@ def test_whoever_leaves_the_loop_stops_the_model(session):
     while threading.active_count() > before:
         assert time.monotonic() < until
         time.sleep(0.01)
-    assert session.generate("a", max_new_tokens=1).texts == ["b"]  # and nobody holds the session
+    assert session.generate("a", max_new_tokens=1).texts == ["b"]  # the session is free
 
 
 def test_a_stream_that_is_interrupted_in_the_prompt_reads_no_further(session):

@@ -1,4 +1,4 @@
-"""Dense layers of few tokens run in one call a stretch: to the bits of the ops one by one, and not where somebody looks on."""
+"""Dense layers of few tokens run in one call a stretch: to the bits of the ops one by one, and not where ops are observed."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_a_plan_of_layers_that_differ_and_a_cache_of_another_calibration():
 
 
 def test_k_and_v_behind_two_rotations():
-    """A format of somebody's own, with other matrices than `tq4`'s."""
+    """A format outside the registry, with other matrices than `tq4`'s."""
     others = Transform(lambda layer, dim: haar_rotation(9 + layer, dim))
     custom_format = RotatedFormat("own", "", 4, lambda dim: replace(TQ4.description(dim), transform=others))
     assert lowest_cosine(CONFIG, torch.float32, KVPlan(((custom_format, TQ4),) * CONFIG.num_layers)) >= 0.99999
@@ -165,7 +165,7 @@ def with_turns(base_calibration, change):
 TURNS = {
     "all": lambda inv_freq: inv_freq,
     "some numbers": lambda inv_freq: inv_freq[:10],
-    "nobody knows": lambda inv_freq: inv_freq[:0],
+    "unknown": lambda inv_freq: inv_freq[:0],
 }
 
 

@@ -89,7 +89,7 @@ def scenario(engine: Engine) -> tuple[CheckedEngine, list[int]]:
     harness.forward([second], [min(CHUNK, 320 - known_second)])
     engine.go_on(first, 2)
     harness.forward([first], [2])
-    engine.manager.free(other)  # put off; its blocks go to whoever asks
+    engine.manager.free(other)  # put off; its blocks go to the next request
     third, _ = harness.begin("third", tokens(200, 4))
     harness.forward([third], [CHUNK])
     second_try, known_back = harness.begin("back", tokens(70, 2))

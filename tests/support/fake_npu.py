@@ -1,4 +1,4 @@
-"""A package `torch_npu` on disk that behaves as the real one does to whoever imports torch, and a machine that has it."""
+"""A package `torch_npu` on disk that behaves as the real one does when torch is imported, and a machine that has it."""
 
 import os
 import subprocess

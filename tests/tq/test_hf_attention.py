@@ -225,7 +225,7 @@ def test_a_tail_that_was_cropped_is_read_where_it_lies(options, sdpa_distances):
 
 
 def test_other_attention_gets_numbers():
-    """Whoever computes with what `update` returns sees the restored tensor."""
+    """Code that computes with what `update` returns sees the dequantized tensor."""
     model = build()
     model.set_attn_implementation(IMPLEMENTATION)
     cache, plain = tq.TQCache(model.config, "tq4"), tq.TQCache(build().config, "tq4")

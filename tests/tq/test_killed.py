@@ -185,7 +185,7 @@ def test_the_temporary_folder_of_a_living_process_stays(tmp_path):
         assert os.read(ready, 1) == b"x"
         living = names_in(tmp_path)
         (tmp_path / "haarkv-kind-notes").mkdir()  # what only looks like one
-        (tmp_path / "haarkv-kind-1-abc").mkdir()  # of a process that runs, whoever's it is
+        (tmp_path / "haarkv-kind-1-abc").mkdir()  # of any process that runs
         with TemporaryFolder("kind", tmp_path):
             pass
         assert names_in(tmp_path) == sorted([*living, "haarkv-kind-notes", "haarkv-kind-1-abc"])

@@ -102,7 +102,7 @@ def test_what_is_asked_for_reaches_vllms_processes_and_nothing_else_does(monkeyp
     ("flags", "phrase"),
     [
         ({}, "127.0.0.1, this machine alone; --host 0.0.0.0 --api-key KEY opens it"),
-        ({"host": "0.0.0.0"}, "on 0.0.0.0; whoever reaches it can use it: --api-key KEY"),
+        ({"host": "0.0.0.0"}, "on 0.0.0.0; anyone who reaches it can use it: --api-key KEY"),
         ({"host": "0.0.0.0", "api_key": ["secret"]}, "on 0.0.0.0"),
         ({"uds": "/run/it"}, "at the socket /run/it"),
     ],

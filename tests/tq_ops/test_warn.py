@@ -1,4 +1,4 @@
-"""A warning names the line of whoever uses the package."""
+"""A warning names the caller's line outside the package."""
 
 import inspect
 import warnings
@@ -30,5 +30,5 @@ def test_the_first_line_outside_of_the_package_is_named_however_deep():
 def test_another_package_is_named_itself():
     with warnings.catch_warnings(record=True) as records:
         warnings.simplefilter("always")
-        make_function("somebody")("careful", 3)
-    assert [one.filename for one in records] == ["somebody.py"]
+        make_function("user")("careful", 3)
+    assert [one.filename for one in records] == ["user.py"]

@@ -106,7 +106,7 @@ class Batch:
     def in_ring(self, blocks: int, block_size: int) -> Batch:
         """The batch of a layer with rings: block j of a sequence is `row * blocks + j % blocks`.
 
-        A token without a slot has none here either. Cached; does not wait for a device.
+        A token without a slot gets no slot in the ring. Cached; does not wait for a device.
         """
         key = blocks, block_size
         if key not in self._in_rings:

@@ -72,25 +72,25 @@ class PagedKVCache:
     stored together: one head's codes of one block are contiguous, the tile that a fused kernel loads. Slot s is row
     s % block_size of block s // block_size.
 
-    Layers that keep all tokens use the blocks of `PagedSequences`. Layers with a sliding window keep a ring of blocks a row,
-    whose table follows from the rows (`Batch.in_ring`); a `view` has the batch as its layer has it.
+    Layers without a sliding window use the blocks of `PagedSequences`. A layer with one has a ring of blocks for each row, one
+    a sequence; `view` replaces a batch's slots and block table by those of the ring (`Batch.in_ring`).
 
     Args:
         plan: formats of each layer's K and V.
         shapes: of each layer, None where it has no K and V; or one for all layers.
-        num_blocks: blocks of each layer that keeps all tokens.
-        num_rows: sequences at a time, for windows, rings and states; `num_blocks` by default.
+        num_blocks: blocks of each layer without a sliding window.
+        num_rows: most sequences at a time; `num_blocks` by default.
         row_blocks: most blocks of one sequence; `num_blocks` by default.
-        chunk: most new tokens of a sequence in one forward, where there is a tail.
-        room: new tokens that each layer always has room for; `open` makes room for more. `chunk` by default.
-        ring_chunk: new tokens that a ring has room for; `RING_CHUNK` by default, `WINDOW_CHUNK` with a tail.
+        chunk: with a tail, most new tokens of a sequence in one forward.
+        room: the tail's ring holds R + `room` tokens; `open` makes it larger for a while. `chunk` by default.
+        ring_chunk: most new tokens that a sliding-window layer stores at once; `RING_CHUNK`, with a tail `WINDOW_CHUNK`.
         pages: layer -> existing memory as `kv.layer` lays it out, [num_blocks, page_bytes] uint8; only these layers are held.
         states: layer -> shape of another mixer's state.
     Attributes:
         kv: the layers with K and V.
-        states: all layers, those included.
+        states: the memory of every layer: `kv` and other mixers' states.
         most_new_tokens: most new tokens of a sequence in one batch; None for any number.
-        most_undone: of those, as many as can be taken back; None for any number.
+        most_undone: most new tokens that can be taken back; None for any number.
     Raises:
         InputError: a format has no layout for a layer's head_dim, block size or number of KV heads.
     """
@@ -210,10 +210,10 @@ class PagedKVCache:
 
     @contextmanager
     def open(self, layer: int, batch: Batch, always: bool = False) -> Iterator[LayerView]:
-        """A layer with room for all new tokens of a batch beside its tail; store K and V and attend while it is open.
+        """A layer whose tail has room for all new tokens of a batch; store K and V and attend while it is open.
 
-        The extra room is temporary memory. On exit the newest tokens are copied back; after an error none are. Waits for a
-        device only in `Batch.at_most`.
+        Where they do not fit, a larger ring replaces the layer's until exit; then the newest tokens are copied back to the
+        layer's own ring, or none after an error. Only `Batch.at_most` waits for a device.
 
         Args:
             always: use the extra room even where the tokens fit, so that a compiled program finds one size.
@@ -252,14 +252,14 @@ class PagedKVCache:
         return out
 
     def require_room(self, batch: Batch, layer: int | None = None) -> None:
-        """Refuse a batch that does not fit: into one forward, or with `layer` into that layer now. Waits for a device only in
-        `Batch.at_most`.
+        """Refuse a batch with too many new tokens for one forward, or for `layer` as it is now (larger while it is open). Only
+        `Batch.at_most` waits for a device.
 
         Raises:
             ValueError: too many new tokens of a sequence.
         """
         if (most := self.most_new_tokens) is not None and not batch.at_most(most):
-            raise ValueError(f"this cache takes at most {most} new tokens of a sequence at a time: it has a tail or a window")
+            raise ValueError(f"this cache takes at most {most} new tokens of a sequence at a time: it has a tail or a ring")
         if layer is None:
             return
         if (most := self._most(layer)) is not None and not batch.at_most(most):

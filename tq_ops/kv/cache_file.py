@@ -91,7 +91,7 @@ class Origin:
                 state_tensors = _expected_state(state, part, layer, name)
                 expected |= {f"layers.{layer}.{key}": shape_and_dtype for key, shape_and_dtype in state_tensors.items()}
             if names := sorted(expected.keys() ^ part.tensors.keys()):
-                raise InputError(f"{name} does not fit this cache: {names[0]} is missing, or nobody's")
+                raise InputError(f"{name} does not fit this cache: {names[0]} is missing, or not of this cache")
             for key, shape_and_dtype in expected.items():
                 tensor = part.tensors[key]
                 if (actual := (tuple(tensor.shape), tensor.dtype)) != shape_and_dtype:

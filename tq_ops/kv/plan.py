@@ -30,8 +30,8 @@ class KVPlan:
 
     Attributes:
         layers: formats of K and V by layer.
-        recent: tokens that a query sees in BF16, itself included; None for the fewest that each format needs.
-        sink: first tokens that every query sees in BF16.
+        recent: length R of the BF16 tail, the query's own token included; None for the shortest that each format needs.
+        sink: first tokens that stay in BF16; visible to every query that the sliding window, if any, lets see them.
         context: most tokens of a sequence for which learned coordinates hold; None for any number.
     """
 
@@ -93,12 +93,12 @@ class KVPlan:
         return any(self.has_window(kv_format) for kv_format in self.formats)
 
     def ring_tokens(self, kv_format: KVFormat, room: int = WINDOW_ROOM) -> int:
-        """Newest tokens that one side's residual window has room for, besides sinks: its tail and `room` new ones."""
+        """Ring length of K's or V's residual window: R + `room`; 0 without a tail."""
         tail = self.tail(kv_format)
         return tail + room if tail and kv_format.lossy else 0
 
     def ring_chunk(self, most: int = RING_CHUNK, chunk: int = WINDOW_CHUNK) -> int:
-        """New tokens at once in a layer with a sliding window: `most`, and no more than `chunk` where there is a tail."""
+        """Most new tokens of a sequence that a sliding-window layer stores at once: `most`; with a tail at most `chunk`."""
         return min(most, chunk) if any(map(self.ring_tokens, self.formats)) else most
 
     def _by_layer(self, shapes: Shapes) -> Iterator[tuple[KVShape, tuple[KVFormat, KVFormat]]]:
@@ -108,11 +108,11 @@ class KVPlan:
                 yield shape, pair
 
     def bytes_per_token(self, shapes: Shapes) -> float:
-        """Bytes of one more token in all layers that keep all tokens, scales included, residual windows not."""
+        """Bytes of one more token in the layers without a sliding window; with scales, without residual windows."""
         return sum(_token_bytes(shape, pair) for shape, pair in self._by_layer(shapes) if shape.window is None)
 
     def ring_bytes(self, shapes: Shapes, row_blocks: int, block_size: int = BLOCK_SIZE) -> float:
-        """Bytes of one sequence's rings in all layers with a sliding window; `row_blocks` is its blocks in other layers."""
+        """Bytes of one sequence in the layers with a sliding window; `row_blocks` blocks hold it in the other layers."""
         chunk = self.ring_chunk()
         rings = ((shape, pair, shape.ring_blocks(row_blocks, block_size, chunk)) for shape, pair in self._by_layer(shapes))
         return sum(ring * block_size * _token_bytes(shape, pair) for shape, pair, ring in rings if ring is not None)

@@ -1,7 +1,7 @@
-"""The residual window: tokens that stay in BF16 beside the packed ones, the newest in a ring and the first for good (sinks).
+"""The residual window: a BF16 copy of the newest tokens (the tail, in a ring) and of the first ones (sinks).
 
-Each token is packed as soon as its group is full. Which queries see it packed follows from positions alone, so results do not
-depend on how a prompt is cut into chunks.
+Every token is also packed, as soon as its group is full: for a while it is stored twice. Positions alone decide whether a
+query reads the BF16 or the packed copy, so results do not depend on how a prompt is cut. A sliding window hides both.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Groups:
 
 
 class ResidualWindow:
-    """Tokens of K or V of one layer in BF16. Token j lies at `sink + j % ring`; a sink also at j.
+    """Tokens of K or V of one layer in BF16. Token j lies at `sink + j % ring`; a sink also at j, for good.
 
     Args:
-        tail: R, the most recent tokens that a query sees in BF16, itself included.
-        sink: first tokens that every query sees in BF16.
+        tail: R, the newest tokens that a query reads in BF16, its own included.
+        sink: first tokens, read in BF16.
         group: G, tokens that are packed together.
-        ring: newest tokens that fit: R and some new ones; 0 without a tail.
+        ring: tokens that the ring holds: R + `WINDOW_ROOM`, or R + a forward's new tokens; 0 without a tail.
         num_rows: sequences at a time.
         dtype: of the vectors; kernels read BF16 only.
     """
@@ -56,7 +56,7 @@ class ResidualWindow:
         return self.sink + positions % max(self.ring, 1)
 
     def places(self, positions: Tensor) -> Tensor:
-        """Places of tokens: sinks at their positions, others in the ring; 0 without a ring, where the others are not."""
+        """Places of tokens: sinks at their positions, others in the ring; 0 for tokens that are not here."""
         return torch.where(positions < self.sink, positions, self.in_ring(positions) if self.ring else 0)
 
     def holds(self, positions: Tensor, lengths: Tensor | int) -> Tensor:
@@ -64,7 +64,7 @@ class ResidualWindow:
         return ((positions < self.sink) | (positions >= lengths - self.ring)) & (positions < lengths)
 
     def first_recent(self, position: T) -> T:
-        """The first token of the tail that a query at this position sees; at most 0 if the tail covers all."""
+        """First token of the tail of a query at this position; 0 or less if the tail covers all tokens."""
         return self.group * ((position - self.tail) // self.group + 1)
 
     def write(self, x: Tensor, batch: Batch) -> None:
@@ -86,7 +86,7 @@ class ResidualWindow:
         heads, _, head_dim = self.vectors.shape[1:]
         wide.vectors = self.vectors.new_zeros(len(self.vectors), heads, self.sink + wide.ring, head_dim)
         starts = batch.seq_lens.long() - batch.query_start_loc.diff()
-        # Positions below 0 fall on places that no token uses.
+        # Positions below 0 fall on places that are not in use yet.
         before = starts.unsqueeze(1) - 1 - torch.arange(self.tail, device=starts.device)
         rows = batch.rows.unsqueeze(1)
         wide.vectors[rows, :, wide.in_ring(before)] = self.vectors[rows, :, self.in_ring(before)]
@@ -154,9 +154,9 @@ class ResidualWindow:
         return vectors.masked_fill(~in_window[:, None, :, None], 0.0)
 
     def visible(self, positions: Tensor, tokens: int) -> Tensor:
-        """[..., tokens] bool: which of the first `tokens` tokens queries at positions [...] see in BF16. Not causally masked.
+        """[..., tokens] bool: which of the first `tokens` tokens queries at positions [...] read in BF16. Not causally masked.
 
-        while recent > R: the oldest G are seen packed, recent -= G
+        Tokens leave the tail in whole groups of G, so a tail holds R - G + 1 to R tokens.
         """
         key_positions = torch.arange(tokens, device=positions.device)
         return (key_positions < self.sink) | (key_positions >= self.first_recent(positions).unsqueeze(-1))
@@ -176,7 +176,7 @@ def _token_rows(batch: Batch) -> Tensor:
 class ResidualBlocks(ResidualWindow):
     """Tokens in BF16 that lie in blocks: `Batch.window_slots` of new tokens, `Batch.window_table` of all.
 
-    Their owner keeps only the blocks that some query sees in BF16; other entries of a table are not read.
+    vLLM, which owns the blocks, frees those that no query reads in BF16; their table entries are not read.
 
     Args:
         vectors: [num_blocks, Hkv, block_size, D] bf16, each block contiguous.

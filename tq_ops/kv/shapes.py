@@ -10,11 +10,11 @@ from typing import NamedTuple
 BLOCK_SIZE = 128
 """Tokens of a block of a paged cache."""
 WINDOW_CHUNK = 64
-"""New tokens of a sequence that a cache with a tail in BF16 takes at once."""
+"""With a BF16 tail, a forward takes up to 64 new tokens of a sequence."""
 WINDOW_ROOM = 16
-"""Of those, as many as each layer keeps room for beside the tail; more have room while the layer runs, and no longer."""
+"""The tail's ring holds R + 16 tokens. While a layer runs with more new tokens, its ring is temporarily larger."""
 RING_CHUNK = 512
-"""New tokens of a sequence that a layer with a sliding window takes at once; it keeps room for them beside the window."""
+"""A layer with a sliding window stores up to 512 new tokens of a sequence at once; longer prompts are cut for it."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,14 @@ class KVShape:
 
     @property
     def numbers(self) -> int:
-        """Of K, and of V, of one token."""
+        """Numbers in one token's K; V has as many."""
         return self.num_kv_heads * self.head_dim
 
     def ring_blocks(self, row_blocks: int, block_size: int = BLOCK_SIZE, chunk: int = RING_CHUNK) -> int | None:
         """Blocks of a sequence's ring, at most `row_blocks`; None without a sliding window.
 
-        The first new token of a chunk still sees `window - 1` tokens before it, wherever the chunk begins in a block.
+        A token is overwritten by the one `ring_blocks * block_size` positions later. The ring spans `chunk` new tokens and the
+        `window - 1` before them, which touch one block more where the first of them lies within a block.
         """
         if self.window is None:
             return None

@@ -45,7 +45,7 @@ def test_so_does_a_structure_around_it():
 
 
 def test_tables_outlive_the_caches_of_other_modules():
-    """Attention after whoever computed the tables has forgotten them, and their memory was used again."""
+    """Attention after the tables were freed by their owner and their memory was used again."""
     open_table(CPU[0])
     ops, case = CpuOps("portable"), Case("tq4", 64, 2, 1, 8, (20,), (1,))
     kv_cache, batch = filled(case)

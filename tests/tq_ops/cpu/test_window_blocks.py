@@ -1,4 +1,4 @@
-"""Tokens in BF16 in blocks of their own are read as those in a ring are, whoever owns the blocks that were given back."""
+"""Tokens in BF16 in blocks of their own are read as those in a ring are, whatever the freed blocks hold now."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ FORWARDS = [[27, 5, 0], [27, 20, 9], [27, 0, 1], [1, 1, 1], [27, 1, 27], *([[1, 
 
 
 class WindowBlocks:
-    """Blocks of tokens in BF16 as vLLM hands them out: a window's and the first stay, all others go to whoever asks next.
+    """Blocks of tokens in BF16 as vLLM hands them out: a window's and the first stay, all others go to the next request.
 
-    Block 0 is nobody's, and stands in tables where a block was given back.
+    Block 0 belongs to no sequence, and stands in tables where a block was given back.
 
     Args:
         num_blocks, block_size: of the pool.
@@ -57,7 +57,7 @@ class WindowBlocks:
 
 
 def spoil(vectors: Tensor, blocks: list[int]) -> None:
-    """What is nobody's is no number."""
+    """Blocks of no sequence hold NaN."""
     vectors[[0, *blocks]] = float("nan")
 
 

@@ -205,7 +205,7 @@ def test_tables_that_are_built_in_are_those_of_one_format():
 
 
 def test_a_copy_of_a_format_under_another_name_is_read_by_all():
-    """Nobody asks for a name: equal descriptions are the same to every backend."""
+    """Names do not matter: equal descriptions are the same to every backend."""
     copy = RotatedFormat("copy", "", 4, formats.get("tq4").description)
     for reads in ALL.values():
         assert unsupported(reads, KVPlan.uniform(copy, copy, 2), KVShape(2, 128)) is None

@@ -43,7 +43,7 @@ def write(cache, batch, rows, seeds):
 
 
 def books(paging):
-    """All that is kept of sequences; of a table what its blocks fill, for what lies behind them is nobody's."""
+    """All that is kept of sequences; of a table what its blocks fill, for what lies behind them belongs to no sequence."""
     state = copy.deepcopy(vars(paging))
     state["_tables"] = {
         sequence: table[: len(state["_blocks"][sequence])].tolist() for sequence, table in state["_tables"].items()

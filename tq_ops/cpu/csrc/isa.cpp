@@ -104,7 +104,7 @@ const Kernels& kernels_of(int isa) {
 #if defined(HAARKV_PORTABLE)
     static const Kernels portable = kernels_by(portable::add_attention, portable::add_dense, portable::add_blocks);
 #else
-    static const Kernels portable{};  // nobody asks for what is not available
+    static const Kernels portable{};  // never asked for where it is not available
 #endif
     return portable;
 }

@@ -6,7 +6,7 @@ template <int R> struct KeptRows {
     const int32_t* table = nullptr;
     int64_t block_stride = 0;
     int dim, sink = 0, ring = 1, block_size = 0;
-    int from[R], first = INT32_MAX;  // row r sees keys before `sink` and from from[r] on; `first` is the least of these
+    int from[R], first = INT32_MAX;  // query r reads keys before `sink` and from from[r] on in BF16; the least from[r]
 
     KeptRows(const Side& side, const Cache& cache, const Tile& tile) : dim(cache.head_dim) {
         const Kept& kept = side.kept;
@@ -19,7 +19,7 @@ template <int R> struct KeptRows {
         for (int r = 0; r < R; ++r) {
             const int behind = tile.limits[r] - 1 - kept.tail;  // the newest token that is no longer in the tail
             from[r] = behind < 0 ? 0 : behind + 1;
-            if (tile.limits[r] > 0) first = smaller(first, from[r]);  // the others see nothing
+            if (tile.limits[r] > 0) first = smaller(first, from[r]);  // a padding row has no limit and sees nothing
         }
     }
 
@@ -66,8 +66,8 @@ template <int R> class KeptAhead {
     const int end_;
 };
 
-// The same in one block. Of what row r sees of it, keys begin[r] ... end[r] - 1 are packed, the others in BF16. `first` ...
-// n - 1 and 0 ... `sinks` - 1 are all keys that any row sees in BF16; `packed`, and none behind, are all that any sees packed.
+// Which keys of one block each query reads packed: begin[r] ... end[r] - 1; the others that it sees, in BF16. Over all queries,
+// keys 0 ... `sinks` - 1 and `first` ... n - 1 are read in BF16, and keys before `packed` are read packed.
 template <int R> struct KeptKeys {
     int begin[R], end[R], sinks = 0, first, packed = 0, base;
     bool any = false;  // whether some row sees a key in BF16

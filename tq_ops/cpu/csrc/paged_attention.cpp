@@ -111,7 +111,7 @@ class Cutter {
         Keys keys{std::numeric_limits<int>::max(), 0};
         for (int64_t end = std::min(rows(), row_ + kPassRows), row = row_; row < end; row += kMaxRows, ++pass.tiles)
             add_tile(wave, row, static_cast<int>(std::min<int64_t>(kMaxRows, end - row)), keys);
-        // Splits begin at fixed places of a sequence. What lies before all windows is left out of the first.
+        // Splits begin at fixed places of a sequence. The first split skips blocks before the sliding windows of all queries.
         const int first = keys.begin / a_.cache.block_size;
         const int end = static_cast<int>(divide_up(keys.end, a_.cache.block_size));
         for (int block = first / blocks_per_split * blocks_per_split; block < end; block += blocks_per_split, ++pass.splits)

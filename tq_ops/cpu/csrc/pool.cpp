@@ -50,7 +50,7 @@ class Pool {
         if (asleep) work_.notify_all();
         take(0);
         {
-            // A worker that has not woken by now gets no seat, and nobody waits for it.
+            // A worker that has not woken by now gets no seat, and is not waited for.
             std::lock_guard<std::mutex> lock(mutex_);
             seats_ = 0;
         }

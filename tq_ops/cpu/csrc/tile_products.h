@@ -51,7 +51,7 @@ struct At {
 };
 
 // Of rows by tiles products each(At): done(At, sums). A product's sums are stored while the next one runs, and looked at while
-// the one after that does. What the first turn stores means nothing, and nobody looks at it.
+// the one after that does. What the first turn stores means nothing and is not read.
 template <class Each, class Done> inline void multiply_all(int rows, int tiles, int chunks, Each each, Done done) {
     alignas(64) int32_t sums[2][kSums];
     const int n = rows * tiles;
@@ -92,7 +92,7 @@ struct RowBytes {
     static int64_t floats(const Cache& cache) { return (size_of_q(cache) + size_of_p()) / 4; }
 
     RowBytes(const Cache& cache, float* scratch) : q(reinterpret_cast<int8_t*>(scratch)), p(q + size_of_q(cache)) {}
-    // Levels past the last; what is in rows that no tile has, or has not written yet, only meets sums that nobody reads.
+    // Levels past the last; what is in rows that no tile has, or has not written yet, only meets sums that are not read.
     void clear(const Cache& cache) {
         if (cache.k.levels % kChunk) std::memset(q, 0, size_of_q(cache));
     }
