@@ -134,7 +134,8 @@ struct Avx512 {
             store(out + i, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + i))));
         for (; i < stride; ++i) out[i] = i < n ? half_to_float(p[i]) : 0.0f;
     }
-    static void transpose(const uint8_t* codes, int words, int keys, uint32_t* out, int stride) {
+    __attribute__((always_inline)) static void transpose(const uint8_t* codes, int words, int keys, uint32_t* out,
+                                                         int stride) {
         alignas(64) uint8_t copy[width * kMaxWords * 4];
         if (keys < width) {
             for (int i = 0; i < width; ++i)
