@@ -74,10 +74,9 @@ class _Model:
         for layer in self.plan.span:
             for cache_field in self.plan.fields:
                 last, element = self._field(layer, cache_field)
-                paged_shape = ("blocks", heads, "block_size", *last)
-                inputs[cache_name(layer, cache_field)] = TensorType(
-                    element, ("kept", *last) if cache_field in WINDOW_FIELDS else paged_shape
-                )
+                shape: tuple[int | str, ...] = ("blocks", heads, "block_size", *last)
+                shape = ("kept", *last) if cache_field in WINDOW_FIELDS else shape
+                inputs[cache_name(layer, cache_field)] = TensorType(element, shape)
                 outputs[new_name(layer, cache_field)] = TensorType(element, ("batch", tokens, heads, *last))
         return inputs, outputs
 
