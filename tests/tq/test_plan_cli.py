@@ -10,7 +10,7 @@ from haarkv.tq_ops.kv import plan_file
 from haarkv.tq_ops.kv.model_shape import ModelShape
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.fidelity import evaluation
-from haarkv.validation.planning import candidates
+from haarkv.validation.planning import planner
 
 TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n"
 UNSEEN = "def bridge(name, quest):\n    if quest == 'grail':\n        return name\n    raise KeyError(quest)\n"
@@ -100,7 +100,7 @@ def test_an_interrupt_leaves_the_old_plan_and_what_was_measured(tq, tmp_path, mo
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(candidates, "verify", stop)
+        patch.setattr(planner, "verify", stop)
         assert plan(tq, "--resume", "run.json")[0] == 130
     assert (tmp_path / "new.json").read_text() == "old"
     assert set(tmp_path.iterdir()) == before | {tmp_path / "run.json"}
