@@ -298,7 +298,7 @@ DAMAGED_MODELS = [
     (file("config.json", json.dumps(CONFIG | {"model_type": "gemma2"})), "", "config.json is a gemma2 model; this project"),
     ({"config": {"quantization_config": {"quant_method": "awq"}}}, "", "its weights are quantized by awq, which is not read"),
     (without("model.safetensors"), "", "no weights", "model.safetensors"),
-    (lambda folder: cut_off(write_checkpoint(folder, shards=3) / FIRST), "", FIRST, "truncated", "model.layers."),
+    (lambda folder: cut_off(write_checkpoint(folder, shards=3) / FIRST), "", FIRST, "cannot be read", "fetch it again"),
     (without(FIRST, shards=3), "", FIRST, "missing", "model.layers."),
     *((file(INDEX, text), "", INDEX) for text in ("[]", "{}", '{"weight_map": [1]}', b"\xff")),
     (lying_index, "", shard_name(0, 2), FINAL_NORM),
