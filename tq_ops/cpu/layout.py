@@ -79,7 +79,7 @@ def layout(kv_format: KVFormat, layer: int, head_dim: int) -> Layout:
     if kv_format.plain:
         return Layout(head_dim)
     description = kv_format.description(head_dim)
-    assert description is not None, "misfit() lets formats of rotated levels pass alone"
+    assert description is not None, "unsupported() refuses formats without a description"
     return _layout(description, layer)
 
 

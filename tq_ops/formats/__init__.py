@@ -6,8 +6,8 @@
 >>> [f.name for f in formats.parse("k=bf16,v=tq4")]
 ['bf16', 'tq4']
 
-To add one: a class with the members of `KVFormat`, or a `RotatedFormat` and its description, and an entry in `_FORMATS`.
-Executors that read its kind then run it; CONTRIBUTING.md lists the files.
+To add one: a subclass of `KVFormat`, or a `RotatedFormat` with a description, and an entry in `_FORMATS`. Which executors run
+it follows from its description (`kv.kernel_support`); CONTRIBUTING.md lists the files.
 """
 
 from __future__ import annotations

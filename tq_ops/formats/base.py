@@ -34,8 +34,8 @@ class Part(NamedTuple):
     """A stored tensor of a format, for every head_dim.
 
     Attributes:
-        bits: of each number of a vector; 0 for one number a block (or a vector, without blocks).
-        axes: of one group's tensor.
+        bits: stored for each coordinate; 0 for a field with one number a block (or a vector, without blocks).
+        axes: number of axes of the field's tensor for one group.
     """
 
     name: str
@@ -64,7 +64,8 @@ def stored_bytes(fields: dict[str, Field]) -> int:
 class KVFormat:
     """How K or V vectors are stored; knows no cache and no device.
 
-    `layout` gives fields and bytes, `unpack` the levels, of every format.
+    `layout` gives fields and bytes, `unpack` the levels; a format whose bytes do not follow head_dim times bits overrides
+    `fields` and `levels`.
 
     Attributes:
         name: in `formats.get` and `--kv`.

@@ -77,9 +77,10 @@ class Transform:
 
 @dataclass(frozen=True)
 class Description:
-    """What a backend needs to know of a format at one head_dim. Equal descriptions store equal bytes.
+    """What a backend needs to know of a format at one head_dim: formats of equal descriptions must store equal bytes.
 
-    Fields are `codes` (`pack_planes` or `pack_columns`) and `scale` in FP16, which saturates. A unit vector is rounded to BF16
+    So a format has a description only if its fields are `codes`, packed by `pack_planes` (or `pack_columns`), and `scale` in
+    FP16, which saturates. A unit vector is rounded to BF16
     before it is rotated.
 
     Attributes:
