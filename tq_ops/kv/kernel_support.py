@@ -82,7 +82,7 @@ def wrong_head_dim(reads: KernelSupport, head_dim: int) -> str | None:
 
 
 def unsupported_format(reads: KernelSupport, kv_format: KVFormat, head_dim: int) -> str | None:
-    """None, or in one sentence why a backend cannot read a format. Whether it takes head_dim is not checked (`wrong_head_dim`)."""
+    """None, or in one sentence why a backend cannot read a format; `wrong_head_dim` checks head_dim."""
     try:
         if _takes(reads, kv_format, head_dim):
             return None

@@ -70,9 +70,10 @@ def _part_figures(
 ) -> Values:
     """Figures of one part; fields [n, Hkv, *].
 
-    A vector with a level off by more than one is a fault if it lies too far from what was to be stored; else it counts as one
-    changed level. If K is d away from the reference's, the nearest stored vector is up to 2 d farther than the reference's
-    nearest; and two of a format's sizes may fit equally well.
+    A vector with a level off by more than one, or with changed levels at another scale, is a fault if it lies too far from the
+    vector to store; else it counts as one changed level. Too far: at the reference's scale, farther than the reference's
+    stored vector; at another scale (learned keys may fit two equally well), than 1.5 times as far; plus what honest runs' K
+    may be off, since the vector stored for a K that is d away lies up to 2 d farther.
     """
     layer = part.layer
     pair = by_token(ours), by_token(theirs)
@@ -84,12 +85,13 @@ def _part_figures(
     level_distance = (levels[0].int() - levels[1].int()).abs()
     decoded_pair = [part.kv_format.dequantize(fields, layer) for fields in pair]
     first, second = (vector_lengths(vectors) for vectors in decoded_pair)
-    far, changed_levels = (level_distance > 1).any(-1), (level_distance > 0).sum(-1)
+    changed_levels, resized = (level_distance > 0).sum(-1), _size_changes(*pair)
+    far = (level_distance > 1).any(-1) | (changed_levels > 0) & resized
     if bool(far.any()):
         x = part.vectors_to_store(*kv, batch).transpose(0, 1)
         near, off = (part.kv_format.length(vectors - x, layer) for vectors in decoded_pair)
         reach = torch.zeros_like(near) if reach is None else reach
-        equal = far & (off <= torch.where(_size_changes(*pair), bounds.FARTHER * near, near) + 2 * bounds.FARTHER * reach)
+        equal = far & (off <= torch.where(resized, bounds.FARTHER * near, near) + 2 * bounds.FARTHER * reach)
         far, changed_levels = far & ~equal, torch.where(equal, 1, changed_levels)
     long = torch.where((level_distance > 0).any(-1), 0.0, second / first.clamp(min=1e-300) - 1)
     for kind, numbers in (("changed", changed_levels), ("leaps", far), ("length", long)):
@@ -102,9 +104,9 @@ _ANOTHER_SIZE = 1 / 16
 
 
 def _size_changes(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Tensor:
-    """[Hkv, n] bool: vectors that are stored at another size."""
-    one, other = (fields["scale"].float().unsqueeze(-1).flatten(2) for fields in (ours, theirs))
-    return ((other - one).abs() > _ANOTHER_SIZE * one.abs()).any(-1)
+    """[Hkv, n] bool: vectors that are stored at another scale; fields [Hkv, n, *]."""
+    scales = [(x.float(), theirs[name].float()) for name, x in ours.items() if x.is_floating_point()]
+    return torch.stack([((y - x).abs() > _ANOTHER_SIZE * x.abs()).unsqueeze(-1).flatten(2).any(-1) for x, y in scales]).any(0)
 
 
 def compare_stored(cache: PagedKVCache, layer: int, batch: Batch, ours: Snapshot, theirs: Snapshot) -> StoredComparison:
