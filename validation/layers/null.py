@@ -30,10 +30,9 @@ _MANY = 32
 class Figure(NamedTuple):
     """A figure of one stage and KV head (-1: of all heads, or of a stage without heads).
 
-    "energy": squared distance from the reference, in units of what fourteen roundings of one number make. "gain": how much too
-    large a result is. "slip NAME": how far it lies along a known mistake, 1 being all of it. "changed": levels that differ.
-    "leaps": vectors with a level that differs by more than one step and that are worse for it. "length": by how much vectors
-    of equal levels are too long.
+    "energy": squared distance from the reference; 1 is fourteen numbers off by one rounding each. "gain": how much too large a
+    result is. "slip NAME": how far it lies along a known mistake, 1 being all of it. "changed": levels that differ. "leaps":
+    vectors that are too far off (`judge`). "length": by how much vectors of equal levels are too long.
     """
 
     stage: str
@@ -99,7 +98,7 @@ def excess(figure: Figure, candidate: float, honest: Sequence[float], rounds: bo
     least = bounds.LEAST[figure.kind.partition(" ")[0]]
     if rounds and figure.kind == "gain" and figure.stage in ("paged_attention", "attention_mlp"):
         least = bounds.FP16_GAIN
-    # Between the reference and honest runs nothing is out: numbers beside a tie may tip one way in all of them.
+    # A figure between the reference's and the honest mean is right: a number beside a tie may tip one way in all honest runs.
     nearest = min(max(candidate, min(mean, 0.0)), max(mean, 0.0))
     return abs(candidate - nearest) / (max(least, bounds.FARTHER * bounds.SIGMAS * spread) + ties)
 
@@ -232,7 +231,7 @@ def num_honest_runs(tokens: int, attention: torch.dtype = torch.float32) -> int:
 def resample_runs(rows: RunRows) -> list[Sums]:
     """Sixteen honest runs, all computed or drawn from two of each kind, the kinds in turn.
 
-    A drawn run is, token by token, the mean of the two plus or minus half their difference.
+    A drawn run is, token by token, the mean of the two plus or minus their difference over sqrt(2).
     """
     generator = torch.Generator().manual_seed(0)
     sums: list[dict[Figure, Numbers]] = [{} for _ in range(RUNS)]
