@@ -61,7 +61,7 @@ def test_on_a_cpu_they_run_by_the_references_ops(spec):
 @pytest.mark.parametrize("spec", [KVSpec("kivi2"), PLANS[-1]], ids=str)
 def test_layers_of_theirs_run_op_by_op_and_no_others(spec):
     executor, cache = CpuExecutor(MODEL), new_cache(CONFIG, spec, num_blocks=6, block_size=128)
-    slow = {index for index in range(CONFIG.num_layers) if executor.ops.layer_calls(cache, index) is None}
+    slow = {index for index in range(CONFIG.num_layers) if executor.ops.layer_calls(cache.kv[index]) is None}
     assert slow == (set(range(CONFIG.num_layers)) if not spec.layers else {1})
 
 

@@ -79,7 +79,7 @@ def test_a_header_of_gigabytes_is_not_read(generate, copy_without):
     with (folder / "model.safetensors").open("wb") as file:
         file.write((2**31).to_bytes(8, "little") + b'{"')
         file.truncate(3 * 2**30)  # without a block on the disk
-    assert_refused(generate(folder), "its header would have 2,147,483,648 bytes")
+    assert_refused(generate(folder), "header too large")
 
 
 # -- Numbers --------------------------------------------------------------------------------------------------------------
