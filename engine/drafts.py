@@ -170,8 +170,7 @@ class Pace:
         if count == 0:
             return 0
         without = self.spent + self.ledger + min(coming, AHEAD) * plain  # the run's time without drafts
-        left = self.ledger + SHARE * without
-        left -= backlog * experience.reading
+        left = self.ledger + SHARE * without - backlog * experience.reading
         # As many as lose no more seconds than are left, should none be taken.
         while count and (experience.cost(count) - 1) * plain > left:
             count -= 1

@@ -28,9 +28,14 @@ from haarkv.tq_ops.threads import sleeping_threads
 torch.set_num_threads(2)
 x = torch.randn(2**20, generator=torch.Generator().manual_seed(0))
 
+def state(task):
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:  # it has ended meanwhile
+        return ""
+
 def spinning():
-    others = [task for task in Path("/proc/self/task").iterdir() if int(task.name) != os.getpid()]
-    return any((task / "stat").read_text().rpartition(")")[2].split()[0] == "R" for task in others)
+    return any(state(task) == "R" for task in Path("/proc/self/task").iterdir() if int(task.name) != os.getpid())
 
 def total(way, spins):
     with way:
