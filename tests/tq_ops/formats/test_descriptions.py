@@ -18,6 +18,7 @@ from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.cpu import layout as cpu_layout
 from haarkv.tq_ops.cuda import layout as cuda_layout
 from haarkv.tq_ops.formats.learned import COLUMNS
+from haarkv.tq_ops.formats.packing import pack_planes
 from haarkv.tq_ops.formats.rotated import RotatedFormat, Transform
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -41,6 +42,16 @@ def vectors(*shape, seed=0):
 def test_every_rotated_format_describes_itself():
     assert WITH_DESCRIPTION == ["tq4", "tq2", "tq3", "tq5", "tq6", "tq8"]
     assert [name for name in formats.names() if formats.get(name).plain] == ["bf16", "fp32"]
+
+
+@pytest.mark.parametrize("name", WITH_DESCRIPTION)
+def test_a_format_with_a_description_packs_as_every_backend_unpacks(name):
+    """A format that packs otherwise has no description, or kernels would misread its bytes in silence."""
+    kv_format, description = formats.get(name), formats.get(name).description(HEAD_DIM)
+    fields = kv_format.quantize(vectors(5, 2, HEAD_DIM), LAYER)
+    assert list(fields) == ["codes", "scale"]
+    assert fields["scale"].dtype == torch.float16
+    assert torch.equal(fields["codes"], pack_planes(kv_format.levels(fields), description.bits))
 
 
 # -- A new format runs on every backend that reads its kind ----------------------------------------------------------------
