@@ -130,7 +130,7 @@ def in_any_order(case: OpCase) -> Check:
         args = case.arguments(CPU)
         with ptx_execution(capability, order=order, together=together):
             result = getattr(ops, case.op)(*args)
-        tensors = [result] if result is not None else everything_in(args[2])
+        tensors = [result] if result is not None else everything_in(args[2].cache)
         return b"".join(tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors)
 
     def check(capability: int) -> str | None:
