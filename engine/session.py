@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, Unpack
@@ -18,7 +17,7 @@ from haarkv.engine.plans import memory_need, shape_signature
 from haarkv.engine.ranks import memory_here
 from haarkv.engine.result import KVUsage, Result, Stream, draft_report
 from haarkv.engine.sampling import Sampling, SamplingSettings, require_drawn
-from haarkv.engine.text import Chat, Texts, context_for, encode, require_arguments, stop_list
+from haarkv.engine.text import Chat, Texts, context_for, encode, stop_list
 from haarkv.executors.base import Executor
 from haarkv.models import balance as balancing
 from haarkv.models.base import new_cache
@@ -121,7 +120,6 @@ class Session:
             InputError: a value out of range, or a filter where decoding is greedy.
             TypeError: an unknown setting.
         """
-        require_arguments("Session.sampling_with", self.sampling_with, settings, SamplingSettings.__annotations__)
         overrides = {name: value for name, value in settings.items() if value is not None}
         require_drawn(self.generation, overrides)
         return Sampling(**{**self.generation, **overrides})
@@ -169,7 +167,6 @@ class Session:
                 after loading; or text from this cache would be garbage (see `load`).
             TypeError: an unknown setting.
         """
-        require_arguments("Session.generate", self.generate, settings, SamplingSettings.__annotations__)
         if sampling is not None and settings:
             raise InputError(f"sampling says all of how tokens are drawn; leave out {next(iter(settings))}")
         sampling = sampling or self.sampling_with(**settings)
@@ -238,9 +235,7 @@ class Session:
         Takes `generate`'s arguments but `on_token` and `on_text`; `on_prefill` is called in another thread. The stream's
         `result` is `generate`'s; exceptions of `generate` are raised with the first piece.
         """
-        stream_args = ("on_token", "on_text")
-        require_arguments("Session.stream", self.generate, options, SamplingSettings.__annotations__, but=stream_args)
-        return Stream(partial(self.generate, [prompt], **options), on_prefill)
+        return Stream(lambda **callbacks: self.generate([prompt], **options, **callbacks), on_prefill)
 
     def save_cache(self, path: str | Path, stored: StoredSequence, note: str = "", compress: bool = True) -> None:
         """Write a stored sequence to a file, whole or not at all.

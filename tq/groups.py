@@ -44,7 +44,7 @@ _SECTIONS: Mapping[str, Sequence[str]] = {
         "--greedy-prompts", "--only", "--memory", "--verify", "--budget", "--candidates", "--tails", "--sinks", "--context",
     ),
     "Results": (
-        "--json", "--csv", "--html", "--replay", "--verbose", "--compare", "--compress", "--save", "--out",
+        "--json", "--csv", "--html", "--replay", "--verbose", "--compare", "--save", "--out",
         "--resume", "--force", "--session",
     ),
 }  # fmt: skip

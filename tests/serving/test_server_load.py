@@ -83,10 +83,8 @@ def test_many_users_at_once_get_what_each_gets_alone_in_memory_that_does_not_gro
 def test_users_who_must_make_room_for_each_other_get_the_same(small, judge):
     answers = all_at_once(small)
     preemptions = small.metrics()["vllm:num_preemptions_total"]
-    recomputed_tokens = small.metrics()["haarkv:recomputed_tokens_total"]
-    print(f"{preemptions:.0f} preemptions, {recomputed_tokens:.0f} tokens computed again")
+    print(f"{preemptions:.0f} preemptions")
     assert preemptions > 0
-    assert recomputed_tokens > 0
     assert_right(judge, PROMPTS, answers)
     assert small.metrics()["vllm:kv_cache_usage_perc"] == 0
 

@@ -91,7 +91,6 @@ def test_the_text_is_that_of_vllms_own_cache_and_that_of_another_window_is_not(t
             # The second time prompts are known; a window's first blocks are gone.
             assert server.complete(PROMPTS, NEW_TOKENS) == answers[name] or name == "bf16"
             tokens[name] = server.kv_tokens()
-            assert not [metric for metric in server.metrics() if metric.startswith("haarkv:kv_")]
     off = {name: error(answers["bf16"], answers[name]) for name in ("tq8", "tq4", "other")}
     record_property("errors", str(off))
     record_property("tokens", str(tokens))

@@ -6,6 +6,7 @@ import re
 import pytest
 from checkpoints import END_OF_TEXT, TEMPLATE, byte_tokenizer, saying, write_checkpoint
 from gguf_files import convert
+from refusals import assert_refused
 from tokenizers import AddedToken
 
 import tq
@@ -266,6 +267,21 @@ def test_what_a_prompt_spells_is_text_in_a_template_unless_asked_otherwise(run, 
     assert generate_json(thinking_model, *prompt_args)["completions"][1]["prompt_tokens"] == len(prompt_args[1])
     assert generate_json(thinking_model, *prompt_args, "--parse-special")["completions"][1]["prompt_tokens"] == 2
     assert generate_json(thinking_model, *prompt_args, "--no-chat")["completions"][1]["prompt_tokens"] == 2
+
+
+# -- Stored caches ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_stored_cache_goes_on_and_is_described(run, generate_json, alphabet, capsys):
+    assert run(alphabet, "--save-cache", "c").code == 0
+    again = generate_json(alphabet, "--load-cache", "c")
+    assert (again["text"], again["reused_tokens"]) == ("cdefghijklmn", 1)
+    assert_refused(run(alphabet, "--load-cache", "c", "--kv", "tq3"), "in tq4, and this run in tq3")
+    assert main(["cache", "info", "c", "--json"]) == 0
+    info = json.loads(capsys.readouterr().out)
+    assert (info["tokens"], info["stored"], info["formats"]) == (14, 13, ["tq4"] * 2)
+    assert main(["cache", "info", "c"]) == 0
+    assert "every block is as its digest says" in capsys.readouterr().out
 
 
 # -- Warnings and cost ----------------------------------------------------------------------------------------------------

@@ -240,6 +240,17 @@ def test_weights_are_copied_where_twice_as_much_is_free(monkeypatch):
         assert not maps_file(weights, False)
 
 
+@pytest.mark.parametrize(("kind", "is_restored"), [("TQ2_0", True), ("Q8_0", False)])
+def test_weights_that_an_executor_restores_are_announced(tmp_path, kind, is_restored):
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "intermediate_size": 256, "vocab_size": 263}
+    folder = write_checkpoint(tmp_path / "m", config=sizes)
+    path, lines = convert(folder, tmp_path / "m.gguf", kind, vocabulary=byte_vocabulary()), []
+    tq.load(path, executor="cpu", balance=False, on_warning=lines.append)
+    assert [line.partition(":")[0] for line in lines] == [
+        f"cpu restores quantised weights as they load ({kind})"
+    ] * is_restored
+
+
 @pytest.mark.parametrize("mmap", [True, False, None])
 def test_a_session_maps_or_copies_as_asked(tmp_path, mmap):
     folder = write_checkpoint(tmp_path / "m", config={"head_dim": 64, "vocab_size": 263})

@@ -138,7 +138,7 @@ WRONG = {
     "--resume": ("absent/x", "does not exist"),
 }  # fmt: skip
 REQUIRED_ARGS = {
-    "cache save": ("--prompt", "a", "--out", "x"), "diff": ("--a", "tq4", "--b", "bf16"), "eval": ("--text", "text.txt"),
+    "diff": ("--a", "tq4", "--b", "bf16"), "eval": ("--text", "text.txt"),
     "calibrate": ("--text", "text.txt", "--out", "x"), "plan": ("--text", "text.txt", "--out", "x", "--budget", "4"),
     "export": ("--out", "x"), "generate": ("--prompt", "a"),
     "quantize": ("tiny", "--out", "x.gguf"),

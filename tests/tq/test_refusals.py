@@ -49,7 +49,6 @@ REFUSALS = {
         ("generate --model m --load-cache absent --system 'Be brief.'", "no chat template wraps; leave out --system"),
         ("calibrate --model tiny-hybrid --out c.safetensors", "layer 0 of this model has no keys"),
         ("cache info m/config.json", "is no stored cache"),
-        ("cache save --model m --prompt a --prompt b --out x", "stores one sequence"),
         ("chat --model m", "stdin", "UTF-8"),
         ("chat --model m --max-context 1025", "--max-context must lie in 1 … 1024"),
         ("serve ./absent", "no such model: ./absent;"),

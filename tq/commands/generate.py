@@ -199,16 +199,9 @@ def _print_cost(session: Session, result: Result, explicit_names: Sequence[str])
 
 
 def _cache(session: Session, kv: KVUsage) -> str:
-    """The cache and its size; if larger than bf16, the length from which it is smaller."""
-    from haarkv.engine.plans import pays_from
-
     packed, mebibytes, plain = "packed " * session.plan.has_windows, kv.bytes / 2**20, kv.bf16_bytes / 2**20
     size = f"{kv.bytes_per_token:,.0f} bytes a {packed}token; {mebibytes:,.2f} MiB in all, bf16 {plain:,.2f}"
-    text = f"{session.plan.gist()}: {size} ({plain / mebibytes:.2f}x)"
-    if kv.bytes <= kv.bf16_bytes or not session.plan.has_windows:
-        return text
-    length = pays_from(session.config, session.plan)
-    return text + (f"; smaller than bf16 from {length:,} tokens on" if length else "; no text of this model makes it smaller")
+    return f"{session.plan.gist()}: {size} ({plain / mebibytes:.2f}x)"
 
 
 def _memory_of_rank(rank: RankMemory) -> str:

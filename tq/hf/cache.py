@@ -20,7 +20,7 @@ from haarkv.tq_ops.kv.calibration_file import load as load_calibration
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.plan_file import load
 from tq.hf.attention import IMPLEMENTATION, packed_attention
-from tq.hf.config import Watch, balance_scales, cache_layers, decoder_config, head_dims, model_shape
+from tq.hf.config import balance_scales, cache_layers, decoder_config, head_dims, model_shape
 from tq.hf.layer import TQLayer
 
 
@@ -114,8 +114,6 @@ class TQCache(Cache):  # type: ignore[misc]
         self.uneven: tuple[Uneven, ...] = ()
         if model is not None and spec.calibration is None:
             scales, self.uneven = balance_scales(model, decoder, kv_plan, balances=balance, allow_collapse=allow_collapse)
-        ours = [layer for layer, their in enumerate(theirs) if isinstance(their, CacheLayerMixin)]
-        watch = Watch(ours[-1]) if ours else None
         layers: list[Any] = []
         for layer, (kv_formats, their) in enumerate(zip(kv_plan.layers, theirs, strict=True)):
             if isinstance(their, CacheLayerMixin):
@@ -126,7 +124,7 @@ class TQCache(Cache):  # type: ignore[misc]
                 layers.append(
                     TQLayer(
                         *kv_formats, layer, sink=kv_plan.sink, tail=(k_tail, v_tail), window=window,
-                        scales=scales.get(layer, (None, None)), watch=watch, require_context=kv_plan.require_context,
+                        scales=scales.get(layer, (None, None)), require_context=kv_plan.require_context,
                         reads_packed=lambda: getattr(decoder, "_attn_implementation", None) == IMPLEMENTATION,
                     )
                 )  # fmt: skip
