@@ -1,5 +1,5 @@
-"""Entry point. Ctrl-C while a large library is imported ends the process at once: such an import swallows an interrupt, or stays
-half done.
+"""Entry point. Ctrl-C ends the process at once while a large library is imported, which swallows an interrupt or stays half
+imported.
 """
 
 from __future__ import annotations

@@ -46,7 +46,8 @@ def test_a_file_goes_on_with_the_balance_that_it_was_stored_with(run, folder, tm
         assert run(*generate, GENERATE[1], "--save-cache", tmp_path / name, *options).code == 0
     more = (*generate, GENERATE[1] + "#", "--json")
     for name, options, words in (
-        ("balanced", (), None), ("off", off, None), ("balanced", off, "leave out --balance off"), ("off", (), "give --balance off"),
+        ("balanced", (), None), ("off", off, None), ("balanced", off, "leave out --balance off"),
+        ("off", (), "give --balance off"),
         ("exact", ("--kv", "tq4"), "stores layer 0 in bf16, and this run in tq4"),
     ):  # fmt: skip
         code, out, err = run(*more, *options, "--load-cache", tmp_path / name)
