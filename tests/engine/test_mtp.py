@@ -274,11 +274,3 @@ def test_a_damaged_layer_is_refused_by_name(saved_model, tmp_path, change, words
     model = load_model(tmp_path)
     with pytest.raises(InputError, match=words):
         load_mtp(tmp_path, model.config, torch.float32, {EMBEDDING: model.weights.embedding, HEAD: model.weights.lm_head})
-
-
-def test_its_report_is_written(saved_model, proposals):
-    ours = session(saved_model("qwen3_5")[1], DraftSpec("mtp", 2))
-    report = ours.generate(PROMPTS[:1], max_new_tokens=10, sampling=Sampling()).drafting
-    assert report.pace
-    assert json.loads(json.dumps(report.as_json()))["pace"] == report.pace
-    assert report.pace in report.describe()

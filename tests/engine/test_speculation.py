@@ -343,18 +343,3 @@ def test_the_draft_that_ships_has_two_layers_and_takes_the_models_embedding(tiny
     assert sum(file.stat().st_size for file in folder.iterdir() if file.suffix in (".json", ".safetensors")) < 1_600_000
     with pytest.raises(InputError, match=r"lacks the tensor model\.embed_tokens\.weight"):
         tq.load("tiny-draft", executor="reference")
-
-
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
-        (("ngram", 0), "draft tokens must lie in 1 … 32"),
-        (("self", 4), "no such model: self"),
-        (("tiny", 4, "tq9"), "tq9"),
-        (("tiny", 4, "k=lr3,v=tq4"), "no learned coordinates"),
-    ],
-)
-def test_what_cannot_draft_is_refused_in_one_line(spec, words):
-    with pytest.raises(InputError, match=words) as error:
-        tq.load("tiny", executor="cpu", draft=DraftSpec(*spec))
-    assert "\n" not in str(error.value)

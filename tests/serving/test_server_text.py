@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 import pytest
 from learned_tiny import write_plan
-from vllm_drafts import eagle3
 from vllm_judge import Judge, Verdict, prompts, tokenizer
 from vllm_server import CACHE_BYTES, Answer, Server, serving
 
@@ -189,13 +188,6 @@ def test_the_text_is_the_tokens_and_ends_where_the_model_ends_it(roomy):
     assert response["choices"][0]["text"] == tokenizer().decode([*prompt, *answer.token_ids])
 
 
-@pytest.mark.vllm_short
-def test_in_the_same_memory_there_is_room_for_3_7_times_as_many_tokens(roomy):
-    bf16 = CACHE_BYTES // (6 * 2 * 2 * 128 * 2)  # layers, K and V, KV heads, coordinates, bytes
-    print(f"{roomy.kv_tokens()} tokens in tq4, {bf16} in BF16 without any loss to blocks")
-    assert roomy.kv_tokens() >= 3.7 * bf16
-
-
 def test_a_server_in_bf16_has_room_for_fewer_and_is_told_apart(roomy, judge, tmp_path, record_property):
     """What the judge lets pass in tq4 it does not let pass from another cache."""
     with serving(tmp_path / "log", kv="bf16") as server:
@@ -220,13 +212,3 @@ def test_users_who_must_make_room_for_each_others_tails_get_the_same(tmp_path, r
         report(record_property, "verdict", verdict)
         assert verdict.passes, verdict
         assert server.metrics()["vllm:num_preemptions_total"] > 0
-
-
-def test_drafts_of_an_eagle_head_change_no_token(tmp_path, judge, record_property):
-    """They bring attention layers of their own, whose pages lie beside the model's."""
-    drafts = {"method": "eagle3", "model": str(eagle3(tmp_path / "eagle3")), "num_speculative_tokens": 2}
-    with serving(tmp_path / "log", "--speculative-config", json.dumps(drafts)) as server:
-        verdict = judge.judge(PROMPTS[:5], server.complete(PROMPTS[:5], 48))
-        report(record_property, "eagle3", verdict)
-        assert verdict.passes, verdict
-        assert server.metrics()["vllm:spec_decode_num_draft_tokens_total"] > 48

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import statistics
@@ -97,21 +96,6 @@ def test_the_text_is_that_of_vllms_own_cache_and_that_of_another_window_is_not(t
     print(off, tokens)
     assert off["tq8"] < off["tq4"] < off["other"] / 4
     assert tokens["tq4"] > 1.2 * tokens["bf16"]
-
-
-@pytest.mark.vllm_server
-def test_drafts_change_no_text_but_at_near_ties(tmp_path):
-    """With drafts, several tokens of a sequence are checked at once, in blocks of windows too."""
-    model, prompt_ids = checkpoint(tmp_path / "model"), [prompt + prompt[-40:] for prompt in PROMPTS]
-    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
-    answers = {}
-    for name, flags in (("plain", ()), ("drafts", ("--speculative-config", json.dumps(drafts)))):
-        with serving(tmp_path / f"{name}.log", *flags, kv="tq8", model=model, cache_bytes=2**25) as server:
-            answers[name] = server.complete(prompt_ids, NEW_TOKENS)
-            assert (server.metrics().get("vllm:spec_decode_num_draft_tokens_total", 0) > NEW_TOKENS) == bool(flags)
-    off = error(answers["plain"], answers["drafts"])
-    print(off)
-    assert off < 0.05  # windows of another length: 0.39
 
 
 @pytest.mark.vllm_short

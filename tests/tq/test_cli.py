@@ -10,11 +10,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import (
-    EMBEDDING,
     TEMPLATE,
-    byte_tokenizer,
-    in_turn,
-    poison,
     saying,
     write_checkpoint,
 )
@@ -57,14 +53,6 @@ def start(*args, code=None, **kwargs):
 
 
 # -- Weights that are not finite ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kv", ["tq4", "bf16"])
-def test_a_nan_is_named_when_a_generated_token_first_meets_it(tq, tmp_path, kv):
-    folder = write_checkpoint(tmp_path / "nan", mutate=in_turn(saying("abc"), poison(EMBEDDING, (ord("b"), 0))))
-    common = ("generate", "--model", folder, "--prompt", "a", "--kv", kv, "--json")
-    assert tq(*common, "--max-new-tokens", 1).json["text"] == "b"
-    assert_refused(tq(*common, "--max-new-tokens", 2), EMBEDDING, [ord("b"), 0])
 
 
 # -- Refused: the arguments -----------------------------------------------------------------------------------------------
@@ -179,13 +167,6 @@ def test_a_text_that_ends_at_once_is_empty(tq, tmp_path):
     assert (ran.code, ran.out) == (0, "\n")
 
 
-def test_a_full_cache_ends_the_text(tq, endless):
-    args = ("--prompt", "a", "--max-context", 4, "--max-new-tokens", 9)
-    result = tq("generate", "--model", endless, *args, "--json").json
-    # The cache holds the prompt and three new tokens; a fourth is predicted from them and not stored.
-    assert (result["finish"], result["text"]) == ("context", "baba")
-
-
 def test_cost_goes_to_stderr_with_the_names_as_they_are(tq, tmp_path):
     folder = write_checkpoint(tmp_path / "a[bf16]" / "m[" / "b] :smile:", mutate=saying("ab"))
     ran = tq("generate", "--model", folder, "--prompt", "a")
@@ -240,14 +221,6 @@ def test_a_chat_template_is_applied_unless_refused(tq, tmp_path):
     folder = write_checkpoint(tmp_path / "chat", tokenizer_config={"chat_template": TEMPLATE})
     assert prompt_tokens() == prompt_tokens("--chat") == len("[user]hi[assistant]")
     assert prompt_tokens("--no-chat") == len("hi")
-
-
-def test_a_tokenizer_saved_with_truncation_or_padding_still_takes_the_whole_prompt(tq, tmp_path):
-    tokenizer = byte_tokenizer()
-    tokenizer.enable_truncation(3)
-    tokenizer.enable_padding(length=16)
-    folder = write_checkpoint(tmp_path / "cut", files={"tokenizer.json": tokenizer.to_str()})
-    assert tq("generate", "--model", folder, "--prompt", "a" * 9, "--max-new-tokens", 1, "--json").json["prompt_tokens"] == 9
 
 
 # -- info and formats -----------------------------------------------------------------------------------------------------

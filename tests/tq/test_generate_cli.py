@@ -10,7 +10,6 @@ from refusals import assert_refused
 from tokenizers import AddedToken
 
 import tq
-from haarkv.engine.sampling import Sampling
 from haarkv.models.catalog import read_config
 from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops.errors import InputError
@@ -86,17 +85,6 @@ def test_a_repetition_penalty_counts_for_a_greedy_model(run, generate_json, tmp_
     assert len(set(tokens)) == 40 > len(set(generate_json(plain, "--max-new-tokens", 40)["token_ids"]))
     assert tokens == generate_json(plain, "--repetition-penalty", 100, "--max-new-tokens", 40)["token_ids"]
     assert line(run(folder)[2], "sampling") == "greedy; repetition-penalty 100 from generation_config.json"
-
-
-def test_the_library_takes_the_models_sampling_unless_another_is_given(sampling_model):
-    session = tq.load(sampling_model)
-    assert session.generate("ab", max_new_tokens=2).sampling == Sampling(0.6, 20, 0.95)
-    assert session.generate("ab", max_new_tokens=2, sampling=Sampling()).sampling == Sampling()
-
-
-def test_tiny_is_greedy_as_its_own_file_says(capsys):
-    assert main(["generate", "--prompt", "def main(", "--max-new-tokens", "2"]) == 0
-    assert line(capsys.readouterr().err, "sampling") == "greedy"
 
 
 # -- Where a text ends ----------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from haarkv.models.base import new_cache
 from haarkv.models.catalog import load_model, maps_file, model_weight_bytes, open_source, read_config
 from haarkv.models.families import SIZES
 from haarkv.models.footprint import WeightBytes, weight_bytes, work_bytes
-from haarkv.models.gguf_writer import mix_type, mixed_bytes
+from haarkv.models.gguf_writer import mixed_bytes
 from haarkv.tq_ops import memory
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.memory import mapped_memory
@@ -155,18 +155,6 @@ def test_info_counts_weights_as_a_file_of_a_type_has_them(capsys):
     assert mixed_info["work_bytes"] == work_bytes(config, 512, 1)
 
 
-def test_a_mix_takes_blocks_that_divide_rows():
-    def expected_type(name, width, mix="q4_k_m"):
-        return mix_type(name, (8, width), mix, 28, tied=True)
-
-    assert expected_type("blk.0.ffn_down.weight", 3072) == "Q6_K"
-    assert expected_type("blk.4.ffn_down.weight", 3072) == "Q4_K"
-    assert expected_type("blk.4.ffn_up.weight", 576) == "Q5_0"
-    assert expected_type("token_embd.weight", 576) == "Q8_0"  # the head is tied to it
-    assert expected_type("blk.4.ffn_up.weight", 40) == "F16"
-    assert mix_type("output_norm.weight", (576,), "q8_0", 28, tied=True) is None
-
-
 VECTOR = {"tq4": 130, "bf16": 512}  # bytes of 256 numbers: codes and a scale of two bytes, or BF16
 RING = 1152
 """512 tokens that a local layer sees and 512 that come at once, wherever they begin in a block of 128."""
@@ -257,17 +245,6 @@ def test_a_session_maps_or_copies_as_asked(tmp_path, mmap):
     path = convert(folder, tmp_path / "m.gguf", "Q8_0", vocabulary=byte_vocabulary())
     counts = tq.load(path, kv="tq4", executor="cpu", mmap=mmap).load_record.weights
     assert (counts.mapped > counts.gathered) == (mmap is True)
-
-
-@needs_proc
-@pytest.mark.parametrize("mmap", [True, False, None])
-def test_the_reference_maps_and_copies_as_asked_too(tmp_path, mmap):
-    path = write_checkpoint(tmp_path / "m", config={"head_dim": 64, "vocab_size": 9000})
-    session = tq.load(path, kv="bf16", executor="reference", dtype="bfloat16", mmap=mmap)
-    counts, file = session.load_record.weights, path / "model.safetensors"
-    assert (counts.mapped > counts.gathered) == (mmap is not False)
-    session.generate("abc", max_new_tokens=1)  # reads all of them, but for most rows of the embedding
-    assert (mapped_memory([file]) > 0.9 * (counts.total - counts.gathered)) == (mmap is not False)
 
 
 def test_what_balancing_restores_is_counted(tmp_path, monkeypatch):

@@ -176,11 +176,6 @@ def test_twice_the_share_is_worse_and_less_is_alike(tmp_path):
     assert not comparison["worse"]
 
 
-def test_a_faulty_reference_shows_as_well(validate, checkpoint, faulty):
-    code, _, _ = validate("--model", checkpoint, *ITSELF, "--reference", "faulty", "--prompt", "spam", "--steps", 0)
-    assert code == 1
-
-
 def test_prompts_are_cut_to_so_many_tokens(validate, checkpoint, tmp_path):
     (tmp_path / "prompt.txt").write_text("spam and eggs", encoding="utf-8")
     args = (
@@ -218,14 +213,6 @@ def test_auto_that_is_the_reference_asks_for_another_executor(validate, monkeypa
         result = validate("--prompt", "spam", "--reference", reference)
         assert_refused(result, "auto is cpu here", "the reference itself", "name another --executor")
         assert "only" not in result[2]
-
-
-def test_auto_can_be_the_reference(validate, monkeypatch):
-    has_only(monkeypatch, "cpu", "reference")
-    args = ("--prompt", "def main(", "--prompt-tokens", 3, "--steps", 0, "--json", *ITSELF, "--reference", "auto")
-    code, out, err = validate(*args)
-    assert (code, err) == (0, "")
-    assert (json.loads(out)["candidate"], json.loads(out)["reference"]) == ("reference", "cpu")
 
 
 @pytest.mark.parametrize(
