@@ -23,7 +23,6 @@ NEW_TOKENS = 64
 # Shorter and longer than a block of 128 tokens and than a chunk of 64.
 PROMPTS = prompts(20, (7, 40, 130, 200, 300))
 CONFIG = read_config("tiny")
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 ITSELF = {"method": "draft_model", "model": str(TINY), "num_speculative_tokens": 3}
 TWO_RANKS, NOBIND = ("--tensor-parallel-size", "2"), {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 CHUNKS = ("--max-num-batched-tokens", "64")
@@ -62,30 +61,11 @@ def knows(server: Server, new: dict[str, float]) -> bool:
 
 VARIANTS = {
     "plain": Variant(shows=knows),
-    "no-prefix-caching": Variant(
-        flags=("--no-enable-prefix-caching",), shows=lambda server, new: new.get("vllm:prefix_cache_hits_total", 0) == 0
-    ),
-    "chunks-of-64": Variant(
-        # No forward takes more, so a prompt of 300 tokens comes in five pieces or more.
-        flags=(*CHUNKS, "--no-enable-prefix-caching"),
-        shows=lambda server, new: "max_num_batched_tokens=64" in server.log.read_text(),
-    ),
     "two-ranks": Variant(
         # Each keeps one of the two KV heads in as much memory.
         flags=TWO_RANKS,
         environment=NOBIND,
         shows=lambda server, new: server.kv_tokens() > 1.9 * CACHE_BYTES / (6 * 2 * 2 * 66),
-    ),
-    "ngram-drafts": Variant(
-        flags=("--speculative-config", json.dumps(NGRAM)),
-        shows=lambda server, new: new["vllm:spec_decode_num_accepted_tokens_total"] > NEW_TOKENS,
-    ),
-    "draft-model": Variant(
-        # The model is its own draft: nearly all that it proposes is kept.
-        flags=("--speculative-config", json.dumps(ITSELF)),
-        shows=lambda server, new: (
-            new["vllm:spec_decode_num_accepted_tokens_total"] > 0.8 * new["vllm:spec_decode_num_draft_tokens_total"]
-        ),
     ),
     "two formats": Variant("k=tq8,v=tq3", checks_memory=True),
     "learned": Variant(LEARNED_FORMATS, checks_memory=True),

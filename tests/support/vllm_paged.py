@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from haarkv.serving.vllm_plugin.backend import RotatedAttention, RotatedAttentionBackend, with_content
-from haarkv.serving.vllm_plugin.kv_choice import Pair, content_bytes
+from haarkv.serving.vllm_plugin.kv_choice import Pair, content_bytes, default_pair
 from haarkv.tq_ops.kv.batch import Batch
 
 
@@ -92,6 +92,7 @@ class Worker:
 
     def __init__(self, shape: Shape, indices: tuple[int, ...], layout: KVCacheLayout, pair: Pair | None = None) -> None:
         self.shape, self.indices, self.spec = shape, indices, packed_spec(shape)
+        self.pair = pair or default_pair()
         if pair:
             self.spec = with_content(self.spec, content_bytes(pair, shape.head_dim))
         self.layer_stride, self.block_stride, *_ = compute_layout_strides(self.spec, shape.num_blocks, len(indices), layout)
