@@ -169,7 +169,7 @@ def _as_json(session: Session, result: Result) -> dict[str, Any]:
         "decode_ms_per_token": timing.decode_ms_per_token, "decode_tokens_per_s": timing.decode_tokens_per_s,
         "sampling": asdict(result.sampling), "kv": asdict(result.kv), "executor": session.executor.name,
         "model": session.name, "completions": each,
-        **({"memory": {f"{name}_bytes": getattr(result.ranks[0], name) for name in ("peak", "mapped", "predicted")}}
+        **({"memory": {f"{name}_bytes": getattr(result.ranks[0], name) for name in ("peak", "mapped")}}
            if len(result.ranks) == 1 else {}),
         **({"draft": result.drafting.as_json()} if result.drafting else {}),
         **({"ranks": list(map(asdict, result.ranks))} if len(result.ranks) > 1 else {}),
