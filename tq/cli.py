@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import io
+import os
 import resource
 import sys
 import traceback
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import Any, ClassVar
 
 import click
+from click.shell_completion import shell_complete
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.npu.versions import leave_npu_alone
@@ -19,19 +20,26 @@ from tq.groups import Group
 from tq.output import drop_output, one_line, unsaid_is_fine, warnings_in_a_line
 from tq.start import EXIT_INTERRUPTED
 
-_SECTIONS = {
-    "Run": ("generate", "chat", "serve", "cache"),
-    "Choose a cache": ("info", "formats", "eval", "plan", "calibrate"),
-    "Check": ("validate", "diff"),
-    "Measure": ("bench",),
-    "Files": ("export", "quantize"),
-    "Workshop": ("dev",),
-}
 _ELSEWHERE = {
     "formats": "tq.commands.info:formats_command", "export": "tq.commands.files:export_command",
     "quantize": "tq.commands.files:quantize_command", "dev": "tq.cli:dev",
 }  # fmt: skip
 """Commands that are not the `command` of a module of their name."""
+_SECTIONS = {
+    heading: {name: _ELSEWHERE.get(name, f"tq.commands.{name}") for name in names}
+    for heading, names in {
+        "Run": ("generate", "chat", "serve", "cache"),
+        "Choose a cache": ("info", "formats", "eval", "plan", "calibrate"),
+        "Check": ("validate", "diff"),
+        "Measure": ("bench",),
+        "Files": ("export", "quantize"),
+        "Workshop": ("dev",),
+    }.items()
+}
+_WORKSHOP = {
+    "A new machine": {"bringup": "tq.commands.bringup", "compile": "tq.commands.bringup:compile_command"},
+    "The validator": {"replay": "tq.commands.validate:replay", "self-test": "tq.commands.self_test:self_test"},
+}
 _FIRST_STEPS = (
     ("tq generate 'def main('", "The small model that ships writes Python."),
     ("tq info MODEL", "Does yours fit here, and how long a text?"),
@@ -50,54 +58,13 @@ _NO_MEMORY = (
 )  # fmt: skip
 
 
-class _InterruptedError(Exception):
-    """Ctrl-C, hidden from click."""
-
-
-class _SystemRefusedError(Exception):
-    """An OSError, its cause, hidden from click."""
-
-
-class _Commands(Group):
-    """Subcommands, modules of `tq.commands`."""
-
-    sections: ClassVar = {
-        heading: {name: _ELSEWHERE.get(name, f"tq.commands.{name}") for name in names} for heading, names in _SECTIONS.items()
-    }
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        workshop = self.get_command(ctx, "dev")
-        if isinstance(workshop, Group) and args[0] in workshop.list_commands(ctx):
-            raise click.UsageError(f"`tq {args[0]}` is a command of the workshop: `tq dev {args[0]}`", ctx)
-        return super().resolve_command(ctx, args)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        _require_address_space()
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            raise _InterruptedError from None
-        except OSError as error:
-            raise _SystemRefusedError from error
-
-
-class _Workshop(Group):
-    sections: ClassVar = {
-        "A new machine": {"bringup": "tq.commands.bringup", "compile": "tq.commands.bringup:compile_command"},
-        "The validator": {
-            "replay": "tq.commands.validate:replay",
-            "self-test": "tq.commands.self_test:self_test",
-        },
-    }
-
-
-@click.command("dev", cls=_Workshop)
+@click.command("dev", cls=Group, sections=_WORKSHOP)
 def dev() -> None:
     """Bring up an executor, compile its programs, and test the validator."""
 
 
 @click.command(
-    cls=_Commands, invoke_without_command=True,
+    "tq", cls=Group, sections=_SECTIONS, invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )  # fmt: skip
 @click.version_option(__version__, prog_name="haarkv")
@@ -110,6 +77,8 @@ def cli(ctx: click.Context) -> None:
     """
     if ctx.invoked_subcommand is None:
         _greet(ctx)
+    else:
+        _require_address_space()
 
 
 def _greet(ctx: click.Context) -> None:
@@ -152,7 +121,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     _prepare_streams()
     with unsaid_is_fine(), warnings_in_a_line():
         try:
-            result = cli.main(args=args, prog_name="tq", standalone_mode=False, obj=args)  # reports name the command
+            if instruction := os.environ.get("_TQ_COMPLETE"):
+                return shell_complete(cli, {}, "tq", "_TQ_COMPLETE", instruction)
+            try:
+                with cli.make_context("tq", args, obj=args[:]) as context:  # reports name the command
+                    result = cli.invoke(context)
+            except click.exceptions.Exit as error:  # after --help, or --version
+                result = error.exit_code
             sys.stdout.flush()
             return result if isinstance(result, int) else 0
         except BaseException as error:  # a panic in a library of Rust is no Exception
@@ -165,7 +140,7 @@ def _exit_code(error: BaseException, debug: bool) -> int:
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         error.show()
         return 2
-    if isinstance(error, KeyboardInterrupt | click.Abort | _InterruptedError):
+    if isinstance(error, KeyboardInterrupt | click.Abort):
         # A terminal has shown ^C, and perhaps half a line of text; a bar that was beginning has hidden the cursor, and
         # stands between us and the terminal, where it drops what moves no text.
         stream = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
@@ -173,8 +148,6 @@ def _exit_code(error: BaseException, debug: bool) -> int:
         return EXIT_INTERRUPTED
     if isinstance(error, SystemExit):  # of a library that ends the process itself
         return error.code if isinstance(error.code, int) else 2
-    if isinstance(error, _SystemRefusedError) and error.__cause__:
-        error = error.__cause__
     if debug:
         traceback.print_exception(error)
     try:
