@@ -23,6 +23,7 @@ from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
+from haarkv.validation.fidelity.greedy_diff import greedy_diff
 
 
 @pytest.fixture(autouse=True)
@@ -189,6 +190,12 @@ def test_a_seed_draws_the_same_text_over_certain_drafts(tiny):
     plain, speculative = (s.generate(PROMPTS, max_new_tokens=20, sampling=sampling) for s in (tiny, drafting(tiny, SPECS[0])))
     assert plain.texts == speculative.texts
     assert speculative.drafting.proposed
+
+
+def test_where_sums_follow_the_batch_texts_part_at_near_ties_alone():
+    session = tq.load("tiny", executor="reference")
+    diff = greedy_diff(session, drafting(session, DraftSpec("ngram")), PROMPTS, dtype="float32", max_new_tokens=16)
+    assert not diff.faulty, diff.unexplained
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.5])

@@ -7,6 +7,7 @@ import signal
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
+import pytest
 from checkpoints import write_checkpoint
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -106,6 +107,14 @@ class Place:
 
     def generate(self, *args, model=None):
         return self.run("generate", "--model", model or self.model, "--prompt", "a", "--max-new-tokens", 1, "--no-chat", *args)
+
+
+def example_counts(kinds):
+    """(what is tried, how many, always the same ones): a few among the ordinary tests, many with `make fuzz`."""
+    return [
+        pytest.param((kind, count, not marks), id=f"{kind.__name__} {count}", marks=marks)
+        for kind, counts in kinds.items() for count, marks in zip(counts, ((), pytest.mark.fuzz), strict=True)
+    ]  # fmt: skip
 
 
 def run_examples(place, kind, count, derandomize):
