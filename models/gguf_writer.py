@@ -16,12 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from haarkv.models.config import ModelConfig
-from haarkv.models.footprint import WeightBytes
 from haarkv.models.gguf_file import block_type, block_type_named
 from haarkv.models.gguf_quantize import quantize
-from haarkv.models.gguf_source import GGUFSource, stored_name
-from haarkv.models.weights import checkpoint_tensors
+from haarkv.models.gguf_source import GGUFSource
 from haarkv.tq_ops.errors import InputError
 
 _FILE_TYPES = {
@@ -95,16 +92,6 @@ def _has_more_bits(name: str, layers: int) -> bool:
         return False
     index, eighth = int(layer[1]), layers // 8
     return index < eighth or index >= 7 * layers // 8 or (index - eighth) % 3 == 2
-
-
-def mixed_bytes(config: ModelConfig, mix: str) -> WeightBytes:
-    """What a model's weights would take in a file of a mix, used from its pages."""
-    nbytes, names = 0, "qwen35" if config.state_shapes else ""
-    for name, tensor in checkpoint_tensors(config).items():
-        type_name = mix_type(stored_name(name, names), tensor.shape, mix, config.num_layers, tied=config.tied)
-        kind = block_type_named(type_name or "F32")
-        nbytes += math.prod(tensor.shape) // kind.numbers * kind.nbytes
-    return WeightBytes(mapped=nbytes)
 
 
 @dataclass(frozen=True)

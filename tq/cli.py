@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import resource
 import sys
 import traceback
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ _ELSEWHERE = {
 _SECTIONS = {
     heading: {name: _ELSEWHERE.get(name, f"tq.commands.{name}") for name in names}
     for heading, names in {
-        "Run": ("generate", "chat", "serve", "cache"),
+        "Run": ("generate", "chat", "serve"),
         "Choose a cache": ("info", "formats", "eval", "plan", "calibrate"),
         "Check": ("validate", "diff"),
         "Measure": ("bench",),
@@ -46,9 +45,6 @@ _FIRST_STEPS = (
     ("tq chat -m MODEL", "Talk with it."),
     ("tq eval -m MODEL --text FILE", "What would each smaller cache change?"),
 )
-
-_LEAST_ADDRESSES = 2**30
-"""Bytes; with half of it torch does not load."""
 
 
 # Said by torch's allocators, the C++ library, the loader of shared libraries, and threads.
@@ -77,8 +73,6 @@ def cli(ctx: click.Context) -> None:
     """
     if ctx.invoked_subcommand is None:
         _greet(ctx)
-    else:
-        _require_address_space()
 
 
 def _greet(ctx: click.Context) -> None:
@@ -91,14 +85,6 @@ def _greet(ctx: click.Context) -> None:
     page.write_text("MODEL is a .gguf file, or a folder in Hugging Face format.")
     page.write_text("All commands: tq --help")
     print(page.getvalue(), end="")
-
-
-def _require_address_space() -> None:
-    """Refuse a `ulimit -v` under which libraries that torch loads end the process without a word of ours."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if resource.RLIM_INFINITY != limit < _LEAST_ADDRESSES:
-        least = f"{_LEAST_ADDRESSES / 2**30:g} GiB"
-        raise InputError(f"this process may take {limit / 2**30:.2f} GiB of memory, and needs {least}; raise ulimit -v")
 
 
 def _prepare_streams() -> None:

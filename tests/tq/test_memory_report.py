@@ -15,8 +15,7 @@ from haarkv.executors.catalog import info
 from haarkv.models.base import new_cache
 from haarkv.models.catalog import load_model, maps_file, model_weight_bytes, read_config
 from haarkv.models.families import SIZES
-from haarkv.models.footprint import WeightBytes, work_bytes
-from haarkv.models.gguf_writer import mixed_bytes
+from haarkv.models.footprint import WeightBytes
 from haarkv.tq_ops import memory
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.memory import mapped_memory
@@ -97,24 +96,6 @@ def test_what_a_run_had_is_said(folder, capsys):
     assert 0 < report["mapped_bytes"] < report["peak_bytes"]
     assert main(["generate", *args[:-1]]) == 0
     assert "GiB at most" in capsys.readouterr().err
-
-
-def test_info_counts_weights_as_a_file_of_a_type_has_them(capsys):
-    def info_json(*args):
-        assert main(["info", *args, "--json"]) == 0
-        return json.loads(capsys.readouterr().out)
-
-    plain, mixed_info = (
-        info_json("random:qwen3.5-27b"),
-        info_json("random:qwen3.5-27b", "--weights", "q4_k_m", "--context", "200000"),
-    )
-    config = read_config("random:qwen3.5-27b")
-    assert mixed_info["weight_bytes"] == mixed_bytes(config, "q4_k_m").total
-    assert 4.5 < 8 * mixed_info["weight_bytes"] / mixed_info["parameters"] < 5.0
-    assert plain["weight_bytes"] > 3.2 * mixed_info["weight_bytes"]
-    tq4 = next(row for row in mixed_info["kv"] if row["format"] == "tq4")
-    assert tq4["bytes"] < 20 * 2**30  # on one card of 24 GB
-    assert mixed_info["work_bytes"] == work_bytes(config, 512, 1)
 
 
 VECTOR = {"tq4": 130, "bf16": 512}  # bytes of 256 numbers: codes and a scale of two bytes, or BF16

@@ -145,7 +145,7 @@ REQUIRED_ARGS = {
 }  # fmt: skip
 """What a command would lack."""
 ELSEWHERE = {
-    "cache info", "serve", "dev replay", "dev bringup", "dev self-test",
+    "serve", "dev replay", "dev bringup", "dev self-test",
 }  # fmt: skip
 """They want a file, ask vLLM, or say what they found before: each has tests of its own."""
 OPTION_CASES = [
