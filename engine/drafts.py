@@ -292,10 +292,9 @@ class Drafter:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftSource:
-    """A way to draft, for the life of a session; `shared_bytes` of weights are the target's too."""
+    """A way to draft, for the life of a session."""
 
     name: str
-    shared_bytes: int = 0
     experience: Experience = field(default_factory=Experience, compare=False, repr=False)
 
     def drafter(self, sequences: int, max_context: int) -> Drafter:

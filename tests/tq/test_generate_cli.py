@@ -51,7 +51,7 @@ def test_the_models_own_sampling_counts_and_is_said(run, generate_json, sampling
     assert generate_json(plain, *explicit)["token_ids"] == result["token_ids"]
     assert generate_json(plain, "--seed", 3)["token_ids"] != result["token_ids"]
     text = line(run(sampling_model)[2], "sampling")
-    assert text == "temperature 0.6, top-k 20, top-p 0.95 from generation_config.json"
+    assert text == "temperature 0.6, top-k 20, top-p 0.95; from the model's settings"
 
 
 def test_an_explicit_option_wins(run, generate_json, sampling_model, tmp_path):
@@ -59,7 +59,7 @@ def test_an_explicit_option_wins(run, generate_json, sampling_model, tmp_path):
     assert greedy["token_ids"] == generate_json(write_checkpoint(tmp_path / "plain"))["token_ids"]
     assert line(run(sampling_model, "--temperature", 0)[2], "sampling") == "greedy"
     text = line(run(sampling_model, "--top-k", 5)[2], "sampling")
-    assert text == "top-k 5; temperature 0.6, top-p 0.95 from generation_config.json"
+    assert text == "temperature 0.6, top-k 5, top-p 0.95; from the model's settings"
     assert generate_json(sampling_model, "--top-k", 0)["sampling"]["top_k"] == 0
 
 
@@ -83,7 +83,7 @@ def test_a_repetition_penalty_counts_for_a_greedy_model(run, generate_json, tmp_
     tokens = generate_json(folder, "--max-new-tokens", 40)["token_ids"]
     assert len(set(tokens)) == 40 > len(set(generate_json(plain, "--max-new-tokens", 40)["token_ids"]))
     assert tokens == generate_json(plain, "--repetition-penalty", 100, "--max-new-tokens", 40)["token_ids"]
-    assert line(run(folder)[2], "sampling") == "greedy; repetition-penalty 100 from generation_config.json"
+    assert line(run(folder)[2], "sampling") == "greedy, repetition-penalty 100; from the model's settings"
 
 
 # -- Where a text ends ----------------------------------------------------------------------------------------------------
