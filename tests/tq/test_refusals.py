@@ -6,7 +6,7 @@ import shlex
 import sys
 
 import pytest
-from checkpoints import FINAL_NORM, byte_tokenizer, cut_off, shard_name, write_checkpoint
+from checkpoints import CONFIG, FINAL_NORM, byte_tokenizer, cut_off, shard_name, write_checkpoint
 from refusals import assert_refused, snapshot
 
 from haarkv.serving import serve as serving
