@@ -15,12 +15,10 @@ from checkpoints import (
     write_checkpoint,
 )
 from refusals import assert_refused, snapshot
-from small_models import resize_config
 from terminal import AS_IN_A_TERMINAL
 
 import tq as public
 from haarkv.models.catalog import TINY
-from haarkv.models.families import SIZES
 from haarkv.tq_ops import formats
 from tq.cli import main
 
@@ -192,21 +190,6 @@ def test_an_output_that_cannot_show_a_character_does_not_fail(checkpoint, tmp_pa
         narrow.flush()
         output = narrow.buffer.getvalue().decode("ascii")
         assert output == f"{text}\n" if text else json.loads(output)["text"] == "é"
-
-
-def test_random_models_of_a_named_size_run(tq, monkeypatch):
-    small = resize_config(
-        SIZES["14b"], hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16,
-        intermediate_size=32, vocab_size=300, max_position_embeddings=256,
-    )  # fmt: skip
-    monkeypatch.setitem(SIZES, "nano", small)
-    common = ("generate", "--model", "random:nano", "--prompt", "é", "--max-new-tokens", 3, "--json")
-    result = tq(*common, "--layers", 2).json
-    assert result["prompt_tokens"] == 2
-    assert result["text"] == "".join(f"<{token}>" for token in result["token_ids"])
-    assert result["kv"]["bytes_per_token"] == 2 * 2 * 2 * (8 + 2)
-    assert tq(*common).json["kv"]["bytes_per_token"] == 3 * 2 * 2 * (8 + 2)
-    assert_refused(tq(*common, "--layers", 4), "3 layers")
 
 
 # -- The chat template ----------------------------------------------------------------------------------------------------

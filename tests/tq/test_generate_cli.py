@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from checkpoints import END_OF_TEXT, TEMPLATE, byte_tokenizer, saying, write_checkpoint
+from checkpoints import END_OF_TEXT, byte_tokenizer, saying, write_checkpoint
 from gguf_files import convert
 from refusals import assert_refused
 from tokenizers import AddedToken
@@ -206,16 +206,6 @@ def test_on_token_ends_a_text_by_true_alone(alphabet, value, text):
 
 
 # -- The system message ---------------------------------------------------------------------------------------------------
-
-
-def test_a_system_message_is_what_transformers_makes_of_it(generate_json, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    folder = write_checkpoint(tmp_path / "chat", tokenizer_config={"chat_template": TEMPLATE})
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), chat_template=TEMPLATE)
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "ab"}]
-    expected = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    assert tq.load(folder).encode(["ab"], system="Be brief.") == [list(expected.encode())]
-    assert generate_json(folder, "--system", "Be brief.")["prompt_tokens"] == len(expected)
 
 
 # -- Arguments of the template --------------------------------------------------------------------------------------------
