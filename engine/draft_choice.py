@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from haarkv.engine.drafters import ModelSource, MTPSource
-from haarkv.engine.drafts import Beginning, Drafter, DraftSource, Proposal
+from haarkv.engine.drafts import Beginning, Drafter, DraftSource
 from haarkv.engine.plans import balanced_for, plan_for
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
@@ -175,11 +175,11 @@ class _NgramDrafter(Drafter):
         self._tokens = [np.zeros(max(self._room, len(prompt)), dtype=np.int64) for prompt in beginning.prompts]
         self._lengths = [0] * len(beginning.prompts)
 
-    def propose(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> dict[int, Proposal]:
+    def propose(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> dict[int, list[int]]:
         for row, text in texts.items():
             self._tokens[row][self._lengths[row] : len(text)] = text[self._lengths[row] :]
             self._lengths[row] = len(text)
-        return {row: Proposal(looked_up(self._tokens[row][: len(text)], most[row])) for row, text in texts.items()}
+        return {row: looked_up(self._tokens[row][: len(text)], most[row]) for row, text in texts.items()}
 
 
 def looked_up(tokens: NDArray[np.int64], most: int) -> list[int]:

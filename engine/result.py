@@ -48,7 +48,7 @@ class DraftReport:
         most: drafted tokens a step at most.
         tokens_per_step: new tokens a decode step and sequence, the model's own included.
         plain_ms_per_token: median over steps without drafts; None without such a step.
-        same_text: whether greedy text equals that without drafts. Else sums change with the batch, and near ties may flip.
+        same_text: whether text equals that without drafts. Else sums change with the batch, and near ties may flip.
     """
 
     name: str
