@@ -366,14 +366,14 @@ class Speculation:
         self, logits: Sequence[Tensor], rows: Sequence[int], proposals: Sequence[Sequence[int]]
     ) -> list[list[int]]:
         """The drafted tokens of each sequence that the model chooses too, then one that it chooses itself."""
-        if self._sampler.is_pure_greedy:
-            # Nothing depends on what is accepted: one wait for the device is enough.
-            best = iter(self._sampler.best(torch.cat(list(logits)), rows).tolist())
-            choices = [list(islice(best, len(before))) for before in logits]
-        else:
-            pairs = zip(logits, rows, strict=True)
-            choices = [(int(self._sampler.next(at, [row])) for at in before.split(1)) for before, row in pairs]
-        return [_accepted(chosen, drafts) for chosen, drafts in zip(choices, proposals, strict=True)]
+        if not self._sampler.is_pure_greedy:
+            return [
+                _accepted((int(self._sampler.next(logits_at, [row])) for logits_at in before.split(1)), drafts)
+                for before, row, drafts in zip(logits, rows, proposals, strict=True)
+            ]
+        # Nothing depends on what is accepted: one wait for the device is enough.
+        best = iter(self._sampler.best(torch.cat(list(logits)), rows).tolist())
+        return [_accepted(list(islice(best, len(drafts) + 1)), drafts) for drafts in proposals]
 
 
 def _accepted(chosen: Iterable[int], drafts: Sequence[int]) -> list[int]:
