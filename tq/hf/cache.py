@@ -33,7 +33,7 @@ class LayerStats:
         tokens: of each row; fewer than seen with a sliding window.
         used: bytes in use, of K and V, tail and sink included.
         allocated: bytes allocated.
-        bf16, fp32: bytes of the same tokens in that dtype.
+        bf16: bytes of the same tokens in BF16.
     """
 
     layer: int
@@ -42,20 +42,21 @@ class LayerStats:
     used: int
     allocated: int
     bf16: int
-    fp32: int
 
 
 @dataclass(frozen=True)
 class CacheStats:
-    """All layers and their sums, in bytes; the ratios are `used` relative to BF16 and FP32, 0 if empty."""
+    """All layers, and their sums in bytes."""
 
     layers: tuple[LayerStats, ...]
     used: int
     allocated: int
     bf16: int
-    fp32: int
-    ratio: float
-    ratio_fp32: float
+
+    @property
+    def ratio(self) -> float:
+        """Bytes in use relative to BF16; 0 if empty."""
+        return self.used / self.bf16 if self.bf16 else 0.0
 
 
 class TQCache(Cache):  # type: ignore[misc]
@@ -135,26 +136,16 @@ class TQCache(Cache):  # type: ignore[misc]
     def stats(self) -> CacheStats:
         """Bytes held, layer by layer and in all."""
         rows = tuple(_layer_stats(layer) for layer in self.layers if isinstance(layer, TQLayer))
-        names = ("used", "allocated", "bf16", "fp32")
-        used_bytes, allocated_bytes, bf16, fp32 = (sum(getattr(row, name) for row in rows) for name in names)
-        return CacheStats(
-            rows,
-            used_bytes,
-            allocated_bytes,
-            bf16,
-            fp32,
-            used_bytes / bf16 if bf16 else 0.0,
-            used_bytes / fp32 if fp32 else 0.0,
-        )
+        return CacheStats(rows, *(sum(getattr(row, name) for row in rows) for name in ("used", "allocated", "bf16")))
 
 
 def _layer_stats(layer: TQLayer) -> LayerStats:
     kv, store = formats.describe(layer.k_format, layer.v_format), layer.store
     if store is None:  # before the first token
-        return LayerStats(layer.layer, kv, 0, 0, 0, 0, 0)
+        return LayerStats(layer.layer, kv, 0, 0, 0, 0)
     numbers = store.tokens * store.rows * store.heads * sum(store.head_dims)
     allocated_bytes = sum(tensor.untyped_storage().nbytes() for tensor in store.tensors())
-    return LayerStats(layer.layer, kv, store.tokens, store.used_bytes, allocated_bytes, bf16=2 * numbers, fp32=4 * numbers)
+    return LayerStats(layer.layer, kv, store.tokens, store.used_bytes, allocated_bytes, 2 * numbers)
 
 
 @overload
