@@ -50,12 +50,6 @@ def start(*args, code=None, **kwargs):
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env, **kwargs)
 
 
-# -- Weights that are not finite ------------------------------------------------------------------------------------------
-
-
-# -- Refused: the arguments -----------------------------------------------------------------------------------------------
-
-
 def test_a_closed_stdin_is_refused(tq, checkpoint, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     assert_refused(tq("generate", "--model", checkpoint, "--prompt-file", "-"), "--prompt-file -")

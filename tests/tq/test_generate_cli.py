@@ -205,9 +205,6 @@ def test_on_token_ends_a_text_by_true_alone(alphabet, value, text):
     assert tq.load(alphabet).generate("ab", max_new_tokens=4, on_token=lambda *_: value).texts == [text]
 
 
-# -- The system message ---------------------------------------------------------------------------------------------------
-
-
 # -- Arguments of the template --------------------------------------------------------------------------------------------
 
 THINKING_TEMPLATE = "{{ messages[-1].content }}{% if enable_thinking is defined %}{{ enable_thinking | tojson }}{% endif %}"

@@ -5,7 +5,6 @@ import pydoc
 import re
 import subprocess
 import sys
-from collections import defaultdict
 from pathlib import Path
 
 import click
@@ -23,12 +22,6 @@ ORDER = (
     "--model", "--prompt", "--prompt-file", "--prompt-tokens", "--kv", "--kv-tail", "--kv-sink", "--kv-skip-layers",
     "--kv-plan", "--executor", "--device", "--dtype", "--layers", "--threads", "--json",
 )  # fmt: skip
-# Options that mean something else in some command (a list, a file in place of a folder, another default): in how many ways.
-READINGS = {
-    "--calibration": 2, "--context": 2, "--contexts": 2, "--dtype": 3, "--executor": 3, "--force": 3, "--kv": 7,
-    "--kv-plan": 3, "--layers": 2, "--max-new-tokens": 3, "--model": 3, "--out": 5, "--resume": 2, "--text": 3,
-    "--tokens": 3, "--verify": 2, "--verify-tokens": 2, "--window": 2,
-}  # fmt: skip
 
 
 COMMANDS = dict(every_command())
@@ -36,16 +29,6 @@ COMMANDS = dict(every_command())
 
 def options(command):
     return [p for p in command.params if isinstance(p, click.Option) and not p.hidden]
-
-
-def test_an_option_means_and_reads_the_same_in_every_command():
-    readings = defaultdict(set)
-    for command in COMMANDS.values():
-        for option in options(command):
-            reads = (option.opts, option.help, option.metavar, repr(option.type), option.default, option.show_default)
-            readings[option.opts[0]].add(repr(reads))
-    assert len(readings) > 30
-    assert {name: len(ways) for name, ways in readings.items() if len(ways) > 1} == READINGS
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -127,27 +110,6 @@ def test_a_wrong_value_is_refused_in_one_line_by_every_command(capsys, monkeypat
     code = main([*name.split(), *REQUIRED_ARGS.get(name, ()), option, value])
     assert_refused((code, *capsys.readouterr()), word)
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
-
-
-LEAST = {
-    "--context": 1, "--draft-tokens": 1, "--greedy-prompts": 0, "--head-dim": 2, "--imatrix-tokens": 64, "--kv-sink": 0,
-    "--kv-tail": 0, "--max-context": 1, "--max-new-tokens": 1, "--prompt-tokens": 1, "--rank-timeout": 1, "--repeat": 0,
-    "--repeats": 1, "--seed": 0, "--steps": 0, "--tensor-parallel": 1, "--threads": 1, "--tokens": 1, "--verify-tokens": 1,
-}  # fmt: skip
-"""The smallest number that each option takes."""
-
-
-def test_every_number_has_its_least(capsys):
-    ranges = [
-        (name, option) for name, command in COMMANDS.items() for option in options(command)
-        if isinstance(option.type, (click.IntRange, click.FloatRange))
-    ]  # fmt: skip
-    assert {option.opts[0] for _, option in ranges} == LEAST.keys()
-    for name, option in ranges:
-        least = LEAST[option.opts[0]]
-        assert option.type.min == least, f"{option.opts[0]} of {name}"
-        for wrong in (str(least - 1), "many"):
-            assert_refused((main([*name.split(), option.opts[0], wrong]), *capsys.readouterr()), option.opts[0])
 
 
 # -- import tq ------------------------------------------------------------------------------------------------------------
