@@ -99,9 +99,9 @@ def _has_more_bits(name: str, layers: int) -> bool:
 
 def mixed_bytes(config: ModelConfig, mix: str) -> WeightBytes:
     """What a model's weights would take in a file of a mix, used from its pages."""
-    nbytes, names = 0, "qwen35" if config.state_shapes else ""
+    nbytes, architecture = 0, config.model_type.removesuffix("_text").replace("_", "")
     for name, tensor in checkpoint_tensors(config).items():
-        type_name = mix_type(stored_name(name, names), tensor.shape, mix, config.num_layers, tied=config.tied)
+        type_name = mix_type(stored_name(name, architecture), tensor.shape, mix, config.num_layers, tied=config.tied)
         kind = block_type_named(type_name or "F32")
         nbytes += math.prod(tensor.shape) // kind.numbers * kind.nbytes
     return WeightBytes(mapped=nbytes)
