@@ -1,7 +1,6 @@
 """Reading checkpoints: configs, shards, dtypes, memory mapping, damage, and which weight is blamed for a NaN."""
 
 import json
-import re
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from checkpoints import (
     layer_tensor,
     poison,
     random_tensors,
-    shard_name,
     tensor_shapes,
     write_checkpoint,
 )
@@ -211,45 +209,6 @@ def refusal(folder):
     return str(error.value)
 
 
-def rewrite_header(path, change):
-    data = path.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    new_header = change(header)
-    text = json.dumps(header if new_header is None else new_header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
-
-
-TENSOR = layer_tensor(1, "self_attn.v_proj")
-
-
-def change_entry(**entry):
-    return lambda header: header[TENSOR].update(entry)
-
-
-BROKEN_HEADERS = [
-    *(lambda header, key=key: header[TENSOR].pop(key) for key in ("shape", "dtype", "data_offsets")),
-    *(change_entry(data_offsets=wrong) for wrong in ([0, 1, 2], ["0", "1"], [0, 8], [-8192, 0])),
-    *(change_entry(**wrong) for wrong in ({"shape": 7}, {"dtype": "F4"}, {"dtype": ["BF16"]})),
-    *(lambda header, entry=entry: header.update({TENSOR: entry}) for entry in (3, [])),
-    lambda header: [header],
-    lambda header: change_entry(data_offsets=header[layer_tensor(1, "self_attn.k_proj")]["data_offsets"])(header),
-]
-
-
-@pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize("change", BROKEN_HEADERS)
-def test_a_broken_header_is_refused_with_its_file(tmp_path, change, shards):
-    file = write_checkpoint(tmp_path / "model", shards=shards) / ("model.safetensors" if shards == 1 else shard_name(1, 2))
-
-    def break_it(header):
-        result = change(header)
-        return result if isinstance(result, list) and header in result else None
-
-    rewrite_header(file, break_it)
-    assert file.name in refusal(file.parent)
-
-
 def with_layers(layers):
     return {"files": {"config.json": json.dumps(CONFIG | {"num_hidden_layers": layers})}}
 
@@ -261,10 +220,7 @@ def integers(tensors):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        *(
-            ({"files": {"model.safetensors": data}}, ["model.safetensors"])
-            for data in (b"", b"\0" * 7, b"\0" * 8, b"\xff" * 64, b"\2" + b"\0" * 7 + b"{x", b"PK\x03\x04" * 50)
-        ),
+        ({"files": {"model.safetensors": b"PK\x03\x04" * 50}}, ["model.safetensors cannot be read", "fetch it again"]),
         ({"mutate": integers, "dtype": torch.int16}, ["I16", EMBEDDING]),
         ({"mutate": lambda tensors: tensors.pop(HEAD)}, [HEAD]),
         ({"config": {"num_hidden_layers": 1}} | with_layers(2), [f"{layer_tensor(1, 'input_layernorm')} and 10 more"]),
@@ -275,13 +231,6 @@ def integers(tensors):
 def test_other_tensors_are_refused_by_name(tmp_path, options, words):
     message = refusal(write_checkpoint(tmp_path / "model", **options))
     assert all(word in message for word in words)
-
-
-@pytest.mark.parametrize("missing_bytes", [1, 100, 50_000])
-def test_a_file_cut_anywhere_is_named(tmp_path, missing_bytes):
-    path = write_checkpoint(tmp_path / "model") / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-missing_bytes])
-    assert re.search(r"model\.safetensors cannot be read: .*; fetch it again", refusal(path.parent))
 
 
 # -- Blame ----------------------------------------------------------------------------------------------------------------
