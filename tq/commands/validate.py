@@ -41,7 +41,7 @@ _SCALED_TOKENS = 24
 @options.activation_option
 @click.option("--reference", default="reference", show_default=True, help="The executor to compare with.")
 @options.count("--steps", "Decode steps after the prefill.", 4, least=0)
-@options.file("--csv", "Write the rows, with Ascend's columns.", "csv_file")
+@options.file("--csv", "Write the rows.", "csv_file")
 @options.file("--html", "Write a page with plots.", "html_file")
 @options.file("--replay", "On failure, write the failing layer for `tq dev replay`.", "replay_file")
 @click.option("--verbose", is_flag=True, help="Print a row for each layer too.")

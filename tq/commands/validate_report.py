@@ -92,9 +92,7 @@ def print_rows(report: Report, verbose: bool) -> None:
     outside = [row for row in report.rows if not row.passed]
     if rows := report.rows if verbose else outside[:_MOST_OUTSIDE]:
         cells = [row_cells(row) | {"": "" if row.passed else "OUTSIDE"} for row in rows]
-        # A column of states, where no layer keeps one, would only make the others narrow.
-        columns = [name for name in cells[0] if name == "" or any(row[name] != "–" for row in cells)]
-        print_table("", columns, [[row[name] for name in columns] for row in cells])
+        print_table("", list(cells[0]), [list(row.values()) for row in cells])
     if not verbose and len(rows) < len(report.rows):
         print(f"{len(report.rows) - len(rows)} more rows: --verbose")
 

@@ -29,10 +29,9 @@ from haarkv.validation.layers.candidate import (
     differing,
     differing_forward,
 )
-from haarkv.validation.layers.compare import compare_vectors
 from haarkv.validation.layers.forced import TeacherForced
 from haarkv.validation.layers.forward import Forward, LayerRecord
-from haarkv.validation.layers.judge import judge_stray_writes, verdicts
+from haarkv.validation.layers.judge import compare_vectors, judge_stray_writes, verdicts
 from haarkv.validation.layers.null import RUNS, Null, collect_sums, number_figures, repeat_rows, resample_runs, split_runs
 from haarkv.validation.layers.parts import Snapshot, cache_parts, load, snapshot, take
 from haarkv.validation.layers.record import Call, replay
@@ -150,9 +149,7 @@ class FreeRunning:
             index, verdicts = instability[0], [instability[1]]
         comparison = compare_vectors(logits, outcome.result)
         same = int((logits.argmax(-1) == outcome.result.argmax(-1)).sum())
-        row = LogitRow(
-            forward.phase, forward.step, comparison.cosine, comparison.rel_l2, comparison.max_abs, same, len(logits)
-        )
+        row = LogitRow(forward.phase, forward.step, *comparison, same, len(logits))
         return ForwardJudgment(verdicts, index, row)
 
     def _null(self, index: int, expected: LayerRecord) -> Null:

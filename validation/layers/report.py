@@ -12,14 +12,6 @@ Reason = Literal["tie", "rounding", "fault", "unstable"]
 FAILS = frozenset({"fault", "unstable"})
 """Reasons that fail a run."""
 
-ASCEND_COLUMNS = (
-    "CosineSimilarity", "MaxAbsoluteError", "AccumulatedRelativeError", "RelativeEuclideanDistance",
-    "KullbackLeiblerDivergence", "StandardDeviation", "MeanAbsoluteError", "RootMeanSquareError", "MaxRelativeError",
-    "MeanRelativeError",
-)  # fmt: skip
-"""Columns of Ascend's own comparison tool, in its order."""
-
-
 STAGES = (
     "input_norm", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "untouched_state",
     "state_read", "conv_state", "delta_state", "gated_delta", "delta_norm", "delta_gate",
@@ -35,19 +27,14 @@ _MLP = _ORDER["silu_mul"]
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One layer of one forward, in one mode.
+    """One layer of one forward, in one mode. Only `share` and `passed` are a judgment.
 
     Attributes:
         phase: "prefill", "decode" or "verify".
         step: of the phase, from 0; a long prompt takes several.
         k_match, v_match: share of new levels (numbers, without levels) that are equal; None of a layer that keeps a state.
         share: worst figure as a multiple of what honest runs allow; above 1 is a fault.
-        scale_err: largest relative difference of a stored vector's length.
-        state_err: largest relative distance of a head's state or convolution; None of a layer with K and V.
-        hidden_cos: lowest cosine of a token's hidden state with the reference's.
-        rel_l2: largest distance of a token's hidden state, relative to its length.
-        update_err: largest distance beyond two roundings, relative to what the layer added.
-        ascend: `ASCEND_COLUMNS` of the hidden state.
+        hidden_cos, rel_l2, max_abs: of hidden states, the worst token: cosine; distance relative to its length; difference.
     """
 
     phase: str
@@ -57,14 +44,10 @@ class LayerRow:
     k_match: float | None
     v_match: float | None
     share: float
-    scale_err: float
-    state_err: float | None
     hidden_cos: float
     rel_l2: float
     max_abs: float
-    update_err: float
     passed: bool
-    ascend: dict[str, float | str]
 
 
 @dataclass(frozen=True)
@@ -259,9 +242,7 @@ def row_cells(row: LayerRow) -> dict[str, str]:
     return {
         "forward": f"{row.phase} {row.step}", "mode": row.mode, "layer": str(row.layer),
         "K %": _percent(row.k_match), "V %": _percent(row.v_match), "of the limit": f"{row.share:.2f}",
-        "scale": f"{row.scale_err:.1e}", "state": "–" if row.state_err is None else f"{row.state_err:.1e}",
-        "cosine": f"{row.hidden_cos:.9f}", "rel. L2": f"{row.rel_l2:.2e}",
-        "max abs": f"{row.max_abs:.2e}", "of the update": f"{row.update_err:.2e}",
+        "cosine": f"{row.hidden_cos:.9f}", "rel. L2": f"{row.rel_l2:.2e}", "max abs": f"{row.max_abs:.2e}",
     }  # fmt: skip
 
 
@@ -270,10 +251,8 @@ def _percent(share: float | None) -> str:
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """For JSON, without Ascend's columns."""
+    """For JSON."""
     plain = asdict(report)
-    for row in plain["rows"]:
-        del row["ascend"]
     plain["first_divergence"] = report.first_divergence.as_dict() if report.first_divergence else None
     for name in ("stages", "tensors"):
         plain[name] = [verdict.as_dict(_TENSOR_KEYS) for verdict in getattr(report, name)]
@@ -291,9 +270,7 @@ def finite(value: Any) -> Any:
 
 
 def csv_rows(report: Report) -> Iterable[list[str]]:
-    """Header and rows of a CSV file: our columns, then Ascend's."""
-    ours = [field.name for field in fields(LayerRow) if field.name != "ascend"]
-    yield [*ours, *ASCEND_COLUMNS]
+    """Header and rows of a CSV file."""
+    yield [field.name for field in fields(LayerRow)]
     for row in report.rows:
-        values = (getattr(row, name) for name in ours)
-        yield [*("" if value is None else str(value) for value in values), *(str(row.ascend[name]) for name in ASCEND_COLUMNS)]
+        yield ["" if value is None else str(value) for value in vars(row).values()]

@@ -16,13 +16,12 @@ from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.threads import sleeping_threads
 from haarkv.tq_ops.weight import backing_tensor
 from haarkv.validation.layers.candidate import CandidateRunner, Run
-from haarkv.validation.layers.compare import ascend_metrics, compare_vectors
 from haarkv.validation.layers.exercise import Exercise
 from haarkv.validation.layers.forced import TeacherForced
 from haarkv.validation.layers.forward import Forward, LayerRecord, Schedule
 from haarkv.validation.layers.free import FreeRunning
 from haarkv.validation.layers.honest_runs import HonestCache
-from haarkv.validation.layers.judge import compare_stored
+from haarkv.validation.layers.judge import compare_vectors, level_matches
 from haarkv.validation.layers.parts import Snapshot, load, poison
 from haarkv.validation.layers.reference import Reference
 from haarkv.validation.layers.report import (
@@ -198,18 +197,10 @@ class _Validation:
         return first_finding is None or not first_finding.fails
 
     def _row(self, record: LayerRecord, mode: Mode, run: Run, expected: Tensor, share: float, without_fault: bool) -> None:
-        result, store_comparison = (
-            run.outcome.result,
-            compare_stored(self.reference.cache, record.index, record.batch, record.new_fields, run.new_fields),
-        )
-        hidden = compare_vectors(expected, result, record.hidden_in)
-        row = LayerRow(
-            record.forward.phase, record.forward.step, record.index, mode,
-            k_match=store_comparison.match.get("k"), v_match=store_comparison.match.get("v"), share=share,
-            scale_err=store_comparison.length, state_err=store_comparison.state,
-            hidden_cos=hidden.cosine, rel_l2=hidden.rel_l2, max_abs=hidden.max_abs, update_err=hidden.update,
-            passed=without_fault, ascend=ascend_metrics(result, expected),
-        )  # fmt: skip
+        match = level_matches(self.reference.cache, record.index, record.batch, record.new_fields, run.new_fields)
+        hidden = compare_vectors(expected, run.outcome.result)
+        place = record.forward.phase, record.forward.step, record.index
+        row = LayerRow(*place, mode, match.get("k"), match.get("v"), share, *hidden, without_fault)
         self.rows.append(row)
         self.on_row(row)
 
