@@ -14,6 +14,7 @@ from validation_reports import validation_report as run
 
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import formats, reference
+from haarkv.tq_ops.errors import InputError
 from haarkv.validation.faults.base import DRIVES, table_with
 from haarkv.validation.faults.layer import published_faults
 from haarkv.validation.layers.judge import compare_vectors
@@ -242,13 +243,9 @@ def test_the_guilty_layer_is_bad_teacher_forced_and_the_later_ones_free_running_
     assert [by["free-running", layer].rel_l2 > 1e-3 for layer in range(3)] == [False, True, True]
 
 
-def test_a_fused_reference_can_be_held_against_too():
-    fused_reference = WholeLayers(ReferenceExecutor(MODEL))
-    report = run(ReferenceExecutor(MODEL), trusted=fused_reference)
-    assert report.passed
-    assert report.first_divergence is None
-    fault = published_faults(MODEL, 1)[4]
-    assert where(run(ReferenceExecutor(MODEL, fault.table()), trusted=fused_reference)) == (1, "attention_mlp")
+def test_a_fused_reference_is_refused():
+    with pytest.raises(InputError, match="a reference runs op by op on the host"):
+        run(ReferenceExecutor(MODEL), trusted=WholeLayers(ReferenceExecutor(MODEL)))
 
 
 # -- Figures ---------------------------------------------------------------------------------------------------------------

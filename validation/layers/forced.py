@@ -125,7 +125,7 @@ class TeacherForced:
         )
         expected = record.hidden_out
         differing = _differing(record.new_fields, run.new_fields, store_sums)
-        if differing and record.kv is not None and self.reference.records:
+        if differing and record.kv is not None:
             # Ties are not the candidate's fault; what follows is held against the reference over what the candidate stored.
             expected = self.reference.rerun_on_stored(record, run.new_fields)
         differing += [] if torch.equal(expected, result) else ["attention_mlp"]
@@ -171,7 +171,7 @@ class TeacherForced:
         The run counts only if the state that a layer reads changes its result.
         """
         few = int(record.batch.query_start_loc.diff().max()) <= _FEW
-        if not few or not self.reference.records or any(verdict.fails for verdict in judgment.verdicts):
+        if not few or any(verdict.fails for verdict in judgment.verdicts):
             return []
         other = self.reference.over_another_state(record)
         if other is None:

@@ -49,7 +49,7 @@ class LayerRecord:
     """What the reference computed in one layer of a forward.
 
     Attributes:
-        calls: its ops; empty if they cannot be recorded.
+        calls: its ops; empty of a record read from a file.
         before: the layer's cache before it ran, poisoned where it must not read.
         hidden_in, hidden_out: [T, hidden].
         kv: K and V [T, Hkv, D] fp32, as quantized; None of a layer that keeps a state.

@@ -80,7 +80,7 @@ class FreeRunning:
         self, reference: Reference, candidate: Executor, ops: OpTable | None, repeats: Repeats, nulls: Mapping[int, Null]
     ) -> None:
         self._reference, self._ops, self._repeats = reference, ops, repeats
-        self._follower = reference.alternative(None, reference.ops)
+        self._follower = reference.twin()
         # One cache for layers run one by one, and one into which only whole forwards store.
         self._candidate, self._whole = (CandidateRunner(candidate, reference.cache) for _ in range(2))
         self._forced, self._nulls = TeacherForced(self._follower, self._candidate, None), nulls

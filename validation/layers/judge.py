@@ -129,9 +129,9 @@ def guilty_head(ours: Tensor, theirs: Tensor, slips: Mapping[str, Tensor]) -> in
     return best if explained_energy > 4 * max(others) else None
 
 
-# -- For the eye ---------------------------------------------------------------------------------------------------------------
+# -- For the eye -------------------------------------------------------------------------------------------------------------
 def level_matches(cache: PagedKVCache, layer: int, batch: Batch, ours: Snapshot, theirs: Snapshot) -> dict[str, float]:
-    """Share of packed levels (of numbers, without levels) that are equal, by "k" and "v"; empty of a layer that keeps a state."""
+    """Share of packed levels (numbers, without levels) that are equal, by "k" and "v"; none of a layer that keeps a state."""
     matches = {}
     for part in cache_parts(cache, layer):
         if part.packed and len(part.where(batch)[0]):

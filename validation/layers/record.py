@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from haarkv.executors.base import Executor
 from haarkv.models.weights import TensorNames, Weights
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.kv.batch import Batch
@@ -92,11 +91,6 @@ def observe_vectors(
         return ops.paged_attention(q, at, softmax_scale)
 
     return with_ops(ops, {"store_kv": store_kv, "paged_attention": paged_attention})
-
-
-def recordable_ops(executor: Executor) -> OpTable | None:
-    """An executor's op table if its ops can be recorded on the host; None if its layers only run whole."""
-    return executor.ops if executor.device.type == "cpu" else None
 
 
 def copy_argument(value: Any, device: torch.device) -> Any:

@@ -108,10 +108,9 @@ class _Validation:
         self.schedule = Schedule(prompts, steps, plan)
         cache = self.schedule.new_cache(model)
         self.reference = Reference(reference, model, cache, candidate.blocks)
-        ops = candidate.ops if self.reference.records else None
-        self.forced = TeacherForced(self.reference, CandidateRunner(candidate, cache), ops, repeats, honest_cache)
+        self.forced = TeacherForced(self.reference, CandidateRunner(candidate, cache), candidate.ops, repeats, honest_cache)
         nulls = self.forced.nulls["layers"] if "teacher-forced" in modes else {}
-        self.free = FreeRunning(self.reference, candidate, ops, self.forced.repeats, nulls)
+        self.free = FreeRunning(self.reference, candidate, candidate.ops, self.forced.repeats, nulls)
         self.rows: list[LayerRow] = []
         self.logits: list[LogitRow] = []
         self.verdicts: list[Verdict] = []
