@@ -61,7 +61,6 @@ OWN_MEANING = {
     ("dev bringup", "--max-new-tokens"): "another default",
     ("chat", "--max-new-tokens"): "an answer, which is longer",
     ("dev bringup", "--out"): "a folder of results",
-    ("dev bringup", "--resume"): "goes on in that folder",
     ("dev self-test", "--model"): "a file whose blocks are tried beside the model that ships",
 }
 
