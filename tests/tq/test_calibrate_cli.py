@@ -1,4 +1,4 @@
-"""`tq calibrate`, and what takes its file: what is written, what is refused, what an interrupt leaves."""
+"""`tq calibrate`, and what takes its file: what is written, and what is refused."""
 
 import json
 from dataclasses import replace
