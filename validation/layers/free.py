@@ -20,15 +20,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation import bounds
-from haarkv.validation.layers.candidate import (
-    WHOLE_AGAIN,
-    CandidateRunner,
-    Outcome,
-    Repeats,
-    Run,
-    differing,
-    differing_forward,
-)
+from haarkv.validation.layers.candidate import CandidateRunner, Outcome, Repeats, Run, differing
 from haarkv.validation.layers.forced import TeacherForced
 from haarkv.validation.layers.forward import Forward, LayerRecord
 from haarkv.validation.layers.judge import compare_vectors, judge_stray_writes, verdicts
@@ -65,6 +57,8 @@ class ForwardJudgment:
 
 _HEAD = 10**6
 """Seed of the head's noise, apart from those of layers."""
+_AGAIN = 3
+"""Further runs of a forward that does not follow from its layers."""
 
 
 class FreeRunning:
@@ -170,13 +164,24 @@ class FreeRunning:
         return verdicts(null.excesses(sums, rounds), [] if torch.equal(expected, result) else [stage])[0]
 
     def _unstable(self, outcome: Outcome, forward: Forward) -> tuple[int | None, Verdict] | None:
-        """Whether a layer differs from itself, or the whole forward does, and where."""
+        """Whether a layer differs from itself, and which; or the whole forward does."""
         for index, layer_run in enumerate(self.runs):
-            again = [self._candidate.run(layer_run.hidden, index, layer_run.bad, forward.batch) for _ in range(WHOLE_AGAIN)]
+            again = [self._candidate.run(layer_run.hidden, index, layer_run.bad, forward.batch) for _ in range(_AGAIN)]
             if (unstable := differing([layer_run.run, *again])) is not None:
                 return index, unstable
-        vocab_size = self._reference.model.config.vocab_size
-        return differing_forward(self._whole, outcome, [layer_run.bad for layer_run in self.runs], forward, vocab_size)
+        runs = [(outcome, self._stored(forward))]
+        for _ in range(_AGAIN):
+            for index, layer_run in enumerate(self.runs):
+                self._whole.put(index, forward.batch, layer_run.bad)
+            outcome = self._whole.forward(forward, self._reference.model.config.vocab_size)
+            self._whole.stray_writes(range(len(self.runs)), forward.batch)
+            runs.append((outcome, self._stored(forward)))
+        unstable = differing(runs, "forward")
+        return None if unstable is None else (None, unstable)
+
+    def _stored(self, forward: Forward) -> list[Snapshot]:
+        """What the whole forward stored, by layer."""
+        return [take(self._whole.cache, index, forward.batch) for index in range(len(self.runs))]
 
     def _compare_stores(self, stage: str, forward: Forward) -> list[Verdict]:
         """What the whole forward stored, against what the same executor's layers stored one by one."""
