@@ -167,7 +167,7 @@ def test_a_wrong_value_is_refused_in_one_line_by_every_command(capsys, monkeypat
 
 
 LEAST = {
-    "--context": 1, "--draft-tokens": 1, "--greedy-prompts": 0, "--head-dim": 2, "--imatrix-tokens": 64, "--kv-sink": 0,
+    "--context": 1, "--draft-tokens": 1, "--head-dim": 2, "--imatrix-tokens": 64, "--kv-sink": 0,
     "--kv-tail": 0, "--max-context": 1, "--max-new-tokens": 1, "--prompt-tokens": 1, "--rank-timeout": 1, "--repeat": 0,
     "--repeats": 1, "--seed": 0, "--steps": 0, "--tensor-parallel": 1, "--threads": 1, "--tokens": 1, "--verify-tokens": 1,
 }  # fmt: skip

@@ -29,7 +29,7 @@ REORDER_TOLERANCE = 2e-3
 
 
 def workload_of_text(text, window=30, **kwargs):
-    return make_workload(list(text.encode()), 1024, window=window, prompts=0, **kwargs)
+    return make_workload(list(text.encode()), 1024, window=window, **kwargs)
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +193,7 @@ def test_rivals_stand_next_to_the_plan_in_bytes():
 
 
 def row(kv, size, kl):
-    return FidelityRow(kv, size, size / 10, kl, kl, kl, 1.0, 0.0, 9.0, 0.0, None)
+    return FidelityRow(kv, size, size / 10, kl, kl, kl, 1.0, 0.0, 9.0, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -78,10 +78,10 @@ def command(
     ids = common_text(subject.tokenizer, total) if text is None else encode(text)
     half = tokens + 1 if text is None and len(ids) == total else len(ids) // 2
     learned_from, unseen = (ids[:half], ids[half:]) if other is None else (ids, encode(other))
-    work = make_workload(learned_from, most, window=window, tokens=tokens, prompts=0)
+    work = make_workload(learned_from, most, window=window, tokens=tokens)
     # As long as is allowed: keys of late positions are judged too.
     longest = max(1, min(most, verify_tokens, len(unseen) - 1))
-    unseen_work = make_workload(unseen, most, window=longest, tokens=verify_tokens, prompts=0)
+    unseen_work = make_workload(unseen, most, window=longest, tokens=verify_tokens)
     began = time.monotonic()
     windows, held_out = ([each.fed(window) for window in each.windows] for each in (work, unseen_work))
     with scoring(subject.config.num_layers * (work.scored_tokens + unseen_work.scored_tokens)) as on_step:

@@ -117,9 +117,9 @@ def command(
     # A budget that nothing meets, or a tail that the executor does not take, is refused before anything is measured.
     for choice in choose({place: dict.fromkeys(at(place[1], names), 0.0) for place in places(config)}):
         session_with_plan(setup.base, choice.plan)
-    measured = make_workload(texts[0], limit, window=window, tokens=tokens, prompts=0)
+    measured = make_workload(texts[0], limit, window=window, tokens=tokens)
     whole, unseen = (
-        make_workload(part, limit, window=context, tokens=max(count, context), prompts=0)
+        make_workload(part, limit, window=context, tokens=max(count, context))
         for part, count in zip(texts, (tokens, verify_tokens), strict=True)
     )
     search = _search(setup, names, spec.calibration, choose, measured, whole, resume_file)

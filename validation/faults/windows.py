@@ -289,7 +289,8 @@ class Parts:
 def _split(queries: Tensor, kv: LayerKV, one: Batch, rotation: Tensor) -> Parts:
     """Attention of one sequence, whose queries are [Hkv, G*Q, D]. V is seen as K is."""
     window, v_window = kv.windows
-    assert window is not None and v_window is not None
+    assert window is not None
+    assert v_window is not None
     length = int(one.seq_lens)
     position, tokens = one.positions.repeat(queries.shape[1] // len(one.positions)), torch.arange(length)
     k, v = (x[0, :, :length] for x in kv.read(one.block_table[:, : -(-length // kv.block_size)]))

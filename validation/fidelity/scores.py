@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -107,7 +107,7 @@ _SAVE_EVERY_S = 10.0
 
 
 class Partial:
-    """Scores of windows and greedy matches by cache, bit for bit: what an evaluation has done so far.
+    """Scores of windows by cache, bit for bit: what an evaluation has done so far.
 
     Args:
         path: read if it exists, and written every ten seconds at most, and at the end. None saves nothing.
@@ -122,13 +122,13 @@ class Partial:
     ) -> None:
         self._path, self._run, self._unsaved, self._saved_at = path, dict(run or {}), False, time.monotonic()
         self._tensors: dict[str, Tensor] = {}
-        self._caches: dict[str, dict[str, Any]] = {}
+        self._caches: dict[str, str] = {}
         if earlier := artifact.resume(path, SCORES, self._run):
             metadata, self._tensors = earlier
             with SCORES.refusing(path):
                 self._caches = parse_json(metadata["caches"])
         for name, fingerprint in (caches or {}).items():
-            if self._caches.setdefault(name, {"fingerprint": fingerprint})["fingerprint"] != fingerprint:
+            if self._caches.setdefault(name, fingerprint) != fingerprint:
                 raise InputError(f"--resume: its {name} had other code or tables; begin a new file")
 
     def scores(self, name: str, window: int) -> Scores | None:
@@ -137,22 +137,12 @@ class Partial:
 
     def keep_scores(self, name: str, window: int, scores: Scores) -> None:
         self._tensors |= {f"{window} {field} {name}": tensor for field, tensor in vars(scores).items()}
-        self._mark_unsaved()
-
-    def matches(self, name: str) -> list[int] | None:
-        return self._caches.get(name, {}).get("matches")
-
-    def keep_matches(self, name: str, matches: list[int]) -> None:
-        self._caches.setdefault(name, {})["matches"] = matches
-        self._mark_unsaved()
+        self._unsaved = True
+        if time.monotonic() - self._saved_at >= _SAVE_EVERY_S:
+            self.flush()
 
     def flush(self) -> None:
         if self._path and self._unsaved:
             metadata = {"run": json.dumps(self._run), "caches": json.dumps(self._caches)}
             artifact.write(self._path, SCORES, metadata, self._tensors)
             self._unsaved, self._saved_at = False, time.monotonic()
-
-    def _mark_unsaved(self) -> None:
-        self._unsaved = True
-        if time.monotonic() - self._saved_at >= _SAVE_EVERY_S:
-            self.flush()

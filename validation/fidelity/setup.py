@@ -156,12 +156,11 @@ def _all(config: ModelConfig, spec: KVSpec) -> dict[str, KVPlan]:
 
 def run_fingerprint(setup: Setup, plan: Workload) -> dict[str, str]:
     """What must be equal for two runs' results to belong together, by a word for the user."""
-    settings = [[(w.begin, w.length) for w in plan.windows], plan.prompts, plan.new_tokens]
     executors = {setup.base.executor.name, *(side.executor.name for side in setup.caches.values())}
     return {
         "model": setup.weights + _digest(json.dumps(asdict(setup.model.config), sort_keys=True, default=str).encode()),
         "text": _digest(plan.tokens.numpy().tobytes()),
-        "windows or prompts": _digest(json.dumps(settings).encode()),
+        "windows": _digest(json.dumps([(w.begin, w.length) for w in plan.windows]).encode()),
         "executor": ", ".join(sorted(executors)),
         "dtype": str(setup.model.dtype).removeprefix("torch."),
     }

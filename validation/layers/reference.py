@@ -47,7 +47,7 @@ class Reference:
     def twin(self) -> Reference:
         """The same reference with an empty cache of its own."""
         twin = copy(self)
-        twin.cache = self.cache.empty_like(self.cache.device)
+        twin.cache, twin.recorder = self.cache.empty_like(self.cache.device), Recorder(self.ops, self.model.weights)
         return twin
 
     def layer(self, index: int, hidden: Tensor, forward: Forward, *, plant: bool = True) -> LayerRecord:

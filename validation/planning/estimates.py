@@ -170,7 +170,7 @@ class Whole:
         """A cache measured by all of its logits; bytes are of the whole window."""
         exact, plan_hidden = self._scored_hidden(self._base.plan), self._scored_hidden(plan)
         text, window = self._text[self._first :], Span(0, len(plan_hidden))
-        scores = score_window(name, Workload(text, [window], [], 0), window, self._logits(exact), self._logits(plan_hidden))
+        scores = score_window(name, Workload(text, [window]), window, self._logits(exact), self._logits(plan_hidden))
         return fidelity_row(name, session_with_plan(self._base, plan), self.tokens, scores)
 
     def _logits(self, hidden: Tensor) -> Iterator[Tensor]:
