@@ -298,8 +298,9 @@ def _split(queries: Tensor, kv: LayerKV, one: Batch, rotation: Tensor) -> Parts:
     future, sinks = tokens > at, tokens < window.sink
     attendable = ~future if kv.shape.window is None else ~future & (tokens > at - kv.shape.window)
     oldest = (tokens == window.first_recent(at)) & ~sinks & attendable
-    exact = [each.read(one, length)[0] for each in (window, v_window)]
-    return Parts(~in_window & attendable, in_window & attendable, oldest, future, sinks, queries, k, v, *exact, rotation)
+    exact_k, exact_v = window.read(one, length)[0], v_window.read(one, length)[0]
+    packed, exact = ~in_window & attendable, in_window & attendable
+    return Parts(packed, exact, oldest, future, sinks, queries, k, v, exact_k, exact_v, rotation)
 
 
 Merge = Callable[[Parts], Tensor]

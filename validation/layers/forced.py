@@ -196,16 +196,16 @@ class TeacherForced:
         if self.ops is None:
             return []
         null = self.nulls["ops"][record.index]
-        steeper, null.runs = self.honest.op_sums(record)
+        null.runs = self.honest.op_sums(record)
         violations: list[Verdict] = []
         figures: list[tuple[Figure, Tensor]] = []
         differing: list[str] = []
-        for place, call in enumerate(record.calls):
+        for call in record.calls:
             run = self._op_run(call, record, bad)
             if wrong := self._contract_violations(call, record, run):
                 violations += wrong
                 continue
-            op_figures = list(self.honest.figures(call, record, run.outcome.result, run.new_fields, steeper.get(place, {})))
+            op_figures = list(self.honest.figures(call, record, run.outcome.result, run.new_fields))
             figures += op_figures
             same = run.outcome.result is None or torch.equal(call.result, run.outcome.result)
             differing += [] if same else [call.stage]

@@ -41,20 +41,6 @@ class FreeRun:
     run: Run
 
 
-@dataclass(frozen=True)
-class ForwardJudgment:
-    """The verdicts on a whole forward.
-
-    Attributes:
-        layer: that differs from itself, if one does.
-        row: its logits beside the reference's.
-    """
-
-    verdicts: Sequence[Verdict]
-    layer: int | None
-    row: LogitRow
-
-
 _HEAD = 10**6
 """Seed of the head's noise, apart from those of layers."""
 _AGAIN = 3
@@ -120,11 +106,13 @@ class FreeRunning:
         detail = f"fed what the executor made of the layer before, the layer is wrong at {failing.stage}: {failing.detail}"
         return run, Verdict("free_running", "fault", failing.error, failing.bound, detail), judgment.share
 
-    def forward(self, logits: Tensor, calls: Sequence[Call], forward: Forward) -> ForwardJudgment:
-        """Run the candidate's whole forward, once its layers have run.
+    def forward(
+        self, logits: Tensor, calls: Sequence[Call], forward: Forward
+    ) -> tuple[Sequence[Verdict], int | None, LogitRow]:
+        """Run the candidate's whole forward, once its layers have run; `Reference.head_logits` gave the other arguments.
 
-        Args:
-            logits, calls: from `Reference.head_logits`.
+        Returns:
+            verdicts; the layer that differs from itself, if one does; logits beside the reference's.
         """
         whole, recorder, model = self._whole, self._reference.recorder, self._reference.model
         replays = [(c, replay(c, self._ops, whole.executor.device, whole.cache, recorder)) for c in calls if self._ops]
@@ -144,7 +132,7 @@ class FreeRunning:
         comparison = compare_vectors(logits, outcome.result)
         same = int((logits.argmax(-1) == outcome.result.argmax(-1)).sum())
         row = LogitRow(forward.phase, forward.step, *comparison, same, len(logits))
-        return ForwardJudgment(verdicts, index, row)
+        return verdicts, index, row
 
     def _null(self, index: int, expected: LayerRecord) -> Null:
         return self._nulls[index] if index in self._nulls else self._forced.null(expected)

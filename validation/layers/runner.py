@@ -168,9 +168,9 @@ class _Validation:
             hidden = record.hidden_out
         logits, calls = self.reference.head_logits(hidden, forward)
         if "free-running" in self.modes:
-            judgment = self.free.forward(logits, calls, forward)
-            self._settle(judgment.verdicts, judgment.layer, forward)
-            self.logits.append(judgment.row)
+            verdicts, layer, row = self.free.forward(logits, calls, forward)
+            self._settle(verdicts, layer, forward)
+            self.logits.append(row)
         return logits
 
     def _teacher_forced(self, record: LayerRecord, bad: Snapshot) -> None:
