@@ -1,7 +1,4 @@
-"""The lowest rung: are the installed versions known to work together? Reads package metadata and files, never imports torch.
-
-A wrong torch or an unsourced toolkit may make `import torch` itself fail.
-"""
+"""The lowest rung: are the installed versions known to work together? Reads metadata and files, without torch."""
 
 from __future__ import annotations
 
@@ -45,11 +42,7 @@ def versions(executor: str) -> dict[str, str]:
 
 
 def environment(executor: str, device: str | None, load: Callable[[], object], any_versions: bool = False) -> RungFinding:
-    """Compare what is installed with what is published to work, then load torch.
-
-    Args:
-        any_versions: unpublished combinations are recorded and do not fail.
-    """
+    """Compare what is installed with what is published to work, then load torch; unpublished versions may be allowed."""
     package_versions = versions(executor)
     reported_versions = {name: value for name, value in package_versions.items() if name in _REPORTED_PACKAGES}
     summary = ", ".join(f"{name} {value}" for name, value in reported_versions.items())

@@ -31,10 +31,9 @@ class RungFinding:
     """What a rung found.
 
     Attributes:
-        passed: None if this executor has no counterpart of the rung.
+        passed: None if this executor has no such rung, or something is `lacking`.
         compared: how many of `unit` were compared or run; a rung that compared none fails.
         where: format, layer and stage of a fault.
-        lacking: what is missing to try the rung; then `passed` is None.
         allowed: what would have failed the rung and was allowed by the request.
     """
 
@@ -67,11 +66,7 @@ Rung = tuple[str, Callable[[], RungFinding]]
 
 
 def climb(rungs: Iterable[Rung], on_begin: Callable[[str], object], on_result: Callable[[Result], object]) -> list[Result]:
-    """Run rungs up to the first failure.
-
-    Args:
-        rungs: a generator: a rung's imports and files are touched when those beneath it have passed.
-    """
+    """Run rungs up to the first failure. Of a generator, a rung's imports run when those beneath it have passed."""
     results = []
     for name, run in rungs:
         on_begin(name)
@@ -180,11 +175,7 @@ def verdict(results: Sequence[Result]) -> str:
 
 
 def collect_host_logs(since: float) -> dict[str, list[str]]:
-    """Last lines of an NPU host's logs: `npu-smi info`, and the newest plog of CANN's runtime.
-
-    Args:
-        since: seconds since 1970; logs last written before are another run's.
-    """
+    """Last lines of `npu-smi info`, and of CANN's newest plog written since a time (seconds since 1970)."""
     host_logs = {}
     if shutil.which("npu-smi"):
         command = ["npu-smi", "info"]

@@ -35,14 +35,12 @@ _ROOM = 32
 
 @dataclass(frozen=True)
 class Request:
-    """What to bring up.
+    """What to bring up; what is left out has defaults, few and short in a simulator.
 
     Attributes:
         executor, device: as in `executors.catalog.create`; the executor's first device unless given.
-        model, layers: as in `models.catalog.load_model`.
         caches: by name; every format that the executor reads unless given, in a simulator `tq4`.
-        prompts: one text of ours unless given.
-        new_tokens, contexts: of greedy text and of latency; few and short in a simulator unless given.
+        new_tokens, contexts: of greedy text and of latency.
     """
 
     executor: str
@@ -56,11 +54,7 @@ class Request:
 
 
 class Workbench:
-    """Model, executors and plans of a request.
-
-    Raises:
-        InputError: no such model, executor, device or format, a mismatch, or coordinates of other weights.
-    """
+    """Model, executors and plans of a request; InputError if they do not exist or do not fit together."""
 
     def __init__(self, request: Request, tell: Tell) -> None:
         self.request, self.tell = request, tell
@@ -87,7 +81,7 @@ class Workbench:
     # -- What is run ---------------------------------------------------------------------------------------------------------
     @cached_property
     def readable(self) -> list[str]:
-        """Formats that the executor reads, bf16 first; not those that are here to compare with."""
+        """Formats that the executor reads, bf16 first."""
         format_names = []
         for name in sorted(formats.names(), key=lambda name: name != "bf16"):
             try:

@@ -39,11 +39,7 @@ Move = Callable[[ResidualWindow, Batch, Tensor], None]
 
 
 def window_faults(model: DecoderModel, layer: int, plan_has: tuple[bool, bool] = (True, True)) -> list[Fault]:
-    """Every one, in one layer, for a cache whose K and V are both lossy.
-
-    Args:
-        plan_has: a tail; sinks.
-    """
+    """Every one, in one layer, for a cache whose K and V are lossy; `plan_has` a tail, and sinks."""
     at, (tail, sinks) = Layer(model, layer), plan_has
     every = [
         *_storage_faults(at),

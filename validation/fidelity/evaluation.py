@@ -6,8 +6,6 @@
 >>> plan = make_workload(ids, setup.base.config.max_position_embeddings)
 >>> [(row.kv, row.bytes_per_token) for row in evaluate(setup, plan)]
 [('tq4', 1584.0), ('k=tq8,v=tq4', 2352.0)]
-
-A row is of a *named cache*, which is a `Session`: whatever a session's cache comes to hold, it is measured here.
 """
 
 from __future__ import annotations
@@ -44,12 +42,10 @@ OnStep = Callable[[str, int], None]
 
 @dataclass(frozen=True)
 class Setup:
-    """What is compared.
+    """What is compared: sessions by name with `base`, whose K and V are in bf16.
 
     Attributes:
         model: its embedding and head serve all caches.
-        base: the baseline, with K and V in bf16.
-        caches: by name; the baseline may be among them.
         weights: fingerprint of the whole model, balanced.
         uneven: layers whose K or V was balanced.
     """
@@ -91,8 +87,7 @@ class FidelityRow:
     """One cache against the baseline; docs/fidelity.md has the formulas.
 
     Attributes:
-        bytes_per_token: K and V of all layers and heads, as allocated for a window, scales and tokens in BF16 included.
-        bits_per_value: the same for one number of K or V.
+        bytes_per_token, bits_per_value: K and V as allocated for a window, scales and tokens in BF16 included.
         kl_mean, kl_median, kl_p999: KL(bf16 || cache) in nats; the last by nearest rank.
         top1: share of positions with the same most likely token.
         rms_dp: root mean square of p_cache - p_bf16 of the token that follows.
@@ -121,15 +116,11 @@ class FidelityRow:
 
 
 def make_workload(ids: Sequence[int], context: int, *, window: int | None = None, tokens: int | None = None) -> Workload:
-    """Cut a text into windows.
+    """Cut a text of at least two tokens into windows of W that do not overlap, by default min(1024, context).
 
-    Windows do not overlap: window i is fed tokens i*W … i*W + W - 1 and scored on i*W + 1 … i*W + W, so that each token but
-    the first is scored exactly once. With a limit, ceil(tokens / W) of them are taken, evenly spread over the text.
+    Window i is fed tokens i*W … i*W + W - 1 and scored on i*W + 1 … i*W + W: each token but the first is scored once. With a
+    limit of `tokens`, ceil(tokens / W) windows are taken, evenly spread.
 
-    Args:
-        ids: the text, at least two tokens.
-        window: W; 1,024 or the model's context if less, unless given.
-        tokens: scored at most; all unless given.
     Raises:
         InputError: the text is too short, or the window exceeds the model's context.
     """
@@ -153,11 +144,7 @@ def make_workload(ids: Sequence[int], context: int, *, window: int | None = None
 def evaluate(
     setup: Setup, plan: Workload, *, partial: Partial | None = None, on_step: OnStep = lambda *_: None
 ) -> list[FidelityRow]:
-    """Measure every cache on a text: window by window, all are scored against the baseline's logits.
-
-    Raises:
-        NonFiniteError: a cache gave a logit that is not finite.
-    """
+    """Measure every cache on a text; NonFiniteError if one gives a logit that is not finite."""
     partial = partial or Partial()
     try:
         scores = score_all(setup, plan, {name: (side, 0) for name, side in setup.caches.items()}, partial, on_step)
@@ -170,11 +157,7 @@ def evaluate(
 def score_all(
     setup: Setup, plan: Workload, caches: Mapping[str, tuple[Session, int]], partial: Partial, on_step: OnStep
 ) -> dict[str, Scores]:
-    """Compare caches' predictions with the baseline's at every position of all windows.
-
-    Args:
-        caches: by name, each with the first layer in which it differs from the baseline; it runs from there.
-    """
+    """Compare caches with the baseline at every position; each runs from the first layer in which it differs."""
     scores: dict[str, list[Scores]] = {name: [] for name in caches}
     for number, window in enumerate(plan.windows):
         exact = Exact(setup.model, setup.base, plan.fed(window), MAX_LOGIT_BYTES)
@@ -193,11 +176,10 @@ def score_all(
 
 
 class Exact:
-    """The baseline's hidden states and logits of a window, each computed once, on demand.
+    """The baseline's hidden states and logits of a window [T], each computed once, on demand.
 
     Args:
-        tokens: [T] int64, what is fed.
-        most: bytes of logits to keep; if they do not fit, the head runs again over the hidden states.
+        most: bytes of logits to keep; if they do not fit, the head runs again.
     """
 
     def __init__(self, model: DecoderModel, side: Session, tokens: Tensor, most: int) -> None:
@@ -234,12 +216,9 @@ def head_logits(model: DecoderModel, side: Session, hidden: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def logits_after(model: DecoderModel, side: Session, hidden: Tensor, first_layer: int = 0) -> Iterator[Tensor]:
-    """Logits [n, vocab] fp32 after each token of a window, chunk by chunk, from an empty cache.
+    """Logits [n, vocab] fp32 after each token of a window, chunk by chunk, of `hidden` [T, hidden] that enters `first_layer`.
 
     Attention reads K and V as stored, also those of the chunk itself: a prefill measures the format.
-
-    Args:
-        hidden: [T, hidden] that enters `first_layer`.
     """
     span = range(first_layer, model.config.num_layers)
     for after in run_span(side, hidden, span):
@@ -247,7 +226,7 @@ def logits_after(model: DecoderModel, side: Session, hidden: Tensor, first_layer
 
 
 def run_span(side: Session, hidden: Tensor, span: range) -> Iterator[Tensor]:
-    """Hidden states [n, hidden] after some layers, chunk by chunk, of what enters the first of them [T, hidden]."""
+    """Hidden states [n, hidden] after some layers, chunk by chunk, of those that enter the first [T, hidden]."""
     device = side.executor.device
     cache, paging = side.new_cache(1, len(hidden))
     sequence = paging.add()
@@ -257,13 +236,7 @@ def run_span(side: Session, hidden: Tensor, span: range) -> Iterator[Tensor]:
 
 
 def score_window(name: str, plan: Workload, window: Span, base: Iterable[Tensor], logits: Iterator[Tensor]) -> Scores:
-    """Compare a cache's predictions with the baseline's.
-
-    Args:
-        base, logits: of the baseline and the cache, [n, vocab] fp32, in pieces of any size.
-    Raises:
-        NonFiniteError: one of them is not finite.
-    """
+    """Compare a cache's logits with the baseline's, [n, vocab] fp32 in pieces of any size; NonFiniteError if not finite."""
     begin = window.begin + 1
     targets = torch.split(plan.tokens[begin : begin + window.length], CHUNK)
     pairs = zip(_in_chunks(iter(base)), _in_chunks(logits), targets, strict=True)

@@ -37,12 +37,8 @@ def nearest_rank(values: Sequence[float], permille: int) -> float:
 
 @dataclass(frozen=True)
 class Scores:
-    """Predictions of A and B at N positions of a text whose next tokens are known.
-
-    Attributes:
-        kl: [N] float64, KL(A || B) in nats.
-        same_top: [N] bool, the same most likely token, of equal logits the lower id.
-        log_p_a, log_p_b: [N] float64, log probability of the token that follows, in nats.
+    """Predictions of A and B at N positions: KL(A || B) in nats, float64; whether the most likely token is the same (of equal
+    logits the lower id); log probability of the token that follows.
     """
 
     kl: Tensor
@@ -60,13 +56,11 @@ def join(parts: Sequence[Scores]) -> Scores:
 
 
 def score_text(a: Tensor, b: Tensor, targets: Tensor) -> Scores:
-    """Compare two predictions at each position of a text, in float64, on the CPU.
+    """Compare two predictions [N, vocab] at each position of a text, in float64, on the CPU.
 
     Args:
-        a, b: logits [N, vocab], any float dtype and device.
         targets: [N] int64, the tokens that follow.
     Raises:
-        ValueError: shapes that do not fit together.
         NonFiniteError: a logit is infinite or NaN.
     """
     if a.shape != b.shape or a.ndim != 2 or targets.shape != a.shape[:1]:
@@ -110,9 +104,8 @@ class Partial:
     """Scores of windows by cache, bit for bit: what an evaluation has done so far.
 
     Args:
-        path: read if it exists, and written every ten seconds at most, and at the end. None saves nothing.
-        run: what both runs must have in common, by a word for the user.
-        caches: fingerprint of each cache of this run.
+        path: read if it exists, written every ten seconds at most, and at the end. None saves nothing.
+        run: what both runs must have in common, by a word for the user; `caches`: fingerprints.
     Raises:
         InputError: no partial result, or one of another run; the file is left alone.
     """

@@ -34,19 +34,13 @@ BASELINE = "bf16"
 def parse_list(
     specs: Sequence[str], calibration: Calibration | None = None, accepts: Callable[[str], bool] = lambda _: False
 ) -> list[str]:
-    """Names of caches from lists of formats.
+    """Names of caches from lists of formats, as `formats.describe` writes them, each once. A part with `=` takes the next with
+    it:
 
-        list := format {"," format};   format := NAME | "k=" NAME "," "v=" NAME
-
-    A part with `=` in it takes the next part with it:
-
-    >>> parse_list(["bf16,k=tq8,v=tq4", "tq2"])
-    ['bf16', 'k=tq8,v=tq4', 'tq2']
+    >>> parse_list(["bf16,k=tq8,v=tq4", "tq2"]) ['bf16', 'k=tq8,v=tq4', 'tq2']
 
     Args:
         accepts: parts to take as they stand.
-    Returns:
-        as `formats.describe` writes them, each once, in order.
     Raises:
         InputError: half a pair, an empty part, or what `formats.parse` refuses.
     """
@@ -78,15 +72,10 @@ def load_setup(
 ) -> Setup:
     """Load a model once for all caches.
 
-    The baseline runs on the same executor, or on the reference if that executor has no bf16 cache.
-
     Args:
-        kvs: formats as `formats.parse` takes them; without these and `plans`, all that model and executor take.
-        spec: tail, sinks and bf16 layers of all `kvs`.
-        plans: other caches by name.
-        model, device, dtype, layers, progress: as in `engine.loading.load`.
-        executor: one for all caches; `auto` is the fastest that reads all. Without formats, if no executor of `device` reads
-            all, it is the fastest there that reads the default format.
+        kvs, spec, plans: formats with the tail, sinks and bf16 layers of `spec`, and other caches by name; without any, all
+            formats that model and executor take.
+        executor: one for all caches and for the baseline, if it has a bf16 cache; `auto` is the fastest that reads all.
         balance: as in `engine.loading.load`; off if a cache has learned coordinates.
     Raises:
         InputError: something of this does not exist or does not fit together.
@@ -199,11 +188,7 @@ class Contender:
 
 
 def parse_contender(spec: str) -> Contender:
-    """Read EXECUTOR, FORMAT or EXECUTOR:FORMAT; `auto` and tq4 unless named.
-
-    Raises:
-        InputError: none of these; the message lists executors and formats.
-    """
+    """Read EXECUTOR, FORMAT or EXECUTOR:FORMAT; `auto` and tq4 unless named."""
     names = (catalog.AUTO, *catalog.NAMES)
     executor, colon, kv = spec.partition(":")
     if not colon:
@@ -227,10 +212,7 @@ def resolve_contenders(
     dtype: str | None = None,
     layers: int | None = None,
 ) -> tuple[Contender, Contender]:
-    """Both sides with an executor in place of `auto`: the fastest that reads the formats of all sides that left it open.
-
-    It is one for both, so that two formats are not told apart by their executors.
-    """
+    """Both sides with the fastest executor in place of `auto`: one for both, or two formats would differ by executor."""
     sides = (side_a, side_b)
     if not (open_sides := [side for side in sides if side.executor == catalog.AUTO]):
         return sides
@@ -261,12 +243,8 @@ def load_contenders(
     """Load a model and set up both sides: once, unless one side multiplies with the file's weight blocks directly.
 
     Args:
-        model, layers, progress: as in `engine.loading.load`.
         device: of every executor but the reference.
-        spec: tail, sinks and bf16 layers of both sides.
-        balance: as in `engine.loading.load`, for each side by its own format.
-    Raises:
-        InputError: something of this does not exist or does not fit together.
+        spec, balance: tail, sinks and bf16 layers of both sides; whether each is balanced by its own format.
     """
     tokenizer, spec = load_tokenizer(model, read_config(model, layers)), spec or KVSpec()
     only_reference = {side_a.executor, side_b.executor} == {"reference"}

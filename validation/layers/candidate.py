@@ -150,11 +150,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 # -- Again ---------------------------------------------------------------------------------------------------------------
 class Repeats:
-    """Runs things again and compares bits.
-
-    Args:
-        always: further runs of every layer; 0 runs only faults again.
-    """
+    """Runs things again and compares bits: every layer `always` times, and faults."""
 
     def __init__(self, always: int) -> None:
         self._always, self._left = always, MOST_CONFIRMED

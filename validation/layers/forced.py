@@ -41,10 +41,9 @@ _FEW = 8
 
 @dataclass(frozen=True)
 class LayerJudgment:
-    """The verdicts on one layer.
+    """The verdicts on one layer: of its ops, then of the whole.
 
     Attributes:
-        verdicts: of its ops, then of the whole.
         share: worst figure as a multiple of what honest runs allow.
         expected: hidden states [T, hidden] of the reference over the K and V that the candidate stored.
     """
@@ -61,7 +60,6 @@ class TeacherForced:
     Args:
         ops: the candidate's op table; None if its layers are programs.
         repeats: further runs of each layer, which must give the same bits.
-        honest_cache: results of honest runs of the same forwards; is added to.
     Attributes:
         over_others: layers that also ran right over another state than their own.
     """
@@ -82,11 +80,7 @@ class TeacherForced:
         self.nulls: dict[str, dict[int, Null]] = {drive: defaultdict(Null) for drive in ("ops", "layers")}
 
     def layer(self, record: LayerRecord, bad: Snapshot) -> LayerJudgment:
-        """Run and judge one layer.
-
-        Args:
-            bad: poison for the places of its tokens.
-        """
+        """Run and judge one layer; `bad` is poison for the places of its tokens."""
         op_verdicts = self.op_verdicts(record, bad)
         run = self.run(record, bad)
         unstable = self.repeats.layer_deviation(run, lambda: self.run(record, bad))
@@ -110,11 +104,7 @@ class TeacherForced:
         return self.candidate.run(record.hidden_in, record.index, bad, record.batch)
 
     def judge(self, record: LayerRecord, run: Run, null: Null, room: float = 1.0) -> LayerJudgment:
-        """Judge a run of a layer.
-
-        Args:
-            room: the null's limits are so many times as wide.
-        """
+        """Judge a run of a layer; the null's limits are `room` times as wide."""
         cache, batch, result = self.reference.cache, record.batch, run.outcome.result
         violations = judge_stray_writes(run.stray_writes, record.index) + _broken_state(cache, record, run.new_fields)
         if run.outcome.problem:
@@ -167,8 +157,6 @@ class TeacherForced:
     def _over_another(self, record: LayerRecord, judgment: LayerJudgment) -> list[Verdict]:
         """The layer again over another state of as many tokens: an executor that keeps a state elsewhere goes on from the old
         one.
-
-        The run counts only if the state that a layer reads changes its result.
         """
         few = int(record.batch.query_start_loc.diff().max()) <= _FEW
         if not few or any(verdict.fails for verdict in judgment.verdicts):

@@ -21,12 +21,7 @@ from haarkv.validation.layers.report import Verdict
 
 @dataclass(frozen=True)
 class Forward:
-    """One forward of a validation: token ids [T] and their places.
-
-    Attributes:
-        phase: "prefill", "decode" or "verify", as the executor's method.
-        step: of the phase, from 0.
-    """
+    """One forward of a validation: token ids [T] and their places; `phase` is "prefill", "decode" or "verify"."""
 
     phase: str
     step: int
@@ -77,7 +72,6 @@ class LayerRecord:
 
     @property
     def v(self) -> Tensor:
-        """V likewise."""
         assert self.kv is not None
         return self.kv[1]
 
@@ -87,10 +81,9 @@ _DRAFT_TOKENS = 2
 
 
 class Schedule:
-    """The forwards in order: all prompts in chunks, then `steps` decode steps of one token each.
-
-    With steps, two more: a verify of a token and drafted ones, which are taken back, and a decode step in their place. An
-    executor that counts positions itself, or keeps anything of a token that is gone, fails there.
+    """The forwards in order: all prompts in chunks, then `steps` decode steps; then a verify of a token and drafted ones,
+    which are taken back, and a decode step in their place. An executor that keeps anything of a token that is gone fails
+    there.
     """
 
     def __init__(self, prompts: Sequence[Sequence[int]], steps: int, plan: KVPlan) -> None:
@@ -128,11 +121,7 @@ class Schedule:
         return paging
 
     def run(self, paging: PagedSequences, run_forward: Callable[[Forward], Tensor | None]) -> None:
-        """Run every forward in order, greedily.
-
-        Args:
-            run_forward: gives a forward's logits [N, vocab]; None ends the run.
-        """
+        """Run every forward in order, greedily; no logits [N, vocab] end the run."""
         tokens, every = torch.zeros(len(self.prompts), dtype=torch.int64), list(range(len(self.prompts)))
         for rows, forward in self._prefill(paging):
             if (logits := run_forward(forward)) is None:

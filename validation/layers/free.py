@@ -1,8 +1,7 @@
 """Free-running: each layer is fed what the executor made of the layer before; then the whole forward runs.
 
 How far it drifts has no bound: one tie can move a random model by half its hidden state. But each layer must follow from its
-own input. So the reference runs each layer on the executor's hidden state and cache, and the result must lie within the
-bounds of one layer from that. The executor's whole forward must agree with its layers.
+own input, by the reference on the executor's hidden state and cache; and the whole forward must agree with its layers.
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ class FreeRunning:
 
     Args:
         ops: the candidate's, which replay the recorded ops of the head; None replays none.
-        repeats: runs faults again.
         nulls: honest runs on the reference's input by layer; without, they run on the candidate's.
     """
 
@@ -67,14 +65,11 @@ class FreeRunning:
         self.runs: list[FreeRun] = []
 
     def begin(self, hidden: Tensor) -> None:
-        """Begin a forward with hidden states [T, hidden]."""
         self.hidden, self.runs = hidden, []
 
     def layer(self, index: int, bad: Snapshot, forward: Forward) -> tuple[Run, Verdict | None, float]:
-        """Run the next layer.
+        """Run the next layer; `bad` is poison for the places of its tokens.
 
-        Args:
-            bad: poison for the places of its tokens.
         Returns:
             the run; a fault, or that the layer differs from itself; the worst figure as a multiple of what is allowed.
         """

@@ -42,11 +42,7 @@ STEEPER = "softmax 1 % too steep"
 
 
 class HonestRuns:
-    """Runs a layer of the reference as other devices may.
-
-    Args:
-        honest_cache: results of earlier validations of the same forwards; is added to.
-    """
+    """Runs a layer of the reference as other devices may; adds to `honest_cache`, results of earlier validations."""
 
     def __init__(self, reference: Reference, honest_cache: HonestCache | None = None) -> None:
         self.reference = reference
@@ -198,11 +194,7 @@ class _AtOnce:
 
 
 class _Aside:
-    """Stores of all honest runs of a layer, run by run in a cache of their own.
-
-    Attributes:
-        ops: store there what they are given.
-    """
+    """Stores of all honest runs of a layer, run by run in a cache of their own, by `ops`."""
 
     def __init__(self, reference: Reference, scratch: PagedKVCache, record: LayerRecord, runs: int) -> None:
         self._reference, self._scratch, self._record, self._runs = reference, scratch, record, runs

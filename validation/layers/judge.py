@@ -95,9 +95,8 @@ def _size_changes(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Tensor:
 
 
 def hidden_figures(before: Tensor, ours: Tensor, theirs: Tensor, slips: Mapping[str, Tensor]) -> Values:
-    """Figures of what a layer adds to hidden states [T, hidden].
-
-    One rounding moves a number by a step of the sum's dtype and of the update's own size.
+    """Figures of what a layer adds to hidden states [T, hidden]. One rounding is a step of the sum's dtype and of the update's
+    size.
     """
     update = ours.float() - before.float()
     unit = bounds.STEP[ours.dtype]
@@ -203,12 +202,7 @@ def in_whole(verdict: Verdict) -> Verdict:
 
 
 def judge_stray_writes(stray_writes: StrayWrites, layer: int | None, who: str = "") -> list[Verdict]:
-    """Verdicts on places that changed and were not to be written.
-
-    Args:
-        layer: whose places are named, if some of them changed; else those of all layers.
-        who: wrote, if it was no layer.
-    """
+    """Verdicts on places that changed and were not to be written: in `layer`, if some of them are there, else in all."""
     at = {layer: stray_writes[layer]} if layer in stray_writes else stray_writes
     places_by_stage: dict[str, list[str]] = {}
     for number, parts in at.items():

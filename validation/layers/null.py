@@ -76,13 +76,7 @@ def by_ties(sums: Numbers) -> float:
 
 
 def excess(figure: Figure, candidate: float, honest: Sequence[float], rounds: bool, ties: float = 0.0) -> float:
-    """A figure as a multiple of what honest runs allow; above 1 is a fault.
-
-    Args:
-        honest: the same figure of honest runs.
-        ties: from `by_ties`.
-        rounds: the model is in BF16, so a device may round centroids to FP16.
-    """
+    """A figure as a multiple of what honest runs allow; above 1 is a fault. A BF16 model `rounds` centroids to FP16, maybe."""
     if not math.isfinite(candidate):
         return math.inf
     mean = sum(honest) / len(honest)
@@ -105,7 +99,7 @@ def excess(figure: Figure, candidate: float, honest: Sequence[float], rounds: bo
 
 @dataclass
 class Null:
-    """The honest runs of one layer: of the forward at hand, and of all forwards so far together.
+    """The honest runs of one layer: of the forward at hand, and `totals` of all forwards so far.
 
     Attributes:
         reach: largest distance of an honest run's K or V from the reference's, in the format's norm, [Hkv, n] by part.
@@ -276,9 +270,8 @@ def honest(
     """The reference's table as other devices may compute it. Each op gives the rows of all runs, a token's together.
 
     Args:
-        ops: the reference's; `store_kv` and `gated_delta` get the rows of all runs.
         seed: of the noise. Counted from it, odd runs round attention once, at its end.
-        tokens: of one run, if ops are given the rows of all runs; None if of one.
+        tokens: of one run, if ops are given the rows of all runs, as `store_kv` and `gated_delta` always are.
         blocks: weights whose products round x to integers.
     """
     generator = torch.Generator().manual_seed(seed)

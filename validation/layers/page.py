@@ -13,13 +13,7 @@ from haarkv.validation.layers.report import Mode, Report
 
 @dataclass(frozen=True)
 class About:
-    """How a report was made.
-
-    Attributes:
-        command: as it was typed.
-        versions, machine: by name.
-        date: of the run, with its time zone.
-    """
+    """How a report was made; `command` as it was typed, versions and machine by name, `date` with its time zone."""
 
     model: str
     command: str
@@ -191,11 +185,7 @@ def _exponent(shares: Sequence[float]) -> float:
 
 # -- Tables ----------------------------------------------------------------------------------------------------------------
 def _table(columns: Iterable[str], rows: Sequence[Sequence[str | float]], left: int, bad: Sequence[bool]) -> str:
-    """A table whose first `left` columns hold words; a number is a share, drawn as a bar.
-
-    Args:
-        bad: rows in which something is wrong.
-    """
+    """A table whose first `left` columns hold words; a number is a share, drawn as a bar. Rows that are `bad` are red."""
 
     def cell(content: str | float, tag: str, place: int) -> str:
         if isinstance(content, str):

@@ -1,7 +1,6 @@
 """An executor on several ranks, as the validator drives one: with the whole cache, on rank 0.
 
-For each call rank 0 hands out the cache by KV heads and joins what the ranks have stored: the validator sees every slot of
-every head.
+For each call rank 0 hands out the cache by KV heads and joins what the ranks have stored.
 """
 
 from __future__ import annotations

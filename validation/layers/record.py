@@ -19,12 +19,7 @@ from haarkv.tq_ops.table import OP_NAMES, OpTable, arguments, with_ops
 
 @dataclass(frozen=True)
 class Call:
-    """One recorded op.
-
-    Attributes:
-        stage: this use of the op.
-        args: its inputs; a cache is the live one, which has changed since.
-    """
+    """One recorded op; `stage` names this use of it. A cache in `args` is the live one, which has changed since."""
 
     op: str
     stage: str
@@ -103,13 +98,10 @@ def copy_argument(value: Any, device: torch.device) -> Any:
 
 
 def replay(call: Call, ops: OpTable, device: torch.device, cache: PagedKVCache, recorder: Recorder) -> tuple[Any, bool]:
-    """Run a recorded call with another table, on copies of its inputs.
+    """Run a recorded call with another table, on copies of its inputs on a device, with `cache` in place of the recorded one.
 
-    Args:
-        device: where the table's tensors live.
-        cache: in place of the recorded call's cache.
     Returns:
-        the result on the host (the message if the inputs were refused as not finite), and whether the inputs are unchanged.
+        the result on the host (a message if the inputs were refused as not finite), and whether the inputs are unchanged.
     """
     arg_copies: list[Any] = []
     for arg in call.args:

@@ -51,10 +51,8 @@ class Reference:
         return twin
 
     def layer(self, index: int, hidden: Tensor, forward: Forward, *, plant: bool = True) -> LayerRecord:
-        """Run one layer.
+        """Run one layer; `plant` poisons the record's `before` where it must not be read.
 
-        Args:
-            plant: poison the record's `before` where it must not be read.
         Raises:
             InputError: a result is not finite or zero: nothing can be compared with that.
         """
@@ -84,9 +82,7 @@ class Reference:
         return LayerRecord(index, forward, calls, before, hidden, out, kv, part_fields), q
 
     def over_another_state(self, record: LayerRecord) -> LayerRecord | None:
-        """A layer that keeps a state, run over another state of as many tokens; None if no sequence has one. The cache is
-        restored.
-        """
+        """A layer run over another state of as many tokens; None if no sequence has one. The cache is restored."""
         after, state = snapshot(self.cache, record.index), recurrent_state(self.cache, record.index)
         assert state is not None
         load(self.cache, record.index, record.before)
@@ -120,11 +116,7 @@ class Reference:
                 raise InputError(f"the reference's {what} is {problem} at {where}; nothing can be compared with that")
 
     def head_logits(self, hidden: Tensor, forward: Forward) -> tuple[Tensor, list[Call]]:
-        """Logits [N, vocab] of final hidden states [T, hidden], and the head's recorded calls.
-
-        Raises:
-            InputError: they are all equal.
-        """
+        """Logits [N, vocab] of final hidden states [T, hidden], and the head's calls; InputError if all logits are equal."""
         logits = self.model.head(hidden[forward.logit_rows], self.recorder.ops)
         if not (logits.amax(-1) > logits.amin(-1)).all():
             raise InputError(f"the reference's logits are all equal in {forward.phase} {forward.step}; it predicts nothing")
@@ -162,13 +154,7 @@ class Reference:
         tokens: int | None = None,
         op_overrides: Mapping[str, Callable[..., Tensor | None]] | None = None,
     ) -> OpTable:
-        """The op table of honest runs.
-
-        Args:
-            place: seed of the noise.
-            tokens: as `null.honest`.
-            op_overrides: ops in place of the reference's own.
-        """
+        """The op table of honest runs, with `place` as seed and some ops overridden; `tokens` as in `null.honest`."""
         return honest(with_ops(self.ops, op_overrides or {}), 2 * place, runs, tokens, self.rounds_x)
 
     def as_read(self, record: LayerRecord, part_fields: Snapshot) -> PagedKVCache:

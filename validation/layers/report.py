@@ -52,12 +52,7 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class LogitRow:
-    """Free-running logits of one forward, against the reference's.
-
-    Attributes:
-        cos, rel_l2, max_abs: as in `LayerRow`, the worst prediction.
-        same_token: of `predictions`, those with the same most likely token; one a sequence, of a verify one a token.
-    """
+    """Free-running logits of one forward against the reference's, the worst of `predictions`; `same_token` of these agree."""
 
     phase: str
     step: int
@@ -84,7 +79,7 @@ class Verdict:
             than that; "unstable": the executor differs from itself on the same inputs; None: every bit is equal.
         error, bound: worst figure and what honest runs allow.
         head: the KV head that alone is wrong.
-        phase, step, layer: no layer for the head and the whole forward.
+        layer: None for the head and the whole forward.
     """
 
     stage: str
@@ -104,7 +99,6 @@ class Verdict:
 
     @property
     def where(self) -> str:
-        """Layer and stage, in words."""
         return self.stage if self.layer is None else f"layer {self.layer}, {self.stage}"
 
     @property
@@ -132,14 +126,7 @@ def first(verdicts: Sequence[Verdict]) -> Verdict | None:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One teacher-forced figure over all forwards together.
-
-    Attributes:
-        drive: "ops" or "layers".
-        head: KV head; -1 for all, or of a stage without heads.
-        figure: as `null.Figure.kind`.
-        share: as a multiple of what honest runs allow.
-    """
+    """One teacher-forced figure over all forwards, as a multiple of what honest runs allow; head -1 is all of them."""
 
     drive: str
     layer: int
@@ -180,9 +167,7 @@ class Report:
         passed: everything was compared, and nothing lies outside what honest runs give.
         first_divergence: the first fault; without one, the first difference; None if every bit is equal.
         stages, tensors: teacher-forced, by stage; by layer and stage.
-        tests: every figure over all forwards together.
         blocks: weight-block types that the executor multiplied with directly and the reference restored.
-        exercised, not_exercised: what the prompts reached and what not, from `exercise.Exercise`.
     """
 
     reference: str
@@ -211,11 +196,7 @@ class Report:
 
 
 def join_reports(report: Report, other: Report, prefix: str) -> Report:
-    """Two reports of one executor as one.
-
-    Args:
-        prefix: of the other's phases, to tell them apart.
-    """
+    """Two reports of one executor as one; `prefix` tells the other's phases apart."""
 
     def with_prefix(finding: Any) -> Any:
         return replace(finding, phase=f"{prefix} {finding.phase}")

@@ -59,13 +59,11 @@ def validate(
     Args:
         prompts: token ids, prefilled as one ragged batch.
         steps: decode steps; with one or more, a verify and a decode step behind tokens taken back follow.
-        on_row: gets each row as it comes.
         modes: one or both. The head and the whole forward belong to free-running.
         repeats: further teacher-forced runs of each layer, which must give the same bits. Faults run again in any case.
         honest_cache: honest runs of another validation of the same reference, prompts and plan; is added to.
     Raises:
-        InputError: an executor cannot run this, a prompt does not fit, no token would see another one, or the reference's
-            values are zero or not finite.
+        InputError: an executor cannot run this, or nothing would be proved.
     """
     return _Validation(reference, candidate, model, prompts, steps, plan, on_row, modes, repeats, honest_cache).run()
 
@@ -75,15 +73,7 @@ def validate_layer(
     reference: Executor, candidate: Executor, model: DecoderModel, plan: KVPlan, index: int, hidden: Tensor, before: Snapshot,
     forward: Forward,
 ) -> Report:  # fmt: skip
-    """Compare two executors on one layer of one forward, fed the same hidden state and cache.
-
-    Args:
-        hidden: [T, hidden] that enters the layer.
-        before: the layer's cache, with the blocks of the forward's sequences and one more.
-        forward: places of the T tokens; its token ids are not read.
-    Raises:
-        InputError: as `validate`.
-    """
+    """Compare two executors on one layer, fed the same `hidden` [T, hidden] and cache `before`, at the places of `forward`."""
     prompts = [[0] * int(length) for length in forward.batch.seq_lens]
     return _Validation(reference, candidate, model, prompts, 0, plan, None, ("teacher-forced",)).layer(
         index, hidden, before, forward

@@ -32,13 +32,8 @@ __all__ = ["WholeLayers", "first_layers", "self_test"]
 
 @dataclass(frozen=True)
 class SelfTestRow:
-    """One fault, driven in one way.
-
-    Attributes:
-        driven: "ops" or "layers".
-        planted, found: layer, stage, and the KV head if one is wrong; "–" for none.
-        how: the validator's words.
-        caught: found where it was planted; of a control, nothing but rounding was found.
+    """One fault, driven by "ops" or "layers": where it was planted and found, and the validator's words; `caught` if both
+    agree.
     """
 
     dtype: str
@@ -96,14 +91,14 @@ def self_test(
     part: slice = slice(None),
     kv: str = "tq4",
 ) -> list[SelfTestRow]:
-    """Plant faults in the middle layer of each model, and validate: `validation.faults`.
+    """Plant faults in the middle layer of each model, of at least 3 layers, and validate: `validation.faults`.
+
+    In one with recurrent states only `delta_faults` are planted, in its last such layer.
 
     Args:
-        models: of at least 3 layers. In one with recurrent states only `delta_faults` are planted, in its last such layer.
         prompts: token ids. The faintest faults need a hundred tokens.
-        on_row: gets each row as it comes.
         part: of the common bugs, and of faults in windows, long prompts and whole forwards.
-        kv: format of 16 levels for `published_faults` and `common_bugs`; unless it is tq4, only these are planted.
+        kv: format of 16 levels; unless it is tq4, only `published_faults` and `common_bugs` are planted.
     """
     rows = []
 
@@ -165,11 +160,7 @@ def self_test_of_blocks(
     prompts: Sequence[Sequence[int]],
     on_row: Callable[[SelfTestRow], None] | None = None,
 ) -> list[SelfTestRow]:
-    """Plant `block_faults` in the middle layer of each model, and validate the executor that multiplies with weight blocks.
-
-    Args:
-        models, prompts, on_row: as of `self_test`; weights as the file has them.
-    """
+    """Plant `block_faults` in the middle layer of each model, and validate the executor that multiplies with weight blocks."""
     rows = []
     for model in models:
         if (runner := runner_of_blocks(model)) is None:

@@ -21,10 +21,8 @@ _Tensors = dict[tuple[int | None, str], tuple[float, str]]
 
 
 def compare_files(before: Path, after: Path) -> dict[str, Any]:
-    """Compare two files, as a JSON object.
-
-    Its `changes` are first what is wrong now, then what is worse, then what is better, each by layer; `worse` says that
-    something is wrong that was right.
+    """Compare two files, as a JSON object: `changes` wrong now first, then worse, then better; `worse` if a right one is wrong
+    now.
 
     Raises:
         InputError: no report of `tq validate --json`, or two models.

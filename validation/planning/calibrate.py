@@ -1,10 +1,6 @@
-"""Learn the coordinates of a model's keys from a text: moments of what the cache gets, layer by layer.
-
-    for every layer:    run all windows through it, and sum q q^T and k k^T of each KV head
-                        codebooks.learned.learn(metric from the queries; spread and mean of the keys)
-
-Only the hidden states between two layers are kept, and one layer's sums. Windows that are held back take part in the forward
-but not in what is learned: the same sums of theirs say how much worse the coordinates suit an unseen text.
+"""Learn the coordinates of a model's keys from a text, layer by layer: all windows run through a layer, which gives sums of q
+q^T and k k^T of each KV head for `codebooks.learned.learn`. Windows that are held back say how much worse an unseen text is
+off.
 """
 
 from __future__ import annotations
@@ -121,11 +117,7 @@ def holdout_fit(train_sums: Sums, other: Sums, basis: Basis) -> float:
 
 @dataclass(frozen=True)
 class Subject:
-    """A loaded model and its executor, op by op.
-
-    Attributes:
-        model: on the device of `runner`.
-    """
+    """A loaded model and its executor, op by op, on one device."""
 
     name: str
     model: DecoderModel
@@ -180,13 +172,7 @@ def load_subject(
     layers: int | None = None,
     progress: Progress | None = None,
 ) -> Subject:
-    """Load a model to be calibrated.
-
-    Args:
-        model, executor, device, dtype, layers, progress: as in `engine.loading.load`.
-    Raises:
-        InputError: something of this does not exist or does not fit together, or the executor's layers run whole.
-    """
+    """Load a model to be calibrated, as `engine.loading.load`; InputError if the executor's layers run whole."""
     config = read_config(model, layers)
     if reason := unlearnable(config):
         raise InputError(reason)

@@ -1,11 +1,4 @@
-"""`tq plan`: what each format costs at K and V of each layer, the best plan in a budget, and that plan on another text.
-
-setup = load_setup("tiny", ["bf16"])
-costs = measure(setup, calibration, CANDIDATES)               # each place by itself, without a tail
-choices = choices_within(costs, config, budget=4.0, tails=TAILS, context=4096)
-rows = compare(setup, longer, choices)                        # each plan as a whole, on the same text
-verified = verify(setup, unseen, best.plan, uniform_rivals(...))   # on another text, beside uniform formats
-"""
+"""`tq plan`: what each format costs at K and V of each layer, the best plans in a budget, and one of them on another text."""
 
 from __future__ import annotations
 
@@ -65,14 +58,10 @@ def measure(
     partial: Partial | None = None,
     on_step: OnStep = lambda *_: None,
 ) -> dict[Place, dict[str, float]]:
-    """What each candidate costs at each place, in nats a token.
-
-        cost(place, f) = mean over the text of KL(bf16 || bf16 everywhere but f at this place)
+    """What each candidate costs at each place, in nats a token: mean KL(bf16 || bf16 everywhere but this format at this
+    place).
 
     The layers before a place are the baseline's: they run once a window.
-
-    Args:
-        calibration: the text and its windows; greedy prompts are not run.
     """
     partial = partial or Partial()
     caches = changed_caches(setup.base, candidates, coordinates)
@@ -100,11 +89,7 @@ def choices_within(
     sinks: Sequence[int] = (0,),
     calibration: Calibration | None = None,
 ) -> list[Allocation]:
-    """The best formats beside each tail and number of sinks that leave room for any.
-
-    Raises:
-        InputError: a budget that no choice meets, or that bf16 meets already.
-    """
+    """The best formats beside each tail and number of sinks that leave room; InputError if none does, or bf16 does."""
     if not 0 < budget < 16:
         raise InputError(f"a budget of {budget:g} bits a value is none; --budget must lie above 0 and below bf16's 16")
     settings = [(tail, sink) for tail in tails for sink in sinks]
@@ -163,9 +148,8 @@ class Verification:
 def uniform_rivals(
     plan: KVPlan, config: ModelConfig, context: int, candidates: Sequence[str], calibration: Calibration | None = None
 ) -> dict[str, KVPlan]:
-    """Uniform candidates next to a plan in bytes: the largest that take no more, and the smallest that take no fewer.
-
-    Also, with the plan's tail and sinks, the largest that take no more: they show how much of the gain is the tail's.
+    """Uniform candidates next to a plan in bytes, the largest that take no more and the smallest that take no fewer; and, with
+    the plan's tail and sinks, the largest that take no more: they show how much of the gain is the tail's.
     """
     plan_bits = bits_per_value(plan, config, context)
     rivals: dict[str, KVPlan] = {}

@@ -1,7 +1,6 @@
 """What `tq plan` and `--kv auto` share: formats to choose from, their sizes, and the plans of least cost for each size.
 
-A *place* is K or V of one layer. That the costs of places add up is an assumption; it only ranks plans beside one tail.
-benchmarks/LOG.md says how far it holds.
+A *place* is K or V of one layer. That costs of places add up is an assumption; it only ranks plans beside one tail.
 """
 
 from __future__ import annotations
@@ -95,11 +94,7 @@ def with_format(plan: KVPlan, place: Place, name: str, calibration: Calibration 
 
 
 def session_with_plan(base: Session, plan: KVPlan) -> Session:
-    """The baseline's model with another plan.
-
-    Raises:
-        InputError: the executor cannot run it.
-    """
+    """The baseline's model with another plan; InputError if the executor cannot run it."""
     if reason := base.executor.supports(base.config, plan):
         raise InputError(f"executor {base.executor.name} cannot run {plan.describe()}: {reason}")
     return replace(base, plan=plan)
@@ -130,10 +125,9 @@ class Allocation:
 
 
 class Frontier:
-    """The plans of least cost beside one tail, by size.
+    """The plans of least cost beside one tail, by size, for a sequence of `context` tokens.
 
     Args:
-        context: tokens of a sequence, over which the tail's bytes are spread.
         place_groups: places that take one format; all of `costs`, each once. Without it each place has its own.
     """
 
@@ -176,14 +170,10 @@ class Frontier:
 
 
 class Knapsack:
-    """One option of each item, of least total loss.
+    """One option of each item, of least total loss; among equal losses the smallest size wins.
 
     Dynamic programming over sizes, in units of the greatest common divisor of what options exceed their item's smallest by:
-    `best[i, s] = min over options of best[i - 1, s - size] + loss`. Among equal losses the smallest size wins.
-
-    Args:
-        sizes: [item][option], at least one option each.
-        losses: the same, of any sign.
+    `best[i, s] = min over options of best[i - 1, s - size] + loss`. Sizes and losses are [item][option].
     """
 
     def __init__(self, sizes: Sequence[Sequence[int]], losses: Sequence[Sequence[float]]) -> None:

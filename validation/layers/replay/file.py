@@ -56,7 +56,6 @@ class ReplayFile:
     Attributes:
         record: the reference's results where the file was written, without recorded calls.
         finding: what failed there: phase, step, layer, stage, reason and detail.
-        versions: of the software there, by name.
     """
 
     case: LayerCase
@@ -68,11 +67,7 @@ class ReplayFile:
 
 
 def build_replay_file(runs: Sequence[OneRun], versions: Mapping[str, str]) -> ReplayFile:
-    """The first failure of some runs, cut out; alone it fails at the same stage for the same reason.
-
-    Raises:
-        InputError: none failed, or what failed does not show in a single layer.
-    """
+    """The first failure of some runs, cut out; InputError if none failed, or it does not show in a single layer."""
     run = next((run for run in runs if not run.report.passed and run.report.first_divergence), None)
     finding = run.report.first_divergence if run else None
     if run is None or finding is None:
@@ -89,11 +84,7 @@ def build_replay_file(runs: Sequence[OneRun], versions: Mapping[str, str]) -> Re
 
 
 def save(path: Path, file: ReplayFile) -> None:
-    """Write a replay file.
-
-    Raises:
-        InputError: it cannot be written.
-    """
+    """Write a replay file."""
     case = file.case
     tensors = {name: tensor.cpu().clone() for name, tensor in _tensors(case, file.record).items()}
     blocks = {field: weight for field, _, weight in case.weights.named_tensors() if isinstance(weight, Blocks)}
@@ -135,11 +126,7 @@ def _tensors(case: LayerCase, record: LayerRecord) -> dict[str, Tensor]:
 
 
 def load(path: Path | str) -> ReplayFile:
-    """Read a replay file.
-
-    Raises:
-        InputError: it cannot be read, or is no replay file.
-    """
+    """Read a replay file."""
     metadata, tensors = artifact.read(Path(path), REPLAY)
     with REPLAY.refusing(path):
         case = _read_case(tensors, metadata)
