@@ -207,7 +207,7 @@ _MINIMA: dict[str, Spoil] = {
 
 @dataclass(frozen=True)
 class BlockFault(Fault):
-    """A weight `right` that is replaced by `wrong`; by None in a control."""
+    """A weight `right` that `wrong` replaces; both None in a control."""
 
     right: Blocks | None = None
     wrong: Blocks | None = None

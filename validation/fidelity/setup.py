@@ -34,10 +34,10 @@ BASELINE = "bf16"
 def parse_list(
     specs: Sequence[str], calibration: Calibration | None = None, accepts: Callable[[str], bool] = lambda _: False
 ) -> list[str]:
-    """Names of caches from lists of formats, as `formats.describe` writes them, each once. A part with `=` takes the next with
-    it:
+    """Names of caches from lists of formats, as `formats.describe` writes them, each once. `k=` takes the next part with it:
 
-    >>> parse_list(["bf16,k=tq8,v=tq4", "tq2"]) ['bf16', 'k=tq8,v=tq4', 'tq2']
+    >>> parse_list(["bf16,k=tq8,v=tq4", "tq2"])
+    ['bf16', 'k=tq8,v=tq4', 'tq2']
 
     Args:
         accepts: parts to take as they stand.

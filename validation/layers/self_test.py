@@ -32,9 +32,7 @@ __all__ = ["WholeLayers", "first_layers", "self_test"]
 
 @dataclass(frozen=True)
 class SelfTestRow:
-    """One fault, driven by "ops" or "layers": where it was planted and found, and the validator's words; `caught` if both
-    agree.
-    """
+    """One fault, driven by "ops" or "layers": where it was planted and found, and how; `caught` if both agree."""
 
     dtype: str
     driven: str
