@@ -12,15 +12,7 @@ from places import ROOT
 
 from haarkv.tq_ops.npu import versions
 from haarkv.validation.bringup.environment import environment
-from haarkv.validation.bringup.ladder import (
-    Result,
-    RungFinding,
-    climb,
-    collect_host_logs,
-    one_line,
-    public_text,
-    verdict,
-)
+from haarkv.validation.bringup.ladder import Result, RungFinding, climb, collect_host_logs, one_line, public_text, verdict
 from tq.cli import main
 
 

@@ -20,17 +20,7 @@ from haarkv.tq_ops.formats.rotated import Coordinates
 from haarkv.tq_ops.formats.synthetic import calibration
 from haarkv.validation.faults.base import Call, Fault, K, Layer, Table, V, Wrong, instead
 from haarkv.validation.faults.model import rounded_positions, wrong_models
-from haarkv.validation.faults.ops import (
-    ATTENTION,
-    LINEAR,
-    NORM,
-    ROPE,
-    STORE,
-    SWIGLU,
-    Spoil,
-    keeping,
-    other_block,
-)
+from haarkv.validation.faults.ops import ATTENTION, LINEAR, NORM, ROPE, STORE, SWIGLU, Spoil, keeping, other_block
 from haarkv.validation.layers.parts import Snapshot, read_as
 
 NORMS = ("input_norm", "q_norm", "k_norm", "post_norm")

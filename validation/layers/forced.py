@@ -15,20 +15,8 @@ from haarkv.validation import bounds
 from haarkv.validation.layers.candidate import WITHIN_ROUNDING, CandidateRunner, Outcome, Repeats, Run, StrayWrites
 from haarkv.validation.layers.forward import LayerRecord
 from haarkv.validation.layers.honest_runs import HonestCache, HonestRuns
-from haarkv.validation.layers.judge import (
-    guilty_head,
-    hidden_figures,
-    in_whole,
-    judge_stray_writes,
-    stored_figures,
-    verdicts,
-)
-from haarkv.validation.layers.null import (
-    Figure,
-    Null,
-    Sums,
-    collect_sums,
-)
+from haarkv.validation.layers.judge import guilty_head, hidden_figures, in_whole, judge_stray_writes, stored_figures, verdicts
+from haarkv.validation.layers.null import Figure, Null, Sums, collect_sums
 from haarkv.validation.layers.parts import Snapshot, take
 from haarkv.validation.layers.record import Call, replay
 from haarkv.validation.layers.reference import Reference

@@ -12,14 +12,7 @@ from haarkv.models.base import DecoderModel
 from haarkv.tq_ops.formats.synthetic import calibration
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.faults.base import DRIVES, Fault, Layer, WholeLayers, reordered_sum_ops
-from haarkv.validation.faults.layer import (
-    LEARNED_KV,
-    LONGEST,
-    common_bugs,
-    coordinate_faults,
-    long_faults,
-    published_faults,
-)
+from haarkv.validation.faults.layer import LEARNED_KV, LONGEST, common_bugs, coordinate_faults, long_faults, published_faults
 from haarkv.validation.faults.model import BlockFault, block_faults, forward_faults, runner_of_blocks
 from haarkv.validation.faults.states import delta_faults, delta_layers
 from haarkv.validation.faults.windows import WINDOW_SPEC, Parts, merging, window_faults
@@ -117,10 +110,7 @@ def self_test(
         every: list[tuple[Setting, list[Fault]]] = [
             (
                 Setting(KVSpec(kv), prompts, 0, "control" if kv == "tq4" else f"control, {kv}"),
-                [
-                    *published_faults(model, layer),
-                    *common_bugs(model, layer)[part],
-                ],
+                [*published_faults(model, layer), *common_bugs(model, layer)[part]],
             ),
             (
                 Setting(KVSpec(LEARNED_KV, calibration=learned_calibration), prompts, 0, "control, learned"),
@@ -154,9 +144,7 @@ def _controls(setting: Setting) -> list[Fault]:
 
 
 def self_test_of_blocks(
-    models: Sequence[DecoderModel],
-    prompts: Sequence[Sequence[int]],
-    on_row: Callable[[SelfTestRow], None] | None = None,
+    models: Sequence[DecoderModel], prompts: Sequence[Sequence[int]], on_row: Callable[[SelfTestRow], None] | None = None
 ) -> list[SelfTestRow]:
     """Plant `block_faults` in the middle layer of each model, and validate the executor that multiplies with weight blocks."""
     rows = []

@@ -11,14 +11,7 @@ from haarkv.models.config import ModelConfig
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
-from haarkv.validation.fidelity.evaluation import (
-    FidelityRow,
-    OnStep,
-    Setup,
-    Workload,
-    evaluate,
-    score_all,
-)
+from haarkv.validation.fidelity.evaluation import FidelityRow, OnStep, Setup, Workload, evaluate, score_all
 from haarkv.validation.fidelity.scores import Partial
 from haarkv.validation.planning.search import (
     Allocation,

@@ -34,15 +34,7 @@ from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, WINDOW_CHUNK, blocks_for
 from haarkv.tq_ops.weight import Blocks, Weight, backing_tensor, rounding_to
 from haarkv.validation.layers.forward import LayerRecord
 from haarkv.validation.layers.parts import Snapshot
-from haarkv.validation.layers.replay.case import (
-    VOCABULARY,
-    LayerCase,
-    OneRun,
-    capture,
-    is_learned,
-    judge_case,
-    run_reference,
-)
+from haarkv.validation.layers.replay.case import VOCABULARY, LayerCase, OneRun, capture, is_learned, judge_case, run_reference
 
 _SCALINGS: dict[str, Any] = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
 _MOST_LAYERS = 1024
