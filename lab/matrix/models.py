@@ -32,9 +32,8 @@ from haarkv.validation.fidelity.evaluation import Setup, Workload, make_workload
 from haarkv.validation.planning import auto
 from haarkv.validation.planning.calibrate import learn_model
 from haarkv.validation.planning.estimates import in_larger_chunks
-from haarkv.validation.planning.planner import choices_within
-from haarkv.validation.planning.planner import measure as measure_places
-from haarkv.validation.planning.search import Costs
+from haarkv.validation.planning.search import Costs, choices_within
+from haarkv.validation.planning.search import measure as measure_places
 from lab.matrix.entries import Entry, without_waiting
 from lab.rivals import oscar
 

@@ -10,7 +10,7 @@ from haarkv.tq_ops.kv import plan_file
 from haarkv.tq_ops.kv.model_shape import ModelShape
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.fidelity import evaluation
-from haarkv.validation.planning import planner
+from haarkv.validation.planning import search as planner
 
 TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n"
 UNSEEN = "def bridge(name, quest):\n    if quest == 'grail':\n        return name\n    raise KeyError(quest)\n"

@@ -157,7 +157,7 @@ def test_two_runs_are_compared_by_layer_and_stage(validate, checkpoint, faulty, 
 
 
 def test_twice_the_share_is_worse_and_less_is_alike(tmp_path):
-    from haarkv.validation.layers.two_runs import compare_files
+    from haarkv.validation.layers.report import compare_files
 
     def write(name, **shares):
         tensors = [{"stage": stage, "layer": 0, "share": share, "reason": "rounding"} for stage, share in shares.items()]

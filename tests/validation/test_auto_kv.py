@@ -20,8 +20,7 @@ from haarkv.validation.planning import auto, choice_cache
 from haarkv.validation.planning.calibrate import load_subject
 from haarkv.validation.planning.common_text import SEQUENCES, common_text, prose, start_token, write
 from haarkv.validation.planning.estimates import Judge, Probes, Whole
-from haarkv.validation.planning.planner import measure
-from haarkv.validation.planning.search import bits_per_value, session_with_plan
+from haarkv.validation.planning.search import bits_per_value, measure, session_with_plan
 from tq.cli import main
 
 LOSS = 0.0004

@@ -19,8 +19,19 @@ from haarkv.validation.fidelity.evaluation import FidelityRow, evaluate, make_wo
 from haarkv.validation.fidelity.setup import load_setup
 from haarkv.validation.layers.parts import new_cache
 from haarkv.validation.planning.auto import kinds
-from haarkv.validation.planning.planner import Verification, choices_within, compare, measure, uniform_rivals, verify
-from haarkv.validation.planning.search import Frontier, Knapsack, bits_per_value, places, with_format
+from haarkv.validation.planning.search import (
+    Frontier,
+    Knapsack,
+    Verification,
+    bits_per_value,
+    choices_within,
+    compare,
+    measure,
+    places,
+    uniform_rivals,
+    verify,
+    with_format,
+)
 
 TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n"
 UNSEEN = "def bridge(name, quest):\n    if quest == 'grail':\n        return name\n    raise KeyError(quest)\n"

@@ -109,7 +109,7 @@ def as_csv(report: Report) -> str:
 # -- Two reports -------------------------------------------------------------------------------------------------------
 def compare(before: Path, after: Path, as_json: bool) -> int:
     """Print what got better or worse; 0 if nothing is wrong that was right, else 1."""
-    from haarkv.validation.layers.two_runs import compare_files, is_new_fault
+    from haarkv.validation.layers.report import compare_files, is_new_fault
 
     comparison = compare_files(before, after)
     changes = comparison["changes"]

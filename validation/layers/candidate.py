@@ -14,8 +14,8 @@ from haarkv.executors.base import Executor, prefill, verify
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.validation.layers.forward import copy_argument, is_unchanged
 from haarkv.validation.layers.parts import Part, Snapshot, cache_parts, layer_tensors, load, part_stage, put, take
-from haarkv.validation.layers.record import copy_argument, is_unchanged
 from haarkv.validation.layers.report import Verdict
 from haarkv.validation.layers.states import STATE, STATE_STAGES, changed_rows, recurrent_state
 

@@ -30,9 +30,8 @@ from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, WINDOW_CHUNK, blocks_for
 from haarkv.tq_ops.table import OpTable
-from haarkv.validation.layers.forward import LayerRecord, Schedule
+from haarkv.validation.layers.forward import LayerRecord, Schedule, observe_vectors
 from haarkv.validation.layers.parts import new_cache
-from haarkv.validation.layers.record import observe_vectors
 
 STATE_READ = "a state that an earlier forward left"
 OTHER_STATE = "another state of as many tokens in its place (a prefix that is reused)"

@@ -13,12 +13,11 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation import bounds
 from haarkv.validation.layers.candidate import WITHIN_ROUNDING, CandidateRunner, Outcome, Repeats, Run, StrayWrites
-from haarkv.validation.layers.forward import LayerRecord
+from haarkv.validation.layers.forward import Call, LayerRecord, replay
 from haarkv.validation.layers.honest_runs import HonestCache, HonestRuns
 from haarkv.validation.layers.judge import guilty_head, hidden_figures, in_whole, judge_stray_writes, stored_figures, verdicts
 from haarkv.validation.layers.null import Figure, Null, Sums, collect_sums
 from haarkv.validation.layers.parts import Snapshot, take
-from haarkv.validation.layers.record import Call, replay
 from haarkv.validation.layers.reference import Reference
 from haarkv.validation.layers.report import Measurement, Verdict, first
 from haarkv.validation.layers.states import STATE, compare_states, recurrent_state

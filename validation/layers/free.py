@@ -21,11 +21,10 @@ from haarkv.tq_ops.table import OpTable
 from haarkv.validation import bounds
 from haarkv.validation.layers.candidate import CandidateRunner, Outcome, Repeats, Run, differing
 from haarkv.validation.layers.forced import TeacherForced
-from haarkv.validation.layers.forward import Forward, LayerRecord
+from haarkv.validation.layers.forward import Call, Forward, LayerRecord, replay
 from haarkv.validation.layers.judge import compare_vectors, judge_stray_writes, verdicts
 from haarkv.validation.layers.null import RUNS, Null, collect_sums, number_figures, repeat_rows, resample_runs, split_runs
 from haarkv.validation.layers.parts import Snapshot, cache_parts, load, snapshot, take
-from haarkv.validation.layers.record import Call, replay
 from haarkv.validation.layers.reference import Reference
 from haarkv.validation.layers.report import LogitRow, Verdict, first
 from haarkv.validation.layers.states import STATE, compare_states, recurrent_state

@@ -14,7 +14,7 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import LayerView, PagedKVCache
 from haarkv.tq_ops.table import with_ops
 from haarkv.tq_ops.weight import Weight
-from haarkv.validation.layers.forward import LayerRecord
+from haarkv.validation.layers.forward import Call, LayerRecord
 from haarkv.validation.layers.judge import Values, hidden_figures, stored_figures
 from haarkv.validation.layers.null import (
     RUNS,
@@ -32,7 +32,6 @@ from haarkv.validation.layers.null import (
     stacked,
 )  # fmt: skip
 from haarkv.validation.layers.parts import KV, Snapshot, cache_parts, load, snapshot, take, without_unread
-from haarkv.validation.layers.record import Call
 from haarkv.validation.layers.reference import Reference, keep
 
 T = TypeVar("T")

@@ -17,10 +17,9 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.recurrent import Recurrent
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.tq_ops.weight import Blocks, Weight, activations, weight_numbers
-from haarkv.validation.layers.forward import Forward, LayerRecord
+from haarkv.validation.layers.forward import Call, Forward, LayerRecord, Recorder
 from haarkv.validation.layers.null import RUNS, honest
 from haarkv.validation.layers.parts import Snapshot, load, put, snapshot, take, without_unread
-from haarkv.validation.layers.record import Call, Recorder
 from haarkv.validation.layers.states import CONV, SEEN, STATE, Fields, left_after, recurrent_state, state_heads, with_others
 
 

@@ -16,7 +16,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.stretches import STRETCH, RopeShift
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.tq_ops.weight import Weight
-from haarkv.validation.layers.record import observe_vectors
+from haarkv.validation.layers.forward import observe_vectors
 
 _TINY = 1e-300
 
