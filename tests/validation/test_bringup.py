@@ -12,7 +12,7 @@ from places import ROOT
 
 from haarkv.tq_ops.npu import versions
 from haarkv.validation.bringup.environment import environment
-from haarkv.validation.bringup.ladder import Result, RungFinding, climb, collect_host_logs, one_line, public_text, verdict
+from haarkv.validation.bringup.ladder import RungFinding, climb, collect_host_logs, one_line, public_text
 from tq.cli import main
 
 
@@ -53,13 +53,6 @@ def test_the_first_of_eighty_lines_is_said():
 )
 def test_of_a_path_its_last_name_is_left(text, left):
     assert public_text(text) == left
-
-
-def test_a_failed_rung_is_named_with_its_place():
-    failed_result = Result(
-        "layer", "failed", RungFinding(False, "x", 1, where="tq4, layer 3, attention_mlp"), 1.0, "2026-11-22"
-    )
-    assert verdict([failed_result]) == "failed: layer at tq4, layer 3, attention_mlp; 0 of 9 rungs passed"
 
 
 def test_the_lowest_rung_needs_no_torch():
