@@ -203,55 +203,39 @@ def parse_contender(spec: str) -> Contender:
 
 
 def resolve_contenders(
-    model: str,
-    side_a: Contender,
-    side_b: Contender,
-    spec: KVSpec,
-    *,
-    device: str | None = None,
-    dtype: str | None = None,
-    layers: int | None = None,
-) -> tuple[Contender, Contender]:
-    """Both sides with the fastest executor in place of `auto`: one for both, or two formats would differ by executor."""
-    sides = (side_a, side_b)
-    if not (open_sides := [side for side in sides if side.executor == catalog.AUTO]):
-        return sides
-    config = read_config(model, layers)
-    plans = [plan_for(replace(spec, kv=side.kv), config) for side in open_sides]
-    name = catalog.select(catalog.AUTO, config, plans, device=device, dtype=dtype).name
-    a, b = (replace(side, executor=name) if side in open_sides else side for side in sides)
-    return a, b
+    sides: Sequence[Contender], config: ModelConfig, spec: KVSpec, device: str | None = None, dtype: str | None = None
+) -> tuple[list[Contender], str]:
+    """Sides with the fastest executor in place of `auto`, and a dtype for both: float32 if that is the default of both.
 
-
-def default_dtype(*sides: Contender) -> str:
-    """The dtype for both sides: float32 if that is the default of both executors."""
-    return "bfloat16" if "bfloat16" in {catalog.info(side.executor).dtype for side in sides} else "float32"
+    It is one executor for both, or two formats would differ by executor.
+    """
+    if open_sides := [side for side in sides if side.executor == catalog.AUTO]:
+        plans = [plan_for(replace(spec, kv=side.kv), config) for side in open_sides]
+        name = catalog.select(catalog.AUTO, config, plans, device=device, dtype=dtype).name
+        sides = [replace(side, executor=name) if side in open_sides else side for side in sides]
+    common = "bfloat16" if "bfloat16" in {catalog.info(side.executor).dtype for side in sides} else "float32"
+    return list(sides), dtype or common
 
 
 def load_contenders(
-    model: str,
-    side_a: Contender,
-    side_b: Contender,
-    *,
-    dtype: str,
-    device: str | None = None,
-    layers: int | None = None,
-    spec: KVSpec | None = None,
-    balance: bool = True,
-    progress: Progress | None = None,
-) -> tuple[Session, Session]:
+    model: str, sides: Sequence[Contender], spec: KVSpec | None = None, *, device: str | None = None,
+    dtype: str | None = None, layers: int | None = None, balance: bool = True, progress: Progress | None = None,
+) -> tuple[Session, Session, str]:  # fmt: skip
     """Load a model and set up both sides: once, unless one side multiplies with the file's weight blocks directly.
 
     Args:
-        device: of every executor but the reference.
         spec, balance: tail, sinks and bf16 layers of both sides; whether each is balanced by its own format.
+        device: of every executor but the reference.
+    Returns:
+        both sides, and the dtype.
     """
-    tokenizer, spec = load_tokenizer(model, read_config(model, layers)), spec or KVSpec()
-    only_reference = {side_a.executor, side_b.executor} == {"reference"}
+    config, spec = read_config(model, layers), spec or KVSpec()
+    sides, common_dtype = resolve_contenders(sides, config, spec, device, dtype)
+    tokenizer, only_reference = load_tokenizer(model, config), {side.executor for side in sides} == {"reference"}
 
     @cache
     def model_with_blocks(block_types: tuple[str, ...]) -> DecoderModel:
-        return load_model(model, dtype, layers, progress, keep_blocks=block_types)
+        return load_model(model, common_dtype, layers, progress, keep_blocks=block_types)
 
     @cache
     def balanced_model(kv: str, block_types: tuple[str, ...]) -> tuple[KVPlan, balancing.BalancedModel]:
@@ -264,4 +248,4 @@ def load_contenders(
         executor = catalog.create(side.executor, balance_result.model, plan, where)
         return Session(model, balance_result.model.config, executor, tokenizer, plan, uneven=balance_result.uneven)
 
-    return session(side_a), session(side_b)
+    return session(sides[0]), session(sides[1]), common_dtype
