@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import reduce
 from typing import Any, TypeVar, cast
 
 import torch
@@ -17,7 +18,6 @@ from haarkv.tq_ops.weight import Weight
 from haarkv.validation.layers.forward import Call, LayerRecord
 from haarkv.validation.layers.judge import Values, hidden_figures, stored_figures
 from haarkv.validation.layers.null import (
-    RUNS,
     RunRows,
     Slips,
     Sums,
@@ -49,11 +49,11 @@ class HonestRuns:
         self._scratch = reference.cache.empty_like(reference.cache.device)
         self._readable: tuple[Call, Snapshot] | None = None
 
-    def layer_sums(self, record: LayerRecord) -> tuple[list[Sums], Mapping[str, Tensor]]:
+    def layer_sums(self, record: LayerRecord) -> tuple[Sums, Mapping[str, Tensor]]:
         """Of a whole layer; also `Null.reach`."""
         return self._cached(record, "layers", self._layers)
 
-    def _layers(self, record: LayerRecord) -> tuple[list[Sums], Mapping[str, Tensor]]:
+    def _layers(self, record: LayerRecord) -> tuple[Sums, Mapping[str, Tensor]]:
         # What one token leaves in a state moves all that follow.
         reference = self.reference
         runs = num_honest_runs(len(record.hidden_in) if record.kv is not None else 1, reference.model.dtype)
@@ -118,16 +118,13 @@ class HonestRuns:
         return slips, {STEEPER: torch.cat(by_scale[1.01], 1) - torch.cat(by_scale[1.0], 1)}
 
     # -- Ops -------------------------------------------------------------------------------------------------------------
-    def op_sums(self, record: LayerRecord) -> list[Sums]:
+    def op_sums(self, record: LayerRecord) -> Sums:
         """Of a layer's ops one by one."""
         return self._cached(record, "ops", self._ops)
 
-    def _ops(self, record: LayerRecord) -> list[Sums]:
-        total: list[Sums] = [{} for _ in range(RUNS)]
-        for place, call in enumerate(record.calls):
-            call_sums = resample_runs(self._op(call, record, 1000 * place))
-            total = [add_sums(before, sums) for before, sums in zip(total, call_sums, strict=True)]
-        return total
+    def _ops(self, record: LayerRecord) -> Sums:
+        each = (resample_runs(self._op(call, record, 1000 * place)) for place, call in enumerate(record.calls))
+        return reduce(add_sums, each, {})
 
     def _op(self, call: Call, record: LayerRecord, salt: int) -> RunRows:
         x = call.args[0]
