@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,15 @@ from haarkv.validation import bounds
 from haarkv.validation.layers.candidate import WITHIN_ROUNDING, CandidateRunner, Outcome, Repeats, Run, StrayWrites
 from haarkv.validation.layers.forward import Call, LayerRecord, replay
 from haarkv.validation.layers.honest_runs import HonestCache, HonestRuns
-from haarkv.validation.layers.judge import guilty_head, hidden_figures, in_whole, judge_stray_writes, stored_figures, verdicts
+from haarkv.validation.layers.judge import (
+    call_violation,
+    guilty_head,
+    hidden_figures,
+    in_whole,
+    judge_stray_writes,
+    stored_figures,
+    verdicts,
+)
 from haarkv.validation.layers.null import Figure, Null, Sums, collect_sums
 from haarkv.validation.layers.parts import Snapshot, take
 from haarkv.validation.layers.reference import Reference
@@ -224,17 +231,8 @@ class TeacherForced:
 
     def _contract_violations(self, call: Call, record: LayerRecord, run: Run) -> list[Verdict]:
         """What is wrong with an op's run whatever the numbers are."""
-        if run.outcome.problem:
-            return [Verdict.violation(call.stage, "changed the inputs that it was given")]
-        ours: Any = call.result
-        result: Any = run.outcome.result
-        if isinstance(result, str) or (ours is None) != (result is None):
-            return [Verdict.violation(call.stage, f"returned {result!r}")]
-        if isinstance(ours, Tensor) and (
-            not isinstance(result, Tensor) or result.shape != ours.shape or result.dtype != ours.dtype
-        ):
-            result_type = f"{list(result.shape)} {result.dtype}" if isinstance(result, Tensor) else repr(result)
-            return [Verdict.violation(call.stage, f"returned {result_type}, not {list(ours.shape)} {ours.dtype}")]
+        if wrong := call_violation(call, run.outcome.result, not run.outcome.problem):
+            return [wrong]
         stray_writes = judge_stray_writes(run.stray_writes, record.index)
         return stray_writes + (_broken_state(self.reference.cache, record, run.new_fields) if call.op == "gated_delta" else [])
 

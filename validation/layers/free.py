@@ -22,7 +22,7 @@ from haarkv.validation import bounds
 from haarkv.validation.layers.candidate import CandidateRunner, Outcome, Repeats, Run, differing
 from haarkv.validation.layers.forced import TeacherForced
 from haarkv.validation.layers.forward import Call, Forward, LayerRecord, replay
-from haarkv.validation.layers.judge import compare_vectors, judge_stray_writes, verdicts
+from haarkv.validation.layers.judge import call_violation, compare_vectors, judge_stray_writes, verdicts
 from haarkv.validation.layers.null import RUNS, Null, collect_sums, number_figures, repeat_rows, resample_runs, split_runs
 from haarkv.validation.layers.parts import Snapshot, cache_parts, load, snapshot, take
 from haarkv.validation.layers.reference import Reference
@@ -132,10 +132,8 @@ class FreeRunning:
         return self._nulls[index] if index in self._nulls else self._forced.null(expected)
 
     def _op(self, call: Call, result: Any, intact: bool, number: int) -> Verdict:
-        if not intact:
-            return Verdict.violation(call.stage, "changed the inputs that it was given")
-        if not isinstance(result, Tensor) or (result.shape, result.dtype) != (call.result.shape, call.result.dtype):
-            return Verdict.violation(call.stage, f"returned {result if isinstance(result, str) else type(result).__name__}")
+        if wrong := call_violation(call, result, intact):
+            return wrong
         honest = getattr(self._reference.honest(_HEAD + 1 + number), call.op)(*call.args)
         return self._numbers(call.stage, result, call.result, honest)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.validation import bounds
 from haarkv.validation.layers.candidate import StrayWrites
+from haarkv.validation.layers.forward import Call
 from haarkv.validation.layers.null import Figure, number_figures, pad_counts
 from haarkv.validation.layers.parts import KV, Part, Snapshot, cache_parts
 from haarkv.validation.layers.report import Reason, Verdict
@@ -192,6 +193,18 @@ def verdicts(excesses: Mapping[Figure, float], differing: Iterable[str], togethe
         detail = f"{words}{scope}: {error:.3g} times what honest runs allow" if reason else ""
         stage_verdicts.append(Verdict(stage, reason, error, 1.0, detail, head=wrong[0] if alone else None))
     return stage_verdicts
+
+
+def call_violation(call: Call, result: Any, intact: bool) -> Verdict | None:
+    """What is wrong with an op's result whatever the numbers are; `intact`: its inputs are unchanged."""
+    if not intact:
+        return Verdict.violation(call.stage, "changed the inputs that it was given")
+    ours, is_tensor = call.result, isinstance(result, Tensor)
+    if result is ours is None or (is_tensor and ours is not None and (result.shape, result.dtype) == (ours.shape, ours.dtype)):
+        return None
+    returned = f"{list(result.shape)} {result.dtype}" if is_tensor else repr(result)
+    expected = "" if ours is None else f", not {list(ours.shape)} {ours.dtype}"
+    return Verdict.violation(call.stage, f"returned {returned}{expected}")
 
 
 def in_whole(verdict: Verdict) -> Verdict:
