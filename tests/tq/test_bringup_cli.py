@@ -15,7 +15,7 @@ from haarkv.executors import catalog
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.npu.device import SimRunner
-from haarkv.validation.bringup import environment
+from haarkv.validation.bringup import ladder
 from haarkv.validation.bringup.ladder import RUNGS
 from haarkv.validation.bringup.workbench import Workbench
 from haarkv.validation.faults.base import table_with
@@ -106,8 +106,8 @@ def test_every_rung_passes_and_says_what_it_compared(bringup):
 
 
 def test_a_version_that_is_not_asked_for_fails_the_environment(bringup, monkeypatch):
-    monkeypatch.setattr(environment, "_installed_version", lambda name: "1.13.0" if name == "torch" else "99")
-    monkeypatch.setattr(environment, "requires", lambda _: ["torch>=2.11", "numpy"])
+    monkeypatch.setattr(ladder, "_installed_version", lambda name: "1.13.0" if name == "torch" else "99")
+    monkeypatch.setattr(ladder, "requires", lambda _: ["torch>=2.11", "numpy"])
     failed_at(bringup, "environment", "torch 1.13.0 is installed, and haarkv needs torch>=2.11")
 
 

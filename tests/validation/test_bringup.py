@@ -11,8 +11,7 @@ import pytest
 from places import ROOT
 
 from haarkv.tq_ops.npu import versions
-from haarkv.validation.bringup.environment import environment
-from haarkv.validation.bringup.ladder import RungFinding, climb, collect_host_logs, one_line, public_text
+from haarkv.validation.bringup.ladder import RungFinding, climb, collect_host_logs, environment, one_line, public_text
 from tq.cli import main
 
 
@@ -58,7 +57,7 @@ def test_of_a_path_its_last_name_is_left(text, left):
 def test_the_lowest_rung_needs_no_torch():
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from haarkv.validation.bringup.environment import environment\n"
+        "from haarkv.validation.bringup.ladder import environment\n"
         "import haarkv.validation.bringup.ladder, tq.commands.bringup\n"
         "found = environment('cpu', None, lambda: None)\n"
         "assert found.passed and found.facts['torch'], found"
@@ -90,7 +89,7 @@ def test_versions_that_nobody_published_can_be_allowed_and_are_recorded(monkeypa
         sourced=True, driver="25.5.0",
     )  # fmt: skip
     monkeypatch.setattr(versions, "find_installation", lambda: ours)
-    monkeypatch.setattr("haarkv.validation.bringup.environment._missing", lambda _: None)
+    monkeypatch.setattr("haarkv.validation.bringup.ladder._missing", lambda _: None)
     refusal = environment("npu", "npu:0", lambda: None)
     assert (refusal.passed, refusal.allowed) == (False, "")
     finding = environment("npu", "npu:0", lambda: None, any_versions=True)

@@ -62,8 +62,7 @@ def command(context: click.Context, /, **args: Any) -> int:
     with unread_is_fine():
         options.set_threads(args["threads"])
         from haarkv.tq_ops.errors import InputError
-        from haarkv.validation.bringup.environment import require_executor
-        from haarkv.validation.bringup.ladder import climb, ladder, verdict
+        from haarkv.validation.bringup.ladder import climb, ladder, require_executor, verdict
 
         require_executor(args["executor"])
         out: Path = args["out"]
