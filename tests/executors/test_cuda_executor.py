@@ -117,7 +117,7 @@ def test_the_validator_passes_layer_by_layer(name, dtype, modes):
         packed = ours._run.layers.func.__self__.packed[0].qkv_proj
         assert isinstance(packed, PlaneBlocks) == (name == "blocks")
     if "experts" in name:
-        assert {"router", "experts.up_proj", "experts.down_proj"} <= {verdict.stage for verdict in report.stages}
+        assert {"router", "experts.up_proj", "experts.down_proj"} <= {verdict.stage for verdict in report.tensors}
 
 
 # -- What it refuses -----------------------------------------------------------------------------------------------------

@@ -309,7 +309,7 @@ def test_blocks_are_multiplied_as_generate_does_and_named(validate, gguf_file):
     code, out, _ = validate(*args, "--json")
     report = json.loads(out)
     assert (code, report["blocks"]) == (0, ["Q8_0"])
-    products = [verdict for verdict in report["stages"] if verdict["stage"] == "up_proj"]
+    products = [verdict for verdict in report["tensors"] if verdict["stage"] == "up_proj"]
     assert products[0]["reason"] == "rounding"
     restored_report = json.loads(validate(*args[:2], *ITSELF, *args[4:], "--json")[1])
     assert restored_report["blocks"] == []

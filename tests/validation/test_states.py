@@ -34,7 +34,7 @@ def test_the_reference_equals_itself(drive):
     assert report.passed
     assert report.first_divergence is None
     assert {row.layer for row in report.rows if row.k_match is None} == {0, 2}
-    stages = {stage.stage for stage in report.stages}
+    stages = {stage.stage for stage in report.tensors}
     assert stages >= {"conv_state", "delta_state"}
     if drive == "ops":
         assert stages >= {

@@ -59,7 +59,7 @@ def test_the_reference_equals_itself(name, drive):
     report = validate_candidate(model, DRIVES[drive](ReferenceExecutor(model)), spec, modes=("teacher-forced", "free-running"))
     assert report.passed
     assert report.first_divergence is None
-    stages = {stage.stage for stage in report.stages}
+    stages = {stage.stage for stage in report.tensors}
     assert ("window.v" in stages, "sink.v" in stages) == (spec.tail is not None, spec.sink > 0)
     assert "window.k" not in stages or spec.kv != "k=bf16,v=tq4"
 

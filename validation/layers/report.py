@@ -70,7 +70,7 @@ class LogitRow:
 DIVERGENCE_KEYS = ("phase", "step", "layer", "stage", "reason", "detail", "head")
 """JSON keys of a first divergence."""
 _TENSOR_KEYS = ("stage", "share", "phase", "step", "layer", "reason")
-"""JSON keys of a stage and of a tensor."""
+"""JSON keys of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -150,11 +150,11 @@ def _worse(one: Verdict, other: Verdict) -> Verdict:
     return replace(failing[0] if len(failing) == 1 else max(one, other, key=lambda verdict: verdict.share), reason=reason)
 
 
-def worst(verdicts: Iterable[Verdict], by_layer: bool) -> tuple[Verdict, ...]:
-    """The worst of each stage, or of each stage of each layer, in the order of a forward."""
+def worst(verdicts: Iterable[Verdict]) -> tuple[Verdict, ...]:
+    """The worst of each stage of each layer, in the order of a forward."""
     worst_by_key: dict[tuple[str, int | None], Verdict] = {}
     for verdict in verdicts:
-        key = verdict.stage, verdict.layer if by_layer else None
+        key = verdict.stage, verdict.layer
         worst_by_key[key] = _worse(worst_by_key[key], verdict) if key in worst_by_key else verdict
 
     def place(key: tuple[str, int | None]) -> tuple[bool, int, int]:
@@ -170,7 +170,7 @@ class Report:
     Attributes:
         passed: everything was compared, and nothing lies outside what honest runs give.
         first_divergence: the first fault; without one, the first difference; None if every bit is equal.
-        stages, tensors: teacher-forced, by stage; by layer and stage.
+        tensors: teacher-forced, the worst by layer and stage.
         blocks: weight-block types that the executor multiplied with directly and the reference restored.
     """
 
@@ -184,7 +184,6 @@ class Report:
     first_divergence: Verdict | None
     rows: tuple[LayerRow, ...]
     logits: tuple[LogitRow, ...]
-    stages: tuple[Verdict, ...]
     tensors: tuple[Verdict, ...] = ()
     tests: tuple[Measurement, ...] = ()
     blocks: tuple[str, ...] = ()
@@ -214,8 +213,7 @@ def join_reports(report: Report, other: Report, prefix: str) -> Report:
         first_divergence=next((finding for finding in findings if finding.fails), next(iter(findings), None)),
         rows=(*report.rows, *map(with_prefix, other.rows)),
         logits=(*report.logits, *map(with_prefix, other.logits)),
-        stages=worst((*report.stages, *map(with_prefix, other.stages)), by_layer=False),
-        tensors=worst((*report.tensors, *map(with_prefix, other.tensors)), by_layer=True),
+        tensors=worst((*report.tensors, *map(with_prefix, other.tensors))),
         tests=(*report.tests, *other.tests),
         exercised=tuple(dict.fromkeys((*report.exercised, *other.exercised))),
         not_exercised=tuple(what for what in report.not_exercised if what not in other.exercised),
@@ -239,8 +237,7 @@ def as_json(report: Report) -> dict[str, Any]:
     """For JSON."""
     plain = asdict(report)
     plain["first_divergence"] = report.first_divergence.as_dict() if report.first_divergence else None
-    for name in ("stages", "tensors"):
-        plain[name] = [verdict.as_dict(_TENSOR_KEYS) for verdict in getattr(report, name)]
+    plain["tensors"] = [verdict.as_dict(_TENSOR_KEYS) for verdict in report.tensors]
     document: dict[str, Any] = finite(plain)
     return document
 

@@ -136,7 +136,7 @@ class _Validation:
             passed=not faults and len(self.rows) == expected > 0 and all(row.passed for row in self.rows),
             first_divergence=next(iter(faults or self.findings), None),
             rows=tuple(self.rows), logits=tuple(self.logits),
-            stages=worst(self.verdicts, by_layer=False), tensors=worst(self.verdicts, by_layer=True),
+            tensors=worst(self.verdicts),
             tests=tuple(measurements), blocks=self.reference.blocks,
             exercised=tuple(what for what, done in coverage.items() if done),
             not_exercised=tuple(what for what, done in coverage.items() if not done),
