@@ -238,7 +238,7 @@ def test_what_belongs_to_another_run_is_refused(setup, checkpoint, tmp_path):
     for other, other_plan, word in (
         (other_model, plan, "model"),
         (setup, workload_of_text(TEXT.upper()), "text"),
-        (setup, workload_of_text(window=20, prompts=1), "windows"),
+        (setup, workload_of_text(window=20), "windows"),
         (load_setup(str(checkpoint), ["tq2"], dtype="bfloat16"), plan, "dtype"),
     ):
         with pytest.raises(InputError, match=f"another .*{word}"):
