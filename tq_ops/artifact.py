@@ -76,16 +76,15 @@ _CONTENT_ERRORS = (SafetensorError, ValueError, TypeError, AttributeError, KeyEr
 
 
 CACHE = Kind(
-    "haarkv_cache", "stored cache", "--load-cache", "`tq cache save` writes one", ("1", "2"),
+    "haarkv_cache", "stored cache", "--load-cache", "`tq generate --save-cache` writes one", ("1", "2"),
     blocks=r"layers\.\d+\.[kv]\.(?!window$)[^.]+",
 )  # fmt: skip
 PLAN = Kind("haarkv_plan", "KV plan", "--kv-plan", "`tq plan` writes one", (1,))
 """JSON, without tensors and SHA-256."""
 CALIBRATION = Kind("haarkv_calibration", "calibration", "--calibration", "`tq calibrate` writes one", ("4",))
-LEARNING = Kind("haarkv_calibrating", "half-done calibration", "`tq calibrate --resume`", "begin a new one", ("5",))
-SCORES = Kind("haarkv_eval", "partial result", "`tq eval --resume`", "begin a new one", ("3",))
+SCORES = Kind("haarkv_eval", "partial result", "`tq eval --resume`", "begin a new one", ("4",))
 REPLAY = Kind("haarkv_replay", "replay file", "`tq dev replay`", "`tq validate --replay` writes one", ("5",))
-KINDS = (CACHE, PLAN, CALIBRATION, LEARNING, SCORES, REPLAY)
+KINDS = (CACHE, PLAN, CALIBRATION, SCORES, REPLAY)
 
 
 def write(
