@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import io
-import os
 import sys
 import traceback
 from collections.abc import Sequence
 from itertools import takewhile
 
 import click
-from click.shell_completion import shell_complete
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.npu.versions import leave_npu_alone
@@ -105,10 +103,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     leave_npu_alone()
     _prepare_streams()
+    cli._main_shell_completion({}, "tq")  # ends the process where a shell asks
     with unsaid_is_fine(), warnings_in_a_line():
         try:
-            if instruction := os.environ.get("_TQ_COMPLETE"):
-                return shell_complete(cli, {}, "tq", "_TQ_COMPLETE", instruction)
             try:
                 with cli.make_context("tq", args, obj=args[:]) as context:  # reports name the command
                     result = cli.invoke(context)
