@@ -368,7 +368,7 @@ class Speculation:
         """The drafted tokens of each sequence that the model chooses too, then one that it chooses itself."""
         if not self._sampler.is_pure_greedy:
             return [
-                _accepted((int(self._sampler.next(logits_at, [row])) for logits_at in before.split(1)), drafts)
+                _accepted((int(self._sampler.next(logits_at, [row])) for logits_at in torch.split(before, 1)), drafts)
                 for before, row, drafts in zip(logits, rows, proposals, strict=True)
             ]
         # Nothing depends on what is accepted: one wait for the device is enough.
