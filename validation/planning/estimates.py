@@ -10,7 +10,7 @@ Logits differ by the head's rows times what the final norm gives: the head runs 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 
 import torch
@@ -29,6 +29,7 @@ from haarkv.validation.fidelity.evaluation import (
     FidelityRow,
     Span,
     Workload,
+    chunk_logits,
     fidelity_row,
     head_logits,
     run_span,
@@ -149,7 +150,7 @@ class Whole:
         """Hidden states of the positions that count."""
         if plan not in self.hidden:
             side, layers = session_with_plan(self._base, plan), range(self._model.config.num_layers)
-            self.hidden[plan] = torch.cat(list(run_span(side, self._model.embed(self._text[:-1]), layers)))
+            self.hidden[plan] = run_span(side, self._model.embed(self._text[:-1]), layers)
         return self.hidden[plan][self._first :]
 
     def kl(self, plan: KVPlan) -> float:
@@ -160,11 +161,9 @@ class Whole:
         """A cache measured by all of its logits; bytes are of the whole window."""
         exact, plan_hidden = self._scored_hidden(self._base.plan), self._scored_hidden(plan)
         text, window = self._text[self._first :], Span(0, len(plan_hidden))
-        scores = score_window(name, Workload(text, [window]), window, self._logits(exact), self._logits(plan_hidden))
+        logits = (chunk_logits(self._model, self._base, hidden) for hidden in (exact, plan_hidden))
+        scores = score_window(name, Workload(text, [window]), window, *logits)
         return fidelity_row(name, session_with_plan(self._base, plan), self.tokens, scores)
-
-    def _logits(self, hidden: Tensor) -> Iterator[Tensor]:
-        return (head_logits(self._model, self._base, some) for some in torch.split(hidden, CHUNK))
 
 
 class Judge:
