@@ -35,7 +35,7 @@ from haarkv.validation.fidelity.evaluation import (
     run_span,
     score_window,
 )
-from haarkv.validation.planning.search import Place, one_layer, session_with_plan, with_format
+from haarkv.validation.planning.search import Place, run_one_layer, session_with_plan, with_format
 
 DRAWS = 32
 """Tokens a position, with replacement."""
@@ -112,22 +112,13 @@ class Probes:
         """Mean KL in nats a token, behind those that every query sees in BF16."""
         layer, _ = place
         side = session_with_plan(self._base, with_format(self._base.plan, place, name, calibration))
-        hidden = self._run_layer(side.plan, layer)[self.first :]
+        run, config = self._base.executor.layers, self._base.config
+        hidden = run_one_layer(run, side.plan, config, layer, self._entering[layer])[self.first :]
         if layer + 1 < self._layers:
             batch = self._paging.batch([self._sequence], [self.scored_tokens]).to(self._device)
             hidden = self._base.executor.layers(hidden, range(layer + 1, self._layers), batch, self._cache)
             self._paging.take_back([self._sequence], [self.scored_tokens])
         return self._estimator.kl(hidden)
-
-    def _run_layer(self, plan: KVPlan, layer: int) -> Tensor:
-        """What leaves one layer [T, hidden], in a cache of that layer alone."""
-        entering = self._entering[layer]
-        cache, paging = one_layer(plan, self._base.config, layer, len(entering), self._device)
-        sequence, pieces = paging.add(), []
-        for some in torch.split(entering, cache.most_new_tokens or len(entering)):
-            batch = paging.batch([sequence], [len(some)]).to(self._device)
-            pieces.append(self._base.executor.layers(some, range(layer, layer + 1), batch, cache))
-        return torch.cat(pieces)
 
 
 class Whole:
