@@ -14,7 +14,7 @@ from fuzzing import Place, limited, run_examples
 from hypothesis import strategies as st
 from mutations import NUMBERS, TEMPLATES, WORDS, damaged_bytes, templates, wrong_json
 
-from haarkv.models.limited import render
+from haarkv.models.templates import render
 from haarkv.tq_ops import artifact
 from haarkv.tq_ops.artifact import CALIBRATION
 from haarkv.tq_ops.errors import InputError

@@ -114,7 +114,7 @@ KINDS = {
         "norm_topk_prob": True,
     },
     "tq3": {"model_type": "llama", "rope_scaling": YarnScaling(4.0, 128, 1.1)},
-    "tq2": {"model_type": "qwen2", "qkv_bias": True, "rope_scaling": LinearScaling(2.0)},
+    "tq2": {"model_type": "qwen2", "bias": True, "rope_scaling": LinearScaling(2.0)},
     "a window": {},
 }  # fmt: skip
 
