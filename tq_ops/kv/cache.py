@@ -84,7 +84,7 @@ class PagedKVCache:
         chunk: with a tail, the most new tokens of a sequence in one forward.
         room: the tail's ring holds R + `room` tokens; `open` makes it larger while a layer runs. `chunk` by default.
         ring_chunk: the most new tokens that a sliding-window layer stores at once; `RING_CHUNK`, with a tail `WINDOW_CHUNK`.
-        pages: layer -> existing memory in the layout of `kv.layer`, [num_blocks, page_bytes] uint8; no other layer gets K and V.
+        pages: layer -> existing memory laid out as in `kv.layer`, [num_blocks, page_bytes] uint8; no other layer has K, V.
         states: layer -> shape of its recurrent state.
     Attributes:
         kv: layer -> its K and V.
