@@ -247,8 +247,8 @@ class Growing:
         return min(self.request.max_new_tokens - len(self.done.token_ids) - 1, self.request.max_context - len(self.token_ids))
 
     def take(self, tokens: Sequence[int], index: int) -> int:
-        """Append new tokens until the sequence ends. Returns how many tokens of the last step belong to the sequence: that step
-        stored the token before these, and all of these except the last.
+        """Append new tokens until the sequence ends. Returns how many tokens that the last step stored belong to the sequence
+        (it stored the token before these, and all of these except the last).
         """
         done, request = self.done, self.request
         for count, token in enumerate(tokens, 1):
