@@ -162,7 +162,7 @@ class Session:
             chat, system, template_args, parse_special: as in `encode`.
             on_prefill: called with (prompt tokens stored, prompt tokens) before the prefill and during it.
             on_token: called with (prompt index, token); True ends that text, as a stop string does.
-            on_text: called with (prompt index, piece of text) as soon as no later token can change it; pieces add up to the text.
+            on_text: called with (prompt index, piece of text) when no later token can change it; pieces add up to the text.
             on_warning: called if the context will cut a text short, or the cache loses too much; Python warnings unless given.
         Raises:
             InputError: no prompt, an invalid or too long one; a context longer than the model's; invalid sampling; a process
