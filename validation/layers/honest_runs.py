@@ -1,4 +1,4 @@
-"""Honest runs of a layer, op by op and as a whole."""
+"""Honest runs of one layer, op by op and as a whole: the figures with which the judge compares an executor."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from haarkv.validation.layers.reference import Reference, keep
 from haarkv.validation.layers.states import recurrent_state
 
 HonestCache = dict[tuple[str, str, int, int], Any]
-"""Results of honest runs by drive (or "slips"), phase, step and layer."""
+"""("layers", "ops" or "slips", phase, step, layer) -> results of honest runs."""
 STEEPER = "softmax 1 % too steep"
 
 
 class HonestRuns:
-    """Runs a layer of the reference as other devices may.
+    """Runs layers of the reference as other correct devices may compute them.
 
     Args:
-        honest_cache: results of earlier validations of the same forwards; is added to.
+        honest_cache: results from earlier validations of the same forwards; new results are added.
     """
 
     def __init__(self, reference: Reference, honest_cache: HonestCache | None = None) -> None:
@@ -56,12 +56,12 @@ class HonestRuns:
         self._readable: tuple[Call, Snapshot] | None = None
 
     def layer_sums(self, record: LayerRecord) -> tuple[list[Sums], Mapping[str, Tensor]]:
-        """Of a whole layer; also `Null.reach`."""
+        """The sums of sixteen honest runs of a whole layer, and `Null.reach`."""
         runs: tuple[list[Sums], Mapping[str, Tensor]] = self._cached(record, "layers", lambda: self._layers(record))
         return runs
 
     def _layers(self, record: LayerRecord) -> tuple[list[Sums], Mapping[str, Tensor]]:
-        # What one token leaves in a state moves all that follow.
+        # With a recurrent state tokens are not independent, so runs cannot be drawn token by token: compute all sixteen.
         reference = self.reference
         runs = num_honest_runs(len(record.hidden_in) if record.kv is not None else 1, reference.model.dtype)
         aside = _Aside(reference, self._scratch, record, runs)
@@ -84,7 +84,7 @@ class HonestRuns:
         return self._honest_cache[key]
 
     def slips(self, record: LayerRecord) -> Slips:
-        """How hidden states change by known mistakes in each KV head's attention, and in the MLP."""
+        """Changes of hidden states by known mistakes: in the attention of each KV head, and in the MLP."""
         if record.kv is None or not self.reference.records:
             return {}
         slips: Slips = self._cached(record, "slips", lambda: self._layer_slips(record))
@@ -105,7 +105,7 @@ class HonestRuns:
             return reference.rerun_layer(cache, record, with_ops(ops, {"store_kv": keep, **op_overrides}), exact=True)
 
         def in_head(faulty_head: int | None = None, larger: float = 1.0, steeper: float = 1.0) -> Any:
-            """Attention that is wrong in one head; computed once for all heads."""
+            """Attention that is wrong in one head. The right and the steeper result are computed once for all heads."""
 
             def paged_attention(q: Tensor, at: LayerView, scale: float) -> Tensor:
                 for factor in {1.0, steeper} - by_scale.keys():
@@ -127,7 +127,7 @@ class HonestRuns:
 
     # -- Ops -------------------------------------------------------------------------------------------------------------
     def op_sums(self, record: LayerRecord) -> tuple[dict[int, Slips], list[Sums]]:
-        """Of a layer's ops one by one; also how a steeper softmax changes each attention, by its place among the calls."""
+        """The sums of sixteen honest runs of a layer's ops, each op alone. Also: index of an attention call -> `_steeper`."""
         effects_and_sums: tuple[dict[int, Slips], list[Sums]] = self._cached(record, "ops", lambda: self._ops(record))
         return effects_and_sums
 
@@ -160,7 +160,7 @@ class HonestRuns:
         return rows
 
     def figures(self, call: Call, record: LayerRecord, result: Any, part_fields: Snapshot, slips: Slips) -> Values:
-        """Of an op's result and of what it stored."""
+        """Figures of an op's result and of the fields that it stored."""
         if part_fields:
             yield from stored_figures(
                 self.reference.cache, record.index, record.batch, record.new_fields, part_fields, record.kv
@@ -170,13 +170,13 @@ class HonestRuns:
             yield from number_figures(call.stage, call.result, result, heads, slips)
 
     def _steeper(self, call: Call) -> Slips:
-        """How a softmax that is 1 % too steep changes attention over the scratch cache."""
+        """The change of attention over the scratch cache if its softmax is 1 % too steep."""
         q, at, scale = call.args
         attend = partial(self.reference.ops.paged_attention, q.float(), replace(at, cache=self._scratch))
         return {STEEPER: attend(1.01 * scale) - attend(scale)}
 
     def _kv_heads(self, index: int) -> int:
-        """Of a layer; 1 of one that keeps a state."""
+        """Number of KV heads of a layer; 1 for a layer with a recurrent state."""
         return (
             1
             if recurrent_state(self.reference.cache, index) is not None
@@ -184,7 +184,7 @@ class HonestRuns:
         )
 
     def readable(self, call: Call, record: LayerRecord) -> Snapshot:
-        """The layer's cache as attention gets it, poisoned where it must not read."""
+        """The layer's cache before an attention call, with poison in all places that attention must not read."""
         if self._readable is None or self._readable[0] is not call:
             cache, batch, now = self.reference.cache, record.batch, snapshot(self.reference.cache, record.index)
             self._readable = call, without_unread(cache, record.index, now, batch, batch.seq_lens, call.args[0])
@@ -192,12 +192,12 @@ class HonestRuns:
 
 
 def _place(record: LayerRecord) -> int:
-    """Seed of the noise: another for each layer and step."""
+    """Seed of the noise: a different one for each layer and step."""
     return 1 + record.index + 10**7 * record.forward.step
 
 
 class _AtOnce:
-    """A cache for reading alone: it has room for any number of queries."""
+    """A cache for reading only: it accepts any number of queries."""
 
     def __init__(self, cache: PagedKVCache) -> None:
         self._cache = cache
@@ -213,10 +213,10 @@ class _AtOnce:
 
 
 class _Aside:
-    """Stores of all honest runs of a layer, run by run in a cache of their own.
+    """Collects what the honest runs of a layer store. It writes one run after the other to a scratch cache.
 
     Attributes:
-        ops: store there what they are given.
+        ops: `store_kv` and `gated_delta`, which write to the scratch cache.
     """
 
     def __init__(self, reference: Reference, scratch: PagedKVCache, record: LayerRecord, runs: int) -> None:
@@ -257,7 +257,7 @@ class _Aside:
         return reach
 
     def rows(self, reach: Mapping[str, Tensor]) -> RunRows:
-        """Figures of what was stored, if anything was."""
+        """Figures of the stored fields of all runs; {} if the ops stored nothing."""
         record, runs, cache = self._record, self._runs, self._reference.cache
         if not self._stored:
             return {}
