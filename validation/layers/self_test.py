@@ -1,4 +1,4 @@
-"""Does the validator see what is wrong? Every planted fault must be found, op by op and in whole layers."""
+"""Does the validator find planted faults? It must name the right layer and stage of each, op by op and in whole layers."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ __all__ = ["WholeLayers", "first_layers", "self_test"]
 
 @dataclass(frozen=True)
 class SelfTestRow:
-    """One fault, driven in one way.
+    """One validation of an executor with one planted fault, or with none (a control).
 
     Attributes:
-        driven: "ops" or "layers".
-        planted, found: layer, stage, and the KV head if one is wrong; "–" for none.
+        driven: "ops" if the validator sees single ops, "layers" if it sees whole layers.
+        planted, found: layer, stage, and the KV head if only one is wrong; "–" for none.
         how: the validator's words.
-        caught: found where it was planted; of a control, nothing but rounding was found.
+        caught: whether the fault was found where it was planted; for a control, whether the validation passed.
     """
 
     dtype: str
@@ -58,7 +58,7 @@ def first_layers(model: DecoderModel, count: int) -> DecoderModel:
 
 @dataclass(frozen=True)
 class Setting:
-    """A cache, prompts and decode steps in which faults are planted, and the name of its controls."""
+    """The cache, prompts and decode steps of some validations, and the name of their controls."""
 
     spec: KVSpec
     prompts: Sequence[Sequence[int]]
@@ -82,11 +82,11 @@ class Setting:
 
 
 _WINDOWED_TOKENS, _WINDOWED_STEPS = (90, 40), 2
-"""Prompts with a window: the ring starts over in the first, and decode reads what earlier forwards have left."""
+"""Lengths of prompts with a tail: the first is longer than the ring, and decode reads tokens of earlier forwards."""
 _STATE_TOKENS, _STATE_STEPS = (9, 4), 1
-"""Prompts with recurrent states: decode goes on from them, and drafted tokens are taken back."""
+"""Lengths of prompts with recurrent states: decode continues from these states, and drafted tokens are taken back."""
 _WHOLE_TOKENS = (40, 30)
-"""Prompts that run as whole forwards."""
+"""Lengths of prompts for faults in whole forwards."""
 
 
 def self_test(
@@ -96,14 +96,14 @@ def self_test(
     part: slice = slice(None),
     kv: str = "tq4",
 ) -> list[SelfTestRow]:
-    """Plant faults in the middle layer of each model, and validate: `validation.faults`.
+    """Plant each fault of `validation.faults` in the middle layer of each model, and validate.
 
     Args:
-        models: of at least 3 layers. In one with recurrent states only `delta_faults` are planted, in its last such layer.
-        prompts: token ids. The faintest faults need a hundred tokens.
-        on_row: gets each row as it comes.
-        part: of the common bugs, and of faults in windows, long prompts and whole forwards.
-        kv: format of 16 levels for `published_faults` and `common_bugs`; unless it is tq4, only these are planted.
+        models: models of 3 or more layers. One with recurrent states gets only `delta_faults`, in its last layer with a state.
+        prompts: token ids. The smallest faults need a hundred tokens.
+        on_row: called with each row as soon as it is computed.
+        part: slice of the common bugs, and of the faults in windows, long prompts and whole forwards.
+        kv: format of 16 levels for `published_faults` and `common_bugs`; with a format other than tq4, only these are planted.
     """
     rows = []
 
@@ -145,7 +145,7 @@ def self_test(
 def _run_faults(
     model: DecoderModel, setting: Setting, faults: Sequence[Fault], on_row: Callable[[SelfTestRow], None] | None
 ) -> list[SelfTestRow]:
-    """Every fault of a setting, in both ways of driving."""
+    """Validate every fault in a setting, op by op and in whole layers."""
     rows = []
     for drive in DRIVES:
         for fault in faults:
@@ -168,7 +168,7 @@ def self_test_of_blocks(
     """Plant `block_faults` in the middle layer of each model, and validate the executor that multiplies with weight blocks.
 
     Args:
-        models, prompts, on_row: as of `self_test`; weights as the file has them.
+        models, prompts, on_row: as in `self_test`; weights in the blocks of the file.
     """
     rows = []
     for model in models:
@@ -195,7 +195,7 @@ def _row(report: Report, drive: str, fault: Fault) -> SelfTestRow:
         is_caught = wrong is None and report.passed
     else:
         place = wrong is not None and (wrong.layer, wrong.reason) == (fault.layer, "fault") and wrong.stage in stages
-        # Of a whole layer's hidden states no one head need be named, but no other may be.
+        # For hidden states of a whole layer the verdict may name no head, but not another head than the planted one.
         heads = (fault.head, None) if drive == "layers" and wrong and wrong.stage == "attention_mlp" else (fault.head,)
         is_caught = place and not report.passed and (fault.head is None or (wrong is not None and wrong.head in heads))
     how = f"{first.reason}, {first.phase} {first.step}: {first.detail}" if first else "not a bit of difference"
