@@ -55,7 +55,7 @@ class Executor(Protocol):
         return self._model.weights
 
     def supports(self, config: ModelConfig, plan: KVPlan) -> str | None:
-        """None, or one sentence: why this executor cannot run a model with this cache. Static in the classes of the catalog."""
+        """None, or one sentence: why this executor cannot run a model with this cache. Static in the catalog's classes."""
 
     def compile_ahead(self, plan: KVPlan, on_program: Callable[[str], object]) -> None:
         """Compile the programs for which the first forwards with a cache of this plan would wait."""
