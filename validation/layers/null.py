@@ -46,43 +46,29 @@ Other kinds: the number, 0, 0.
 """
 RunRows = Mapping[Figure, Tensor]
 """Figure -> [n, runs, 3] fp64: `Rows` of several honest runs."""
-Numbers = tuple[float, float, float]
-Sums = Mapping[Figure, Numbers]
-"""`Rows` summed over tokens, and over forwards (`add_sums`)."""
-NONE: Numbers = (0.0, 0.0, 0.0)
+Sums = Mapping[Figure, Tensor]
+"""Figure -> `Rows` summed over tokens and forwards: [3] fp64 of an executor, [RUNS, 3] of all honest runs."""
 
 
 def add_sums(one: Sums, other: Sums) -> Sums:
     """The sums over two forwards."""
-    total = dict(one)
-    for figure, (top, bottom, fourth) in other.items():
-        before = total.get(figure, NONE)
-        total[figure] = (before[0] + top, before[1] + bottom, before[2] + fourth)
-    return total
+    return {**one, **{figure: one[figure] + sums if figure in one else sums for figure, sums in other.items()}}
 
 
-def value(figure: Figure, sums: Numbers) -> float:
-    """A figure's value: for a gain or slip numerator / denominator, for other kinds the first sum."""
-    top, bottom, _ = sums
-    if figure.kind != "gain" and not figure.kind.startswith("slip"):
-        return top
-    return 0.0 if top == 0 else top / bottom if bottom else math.inf
+def value(figure: Figure, sums: Tensor) -> Tensor:
+    """A figure's value from sums [..., 3]: for a gain or slip numerator / denominator, for other kinds the first sum."""
+    top, bottom = sums[..., 0], sums[..., 1]
+    return torch.where(top == 0, 0.0, top / bottom) if figure.kind == "gain" or figure.kind.startswith("slip") else top
 
 
-def by_ties(sums: Numbers) -> float:
+def by_ties(sums: Tensor) -> float:
     """By how much ties may change a gain or slip: the largest number alone, or some fourteen numbers at random."""
-    _, bottom, fourth = sums
+    _, bottom, fourth = sums.tolist()
     return fourth**0.25 / bottom if bottom else 0.0
 
 
 def excess(figure: Figure, candidate: float, honest: Sequence[float], rounds: bool, ties: float = 0.0) -> float:
-    """A figure divided by its limit; above 1 is a fault. The limits follow from mean and standard deviation of honest runs.
-
-    Args:
-        honest: values of the same figure in honest runs.
-        ties: result of `by_ties`.
-        rounds: whether the model is in BF16, so that a device may round centroids to FP16.
-    """
+    """A figure divided by its limit from honest runs; above 1 is a fault. `rounds`: a device may round centroids to FP16."""
     if not math.isfinite(candidate):
         return math.inf
     mean = sum(honest) / len(honest)
@@ -111,9 +97,9 @@ class Null:
         reach: part -> [Hkv, n], the largest distance of an honest run's K or V from the reference's, in the format's norm.
     """
 
-    runs: list[Sums] = field(default_factory=list)
+    runs: Sums = field(default_factory=dict)
     reach: Mapping[str, Tensor] = field(default_factory=dict)
-    totals: list[Sums] = field(default_factory=list)
+    totals: Sums = field(default_factory=dict)
     candidate: Sums = field(default_factory=dict)
 
     def excesses(self, candidate: Sums, rounds: bool) -> dict[Figure, float]:
@@ -122,20 +108,18 @@ class Null:
 
     def add(self, candidate: Sums) -> None:
         """Add the present forward, in which no fault was found, to the totals."""
-        totals = self.totals or [{} for _ in self.runs]
-        self.totals = [add_sums(total, run) for total, run in zip(totals, self.runs, strict=True)]
-        self.candidate = add_sums(self.candidate, candidate)
+        self.totals, self.candidate = add_sums(self.totals, self.runs), add_sums(self.candidate, candidate)
 
     def total_excesses(self, rounds: bool) -> dict[Figure, float]:
         """`excess` of each figure, summed over the counted forwards."""
         return _excesses(self.candidate, self.totals, rounds)
 
 
-def _excesses(candidate: Sums, honest: Sequence[Sums], rounds: bool) -> dict[Figure, float]:
-    excesses = {}
+def _excesses(candidate: Sums, honest: Sums, rounds: bool) -> dict[Figure, float]:
+    excesses, none = {}, torch.zeros(RUNS, 3, dtype=torch.float64)
     for figure, sums in candidate.items():
-        null = [value(figure, run.get(figure, NONE)) for run in honest]
-        excesses[figure] = excess(figure, value(figure, sums), null, rounds, by_ties(sums))
+        runs = value(figure, honest.get(figure, none)).tolist()
+        excesses[figure] = excess(figure, float(value(figure, sums)), runs, rounds, by_ties(sums))
     return excesses
 
 
@@ -221,7 +205,7 @@ def repeat_rows(x: Tensor, runs: int) -> Tensor:
 
 def collect_sums(pairs: Iterable[tuple[Figure, Tensor]]) -> Sums:
     """The sums of figures over tokens."""
-    return {figure: _total(rows) for figure, rows in by_figure(pairs).items()}
+    return {figure: rows.sum(0) for figure, rows in by_figure(pairs).items()}
 
 
 def num_honest_runs(tokens: int, attention: torch.dtype = torch.float32) -> int:
@@ -229,29 +213,21 @@ def num_honest_runs(tokens: int, attention: torch.dtype = torch.float32) -> int:
     return RUNS if tokens < _MANY else 2 if attention == torch.float32 else 4
 
 
-def resample_runs(rows: RunRows) -> list[Sums]:
+def resample_runs(rows: RunRows) -> Sums:
     """Sums of sixteen honest runs, from all sixteen or from two of each kind.
 
     From two, a run is drawn token by token: their mean plus or minus (at random) their difference / sqrt(2). Kinds take turns.
     """
-    generator = torch.Generator().manual_seed(0)
-    sums: list[dict[Figure, Numbers]] = [{} for _ in range(RUNS)]
+    generator, sums = torch.Generator().manual_seed(0), {}
     for figure, numbers in rows.items():
         tokens, runs, _ = numbers.shape
-        totals = numbers.sum(0)
+        sums[figure] = numbers.sum(0)
         if runs < RUNS:
             one, other = numbers.chunk(2, 1)  # [n, kinds, 3]
             signs = 2 * torch.randint(2, (2 * RUNS // runs, tokens, runs // 2), generator=generator).double() - 1
             off = torch.einsum("rtk,tkn->rkn", signs, one - other) / math.sqrt(2)
-            totals = (totals.view(2, -1, 3).sum(0) / 2 + off).flatten(0, 1)
-        for run, (top, bottom, fourth) in enumerate(totals.tolist()):
-            sums[run][figure] = (top, bottom, fourth)
-    return list(sums)
-
-
-def _total(rows: Tensor) -> Numbers:
-    top, bottom, fourth = rows.sum(0).tolist()
-    return top, bottom, fourth
+            sums[figure] = (sums[figure].view(2, -1, 3).sum(0) / 2 + off).flatten(0, 1)
+    return sums
 
 
 # -- Honest runs -------------------------------------------------------------------------------------------------------------
@@ -277,9 +253,8 @@ def honest(
     """An op table of honest runs: the reference's ops with noise. Results have T * runs rows, all runs of a token in a row.
 
     Args:
-        ops: the reference's ops; `store_kv` and `gated_delta` must accept the rows of all runs.
         seed: seed of the noise. Runs r with odd seed + r round BF16 attention only once, at its end.
-        tokens: T if arguments have the rows of all runs; None if they have the rows of one.
+        tokens: T if arguments have the rows of all runs (as for `store_kv` and `gated_delta` always); None if of one run.
         blocks: whether the executor rounds x to integers for products with this weight.
     """
     generator = torch.Generator().manual_seed(seed)

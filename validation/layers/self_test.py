@@ -12,14 +12,7 @@ from haarkv.models.base import DecoderModel
 from haarkv.tq_ops.formats.synthetic import calibration
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.faults.base import DRIVES, Fault, Layer, WholeLayers, reordered_sum_ops
-from haarkv.validation.faults.layer import (
-    LEARNED_KV,
-    LONGEST,
-    common_bugs,
-    coordinate_faults,
-    long_faults,
-    published_faults,
-)
+from haarkv.validation.faults.layer import LEARNED_KV, LONGEST, common_bugs, coordinate_faults, long_faults, published_faults
 from haarkv.validation.faults.model import BlockFault, block_faults, forward_faults, runner_of_blocks
 from haarkv.validation.faults.states import delta_faults, delta_layers
 from haarkv.validation.faults.windows import WINDOW_SPEC, Parts, merging, window_faults
@@ -32,14 +25,7 @@ __all__ = ["WholeLayers", "first_layers", "self_test"]
 
 @dataclass(frozen=True)
 class SelfTestRow:
-    """One validation of an executor with one planted fault, or with none (a control).
-
-    Attributes:
-        driven: "ops" if the validator sees single ops, "layers" if it sees whole layers.
-        planted, found: layer, stage, and the KV head if only one is wrong; "–" for none.
-        how: the validator's words.
-        caught: whether the fault was found where it was planted; for a control, whether the validation passed.
-    """
+    """One validation of a planted fault, of single "ops" or whole "layers"; `caught` if it was found where it was planted."""
 
     dtype: str
     driven: str
@@ -96,14 +82,14 @@ def self_test(
     part: slice = slice(None),
     kv: str = "tq4",
 ) -> list[SelfTestRow]:
-    """Plant each fault of `validation.faults` in the middle layer of each model, and validate.
+    """Plant each fault of `validation.faults` in the middle layer of each model (of 3 or more layers), and validate.
+
+    A model with recurrent states gets only `delta_faults`, in its last layer with a state.
 
     Args:
-        models: models of 3 or more layers. One with recurrent states gets only `delta_faults`, in its last layer with a state.
         prompts: token ids. The smallest faults need a hundred tokens.
-        on_row: called with each row as soon as it is computed.
         part: slice of the common bugs, and of the faults in windows, long prompts and whole forwards.
-        kv: format of 16 levels for `published_faults` and `common_bugs`; with a format other than tq4, only these are planted.
+        kv: format of 16 levels; with a format other than tq4, only `published_faults` and `common_bugs` are planted.
     """
     rows = []
 
@@ -124,10 +110,7 @@ def self_test(
         every: list[tuple[Setting, list[Fault]]] = [
             (
                 Setting(KVSpec(kv), prompts, 0, "control" if kv == "tq4" else f"control, {kv}"),
-                [
-                    *published_faults(model, layer),
-                    *common_bugs(model, layer)[part],
-                ],
+                [*published_faults(model, layer), *common_bugs(model, layer)[part]],
             ),
             (
                 Setting(KVSpec(LEARNED_KV, calibration=learned_calibration), prompts, 0, "control, learned"),
@@ -161,15 +144,9 @@ def _controls(setting: Setting) -> list[Fault]:
 
 
 def self_test_of_blocks(
-    models: Sequence[DecoderModel],
-    prompts: Sequence[Sequence[int]],
-    on_row: Callable[[SelfTestRow], None] | None = None,
+    models: Sequence[DecoderModel], prompts: Sequence[Sequence[int]], on_row: Callable[[SelfTestRow], None] | None = None
 ) -> list[SelfTestRow]:
-    """Plant `block_faults` in the middle layer of each model, and validate the executor that multiplies with weight blocks.
-
-    Args:
-        models, prompts, on_row: as in `self_test`; weights in the blocks of the file.
-    """
+    """Plant `block_faults` in the middle layer of each model, and validate the executor that multiplies with weight blocks."""
     rows = []
     for model in models:
         if (runner := runner_of_blocks(model)) is None:
