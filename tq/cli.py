@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with unsaid_is_fine(), warnings_in_a_line():
         try:
             try:
-                with cli.make_context("tq", args, obj=args[:]) as context:  # reports name the command
+                with cli.make_context("tq", args[:], obj=args) as context:  # reports name the command
                     result = cli.invoke(context)
             except click.exceptions.Exit as error:  # after --help, or --version
                 result = error.exit_code
