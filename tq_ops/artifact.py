@@ -76,7 +76,7 @@ _CONTENT_ERRORS = (SafetensorError, ValueError, TypeError, AttributeError, KeyEr
 
 
 CACHE = Kind(
-    "haarkv_cache", "stored cache", "--load-cache", "`tq cache save` writes one", ("1", "2"),
+    "haarkv_cache", "stored cache", "--load-cache", "`tq generate --save-cache` writes one", ("1", "2"),
     blocks=r"layers\.\d+\.[kv]\.(?!window$)[^.]+",
 )  # fmt: skip
 PLAN = Kind("haarkv_plan", "KV plan", "--kv-plan", "`tq plan` writes one", (1,))
