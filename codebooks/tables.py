@@ -21,7 +21,6 @@ from haarkv.codebooks.haar import compute_rotation
 
 DATA = Path(__file__).parent / "data"
 LLOYD_MAX, HAAR, HADAMARD, CHECKSUMS = "lloyd_max.json", "haar_d128.safetensors", "hadamard_signs.json", "SHA256SUMS"
-PUBLISHED_HEAD_DIMS = (64, 128, 256)
 SHIPPED_LAYERS = 64  # Qwen3-32B, the deepest of the dense family
 
 MAX_BITS = 8
