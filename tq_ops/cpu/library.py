@@ -40,15 +40,16 @@ class Gate(IntEnum):
 class Structure(ctypes.Structure):
     """A C structure that keeps the tensors alive whose addresses it holds.
 
-    Every field is given by name: a tensor for a pointer, 0 for one that each call fills in. A copy (`from_buffer_copy`) owns
-    nothing: keep the original as long as the copy is used.
+    Fields are given by name, a tensor or None for a pointer; all others are 0. A copy (`from_buffer_copy`) owns nothing: keep
+    the original as long as the copy is used.
     """
 
     def __init__(self, **fields: object) -> None:
-        missing = {name for name, _ in self._fields_} ^ fields.keys()  # type: ignore[misc]
-        assert not missing, missing
+        unknown = fields.keys() - {name for name, *_ in self._fields_}
+        assert not unknown, unknown
         self.owned = [value for value in fields.values() if isinstance(value, (Tensor, Structure))]
-        super().__init__(**{name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in fields.items()})
+        super().__init__(**{name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in fields.items()
+                            if value is not None})  # fmt: skip
 
 
 _NUMBERS: dict[str, Any] = {"int32_t": c_int32, "int64_t": c_int64, "float": c_float}
@@ -91,7 +92,6 @@ DenseLayer = _STRUCTURES["DenseLayer"]
 Turns = _STRUCTURES["Turns"]
 Places = _STRUCTURES["Places"]
 Layers = _STRUCTURES["Layers"]
-Rows = _STRUCTURES["Rows"]
 
 WEIGHT_TYPES = (
     "FP32", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4",
@@ -107,7 +107,6 @@ DENSE_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"
 _CALLS = {
     "haarkv_attention": Attention, "haarkv_store": Store, "haarkv_linear": Linear, "haarkv_rms_norm": RmsNorm,
     "haarkv_rope": Rope, "haarkv_gated_mul": GatedMul, "haarkv_gated_delta": GatedDelta, "haarkv_layers": Layers,
-    "haarkv_rows": Rows,
 }  # fmt: skip
 
 
@@ -138,7 +137,6 @@ def load() -> ctypes.CDLL:
     for name, structure in _CALLS.items():
         getattr(library, name).argtypes, getattr(library, name).restype = [ctypes.POINTER(structure)], None
     library.haarkv_store.restype = library.haarkv_layers.restype = library.haarkv_gated_delta.restype = c_int32
-    library.haarkv_rows.restype = c_int32
     return library
 
 

@@ -20,7 +20,7 @@ from haarkv.tq_ops.cpu.calls import IS_BF16, LayerCalls, has_kernel, is_bf16, pr
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.cache import LayerView
 from haarkv.tq_ops.kv.layer import LayerKV
-from haarkv.tq_ops.weight import Blocks, Weight, activations, weight_numbers, weight_rows
+from haarkv.tq_ops.weight import Blocks, Weight, activations, weight_numbers
 
 
 class CpuOps:
@@ -42,10 +42,7 @@ class CpuOps:
         if self.isa not in available:
             raise InputError(f"this CPU has no kernels for {self.isa!r}; choose from {', '.join(available)}")
         self.isa_number = library.ISAS.index(self.isa)
-        nothing = library.Weight(data=0, row_scales=0, column_scales=0, row_bytes=0, stored=0, x_bits=0)
-        self._linear = library.Linear(
-            weight=nothing, x=0, y=0, tokens=0, inputs=0, outputs=0, bf16=0, isa=self.isa_number, threads=0
-        )
+        self._linear = library.Linear(isa=self.isa_number)
         self._blocks: WeakKeyDictionary[Blocks, library.Structure] = WeakKeyDictionary()
         self._given = threading.local()
         self._layer_calls: WeakKeyDictionary[LayerKV, LayerCalls | None] = WeakKeyDictionary()
@@ -163,28 +160,6 @@ class CpuOps:
         call.outputs, call.inputs = weight.shape
         self._run("haarkv_linear", call, x=x, y=y, tokens=x.shape[0], bf16=is_bf16(x))
         return y
-
-    def rows(self, weight: Weight, index: Tensor) -> Tensor:
-        """Rows of a weight, to the bits of `weight.weight_rows`, for embeddings. Not an op of the table.
-
-        Args:
-            weight: [N, in]; blocks with column scales, or of a type outside `library.BLOCKS`, are restored in Python.
-            index: [R] int64.
-        Returns:
-            [R, in] of the weight's dtype.
-        Raises:
-            IndexError: there is no such row.
-        """
-        if not isinstance(weight, Blocks) or not has_kernel(weight) or weight.column_scales is not None:
-            return weight_rows(weight, index)
-        index = index.contiguous()
-        y = torch.empty(len(index), weight.shape[1])
-        call = library.Rows.__new__(library.Rows)
-        call.weight, call.count, call.outputs, call.inputs = self._weight_struct(weight), len(index), *weight.shape
-        if self._run("haarkv_rows", call, rows=index, y=y):
-            return weight_rows(weight, index)  # a negative index, or an IndexError
-        numbers = y.to(weight.dtype)
-        return numbers if weight.row_scales is None else numbers * weight.row_scales[index].unsqueeze(-1)
 
     def _weight_struct(self, weight: Blocks) -> library.Structure:
         """The structure of a weight, cached."""
