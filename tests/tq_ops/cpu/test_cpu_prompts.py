@@ -91,11 +91,11 @@ def rotate_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "layout", without_pairs)
 
 
-@pytest.mark.parametrize("isa", ["amx", "avx512vnni"])
-def test_rotations_of_bf16_lose_next_to_nothing(isa, monkeypatch):
+def test_rotations_of_bf16_lose_next_to_nothing(monkeypatch):
     """Beside FP32 rotations they move few of the BF16 results to a neighbour. Without the lower parts they move a third."""
-    if isa not in library.isas() or not library.multiplies_bf16():
-        pytest.skip(f"this CPU has no {isa} with BF16 products")
+    isa = "amx"
+    if isa not in library.isas():
+        pytest.skip(f"this CPU has no {isa}")
     ops, cases = CpuOps(isa), [PROMPTS[i] for i in (0, 1, 3, 6)]
 
     def outputs() -> list[Tensor]:
