@@ -204,7 +204,7 @@ def _cache(session: Session, kv: KVUsage) -> str:
 
     packed, mebibytes, plain = "packed " * session.plan.has_windows, kv.bytes / 2**20, kv.bf16_bytes / 2**20
     size = f"{kv.bytes_per_token:,.0f} bytes a {packed}token; {mebibytes:,.2f} MiB in all, bf16 {plain:,.2f}"
-    text = f"{session.plan.gist()}: {size} ({plain / mebibytes:.2f}x)"
+    text = f"{session.plan.summary()}: {size} ({plain / mebibytes:.2f}x)"
     if kv.bytes <= kv.bf16_bytes or not session.plan.has_windows:
         return text
     length = pays_from(session.config, session.plan)
