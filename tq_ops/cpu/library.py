@@ -16,7 +16,8 @@ from haarkv.tq_ops.errors import InputError
 
 ISAS = ("portable", "avx2", "avx512vnni", "amx")
 """Instruction sets. Each needs more of the CPU than the one before; the index is the library's own number for it."""
-_BF16_PRODUCTS = 1 << 8
+BF16_PRODUCTS = 1 << 8
+"""Of `haarkv_isas`: `avx512vnni` multiplies BF16 by BF16 (`vdpbf16ps`) on this CPU."""
 
 
 class Cell(IntEnum):
@@ -148,12 +149,3 @@ def isas() -> tuple[str, ...]:
     """
     bits = load().haarkv_isas()
     return tuple(isa for i, isa in enumerate(ISAS) if bits >> i & 1)
-
-
-def multiplies_bf16() -> bool:
-    """Whether `avx512vnni` multiplies BF16 by BF16 (`vdpbf16ps`) on this CPU.
-
-    Raises:
-        KernelsMissingError: as `load`.
-    """
-    return bool(load().haarkv_isas() & _BF16_PRODUCTS)
