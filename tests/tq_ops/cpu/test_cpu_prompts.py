@@ -15,7 +15,6 @@ from torch import Tensor
 
 from haarkv.tq_ops.cpu import calls, layout, library
 from haarkv.tq_ops.cpu.ops import CpuOps
-from haarkv.tq_ops.kv.batch import Batch
 
 # Passes of 128 rows and less, blocks and items that end within a prompt, levels left over of a tile, and tokens in BF16.
 PROMPTS = (
@@ -44,16 +43,6 @@ def attend_case(case: Case, ops: CpuOps) -> Tensor:
     return ops.paged_attention(queries(case), cache.view(LAYER, batch), case.head_dim**-0.5)
 
 
-def part(batch: Batch, row: int, begin: int, end: int) -> Batch:
-    """Tokens begin ... end - 1 of a batch, all of one of its sequences."""
-    positions = batch.positions[begin:end]
-    return replace(
-        batch, positions=positions, slot_mapping=batch.slot_mapping[begin:end], block_table=batch.block_table[row : row + 1],
-        seq_lens=positions[-1:].int() + 1, query_start_loc=torch.tensor([0, end - begin], dtype=torch.int32),
-        rows=batch.rows[row : row + 1],
-    )  # fmt: skip
-
-
 @every_table
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("case", PROMPTS, ids=str)
@@ -64,15 +53,10 @@ def test_a_prompt_gets_the_same_bits_however_it_is_cut(table, case, dtype):
     ops, (cache, batch), q = table.open(), filled(case), queries(case, dtype)
     scale = case.head_dim**-0.5
     whole = ops.paged_attention(q, cache.view(LAYER, batch), scale)
-    starts = batch.query_start_loc.tolist()
-    for sizes in ((1,), (13, 2, 40), (64,)):
-        for row in range(len(starts) - 1):
-            begin, turn = starts[row], 0
-            while begin < starts[row + 1]:
-                end = min(begin + sizes[turn % len(sizes)], starts[row + 1])
-                output = ops.paged_attention(q[begin:end], cache.view(LAYER, part(batch, row, begin, end)), scale)
-                assert torch.equal(output, whole[begin:end]), (sizes, row, begin)
-                begin, turn = end, turn + 1
+    for size in (1, 13, 64):
+        for tokens, piece in batch.cut(size):
+            rows = slice(None) if tokens is None else tokens
+            assert torch.equal(ops.paged_attention(q[rows], cache.view(LAYER, piece), scale), whole[rows]), size
 
 
 def same_integers() -> list[str]:
