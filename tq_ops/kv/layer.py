@@ -64,9 +64,8 @@ class Side:
                 return by_token(self.kv_format.quantize(by_head, layer)), batch.slot_mapping
             require_finite(x.transpose(0, 1))
             assert self.window is not None, "a format of groups keeps tokens in BF16 until their group is full"
-            groups = self.window.full_groups(x, batch)
-            last = groups.last
-            return by_token(self.kv_format.quantize(groups.vectors.transpose(0, 1), layer)), batch.slot_mapping[last]
+            groups, last = self.window.full_groups(x, batch)
+            return by_token(self.kv_format.quantize(groups.transpose(0, 1), layer)), batch.slot_mapping[last]
         except NonFiniteVectorError as error:
             token = int(last[error.index[1]])
             slot = int(batch.slot_mapping[token])
