@@ -80,8 +80,7 @@ class Description:
     """What a backend needs to know of a format at one head_dim: formats of equal descriptions must store equal bytes.
 
     So a format has a description only if its fields are `codes`, packed by `pack_planes` (or `pack_columns`), and `scale` in
-    FP16, which saturates. A unit vector is rounded to BF16
-    before it is rotated.
+    FP16, which saturates. A unit vector is rounded to BF16 before it is rotated.
 
     Attributes:
         bits: of a level; the mean of the widths with `columns`.
@@ -112,14 +111,8 @@ def centroids_at(level: Tensor, centroids: Tensor) -> Tensor:
 
 
 def choose_levels(unit: Tensor, rotation: Tensor, boundaries: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate unit vectors and quantize each coordinate: `level_i = #{b : y_i >= b}`, y = unit @ rotation.
+    """Levels [..., D] uint8 of unit vectors [..., D] fp32, `level_i = #{b : y_i >= b}`, and y = unit @ rotation [..., D] fp32.
 
-    Args:
-        unit: [..., D] fp32, of norm 1 or 0.
-        rotation: [D, D] fp32.
-        boundaries: [2**bits - 1] fp32, ascending.
-    Returns:
-        level [..., D] uint8 and y [..., D] fp32.
     Rounding points: unit to BF16; sums in FP32.
     """
     y = unit.to(torch.bfloat16).float() @ rotation
@@ -152,11 +145,6 @@ class RotatedFormat(KVFormat):
     """A KV format defined by its description, with one scale a vector.
 
     A zero vector stores scale 0 and comes back as zeros, as does one whose scale is below the dtype's smallest.
-
-    Args:
-        name, purpose: as of `KVFormat`.
-        bits: of a level, at every head_dim.
-        describe: head_dim -> its description.
     """
 
     def __init__(self, name: str, purpose: str, bits: int, describe: Callable[[int], Description]) -> None:

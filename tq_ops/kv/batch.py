@@ -52,7 +52,6 @@ class Batch:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """By name."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def to(self, device: torch.device | str) -> Batch:
@@ -127,7 +126,7 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 _ALIGNMENT = 64
-"""Bytes that divide where a tensor begins within what is copied at once: kernels are compiled for pointers that 16 divides."""
+"""Tensors that are copied at once begin at multiples of so many bytes."""
 
 
 def upload_all(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
@@ -161,7 +160,7 @@ _LEAST_ROOM = 4
 
 @torch.inference_mode(False)
 def _room(blocks: int) -> Tensor:
-    """A table that is writable in any mode, whatever mode it was made in."""
+    """A table that is writable in any mode."""
     return torch.empty(blocks, dtype=torch.int32)
 
 
@@ -190,10 +189,8 @@ class PagedSequences:
         self._next_id = 0
 
     def add(self, tokens: int = 0) -> int:
-        """Begin a sequence of `tokens` tokens, which the caller stores at its `places`; returns its id.
-
-        Raises:
-            CacheFullError: no free row, or too few free blocks; nothing was begun.
+        """Begin a sequence of `tokens` tokens, which the caller stores at its `places`; returns its id. A CacheFullError if
+        there is no free row or too few free blocks; nothing was begun.
         """
         if not self._free_rows:
             raise CacheFullError(f"the KV cache has room for {len(self._rows)} sequences at a time; send fewer prompts")
@@ -257,13 +254,8 @@ class PagedSequences:
         self._tables[sequence][begin:end] = torch.tensor(blocks, dtype=torch.int32)
 
     def batch(self, sequences: Sequence[int], new_tokens: Sequence[int]) -> Batch:
-        """Reserve room for the next tokens of sequences and describe them.
+        """Reserve room for `new_tokens` of each of some sequences, advance their lengths, and describe the tokens on the CPU.
 
-        Args:
-            sequences: ids from `add`, each at most once.
-            new_tokens: of each, at least 1.
-        Returns:
-            the batch on the CPU; the sequences' lengths are already advanced.
         Raises:
             CacheFullError: too few free blocks; nothing was reserved or advanced.
             ValueError: a sequence would get no token.

@@ -28,6 +28,7 @@ class LayerView:
     Attributes:
         layer: its index, which chooses rotations.
         batch: with the slots and the block table of this layer.
+        kv, state: the memory of a layer with attention, or with linear attention.
     """
 
     cache: PagedKVCache
@@ -36,12 +37,10 @@ class LayerView:
 
     @property
     def kv(self) -> LayerKV:
-        """The memory of a layer with attention."""
         return self.cache.kv[self.layer]
 
     @property
     def state(self) -> Recurrent:
-        """The memory of a layer with linear attention."""
         return cast(Recurrent, self.cache.states[self.layer])
 
     def require_room(self) -> None:
@@ -231,10 +230,8 @@ class PagedKVCache:
             self.kv[layer] = small
 
     def run(self, layer: int, batch: Batch, op: Callable[..., Tensor], *rows: Tensor) -> Tensor:
-        """`op(view, *rows)` [T, ...] over an open layer, in pieces if its ring has too little room for all tokens.
+        """`op(view, *rows)` [T, ...] over an open layer, in pieces of tokens if its ring has too little room for all.
 
-        Args:
-            rows: tensors [T, ...]; each piece gets those of its own tokens.
         Raises:
             ValueError: more new tokens of a sequence than `most_new_tokens`.
         """
@@ -253,11 +250,8 @@ class PagedKVCache:
         return out
 
     def require_room(self, batch: Batch, layer: int | None = None) -> None:
-        """Refuse a batch with too many new tokens for one forward, or for `layer` as it is now (larger while it is open). Only
-        `Batch.at_most` waits for a device.
-
-        Raises:
-            ValueError: too many new tokens of a sequence.
+        """Raise a ValueError if a sequence has too many new tokens for one forward, or for `layer` as it is now (larger while
+        it is open). Only `Batch.at_most` waits for a device.
         """
         if (most := self.most_new_tokens) is not None and not batch.at_most(most):
             raise ValueError(f"this cache takes at most {most} new tokens of a sequence at a time: it has a tail or a ring")

@@ -115,12 +115,10 @@ class LayerKV:
 
     @property
     def fields(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """K's and V's."""
         return self.k.fields, self.v.fields
 
     @property
     def windows(self) -> tuple[ResidualWindow | None, ResidualWindow | None]:
-        """K's and V's tokens in BF16, where some stay so."""
         return self.k.window, self.v.window
 
     @property
@@ -167,13 +165,10 @@ class LayerKV:
                 side.window.take_newest(other.window, batch)
 
     def read(self, block_table: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
-        """Dequantize whole blocks, for the reference and tests.
+        """K and V of whole blocks, each [B, Hkv, n * block_size, D] fp32; `first` is the position of the first token.
 
         Args:
             block_table: [B, n] int32 of a placed batch; -1 pads and reads block 0, which the caller masks.
-            first: position of the first token.
-        Returns:
-            K and V, each [B, Hkv, n * block_size, D] fp32.
         """
         return self.k.unpack(self.index, block_table, first), self.v.unpack(self.index, block_table, first)
 
@@ -245,14 +240,10 @@ def page_bytes(formats: tuple[KVFormat, KVFormat], num_kv_heads: int, head_dim: 
 def fields_in(
     pages: Tensor, formats: tuple[KVFormat, KVFormat], num_kv_heads: int, head_dim: int, block_size: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """K's and V's fields as views of pages.
+    """K's and V's fields [num_blocks, Hkv, block_size / G, *field.shape] as views of pages [num_blocks, page_bytes] uint8.
 
-    Args:
-        pages: [num_blocks, page_bytes] uint8, each page contiguous.
-    Returns:
-        K's fields and V's, each [num_blocks, Hkv, block_size / G, *field.shape].
     Raises:
-        InputError: wrong size, or not aligned.
+        InputError: a page has another size, is not contiguous or not aligned.
     """
     page_size, alignment = page_bytes(formats, num_kv_heads, head_dim, block_size), _alignment(formats, head_dim)
     if pages.dtype != torch.uint8 or pages.ndim != 2 or pages.shape[1] != page_size or pages.stride(1) != 1:

@@ -54,12 +54,7 @@ UNSEEN = "no version of a recurrent state has seen the tokens before this batch:
 
 @dataclass(frozen=True)
 class StateShape:
-    """State of one layer and sequence.
-
-    Attributes:
-        tensors: name, shape and dtype.
-        versions: kept at a time; ignored in comparisons.
-    """
+    """State of one layer and sequence: name, shape and dtype of its tensors. `versions` kept at a time do not compare."""
 
     tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
     versions: int = field(default=VERSIONS, compare=False)
@@ -130,10 +125,8 @@ class Recurrent:
             raise ValueError(UNSEEN)
 
     def read(self, batch: Batch) -> dict[str, Tensor]:
-        """The state before each sequence's first new token, [B, *shape] by name; zeros at position 0.
-
-        Raises:
-            ValueError: as `require`, on the CPU only.
+        """The state before each sequence's first new token, [B, *shape] by name; zeros at position 0. On the CPU a ValueError
+        as of `require`.
         """
         rows, begin = self._rows(batch)
         matches = self.counts[rows] == begin.unsqueeze(1)
@@ -154,11 +147,8 @@ class Recurrent:
         return token[end - token < self.shape.versions]
 
     def write(self, after: Mapping[str, Tensor], tokens: Tensor, batch: Batch) -> None:
-        """Store the states after some of a batch's tokens, among them each sequence's last; at most versions - 1 a sequence.
-
-        Args:
-            after: name -> [n, *shape].
-            tokens: [n] int64, indices in the batch, ascending.
+        """Store states `after` [n, *shape] by name of a batch's `tokens` [n] int64, ascending: at most versions - 1 of a
+        sequence, its last among them.
         """
         rows, begin = self._rows(batch)
         ends = batch.query_start_loc[1:].long()

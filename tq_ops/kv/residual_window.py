@@ -96,12 +96,7 @@ class ResidualWindow:
         return ring, self.vectors[rows[first], :, batch.positions[first]]
 
     def put_back(self, snapshot: tuple[Tensor, Tensor], batch: Batch, tokens: Tensor) -> None:
-        """Undo `write` for some tokens.
-
-        Args:
-            snapshot: `overwritten` of the whole batch, taken before the write.
-            tokens: [T] bool.
-        """
+        """Undo `write` for tokens [T] bool; `snapshot` is `overwritten` of the whole batch, taken before the write."""
         rows, first = _token_rows(batch), self._sink_tokens(batch)
         if self.ring:
             self.vectors[rows[tokens], :, self.in_ring(batch.positions[tokens])] = snapshot[0][tokens]

@@ -37,7 +37,6 @@ class StoredSequence:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is stored."""
         return sum(tensor.nbytes for tensor in self.tensors.values()) + (self.earlier.nbytes if self.earlier else 0)
 
     @property
@@ -81,12 +80,10 @@ def take(
 
 
 def put(snapshot: StoredSequence, cache: PagedKVCache, paging: PagedSequences, length: int | None = None) -> int:
-    """Begin a sequence in a cache of the same plan with what is stored; returns its id.
+    """Begin a sequence in a cache of the same plan with what is stored, or its first `length` tokens as `reusable` allows.
 
-    Args:
-        length: only its first tokens, as `reusable` allows; all by default.
-    Raises:
-        CacheFullError: the cache has no room for it.
+    Returns:
+        its id; a CacheFullError if the cache has no room for it.
     """
     length = snapshot.length if length is None else length
     version = [version for version in snapshot.versions if version.length >= length][-1]  # it holds the most before `length`
