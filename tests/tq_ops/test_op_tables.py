@@ -36,10 +36,7 @@ CASES = suite.ATTENTION
 
 
 # -- The contract ------------------------------------------------------------------------------------------------------
-OP_BY_KERNEL = {
-    **dict.fromkeys(("prepared_floats", "prepare", "project"), "linear"),
-    **dict.fromkeys(("scratch_floats", "attend", "rotate_pairs"), "paged_attention"),
-}
+OP_BY_KERNEL = {"bf16": "linear", "by_tiles": "paged_attention", "rotate_pairs": "paged_attention"}
 
 
 def own_ops(isa):

@@ -67,7 +67,7 @@ def _structures() -> dict[str, type[Structure]]:
             for pointer, field, size in re.findall(r"(\*?) *(\w+)(?:\[(\w+)\])?", names)
         ]
         # Others, of constants and of functions, are the kernels' own.
-        if all(kind is not None and (not size or size.isdigit()) for _, kind, size in fields):
+        if "(*" not in body and all(kind is not None and (not size or size.isdigit()) for _, kind, size in fields):
             layout = [(field, kind * int(size) if size else kind) for field, kind, size in fields if kind]
             structures[name] = type(name, (Structure,), {"_fields_": layout})
     return structures

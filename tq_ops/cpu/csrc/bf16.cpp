@@ -19,26 +19,11 @@ struct Bf16Pairs : Avx512 {
     static F add(W w, W x, F sum) { return _mm512_dpbf16_ps(sum, w, x); }
 };
 
-Kernels others;  // for FP32 in the weight or in x, which stays what it is
+int64_t prepared_pairs(const Projection& p) { return (p.tokens * prepared_numbers<Bf16Pairs>(p.in) + 1) / 2; }
 
-int64_t prepared_bf16(const Projection& p) {
-    return p.all_bf16() ? (p.tokens * prepared_numbers<Bf16Pairs>(p.in) + 1) / 2 : others.prepared_floats(p);
-}
-
-void prepare_bf16(const Projection& p, int64_t begin, int64_t end) {
-    if (p.all_bf16()) return prepare_tokens<Bf16Pairs>(p, begin, end);
-    others.prepare(p, begin, end);
-}
-
-void project_bf16(const Projection& p, int64_t begin, int64_t end, float* sums) {
-    if (p.all_bf16()) return project_by<Bf16Pairs>(p, begin, end);
-    others.project(p, begin, end, sums);
-}
+void project_pairs(const Projection& p, int64_t begin, int64_t end, float*) { project_by<Bf16Pairs>(p, begin, end); }
 }  // namespace
 
-void add_bf16(Kernels& kernels) {
-    others = kernels;
-    kernels.prepared_floats = prepared_bf16, kernels.prepare = prepare_bf16, kernels.project = project_bf16;
-}
+void add_bf16(Kernels& kernels) { kernels.bf16 = {prepared_pairs, prepare_tokens<Bf16Pairs>, project_pairs}; }
 
 }  // namespace haarkv

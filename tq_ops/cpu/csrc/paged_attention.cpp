@@ -274,10 +274,11 @@ void attend(const HaarkvAttention& a, const Kernels& kernels, Wave& wave, const 
             tiles[t].kept_totals = partials.kept_totals(index), tiles[t].kept_sums = partials.kept_sums(index);
         }
         float* const own = scratch + thread * scratch_size;
-        if (!a.stretches.cos) return kernels.attend(a.cache, tiles, pass.tiles, own);
+        const auto attend = attender(kernels, a.cache, tiles, pass.tiles).attend;
+        if (!a.stretches.cos) return attend(a.cache, tiles, pass.tiles, own);
         const int64_t stretch = static_cast<int64_t>(split.first_block) * a.cache.block_size / kStretchKeys;
         rotate_for(a, kernels, stretch, tiles, pass.tiles, own);
-        kernels.attend(a.cache, tiles, pass.tiles, own + turned_floats(a));
+        attend(a.cache, tiles, pass.tiles, own + turned_floats(a));
         // What logits lack is another number in each stretch.
         for (int t = 0; t < pass.tiles; ++t)
             for (int r = 0; r < tiles[t].rows; ++r) tiles[t].maxima[r] += tiles[t].less[r];
@@ -298,7 +299,7 @@ extern "C" {
 __attribute__((visibility("default"))) void haarkv_attention(const HaarkvAttention* a) {
     const Kernels& kernels = kernels_of(a->isa);
     const Cache& cache = a->cache;
-    const int64_t own = std::max<int64_t>(kernels.scratch_floats(cache) + turned_floats(*a), merged_floats(cache));
+    const int64_t own = std::max<int64_t>(attention_floats(kernels, cache) + turned_floats(*a), merged_floats(cache));
     const int64_t scratch_size = divide_up(own, 16) * 16;
     // Kept from call to call: blocks of some megabytes that come and go leave gaps in the heap, which add up.
     static thread_local Scratch own_scratch, numbers, queries;
