@@ -170,7 +170,5 @@ def _matrix(matrix: Tensor | None, head_dim: int, pairs: Tensor | None = None) -
     if matrix is None:
         return library.Matrix(inputs=head_dim, outputs=head_dim)
     heads, inputs, outputs = matrix.shape
-    return library.Matrix(
-        numbers=matrix, pairs=pairs, head_stride=matrix.stride(0) if heads > 1 else 0, inputs=inputs, outputs=outputs,
-        bf16=is_bf16(matrix),
-    )  # fmt: skip
+    stride = matrix.stride(0) if heads > 1 else 0
+    return library.Matrix(numbers=matrix, pairs=pairs, head_stride=stride, inputs=inputs, outputs=outputs)

@@ -26,7 +26,7 @@ def queries(case=CASE):
 
 def rotated(q):
     """Queries that a rotation makes these: in the domain of the codes it does not spread them."""
-    return q @ layout(formats.get("tq4"), LAYER, 128).rotate[0].T
+    return q @ layout(formats.get("tq4"), LAYER, 128).rotate[0].float().T
 
 
 # Each changes queries [T, 10, 128] and what a layer of a cache holds; `k` are the keys, as they are restored.

@@ -94,15 +94,12 @@ def test_rotations_of_bf16_lose_next_to_nothing(monkeypatch):
 
 
 def test_a_matrix_in_pairs_holds_its_own_numbers():
-    matrix = torch.randn(2, 48, 32).bfloat16().float()
+    matrix = torch.randn(2, 48, 32).bfloat16()
     pairs = layout.in_pairs(matrix)
     assert pairs.shape == (2, 2, 2, 16, 16, 2)
     for head, i, j in ((0, 0, 0), (1, 47, 31), (0, 33, 17), (1, 6, 20)):
         assert pairs[head, i // 32, j // 16, i % 32 // 2, j % 16, i % 2] == matrix[head, i, j]
     assert (pairs[:, 1, :, 8:] == 0).all()
-    matrix[1, 3, 3] += 2.0**-20
-    with pytest.raises(AssertionError, match="BF16 numbers"):
-        layout.in_pairs(matrix)
 
 
 def sums_tiles_of_bf16(case: Case) -> bool:

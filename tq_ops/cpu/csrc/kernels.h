@@ -110,14 +110,13 @@ struct Tile {
     float* kept_totals;  // [rows] out, where V has such tokens: their sum of p, 0 where no row sees one
 };
 
-// A matrix [inputs, outputs], row-major, by which rows are multiplied: one for all KV heads, or one a KV head.
+// A matrix [inputs, outputs] of BF16 numbers, row-major, by which rows are multiplied: one for all KV heads, or one a KV head.
 struct Matrix {
-    const void* numbers;
-    // The same as tiles of BF16 numbers, [inputs / 32, outputs / 16, 16 pairs of inputs, 16, 2], zeros after the last input;
-    // null where the numbers are not BF16 ones.
-    const void* pairs;
+    const uint16_t* numbers;
+    // The same as tiles, [inputs / 32, outputs / 16, 16 pairs of inputs, 16, 2], zeros after the last input; or null.
+    const uint16_t* pairs;
     int64_t head_stride;  // numbers from a KV head's matrix to the next; 0 if they share one
-    int32_t inputs, outputs, bf16;
+    int32_t inputs, outputs;
 };
 
 // How vectors become levels; without a matrix they are plain numbers, which `cell` says. By a rotation (`mean` is null):
