@@ -74,25 +74,14 @@ def _structures() -> dict[str, type[Structure]]:
 
 
 _STRUCTURES = _structures()
-Kept = _STRUCTURES["Kept"]
-Side = _STRUCTURES["Side"]
-Cache = _STRUCTURES["Cache"]
-Matrix = _STRUCTURES["Matrix"]
-Stretches = _STRUCTURES["Stretches"]
-Attention = _STRUCTURES["Attention"]
-Quantizer = _STRUCTURES["Quantizer"]
-StoreSide = _STRUCTURES["StoreSide"]
-Store = _STRUCTURES["Store"]
-Weight = _STRUCTURES["Weight"]
-Linear = _STRUCTURES["Linear"]
-RmsNorm = _STRUCTURES["RmsNorm"]
-Rope = _STRUCTURES["Rope"]
-GatedMul = _STRUCTURES["GatedMul"]
-GatedDelta = _STRUCTURES["GatedDelta"]
-DenseLayer = _STRUCTURES["DenseLayer"]
-Turns = _STRUCTURES["Turns"]
-Places = _STRUCTURES["Places"]
-Layers = _STRUCTURES["Layers"]
+
+
+def __getattr__(name: str) -> type[Structure]:
+    """A structure of the headers: `library.Attention`."""
+    if name not in _STRUCTURES:
+        raise AttributeError(name)
+    return _STRUCTURES[name]
+
 
 WEIGHT_TYPES = (
     "FP32", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4",
@@ -106,8 +95,8 @@ DENSE_VECTORS = (
 DENSE_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Its projections, likewise."""
 _CALLS = {
-    "haarkv_attention": Attention, "haarkv_store": Store, "haarkv_linear": Linear, "haarkv_rms_norm": RmsNorm,
-    "haarkv_rope": Rope, "haarkv_gated_mul": GatedMul, "haarkv_gated_delta": GatedDelta, "haarkv_layers": Layers,
+    "haarkv_attention": "Attention", "haarkv_store": "Store", "haarkv_linear": "Linear", "haarkv_rms_norm": "RmsNorm",
+    "haarkv_rope": "Rope", "haarkv_gated_mul": "GatedMul", "haarkv_gated_delta": "GatedDelta", "haarkv_layers": "Layers",
 }  # fmt: skip
 
 
@@ -136,7 +125,7 @@ def load() -> ctypes.CDLL:
     if not library.haarkv_isas():
         raise KernelsMissingError(f"the C++ kernels of the CPU were compiled for another machine; {how}")
     for name, structure in _CALLS.items():
-        getattr(library, name).argtypes, getattr(library, name).restype = [ctypes.POINTER(structure)], None
+        getattr(library, name).argtypes, getattr(library, name).restype = [ctypes.POINTER(_STRUCTURES[structure])], None
     library.haarkv_store.restype = library.haarkv_layers.restype = library.haarkv_gated_delta.restype = c_int32
     return library
 
