@@ -4,7 +4,6 @@ import copy
 from functools import cache
 
 import torch
-from bases import calibration
 from hf_models import COMMON, build_model
 from small_models import new_cache, new_paging
 from transformers import LlamaConfig
@@ -13,6 +12,7 @@ import tq
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.catalog import load_model
 from haarkv.tq_ops.formats.stretches import STRETCH
+from haarkv.tq_ops.formats.synthetic import calibration
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile
 from haarkv.tq_ops.kv.plan import KVSpec
 from tq.hf.attention import packed_attention

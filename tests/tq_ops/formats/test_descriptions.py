@@ -7,7 +7,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from bases import calibration
 from op_contract import suite
 from op_contract.caches import Attention, CacheCase, Store
 from op_tables import open_table
@@ -20,6 +19,7 @@ from haarkv.tq_ops.cuda import layout as cuda_layout
 from haarkv.tq_ops.formats.learned import COLUMNS
 from haarkv.tq_ops.formats.packing import pack_planes
 from haarkv.tq_ops.formats.rotated import RotatedFormat, Transform
+from haarkv.tq_ops.formats.synthetic import calibration
 from haarkv.tq_ops.kv.kernel_support import KernelSupport, unsupported, unsupported_format
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bases import basis_vectors, calibration
 from learned_slow import GOLDEN_BITS, ROWS, codes, golden_basis, slow
 from small_models import SMALL, resize_config
 
@@ -16,12 +15,17 @@ from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.formats.learned import COLUMNS, GAINS, Calibration
 from haarkv.tq_ops.formats.packing import eighth_widths
+from haarkv.tq_ops.formats.synthetic import calibration, vectors
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
 
 HEADS, DIM = 2, 128
 SYNTHETIC = calibration(heads=HEADS, dim=DIM)
+
+
+def basis_vectors(basis_set, layer, tokens):
+    return vectors(basis_set.k[layer], tokens, torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("bits", GOLDEN_BITS)
