@@ -22,11 +22,7 @@ _SHOWN_NAME = 100
 
 
 def check_writable(path: Path) -> None:
-    """Check that a file can be written, and leave no trace.
-
-    Raises:
-        InputError: its folder is missing or not writable, or the path is not a regular file.
-    """
+    """Raise an InputError if a file cannot be written, and leave no trace."""
     target = path.resolve()
     if target.exists() and not target.is_file():
         raise InputError(f"{path} cannot be written: it is not a regular file")
@@ -43,10 +39,8 @@ def check_writable(path: Path) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a path, in a folder of its own, whose content is moved to `path` at the end, or dropped after an error.
-
-    Raises:
-        InputError: the system refuses; an old file stays.
+    """Yield a path, in a folder of its own, whose content is moved to `path` at the end, or dropped after an error. An
+    InputError if the system refuses; an old file stays.
     """
     target = path.resolve()
     try:
@@ -176,11 +170,7 @@ def _replace_folder(new: Path, target: Path) -> None:
 
 
 def lock_alone(path: Path) -> int | None:
-    """Lock a file or folder against every other process, without waiting.
-
-    Returns:
-        a descriptor, which holds the lock until it is closed; None if another process has it.
-    """
+    """A descriptor that locks a file or folder until it is closed; None if another process has locked it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

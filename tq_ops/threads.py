@@ -20,7 +20,7 @@ def sleeping_threads() -> Iterator[None]:
 
     GCC's OpenMP, torch's on Linux, lets waiting threads spin for milliseconds, which on a busy machine takes the core from the
     thread that they wait for. With more OpenMP threads than processors it spins a thousand times shorter (GOMP_SPINCOUNT).
-    This starts so many more, which sleep until it is closed. Other OpenMPs are unaffected.
+    This starts so many more, which sleep until it is closed.
     """
     threads = torch.get_num_threads()
     if sys.platform != "linux" or threads == 1:

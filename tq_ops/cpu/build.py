@@ -98,7 +98,7 @@ def units(cxx: str | None, native: bool = False) -> dict[str, Unit]:
 
 
 def interface_digest() -> int:
-    """A number that tells headers of the C interface apart: a library of other ones is not called."""
+    """A number that tells headers of the C interface apart."""
     return zlib.crc32(b"".join(header.read_bytes() for header in INTERFACE)) >> 1  # a C int
 
 

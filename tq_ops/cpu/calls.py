@@ -29,12 +29,8 @@ class LayerCalls:
 
 
 def prepare(kv: LayerKV, isa: int) -> LayerCalls | None:
-    """The calls of a layer for one instruction set, an index of `library.ISAS`.
-
-    Returns:
-        None where K's or V's format has no kernels, or a stretch of keys ends within a block.
-    Raises:
-        InputError: a head_dim without kernels.
+    """The calls of a layer for one instruction set, an index of `library.ISAS`; None where K's or V's format has no kernels,
+    or a stretch of keys ends within a block. An InputError of a head_dim without kernels.
     """
     shape, pair, layer = kv.shape, kv.formats, kv.index
     if reason := wrong_head_dim(READS, shape.head_dim):
@@ -69,11 +65,7 @@ IS_BF16 = {torch.bfloat16: True, torch.float32: False}
 
 
 def is_bf16(x: Tensor) -> bool:
-    """Whether numbers are BF16; else they are FP32.
-
-    Raises:
-        TypeError: they are neither.
-    """
+    """Whether numbers are BF16; else they are FP32, or a TypeError."""
     bf16 = IS_BF16.get(x.dtype)
     if bf16 is None:
         raise TypeError(f"the kernels take bfloat16 or float32, not {x.dtype}")

@@ -54,21 +54,15 @@ class _CacheStructures:
 
 
 class DenseLayers:
-    """Layers of a model in one call, to the bits of the ops one by one.
-
-    Args:
-        layers: None where the ops have to run.
-    """
+    """Layers of a model in one call, to the bits of the ops one by one; None where the ops have to run."""
 
     def __init__(self, ops: CpuOps, layers: Sequence[Dense | None]) -> None:
         self._ops, self._layers = ops, tuple(layers)
         self._by_cache: WeakKeyDictionary[PagedKVCache, _CacheStructures] = WeakKeyDictionary()
 
     def parts(self, span: range, cache: PagedKVCache) -> Iterator[tuple[bool, range]]:
-        """Splits `span` into the longest stretches that one call runs (True) or the ops have to run (False).
-
-        Raises:
-            InputError: a head_dim without kernels.
+        """Splits `span` into the longest stretches that one call runs (True) or the ops have to run (False); an InputError of
+        a head_dim without kernels.
         """
         calls = self._structures(cache).calls
         for in_one, indices in groupby(span, lambda index: calls[index] is not None):

@@ -106,11 +106,7 @@ class KernelsMissingError(InputError):
 
 @cache
 def load() -> ctypes.CDLL:
-    """The library.
-
-    Raises:
-        KernelsMissingError: it was not compiled, or for another kind of machine.
-    """
+    """The library; a KernelsMissingError if it was not compiled, or for another kind of machine."""
     how = "install a C++ compiler and run `python -m haarkv.tq_ops.cpu.build`"
     if not LIBRARY.exists():
         raise KernelsMissingError(f"the C++ kernels of the CPU are not built; {how}")
@@ -131,10 +127,6 @@ def load() -> ctypes.CDLL:
 
 
 def isas() -> tuple[str, ...]:
-    """The instruction sets that this CPU has and the library was compiled for, the fastest last.
-
-    Raises:
-        KernelsMissingError: as `load`.
-    """
+    """The instruction sets that this CPU has and the library was compiled for, the fastest last; raises as `load`."""
     bits = load().haarkv_isas()
     return tuple(isa for i, isa in enumerate(ISAS) if bits >> i & 1)

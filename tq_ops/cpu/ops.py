@@ -240,10 +240,7 @@ class CpuOps:
         """The gated delta rule; arguments and result as the reference's.
 
         `S^T k` is taken of the matrix before it is scaled. FP32 sums are in another order, one for every number: results do
-        not depend on the number of threads, on the rest of the batch or on how a prompt was split.
-
-        Raises:
-            ValueError: as the reference; nothing was changed.
+        not depend on the number of threads, on the rest of the batch or on how a prompt was split. Raises as the reference.
         """
         state, batch = at.state, at.batch
         windows, memories = state.tensors["conv"], state.tensors["delta"]
@@ -265,10 +262,8 @@ class CpuOps:
         return out
 
     def layer_calls(self, kv: LayerKV) -> LayerCalls | None:
-        """The calls of one layer of a cache, cached: filling them in takes longer than storing a token.
-
-        Returns:
-            None where the reference's ops have to run.
+        """The calls of one layer of a cache, cached: filling them in takes longer than storing a token. None where the
+        reference's ops have to run.
         """
         if kv not in self._layer_calls:
             self._layer_calls[kv] = prepare(kv, self.isa_number)

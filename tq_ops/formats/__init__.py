@@ -62,12 +62,8 @@ def learned_names() -> list[str]:
 
 
 def get(name: str, side: Side = "k", calibration: Calibration | None = None) -> KVFormat:
-    """The format of that name; `side` matters where K and V are stored differently.
-
-    Args:
-        calibration: coordinates for `lrB`.
-    Raises:
-        InputError: no such format (the message lists them), or `lrB` without a calibration.
+    """The format of that name, of K or V where they are stored differently; an InputError if there is none, or if `lrB` has no
+    calibration.
     """
     if bits := learned_bits(name):
         if side == "v":
@@ -84,11 +80,7 @@ def get(name: str, side: Side = "k", calibration: Calibration | None = None) -> 
 
 
 def parse(spec: str, calibration: Calibration | None = None) -> tuple[KVFormat, KVFormat]:
-    """K's and V's format from `NAME` or `k=NAME,v=NAME`.
-
-    Raises:
-        InputError: neither form, an unknown name, or `lrB` without a calibration.
-    """
+    """K's and V's format from `NAME` or `k=NAME,v=NAME`; an InputError as of `get`, or of another form."""
     if "=" not in spec:
         # What no value can be stored in is said first, with what to write instead.
         v_format = get(spec, "v", calibration)

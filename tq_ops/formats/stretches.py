@@ -34,13 +34,8 @@ class RopeShift:
         return _table(self, 1 << max(0, stretches - 1).bit_length(), device)
 
     def undo(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Keys as their stretches store them, or queries as they meet keys of the stretches of these positions.
-
-        Args:
-            x: [..., T, D] of a floating dtype.
-            positions: [T] int64.
-        Returns:
-            [..., T, D] fp32; the first R numbers are rotated.
+        """Keys [..., T, D] at positions [T] int64 as their stretches store them, or queries as they meet keys of those
+        stretches: [..., T, D] fp32. The first R numbers are rotated.
         """
         return self._shift(x, positions, -1.0)
 

@@ -222,8 +222,8 @@ class PagedSequences:
         del self._lengths[sequence], self._tables[sequence]
 
     def take_back(self, sequences: Sequence[int], counts: Sequence[int]) -> None:
-        """Drop the newest `counts` tokens of sequences. After the last `batch`, with sequences in its order, freed blocks
-        return to where they were, so that they are handed out in the same order again.
+        """Drop the newest `counts` tokens of sequences. After the last `batch`, in its order, freed blocks return to where
+        they were.
         """
         for sequence, count in reversed(list(zip(sequences, counts, strict=True))):
             length = self._lengths[sequence] - count

@@ -52,10 +52,8 @@ class KernelSupport:
 
 
 def unsupported(reads: KernelSupport, plan: KVPlan, shapes: Shapes, *, others: bool = False) -> str | None:
-    """Why a backend cannot read a cache of this plan and these shapes, in one sentence; None if it can.
-
-    Args:
-        others: layers of other formats fall back to the reference's ops.
+    """Why a backend cannot read a cache of this plan and these shapes, in one sentence; None if it can. With `others`, layers
+    of other formats fall back to the reference's ops.
     """
     kv_shapes = dict.fromkeys(shape for shape in each(shapes, len(plan.layers)) if shape is not None)
     for shape in kv_shapes:

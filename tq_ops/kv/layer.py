@@ -151,7 +151,7 @@ class LayerKV:
                 side.window.write(x, batch)
 
     def wider(self, room: int, batch: Batch) -> LayerKV:
-        """The same packed memory with wider residual windows (`ResidualWindow.wider`)."""
+        """The same packed memory with wider residual windows."""
 
         def widen_side(side: Side) -> Side:
             return replace(side, window=side.window.wider(room, batch)) if side.window and side.window.ring else side

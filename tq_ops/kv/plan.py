@@ -63,11 +63,7 @@ class KVPlan:
         return tuple(dict.fromkeys(f for pair in self.layers for f in pair))
 
     def tail(self, kv_format: KVFormat) -> int:
-        """R: the most recent tokens that a query sees in BF16, itself included.
-
-        Raises:
-            InputError: too few for a group to fill.
-        """
+        """R: the most recent tokens that a query sees in BF16, itself included; an InputError if too few for a group."""
         least = kv_format.group_tokens - 1
         if self.recent is None:
             return least
