@@ -77,7 +77,7 @@ def gaussian_centroids(bits: int) -> Tensor:
 
 @cache
 def lloyd_max(bits: int, head_dim: int, solver: Solver = "published") -> Codebook:
-    """Codebook of 2**bits levels (1 to 8 bits) for one coordinate of a rotated unit vector of D = `head_dim`, whose deviation is
+    """Codebook of 2**bits levels (1 to 8 bits) for a coordinate of a rotated unit vector of D = `head_dim`, whose deviation is
     1/sqrt(D): the optimum, exactly odd, which "published" is not at D 64, 128 and 256. Do not write to it.
 
     Rounding points: the optimum is scaled and halved in float64, and rounded to FP32 once.
