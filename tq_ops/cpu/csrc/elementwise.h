@@ -35,9 +35,30 @@ inline void write(const float* x, bool bf16, int64_t to, int64_t n, void* out) {
 
 constexpr int64_t kPiece = 64;  // numbers at a time, a multiple of every register's lanes
 
+constexpr int64_t kHead = 256;  // numbers of a row whose weights are kept at hand
+
 inline float rms_scale(float sum, const RmsNorm& o) { return 1.0f / std::sqrt(sum / static_cast<float>(o.width) + o.eps); }
 
+// Rows that are heads, in FP32. The bits are those of `rms_norm`.
+template <class Simd> void rms_norm_heads(const RmsNorm& o, int64_t begin, int64_t end) {
+    alignas(64) float weight[kHead];
+    read(o.weight, o.weight_bf16, 0, o.width, weight);
+    for (int64_t row = begin; row < end; ++row) {
+        const float* x = static_cast<const float*>(o.x) + row * o.width;
+        float* y = static_cast<float*>(o.y) + row * o.width;
+        typename Simd::F sums = Simd::zero();
+        for (int64_t i = 0; i < o.width; i += Simd::width) {
+            const typename Simd::F value = Simd::load(x + i);
+            sums = Simd::fma(value, value, sums);
+        }
+        const typename Simd::F scale = Simd::set1(rms_scale(Simd::reduce_add(sums), o));
+        for (int64_t i = 0; i < o.width; i += Simd::width)
+            Simd::store(y + i, Simd::mul(Simd::mul(Simd::load(x + i), scale), Simd::load(weight + i)));
+    }
+}
+
 template <class Simd> void rms_norm(const RmsNorm& o, int64_t begin, int64_t end) {
+    if (!o.bf16 && o.width <= kHead && o.width % Simd::width == 0) return rms_norm_heads<Simd>(o, begin, end);
     for (int64_t row = begin; row < end; ++row) {
         typename Simd::F sums = Simd::zero();
         alignas(64) float x[kPiece], weight[kPiece];
