@@ -86,12 +86,7 @@ def _limit_and_use(group: Path, limit: str, use: str, prefix: str) -> tuple[int,
 
 
 def require_memory(count: float, what: str, remedy: str) -> None:
-    """Refuse more host memory than `available_memory`.
-
-    Args:
-        what: what takes it, as the beginning of a sentence.
-        remedy: what to do instead.
-    """
+    """Refuse more host memory than `available_memory`, in a sentence that begins with `what` and ends with `remedy`."""
     if count > (free := available_memory()):
         raise InputError(f"{what} would take {count / 2**30:,.1f} GiB, and {free / 2**30:,.1f} are free; {remedy}")
 

@@ -127,7 +127,7 @@ def weight_numbers(weight: Weight, index: slice = slice(None)) -> Tensor:
 
 
 def weight_rows(weight: Weight, index: slice | Tensor) -> Tensor:
-    """Rows of a weight, as `Blocks.rows`."""
+    """Rows of a weight [R, in] at a slice or [R] int64, as `Blocks.rows`."""
     return weight.rows(index) if isinstance(weight, Blocks) else weight[index]
 
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bases import calibration
 from safetensors.torch import load_file
 
 from haarkv.tq_ops import artifact
 from haarkv.tq_ops.artifact import CACHE
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats.synthetic import calibration
 from haarkv.tq_ops.kv import cache_file
 from haarkv.tq_ops.kv.batch import CacheFullError, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -22,12 +21,10 @@ from haarkv.tq_ops.table import OpTable
 __all__ = [
     "LAYER",
     "TABLES",
-    "Backend",
     "Case",
     "bf16_windows",
     "cache_tensors",
     "every_table",
-    "everything_in",
     "filled",
     "open_table",
     "poisoned_cache",
@@ -47,22 +44,9 @@ def open_table(table: Table) -> OpTable:
     return table.open()
 
 
-@dataclass(frozen=True)
-class Backend:
-    """One table of the CPU to test, by every instruction set.
-
-    Attributes:
-        name: of the test.
-        open: the table, or a skip.
-    """
-
-    name: str
-    open: Callable[[], OpTable]
-
-
 # Of a table whose instructions this CPU lacks, `test_op_tables` says so once, and no other test is made.
-TABLES = tuple(
-    Backend(table.name, partial(open_table, table)) for table in CPU if not (table.missing() or "").startswith(OTHER_CPU)
+TABLES: tuple[Table, ...] = tuple(
+    replace(table, open=partial(open_table, table)) for table in CPU if not (table.missing() or "").startswith(OTHER_CPU)
 )
 every_table = pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
 
@@ -71,8 +55,3 @@ def filled(case: Case) -> tuple[PagedKVCache, Batch]:
     """As `caches.fill_cache`, on the host; what a test then draws is the same each time, too."""
     torch.manual_seed(0)
     return caches.fill_cache(case)
-
-
-def everything_in(cache: PagedKVCache) -> list[torch.Tensor]:
-    """Whatever a cache holds, packed and in BF16."""
-    return [*(tensor for *_, tensor in cache_tensors(cache)), *bf16_windows(cache)]

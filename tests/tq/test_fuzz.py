@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from bases import calibration
 from checkpoints import CONFIG, shard_name
 from fuzzing import Place, example_counts, limited, run_examples
 from hypothesis import strategies as st
@@ -18,6 +17,7 @@ from haarkv.models.templates import render
 from haarkv.tq_ops import artifact
 from haarkv.tq_ops.artifact import CALIBRATION
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats.synthetic import calibration
 from haarkv.tq_ops.kv import calibration_file, plan_file
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile, make_calibration
 from haarkv.tq_ops.kv.model_shape import ModelShape

@@ -201,7 +201,7 @@ def _print_cost(session: Session, result: Result) -> None:
 def _cache(session: Session, kv: KVUsage) -> str:
     packed, mebibytes, plain = "packed " * session.plan.has_windows, kv.bytes / 2**20, kv.bf16_bytes / 2**20
     size = f"{kv.bytes_per_token:,.0f} bytes a {packed}token; {mebibytes:,.2f} MiB in all, bf16 {plain:,.2f}"
-    return f"{session.plan.gist()}: {size} ({plain / mebibytes:.2f}x)"
+    return f"{session.plan.summary()}: {size} ({plain / mebibytes:.2f}x)"
 
 
 def _memory_of_rank(rank: RankMemory) -> str:

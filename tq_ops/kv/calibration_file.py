@@ -68,12 +68,7 @@ def _tensors(k: Sequence[Basis]) -> dict[str, Tensor]:
 
 
 def save(path: Path, file: CalibrationFile) -> None:
-    """Write a calibration file.
-
-    Raises:
-        ValueError: a number is not finite.
-        InputError: it cannot be written.
-    """
+    """Write a calibration file; a ValueError if a number is not finite, an InputError if it cannot be written."""
     tensors = _tensors(file.calibration.k)
     if bad := [name for name, tensor in tensors.items() if not torch.isfinite(tensor.float()).all()]:
         raise ValueError(f"{bad[0]} is not finite")

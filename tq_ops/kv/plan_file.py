@@ -52,13 +52,8 @@ def save(
 
 
 def loads(text: str, name: str, source: CalibrationFile | None = None) -> KVSpec:
-    """Parse a plan file.
-
-    Args:
-        name: of the file, for messages.
-        source: the calibration of learned formats.
-    Raises:
-        InputError: no plan, another version, or a contradiction.
+    """Parse the text of file `name`, with the calibration of its learned formats; an InputError if it is no plan, of another
+    version, or contradicts itself.
     """
     with PLAN.refusing(name):
         content = parse_json(text)

@@ -31,7 +31,6 @@ def logit_errors(error: Tensor, q: Tensor, softmax_scale: float) -> Tensor:
     Args:
         error: [H, n, D] of the keys, after RoPE.
         q: [m, Hq, D], after RoPE; KV head g serves query heads g*Hq/H … (g+1)*Hq/H - 1.
-        softmax_scale: of the logits, 1/sqrt(D).
     """
     by_head = q.float().reshape(len(q), len(error), -1, q.shape[-1])
     queries = by_head.permute(1, 0, 2, 3).flatten(1, 2)  # [H, m * Hq/H, D]
