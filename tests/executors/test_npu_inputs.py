@@ -33,10 +33,6 @@ SMALLER = resize_config(LONG, num_heads=4)
 WINDOW_OPTIONS = [{"tail": 20, "sink": 3}, {"tail": 1}, {"sink": 70}, {"tail": 300, "sink": 70}]
 
 
-def make_spec(kv="k=lr4,v=tq4", config=SMALLER):
-    return learned_spec(config, kv, turning=True)
-
-
 # -- Learned keys ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("bits", COLUMNS)
 def test_levels_by_their_places_are_the_bytes_of_the_format(bits):
@@ -156,24 +152,24 @@ def test_keys_of_tokens_are_turned_by_where_their_stretch_begins():
     assert not torch.equal(turned_keys[2], x[2])
 
 
-def test_a_turning_format_has_a_program_of_its_own_and_rows_are_made_once():
-    plan, still = make_spec().plan(2), learned_spec(SMALLER).plan(2)
-    assert layer_sides(plan, 0)[0] == replace(layer_sides(still, 0)[0], turning=True)
-    _, paging, sequences = fill_cache(SMALLER, make_spec(), [1023], seed=1)
+def test_rows_that_turn_keys_back_are_made_once():
+    """Of 1 and 0 where it is not known how keys turn."""
+    plan, still = learned_spec(SMALLER).plan(2), learned_spec(SMALLER, turning=False).plan(2)
+    _, paging, sequences = fill_cache(SMALLER, learned_spec(SMALLER), [1023], seed=1)
     batch = paging.batch(sequences, [2])
     program = programs.prefill_program(SMALLER, *layer_sides(plan, 0))
     tiling = inputs.tile(batch, program, (torch.zeros(2, 64), torch.zeros(2, 64)))
     rows = inputs.back_argument(tiling, plan, 0)["back"]
     assert rows is inputs.back_argument(tiling, plan, 1)["back"]
     assert torch.equal(rows[:2], turn_table(plan.k(0).rope_shift(0), rows.device)[:2])
-    assert inputs.back_argument(tiling, still, 0) == {}
+    assert inputs.back_argument(tiling, still, 0)["back"][:2].tolist() == [[1.0] * 64 + [0.0] * 64] * 2
 
 
 def test_keys_that_turn_in_part_are_refused_by_name():
     calibration = synthetic.calibration()
     bases = tuple(replace(basis, inv_freq=basis.inv_freq[:32]) for basis in calibration.k)
     part = KVSpec("k=lr4,v=tq4", calibration=replace(calibration, k=bases)).plan(2)
-    assert NpuExecutor.supports(SMALLER, make_spec().plan(2)) is None
+    assert NpuExecutor.supports(SMALLER, learned_spec(SMALLER).plan(2)) is None
     message = "its programs turn all 128 numbers of a key, and lr4 turns 64 of them"
     assert NpuExecutor.supports(SMALLER, part) == message
     with pytest.raises(InputError, match=message):

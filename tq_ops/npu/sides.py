@@ -64,7 +64,6 @@ class Side:
         most_heads: KV heads of one iteration of decode, at most, by the cost model.
         width: numbers of a vector as the cube meets it.
         layout: how levels of learned coordinates lie; None for a fixed format.
-        turning: keys are stored by stretches.
     """
 
     name: str
@@ -73,7 +72,6 @@ class Side:
     most_heads: int
     width: int
     layout: Layout | None = None
-    turning: bool = False
     head_dim: int = HEAD_DIM
 
     @property
@@ -107,10 +105,10 @@ class Side:
 
     def domain_tensors(self, kv_format: KVFormat, layer: int, device: torch.device) -> dict[str, Tensor]:
         """What a layer's format has of them; the same tensors each time."""
-        tensors = domain_tensors(kv_format, self.head_dim, layer, device) if self.layout else {}
-        turns = kv_format.rope_shift(layer)
-        table = {"turns": turn_table(turns, device)} if turns else {}
-        return {f"k_{name}": tensor for name, tensor in (tensors | table).items()}
+        if (turns := key_turns(kv_format, layer, self.head_dim)) is None:
+            return {}
+        tensors = domain_tensors(kv_format, self.head_dim, layer, device) | {"turns": turn_table(turns, device)}
+        return {f"k_{name}": tensor for name, tensor in tensors.items()}
 
 
 _NO_SCALES = StoredField("no_scale", torch.float16, BLOCK_SIZE)
@@ -145,11 +143,18 @@ def format_side(kv_format: KVFormat, layer: int = 0, head_dim: int = HEAD_DIM) -
         return fixed_sides(head_dim)[kv_format.name if kv_format in READS.also else FORMAT.name]
     layout = learned_layout(kv_format, head_dim)
     codes = StoredField("codes", torch.int8, layout.nbytes(head_dim))
-    scales, turning = StoredField("scale", torch.float16, BLOCK_SIZE), kv_format.rope_shift(layer) is not None
-    return Side(kv_format.name, codes, scales, 8, layout.width(head_dim), layout, turning, head_dim)
+    scales = StoredField("scale", torch.float16, BLOCK_SIZE)
+    return Side(kv_format.name, codes, scales, 8, layout.width(head_dim), layout, head_dim)
 
 
 # -- Keys by stretches ----------------------------------------------------------------------------------------------------
+
+
+def key_turns(kv_format: KVFormat, layer: int, head_dim: int) -> RopeShift | None:
+    """How learned keys turn by stretches: by angles of 0 where it is not known; None of a fixed format."""
+    if learned_coordinates(kv_format, head_dim, layer) is None:
+        return None
+    return kv_format.rope_shift(layer) or RopeShift((0.0,) * (head_dim // 2))
 
 
 @cache

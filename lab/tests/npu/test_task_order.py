@@ -124,7 +124,7 @@ def short_prefill(config, *sides):
 
 
 def learned_plan_spec():
-    return learned_spec(resize_config(read_config("tiny"), num_layers=1), turning=True)
+    return learned_spec(resize_config(read_config("tiny"), num_layers=1))
 
 
 def learned_plan():

@@ -16,7 +16,7 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.npu.program import order_arguments
-from haarkv.tq_ops.npu.sides import HIDDEN, READS, Keeping, WindowShape, keeping, layer_sides, turns_of_tokens
+from haarkv.tq_ops.npu.sides import HIDDEN, READS, Keeping, WindowShape, keeping, key_turns, layer_sides, turns_of_tokens
 from haarkv.tq_ops.weight import dense
 
 
@@ -149,8 +149,8 @@ def domain_arguments(program: LayerProgram, plan: KVPlan, layer: int, device: to
 
 
 def back_argument(tiling: Tiling, plan: KVPlan, layer: int) -> dict[str, Tensor]:
-    """By what each row's keys are turned back, [rows, D] fp32, once for all layers alike; nothing where they are not."""
-    turns = plan.k(layer).rope_shift(layer)
+    """By what each row's learned keys are turned back, [rows, D] fp32, once for all layers alike."""
+    turns = key_turns(plan.k(layer), layer, tiling.tokens["cos"].shape[1] * 2)
     if turns is None:
         return {}
     if turns not in tiling._undo_rows:

@@ -229,7 +229,7 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
                 weights = ((q_proj, k_proj, v_proj), (q_bias, k_bias, v_bias), (q_norm, k_norm))
                 _project_qkv(x, weights, c, s, (q, k, v), stored_k.query, layer, tiles)
             for _ in pypto.loop(1, name="QUANTIZE", idx_name="i2"):
-                by = pypto.view(back, [rows, head_dim], [base, 0]) if side_k.turning else None
+                by = pypto.view(back, [rows, head_dim], [base, 0]) if side_k.layout else None
                 _quantize(k, stored_k, new_k, by, layer)
                 _quantize(v, stored_v, new_v, None, layer)
             for i in pypto.loop(tokens, name="APPEND", idx_name="i3"):
@@ -269,9 +269,7 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
                                 plain_queries = _queries(q, head_dim, u * unit, g * at_once, shape)
                                 seen_kept = pypto.view(kept_seen, [queries, span], [first * shape.group, 0])
                                 row = kept_begin[first] + g * at_once * window
-                                in_bf16 = WindowSides(
-                                    kept, k_kept, v_kept, stored_k, plain_queries, g * at_once, row, seen_kept
-                                )
+                                in_bf16 = WindowSides(kept, k_kept, v_kept, plain_queries, row, seen_kept)
                             _finish(softmax, stored_v, in_bf16, attended, u * unit, g * at_once, shape)
             for _ in pypto.loop(1, name="MLP", idx_name="i5"):
                 pypto.set_vec_tile_shapes(64, head_dim)

@@ -145,19 +145,15 @@ class WindowSides:
     Attributes:
         shape: a `WindowShape`.
         k, v: arguments of the program.
-        packed: K's `CacheSide`.
         queries: one [M, D] BF16 a head, not rotated.
-        head: the first KV head of the iteration.
-        row: of the sequence's first place in that head.
+        row: of the sequence's first place in the first KV head of the iteration.
         seen: [M, span] FP32, added to the logits.
     """
 
     shape: object
     k: object
     v: object
-    packed: object
     queries: object
-    head: object
     row: object
     seen: object
 
@@ -196,9 +192,8 @@ def attend_window(softmax, window, head, shape):
     rows, tile = [shape.cube_rows] * 2, [window.shape.tile] * 2
     pypto.set_cube_tile_shapes(rows, [64, head_dim], tile)
     raw = pypto.matmul(window.queries[head], keys, pypto.DT_FP32, b_trans=True)
-    lacking = window.packed.left_out(window.queries[head], window.head + head, shape.num_kv_heads)
     pypto.set_vec_tile_shapes(16, window.shape.span)
-    score = (raw if lacking is None else raw - lacking) * shape.softmax_scale + window.seen
+    score = raw * shape.softmax_scale + window.seen
 
     def weigh(p):
         weights = pypto.cast(p, pypto.DT_BF16)

@@ -27,7 +27,7 @@ class Domain:
     Attributes:
         rotation, rotation_fp16: [D, D] BF16 and FP16.
         forward, numbers, places, rows: of learned keys, `tq_ops.npu.learned.domain_tensors`.
-        turns: of keys by stretches, `tq_ops.npu.sides.turn_table`.
+        turns: of learned keys, `tq_ops.npu.sides.turn_table`.
     """
 
     rotation: object
@@ -80,7 +80,7 @@ class CacheSide:
         return room
 
     def store(self, x, tokens, kv_heads, new, cos_sin):
-        """Fill `new`, of `room`, from x [tokens, Hkv, D] FP32; `cos_sin` [tokens, D] FP32 turns keys by stretches back."""
+        """Fill `new`, of `room`, from x [tokens, Hkv, D] FP32; `cos_sin` [tokens, D] FP32 turns learned keys back."""
         count = tokens * kv_heads
         for field, values in zip(new, self.quantize(pypto.reshape(x, [count, self.head_dim]), count), strict=True):
             field[:] = values
@@ -174,16 +174,6 @@ class CacheSide:
     def query_rows(self, query, rows):
         """Queries [rows, D] -> as the cube takes them."""
         return query
-
-    def left_out(self, queries, head, kv_heads):
-        """What the logits of the tiles lack of queries' products with keys, [M, 1] FP32; None where they lack nothing.
-
-        A softmax over these logits alone does not change by it; logits of tokens in BF16 must lack it too.
-
-        Args:
-            queries: [M, D] BF16, not rotated.
-        """
-        return
 
     def finish(self, value, window_value=None):
         """Weighted values [rows, D] FP32 in the tiles' domain, and those of a window, not rotated -> their sum, BF16."""

@@ -4,7 +4,7 @@ from typing import Any
 
 import pypto
 
-from haarkv.tq_ops.npu.kernels.learned import LearnedKeys, ShiftedKeys
+from haarkv.tq_ops.npu.kernels.learned import LearnedKeys
 from haarkv.tq_ops.npu.kernels.side import DTYPES, Domain, Plain
 from haarkv.tq_ops.npu.kernels.tq4 import Packed, SeedBytes
 from haarkv.tq_ops.npu.sides import BF16, PUBLISHED, TQ4
@@ -14,9 +14,7 @@ _KERNELS = {TQ4.name: Packed, PUBLISHED.name: SeedBytes, BF16.name: Plain}
 
 def side_kernel(side):
     """The class of a `Side`'s `CacheSide`."""
-    if side.layout:
-        return ShiftedKeys if side.turning else LearnedKeys
-    return _KERNELS[side.name]
+    return LearnedKeys if side.layout else _KERNELS[side.name]
 
 
 def parameter(field):
@@ -57,7 +55,7 @@ def build(program: Any, options: dict[str, Any]) -> Any:
             new_v = stored_v.room(count, "new_v")
             base = tile * rows
             for _ in pypto.loop(1, name="QUANTIZE", idx_name="i1"):
-                by = pypto.view(back, [rows, head_dim], [base, 0]) if side_k.turning else None
+                by = pypto.view(back, [rows, head_dim], [base, 0]) if side_k.layout else None
                 pypto.set_vec_tile_shapes(4, kv_heads, head_dim)
                 stored_k.store(pypto.view(k, [rows, kv_heads, head_dim], [base, 0, 0]), rows, kv_heads, new_k, by)
                 pypto.set_vec_tile_shapes(4, kv_heads, head_dim)
