@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderModel
@@ -19,9 +19,8 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.onnx.block_codes import CODES
 
-if TYPE_CHECKING:
-    from haarkv.tq_ops.npu.device import Runner
-
+SIMULATOR = "sim"
+"""The device that needs no card."""
 OnProgram = Callable[[str], object]
 """Called with the name of a program before it is compiled."""
 
@@ -38,7 +37,6 @@ class ExecutorInfo:
         probe: whether this machine has such a device; cheap. None: `auto` never takes it.
         missing: what is not installed, without which it would run as a slower executor; None if nothing.
         require: raises InputError if a device is not there, before there is a model.
-        programs: opens a runner of single programs on a device, for an executor whose kernels are programs.
         whole_layers: its programs are whole layers, within which ranks cannot meet.
         per_rank: each rank takes a device of its own.
         blocks: types of quantised blocks, by name, that its first kind of device multiplies with as they are.
@@ -52,7 +50,6 @@ class ExecutorInfo:
     probe: Callable[[], bool] | None = None
     missing: Callable[[], str | None] = lambda: None
     require: Callable[[str | None], object] = lambda _device: None
-    programs: Callable[[str | None], Runner] | None = None
     whole_layers: bool = False
     per_rank: bool = False
     blocks: tuple[str, ...] = ()
@@ -64,7 +61,11 @@ class ExecutorInfo:
 
     def on_host(self, device: str | None) -> bool:
         """Whether it computes in this machine's own memory."""
-        return self._kind(device) in ("cpu", "sim")
+        return self._kind(device) in ("cpu", SIMULATOR)
+
+    @property
+    def has_simulator(self) -> bool:
+        return SIMULATOR in self.devices
 
     def reads_in_place(self, device: str | None) -> bool:
         """Whether every forward multiplies with weights where they lie in this machine's memory."""
@@ -127,12 +128,6 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available() and triton_missing() is None
 
 
-def _npu_programs(device: str | None) -> Runner:
-    from haarkv.tq_ops.npu.device import open_runner
-
-    return open_runner(device)
-
-
 def _has_npu() -> bool:
     if find_spec("torch_npu") is None or find_spec("pypto") is None:
         return False
@@ -160,8 +155,7 @@ EXECUTORS: dict[str, ExecutorInfo] = {
         blocks=tuple(PLANES),
     ),
     "npu": ExecutorInfo(
-        partial(_on_device, "npu"), "bfloat16", any_dtype=False, devices=("npu", "sim"), probe=_has_npu,
-        programs=_npu_programs, whole_layers=True,
+        partial(_on_device, "npu"), "bfloat16", any_dtype=False, devices=("npu", SIMULATOR), probe=_has_npu, whole_layers=True,
     ),
     "onnx": ExecutorInfo(
         partial(_on_device, "onnx"), devices=("cpu", "cuda", "cann"), require=_require_provider, whole_layers=True,
@@ -233,7 +227,7 @@ def create(
 def interpreter_warning(name: str, device: str | None) -> str:
     """A warning before an executor starts in an interpreter that was not asked for, else ""."""
     entry = info(name)
-    if device is not None or entry.programs is None or entry.probe is None or entry.probe():
+    if device is not None or not entry.has_simulator or entry.probe is None or entry.probe():
         return ""
     return f"executor {name} runs in an interpreter here, minutes for a few tokens"
 

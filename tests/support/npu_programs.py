@@ -12,9 +12,10 @@ from haarkv.codebooks import haar_rotation
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats.stretches import STRETCH
 from haarkv.tq_ops.npu.learned import learned_coordinates
-from haarkv.tq_ops.npu.sides import format_side, turns_of_tokens
+from haarkv.tq_ops.npu.program import Argument
+from haarkv.tq_ops.npu.sides import TQ4 as TQ4_SIDE
+from haarkv.tq_ops.npu.sides import Side, format_side, key_turns, turns_of_tokens
 from haarkv.tq_ops.npu.sim.simulator import Simulator, unavailable
-from haarkv.tq_ops.npu.store import StoreProgram
 
 needs_pypto = [
     pytest.mark.npu,
@@ -25,6 +26,28 @@ needs_pypto = [
 def with_pypto(test):
     """Both marks, for a single test."""
     return needs_pypto[0](needs_pypto[1](test))
+
+
+@dataclass(frozen=True)
+class StoreProgram:
+    """What a layer does between its projections and its attention, alone: K and V [n * rows, Hkv, D] FP32 into a cache."""
+
+    num_kv_heads: int
+    rows: int = 16
+    name: str = "store_kv"
+    k: Side = TQ4_SIDE
+    v: Side = TQ4_SIDE
+
+    @property
+    def arguments(self):
+        inputs = (Argument(name) for name in ("k", "v", "rotation", "slot"))
+        back = Argument("back", unread=(torch.float32, (1, self.k.head_dim)))
+        return (*inputs, back, *self.k.domain_arguments(), *self.k.arguments("k"), *self.v.arguments("v"))
+
+    def build(self, **options):
+        from look_up_kernel import build_store
+
+        return build_store(self, options)
 
 
 @dataclass
@@ -105,7 +128,7 @@ def store_case(tokens, kv_heads=2, layer=1, rows=16, seed=0, blocks=3, pair=(TQ4
     slots = torch.randperm(blocks * 128, generator=torch.Generator().manual_seed(seed))[:tokens]
     cache = empty_cache(blocks, kv_heads, pair, layer)
     padded = -(-tokens // rows) * rows
-    turns, positions, stored_k = pair[0].rope_shift(layer), STRETCH - 4 + torch.arange(tokens), k
+    turns, positions, stored_k = key_turns(pair[0], layer, 128), STRETCH - 4 + torch.arange(tokens), k
     if turns:
         cache["back"] = pad(turns_of_tokens(turns, positions), (0, 0, 0, padded - tokens))
         stored_k = turns.undo(k.transpose(0, 1), positions).transpose(0, 1)

@@ -32,7 +32,7 @@ def climb_rungs(tmp_path, *rungs):
 
 def test_a_rung_that_compared_nothing_does_not_pass(tmp_path):
     (result,) = climb_rungs(
-        tmp_path, Rung("layer", lambda: RungFinding(True, "all is well")), Rung("store", lambda: RungFinding(True, "", 1))
+        tmp_path, Rung("layer", lambda: RungFinding(True, "all is well")), Rung("head", lambda: RungFinding(True, "", 1))
     )
     assert result.verdict == "failed"
     assert "compared nothing" in result.found.said
@@ -78,7 +78,7 @@ def test_a_failed_rung_is_named_with_its_place():
     failed_result = Result(
         "layer", "failed", RungFinding(False, "x", 1, where="tq4, layer 3, attention_mlp"), 1.0, "2026-11-22", {}
     )
-    assert verdict([failed_result]) == "failed: layer at tq4, layer 3, attention_mlp; 0 of 9 rungs passed"
+    assert verdict([failed_result]) == "failed: layer at tq4, layer 3, attention_mlp; 0 of 8 rungs passed"
 
 
 def test_the_lowest_rung_needs_no_torch():

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Verdict = Literal["passed", "failed", "not on this executor", "not tried"]
 
-RUNGS = ("environment", "store", "layer", "long-decode", "head", "teacher-forced", "free-running", "text", "latency")
+RUNGS = ("environment", "layer", "long-decode", "head", "teacher-forced", "free-running", "text", "latency")
 """Every rung, from the lowest up."""
 
 
@@ -201,7 +201,6 @@ def ladder(
 
     work = bench()
     runs: dict[str, Callable[[], RungFinding]] = {
-        "store": lambda: rungs.store(work),
         "layer": lambda: rungs.validate_formats(work, work.first_layer, "teacher-forced"),
         "long-decode": lambda: rungs.long_decode(work),
         "head": lambda: rungs.validate_formats(work, work.first_layer, "free-running"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from npu_calls import without_barrier
 from npu_layers import learned_spec
-from npu_programs import empty_cache, needs_pypto, rotation
+from npu_programs import StoreProgram, empty_cache, needs_pypto, rotation
 from small_models import resize_config
 
 from haarkv.models.catalog import read_config
@@ -14,7 +14,6 @@ from haarkv.models.qwen3_14b.npu import programs
 from haarkv.models.qwen3_14b.npu.compile import PLAN, blank_model, layer_call
 from haarkv.tq_ops.npu.program import order_arguments
 from haarkv.tq_ops.npu.sides import layer_sides, window_shape
-from haarkv.tq_ops.npu.store import StoreProgram
 from lab.npu.aicore.conflicts import conflicts
 from lab.npu.aicore.emission import Recorder, emit
 from lab.npu.aicore.schedule import Operand, Schedule, Task, roots

@@ -4,13 +4,12 @@ import fcntl
 import pickle
 
 import torch
-from npu_programs import empty_cache, rotation
+from npu_programs import StoreProgram, empty_cache, rotation
 
 from haarkv.models.catalog import read_config
 from haarkv.models.qwen3_14b.npu.compile import PROGRAMS, compile_programs
 from haarkv.tq_ops.npu.program import order_arguments
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
-from haarkv.tq_ops.npu.store import StoreProgram
 
 
 def shared(tmp_path_factory, worker_id, name, make):

@@ -9,6 +9,7 @@ from typing import Any
 import pypto
 
 from haarkv.tq_ops.npu.kernels.attention import BLOCK, StepPlace, WindowSides, attend_step, attend_window, keep, softmaxes
+from haarkv.tq_ops.npu.kernels.learned import LearnedKeys
 from haarkv.tq_ops.npu.kernels.linear import (
     Tiles,
     gated_mlp,
@@ -19,8 +20,21 @@ from haarkv.tq_ops.npu.kernels.linear import (
     norm_update,
     residual,
 )
-from haarkv.tq_ops.npu.kernels.side import Domain
-from haarkv.tq_ops.npu.kernels.sides import parameter, side_kernel
+from haarkv.tq_ops.npu.kernels.side import DTYPES, Domain, Plain
+from haarkv.tq_ops.npu.kernels.tq4 import Packed, SeedBytes
+from haarkv.tq_ops.npu.sides import BF16, PUBLISHED, TQ4
+
+_KERNELS = {TQ4.name: Packed, PUBLISHED.name: SeedBytes, BF16.name: Plain}
+
+
+def side_kernel(side):
+    """The class of a `Side`'s `CacheSide`."""
+    return LearnedKeys if side.layout else _KERNELS[side.name]
+
+
+def parameter(field):
+    """The type of a program's parameter that is a `StoredField`."""
+    return pypto.Tensor([pypto.DYNAMIC, field.width], DTYPES[field.dtype])
 
 
 def _project_qkv(x, weights, cos, sin, outputs, query, layer, tiles):

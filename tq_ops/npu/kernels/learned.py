@@ -26,9 +26,9 @@ _LANES = 16  # of the cube, at least
 class LearnedKeys(ScaledSide):
     """K in a cache of learned keys: codes [blocks * Hkv * 128, bytes] INT8, scale [blocks * Hkv, 128] FP16.
 
-    Tiles lie by coordinate, [width, step], so that the levels of an eighth are whole rows. Keys are stored by stretches of 1,024
-    positions, as RoPE would have turned them had their stretch come first, and a query is turned back by the first position s of
-    each stretch that it reads: logit = (R(-s) q) · stored, with stored = scale * centroids @ back + mean.
+    Tiles lie by coordinate, [width, step], so that the levels of an eighth are whole rows. Keys are stored by stretches of
+    1,024 positions (`tq_ops.formats.stretches`); a query is turned back by the first position s of each stretch that it
+    reads: logit = (R(-s) q) · stored, with stored = scale * centroids @ back + mean.
     """
 
     query_dtype = pypto.DT_BF16
