@@ -330,9 +330,8 @@ def test_a_wrong_byte_of_a_program_fails_its_rung(bringup, monkeypatch):
 
     def wrong(self, program, tensors):
         call(self, program, tensors)
-        if "slot" in (
-            names := [argument.name for argument in program.arguments]
-        ):  # of the cache, a byte that was just written
+        names = [argument.name for argument in program.arguments]
+        if "slot" in names:  # of the cache, a byte that was just written
             by_name = dict(zip(names, tensors, strict=True))
             block, offset = divmod(int(by_name["slot"].flatten()[0]), 128)
             by_name["k_codes"].view(-1, 2, 128, 64)[block, 1, offset, 3] += 64
