@@ -15,7 +15,7 @@ from op_contract import suite
 from op_contract.caches import Attention, Store
 from op_contract.cases import Plain
 from op_contract.suite import CPU, CUDA, REFERENCE, TABLES
-from op_tables import LAYER, Backend, Case, cache_tensors, every_table, filled, open_table, relative
+from op_tables import LAYER, Backend, Case, cache_tensors, every_storing_table, every_table, filled, open_table, relative
 from places import ROOT
 from torch import Tensor
 
@@ -274,7 +274,7 @@ def test_every_table_stores_the_golden_bytes_of_learned_nibbles(table, nibbles, 
     assert not other_than_golden(table.open(), golden("learned/lr"), nibbles)
 
 
-@every_table
+@every_storing_table
 @pytest.mark.parametrize(("side", "value"), [("k", float("nan")), ("k", -float("inf")), ("v", float("inf"))])
 def test_a_vector_that_is_not_finite_is_named_as_the_reference_names_it_and_nothing_is_stored(table, side, value):
     ours, batch, k, v = new_tokens(STORES[2])
@@ -290,7 +290,7 @@ def test_a_vector_that_is_not_finite_is_named_as_the_reference_names_it_and_noth
         assert torch.equal(was.view(torch.uint8), tensor.view(torch.uint8))
 
 
-@every_table
+@every_storing_table
 def test_a_value_on_a_boundary_gets_the_level_above_it(table):
     _, batch, k, v = new_tokens(STORES[1])
     tq4 = formats.get("tq4").description(128)
@@ -303,7 +303,7 @@ def test_a_value_on_a_boundary_gets_the_level_above_it(table):
     assert (ours.kv[LAYER].k.fields["codes"][block, :, offset] == 0x88).all()
 
 
-@every_table
+@every_storing_table
 def test_a_scale_beyond_fp16_is_its_largest_number_and_codes_are_those_of_the_direction(table):
     ours, batch, k, v = new_tokens(STORES[2])
     other = new_tokens(STORES[2])[0]
@@ -317,7 +317,7 @@ def test_a_scale_beyond_fp16_is_its_largest_number_and_codes_are_those_of_the_di
     assert (scale == 65504).all()
 
 
-@every_table
+@every_storing_table
 @pytest.mark.parametrize("slot", [-1, 16 * 5])
 def test_a_slot_outside_the_cache_is_refused(table, slot):
     ours, batch, k, v = new_tokens(STORES[2])
