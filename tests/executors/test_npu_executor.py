@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from npu_layers import CONFIG, CONFIGS, TQ4_SPEC, fill_cache
+from npu_layers import CONFIG, CONFIGS, TQ4_SPEC
 from npu_programs import with_pypto
 from small_models import new_cache, resize_config, small_model
 
@@ -38,41 +38,6 @@ def make_batch(new_tokens, stored_tokens=()):
     return paging.batch(sequences, new_tokens)
 
 
-def make_tiling(program, new_tokens, stored_tokens=()):
-    batch = make_batch(new_tokens, stored_tokens)
-    tokens = batch.positions.numel()
-    rope = (torch.arange(tokens * 64.0).view(tokens, 64), torch.zeros(tokens, 64))
-    return batch, inputs.tile(batch, program, rope)
-
-
-def test_decode_puts_one_token_of_each_sequence_into_one_tile():
-    _, tiling = make_tiling(programs.decode_program(CONFIG), [1] * 18, stored_tokens=[3, 0, 130])
-    assert tiling.rows == 32
-    assert tiling.tile_tokens.tolist() == [16, 2]
-    assert tiling.row.tolist() == [*range(16), 16, 17]
-    assert tiling.tokens["sequence"].tolist() == [*range(18), *([0] * 14)]
-    assert tiling.tokens["position"].tolist()[:4] == [3, 0, 130, 0]
-
-
-def test_prefill_gives_each_sequence_tiles_of_its_own():
-    batch, tiling = make_tiling(programs.prefill_program(CONFIG), [130, 3], stored_tokens=[7, 0])
-    assert tiling.tile_tokens.tolist() == [128, 2, 3]
-    assert tiling.rows == 3 * 128
-    assert tiling.row.tolist() == [*range(130), 256, 257, 258]
-    assert torch.equal(tiling.tokens["position"][tiling.row], batch.positions.int())
-    assert torch.equal(tiling.tokens["slot"][tiling.row], batch.slot_mapping.int())
-    assert tiling.tokens["sequence"][tiling.row].tolist() == [0] * 130 + [1] * 3
-    assert torch.equal(tiling.spread(batch.positions)[tiling.row], batch.positions)
-
-
-def test_the_block_table_is_padded_to_whole_steps():
-    _, tiling = make_tiling(programs.decode_program(CONFIG), [1, 1], stored_tokens=[700, 3])
-    assert tiling.block_table.shape == (2, 16)
-    assert tiling.block_table[0, 5] >= 0
-    assert tiling.block_table[0, 6:].tolist() == [-1] * 10
-    assert tiling.block_table[1, 1:].tolist() == [-1] * 15
-
-
 @pytest.mark.parametrize("program", [programs.decode_program(CONFIG), programs.prefill_program(CONFIG)], ids=lambda p: p.name)
 @pytest.mark.parametrize("before", [0, 1, 40, 255, 256, 700])
 def test_a_view_of_the_mask_is_the_causal_mask_of_any_step(program, before):
@@ -87,15 +52,6 @@ def test_a_view_of_the_mask_is_the_causal_mask_of_any_step(program, before):
             visible = (view[row] == 0).nonzero().flatten() + begin
             expected = [key for key in range(begin, begin + step) if key <= before + row // group]
             assert visible.tolist() == expected
-
-
-def test_the_cache_is_handed_over_as_it_is():
-    cache = new_cache(CONFIG, block_size=128, num_blocks=2)
-    arguments = inputs.cache_arguments(cache, 1)
-    arguments["v_codes"][3, 5] = -1
-    arguments["k_scale"][3, 7] = 2.0
-    assert cache.kv[1].v.fields["codes"][0, 0, 3, 5] == 255
-    assert cache.kv[1].k.fields["scale"][1, 1, 7] == 2.0
 
 
 @with_pypto
@@ -256,26 +212,3 @@ def test_zeros_stand_for_what_a_layer_lacks_and_for_nothing_else():
     assert [bool(t.any()) for t in ordered] == [not a.unread for a in qwen2.arguments]
     with pytest.raises(ValueError, match="q_bias"):
         order_arguments(qwen2, {name: t for name, t in tensors.items() if name != "q_bias"})
-
-
-def test_a_layer_takes_its_programs_by_its_own_formats(monkeypatch):
-    """Two layers of a plan, in different formats, each by the program that was made for them, on its own fields."""
-    calls = []
-
-    class Runner(device.SimRunner):
-        def __init__(self):
-            pass
-
-        def constant(self, tensor):
-            return tensor
-
-        def call(self, program, tensors):
-            shapes = dict(zip((a.name for a in program.arguments), (t.shape[1:] for t in tensors), strict=True))
-            calls.append((program.k.name, program.v.name, [shapes[a.name][0] for a in program.k.arguments("k")]))
-
-    monkeypatch.setattr(npu, "open_runner", lambda _: Runner())
-    spec = KVSpec("tq4", layers={1: "k=bf16,v=tq4_seed"})
-    executor = catalog.create("npu", small_model(CONFIG, dtype=torch.bfloat16), spec.plan(CONFIG.num_layers), "sim")
-    cache, paging, sequences = fill_cache(CONFIG, spec, [3], seed=1)
-    executor.layers(torch.zeros(1, 128, dtype=torch.bfloat16), range(2), paging.batch(sequences, [1]), cache)
-    assert calls == [("tq4", "tq4", [64, 128]), ("bf16", "tq4_seed", [128, 128])]

@@ -15,7 +15,7 @@ from haarkv.tq_ops.npu.learned import learned_coordinates
 from haarkv.tq_ops.npu.program import Argument
 from haarkv.tq_ops.npu.sides import TQ4 as TQ4_SIDE
 from haarkv.tq_ops.npu.sides import Side, format_side, key_turns, turns_of_tokens
-from haarkv.tq_ops.npu.sim.simulator import Simulator, unavailable
+from haarkv.tq_ops.npu.sim.simulator import unavailable
 
 needs_pypto = [
     pytest.mark.npu,
@@ -160,22 +160,3 @@ class FailingProgram:
         if self.how == "hangs":
             time.sleep(60)
         raise RuntimeError("the compiler's own words")
-
-
-class Listing(Simulator):
-    """A simulator that also says which files PyPTO wrote, as `sources` without text: `serve` is its worker."""
-
-    worker = "npu_programs"
-
-
-def serve(connection):
-    from haarkv.tq_ops.npu.sim import worker
-
-    collect = worker._collect
-
-    def and_names(folder, request, tensors, result):
-        collect(folder, request, tensors, result)
-        result["sources"] = {file.name: "" for file in folder.rglob("*")}
-
-    worker._collect = and_names
-    worker.serve(connection)
