@@ -22,13 +22,7 @@ from haarkv.tq_ops.npu.program import AttentionShape
 
 
 class NpuExecutor(Executor):
-    """Runs a BF16 model of dense layers: one program a layer, one for the head.
-
-    Args:
-        device: `sim`, `npu:N`, or None for the first NPU if there is one and the simulator if not.
-    Raises:
-        InputError: a model that no program can be built for, an unknown or absent device, or PyPTO missing.
-    """
+    """Runs a BF16 model of dense layers on `sim`, `npu:N` or the first NPU: one program a layer, one for the head."""
 
     name = "npu"
     decode_step = programs.DECODE.step

@@ -68,11 +68,7 @@ PROVIDERS = {
 
 
 def open_provider(word: str | None) -> Provider:
-    """A provider; None is the CPU's.
-
-    Raises:
-        InputError: no such provider, its package is not installed, or torch does not know its memory.
-    """
+    """A provider, the CPU's for None; InputError if it is unknown, not installed, or torch lacks its memory."""
     provider = PROVIDERS.get(word or "cpu")
     if provider is None:
         raise InputError(f"unknown provider {word!r}; choose from {', '.join(PROVIDERS)}")
@@ -85,13 +81,7 @@ def open_provider(word: str | None) -> Provider:
 
 
 class OnnxExecutor(Executor):
-    """Runs dense models with caches in `tq2` to `tq8` or, for keys, `lr2` to `lr5`, with or without tokens in BF16.
-
-    Args:
-        provider: cpu (the default), cuda or cann.
-    Raises:
-        InputError: a model that no graph can be built for, or as `open_provider`.
-    """
+    """Runs dense models with caches in `tq2` to `tq8` or, for keys, `lr2` to `lr5`, on the provider cpu, cuda or cann."""
 
     name = "onnx"
 
@@ -249,14 +239,10 @@ def _graph(
 
 
 def _window_places(window: ResidualWindow, batch: Batch, past: Tensor) -> dict[str, Tensor]:
-    """Tokens before this batch that queries may see in BF16: each sequence's sinks and newest ones.
+    """Tokens before this batch that queries may see in BF16: sinks and newest ones; `past` [B] are stored before.
 
-    Args:
-        window: of any layer and side: all are alike.
-        past: [B] int32, tokens stored before.
-    Returns:
-        `kept_index` [B, Hkv, sink + tail] int64 among the vectors of all rows, heads and places, and `kept_positions`
-        [B, sink + tail] int32, `EMPTY_POSITION` where there is none, or the tail repeats a sink.
+    Returns `kept_index` [B, Hkv, sink + tail] int64 among the vectors of all rows, heads and places, and `kept_positions`
+    [B, sink + tail] int32, `EMPTY_POSITION` where there is none, or the tail repeats a sink.
     """
     _, heads, places, _ = window.vectors.shape
     first = torch.arange(window.sink, device=past.device).expand(len(past), -1)

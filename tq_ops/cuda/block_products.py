@@ -47,13 +47,7 @@ def weight_args(weight: Weight) -> WeightArguments:
 
 @triton.jit
 def half_block_levels(row, weight, block, upper: tl.constexpr, number):
-    """The levels, int32 [ROWS, 16], of a block's first half, or with `upper` its second.
-
-    Args:
-        row: [ROWS, 1] pointers to each row's begin.
-        weight: `WeightArguments`.
-        number: [1, 16] 0 to 15.
-    """
+    """Levels, int32 [ROWS, 16], of a block's first half, or with `upper` its second; `row` [ROWS, 1] points to rows."""
     if weight.LOW == 8:
         return tl.load((row + block * (2 * _HALF) + upper * _HALF + number).to(tl.pointer_type(tl.int8))).to(tl.int32)
     codes = tl.load(row + block * _HALF + number).to(tl.int32)

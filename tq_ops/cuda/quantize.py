@@ -135,14 +135,10 @@ def by_rotation(low, high, into, D: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def fit_levels(y, gain, weight, width, centroids, boundaries):
-    """Levels [ROWS, D/2] of half of the coordinates of y, scaled by a gain.
+    """Levels [ROWS, D/2] of half of the coordinates of y, of deviation 1, scaled by a gain.
 
-    Args:
-        y: [ROWS, D/2], of deviation 1.
-        weight, width: [1, D/2], of each coordinate, and bits of its level.
-        centroids, boundaries: of all widths, as in `layout.Layout`.
-    Returns:
-        levels; [ROWS] sums of weight * centroid * y, and of weight * centroid**2.
+    `weight`, `width` [1, D/2]: of each coordinate, and bits of its level. Returns levels; sums [ROWS] of weight * centroid *
+    y, and of weight * centroid**2.
     """
     level, value = tl.zeros(y.shape, tl.int32), gain * y
     width_offset = (1 << width) - 1 - width  # the first of its boundaries
@@ -203,14 +199,10 @@ def append(
     low, high, token, head, matrix, live, side: tl.constexpr, into, learned, positions, slots, fault, layer,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WRITE: tl.constexpr, STAND_IN: tl.constexpr,
 ):  # fmt: skip
-    """Quantize vectors [ROWS, D], as halves of `places`, and store them in `into`, a `Write`; K and V alike.
+    """Quantize vectors [ROWS, D], as halves of `places`, and store them in `into`, a `Write`.
 
-    A vector that is not finite is not stored: the first of them, in the order layer, side, token, head, is noted in `fault`
-    [1] int64 as `layout.fault_place` reads it. A negative slot is skipped. With STAND_IN such a vector is noted, and stored
-    with zeros for its numbers that are not finite.
-
-    Returns:
-        [ROWS], which vectors are stored, or would be without WRITE.
+    The first vector that is not finite is noted in `fault` [1] int64 (`layout.fault_place`) and left out, or with STAND_IN
+    stored with zeros. A negative slot is skipped. Returns [ROWS], which vectors are stored, or would be without WRITE.
     """
     if learned is not None and not STAND_IN:
         # What is too large to be turned is refused as well.

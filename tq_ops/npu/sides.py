@@ -1,7 +1,4 @@
-"""How a cache lies before a program: fields of K and V, as which numbers, and places of tokens in BF16. No PyPTO here.
-
-To add a format: name it in `READS`, describe its `Side` here, and write its arithmetic as a `CacheSide` in `kernels/`.
-"""
+"""How a cache lies before a program: fields of K and V, as which numbers, and places of tokens in BF16. No PyPTO here."""
 
 from __future__ import annotations
 
@@ -34,10 +31,8 @@ READS = KernelSupport(
 class StoredField:
     """A field of a format as a program sees it: the cache's own bytes as a matrix [n, width].
 
-    Attributes:
-        field: its name in the format.
-        dtype: of its numbers; another one of the same size where PyPTO's interpreter misreads the field's own.
-        width: numbers of a row: one vector, or of scales as many as lie in a row of logits, or one.
+    `dtype`: another of the same size where PyPTO's interpreter misreads the field's own. `width`: one vector, or of scales as
+    many as lie in a row of logits, or one.
     """
 
     field: str
@@ -59,7 +54,6 @@ class Side:
     """K or V of one format in a program; those of a layer may differ.
 
     Attributes:
-        name: of the format.
         vectors, scales: the fields that hold a vector, and one number a vector; None without scales.
         most_heads: KV heads of one iteration of decode, at most, by the cost model.
         width: numbers of a vector as the cube meets it.
@@ -132,11 +126,7 @@ def layer_sides(plan: KVPlan, layer: int, head_dim: int = HEAD_DIM) -> tuple[Sid
 
 
 def format_side(kv_format: KVFormat, layer: int = 0, head_dim: int = HEAD_DIM) -> Side:
-    """The side that stores a format in a layer.
-
-    Raises:
-        ValueError: no program reads it; `tq_ops.kv.kernel_support.unsupported` tells so before there is a program.
-    """
+    """The side that stores a format in a layer; ValueError if no program reads it (`unsupported` says so before)."""
     if unsupported_format(READS, kv_format, head_dim) is not None:
         raise ValueError(f"no program reads {kv_format.name}")
     if not learned_coordinates(kv_format, head_dim, layer):
@@ -159,10 +149,7 @@ def key_turns(kv_format: KVFormat, layer: int, head_dim: int) -> RopeShift | Non
 
 @cache
 def turn_table(turns: RopeShift, device: torch.device) -> Tensor:
-    """[stretches, D] fp32: cos, then sin, of the angles at which stretches begin; the same tensor each time.
-
-    It holds all stretches there may be, 2 MiB for a D of 128, as a program is not compiled for a length.
-    """
+    """[every stretch, D] fp32, cos and then sin of the angles at which stretches begin; the same tensor each time."""
     return torch.cat(turns.table(MOST_POSITIONS // STRETCH, device), 1).contiguous()
 
 
@@ -182,13 +169,10 @@ MOST_PLACES, MOST_SINKS = 2048, 256
 
 @dataclass(frozen=True)
 class WindowShape:
-    """K and V of a layer that stay in BF16, as in `tq_ops.kv.residual_window.ResidualWindow`.
+    """K and V of a layer that stay in BF16, as in `ResidualWindow`.
 
-    Attributes:
-        tail: the newest tokens that a query sees in BF16, itself among them.
-        sink: first tokens that every query sees in BF16.
-        ring: newest tokens there is room for.
-        seen: the newest tokens that a query sees at all, itself among them; None for all.
+    `tail`, `sink`: newest and first tokens that a query sees in BF16; `ring`: newest tokens there is room for; `seen`: the
+    newest tokens that a query sees at all, itself among them, None for all.
     """
 
     tail: int
@@ -223,10 +207,10 @@ def window_shape(plan: KVPlan, layer: int, chunk: int = WINDOW_CHUNK, window: in
 
 @dataclass(frozen=True)
 class Keeping:
-    """What a batch's tokens see and leave in BF16, each [T, …].
+    """What a batch's tokens see and leave in BF16.
 
     Attributes:
-        begin: int64, the row of a token's sequence and its first head among all rows of places.
+        begin: [T] int64, the row of a token's sequence and its first head among all rows of places.
         seen: [T, span] fp32, 0 at places that a token's query sees and `HIDDEN` at all others.
         token, place: int64, pairs of which token goes to which place of its sequence.
     """

@@ -51,12 +51,7 @@ class Tiling:
 
 
 def tile(batch: Batch, program: LayerProgram, rope: tuple[Tensor, Tensor]) -> Tiling:
-    """Lay a batch out for a program.
-
-    Args:
-        batch: with the slots and the block table of its layer, `PagedKVCache.placed`.
-        rope: cos and sin [T, D/2] fp32 of the batch's positions.
-    """
+    """A batch, of its layer's slots and block table, laid out for a program; `rope`: cos and sin [T, D/2] fp32."""
     starts = batch.query_start_loc.tolist()
     lengths = [end - begin for begin, end in pairwise(starts)]
     # Where units are single tokens, a tile's rows may belong to different sequences.
@@ -168,11 +163,7 @@ def mask_arguments(program: LayerProgram, device: torch.device | None = None) ->
 def layer_call(
     program: LayerProgram, constants: dict[str, Tensor], hidden: Tensor, tiling: Tiling, cache: PagedKVCache, layer: int
 ) -> tuple[list[Tensor], Tensor]:
-    """One call of a layer's program on hidden [rows, hidden] bf16: its arguments in order, and the output among them.
-
-    Args:
-        constants: of `layer_constants` and `mask_arguments`.
-    """
+    """A call of a layer on hidden [rows, hidden] bf16, by `layer_constants` and `mask_arguments`: arguments, output."""
     out = torch.zeros_like(hidden)
     tensors = {
         **constants,

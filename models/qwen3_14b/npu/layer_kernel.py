@@ -124,13 +124,7 @@ def _rest_of_layer(projected, tiles, hidden, weights, layer):
 
 
 def _masks(tables, seen, gone, also, shape):
-    """What is added to the logits of a step.
-
-    Args:
-        tables: `AttentionShape.mask` and `left_behind`.
-        seen, gone: keys of the step that the unit's first query may see by position, and that have left its window.
-        also: added as well, unless None.
-    """
+    """What is added to a step's logits: views of `mask` at `seen` keys, of `left_behind` at `gone` ones, and `also`."""
 
     def moved(table, keys):
         begin = shape.step_tokens - keys.min(shape.step_tokens).max(-shape.unit_tokens)

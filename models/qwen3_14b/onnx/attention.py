@@ -1,12 +1,10 @@
 """Attention of graphs: over packed tokens, new tokens as stored, and tokens in BF16.
 
-Q is rotated once, codes become centroids, scales are multiplied into scores and probabilities, and the output is rotated back
-once. Tokens in BF16 have columns of scores behind the packed ones: a query sees each token in one of both.
+Q is rotated once, codes become centroids, scales are multiplied into scores and probabilities, and the output is rotated
+back once. Tokens in BF16 have columns of scores behind the packed ones: a query sees each token in one of both.
 
-In graphs of texts longer than a stretch (`GraphSpec.has_stretches`) keys are stored turned back to where their stretch begins,
-and queries are turned back as far. Slots of a sequence lie in the order of its positions, so stretches of past keys, filled up
-with zeros, are one more axis of the product. New keys are few, in stretches that differ by sequence: they are restored and
-turned forth instead.
+In texts longer than a stretch (`GraphSpec.has_stretches`) queries are turned back as far as stored keys are: stretches of
+past keys, filled up with zeros, are one more axis of the product. New keys are restored and turned forth instead.
 """
 
 from __future__ import annotations
@@ -80,7 +78,6 @@ class AttentionScopes(LevelScopes):
         Args:
             q: [B, Hkv, R, D].
             k, k_scale: centroids [B, Hkv, S + Q, D] and scales [B, Hkv, 1, S + Q] of all tokens.
-            scale: of the logits.
             by: int64 `stretches` [n] of the past, `slots_end` [1], their slots S, and `fill` [1], slots of n whole stretches
                 less all tokens; `TURNS`, and those of new tokens as `token_…`; `k_mean`, `k_rows`.
         """
@@ -151,8 +148,7 @@ class AttentionScopes(LevelScopes):
         Args:
             visible: [B, 1, G*Q, packed and kept columns] bool, what each query sees.
             stored: [B, 1, 1, S + Q] bool, packed columns that hold a token.
-            by: `FIELDS`, those of new tokens as `new_…`, matrices; for tokens in BF16 `k_kept`, `v_kept`, `kept_index` and
-                `kept_stored`.
+            by: `FIELDS`, those of new tokens as `new_…`, matrices; `k_kept`, `v_kept`, `kept_index`, `kept_stored` in BF16.
         """
         heads, dim = self.config.heads.num_kv_heads, self.config.heads.head_dim
         group = self.config.heads.num_heads // heads

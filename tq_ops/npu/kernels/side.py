@@ -1,7 +1,7 @@
-"""K or V of a paged cache in a program: what all formats share. Each format's own part is in a module of its own.
+"""K or V of a paged cache in a program: what all formats share; each format's own part is in a module of its own.
 
-A cache is the host's own memory, byte for byte, each field as a matrix (`tq_ops.npu.sides`). The vectors of one KV head in
-one block are 128 rows that lie together, its tile; the tiles of a block's heads follow one another.
+A field is a matrix over the host's own memory. The vectors of one KV head in one block are 128 rows that lie together, its
+tile; the tiles of a block's heads follow one another.
 """
 
 from dataclasses import dataclass
@@ -47,11 +47,8 @@ def whole_lines(count):
 class CacheSide:
     """K or V in a program: the base of every format. Unless overridden, tiles are BF16 and not rotated.
 
-    Args:
-        side: how the format lies before a program.
-        vectors, scales: its arguments of the program; a format without scales does not read the second.
-        domain: of its tiles.
-        keeps: tokens stay in BF16, so queries do until they are made ready.
+    `vectors`, `scales` are its arguments of the program; with `keeps` queries stay in BF16 until they are ready.
+
     Attributes:
         by_token: whether tiles are [step, D]; else [width, step], of K alone.
         buffer_dtype: of queries until all of a tile's keys are stored.
@@ -126,23 +123,14 @@ class CacheSide:
         return rows
 
     def tiles(self, place, shape, scope):
-        """One tile a head of the iteration, [step, D] or as `by_token` says.
-
-        Args:
-            scope: the first of `shape.blocks` numbers a head, for tasks that must not be cut: other tiles have others.
-        """
+        """One tile a head, [step, D] or as `by_token` says; `scope` numbers its tasks that must not be cut."""
         raise NotImplementedError
 
     def scales(self, place, shape):
         """[heads_at_once, step] FP16 that belong to the tiles; None if the tiles are complete."""
 
     def scale_row(self, scales, place, head, shape, factor):
-        """What a head's products with its tiles are multiplied by: [1, step] FP32, a number, or None for 1.
-
-        Args:
-            scales: of `scales`.
-            factor: a number that goes into it.
-        """
+        """A head's products are multiplied by it, `factor` included: [1, step] FP32, a number, or None for 1."""
         return None if factor == 1.0 else factor
 
     def scores(self, queries, tile, scales, place, head, shape):
