@@ -149,10 +149,6 @@ def test_a_type_that_is_not_exact_in_codes_is_restored():
 LONG = resize_config(CONFIGS["gqa5_d128"], num_layers=2, num_heads=4, max_position_embeddings=4096)
 
 
-def long_plan(**rest):
-    return make_spec("k=lr4,v=tq4", LONG, **rest).plan(LONG.num_layers)
-
-
 def with_turns(base_calibration, change):
     """A calibration whose keys turn otherwise."""
     bases = tuple(replace(basis, inv_freq=change(basis.inv_freq)) for basis in base_calibration.k)

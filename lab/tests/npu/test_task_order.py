@@ -3,10 +3,9 @@
 from dataclasses import replace
 
 import pytest
-import torch
 from npu_calls import without_barrier
 from npu_layers import learned_spec
-from npu_programs import StoreProgram, empty_cache, needs_pypto, rotation
+from npu_programs import needs_pypto, store_case
 from small_models import resize_config
 
 from haarkv.models.catalog import read_config
@@ -145,16 +144,8 @@ def test_without_the_barrier_fresh_rows_may_be_read_stale():
 
 
 def test_the_store_program_writes_no_row_twice():
-    tokens, kv_heads = 20, 2
-    tensors = {
-        "k": torch.zeros(32, kv_heads, 128),
-        "v": torch.zeros(32, kv_heads, 128),
-        "rotation": rotation(1),
-        "slot": torch.arange(tokens, dtype=torch.int32),
-        **empty_cache(1, kv_heads),
-    }
-    program = StoreProgram(kv_heads)
-    run = Run(program, order_arguments(program, tensors))
+    tokens, case = 20, store_case(20)
+    run = Run(case.program, order_arguments(case.program, case.tensors))
     assert sum(root.scope == "APPEND" for root in run.roots) == tokens
     assert list(run.unordered_pairs()) == []
 
