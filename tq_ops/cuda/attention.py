@@ -36,14 +36,10 @@ from haarkv.tq_ops.cuda.schedule import (
 from haarkv.tq_ops.kv.cache import LayerView
 
 Read = namedtuple("Read", "codes scales codes_stride scales_stride centroids words BITS COLUMNS UNITS PARTS PERMUTE")
-"""K or V of one layer, as attention reads it. Names in capitals are constants of the kernel.
+"""K or V of one layer, as attention reads it: fields in blocks of [Hkv, tokens, …], their strides in bytes and in scales,
+and tables of `layout.Layout`. Names in capitals are constants of the kernel.
 
 Attributes:
-    codes, scales: the fields, in blocks of [Hkv, tokens, …].
-    codes_stride, scales_stride: from a block to the next, in bytes and in scales.
-    centroids: of `layout.Layout`.
-    words: of `layout.centroid_words`; None where they are not looked up.
-    BITS: of a level.
     COLUMNS, UNITS, PARTS: how many columns learned keys lie in, 0 of planes, and `layout.Columns`.
     PERMUTE: whether centroids are looked up, or made two at a time, in registers.
 """

@@ -22,13 +22,9 @@ WeightArguments = namedtuple(
     "WeightArguments",
     "weight row_scales column_scales row_bytes high scales minima d m LOW HIGH SHIFT SCALES MINIMUM TOGETHER",
 )
-"""A weight [outputs, inputs] as kernels read it.
+"""A weight [outputs, inputs] as kernels read it: bf16 or fp32, LOW 0; or bytes of `Planes`, whose fields are in capitals.
 
-Attributes:
-    weight: bf16 or fp32, or in planes as bytes.
-    row_scales, column_scales: [outputs] and [inputs], or None.
-    row_bytes, high, scales, minima, d, m: of a row in planes, and `Planes.places`.
-    LOW, HIGH, SHIFT, SCALES, MINIMUM, TOGETHER: of `Planes`; LOW is 0 of a dense weight.
+`row_scales`, `column_scales`: [outputs] and [inputs], or None. `row_bytes` of a row, and from `high` on `Planes.places`.
 """
 
 

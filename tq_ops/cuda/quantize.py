@@ -34,24 +34,16 @@ Write = namedtuple(
     "Write",
     "codes scales codes_stride scales_stride centroids forward boundaries kept BITS COLUMNS UNITS PARTS ALONG TYPE",
 )
-"""K or V of one layer, as it is quantized and stored.
+"""K or V of one layer, as it is quantized and stored: as `attention.Read`, with tables of `layout.Layout`.
 
 Attributes:
-    codes … PARTS: as in `attention.Read`.
-    forward, boundaries: of `layout.Layout`.
     kept: [num_rows, Hkv, sink + ring, D] bf16, tokens that stay in it; None where none do.
     ALONG: of `Description`.
     TYPE: operands of the product with `forward`.
 """
 
 Keeping = namedtuple("Keeping", "rows positions query_start_loc SINK RING SEQUENCE_BITS")
-"""Which new tokens stay in BF16, and where; without any SINK and RING are 0, and the rest is None.
-
-Attributes:
-    rows, positions, query_start_loc: of the batch.
-    SINK, RING: places of first tokens and of newest ones.
-    SEQUENCE_BITS: of `schedule.sequence_bits`.
-"""
+"""Which new tokens of a batch stay in BF16: places of first tokens, SINK, and of newest ones, RING; both 0 where none do."""
 
 
 def write_arguments(fields: dict[str, Tensor], layout: Layout, window: Tensor | None, x: Tensor) -> Write:

@@ -34,14 +34,8 @@ if TYPE_CHECKING:
     from haarkv.tq_ops.cuda.in_bf16 import Windows
 
 Tokens = namedtuple("Tokens", "positions query_start_loc seq_lens TAIL SINK WINDOW ONE_EACH SIZE")
-"""The new tokens of a batch: tensors of `Batch`, and which tokens before them they see packed.
-
-Attributes:
-    TAIL, SINK: newest and first tokens that are seen in BF16; both 0 where none are.
-    WINDOW: tokens that a query sees; 0 for all.
-    ONE_EACH: every sequence has one new token.
-    SIZE: a power of two, at least as many as there are sequences.
-"""
+"""The new tokens of a batch: newest and first ones that are seen in BF16 (TAIL, SINK), those that a query sees (WINDOW, 0 for
+all), whether each sequence has one (ONE_EACH), and a power of two that is no less than the sequences (SIZE)."""
 
 
 def token_arguments(batch: Batch, windows: Windows | None, window: int | None) -> Tokens:

@@ -49,14 +49,13 @@ class AttentionScopes(LevelScopes):
 
     def turn_back(self, g: Graph, x: str, cos: str, sin: str) -> list[str]:
         """[.., D] fp32, the first 2 * `rope_pairs` numbers turned back by cos and sin [.., rope_pairs]."""
-        return [self._turn(g, x, cos, sin, "Add", "Sub")]
+        return [self._turn(g, x, cos, sin, "Add", "Sub", self.rope_pairs)]
 
     def turn_forth(self, g: Graph, x: str, cos: str, sin: str) -> list[str]:
         """The inverse of `turn_back`."""
-        return [self._turn(g, x, cos, sin, "Sub", "Add")]
+        return [self._turn(g, x, cos, sin, "Sub", "Add", self.rope_pairs)]
 
-    def _turn(self, g: Graph, x: str, cos: str, sin: str, for_low: str, for_high: str) -> str:
-        half = self.rope_pairs
+    def _turn(self, g: Graph, x: str, cos: str, sin: str, for_low: str, for_high: str, half: int) -> str:
         rest = self.config.heads.head_dim - 2 * half
         low, high, *others = self._cut(g, "parts", x, [half, half, rest] if rest else [half, half])
         new_low = g.node("low", for_low, g.node("low_cos", "Mul", low, cos), g.node("high_sin", "Mul", high, sin))
