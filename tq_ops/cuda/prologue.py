@@ -39,8 +39,8 @@ _STRETCHES_AT_ONCE = 16  # programs that share the stretches of a tile of querie
 _WIDTH = 32  # columns of a rotated query a program, so few that even a decode step fills a GPU
 
 Inputs = namedtuple("Inputs", "q k v q_bias k_bias v_bias q_norm k_norm eps cos sin")
-"""What becomes queries, keys and values: q, k, v [T, heads, D], ROW numbers from a token to the next; biases [heads * D]; norms
-[D]; cos and sin [T, D/2] fp32. What there is not is None."""
+"""What becomes queries, keys and values: q, k, v [T, heads, D], ROW numbers from a token to the next; biases [heads * D];
+norms [D]; cos and sin [T, D/2] fp32. What there is not is None."""
 
 
 @triton.jit
