@@ -34,7 +34,7 @@ class ExecutorInfo:
         dtype: default dtype of a model.
         any_dtype: whether it runs other dtypes.
         devices: kinds of device by name; the first is the default.
-        probe: whether this machine has such a device; cheap. None: `auto` never takes it.
+        probe: whether this machine has such a device; cheap.
         missing: what is not installed, without which it would run as a slower executor; None if nothing.
         require: raises InputError if a device is not there, before there is a model.
         whole_layers: its programs are whole layers, within which ranks cannot meet.
@@ -44,10 +44,10 @@ class ExecutorInfo:
     """
 
     open: Callable[[DecoderModel, str | None], Executor]
+    probe: Callable[[], bool]
     dtype: str = "float32"
     any_dtype: bool = True
     devices: tuple[str, ...] = ("cpu",)
-    probe: Callable[[], bool] | None = None
     missing: Callable[[], str | None] = lambda: None
     require: Callable[[str | None], object] = lambda _device: None
     whole_layers: bool = False
@@ -140,26 +140,19 @@ def _has_npu() -> bool:
     return True
 
 
-def _require_provider(device: str | None) -> None:
-    executor_class("onnx")
-    from haarkv.executors import onnx
-
-    onnx.open_provider(device)
-
-
 EXECUTORS: dict[str, ExecutorInfo] = {
     "reference": ExecutorInfo(**_on_host("reference")),
     "cpu": ExecutorInfo(**_on_host("cpu"), missing=_kernels_missing, blocks=BLOCKS),
     "cuda": ExecutorInfo(
-        partial(_on_device, "cuda"), "bfloat16", devices=("cuda",), probe=_has_gpu, require=_require_gpu, per_rank=True,
+        partial(_on_device, "cuda"), _has_gpu, "bfloat16", devices=("cuda",), require=_require_gpu, per_rank=True,
         blocks=tuple(PLANES),
     ),
     "npu": ExecutorInfo(
-        partial(_on_device, "npu"), "bfloat16", any_dtype=False, devices=("npu", SIMULATOR), probe=_has_npu, whole_layers=True,
+        partial(_on_device, "npu"), _has_npu, "bfloat16", any_dtype=False, devices=("npu", SIMULATOR), whole_layers=True,
     ),
     "onnx": ExecutorInfo(
-        partial(_on_device, "onnx"), devices=("cpu", "cuda", "cann"), require=_require_provider, whole_layers=True,
-        blocks=tuple(CODES), in_order={name: codes.bytes_in_memory for name, codes in CODES.items()},
+        **_on_host("onnx"), whole_layers=True, blocks=tuple(CODES),
+        in_order={name: codes.bytes_in_memory for name, codes in CODES.items()},
     ),
 }  # fmt: skip
 NAMES = tuple(EXECUTORS)
@@ -227,7 +220,7 @@ def create(
 def interpreter_warning(name: str, device: str | None) -> str:
     """A warning before an executor starts in an interpreter that was not asked for, else ""."""
     entry = info(name)
-    if device is not None or not entry.has_simulator or entry.probe is None or entry.probe():
+    if device is not None or not entry.has_simulator or entry.probe():
         return ""
     return f"executor {name} runs in an interpreter here, minutes for a few tokens"
 
@@ -240,7 +233,7 @@ def _device_of_rank(name: str, device: str | None, ranks: Ranks) -> str | None:
     kind = entry.devices[0]
     if device is not None and device.startswith(f"{kind}:"):
         raise InputError(f"each rank takes a device of its own; give --device {kind} without a number")
-    return f"{kind}:{ranks.local}" if device == kind or (device is None and entry.probe and entry.probe()) else device
+    return f"{kind}:{ranks.local}" if device == kind or (device is None and entry.probe()) else device
 
 
 @dataclass(frozen=True)
@@ -272,8 +265,7 @@ def select(
         raise InputError(f"no executor runs on {device!r}; --device takes cpu, cuda, cuda:N, npu, npu:N or sim")
     reasons: list[str] = []
     for name in names:
-        probe = EXECUTORS[name].probe
-        if device is None and not (probe and probe()):
+        if device is None and not EXECUTORS[name].probe():
             continue
         reason = refusal(name, config, plans, ranks=ranks, dtype=dtype)
         if reason is None:

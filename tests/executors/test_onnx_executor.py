@@ -1,4 +1,4 @@
-"""The ONNX executor against the reference; its memory is the model's and the cache's own; whom it refuses."""
+"""The ONNX executor against the reference; its memory is the model's and the cache's own; what it refuses."""
 
 from dataclasses import replace
 from itertools import product
@@ -12,7 +12,7 @@ from onnx_graphs import CONFIG, small_model
 from small_models import CONFIGS, cache_tensors, decode, new_cache, new_paging, prefill, random_tokens, resize_config
 
 from haarkv.codebooks import haar_rotation
-from haarkv.executors import catalog, onnx
+from haarkv.executors import catalog
 from haarkv.executors.onnx import OnnxExecutor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import formats
@@ -289,8 +289,8 @@ def test_logits_that_are_not_finite_are_an_error():
 
 
 # -- Refusals ------------------------------------------------------------------------------------------------------------
-def create(config, plan, device=None):
-    return catalog.create("onnx", small_model(config), plan, device)
+def create(config, plan):
+    return catalog.create("onnx", small_model(config), plan)
 
 
 def test_other_formats_windows_and_head_dims_are_refused():
@@ -299,19 +299,3 @@ def test_other_formats_windows_and_head_dims_are_refused():
     other = resize_config(CONFIG, head_dim=32)
     with pytest.raises(InputError, match="head_dim of 64, 128 or 256, not 32"):
         create(other, make_plan(other))
-
-
-@pytest.mark.parametrize(("word", "package"), [("cuda", "onnxruntime-gpu"), ("cann", "onnxruntime-cann")])
-def test_a_provider_that_is_not_installed_names_its_package(monkeypatch, word, package):
-    monkeypatch.setattr(onnx.ort, "get_available_providers", lambda: ["CPUExecutionProvider"])
-    with pytest.raises(InputError, match=f"pip install {package} "):
-        create(CONFIG, make_plan(CONFIG), word)
-
-
-def test_a_provider_whose_device_is_absent_and_an_unknown_one_are_refused(monkeypatch):
-    monkeypatch.setattr(onnx.ort, "get_available_providers", lambda: ["CUDAExecutionProvider"])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(InputError, match="torch has no cuda device"):
-        create(CONFIG, make_plan(CONFIG), "cuda")
-    with pytest.raises(InputError, match="unknown provider 'tpu'; choose from cpu, cuda, cann"):
-        create(CONFIG, make_plan(CONFIG), "tpu")
