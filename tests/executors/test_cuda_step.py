@@ -8,8 +8,8 @@ from functools import partial
 import bounds
 import pytest
 import torch
-from cuda_caches import DEVICE, attention_bound, check_stored, everything_in
-from op_tables import LAYER, Case, bf16_windows, filled, poisoned_cache, relative
+from cuda_caches import DEVICE, attention_bound, check_stored, everything_in, on_device
+from op_tables import LAYER, Case, bf16_windows, filled, relative
 from small_models import small_model
 
 from haarkv.models import fused
@@ -213,9 +213,7 @@ def attention_args(case: Case, dtype: torch.dtype, has_bias: bool, has_norms: bo
         tensor[slots // case.block_size, :, slots % case.block_size] = float("nan") if name == "scale" else 255
     for window in filter(None, cache.kv[LAYER].windows):
         window.write(torch.full((len(batch.positions), case.kv_heads, dim), float("nan")), batch)
-    copy = poisoned_cache(case, DEVICE)
-    for ours, theirs in zip(everything_in(copy), everything_in(cache), strict=True):
-        ours.copy_(theirs)
+    copy = on_device(cache, case)
     norms = [(random_tensor(dim) * 0.3 + 1).to(dtype) for _ in range(2)] if has_norms else [None, None]
     head_weights = Heads(heads, dtype, random_tensor(width).to(dtype) if has_bias else None, *norms, eps=1e-6)
     angle = random_tensor(len(batch.positions), dim // 2) * 3

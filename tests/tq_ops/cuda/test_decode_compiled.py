@@ -201,3 +201,14 @@ def test_what_it_takes(monkeypatch, dtype, head_dim, group, kv, block, accepts):
     assert decode.takes(q, kv_cache.kv[0], k, v) == accepts
     monkeypatch.setattr(decode, "nvrtc_missing", lambda: "it is not there")
     assert not decode.takes(q, kv_cache.kv[0], k, v)
+
+
+@pytest.mark.parametrize(
+    ("group", "memory", "at_once"),
+    [(5, 228, 2), (5, 164, 2), (5, 100, 1), (16, 228, 1)],
+    ids=["sm_90", "sm_80", "sm_86, sm_89 and sm_120", "a group whose sums take all registers"],
+)
+def test_no_more_thread_blocks_share_the_work_than_processors_hold(group, memory, at_once):
+    assert decode.blocks_a_processor(group, 128, memory * 1024) == at_once
+    processors, device = 4, torch.device("cpu")
+    assert decode.count_blocks(1, 1, 2**20, at_once, device) == at_once * processors
