@@ -138,11 +138,6 @@ def _places(program: LayerProgram, shape: WindowShape, tiling: Tiling, token_pla
     }  # fmt: skip
 
 
-def domain_arguments(program: LayerProgram, plan: KVPlan, layer: int, device: torch.device) -> dict[str, Tensor]:
-    """A layer's learned coordinates, the same tensors each time."""
-    return program.k.domain_tensors(plan.k(layer), layer, device)
-
-
 def back_argument(tiling: Tiling, plan: KVPlan, layer: int) -> dict[str, Tensor]:
     """By what each row's learned keys are turned back, [rows, D] fp32, once for all layers alike."""
     turns = key_turns(plan.k(layer), layer, tiling.tokens["cos"].shape[1] * 2)
@@ -168,7 +163,7 @@ def layer_call(
     tensors = {
         **constants,
         **tiling.tokens,
-        **domain_arguments(program, cache.plan, layer, hidden.device),
+        **program.k.domain_tensors(cache.plan.k(layer), layer, hidden.device),
         **back_argument(tiling, cache.plan, layer),
         **cache_arguments(cache, layer),
         **window_arguments(program, tiling, cache, layer),
