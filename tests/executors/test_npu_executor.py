@@ -13,6 +13,7 @@ from small_models import new_cache, resize_config, small_model
 
 from haarkv.executors import catalog, npu
 from haarkv.executors.base import prefill
+from haarkv.executors.npu import NpuExecutor
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.qwen3_14b.npu import inputs, programs
 from haarkv.tq_ops import reference
@@ -75,28 +76,25 @@ def test_a_vocabulary_in_slices_is_padded_and_pieces_overlap():
 
 
 # -- Refusals ------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (resize_config(CONFIG, head_dim=96), "a head_dim of 64, 128 or 256, not 96"),
-        (replace(CONFIG, hidden_size=48), "hidden_size that is a multiple of 64, not 48"),
-        (resize_config(CONFIG, intermediate_size=200), "intermediate_size that is a multiple of 64, not 200"),
-    ],
-)
-def test_a_model_without_programs_is_refused_by_name(config, message):
-    with pytest.raises(InputError, match=message):
-        catalog.create("npu", small_model(config, dtype=torch.bfloat16), TQ4, "sim")
+OTHER = "its programs are those of dense layers with attention, and layer 0 of this {} model is another than it knows: it {}"
 
 
 @pytest.mark.parametrize(
-    ("model", "reason"),
+    ("config", "spec", "message"),
     [
-        ("random:qwen3.5-27b", "layer 0 of this qwen3_5 model is another than it knows: it mixes tokens by DeltaNet"),
-        ("random:30b-a3b", "layer 0 of this qwen3_moe model is another than it knows: it has experts"),
+        (resize_config(CONFIG, head_dim=96), TQ4_SPEC, "a head_dim of 64, 128 or 256, not 96"),
+        (replace(CONFIG, hidden_size=48), TQ4_SPEC, "hidden_size that is a multiple of 64, not 48"),
+        (resize_config(CONFIG, intermediate_size=200), TQ4_SPEC, "intermediate_size that is a multiple of 64, not 200"),
+        (read_config("random:qwen3.5-27b"), TQ4_SPEC, OTHER.format("qwen3_5", "mixes tokens by DeltaNet")),
+        (read_config("random:30b-a3b"), TQ4_SPEC, OTHER.format("qwen3_moe", "has experts")),
+        (CONFIG, KVSpec("k=tq4,v=q8_0"), "its programs read tq4, tq4_seed and bf16, not q8_0"),
+        (CONFIG, KVSpec("k=bf16,v=tq4", tail=8), "beside both K and V, and bf16 or tq4 is stored as it is"),
+        (CONFIG, KVSpec("tq4", sink=257), "keep up to 256 sinks"),
+        (CONFIG, KVSpec("tq4", tail=2000), "and 1,984 tokens with the tail"),
     ],
 )
-def test_experts_and_states_are_refused_by_name(model, reason):
-    assert programs.unsupported(read_config(model)) == f"its programs are those of dense layers with attention, and {reason}"
+def test_what_no_program_runs_is_refused_by_name(config, spec, message):
+    assert message in NpuExecutor.supports(config, spec.plan(config.num_layers))
 
 
 def test_fp32_is_refused():
@@ -105,11 +103,8 @@ def test_fp32_is_refused():
 
 
 @with_pypto
-def test_another_format_and_another_block_size_are_refused():
-    model = small_model(CONFIG, dtype=torch.bfloat16)
-    with pytest.raises(InputError, match="its programs read tq4, tq4_seed and bf16, not q8_0"):
-        catalog.create("npu", model, KVSpec("k=tq4,v=q8_0").plan(CONFIG.num_layers), "sim")
-    executor = catalog.create("npu", model, TQ4, "sim")
+def test_another_block_size_is_refused():
+    executor = catalog.create("npu", small_model(CONFIG, dtype=torch.bfloat16), TQ4, "sim")
     with pytest.raises(InputError, match="128-token blocks, not 8"):
         executor.layers(torch.zeros(1, 128, dtype=torch.bfloat16), range(1), make_batch([1]), new_cache(CONFIG))
 

@@ -207,20 +207,6 @@ def test_every_tile_keeps_its_own_tokens_where_the_reference_does(window_options
         assert arguments["kept_seen"].shape == (tiling.rows * program.attention.group, shape.span)
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        (KVSpec("k=bf16,v=tq4", tail=8), "beside both K and V, and bf16 or tq4 is stored as it is"),
-        (KVSpec("tq4", sink=257), "keep up to 256 sinks"),
-        (KVSpec("tq4", tail=2000), "and 1,984 tokens with the tail"),
-    ],
-)
-def test_what_no_program_keeps_is_refused_by_name(spec, message):
-    model = small_model(CONFIG, dtype=torch.bfloat16)
-    with pytest.raises(InputError, match=message):
-        catalog.create("npu", model, spec.plan(CONFIG.num_layers), "sim")
-
-
 def test_a_layer_without_loss_keeps_nothing():
     plan = KVSpec("tq4", tail=8, layers={1: "bf16"}).plan(2)
     assert NpuExecutor.supports(CONFIG, plan) is None
