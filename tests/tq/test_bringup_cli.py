@@ -325,6 +325,7 @@ def test_a_rung_without_a_counterpart_is_not_counted_as_passed(bringup, trial):
 
 
 @with_pypto
+@pytest.mark.npu_long
 def test_a_wrong_byte_of_a_program_fails_its_rung(bringup, monkeypatch):
     call = SimRunner.call
 
