@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make run     continue PROMPT with the model that ships and a 4-bit KV cache"
 	@echo "make test    linters, types, tests, and the vLLM plug-in's on one real server"
-	@echo "make fuzz    thousands of malformed inputs; SEED=1 draws others, REAL=FOLDER takes pretrained GGUF files too"
+	@echo "make fuzz    thousands of malformed inputs; SEED=1 draws others"
 	@echo "make test-long  more of the tests of the CPU, the formats and the command"
 	@echo "make test-shaken  the tests with torch's sums as three other machines may compute them, then with older instructions; SEED=1 takes one"
 	@echo "make test-judge  the validator: every fault of its self-test, and more honest runs"
@@ -58,7 +58,7 @@ test:
 		else echo "vLLM cannot be installed here: its tests are skipped" >&2; fi
 
 fuzz: $(VENV)/dev.stamp
-	$(BIN)/pytest -n 2 --dist worksteal --no-header -rs -m fuzz --hypothesis-seed=$(or $(SEED),0) $(if $(REAL),--real "$(REAL)") tests/tq tests/engine tests/models
+	$(BIN)/pytest -n 2 --dist worksteal --no-header -rs -m fuzz --hypothesis-seed=$(or $(SEED),0) tests/tq tests/engine tests/models
 
 test-long: $(VENV)/dev.stamp
 	$(BIN)/pytest -n 2 --dist worksteal --no-header -rs -m long

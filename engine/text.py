@@ -11,7 +11,7 @@ from operator import index
 from reprlib import repr as shown
 from typing import Any
 
-from haarkv.models.limited import RESERVED_NAMES
+from haarkv.models.templates import RESERVED_NAMES
 from haarkv.models.text import TextStream, Tokenizer
 from haarkv.tq_ops.errors import InputError, count_noun
 

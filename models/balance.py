@@ -20,7 +20,7 @@ from torch import Tensor
 from haarkv.codebooks.balance import channel_scales, error_ratio
 from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import open_source, read_config
-from haarkv.models.checkpoint import checked_tensors
+from haarkv.models.checkpoint import require_tensors
 from haarkv.models.config import Attention, ModelConfig
 from haarkv.models.tensors import LayerWeights
 from haarkv.models.weights import layer_tensors
@@ -119,14 +119,14 @@ def checkpoint_moments(name: str | Path) -> dict[int, tuple[Moments, Moments]]:
     config, source = read_config(name), open_source(name)
     if source is None:
         return {}
-    checked_tensors(source, config)
+    stored = require_tensors(source.path, source.tensors(), config)
     moments: dict[int, tuple[Moments, Moments]] = {}
     for layer, shape in enumerate(config.kv_shapes):
         if shape is not None:
             specs = layer_tensors(config, layer)
             fields = {field: specs[field] for field in _moment_fields(specs)}
             tensors = {
-                field: spec.in_memory(source.read(spec.name, spec.memory_dtype(torch.bfloat16)), torch.bfloat16)
+                field: spec.in_memory(stored[spec.name].read(spec.memory_dtype(torch.bfloat16)), torch.bfloat16)
                 for field, spec in fields.items()
             }
             moments[layer] = _layer_moments(tensors, config.layers[layer].attention)

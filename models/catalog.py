@@ -14,10 +14,10 @@ from haarkv.models.base import DecoderModel
 from haarkv.models.checkpoint import (
     NO_SHARED_WEIGHTS,
     Progress,
-    checked_tensors,
     load_weights,
     random_tensors,
     random_weights,
+    require_tensors,
     stored_tensors,
 )
 from haarkv.models.config import ModelConfig
@@ -197,7 +197,9 @@ def load_model(
     if source is None:
         weights = random_weights(config, weight_dtype, progress=progress, split=split)
     else:
-        weights = load_weights(source, config, weight_dtype, progress, split, shared_weights, keep_blocks, mmap)
+        weights = load_weights(
+            source.path, source.tensors(), config, weight_dtype, progress, split, shared_weights, keep_blocks, mmap
+        )
         weights = weights.map(partial(rounding_to, bits=activation_bits))
     part = split.part if split else config
     return DecoderModel.from_weights(part, weights, ranks)
@@ -211,7 +213,8 @@ def model_weight_bytes(
     source = open_source(name)
     if source is None:
         return random_bytes(config, _dtype(dtype), split)
-    return weight_bytes(checked_tensors(source, config), config, _dtype(dtype), split, keep_blocks, in_order)
+    tensors = require_tensors(source.path, source.tensors(), config)
+    return weight_bytes(tensors, config, _dtype(dtype), split, keep_blocks, in_order)
 
 
 def maps_file(weights: WeightBytes, mmap_option: bool | None, processes: int = 1, in_place: bool = True) -> bool:
@@ -255,4 +258,6 @@ def stream_tensors(
 ) -> Iterator[tuple[str, Weight]]:
     """A model's weights by Hugging Face name, one in memory at a time; errors of `load_weights` come with the first."""
     source = open_source(name)
-    return random_tensors(config, dtype) if source is None else stored_tensors(source, config, dtype, keep_blocks=keep_blocks)
+    if source is None:
+        return random_tensors(config, dtype)
+    return stored_tensors(source.path, source.tensors(), config, dtype, keep_blocks=keep_blocks)

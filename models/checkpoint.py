@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch import Tensor
 from haarkv.models.config import ModelConfig
 from haarkv.models.footprint import WeightBytes, in_file_pages, is_gathered, keeps, random_bytes, weight_bytes
 from haarkv.models.parallel import Split
-from haarkv.models.source import DRAFTING, CheckpointTensor, Empty, KeptBlocks, TensorSource
+from haarkv.models.source import DRAFTING, CheckpointTensor, Empty, KeptBlocks
 from haarkv.models.weights import HEAD, Weights, assemble, checkpoint_shapes, checkpoint_tensors
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.memory import forget_pages, require_memory
@@ -76,7 +76,8 @@ def random_tensors(
 
 
 def load_weights(
-    source: TensorSource,
+    path: Path,
+    tensors: Mapping[str, CheckpointTensor],
     config: ModelConfig,
     dtype: torch.dtype,
     progress: Progress | None = None,
@@ -85,9 +86,10 @@ def load_weights(
     keep_blocks: KeptBlocks = False,
     mmap: bool = True,
 ) -> Weights:
-    """Load a source's weights; tensors that need no conversion stay in the file's pages, others are converted one at a time.
+    """Load a source's tensors; those that need no conversion stay in the file's pages, others are converted one at a time.
 
     Args:
+        path: of the model, for messages.
         dtype: of the weights in memory, torch.float32 or torch.bfloat16.
         split: read one rank's part of each tensor.
         shared_weights: another model's weights by name, for those that this checkpoint lacks.
@@ -96,11 +98,11 @@ def load_weights(
     Raises:
         InputError: no weights, or a missing, extra, mis-shaped or truncated tensor, with the tensor's and file's name.
     """
-    tensors = stored_tensors(
-        source, config, dtype, split, before=_require_room, shared_weights=shared_weights, empty=LargePages().empty,
+    weights = stored_tensors(
+        path, tensors, config, dtype, split, before=_require_room, shared_weights=shared_weights, empty=LargePages().empty,
         keep_blocks=keep_blocks, mmap=mmap,
     )  # fmt: skip
-    return _assemble_weights(config, tensors, progress)
+    return _assemble_weights(config, weights, progress)
 
 
 def _require_room(weights: WeightBytes) -> None:
@@ -109,7 +111,8 @@ def _require_room(weights: WeightBytes) -> None:
 
 
 def stored_tensors(
-    source: TensorSource,
+    path: Path,
+    tensors: Mapping[str, CheckpointTensor],
     config: ModelConfig,
     dtype: torch.dtype,
     split: Split | None = None,
@@ -125,34 +128,24 @@ def stored_tensors(
         before: called before the first comes, with the bytes of all.
         empty: allocates each that is converted or copied; None: torch.
     """
-    shapes, source_tensors = checkpoint_shapes(config), source.tensors()
+    shapes = checkpoint_shapes(config)
     shared_weights = {
-        name: tensor
-        for name, tensor in shared_weights.items()
-        if name not in source_tensors and tensor.shape == shapes.get(name)
+        name: tensor for name, tensor in shared_weights.items() if name not in tensors and tensor.shape == shapes.get(name)
     }
-    shapes = {name: shape for name, shape in shapes.items() if name not in shared_weights}
-    _compare(source.path, shapes, source_tensors, tied=config.tied)
+    require_tensors(path, tensors, config, shared_weights)
 
     if before:
-        weight_memory = weight_bytes(source_tensors, config, dtype, split, keep_blocks)
+        weight_memory = weight_bytes(tensors, config, dtype, split, keep_blocks)
         before(weight_memory if mmap else weight_memory.copied())
-    for name, tensor in checkpoint_tensors(config).items():
+    for name, spec in checkpoint_tensors(config).items():
         if name in shared_weights:
             yield name, shared_weights[name]
-        else:
-            part = split.slices(tensor.axes) if split else None
-            weight: Weight | None = source.blocks(name, dtype, part) if keeps(source_tensors[name], keep_blocks) else None
-            blocks = weight is not None
-            if weight is None:
-                weight = tensor.in_memory(source.read(name, tensor.memory_dtype(dtype), part, empty), dtype)
-            if (
-                not mmap
-                and not is_gathered(name, config)
-                and in_file_pages(source_tensors[name], tensor, dtype, blocks, split is None)
-            ):
-                weight = _copy_from_file(weight, empty)
-            yield name, weight
+            continue
+        tensor, part = tensors[name], split.slices(spec.axes) if split else None
+        blocks = tensor.read_blocks(dtype, part) if keeps(tensor, keep_blocks) else None
+        weight: Weight = blocks or spec.in_memory(tensor.read(spec.memory_dtype(dtype), part, empty), dtype)
+        in_pages = in_file_pages(tensor, spec, dtype, blocks is not None, split is None)
+        yield name, _copy_from_file(weight, empty) if not mmap and in_pages and not is_gathered(name, config) else weight
 
 
 def _copy_from_file(weight: Weight, empty: Empty | None) -> Weight:
@@ -167,13 +160,6 @@ def _copy_from_file(weight: Weight, empty: Empty | None) -> Weight:
     return replace(weight, data=memory_copy) if isinstance(weight, Blocks) else memory_copy
 
 
-def checked_tensors(source: TensorSource, config: ModelConfig) -> Mapping[str, CheckpointTensor]:
-    """Every tensor of a source by name, checked against the config; none is read."""
-    tensors = source.tensors()
-    _compare(source.path, checkpoint_shapes(config), tensors, tied=config.tied)
-    return tensors
-
-
 def _assemble_weights(config: ModelConfig, tensors: Iterator[tuple[str, Any]], progress: Progress | None) -> Weights:
     total, tensors_by_name = len(checkpoint_shapes(config)), {}
     for done, (name, tensor) in enumerate(tensors, 1):
@@ -183,16 +169,17 @@ def _assemble_weights(config: ModelConfig, tensors: Iterator[tuple[str, Any]], p
     return assemble(config, tensors_by_name.__getitem__)
 
 
-def _compare(
-    path: Path, shapes: Mapping[str, tuple[int, ...]], source_tensors: Mapping[str, CheckpointTensor], *, tied: bool
-) -> None:
-    """Refuse tensors that are missing, extra, mis-shaped or damaged."""
+def require_tensors(
+    path: Path, source_tensors: Mapping[str, CheckpointTensor], config: ModelConfig, shared_weights: Container[str] = ()
+) -> Mapping[str, CheckpointTensor]:
+    """A source's tensors, unless one is missing, extra, mis-shaped or damaged; none is read."""
+    shapes = {name: shape for name, shape in checkpoint_shapes(config).items() if name not in shared_weights}
     missing = [name for name in shapes if name not in source_tensors]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise InputError(f"{path} lacks the tensor {missing[0]}{more}, which its config asks for")
     # Extra but harmless: the head of a tied model, the drafting layer, and RoPE's frequencies in older Llama checkpoints.
-    unread = {HEAD} if tied else set()
+    unread = {HEAD} if config.tied else set()
     extra = [
         name
         for name in source_tensors
@@ -206,6 +193,7 @@ def _compare(
             raise InputError(f"{tensor.file}: {name} has shape {shown(list(tensor.shape))}, the config asks for {list(shape)}")
         if tensor.fault:
             raise InputError(f"{tensor.file}: {name} {tensor.fault}")
+    return source_tensors
 
 
 PAGE = 2 * 2**20

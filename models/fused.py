@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from haarkv.models.base import DecoderModel, rope_tables
-from haarkv.models.config import Dense, Experts, Layer, ModelConfig, unknown_layer
+from haarkv.models.config import Dense, Experts, ModelConfig, unknown_layer
 from haarkv.models.tensors import LayerWeights
 from haarkv.models.weights import Weights
 from haarkv.tq_ops.kv.batch import Batch
@@ -107,7 +107,7 @@ def fuse(model: DecoderModel, device: torch.device, place: PlaceWeight = _restor
     """
     weights, layers, packed = model.weights, [], []
     for layer_config, layer in zip(model.config.layers, weights.layers, strict=True):
-        tensors, wholes = _packed(layer, layer_config, device, place)
+        tensors, wholes = _packed(layer, layer_config.mlp, device, place)
         layers.append(tensors)
         heads = Heads(
             layer_config.attention.num_heads, model.dtype, wholes.get("q_bias"), tensors.get("q_norm"), tensors.get("k_norm"),
@@ -124,41 +124,35 @@ def fuse(model: DecoderModel, device: torch.device, place: PlaceWeight = _restor
     return FusedModel(replace(model, weights=moved_weights, ropes=ropes), tuple(packed))
 
 
-def _packed(
-    layer: LayerWeights, layer_config: Layer, device: torch.device, place: PlaceWeight
-) -> tuple[LayerWeights, dict[str, Any]]:
-    """A layer on a device, and its packed weights by the field of their first part."""
-    views: dict[str, Any] = {}
-    wholes: dict[str, Any] = {}
-    stack = None
-    for fields in _TOGETHER:
-        if fields[0] in layer:
-            parts = [layer.matrix(field) for field in fields]
-            wholes[fields[0]], part_views = together(parts, device, place)
-            views.update(zip(fields, part_views, strict=True))
-    if isinstance(layer_config.mlp, Experts):
-        stack, expert_views = stack_experts(layer, layer_config.mlp, device, place)
-        views |= expert_views
-    return layer.map(lambda field, weight: views[field] if field in views else place(weight, device), stack), wholes
-
-
 PlaceWeight = Callable[[Weight, torch.device], Weight]
 """Puts a weight on a device."""
 _PARTS = ("gate", "up", "down")
 
 
+def _packed(
+    layer: LayerWeights, mlp: Dense | Experts, device: torch.device, place: PlaceWeight,
+    groups: Sequence[tuple[str, ...]] = _TOGETHER,
+) -> tuple[LayerWeights, dict[str, Any]]:  # fmt: skip
+    """A layer on a device with its experts in one `Stack`, and its packed weights by the first field of their group."""
+    views: dict[str, Any] = {}
+    wholes: dict[str, Any] = {}
+    for fields in groups:
+        if fields[0] in layer:
+            parts = [layer.matrix(field) for field in fields]
+            wholes[fields[0]], part_views = together(parts, device, place)
+            views.update(zip(fields, part_views, strict=True))
+    stack, expert_views = stack_experts(layer, mlp, device, place) if isinstance(mlp, Experts) else (None, {})
+    views |= expert_views
+    return layer.map(lambda field, weight: views[field] if field in views else place(weight, device), stack), wholes
+
+
 def with_stacks(weights: Weights, config: ModelConfig, device: torch.device, place: PlaceWeight) -> Weights:
     """A model's weights on a device, experts of a layer as views of one `Stack`; stacked ones are not copied."""
     layers = tuple(
-        _with_stack(layer, layer_config.mlp, device, place)
+        _packed(layer, layer_config.mlp, device, place, groups=())[0]
         for layer, layer_config in zip(weights.layers, config.layers, strict=True)
     )
     return replace(replace(weights, layers=()).map(lambda weight: place(weight, device)), layers=layers)
-
-
-def _with_stack(layer: LayerWeights, mlp: Dense | Experts, device: torch.device, place: PlaceWeight) -> LayerWeights:
-    stack, views = stack_experts(layer, mlp, device, place) if isinstance(mlp, Experts) else (None, {})
-    return layer.map(lambda field, weight: views[field] if field in views else place(weight, device), stack)
 
 
 def stack_experts(

@@ -11,6 +11,7 @@ of the product. Source of the idea: llama.cpp's ggml-quants.c; no code of it is 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 
 import gguf
 import numpy as np
@@ -170,29 +171,17 @@ def _fifth_bits(levels: Tensor) -> Tensor:
     return bits.sum(-1).to(torch.uint8)
 
 
-def _symmetric_32(bits: int) -> Callable[[Tensor, Tensor], Tensor]:
+def _of_32(bits: int, *, has_minimum: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    """An encoder: FP16 scale, FP16 minimum if there is one, fifth bits, low four bits."""
     half = 1 << (bits - 1)
 
     def encode(x: Tensor, w: Tensor) -> Tensor:
-        scale_bytes, scale = _half(symmetric(x, w, -half))
-        levels, _ = round_levels(x, scale[:, None], torch.zeros(1), -half, half - 1)
-        levels = levels.to(torch.int64) + half
-        parts = [scale_bytes, *([_fifth_bits(levels)] if bits == 5 else []), _nibbles(levels & 15)]
-        return torch.cat(parts, dim=1)
-
-    return encode
-
-
-def _affine_32(bits: int) -> Callable[[Tensor, Tensor], Tensor]:
-    high = (1 << bits) - 1
-
-    def encode(x: Tensor, w: Tensor) -> Tensor:
-        scale, minimum = affine(x, w, high, below=False)
-        (scale_bytes, scale), (minimum_bytes, minimum) = _half(scale), _half(minimum)
-        levels, _ = round_levels(x, scale[:, None], minimum[:, None], 0, high)
-        levels = levels.to(torch.int64)
-        parts = [scale_bytes, minimum_bytes, *([_fifth_bits(levels)] if bits == 5 else []), _nibbles(levels & 15)]
-        return torch.cat(parts, dim=1)
+        low, high = (0, 2 * half - 1) if has_minimum else (-half, half - 1)
+        factors = affine(x, w, high, below=False) if has_minimum else (symmetric(x, w, low),)
+        parts, numbers = zip(*map(_half, factors), strict=True)
+        minimum = numbers[1][:, None] if has_minimum else torch.zeros(1)
+        levels = round_levels(x, numbers[0][:, None], minimum, low, high)[0].to(torch.int64) - low
+        return torch.cat([*parts, *([_fifth_bits(levels)] if bits == 5 else []), _nibbles(levels & 15)], dim=1)
 
     return encode
 
@@ -206,6 +195,29 @@ def _best(ways: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     return best
 
 
+def _round_factors(
+    factors: Sequence[Tensor], units: Sequence[Tensor], low: int, high: int, loss_of: Callable[..., Tensor]
+) -> tuple[list[Tensor], Tensor]:
+    """(whole multiples of their units, losses [N, n]) of factors [N, n] of sub-blocks: rounded, or neighbours that fit better.
+
+    Args:
+        units: [N] each.
+        loss_of: losses [N, n] by whole multiples.
+    """
+    whole = [
+        torch.where(unit[:, None] != 0, part / unit[:, None], torch.zeros_like(part)).round_()
+        for part, unit in zip(factors, units, strict=True)
+    ]
+    best = [multiple.clamp(low, high) for multiple in whole]
+    least = loss_of(*best)
+    for steps in product((-1, 0, 1), repeat=len(whole)):
+        candidate = [(multiple + step).clamp(low, high) for multiple, step in zip(whole, steps, strict=True)]
+        loss = loss_of(*candidate)
+        best = [torch.where(loss < least, new, old) for new, old in zip(candidate, best, strict=True)]
+        least = torch.minimum(loss, least)
+    return best, least
+
+
 def _q4_k(x: Tensor, w: Tensor) -> Tensor:
     """144 bytes: d and dmin, 12 bytes of eight 6-bit scales and minima, 128 bytes of levels; fitted or plain."""
     subs, weights = x.reshape(-1, _SUB), w.reshape(-1, _SUB)
@@ -217,34 +229,20 @@ def _q4_k(x: Tensor, w: Tensor) -> Tensor:
 def _q4_k_of(x: Tensor, w: Tensor, scale: Tensor, minimum: Tensor) -> tuple[Tensor, Tensor]:
     """Blocks and losses for scales and negated minima [N, 8], each rounded to six bits."""
     subs, weights = x.view(-1, 8, _SUB), w.view(-1, 8, _SUB)
-    d_bytes, d = _half(scale.amax(1) / 63)
-    m_bytes, m = _half(minimum.amax(1) / 63)
-    whole = [
-        torch.where(factors[:, None] > 0, part / factors[:, None], torch.zeros_like(part)).round_()
-        for part, factors in ((scale, d), (minimum, m))
-    ]
-    best = [factors.clamp(0, 63) for factors in whole]
+    (d_bytes, d), (m_bytes, m) = _half(scale.amax(1) / 63), _half(minimum.amax(1) / 63)
 
-    def block_loss(s: Tensor, offset: Tensor) -> Tensor:
-        _, numbers = round_levels(subs, (d[:, None] * s)[..., None], -(m[:, None] * offset)[..., None], 0, 15)
-        return (weights * (numbers - subs).square()).sum(-1)
+    def restore(s: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
+        return round_levels(subs, (d[:, None] * s)[..., None], -(m[:, None] * offset)[..., None], 0, 15)
 
-    least = block_loss(*best)
-    # Neighbours of rounded scales and minima may fit better.
-    for ds in (-1, 0, 1):
-        for dm in (-1, 0, 1):
-            candidate = [(factors + by).clamp(0, 63) for factors, by in zip(whole, (ds, dm), strict=True)]
-            loss = block_loss(*candidate)
-            take = loss < least
-            best = [torch.where(take, new, old) for new, old in zip(candidate, best, strict=True)]
-            least = torch.where(take, loss, least)
-    levels, _ = round_levels(subs, (d[:, None] * best[0])[..., None], -(m[:, None] * best[1])[..., None], 0, 15)
+    best, least = _round_factors(
+        (scale, minimum), (d, m), 0, 63, lambda *factors: (weights * (restore(*factors)[1] - subs).square()).sum(-1)
+    )
     s, o = (factors.to(torch.uint8) for factors in best)
     packed = torch.empty(len(x), 12, dtype=torch.uint8)
     packed[:, :4] = s[:, :4] | (s[:, 4:] >> 4 << 6)
     packed[:, 4:8] = o[:, :4] | (o[:, 4:] >> 4 << 6)
     packed[:, 8:] = (s[:, 4:] & 15) | (o[:, 4:] << 4)
-    pairs = levels.to(torch.uint8).view(-1, 4, 2, _SUB)
+    pairs = restore(*best)[0].to(torch.uint8).view(-1, 4, 2, _SUB)
     nibbles = (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(-1, 128)
     return torch.cat([d_bytes, m_bytes, packed, nibbles], dim=1), least.sum(1)
 
@@ -260,20 +258,12 @@ def _q6_k_of(x: Tensor, w: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     subs, weights = x.view(-1, 16, 16), w.view(-1, 16, 16)
     largest = scale.gather(1, scale.abs().argmax(1, keepdim=True))[:, 0]
     d_bytes, d = _half(largest / -128)
-    whole = torch.where(d[:, None] != 0, scale / d[:, None], torch.zeros_like(scale)).round_()
-    best = whole.clamp(-128, 127)
 
-    def block_loss(s: Tensor) -> Tensor:
-        _, numbers = round_levels(subs, (d[:, None] * s)[..., None], torch.zeros(1), -32, 31)
-        return (weights * (numbers - subs).square()).sum(-1)
+    def restore(s: Tensor) -> tuple[Tensor, Tensor]:
+        return round_levels(subs, (d[:, None] * s)[..., None], torch.zeros(1), -32, 31)
 
-    least = block_loss(best)
-    for by in (-1, 1):
-        candidate = (whole + by).clamp(-128, 127)
-        loss = block_loss(candidate)
-        best, least = torch.where(loss < least, candidate, best), torch.minimum(loss, least)
-    levels, _ = round_levels(subs, (d[:, None] * best)[..., None], torch.zeros(1), -32, 31)
-    q = (levels + 32).to(torch.uint8).view(-1, 2, 4, _SUB)
+    (best,), least = _round_factors((scale,), (d,), -128, 127, lambda s: (weights * (restore(s)[1] - subs).square()).sum(-1))
+    q = (restore(best)[0] + 32).to(torch.uint8).view(-1, 2, 4, _SUB)
     low = torch.stack([q[:, :, 0] & 15 | (q[:, :, 2] & 15) << 4, q[:, :, 1] & 15 | (q[:, :, 3] & 15) << 4], dim=2)
     high = q[:, :, 0] >> 4 | q[:, :, 1] >> 4 << 2 | q[:, :, 2] >> 4 << 4 | q[:, :, 3] >> 4 << 6
     scale_bytes = best.to(torch.int8).view(torch.uint8)
@@ -281,10 +271,10 @@ def _q6_k_of(x: Tensor, w: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _ENCODERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "Q4_0": _symmetric_32(4),
-    "Q5_0": _symmetric_32(5),
-    "Q4_1": _affine_32(4),
-    "Q5_1": _affine_32(5),
+    "Q4_0": _of_32(4, has_minimum=False),
+    "Q5_0": _of_32(5, has_minimum=False),
+    "Q4_1": _of_32(4, has_minimum=True),
+    "Q5_1": _of_32(5, has_minimum=True),
     "Q4_K": _q4_k,
     "Q6_K": _q6_k,
 }

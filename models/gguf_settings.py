@@ -2,86 +2,32 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as shown
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from haarkv.models.config import decimal
+from haarkv.models.config import Rope, decimal
 from haarkv.models.gguf_file import GGUFFile, GGUFTensor
 from haarkv.models.gguf_tokenizer import end_token_ids
-from haarkv.models.rope import Llama3Scaling
+from haarkv.models.rope import Llama3Scaling, inverse_frequencies
 from haarkv.tq_ops.errors import InputError
 
-_IN_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+MODEL_TYPES = {
+    "llama": "llama",  # a Mistral as well
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
+    "gemma3": "gemma3_text",
+    "qwen35": "qwen3_5",
+    "qwen35moe": "qwen3_5_moe",
 }
-_IN_GEMMA_LAYER = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_IN_HYBRID_LAYER = {
-    "post_attention_norm": "post_attention_layernorm",
-    "attn_qkv": "linear_attn.in_proj_qkv",
-    "attn_gate": "linear_attn.in_proj_z",
-    "ssm_alpha": "linear_attn.in_proj_a",
-    "ssm_beta": "linear_attn.in_proj_b",
-    "ssm_conv1d": "linear_attn.conv1d",
-    "ssm_norm": "linear_attn.norm",
-    "ssm_out": "linear_attn.out_proj",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-}
-
-
-class Architecture(NamedTuple):
-    """A value of general.architecture.
-
-    Attributes:
-        names: Hugging Face's names of a layer's parts, by the file's.
-        plus_one: norms, but for DeltaNet's, are stored as 1 + w.
-        hybrid: some layers are Gated DeltaNet.
-    """
-
-    model_type: str
-    names: Mapping[str, str] = _IN_LAYER
-    plus_one: bool = False
-    hybrid: bool = False
-
-
-_ARCHITECTURES = {
-    **{name: Architecture(name) for name in ("llama", "qwen2", "qwen3")},
-    "qwen3moe": Architecture("qwen3_moe"),
-    "gemma3": Architecture("gemma3_text", _IN_LAYER | _IN_GEMMA_LAYER, plus_one=True),
-    "qwen35": Architecture("qwen3_5", _IN_LAYER | _IN_HYBRID_LAYER, plus_one=True, hybrid=True),
-    "qwen35moe": Architecture("qwen3_5_moe", _IN_LAYER | _IN_HYBRID_LAYER, plus_one=True, hybrid=True),
-}
-
-
-def architecture_row(name: str) -> Architecture:
-    """What is known of an architecture; another has its own name as `model_type`, which is refused."""
-    return _ARCHITECTURES.get(name) or Architecture(name)
-
-
+"""`model_type` by general.architecture; another has its own name, which is refused."""
+_HYBRIDS = ("qwen35", "qwen35moe")
 _ENTRIES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -130,7 +76,7 @@ class GGUFSettings:
         """The entries of a `config.json`."""
         embedding = self.file.tensors.get("token_embd.weight")
         settings = {name: decimal(value) for key, name in _ENTRIES.items() if (value := self.setting(key)) is not None}
-        settings["model_type"] = architecture_row(self.architecture).model_type
+        settings["model_type"] = MODEL_TYPES.get(self.architecture, self.architecture)
         settings["vocab_size"] = embedding.shape[0] if embedding else self.setting("vocab_size")
         settings["tie_word_embeddings"] = "output.weight" not in self.file.tensors
         settings["attention_bias"] = settings["model_type"] != "qwen2" and "blk.0.attn_q.bias" in self.file.tensors
@@ -140,7 +86,7 @@ class GGUFSettings:
         settings |= scaling_entries(self.path, self.architecture, self.file.entries)
         if (factors := self.file.tensors.get(ROPE_FACTORS)) is not None:
             settings |= self._llama3(factors, settings)
-        if architecture_row(self.architecture).hybrid:
+        if self.architecture in _HYBRIDS:
             self._add_hybrid(settings)
         if settings["model_type"] == "gemma3_text":
             self._add_gemma(settings)
@@ -167,7 +113,7 @@ class GGUFSettings:
             settings["partial_rotary_factor"] = rope_dims / dim
         if self.architecture == "qwen3moe":
             settings["norm_topk_prob"] = self.setting("expert_weights_norm", True)
-        elif not architecture_row(self.architecture).hybrid and settings.pop("num_experts", None):
+        elif self.architecture not in _HYBRIDS and settings.pop("num_experts", None):
             settings["model_type"] += " with experts"
 
     def _llama3(self, factors: GGUFTensor, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,7 +161,8 @@ _KEYS = {
 }
 _NEUTRAL = {"finetuned": None, "attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
 """Further keys and the value with which each changes nothing; None: any."""
-_AS_TRAINED = 8192
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""Of every Llama 3; their factors differ."""
 _LEAST_ERROR = 1e-4
 
 
@@ -236,33 +183,12 @@ def scaling_entries(path: Path, architecture: str, entries: Mapping[str, Any]) -
     return {"rope_scaling": rope_scaling}
 
 
-def llama3_entries(path: Path, factors: Tensor, theta: float) -> dict[str, Any]:
-    """`rope_scaling` of a Llama 3 from the divisors [dims / 2] of its frequencies; other divisors are refused.
-
-    Short waves have 1, long ones the largest, and between them 1/divisor is linear in the frequency: its two ends are the
-    scaling's two numbers.
-    """
-    half = len(factors)
-    plain = 1.0 / (theta ** (torch.arange(half, dtype=torch.float64) / half))
-    factors = factors.double()
-    largest = float(factors.max())
-    if not (math.isfinite(largest) and float(factors.min()) > 0):
-        raise InputError(f"{path}: rope_freqs.weight has factors that RoPE cannot be divided by")
-    if largest == 1.0 == float(factors.min()):
+def llama3_entries(path: Path, divisors: Tensor, theta: float) -> dict[str, Any]:
+    """`rope_scaling` of a Llama 3 from the divisors [dims / 2] of its frequencies; other divisors are refused."""
+    plain, largest = inverse_frequencies(Rope(theta, 2 * len(divisors))), float(divisors.max())
+    if largest == 1.0 == float(divisors.min()):
         return {}
-    between = (factors > 1.0) & (factors < largest)
-    blend = (1 / factors[between] - 1 / largest) / (1 - 1 / largest)
-    if len(blend) < 2:  # no line: the numbers of all published Llamas
-        low, high = 1.0, 4.0
-    else:
-        turns = _AS_TRAINED * plain[between] / (2 * math.pi)
-        slope = float((blend[-1] - blend[0]) / (turns[-1] - turns[0]))
-        low = float(turns[0] - blend[0] / slope) if slope > 0 else 0.0
-        low, high = (float(f"{bound:.6g}") for bound in (low, low + 1 / slope if slope > 0 else 0.0))
-    numbers = {"factor": largest, "low_freq_factor": low, "high_freq_factor": high}
-    if 0 < low < high:
-        scaling = Llama3Scaling(largest, low, high, _AS_TRAINED)
-        error = (plain.float() / scaling.scaled(plain.float(), theta) / factors - 1).abs().max()
-        if float(error) <= _LEAST_ERROR:
-            return {"rope_scaling": numbers | {"rope_type": "llama3", "original_max_position_embeddings": _AS_TRAINED}}
+    scaling = Llama3Scaling(largest, *_LLAMA3.values())  # type: ignore[arg-type]
+    if bool(((plain / scaling.scaled(plain, theta) / divisors - 1).abs() <= _LEAST_ERROR).all()):
+        return {"rope_scaling": {"rope_type": "llama3", "factor": largest, **_LLAMA3}}
     raise InputError(f"{path}: rope_freqs.weight holds factors that are none of Llama 3's RoPE, the one that is built")

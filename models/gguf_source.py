@@ -9,38 +9,36 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
-from reprlib import repr as shown
 from typing import Any
 
+import gguf
 import torch
 from torch import Tensor
 
-from haarkv.models.config import decimal
+from haarkv.models.config import Attention, ModelConfig, decimal
 from haarkv.models.gguf_file import GGUFFile, GGUFTensor, block_type
-from haarkv.models.gguf_settings import ROPE_FACTORS, GGUFSettings, architecture_row
+from haarkv.models.gguf_settings import ROPE_FACTORS, GGUFSettings
 from haarkv.models.gguf_tokenizer import build_words
-from haarkv.models.source import DRAFTING, CheckpointTensor, Empty, Words, checked_sampling
-from haarkv.models.weights import EMBEDDING, FINAL_NORM, HEAD
+from haarkv.models.hf_config import parse_config
+from haarkv.models.layer import DeltaNet
+from haarkv.models.source import DRAFTING, CheckpointTensor, Empty, Part, Words, checked_sampling
+from haarkv.models.tensors import StoredTensor
+from haarkv.models.weights import checkpoint_tensors
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.weight import Blocks
 
-_OUTER = {"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "output.weight": HEAD}
-_WHOLE = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
-"""Names within a layer without `.weight` or `.bias`."""
 _NEXTN = {
-    "nextn.eh_proj": "mtp.fc.weight",
-    "nextn.enorm": "mtp.pre_fc_norm_embedding.weight",
-    "nextn.hnorm": "mtp.pre_fc_norm_hidden.weight",
-    "nextn.shared_head_norm": "mtp.norm.weight",
-    "nextn.embed_tokens": "mtp.embed_tokens.weight",
-    "nextn.shared_head_head": "mtp.lm_head.weight",
+    "eh_proj": "fc",
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "shared_head_norm": "norm",
+    "embed_tokens": "embed_tokens",
+    "shared_head_head": "lm_head",
 }
-"""Further tensors of the drafting layer (`models.mtp`)."""
-_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-"""Projections of all experts of a layer, stacked in one tensor."""
+"""Further tensors of the drafting layer (`models.mtp`); gguf has no names for them."""
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -49,9 +47,14 @@ _SAMPLING = {
     "penalty_repeat": "repetition_penalty",
 }
 _HF_LAYER = re.compile(r"model\.layers\.([0-9]+)\.(.+)")
-_EXPERT = re.compile(r"mlp\.experts\.[0-9]+\.(\w+)")
-_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.(.+)")
-_MOST_LAYERS = 10**4
+_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.")
+
+
+@cache
+def _name_map(architecture: str) -> gguf.TensorNameMap:
+    """gguf's names, of a model of one layer."""
+    arch = next((arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), gguf.MODEL_ARCH.LLAMA)
+    return gguf.get_tensor_name_map(arch, 1)
 
 
 def stored_name(name: str, architecture: str) -> str:
@@ -61,112 +64,108 @@ def stored_name(name: str, architecture: str) -> str:
     'blk.3.ffn_up.weight'
     """
     layer = _HF_LAYER.fullmatch(name)
-    if layer is None:
-        return next(file_name for file_name, theirs in _OUTER.items() if theirs == name)
-    index, rest = layer.groups()
-    part, _, kind = rest.rpartition(".")
-    expert = _EXPERT.fullmatch(part)
-    names, part = (_EXPERTS, expert[1]) if expert else (architecture_row(architecture).names, part)
-    whole = next((file_name for file_name, theirs in _WHOLE.items() if theirs == rest), f"{part}.{kind}")
-    return f"blk.{index}." + next((f"{file_name}.{kind}" for file_name, theirs in names.items() if theirs == part), whole)
+    if layer:
+        # As the converter renames them.
+        name = "model.layers.0." + re.sub(r"experts\.[0-9]+", "experts", layer[2]).replace("dt_bias", "dt_proj.bias")
+    file_name: str = _name_map(architecture).get_name(name, try_suffixes=(".weight", ".bias")) or name
+    return file_name.replace("blk.0.", f"blk.{layer[1]}.") if layer else file_name
 
 
-def _llama_row_order(count: int, heads: int) -> Tensor:
-    """[count] int64: row of the file for each row of a Llama's Q or K."""
-    return torch.arange(count).view(heads, count // heads // 2, 2).transpose(1, 2).reshape(-1)
+def stored_tensors_of(config: ModelConfig, architecture: str) -> dict[str, StoredTensor]:
+    """The tensors of a config by a file's names; of stacked experts the first."""
+    tensors = reversed(checkpoint_tensors(config).items())
+    return {stored_name(name, architecture): tensor for name, tensor in tensors}
 
 
-@dataclass(frozen=True)
-class TensorMapping:
-    """How a tensor of Hugging Face's is made of a file's.
+@dataclass(frozen=True, kw_only=True)
+class _FileTensor(CheckpointTensor):
+    """A tensor made of a file's.
 
     Attributes:
+        stored: the file's.
         expert: index in a stacked tensor.
         rows, columns: index in the file of each row or column; None if they are in order.
-        axes: final shape; None if it is the file's.
         change: applied to the file's numbers in FP32.
     """
 
-    tensor: GGUFTensor
+    opened: GGUFFile
+    stored: GGUFTensor
     expert: int | None = None
     rows: Tensor | None = None
     columns: Tensor | None = None
-    axes: tuple[int, ...] | None = None
     change: Callable[[Tensor], Tensor] | None = None
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.axes or self.tensor.shape[self.expert is not None :]
-
-    @property
-    def nbytes(self) -> int:
-        return self.tensor.nbytes // (1 if self.expert is None else self.tensor.shape[0])
-
-    @property
-    def by_rows(self) -> bool:
-        """Whether it is whole rows of the file's."""
-        return self.columns is None and self.axes is None and self.change is None
-
-    @property
-    def blocks(self) -> str | None:
-        """Type of its quantized blocks, where they can be kept."""
-        return self.tensor.blocks if len(self.shape) == 2 and self.by_rows else None
-
-    @property
-    def in_place(self) -> bool:
-        """Whether it stays in the file's pages."""
-        return self.rows is None and self.by_rows and (self.expert is None or self.blocks is not None)
-
-    def rows_and_columns(self, part: tuple[slice, ...] | None) -> tuple[Tensor, slice]:
+    def _rows_and_columns(self, part: Part) -> tuple[Tensor, slice]:
         """Rows [R] int64 in the file of a part of a matrix, and the part's columns."""
         count = self.shape[0]
         rows = torch.arange(count) if self.rows is None else self.rows
         rows, columns = (rows, slice(None)) if part is None else (rows[part[0]], part[1])
         return rows + count * (self.expert or 0), columns
 
+    def read(self, dtype: torch.dtype, part: Part = None, empty: Empty | None = None) -> Tensor:
+        options: dict[str, Any] = {"change": self.change} | ({} if empty is None else {"empty": empty})
+        is_matrix = len(self.stored.shape) > 1
+        if is_matrix and self.columns is None and self.shape == self.stored.shape[self.expert is not None :]:
+            if part is None and self.expert is None and self.rows is None:
+                return self.opened.read(self.stored, dtype, **options)
+            return self.opened.read(self.stored, dtype, *self._rows_and_columns(part), **options)
+        whole = self.opened.read(self.stored, dtype, self.rows if is_matrix else None, **options)
+        if self.rows is not None and not is_matrix:
+            whole = whole[self.rows]
+        if self.columns is not None:
+            whole = whole[:, self.columns]
+        whole = whole.view(self.shape)
+        return whole if part is None else whole[part].contiguous()
 
-def _delta_order(name: str, shape: tuple[int, ...], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `TensorMapping` for a tensor of DeltaNet or a shared expert's gate, by Hugging Face name and file's shape."""
+    def read_blocks(self, dtype: torch.dtype, part: Part = None) -> Blocks | None:
+        if self.blocks is None:
+            return None
+        kind, raw_rows = block_type(self.stored.kind), self.opened.stored_rows(self.stored)
+        rows, columns = self._rows_and_columns(part)
+        if self.cuts(columns):
+            return None
+        begin, end, _ = columns.indices(self.shape[1])
+        data = raw_rows[rows] if self.rows is not None else raw_rows[int(rows[0]) : int(rows[-1]) + 1]
+        return Blocks(data[:, begin // kind.numbers * kind.nbytes : end // kind.numbers * kind.nbytes], kind, dtype)
+
+
+def _order(name: str, mixer: object, shape: tuple[int, ...], architecture: str) -> dict[str, Any]:
+    """Fields of `_FileTensor`, and a shape, for a tensor by Hugging Face name; {} if rows and columns are in order.
+
+    Args:
+        shape: the file's. Of one that does not fit, nothing is reordered: comparing shapes says what is wrong.
+    """
+    order: dict[str, Any] = {}
     if name.endswith("mlp.shared_expert_gate.weight"):
-        return {"axes": (1, shape[-1])}
-    numbers = [settings.get(key) for key in ("linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim")]
-    if ".linear_attn." not in name or not all(isinstance(number, int) and number > 0 for number in numbers):
-        return {}
-    key_heads, value_heads, dim = (int(number) for number in numbers if number)
-    if value_heads % key_heads:
-        return {}
-    head_order, value_order = _v_order(key_heads, value_heads, 1), _v_order(key_heads, value_heads, dim)
-    keys = max(0, shape[0] - len(value_order))
-    after_keys = torch.cat([torch.arange(keys), keys + value_order])
-    orders: dict[str, dict[str, Any]] = {
-        "in_proj_qkv.weight": {"rows": after_keys},
-        "conv1d.weight": {"rows": after_keys, "axes": (shape[0], 1, shape[-1])},
-        "in_proj_z.weight": {"rows": value_order},
-        "in_proj_a.weight": {"rows": head_order},
-        "in_proj_b.weight": {"rows": head_order},
-        "A_log": {"rows": head_order, "change": _decay_log},
-        "dt_bias": {"rows": head_order},
-        "out_proj.weight": {"columns": value_order},
-    }
-    order = orders.get(name.split(".linear_attn.")[1], {})
-    # Of another size, it is not reordered: comparing shapes says what is wrong.
+        order = {"shape": (1, shape[-1])}
+    elif isinstance(mixer, DeltaNet):
+        v_heads, v_rows = (_v_order(mixer, dim) for dim in (1, mixer.value_dim))
+        keys = max(0, shape[0] - len(v_rows))
+        after_keys = torch.cat([torch.arange(keys), keys + v_rows])
+        orders: dict[str, dict[str, Any]] = {
+            "in_proj_qkv.weight": {"rows": after_keys},
+            "conv1d.weight": {"rows": after_keys, "shape": (shape[0], 1, shape[-1])},
+            "in_proj_z.weight": {"rows": v_rows},
+            "in_proj_a.weight": {"rows": v_heads},
+            "in_proj_b.weight": {"rows": v_heads},
+            "A_log": {"rows": v_heads, "change": lambda decay: torch.log(-decay)},
+            "dt_bias": {"rows": v_heads},
+            "out_proj.weight": {"columns": v_rows},
+        }
+        order = orders.get(name.rpartition(".linear_attn.")[2], {})
+    elif isinstance(mixer, Attention) and architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+        heads = mixer.num_heads if name.endswith("q_proj.weight") else mixer.num_kv_heads
+        if shape[0] == heads * mixer.head_dim:
+            order = {"rows": torch.arange(shape[0]).view(heads, -1, 2).transpose(1, 2).reshape(-1)}
     fits = all(len(order[axis]) == size for axis, size in (("rows", shape[0]), ("columns", shape[-1])) if axis in order)
     return order if fits else {}
 
 
-def _decay_log(decay: Tensor) -> Tensor:
-    return torch.log(-decay)
-
-
-def _less_one(weight: Tensor) -> Tensor:
-    return weight - 1.0
-
-
-def _v_order(key_heads: int, value_heads: int, dim: int) -> Tensor:
-    """[value_heads * dim] int64: row of the file for each row of V."""
-    shared = value_heads // key_heads
-    head = torch.arange(value_heads)
-    in_file = head % shared * key_heads + head // shared
+def _v_order(mixer: DeltaNet, dim: int) -> Tensor:
+    """[heads of V * dim] int64: row of the file for each row of V."""
+    shared = mixer.num_value_heads // mixer.num_key_heads
+    head = torch.arange(mixer.num_value_heads)
+    in_file = head % shared * mixer.num_key_heads + head // shared
     return (in_file.unsqueeze(1) * dim + torch.arange(dim)).flatten()
 
 
@@ -196,93 +195,81 @@ class GGUFSource:
         return self._settings.read()
 
     def tensors(self) -> Mapping[str, CheckpointTensor]:
-        return {name: self._checkpoint_tensor(mapping) for name, mapping in self._mappings.items()}
-
-    def _checkpoint_tensor(self, mapping: TensorMapping) -> CheckpointTensor:
-        tensor, kind = mapping.tensor, mapping.blocks
-        block = 1 if kind is None else block_type(tensor.kind).numbers
-        path = self.file.paths[tensor.part]
-        return CheckpointTensor(mapping.shape, tensor.dtype, mapping.nbytes, path, tensor.fault, kind, mapping.in_place, block)
+        return self._tensors
 
     @cached_property
-    def _mappings(self) -> dict[str, TensorMapping]:
-        """Every tensor by Hugging Face's name, or by its own if it has none."""
-        row, mappings = architecture_row(self.architecture), dict[str, TensorMapping]()
-        settings: Mapping[str, Any] = self.settings() if row.hybrid else {}
-        # Behind a hybrid's own layers stands the drafting layer, and perhaps others.
-        own_layers = settings.get("num_hidden_layers") or 0 if settings else _MOST_LAYERS
-        for name, tensor in self.file.tensors.items():
-            layer = _LAYER.fullmatch(name)
-            index, rest = layer.groups() if layer else (-1, name)
-            if name == ROPE_FACTORS or int(index) > own_layers:
+    def _tensors(self) -> dict[str, _FileTensor]:
+        """Every tensor by Hugging Face's name, or by its own if the config has none of it."""
+        config, tensors = parse_config(self.path, self.settings()), dict[str, _FileTensor]()
+        specs = stored_tensors_of(config, self.architecture) | self._drafting_specs(config)
+        for name, stored in self.file.tensors.items():
+            layer, spec = _LAYER.match(name), specs.get(name)
+            if name == ROPE_FACTORS or (layer and spec is None and self._drafts and int(layer[1]) >= config.num_layers):
                 continue
-            drafts, (part, _, kind) = int(index) == own_layers, rest.rpartition(".")
-            before = f"{DRAFTING}layers.0." if drafts else f"model.layers.{int(index)}."
-            if layer and part in _EXPERTS and len(tensor.shape) == 3:
-                for expert in range(tensor.shape[0]):
-                    mappings[f"{before}mlp.experts.{expert}.{_EXPERTS[part]}.weight"] = TensorMapping(tensor, expert)
-                continue
-            in_layer = f"{row.names[part]}.{kind}" if part in row.names and kind in ("weight", "bias") else _WHOLE.get(rest)
-            hf_name = f"{before}{in_layer}" if layer and in_layer else _OUTER.get(name, name)
-            hf_name = _NEXTN.get(part, hf_name) if drafts else hf_name
-            norm = row.plus_one and part.endswith("norm") and part != "ssm_norm"
-            order: dict[str, Any] = {"rows": self._rows(name, part, tensor), "change": _less_one if norm else None}
-            mappings[hf_name] = TensorMapping(tensor, **order | _delta_order(hf_name, tensor.shape, settings))
-        return mappings
+            if spec is None:
+                tensors[name] = self._file_tensor(stored)
+            elif ".experts.0." in spec.name and len(stored.shape) == 3:
+                for expert in range(stored.shape[0]):
+                    tensors[spec.name.replace(".experts.0.", f".experts.{expert}.")] = self._file_tensor(stored, expert)
+            else:
+                mixer = config.layers[int(layer[1])].mixer if layer and int(layer[1]) < config.num_layers else None
+                order = _order(spec.name, mixer, stored.shape, self.architecture)
+                change = (lambda weight: weight - 1.0) if spec.plus_one else None
+                tensors[spec.name] = self._file_tensor(stored, **{"change": change} | order)
+        return tensors
 
-    def _rows(self, name: str, part: str, tensor: GGUFTensor) -> Tensor | None:
-        count = {"attn_q": "head_count", "attn_k": "head_count_kv"}.get(part) if self.architecture == "llama" else None
-        heads = self._settings.setting(f"attention.{count}", self._settings.setting("attention.head_count")) if count else None
-        if heads is None:
-            return None
-        rows = tensor.shape[0]
-        if not isinstance(heads, int) or heads <= 0 or rows % (2 * heads):
-            raise InputError(f"{self.path}: {name} has {rows} rows, which {shown(heads)} heads cannot share evenly")
-        return _llama_row_order(rows, heads)
+    @property
+    def _drafts(self) -> bool:
+        """Whether drafting layers stand behind the model's own."""
+        return bool(self._settings.setting("nextn_predict_layers"))
 
-    def read(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None, empty: Empty | None = None) -> Tensor:
-        mapping = self._mappings[name]
-        options: dict[str, Any] = {"change": mapping.change} | ({} if empty is None else {"empty": empty})
-        is_matrix = len(mapping.tensor.shape) > 1
-        if is_matrix and mapping.columns is None and mapping.axes is None:
-            if part is None and mapping.expert is None and mapping.rows is None:
-                return self.file.read(mapping.tensor, dtype, **options)
-            return self.file.read(mapping.tensor, dtype, *mapping.rows_and_columns(part), **options)
-        whole = self.file.read(mapping.tensor, dtype, mapping.rows if is_matrix else None, **options)
-        if mapping.rows is not None and not is_matrix:
-            whole = whole[mapping.rows]
-        if mapping.columns is not None:
-            whole = whole[:, mapping.columns]
-        whole = whole.view(mapping.shape)
-        return whole if part is None else whole[part].contiguous()
+    def _drafting_specs(self, config: ModelConfig) -> dict[str, StoredTensor]:
+        """Tensors of the drafting layer by the file's names: those of a layer of attention, and what is around it."""
+        like = next((index for index, layer in enumerate(config.layers) if isinstance(layer.mixer, Attention)), None)
+        if like is None or not self._drafts:
+            return {}
+        before, layer = f"blk.{config.num_layers}.", f"model.layers.{like}."
+        specs = {
+            name.replace(f"blk.{like}.", before): replace(spec, name=spec.name.replace(layer, f"{DRAFTING}layers.0."))
+            for name, spec in stored_tensors_of(config, self.architecture).items()
+            if spec.name.startswith(layer)
+        }
+        plus_one = config.final_norm.plus_one
+        return specs | {
+            f"{before}nextn.{name}.weight": StoredTensor(f"{DRAFTING}{theirs}.weight", (), plus_one and "norm" in name)
+            for name, theirs in _NEXTN.items()
+        }
 
-    def blocks(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None) -> Blocks | None:
-        mapping = self._mappings[name]
-        if mapping.blocks is None:
-            return None
-        kind, raw_rows = block_type(mapping.tensor.kind), self.file.stored_rows(mapping.tensor)
-        rows, columns = mapping.rows_and_columns(part)
-        if self._checkpoint_tensor(mapping).cuts(columns):
-            return None
-        begin, end, _ = columns.indices(mapping.shape[1])
-        data = raw_rows[rows] if mapping.rows is not None else raw_rows[int(rows[0]) : int(rows[-1]) + 1]
-        return Blocks(data[:, begin // kind.numbers * kind.nbytes : end // kind.numbers * kind.nbytes], kind, dtype)
+    def _file_tensor(self, stored: GGUFTensor, expert: int | None = None, **order: Any) -> _FileTensor:
+        order = {name: value for name, value in order.items() if value is not None}
+        file_shape = stored.shape[expert is not None :]
+        shape = order.pop("shape", file_shape)
+        by_rows = "columns" not in order and "change" not in order and shape == file_shape
+        blocks = stored.blocks if len(shape) == 2 and by_rows else None
+        in_place = "rows" not in order and by_rows and (expert is None or blocks is not None)
+        nbytes, block = stored.nbytes // (1 if expert is None else stored.shape[0]), 1
+        if blocks is not None:
+            block = block_type(stored.kind).numbers
+        return _FileTensor(
+            shape, stored.dtype, nbytes, self.file.paths[stored.part], stored.fault, blocks, in_place, block,
+            opened=self.file, stored=stored, expert=expert, **order,
+        )  # fmt: skip
 
     def by_stored_name(self, column_values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Values of columns, [in] by Hugging Face's names, in the file's names and order; [experts, in] of stacked experts."""
         file_names = {id(tensor): name for name, tensor in self.file.tensors.items()}
         values_by_name: dict[str, Tensor] = {}
         experts: dict[str, dict[int, Tensor]] = {}
-        for name, mapping in self._mappings.items():
-            if (values := column_values.get(name)) is None or len(values) != mapping.tensor.shape[-1]:
+        for name, tensor in self._tensors.items():
+            if (values := column_values.get(name)) is None or len(values) != tensor.stored.shape[-1]:
                 continue
-            file_name = file_names[id(mapping.tensor)]
-            if mapping.columns is not None:
-                values = torch.empty_like(values).index_copy_(0, mapping.columns, values)
-            if mapping.expert is None:
+            file_name = file_names[id(tensor.stored)]
+            if tensor.columns is not None:
+                values = torch.empty_like(values).index_copy_(0, tensor.columns, values)
+            if tensor.expert is None:
                 values_by_name[file_name] = values
             else:
-                experts.setdefault(file_name, {})[mapping.expert] = values
+                experts.setdefault(file_name, {})[tensor.expert] = values
         for file_name, expert_values in experts.items():
             if len(expert_values) == self.file.tensors[file_name].shape[0]:
                 values_by_name[file_name] = torch.stack([expert_values[expert] for expert in sorted(expert_values)])

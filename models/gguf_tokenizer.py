@@ -53,8 +53,6 @@ _SPLITS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("default", ""): (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
 }
 """llama.cpp's regular expressions by tokenizer.ggml.pre, applied one after the other."""
-LINEAR = frozenset(pattern for patterns in _SPLITS.values() for pattern in patterns)
-"""All of them; they run in linear time."""
 _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral")
 """Names in `_SPLITS` with whole words as tokens, and BOS before each text by default."""
 
@@ -99,7 +97,7 @@ def build_words(path: Path, entries: Mapping[str, Any], rows: int | None = None)
     special = {_SPECIAL[name]: tokens[id] for name, id in ids.items() if id is not None}
     keys = [_TEMPLATE, *(key for key in entries if key.startswith(f"{_TEMPLATE}."))]
     sources = {key.removeprefix(_TEMPLATE)[1:] or "default": entries[key] for key in keys if entries.get(key)}
-    return Words(tokenizer, path, None, checked_templates(sources, path), special)
+    return Words(tokenizer, path, checked_templates(sources, path), special)
 
 
 def _byte_level(path: Path, tokens: Sequence[str], entries: Mapping[str, Any]) -> Tokenizer:

@@ -97,40 +97,20 @@ def _has_more_bits(name: str, layers: int) -> bool:
     return index < eighth or index >= 7 * layers // 8 or (index - eighth) % 3 == 2
 
 
+def _type_bytes(shape: tuple[int, ...], type_name: str) -> int:
+    """Bytes of a tensor in a type."""
+    kind = block_type_named(type_name)
+    return math.prod(shape) // kind.numbers * kind.nbytes
+
+
 def mixed_bytes(config: ModelConfig, mix: str) -> WeightBytes:
     """What a model's weights would take in a file of a mix, used from its pages."""
-    nbytes, names = 0, "qwen35" if config.state_shapes else ""
+    nbytes, architecture = 0, config.model_type.removesuffix("_text").replace("_", "")
     for name, tensor in checkpoint_tensors(config).items():
-        type_name = mix_type(stored_name(name, names), tensor.shape, mix, config.num_layers, tied=config.tied)
-        kind = block_type_named(type_name or "F32")
-        nbytes += math.prod(tensor.shape) // kind.numbers * kind.nbytes
+        file_name = stored_name(name, architecture)
+        type_name = mix_type(file_name, tensor.shape, mix, config.num_layers, tied=config.tied)
+        nbytes += _type_bytes(tensor.shape, type_name or "F32")
     return WeightBytes(mapped=nbytes)
-
-
-@dataclass(frozen=True)
-class _TensorPlan:
-    name: str
-    shape: tuple[int, ...]
-    before: str
-    type: str
-
-    @property
-    def count(self) -> int:
-        """Rows of all its matrices."""
-        return math.prod(self.shape[:-1])
-
-    @property
-    def row_bytes(self) -> int:
-        kind = block_type_named(self.type)
-        return self.shape[-1] // kind.numbers * kind.nbytes
-
-    @property
-    def nbytes(self) -> int:
-        return self.count * self.row_bytes
-
-    @property
-    def stays(self) -> bool:
-        return self.before == self.type
 
 
 def write_quantized(
@@ -151,42 +131,39 @@ def write_quantized(
         InputError: a tensor cannot be restored or quantized, by name; or no such mix.
         OSError: the file cannot be written.
     """
-    weights = source.by_stored_name(importance or {})
-    tensor_plans = _plan(source, mix)
-    writer = _open_writer(source, path, tensor_plans, mix)
-    weighted_count = 0
+    weights, tensors = source.by_stored_name(importance or {}), source.file.tensors
+    types = _tensor_types(source, mix)
+    copied = {name for name, tensor in tensors.items() if block_type(tensor.kind).name == types[name]}
+    writer = _open_writer(source, path, types, mix)
     try:
-        for done, tensor_plan in enumerate(tensor_plans):
-            on_tensor(done, len(tensor_plans))
-            column_values = weights.get(tensor_plan.name)
-            weighted_count += column_values is not None and not tensor_plan.stays
-            writer.write_tensor_data(_encode(source, tensor_plan, column_values).numpy())
-        on_tensor(len(tensor_plans), len(tensor_plans))
+        for done, name in enumerate(tensors):
+            on_tensor(done, len(tensors))
+            raw_rows = source.file.stored_rows(tensors[name])
+            blocks = raw_rows if name in copied else _encode(source, name, types[name], weights.get(name))
+            writer.write_tensor_data(blocks.numpy())
+        on_tensor(len(tensors), len(tensors))
     finally:
         writer.close()
-    types = [tensor_plan.type for tensor_plan in tensor_plans]
+    names = list(types.values())
     return QuantizedFile(
-        {name: types.count(name) for name in dict.fromkeys(types)},
-        sum(tensor_plan.nbytes for tensor_plan in tensor_plans),
-        sum(tensor_plan.stays for tensor_plan in tensor_plans), weighted_count,
+        {name: names.count(name) for name in dict.fromkeys(names)},
+        sum(_type_bytes(tensors[name].shape, type_name) for name, type_name in types.items()),
+        len(copied), len(weights.keys() - copied),
     )  # fmt: skip
 
 
-def _plan(source: GGUFSource, mix: str) -> list[_TensorPlan]:
+def _tensor_types(source: GGUFSource, mix: str) -> dict[str, str]:
+    """gguf's name of each tensor's type in a mix; an InputError names one that cannot be restored."""
     tensors, block_count = source.file.tensors, source.file.entries.get(f"{source.architecture}.block_count")
-    tied, layers = "output.weight" not in tensors, block_count if isinstance(block_count, int) else 0
-    tensor_plans = []
+    tied, layers, types = "output.weight" not in tensors, block_count if isinstance(block_count, int) else 0, {}
     for name, tensor in tensors.items():
         if tensor.fault is not None:
             raise InputError(f"{source.path}: {name} {tensor.fault}")
-        before = block_type(tensor.kind).name
-        tensor_plans.append(
-            _TensorPlan(name, tensor.shape, before, mix_type(name, tensor.shape, mix, layers, tied=tied) or before)
-        )
-    return tensor_plans
+        types[name] = mix_type(name, tensor.shape, mix, layers, tied=tied) or block_type(tensor.kind).name
+    return types
 
 
-def _open_writer(source: GGUFSource, path: Path, tensor_plans: list[_TensorPlan], mix: str) -> gguf.GGUFWriter:
+def _open_writer(source: GGUFSource, path: Path, types: Mapping[str, str], mix: str) -> gguf.GGUFWriter:
     """A writer that has written all but the tensors."""
     for key, (_, inner) in source.file.kinds.items():
         if inner == gguf.GGUFValueType.ARRAY:
@@ -201,32 +178,29 @@ def _open_writer(source: GGUFSource, path: Path, tensor_plans: list[_TensorPlan]
             writer.add_key_value(key, exact, gguf.GGUFValueType(kind), sub_type)
     writer.add_file_type(_FILE_TYPES[mix.upper()])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    for tensor_plan in tensor_plans:
-        shape = (*tensor_plan.shape[:-1], tensor_plan.row_bytes)
-        writer.add_tensor_info(
-            tensor_plan.name, shape, np.dtype(np.uint8), tensor_plan.nbytes, gguf.GGMLQuantizationType[tensor_plan.type]
-        )
+    for name, type_name in types.items():
+        shape, kind = source.file.tensors[name].shape, gguf.GGMLQuantizationType[type_name]
+        byte_shape = (*shape[:-1], _type_bytes(shape[-1:], type_name))
+        writer.add_tensor_info(name, byte_shape, np.dtype(np.uint8), _type_bytes(shape, type_name), kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     return writer
 
 
-def _encode(source: GGUFSource, tensor_plan: _TensorPlan, importance: Tensor | None) -> Tensor:
+def _encode(source: GGUFSource, name: str, type_name: str, importance: Tensor | None) -> Tensor:
     """Bytes of a tensor in its new type: [rows, bytes of a row] uint8."""
-    tensor = source.file.tensors[tensor_plan.name]
+    tensor = source.file.tensors[name]
     raw_rows, restore = source.file.stored_rows(tensor), block_type(tensor.kind).restore
-    if tensor_plan.stays:
-        return raw_rows
     # Each matrix for itself: of experts, each has its own importance.
-    width, each = tensor_plan.shape[-1], tensor_plan.shape[-2] if len(tensor_plan.shape) > 1 else tensor_plan.count
+    width, each = tensor.shape[-1], tensor.shape[-2]
     step, parts = max(1, _AT_ONCE // width), list[Tensor]()
-    for first in range(0, tensor_plan.count, each):
+    for first in range(0, len(raw_rows), each):
         counts = importance if importance is None or importance.ndim == 1 else importance[first // each]
         for begin in range(first, first + each, step):
             rows = restore(raw_rows[begin : min(begin + step, first + each)]).view(-1, width)
             try:
-                parts.append(quantize(rows, tensor_plan.type, counts))
+                parts.append(quantize(rows, type_name, counts))
             except InputError as error:
-                raise InputError(f"{source.path}: {tensor_plan.name}: {error}") from None
+                raise InputError(f"{source.path}: {name}: {error}") from None
     return torch.cat(parts)

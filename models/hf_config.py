@@ -216,6 +216,7 @@ _OTHER_FORMS = {
     "consolidated*": "weights under its makers' own names; fetch model.safetensors or its shards, or a GGUF file",
     "flax_model*": "for JAX; save it with transformers' save_pretrained",
     "tf_model*": "for TensorFlow; save it with transformers' save_pretrained",
+    "pytorch_model*": "saved by torch; save it with transformers' save_pretrained",
     "*.pt*": "of torch's; save it with transformers' save_pretrained",
 }
 """Model files in other forms."""

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from reprlib import repr as shown
@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from torch import Tensor
 
 from haarkv.models.hf_config import eos_token_ids, of_another_form, read_hf_settings
-from haarkv.models.source import MOST_TEMPLATE, CheckpointTensor, Empty, Words, checked_sampling, checked_templates
+from haarkv.models.source import MOST_TEMPLATE, CheckpointTensor, Empty, Part, Words, checked_sampling, checked_templates
 from haarkv.models.weights import EMBEDDING, HEAD
 from haarkv.tq_ops.errors import InputError, warn
 from haarkv.tq_ops.input_files import MARK, file_size, read_file, read_json
@@ -27,7 +27,6 @@ _MOST_TOKENIZER = 2**27
 """Bytes of `tokenizer.json`, several times those of any model's."""
 _BESIDE_TEXT = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\.")
 """Tensors that are no part of the text model."""
-_ROWS_AT_ONCE = 2**12
 _STACKED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 """Projections of all experts of a layer in one tensor, [experts, out, in]; gate and up one after the other."""
 _TEXT = re.compile(r"(model\.)?language_model\.(model\.)?")
@@ -41,14 +40,11 @@ class HFFolder:
     def __init__(self, folder: Path) -> None:
         self.path, self.settings_path = folder, folder / "config.json"
         self.sampling_path = folder / "generation_config.json"
-        self._tensors: dict[str, CheckpointTensor] = {}
-        self._stored_names: dict[str, str] = {}
-        self._opened: dict[Path, Any] = {}
-        self._within: dict[str, tuple[int, slice]] = {}  # of a stacked one, the expert and its rows
+        self._tensors: dict[str, _FolderTensor] = {}
 
     def files(self) -> Sequence[Path]:
         tokenizer = self.path / "tokenizer.json"
-        paths = {self.settings_path, tokenizer, *(self.path / index for index in INDICES)}
+        paths = {self.settings_path, tokenizer, self.path / _INDEX}
         with suppress(InputError):  # who reads the weights says what is wrong with them
             paths |= set(files_of_tensors(self.path).values())
         return sorted(path for path in paths if path.is_file())
@@ -78,34 +74,17 @@ class HFFolder:
         if self._tensors:
             return self._tensors
         files = files_of_tensors(self.path)
-        self._opened = {path: _open_tensors(path) for path in sorted(set(files.values()))}
-        by_file = {path: _file_tensors(path, file) for path, file in self._opened.items()}
+        by_file = {path: _file_tensors(path) for path in sorted(set(files.values()))}
         for stored_name, path in files.items():
             if (hf_name := _text_name(stored_name)) is None:
                 continue
             if (tensor := by_file[path].get(stored_name)) is None:
                 raise InputError(f"{path} lacks the tensor {stored_name}, which the index says it holds")
-            for name, expert_part, one in _unstack(hf_name, tensor):
+            for name, one in _unstack(hf_name, tensor):
                 if name in self._tensors:
-                    raise InputError(f"{path} holds {name} twice, also as {self._stored_names[name]}")
-                self._stored_names[name], self._tensors[name] = stored_name, one
-                if expert_part:
-                    self._within[name] = expert_part
+                    raise InputError(f"{path} holds {name} twice, also as {self._tensors[name].stored_name}")
+                self._tensors[name] = one
         return self._tensors
-
-    def read(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None, empty: Empty | None = None) -> Tensor:
-        path = self.tensors()[name].file
-        file, stored_name = self._opened[path], self._stored_names[name]
-        if (expert_part := self._within.get(name)) is not None:
-            one: Tensor = file.get_tensor(stored_name)[expert_part]
-            return (one if part is None else one[part].contiguous()).to(dtype)
-        if part is not None:
-            return file.get_slice(stored_name)[part].to(dtype).contiguous()  # type: ignore[no-any-return]
-        tensor: Tensor = file.get_tensor(stored_name)
-        return tensor.to(dtype) if empty is None or tensor.dtype == dtype else empty(tensor.shape, dtype).copy_(tensor)
-
-    def blocks(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None) -> None:
-        return None
 
     def words(self) -> Words:
         path = self.path / "tokenizer.json"
@@ -121,7 +100,7 @@ class HFFolder:
         except Exception as error:  # the library raises plain Exception
             raise InputError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
         templates, special = _chat_templates(self.path, settings), _special_tokens(settings, older)
-        return Words(tokenizer, path, path, templates, special, self._ends(tokenizer, settings, older))
+        return Words(tokenizer, path, templates, special, self._ends(tokenizer, settings, older))
 
     def _ends(self, tokenizer: FastTokenizer, *files: Mapping[str, Any]) -> tuple[int, ...]:
         """Ends by `generation_config.json` and by both files of the tokenizer."""
@@ -139,12 +118,32 @@ class HFFolder:
         return {"temperature": 1.0, **settings} if do_sample else settings
 
 
+@dataclass(frozen=True, kw_only=True)
+class _FolderTensor(CheckpointTensor):
+    """A tensor of an open file; of experts' projections in one tensor, one: `expert_part` is the expert and its rows."""
+
+    opened: Any
+    stored_name: str
+    expert_part: tuple[int, slice] | None = None
+
+    def read(self, dtype: torch.dtype, part: Part = None, empty: Empty | None = None) -> Tensor:
+        if self.expert_part is not None:
+            one: Tensor = self.opened.get_tensor(self.stored_name)[self.expert_part]
+            return (one if part is None else one[part].contiguous()).to(dtype)
+        if part is not None:
+            return self.opened.get_slice(self.stored_name)[part].to(dtype).contiguous()  # type: ignore[no-any-return]
+        tensor: Tensor = self.opened.get_tensor(self.stored_name)
+        return tensor.to(dtype) if empty is None or tensor.dtype == dtype else empty(tensor.shape, dtype).copy_(tensor)
+
+
 @cache
 def _ends_differ(folder: Path, *mtimes: int) -> bool:  # noqa: ARG001 - a file that is written anew is another
-    """Whether embedding and head of a folder differ; both are read up to the first difference."""
-    source = HFFolder(folder)
-    rows = (slice(first, first + _ROWS_AT_ONCE) for first in range(0, source.tensors()[HEAD].shape[0], _ROWS_AT_ONCE))
-    return any(not torch.equal(*(source.read(end, torch.float32, (part,)) for end in (EMBEDDING, HEAD))) for part in rows)
+    """Whether embedding and head of a folder differ."""
+    tensors = HFFolder(folder).tensors()
+    embedding, head = tensors[EMBEDDING], tensors[HEAD]
+    if embedding.dtype is None or embedding.dtype != head.dtype:
+        return True
+    return not torch.equal(embedding.read(embedding.dtype), head.read(embedding.dtype))
 
 
 def _text_name(stored_name: str) -> str | None:
@@ -157,22 +156,19 @@ def _text_name(stored_name: str) -> str | None:
     return rest if rest.startswith("lm_head.") else f"model.{rest}"
 
 
-def _unstack(name: str, tensor: CheckpointTensor) -> Iterator[tuple[str, tuple[int, slice] | None, CheckpointTensor]]:
-    """A tensor; of all experts' projections in one, each: its name, where it lies and what is held of it."""
+def _unstack(name: str, tensor: _FolderTensor) -> Iterator[tuple[str, _FolderTensor]]:
+    """A tensor and its name; of all experts' projections in one, each expert's."""
     match = _STACKED_EXPERTS.fullmatch(name)
-    if match is None or len(tensor.shape) != 3:
-        yield name, None, tensor
+    parts = ("gate_proj", "up_proj") if match and match[2] == "gate_up_proj" else ("down_proj",)
+    if match is None or len(tensor.shape) != 3 or tensor.shape[1] % len(parts) or not tensor.shape[0]:
+        yield name, tensor
         return
-    experts, rows, columns = tensor.shape
-    parts = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
-    if rows % len(parts) or not experts:
-        yield name, None, tensor
-        return
-    count = rows // len(parts)
-    one = replace(tensor, shape=(count, columns), nbytes=tensor.nbytes // experts // len(parts))
+    experts, count = tensor.shape[0], tensor.shape[1] // len(parts)
+    one = replace(tensor, shape=(count, tensor.shape[2]), nbytes=tensor.nbytes // experts // len(parts))
     for expert in range(experts):
         for number, part in enumerate(parts):
-            yield f"{match[1]}.{expert}.{part}.weight", (expert, slice(number * count, (number + 1) * count)), one
+            rows = slice(number * count, (number + 1) * count)
+            yield f"{match[1]}.{expert}.{part}.weight", replace(one, expert_part=(expert, rows))
 
 
 def _optional_json(path: Path) -> dict[str, Any]:
@@ -215,22 +211,17 @@ def _chat_templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
     return checked_templates(sources or settings.get("chat_template") or _optional_json(older).get("chat_template"), folder)
 
 
-INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-_SINGLES = ("model.safetensors", "pytorch_model.bin")
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-_DTYPES |= {str(dtype): dtype for dtype in _DTYPES.values()}
 
 
 def files_of_tensors(folder: Path) -> dict[str, Path]:
     """Which file holds each tensor, by the index of a sharded checkpoint or the header of a single file."""
-    for index, single in zip(INDICES, _SINGLES, strict=True):
-        if (folder / index).is_file():
-            return _indexed(folder, folder / index)
-        if (folder / single).is_file():
-            return dict.fromkeys(_open_tensors(folder / single).keys(), folder / single)
-    raise InputError(
-        f"{folder} has a config but no weights: neither {_SINGLES[0]} nor {INDICES[0]} is there{of_another_form(folder)}"
-    )
+    if (folder / _INDEX).is_file():
+        return _indexed(folder, folder / _INDEX)
+    if (folder / _SINGLE).is_file():
+        return dict.fromkeys(_open_tensors(folder / _SINGLE).keys(), folder / _SINGLE)
+    raise InputError(f"{folder} has a config but no weights: neither {_SINGLE} nor {_INDEX} is there{of_another_form(folder)}")
 
 
 def _indexed(folder: Path, index: Path) -> dict[str, Path]:
@@ -255,50 +246,22 @@ def _stays_within(file: str) -> bool:
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in file
 
 
-class _TorchFile(dict[str, Tensor]):
-    """Tensors of `torch.save`, with the methods of a safetensors file."""
-
-    def get_tensor(self, name: str) -> Tensor:
-        return self[name].contiguous()
-
-    get_slice = get_tensor
-
-
 def _open_tensors(path: Path) -> Any:
-    """A mapped file with `keys`, `get_tensor` and `get_slice`; an InputError if it cannot be read."""
+    """An open safetensors file."""
     file_size(path)  # a pipe or a device is refused
-    if path.suffix == ".bin":
-        return _load_torch_file(path, path.stat().st_mtime_ns)
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise InputError(f"{path} cannot be read: {' '.join(str(error).split())}; fetch it again") from None
 
 
-@cache
-def _load_torch_file(path: Path, mtime_ns: int) -> _TorchFile:  # noqa: ARG001 - a file that is written anew is another
-    try:
-        content = torch.load(path, "cpu", mmap=True, weights_only=True)
-    except Exception as error:  # of any kind, from a damaged archive
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"{path} cannot be read as tensors alone: {reason}; save it as safetensors") from None
-    tensors = list(content.values()) if isinstance(content, dict) else [None]
-    if not all(isinstance(tensor, Tensor) and tensor.layout == torch.strided for tensor in tensors):
-        raise InputError(f"{path} holds other things than plain tensors by name; save it as safetensors")
-    return _TorchFile(content)
-
-
-def _file_tensors(path: Path, file: Any) -> dict[str, CheckpointTensor]:
-    """Every tensor of an open file by its name there."""
-    tensors = {}
+def _file_tensors(path: Path) -> dict[str, _FolderTensor]:
+    """Every tensor of a file by its name there."""
+    file, tensors = _open_tensors(path), {}
     for name in file.keys():  # noqa: SIM118 - safetensors' file is no mapping
-        if isinstance(file, _TorchFile):
-            shape, dtype_name, in_place = file[name].shape, str(file[name].dtype), file[name].is_contiguous()
-        else:
-            view, in_place = file.get_slice(name), True
-            shape, dtype_name = view.get_shape(), view.get_dtype()
-        dtype = _DTYPES.get(dtype_name)
-        fault = None if dtype else f"is stored as {shown(dtype_name)}; BF16, F16 or F32 can be read"
+        view = file.get_slice(name)
+        shape, dtype = tuple(view.get_shape()), _DTYPES.get(view.get_dtype())
+        fault = None if dtype else f"is stored as {shown(view.get_dtype())}; BF16, F16 or F32 can be read"
         nbytes = math.prod(shape) * (dtype.itemsize if dtype else 0)
-        tensors[name] = CheckpointTensor(tuple(shape), dtype, nbytes, path, fault, in_place=in_place)
+        tensors[name] = _FolderTensor(shape, dtype, nbytes, path, fault, opened=file, stored_name=name)
     return tensors

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,11 +22,11 @@ from haarkv.models.catalog import open_source
 from haarkv.models.checkpoint import load_weights
 from haarkv.models.config import Attention, ModelConfig
 from haarkv.models.footprint import keeps
-from haarkv.models.source import DRAFTING, CheckpointTensor, Empty, KeptBlocks, TensorSource
+from haarkv.models.source import DRAFTING, KeptBlocks
 from haarkv.models.tensors import Axis, StoredTensor
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.table import OpTable
-from haarkv.tq_ops.weight import Blocks, Weight, dense
+from haarkv.tq_ops.weight import Weight, dense
 
 
 @dataclass(frozen=True)
@@ -69,25 +70,6 @@ _ENTRY = ("mtp.fc.weight", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_
 """Names of tensors before the layer."""
 
 
-class _LayerSource:
-    """The drafting layer of a source as a `TensorSource` of one layer."""
-
-    def __init__(self, source: TensorSource) -> None:
-        self.path, self._source, tensors = source.path, source, source.tensors()
-        names = [name for name in tensors if name.startswith(DRAFTING) and name not in _ENTRY]
-        self._names = {name.replace(DRAFTING, "" if "lm_head" in name else "model.", 1): name for name in names}
-
-    def tensors(self) -> Mapping[str, CheckpointTensor]:
-        tensors = self._source.tensors()
-        return {name: tensors[stored_name] for name, stored_name in self._names.items()}
-
-    def read(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None, empty: Empty | None = None) -> Tensor:
-        return self._source.read(self._names[name], dtype, part, empty)
-
-    def blocks(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None) -> Blocks | None:
-        return self._source.blocks(self._names[name], dtype, part)
-
-
 def has_mtp(name: str | Path) -> bool:
     """Whether a model by name has a drafting layer."""
     source = open_source(name)
@@ -105,27 +87,22 @@ def load_mtp(
     source = open_source(name)
     if source is None or source.tensors().keys().isdisjoint(_ENTRY):
         raise InputError(f"{name} has no layer that predicts several tokens: no tensors mtp.*, or nextn.* in a GGUF file")
-    one = config_of_mtp(config)
-    model = DecoderModel.from_weights(
-        one, load_weights(_LayerSource(source), one, dtype, shared_weights=shared_weights, keep_blocks=keep_blocks)
-    )
+    one, tensors = config_of_mtp(config), source.tensors()
+    layer_tensors = {
+        name.replace(DRAFTING, "" if "lm_head" in name else "model.", 1): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(DRAFTING) and name not in _ENTRY
+    }
+    options: dict[str, Any] = {"shared_weights": shared_weights, "keep_blocks": keep_blocks}
+    model = DecoderModel.from_weights(one, load_weights(source.path, layer_tensors, one, dtype, **options))
     hidden, plus_one = Axis(config.hidden_size, "hidden"), config.final_norm.plus_one
     shapes = ((hidden, Axis(2 * config.hidden_size)), (hidden,), (hidden,))
-    weights = []
-    for name_, axes in zip(_ENTRY, shapes, strict=True):
-        tensor = StoredTensor(name_, axes, plus_one=plus_one and len(axes) == 1)
-        weights.append(_read(source, tensor, dtype, keep_blocks))
+    weights: list[Weight] = []
+    for tensor_name, axes in zip(_ENTRY, shapes, strict=True):
+        spec, tensor = StoredTensor(tensor_name, axes, plus_one=plus_one and len(axes) == 1), tensors.get(tensor_name)
+        if tensor is None or tensor.shape != spec.shape or tensor.fault:
+            what = "is missing" if tensor is None else tensor.fault or f"has shape {[*tensor.shape]}, not {[*spec.shape]}"
+            raise InputError(f"{source.path}: {tensor_name} {what}")
+        blocks = tensor.read_blocks(dtype) if keeps(tensor, keep_blocks) else None
+        weights.append(blocks or spec.in_memory(tensor.read(spec.memory_dtype(dtype)), dtype))
     return MTP(model, weights[0], dense(weights[1]), dense(weights[2]))
-
-
-def _read(entry: TensorSource, tensor: StoredTensor, dtype: torch.dtype, keep_blocks: KeptBlocks) -> Weight:
-    source_tensor = entry.tensors().get(tensor.name)
-    if source_tensor is None or source_tensor.shape != tensor.shape or source_tensor.fault:
-        what = (
-            "is missing"
-            if source_tensor is None
-            else source_tensor.fault or f"has shape {list(source_tensor.shape)}, not {list(tensor.shape)}"
-        )
-        raise InputError(f"{entry.path}: {tensor.name} {what}")
-    blocks = entry.blocks(tensor.name, dtype) if keeps(source_tensor, keep_blocks) else None
-    return blocks or tensor.in_memory(entry.read(tensor.name, tensor.memory_dtype(dtype)), dtype)

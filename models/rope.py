@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,8 +104,7 @@ def inverse_frequencies(rope: Rope) -> Tensor:
 
 
 _SPAN = 1024
-"""Positions whose cos and sin are computed together."""
-_CACHED_SPANS = 8
+"""Positions whose cos and sin are computed together, so that bits do not depend on the batch."""
 
 
 class RopeTable:
@@ -115,65 +112,44 @@ class RopeTable:
 
         inv_freq_i = theta ** (-2i/dims);   angle = position * inv_freq
 
-    On the host, whole spans are computed when needed, so that bits do not depend on the batch, and the last are cached; on a
-    device the table is whole.
+    On the host it reaches as far as the largest position that was asked for; on a device it is whole.
     """
 
     def __init__(self, rope: Rope, positions: int, device: torch.device | str = "cpu") -> None:
         self.positions, self.device = positions, torch.device(device)
         self._inv_freq = inverse_frequencies(rope)
         self._factor = rope.scaling.attention_factor if rope.scaling else 1.0
-        self._spans: OrderedDict[int, tuple[Tensor, Tensor]] = OrderedDict()  # the one used last at the end
-        self._on_device = None if self.device.type == "cpu" else self.whole()
+        self._rows = self._compute(0, 0) if self.device.type == "cpu" else self.whole()
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [T, dims/2] fp32 of positions [T]; on the host, an IndexError beyond the last."""
-        if self._on_device is not None:
-            cos, sin = self._on_device
-            return cos[positions], sin[positions]
-        first, last = (int(end) for end in positions.aminmax()) if len(positions) else (0, 0)
-        if not 0 <= first <= last < self.positions:
-            raise IndexError(f"positions must lie in 0 … {self.positions - 1}")
-        if first // _SPAN == last // _SPAN:
-            self._keep([first // _SPAN])
-            cos, sin = self._spans[first // _SPAN]
-            inside = positions % _SPAN
-            return cos[inside], sin[inside]
-        span = positions // _SPAN
-        span_numbers = sorted(set(span.tolist()))
-        self._keep(span_numbers)
-        cos, sin = (torch.empty(len(positions), len(self._inv_freq)) for _ in range(2))
-        for number in span_numbers:
-            rows = (span == number).nonzero().flatten()
-            inside = positions[rows] % _SPAN
-            cos[rows], sin[rows] = (table[inside] for table in self._spans[number])
-        return cos, sin
+        rows = self._rows  # threads may share a table
+        if self.device.type == "cpu" and len(positions):
+            first, last = (int(end) for end in positions.aminmax())
+            if not 0 <= first <= last < self.positions:
+                raise IndexError(f"positions must lie in 0 … {self.positions - 1}")
+            if last >= len(rows[0]):
+                more = self._compute(len(rows[0]), last + 1)
+                with torch.inference_mode(False):
+                    self._rows = rows = torch.cat([rows[0], more[0]]), torch.cat([rows[1], more[1]])
+        cos, sin = rows
+        return cos[positions], sin[positions]
 
     def whole(self) -> tuple[Tensor, Tensor]:
-        """cos and sin [positions, dims/2] fp32; an InputError without memory for them."""
-        shape = (self.positions, len(self._inv_freq))
-        require_memory(
-            2 * 4 * shape[0] * shape[1], f"cos and sin of {self.positions:,} positions",
-            "lower max_position_embeddings in config.json",
-        )  # fmt: skip
-        cos, sin = (torch.empty(shape, device=self.device) for _ in range(2))
-        for begin in range(0, self.positions, _SPAN):
-            end = min(begin + _SPAN, self.positions)
-            for table, span in zip((cos, sin), self._compute_span(begin // _SPAN), strict=True):
-                table[begin:end] = span[: end - begin]
-        return cos, sin
-
-    def _keep(self, span_numbers: Sequence[int]) -> None:
-        for number in span_numbers:
-            if number not in self._spans:
-                self._spans[number] = self._compute_span(number)
-            self._spans.move_to_end(number)
-        while len(self._spans) > max(_CACHED_SPANS, len(span_numbers)):
-            self._spans.popitem(last=False)
+        """cos and sin [positions, dims/2] fp32 on the device."""
+        cos, sin = (table[: self.positions] for table in self._compute(0, self.positions))
+        return cos.to(self.device), sin.to(self.device)
 
     @torch.inference_mode(False)
-    def _compute_span(self, number: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [_SPAN, dims/2] of one span."""
-        position = torch.arange(number * _SPAN, (number + 1) * _SPAN, dtype=torch.float32)
-        angle = position.unsqueeze(1) * self._inv_freq
-        return angle.cos() * self._factor, angle.sin() * self._factor
+    def _compute(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of positions from `begin` on, in whole spans up to `end`; an InputError without memory for them."""
+        spans, half = range(begin, end, _SPAN), len(self._inv_freq)
+        require_memory(
+            2 * 4 * len(spans) * _SPAN * half, f"cos and sin of {end:,} positions",
+            "lower max_position_embeddings in config.json",
+        )  # fmt: skip
+        cos, sin = torch.empty(2, len(spans), _SPAN, half)
+        for number, start in enumerate(spans):
+            angle = torch.arange(start, start + _SPAN, dtype=torch.float32).unsqueeze(1) * self._inv_freq
+            cos[number], sin[number] = angle.cos() * self._factor, angle.sin() * self._factor
+        return cos.flatten(0, 1), sin.flatten(0, 1)

@@ -23,6 +23,8 @@ DRAFTING = "mtp."
 
 Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
 """Allocates a tensor."""
+Part = tuple[slice, ...] | None
+"""A slice of each axis; None for all."""
 
 MOST_TEMPLATE = 2**20
 """Characters of a chat template, several times those of any model's."""
@@ -30,7 +32,7 @@ MOST_TEMPLATE = 2**20
 
 @dataclass(frozen=True)
 class CheckpointTensor:
-    """A tensor in a file.
+    """A tensor in a file, which its source's subclass reads.
 
     Attributes:
         dtype: of its numbers; None for quantized blocks.
@@ -55,6 +57,19 @@ class CheckpointTensor:
         begin, end, _ = columns.indices(self.shape[-1])
         return bool(begin % self.block or end % self.block)
 
+    def read(self, dtype: torch.dtype, part: Part = None, empty: Empty | None = None) -> Tensor:
+        """Its numbers converted to `dtype`; unconverted and whole, they stay in the file's pages where they can.
+
+        Args:
+            part: a slice of each axis.
+            empty: allocates what is converted; None: torch.
+        """
+        raise NotImplementedError
+
+    def read_blocks(self, dtype: torch.dtype, part: Part = None) -> Blocks | None:
+        """Its quantized blocks; None if it has none, or if the part begins or ends within one."""
+        return None
+
 
 @dataclass(frozen=True)
 class Words:
@@ -62,7 +77,6 @@ class Words:
 
     Attributes:
         path: for messages.
-        file: the `tokenizer.json` that it was read from; None if it was built here.
         templates: sources of chat templates by name: the usual one is `default`, that for tools `tool_use`.
         special: texts of special tokens by the names in templates, such as `eos_token`.
         ends: tokens that end a text, beside the settings' own.
@@ -70,7 +84,6 @@ class Words:
 
     tokenizer: FastTokenizer
     path: Path
-    file: Path | None = None
     templates: Mapping[str, str] = field(default_factory=dict)
     special: Mapping[str, str] = field(default_factory=dict)
     ends: tuple[int, ...] = ()
@@ -82,31 +95,18 @@ class Words:
         return self.templates.get("default", only)
 
 
-class TensorSource(Protocol):
-    """Tensors by Hugging Face name; methods raise InputError for what is missing or damaged."""
+class Source(Protocol):
+    """A model's files; methods raise InputError for what is missing or damaged.
+
+    `settings_path` and `sampling_path` name the settings and the sampling in messages.
+    """
 
     path: Path
-
-    def tensors(self) -> Mapping[str, CheckpointTensor]:
-        """Every tensor of the text model and its drafting layer; none is read."""
-
-    def read(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None, empty: Empty | None = None) -> Tensor:
-        """A tensor without fault, converted to `dtype`; unconverted and whole, it stays in the file's pages where it can.
-
-        Args:
-            part: a slice of each axis.
-            empty: allocates what is converted; None: torch.
-        """
-
-    def blocks(self, name: str, dtype: torch.dtype, part: tuple[slice, ...] | None = None) -> Blocks | None:
-        """A tensor's quantized blocks; None if it has none, or if the part begins or ends within one."""
-
-
-class Source(TensorSource, Protocol):
-    """A model's files; `settings_path` and `sampling_path` name the settings and the sampling in messages."""
-
     settings_path: Path
     sampling_path: Path
+
+    def tensors(self) -> Mapping[str, CheckpointTensor]:
+        """Every tensor of the text model and its drafting layer by Hugging Face name; none is read."""
 
     def files(self) -> Sequence[Path]:
         """Existing files of settings, weights and tokenizer."""

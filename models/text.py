@@ -4,89 +4,69 @@ from __future__ import annotations
 
 import json
 import re
-from codecs import getincrementaldecoder
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
-
-from tokenizers import Tokenizer as FastTokenizer
-from tokenizers.pre_tokenizers import ByteLevel
+from typing import Any
 
 from haarkv.models.catalog import open_source, tokenizer_source_of
 from haarkv.models.config import ModelConfig
-from haarkv.models.gguf_tokenizer import LINEAR, ends_a_part
-from haarkv.models.limited import Messages, Spellings, TooMuchError, answer, render
-from haarkv.models.limited_worker import MarkedTokenizer
+from haarkv.models.gguf_tokenizer import ends_a_part
 from haarkv.models.source import Source
+from haarkv.models.templates import Messages, render
 from haarkv.tq_ops.errors import InputError
 
-_SIGNS = sorted(ByteLevel.alphabet())
-_LATIN1_BYTES = {sign: ord(sign) for sign in _SIGNS if ord(sign) < 256}
-_BYTES = _LATIN1_BYTES | dict(
-    zip(_SIGNS[len(_LATIN1_BYTES) :], sorted(set(range(256)) - set(_LATIN1_BYTES.values())), strict=True)
-)
-"""Byte of each character of a byte-level token: its code point, or beyond 255 one of the remaining bytes, in order."""
 _ANSWER = "haarkv-answer"
 _TURNS = [{"role": role, "content": text} for role, text in (("user", "1"), ("assistant", _ANSWER), ("user", "2"))]
-_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
+_TAG = re.compile("</?(?!think>)[a-z][a-z0-9]*>")
+_MARKS = range(0xE000, 0xF900)
+"""Characters of private use."""
+_UNFINISHED = "\ufffd"
+"""How a decoder shows bytes that are no whole character."""
 
 
-class TextStream(Protocol):
-    """Decodes tokens one by one; the pieces, joined, are `Tokenizer.decode`."""
+class TextStream:
+    """Decodes tokens one by one; the pieces, joined, are the text.
+
+    What a token adds is the difference that it makes behind the tokens of the piece before.
+
+    Args:
+        hidden: ids that text does not show.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], hidden: Container[int] = ()) -> None:
+        self._decode, self._hidden = decode, hidden
+        self._before: list[int] = []
+        self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
         """Text that is complete now."""
+        if token_id in self._hidden:
+            return ""
+        self._pending.append(token_id)
+        text = self._decode(self._before + self._pending)
+        return "" if text.endswith(_UNFINISHED) else self._piece(text)
 
     def end(self) -> str:
         """Text of an incomplete character after the last token."""
+        return self._piece(self._decode(self._before + self._pending))
+
+    def _piece(self, text: str) -> str:
+        begin = len(self._decode(self._before))
+        self._before, self._pending = self._pending, []
+        return text[begin:]
 
 
-class Tokenizer(Protocol):
-    """What generation needs of a tokenizer; `unused_ids` are rows of the embedding without a token."""
+class Tokenizer:
+    """The tokenizer of a source; an InputError if it cannot be read, or has tokens that the model lacks.
 
-    has_chat_template: bool
-    unused_ids: tuple[int, ...]
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a text."""
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of plain text."""
-
-    def encode_chat(
-        self, conversations: Sequence[Messages], arguments: Mapping[str, Any] | None = None, parse_special: bool = False
-    ) -> list[list[int]]:  # fmt: skip
-        """Token ids of conversations, each up to where the answer begins.
-
-        Args:
-            conversations: messages, each a `role` and a `content`.
-            arguments: of the chat template.
-            parse_special: added tokens that messages and arguments spell are these tokens; else they are text.
-        Raises:
-            InputError: no chat template, or one that refuses a conversation, a system message or an argument.
-        """
-
-    def vocabulary(self) -> Mapping[str, int]:
-        """Id of every token by name."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of tokens, without special tokens."""
-
-    def stream(self) -> TextStream:
-        """A decoder of one text, token by token."""
-
-
-class SourceTokenizer:
-    """The tokenizer of a source; an InputError if it cannot be read, or has tokens that the model lacks."""
+    Attributes:
+        unused_ids: rows of the embedding without a token.
+    """
 
     def __init__(self, source: Source, config: ModelConfig) -> None:
         words = source.words()
         self._tokenizer, self._words = words.tokenizer, words
-        self._patterns = any(map(_has_pattern, (self._tokenizer.normalizer, self._tokenizer.pre_tokenizer)))
-        if _has_pattern(self._tokenizer.decoder):
-            raise InputError(f"{words.path}: its decoder has a regular expression, which might run for ever; none is built")
         # What training may have left switched on would shorten prompts in silence, or lengthen them.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -94,16 +74,17 @@ class SourceTokenizer:
         largest = max(vocabulary.values(), default=0)
         if largest >= config.vocab_size:
             raise InputError(f"{words.path} has a token {largest}, the model has only {config.vocab_size} of them")
-        self._pieces = _Pieces(self._tokenizer)
+        self._added = self._tokenizer.get_added_tokens_decoder()
+        self._hidden = {id for id, token in self._added.items() if token.special}
         self.has_chat_template = bool(words.templates)
-        self._spellings, self._respelled = dict[str, Spellings](), dict[str, MarkedTokenizer]()  # those used last
+        self._spellings = dict[str, tuple[re.Pattern[str], re.Pattern[str]]]()  # of the template used last
         self._named_ends = (*config.eos_token_ids, *words.ends)
         tokens = (id for token, id in vocabulary.items() if not token.startswith("[PAD") or token != f"[PAD{id}]")
         self.unused_ids = tuple(sorted(set(range(config.vocab_size)).difference(tokens)))
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Ends by the model's files and by the chat template, which is rendered once."""
+        """Tokens that end a text, by the model's files and by the chat template, which is rendered once."""
         return tuple(dict.fromkeys((*self._named_ends, *self._turn_end())))
 
     def _turn_end(self) -> list[int]:
@@ -114,30 +95,30 @@ class SourceTokenizer:
             text = render(self._words.template, [_TURNS], self._words.special, {})[0]
         except InputError:  # it says so where it is used
             return []
-        added_tokens = self._tokenizer.get_added_tokens_decoder()
         suffix = text.rpartition(_ANSWER)[2].lstrip() if _ANSWER in text else ""
-        first = [
-            (len(token.content), id)
-            for id, token in added_tokens.items()
-            if token.content and suffix.startswith(token.content)
-        ]
-        return [id for _, id in sorted(first)[-1:] if not ends_a_part(added_tokens[id].content, self._tokenizer.token_to_id)]
+        first = [(len(token.content), id) for id, token in self._added.items() if suffix.startswith(token.content or "\0")]
+        return [id for _, id in sorted(first)[-1:] if not ends_a_part(self._added[id].content, self._tokenizer.token_to_id)]
 
     def encode(self, text: str) -> list[int]:
-        return self._encode([text], special_tokens=True)[0]
+        """Token ids of plain text."""
+        return self._encode(text, special_tokens=True)
 
     def encode_chat(
         self, conversations: Sequence[Messages], arguments: Mapping[str, Any] | None = None, parse_special: bool = False
-    ) -> list[list[int]]:  # fmt: skip
+    ) -> list[list[int]]:
+        """Token ids of conversations, each up to where the answer begins.
+
+        Args:
+            conversations: messages, each a `role` and a `content`.
+            arguments: of the chat template.
+            parse_special: added tokens that messages and arguments spell are these tokens; else they are text.
+        Raises:
+            InputError: no chat template, or one that refuses a conversation, a system message or an argument.
+        """
         arguments = arguments or {}
         source, mark = self._template(with_tools=arguments.get("tools") is not None), ""
         if not parse_special:
-            spellings = self._spellings.get(source)  # threads may share a tokenizer
-            if spellings is None:
-                normalizes = not _has_pattern(self._tokenizer.normalizer)
-                spellings = Spellings(self._tokenizer, source, normalizes=normalizes)
-                self._spellings = {source: spellings}
-            mark, conversations, arguments = spellings.mark_spellings(conversations, arguments)
+            mark, conversations, arguments = self._mark_spellings(source, conversations, arguments)
         texts = render(source, conversations, self._words.special, arguments)
         for messages, text in zip(conversations, texts, strict=True):
             first, content = messages[0], messages[0]["content"]
@@ -148,7 +129,9 @@ class SourceTokenizer:
                     raise InputError(
                         "this model's chat template ignores system messages; drop --system, or say it in the prompt"
                     )
-        return self._encode(texts, special_tokens=False, mark=mark)
+        # The second as JSON writes it where a template asks for ASCII.
+        cuts = re.compile(rf"{mark}|\\u{ord(mark):04x}" if mark else "(?!)")
+        return [[id for part in cuts.split(text) for id in self._encode(part)] for text in texts]
 
     def _template(self, *, with_tools: bool) -> str:
         templates = self._words.templates
@@ -159,142 +142,107 @@ class SourceTokenizer:
             raise InputError(several if templates else "this model has no chat template; drop --chat")
         return source
 
-    def _encode(self, texts: Sequence[str], *, special_tokens: bool, mark: str = "") -> list[list[int]]:
-        """Token ids, by a limited process where a regular expression may not end; `mark` as of `Spellings`."""
-        if not self._patterns or self._words.file is None:
-            if mark:
-                if (marked_tokenizer := self._respelled.get(mark)) is None:
-                    marked_tokenizer = MarkedTokenizer(self._tokenizer, mark)  # it takes seconds for a large vocabulary
-                    self._respelled = {mark: marked_tokenizer}
-                return list(map(marked_tokenizer.ids, texts))
-            return [list(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids) for text in texts]
-        file = str(self._words.file.absolute())
-        request = {"tokenizer": file, "texts": list(texts), "special_tokens": special_tokens, "mark": mark}
+    def _mark_spellings(
+        self, source: str, conversations: Sequence[Messages], arguments: Mapping[str, Any]
+    ) -> tuple[str, Sequence[Messages], Mapping[str, Any]]:
+        """(mark, conversations, arguments) with the mark behind the first character of each control token that they spell.
+
+        Text that is cut at the marks holds none of those tokens. Normalizers that make one of other letters are not looked at.
+        """
+        if (patterns := self._spellings.get(source)) is None:  # threads may share a tokenizer
+            patterns = self._spelling_patterns(source)
+            self._spellings = {source: patterns}
+        json_text = json.dumps([conversations, arguments], ensure_ascii=False) + source
+        # Neither it nor what JSON writes for it.
+        marks = (chr(code) for code in _MARKS if chr(code) not in json_text and f"\\u{code:04x}" not in json_text)
+        if (mark := next(marks, None)) is None:
+            raise InputError("the messages hold every character of private use; leave some out, or give --parse-special")
+        marked_conversations = [
+            [{key: value if key == "role" else _mark_each(value, patterns[message.get("role") == "assistant"], mark)
+              for key, value in message.items()} for message in messages] for messages in conversations
+        ]  # fmt: skip
+        return mark, marked_conversations, _mark_each(arguments, patterns[False], mark)
+
+    def _spelling_patterns(self, source: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
+        """Patterns of the first character of control tokens: of all, and of special ones.
+
+        Control tokens are added tokens that are more than spaces, without plain tags such as `<table>` that are not special
+        and that the template does not spell. In the model's answers special ones count alone: templates look for `<think>`.
+        """
+        visible = [token for token in self._added.values() if token.content.replace("▁", " ").strip()]
+        special = [token.content for token in visible if token.special]
+        others = [
+            token.content
+            for token in visible
+            if not token.special and (token.content in source or not _TAG.fullmatch(token.content))
+        ]
+
+        def pattern(tokens: Sequence[str]) -> re.Pattern[str]:
+            return re.compile(f"(?={'|'.join(map(re.escape, tokens)) or '(?!)'})(.)", re.DOTALL)
+
+        return pattern(special + others), pattern(special)
+
+    def _encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
         try:
-            reply = answer(request)
-        except TooMuchError as error:
-            raise InputError(
-                f"{self._words.path} cannot be used: its regular expression fails on this text, or {error}"
-            ) from None
-        if "error" in reply:
-            raise InputError(f"{self._words.path} cannot be used: {reply['error']}")
-        return [[int(token) for token in ids] for ids in reply["ids"]]
+            return list(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids)
+        except BaseException as error:  # the library's panic is no Exception
+            if type(error).__name__ != "PanicException":
+                raise
+            raise InputError(f"{self._words.path} cannot be used: its regular expression fails on this text") from None
 
     def vocabulary(self) -> Mapping[str, int]:
+        """Id of every token by name."""
         return dict(self._tokenizer.get_vocab(with_added_tokens=True))
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Text of tokens, without special tokens."""
         stream = self.stream()
         return "".join(map(stream.push, ids)) + stream.end()
 
     def stream(self) -> TextStream:
-        return _Stream(self._pieces)
+        """A decoder of one text, token by token."""
+        return TextStream(self._tokenizer.decode, self._hidden)
 
 
-def _has_pattern(part: Any) -> bool:
-    """Whether a part of a tokenizer has a regular expression that is none of `LINEAR`."""
-    if part is None:
-        return False
-    state = part.__getstate__().decode()
-    return '"Regex"' in state and any(pattern not in LINEAR for pattern in _regular_expressions(json.loads(state)))
+def _mark_each(value: Any, pattern: re.Pattern[str], mark: str) -> Any:
+    """A value with the mark behind each match in its texts."""
+    if isinstance(value, str):
+        return pattern.sub(rf"\1{mark}", value)
+    if isinstance(value, Mapping):
+        return {key: _mark_each(item, pattern, mark) for key, item in value.items()}
+    return [_mark_each(item, pattern, mark) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _regular_expressions(state: Any) -> Iterator[object]:
-    """Every `Regex` in a part of `tokenizer.json`."""
-    if isinstance(state, dict):
-        if "Regex" in state:
-            yield state["Regex"]
-        state = list(state.values())
-    if isinstance(state, list):
-        for value in state:
-            yield from _regular_expressions(value)
-
-
-class _Pieces:
-    """UTF-8 bytes that each token adds to a text."""
-
-    def __init__(self, tokenizer: FastTokenizer) -> None:
-        decoder = tokenizer.decoder
-        decoder_json = "" if decoder is None else decoder.__getstate__().decode()
-        self._byte_level, self._fallback = '"type":"ByteLevel"' in decoder_json, '"type":"ByteFallback"' in decoder_json
-        # Behind bytes, a space may be spelled by them.
-        self._spaces = 0 <= decoder_json.find('"type":"ByteFallback"') < decoder_json.find('"type":"Metaspace"')
-        self._text = " ".join if decoder is None else decoder.decode
-        self._tokenizer = tokenizer
-        self._special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-
-    def spelling(self, token_id: int) -> str | None:
-        """The token in the vocabulary; None if text does not show it."""
-        return None if token_id in self._special else self._tokenizer.id_to_token(token_id)
-
-    def shown(self, text: str) -> str:
-        """Decoded bytes as the decoder shows them."""
-        return text.replace("▁", " ") if self._spaces else text
-
-    def piece(self, token: str, before: str | None) -> bytes:
-        """Bytes of a token behind the token `before`, or at the beginning."""
-        if self._byte_level:
-            codes = [_BYTES.get(sign) for sign in token]
-            return token.encode() if None in codes else bytes(codes)  # type: ignore[arg-type]
-        if self._fallback and (byte := _BYTE.fullmatch(token)) and (before is not None or byte[1] > "7F"):
-            return bytes.fromhex(byte[1])
-        if before is None:
-            return self._text([token]).encode()
-        # What the decoder makes of a token depends on the one before it at most: whether there is one, and how it ends.
-        return self._text([before, token])[len(self._text([before])) :].encode()
-
-
-class _Stream:
-    def __init__(self, pieces: _Pieces) -> None:
-        self._pieces = pieces
-        self._before: str | None = None
-        self._characters = getincrementaldecoder("utf-8")("replace")
-
-    def push(self, token_id: int) -> str:
-        if (token := self._pieces.spelling(token_id)) is None:
-            return ""
-        piece, self._before = self._pieces.piece(token, self._before), token
-        return self._pieces.shown(self._characters.decode(piece))
-
-    def end(self) -> str:
-        return self._characters.decode(b"", final=True)
-
-
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """For random models: a token is a UTF-8 byte; output shows numbers."""
 
-    has_chat_template = False
-    eos_token_ids: tuple[int, ...] = ()
-    unused_ids: tuple[int, ...] = ()
+    eos_token_ids = ()
+
+    def __init__(self) -> None:
+        self.has_chat_template, self.unused_ids = False, ()
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
     def encode_chat(
         self, conversations: Sequence[Messages], arguments: Mapping[str, Any] | None = None, parse_special: bool = False
-    ) -> list[list[int]]:  # fmt: skip
+    ) -> list[list[int]]:
         raise InputError("a random model has no chat template; drop --chat")
 
     def vocabulary(self) -> Mapping[str, int]:
         return {f"<{byte}>": byte for byte in range(256)}
 
     def decode(self, ids: Sequence[int]) -> str:
-        return "".join(self.push(i) for i in ids)
+        return "".join(f"<{id}>" for id in ids)
 
     def stream(self) -> TextStream:
-        return self
-
-    def push(self, token_id: int) -> str:
-        return f"<{token_id}>"
-
-    def end(self) -> str:
-        return ""
+        return TextStream(self.decode)
 
 
 def load_tokenizer(name: str | Path, config: ModelConfig) -> Tokenizer:
     """Tokenizer of a model by name."""
     source = tokenizer_source_of(name)
-    return ByteTokenizer() if source is None else SourceTokenizer(source, config)
+    return ByteTokenizer() if source is None else Tokenizer(source, config)
 
 
 def generation_settings(name: str) -> dict[str, float]:

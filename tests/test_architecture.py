@@ -29,7 +29,7 @@ ONLY_IN = {
     "onnxruntime": ["executors/onnx"],
     "transformers": ["tq/hf/"],
     "llama_cpp": [],
-    "gguf": ["models/gguf_file.py", "models/gguf_quantize.py", "models/gguf_writer.py"],
+    "gguf": ["models/gguf_"],
     "vllm": ["serving/"],
 }
 TABLES = [reference, CpuOps]

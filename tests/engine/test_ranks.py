@@ -20,7 +20,7 @@ MODELS = {
     "4 KV heads on 4": (4, FOUR),
     "2 KV heads on 4, each held twice": (4, resize_config(FOUR, num_kv_heads=2)),
     "a tied head": (2, resize_config(FOUR, tie_word_embeddings=True)),
-    "biases": (2, resize_config(FOUR, model_type="qwen2", qkv_bias=True)),
+    "biases": (2, resize_config(FOUR, model_type="qwen2", bias=True)),
     "experts": (
         2,
         resize_config(

@@ -39,7 +39,7 @@ from haarkv.tq_ops.weight import Weight
 
 LLAMA = resize_config(CONFIGS["mha_d64"], model_type="llama", num_heads=6, num_kv_heads=1)
 """Here Q and K are cut into different numbers of items."""
-BIASED = resize_config(SMALL, model_type="qwen2", qkv_bias=True)
+BIASED = resize_config(SMALL, model_type="qwen2", bias=True)
 TAIL = KVSpec("tq3", layers={0: "k=tq8,v=bf16"}, tail=5, sink=2)
 _SEES_ALL = Layer(
     Attention(4, 1, 256, Rope(1e6, 256), 0.05, head_norms=True), Dense(80, "gelu_tanh"), Norm(1e-5, plus_one=True),

@@ -44,27 +44,19 @@ class TestScales:
         # Rounding an exponent costs (sinh(ln 2) / ln 2)**2 = 1.17 where exponents lie anywhere between two whole numbers.
         assert (ratio > 0.83 * best).all()
 
-    def test_cost_at_most_what_the_inequality_allows_and_nearly_that_in_the_worst_case(self):
-        exponents = torch.tensor([-0.499] * 32 + [0.0] + [0.499] * 32)
-        use, size = torch.exp2(2 * exponents), torch.exp2(-2 * exponents)
-        scales = channel_scales(use, size)
-        assert (scales == 1).all()
-        assert 1.5 < error_ratio(use, size, (use / size) ** 0.25) / error_ratio(use, size, scales) <= ((0.5 + 2) / 2) ** 2
-
     @pytest.mark.parametrize(("use", "size"), [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0), (1e-30, 1e30)])
     def test_of_channels_that_are_never_seen_or_always_0(self, use, size):
-        uses, sizes = torch.ones(1, 32), torch.ones(1, 32)
-        uses[0, 0], sizes[0, 0] = use, size
+        """In the second head all are 0, which then stays as it is."""
+        uses, sizes = torch.ones(2, 32), torch.ones(2, 32)
+        uses[0, 0], sizes[0, 0], sizes[1] = use, size, 0.0
         scales = channel_scales(uses, sizes)
         assert (scales > 0).all()
-        assert (scales[0, 1:] == 1).all()
+        assert (scales[:, 1:] == 1).all()
+        ratio = error_ratio(uses, sizes, scales)
         assert torch.isfinite(scales).all()
-        assert torch.isfinite(error_ratio(uses, sizes, scales)).all()
-
-    def test_a_dead_head_stays_as_it_is(self):
-        scales = channel_scales(torch.ones(2, 32), torch.zeros(2, 32))
-        assert (scales == 1).all()
-        assert (error_ratio(torch.ones(2, 32), torch.zeros(2, 32), scales) == 1).all()
+        assert torch.isfinite(ratio).all()
+        assert (scales[1] == 1).all()
+        assert (ratio[1] == 1).all()
 
     def test_the_ratio_is_what_quantizing_shows(self):
         size = torch.ones(1, 128)

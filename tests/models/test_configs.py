@@ -12,7 +12,7 @@ import transformers
 from at_length import rest
 from checkpoints import CONFIG, write_checkpoint
 from family_models import HYBRIDS, MODELS, saved
-from small_models import dense_config
+from small_models import SMALL, resize_config
 from transformers_judge import worst_error
 
 from haarkv.models.catalog import load_model
@@ -31,8 +31,8 @@ def read_config(tmp_path, content):
 
 
 def test_a_config_is_read_field_by_field(tmp_path):
-    assert read_config(tmp_path, CONFIG) == dense_config(
-        model_type="qwen3", hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=96,
+    assert read_config(tmp_path, CONFIG) == resize_config(
+        SMALL, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=96,
         vocab_size=257, rope_theta=1e4, rms_norm_eps=1e-6, tie_word_embeddings=False, max_position_embeddings=1024,
         eos_token_ids=(256,),
     )  # fmt: skip

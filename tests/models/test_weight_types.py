@@ -122,11 +122,11 @@ def test_a_copy_on_another_device_has_all_of_it(file_of):
 @pytest.mark.parametrize("name", ["llama_tied", "qwen2", "qwen3_moe"])
 def test_a_rank_has_its_part_in_blocks_where_they_end_there(file_of, name):
     config, source = read_config(file_of(name)), open_source(file_of(name))
-    whole = dict(stored_tensors(source, config, torch.float32))
+    whole = dict(stored_tensors(source.path, source.tensors(), config, torch.float32))
     axes = {name: tensor.axes for name, tensor in checkpoint_tensors(config).items()}
     for rank in range(2):
         split = Split(config, rank, 2)
-        parts = dict(stored_tensors(source, config, torch.float32, split, keep_blocks=True))
+        parts = dict(stored_tensors(source.path, source.tensors(), config, torch.float32, split, keep_blocks=True))
         for tensor_name, part in parts.items():
             assert torch.equal(dense(part), whole[tensor_name][split.slices(axes[tensor_name])]), tensor_name
         assert isinstance(parts["model.layers.0.self_attn.o_proj.weight"], Blocks)  # 192 of 384 columns: whole blocks
@@ -142,7 +142,9 @@ def test_what_a_rank_restores_is_counted_as_numbers(file_of, name, dtype):
     for rank in range(2):
         split = Split(config, rank, 2)
         footprint = weight_bytes(source.tensors(), config, dtype, split, keep_blocks=True)
-        assert footprint.total == load_weights(source, config, dtype, split=split, keep_blocks=True).nbytes
+        assert (
+            footprint.total == load_weights(source.path, source.tensors(), config, dtype, split=split, keep_blocks=True).nbytes
+        )
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "qwen2"])

@@ -1,7 +1,6 @@
 """Reading checkpoints: configs, shards, dtypes, memory mapping, damage, and which weight is blamed for a NaN."""
 
 import json
-import re
 
 import pytest
 import torch
@@ -15,11 +14,9 @@ from checkpoints import (
     layer_tensor,
     poison,
     random_tensors,
-    shard_name,
     tensor_shapes,
     write_checkpoint,
 )
-from safetensors.torch import load_file
 from tokenizers import Regex, normalizers
 
 from haarkv.executors.base import prefill
@@ -29,7 +26,7 @@ from haarkv.models.checkpoint import load_weights, random_weights
 from haarkv.models.families import SIZES
 from haarkv.models.hf_config import read_hf_config
 from haarkv.models.hf_folder import HFFolder
-from haarkv.models.text import SourceTokenizer
+from haarkv.models.text import Tokenizer as SourceTokenizer
 from haarkv.models.weights import checkpoint_shapes, num_parameters
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.kv.batch import PagedSequences
@@ -144,63 +141,27 @@ def test_a_tied_checkpoint_may_carry_a_copy_of_its_head(tmp_path):
 # -- Weights in other files -------------------------------------------------------------------------------------------------
 
 
-def saved_by_torch(folder, shards=1):
-    """The checkpoint of `write_checkpoint` as older ones were stored."""
-    write_checkpoint(folder)
-    tensors = load_file(folder / "model.safetensors")
-    tensors[HEAD] = tensors[HEAD].T.contiguous().T  # numbers that do not lie in order
-    (folder / "model.safetensors").unlink()
-    if shards == 1:
-        torch.save(tensors, folder / "pytorch_model.bin")
-        return folder
-    names = {name: f"pytorch_model-{at * shards // len(tensors)}.bin" for at, name in enumerate(tensors)}
-    for file in set(names.values()):
-        torch.save({name: tensor for name, tensor in tensors.items() if names[name] == file}, folder / file)
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": names}))
-    return folder
-
-
 def test_without_a_config_a_folder_is_told_by_what_is_there(tmp_path):
     (tmp_path / "params.json").write_text("{}")
     with pytest.raises(InputError, match=r"config.json does not exist, but params.json, of its makers' own form"):
         load_model(tmp_path)
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-def test_what_torch_saved_is_read(tmp_path, shards):
-    folder, right = saved_by_torch(tmp_path / "m", shards), load_model(write_checkpoint(tmp_path / "plain"))
-    assert all(torch.equal(one, right_one) for (_, one), (_, right_one) in zip(
-        load_model(folder).weights.named_tensors(), right.weights.named_tensors(), strict=True))  # fmt: skip
-    assert {file.suffix for file in HFFolder(folder).files()} == {".json", ".bin"}
-
-
-class Program:
-    """What must not run because a file of weights is read."""
-
-    def __reduce__(self):
-        return (pytest.fail, ("it ran",))
-
-
 @pytest.mark.parametrize(
-    ("name", "content", "words"),
+    ("name", "words"),
     [
-        ("pytorch_model.bin", Program(), "pytorch_model.bin cannot be read as tensors alone: Weights only load failed"),
-        ("pytorch_model.bin", {"model": {}}, "holds other things than plain tensors by name"),
-        ("pytorch_model.bin", {"model.norm.weight": torch.ones(3, dtype=torch.int8)}, "lacks the tensor"),
-        ("pytorch_model.bin", lambda: {"model.norm.weight": torch.eye(3).to_sparse()}, "other things than plain tensors"),
-        ("consolidated.safetensors", 0, "but consolidated.safetensors, weights under its makers' own names"),
-        ("adapter_model.safetensors", 0, "but adapter_model.safetensors, an adapter; merge it"),
-        ("tf_model.h5", 0, "for TensorFlow"),
-        ("readme.txt", 0, "has a config but no weights"),
+        ("pytorch_model.bin", "but pytorch_model.bin, saved by torch"),
+        ("consolidated.safetensors", "but consolidated.safetensors, weights under its makers' own names"),
+        ("adapter_model.safetensors", "but adapter_model.safetensors, an adapter; merge it"),
+        ("tf_model.h5", "for TensorFlow"),
+        ("readme.txt", "has a config but no weights"),
     ],
 )
-def test_other_weights_are_one_line(tmp_path, name, content, words):
+def test_other_weights_are_one_line(tmp_path, name, words):
     folder = write_checkpoint(tmp_path / "m")
-    (folder / "model.safetensors").unlink()
-    torch.save(content() if callable(content) else content, folder / name)
-    with pytest.raises(InputError, match=words) as error:
+    (folder / "model.safetensors").rename(folder / name)
+    with pytest.raises(InputError, match=words):
         load_model(folder)
-    assert "\n" not in str(error.value)
 
 
 def test_stored_rope_frequencies_are_not_read(tmp_path):
@@ -244,47 +205,8 @@ def test_random_weights_are_the_same_for_the_same_seed(tmp_path):
 def refusal(folder):
     """Why a folder's weights are refused; nothing may come but an InputError."""
     with pytest.raises(InputError) as error:
-        load_weights(HFFolder(folder), read_hf_config(folder / "config.json"), torch.float32)
+        load_weights(folder, HFFolder(folder).tensors(), read_hf_config(folder / "config.json"), torch.float32)
     return str(error.value)
-
-
-def rewrite_header(path, change):
-    data = path.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    new_header = change(header)
-    text = json.dumps(header if new_header is None else new_header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
-
-
-TENSOR = layer_tensor(1, "self_attn.v_proj")
-
-
-def change_entry(**entry):
-    return lambda header: header[TENSOR].update(entry)
-
-
-BROKEN_HEADERS = [
-    *(lambda header, key=key: header[TENSOR].pop(key) for key in ("shape", "dtype", "data_offsets")),
-    *(change_entry(data_offsets=wrong) for wrong in ([0, 1, 2], ["0", "1"], [0, 8], [-8192, 0])),
-    *(change_entry(**wrong) for wrong in ({"shape": 7}, {"dtype": "F4"}, {"dtype": ["BF16"]})),
-    *(lambda header, entry=entry: header.update({TENSOR: entry}) for entry in (3, [])),
-    lambda header: [header],
-    lambda header: change_entry(data_offsets=header[layer_tensor(1, "self_attn.k_proj")]["data_offsets"])(header),
-]
-
-
-@pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize("change", BROKEN_HEADERS)
-def test_a_broken_header_is_refused_with_its_file(tmp_path, change, shards):
-    file = write_checkpoint(tmp_path / "model", shards=shards) / ("model.safetensors" if shards == 1 else shard_name(1, 2))
-
-    def break_it(header):
-        result = change(header)
-        return result if isinstance(result, list) and header in result else None
-
-    rewrite_header(file, break_it)
-    assert file.name in refusal(file.parent)
 
 
 def with_layers(layers):
@@ -298,10 +220,7 @@ def integers(tensors):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        *(
-            ({"files": {"model.safetensors": data}}, ["model.safetensors"])
-            for data in (b"", b"\0" * 7, b"\0" * 8, b"\xff" * 64, b"\2" + b"\0" * 7 + b"{x", b"PK\x03\x04" * 50)
-        ),
+        ({"files": {"model.safetensors": b"PK\x03\x04" * 50}}, ["model.safetensors cannot be read", "fetch it again"]),
         ({"mutate": integers, "dtype": torch.int16}, ["I16", EMBEDDING]),
         ({"mutate": lambda tensors: tensors.pop(HEAD)}, [HEAD]),
         ({"config": {"num_hidden_layers": 1}} | with_layers(2), [f"{layer_tensor(1, 'input_layernorm')} and 10 more"]),
@@ -312,13 +231,6 @@ def integers(tensors):
 def test_other_tensors_are_refused_by_name(tmp_path, options, words):
     message = refusal(write_checkpoint(tmp_path / "model", **options))
     assert all(word in message for word in words)
-
-
-@pytest.mark.parametrize("missing_bytes", [1, 100, 50_000])
-def test_a_file_cut_anywhere_is_named(tmp_path, missing_bytes):
-    path = write_checkpoint(tmp_path / "model") / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-missing_bytes])
-    assert re.search(r"model\.safetensors cannot be read: .*; fetch it again", refusal(path.parent))
 
 
 # -- Blame ----------------------------------------------------------------------------------------------------------------

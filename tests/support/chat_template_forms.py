@@ -1,32 +1,6 @@
 """Chat templates in the forms of public model cards: each uses a name, filter or tag that jinja itself does not bring."""
 
 FORMS = {
-    "tools as JSON lines in the system message": ("""
-{%- if tools %}
-    {{- '<|im_start|>system\n' }}
-    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\n\n' }}{%- endif %}
-    {{- '# Tools\n<tools>' }}{%- for tool in tools %}{{- '\n' }}{{- tool | tojson }}{%- endfor %}
-        {{- '\n</tools><|im_end|>\n' }}
-{%- elif messages[0].role == 'system' %}
-    {{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
-{%- endif %}
-{%- for m in messages %}
-    {%- if m.role in ('user', 'assistant') and not m.tool_calls %}
-        {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
-    {%- elif m.role == 'assistant' %}
-        {{- '<|im_start|>assistant' }}
-        {%- for call in m.tool_calls %}
-            {%- set call = call.function if call.function is defined else call %}
-            {{- '\n<tool_call>\n{"name": "' + call.name + '", "arguments": ' }}{{- call.arguments | tojson }}
-                {{- '}\n</tool_call>' }}
-        {%- endfor %}{{- '<|im_end|>\n' }}
-    {%- elif m.role == 'tool' %}
-        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
-        {{- '\n<tool_response>\n' + m.content + '\n</tool_response>' }}
-        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\n' }}{%- endif %}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}""", [{}, {"tools": True}]),
     "thinking that can be switched off": ("""
 {%- set ns = namespace(last=messages | length - 1, looking=true) %}
 {%- for m in messages[::-1] %}
@@ -80,31 +54,6 @@ FORMS = {
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}""",
         [{}, {"date_string": "26 Jul 2024"}, {"tools": True}, {"tools": True, "tools_in_user_message": False}]),
-    "roles with documents and a switch": ("""
-{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content'] %}{%- set rest = messages[1:] %}
-{%- else %}
-    {%- set system = 'Knowledge ends in 2024. Today is ' + strftime_now('%B %d, %Y') + '.' %}
-    {%- if tools and documents %}{%- set system = system + ' You have tools and documents.' %}
-    {%- elif documents %}{%- set system = system + ' Use the documents.' %}
-    {%- elif thinking %}{%- set system = system + ' Think first.' %}{%- endif %}
-    {%- if 'citations' in controls %}{%- set system = system + '\nUse <co> and </co>.' %}{%- endif %}
-    {%- set rest = messages %}
-{%- endif %}
-{{- '<|start_of_role|>system<|end_of_role|>' + system + '<|end_of_text|>\n' }}
-{%- if tools %}{{- '<|start_of_role|>tools<|end_of_role|>' }}{{- tools | tojson(indent=4) }}{{- '<|end_of_text|>\n' }}
-    {%- endif %}
-{%- if documents %}
-    {{- '<|start_of_role|>documents<|end_of_role|>' }}
-    {%- for d in documents %}{{- 'Document ' + loop.index0 | string + '\n' + d['text'] }}
-        {%- if not loop.last %}{{- '\n\n' }}{%- endif %}{%- endfor %}{{- '<|end_of_text|>\n' }}
-{%- endif %}
-{%- for m in rest %}
-    {{- '<|start_of_role|>' + m['role'] + '<|end_of_role|>' + m['content'] + '<|end_of_text|>\n' }}
-    {%- if loop.last and add_generation_prompt %}
-        {{- '<|start_of_role|>assistant' }}{%- if controls %}{{- ' ' + controls | tojson }}{%- endif %}{{- '<|end_of_role|>' }}
-    {%- endif %}
-{%- endfor %}""", [{"controls": ["citations"]}, {"controls": [], "thinking": True},
-                   {"controls": {"length": "long"}, "documents": [{"text": "One."}, {"text": "Two."}]}]),
     "flags in the system message": ("""
 {%- if enable_thinking is not defined %}{%- set enable_thinking = true %}{%- endif %}
 {%- set mode = '/think' if enable_thinking else '/no_think' %}

@@ -36,7 +36,7 @@ SHAPE = {
 }  # fmt: skip
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 256,
+    "original_max_position_embeddings": 8192,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16}
 """Of small checkpoints that are written as files."""

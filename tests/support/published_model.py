@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from small_models import dense_config
+from small_models import SMALL, resize_config
 
 from haarkv.models.base import DecoderModel
 from haarkv.models.weights import assemble
@@ -14,8 +14,8 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.shapes import KVShape
 
-CONFIG = dense_config(
-    model_type="qwen3", hidden_size=1280, num_layers=2, num_heads=10, num_kv_heads=2, head_dim=128, intermediate_size=256,
+CONFIG = resize_config(
+    SMALL, rope_theta=1e6, hidden_size=1280, num_layers=2, num_heads=10, num_kv_heads=2, head_dim=128, intermediate_size=256,
     vocab_size=512, max_position_embeddings=256,
 )  # fmt: skip
 NORMS = {

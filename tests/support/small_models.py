@@ -14,7 +14,7 @@ from haarkv.executors import base as executors
 from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderModel
 from haarkv.models.checkpoint import random_weights
-from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, Norm, Rope, RopeScaling
+from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, Norm, Rope
 from haarkv.models.rope import RopeTable
 from haarkv.models.tensors import LayerWeights
 from haarkv.models.weights import assemble, checkpoint_shapes
@@ -26,84 +26,40 @@ KV_FORMATS = ("fp32", "bf16", "tq4", "tq4_seed", "k=bf16,v=tq4")
 """Every format, and a mixture."""
 
 
-def dense_layers(
-    count: int, *, num_heads: int, num_kv_heads: int, head_dim: int, intermediate_size: int, rope_theta: float = 1e6,
-    rms_norm_eps: float = 1e-6, head_norms: bool = False, bias: bool = False, rope_scaling: RopeScaling | None = None,
-    windows: Sequence[int | None] | None = None,
-) -> tuple[Layer, ...]:  # fmt: skip
-    """Layers of the plain kind: attention with RoPE on whole heads, logits over sqrt(head_dim), a SiLU-gated MLP."""
-    attention = Attention(
-        num_heads, num_kv_heads, head_dim, Rope(rope_theta, head_dim, rope_scaling), head_dim**-0.5,
-        head_norms=head_norms, bias=bias,
-    )  # fmt: skip
-    layer = Layer(attention, Dense(intermediate_size), Norm(rms_norm_eps))
-    return tuple(
-        replace(layer, mixer=replace(attention, window=window)) if window else layer for window in windows or [None] * count
-    )
-
-
-def dense_config(
-    model_type: str = "qwen3", *, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int, intermediate_size: int,
-    hidden_size: int, vocab_size: int, rope_theta: float = 1e6, rope_scaling: RopeScaling | None = None,
-    rms_norm_eps: float = 1e-6, qkv_bias: bool | None = None, tie_word_embeddings: bool = False, **more: Any,
-) -> ModelConfig:  # fmt: skip
-    """A model whose layers are all alike, of a family as it is known: Qwen3 norms heads, Qwen2 has biases."""
-    layers = dense_layers(
-        num_layers, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, intermediate_size=intermediate_size,
-        rope_theta=rope_theta, rope_scaling=rope_scaling, rms_norm_eps=rms_norm_eps, head_norms="qwen3" in model_type,
-        bias=model_type == "qwen2" if qkv_bias is None else qkv_bias,
-    )  # fmt: skip
-    norm = Norm(rms_norm_eps)
-    return ModelConfig(model_type, layers, hidden_size, vocab_size, norm, tied=tie_word_embeddings, **more)
-
-
 def resize_config(config: ModelConfig, **changes: Any) -> ModelConfig:
-    """A model like another whose layers are all alike, in other sizes; `changes` by the names of `dense_config`.
+    """A model like another whose layers are all alike, in other sizes: fields of its parts, or `windows` by layer.
 
-    num_experts, moe_intermediate_size, num_experts_per_tok and norm_topk_prob give every layer experts.
+    Qwen3 norms heads and Qwen2 has biases, unless `head_norms` and `bias` say otherwise. num_experts, moe_intermediate_size,
+    num_experts_per_tok and norm_topk_prob give every layer experts.
     """
-    mixer, mlp, norm = config.common.attention, config.common.mlp, config.common.norm
-    names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
-    experts = {name: changes.pop(name) for name in names if name in changes}
-    before = {
-        "model_type": config.model_type, "num_layers": config.num_layers, **mixer.heads._asdict(),
-        "intermediate_size": mlp.width, "rope_theta": mixer.rope.theta, "rope_scaling": mixer.rope.scaling,
-        "rms_norm_eps": norm.eps, "hidden_size": config.hidden_size, "vocab_size": config.vocab_size,
-        "tie_word_embeddings": config.tied, "max_position_embeddings": config.max_position_embeddings,
-        "eos_token_ids": config.eos_token_ids,
-    }  # fmt: skip
-    new_config = dense_config(**before | changes)
-    if not experts:
-        return new_config
-    count, per_token, width = experts["num_experts"], experts.get("num_experts_per_tok", 2), experts["moe_intermediate_size"]
-    mlps = Experts(count, per_token, width, normalized=experts.get("norm_topk_prob", False))
-    return replace(new_config, layers=tuple(replace(layer, mlp=mlps) for layer in new_config.layers))
-
-
-def small_config(
-    model_type: str = "qwen3", *, num_layers: int = 3, num_heads: int = 10, num_kv_heads: int = 2, head_dim: int = 128,
-    intermediate_size: int = 80, rope_theta: float = 1e4, head_norms: bool = True, bias: bool = False,
-    hidden_size: int = 48, vocab_size: int = 61, max_position_embeddings: int = 512, tied: bool = False,
-    windows: Sequence[int | None] | None = None,
-) -> ModelConfig:  # fmt: skip
-    """A small declaration; hidden_size is never heads * head_dim, so that the two cannot be mistaken for one another."""
-    layers = dense_layers(
-        num_layers, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, intermediate_size=intermediate_size,
-        rope_theta=rope_theta, head_norms=head_norms, bias=bias, windows=windows,
+    layer, mixer = config.common, config.common.attention
+    model_type, take = changes.get("model_type", config.model_type), changes.pop
+    head_dim, norm = take("head_dim", mixer.head_dim), Norm(take("rms_norm_eps", layer.norm.eps))
+    rope = Rope(take("rope_theta", mixer.rope.theta), head_dim, take("rope_scaling", mixer.rope.scaling))
+    mixer = replace(
+        mixer, num_heads=take("num_heads", mixer.num_heads), num_kv_heads=take("num_kv_heads", mixer.num_kv_heads),
+        head_dim=head_dim, rope=rope, scale=head_dim**-0.5, head_norms=take("head_norms", "qwen3" in model_type),
+        bias=take("bias", model_type == "qwen2"),
     )  # fmt: skip
-    return ModelConfig(
-        model_type, layers, hidden_size, vocab_size, Norm(1e-6), tied=tied, max_position_embeddings=max_position_embeddings
+    mlp: Dense | Experts = Dense(take("intermediate_size", layer.mlp.width))
+    if "num_experts" in changes:
+        experts = take("num_experts"), take("num_experts_per_tok", 2), take("moe_intermediate_size")
+        mlp = Experts(*experts, normalized=take("norm_topk_prob", False))
+    count = take("num_layers", config.num_layers)
+    layers = tuple(
+        Layer(replace(mixer, window=window), mlp, norm) for window in take("windows", None) or [mixer.window] * count
     )
+    return replace(config, layers=layers, final_norm=norm, **{"tied": take("tie_word_embeddings", config.tied)} | changes)
+
+
+def small_config(model_type: str = "qwen3", *, head_norms: bool = True, bias: bool = False, **changes: Any) -> ModelConfig:
+    """`SMALL` in other sizes."""
+    return resize_config(SMALL, model_type=model_type, head_norms=head_norms, bias=bias, **changes)
 
 
 def window_config(*windows: int | None) -> ModelConfig:
     """A small model whose layers see so many tokens."""
-    base = SMALL.heads
-    layers = dense_layers(
-        len(windows), num_heads=base.num_heads, num_kv_heads=base.num_kv_heads, head_dim=base.head_dim, intermediate_size=80,
-        head_norms=True, windows=windows,
-    )  # fmt: skip
-    return replace(SMALL, layers=layers)
+    return resize_config(SMALL, windows=windows)
 
 
 def gemma_config(
@@ -122,20 +78,20 @@ def gemma_config(
     )
 
 
-# hidden_size is never heads * head_dim, so that the two cannot be mistaken for one another.
-_BASE = dense_config(
-    model_type="qwen3", hidden_size=48, num_layers=3, num_heads=10, num_kv_heads=2, head_dim=128, intermediate_size=80,
-    vocab_size=61, rope_theta=1e4, max_position_embeddings=512,
+_ATTENTION = Attention(10, 2, 128, Rope(1e4, 128), 128**-0.5, head_norms=True)
+SMALL = ModelConfig(
+    "qwen3", (Layer(_ATTENTION, Dense(80), Norm(1e-6)),) * 3, hidden_size=48, vocab_size=61, final_norm=Norm(1e-6),
+    max_position_embeddings=512,
 )  # fmt: skip
+"""The small shape that resembles Qwen3-14B most: five query heads a KV head, head_dim 128, three rotations. hidden_size is
+never heads * head_dim, so that the two cannot be mistaken for one another."""
 CONFIGS: dict[str, ModelConfig] = {
-    "gqa5_d128": _BASE,
-    "gqa5_one_kv_head_d128_tied": resize_config(_BASE, num_heads=5, num_kv_heads=1, tie_word_embeddings=True),
-    "mha_d64": resize_config(_BASE, num_heads=3, num_kv_heads=3, head_dim=64),
-    "gqa2_d256_tied": resize_config(_BASE, num_layers=2, num_heads=4, head_dim=256, rope_theta=1e6, tie_word_embeddings=True),
+    "gqa5_d128": SMALL,
+    "gqa5_one_kv_head_d128_tied": resize_config(SMALL, num_heads=5, num_kv_heads=1, tie_word_embeddings=True),
+    "mha_d64": resize_config(SMALL, num_heads=3, num_kv_heads=3, head_dim=64),
+    "gqa2_d256_tied": resize_config(SMALL, num_layers=2, num_heads=4, head_dim=256, rope_theta=1e6, tie_word_embeddings=True),
 }
 """Small shapes by name: grouped and ungrouped heads, every shipped head_dim, tied and untied heads."""
-SMALL = CONFIGS["gqa5_d128"]
-"""The small shape that resembles Qwen3-14B most: five query heads a KV head, head_dim 128, three rotations."""
 
 
 def small_model(config: ModelConfig = SMALL, seed: int = 0, dtype: torch.dtype = torch.float32) -> DecoderModel:

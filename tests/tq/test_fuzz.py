@@ -14,7 +14,7 @@ from fuzzing import Place, limited, run_examples
 from hypothesis import strategies as st
 from mutations import NUMBERS, TEMPLATES, WORDS, damaged_bytes, templates, wrong_json
 
-from haarkv.models.limited import render
+from haarkv.models.templates import render
 from haarkv.tq_ops import artifact
 from haarkv.tq_ops.artifact import CALIBRATION
 from haarkv.tq_ops.errors import InputError
@@ -107,7 +107,7 @@ def try_calibration(place, data):
     place.generate(*data.draw(st.sampled_from([["--calibration", file, "--kv", "k=lr3,v=tq4"], ["--kv-plan", file]])))
 
 
-EVAL = ("eval", "--text", "text.txt", "--kv", "tq4", "--tokens", 8, "--greedy-prompts", 0, "--resume", "run.json")
+EVAL = ("eval", "--text", "text.txt", "--kv", "tq4", "--tokens", 8, "--resume", "run.json")
 
 
 def try_resume(place, data):

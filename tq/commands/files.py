@@ -127,7 +127,7 @@ def quantize_command(
     MODEL is a .gguf file; of a folder in Hugging Face format, llama.cpp's convert_hf_to_gguf.py makes one.
     """
     from haarkv.models.catalog import open_source, read_config
-    from haarkv.models.checkpoint import checked_tensors
+    from haarkv.models.checkpoint import require_tensors
     from haarkv.models.gguf_source import GGUFSource
     from haarkv.models.gguf_writer import write_quantized
     from haarkv.tq_ops.errors import InputError
@@ -145,7 +145,7 @@ def quantize_command(
         )
     if out.resolve() == source.path.resolve():
         raise click.UsageError("--out is the model itself; name another file")
-    entries = checked_tensors(source, read_config(model))
+    entries = require_tensors(source.path, source.tensors(), read_config(model))
     if again := sorted({entry.blocks for entry in entries.values() if entry.blocks} - {mix.upper()}):
         warn(f"{source.path} is quantized already ({', '.join(again)}): what that has lost stays lost")
     importance = None if imatrix is None else _importance(model, imatrix, imatrix_tokens)

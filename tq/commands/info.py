@@ -75,7 +75,7 @@ def command(
     from haarkv.engine.generation import PREFILL_CHUNK
     from haarkv.executors.catalog import info, select
     from haarkv.models.catalog import DTYPES, maps_file, model_weight_bytes, open_source, read_config
-    from haarkv.models.checkpoint import checked_tensors
+    from haarkv.models.checkpoint import require_tensors
     from haarkv.models.footprint import random_bytes, work_bytes
     from haarkv.models.gguf_writer import mixed_bytes
     from haarkv.models.weights import checkpoint_shapes, num_parameters
@@ -84,7 +84,8 @@ def command(
         raise click.UsageError("give MODEL, or --model, but not both")
     model = model if name is None else name
     config, source = read_config(model, layers), open_source(model)
-    entries = checked_tensors(source, config) if source is not None and source.path.is_file() else {}
+    is_file = source is not None and source.path.is_file()
+    entries = require_tensors(source.path, source.tensors(), config) if source is not None and is_file else {}
     in_file = sum(entries[name].nbytes for name in checkpoint_shapes(config) if name in entries) or None
     executor_name = select(executor, config, []).name
     dtype_name = dtype or info(executor_name).dtype

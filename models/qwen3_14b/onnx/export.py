@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from haarkv.models.catalog import find_model, open_source, stream_tensors
-from haarkv.models.checkpoint import checked_tensors
+from haarkv.models.checkpoint import require_tensors
 from haarkv.models.config import ModelConfig
 from haarkv.models.qwen3_14b.onnx.model import build
 from haarkv.models.qwen3_14b.onnx.scopes import Qwen3Scopes
@@ -78,7 +78,7 @@ class Export:
     def blocks(self) -> dict[str, str]:
         """Type of the blocks of each weight that lies in some, by Hugging Face's name."""
         source = open_source(self.model)
-        tensors = {} if source is None else checked_tensors(source, self.config)
+        tensors = {} if source is None else require_tensors(source.path, source.tensors(), self.config)
         weight_names = weight_types(Qwen3Scopes(self.config), GraphSpec(self.span, self.embed, self.head, self.opset))
         return {name: kind for name in weight_names if name in tensors and (kind := tensors[name].blocks) is not None}
 
