@@ -298,7 +298,6 @@ def test_a_wrong_byte_of_a_program_fails_its_rung(bringup, monkeypatch):
     monkeypatch.setattr(SimRunner, "call", wrong)
     code, out, _ = bringup("--device", "sim", "--model", "tiny", executor="npu")
     assert (code, out.splitlines()[-2].split(";")[0]) == (1, "failed: layer at tq4, layer 0, store_kv.k")
-    assert "times what honest runs allow" in out, out
 
 
 @with_pypto
