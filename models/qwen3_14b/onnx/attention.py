@@ -64,7 +64,7 @@ class AttentionScopes(LevelScopes):
             lead = g.node("lead", "Shape", new_low, end=-1)
             unturned_shape = g.node("unturned_shape", "Concat", lead, g.integers([rest]), axis=0)
             others = [g.node("unturned", "Expand", others[0], unturned_shape)]
-        return g.node("turned", "Concat", new_low, new_high, *others, axis=-1)
+        return g.node("rotated", "Concat", new_low, new_high, *others, axis=-1)
 
     def turns_of_tokens(self, g: Graph, w: Mapping[str, str]) -> dict[str, str]:
         """cos and sin [B, Q, 1, rope_pairs] of new tokens, from `TURNS` and `stretch` [B, Q] of `w`."""
