@@ -18,6 +18,7 @@ from onnx_graphs import (
     graph_weights,
     onnx,
     open_graph,
+    random_feed,
     run,
     shape_inference,
     small_model,
@@ -104,6 +105,22 @@ def test_rotating_k_back_would_be_seen():
 
     wrong, _ = rotated_back(build_graph(scopes=Careless(CONFIG), one_token=True))
     assert sum("k_own_domain" in name for name in wrong) >= len(WHOLE)
+
+
+def test_memory_behind_the_end_may_hold_anything():
+    weights = graph_weights(small_model(CONFIG))
+    session = open_graph(build_graph())
+    input_names = {value.name for value in session.get_inputs()}
+    feed = random_feed(session, NUMBERS, [130, 5]) | {name: value for name, value in weights.items() if name in input_names}
+    clean = session.run(None, feed)
+    for name in [name for name in feed if name.endswith("scale")]:
+        table = feed["block_table"]
+        dirty = feed[name].copy()
+        dirty[table[0, 1], :, 2:], dirty[table[0, 2:]] = np.nan, np.nan
+        dirty[table[1, 0], :, 5:], dirty[table[1, 1:]] = np.inf, np.nan
+        feed[name] = dirty
+    for before, after in zip(clean, session.run(None, feed), strict=True):
+        np.testing.assert_array_equal(before, after)
 
 
 # -- Quantize ------------------------------------------------------------------------------------------------------------
