@@ -21,17 +21,15 @@ class Executor(Protocol):
     """Runs one model's forwards.
 
     Attributes:
-        name: its name in `--executor`, the ops folder and the tests' marker.
+        name: in `--executor`, the ops folder and the tests' marker.
         device: of the cache, batches and token ids.
         description: for the user: what runs the model, and where.
         simulated: it runs in an interpreter of its device: right numbers, meaningless times.
         compiled: seconds that the first calls of its programs took with their compilation, by the program's name.
-        batch_invariant: with our formats, a token's logits have the same bits however its sequence was cut, and whatever runs
-            beside it. Else sums change with the batch, and of two tokens that nearly tie either may come.
-        decode_step: keys that a decode step takes at once, where more keys take another path through its program; else None.
-        blocks: types of quantised blocks, by name, for whose products it rounds x to 16-bit integers (`CpuOps.linear`).
-        Products
-            with other blocks are those of the restored weights.
+        batch_invariant: with our formats a token's logits have the same bits however its sequence was cut, and whatever runs
+            beside it; else of two tokens that nearly tie either may come.
+        decode_step: keys that a decode step takes at once, where more take another path through its program; else None.
+        blocks: types of weight blocks for whose products it rounds x to 16-bit integers (`CpuOps.linear`).
         weights: on its device; a draft may share them.
         ops: the op table it runs, for a recorder to wrap; None if its layers are fused programs.
     """
@@ -67,15 +65,10 @@ class Executor(Protocol):
         return None
 
     def forward(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        """Hidden states [T, hidden] after all layers, of T new tokens [T] int64, whose K and V are stored: prefill, decode and
-        the check of drafted tokens alike."""
+        """Hidden states [T, hidden] of new tokens [T] int64, any number a sequence, after all layers; K and V are stored."""
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits [N, vocab] fp32 of rows [N, hidden] of the last `forward`.
-
-        Raises:
-            NonFiniteError: of the forward or the head; it names the weight.
-        """
+        """Logits [N, vocab] fp32 of rows of the last `forward`; NonFiniteError of it or the head, which names the weight."""
 
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache) -> Tensor:
         """Hidden states [T, hidden] after the layers of `span`, for the validator."""

@@ -31,15 +31,14 @@ class ExecutorInfo:
 
     Attributes:
         open: makes the executor of a model, on a device by its name.
-        dtype: default dtype of a model.
-        any_dtype: whether it runs other dtypes.
-        devices: kinds of device by name; the first is the default.
         probe: whether this machine has such a device; cheap.
+        any_dtype: whether it runs other dtypes than `dtype`.
+        devices: kinds of device by name; the first is the default.
         missing: what is not installed, without which it would run as a slower executor; None if nothing.
         require: raises InputError if a device is not there, before there is a model.
         whole_layers: its programs are whole layers, within which ranks cannot meet.
         per_rank: each rank takes a device of its own.
-        blocks: types of quantised blocks, by name, that its first kind of device multiplies with as they are.
+        blocks: types of weight blocks that its first kind of device multiplies with as they are.
         in_order: bytes a number, by type, of blocks that it reorders in this machine's memory; others it reads in place.
     """
 
@@ -174,8 +173,7 @@ def refusal(
 ) -> str | None:
     """Why an executor cannot run a model, or a rank's part of one, with all these caches: "NAME cannot run this: REASON".
 
-    It asks all that is known before weights are read, except whether the device is there. InputError of an unknown name, or
-    if packages are not installed.
+    It asks all that is known before weights are read, except whether the device is there.
     """
     entry = info(name)
     reason: str | None = None
@@ -198,10 +196,8 @@ def check(name: str, config: ModelConfig, plan: KVPlan, device: str | None = Non
 def create(
     name: str, model: DecoderModel, plan: KVPlan, device: str | None = None, on_program: OnProgram | None = None
 ) -> Executor:
-    """An executor for a model and a KV plan, its programs compiled.
+    """An executor for a model and a KV plan on a device by the executor's name for it, its programs compiled.
 
-    Args:
-        device: by the executor's name for it; its default unless given.
     Raises:
         InputError: no such executor or device, or it cannot run this model with this plan, with its reason.
     """
@@ -250,10 +246,8 @@ def select(
 ) -> Selection:  # fmt: skip
     """The named executor, or for `auto` the fastest that this machine has and that can run the model with all these caches.
 
-    Needs no weights, and imports neither Triton nor PyPTO.
+    Needs no weights, and imports neither Triton nor PyPTO. A `device` leaves only the executors that know it.
 
-    Args:
-        device: leaves only the executors that know this device; whether it is there is left to `create`.
     Raises:
         InputError: no such executor, or no executor for this device.
     """
