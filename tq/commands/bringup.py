@@ -203,7 +203,7 @@ _PROGRAMS = ("decode", "prefill", "head")
 @click.option(
     "--program", "names", multiple=True, type=click.Choice(_PROGRAMS), help="Compile only this one; repeatable [default: all]."
 )
-@options.file("--cpp", "Write the C++ to a new folder, with a Makefile.", "folder", metavar="DIR")
+@options.file("--cpp", "Write the C++ to a new folder.", "folder", metavar="DIR")
 @options.kv_options(default="as said above")
 @options.json_option
 def compile_command(model: str, names: tuple[str, ...], folder: Path | None, as_json: bool, **kv: Any) -> int:

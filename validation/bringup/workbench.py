@@ -17,7 +17,6 @@ from haarkv.models.weights import fingerprint
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
-from haarkv.tq_ops.npu.device import Runner
 from haarkv.validation.layers.self_test import first_layers
 
 Tell = Callable[[str], None]
@@ -93,16 +92,10 @@ class Workbench:
                 format_names.append(name)
         return format_names
 
-    @cached_property
-    def programs(self) -> Runner | None:
-        """Calls single programs, if the executor's kernels are programs."""
-        programs = catalog.info(self.request.executor).programs
-        return programs(self.device) if programs else None
-
     @property
     def simulated(self) -> bool:
         """Times mean nothing then."""
-        return self.programs is not None and self.programs.simulated
+        return self.device == catalog.SIMULATOR
 
     @property
     def plans(self) -> dict[str, KVPlan]:
@@ -126,7 +119,7 @@ class Workbench:
     @property
     def repeats(self) -> int:
         """Further runs of the first layer, whose bits must be equal; none in a simulator."""
-        return 0 if self.programs is None or self.simulated else _REPEATS
+        return _REPEATS if catalog.info(self.request.executor).has_simulator and not self.simulated else 0
 
     @property
     def new_tokens(self) -> int:
