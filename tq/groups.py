@@ -41,7 +41,7 @@ _SECTIONS: Mapping[str, Sequence[str]] = {
     "Drafts": ("--draft", "--draft-tokens", "--draft-kv"),
     "How much": (
         "--steps", "--repeat", "--repeats", "--contexts", "--batches", "--window", "--tokens", "--verify-tokens",
-        "--greedy-prompts", "--only", "--memory", "--verify", "--budget", "--candidates", "--tails", "--sinks", "--context",
+        "--only", "--memory", "--verify", "--budget", "--candidates", "--tails", "--sinks", "--context",
     ),
     "Results": (
         "--json", "--csv", "--html", "--replay", "--verbose", "--compare", "--compress", "--save", "--out",

@@ -82,10 +82,9 @@ CACHE = Kind(
 PLAN = Kind("haarkv_plan", "KV plan", "--kv-plan", "`tq plan` writes one", (1,))
 """JSON, without tensors and SHA-256."""
 CALIBRATION = Kind("haarkv_calibration", "calibration", "--calibration", "`tq calibrate` writes one", ("4",))
-LEARNING = Kind("haarkv_calibrating", "half-done calibration", "`tq calibrate --resume`", "begin a new one", ("5",))
-SCORES = Kind("haarkv_eval", "partial result", "`tq eval --resume`", "begin a new one", ("3",))
+SCORES = Kind("haarkv_eval", "partial result", "`tq eval --resume`", "begin a new one", ("4",))
 REPLAY = Kind("haarkv_replay", "replay file", "`tq dev replay`", "`tq validate --replay` writes one", ("5",))
-KINDS = (CACHE, PLAN, CALIBRATION, LEARNING, SCORES, REPLAY)
+KINDS = (CACHE, PLAN, CALIBRATION, SCORES, REPLAY)
 
 
 def write(

@@ -1,9 +1,6 @@
-"""Holding executors against the reference: tolerances and comparisons.
+"""Holding executors against the reference: `validate(reference, candidate, model, prompts, steps, plan) -> Report`.
 
-report = validate(reference, candidate, model, prompts, steps, plan)
-report.passed, report.first_divergence, report.rows
-
-Both names are imported on first use, for a new machine is looked at here before torch is imported.
+Imported on first use: bring-up looks at a new machine before torch is imported.
 """
 
 from importlib import import_module

@@ -17,8 +17,8 @@ TIES = 14
 # Length: so many scales of a forward may be the next FP16 number, 2**-11 of themselves away; or one is 2**-8 away, where a
 # coordinate of a learned key rounds to another BF16 number.
 LEAST = {"gain": 4e-6, "slip": 0.02, "length": TIES * 2.0**-11}
-# Attention's gain in a BF16 model, whose levels' values a device may keep in FP16.
-FP16_GAIN = 2.0**-12
+# Attention's gain in a BF16 model, whose levels' values a device may keep in FP16: each moves by at most this share of itself.
+FP16_GAIN = 2.0**-11
 # The step in which energies are counted: one rounding of the largest number. FP32 sums are off by eight of theirs.
 STEP = {torch.bfloat16: 2.0**-7, torch.float32: 2.0**-20, torch.float64: 2.0**-20}
 # Activations rounded to 8 bits may differ where they lie so near the middle of two steps, in steps.

@@ -38,7 +38,7 @@ from lab.matrix.models import ModelInfo, ResidualSizes, Subject, Task, Text
 BENCHMARK = "fidelity_matrix"
 _KEY = ("weights", "dtype", "text_sha256", "tokens", "window", "tail", "sink", "kv", "learned_sha256")
 """What tells one row from another."""
-_FIGURES = tuple(key for key in FidelityRow.__dataclass_fields__ if key not in ("kv", "greedy_match"))
+_FIGURES = tuple(key for key in FidelityRow.__dataclass_fields__ if key != "kv")
 
 Row = dict[str, Any]
 Key = tuple[Any, ...]

@@ -32,9 +32,8 @@ from haarkv.validation.fidelity.evaluation import Setup, Workload, make_workload
 from haarkv.validation.planning import auto
 from haarkv.validation.planning.calibrate import learn_model
 from haarkv.validation.planning.estimates import in_larger_chunks
-from haarkv.validation.planning.planner import choices_within
-from haarkv.validation.planning.planner import measure as measure_places
-from haarkv.validation.planning.search import Costs
+from haarkv.validation.planning.search import Costs, choices_within
+from haarkv.validation.planning.search import measure as measure_places
 from lab.matrix.entries import Entry, without_waiting
 from lab.rivals import oscar
 
@@ -137,9 +136,7 @@ def prepare(name: str, task: Task) -> ModelInfo:
             if count < 1:
                 raise InputError(f"text {text.kind} has {len(ids):,} tokens in {name}, too few for a window of {size:,}")
             whole = ids[: (len(ids) - 1) // size * size + 1]
-            workloads[text.kind, size] = make_workload(
-                whole, config.max_position_embeddings, window=size, tokens=count * size, prompts=0
-            )
+            workloads[text.kind, size] = make_workload(whole, config.max_position_embeddings, window=size, tokens=count * size)
     return ModelInfo(name, config, tokenizer, workloads)
 
 
@@ -201,7 +198,7 @@ class Subject:
         """Windows of the text that formats learn from."""
         assert self._task.learn is not None
         ids, context = self._model_info.tokenizer.encode(self._task.learn.content), self.model.config.max_position_embeddings
-        plan = make_workload(ids, context, tokens=LEARNED_FROM, prompts=0)
+        plan = make_workload(ids, context, tokens=LEARNED_FROM)
         return [plan.fed(window) for window in plan.windows]
 
     @cached_property
@@ -237,7 +234,7 @@ class Subject:
         if len(ids) <= (least := LEARNED_FROM + PROBED_BY):
             raise InputError(f"formats by layer learn from {least + 1:,} tokens; the text of --learn has {len(ids):,}")
         context = config.max_position_embeddings
-        text = make_workload(ids[LEARNED_FROM:], context, window=min(PROBED_BY, context), tokens=PROBED_BY, prompts=0)
+        text = make_workload(ids[LEARNED_FROM:], context, window=min(PROBED_BY, context), tokens=PROBED_BY)
         tail = min(TAIL, context)
         base = replace(self.base, plan=plan_for(KVSpec("bf16", tail, SINKS), config))
         probes = {side: (name,) for side, name in auto.PROBES.items()}

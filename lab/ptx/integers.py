@@ -52,7 +52,24 @@ def _multiply(ins: Instruction, kind: str) -> tuple[str, Callable[[np.ndarray, n
     if form == "hi" and kind in _WIDER:
         wide = DTYPES[_WIDER[kind]]
         return kind, lambda a, b: ((a.astype(wide) * b.astype(wide)) >> bit_width(kind)).astype(DTYPES[kind])
+    if form == "hi" and kind in ("u64", "s64"):
+        return kind, _high_word
     raise Unknown(ins.name)
+
+
+def _by_halves(function: Callable[[Any, Any], Any], dtype: type) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+    """A function of both halves of a register."""
+
+    def run(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        one, other = (np.ascontiguousarray(np.atleast_1d(x)).view(dtype).reshape(-1, 2) for x in (a, b))
+        return np.asarray(function(one, other)).view(U32)[:, 0]
+
+    return run
+
+
+def _high_word(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The upper 64 bits of a product of 64-bit integers, in Python's."""
+    return ((a.astype(object) * b.astype(object)) >> 64).astype(a.dtype)
 
 
 def _field(a: np.ndarray, at: np.ndarray, length: np.ndarray, kind: str) -> np.ndarray:
@@ -126,7 +143,9 @@ def _shape(ins: Instruction) -> tuple[str, list[str], Callable[..., np.ndarray]]
     unsigned = f"u{bit_width(kind)}"
     if set(ins.modifiers) & {"sat", "cc"}:
         raise Unknown(ins.name)
-    if opcode in _TWO and not kind.endswith("x2"):
+    if opcode in _TWO and kind.endswith("x2"):
+        return kind, [kind] * 2, _by_halves(_TWO[opcode], DTYPES[kind.removesuffix("x2")])
+    if opcode in _TWO:
         return kind, [kind] * 2, _TWO[opcode]
     if opcode in ("shl", "shr"):
         return kind, [kind, "u32"], _shift(opcode, kind)

@@ -30,7 +30,7 @@ from haarkv.tq_ops.formats.compared import to_fp16
 from haarkv.tq_ops.formats.packing import pack_parts, split_groups, unpack_parts
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation.fidelity.evaluation import run_span
-from haarkv.validation.layers.record import observe_vectors
+from haarkv.validation.layers.forward import observe_vectors
 from haarkv.validation.layers.reference import remembering
 
 NAME = "oscar2"

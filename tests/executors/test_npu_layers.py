@@ -204,7 +204,7 @@ def test_forty_layers_stay_within_their_bounds():
 )  # fmt: skip
 def test_prompts_give_the_references_tokens_but_for_near_ties(kv, lengths):
     """Around a block, and as a ragged batch."""
-    sides = load_contenders("tiny", Contender("reference", kv), Contender("npu", kv), dtype="bfloat16", device="sim")
+    *sides, _ = load_contenders("tiny", (Contender("reference", kv), Contender("npu", kv)), dtype="bfloat16", device="sim")
     text = (TINY / "held_out.txt").read_text(encoding="utf-8")
     prompts = [prompt_tokens(sides[0], text[100 * at :], tokens) for at, tokens in enumerate(lengths)]
     diff = greedy_diff(*sides, prompts, dtype="bfloat16", max_new_tokens=16)

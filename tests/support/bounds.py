@@ -101,16 +101,13 @@ class LayerBounds:
     kv_noise: float
     length: float
     logits: float
-    state: float
 
 
 # Measured, largest: op 5e-7, attention 7e-6, length 3e-4 (a tie changes it by so much; an FP16 scale steps by 1e-3), logits
 # 1.4e-6. No level is unexplained from a kv_noise of 1e-6 on.
-LAYER_FP32 = LayerBounds(op=1e-5, rounded_op=1e-5, attention=1e-4, kv_noise=1e-5, length=2e-3, logits=1e-3, state=1e-4)
+LAYER_FP32 = LayerBounds(op=1e-5, rounded_op=1e-5, attention=1e-4, kv_noise=1e-5, length=2e-3, logits=1e-3)
 # Measured, largest: op 5e-7, rounded_op 1.0e-3, attention 7.1e-3 (it rounds probabilities to BF16, another may round them and
 # the rotated Q to FP16), length 6e-4, logits 2e-6. A normed hidden state of which one number falls to the other BF16
 # neighbour turns K by 2**-8 / sqrt(hidden_size) of its length or so, 2.4e-4 for `tiny`: no level is unexplained from a
 # kv_noise of 1e-4 on.
-LAYER_BF16 = LayerBounds(
-    op=1e-5, rounded_op=2.0**-8, attention=2.0**-6, kv_noise=3e-4, length=4e-3, logits=2.0**-5, state=2.0**-6
-)
+LAYER_BF16 = LayerBounds(op=1e-5, rounded_op=2.0**-8, attention=2.0**-6, kv_noise=3e-4, length=4e-3, logits=2.0**-5)

@@ -1,4 +1,4 @@
-"""`tq dev bringup`: rungs broken and named, what is kept and run again, and what the folder holds."""
+"""`tq dev bringup`: rungs broken and named, and what the folder holds."""
 
 import json
 from dataclasses import replace
@@ -15,7 +15,7 @@ from haarkv.executors import catalog
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.npu.device import SimRunner
-from haarkv.validation.bringup import environment
+from haarkv.validation.bringup import ladder
 from haarkv.validation.bringup.ladder import RUNGS
 from haarkv.validation.bringup.workbench import Workbench
 from haarkv.validation.faults.base import table_with
@@ -63,8 +63,10 @@ def trial(monkeypatch):
     return put
 
 
-def rung_report(folder, name):
-    return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+def rung_reports(folder):
+    """By name, in order."""
+    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    return {rung["name"]: rung for rung in report["rungs"]}
 
 
 def failed_at(bringup, rung, *words):
@@ -77,9 +79,10 @@ def failed_at(bringup, rung, *words):
         assert word in out, out
     below, above = NAMES[: NAMES.index(rung)], NAMES[NAMES.index(rung) + 1 :]
     assert [line.split()[0] for line in lines[:-2]] == [*below, rung]
-    assert all(rung_report(bringup.folder, name)["verdict"] == "passed" for name in below if name not in PROGRAM_RUNGS)
-    assert rung_report(bringup.folder, rung)["verdict"] == "failed"
-    assert not any((bringup.folder / f"{name}.json").exists() for name in above)
+    rungs = rung_reports(bringup.folder)
+    assert list(rungs) == [*below, rung]
+    assert all(rungs[name]["verdict"] == "passed" for name in below if name not in PROGRAM_RUNGS)
+    assert rungs[rung]["verdict"] == "failed"
     report = json.loads((bringup.folder / "report.json").read_text(encoding="utf-8"))
     assert report["bringup"].startswith(f"failed: {rung}")
     assert report["not run"] == above
@@ -94,17 +97,17 @@ def test_every_rung_passes_and_says_what_it_compared(bringup):
     code, out, err = bringup()
     assert (code, err) == (0, "")
     assert out.splitlines()[-2] == f"passed: 8 of 9 rungs, not on this executor: {', '.join(PROGRAM_RUNGS)}"
-    results = [rung_report(bringup.folder, name) for name in NAMES if name not in PROGRAM_RUNGS]
+    results = [rung for name, rung in rung_reports(bringup.folder).items() if name not in PROGRAM_RUNGS]
     assert all(result["verdict"] == "passed" and result["found"]["compared"] > 0 for result in results)
-    assert {path.name for path in bringup.folder.iterdir()} == {*(f"{name}.json" for name in NAMES), "report.json"}
+    assert [path.name for path in bringup.folder.iterdir()] == ["report.json"]
     facts = {name: fact for name, fact in results[-1]["found"]["facts"].items() if not name.startswith("compiled")}
     assert set(facts) == {f"{call} tq4 at {context}" for call in ("prompt", "step") for context in (20, 60)}
     assert all(float(fact.split()[0]) > 0 for fact in facts.values())
 
 
 def test_a_version_that_is_not_asked_for_fails_the_environment(bringup, monkeypatch):
-    monkeypatch.setattr(environment, "_installed_version", lambda name: "1.13.0" if name == "torch" else "99")
-    monkeypatch.setattr(environment, "requires", lambda _: ["torch>=2.11", "numpy"])
+    monkeypatch.setattr(ladder, "_installed_version", lambda name: "1.13.0" if name == "torch" else "99")
+    monkeypatch.setattr(ladder, "requires", lambda _: ["torch>=2.11", "numpy"])
     failed_at(bringup, "environment", "torch 1.13.0 is installed, and haarkv needs torch>=2.11")
 
 
@@ -227,69 +230,26 @@ def test_what_is_wrong_fails_its_rung_and_is_named(bringup, trial, rung, build, 
         assert report["bringup"].startswith(f"failed: {rung}{words[0]}")
 
 
-# -- Going on ---------------------------------------------------------------------------------------------------------------
+# -- The folder -------------------------------------------------------------------------------------------------------------
 
 
-def verdicts(out):
-    """Of each line: rung, and whether it was kept."""
-    return {
-        line.split()[0]: " kept " in line for line in out.splitlines() if line.split()[0] in RUNGS and "run again" not in line
-    }
-
-
-def test_a_mended_rung_goes_on_where_it_failed(bringup, trial):
-    trial(Forgetting)
-    assert bringup()[0] == 1
-    trial(ReferenceExecutor)
-    code, out, _ = bringup("--resume")
-    assert code == 0
-    assert verdicts(out) == {name: name not in ("environment", "text", "latency") for name in NAMES}
-
-
-def test_what_depends_on_a_change_is_run_again_and_says_why(bringup, monkeypatch, trial):
-    trial(ReferenceExecutor)
-    assert bringup(*SHORT)[0] == 0
-    code, out, _ = bringup(*SHORT, "--resume", "--max-new-tokens", "1")
-    assert code == 0
-    assert "text is run again: new tokens changed" in out
-    assert [name for name, from_before in verdicts(out).items() if not from_before] == ["environment", "text"]
-    find_version = environment._installed_version
-    monkeypatch.setattr(environment, "_installed_version", lambda name: "9.9" if name == "safetensors" else find_version(name))
-    monkeypatch.setattr(environment, "_missing", lambda _: None)
-    code, out, _ = bringup(*SHORT, "--resume", "--max-new-tokens", "1")
-    assert code == 0
-    assert "store is run again: safetensors changed" in out
-    assert not any(verdicts(out).values())
-
-
-def test_a_folder_is_not_written_over(bringup, tmp_path):
+def test_a_folder_is_not_written_over(bringup):
     (bringup.folder).mkdir()
-    (bringup.folder / "thesis.tex").write_text("x")
-    assert_refused(bringup(), "holds something else than a bring-up")
-    assert [path.name for path in bringup.folder.iterdir()] == ["thesis.tex"]
-    bringup.folder = tmp_path / "other"
-    bringup.folder.mkdir()
-    (bringup.folder / "environment.json").write_text("{}")
-    (bringup.folder / "store.json").write_text("{}")
-    assert_refused(bringup(), "add --resume")
-    assert_refused(bringup("--resume"), "environment.json is no result of tq dev bringup; delete it")
+    assert_refused(bringup(), "name a folder that does not")
+    assert list(bringup.folder.iterdir()) == []
 
 
 def interrupt(model):
     raise KeyboardInterrupt
 
 
-def test_an_interruption_leaves_whole_files_and_can_be_gone_on_from(bringup, trial):
-    entry = catalog.EXECUTORS["cpu"]
+def test_an_interruption_leaves_a_report(bringup, trial):
     trial(interrupt)
     code, out, err = bringup()
     assert (code, err) == (130, "tq: interrupted\n")
-    assert list(verdicts(out)) == ["environment"]
-    left = ["environment.json", "report.json"]
-    assert sorted(path.name for path in bringup.folder.iterdir()) == left
+    assert [line.split()[0] for line in out.splitlines()] == ["environment"]
+    assert [path.name for path in bringup.folder.iterdir()] == ["report.json"]
     assert json.loads((bringup.folder / "report.json").read_text())["bringup"].startswith("unfinished: 1 of 9 rungs passed")
-    trial(lambda model: entry.open(model, None))
-    assert bringup(*SHORT, "--resume")[0] == 0
 
 
 # -- What cannot be tried ---------------------------------------------------------------------------------------------------
@@ -309,9 +269,7 @@ def test_what_cannot_be_tried_is_one_line_and_2(bringup, executor, args, word):
     code, _, err = bringup(*args, executor=executor)
     assert (code, err.count("\n")) == (2, 1)
     assert word in err
-    # The lowest rung could be tried, and its versions are there to look at; the command as it was meant may use the folder.
-    assert bringup.folder.exists() == (executor in catalog.NAMES)
-    assert {path.name for path in bringup.folder.glob("*")} <= {"environment.json", "report.json"}
+    assert not bringup.folder.exists()
 
 
 def test_a_rung_without_a_counterpart_is_not_counted_as_passed(bringup, trial):
@@ -351,7 +309,7 @@ def test_the_rehearsal_climbs_every_rung_in_the_simulator(tmp_path, capsys):
     out = capsys.readouterr().out
     assert code == 0, out
     assert out.splitlines()[-2] == "passed: 9 of 9 rungs"
-    last = rung_report(tmp_path / "out", "latency")["found"]
+    last = rung_reports(tmp_path / "out")["latency"]["found"]
     assert "times mean nothing and none is given" in last["said"]
     assert not [name for name in last["facts"] if " at " in name]
 
@@ -372,17 +330,12 @@ def test_a_card_runs_the_first_layer_again_and_again(bringup, trial, monkeypatch
     failed_at(bringup, "layer", "differs from itself")
 
 
-def test_learned_formats_and_plans_climb_every_rung(bringup, trial, tmp_path, checkpoint):
-    """And another calibration is another verdict."""
+def test_learned_formats_and_plans_climb_every_rung(bringup, tmp_path, checkpoint):
     plan = write_calibration(tmp_path / "mixed.safetensors", checkpoint, kv="k=lr3,v=tq4", layers={0: "k=tq4,v=tq3"})
     file = write_calibration(tmp_path / "made.safetensors", checkpoint)
     args = ("--kv", "k=lr3,v=tq3", "--calibration", str(file), "--kv-plan", str(plan), *SHORT)
     code, out, err = bringup(*args)
     assert code == 0, out + err
-    assert "of tq4, k=lr3,v=tq3, mixed at" in rung_report(bringup.folder, "latency")["found"]["said"]
-    assert "k=lr3,v=tq3: levels and lengths at" in rung_report(bringup.folder, "store")["found"]["said"]
-    write_calibration(file, checkpoint, seed=1)
-    trial(interrupt)
-    code, out, _ = bringup(*args, "--resume")
-    assert code == 130
-    assert "store is run again: formats changed" in out
+    rungs = rung_reports(bringup.folder)
+    assert "of tq4, k=lr3,v=tq3, mixed at" in rungs["latency"]["found"]["said"]
+    assert "k=lr3,v=tq3: levels and lengths at" in rungs["store"]["found"]["said"]

@@ -1,4 +1,4 @@
-"""`tq calibrate`, and what takes its file: what is written, what is refused, what an interrupt leaves."""
+"""`tq calibrate`, and what takes its file: what is written, and what is refused."""
 
 import json
 from dataclasses import replace
@@ -82,7 +82,7 @@ def test_without_a_text_it_learns_from_the_one_that_auto_reads(tq, monkeypatch):
 
 
 def test_eval_and_generate_take_learned_formats(tq):
-    files = ("--text", "unseen.txt", "--calibration", "it.safetensors", "--greedy-prompts", 0, "--tokens", 60, "--json")
+    files = ("--text", "unseen.txt", "--calibration", "it.safetensors", "--tokens", 60, "--json")
     code, out, err = tq("eval", *files, "--kv", "k=lr3,v=tq3,k=lr4,v=tq4,tq4")
     assert (code, err) == (0, "")
     rows = {row["kv"]: row for row in json.loads(out)["rows"]}
@@ -106,7 +106,7 @@ def test_a_plan_and_its_calibration_become_one_file(tq, tmp_path, checkpoint):
     assert {kv_format.name[:2] for kv_format, _ in spec.plan(2).layers} == {"lr"}
     assert spec.calibration.digest == calibration_file.load(tmp_path / "it.safetensors").calibration.digest
     assert load_session(str(checkpoint), kv=spec).plan.describe() == spec.plan(2).describe()
-    files = ("--text", "unseen.txt", "--kv", "tq4", "--kv-plan", "plan.safetensors", "--greedy-prompts", 0, "--tokens", 60)
+    files = ("--text", "unseen.txt", "--kv", "tq4", "--kv-plan", "plan.safetensors", "--tokens", 60)
     rows = json.loads(tq("eval", *files, "--json")[1])["rows"]
     assert [row["kv"] for row in rows] == ["tq4", "plan"]
     assert rows[1]["bits_per_value"] <= 5.0

@@ -9,13 +9,13 @@ from small_models import SMALL, small_model
 
 from haarkv.executors import catalog
 from haarkv.executors.reference import ReferenceExecutor
+from haarkv.models.catalog import read_config
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import with_ops
 from haarkv.validation.fidelity import setup
 from haarkv.validation.fidelity.setup import (
     Contender,
-    default_dtype,
     load_contenders,
     parse_contender,
     resolve_contenders,
@@ -58,22 +58,22 @@ def test_no_word_is_both_an_executor_and_a_format():
 )
 def test_auto_is_the_fastest_that_reads_both_sides(monkeypatch, a, b, names):
     has_only(monkeypatch, "cpu", "reference")
-    sides = resolve_contenders("tiny", parse_contender(a), parse_contender(b), KVSpec())
+    sides, _ = resolve_contenders([parse_contender(a), parse_contender(b)], read_config("tiny"), KVSpec())
     assert tuple(side.executor for side in sides) == names
     assert tuple(side.kv for side in sides) == (parse_contender(a).kv, parse_contender(b).kv)
 
 
 def test_the_dtype_is_one_that_both_executors_run():
-    reference, npu = Contender("reference"), Contender("npu")
-    assert default_dtype(reference, Contender("reference", "bf16")) == "float32"
-    assert default_dtype(reference, npu) == default_dtype(npu, reference) == "bfloat16"
+    reference, npu, config = Contender("reference"), Contender("npu"), read_config("tiny")
+    for sides, dtype in (((reference, reference), "float32"), ((reference, npu), "bfloat16"), ((npu, reference), "bfloat16")):
+        assert resolve_contenders(sides, config, KVSpec()) == (list(sides), dtype)
 
 
 def test_both_sides_share_one_loaded_model_and_the_device_is_not_the_references(monkeypatch):
     creations, loads, model = [], [], small_model(SMALL)
     monkeypatch.setattr(setup, "load_model", lambda *_, **how: loads.append(how) or model)
     monkeypatch.setattr(catalog, "create", lambda *args: creations.append(args) or ReferenceExecutor(args[1]))
-    a, b = load_contenders("random:0.6b", Contender("reference", "bf16"), Contender("npu"), dtype="bfloat16", device="sim")
+    a, b, _ = load_contenders("random:0.6b", (Contender("reference", "bf16"), Contender("npu")), device="sim")
     assert len(loads) == 1
     assert all(args[1] is model for args in creations)
     assert [(args[0], args[-1]) for args in creations] == [("reference", None), ("npu", "sim")]

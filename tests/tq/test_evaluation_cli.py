@@ -75,21 +75,20 @@ def test_without_formats_a_device_stands_for_the_executor_that_reads_the_default
     assert selections[-1].name == name
 
 
-SHORT = ("--kv", "bf16,k=q8_0,v=tq2,tq4", "--window", "40", "--tokens", "60", "--greedy-prompts", "1", "--threads", "1")
+SHORT = ("--kv", "bf16,k=q8_0,v=tq2,tq4", "--window", "40", "--tokens", "60", "--threads", "1")
 
 
 def test_json_has_the_promised_keys(run):
     code, out, err = run(*SHORT, "--json")
     assert (code, err) == (0, "")
     report = json.loads(out)
-    assert report.keys() == {"model", "text", "dtype", "tokens", "windows", "window", "greedy", "rows"}
+    assert report.keys() == {"model", "text", "dtype", "tokens", "windows", "window", "rows"}
     assert (report["tokens"], report["windows"], report["window"]) == (60, 2, 40)
-    assert report["greedy"] == {"prompts": 1, "prompt_tokens": 128, "new_tokens": 64}
     assert [r["kv"] for r in report["rows"]] == ["bf16", "k=q8_0,v=tq2", "tq4"]
     for r in report["rows"]:
         assert r.keys() == {
             "kv", "bytes_per_token", "bits_per_value", "kl_mean", "kl_median", "kl_p999", "top1", "rms_dp", "ppl",
-            "ppl_delta", "greedy_match",
+            "ppl_delta",
         }  # fmt: skip
     assert report["rows"][0]["kl_p999"] == 0 < report["rows"][2]["kl_mean"] < report["rows"][1]["kl_mean"]
 
@@ -107,17 +106,17 @@ def test_words_and_resume(run, tmp_path):
     assert run(*SHORT, *files)[:2] == (0, out)
     code, out, err = run(*SHORT, "--resume", tmp_path / "run.json", "--window", 41)
     assert (code, out) == (2, "")
-    assert "another windows or prompts" in err
+    assert "another windows" in err
 
 
 def test_a_narrow_terminal_gets_two_tables(run, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
-    code, out, _ = run("--kv", "k=q8_0,v=tq2,tq4", "--window", "9", "--tokens", "9", "--greedy-prompts", "0")
+    code, out, _ = run("--kv", "k=q8_0,v=tq2,tq4", "--window", "9", "--tokens", "9")
     assert code == 0
     out = re.sub(r"\x1b\[[0-9;]*m", "", out)
     lines = [line.rstrip() for line in out.splitlines()[1:]]
     assert max(map(len, lines)) <= 80
     assert sum("k=q8_0,v=tq2" in line for line in lines) == 2
-    for column in ("bytes/token", "KL mean", "same top", "RMS Δp", "ΔPPL", "greedy"):
+    for column in ("bytes/token", "KL mean", "same top", "RMS Δp", "ΔPPL"):
         assert column in out

@@ -107,7 +107,7 @@ def try_calibration(place, data):
     place.generate(*data.draw(st.sampled_from([["--calibration", file, "--kv", "k=lr3,v=tq4"], ["--kv-plan", file]])))
 
 
-EVAL = ("eval", "--text", "text.txt", "--kv", "tq4", "--tokens", 8, "--greedy-prompts", 0, "--resume", "run.json")
+EVAL = ("eval", "--text", "text.txt", "--kv", "tq4", "--tokens", 8, "--resume", "run.json")
 
 
 def try_resume(place, data):

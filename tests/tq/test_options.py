@@ -61,7 +61,6 @@ OWN_MEANING = {
     ("dev bringup", "--max-new-tokens"): "another default",
     ("chat", "--max-new-tokens"): "an answer, which is longer",
     ("dev bringup", "--out"): "a folder of results",
-    ("dev bringup", "--resume"): "goes on in that folder",
     ("dev self-test", "--model"): "a file whose blocks are tried beside the model that ships",
 }
 
@@ -168,7 +167,7 @@ def test_a_wrong_value_is_refused_in_one_line_by_every_command(capsys, monkeypat
 
 
 LEAST = {
-    "--context": 1, "--draft-tokens": 1, "--greedy-prompts": 0, "--head-dim": 2, "--imatrix-tokens": 64, "--kv-sink": 0,
+    "--context": 1, "--draft-tokens": 1, "--head-dim": 2, "--imatrix-tokens": 64, "--kv-sink": 0,
     "--kv-tail": 0, "--max-context": 1, "--max-new-tokens": 1, "--prompt-tokens": 1, "--rank-timeout": 1, "--repeat": 0,
     "--repeats": 1, "--seed": 0, "--steps": 0, "--tensor-parallel": 1, "--threads": 1, "--tokens": 1, "--verify-tokens": 1,
 }  # fmt: skip

@@ -10,7 +10,7 @@ from haarkv.tq_ops.kv import plan_file
 from haarkv.tq_ops.kv.model_shape import ModelShape
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.fidelity import evaluation
-from haarkv.validation.planning import planner
+from haarkv.validation.planning import search as planner
 
 TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n"
 UNSEEN = "def bridge(name, quest):\n    if quest == 'grail':\n        return name\n    raise KeyError(quest)\n"
@@ -53,7 +53,7 @@ def test_a_plan_is_written_and_every_command_takes_it(tq, tmp_path, checkpoint):
     session = load_session(str(checkpoint), kv=plan_file.load(tmp_path / "new.json"))
     assert list(session.plan.layers) == pairs
     files = ("--text", "unseen.txt", "--kv", "tq4", "--kv-plan", "new.json")
-    result = tq("eval", *files, "--greedy-prompts", 0, "--window", 60, "--tokens", 60, "--json")
+    result = tq("eval", *files, "--window", 60, "--tokens", 60, "--json")
     rows = json.loads(result[1])["rows"]
     assert [row["kv"] for row in rows] == ["tq4", "new"]
     assert rows[1]["kl_mean"] == report["verified"][0]["kl_mean"]

@@ -44,7 +44,7 @@ def test_validate_judges_two_ranks():
     assert code == 0
     report = json.loads(out)
     assert report["passed"]
-    assert {"store_kv.k", "window.v", "sink.k"} <= {stage["stage"] for stage in report["stages"]}
+    assert {"store_kv.k", "window.v", "sink.k"} <= {stage["stage"] for stage in report["tensors"]}
     assert report["candidate"] == "cpu"
 
 

@@ -185,8 +185,6 @@ REFUSALS = {
         ("--verify short --context 1", "each needs 33 at least"),
     ],
     CALIBRATE: [
-        ("--resume new.safetensors", "same file"),
-        ("--resume text.txt", "no half-done calibration"),
         ("--window 10000000", "--window must lie in 1 … 1,024"),
         ("--verify text.txt", "--text and --verify are the same text"),
     ],

@@ -20,8 +20,7 @@ from haarkv.validation.planning import auto, choice_cache
 from haarkv.validation.planning.calibrate import load_subject
 from haarkv.validation.planning.common_text import SEQUENCES, common_text, prose, start_token, write
 from haarkv.validation.planning.estimates import Judge, Probes, Whole
-from haarkv.validation.planning.planner import measure
-from haarkv.validation.planning.search import bits_per_value, session_with_plan
+from haarkv.validation.planning.search import bits_per_value, measure, session_with_plan
 from tq.cli import main
 
 LOSS = 0.0004
@@ -126,7 +125,7 @@ def text(subject):
 def test_a_loss_is_estimated_as_it_is_measured(subject, text):
     base = subject.session(KVSpec("bf16", 124, 4))
     whole = Whole(subject.model, base, text, first=128, every=1)
-    setup, work = Setup(subject.model, base, {}, ""), make_workload(text.tolist(), 2048, window=len(text) - 1, prompts=0)
+    setup, work = Setup(subject.model, base, {}, ""), make_workload(text.tolist(), 2048, window=len(text) - 1)
     for kv in ("tq2", "tq4"):
         plan = plan_for(KVSpec(kv, 124, 4), subject.config)
         row = whole.row(kv, plan)
@@ -175,7 +174,7 @@ def test_a_probe_costs_what_it_costs_when_all_layers_run(subject, text):
     """Behind the tokens that no query sees packed, and whatever was probed before."""
     base = subject.session(KVSpec("bf16", 124, 4))
     probes, setup = Probes(subject.model, base, text[:-1]), Setup(subject.model, base, {}, "")
-    work = make_workload(text.tolist(), 2048, window=len(text) - 1, prompts=0)
+    work = make_workload(text.tolist(), 2048, window=len(text) - 1)
     exact = measure(setup, work, {"k": ("tq2",), "v": ("tq2",)})
     last = subject.config.num_layers - 1
     costs = {place: probes.cost(place, "tq2") for place in ((last, "v"), (0, "k"), (0, "v"), (2, "k"))}

@@ -11,46 +11,26 @@ import pytest
 from places import ROOT
 
 from haarkv.tq_ops.npu import versions
-from haarkv.validation.bringup.environment import environment
-from haarkv.validation.bringup.ladder import (
-    Folder,
-    Result,
-    Rung,
-    RungFinding,
-    climb,
-    collect_host_logs,
-    one_line,
-    public_text,
-    verdict,
-)
+from haarkv.validation.bringup.ladder import RungFinding, climb, collect_host_logs, environment, one_line, public_text
 from tq.cli import main
 
 
-def climb_rungs(tmp_path, *rungs):
-    return climb(rungs, Folder(tmp_path), on_begin=lambda *_: None, on_result=lambda *_: None)
+def climb_rungs(*rungs):
+    return climb(rungs, lambda _: None, lambda _: None)
 
 
-def test_a_rung_that_compared_nothing_does_not_pass(tmp_path):
-    (result,) = climb_rungs(
-        tmp_path, Rung("layer", lambda: RungFinding(True, "all is well")), Rung("store", lambda: RungFinding(True, "", 1))
-    )
+def test_a_rung_that_compared_nothing_does_not_pass():
+    (result,) = climb_rungs(("layer", lambda: RungFinding(True, "all is well")), ("store", lambda: RungFinding(True, "", 1)))
     assert result.verdict == "failed"
     assert "compared nothing" in result.found.said
 
 
-def test_rungs_are_made_only_when_those_beneath_have_passed(tmp_path):
+def test_rungs_are_made_only_when_those_beneath_have_passed():
     def rungs():
-        yield Rung("environment", lambda: RungFinding(False, "an old driver", 1))
+        yield "environment", lambda: RungFinding(False, "an old driver", 1)
         raise AssertionError("made although the one beneath failed")
 
-    assert [result.verdict for result in climb_rungs(tmp_path, *[next(rungs())])] == ["failed"]
-    assert len(climb(rungs(), Folder(tmp_path), on_begin=lambda *_: None, on_result=lambda *_: None)) == 1
-
-
-def test_a_result_comes_back_from_its_file_as_it_was(tmp_path):
-    finding = RungFinding(True, "said", 3, "rows", "tq4, layer 1", {"torch": "2.9"}, allowed="an old torch")
-    (result,) = climb_rungs(tmp_path, Rung("layer", lambda: finding, {"torch": "2.9"}))
-    assert Folder(tmp_path).load("layer") == result
+    assert [result.verdict for result in climb(rungs(), lambda _: None, lambda _: None)] == ["failed"]
 
 
 def test_the_first_of_eighty_lines_is_said():
@@ -74,17 +54,10 @@ def test_of_a_path_its_last_name_is_left(text, left):
     assert public_text(text) == left
 
 
-def test_a_failed_rung_is_named_with_its_place():
-    failed_result = Result(
-        "layer", "failed", RungFinding(False, "x", 1, where="tq4, layer 3, attention_mlp"), 1.0, "2026-11-22", {}
-    )
-    assert verdict([failed_result]) == "failed: layer at tq4, layer 3, attention_mlp; 0 of 9 rungs passed"
-
-
 def test_the_lowest_rung_needs_no_torch():
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from haarkv.validation.bringup.environment import environment\n"
+        "from haarkv.validation.bringup.ladder import environment\n"
         "import haarkv.validation.bringup.ladder, tq.commands.bringup\n"
         "found = environment('cpu', None, lambda: None)\n"
         "assert found.passed and found.facts['torch'], found"
@@ -116,7 +89,7 @@ def test_versions_that_nobody_published_can_be_allowed_and_are_recorded(monkeypa
         sourced=True, driver="25.5.0",
     )  # fmt: skip
     monkeypatch.setattr(versions, "find_installation", lambda: ours)
-    monkeypatch.setattr("haarkv.validation.bringup.environment._missing", lambda _: None)
+    monkeypatch.setattr("haarkv.validation.bringup.ladder._missing", lambda _: None)
     refusal = environment("npu", "npu:0", lambda: None)
     assert (refusal.passed, refusal.allowed) == (False, "")
     finding = environment("npu", "npu:0", lambda: None, any_versions=True)

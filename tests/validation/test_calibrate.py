@@ -1,4 +1,4 @@
-"""Learning from a text: streamed moments against loops over all vectors, resumption, and what learning is worth."""
+"""Learning from a text: streamed moments against loops over all vectors, and what learning is worth."""
 
 import math
 from dataclasses import replace
@@ -15,13 +15,12 @@ from haarkv.tq_ops.formats.stretches import STRETCH, RopeShift
 from haarkv.tq_ops.kv.calibration_file import make_calibration
 from haarkv.tq_ops.table import with_ops
 from haarkv.validation.planning import calibrate
-from haarkv.validation.planning.calibrate import learn_model, resume_learning, save
+from haarkv.validation.planning.calibrate import learn_model
 from haarkv.validation.planning.moments import AttentionVectors, Moments, Sums, over_positions, recording
 
 MODEL = small_model(resize_config(SMALL, num_layers=2))
 CONFIG = MODEL.config
 WINDOWS = [torch.tensor(random_tokens(CONFIG, 40, seed)) for seed in range(4)]
-RUN = {"model": "m", "text": "t"}
 
 
 HEADS, DIM = CONFIG.heads.num_kv_heads, CONFIG.heads.head_dim
@@ -117,23 +116,6 @@ def test_held_back_windows_are_judged_and_not_learned_from(whole):
     assert all(fit > 1.1 for fit in whole.fits), whole.fits
     same = learn_model(MODEL, reference, WINDOWS[:3], WINDOWS[:3])
     assert all(fit == pytest.approx(1.0) for fit in same.fits)
-
-
-def test_an_interrupted_calibration_goes_on_to_the_same_result(whole, tmp_path):
-    def interrupt(state):
-        save(tmp_path / "run", state, RUN)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        learn_model(MODEL, reference, WINDOWS[:3], WINDOWS[3:], save=interrupt)
-    steps = []
-    state = resume_learning(tmp_path / "run", RUN)
-    assert len(state.layers) == 1
-    again = learn_model(MODEL, reference, WINDOWS[:3], WINDOWS[3:], learning=state, on_step=lambda *step: steps.append(step))
-    assert steps == [("layer 2 of 2", 40)] * 4
-    assert again.fits == whole.fits
-    for ours, theirs in zip(again.layers, whole.layers, strict=True):
-        assert all(torch.equal(getattr(ours, name), getattr(theirs, name)) for name in vars(ours))
 
 
 def test_a_model_that_is_not_finite_is_named_by_its_layer():

@@ -1,4 +1,4 @@
-"""Fidelity of KV caches, held against plain forwards and numpy; windows, greedy prompts, and going on after a stop."""
+"""Fidelity of KV caches, held against plain forwards and numpy; windows, and going on after a stop."""
 
 from dataclasses import asdict, replace
 
@@ -31,8 +31,8 @@ def setup(checkpoint):
     return load_setup(str(checkpoint), ["bf16", "tq2", "k=tq2,v=bf16", "k=bf16,v=tq2"])
 
 
-def workload_of_text(text=TEXT, prompts=0, **kwargs):
-    return make_workload(list(text.encode()), 1024, prompts=prompts, **{"window": 30, **kwargs})
+def workload_of_text(text=TEXT, **kwargs):
+    return make_workload(list(text.encode()), 1024, **{"window": 30, **kwargs})
 
 
 # -- An evaluation written down apart: whole prefixes, one after the other, and numpy --------------------------------------
@@ -94,21 +94,20 @@ def test_every_figure_equals_plain_forwards_and_numpy(setup, monkeypatch):
             assert actual[name] == pytest.approx(value, rel=REORDER_TOLERANCE, abs=1e-12), (row.kv, name)
 
 
-def test_bf16_against_itself_is_exactly_zero(setup, monkeypatch):
+def test_bf16_against_itself_is_exactly_zero(setup):
     """As the baseline itself, and run a second time."""
-    monkeypatch.setattr(evaluation, "GREEDY_NEW_TOKENS", 5)
     again = replace(setup, caches={"bf16": setup.base, "again": replace(setup.base)})
     assert again.caches["again"] is not setup.base
-    for row in evaluate(again, workload_of_text(prompts=1)):
+    for row in evaluate(again, workload_of_text()):
         assert (row.kl_mean, row.kl_median, row.kl_p999, row.rms_dp, row.ppl_delta) == (0, 0, 0, 0, 0)
-        assert (row.top1, row.greedy_match, row.bits_per_value) == (1, 5, 16)
+        assert (row.top1, row.bits_per_value) == (1, 16)
 
 
 @pytest.mark.parametrize("sizes", [(512, 88), (100, 100, 200, 200), (600,), (256, 256, 88), (1,) * 600])
 def test_logits_may_come_in_pieces_of_any_size(sizes):
     """A cache with rings takes as many new tokens at once as its window leaves room for."""
     a, b = torch.randn(2, 600, 7, generator=torch.Generator().manual_seed(1))
-    plan = make_workload([i % 7 for i in range(601)], 1024, prompts=0)
+    plan = make_workload([i % 7 for i in range(601)], 1024)
     whole = score_text(a, b, plan.tokens[1:])
     scores = evaluation.score_window("x", plan, plan.windows[0], torch.split(a, sizes), iter(torch.split(b, sizes[::-1])))
     assert all(torch.equal(getattr(scores, name), value) for name, value in vars(whole).items())
@@ -154,33 +153,6 @@ def test_bytes_are_those_of_the_cache(checkpoint, kv):
     assert row.bits_per_value == 8 * cache.nbytes / cache.num_slots / (2 * 2 * 2 * 32)
 
 
-# -- Greedy ---------------------------------------------------------------------------------------------------------------
-
-
-def plain_continuation(side, prompt, count):
-    tokens = list(prompt)
-    for _ in range(count):
-        cache, paging = side.new_cache(1, len(tokens))
-        batch = paging.batch([paging.add()], [len(tokens)])
-        tokens.append(int(prefill(side.executor, torch.tensor(tokens), batch, cache)[0].argmax()))
-    return tokens[len(prompt) :]
-
-
-def test_greedy_match_counts_tokens_before_the_first_difference(setup, monkeypatch):
-    monkeypatch.setattr(evaluation, "GREEDY_NEW_TOKENS", 9)
-    monkeypatch.setattr(evaluation, "GREEDY_PROMPT_TOKENS", 20)
-    plan = workload_of_text(prompts=3, tokens=1)
-    assert plan.prompts == [list(TEXT.encode())[b : b + 20] for b in (0, len(TEXT) // 3, 2 * (len(TEXT) // 3))]
-    counts = {}
-    for row in evaluate(setup, plan):
-        both = [[plain_continuation(s, p, 9) for p in plan.prompts] for s in (setup.base, setup.caches[row.kv])]
-        lengths = [next((i for i in range(9) if a[i] != b[i]), 9) for a, b in zip(*both, strict=True)]
-        counts[row.kv] = row.greedy_match
-        assert row.greedy_match == sum(lengths) / 3
-    assert counts["bf16"] == 9
-    assert 0 < counts["tq2"] < 9
-
-
 # -- Windows --------------------------------------------------------------------------------------------------------------
 
 
@@ -203,11 +175,7 @@ def test_a_limit_is_kept_and_spread():
 
 def test_defaults_fit_the_model():
     assert make_workload(range(5000), 4096).windows[0].length == 1024
-    small = make_workload(range(5000), 64)
-    assert small.windows[0].length == 64
-    assert len(small.prompts[0]) + small.new_tokens <= 64
-    assert len(make_workload(range(300), 4096).prompts) == 2  # of 128; a third would overlap
-    assert make_workload(range(300), 4096, prompts=0).prompts == []
+    assert make_workload(range(5000), 64).windows[0].length == 64
 
 
 # -- Going on where another run stopped -------------------------------------------------------------------------------------
@@ -235,10 +203,9 @@ def run_with_saves(setup, plan, path, stop_after=None):
     return rows, steps
 
 
-@pytest.mark.parametrize("stop_after", [1, 6, 13, 15])
+@pytest.mark.parametrize("stop_after", [1, 6, 11])
 def test_an_interrupted_run_goes_on_to_the_very_same_rows(setup, stop_after, monkeypatch, tmp_path):
-    monkeypatch.setattr(evaluation, "GREEDY_NEW_TOKENS", 5)
-    plan = workload_of_text(prompts=1)
+    plan = workload_of_text()
     whole = evaluate(setup, plan)
     assert run_with_saves(setup, plan, tmp_path / "run", stop_after)[0] is None
     run = []
@@ -246,10 +213,9 @@ def test_an_interrupted_run_goes_on_to_the_very_same_rows(setup, stop_after, mon
     monkeypatch.setattr(evaluation, "score_window", lambda *args: run.append(args[0]) or right(*args))
     rows, steps = run_with_saves(setup, plan, tmp_path / "run")
     assert rows == whole
-    assert len(run) == max(0, 3 * 4 - stop_after)
-    assert len(steps) == 3 * 4 + 4
+    assert len(run) == 3 * 4 - stop_after
+    assert len(steps) == 3 * 4
     monkeypatch.setattr(evaluation, "run_span", None)  # nothing is left to run
-    monkeypatch.setattr(evaluation, "_continuations", None)
     assert run_with_saves(setup, plan, tmp_path / "run")[0] == whole
 
 
@@ -266,14 +232,13 @@ def test_a_finished_file_takes_more_formats(setup, checkpoint, monkeypatch, tmp_
 
 
 def test_what_belongs_to_another_run_is_refused(setup, checkpoint, tmp_path):
-    plan = workload_of_text(prompts=1)
+    plan = workload_of_text()
     run_with_saves(setup, plan, tmp_path / "run")
     other_model = load_setup(str(write_checkpoint(tmp_path / "m", mutate=lambda t: t[FINAL_NORM].mul_(2))), ["tq2"])
     for other, other_plan, word in (
         (other_model, plan, "model"),
-        (setup, workload_of_text(TEXT.upper(), prompts=1), "text"),
-        (setup, workload_of_text(window=20, prompts=1), "windows"),
-        (setup, workload_of_text(), "prompts"),
+        (setup, workload_of_text(TEXT.upper()), "text"),
+        (setup, workload_of_text(window=20), "windows"),
         (load_setup(str(checkpoint), ["tq2"], dtype="bfloat16"), plan, "dtype"),
     ):
         with pytest.raises(InputError, match=f"another .*{word}"):

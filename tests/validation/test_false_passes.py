@@ -121,17 +121,14 @@ def test_a_long_token_does_not_hide_a_short_one():
     assert run(Whole(model), model, steps=0).passed
     report = run(Whole(model, layers=layers), model, steps=0)
     assert where(report) == (1, "attention_mlp")
-    row = next(r for r in report.rows if r.layer == 1 and r.mode == "teacher-forced")
-    assert row.ascend["RelativeEuclideanDistance"] < 1e-3 < 1e-2 < row.rel_l2
+    assert next(r for r in report.rows if r.layer == 1 and r.mode == "teacher-forced").rel_l2 > 1e-2
 
 
-def test_a_layer_that_is_left_out_of_a_very_long_residual_is_found_by_its_update_alone():
+def test_a_layer_that_is_left_out_of_a_very_long_residual_is_found():
     big = replace(MODEL, weights=replace(MODEL.weights, embedding=MODEL.weights.embedding * 3e6))
     report = run(Whole(big, layers=lambda _, hidden, *more: hidden), big, steps=0)
     assert where(report)[1] == "attention_mlp"
-    row = report.rows[0]
-    assert row.rel_l2 < 1e-5
-    assert row.update_err > 0.5
+    assert report.rows[0].rel_l2 < 1e-5
 
 
 @pytest.mark.parametrize("spoil", [lambda out: out.roll(1, -1), lambda out: out * 1.001], ids=["rolled", "a little too long"])

@@ -14,10 +14,9 @@ from haarkv.models.text import ByteTokenizer
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 from haarkv.tq_ops.table import with_ops
 from haarkv.validation.faults.layer import published_faults
-from haarkv.validation.fidelity.greedy_diff import PositionScore, greedy_diff, score, summarize, teacher_forced
+from haarkv.validation.fidelity.greedy_diff import PositionScore, greedy_diff, score, summarize
 
 CONFIG = replace(SMALL, vocab_size=256, max_position_embeddings=192)
 MODEL = small_model(CONFIG)
@@ -157,27 +156,11 @@ def test_two_tokens_that_both_end_the_text_are_told_apart():
     assert (first.position, first.token_a, first.token_b) == (3, *ends)
 
 
-def test_a_prompt_is_compared_alike_alone_and_beside_others():
-    together = diff(session("fp32"), session("k=fp32,v=bf16"))
-    for index, prompt in enumerate(PROMPTS):
-        alone = diff(session("fp32"), session("k=fp32,v=bf16"), [prompt])
-        assert alone.prompts[0].a.token_ids == together.prompts[index].a.token_ids
-        expected = [position.top_a[0] for position in together.prompts[index].scores]
-        assert [token for token, _ in expected] == alone.prompts[0].a.token_ids
-        for (_, logit), position in zip(expected, alone.prompts[0].scores, strict=True):
-            assert abs(logit - position.top_a[0][1]) < bounds.REORDERED_LOGITS
-
-
 def test_a_full_context_ends_both():
     prompt = "a" * (CONFIG.max_position_embeddings - 2)
     result = diff(session(), session(), [prompt, "b"])
     assert result.prompts[0].a.finish == result.prompts[0].b.finish == "context"
     assert [len(row.scores) for row in result.prompts] == [3, 6]
-
-
-def test_what_is_fed_may_need_one_more_block():
-    result = diff(session(), session(), ["a" * (BLOCK_SIZE - 1)])
-    assert len(result.prompts[0].scores) == 6
 
 
 # -- What it excuses ------------------------------------------------------------------------------------------------------
@@ -319,8 +302,3 @@ def test_the_lowest_id_comes_first_among_equal_logits():
     logits = torch.zeros(40)
     logits[30] = 1
     assert [token for token, _ in score(logits, logits).top_a] == [30, 0, 1, 2, 3]
-
-
-def test_teacher_forcing_with_nothing_to_feed_scores_the_prompt():
-    [[position], [_, _]] = teacher_forced(session(), session("tq4"), [[65, 66], [67]], [[], [68]])
-    assert position.kl > 0

@@ -24,7 +24,6 @@ from haarkv.validation.faults.base import DRIVES, instead, table_with
 from haarkv.validation.faults.ops import keeping, quantized_parts, steeper
 from haarkv.validation.layers import null
 from haarkv.validation.layers.null import (
-    NONE,
     RUNS,
     Figure,
     Null,
@@ -187,8 +186,7 @@ def test_what_is_nearer_to_the_reference_than_honest_runs_is_right(kind):
 
 def test_a_figure_of_nothing_is_zero_and_of_something_beside_nothing_infinite():
     for kind in ("gain", "slip a name"):
-        assert value(Figure("o_proj", -1, kind), NONE) == 0
-        assert value(Figure("o_proj", -1, kind), (1.0, 0.0, 0.0)) == math.inf
+        assert value(Figure("o_proj", -1, kind), torch.tensor([[0.0, 0.0, 0.0], [1.0, 0.0, 0.0]])).tolist() == [0, math.inf]
 
 
 def test_one_number_on_the_other_side_of_a_rounding_point_is_no_gain():
@@ -206,10 +204,12 @@ def test_one_number_on_the_other_side_of_a_rounding_point_is_no_gain():
 def test_sums_of_forwards_add_up():
     """Counts, energies and products grow."""
     energy, gain, level_changes = (Figure("o_proj", -1, kind) for kind in ("energy", "gain", "changed"))
-    one = {energy: (2.0, 0.0, 0.0), gain: (3.0, 4.0, 5.0), level_changes: (5.0, 0.0, 0.0)}
+    one = {energy: torch.tensor([2.0, 0, 0]), gain: torch.tensor([3.0, 4, 5]), level_changes: torch.tensor([5.0, 0, 0])}
     assert add_sums({}, one) == one
-    both = {energy: (4.0, 0.0, 0.0), gain: (4.0, 8.0, 7.0), level_changes: (10.0, 0.0, 0.0)}
-    assert add_sums(one, {**one, gain: (1.0, 4.0, 2.0)}) == both
+    both = add_sums(one, {**one, gain: torch.tensor([1.0, 4, 2])})
+    assert {figure: sums.tolist() for figure, sums in both.items()} == {
+        energy: [4, 0, 0], gain: [4, 8, 7], level_changes: [10, 0, 0]
+    }  # fmt: skip
 
 
 def test_what_no_forward_shows_alone_all_of_them_show():
@@ -217,8 +217,9 @@ def test_what_no_forward_shows_alone_all_of_them_show():
     figure, generator = Figure("o_proj", -1, "gain"), torch.Generator().manual_seed(0)
     null = Null()
     for _ in range(100):
-        null.runs = [{figure: (float(draw), 1.0, 0.0)} for draw in torch.randn(RUNS, generator=generator)]
-        candidate = {figure: (5.0, 1.0, 0.0)}
+        draws = torch.randn(RUNS, 1, generator=generator)
+        null.runs = {figure: torch.cat([draws, torch.ones(RUNS, 1), torch.zeros(RUNS, 1)], 1)}
+        candidate = {figure: torch.tensor([5.0, 1, 0])}
         assert null.excesses(candidate, rounds=False)[figure] < 1
         null.add(candidate)
     assert null.total_excesses(rounds=False)[figure] > 2

@@ -19,8 +19,19 @@ from haarkv.validation.fidelity.evaluation import FidelityRow, evaluate, make_wo
 from haarkv.validation.fidelity.setup import load_setup
 from haarkv.validation.layers.parts import new_cache
 from haarkv.validation.planning.auto import kinds
-from haarkv.validation.planning.planner import Verification, choices_within, compare, measure, uniform_rivals, verify
-from haarkv.validation.planning.search import Frontier, Knapsack, bits_per_value, places, with_format
+from haarkv.validation.planning.search import (
+    Frontier,
+    Knapsack,
+    Verification,
+    bits_per_value,
+    choices_within,
+    compare,
+    measure,
+    places,
+    uniform_rivals,
+    verify,
+    with_format,
+)
 
 TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n"
 UNSEEN = "def bridge(name, quest):\n    if quest == 'grail':\n        return name\n    raise KeyError(quest)\n"
@@ -29,7 +40,7 @@ REORDER_TOLERANCE = 2e-3
 
 
 def workload_of_text(text, window=30, **kwargs):
-    return make_workload(list(text.encode()), 1024, window=window, prompts=0, **kwargs)
+    return make_workload(list(text.encode()), 1024, window=window, **kwargs)
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +204,7 @@ def test_rivals_stand_next_to_the_plan_in_bytes():
 
 
 def row(kv, size, kl):
-    return FidelityRow(kv, size, size / 10, kl, kl, kl, 1.0, 0.0, 9.0, 0.0, None)
+    return FidelityRow(kv, size, size / 10, kl, kl, kl, 1.0, 0.0, 9.0, 0.0)
 
 
 @pytest.mark.parametrize(

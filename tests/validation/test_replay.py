@@ -19,6 +19,7 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import validate
 from haarkv.validation.faults.base import reordered_sum_ops, table_with
 from haarkv.validation.faults.layer import LEARNED_KV, coordinate_faults, published_faults
+from haarkv.validation.faults.windows import WINDOW_SPEC
 from haarkv.validation.layers.replay.case import OneRun, judge_case, require_expected
 from haarkv.validation.layers.replay.file import build_replay_file, load, save
 from haarkv.validation.layers.self_test import WholeLayers
@@ -43,7 +44,8 @@ def faulty(make_table, whole=False):
 
 
 def failing_run(model, make, prompts, steps=0, kv="tq4", learned_calibration=None, modes=("teacher-forced",)):
-    plan = KVSpec(kv, calibration=learned_calibration).plan(model.config.num_layers)
+    spec = KVSpec(kv, calibration=learned_calibration) if isinstance(kv, str) else kv
+    plan = spec.plan(model.config.num_layers)
     report = validate(right(model, plan), make(model, plan), model, prompts, steps, plan, modes=modes)
     assert not report.passed
     return OneRun(report, model, prompts, steps, plan, learned_calibration, (right, make))
@@ -113,14 +115,21 @@ KINDS = {
     },
     "tq3": {"model_type": "llama", "rope_scaling": YarnScaling(4.0, 128, 1.1)},
     "tq2": {"model_type": "qwen2", "bias": True, "rope_scaling": LinearScaling(2.0)},
+    "a window": {},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kv", rest(MORE_JUDGE, KINDS, lambda _, kv: kv in ("k=fp32,v=tq3", "tq4", "tq3")))
-def test_every_kind_of_field_and_family_can_be_cut_and_written(kv):
+@pytest.mark.parametrize("kv", rest(MORE_JUDGE, KINDS, lambda _, kv: kv in ("k=fp32,v=tq3", "tq4", "tq3", "a window")))
+def test_every_kind_of_field_family_and_window_can_be_cut_and_written(kv):
     model = small_model(resize_config(SMALL, **KINDS[kv]))
-    make = faulty(lambda _: table_with({"paged_attention": lambda q, *_: torch.zeros_like(q)}))
-    file = saved_replay(failing_run(model, make, [random_tokens(SMALL, 6)], kv=kv))
+    # In decode alone, so that the layer's cache holds what the prompt left.
+    make = faulty(lambda _: table_with({"paged_attention": lambda q, *at: reference.paged_attention(q, *at) * (len(q) > 1)}))
+    run = failing_run(model, make, [random_tokens(SMALL, 6)], 1, kv=WINDOW_SPEC if kv == "a window" else kv)
+    built = build_replay_file([run], VERSIONS)
+    file = through_a_file(built)
+    for part, fields in built.case.before.items():
+        assert all(torch.equal(tensor, file.case.before[part][name]) for name, tensor in fields.items())
+    assert ("window.k" in file.case.before) == (kv == "a window")
     assert first_fault(file.case, make) == ("paged_attention", "fault")
     assert judge_case(file.case, right, right).first_divergence is None
     assert file.case.config.common.attention.rope.scaling == model.config.common.attention.rope.scaling

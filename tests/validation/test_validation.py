@@ -8,16 +8,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from at_length import MORE_JUDGE, pairwise_cases
-from small_models import CONFIGS, KV_FORMATS, SMALL, random_tokens, small_model
+from small_models import KV_FORMATS, SMALL
 from validation_reports import MODEL, Whole, where
 from validation_reports import validation_report as run
 
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import formats, reference
+from haarkv.tq_ops.errors import InputError
 from haarkv.validation.faults.base import DRIVES, table_with
 from haarkv.validation.faults.layer import published_faults
-from haarkv.validation.layers.compare import ascend_metrics, compare_vectors
-from haarkv.validation.layers.report import ASCEND_COLUMNS, as_json
+from haarkv.validation.layers.judge import compare_vectors
+from haarkv.validation.layers.report import as_json
 from haarkv.validation.layers.self_test import WholeLayers
 
 
@@ -37,21 +38,12 @@ def test_the_reference_equals_itself_in_every_format(kv, drive):
     # prefill, one step, a verify and the step behind it, every layer, both modes
     assert len(report.rows) == 4 * SMALL.num_layers * 2
     for row in report.rows:
-        assert (row.k_match, row.v_match, row.share, row.scale_err, row.max_abs) == (1, 1, 0, 0, 0)
+        assert (row.k_match, row.v_match, row.share, row.max_abs) == (1, 1, 0, 0)
         assert row.hidden_cos == pytest.approx(1, abs=1e-12)
     assert [(row.phase, row.step, row.predictions) for row in report.logits] == [
         ("prefill", 0, 2), ("decode", 0, 2), ("verify", 0, 5), ("decode", 1, 2)
     ]  # fmt: skip
     assert all(row.same_token == row.predictions for row in report.logits)
-
-
-@pytest.mark.parametrize("config", [c for c in CONFIGS if c != "gqa5_d128"])
-def test_other_shapes_can_be_validated(config):
-    model = small_model(CONFIGS[config])
-    prompts = [random_tokens(model.config, 5)]
-    assert run(ReferenceExecutor(model), model, prompts, 0).passed
-    faulty_candidate = candidate_with(model, paged_attention=lambda q, *_: torch.ones_like(q))
-    assert where(run(faulty_candidate, model, prompts, 0)) == (0, "paged_attention")
 
 
 def test_a_tie_is_taken_over_into_what_follows():
@@ -242,13 +234,9 @@ def test_the_guilty_layer_is_bad_teacher_forced_and_the_later_ones_free_running_
     assert [by["free-running", layer].rel_l2 > 1e-3 for layer in range(3)] == [False, True, True]
 
 
-def test_a_fused_reference_can_be_held_against_too():
-    fused_reference = WholeLayers(ReferenceExecutor(MODEL))
-    report = run(ReferenceExecutor(MODEL), trusted=fused_reference)
-    assert report.passed
-    assert report.first_divergence is None
-    fault = published_faults(MODEL, 1)[4]
-    assert where(run(ReferenceExecutor(MODEL, fault.table()), trusted=fused_reference)) == (1, "attention_mlp")
+def test_a_fused_reference_is_refused():
+    with pytest.raises(InputError, match="a reference runs op by op on the host"):
+        run(ReferenceExecutor(MODEL), trusted=WholeLayers(ReferenceExecutor(MODEL)))
 
 
 # -- Figures ---------------------------------------------------------------------------------------------------------------
@@ -262,22 +250,3 @@ def test_vectors_are_compared_each_by_itself():
     zero = torch.zeros(1, 2)
     assert compare_vectors(zero, zero).rel_l2 == 0
     assert compare_vectors(zero, a[:1]).rel_l2 == math.inf
-
-
-def test_ascends_columns_are_its_published_formulas():
-    x, y = torch.tensor([1.0, 2.0, 2.0]), torch.tensor([1.0, 1.0, 4.0])
-    figures = ascend_metrics(x, y)
-    assert tuple(figures) == ASCEND_COLUMNS
-    assert figures["CosineSimilarity"] == pytest.approx(11 / (3 * math.sqrt(18)))
-    assert figures["MaxAbsoluteError"] == 2
-    assert figures["AccumulatedRelativeError"] == pytest.approx(1.5)
-    assert figures["RelativeEuclideanDistance"] == pytest.approx(math.sqrt(5 / 18))
-    assert figures["StandardDeviation"] == "(1.667;0.471),(2.000;1.414)"
-    assert figures["MeanAbsoluteError"] == 1
-    assert figures["RootMeanSquareError"] == pytest.approx(math.sqrt(5 / 3))
-    assert (figures["MaxRelativeError"], figures["MeanRelativeError"]) == (1, pytest.approx(0.5))
-    eps = torch.finfo(torch.float32).eps
-    p, q = [eps, 1, 1], [eps, eps, 1]
-    p, q = [v / sum(p) for v in p], [v / sum(q) for v in q]
-    assert figures["KullbackLeiblerDivergence"] == pytest.approx(sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)))
-    assert ascend_metrics(y, y)["KullbackLeiblerDivergence"] == 0

@@ -20,13 +20,11 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import validate
-from haarkv.validation.faults.base import DRIVES, Layer, reordered_sum_ops, table_with
+from haarkv.validation.faults.base import DRIVES, Layer, table_with
 from haarkv.validation.faults.layer import common_bugs
 from haarkv.validation.faults.windows import WINDOW_SPEC, Parts, merging, window_faults
 from haarkv.validation.layers.exercise import HUGE_SCALES, TINY_SCALES, covering_prompts_for
 from haarkv.validation.layers.parts import load, new_cache, snapshot, without_unread
-from haarkv.validation.layers.replay import file as replay_file
-from haarkv.validation.layers.replay.case import OneRun
 
 CONFIG = resize_config(SMALL, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, hidden_size=32, intermediate_size=48)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -61,19 +59,9 @@ def test_the_reference_equals_itself(name, drive):
     report = validate_candidate(model, DRIVES[drive](ReferenceExecutor(model)), spec, modes=("teacher-forced", "free-running"))
     assert report.passed
     assert report.first_divergence is None
-    stages = {stage.stage for stage in report.stages}
+    stages = {stage.stage for stage in report.tensors}
     assert ("window.v" in stages, "sink.v" in stages) == (spec.tail is not None, spec.sink > 0)
     assert "window.k" not in stages or spec.kv != "k=bf16,v=tq4"
-
-
-# The rest runs with `make test-judge`.
-@pytest.mark.parametrize(("drive", "dtype"), pairwise_cases(MORE_JUDGE, list(DRIVES), list(DTYPES)))
-def test_another_order_of_sums_is_rounding_and_ties(dtype, drive):
-    model = make_model(dtype)
-    other = DRIVES[drive](ReferenceExecutor(model, reordered_sum_ops()))
-    report = validate_candidate(model, other, modes=("teacher-forced", "free-running"))
-    assert report.passed, report.first_divergence
-    assert report.first_divergence.reason in ("rounding", "tie")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -223,24 +211,3 @@ def test_a_short_prompt_says_which_windows_it_did_not_see():
 
 
 # -- As a file ---------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["the window is one token short"])
-def test_a_failing_layer_with_a_window_becomes_a_file_that_fails_alike(name, tmp_path):
-    model, plan = make_model(), WINDOW_SPEC.plan(CONFIG.num_layers)
-    fault = next(fault for fault in window_faults(model, AT) if fault.name == name)
-
-    def make_faulty(model, _plan):
-        mine = next(f for f in window_faults(model, model.config.num_layers - 1) if f.name == name)
-        return mine.executor(model)
-
-    report = validate_candidate(model, fault.executor(model))
-    make = (lambda of, _plan: ReferenceExecutor(of)), make_faulty
-    replay = replay_file.build_replay_file([OneRun(report, model, PROMPTS, 1, plan, None, make)], {})
-    replay_file.save(tmp_path / "file", replay)
-    again = replay_file.load(tmp_path / "file")
-    assert (again.case.tail, again.case.sink) == (16, 4)
-    assert again.finding["stage"] == fault.stage
-    assert all(
-        torch.equal(tensor, again.case.before[part][field])
-        for part, part_fields in replay.case.before.items()
-        for field, tensor in part_fields.items()
-    )

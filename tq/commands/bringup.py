@@ -21,10 +21,10 @@ from tq.output import counting, print_judged, print_table, telling, unread_is_fi
 if TYPE_CHECKING:
     from haarkv.models.qwen3_14b.npu.compile import CompiledProgram
     from haarkv.tq_ops.kv.plan import KVSpec
-    from haarkv.validation.bringup.ladder import Folder, Result, RungFinding
+    from haarkv.validation.bringup.ladder import Result, RungFinding
     from haarkv.validation.bringup.workbench import Workbench
 
-_FIRST = "environment"
+_REPORT = "report.json"
 _REPEATS = 7  # timed turns of the latency
 
 
@@ -43,9 +43,8 @@ _REPEATS = 7  # timed turns of the latency
 @options.threads_option
 @options.numbers("--contexts", "Tokens in the cache, for the latency [default: 512,4096; 40 in the simulator].")
 @options.count("--max-new-tokens", "Of greedy text [default: 32; 3 in the simulator].", metavar="N")
-@options.file("--out", "Where results and logs go.", metavar="FOLDER", required=True)
+@options.file("--out", "Where report and logs go; must not exist.", metavar="FOLDER", required=True)
 @click.option("--any-versions", is_flag=True, help="Go on with versions that were not published together; it is recorded.")
-@click.option("--resume", is_flag=True, help="Go on in FOLDER: keep what passed, unless what it depends on has changed.")
 @options.json_option
 @click.pass_context
 def command(context: click.Context, /, **args: Any) -> int:
@@ -54,49 +53,34 @@ def command(context: click.Context, /, **args: Any) -> int:
     \b
       tq dev bringup --out first                    # on a machine with an Ascend NPU
       tq dev bringup --device sim --out rehearsal   # the same, without a card
-      tq dev bringup --out first --resume           # after a failed rung was mended
 
-    The first rung that fails ends it: the output names the rung, and the layer and stage if there is one. FOLDER holds a JSON
-    file a rung, the whole messages of failures, and report.json to send home, in which no path is left.
+    The first rung that fails ends it: the output names the rung, and the layer and stage if there is one. FOLDER holds
+    report.json to send home, in which no path is left, and the whole message of a failure.
 
     Exit code 0 if every rung passed that this executor has, 1 if one failed, 2 if nothing could be tried.
     """
     with unread_is_fine():
         options.set_threads(args["threads"])
-        from haarkv.validation.bringup.environment import require_executor
-        from haarkv.validation.bringup.ladder import REPORT, climb, ladder, verdict
+        from haarkv.tq_ops.errors import InputError
+        from haarkv.validation.bringup.ladder import climb, ladder, require_executor, verdict
 
         require_executor(args["executor"])
         out: Path = args["out"]
-        folder = _folder(out, resume=args["resume"])
+        check_folder(out)
         began = time.time()
         with telling() as tell:
-            show = _Show(tell, quiet=args["as_json"])
+            show = _Show(tell, out, quiet=args["as_json"])
             rungs = ladder(_bench(args, show.tell), args["executor"], args["device"], _latency, args["any_versions"])
             try:
-                results = climb(rungs, folder, on_begin=show.begin, on_result=show.result)
-            finally:
-                # Failed or interrupted: what is known so far is worth looking at, and sending home.
-                text = _leave(folder, show.results, context, args, began)
-        print(text if args["as_json"] else f"{verdict(results)}\nsend home {out / REPORT}")
-        return int(any(result.verdict == "failed" for result in results))
-
-
-def _folder(path: Path, *, resume: bool) -> Folder:
-    """An empty folder; or one to go on in, or with the environment's result alone, left by a mistyped command."""
-    from haarkv.tq_ops.errors import InputError
-    from haarkv.validation.bringup.ladder import REPORT, Folder
-
-    if path.is_dir() and any(path.iterdir()):
-        if not (path / f"{_FIRST}.json").is_file():
-            raise InputError(f"{path} holds something else than a bring-up; name a folder that does not exist")
-        if not resume and {file.name for file in path.iterdir()} - {f"{_FIRST}.json", f"{_FIRST}.log", REPORT}:
-            raise InputError(f"{path} holds a bring-up; add --resume to go on, or name another folder")
-    try:
-        path.mkdir(exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{path} cannot be made: {error.strerror}") from None
-    return Folder(path)
+                climb(rungs, show.begin, show.result)
+            except InputError:  # the command as it was meant may use the folder
+                raise
+            except BaseException:  # interrupted: what is known so far is worth looking at
+                _leave(show.results, context, args, began)
+                raise
+            text = _leave(show.results, context, args, began)
+        print(text if args["as_json"] else f"{verdict(show.results)}\nsend home {out / _REPORT}")
+        return int(any(result.verdict == "failed" for result in show.results))
 
 
 def _bench(args: dict[str, Any], tell: Callable[[str], None]) -> Callable[[], Workbench]:
@@ -156,9 +140,9 @@ def _latency(bench: Workbench) -> RungFinding:
     return RungFinding(True, summary, calls, "calls", facts=facts)
 
 
-def _leave(folder: Folder, results: list[Result], context: click.Context, args: dict[str, Any], began: float) -> str:
+def _leave(results: list[Result], context: click.Context, args: dict[str, Any], began: float) -> str:
     """Write the report to send home; its text."""
-    from haarkv.validation.bringup.ladder import REPORT, collect_host_logs, report
+    from haarkv.validation.bringup.ladder import collect_host_logs, report
     from tq import __version__
 
     if not results:
@@ -175,38 +159,37 @@ def _leave(folder: Folder, results: list[Result], context: click.Context, args: 
         from haarkv.benchmarks.report import machine
 
         about |= {name: str(value) for name, value in machine().items()}
-    text = report(results, about, folder, collect_host_logs(began) if args["executor"] == "npu" else {})
-    write_whole(folder.path / REPORT, text)
+    text = report(results, about, collect_host_logs(began) if args["executor"] == "npu" else {})
+    args["out"].mkdir(exist_ok=True)
+    write_whole(args["out"] / _REPORT, text)
     return text
 
 
 class _Show:
-    """Prints a line a rung, unless `quiet`; on a terminal, `tell` shows progress."""
+    """Prints a line a rung, unless `quiet`, and writes logs; on a terminal, `tell` shows progress."""
 
-    def __init__(self, tell: Callable[[str], None], quiet: bool) -> None:
-        self._tell, self._quiet, self._name = tell, quiet, ""
+    def __init__(self, tell: Callable[[str], None], out: Path, quiet: bool) -> None:
+        self._tell, self._out, self._quiet, self._name = tell, out, quiet, ""
         self.results: list[Result] = []
 
     def tell(self, what: str) -> None:
         """Show progress within a rung."""
         self._tell(f"{self._name}: {what}")
 
-    def begin(self, name: str, reason: str) -> None:
-        """A rung begins; `reason` says why it runs again."""
+    def begin(self, name: str) -> None:
         self._name = name
         self.tell("…")
-        if reason and not self._quiet:
-            self._tell("")
-            print(f"{name} is run again: {reason}", flush=True)
 
-    def result(self, result: Result, from_before: bool) -> None:
-        """A rung is done, now or before."""
+    def result(self, result: Result) -> None:
         self.results.append(result)
         self._tell("")
+        log = ""
+        if result.log:
+            self._out.mkdir(exist_ok=True)
+            write_whole(self._out / f"{result.name}.log", result.log)
+            log = f" (the whole message: {result.name}.log)"
         if not self._quiet:
-            log = f" (the whole message: {result.log})" if result.log else ""
-            seconds = "   kept" if from_before else f"{result.seconds:5.1f} s"
-            line = f"{result.name:14}  {result.verdict:20}  {seconds}  {result.found.said}{log}"
+            line = f"{result.name:14}  {result.verdict:20}  {result.seconds:5.1f} s  {result.found.said}{log}"
             print_judged(line, {"passed": True, "failed": False}.get(result.verdict))
 
 

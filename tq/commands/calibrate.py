@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import resource
 import time
@@ -39,13 +38,11 @@ if TYPE_CHECKING:
 @options.count("--tokens", "Tokens to learn from.", 10240)
 @options.count("--verify-tokens", "Tokens to judge by.", 4096)
 @click.option("--window", type=int, metavar="W", help="Tokens in a window [default: 1024, or the model's context].")
-@options.resume_option
 @click.option("--force", is_flag=True, help="Write the file even if tq4 is as good at the same bytes.")
 @options.json_option
 def command(
     text_files: tuple[str, ...], verify_file: str | None, out_file: Path, tokens: int, verify_tokens: int,
-    window: int | None, threads: int | None, resume_file: Path | None, force: bool,
-    as_json: bool, **model: Any,
+    window: int | None, threads: int | None, force: bool, as_json: bool, **model: Any,
 ) -> int:  # fmt: skip
     """Learn in which coordinates a model's keys are cheapest to store, for formats lr2 to lr5.
 
@@ -64,7 +61,7 @@ def command(
     other = None if verify_file is None else read_text(verify_file, "--verify")
     if other is not None and other in (text, *texts):
         raise click.UsageError("--text and --verify are the same text, which cannot judge what was learned; give another one")
-    options.check_outputs(out=out_file, resume=resume_file)
+    options.check_outputs(out=out_file)
     from haarkv.tq_ops.errors import InputError
     from haarkv.validation.fidelity.evaluation import make_workload
     from haarkv.validation.planning.calibrate import load_subject
@@ -81,12 +78,14 @@ def command(
     ids = common_text(subject.tokenizer, total) if text is None else encode(text)
     half = tokens + 1 if text is None and len(ids) == total else len(ids) // 2
     learned_from, unseen = (ids[:half], ids[half:]) if other is None else (ids, encode(other))
-    work = make_workload(learned_from, most, window=window, tokens=tokens, prompts=0)
+    work = make_workload(learned_from, most, window=window, tokens=tokens)
     # As long as is allowed: keys of late positions are judged too.
     longest = max(1, min(most, verify_tokens, len(unseen) - 1))
-    unseen_work = make_workload(unseen, most, window=longest, tokens=verify_tokens, prompts=0)
+    unseen_work = make_workload(unseen, most, window=longest, tokens=verify_tokens)
     began = time.monotonic()
-    learning = _learn(subject, work, unseen_work, resume_file)
+    windows, held_out = ([each.fed(window) for window in each.windows] for each in (work, unseen_work))
+    with scoring(subject.config.num_layers * (work.scored_tokens + unseen_work.scored_tokens)) as on_step:
+        learning = subject.learn(windows, held_out, on_step)
     seconds = time.monotonic() - began
     return _judge(subject, learning, unseen_work, work.scored_tokens, seconds, out_file, force=force, as_json=as_json)
 
@@ -120,28 +119,6 @@ def _judge(
             ending = f"written to {out_file}" if is_written else _not_written(out_file, tq4, lr4)
             print(f"{per_layer:.1f} s a layer, {peak / 2**30:.2f} GiB at most; {ending}")
     return int(not is_written)
-
-
-def _learn(subject: Subject, work: Workload, unseen_work: Workload, resume_file: Path | None) -> Learning:
-    """Learn all layers, or those that an earlier run has left."""
-    from haarkv.validation.planning.calibrate import resume_learning, save
-
-    windows, held_out = ([each.fed(window) for window in each.windows] for each in (work, unseen_work))
-    tokens = b"|".join(window.numpy().tobytes() for window in (*windows, *held_out))
-    run = {
-        "model": subject.fingerprint,
-        "dtype": str(subject.model.dtype).removeprefix("torch."),
-        "text or windows": hashlib.sha256(tokens).hexdigest()[:16],
-    }
-    earlier = resume_learning(resume_file, run)
-
-    def on_layer(state: Learning) -> None:
-        if resume_file is not None:
-            save(resume_file, state, run)
-
-    left = subject.config.num_layers - len(earlier.layers if earlier else ())
-    with scoring(left * (work.scored_tokens + unseen_work.scored_tokens)) as on_step:
-        return subject.learn(windows, held_out, learning=earlier, save=on_layer, on_step=on_step)
 
 
 def _print(rows: Sequence[FidelityRow], report: dict[str, Any]) -> None:

@@ -67,18 +67,14 @@ def command(
         from haarkv.engine.plans import worth_saying
         from haarkv.models.balance import describe
         from haarkv.validation.fidelity.greedy_diff import greedy_diff
-        from haarkv.validation.fidelity.setup import default_dtype, load_contenders, parse_contender, resolve_contenders
+        from haarkv.validation.fidelity.setup import load_contenders, parse_contender
         from tq.loading import kv_spec
 
         options.set_threads(threads)
-        spec = kv_spec(kv)
-        sides = parse_contender(spec_a), parse_contender(spec_b)
-        side_a, side_b = resolve_contenders(model, *sides, spec, device=device, dtype=dtype, layers=layers)
-        dtype = dtype or default_dtype(side_a, side_b)
-        a, b = load_contenders(
-            model, side_a, side_b, dtype=dtype, device=device, layers=layers, spec=spec, balance=balance == "auto",
-            progress=progress,
-        )  # fmt: skip
+        spec, sides = kv_spec(kv), (parse_contender(spec_a), parse_contender(spec_b))
+        a, b, dtype = load_contenders(
+            model, sides, spec, device=device, dtype=dtype, layers=layers, balance=balance == "auto", progress=progress
+        )
     uneven = tuple(dict.fromkeys((*a.uneven, *b.uneven)))
     if worth_saying(uneven):
         warn(f"{describe(uneven)}; --balance off leaves them as they are")

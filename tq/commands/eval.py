@@ -38,12 +38,11 @@ _WIDTH = 120
 @options.run_options()
 @click.option("--window", type=int, metavar="W", help="Tokens in a window [default: 1024, or the model's context].")
 @options.count("--tokens", "Score N tokens at most, spread over the text.", metavar="N")
-@options.count("--greedy-prompts", "Prompts to continue greedily.", 16, least=0)
 @options.resume_option
 @options.json_option
 def command(
     text_file: str, model: str, kvs: tuple[str, ...], plan_files: tuple[str, ...], window: int | None,
-    tokens: int | None, greedy_prompts: int, executor: str, device: str | None, dtype: str | None, layers: int | None,
+    tokens: int | None, executor: str, device: str | None, dtype: str | None, layers: int | None,
     threads: int | None, resume_file: Path | None, balance: str, as_json: bool, **kv: Any,
 ) -> None:  # fmt: skip
     """Measure what each KV format changes, against the same model with K and V in bf16.
@@ -79,8 +78,8 @@ def command(
     if worth_saying(setup.uneven):
         warn(f"{describe(setup.uneven)}; --balance off leaves them as they are")
     ids, context = setup.base.tokenizer.encode(text), setup.base.config.max_position_embeddings
-    plan = make_workload(ids, context, window=window, tokens=tokens, prompts=greedy_prompts)
-    with scoring(len(setup.caches) * plan.steps) as on_step:
+    plan = make_workload(ids, context, window=window, tokens=tokens)
+    with scoring(len(setup.caches) * plan.scored_tokens) as on_step:
         rows = evaluate(setup, plan, partial=open_partial(resume_file, setup, plan), on_step=on_step)
     if as_json:
         print(json.dumps({"model": model, "text": text_file, **_as_json(setup, plan, rows)}))
@@ -123,17 +122,12 @@ def _print(model: str, text_file: str, setup: Setup, plan: Workload, rows: Seque
         ("RMS Δp", [f"{row.rms_dp:.3%}" for row in rows]),
         ("PPL", [f"{row.ppl:.4f}" for row in rows]),
         ("ΔPPL", [f"{row.ppl_delta:+.4f}" for row in rows]),
-        ("greedy", ["–" if row.greedy_match is None else f"{row.greedy_match:.1f}" for row in rows]),
     ]
     narrow = sys.stdout.isatty() and get_terminal_size().columns < _WIDTH
     for number, part in enumerate([divergence, text_columns] if narrow else [divergence + text_columns]):
         columns, cells = zip(name, *part, strict=True)
         print_table("" if number else title, columns, list(zip(*cells, strict=True)))
     print("bits: a value, scales included, as allocated for a window; KL in nats")
-    if plan.prompts:
-        count, length = len(plan.prompts), len(plan.prompts[0])
-        prompt_count = f"{count_noun(count, 'prompt')} of {count_noun(length, 'token')}"
-        print(f"greedy: of {count_noun(plan.new_tokens, 'new token')}, those equal to bf16's; {prompt_count}")
 
 
 def _as_json(setup: Setup, plan: Workload, rows: Sequence[FidelityRow]) -> dict[str, Any]:
@@ -142,10 +136,5 @@ def _as_json(setup: Setup, plan: Workload, rows: Sequence[FidelityRow]) -> dict[
         "tokens": plan.scored_tokens,
         "windows": len(plan.windows),
         "window": plan.windows[0].length,
-        "greedy": {
-            "prompts": len(plan.prompts),
-            "prompt_tokens": len(plan.prompts[0]) if plan.prompts else 0,
-            "new_tokens": plan.new_tokens,
-        },
         "rows": [asdict(row) for row in rows],
     }

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from haarkv.models.config import ModelConfig
     from haarkv.tq_ops.formats import Calibration
     from haarkv.validation.fidelity.evaluation import FidelityRow, Setup, Workload
-    from haarkv.validation.planning.planner import Verification
-    from haarkv.validation.planning.search import Allocation, Costs
+    from haarkv.validation.planning.search import Allocation, Costs, Verification
 
 _CONTEXT = 4096
 _LEAST, _FEW = 32, 1024
@@ -81,16 +80,18 @@ def command(
     from haarkv.tq_ops.kv.plan import KVSpec
     from haarkv.validation.fidelity.evaluation import make_workload
     from haarkv.validation.fidelity.setup import load_setup
-    from haarkv.validation.planning.planner import choices_within, uniform_rivals, verify
     from haarkv.validation.planning.search import (
         CANDIDATES,
         LEARNED_CANDIDATES,
         TAILS,
         at,
+        choices_within,
         everywhere,
         places,
         require_candidates,
         session_with_plan,
+        uniform_rivals,
+        verify,
     )  # fmt: skip
 
     options.set_threads(threads)
@@ -117,9 +118,9 @@ def command(
     # A budget that nothing meets, or a tail that the executor does not take, is refused before anything is measured.
     for choice in choose({place: dict.fromkeys(at(place[1], names), 0.0) for place in places(config)}):
         session_with_plan(setup.base, choice.plan)
-    measured = make_workload(texts[0], limit, window=window, tokens=tokens, prompts=0)
+    measured = make_workload(texts[0], limit, window=window, tokens=tokens)
     whole, unseen = (
-        make_workload(part, limit, window=context, tokens=max(count, context), prompts=0)
+        make_workload(part, limit, window=context, tokens=max(count, context))
         for part, count in zip(texts, (tokens, verify_tokens), strict=True)
     )
     search = _search(setup, names, spec.calibration, choose, measured, whole, resume_file)
@@ -159,7 +160,7 @@ def _search(
     measured: Workload, whole: Workload, resume_file: Path | None,
 ) -> PlanSearch:  # fmt: skip
     """Measure each place, choose a plan beside each tail, and take the one that is best as a whole."""
-    from haarkv.validation.planning.planner import changed_caches, compare, measure
+    from haarkv.validation.planning.search import changed_caches, compare, measure
 
     caches = changed_caches(setup.base, names, calibration)
     trial_setup = replace(setup, caches={name: side for name, (_, _, side) in caches.items()})

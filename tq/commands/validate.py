@@ -39,9 +39,9 @@ _SCALED_TOKENS = 24
 @options.executor_option()
 @options.run_options()
 @options.activation_option
-@click.option("--reference", default="reference", show_default=True, help="The executor to compare with.")
+@click.option("--reference", default="reference", show_default=True, help="What to compare with: reference or cpu.")
 @options.count("--steps", "Decode steps after the prefill.", 4, least=0)
-@options.file("--csv", "Write the rows, with Ascend's columns.", "csv_file")
+@options.file("--csv", "Write the rows.", "csv_file")
 @options.file("--html", "Write a page with plots.", "html_file")
 @options.file("--replay", "On failure, write the failing layer for `tq dev replay`.", "replay_file")
 @click.option("--verbose", is_flag=True, help="Print a row for each layer too.")
@@ -116,7 +116,7 @@ def command(context: click.Context, /, **args: Any) -> int:
 @options.executor_option()
 @options.device_option
 @options.threads_option
-@click.option("--reference", default="reference", show_default=True, help="The executor to compare with.")
+@click.option("--reference", default="reference", show_default=True, help="What to compare with: reference or cpu.")
 @options.json_option
 def replay(file: Path, executor: str, device: str | None, threads: int | None, reference: str, as_json: bool) -> int:
     """Run the failing layer of FILE, which `tq validate --replay FILE` wrote, and compare it with the reference.

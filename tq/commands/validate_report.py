@@ -92,9 +92,7 @@ def print_rows(report: Report, verbose: bool) -> None:
     outside = [row for row in report.rows if not row.passed]
     if rows := report.rows if verbose else outside[:_MOST_OUTSIDE]:
         cells = [row_cells(row) | {"": "" if row.passed else "OUTSIDE"} for row in rows]
-        # A column of states, where no layer keeps one, would only make the others narrow.
-        columns = [name for name in cells[0] if name == "" or any(row[name] != "–" for row in cells)]
-        print_table("", columns, [[row[name] for name in columns] for row in cells])
+        print_table("", list(cells[0]), [list(row.values()) for row in cells])
     if not verbose and len(rows) < len(report.rows):
         print(f"{len(report.rows) - len(rows)} more rows: --verbose")
 
@@ -111,7 +109,7 @@ def as_csv(report: Report) -> str:
 # -- Two reports -------------------------------------------------------------------------------------------------------
 def compare(before: Path, after: Path, as_json: bool) -> int:
     """Print what got better or worse; 0 if nothing is wrong that was right, else 1."""
-    from haarkv.validation.layers.two_runs import compare_files, is_new_fault
+    from haarkv.validation.layers.report import compare_files, is_new_fault
 
     comparison = compare_files(before, after)
     changes = comparison["changes"]

@@ -367,13 +367,14 @@ def attend(
         rotated, tokens * q_heads, parts, new, sequences, table, table.shape[1], *sides, scale, programs,
         BLOCK=at.kv.block_size, WIDE=tile["WIDE"], TYPE=operand, num_warps=4, num_stages=tile["num_stages"], **same,
     )  # fmt: skip
-    # Of few vectors in many parts a program of the merge takes one, of many in one part each 16.
+    # Of few vectors in many parts a program of the merge takes one, of many in one part each 16. Threads that add up the same
+    # numbers begin with different ones: were a product fused into the sum, their results would differ in the last bit.
     width = 32 if whole else min(head_dim, _MATRIX_TILE // head_dim)
     pieces = 1 if whole else head_dim // width
     merging = {"ROWS": 16, "AT_ONCE": 1, "num_warps": 4} if whole else {"ROWS": 1, "AT_ONCE": 16, "num_warps": 8}
     out, tiles = torch.empty_like(q), num_tiles(tokens, q_heads, values) if whole else tokens * q_heads
     launch(merge_kernel, (tiles, head_dim // (width * pieces)))(
         parts, out, values.rotation, tokens, new, sequences, programs, in_bf16,
-        WIDTH=width, PIECES=pieces, **merging, **same,
+        WIDTH=width, PIECES=pieces, enable_fp_fusion=False, **merging, **same,
     )  # fmt: skip
     return out

@@ -58,6 +58,13 @@ class Part(NamedTuple):
     sums: Tensor
 
 
+@triton.jit
+def round_to_tf32(x):
+    """FP32 x to the ten fraction bits of TF32, to nearest. Tensor cores cut the others off: products would be too small."""
+    nearest = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return tl.where(x == x, nearest, x)
+
+
 @triton.jit(do_not_specialize=["sequences"])
 def window_kernel(
     q, k_window, v_window, rows, part, tokens, sequences, matrix, scale,
@@ -130,9 +137,13 @@ def window_kernel(
         out, half_matrix = part.vectors + row[:, None] * D + width, matrix + tl.arange(0, D // 2)[:, None] * D + width
         # TF32 keeps as many bits as the FP16 of the rotated queries.
         precision: tl.constexpr = "tf32x3" if tl.float32 == TYPE else "tf32"
+        if tl.float32 != TYPE:
+            low, high = round_to_tf32(low), round_to_tf32(high)
         for piece in tl.static_range(D // WIDTH):
-            rotated = tl.dot(low, tl.load(half_matrix + piece * WIDTH), input_precision=precision)
-            high_matrix = tl.load(half_matrix + (D // 2) * D + piece * WIDTH)
+            low_matrix, high_matrix = tl.load(half_matrix + piece * WIDTH), tl.load(half_matrix + (D // 2) * D + piece * WIDTH)
+            if tl.float32 != TYPE:
+                low_matrix, high_matrix = round_to_tf32(low_matrix), round_to_tf32(high_matrix)
+            rotated = tl.dot(low, low_matrix, input_precision=precision)
             rotated = tl.dot(high, high_matrix, rotated, input_precision=precision)
             tl.store(out + piece * WIDTH, rotated, live[:, None])
 

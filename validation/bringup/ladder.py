@@ -1,4 +1,4 @@
-"""The ladder: each rung's result is a JSON file, the first failure ends the climb, one report is sent home. No torch."""
+"""The ladder of a bring-up: rungs from the lowest up, the first failure ends the climb, one report is sent home. No torch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
+from packaging.requirements import Requirement
+
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.output_files import write_whole
 
 if TYPE_CHECKING:
     from haarkv.validation.bringup.workbench import Workbench
@@ -34,10 +38,9 @@ class RungFinding:
     """What a rung found.
 
     Attributes:
-        passed: None if this executor has no counterpart of the rung.
+        passed: None if this executor has no such rung, or something is `lacking`.
         compared: how many of `unit` were compared or run; a rung that compared none fails.
         where: format, layer and stage of a fault.
-        lacking: what is missing to try the rung; then `passed` is None.
         allowed: what would have failed the rung and was allowed by the request.
     """
 
@@ -53,125 +56,47 @@ class RungFinding:
 
 @dataclass(frozen=True)
 class Result:
-    """A rung that was run.
-
-    Attributes:
-        seconds: wall time of the whole rung.
-        inputs: what the verdict depends on, by name; if one changes, the rung runs again.
-        log: file beside this one with the whole message of a failure.
-    """
+    """A rung that was run; `log` is the whole message of an exception."""
 
     name: str
     verdict: Verdict
     found: RungFinding
     seconds: float
     date: str
-    inputs: Mapping[str, str]
     log: str = ""
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-class Folder:
-    """Where results are kept."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def load(self, name: str) -> Result | None:
-        """The result of a rung, if there is one.
-
-        Raises:
-            InputError: a file of that name that is no result.
-        """
-        file = self.path / f"{name}.json"
-        if not file.exists():
-            return None
-        try:
-            plain = json.loads(file.read_text(encoding="utf-8"))
-            return Result(**{**plain, "found": RungFinding(**plain["found"])})
-        except (KeyError, TypeError, ValueError):
-            raise InputError(f"{file} is no result of tq dev bringup; delete it") from None
-
-    def save(self, result: Result) -> None:
-        write_whole(self.path / f"{result.name}.json", json.dumps(result.as_json(), indent=1) + "\n")
-
-    def log(self, name: str, text: str) -> str:
-        """Keep a message; the name of its file."""
-        write_whole(self.path / f"{name}.log", text)
-        return f"{name}.log"
 
 
 # -- Climbing ------------------------------------------------------------------------------------------------------------
 _LONGEST_LINE = 300
+Rung = tuple[str, Callable[[], RungFinding]]
+"""A name, and what runs; an exception there is a failure."""
 
 
-@dataclass(frozen=True)
-class Rung:
-    """One step of the ladder; an exception in `run` is a failure. With `always`, an earlier result does not count."""
-
-    name: str
-    run: Callable[[], RungFinding]
-    inputs: dict[str, str] = field(default_factory=dict)
-    always: bool = False
-
-
-def climb(
-    rungs: Iterable[Rung],
-    folder: Folder,
-    *,
-    on_begin: Callable[[str, str], None],
-    on_result: Callable[[Result, bool], None],
-) -> list[Result]:
-    """Run rungs up to the first failure; passed rungs with unchanged inputs are kept. Results are saved as they come.
-
-    Args:
-        rungs: a generator: a rung's imports and files are touched when those beneath it have passed.
-        on_begin: gets a rung's name, and why it runs again or "".
-        on_result: gets each result, and whether it was kept.
-    """
+def climb(rungs: Iterable[Rung], on_begin: Callable[[str], object], on_result: Callable[[Result], object]) -> list[Result]:
+    """Run rungs up to the first failure. Of a generator, a rung's imports run when those beneath it have passed."""
     results = []
-    for rung in rungs:
-        old = folder.load(rung.name)
-        changed_inputs = _changed_inputs(rung, old)
-        reuse = old is not None and old.verdict != "failed" and not changed_inputs and not rung.always
-        if not reuse or old is None:
-            on_begin(rung.name, changed_inputs)
-            result = _run(rung, folder)
-            folder.save(result)
-        else:
-            result = old
-        results.append(result)
-        on_result(result, reuse)
-        if result.verdict == "failed":
+    for name, run in rungs:
+        on_begin(name)
+        results.append(_run(name, run))
+        on_result(results[-1])
+        if results[-1].verdict == "failed":
             break
     return results
 
 
-def _changed_inputs(rung: Rung, old: Result | None) -> str:
-    """Which inputs of an earlier result have changed, in words."""
-    if old is None or old.verdict == "failed" or rung.always:
-        return ""
-    names = [name for name in {**old.inputs, **rung.inputs} if old.inputs.get(name) != rung.inputs.get(name)]
-    return f"{' and '.join(names)} changed" if names else ""
-
-
-def _run(rung: Rung, folder: Folder) -> Result:
-    began = time.perf_counter()
-    log = ""
+def _run(name: str, run: Callable[[], RungFinding]) -> Result:
+    began, log = time.perf_counter(), ""
     try:
-        finding = rung.run()
+        finding = run()
     except Exception as error:
-        finding = RungFinding(False, one_line(error))
-        log = folder.log(rung.name, "".join(traceback.format_exception(error)))
+        finding, log = RungFinding(False, one_line(error)), "".join(traceback.format_exception(error))
     if finding.passed and not finding.compared:
         finding = replace(finding, passed=False, said=f"it compared nothing, which proves nothing ({finding.said})")
     verdict: Verdict = "passed" if finding.passed else "failed"
     if finding.passed is None:
         verdict = "not tried" if finding.lacking else "not on this executor"
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return Result(rung.name, verdict, finding, time.perf_counter() - began, date, rung.inputs, log)
+    return Result(name, verdict, finding, time.perf_counter() - began, date, log)
 
 
 def one_line(error: Exception) -> str:
@@ -181,55 +106,131 @@ def one_line(error: Exception) -> str:
     return first if len(first) <= _LONGEST_LINE else f"{first[:_LONGEST_LINE]}…"
 
 
+# -- The lowest rung: are the installed versions known to work together? -----------------------------------------------
+SIMULATOR = "sim"
+"""The device that needs no card."""
+
+
+def require_executor(name: str) -> None:
+    """Refuse an unknown executor without importing one."""
+    if not name.isidentifier() or not all(find_spec(f"haarkv.{room}.{name}") for room in ("executors", "tq_ops")):
+        raise InputError(f"unknown executor {name!r}; name npu, cuda, cpu or onnx")
+
+
+def versions(executor: str) -> dict[str, str]:
+    """Installed versions by name; every verdict depends on them."""
+    packages = {"haarkv": _installed_version("haarkv") or "a checkout", "python": platform.python_version()}
+    if module := _version_table(executor):
+        device_versions = {
+            name: value for name, value in asdict(module.find_installation()).items() if not name.endswith("folder")
+        }
+        packages |= {
+            name.replace("_", "-"): str(value) for name, value in device_versions.items() if value not in (None, False)
+        }
+    for requirement in _requirements(executor):
+        packages.setdefault(requirement.name, _installed_version(requirement.name) or "none")
+    return packages
+
+
+def environment(executor: str, device: str | None, load: Callable[[], object], any_versions: bool = False) -> RungFinding:
+    """Compare what is installed with what is published to work, then load torch; unpublished versions may be allowed."""
+    package_versions = versions(executor)
+    reported_versions = {name: value for name, value in package_versions.items() if name in _REPORTED_PACKAGES}
+    summary = ", ".join(f"{name} {value}" for name, value in reported_versions.items())
+    problem, allowance = _missing(executor), ""
+    if problem is None and (unpublished_reason := _unpublished_reason(executor, device)):
+        problem, allowance = (None, unpublished_reason) if any_versions and device != SIMULATOR else (unpublished_reason, "")
+    if problem is None:
+        try:
+            load()
+        except (ImportError, OSError, RuntimeError) as error:
+            problem = f"torch cannot be imported: {' '.join(str(error).split())[:300]}"
+    summary += f"; allowed by --any-versions: {allowance}" * bool(allowance)
+    return RungFinding(
+        problem is None, problem or summary, len(package_versions), "versions", facts=package_versions, allowed=allowance
+    )
+
+
+_REPORTED_PACKAGES = ("python", "torch", "torch-npu", "pypto", "cann", "driver")
+
+
+def _version_table(executor: str) -> ModuleType | None:
+    """The executor's module of published combinations, if it has one."""
+    name = f"haarkv.tq_ops.{executor}.versions"
+    try:
+        module_spec = find_spec(name)
+    except ModuleNotFoundError:  # its ops are a module, no room
+        return None
+    return import_module(name) if module_spec else None
+
+
+def _unpublished_reason(executor: str, device: str | None) -> str | None:
+    if (module := _version_table(executor)) is None:
+        return None
+    table: Any = module
+    is_simulator = device == SIMULATOR
+    reason: str | None = (table.unsimulated_reason if is_simulator else table.unpublished_reason)(table.find_installation())
+    return reason if reason is None or is_simulator else f"{reason} (--device {SIMULATOR} rehearses without a card)"
+
+
+def _missing(executor: str) -> str | None:
+    """Which package that haarkv requires is absent, too old or too new."""
+    for requirement in _requirements(executor):
+        package_version = _installed_version(requirement.name)
+        if package_version is None:
+            return f"{requirement.name} is not installed; haarkv needs {requirement}"
+        if not requirement.specifier.contains(package_version, prereleases=True):
+            return f"{requirement.name} {package_version} is installed, and haarkv needs {requirement}"
+    return None
+
+
+def _requirements(executor: str) -> Iterator[Requirement]:
+    """What haarkv requires, with the executor's extra unless a table of its own judges those packages."""
+    extra = "" if _version_table(executor) else executor
+    try:
+        lines = requires("haarkv") or ()
+    except PackageNotFoundError:  # run from a checkout
+        return
+    for line in lines:
+        requirement = Requirement(line)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+            yield requirement
+
+
+def _installed_version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
 # -- The ladder --------------------------------------------------------------------------------------------------------
 def ladder(
     bench: Callable[[], Workbench], executor: str, device: str | None, latency: Callable[[Workbench], RungFinding],
     any_versions: bool = False,
 ) -> Iterator[Rung]:  # fmt: skip
-    """Every rung, in order.
-
-    Args:
-        latency: the highest rung; measuring is another room's.
-    """
-    from haarkv.validation.bringup.environment import environment, versions
-
-    def load() -> object:
-        return import_module("torch")
-
-    yield Rung("environment", lambda: environment(executor, device, load, any_versions), versions(executor), always=True)
+    """Every rung, in order; `latency` is the highest, measured by another room."""
+    yield "environment", lambda: environment(executor, device, lambda: import_module("torch"), any_versions)
     from haarkv.validation.bringup import rungs
 
     work = bench()
-    runs: dict[str, Callable[[], RungFinding]] = {
-        "store": lambda: rungs.store(work),
-        "layer": lambda: rungs.validate_formats(work, work.first_layer, "teacher-forced"),
-        "long-decode": lambda: rungs.long_decode(work),
-        "head": lambda: rungs.validate_formats(work, work.first_layer, "free-running"),
-        "teacher-forced": lambda: rungs.validate_formats(work, work.model, "teacher-forced"),
-        "free-running": lambda: rungs.validate_formats(work, work.model, "free-running"),
-        "text": lambda: rungs.greedy_text(work),
-        "latency": lambda: latency(work),
-    }
-    own_inputs = {
-        "text": {"new tokens": str(work.new_tokens)}, "latency": {"contexts": ", ".join(map(str, work.contexts))},
-    }  # fmt: skip
-    for name, run in runs.items():
-        yield Rung(name, run, {**work.inputs, **own_inputs.get(name, {})})
+    yield "store", lambda: rungs.store(work)
+    yield "layer", lambda: rungs.validate_formats(work, work.first_layer, "teacher-forced")
+    yield "long-decode", lambda: rungs.long_decode(work)
+    yield "head", lambda: rungs.validate_formats(work, work.first_layer, "free-running")
+    yield "teacher-forced", lambda: rungs.validate_formats(work, work.model, "teacher-forced")
+    yield "free-running", lambda: rungs.validate_formats(work, work.model, "free-running")
+    yield "text", lambda: rungs.greedy_text(work)
+    yield "latency", lambda: latency(work)
 
 
 # -- What is sent home ---------------------------------------------------------------------------------------------------
-REPORT = "report.json"
 _LINES = 60
 
 
-def report(results: Sequence[Result], about: Mapping[str, str], folder: Folder, host_logs: Mapping[str, Sequence[str]]) -> str:
+def report(results: Sequence[Result], about: Mapping[str, str], host_logs: Mapping[str, Sequence[str]]) -> str:
     """All results with the ends of their logs, as JSON without paths, user and machine."""
-    rungs = []
-    for result in results:
-        plain = result.as_json()
-        if result.log:
-            plain["log"] = (folder.path / result.log).read_text(encoding="utf-8", errors="replace").splitlines()[-_LINES:]
-        rungs.append(plain)
+    rungs = [{**asdict(result), "log": result.log.splitlines()[-_LINES:]} for result in results]
     missing = [name for name in RUNGS if name not in {result.name for result in results}]
     whole = {"bringup": verdict(results), **about, "rungs": rungs, "not run": missing, "collected": host_logs}
     return json.dumps(_public(whole), indent=1) + "\n"
@@ -277,11 +278,7 @@ def verdict(results: Sequence[Result]) -> str:
 
 
 def collect_host_logs(since: float) -> dict[str, list[str]]:
-    """Last lines of an NPU host's logs: `npu-smi info`, and the newest plog of CANN's runtime.
-
-    Args:
-        since: seconds since 1970; logs last written before are another run's.
-    """
+    """Last lines of `npu-smi info`, and of CANN's newest plog written since a time (seconds since 1970)."""
     host_logs = {}
     if shutil.which("npu-smi"):
         command = ["npu-smi", "info"]

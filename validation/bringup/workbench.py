@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 
-import haarkv
 from haarkv.engine.plans import plan_for
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
-from haarkv.models.catalog import load_model, open_source, read_config
+from haarkv.models.catalog import load_model, read_config
 from haarkv.models.text import load_tokenizer
 from haarkv.models.weights import fingerprint
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.npu.device import Runner
-from haarkv.validation.bringup.environment import versions
 from haarkv.validation.layers.self_test import first_layers
 
 Tell = Callable[[str], None]
@@ -39,14 +35,12 @@ _ROOM = 32
 
 @dataclass(frozen=True)
 class Request:
-    """What to bring up.
+    """What to bring up; what is left out has defaults, few and short in a simulator.
 
     Attributes:
         executor, device: as in `executors.catalog.create`; the executor's first device unless given.
-        model, layers: as in `models.catalog.load_model`.
         caches: by name; every format that the executor reads unless given, in a simulator `tq4`.
-        prompts: one text of ours unless given.
-        new_tokens, contexts: of greedy text and of latency; few and short in a simulator unless given.
+        new_tokens, contexts: of greedy text and of latency.
     """
 
     executor: str
@@ -60,11 +54,7 @@ class Request:
 
 
 class Workbench:
-    """Model, executors and plans of a request.
-
-    Raises:
-        InputError: no such model, executor, device or format, a mismatch, or coordinates of other weights.
-    """
+    """Model, executors and plans of a request; InputError if they do not exist or do not fit together."""
 
     def __init__(self, request: Request, tell: Tell) -> None:
         self.request, self.tell = request, tell
@@ -91,7 +81,7 @@ class Workbench:
     # -- What is run ---------------------------------------------------------------------------------------------------------
     @cached_property
     def readable(self) -> list[str]:
-        """Formats that the executor reads, bf16 first; not those that are here to compare with."""
+        """Formats that the executor reads, bf16 first."""
         format_names = []
         for name in sorted(formats.names(), key=lambda name: name != "bf16"):
             try:
@@ -123,17 +113,6 @@ class Workbench:
     @cached_property
     def _requested_plans(self) -> dict[str, KVPlan]:
         return {name: plan_for(spec, self.config) for name, spec in self.request.caches.items()}
-
-    @property
-    def plan_summary(self) -> str:
-        """The plans and digests of their calibrations."""
-        calibration_digests = {
-            name: spec.calibration.digest[:16] for name, spec in self.request.caches.items() if spec.calibration
-        }
-        descriptions = (
-            dict.fromkeys((name, plan.describe(), calibration_digests.get(name, ""))) for name, plan in self.plans.items()
-        )
-        return ", ".join(" ".join(words).strip() for words in descriptions)
 
     @property
     def prompts(self) -> tuple[str, ...]:
@@ -192,30 +171,3 @@ class Workbench:
     def token_ids(self) -> list[list[int]]:
         tokenizer = load_tokenizer(self.request.model, self.config)
         return [tokenizer.encode(prompt) for prompt in self.prompts]
-
-    # -- What a verdict depends on -------------------------------------------------------------------------------------------
-    @cached_property
-    def inputs(self) -> dict[str, str]:
-        """Versions, sources, formats, the model's files by size and date (JSON by its contents), and prompts."""
-        root, source = Path(haarkv.__file__).parent, open_source(self.request.model)
-        files = (file for room in root.iterdir() for file in sorted(room.resolve().rglob("*")) if file.suffix in _SOURCES)
-        code = _digest(part for file in files for part in (file.name.encode(), file.read_bytes()))
-        parts = [f"{self.request.model} {self.request.layers}".encode()]
-        for file in source.files() if source else ():
-            stat = file.stat()
-            parts.append(f"{file.name} {stat.st_size}".encode())
-            parts.append(file.read_bytes() if file.suffix == ".json" else str(stat.st_mtime_ns).encode())
-        return {
-            **versions(self.request.executor), "executor": self.request.executor, "device": self.device, "code": code,
-            "formats": self.plan_summary, "model": _digest(parts), "prompts": _digest(map(str.encode, self.prompts)),
-        }  # fmt: skip
-
-
-_SOURCES = (".py", ".c", ".cpp", ".h", ".safetensors")
-
-
-def _digest(parts: Iterable[bytes]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part + b"\0")
-    return digest.hexdigest()[:16]

@@ -1,7 +1,7 @@
 """A planted fault: how it gets into the reference, and where a validation must find it.
 
-A fault changes ops of a table (`instead`), the model, or whole forwards (`FaultyExecutor`). `ops` has what an op may do wrong;
-`layer`, `model`, `windows` and `states` have the faults by what they are planted in.
+A fault changes ops (`instead`), the model, or whole forwards (`FaultyExecutor`). `ops` has what an op may do wrong; `layer`,
+`model`, `windows` and `states` plant it.
 """
 
 from __future__ import annotations
@@ -93,13 +93,10 @@ Whole = Callable[["FaultyExecutor", Tensor, Batch, PagedKVCache], Tensor]
 
 
 class FaultyExecutor(ReferenceExecutor):
-    """The reference with a fault in it, which claims to be an executor of the right model.
+    """The reference with a fault, which claims to be an executor of the `right` model.
 
     Args:
-        right: the model that it claims.
-        whole: a forward in place of the reference's.
-    Attributes:
-        notes: what such a forward remembers of earlier ones.
+        whole: a forward in place of the reference's; it may keep `notes` of earlier ones.
     """
 
     def __init__(self, right: DecoderModel, model: DecoderModel, ops: OpTable, whole: Whole | None = None) -> None:
@@ -153,10 +150,8 @@ class Fault:
 
     Attributes:
         layer: the first in which it shows; None for the embedding, the head and whole forwards.
-        stage: the wrong op, as a recorded table names it.
+        stage: the wrong op; `also`: other stages that may be named.
         model: in place of the right model.
-        also: other stages that may be named.
-        whole: as in `FaultyExecutor`.
     """
 
     name: str

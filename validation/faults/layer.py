@@ -20,17 +20,7 @@ from haarkv.tq_ops.formats.rotated import Coordinates
 from haarkv.tq_ops.formats.synthetic import calibration
 from haarkv.validation.faults.base import Call, Fault, K, Layer, Table, V, Wrong, instead
 from haarkv.validation.faults.model import rounded_positions, wrong_models
-from haarkv.validation.faults.ops import (
-    ATTENTION,
-    LINEAR,
-    NORM,
-    ROPE,
-    STORE,
-    SWIGLU,
-    Spoil,
-    keeping,
-    other_block,
-)
+from haarkv.validation.faults.ops import ATTENTION, LINEAR, NORM, ROPE, STORE, SWIGLU, Spoil, keeping, other_block
 from haarkv.validation.layers.parts import Snapshot, read_as
 
 NORMS = ("input_norm", "q_norm", "k_norm", "post_norm")
@@ -47,11 +37,7 @@ LEARNED_KV = f"k=lr{_BITS},v=tq4"
 
 
 def published_faults(model: DecoderModel, layer: int) -> list[Fault]:
-    """Every published fault, for a cache in a format of 16 levels.
-
-    Args:
-        layer: 1 or later; rotations in sequence are wrong from layer 1 on.
-    """
+    """Every published fault, in a layer from 1 on, for a cache in a format of 16 levels."""
     at, sequential = Layer(model, layer), _sequential(model.config.heads.head_dim)
     return [
         *_cache_faults(at, PUBLISHED_FAULTS),
@@ -61,11 +47,7 @@ def published_faults(model: DecoderModel, layer: int) -> list[Fault]:
 
 
 def common_bugs(model: DecoderModel, layer: int) -> list[Fault]:
-    """Every other fault that a hundred tokens of two sequences show.
-
-    Args:
-        layer: faults of the model's config are in every layer, and show first in layer 0.
-    """
+    """Every other fault that a hundred tokens of two sequences show. Those of the model's config show in layer 0."""
     at = Layer(model, layer)
     cache_faults = _cache_faults(at, [name for name in (*ATTENTION, *STORE) if name not in PUBLISHED_FAULTS])
     return [*_norms(at), *_projections(at), *_everywhere(at), *cache_faults, *wrong_models(model, layer)]

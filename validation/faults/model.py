@@ -28,12 +28,7 @@ from haarkv.validation.faults.ops import NORM, last_positions, round_to_bf16
 
 # -- Tables and constants ----------------------------------------------------------------------------------------------------
 class OtherRope(RopeTable):
-    """Rotary tables that are made or read wrongly.
-
-    Args:
-        positions: read in place of positions [T].
-        transform: of cos and sin; frequencies: of these.
-    """
+    """Rotary tables with other positions [T], cos and sin (`transform`), or frequencies."""
 
     def __init__(
         self, rope: Rope, limit: int, positions: Callable[[Tensor], Tensor] = torch.clone,
@@ -212,11 +207,7 @@ _MINIMA: dict[str, Spoil] = {
 
 @dataclass(frozen=True)
 class BlockFault(Fault):
-    """A fault in a weight.
-
-    Attributes:
-        right, wrong: the weight, and what replaces it; None of a control.
-    """
+    """A weight `right` that `wrong` replaces; both None in a control."""
 
     right: Blocks | None = None
     wrong: Blocks | None = None

@@ -1,7 +1,4 @@
-"""What an op may do wrong, by op and in words: slips, published bugs, and what bringing up a machine meets.
-
-`layer` plants them in one layer of a model; the contract of op tables in the op itself.
-"""
+"""What an op may do wrong, by op and in words: slips, published bugs, and what bringing up a machine meets."""
 
 from __future__ import annotations
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from haarkv.codebooks import haar_rotation
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.layer import LayerKV
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.residual_window import ResidualWindow
 from haarkv.validation.faults.base import Call, Fault, K, Layer, Wrong
@@ -25,6 +24,7 @@ from haarkv.validation.faults.ops import (
     cut_off,
     keeping,
     last_positions,
+    layer_rotation,
     one_side,
     other,
     quantized_parts,
@@ -39,11 +39,7 @@ Move = Callable[[ResidualWindow, Batch, Tensor], None]
 
 
 def window_faults(model: DecoderModel, layer: int, plan_has: tuple[bool, bool] = (True, True)) -> list[Fault]:
-    """Every one, in one layer, for a cache whose K and V are both lossy.
-
-    Args:
-        plan_has: a tail; sinks.
-    """
+    """Every one, in one layer, for a cache whose K and V are lossy; `plan_has` a tail, and sinks."""
     at, (tail, sinks) = Layer(model, layer), plan_has
     every = [
         *_storage_faults(at),
@@ -247,31 +243,28 @@ def _visibility(at: Layer) -> Iterator[Fault]:
 # -- Packed tokens and those in BF16 become one softmax ------------------------------------------------------------------
 @dataclass(frozen=True)
 class Parts:
-    """Attention split into packed tokens and those in BF16, before both are merged. Leading axes [B, Hkv, G*Q]; S tokens.
+    """Attention of one sequence, split into packed tokens and those in BF16. S tokens; the queries of a KV head in a row.
 
     Attributes:
-        packed, exact: [B, 1, G*Q, S] bool, tokens seen packed; in BF16.
-        oldest: [B, 1, G*Q, S] bool, of `exact` the one that leaves the tail next, unless it is a sink.
-        queries: [B, Hkv, G*Q, D], times the softmax scale.
-        packed_keys, packed_values, exact_keys, exact_values: [B, Hkv, S, D].
-        sinks: [S] bool.
-        future: [B, 1, G*Q, S] bool, tokens after a query.
+        packed, exact: [G*Q, S] bool, tokens seen packed; in BF16.
+        oldest: [G*Q, S] bool, of `exact` the one that leaves the tail next, unless it is a sink.
+        future: [G*Q, S] bool, tokens after a query; sinks: [S] bool.
+        queries: [Hkv, G*Q, D], times the softmax scale.
+        packed_keys, packed_values, exact_keys, exact_values: [Hkv, S, D].
         rotation: [D, D], of the layer.
-        valid: [B, Q] bool, queries that are no padding.
     """
 
     packed: Tensor
     exact: Tensor
     oldest: Tensor
+    future: Tensor
+    sinks: Tensor
     queries: Tensor
     packed_keys: Tensor
     packed_values: Tensor
     exact_keys: Tensor
     exact_values: Tensor
-    sinks: Tensor
-    future: Tensor
     rotation: Tensor
-    valid: Tensor
 
     def scores(self) -> list[Tensor]:
         """Of each part; -inf of tokens that it does not see."""
@@ -280,7 +273,7 @@ class Parts:
 
     def merge(self) -> Tensor:
         """One softmax over both."""
-        return torch.softmax(torch.cat(self.scores(), -1), -1) @ torch.cat([self.packed_values, self.exact_values], 2)
+        return torch.softmax(torch.cat(self.scores(), -1), -1) @ torch.cat([self.packed_values, self.exact_values], 1)
 
     def sums(self) -> tuple[list[Tensor], list[Tensor]]:
         """Of each part, against its own maximum: weighted values, and the sum of weights; 0 without a token."""
@@ -288,35 +281,22 @@ class Parts:
         out = [weights[0] @ self.packed_values, weights[1] @ self.exact_values]
         return out, [w.sum(-1, keepdim=True) for w in weights]
 
-    def ungroup_heads(self, out: Tensor) -> Tensor:
-        """[B, Hkv, G*Q, D] -> [T, Hq, D]."""
-        heads, queries = out.shape[1], self.valid.shape[1]
-        by_query = out.view(len(out), heads, -1, queries, out.shape[-1]).permute(0, 3, 1, 2, 4)
-        return by_query.flatten(2, 3)[self.valid]
 
-
-def in_parts(q: Tensor, cache: PagedKVCache, layer: int, batch: Batch, scale: float) -> Parts | None:
-    """Attention over a layer's cache, split; None where K or V keep nothing in BF16. V is seen as K is."""
-    windows, shape = cache.kv[layer].windows, cache.kv[layer].shape
-    if windows[0] is None or windows[1] is None:
-        return None
-    placed_batch = cache.kv[layer].place(batch)
-    token, position, valid = placed_batch.rectangle()
-    heads, group = shape.num_kv_heads, q.shape[1] // shape.num_kv_heads
-    rows = q[token].float().view(*token.shape, heads, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    k, v = cache.kv[layer].read(placed_batch.block_table)
-    tokens, at = torch.arange(k.shape[2]), position.repeat(1, group)[:, None, :, None]
-    in_window = windows[0].visible(position, len(tokens)).repeat(1, group, 1).unsqueeze(1)
-    future, past_end = tokens > at, tokens >= placed_batch.seq_lens.unsqueeze(1)
-    attendable = ~future if shape.window is None else ~future & (tokens > at - shape.window)
-    sinks = tokens < windows[0].sink
-    first = windows[0].first_recent(position).repeat(1, group)[:, None, :, None]
-    exact_keys, exact_values = (window.read(placed_batch, len(tokens)) for window in windows if window)
-    return Parts(
-        ~in_window & attendable, in_window & attendable, (tokens == first) & ~sinks & attendable, rows * scale, k,
-        v.masked_fill(past_end[:, None, :, None], 0.0), exact_keys, exact_values, sinks, future & ~past_end[:, None, None],
-        haar_rotation(layer, shape.head_dim).float(), valid,
-    )  # fmt: skip
+def _split(queries: Tensor, kv: LayerKV, one: Batch, rotation: Tensor) -> Parts:
+    """Attention of one sequence, whose queries are [Hkv, G*Q, D]. V is seen as K is."""
+    window, v_window = kv.windows
+    assert window is not None
+    assert v_window is not None
+    length = int(one.seq_lens)
+    position, tokens = one.positions.repeat(queries.shape[1] // len(one.positions)), torch.arange(length)
+    k, v = (x[0, :, :length] for x in kv.read(one.block_table[:, : -(-length // kv.block_size)]))
+    in_window, at = window.visible(position, length), position.unsqueeze(1)
+    future, sinks = tokens > at, tokens < window.sink
+    attendable = ~future if kv.shape.window is None else ~future & (tokens > at - kv.shape.window)
+    oldest = (tokens == window.first_recent(at)) & ~sinks & attendable
+    exact_k, exact_v = window.read(one, length)[0], v_window.read(one, length)[0]
+    packed, exact = ~in_window & attendable, in_window & attendable
+    return Parts(packed, exact, oldest, future, sinks, queries, k, v, exact_k, exact_v, rotation)
 
 
 Merge = Callable[[Parts], Tensor]
@@ -326,8 +306,16 @@ def merging(merge: Merge) -> Wrong:
     """Attention in two parts, in FP32; with `Parts.merge` it is right."""
 
     def attend(call: Call) -> Tensor:
-        parts = in_parts(call.q, call.cache, call.layer, call.batch, call.softmax_scale)
-        return call.again() if parts is None else parts.ungroup_heads(merge(parts)).to(call.q.dtype)
+        kv, rotation = call.at.kv, layer_rotation(call)
+        if None in kv.windows:
+            return call.again()
+        heads, out = kv.shape.num_kv_heads, []
+        counts = call.batch.query_start_loc.diff().tolist()
+        for q, one in zip(torch.split(call.q, counts), call.batch.sequences(), strict=True):
+            by_head = q.float().view(len(q), heads, -1, q.shape[-1]).permute(1, 2, 0, 3)
+            queries = by_head.flatten(1, 2) * call.softmax_scale
+            out.append(merge(_split(queries, kv, one, rotation)).view(by_head.shape).permute(2, 0, 1, 3).flatten(1, 2))
+        return torch.cat(out).to(call.q.dtype)
 
     return attend
 

@@ -3,11 +3,9 @@
 >>> from haarkv.validation.fidelity.setup import load_setup
 >>> setup = load_setup("tiny", ["tq4", "k=tq8,v=tq4"])
 >>> ids = setup.base.tokenizer.encode("def main(argv):\\n    return len(argv)")
->>> plan = make_workload(ids, setup.base.config.max_position_embeddings, prompts=0)
+>>> plan = make_workload(ids, setup.base.config.max_position_embeddings)
 >>> [(row.kv, row.bytes_per_token) for row in evaluate(setup, plan)]
 [('tq4', 1584.0), ('k=tq8,v=tq4', 2352.0)]
-
-A row is of a *named cache*, which is a `Session`: whatever a session's cache comes to hold, it is measured here.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from haarkv.engine.generation import GenerationRequest, generate
 from haarkv.engine.session import Session
 from haarkv.models.balance import Uneven
 from haarkv.models.base import DecoderModel
@@ -38,7 +35,6 @@ CHUNK = 256
 # Bytes of a window's logits that are kept while caches are scored against them; of a longer one they are made anew each time.
 MAX_LOGIT_BYTES = 2**32
 WINDOW = 1024
-GREEDY_PROMPTS, GREEDY_PROMPT_TOKENS, GREEDY_NEW_TOKENS = 16, 128, 64
 
 OnStep = Callable[[str, int], None]
 """Gets what has been done, and the number of its tokens."""
@@ -46,12 +42,10 @@ OnStep = Callable[[str, int], None]
 
 @dataclass(frozen=True)
 class Setup:
-    """What is compared.
+    """What is compared: sessions by name with `base`, whose K and V are in bf16.
 
     Attributes:
         model: its embedding and head serve all caches.
-        base: the baseline, with K and V in bf16.
-        caches: by name; the baseline may be among them.
         weights: fingerprint of the whole model, balanced.
         uneven: layers whose K or V was balanced.
     """
@@ -73,17 +67,10 @@ class Span:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is run.
-
-    Attributes:
-        tokens: [n] int64, the whole text.
-        prompts: parts of it that are continued greedily, all of one length.
-    """
+    """A text, [n] int64, and its windows."""
 
     tokens: Tensor
     windows: list[Span]
-    prompts: list[list[int]]
-    new_tokens: int
 
     def fed(self, window: Span) -> Tensor:
         """The tokens [length] of a window."""
@@ -94,24 +81,17 @@ class Workload:
         """Positions scored for each cache."""
         return sum(window.length for window in self.windows)
 
-    @property
-    def steps(self) -> int:
-        """Tokens that `OnStep` gets for each cache."""
-        return self.scored_tokens + len(self.prompts) * self.new_tokens
-
 
 @dataclass(frozen=True)
 class FidelityRow:
     """One cache against the baseline; docs/fidelity.md has the formulas.
 
     Attributes:
-        bytes_per_token: K and V of all layers and heads, as allocated for a window, scales and tokens in BF16 included.
-        bits_per_value: the same for one number of K or V.
+        bytes_per_token, bits_per_value: K and V as allocated for a window, scales and tokens in BF16 included.
         kl_mean, kl_median, kl_p999: KL(bf16 || cache) in nats; the last by nearest rank.
         top1: share of positions with the same most likely token.
         rms_dp: root mean square of p_cache - p_bf16 of the token that follows.
         ppl, ppl_delta: perplexity, and its excess over the baseline's.
-        greedy_match: mean number of greedy tokens before the first that is not the baseline's; None without prompts.
     """
 
     kv: str
@@ -124,7 +104,6 @@ class FidelityRow:
     rms_dp: float
     ppl: float
     ppl_delta: float
-    greedy_match: float | None
 
     @property
     def measurements(self) -> dict[str, Any]:
@@ -136,19 +115,12 @@ class FidelityRow:
 # -- What to run ----------------------------------------------------------------------------------------------------------
 
 
-def make_workload(
-    ids: Sequence[int], context: int, *, window: int | None = None, tokens: int | None = None, prompts: int = GREEDY_PROMPTS
-) -> Workload:
-    """Cut a text into windows and prompts.
+def make_workload(ids: Sequence[int], context: int, *, window: int | None = None, tokens: int | None = None) -> Workload:
+    """Cut a text of at least two tokens into windows of W that do not overlap, by default min(1024, context).
 
-    Windows do not overlap: window i is fed tokens i*W … i*W + W - 1 and scored on i*W + 1 … i*W + W, so that each token but
-    the first is scored exactly once. With a limit, ceil(tokens / W) of them are taken, evenly spread over the text.
+    Window i is fed tokens i*W … i*W + W - 1 and scored on i*W + 1 … i*W + W: each token but the first is scored once. With a
+    limit of `tokens`, ceil(tokens / W) windows are taken, evenly spread.
 
-    Args:
-        ids: the text, at least two tokens.
-        window: W; 1,024 or the model's context if less, unless given.
-        tokens: scored at most; all unless given.
-        prompts: greedy prompts at most; fewer if they would overlap.
     Raises:
         InputError: the text is too short, or the window exceeds the model's context.
     """
@@ -163,10 +135,7 @@ def make_workload(
     windows = [every[index * len(every) // count] for index in range(count)]
     surplus = sum(w.length for w in windows) - limit
     windows[-1] = Span(windows[-1].begin, windows[-1].length - surplus)
-    length, new_tokens = min(GREEDY_PROMPT_TOKENS, max(1, context // 2), len(ids)), min(GREEDY_NEW_TOKENS, context // 2)
-    prompts = min(prompts, len(ids) // length)
-    begins = [index * (len(ids) // prompts) for index in range(prompts)]
-    return Workload(torch.tensor(ids), windows, [list(ids[b : b + length]) for b in begins], new_tokens)
+    return Workload(torch.tensor(ids), windows)
 
 
 # -- Running it -----------------------------------------------------------------------------------------------------------
@@ -175,32 +144,20 @@ def make_workload(
 def evaluate(
     setup: Setup, plan: Workload, *, partial: Partial | None = None, on_step: OnStep = lambda *_: None
 ) -> list[FidelityRow]:
-    """Measure every cache on a text.
-
-    Window by window, the baseline's logits are computed once and every cache is scored against them; then all continue the
-    prompts greedily.
-
-    Raises:
-        NonFiniteError: a cache gave a logit that is not finite.
-    """
+    """Measure every cache on a text; NonFiniteError if one gives a logit that is not finite."""
     partial = partial or Partial()
     try:
         scores = score_all(setup, plan, {name: (side, 0) for name, side in setup.caches.items()}, partial, on_step)
-        matches = dict(_greedy(setup, plan, partial, on_step))
     finally:
         partial.flush()
     size = plan.windows[0].length
-    return [fidelity_row(name, side, size, scores[name], matches[name]) for name, side in setup.caches.items()]
+    return [fidelity_row(name, side, size, scores[name]) for name, side in setup.caches.items()]
 
 
 def score_all(
     setup: Setup, plan: Workload, caches: Mapping[str, tuple[Session, int]], partial: Partial, on_step: OnStep
 ) -> dict[str, Scores]:
-    """Compare caches' predictions with the baseline's at every position of all windows.
-
-    Args:
-        caches: by name, each with the first layer in which it differs from the baseline; it runs from there.
-    """
+    """Compare caches with the baseline at every position; each runs from the first layer in which it differs."""
     scores: dict[str, list[Scores]] = {name: [] for name in caches}
     for number, window in enumerate(plan.windows):
         exact = Exact(setup.model, setup.base, plan.fed(window), MAX_LOGIT_BYTES)
@@ -219,11 +176,10 @@ def score_all(
 
 
 class Exact:
-    """The baseline's hidden states and logits of a window, each computed once, on demand.
+    """The baseline's hidden states and logits of a window [T], each computed once, on demand.
 
     Args:
-        tokens: [T] int64, what is fed.
-        most: bytes of logits to keep; if they do not fit, the head runs again over the hidden states.
+        most: bytes of logits to keep; if they do not fit, the head runs again.
     """
 
     def __init__(self, model: DecoderModel, side: Session, tokens: Tensor, most: int) -> None:
@@ -260,12 +216,9 @@ def head_logits(model: DecoderModel, side: Session, hidden: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def logits_after(model: DecoderModel, side: Session, hidden: Tensor, first_layer: int = 0) -> Iterator[Tensor]:
-    """Logits [n, vocab] fp32 after each token of a window, chunk by chunk, from an empty cache.
+    """Logits [n, vocab] fp32 after each token of a window, chunk by chunk, of `hidden` [T, hidden] that enters `first_layer`.
 
     Attention reads K and V as stored, also those of the chunk itself: a prefill measures the format.
-
-    Args:
-        hidden: [T, hidden] that enters `first_layer`.
     """
     span = range(first_layer, model.config.num_layers)
     for after in run_span(side, hidden, span):
@@ -273,7 +226,7 @@ def logits_after(model: DecoderModel, side: Session, hidden: Tensor, first_layer
 
 
 def run_span(side: Session, hidden: Tensor, span: range) -> Iterator[Tensor]:
-    """Hidden states [n, hidden] after some layers, chunk by chunk, of what enters the first of them [T, hidden]."""
+    """Hidden states [n, hidden] after some layers, chunk by chunk, of those that enter the first [T, hidden]."""
     device = side.executor.device
     cache, paging = side.new_cache(1, len(hidden))
     sequence = paging.add()
@@ -283,13 +236,7 @@ def run_span(side: Session, hidden: Tensor, span: range) -> Iterator[Tensor]:
 
 
 def score_window(name: str, plan: Workload, window: Span, base: Iterable[Tensor], logits: Iterator[Tensor]) -> Scores:
-    """Compare a cache's predictions with the baseline's.
-
-    Args:
-        base, logits: of the baseline and the cache, [n, vocab] fp32, in pieces of any size.
-    Raises:
-        NonFiniteError: one of them is not finite.
-    """
+    """Compare a cache's logits with the baseline's, [n, vocab] fp32 in pieces of any size; NonFiniteError if not finite."""
     begin = window.begin + 1
     targets = torch.split(plan.tokens[begin : begin + window.length], CHUNK)
     pairs = zip(_in_chunks(iter(base)), _in_chunks(logits), targets, strict=True)
@@ -315,45 +262,8 @@ def _in_chunks(pieces: Iterator[Tensor]) -> Iterator[Tensor]:
         yield torch.cat(pending)
 
 
-def _greedy(setup: Setup, plan: Workload, partial: Partial, on_step: OnStep) -> Iterator[tuple[str, list[int]]]:
-    """(cache, number of tokens equal to the baseline's after each prompt)"""
-    base: list[list[int]] | None = None
-    for name, side in setup.caches.items():
-        matches = partial.matches(name)
-        if matches is None:
-            base = _continuations(setup.base, plan) if base is None else base
-            texts = base if side is setup.base else _continuations(side, plan)
-            matches = [common_prefix(a, b) for a, b in zip(base, texts, strict=True)]
-            partial.keep_matches(name, matches)
-        on_step(f"{name}, greedy", len(plan.prompts) * plan.new_tokens)
-        yield name, matches
-
-
-def _continuations(side: Session, plan: Workload) -> list[list[int]]:
-    if not plan.prompts:
-        return []
-    context = len(plan.prompts[0]) + plan.new_tokens
-    cache, paging = side.new_cache(len(plan.prompts), context)
-    # No token ends the text: every continuation is as long as any other, and none counts as equal for having ended.
-    request = GenerationRequest(
-        prompts=plan.prompts, max_new_tokens=plan.new_tokens, max_context=context, unused_ids=side.tokenizer.unused_ids
-    )
-    done, _ = generate(side.executor, cache, paging, request)
-    return [completion.token_ids for completion in done]
-
-
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens are equal before the first that differs."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def fidelity_row(name: str, side: Session, tokens: int, scores: Scores, matches: Sequence[int] = ()) -> FidelityRow:
-    """The figures of a cache.
-
-    Args:
-        tokens: of a window, for which its bytes are counted.
-        matches: greedy tokens equal to the baseline's, by prompt.
-    """
+def fidelity_row(name: str, side: Session, tokens: int, scores: Scores) -> FidelityRow:
+    """The figures of a cache; its bytes are counted for a window of `tokens`."""
     shapes, layers = side.config.kv_shapes, side.config.num_layers
     size, exact = (cache_bytes(plan, tokens, shapes) for plan in (side.plan, KVSpec("bf16").plan(layers)))
     kl = scores.kl.sort().values.tolist()
@@ -369,5 +279,4 @@ def fidelity_row(name: str, side: Session, tokens: int, scores: Scores, matches:
         rms_dp=math.sqrt((scores.log_p_b.exp() - scores.log_p_a.exp()).square().mean().item()),
         ppl=ppl,
         ppl_delta=ppl - math.exp(-scores.log_p_a.mean().item()),
-        greedy_match=sum(matches) / len(matches) if matches else None,
     )

@@ -30,10 +30,9 @@ class PositionScore:
     """What A and B predict after the same tokens.
 
     Attributes:
-        top_a, top_b: the five best candidates of each; of equal logits the lower id first.
-        kl: KL(A || B) of the next token's distributions, in nats.
-        gap_a: A's best logit less A's logit of B's best token; 0 if both agree.
-        gap_b: B's best logit less B's logit of A's best token.
+        top_a, top_b: the five best of each, (token, logit); of equal logits the lower id first.
+        kl: KL(A || B) of the next token, in nats.
+        gap_a, gap_b: a side's best logit less its logit of the other side's best token; 0 if both agree.
         spread: standard deviation of A's logits, the unit of relative errors.
         logit_error: the largest |A - B| of any logit.
     """
@@ -58,14 +57,8 @@ class PositionScore:
 
 @dataclass(frozen=True)
 class Fidelity:
-    """How well B repeats A over many positions, teacher-forced.
-
-    Attributes:
-        top1_agreement: share of positions with the same best token.
-        kl_mean, kl_median, kl_p999: KL(A || B) in nats; the last by nearest rank, so with fewer than 1,000 positions the
-            largest.
-        logit_error: the largest |A - B| of any logit.
-        relative_logit_error: the same in units of its position's `spread`.
+    """How well B repeats A over all positions, teacher-forced: KL in nats (99.9 % by nearest rank), and the largest logit
+    error, also in units of its position's `spread`.
     """
 
     positions: int
@@ -79,13 +72,11 @@ class Fidelity:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where a prompt's two continuations part.
+    """Where a prompt's two continuations part, after `position` equal new tokens.
 
     Attributes:
-        position: equal new tokens before it.
-        token_a, token_b: what each side chose; an end-of-text token if the side ended here.
-        near_tie: each side's logits of the two tokens lie so close that an executor's permitted error swaps them. Never
-            between formats.
+        token_a, token_b: what each side chose; an end-of-text token if it ended here.
+        near_tie: each side's logits of both tokens lie within an executor's permitted error. Never between formats.
     """
 
     prompt: int
@@ -98,12 +89,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class PromptDiff:
-    """One prompt's two continuations.
-
-    Attributes:
-        scores: after the prompt and after each of A's tokens, teacher-forced.
-        divergence: None if both chose the same tokens.
-    """
+    """One prompt's continuations, where they part, and scores after the prompt and each of A's tokens, teacher-forced."""
 
     prompt: str
     a: Completion
@@ -120,9 +106,8 @@ class GreedyDiff:
 
     Attributes:
         same_format: both store K and V alike, so that they agree but for rounding.
-        fidelity: over every position, teacher-forced on A's tokens.
         near_ties: positions with another best token that are near ties; 0 between formats.
-        unexplained: other positions with another best token, as (prompt, new tokens before it). No fault between formats.
+        unexplained: the others, as (prompt, new tokens before it). No fault between formats.
     """
 
     a: str
@@ -154,11 +139,8 @@ def greedy_diff(
     max_new_tokens: int = 64,
     on_step: OnStep = lambda _: None,
 ) -> GreedyDiff:
-    """Continue prompts greedily with both sides, each in one ragged batch, then feed both A's tokens and compare.
+    """Continue prompts greedily with both sides of one model and dtype, then feed both A's tokens and compare.
 
-    Args:
-        side_a, side_b: of one model and dtype.
-        dtype: says how far two executors of one format may be apart (`bounds.EXECUTOR_LOGITS`).
     Raises:
         InputError: a prompt that is empty or does not fit; a side that chooses other tokens when fed the same again.
         NonFiniteError: a side gave a logit that is not finite.
@@ -227,10 +209,7 @@ def _divergence(
 def _generated_token(
     completion: Completion, position: int, top: Sequence[Candidate], eos: Collection[int], tolerance: float, who: str
 ) -> int:
-    """The token that a side chose when it generated, an end of text included.
-
-    The batch may differ between the two runs, so that a tie may fall the other way; nothing else may.
-    """
+    """The token that a side chose when it generated, an end of text included. A tie may fall otherwise in another batch."""
     at_end = position == len(completion.token_ids)
     candidate_ids = eos if at_end else (completion.token_ids[position],)
     for token, logit in top:
@@ -244,14 +223,7 @@ def _generated_token(
 
 # -- Two sides fed the same tokens -------------------------------------------------------------------------------------------
 def score(a: Tensor, b: Tensor) -> PositionScore:
-    """Compare two predictions of one position, in float64.
-
-    Args:
-        a, b: [vocab], any float dtype and device.
-    Raises:
-        ValueError: not one vocabulary.
-        NonFiniteError: a logit is infinite or NaN.
-    """
+    """Compare two predictions [vocab] of one position, in float64; NonFiniteError if a logit is not finite."""
     if a.shape != b.shape or a.ndim != 1:
         raise ValueError(f"logits of one position have one shape [vocab], not {list(a.shape)} and {list(b.shape)}")
     a, b = a.detach().cpu().double(), b.detach().cpu().double()
@@ -282,14 +254,9 @@ def teacher_forced(
     fed: Sequence[Sequence[int]],
     on_position: Callable[[], None] = lambda: None,
 ) -> list[list[PositionScore]]:
-    """Feed both sides the same prompts and tokens, each with its own cache, and compare their predictions.
+    """Feed both sides the same prompts and following tokens, and compare their predictions after the prompt and each of these.
 
     All prompts are prefilled together, then one decode step a token; a sequence leaves the batch with its last token.
-
-    Args:
-        fed: token ids that follow each prompt, possibly none.
-    Returns:
-        of each prompt the `len(fed) + 1` positions after it and after each following token.
     """
     position_scores: list[list[PositionScore]] = [[] for _ in prompts]
     for (rows, a), (_, b) in zip(_steps(side_a, prompts, fed), _steps(side_b, prompts, fed), strict=True):

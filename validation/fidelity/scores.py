@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -37,12 +37,8 @@ def nearest_rank(values: Sequence[float], permille: int) -> float:
 
 @dataclass(frozen=True)
 class Scores:
-    """Predictions of A and B at N positions of a text whose next tokens are known.
-
-    Attributes:
-        kl: [N] float64, KL(A || B) in nats.
-        same_top: [N] bool, the same most likely token, of equal logits the lower id.
-        log_p_a, log_p_b: [N] float64, log probability of the token that follows, in nats.
+    """Predictions of A and B at N positions: KL(A || B) in nats, float64; whether the most likely token is the same (of equal
+    logits the lower id); log probability of the token that follows.
     """
 
     kl: Tensor
@@ -60,13 +56,11 @@ def join(parts: Sequence[Scores]) -> Scores:
 
 
 def score_text(a: Tensor, b: Tensor, targets: Tensor) -> Scores:
-    """Compare two predictions at each position of a text, in float64, on the CPU.
+    """Compare two predictions [N, vocab] at each position of a text, in float64, on the CPU.
 
     Args:
-        a, b: logits [N, vocab], any float dtype and device.
         targets: [N] int64, the tokens that follow.
     Raises:
-        ValueError: shapes that do not fit together.
         NonFiniteError: a logit is infinite or NaN.
     """
     if a.shape != b.shape or a.ndim != 2 or targets.shape != a.shape[:1]:
@@ -107,12 +101,11 @@ _SAVE_EVERY_S = 10.0
 
 
 class Partial:
-    """Scores of windows and greedy matches by cache, bit for bit: what an evaluation has done so far.
+    """Scores of windows by cache, bit for bit: what an evaluation has done so far.
 
     Args:
-        path: read if it exists, and written every ten seconds at most, and at the end. None saves nothing.
-        run: what both runs must have in common, by a word for the user.
-        caches: fingerprint of each cache of this run.
+        path: read if it exists, written every ten seconds at most, and at the end. None saves nothing.
+        run: what both runs must have in common, by a word for the user; `caches`: fingerprints.
     Raises:
         InputError: no partial result, or one of another run; the file is left alone.
     """
@@ -122,13 +115,13 @@ class Partial:
     ) -> None:
         self._path, self._run, self._unsaved, self._saved_at = path, dict(run or {}), False, time.monotonic()
         self._tensors: dict[str, Tensor] = {}
-        self._caches: dict[str, dict[str, Any]] = {}
+        self._caches: dict[str, str] = {}
         if earlier := artifact.resume(path, SCORES, self._run):
             metadata, self._tensors = earlier
             with SCORES.refusing(path):
                 self._caches = parse_json(metadata["caches"])
         for name, fingerprint in (caches or {}).items():
-            if self._caches.setdefault(name, {"fingerprint": fingerprint})["fingerprint"] != fingerprint:
+            if self._caches.setdefault(name, fingerprint) != fingerprint:
                 raise InputError(f"--resume: its {name} had other code or tables; begin a new file")
 
     def scores(self, name: str, window: int) -> Scores | None:
@@ -137,22 +130,12 @@ class Partial:
 
     def keep_scores(self, name: str, window: int, scores: Scores) -> None:
         self._tensors |= {f"{window} {field} {name}": tensor for field, tensor in vars(scores).items()}
-        self._mark_unsaved()
-
-    def matches(self, name: str) -> list[int] | None:
-        return self._caches.get(name, {}).get("matches")
-
-    def keep_matches(self, name: str, matches: list[int]) -> None:
-        self._caches.setdefault(name, {})["matches"] = matches
-        self._mark_unsaved()
+        self._unsaved = True
+        if time.monotonic() - self._saved_at >= _SAVE_EVERY_S:
+            self.flush()
 
     def flush(self) -> None:
         if self._path and self._unsaved:
             metadata = {"run": json.dumps(self._run), "caches": json.dumps(self._caches)}
             artifact.write(self._path, SCORES, metadata, self._tensors)
             self._unsaved, self._saved_at = False, time.monotonic()
-
-    def _mark_unsaved(self) -> None:
-        self._unsaved = True
-        if time.monotonic() - self._saved_at >= _SAVE_EVERY_S:
-            self.flush()

@@ -34,19 +34,13 @@ BASELINE = "bf16"
 def parse_list(
     specs: Sequence[str], calibration: Calibration | None = None, accepts: Callable[[str], bool] = lambda _: False
 ) -> list[str]:
-    """Names of caches from lists of formats.
-
-        list := format {"," format};   format := NAME | "k=" NAME "," "v=" NAME
-
-    A part with `=` in it takes the next part with it:
+    """Names of caches from lists of formats, as `formats.describe` writes them, each once. `k=` takes the next part with it:
 
     >>> parse_list(["bf16,k=tq8,v=tq4", "tq2"])
     ['bf16', 'k=tq8,v=tq4', 'tq2']
 
     Args:
         accepts: parts to take as they stand.
-    Returns:
-        as `formats.describe` writes them, each once, in order.
     Raises:
         InputError: half a pair, an empty part, or what `formats.parse` refuses.
     """
@@ -78,15 +72,10 @@ def load_setup(
 ) -> Setup:
     """Load a model once for all caches.
 
-    The baseline runs on the same executor, or on the reference if that executor has no bf16 cache.
-
     Args:
-        kvs: formats as `formats.parse` takes them; without these and `plans`, all that model and executor take.
-        spec: tail, sinks and bf16 layers of all `kvs`.
-        plans: other caches by name.
-        model, device, dtype, layers, progress: as in `engine.loading.load`.
-        executor: one for all caches; `auto` is the fastest that reads all. Without formats, if no executor of `device` reads
-            all, it is the fastest there that reads the default format.
+        kvs, spec, plans: formats with the tail, sinks and bf16 layers of `spec`, and other caches by name; without any, all
+            formats that model and executor take.
+        executor: one for all caches and for the baseline, if it has a bf16 cache; `auto` is the fastest that reads all.
         balance: as in `engine.loading.load`; off if a cache has learned coordinates.
     Raises:
         InputError: something of this does not exist or does not fit together.
@@ -156,12 +145,11 @@ def _all(config: ModelConfig, spec: KVSpec) -> dict[str, KVPlan]:
 
 def run_fingerprint(setup: Setup, plan: Workload) -> dict[str, str]:
     """What must be equal for two runs' results to belong together, by a word for the user."""
-    settings = [[(w.begin, w.length) for w in plan.windows], plan.prompts, plan.new_tokens]
     executors = {setup.base.executor.name, *(side.executor.name for side in setup.caches.values())}
     return {
         "model": setup.weights + _digest(json.dumps(asdict(setup.model.config), sort_keys=True, default=str).encode()),
         "text": _digest(plan.tokens.numpy().tobytes()),
-        "windows or prompts": _digest(json.dumps(settings).encode()),
+        "windows": _digest(json.dumps([(w.begin, w.length) for w in plan.windows]).encode()),
         "executor": ", ".join(sorted(executors)),
         "dtype": str(setup.model.dtype).removeprefix("torch."),
     }
@@ -200,11 +188,7 @@ class Contender:
 
 
 def parse_contender(spec: str) -> Contender:
-    """Read EXECUTOR, FORMAT or EXECUTOR:FORMAT; `auto` and tq4 unless named.
-
-    Raises:
-        InputError: none of these; the message lists executors and formats.
-    """
+    """Read EXECUTOR, FORMAT or EXECUTOR:FORMAT; `auto` and tq4 unless named."""
     names = (catalog.AUTO, *catalog.NAMES)
     executor, colon, kv = spec.partition(":")
     if not colon:
@@ -219,62 +203,39 @@ def parse_contender(spec: str) -> Contender:
 
 
 def resolve_contenders(
-    model: str,
-    side_a: Contender,
-    side_b: Contender,
-    spec: KVSpec,
-    *,
-    device: str | None = None,
-    dtype: str | None = None,
-    layers: int | None = None,
-) -> tuple[Contender, Contender]:
-    """Both sides with an executor in place of `auto`: the fastest that reads the formats of all sides that left it open.
+    sides: Sequence[Contender], config: ModelConfig, spec: KVSpec, device: str | None = None, dtype: str | None = None
+) -> tuple[list[Contender], str]:
+    """Sides with the fastest executor in place of `auto`, and a dtype for both: float32 if that is the default of both.
 
-    It is one for both, so that two formats are not told apart by their executors.
+    It is one executor for both, or two formats would differ by executor.
     """
-    sides = (side_a, side_b)
-    if not (open_sides := [side for side in sides if side.executor == catalog.AUTO]):
-        return sides
-    config = read_config(model, layers)
-    plans = [plan_for(replace(spec, kv=side.kv), config) for side in open_sides]
-    name = catalog.select(catalog.AUTO, config, plans, device=device, dtype=dtype).name
-    a, b = (replace(side, executor=name) if side in open_sides else side for side in sides)
-    return a, b
-
-
-def default_dtype(*sides: Contender) -> str:
-    """The dtype for both sides: float32 if that is the default of both executors."""
-    return "bfloat16" if "bfloat16" in {catalog.info(side.executor).dtype for side in sides} else "float32"
+    if open_sides := [side for side in sides if side.executor == catalog.AUTO]:
+        plans = [plan_for(replace(spec, kv=side.kv), config) for side in open_sides]
+        name = catalog.select(catalog.AUTO, config, plans, device=device, dtype=dtype).name
+        sides = [replace(side, executor=name) if side in open_sides else side for side in sides]
+    common = "bfloat16" if "bfloat16" in {catalog.info(side.executor).dtype for side in sides} else "float32"
+    return list(sides), dtype or common
 
 
 def load_contenders(
-    model: str,
-    side_a: Contender,
-    side_b: Contender,
-    *,
-    dtype: str,
-    device: str | None = None,
-    layers: int | None = None,
-    spec: KVSpec | None = None,
-    balance: bool = True,
-    progress: Progress | None = None,
-) -> tuple[Session, Session]:
+    model: str, sides: Sequence[Contender], spec: KVSpec | None = None, *, device: str | None = None,
+    dtype: str | None = None, layers: int | None = None, balance: bool = True, progress: Progress | None = None,
+) -> tuple[Session, Session, str]:  # fmt: skip
     """Load a model and set up both sides: once, unless one side multiplies with the file's weight blocks directly.
 
     Args:
-        model, layers, progress: as in `engine.loading.load`.
+        spec, balance: tail, sinks and bf16 layers of both sides; whether each is balanced by its own format.
         device: of every executor but the reference.
-        spec: tail, sinks and bf16 layers of both sides.
-        balance: as in `engine.loading.load`, for each side by its own format.
-    Raises:
-        InputError: something of this does not exist or does not fit together.
+    Returns:
+        both sides, and the dtype.
     """
-    tokenizer, spec = load_tokenizer(model, read_config(model, layers)), spec or KVSpec()
-    only_reference = {side_a.executor, side_b.executor} == {"reference"}
+    config, spec = read_config(model, layers), spec or KVSpec()
+    sides, common_dtype = resolve_contenders(sides, config, spec, device, dtype)
+    tokenizer, only_reference = load_tokenizer(model, config), {side.executor for side in sides} == {"reference"}
 
     @cache
     def model_with_blocks(block_types: tuple[str, ...]) -> DecoderModel:
-        return load_model(model, dtype, layers, progress, keep_blocks=block_types)
+        return load_model(model, common_dtype, layers, progress, keep_blocks=block_types)
 
     @cache
     def balanced_model(kv: str, block_types: tuple[str, ...]) -> tuple[KVPlan, balancing.BalancedModel]:
@@ -287,4 +248,4 @@ def load_contenders(
         executor = catalog.create(side.executor, balance_result.model, plan, where)
         return Session(model, balance_result.model.config, executor, tokenizer, plan, uneven=balance_result.uneven)
 
-    return session(side_a), session(side_b)
+    return session(sides[0]), session(sides[1]), common_dtype

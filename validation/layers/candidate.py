@@ -14,8 +14,8 @@ from haarkv.executors.base import Executor, prefill, verify
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.validation.layers.forward import copy_argument, is_unchanged
 from haarkv.validation.layers.parts import Part, Snapshot, cache_parts, layer_tensors, load, part_stage, put, take
-from haarkv.validation.layers.record import copy_argument, is_unchanged
 from haarkv.validation.layers.report import Verdict
 from haarkv.validation.layers.states import STATE, STATE_STAGES, changed_rows, recurrent_state
 
@@ -24,12 +24,8 @@ if TYPE_CHECKING:
 
 StrayWrites = dict[int, dict[str, list[str]]]
 """Places that changed and were not to be written, in words, by layer and part."""
-CONFIRMING_RUNS = 8
-"""Further runs of a fault, to see whether it is the same each time."""
-MOST_CONFIRMED = 4
-"""Faults of a validation that are run again."""
-WHOLE_AGAIN = 3
-"""Further runs of a forward that does not follow from its layers."""
+CONFIRMING_RUNS, MOST_CONFIRMED = 8, 4
+"""Further runs of a fault, to see whether it is the same each time; and faults of a validation that are run again."""
 WITHIN_ROUNDING = "within rounding: sums that come in another order each time do so"
 """Detail of runs that differ and are right: still a finding, since no executor here claims to do that."""
 
@@ -41,12 +37,7 @@ def run_phase(executor: Executor, phase: str, token_ids: Tensor, batch: Batch, c
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run returned.
-
-    Attributes:
-        result: on the host; all NaN if the executor refused its own values as not finite.
-        problem: what is wrong whatever the numbers are; empty if nothing.
-    """
+    """A result on the host, all NaN if the executor refused its own values; and what is wrong whatever the numbers are."""
 
     result: Tensor
     problem: str = ""
@@ -62,10 +53,9 @@ class Run:
 
 
 class CandidateRunner:
-    """An executor with a cache of its own, and a second cache with what must be found where nothing is written.
+    """An executor that gets copies of all inputs, its cache, and a second one with what must stay where nothing is written.
 
     Args:
-        executor: gets copies of all inputs.
         like: shape and formats of the cache.
         device: of the cache and of ops run one by one; the executor's unless given.
     """
@@ -91,11 +81,7 @@ class CandidateRunner:
         return self._run(hidden, batch, lambda x, b: self.executor.layers(x, span, b, self.cache), hidden.dtype, hidden.shape)
 
     def run(self, hidden: Tensor, layer: int, bad: Snapshot, batch: Batch) -> Run:
-        """Run one layer.
-
-        Args:
-            bad: poison for the places of its tokens.
-        """
+        """Run one layer; `bad` is poison for the places of its tokens."""
         self.put(layer, batch, bad)
         outcome = self.layer(hidden, layer, batch)
         return Run(outcome, self.stray_writes(range(layer, layer + 1), batch), take(self.cache, layer, batch))
@@ -126,12 +112,7 @@ class CandidateRunner:
         return Outcome(result.to("cpu", copy=True), "changed the inputs that it was given" if inputs_changed else "")
 
     def stray_writes(self, written_layers: range, batch: Batch) -> StrayWrites:
-        """What changed and was not to be written since the last call.
-
-        Args:
-            written_layers: layers that ran.
-            batch: whose places these layers were to write.
-        """
+        """What changed since the last call, other than the places of a batch in layers that ran."""
         stray_writes: StrayWrites = {}
         for layer in range(len(self.cache.plan.layers)):
             at = batch if layer in written_layers else None
@@ -169,11 +150,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 # -- Again ---------------------------------------------------------------------------------------------------------------
 class Repeats:
-    """Runs things again and compares bits.
-
-    Args:
-        always: further runs of every layer; 0 runs only faults again.
-    """
+    """Runs things again and compares bits: every layer `always` times, and faults."""
 
     def __init__(self, always: int) -> None:
         self._always, self._left = always, MOST_CONFIRMED
@@ -190,63 +167,27 @@ class Repeats:
         return differing([run, *(again() for _ in range(CONFIRMING_RUNS))])
 
 
-def differing(runs: Sequence[Any]) -> Verdict | None:
-    """The first stage at which runs on the same inputs differ; of an op the stage is left empty."""
-    if (deviation := _unlike(runs)) is None:
-        return None
-    one, (other, count) = runs[0], deviation
-    if not isinstance(one, Run):
-        return unstable("", count, len(runs))
-    parts = [part for part in one.new_fields if value_bytes(one.new_fields[part]) != value_bytes(other.new_fields[part])]
-    if STATE in parts:
-        mine, theirs = one.new_fields[STATE], other.new_fields[STATE]
-        name = next((name for name in STATE_STAGES if value_bytes(mine[name]) != value_bytes(theirs[name])), "")
-        return unstable(STATE_STAGES.get(name, STATE), count, len(runs))
-    return unstable(part_stage(parts[0]) if parts else "attention_mlp", count, len(runs))
-
-
-def differing_forward(
-    whole: CandidateRunner, outcome: Outcome, bad: Sequence[Snapshot], forward: Forward, vocab_size: int
-) -> tuple[int | None, Verdict] | None:
-    """Whether a whole forward differs from itself, and from which layer on.
-
-    Where both K and V of a layer differ, its input does: the layer before is named.
-
-    Args:
-        bad: poison for the places of its tokens, by layer.
-    """
-    batch, layers = forward.batch, range(len(bad))
-    runs: list[list[Any]] = [[outcome, [take(whole.cache, index, batch) for index in layers]]]
-    for _ in range(WHOLE_AGAIN):
-        for index, poison in enumerate(bad):
-            whole.put(index, batch, poison)
-        again = whole.forward(forward, vocab_size)
-        whole.stray_writes(layers, batch)
-        runs.append([again, [take(whole.cache, index, batch) for index in layers]])
-    if (deviation := _unlike(runs)) is None:
-        return None
-    (_, one), ((_, other), count) = runs[0], deviation
-    for index in layers:
-        parts = [part for part in one[index] if value_bytes(one[index][part]) != value_bytes(other[index][part])]
-        if {part[-1] for part in parts} == {"k", "v"} and index:
-            where = f" (K and V of layer {index} are the first to differ, so layer {index - 1} gave something else)"
-            return index - 1, unstable("attention_mlp", count, len(runs), where)
-        if parts:
-            return index, unstable(part_stage(parts[0]), count, len(runs))
-    return None, unstable("forward", count, len(runs), " after the last K and V")
-
-
-def _unlike(runs: Sequence[Any]) -> tuple[Any, int] | None:
-    """A run unlike the first and the number of runs unlike most; None if all are alike."""
+def differing(runs: Sequence[Any], stage: str = "") -> Verdict | None:
+    """The verdict on runs on the same inputs that differ, or None. Of layers it names the first stage that does."""
     run_bytes = [value_bytes(run) for run in runs]
-    other = next((run for run, bits in zip(runs, run_bytes, strict=True) if bits != run_bytes[0]), None)
-    return None if other is None else (other, len(runs) - Counter(run_bytes).most_common(1)[0][1])
-
-
-def unstable(stage: str, different: int, runs: int, where: str = "") -> Verdict:
-    """The verdict on runs that differ."""
-    detail = f"differs from itself{where}: {different} of {runs} runs on the same inputs give something else than the others"
+    one, other = runs[0], next((run for run, bits in zip(runs, run_bytes, strict=True) if bits != run_bytes[0]), None)
+    if other is None:
+        return None
+    if isinstance(one, Run):
+        stage = _first_stage(one, other)
+    count = len(runs) - Counter(run_bytes).most_common(1)[0][1]
+    detail = f"differs from itself: {count} of {len(runs)} runs on the same inputs give something else than the others"
     return Verdict.violation(stage, detail, "unstable")
+
+
+def _first_stage(one: Run, other: Run) -> str:
+    """The first stage of a layer at which two runs differ."""
+    for part, ours in one.new_fields.items():
+        theirs = other.new_fields[part]
+        for name in ours:
+            if value_bytes(ours[name]) != value_bytes(theirs[name]):
+                return STATE_STAGES.get(name, STATE) if part == STATE else part_stage(part)
+    return "attention_mlp"
 
 
 def value_bytes(value: Any) -> bytes:
@@ -255,6 +196,6 @@ def value_bytes(value: Any) -> bytes:
         return value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes() if value.numel() else b""
     if isinstance(value, dict):
         return b"".join(str(key).encode() + value_bytes(item) for key, item in value.items())
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return b"".join(map(value_bytes, value))
     return value_bytes(vars(value)) if hasattr(value, "__dataclass_fields__") else str(value).encode()

@@ -1,7 +1,7 @@
 """What a validation exercises, and prompts that exercise everything.
 
-A short prompt has one block, one sequence and one chunk: an executor that reads the wrong block, sequence or position beyond
-128 passes. So each report names what was not exercised.
+A short prompt has one block, one sequence and one chunk: an executor that reads the wrong one passes. So each report names
+what was not exercised.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, WINDOW_CHUNK, blocks_for
 from haarkv.tq_ops.table import OpTable
-from haarkv.validation.layers.forward import LayerRecord, Schedule
+from haarkv.validation.layers.forward import LayerRecord, Schedule, observe_vectors
 from haarkv.validation.layers.parts import new_cache
-from haarkv.validation.layers.record import observe_vectors
 
 STATE_READ = "a state that an earlier forward left"
 OTHER_STATE = "another state of as many tokens in its place (a prefix that is reused)"
@@ -42,12 +41,7 @@ TINY_SCALES, HUGE_SCALES = f"tiny scales (K or V shorter than {TINY})", f"huge s
 
 
 class Exercise:
-    """Records what a validation exercises.
-
-    Args:
-        whole_forwards: prefill and decode also run whole.
-        decode_step: keys that the executor's decode takes at a time.
-    """
+    """Records what a validation exercises; `decode_step` is the number of keys that the executor's decode takes at a time."""
 
     def __init__(
         self, prompts: Sequence[Sequence[int]], steps: int, plan: KVPlan, whole_forwards: bool, decode_step: int | None = None
@@ -71,11 +65,7 @@ class Exercise:
                 self._longest = max(self._longest, float(lengths.max()))
 
     def result(self, over_others: int = 0) -> dict[str, bool]:
-        """Whether each thing has been exercised, in the order in which a forward meets it.
-
-        Args:
-            over_others: layers that also ran over another state than their own.
-        """
+        """Whether each thing was exercised, in the order of a forward; `over_others` layers also ran over another state."""
         places = self._decode_positions()
         longest = max(self._lengths) + Schedule.more(self._steps)
         blocks, chunk = [blocks_for(length) for length in self._lengths], self._chunk
@@ -141,12 +131,9 @@ def covering_prompts_for(
 ) -> list[list[int]]:
     """Token ids of prompts that exercise everything but scales: a full block, one token more, and more than one chunk.
 
-    A tail takes two more: one that does not fill it, and one that is a block longer. The longest stands last, so that its
-    second chunk is not the first sequence's. The text is source code of Python's standard library.
+    A tail takes two more: one that does not fill it, and one a block longer. The longest, longer than `decode_step`, stands
+    last: its second chunk is not the first sequence's. The text is source code of Python's standard library.
 
-    Args:
-        plan: its context and the model's shorten the prompts.
-        decode_step: keys that the executor's decode takes at a time; the longest prompt is longer.
     Raises:
         InputError: the context is too short for two tokens and the steps.
     """
@@ -184,12 +171,7 @@ _LENGTH_TOLERANCE = 0.05
 
 @torch.inference_mode()
 def with_extreme_scales(model: DecoderModel, plan: KVPlan, token_ids: Sequence[int]) -> DecoderModel:
-    """A model that computes the same, whose K and V are tiny in one layer and huge in the next.
-
-    Args:
-        plan: sides without scales stay as they are.
-        token_ids: of a prompt, whose K and V are scaled to the ends of the range.
-    """
+    """A model that computes the same, whose K and V of a prompt are tiny in one layer and huge in the next."""
     kv = _layer_kv(model, plan, token_ids)
     layers = []
     for index, layer in enumerate(model.weights.layers):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +12,10 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation import bounds
 from haarkv.validation.layers.candidate import WITHIN_ROUNDING, CandidateRunner, Outcome, Repeats, Run, StrayWrites
-from haarkv.validation.layers.forward import LayerRecord
+from haarkv.validation.layers.forward import Call, LayerRecord, replay
 from haarkv.validation.layers.honest_runs import HonestCache, HonestRuns
 from haarkv.validation.layers.judge import (
+    call_violation,
     guilty_head,
     hidden_figures,
     in_whole,
@@ -23,14 +23,8 @@ from haarkv.validation.layers.judge import (
     stored_figures,
     verdicts,
 )
-from haarkv.validation.layers.null import (
-    Figure,
-    Null,
-    Sums,
-    collect_sums,
-)
+from haarkv.validation.layers.null import Figure, Null, Sums, collect_sums
 from haarkv.validation.layers.parts import Snapshot, take
-from haarkv.validation.layers.record import Call, replay
 from haarkv.validation.layers.reference import Reference
 from haarkv.validation.layers.report import Measurement, Verdict, first
 from haarkv.validation.layers.states import STATE, compare_states, recurrent_state
@@ -41,10 +35,9 @@ _FEW = 8
 
 @dataclass(frozen=True)
 class LayerJudgment:
-    """The verdicts on one layer.
+    """The verdicts on one layer: of its ops, then of the whole.
 
     Attributes:
-        verdicts: of its ops, then of the whole.
         share: worst figure as a multiple of what honest runs allow.
         expected: hidden states [T, hidden] of the reference over the K and V that the candidate stored.
     """
@@ -61,7 +54,6 @@ class TeacherForced:
     Args:
         ops: the candidate's op table; None if its layers are programs.
         repeats: further runs of each layer, which must give the same bits.
-        honest_cache: results of honest runs of the same forwards; is added to.
     Attributes:
         over_others: layers that also ran right over another state than their own.
     """
@@ -82,11 +74,7 @@ class TeacherForced:
         self.nulls: dict[str, dict[int, Null]] = {drive: defaultdict(Null) for drive in ("ops", "layers")}
 
     def layer(self, record: LayerRecord, bad: Snapshot) -> LayerJudgment:
-        """Run and judge one layer.
-
-        Args:
-            bad: poison for the places of its tokens.
-        """
+        """Run and judge one layer; `bad` is poison for the places of its tokens."""
         op_verdicts = self.op_verdicts(record, bad)
         run = self.run(record, bad)
         unstable = self.repeats.layer_deviation(run, lambda: self.run(record, bad))
@@ -110,11 +98,7 @@ class TeacherForced:
         return self.candidate.run(record.hidden_in, record.index, bad, record.batch)
 
     def judge(self, record: LayerRecord, run: Run, null: Null, room: float = 1.0) -> LayerJudgment:
-        """Judge a run of a layer.
-
-        Args:
-            room: the null's limits are so many times as wide.
-        """
+        """Judge a run of a layer; the null's limits are `room` times as wide."""
         cache, batch, result = self.reference.cache, record.batch, run.outcome.result
         violations = judge_stray_writes(run.stray_writes, record.index) + _broken_state(cache, record, run.new_fields)
         if run.outcome.problem:
@@ -125,7 +109,7 @@ class TeacherForced:
         )
         expected = record.hidden_out
         differing = _differing(record.new_fields, run.new_fields, store_sums)
-        if differing and record.kv is not None and self.reference.records:
+        if differing and record.kv is not None:
             # Ties are not the candidate's fault; what follows is held against the reference over what the candidate stored.
             expected = self.reference.rerun_on_stored(record, run.new_fields)
         differing += [] if torch.equal(expected, result) else ["attention_mlp"]
@@ -167,11 +151,9 @@ class TeacherForced:
     def _over_another(self, record: LayerRecord, judgment: LayerJudgment) -> list[Verdict]:
         """The layer again over another state of as many tokens: an executor that keeps a state elsewhere goes on from the old
         one.
-
-        The run counts only if the state that a layer reads changes its result.
         """
         few = int(record.batch.query_start_loc.diff().max()) <= _FEW
-        if not few or not self.reference.records or any(verdict.fails for verdict in judgment.verdicts):
+        if not few or any(verdict.fails for verdict in judgment.verdicts):
             return []
         other = self.reference.over_another_state(record)
         if other is None:
@@ -196,16 +178,16 @@ class TeacherForced:
         if self.ops is None:
             return []
         null = self.nulls["ops"][record.index]
-        steeper, null.runs = self.honest.op_sums(record)
+        null.runs = self.honest.op_sums(record)
         violations: list[Verdict] = []
         figures: list[tuple[Figure, Tensor]] = []
         differing: list[str] = []
-        for place, call in enumerate(record.calls):
+        for call in record.calls:
             run = self._op_run(call, record, bad)
             if wrong := self._contract_violations(call, record, run):
                 violations += wrong
                 continue
-            op_figures = list(self.honest.figures(call, record, run.outcome.result, run.new_fields, steeper.get(place, {})))
+            op_figures = list(self.honest.figures(call, record, run.outcome.result, run.new_fields))
             figures += op_figures
             same = run.outcome.result is None or torch.equal(call.result, run.outcome.result)
             differing += [] if same else [call.stage]
@@ -249,17 +231,8 @@ class TeacherForced:
 
     def _contract_violations(self, call: Call, record: LayerRecord, run: Run) -> list[Verdict]:
         """What is wrong with an op's run whatever the numbers are."""
-        if run.outcome.problem:
-            return [Verdict.violation(call.stage, "changed the inputs that it was given")]
-        ours: Any = call.result
-        result: Any = run.outcome.result
-        if isinstance(result, str) or (ours is None) != (result is None):
-            return [Verdict.violation(call.stage, f"returned {result!r}")]
-        if isinstance(ours, Tensor) and (
-            not isinstance(result, Tensor) or result.shape != ours.shape or result.dtype != ours.dtype
-        ):
-            result_type = f"{list(result.shape)} {result.dtype}" if isinstance(result, Tensor) else repr(result)
-            return [Verdict.violation(call.stage, f"returned {result_type}, not {list(ours.shape)} {ours.dtype}")]
+        if wrong := call_violation(call, run.outcome.result, not run.outcome.problem):
+            return [wrong]
         stray_writes = judge_stray_writes(run.stray_writes, record.index)
         return stray_writes + (_broken_state(self.reference.cache, record, run.new_fields) if call.op == "gated_delta" else [])
 

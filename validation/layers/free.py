@@ -1,8 +1,7 @@
 """Free-running: each layer is fed what the executor made of the layer before; then the whole forward runs.
 
 How far it drifts has no bound: one tie can move a random model by half its hidden state. But each layer must follow from its
-own input. So the reference runs each layer on the executor's hidden state and cache, and the result must lie within the
-bounds of one layer from that. The executor's whole forward must agree with its layers.
+own input, by the reference on the executor's hidden state and cache; and the whole forward must agree with its layers.
 """
 
 from __future__ import annotations
@@ -20,22 +19,12 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation import bounds
-from haarkv.validation.layers.candidate import (
-    WHOLE_AGAIN,
-    CandidateRunner,
-    Outcome,
-    Repeats,
-    Run,
-    differing,
-    differing_forward,
-)
-from haarkv.validation.layers.compare import compare_vectors
+from haarkv.validation.layers.candidate import CandidateRunner, Outcome, Repeats, Run, differing
 from haarkv.validation.layers.forced import TeacherForced
-from haarkv.validation.layers.forward import Forward, LayerRecord
-from haarkv.validation.layers.judge import judge_stray_writes, verdicts
+from haarkv.validation.layers.forward import Call, Forward, LayerRecord, replay
+from haarkv.validation.layers.judge import call_violation, compare_vectors, judge_stray_writes, verdicts
 from haarkv.validation.layers.null import RUNS, Null, collect_sums, number_figures, repeat_rows, resample_runs, split_runs
 from haarkv.validation.layers.parts import Snapshot, cache_parts, load, snapshot, take
-from haarkv.validation.layers.record import Call, replay
 from haarkv.validation.layers.reference import Reference
 from haarkv.validation.layers.report import LogitRow, Verdict, first
 from haarkv.validation.layers.states import STATE, compare_states, recurrent_state
@@ -50,22 +39,10 @@ class FreeRun:
     run: Run
 
 
-@dataclass(frozen=True)
-class ForwardJudgment:
-    """The verdicts on a whole forward.
-
-    Attributes:
-        layer: that differs from itself, if one does.
-        row: its logits beside the reference's.
-    """
-
-    verdicts: Sequence[Verdict]
-    layer: int | None
-    row: LogitRow
-
-
 _HEAD = 10**6
 """Seed of the head's noise, apart from those of layers."""
+_AGAIN = 3
+"""Further runs of a forward that does not follow from its layers."""
 
 
 class FreeRunning:
@@ -73,7 +50,6 @@ class FreeRunning:
 
     Args:
         ops: the candidate's, which replay the recorded ops of the head; None replays none.
-        repeats: runs faults again.
         nulls: honest runs on the reference's input by layer; without, they run on the candidate's.
     """
 
@@ -81,21 +57,18 @@ class FreeRunning:
         self, reference: Reference, candidate: Executor, ops: OpTable | None, repeats: Repeats, nulls: Mapping[int, Null]
     ) -> None:
         self._reference, self._ops, self._repeats = reference, ops, repeats
-        self._follower = reference.alternative(None, reference.ops)
+        self._follower = reference.twin()
         # One cache for layers run one by one, and one into which only whole forwards store.
         self._candidate, self._whole = (CandidateRunner(candidate, reference.cache) for _ in range(2))
         self._forced, self._nulls = TeacherForced(self._follower, self._candidate, None), nulls
         self.runs: list[FreeRun] = []
 
     def begin(self, hidden: Tensor) -> None:
-        """Begin a forward with hidden states [T, hidden]."""
         self.hidden, self.runs = hidden, []
 
     def layer(self, index: int, bad: Snapshot, forward: Forward) -> tuple[Run, Verdict | None, float]:
-        """Run the next layer.
+        """Run the next layer; `bad` is poison for the places of its tokens.
 
-        Args:
-            bad: poison for the places of its tokens.
         Returns:
             the run; a fault, or that the layer differs from itself; the worst figure as a multiple of what is allowed.
         """
@@ -127,11 +100,13 @@ class FreeRunning:
         detail = f"fed what the executor made of the layer before, the layer is wrong at {failing.stage}: {failing.detail}"
         return run, Verdict("free_running", "fault", failing.error, failing.bound, detail), judgment.share
 
-    def forward(self, logits: Tensor, calls: Sequence[Call], forward: Forward) -> ForwardJudgment:
-        """Run the candidate's whole forward, once its layers have run.
+    def forward(
+        self, logits: Tensor, calls: Sequence[Call], forward: Forward
+    ) -> tuple[Sequence[Verdict], int | None, LogitRow]:
+        """Run the candidate's whole forward, once its layers have run; `Reference.head_logits` gave the other arguments.
 
-        Args:
-            logits, calls: from `Reference.head_logits`.
+        Returns:
+            verdicts; the layer that differs from itself, if one does; logits beside the reference's.
         """
         whole, recorder, model = self._whole, self._reference.recorder, self._reference.model
         replays = [(c, replay(c, self._ops, whole.executor.device, whole.cache, recorder)) for c in calls if self._ops]
@@ -150,19 +125,15 @@ class FreeRunning:
             index, verdicts = instability[0], [instability[1]]
         comparison = compare_vectors(logits, outcome.result)
         same = int((logits.argmax(-1) == outcome.result.argmax(-1)).sum())
-        row = LogitRow(
-            forward.phase, forward.step, comparison.cosine, comparison.rel_l2, comparison.max_abs, same, len(logits)
-        )
-        return ForwardJudgment(verdicts, index, row)
+        row = LogitRow(forward.phase, forward.step, *comparison, same, len(logits))
+        return verdicts, index, row
 
     def _null(self, index: int, expected: LayerRecord) -> Null:
         return self._nulls[index] if index in self._nulls else self._forced.null(expected)
 
     def _op(self, call: Call, result: Any, intact: bool, number: int) -> Verdict:
-        if not intact:
-            return Verdict.violation(call.stage, "changed the inputs that it was given")
-        if not isinstance(result, Tensor) or (result.shape, result.dtype) != (call.result.shape, call.result.dtype):
-            return Verdict.violation(call.stage, f"returned {result if isinstance(result, str) else type(result).__name__}")
+        if wrong := call_violation(call, result, intact):
+            return wrong
         honest = getattr(self._reference.honest(_HEAD + 1 + number), call.op)(*call.args)
         return self._numbers(call.stage, result, call.result, honest)
 
@@ -173,13 +144,24 @@ class FreeRunning:
         return verdicts(null.excesses(sums, rounds), [] if torch.equal(expected, result) else [stage])[0]
 
     def _unstable(self, outcome: Outcome, forward: Forward) -> tuple[int | None, Verdict] | None:
-        """Whether a layer differs from itself, or the whole forward does, and where."""
+        """Whether a layer differs from itself, and which; or the whole forward does."""
         for index, layer_run in enumerate(self.runs):
-            again = [self._candidate.run(layer_run.hidden, index, layer_run.bad, forward.batch) for _ in range(WHOLE_AGAIN)]
+            again = [self._candidate.run(layer_run.hidden, index, layer_run.bad, forward.batch) for _ in range(_AGAIN)]
             if (unstable := differing([layer_run.run, *again])) is not None:
                 return index, unstable
-        vocab_size = self._reference.model.config.vocab_size
-        return differing_forward(self._whole, outcome, [layer_run.bad for layer_run in self.runs], forward, vocab_size)
+        runs = [(outcome, self._stored(forward))]
+        for _ in range(_AGAIN):
+            for index, layer_run in enumerate(self.runs):
+                self._whole.put(index, forward.batch, layer_run.bad)
+            outcome = self._whole.forward(forward, self._reference.model.config.vocab_size)
+            self._whole.stray_writes(range(len(self.runs)), forward.batch)
+            runs.append((outcome, self._stored(forward)))
+        unstable = differing(runs, "forward")
+        return None if unstable is None else (None, unstable)
+
+    def _stored(self, forward: Forward) -> list[Snapshot]:
+        """What the whole forward stored, by layer."""
+        return [take(self._whole.cache, index, forward.batch) for index in range(len(self.runs))]
 
     def _compare_stores(self, stage: str, forward: Forward) -> list[Verdict]:
         """What the whole forward stored, against what the same executor's layers stored one by one."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
-from typing import Any, cast
+from functools import reduce
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -15,10 +15,9 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import LayerView, PagedKVCache
 from haarkv.tq_ops.table import with_ops
 from haarkv.tq_ops.weight import Weight
-from haarkv.validation.layers.forward import LayerRecord
+from haarkv.validation.layers.forward import Call, LayerRecord
 from haarkv.validation.layers.judge import Values, hidden_figures, stored_figures
 from haarkv.validation.layers.null import (
-    RUNS,
     RunRows,
     Slips,
     Sums,
@@ -33,21 +32,16 @@ from haarkv.validation.layers.null import (
     stacked,
 )  # fmt: skip
 from haarkv.validation.layers.parts import KV, Snapshot, cache_parts, load, snapshot, take, without_unread
-from haarkv.validation.layers.record import Call
 from haarkv.validation.layers.reference import Reference, keep
-from haarkv.validation.layers.states import recurrent_state
 
+T = TypeVar("T")
 HonestCache = dict[tuple[str, str, int, int], Any]
 """Results of honest runs by drive (or "slips"), phase, step and layer."""
 STEEPER = "softmax 1 % too steep"
 
 
 class HonestRuns:
-    """Runs a layer of the reference as other devices may.
-
-    Args:
-        honest_cache: results of earlier validations of the same forwards; is added to.
-    """
+    """Runs a layer of the reference as other devices may; adds to `honest_cache`, results of earlier validations."""
 
     def __init__(self, reference: Reference, honest_cache: HonestCache | None = None) -> None:
         self.reference = reference
@@ -55,12 +49,11 @@ class HonestRuns:
         self._scratch = reference.cache.empty_like(reference.cache.device)
         self._readable: tuple[Call, Snapshot] | None = None
 
-    def layer_sums(self, record: LayerRecord) -> tuple[list[Sums], Mapping[str, Tensor]]:
+    def layer_sums(self, record: LayerRecord) -> tuple[Sums, Mapping[str, Tensor]]:
         """Of a whole layer; also `Null.reach`."""
-        runs: tuple[list[Sums], Mapping[str, Tensor]] = self._cached(record, "layers", lambda: self._layers(record))
-        return runs
+        return self._cached(record, "layers", self._layers)
 
-    def _layers(self, record: LayerRecord) -> tuple[list[Sums], Mapping[str, Tensor]]:
+    def _layers(self, record: LayerRecord) -> tuple[Sums, Mapping[str, Tensor]]:
         # What one token leaves in a state moves all that follow.
         reference = self.reference
         runs = num_honest_runs(len(record.hidden_in) if record.kv is not None else 1, reference.model.dtype)
@@ -77,20 +70,19 @@ class HonestRuns:
         reach = aside.reach()
         return resample_runs({**aside.rows(reach), **hidden_rows}), reach
 
-    def _cached(self, record: LayerRecord, what: str, find: Callable[[], Any]) -> Any:
+    def _cached(self, record: LayerRecord, what: str, find: Callable[[LayerRecord], T]) -> T:
         key = what, record.forward.phase, record.forward.step, record.index
         if key not in self._honest_cache:
-            self._honest_cache[key] = find()
-        return self._honest_cache[key]
+            self._honest_cache[key] = find(record)
+        result: T = self._honest_cache[key]
+        return result
 
     def slips(self, record: LayerRecord) -> Slips:
         """How hidden states change by known mistakes in each KV head's attention, and in the MLP."""
-        if record.kv is None or not self.reference.records:
-            return {}
-        slips: Slips = self._cached(record, "slips", lambda: self._layer_slips(record))
-        return slips
+        return {} if record.kv is None else self._cached(record, "slips", self._layer_slips)[0]
 
-    def _layer_slips(self, record: LayerRecord) -> Slips:
+    def _layer_slips(self, record: LayerRecord) -> tuple[Slips, Slips]:
+        """`slips`; also how attention itself changes."""
         reference, ops, heads = self.reference, self.reference.ops, self._kv_heads(record.index)
         cache = reference.as_read(record, record.new_fields)
         gates = {
@@ -123,65 +115,50 @@ class HonestRuns:
         for name, larger, steeper in (("attention 1 % too large", 1.01, 1.0), (STEEPER, 1.0, 1.01)):
             each = [run_with(paged_attention=in_head(head, larger, steeper)) - right for head in range(heads)]
             slips |= {f"{name} @{head}": by for head, by in enumerate(each)} | {name: torch.stack(each).sum(0)}
-        return slips
+        return slips, {STEEPER: torch.cat(by_scale[1.01], 1) - torch.cat(by_scale[1.0], 1)}
 
     # -- Ops -------------------------------------------------------------------------------------------------------------
-    def op_sums(self, record: LayerRecord) -> tuple[dict[int, Slips], list[Sums]]:
-        """Of a layer's ops one by one; also how a steeper softmax changes each attention, by its place among the calls."""
-        effects_and_sums: tuple[dict[int, Slips], list[Sums]] = self._cached(record, "ops", lambda: self._ops(record))
-        return effects_and_sums
+    def op_sums(self, record: LayerRecord) -> Sums:
+        """Of a layer's ops one by one."""
+        return self._cached(record, "ops", self._ops)
 
-    def _ops(self, record: LayerRecord) -> tuple[dict[int, Slips], list[Sums]]:
-        steeper: dict[int, Slips] = {}
-        total: list[Sums] = [{} for _ in range(RUNS)]
-        for place, call in enumerate(record.calls):
-            if call.op == "paged_attention":
-                load(self._scratch, record.index, self.readable(call, record))
-                steeper[place] = self._steeper(call)
-            call_sums = resample_runs(self._op(call, record, 1000 * place, steeper.get(place, {})))
-            total = [add_sums(before, sums) for before, sums in zip(total, call_sums, strict=True)]
-        return steeper, total
+    def _ops(self, record: LayerRecord) -> Sums:
+        each = (resample_runs(self._op(call, record, 1000 * place)) for place, call in enumerate(record.calls))
+        return reduce(add_sums, each, {})
 
-    def _op(self, call: Call, record: LayerRecord, salt: int, slips: Slips) -> RunRows:
+    def _op(self, call: Call, record: LayerRecord, salt: int) -> RunRows:
         x = call.args[0]
         runs = num_honest_runs(
             len(x) if call.op != "gated_delta" else 1, x.dtype if call.op == "paged_attention" else torch.float32
         )
         aside = _Aside(self.reference, self._scratch, record, runs)
         table = self.reference.honest(_place(record) + salt, runs, op_overrides=aside.ops)
+        if call.op == "paged_attention":
+            load(self._scratch, record.index, self.readable(call, record))
         result = getattr(table, call.op)(
             *(replace(arg, cache=self._scratch) if isinstance(arg, LayerView) else arg for arg in call.args)
         )
         rows = aside.rows({})
         if result is not None:
-            one = replace(call, result=repeat_rows(call.result, runs))
-            numbers = self.figures(one, record, result, {}, {name: repeat_rows(by, runs) for name, by in slips.items()})
-            rows = {**rows, **split_runs(numbers, runs)}
+            rows = {**rows, **split_runs(self.figures(call, record, result, {}, runs), runs)}
         return rows
 
-    def figures(self, call: Call, record: LayerRecord, result: Any, part_fields: Snapshot, slips: Slips) -> Values:
-        """Of an op's result and of what it stored."""
+    def figures(self, call: Call, record: LayerRecord, result: Any, part_fields: Snapshot, runs: int = 1) -> Values:
+        """Of an op's result, whose rows are those of some runs, and of what it stored."""
         if part_fields:
             yield from stored_figures(
                 self.reference.cache, record.index, record.batch, record.new_fields, part_fields, record.kv
             )
         if result is not None:
-            heads = self._kv_heads(record.index) if call.op == "paged_attention" else 0
-            yield from number_figures(call.stage, call.result, result, heads, slips)
-
-    def _steeper(self, call: Call) -> Slips:
-        """How a softmax that is 1 % too steep changes attention over the scratch cache."""
-        q, at, scale = call.args
-        attend = partial(self.reference.ops.paged_attention, q.float(), replace(at, cache=self._scratch))
-        return {STEEPER: attend(1.01 * scale) - attend(scale)}
+            attends = call.op == "paged_attention"
+            heads = self._kv_heads(record.index) if attends else 0
+            slips = self._cached(record, "slips", self._layer_slips)[1] if attends else {}
+            wide = {name: repeat_rows(by, runs) for name, by in slips.items()}
+            yield from number_figures(call.stage, repeat_rows(call.result, runs), result, heads, wide)
 
     def _kv_heads(self, index: int) -> int:
-        """Of a layer; 1 of one that keeps a state."""
-        return (
-            1
-            if recurrent_state(self.reference.cache, index) is not None
-            else self.reference.cache.kv[index].shape.num_kv_heads
-        )
+        """Of a layer with K and V."""
+        return self.reference.cache.kv[index].shape.num_kv_heads
 
     def readable(self, call: Call, record: LayerRecord) -> Snapshot:
         """The layer's cache as attention gets it, poisoned where it must not read."""
@@ -213,11 +190,7 @@ class _AtOnce:
 
 
 class _Aside:
-    """Stores of all honest runs of a layer, run by run in a cache of their own.
-
-    Attributes:
-        ops: store there what they are given.
-    """
+    """Stores of all honest runs of a layer, run by run in a cache of their own, by `ops`."""
 
     def __init__(self, reference: Reference, scratch: PagedKVCache, record: LayerRecord, runs: int) -> None:
         self._reference, self._scratch, self._record, self._runs = reference, scratch, record, runs

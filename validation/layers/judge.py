@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,27 +14,13 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.validation import bounds
 from haarkv.validation.layers.candidate import StrayWrites
+from haarkv.validation.layers.forward import Call
 from haarkv.validation.layers.null import Figure, number_figures, pad_counts
 from haarkv.validation.layers.parts import KV, Part, Snapshot, cache_parts
 from haarkv.validation.layers.report import Reason, Verdict
 from haarkv.validation.layers.states import STATE, compare_states, recurrent_state
 
 Values = Iterator[tuple[Figure, Tensor]]
-
-
-@dataclass(frozen=True)
-class StoredComparison:
-    """What a layer stored of two executors, for a row of the report.
-
-    Attributes:
-        match: share of equal levels (of numbers, without levels) by "k" and "v".
-        length: largest relative difference of a vector's length.
-        state: largest relative distance of a head's state; None of a layer with K and V.
-    """
-
-    match: Mapping[str, float]
-    length: float
-    state: float | None = None
 
 
 def stored_figures(
@@ -109,33 +95,9 @@ def _size_changes(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Tensor:
     return torch.stack([((y - x).abs() > _ANOTHER_SIZE * x.abs()).unsqueeze(-1).flatten(2).any(-1) for x, y in scales]).any(0)
 
 
-def compare_stored(cache: PagedKVCache, layer: int, batch: Batch, ours: Snapshot, theirs: Snapshot) -> StoredComparison:
-    """What both stored, as columns of the report."""
-    if (state := recurrent_state(cache, layer)) is not None:
-        comparisons = compare_states(state, batch, ours[STATE], theirs[STATE])
-        return StoredComparison(
-            {}, 0.0, max((one.error for one in comparisons), key=lambda x: math.inf if math.isnan(x) else x)
-        )
-    match, longest = {}, torch.zeros(())
-    for part in cache_parts(cache, layer):
-        if not len(part.where(batch)[0]):
-            continue
-        pair = by_token(ours[part.name]), by_token(theirs[part.name])
-        levels = [part.kv_format.levels(fields) for fields in pair]
-        if part.packed:
-            first = [
-                next(iter(fields.values())) if codes is None else codes for codes, fields in zip(levels, pair, strict=True)
-            ]
-            match[part.side] = float(torch.eq(*first).double().mean())
-        lengths = [vector_lengths(part.kv_format.dequantize(fields, layer)) for fields in pair]
-        longest = torch.maximum(longest, ((lengths[1] - lengths[0]).abs() / lengths[0].clamp(min=1e-300)).max())
-    return StoredComparison(match, float(longest))
-
-
 def hidden_figures(before: Tensor, ours: Tensor, theirs: Tensor, slips: Mapping[str, Tensor]) -> Values:
-    """Figures of what a layer adds to hidden states [T, hidden].
-
-    One rounding moves a number by a step of the sum's dtype and of the update's own size.
+    """Figures of what a layer adds to hidden states [T, hidden]. One rounding is a step of the sum's dtype and of the update's
+    size.
     """
     update = ours.float() - before.float()
     unit = bounds.STEP[ours.dtype]
@@ -165,6 +127,41 @@ def guilty_head(ours: Tensor, theirs: Tensor, slips: Mapping[str, Tensor]) -> in
         float(rests[best].square().sum() - left(rests[best], spans[head]).square().sum()) for head in spans if head != best
     ]
     return best if explained_energy > 4 * max(others) else None
+
+
+# -- For the eye -------------------------------------------------------------------------------------------------------------
+def level_matches(cache: PagedKVCache, layer: int, batch: Batch, ours: Snapshot, theirs: Snapshot) -> dict[str, float]:
+    """Share of packed levels (numbers, without levels) that are equal, by "k" and "v"; none of a layer that keeps a state."""
+    matches = {}
+    for part in cache_parts(cache, layer):
+        if part.packed and len(part.where(batch)[0]):
+            pair = ours[part.name], theirs[part.name]
+            levels = [part.kv_format.levels(fields) for fields in map(by_token, pair)]
+            first = [next(iter(fields.values())) if x is None else x for x, fields in zip(levels, pair, strict=True)]
+            matches[part.side] = float(torch.eq(*first).double().mean())
+    return matches
+
+
+class VectorComparison(NamedTuple):
+    """The worst of all vectors: cosine, distance relative to the first one's length, and largest difference of a number."""
+
+    cosine: float
+    rel_l2: float
+    max_abs: float
+
+
+def compare_vectors(ours: Tensor, theirs: Tensor) -> VectorComparison:
+    """Compare vectors [..., N] one by one, so that a long one does not hide a short one. A NaN makes every figure NaN."""
+    a, b = ours.double(), theirs.double()
+    length, off = a.norm(dim=-1), b - a
+    cosine = _ratio((a * b).sum(-1), length * b.norm(dim=-1), empty=1.0).clamp(max=1.0)
+    rel_l2 = _ratio(off.norm(dim=-1), length)
+    return VectorComparison(float(cosine.min()), float(rel_l2.max()), float(off.abs().max()))
+
+
+def _ratio(part: Tensor, whole: Tensor, empty: float = 0.0) -> Tensor:
+    """part / whole, where 0 / 0 is `empty`."""
+    return torch.where((part == 0) & (whole == 0), empty, part / whole)
 
 
 # -- Verdicts ----------------------------------------------------------------------------------------------------------------
@@ -198,6 +195,18 @@ def verdicts(excesses: Mapping[Figure, float], differing: Iterable[str], togethe
     return stage_verdicts
 
 
+def call_violation(call: Call, result: Any, intact: bool) -> Verdict | None:
+    """What is wrong with an op's result whatever the numbers are; `intact`: its inputs are unchanged."""
+    if not intact:
+        return Verdict.violation(call.stage, "changed the inputs that it was given")
+    ours, is_tensor = call.result, isinstance(result, Tensor)
+    if result is ours is None or (is_tensor and ours is not None and (result.shape, result.dtype) == (ours.shape, ours.dtype)):
+        return None
+    returned = f"{list(result.shape)} {result.dtype}" if is_tensor else repr(result)
+    expected = "" if ours is None else f", not {list(ours.shape)} {ours.dtype}"
+    return Verdict.violation(call.stage, f"returned {returned}{expected}")
+
+
 def in_whole(verdict: Verdict) -> Verdict:
     """The verdict on a whole layer whose ops are right one by one."""
     if verdict.reason != "fault":
@@ -206,12 +215,7 @@ def in_whole(verdict: Verdict) -> Verdict:
 
 
 def judge_stray_writes(stray_writes: StrayWrites, layer: int | None, who: str = "") -> list[Verdict]:
-    """Verdicts on places that changed and were not to be written.
-
-    Args:
-        layer: whose places are named, if some of them changed; else those of all layers.
-        who: wrote, if it was no layer.
-    """
+    """Verdicts on places that changed and were not to be written: in `layer`, if some of them are there, else in all."""
     at = {layer: stray_writes[layer]} if layer in stray_writes else stray_writes
     places_by_stage: dict[str, list[str]] = {}
     for number, parts in at.items():

@@ -46,43 +46,29 @@ numerator, denominator and the sum of fourth powers, which bounds what ties may 
 """
 RunRows = Mapping[Figure, Tensor]
 """[n, runs, 3] fp64: the same of several honest runs."""
-Numbers = tuple[float, float, float]
-Sums = Mapping[Figure, Numbers]
-"""Rows summed over tokens; they add up over forwards."""
-NONE: Numbers = (0.0, 0.0, 0.0)
+Sums = Mapping[Figure, Tensor]
+"""Rows summed over tokens, [3] fp64, or [RUNS, 3] of all honest runs; they add up over forwards."""
 
 
 def add_sums(one: Sums, other: Sums) -> Sums:
     """The sums of two forwards together."""
-    total = dict(one)
-    for figure, (top, bottom, fourth) in other.items():
-        before = total.get(figure, NONE)
-        total[figure] = (before[0] + top, before[1] + bottom, before[2] + fourth)
-    return total
+    return {**one, **{figure: one[figure] + sums if figure in one else sums for figure, sums in other.items()}}
 
 
-def value(figure: Figure, sums: Numbers) -> float:
-    """The ratio of a gain's or slip's sums; of other figures the first sum."""
-    top, bottom, _ = sums
-    if figure.kind != "gain" and not figure.kind.startswith("slip"):
-        return top
-    return 0.0 if top == 0 else top / bottom if bottom else math.inf
+def value(figure: Figure, sums: Tensor) -> Tensor:
+    """The ratio of a gain's or slip's sums [..., 3]; of other figures the first sum."""
+    top, bottom = sums[..., 0], sums[..., 1]
+    return torch.where(top == 0, 0.0, top / bottom) if figure.kind == "gain" or figure.kind.startswith("slip") else top
 
 
-def by_ties(sums: Numbers) -> float:
+def by_ties(sums: Tensor) -> float:
     """What ties may make of a gain or a slip: the largest number alone, or some fourteen at random."""
-    _, bottom, fourth = sums
+    _, bottom, fourth = sums.tolist()
     return fourth**0.25 / bottom if bottom else 0.0
 
 
 def excess(figure: Figure, candidate: float, honest: Sequence[float], rounds: bool, ties: float = 0.0) -> float:
-    """A figure as a multiple of what honest runs allow; above 1 is a fault.
-
-    Args:
-        honest: the same figure of honest runs.
-        ties: from `by_ties`.
-        rounds: the model is in BF16, so a device may round centroids to FP16.
-    """
+    """A figure as a multiple of what honest runs allow; above 1 is a fault. A BF16 model `rounds` centroids to FP16, maybe."""
     if not math.isfinite(candidate):
         return math.inf
     mean = sum(honest) / len(honest)
@@ -105,15 +91,15 @@ def excess(figure: Figure, candidate: float, honest: Sequence[float], rounds: bo
 
 @dataclass
 class Null:
-    """The honest runs of one layer: of the forward at hand, and of all forwards so far together.
+    """The honest runs of one layer: of the forward at hand, and `totals` of all forwards so far.
 
     Attributes:
         reach: largest distance of an honest run's K or V from the reference's, in the format's norm, [Hkv, n] by part.
     """
 
-    runs: list[Sums] = field(default_factory=list)
+    runs: Sums = field(default_factory=dict)
     reach: Mapping[str, Tensor] = field(default_factory=dict)
-    totals: list[Sums] = field(default_factory=list)
+    totals: Sums = field(default_factory=dict)
     candidate: Sums = field(default_factory=dict)
 
     def excesses(self, candidate: Sums, rounds: bool) -> dict[Figure, float]:
@@ -122,20 +108,18 @@ class Null:
 
     def add(self, candidate: Sums) -> None:
         """Count a forward in which no fault was found."""
-        totals = self.totals or [{} for _ in self.runs]
-        self.totals = [add_sums(total, run) for total, run in zip(totals, self.runs, strict=True)]
-        self.candidate = add_sums(self.candidate, candidate)
+        self.totals, self.candidate = add_sums(self.totals, self.runs), add_sums(self.candidate, candidate)
 
     def total_excesses(self, rounds: bool) -> dict[Figure, float]:
         """Of all counted forwards together."""
         return _excesses(self.candidate, self.totals, rounds)
 
 
-def _excesses(candidate: Sums, honest: Sequence[Sums], rounds: bool) -> dict[Figure, float]:
-    excesses = {}
+def _excesses(candidate: Sums, honest: Sums, rounds: bool) -> dict[Figure, float]:
+    excesses, none = {}, torch.zeros(RUNS, 3, dtype=torch.float64)
     for figure, sums in candidate.items():
-        null = [value(figure, run.get(figure, NONE)) for run in honest]
-        excesses[figure] = excess(figure, value(figure, sums), null, rounds, by_ties(sums))
+        runs = value(figure, honest.get(figure, none)).tolist()
+        excesses[figure] = excess(figure, float(value(figure, sums)), runs, rounds, by_ties(sums))
     return excesses
 
 
@@ -220,7 +204,7 @@ def repeat_rows(x: Tensor, runs: int) -> Tensor:
 
 def collect_sums(pairs: Iterable[tuple[Figure, Tensor]]) -> Sums:
     """The sums of a candidate's figures."""
-    return {figure: _total(rows) for figure, rows in by_figure(pairs).items()}
+    return {figure: rows.sum(0) for figure, rows in by_figure(pairs).items()}
 
 
 def num_honest_runs(tokens: int, attention: torch.dtype = torch.float32) -> int:
@@ -228,29 +212,21 @@ def num_honest_runs(tokens: int, attention: torch.dtype = torch.float32) -> int:
     return RUNS if tokens < _MANY else 2 if attention == torch.float32 else 4
 
 
-def resample_runs(rows: RunRows) -> list[Sums]:
+def resample_runs(rows: RunRows) -> Sums:
     """Sixteen honest runs, all computed or drawn from two of each kind, the kinds in turn.
 
     A drawn run is, token by token, the mean of the two plus or minus their difference over sqrt(2).
     """
-    generator = torch.Generator().manual_seed(0)
-    sums: list[dict[Figure, Numbers]] = [{} for _ in range(RUNS)]
+    generator, sums = torch.Generator().manual_seed(0), {}
     for figure, numbers in rows.items():
         tokens, runs, _ = numbers.shape
-        totals = numbers.sum(0)
+        sums[figure] = numbers.sum(0)
         if runs < RUNS:
             one, other = numbers.chunk(2, 1)  # [n, kinds, 3]
             signs = 2 * torch.randint(2, (2 * RUNS // runs, tokens, runs // 2), generator=generator).double() - 1
             off = torch.einsum("rtk,tkn->rkn", signs, one - other) / math.sqrt(2)
-            totals = (totals.view(2, -1, 3).sum(0) / 2 + off).flatten(0, 1)
-        for run, (top, bottom, fourth) in enumerate(totals.tolist()):
-            sums[run][figure] = (top, bottom, fourth)
-    return list(sums)
-
-
-def _total(rows: Tensor) -> Numbers:
-    top, bottom, fourth = rows.sum(0).tolist()
-    return top, bottom, fourth
+            sums[figure] = (sums[figure].view(2, -1, 3).sum(0) / 2 + off).flatten(0, 1)
+    return sums
 
 
 # -- Honest runs -------------------------------------------------------------------------------------------------------------
@@ -276,9 +252,8 @@ def honest(
     """The reference's table as other devices may compute it. Each op gives the rows of all runs, a token's together.
 
     Args:
-        ops: the reference's; `store_kv` and `gated_delta` get the rows of all runs.
         seed: of the noise. Counted from it, odd runs round attention once, at its end.
-        tokens: of one run, if ops are given the rows of all runs; None if of one.
+        tokens: of one run, if ops are given the rows of all runs, as `store_kv` and `gated_delta` always are.
         blocks: weights whose products round x to integers.
     """
     generator = torch.Generator().manual_seed(seed)

@@ -8,18 +8,12 @@ from dataclasses import dataclass
 from html import escape
 
 from haarkv.tq_ops.errors import count_noun
-from haarkv.validation.layers.report import Mode, Report, row_cells
+from haarkv.validation.layers.report import Mode, Report
 
 
 @dataclass(frozen=True)
 class About:
-    """How a report was made.
-
-    Attributes:
-        command: as it was typed.
-        versions, machine: by name.
-        date: of the run, with its time zone.
-    """
+    """How a report was made; `command` as it was typed, versions and machine by name, `date` with its time zone."""
 
     model: str
     command: str
@@ -38,7 +32,7 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var
   padding: 0 1.25rem; }
 h1 { font-size: 1.5rem; margin: 0 0 .25rem; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
 p, li { margin: .25rem 0; max-width: 90ch; overflow-wrap: anywhere; }
-ul { margin: .25rem 0; padding-left: 1.2rem; } .soft { color: var(--soft); } summary { cursor: pointer; margin: .5rem 0; }
+ul { margin: .25rem 0; padding-left: 1.2rem; } .soft { color: var(--soft); }
 .verdict { font-weight: 700; padding: .1rem .6rem; border-radius: .4rem; border: 2px solid; }
 .good { color: var(--good); } .bad { color: var(--bad); }
 figure { margin: 0; max-width: 760px; box-sizing: border-box; background: var(--panel); border: 1px solid var(--line);
@@ -80,8 +74,6 @@ beyond 100 % it is a fault. The nearest to it stand first.</p>
 {_tensor_table(report)}
 <h2>Logits, layers in a row</h2>
 {_logit_table(report)}
-{_sums(report)}
-<details><summary>Every row</summary>{_row_table(report)}</details>
 </body></html>
 """
 
@@ -193,11 +185,7 @@ def _exponent(shares: Sequence[float]) -> float:
 
 # -- Tables ----------------------------------------------------------------------------------------------------------------
 def _table(columns: Iterable[str], rows: Sequence[Sequence[str | float]], left: int, bad: Sequence[bool]) -> str:
-    """A table whose first `left` columns hold words; a number is a share, drawn as a bar.
-
-    Args:
-        bad: rows in which something is wrong.
-    """
+    """A table whose first `left` columns hold words; a number is a share, drawn as a bar. Rows that are `bad` are red."""
 
     def cell(content: str | float, tag: str, place: int) -> str:
         if isinstance(content, str):
@@ -223,18 +211,6 @@ def _tensor_table(report: Report) -> str:
     return _table(columns, rows, 4, [t.fails or not t.share <= 1 for t in tensors])
 
 
-def _sums(report: Report) -> str:
-    """Figures of the whole run."""
-    if not report.tests:
-        return ""
-    rows: list[list[str | float]] = [
-        [f"{t.stage}, {t.figure}", t.drive, str(t.layer), "all" if t.head < 0 else str(t.head), t.share] for t in report.tests
-    ]
-    columns = ["figure", "of", "layer", "KV head", "of what is allowed"]
-    figures = _table(columns, rows, 2, [not t.share <= 1 for t in report.tests])
-    return f"<details><summary>Every figure over all forwards together</summary>{figures}</details>"
-
-
 def _logit_table(report: Report) -> str:
     rows = [
         [f"{r.phase} {r.step}", f"{r.cos:.8f}", f"{r.rel_l2:.2e}", f"{r.max_abs:.2e}", f"{r.same_token} of {r.predictions}"]
@@ -242,9 +218,3 @@ def _logit_table(report: Report) -> str:
     ]
     bad = [not math.isfinite(r.cos) for r in report.logits]
     return _table(["forward", "lowest cosine", "rel. L2", "max abs", "same next token"], rows, 1, bad)
-
-
-def _row_table(report: Report) -> str:
-    rows = [row_cells(row) for row in report.rows]
-    cells = [list(row.values()) for row in rows]
-    return _table(rows[0] if rows else (), cells, 2, [not row.passed for row in report.rows])

@@ -59,12 +59,10 @@ class Part:
 
     @property
     def stage(self) -> str:
-        """The stage that stores it."""
         return part_stage(self.name)
 
     @property
     def title(self) -> str:
-        """In words."""
         side = self.side.upper()
         return side if self.packed else f"{side} of the {'window' if self.name.startswith('window') else 'sinks'}"
 
@@ -177,9 +175,7 @@ def take(cache: PagedKVCache, layer: int, batch: Batch) -> Snapshot:
 
 
 def put(cache: PagedKVCache, layer: int, batch: Batch, part_fields: Snapshot) -> None:
-    """Write fields [n, Hkv, *] of a batch's tokens into the given parts. A state is written by rows; without fields it is
-    spoilt.
-    """
+    """Write fields [n, Hkv, *] of a batch's tokens into the given parts; of a state its rows, spoilt without fields."""
     if (state := recurrent_state(cache, layer)) is not None:
         put_rows(state, batch, part_fields[STATE])
         return
@@ -201,10 +197,9 @@ def quantized(cache: PagedKVCache, layer: int, batch: Batch, k: Tensor, v: Tenso
 
 # -- Poison ------------------------------------------------------------------------------------------------------------
 def poison(cache: PagedKVCache, layer: int, kv: tuple[Tensor, Tensor] | None, batch: Batch) -> Snapshot:
-    """Valid K and V, far from the right ones, for places about to be written; a state is to be spoilt.
+    """Valid K and V far from the right ones, for places about to be written; a state is to be spoilt.
 
-    Opposite vectors of another length fall into opposite levels: a kernel that reads them before it writes gives wrong
-    numbers, not NaN.
+    Opposite vectors of another length fall into opposite levels: reading them too early gives wrong numbers, not NaN.
     """
     if kv is None:
         return {STATE: {}}
@@ -223,14 +218,10 @@ _LONGER, _LONGEST = 64.0, 2.0**15
 def without_unread(
     cache: PagedKVCache, layer: int, part_fields: Snapshot, batch: Batch, lengths: Tensor, q: Tensor
 ) -> Snapshot:
-    """A snapshot of a layer, poisoned where no query of a batch may read.
+    """A snapshot of a layer, poisoned where no query q [T, Hq, D] of a batch may read, with `lengths` [B] tokens stored.
 
     These are packed tokens that all queries see in BF16, those in BF16 that none sees there, and the free slots of each last
     block. K there points to where the queries of its KV head do and is 64 times as long; V is opposite and 64 times as long.
-
-    Args:
-        lengths: [B], tokens of each sequence that are stored.
-        q: [T, Hq, D], the queries, not rotated.
     """
     windows = dict(zip("kv", cache.kv[layer].windows, strict=True))
     new_fields = {part: {name: tensor.clone() for name, tensor in fields.items()} for part, fields in part_fields.items()}

@@ -1,7 +1,6 @@
 """An executor on several ranks, as the validator drives one: with the whole cache, on rank 0.
 
-For each call rank 0 hands out the cache by KV heads and joins what the ranks have stored: the validator sees every slot of
-every head.
+For each call rank 0 hands out the cache by KV heads and joins what the ranks have stored.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,13 +25,11 @@ from haarkv.validation.layers.parts import Snapshot, layer_tensors, load, new_ca
 
 @dataclass(frozen=True)
 class _Call:
-    """One call for every rank.
+    """One call of `forward`, `layers` or `head` (which needs no cache) for every rank.
 
     Attributes:
-        method: forward, head or layers.
-        x: token ids or hidden states.
         layer_fields: caches of the layers in `span`, all KV heads.
-        batch, blocks: places of the tokens; number and size of the cache's blocks. A head needs neither.
+        blocks: number and size of the cache's blocks.
     """
 
     method: str
@@ -76,23 +73,16 @@ class _Part:
 
 
 class MultiRankExecutor:
-    """The executors of all ranks as one, on rank 0, with the whole model's cache.
+    """The executors of all ranks as one, on rank 0, with the whole model's config and cache; `plan` is rank 0's."""
 
-    Args:
-        executor: of this rank.
-        whole: config of the model.
-        plan: of this rank's KV heads.
-    """
-
-    ops = None
-    device = torch.device("cpu")
+    ops, device = None, torch.device("cpu")
 
     def __init__(self, executor: Executor, ranks: Ranks, whole: ModelConfig, plan: KVPlan) -> None:
-        self.name, self.simulated, self.compiled, self.config = executor.name, executor.simulated, executor.compiled, whole
-        self.description = f"{executor.description}, {ranks.size} ranks"
-        self.batch_invariant, self.decode_step, self.weights = executor.batch_invariant, executor.decode_step, executor.weights
-        self.blocks = executor.blocks
+        self.config, self.description = whole, f"{executor.description}, {ranks.size} ranks"
         self._part = _Part(executor, ranks, whole, plan)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part.executor, name)
 
     def supports(self, config: ModelConfig, plan: KVPlan) -> str | None:
         return self._part.executor.supports(self._part.executor.config, self._part.plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from copy import copy
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
@@ -10,52 +11,47 @@ import torch
 from torch import Tensor
 
 from haarkv.executors.base import Executor
-from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
-from haarkv.tq_ops import reference as spec
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.recurrent import Recurrent
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.tq_ops.weight import Blocks, Weight, activations, weight_numbers
-from haarkv.validation.layers.candidate import CandidateRunner
-from haarkv.validation.layers.forward import Forward, LayerRecord
+from haarkv.validation.layers.forward import Call, Forward, LayerRecord, Recorder
 from haarkv.validation.layers.null import RUNS, honest
-from haarkv.validation.layers.parts import Snapshot, layer_tensors, load, put, snapshot, take, without_unread
-from haarkv.validation.layers.record import Call, Recorder, recordable_ops
+from haarkv.validation.layers.parts import Snapshot, load, put, snapshot, take, without_unread
 from haarkv.validation.layers.states import CONV, SEEN, STATE, Fields, left_after, recurrent_state, state_heads, with_others
 
 
 class Reference:
-    """Runs the reference and keeps what the candidate is compared with.
-
-    An executor with an op table on the host is recorded op by op. Any other runs layer by layer; K and V as quantized are then
-    computed by the spec from the same hidden state.
+    """Runs the reference's op table layer by layer, every op recorded.
 
     Args:
+        executor: its ops run one by one on the host; its own layers do not run.
         blocks: names of weight-block types with which the candidate multiplies directly.
+    Raises:
+        InputError: the executor runs a layer whole, or on a device.
     """
 
     def __init__(self, executor: Executor, model: DecoderModel, cache: PagedKVCache, blocks: Collection[str] = ()) -> None:
         self.model, self.cache = model, cache
-        table = recordable_ops(executor)
+        if executor.ops is None or executor.device.type != "cpu":
+            raise InputError(f"a reference runs op by op on the host, and {executor.name} does not; name reference or cpu")
         type_names = {weight.type.name for _, weight in model.weights.named_tensors() if isinstance(weight, Blocks)}
         self.blocks = tuple(sorted(type_names.intersection(blocks)))
-        self.ops: OpTable = remembering(table or spec) if self.blocks else table or spec
+        self.ops: OpTable = remembering(executor.ops) if self.blocks else executor.ops
         self.recorder = Recorder(self.ops, model.weights)
-        self._whole = CandidateRunner(executor, cache) if recordable_ops(executor) is None else None
         self._scratch = cache.empty_like(cache.device)
 
-    @property
-    def records(self) -> bool:
-        """Whether its ops are recorded."""
-        return self._whole is None
+    def twin(self) -> Reference:
+        """The same reference with an empty cache of its own."""
+        twin = copy(self)
+        twin.cache, twin.recorder = self.cache.empty_like(self.cache.device), Recorder(self.ops, self.model.weights)
+        return twin
 
     def layer(self, index: int, hidden: Tensor, forward: Forward, *, plant: bool = True) -> LayerRecord:
-        """Run one layer.
+        """Run one layer; `plant` poisons the record's `before` where it must not be read.
 
-        Args:
-            plant: poison the record's `before` where it must not be read.
         Raises:
             InputError: a result is not finite or zero: nothing can be compared with that.
         """
@@ -69,19 +65,8 @@ class Reference:
     def _layer(self, index: int, hidden: Tensor, forward: Forward, before: Snapshot) -> tuple[LayerRecord, Tensor | None]:
         """Run one layer on the cache as it is, `before`; also its queries [T, Hq, D], if it attends."""
         batch = forward.batch
-        cache = self.cache
-        if self._whole is not None:
-            cache = self._scratch
-            load(cache, index, layer_tensors(self.cache, index))
-        out = self.model.layers(hidden, range(index, index + 1), batch, cache, self.recorder.ops)
+        out = self.model.layers(hidden, range(index, index + 1), batch, self.cache, self.recorder.ops)
         calls = self.recorder.take_calls()
-        if self._whole is not None:
-            self._whole.load(index, layer_tensors(self.cache, index))
-            outcome = self._whole.layer(hidden, index, batch)
-            if outcome.problem:
-                raise InputError(f"the reference cannot be compared with: layer {index}: {outcome.problem}")
-            out = outcome.result
-            load(self.cache, index, snapshot(self._whole.cache, index))
         part_fields, state = take(self.cache, index, batch), recurrent_state(self.cache, index)
         kv, q = None, None
         if state is None:
@@ -93,19 +78,10 @@ class Reference:
             kv_tensors = {}
         for what, tensor in {**kv_tensors, "hidden state": out}.items():
             self._require_something(f"{what} of layer {index}", tensor, forward)
-        return LayerRecord(index, forward, calls if self.records else [], before, hidden, out, kv, part_fields), q
-
-    def alternative(self, model: DecoderModel | None, ops: OpTable) -> Reference:
-        """Another reference, with an empty cache of its own; of the same model unless one is given."""
-        other_model = model or self.model
-        return Reference(
-            ReferenceExecutor(other_model, ops), other_model, self.cache.empty_like(self.cache.device), self.blocks
-        )
+        return LayerRecord(index, forward, calls, before, hidden, out, kv, part_fields), q
 
     def over_another_state(self, record: LayerRecord) -> LayerRecord | None:
-        """A layer that keeps a state, run over another state of as many tokens; None if no sequence has one. The cache is
-        restored.
-        """
+        """A layer run over another state of as many tokens; None if no sequence has one. The cache is restored."""
         after, state = snapshot(self.cache, record.index), recurrent_state(self.cache, record.index)
         assert state is not None
         load(self.cache, record.index, record.before)
@@ -139,16 +115,11 @@ class Reference:
                 raise InputError(f"the reference's {what} is {problem} at {where}; nothing can be compared with that")
 
     def head_logits(self, hidden: Tensor, forward: Forward) -> tuple[Tensor, list[Call]]:
-        """Logits [N, vocab] of final hidden states [T, hidden], and the head's recorded calls.
-
-        Raises:
-            InputError: they are all equal.
-        """
+        """Logits [N, vocab] of final hidden states [T, hidden], and the head's calls; InputError if all logits are equal."""
         logits = self.model.head(hidden[forward.logit_rows], self.recorder.ops)
         if not (logits.amax(-1) > logits.amin(-1)).all():
             raise InputError(f"the reference's logits are all equal in {forward.phase} {forward.step}; it predicts nothing")
-        calls = self.recorder.take_calls()
-        return logits, calls if self.records else []
+        return logits, self.recorder.take_calls()
 
     def require_embedding(self, hidden: Tensor, forward: Forward) -> None:
         """Refuse hidden states [T, hidden] of which one is zero or not finite."""
@@ -182,13 +153,7 @@ class Reference:
         tokens: int | None = None,
         op_overrides: Mapping[str, Callable[..., Tensor | None]] | None = None,
     ) -> OpTable:
-        """The op table of honest runs.
-
-        Args:
-            place: seed of the noise.
-            tokens: as `null.honest`.
-            op_overrides: ops in place of the reference's own.
-        """
+        """The op table of honest runs, with `place` as seed and some ops overridden; `tokens` as in `null.honest`."""
         return honest(with_ops(self.ops, op_overrides or {}), 2 * place, runs, tokens, self.rounds_x)
 
     def as_read(self, record: LayerRecord, part_fields: Snapshot) -> PagedKVCache:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.input_files import read_json
 
 Mode = Literal["teacher-forced", "free-running"]
 Reason = Literal["tie", "rounding", "fault", "unstable"]
 FAILS = frozenset({"fault", "unstable"})
 """Reasons that fail a run."""
-
-ASCEND_COLUMNS = (
-    "CosineSimilarity", "MaxAbsoluteError", "AccumulatedRelativeError", "RelativeEuclideanDistance",
-    "KullbackLeiblerDivergence", "StandardDeviation", "MeanAbsoluteError", "RootMeanSquareError", "MaxRelativeError",
-    "MeanRelativeError",
-)  # fmt: skip
-"""Columns of Ascend's own comparison tool, in its order."""
-
 
 STAGES = (
     "input_norm", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "untouched_state",
@@ -35,19 +31,14 @@ _MLP = _ORDER["silu_mul"]
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One layer of one forward, in one mode.
+    """One layer of one forward, in one mode. Only `share` and `passed` are a judgment.
 
     Attributes:
         phase: "prefill", "decode" or "verify".
         step: of the phase, from 0; a long prompt takes several.
         k_match, v_match: share of new levels (numbers, without levels) that are equal; None of a layer that keeps a state.
         share: worst figure as a multiple of what honest runs allow; above 1 is a fault.
-        scale_err: largest relative difference of a stored vector's length.
-        state_err: largest relative distance of a head's state or convolution; None of a layer with K and V.
-        hidden_cos: lowest cosine of a token's hidden state with the reference's.
-        rel_l2: largest distance of a token's hidden state, relative to its length.
-        update_err: largest distance beyond two roundings, relative to what the layer added.
-        ascend: `ASCEND_COLUMNS` of the hidden state.
+        hidden_cos, rel_l2, max_abs: of hidden states, the worst token: cosine; distance relative to its length; difference.
     """
 
     phase: str
@@ -57,24 +48,15 @@ class LayerRow:
     k_match: float | None
     v_match: float | None
     share: float
-    scale_err: float
-    state_err: float | None
     hidden_cos: float
     rel_l2: float
     max_abs: float
-    update_err: float
     passed: bool
-    ascend: dict[str, float | str]
 
 
 @dataclass(frozen=True)
 class LogitRow:
-    """Free-running logits of one forward, against the reference's.
-
-    Attributes:
-        cos, rel_l2, max_abs: as in `LayerRow`, the worst prediction.
-        same_token: of `predictions`, those with the same most likely token; one a sequence, of a verify one a token.
-    """
+    """Free-running logits of one forward against the reference's, the worst of `predictions`; `same_token` of these agree."""
 
     phase: str
     step: int
@@ -88,7 +70,7 @@ class LogitRow:
 DIVERGENCE_KEYS = ("phase", "step", "layer", "stage", "reason", "detail", "head")
 """JSON keys of a first divergence."""
 _TENSOR_KEYS = ("stage", "share", "phase", "step", "layer", "reason")
-"""JSON keys of a stage and of a tensor."""
+"""JSON keys of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +83,7 @@ class Verdict:
             than that; "unstable": the executor differs from itself on the same inputs; None: every bit is equal.
         error, bound: worst figure and what honest runs allow.
         head: the KV head that alone is wrong.
-        phase, step, layer: no layer for the head and the whole forward.
+        layer: None for the head and the whole forward.
     """
 
     stage: str
@@ -121,7 +103,6 @@ class Verdict:
 
     @property
     def where(self) -> str:
-        """Layer and stage, in words."""
         return self.stage if self.layer is None else f"layer {self.layer}, {self.stage}"
 
     @property
@@ -149,14 +130,7 @@ def first(verdicts: Sequence[Verdict]) -> Verdict | None:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One teacher-forced figure over all forwards together.
-
-    Attributes:
-        drive: "ops" or "layers".
-        head: KV head; -1 for all, or of a stage without heads.
-        figure: as `null.Figure.kind`.
-        share: as a multiple of what honest runs allow.
-    """
+    """One teacher-forced figure over all forwards, as a multiple of what honest runs allow; head -1 is all of them."""
 
     drive: str
     layer: int
@@ -176,11 +150,11 @@ def _worse(one: Verdict, other: Verdict) -> Verdict:
     return replace(failing[0] if len(failing) == 1 else max(one, other, key=lambda verdict: verdict.share), reason=reason)
 
 
-def worst(verdicts: Iterable[Verdict], by_layer: bool) -> tuple[Verdict, ...]:
-    """The worst of each stage, or of each stage of each layer, in the order of a forward."""
+def worst(verdicts: Iterable[Verdict]) -> tuple[Verdict, ...]:
+    """The worst of each stage of each layer, in the order of a forward."""
     worst_by_key: dict[tuple[str, int | None], Verdict] = {}
     for verdict in verdicts:
-        key = verdict.stage, verdict.layer if by_layer else None
+        key = verdict.stage, verdict.layer
         worst_by_key[key] = _worse(worst_by_key[key], verdict) if key in worst_by_key else verdict
 
     def place(key: tuple[str, int | None]) -> tuple[bool, int, int]:
@@ -196,10 +170,8 @@ class Report:
     Attributes:
         passed: everything was compared, and nothing lies outside what honest runs give.
         first_divergence: the first fault; without one, the first difference; None if every bit is equal.
-        stages, tensors: teacher-forced, by stage; by layer and stage.
-        tests: every figure over all forwards together.
+        tensors: teacher-forced, the worst by layer and stage.
         blocks: weight-block types that the executor multiplied with directly and the reference restored.
-        exercised, not_exercised: what the prompts reached and what not, from `exercise.Exercise`.
     """
 
     reference: str
@@ -212,7 +184,6 @@ class Report:
     first_divergence: Verdict | None
     rows: tuple[LayerRow, ...]
     logits: tuple[LogitRow, ...]
-    stages: tuple[Verdict, ...]
     tensors: tuple[Verdict, ...] = ()
     tests: tuple[Measurement, ...] = ()
     blocks: tuple[str, ...] = ()
@@ -228,11 +199,7 @@ class Report:
 
 
 def join_reports(report: Report, other: Report, prefix: str) -> Report:
-    """Two reports of one executor as one.
-
-    Args:
-        prefix: of the other's phases, to tell them apart.
-    """
+    """Two reports of one executor as one; `prefix` tells the other's phases apart."""
 
     def with_prefix(finding: Any) -> Any:
         return replace(finding, phase=f"{prefix} {finding.phase}")
@@ -246,8 +213,7 @@ def join_reports(report: Report, other: Report, prefix: str) -> Report:
         first_divergence=next((finding for finding in findings if finding.fails), next(iter(findings), None)),
         rows=(*report.rows, *map(with_prefix, other.rows)),
         logits=(*report.logits, *map(with_prefix, other.logits)),
-        stages=worst((*report.stages, *map(with_prefix, other.stages)), by_layer=False),
-        tensors=worst((*report.tensors, *map(with_prefix, other.tensors)), by_layer=True),
+        tensors=worst((*report.tensors, *map(with_prefix, other.tensors))),
         tests=(*report.tests, *other.tests),
         exercised=tuple(dict.fromkeys((*report.exercised, *other.exercised))),
         not_exercised=tuple(what for what in report.not_exercised if what not in other.exercised),
@@ -259,9 +225,7 @@ def row_cells(row: LayerRow) -> dict[str, str]:
     return {
         "forward": f"{row.phase} {row.step}", "mode": row.mode, "layer": str(row.layer),
         "K %": _percent(row.k_match), "V %": _percent(row.v_match), "of the limit": f"{row.share:.2f}",
-        "scale": f"{row.scale_err:.1e}", "state": "–" if row.state_err is None else f"{row.state_err:.1e}",
-        "cosine": f"{row.hidden_cos:.9f}", "rel. L2": f"{row.rel_l2:.2e}",
-        "max abs": f"{row.max_abs:.2e}", "of the update": f"{row.update_err:.2e}",
+        "cosine": f"{row.hidden_cos:.9f}", "rel. L2": f"{row.rel_l2:.2e}", "max abs": f"{row.max_abs:.2e}",
     }  # fmt: skip
 
 
@@ -270,13 +234,10 @@ def _percent(share: float | None) -> str:
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """For JSON, without Ascend's columns."""
+    """For JSON."""
     plain = asdict(report)
-    for row in plain["rows"]:
-        del row["ascend"]
     plain["first_divergence"] = report.first_divergence.as_dict() if report.first_divergence else None
-    for name in ("stages", "tensors"):
-        plain[name] = [verdict.as_dict(_TENSOR_KEYS) for verdict in getattr(report, name)]
+    plain["tensors"] = [verdict.as_dict(_TENSOR_KEYS) for verdict in report.tensors]
     document: dict[str, Any] = finite(plain)
     return document
 
@@ -291,9 +252,82 @@ def finite(value: Any) -> Any:
 
 
 def csv_rows(report: Report) -> Iterable[list[str]]:
-    """Header and rows of a CSV file: our columns, then Ascend's."""
-    ours = [field.name for field in fields(LayerRow) if field.name != "ascend"]
-    yield [*ours, *ASCEND_COLUMNS]
+    """Header and rows of a CSV file."""
+    yield [field.name for field in fields(LayerRow)]
     for row in report.rows:
-        values = (getattr(row, name) for name in ours)
-        yield [*("" if value is None else str(value) for value in values), *(str(row.ascend[name]) for name in ASCEND_COLUMNS)]
+        yield ["" if value is None else str(value) for value in vars(row).values()]
+
+
+# -- Two reports -------------------------------------------------------------------------------------------------------
+FACTOR = 2.0
+"""Shares that differ by less count as alike: another order of sums does as much."""
+_LEAST = 0.01
+"""Smaller shares are not reported."""
+_ABOUT = ("candidate", "reference", "kv", "dtype", "prompt_tokens", "steps")
+_Tensors = dict[tuple[int | None, str], tuple[float, str]]
+"""By layer and stage: worst figure as a multiple of what honest runs allow, and what was found."""
+
+
+def compare_files(before: Path, after: Path) -> dict[str, Any]:
+    """Compare two files, as a JSON object: `changes` wrong now first, then worse, then better; `worse` if a right one is wrong
+    now.
+
+    Raises:
+        InputError: no report of `tq validate --json`, or two models.
+    """
+    (a, ours), (b, theirs) = _read(before), _read(after)
+    layers = [len({layer for layer, _ in tensors if layer is not None}) for tensors in (ours, theirs)]
+    if a["model"] != b["model"] or layers[0] != layers[1]:
+        raise InputError(
+            f"the runs are of different models: {before} of {a['model']} with {layers[0]} layers, {after} of {b['model']} "
+            f"with {layers[1]}"
+        )
+    changes = [change for key in ours if key in theirs and (change := _change(key, ours[key], theirs[key]))]
+    changes.sort(
+        key=lambda c: (not is_new_fault(c), c["direction"] == "better", math.inf if c["layer"] is None else c["layer"])
+    )
+    return {
+        "worse": (a["passed"] and not b["passed"]) or any(map(is_new_fault, changes)),
+        "differences": [f"{name} {a[name]} before, {b[name]} after" for name in _ABOUT if a[name] != b[name]],
+        "verdicts": [a["passed"], b["passed"]], "changes": changes,
+        "compared": len(ours.keys() & theirs.keys()), "missing": len(ours.keys() ^ theirs.keys()),
+    }  # fmt: skip
+
+
+def is_new_fault(change: Mapping[str, Any]) -> bool:
+    """Wrong now and right before."""
+    return change["found_after"] in FAILS and change["found_before"] not in FAILS
+
+
+def _read(path: Path) -> tuple[Mapping[str, Any], _Tensors]:
+    raw, tensors = read_json(path), _Tensors()
+    required_types = {"model": str, "passed": bool, "tensors": list}
+    if not isinstance(raw, dict) or not all(type(raw.get(name)) is kind for name, kind in required_types.items()):
+        raise InputError(f"{path} is no report of `tq validate --json`, or one of an older version; write it again")
+    if missing := [name for name in _ABOUT if name not in raw]:
+        raise InputError(f"{path} is no report of `tq validate --json`: it lacks {missing[0]}")
+    for entry in raw["tensors"]:
+        match entry:
+            case {
+                "stage": str(stage), "layer": int() | None as layer, "reason": reason,
+                "share": int() | float() | None as share,
+            } if reason in (None, *get_args(Reason)):  # fmt: skip
+                # What JSON cannot write was not finite.
+                tensors[layer, stage] = math.inf if share is None else share, reason or "equal"
+            case _:
+                raise InputError(f"{path} is no report of `tq validate --json`: it has a tensor that is none")
+    return raw, tensors
+
+
+def _change(
+    key: tuple[int | None, str], before: tuple[float, str], after: tuple[float, str]
+) -> dict[str, Any] | None:  # fmt: skip
+    fails = [found in FAILS for _, found in (before, after)]
+    low, high = sorted((before[0], after[0]))
+    if fails[0] == fails[1] and (high < _LEAST or not high > FACTOR * low):
+        return None
+    worse = fails[1] if fails[0] != fails[1] else after[0] > before[0]
+    return {
+        "layer": key[0], "stage": key[1], "direction": "worse" if worse else "better", "before": before[0],
+        "after": after[0], "found_before": before[1], "found_after": after[1],
+    }  # fmt: skip

@@ -16,13 +16,12 @@ from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.threads import sleeping_threads
 from haarkv.tq_ops.weight import backing_tensor
 from haarkv.validation.layers.candidate import CandidateRunner, Run
-from haarkv.validation.layers.compare import ascend_metrics, compare_vectors
 from haarkv.validation.layers.exercise import Exercise
 from haarkv.validation.layers.forced import TeacherForced
 from haarkv.validation.layers.forward import Forward, LayerRecord, Schedule
 from haarkv.validation.layers.free import FreeRunning
 from haarkv.validation.layers.honest_runs import HonestCache
-from haarkv.validation.layers.judge import compare_stored
+from haarkv.validation.layers.judge import compare_vectors, level_matches
 from haarkv.validation.layers.parts import Snapshot, load, poison
 from haarkv.validation.layers.reference import Reference
 from haarkv.validation.layers.report import (
@@ -60,13 +59,11 @@ def validate(
     Args:
         prompts: token ids, prefilled as one ragged batch.
         steps: decode steps; with one or more, a verify and a decode step behind tokens taken back follow.
-        on_row: gets each row as it comes.
         modes: one or both. The head and the whole forward belong to free-running.
         repeats: further teacher-forced runs of each layer, which must give the same bits. Faults run again in any case.
         honest_cache: honest runs of another validation of the same reference, prompts and plan; is added to.
     Raises:
-        InputError: an executor cannot run this, a prompt does not fit, no token would see another one, or the reference's
-            values are zero or not finite.
+        InputError: an executor cannot run this, or nothing would be proved.
     """
     return _Validation(reference, candidate, model, prompts, steps, plan, on_row, modes, repeats, honest_cache).run()
 
@@ -76,15 +73,7 @@ def validate_layer(
     reference: Executor, candidate: Executor, model: DecoderModel, plan: KVPlan, index: int, hidden: Tensor, before: Snapshot,
     forward: Forward,
 ) -> Report:  # fmt: skip
-    """Compare two executors on one layer of one forward, fed the same hidden state and cache.
-
-    Args:
-        hidden: [T, hidden] that enters the layer.
-        before: the layer's cache, with the blocks of the forward's sequences and one more.
-        forward: places of the T tokens; its token ids are not read.
-    Raises:
-        InputError: as `validate`.
-    """
+    """Compare two executors on one layer, fed the same `hidden` [T, hidden] and cache `before`, at the places of `forward`."""
     prompts = [[0] * int(length) for length in forward.batch.seq_lens]
     return _Validation(reference, candidate, model, prompts, 0, plan, None, ("teacher-forced",)).layer(
         index, hidden, before, forward
@@ -109,10 +98,9 @@ class _Validation:
         self.schedule = Schedule(prompts, steps, plan)
         cache = self.schedule.new_cache(model)
         self.reference = Reference(reference, model, cache, candidate.blocks)
-        ops = candidate.ops if self.reference.records else None
-        self.forced = TeacherForced(self.reference, CandidateRunner(candidate, cache), ops, repeats, honest_cache)
+        self.forced = TeacherForced(self.reference, CandidateRunner(candidate, cache), candidate.ops, repeats, honest_cache)
         nulls = self.forced.nulls["layers"] if "teacher-forced" in modes else {}
-        self.free = FreeRunning(self.reference, candidate, ops, self.forced.repeats, nulls)
+        self.free = FreeRunning(self.reference, candidate, candidate.ops, self.forced.repeats, nulls)
         self.rows: list[LayerRow] = []
         self.logits: list[LogitRow] = []
         self.verdicts: list[Verdict] = []
@@ -148,7 +136,7 @@ class _Validation:
             passed=not faults and len(self.rows) == expected > 0 and all(row.passed for row in self.rows),
             first_divergence=next(iter(faults or self.findings), None),
             rows=tuple(self.rows), logits=tuple(self.logits),
-            stages=worst(self.verdicts, by_layer=False), tensors=worst(self.verdicts, by_layer=True),
+            tensors=worst(self.verdicts),
             tests=tuple(measurements), blocks=self.reference.blocks,
             exercised=tuple(what for what, done in coverage.items() if done),
             not_exercised=tuple(what for what, done in coverage.items() if not done),
@@ -170,9 +158,9 @@ class _Validation:
             hidden = record.hidden_out
         logits, calls = self.reference.head_logits(hidden, forward)
         if "free-running" in self.modes:
-            judgment = self.free.forward(logits, calls, forward)
-            self._settle(judgment.verdicts, judgment.layer, forward)
-            self.logits.append(judgment.row)
+            verdicts, layer, row = self.free.forward(logits, calls, forward)
+            self._settle(verdicts, layer, forward)
+            self.logits.append(row)
         return logits
 
     def _teacher_forced(self, record: LayerRecord, bad: Snapshot) -> None:
@@ -198,18 +186,10 @@ class _Validation:
         return first_finding is None or not first_finding.fails
 
     def _row(self, record: LayerRecord, mode: Mode, run: Run, expected: Tensor, share: float, without_fault: bool) -> None:
-        result, store_comparison = (
-            run.outcome.result,
-            compare_stored(self.reference.cache, record.index, record.batch, record.new_fields, run.new_fields),
-        )
-        hidden = compare_vectors(expected, result, record.hidden_in)
-        row = LayerRow(
-            record.forward.phase, record.forward.step, record.index, mode,
-            k_match=store_comparison.match.get("k"), v_match=store_comparison.match.get("v"), share=share,
-            scale_err=store_comparison.length, state_err=store_comparison.state,
-            hidden_cos=hidden.cosine, rel_l2=hidden.rel_l2, max_abs=hidden.max_abs, update_err=hidden.update,
-            passed=without_fault, ascend=ascend_metrics(result, expected),
-        )  # fmt: skip
+        match = level_matches(self.reference.cache, record.index, record.batch, record.new_fields, run.new_fields)
+        hidden = compare_vectors(expected, run.outcome.result)
+        place = record.forward.phase, record.forward.step, record.index
+        row = LayerRow(*place, mode, match.get("k"), match.get("v"), share, *hidden, without_fault)
         self.rows.append(row)
         self.on_row(row)
 

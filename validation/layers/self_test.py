@@ -12,14 +12,7 @@ from haarkv.models.base import DecoderModel
 from haarkv.tq_ops.formats.synthetic import calibration
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.faults.base import DRIVES, Fault, Layer, WholeLayers, reordered_sum_ops
-from haarkv.validation.faults.layer import (
-    LEARNED_KV,
-    LONGEST,
-    common_bugs,
-    coordinate_faults,
-    long_faults,
-    published_faults,
-)
+from haarkv.validation.faults.layer import LEARNED_KV, LONGEST, common_bugs, coordinate_faults, long_faults, published_faults
 from haarkv.validation.faults.model import BlockFault, block_faults, forward_faults, runner_of_blocks
 from haarkv.validation.faults.states import delta_faults, delta_layers
 from haarkv.validation.faults.windows import WINDOW_SPEC, Parts, merging, window_faults
@@ -32,14 +25,7 @@ __all__ = ["WholeLayers", "first_layers", "self_test"]
 
 @dataclass(frozen=True)
 class SelfTestRow:
-    """One fault, driven in one way.
-
-    Attributes:
-        driven: "ops" or "layers".
-        planted, found: layer, stage, and the KV head if one is wrong; "–" for none.
-        how: the validator's words.
-        caught: found where it was planted; of a control, nothing but rounding was found.
-    """
+    """One fault, driven by "ops" or "layers": where it was planted and found, and how; `caught` if both agree."""
 
     dtype: str
     driven: str
@@ -96,14 +82,14 @@ def self_test(
     part: slice = slice(None),
     kv: str = "tq4",
 ) -> list[SelfTestRow]:
-    """Plant faults in the middle layer of each model, and validate: `validation.faults`.
+    """Plant faults in the middle layer of each model, of at least 3 layers, and validate: `validation.faults`.
+
+    In one with recurrent states only `delta_faults` are planted, in its last such layer.
 
     Args:
-        models: of at least 3 layers. In one with recurrent states only `delta_faults` are planted, in its last such layer.
         prompts: token ids. The faintest faults need a hundred tokens.
-        on_row: gets each row as it comes.
         part: of the common bugs, and of faults in windows, long prompts and whole forwards.
-        kv: format of 16 levels for `published_faults` and `common_bugs`; unless it is tq4, only these are planted.
+        kv: format of 16 levels; unless it is tq4, only `published_faults` and `common_bugs` are planted.
     """
     rows = []
 
@@ -124,10 +110,7 @@ def self_test(
         every: list[tuple[Setting, list[Fault]]] = [
             (
                 Setting(KVSpec(kv), prompts, 0, "control" if kv == "tq4" else f"control, {kv}"),
-                [
-                    *published_faults(model, layer),
-                    *common_bugs(model, layer)[part],
-                ],
+                [*published_faults(model, layer), *common_bugs(model, layer)[part]],
             ),
             (
                 Setting(KVSpec(LEARNED_KV, calibration=learned_calibration), prompts, 0, "control, learned"),
@@ -161,15 +144,9 @@ def _controls(setting: Setting) -> list[Fault]:
 
 
 def self_test_of_blocks(
-    models: Sequence[DecoderModel],
-    prompts: Sequence[Sequence[int]],
-    on_row: Callable[[SelfTestRow], None] | None = None,
+    models: Sequence[DecoderModel], prompts: Sequence[Sequence[int]], on_row: Callable[[SelfTestRow], None] | None = None
 ) -> list[SelfTestRow]:
-    """Plant `block_faults` in the middle layer of each model, and validate the executor that multiplies with weight blocks.
-
-    Args:
-        models, prompts, on_row: as of `self_test`; weights as the file has them.
-    """
+    """Plant `block_faults` in the middle layer of each model, and validate the executor that multiplies with weight blocks."""
     rows = []
     for model in models:
         if (runner := runner_of_blocks(model)) is None:

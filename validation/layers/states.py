@@ -1,8 +1,7 @@
 """What a layer keeps in place of K and V: one state a sequence, in versions after so many tokens.
 
-Each row is taken and put whole. A forward must leave the state after each of its last tokens, and the one that it began with
-unchanged. Other versions in a row are unused and spoilt before a run (`spoil`): an executor that reads one, for a new sequence
-or after tokens were taken back, goes on from something far off.
+A forward must leave the state after each of its last tokens, and the one that it began with unchanged. Other versions are
+spoilt before a run: an executor that reads one, for a new sequence or after tokens were taken back, goes far off.
 """
 
 from __future__ import annotations
@@ -85,11 +84,7 @@ def with_others(state: Recurrent, batch: Batch) -> bool:
 
 
 def changed_rows(now: Recurrent, before: Recurrent, batch: Batch | None) -> list[str]:
-    """What a forward changed and must not: other sequences' rows, and its own versions of no more tokens than before it.
-
-    Args:
-        batch: of the forward; None if nothing was to be written.
-    """
+    """What a forward changed and must not: other sequences' rows, and its own versions of no more tokens than before it."""
     changes = []
     begin = dict(zip(batch.rows.tolist(), begins(batch), strict=True)) if batch is not None else {}
     ours, theirs = tensors_of_state(now), tensors_of_state(before)
@@ -112,7 +107,6 @@ class StateComparison:
     """One tensor of a state as two executors left it.
 
     Attributes:
-        stage: "conv_state" or "delta_state".
         heads: the reference's numbers and the other's by head (of the convolution: q's, k's, v's heads in order), [1, n].
         error: largest distance of a head's numbers, relative to their own length; NaN if one is not finite.
         problem: what is wrong whatever the numbers are; empty if nothing.

@@ -2,21 +2,15 @@
 
     texts        Python's reference, and prose that was written for this (`common_text`)
     coordinates  of the model's keys, learned from the first part of the reference
-    costs        one probe a place: KL with K of one layer in `lr3`, or V in `tq3`, and all else in bf16. Other formats are
-                 taken to lose more or less in proportion to what their levels leave of a Gaussian. Layers with a sliding
-                 window lose the same in any longer text, the others lose more: where a model has both, each kind is probed
-                 as a whole, on a longer text, and takes one format for K and one for V.
+    costs        one probe a place: KL with K of one layer in `lr3`, or V in `tq3`, and all else in bf16. Other formats lose
+                 in proportion to what their levels leave of a Gaussian. Where a model has layers with a sliding window and
+                 others, each kind is probed as a whole, on a longer text, and takes one format for K and one for V.
     choice       the fewest bytes whose costs add up to no more than the bound (`search.Frontier`)
-    judgement    the whole cache on the next part of the reference and on the prose, beside the model's own bf16 cache; the
-                 worse of the two counts, and of each the tokens with 1,024 or more before them. Costs do not quite add up,
-                 so the bound on their sum is moved by what was found, a few times over.
+    judgement    the whole cache on the next part of the reference and on the prose, beside bf16; the worse counts, of
+                 tokens with 1,024 or more before them. Costs do not quite add up, so their bound is moved a few times over.
 
-Probes, and caches on the way, are estimated (`estimates`): the head does not run for them. The cache that is taken was
-under the bound by all of its logits.
-
-Every cache keeps the first 4 tokens in BF16 and the newest 124, or fewer where layers have a sliding window: there the
-newest are a third of the cache, and more bits elsewhere may be worth more. Values keep a fixed rotation: they have nothing
-to learn, and lose less than keys do.
+Probes, and caches on the way, are estimated (`estimates`); the cache that is taken was under the bound by all its logits.
+Every cache keeps the first 4 tokens in BF16 and the newest 124, or fewer where layers have a sliding window.
 """
 
 from __future__ import annotations
@@ -82,14 +76,11 @@ _WORSE = 0.8
 
 @dataclass(frozen=True)
 class CacheChoice:
-    """A cache that was chosen for a model.
+    """A cache that was chosen for a model, with the calibration `file` of what was learned.
 
     Attributes:
-        spec: with what was learned.
-        file: the same as a calibration file.
         costs: of each format at each place, in nats a token.
-        rows: of every judged cache, each on its worst text.
-        row: of the chosen one, named by that text.
+        rows, row: every judged cache, each on its worst text; the chosen one.
         seconds: of learning, probing and judging.
     """
 
@@ -114,10 +105,7 @@ class CacheChoice:
 
 
 def names_for(executor: str | None) -> Names:
-    """Those of `FORMATS` that an executor reads, None for any.
-
-    The programs of `npu` read few, and beside a tail they pack both sides or neither.
-    """
+    """Those of `FORMATS` that an executor reads. `npu` reads few, and beside a tail packs both sides or neither."""
     if executor != "npu":
         return FORMATS
     return {

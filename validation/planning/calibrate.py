@@ -1,19 +1,13 @@
-"""Learn the coordinates of a model's keys from a text: moments of what the cache gets, layer by layer.
-
-    for every layer:    run all windows through it, and sum q q^T and k k^T of each KV head
-                        codebooks.learned.learn(metric from the queries; spread and mean of the keys)
-
-Only the hidden states between two layers are kept, and one layer's sums. Windows that are held back take part in the forward
-but not in what is learned: the same sums of theirs say how much worse the coordinates suit an unseen text.
+"""Learn the coordinates of a model's keys from a text, layer by layer: all windows run through a layer, which gives sums of q
+q^T and k k^T of each KV head for `codebooks.learned.learn`. Windows that are held back say how much worse an unseen text is
+off.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,14 +25,11 @@ from haarkv.models.config import ModelConfig
 from haarkv.models.rope import inverse_frequencies
 from haarkv.models.text import Tokenizer, load_tokenizer
 from haarkv.models.weights import fingerprint
-from haarkv.tq_ops import artifact
-from haarkv.tq_ops.artifact import LEARNING
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.formats import Calibration
 from haarkv.tq_ops.formats.learned import COLUMNS, LEAST_DIM
 from haarkv.tq_ops.formats.packing import eighth_widths
 from haarkv.tq_ops.formats.stretches import RopeShift
-from haarkv.tq_ops.input_files import parse_json
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile, make_calibration
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OpTable
@@ -54,44 +45,41 @@ _FIT_BITS = 3
 """Bits at which the fit is judged."""
 
 
-def learn_model(
-    model: DecoderModel,
-    ops: OpTable,
-    windows: Sequence[Tensor],
-    holdout: Sequence[Tensor],
-    *,
-    learning: Learning | None = None,
-    save: Callable[[Learning], None] = lambda _: None,
-    on_step: OnStep = lambda *_: None,
-) -> Learning:
-    """Learn the coordinates of every layer's keys.
+@dataclass
+class Learning:
+    """Coordinates of each layer's keys; and how many times as much keys cost on held-back text."""
 
-    The forward is the model's own, with K and V in bf16, each window from an empty cache.
+    layers: list[Basis] = field(default_factory=list)
+    fits: list[float] = field(default_factory=list)
+
+
+def learn_model(
+    model: DecoderModel, ops: OpTable, windows: Sequence[Tensor], holdout: Sequence[Tensor], on_step: OnStep = lambda *_: None
+) -> Learning:
+    """Learn the coordinates of every layer's keys, by the model's own forward with K and V in bf16.
 
     Args:
         ops: the table that runs the layers; it must take a bf16 cache.
-        windows: token ids [n] int64 of each window to learn from, at least one.
+        windows: token ids [n] int64 of each window to learn from, at least one; each has an empty cache.
         holdout: windows to judge by; without any, no fit is known (NaN).
     Raises:
         NonFiniteError: a key or a query is not finite, with the layer.
     """
-    learning, config = learning or Learning(), model.config
+    learning, config = Learning(), model.config
     lengths = [len(window) for window in (*windows, *holdout)]
-    if learning.hidden is None:
-        learning.hidden = model.embed(torch.cat([*windows, *holdout]).to(model.weights.embedding.device))
-    for layer in range(len(learning.layers), config.num_layers):
+    every = model.embed(torch.cat([*windows, *holdout]).to(model.weights.embedding.device))
+    for layer in range(config.num_layers):
         mixer = config.layers[layer].attention
         turns = RopeShift(tuple(inverse_frequencies(mixer.rope).tolist()))
         (train_sums, other), after = (Sums(mixer.num_kv_heads, mixer.head_dim) for _ in range(2)), []
-        for number, hidden in enumerate(torch.split(learning.hidden, lengths)):
+        for number, hidden in enumerate(torch.split(every, lengths)):
             vectors = AttentionVectors()
             after.append(_run(model, recording(ops, vectors), layer, hidden))
             (train_sums if number < len(windows) else other).add(vectors, turns, config.max_position_embeddings)
             on_step(f"layer {layer + 1} of {config.num_layers}", len(hidden))
-        learning.hidden = torch.cat(after)
+        every = torch.cat(after)
         learning.layers.append(learn_basis(train_sums, layer, turns))
         learning.fits.append(holdout_fit(train_sums, other, learning.layers[-1]))
-        save(learning)
     return learning
 
 
@@ -129,11 +117,7 @@ def holdout_fit(train_sums: Sums, other: Sums, basis: Basis) -> float:
 
 @dataclass(frozen=True)
 class Subject:
-    """A loaded model and its executor, op by op.
-
-    Attributes:
-        model: on the device of `runner`.
-    """
+    """A loaded model and its executor, op by op, on one device."""
 
     name: str
     model: DecoderModel
@@ -146,8 +130,8 @@ class Subject:
     def config(self) -> ModelConfig:
         return self.model.config
 
-    def learn(self, windows: Sequence[Tensor], holdout: Sequence[Tensor], **how: Any) -> Learning:
-        return learn_model(self.model, self.ops, windows, holdout, **how)
+    def learn(self, windows: Sequence[Tensor], holdout: Sequence[Tensor], on_step: OnStep = lambda *_: None) -> Learning:
+        return learn_model(self.model, self.ops, windows, holdout, on_step)
 
     def calibration_file(self, learning: Learning, metadata: Mapping[str, Any]) -> CalibrationFile:
         """The file of a finished learning."""
@@ -188,13 +172,7 @@ def load_subject(
     layers: int | None = None,
     progress: Progress | None = None,
 ) -> Subject:
-    """Load a model to be calibrated.
-
-    Args:
-        model, executor, device, dtype, layers, progress: as in `engine.loading.load`.
-    Raises:
-        InputError: something of this does not exist or does not fit together, or the executor's layers run whole.
-    """
+    """Load a model to be calibrated, as `engine.loading.load`; InputError if the executor's layers run whole."""
     config = read_config(model, layers)
     if reason := unlearnable(config):
         raise InputError(reason)
@@ -208,54 +186,3 @@ def load_subject(
         )
     tokenizer, weights = load_tokenizer(model, loaded_model.config), fingerprint(loaded_model.weights.named_tensors())
     return Subject(str(model), loaded_model.to(runner.device), runner, runner.ops, tokenizer, weights)
-
-
-# -- As a file to go on from -------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Learning:
-    """The layers learned so far, and what enters the next one.
-
-    Attributes:
-        layers: coordinates of each layer's keys.
-        fits: of each layer, how many times as much keys cost on held-back text.
-        hidden: [T, hidden] of all windows, concatenated; None before the first layer.
-    """
-
-    layers: list[Basis] = field(default_factory=list)
-    fits: list[float] = field(default_factory=list)
-    hidden: Tensor | None = None
-
-
-def save(path: Path, learning: Learning, run: Mapping[str, str]) -> None:
-    """Write a resume file.
-
-    Args:
-        run: what another run must have in common, by a word for the user.
-    """
-    tensors = {
-        f"{layer}.{part.name}": getattr(basis, part.name)
-        for layer, basis in enumerate(learning.layers)
-        for part in fields(Basis)
-    }
-    if learning.hidden is not None:
-        tensors["hidden"] = learning.hidden
-    artifact.write(path, LEARNING, {"run": json.dumps(dict(run)), "fits": json.dumps(learning.fits)}, tensors)
-
-
-def resume_learning(path: Path | None, run: Mapping[str, str]) -> Learning | None:
-    """What an earlier run has saved, if there is such a file.
-
-    Raises:
-        InputError: a file of another kind or run, or a damaged one.
-    """
-    if (earlier := artifact.resume(path, LEARNING, run)) is None:
-        return None
-    metadata, tensors = earlier
-    with LEARNING.refusing(path):
-        fits = [float(fit) for fit in parse_json(metadata["fits"])]
-        layers = [
-            Basis(**{part.name: tensors[f"{layer}.{part.name}"] for part in fields(Basis)}) for layer in range(len(fits))
-        ]
-        return Learning(layers, fits, tensors["hidden"])

@@ -1,8 +1,7 @@
 """Caches that `--kv auto` has chosen, kept in the user's cache folder with their coordinates.
 
-A choice is found by the model's settings, weights and tokenizer, the files' sizes and times, and the bound; other files in
-the folder do not count. Its calibration names the weights by fingerprint, which a session checks. An unreadable file is
-chosen anew.
+A choice is found by the model's settings, weights and tokenizer, the files' sizes and times, and the bound. Its calibration
+names the weights, which a session checks. An unreadable file is chosen anew.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ TOY, CHOSEN_UP_TO = 5 * 10**7, 10**9
 def default_cache(model: str, layers: int | None = None, executor: str | None = None) -> KVSpec | None:
     """The cache of a model where none is named; None if one is chosen for it, as `--kv auto` does, or was before.
 
-    Random models and those of fewer than `TOY` weights take `tq4`: they are there to try the product. Models of more than
-    `CHOSEN_UP_TO` take a fixed cache: a choice takes the forwards of some 30,000 tokens.
+    Random models and those of fewer than `TOY` weights take `tq4`; those of more than `CHOSEN_UP_TO` a fixed cache.
     """
     config = read_config(model, layers)
     if find_model(model) is None or num_parameters(config) < TOY:
@@ -58,11 +56,7 @@ def home() -> Path:
 
 
 def file_for(model: str, loss: float, layers: int | None = None, executor: str | None = None) -> Path:
-    """Where the choice for a model is kept.
-
-    Args:
-        executor: chosen for; one that reads few formats has a choice of its own.
-    """
+    """Where the choice for a model is kept; an executor that reads few formats has one of its own."""
     source, declaration = open_source(model), shape_signature(read_config(model, layers)).declaration
     files = [] if source is None else source.files()
     file_stamps = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
@@ -112,11 +106,9 @@ def cache_for(
     """The cache that `--kv auto` means for a model: chosen before, or now.
 
     Args:
-        model, layers, how: as `calibrate.load_subject`.
         executor: that will run it, if named; only formats that it reads are chosen.
         on_choice: gets in one line what was chosen now, and why.
-    Raises:
-        InputError: no such model, or one whose keys cannot be learned.
+        how: as in `calibrate.load_subject`.
     """
     read_config(model, layers)
     file = file_for(model, loss, layers, executor)

@@ -1,12 +1,8 @@
-"""Texts to choose a cache by where the user gives none.
-
-    reference   Python's language reference, which every CPython brings: English and code, and known by heart to many models
-    prose       `prose.txt`, written for this: letters, talk, tales, instructions; no model has read it
-
-A cache can hold on one of them and not on the other, so `--kv auto` is judged by the worse.
+"""Texts to choose a cache by where the user gives none: Python's language reference, which every CPython brings and many
+models know by heart, and `prose.txt`, written for this. `--kv auto` is judged by the worse.
 
 What a model writes itself, from its start token at temperature 1, misleads: its next tokens are uncertain whatever the late
-layers say, and a cache that is coarse there looks ten times better than on real text. It serves `tq quantize` alone.
+layers say. It serves `tq quantize` alone.
 """
 
 from __future__ import annotations
@@ -46,9 +42,7 @@ SEQUENCES = 16
 
 
 def write(session: Session, tokens: int, *, seed: int = 0, on_step: Callable[[str, int], None] = lambda *_: None) -> Tensor:
-    """Token ids [n] int64 of several texts by the model, each from its start token.
-
-    They do not stop where a text ends: what a model writes behind that is its own as well.
+    """Token ids [n] int64 of several texts by the model, each from its start token; they do not stop where a text ends.
 
     Args:
         session: with a cache that loses nothing.

@@ -4,8 +4,7 @@ For n tokens t drawn from bf16's own prediction p, whose logits a cache moves by
 
     KL(p || p') = log E_p[exp d] - E_p[d]  ~  n / (n - 1) * (log mean exp d - mean d)
 
-Logits differ by the head's rows times what the final norm gives, so the head runs over the vocabulary once, for bf16. All
-caches are compared by the same tokens at the same positions.
+Logits differ by the head's rows times what the final norm gives: the head runs over the vocabulary once, for bf16.
 """
 
 from __future__ import annotations
@@ -55,12 +54,7 @@ def in_larger_chunks(session: Session) -> Session:
 
 
 class Estimator:
-    """Mean KL at some positions.
-
-    Args:
-        model: whose final norm and head make logits.
-        hidden: [n, hidden] of the baseline after all layers.
-    """
+    """Mean KL at some positions, by `model`'s norm and head, beside the baseline's `hidden` [n, hidden] after all layers."""
 
     def __init__(self, model: DecoderModel, side: Session, hidden: Tensor) -> None:
         self._model, self._side = model, side
@@ -92,12 +86,9 @@ class Estimator:
 class Probes:
     """What a format costs at one place of a model, with all else in bf16.
 
-    The layers before a place, and tokens that every query sees in BF16, are bf16's: they run once. The layers behind it run
-    over the other tokens alone, in the one bf16 cache whose first blocks stay.
-
-    Args:
-        base: bf16 in all places, with the tail and the sinks of the caches to choose from.
-        tokens: [T] int64.
+    The layers before a place, and tokens [T] that every query sees in BF16, are bf16's: they run once. The layers behind it
+    run over the other tokens alone, in the one bf16 cache, whose first blocks stay. `base` has the tail and sinks of all
+    caches.
     """
 
     def __init__(self, model: DecoderModel, base: Session, tokens: Tensor) -> None:
@@ -139,10 +130,9 @@ class Probes:
 
 
 class Whole:
-    """What whole caches lose on one window of text.
+    """What whole caches lose on one window of text [T + 1].
 
     Args:
-        text: [T + 1] int64, the window and the token behind it.
         first: the first position that counts; at least one does.
         every: estimates look at one of so many positions.
     Attributes:
@@ -170,7 +160,7 @@ class Whole:
         """A cache measured by all of its logits; bytes are of the whole window."""
         exact, plan_hidden = self._scored_hidden(self._base.plan), self._scored_hidden(plan)
         text, window = self._text[self._first :], Span(0, len(plan_hidden))
-        scores = score_window(name, Workload(text, [window], [], 0), window, self._logits(exact), self._logits(plan_hidden))
+        scores = score_window(name, Workload(text, [window]), window, self._logits(exact), self._logits(plan_hidden))
         return fidelity_row(name, session_with_plan(self._base, plan), self.tokens, scores)
 
     def _logits(self, hidden: Tensor) -> Iterator[Tensor]:

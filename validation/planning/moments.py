@@ -16,20 +16,14 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.stretches import STRETCH, RopeShift
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.tq_ops.weight import Weight
-from haarkv.validation.layers.record import observe_vectors
+from haarkv.validation.layers.forward import observe_vectors
 
 _TINY = 1e-300
 
 
 @dataclass
 class Moments:
-    """Weighted sums over the vectors of one side of a layer: float64.
-
-    Attributes:
-        weight: [H], sum of the vectors' weights.
-        first: [H, D], of weight * x.
-        second: [H, D, D], of weight * x x^T.
-    """
+    """Weighted sums over the vectors x of one side of a layer, float64: of weights [H], w x [H, D] and w x x^T [H, D, D]."""
 
     weight: Tensor
     first: Tensor
@@ -63,14 +57,12 @@ class Moments:
 def over_positions(moments: Moments, inv_freq: Tensor, shifts: Tensor) -> Moments:
     """The moments that vectors after RoPE would have, had their text also stood at other places of a context.
 
-    RoPE turns the pair (x_i, x_{i + D/2}) of a vector by its position times inv_freq_i. If the text begins `shift` tokens
-    later, every pair is turned by that much more. With z = x_i + 1j * x_{i + D/2} a turn is a factor, and the moments' mean
-    over all turns is a product with the mean factor.
+    If the text begins `shift` tokens later, RoPE turns each pair (x_i, x_{i + D/2}) by shift * inv_freq_i more. With
+    z = x_i + 1j * x_{i + D/2} a turn is a factor, and the moments' mean over all turns is a product with the mean factor.
 
     Args:
-        moments: [H, D] and [H, D, D], of vectors whose first 2 * len(inv_freq) numbers are turned.
-        inv_freq: [R/2], angle of a position.
-        shifts: [n], places where the text begins, less the one where it began.
+        inv_freq: [R/2]; the first R numbers of a vector are turned.
+        shifts: [n], in tokens.
     """
     half, inv_freq = len(inv_freq), inv_freq.double()
     angles = shifts.double().unsqueeze(1) * inv_freq
@@ -125,12 +117,11 @@ class AttentionVectors:
 class Sums:
     """What one layer's keys are learned from, added up window by window.
 
-    Each key is divided by its length in the metric, so that a few long ones, such as attention sinks, do not decide where
-    all others are stored finely. The first window's metric gives these lengths.
+    Each key is divided by its length in the first window's metric, so that a few long ones, such as attention sinks, do not
+    decide where all others are stored finely.
 
     Attributes:
-        q, k: moments of queries and keys.
-        unit: moments of the keys of length 1.
+        q, k, unit: moments of queries, of keys, and of the keys of length 1.
     """
 
     def __init__(self, heads: int, dim: int) -> None:
@@ -141,12 +132,8 @@ class Sums:
     def add(self, window: AttentionVectors, turns: RopeShift | None = None, context: int = STRETCH) -> None:
         """Add a window, as if its text had stood at every place of a stretch.
 
-        A window shorter than a stretch is laid end to end as often as fills it, so that all places count alike, but for
-        those where two windows overlap, which count twice. Of a longer one every stretch counts as the first, its queries
-        too: most of what they look for lies near.
-
-        Args:
-            turns: of the layer's keys; None to take keys and queries where they stand.
+        A shorter window is laid end to end as often as fills it. Of a longer one every stretch counts as the first, its
+        queries too: most of what they look for lies near. Without `turns` keys and queries are taken where they stand.
         """
         keys, queries = window.stretch_vectors(turns)
         q, k, unit = (Moments.empty(*self.q.first.shape) for _ in range(3))
@@ -205,9 +192,6 @@ def importance(
 
     Args:
         session: with weights as they were read (`balance=False`), on an executor that runs op by op.
-        windows: token ids [n] int64 of each, at least one.
-    Raises:
-        InputError: the executor does not run op by op.
     """
     executor = session.executor
     if executor.ops is None:

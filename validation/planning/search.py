@@ -1,7 +1,6 @@
-"""What `tq plan` and `--kv auto` share: formats to choose from, their sizes, and the plans of least cost for each size.
+"""Formats to choose from, their sizes, and the plans of least cost for each size; then `tq plan`, which measures the costs.
 
-A *place* is K or V of one layer. That the costs of places add up is an assumption; it only ranks plans beside one tail.
-benchmarks/LOG.md says how far it holds.
+A *place* is K or V of one layer. That costs of places add up is an assumption; it only ranks plans beside one tail.
 """
 
 from __future__ import annotations
@@ -25,6 +24,8 @@ from haarkv.tq_ops.kv.cache import PagedKVCache, cache_bytes
 from haarkv.tq_ops.kv.layer import page_bytes
 from haarkv.tq_ops.kv.plan import BF16_BYTES, KVPlan, KVSpec
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, RING_CHUNK, Shapes, blocks_for, each
+from haarkv.validation.fidelity.evaluation import FidelityRow, OnStep, Setup, Workload, evaluate, score_all
+from haarkv.validation.fidelity.scores import Partial
 from haarkv.validation.layers.parts import new_cache
 
 CANDIDATES = ("tq2", "tq3", "tq4", "tq5", "tq6", "tq8", "bf16")
@@ -95,11 +96,7 @@ def with_format(plan: KVPlan, place: Place, name: str, calibration: Calibration 
 
 
 def session_with_plan(base: Session, plan: KVPlan) -> Session:
-    """The baseline's model with another plan.
-
-    Raises:
-        InputError: the executor cannot run it.
-    """
+    """The baseline's model with another plan; InputError if the executor cannot run it."""
     if reason := base.executor.supports(base.config, plan):
         raise InputError(f"executor {base.executor.name} cannot run {plan.describe()}: {reason}")
     return replace(base, plan=plan)
@@ -130,10 +127,9 @@ class Allocation:
 
 
 class Frontier:
-    """The plans of least cost beside one tail, by size.
+    """The plans of least cost beside one tail, by size, for a sequence of `context` tokens.
 
     Args:
-        context: tokens of a sequence, over which the tail's bytes are spread.
         place_groups: places that take one format; all of `costs`, each once. Without it each place has its own.
     """
 
@@ -176,14 +172,10 @@ class Frontier:
 
 
 class Knapsack:
-    """One option of each item, of least total loss.
+    """One option of each item, of least total loss; among equal losses the smallest size wins.
 
     Dynamic programming over sizes, in units of the greatest common divisor of what options exceed their item's smallest by:
-    `best[i, s] = min over options of best[i - 1, s - size] + loss`. Among equal losses the smallest size wins.
-
-    Args:
-        sizes: [item][option], at least one option each.
-        losses: the same, of any sign.
+    `best[i, s] = min over options of best[i - 1, s - size] + loss`. Sizes and losses are [item][option].
     """
 
     def __init__(self, sizes: Sequence[Sequence[int]], losses: Sequence[Sequence[float]]) -> None:
@@ -219,3 +211,151 @@ class Knapsack:
         """The smallest total size of no more than this loss; infinite if there is none."""
         fitting = np.flatnonzero(self._best <= loss)
         return self._least + int(fitting[0]) * self._unit if len(fitting) else math.inf
+
+
+# -- tq plan: measuring, choosing, and another text --------------------------------------------------------------------
+# -- Measuring ------------------------------------------------------------------------------------------------------------
+
+
+def changed_caches(
+    base: Session, candidates: Candidates, calibration: Calibration | None = None
+) -> dict[str, tuple[Place, str, Session]]:
+    """The baseline with one candidate at one place, by a name for the user; what changes nothing is left out."""
+    caches = {}
+    for place in places(base.config):
+        for name in at(place[1], candidates):
+            if (plan := with_format(base.plan, place, name, calibration)) != base.plan:
+                caches[f"{name} for {place[1].upper()} of layer {place[0]}"] = (place, name, session_with_plan(base, plan))
+    return caches
+
+
+def measure(
+    setup: Setup,
+    calibration: Workload,
+    candidates: Candidates,
+    *,
+    coordinates: Calibration | None = None,
+    partial: Partial | None = None,
+    on_step: OnStep = lambda *_: None,
+) -> dict[Place, dict[str, float]]:
+    """What each candidate costs at each place, in nats a token: mean KL(bf16 || bf16 everywhere but this format at this
+    place).
+
+    The layers before a place are the baseline's: they run once a window.
+    """
+    partial = partial or Partial()
+    caches = changed_caches(setup.base, candidates, coordinates)
+    try:
+        begins = {name: (side, place[0]) for name, (place, _, side) in caches.items()}
+        scores = score_all(setup, calibration, begins, partial, on_step)
+    finally:
+        partial.flush()
+    costs: dict[Place, dict[str, float]] = {
+        place: dict.fromkeys(at(place[1], candidates), 0.0) for place in places(setup.base.config)
+    }
+    for cache, (place, name, _) in caches.items():
+        costs[place][name] = math.fsum(scores[cache].kl.tolist()) / calibration.scored_tokens
+    return costs
+
+
+# -- Choosing ------------------------------------------------------------------------------------------------------------
+def choices_within(
+    costs: Costs,
+    config: ModelConfig,
+    *,
+    budget: float,
+    tails: Sequence[int],
+    context: int,
+    sinks: Sequence[int] = (0,),
+    calibration: Calibration | None = None,
+) -> list[Allocation]:
+    """The best formats beside each tail and number of sinks that leave room; InputError if none does, or bf16 does."""
+    if not 0 < budget < 16:
+        raise InputError(f"a budget of {budget:g} bits a value is none; --budget must lie above 0 and below bf16's 16")
+    settings = [(tail, sink) for tail in tails for sink in sinks]
+    all_choices = [
+        Frontier(costs, config, tail=tail, context=context, sink=sink, calibration=calibration).within(budget)
+        for tail, sink in settings
+    ]
+    if choices := [choice for choice in all_choices if choice]:
+        return choices
+    smallest = KVSpec(tail=min(tails) or None, sink=min(sinks), calibration=calibration)
+    names = dict.fromkeys(name for place_costs in costs.values() for name in place_costs)
+    plans = [replace(smallest, kv=everywhere(name)).plan(config.num_layers) for name in names]
+    least = min(bits_per_value(plan, config, context) for plan in plans)
+    raise InputError(f"no plan takes {budget:g} bits a value: the smallest takes {least:.4g}; raise --budget or --context")
+
+
+def compare(
+    setup: Setup, calibration: Workload, choices: Sequence[Allocation], on_step: OnStep = lambda *_: None
+) -> list[FidelityRow]:
+    """Each chosen plan as a whole on the calibration text, its rows named by `KVPlan.describe`."""
+    caches = {str(number): session_with_plan(setup.base, choice.plan) for number, choice in enumerate(choices)}
+    rows = evaluate(replace(setup, caches=caches), calibration, on_step=on_step)
+    return [replace(row, kv=choice.plan.describe()) for row, choice in zip(rows, choices, strict=True)]
+
+
+# -- A chosen plan on another text -------------------------------------------------------------------------------------
+SAME_BYTES = 1.05
+"""A uniform format of at most so many times the plan's bytes counts as one of the same bytes."""
+PLAN = "plan"
+"""The plan's name among the caches of its verification."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """A plan on a text that it was not chosen by.
+
+    Attributes:
+        rivals: rows of the uniform candidates next to it in size, fewer bytes first.
+        nearer: for each rival, in how many windows the plan's mean KL is lower.
+    """
+
+    plan: FidelityRow
+    rivals: tuple[FidelityRow, ...]
+    nearer: tuple[int, ...]
+    tokens: int
+    windows: int
+
+    @property
+    def beaten_by(self) -> FidelityRow | None:
+        """The best uniform candidate of the same bytes or fewer, unless the plan's mean KL is lower."""
+        same = [row for row in self.rivals if row.bytes_per_token <= SAME_BYTES * self.plan.bytes_per_token]
+        best = min(same, key=lambda row: row.kl_mean, default=None)
+        return best if best and best.kl_mean <= self.plan.kl_mean else None
+
+
+def uniform_rivals(
+    plan: KVPlan, config: ModelConfig, context: int, candidates: Sequence[str], calibration: Calibration | None = None
+) -> dict[str, KVPlan]:
+    """Uniform candidates next to a plan in bytes, the largest that take no more and the smallest that take no fewer; and, with
+    the plan's tail and sinks, the largest that take no more: they show how much of the gain is the tail's.
+    """
+    plan_bits = bits_per_value(plan, config, context)
+    rivals: dict[str, KVPlan] = {}
+    for tail, sink in dict.fromkeys(((None, 0), (plan.recent, plan.sink))):
+        base_spec = KVSpec(tail=tail, sink=sink, calibration=calibration)
+        uniform = [replace(base_spec, kv=everywhere(name)).plan(config.num_layers) for name in candidates]
+        bits = [bits_per_value(other, config, context) for other in uniform]
+        near = {max((b for b in bits if b <= plan_bits), default=None)}
+        if (tail, sink) == (None, 0):
+            near.add(min((b for b in bits if b >= plan_bits), default=None))
+        rivals |= {other.describe(): other for b, other in zip(bits, uniform, strict=True) if b in near}
+    return dict(sorted(rivals.items(), key=lambda item: bits_per_value(item[1], config, context)))
+
+
+def verify(
+    setup: Setup, unseen: Workload, plan: KVPlan, rivals: Mapping[str, KVPlan], on_step: OnStep = lambda *_: None
+) -> Verification:
+    """A plan and its rivals on a text that it was not chosen by."""
+    caches = {name: session_with_plan(setup.base, other) for name, other in {PLAN: plan, **rivals}.items()}
+    partial = Partial()
+    plan_row, *others = evaluate(replace(setup, caches=caches), unseen, partial=partial, on_step=on_step)
+
+    def window_means(name: str) -> list[float]:
+        all_scores = (partial.scores(name, number) for number in range(len(unseen.windows)))
+        return [scores.kl.mean().item() for scores in all_scores if scores]
+
+    means = window_means(PLAN)
+    nearer = [sum(a < b for a, b in zip(means, window_means(row.kv), strict=True)) for row in others]
+    return Verification(plan_row, tuple(others), tuple(nearer), unseen.scored_tokens, len(unseen.windows))

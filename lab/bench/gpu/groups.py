@@ -99,7 +99,7 @@ def timings(dry: bool, memory: int) -> dict[str, Timing]:
     small: dict[str, Any] = {"model": "tiny", "layers": None, "executors": ["reference"], "kvs": ["tq4"], "contexts": (32,)}
     dry_groups = {name: groups[name] for name in ("attention of 1", "a prompt behind 32768", "steps at 4096")}
     return {
-        name: Timing(replace(one.request, **small, batches=(1,), repeats=1), 120, one.prefix_tokens and 16)
+        name: Timing(replace(one.request, **small, batches=(1,), repeats=1), 1800, one.prefix_tokens and 16)
         for name, one in dry_groups.items()
     }
 

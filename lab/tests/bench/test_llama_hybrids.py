@@ -1,15 +1,17 @@
 """GGUF files of Qwen3.5 beside llama.cpp: its logits, its words and its next tokens of the same file."""
 
+import shutil
+
 import pytest
 import torch
-from family_models import TOKENS, cpu_logits, folder_of, in_gguf, model_vocabulary, saved
+from family_models import TOKENS, cpu_logits, folder_of, model_vocabulary, saved
 from gguf_files import byte_vocabulary, convert
 
 import tq
-from haarkv.models.catalog import load_model, open_source
+from haarkv.models.catalog import find_model, load_model, open_source
 from haarkv.models.tiny_qwen3.corpus import held_out_texts
 
-__all__ = ["folder_of", "in_gguf", "saved"]
+__all__ = ["folder_of", "saved"]
 llama_cpp = pytest.importorskip("llama_cpp", reason="needs lab/requirements.txt")
 
 
@@ -42,9 +44,14 @@ def test_words_are_those_of_llama_cpp(folder_of, tmp_path):
     assert [piece for piece, _ in ours.pre_tokenizer.pre_tokenize_str("e\u0301s")] == ["eÌģs"]
 
 
-def test_the_hybrid_that_ships_has_the_same_next_tokens(in_gguf):
+def test_the_hybrid_that_ships_has_the_same_next_tokens(tmp_path):
+    shutil.copytree(
+        find_model("tiny-hybrid"), tmp_path / "hybrid", ignore=shutil.ignore_patterns("*.py", "*.md", "__pycache__")
+    )
+    vocabulary = byte_vocabulary(pre="qwen35", special=("<|end|>",))
+    path = convert(tmp_path / "hybrid", tmp_path / "m.gguf", vocabulary=vocabulary)
     text = tq.load("tiny").tokenizer.encode(held_out_texts()["fractions.py"])[:400]
-    llama = llama_cpp.Llama(str(in_gguf), n_ctx=512, n_batch=256, logits_all=True, n_threads=1, verbose=False)
+    llama = llama_cpp.Llama(str(path), n_ctx=512, n_batch=256, logits_all=True, n_threads=1, verbose=False)
     llama.eval(text)
-    ours = cpu_logits(load_model(in_gguf), text)
+    ours = cpu_logits(load_model(path), text)
     assert torch.equal(ours.argmax(-1), torch.tensor(llama.scores[:400]).argmax(-1))

@@ -76,6 +76,10 @@ INTEGERS = {
     "shr.s32 %r3, %r2, 40;": lambda x: -1 if x >> 31 else 0,
     "mul.hi.s32 %r3, %r2, -77777;": lambda x: to_signed(x) * -77777 >> 32,
     "mul.hi.u32 %r3, %r2, 0xFFFF0001;": lambda x: x * 0xFFFF0001 >> 32,
+    "cvt.s64.s32 %rd2, %r2; mul.hi.s64 %rd2, %rd2, 0x7000000000000001; cvt.u32.u64 %r3, %rd2;": (
+        lambda x: to_signed(x) * 0x7000000000000001 >> 64
+    ),
+    "add.s16x2 %r3, %r2, 0x8001FFFF;": lambda x: (x + 0x80010000 & 0xFFFF0000) | (x + 0xFFFF & 0xFFFF),
     "mad.lo.s32 %r3, %r2, 99999, 7;": lambda x: x * 99999 + 7,
     "mad.wide.s32 %rd2, %r2, -5, 3; shr.u64 %rd2, %rd2, 32; cvt.u32.u64 %r3, %rd2;": lambda x: to_signed(x) * -5 + 3 >> 32,
     "div.s32 %r3, %r2, -7;": lambda x: -(abs(to_signed(x)) // 7) if to_signed(x) > 0 else abs(to_signed(x)) // 7,

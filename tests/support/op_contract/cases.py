@@ -122,7 +122,7 @@ class Case:
 
 
 @cache
-def _honest(case: Case) -> tuple[Any, list[Sums]]:
+def _honest(case: Case) -> tuple[Any, Sums]:
     """The right outcome and figures of honest runs; with weight blocks these round their activations."""
     ops, expected = cast(OpTable, reference), case.right()
     tables = (honest(ops, seed, blocks=lambda weight: isinstance(weight, Blocks)) for seed in range(RUNS))

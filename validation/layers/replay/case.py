@@ -41,9 +41,7 @@ class LayerCase:
 
     Attributes:
         config: the layer is the last one; those before it have its weights and never run.
-        kv: its formats, as `formats.parse` takes them.
-        tail, sink: as in `KVSpec`.
-        basis: learned coordinates of the layer's keys.
+        kv, tail, sink, basis: its formats, as `formats.parse` takes them, and learned coordinates of its keys.
         hidden: [T, hidden], in the model's dtype.
         before: the layer's cache: blocks and rows of `batch`, after one of each that no sequence owns.
         counts, lengths: new tokens of each sequence; all that are in the cache once these are.
@@ -119,9 +117,6 @@ def capture(
 ) -> LayerCase:  # fmt: skip
     """Run the reference up to the layer and forward of a finding, and cut them out.
 
-    Args:
-        prompts, steps, plan: of the validation.
-        calibration: of the plan's learned formats.
     Raises:
         InputError: the finding is in no single layer, or in no forward of these prompts.
     """
@@ -170,12 +165,7 @@ def is_learned(kv: str) -> bool:
 
 
 def relocate_fields(before: Snapshot, old: Batch, rows: Sequence[int], new: Batch) -> Snapshot:
-    """A layer's cache with the blocks and rows of some sequences moved to where another batch has them; else zeros.
-
-    Args:
-        old, rows: the batch with their places, and which of its sequences they are.
-        new: the batch of these sequences, in order.
-    """
+    """A layer's cache with the blocks and rows of some sequences of `old` moved to where `new` has them; else zeros."""
     used_slots = new.block_table >= 0
     blocks = new.block_table[used_slots].long(), old.block_table[list(rows), : used_slots.shape[1]][used_slots].long()
     row_pair = new.rows, old.rows[list(rows)]
@@ -194,33 +184,21 @@ def relocate_fields(before: Snapshot, old: Batch, rows: Sequence[int], new: Batc
 # -- Running it --------------------------------------------------------------------------------------------------------
 @torch.inference_mode()
 def run_reference(case: LayerCase, make: Make) -> tuple[Reference, LayerRecord]:
-    """The reference on a case.
-
-    Raises:
-        InputError: the executor cannot run it, or its values are zero or not finite.
-    """
+    """The reference on a case; InputError if it cannot run it, or its values are zero or not finite."""
     reference = Reference(make(case.model, case.plan), case.model, case.schedule.new_cache(case.model))
     load(reference.cache, case.index, case.before)
     return reference, reference.layer(case.index, case.hidden, case.forward)
 
 
 def judge_case(case: LayerCase, reference: Make, candidate: Make) -> Report:
-    """Compare two executors on this layer alone.
-
-    Raises:
-        InputError: as `validate`.
-    """
+    """Compare two executors on this layer alone."""
     pair = reference(case.model, case.plan), candidate(case.model, case.plan)
     return validate_layer(*pair, case.model, case.plan, case.index, case.hidden, case.before, case.forward)
 
 
 @torch.inference_mode()
 def require_expected(case: LayerCase, written: LayerRecord, make: Make) -> None:
-    """Refuse a reference whose results here are not those where the case was written.
-
-    Raises:
-        InputError: with what differs, and by how much.
-    """
+    """Refuse a reference whose results here are not those where the case was written."""
     reference, ours = run_reference(case, make)
     teacher = TeacherForced(reference, CandidateRunner(make(case.model, case.plan), reference.cache), None)
     run = Run(Outcome(written.hidden_out), {}, written.new_fields)
@@ -235,11 +213,7 @@ def require_expected(case: LayerCase, written: LayerRecord, make: Make) -> None:
 # -- From a validation that failed -------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class OneRun:
-    """One validation, and what it takes to run any of its layers again.
-
-    Attributes:
-        make: build the reference and the executor on trial.
-    """
+    """One validation, and what it takes to run any of its layers again; `make` builds the reference and the candidate."""
 
     report: Report
     model: DecoderModel

@@ -25,24 +25,15 @@ from haarkv.models.gguf_file import block_type_named
 from haarkv.models.rope import LinearScaling, Llama3Scaling, YarnScaling
 from haarkv.models.tensors import LayerWeights
 from haarkv.models.weights import layer_weight_specs
-from haarkv.tq_ops import artifact, formats
+from haarkv.tq_ops import artifact
 from haarkv.tq_ops.artifact import REPLAY
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.input_files import parse_json
-from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, WINDOW_CHUNK, blocks_for
+from haarkv.tq_ops.kv.shapes import blocks_for
 from haarkv.tq_ops.weight import Blocks, Weight, backing_tensor, rounding_to
 from haarkv.validation.layers.forward import LayerRecord
-from haarkv.validation.layers.parts import Snapshot
-from haarkv.validation.layers.replay.case import (
-    VOCABULARY,
-    LayerCase,
-    OneRun,
-    capture,
-    is_learned,
-    judge_case,
-    run_reference,
-)
+from haarkv.validation.layers.parts import Snapshot, layer_tensors, new_cache
+from haarkv.validation.layers.replay.case import VOCABULARY, LayerCase, OneRun, capture, is_learned, judge_case, run_reference
 
 _SCALINGS: dict[str, Any] = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
 _MOST_LAYERS = 1024
@@ -56,7 +47,6 @@ class ReplayFile:
     Attributes:
         record: the reference's results where the file was written, without recorded calls.
         finding: what failed there: phase, step, layer, stage, reason and detail.
-        versions: of the software there, by name.
     """
 
     case: LayerCase
@@ -68,11 +58,7 @@ class ReplayFile:
 
 
 def build_replay_file(runs: Sequence[OneRun], versions: Mapping[str, str]) -> ReplayFile:
-    """The first failure of some runs, cut out; alone it fails at the same stage for the same reason.
-
-    Raises:
-        InputError: none failed, or what failed does not show in a single layer.
-    """
+    """The first failure of some runs, cut out; InputError if none failed, or it does not show in a single layer."""
     run = next((run for run in runs if not run.report.passed and run.report.first_divergence), None)
     finding = run.report.first_divergence if run else None
     if run is None or finding is None:
@@ -89,11 +75,7 @@ def build_replay_file(runs: Sequence[OneRun], versions: Mapping[str, str]) -> Re
 
 
 def save(path: Path, file: ReplayFile) -> None:
-    """Write a replay file.
-
-    Raises:
-        InputError: it cannot be written.
-    """
+    """Write a replay file."""
     case = file.case
     tensors = {name: tensor.cpu().clone() for name, tensor in _tensors(case, file.record).items()}
     blocks = {field: weight for field, _, weight in case.weights.named_tensors() if isinstance(weight, Blocks)}
@@ -135,11 +117,7 @@ def _tensors(case: LayerCase, record: LayerRecord) -> dict[str, Tensor]:
 
 
 def load(path: Path | str) -> ReplayFile:
-    """Read a replay file.
-
-    Raises:
-        InputError: it cannot be read, or is no replay file.
-    """
+    """Read a replay file."""
     metadata, tensors = artifact.read(Path(path), REPLAY)
     with REPLAY.refusing(path):
         case = _read_case(tensors, metadata)
@@ -236,8 +214,7 @@ def _read_stored(tensors: Mapping[str, Tensor], where: str) -> Snapshot:
 
 def _check(case: LayerCase) -> None:
     """Refuse what does not fit together, before anything is allocated by it."""
-    config, heads, plan = case.config, case.config.heads.num_kv_heads, case.plan
-    blocks = len(next(iter(case.before["k"].values())))
+    config, blocks = case.config, len(next(iter(case.before["k"].values())))
     pairs = list(zip(case.counts, case.lengths, strict=True))
     if not (
         case.hidden.shape == (sum(case.counts), config.hidden_size)
@@ -245,16 +222,10 @@ def _check(case: LayerCase) -> None:
         and sum(blocks_for(length) for length in case.lengths) + 1 == blocks
     ):
         raise ValueError("its sequences do not fit its tensors")
-    for side, kv_format in (("k", plan.k(case.index)), ("v", plan.v(case.index))):
-        _check_fields(case.before[side], kv_format, config.heads.head_dim, (blocks, heads, BLOCK_SIZE))
-        if plan.has_window(kv_format):
-            token_counts = {f"window.{side}": plan.ring_tokens(kv_format, WINDOW_CHUNK), f"sink.{side}": plan.sink}
-            for part, tokens in token_counts.items():
-                if tokens:
-                    _check_fields(case.before[part], formats.get("bf16"), config.heads.head_dim, (blocks, heads, tokens))
+    cache = new_cache(replace(case.plan, layers=case.plan.layers[-1:]), config.with_layers(1), blocks)
+    if _shapes(case.before) != _shapes(layer_tensors(cache, 0)):
+        raise ValueError(f"its cache is not that of {case.kv}")
 
 
-def _check_fields(side_fields: Mapping[str, Tensor], kv_format: KVFormat, head_dim: int, sizes: tuple[int, ...]) -> None:
-    expected_shapes = {name: (*sizes, *field.shape) for name, field in kv_format.fields(head_dim).items()}
-    if {name: tuple(tensor.shape) for name, tensor in side_fields.items()} != expected_shapes:
-        raise ValueError(f"its cache is not that of {kv_format.name}")
+def _shapes(snapshot: Snapshot) -> dict[str, dict[str, tuple[int, ...]]]:
+    return {part: {name: tuple(tensor.shape) for name, tensor in fields.items()} for part, fields in snapshot.items()}
