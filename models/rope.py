@@ -96,7 +96,7 @@ def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all
 
 
 RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
-"""Changes to the frequencies for a longer context. `attention_factor` multiplies cos and sin; scores grow by its square."""
+"""Changes to RoPE's frequencies for a longer context. `attention_factor` multiplies cos and sin; scores grow by its square."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Rope:
     """Half-split rotary embedding.
 
     Attributes:
-        dims: the first `dims` coordinates of a head are rotated; the others stay.
+        dims: RoPE rotates the first `dims` coordinates of a head, and leaves the others.
     """
 
     theta: float
