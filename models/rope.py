@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from haarkv.models.config import Rope
 from haarkv.tq_ops.memory import require_memory
 
 
@@ -93,23 +94,6 @@ def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
     return mscale_factor(mscale) / mscale_factor(mscale_all_dim) if mscale and mscale_all_dim else mscale_factor(1.0)
-
-
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
-"""Changes to RoPE's frequencies for a longer context. `attention_factor` multiplies cos and sin; scores grow by its square."""
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Half-split rotary embedding.
-
-    Attributes:
-        dims: RoPE rotates the first `dims` coordinates of a head, and leaves the others.
-    """
-
-    theta: float
-    dims: int
-    scaling: RopeScaling | None = None
 
 
 def inverse_frequencies(rope: Rope) -> Tensor:
