@@ -1,4 +1,4 @@
-"""Whether a cache loses so much of K or V that text suffers, judged by the weights and by the first tokens of a prompt.
+"""Does a cache lose too much of K or V for readable text? Judged by the weights and by the first tokens of a prompt.
 
 Limits come from `tiny` with faults planted in every layer (benchmarks/LOG.md): its perplexity rose by 1 % with logits off by
 about 0.5, by 10 to 30 % at 1.5 to 2.5. A few layers beyond that do not spoil text: Qwen2.5-Coder-0.5B has 3 of 24 in tq4, and

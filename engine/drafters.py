@@ -231,9 +231,9 @@ class _LayerSequence:
 class MTPDrafter(Drafter):
     """Drafts from the target's hidden states, which it observes as the target's forwards give them.
 
-    While nothing is drafted, observing is all that it costs. It reads the newest `READ` states at most: hidden states carry
-    what came before them, and a whole prompt would cost as much as in any other layer. K and V of its own drafted states are
-    taken back once the target has verified them.
+    Without drafts it costs nothing but observing. It reads only the newest `READ` states: hidden states carry the text before
+    them, and a whole prompt would cost as much as in any other layer. K and V of drafted states are taken back when the target
+    has verified them.
     """
 
     def __init__(self, source: MTPSource, sequences: int, max_context: int) -> None:

@@ -47,7 +47,7 @@ class DraftReport:
     Attributes:
         most: drafted tokens a step at most.
         tokens_per_step: new tokens a decode step and sequence, the model's own included.
-        plain_ms_per_token: median over steps without drafts; None without such a step.
+        plain_ms_per_token: median over steps without drafts; None if every step had drafts.
         same_text: whether greedy text equals that without drafts. Else sums change with the batch, and near ties may flip.
     """
 

@@ -222,7 +222,7 @@ class BatchSampler:
         for part, number in zip(_parts(logits), _parts(u), strict=True):
             ids, weights = self._candidates(part)
             sums = weights.cumsum(-1)
-            # u is 1 - 2**-53 at most, and so much of the sum is less than the sum in FP64: there always is such a token.
+            # u is 1 - 2**-53 at most, and u times the sum is less than the sum in FP64: so `place` is always a valid index.
             place = torch.searchsorted(sums, number.unsqueeze(1) * sums[:, -1:], right=True)
             token_parts.append(ids.gather(1, _last_with_weight(weights, place)).squeeze(1))
         return torch.cat(token_parts)

@@ -38,12 +38,12 @@ from haarkv.tq_ops.memory import require_memory
 
 @dataclass(frozen=True)
 class LoadRecord:
-    """Memory counted before the weights were read, and the time to load.
+    """Memory at load, counted before the weights are read, and the time to load.
 
     Attributes:
-        before: bytes of the process, with torch, code and tokenizer.
-        restored_bytes: blocks dequantized at a time to measure channels.
-        seconds: until the model was ready.
+        before: bytes that the process had: torch, code and tokenizer.
+        restored_bytes: bytes of weight blocks dequantized at once to measure channels (`models.balance`).
+        seconds: time until the model was ready.
     """
 
     weights: WeightBytes
@@ -56,18 +56,18 @@ class LoadRecord:
 class Session:
     """A loaded model, ready to generate; `tq.load` returns one.
 
-    Threads may share it: they generate one after the other. A process forked after loading cannot use it, for compute threads
-    do not survive a fork.
+    Threads may share a session: they generate one after the other. A process forked after loading cannot use it, because
+    compute threads do not survive a fork.
 
     Attributes:
-        generation: sampling settings of its `generation_config.json`; empty: greedy.
-        passed_over: a faster executor, and why `auto` did not take it; "" otherwise.
+        generation: sampling settings of the model's `generation_config.json`; empty for greedy decoding.
+        passed_over: name of a faster executor and why `auto` did not take it; "" if there is none.
         ranks: processes that run the model together. `config`, `executor` and caches are then this rank's part; all ranks must
             make the same calls, and each gets the whole result.
         uneven: layers whose K or V was balanced at load.
-        guard: judges whether text from this cache would be garbage; None judges nothing.
-        weights: fingerprint of the loaded weights, which stored sequences name.
-        draft_tokens: most drafted tokens a step.
+        guard: tells whether text from this cache would be garbage; None if nothing has to be checked.
+        weights: fingerprint of the loaded weights; stored sequences hold it.
+        draft_tokens: the most drafted tokens in one step.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Session:
         """An empty paged cache for `sequences` of up to `max_context` tokens, and its bookkeeping.
 
         Raises:
-            InputError: this machine's memory has no room for it, or learned keys hold for fewer tokens.
+            InputError: this machine has too little memory, or the learned coordinates are valid for fewer tokens.
         """
         self.plan.require_context(max_context)
         self._require_room(sequences, max_context)
@@ -115,10 +115,10 @@ class Session:
         return encode(self.tokenizer, self.config.vocab_size, prompts, options)
 
     def sampling_with(self, **settings: Any) -> Sampling:
-        """The model's own sampling with some settings replaced; None keeps a setting.
+        """The model's sampling settings with some replaced; None keeps a setting.
 
         Raises:
-            InputError: a value out of range, or a filter where decoding is greedy.
+            InputError: a value is out of range, or a filter was given but decoding is greedy.
             TypeError: an unknown setting.
         """
         require_arguments("Session.sampling_with", self.sampling_with, settings, SamplingSettings.__annotations__)
@@ -146,27 +146,27 @@ class Session:
         on_warning: Callable[[str], object] | None = None,
         **settings: Unpack[SamplingSettings],
     ) -> Result:
-        """Continue one prompt, or several in one ragged batch.
+        """Continue one prompt, or several prompts in one ragged batch.
 
             session.generate("import os", max_new_tokens=100, temperature=0.7, top_p=0.9)
 
         Args:
             prompts: a text, or a list of texts and lists of token ids.
-            stored: a sequence from an earlier `generate` with `keep`, or from `load_cache`. A prompt's common prefix with it
-                is copied, not computed. Without a prompt, the stored sequence itself goes on.
-            keep: return the sequences as stored.
+            stored: a sequence from an earlier `generate` with `keep`, or from `load_cache`. Tokens that a prompt has in common
+                with its beginning are copied, not computed. Without a prompt, the stored sequence itself is continued.
+            keep: also return each sequence with its K and V (`Result.stored`).
             max_context: tokens of prompt and text that the cache holds for each prompt; by default as many as needed, up to
                 the model's limit.
-            sampling: replaces the model's own sampling settings; `settings` replace some of them.
+            sampling: all sampling settings, in place of the model's; `settings` replace single ones.
             stop: a text ends before the first of these strings.
             chat, system, template_args, parse_special: as in `encode`.
             on_prefill: called with (prompt tokens stored, prompt tokens) before the prefill and during it.
             on_token: called with (prompt index, token); True ends that text, as a stop string does.
-            on_text: called with (prompt index, text) as text becomes certain; the pieces add up to the text.
+            on_text: called with (prompt index, piece of text) when no later token can change it; pieces add up to the text.
             on_warning: called if the context will cut a text short, or the cache loses too much; Python warnings unless given.
         Raises:
-            InputError: no prompt, an invalid or too long one, a context beyond the model's, invalid sampling; a process forked
-                after loading; or text from this cache would be garbage (see `load`).
+            InputError: no prompt, an invalid or too long one; a context longer than the model's; invalid sampling; a process
+                forked after loading; or text from this cache would be garbage (see `load`).
             TypeError: an unknown setting.
         """
         require_arguments("Session.generate", self.generate, settings, SamplingSettings.__annotations__)
@@ -217,7 +217,7 @@ class Session:
     def _watched_prefill(
         self, ids: Sequence[Sequence[int]], on_prefill: OnPrefill | None, on_warning: Callable[[str], object]
     ) -> tuple[Executor | None, OnPrefill]:
-        """The prefill's executor while the guard still has to judge, and the callback to report progress with."""
+        """The executor for a prefill that the guard observes, None if it need not; and the callback to report progress."""
         guard = self.guard
         watcher = self.executor.with_ops(guard.table) if guard and guard.watches(ids) else None
 
@@ -230,13 +230,13 @@ class Session:
         return watcher, report
 
     def stream(self, prompt: str | Sequence[int], *, on_prefill: OnPrefill | None = None, **options: Any) -> Stream:
-        """Continue one prompt, and yield text as it becomes certain.
+        """Continue one prompt, and yield pieces of text as soon as no later token can change them.
 
             for piece in session.stream("import os", max_new_tokens=100):
                 print(piece, end="", flush=True)
 
-        Takes `generate`'s arguments but `on_token` and `on_text`; `on_prefill` is called in another thread. The stream's
-        `result` is `generate`'s; exceptions of `generate` are raised with the first piece.
+        Takes the arguments of `generate` except `on_token` and `on_text`; `on_prefill` is called in another thread. The
+        stream's `result` is that of `generate`. Exceptions of `generate` are raised at the first piece.
         """
         stream_args = ("on_token", "on_text")
         require_arguments("Session.stream", self.generate, options, SamplingSettings.__annotations__, but=stream_args)
@@ -249,7 +249,7 @@ class Session:
             note: a text that the file carries; `cache_file.read_note` reads it.
             compress: compress losslessly where that saves bytes.
         Raises:
-            InputError: it is not of this model and cache, or the file cannot be written.
+            InputError: the sequence belongs to another model or cache, or the file cannot be written.
         """
         origin = self._origin()
         origin.require_fits(stored, self.plan, "the stored sequence")
@@ -259,7 +259,7 @@ class Session:
         """Read a sequence that this model stored in this cache.
 
         Raises:
-            InputError: a damaged file, or one of another model, cache, rotation or version.
+            InputError: the file is damaged, or belongs to another model, cache, rotation or version.
         """
         sequence = cache_file.load_for(Path(path), self._origin(), self.plan)
         self.plan.require_context(len(sequence.token_ids))

@@ -139,13 +139,6 @@ def _layer_moments(tensors: Mapping[str, Tensor], mixer: Attention) -> tuple[Mom
     return key_moments(tensors, *sizes, mixer.rope.dims), value_moments(tensors, *sizes)
 
 
-def choose_scales(moments: Moments) -> tuple[Tensor, float]:
-    """Scales [H, D] fp32 of K or V, and the factor of its worst head's error; 1s if it is below `LEAST_RATIO`."""
-    scales = channel_scales(moments.use, moments.size)
-    ratio = float(error_ratio(moments.use, moments.size, scales).max())
-    return (scales, ratio) if ratio >= LEAST_RATIO else (torch.ones_like(scales), 1.0)
-
-
 def choose_scaling(
     moments: Mapping[int, tuple[Moments, Moments]], may_balance: Callable[[int, str], bool] = lambda *_: True
 ) -> Scaling:
@@ -155,8 +148,12 @@ def choose_scaling(
     uneven: list[Uneven] = []
 
     def scale_side(layer: int, side: str, before: Moments) -> tuple[Tensor | None, Moments]:
-        side_scales, ratio = choose_scales(before) if may_balance(layer, side) else (torch.ones(()), 1.0)
-        if ratio <= 1:
+        if not may_balance(layer, side):
+            return None, before
+        side_scales = channel_scales(before.use, before.size)
+        # Of the worst head.
+        ratio = float(error_ratio(before.use, before.size, side_scales).max())
+        if not ratio >= LEAST_RATIO:  # nor if it is no number
             return None, before
         uneven.append(Uneven(layer, side, ratio))
         return side_scales, before.scaled(side_scales)

@@ -21,7 +21,7 @@ BALANCE, ALLOW_COLLAPSE = "haarkv_balance", "haarkv_allow_collapse"
 """false: uneven channels stay; true: only warn where text would be garbage."""
 CPU_WORKER = "haarkv.serving.vllm_plugin.cpu.RotatedCpuWorker"
 GPU_WORKER = "haarkv.serving.vllm_plugin.pages.RotatedGpuWorker"
-"""For vLLM's `--worker-cls`: workers that give each layer pages of its own size."""
+"""For vLLM's `--worker-cls`: workers that set the size of pages layer by layer."""
 
 
 def register() -> None:

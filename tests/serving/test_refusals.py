@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-import outliers
 import pytest
 import torch
-from planted import save_tiny
+from planted import outlier_channels, save_tiny
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -175,7 +174,7 @@ def test_a_builder_makes_batches_and_refuses_what_was_changed_behind_its_back(tm
 
 @pytest.mark.vllm_short
 def test_uneven_channels_are_balanced_or_refused_by_the_weights(tmp_path):
-    uneven = outliers.outlier_channels(load_model("tiny"), 100)
+    uneven = outlier_channels(load_model("tiny"), 100)
     folder = save_tiny(uneven, tmp_path / "model")
 
     def config(**options: object) -> VllmConfig:
