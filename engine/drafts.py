@@ -348,7 +348,7 @@ class Speculation:
             return [[token] for token in self._sampler.next(logits, rows).tolist()]
         self._advance = Advance(self._cache, self._paging, sequences, counts)
         logits = verify(self._executor, token_ids, self._advance.batch, self._cache)
-        return self._accept_all(torch.split(logits, counts), rows, proposals)
+        return self._accept_all(logits.split(counts), rows, proposals)
 
     def keep(self, counts: Sequence[int]) -> None:
         """Keep `counts[i]` of the tokens that the last step stored of sequence i: its first, and all accepted ones taken but
