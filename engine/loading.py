@@ -67,7 +67,7 @@ def load(
         kv: a KV format, `k=NAME,v=NAME`, or a `KVSpec`.
         executor: auto, cuda, npu, cpu, onnx or reference. `auto` is the fastest of this machine that reads the cache and runs
             the model.
-        device: the executor's default unless given; cuda: cuda:N; npu: sim or npu:N; onnx: cpu, cuda or cann.
+        device: the executor's default unless given; cuda: cuda:N; npu: sim or npu:N.
         dtype: float32 or bfloat16; the executor's default unless given (bfloat16 on cuda and npu, else float32).
         layers: for `random:SIZE`, the number of layers.
         progress: called with (tensors done, tensors).
