@@ -21,7 +21,6 @@ from haarkv.codebooks.haar import compute_rotation
 
 DATA = Path(__file__).parent / "data"
 LLOYD_MAX, HAAR, HADAMARD, CHECKSUMS = "lloyd_max.json", "haar_d128.safetensors", "hadamard_signs.json", "SHA256SUMS"
-PUBLISHED_HEAD_DIMS = (64, 128, 256)
 SHIPPED_LAYERS = 64  # Qwen3-32B, the deepest of the dense family
 
 MAX_BITS = 8
@@ -78,13 +77,9 @@ def gaussian_centroids(bits: int) -> Tensor:
 
 @cache
 def lloyd_max(bits: int, head_dim: int, solver: Solver = "published") -> Codebook:
-    """Codebook of 2**bits levels (1 to 8 bits) for one coordinate of a rotated unit vector. Do not write to it.
+    """Codebook of 2**bits levels (1 to 8 bits) for a coordinate of a rotated unit vector of D = `head_dim`, whose deviation is
+    1/sqrt(D): the optimum, exactly odd, which "published" is not at D 64, 128 and 256. Do not write to it.
 
-    Args:
-        head_dim: D; the source's standard deviation is 1/sqrt(D).
-        solver: "converged" is the optimum, exactly odd; "published" differs at head_dim 64, 128 and 256.
-    Raises:
-        ValueError: bits or head_dim out of range, or an unknown solver.
     Rounding points: the optimum is scaled and halved in float64, and rounded to FP32 once.
     """
     if not 1 <= bits <= MAX_BITS:

@@ -197,9 +197,7 @@ def generate(
         begins = [take(cache, paging, *pair, whole=False) for pair in zip(sequences, prompts, strict=True)] if on_end else []
         speculation = None
         if draft and drafter:
-            drafter.begin(
-                Beginning(prompts, executor.config.vocab_size, request.sampling, paging, sequences, request.unused_ids)
-            )
+            drafter.begin(Beginning(prompts, executor.config.vocab_size, sampler, paging, sequences))
             speculation = Speculation(executor, cache, paging, sampler, drafter, request.draft_tokens, draft.experience)
             timing.drafts = speculation.pace
         running = list(range(len(prompts)))

@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, Unpack
@@ -14,17 +13,17 @@ from typing import Any, Unpack
 from haarkv.engine.collapse import Guard
 from haarkv.engine.drafts import DraftSource
 from haarkv.engine.generation import GenerationRequest, OnPrefill, generate, tail_chunk
-from haarkv.engine.plans import memory_need, shape_signature
+from haarkv.engine.plans import shape_signature
 from haarkv.engine.ranks import memory_here
 from haarkv.engine.result import KVUsage, Result, Stream, draft_report
 from haarkv.engine.sampling import Sampling, SamplingSettings, require_drawn
-from haarkv.engine.text import Chat, Texts, context_for, encode, require_arguments, stop_list
+from haarkv.engine.text import Chat, Texts, context_for, encode, stop_list
 from haarkv.executors.base import Executor
 from haarkv.models import balance as balancing
 from haarkv.models.base import new_cache
 from haarkv.models.catalog import model_files
 from haarkv.models.config import ModelConfig
-from haarkv.models.footprint import CODE, WeightBytes
+from haarkv.models.footprint import WeightBytes
 from haarkv.models.parallel import SINGLE_RANK, Ranks
 from haarkv.models.text import Tokenizer
 from haarkv.tq_ops.errors import InputError, count_noun, warn
@@ -38,18 +37,10 @@ from haarkv.tq_ops.memory import require_memory
 
 @dataclass(frozen=True)
 class LoadRecord:
-    """Memory at load, counted before the weights are read, and the time to load.
-
-    Attributes:
-        before: bytes that the process had: torch, code and tokenizer.
-        restored_bytes: bytes of weight blocks dequantized at once to measure channels (`models.balance`).
-        seconds: time until the model was ready.
-    """
+    """Weights as counted before they were read, and seconds until the model was ready."""
 
     weights: WeightBytes
-    before: int
-    seconds: float = 0.0
-    restored_bytes: int = 0
+    seconds: float
 
 
 @dataclass(frozen=True, repr=False)
@@ -121,7 +112,6 @@ class Session:
             InputError: a value is out of range, or a filter was given but decoding is greedy.
             TypeError: an unknown setting.
         """
-        require_arguments("Session.sampling_with", self.sampling_with, settings, SamplingSettings.__annotations__)
         overrides = {name: value for name, value in settings.items() if value is not None}
         require_drawn(self.generation, overrides)
         return Sampling(**{**self.generation, **overrides})
@@ -169,7 +159,6 @@ class Session:
                 forked after loading; or text from this cache would be garbage (see `load`).
             TypeError: an unknown setting.
         """
-        require_arguments("Session.generate", self.generate, settings, SamplingSettings.__annotations__)
         if sampling is not None and settings:
             raise InputError(f"sampling says all of how tokens are drawn; leave out {next(iter(settings))}")
         sampling = sampling or self.sampling_with(**settings)
@@ -190,10 +179,7 @@ class Session:
         with self._lock:
             completions, timing = generate(self.executor, cache, paging, request, watcher)
         final_texts = texts.finish()
-        memory = memory_here(
-            self.ranks, self.executor.device, self.weight_bytes, cache.nbytes, model_files(self.name),
-            self._predict_bytes(ids, max_new_tokens, context),
-        )  # fmt: skip
+        memory = memory_here(self.ranks, self.executor.device, self.weight_bytes, cache.nbytes, model_files(self.name))
         ranks, drafting = tuple(self.ranks.collect(memory)), None
         if self.draft:
             drafting = draft_report(self.draft, self.draft_tokens, timing, self.executor, self.plan, len(ids), context)
@@ -238,9 +224,7 @@ class Session:
         Takes the arguments of `generate` except `on_token` and `on_text`; `on_prefill` is called in another thread. The
         stream's `result` is that of `generate`. Exceptions of `generate` are raised at the first piece.
         """
-        stream_args = ("on_token", "on_text")
-        require_arguments("Session.stream", self.generate, options, SamplingSettings.__annotations__, but=stream_args)
-        return Stream(partial(self.generate, [prompt], **options), on_prefill)
+        return Stream(lambda **callbacks: self.generate([prompt], **options, **callbacks), on_prefill)
 
     def save_cache(self, path: str | Path, stored: StoredSequence, note: str = "", compress: bool = True) -> None:
         """Write a stored sequence to a file, whole or not at all.
@@ -278,18 +262,6 @@ class Session:
         drafts = self.draft.cache_bytes(sequences, max_context) if self.draft else 0
         nbytes = cache_bytes(self.plan, max_context, self.config.kv_shapes, sequences, self.config.state_bytes) + drafts
         require_memory(nbytes, what, "take fewer tokens or sequences, or a smaller format")
-
-    def _predict_bytes(self, ids: Sequence[Sequence[int]], new_tokens: int, max_context: int) -> int:
-        """Predicted peak bytes of this process, from what was counted before the weights were read."""
-        sequences = len(ids)
-        if self.load_record is None:
-            return 0
-        drafts = self.draft.cache_bytes(sequences, max_context) if self.draft else 0
-        weights = self.load_record.weights
-        need = memory_need(self.config, self.plan, max_context, weights, sequences)
-        mapped_bytes = weights.mapped_by((token for prompt in ids for token in prompt), new_tokens * sequences)
-        more = max(need.private + drafts, weights.private + self.load_record.restored_bytes)  # they come one after the other
-        return self.load_record.before + CODE + more + mapped_bytes
 
     def _usage(self, cache: PagedKVCache, sequences: int, max_context: int) -> KVUsage:
         config, ranks = self.config, self.ranks.size

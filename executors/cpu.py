@@ -29,13 +29,9 @@ from haarkv.tq_ops.weight import Blocks
 
 @dataclass(frozen=True)
 class _OnKernels(DecoderModel):
-    """A model whose embeddings the kernels look up; few tokens take its dense layers in one call, unless ops are wrapped."""
+    """A model of which few tokens take the dense layers in one call, unless ops are wrapped."""
 
-    kernels: CpuOps | None = None
     whole: DenseLayers | None = None
-
-    def embedding_rows(self, index: Tensor) -> Tensor:
-        return self.kernels.rows(self.weights.embedding, index) if self.kernels else super().embedding_rows(index)
 
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache, ops: OpTable) -> Tensor:
         if self.whole is None or not isinstance(ops, CpuOps) or len(hidden) > FEW:
@@ -101,7 +97,7 @@ class CpuExecutor(ReferenceExecutor):
 def _on_kernels(model: DecoderModel, ops: CpuOps) -> DecoderModel:
     layers = [_dense(model, layer, weights) for layer, weights in zip(model.config.layers, model.weights.layers, strict=True)]
     whole = DenseLayers(ops, layers) if model.ranks.size == 1 and any(layers) else None
-    return _OnKernels(model.config, model.weights, model.ropes, model.ranks, ops, whole)
+    return _OnKernels(model.config, model.weights, model.ropes, model.ranks, whole)
 
 
 _KNOWS = ("head_norms", "bias", "window", "activation", "plus_one", "post_norms")

@@ -56,20 +56,16 @@ class DecoderModel:
         """Hidden states [T, hidden] of token ids [T]."""
         embedding, ranks = self.weights.embedding, self.ranks
         if ranks.size == 1:
-            rows = self.embedding_rows(token_ids)
+            rows = weight_rows(embedding, token_ids)
         else:
             # One rank has a token's row, the others add zeros: the sum is exact.
             row = token_ids - even_share(self.config.vocab_size, ranks.rank, ranks.size).start
             in_part = (row >= 0) & (row < len(embedding))
-            part = self.embedding_rows(row.clamp(0, len(embedding) - 1)).float()
+            part = weight_rows(embedding, row.clamp(0, len(embedding) - 1)).float()
             rows = ranks.sum(part.masked_fill(~in_part.unsqueeze(-1), 0.0)).to(embedding.dtype)
         if self.config.embedding_scale == 1.0:
             return rows
         return rows * torch.tensor(self.config.embedding_scale, dtype=rows.dtype)
-
-    def embedding_rows(self, index: Tensor) -> Tensor:
-        """Rows [R, hidden] of this rank's embedding by index [R]."""
-        return weight_rows(self.weights.embedding, index)
 
     def rope_at(self, positions: Tensor) -> dict[Rope, tuple[Tensor, Tensor]]:
         """cos and sin of positions [T], by rotary embedding."""

@@ -76,7 +76,7 @@ _CONTENT_ERRORS = (SafetensorError, ValueError, TypeError, AttributeError, KeyEr
 
 
 CACHE = Kind(
-    "haarkv_cache", "stored cache", "--load-cache", "`tq cache save` writes one", ("1", "2"),
+    "haarkv_cache", "stored cache", "--load-cache", "`tq generate --save-cache` writes one", ("1", "2"),
     blocks=r"layers\.\d+\.[kv]\.(?!window$)[^.]+",
 )  # fmt: skip
 PLAN = Kind("haarkv_plan", "KV plan", "--kv-plan", "`tq plan` writes one", (1,))
@@ -109,11 +109,7 @@ def write(
 
 
 def header(path: Path, kind: Kind) -> dict[str, str]:
-    """A file's metadata, not checked against the SHA-256.
-
-    Raises:
-        InputError: it cannot be read, or is not of this kind and a known version.
-    """
+    """A file's metadata, not checked against the SHA-256; an InputError if it is not of this kind and a known version."""
     file_size(path, f"the {kind.noun} ")
     with kind.refusing(path), safe_open(path, "pt") as file:
         metadata: dict[str, str] = file.metadata() or {}
@@ -122,10 +118,8 @@ def header(path: Path, kind: Kind) -> dict[str, str]:
 
 
 def read(path: Path, kind: Kind) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """A file's metadata without its SHA-256, and its tensors, unpacked; the caller checks tensors of blocks.
-
-    Raises:
-        InputError: as `header`; it is damaged, or does not fit into memory.
+    """A file's metadata without its SHA-256, and its tensors, unpacked; the caller checks tensors of blocks. An InputError as
+    of `header`, or if it is damaged or does not fit into memory.
     """
     metadata = header(path, kind)
     with kind.refusing(path):
@@ -141,12 +135,10 @@ def read(path: Path, kind: Kind) -> tuple[dict[str, str], dict[str, Tensor]]:
 
 
 def resume(path: Path | None, kind: Kind, run: Mapping[str, str]) -> tuple[dict[str, str], dict[str, Tensor]] | None:
-    """`read` what an earlier run left; None if there is no file.
+    """`read` what an earlier run left; None if there is no file, an InputError if it is of another run.
 
     Args:
         run: what both runs must have in common, by a word for the user.
-    Raises:
-        InputError: as `read`, or of another run.
     """
     if path is None or not path.exists():
         return None
@@ -186,11 +178,7 @@ Descriptions = dict[str, tuple[torch.dtype, list[int], int]]
 
 
 def pack(tensors: Mapping[str, Tensor], may: Callable[[str], bool]) -> tuple[dict[str, Tensor], str]:
-    """Pack tensors of names that `may` be packed and become smaller.
-
-    Returns:
-        all tensors, packed ones as [n] uint8, and their dtypes and shapes as JSON.
-    """
+    """All tensors, those that `may` be packed and become smaller as [n] uint8; and their dtypes and shapes as JSON."""
     packed, descriptions = dict(tensors), {}
     for name, tensor in tensors.items():
         if not may(name) or not tensor.numel():
@@ -220,11 +208,7 @@ def _parse_descriptions(text: str) -> Descriptions:
 
 
 def unpack(tensors: Mapping[str, Tensor], descriptions: Descriptions) -> dict[str, Tensor]:
-    """Inverse of `pack`. Each frame's size is checked before it is unpacked.
-
-    Raises:
-        ValueError: a tensor is not as described, or cannot be unpacked.
-    """
+    """Inverse of `pack`; a ValueError if a tensor is not as described. Each frame's size is checked before it is unpacked."""
     result = dict(tensors)
     for name, (dtype, shape, size) in descriptions.items():
         if tensors[name].dtype != torch.uint8 or tensors[name].ndim != 1:

@@ -16,12 +16,10 @@ MOST_JSON = 2**24
 
 
 def file_size(path: Path, what: str = "") -> int:
-    """Bytes of a regular file; pipes and devices, which may never end, are refused.
+    """Bytes of a regular file; an InputError of others, for pipes and devices may never end.
 
     Args:
         what: stands before the path in messages, such as "the plan ".
-    Raises:
-        InputError: there is no such file, or it is not regular.
     """
     try:
         status = path.stat()
@@ -33,11 +31,7 @@ def file_size(path: Path, what: str = "") -> int:
 
 
 def read_file(path: Path, most: int = MOST_JSON, what: str = "") -> bytes:
-    """The bytes of a regular file of at most `most` bytes; `what` as in `file_size`.
-
-    Raises:
-        InputError: it cannot be read, is not regular, or is too large.
-    """
+    """The bytes of a regular file of at most `most` bytes, else an InputError; `what` as in `file_size`."""
     if (size := file_size(path, what)) > most:
         raise InputError(f"{what}{path} cannot be read: it has {size:,} bytes, and this kind of file at most {most:,}")
     try:

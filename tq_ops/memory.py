@@ -86,12 +86,7 @@ def _limit_and_use(group: Path, limit: str, use: str, prefix: str) -> tuple[int,
 
 
 def require_memory(count: float, what: str, remedy: str) -> None:
-    """Refuse more host memory than `available_memory`.
-
-    Args:
-        what: what takes it, as the beginning of a sentence.
-        remedy: what to do instead.
-    """
+    """Refuse more host memory than `available_memory`, in a sentence that begins with `what` and ends with `remedy`."""
     if count > (free := available_memory()):
         raise InputError(f"{what} would take {count / 2**30:,.1f} GiB, and {free / 2**30:,.1f} are free; {remedy}")
 
@@ -103,13 +98,6 @@ def peak_memory() -> int:
     # Until this process has had more, the maximum is its parent's.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def resident_memory() -> int:
-    """Bytes of memory that this process has now; 0 where the system does not say."""
-    with suppress(OSError, ValueError, KeyError):
-        return _kibibytes(_STATUS)["VmRSS"]
-    return 0
 
 
 def mapped_memory(files: Iterable[Path]) -> int:

@@ -1,4 +1,4 @@
-"""Result files and folders, checked before the work begins and written whole or not at all; temporary folders.
+"""Result files and folders, checked before the work begins and written whole or not at all.
 
 An unfinished result lies in the same folder under a temporary name, locked by the process that writes it. So the next writer
 recognizes and removes the remains of a killed process. Temporary folders work in the same way.
@@ -6,18 +6,13 @@ recognizes and removes the remains of a killed process. Temporary folders work i
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import fcntl
 import os
 import re
 import shutil
-import tempfile
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.input_files import read_json
@@ -27,11 +22,7 @@ _SHOWN_NAME = 100
 
 
 def check_writable(path: Path) -> None:
-    """Check that a file can be written, and leave no trace.
-
-    Raises:
-        InputError: its folder is missing or not writable, or the path is not a regular file.
-    """
+    """Raise an InputError if a file cannot be written, and leave no trace."""
     target = path.resolve()
     if target.exists() and not target.is_file():
         raise InputError(f"{path} cannot be written: it is not a regular file")
@@ -169,9 +160,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def _replace_folder(new: Path, target: Path) -> None:
-    """Replace a folder by another, in one step where the system can."""
-    if _exchange(new, target):
-        return  # what was old has the other name now, and is removed under it
+    """Move a folder to the place of another, which has the name `.old` meanwhile: `_clear` puts that back."""
     old = new.with_suffix(".old")
     target.rename(old)
     try:
@@ -182,27 +171,8 @@ def _replace_folder(new: Path, target: Path) -> None:
     _remove(old)
 
 
-def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names in one step; False where the system or file system cannot, an OSError where it refuses."""
-    try:
-        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
-    except AttributeError:  # not Linux
-        return False
-    cwd_descriptor, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    if renameat2(cwd_descriptor, os.fsencode(one), cwd_descriptor, os.fsencode(other), exchange) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-        return False
-    raise OSError(code, os.strerror(code), str(other))
-
-
 def lock_alone(path: Path) -> int | None:
-    """Lock a file or folder against every other process, without waiting.
-
-    Returns:
-        a descriptor, which holds the lock until it is closed; None if another process has it.
-    """
+    """A descriptor that locks a file or folder until it is closed; None if another process has locked it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -213,53 +183,3 @@ def lock_alone(path: Path) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
-
-
-class TemporaryFolder:
-    """An empty private folder, removed by `close`, as a context manager, or at the end of the process.
-
-    Its name holds the process's number, and it is locked while that process lives. Unlocked folders of dead processes are
-    removed first.
-
-    Args:
-        kind: a word for its name.
-        parent: the system's folder for temporary files by default.
-    """
-
-    def __init__(self, kind: str, parent: Path | None = None) -> None:
-        parent = Path(tempfile.gettempdir()) if parent is None else parent
-        prefix = f"haarkv-{kind}-"
-        for left in _left_in(parent, re.compile(rf"{re.escape(prefix)}\d+-\w+")):
-            with suppress(OSError):  # removed meanwhile
-                if left.stat().st_uid == os.geteuid() and not _lives(int(left.name[len(prefix) :].split("-")[0])):
-                    _remove(left)
-        self.path = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=parent))
-        self._finalizer = weakref.finalize(self, _remove_folder, self.path, lock_alone(self.path), os.getpid())
-
-    def __enter__(self) -> Path:
-        return self.path
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Remove it."""
-        self._finalizer()
-
-
-def _lives(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except (OverflowError, PermissionError):  # no number of a process; another user's
-        return True
-    return True
-
-
-def _remove_folder(folder: Path, lock: int | None, process: int) -> None:
-    if os.getpid() != process:  # a fork of the process whose it is
-        return
-    _remove(folder)
-    if lock is not None:
-        os.close(lock)

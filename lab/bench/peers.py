@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +26,6 @@ from haarkv.benchmarks.timing import OnTurn
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.output_files import TemporaryFolder
 from lab.bench import gguf_file, llama_process
 from lab.bench.llama_process import BITS, LlamaError, LlamaKV, LlamaProcess
 
@@ -85,11 +86,11 @@ class Peers:
         llama_process.require()
         if not gguf_file.source_file(self.model_name) and (reason := gguf_file.unsupported_reason(model.config)):
             raise InputError(f"llama.cpp is no peer of {self.model_name}: {reason}")
-        with TemporaryFolder("gguf") as folder:
+        with TemporaryDirectory(prefix="haarkv-gguf-") as folder:
             file = gguf_file.source_file(self.model_name)
             if file is None:
                 self.on_turn("the GGUF being written")
-                gguf_file.write(file := folder / "model.gguf", model)
+                gguf_file.write(file := Path(folder) / "model.gguf", model)
             self.on_turn("llama.cpp loading it")
             try:
                 # It maps the file into memory, so that one of ours can go.

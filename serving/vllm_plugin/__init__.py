@@ -2,9 +2,9 @@
 
 vllm serve MODEL --attention-backend CUSTOM        # or: tq serve MODEL --kv tq4
 
-It uses six extension points: a general plug-in that names the attention backend, a platform plug-in that lets a CPU choose it,
-the backend's page size hook, a worker class with page sizes per layer, the platform's hook for block managers, and a stat
-logger for `/metrics`. Nothing of vLLM is replaced.
+It uses five extension points: a general plug-in that names the attention backend, a platform plug-in that lets a CPU choose
+it, the backend's page size hook, a worker class with page sizes per layer, and the platform's hook for block managers. Nothing
+of vLLM is replaced.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ from itertools import product
 import pytest
 import torch
 from at_length import MORE, pairwise_cases, rest
-from bases import calibration
 from block_weights import in_blocks, random_blocks
 from onnx_graphs import CONFIG, small_model
 from small_models import CONFIGS, cache_tensors, decode, new_cache, new_paging, prefill, random_tokens, resize_config
@@ -18,6 +17,7 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.formats.rotated import RotatedFormat, Transform
+from haarkv.tq_ops.formats.synthetic import calibration
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.weight import dense

@@ -5,11 +5,6 @@ from __future__ import annotations
 import torch
 from op_contract.caches import LAYER
 
-from haarkv.tq_ops.kv.batch import PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.recurrent import StateShape
-
 VERSIONS = 5
 
 
@@ -17,14 +12,8 @@ class Run:
     """A cache with room for some sequences of one layer's states, and what each of them is told."""
 
     def __init__(self, ops, case, sequences=1, length=90, device="cpu"):
-        shapes = (("conv", (case.taps - 1, case.channels)), ("delta", (case.value_heads, case.key_dim, case.value_dim)))
-        state = StateShape(tuple((name, shape, torch.float32) for name, shape in shapes), VERSIONS)
         self.ops, self.case = ops, case
-        self.cache = PagedKVCache(
-            KVSpec("fp32").plan(2), (None, None), num_blocks=16 * sequences, num_rows=sequences, block_size=8,
-            states={LAYER: state}, device=device,
-        )  # fmt: skip
-        self.paging = PagedSequences(self.cache.num_blocks, 8, num_rows=sequences)
+        self.cache, self.paging = case.new_cache(sequences, VERSIONS, device)
         self.ids = [self.paging.add() for _ in range(sequences)]
         self.told = [tuple(x.to(device) for x in case.inputs((length,), seed)) for seed in range(sequences)]
         self.weights = [weight.to(device) for weight in case.weights]

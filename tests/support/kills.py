@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-# Everything that Python announces before it changes a folder; the exchange of two names goes through ctypes.
-MOMENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "ctypes.dlsym"}
+# Everything that Python announces before it changes a folder.
+MOMENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"}
 
 
 def killed_at(moment, work):

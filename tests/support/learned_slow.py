@@ -1,10 +1,6 @@
-"""Learned keys by loops in float64: the slow path that the formats are compared with, and that wrote their golden bytes.
-
-python tests/support/learned_slow.py tests/golden/learned/lr.npz
-"""
+"""Learned keys by loops in float64: the slow path that the formats are compared with, and that wrote their golden bytes."""
 
 import itertools
-import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +8,6 @@ import torch
 
 from haarkv.codebooks.learned import Basis
 from haarkv.tq_ops.formats.learned import Calibration
-from haarkv.tq_ops.formats.synthetic import basis, vectors
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -27,10 +22,8 @@ CUBICS = {
     1: (0.797885, 0.0), 2: (0.446480, 6.33520e-3), 3: (0.235725, 1.44807e-3), 4: (0.120259, 2.62162e-4),
     5: (0.0609004, 4.21128e-5), 6: (0.0308382, 6.35835e-6),
 }  # fmt: skip
-GOLDEN = {"heads": 2, "dim": 64, "seed": 3}
 GOLDEN_BITS = (2, 3, 4, 5)
 ROWS = 24
-_CLEAR, _FIT_NOISE = 1e-4, 3e-6
 
 
 @dataclass
@@ -40,14 +33,11 @@ class Slow:
     levels: of each coordinate.
     scale: before it is rounded to FP16.
     restored: [D] float64, with that scale.
-    margin: how far any choice is from the other one, relative: of u between two BF16 numbers, a level between two, a gain,
-        the scale between two FP16 numbers.
     """
 
     levels: list
     scale: float
     restored: torch.Tensor
-    margin: float
 
 
 def centroid(level, bits):
@@ -69,46 +59,29 @@ def codes(levels, bits):
     return octets
 
 
-def from_midpoint(x, dtype, digits):
-    """How far numbers lie from the middle of two neighbours of a dtype, relative to the distance of those."""
-    step = 2.0 ** (np.floor(np.log2(np.abs(x) + 1e-300)) - digits)
-    return np.abs(np.abs(x) / step % 1 - 0.5).min()
-
-
 def slow(x, coordinates, head, bits):
     """Quantize one vector [D] fp32 of a KV head."""
     dim = len(x)
     weights = coordinates.weights[head].double()
     centered_x = (x - coordinates.mean[head]).double()
     gamma = centered_x.norm()
-    exact = centered_x / gamma
     y = (centered_x.float() / gamma.float()).bfloat16().double() @ coordinates.forward[head].double()
     t = y / (y.square().sum() / dim).sqrt()
-    candidates = [_at_gain(gain, t, weights, bits) for gain in GAINS]
-    order = sorted(range(len(GAINS)), key=lambda number: -candidates[number][0])
-    fit, levels, values, near = candidates[order[0]]
-    # FP32 sums are good for 1e-6 of a fit.
-    near = min(near, (fit - candidates[order[1]][0]) / fit / _FIT_NOISE * _CLEAR, *(candidate[3] for candidate in candidates))
+    _, levels, values = max((_at_gain(gain, t, weights, bits) for gain in GAINS), key=lambda candidate: candidate[0])
     scale = float(gamma * (y.square() * weights).sum().sqrt() / (values.square() * weights).sum().sqrt())
-    margin = min(near, from_midpoint(exact.numpy(), "bf16", 7), from_midpoint(np.array(scale), "fp16", 10))
-    return Slow(
-        levels, scale, values @ coordinates.back[head].double() * scale + coordinates.mean[head].double(), float(margin)
-    )
+    return Slow(levels, scale, values @ coordinates.back[head].double() * scale + coordinates.mean[head].double())
 
 
 def _at_gain(gain, t, weights, bits):
-    """(fit, levels, what they restore, distance from the nearest boundary in widths of a level)."""
-    levels, values, near = [], torch.zeros_like(t), 1.0
+    """(fit, levels, what they restore)."""
+    levels, values = [], torch.zeros_like(t)
     for i, value in enumerate((gain * t).tolist()):
         width = int(WIDTHS[bits][i * 8 // len(t)])
         table = [centroid(level, width) for level in range(2**width)]
-        boundaries = [(a + b) / 2 for a, b in itertools.pairwise(table)]
-        level = sum(value >= b for b in boundaries)
-        near = min(near, *(abs(value - b) / (table[1] - table[0]) for b in boundaries))
-        levels.append(level)
-        values[i] = table[level]
+        levels.append(sum(value >= (a + b) / 2 for a, b in itertools.pairwise(table)))
+        values[i] = table[levels[-1]]
     fit = float((values * t * weights).sum() ** 2 / (values.square() * weights).sum())
-    return fit, levels, values, near
+    return fit, levels, values
 
 
 def golden_basis(data):
@@ -132,25 +105,3 @@ def other_than_golden(ops, data, bits, device="cpu"):
         if not torch.equal(tensor.transpose(1, 2).flatten(0, 1)[:tokens].cpu(), golden):
             wrong_fields.append(name)
     return wrong_fields
-
-
-def main(path):
-    """Write vectors whose bytes no rounding can change, and those bytes."""
-    coordinates = basis(**GOLDEN)
-    arrays = {"mean": coordinates.mean.numpy(), "weights": coordinates.weights.numpy()}
-    for name in ("forward", "back"):
-        arrays[name] = (getattr(coordinates, name).view(torch.int32).numpy() >> 16).astype(np.uint16)
-    candidates = vectors(coordinates, 100 * ROWS, torch.Generator().manual_seed(4))
-    for bits in GOLDEN_BITS:
-        head_rows = []
-        for head in range(GOLDEN["heads"]):
-            result = ((x, slow(x, coordinates, head, bits)) for x in candidates[head])
-            head_rows.append(list(itertools.islice((pair for pair in result if pair[1].margin > _CLEAR), ROWS)))
-        arrays[f"x{bits}"] = np.stack([[x.numpy() for x, _ in rows] for rows in head_rows])
-        arrays[f"codes{bits}"] = np.array([[codes(result.levels, bits) for _, result in rows] for rows in head_rows], np.uint8)
-        arrays[f"scale{bits}"] = np.array([[result.scale for _, result in rows] for rows in head_rows]).astype(np.float16)
-    np.savez_compressed(path, **arrays)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -22,13 +21,11 @@ from haarkv.tq_ops.table import OpTable
 __all__ = [
     "LAYER",
     "TABLES",
-    "Backend",
     "Case",
     "bf16_windows",
     "cache_tensors",
     "every_storing_table",
     "every_table",
-    "everything_in",
     "filled",
     "open_table",
     "poisoned_cache",
@@ -48,26 +45,13 @@ def open_table(table: Table) -> OpTable:
     return table.open()
 
 
-@dataclass(frozen=True)
-class Backend:
-    """One table to test on the host: of the CPU, by every instruction set, or of the GPU in its interpreter.
-
-    Attributes:
-        name: of the test.
-        open: the table, or a skip.
-    """
-
-    name: str
-    open: Callable[[], OpTable]
-
-
 # Of a table whose instructions this CPU lacks, `test_op_tables` says so once, and no other test is made.
-TABLES = tuple(
-    Backend(table.name, partial(open_table, table)) for table in CPU if not (table.missing() or "").startswith(OTHER_CPU)
+TABLES: tuple[Table, ...] = tuple(
+    replace(table, open=partial(open_table, table)) for table in CPU if not (table.missing() or "").startswith(OTHER_CPU)
 )
 every_table = pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
 # On a card the contract alone says what is stored.
-_INTERPRETED = [Backend(CUDA.name, partial(open_table, CUDA))] if CUDA.interpreted and not CUDA.missing() else []
+_INTERPRETED = [replace(CUDA, open=partial(open_table, CUDA))] if CUDA.interpreted and not CUDA.missing() else []
 every_storing_table = pytest.mark.parametrize("table", [*TABLES, *_INTERPRETED], ids=lambda table: table.name)
 
 
@@ -75,8 +59,3 @@ def filled(case: Case) -> tuple[PagedKVCache, Batch]:
     """As `caches.fill_cache`, on the host; what a test then draws is the same each time, too."""
     torch.manual_seed(0)
     return caches.fill_cache(case)
-
-
-def everything_in(cache: PagedKVCache) -> list[torch.Tensor]:
-    """Whatever a cache holds, packed and in BF16."""
-    return [*(tensor for *_, tensor in cache_tensors(cache)), *bf16_windows(cache)]

@@ -1,15 +1,11 @@
 """Commands that are killed at any moment: nothing is lost, and the next run removes what is left."""
 
-import os
-import signal
-import time
-
 import pytest
 from kills import every_moment
 
 from haarkv.tq_ops import output_files as files
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.output_files import TemporaryFolder, check_folder, check_writable, whole_folder, write_whole
+from haarkv.tq_ops.output_files import check_folder, check_writable, whole_folder, write_whole
 
 MANIFEST = "about.json"
 
@@ -29,17 +25,12 @@ def texts(folder):
     return {path.name: path.read_text() for path in folder.iterdir() if path.name != MANIFEST}
 
 
-@pytest.mark.parametrize("exchanges", [True, False], ids=["one_step", "two_steps"])
-def test_a_folder_that_replaces_another_is_never_lost(tmp_path, monkeypatch, exchanges):
-    if not exchanges:
-        monkeypatch.setattr(files, "_exchange", lambda one, other: False)
+def test_a_folder_that_replaces_another_is_never_lost(tmp_path):
     target = tmp_path / "out"
     write_export(target, "old")
     for _ in every_moment(lambda: write_export(target, "new")):
         if target.exists():
             assert texts(target) in ({"a": "old", "b": "old"}, {"a": "new", "b": "new"})
-        else:
-            assert not exchanges
         with pytest.raises(InputError):  # the next run, of whatever it is, begins by putting things in order
             write_failing(target)
         assert names_in(tmp_path) == ["out"]
@@ -154,56 +145,3 @@ def test_what_comes_into_a_folder_meanwhile_is_kept(tmp_path):
         interfere()
     assert names_in(tmp_path) == ["out"]
     assert texts(target) == {"a": "old", "b": "old", "late": ""}
-
-
-# -- Temporary folders ----------------------------------------------------------------------------------------------------
-
-
-def test_a_temporary_folder_of_a_killed_process_is_removed_by_the_next(tmp_path):
-    def work():
-        folder = TemporaryFolder("kind", tmp_path)
-        (folder.path / "large").write_text("x" * 1000)
-        folder.close()
-
-    for _ in every_moment(work):
-        with TemporaryFolder("other", tmp_path):
-            pass
-        with TemporaryFolder("kind", tmp_path) as folder:
-            assert names_in(tmp_path) == [folder.name]
-        assert names_in(tmp_path) == []
-
-
-def test_the_temporary_folder_of_a_living_process_stays(tmp_path):
-    ready, writer = os.pipe()
-    process = os.fork()
-    if not process:
-        folder = TemporaryFolder("kind", tmp_path)
-        os.write(writer, b"x")
-        time.sleep(60)
-        os._exit(folder is None)
-    try:
-        assert os.read(ready, 1) == b"x"
-        living = names_in(tmp_path)
-        (tmp_path / "haarkv-kind-notes").mkdir()  # what only looks like one
-        (tmp_path / "haarkv-kind-1-abc").mkdir()  # of any process that runs
-        with TemporaryFolder("kind", tmp_path):
-            pass
-        assert names_in(tmp_path) == sorted([*living, "haarkv-kind-notes", "haarkv-kind-1-abc"])
-    finally:
-        os.kill(process, signal.SIGKILL)
-        os.waitpid(process, 0)
-    with TemporaryFolder("kind", tmp_path):
-        pass
-    assert names_in(tmp_path) == ["haarkv-kind-1-abc", "haarkv-kind-notes"]
-
-
-def test_a_fork_does_not_remove_what_its_parent_uses(tmp_path):
-    temporary = TemporaryFolder("kind", tmp_path)
-    process = os.fork()
-    if not process:
-        temporary.close()
-        os._exit(0)
-    os.waitpid(process, 0)
-    assert temporary.path.is_dir()
-    temporary.close()
-    assert names_in(tmp_path) == []

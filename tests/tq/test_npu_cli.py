@@ -15,6 +15,7 @@ from refusals import assert_refused
 
 from haarkv.models.catalog import load_model
 from haarkv.models.qwen3_14b.npu.compile import plan_programs
+from haarkv.tq_ops.errors import InputError
 from haarkv.validation.planning import choice_cache
 from tq.commands import bringup
 
@@ -28,6 +29,29 @@ def test_generate_says_where_it_ran(run):
     assert code == 0
     assert out.strip()
     assert "no NPU" in err
+
+
+@with_pypto
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("generate", "--prompt", "x", "--executor", "npu"),
+        ("eval", "--text", "t.txt", "--executor", "npu"), ("diff", "--a", "npu", "--b", "npu:bf16"),
+        ("calibrate", "--out", "c.safetensors", "--executor", "npu"), ("bench", "decode", "--executor", "npu"),
+    ],
+    ids=lambda words: words[0],
+)  # fmt: skip
+def test_an_interpreter_that_nobody_asked_for_is_announced(run, command, tmp_path, monkeypatch):
+    def stop(*_, **__):
+        raise InputError("computed")
+
+    (tmp_path / "t.txt").write_text("some text")
+    model = ("--model", "tiny" if command[0] == "generate" else "nowhere")  # the others say it before they read a model
+    monkeypatch.setattr("haarkv.engine.session.generate", stop)
+    for device, is_announced in (((), True), (("--device", "sim"), False)):
+        code, _, err = run(*command, *model, *device)
+        assert code == 2
+        assert ("executor npu runs in an interpreter here, minutes for a few tokens" in err) == is_announced
 
 
 @with_pypto

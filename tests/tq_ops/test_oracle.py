@@ -176,15 +176,3 @@ def test_paged_attention_of_bf16_queries_rounds_probabilities_block_by_block(cas
     torch.testing.assert_close(output, rounded, rtol=2**-7, atol=2**-9)
     if case != "one token":
         assert (output != plain).double().mean() > 0.05  # the rounding of probabilities is visible, so it is really tested
-
-
-def test_store_kv_puts_each_token_at_its_slot():
-    cache = new_cache(SMALL, "fp32", num_blocks=3, block_size=4)
-    k, v = normal(3, 2, 128, seed=1), normal(3, 2, 128, seed=2)
-    reference.store_kv(k, v, cache.view(1, at_slots([11, 0, 6])))
-    for token, (block, offset) in enumerate([(2, 3), (0, 0), (1, 2)]):
-        assert torch.equal(cache.kv[1].k.fields["data"][block, :, offset], k[token])
-        assert torch.equal(cache.kv[1].v.fields["data"][block, :, offset], v[token])
-    assert sum(int((tensor != 0).sum()) for layer in (0, 2) for tensor in cache.kv[layer].k.fields.values()) == 0
-    with pytest.raises(IndexError, match="0 … 11"):
-        reference.store_kv(k, v, cache.view(1, at_slots([0, 1, 12])))

@@ -21,7 +21,7 @@ from haarkv.executors.base import prefill
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import NonFiniteError
-from haarkv.tq_ops.kv.batch import Batch, CacheFullError, PagedSequences
+from haarkv.tq_ops.kv.batch import Batch, CacheFullError, PagedSequences, pack_bytes, unpack_bytes
 from haarkv.tq_ops.kv.cache import PagedKVCache
 
 
@@ -216,6 +216,20 @@ def test_a_batch_without_a_token_of_each_sequence_is_refused(counts):
     paging = PagedSequences(4, BLOCK)
     with pytest.raises(ValueError, match="at least one"):
         paging.batch([paging.add() for _ in counts], counts)
+
+
+def test_what_is_copied_at_once_comes_apart_as_it_was():
+    paging = PagedSequences(num_blocks=40, block_size=4)
+    tensors = paging.batch([paging.add() for _ in range(3)], [9, 1, 30]).tensors
+    together = pack_bytes(tensors)
+    parts = unpack_bytes(together, tensors)
+    assert parts.keys() == tensors.keys()
+    for name, part in parts.items():
+        assert torch.equal(part, tensors[name])
+        assert part.dtype == tensors[name].dtype
+        assert (part.data_ptr() - together.data_ptr()) % 64 == 0
+        part.fill_(1)  # reaches into no other
+    assert all((part == 1).all() for part in parts.values())
 
 
 # -- Round trips -----------------------------------------------------------------------------------------------------------

@@ -8,13 +8,13 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 from at_length import MORE_JUDGE, rest
-from bases import calibration
 from small_models import SMALL, random_tokens, resize_config, small_model
 
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.rope import LinearScaling, YarnScaling
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats.synthetic import calibration
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import validate
 from haarkv.validation.faults.base import reordered_sum_ops, table_with

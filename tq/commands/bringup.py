@@ -33,7 +33,7 @@ _REPEATS = 7  # timed turns of the latency
 @options.prompt_options
 @click.option(
     "--kv", "kvs", multiple=True, metavar="LIST",
-    help="Formats, separated by commas; repeatable [default: all that the executor reads; tq4 in the simulator].",
+    help="Formats, separated by commas; repeatable [default: tq4].",
 )  # fmt: skip
 @options.calibration_option
 @click.option("--kv-plan", "plan_files", multiple=True, metavar="FILE", help="A plan from `tq plan`, as one more cache.")
@@ -109,7 +109,8 @@ def _caches(args: dict[str, Any]) -> dict[str, KVSpec]:
     spec = KVSpec() if args["calibration"] is None else calibration_file.load(args["calibration"]).spec
     if spec.calibration and not args["kvs"]:
         raise click.UsageError("--calibration is for formats lr2 to lr5; name them with --kv")
-    caches = {name: replace(spec, kv=name) for name in parse_list(args["kvs"], spec.calibration)}
+    kvs = args["kvs"] or (() if args["plan_files"] else ("tq4",))
+    caches = {name: replace(spec, kv=name) for name in parse_list(kvs, spec.calibration)}
     return caches | named_plans(args["plan_files"], caches, "caches")
 
 

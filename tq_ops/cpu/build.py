@@ -11,7 +11,6 @@ runs before the project is installed.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import os
 import platform
 import shutil
@@ -19,9 +18,8 @@ import subprocess
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -30,8 +28,6 @@ SOURCES = Path(__file__).parent / "csrc"
 LIBRARY = Path(__file__).parent / "_kernels.so"
 INTERFACE = (SOURCES / "kernels.h", SOURCES / "calls.h")
 """The headers that declare the structures of the C interface; Python reads them as well."""
-_BUILD_PREFIX = ".build-"
-"""How names of build folders begin; git, wheels and sdists leave them out by it."""
 
 # No -ffast-math: it would treat NaN as a number and flush denormals to zero in the whole process.
 FLAGS = (
@@ -54,7 +50,7 @@ _SETS = {"portable": (), "avx2": _AVX2, "avx512vnni": _VNNI}
 _ADDITIONS = {"integers": _VNNI, "bf16": _BF16, "amx": _AMX}
 """Units that replace some kernels of avx512vnni."""
 _OF_A_SET = ("attention", "blocks", "dense")
-_SHARED = ("block_rows", "driver", "gated_delta", "layers", "linear", "paged_attention", "pool")
+_SHARED = ("driver", "gated_delta", "layers", "linear", "paged_attention", "pool")
 
 
 class Unit(NamedTuple):
@@ -102,7 +98,7 @@ def units(cxx: str | None, native: bool = False) -> dict[str, Unit]:
 
 
 def interface_digest() -> int:
-    """A number that tells headers of the C interface apart: a library of other ones is not called."""
+    """A number that tells headers of the C interface apart."""
     return zlib.crc32(b"".join(header.read_bytes() for header in INTERFACE)) >> 1  # a C int
 
 
@@ -140,7 +136,7 @@ def is_fresh(target: Path = LIBRARY) -> bool:
 def build(
     target: Path = LIBRARY, *, werror: bool = False, by: str | None = None, alone: bool = False, native: bool = False
 ) -> Path:
-    """Compile and link the library, whole or not at all. Of several builds in one folder, each waits for the one before.
+    """Compile and link the library, whole or not at all.
 
     Args:
         werror: let a compiler warning fail the build.
@@ -154,7 +150,8 @@ def build(
     if cxx is None:
         raise BuildError("no C++ compiler was found; install g++ or clang++" if by is None else f"there is no compiler {by}")
     common = (*FLAGS, *(("-Werror",) if werror else ()))
-    with _build_folder(target.parent) as folder:
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as scratch:  # beside it: renaming is one step
+        folder = Path(scratch)
         objects = {name: str(folder / f"{name}.o") for name in units(cxx, native)}
         _run_all(
             [cxx, *common, *unit.flags, "-c", str(SOURCES / f"{unit.source}.cpp"), "-o", objects[name]]
@@ -167,21 +164,6 @@ def build(
         _run_all([[cxx, "-shared", "-pthread", *static_flags, *objects.values(), "-ldl", "-o", str(library)]])
         library.replace(target)
     return target
-
-
-@contextmanager
-def _build_folder(parent: Path) -> Iterator[Path]:
-    """A folder beside the library, so that renaming the library is one step. Those that killed builds left are removed."""
-    lock = os.open(parent, os.O_RDONLY | os.O_CLOEXEC)  # closed, and with it free again, whenever this process ends
-    try:
-        with suppress(OSError):  # a file system without locks: another build may still be at work
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            for left in parent.glob(f"{_BUILD_PREFIX}*"):
-                shutil.rmtree(left, ignore_errors=True)
-        with tempfile.TemporaryDirectory(dir=parent, prefix=_BUILD_PREFIX) as folder:
-            yield Path(folder)
-    finally:
-        os.close(lock)
 
 
 def _run_all(commands: Iterable[Sequence[str]]) -> None:

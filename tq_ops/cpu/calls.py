@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,12 +29,8 @@ class LayerCalls:
 
 
 def prepare(kv: LayerKV, isa: int) -> LayerCalls | None:
-    """The calls of a layer for one instruction set, an index of `library.ISAS`.
-
-    Returns:
-        None where K's or V's format has no kernels, or a stretch of keys ends within a block.
-    Raises:
-        InputError: a head_dim without kernels.
+    """The calls of a layer for one instruction set, an index of `library.ISAS`; None where K's or V's format has no kernels,
+    or a stretch of keys ends within a block. An InputError of a head_dim without kernels.
     """
     shape, pair, layer = kv.shape, kv.formats, kv.index
     if reason := wrong_head_dim(READS, shape.head_dim):
@@ -53,16 +49,13 @@ def prepare(kv: LayerKV, isa: int) -> LayerCalls | None:
             k=_side(k_fields, keys, k_window), v=_side(v_fields, values, v_window),
             num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, block_size=kv.block_size,
         ),
-        stretches=stretches, q=0, out=0, rotation=_matrix(keys.rotate, shape.head_dim, keys.rotate_pairs),
-        rotation_back=_matrix(values.rotate_back, shape.head_dim, values.rotate_back_pairs),
-        block_table=0, query_start=0, positions=0, rows=0, kept_table=0, sequences=0, max_blocks=0, kept_blocks=0, num_heads=0,
-        bf16=0, window=shape.window or 0, softmax_scale=0, isa=isa, threads=0,
+        stretches=stretches, rotation=_matrix(keys.rotate, shape.head_dim, keys.rotate_pairs),
+        rotation_back=_matrix(values.rotate_back, shape.head_dim, values.rotate_back_pairs), window=shape.window or 0, isa=isa,
     )  # fmt: skip
     store = library.Store(
         k=_store_side(k_fields, keys, k_window, stretches),
-        v=_store_side(v_fields, values, v_window, _stretches(None)),
-        slots=0, positions=0, query_start=0, rows=0, kept_slots=0, tokens=0, num_slots=kv.num_slots, sequences=0,
-        num_kv_heads=shape.num_kv_heads, block_size=kv.block_size, isa=isa, threads=0,
+        v=_store_side(v_fields, values, v_window, library.Stretches()),
+        num_slots=kv.num_slots, num_kv_heads=shape.num_kv_heads, block_size=kv.block_size, isa=isa,
     )  # fmt: skip
     return LayerCalls(attention, store)
 
@@ -72,11 +65,7 @@ IS_BF16 = {torch.bfloat16: True, torch.float32: False}
 
 
 def is_bf16(x: Tensor) -> bool:
-    """Whether numbers are BF16; else they are FP32.
-
-    Raises:
-        TypeError: they are neither.
-    """
+    """Whether numbers are BF16; else they are FP32, or a TypeError."""
     bf16 = IS_BF16.get(x.dtype)
     if bf16 is None:
         raise TypeError(f"the kernels take bfloat16 or float32, not {x.dtype}")
@@ -90,7 +79,7 @@ def too_long(batch: Batch, block_size: int) -> bool:
 
 def _stretches(turns: RopeShift | None) -> library.Structure:
     if turns is None:
-        return library.Stretches(cos=0, sin=0, half=0, count=0)
+        return library.Stretches()
     count = MOST_POSITIONS // STRETCH
     cos, sin = turns.table(count, torch.device("cpu"))
     return library.Stretches(cos=cos, sin=sin, half=len(turns.inv_freq), count=count)
@@ -100,12 +89,12 @@ def stored_weight(weight: Weight) -> library.Structure:
     """The structure of a weight: contiguous if dense, or blocks of a type in `library.BLOCKS`."""
     if isinstance(weight, Blocks):
         assert weight.data.stride(1) == 1
-        rows, columns = (0 if scales is None else scales.float() for scales in (weight.row_scales, weight.column_scales))
+        rows, columns = (scales if scales is None else scales.float() for scales in (weight.row_scales, weight.column_scales))
         return library.Weight(
             data=weight.data, row_scales=rows, column_scales=columns, row_bytes=weight.data.stride(0),
             stored=library.WEIGHT_TYPES.index(weight.type.name), x_bits=weight.x_bits,
         )  # fmt: skip
-    return library.Weight(data=weight, row_scales=0, column_scales=0, row_bytes=0, stored=int(is_bf16(weight)), x_bits=0)
+    return library.Weight(data=weight, stored=int(is_bf16(weight)))
 
 
 def has_kernel(weight: Weight) -> bool:
@@ -115,78 +104,63 @@ def has_kernel(weight: Weight) -> bool:
 
 def _window_struct(window: ResidualWindow | None) -> library.Structure:
     if window is None:
-        return library.Kept(vectors=0, block_stride=0, tail=0, sink=0, ring=0, block_size=0)
+        return library.Kept()
     stride, size = (window.vectors.stride(0), window.block_size) if isinstance(window, ResidualBlocks) else (0, 0)
     return library.Kept(
         vectors=window.vectors, block_stride=stride, tail=window.tail, sink=window.sink, ring=window.ring, block_size=size
     )  # fmt: skip
 
 
-class _FieldArguments(NamedTuple):
-    """The fields of K or V: `bytes` of a vector's codes, strides from block to block in bytes of codes and in scales."""
-
-    codes: Tensor
-    scales: Tensor | int
-    codes_stride: int
-    scales_stride: int
-    bytes: int
-    cell: Cell
-    planes: tuple[int, ...]
+def _place(fields: dict[str, Tensor]) -> dict[str, Any]:
+    """Where K or V lie; strides from block to block are in bytes of codes and in scales."""
+    codes, scales = fields.get("codes", fields.get("data")), fields.get("scale")
+    assert codes is not None, "a format has levels or plain numbers"
+    scales_stride = 0 if scales is None else scales.stride(0)
+    return {"codes": codes, "scales": scales, "codes_stride": codes.stride(0) * codes.itemsize, "scales_stride": scales_stride}
 
 
-def _field_arguments(fields: dict[str, Tensor], side: Layout) -> _FieldArguments:
+def _form(codes: Tensor, side: Layout) -> dict[str, Any]:
+    """What their numbers are stored in, and by which tables."""
     if side.columns is not None:
         cell = Cell.MIXED
     elif side.planes:
         cell = Cell.NIBBLE if sum(side.planes) <= 4 else Cell.BYTE
     else:
-        cell = Cell.BF16 if is_bf16(fields["data"]) else Cell.FP32
-    codes, scales, widths = fields.get("codes", fields.get("data")), fields.get("scale"), (*side.planes, 0, 0)
-    assert codes is not None, "a format has levels or plain numbers"
-    return _FieldArguments(
-        codes, _or_null(scales), codes.stride(0) * codes.itemsize, 0 if scales is None else scales.stride(0),
-        codes.itemsize * codes.shape[3], cell, widths[:2],
-    )  # fmt: skip
+        cell = Cell.BF16 if is_bf16(codes) else Cell.FP32
+    return {
+        "bytes": codes.itemsize * codes.shape[3], "cell": cell, "planes": (*side.planes, 0, 0)[:2], "mean": side.mean,
+        "centroids": _sixteen(side.centroids), "columns": side.columns,
+    }  # fmt: skip
 
 
 def _side(fields: dict[str, Tensor], side: Layout, window: library.Structure) -> library.Structure:
+    place = _place(fields)
     return library.Side(
-        **_field_arguments(fields, side)._asdict(), centroids=_sixteen(side.centroids), levels=side.levels, unit=side.unit,
-        integers=_sixteen(side.integers), mean=_or_null(side.mean), columns=_or_null(side.columns), kept=window,
+        **place, **_form(place["codes"], side), levels=side.levels, unit=side.unit, integers=_sixteen(side.integers),
+        kept=window,
     )  # fmt: skip
 
 
-def _or_null(table: Tensor | None) -> Tensor | int:
-    return 0 if table is None else table
-
-
-def _sixteen(table: Tensor | None) -> Tensor | int:
-    """A table padded with zeros to 16, a register; 0 for None."""
-    return 0 if table is None else torch.nn.functional.pad(table, (0, max(0, 16 - len(table))))
+def _sixteen(table: Tensor | None) -> Tensor | None:
+    """A table padded with zeros to 16, a register."""
+    return None if table is None else torch.nn.functional.pad(table, (0, max(0, 16 - len(table))))
 
 
 def _store_side(
     fields: dict[str, Tensor], side: Layout, window: library.Structure, stretches: library.Structure
 ) -> library.Structure:  # fmt: skip
-    args = _field_arguments(fields, side)
+    place = _place(fields)
     quantizer = library.Quantizer(
-        matrix=_matrix(side.matrix, side.levels), boundaries=_or_null(side.boundaries), centroids=_sixteen(side.centroids),
-        mean=_or_null(side.mean), weights=_or_null(side.weights), gains=_or_null(side.gains), columns=_or_null(side.columns),
-        tries=0 if side.gains is None else len(side.gains), along=side.along, planes=args.planes,
-        bytes=args.bytes, cell=args.cell,
+        **_form(place["codes"], side), matrix=_matrix(side.matrix, side.levels), boundaries=side.boundaries,
+        weights=side.weights, gains=side.gains, tries=0 if side.gains is None else len(side.gains), along=side.along,
     )  # fmt: skip
-    return library.StoreSide(
-        x=0, codes=args.codes, scales=args.scales, codes_stride=args.codes_stride, scales_stride=args.scales_stride,
-        quantizer=quantizer, stretches=stretches, kept=window, bf16=0,
-    )  # fmt: skip
+    return library.StoreSide(**place, quantizer=quantizer, stretches=stretches, kept=window)
 
 
 def _matrix(matrix: Tensor | None, head_dim: int, pairs: Tensor | None = None) -> library.Structure:
     """The structure of a matrix [H, inputs, outputs], H 1 for one of all KV heads; of None, no numbers."""
     if matrix is None:
-        return library.Matrix(numbers=0, pairs=0, head_stride=0, inputs=head_dim, outputs=head_dim, bf16=0)
+        return library.Matrix(inputs=head_dim, outputs=head_dim)
     heads, inputs, outputs = matrix.shape
-    return library.Matrix(
-        numbers=matrix, pairs=_or_null(pairs), head_stride=matrix.stride(0) if heads > 1 else 0, inputs=inputs,
-        outputs=outputs, bf16=is_bf16(matrix),
-    )  # fmt: skip
+    stride = matrix.stride(0) if heads > 1 else 0
+    return library.Matrix(numbers=matrix, pairs=pairs, head_stride=stride, inputs=inputs, outputs=outputs)

@@ -45,36 +45,24 @@ class Dense:
 
 @dataclass(frozen=True)
 class _CacheStructures:
-    """The structures of the layers for one cache, and the owners of what they point to.
-
-    Attributes:
-        layers: blank where the ops have to run one by one.
-        calls: likewise None.
-        shape_layers: a layer of each shape; `place` of a structure is an index of these.
-    """
+    """The structures of the layers for one cache, blank where ops run one by one, and the owners of what they point to."""
 
     layers: ctypes.Array[library.Structure]
     calls: tuple[LayerCalls | None, ...]
-    shape_layers: tuple[int, ...]
+    shape_layers: tuple[int, ...]  # a layer of each shape; `place` of a structure is an index of these
     matrices: tuple[library.Structure, ...]
 
 
 class DenseLayers:
-    """Layers of a model in one call, to the bits of the ops one by one.
-
-    Args:
-        layers: None where the ops have to run.
-    """
+    """Layers of a model in one call, to the bits of the ops one by one; None where the ops have to run."""
 
     def __init__(self, ops: CpuOps, layers: Sequence[Dense | None]) -> None:
         self._ops, self._layers = ops, tuple(layers)
         self._by_cache: WeakKeyDictionary[PagedKVCache, _CacheStructures] = WeakKeyDictionary()
 
     def parts(self, span: range, cache: PagedKVCache) -> Iterator[tuple[bool, range]]:
-        """Splits `span` into the longest stretches that one call runs (True) or the ops have to run (False).
-
-        Raises:
-            InputError: a head_dim without kernels.
+        """Splits `span` into the longest stretches that one call runs (True) or the ops have to run (False); an InputError of
+        a head_dim without kernels.
         """
         calls = self._structures(cache).calls
         for in_one, indices in groupby(span, lambda index: calls[index] is not None):
@@ -151,9 +139,6 @@ class DenseLayers:
             to.store, to.attention = ctypes.addressof(call.store), ctypes.addressof(call.attention)
             to.intermediate_size, to.num_heads = dense.weights["gate_proj"].shape[0], dense.num_heads
             to.norms_bf16, to.gelu, to.rope = is_bf16(backing_tensor(dense.weights["input_norm"])), dense.gelu, dense.rope
-            to.place, to.eps, to.softmax_scale = (
-                list(layer_by_shape).index(cache.kv[index].shape),
-                dense.eps,
-                dense.softmax_scale,
-            )
+            to.place, to.eps = list(layer_by_shape).index(cache.kv[index].shape), dense.eps
+            to.softmax_scale = dense.softmax_scale
         return _CacheStructures(layers, calls, tuple(layer_by_shape.values()), tuple(matrices))

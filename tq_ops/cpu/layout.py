@@ -42,8 +42,8 @@ class Layout:
         levels: N, of a vector.
         planes: widths of a level's planes, low bits first, one or two; () of BF16 and FP32, which have no other tables.
         matrix: [H, D, N] bf16, multiplies vectors before they are stored; levels in the format's order.
-        rotate: [H, D, N] fp32 or bf16: `q @ rotate` is the rotated query, in word order up to 4 bits.
-        rotate_back: [H, N, D] likewise, from sums in plane order to the model's domain.
+        rotate: [H, D, N] bf16: `q @ rotate` is the rotated query, in word order up to 4 bits.
+        rotate_back: [H, N, D] bf16, from sums in plane order to the model's domain.
         rotate_pairs, rotate_back_pairs: `in_pairs` of both.
         centroids: [2**bits] fp32; of learned keys, of 1 to 6 bits one after the other.
         boundaries: [2**bits - 1] fp32, likewise.
@@ -93,18 +93,18 @@ def _layout(description: Description, layer: int) -> Layout:
         queries = queries.view(2, -1).T.flatten()
         sums = queries.view(-1, 8).T.flatten()
         integers, unit = whole_levels(tuple(centroids.tolist()))
-    rotation = description.transform.on(layer, description.head_dim, _CPU)
+    rotation = description.transform.matrix(layer, description.head_dim)
     inverse = rotation.T.unsqueeze(0)
     rotate, rotate_back = inverse[:, queries].mT.contiguous(), inverse[:, sums].contiguous()
     return Layout(
-        description.head_dim, tuple(planes(description.bits)), rotation.bfloat16().unsqueeze(0), rotate, rotate_back,
+        description.head_dim, tuple(planes(description.bits)), rotation.unsqueeze(0), rotate, rotate_back,
         in_pairs(rotate), in_pairs(rotate_back), centroids, numbers_on(description.boundaries, _CPU), description.along,
         integers, unit,
     )  # fmt: skip
 
 
 def _learned_layout(description: Description, coordinates: Coordinates) -> Layout:
-    """A matrix per KV head; they hold BF16 numbers, and BF16 halves the bytes."""
+    """A matrix per KV head."""
     matrix, rotate = coordinates.forward.bfloat16().contiguous(), coordinates.rows.bfloat16().mT.contiguous()
     assert torch.equal(rotate.float(), coordinates.rows.mT), "rows are BF16 numbers"
     assert torch.equal(matrix.float(), coordinates.forward), "coordinates are BF16 numbers"
@@ -144,14 +144,12 @@ def in_pairs(matrix: Tensor) -> Tensor:
     """A matrix as BF16 products take it: tiles of 32 inputs by 16 outputs, two inputs of an output beside each other.
 
     Args:
-        matrix: [H, inputs, outputs] of BF16 numbers, outputs a multiple of 16.
+        matrix: [H, inputs, outputs] bf16, outputs a multiple of 16.
     Returns:
         [H, inputs / 32, outputs / 16, 16, 16, 2] bf16, zeros after the last input.
     """
-    exact = matrix.bfloat16()
-    assert torch.equal(exact.to(matrix.dtype), matrix), "rotations and coordinates are BF16 numbers"
     heads, inputs, outputs = matrix.shape
-    padded = torch.nn.functional.pad(exact, (0, 0, 0, -inputs % 32))
+    padded = torch.nn.functional.pad(matrix, (0, 0, 0, -inputs % 32))
     return padded.view(heads, -1, 16, 2, outputs // 16, 16).permute(0, 1, 4, 2, 5, 3).contiguous()
 
 

@@ -16,7 +16,8 @@ from haarkv.tq_ops.errors import InputError
 
 ISAS = ("portable", "avx2", "avx512vnni", "amx")
 """Instruction sets. Each needs more of the CPU than the one before; the index is the library's own number for it."""
-_BF16_PRODUCTS = 1 << 8
+BF16_PRODUCTS = 1 << 8
+"""Of `haarkv_isas`: `avx512vnni` multiplies BF16 by BF16 (`vdpbf16ps`) on this CPU."""
 
 
 class Cell(IntEnum):
@@ -40,15 +41,16 @@ class Gate(IntEnum):
 class Structure(ctypes.Structure):
     """A C structure that keeps the tensors alive whose addresses it holds.
 
-    Every field is given by name: a tensor for a pointer, 0 for one that each call fills in. A copy (`from_buffer_copy`) owns
-    nothing: keep the original as long as the copy is used.
+    Fields are given by name, a tensor or None for a pointer; all others are 0. A copy (`from_buffer_copy`) owns nothing: keep
+    the original as long as the copy is used.
     """
 
     def __init__(self, **fields: object) -> None:
-        missing = {name for name, _ in self._fields_} ^ fields.keys()  # type: ignore[misc]
-        assert not missing, missing
+        unknown = fields.keys() - {name for name, *_ in self._fields_}
+        assert not unknown, unknown
         self.owned = [value for value in fields.values() if isinstance(value, (Tensor, Structure))]
-        super().__init__(**{name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in fields.items()})
+        super().__init__(**{name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in fields.items()
+                            if value is not None})  # fmt: skip
 
 
 _NUMBERS: dict[str, Any] = {"int32_t": c_int32, "int64_t": c_int64, "float": c_float}
@@ -65,33 +67,21 @@ def _structures() -> dict[str, type[Structure]]:
             for pointer, field, size in re.findall(r"(\*?) *(\w+)(?:\[(\w+)\])?", names)
         ]
         # Others, of constants and of functions, are the kernels' own.
-        if all(kind is not None and (not size or size.isdigit()) for _, kind, size in fields):
+        if "(*" not in body and all(kind is not None and (not size or size.isdigit()) for _, kind, size in fields):
             layout = [(field, kind * int(size) if size else kind) for field, kind, size in fields if kind]
             structures[name] = type(name, (Structure,), {"_fields_": layout})
     return structures
 
 
 _STRUCTURES = _structures()
-Kept = _STRUCTURES["Kept"]
-Side = _STRUCTURES["Side"]
-Cache = _STRUCTURES["Cache"]
-Matrix = _STRUCTURES["Matrix"]
-Stretches = _STRUCTURES["Stretches"]
-Attention = _STRUCTURES["Attention"]
-Quantizer = _STRUCTURES["Quantizer"]
-StoreSide = _STRUCTURES["StoreSide"]
-Store = _STRUCTURES["Store"]
-Weight = _STRUCTURES["Weight"]
-Linear = _STRUCTURES["Linear"]
-RmsNorm = _STRUCTURES["RmsNorm"]
-Rope = _STRUCTURES["Rope"]
-GatedMul = _STRUCTURES["GatedMul"]
-GatedDelta = _STRUCTURES["GatedDelta"]
-DenseLayer = _STRUCTURES["DenseLayer"]
-Turns = _STRUCTURES["Turns"]
-Places = _STRUCTURES["Places"]
-Layers = _STRUCTURES["Layers"]
-Rows = _STRUCTURES["Rows"]
+
+
+def __getattr__(name: str) -> type[Structure]:
+    """A structure of the headers: `library.Attention`."""
+    if name not in _STRUCTURES:
+        raise AttributeError(name)
+    return _STRUCTURES[name]
+
 
 WEIGHT_TYPES = (
     "FP32", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4",
@@ -105,9 +95,8 @@ DENSE_VECTORS = (
 DENSE_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Its projections, likewise."""
 _CALLS = {
-    "haarkv_attention": Attention, "haarkv_store": Store, "haarkv_linear": Linear, "haarkv_rms_norm": RmsNorm,
-    "haarkv_rope": Rope, "haarkv_gated_mul": GatedMul, "haarkv_gated_delta": GatedDelta, "haarkv_layers": Layers,
-    "haarkv_rows": Rows,
+    "haarkv_attention": "Attention", "haarkv_store": "Store", "haarkv_linear": "Linear", "haarkv_rms_norm": "RmsNorm",
+    "haarkv_rope": "Rope", "haarkv_gated_mul": "GatedMul", "haarkv_gated_delta": "GatedDelta", "haarkv_layers": "Layers",
 }  # fmt: skip
 
 
@@ -117,11 +106,7 @@ class KernelsMissingError(InputError):
 
 @cache
 def load() -> ctypes.CDLL:
-    """The library.
-
-    Raises:
-        KernelsMissingError: it was not compiled, or for another kind of machine.
-    """
+    """The library; a KernelsMissingError if it was not compiled, or for another kind of machine."""
     how = "install a C++ compiler and run `python -m haarkv.tq_ops.cpu.build`"
     if not LIBRARY.exists():
         raise KernelsMissingError(f"the C++ kernels of the CPU are not built; {how}")
@@ -136,26 +121,12 @@ def load() -> ctypes.CDLL:
     if not library.haarkv_isas():
         raise KernelsMissingError(f"the C++ kernels of the CPU were compiled for another machine; {how}")
     for name, structure in _CALLS.items():
-        getattr(library, name).argtypes, getattr(library, name).restype = [ctypes.POINTER(structure)], None
+        getattr(library, name).argtypes, getattr(library, name).restype = [ctypes.POINTER(_STRUCTURES[structure])], None
     library.haarkv_store.restype = library.haarkv_layers.restype = library.haarkv_gated_delta.restype = c_int32
-    library.haarkv_rows.restype = c_int32
     return library
 
 
 def isas() -> tuple[str, ...]:
-    """The instruction sets that this CPU has and the library was compiled for, the fastest last.
-
-    Raises:
-        KernelsMissingError: as `load`.
-    """
+    """The instruction sets that this CPU has and the library was compiled for, the fastest last; raises as `load`."""
     bits = load().haarkv_isas()
     return tuple(isa for i, isa in enumerate(ISAS) if bits >> i & 1)
-
-
-def multiplies_bf16() -> bool:
-    """Whether `avx512vnni` multiplies BF16 by BF16 (`vdpbf16ps`) on this CPU.
-
-    Raises:
-        KernelsMissingError: as `load`.
-    """
-    return bool(load().haarkv_isas() & _BF16_PRODUCTS)

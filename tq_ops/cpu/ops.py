@@ -20,7 +20,7 @@ from haarkv.tq_ops.cpu.calls import IS_BF16, LayerCalls, has_kernel, is_bf16, pr
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.cache import LayerView
 from haarkv.tq_ops.kv.layer import LayerKV
-from haarkv.tq_ops.weight import Blocks, Weight, activations, weight_numbers, weight_rows
+from haarkv.tq_ops.weight import Blocks, Weight, activations, weight_numbers
 
 
 class CpuOps:
@@ -42,21 +42,14 @@ class CpuOps:
         if self.isa not in available:
             raise InputError(f"this CPU has no kernels for {self.isa!r}; choose from {', '.join(available)}")
         self.isa_number = library.ISAS.index(self.isa)
-        nothing = library.Weight(data=0, row_scales=0, column_scales=0, row_bytes=0, stored=0, x_bits=0)
-        self._linear = library.Linear(
-            weight=nothing, x=0, y=0, tokens=0, inputs=0, outputs=0, bf16=0, isa=self.isa_number, threads=0
-        )
+        self._linear = library.Linear(isa=self.isa_number)
         self._blocks: WeakKeyDictionary[Blocks, library.Structure] = WeakKeyDictionary()
         self._given = threading.local()
         self._layer_calls: WeakKeyDictionary[LayerKV, LayerCalls | None] = WeakKeyDictionary()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Gives torch one thread and the kernels all that torch had, while it is open.
-
-        After each of its loops torch's threads spin for milliseconds on the cores that the kernels' threads need, and no call
-        ends that. The kernels' threads spin for microseconds and then sleep.
-        """
+        """While it is open, torch has one thread and the kernels all others: torch's spin for milliseconds after each loop."""
         threads, before = torch.get_num_threads(), getattr(self._given, "threads", None)
         if before is not None or threads == 1:
             yield
@@ -71,7 +64,7 @@ class CpuOps:
 
     @contextmanager
     def _threads_for_torch(self) -> Iterator[None]:
-        """Gives torch its threads back inside `alone`."""
+        """The inverse, inside `alone`."""
         threads = torch.get_num_threads()
         torch.set_num_threads(self.threads)
         try:
@@ -136,13 +129,9 @@ class CpuOps:
         return y
 
     def linear(self, x: Tensor, weight: Weight) -> Tensor:
-        """Projection `x @ weight.T` of a weight as it lies in memory: neither widened nor restored there.
+        """`reference.linear` of a weight as it lies in memory; blocks of a type outside `library.BLOCKS` are restored at each
+        call. The bits of a number depend on its token and its row of the weight alone.
 
-        Args:
-            x: [T, in] bf16 or fp32.
-            weight: [out, in] of x's dtype, or blocks; those of a type outside `library.BLOCKS` are restored at each call.
-        Returns:
-            [T, out] fp32. The bits of a number depend on its token and its row of the weight alone.
         Rounding points: FP32 sums in the order of the instruction set. Where the CPU has BF16 products, `avx512vnni` and `amx`
             multiply BF16 by BF16: numbers below 2**-126 count as zero.
 
@@ -164,28 +153,6 @@ class CpuOps:
         self._run("haarkv_linear", call, x=x, y=y, tokens=x.shape[0], bf16=is_bf16(x))
         return y
 
-    def rows(self, weight: Weight, index: Tensor) -> Tensor:
-        """Rows of a weight, to the bits of `weight.weight_rows`, for embeddings. Not an op of the table.
-
-        Args:
-            weight: [N, in]; blocks with column scales, or of a type outside `library.BLOCKS`, are restored in Python.
-            index: [R] int64.
-        Returns:
-            [R, in] of the weight's dtype.
-        Raises:
-            IndexError: there is no such row.
-        """
-        if not isinstance(weight, Blocks) or not has_kernel(weight) or weight.column_scales is not None:
-            return weight_rows(weight, index)
-        index = index.contiguous()
-        y = torch.empty(len(index), weight.shape[1])
-        call = library.Rows.__new__(library.Rows)
-        call.weight, call.count, call.outputs, call.inputs = self._weight_struct(weight), len(index), *weight.shape
-        if self._run("haarkv_rows", call, rows=index, y=y):
-            return weight_rows(weight, index)  # a negative index, or an IndexError
-        numbers = y.to(weight.dtype)
-        return numbers if weight.row_scales is None else numbers * weight.row_scales[index].unsqueeze(-1)
-
     def _weight_struct(self, weight: Blocks) -> library.Structure:
         """The structure of a weight, cached."""
         if (struct := self._blocks.get(weight)) is None:
@@ -193,12 +160,8 @@ class CpuOps:
         return struct
 
     def store_kv(self, k: Tensor, v: Tensor, at: LayerView) -> None:
-        """Quantizes K and V into the slots of a batch, and keeps BF16 copies where the plan says so.
+        """`reference.store_kv` of K and V [T, Hkv, D] fp32 or bf16, which itself stores formats outside `READS`.
 
-        Formats outside `READS` are stored by the reference.
-
-        Args:
-            k, v: [T, Hkv, D] fp32 or bf16; K after RoPE.
         Raises:
             IndexError, NonFiniteError: as the reference; nothing of this layer was written.
             InputError: a head_dim without kernels.
@@ -223,13 +186,13 @@ class CpuOps:
         return None
 
     def paged_attention(self, q: Tensor, at: LayerView, softmax_scale: float) -> Tensor:
-        """Causal attention of new tokens over the stored tokens of their sequences, in the rotated domain.
+        """`reference.paged_attention` in the rotated domain, which itself attends to formats outside `READS`.
 
             logits = (q @ rotation . centroids[level]) * k_scale * softmax_scale
             out = sum((p * v_scale) * centroids[level]) / sum(p) @ rotation.T
 
         Learned keys take `rows.T` of the KV head as rotation. What q makes of K's mean is the same for every key and drops
-        out; V's mean is added once. BF16 and FP32 do not rotate. Formats outside `READS` are left to the reference.
+        out. BF16 and FP32 do not rotate.
 
         Tokens that a query sees in BF16 (`ResidualWindow.visible`) take part in the same softmax: their logits replace those
         of the packed ones, less `softmax_scale * (q . K's mean)`, and their values are summed in the model's own domain.
@@ -237,11 +200,6 @@ class CpuOps:
         Keys are summed 1,024 at a time and merged in order: results do not depend on the number of threads, on the rest of
         the batch or on how a prompt was cut. Rotated queries and partial sums take 4 to 16 MB, whatever the prompt.
 
-        Args:
-            q: [T, Hq, D] bf16 or fp32, after RoPE.
-            softmax_scale: of the logits, 1/sqrt(D).
-        Returns:
-            [T, Hq, D] of q's dtype.
         Raises:
             InputError: a head_dim without kernels.
         Rounding points, of a bf16 q (q rotated stays FP32): each block's probabilities, against the block's own maximum, to
@@ -282,10 +240,7 @@ class CpuOps:
         """The gated delta rule; arguments and result as the reference's.
 
         `S^T k` is taken of the matrix before it is scaled. FP32 sums are in another order, one for every number: results do
-        not depend on the number of threads, on the rest of the batch or on how a prompt was split.
-
-        Raises:
-            ValueError: as the reference; nothing was changed.
+        not depend on the number of threads, on the rest of the batch or on how a prompt was split. Raises as the reference.
         """
         state, batch = at.state, at.batch
         windows, memories = state.tensors["conv"], state.tensors["delta"]
@@ -307,10 +262,8 @@ class CpuOps:
         return out
 
     def layer_calls(self, kv: LayerKV) -> LayerCalls | None:
-        """The calls of one layer of a cache, cached: filling them in takes longer than storing a token.
-
-        Returns:
-            None where the reference's ops have to run.
+        """The calls of one layer of a cache, cached: filling them in takes longer than storing a token. None where the
+        reference's ops have to run.
         """
         if kv not in self._layer_calls:
             self._layer_calls[kv] = prepare(kv, self.isa_number)

@@ -111,14 +111,8 @@ def centroids_at(level: Tensor, centroids: Tensor) -> Tensor:
 
 
 def choose_levels(unit: Tensor, rotation: Tensor, boundaries: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate unit vectors and quantize each coordinate: `level_i = #{b : y_i >= b}`, y = unit @ rotation.
+    """Levels [..., D] uint8 of unit vectors [..., D] fp32, `level_i = #{b : y_i >= b}`, and y = unit @ rotation [..., D] fp32.
 
-    Args:
-        unit: [..., D] fp32, of norm 1 or 0.
-        rotation: [D, D] fp32.
-        boundaries: [2**bits - 1] fp32, ascending.
-    Returns:
-        level [..., D] uint8 and y [..., D] fp32.
     Rounding points: unit to BF16; sums in FP32.
     """
     y = unit.to(torch.bfloat16).float() @ rotation

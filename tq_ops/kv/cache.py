@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -16,7 +17,7 @@ from haarkv.tq_ops.kv.layer import LayerKV, Side, fields_in
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.recurrent import LayerState, Recurrent, StateShape
 from haarkv.tq_ops.kv.residual_window import ResidualWindow
-from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, RING_CHUNK, WINDOW_CHUNK, KVShape, Shapes, blocks_for, each
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, RING_CHUNK, WINDOW_CHUNK, WINDOW_ROOM, KVShape, Shapes, blocks_for, each
 from haarkv.tq_ops.memory import ask_for_large_pages
 
 
@@ -35,12 +36,10 @@ class LayerView:
 
     @property
     def kv(self) -> LayerKV:
-        """The memory of a layer with attention."""
         return self.cache.kv[self.layer]
 
     @property
     def state(self) -> Recurrent:
-        """The memory of a layer with linear attention."""
         return cast(Recurrent, self.cache.states[self.layer])
 
     def require_room(self) -> None:
@@ -302,10 +301,15 @@ def cache_bytes(plan: KVPlan, tokens: int, shapes: Shapes, sequences: int = 1, s
     Args:
         state_bytes: bytes of one sequence's recurrent states; one more row of states is allocated for padding.
     """
-    blocks = blocks_for(tokens)
-    each_token, in_rings = plan.bytes_per_token(shapes), plan.ring_bytes(shapes, blocks)
-    keys_and_values = sequences * round(blocks * BLOCK_SIZE * each_token + in_rings + plan.window_bytes(shapes))
-    return keys_and_values + (sequences + 1) * state_bytes
+    kinds = Counter(zip(each(shapes, len(plan.layers)), plan.layers, strict=True))
+    keys_and_values = sum(
+        count * PagedKVCache(
+            replace(plan, layers=(pair,)), shape, num_blocks=blocks_for(tokens), num_rows=1, room=WINDOW_ROOM,
+            ring_chunk=plan.ring_chunk(), device="meta",
+        ).nbytes
+        for (shape, pair), count in kinds.items() if shape is not None
+    )  # fmt: skip
+    return sequences * keys_and_values + (sequences + 1) * state_bytes
 
 
 def tokens_that_fit(plan: KVPlan, room: float, shapes: Shapes, sequences: int = 1, state_bytes: int = 0) -> int:

@@ -107,12 +107,8 @@ def sequence_origin(plan: KVPlan, shape: ModelShape, weights: str, made_by: str 
 
 
 def save(path: Path, sequence: StoredSequence, origin: Origin, note: str = "", compress: bool = False) -> None:
-    """Write a stored sequence, all or nothing.
-
-    Args:
-        compress: pack what zstd makes at least 5 % smaller, without loss.
-    Raises:
-        InputError: the file cannot be written; an old one stays.
+    """Write a stored sequence, all or nothing; `compress` packs what zstd makes at least 5 % smaller. An InputError if it
+    cannot be written.
     """
     metadata = {
         "length": str(sequence.length), "note": note,
@@ -130,11 +126,7 @@ def save(path: Path, sequence: StoredSequence, origin: Origin, note: str = "", c
 
 
 def load(path: Path) -> tuple[StoredSequence, Origin]:
-    """Read a stored sequence and check every byte against its digests.
-
-    Raises:
-        InputError: it cannot be read, is no such file, or is damaged.
-    """
+    """Read a stored sequence and check every byte against its digests; an InputError if it cannot be read or is damaged."""
     metadata, tensors = artifact.read(path, CACHE)
     with CACHE.refusing(path):
         origin = _origin(metadata["origin"])
@@ -155,11 +147,7 @@ def load(path: Path) -> tuple[StoredSequence, Origin]:
 
 
 def load_for(path: Path, origin: Origin, plan: KVPlan) -> StoredSequence:
-    """Read a stored sequence that continues under an origin and plan.
-
-    Raises:
-        InputError: as `load`; or it belongs elsewhere, which is found before its tensors are read.
-    """
+    """`load` a sequence that continues under an origin and plan; its origin is compared before its tensors are read."""
     read_origin(path)[1].require_same(origin, str(path))
     sequence, _ = load(path)
     origin.require_fits(sequence, plan, str(path))

@@ -64,9 +64,8 @@ class Side:
                 return by_token(self.kv_format.quantize(by_head, layer)), batch.slot_mapping
             require_finite(x.transpose(0, 1))
             assert self.window is not None, "a format of groups keeps tokens in BF16 until their group is full"
-            groups = self.window.full_groups(x, batch)
-            last = groups.last
-            return by_token(self.kv_format.quantize(groups.vectors.transpose(0, 1), layer)), batch.slot_mapping[last]
+            groups, last = self.window.full_groups(x, batch)
+            return by_token(self.kv_format.quantize(groups.transpose(0, 1), layer)), batch.slot_mapping[last]
         except NonFiniteVectorError as error:
             token = int(last[error.index[1]])
             slot = int(batch.slot_mapping[token])
@@ -168,7 +167,7 @@ class LayerKV:
                 side.window.take_newest(other.window, batch)
 
     def read(self, block_table: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
-        """Dequantize whole blocks, for the reference and tests.
+        """K and V of whole blocks, each [B, Hkv, n * block_size, D] fp32; `first` is the position of the first token.
 
         Args:
             block_table: [B, n] int32 of a batch from `place`; -1 pads and reads block 0, which the caller masks.

@@ -108,22 +108,11 @@ class KVPlan:
                 yield shape, pair
 
     def bytes_per_token(self, shapes: Shapes) -> float:
-        """Bytes that one more token adds: layers without a sliding window, scales included, residual windows not."""
-        return sum(_token_bytes(shape, pair) for shape, pair in self._by_layer(shapes) if shape.window is None)
-
-    def ring_bytes(self, shapes: Shapes, row_blocks: int, block_size: int = BLOCK_SIZE) -> float:
-        """Bytes of one sequence in the layers with a sliding window. `row_blocks`: its blocks in the other layers."""
-        chunk = self.ring_chunk()
-        rings = ((shape, pair, shape.ring_blocks(row_blocks, block_size, chunk)) for shape, pair in self._by_layer(shapes))
-        return sum(ring * block_size * _token_bytes(shape, pair) for shape, pair, ring in rings if ring is not None)
-
-    def window_bytes(self, shapes: Shapes) -> int:
-        """Bytes of one sequence's residual windows, in all layers."""
+        """Bytes of one more token in the layers without a sliding window; with scales, without residual windows."""
         return sum(
-            BF16_BYTES * shape.numbers * (self.sink + self.ring_tokens(kv_format))
+            shape.num_kv_heads * sum(kv_format.bytes_per_vector(shape.head_dim) for kv_format in pair)
             for shape, pair in self._by_layer(shapes)
-            for kv_format in pair
-            if self.has_window(kv_format)
+            if shape.window is None
         )
 
     def require_context(self, tokens: int) -> None:
@@ -167,19 +156,8 @@ class KVPlan:
         ]
         return "; ".join([*parts, *self._window_parts()])
 
-    def gist(self) -> str:
-        """In a few words: `summary` if all layers are equal; else "by layer", tail and sinks."""
-        if len({formats.describe(*pair) for pair in self.layers}) <= 1:
-            return self.summary()
-        return "; ".join(["by layer", *self._window_parts()])
-
     def _window_parts(self) -> list[str]:
         return [f"tail {self.recent}"] * (self.recent is not None) + [f"sink {self.sink}"] * bool(self.sink)
-
-
-def _token_bytes(shape: KVShape, pair: tuple[KVFormat, KVFormat]) -> float:
-    """Bytes of one token's K and V in one layer, scales included."""
-    return shape.num_kv_heads * sum(kv_format.bytes_per_vector(shape.head_dim) for kv_format in pair)
 
 
 @dataclass(frozen=True)

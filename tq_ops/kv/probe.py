@@ -31,7 +31,6 @@ def logit_errors(error: Tensor, q: Tensor, softmax_scale: float) -> Tensor:
     Args:
         error: [H, n, D] of the keys, after RoPE.
         q: [m, Hq, D], after RoPE; KV head g serves query heads g*Hq/H … (g+1)*Hq/H - 1.
-        softmax_scale: of the logits, 1/sqrt(D).
     """
     by_head = q.float().reshape(len(q), len(error), -1, q.shape[-1])
     queries = by_head.permute(1, 0, 2, 3).flatten(1, 2)  # [H, m * Hq/H, D]
@@ -51,16 +50,3 @@ def weighted_error(error: Tensor, x: Tensor, use: Tensor) -> Tensor:
     total = (x.float().square() * weight).sum((1, 2))
     error_energy = (error.square() * weight).sum((1, 2))
     return torch.where(total > 0, error_energy / total, 0.0).sqrt()
-
-
-def lost_variation(error: Tensor, spread: Tensor) -> Tensor:
-    """Error relative to the spread of the median channel: [H] fp32; from 1 on, it no longer tells vectors apart.
-
-        sqrt(median over channels of mean(error**2) / spread)
-
-    Args:
-        error: [H, n, D].
-        spread: [H, D], variance of each channel; constant channels are left out.
-    """
-    ratio = (error.square().mean(1) / spread).where(spread > 0, torch.nan)
-    return ratio.nanmedian(1).values.nan_to_num().sqrt()

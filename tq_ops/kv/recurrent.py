@@ -130,10 +130,8 @@ class Recurrent:
             raise ValueError(UNSEEN)
 
     def read(self, batch: Batch) -> dict[str, Tensor]:
-        """The state before each sequence's first new token, [B, *shape] by name; zeros at position 0.
-
-        Raises:
-            ValueError: as `require`, on the CPU only.
+        """The state before each sequence's first new token, [B, *shape] by name; zeros at position 0. On the CPU a ValueError
+        as of `require`.
         """
         rows, begin = self._rows(batch)
         matches = self.counts[rows] == begin.unsqueeze(1)

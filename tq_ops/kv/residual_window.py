@@ -7,7 +7,6 @@ which copy a query reads, so results do not depend on how a prompt is cut. A sli
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -16,19 +15,6 @@ from torch import Tensor
 from haarkv.tq_ops.kv.batch import Batch
 
 T = TypeVar("T", int, Tensor)
-
-
-@dataclass(frozen=True)
-class Groups:
-    """The n groups of tokens that a batch completes.
-
-    Attributes:
-        vectors: [n, Hkv, G, D] bf16.
-        last: [n] int64, index in the batch of each group's last token.
-    """
-
-    vectors: Tensor
-    last: Tensor
 
 
 class ResidualWindow:
@@ -126,8 +112,10 @@ class ResidualWindow:
         """[n] int64: indices of a batch's tokens that are sinks. Waits for a device only if the window has sinks."""
         return (batch.positions < self.sink).nonzero().flatten() if self.sink else batch.positions[:0]
 
-    def full_groups(self, x: Tensor, batch: Batch) -> Groups:
-        """The groups that new tokens x [T, Hkv, D] complete; older tokens come from the ring. Call it before `write`."""
+    def full_groups(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The groups [n, Hkv, G, D] bf16 that new tokens x [T, Hkv, D] complete, and the token [n] int64 of the batch that
+        completes each; call it before `write`.
+        """
         last = ((batch.positions + 1) % self.group == 0).nonzero().flatten()
         offsets = torch.arange(1 - self.group, 1, device=x.device)
         token, position = last.unsqueeze(1) + offsets, batch.positions[last].unsqueeze(1) + offsets  # [n, G]
@@ -135,7 +123,7 @@ class ResidualWindow:
         inside = token >= batch.query_start_loc.long()[sequence[last]].unsqueeze(1)
         older = self.vectors[batch.rows[sequence[last]].unsqueeze(1), :, self.in_ring(position)]
         vectors = torch.where(inside[..., None, None], x.to(older.dtype)[token.clamp(min=0)], older)
-        return Groups(vectors.transpose(1, 2), last)
+        return vectors.transpose(1, 2), last
 
     def occupied_places(self, length: int) -> Tensor:
         """[sink + ring] bool: places that hold a token of a sequence of this length."""

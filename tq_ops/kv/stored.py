@@ -1,6 +1,6 @@
 """One sequence as a cache stores it, byte for byte, outside the cache.
 
-`take` copies it out, `put` copies it into any cache of the same plan, `requantize` stores it by another plan. `Advance` takes
+`take` copies it out, `put` copies it into any cache of the same plan. `Advance` takes
 new tokens back.
 """
 

@@ -5,6 +5,7 @@ import os
 import signal
 from contextlib import closing
 from importlib.util import find_spec
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ from haarkv.models.catalog import load_model
 from haarkv.models.tiny_qwen3.corpus import held_out_texts
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.output_files import TemporaryFolder
 from lab.bench import gguf_file, peers
 from lab.bench.llama_process import LlamaError, LlamaKV, LlamaProcess
 
@@ -137,7 +137,7 @@ def test_what_it_refuses_and_how_it_ends_are_said(tmp_path):
 
 @needs_llama
 def test_the_command_measures_it_in_turns_and_leaves_no_file(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(peers, "TemporaryFolder", lambda kind: TemporaryFolder(kind, tmp_path))
+    monkeypatch.setattr(peers, "TemporaryDirectory", lambda prefix: TemporaryDirectory(prefix=prefix, dir=tmp_path))
     options = ["--kv", "tq4", "--peers", "llama.cpp", "--only", "prompt", "--only", "step"]
     code, out, _ = run("decode", *options, "--json")
     rows = json.loads(out)["rows"]

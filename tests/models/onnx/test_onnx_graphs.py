@@ -5,7 +5,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from bases import calibration
 from levels import compare_stored
 from onnx.inliner import inline_local_functions
 from onnx_graphs import (
@@ -28,6 +27,7 @@ from small_models import resize_config
 from haarkv.codebooks import haar_rotation
 from haarkv.models.qwen3_14b.onnx.spec import NEWEST_OPSET, OLDEST_OPSET
 from haarkv.tq_ops import formats
+from haarkv.tq_ops.formats.synthetic import calibration
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.onnx.graph import Graph, TensorType
 

@@ -9,9 +9,9 @@ from functools import cache
 from typing import Any, cast
 
 import torch
+from block_weights import random_blocks, random_inputs
 from torch import Tensor
 
-from haarkv.models.gguf_file import block_type_named
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.table import OpTable
@@ -194,14 +194,6 @@ class Plain(Case):
 
 
 # -- Products with quantised blocks -----------------------------------------------------------------------------------------
-_HALVES = {
-    "Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
-    "IQ4_NL": (0,),
-}  # fmt: skip
-"""Where a block's FP16 scales and minima lie; of MXFP4 the first byte is an exponent."""
-_EXPONENTS = (118, 124)
-
-
 @dataclass(frozen=True)
 class Product(Case):
     """`linear` with blocks of one type."""
@@ -218,25 +210,9 @@ class Product(Case):
         sizes = f"{self.tokens}x{self.inputs}x{self.outputs}"
         return f"{self.op}-{self.kind}-{sizes}-{str(self.dtype).removeprefix('torch.')}"
 
-    @property
-    def weight(self) -> Blocks:
-        """Random levels, with ordinary scales."""
-        kind, generator = block_type_named(self.kind), torch.Generator().manual_seed(4)
-        shape = self.outputs, self.inputs // kind.numbers
-        data = torch.randint(256, (*shape, kind.nbytes), dtype=torch.uint8, generator=generator)
-        for at in _HALVES.get(self.kind, ()):
-            scales = (5e-4 + 1.5e-3 * torch.rand(*shape, 1, generator=generator)).half()
-            data[..., at : at + 2] = scales.view(torch.uint8)
-        if self.kind not in _HALVES:
-            data[..., 0] = torch.randint(*_EXPONENTS, shape, dtype=torch.uint8, generator=generator)
-        return Blocks(data.view(self.outputs, -1), kind, torch.float32)
-
     def arguments(self, device: torch.device) -> tuple[Any, ...]:
-        """x, of which one number in fifty is thirty times as large, as in hidden states; and the weight."""
-        generator = torch.Generator().manual_seed(3)
-        x = torch.randn(self.tokens, self.inputs, generator=generator)
-        x *= torch.where(torch.rand(1, self.inputs, generator=generator) < 0.02, 30.0, 1.0)
-        return x.to(self.dtype).to(device), self.weight.to(device)
+        x = random_inputs(self.tokens, self.inputs).to(self.dtype).to(device)
+        return x, random_blocks(self.kind, self.outputs, self.inputs).to(device)
 
     def right(self) -> Tensor:
         """In float64; honest runs round x to integers, 32 numbers at a time."""

@@ -63,18 +63,21 @@ class Delta(Case):
         a_log, dt_bias = torch.randn(2, self.value_heads, generator=generator)
         return conv, a_log, dt_bias
 
+    def new_cache(self, rows: int, versions: int, device: torch.device | str) -> tuple[PagedKVCache, PagedSequences]:
+        """Room for some sequences of one layer's states."""
+        shapes = (("conv", (self.taps - 1, self.channels)), ("delta", (self.value_heads, self.key_dim, self.value_dim)))
+        state = StateShape(tuple((name, shape, torch.float32) for name, shape in shapes), versions)
+        cache = PagedKVCache(
+            KVSpec("fp32").plan(LAYER + 1), (None,) * (LAYER + 1), num_blocks=64 * rows, num_rows=rows, block_size=8,
+            device=device, states={LAYER: state},
+        )  # fmt: skip
+        return cache, PagedSequences(cache.num_blocks, 8, num_rows=rows)
+
     def batches(self, device: torch.device) -> tuple[PagedKVCache, PagedSequences, Batch]:
         """A cache whose states have seen `stored_lengths`, and the batch of new tokens; each row belonged to a sequence that
         has ended.
         """
-        shapes = (("conv", (self.taps - 1, self.channels)), ("delta", (self.value_heads, self.key_dim, self.value_dim)))
-        state = StateShape(tuple((name, shape, torch.float32) for name, shape in shapes), _VERSIONS)
-        count = len(self.new)
-        cache = PagedKVCache(
-            KVSpec("fp32").plan(LAYER + 1), (None,) * (LAYER + 1), num_blocks=64 * count, num_rows=count + 1, block_size=8,
-            device=device, states={LAYER: state},
-        )  # fmt: skip
-        paging = PagedSequences(cache.num_blocks, 8, num_rows=cache.num_rows)
+        cache, paging = self.new_cache(len(self.new) + 1, _VERSIONS, device)
 
         def run(ids: list[int], tokens: tuple[int, ...], seed: int) -> None:
             some = [(one, n) for one, n in zip(ids, tokens, strict=True) if n]

@@ -141,6 +141,10 @@ ATTENTION = (
     CacheCase("tq4", 128, 2, 2, 16, (0, 120), (9, 7), window=40),
     CacheCase("tq4", 256, 4, 1, 128, (1300, 2), (1, 1), window=512),
     CacheCase("tq4", 64, 5, 2, 8, (60, 30), (3, 1), tail=5, sink=2, window=20),
+    CacheCase("k=tq3,v=bf16", 128, 5, 2, 32, (265, 1), (64, 30), window=200),
+    CacheCase("k=fp32,v=tq8", 128, 5, 2, 32, (170, 9), (1, 64), sink=9, window=1),
+    CacheCase("tq4", 128, 5, 2, 32, (301, 9), (64, 1), tail=33, sink=3, window=40),
+    CacheCase("k=lr4,v=tq3", 128, 5, 2, 32, (30, 265), (64, 1), tail=7, window=200),
     CacheCase("tq4", 128, 5, 2, 16, (0, 126, 300), (3, 1, 1), pages=True),
     CacheCase("tq3", 128, 5, 2, 128, (0, 2, 126, 127, 128, 512), (1, 1, 1, 1, 1, 1)),
     CacheCase("tq2", 128, 5, 2, 128, (1000, 0), (70, 40)),
@@ -155,6 +159,11 @@ ATTENTION = (
     CacheCase("k=lr5,v=tq5", 256, 1, 2, 128, (130,), (2,)),
     CacheCase("k=lr2,v=tq4", 128, 5, 2, 128, (130, 7), (1, 2)),
     CacheCase("k=lr4,v=tq4", 128, 2, 2, 16, (40,), (9,)),
+    # Across the border of a stretch of keys, beside a tail and in a window.
+    CacheCase("k=lr4,v=tq4", 64, 3, 2, 64, (1014, 1054), (40, 1)),
+    CacheCase("k=lr4,v=tq4", 64, 3, 2, 64, (1014, 1054), (40, 1), window=300),
+    CacheCase("k=lr3,v=tq3", 64, 3, 2, 64, (1014, 1054), (40, 1), tail=40, sink=3),
+    CacheCase("k=lr5,v=bf16", 64, 3, 2, 64, (1014, 1054), (40, 1)),
     # Levels wider than 4 bits, and numbers as they are.
     CacheCase("k=bf16,v=tq4", 128, 5, 2, 128, (1500, 0), (1, 9)),
     CacheCase("k=tq6,v=bf16", 128, 8, 1, 16, (130,), (3,), pages=True),

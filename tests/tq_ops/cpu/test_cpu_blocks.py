@@ -55,18 +55,6 @@ def test_the_error_is_that_of_x_in_integers(table, kind):
 
 
 @every_type
-def test_few_tokens_get_the_bits_of_many_by_long_rows_too(kind):
-    """Of 12,544 inputs x does not fit the first cache in 16 bits."""
-    ops = CpuOps()
-    for inputs, outputs in ((4096, 3), (4352, 70), (12544, 33)):
-        for bits in (16, 8):
-            weight, x = rounding_to(random_blocks(kind, outputs, inputs), bits), random_inputs(16, inputs)
-            whole = ops.linear(x, weight)
-            for tokens in (1, 3, 12):
-                assert torch.equal(ops.linear(x[:tokens], weight), whole[:tokens]), (inputs, bits, tokens)
-
-
-@every_type
 def test_instructions_for_bytes_give_the_bits_that_others_give(kind):
     """Of one token, some, and panels; of groups of blocks that are cut short. `portable` has no fused products."""
     tables = [CpuOps(isa) for isa in library.isas()[1:]]
@@ -153,40 +141,3 @@ def test_other_types_are_restored(table):
     weight, x = Blocks(data, block_type(kind), torch.float32), random_inputs(3, 256)
     ops = table.open()
     assert torch.equal(ops.linear(x, weight), ops.linear(x, dense(weight)))
-
-
-# -- Rows, as embeddings are looked up ---------------------------------------------------------------------------------
-@every_type
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_have_the_bits_that_gguf_restores(kind, dtype):
-    """One and many, twice the same, scattered ones whose rows lie apart, groups cut short, and every byte that there is."""
-    ops, generator = CpuOps(), torch.Generator().manual_seed(5)
-    for inputs, _ in shapes(kind):
-        plain = random_blocks(kind, 70, inputs, dtype=dtype)
-        drawn_bytes = torch.randint(0, 256, plain.data.shape, dtype=torch.uint8, generator=generator)
-        wild = replace(plain, data=drawn_bytes)
-        strided_weight = replace(plain, data=torch.cat([plain.data, drawn_bytes[:, :1]], dim=1)[:, :-1])
-        scaled_weight = plain * (2.0 ** torch.randint(-3, 4, (70, 1), generator=generator))
-        columns = plain * (2.0 ** torch.randint(-3, 4, (inputs,), generator=generator))
-        for weight in (plain, wild, strided_weight, scaled_weight, columns):
-            for index in (torch.tensor([69]), torch.tensor([3, 3, 0]), torch.randperm(70, generator=generator)):
-                ours, theirs = ops.rows(weight, index), weight.rows(index)
-                assert ours.dtype == theirs.dtype == dtype
-                is_number = ~theirs.isnan()  # of drawn scales some are none, and a NaN has many bits
-                assert torch.equal(is_number, ~ours.isnan())
-                assert same_bits(ours[is_number], theirs[is_number])
-
-
-def same_bits(one, other):
-    return torch.equal(one.view(torch.int16), other.view(torch.int16))
-
-
-def test_rows_of_other_weights_are_looked_up_as_ever():
-    ops, index = CpuOps(), torch.tensor([1, 0])
-    plain = torch.randn(3, 8)
-    assert torch.equal(ops.rows(plain, index), plain[index])
-    blocks = random_blocks("Q8_0", 3, 32)
-    assert torch.equal(ops.rows(blocks, torch.tensor([-1])), blocks.rows(torch.tensor([2])))
-    for beyond in (3, -4, 2**40):
-        with pytest.raises(IndexError):
-            ops.rows(blocks, torch.tensor([0, beyond]))

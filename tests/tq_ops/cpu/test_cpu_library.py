@@ -14,34 +14,23 @@ from haarkv.tq_ops.cpu import layout as cpu_layout
 from haarkv.tq_ops.cpu.ops import CpuOps
 
 
-def quantizer():
-    """Of one table, and a weak reference to it."""
-    centroids = torch.randn(16)
-    empty = {name: 0 for name, _ in library.Quantizer._fields_ if name not in ("matrix", "centroids", "planes")}
-    matrix = library.Matrix(numbers=torch.zeros(2), pairs=0, head_stride=0, inputs=1, outputs=2, bf16=0)
-    return library.Quantizer(**empty, planes=(0, 0), matrix=matrix, centroids=centroids), weakref.ref(centroids)
+def test_a_structure_keeps_alive_what_it_and_what_is_in_it_point_to():
+    def quantizer():
+        centroids = torch.randn(16)
+        return library.Quantizer(centroids=centroids, planes=(4, 0)), weakref.ref(centroids)
 
-
-def test_a_structure_keeps_alive_what_it_points_to():
-    structure, table = quantizer()
-    gc.collect()
-    assert table() is not None
-    assert structure.centroids == table().data_ptr()
-    del structure
-    gc.collect()
-    assert table() is None
-
-
-def test_so_does_a_structure_around_it():
     inner, table = quantizer()
-    empty = {name: 0 for name, _ in library.StoreSide._fields_ if name not in ("quantizer", "kept", "stretches")}
-    window = library.Kept(vectors=0, block_stride=0, tail=0, sink=0, ring=0, block_size=0)
-    stretches = library.Stretches(cos=0, sin=0, half=0, count=0)
-    outer = library.StoreSide(**empty, quantizer=inner, kept=window, stretches=stretches)
+    outer = library.StoreSide(quantizer=inner)
     del inner
     gc.collect()
     assert table() is not None
     assert outer.quantizer.centroids == table().data_ptr()
+    assert (outer.quantizer.gains, outer.bf16) == (None, 0)
+    del outer
+    gc.collect()
+    assert table() is None
+    with pytest.raises(AssertionError, match="centroid"):
+        library.Quantizer(centroid=torch.randn(16))
 
 
 def test_tables_outlive_the_caches_of_other_modules():

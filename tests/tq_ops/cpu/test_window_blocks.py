@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from op_tables import LAYER, TABLES, Backend, Case
+from op_contract.suite import REFERENCE
+from op_tables import LAYER, TABLES, Case
 from torch import Tensor
 
-from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.residual_window import ResidualBlocks
@@ -89,7 +89,7 @@ class CachePair:
             yield batch
 
 
-@pytest.mark.parametrize("table", [*TABLES, Backend("reference", lambda: reference)], ids=lambda table: table.name)
+@pytest.mark.parametrize("table", [*TABLES, REFERENCE], ids=lambda table: table.name)
 @pytest.mark.parametrize(
     ("kv", "tail", "sink"), [("tq4", 40, 3), ("k=tq5,v=tq3", 16, 0), ("tq4", 1, 9), ("k=bf16,v=tq4", 0, 3)]
 )

@@ -4,24 +4,22 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 
-import bounds
 import numpy as np
 import pytest
 import torch
-from bases import calibration
-from levels import compare_tokens
-from op_tables import TABLES, relative
+from op_contract import suite
+from op_contract.caches import Attention, CacheCase, Store
+from op_tables import open_table
 from places import ROOT
 
 from haarkv.codebooks.haar import draw_gaussian, orthogonal_factor
-from haarkv.tq_ops import formats, reference
+from haarkv.tq_ops import formats
 from haarkv.tq_ops.cpu import layout as cpu_layout
 from haarkv.tq_ops.cuda import layout as cuda_layout
 from haarkv.tq_ops.formats.learned import COLUMNS
 from haarkv.tq_ops.formats.packing import pack_planes
 from haarkv.tq_ops.formats.rotated import RotatedFormat, Transform
-from haarkv.tq_ops.kv.batch import PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.formats.synthetic import calibration
 from haarkv.tq_ops.kv.kernel_support import KernelSupport, unsupported, unsupported_format
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
@@ -29,8 +27,8 @@ from haarkv.tq_ops.npu.sides import READS as NPU_READS
 from haarkv.tq_ops.onnx import EXPORT_SUPPORT as ONNX_EXPORTED
 from haarkv.tq_ops.onnx import READS as ONNX_READS
 
-CPU = torch.device("cpu")
 LAYER = 1
+DTYPES = (torch.float32, torch.bfloat16)
 WITH_DESCRIPTION = [name for name in formats.names() if formats.get(name).description(256) is not None]
 
 
@@ -76,71 +74,42 @@ IN_TWO_PLANES = replace(
 )  # fmt: skip
 
 
-def synthetic_format(description=SYNTHETIC):
-    return RotatedFormat("made_up", "of this test alone", description.bits, lambda _: description)
+MADE_UP = {"mirrored": SYNTHETIC, "lopsided": LOPSIDED, "two_planes": IN_TWO_PLANES}
 
 
-def cache_pair(description, heads=2):
-    """Two caches alike, one filled by the reference, and the batch that fills the other: blocks of 8, two sequences."""
-    kv_format = synthetic_format(description)
-    plan = KVPlan.uniform(kv_format, kv_format, LAYER + 1)
-    caches = [PagedKVCache(plan, KVShape(heads, HEAD_DIM), num_blocks=9, block_size=8) for _ in range(2)]
-    paging = PagedSequences(9, 8, order=[4, 1, 8, 0, 7, 2, 6, 3, 5])
-    batch = paging.batch([paging.add(), paging.add()], [19, 9])
-    k, v = vectors(2, 28, heads, HEAD_DIM, seed=5)
-    k[2, 1] = 0.0
-    reference.store_kv(k, v, caches[0].view(LAYER, batch))
-    return caches, batch, k, v
+def made_up(name):
+    return RotatedFormat(name, "of this test alone", MADE_UP[name].bits, lambda _: MADE_UP[name])
 
 
-def check(ops, description, device=CPU):
-    (theirs, ours), batch, k, v = cache_pair(description)
-    if device != CPU:
-        ours = PagedKVCache(ours.plan, KVShape(2, HEAD_DIM), num_blocks=9, block_size=8, device=device)
-    device_batch = batch.to(device)
-    ops.store_kv(k.to(device), v.to(device), ours.view(LAYER, device_batch))
-    kv_format = theirs.kv[LAYER].k.kv_format
-    for x, mine, slow in (
-        (k, ours.kv[LAYER].k.fields, theirs.kv[LAYER].k.fields),
-        (v, ours.kv[LAYER].v.fields, theirs.kv[LAYER].v.fields),
+@pytest.fixture
+def registered(monkeypatch):
+    monkeypatch.setattr(formats, "_BY_NAME", dict(formats._BY_NAME))
+    for name in MADE_UP:
+        formats.register(made_up(name), made_up(name))
+
+
+def check_contract(table, name):
+    """Blocks of 8, two sequences: what is stored, and attention of both dtypes."""
+    shape = (name, HEAD_DIM, 3, 2, 8)
+    for case in (
+        Store(CacheCase(*shape, (0, 0), (19, 9))),
+        *(Attention(CacheCase(*shape, (12, 0), (7, 9)), d) for d in DTYPES),
     ):
-        block, offset = batch.slot_mapping // 8, batch.slot_mapping % 8
-        levels = [kv_format.levels({"codes": fields["codes"].cpu()[block, :, offset]}) for fields in (slow, mine)]
-        new = ({name: tensor.cpu()[block, :, offset] for name, tensor in fields.items()} for fields in (slow, mine))
-        assert compare_tokens(kv_format, LAYER, *new, x, bounds.ROTATED_FP32)[0].unexplained == 0
-        equal = (levels[0] == levels[1]).all(-1)
-        assert equal.float().mean() > 0.9
-        torch.testing.assert_close(
-            mine["scale"].cpu()[block, :, offset][equal], slow["scale"][block, :, offset][equal], rtol=2**-10, atol=0
-        )
-        for name in slow:  # attention is of the same bytes
-            mine[name].copy_(slow[name])
-    for dtype, bound in ((torch.float32, bounds.LAYER_FP32), (torch.bfloat16, bounds.LAYER_BF16)):
-        q = (2 * vectors(28, 6, HEAD_DIM, seed=6)).to(dtype)
-        slow = reference.paged_attention(q, theirs.view(LAYER, batch), HEAD_DIM**-0.5)
-        mine = ops.paged_attention(q.to(device), ours.view(LAYER, device_batch), HEAD_DIM**-0.5)
-        assert relative(mine, slow) <= bound.attention
+        ((_, finding),) = suite.run(table, [case])
+        assert finding.passed, (case, finding)
 
 
-@pytest.mark.parametrize("description", [SYNTHETIC, LOPSIDED], ids=["mirrored", "lopsided"])
-@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
-def test_a_made_up_format_runs_on_the_cpu(table, description):
-    check(table.open(), description)
+@pytest.mark.parametrize("name", MADE_UP)
+@pytest.mark.parametrize("table", suite.CPU, ids=lambda table: table.name)
+def test_a_made_up_format_runs_on_the_cpu(table, name, registered):
+    open_table(table)
+    check_contract(table, name)
 
 
-@pytest.mark.parametrize(
-    "description",
-    [
-        pytest.param(SYNTHETIC, id="mirrored", marks=pytest.mark.cuda_long),
-        pytest.param(LOPSIDED, id="lopsided", marks=pytest.mark.cuda_long),
-        pytest.param(IN_TWO_PLANES, id="two planes", marks=pytest.mark.cuda_long),
-    ],
-)
-def test_a_made_up_format_runs_on_a_gpu(description):
-    pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
-    from haarkv.tq_ops.cuda import ops
-
-    check(ops, description, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.cuda_long) for name in MADE_UP])
+def test_a_made_up_format_runs_on_a_gpu(name, registered):
+    open_table(suite.CUDA)
+    check_contract(suite.CUDA, name)
 
 
 # -- What backends read ----------------------------------------------------------------------------------------------------
@@ -206,12 +175,9 @@ def test_learned_keys_are_read_where_kernels_take_them():
 
 def test_tables_that_are_built_in_are_those_of_one_format():
     for reads in (cpu_layout.READS, cuda_layout.READS, ONNX_READS):
-        assert all(
-            unsupported_format(reads, synthetic_format(description), HEAD_DIM) is None
-            for description in (SYNTHETIC, LOPSIDED, IN_TWO_PLANES)
-        )
+        assert all(unsupported_format(reads, made_up(name), HEAD_DIM) is None for name in MADE_UP)
     assert (
-        unsupported_format(ONNX_EXPORTED, synthetic_format(), HEAD_DIM) == f"exported graphs read tq4, not made_up; {OTHERS}"
+        unsupported_format(ONNX_EXPORTED, made_up("mirrored"), HEAD_DIM) == f"exported graphs read tq4, not mirrored; {OTHERS}"
     )
 
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bases import basis_vectors, calibration
 from learned_slow import GOLDEN_BITS, ROWS, codes, golden_basis, slow
 from small_models import SMALL, resize_config
 
@@ -16,13 +15,17 @@ from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.formats.learned import COLUMNS, GAINS, Calibration
 from haarkv.tq_ops.formats.packing import eighth_widths
-from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.formats.synthetic import calibration, vectors
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
 
 HEADS, DIM = 2, 128
 SYNTHETIC = calibration(heads=HEADS, dim=DIM)
+
+
+def basis_vectors(basis_set, layer, tokens):
+    return vectors(basis_set.k[layer], tokens, torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("bits", GOLDEN_BITS)
@@ -117,22 +120,6 @@ def test_names_need_a_calibration_and_are_of_keys():
         calibration(heads=2, dim=48).format(4)
     with pytest.raises(InputError, match="the calibration is of 2 layers, and this model has 3"):
         KVSpec("k=lr3,v=tq4", calibration=SYNTHETIC).plan(3)
-
-
-def test_the_cache_stores_each_head_in_its_own_coordinates():
-    plan = KVSpec("k=lr4,v=tq3", calibration=SYNTHETIC).plan(2)
-    cache = PagedKVCache(plan, KVShape(HEADS, DIM), num_blocks=2, block_size=16)
-    paging = PagedSequences(2, 16, order=[1, 0])
-    batch = paging.batch([paging.add()], [20])
-    x = basis_vectors(SYNTHETIC, 1, 20)
-    # What a format has restored lies in the middle of its levels: no rounding moves one.
-    grid_vectors = [kv_format.dequantize(kv_format.quantize(x, 1), 1) for kv_format in plan.layers[1]]
-    cache.view(1, batch).write(*(vectors.transpose(0, 1).contiguous() for vectors in grid_vectors))
-    for kv_format, vectors, read in zip(plan.layers[1], grid_vectors, cache.kv[1].read(batch.block_table), strict=True):
-        expected = kv_format.dequantize(kv_format.quantize(vectors, 1), 1)
-        # Another order of sums of DIM products.
-        assert (read[0, :, :20] - expected).abs().max() <= DIM * 2.0**-24 * expected.norm(dim=-1).max()
-    assert cache.nbytes == 2 * HEADS * 32 * (64 + 2 + 48 + 2)
 
 
 def test_a_rank_stores_its_heads_as_the_whole_does():

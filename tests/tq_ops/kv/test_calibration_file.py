@@ -5,12 +5,12 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from bases import calibration
 
 from haarkv.codebooks.learned import Basis
 from haarkv.tq_ops import artifact
 from haarkv.tq_ops.artifact import CALIBRATION
 from haarkv.tq_ops.errors import InputError
+from haarkv.tq_ops.formats.synthetic import calibration
 from haarkv.tq_ops.kv import plan_file
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile, load, make_calibration, save
 from haarkv.tq_ops.kv.model_shape import ModelShape

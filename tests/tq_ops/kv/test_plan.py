@@ -188,7 +188,6 @@ def test_bytes_are_what_is_allocated(name, config):
     plan = replace(SPECS[name], skip_layers=(0,)).plan(config.num_layers)
     cache = PagedKVCache(plan, config.kv_shapes, num_blocks=5, num_rows=2, room=WINDOW_ROOM)
     shapes = config.kv_shapes
-    assert cache.nbytes == cache.num_slots * plan.bytes_per_token(shapes) + 2 * plan.window_bytes(shapes)
     one = PagedKVCache(plan, shapes, num_blocks=3, num_rows=1, room=WINDOW_ROOM).nbytes
     assert cache_bytes(plan, 300, shapes) == one
     assert cache_bytes(plan, 384, shapes, sequences=2) == 2 * one

@@ -108,7 +108,7 @@ template <class Simd, class P, int R> struct Attend {
     // The same of the first n packed keys, n > 0.
     void score_packed(Place k, int n, const uint8_t* values, const uint8_t* next_keys) {
         if (!P::scores(cache.k))
-            return score_unpacked<Simd, R>(cache.k, k, n, tile.q, tile.softmax_scale, stride, codes, numbers, logits);
+            return each_numbers<Simd>(cache.k, k, n, codes, numbers, [&](int key, int keys) { score_at(key, keys, numbers); });
         if (unpacks_nibbles(cache.k)) unpack_nibbles<Simd>(cache.k, k.codes, n, codes), k.codes = codes;
         products.score(k, n, reinterpret_cast<uint32_t*>(words), k_scale, logits, values, next_keys);
     }
@@ -123,9 +123,17 @@ template <class Simd, class P, int R> struct Attend {
     // The same of the first n packed values, n > 0, by the weights that `weigh` left.
     void mix_packed(Place v, int n, const uint8_t* next_keys) {
         if (!P::mixes(cache.v))
-            return mix_unpacked<Simd, R>(cache.v, v, n, weights, stride, shrink, codes, numbers, tile.sums);
+            return each_numbers<Simd>(cache.v, v, n, codes, numbers, [&](int key, int keys) { mix_at(key, keys, numbers); });
         if (unpacks_nibbles(cache.v)) unpack_nibbles<Simd>(cache.v, v.codes, n, codes), v.codes = codes;
         products.mix(v, n, weights, shrink, tile.sums, next_keys);
+    }
+
+    // Logits of a block's keys key ... key + keys - 1, x [keys, levels], which are numbers; and the same of its values.
+    void score_at(int key, int keys, const float* x) const {
+        score_numbers<Simd, R>(x, keys, cache.k.levels, tile.q, tile.softmax_scale, stride, logits + key);
+    }
+    void mix_at(int key, int keys, const float* x) const {
+        mix_numbers<Simd, R>(x, keys, cache.v.levels, weights + key, stride, key ? kOnes : shrink, tile.sums);
     }
 
     // Of how many of a block's first keys a row sees packed ones, 0 of none.

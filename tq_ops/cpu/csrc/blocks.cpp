@@ -21,6 +21,8 @@ typedef LanesPortable Lanes;
 #include "block_types.h"
 #include "block_projection.h"
 
+int64_t prepared_blocks(const Projection& p) { return whole_groups(p.in) * kBlockFloats * p.tokens; }
+
 void prepare_either(const Projection& p, int64_t begin, int64_t end) {
     if constexpr (Words::has_bytes)
         if (p.weight.x_bits == 8) return prepare_blocks<Narrow, true>(p, begin, end);
@@ -29,7 +31,7 @@ void prepare_either(const Projection& p, int64_t begin, int64_t end) {
 }  // namespace
 
 void HAARKV_SET::add_blocks(Kernels& kernels) {
-    kernels.prepare_blocks = prepare_either, kernels.project_blocks = project_blocks<Simd, Words, Lanes>;
+    kernels.blocks = {prepared_blocks, prepare_either, project_blocks<Simd, Words, Lanes>};
 }
 
 }  // namespace haarkv

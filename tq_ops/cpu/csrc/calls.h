@@ -64,15 +64,6 @@ struct HaarkvLinear {
     int32_t bf16, isa, threads;
 };
 
-// Some rows of a weight in blocks, restored.
-struct HaarkvRows {
-    Weight weight;        // [outputs, inputs]; its scales are not looked at
-    const int64_t* rows;  // [count]
-    float* y;             // [count, inputs]
-    int64_t count, outputs, inputs;
-    int32_t threads;
-};
-
 // One dense layer: its weights, the calls that its cache decides, and what else it declares. Norms of heads, biases and norms
 // behind the mixer and the MLP may be null. Norms are BF16 or FP32, biases of the model's dtype, and projections too, or
 // blocks.

@@ -5,12 +5,12 @@
 // The kernels are templates over `Simd`, one register of an instruction set. It provides: width (lanes), registers, F
 // (floats), I (as many 32-bit words), Table (16 floats); load, store, stream (past the caches, to a whole register's address),
 // fence (after it), zero, set1, add, mul, fma, max, round, times_power_of_two, expf, round_bf16, exp_bf16 (exp(x - most),
-// rounded to BF16), first(n, a, b), reduce_add, reduce_each (four of them at once, to the same bits), reduce_four (four sums
-// in an order of its own, times a factor), reduce_max; table, load_words, shift<N>, shift_by, lookup (by the low 4 bits of
-// each word), wide_table, lookup_bytes, lookup_wide (by the low 5 or 6 bits), no_words, store_words, add_reached (1 more where
-// y reaches a boundary), interleave, low_bf16, high_bf16, widen_halves and transpose. Where `moves_each` says so also Half (a
-// register of 32 bytes), repeated (bytes at p again and again), down (each eight bytes moved down by bits of their own),
-// two_bits (the lower ones of each nibble) and three_bits (those, and above them bit 0 of another's that were moved down).
+// rounded to BF16), first(n, a, b), reduce_add, reduce_each (four of them at once, to the same bits), reduce_max; table,
+// load_words, shift<N>, shift_by, lookup (by the low 4 bits of each word), wide_table, lookup_bytes, lookup_wide (by the low 5
+// or 6 bits), no_words, store_words, add_reached (1 more where y reaches a boundary), interleave, low_bf16, high_bf16,
+// widen_halves and transpose. Where `moves_each` says so also Half (a register of 32 bytes), repeated (bytes at p again and
+// again), down (each eight bytes moved down by bits of their own), two_bits (the lower ones of each nibble) and three_bits
+// (those, and above them bit 0 of another's that were moved down).
 
 // A compile-time number as a value, for generic lambdas.
 template <int N> struct Int {

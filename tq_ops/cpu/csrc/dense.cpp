@@ -12,7 +12,7 @@ namespace {
 
 void HAARKV_SET::add_dense(Kernels& kernels) {
     kernels.rotate = rotate<Simd>, kernels.quantize = quantize<Simd>;
-    kernels.prepared_floats = prepared_floats<Simd>, kernels.prepare = prepare<Simd>, kernels.project = project<Simd>;
+    kernels.dense = {prepared_floats<Simd>, prepare<Simd>, project<Simd>};
     kernels.rms_norm = rms_norm<Simd>, kernels.rope = rope, kernels.gated_mul = gated_mul<Simd>;
     kernels.delta_inputs = delta_inputs<Simd>, kernels.delta_columns = delta_columns<Simd>;
     kernels.widen = widen, kernels.narrow = narrow, kernels.add_up = add_up;

@@ -1,6 +1,7 @@
 // What the ops of the C interface share.
 #pragma once
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -22,6 +23,27 @@ void parallel_for(int threads, int64_t items, Body body, void* context);
 
 template <class F> void parallel_for(int threads, int64_t items, F& function) {
     parallel_for(threads, items, [](void* f, int64_t item, int thread) { (*static_cast<F*>(f))(item, thread); }, &function);
+}
+
+// -- Which kernels take what.
+
+inline const Attender& attender(const Kernels& kernels, const Cache& cache, const Tile* tiles, int count) {
+    for (const Attender* by : {&kernels.by_tiles, &kernels.by_integers})
+        if (by->attend && by->takes(cache, tiles, count)) return *by;
+    return kernels.by_floats;
+}
+
+// Floats of scratch that any of them needs.
+inline int64_t attention_floats(const Kernels& kernels, const Cache& cache) {
+    int64_t most = kernels.by_floats.scratch_floats(cache);
+    for (const Attender* by : {&kernels.by_tiles, &kernels.by_integers})
+        if (by->attend) most = std::max(most, by->scratch_floats(cache));
+    return most;
+}
+
+inline const Projector& projector(const Kernels& kernels, const Projection& p) {
+    if (in_blocks(p.weight.stored)) return kernels.blocks;
+    return p.all_bf16() && kernels.bf16.project ? kernels.bf16 : kernels.dense;
 }
 
 // -- Projections of the same tokens by several weights.

@@ -217,9 +217,8 @@ template <int R> class IntegerValues {
         for (int key = 0; key < n; key += kStretch) {
             const int keys = smaller(n - key, kStretch);
             weigh(weights + key, keys);
-            float own[R];
-            for (int r = 0; r < R; ++r) own[r] = key ? 1.0f : shrink[r];
-            mix_stretch(at.codes + key * bytes, words, keys, own, sums, ahead + n * early + key * late, keys * late);
+            mix_stretch(at.codes + key * bytes, words, keys, key ? kOnes : shrink, sums, ahead + n * early + key * late,
+                        keys * late);
         }
     }
 

@@ -15,23 +15,14 @@ namespace {
 
 template <int R> using Integers = Products<KeyProducts<IntegerSums, R>, IntegerValues<R>>;
 
-Kernels others;
-
 // Only levels of up to 4 bits, or of several widths, and BF16 activations become integers; FP32 stays FP32.
-void attend_either(const Cache& cache, const Tile* tiles, int count, float* scratch) {
-    if (tiles->bf16 && (cache.k.cell == kNibble || cache.k.columns || cache.v.cell == kNibble))
-        return attend_pass<Simd, Integers>(cache, tiles, count, scratch);
-    others.attend(cache, tiles, count, scratch);
-}
-
-int64_t scratch_of_either(const Cache& cache) {
-    return larger(others.scratch_floats(cache), scratch_of_passes<Simd, Integers>(cache));
+bool takes_integers(const Cache& cache, const Tile* tiles, int) {
+    return tiles->bf16 && (cache.k.cell == kNibble || cache.k.columns || cache.v.cell == kNibble);
 }
 }  // namespace
 
 void add_integers(Kernels& kernels) {
-    others = kernels;
-    kernels.attend = attend_either, kernels.scratch_floats = scratch_of_either;
+    kernels.by_integers = {takes_integers, scratch_of_passes<Simd, Integers>, attend_pass<Simd, Integers>};
 }
 
 }  // namespace haarkv

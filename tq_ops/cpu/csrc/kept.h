@@ -150,10 +150,8 @@ void split_weights(const KeptKeys<R>& keys, int n, int stride, float* weights, f
 template <class Simd, int R>
 void mix_kept(const KeptRows<R>& rows, const KeptKeys<R>& keys, int n, const float* p, int stride, const float* shrink,
               float* sums) {
-    float one[R];
-    for (int r = 0; r < R; ++r) one[r] = 1.0f;
     keys.each(rows, n, [&](int key, int count, const uint16_t* x) {
         mix_numbers<Simd, R>(x, count, rows.dim, p + key, stride, shrink, sums);
-        shrink = one;
+        shrink = kOnes;
     });
 }

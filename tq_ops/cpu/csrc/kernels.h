@@ -110,14 +110,13 @@ struct Tile {
     float* kept_totals;  // [rows] out, where V has such tokens: their sum of p, 0 where no row sees one
 };
 
-// A matrix [inputs, outputs], row-major, by which rows are multiplied: one for all KV heads, or one a KV head.
+// A matrix [inputs, outputs] of BF16 numbers, row-major, by which rows are multiplied: one for all KV heads, or one a KV head.
 struct Matrix {
-    const void* numbers;
-    // The same as tiles of BF16 numbers, [inputs / 32, outputs / 16, 16 pairs of inputs, 16, 2], zeros after the last input;
-    // null where the numbers are not BF16 ones.
-    const void* pairs;
+    const uint16_t* numbers;
+    // The same as tiles, [inputs / 32, outputs / 16, 16 pairs of inputs, 16, 2], zeros after the last input; or null.
+    const uint16_t* pairs;
     int64_t head_stride;  // numbers from a KV head's matrix to the next; 0 if they share one
-    int32_t inputs, outputs, bf16;
+    int32_t inputs, outputs;
 };
 
 // How vectors become levels; without a matrix they are plain numbers, which `cell` says. By a rotation (`mean` is null):
@@ -236,30 +235,36 @@ struct DeltaTurn {
     float* kept_memory(const GatedDelta& o, int64_t token) const { return o.memories + place(o, token) * o.memory_size(); }
 };
 
-struct Kernels {
-    // Floats of scratch that `attend` needs, for any activations.
-    int64_t (*scratch_floats)(const Cache&);
-    // Of up to kMaxTiles tiles that share their KV head, sequence and blocks.
+// Attention of up to kMaxTiles tiles that share their KV head, sequence and blocks.
+struct Attender {
+    bool (*takes)(const Cache&, const Tile*, int count);
+    int64_t (*scratch_floats)(const Cache&);  // that `attend` needs, for any tiles
     void (*attend)(const Cache&, const Tile*, int count, float* scratch);
+};
+
+// How x is multiplied with a weight.
+struct Projector {
+    int64_t (*prepared_floats)(const Projection&);  // of `prepared`
+    // Prepares tokens begin ... end - 1; begin is a multiple of kTokensTogether.
+    void (*prepare)(const Projection&, int64_t begin, int64_t end);
+    // All tokens, which are prepared, by rows begin ... end - 1; begin is a multiple of kRowsTogether. Scratch of [rows,
+    // tokens], both rounded up to these; with blocks of the size above.
+    void (*project)(const Projection&, int64_t begin, int64_t end, float* scratch);
+};
+
+// Null where a set has nothing better than what stands before it. The driver chooses (driver.h).
+struct Kernels {
+    Attender by_floats, by_integers, by_tiles;
+    Projector dense, bf16, blocks;  // `bf16`: of a BF16 weight with BF16 x
     // y [rows, outputs] = x [rows, inputs] @ the matrix of a KV head; rows <= kMaxRows.
     void (*rotate)(const float* x, int rows, const Matrix& matrix, int head, float* y);
     // The same by `pairs`, where there are any and activations are BF16, for up to kMaxTiles * kMaxRows rows. `exact` says
-    // that x holds BF16 numbers. Null where `rotate` is as good.
+    // that x holds BF16 numbers.
     void (*rotate_pairs)(const float* x, int rows, bool exact, const Matrix& matrix, int head, float* y);
     // Vectors x [rows, D], finite, of a KV head where these differ; codes[r] [bytes]; scratch [2 * rows * D]; rows <=
     // kMaxRows.
     void (*quantize)(const Quantizer&, int head, const float* x, int rows, float* scratch, uint8_t* const* codes,
                      uint16_t* const* scales);
-    // Floats of `prepared`.
-    int64_t (*prepared_floats)(const Projection&);
-    // Prepares tokens begin ... end - 1; begin is a multiple of kTokensTogether.
-    void (*prepare)(const Projection&, int64_t begin, int64_t end);
-    // All tokens, which are prepared, by rows begin ... end - 1; begin is a multiple of kRowsTogether. Scratch of [rows,
-    // tokens], both rounded up to these.
-    void (*project)(const Projection&, int64_t begin, int64_t end, float* scratch);
-    // The same of weights in blocks; prepared x and scratch are of the sizes above.
-    void (*prepare_blocks)(const Projection&, int64_t begin, int64_t end);
-    void (*project_blocks)(const Projection&, int64_t begin, int64_t end, float* scratch);
     // Rows, or of the last numbers, begin ... end - 1.
     void (*rms_norm)(const RmsNorm&, int64_t begin, int64_t end);
     void (*rope)(const Rope&, int64_t begin, int64_t end);

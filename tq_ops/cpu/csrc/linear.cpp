@@ -36,10 +36,7 @@ bool alike(const Weight& a, const Weight& b) {
 
 void project_alike(const HaarkvLinear* linears, int count) {
     const HaarkvLinear& l = linears[0];
-    const Kernels& kernels = kernels_of(l.isa);
     const bool blocks = in_blocks(l.weight.stored);
-    const auto prepare_tokens = blocks ? kernels.prepare_blocks : kernels.prepare;
-    const auto project_rows = blocks ? kernels.project_blocks : kernels.project;
     Piece pieces[kMostTogether];
     int64_t items = 0, aside = 0;
     for (int i = 0; i < count; ++i) {
@@ -56,8 +53,8 @@ void project_alike(const HaarkvLinear* linears, int count) {
     static thread_local Scratch prepared, sums;
     float* const scratch = sums.of(threads * aside);
     const Projection& whole = pieces[0].p;
-    const int64_t of_blocks = round_up(l.inputs / kBlock, kBlocksTogether) * kBlockFloats * whole.tokens;
-    float* const x = prepared.of(blocks ? of_blocks : kernels.prepared_floats(whole));
+    const Projector& by = projector(kernels_of(l.isa), whole);
+    float* const x = prepared.of(by.prepared_floats(whole));
     for (int64_t first = 0; first < l.tokens; first += kMostTokens) {
         for (int i = 0; i < count; ++i) {
             Projection& p = pieces[i].p;
@@ -66,13 +63,13 @@ void project_alike(const HaarkvLinear* linears, int count) {
         }
         const Projection& p = pieces[0].p;
         auto prepare = [&](int64_t item, int) {
-            prepare_tokens(p, item * kTokensTogether, std::min(p.tokens, (item + 1) * kTokensTogether));
+            by.prepare(p, item * kTokensTogether, std::min(p.tokens, (item + 1) * kTokensTogether));
         };
         auto project = [&](int64_t item, int thread) {
             const Piece* piece = pieces;
             for (; item >= piece->items; ++piece) item -= piece->items;
             const int64_t begin = item * piece->rows;
-            project_rows(piece->p, begin, std::min(piece->p.out, begin + piece->rows), scratch + thread * aside);
+            by.project(piece->p, begin, std::min(piece->p.out, begin + piece->rows), scratch + thread * aside);
         };
         parallel_for(threads, divide_up(p.tokens, kTokensTogether), prepare);
         parallel_for(threads, items, project);

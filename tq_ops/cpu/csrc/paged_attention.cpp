@@ -214,38 +214,29 @@ void find_less(const HaarkvAttention& a, const float* x, Tile& tile) {
     }
 }
 
-// The rotated queries of a pass, [rows, k.levels].
-void rotate(const HaarkvAttention& a, const Kernels& kernels, Wave& wave, const Pass& pass, float* scratch, float* rotated) {
+// Rotates the queries of tiles, tile_at(0) and so on, as keys of a stretch meet them, to [rows, k.levels]; 0 of keys that are
+// stored as they are. Scratch of [kPassRows, head_dim].
+template <class TileAt>
+void rotate(const HaarkvAttention& a, const Kernels& kernels, TileAt tile_at, int count, int64_t stretch, float* scratch,
+            float* rotated) {
     const int64_t dim = a.cache.head_dim;
     float* x = a.rotation.numbers ? scratch : rotated;
     int rows = 0;
-    for (int t = 0; t < pass.tiles; ++t) {
-        Tile& tile = wave.tiles[pass.first_tile + t].tile;
-        for (int r = 0; r < tile.rows; ++r, ++rows) widen(kernels, tile.own[r], a.bf16, dim, x + rows * dim);
+    for (int t = 0; t < count; ++t) {
+        Tile& tile = tile_at(t);
+        for (int r = 0; r < tile.rows; ++r, ++rows) {
+            widen(kernels, tile.own[r], a.bf16, dim, x + rows * dim);
+            if (a.stretches.cos) turn_back(a.stretches, stretch, x + rows * dim);
+            tile.q[r] = rotated + rows * a.cache.k.levels;
+        }
         find_less(a, x + (rows - tile.rows) * dim, tile);
     }
-    if (a.rotation.numbers) multiply(a, kernels, x, rows, a.bf16, a.rotation, pass.kv_head, rotated);
+    if (a.rotation.numbers) multiply(a, kernels, x, rows, a.bf16 && !stretch, a.rotation, tile_at(0).kv_head, rotated);
 }
 
-// Floats of scratch that `rotate_for` needs.
+// Floats of scratch that a split's queries need.
 int64_t turned_floats(const HaarkvAttention& a) {
     return a.stretches.cos ? kPassRows * (a.cache.head_dim + a.cache.k.levels) : 0;
-}
-
-// Rotated queries of a pass as keys of a stretch meet them.
-void rotate_for(const HaarkvAttention& a, const Kernels& kernels, int64_t stretch, Tile* tiles, int count, float* scratch) {
-    const int64_t dim = a.cache.head_dim;
-    float *x = scratch, *rotated = scratch + kPassRows * dim;
-    int rows = 0;
-    for (int t = 0; t < count; ++t) {
-        for (int r = 0; r < tiles[t].rows; ++r, ++rows) {
-            widen(kernels, tiles[t].own[r], a.bf16, dim, x + rows * dim);
-            turn_back(a.stretches, stretch, x + rows * dim);
-            tiles[t].q[r] = rotated + rows * a.cache.k.levels;
-        }
-        find_less(a, x + (rows - tiles[t].rows) * dim, tiles[t]);
-    }
-    multiply(a, kernels, x, rows, a.bf16 && !stretch, a.rotation, tiles->kv_head, rotated);
 }
 
 // Attends to one wave.
@@ -254,10 +245,9 @@ void attend(const HaarkvAttention& a, const Kernels& kernels, Wave& wave, const 
     const int64_t k_levels = a.cache.k.levels, passes = static_cast<int64_t>(wave.passes.size());
     auto rotate_pass = [&](int64_t item, int thread) {
         const Pass& pass = wave.passes[item];
-        float* rotated = queries + pass.first_tile * kMaxRows * k_levels;
-        rotate(a, kernels, wave, pass, scratch + thread * scratch_size, rotated);
-        for (int t = 0; t < pass.tiles; ++t)
-            for (int r = 0; r < kMaxRows; ++r, rotated += k_levels) wave.tiles[pass.first_tile + t].tile.q[r] = rotated;
+        rotate(
+            a, kernels, [&](int t) -> Tile& { return wave.tiles[pass.first_tile + t].tile; }, pass.tiles, 0,
+            scratch + thread * scratch_size, queries + pass.first_tile * kMaxRows * k_levels);
     };
     if (!a.stretches.cos) parallel_for(a.threads, passes, rotate_pass);
 
@@ -274,10 +264,13 @@ void attend(const HaarkvAttention& a, const Kernels& kernels, Wave& wave, const 
             tiles[t].kept_totals = partials.kept_totals(index), tiles[t].kept_sums = partials.kept_sums(index);
         }
         float* const own = scratch + thread * scratch_size;
-        if (!a.stretches.cos) return kernels.attend(a.cache, tiles, pass.tiles, own);
+        const auto attend = attender(kernels, a.cache, tiles, pass.tiles).attend;
+        if (!a.stretches.cos) return attend(a.cache, tiles, pass.tiles, own);
         const int64_t stretch = static_cast<int64_t>(split.first_block) * a.cache.block_size / kStretchKeys;
-        rotate_for(a, kernels, stretch, tiles, pass.tiles, own);
-        kernels.attend(a.cache, tiles, pass.tiles, own + turned_floats(a));
+        rotate(
+            a, kernels, [&](int t) -> Tile& { return tiles[t]; }, pass.tiles, stretch, own,
+            own + kPassRows * a.cache.head_dim);
+        attend(a.cache, tiles, pass.tiles, own + turned_floats(a));
         // What logits lack is another number in each stretch.
         for (int t = 0; t < pass.tiles; ++t)
             for (int r = 0; r < tiles[t].rows; ++r) tiles[t].maxima[r] += tiles[t].less[r];
@@ -298,7 +291,7 @@ extern "C" {
 __attribute__((visibility("default"))) void haarkv_attention(const HaarkvAttention* a) {
     const Kernels& kernels = kernels_of(a->isa);
     const Cache& cache = a->cache;
-    const int64_t own = std::max<int64_t>(kernels.scratch_floats(cache) + turned_floats(*a), merged_floats(cache));
+    const int64_t own = std::max<int64_t>(attention_floats(kernels, cache) + turned_floats(*a), merged_floats(cache));
     const int64_t scratch_size = divide_up(own, 16) * 16;
     // Kept from call to call: blocks of some megabytes that come and go leave gaps in the heap, which add up.
     static thread_local Scratch own_scratch, numbers, queries;

@@ -28,11 +28,10 @@ template <class Simd, template <int> class Products> class Pass {
     void score(Place k, int base, int n, const uint8_t* values, const uint8_t*) {
         each([&](int t) { packed_[t] = rows(t).packed_keys(base, n_[t], seen_[t]); });
         fetch_bytes(values, n * cache_.v.bytes);
-        if (!P::scores(cache_.k)) {
-            score_numbers_of(k);
-        } else {
+        if (P::scores(cache_.k))
             score_nibbles(k);
-        }
+        else
+            each_number(cache_.k, k, [](Rows& of, int key, int keys, const float* x) { of.score_at(key, keys, x); });
         each([&](int t) { rows(t).score_exact(base, n_[t], seen_[t]); });
     }
 
@@ -43,11 +42,10 @@ template <class Simd, template <int> class Products> class Pass {
             if (!packed_[t]) shrink_sums<R>(rows(t).shrink, cache_.v.levels, rows(t).tile.sums);
         });
         fetch_bytes(next_keys, n * cache_.k.bytes);
-        if (!P::mixes(cache_.v)) {
-            mix_numbers_of(v);
-        } else {
+        if (P::mixes(cache_.v))
             mix_nibbles(v);
-        }
+        else
+            each_number(cache_.v, v, [](Rows& of, int key, int keys, const float* x) { of.mix_at(key, keys, x); });
     }
 
     void finish() {
@@ -79,33 +77,14 @@ template <class Simd, template <int> class Products> class Pass {
         return most;
     }
 
-    // A block's vectors as numbers, kTileKeys at a time: body(t, key, keys, numbers) for tiles that see any of them packed.
+    // A block's vectors as numbers: body(rows, key, keys, numbers) for tiles that see any of some keys packed.
     template <class Body> void each_number(const Side& side, Place at, Body body) {
         Rows& first = rows(0);
-        for (int key = 0, most = most_packed(); key < most; key += kTileKeys) {
-            numbers_of<Simd>(side, at, key, smaller(most - key, kTileKeys), first.codes, first.numbers);
+        each_numbers<Simd>(side, at, most_packed(), first.codes, first.numbers, [&](int key, int) {
             each([&](int t) {
                 const int keys = smaller(packed_[t] - key, kTileKeys);
-                if (keys > 0) body(t, key, keys, first.numbers);
+                if (keys > 0) body(rows(t), key, keys, first.numbers);
             });
-        }
-    }
-
-    void score_numbers_of(Place k) {
-        const Side& side = cache_.k;
-        each_number(side, k, [&](int t, int key, int keys, const float* numbers) {
-            const Rows& of = rows(t);
-            score_numbers<Simd, R>(numbers, keys, side.levels, of.tile.q, of.tile.softmax_scale, of.stride, of.logits + key);
-        });
-    }
-
-    void mix_numbers_of(Place v) {
-        float one[R];
-        for (int r = 0; r < R; ++r) one[r] = 1.0f;
-        each_number(cache_.v, v, [&](int t, int key, int keys, const float* numbers) {
-            Rows& of = rows(t);
-            mix_numbers<Simd, R>(numbers, keys, cache_.v.levels, of.weights + key, of.stride, key ? one : of.shrink,
-                                 of.tile.sums);
         });
     }
 
@@ -138,8 +117,6 @@ template <class Simd, template <int> class Products> class Pass {
         if (!most) return;
         const uint8_t* codes = nibbles(cache_.v, v, most);
         const int64_t bytes = cache_.v.cell == kNibble ? nibble_bytes(cache_.v) : cache_.v.bytes;
-        float one[R];
-        for (int r = 0; r < R; ++r) one[r] = 1.0f;
         for (int key = 0; key < most; key += P::kValuesTogether) {
             auto each_left = [&](auto body) {
                 each([&](int t) {
@@ -151,7 +128,7 @@ template <class Simd, template <int> class Products> class Pass {
             P::units(words, [&](auto unit, int word) {
                 P::look_up_values(unit, cache_, codes + key * bytes, word, smaller(most - key, P::kValuesTogether), slab_);
                 each_left([&](Rows& of, int keys) {
-                    of.products.mix_shared(unit, slab_, keys, key ? one : of.shrink, of.tile.sums + word);
+                    of.products.mix_shared(unit, slab_, keys, key ? kOnes : of.shrink, of.tile.sums + word);
                 });
             });
         }

@@ -57,11 +57,6 @@ struct Avx2 {
         sums = _mm256_add_ps(sums, _mm256_permute_ps(sums, 0xb1));
         _mm_storeu_ps(out, _mm_blend_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1), 0xa));
     }
-    static void reduce_four(F a, F b, F c, F d, float factor, float* out) {
-        const F sums = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
-        const __m128 all = _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1));
-        _mm_storeu_ps(out, _mm_mul_ps(all, _mm_set1_ps(factor)));
-    }
     static float reduce_max(F x) {
         __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
         y = _mm_max_ps(y, _mm_movehl_ps(y, y));

@@ -56,15 +56,6 @@ struct Avx512 {
         const I firsts = _mm512_castsi128_si512(_mm_setr_epi32(0, 4, 8, 12));
         _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, sums)));
     }
-    static void reduce_four(F a, F b, F c, F d, float factor, float* out) {
-        const F ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-        const F cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
-        const __m512d x = _mm512_castps_pd(ab), y = _mm512_castps_pd(cd);
-        const F sums = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
-        const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(sums), _mm512_extractf32x8_ps(sums, 1));
-        const __m128 all = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-        _mm_storeu_ps(out, _mm_mul_ps(all, _mm_set1_ps(factor)));
-    }
     static float reduce_max(F x) { return _mm512_reduce_max_ps(x); }
 
     static Table table(const float* centroids) { return load(centroids); }

@@ -64,10 +64,6 @@ struct Portable {
     static void reduce_each(F a, F b, F c, F d, float* out) {
         out[0] = reduce_add(a), out[1] = reduce_add(b), out[2] = reduce_add(c), out[3] = reduce_add(d);
     }
-    static void reduce_four(F a, F b, F c, F d, float factor, float* out) {
-        out[0] = reduce_add(a) * factor, out[1] = reduce_add(b) * factor;
-        out[2] = reduce_add(c) * factor, out[3] = reduce_add(d) * factor;
-    }
     static float reduce_max(F x) {
         float m = x[0];
         for (int i = 1; i < 8; ++i) m = m > x[i] ? m : x[i];

@@ -87,8 +87,6 @@ struct Together {
         if (cache.v.cell != kNibble) return mix_numbers(v, n, mixing, some, next_keys);
         if (unpacks_nibbles(cache.v)) unpack_nibbles<Avx512>(cache.v, v.codes, n, rows(0).codes), v.codes = rows(0).codes;
         const ByteTables tables(cache.v.integers);
-        float one[R];
-        for (int r = 0; r < R; ++r) one[r] = 1.0f;
         for (int key = 0; key < n; key += kStretch) {
             const int keys = smaller(n - key, kStretch);
             interleave_values(cache, v.codes + key * nibble_bytes(cache.v), keys, next_keys + key * cache.k.bytes,
@@ -104,7 +102,8 @@ struct Together {
                 auto each = [&](At at) { return Product{bytes_of(first_of[at.rows]).p, found.bytes + at.tile * kApart}; };
                 multiply_all(pairs, kTilesAtOnce, chunks_of(keys), each, [&](At at, const int32_t* sums) {
                     for (int t = first_of[at.rows], half = 0; half < 2; ++t, ++half)
-                        if (mixes[t]) rows(t).products.mix(sums + half * R * 16, column + at.tile, key ? one : rows(t).shrink);
+                        if (mixes[t])
+                            rows(t).products.mix(sums + half * R * 16, column + at.tile, key ? kOnes : rows(t).shrink);
                 });
             }
         }
@@ -148,8 +147,6 @@ struct Together {
     }
 
     void mix_numbers(Place v, int n, const int* mixing, int some, const uint8_t* next_keys) {
-        float one[R];
-        for (int r = 0; r < R; ++r) one[r] = 1.0f;
         for (int key = 0; key < n; key += kStretch) {
             const int keys = smaller(n - key, kStretch);
             put_values(cache.v, v, key, keys, numbers, next_keys + key * cache.k.bytes, cache.k.bytes);
@@ -157,7 +154,7 @@ struct Together {
                 TileRows<R>& of = rows(mixing[i]);
                 put_weights(of.weights + key, of.stride, keys, of.products.p);
                 for (int column = 0; column < cache.v.levels; column += kPairs)
-                    mix_tile(numbers, column, keys, of.products.p, cache.v.levels, key ? one : of.shrink, of.tile.sums);
+                    mix_tile(numbers, column, keys, of.products.p, cache.v.levels, key ? kOnes : of.shrink, of.tile.sums);
             }
         }
     }

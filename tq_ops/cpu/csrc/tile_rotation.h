@@ -27,7 +27,7 @@ inline void rotate_tiles(const float* x, int rows, bool exact, const Matrix& mat
     const int inputs = matrix.inputs, outputs = matrix.outputs, chunks = (inputs + kPairs - 1) / kPairs,
               columns = outputs / 16;
     const int64_t apart = chunks * kTileBytes, distance = columns * 512;
-    const auto* pairs = static_cast<const uint16_t*>(matrix.pairs);
+    const uint16_t* pairs = matrix.pairs;
     if (matrix.head_stride) pairs += head * chunks * distance;
     const int together = exact ? 32 : 16;  // rows
     const Tiles current(whole_shapes());

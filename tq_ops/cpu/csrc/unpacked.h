@@ -2,6 +2,9 @@
 
 constexpr int kTileKeys = 16;  // vectors that are numbers at a time
 
+// By what sums shrink that have shrunk already.
+constexpr float kOnes[kMaxRows] = {1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f};
+
 // Places a plane's bits of n vectors in cells, SHIFT bits up, beside those that are there if SHIFT. A word's bits go to the
 // place of the word in each part; the mask drops what a shift brings over from the byte beside.
 template <class Word, int CELL, int WIDTH, int SHIFT>
@@ -132,6 +135,17 @@ __attribute__((noinline)) void numbers_of(const Side& side, Place at, int key, i
     from_bytes<Simd, 8>(side, at, key, n, level, out);
 }
 
+// A block's first n vectors as numbers, kTileKeys at a time: body(key, keys), of `numbers` as `numbers_of` leaves them.
+template <class Simd, class Body>
+inline void each_numbers(const Side& side, Place at, int n, uint8_t* bytes, float* numbers, Body body) {
+    for (int key = 0; key < n; key += kTileKeys) {
+        const int keys = smaller(n - key, kTileKeys);
+        fetch_bytes(at.codes + static_cast<int64_t>(key + keys) * side.bytes, smaller(n - key - keys, kTileKeys) * side.bytes);
+        numbers_of<Simd>(side, at, key, keys, bytes, numbers);
+        body(key, keys);
+    }
+}
+
 // logits[r * stride + i] = q[r] . x[i] * factor, of KEYS vectors of FP32 or BF16 numbers. The sum of a product does not depend
 // on what else is here.
 template <class Simd, int R, int KEYS, class Number>
@@ -152,14 +166,12 @@ __attribute__((always_inline)) inline void score_keys(const Number* x, int dim, 
         }
     }
     for (int r = 0; r < R; ++r) {
-        auto sum = [&](int k) __attribute__((always_inline)) { return k < KEYS ? acc[k < KEYS ? k : 0][r] : Simd::zero(); };
-        if constexpr (KEYS == 4) {
-            Simd::reduce_four(sum(0), sum(1), sum(2), sum(3), factor, logits + r * stride);
-        } else {
-            float found[4];
-            Simd::reduce_four(sum(0), sum(1), Simd::zero(), Simd::zero(), factor, found);
-            for (int k = 0; k < KEYS; ++k) logits[r * stride + k] = found[k];
-        }
+        float* to = logits + r * stride;
+        if constexpr (KEYS == 4)
+            Simd::reduce_each(acc[0][r], acc[1][r], acc[2][r], acc[3][r], to);
+        else
+            for (int k = 0; k < KEYS; ++k) to[k] = Simd::reduce_add(acc[k][r]);
+        for (int k = 0; k < KEYS; ++k) to[k] *= factor;
     }
 }
 
@@ -216,30 +228,4 @@ void mix_numbers(const Number* x, int n, int dim, const float* weights, int stri
 template <int R> void shrink_sums(const float* shrink, int n, float* sums) {
     for (int r = 0; r < R; ++r)
         for (int i = 0; i < n; ++i) sums[r * n + i] *= shrink[r];
-}
-
-// Logits [R, stride] of a block's first n keys.
-template <class Simd, int R>
-void score_unpacked(const Side& side, Place at, int n, const float* const* q, float factor, int stride, uint8_t* bytes,
-                    float* numbers, float* logits) {
-    for (int key = 0; key < n; key += kTileKeys) {
-        const int keys = smaller(n - key, kTileKeys);
-        fetch_bytes(at.codes + static_cast<int64_t>(key + keys) * side.bytes, smaller(n - key - keys, kTileKeys) * side.bytes);
-        numbers_of<Simd>(side, at, key, keys, bytes, numbers);
-        score_numbers<Simd, R>(numbers, keys, side.levels, q, factor, stride, logits + key);
-    }
-}
-
-// Adds a block's first n vectors to sums [R, levels], which shrink first.
-template <class Simd, int R>
-void mix_unpacked(const Side& side, Place at, int n, const float* weights, int stride, const float* shrink, uint8_t* bytes,
-                  float* numbers, float* sums) {
-    float one[R];
-    for (int r = 0; r < R; ++r) one[r] = 1.0f;
-    for (int key = 0; key < n; key += kTileKeys) {
-        const int keys = smaller(n - key, kTileKeys);
-        fetch_bytes(at.codes + static_cast<int64_t>(key + keys) * side.bytes, smaller(n - key - keys, kTileKeys) * side.bytes);
-        numbers_of<Simd>(side, at, key, keys, bytes, numbers);
-        mix_numbers<Simd, R>(numbers, keys, side.levels, weights + key, stride, key ? one : shrink, sums);
-    }
 }

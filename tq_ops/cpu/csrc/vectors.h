@@ -1,12 +1,6 @@
 // Whole vectors: rotated by a matrix, and quantized.
 
-// COLUMNS registers of a matrix's row. Of BF16 each pair of registers holds even columns, then odd ones: one load widens to
-// both.
-template <class Simd, int COLUMNS> inline void load_columns(const float* row, typename Simd::F* value) {
-#pragma GCC unroll 8
-    for (int c = 0; c < COLUMNS; ++c) value[c] = Simd::load(row + c * Simd::width);
-}
-
+// COLUMNS registers of a matrix's row. Each pair of registers holds even columns, then odd ones: one load widens to both.
 template <class Simd, int COLUMNS> inline void load_columns(const uint16_t* row, typename Simd::F* value) {
     if constexpr (COLUMNS % 2 == 1) {
 #pragma GCC unroll 8
@@ -21,13 +15,13 @@ template <class Simd, int COLUMNS> inline void load_columns(const uint16_t* row,
 }
 
 // COLUMNS registers of columns from `column` on of y [R, outputs] = x [R, inputs] @ matrix.
-template <class Simd, int R, int COLUMNS, class M>
-inline void rotate_columns(const float* x, const M* matrix, int inputs, int outputs, int column, float* y) {
+template <class Simd, int R, int COLUMNS>
+inline void rotate_columns(const float* x, const uint16_t* matrix, int inputs, int outputs, int column, float* y) {
     typename Simd::F acc[COLUMNS][R];
     for (int c = 0; c < COLUMNS; ++c)
         for (int r = 0; r < R; ++r) acc[c][r] = Simd::zero();
     for (int i = 0; i < inputs; ++i) {
-        const M* row = matrix + static_cast<int64_t>(i) * outputs + column;
+        const uint16_t* row = matrix + static_cast<int64_t>(i) * outputs + column;
         typename Simd::F value[COLUMNS];
         load_columns<Simd, COLUMNS>(row, value);
 #pragma GCC unroll 8
@@ -37,7 +31,7 @@ inline void rotate_columns(const float* x, const M* matrix, int inputs, int outp
             for (int c = 0; c < COLUMNS; ++c) acc[c][r] = Simd::fma(value[c], factor, acc[c][r]);
         }
     }
-    if constexpr (COLUMNS % 2 == 0 && sizeof(M) == 2)
+    if constexpr (COLUMNS % 2 == 0)
         for (int c = 0; c < COLUMNS; c += 2)
             for (int r = 0; r < R; ++r) {
                 const typename Simd::F even = acc[c][r], odd = acc[c + 1][r];
@@ -47,8 +41,8 @@ inline void rotate_columns(const float* x, const M* matrix, int inputs, int outp
         for (int r = 0; r < R; ++r) Simd::store(y + r * outputs + column + c * Simd::width, acc[c][r]);
 }
 
-// For a matrix in FP32 or BF16, of a multiple of 16 columns.
-template <class Simd, int R, class M> void rotate_rows(const float* x, const M* matrix, int inputs, int outputs, float* y) {
+// For a matrix of a multiple of 16 columns.
+template <class Simd, int R> void rotate_rows(const float* x, const uint16_t* matrix, int inputs, int outputs, float* y) {
     constexpr int kColumns = R * 8 <= kAccumulators<Simd>   ? 8
                              : R * 4 <= kAccumulators<Simd> ? 4
                              : R * 2 <= kAccumulators<Simd> ? 2
@@ -59,15 +53,9 @@ template <class Simd, int R, class M> void rotate_rows(const float* x, const M* 
     for (; column < outputs; column += Simd::width) rotate_columns<Simd, R, 1>(x, matrix, inputs, outputs, column, y);
 }
 
-template <class Simd, int R> void rotate_rows(const float* x, const Matrix& matrix, int head, float* y) {
-    const int64_t begin = head * matrix.head_stride;
-    if (matrix.bf16)
-        return rotate_rows<Simd, R>(x, static_cast<const uint16_t*>(matrix.numbers) + begin, matrix.inputs, matrix.outputs, y);
-    rotate_rows<Simd, R>(x, static_cast<const float*>(matrix.numbers) + begin, matrix.inputs, matrix.outputs, y);
-}
-
 template <class Simd> void rotate(const float* x, int rows, const Matrix& matrix, int head, float* y) {
-    with_rows(rows, [&](auto r) { rotate_rows<Simd, decltype(r)::value>(x, matrix, head, y); });
+    const uint16_t* numbers = matrix.numbers + head * matrix.head_stride;
+    with_rows(rows, [&](auto r) { rotate_rows<Simd, decltype(r)::value>(x, numbers, matrix.inputs, matrix.outputs, y); });
 }
 
 // Writes x / ||x|| rounded to BF16 and returns the norm. Doubles neither underflow nor overflow here; the norm's mantissa is

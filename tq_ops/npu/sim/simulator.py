@@ -20,6 +20,7 @@ from enum import Enum
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, Self
 
@@ -30,7 +31,6 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.npu.folders import cache_folder, refusal
 from haarkv.tq_ops.npu.program import Program
 from haarkv.tq_ops.npu.versions import find_installation, unsimulated_reason
-from haarkv.tq_ops.output_files import TemporaryFolder
 
 
 class Mode(Enum):
@@ -131,8 +131,8 @@ class Simulator:
         if reason := unavailable():
             raise InputError(reason)
         memory = Path("/dev/shm")
-        self._temporary = TemporaryFolder("sim", memory if os.access(memory, os.W_OK) else None)
-        self._folder = self._temporary.path
+        self._temporary = TemporaryDirectory(prefix="haarkv-sim-", dir=memory if os.access(memory, os.W_OK) else None)
+        self._folder = Path(self._temporary.name)
         self._files = 0
         # Keyed by the tensor object.
         self._constants: dict[Tensor, StoredTensor] = {}
@@ -148,7 +148,7 @@ class Simulator:
     def close(self) -> None:
         """End the worker and delete its files."""
         self._stop()
-        self._temporary.close()
+        self._temporary.cleanup()
 
     def constant(self, tensor: Tensor) -> Tensor:
         """Promise that a tensor will not change, so that it is copied once. Returns it."""

@@ -19,6 +19,7 @@ from csv import DictReader
 from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pypto
@@ -30,7 +31,6 @@ from pypto.frontend.parser import entry
 from haarkv.tq_ops.npu.folders import cache_folder
 from haarkv.tq_ops.npu.program import Kernel, Program
 from haarkv.tq_ops.npu.sim.simulator import Mode, Request, StoredTensor
-from haarkv.tq_ops.output_files import TemporaryFolder
 
 _DTYPES = {
     "DT_FP32": torch.float32, "DT_FP16": torch.float16, "DT_BF16": torch.bfloat16, "DT_INT8": torch.int8,
@@ -56,8 +56,8 @@ def built_calculator() -> Path:
         if library.exists():
             return library
         torch_context, cmake = BuildOnlineManager._TorchContext(), BuildOnlineManager._CMakeContext()
-        with TemporaryFolder("calculator") as work:
-            context = BuildOnlineManager._CMakeContext.CompileContext(src_dir=source, tmp_dir=work)
+        with TemporaryDirectory(prefix="haarkv-calculator-") as work:
+            context = BuildOnlineManager._CMakeContext.CompileContext(src_dir=source, tmp_dir=Path(work))
             context.cfg_cmd_ext = (
                 f"-DPY3_MOD_TORCH_VERSION={torch_context.torch_version} "
                 f"-DPY3_MOD_TORCH_ROOT_PATH={torch_context.torch_root_dir} "
