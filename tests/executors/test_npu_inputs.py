@@ -20,7 +20,7 @@ from haarkv.tq_ops.formats.packing import Column, Part, pack_columns
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.npu import learned
 from haarkv.tq_ops.npu.device import SimRunner
-from haarkv.tq_ops.npu.sides import layer_sides, turn_table, turns_of_tokens, window_shape
+from haarkv.tq_ops.npu.sides import keeping, layer_sides, turn_table, turns_of_tokens, window_shape
 
 CPU = torch.device("cpu")
 LONG = resize_config(CONFIG, max_position_embeddings=4096)
@@ -175,6 +175,25 @@ def test_keys_that_turn_in_part_are_refused_by_name():
 
 
 # -- Tokens in BF16 ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("window_options", WINDOW_OPTIONS, ids=str)
+def test_places_that_a_query_sees_hold_the_tokens_that_the_reference_sees(window_options):
+    spec = KVSpec("tq4", **window_options)
+    cache, paging, sequences = fill_cache(CONFIG, spec, [299, 0, 130], seed=1)
+    shape = window_shape(cache.plan, 0)
+    batch = paging.batch(sequences, [5, 9, 64])
+    k, _ = cache.kv[0].windows
+    window_plan = keeping(k, shape, batch)
+    # Which token lies where, once these are written; then what each query's visible places hold.
+    for row, position in enumerate(batch.positions.tolist()):
+        tokens = torch.arange(position + 1)
+        expected = tokens[k.visible(torch.tensor(position), position + 1)]
+        assert sorted(k.places(expected).tolist()) == (window_plan.seen[row] == 0).nonzero().flatten().tolist()
+    heads, window = CONFIG.heads.num_kv_heads, shape.window
+    assert window_plan.begin.tolist() == [
+        r * heads * window for r, n in zip(batch.rows.tolist(), [5, 9, 64], strict=True) for _ in range(n)
+    ]
+
+
 @pytest.mark.parametrize("window_options", WINDOW_OPTIONS, ids=str)
 def test_every_tile_keeps_its_own_tokens_where_the_reference_does(window_options):
     """Also with several sequences in one tile and several tiles: by plain loops over the pairs."""
