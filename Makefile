@@ -19,7 +19,7 @@ PIP := -m pip install --quiet --disable-pip-version-check
 export PIP_COMPILE := 0
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run test fuzz test-long test-shaken test-judge test-drafts test-npu test-gpu test-cuda-compile test-cuda-long test-vllm test-vllm-short test-peers test-real lab lab-aicore lab-ptx lint wheels bench clean
+.PHONY: help run test fuzz test-long test-shaken test-judge test-npu test-gpu test-cuda-compile test-cuda-long test-vllm test-vllm-short test-peers test-real lab lab-aicore lab-ptx lint wheels bench clean
 
 help:
 	@echo "make run     continue PROMPT with the model that ships and a 4-bit KV cache"
@@ -28,7 +28,6 @@ help:
 	@echo "make test-long  more of the tests of the CPU, the formats and the command"
 	@echo "make test-shaken  the tests with torch's sums as three other machines may compute them, then with older instructions; SEED=1 takes one"
 	@echo "make test-judge  the validator: every fault of its self-test, and more honest runs"
-	@echo "make test-drafts  greedy text with each draft and without, 50 prompts of 200 tokens"
 	@echo "make test-npu  the NPU programs at length, in the interpreter of PyPTO"
 	@echo "make test-gpu  the CUDA executor and its kernels, compiled, on an NVIDIA GPU"
 	@echo "make test-cuda-compile TRITON=FOLDER  every launch of the CUDA executor, compiled for four kinds of GPU; no GPU needed"
@@ -72,9 +71,6 @@ test-shaken: $(VENV)/dev.stamp
 
 test-judge: $(VENV)/dev.stamp
 	$(BIN)/pytest -n 2 --dist worksteal --no-header -rs -m judge_long tests/validation tests/tq/test_validation_cli.py
-
-test-drafts: $(VENV)/dev.stamp
-	$(BIN)/pytest --no-header -rs -m drafts_long tests/engine
 
 test-npu: $(VENV)/dev.stamp
 	$(BIN)/pytest -n 2 --dist worksteal -m 'npu or npu_long' --no-header -rs

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 SEED, SEED_STRIDE = 42, 1000
-_BLOCK = 16  # torch draws so many numbers at a time: eight radii, then eight angles
+_BLOCK = 16  # torch draws 16 numbers at a time: eight radii, then eight angles
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]

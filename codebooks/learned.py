@@ -127,7 +127,7 @@ def _root(metric: Tensor, power: float) -> tuple[Tensor, Tensor]:
 
 
 def _add_damping(metric: Tensor, spread: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """Both matrices with a share of their own diagonals added; a channel that never moved counts as one that hardly did."""
+    """Both matrices plus a share of their diagonals; a diagonal number of 0 counts as a tiny one."""
     matrices = []
     for matrix in (metric, spread):
         diagonal = matrix.diagonal().clamp(min=0.0)

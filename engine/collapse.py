@@ -1,4 +1,4 @@
-"""Whether a cache loses so much of K or V that text suffers, judged by the weights and by the first tokens of a prompt.
+"""Does a cache lose too much of K or V for readable text? Judged by the weights and by the first tokens of a prompt.
 
 Limits come from `tiny` with faults planted in every layer (benchmarks/LOG.md): its perplexity rose by 1 % with logits off by
 about 0.5, by 10 to 30 % at 1.5 to 2.5. A few layers beyond that do not spoil text: Qwen2.5-Coder-0.5B has 3 of 24 in tq4, and
@@ -22,7 +22,7 @@ from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.kv.cache import LayerView
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.probe import logit_errors, lost_variation, stored_error, weighted_error
+from haarkv.tq_ops.kv.probe import logit_errors, stored_error, weighted_error
 from haarkv.tq_ops.table import OpTable, with_ops
 
 LEAST_TOKENS, MOST_TOKENS = 16, 128
@@ -45,8 +45,6 @@ LOGITS = Measure(0.5, 2.0, "logits are off by {:.2g} nats")
 """For K: RMS error over queries and keys."""
 OUTPUT = Measure(0.5, 1.0, "{:.0%} of the output is error")
 """For V: relative error, channels weighted by o_proj; at 1 nothing is left."""
-CHANNELS = Measure(1.5, math.inf, "the error is {:.2g} times what a typical channel varies by")
-"""For K or V without queries or weights: a sign, no proof."""
 
 
 @dataclass(frozen=True)
@@ -126,17 +124,6 @@ def value_loss(kv_format: KVFormat, layer: int, v: Tensor, use: Tensor) -> Loss 
         return None
     amount = float(weighted_error(error, v[:, : error.shape[1]], use).max())
     return Loss(layer, "V", kv_format.name, OUTPUT, amount)
-
-
-def channel_loss(kv_format: KVFormat, layer: int, side: str, x: Tensor, sink: int = 0) -> Loss | None:
-    """Loss of vectors `x` [H, n, D] of positions 0 … n - 1, K after RoPE, by their channels alone; None of too few."""
-    error = stored_error(kv_format, layer, x)
-    if error is None or error.shape[1] <= SINKS:
-        return None
-    error[:, :sink] = 0.0
-    spread = x[:, SINKS:].float().var(1)
-    whole, later = (float(lost_variation(e, spread).max()) for e in (error, error[:, SINKS:]))
-    return Loss(layer, side, kv_format.name, CHANNELS, whole, in_sinks=later < whole / 2)
 
 
 # -- What is said of it ----------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from haarkv.engine.drafters import ModelSource, MTPSource
-from haarkv.engine.drafts import Beginning, Drafter, DraftSource, Proposal
+from haarkv.engine.drafts import Beginning, Drafter, DraftSource
 from haarkv.engine.plans import balanced_for, plan_for
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
@@ -20,11 +20,10 @@ from haarkv.models.config import ModelConfig
 from haarkv.models.mtp import config_of_mtp, has_mtp, load_mtp
 from haarkv.models.parallel import Ranks
 from haarkv.models.text import load_tokenizer
-from haarkv.models.weights import EMBEDDING, HEAD, Weights
+from haarkv.models.weights import EMBEDDING, HEAD
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
-from haarkv.tq_ops.weight import backing_tensor
 
 NGRAM, MTP_LAYER = "ngram", "mtp"
 LONGEST_MATCH, SHORTEST_MATCH = 8, 2
@@ -99,8 +98,7 @@ def choose(
         ropes, keeping = rope_tables(config, executor.device), balanced_model.config.for_drafts(spec.tokens)
         model = replace(balanced_model, config=keeping, weights=weights, ropes=ropes)
         drafting = catalog.create(target.executor, model, plan, target.device, on_program)
-        shared = shared_bytes(drafting.weights, executor.weights)
-        return ModelSource(name=spec.name, executor=drafting, plan=plan, shared_bytes=shared)
+        return ModelSource(name=spec.name, executor=drafting, plan=plan)
 
     return load
 
@@ -123,8 +121,7 @@ def _by_its_own_layer(spec: DraftSpec, target: Target, on_program: OnProgram | N
         running = catalog.create(target.executor, mtp.model, plan, target.device, on_program)
         if running.ops is None or executor.ops is None:
             raise InputError(f"executor {target.executor} does not run MTP; take --executor cpu, or --draft ngram")
-        shared = shared_bytes(running.weights, executor.weights)
-        return MTPSource(mtp=mtp, executor=running, plan=plan, target=executor, shared_bytes=shared)
+        return MTPSource(mtp=mtp, executor=running, plan=plan, target=executor)
 
     return load
 
@@ -156,13 +153,6 @@ def _draft_plan(spec: DraftSpec, config: ModelConfig, target: Target) -> KVPlan:
     raise InputError(f"the draft {spec.name} cannot run: {reason}")
 
 
-def shared_bytes(weights: Weights, lender: Weights) -> int:
-    """Bytes of embedding and head that both models share."""
-    lender_addresses = {backing_tensor(weight).data_ptr() for weight in (lender.embedding, lender.lm_head)}
-    bytes_by_address = {backing_tensor(weight).data_ptr(): weight.nbytes for weight in (weights.embedding, weights.lm_head)}
-    return sum(count for place, count in bytes_by_address.items() if place in lender_addresses)
-
-
 # -- The text itself ---------------------------------------------------------------------------------------------------------
 
 
@@ -185,11 +175,11 @@ class _NgramDrafter(Drafter):
         self._tokens = [np.zeros(max(self._room, len(prompt)), dtype=np.int64) for prompt in beginning.prompts]
         self._lengths = [0] * len(beginning.prompts)
 
-    def propose(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> dict[int, Proposal]:
+    def propose(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> dict[int, list[int]]:
         for row, text in texts.items():
             self._tokens[row][self._lengths[row] : len(text)] = text[self._lengths[row] :]
             self._lengths[row] = len(text)
-        return {row: Proposal(looked_up(self._tokens[row][: len(text)], most[row])) for row, text in texts.items()}
+        return {row: looked_up(self._tokens[row][: len(text)], most[row]) for row, text in texts.items()}
 
 
 def looked_up(tokens: NDArray[np.int64], most: int) -> list[int]:

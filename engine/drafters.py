@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from haarkv.engine.drafts import Beginning, Drafter, DraftSource, Proposal
+from haarkv.engine.drafts import Beginning, Drafter, DraftSource
 from haarkv.engine.generation import prefill_in_chunks
 from haarkv.engine.sampling import BatchSampler
 from haarkv.executors.base import Executor, last_rows, verify
@@ -28,36 +28,26 @@ READ = 32
 """Hidden states, the newest, that the MTP layer reads when it begins to draft or goes on after a pause."""
 
 
-def draft(
-    sampler: BatchSampler,
-    counts: Mapping[int, int],
-    logits: Tensor,
-    further: Callable[[Mapping[int, int], Sequence[int]], Tensor],
-    *,
-    draws: bool,
-) -> dict[int, Proposal]:
-    """Draft `counts[row]` ≥ 1 tokens for each sequence, one token at a time.
+Further = Callable[[Mapping[int, int], Sequence[int]], Tensor]
+
+
+def draft(sampler: BatchSampler, counts: Mapping[int, int], logits: Tensor, further: Further) -> dict[int, list[int]]:
+    """Draft `counts[row]` ≥ 1 tokens for each sequence, the likeliest one at a time.
 
     Args:
         logits: [n, vocab] before the first drafted tokens, in the order of `counts`.
         further: maps the last tokens of the sequences that go on, and their indices among the previous ones, to the next
             logits.
-        draws: draw tokens and keep their distributions; else take the argmax.
     """
-    rows, proposals = list(counts), {row: Proposal([], [] if draws else None) for row in counts}
+    rows, proposals = list(counts), dict[int, list[int]]((row, []) for row in counts)
     while True:
-        if draws:
-            for row, weights in zip(rows, sampler.probabilities(logits, rows), strict=True):
-                proposals[row].token_ids.append(sampler.draw(weights, row))
-                proposals[row].probabilities.append(weights)  # type: ignore[union-attr]
-        else:
-            for row, token in zip(rows, sampler.next(logits, rows).tolist(), strict=True):
-                proposals[row].token_ids.append(token)
-        going = [place for place, row in enumerate(rows) if len(proposals[row].token_ids) < counts[row]]
+        for row, token in zip(rows, sampler.best(logits, rows).tolist(), strict=True):
+            proposals[row].append(token)
+        going = [place for place, row in enumerate(rows) if len(proposals[row]) < counts[row]]
         if not going:
             return proposals
         rows = [rows[place] for place in going]
-        logits = further({row: proposals[row].token_ids[-1] for row in rows}, going)
+        logits = further({row: proposals[row][-1] for row in rows}, going)
 
 
 # -- A smaller model
@@ -106,7 +96,7 @@ class _ModelDrafter(Drafter):
 
     def begin(self, beginning: Beginning) -> None:
         self._beginning, self._vocab = beginning, beginning.vocab_size
-        self._sampler, self._draws = beginning.draft_sampler(), beginning.sampling.temperature > 0
+        self._sampler = beginning.sampler
         if self._source.experience.hopeful:
             began = time.perf_counter()
             self._open(dict(enumerate(beginning.prompts)))
@@ -134,7 +124,7 @@ class _ModelDrafter(Drafter):
     def _can_read(self, text: Sequence[int]) -> bool:
         return len(text) < self._limit and (self._own_vocab >= self._vocab or max(text) < self._own_vocab)
 
-    def propose(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> dict[int, Proposal]:
+    def propose(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> dict[int, list[int]]:
         # The last drafted token is not stored, so that a text may be as long as the limit.
         longest = (self._cache.most_undone or self._limit) - 1  # all but the first of what is drafted is stored one by one
         counts = {row: min(most[row], longest, self._limit - len(text) + 1) for row, text in texts.items()}
@@ -143,9 +133,9 @@ class _ModelDrafter(Drafter):
             return {}
         logits = self._read({row: self._unread(row, texts[row]) for row in rows})
         counts = {row: counts[row] for row in rows}
-        proposals = draft(self._sampler, counts, logits, lambda tokens, _: self._decode_step(tokens), draws=self._draws)
+        proposals = draft(self._sampler, counts, logits, lambda tokens, _: self._decode_step(tokens))
         for row, proposal in proposals.items():
-            self._sequences[row].cached_tokens, self._sequences[row].draft_ids = len(texts[row]), proposal.token_ids[:-1]
+            self._sequences[row].cached_tokens, self._sequences[row].draft_ids = len(texts[row]), proposal[:-1]
         return proposals
 
     def _follows(self, row: int, text: Sequence[int]) -> bool:
@@ -162,7 +152,6 @@ class _ModelDrafter(Drafter):
         came = text[sequence.cached_tokens : sequence.cached_tokens + len(sequence.draft_ids)]
         right = next((i for i, token in enumerate(came) if token != sequence.draft_ids[i]), len(came))
         self._paging.take_back([sequence.id], [len(sequence.draft_ids) - right])
-        self._sampler.begin_again(row, text)
         return text[sequence.cached_tokens + right :]
 
     def _read(self, texts: Mapping[int, Sequence[int]]) -> Tensor:
@@ -231,9 +220,9 @@ class _LayerSequence:
 class MTPDrafter(Drafter):
     """Drafts from the target's hidden states, which it observes as the target's forwards give them.
 
-    While nothing is drafted, observing is all that it costs. It reads the newest `READ` states at most: hidden states carry
-    what came before them, and a whole prompt would cost as much as in any other layer. K and V of its own drafted states are
-    taken back once the target has verified them.
+    Without drafts it costs nothing but observing. It reads only the newest `READ` states: hidden states carry the text before
+    them, and a whole prompt would cost as much as in any other layer. K and V of drafted states are taken back when the target
+    has verified them.
     """
 
     def __init__(self, source: MTPSource, sequences: int, max_context: int) -> None:
@@ -280,7 +269,7 @@ class MTPDrafter(Drafter):
     def begin(self, beginning: Beginning) -> None:
         places = [beginning.paging.places(sequence) for sequence in beginning.sequences]
         self._rows = {index: place.row for index, place in enumerate(places)}
-        self._sampler, self._draws = beginning.draft_sampler(), beginning.sampling.temperature > 0
+        self._sampler = beginning.sampler
 
     @torch.inference_mode()
     def catch_up(self, texts: Mapping[int, Sequence[int]]) -> None:
@@ -289,12 +278,11 @@ class MTPDrafter(Drafter):
         self._run({self._rows[index]: self._read(index, texts[index], 1) for index in indices})
 
     @torch.inference_mode()
-    def propose(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> dict[int, Proposal]:
+    def propose(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> dict[int, list[int]]:
         self._sort()
         counts: dict[int, int] = {}
         for index, text in texts.items():
             if most[index] > 0 and (count := self._unread(index, text)):
-                self._sampler.begin_again(index, text)
                 ours = self._by_row[self._rows[index]]
                 counts[index] = min(most[index], self._limit - ours.cached_tokens - count + 1)
         if not counts:
@@ -310,7 +298,7 @@ class MTPDrafter(Drafter):
             last, hidden = self._run(inputs, from_draft=True)
             return self._source.executor.head(last)
 
-        return draft(self._sampler, counts, self._source.executor.head(last), further, draws=self._draws)
+        return draft(self._sampler, counts, self._source.executor.head(last), further)
 
     def _unread(self, index: int, text: Sequence[int]) -> int:
         """States that wait before the newest token of a text; 0 where the layer cannot follow it."""

@@ -1,9 +1,8 @@
 """Drafts: tokens guessed cheaply and verified by the model in one forward.
 
 `DraftSource.drafter` makes one `Drafter` for each `generate`. Drafts change the speed of decoding, never the distribution of
-text. Greedy, a drafted token is accepted if it is the model's argmax. Sampled, it is accepted with probability min(1, p / q),
-p the model's and q the draft's probability of it; the first rejected token is replaced by a draw from max(p - q, 0)
-(Leviathan, Kalman and Matias, arXiv:2211.17192). p and q are the distributions after penalty, temperature and all filters.
+text: the model chooses every token as it would without them, and a drafted token is accepted if it is the one chosen. A draft
+is what a source holds most likely, so that a seed draws the same text over any drafts and over none.
 
 `Pace` chooses the number of drafted tokens. Its ledger holds the time that drafts won or lost against plain steps of the same
 run. A step drafts only if its loss, should every token be rejected, leaves the ledger above -2 % of the run's time without
@@ -15,14 +14,14 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise, zip_longest
 
 import torch
 from torch import Tensor
 
-from haarkv.engine.sampling import BatchSampler, Sampling
+from haarkv.engine.sampling import BatchSampler
 from haarkv.executors.base import Executor, verify
 from haarkv.tq_ops.kv.batch import PagedSequences, upload
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -237,36 +236,19 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Proposal:
-    """Drafted tokens, possibly none.
-
-    Attributes:
-        probabilities: n distributions [vocab] fp64 that they were drawn from; None at temperature 0.
-    """
-
-    token_ids: list[int] = field(default_factory=list)
-    probabilities: list[Tensor] | None = None
-
-
-@dataclass(frozen=True)
 class Beginning:
     """The start of drafting: prompts are stored, no token has been chosen.
 
     Attributes:
-        vocab_size: of the target; the drafter's distributions have this width.
+        vocab_size, sampler: of the target; logits of this width are the sampler's.
         paging, sequences: the target's pages.
     """
 
     prompts: Sequence[Sequence[int]]
     vocab_size: int
-    sampling: Sampling
+    sampler: BatchSampler
     paging: PagedSequences
     sequences: Sequence[int]
-    unused_ids: Sequence[int] = ()
-
-    def draft_sampler(self) -> BatchSampler:
-        """A sampler whose random numbers are independent of the target's."""
-        return BatchSampler(self.sampling, self.prompts, drafts=True, unused_ids=self.unused_ids)
 
 
 class Drafter:
@@ -285,17 +267,16 @@ class Drafter:
     def catch_up(self, texts: Mapping[int, Sequence[int]]) -> None:
         """Read missed tokens ahead of `propose`, outside of its measured time."""
 
-    def propose(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> dict[int, Proposal]:
+    def propose(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> dict[int, list[int]]:
         """Draft up to `most` tokens of each sequence in `texts`."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftSource:
-    """A way to draft, for the life of a session; `shared_bytes` of weights are the target's too."""
+    """A way to draft, for the life of a session."""
 
     name: str
-    shared_bytes: int = 0
     experience: Experience = field(default_factory=Experience, compare=False, repr=False)
 
     def drafter(self, sequences: int, max_context: int) -> Drafter:
@@ -307,7 +288,6 @@ class DraftSource:
 
 
 # -- Checking what was drafted -------------------------------------------------------------------------------------------
-_NOTHING = Proposal()
 
 
 class Speculation:
@@ -342,23 +322,23 @@ class Speculation:
         if self._missed is None:
             self._missed = sum(map(len, texts.values()))
         self._wanted, self._read, self._reading = self.pace.tokens(1 + max(room.values()), self._missed), 0, 0.0
-        proposals: dict[int, Proposal] = {}
+        proposals: dict[int, list[int]] = {}
         if self._wanted:
             if self._missed:
                 self._drafter.catch_up(texts)
                 self._read, self._reading = self._missed, time.perf_counter() - began
             proposals = self._drafter.propose(texts, {row: min(self._wanted, room[row]) for row in rows})
-        row_proposals = [proposals.get(row, _NOTHING) for row in rows]
-        new = [[texts[row][-1], *drafts.token_ids] for row, drafts in zip(rows, row_proposals, strict=True)]
+        row_proposals = [proposals.get(row, []) for row in rows]
+        new = [[texts[row][-1], *drafts] for row, drafts in zip(rows, row_proposals, strict=True)]
         came = self._verify_drafts(rows, sequences, new, row_proposals)
-        self._drafts = [(len(drafts.token_ids), len(new) - 1) for drafts, new in zip(row_proposals, came, strict=True)]
+        self._drafts = [(len(drafts), len(new) - 1) for drafts, new in zip(row_proposals, came, strict=True)]
         # In the middle of drafting, the few tokens that came are part of it.
         self._missed = 0 if self._wanted else self._missed + sum(map(len, came))
         self._seconds = time.perf_counter() - began - self._reading
         return came
 
     def _verify_drafts(
-        self, rows: Sequence[int], sequences: Sequence[int], new: Sequence[Sequence[int]], proposals: Sequence[Proposal]
+        self, rows: Sequence[int], sequences: Sequence[int], new: Sequence[Sequence[int]], proposals: Sequence[Sequence[int]]
     ) -> list[list[int]]:
         counts = list(map(len, new))
         token_ids = upload(torch.tensor([token for one in new for token in one]), self._cache.device)
@@ -368,7 +348,7 @@ class Speculation:
             return [[token] for token in self._sampler.next(logits, rows).tolist()]
         self._advance = Advance(self._cache, self._paging, sequences, counts)
         logits = verify(self._executor, token_ids, self._advance.batch, self._cache)
-        return self._accept_all(torch.split(logits, counts), rows, proposals)
+        return self._accept_all(logits.split(counts), rows, proposals)
 
     def keep(self, counts: Sequence[int]) -> None:
         """Keep `counts[i]` of the tokens that the last step stored of sequence i: its first, and all accepted ones taken but
@@ -382,19 +362,25 @@ class Speculation:
             self._seconds += time.perf_counter() - began
             self.pace.took(self._seconds, self._wanted, self._drafts, self._reading, self._read)
 
-    def _accept_all(self, logits: Sequence[Tensor], rows: Sequence[int], proposals: Sequence[Proposal]) -> list[list[int]]:
+    def _accept_all(
+        self, logits: Sequence[Tensor], rows: Sequence[int], proposals: Sequence[Sequence[int]]
+    ) -> list[list[int]]:
+        """The drafted tokens of each sequence that the model chooses too, then one that it chooses itself."""
         if not self._sampler.is_pure_greedy:
             return [
-                self._sampler.accept(before, row, proposal.token_ids, proposal.probabilities)
-                for before, row, proposal in zip(logits, rows, proposals, strict=True)
+                _accepted((int(self._sampler.next(logits_at, [row])) for logits_at in before.split(1)), drafts)
+                for before, row, drafts in zip(logits, rows, proposals, strict=True)
             ]
-        # Nothing depends on what is taken: one wait for the device is enough.
-        best = iter(self._sampler.best(torch.cat(list(logits))).tolist())
-        judgements = []
-        for proposal in proposals:
-            best_ids = [next(best) for _ in range(len(proposal.token_ids) + 1)]
-            num_accepted = next(
-                (i for i, token in enumerate(proposal.token_ids) if token != best_ids[i]), len(proposal.token_ids)
-            )
-            judgements.append(best_ids[: num_accepted + 1])
-        return judgements
+        # Nothing depends on what is accepted: one wait for the device is enough.
+        best = iter(self._sampler.best(torch.cat(list(logits)), rows).tolist())
+        return [_accepted(list(islice(best, len(drafts) + 1)), drafts) for drafts in proposals]
+
+
+def _accepted(chosen: Iterable[int], drafts: Sequence[int]) -> list[int]:
+    """The chosen tokens up to the first that was not drafted."""
+    accepted = []
+    for token, drafted in zip_longest(chosen, drafts):
+        accepted.append(token)
+        if token != drafted:
+            break
+    return accepted

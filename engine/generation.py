@@ -1,4 +1,4 @@
-"""Generate with any executor: prefill a ragged batch in chunks, then decode until every sequence has ended."""
+"""Generate text with any executor: prefill a ragged batch in chunks, then decode until every sequence has ended."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ OnPrefill = Callable[[int, int], None]
 
 @dataclass
 class Completion:
-    """What was generated after one prompt.
+    """The new tokens after one prompt.
 
     Attributes:
-        reused_tokens: prompt tokens copied from a stored sequence.
+        reused_tokens: number of prompt tokens copied from a stored sequence.
         token_ids: new tokens, without the end-of-text token.
         finish: "eos", "stop" (a stop string, or `on_token`), "length" (max_new_tokens) or "context" (the cache is full).
     """
@@ -46,11 +46,11 @@ class Completion:
 
 @dataclass
 class Timing:
-    """Wall time of one `generate`.
+    """Wall time of one call of `generate`.
 
     Attributes:
-        prefill_s: all prompts, up to and with the first sampled tokens.
-        decode_s: all decode steps, with drafting.
+        prefill_s: seconds from the start to the first sampled tokens.
+        decode_s: seconds of all decode steps, drafting included.
     """
 
     prefill_s: float = 0.0
@@ -76,8 +76,8 @@ class Timing:
 
 
 def tail_chunk(executor: Executor) -> int:
-    """New tokens of a sequence that a cache with a tail takes at once: a whole chunk where logits do not depend on how it is
-    cut.
+    """The most new tokens of a sequence in one forward over a cache with a tail: `PREFILL_CHUNK` if logits do not depend on
+    how a prompt is cut, else `WINDOW_CHUNK`.
     """
     return PREFILL_CHUNK if executor.batch_invariant else WINDOW_CHUNK
 
@@ -86,10 +86,10 @@ def prefill_in_chunks(
     executor: Executor, prompts: Sequence[Sequence[int]], sequences: Sequence[int], paging: PagedSequences,
     cache: PagedKVCache, chunk: int = PREFILL_CHUNK, on_prefill: OnPrefill | None = None, last: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Prefill prompts of different lengths together, in chunks of at most `chunk` tokens each, or what the cache takes.
+    """Prefill prompts of different lengths together, in chunks of up to `chunk` tokens of each, or fewer if the cache asks.
 
     Args:
-        last: the last tokens of each prompt form a chunk of their own.
+        last: the last `last` tokens of each prompt form a separate chunk.
     Returns:
         [B, vocab] fp32, the logits after each prompt's last token.
     """
@@ -107,7 +107,7 @@ def prefill_in_chunks(
         logits.update(zip(rows, prefill(executor, token_ids, batch, cache), strict=True))
         done += len(token_ids)
         if step + 1 < steps and cache.device.type == "cpu":
-            hand_back()  # else the gaps between what a chunk computes with add up from chunk to chunk
+            hand_back()  # gives free memory back to the system; else gaps in the heap add up from chunk to chunk
         if on_prefill:
             on_prefill(done, total)
     return torch.stack([logits[row] for row in range(len(prompts))])
@@ -121,15 +121,15 @@ def _cut(prompt: Sequence[int], chunk: int, last: int) -> list[Sequence[int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """What to generate in one batch.
+    """Arguments of one batch of `generate`.
 
     Attributes:
-        prompts: token ids, each at least one.
-        max_context: most tokens of prompt and text together.
+        prompts: token ids, at least one for each prompt.
+        max_context: the most tokens of prompt and text together.
         unused_ids: vocabulary rows that are no tokens; never drawn.
-        stored: for each prompt, a sequence whose common prefix is copied.
-        on_token: called with (prompt index, token), not for the end of text. True ends the sequence.
-        on_end: called with (prompt index, stored sequence) for each.
+        stored: for each prompt a stored sequence, or None; their common prefix is copied, not computed.
+        on_token: called with (prompt index, token) for each new token except the end of text; True ends the sequence.
+        on_end: called with (prompt index, stored sequence) for each prompt at the end.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -169,9 +169,9 @@ def generate(
     """Continue prompts in one batch; a sequence leaves the batch when it ends.
 
     Args:
-        prefiller: the same executor, observed; it runs the prefill.
+        prefiller: the same executor with a wrapped op table, for the prefill; `executor` unless given.
     Raises:
-        InputError: an empty prompt or one longer than max_context; nothing was run.
+        InputError: a prompt is empty or longer than max_context; nothing was run.
     """
     request.check()
     began, prompts, draft, on_end = time.perf_counter(), request.prompts, request.draft, request.on_end
@@ -189,7 +189,7 @@ def generate(
         rest = [prompt[text.done.reused_tokens :] for prompt, text in zip(prompts, texts, strict=True)]
         sampler = BatchSampler(request.sampling, prompts, unused_ids=request.unused_ids)
         timing = Timing(prefill_tokens=sum(map(len, rest)))
-        # A later prompt may part from this one within what the template adds before an answer, where no state can be cut.
+        # A later prompt may differ in the last tokens, which the chat template adds: keep the recurrent state before them.
         last = WINDOW_ROOM - 1 if on_end and len(cache.states) > len(cache.kv) else 0
         logits = prefill_in_chunks(
             prefiller or executor, rest, sequences, paging, cache, request.chunk, request.on_prefill, last
@@ -197,9 +197,7 @@ def generate(
         begins = [take(cache, paging, *pair, whole=False) for pair in zip(sequences, prompts, strict=True)] if on_end else []
         speculation = None
         if draft and drafter:
-            drafter.begin(
-                Beginning(prompts, executor.config.vocab_size, request.sampling, paging, sequences, request.unused_ids)
-            )
+            drafter.begin(Beginning(prompts, executor.config.vocab_size, sampler, paging, sequences))
             speculation = Speculation(executor, cache, paging, sampler, drafter, request.draft_tokens, draft.experience)
             timing.drafts = speculation.pace
         running = list(range(len(prompts)))
@@ -235,7 +233,7 @@ def generate(
 
 @dataclass
 class Growing:
-    """A sequence during generation."""
+    """One sequence during generation."""
 
     done: Completion
     token_ids: list[int]
@@ -243,12 +241,12 @@ class Growing:
 
     @property
     def room(self) -> int:
-        """Tokens beyond the next one that may still come, and be stored."""
+        """The number of tokens after the next one that may still be generated and stored."""
         return min(self.request.max_new_tokens - len(self.done.token_ids) - 1, self.request.max_context - len(self.token_ids))
 
     def take(self, tokens: Sequence[int], index: int) -> int:
-        """Take tokens until the sequence ends. Returns how many tokens that the last step stored are part of it: the one
-        before these, and all of these but the last.
+        """Append new tokens until the sequence ends. Returns how many tokens that the last step stored belong to the sequence
+        (it stored the token before these, and all of these except the last).
         """
         done, request = self.done, self.request
         for count, token in enumerate(tokens, 1):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,6 @@ from haarkv.models.weights import fingerprint
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError, warn
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
-from haarkv.tq_ops.memory import resident_memory
 
 Room = Callable[[Tokenizer, ModelConfig], tuple[int, int]]
 """(sequences, tokens each) that the cache will hold, from a tokenizer and a config."""
@@ -69,7 +67,7 @@ def load(
         kv: a KV format, `k=NAME,v=NAME`, or a `KVSpec`.
         executor: auto, cuda, npu, cpu, onnx or reference. `auto` is the fastest of this machine that reads the cache and runs
             the model.
-        device: the executor's default unless given; cuda: cuda:N; npu: sim or npu:N; onnx: cpu, cuda or cann.
+        device: the executor's default unless given; cuda: cuda:N; npu: sim or npu:N.
         dtype: float32 or bfloat16; the executor's default unless given (bfloat16 on cuda and npu, else float32).
         layers: for `random:SIZE`, the number of layers.
         progress: called with (tensors done, tensors).
@@ -111,11 +109,10 @@ def load(
     order = info(selection.name).in_order
     weights = model_weight_bytes(name, config, dtype, split if ranks.size > 1 else None, block_types, order)
     maps = maps_file(weights, mmap, ranks.size, info(selection.name).reads_in_place(device))
-    balance_bytes = balancing.restored_bytes(part) if balance and has_kept_blocks(name, block_types) else 0
-    load_record = LoadRecord(weights if maps else weights.copied(), resident_memory(), restored_bytes=balance_bytes)
+    weights = weights if maps else weights.copied()
     if info(selection.name).on_host(device):
         sequences, tokens = room(tokenizer, config) if room else (1, 1)
-        memory_need(part, plan, tokens, load_record.weights, sequences).require(name)
+        memory_need(part, plan, tokens, weights, sequences).require(name)
     decoder = load_model(
         name, dtype, layers, progress, ranks, keep_blocks=block_types, activation_bits=activation_bits, mmap=maps
     )
@@ -123,7 +120,7 @@ def load(
     # The reference restores by definition.
     if keep_blocks is None and selection.name != "reference" and ranks.size == 1:
         in_file = model_weight_bytes(name, config, dtype, None, True).total
-        _say_restored(name, selection.name, block_types, load_record.weights.total, in_file, on_warning)
+        _say_restored(name, selection.name, block_types, weights.total, in_file, on_warning)
     balance_result, mark = _balance_model(decoder, plan, spec, balance, ranks, on_warning)
     decoder, guard = balance_result.model, None
     if spec.calibration is None:
@@ -136,7 +133,7 @@ def load(
     return Session(
         name=name, config=keeping, executor=running, tokenizer=tokenizer, plan=plan,
         generation=generation, passed_over=selection.passed_over, ranks=ranks, weight_bytes=decoder.weights.nbytes,
-        load_record=replace(load_record, seconds=time.perf_counter() - began),
+        load_record=LoadRecord(weights, time.perf_counter() - began),
         uneven=balance_result.uneven, guard=guard, weights=mark, draft=make_draft(running) if make_draft else None,
         draft_tokens=drafts.tokens if drafts else 4,
     )  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,6 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.cache import cache_bytes, tokens_that_fit
 from haarkv.tq_ops.kv.model_shape import ModelShape
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
-from haarkv.tq_ops.kv.shapes import BLOCK_SIZE
 from haarkv.tq_ops.memory import require_memory
 
 WORTH_SAYING = 2.0
@@ -124,22 +122,6 @@ def memory_need(config: ModelConfig, plan: KVPlan, tokens: int, weights: WeightB
     """Memory for `sequences` of `tokens` each."""
     kv = cache_bytes(plan, tokens, config.kv_shapes, sequences, config.state_bytes)
     return MemoryNeed(weights, kv, work_bytes(config, sequences * min(tokens, PREFILL_CHUNK), sequences))
-
-
-def pays_from(config: ModelConfig, plan: KVPlan) -> int | None:
-    """Tokens of the shortest text, in whole blocks, whose cache is smaller than in bf16, tokens kept in BF16 included; None if
-    none is.
-    """
-    bf16, most = KVSpec("bf16").plan(config.num_layers), config.max_position_embeddings
-    lengths = range(BLOCK_SIZE, most + BLOCK_SIZE, BLOCK_SIZE)
-
-    def smaller(tokens: int) -> bool:
-        packed, plain = (cache_bytes(each, tokens, config.kv_shapes, 1, config.state_bytes) for each in (plan, bf16))
-        return packed < plain
-
-    # Once it is smaller it stays so, for every token widens the gap.
-    at = bisect_left(lengths, True, key=smaller)
-    return lengths[at] if at < len(lengths) else None
 
 
 def longest_context(config: ModelConfig, plan: KVPlan, memory: int, weights: WeightBytes, sequences: int = 1) -> int:

@@ -125,7 +125,6 @@ class RankMemory:
     Attributes:
         peak: of its process, with torch and pages of the checkpoint; on a GPU, of device memory.
         mapped: pages of the checkpoint in `peak`, which the system may drop.
-        predicted: `peak` as predicted before the weights were read, or 0.
     """
 
     rank: int
@@ -133,19 +132,15 @@ class RankMemory:
     kv: int
     peak: int
     mapped: int = 0
-    predicted: int = 0
 
     def describe(self) -> str:
         """Peak memory of a process on the host, in words."""
         mapped_note = f", {self.mapped / 2**30:,.2f} of it pages of the model's file" if self.mapped else ""
-        predicted_note = f"; {self.predicted / 2**30:,.2f} predicted" if self.predicted else ""
-        return f"{self.peak / 2**30:,.2f} GiB at most{mapped_note}{predicted_note}"
+        return f"{self.peak / 2**30:,.2f} GiB at most{mapped_note}"
 
 
-def memory_here(
-    ranks: Ranks, device: torch.device, weights: int, kv: int, files: Sequence[Path] = (), predicted_bytes: int = 0
-) -> RankMemory:
+def memory_here(ranks: Ranks, device: torch.device, weights: int, kv: int, files: Sequence[Path] = ()) -> RankMemory:
     """This rank's bytes; `peak` and `mapped` are measured now."""
     if device.type != "cpu":
         return RankMemory(ranks.rank, weights, kv, int(getattr(torch, device.type).max_memory_allocated(device)))
-    return RankMemory(ranks.rank, weights, kv, peak_memory(), mapped_memory(files), predicted_bytes)
+    return RankMemory(ranks.rank, weights, kv, peak_memory(), mapped_memory(files))

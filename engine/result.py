@@ -47,8 +47,8 @@ class DraftReport:
     Attributes:
         most: drafted tokens a step at most.
         tokens_per_step: new tokens a decode step and sequence, the model's own included.
-        plain_ms_per_token: median over steps without drafts; None without such a step.
-        same_text: whether greedy text equals that without drafts. Else sums change with the batch, and near ties may flip.
+        plain_ms_per_token: median over steps without drafts; None if every step had drafts.
+        same_text: whether text equals that without drafts. Else sums change with the batch, and near ties may flip.
     """
 
     name: str
@@ -60,7 +60,6 @@ class DraftReport:
     plain_ms_per_token: float | None
     executor: str
     same_text: bool
-    shared_bytes: int
     kv_bytes: int
     pace: str = ""
 
@@ -82,8 +81,6 @@ class DraftReport:
         parts = [self._acceptance_text(), self.pace, self._gain()]
         if not self.same_text:
             parts.append(f"sums on {self.executor} change with the batch: where two tokens nearly tie, either may come")
-        if self.shared_bytes:
-            parts.append(f"{self.shared_bytes / 2**20:,.1f} MiB of weights shared with the model")
         if self.kv_bytes:
             parts.append(f"{self.kv_bytes:,} bytes of KV cache of its own")
         return "; ".join(part for part in parts if part)
@@ -113,7 +110,7 @@ def draft_report(
         ms_per_token=1e3 * timing.decode_s / tokens if tokens else None,
         plain_ms_per_token=1e3 * statistics.median(pace.plain) if pace.plain else None,
         executor=executor.name, same_text=executor.batch_invariant and not any(kind.to_compare for kind in plan.formats),
-        shared_bytes=source.shared_bytes, kv_bytes=source.cache_bytes(sequences, max_context),
+        kv_bytes=source.cache_bytes(sequences, max_context),
         pace=pace.describe() if pace.steps else "",
     )  # fmt: skip
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -91,82 +90,28 @@ class BatchSampler:
     Args:
         prompts: token ids of each sequence, for the repetition penalty.
         first: number of the first sequence: sequence i draws from `seed + first + i`.
-        drafts: use random numbers independent of the target's.
         unused_ids: vocabulary rows that are no tokens; never drawn.
     """
 
     def __init__(
-        self, sampling: Sampling, prompts: Sequence[Iterable[int]], first: int = 0, drafts: bool = False,
-        unused_ids: Sequence[int] = (),
-    ) -> None:  # fmt: skip
+        self, sampling: Sampling, prompts: Sequence[Iterable[int]], first: int = 0, unused_ids: Sequence[int] = ()
+    ) -> None:
         self._sampling, self._unused = sampling, torch.tensor(unused_ids, dtype=torch.int64)
         self._prompts = list(prompts)
         self._seen_tokens: Tensor | None = None
         seeds = range(sampling.seed + first, sampling.seed + first + len(prompts))
-        self._generators = [torch.Generator().manual_seed(_draft_seed(seed) if drafts else seed) for seed in seeds]
+        self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
 
     @property
     def is_pure_greedy(self) -> bool:
         """Whether a token depends on its logits alone."""
         return self._sampling.temperature == 0 and self._sampling.repetition_penalty == 1
 
-    def best(self, logits: Tensor) -> Tensor:
-        """[n] int64, the argmax of logits [n, vocab]; the lowest id wins a tie."""
-        return _lowest_of_largest(self._at_hand(logits))
-
-    def uniform(self, row: int) -> float:
-        """The next random number in [0, 1) of a sequence."""
-        return float(torch.rand((), dtype=torch.float64, generator=self._generators[row]))
-
-    def draw(self, weights: Tensor, row: int) -> int:
-        """Draw a sequence's next token by weights [vocab] fp64."""
-        sums = weights.cumsum(-1)
-        place = torch.searchsorted(sums, sums[-1:] * self.uniform(row), right=True)
-        token = int(_last_with_weight(weights.unsqueeze(0), place.unsqueeze(0)))
-        self.say(row, token)
-        return token
-
-    def say(self, row: int, token: int) -> None:
-        """Count a token that was not drawn here as seen."""
-        if self._seen_tokens is not None:
-            self._seen_tokens[row, token] = True
-
-    def accept(self, logits: Tensor, row: int, token_ids: Sequence[int], probabilities: Sequence[Tensor] | None) -> list[int]:
-        """Drafted tokens that the model accepts, then one of the model's own.
-
-        Args:
-            logits: [n + 1, vocab] fp32, before each of n drafted tokens and after the last.
-            probabilities: n distributions [vocab] fp64 that the tokens were drawn from; None if they are certain.
+    def best(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
+        """[n] int64, the likeliest tokens after logits [n, vocab] of `rows`, which are not counted as seen; without a penalty
+        a sequence may have several. The lowest id wins a tie.
         """
-        accepted: list[int] = []
-        for index, token in enumerate(token_ids):
-            before = logits[index : index + 1]
-            if probabilities is None:
-                # A draw that hits a certain token takes it with p; one that misses is distributed as p without it.
-                choice = int(self.next(before, [row]))
-            else:
-                choice = self._accept_or_replace(before, row, token, probabilities[index])
-            accepted.append(choice)
-            if choice != token:
-                return accepted
-        return [*accepted, int(self.next(logits[-1:], [row]))]
-
-    def _accept_or_replace(self, logits: Tensor, row: int, token: int, q: Tensor) -> int:
-        p = self.probabilities(logits, [row])[0]
-        if self.uniform(row) * float(q[token]) < float(p[token]):
-            self.say(row, token)
-            return token
-        rest = (p - q.to(p.device)).clamp(min=0)
-        # Where p and q are equal, only rounding can lead here.
-        return self.draw(rest if bool(rest.any()) else p, row)
-
-    def begin_again(self, row: int, text: Sequence[int]) -> None:
-        """Reset a sequence's seen tokens to this text."""
-        if self._seen_tokens is None:
-            self._prompts[row] = text
-        else:
-            self._seen_tokens[row] = False
-            self._seen_tokens[row, torch.tensor(text, device=self._seen_tokens.device)] = True
+        return _lowest_of_largest(self._penalize(self._at_hand(logits), rows))
 
     def next(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
         """Draw one token for each sequence in `rows` (distinct).
@@ -176,27 +121,16 @@ class BatchSampler:
         Returns:
             [n] int64 ids, on the logits' device if that is a GPU, else on the CPU.
         """
-        logits = self._at_hand(logits)
-        at = slice(None) if len(rows) == len(self._prompts) else upload(torch.tensor(rows), logits.device)
-        logits = self._penalize(logits, at)
+        logits = self._penalize(self._at_hand(logits), rows)
         if self._sampling.temperature == 0:
             tokens = _lowest_of_largest(logits)
         else:
-            numbers = [self.uniform(row) for row in rows]
-            tokens = self._draw_tokens(logits, upload(torch.tensor(numbers, dtype=torch.float64), logits.device))
+            numbers = [torch.rand((), dtype=torch.float64, generator=self._generators[row]) for row in rows]
+            tokens = self._draw_tokens(logits, upload(torch.stack(numbers), logits.device))
         if self._seen_tokens is not None:
+            at = self._at(rows, logits)
             self._seen_tokens[at] = self._seen_tokens[at].scatter(1, tokens.unsqueeze(1), True)
         return tokens
-
-    def probabilities(self, logits: Tensor, rows: Sequence[int] | None = None) -> Tensor:
-        """Probabilities [n, vocab] fp64 with which `next` draws, for logits [n, vocab] fp32 of `rows` (None: all); temperature
-        above 0.
-        """
-        logits = self._at_hand(logits)
-        at = slice(None) if rows is None else upload(torch.tensor(rows), logits.device)
-        candidates = [self._candidates(part) for part in _parts(self._penalize(logits, at))]
-        parts = [(torch.zeros(len(ids), logits.shape[1], dtype=w.dtype, device=w.device), ids, w) for ids, w in candidates]
-        return torch.cat([zeros.scatter(1, ids, w / w.sum(-1, keepdim=True)) for zeros, ids, w in parts])
 
     def _at_hand(self, logits: Tensor) -> Tensor:
         """Logits on a GPU or the CPU, -inf for unused ids."""
@@ -206,7 +140,10 @@ class BatchSampler:
         self._unused = self._unused.to(logits.device)
         return logits.index_fill(1, self._unused, -torch.inf)
 
-    def _penalize(self, logits: Tensor, at: Tensor | slice) -> Tensor:
+    def _at(self, rows: Sequence[int], logits: Tensor) -> Tensor | slice:
+        return slice(None) if len(rows) == len(self._prompts) else upload(torch.tensor(rows), logits.device)
+
+    def _penalize(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
         penalty = self._sampling.repetition_penalty
         if penalty == 1:
             return logits
@@ -215,14 +152,15 @@ class BatchSampler:
             for row, prompt in enumerate(self._prompts):
                 mask[row, sorted(set(prompt))] = True
             self._seen_tokens = mask.to(logits.device)
-        return torch.where(self._seen_tokens[at], torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+        seen = self._seen_tokens[self._at(rows, logits)]
+        return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
     def _draw_tokens(self, logits: Tensor, u: Tensor) -> Tensor:
         token_parts = []
         for part, number in zip(_parts(logits), _parts(u), strict=True):
             ids, weights = self._candidates(part)
             sums = weights.cumsum(-1)
-            # u is 1 - 2**-53 at most, and so much of the sum is less than the sum in FP64: there always is such a token.
+            # u is 1 - 2**-53 at most, and u times the sum is less than the sum in FP64: so `place` is always a valid index.
             place = torch.searchsorted(sums, number.unsqueeze(1) * sums[:, -1:], right=True)
             token_parts.append(ids.gather(1, _last_with_weight(weights, place)).squeeze(1))
         return torch.cat(token_parts)
@@ -261,11 +199,6 @@ class BatchSampler:
         mass = weights.sum(-1, keepdim=True) if total is None else total
         keep = (before < self._sampling.top_p * mass) & (weights >= self._sampling.min_p * weights[:, :1])
         return torch.where(keep, weights, 0.0)
-
-
-def _draft_seed(seed: int) -> int:
-    """A derived seed. A generator uses 32 bits of it, so that adding a large number would change nothing."""
-    return int.from_bytes(hashlib.sha256(f"draft {seed}".encode()).digest()[:8], "little")
 
 
 def _parts(batch: Tensor) -> tuple[Tensor, ...]:

@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, Unpack
@@ -14,17 +13,17 @@ from typing import Any, Unpack
 from haarkv.engine.collapse import Guard
 from haarkv.engine.drafts import DraftSource
 from haarkv.engine.generation import GenerationRequest, OnPrefill, generate, tail_chunk
-from haarkv.engine.plans import memory_need, shape_signature
+from haarkv.engine.plans import shape_signature
 from haarkv.engine.ranks import memory_here
 from haarkv.engine.result import KVUsage, Result, Stream, draft_report
 from haarkv.engine.sampling import Sampling, SamplingSettings, require_drawn
-from haarkv.engine.text import Chat, Texts, context_for, encode, require_arguments, stop_list
+from haarkv.engine.text import Chat, Texts, context_for, encode, stop_list
 from haarkv.executors.base import Executor
 from haarkv.models import balance as balancing
 from haarkv.models.base import new_cache
 from haarkv.models.catalog import model_files
 from haarkv.models.config import ModelConfig
-from haarkv.models.footprint import CODE, WeightBytes
+from haarkv.models.footprint import WeightBytes
 from haarkv.models.parallel import SINGLE_RANK, Ranks
 from haarkv.models.text import Tokenizer
 from haarkv.tq_ops.errors import InputError, count_noun, warn
@@ -38,36 +37,28 @@ from haarkv.tq_ops.memory import require_memory
 
 @dataclass(frozen=True)
 class LoadRecord:
-    """Memory counted before the weights were read, and the time to load.
-
-    Attributes:
-        before: bytes of the process, with torch, code and tokenizer.
-        restored_bytes: blocks dequantized at a time to measure channels.
-        seconds: until the model was ready.
-    """
+    """Weights as counted before they were read, and seconds until the model was ready."""
 
     weights: WeightBytes
-    before: int
-    seconds: float = 0.0
-    restored_bytes: int = 0
+    seconds: float
 
 
 @dataclass(frozen=True, repr=False)
 class Session:
     """A loaded model, ready to generate; `tq.load` returns one.
 
-    Threads may share it: they generate one after the other. A process forked after loading cannot use it, for compute threads
-    do not survive a fork.
+    Threads may share a session: they generate one after the other. A process forked after loading cannot use it, because
+    compute threads do not survive a fork.
 
     Attributes:
-        generation: sampling settings of its `generation_config.json`; empty: greedy.
-        passed_over: a faster executor, and why `auto` did not take it; "" otherwise.
+        generation: sampling settings of the model's `generation_config.json`; empty for greedy decoding.
+        passed_over: name of a faster executor and why `auto` did not take it; "" if there is none.
         ranks: processes that run the model together. `config`, `executor` and caches are then this rank's part; all ranks must
             make the same calls, and each gets the whole result.
         uneven: layers whose K or V was balanced at load.
-        guard: judges whether text from this cache would be garbage; None judges nothing.
-        weights: fingerprint of the loaded weights, which stored sequences name.
-        draft_tokens: most drafted tokens a step.
+        guard: tells whether text from this cache would be garbage; None if nothing has to be checked.
+        weights: fingerprint of the loaded weights; stored sequences hold it.
+        draft_tokens: the most drafted tokens in one step.
     """
 
     name: str
@@ -97,7 +88,7 @@ class Session:
         """An empty paged cache for `sequences` of up to `max_context` tokens, and its bookkeeping.
 
         Raises:
-            InputError: this machine's memory has no room for it, or learned keys hold for fewer tokens.
+            InputError: this machine has too little memory, or the learned coordinates are valid for fewer tokens.
         """
         self.plan.require_context(max_context)
         self._require_room(sequences, max_context)
@@ -115,13 +106,12 @@ class Session:
         return encode(self.tokenizer, self.config.vocab_size, prompts, options)
 
     def sampling_with(self, **settings: Any) -> Sampling:
-        """The model's own sampling with some settings replaced; None keeps a setting.
+        """The model's sampling settings with some replaced; None keeps a setting.
 
         Raises:
-            InputError: a value out of range, or a filter where decoding is greedy.
+            InputError: a value is out of range, or a filter was given but decoding is greedy.
             TypeError: an unknown setting.
         """
-        require_arguments("Session.sampling_with", self.sampling_with, settings, SamplingSettings.__annotations__)
         overrides = {name: value for name, value in settings.items() if value is not None}
         require_drawn(self.generation, overrides)
         return Sampling(**{**self.generation, **overrides})
@@ -146,30 +136,29 @@ class Session:
         on_warning: Callable[[str], object] | None = None,
         **settings: Unpack[SamplingSettings],
     ) -> Result:
-        """Continue one prompt, or several in one ragged batch.
+        """Continue one prompt, or several prompts in one ragged batch.
 
             session.generate("import os", max_new_tokens=100, temperature=0.7, top_p=0.9)
 
         Args:
             prompts: a text, or a list of texts and lists of token ids.
-            stored: a sequence from an earlier `generate` with `keep`, or from `load_cache`. A prompt's common prefix with it
-                is copied, not computed. Without a prompt, the stored sequence itself goes on.
-            keep: return the sequences as stored.
+            stored: a sequence from an earlier `generate` with `keep`, or from `load_cache`. Tokens that a prompt has in common
+                with its beginning are copied, not computed. Without a prompt, the stored sequence itself is continued.
+            keep: also return each sequence with its K and V (`Result.stored`).
             max_context: tokens of prompt and text that the cache holds for each prompt; by default as many as needed, up to
                 the model's limit.
-            sampling: replaces the model's own sampling settings; `settings` replace some of them.
+            sampling: all sampling settings, in place of the model's; `settings` replace single ones.
             stop: a text ends before the first of these strings.
             chat, system, template_args, parse_special: as in `encode`.
             on_prefill: called with (prompt tokens stored, prompt tokens) before the prefill and during it.
             on_token: called with (prompt index, token); True ends that text, as a stop string does.
-            on_text: called with (prompt index, text) as text becomes certain; the pieces add up to the text.
+            on_text: called with (prompt index, piece of text) when no later token can change it; pieces add up to the text.
             on_warning: called if the context will cut a text short, or the cache loses too much; Python warnings unless given.
         Raises:
-            InputError: no prompt, an invalid or too long one, a context beyond the model's, invalid sampling; a process forked
-                after loading; or text from this cache would be garbage (see `load`).
+            InputError: no prompt, an invalid or too long one; a context longer than the model's; invalid sampling; a process
+                forked after loading; or text from this cache would be garbage (see `load`).
             TypeError: an unknown setting.
         """
-        require_arguments("Session.generate", self.generate, settings, SamplingSettings.__annotations__)
         if sampling is not None and settings:
             raise InputError(f"sampling says all of how tokens are drawn; leave out {next(iter(settings))}")
         sampling = sampling or self.sampling_with(**settings)
@@ -190,10 +179,7 @@ class Session:
         with self._lock:
             completions, timing = generate(self.executor, cache, paging, request, watcher)
         final_texts = texts.finish()
-        memory = memory_here(
-            self.ranks, self.executor.device, self.weight_bytes, cache.nbytes, model_files(self.name),
-            self._predict_bytes(ids, max_new_tokens, context),
-        )  # fmt: skip
+        memory = memory_here(self.ranks, self.executor.device, self.weight_bytes, cache.nbytes, model_files(self.name))
         ranks, drafting = tuple(self.ranks.collect(memory)), None
         if self.draft:
             drafting = draft_report(self.draft, self.draft_tokens, timing, self.executor, self.plan, len(ids), context)
@@ -217,7 +203,7 @@ class Session:
     def _watched_prefill(
         self, ids: Sequence[Sequence[int]], on_prefill: OnPrefill | None, on_warning: Callable[[str], object]
     ) -> tuple[Executor | None, OnPrefill]:
-        """The prefill's executor while the guard still has to judge, and the callback to report progress with."""
+        """The executor for a prefill that the guard observes, None if it need not; and the callback to report progress."""
         guard = self.guard
         watcher = self.executor.with_ops(guard.table) if guard and guard.watches(ids) else None
 
@@ -230,17 +216,15 @@ class Session:
         return watcher, report
 
     def stream(self, prompt: str | Sequence[int], *, on_prefill: OnPrefill | None = None, **options: Any) -> Stream:
-        """Continue one prompt, and yield text as it becomes certain.
+        """Continue one prompt, and yield pieces of text as soon as no later token can change them.
 
             for piece in session.stream("import os", max_new_tokens=100):
                 print(piece, end="", flush=True)
 
-        Takes `generate`'s arguments but `on_token` and `on_text`; `on_prefill` is called in another thread. The stream's
-        `result` is `generate`'s; exceptions of `generate` are raised with the first piece.
+        Takes the arguments of `generate` except `on_token` and `on_text`; `on_prefill` is called in another thread. The
+        stream's `result` is that of `generate`. Exceptions of `generate` are raised at the first piece.
         """
-        stream_args = ("on_token", "on_text")
-        require_arguments("Session.stream", self.generate, options, SamplingSettings.__annotations__, but=stream_args)
-        return Stream(partial(self.generate, [prompt], **options), on_prefill)
+        return Stream(lambda **callbacks: self.generate([prompt], **options, **callbacks), on_prefill)
 
     def save_cache(self, path: str | Path, stored: StoredSequence, note: str = "", compress: bool = True) -> None:
         """Write a stored sequence to a file, whole or not at all.
@@ -249,7 +233,7 @@ class Session:
             note: a text that the file carries; `cache_file.read_note` reads it.
             compress: compress losslessly where that saves bytes.
         Raises:
-            InputError: it is not of this model and cache, or the file cannot be written.
+            InputError: the sequence belongs to another model or cache, or the file cannot be written.
         """
         origin = self._origin()
         origin.require_fits(stored, self.plan, "the stored sequence")
@@ -259,7 +243,7 @@ class Session:
         """Read a sequence that this model stored in this cache.
 
         Raises:
-            InputError: a damaged file, or one of another model, cache, rotation or version.
+            InputError: the file is damaged, or belongs to another model, cache, rotation or version.
         """
         sequence = cache_file.load_for(Path(path), self._origin(), self.plan)
         self.plan.require_context(len(sequence.token_ids))
@@ -278,18 +262,6 @@ class Session:
         drafts = self.draft.cache_bytes(sequences, max_context) if self.draft else 0
         nbytes = cache_bytes(self.plan, max_context, self.config.kv_shapes, sequences, self.config.state_bytes) + drafts
         require_memory(nbytes, what, "take fewer tokens or sequences, or a smaller format")
-
-    def _predict_bytes(self, ids: Sequence[Sequence[int]], new_tokens: int, max_context: int) -> int:
-        """Predicted peak bytes of this process, from what was counted before the weights were read."""
-        sequences = len(ids)
-        if self.load_record is None:
-            return 0
-        drafts = self.draft.cache_bytes(sequences, max_context) if self.draft else 0
-        weights = self.load_record.weights
-        need = memory_need(self.config, self.plan, max_context, weights, sequences)
-        mapped_bytes = weights.mapped_by((token for prompt in ids for token in prompt), new_tokens * sequences)
-        more = max(need.private + drafts, weights.private + self.load_record.restored_bytes)  # they come one after the other
-        return self.load_record.before + CODE + more + mapped_bytes
 
     def _usage(self, cache: PagedKVCache, sequences: int, max_context: int) -> KVUsage:
         config, ranks = self.config, self.ranks.size

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
-from inspect import Parameter, signature
 from operator import index
 from reprlib import repr as shown
 from typing import Any
@@ -244,25 +242,6 @@ def _first(text: str, stops: Sequence[str], begin: int) -> int | None:
 
 
 # -- Arguments -----------------------------------------------------------------------------------------------------------
-def require_arguments(
-    call_name: str, method: Callable[..., Any], kwargs: Mapping[str, Any], more: Iterable[str] = (), but: Container[str] = ()
-) -> None:  # fmt: skip
-    """Refuse unknown keyword arguments with a TypeError that suggests a near name.
-
-    Args:
-        call_name: such as `Session.generate`.
-        method: its keyword arguments are known, except those in `but`.
-        more: further known names.
-    """
-    parameters = [name for name, each in signature(method).parameters.items() if each.kind is Parameter.KEYWORD_ONLY]
-    names = [name for name in (*parameters, *more) if name not in but]
-    for name in kwargs:
-        if name not in names:
-            close = [] if name in but else get_close_matches(name, names, n=1)
-            meant = f"; did you mean {close[0]!r}?" if close else ""
-            raise TypeError(f"{call_name}() got an unexpected keyword argument {name!r}{meant}")
-
-
 def require_count(name: str, value: object, least: int = 1) -> None:
     """Refuse an argument that is no integer, or below `least`."""
     try:

@@ -1,4 +1,4 @@
-"""What an executor is: something that runs the forward of one model, and can be held against the reference."""
+"""What an executor is: an object that runs the forward of one model; `validation` compares it with the reference."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ class Executor(Protocol):
     """Runs one model's forwards.
 
     Attributes:
-        name: its name in `--executor`, the ops folder and the tests' marker.
-        device: of the cache, batches and token ids.
-        description: for the user: what runs the model, and where.
-        simulated: it runs in an interpreter of its device: right numbers, meaningless times.
-        compiled: seconds that the first calls of its programs took with their compilation, by the program's name.
-        batch_invariant: with our formats, a token's logits have the same bits however its sequence was cut, and whatever runs
-            beside it. Else sums change with the batch, and of two tokens that nearly tie either may come.
-        decode_step: keys that a decode step takes at once, where more keys take another path through its program; else None.
-        blocks: types of quantised blocks, by name, for whose products it rounds x to 16-bit integers (`CpuOps.linear`).
-        Products
-            with other blocks are those of the restored weights.
-        weights: on its device; a draft may share them.
-        ops: the op table it runs, for a recorder to wrap; None if its layers are fused programs.
+        name: its name in `--executor`, in folders of ops and in markers of tests.
+        device: device of the cache, batches and token ids.
+        description: text for the user: what runs the model, and where.
+        simulated: whether it runs in an interpreter of its device: its numbers are right, its times mean nothing.
+        compiled: program's name -> seconds of its first call, compilation included.
+        batch_invariant: whether, with our formats, a token's logits have the same bits for any batch and any cut of its
+            sequence. If not, sums change with the batch, and one of two tokens that nearly tie may replace the other.
+        decode_step: number of keys that one step of its decode program takes; more keys take another path. None without steps.
+        blocks: names of the types of quantised blocks for whose products it rounds x to 16-bit integers (`CpuOps.linear`).
+            With other blocks it multiplies as with the restored weights.
+        weights: weights on its device; a draft may share them.
+        ops: the op table that it runs, for a recorder to wrap; None if its layers are fused programs.
     """
 
     name: str
@@ -56,41 +55,41 @@ class Executor(Protocol):
         return self._model.weights
 
     def supports(self, config: ModelConfig, plan: KVPlan) -> str | None:
-        """None, or in one sentence why this executor cannot run a model with a cache; static where it is cataloged."""
+        """None, or one sentence: why this executor cannot run a model with this cache. Static in the catalog's classes."""
 
     def compile_ahead(self, plan: KVPlan, on_program: Callable[[str], object]) -> None:
-        """Compile the programs that first forwards with such a cache would wait for."""
+        """Compile the programs for which the first forwards with a cache of this plan would wait."""
         return
 
     def with_ops(self, wrap: Callable[[OpTable], OpTable]) -> Executor | None:
-        """This executor with its op table wrapped; None where it does not run op by op."""
+        """This executor with its op table wrapped; None if it does not run op by op."""
         return None
 
     def forward(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        """Hidden states [T, hidden] after all layers, of T new tokens [T] int64, whose K and V are stored: prefill, decode and
-        the check of drafted tokens alike."""
+        """Hidden states [T, hidden] after all layers for T new tokens, token_ids [T] int64; stores their K and V in the cache.
+        For prefill, decode and the check of drafted tokens alike."""
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits [N, vocab] fp32 of rows [N, hidden] of the last `forward`.
+        """Logits [N, vocab] fp32 for rows [N, hidden] of the last `forward`'s result.
 
         Raises:
-            NonFiniteError: of the forward or the head; it names the weight.
+            NonFiniteError: a number of the forward or the head is not finite; the message names the weight.
         """
 
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache) -> Tensor:
-        """Hidden states [T, hidden] after the layers of `span`, for the validator."""
+        """Hidden states [T, hidden] after the layers in `span`, for the validator."""
 
 
 def last_rows(hidden: Tensor, batch: Batch) -> Tensor:
-    """Hidden states [B, hidden] of each sequence's last new token."""
+    """The rows of hidden states [T, hidden] for each sequence's last new token: [B, hidden]."""
     return hidden if len(hidden) == len(batch.seq_lens) else hidden[batch.query_start_loc[1:].long() - 1]
 
 
 def prefill(executor: Executor, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-    """Logits [B, vocab] fp32 after each sequence's last new token."""
+    """Run a forward; logits [B, vocab] fp32 after each sequence's last new token."""
     return executor.head(last_rows(executor.forward(token_ids, batch, cache), batch))
 
 
 def verify(executor: Executor, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-    """Logits [T, vocab] fp32 after each of T new tokens."""
+    """Run a forward; logits [T, vocab] fp32 after each of T new tokens."""
     return executor.head(executor.forward(token_ids, batch, cache))

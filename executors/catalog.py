@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderModel
@@ -19,9 +19,8 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.onnx.block_codes import CODES
 
-if TYPE_CHECKING:
-    from haarkv.tq_ops.npu.device import Runner
-
+SIMULATOR = "sim"
+"""The device that needs no card."""
 OnProgram = Callable[[str], object]
 """Called with the name of a program before it is compiled."""
 
@@ -32,27 +31,24 @@ class ExecutorInfo:
 
     Attributes:
         open: makes the executor of a model, on a device by its name.
-        dtype: default dtype of a model.
-        any_dtype: whether it runs other dtypes.
+        probe: whether this machine has such a device; cheap.
+        any_dtype: whether it runs other dtypes than `dtype`.
         devices: kinds of device by name; the first is the default.
-        probe: whether this machine has such a device; cheap. None: `auto` never takes it.
         missing: what is not installed, without which it would run as a slower executor; None if nothing.
         require: raises InputError if a device is not there, before there is a model.
-        programs: opens a runner of single programs on a device, for an executor whose kernels are programs.
         whole_layers: its programs are whole layers, within which ranks cannot meet.
         per_rank: each rank takes a device of its own.
-        blocks: types of quantised blocks, by name, that its first kind of device multiplies with as they are.
+        blocks: types of weight blocks that its first kind of device multiplies with as they are.
         in_order: bytes a number, by type, of blocks that it reorders in this machine's memory; others it reads in place.
     """
 
     open: Callable[[DecoderModel, str | None], Executor]
+    probe: Callable[[], bool]
     dtype: str = "float32"
     any_dtype: bool = True
     devices: tuple[str, ...] = ("cpu",)
-    probe: Callable[[], bool] | None = None
     missing: Callable[[], str | None] = lambda: None
     require: Callable[[str | None], object] = lambda _device: None
-    programs: Callable[[str | None], Runner] | None = None
     whole_layers: bool = False
     per_rank: bool = False
     blocks: tuple[str, ...] = ()
@@ -64,7 +60,11 @@ class ExecutorInfo:
 
     def on_host(self, device: str | None) -> bool:
         """Whether it computes in this machine's own memory."""
-        return self._kind(device) in ("cpu", "sim")
+        return self._kind(device) in ("cpu", SIMULATOR)
+
+    @property
+    def has_simulator(self) -> bool:
+        return SIMULATOR in self.devices
 
     def reads_in_place(self, device: str | None) -> bool:
         """Whether every forward multiplies with weights where they lie in this machine's memory."""
@@ -127,12 +127,6 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available() and triton_missing() is None
 
 
-def _npu_programs(device: str | None) -> Runner:
-    from haarkv.tq_ops.npu.device import open_runner
-
-    return open_runner(device)
-
-
 def _has_npu() -> bool:
     if find_spec("torch_npu") is None or find_spec("pypto") is None:
         return False
@@ -145,27 +139,19 @@ def _has_npu() -> bool:
     return True
 
 
-def _require_provider(device: str | None) -> None:
-    executor_class("onnx")
-    from haarkv.executors import onnx
-
-    onnx.open_provider(device)
-
-
 EXECUTORS: dict[str, ExecutorInfo] = {
     "reference": ExecutorInfo(**_on_host("reference")),
     "cpu": ExecutorInfo(**_on_host("cpu"), missing=_kernels_missing, blocks=BLOCKS),
     "cuda": ExecutorInfo(
-        partial(_on_device, "cuda"), "bfloat16", devices=("cuda",), probe=_has_gpu, require=_require_gpu, per_rank=True,
+        partial(_on_device, "cuda"), _has_gpu, "bfloat16", devices=("cuda",), require=_require_gpu, per_rank=True,
         blocks=tuple(PLANES),
     ),
     "npu": ExecutorInfo(
-        partial(_on_device, "npu"), "bfloat16", any_dtype=False, devices=("npu", "sim"), probe=_has_npu,
-        programs=_npu_programs, whole_layers=True,
+        partial(_on_device, "npu"), _has_npu, "bfloat16", any_dtype=False, devices=("npu", SIMULATOR), whole_layers=True,
     ),
     "onnx": ExecutorInfo(
-        partial(_on_device, "onnx"), devices=("cpu", "cuda", "cann"), require=_require_provider, whole_layers=True,
-        blocks=tuple(CODES), in_order={name: codes.bytes_in_memory for name, codes in CODES.items()},
+        **_on_host("onnx"), whole_layers=True, blocks=tuple(CODES),
+        in_order={name: codes.bytes_in_memory for name, codes in CODES.items()},
     ),
 }  # fmt: skip
 NAMES = tuple(EXECUTORS)
@@ -187,8 +173,7 @@ def refusal(
 ) -> str | None:
     """Why an executor cannot run a model, or a rank's part of one, with all these caches: "NAME cannot run this: REASON".
 
-    It asks all that is known before weights are read, except whether the device is there. InputError of an unknown name, or
-    if packages are not installed.
+    It asks all that is known before weights are read, except whether the device is there.
     """
     entry = info(name)
     reason: str | None = None
@@ -211,10 +196,8 @@ def check(name: str, config: ModelConfig, plan: KVPlan, device: str | None = Non
 def create(
     name: str, model: DecoderModel, plan: KVPlan, device: str | None = None, on_program: OnProgram | None = None
 ) -> Executor:
-    """An executor for a model and a KV plan, its programs compiled.
+    """An executor for a model and a KV plan on a device by the executor's name for it, its programs compiled.
 
-    Args:
-        device: by the executor's name for it; its default unless given.
     Raises:
         InputError: no such executor or device, or it cannot run this model with this plan, with its reason.
     """
@@ -233,7 +216,7 @@ def create(
 def interpreter_warning(name: str, device: str | None) -> str:
     """A warning before an executor starts in an interpreter that was not asked for, else ""."""
     entry = info(name)
-    if device is not None or entry.programs is None or entry.probe is None or entry.probe():
+    if device is not None or not entry.has_simulator or entry.probe():
         return ""
     return f"executor {name} runs in an interpreter here, minutes for a few tokens"
 
@@ -246,7 +229,7 @@ def _device_of_rank(name: str, device: str | None, ranks: Ranks) -> str | None:
     kind = entry.devices[0]
     if device is not None and device.startswith(f"{kind}:"):
         raise InputError(f"each rank takes a device of its own; give --device {kind} without a number")
-    return f"{kind}:{ranks.local}" if device == kind or (device is None and entry.probe and entry.probe()) else device
+    return f"{kind}:{ranks.local}" if device == kind or (device is None and entry.probe()) else device
 
 
 @dataclass(frozen=True)
@@ -263,10 +246,8 @@ def select(
 ) -> Selection:  # fmt: skip
     """The named executor, or for `auto` the fastest that this machine has and that can run the model with all these caches.
 
-    Needs no weights, and imports neither Triton nor PyPTO.
+    Needs no weights, and imports neither Triton nor PyPTO. A `device` leaves only the executors that know it.
 
-    Args:
-        device: leaves only the executors that know this device; whether it is there is left to `create`.
     Raises:
         InputError: no such executor, or no executor for this device.
     """
@@ -278,8 +259,7 @@ def select(
         raise InputError(f"no executor runs on {device!r}; --device takes cpu, cuda, cuda:N, npu, npu:N or sim")
     reasons: list[str] = []
     for name in names:
-        probe = EXECUTORS[name].probe
-        if device is None and not (probe and probe()):
+        if device is None and not EXECUTORS[name].probe():
             continue
         reason = refusal(name, config, plans, ranks=ranks, dtype=dtype)
         if reason is None:

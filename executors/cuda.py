@@ -57,18 +57,12 @@ class CudaExecutor(Executor):
     A model that `models.fused` takes runs in few launches on one rank. Others, and parts of a model on several ranks, run op
     by op over `step_ops`, with the same rounding points.
 
-    Nothing inside a step waits for the device. Vectors that are not finite are left out of the cache and noted on the device;
-    `head` then raises an error that names the weight. A missing recurrent state is noted as well, and its outputs are NaN.
+    Nothing inside a step waits for the device. Vectors that are not finite, and missing recurrent states, are noted on the
+    device; `head` then raises an error that names the weight.
 
-    Args:
-        device: `cuda` or `cuda:N`; the first GPU unless given.
-        interpreted: run on the CPU, in Triton's interpreter: for tests.
     Attributes:
         ops: the table for single ops, which the validator replays.
-        step_ops: the table of a step: `store_kv` and `gated_delta` do not wait to look for faults, and a layer's experts are
-            chosen on the device, so that a graph can hold them.
-    Raises:
-        InputError: no GPU, no such GPU, or no Triton.
+        step_ops: the table of a step, whose ops do not wait to look for faults, so that a graph can hold them.
     """
 
     name = "cuda"
@@ -234,14 +228,9 @@ def padded_batch_size(sequences: int) -> int:
 
 
 class DecodeStep:
-    """One decode step of at most `size` sequences on a cache, captured as a graph.
+    """One decode step of at most `size` sequences on a cache, captured as a graph in `pool`, or without one if that is None.
 
-    Padding sequences have slot -1, so nothing is stored, and length 0, so nothing is read.
-
-    Args:
-        cache: must live as long as the graph.
-        max_context: tokens of a sequence at most.
-        pool: memory that graphs share; None runs the step without a graph.
+    Padding sequences have slot -1, so nothing is stored, and length 0, so nothing is read. The cache must live as long.
     """
 
     def __init__(self, size: int, cache: PagedKVCache, max_context: int, step: Step, pool: Any) -> None:

@@ -22,13 +22,7 @@ from haarkv.tq_ops.npu.program import AttentionShape
 
 
 class NpuExecutor(Executor):
-    """Runs a BF16 model of dense layers: one program a layer, one for the head.
-
-    Args:
-        device: `sim`, `npu:N`, or None for the first NPU if there is one and the simulator if not.
-    Raises:
-        InputError: a model that no program can be built for, an unknown or absent device, or PyPTO missing.
-    """
+    """Runs a BF16 model of dense layers on `sim`, `npu:N` or the first NPU: one program a layer, one for the head."""
 
     name = "npu"
     decode_step = programs.DECODE.step
@@ -77,8 +71,16 @@ class NpuExecutor(Executor):
 
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:
+        slices = []
         with self._runner.refusals():
-            return self._logits(hidden)
+            for constants in self._head_slices:
+                arguments, padded = inputs.head_call(self._head, constants, hidden)
+                self._runner.call(self._head, arguments)
+                slices.append(padded[: hidden.shape[0]])
+            logits = torch.cat(slices, dim=1)[:, : self.config.vocab_size]
+            if not torch.isfinite(logits).all():
+                raise NonFiniteError("logits are not finite on npu; --executor reference on the same prompt names the tensor")
+        return logits
 
     @torch.inference_mode()
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache) -> Tensor:
@@ -108,18 +110,7 @@ class NpuExecutor(Executor):
         if program.attention not in self._masks:
             self._masks[program.attention] = self._constant(inputs.mask_arguments(program, self.device))
         constants = {**self._layers[index], **self._masks[program.attention]}
-        self._constant(inputs.domain_arguments(program, cache.plan, index, self.device))
+        self._constant(program.k.domain_tensors(cache.plan.k(index), index, self.device))
         arguments, out = inputs.layer_call(program, constants, hidden, tiling, cache, index)
         self._runner.call(program, arguments)
         return out
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        slices = []
-        for constants in self._head_slices:
-            arguments, padded = inputs.head_call(self._head, constants, hidden)
-            self._runner.call(self._head, arguments)
-            slices.append(padded[: hidden.shape[0]])
-        logits = torch.cat(slices, dim=1)[:, : self.config.vocab_size]
-        if not torch.isfinite(logits).all():
-            raise NonFiniteError("logits are not finite on npu; --executor reference on the same prompt names the tensor")
-        return logits

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import onnxruntime as ort
@@ -42,8 +41,9 @@ from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.residual_window import ResidualWindow
 from haarkv.tq_ops.onnx import READS
 from haarkv.tq_ops.onnx.graph import StoredWeights
-from haarkv.tq_ops.weight import Blocks, dense, weight_rows
+from haarkv.tq_ops.weight import Blocks, weight_rows
 
+_PROVIDER = "CPUExecutionProvider"
 _ERRORS = 3  # ONNX Runtime's level from which it logs
 _ELEMENTS = {
     torch.uint8: TensorProto.UINT8, torch.float16: TensorProto.FLOAT16, torch.float32: TensorProto.FLOAT,
@@ -51,71 +51,27 @@ _ELEMENTS = {
 }  # fmt: skip
 
 
-class Provider(NamedTuple):
-    """Where ONNX Runtime runs a graph: `device` is torch's word for its memory, `memory` ONNX Runtime's."""
-
-    name: str
-    package: str
-    device: str
-    memory: str
-
-
-PROVIDERS = {
-    "cpu": Provider("CPUExecutionProvider", "onnxruntime", "cpu", "cpu"),
-    "cuda": Provider("CUDAExecutionProvider", "onnxruntime-gpu", "cuda", "cuda"),
-    "cann": Provider("CANNExecutionProvider", "onnxruntime-cann", "npu", "cann"),
-}
-
-
-def open_provider(word: str | None) -> Provider:
-    """A provider; None is the CPU's.
-
-    Raises:
-        InputError: no such provider, its package is not installed, or torch does not know its memory.
-    """
-    provider = PROVIDERS.get(word or "cpu")
-    if provider is None:
-        raise InputError(f"unknown provider {word!r}; choose from {', '.join(PROVIDERS)}")
-    if provider.name not in ort.get_available_providers():
-        raise InputError(f"this ONNX Runtime has no {provider.name}; pip install {provider.package} in place of onnxruntime")
-    device = getattr(torch, provider.device, None)  # torch.npu is there once torch_npu was imported
-    if device is None or not device.is_available():
-        raise InputError(f"torch has no {provider.device} device, on which the provider {word} keeps the cache")
-    return provider
-
-
 class OnnxExecutor(Executor):
-    """Runs dense models with caches in `tq2` to `tq8` or, for keys, `lr2` to `lr5`, with or without tokens in BF16.
-
-    Args:
-        provider: cpu (the default), cuda or cann.
-    Raises:
-        InputError: a model that no graph can be built for, or as `open_provider`.
-    """
+    """Runs dense models with caches in `tq2` to `tq8` or, for keys, `lr2` to `lr5`, in ONNX Runtime's CPU provider."""
 
     name = "onnx"
 
-    def __init__(self, model: DecoderModel, provider: str | None = None) -> None:
+    def __init__(self, model: DecoderModel) -> None:
         if reason := graphs_unsupported(model.config):
             raise InputError(f"executor onnx cannot run this: {reason}")
-        self._provider = open_provider(provider)
-        self.config = model.config
-        self.device = torch.device(self._provider.device)
-        self.description = f"ONNX Runtime {ort.__version__} ({self._provider.name})"
-        # Other providers may lack the operator's kernels: they get restored weights.
-        on_cpu = self.device.type == "cpu"
-        device_model = model if on_cpu else replace(model, weights=model.weights.map(dense)).to(self.device)
-        self._model = device_model
-        coded_names = coded_weights(device_model.weights.named_tensors())
+        self.config, self._model = model.config, model
+        self.device = torch.device("cpu")
+        self.description = f"ONNX Runtime {ort.__version__} ({_PROVIDER})"
+        coded_names = coded_weights(model.weights.named_tensors())
         # A session needs this memory, and packs codes into its own as well.
         self._coded = {
             part: ort.OrtValue.ortvalue_from_numpy(tensor.numpy())
-            for name, weight in device_model.weights.named_tensors()
+            for name, weight in model.weights.named_tensors()
             if isinstance(weight, Blocks) and name in coded_names and (name != EMBEDDING or model.config.tied)
             for part, tensor in coded_values(name, weight)
         }  # fmt: skip
         self._scopes = Qwen3Scopes(model.config, str(model.dtype).removeprefix("torch."), blocks=coded_names)
-        self._weights = dict(weight_values(device_model))
+        self._weights = dict(weight_values(model))
         self._sessions: dict[GraphSpec, _Session] = {}
         self._lock = threading.Lock()  # no other thread may bind a session's tensors before it runs
 
@@ -194,14 +150,12 @@ class OnnxExecutor(Executor):
         with self._lock:
             self._bind(session.binding.bind_input, contiguous)
             self._bind(session.binding.bind_output, outputs)
-            if self.device.type != "cpu":
-                getattr(torch, self.device.type).synchronize()
             session.session.run_with_iobinding(session.binding)
             session.binding.synchronize_outputs()
 
     def _bind(self, bind: Callable[..., None], tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
-            bind(name, self._provider.memory, 0, _ELEMENTS[tensor.dtype], tuple(tensor.shape), tensor.data_ptr())
+            bind(name, "cpu", 0, _ELEMENTS[tensor.dtype], tuple(tensor.shape), tensor.data_ptr())
 
     def _session(self, plan: GraphSpec) -> _Session:
         """A graph's session. Dense weights are inputs, the model's memory; codes are constants, or their kernels are slow."""
@@ -220,7 +174,7 @@ class OnnxExecutor(Executor):
         code_values = {name: value for name, value in self._coded.items() if name in types}
         options.add_external_initializers(list(code_values), list(code_values.values()))
         model = build(self._scopes, plan, StoredWeights("made", dict.fromkeys(code_values, 0))).SerializeToString()
-        session = ort.InferenceSession(model, options, providers=[self._provider.name])
+        session = ort.InferenceSession(model, options, providers=[_PROVIDER])
         inputs = {value.name for value in session.get_inputs()}
         every = self._weights | stored_values(self._scopes, plan, self.device)
         entry = _Session(session, session.io_binding(), inputs, {name: every[name] for name in every.keys() & inputs})
@@ -249,14 +203,10 @@ def _graph(
 
 
 def _window_places(window: ResidualWindow, batch: Batch, past: Tensor) -> dict[str, Tensor]:
-    """Tokens before this batch that queries may see in BF16: each sequence's sinks and newest ones.
+    """Tokens before this batch that queries may see in BF16: sinks and newest ones; `past` [B] are stored before.
 
-    Args:
-        window: of any layer and side: all are alike.
-        past: [B] int32, tokens stored before.
-    Returns:
-        `kept_index` [B, Hkv, sink + tail] int64 among the vectors of all rows, heads and places, and `kept_positions`
-        [B, sink + tail] int32, `EMPTY_POSITION` where there is none, or the tail repeats a sink.
+    Returns `kept_index` [B, Hkv, sink + tail] int64 among the vectors of all rows, heads and places, and `kept_positions`
+    [B, sink + tail] int32, `EMPTY_POSITION` where there is none, or the tail repeats a sink.
     """
     _, heads, places, _ = window.vectors.shape
     first = torch.arange(window.sink, device=past.device).expand(len(past), -1)

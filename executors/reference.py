@@ -78,11 +78,7 @@ class ReferenceExecutor(Executor):
 
 
 def blame(weights: Weights, what: str = "") -> NonFiniteError:
-    """The error of a forward that is not finite: names the first weight that is not, or says that all are.
-
-    Args:
-        what: what was not finite, if it was noticed before the logits.
-    """
+    """The error of a forward that is not finite: the first weight that is not, or that all are and `what` was not."""
     for name, weight in weights.named_tensors():
         tensor = dense(weight)
         if len(bad := (~torch.isfinite(tensor)).nonzero()):

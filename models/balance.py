@@ -8,7 +8,6 @@ Powers of two round nothing: with an exact cache the balanced model computes the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +20,7 @@ from haarkv.codebooks.balance import channel_scales, error_ratio
 from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import open_source, read_config
 from haarkv.models.checkpoint import require_tensors
-from haarkv.models.config import Attention, ModelConfig
+from haarkv.models.config import Attention
 from haarkv.models.tensors import LayerWeights
 from haarkv.models.weights import layer_tensors
 from haarkv.tq_ops.kv.plan import KVPlan
@@ -139,13 +138,6 @@ def _layer_moments(tensors: Mapping[str, Tensor], mixer: Attention) -> tuple[Mom
     return key_moments(tensors, *sizes, mixer.rope.dims), value_moments(tensors, *sizes)
 
 
-def choose_scales(moments: Moments) -> tuple[Tensor, float]:
-    """Scales [H, D] fp32 of K or V, and the factor of its worst head's error; 1s if it is below `LEAST_RATIO`."""
-    scales = channel_scales(moments.use, moments.size)
-    ratio = float(error_ratio(moments.use, moments.size, scales).max())
-    return (scales, ratio) if ratio >= LEAST_RATIO else (torch.ones_like(scales), 1.0)
-
-
 def choose_scaling(
     moments: Mapping[int, tuple[Moments, Moments]], may_balance: Callable[[int, str], bool] = lambda *_: True
 ) -> Scaling:
@@ -155,8 +147,12 @@ def choose_scaling(
     uneven: list[Uneven] = []
 
     def scale_side(layer: int, side: str, before: Moments) -> tuple[Tensor | None, Moments]:
-        side_scales, ratio = choose_scales(before) if may_balance(layer, side) else (torch.ones(()), 1.0)
-        if ratio <= 1:
+        if not may_balance(layer, side):
+            return None, before
+        side_scales = channel_scales(before.use, before.size)
+        # Of the worst head.
+        ratio = float(error_ratio(before.use, before.size, side_scales).max())
+        if not ratio >= LEAST_RATIO:  # nor if it is no number
             return None, before
         uneven.append(Uneven(layer, side, ratio))
         return side_scales, before.scaled(side_scales)
@@ -219,19 +215,6 @@ def _moment_fields(fields: Iterable[str]) -> set[str]:
     """Fields of a layer that its moments need; a normed K needs no projections."""
     read_fields = _READ.intersection(fields)
     return read_fields - {"q_proj", "k_proj"} if "k_norm" in read_fields else read_fields
-
-
-def restored_bytes(config: ModelConfig) -> int:
-    """Bytes that `balance` restores of quantized blocks at a time, FP32: matrices of one layer, and one times its norm."""
-    layers = [layer_tensors(config, index) for index, shape in enumerate(config.kv_shapes) if shape is not None]
-    sizes = [{field: 4 * math.prod(layer[field].shape) for field in _moment_fields(layer)} for layer in layers]
-    return max(
-        (
-            sum(field_bytes.values()) + max(field_bytes[field] for field in field_bytes if field in _NORMED_PROJECTIONS)
-            for field_bytes in sizes
-        ),
-        default=0,
-    )
 
 
 def _bias(tensors: Mapping[str, Tensor], name: str, projection: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Declaration of a decoder model: its layers, each with a mixer and an MLP, an embedding and a head.
+"""Declaration of a decoder model: its layers (a mixer and an MLP each), its embedding and its head.
 
-Plain data. A forward follows the declaration; a fused path runs only layers whose whole declaration it knows.
+Plain data. The forward follows the declaration; a fused path runs a layer only if it knows its whole declaration.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Activation = Literal["silu", "gelu_tanh"]
 
 
 class RopeScaling(Protocol):
-    """A change to RoPE's frequencies for a longer context; `models.rope` has them."""
+    """A change to RoPE's frequencies for a longer context; `models.rope` has the classes."""
 
     @property
     def attention_factor(self) -> float:
-        """Multiplier of cos and sin; scores grow by its square."""
+        """Factor of cos and sin; scores grow by its square."""
 
     def scaled(self, inv_freq: Tensor, theta: float) -> Tensor:
         """Scaled frequencies [dims / 2] fp32."""
@@ -35,7 +35,7 @@ class Rope:
     """Half-split rotary embedding.
 
     Attributes:
-        dims: the first `dims` coordinates of a head are rotated; the others stay.
+        dims: RoPE rotates the first `dims` coordinates of a head, and leaves the others.
     """
 
     theta: float
@@ -44,7 +44,7 @@ class Rope:
 
 
 class Heads(NamedTuple):
-    """Sizes of an attention: Hq, Hkv and D."""
+    """Sizes of an attention layer: Hq, Hkv and D."""
 
     num_heads: int
     num_kv_heads: int
@@ -66,11 +66,11 @@ class Attention:
     """A mixer: softmax attention over K and V of the tokens so far.
 
     Attributes:
-        window: tokens that a query sees, itself included; None for all.
-        scale: of the logits.
-        head_norms: each head of Q and K is normed before RoPE.
-        bias: the projections to Q, K and V have one.
-        gated: the projection to Q also gives a gate, whose sigmoid multiplies the head's output.
+        window: number of newest tokens that a query sees, its own token included; None for all tokens.
+        scale: factor of the logits.
+        head_norms: whether each head of Q and K is normed before RoPE.
+        bias: whether the projections to Q, K and V have biases.
+        gated: whether the projection to Q also gives a gate; its sigmoid multiplies the head's output.
     """
 
     num_heads: int
@@ -90,24 +90,24 @@ class Attention:
 
     @property
     def kv_shape(self) -> KVShape:
-        """Of the K/V cache."""
+        """Shape of this layer's K and V in the cache."""
         return KVShape(self.num_kv_heads, self.head_dim, self.window)
 
     @property
     def state_shape(self) -> None:
-        """None: it has K and V alone."""
+        """None: attention has K and V, and no recurrent state."""
 
 
 class Mixer(Protocol):
-    """The part of a layer that looks at other tokens; `models.layer` runs it by its class."""
+    """The part of a layer that looks at other tokens; `models.layer.MIXERS` has a row for each class."""
 
     @property
     def kv_shape(self) -> KVShape | None:
-        """Of its K and V, if it has them."""
+        """Shape of its K and V; None without them."""
 
     @property
     def state_shape(self) -> StateShape | None:
-        """Of its recurrent state, if it has one."""
+        """Shape of its recurrent state; None without one."""
 
 
 @dataclass(frozen=True)
@@ -120,12 +120,12 @@ class Dense:
 
 @dataclass(frozen=True)
 class Experts:
-    """Mixture of experts: gated MLPs, of which each token goes through `per_token`.
+    """Mixture of experts: `count` gated MLPs; each token goes through `per_token` of them.
 
     Attributes:
-        width: of one expert.
-        normalized: the routing weights of a token sum to 1.
-        shared: width of one more expert for every token, weighed by its own gate; 0 for none.
+        width: width of one expert.
+        normalized: whether the routing weights of a token are normalized to sum to 1.
+        shared: width of an additional expert that every token goes through, with a gate; 0 for none.
     """
 
     count: int
@@ -141,7 +141,7 @@ class Norm:
     """Root-mean-square norm.
 
     Attributes:
-        plus_one: checkpoints store w, the norm multiplies with 1 + w; in memory the weight is 1 + w in FP32.
+        plus_one: whether checkpoints store w, but the norm multiplies with 1 + w; in memory the weight is 1 + w in FP32.
     """
 
     eps: float
@@ -153,8 +153,8 @@ class Layer:
     """One decoder layer: `x += mixer(norm(x)); x += mlp(norm(x))`.
 
     Attributes:
-        norm: the kind of all its norms.
-        post_norms: the outputs of mixer and MLP are normed too, before the residual is added.
+        norm: declaration of all norms of the layer.
+        post_norms: whether the outputs of mixer and MLP are normed too, before they are added to the residual.
     """
 
     mixer: Mixer
@@ -176,9 +176,9 @@ class ModelConfig:
 
     Attributes:
         model_type: a key of `models.families.FAMILIES`.
-        embedding_scale: multiplier of embeddings, rounded to the model's dtype.
-        tied: the head is the embedding.
-        max_position_embeddings: with YaRN those that its factor reaches, if they are more.
+        embedding_scale: factor of embeddings, rounded to the model's dtype.
+        tied: whether the head uses the embedding's weight.
+        max_position_embeddings: length of the longest context; with YaRN the scaled length, if it is longer.
     """
 
     model_type: str
@@ -197,7 +197,7 @@ class ModelConfig:
 
     @property
     def kv_shapes(self) -> tuple[KVShape | None, ...]:
-        """Of each layer's K and V."""
+        """Shape of K and V of each layer."""
         return tuple(layer.mixer.kv_shape for layer in self.layers)
 
     @property
@@ -218,7 +218,7 @@ class ModelConfig:
 
     @property
     def heads(self) -> Heads:
-        """The sizes of all its attention layers; a ValueError if they differ."""
+        """The sizes that all attention layers have; a ValueError if they differ."""
         sizes = {mixer.heads for mixer in self.attentions}
         if len(sizes) != 1:
             raise ValueError("its layers have heads of different numbers or sizes")
@@ -226,13 +226,13 @@ class ModelConfig:
 
     @property
     def common(self) -> Layer:
-        """The declaration of all layers; a ValueError if they differ."""
+        """The declaration that all layers have; a ValueError if they differ."""
         if len(set(self.layers)) != 1:
             raise ValueError("its layers differ")
         return self.layers[0]
 
     def declaration(self) -> dict[str, Any]:
-        """Every field that decides K, V or logits, as JSON, for stored files; equal layers stand once, under their indices."""
+        """Every field that changes K, V or logits, as JSON for stored files; equal layers appear once, under their indices."""
         indices_by_layer: dict[Layer, list[str]] = {}
         for index, layer in enumerate(self.layers):
             indices_by_layer.setdefault(layer, []).append(str(index))
@@ -240,7 +240,7 @@ class ModelConfig:
         return {**_part_declaration(replace(self, layers=())), "layers": layers}
 
     def for_drafts(self, tokens: int) -> ModelConfig:
-        """The same model with enough versions of recurrent states to take back so many drafted tokens and the one before."""
+        """The same model with enough versions of recurrent states to take back `tokens` drafted tokens and the one before."""
 
         def with_versions(mixer: Any) -> Any:
             return mixer if mixer.state_shape is None else replace(mixer, versions=VERSIONS + tokens)
@@ -256,11 +256,11 @@ _EXCLUDED_FIELDS = frozenset({"model_type", "max_position_embeddings", "eos_toke
 """Fields that change no number of a forward."""
 
 _KEYS = {"post_norms": "norms_behind"}
-"""Keys in files, where a field has another name."""
+"""Field -> its key in files, if that is another name."""
 
 
 def _part_declaration(part: Any) -> Any:
-    """`declared_fields` or all fields of a part as JSON; floats as `decimal`, equal for a GGUF file and its folder."""
+    """A part's `declared_fields`, or all its fields, as JSON; floats by `decimal`, so that a GGUF file equals its folder."""
     if (declared_fields := getattr(part, "declared_fields", None)) is not None:
         return {name: decimal(value) for name, value in declared_fields.items()}
     if not is_dataclass(part):
@@ -279,13 +279,13 @@ def decimal(value: Any) -> Any:
 
 
 def unknown_part(layer: Layer, knows: Collection[str] = ()) -> str | None:
-    """The first field of a layer that differs from its default and that a fused path does not run, in words; None if none.
+    """The first field of a layer that a fused path cannot run, in words; None if the path runs the layer.
 
-    Every path runs attention with RoPE on whole heads and a SiLU-gated MLP, of any sizes, `theta`, scaling and `eps`.
+    Every fused path runs attention with RoPE on whole heads and a SiLU-gated MLP, with any sizes, `theta`, scaling and `eps`.
 
     Args:
-        knows: further fields that may have any value: `head_norms`, `bias`, `window`, `activation`, `plus_one`, `post_norms`;
-            with `experts`, the MLP may be unshared experts.
+        knows: fields that may differ from their defaults: `head_norms`, `bias`, `window`, `activation`, `plus_one`,
+            `post_norms`; with "experts", the MLP may be experts without a shared one.
     """
     mixer, mlp = layer.mixer, layer.mlp
     if type(mixer) is not Attention:
@@ -303,7 +303,7 @@ def unknown_part(layer: Layer, knows: Collection[str] = ()) -> str | None:
 
 
 def unknown_layer(config: ModelConfig, knows: Collection[str] = ()) -> str | None:
-    """The first layer that `unknown_part` refuses, and why; None if all layers run."""
+    """The first layer that a fused path cannot run, and the reason from `unknown_part`; None if it runs all layers."""
     for index, layer in enumerate(config.layers):
         if part := unknown_part(layer, knows):
             return f"layer {index} of this {config.model_type} model is another than it knows: {part}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -18,10 +18,6 @@ from haarkv.models.weights import EMBEDDING, HEAD, checkpoint_tensors
 
 IN_PLACE: Mapping[str, float] = MappingProxyType({})
 _FP32 = torch.float32.itemsize
-_AROUND = 2**16
-"""Bytes of a file that Linux maps around one that is read."""
-CODE = 2**24
-"""Bytes of torch's and the kernels' code that come into memory with a first forward, about."""
 
 
 @dataclass(frozen=True)
@@ -31,16 +27,12 @@ class WeightBytes:
     Attributes:
         private: of the process: restored, converted, reordered or drawn.
         mapped: used in the file's pages, which the system may drop and read again.
-        streamed: pages that are read once, while loading.
         gathered: part of `mapped`, an untied embedding; a forward touches only its tokens' rows.
-        rows: of that embedding.
     """
 
     private: int = 0
     mapped: int = 0
-    streamed: int = 0
     gathered: int = 0
-    rows: int = 0
 
     @property
     def total(self) -> int:
@@ -50,19 +42,6 @@ class WeightBytes:
     def copied(self) -> WeightBytes:
         """The same with all but `gathered` copied from the file's pages to private memory."""
         return replace(self, private=self.private + self.mapped - self.gathered, mapped=self.gathered)
-
-    @property
-    def file_bytes(self) -> int:
-        """Pages of the file that loading reads."""
-        return self.mapped + self.streamed
-
-    def mapped_by(self, tokens: Iterable[int], more: int) -> int:
-        """Pages of the file read after a text of these tokens, and `more` that are not known."""
-        if not self.gathered:
-            return self.file_bytes
-        row = self.gathered // self.rows
-        around = {place // _AROUND for token in set(tokens) for place in (token * row, (token + 1) * row - 1)}
-        return self.file_bytes - self.gathered + min(self.gathered, _AROUND * (len(around) + more))
 
 
 def keeps(tensor: CheckpointTensor, keep_blocks: KeptBlocks) -> bool:
@@ -102,7 +81,7 @@ def weight_bytes(
         source_tensors: tensors that are not among them are shared and take nothing.
         in_order: bytes of memory a number, by type of blocks that the executor reorders; an untied embedding is not reordered.
     """
-    private = file_bytes = streamed = gathered = rows = 0
+    private = file_bytes = gathered = 0
     for name, tensor in checkpoint_tensors(config).items():
         if (source_tensor := source_tensors.get(name)) is None or (config.tied and name == HEAD):
             continue
@@ -112,16 +91,14 @@ def weight_bytes(
         bytes_per_number = in_order.get(source_tensor.blocks or "") if blocks else None
         if bytes_per_number is not None and not is_gathered(name, config):
             private += round(math.prod(tensor.shape) * share * bytes_per_number)
-            streamed += in_file
             continue
         if in_file_pages(source_tensor, tensor, dtype, blocks, whole=share == 1):
             file_bytes += in_file
             if is_gathered(name, config):
-                gathered, rows = in_file, round(tensor.shape[0] * share)
+                gathered = in_file
         else:
             private += in_file if blocks else round(math.prod(tensor.shape) * share) * tensor.memory_dtype(dtype).itemsize
-            streamed += in_file
-    return WeightBytes(private, file_bytes, streamed, gathered, rows)
+    return WeightBytes(private, file_bytes, gathered)
 
 
 def random_bytes(config: ModelConfig, dtype: torch.dtype, split: Split | None = None) -> WeightBytes:

@@ -73,8 +73,9 @@ def stored_name(name: str, architecture: str) -> str:
 
 def stored_tensors_of(config: ModelConfig, architecture: str) -> dict[str, StoredTensor]:
     """The tensors of a config by a file's names; of stacked experts the first."""
-    tensors = reversed(checkpoint_tensors(config).items())
-    return {stored_name(name, architecture): tensor for name, tensor in tensors}
+    tensors = checkpoint_tensors(config)
+    names = (name for name in tensors if ".experts." not in name or ".experts.0." in name)
+    return {stored_name(name, architecture): tensors[name] for name in names}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,12 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from haarkv.models.config import ModelConfig
-from haarkv.models.footprint import WeightBytes
 from haarkv.models.gguf_file import block_type, block_type_named
 from haarkv.models.gguf_quantize import quantize
-from haarkv.models.gguf_source import GGUFSource, stored_name
-from haarkv.models.weights import checkpoint_tensors
+from haarkv.models.gguf_source import GGUFSource
 from haarkv.tq_ops.errors import InputError
 
 _FILE_TYPES = {
@@ -101,16 +98,6 @@ def _type_bytes(shape: tuple[int, ...], type_name: str) -> int:
     """Bytes of a tensor in a type."""
     kind = block_type_named(type_name)
     return math.prod(shape) // kind.numbers * kind.nbytes
-
-
-def mixed_bytes(config: ModelConfig, mix: str) -> WeightBytes:
-    """What a model's weights would take in a file of a mix, used from its pages."""
-    nbytes, architecture = 0, config.model_type.removesuffix("_text").replace("_", "")
-    for name, tensor in checkpoint_tensors(config).items():
-        file_name = stored_name(name, architecture)
-        type_name = mix_type(file_name, tensor.shape, mix, config.num_layers, tied=config.tied)
-        nbytes += _type_bytes(tensor.shape, type_name or "F32")
-    return WeightBytes(mapped=nbytes)
 
 
 def write_quantized(

@@ -1,4 +1,4 @@
-"""The forward of one decoder layer, op by op, for any batch of new tokens; `MIXERS` has a row for each kind of mixer."""
+"""The forward of one decoder layer, op by op, for any batch of new tokens. `MIXERS` lists every kind of mixer."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from haarkv.tq_ops.table import ExpertOps, OpTable
 
 
 def decoder_layer(hidden: Tensor, weights: LayerWeights, layer: Layer, index: int, step: Step, ranks: Ranks) -> Tensor:
-    """Run one layer, storing its K and V or state in the cache.
+    """Run one layer; store its K and V, or its state, in the cache.
 
-        hidden += mixer(norm(hidden));   hidden += mlp(norm(hidden))      each result normed first with `post_norms`
+        hidden += mixer(norm(hidden));   hidden += mlp(norm(hidden))      with `post_norms`: norm(mixer(…)), norm(mlp(…))
 
     Args:
         hidden: [T, hidden] bf16 or fp32.
-        ranks: sums the fp32 outputs of mixer and MLP over ranks, before the residual is added.
+        ranks: adds up the fp32 outputs of mixer and MLP over all ranks, before they are added to the residual.
     Returns:
         [T, hidden] of hidden's dtype.
-    Rounding points: those of `tq_ops.reference` and of the mixer; the hidden state once after each residual.
+    Rounding points: as in `tq_ops.reference` and the mixer; the hidden state is rounded once after each addition.
     """
     eps, ops = layer.norm.eps, step.ops
 
@@ -51,19 +51,19 @@ def decoder_layer(hidden: Tensor, weights: LayerWeights, layer: Layer, index: in
 
 
 def gated_mlp(x: Tensor, weights: LayerWeights, activation: Activation, ops: OpTable) -> Tensor:
-    """`down(act(gate(x)) * up(x))` of x [T, hidden]: [T, hidden] fp32. The product is rounded once to x's dtype."""
+    """`down(act(gate(x)) * up(x))` for x [T, hidden]: [T, hidden] fp32. The product is rounded once, to x's dtype."""
     product = ops.silu_mul if activation == "silu" else ops.gelu_mul
     gate, up = ops.linear(x, weights.matrix("gate_proj")), ops.linear(x, weights.matrix("up_proj"))
     return ops.linear(product(gate, up, x.dtype), weights.matrix("down_proj"))
 
 
 def through_experts(x: Tensor, weights: LayerWeights, mlp: Experts, ops: OpTable) -> Tensor:
-    """Mixture of experts of x [T, hidden]: [T, hidden] fp32; router weights and sums are FP32.
+    """Mixture of experts for x [T, hidden]: [T, hidden] fp32; shares and sums are FP32.
 
-        share = softmax(x @ router.T), its largest `per_token`
+        share = the `per_token` largest numbers of softmax(x @ router.T)
         out = sum(share_e * expert_e(x)) + sigmoid(x @ gate.T) * shared(x)
 
-    Each token sums its experts in their order, whatever the batch.
+    Each token adds up its experts in ascending order, in any batch.
     """
     logits = ops.linear(x, weights.matrix("router"))
     if weights.stack is not None and isinstance(ops, ExpertOps):
@@ -77,7 +77,7 @@ def through_experts(x: Tensor, weights: LayerWeights, mlp: Experts, ops: OpTable
 
 
 def _one_by_one(x: Tensor, logits: Tensor, weights: LayerWeights, mlp: Experts, ops: OpTable) -> Tensor:
-    """Each chosen expert once, on its tokens: [T, hidden] fp32."""
+    """Run each chosen expert once, on all tokens that chose it: [T, hidden] fp32."""
     share, experts = logits.softmax(-1).topk(mlp.per_token)
     if mlp.normalized:
         share = share / share.sum(-1, keepdim=True)
@@ -91,7 +91,7 @@ def _one_by_one(x: Tensor, logits: Tensor, weights: LayerWeights, mlp: Experts, 
 
 @dataclass(frozen=True)
 class Step:
-    """One forward; `rope` has cos and sin [T, dims / 2] fp32 of the batch's positions."""
+    """Arguments that all layers of one forward share; `rope` has cos and sin [T, dims / 2] fp32 at the batch's positions."""
 
     ops: OpTable
     cache: PagedKVCache
@@ -101,10 +101,10 @@ class Step:
 
 @dataclass(frozen=True)
 class MixerKind:
-    """How a mixer is run.
+    """The code for one class of mixers.
 
     Attributes:
-        tensors: (mixer, norm, hidden_size) -> every tensor by field.
+        tensors: (mixer, norm, hidden_size) -> every weight tensor, by field.
         mix: (x [T, hidden] normed, weights, mixer, norm, layer index, step) -> [T, hidden] fp32, this rank's part of the sum.
     """
 
@@ -113,11 +113,11 @@ class MixerKind:
 
 
 def attention_tensors(mixer: Attention, norm: Norm, hidden_size: int) -> dict[str, StoredTensor]:
-    """Tensors of an `Attention`."""
+    """Weight tensors of an `Attention`."""
     hidden = Axis(hidden_size, "hidden")
     queries = Axis(mixer.heads.q_size, "q", cut=True, unit=mixer.head_dim)
     keys = Axis(mixer.heads.kv_size, "kv", cut=True, unit=mixer.head_dim, shared=True)
-    # A head's gate follows its query.
+    # The rows of a head's gate follow the rows of its query.
     with_gates = Axis(2 * queries.size, "q", cut=True, unit=2 * queries.unit) if mixer.gated else queries
     rows = {"q": with_gates, "k": keys, "v": keys}
     tensors = {f"{x}_proj": StoredTensor(f"self_attn.{x}_proj.weight", (axis, hidden)) for x, axis in rows.items()}
@@ -135,8 +135,8 @@ def attention_tensors(mixer: Attention, norm: Norm, hidden_size: int) -> dict[st
 def attend(x: Tensor, weights: LayerWeights, mixer: Attention, norm: Norm, index: int, step: Step) -> Tensor:
     """Softmax attention over the cache, new tokens included; a `MixerKind.mix`.
 
-    Rounding points: those of `tq_ops.reference`; biases are added in FP32; q is rounded once, after RoPE; gated output
-    once more, after its FP32 gate.
+    Rounding points: as in `tq_ops.reference`. Biases are added in FP32; q is rounded once, after RoPE. Gated output is rounded
+    a second time, after its FP32 gate.
     """
     ops, rope = step.ops, step.rope[mixer.rope]
 
@@ -183,10 +183,10 @@ class DeltaNet:
     """A mixer: the gated delta rule, with a state [key_dim, value_dim] for each head of V.
 
     Attributes:
-        num_key_heads: heads of Q and of K, shared by heads of V.
-        taps: tokens that the convolution sums.
-        by_key_head: the checkpoint stacks projections key head by key head (Qwen3-Next).
-        versions: of its state; drafts need more.
+        num_key_heads: heads of Q and of K; several heads of V share one.
+        taps: number of tokens in the convolution's window.
+        by_key_head: whether the checkpoint stacks projections key head by key head (Qwen3-Next).
+        versions: versions of the state that the cache keeps; drafts need more.
     """
 
     num_key_heads: int
@@ -206,7 +206,7 @@ class DeltaNet:
 
     @property
     def state_shape(self) -> StateShape:
-        """The convolution's last inputs, and the matrices, FP32."""
+        """The convolution's last inputs, and one matrix for each head of V, FP32."""
         shapes = {
             "conv": (self.taps - 1, sum(self.widths)),
             "delta": (self.num_value_heads, self.key_dim, self.value_dim),
@@ -215,7 +215,7 @@ class DeltaNet:
 
 
 def delta_tensors(mixer: DeltaNet, norm: Norm, hidden_size: int) -> dict[str, StoredTensor]:  # noqa: ARG001
-    """Tensors of a `DeltaNet`."""
+    """Weight tensors of a `DeltaNet`."""
     hidden, heads, values = Axis(hidden_size, "hidden"), Axis(mixer.num_value_heads), Axis(mixer.widths[2])
     qkv_axis = Axis(sum(mixer.widths))
     stacked_rows = {"in_proj_qkvz": Axis(qkv_axis.size + values.size), "in_proj_ba": Axis(2 * heads.size)}
@@ -234,7 +234,7 @@ def delta_tensors(mixer: DeltaNet, norm: Norm, hidden_size: int) -> dict[str, St
 def gated_delta_net(x: Tensor, weights: LayerWeights, mixer: DeltaNet, norm: Norm, index: int, step: Step) -> Tensor:
     """The gated delta rule, with its state in the cache; a `MixerKind.mix`.
 
-    Rounding points: those of `tq_ops.reference`; all is FP32 from the projections to the gated norm.
+    Rounding points: as in `tq_ops.reference`; everything is FP32 from the projections to the gated norm.
     """
     ops = step.ops
     if mixer.by_key_head:
@@ -250,7 +250,7 @@ def gated_delta_net(x: Tensor, weights: LayerWeights, mixer: DeltaNet, norm: Nor
 
 
 def _split_projections(qkvz: Tensor, ba: Tensor, mixer: DeltaNet) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Q with K and V, z, b and a, from projections that are stacked key head by key head."""
+    """Q, K and V in one tensor, z, b and a, from projections that are stacked key head by key head."""
     per_key = mixer.num_value_heads // mixer.num_key_heads
     values = per_key * mixer.value_dim
     by_head = qkvz.view(len(qkvz), mixer.num_key_heads, -1)
@@ -264,11 +264,11 @@ MIXERS: dict[type, MixerKind] = {
     Attention: MixerKind(attention_tensors, attend),
     DeltaNet: MixerKind(delta_tensors, gated_delta_net),
 }
-"""Every mixer, by the class of its declaration."""
+"""Class of a mixer's declaration -> its code."""
 
 
 def mixer_kind(mixer: Mixer) -> MixerKind:
-    """The row of a mixer in `MIXERS`; a ValueError if it has none."""
+    """The entry of a mixer in `MIXERS`; a ValueError if there is none."""
     kind = MIXERS.get(type(mixer))
     if kind is None:
         raise ValueError(f"nothing here runs a layer that mixes tokens by {type(mixer).__name__}")

@@ -96,7 +96,7 @@ def serve(
     from vllm.logger import configure_logging_from_args
 
     if not is_vllms_own(cache):
-        # The engine would find it too, in a process of its own, and vLLM then prints where it was.
+        # The engine would find it too, but in another process, and vLLM then prints a traceback.
         from haarkv.serving.vllm_plugin.limits import judge_collapse
 
         judge_collapse(config, "--allow-collapse")

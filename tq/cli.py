@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import io
-import resource
 import sys
 import traceback
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import Any, ClassVar
 
 import click
 
@@ -19,28 +17,32 @@ from tq.groups import Group
 from tq.output import drop_output, one_line, unsaid_is_fine, warnings_in_a_line
 from tq.start import EXIT_INTERRUPTED
 
-_SECTIONS = {
-    "Run": ("generate", "chat", "serve", "cache"),
-    "Choose a cache": ("info", "formats", "eval", "plan", "calibrate"),
-    "Check": ("validate", "diff"),
-    "Measure": ("bench",),
-    "Files": ("export", "quantize"),
-    "Workshop": ("dev",),
-}
 _ELSEWHERE = {
     "formats": "tq.commands.info:formats_command", "export": "tq.commands.files:export_command",
     "quantize": "tq.commands.files:quantize_command", "dev": "tq.cli:dev",
 }  # fmt: skip
 """Commands that are not the `command` of a module of their name."""
+_SECTIONS = {
+    heading: {name: _ELSEWHERE.get(name, f"tq.commands.{name}") for name in names}
+    for heading, names in {
+        "Run": ("generate", "chat", "serve"),
+        "Choose a cache": ("info", "formats", "eval", "plan", "calibrate"),
+        "Check": ("validate", "diff"),
+        "Measure": ("bench",),
+        "Files": ("export", "quantize"),
+        "Workshop": ("dev",),
+    }.items()
+}
+_WORKSHOP = {
+    "A new machine": {"bringup": "tq.commands.bringup", "compile": "tq.commands.bringup:compile_command"},
+    "The validator": {"replay": "tq.commands.validate:replay", "self-test": "tq.commands.self_test:self_test"},
+}
 _FIRST_STEPS = (
     ("tq generate 'def main('", "The small model that ships writes Python."),
     ("tq info MODEL", "Does yours fit here, and how long a text?"),
     ("tq chat -m MODEL", "Talk with it."),
     ("tq eval -m MODEL --text FILE", "What would each smaller cache change?"),
 )
-
-_LEAST_ADDRESSES = 2**30
-"""Bytes; with half of it torch does not load."""
 
 
 # Said by torch's allocators, the C++ library, the loader of shared libraries, and threads.
@@ -50,54 +52,13 @@ _NO_MEMORY = (
 )  # fmt: skip
 
 
-class _InterruptedError(Exception):
-    """Ctrl-C, hidden from click."""
-
-
-class _SystemRefusedError(Exception):
-    """An OSError, its cause, hidden from click."""
-
-
-class _Commands(Group):
-    """Subcommands, modules of `tq.commands`."""
-
-    sections: ClassVar = {
-        heading: {name: _ELSEWHERE.get(name, f"tq.commands.{name}") for name in names} for heading, names in _SECTIONS.items()
-    }
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        workshop = self.get_command(ctx, "dev")
-        if isinstance(workshop, Group) and args[0] in workshop.list_commands(ctx):
-            raise click.UsageError(f"`tq {args[0]}` is a command of the workshop: `tq dev {args[0]}`", ctx)
-        return super().resolve_command(ctx, args)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        _require_address_space()
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            raise _InterruptedError from None
-        except OSError as error:
-            raise _SystemRefusedError from error
-
-
-class _Workshop(Group):
-    sections: ClassVar = {
-        "A new machine": {"bringup": "tq.commands.bringup", "compile": "tq.commands.bringup:compile_command"},
-        "The validator": {
-            "replay": "tq.commands.validate:replay",
-            "self-test": "tq.commands.self_test:self_test",
-        },
-    }
-
-
-@click.command("dev", cls=_Workshop)
+@click.command("dev", cls=Group, sections=_WORKSHOP)
 def dev() -> None:
     """Bring up an executor, compile its programs, and test the validator."""
 
 
 @click.command(
-    cls=_Commands, invoke_without_command=True,
+    "tq", cls=Group, sections=_SECTIONS, invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )  # fmt: skip
 @click.version_option(__version__, prog_name="haarkv")
@@ -124,14 +85,6 @@ def _greet(ctx: click.Context) -> None:
     print(page.getvalue(), end="")
 
 
-def _require_address_space() -> None:
-    """Refuse a `ulimit -v` under which libraries that torch loads end the process without a word of ours."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if resource.RLIM_INFINITY != limit < _LEAST_ADDRESSES:
-        least = f"{_LEAST_ADDRESSES / 2**30:g} GiB"
-        raise InputError(f"this process may take {limit / 2**30:.2f} GiB of memory, and needs {least}; raise ulimit -v")
-
-
 def _prepare_streams() -> None:
     """Let printing never fail because of the stream: a closed one drops the text, a narrow encoding shows `?`."""
     for name in ("stdout", "stderr"):
@@ -150,9 +103,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     leave_npu_alone()
     _prepare_streams()
+    cli._main_shell_completion({}, "tq")  # ends the process where a shell asks
     with unsaid_is_fine(), warnings_in_a_line():
         try:
-            result = cli.main(args=args, prog_name="tq", standalone_mode=False, obj=args)  # reports name the command
+            try:
+                with cli.make_context("tq", args, obj=args[:]) as context:  # reports name the command
+                    result = cli.invoke(context)
+            except click.exceptions.Exit as error:  # after --help, or --version
+                result = error.exit_code
             sys.stdout.flush()
             return result if isinstance(result, int) else 0
         except BaseException as error:  # a panic in a library of Rust is no Exception
@@ -165,7 +123,7 @@ def _exit_code(error: BaseException, debug: bool) -> int:
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         error.show()
         return 2
-    if isinstance(error, KeyboardInterrupt | click.Abort | _InterruptedError):
+    if isinstance(error, KeyboardInterrupt | click.Abort):
         # A terminal has shown ^C, and perhaps half a line of text; a bar that was beginning has hidden the cursor, and
         # stands between us and the terminal, where it drops what moves no text.
         stream = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
@@ -173,8 +131,6 @@ def _exit_code(error: BaseException, debug: bool) -> int:
         return EXIT_INTERRUPTED
     if isinstance(error, SystemExit):  # of a library that ends the process itself
         return error.code if isinstance(error.code, int) else 2
-    if isinstance(error, _SystemRefusedError) and error.__cause__:
-        error = error.__cause__
     if debug:
         traceback.print_exception(error)
     try:

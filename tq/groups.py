@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -44,7 +44,7 @@ _SECTIONS: Mapping[str, Sequence[str]] = {
         "--only", "--memory", "--verify", "--budget", "--candidates", "--tails", "--sinks", "--context",
     ),
     "Results": (
-        "--json", "--csv", "--html", "--replay", "--verbose", "--compare", "--compress", "--save", "--out",
+        "--json", "--csv", "--html", "--replay", "--verbose", "--compare", "--save", "--out",
         "--resume", "--force", "--session",
     ),
 }  # fmt: skip
@@ -78,12 +78,15 @@ def option_section(option: click.Option) -> str:
 class Group(click.Group):
     """Commands under headings, imported on use.
 
-    Attributes:
+    Args:
         sections: heading -> command -> `module:attribute`, or a module with a `command`; empty where decorators add commands.
     """
 
     command_class = Command
-    sections: ClassVar[Mapping[str, Mapping[str, str]]] = {}
+
+    def __init__(self, *args: Any, sections: Mapping[str, Mapping[str, str]] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.sections = sections or {}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [name for commands in self.sections.values() for name in commands] or list(self.commands)

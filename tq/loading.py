@@ -19,7 +19,7 @@ from haarkv.tq_ops.kv.calibration_file import CalibrationFile
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.planning.auto import LOSS, require_loss, steps
 from haarkv.validation.planning.choice_cache import cache_for, chosen_before, default_cache, file_for, fixed_cache
-from tq.options import set_threads, written_options
+from tq.options import set_threads
 from tq.output import say, scoring
 
 AUTO_KV = "auto"
@@ -65,24 +65,28 @@ def load(
     Raises:
         InputError: arguments that exclude each other, do not exist, or do not fit together.
     """
-    options = {"kv": kv, "calibration": calibration, "tail": tail, "sink": sink, "skip_layers": tuple(skip_layers) or None}
 
     def choose(loss: float) -> KVSpec:
         return cache_for(
             str(model), loss=loss, layers=layers, executor=executor, dtype=dtype, device="cpu", on_choice=on_choice
         )
 
-    argument_names = {name: name for name, value in options.items() if value is not None}
-    args = {"model": str(model), "layers": layers, "executor": executor, "kv_loss": kv_loss, "plan": plan, **options}
-    spec = _spec(args, argument_names, {"kv": "kv", "auto": "kv='auto'", "plan": "plan", "loss": "kv_loss"}, choose)
-    return loading.load(model, kv=spec, executor=executor, device=device, dtype=dtype, layers=layers, **others)
+    args = {
+        "model": str(model), "layers": layers, "executor": executor, "kv": kv, "calibration": calibration, "kv_tail": tail,
+        "kv_sink": sink, "kv_skip_layers": tuple(skip_layers), "kv_plan": plan, "kv_loss": kv_loss,
+    }  # fmt: skip
+    return loading.load(
+        model, kv=kv_spec(args, choose), executor=executor, device=device, dtype=dtype, layers=layers, **others
+    )
 
 
-def _spec(
-    args: Mapping[str, Any], flags: Mapping[str, str], words: Mapping[str, str], choose: Callable[[float], KVSpec]
-) -> KVSpec:
-    """The requested cache; `flags` and `words` as in `require_one_cache`, `choose` maps a loss to the cache of `auto`."""
-    kv, plan, calibration = args.get("kv"), args.get("plan"), args.get("calibration")
+_OPTIONS = ("kv", "calibration", "kv_tail", "kv_sink", "kv_skip_layers")
+"""Options that describe a cache, but a plan."""
+
+
+def kv_spec(args: Mapping[str, Any], choose: Callable[[float], KVSpec] | None = None) -> KVSpec:
+    """The cache that `options.kv_options` ask for, by their names; `choose` maps a loss to the cache of `auto`."""
+    kv, plan, calibration = args.get("kv"), args.get("kv_plan"), args.get("calibration")
     model, layers = args.get("model"), args.get("layers")
     # Where none is named: what stores any model, with a calibration what it is for, and None where a cache is chosen.
     default: KVSpec | None = KVSpec()
@@ -93,9 +97,10 @@ def _spec(
             else default_spec(has_calibration=True, context=read_config(model, layers).max_position_embeddings)
         )
     auto = plan is None and (default is None or kv == AUTO_KV)
-    require_one_cache(flags, words, auto=auto, kv=kv, plan=plan, kv_loss=args.get("kv_loss"))
+    require_one_cache(args, auto=auto)
     if auto:
-        return choose(LOSS if args.get("kv_loss") is None else require_loss(args["kv_loss"]))
+        loss = LOSS if args.get("kv_loss") is None else require_loss(args["kv_loss"])
+        return choose(loss) if choose else _choice(args, loss)
     if plan is not None:
         return plan_file.load(plan)
     if isinstance(kv, KVSpec):
@@ -103,47 +108,29 @@ def _spec(
     assert default is not None
     if isinstance(calibration, Path | str):
         calibration = calibration_file.load(calibration)
-    overrides = {name: args[name] for name in ("tail", "sink", "skip_layers") if args[name] is not None}  # 0 is asked for
-    defaults = {"kv": default.kv if kv is None else kv, "tail": default.tail, "sink": default.sink}
-    return replace(calibration.spec if calibration else KVSpec(), **defaults | overrides)
+    settings: dict[str, Any] = {"kv": default.kv if kv is None else kv, "tail": default.tail, "sink": default.sink}
+    # 0 is asked for.
+    settings |= {name: args[f"kv_{name}"] for name in ("tail", "sink", "skip_layers") if args.get(f"kv_{name}") is not None}
+    return replace(calibration.spec if calibration else KVSpec(), **settings)
 
 
-def require_one_cache(
-    flags: Mapping[str, str], words: Mapping[str, str], *, auto: bool, kv: str | KVSpec | None, plan: object, kv_loss: object
-) -> None:
-    """Refuse options beside one that sets the whole cache, and a loss where no cache is chosen.
+def cache_options(args: Mapping[str, Any]) -> list[str]:
+    """The options in `args` that describe a cache, as they are written."""
+    return [f"--{name.replace('_', '-')}" for name in _OPTIONS if args.get(name) not in (None, ())]
 
-    Args:
-        flags: given options that describe a cache, by `load`'s names.
-        words: how `kv`, `auto`, `plan` and `loss` are written.
-    """
-    if kv_loss is not None and not auto:
-        raise InputError(f"{words['loss']} says what {words['auto']} may lose; give {words['auto']} as well")
+
+def require_one_cache(args: Mapping[str, Any], *, auto: bool) -> None:
+    """Refuse options beside one that sets the whole cache, and a loss where no cache is chosen."""
+    kv, plan = args.get("kv"), args.get("kv_plan")
+    if args.get("kv_loss") is not None and not auto:
+        raise InputError("--kv-loss says what --kv auto may lose; give --kv auto as well")
     if plan is None and not auto and not isinstance(kv, KVSpec):
         return
-    whole, way_out = words["plan"] if plan is not None else words["auto"] if auto else "a KVSpec", ""
+    whole, way_out = "--kv-plan" if plan is not None else "--kv auto" if auto else "a KVSpec", ""
     if auto and kv is None:
-        whole, way_out = f"{whole}, the default,", f", or name a format with {words['kv']}"
-    if others := [option for name, option in flags.items() if name != "kv" or plan is not None]:
+        whole, way_out = f"{whole}, the default,", ", or name a format with --kv"
+    if others := [option for option in cache_options(args) if option != "--kv" or plan is not None]:
         raise InputError(f"{whole} sets the whole cache; leave out {others[0]}{way_out}")
-
-
-# -- What a command's options say -------------------------------------------------------------------------------------------
-
-
-_ARGUMENTS = {"kv": "kv", "calibration": "calibration", "kv_tail": "tail", "kv_sink": "sink", "kv_skip_layers": "skip_layers"}
-WORDS = {"kv": "--kv", "auto": "--kv auto", "plan": "--kv-plan", "loss": "--kv-loss"}
-
-
-def written_cache_options() -> dict[str, str]:
-    """Cache options that the user wrote, by `load`'s names."""
-    return {_ARGUMENTS[name]: option for name, option in written_options().items() if name in _ARGUMENTS}
-
-
-def kv_spec(args: Mapping[str, Any]) -> KVSpec:
-    """The cache that `options.kv_options` ask for."""
-    values = {argument: args.get(name) for name, argument in _ARGUMENTS.items()} | {"plan": args.get("kv_plan")}
-    return _spec({**args, **values}, written_cache_options(), WORDS, lambda loss: _choice(args, loss))
 
 
 def _choice(args: Mapping[str, Any], loss: float) -> KVSpec:

@@ -187,7 +187,7 @@ mmap_option = click.option(
     help="Leave weights in the file's pages, or copy them into memory, which cpu reads faster.",
 )  # fmt: skip
 layers_option = click.option("--layers", type=int, metavar="N", help="For random:SIZE: build only N layers.")
-device_option = click.option("--device", "--provider", help="cuda: cuda:N; npu: sim or npu:N; onnx: cpu, cuda or cann.")
+device_option = click.option("--device", "--provider", help="cuda: cuda:N; npu: sim or npu:N.")
 threads_option = click.option("--threads", type=IntRange(min=1), metavar="N", help="CPU threads; 1 is best for tiny.")
 
 

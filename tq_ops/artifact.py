@@ -3,9 +3,9 @@
     a safetensors file; metadata: the kind's key with its version; the kind's own entries; sha256, of the rest of the metadata
     in the order of its keys, then of each tensor by name: name, dtype, shape and bytes
 
-Tensors of blocks have digests of their own and are not in `sha256`. A kind with blocks has a second version, in which those
-that gain are packed with zstd, without loss; `packed` is then their dtype and shape, as JSON. Codes are nearly uniform and
-rarely gain. Scales do: their upper byte takes few values, so wider numbers are packed byte plane by byte plane.
+Tensors of blocks have separate digests and are not in `sha256`. A kind with blocks has a second version: there, tensors that
+become smaller are compressed with zstd, without loss; `packed` holds their dtype and shape, as JSON. Codes are nearly uniform
+and rarely become smaller. Scales do: their upper byte takes few values, so wider numbers are packed by byte planes.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _CONTENT_ERRORS = (SafetensorError, ValueError, TypeError, AttributeError, KeyEr
 
 
 CACHE = Kind(
-    "haarkv_cache", "stored cache", "--load-cache", "`tq cache save` writes one", ("1", "2"),
+    "haarkv_cache", "stored cache", "--load-cache", "`tq generate --save-cache` writes one", ("1", "2"),
     blocks=r"layers\.\d+\.[kv]\.(?!window$)[^.]+",
 )  # fmt: skip
 PLAN = Kind("haarkv_plan", "KV plan", "--kv-plan", "`tq plan` writes one", (1,))

@@ -100,13 +100,6 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def resident_memory() -> int:
-    """Bytes of memory that this process has now; 0 where the system does not say."""
-    with suppress(OSError, ValueError, KeyError):
-        return _kibibytes(_STATUS)["VmRSS"]
-    return 0
-
-
 def mapped_memory(files: Iterable[Path]) -> int:
     """Resident bytes of mapped files, which the system can drop and reread; 0 where the system does not say."""
     names, total, inside = {str(path.resolve()) for path in files}, 0, False

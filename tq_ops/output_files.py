@@ -1,7 +1,7 @@
 """Result files and folders, checked before the work begins and written whole or not at all.
 
-An unfinished result lies beside its place under a name of its own, locked by the writing process. So the next writer to the
-same place recognizes and removes what a killed process left there.
+An unfinished result lies in the same folder under a temporary name, locked by the process that writes it. So the next writer
+recognizes and removes the remains of a killed process. Temporary folders work in the same way.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ def check_writable(path: Path) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a path, in a folder of its own, whose content is moved to `path` at the end, or dropped after an error. An
-    InputError if the system refuses; an old file stays.
+    """Yield a path in a temporary folder. Its content is moved to `path` at the end, or deleted after an error.
+
+    Raises:
+        InputError: the system refuses; an old file stays.
     """
     target = path.resolve()
     try:

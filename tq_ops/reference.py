@@ -1,8 +1,8 @@
-"""Every op in plain torch: the normative spec that all other op tables are checked against.
+"""Every op in plain torch: the spec. Tests check all other op tables against it.
 
-The table rounds where the published device kernels round: activations carry the model's dtype (`hidden`, `q`, products of
-SwiGLU, attention's output), everything between is FP32. With an FP32 model no rounding happens. K and V reach the cache in
-FP32; only what the format stores is rounded. Source of the rounding points: the public Qwen3-14B TurboQuant kernels.
+The ops round where the published device kernels round. Activations have the model's dtype (`hidden`, `q`, products of SwiGLU,
+attention's output); everything between is FP32. With an FP32 model nothing is rounded. K and V reach the cache in FP32; only
+their format rounds them. Source of the rounding points: the public Qwen3-14B TurboQuant kernels.
 """
 
 from __future__ import annotations
@@ -39,17 +39,16 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
 
     Args:
         x: [T, in] bf16 or fp32.
-        weight: [out, in] of x's dtype, as Hugging Face stores it, or blocks, which are restored. Where these ask for it, x is
-            rounded (`weight.activations`).
+        weight: [out, in] of x's dtype, as Hugging Face stores it; or weight blocks, which are restored to FP32. If the blocks
+            ask for 8-bit activations, x is rounded first (`weight.activations`).
     Returns:
         [T, out] fp32.
-    Rounding points: operands as they are, products and sums in FP32. What is restored from blocks is FP32, whatever their
-        dtype.
+    Rounding points: none; products and sums are FP32.
     """
     x = activations(x.float(), weight)
     if weight.dtype == torch.float32:
         return functional.linear(x, weight_numbers(weight))
-    # Widened a few rows at a time, which stay in the processor's cache, the weight is read from memory once and as it is.
+    # A few rows at a time become FP32 and stay in the processor's cache: so the weight is read from memory once, in its dtype.
     step = max(1, _WIDEN_BYTES // (4 * weight.shape[1]))
     parts = (weight_numbers(weight, slice(begin, begin + step)) for begin in range(0, len(weight), step))
     return torch.cat([functional.linear(x, part.float()) for part in parts], dim=-1)
@@ -60,7 +59,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Args:
         x: [T, H, D] fp32.
-        cos, sin: [T, D/2] fp32, of each token's position.
+        cos, sin: [T, D/2] fp32, at each token's position.
     Returns:
         [T, H, D] fp32.
     """
@@ -74,14 +73,14 @@ def silu_mul(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
 
     Args:
         gate, up: [T, intermediate] fp32.
-        dtype: of the result.
-    Rounding points: one, of the product, to `dtype`.
+        dtype: dtype of the result.
+    Rounding points: the product is rounded once, to `dtype`.
     """
     return (functional.silu(gate) * up).to(dtype)
 
 
 def gelu_mul(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
-    """GeGLU's product `gelu(gate) * up`, gelu by its tanh: `x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x**3)))`.
+    """GeGLU's product `gelu(gate) * up`, with `gelu(x) = x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x**3)))`.
 
     Args, rounding points: as `silu_mul`.
     """
@@ -97,35 +96,35 @@ def sigmoid_mul(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def store_kv(k: Tensor, v: Tensor, at: LayerView) -> None:
-    """Quantize K and V, each [T, Hkv, D] fp32, and store them at the slots of the batch; K after RoPE.
+    """Quantize K (after RoPE) and V, each [T, Hkv, D] fp32, and store them at the slots of the batch.
 
     Raises:
-        NonFiniteError: naming layer, token, slot and head.
+        NonFiniteError: a vector is not finite; the message names layer, token, slot and head.
     """
     at.write(k, v)
 
 
 def paged_attention(q: Tensor, at: LayerView, softmax_scale: float) -> Tensor:
-    """Causal attention of new tokens over all stored tokens of their sequences, themselves included.
+    """Causal attention of new tokens over all stored tokens of their sequences, new tokens included.
 
-    The oracle of the rotated-domain kernels: it dequantizes, then attends. KV head g serves query heads
-    g*Hq/Hkv … (g+1)*Hq/Hkv - 1. `ResidualWindow.visible` says which tokens a query sees in BF16. With a sliding window of W, a
-    query at p sees p - W + 1 … p.
+    This op dequantizes K and V, then attends; kernels in the rotated domain must give the same. KV head g serves query heads
+    g*Hq/Hkv … (g+1)*Hq/Hkv - 1. `ResidualWindow.visible` says which tokens a query reads in BF16. With a sliding window of W
+    tokens, a query at position p sees positions p - W + 1 … p.
 
     Args:
         q: [T, Hq, D] bf16 or fp32, after RoPE.
-        softmax_scale: of the logits, 1/sqrt(D).
+        softmax_scale: factor of the logits, 1/sqrt(D).
     Returns:
         [T, Hq, D] of q's dtype.
-    Rounding points: for a bf16 q, each block's probabilities (against the block's own maximum) to BF16, their sum taken
-    of the rounded ones; blocks merged in FP32; the output to BF16.
+    Rounding points, for a bf16 q: exp(logit - maximum of its block) to BF16, and the sum of these rounded numbers; blocks are
+        merged in FP32; the output to BF16.
     """
     parts = zip(torch.split(q, at.batch.query_start_loc.diff().tolist()), at.batch.sequences(), strict=True)
     return torch.cat([_attend_sequence(queries, at.kv, one, softmax_scale) for queries, one in parts])
 
 
 def _attend_sequence(q: Tensor, kv: LayerKV, one: Batch, softmax_scale: float) -> Tensor:
-    """The same of one sequence, so that results do not depend on the rest of the batch."""
+    """Attention of one sequence. One at a time, so that results do not depend on the rest of the batch."""
     shape, length = kv.shape, int(one.seq_lens)
     heads, group = shape.num_kv_heads, q.shape[1] // shape.num_kv_heads
     k, v = (x[0, :, :length] for x in kv.read(one.block_table[:, : -(-length // kv.block_size)]))
@@ -157,7 +156,7 @@ def rounded_softmax(scores: Tensor, block_size: int, dtype: torch.dtype) -> tupl
     padded = functional.pad(scores, (0, -length % block_size), value=-torch.inf)
     by_block = padded.view(*scores.shape[:-1], -1, block_size)
     block_max = by_block.amax(-1, keepdim=True)
-    # A block that is masked throughout has no maximum; any finite one gives it probability 0.
+    # A fully masked block has the maximum -inf. Any finite number in its place gives probability 0.
     finite_max = block_max.masked_fill(block_max == -torch.inf, 0.0)
     weights = torch.exp(by_block - finite_max).to(dtype).float()
     merge = torch.exp(block_max - block_max.amax(-2, keepdim=True))
@@ -179,19 +178,19 @@ def gated_delta(
 ) -> Tensor:
     """The gated delta rule, token by token from the layer's state, which it updates.
 
-        x = silu(sum_t conv[t] * x[t]) over the newest tokens; q, k, v of it; q and k over their lengths, q over sqrt(dk)
+        q, k, v = silu(sum_t conv[t] * x[t]), over the newest tokens;   q = q / |q| / sqrt(dk);   k = k / |k|
         S = S * exp(-exp(a_log) * softplus(a + dt_bias))
         S = S + k (v - S^T k) * sigmoid(b);   out = S^T q
 
-    Head h of V uses head h * Hk // Hv of Q and K. Results of a token depend on the state before it alone, however a prompt is
-    cut and whatever else is in the batch.
+    Head h of V uses head h * Hk // Hv of Q and K. The result of a token depends on the state before it alone: not on how a
+    prompt is cut, nor on other sequences of the batch.
 
     Args:
         x: [T, 2 * Hk * dk + Hv * dv] fp32, projections to q, k and v, before the convolution.
         a, b: [T, Hv] fp32, decay and write gate.
-        conv: [2 * Hk * dk + Hv * dv, 1, taps] fp32; the last tap is the token's own.
+        conv: [2 * Hk * dk + Hv * dv, 1, taps] fp32; the last tap multiplies the newest token.
         a_log, dt_bias: [Hv] fp32.
-        at: its state holds `conv` [taps - 1, …] and `delta` [Hv, dk, dv], both fp32.
+        at: `at.state` holds `conv` [taps - 1, …] and `delta` (S) [Hv, dk, dv], both fp32.
     Returns:
         [T, Hv, dv] fp32.
     Rounding points: none; all is FP32.
@@ -206,7 +205,7 @@ def gated_delta(
     for row, (begin, end) in enumerate(pairwise(batch.query_start_loc.tolist())):
         window, memory = before["conv"][row], before["delta"][row]
         for token in range(begin, end):
-            # One token at a time: an elementwise function may round otherwise at the end of a longer tensor.
+            # One token at a time: an elementwise function may round differently at the end of a longer tensor.
             window = torch.cat([window, x[token : token + 1]])
             q, k, v = _delta_heads(_sum_rows(window * taps), memory)
             window = window[1:]
@@ -222,11 +221,11 @@ def gated_delta(
 
 
 _UNIT_EPS = 1e-6
-"""Added to the square of the length that q and k are divided by."""
+"""Added to the squared length of q and k before they are divided by their length."""
 
 
 def _sum_rows(terms: Tensor) -> Tensor:
-    """The sum of rows [n, N], one after the other."""
+    """The sum of rows [n, N], added in order."""
     total = terms[0]
     for term in terms[1:]:
         total = total + term
@@ -234,7 +233,7 @@ def _sum_rows(terms: Tensor) -> Tensor:
 
 
 def _delta_heads(qkv: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k [Hv, dk, 1] and v [Hv, dv] of a token's convolved numbers, for a memory [Hv, dk, dv]."""
+    """q and k [Hv, dk, 1] and v [Hv, dv] from a token's convolved projections; memory: S [Hv, dk, dv]."""
     heads, key_dim, value_dim = memory.shape
     values = heads * value_dim
     qk, v = torch.split(functional.silu(qkv), [len(qkv) - values, values])

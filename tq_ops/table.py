@@ -1,7 +1,7 @@
 """Op tables: the ops that a decoder layer calls, with the same signatures on every backend.
 
-Models are written in the ops of a table, one formula each. `FusedOps` compute the same with the same rounding points in
-fewer launches.
+Models call the ops of a table; each op is one formula. `FusedOps` compute the same, with the same rounding points, in fewer
+launches.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from haarkv.tq_ops.weight import Weight
 
 
 class OpTable(Protocol):
-    """A module such as `tq_ops.reference`, whose signatures every table repeats."""
+    """A module or object with these ops. `tq_ops.reference` documents each op; every table has its signatures."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
     def linear(self, x: Tensor, weight: Weight) -> Tensor: ...
@@ -44,13 +44,13 @@ _SIGNATURES = {name: signature(getattr(OpTable, name)) for name in OP_NAMES}
 
 
 def arguments(op: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Arguments of a call by parameter name: `arguments("store_kv", …)["at"]`."""
+    """The arguments of a call, by parameter name: `arguments("store_kv", …)["at"]`."""
     bound = _SIGNATURES[op].bind(None, *args, **kwargs).arguments
     return {name: value for name, value in bound.items() if name != "self"}
 
 
 def with_ops(ops: OpTable, replacements: Mapping[str, Callable[..., Any]]) -> OpTable:
-    """An op table with some ops replaced."""
+    """A copy of an op table with some ops replaced."""
     return cast(OpTable, SimpleNamespace(**{name: replacements.get(name, getattr(ops, name)) for name in OP_NAMES}))
 
 
@@ -60,10 +60,10 @@ class Heads:
 
     Attributes:
         num_heads: query heads Hq.
-        dtype: the model's, to which queries and attention's output are rounded.
-        bias: [(Hq + 2 Hkv) * D], of Q, K and V one after the other.
-        q_norm, k_norm: [D], weights of each head's norm.
-        eps: of the norms.
+        dtype: the model's dtype, to which queries and attention's output are rounded.
+        bias: [(Hq + 2 Hkv) * D], first Q's, then K's, then V's; None without biases.
+        q_norm, k_norm: [D], weights of the norm of each head; None without these norms.
+        eps: constant of these norms.
     """
 
     num_heads: int
@@ -76,12 +76,12 @@ class Heads:
 
 @dataclass(frozen=True)
 class Stack:
-    """The gated MLPs of a layer's experts, each projection of all of them in one weight, expert below expert.
+    """The gated MLPs of all experts of a layer: one weight for each projection, with the rows of expert after expert.
 
     Attributes:
-        count: experts E.
-        per_token: experts of a token.
-        normalized: whether their shares are normalized to sum to 1.
+        count: number of experts E.
+        per_token: number of experts that each token goes through.
+        normalized: whether a token's shares are normalized to sum to 1.
         activation: silu or gelu_tanh.
         gate, up: [E * width, hidden].
         down: [E * hidden, width].
@@ -98,14 +98,14 @@ class Stack:
 
 @runtime_checkable
 class ExpertOps(Protocol):
-    """An optional op of a table, for steps in which the host does not know which experts are chosen."""
+    """An optional op of a table, for steps in which the host does not know which experts were chosen."""
 
     def experts(self, x: Tensor, logits: Tensor, stack: Stack) -> Tensor:
-        """Each token through its most likely experts, summed by their shares in the experts' order.
+        """Run each token through its most likely experts; add up their outputs times their shares, in the experts' order.
 
         Args:
             x: [T, hidden] bf16 or fp32.
-            logits: [T, E] fp32, of the router.
+            logits: [T, E] fp32, from the router.
         Returns:
             [T, hidden] fp32.
         Rounding points: the gated product once, to x's dtype; shares and sums are FP32.
@@ -113,43 +113,43 @@ class ExpertOps(Protocol):
 
 
 class FusedOps(ExpertOps, Protocol):
-    """What a fused layer calls. All but `experts`, `attention` and `add_norm` are those of an op table."""
+    """The ops that a fused layer calls. All but `experts`, `attention` and `add_norm` are ops of an `OpTable`."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
     def linear(self, x: Tensor, weight: Weight | tuple[Weight, ...]) -> Tensor:
-        """As an op table's; of several weights their results beside each other."""
+        """As in `OpTable`; for several weights, their results side by side: [T, sum of outputs]."""
 
     def silu_mul(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor: ...
     def gelu_mul(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor: ...
 
     def attention(self, qkv: Tensor, heads: Heads, rope: tuple[Tensor, Tensor], at: LayerView, softmax_scale: float) -> Tensor:
-        """Store K and V, and attend: from packed projections to the input of the output projection.
+        """Biases, head norms, RoPE, `store_kv` and `paged_attention`.
 
         Args:
             qkv: [T, (Hq + 2 Hkv) * D] fp32: Q of all heads, then K, then V.
-            rope: cos and sin [T, D/2] fp32 of the batch's positions.
-            softmax_scale: of the logits, 1/sqrt(D).
+            rope: cos and sin [T, D/2] fp32 at the positions of the tokens.
+            softmax_scale: factor of the logits, 1/sqrt(D).
         Returns:
-            [T, Hq * D] of `heads.dtype`.
-        Rounding points: those of the ops; queries once after RoPE, the output once.
+            [T, Hq * D] of `heads.dtype`, the input of the output projection.
+        Rounding points: as in these ops: queries once after RoPE, the output once.
         """
 
     def add_norm(
         self, hidden: Tensor, update: Tensor, weight: Tensor, eps: float, post_norm: tuple[Tensor, float] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The hidden state after a residual, and its RMS norm.
+        """Add an update to the hidden state; also the RMS norm of the sum.
 
         Args:
             hidden: [T, hidden] bf16 or fp32.
             update: [T, hidden] fp32.
-            weight: [hidden], of the norm.
-            post_norm: weight [hidden] and eps of a norm of the update, before it is added.
+            weight: [hidden], weight of the norm.
+            post_norm: weight [hidden] and eps of a norm of the update before it is added; None without one.
         Returns:
             `hidden + update` and its norm, both [T, hidden] of hidden's dtype.
-        Rounding points: the sum once; the norm is taken of the rounded sum, in FP32, and rounded once.
+        Rounding points: the sum is rounded once; the norm of the rounded sum is computed in FP32 and rounded once.
         """
 
 
 def with_experts(ops: OpTable, experts: Callable[[Tensor, Tensor, Stack], Tensor]) -> OpTable:
-    """An op table that is an `ExpertOps` as well."""
+    """A copy of an op table with the op `experts`."""
     return cast(OpTable, SimpleNamespace(experts=experts, **{name: getattr(ops, name) for name in OP_NAMES}))

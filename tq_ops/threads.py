@@ -16,11 +16,11 @@ _LOOP = 2**17
 
 @contextmanager
 def sleeping_threads() -> Iterator[None]:
-    """While it is open, torch's threads sleep soon after a loop. Their number is the same, and so is every bit of a result.
+    """Within this context, torch's threads sleep soon after a loop. Their number and every bit of a result stay the same.
 
-    GCC's OpenMP, torch's on Linux, lets waiting threads spin for milliseconds, which on a busy machine takes the core from the
-    thread that they wait for. With more OpenMP threads than processors it spins a thousand times shorter (GOMP_SPINCOUNT).
-    This starts so many more, which sleep until it is closed.
+    GCC's OpenMP (torch's on Linux) lets waiting threads spin for milliseconds. On a busy machine this takes the core from the
+    thread that they wait for. With more OpenMP threads than processors, they spin a thousand times shorter (GOMP_SPINCOUNT).
+    So this context starts enough additional threads, which sleep until it ends. Other OpenMPs are unaffected.
     """
     threads = torch.get_num_threads()
     if sys.platform != "linux" or threads == 1:
@@ -30,7 +30,7 @@ def sleeping_threads() -> Iterator[None]:
 
     def hold() -> None:
         try:
-            # Each thread that runs a loop has a team of its own, which lasts as long as it does.
+            # OpenMP gives each thread that runs a loop a separate team, which lasts as long as this thread.
             torch.set_num_threads(max(2, len(os.sched_getaffinity(0)) - threads + 2))
             torch.ones(_LOOP).neg_()
         finally:

@@ -1,4 +1,4 @@
-"""What `linear` multiplies with: a dense tensor, or blocks of a few bits a number."""
+"""Weights of `linear`: a dense tensor, or quantised weight blocks of a few bits a number."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _CHUNK, _ROW = 2**22, 2**13
 
 @dataclass(frozen=True)
 class BlockType:
-    """How numbers lie in blocks.
+    """A type of weight blocks.
 
     Attributes:
-        name: such as Q4_K.
-        numbers, nbytes: of one block.
-        restore: whole rows, [R, bytes of a row] uint8 on the host -> [R, numbers of a row] fp32.
+        name: name in GGUF files, such as Q4_K.
+        numbers, nbytes: count of numbers and of bytes in one block.
+        restore: dequantizes whole rows, [R, bytes of a row] uint8 on the host -> [R, numbers of a row] fp32.
     """
 
     name: str
@@ -32,13 +32,13 @@ class BlockType:
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """A weight [out, in] in quantised blocks, each a part of a row.
+    """A weight [out, in] in quantised blocks; each block is a part of a row.
 
     Attributes:
         data: [out, bytes of a row] uint8.
-        dtype: to which restored numbers are rounded once.
+        dtype: dtype to which restored numbers are rounded once.
         row_scales, column_scales: [out] and [in] of `dtype`, powers of two that multiply the numbers.
-        x_bits: 16 or 8. At 8, activations are rounded by definition (`activations`); at 16, a kernel may round them so far.
+        x_bits: 16 or 8. With 8, the spec rounds activations to 8 bits (`activations`); with 16, a kernel may round them to 16.
     """
 
     data: Tensor
@@ -90,21 +90,21 @@ Weight = Tensor | Blocks
 
 
 def rounding_to(weight: Weight, bits: int) -> Weight:
-    """The same weight; a kernel may round what it multiplies with blocks to integers of `bits` bits."""
+    """The same weight with `x_bits` = `bits`; a dense weight stays as it is."""
     return replace(weight, x_bits=bits) if isinstance(weight, Blocks) and weight.x_bits != bits else weight
 
 
 LARGEST = 127.0
 """The largest integer of activations with 8 bits."""
 _NUMBERS, _SMALLEST = 32, 1e-35
-"""Numbers that share a step, and the smallest step there is."""
+"""Count of numbers that share a step, and the smallest step."""
 
 
 def activations(x: Tensor, weight: Weight) -> Tensor:
-    """x [T, in] fp32 as it meets a weight: itself, or for blocks that ask for 8 bits rounded.
+    """The factor x [T, in] fp32 of a product with a weight: x itself, or rounded to 8 bits if `x_bits` is 8.
 
-    Then each 32 numbers, times the columns' scales, become integers times one step, their largest size / 127, to nearest,
-    ties to even. Numbers that are not finite make their 32 NaN.
+    To round, each 32 numbers times the column scales become integers times one step: their largest size / 127, to nearest,
+    ties to even. If one of the 32 is not finite, all become NaN.
     """
     if not isinstance(weight, Blocks) or weight.x_bits == 16:
         return x
@@ -117,12 +117,12 @@ def activations(x: Tensor, weight: Weight) -> Tensor:
 
 
 def dense(weight: Weight) -> Tensor:
-    """A weight as a tensor: itself, or restored into new memory."""
+    """A weight as a tensor: a dense weight itself, blocks restored into new memory."""
     return weight.rows(slice(None)) if isinstance(weight, Blocks) else weight
 
 
 def weight_numbers(weight: Weight, index: slice = slice(None)) -> Tensor:
-    """Numbers that `linear` multiplies with: those of blocks in FP32, not rounded to their dtype."""
+    """The numbers of a weight for `linear`: a dense weight's rows, or restored blocks in FP32, not rounded to their dtype."""
     return weight.rows(index, torch.float32) if isinstance(weight, Blocks) else weight[index]
 
 
@@ -132,7 +132,7 @@ def weight_rows(weight: Weight, index: slice | Tensor) -> Tensor:
 
 
 def backing_tensor(weight: Weight) -> Tensor:
-    """The tensor that a weight's numbers lie in."""
+    """The tensor that holds a weight's numbers or blocks."""
     return weight.data if isinstance(weight, Blocks) else weight
 
 

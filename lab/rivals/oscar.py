@@ -169,7 +169,7 @@ def learn_oscar(model: DecoderModel, base: Session, windows: Sequence[Tensor]) -
     hidden = [model.embed(window) for window in windows]
     learned_rotations: dict[str, list[Tensor]] = {"k": [], "v": []}
     for layer in range(model.config.num_layers):
-        hidden = [torch.cat(list(run_span(side, x, range(layer, layer + 1)))) for x in hidden]
+        hidden = [run_span(side, x, range(layer, layer + 1)) for x in hidden]
         for name, moment in zip("kv", moments(*(torch.cat(samples[part]) for part in "qkv")), strict=True):
             learned_rotations[name].append(rotations(moment))
         for parts in samples.values():

@@ -2,9 +2,9 @@
 
 vllm serve MODEL --attention-backend CUSTOM        # or: tq serve MODEL --kv tq4
 
-It uses six extension points: a general plug-in that names the attention backend, a platform plug-in that lets a CPU choose it,
-the backend's page size hook, a worker class with page sizes per layer, the platform's hook for block managers, and a stat
-logger for `/metrics`. Nothing of vLLM is replaced.
+It uses five extension points: a general plug-in that names the attention backend, a platform plug-in that lets a CPU choose
+it, the backend's page size hook, a worker class with page sizes per layer, and the platform's hook for block managers. Nothing
+of vLLM is replaced.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BALANCE, ALLOW_COLLAPSE = "haarkv_balance", "haarkv_allow_collapse"
 """false: uneven channels stay; true: only warn where text would be garbage."""
 CPU_WORKER = "haarkv.serving.vllm_plugin.cpu.RotatedCpuWorker"
 GPU_WORKER = "haarkv.serving.vllm_plugin.pages.RotatedGpuWorker"
-"""For vLLM's `--worker-cls`: workers that give each layer pages of its own size."""
+"""For vLLM's `--worker-cls`: workers that set the size of pages layer by layer."""
 
 
 def register() -> None:

@@ -1,11 +1,11 @@
-"""Pages of each layer: packed ones of its own size, and tails, its newest tokens in BF16 beside them.
+"""Pages of each layer: packed pages, whose size differs by layer, and pages of the tail, the newest tokens in BF16.
 
-vLLM's page size hook is not told the layer, so workers set the sizes; layers of different sizes share a group, as in vLLM.
+vLLM's hook for the page size does not get the layer, so workers set the sizes. Layers of different sizes share a group, as in
+vLLM.
 
-A tail is for vLLM a layer of its own with a sliding window.
-vLLM gives it a block table, frees blocks that left the window, and counts a prefix as cached only if its window is. So prefix
-hits, preemption and reuse work as in models with windows. Every token is stored twice for a while; attention reads the BF16
-copy. Sinks keep a sequence's first blocks as well.
+vLLM sees a tail as an additional layer with a sliding window. It gives the tail a block table, frees blocks that left the
+window, and counts a prefix as cached only if its window is. So prefix hits, preemption and reuse work as in models with
+windows. A token in the tail is stored twice; attention reads the BF16 copy. Sinks keep a sequence's first blocks as well.
 """
 
 from __future__ import annotations

@@ -102,21 +102,6 @@ def test_layers_that_are_stored_unlike_take_turns_themselves():
     assert plan.layers == (mixed_plan.layers[0], mixed_plan.layers[2], mixed_plan.layers[1])
 
 
-@pytest.mark.parametrize("spec", [KVSpec("tq4"), KVSpec("tq4", tail=5), KVSpec("k=tq4,v=bf16", skip_layers=(1,))])
-def test_every_layer_of_a_filled_cache_holds_the_case(spec):
-    case, plan = Case(2, 70), spec.plan(SMALL.num_layers)
-    k, v = cases.random_kv(SMALL, case, torch.device("cpu"))
-    cache, paging = cases.filled_cache(plan, SMALL, case, k, v, 3)
-    assert [paging.length(s) for s in range(2)] == [69, 69]
-    batch = paging.batch([0, 1], [1, 1])
-    for layer in range(SMALL.num_layers):
-        stored_k, stored_v = cache.kv[layer].read(batch.block_table)
-        # Layer 0's bytes serve all layers of its format, so a vector comes back in another rotation; its length stays.
-        for vectors, x in ((stored_k, k), (stored_v, v)):
-            ratio = vectors[:, :, :69].norm(dim=-1) / x[:, :, :69].float().norm(dim=-1)
-            assert ((ratio - 1).abs() < 0.02).all()
-
-
 def test_others_take_turns_with_ours_and_say_why_they_cannot(glance):
     numbers, model = [], small_model()
 
@@ -187,36 +172,24 @@ def test_every_layer_of_a_filled_cache_attends_within_its_window():
         torch.testing.assert_close(out, exact, rtol=0, atol=2e-2)
 
 
-def test_a_prompt_reads_weights_once_and_multiplies_them_for_every_token():
-    model = small_model()
-    nbytes = [16.0, 8.0, 8.0]
-    step, prompt = step_cost(model, Case(1, 0), nbytes), step_cost(model, Case(1, 40), nbytes, new=40)
-    head = 2 * SMALL.vocab_size * SMALL.hidden_size
-    pairs = sum(attention_cost(SMALL, Case(1, context), 0, 0).flops for context in range(1, 41))
-    assert (prompt.weights, prompt.kv) == (step.weights, 40 * 32)
-    assert math.isclose(prompt.flops, 40 * (step.flops - head) + head + SMALL.num_layers * pairs)
-
-
 # -- The commands ----------------------------------------------------------------------------------------------------------
 def test_bench_decode_measures_what_it_names(run):
-    code, out, _ = run("decode", "--kv", "tq4", "--only", "attention", "--json")
+    kinds = [part for kind in ("attention", "step", "prompt") for part in ("--only", kind)]
+    code, out, _ = run("decode", "--kv", "tq4", *kinds, "--batches", "2", "--json")
     result = json.loads(out)
-    assert (code, result["benchmark"]) == (0, "decode")
-    assert all(r["ms"] > 0 and r["low"] <= r["ms"] <= r["high"] and r["context"] == 40 for r in result["rows"])
-    assert [r["who"] for r in result["rows"] if r["kind"] == "store"] == ["reference tq4"]
-    sizes = {r["who"]: r["cost"]["kv"] for r in result["rows"] if r["kind"] == "attention"}
-    assert sizes == {"reference tq4": 40 * 2 * 2 * 18}
+    assert (code, result["benchmark"], result["context"], result["kv"]) == (0, "decode", [40], ["tq4"])
+    assert set(result["versions"]) >= {"python", "torch"}
     assert result["limits"]["copy_gbps"] > 0
-    assert (result["context"], result["kv"], set(result["versions"]) >= {"python", "torch"}) == ([40], ["tq4"], True)
-
-
-def test_plans_are_measured_beside_a_format_and_their_ratio_is_said(run):
-    """Layers that differ and tokens in BF16: what a plan has, without one having been chosen."""
-    code, out, _ = run("decode", "--kv", "tq4,tq4/k=tq4,v=tq3+tail8,k=lr3,v=tq4", "--only", "step")
-    assert code == 0
-    for who in ("tq4/k=tq4,v=tq3+tail8", "k=lr3,v=tq4"):
-        assert f"reference {who} at 40 tokens: " in out
-    assert out.count("of reference tq4's time") == 2
+    rows = {r["kind"]: r for r in result["rows"]}
+    assert rows.keys() == {"attention", "store", "step", "prompt"}
+    assert all(
+        r["who"] == "reference tq4" and 0 < r["low"] <= r["ms"] <= r["high"] and r["first_ms"] > 0 for r in rows.values()
+    )
+    assert rows["attention"]["cost"]["kv"] == 2 * 40 * 2 * 2 * 18
+    assert rows["step"]["ms_per_token"] == rows["step"]["ms"] / 2
+    assert rows["prompt"]["tokens_per_s"] == 1e3 * 80 / rows["prompt"]["ms"]
+    assert (rows["prompt"]["runs"], rows["step"]["runs"]) == (1, 3)
+    assert rows["prompt"]["cost"]["weights"] == rows["step"]["cost"]["weights"]
 
 
 def test_the_file_of_a_plan_is_a_cache(run, tmp_path):
@@ -225,9 +198,12 @@ def test_the_file_of_a_plan_is_a_cache(run, tmp_path):
     file = tmp_path / "mine.json"
     plan_file.save(file, plan, shape_signature(config))
     assert benchmark_plan(str(file), config) == plan
-    code, out, _ = run("decode", "--kv", f"tq4,{file}", "--only", "step")
+    others = "tq4/k=tq4,v=tq3+tail8", "k=lr3,v=tq4"
+    code, out, _ = run("decode", "--kv", ",".join(("tq4", str(file), *others)), "--only", "step")
     assert code == 0
-    assert "reference mine.json at 40 tokens: " in out
+    for who in ("mine.json", *others):
+        assert f"reference {who} at 40 tokens: " in out
+    assert out.count("of reference tq4's time") == 3
     assert str(file) not in out
 
 
@@ -241,18 +217,6 @@ def test_a_cache_of_the_benchmark_becomes_its_plan():
     for wrong in ("tq4+head3", "tq4+tail", "k=tq4", "", "tq4/", "tq9/tq4"):
         with pytest.raises(InputError):
             parse_caches([wrong])
-
-
-def test_steps_and_prompts_are_timed_and_named(run):
-    code, out, _ = run("decode", "--kv", "tq4", "--json", "--batches", "2", "--only", "step", "--only", "prompt")
-    rows = {r["kind"]: r for r in json.loads(out)["rows"]}
-    assert (code, set(rows)) == (0, {"prompt", "step"})
-    assert rows["step"]["ms_per_token"] == rows["step"]["ms"] / 2
-    assert rows["prompt"]["tokens_per_s"] == 1e3 * 80 / rows["prompt"]["ms"]
-    assert all(r["first_ms"] > 0 for r in rows.values())
-    assert (rows["prompt"]["runs"], rows["step"]["runs"]) == (1, 3)
-    assert rows["prompt"]["cost"]["weights"] == rows["step"]["cost"]["weights"]
-    assert "tokens/s" in run("decode", "--only", "prompt", "--kv", "tq4")[1]
 
 
 def test_a_step_goes_on_from_a_full_cache_and_each_prompt_from_none():

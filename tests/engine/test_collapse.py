@@ -2,10 +2,9 @@
 
 from dataclasses import replace
 
-import outliers
 import pytest
 import torch
-from planted import dead_head, run, save_tiny, text, tiny, tiny_qwen2, token_ids
+from planted import dead_head, key_biases, outlier_channels, run, save_tiny, text, tiny, tiny_qwen2, token_ids
 
 from haarkv.engine import collapse
 from haarkv.engine.loading import load
@@ -23,10 +22,10 @@ def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("planted")
     models = {
         "even": tiny(),
-        "outliers": outliers.outlier_channels(tiny(), 30),
-        "far_outliers": outliers.outlier_channels(tiny(), 100),
-        "biases": outliers.key_biases(tiny_qwen2(), 800, (1, 4)),
-        "huge_biases": outliers.key_biases(tiny_qwen2(), 3000, (1, 4)),
+        "outliers": outlier_channels(tiny(), 30),
+        "far_outliers": outlier_channels(tiny(), 100),
+        "biases": key_biases(tiny_qwen2(), 800, (1, 4)),
+        "huge_biases": key_biases(tiny_qwen2(), 3000, (1, 4)),
         "dead_head": dead_head(tiny()),
     }
     return {name: save_tiny(model, root / name) for name, model in models.items()}
@@ -38,12 +37,6 @@ def session(folder, warnings, **options):
 
 def generate_ids(session, warnings):
     return session.generate(PROMPT, max_new_tokens=8, chat=False, on_warning=warnings.append).completions[0].token_ids
-
-
-def kl(model, other, kv):
-    """Mean KL of what two models predict after each of some tokens, the first from an exact cache."""
-    a, b = (run(m, token_ids(256), kv=name).log_softmax(-1) for m, name in ((model, "fp32"), (other, kv)))
-    return float((a.exp() * (a - b)).sum(-1).mean())
 
 
 class TestSession:
@@ -112,10 +105,6 @@ class TestSession:
         assert one.guard._layer_losses == {}
         assert len(warnings) == before
 
-    def test_python_warns_unless_told_whom_to_tell(self, folders):
-        with pytest.warns(UserWarning, match="balanced K of layers 0 to 5"):
-            load(folders["outliers"], executor="reference")
-
     def test_every_executor_runs_a_balanced_model(self, folders):
         warnings = []
         reference_ids = generate_ids(session(folders["outliers"], warnings), warnings)
@@ -126,18 +115,8 @@ class TestSession:
 
 
 class TestLoss:
-    def test_balance_keeps_the_divergence_of_the_unplanted_model(self):
-        base = kl(tiny(), tiny(), "tq4")
-        uneven = outliers.outlier_channels(tiny(), 50)
-        assert kl(tiny(), uneven, "tq4") > 10 * base
-        assert kl(tiny(), balance(uneven).model, "tq4") < 1.5 * base
-
-    def test_of_biases_too(self):
-        uneven = outliers.key_biases(tiny_qwen2(), 400, (1, 4))
-        assert kl(uneven, balance(uneven).model, "tq4") < kl(uneven, uneven, "tq4") / 4
-
     def test_expected_is_near_what_the_first_tokens_show(self):
-        model, plan = outliers.outlier_channels(tiny(), 100), KVSpec("tq4").plan(6)
+        model, plan = outlier_channels(tiny(), 100), KVSpec("tq4").plan(6)
         moments = balance(model, lambda *_: False).moments
         expected = {
             (loss.layer, loss.side): loss.amount

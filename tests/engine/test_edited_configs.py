@@ -1,16 +1,12 @@
 """A config.json that was edited: what was stored before is refused in one line, or goes on as a fresh run would."""
 
-import io
 import json
 import os
-import sys
 from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
-from calibration_files import write_calibration
-from refusals import assert_refused
 from transformers_judge import saved_random
 
 import tq
@@ -18,10 +14,9 @@ from haarkv.engine.plans import plan_for, shape_signature
 from haarkv.models.catalog import read_config
 from haarkv.models.families import FAMILIES
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv import cache_file, plan_file
+from haarkv.tq_ops.kv import cache_file
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.planning import choice_cache
-from tq.cli import main
 
 SHAPE = {
     "vocab_size": 257, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -41,12 +36,6 @@ MODELS = {
 }  # fmt: skip
 PROMPT = [(7 * token) % 250 for token in range(60)]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-EDITS = {"rope_theta": {"rope_theta": 5e5}, "yarn": {"rope_scaling": YARN}, "rms_norm_eps": {"rms_norm_eps": 1e-2}}
-WORDS = {
-    "rope_theta": "with mixer.rope.theta 10000.0 of layer 0; this model has 500000.0",
-    "yarn": 'with mixer.rope.scaling none of layer 0; this model has {"attention_factor": 1.1386294, "beta_fast":',
-    "rms_norm_eps": "with final_norm.eps 1e-06; this model has 0.01",
-}
 
 
 def same(one, other):
@@ -158,37 +147,6 @@ def test_each_entry_of_the_config_changed_alone_is_refused_or_changes_nothing(sa
     assert outcomes["max_position_embeddings=1024"] == "taken"
 
 
-def test_what_differs_is_named_in_commands(saved_model, tmp_path, monkeypatch, capsys):
-    folder, config, file = saved_model("qwen3")
-    monkeypatch.chdir(tmp_path)
-    chat = ["--kv", "tq4", "--executor", "reference", "--max-new-tokens", "2", "--allow-collapse"]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("def\n"))
-    assert main(["chat", "--model", str(folder), "--session", "chat", *chat]) == 0
-    capsys.readouterr()
-    for name, change in EDITS.items():
-        other = str(with_config(folder, tmp_path / "m", config | change))
-        for line in (
-            ["generate", "--model", other, "--load-cache", str(file), *chat],
-            ["chat", "--model", other, "--session", "chat", *chat],
-        ):
-            assert_refused((main(line), *capsys.readouterr()), "was made " + WORDS[name], ": prefill again")
-
-
-@pytest.mark.parametrize("name", EDITS)
-def test_a_plan_and_learned_keys_of_another_declaration_are_refused(saved_model, tmp_path, capsys, name):
-    folder, config, _ = saved_model("qwen3")
-    plan, calibration = tmp_path / "plan.json", write_calibration(tmp_path / "it.safetensors", folder)
-    plan_file.save(plan, KVSpec("tq5").plan(2), shape_signature(read_config(folder)))
-    other = str(with_config(folder, tmp_path / "m", config | EDITS[name]))
-    args = ["generate", "--model", other, "--prompt", "def", "--executor", "reference"]
-    for more, kind in (
-        (["--kv-plan", str(plan)], "plan"),
-        (["--calibration", str(calibration), "--kv", "k=lr3,v=tq4"], "calibration"),
-    ):
-        remedy = {"plan": "run `tq plan` on this model", "calibration": "run `tq calibrate` on this model"}[kind]
-        assert_refused((main([*args, *more]), *capsys.readouterr()), f"the {kind} was made {WORDS[name]}", remedy)
-
-
 def test_a_remembered_choice_is_that_of_its_declaration(saved_model, tmp_path):
     """Even where an edit leaves the file's size and time as they were."""
     folder, config, _ = saved_model("qwen3")
@@ -198,23 +156,6 @@ def test_a_remembered_choice_is_that_of_its_declaration(saved_model, tmp_path):
     os.utime(other / "config.json", ns=(times.st_atime_ns, times.st_mtime_ns))
     assert (other / "config.json").stat().st_size == times.st_size
     assert choice_cache.file_for(str(other), 0.1) != before
-
-
-def test_files_that_say_nothing_of_a_declaration_are_taken_with_one_line(saved_model, tmp_path, monkeypatch, capsys):
-    folder, _, file = saved_model("qwen3")
-    sequence, origin = cache_file.load(file)
-    bare_shape = replace(origin.shape, declaration="")
-    cache_file.save(tmp_path / "old.cache", sequence, replace(origin, shape=bare_shape))
-    plan_file.save(tmp_path / "old.json", KVSpec("tq4").plan(2), bare_shape)
-    monkeypatch.chdir(tmp_path)
-    args = ["generate", "--model", str(folder), "--executor", "reference", "--max-new-tokens", "2", "--allow-collapse"]
-    words = "does not say how its model was configured; if config.json has changed since, "
-    for more, warning in (
-        (["--kv", "tq4", "--load-cache", "old.cache"], f"old.cache {words}prefill again"),
-        (["--kv-plan", "old.json", "--prompt", "def"], f"the plan {words}run `tq plan` on this model"),
-    ):
-        assert main([*args, *more]) == 0
-        assert f"tq: warning: {warning}\n" in capsys.readouterr().err
 
 
 def test_what_changes_no_number_changes_no_declaration(saved_model):

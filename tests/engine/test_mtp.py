@@ -134,9 +134,9 @@ def test_its_drafts_are_those_of_transformers_own_layer(saved_model, proposals, 
     session(folder, DraftSpec("mtp", 3, "fp32"), executor).generate(PROMPTS, max_new_tokens=8, sampling=Sampling())
     assert len(proposals) >= 6
     for text, proposal in proposals:
-        logits = theirs.draft_logits(text, len(proposal.token_ids))
-        assert proposal.token_ids == logits.argmax(-1).tolist(), text
-    assert max(len(proposal.token_ids) for _, proposal in proposals) == 3
+        logits = theirs.draft_logits(text, len(proposal))
+        assert proposal == logits.argmax(-1).tolist(), text
+    assert max(len(proposal) for _, proposal in proposals) == 3
 
 
 @pytest.mark.parametrize(("name", "kind"), [("qwen3_5", "F32"), ("qwen3_5_moe", "F32"), ("qwen3_5", "Q8_0")])
@@ -155,7 +155,7 @@ def test_a_gguf_file_drafts_as_the_folder_it_was_made_of(saved_model, proposals,
     assert len(proposals) >= 6
     if kind == "F32":
         for text, proposal in proposals:
-            assert proposal.token_ids == theirs.draft_logits(text, len(proposal.token_ids)).argmax(-1).tolist(), text
+            assert proposal == theirs.draft_logits(text, len(proposal)).argmax(-1).tolist(), text
         return
     # Blocks stay as the file has them in the drafting layer too, and are multiplied with within the bound of blocks.
     model = load_model(path, keep_blocks=True)
@@ -173,17 +173,6 @@ def with_settings(folder, to, **more):
     settings = json.loads((folder / "config.json").read_text()) | more
     (to / "said" / "config.json").write_text(json.dumps(settings))
     return to / "said"
-
-
-def test_the_distributions_that_it_draws_from_are_its_own(saved_model, proposals):
-    theirs, folder = saved_model("qwen3_5")
-    ours = session(folder, DraftSpec("mtp", 2, "fp32"))
-    ours.generate(PROMPTS, max_new_tokens=6, sampling=Sampling(temperature=0.7, seed=3))
-    assert proposals
-    for text, proposal in proposals:
-        expected = (theirs.draft_logits(text, 1)[0] / 0.7).softmax(-1)
-        torch.testing.assert_close(proposal.probabilities[0].float(), expected, rtol=1e-3, atol=1e-5)
-        assert proposal.probabilities[0][proposal.token_ids[0]] > 0
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -204,7 +193,6 @@ def test_greedy_text_and_states_are_those_without(saved_model, proposals, name):
     assert result.drafting.proposed > 0
     assert result.drafting.pace
     assert "MTP" not in result.drafting.name
-    assert result.drafting.shared_bytes == 2 * 4 * 300 * 64
 
 
 def test_a_prompt_in_chunks_and_a_reused_prefix_are_followed(saved_model, proposals, monkeypatch):
@@ -235,7 +223,7 @@ def test_of_a_long_text_the_newest_states_are_read(saved_model, proposals, monke
     session(folder, DraftSpec("mtp", 3, "fp32")).generate([TEXT], max_new_tokens=40, sampling=Sampling())
     assert len(proposals) >= 3
     for text, proposal in proposals:
-        assert proposal.token_ids == theirs.draft_logits(text, len(proposal.token_ids), read=read).argmax(-1).tolist(), text
+        assert proposal == theirs.draft_logits(text, len(proposal), read=read).argmax(-1).tolist(), text
     short = [theirs.draft_logits(text, 3, read=read).argmax(-1).tolist() != theirs.draft_logits(text, 3).argmax(-1).tolist()
              for text, _ in proposals]  # fmt: skip
     assert any(short), "the test would see more states"
@@ -274,11 +262,3 @@ def test_a_damaged_layer_is_refused_by_name(saved_model, tmp_path, change, words
     model = load_model(tmp_path)
     with pytest.raises(InputError, match=words):
         load_mtp(tmp_path, model.config, torch.float32, {EMBEDDING: model.weights.embedding, HEAD: model.weights.lm_head})
-
-
-def test_its_report_is_written(saved_model, proposals):
-    ours = session(saved_model("qwen3_5")[1], DraftSpec("mtp", 2))
-    report = ours.generate(PROMPTS[:1], max_new_tokens=10, sampling=Sampling()).drafting
-    assert report.pace
-    assert json.loads(json.dumps(report.as_json()))["pace"] == report.pace
-    assert report.pace in report.describe()

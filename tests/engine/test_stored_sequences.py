@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import tq
 from haarkv.tq_ops import artifact
 from haarkv.tq_ops.artifact import CACHE
 from haarkv.tq_ops.errors import InputError
@@ -22,51 +21,11 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import WINDOW_CHUNK, WINDOW_ROOM, KVShape
 from haarkv.tq_ops.kv.stored import StoredSequence, put, reusable, take
 
-SPECS = {
-    "tq4": KVSpec("tq4"),
-    "mixed": KVSpec("k=tq5,v=tq3", skip_layers=(0,)),
-    "kivi2": KVSpec("kivi2"),
-    "tail and sinks": KVSpec("tq4", tail=40, sink=4),
-    "groups and a tail": KVSpec("k=kivi2,v=tq4", tail=50, sink=2),
-}
-PROMPT = "import os\nimport sys\n\n" * 20
-
-
-@pytest.fixture(scope="module", params=SPECS)
-def session(request):
-    return tq.load("tiny", kv=SPECS[request.param], executor="reference", allow_collapse=True, on_warning=lambda _: None)
-
 
 def same(one, other):
     return one.tensors.keys() == other.tensors.keys() and all(
         torch.equal(tensor, other.tensors[name]) for name, tensor in one.tensors.items()
     )
-
-
-def test_a_saved_sequence_goes_on_byte_for_byte(session, tmp_path):
-    """The file is written in the middle of a text; what follows, and every byte of K and V, is that of one run."""
-    whole = session.generate(PROMPT, max_new_tokens=6, keep=True)
-    part = session.generate(PROMPT, max_new_tokens=4, keep=True)
-    session.save_cache(tmp_path / "c", part.stored[0])
-    rest = session.generate([], stored=session.load_cache(tmp_path / "c"), max_new_tokens=2, keep=True)
-    assert part.texts[0] + rest.texts[0] == whole.texts[0]
-    assert part.completions[0].token_ids + rest.completions[0].token_ids == whole.completions[0].token_ids
-    assert same(whole.stored[0], rest.stored[0])
-    assert rest.completions[0].reused_tokens == part.stored[0].length == rest.completions[0].prompt_tokens - 1
-    assert rest.timing.prefill_tokens == 1
-
-
-def test_a_shared_prefix_is_not_computed_again(session):
-    sequence = session.generate(PROMPT, max_new_tokens=1, keep=True).stored[0]
-    for text in (PROMPT + "class Knight:", PROMPT[:-60] + "def eggs(spam):\n    return", "spam"):
-        ids = session.encode([text])[0]
-        alone, shared = (session.generate(text, max_new_tokens=3, stored=prefix) for prefix in (None, sequence))
-        assert shared.texts == alone.texts
-        count = shared.completions[0].reused_tokens
-        assert count == reusable(sequence, ids, session.new_cache(1, 128)[0])
-        assert ids[:count] == list(sequence.token_ids[:count])
-        assert shared.timing.prefill_tokens == len(ids) - count
-        assert count or session.plan.has_windows or text == "spam"
 
 
 # -- Where a prefix may be cut ---------------------------------------------------------------------------------------------

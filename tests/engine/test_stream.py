@@ -92,17 +92,12 @@ def test_what_is_wrong_comes_with_the_first_piece(session):
         next(session.stream("a", max_new_tokens=0))
 
 
-def test_a_mistyped_argument_is_answered_in_the_words_of_the_call(session):
-    for call, message in (
-        (lambda: session.generate("a", max_new_token=8), r"generate\(\) got .*'max_new_token'; did you mean 'max_new_tokens'"),
-        (lambda: session.generate("a", temprature=1), r"generate\(\) got .*'temprature'; did you mean 'temperature'"),
-        (lambda: session.stream("a", temprature=1), r"stream\(\) got .*'temprature'; did you mean 'temperature'"),
-        (lambda: session.stream("a", on_text=print), r"stream\(\) got an unexpected keyword argument 'on_text'$"),
-        (lambda: session.stream("a", on_token=print), r"stream\(\) got an unexpected keyword argument 'on_token'$"),
-        (lambda: session.sampling_with(xyz=1), r"sampling_with\(\) got an unexpected keyword argument 'xyz'$"),
-    ):
-        with pytest.raises(TypeError, match=rf"^Session\.{message}"):
-            call()
+def test_an_unknown_argument_is_refused(session):
+    for call in (session.generate, session.stream):
+        with pytest.raises(TypeError, match="'temprature'"):
+            list(call("a", temprature=1))
+    with pytest.raises(TypeError, match="'on_text'"):
+        next(session.stream("a", on_text=print))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Text as its tokens come: what is given out, joined, is the text, for every kind of tokenizer, and ends before a stop."""
 
-import random
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -181,19 +180,6 @@ def fed(pieces, stops):
 )
 def test_text_is_given_out_when_no_stop_can_begin_in_it(pieces, stops, out, at_stop):
     assert fed(pieces, stops) == (out, at_stop)
-
-
-def test_any_pieces_of_any_text_end_where_the_text_is_cut():
-    """However a text is cut into pieces, it ends as if its letters came one by one: 20,000 random texts of two letters."""
-    rng = random.Random(0)
-    for _ in range(20_000):
-        text = "".join(rng.choices("ab", k=rng.randint(0, 12)))
-        stops = ["".join(rng.choices("ab", k=rng.randint(1, 4))) for _ in range(rng.randint(0, 3))]
-        cuts = sorted(rng.sample(range(len(text) + 1), min(3, len(text) + 1)))
-        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        expected, ends = up_to_stop(text, stops), any(stop in text for stop in stops)
-        out, at_stop = fed(pieces, stops)
-        assert ("".join(out), at_stop) == (expected, ends), (text, stops, pieces)
 
 
 def test_stop_texts_are_one_or_several_and_not_empty():

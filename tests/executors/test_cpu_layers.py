@@ -10,10 +10,20 @@ import pytest
 import torch
 from at_length import MORE, pairwise_cases
 from block_weights import random_blocks
-from small_models import CONFIGS, SMALL, decode, new_cache, new_paging, prefill, random_tokens, resize_config, small_model
+from small_models import (
+    CONFIGS,
+    SMALL,
+    cache_tensors,
+    decode,
+    new_cache,
+    new_paging,
+    prefill,
+    random_tokens,
+    resize_config,
+    small_model,
+)
 
 from haarkv.executors.cpu import CpuExecutor
-from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import Attention, Dense, Layer, ModelConfig, Norm, Rope
 from haarkv.models.families import FAMILIES
@@ -63,13 +73,7 @@ def forwards(executor: CpuExecutor, kv: KVSpec) -> tuple[list[torch.Tensor], lis
     logits = [prefill(executor, cache, paging, ids, tokens)]
     logits += [decode(executor, cache, paging, ids, [step, 7 - step]) for step in range(4)]
     logits.append(decode(executor, cache, paging, ids[1:], [3]))
-    layers = range(executor.config.num_layers)
-    return logits, [
-        field
-        for i in layers
-        for layer_fields in (cache.kv[i].k.fields, cache.kv[i].v.fields)
-        for field in layer_fields.values()
-    ]
+    return logits, [tensor for *_, tensor in cache_tensors(cache)]
 
 
 def whole_calls(executor: CpuExecutor) -> list[range]:
@@ -97,16 +101,6 @@ def require_same_bits(model: DecoderModel, run: Callable, kv: KVSpec) -> None:
         assert calls
 
 
-# The rest runs with `make test-long`.
-@pytest.mark.parametrize(
-    ("config", "kv", "dtype"),
-    pairwise_cases(MORE, [SMALL, BIASED, LLAMA], [KVSpec("tq4"), TAIL], [torch.bfloat16, torch.float32]),
-    ids=lambda of: getattr(of, "model_type", str(of)),
-)
-def test_bits_are_those_of_the_ops_one_by_one(config, kv, dtype):
-    require_same_bits(small_model(config, dtype=dtype), forwards, kv)
-
-
 def past_windows(executor: CpuExecutor, kv: KVSpec) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Hidden states of two sequences that outgrow their windows and the rings behind them; and all that is stored."""
     cache = PagedKVCache(
@@ -119,32 +113,20 @@ def past_windows(executor: CpuExecutor, kv: KVSpec) -> tuple[list[torch.Tensor],
     for step, sizes in enumerate([(40, 9), (24, 40), (1, 1), (3, 40), (40, 24), (40, 1), (40, 1), *[(1, 1)] * 3]):
         tokens = random_tokens(executor.config, sum(sizes), seed=step)
         hidden.append(executor.forward(torch.tensor(tokens), paging.batch(ids, sizes), cache))
-    layers = range(executor.config.num_layers)
-    return hidden, [
-        field
-        for i in layers
-        for layer_fields in (cache.kv[i].k.fields, cache.kv[i].v.fields)
-        for field in layer_fields.values()
-    ]
+    return hidden, [tensor for *_, tensor in cache_tensors(cache)]
 
 
 # The rest runs with `make test-long`.
 @pytest.mark.parametrize(
-    ("config", "kv", "dtype"),
-    pairwise_cases(MORE, [GEMMA, MIXED], [KVSpec("tq4"), TAIL], [torch.bfloat16, torch.float32]),
-    ids=lambda of: getattr(of, "model_type", str(of)),
+    ("config", "kv", "dtype", "run"),
+    [
+        *pairwise_cases(MORE, [SMALL, BIASED, LLAMA], [KVSpec("tq4"), TAIL], [torch.bfloat16, torch.float32], [forwards]),
+        *pairwise_cases(MORE, [GEMMA, MIXED], [KVSpec("tq4"), TAIL], [torch.bfloat16, torch.float32], [past_windows]),
+    ],
+    ids=lambda of: getattr(of, "model_type", getattr(of, "__name__", str(of))),
 )
-def test_layers_of_several_kinds_have_the_bits_of_the_ops_one_by_one(config, kv, dtype):
-    require_same_bits(small_model(config, dtype=dtype), past_windows, kv)
-
-
-def test_a_model_with_windows_is_the_references():
-    model = small_model(GEMMA)
-    ours, _ = past_windows(CpuExecutor(model), KVSpec("bf16"))
-    theirs, _ = past_windows(ReferenceExecutor(model), KVSpec("bf16"))
-    for a, b in zip(ours, theirs, strict=True):
-        # Of FP32 sums in another order, after which K and V fall to the other BF16 neighbour here and there.
-        assert (a - b).norm() <= 1e-3 * b.norm()
+def test_bits_are_those_of_the_ops_one_by_one(config, kv, dtype, run):
+    require_same_bits(small_model(config, dtype=dtype), run, kv)
 
 
 def test_stretches_are_as_long_as_can_be():

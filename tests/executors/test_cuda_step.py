@@ -8,17 +8,14 @@ from functools import partial
 import bounds
 import pytest
 import torch
-from cuda_caches import DEVICE, as_bytes, attention_bound, check_stored, everything_in, same
-from op_tables import LAYER, Case, bf16_windows, filled, poisoned_cache, relative
+from cuda_caches import DEVICE, attention_bound, check_stored, everything_in, on_device
+from op_tables import LAYER, Case, bf16_windows, filled, relative
 from small_models import small_model
 
 from haarkv.models import fused
 from haarkv.models.config import Experts
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.formats import synthetic
-from haarkv.tq_ops.kv.batch import PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import Heads, with_ops
 
@@ -26,7 +23,6 @@ pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
 from cuda_models import MODELS, family_config, family_model, qwen_moe
 from step_launches import META, executor_on_meta, launches
 
-from haarkv.executors.cuda import CudaExecutor
 from haarkv.tq_ops.cuda import decode, ops
 from haarkv.tq_ops.cuda.ops import CudaFusedOps
 
@@ -217,9 +213,7 @@ def attention_args(case: Case, dtype: torch.dtype, has_bias: bool, has_norms: bo
         tensor[slots // case.block_size, :, slots % case.block_size] = float("nan") if name == "scale" else 255
     for window in filter(None, cache.kv[LAYER].windows):
         window.write(torch.full((len(batch.positions), case.kv_heads, dim), float("nan")), batch)
-    copy = poisoned_cache(case, DEVICE)
-    for ours, theirs in zip(everything_in(copy), everything_in(cache), strict=True):
-        ours.copy_(theirs)
+    copy = on_device(cache, case)
     norms = [(random_tensor(dim) * 0.3 + 1).to(dtype) for _ in range(2)] if has_norms else [None, None]
     head_weights = Heads(heads, dtype, random_tensor(width).to(dtype) if has_bias else None, *norms, eps=1e-6)
     angle = random_tensor(len(batch.positions), dim // 2) * 3
@@ -279,36 +273,6 @@ def test_queries_are_rounded_once_before_they_are_rotated(dtype):
     assert off.median() <= (1e-6 if dtype == FP32 else 1e-4)
 
 
-@pytest.mark.parametrize(
-    ("kv", "window_options"),
-    [
-        ("tq4", {}), ("tq4", {"tail": 3, "sink": 2}), ("tq4", {"window": 6}), ("tq4", {"tail": 3, "window": 6}),
-        ("k=lr3,v=tq3", {"tail": 3, "sink": 2}),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_dead_rows_store_nothing_and_a_refused_vector_is_noted(kv, window_options):
-    case = Case(kv, 64, 2, 3, 8, (0, 0), (1, 1), **window_options)
-    _, copy, qkv, heads, rope, batch = attention_args(case, BF16, False, False)
-    before, fault = as_bytes(copy), ops.new_fault(DEVICE)
-    rope = [x.to(DEVICE) for x in rope]
-    dead = replace(batch, slot_mapping=torch.full_like(batch.slot_mapping, -1)).to(DEVICE)
-    ops.rotate_and_append((qkv * torch.nan).to(DEVICE), heads_on_device(heads), rope, copy.view(LAYER, dead), fault)
-    ops.raise_fault(fault, copy, batch)
-    assert same(before, as_bytes(copy))
-    # V of token 1, KV head 2: the last head of all.
-    qkv[1, -3] = torch.inf
-    _, in_bf16 = copy.kv[LAYER].windows
-    window_before = in_bf16.vectors[batch.rows[1]].view(torch.uint8).clone() if in_bf16 is not None else None
-    ops.rotate_and_append(qkv.to(DEVICE), heads_on_device(heads), rope, copy.view(LAYER, batch.to(DEVICE)), fault)
-    with pytest.raises(NonFiniteError, match=r"layer 1: V of token 1 of the batch .*, KV head 2 is not finite"):
-        ops.raise_fault(fault, copy, batch)
-    # It was left out of what stays in BF16 as well, and its neighbours were not.
-    if in_bf16 is not None:
-        now = in_bf16.vectors[batch.rows[1]].view(torch.uint8)
-        assert [torch.equal(head, was) for head, was in zip(now, window_before, strict=True)] == [False, False, True]
-
-
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("width", [48, 1056])
 @pytest.mark.parametrize("post_norm", [False, True])
@@ -329,31 +293,3 @@ def test_residual_and_norm_in_one_equal_the_two(dtype, width, post_norm):
     assert relative(ours[1], expected[1]) <= (bounds.LAYER_FP32.op if dtype == FP32 else bounds.LAYER_BF16.rounded_op)
     if dtype == BF16 and not post_norm:  # the norm is of the rounded sum: of another, a sixth of its numbers would be others
         assert (ours[1].cpu() != expected[1]).float().mean() <= bounds.OP_TABLE_BF16_DIFFERENT
-
-
-# -- With a GPU --------------------------------------------------------------------------------------------------------
-@pytest.mark.cuda
-@pytest.mark.skipif(not GPU, reason="no NVIDIA GPU")
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("family", ["qwen2", "gemma"])
-def test_torch_sees_no_wait_in_a_step(family, dtype):
-    """Torch's own watch over calls that wait, once what is made once is made."""
-    model = small_model(family_config(family), dtype=dtype)
-    ours = CudaExecutor(model)
-    cache = PagedKVCache(TQ4.plan(2), model.config.kv_shapes, num_blocks=6, device=DEVICE)
-    paging = PagedSequences(6, cache.block_size)
-    ids = [paging.add(), paging.add()]
-    prompts, last = paging.batch(ids, [3, 1]).to(DEVICE), paging.batch(ids, [1, 1]).to(DEVICE)
-    tokens = torch.tensor([1, 2, 3, 4], device=DEVICE)
-
-    @torch.inference_mode()
-    def run() -> None:
-        ours._sound(ours._run.head(ours._run.forward(tokens, prompts, cache)))
-        ours._step_on(cache)(tokens[:2], last)
-
-    run()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

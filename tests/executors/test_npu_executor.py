@@ -7,12 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from npu_layers import CONFIG, CONFIGS, TQ4_SPEC, fill_cache
+from npu_layers import CONFIG, CONFIGS, TQ4_SPEC
 from npu_programs import with_pypto
 from small_models import new_cache, resize_config, small_model
 
 from haarkv.executors import catalog, npu
 from haarkv.executors.base import prefill
+from haarkv.executors.npu import NpuExecutor
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.qwen3_14b.npu import inputs, programs
 from haarkv.tq_ops import reference
@@ -38,41 +39,6 @@ def make_batch(new_tokens, stored_tokens=()):
     return paging.batch(sequences, new_tokens)
 
 
-def make_tiling(program, new_tokens, stored_tokens=()):
-    batch = make_batch(new_tokens, stored_tokens)
-    tokens = batch.positions.numel()
-    rope = (torch.arange(tokens * 64.0).view(tokens, 64), torch.zeros(tokens, 64))
-    return batch, inputs.tile(batch, program, rope)
-
-
-def test_decode_puts_one_token_of_each_sequence_into_one_tile():
-    _, tiling = make_tiling(programs.decode_program(CONFIG), [1] * 18, stored_tokens=[3, 0, 130])
-    assert tiling.rows == 32
-    assert tiling.tile_tokens.tolist() == [16, 2]
-    assert tiling.row.tolist() == [*range(16), 16, 17]
-    assert tiling.tokens["sequence"].tolist() == [*range(18), *([0] * 14)]
-    assert tiling.tokens["position"].tolist()[:4] == [3, 0, 130, 0]
-
-
-def test_prefill_gives_each_sequence_tiles_of_its_own():
-    batch, tiling = make_tiling(programs.prefill_program(CONFIG), [130, 3], stored_tokens=[7, 0])
-    assert tiling.tile_tokens.tolist() == [128, 2, 3]
-    assert tiling.rows == 3 * 128
-    assert tiling.row.tolist() == [*range(130), 256, 257, 258]
-    assert torch.equal(tiling.tokens["position"][tiling.row], batch.positions.int())
-    assert torch.equal(tiling.tokens["slot"][tiling.row], batch.slot_mapping.int())
-    assert tiling.tokens["sequence"][tiling.row].tolist() == [0] * 130 + [1] * 3
-    assert torch.equal(tiling.spread(batch.positions)[tiling.row], batch.positions)
-
-
-def test_the_block_table_is_padded_to_whole_steps():
-    _, tiling = make_tiling(programs.decode_program(CONFIG), [1, 1], stored_tokens=[700, 3])
-    assert tiling.block_table.shape == (2, 16)
-    assert tiling.block_table[0, 5] >= 0
-    assert tiling.block_table[0, 6:].tolist() == [-1] * 10
-    assert tiling.block_table[1, 1:].tolist() == [-1] * 15
-
-
 @pytest.mark.parametrize("program", [programs.decode_program(CONFIG), programs.prefill_program(CONFIG)], ids=lambda p: p.name)
 @pytest.mark.parametrize("before", [0, 1, 40, 255, 256, 700])
 def test_a_view_of_the_mask_is_the_causal_mask_of_any_step(program, before):
@@ -87,15 +53,6 @@ def test_a_view_of_the_mask_is_the_causal_mask_of_any_step(program, before):
             visible = (view[row] == 0).nonzero().flatten() + begin
             expected = [key for key in range(begin, begin + step) if key <= before + row // group]
             assert visible.tolist() == expected
-
-
-def test_the_cache_is_handed_over_as_it_is():
-    cache = new_cache(CONFIG, block_size=128, num_blocks=2)
-    arguments = inputs.cache_arguments(cache, 1)
-    arguments["v_codes"][3, 5] = -1
-    arguments["k_scale"][3, 7] = 2.0
-    assert cache.kv[1].v.fields["codes"][0, 0, 3, 5] == 255
-    assert cache.kv[1].k.fields["scale"][1, 1, 7] == 2.0
 
 
 @with_pypto
@@ -119,28 +76,25 @@ def test_a_vocabulary_in_slices_is_padded_and_pieces_overlap():
 
 
 # -- Refusals ------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (resize_config(CONFIG, head_dim=96), "a head_dim of 64, 128 or 256, not 96"),
-        (replace(CONFIG, hidden_size=48), "hidden_size that is a multiple of 64, not 48"),
-        (resize_config(CONFIG, intermediate_size=200), "intermediate_size that is a multiple of 64, not 200"),
-    ],
-)
-def test_a_model_without_programs_is_refused_by_name(config, message):
-    with pytest.raises(InputError, match=message):
-        catalog.create("npu", small_model(config, dtype=torch.bfloat16), TQ4, "sim")
+OTHER = "its programs are those of dense layers with attention, and layer 0 of this {} model is another than it knows: it {}"
 
 
 @pytest.mark.parametrize(
-    ("model", "reason"),
+    ("config", "spec", "message"),
     [
-        ("random:qwen3.5-27b", "layer 0 of this qwen3_5 model is another than it knows: it mixes tokens by DeltaNet"),
-        ("random:30b-a3b", "layer 0 of this qwen3_moe model is another than it knows: it has experts"),
+        (resize_config(CONFIG, head_dim=96), TQ4_SPEC, "a head_dim of 64, 128 or 256, not 96"),
+        (replace(CONFIG, hidden_size=48), TQ4_SPEC, "hidden_size that is a multiple of 64, not 48"),
+        (resize_config(CONFIG, intermediate_size=200), TQ4_SPEC, "intermediate_size that is a multiple of 64, not 200"),
+        (read_config("random:qwen3.5-27b"), TQ4_SPEC, OTHER.format("qwen3_5", "mixes tokens by DeltaNet")),
+        (read_config("random:30b-a3b"), TQ4_SPEC, OTHER.format("qwen3_moe", "has experts")),
+        (CONFIG, KVSpec("k=tq4,v=q8_0"), "its programs read tq4, tq4_seed and bf16, not q8_0"),
+        (CONFIG, KVSpec("k=bf16,v=tq4", tail=8), "beside both K and V, and bf16 or tq4 is stored as it is"),
+        (CONFIG, KVSpec("tq4", sink=257), "keep up to 256 sinks"),
+        (CONFIG, KVSpec("tq4", tail=2000), "and 1,984 tokens with the tail"),
     ],
 )
-def test_experts_and_states_are_refused_by_name(model, reason):
-    assert programs.unsupported(read_config(model)) == f"its programs are those of dense layers with attention, and {reason}"
+def test_what_no_program_runs_is_refused_by_name(config, spec, message):
+    assert message in NpuExecutor.supports(config, spec.plan(config.num_layers))
 
 
 def test_fp32_is_refused():
@@ -149,11 +103,8 @@ def test_fp32_is_refused():
 
 
 @with_pypto
-def test_another_format_and_another_block_size_are_refused():
-    model = small_model(CONFIG, dtype=torch.bfloat16)
-    with pytest.raises(InputError, match="its programs read tq4, tq4_seed and bf16, not q8_0"):
-        catalog.create("npu", model, KVSpec("k=tq4,v=q8_0").plan(CONFIG.num_layers), "sim")
-    executor = catalog.create("npu", model, TQ4, "sim")
+def test_another_block_size_is_refused():
+    executor = catalog.create("npu", small_model(CONFIG, dtype=torch.bfloat16), TQ4, "sim")
     with pytest.raises(InputError, match="128-token blocks, not 8"):
         executor.layers(torch.zeros(1, 128, dtype=torch.bfloat16), range(1), make_batch([1]), new_cache(CONFIG))
 
@@ -256,26 +207,3 @@ def test_zeros_stand_for_what_a_layer_lacks_and_for_nothing_else():
     assert [bool(t.any()) for t in ordered] == [not a.unread for a in qwen2.arguments]
     with pytest.raises(ValueError, match="q_bias"):
         order_arguments(qwen2, {name: t for name, t in tensors.items() if name != "q_bias"})
-
-
-def test_a_layer_takes_its_programs_by_its_own_formats(monkeypatch):
-    """Two layers of a plan, in different formats, each by the program that was made for them, on its own fields."""
-    calls = []
-
-    class Runner(device.SimRunner):
-        def __init__(self):
-            pass
-
-        def constant(self, tensor):
-            return tensor
-
-        def call(self, program, tensors):
-            shapes = dict(zip((a.name for a in program.arguments), (t.shape[1:] for t in tensors), strict=True))
-            calls.append((program.k.name, program.v.name, [shapes[a.name][0] for a in program.k.arguments("k")]))
-
-    monkeypatch.setattr(npu, "open_runner", lambda _: Runner())
-    spec = KVSpec("tq4", layers={1: "k=bf16,v=tq4_seed"})
-    executor = catalog.create("npu", small_model(CONFIG, dtype=torch.bfloat16), spec.plan(CONFIG.num_layers), "sim")
-    cache, paging, sequences = fill_cache(CONFIG, spec, [3], seed=1)
-    executor.layers(torch.zeros(1, 128, dtype=torch.bfloat16), range(2), paging.batch(sequences, [1]), cache)
-    assert calls == [("tq4", "tq4", [64, 128]), ("bf16", "tq4_seed", [128, 128])]

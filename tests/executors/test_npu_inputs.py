@@ -5,14 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 from npu_layers import CONFIG, fill_cache, learned_spec
-from npu_programs import with_pypto
-from small_models import random_tokens, resize_config, small_model
+from small_models import resize_config, small_model
 
 from haarkv.codebooks import cubic
 from haarkv.codebooks.learned import learn
 from haarkv.executors import catalog, npu
 from haarkv.executors.npu import NpuExecutor
-from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.qwen3_14b.npu import inputs, programs
 from haarkv.models.qwen3_14b.npu.compile import plan_programs
 from haarkv.tq_ops.errors import InputError
@@ -22,19 +20,12 @@ from haarkv.tq_ops.formats.packing import Column, Part, pack_columns
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.npu import learned
 from haarkv.tq_ops.npu.device import SimRunner
-from haarkv.tq_ops.npu.program import AttentionShape
-from haarkv.tq_ops.npu.sides import keeping, layer_sides, turn_table, turns_of_tokens, window_shape
-from haarkv.validation.layers import candidate as candidate_runs
-from haarkv.validation.layers.runner import validate
+from haarkv.tq_ops.npu.sides import layer_sides, turn_table, turns_of_tokens, window_shape
 
 CPU = torch.device("cpu")
 LONG = resize_config(CONFIG, max_position_embeddings=4096)
 SMALLER = resize_config(LONG, num_heads=4)
 WINDOW_OPTIONS = [{"tail": 20, "sink": 3}, {"tail": 1}, {"sink": 70}, {"tail": 300, "sink": 70}]
-
-
-def make_spec(kv="k=lr4,v=tq4", config=SMALLER):
-    return learned_spec(config, kv, turning=True)
 
 
 # -- Learned keys ------------------------------------------------------------------------------------------------------------
@@ -116,8 +107,8 @@ def test_every_width_of_learned_keys_is_taken_and_values_are_not():
         learned_spec(CONFIG, "lr4").plan(2)
 
 
-def test_coordinates_are_handed_over_once(monkeypatch):
-    """They never change: each layer's are the same tensors in every call, and a fixed format has rows that nothing reads."""
+def test_layers_run_by_their_own_formats_and_coordinates_are_handed_over_once(monkeypatch):
+    """Coordinates are the same tensors in every call; a fixed format has rows that nothing reads."""
     constants, calls = [], []
 
     class Runner(SimRunner):
@@ -129,19 +120,22 @@ def test_coordinates_are_handed_over_once(monkeypatch):
             return tensor
 
         def call(self, program, tensors):
-            names = [argument.name for argument in program.arguments]
-            calls.append({name: tensors[names.index(name)] for name in names if name[2:] in ("forward", "rows")})
+            by_name = dict(zip((argument.name for argument in program.arguments), tensors, strict=True))
+            widths = [by_name[argument.name].shape[1] for argument in program.k.arguments("k")]
+            calls.append((program.k.name, program.v.name, widths, by_name))
 
     monkeypatch.setattr(npu, "open_runner", lambda _: Runner())
-    spec = replace(learned_spec(CONFIG), layers={1: "tq4"})
+    spec = replace(learned_spec(CONFIG), layers={1: "k=bf16,v=tq4_seed"})
     executor = catalog.create("npu", small_model(CONFIG, dtype=torch.bfloat16), spec.plan(2), "sim")
     for _ in range(2):
         cache, paging, sequences = fill_cache(CONFIG, spec, [3], seed=1)
         executor.layers(torch.zeros(1, 128, dtype=torch.bfloat16), range(2), paging.batch(sequences, [1]), cache)
-    assert [len(arguments["k_forward"]) for arguments in calls] == [256, 1, 256, 1]
-    for first, second in zip(calls[:2], calls[2:], strict=True):
-        assert all(first[name] is second[name] for name in first)
-        assert all(any(tensor is one for one in constants) for tensor in first.values() if len(tensor) > 1)
+    assert [call[:3] for call in calls] == 2 * [("lr4", "tq4", [64, 128]), ("bf16", "tq4_seed", [128, 128])]
+    assert [len(tensors["k_forward"]) for *_, tensors in calls] == [256, 1, 256, 1]
+    for (*_, first), (*_, second) in zip(calls[:2], calls[2:], strict=True):
+        for name in ("k_forward", "k_rows"):
+            assert first[name] is second[name]
+            assert len(first[name]) == 1 or any(first[name] is one for one in constants)
 
 
 # -- Stretches ---------------------------------------------------------------------------------------------------------------
@@ -156,24 +150,24 @@ def test_keys_of_tokens_are_turned_by_where_their_stretch_begins():
     assert not torch.equal(turned_keys[2], x[2])
 
 
-def test_a_turning_format_has_a_program_of_its_own_and_rows_are_made_once():
-    plan, still = make_spec().plan(2), learned_spec(SMALLER).plan(2)
-    assert layer_sides(plan, 0)[0] == replace(layer_sides(still, 0)[0], turning=True)
-    _, paging, sequences = fill_cache(SMALLER, make_spec(), [1023], seed=1)
+def test_rows_that_turn_keys_back_are_made_once():
+    """Of 1 and 0 where it is not known how keys turn."""
+    plan, still = learned_spec(SMALLER).plan(2), learned_spec(SMALLER, turning=False).plan(2)
+    _, paging, sequences = fill_cache(SMALLER, learned_spec(SMALLER), [1023], seed=1)
     batch = paging.batch(sequences, [2])
     program = programs.prefill_program(SMALLER, *layer_sides(plan, 0))
     tiling = inputs.tile(batch, program, (torch.zeros(2, 64), torch.zeros(2, 64)))
     rows = inputs.back_argument(tiling, plan, 0)["back"]
     assert rows is inputs.back_argument(tiling, plan, 1)["back"]
     assert torch.equal(rows[:2], turn_table(plan.k(0).rope_shift(0), rows.device)[:2])
-    assert inputs.back_argument(tiling, still, 0) == {}
+    assert inputs.back_argument(tiling, still, 0)["back"][:2].tolist() == [[1.0] * 64 + [0.0] * 64] * 2
 
 
 def test_keys_that_turn_in_part_are_refused_by_name():
     calibration = synthetic.calibration()
     bases = tuple(replace(basis, inv_freq=basis.inv_freq[:32]) for basis in calibration.k)
     part = KVSpec("k=lr4,v=tq4", calibration=replace(calibration, k=bases)).plan(2)
-    assert NpuExecutor.supports(SMALLER, make_spec().plan(2)) is None
+    assert NpuExecutor.supports(SMALLER, learned_spec(SMALLER).plan(2)) is None
     message = "its programs turn all 128 numbers of a key, and lr4 turns 64 of them"
     assert NpuExecutor.supports(SMALLER, part) == message
     with pytest.raises(InputError, match=message):
@@ -181,25 +175,6 @@ def test_keys_that_turn_in_part_are_refused_by_name():
 
 
 # -- Tokens in BF16 ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("window_options", WINDOW_OPTIONS, ids=str)
-def test_places_that_a_query_sees_hold_the_tokens_that_the_reference_sees(window_options):
-    spec = KVSpec("tq4", **window_options)
-    cache, paging, sequences = fill_cache(CONFIG, spec, [299, 0, 130], seed=1)
-    shape = window_shape(cache.plan, 0)
-    batch = paging.batch(sequences, [5, 9, 64])
-    k, _ = cache.kv[0].windows
-    window_plan = keeping(k, shape, batch)
-    # Which token lies where, once these are written; then what each query's visible places hold.
-    for row, position in enumerate(batch.positions.tolist()):
-        tokens = torch.arange(position + 1)
-        expected = tokens[k.visible(torch.tensor(position), position + 1)]
-        assert sorted(k.places(expected).tolist()) == (window_plan.seen[row] == 0).nonzero().flatten().tolist()
-    heads, window = CONFIG.heads.num_kv_heads, shape.window
-    assert window_plan.begin.tolist() == [
-        r * heads * window for r, n in zip(batch.rows.tolist(), [5, 9, 64], strict=True) for _ in range(n)
-    ]
-
-
 @pytest.mark.parametrize("window_options", WINDOW_OPTIONS, ids=str)
 def test_every_tile_keeps_its_own_tokens_where_the_reference_does(window_options):
     """Also with several sequences in one tile and several tiles: by plain loops over the pairs."""
@@ -232,45 +207,8 @@ def test_every_tile_keeps_its_own_tokens_where_the_reference_does(window_options
         assert arguments["kept_seen"].shape == (tiling.rows * program.attention.group, shape.span)
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        (KVSpec("k=bf16,v=tq4", tail=8), "beside both K and V, and bf16 or tq4 is stored as it is"),
-        (KVSpec("tq4", sink=257), "keep up to 256 sinks"),
-        (KVSpec("tq4", tail=2000), "and 1,984 tokens with the tail"),
-    ],
-)
-def test_what_no_program_keeps_is_refused_by_name(spec, message):
-    model = small_model(CONFIG, dtype=torch.bfloat16)
-    with pytest.raises(InputError, match=message):
-        catalog.create("npu", model, spec.plan(CONFIG.num_layers), "sim")
-
-
 def test_a_layer_without_loss_keeps_nothing():
     plan = KVSpec("tq4", tail=8, layers={1: "bf16"}).plan(2)
     assert NpuExecutor.supports(CONFIG, plan) is None
     assert window_shape(plan, 0).window == 72
     assert window_shape(plan, 1) is None
-
-
-@with_pypto
-def test_a_mask_that_ends_one_key_too_late_beside_a_tail_is_found(monkeypatch):
-    """Of 132 tokens the last few see one of their keys twice: as it is packed, and in BF16."""
-
-    def later(self):
-        right = mask(self)
-        return torch.cat([torch.zeros_like(right[:, :1]), right[:, :-1]], 1)
-
-    mask = AttentionShape.mask
-    monkeypatch.setattr(AttentionShape, "mask", later)
-    monkeypatch.setattr(candidate_runs, "MOST_CONFIRMED", 0)
-    config = resize_config(CONFIG, num_layers=1)
-    model, plan = small_model(config, dtype=torch.bfloat16), KVSpec("tq4", tail=124, sink=4).plan(1)
-    candidate = catalog.create("npu", model, plan, "sim")
-    prompts = [random_tokens(config, 132, 1)]
-    report = validate(ReferenceExecutor(model), candidate, model, prompts, 0, plan, modes=("teacher-forced",))
-    first = report.first_divergence
-    assert (first.phase, first.step, first.layer, first.stage) == ("prefill", 1, 0, "attention_mlp")
-    assert first.error > 10 * first.bound
-    # No query of the first chunk sees a packed key, nor with that mask.
-    assert [row.passed for row in report.rows] == [True, False, False]

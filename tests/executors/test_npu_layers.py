@@ -50,9 +50,9 @@ def make_spec(config, kv="k=lr4,v=tq4", turning=True, **window_options):
     return replace(learned_spec(config, kv, turning=turning) if "lr" in kv else KVSpec(kv), **window_options)
 
 
-def row(name, config, case, kv="tq4", layers=WHOLE, short=False, turning=True, **window_options):
+def row(name, config, case, kv="tq4", layers=WHOLE, short=False, **options):
     marks = () if short else pytest.mark.npu_long
-    return pytest.param(config, case, kv, layers, turning, window_options, id=name, marks=marks)
+    return pytest.param(config, case, kv, layers, options, id=name, marks=marks)
 
 
 def heads(case):
@@ -85,7 +85,8 @@ ROWS = [
         for (name, config), kv in product(CONFIGS.items(), ["bf16", "tq4_seed", "k=lr4,v=tq4"])
     ),
     *(row(f"{kind}, {kv}", TEN, BOTH[kind], kv) for kind, kv in product(BOTH, FIXED_FORMATS)),
-    *(row(f"{kind}, {kv}, no stretches", TEN, BOTH[kind], kv, turning=False) for kind, kv in product(BOTH, LEARNED_FORMATS)),
+    row("prefill, turns that are not known", TEN, PREFILL, "k=lr4,v=tq4", turning=False),
+    *(row(f"{kind}, {kv}", TEN, BOTH[kind], kv) for kind, kv in product(BOTH, LEARNED_FORMATS)),
     *(row(f"border, {case}, {kv}", FAR, BORDERS[case], kv) for case, kv in product(BORDERS, LEARNED_FORMATS)),
     *(
         row(f"border, {case}, default tail", FAR, BORDERS[case], "k=lr4,v=tq4", tail=128, sink=4)
@@ -103,9 +104,9 @@ ROWS = [
 
 
 @with_pypto
-@pytest.mark.parametrize(("config", "case", "kv", "layers", "turning", "window_options"), ROWS)
-def test_a_layer_stores_the_reference_bytes_and_adds_what_it_adds(config, case, kv, layers, turning, window_options):
-    check_layer(None, *case, make_spec(config, kv, turning, **window_options), layers, config)
+@pytest.mark.parametrize(("config", "case", "kv", "layers", "options"), ROWS)
+def test_a_layer_stores_the_reference_bytes_and_adds_what_it_adds(config, case, kv, layers, options):
+    check_layer(None, *case, make_spec(config, kv, **options), layers, config)
 
 
 # -- Parts left out ----------------------------------------------------------------------------------------------------------

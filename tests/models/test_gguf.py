@@ -1,6 +1,7 @@
 """GGUF files: the same model as the folder that they were written from, of every family; what cannot be is one line."""
 
 import json
+import struct
 from pathlib import Path
 
 import gguf
@@ -233,6 +234,11 @@ def test_qwen3_next_is_refused_by_its_name(folder_of, tmp_path):
 # -- Damaged files --------------------------------------------------------------------------------------------------------
 
 
+def tensor(name, offset):
+    """The entry of 32 numbers in F32."""
+    return text(name) + struct.pack("<IQIQ", 1, 32, 0, offset)
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -255,6 +261,8 @@ def test_qwen3_next_is_refused_by_its_name(folder_of, tmp_path):
         (header(tensors=1) + text("t") + (5).to_bytes(4, "little"), "5 axes"),
         (header(tensors=1) + text("t") + b"\x02\0\0\0" + b"\xff" * 16 + bytes(12), "cannot be"),
         (header(tensors=1) + text("t") + b"\x01\0\0\0" + bytes(8) + bytes(12), "cannot be"),
+        (header(tensors=2) + tensor("t", 0) + tensor("t", 0), "there twice"),
+        (header(tensors=2) + tensor("t", 0) + tensor("u", 96) + bytes(512), "lie over each other"),
     ],
 )
 def test_a_damaged_header_is_one_line(tmp_path, capsys, content, words):

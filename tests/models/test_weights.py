@@ -23,11 +23,9 @@ from haarkv.executors.base import prefill
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.catalog import load_model
 from haarkv.models.checkpoint import load_weights, random_weights
-from haarkv.models.families import SIZES
 from haarkv.models.hf_config import read_hf_config
 from haarkv.models.hf_folder import HFFolder
 from haarkv.models.text import Tokenizer as SourceTokenizer
-from haarkv.models.weights import checkpoint_shapes, num_parameters
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -88,16 +86,6 @@ def test_a_mark_before_any_text_of_a_folder_is_no_part_of_it(tmp_path, patterns)
     for path in marked_files:
         path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     assert read_folder() == plain
-
-
-def test_the_list_of_tensors_is_what_the_checkpoint_writer_has_written_down_apart(tmp_path):
-    for raw in (CONFIG, TIED_CONFIG):
-        config = read_config(tmp_path, raw)
-        assert checkpoint_shapes(config) == tensor_shapes(raw)
-        weights = random_weights(config, torch.float32)
-        assert {name: tuple(tensor.shape) for name, tensor in weights.named_tensors()} == tensor_shapes(raw)
-        assert num_parameters(config) == sum(tensor.numel() for _, tensor in weights.named_tensors())
-    assert len(checkpoint_shapes(SIZES["14b"])) == 40 * 11 + 3
 
 
 # -- Weights --------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -17,27 +18,31 @@ from haarkv.serving.vllm_plugin import backend
 from haarkv.serving.vllm_plugin.backend import Buffers, RotatedAttentionBackend, RotatedMetadata, forward_batch
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.cpu.ops import CpuOps
+from haarkv.tq_ops.formats import synthetic
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.layer import fields_in, page_bytes
-from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
 
 pytestmark = pytest.mark.vllm_short
 
 LAYERS = (0, 3, 7)
+LONG = "stretches"
 SHAPES = {
     "d128": Shape(),
     "d64": Shape(head_dim=64, heads=3, kv_heads=3, block_size=32),
     "d256": Shape(head_dim=256, heads=4, kv_heads=1, block_size=128, num_blocks=4),
+    LONG: Shape(heads=4, block_size=64, num_blocks=60),
 }
-every_layout = pytest.mark.parametrize("layout", [KVCacheLayout.LBHNC, KVCacheLayout.BLHNC], ids=lambda layout: layout.name)
 # New tokens of each sequence, forward by forward; 0 sits a forward out.
 FORWARDS = {
     "decode": [(17, 1, 40), (1, 1, 1), (1, 1, 1)],
     "prefill": [(16, 33, 7)],
     "mixed": [(20, 0, 0), (1, 30, 0), (1, 1, 25)],
     "chunks": [(15, 5, 0), (15, 9, 16), (15, 1, 17)],
+    # Across borders of a stretch of 1,024, a sequence far behind another, and a short one.
+    "stretches": [(1000, 7, 0), (50, 900, 0), (1030, 300, 0), (1, 1, 9), (1, 0, 1)],
 }
 
 
@@ -61,7 +66,7 @@ def batch_from(common: CommonAttentionMetadata) -> Batch:
 
 # -- The batch -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("padding", [0, 5])
-@pytest.mark.parametrize("name", FORWARDS)
+@pytest.mark.parametrize("name", [name for name in FORWARDS if name != LONG])
 def test_a_batch_is_what_our_own_bookkeeping_would_say(name, padding):
     for expected in batches(FORWARDS[name]):
         batch = batch_from(vllm_metadata(expected, padding))
@@ -110,7 +115,7 @@ def test_a_page_has_the_formats_bytes_and_no_more(head_dim, vector, dtype):
 # -- What lands in the pages and comes back ------------------------------------------------------------------------------
 def own_cache(worker: Worker, index: int) -> PagedKVCache:
     """A cache of our own, in memory of its own, that begins with what the pages hold."""
-    shape, plan = worker.shape, KVSpec("tq4").plan(index + 1)
+    shape, plan = worker.shape, KVPlan((worker.pair,) * (index + 1))
     cache = PagedKVCache(
         plan, KVShape(shape.kv_heads, shape.head_dim), num_blocks=shape.num_blocks, block_size=shape.block_size
     )
@@ -123,8 +128,7 @@ def own_cache(worker: Worker, index: int) -> PagedKVCache:
 def in_pages(worker: Worker, index: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """K's and V's fields as a layer's pages hold them."""
     shape = worker.shape
-    pair = KVSpec("tq4").plan(1).layers[0]
-    return fields_in(worker.pages(index), pair, shape.kv_heads, shape.head_dim, shape.block_size)
+    return fields_in(worker.pages(index), worker.pair, shape.kv_heads, shape.head_dim, shape.block_size)
 
 
 def assert_holds(worker: Worker, index: int, cache: PagedKVCache) -> None:
@@ -139,18 +143,30 @@ def wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype == torch.float16 else x
 
 
-@every_layout
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize(("shape", "name"), [("d128", name) for name in FORWARDS] + [("d64", "mixed"), ("d256", "chunks")])
-def test_pages_hold_and_return_exactly_what_a_cache_of_our_own_does(layout, dtype, shape, name):
-    shape, ops, padding = SHAPES[shape], CpuOps(), 3
-    worker = Worker(shape, LAYERS, layout)
+LAYOUTS, DTYPES = (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC), (torch.bfloat16, torch.float32, torch.float16)
+CASES = [
+    *product(
+        ["tq4"], DTYPES, LAYOUTS,
+        [*(("d128", name) for name in FORWARDS if name != LONG), ("d64", "mixed"), ("d256", "chunks")],
+    ),
+    *((kv, torch.bfloat16, KVCacheLayout.BLHNC, ("d128", "mixed")) for kv in (
+        "tq2", "tq3", "tq5", "tq6", "tq8", "bf16", "k=tq8,v=tq3", "k=bf16,v=tq3", "k=lr4,v=tq3")),
+    ("k=lr4,v=tq3", torch.bfloat16, KVCacheLayout.BLHNC, (LONG, LONG)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kv", "dtype", "layout", "forwards"), CASES, ids=str)
+def test_pages_hold_and_return_exactly_what_a_cache_of_our_own_does(kv, dtype, layout, forwards):
+    shape, ops, padding = SHAPES[forwards[0]], CpuOps(), 3
+    pair = formats.parse(kv, synthetic.calibration(max(LAYERS) + 1, shape.kv_heads, shape.head_dim))
+    worker = Worker(shape, LAYERS, layout, pair)
+    assert worker.spec.page_size_bytes == page_bytes(pair, shape.kv_heads, shape.head_dim, shape.block_size)
     caches = {index: own_cache(worker, index) for index in LAYERS}
-    for step, batch in enumerate(batches(FORWARDS[name], shape)):
+    for step, batch in enumerate(batches(FORWARDS[forwards[1]], shape)):
         tokens, metadata = len(batch.positions), RotatedMetadata(batch_from(vllm_metadata(batch, padding)))
         for index in LAYERS:
             q, k, v = qkv(batch, shape, dtype, padding, seed=10 * step + index)
-            worker.store(index, k, v, torch.cat([batch.slot_mapping, torch.full((padding,), -1)]))
+            worker.store(index, k, v, torch.cat([batch.slot_mapping, torch.full((padding,), -1)]), metadata)
             ops.store_kv(wide(k[:tokens]), wide(v[:tokens]), caches[index].view(index, batch))
             for each in LAYERS:  # the other layers' pages, too, and with them every byte there is
                 assert_holds(worker, each, caches[each])

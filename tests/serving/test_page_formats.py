@@ -19,7 +19,7 @@ from vllm_paged import Shape, Worker, configuration, in_forward, plain_spec, qkv
 
 from haarkv.models.catalog import TINY, load_model, read_config
 from haarkv.models.weights import fingerprint
-from haarkv.serving.vllm_plugin import CPU_WORKER, GPU_WORKER, kv_choice, limits, pages
+from haarkv.serving.vllm_plugin import CPU_WORKER, GPU_WORKER, backend, kv_choice, limits, pages
 from haarkv.serving.vllm_plugin.backend import (
     Buffers,
     RotatedAttention,
@@ -27,7 +27,6 @@ from haarkv.serving.vllm_plugin.backend import (
     RotatedMetadata,
     forward_batch,
 )
-from haarkv.serving.vllm_plugin.metrics import layer_page_bytes
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.cuda.layout import READS as ON_GPU
@@ -36,7 +35,6 @@ from haarkv.tq_ops.kv import calibration_file, plan_file
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile
-from haarkv.tq_ops.kv.layer import fields_in
 from haarkv.tq_ops.kv.model_shape import ModelShape
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
@@ -45,9 +43,6 @@ pytestmark = pytest.mark.vllm_short
 
 SHAPE, LAYERS = Shape(), 6
 MODEL_SHAPE = ModelShape.uniform(LAYERS, SHAPE.kv_heads, SHAPE.head_dim, 256, 4096)
-ONE_BY_ONE = (
-    "tq2", "tq3", "tq5", "tq6", "tq8", "bf16", "k=tq8,v=tq3", "k=bf16,v=tq3", "k=lr4,v=tq3",
-)  # fmt: skip
 MIXED_FORMATS = ("k=lr4,v=tq3", "bf16", "k=lr4,v=tq3", "tq3", "k=tq8,v=tq3", "k=lr3,v=tq3")
 """As `tq plan` writes them, layer by layer."""
 
@@ -72,26 +67,6 @@ def own_cache(pair, index: int) -> PagedKVCache:
         KVPlan((pair,) * (index + 1)), KVShape(SHAPE.kv_heads, SHAPE.head_dim), num_blocks=SHAPE.num_blocks,
         block_size=SHAPE.block_size,
     )  # fmt: skip
-
-
-@pytest.mark.parametrize("kv", ONE_BY_ONE)
-def test_pages_of_every_format_hold_and_return_what_a_cache_of_our_own_does(kv):
-    pair, index, ops = formats.parse(kv, synthetic_calibration()), 3, CpuOps()
-    worker, cache = Worker(SHAPE, (1, index), KVCacheLayout.BLHNC, pair), own_cache(pair, index)
-    assert worker.spec.page_size_bytes == sum(side.bytes_per_vector(128) for side in pair) * SHAPE.kv_heads * SHAPE.block_size
-    neighbour_before = worker.pages(1).clone()
-    for step, batch in enumerate(batches()):
-        q, k, v = qkv(len(batch.positions), step)
-        worker.store(index, k, v, batch.slot_mapping, make_metadata(batch))
-        ops.store_kv(k, v, cache.view(index, batch))
-        out = worker.attend(index, q, k, v, make_metadata(batch))
-        assert torch.equal(out, ops.paged_attention(q, cache.view(index, batch), SHAPE.softmax_scale))
-        block, offset = batch.slot_mapping // SHAPE.block_size, batch.slot_mapping % SHAPE.block_size
-        sides = fields_in(worker.pages(index), pair, SHAPE.kv_heads, SHAPE.head_dim, SHAPE.block_size)
-        for actual, expected in zip(sides, (cache.kv[index].k.fields, cache.kv[index].v.fields), strict=True):
-            for name, tensor in expected.items():
-                assert torch.equal(actual[name][block, :, offset], tensor[block, :, offset]), name
-    assert torch.equal(worker.pages(1), neighbour_before)
 
 
 # -- Layers that differ --------------------------------------------------------------------------------------------------
@@ -147,10 +122,11 @@ def test_each_layer_has_pages_of_its_own_size_and_a_draft_those_of_tq4(tmp_path)
     sizes = [specs[name].state_content_size_bytes for name in names]
     assert sizes == [66 + 50, 512, 66 + 50, 100, 130 + 50, 50 + 50, 132, 132]
     assert specs["model.layers.0.other"] == plain_spec(SHAPE)
-    # The same bytes as a cache of our own takes, and so in `/metrics`.
-    pages = [specs[name].page_size_bytes for name in names[:LAYERS]]
-    assert layer_page_bytes(config, kv_choice.kv_plan(config)) == pages
-    assert sum(pages) == kv_choice.kv_plan(config).bytes_per_token(KVShape(SHAPE.kv_heads, 128)) * SHAPE.block_size
+    # The same bytes as a cache of our own takes.
+    assert (
+        sum(specs[name].page_size_bytes for name in names[:LAYERS])
+        == kv_choice.kv_plan(config).bytes_per_token(KVShape(SHAPE.kv_heads, 128)) * SHAPE.block_size
+    )
 
 
 def real_config(**options: object) -> VllmConfig:
@@ -279,6 +255,24 @@ def test_what_only_other_kernels_read_is_refused(monkeypatch):
     assert limits._cache(config) is None
     monkeypatch.setattr(limits, "reads_here", lambda: ON_GPU)
     assert re.fullmatch("the GPU kernels read tq4, .*, not bf16", limits._cache(config))
+
+
+@pytest.mark.parametrize(("size", "is_refused"), [(16, False), (128, False), (48, True), (2048, True)])
+def test_blocks_that_a_stretch_ends_in_are_refused(monkeypatch, size, is_refused):
+    """Those that were asked for, and those that vLLM chose itself."""
+    pair, config = formats.parse("k=lr4,v=tq3", synthetic_calibration()), configuration()
+    config.cache_config = SimpleNamespace(block_size=size)
+    words = f"lr4 takes blocks that divide 1,024 tokens, not of {size}; give --block-size 128"
+    monkeypatch.setattr(limits, "_weights", lambda _: None)
+    for plan, expected in ((KVPlan((pair,) * 6), words if is_refused else None), (KVSpec("tq4").plan(6), None)):
+        monkeypatch.setattr(limits, "kv_plan", lambda _, plan=plan: plan)
+        assert limits._cache(config) == expected
+    if is_refused:
+        monkeypatch.setattr(backend, "require_supported", lambda _: None)
+        monkeypatch.setattr(backend, "layer_formats", lambda *_: pair)
+        config.compilation_config = SimpleNamespace(static_forward_context={layer_name(3): None})
+        with pytest.raises(ValueError, match=words):
+            backend.RotatedMetadataBuilder(plain_spec(Shape(block_size=size)), [layer_name(3)], config, torch.device("cpu"))
 
 
 def test_kv_heads_that_ranks_cannot_share_are_refused():

@@ -5,26 +5,28 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-import outliers
 import pytest
 import torch
-from planted import save_tiny
+from planted import outlier_channels, save_tiny
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention.selector import get_attn_backend
-from vllm_configs import assert_refused, configure, write
+from vllm_configs import WINDOW_MODEL, assert_refused, configure, write
 from vllm_paged import Shape, packed_spec, vllm_metadata
+from vllm_soak import look_up_stand_ins
 
-from haarkv.models.catalog import TINY, load_model
+from haarkv.models.catalog import TINY, find_model, load_model
 from haarkv.serving.serve import cache_options, serve
+from haarkv.serving.vllm_plugin import SINK, TAIL
 from haarkv.serving.vllm_plugin.backend import RotatedAttentionBackend, RotatedMetadataBuilder
 from haarkv.serving.vllm_plugin.limits import scales_here
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.batch import PagedSequences
 
 QWEN = json.loads((TINY / "config.json").read_text(encoding="utf-8"))
+HYBRID = json.loads((find_model("tiny-hybrid") / "config.json").read_text(encoding="utf-8"))
 SMALL = {
     "dtype": "bfloat16", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 2, "vocab_size": QWEN["vocab_size"], "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
@@ -76,6 +78,10 @@ FOREIGN = {
 }  # fmt: skip
 
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+MTP = {"method": "mtp", "num_speculative_tokens": 2}
+ITSELF = {"method": "draft_model", "model": str(TINY), "num_speculative_tokens": 2}
+STATES, BF16_TAIL = "layers that keep a state", "a tail in BF16"
 OPTIONS = {
     "fp8": ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 names another format; leave it out"),
     "skipped_layers": (
@@ -95,12 +101,35 @@ OPTIONS = {
         "speculative decoding by ngram_gpu is not supported; by ngram, draft_model and eagle3 it is",
     ),
     "pooling": ({"runner": "pooling"}, "it generates no text; pooling models keep no KV cache"),
-}
+    **{
+        f"{name} beside {key}": ({"additional_config": {key: 8}, **options}, reason)
+        for key in (TAIL, SINK)
+        for name, options, reason in (
+            ("drafts", {"speculative_config": NGRAM},
+             f"speculative decoding by ngram is not supported with {BF16_TAIL}; leave it out"),
+            ("one table", {"disable_hybrid_kv_cache_manager": True},
+             f"--disable-hybrid-kv-cache-manager was not tried with {BF16_TAIL}; leave it out"),
+        )
+    },
+}  # fmt: skip
+WINDOW_OPTIONS = {
+    "drafts": ({"speculative_config": ITSELF},
+               "speculative decoding by draft_model is not supported with sliding windows; by ngram it is"),
+    "one table": ({"disable_hybrid_kv_cache_manager": True},
+                  "--disable-hybrid-kv-cache-manager was not tried with sliding windows; leave it out"),
+    "tail": ({"additional_config": {TAIL: 8}}, f"{BF16_TAIL} was not tried with sliding windows; leave it out"),
+}  # fmt: skip
+STATE_OPTIONS = {
+    "drafts": ({"speculative_config": NGRAM}, f"speculative decoding by ngram is not supported with {STATES}; by mtp it is"),
+    "prefixes": ({"speculative_config": MTP, "enable_prefix_caching": True},
+                 f"on a CPU vLLM cannot keep prefixes with drafts and {STATES}; give --no-enable-prefix-caching"),
+    "tail": ({"additional_config": {TAIL: 8}}, f"{BF16_TAIL} was not tried with {STATES}; leave it out"),
+}  # fmt: skip
 SERVED_OPTIONS = {
     "plain": {},
     "tensor_parallel": {"tensor_parallel_size": 2},
-    "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
-    "draft_model": {"speculative_config": {"method": "draft_model", "model": str(TINY), "num_speculative_tokens": 2}},
+    "ngram": {"speculative_config": NGRAM},
+    "draft_model": {"speculative_config": ITSELF},
     "no_prefix_caching": {"enable_prefix_caching": False},
     "float16": {"dtype": "float16"},
 }
@@ -128,10 +157,21 @@ def test_drafts_that_bring_attention_layers_are_served(tmp_path):
 
 
 @pytest.mark.vllm_short
-@pytest.mark.parametrize("name", OPTIONS)
-def test_an_option_that_cannot_be_served_is_refused_by_name(tmp_path, name):
-    options, reason = OPTIONS[name]
-    assert_refused(write(tmp_path / "model", QWEN), reason, **options)
+@pytest.mark.parametrize(
+    ("config", "options", "reason"),
+    [*((QWEN, *row) for row in OPTIONS.values()), *((WINDOW_MODEL, *row) for row in WINDOW_OPTIONS.values())],
+    ids=[*OPTIONS, *(f"{name} with windows" for name in WINDOW_OPTIONS)],
+)
+def test_an_option_that_cannot_be_served_is_refused_by_name(tmp_path, config, options, reason):
+    assert_refused(write(tmp_path / "model", config), reason, **options)
+
+
+@pytest.mark.slow
+def test_what_was_not_tried_with_states_is_refused(tmp_path, monkeypatch):
+    look_up_stand_ins(monkeypatch)
+    folder = write(tmp_path / "model", HYBRID)
+    for options, reason in STATE_OPTIONS.values():
+        assert_refused(folder, reason, **options)
 
 
 @pytest.mark.vllm_short
@@ -175,7 +215,7 @@ def test_a_builder_makes_batches_and_refuses_what_was_changed_behind_its_back(tm
 
 @pytest.mark.vllm_short
 def test_uneven_channels_are_balanced_or_refused_by_the_weights(tmp_path):
-    uneven = outliers.outlier_channels(load_model("tiny"), 100)
+    uneven = outlier_channels(load_model("tiny"), 100)
     folder = save_tiny(uneven, tmp_path / "model")
 
     def config(**options: object) -> VllmConfig:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm_configs import assert_refused, write
 from vllm_paged import Shape
 from vllm_tails import CHUNK, Engine, TokenKV, alone
 
@@ -37,10 +33,6 @@ def config() -> VllmConfig:
         kv_cache_memory_bytes=2**24, max_model_len=1024, block_size=SHAPE.block_size,
     )  # fmt: skip
     return args.create_engine_config()
-
-
-def read_json(file: Path) -> dict[str, object]:
-    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def engine(config: VllmConfig, pairs=PAIRS, tail: int = TAIL, sinks: int = SINKS, blocks: int = 40) -> Engine:
@@ -154,34 +146,6 @@ def test_a_prefix_whose_first_tokens_are_gone_is_not_known(config):
 
 
 # -- What is refused ------------------------------------------------------------------------------------------------------
-NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-UNSUPPORTED = {
-    "drafts": (
-        {"speculative_config": NGRAM},
-        "speculative decoding by ngram is not supported with a tail in BF16; leave it out",
-    ),
-    "one table": (
-        {"disable_hybrid_kv_cache_manager": True},
-        "--disable-hybrid-kv-cache-manager was not tried with a tail in BF16; leave it out",
-    ),
-}
-
-
-@pytest.mark.parametrize("extra", [{TAIL_KEY: 8}, {SINK_KEY: 4}], ids=["tail", "sinks"])
-@pytest.mark.parametrize("name", UNSUPPORTED)
-def test_what_was_not_tried_beside_a_tail_is_refused(tmp_path, name, extra):
-    options, reason = UNSUPPORTED[name]
-    assert_refused(write(tmp_path / "model", read_json(TINY / "config.json")), reason, additional_config=extra, **options)
-
-
-def test_a_tail_beside_sliding_windows_is_refused(tmp_path):
-    windows = {
-        "use_sliding_window": True,
-        "sliding_window": 64,
-        "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2,
-    }
-    folder = write(tmp_path / "model", read_json(TINY / "config.json") | windows)
-    assert_refused(folder, "a tail in BF16 was not tried with sliding windows; leave it out", additional_config={TAIL_KEY: 8})
 
 
 def test_a_tail_on_a_gpu_is_refused(config, monkeypatch):

@@ -1,6 +1,6 @@
 """Small GGUF files, as llama.cpp's converter writes them: of a checkpoint that transformers wrote, or of a vocabulary alone.
 
-Names come from gguf's own map and the order of a Llama's rows from llama.cpp's own formula; nothing is shared with the loader.
+Names come from gguf's map, as in the loader and llama.cpp's converter; orders of rows are written apart from the loader.
 """
 
 import json

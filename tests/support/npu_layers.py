@@ -53,15 +53,10 @@ def with_leftovers(cache, seed=4):
 KV = "k=lr4,v=tq4"
 
 
-def learned_spec(config, kv=KV, seed=0, turning=False):
-    """Of a model of that shape.
-
-    Args:
-        turning: keys are stored by stretches; else as they stand, by a program of its own.
-    """
+def learned_spec(config, kv=KV, **options):
+    """Made-up coordinates for a model of that shape."""
     heads = config.heads
-    calibration = synthetic.calibration(config.num_layers, heads.num_kv_heads, heads.head_dim, seed=seed, turning=turning)
-    return KVSpec(kv, calibration=calibration)
+    return KVSpec(kv, calibration=synthetic.calibration(config.num_layers, heads.num_kv_heads, heads.head_dim, **options))
 
 
 WINDOW = 40

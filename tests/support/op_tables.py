@@ -11,7 +11,7 @@ from levels import relative
 from op_contract import caches
 from op_contract.caches import LAYER, bf16_windows, cache_tensors, poisoned_cache
 from op_contract.caches import CacheCase as Case
-from op_contract.suite import CPU, Table
+from op_contract.suite import CPU, CUDA, Table
 
 from haarkv.tq_ops.cpu.build import compiler
 from haarkv.tq_ops.kv.batch import Batch
@@ -24,6 +24,7 @@ __all__ = [
     "Case",
     "bf16_windows",
     "cache_tensors",
+    "every_storing_table",
     "every_table",
     "filled",
     "open_table",
@@ -49,6 +50,9 @@ TABLES: tuple[Table, ...] = tuple(
     replace(table, open=partial(open_table, table)) for table in CPU if not (table.missing() or "").startswith(OTHER_CPU)
 )
 every_table = pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+# On a card the contract alone says what is stored.
+_INTERPRETED = [replace(CUDA, open=partial(open_table, CUDA))] if CUDA.interpreted and not CUDA.missing() else []
+every_storing_table = pytest.mark.parametrize("table", [*TABLES, *_INTERPRETED], ids=lambda table: table.name)
 
 
 def filled(case: Case) -> tuple[PagedKVCache, Batch]:

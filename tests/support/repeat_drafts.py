@@ -2,7 +2,7 @@
 
 from unittest import mock
 
-from haarkv.engine.drafts import Experience, Pace, Proposal
+from haarkv.engine.drafts import Experience, Pace
 
 
 def always_drafting():
@@ -35,5 +35,5 @@ class Often:
             draft = self.said[len(text) : len(text) + most[row]]
             if draft and self.asked % 3:
                 draft[self.asked % len(draft)] = 7
-            proposals[row] = Proposal(draft)
+            proposals[row] = draft
         return proposals

@@ -1,5 +1,7 @@
 """One sequence drawn alone: what `BatchSampler` must draw whatever else runs beside it."""
 
+import torch
+
 from haarkv.engine.sampling import BatchSampler
 
 
@@ -13,4 +15,7 @@ class Sampler:
         return int(self._batch.next(logits.unsqueeze(0), [0]))
 
     def probabilities(self, logits):
-        return self._batch.probabilities(logits.unsqueeze(0))[0]
+        """[vocab] fp64, those that `next` draws with."""
+        batch, logits = self._batch, logits.unsqueeze(0)
+        ids, weights = batch._candidates(batch._penalize(batch._at_hand(logits), [0]))
+        return torch.zeros(logits.shape, dtype=weights.dtype).scatter(1, ids, weights / weights.sum())[0]

@@ -1,9 +1,4 @@
-"""Our reference beside a transformers model on the same weights: the largest difference of logits, prefill and decode.
-
-With `fp32` storage the comparison is with transformers' own `DynamicCache`. With `bf16` storage transformers gets a cache
-that rounds to BF16 as ours does. Two FP32 computations of one K differ in their last bits, so a few values round the other
-way; such a tie is settled as ours, counted, and nothing else is.
-"""
+"""Our reference beside a transformers model on the same weights: the largest difference of logits, prefill and decode."""
 
 import torch
 import transformers
@@ -20,29 +15,6 @@ from haarkv.tq_ops.kv.plan import KVSpec
 transformers.utils.logging.disable_progress_bar()
 
 STEPS = 32
-TIE_NOISE = 2.0**-20
-"""How near a BF16 tie such a value lies, as a share of its vector's largest: 1/4000 of a BF16 step."""
-
-
-class Bf16Cache(DynamicCache):
-    """Rounds K and V to BF16 as they are stored; a value within rounding noise of a BF16 tie is settled as `ours` has it."""
-
-    def __init__(self, ours):
-        super().__init__()
-        self.ours, self.ties, self.values = ours, 0, 0
-
-    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        begin = self.get_seq_length(layer_idx)
-        our_kv = self.ours.kv[layer_idx].read(torch.arange(self.ours.num_blocks)[None])
-        rounded_kv = []
-        for x, our_side in zip((key_states, value_states), our_kv, strict=True):
-            r, mine = x.bfloat16().float(), our_side[:, :, begin : begin + x.shape[2]]
-            middle = (r + mine) / 2
-            tie = (r != mine) & ((x - middle).abs() <= TIE_NOISE * x.abs().amax(-1, keepdim=True))
-            self.ties += int(tie.sum())
-            self.values += x.numel()
-            rounded_kv.append(torch.where(tie, mine, r))
-        return super().update(*rounded_kv, layer_idx, *args, **kwargs)
 
 
 def draw_weights(theirs):
@@ -60,14 +32,14 @@ def draw_weights(theirs):
 
 
 def worst_error(theirs, ours, kv, prompt, steps=STEPS, chunk=64):
-    """Largest difference of logits over prefill and greedy steps, and the ties that were settled.
+    """Largest difference of logits over prefill and greedy steps.
 
     In units of the logits' standard deviation, where that is above 1: an embedding that is scaled scales a tied head's logits.
     """
     executor, plan = ReferenceExecutor(ours), KVSpec(kv).plan(ours.config.num_layers)
     cache, paging = new_cache(ours.config, plan, sequences=1, tokens=prompt.shape[1] + steps)
     sequence = paging.add()
-    reference = DynamicCache(config=theirs.config if ours.config.state_shapes else None) if kv == "fp32" else Bf16Cache(cache)
+    reference = DynamicCache(config=theirs.config if ours.config.state_shapes else None)
     worst, tokens = 0.0, prompt
     mine = prefill_in_chunks(executor, prompt.tolist(), [sequence], paging, cache, chunk=chunk)
     for _ in range(steps + 1):
@@ -77,7 +49,7 @@ def worst_error(theirs, ours, kv, prompt, steps=STEPS, chunk=64):
         tokens = logits.argmax(-1)[None]
         if paging.length(sequence) < prompt.shape[1] + steps:
             mine = verify(executor, tokens[0], paging.batch([sequence], [1]), cache)
-    return worst, reference
+    return worst
 
 
 def saved_random(folder, family, entries):

@@ -10,6 +10,15 @@ from pydantic import ValidationError
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
+WINDOW, LAYERS = 64, ["sliding_attention", "sliding_attention", "full_attention"] * 2
+WINDOW_MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 4096, "hidden_size": 256, "head_dim": 64,
+    "intermediate_size": 512, "num_hidden_layers": len(LAYERS), "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "hidden_act": "silu", "dtype": "bfloat16",
+    "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0, "sliding_window": WINDOW, "layer_types": LAYERS,
+}  # fmt: skip
+"""A config.json of which some layers attend to a window."""
+
 
 def write(folder: Path, config: dict[str, object]) -> Path:
     folder.mkdir(exist_ok=True)

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from haarkv.serving.vllm_plugin.backend import RotatedAttention, RotatedAttentionBackend, with_content
-from haarkv.serving.vllm_plugin.kv_choice import Pair, content_bytes
+from haarkv.serving.vllm_plugin.kv_choice import Pair, content_bytes, default_pair
 from haarkv.tq_ops.kv.batch import Batch
 
 
@@ -48,15 +48,13 @@ def configuration(layers: int = 6, shape: Shape | None = None, ranks: int = 1, *
     model = SimpleNamespace(
         model="a model", is_hybrid=False, hf_text_config=SimpleNamespace(), get_sliding_window=lambda: None,
         get_total_num_hidden_layers=lambda: layers, get_total_num_kv_heads=lambda: shape.kv_heads,
-        get_num_kv_heads=lambda parallel: max(1, shape.kv_heads // parallel.tensor_parallel_size),
         get_head_size=lambda: shape.head_dim, get_hidden_size=lambda: 256, get_vocab_size=lambda: 4096, max_model_len=128,
-        served_model_name="a model",
     )  # fmt: skip
     return SimpleNamespace(
         model_config=model, parallel_config=SimpleNamespace(tensor_parallel_size=ranks), additional_config=additional,
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8, max_num_seqs=2), speculative_config=None,
         compilation_config=SimpleNamespace(static_forward_context={}),
-        cache_config=SimpleNamespace(block_size=shape.block_size, num_gpu_blocks=0),
+        cache_config=SimpleNamespace(block_size=shape.block_size),
     )  # fmt: skip
 
 
@@ -94,6 +92,7 @@ class Worker:
 
     def __init__(self, shape: Shape, indices: tuple[int, ...], layout: KVCacheLayout, pair: Pair | None = None) -> None:
         self.shape, self.indices, self.spec = shape, indices, packed_spec(shape)
+        self.pair = pair or default_pair()
         if pair:
             self.spec = with_content(self.spec, content_bytes(pair, shape.head_dim))
         self.layer_stride, self.block_stride, *_ = compute_layout_strides(self.spec, shape.num_blocks, len(indices), layout)

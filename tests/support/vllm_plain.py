@@ -17,19 +17,6 @@ from haarkv.models.base import new_cache
 from haarkv.models.catalog import load_model
 from haarkv.tq_ops.kv.plan import KVSpec
 
-LONGEST_PERIOD, LEAST_TIMES, LEAST_TOKENS = 16, 4, 24
-"""A text repeats itself if it ends in equal pieces: the longest piece, the fewest pieces, and the fewest tokens in all."""
-
-
-def repeats(text: Sequence[int]) -> bool:
-    """Whether a text ends in pieces that are all the same."""
-    for period in range(1, LONGEST_PERIOD + 1):
-        tokens = max(LEAST_TOKENS, period * LEAST_TIMES)
-        end = text[-tokens:]
-        if len(end) == tokens and list(end[period:]) == list(end[:-period]):
-            return True
-    return False
-
 
 @dataclass
 class TextComparison:
@@ -40,21 +27,17 @@ class TextComparison:
         equal: of them, those that are plain decoding's token for token.
         gaps: of the others, how much better plain decoding likes another token than one that was served, at worst, in
             standard deviations of its logits.
-        repeating: texts that end in a repetition where plain decoding's does not.
         wrong: what is wrong with them, a sentence each.
     """
 
     texts: int = 0
     equal: int = 0
     gaps: list[float] = field(default_factory=list)
-    repeating: int = 0
     wrong: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         largest = f", largest gap {max(self.gaps):.3f} of {NEAR_TIE}" if self.gaps else ""
-        return (
-            f"{self.equal} of {self.texts} texts equal, {self.repeating} repeat themselves{largest}; {len(self.wrong)} wrong"
-        )
+        return f"{self.equal} of {self.texts} texts equal{largest}; {len(self.wrong)} wrong"
 
 
 @dataclass
@@ -99,8 +82,6 @@ class Plain:
                 comparison.gaps.append(max(gaps))
                 if max(gaps) > NEAR_TIE:
                     comparison.wrong.append(f"token {at} is another, and one of them is liked {max(gaps):.2f} deviations less")
-                if repeats(text) and not repeats(plain):
-                    comparison.repeating += 1
         return comparison
 
     def _gaps(self, prompt: Sequence[int], text: Sequence[int]) -> list[float]:

@@ -32,6 +32,12 @@ STAND_IN = Path(__file__).parent / "stand_in"
 """A module that vLLM imports with Qwen3.5 and that text never runs; packages of it for CPUs are not on PyPI."""
 
 
+def look_up_stand_ins(monkeypatch) -> None:
+    """Let this process find the stand-ins, and the one in which vLLM looks at an architecture."""
+    monkeypatch.syspath_prepend(STAND_IN)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(STAND_IN)))))
+
+
 @dataclass(frozen=True)
 class Way:
     """One way to serve.

@@ -1,13 +1,11 @@
 """Models with planted faults, by commands and as caches of transformers: balanced and said in a line, or refused."""
 
 import json
-import re
 import warnings
 
-import outliers
 import pytest
 import torch
-from planted import save_tiny, text, tiny, tiny_qwen2
+from planted import key_biases, outlier_channels, save_tiny, text, tiny, tiny_qwen2
 from refusals import assert_refused
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GPT2Config, GPT2LMHeadModel
 
@@ -19,7 +17,7 @@ from tq.hf.config import layer_moments
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return save_tiny(outliers.outlier_channels(tiny(), 100), tmp_path_factory.mktemp("planted") / "m")
+    return save_tiny(outlier_channels(tiny(), 100), tmp_path_factory.mktemp("planted") / "m")
 
 
 GENERATE = ("--prompt", "def main(argv):\n    return len(argv) + sum(map(len, argv))\n", "--max-new-tokens", 4)
@@ -40,35 +38,20 @@ def test_balance_is_said_on_stderr_and_can_be_left_out(run, folder):
     assert "balanced" not in err
 
 
-def test_a_file_is_saved_with_the_balance_that_it_is_loaded_with(run, folder, tmp_path):
-    prompt = GENERATE[1]
-    code, _, err = run("cache", "save", "--model", folder, "--prompt", prompt, "--out", tmp_path / "balanced")
-    assert code == 0
-    assert "balanced K of layers 0 to 5" in err
-    off, file = ("--balance", "off", "--allow-collapse"), tmp_path / "off"
-    result = run("cache", "save", "--model", folder, "--prompt", prompt, "--out", file, *off[:2])
-    assert_refused(result, "text would be garbage", "leave balance on", "--allow-collapse")
-    assert not file.exists()
-    code, _, err = run("cache", "save", "--model", folder, "--prompt", prompt, "--out", file, *off)
-    assert code == 0
-    assert "balanced" not in err
-    more = ("generate", "--model", folder, "--prompt", prompt + "#", "--max-new-tokens", 2, "--json")
-    for name, options in (("balanced", ()), ("off", off)):
+def test_a_file_goes_on_with_the_balance_that_it_was_stored_with(run, folder, tmp_path):
+    generate = ("generate", "--model", folder, "--max-new-tokens", 1, "--prompt")
+    off = ("--balance", "off", "--allow-collapse")
+    for name, options in (("balanced", ()), ("off", off), ("exact", ("--kv", "bf16"))):
+        assert run(*generate, GENERATE[1], "--save-cache", tmp_path / name, *options).code == 0
+    more = (*generate, GENERATE[1] + "#", "--json")
+    for name, options, words in (
+        ("balanced", (), None), ("off", off, None), ("balanced", off, "leave out --balance off"),
+        ("off", (), "give --balance off"),
+        ("exact", ("--kv", "tq4"), "stores layer 0 in bf16, and this run in tq4"),
+    ):  # fmt: skip
         code, out, err = run(*more, *options, "--load-cache", tmp_path / name)
-        assert code == 0, err
-        assert json.loads(out)["reused_tokens"] > 10
-    for name, options, words in (("balanced", off, "leave out --balance off"), ("off", (), "give --balance off")):
-        code, out, err = run(*more, *options, "--load-cache", tmp_path / name)
-        assert (code, out) == (2, "")
-        assert words in err.splitlines()[-1]
-
-
-def test_the_format_of_a_file_is_judged_before_its_balance(run, folder, tmp_path):
-    prompt, file = GENERATE[1], tmp_path / "exact"
-    assert run("cache", "save", "--model", folder, "--prompt", prompt, "--kv", "bf16", "--out", file).code == 0
-    result = run("generate", "--model", folder, "--prompt", prompt, "--kv", "tq4", "--load-cache", file)
-    assert result.code == 2
-    assert "stores layer 0 in bf16, and this run in tq4" in result.err.splitlines()[-1]
+        assert (code, words is None or words in err.splitlines()[-1]) == (2 if words else 0, True), err
+        assert words or json.loads(out)["reused_tokens"] > 10
 
 
 def test_a_small_gain_of_balance_is_not_worth_a_warning(run, folder, monkeypatch):
@@ -80,8 +63,8 @@ def test_a_small_gain_of_balance_is_not_worth_a_warning(run, folder, monkeypatch
 # -- TQCache --------------------------------------------------------------------------------------------------------------
 
 UNEVEN_MODELS = {
-    "outliers": lambda: outliers.outlier_channels(tiny(), 30),
-    "biases": lambda: outliers.key_biases(tiny_qwen2(), 800, (1, 4)),
+    "outliers": lambda: outlier_channels(tiny(), 30),
+    "biases": lambda: key_biases(tiny_qwen2(), 800, (1, 4)),
 }
 
 
@@ -134,16 +117,6 @@ def test_outliers_are_balanced_and_said_in_one_line(models, even, ids):
     assert balanced_kl < 1.5 * kl(even, ids, tq.TQCache(even.config, "tq4"))
     with pytest.warns(UserWarning, match="suffers in tq4"):
         assert kl(model, ids, tq.TQCache(model.config, "tq4", model=model, balance=False)) > 10 * balanced_kl
-
-
-def test_the_config_alone_tells_of_the_first_tokens(models, ids):
-    model = models["outliers"]
-    with warnings.catch_warnings(record=True) as notes:
-        cache = tq.TQCache(model.config, "tq4")
-        logits(model, ids, cache)
-        model(ids[:, :4], past_key_values=cache)
-    assert len(notes) == 1
-    assert re.match("K of layers .* suffers in tq4: the error is .* typical channel", str(notes[0].message))
 
 
 def test_biases_are_refused_by_the_weights_unless_allowed(models):

@@ -96,7 +96,7 @@ def failed_at(bringup, rung, *words):
 def test_every_rung_passes_and_says_what_it_compared(bringup):
     code, out, err = bringup()
     assert (code, err) == (0, "")
-    assert out.splitlines()[-2] == f"passed: 8 of 9 rungs, not on this executor: {', '.join(PROGRAM_RUNGS)}"
+    assert out.splitlines()[-2] == f"passed: 7 of 8 rungs, not on this executor: {', '.join(PROGRAM_RUNGS)}"
     results = [rung for name, rung in rung_reports(bringup.folder).items() if name not in PROGRAM_RUNGS]
     assert all(result["verdict"] == "passed" and result["found"]["compared"] > 0 for result in results)
     assert [path.name for path in bringup.folder.iterdir()] == ["report.json"]
@@ -209,7 +209,7 @@ class Empty(ReferenceExecutor):
 
 
 FAULTS = {
-    "byte": ("store", with_ops(store_kv=store_a_wrong_byte), "times what honest runs allow"),
+    "byte": ("layer", with_ops(store_kv=store_a_wrong_byte), " at tq4, layer 0, store_kv.v"),
     "layer": ("layer", with_wrong_weight(0, "o_proj"), " at tq4, layer 0, attention_mlp"),
     "layer's V": ("layer", with_wrong_weight(0, "v_proj"), " at tq4, layer 0, store_kv.v"),
     "head": ("head", with_wrong_weight(None, "lm_head"), " at tq4, forward"),
@@ -249,7 +249,7 @@ def test_an_interruption_leaves_a_report(bringup, trial):
     assert (code, err) == (130, "tq: interrupted\n")
     assert [line.split()[0] for line in out.splitlines()] == ["environment"]
     assert [path.name for path in bringup.folder.iterdir()] == ["report.json"]
-    assert json.loads((bringup.folder / "report.json").read_text())["bringup"].startswith("unfinished: 1 of 9 rungs passed")
+    assert json.loads((bringup.folder / "report.json").read_text())["bringup"].startswith("unfinished: 1 of 8 rungs passed")
 
 
 # -- What cannot be tried ---------------------------------------------------------------------------------------------------
@@ -276,27 +276,28 @@ def test_a_rung_without_a_counterpart_is_not_counted_as_passed(bringup, trial):
     trial(lambda model: WholeLayers(ReferenceExecutor(model)))
     code, out, _ = bringup(*SHORT)
     assert code == 0
-    assert out.splitlines()[-2] == "passed: 7 of 9 rungs, not on this executor: store, long-decode"
+    assert out.splitlines()[-2] == "passed: 7 of 8 rungs, not on this executor: long-decode"
 
 
 # -- The rehearsal -----------------------------------------------------------------------------------------------------------
 
 
 @with_pypto
+@pytest.mark.npu_long
 def test_a_wrong_byte_of_a_program_fails_its_rung(bringup, monkeypatch):
     call = SimRunner.call
 
     def wrong(self, program, tensors):
         call(self, program, tensors)
-        if program.name == "store_kv":  # of the cache, a byte that was just written
-            by_name = dict(zip((argument.name for argument in program.arguments), tensors, strict=True))
+        names = [argument.name for argument in program.arguments]
+        if "slot" in names:  # of the cache, a byte that was just written
+            by_name = dict(zip(names, tensors, strict=True))
             block, offset = divmod(int(by_name["slot"].flatten()[0]), 128)
             by_name["k_codes"].view(-1, 2, 128, 64)[block, 1, offset, 3] += 64
 
     monkeypatch.setattr(SimRunner, "call", wrong)
     code, out, _ = bringup("--device", "sim", "--model", "tiny", executor="npu")
-    assert (code, out.splitlines()[-2].split(";")[0]) == (1, "failed: store at tq4")
-    assert "times what honest runs allow" in out, out
+    assert (code, out.splitlines()[-2].split(";")[0]) == (1, "failed: layer at tq4, layer 0, store_kv.k")
 
 
 @with_pypto
@@ -308,7 +309,7 @@ def test_the_rehearsal_climbs_every_rung_in_the_simulator(tmp_path, capsys):
     code = main(["dev", "bringup", "--device", "sim", "--model", str(model), "--out", str(tmp_path / "out"), *args])
     out = capsys.readouterr().out
     assert code == 0, out
-    assert out.splitlines()[-2] == "passed: 9 of 9 rungs"
+    assert out.splitlines()[-2] == "passed: 8 of 8 rungs"
     last = rung_reports(tmp_path / "out")["latency"]["found"]
     assert "times mean nothing and none is given" in last["said"]
     assert not [name for name in last["facts"] if " at " in name]
@@ -338,4 +339,3 @@ def test_learned_formats_and_plans_climb_every_rung(bringup, tmp_path, checkpoin
     assert code == 0, out + err
     rungs = rung_reports(bringup.folder)
     assert "of tq4, k=lr3,v=tq3, mixed at" in rungs["latency"]["found"]["said"]
-    assert "k=lr3,v=tq3: levels and lengths at" in rungs["store"]["found"]["said"]

@@ -146,6 +146,14 @@ def test_what_is_no_better_than_tq4_is_written_by_force_only(tq, tmp_path):
     assert (tmp_path / "new.safetensors").exists()
 
 
+@pytest.mark.parametrize(
+    ("args", "words"), [((), "tail 124; sink 4"), (("--kv-sink", 0), "tail 124"), (("--kv-tail", 0, "--kv-sink", 0), "tail 0")]
+)
+def test_a_tail_or_sinks_of_0_are_none(tq, args, words):
+    args = ("--calibration", "it.safetensors", "--prompt", "ab", "--max-new-tokens", 2, "--json", *args)
+    assert tq("generate", *args).json["kv"]["format"] == f"k=lr4,v=tq4; {words}"
+
+
 # -- Mistakes -------------------------------------------------------------------------------------------------------------
 
 
@@ -156,7 +164,19 @@ def test_a_damaged_file_is_one_line_and_2(tq, tmp_path, calibration_bytes):
         ["plan", "--text", "text.txt", "--budget", 4, "--out", "p"],
     ):
         assert_refused(tq(*command, "--calibration", "bad.safetensors"), "bad.safetensors is no calibration")
-    assert_refused(tq("generate", "--kv-plan", "it.safetensors", "--prompt", "def"), "calibration without a plan")
+
+
+def test_a_file_of_ours_in_the_wrong_place_is_called_what_it_is(tq):
+    generate = ("generate", "--prompt", "ab", "--max-new-tokens", 1)
+    assert tq(*generate, "--save-cache", "stored").code == 0
+    a_cache = "it is a stored cache, which --load-cache takes"
+    for option, file, words in (
+        ("--kv-plan", "stored", ("stored is no KV plan: ", a_cache)),
+        ("--calibration", "stored", ("stored is no calibration: ", a_cache)),
+        ("--load-cache", "it.safetensors", ("is no stored cache: ", "it is a calibration, which --calibration takes")),
+        ("--kv-plan", "it.safetensors", ("is a calibration without a plan",)),
+    ):
+        assert_refused(tq(*generate, option, file), *words)
 
 
 def test_another_models_file_is_one_line_and_2(tq, run, tmp_path):

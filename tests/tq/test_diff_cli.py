@@ -117,19 +117,11 @@ def test_json_has_the_promised_keys(run, checkpoint):
     assert report["positions"] == sum(len(r["a"]["token_ids"]) + (r["a"]["finish"] == "eos") for r in report["prompts"])
 
 
-def test_the_same_side_twice_is_identical_in_words_and_json(run, checkpoint):
-    common = (*BOTH, "--model", checkpoint, "--max-new-tokens", 5)
-    code, out, err = run(*common, "--prompt", "spam")
+def test_the_same_side_twice_is_identical_in_words(run, checkpoint):
+    code, out, err = run(*BOTH, "--model", checkpoint, "--max-new-tokens", 5)
     assert (code, err) == (0, "")
-    assert "prompt 1: the same 5 tokens" in out
+    assert "prompt 4: the same 5 tokens" in out
     assert "Identical: every token of every prompt." in out
-    code, out, _ = run(*common, "--json")
-    report = json.loads(out)
-    assert code == 0
-    assert report["first_divergence"] is None
-    assert (report["top1_agreement"], report["kl"]) == (1, {"mean": 0, "median": 0, "p999": 0})
-    assert (report["near_ties"], report["unexplained"]) == (0, [])
-    assert len(report["prompts"]) == 4
 
 
 def plant(monkeypatch, ops):

@@ -6,11 +6,7 @@ import sys
 
 import pytest
 
-from haarkv.executors import catalog
-from haarkv.tq_ops import formats
-from haarkv.tq_ops.errors import InputError
-from haarkv.validation.fidelity import setup
-from haarkv.validation.fidelity.setup import load_setup, parse_list
+from haarkv.validation.fidelity.setup import parse_list
 
 TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n"
 
@@ -34,19 +30,6 @@ def test_a_list_of_formats(specs, names):
     assert parse_list(specs) == names
 
 
-def test_the_default_is_every_format_of_the_cache(checkpoint):
-    caches = load_setup(str(checkpoint)).caches
-    names = []
-    for name in formats.names():
-        try:
-            formats.get(name).fields(32), formats.get(name, "v").fields(32)
-        except InputError:
-            continue
-        names.append(name)
-    assert list(caches) == names
-    assert {"tq4", "bf16"} <= set(names)
-
-
 # -- The command ------------------------------------------------------------------------------------------------------------
 
 
@@ -55,24 +38,6 @@ def run(run, tmp_path, checkpoint):
     (tmp_path / "text.txt").write_text(TEXT * 2, encoding="utf-8")
 
     return lambda *args: run("eval", "--model", checkpoint, "--text", tmp_path / "text.txt", *args)
-
-
-@pytest.mark.parametrize(("device", "name"), [("cuda", "cuda"), ("sim", "npu"), ("cpu", "cpu")])
-def test_without_formats_a_device_stands_for_the_executor_that_reads_the_default_one(monkeypatch, device, name):
-    select, selections = catalog.select, []
-
-    def record_selection(*args, **how):
-        selections.append(select(*args, **how))
-        return selections[-1]
-
-    def stop(*_, **__):
-        raise InterruptedError
-
-    monkeypatch.setattr(catalog, "select", record_selection)
-    monkeypatch.setattr(setup, "load_model", stop)
-    with pytest.raises(InterruptedError):
-        setup.load_setup("tiny", device=device)
-    assert selections[-1].name == name
 
 
 SHORT = ("--kv", "bf16,k=q8_0,v=tq2,tq4", "--window", "40", "--tokens", "60", "--threads", "1")

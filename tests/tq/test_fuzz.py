@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 from checkpoints import CONFIG, shard_name
-from fuzzing import Place, limited, run_examples
+from fuzzing import Place, example_counts, limited, run_examples
 from hypothesis import strategies as st
 from mutations import NUMBERS, TEMPLATES, WORDS, damaged_bytes, templates, wrong_json
 
@@ -177,17 +177,10 @@ KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_a_few_malformed_inputs_are_refused_or_taken(place, monkeypatch, kind):
+@pytest.mark.parametrize("examples", example_counts(KINDS))
+def test_malformed_inputs_are_refused_or_taken(place, monkeypatch, examples):
     monkeypatch.chdir(place.folder)
-    run_examples(place, kind, KINDS[kind][0], derandomize=True)
-
-
-@pytest.mark.fuzz
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_thousands_of_malformed_inputs_are_refused_or_taken(place, monkeypatch, kind):
-    monkeypatch.chdir(place.folder)
-    run_examples(place, kind, KINDS[kind][1], derandomize=False)
+    run_examples(place, *examples)
 
 
 @pytest.mark.fuzz

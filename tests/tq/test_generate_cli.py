@@ -4,16 +4,15 @@ import json
 import re
 
 import pytest
-from checkpoints import END_OF_TEXT, TEMPLATE, byte_tokenizer, saying, write_checkpoint
+from checkpoints import END_OF_TEXT, byte_tokenizer, saying, write_checkpoint
 from gguf_files import convert
+from refusals import assert_refused
 from tokenizers import AddedToken
 
 import tq
-from haarkv.engine.sampling import Sampling
 from haarkv.models.catalog import read_config
 from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops.errors import InputError
-from tq.cli import main
 
 QWEN3 = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": None, "eos_token_id": 256}
 
@@ -52,7 +51,7 @@ def test_the_models_own_sampling_counts_and_is_said(run, generate_json, sampling
     assert generate_json(plain, *explicit)["token_ids"] == result["token_ids"]
     assert generate_json(plain, "--seed", 3)["token_ids"] != result["token_ids"]
     text = line(run(sampling_model)[2], "sampling")
-    assert text == "temperature 0.6, top-k 20, top-p 0.95 from generation_config.json"
+    assert text == "temperature 0.6, top-k 20, top-p 0.95; from the model's settings"
 
 
 def test_an_explicit_option_wins(run, generate_json, sampling_model, tmp_path):
@@ -60,7 +59,7 @@ def test_an_explicit_option_wins(run, generate_json, sampling_model, tmp_path):
     assert greedy["token_ids"] == generate_json(write_checkpoint(tmp_path / "plain"))["token_ids"]
     assert line(run(sampling_model, "--temperature", 0)[2], "sampling") == "greedy"
     text = line(run(sampling_model, "--top-k", 5)[2], "sampling")
-    assert text == "top-k 5; temperature 0.6, top-p 0.95 from generation_config.json"
+    assert text == "temperature 0.6, top-k 5, top-p 0.95; from the model's settings"
     assert generate_json(sampling_model, "--top-k", 0)["sampling"]["top_k"] == 0
 
 
@@ -84,18 +83,7 @@ def test_a_repetition_penalty_counts_for_a_greedy_model(run, generate_json, tmp_
     tokens = generate_json(folder, "--max-new-tokens", 40)["token_ids"]
     assert len(set(tokens)) == 40 > len(set(generate_json(plain, "--max-new-tokens", 40)["token_ids"]))
     assert tokens == generate_json(plain, "--repetition-penalty", 100, "--max-new-tokens", 40)["token_ids"]
-    assert line(run(folder)[2], "sampling") == "greedy; repetition-penalty 100 from generation_config.json"
-
-
-def test_the_library_takes_the_models_sampling_unless_another_is_given(sampling_model):
-    session = tq.load(sampling_model)
-    assert session.generate("ab", max_new_tokens=2).sampling == Sampling(0.6, 20, 0.95)
-    assert session.generate("ab", max_new_tokens=2, sampling=Sampling()).sampling == Sampling()
-
-
-def test_tiny_is_greedy_as_its_own_file_says(capsys):
-    assert main(["generate", "--prompt", "def main(", "--max-new-tokens", "2"]) == 0
-    assert line(capsys.readouterr().err, "sampling") == "greedy"
+    assert line(run(folder)[2], "sampling") == "greedy, repetition-penalty 100; from the model's settings"
 
 
 # -- Where a text ends ----------------------------------------------------------------------------------------------------
@@ -217,19 +205,6 @@ def test_on_token_ends_a_text_by_true_alone(alphabet, value, text):
     assert tq.load(alphabet).generate("ab", max_new_tokens=4, on_token=lambda *_: value).texts == [text]
 
 
-# -- The system message ---------------------------------------------------------------------------------------------------
-
-
-def test_a_system_message_is_what_transformers_makes_of_it(generate_json, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    folder = write_checkpoint(tmp_path / "chat", tokenizer_config={"chat_template": TEMPLATE})
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), chat_template=TEMPLATE)
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "ab"}]
-    expected = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    assert tq.load(folder).encode(["ab"], system="Be brief.") == [list(expected.encode())]
-    assert generate_json(folder, "--system", "Be brief.")["prompt_tokens"] == len(expected)
-
-
 # -- Arguments of the template --------------------------------------------------------------------------------------------
 
 THINKING_TEMPLATE = "{{ messages[-1].content }}{% if enable_thinking is defined %}{{ enable_thinking | tojson }}{% endif %}"
@@ -266,6 +241,16 @@ def test_what_a_prompt_spells_is_text_in_a_template_unless_asked_otherwise(run, 
     assert generate_json(thinking_model, *prompt_args)["completions"][1]["prompt_tokens"] == len(prompt_args[1])
     assert generate_json(thinking_model, *prompt_args, "--parse-special")["completions"][1]["prompt_tokens"] == 2
     assert generate_json(thinking_model, *prompt_args, "--no-chat")["completions"][1]["prompt_tokens"] == 2
+
+
+# -- Stored caches ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_stored_cache_goes_on(run, generate_json, alphabet):
+    assert run(alphabet, "--save-cache", "c").code == 0
+    again = generate_json(alphabet, "--load-cache", "c")
+    assert (again["text"], again["reused_tokens"]) == ("cdefghijklmn", 1)
+    assert_refused(run(alphabet, "--load-cache", "c", "--kv", "tq3"), "in tq4, and this run in tq3")
 
 
 # -- Warnings and cost ----------------------------------------------------------------------------------------------------

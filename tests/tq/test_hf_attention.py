@@ -157,20 +157,6 @@ def test_all_else_is_restored(name, calls):
     assert not calls
 
 
-def test_a_wrong_place_in_the_ring_would_show(monkeypatch, sdpa_distances):
-    """K's ring out of step with V's."""
-    original = Store._paged_cache
-
-    def out_of_step(self):
-        k = self.kv.k.window
-        k.vectors[:, :, k.sink :] = k.vectors[:, :, k.sink :].roll(1, 2)
-        return original(self)
-
-    monkeypatch.setattr(Store, "_paged_cache", out_of_step)
-    text(build(dtype=torch.bfloat16), IMPLEMENTATION, options={"tail": 128, "sink": 3})
-    assert max(sdpa_distances) > 10
-
-
 def test_rows_that_beams_reorder(calls):
     model = build()
     expected, _ = text(model, "sdpa", num_beams=3)

@@ -22,47 +22,6 @@ ORDER = (
     "--model", "--prompt", "--prompt-file", "--prompt-tokens", "--kv", "--kv-tail", "--kv-sink", "--kv-skip-layers",
     "--kv-plan", "--executor", "--device", "--dtype", "--layers", "--threads", "--json",
 )  # fmt: skip
-# What differs, and why.
-OWN_MEANING = {
-    ("eval", "--kv"): "a list",
-    ("bench decode", "--kv"): "a list",
-    ("export", "--kv"): "one format only",
-    ("dev compile", "--kv"): "another default",
-    ("eval", "--kv-plan"): "another row, not the cache",
-    ("dev bringup", "--kv-plan"): "one more cache",
-    ("bench decode", "--executor"): "several",
-    ("export", "--dtype"): "float16 too, and a default by target",
-    ("export", "--layers"): "a slice",
-    ("bench decode", "--dtype"): "another default",
-    ("bench decode", "--model"): "another default",
-    ("info", "--context"): "also the bytes of that many",
-    ("diff", "--prompt"): "without one there are four",
-    ("plan", "--text"): "to choose by, not to score",
-    ("calibrate", "--text"): "to learn from, of several files",
-    ("calibrate", "--verify"): "excluded from learning",
-    ("calibrate", "--tokens"): "10240 unless given",
-    ("calibrate", "--verify-tokens"): "4096 unless given: three caches only",
-    ("calibrate", "--out"): "another file",
-    ("calibrate", "--force"): "writes a calibration",
-    ("plan", "--calibration"): "to choose from, not for one format",
-    ("eval", "--window"): "the text's windows",
-    ("plan", "--window"): "windows of one measurement",
-    ("eval", "--tokens"): "all unless given",
-    ("plan", "--tokens"): "4096 unless given",
-    ("quantize", "--out"): "a GGUF file",
-    ("plan", "--out"): "a file",
-    ("export", "--out"): "a folder",
-    ("plan", "--force"): "writes a plan",
-    ("export", "--force"): "replaces a folder",
-    ("serve", "--kv"): "tq4 or vLLM's own",
-    ("dev bringup", "--kv"): "a list",
-    ("dev bringup", "--executor"): "a machine is brought up for one, and never by choice of the fastest",
-    ("dev bringup", "--contexts"): "another default",
-    ("dev bringup", "--max-new-tokens"): "another default",
-    ("chat", "--max-new-tokens"): "an answer, which is longer",
-    ("dev bringup", "--out"): "a folder of results",
-    ("dev self-test", "--model"): "a file whose blocks are tried beside the model that ships",
-}
 
 
 COMMANDS = dict(every_command())
@@ -70,19 +29,6 @@ COMMANDS = dict(every_command())
 
 def options(command):
     return [p for p in command.params if isinstance(p, click.Option) and not p.hidden]
-
-
-def test_an_option_means_and_reads_the_same_in_every_command():
-    readings = {}
-    for name, command in COMMANDS.items():
-        for option in options(command):
-            if (name, option.opts[0]) in OWN_MEANING:
-                continue
-            reads = (option.opts, option.help, option.metavar, repr(option.type), option.default, option.show_default)
-            first, expected = readings.setdefault(option.opts[0], (name, reads))
-            assert reads == expected, f"{option.opts[0]} of {name} is not that of {first}"
-    assert len(readings) > 30
-    assert {(name, option.opts[0]) for name, command in COMMANDS.items() for option in options(command)} >= OWN_MEANING.keys()
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -137,14 +83,14 @@ WRONG = {
     "--resume": ("absent/x", "does not exist"),
 }  # fmt: skip
 REQUIRED_ARGS = {
-    "cache save": ("--prompt", "a", "--out", "x"), "diff": ("--a", "tq4", "--b", "bf16"), "eval": ("--text", "text.txt"),
+    "diff": ("--a", "tq4", "--b", "bf16"), "eval": ("--text", "text.txt"),
     "calibrate": ("--text", "text.txt", "--out", "x"), "plan": ("--text", "text.txt", "--out", "x", "--budget", "4"),
     "export": ("--out", "x"), "generate": ("--prompt", "a"),
     "quantize": ("tiny", "--out", "x.gguf"),
 }  # fmt: skip
 """What a command would lack."""
 ELSEWHERE = {
-    "cache info", "serve", "dev replay", "dev bringup", "dev self-test",
+    "serve", "dev replay", "dev bringup", "dev self-test",
 }  # fmt: skip
 """They want a file, ask vLLM, or say what they found before: each has tests of its own."""
 OPTION_CASES = [
@@ -164,27 +110,6 @@ def test_a_wrong_value_is_refused_in_one_line_by_every_command(capsys, monkeypat
     code = main([*name.split(), *REQUIRED_ARGS.get(name, ()), option, value])
     assert_refused((code, *capsys.readouterr()), word)
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
-
-
-LEAST = {
-    "--context": 1, "--draft-tokens": 1, "--head-dim": 2, "--imatrix-tokens": 64, "--kv-sink": 0,
-    "--kv-tail": 0, "--max-context": 1, "--max-new-tokens": 1, "--prompt-tokens": 1, "--rank-timeout": 1, "--repeat": 0,
-    "--repeats": 1, "--seed": 0, "--steps": 0, "--tensor-parallel": 1, "--threads": 1, "--tokens": 1, "--verify-tokens": 1,
-}  # fmt: skip
-"""The smallest number that each option takes."""
-
-
-def test_every_number_has_its_least(capsys):
-    ranges = [
-        (name, option) for name, command in COMMANDS.items() for option in options(command)
-        if isinstance(option.type, (click.IntRange, click.FloatRange))
-    ]  # fmt: skip
-    assert {option.opts[0] for _, option in ranges} == LEAST.keys()
-    for name, option in ranges:
-        least = LEAST[option.opts[0]]
-        assert option.type.min == least, f"{option.opts[0]} of {name}"
-        for wrong in (str(least - 1), "many"):
-            assert_refused((main([*name.split(), option.opts[0], wrong]), *capsys.readouterr()), option.opts[0])
 
 
 # -- import tq ------------------------------------------------------------------------------------------------------------

@@ -6,8 +6,7 @@ import shlex
 import sys
 
 import pytest
-import torch
-from checkpoints import CONFIG, FINAL_NORM, byte_tokenizer, cut_off, layer_tensor, shard_name, write_checkpoint
+from checkpoints import CONFIG, FINAL_NORM, byte_tokenizer, cut_off, shard_name, write_checkpoint
 from refusals import assert_refused, snapshot
 
 from haarkv.serving import serve as serving
@@ -41,15 +40,10 @@ REFUSALS = {
         ("genrate 'spam'", "did you mean generate?"),
         ("--bogus", "--bogus"),
         ("bench decod", "there is no command 'decod'; did you mean decode?"),
-        ("compile", "`tq compile` is a command of the workshop: `tq dev compile`"),
-        ("bringup --out x", "`tq dev bringup`"),
-        ("replay x", "`tq dev replay`"),
         ("dev bring-up", "did you mean bringup?"),
         ("generate why is the sky blue", "in quotes"),
         ("generate --model m --load-cache absent --system 'Be brief.'", "no chat template wraps; leave out --system"),
         ("calibrate --model tiny-hybrid --out c.safetensors", "layer 0 of this model has no keys"),
-        ("cache info m/config.json", "is no stored cache"),
-        ("cache save --model m --prompt a --prompt b --out x", "stores one sequence"),
         ("chat --model m", "stdin", "UTF-8"),
         ("chat --model m --max-context 1025", "--max-context must lie in 1 … 1024"),
         ("serve ./absent", "no such model: ./absent;"),
@@ -115,9 +109,8 @@ REFUSALS = {
         ("nothing/here", "no such model"),
         ("random:14b --layers 41", "--layers", "40"),
         ("--layers 1", "--layers"),
-        ("tiny --weights q9", "no such type of weights: q9; choose from q4_k_m"),
         ("--memory lots", "lots", "24GiB"),
-        ("--memory 24GiB,80", "80 has no unit; write 80GiB"),
+        ("--memory 80", "80 has no unit; write 80GiB"),
         ("--memory -3G", "-3G"),
         ("--memory '24 quarts'", "24 quarts"),
         (f"--memory {'9' * 400}", "memory"),
@@ -256,7 +249,6 @@ FIRST, INDEX, SETTINGS, WORDS_FILE = (
     "generation_config.json",
     "tokenizer.json",
 )
-K_PROJ = layer_tensor(0, "self_attn.k_proj")
 THINKING_TEMPLATE = "{{ messages[-1].content }}{% if enable_thinking is defined %}{{ enable_thinking | tojson }}{% endif %}"
 SPOKEN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 
@@ -292,28 +284,22 @@ def sampling_config(**settings):
 
 DAMAGED_MODELS = [
     (without("config.json"), "", "config.json", "does not exist"),
-    (file("config.json", b"\xff\xfe{}"), "", "config.json", "JSON"),
     (file("config.json", json.dumps(CONFIG | {"model_type": "gemma2"})), "", "config.json is a gemma2 model; this project"),
     ({"config": {"quantization_config": {"quant_method": "awq"}}}, "", "its weights are quantized by awq, which is not read"),
     (without("model.safetensors"), "", "no weights", "model.safetensors"),
-    (lambda folder: cut_off(write_checkpoint(folder, shards=3) / FIRST), "", FIRST, "cannot be read", "fetch it again"),
     (without(FIRST, shards=3), "", FIRST, "missing", "model.layers."),
+    (lambda folder: cut_off(write_checkpoint(folder, shards=3) / FIRST), "", FIRST, "cannot be read", "fetch it again"),
     *((file(INDEX, text), "", INDEX) for text in ("[]", "{}", '{"weight_map": [1]}', b"\xff")),
     (lying_index, "", shard_name(0, 2), FINAL_NORM),
-    ({"mutate": lambda t: t.update({K_PROJ: torch.zeros(32, 64)})}, "", "model.safetensors", K_PROJ, "[32, 64]", "[64, 64]"),
     (without(WORDS_FILE), "", WORDS_FILE),
     (file(WORDS_FILE, "{"), "", WORDS_FILE),
     ({"config": {"vocab_size": 100}}, "", WORDS_FILE, "100"),
     (large_id, "", WORDS_FILE, "5000", "257"),
     (template("{% if %}"), "", "chat template"),
-    (template("{{ messages[7].content }}"), "", "chat template"),
-    (template("{{ raise_exception('not today') }}"), "", "chat template", "not today"),
     (template(3), "", "chat template"),
     (file("chat_template.jinja", b"\xff"), "", "chat_template.jinja"),
     (file(SETTINGS, "eos"), "", SETTINGS),
     (sampling_config(temperature="hot"), "", SETTINGS, "temperature", "hot"),
-    (sampling_config(top_k=2.5), "", SETTINGS, "top_k", "whole number"),
-    (sampling_config(top_p=3), "", SETTINGS, "top-p", "3"),
     (sampling_config(do_sample="yes"), "", SETTINGS, "do_sample", "yes"),
     (sampling_config(eos_token_id=["a"]), "", "eos_token_id"),
     (template(SPOKEN), "--system 'Be brief.' --no-chat", "--system", "--no-chat"),

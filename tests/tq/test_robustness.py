@@ -148,12 +148,6 @@ def test_streams_that_fail_change_no_exit_code(script, code):
     assert (done.returncode, done.stderr) == (code, b"")
 
 
-def test_too_small_a_limit_is_one_line():
-    script = f"ulimit -v {500 * 1024}; exec {sys.executable} -m tq info tiny"
-    done = subprocess.run(["bash", "-c", script], capture_output=True, check=False, text=True)
-    assert_refused((done.returncode, done.stdout, done.stderr), "GiB of memory, and needs 1 GiB; raise ulimit -v")
-
-
 # -- Templates ------------------------------------------------------------------------------------------------------------
 
 

@@ -47,21 +47,18 @@ def names_in(folder):
 
 
 def test_the_reference_passes_against_itself(validate, checkpoint):
-    args = ("--model", checkpoint, *ITSELF, "--prompt", "spam", "--prompt", "x", "--steps", 2)
-    code, out, err = validate(*args)
-    assert (code, err) == (0, "")
-    assert "passed" in out
-    assert "teacher-forced" not in out  # rows only when asked
-    assert "20 more rows: --verbose" in out
-    code, verbose, err = validate(*args, "--verbose")
-    assert (code, err) == (0, "")
-    out = out.replace("20 more rows: --verbose\n", "")
-    assert verbose.startswith(out)  # the summary first
-    lines = verbose.splitlines()
+    args = ("--model", checkpoint, *ITSELF, "--prompt", "spam", "--prompt", "x", "--prompt-tokens", 3, "--steps", 2)
+    summary, verbose = validate(*args), validate(*args, "--verbose")
+    assert (summary.code, verbose.code, summary.err + verbose.err) == (0, 0, "")
+    assert verbose.out.startswith(summary.out.replace("20 more rows: --verbose\n", ""))  # the summary first
+    assert "equal to the last bit" in summary.out
     # prefill, two steps, a verify and the step behind it, two layers, two modes
-    assert sum("teacher-forced" in line for line in lines) == sum("free-running" in line for line in lines) == 10
-    assert "passed" in out
-    assert "equal to the last bit" in out
+    for mode, rows in (("teacher-forced", 10), ("free-running", 10)):
+        assert (summary.out.count(mode), verbose.out.count(mode)) == (0, rows)
+    # What one's own prompts leave out is said.
+    text = " ".join(summary.out.split())
+    assert re.search(r"not exercised another executor: both sides are \w+; ", text)
+    assert "; contexts beyond 6 tokens (leave out --prompt" in text
 
 
 def test_a_faulty_executor_fails_and_is_named(validate, checkpoint, faulty, tmp_path):
@@ -175,20 +172,6 @@ def test_twice_the_share_is_worse_and_less_is_alike(tmp_path):
     assert not comparison["worse"]
 
 
-def test_a_faulty_reference_shows_as_well(validate, checkpoint, faulty):
-    code, _, _ = validate("--model", checkpoint, *ITSELF, "--reference", "faulty", "--prompt", "spam", "--steps", 0)
-    assert code == 1
-
-
-def test_prompts_are_cut_to_so_many_tokens(validate, checkpoint, tmp_path):
-    (tmp_path / "prompt.txt").write_text("spam and eggs", encoding="utf-8")
-    args = (
-        "--model", checkpoint, *ITSELF, "--prompt-file", "prompt.txt", "--prompt", "abc", "--prompt-tokens", 4, "--steps", 0,
-        "--json",
-    )  # fmt: skip
-    assert json.loads(validate(*args)[1])["prompt_tokens"] == [3, 4]
-
-
 def test_without_a_prompt_everything_is_exercised(validate, tmp_path_factory):
     """Blocks, sequences, chunks, and scales of a second run."""
     folder = write_checkpoint(tmp_path_factory.mktemp("wide") / "m", config={"head_dim": 64})
@@ -198,46 +181,21 @@ def test_without_a_prompt_everything_is_exercised(validate, tmp_path_factory):
     assert {row["phase"] for row in report["rows"]} == phases | {f"scaled {phase}" for phase in phases}
 
 
-def test_a_prompt_of_ones_own_says_what_it_did_not_exercise(validate, checkpoint):
-    _, out, _ = validate("--model", checkpoint, *ITSELF, "--prompt", "spam", "--steps", 2)
-    assert re.search(r"not exercised +another executor: both sides are \w+; a second sequence; ", " ".join(out.split()))
-    # Nor does the longest prompt speak for longer ones.
-    assert "; contexts beyond 6 tokens (leave out --prompt" in " ".join(out.split())
-
-
-def test_without_an_executor_the_reference_is_never_compared_with_itself(validate, checkpoint):
-    """No other executor of a CPU reads vectors of 32."""
-    assert_refused(validate("--model", checkpoint, "--prompt", "spam"), "only reference", "cpu cannot run this", "--kv")
-    assert_refused(validate("--prompt", "spam", "--kv", "kivi4"), "kivi4 is here to compare with", "nothing to validate")
-
-
-def test_auto_that_is_the_reference_asks_for_another_executor(validate, monkeypatch):
-    has_only(monkeypatch, "cpu", "reference")
-    for reference in ("cpu", "auto"):
-        result = validate("--prompt", "spam", "--reference", reference)
-        assert_refused(result, "auto is cpu here", "the reference itself", "name another --executor")
-        assert "only" not in result[2]
-
-
-def test_auto_can_be_the_reference(validate, monkeypatch):
-    has_only(monkeypatch, "cpu", "reference")
-    args = ("--prompt", "def main(", "--prompt-tokens", 3, "--steps", 0, "--json", *ITSELF, "--reference", "auto")
-    code, out, err = validate(*args)
-    assert (code, err) == (0, "")
-    assert (json.loads(out)["candidate"], json.loads(out)["reference"]) == ("reference", "cpu")
-
-
 @pytest.mark.parametrize(
     ("args", "words"),
     [
+        ((), ["only reference", "cpu cannot run this", "--kv"]),  # no other executor of a CPU reads vectors of 32
+        (("--model", "tiny", "--kv", "kivi4"), ["kivi4 is here to compare with", "nothing to validate"]),
+        (("--model", "tiny", "--reference", "auto"), ["auto is cpu here", "the reference itself", "name another --executor"]),
         (("--executor", "onnx", "--kv", "kivi4"), ["executor onnx cannot run this", "kivi4"]),
-        (("--executor", "reference", "--reference", "onnx", "--kv", "q8_0"), ["executor onnx cannot run this", "q8_0"]),
+        ((*ITSELF, "--reference", "onnx", "--kv", "q8_0"), ["executor onnx cannot run this", "q8_0"]),
         (("--executor", "cpu", "--device", "sim"), ["runs on the cpu", "sim"]),
     ],
 )
-def test_who_cannot_run_it_says_so_before_the_weights_are_read(validate, monkeypatch, args, words):
+def test_what_cannot_be_compared_is_refused_before_the_weights_are_read(validate, checkpoint, monkeypatch, args, words):
+    has_only(monkeypatch, "cpu", "reference")
     monkeypatch.setattr("haarkv.models.catalog.load_model", lambda *_: pytest.fail("the weights were read"))
-    assert_refused(validate("--prompt", "spam", *args), *words)
+    assert_refused(validate("--model", checkpoint, "--prompt", "spam", *args), *words)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the fastest executor here is cuda")

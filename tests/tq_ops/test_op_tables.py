@@ -15,7 +15,7 @@ from op_contract import suite
 from op_contract.caches import Attention, Store
 from op_contract.cases import Plain
 from op_contract.suite import CPU, CUDA, REFERENCE, TABLES, Table
-from op_tables import LAYER, Case, cache_tensors, every_table, filled, open_table
+from op_tables import LAYER, Case, cache_tensors, every_storing_table, every_table, filled, open_table
 from places import ROOT
 from torch import Tensor
 
@@ -246,6 +246,7 @@ def test_gates_that_are_not_ordinary_numbers(table):
 
 # -- Quantize and append -----------------------------------------------------------------------------------------------
 STORES = suite.STORES
+FEW = Case("tq4", 128, 1, 9, 16, (0,), (9,))
 
 
 def new_tokens(case: Case) -> tuple[PagedKVCache, Batch, Tensor, Tensor]:
@@ -260,23 +261,23 @@ def test_every_table_stores_the_golden_bytes_of_learned_nibbles(table, nibbles, 
     assert not other_than_golden(table.open(), golden("learned/lr"), nibbles)
 
 
-@every_table
+@every_storing_table
 @pytest.mark.parametrize(("side", "value"), [("k", float("nan")), ("k", -float("inf")), ("v", float("inf"))])
 def test_a_vector_that_is_not_finite_is_named_as_the_reference_names_it_and_nothing_is_stored(table, side, value):
-    ours, batch, k, v = new_tokens(STORES[2])
+    ours, batch, k, v = new_tokens(FEW)
     before = [tensor.clone() for *_, tensor in cache_tensors(ours)]
     (k if side == "k" else v)[7, 8, 127] = value
     with pytest.raises(NonFiniteError) as error:
         table.open().store_kv(k, v, ours.view(LAYER, batch))
     with pytest.raises(NonFiniteError) as expected_error:
-        reference.store_kv(k, v, new_tokens(STORES[2])[0].view(LAYER, batch))
+        reference.store_kv(k, v, new_tokens(FEW)[0].view(LAYER, batch))
     assert str(error.value) == str(expected_error.value)
     assert f"{side.upper()} of token 7" in str(error.value)
     for was, (*_, tensor) in zip(before, cache_tensors(ours), strict=True):
         assert torch.equal(was.view(torch.uint8), tensor.view(torch.uint8))
 
 
-@every_table
+@every_storing_table
 def test_a_value_on_a_boundary_gets_the_level_above_it(table):
     _, batch, k, v = new_tokens(STORES[1])
     tq4 = formats.get("tq4").description(128)
@@ -289,10 +290,10 @@ def test_a_value_on_a_boundary_gets_the_level_above_it(table):
     assert (ours.kv[LAYER].k.fields["codes"][block, :, offset] == 0x88).all()
 
 
-@every_table
+@every_storing_table
 def test_a_scale_beyond_fp16_is_its_largest_number_and_codes_are_those_of_the_direction(table):
-    ours, batch, k, v = new_tokens(STORES[2])
-    other = new_tokens(STORES[2])[0]
+    ours, batch, k, v = new_tokens(FEW)
+    other = new_tokens(FEW)[0]
     table.open().store_kv(k, v, other.view(LAYER, batch))
     table.open().store_kv(k * 2.0**100, v, ours.view(LAYER, batch))
     block, offset = batch.slot_mapping[1:] // 16, batch.slot_mapping[1:] % 16  # the first is a zero among its heads
@@ -303,11 +304,11 @@ def test_a_scale_beyond_fp16_is_its_largest_number_and_codes_are_those_of_the_di
     assert (scale == 65504).all()
 
 
-@every_table
-@pytest.mark.parametrize("slot", [-1, 16 * 5])
+@every_storing_table
+@pytest.mark.parametrize("slot", [-1, 16 * 3])
 def test_a_slot_outside_the_cache_is_refused(table, slot):
-    ours, batch, k, v = new_tokens(STORES[2])
-    assert ours.num_slots == 16 * 5
+    ours, batch, k, v = new_tokens(FEW)
+    assert ours.num_slots == 16 * 3
     batch.slot_mapping[3] = slot
     with pytest.raises(IndexError):
         table.open().store_kv(k, v, ours.view(LAYER, batch))

@@ -270,9 +270,9 @@ def test_load_takes_what_the_command_takes(at_home, choice, chooses, monkeypatch
     learned_session = tq.load("tiny", kv="k=lr3,v=tq3", calibration=file, tail=16, sink=2)
     assert learned_session.plan.describe() == "k=lr3,v=tq3; tail 16; sink 2"
     assert tq.load("tiny", plan=file).plan.describe() == session.plan.describe()
-    with pytest.raises(InputError, match="kv='auto' sets the whole cache; leave out tail"):
+    with pytest.raises(InputError, match="--kv auto sets the whole cache; leave out --kv-tail"):
         tq.load("tiny", kv="auto", tail=3)
-    with pytest.raises(InputError, match="plan sets the whole cache; leave out kv"):
+    with pytest.raises(InputError, match="--kv-plan sets the whole cache; leave out --kv"):
         tq.load("tiny", kv="tq4", plan=file)
-    with pytest.raises(InputError, match="kv_loss says what kv='auto' may lose"):
+    with pytest.raises(InputError, match="--kv-loss says what --kv auto may lose"):
         tq.load("tiny", kv="tq4", kv_loss=0.1)

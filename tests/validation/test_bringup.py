@@ -20,7 +20,7 @@ def climb_rungs(*rungs):
 
 
 def test_a_rung_that_compared_nothing_does_not_pass():
-    (result,) = climb_rungs(("layer", lambda: RungFinding(True, "all is well")), ("store", lambda: RungFinding(True, "", 1)))
+    (result,) = climb_rungs(("layer", lambda: RungFinding(True, "all is well")), ("head", lambda: RungFinding(True, "", 1)))
     assert result.verdict == "failed"
     assert "compared nothing" in result.found.said
 

@@ -72,7 +72,7 @@ def test_a_tail_alone_does_not_say_which_cache(folder, choice_log, capsys):
     args = ["generate", "--model", str(folder), "--prompt", "def", "--max-new-tokens", "2", "--kv-tail", "9"]
     assert main(args) == 2
     assert "--kv auto, the default, sets the whole cache; leave out --kv-tail, or name a format" in capsys.readouterr().err
-    with pytest.raises(InputError, match="kv='auto', the default, sets the whole cache; leave out tail"):
+    with pytest.raises(InputError, match="--kv auto, the default, sets the whole cache; leave out --kv-tail"):
         load(folder, tail=9)
     assert not choice_log
 

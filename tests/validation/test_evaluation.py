@@ -103,16 +103,6 @@ def test_bf16_against_itself_is_exactly_zero(setup):
         assert (row.top1, row.bits_per_value) == (1, 16)
 
 
-@pytest.mark.parametrize("sizes", [(512, 88), (100, 100, 200, 200), (600,), (256, 256, 88), (1,) * 600])
-def test_logits_may_come_in_pieces_of_any_size(sizes):
-    """A cache with rings takes as many new tokens at once as its window leaves room for."""
-    a, b = torch.randn(2, 600, 7, generator=torch.Generator().manual_seed(1))
-    plan = make_workload([i % 7 for i in range(601)], 1024)
-    whole = score_text(a, b, plan.tokens[1:])
-    scores = evaluation.score_window("x", plan, plan.windows[0], torch.split(a, sizes), iter(torch.split(b, sizes[::-1])))
-    assert all(torch.equal(getattr(scores, name), value) for name, value in vars(whole).items())
-
-
 @pytest.mark.parametrize("side", ["a", "b"])
 def test_logits_that_are_not_finite_are_refused(side):
     logits = {"a": torch.zeros(5, 3), "b": torch.zeros(5, 3)}

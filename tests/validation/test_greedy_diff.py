@@ -180,22 +180,16 @@ def test_the_same_format_is_excused_within_the_bound_and_no_further(bound):
         assert result.faulty != near
 
 
-def test_a_token_that_a_does_not_want_is_no_near_tie_although_two_others_tie(bound):
+@pytest.mark.parametrize("garbage_side", "AB")
+def test_a_token_that_one_side_does_not_want_is_no_near_tie(garbage_side, bound):
+    """Although A's two best, or A's own choice and B's, lie as close as the bound."""
     altered_session = session(executor=preferring({len("spam") + 2: garbage}))
-    score = diff(session(), altered_session, PROMPTS[:1]).first_divergence.scores
-    assert score.margin < score.gap_a
-    bound((score.margin + score.gap_a) / 2 / score.spread)
-    result = diff(session(), altered_session, PROMPTS[:1])
-    assert not result.first_divergence.near_tie
-    assert result.faulty
-
-
-def test_a_tie_of_a_does_not_excuse_a_b_that_is_decided(bound):
-    tying = session(executor=preferring({len("spam") + 2: garbage}))
-    bound(0.01)
-    result = diff(tying, session(), PROMPTS[:1])
-    score = result.first_divergence.scores
-    assert score.gap_a < 0.001 * score.spread < score.gap_b
+    sides = (session(), altered_session) if garbage_side == "B" else (altered_session, session())
+    score = diff(*sides, PROMPTS[:1]).first_divergence.scores
+    near, far = (score.margin, score.gap_a) if garbage_side == "B" else (score.gap_a, score.gap_b)
+    assert near < far
+    bound((near + far) / 2 / score.spread)
+    result = diff(*sides, PROMPTS[:1])
     assert not result.first_divergence.near_tie
     assert result.faulty
 

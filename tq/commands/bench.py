@@ -83,20 +83,10 @@ def request_of(args: dict[str, Any], **more: Any) -> Request:
     from haarkv.benchmarks.decode import Request
 
     kvs = kv_list(args)
-    require_known(*args["executors"])
     executors = list(dict.fromkeys(_fastest(args, kvs) if name == "auto" else name for name in args["executors"]))
     options.say_if_interpreted(*executors, device=args["device"])
     names = ("model", "contexts", "batches", "dtype", "layers", "device", "repeats", "isa", "activation_bits", "mmap")
     return Request(executors=executors, kvs=kvs, **{name: args[name] for name in names}, **more)
-
-
-def require_known(*executors: str) -> None:
-    """Refuse a mistyped executor before weights are made."""
-    from haarkv.executors.catalog import AUTO, info
-
-    for name in executors:
-        if name != AUTO:
-            info(name)
 
 
 def _fastest(args: dict[str, Any], kvs: Sequence[str]) -> str:

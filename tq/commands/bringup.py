@@ -33,7 +33,7 @@ _REPEATS = 7  # timed turns of the latency
 @options.prompt_options
 @click.option(
     "--kv", "kvs", multiple=True, metavar="LIST",
-    help="Formats, separated by commas; repeatable [default: all that the executor reads; tq4 in the simulator].",
+    help="Formats, separated by commas; repeatable [default: tq4].",
 )  # fmt: skip
 @options.calibration_option
 @click.option("--kv-plan", "plan_files", multiple=True, metavar="FILE", help="A plan from `tq plan`, as one more cache.")
@@ -109,7 +109,8 @@ def _caches(args: dict[str, Any]) -> dict[str, KVSpec]:
     spec = KVSpec() if args["calibration"] is None else calibration_file.load(args["calibration"]).spec
     if spec.calibration and not args["kvs"]:
         raise click.UsageError("--calibration is for formats lr2 to lr5; name them with --kv")
-    caches = {name: replace(spec, kv=name) for name in parse_list(args["kvs"], spec.calibration)}
+    kvs = args["kvs"] or (() if args["plan_files"] else ("tq4",))
+    caches = {name: replace(spec, kv=name) for name in parse_list(kvs, spec.calibration)}
     return caches | named_plans(args["plan_files"], caches, "caches")
 
 
@@ -203,7 +204,7 @@ _PROGRAMS = ("decode", "prefill", "head")
 @click.option(
     "--program", "names", multiple=True, type=click.Choice(_PROGRAMS), help="Compile only this one; repeatable [default: all]."
 )
-@options.file("--cpp", "Write the C++ to a new folder, with a Makefile.", "folder", metavar="DIR")
+@options.file("--cpp", "Write the C++ to a new folder.", "folder", metavar="DIR")
 @options.kv_options(default="as said above")
 @options.json_option
 def compile_command(model: str, names: tuple[str, ...], folder: Path | None, as_json: bool, **kv: Any) -> int:

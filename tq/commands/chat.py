@@ -33,7 +33,6 @@ _MOST_LINE = 2**20
 _PROMPT = "> "
 _HELP = """\
 /help      this list
-/cost      what the last answer cost: tokens computed, memory, drafts
 /exit      end the conversation; so does Ctrl-D
 Ctrl-C     stop an answer, or drop the line that you are writing
 up, down   earlier lines"""
@@ -82,7 +81,7 @@ def command(
 
 @dataclass
 class _Talk:
-    """A conversation: its messages, their stored cache, and the last answer."""
+    """A conversation: its messages, and their stored cache."""
 
     session: Session
     chat: Chat
@@ -92,7 +91,6 @@ class _Talk:
     file: Path | None
     messages: list[dict[str, str]] = field(default_factory=list)
     stored: StoredSequence | None = None
-    last: Result | None = None
 
     @property
     def user_messages(self) -> list[str]:
@@ -130,7 +128,6 @@ class _Talk:
         self.messages.append({"role": "assistant", "content": result.texts[0] if result else "".join(pieces)})
         if result is not None:
             self.stored = result.stored[0]
-            self.last = result
             _say_if_cut(result)
         if self.file is not None and self.stored is not None:
             self.session.save_cache(self.file, self.stored, json.dumps(self.messages))
@@ -171,19 +168,6 @@ def _say_if_cut(result: Result) -> None:
         say(f"the answer was cut after {count_noun(len(done.token_ids), 'token')}; --max-new-tokens allows more")
     elif done.finish == "context":
         say("the answer was cut where the context ends; begin a new conversation, or give a larger --max-context")
-
-
-def _cost(result: Result | None) -> str:
-    if result is None:
-        return "no answer yet"
-    done, timing = result.completions[0], result.timing
-    reuse_note = f", {done.reused_tokens:,} more were stored already" if done.reused_tokens else ""
-    lines = [f"prompt     {count_noun(done.prompt_tokens - done.reused_tokens, 'token')} computed{reuse_note}"]
-    rate = "" if timing.decode_tokens_per_s is None else f", {timing.decode_tokens_per_s:,.1f} a second"
-    lines.append(f"answer     {count_noun(len(done.token_ids), 'token')}{rate}")
-    lines += [f"memory     {rank.describe()}" for rank in result.ranks[:1]]
-    lines += [f"draft      {result.drafting.describe()}"] if result.drafting else []
-    return "\n".join(lines)
 
 
 def _open_conversation(
@@ -260,8 +244,6 @@ def _terminal_lines(talk: _Talk) -> Iterator[str]:
             return
         if command == "/help":
             print(_HELP, file=err().file)
-        elif command == "/cost":
-            print(_cost(talk.last), file=err().file)
         elif re.fullmatch(r"/[a-z]+", command):
             print(f"there is no {command}; /help lists what there is", file=err().file)
         elif command:

@@ -101,8 +101,6 @@ def _print(diff: GreedyDiff, tokenizer: Tokenizer, what: str) -> None:
     print(f"A  {diff.a}\nB  {diff.b}\n{what}")
     for number, row in enumerate(diff.prompts, 1):
         _print_prompt(number, row, tokenizer)
-    if first := diff.first_divergence:
-        _print_divergence(first, tokenizer)
     _print_fidelity(diff)
 
 
@@ -111,20 +109,13 @@ def _token(token: int, tokenizer: Tokenizer) -> str:
     return f"{'end of text' if token in tokenizer.eos_token_ids else repr(tokenizer.decode([token]))} ({token})"
 
 
-def _head(text: str) -> str:
-    """The beginning of a text, quoted, as long as a line allows."""
-    part = text[:_TEXT_WIDTH]
+def _short(text: str, *, end: bool = False) -> str:
+    """A text quoted, its beginning or end as long as a line allows."""
+    part = text
     while len(repr(part)) > _TEXT_WIDTH:
-        part = part[:-1]
-    return repr(part) + "…" * (part != text)
-
-
-def _tail(text: str) -> str:
-    """The end of a text, quoted, as long as a line allows."""
-    part = text[-_TEXT_WIDTH:]
-    while len(repr(part)) > _TEXT_WIDTH:
-        part = part[1:]
-    return "…" * (part != text) + repr(part)
+        part = part[-_TEXT_WIDTH:][1:] if end else part[:_TEXT_WIDTH][:-1]
+    cut = "…" * (part != text)
+    return cut + repr(part) if end else repr(part) + cut
 
 
 def _print_prompt(number: int, row: PromptDiff, tokenizer: Tokenizer) -> None:
@@ -135,29 +126,16 @@ def _print_prompt(number: int, row: PromptDiff, tokenizer: Tokenizer) -> None:
         print(f"\n── prompt {number}: the same {count_noun(length, 'token')}{ending}")
     else:
         print(f"\n── prompt {number}: new token {divergence.position + 1} differs" + " (near tie)" * divergence.near_tie)
-    print(f"   prompt  {_tail(row.prompt)}")
+    print(f"   prompt  {_short(row.prompt, end=True)}")
     if divergence is None:
-        print(f"   both    {_head(row.text_a)}")
+        print(f"   both    {_short(row.text_a)}")
         return
-    common = f"{_tail(tokenizer.decode(row.a.token_ids[: divergence.position]))} ({count_noun(divergence.position, 'token')})"
+    common = _short(tokenizer.decode(row.a.token_ids[: divergence.position]), end=True)
+    common += f" ({count_noun(divergence.position, 'token')})"
     print(f"   both    {common if divergence.position else 'nothing'}")
     for name, side, token in (("A", row.a, divergence.token_a), ("B", row.b, divergence.token_b)):
         rest = tokenizer.decode(side.token_ids[divergence.position + 1 :])
-        print(f"   {name}     » {_token(token, tokenizer)}" + f" then {_head(rest)}" * bool(rest))
-
-
-def _print_divergence(divergence: Divergence, tokenizer: Tokenizer) -> None:
-    score = divergence.scores
-    rows = [
-        (_token(token_a, tokenizer), f"{logit_a:.3f}", _token(token_b, tokenizer), f"{logit_b:.3f}")
-        for (token_a, logit_a), (token_b, logit_b) in zip(score.top_a, score.top_b, strict=True)
-    ]
-    print()
-    title = f"The five best at prompt {divergence.prompt + 1}, new token {divergence.position + 1}"
-    print_table(title, ["A", "logit", "B", "logit"], rows)
-    preferring = f"A prefers its own token to B's by {score.gap_a:.3f}, B its own to A's by {score.gap_b:.3f}"
-    print(f"margin of A's two best {score.margin:.3f}; {preferring}")
-    print(f"largest error of any of B's logits {score.logit_error:.3f}; standard deviation of A's {score.spread:.3f}")
+        print(f"   {name}     » {_token(token, tokenizer)}" + f" then {_short(rest)}" * bool(rest))
 
 
 def _print_fidelity(diff: GreedyDiff) -> None:

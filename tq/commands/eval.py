@@ -29,7 +29,7 @@ _WIDTH = 120
 @click.command("eval", cls=Command)
 @click.option("--text", "text_file", metavar="FILE", required=True, help="The UTF-8 text to score; - is stdin.")
 @options.model_option()
-@click.option("--kv", "kvs", multiple=True, metavar="LIST", help="Formats, separated by commas; repeatable [default: all].")
+@click.option("--kv", "kvs", multiple=True, metavar="LIST", help="Formats, separated by commas; repeatable [default: tq4].")
 @options.calibration_option
 @options.kv_options(kv=False)
 @click.option("--kv-plan", "plan_files", multiple=True, metavar="FILE", help="A plan from `tq plan`, as one more row.")
@@ -52,7 +52,7 @@ def command(
 
     \b
       tq eval --text held_out.txt --kv tq4,k=tq8,v=tq4,tq2      # three formats
-      tq eval --text held_out.txt --resume run.json
+      tq eval --text held_out.txt --kv tq4 --resume run.json
 
     --kv-tail, --kv-sink and --kv-skip-layers apply to every format; a plan brings its own. One executor runs all caches:
     auto is the fastest that reads every one of them.
@@ -67,7 +67,7 @@ def command(
 
     options.set_threads(threads)
     spec = kv_spec(kv)
-    names = parse_list(kvs, spec.calibration)
+    names = parse_list(kvs or (() if plan_files else ("tq4",)), spec.calibration)
     plans = named_plans(plan_files, names, "rows")
     options.say_if_interpreted(executor, device=device)
     with loading(model) as progress:

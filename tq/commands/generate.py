@@ -97,7 +97,7 @@ def command(
         print(json.dumps(_as_json(session, result)))
         return
     writer.finish(result.texts)
-    _print_cost(session, result, list(settings))
+    _print_cost(session, result)
 
 
 def _room(texts: Sequence[str], request: Mapping[str, Any]) -> Room:
@@ -169,14 +169,14 @@ def _as_json(session: Session, result: Result) -> dict[str, Any]:
         "decode_ms_per_token": timing.decode_ms_per_token, "decode_tokens_per_s": timing.decode_tokens_per_s,
         "sampling": asdict(result.sampling), "kv": asdict(result.kv), "executor": session.executor.name,
         "model": session.name, "completions": each,
-        **({"memory": {f"{name}_bytes": getattr(result.ranks[0], name) for name in ("peak", "mapped", "predicted")}}
+        **({"memory": {f"{name}_bytes": getattr(result.ranks[0], name) for name in ("peak", "mapped")}}
            if len(result.ranks) == 1 else {}),
         **({"draft": result.drafting.as_json()} if result.drafting else {}),
         **({"ranks": list(map(asdict, result.ranks))} if len(result.ranks) > 1 else {}),
     }  # fmt: skip
 
 
-def _print_cost(session: Session, result: Result, explicit_names: Sequence[str]) -> None:
+def _print_cost(session: Session, result: Result) -> None:
     timing, kv, done = result.timing, result.kv, result.completions
     prefix = sum(completion.reused_tokens for completion in done)
     ms = "no decode step" if timing.decode_ms_per_token is None else f"{timing.decode_ms_per_token:.2f} ms a decode step"
@@ -189,7 +189,7 @@ def _print_cost(session: Session, result: Result, explicit_names: Sequence[str])
         ("new", f"{count_noun(sum(len(c.token_ids) for c in done), 'token')}, {ms}{_rate(timing.decode_tokens_per_s)} "
                 f"({', '.join(str(c.finish) for c in done)})"),
         *([("draft", result.drafting.describe())] if result.drafting else []),
-        ("sampling", _sampling(session, result, explicit_names)),
+        ("sampling", _sampling(session, result)),
         ("KV cache", _cache(session, kv)),
     ]  # fmt: skip
     rows += [("memory", rank.describe()) for rank in result.ranks if len(result.ranks) == 1]
@@ -199,16 +199,9 @@ def _print_cost(session: Session, result: Result, explicit_names: Sequence[str])
 
 
 def _cache(session: Session, kv: KVUsage) -> str:
-    """The cache and its size; if larger than bf16, the length from which it is smaller."""
-    from haarkv.engine.plans import pays_from
-
     packed, mebibytes, plain = "packed " * session.plan.has_windows, kv.bytes / 2**20, kv.bf16_bytes / 2**20
     size = f"{kv.bytes_per_token:,.0f} bytes a {packed}token; {mebibytes:,.2f} MiB in all, bf16 {plain:,.2f}"
-    text = f"{session.plan.summary()}: {size} ({plain / mebibytes:.2f}x)"
-    if kv.bytes <= kv.bf16_bytes or not session.plan.has_windows:
-        return text
-    length = pays_from(session.config, session.plan)
-    return text + (f"; smaller than bf16 from {length:,} tokens on" if length else "; no text of this model makes it smaller")
+    return f"{session.plan.summary()}: {size} ({plain / mebibytes:.2f}x)"
 
 
 def _memory_of_rank(rank: RankMemory) -> str:
@@ -224,21 +217,13 @@ def _rate(tokens_per_s: float | None) -> str:
     return "" if tokens_per_s is None else f", {tokens_per_s:,.{1 if tokens_per_s < 100 else 0}f} tokens/s"
 
 
-def _sampling(session: Session, result: Result, explicit_names: Sequence[str]) -> str:
-    """Effective settings, and which of them come from the model's file."""
-    from haarkv.models.catalog import open_source
-
+def _sampling(session: Session, result: Result) -> str:
+    """Effective settings, and whether the model's file has a say in them."""
     sampling, neutral = result.sampling, type(result.sampling)()
     names = [name for name in options.SAMPLING if getattr(sampling, name) != getattr(neutral, name)]
     if not sampling.temperature:
         names = [name for name in names if name == "repetition_penalty"]
-    parts = ["greedy"] if not sampling.temperature else []
-    for from_file in (False, True):
-        settings = [name for name in names if (name in session.generation and name not in explicit_names) == from_file]
-        if settings:
-            text = ", ".join(
-                f"{name.replace('_p', '-p').replace('_k', '-k')} {getattr(sampling, name):g}" for name in settings
-            )
-            source = open_source(session.name) if from_file else None
-            parts.append(f"{text} from {source.sampling_path.name}" if source else text)
-    return "; ".join(parts)
+    words = [f"{name.replace('_p', '-p').replace('_k', '-k')} {getattr(sampling, name):g}" for name in names]
+    text = ", ".join(words if sampling.temperature else ["greedy", *words])
+    from_model = [name for name in names if session.generation.get(name) == getattr(sampling, name)]
+    return text + "; from the model's settings" * bool(from_model)

@@ -25,12 +25,8 @@ if TYPE_CHECKING:
 _UNITS = {unit: power for power, unit in enumerate(("", "K", "M", "G", "T"))}
 
 
-def _memory(value: str) -> tuple[int, ...]:
-    """Amounts of bytes separated by commas: 24GiB, 24G (the same), 24GB (24e9), or a number from a million up."""
-    return tuple(map(_amount, value.split(",")))
-
-
 def _amount(value: str) -> int:
+    """Bytes: 24GiB, 24G (the same), 24GB (24e9), or a number from a million up."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B)?", value.strip(), re.IGNORECASE)
     if not match:
         raise click.BadParameter(f"{value!r} is not an amount of memory; write it like 24GiB")
@@ -47,12 +43,8 @@ def _amount(value: str) -> int:
 @click.argument("name", required=False, metavar="[MODEL]")
 @options.model_option()
 @click.option(
-    "--memory", "memories", type=_memory, default="24GiB", show_default=True, metavar="SIZE[,SIZE…]",
-    help="Room for weights, KV cache and what a forward computes with; several are told side by side.",
-)  # fmt: skip
-@click.option(
-    "--weights", "mix", metavar="TYPE",
-    help="Count weights as a GGUF file of this type, such as q4_k_m or q8_0 [default: as they are loaded here].",
+    "--memory", type=_amount, default="24GiB", show_default=True, metavar="SIZE",
+    help="Room for weights, KV cache and what a forward computes with.",
 )  # fmt: skip
 @click.option("--context", type=IntRange(1, 2**31), help="Also tell what weights and a cache of this many tokens take.")
 @options.executor_option()
@@ -60,8 +52,8 @@ def _amount(value: str) -> int:
 @options.layers_option
 @options.json_option
 def command(
-    name: str | None, model: str, memories: tuple[int, ...], mix: str | None, context: int | None, executor: str,
-    dtype: str | None, layers: int | None, as_json: bool,
+    name: str | None, model: str, memory: int, context: int | None, executor: str, dtype: str | None, layers: int | None,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Show a model's shapes, and for every KV format its bytes a token and the longest context that fits.
 
@@ -77,7 +69,6 @@ def command(
     from haarkv.models.catalog import DTYPES, maps_file, model_weight_bytes, open_source, read_config
     from haarkv.models.checkpoint import require_tensors
     from haarkv.models.footprint import random_bytes, work_bytes
-    from haarkv.models.gguf_writer import mixed_bytes
     from haarkv.models.weights import checkpoint_shapes, num_parameters
 
     if name is not None and "model" in options.written_options():
@@ -89,9 +80,7 @@ def command(
     in_file = sum(entries[name].nbytes for name in checkpoint_shapes(config) if name in entries) or None
     executor_name = select(executor, config, []).name
     dtype_name = dtype or info(executor_name).dtype
-    if mix is not None:
-        weights, how = mixed_bytes(config, mix.lower()), f"in a file of {mix.lower()}"
-    elif entries:
+    if entries:
         weights = model_weight_bytes(
             model, config, dtype_name, keep_blocks=info(executor_name).block_types(), in_order=info(executor_name).in_order
         )
@@ -102,20 +91,19 @@ def command(
         weights, how = random_bytes(config, DTYPES[dtype_name]), f"in {dtype_name} on {executor_name}"
         how += "" if dtype or dtype_name != "float32" else ", half with --dtype bfloat16"
     work = work_bytes(config, PREFILL_CHUNK, 1)
-    rows, default = _kv_rows(config, weights, memories, context), _default(model, layers, executor, config)
+    rows, default = _kv_rows(config, weights, memory, context), _default(model, layers, executor, config)
     if as_json:
         shapes = {
             **asdict(config),
             "state_bytes": config.state_bytes,
             "parameters": num_parameters(config),
-            "weights": mix,
             "dtype": dtype_name,
             "weight_bytes": weights.total,
             "weight_bytes_mapped": weights.mapped,
             "weight_bytes_in_file": in_file,
             "work_bytes": work,
         }
-        request = {"memory": memories[0], "memories": memories, "context": context}
+        request = {"memory": memory, "context": context}
         print(json.dumps({"model": model, **shapes, **request, "kv": rows, "default": default and default.summary()}))
         return
     file_note = f", {in_file / 1e9:.3f} GB in the file" if in_file else ""
@@ -124,18 +112,17 @@ def command(
     cells = [
         (
             r["format"], f"{r['bytes_per_token']:,.0f}", f"{r['ratio']:.2f}x",
-            *(f"{n:,}" if weights.total < memory else "–" for n, memory in zip(r["tokens"], memories, strict=True)),
+            f"{r['max_tokens']:,}" if weights.total < memory else "–",
             *([f"{r['bytes'] / 2**30:,.2f}"] if context else []),
         )
         for r in rows
     ]  # fmt: skip
-    sizes = [f"{memory / 2**30:.1f} GiB" if memory >= 2**29 else f"{memory / 2**20:,.1f} MiB" for memory in memories]
-    title = f"KV cache; tokens that fit in {', '.join(sizes)} beside the weights"
-    names = ["tokens"] if len(memories) == 1 else [f"in {size}" for size in sizes]
+    size = f"{memory / 2**30:.1f} GiB" if memory >= 2**29 else f"{memory / 2**20:,.1f} MiB"
+    title = f"KV cache; tokens that fit in {size} beside the weights"
     total = [f"GiB at {context:,} tokens"] if context else []
-    print_table(title, ["format", "bytes/token", "vs bf16", *names, *total], cells)
+    print_table(title, ["format", "bytes/token", "vs bf16", "tokens", *total], cells)
     limit = config.max_position_embeddings
-    if any(n > limit for r in rows for n in r["tokens"]):
+    if any(r["max_tokens"] > limit for r in rows):
         print_sentence(f"a sequence holds at most {limit:,} tokens, the model's positions; more room holds more sequences")
     print_sentence(_default_line(default, config))
     if any("lr" in r["format"] for r in rows):
@@ -204,7 +191,7 @@ def _each(config: ModelConfig, words: Callable[[Attention], str]) -> str:
 
 
 def _kv_rows(
-    config: ModelConfig, weights: WeightBytes, memories: tuple[int, ...], context: int | None
+    config: ModelConfig, weights: WeightBytes, memory: int, context: int | None
 ) -> list[dict[str, Any]]:  # fmt: skip
     """For every format with a layout for this head_dim: bytes a token, and tokens that fit. Learned keys are paired with
     values of as many bits.
@@ -223,14 +210,12 @@ def _kv_rows(
             plan = plan_for(KVSpec(name, calibration=calibration if name in pairs else None), config)
         except InputError:
             continue
-        tokens = [longest_context(config, plan, memory, weights) for memory in memories]
         token_bytes = plan.bytes_per_token(config.kv_shapes)
         row = {
             "format": name,
             "bytes_per_token": token_bytes,
             "ratio": bf16 / token_bytes,
-            "max_tokens": tokens[0],
-            "tokens": tokens,
+            "max_tokens": longest_context(config, plan, memory, weights),
         }
         rows.append(row | ({"bytes": memory_need(config, plan, context, weights).total} if context else {}))
     return rows

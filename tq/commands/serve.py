@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -32,10 +33,7 @@ _KV = (
 @options.plan_option
 @options.balance_option
 @options.collapse_option
-def command(
-    model: str, flags: tuple[str, ...], kv: str | None, kv_loss: float | None, calibration: str | None, kv_tail: int | None,
-    kv_sink: int | None, kv_skip_layers: tuple[int, ...], kv_plan: str | None, balance: str, allow_collapse: bool,
-) -> None:  # fmt: skip
+def command(model: str, flags: tuple[str, ...], balance: str, allow_collapse: bool, **cache: Any) -> None:
     """Serve MODEL with vLLM and a packed KV cache. MODEL is tiny, tiny-hybrid, a folder in Hugging Face
     format, or a name that vLLM can load.
 
@@ -49,7 +47,8 @@ def command(
     """
     from haarkv.models.catalog import TINY, find_model
     from haarkv.serving.serve import cache_options, require_vllm, serve
-    from tq.loading import AUTO_KV, WORDS, require_one_cache, written_cache_options
+    from tq.loading import AUTO_KV, require_one_cache
+    from tq.loading import cache_options as options_in
 
     if model.endswith(".gguf") and Path(model).expanduser().is_file():
         raise click.UsageError(
@@ -60,8 +59,9 @@ def command(
         raise click.UsageError(
             "vLLM does not build random models; give tiny, a folder in Hugging Face format, or a name that vLLM can load"
         )
-    auto = kv == AUTO_KV or (kv_plan is None and not written_cache_options())
-    require_one_cache(written_cache_options(), WORDS, auto=auto, kv=kv, plan=kv_plan, kv_loss=kv_loss)
+    kv, plan, loss = cache["kv"], cache["kv_plan"], cache["kv_loss"]
+    auto = kv == AUTO_KV or (plan is None and not options_in(cache))
+    require_one_cache(cache, auto=auto)
     notes = list[str]()
 
     def say(sentence: str) -> None:
@@ -70,20 +70,20 @@ def command(
         notes.clear()
 
     if auto:
-        kv_plan = _remembered_plan(model, kv_loss, kv == AUTO_KV, notes)
-        kv = _format(model, has_calibration=False) if kv_plan is None else None
+        plan = _remembered_plan(model, loss, kv == AUTO_KV, notes)
+        kv = _format(model, has_calibration=False) if plan is None else None
         if kv is not None:
             notes.append(f"no cache was chosen for this model, so it gets {kv}; {_how(model)}")
-    elif kv is None and kv_plan is None:
-        kv = _format(model, has_calibration=calibration is not None)
+    elif kv is None and plan is None:
+        kv = _format(model, has_calibration=cache["calibration"] is not None)
     if model in ("tiny", "tiny-hybrid"):
         # Clients call it so too. A flag of the user comes later, and the last one counts.
         model, flags = str(find_model(model)), ("--served-model-name", model, "--tokenizer", str(TINY), *flags)
-    cache = cache_options(
-        kv, calibration, kv_plan, skip_layers=kv_skip_layers, tail=kv_tail, sink=kv_sink or 0, balance=balance == "auto",
-        allow_collapse=allow_collapse,
+    vllm_options = cache_options(
+        kv, cache["calibration"], plan, skip_layers=cache["kv_skip_layers"], tail=cache["kv_tail"], sink=cache["kv_sink"] or 0,
+        balance=balance == "auto", allow_collapse=allow_collapse,
     )  # fmt: skip
-    serve(model, cache, flags, say=say)
+    serve(model, vllm_options, flags, say=say)
 
 
 def _remembered_plan(model: str, loss: float | None, is_required: bool, notes: list[str]) -> str | None:

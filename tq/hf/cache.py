@@ -20,7 +20,7 @@ from haarkv.tq_ops.kv.calibration_file import load as load_calibration
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.plan_file import load
 from tq.hf.attention import IMPLEMENTATION, packed_attention
-from tq.hf.config import Watch, balance_scales, cache_layers, decoder_config, head_dims, model_shape
+from tq.hf.config import balance_scales, cache_layers, decoder_config, head_dims, model_shape
 from tq.hf.layer import TQLayer
 
 
@@ -33,7 +33,7 @@ class LayerStats:
         tokens: of each row; fewer than seen with a sliding window.
         used: bytes in use, of K and V, tail and sink included.
         allocated: bytes allocated.
-        bf16, fp32: bytes of the same tokens in that dtype.
+        bf16: bytes of the same tokens in BF16.
     """
 
     layer: int
@@ -42,20 +42,21 @@ class LayerStats:
     used: int
     allocated: int
     bf16: int
-    fp32: int
 
 
 @dataclass(frozen=True)
 class CacheStats:
-    """All layers and their sums, in bytes; the ratios are `used` relative to BF16 and FP32, 0 if empty."""
+    """All layers, and their sums in bytes."""
 
     layers: tuple[LayerStats, ...]
     used: int
     allocated: int
     bf16: int
-    fp32: int
-    ratio: float
-    ratio_fp32: float
+
+    @property
+    def ratio(self) -> float:
+        """Bytes in use relative to BF16; 0 if empty."""
+        return self.used / self.bf16 if self.bf16 else 0.0
 
 
 class TQCache(Cache):  # type: ignore[misc]
@@ -114,8 +115,6 @@ class TQCache(Cache):  # type: ignore[misc]
         self.uneven: tuple[Uneven, ...] = ()
         if model is not None and spec.calibration is None:
             scales, self.uneven = balance_scales(model, decoder, kv_plan, balances=balance, allow_collapse=allow_collapse)
-        ours = [layer for layer, their in enumerate(theirs) if isinstance(their, CacheLayerMixin)]
-        watch = Watch(ours[-1]) if ours else None
         layers: list[Any] = []
         for layer, (kv_formats, their) in enumerate(zip(kv_plan.layers, theirs, strict=True)):
             if isinstance(their, CacheLayerMixin):
@@ -126,7 +125,7 @@ class TQCache(Cache):  # type: ignore[misc]
                 layers.append(
                     TQLayer(
                         *kv_formats, layer, sink=kv_plan.sink, tail=(k_tail, v_tail), window=window,
-                        scales=scales.get(layer, (None, None)), watch=watch, require_context=kv_plan.require_context,
+                        scales=scales.get(layer, (None, None)), require_context=kv_plan.require_context,
                         reads_packed=lambda: getattr(decoder, "_attn_implementation", None) == IMPLEMENTATION,
                     )
                 )  # fmt: skip
@@ -137,26 +136,16 @@ class TQCache(Cache):  # type: ignore[misc]
     def stats(self) -> CacheStats:
         """Bytes held, layer by layer and in all."""
         rows = tuple(_layer_stats(layer) for layer in self.layers if isinstance(layer, TQLayer))
-        names = ("used", "allocated", "bf16", "fp32")
-        used_bytes, allocated_bytes, bf16, fp32 = (sum(getattr(row, name) for row in rows) for name in names)
-        return CacheStats(
-            rows,
-            used_bytes,
-            allocated_bytes,
-            bf16,
-            fp32,
-            used_bytes / bf16 if bf16 else 0.0,
-            used_bytes / fp32 if fp32 else 0.0,
-        )
+        return CacheStats(rows, *(sum(getattr(row, name) for row in rows) for name in ("used", "allocated", "bf16")))
 
 
 def _layer_stats(layer: TQLayer) -> LayerStats:
     kv, store = formats.describe(layer.k_format, layer.v_format), layer.store
     if store is None:  # before the first token
-        return LayerStats(layer.layer, kv, 0, 0, 0, 0, 0)
+        return LayerStats(layer.layer, kv, 0, 0, 0, 0)
     numbers = store.tokens * store.rows * store.heads * sum(store.head_dims)
     allocated_bytes = sum(tensor.untyped_storage().nbytes() for tensor in store.tensors())
-    return LayerStats(layer.layer, kv, store.tokens, store.used_bytes, allocated_bytes, bf16=2 * numbers, fp32=4 * numbers)
+    return LayerStats(layer.layer, kv, store.tokens, store.used_bytes, allocated_bytes, 2 * numbers)
 
 
 @overload

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from haarkv.engine.collapse import LEAST_TOKENS, MOST_TOKENS, Guard, Loss, channel_loss, describe
+from haarkv.engine.collapse import Guard
 from haarkv.engine.plans import declaration_in, worth_saying
 from haarkv.models import balance
 from haarkv.models.balance import Moments, Scales, Uneven, key_moments, value_moments
 from haarkv.models.hf_config import HFConfig, read_rope
-from haarkv.tq_ops.errors import InputError, NonFiniteError, warn
-from haarkv.tq_ops.formats import KVFormat
+from haarkv.tq_ops.errors import InputError, warn
 from haarkv.tq_ops.kv.model_shape import ModelShape
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.shapes import KVShape
@@ -143,38 +141,6 @@ def _is_plain_attention(tensors: Mapping[str, Tensor], heads: int, k_dim: int, v
     norms = {"q_norm", "k_norm"} & tensors.keys()
     both = len(norms) != 1 and all(tensors[name].shape == (k_dim,) for name in norms)
     return whole and both and tensors["o_proj"].shape[1] == rows["q_proj"]
-
-
-@dataclass
-class Watch:
-    """Warns in one line of what a cache loses of the first tokens, when its `last` layer has seen them."""
-
-    last: int
-    _losses: list[Loss] = field(default_factory=list)
-    _done: bool = False
-
-    def look(self, layer: int, sink: int, sides: Iterable[tuple[str, KVFormat, Tensor, Tensor | None]]) -> None:
-        """Judge a layer's first vectors.
-
-        Args:
-            sink: first vectors that are not quantized.
-            sides: "K" or "V", the format, the vectors [B, H, n, D] and the scales.
-        """
-        if self._done:
-            return
-        for side, kv_format, x, scales in sides:
-            if kv_format.lossy and x.shape[2] >= LEAST_TOKENS:
-                first = x[0, :, :MOST_TOKENS].float()
-                vectors = first if scales is None else first * scales.to(x.device).unsqueeze(1)
-                try:
-                    loss = channel_loss(kv_format, layer, side, vectors, sink)
-                except NonFiniteError:  # storing them says so, and where
-                    continue
-                self._losses += [loss] if loss and loss.suffers else []
-        if layer == self.last:
-            self._done = True
-            if self._losses:
-                warn(describe(self._losses))
 
 
 def balance_scales(

@@ -13,7 +13,6 @@ from haarkv.models.balance import Scales
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import KVFormat
 from tq.hf.attention import PackedTensor
-from tq.hf.config import Watch
 from tq.hf.store import Store
 
 
@@ -27,7 +26,6 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
         sink, tail: tokens in the model's dtype; the tail of K and of V.
         window: sliding window in tokens, or None.
         scales: of K's and V's channels.
-        watch: told of the first vectors.
         require_context: refuses more tokens than the formats hold for.
         reads_packed: whether the model's attention is `tq.hf.attention`.
     """
@@ -36,14 +34,14 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def __init__(
         self, k_format: KVFormat, v_format: KVFormat, layer: int, *, sink: int, tail: tuple[int, int], window: int | None,
-        scales: Scales = (None, None), watch: Watch | None = None, require_context: Callable[[int], None] = lambda _: None,
+        scales: Scales = (None, None), require_context: Callable[[int], None] = lambda _: None,
         reads_packed: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
         super().__init__()
         self.k_format, self.v_format, self.layer = k_format, v_format, layer
         self.sink, self.tail, self.sliding_window = sink, tail, window
         self.is_sliding = window is not None
-        self._scales, self._watch, self._require_context = scales, watch, require_context
+        self._scales, self._require_context = scales, require_context
         self._reads_packed = reads_packed
         # A token that has left the tail returns to it as it is packed.
         self.is_croppable = tail == (0, 0)
@@ -84,10 +82,6 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
         self._require_context(store.end + count)
         # Formats choose their own precision, even in a model that runs under autocast.
         with torch.autocast(key_states.device.type, enabled=False):
-            if self._watch and not store.end:
-                self._watch.look(
-                    self.layer, self.sink, zip("KV", (self.k_format, self.v_format), states, self._scales, strict=True)
-                )
             visible = self.get_mask_sizes(count)[0]
             store.write(*states)
             if count == 1 and self.sliding_window is None and self._reads_packed() and store.kernels:

@@ -1,14 +1,11 @@
-"""Attention over packed codes in the rotated domain, for prompts, and for decode where `decode` does not take it.
+"""Attention over packed codes in the rotated domain: prompts, and decode where `decode` does not take it.
 
-A program holds one KV head, and as columns of one tile some new tokens of one sequence with all query heads of the group. It
-attends to the stored tokens that `schedule` gives it. Partial results are not normalized; `schedule.merge_kernel` adds them up
-and rotates them back. Where tokens stay in BF16, a query sees as packed ones SINK … position - TAIL alone;
-`in_bf16.window_kernel` leaves one more partial result for the others. In a layer with a sliding window a context begins with
-the first tile that the first new token sees some of.
+A program holds one KV head and, as columns of one tile, some new tokens of a sequence with all query heads of the group; it
+attends to the stored tokens that `schedule` gives it. Parts are not normalized: `schedule.merge_kernel` adds them up and
+rotates them back. Tokens in BF16 are one more part, of `in_bf16.window_kernel`.
 
-Learned keys are stored by stretches of 1,024 positions, each with queries of its own. `prologue` left these in memory, and a
-program loads the next ones where a stretch begins: turned and rotated here they would take registers that the loops need. The
-logits of a stretch lack one number, the query's product with K's mean. It is added to the maximum, not to each logit.
+Learned keys have a query for each stretch of 1,024 positions, which `prologue` left in memory: made here, they would take
+registers that the loops need. What a stretch's logits lack, the query's product with K's mean, is added to the maximum.
 """
 
 from __future__ import annotations
@@ -39,14 +36,10 @@ from haarkv.tq_ops.cuda.schedule import (
 from haarkv.tq_ops.kv.cache import LayerView
 
 Read = namedtuple("Read", "codes scales codes_stride scales_stride centroids words BITS COLUMNS UNITS PARTS PERMUTE")
-"""K or V of one layer, as attention reads it. Names in capitals are constants of the kernel.
+"""K or V of one layer, as attention reads it: fields in blocks of [Hkv, tokens, …], their strides in bytes and in scales,
+and tables of `layout.Layout`. Names in capitals are constants of the kernel.
 
 Attributes:
-    codes, scales: the fields, in blocks of [Hkv, tokens, …].
-    codes_stride, scales_stride: from a block to the next, in bytes and in scales.
-    centroids: of `layout.Layout`.
-    words: of `layout.centroid_words`; None where they are not looked up.
-    BITS: of a level.
     COLUMNS, UNITS, PARTS: how many columns learned keys lie in, 0 of planes, and `layout.Columns`.
     PERMUTE: whether centroids are looked up, or made two at a time, in registers.
 """
@@ -75,10 +68,7 @@ def table_entries(table, begin, first, end, BLOCK: tl.constexpr, TOKENS: tl.cons
 
 @triton.jit
 def token_rows(begin, first, end, kv_head, BLOCK: tl.constexpr, TOKENS: tl.constexpr, LOWER: tl.constexpr):
-    """Stored tokens begin … begin + TOKENS - 1, which of them lie in first … end - 1, and their rows in their blocks.
-
-    Without LOWER none lies before `first`.
-    """
+    """Which of stored tokens begin … begin + TOKENS - 1 count, and their rows. Without LOWER none lies before `first`."""
     token = begin + tl.arange(0, TOKENS)
     # A tile within one block is so for the compiler to see, too: it then copies 16 bytes at a time.
     row = begin % BLOCK + tl.arange(0, TOKENS) if BLOCK % TOKENS == 0 else token % BLOCK
@@ -108,21 +98,16 @@ def attend_tile(
 ):  # fmt: skip
     """One step of the online softmax: stored tokens begin … begin + TOKENS - 1, of which those in first … end - 1 count.
 
-    Codes are the left operand of both products; queries and probabilities are the right one. So the few query heads of a group
-    fill a tile of 8 columns rather than waste most of 16 or 64 rows, and centroids reach the tensor cores from registers.
-
-    With WIDE it is the other way round, for so many columns that they fill tensor cores as rows: each code is looked up once
-    for all of them, probabilities never leave their registers, and centroids go to shared memory once a tile. A maximum over
-    tokens stays within four lanes.
+    Codes are the left operand of both products, so the few query heads of a group fill 8 columns, and centroids reach the
+    tensor cores from registers. With WIDE, for columns that fill them as rows, it is the other way round: each code is looked
+    up once for all, and probabilities never leave their registers.
 
     Args:
         q_low, q_high: [D/2, columns], rotated queries; with WIDE transposed, as are low and high.
         gain: [columns], by which logits are multiplied with GAINS.
         position: [columns], the last packed token that a query may see.
-        state: peak [columns], total [columns], widest scalar, low and high [D/2, columns]: maximum in units of log2, sum of
-            probabilities, the largest V scale so far, and the sums of probabilities times centroids, in units of widest;
-            and the blocks of this tile.
-        k, v: `Read`.
+        state: maximum [columns] in units of log2, sum of probabilities [columns], the largest V scale so far, sums of
+            probabilities times centroids in its units (low, high), and the blocks of this tile.
         scale: softmax_scale * log2(e).
         CAUSAL: whether `position` and SPAN hide tokens. Without it and with WIDE all tokens must be less than `end`.
         LOWER: whether tokens may lie before `first`.
@@ -189,7 +174,7 @@ def attend_tiles(
 ):  # fmt: skip
     """All tiles from `begin` to `stop`; with WIDE, and neither SPAN nor GAINS, those before `masked` need no mask.
 
-    Of learned keys all tiles of all stretches take one loop with a mask: two loops within a third would take registers.
+    Learned keys take one loop with a mask: two loops within a third would take registers.
     """
     peak, total, widest, low, high, ahead = state
     if WIDE and SPAN is None and not GAINS:
@@ -297,12 +282,10 @@ def attend_kernel(
     """Partial attention. Grid: [programs, HEADS]; with WHOLE, [column tiles, HEADS], and each takes its whole context.
 
     Args:
-        q: `Rotated`.
+        q: `Rotated`; k, v: `Read`.
         vectors: T * HEADS * GROUP.
-        parts: `Part`, at [places, HEADS, COLUMNS] by `schedule`, or with WHOLE at [T, HEADS * GROUP], of sums of
-            exp2(logit - maximum) * v; a part without tokens has maximum -inf and sum 0, its vectors are unset.
-        k, v: `Read`.
-        WIDE: of `attend_tile`.
+        parts: `Part`, at [places, HEADS, COLUMNS] by `schedule`, or with WHOLE at [T, HEADS * GROUP]. One without tokens has
+            maximum -inf and sum 0; its vectors are unset.
     """
     program, kv_head = tl.program_id(0), tl.program_id(1)
     stored_tiles, columns = sequence_tiles(tokens, sequences, TOKENS, GROUP, COLUMNS)
@@ -337,10 +320,7 @@ _MATRIX_TILE = 16384  # numbers of the rotation that a program holds at once
 def attend(
     q: Tensor, rotated: Rotated, at: LayerView, layouts: tuple[Layout, Layout], scale: float, in_bf16: Part | None
 ) -> Tensor:
-    """Attention in two launches, parts and their sum, without waiting for the device; arguments as of `decode.attend`.
-
-    It allocates the parts, a number of them that does not grow with the context.
-    """
+    """Attention in two launches, parts and their sum, without waiting for the device; arguments as of `decode.attend`."""
     values, shape, batch = layouts[1], at.kv.shape, at.batch
     (tokens, q_heads, head_dim), heads, sequences = q.shape, shape.num_kv_heads, len(batch.seq_lens)
     group, one_each, table = q_heads // heads, tokens == sequences, batch.block_table.contiguous()

@@ -67,10 +67,7 @@ def only_compiles() -> bool:
 def compiled_ahead(on_kernels: Callable[[int], object]) -> Iterator[None]:
     """While it is open, launches only compile, in threads; it closes when all kernels are compiled.
 
-    A kernel that does not compile raises in the launch that needs it.
-
-    Args:
-        on_kernels: called with the number of kernels before the wait for them.
+    A kernel that does not compile raises in the launch that needs it. `on_kernels` gets their number before the wait.
     """
     import triton
 

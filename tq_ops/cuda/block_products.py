@@ -22,13 +22,9 @@ WeightArguments = namedtuple(
     "WeightArguments",
     "weight row_scales column_scales row_bytes high scales minima d m LOW HIGH SHIFT SCALES MINIMUM TOGETHER",
 )
-"""A weight [outputs, inputs] as kernels read it.
+"""A weight [outputs, inputs] as kernels read it: bf16 or fp32, LOW 0; or bytes of `Planes`, whose fields are in capitals.
 
-Attributes:
-    weight: bf16 or fp32, or in planes as bytes.
-    row_scales, column_scales: [outputs] and [inputs], or None.
-    row_bytes, high, scales, minima, d, m: of a row in planes, and `Planes.places`.
-    LOW, HIGH, SHIFT, SCALES, MINIMUM, TOGETHER: of `Planes`; LOW is 0 of a dense weight.
+`row_scales`, `column_scales`: [outputs] and [inputs], or None. `row_bytes` of a row, and from `high` on `Planes.places`.
 """
 
 
@@ -47,13 +43,7 @@ def weight_args(weight: Weight) -> WeightArguments:
 
 @triton.jit
 def half_block_levels(row, weight, block, upper: tl.constexpr, number):
-    """The levels, int32 [ROWS, 16], of a block's first half, or with `upper` its second.
-
-    Args:
-        row: [ROWS, 1] pointers to each row's begin.
-        weight: `WeightArguments`.
-        number: [1, 16] 0 to 15.
-    """
+    """Levels, int32 [ROWS, 16], of a block's first half, or with `upper` its second; `row` [ROWS, 1] points to rows."""
     if weight.LOW == 8:
         return tl.load((row + block * (2 * _HALF) + upper * _HALF + number).to(tl.pointer_type(tl.int8))).to(tl.int32)
     codes = tl.load(row + block * _HALF + number).to(tl.int32)

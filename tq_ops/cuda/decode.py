@@ -187,22 +187,16 @@ def count_blocks(sequences: int, heads: int, most_tokens: int, at_once: int, dev
 def attend(
     q: Tensor, rotated: Rotated, at: LayerView, layouts: tuple[Layout, Layout], scale: float, in_bf16: Part | None = None
 ) -> Tensor:
-    """Attention of one new token a sequence, in one launch and without waiting for the device.
+    """Attention of one new token a sequence [B, Hq, D] bf16, in one launch and without waiting for the device.
 
-    Rounding points: those of the Triton kernels: queries, centroids and probabilities (in units of a power of two below the
-    largest V scale so far) in FP16, sums in FP32; the probabilities are summed before they are rounded.
-
-    Calls over one cache must follow each other on one stream: they share counters, which the first of them makes. Make it
-    before a graph is captured, as a warm-up does.
+    Rounding points: as of the Triton kernels. Calls over one cache must follow each other on one stream: they share counters,
+    which the first of them makes, before a graph is captured.
 
     Args:
-        q: [B, Hq, D] bf16, for its shape and device.
-        rotated: the same, from `prologue.rotate`.
+        q: for its shape and device; `rotated`: the same, from `prologue.rotate`.
         layouts: of K and V.
         scale: softmax_scale * log2(e).
         in_bf16: from `attend_windows`, where tokens stay in BF16.
-    Returns:
-        [B, Hq, D] bf16.
     """
     (k, v), batch, sequences, device = layouts, at.batch, len(q), q.device
     shape, table = kernel_shape(q, at.kv, k, v), batch.block_table.contiguous()

@@ -23,11 +23,8 @@ _NO_HEAD, _LAST = tl.constexpr(STATE), tl.constexpr(2**63 - 1)
 # Masks are made of numbers: where a block's truths meet a single one, the interpreter gives them another type.
 @triton.jit
 def choose_versions(counts, version, past_tokens, slot, number, VERSIONS: tl.constexpr):
-    """The version that a sequence reads, and the one that the state after its last token but `number` overwrites.
-
-    The oldest is overwritten first. A version that has seen more tokens than there are is of another continuation, or of
-    another sequence, and goes before all. The version that is read has seen most of those left, so that it would be the last
-    of all.
+    """The version that a sequence reads, and the one that the state after its last token but `number` overwrites: the oldest
+    first, before it any of another continuation.
 
     Args:
         counts, version: [SIZE] int64 and int32, tokens that each version has seen; -1 where there is none.
@@ -66,9 +63,7 @@ def convolve(
 ):  # fmt: skip
     """The convolution of a token's `dim` channels from `first` on, [SIZE]; with `is_saved` its inputs are stored.
 
-    Args:
-        x: [T, CHANNELS]; `begin` is the sequence's first row.
-        before_at, saved_at: [TAPS - 1, CHANNELS], the inputs before the sequence's first new token, and those after this one.
+    `before_at`, `saved_at`: [TAPS - 1, CHANNELS], inputs before the sequence's first new token, and those after this one.
     """
     column, total = tl.arange(0, SIZE), tl.zeros((SIZE,), tl.float32)
     channel = first + column
@@ -227,9 +222,8 @@ def advance(
 ) -> Tensor:
     """As `tq_ops.reference.gated_delta`, in two launches, without waiting for the device: [T, Hv, dv] fp32.
 
-    A sequence that pads the batch gives 0 and stores nothing. One whose state no version has seen gives NaN, stores nothing
-    and is noted in `fault`, from `ops.new_fault`. All is FP32; sums are in one order, whatever the batch and however a prompt
-    is cut.
+    Padding gives 0. A sequence whose state no version has seen gives NaN, stores nothing and is noted in `fault`. Sums are in
+    one order, whatever the batch and however a prompt is cut.
     """
     state, batch = at.state, at.batch
     windows, memories = state.tensors["conv"], state.tensors["delta"]

@@ -1,5 +1,7 @@
 """Norms, rotary embedding and gated products: what a layer does between its products. One launch each."""
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -103,25 +105,14 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-def silu_mul(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `tq_ops.reference.silu_mul`; both may be views of one wider tensor."""
-    return _gated_mul(gate, up, dtype, "silu")
-
-
-def gelu_mul(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `tq_ops.reference.gelu_mul`; both may be views of one wider tensor."""
-    return _gated_mul(gate, up, dtype, "gelu")
-
-
-def sigmoid_mul(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `tq_ops.reference.sigmoid_mul`; both may be views of one wider tensor."""
-    return _gated_mul(gate, up, dtype, "sigmoid")
-
-
-def _gated_mul(gate: Tensor, up: Tensor, dtype: torch.dtype, act: str) -> Tensor:
+def _gated_mul(act: str, gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
+    """As the reference's op of that name; both may be views of one wider tensor."""
     if gate.stride(-1) != 1 or gate.stride() != up.stride():
         gate, up = gate.contiguous(), up.contiguous()
     tokens, width = gate.shape
     out = torch.empty(tokens, width, dtype=dtype, device=gate.device)
     launch(gated_mul_kernel, (tokens, triton.cdiv(width, 1024)))(gate, up, out, width, gate.stride(0), SIZE=1024, ACT=act)
     return out
+
+
+silu_mul, gelu_mul, sigmoid_mul = (partial(_gated_mul, act) for act in ("silu", "gelu", "sigmoid"))

@@ -164,13 +164,7 @@ _ROWS, _AT_ONCE = 16, 128  # pairs that a program puts in order, and that they a
 
 
 def choose(logits: Tensor, per_token: int, normalized: bool) -> tuple[Tensor, Tensor]:
-    """The experts of the largest softmax(logits) of each token, in the experts' order, in one launch.
-
-    Args:
-        logits: [T, experts] fp32.
-    Returns:
-        numbers int32 and shares fp32, both [T, per_token]; normalized shares sum to 1.
-    """
+    """Each token's experts of the largest softmax(logits [T, experts]), in their order: int32 and shares fp32."""
     tokens, count = logits.shape
     expert_ids = torch.empty(tokens, per_token, dtype=torch.int32, device=logits.device)
     shares = torch.empty(tokens, per_token, device=logits.device)

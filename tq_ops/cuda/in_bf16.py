@@ -168,14 +168,9 @@ def _tile(most: int, group: int, head_dim: int, operand: tl.dtype) -> dict[str, 
 
 
 def attend_windows(q: Tensor, windows: Windows, at: LayerView, scale: float) -> Part:
-    """Attention over the tokens in BF16, one launch, without waiting for the device.
+    """Attention of q [T, Hq, D] over the tokens in BF16, one launch, without waiting; `scale` is softmax_scale * log2(e).
 
-    Rounding points: in a BF16 model the probabilities are rounded to BF16 and summed rounded, and the sums of V are rotated
-    in TF32; the rest is FP32.
-
-    Args:
-        q: [T, Hq, D] bf16 or fp32 in the model's domain.
-        scale: softmax_scale * log2(e).
+    Rounding points: in a BF16 model probabilities to BF16, summed rounded; sums of V are rotated in TF32.
     """
     batch, shape = at.batch, at.kv.shape
     (tokens, q_heads, head_dim), heads, sequences = q.shape, shape.num_kv_heads, len(batch.seq_lens)

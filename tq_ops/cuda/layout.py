@@ -78,20 +78,17 @@ def fault_place(key: int) -> tuple[int, str, int, int]:
 
 
 class LearnedTables(NamedTuple):
-    """What learned keys have beside a rotation, coordinates in the kernels' order.
-
-    RoPE turns number i of a vector's two halves together. Where it leaves a part of each vector alone, halves are not those of
-    memory, but of `input_order` and `rotate.places`.
+    """What learned keys have beside a rotation, coordinates in the kernels' order, numbers in `input_order` (`rotate.places`).
 
     Attributes:
-        mean: [H, D] fp32, as in `Coordinates`, numbers in `input_order`.
-        forward: [H, D, D] bf16, rows in `input_order`.
+        mean: [H, D] fp32.
+        forward: [H, D, D] bf16.
         weights: [H, D] fp32.
         widths: [D] int32, bits of each coordinate's level.
         gains: [3] fp32.
         largest: [H, D] fp32, of each row of the rotation its largest number's size.
-        cos, sin: [MOST_POSITIONS / STRETCH, D/2] fp32, how the halves' numbers are turned where a stretch begins.
-        half: numbers i and i + half of a vector are turned together.
+        cos, sin: [MOST_POSITIONS / STRETCH, D/2] fp32, where a stretch begins.
+        half: RoPE turns numbers i and i + half together.
     """
 
     mean: Tensor
@@ -160,11 +157,9 @@ def input_order(head_dim: int, half: int) -> Tensor:
 
 
 def centroid_words(centroids: Tensor) -> Tensor | None:
-    """What `lookup` permutes: int32, the high bytes of the centroids in FP16, then their low bytes.
+    """What `lookup` permutes: int32, high bytes of FP16 centroids, then low bytes; of 16 the upper eight, and the halved sign.
 
-    Of 4 or 8 centroids, ascending, these are all, [2] or [4]. Of 16 these are the upper eight, which are magnitudes, and the
-    halved sign, [5]. None of more than 16, and of 16 whose lower half is not the upper one's negative. They are data and not
-    constants of the kernel, or the compiler would load them into registers for every use.
+    None of more than 16, or of 16 that are not antisymmetric. No constants: the compiler would load them at every use.
     """
     half = centroids.to(torch.float16)
     if len(half) > 16 or (len(half) == 16 and not torch.equal(half[:8].flip(0), -half[8:])):

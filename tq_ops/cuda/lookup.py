@@ -1,11 +1,8 @@
 """The centroids of a tile of codes: byte permutations on a GPU for 2, 3 and 4 bits, arithmetic for learned keys, else loads.
 
-Instructions a coordinate of a tile in registers: 1.3 for 2 bits, 1.6 for 3, 2.5 for 4. `prmt` picks four bytes of eight by the
-nibbles of an index, so eight levels fit one table of high bytes and one of low bytes; sixteen need the sign apart. In FP32, in
-the interpreter, which has no PTX, and from 5 bits on, each centroid is a load.
-
-Centroids of learned keys are a cubic of the level: in FP16 two at a time by `Halves`, 3.5 instructions a coordinate; in FP32
-and in the interpreter by plain arithmetic.
+`prmt` picks four bytes of eight by the nibbles of an index, so eight levels fit one table of high bytes and one of low bytes;
+sixteen need the sign apart: 1.3 to 2.5 instructions a coordinate. In FP32, in the interpreter, which has no PTX, and from 5
+bits on, each centroid is a load. Those of learned keys are a cubic of the level: in FP16 two at a time by `Halves`.
 """
 
 from typing import NamedTuple
@@ -28,16 +25,12 @@ _NUDGES = {4: (-1, 0), 6: (-4, 14)}
 class Halves(NamedTuple):
     """Constants of a part, each the bits of an FP16 number in both halves of a word.
 
-    By `codebooks.cubic` c = m * (a + b * m**2) with m = 2 * level + 1 - 2**bits. Here n = m / 2**(bits - 1), so that no factor
-    leaves FP16's range, and a is the sum of two FP16 numbers:
+    By `codebooks.cubic` c = m * (a + b * m**2) with m = 2 * level + 1 - 2**bits. Here n = m / 2**(bits - 1), in FP16's range,
+    and a is the sum of two FP16 numbers: c = n * a + n * (rest + b * n**2), whose every step but the last is exact or small.
+    The result is the FP16 nearest to c for every level of every width: the constants were moved a little until it was.
 
-        c = n * a + n * (rest + b * n**2)
-
-    Each step but the last is exact or small beside n * a. The result is the FP16 number nearest to c, for every level of every
-    width: the constants were moved a little until it was.
-
-    n costs no conversion. A level whose lowest bit is bit `place` of a half, 1 or above, is or-ed into 1024 = 0x6400: that is
-    x = 1024 + level * 2**place, and n = scale * x + offset.
+    A level whose lowest bit is bit `place` of a half is or-ed into 1024 = 0x6400, which gives x = 1024 + level * 2**place
+    without a conversion; n = scale * x + offset.
     """
 
     scale: int

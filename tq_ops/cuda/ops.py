@@ -82,15 +82,9 @@ def store_kv(k: Tensor, v: Tensor, at: LayerView) -> None:
 
 
 def attend(q: Tensor, rotated: Rotated | None, at: LayerView, softmax_scale: float) -> Tensor:
-    """Attention of rotated queries, in one launch of `decode` or two of `attention`, and without waiting for the device.
+    """Attention of queries [T, Hq, D], without waiting: one launch of `decode` or two of `attention`, one of tokens in BF16.
 
-    Where tokens stay in BF16, one more launch attends to those.
-
-    Args:
-        q: [T, Hq, D] in the model's domain; its numbers count only where tokens stay in BF16, or without `rotated`.
-        rotated: the same, from `rotate`; None where they would take too much memory: some at a time are rotated here.
-    Returns:
-        [T, Hq, D] of q's dtype.
+    `rotated`: the same from `rotate`; None where they would take too much memory: some at a time are rotated here.
     """
     if rotated is None:
         outs = [attend(some, ahead, part, softmax_scale) for some, ahead, part in in_parts(q, at)]

@@ -39,14 +39,8 @@ _STRETCHES_AT_ONCE = 16  # programs that share the stretches of a tile of querie
 _WIDTH = 32  # columns of a rotated query a program, so few that even a decode step fills a GPU
 
 Inputs = namedtuple("Inputs", "q k v q_bias k_bias v_bias q_norm k_norm eps cos sin")
-"""What becomes queries, keys and values. A bias, norm, and cos and sin are None where there is none.
-
-Attributes:
-    q, k, v: [T, heads, D], rows as far apart as the kernel's ROW says; q, or k and v, are None where there is nothing to do.
-    q_bias, k_bias, v_bias: [heads * D].
-    q_norm, k_norm: [D], with `eps`.
-    cos, sin: [T, D/2] fp32.
-"""
+"""What becomes queries, keys and values: q, k, v [T, heads, D], ROW numbers from a token to the next; biases [heads * D];
+norms [D]; cos and sin [T, D/2] fp32. What there is not is None."""
 
 
 @triton.jit
@@ -135,18 +129,16 @@ def prologue_kernel(
 ):  # fmt: skip
     """Rotate queries, and store K and V at slots [tokens] int64, in BF16 as well where `keeping` says so.
 
-    Grid: [tiles of K + tiles of V + tiles of queries * D / WIDTH * shares], each of `vector_ids`. The programs of K and V come
-    first, since each of them makes a vector's whole row of codes; those of Q make WIDTH columns.
+    Grid: [tiles of K + tiles of V + tiles of queries * D / WIDTH * shares]. A program of K or V makes a vector's whole row of
+    codes, one of Q WIDTH columns.
 
     Args:
         inputs: `Inputs`, of ROW numbers from a token to the next.
         queries: [tokens, HEADS, D], where queries are stored unrotated as well; or None.
         rotated: `Rotated`; its queries are None where attention rotates them itself.
-        rotation, learned: of K's `Layout`.
         positions: [tokens] int64; None without `learned`.
         shares: programs that share the stretches of learned keys, else 1.
         k, v, keeping: `Write` and `Keeping`; None without K and V.
-        HALF: of `places`, of K and Q.
         ROUNDED: the model's dtype, to which queries are rounded before they are rotated.
         Q_TYPE: operand type of their rotation.
     """
@@ -204,10 +196,9 @@ def _launch_prologue(
 
 
 def append(k: Tensor, v: Tensor, at: LayerView, fault: Tensor, *, write: bool = True, stand_in: bool = False) -> None:
-    """Quantize K and V and store them, and in BF16 what stays in it, in one launch and without waiting for the device.
+    """Quantize K and V [T, Hkv, D] fp32 and store them, in BF16 too what stays in it, in one launch. It does not wait.
 
     Args:
-        k, v: [T, Hkv, D] fp32; K after RoPE.
         at: where they go; a negative slot is skipped.
         fault: from `ops.new_fault`; a vector that is not finite, or too large for its format, is left out and noted there.
         write: store, or look for faults only.
@@ -251,8 +242,6 @@ def rotate_and_append(
     qkv: Tensor, heads: Heads, rope: tuple[Tensor, Tensor], at: LayerView, fault: Tensor
 ) -> tuple[Tensor, Rotated | None]:
     """Everything between the packed projections and attention, in one launch; arguments as of `FusedOps.attention`.
-
-    It stores K and V, and notes faults, as `append`.
 
     Returns:
         The queries [T, Hq, D], set only where tokens stay in BF16 or the other is None, and those of `rotate`, or None where

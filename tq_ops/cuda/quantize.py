@@ -34,24 +34,16 @@ Write = namedtuple(
     "Write",
     "codes scales codes_stride scales_stride centroids forward boundaries kept BITS COLUMNS UNITS PARTS ALONG TYPE",
 )
-"""K or V of one layer, as it is quantized and stored.
+"""K or V of one layer, as it is quantized and stored: as `attention.Read`, with tables of `layout.Layout`.
 
 Attributes:
-    codes … PARTS: as in `attention.Read`.
-    forward, boundaries: of `layout.Layout`.
     kept: [num_rows, Hkv, sink + ring, D] bf16, tokens that stay in it; None where none do.
     ALONG: of `Description`.
     TYPE: operands of the product with `forward`.
 """
 
 Keeping = namedtuple("Keeping", "rows positions query_start_loc SINK RING SEQUENCE_BITS")
-"""Which new tokens stay in BF16, and where; without any SINK and RING are 0, and the rest is None.
-
-Attributes:
-    rows, positions, query_start_loc: of the batch.
-    SINK, RING: places of first tokens and of newest ones.
-    SEQUENCE_BITS: of `schedule.sequence_bits`.
-"""
+"""Which new tokens of a batch stay in BF16: places of first tokens, SINK, and of newest ones, RING; both 0 where none do."""
 
 
 def write_arguments(fields: dict[str, Tensor], layout: Layout, window: Tensor | None, x: Tensor) -> Write:
@@ -135,14 +127,10 @@ def by_rotation(low, high, into, D: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def fit_levels(y, gain, weight, width, centroids, boundaries):
-    """Levels [ROWS, D/2] of half of the coordinates of y, scaled by a gain.
+    """Levels [ROWS, D/2] of half of the coordinates of y, of deviation 1, scaled by a gain.
 
-    Args:
-        y: [ROWS, D/2], of deviation 1.
-        weight, width: [1, D/2], of each coordinate, and bits of its level.
-        centroids, boundaries: of all widths, as in `layout.Layout`.
-    Returns:
-        levels; [ROWS] sums of weight * centroid * y, and of weight * centroid**2.
+    `weight`, `width` [1, D/2]: of each coordinate, and bits of its level. Returns levels; sums [ROWS] of weight * centroid *
+    y, and of weight * centroid**2.
     """
     level, value = tl.zeros(y.shape, tl.int32), gain * y
     width_offset = (1 << width) - 1 - width  # the first of its boundaries
@@ -203,14 +191,10 @@ def append(
     low, high, token, head, matrix, live, side: tl.constexpr, into, learned, positions, slots, fault, layer,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WRITE: tl.constexpr, STAND_IN: tl.constexpr,
 ):  # fmt: skip
-    """Quantize vectors [ROWS, D], as halves of `places`, and store them in `into`, a `Write`; K and V alike.
+    """Quantize vectors [ROWS, D], as halves of `places`, and store them in `into`, a `Write`.
 
-    A vector that is not finite is not stored: the first of them, in the order layer, side, token, head, is noted in `fault`
-    [1] int64 as `layout.fault_place` reads it. A negative slot is skipped. With STAND_IN such a vector is noted, and stored
-    with zeros for its numbers that are not finite.
-
-    Returns:
-        [ROWS], which vectors are stored, or would be without WRITE.
+    The first vector that is not finite is noted in `fault` [1] int64 (`layout.fault_place`) and left out, or with STAND_IN
+    stored with zeros. A negative slot is skipped. Returns [ROWS], which vectors are stored, or would be without WRITE.
     """
     if learned is not None and not STAND_IN:
         # What is too large to be turned is refused as well.

@@ -1,8 +1,4 @@
-"""Pieces of kernels: rounding, products, rotation of vectors into the domain of the codes.
-
-Each KV head of learned keys has its own matrix, so a program takes vectors that share one (`vector_ids`). Learned keys are
-stored by stretches (`tq_ops.formats.stretches`): a query is rotated anew for the keys of each.
-"""
+"""Pieces of kernels: rounding, products, rotation of vectors into the domain of the codes."""
 
 from __future__ import annotations
 
@@ -40,9 +36,9 @@ def dot(a, b, into, TYPE: tl.constexpr):
 
 @triton.jit
 def vector_ids(tile, tokens, HEADS: tl.constexpr, MATRICES: tl.constexpr, ROWS: tl.constexpr):
-    """Token and head [ROWS] of a tile's vectors, and the matrix that they share; a token past the last is none.
+    """Token and head [ROWS] of a tile's vectors, and the matrix that they share: each KV head of learned keys has its own.
 
-    Of the `num_tiles` tiles those of the first heads, which share the first matrix, come first.
+    A token past the last is none. Tiles of the first matrix come first.
     """
     shared: tl.constexpr = HEADS // MATRICES
     matrix = 0
@@ -86,9 +82,7 @@ def rotate_columns(
 ):  # fmt: skip
     """Columns first … first + WIDTH - 1 of `x @ rotation`, or with BACK of `x @ rotation.T`: [ROWS, WIDTH] fp32.
 
-    Args:
-        low, high: [ROWS, D/2], the halves of x; a single row is multiplied without tensor cores, which take 16.
-        rotation: pointer to [D, D] bf16.
+    `low`, `high` [ROWS, D/2] are the halves of x; a single row is multiplied without tensor cores, which take 16.
     """
     i, column = tl.arange(0, D // 2)[:, None], first + tl.arange(0, WIDTH)[None, :]
     # BACK reads the same matrix along its other axis.
@@ -109,10 +103,7 @@ def power_of_two(exponent):
 
 @triton.jit
 def query_gains(low, high, largest, D: tl.constexpr):
-    """Powers of two [ROWS], at least 1; queries [ROWS, D/2] in learned coordinates divided by them fit FP16.
-
-    `largest` points to one head's row of `layout.LearnedTables.largest`, which bounds a query's numbers.
-    """
+    """Powers of two [ROWS], at least 1: queries in learned coordinates over them fit FP16; `largest` of one head."""
     dim = tl.arange(0, D // 2)
     largest_low, largest_high = tl.load(largest + dim)[None, :], tl.load(largest + D // 2 + dim)[None, :]
     most = tl.sum(tl.abs(low.to(tl.float32)) * largest_low, 1) + tl.sum(tl.abs(high.to(tl.float32)) * largest_high, 1)
@@ -161,8 +152,7 @@ def for_stretch(low, high, stretch, learned, head, D: tl.constexpr):
     """Queries of one KV head, as halves [ROWS, D/2] of `places`, turned for the keys of a stretch.
 
     Returns:
-        low, high [ROWS, D/2] fp32; gains [ROWS] of `query_gains`; and the queries' products with K's mean, which logits lack
-        [ROWS].
+        low, high fp32; gains [ROWS]; and what logits lack [ROWS], the products with K's mean.
     """
     dim = tl.arange(0, D // 2)
     at = stretch * (D // 2) + dim
@@ -180,8 +170,7 @@ def store_rotated(
 ):  # fmt: skip
     """Columns first … first + WIDTH - 1 of rotated queries [ROWS], rounded to the dtype of `out`, a `Rotated`.
 
-    Of learned keys once for each stretch that one of them sees: of `shares` programs with the same columns each takes every
-    `shares`-th, and the program of the first columns stores gains and lacks.
+    Learned keys: once for each stretch that is seen; each of `shares` programs takes every `shares`-th.
     """
     live = token < tokens
     vector, column = token * HEADS + head, first + tl.arange(0, WIDTH)[None, :]

@@ -34,14 +34,8 @@ if TYPE_CHECKING:
     from haarkv.tq_ops.cuda.in_bf16 import Windows
 
 Tokens = namedtuple("Tokens", "positions query_start_loc seq_lens TAIL SINK WINDOW ONE_EACH SIZE")
-"""The new tokens of a batch: tensors of `Batch`, and which tokens before them they see packed.
-
-Attributes:
-    TAIL, SINK: newest and first tokens that are seen in BF16; both 0 where none are.
-    WINDOW: tokens that a query sees; 0 for all.
-    ONE_EACH: every sequence has one new token.
-    SIZE: a power of two, at least as many as there are sequences.
-"""
+"""The new tokens of a batch: newest and first ones that are seen in BF16 (TAIL, SINK), those that a query sees (WINDOW, 0 for
+all), whether each sequence has one (ONE_EACH), and a power of two that is no less than the sequences (SIZE)."""
 
 
 def token_arguments(batch: Batch, windows: Windows | None, window: int | None) -> Tokens:
@@ -207,16 +201,12 @@ NARROW = 4
 
 
 def attention_tile(most: int, group: int, width: int, operand: tl.dtype, layouts: Iterable[Layout]) -> dict[str, int]:
-    """Sizes of an attention launch, with which no loop of a BF16 model spills on sm_90. FP32, for comparing, may spill.
-
-    COLUMNS are queries times heads of a group: from 16 on the product runs on whole warp groups, operands in registers. TOKENS
-    are stored tokens a step.
+    """Sizes of an attention launch, with which no loop of a BF16 model spills on sm_90: COLUMNS of queries, TOKENS a step.
 
     Args:
         most: new tokens of a sequence, on average; 1 is decode.
         group: query heads of a KV head.
         width: head_dim.
-        layouts: of K and V.
     """
 
     def sizes(columns: int, tokens: int, wide: bool = False, stages: int = 2) -> dict[str, int]:
@@ -240,19 +230,10 @@ def attention_tile(most: int, group: int, width: int, operand: tl.dtype, layouts
 
 
 def most_visible(capacity: int, window: int | None, new: int, tokens: int) -> int:
-    """Stored tokens that a sequence's new ones walk through at most, in whole tiles but for the last.
-
-    Args:
-        capacity: that the block table has room for.
-        new: tokens of a sequence at most.
-        tokens: of a tile.
-    """
+    """Stored tokens that a sequence's `new` ones walk through at most, of `capacity`, in whole tiles of `tokens`."""
     return capacity if window is None else min(capacity, window + new - 1 + tokens - 1)
 
 
 def count_programs(heads: int, most_tiles: int, device: torch.device) -> int:
-    """Programs that share a KV head's work, so that some run on each processor at once, but no more than tiles.
-
-    It is one number for any lengths, which stay on the device, so that a graph can hold the launch.
-    """
+    """Programs that share a KV head's work: one number for any lengths, so that a graph can hold the launch."""
     return max(1, min(_PROGRAMS_A_PROCESSOR * processors(device) // heads, most_tiles))

@@ -6,8 +6,8 @@
 >>> [f.name for f in formats.parse("k=bf16,v=tq4")]
 ['bf16', 'tq4']
 
-To add one: a subclass of `KVFormat`, or a `RotatedFormat` with a description, and an entry in `_FORMATS`. Which executors run
-it follows from its description (`kv.kernel_support`); CONTRIBUTING.md lists the files.
+To add a format, write a subclass of `KVFormat`, or a `RotatedFormat` with a description, and an entry in `_FORMATS`. Its
+description decides which executors run it (`kv.kernel_support`). CONTRIBUTING.md lists all files that you edit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Side = Literal["k", "v"]
 PUBLISHED = TurboQuant4Seed()
 """The layout of the published kernels, to repeat their experiment."""
 
-# One entry a format, or K's and V's where they are stored differently. tq4 comes first: what options mean that name none.
+# One entry for each format; a pair if K and V are stored differently. tq4 comes first: it is the default of options.
 _FORMATS: tuple[KVFormat | tuple[KVFormat, KVFormat], ...] = (
     TurboQuant(4, "rotated; fastest to read"),
     PUBLISHED,
@@ -47,7 +47,7 @@ _BY_NAME = {k.name: (k, v) for k, v in (f if isinstance(f, tuple) else (f, f) fo
 
 
 def register(k_format: KVFormat, v_format: KVFormat) -> None:
-    """Add a format of this process, for K and V, by K's name, or replace one."""
+    """Add a format to this process, under K's name, or replace the format of that name."""
     _BY_NAME[k_format.name] = (k_format, v_format)
 
 
@@ -57,13 +57,17 @@ def names() -> list[str]:
 
 
 def learned_names() -> list[str]:
-    """Formats of learned keys, which need a calibration."""
+    """Names of the formats of learned keys, which need a calibration."""
     return [f"{PREFIX}{bits}" for bits in COLUMNS]
 
 
 def get(name: str, side: Side = "k", calibration: Calibration | None = None) -> KVFormat:
-    """The format of that name, of K or V where they are stored differently; an InputError if there is none, or if `lrB` has no
-    calibration.
+    """The format with this name; `side` matters if K and V are stored differently.
+
+    Args:
+        calibration: learned coordinates for `lrB`.
+    Raises:
+        InputError: no format has this name (the message lists all), or `lrB` without a calibration.
     """
     if bits := learned_bits(name):
         if side == "v":
@@ -80,9 +84,13 @@ def get(name: str, side: Side = "k", calibration: Calibration | None = None) -> 
 
 
 def parse(spec: str, calibration: Calibration | None = None) -> tuple[KVFormat, KVFormat]:
-    """K's and V's format from `NAME` or `k=NAME,v=NAME`; an InputError as of `get`, or of another form."""
+    """The formats of K and V from `NAME` or `k=NAME,v=NAME`.
+
+    Raises:
+        InputError: spec has neither form, a name is unknown, or `lrB` has no calibration.
+    """
     if "=" not in spec:
-        # What no value can be stored in is said first, with what to write instead.
+        # V first: if the format stores keys only, this error says what to write instead.
         v_format = get(spec, "v", calibration)
         return get(spec, "k", calibration), v_format
     sides = dict(part.strip().split("=", 1) for part in spec.split(",") if "=" in part)

@@ -1,4 +1,4 @@
-"""What a KV format is: how one K or V vector is stored, and nothing about where."""
+"""What a KV format is: how one K or V vector becomes stored tensors. Where these lie is the cache's business (`tq_ops.kv`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Field:
-    """A stored tensor of a format, for one group of tokens of one KV head; shape () for a scalar."""
+    """A stored tensor of a format at one head_dim: dtype and shape for one group of tokens and KV head; () for a scalar."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -31,11 +31,11 @@ class Field:
 
 
 class Part(NamedTuple):
-    """A stored tensor of a format, for every head_dim.
+    """A stored tensor of a format for any head_dim; `KVFormat.fields` makes a `Field` of it.
 
     Attributes:
-        bits: stored for each coordinate; 0 for a field with one number a block (or a vector, without blocks).
-        axes: number of axes of the field's tensor for one group.
+        bits: bits for each coordinate; 0 if the tensor has one number for each block (for each vector, without blocks).
+        axes: number of axes of the tensor for one group.
     """
 
     name: str
@@ -62,22 +62,22 @@ def stored_bytes(fields: dict[str, Field]) -> int:
 
 
 class KVFormat:
-    """How K or V vectors are stored; knows no cache and no device.
+    """How K or V vectors are stored. A format knows no cache and no device.
 
-    `layout` gives fields and bytes, `unpack` the levels; a format whose bytes do not follow head_dim times bits overrides
-    `fields` and `levels`.
+    `fields` and `to_bytes` follow from `layout`, `levels` from `unpack`. If bytes are not head_dim times bits, a subclass
+    overrides `fields` and `levels`.
 
     Attributes:
         name: in `formats.get` and `--kv`.
         purpose: one line for a table.
-        layout: stored tensors, in the byte order of the format's origin.
-        block: numbers of one of the origin's blocks; None without blocks.
-        unpack: `codes` -> level [..., D] uint8; None of a format without levels.
-        multiple: divides each head_dim that it can hold; `cuts` says why, behind the name.
-        group_tokens: tokens that are quantized together.
+        layout: stored tensors, in the byte order of the original implementation.
+        block: numbers in one block of the original implementation; None if it has no blocks.
+        unpack: `codes` -> level [..., D] uint8; None for a format without levels.
+        multiple: every supported head_dim is a multiple of this; `cuts` is the reason in the error message.
+        group_tokens: number of tokens that are quantized together.
         lossy: whether BF16 is more precise.
-        plain: dtype of an unquantized vector, in the one field `data`; else None.
-        to_compare: another project's format: only the reference's ops store and read it.
+        plain: dtype of the only field `data` if vectors are not quantized; else None.
+        to_compare: whether this is another project's format, which only the reference's ops store and read.
     """
 
     name: str
@@ -103,27 +103,27 @@ class KVFormat:
         }
 
     def description(self, head_dim: int) -> Description | None:
-        """What a backend needs to read and write rotated levels; None of other formats. Raises as `fields`."""
+        """Data with which a backend reads and writes rotated levels; None for other formats. Raises as `fields`."""
         return None
 
     def rope_shift(self, layer: int) -> RopeShift | None:
-        """Of keys that a layer stores by stretches: undo before storing, redo after reading. None of other keys."""
+        """The rotation that keys by stretches undo before storing and redo after reading; None for other keys and values."""
         return None
 
     def as_stored(self, x: Tensor, layer: int, positions: Tensor) -> Tensor:
-        """Vectors [..., n, D] at positions [n] as `quantize` takes them: with `rope_shift` undone."""
+        """The argument of `quantize` for vectors [..., n, D] at positions [n]: the vectors with `rope_shift` undone."""
         turns = self.rope_shift(layer)
         return turns.undo(x, positions) if turns else x
 
     def bytes_per_vector(self, head_dim: int) -> float:
-        """Of one KV head, scales included."""
+        """Bytes of one vector, scales included."""
         return stored_bytes(self.fields(head_dim)) / self.group_tokens
 
     def quantize(self, x: Tensor, layer: int) -> dict[str, Tensor]:
         """Quantize vectors.
 
         Args:
-            x: [..., Hkv, n, D] fp32 or bf16, as `as_stored` returns them; K after RoPE. Any leading axes if heads are alike.
+            x: [..., Hkv, n, D] fp32 or bf16 from `as_stored`; K after RoPE. Without learned coordinates Hkv may be missing.
             layer: chooses the rotation.
         Returns:
             every field of `fields(D)`, each [..., *field.shape].
@@ -137,11 +137,11 @@ class KVFormat:
         raise NotImplementedError
 
     def length(self, x: Tensor, layer: int) -> Tensor:
-        """Lengths [..., Hkv, n] of differences of vectors x [..., Hkv, n, D], in the norm in which levels are chosen."""
+        """Lengths [..., Hkv, n] of errors x [..., Hkv, n, D], in the norm that `quantize` minimizes."""
         return vector_lengths(x)
 
     def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
-        """uint8 [..., n]: each vector or group in the byte order of its origin: `layout`, little-endian, block by block."""
+        """uint8 [..., n]: each vector or group as the original implementation stores it: `layout`, little-endian, by block."""
         parts = [trailing_bytes(fields[part.name], part.axes) for part in self.layout]
         if self.block is None:
             return torch.cat(parts, -1)
@@ -149,7 +149,7 @@ class KVFormat:
         return torch.cat([split_groups(part, part.shape[-1] // blocks) for part in parts], -1).flatten(-2)
 
     def levels(self, fields: dict[str, Tensor]) -> Tensor | None:
-        """Level [..., D] uint8 of every coordinate; None of a format without levels."""
+        """Level [..., D] uint8 of every coordinate; None for a format without levels."""
         return None if self.unpack is None else self.unpack(fields["codes"])
 
 
@@ -175,7 +175,7 @@ def by_token(fields: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class NonFiniteVectorError(NonFiniteError):
-    """A vector is not finite; `index` is that of the first in x's leading axes."""
+    """A vector is not finite; `index` is the place of the first such vector in x's leading axes."""
 
     def __init__(self, index: tuple[int, ...]) -> None:
         super().__init__(f"vector {list(index)} is not finite")

@@ -1,9 +1,9 @@
-"""Formats of other projects, for comparison, bound to the bytes of their origins. None rotates by a matrix.
+"""Formats of other projects, for comparison. They give the bytes of the original implementations. None rotates by a matrix.
 
-`q4_0` and `q8_0` are ggml's (`quantize_row_q*_0_ref`); `tq3_0` and `tbq4_0` are of llama.cpp forks that rotate blocks by a
-signed Walsh-Hadamard transform; `fp8_e4m3` is OCP 8-bit floating point; `manthan3` is the public ManthanQuant codec (numpy).
-KIVI is arXiv 2402.02750 in the arithmetic of the public SYCL kernels; the original differs: no 1e-10, ties to even, int32
-words, and other rules of when recent tokens are quantized.
+`q4_0` and `q8_0` come from ggml (`quantize_row_q*_0_ref`). `tq3_0` and `tbq4_0` come from llama.cpp forks, which rotate blocks
+by a signed Walsh-Hadamard transform. `fp8_e4m3` is OCP 8-bit floating point. `manthan3` is the public ManthanQuant codec
+(numpy). KIVI is arXiv 2402.02750 in the arithmetic of the public SYCL kernels; the original differs: no 1e-10, ties to even,
+int32 words, and other rules for when recent tokens are quantized.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def to_fp16(scale: Tensor) -> Tensor:
 
 
 def _reached_levels(value: Tensor, boundaries: tuple[float, ...], *, ties_up: bool = True) -> Tensor:
-    """Levels uint8: how many boundaries each number reaches (or exceeds, unless `ties_up`)."""
+    """Levels uint8: the number of boundaries that each number reaches; without `ties_up`, that it exceeds."""
     level = torch.bucketize(value, numbers_on(boundaries, value.device), right=ties_up, out_int32=True)
     return level.to(torch.uint8)
 
@@ -68,8 +68,8 @@ class BlockQ4(BlockFormat):
         d = (the value of largest magnitude, the first of equals) / -8
         level = min(15, trunc(x * (1 / d) + 8.5));  restored: (level - 8) * fp16(d)
 
-    A block of zeros stores d = -0 and level 8. A block too small for FP16 comes back as zeros, one whose d rounds to infinity
-    is refused. 18 bytes a block: d, then `byte[j] = level[j] | level[j + 16] << 4`.
+    A block of zeros stores d = -0 and level 8. A block too small for FP16 is restored as zeros; a d that rounds to infinity
+    raises an error. 18 bytes a block: d, then `byte[j] = level[j] | level[j + 16] << 4`.
     Rounding points: d, 1 / d, the product and the sum to FP32; the stored d to FP16.
     """
 
@@ -93,7 +93,7 @@ class BlockQ8(BlockFormat):
 
         d = max |x| / 127;  code = round(x * (1 / d)), ties away from zero;  restored: code * fp16(d)
 
-    A block too small for FP16 comes back as zeros, one whose d rounds to infinity is refused.
+    A block too small for FP16 is restored as zeros; a d that rounds to infinity raises an error.
     Rounding points: d, 1 / d and the product to FP32; the stored d to FP16.
     """
 

@@ -86,7 +86,7 @@ COLUMNS = {
 }
 """How the levels of eighths lie in bytes, by B: benchmarks/LOG.md says how the widths were chosen."""
 LEAST_DIM = 32
-"""A unit of two bytes, and eighths of whole words: D is a multiple of so many."""
+"""D is a multiple of this number, so that units of two bytes and eighths fill whole words."""
 GAINS = (1.0, 7 / 8, 19 / 16)
 """A vector is quantized at each of these sizes, and the nearest is kept; of equals, the first."""
 
@@ -114,7 +114,7 @@ class Calibration:
         return {}
 
     def format(self, bits: int) -> LearnedFormat:
-        """The format of so many bits a number, cached; an InputError if it cannot store the head_dim."""
+        """The format `lrB` for B = `bits`, cached; an InputError if it cannot store the head_dim."""
         if bits not in self._formats:
             self._formats[bits] = LearnedFormat(self.k, bits)
         return self._formats[bits]

@@ -1,8 +1,8 @@
-"""Levels in bytes: as a bit stream, in parts that unpack without shuffling, or in columns.
+"""Packing levels into bytes: as a bit stream, in parts that unpack without shuffling, or in columns.
 
-Columns hold levels of unequal widths: each eighth of a vector has its own. Coordinate j of an eighth lies in unit j of the
-eighth's column. A unit is one or two bytes, little-endian, filled by the levels of its eighths, the first in the lowest bits.
-A column is D / 8 units, and codes are columns. So a kernel extracts a level by one shift and one mask.
+Columns hold levels of different widths, one width for each eighth of a vector. A column has D / 8 units of one or two bytes,
+little-endian. Unit j holds the level of coordinate j of each eighth in the column, the first eighth in the lowest bits. Codes
+are one column after the other. So a kernel extracts a level with one shift and one mask.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Formats of rotated levels: `tq2` to `tq8`, of which `tq4` is packed in 66 bytes, and the published `tq4_seed`.
 
-    y = unit @ matrix;  level = #{b : y >= b};  scale = ||x|| / ||c[level]||;  it stands for scale * c[level] @ matrix.T
+    y = unit @ matrix;  level = #{b : y >= b};  scale = ||x|| / ||c[level]||;  restored: scale * c[level] @ matrix.T
 
-or, `along` x itself, scale = ||x|| / sum(c[level] * y). All else is data in a `Description`; backends declare which of them
-they read (`tq_ops.kv.kernel_support`) and never test a name or class. Source: TurboQuant (arXiv 2504.19874), MSE variant, no
-QJL, with a Haar rotation per layer and one Gaussian codebook.
+With `along`, scale = ||x|| / sum(c[level] * y). Everything else is data in a `Description`. A backend declares which
+descriptions it reads (`tq_ops.kv.kernel_support`), and never tests a name or class. Source: TurboQuant (arXiv 2504.19874), MSE
+variant, no QJL, with a Haar rotation per layer and one Gaussian codebook.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Coordinates:
     """Learned coordinates of one layer, different for each KV head; see docs/formats.md.
 
         u = bf16((x - mean) / gamma);  y = u @ forward;  rho = sqrt(mean of y**2);  levels are taken of gain * y / rho
-        x is near scale * (c[level] @ rows) + mean
+        x is about scale * (c[level] @ rows) + mean
 
     Attributes:
         mean: [H, D] fp32, in units of x.
-        forward, rows: [H, D, D] fp32 of BF16 numbers; a coordinate is a column of the first, a row of the second.
-        weights: [H, D] fp32, of each coordinate in a vector's length.
-        gains: sizes at which a vector is tried; the first of equals is kept.
-        rope_shift: None where keys are stored as they are.
+        forward, rows: [H, D, D] fp32 of BF16 numbers; a coordinate is a column of `forward`, a row of `rows`.
+        weights: [H, D] fp32, weight of each coordinate's squared error.
+        gains: factors that `quantize` tries; it takes the best, the first of equals.
+        rope_shift: rotation of keys by stretches; None without stretches.
     """
 
     mean: Tensor
@@ -58,12 +58,12 @@ Rotation = Callable[[int, int], Tensor]
 
 @dataclass(frozen=True)
 class Transform:
-    """The rotation before quantization: `y = x @ matrix`, back with `y @ matrix.T`.
+    """The rotation before quantization: `y = x @ matrix`; its inverse is `y @ matrix.T`.
 
     Attributes:
         matrix: (layer, head_dim) -> [D, D] bf16 on the CPU, cached; [H, D, D] with `coordinates`.
         coordinates: layer -> learned coordinates; None for a rotation.
-        heads: H, KV heads of learned coordinates; else None.
+        heads: number H of KV heads with learned coordinates; None for a rotation.
     """
 
     matrix: Rotation
@@ -77,17 +77,17 @@ class Transform:
 
 @dataclass(frozen=True)
 class Description:
-    """What a backend needs to know of a format at one head_dim: formats of equal descriptions must store equal bytes.
+    """Everything that a backend needs to read and write a format at one head_dim. Equal descriptions mean equal bytes.
 
-    So a format has a description only if its fields are `codes`, packed by `pack_planes` (or `pack_columns`), and `scale` in
+    A format has a description only if its fields are `codes`, packed by `pack_planes` (or `pack_columns`), and `scale` in
     FP16, which saturates. A unit vector is rounded to BF16 before it is rotated.
 
     Attributes:
-        bits: of a level; the mean of the widths with `columns`.
-        centroids: 2**bits numbers, ascending, in units of a unit vector's coordinate; none with `columns`.
-        boundaries: 2**bits - 1 numbers, ascending; level = #{b : y >= b}; none with `columns`.
-        columns: where levels have several widths, with the tables of `codebooks.cubic`; else empty.
-        along: whether the scale keeps the length along the vector, not that of the reconstruction.
+        bits: bits of a level; with `columns` the mean of the widths.
+        centroids: 2**bits numbers, ascending, in units of a unit vector's coordinate; empty with `columns`.
+        boundaries: 2**bits - 1 numbers, ascending; level = #{b : y >= b}; empty with `columns`.
+        columns: places of levels of several widths, which use the tables of `codebooks.cubic`; empty if all widths are equal.
+        along: whether the scale preserves the projection of the restored vector on x instead of its length.
     """
 
     head_dim: int
@@ -101,7 +101,7 @@ class Description:
 
 @cache
 def numbers_on(numbers: tuple[float, ...], device: torch.device) -> Tensor:
-    """[n] fp32 on a device, kept there. Do not write to it."""
+    """[n] fp32 on a device, cached. Do not write to it."""
     return torch.tensor(numbers, device=device)
 
 
@@ -142,9 +142,14 @@ def stored_scale(scale: Tensor) -> Tensor:
 
 
 class RotatedFormat(KVFormat):
-    """A KV format defined by its description, with one scale a vector.
+    """A KV format that its description defines, with one scale for each vector.
 
-    A zero vector stores scale 0 and comes back as zeros, as does one whose scale is below the dtype's smallest.
+    A zero vector is stored with scale 0 and restored as zeros; so is a vector whose scale is too small for FP16.
+
+    Args:
+        name, purpose: as in `KVFormat`.
+        bits: bits of a level, at every head_dim.
+        describe: head_dim -> description.
     """
 
     def __init__(self, name: str, purpose: str, bits: int, describe: Callable[[int], Description]) -> None:
@@ -153,11 +158,11 @@ class RotatedFormat(KVFormat):
         self._describe = lru_cache(None)(describe)
 
     def description(self, head_dim: int) -> Description:
-        """Cached by head_dim; an InputError if there is no layout for it."""
+        """The description at a head_dim, cached; an InputError if the format cannot store this head_dim."""
         return self._describe(head_dim)
 
     def fields(self, head_dim: int) -> dict[str, Field]:
-        self.description(head_dim)  # says what it cannot hold
+        self.description(head_dim)  # raises an InputError if the format cannot store this head_dim
         return super().fields(head_dim)
 
     def pack(self, level: Tensor) -> Tensor:
@@ -201,7 +206,7 @@ def _matrix_on(transform: Transform, layer: int, head_dim: int, device: torch.de
     return transform.matrix(layer, head_dim).to(device, torch.float32)
 
 
-# -- tq4 and its kin ------------------------------------------------------------------------------------------------------
+# -- tq2 to tq8 -----------------------------------------------------------------------------------------------------------
 BITS = 4
 SEED_EPS = 1e-6
 _CPU = torch.device("cpu")
@@ -218,19 +223,19 @@ def codebook_on(head_dim: int, device: torch.device, bits: int = BITS) -> Codebo
 
 
 class TurboQuant(RotatedFormat):
-    """`tq2` to `tq8`: packed levels and one FP16 scale a vector, the renormalisation folded into the scale.
+    """`tq2` to `tq8`: packed levels and one FP16 scale for each vector.
 
         gamma = ||x||;  level = #{b : (bf16(x / gamma) @ rotation) >= b};  scale = fp16(gamma / ||c[level]||)
 
     Two, four and eight bits are packed in parts of the vector (tq4: `byte[j] = level[j] | level[j + D/2] << 4`), other widths
-    in planes of those, low bits first. The format stands for `scale * c[level]` in the rotated domain.
+    in planes of 1, 2 or 4 bits, low bits first. A restored vector is `scale * c[level]` in the rotated domain.
 
-    With `inner_product`, scale = fp16(gamma / sum(c[level] * y)), y the rotated vector: the length along x is kept. Else
-    reconstructions are short along x, `tq2` by 6 %, `tq3` by 1.7 %. For V, attention averages many values: errors across them
-    cancel, a common shortfall does not. For K, being short is better: errors of logits inflate the softmax's sum.
+    With `inner_product`, scale = fp16(gamma / sum(c[level] * y)), where y is the rotated unit vector: the projection of the
+    restored vector on x has x's length. Without it, this projection is too short: in `tq2` by 6 %, in `tq3` by 1.7 %. That is
+    bad for V: attention averages many values, and a common shortfall does not cancel. For K it is good (docs/mathematics.md).
 
     Args:
-        rotation: of a layer; the shipped one by default.
+        rotation: (layer, head_dim) -> rotation; the shipped one by default.
     """
 
     def __init__(self, bits: int, purpose: str, rotation: Rotation = haar_rotation, inner_product: bool = False) -> None:
@@ -254,18 +259,18 @@ class TurboQuant(RotatedFormat):
 
 
 def rotated_pair(bits: int) -> tuple[TurboQuant, TurboQuant]:
-    """K's and V's format of few bits."""
+    """The formats of K and V for 2 and 3 bits: V's scale preserves the inner product."""
     purpose = f"as tq4, with {bits} bits"
     return TurboQuant(bits, purpose), TurboQuant(bits, purpose, inner_product=True)
 
 
 class TurboQuant4Seed(KVFormat):
-    """`tq4_seed`: the layout of the public Qwen3-14B kernels, one byte a level and the FP32 norm; for comparison.
+    """`tq4_seed`: the layout of the public Qwen3-14B kernels, one byte for each level and an FP32 norm; for comparison.
 
         gamma = sqrt(sum(x**2) + 1e-6);  restored: bf16(c[level] * rsqrt(sum(c[level]**2) + 1e-6) * gamma) @ rotation.T
 
-    As published, a zero vector comes back with norm 1e-3, and vectors shorter than about 1e-2 shrink. A vector whose squares
-    overflow (|x| ~ 1e19) is refused.
+    As published, a zero vector is restored with norm 1e-3, and vectors shorter than about 1e-2 shrink. A vector whose squares
+    overflow (|x| ~ 1e19) raises an error.
     """
 
     name = "tq4_seed"

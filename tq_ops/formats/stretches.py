@@ -1,8 +1,8 @@
-"""Keys in stretches: each is stored as RoPE would have rotated it had its stretch of the text come first.
+"""Keys by stretches: a stretch is 1,024 positions, and each key is stored as if its stretch were the first of the text.
 
-RoPE rotates pairs of a key's numbers by angles that grow with its position; learned coordinates lose what keys have in common
-as these angles spread. So a text is cut into stretches of 1,024 positions. A key is rotated back by the position where its
-stretch begins, and a query by as much before it meets the keys of that stretch: their product stays the same.
+RoPE rotates pairs of a key's numbers by angles that grow with the position. This blurs what keys have in common, and learned
+coordinates need that. So a key is rotated back by the angles of its stretch's first position. A query is rotated back by the
+same angles before it is multiplied with the keys of a stretch, so the product stays the same.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 STRETCH = 1024
-"""Positions of a stretch."""
+"""Positions in one stretch."""
 MOST_POSITIONS = 2**22
-"""Of a sequence: compiled kernels hold the angles of this many positions."""
+"""The longest sequence: compiled kernels hold the angles of this many positions."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class RopeShift:
     """The rotation of one layer's keys by stretches.
 
     Attributes:
-        inv_freq: R/2 angles of a position: numbers i and i + R/2 of a key are rotated by position * inv_freq[i].
+        inv_freq: [R/2], RoPE's frequencies: numbers i and i + R/2 of a key are rotated by position * inv_freq[i].
     """
 
     inv_freq: tuple[float, ...]
@@ -34,8 +34,13 @@ class RopeShift:
         return _table(self, 1 << max(0, stretches - 1).bit_length(), device)
 
     def undo(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Keys [..., T, D] at positions [T] int64 as their stretches store them, or queries as they meet keys of those
-        stretches: [..., T, D] fp32. The first R numbers are rotated.
+        """Rotate vectors back by their stretch: keys before storing, queries before a product with keys of this stretch.
+
+        Args:
+            x: [..., T, D] of a floating dtype.
+            positions: [T] int64, any positions in the stretches.
+        Returns:
+            [..., T, D] fp32; the first R numbers are rotated.
         """
         return self._shift(x, positions, -1.0)
 

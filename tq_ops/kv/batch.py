@@ -1,6 +1,6 @@
-"""The tokens of one forward: where they stand in their sequences and where their K and V are stored.
+"""The tokens of one forward: their positions in their sequences, and the slots where their K and V are stored.
 
-`PagedSequences` hands out blocks and builds a `Batch` for the next tokens of some sequences, prefill and decode alike.
+`PagedSequences` hands out blocks and builds a `Batch` of the next tokens of some sequences, for prefill and decode alike.
 
 >>> paging = PagedSequences(num_blocks=4, block_size=2)
 >>> first, second = paging.add(), paging.add()
@@ -29,14 +29,14 @@ class Batch:
     """T new tokens of B sequences, ragged.
 
     Attributes:
-        positions: [T] int64, in the sequence; the RoPE position.
+        positions: [T] int64, position of each token in its sequence, and for RoPE.
         slot_mapping: [T] int64, slot = block * block_size + offset, where K and V are stored.
-        block_table: [B, max_blocks] int32, blocks of each sequence in order; -1 pads.
-        seq_lens: [B] int32, lengths after this forward.
-        query_start_loc: [B + 1] int32, first new token of each sequence among the T.
-        rows: [B] int64, each sequence's row in windows, rings and states.
-        kept_slots, kept_table: [T] int64 and [B, n] int32, slots and table of `ResidualBlocks`, else None; a token with a
-            negative slot does not stay in BF16.
+        block_table: [B, max_blocks] int32, block numbers of each sequence in order; -1 pads.
+        seq_lens: [B] int32, length of each sequence after this forward.
+        query_start_loc: [B + 1] int32, index of each sequence's first new token among the T; the last number is T.
+        rows: [B] int64, row of each sequence in residual windows, rings and states.
+        kept_slots, kept_table: [T] int64 and [B, n] int32, slots and block table of `ResidualBlocks`; None without them. A
+            token with a negative slot is not stored in BF16.
     """
 
     positions: Tensor
@@ -52,6 +52,7 @@ class Batch:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
+        """All tensors, by name."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def to(self, device: torch.device | str) -> Batch:
@@ -67,7 +68,7 @@ class Batch:
         return self._most[0] <= tokens
 
     def cut(self, most: int) -> Iterator[tuple[Tensor | None, Batch]]:
-        """Pieces of at most `most` tokens of a sequence, in order, each with its token indices; None for all tokens."""
+        """Pieces with at most `most` tokens of each sequence, in order: (indices of the tokens or None for all, piece)."""
         if self.at_most(most):
             yield None, self
             return
@@ -83,7 +84,7 @@ class Batch:
             yield tokens, self._part(tokens, has, lengths[has], query_start_loc)
 
     def sequences(self) -> Iterator[Batch]:
-        """A batch of each sequence, in order."""
+        """One batch for each sequence, in order."""
         for row, (begin, end) in enumerate(pairwise(self.query_start_loc.tolist())):
             tokens, sequence = slice(begin, end), slice(row, row + 1)
             yield self._part(tokens, sequence, self.seq_lens[sequence], self.query_start_loc[row : row + 2] - begin)
@@ -96,16 +97,16 @@ class Batch:
         )  # fmt: skip
 
     def rectangle(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Token index, position and validity, each [B, Q]; padding repeats the last token."""
+        """Token index, position and validity, each [B, Q]; shorter rows are padded by repeating the last token."""
         starts, ends = self.query_start_loc[:-1].long(), self.query_start_loc[1:].long()
         steps = torch.arange(int((ends - starts).max()), device=starts.device)
         token = torch.minimum(starts.unsqueeze(1) + steps, ends.unsqueeze(1) - 1)
         return token, self.positions[token], steps < (ends - starts).unsqueeze(1)
 
     def in_ring(self, blocks: int, block_size: int) -> Batch:
-        """The batch of a layer with rings: block j of a sequence is `row * blocks + j % blocks`.
+        """The batch with slots and block table of a layer with rings: block j of a sequence is `row * blocks + j % blocks`.
 
-        A token without a slot gets no slot in the ring. Cached; does not wait for a device.
+        So block j overwrites block j - `blocks`. A token without a slot gets none in the ring. Cached; waits for no device.
         """
         key = blocks, block_size
         if key not in self._in_rings:
@@ -126,7 +127,7 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 _ALIGNMENT = 64
-"""Tensors that are copied at once begin at multiples of so many bytes."""
+"""Tensors copied together begin at multiples of this number of bytes: kernels need pointers at multiples of 16."""
 
 
 def upload_all(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
@@ -137,7 +138,7 @@ def upload_all(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Te
 
 
 def pack_bytes(tensors: dict[str, Tensor]) -> Tensor:
-    """Bytes of tensors one after the other, each at a multiple of `_ALIGNMENT`."""
+    """The bytes of tensors in one tensor, each beginning at a multiple of `_ALIGNMENT`."""
     size = sum(-(-tensor.nbytes // _ALIGNMENT) for tensor in tensors.values()) * _ALIGNMENT
     together = torch.empty(size, dtype=torch.uint8)
     for name, part in unpack_bytes(together, tensors).items():
@@ -146,7 +147,7 @@ def pack_bytes(tensors: dict[str, Tensor]) -> Tensor:
 
 
 def unpack_bytes(together: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Views of what `pack_bytes` returns, with the shapes and dtypes of `like`."""
+    """The inverse of `pack_bytes`: views with the shapes and dtypes of `like`."""
     parts, begin = {}, 0
     for name, tensor in like.items():
         parts[name] = together[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -155,12 +156,12 @@ def unpack_bytes(together: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]
 
 
 _LEAST_ROOM = 4
-"""Blocks that a sequence's table has room for at first."""
+"""Initial number of blocks in a sequence's table."""
 
 
 @torch.inference_mode(False)
 def _room(blocks: int) -> Tensor:
-    """A table that is writable in any mode."""
+    """A table that can be written in inference mode and outside of it."""
     return torch.empty(blocks, dtype=torch.int32)
 
 
@@ -169,11 +170,11 @@ class CacheFullError(InputError):
 
 
 class PagedSequences:
-    """Which blocks each sequence owns: a paged cache's bookkeeping, on the host.
+    """The bookkeeping of a paged cache, on the host: which blocks and which row each sequence owns.
 
     Args:
-        order: in which free blocks are handed out; ascending by default.
-        num_rows: sequences at a time; `num_blocks` by default.
+        order: order in which free blocks are handed out; ascending by default.
+        num_rows: the most sequences at a time; `num_blocks` by default.
     """
 
     def __init__(
@@ -182,15 +183,17 @@ class PagedSequences:
         self.block_size = block_size
         self._free = list(reversed(order if order is not None else range(num_blocks)))
         self._blocks: dict[int, list[int]] = {}
-        self._tables: dict[int, Tensor] = {}  # the same blocks, and room for more behind them: a step copies no list
+        self._tables: dict[int, Tensor] = {}  # the same blocks as tensors with room for more: a step copies no list
         self._lengths: dict[int, int] = {}
         self._free_rows = list(reversed(range(num_blocks if num_rows is None else num_rows)))
         self._rows: dict[int, int] = {}
         self._next_id = 0
 
     def add(self, tokens: int = 0) -> int:
-        """Begin a sequence of `tokens` tokens, which the caller stores at its `places`; returns its id. A CacheFullError if
-        there is no free row or too few free blocks; nothing was begun.
+        """Begin a sequence and return its id. The caller stores its first `tokens` tokens at `places`.
+
+        Raises:
+            CacheFullError: no free row, or too few free blocks; nothing was begun.
         """
         if not self._free_rows:
             raise CacheFullError(f"the KV cache has room for {len(self._rows)} sequences at a time; send fewer prompts")
@@ -208,11 +211,11 @@ class PagedSequences:
         return sequence
 
     def places(self, sequence: int) -> SequencePlace:
-        """Blocks in order, and row, of a sequence."""
+        """A sequence's blocks in order, and its row."""
         return SequencePlace(tuple(self._blocks[sequence]), self._rows[sequence])
 
     def length(self, sequence: int) -> int:
-        """Tokens stored so far."""
+        """Number of tokens of a sequence so far."""
         return self._lengths[sequence]
 
     def free(self, sequence: int) -> None:
@@ -222,8 +225,8 @@ class PagedSequences:
         del self._lengths[sequence], self._tables[sequence]
 
     def take_back(self, sequences: Sequence[int], counts: Sequence[int]) -> None:
-        """Drop the newest `counts` tokens of sequences. After the last `batch`, in its order, freed blocks return to where
-        they were.
+        """Drop the newest `counts` tokens of sequences. If this undoes the last `batch`, with sequences in the same order, the
+        freed blocks will be handed out in the same order again.
         """
         for sequence, count in reversed(list(zip(sequences, counts, strict=True))):
             length = self._lengths[sequence] - count
@@ -233,7 +236,7 @@ class PagedSequences:
                 self._free.append(blocks.pop())
 
     def _reserve(self, sequences: Sequence[int], lengths: Sequence[int]) -> None:
-        """Give sequences the blocks for these lengths, all or none."""
+        """Give sequences blocks for these lengths: to all sequences, or to none if blocks are missing."""
         new_blocks = [-(-n // self.block_size) - len(self._blocks[s]) for s, n in zip(sequences, lengths, strict=True)]
         if sum(new_blocks) > len(self._free):
             raise CacheFullError(
@@ -254,8 +257,13 @@ class PagedSequences:
         self._tables[sequence][begin:end] = torch.tensor(blocks, dtype=torch.int32)
 
     def batch(self, sequences: Sequence[int], new_tokens: Sequence[int]) -> Batch:
-        """Reserve room for `new_tokens` of each of some sequences, advance their lengths, and describe the tokens on the CPU.
+        """Reserve slots for the next tokens of sequences, and return them as a batch.
 
+        Args:
+            sequences: ids from `add`, each at most once.
+            new_tokens: number of new tokens of each sequence, at least 1.
+        Returns:
+            the batch on the CPU; `length` of each sequence already includes the new tokens.
         Raises:
             CacheFullError: too few free blocks; nothing was reserved or advanced.
             ValueError: a sequence would get no token.
@@ -267,7 +275,7 @@ class PagedSequences:
         begins = [self._lengths[sequence] for sequence in sequences]
         self._lengths |= {s: begin + count for s, begin, count in zip(sequences, begins, new_tokens, strict=True)}
         size, starts = self.block_size, [0, *accumulate(new_tokens)]
-        if starts[-1] == len(sequences):  # a decode step: a few Python numbers are quicker than a few tensors a sequence
+        if starts[-1] == len(sequences):  # a decode step: Python numbers are faster here than several tensors a sequence
             blocks = (self._blocks[s][begin // size] for s, begin in zip(sequences, begins, strict=True))
             slots = torch.tensor([block * size + begin % size for block, begin in zip(blocks, begins, strict=True)])
             positions = torch.tensor(begins)

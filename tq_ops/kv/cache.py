@@ -23,12 +23,11 @@ from haarkv.tq_ops.memory import ask_for_large_pages
 
 @dataclass(frozen=True, eq=False)
 class LayerView:
-    """One layer of a cache and the new tokens of a forward: all that an op knows of a cache.
+    """The argument `at` of ops: one layer of a cache, and the new tokens of a forward.
 
     Attributes:
-        layer: its index, which chooses rotations.
-        batch: with the slots and the block table of this layer.
-        kv, state: the memory of a layer with attention, or with linear attention.
+        layer: the layer's index, which chooses the rotation.
+        batch: the new tokens, with the slots and the block table of this layer.
     """
 
     cache: PagedKVCache
@@ -66,31 +65,31 @@ class LayerView:
 
 
 class PagedKVCache:
-    """The memory of every layer: K and V in blocks of tokens, residual windows, and states.
+    """The memory of every layer: K and V in blocks of tokens, residual windows, and recurrent states.
 
-    Each field of a format is one tensor a layer, [num_blocks, Hkv, block_size / G, *field.shape], where G tokens are
-    stored together: one head's codes of one block are contiguous, the tile that a fused kernel loads. Slot s is row
+    Each layer has one tensor for each field of its format, [num_blocks, Hkv, block_size / G, *field.shape]; the format stores
+    G tokens together. The codes of one head in one block are contiguous: the tile that a fused kernel loads. Slot s is row
     s % block_size of block s // block_size.
 
-    Layers without a sliding window use the blocks of `PagedSequences`. A layer with one has a ring of blocks for each row, one
-    a sequence; `view` replaces a batch's slots and block table by those of the ring (`Batch.in_ring`).
+    Layers without a sliding window use the blocks of `PagedSequences`, and keep all tokens. A layer with a sliding window has
+    a ring of blocks for each sequence: new tokens overwrite old ones (`KVShape.ring_blocks`, `Batch.in_ring`).
 
     Args:
         plan: formats of each layer's K and V.
-        shapes: of each layer, None where it has no K and V; or one for all layers.
+        shapes: shape of each layer's K and V, None for a layer without them; or one shape for all layers.
         num_blocks: blocks of each layer without a sliding window.
-        num_rows: most sequences at a time; `num_blocks` by default.
-        row_blocks: most blocks of one sequence; `num_blocks` by default.
-        chunk: with a tail, most new tokens of a sequence in one forward.
-        room: the tail's ring holds R + `room` tokens; `open` makes it larger for a while. `chunk` by default.
-        ring_chunk: most new tokens that a sliding-window layer stores at once; `RING_CHUNK`, with a tail `WINDOW_CHUNK`.
-        pages: layer -> existing memory as `kv.layer` lays it out, [num_blocks, page_bytes] uint8; only these layers are held.
-        states: layer -> shape of another mixer's state.
+        num_rows: the most sequences at a time; `num_blocks` by default.
+        row_blocks: the most blocks of one sequence; `num_blocks` by default.
+        chunk: with a tail, the most new tokens of a sequence in one forward.
+        room: the tail's ring holds R + `room` tokens; `open` makes it larger while a layer runs. `chunk` by default.
+        ring_chunk: the most new tokens that a sliding-window layer stores at once; `RING_CHUNK`, with a tail `WINDOW_CHUNK`.
+        pages: layer -> existing memory laid out as in `kv.layer`, [num_blocks, page_bytes] uint8; no other layer has K, V.
+        states: layer -> shape of its recurrent state.
     Attributes:
-        kv: the layers with K and V.
-        states: the memory of every layer: `kv` and other mixers' states.
-        most_new_tokens: most new tokens of a sequence in one batch; None for any number.
-        most_undone: most new tokens that can be taken back; None for any number.
+        kv: layer -> its K and V.
+        states: layer -> its memory: an entry of `kv` or a recurrent state.
+        most_new_tokens: the most new tokens of a sequence in one batch; None for any number.
+        most_undone: the most new tokens that can be taken back; None for any number.
     Raises:
         InputError: a format has no layout for a layer's head_dim, block size or number of KV heads.
     """
@@ -152,13 +151,13 @@ class PagedKVCache:
         window: int | None = None,
         ring: int | None = None,
     ) -> PagedKVCache:
-        """A one-layer cache over existing memory, for attention to read: nothing is allocated.
+        """A one-layer cache over existing memory, for attention to read. It allocates nothing.
 
         Args:
-            layer: the only layer; chooses the rotation.
+            layer: the index of the only layer; chooses the rotation.
             fields: K's and V's, each [num_blocks, Hkv, block_size / group_tokens, *field.shape].
-            window: of a layer with a sliding window, in tokens.
-            ring: blocks of a row's ring, if the memory is rings.
+            window: length of the sliding window in tokens; None without one.
+            ring: blocks in each sequence's ring; None if the memory is no rings.
         """
         num_blocks, num_kv_heads, groups = next(iter(fields[0].values())).shape[:3]
         block_size, shape = groups * formats[0].group_tokens, KVShape(num_kv_heads, head_dim, window)
@@ -189,7 +188,7 @@ class PagedKVCache:
             for name, field in kv_format.fields(shape.head_dim).items()
         }
         for tensor in tensors.values():
-            if self.device.type == "cpu":  # attention reads it from end to end
+            if self.device.type == "cpu":  # attention reads the tensor from end to end
                 ask_for_large_pages(tensor.data_ptr(), tensor.nbytes)
             tensor.zero_()
         return tensors
@@ -204,19 +203,19 @@ class PagedKVCache:
         )  # fmt: skip
 
     def view(self, layer: int, batch: Batch) -> LayerView:
-        """A layer and a batch as ops take them, with the room that the layer has now."""
+        """The argument `at` of ops for a layer and a batch, with the ring that the layer has now (`open` makes it larger)."""
         kv = self.kv.get(layer)
         return LayerView(self, layer, batch if kv is None else kv.place(batch))
 
     @contextmanager
     def open(self, layer: int, batch: Batch, always: bool = False) -> Iterator[LayerView]:
-        """A layer whose tail has room for all new tokens of a batch; store K and V and attend while it is open.
+        """A layer whose tail has room for all new tokens of a batch. Store K and V and attend within the `with` block.
 
-        Where they do not fit, a larger ring replaces the layer's until exit; then the newest tokens are copied back to the
-        layer's own ring, or none after an error. Only `Batch.at_most` waits for a device.
+        If the new tokens do not fit, a larger ring replaces the layer's ring within the block. At exit the newest tokens are
+        copied back to the small ring; after an error, none are. Only `Batch.at_most` waits for a device.
 
         Args:
-            always: use the extra room even where the tokens fit, so that a compiled program finds one size.
+            always: use the larger ring even if the tokens fit, so that a compiled program always sees the same size.
         """
         small = self.kv.get(layer)
         if not self._widens or small is None or not self._rooms(layer) or (batch.at_most(self.room) and not always):
@@ -230,8 +229,10 @@ class PagedKVCache:
             self.kv[layer] = small
 
     def run(self, layer: int, batch: Batch, op: Callable[..., Tensor], *rows: Tensor) -> Tensor:
-        """`op(view, *rows)` [T, ...] over an open layer, in pieces of tokens if its ring has too little room for all.
+        """`op(view, *rows)` [T, ...] over an open layer; in pieces if its ring of blocks is too small for all new tokens.
 
+        Args:
+            rows: tensors [T, ...]; each piece gets the rows of its tokens.
         Raises:
             ValueError: more new tokens of a sequence than `most_new_tokens`.
         """
@@ -250,8 +251,11 @@ class PagedKVCache:
         return out
 
     def require_room(self, batch: Batch, layer: int | None = None) -> None:
-        """Raise a ValueError if a sequence has too many new tokens for one forward, or for `layer` as it is now (larger while
-        it is open). Only `Batch.at_most` waits for a device.
+        """Refuse a batch with too many new tokens for one forward, or for the present ring of `layer`. Only `Batch.at_most`
+        waits for a device.
+
+        Raises:
+            ValueError: too many new tokens of a sequence.
         """
         if (most := self.most_new_tokens) is not None and not batch.at_most(most):
             raise ValueError(f"this cache takes at most {most} new tokens of a sequence at a time: it has a tail or a ring")
@@ -264,20 +268,20 @@ class PagedKVCache:
             raise ValueError(f"layer {layer} keeps room for {most} new tokens of a sequence; store more within `open`")
 
     def _most(self, layer: int) -> int | None:
-        """New tokens of a sequence that an open layer stores at a time; None for any number."""
+        """The most new tokens of a sequence that an open layer stores at a time; None for any number."""
         return self.most_new_tokens if self.kv[layer].ring is None else self._ring_chunk
 
     def _rooms(self, layer: int) -> list[int]:
-        """New tokens that fit beside the tail of each side."""
+        """The number of new tokens that fit into the ring besides the tail, for K and for V."""
         return [window.ring - window.tail for window in self.kv[layer].windows if window and window.ring]
 
     def has_room(self, batch: Batch) -> bool:
-        """Whether every layer can store a batch without `open`."""
+        """Whether every layer can store a batch without a larger ring (`open`)."""
         return not self._widens or batch.at_most(self.room)
 
     @property
     def has_rows(self) -> bool:
-        """Whether anything is stored by row: windows, rings or states."""
+        """Whether the cache stores anything by `Batch.rows`: residual windows, rings or states."""
         return len(self.states) > len(self.kv) or any(kv.ring is not None or any(kv.windows) for kv in self.kv.values())
 
     @property
@@ -287,15 +291,15 @@ class PagedKVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated, or in use of pages."""
+        """Bytes of all layers' memory, whether allocated here or given as pages."""
         return sum(state.nbytes for state in self.states.values())
 
 
 def cache_bytes(plan: KVPlan, tokens: int, shapes: Shapes, sequences: int = 1, state_bytes: int = 0) -> int:
-    """Bytes that a `PagedKVCache` allocates for sequences of `tokens` each: whole blocks, windows, rings and states.
+    """Bytes that a `PagedKVCache` allocates for sequences of `tokens` each: whole blocks, residual windows, rings and states.
 
     Args:
-        state_bytes: of one sequence; one more row is allocated for padding.
+        state_bytes: bytes of one sequence's recurrent states; one more row of states is allocated for padding.
     """
     kinds = Counter(zip(each(shapes, len(plan.layers)), plan.layers, strict=True))
     keys_and_values = sum(
@@ -309,7 +313,7 @@ def cache_bytes(plan: KVPlan, tokens: int, shapes: Shapes, sequences: int = 1, s
 
 
 def tokens_that_fit(plan: KVPlan, room: float, shapes: Shapes, sequences: int = 1, state_bytes: int = 0) -> int:
-    """Most tokens of each sequence, in whole blocks, whose `cache_bytes` is at most `room`."""
+    """The most tokens of each sequence, in whole blocks, with `cache_bytes` of at most `room` bytes."""
     low, high = 0, 1
     while high < _MOST_BLOCKS and cache_bytes(plan, high * BLOCK_SIZE, shapes, sequences, state_bytes) <= room:
         low, high = high, 2 * high
@@ -321,4 +325,4 @@ def tokens_that_fit(plan: KVPlan, room: float, shapes: Shapes, sequences: int = 
 
 
 _MOST_BLOCKS = 2**24
-"""Of a sequence: as many tokens as positions can be counted in FP32, and more."""
+"""An upper limit for the search: a sequence of 2**31 tokens."""

@@ -33,7 +33,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class CalibrationFile:
-    """What a calibration file holds.
+    """The contents of a calibration file.
 
     Attributes:
         calibration: its digest is the SHA-256 of the tensors.
@@ -50,7 +50,7 @@ class CalibrationFile:
 
     @property
     def spec(self) -> KVSpec:
-        """A KV cache that may take these coordinates, in the default format until another is asked for."""
+        """A request for a KV plan with these coordinates, in the default format until the caller replaces it."""
         return KVSpec(made_for=self.shape, calibration=self.calibration, weights=self.fingerprint)
 
 

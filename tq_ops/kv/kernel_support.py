@@ -1,4 +1,4 @@
-"""What a backend's kernels read, as data, and the one function that compares it with what a cache would hold."""
+"""Which caches a backend's kernels read, as data, and the function that compares this with the plan of a cache."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ ELSEWHERE = "; --executor cpu and reference run every format"
 
 @dataclass(frozen=True)
 class KernelSupport:
-    """What a backend's kernels read.
+    """The caches that a backend's kernels read.
 
     Attributes:
-        kernels: the subject of a sentence about them, such as "its kernels".
-        bits: widths of a level.
-        only: the one rotated format whose tables are built in, if they are.
-        also: other formats, compared by identity.
-        plain: dtypes of unquantized numbers.
-        bf16_tokens: whether they read residual windows.
-        windows: whether they take sliding windows.
-        learned: whether they take learned keys.
+        kernels: the kernels' name in error messages, such as "its kernels".
+        bits: supported widths of a level.
+        only: the only rotated format, if its tables are built into the kernels; None if kernels read any tables.
+        also: further formats, compared by identity.
+        plain: supported dtypes of unquantized numbers.
+        bf16_tokens: whether the kernels read residual windows.
+        windows: whether the kernels support sliding windows.
+        learned: whether the kernels read learned keys.
     """
 
     kernels: str
@@ -45,15 +45,17 @@ class KernelSupport:
     learned: bool = False
 
     def built_in(self, head_dim: int) -> Description:
-        """The description of `only`, whose tables the kernels hold."""
+        """The description of `only`, whose tables are built into the kernels."""
         description = self.only.description(head_dim) if self.only else None
         assert description is not None, f"{self.kernels} hold no format's tables"
         return description
 
 
 def unsupported(reads: KernelSupport, plan: KVPlan, shapes: Shapes, *, others: bool = False) -> str | None:
-    """Why a backend cannot read a cache of this plan and these shapes, in one sentence; None if it can. With `others`, layers
-    of other formats fall back to the reference's ops.
+    """Why a backend cannot read a cache of this plan and these shapes, in one sentence; None if it can.
+
+    Args:
+        others: whether layers in other formats fall back to the reference's ops.
     """
     kv_shapes = dict.fromkeys(shape for shape in each(shapes, len(plan.layers)) if shape is not None)
     for shape in kv_shapes:
@@ -71,7 +73,7 @@ def unsupported(reads: KernelSupport, plan: KVPlan, shapes: Shapes, *, others: b
 
 
 def wrong_head_dim(reads: KernelSupport, head_dim: int) -> str | None:
-    """None, or in one sentence which head_dims a backend is made for."""
+    """None if the kernels support a head_dim; else one sentence with the supported ones."""
     if head_dim in reads.head_dims:
         return None
     *others, last = map(str, reads.head_dims)
@@ -80,7 +82,7 @@ def wrong_head_dim(reads: KernelSupport, head_dim: int) -> str | None:
 
 
 def unsupported_format(reads: KernelSupport, kv_format: KVFormat, head_dim: int) -> str | None:
-    """None, or in one sentence why a backend cannot read a format; `wrong_head_dim` checks head_dim."""
+    """None if the kernels read a format; else the reason in one sentence. `wrong_head_dim` checks head_dim."""
     try:
         if _takes(reads, kv_format, head_dim):
             return None
@@ -103,7 +105,7 @@ def _takes(reads: KernelSupport, kv_format: KVFormat, head_dim: int) -> bool:
 
 
 def readable(reads: KernelSupport) -> list[str]:
-    """Names of the formats that a backend reads, at some head_dim at least."""
+    """Names of the formats that a backend reads at one head_dim or more."""
     names = dict[str, None]()
     for name, head_dim in product(formats.names(), reads.head_dims):
         with suppress(InputError):

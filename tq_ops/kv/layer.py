@@ -1,6 +1,6 @@
-"""K and V of one layer: fields by block, and the residual window.
+"""K and V of one layer: fields in blocks of tokens, and the residual windows.
 
-Fields are tensors of their own, or views of pages. A page is one block of one layer: K's fields, then V's, each
+A field is a separate tensor, or a view of pages. A page is one block of one layer: K's fields, then V's, each
 [Hkv, block_size / G, *field.shape], so that a block is one piece of memory to copy, share or free.
 """
 
@@ -22,7 +22,7 @@ from haarkv.tq_ops.kv.residual_window import ResidualWindow
 from haarkv.tq_ops.kv.shapes import KVShape, SequencePlace, blocks_for
 
 WINDOW = "window"
-"""The name of tokens in BF16 among what is stored of a side."""
+"""Name of the residual window in a stored sequence: `k.window`, `v.window`."""
 
 
 class NonFiniteTokenError(NonFiniteError):
@@ -40,7 +40,7 @@ class Side:
 
     Attributes:
         fields: by name, each [num_blocks, Hkv, block_size / G, *field.shape].
-        window: tokens in BF16, if any.
+        window: residual window: tail and sinks in BF16; None without them.
     """
 
     kv_format: KVFormat
@@ -52,10 +52,10 @@ class Side:
         return sum(t.nbytes for t in self.fields.values()) + (self.window.vectors.nbytes if self.window else 0)
 
     def pack(self, name: str, x: Tensor, layer: int, batch: Batch) -> tuple[dict[str, Tensor], Tensor]:
-        """Quantize new vectors [T, Hkv, D], or the groups that they complete.
+        """Quantize new vectors [T, Hkv, D]; in a format with groups of tokens, quantize the groups that they complete.
 
         Returns:
-            fields [n, Hkv, *field.shape], and the slot [n] of the last token of each.
+            fields [n, Hkv, *field.shape] of n tokens or groups, and the slot [n] of the last token of each.
         """
         last = torch.arange(len(x), device=x.device)
         try:
@@ -89,8 +89,8 @@ class LayerKV:
     """K and V of one layer; a `LayerState`.
 
     Attributes:
-        index: of the layer, which chooses rotations.
-        ring: blocks of a row's ring; None where `PagedSequences` hands out blocks.
+        index: the layer's index, which chooses the rotation.
+        ring: blocks in each sequence's ring (sliding window); None if the layer uses the blocks of `PagedSequences`.
     """
 
     index: int
@@ -106,7 +106,7 @@ class LayerKV:
 
     @property
     def sides(self) -> tuple[tuple[str, Side], tuple[str, Side]]:
-        """K and V by their letters."""
+        """K and V with their letters."""
         return ("k", self.k), ("v", self.v)
 
     @property
@@ -115,33 +115,35 @@ class LayerKV:
 
     @property
     def fields(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Fields of K and of V."""
         return self.k.fields, self.v.fields
 
     @property
     def windows(self) -> tuple[ResidualWindow | None, ResidualWindow | None]:
+        """Residual windows of K and of V, None without one."""
         return self.k.window, self.v.window
 
     @property
     def num_slots(self) -> int:
-        """Tokens that there is memory for."""
+        """Number of tokens that all blocks hold."""
         return len(next(iter(self.k.fields.values()))) * self.block_size
 
     def place(self, batch: Batch) -> Batch:
-        """A batch with the slots and the block table of this layer."""
+        """The batch with the slots and the block table of this layer: with a sliding window, those of its ring."""
         return batch if self.ring is None else batch.in_ring(self.ring, self.block_size)
 
     def blocks_at(self, place: SequencePlace, first: int, end: int) -> list[int]:
-        """Block numbers of a sequence's blocks `first` … `end` - 1."""
+        """Numbers of the blocks that hold a sequence's blocks `first` … `end` - 1."""
         if self.ring is None:
             return list(place.blocks[first:end])
         return [place.row * self.ring + block % self.ring for block in range(first, end)]
 
     def first_block(self, length: int) -> int:
-        """The first block that a sequence of `length` tokens still needs."""
+        """The first block that the next query of a sequence of `length` tokens sees; its window hides the blocks before."""
         return 0 if self.shape.window is None else max(0, length - self.shape.window + 1) // self.block_size
 
     def write(self, k: Tensor, v: Tensor, batch: Batch) -> None:
-        """Quantize and store K and V [T, Hkv, D] of a placed batch; errors as of `LayerView.write`."""
+        """Quantize and store K and V [T, Hkv, D] of a batch from `place`; raises as `LayerView.write`."""
         packed = [side.pack(name.upper(), x, self.index, batch) for (name, side), x in zip(self.sides, (k, v), strict=True)]
         for (_, side), x, (fields, slots) in zip(self.sides, (k, v), packed, strict=True):
             block, offset = slots // self.block_size, slots % self.block_size // side.kv_format.group_tokens
@@ -151,7 +153,7 @@ class LayerKV:
                 side.window.write(x, batch)
 
     def wider(self, room: int, batch: Batch) -> LayerKV:
-        """The same packed memory with wider residual windows."""
+        """The same packed memory with larger rings of BF16 tokens (`ResidualWindow.wider`)."""
 
         def widen_side(side: Side) -> Side:
             return replace(side, window=side.window.wider(room, batch)) if side.window and side.window.ring else side
@@ -159,7 +161,7 @@ class LayerKV:
         return replace(self, k=widen_side(self.k), v=widen_side(self.v))
 
     def take_newest(self, wide: LayerKV, batch: Batch) -> None:
-        """`ResidualWindow.take_newest` of K and V."""
+        """Copy the newest BF16 tokens back from `wider`'s result (`ResidualWindow.take_newest`)."""
         for (_, side), (_, other) in zip(self.sides, wide.sides, strict=True):
             if side.window and side.window.ring and other.window:
                 side.window.take_newest(other.window, batch)
@@ -168,12 +170,15 @@ class LayerKV:
         """K and V of whole blocks, each [B, Hkv, n * block_size, D] fp32; `first` is the position of the first token.
 
         Args:
-            block_table: [B, n] int32 of a placed batch; -1 pads and reads block 0, which the caller masks.
+            block_table: [B, n] int32 of a batch from `place`; -1 pads and reads block 0, which the caller masks.
+            first: position of the first token.
+        Returns:
+            K and V, each [B, Hkv, n * block_size, D] fp32.
         """
         return self.k.unpack(self.index, block_table, first), self.v.unpack(self.index, block_table, first)
 
     def snapshot(self, batch: Batch) -> list[tuple[Tensor, Tensor] | None] | None:
-        """Tokens in BF16 that new ones overwrite. Packed tokens need no copy: a sequence's length says which are valid."""
+        """A copy of the BF16 tokens that new ones overwrite. Packed tokens need none: the length says which are valid."""
         if self.k.window is None and self.v.window is None:
             return None
         return [side.window.overwritten(batch) if side.window else None for _, side in self.sides]
@@ -184,8 +189,8 @@ class LayerKV:
                 side.window.put_back(vectors, batch, drop_mask)
 
     def take(self, place: SequencePlace, length: int, whole: bool = True) -> dict[str, Tensor]:
-        """`k.NAME` and `v.NAME` [blocks, Hkv, block_size / G, *field.shape] from `first_block` on, zero behind the last token;
-        tokens in BF16 as `k.window` [Hkv, sink + ring, D].
+        """A sequence's fields `k.NAME` and `v.NAME` [blocks, Hkv, block_size / G, *field.shape] from `first_block` on, zero
+        after the last token; its residual windows as `k.window` and `v.window` [Hkv, sink + ring, D].
         """
         first, end = self.first_block(length), blocks_for(length, self.block_size)
         index = torch.tensor(
@@ -211,21 +216,21 @@ class LayerKV:
                 side.window.vectors[place.row] = tensors[f"{letter}.{WINDOW}"].to(side.window.vectors.device)
 
     def reusable(self, tensors: Mapping[str, Tensor], stored_length: int, length: int) -> int:
-        """`length` if all that its next query sees is still here, in blocks and in BF16; else 0."""
+        """`length` if the stored tensors hold everything that the query after `length` tokens sees; else 0."""
         if length == stored_length:
             return length
         if self.first_block(length) < self.first_block(stored_length):
             return 0
         for _, side in self.sides:
             window = side.window
-            # The next query sees its tail, and the group that it is in, in BF16.
+            # The next query reads in BF16: its tail, and the tokens of its group.
             if window and window.ring and length < stored_length - window.ring + window.tail + window.group:
                 return 0
         return length
 
 
 def _cut(tensor: Tensor, groups: int) -> Tensor:
-    """Blocks [n, Hkv, P, *] with zeros behind so many groups: old content there must not reach a file."""
+    """Blocks [n, Hkv, P, *] with zeros after the first `groups` groups: older contents must not reach a file."""
     if len(tensor) and (rest := groups - (len(tensor) - 1) * tensor.shape[2]) < tensor.shape[2]:
         tensor[-1, :, max(rest, 0) :] = 0
     return tensor
@@ -240,10 +245,14 @@ def page_bytes(formats: tuple[KVFormat, KVFormat], num_kv_heads: int, head_dim: 
 def fields_in(
     pages: Tensor, formats: tuple[KVFormat, KVFormat], num_kv_heads: int, head_dim: int, block_size: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """K's and V's fields [num_blocks, Hkv, block_size / G, *field.shape] as views of pages [num_blocks, page_bytes] uint8.
+    """Fields of K and of V as views of pages.
 
+    Args:
+        pages: [num_blocks, page_bytes] uint8, each page contiguous.
+    Returns:
+        fields of K and of V, each [num_blocks, Hkv, block_size / G, *field.shape].
     Raises:
-        InputError: a page has another size, is not contiguous or not aligned.
+        InputError: the pages have the wrong size or alignment.
     """
     page_size, alignment = page_bytes(formats, num_kv_heads, head_dim, block_size), _alignment(formats, head_dim)
     if pages.dtype != torch.uint8 or pages.ndim != 2 or pages.shape[1] != page_size or pages.stride(1) != 1:
@@ -263,7 +272,7 @@ def fields_in(
 def _places(
     formats: tuple[KVFormat, KVFormat], num_kv_heads: int, head_dim: int, block_size: int
 ) -> Iterator[tuple[int, tuple[str, Field], int, int]]:
-    """Side (0 K, 1 V), (name, field), first and end byte, in order."""
+    """For each field in a page, in order: side (0 for K, 1 for V), (name, field), first byte, end byte."""
     end = 0
     for side, kv_format in enumerate(formats):
         for name, field in kv_format.fields(head_dim).items():

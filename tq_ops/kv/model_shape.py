@@ -1,4 +1,4 @@
-"""What a stored file says of its model: shapes, and all that decides K, V and logits, as comparable data."""
+"""The description of a model in stored files: shapes, and every setting that changes K, V or logits, as comparable data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from haarkv.tq_ops.kv.shapes import KVShape
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Identifies the model that a file was made with; weights of one shape may share a plan.
+    """Identifies the model for which a file was written. Models of one shape may share a plan, whatever their weights.
 
     Attributes:
         layers: K and V of each layer, or None.

@@ -1,4 +1,4 @@
-"""Which format every layer's K and V are stored in, and which tokens also stay in BF16: what a cache is built from.
+"""A KV plan: the format of K and V in every layer, and which tokens also stay in BF16. A cache is built from it.
 
 >>> plan = KVSpec("k=tq8,v=tq4", tail=64, sink=4, skip_layers=(0, -1)).plan(num_layers=40)
 >>> plan.k(0).name, plan.k(1).name, plan.tail(plan.k(1))
@@ -19,9 +19,9 @@ from haarkv.tq_ops.kv.model_shape import ModelShape
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, RING_CHUNK, WINDOW_CHUNK, WINDOW_ROOM, KVShape, Shapes, each
 
 _MOST_LISTED = 3
-"""Kinds of layers that a summary tells apart by their numbers."""
+"""Up to this number of different layers, a summary lists the layers' indices."""
 BF16_BYTES = 2
-"""Of one number of a token that stays in BF16."""
+"""Bytes of one number in BF16."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class KVPlan:
     """How a cache stores K and V.
 
     Attributes:
-        layers: formats of K and V by layer.
-        recent: length R of the BF16 tail, the query's own token included; None for the shortest that each format needs.
-        sink: first tokens that stay in BF16; visible to every query that the sliding window, if any, lets see them.
-        context: most tokens of a sequence for which learned coordinates hold; None for any number.
+        layers: formats of K and V, by layer.
+        recent: length R of the BF16 tail, including the query's token; None for the shortest tail that each format needs.
+        sink: number of first tokens that stay in BF16; a sliding window hides them from later queries.
+        context: length of the longest sequence for which the learned coordinates are valid; None for any length.
     """
 
     layers: tuple[tuple[KVFormat, KVFormat], ...]
@@ -46,7 +46,7 @@ class KVPlan:
 
     @classmethod
     def uniform(cls, k_format: KVFormat, v_format: KVFormat, num_layers: int) -> KVPlan:
-        """One pair of formats for all layers, with the shortest tail that they need."""
+        """The same pair of formats in all layers, with the shortest tail that they need."""
         return cls(((k_format, v_format),) * num_layers)
 
     def k(self, layer: int) -> KVFormat:
@@ -63,7 +63,11 @@ class KVPlan:
         return tuple(dict.fromkeys(f for pair in self.layers for f in pair))
 
     def tail(self, kv_format: KVFormat) -> int:
-        """R: the most recent tokens that a query sees in BF16, itself included; an InputError if too few for a group."""
+        """R: the number of newest tokens that a query reads in BF16, its own token included.
+
+        Raises:
+            InputError: R is too small for a group of tokens to fill.
+        """
         least = kv_format.group_tokens - 1
         if self.recent is None:
             return least
@@ -75,7 +79,7 @@ class KVPlan:
         return self.recent
 
     def has_window(self, kv_format: KVFormat) -> bool:
-        """Whether tokens in this format also have a residual window."""
+        """Whether K or V in this format also has a residual window."""
         return kv_format.lossy and self.tail(kv_format) + self.sink > 0
 
     @property
@@ -89,12 +93,12 @@ class KVPlan:
         return any(self.has_window(kv_format) for kv_format in self.formats)
 
     def ring_tokens(self, kv_format: KVFormat, room: int = WINDOW_ROOM) -> int:
-        """Ring length of K's or V's residual window: R + `room`; 0 without a tail."""
+        """Tokens in the ring of K's or V's residual window: R + `room`; 0 without a tail."""
         tail = self.tail(kv_format)
         return tail + room if tail and kv_format.lossy else 0
 
     def ring_chunk(self, most: int = RING_CHUNK, chunk: int = WINDOW_CHUNK) -> int:
-        """Most new tokens of a sequence that a sliding-window layer stores at once: `most`; with a tail at most `chunk`."""
+        """The most new tokens of a sequence that a sliding-window layer stores at once: `most`; with a tail up to `chunk`."""
         return min(most, chunk) if any(map(self.ring_tokens, self.formats)) else most
 
     def _by_layer(self, shapes: Shapes) -> Iterator[tuple[KVShape, tuple[KVFormat, KVFormat]]]:
@@ -112,7 +116,7 @@ class KVPlan:
         )
 
     def require_context(self, tokens: int) -> None:
-        """Refuse sequences longer than learned coordinates hold for."""
+        """Refuse sequences longer than `context`."""
         if self.context is not None and tokens > self.context:
             raise InputError(
                 f"the calibration holds for sequences of up to {self.context:,} tokens, and this one may have {tokens:,}; "
@@ -132,7 +136,7 @@ class KVPlan:
                 raise InputError(f"{kv_format.name} was learned of {heads} KV heads, and this model has {shape.num_kv_heads}")
 
     def describe(self) -> str:
-        """One line, as short as the plan is plain: `tq4`, or `tq4; layers 0, 3: bf16; tail 64; sink 4`."""
+        """The whole plan in one line: `tq4`, or `tq4; layers 0, 3: bf16; tail 64; sink 4`."""
         names = [formats.describe(*pair) for pair in self.layers]
         counts = Counter(names).most_common()
         parts = [counts[0][0]]
@@ -142,7 +146,7 @@ class KVPlan:
         return "; ".join([*parts, *self._window_parts()])
 
     def summary(self) -> str:
-        """For people: `describe` where few layers differ, else how many take each format."""
+        """For people: `describe` if few layers differ; else the number of layers for each format."""
         if len({formats.describe(*pair) for pair in self.layers}) <= _MOST_LISTED:
             return self.describe()
         sides = (Counter(f.name for f in side) for side in zip(*self.layers, strict=True))
@@ -158,17 +162,17 @@ class KVPlan:
 
 @dataclass(frozen=True)
 class KVSpec:
-    """A KV plan as requested, before the number of layers is known.
+    """The request for a KV plan; `plan` turns it into one when the number of layers is known.
 
     Attributes:
-        kv: format of every layer that is not named otherwise: `NAME` or `k=NAME,v=NAME`.
-        tail: recent tokens in BF16; None for the fewest that a format needs.
-        sink: first tokens in BF16.
-        skip_layers: layers in `bf16`; negative ones count from the end.
-        layers: layer -> format, where it differs from `kv`.
-        made_for: the only model shape that a measured plan fits; None for any.
+        kv: format of every layer that `skip_layers` and `layers` do not name: `NAME` or `k=NAME,v=NAME`.
+        tail: number of newest tokens in BF16; None for the fewest that a format needs.
+        sink: number of first tokens in BF16.
+        skip_layers: layers in `bf16`; negative numbers count from the end.
+        layers: layer -> format, if it differs from `kv`.
+        made_for: model shape for which a plan was measured; it fits no other. None for any.
         calibration: learned coordinates for `lr2` to `lr5`.
-        weights: fingerprint of the only weights that these fit; "" for any.
+        weights: fingerprint of the weights from which `calibration` was learned; "" for any.
     """
 
     kv: str = "tq4"
@@ -181,7 +185,7 @@ class KVSpec:
     weights: str = ""
 
     def require_weights(self, fingerprint: str) -> None:
-        """Refuse weights other than those that the coordinates were learned from."""
+        """Refuse weights with another fingerprint than `weights`."""
         if self.weights and self.weights != fingerprint:
             raise InputError(
                 f"the calibration was learned from other weights (fingerprint {self.weights}; this model's is {fingerprint}); "
@@ -193,15 +197,15 @@ class KVSpec:
             raise InputError(f"tail and sink count tokens and cannot be negative; they are {self.tail} and {self.sink}")
 
     def heads(self, part: slice) -> KVSpec:
-        """The same for some KV heads, as a rank holds them."""
+        """The same request for some KV heads: the part of one rank."""
         return replace(self, calibration=self.calibration.heads(part)) if self.calibration else self
 
     def plan(self, num_layers: int, shape: ModelShape | None = None) -> KVPlan:
         """The plan for a model of `num_layers` layers.
 
         Raises:
-            InputError: an unknown format, a layer that does not exist or is named twice, a tail that is too short, or another
-                model than the plan was made for.
+            InputError: an unknown format, a layer that does not exist or is named twice, a tail that is too short, or a model
+                with another shape than `made_for`.
         """
         if self.made_for and shape:
             what, by = ("calibration", "calibrate") if self.calibration else ("plan", "plan")

@@ -1,6 +1,6 @@
 """A KV plan as a file: JSON, every layer's formats written out, and the shape of the model that it was made for.
 
-A plan of learned formats is kept in its calibration's file, so that the two cannot be parted; `load` reads either.
+A plan with learned formats is stored in the file of its calibration, so that the two stay together; `load` reads both kinds.
 
     {"haarkv_plan": 1, "model": {"num_layers": 28, …}, "layers": ["k=tq5,v=tq4", …], "tail": null, "sink": 0, "measured": {…}}
 

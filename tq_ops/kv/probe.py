@@ -50,16 +50,3 @@ def weighted_error(error: Tensor, x: Tensor, use: Tensor) -> Tensor:
     total = (x.float().square() * weight).sum((1, 2))
     error_energy = (error.square() * weight).sum((1, 2))
     return torch.where(total > 0, error_energy / total, 0.0).sqrt()
-
-
-def lost_variation(error: Tensor, spread: Tensor) -> Tensor:
-    """Error relative to the spread of the median channel: [H] fp32; from 1 on, it no longer tells vectors apart.
-
-        sqrt(median over channels of mean(error**2) / spread)
-
-    Args:
-        error: [H, n, D].
-        spread: [H, D], variance of each channel; constant channels are left out.
-    """
-    ratio = (error.square().mean(1) / spread).where(spread > 0, torch.nan)
-    return ratio.nanmedian(1).values.nan_to_num().sqrt()

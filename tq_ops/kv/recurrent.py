@@ -1,8 +1,8 @@
-"""The memory of one layer: keys and values by token (`kv.layer`), or a state that each token changes.
+"""The memory of one layer: keys and values by token (`kv.layer`), or a recurrent state that each token changes.
 
-A state (linear attention, a short convolution) cannot be cut at a token. Each sequence keeps a few versions, labelled by the
-number of tokens behind them. A forward from position p reads version p, writes later ones and discards those of another
-continuation, so that tokens can be taken back and a forward rerun. A missing version is an error.
+A state (linear attention, a short convolution) cannot be cut at a token. So the cache keeps a few versions for each sequence,
+labelled by the number of tokens that they have seen. A forward from position p reads version p, discards versions above p,
+and writes new ones. So tokens can be taken back and a forward rerun. A missing version is an error.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from haarkv.tq_ops.kv.shapes import SequencePlace
 
 
 class LayerState(Protocol):
-    """The memory of one layer, by the rows and blocks that `PagedSequences` hands out.
+    """The memory of one layer, in the rows and blocks that `PagedSequences` hands out.
 
-    A forward may be rerun from the same tokens, and its last tokens taken back: after n tokens the content depends on those n
-    alone. K and V are valid up to a length; a state keeps versions.
+    After n tokens its contents depend on those n tokens alone. So a forward may be rerun, and its last tokens taken back. K
+    and V are valid up to a length; a recurrent state has versions.
     """
 
     @property
@@ -30,7 +30,7 @@ class LayerState(Protocol):
         """Bytes allocated."""
 
     def snapshot(self, batch: Batch) -> object | None:
-        """What `roll_back` needs, taken before new tokens are stored; None if nothing."""
+        """The argument for `roll_back`, copied before new tokens are stored; None if it needs nothing."""
 
     def roll_back(self, snapshot: object, batch: Batch, drop_mask: Tensor) -> None:
         """Take back new tokens `drop_mask` [T] bool, the last ones of their sequences."""
@@ -39,34 +39,39 @@ class LayerState(Protocol):
         """A sequence's memory after `length` tokens, on the CPU, by name; unless `whole`, only what later tokens overwrite."""
 
     def put(self, tensors: Mapping[str, Tensor], stored_length: int, place: SequencePlace, length: int) -> None:
-        """The inverse, for the first `length` of the stored tokens, as `reusable` allows."""
+        """The inverse of `take`, for the first `length` stored tokens; `reusable` must have allowed this length."""
 
     def reusable(self, tensors: Mapping[str, Tensor], stored_length: int, length: int) -> int:
-        """The longest prefix, of at most `length` tokens, that a sequence can continue from; 0 for none."""
+        """The longest prefix of at most `length` tokens from which a sequence can continue; 0 for none."""
 
 
 VERSIONS = 2
-"""Of a state, at least: one to go on from, and one to write. Each token that may be taken back takes one more."""
+"""The fewest versions of a state: one to read, one to write. Each token that may be taken back needs one more."""
 MOST_VERSIONS = 2**16
 UNSEEN = "no version of a recurrent state has seen the tokens before this batch: too many were taken back"
-"""What is said of a state that is not there."""
+"""The error message for a missing version."""
 
 
 @dataclass(frozen=True)
 class StateShape:
-    """State of one layer and sequence: name, shape and dtype of its tensors. `versions` kept at a time do not compare."""
+    """Shape of one layer's state for one sequence.
+
+    Attributes:
+        tensors: name, shape and dtype of each tensor.
+        versions: number of versions; comparisons ignore it.
+    """
 
     tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
     versions: int = field(default=VERSIONS, compare=False)
 
     def as_json(self) -> dict[str, Any]:
-        """For a file."""
+        """A JSON object for a file."""
         tensors = [[name, list(size), str(dtype).removeprefix("torch.")] for name, size, dtype in self.tensors]
         return {"versions": self.versions, "tensors": tensors}
 
     @classmethod
     def read(cls, raw: object) -> StateShape:
-        """The inverse; a ValueError if it is not what `as_json` writes."""
+        """The inverse of `as_json`; a ValueError for any other object."""
         match raw:
             case {"versions": int(versions), "tensors": [*entries]} if VERSIONS <= versions < MOST_VERSIONS:
                 return cls(tuple(map(_tensor_entry, entries)), versions)
@@ -74,7 +79,7 @@ class StateShape:
 
     @property
     def nbytes(self) -> int:
-        """Of one sequence, all versions."""
+        """Bytes of one sequence, all versions."""
         one = sum(dtype.itemsize * torch.Size(shape).numel() for _, shape, dtype in self.tensors)
         return self.versions * (one + torch.int64.itemsize)
 
@@ -96,7 +101,7 @@ class Recurrent:
 
     Attributes:
         tensors: name -> [num_rows + 1, versions, *shape].
-        counts: [num_rows + 1, versions] int64, tokens behind each version; -1 for none.
+        counts: [num_rows + 1, versions] int64, number of tokens that each version has seen; -1 for an empty version.
     """
 
     def __init__(self, shape: StateShape, num_rows: int, device: torch.device | str = "cpu") -> None:
@@ -140,21 +145,24 @@ class Recurrent:
         }
 
     def last_tokens(self, batch: Batch) -> Tensor:
-        """[n] int64: indices of the batch's tokens whose state `write` stores, the last ones of each sequence."""
+        """[n] int64: indices of the tokens after which `write` stores a version: the last ones of each sequence."""
         ends = batch.query_start_loc[1:].long()
         token = torch.arange(len(batch.positions), device=ends.device)
         end = ends[torch.searchsorted(ends, token, right=True)]
         return token[end - token < self.shape.versions]
 
     def write(self, after: Mapping[str, Tensor], tokens: Tensor, batch: Batch) -> None:
-        """Store states `after` [n, *shape] by name of a batch's `tokens` [n] int64, ascending: at most versions - 1 of a
-        sequence, its last among them.
+        """Store the states after some tokens of a batch, each sequence's last included; at most versions - 1 a sequence.
+
+        Args:
+            after: name -> [n, *shape].
+            tokens: [n] int64, indices in the batch, ascending.
         """
         rows, begin = self._rows(batch)
         ends = batch.query_start_loc[1:].long()
         sequence = torch.searchsorted(ends, tokens, right=True)
         upto = torch.searchsorted(tokens, ends)  # tokens of this and all earlier sequences
-        number = upto[sequence] - 1 - torch.arange(len(tokens), device=tokens.device)  # 0 is a sequence's last
+        number = upto[sequence] - 1 - torch.arange(len(tokens), device=tokens.device)  # 0: the last token of a sequence
         counts = self.counts[rows]
         counts = counts.masked_fill((counts > begin.unsqueeze(1)) | (begin == 0).unsqueeze(1), -1)
         # The version that was read goes last: it is never overwritten.
@@ -170,7 +178,7 @@ class Recurrent:
         return None
 
     def roll_back(self, snapshot: Any, batch: Batch, drop_mask: Tensor) -> None:
-        """Nothing: versions of dropped tokens go with the next write."""
+        """Does nothing: the next `write` discards the versions of dropped tokens."""
 
     def take(self, place: SequencePlace, length: int, whole: bool = True) -> dict[str, Tensor]:
         counts = self.counts[place.row].cpu()

@@ -1,7 +1,7 @@
-"""The residual window: a BF16 copy of the newest tokens (the tail, in a ring) and of the first ones (sinks).
+"""The residual window: BF16 copies of the newest tokens (the tail, in a ring) and of the first tokens (sinks).
 
-Every token is also packed, as soon as its group is full: for a while it is stored twice. Positions alone decide whether a
-query reads the BF16 or the packed copy, so results do not depend on how a prompt is cut. A sliding window hides both.
+Every token is also packed, as soon as its group is full. A newer token overwrites the copy in the ring. Positions alone decide
+which copy a query reads, so results do not depend on how a prompt is cut. A sliding window hides both copies.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ T = TypeVar("T", int, Tensor)
 
 
 class ResidualWindow:
-    """Tokens of K or V of one layer in BF16. Token j lies at `sink + j % ring`; a sink also at j, for good.
+    """K or V of one layer in BF16. Token j is at place `sink + j % ring`, until token j + ring overwrites it; sink j is at j.
 
     Args:
-        tail: R, the newest tokens that a query reads in BF16, its own included.
-        sink: first tokens, read in BF16.
-        group: G, tokens that are packed together.
+        tail: R, the number of newest tokens that a query reads in BF16, its own token included.
+        sink: number of first tokens that a query reads in BF16.
+        group: G, number of tokens that are packed together.
         ring: tokens that the ring holds: R + `WINDOW_ROOM`, or R + a forward's new tokens; 0 without a tail.
-        num_rows: sequences at a time.
-        dtype: of the vectors; kernels read BF16 only.
+        num_rows: the most sequences at a time.
+        dtype: dtype of the vectors; kernels read BF16 only.
     """
 
     def __init__(
@@ -38,23 +38,23 @@ class ResidualWindow:
         self.vectors = torch.zeros(shape, dtype=dtype, device=device)
 
     def in_ring(self, positions: Tensor) -> Tensor:
-        """Places of tokens in the ring."""
+        """Places in the ring of tokens at these positions."""
         return self.sink + positions % max(self.ring, 1)
 
     def places(self, positions: Tensor) -> Tensor:
-        """Places of tokens: sinks at their positions, others in the ring; 0 for tokens that are not here."""
+        """Places of tokens at these positions: of sinks their position, of others a place in the ring; 0 without a ring."""
         return torch.where(positions < self.sink, positions, self.in_ring(positions) if self.ring else 0)
 
     def holds(self, positions: Tensor, lengths: Tensor | int) -> Tensor:
-        """[...] bool: which tokens of sequences of these lengths are here."""
+        """[...] bool: whether the window of a sequence of this length holds the tokens at these positions."""
         return ((positions < self.sink) | (positions >= lengths - self.ring)) & (positions < lengths)
 
     def first_recent(self, position: T) -> T:
-        """First token of the tail of a query at this position; 0 or less if the tail covers all tokens."""
+        """Position of the oldest tail token for a query at `position`; 0 or less if the tail covers all tokens."""
         return self.group * ((position - self.tail) // self.group + 1)
 
     def write(self, x: Tensor, batch: Batch) -> None:
-        """Store new vectors x [T, Hkv, D]; if the ring has too little room, the newest."""
+        """Store new vectors x [T, Hkv, D]; if the ring is too small for all, only the newest."""
         rows, x = _token_rows(batch), x.to(self.vectors.dtype)
         if self.ring and batch.at_most(self.ring):
             self.vectors[rows, :, self.in_ring(batch.positions)] = x
@@ -66,13 +66,13 @@ class ResidualWindow:
             self.vectors[rows[first], :, batch.positions[first]] = x[first]
 
     def wider(self, room: int, batch: Batch) -> ResidualWindow:
-        """A copy with a ring of R + `room` tokens, holding what a batch's new tokens may see."""
+        """A copy with a ring of R + `room` tokens. It holds the sinks and the R tokens before the batch's new tokens."""
         wide = copy(self)
         wide.ring = self.tail + room
         heads, _, head_dim = self.vectors.shape[1:]
         wide.vectors = self.vectors.new_zeros(len(self.vectors), heads, self.sink + wide.ring, head_dim)
         starts = batch.seq_lens.long() - batch.query_start_loc.diff()
-        # Positions below 0 fall on places that are not in use yet.
+        # Positions below 0 use places that hold no token yet.
         before = starts.unsqueeze(1) - 1 - torch.arange(self.tail, device=starts.device)
         rows = batch.rows.unsqueeze(1)
         wide.vectors[rows, :, wide.in_ring(before)] = self.vectors[rows, :, self.in_ring(before)]
@@ -80,7 +80,7 @@ class ResidualWindow:
         return wide
 
     def take_newest(self, wide: ResidualWindow, batch: Batch) -> None:
-        """Copy a batch's newest tokens back from a `wider` copy, as far as they fit; does not wait for a device."""
+        """Copy the newest tokens of a batch back from a `wider` copy, as many as fit. Waits for no device."""
         lengths, rows = batch.seq_lens.long(), batch.rows.unsqueeze(1)
         starts = (lengths - batch.query_start_loc.diff()).unsqueeze(1)
         newest = lengths.unsqueeze(1) - 1 - torch.arange(min(self.ring, wide.ring - wide.tail), device=lengths.device)
@@ -90,13 +90,18 @@ class ResidualWindow:
         self.vectors[batch.rows, :, : self.sink] = wide.vectors[batch.rows, :, : self.sink]
 
     def overwritten(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Vectors that a batch will overwrite, bf16: [T, Hkv, D] of the ring (T = 0 without one) and [n, Hkv, D] of sinks."""
+        """Vectors in bf16 that a batch will overwrite: [T, Hkv, D] in the ring (T = 0 without one), [n, Hkv, D] in sinks."""
         rows, first = _token_rows(batch), self._sink_tokens(batch)
         ring = self.vectors[rows, :, self.in_ring(batch.positions)] if self.ring else self.vectors[:0, :, 0]
         return ring, self.vectors[rows[first], :, batch.positions[first]]
 
     def put_back(self, snapshot: tuple[Tensor, Tensor], batch: Batch, tokens: Tensor) -> None:
-        """Undo `write` for tokens [T] bool; `snapshot` is `overwritten` of the whole batch, taken before the write."""
+        """Undo `write` for some tokens.
+
+        Args:
+            snapshot: result of `overwritten` for the whole batch, from before the write.
+            tokens: [T] bool, the tokens to undo.
+        """
         rows, first = _token_rows(batch), self._sink_tokens(batch)
         if self.ring:
             self.vectors[rows[tokens], :, self.in_ring(batch.positions[tokens])] = snapshot[0][tokens]
@@ -104,7 +109,7 @@ class ResidualWindow:
         self.vectors[rows[firsts], :, batch.positions[firsts]] = snapshot[1][tokens[first]]
 
     def _sink_tokens(self, batch: Batch) -> Tensor:
-        """[n] int64: a batch's tokens that are sinks; waits for a device only where there are sinks."""
+        """[n] int64: indices of a batch's tokens that are sinks. Waits for a device only if the window has sinks."""
         return (batch.positions < self.sink).nonzero().flatten() if self.sink else batch.positions[:0]
 
     def full_groups(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -121,7 +126,7 @@ class ResidualWindow:
         return vectors.transpose(1, 2), last
 
     def occupied_places(self, length: int) -> Tensor:
-        """[sink + ring] bool: places in use by a sequence of this length."""
+        """[sink + ring] bool: places that hold a token of a sequence of this length."""
         newest = torch.arange(max(length - self.ring, 0), length)
         occupied = torch.zeros(self.sink + self.ring, dtype=torch.bool)
         occupied[: min(self.sink, length)] = True
@@ -130,14 +135,14 @@ class ResidualWindow:
         return occupied
 
     def read(self, batch: Batch, tokens: int) -> Tensor:
-        """Vectors of each sequence's first `tokens` tokens, 0 where they are not here: [B, Hkv, tokens, D] fp32."""
+        """Vectors of each sequence's first `tokens` tokens, 0 if the window does not hold them: [B, Hkv, tokens, D] fp32."""
         key_positions = torch.arange(tokens, device=self.vectors.device)
         in_window = self.holds(key_positions, batch.seq_lens.unsqueeze(1))
         vectors = self.vectors[batch.rows][:, :, self.places(key_positions)].float()
         return vectors.masked_fill(~in_window[:, None, :, None], 0.0)
 
     def visible(self, positions: Tensor, tokens: int) -> Tensor:
-        """[..., tokens] bool: which of the first `tokens` tokens queries at positions [...] read in BF16. Not causally masked.
+        """[..., tokens] bool: which of the first `tokens` tokens a query at each position [...] reads in BF16. No causal mask.
 
         Tokens leave the tail in whole groups of G, so a tail holds R - G + 1 to R tokens.
         """
@@ -146,24 +151,24 @@ class ResidualWindow:
 
 
 def token_sequences(batch: Batch) -> Tensor:
-    """[T] int64: index of each token's sequence in the batch."""
+    """[T] int64: index in the batch of each token's sequence."""
     counts = batch.query_start_loc.diff().long()
     return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
 
 
 def _token_rows(batch: Batch) -> Tensor:
-    """[T] int64: each token's row of the windows."""
+    """[T] int64: row in `vectors` of each token's sequence."""
     return batch.rows[token_sequences(batch)]
 
 
 class ResidualBlocks(ResidualWindow):
-    """Tokens in BF16 that lie in blocks: `Batch.kept_slots` of new tokens, `Batch.kept_table` of all.
+    """A residual window in blocks instead of a ring: slots in `Batch.kept_slots`, block table in `Batch.kept_table`.
 
-    vLLM, which owns the blocks, frees those that no query reads in BF16; their table entries are not read.
+    vLLM owns the blocks. It frees blocks that no query reads in BF16 any more; `read` skips their table entries.
 
     Args:
         vectors: [num_blocks, Hkv, block_size, D] bf16, each block contiguous.
-        tail, sink: as of `ResidualWindow`.
+        tail, sink: as in `ResidualWindow`.
     """
 
     def __init__(self, vectors: Tensor, *, tail: int, sink: int = 0) -> None:
@@ -173,7 +178,7 @@ class ResidualBlocks(ResidualWindow):
 
     @property
     def block_size(self) -> int:
-        """Tokens a block."""
+        """Tokens in one block."""
         return self.vectors.shape[2]
 
     def write(self, x: Tensor, batch: Batch) -> None:

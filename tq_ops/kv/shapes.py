@@ -1,4 +1,4 @@
-"""Shape of one layer's K and V, and block arithmetic; imports nothing of this project."""
+"""Shape of one layer's K and V, and block arithmetic. Imports no other module of this project."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 BLOCK_SIZE = 128
-"""Tokens of a block of a paged cache."""
+"""Tokens in one block of a paged cache."""
 WINDOW_CHUNK = 64
-"""With a BF16 tail, a forward takes up to 64 new tokens of a sequence."""
+"""With a BF16 tail, a forward takes up to 64 new tokens of a sequence; 512 if logits do not depend on how a prompt is cut."""
 WINDOW_ROOM = 16
-"""The tail's ring holds R + 16 tokens. While a layer runs with more new tokens, its ring is temporarily larger."""
+"""The tail's ring holds R + 16 tokens. While a layer runs with more new tokens, it gets a larger ring."""
 RING_CHUNK = 512
-"""A layer with a sliding window stores up to 512 new tokens of a sequence at once; longer prompts are cut for it."""
+"""A layer with a sliding window stores up to 512 new tokens of a sequence at once; the cache cuts longer prompts."""
 
 
 @dataclass(frozen=True)
 class KVShape:
-    """K and V of one layer.
+    """Shape of one layer's K and V.
 
     Attributes:
         num_kv_heads, head_dim: Hkv, D.
-        window: newest tokens that a query sees, itself included; None for all.
+        window: length of the sliding window: the newest tokens that a query sees, its own token included; None for all tokens.
     """
 
     num_kv_heads: int
@@ -36,14 +36,14 @@ class KVShape:
 
     @property
     def numbers(self) -> int:
-        """Numbers in one token's K; V has as many."""
+        """Count of numbers in K of one token; V has the same count."""
         return self.num_kv_heads * self.head_dim
 
     def ring_blocks(self, row_blocks: int, block_size: int = BLOCK_SIZE, chunk: int = RING_CHUNK) -> int | None:
-        """Blocks of a sequence's ring, at most `row_blocks`; None without a sliding window.
+        """Blocks in a sequence's ring, at most `row_blocks`; None without a sliding window.
 
-        A token is overwritten by the one `ring_blocks * block_size` positions later. The ring spans `chunk` new tokens and the
-        `window - 1` before them, which touch one block more where the first of them lies within a block.
+        This is where a token is dropped: the token `ring_blocks * block_size` positions later overwrites it. The ring holds
+        `chunk` new tokens and the `window - 1` before them. These may begin within a block, so they touch one block more.
         """
         if self.window is None:
             return None
@@ -51,11 +51,11 @@ class KVShape:
 
 
 Shapes = KVShape | Sequence[KVShape | None]
-"""Of each layer, None where a layer has no K and V; or one for all layers."""
+"""The shape of each layer, None for a layer without K and V; or one shape for all layers."""
 
 
 def each(shapes: Shapes, num_layers: int) -> tuple[KVShape | None, ...]:
-    """The shape of each layer; a ValueError if there are not `num_layers`."""
+    """The shape of each layer; a ValueError if their number is not `num_layers`."""
     layer_shapes = (shapes,) * num_layers if isinstance(shapes, KVShape) else tuple(shapes)
     if len(layer_shapes) != num_layers:
         raise ValueError(f"there are shapes of {len(layer_shapes)} layers, and the plan has {num_layers}")
@@ -63,11 +63,11 @@ def each(shapes: Shapes, num_layers: int) -> tuple[KVShape | None, ...]:
 
 
 class SequencePlace(NamedTuple):
-    """Where a cache holds one sequence.
+    """The places of one sequence in a cache.
 
     Attributes:
-        blocks: of layers that keep all tokens, in order.
-        row: in rings, windows and states.
+        blocks: its blocks, in order, in layers without a sliding window.
+        row: its row in rings, residual windows and states.
     """
 
     blocks: tuple[int, ...]
@@ -75,5 +75,5 @@ class SequencePlace(NamedTuple):
 
 
 def blocks_for(tokens: int, block_size: int = BLOCK_SIZE) -> int:
-    """Blocks that hold a number of tokens of one sequence."""
+    """Number of blocks that hold `tokens` tokens of one sequence."""
     return math.ceil(tokens / block_size)

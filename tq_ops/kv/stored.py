@@ -20,13 +20,13 @@ from haarkv.tq_ops.kv.recurrent import LayerState
 
 @dataclass(frozen=True)
 class StoredSequence:
-    """Tokens and what is stored of them.
+    """A sequence with everything that a cache stored for it.
 
     Attributes:
-        token_ids: of the whole sequence; the last may not be stored yet.
-        length: tokens that are stored.
-        tensors: on the CPU, `layers.L.NAME` by the names of `LayerState.take`.
-        earlier: the sequence where its last answer began, with only those tensors that the answer overwrote: a prompt that
+        token_ids: token ids of the whole sequence; the last token may not be stored yet.
+        length: number of stored tokens.
+        tensors: `layers.L.NAME` -> tensor on the CPU, with the names of `LayerState.take`.
+        earlier: the sequence where its last answer began, with only the tensors that the answer overwrote. A prompt that
             drops or changes the answer continues from there.
     """
 
@@ -37,11 +37,12 @@ class StoredSequence:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values()) + (self.earlier.nbytes if self.earlier else 0)
 
     @property
     def versions(self) -> tuple[StoredSequence, ...]:
-        """All that a prompt may continue from, each with all of its tensors, the longest first."""
+        """The states from which a prompt may continue (the end, the last answer's start), each complete, the longest first."""
         if self.earlier is None:
             return (self,)
         return self, replace(self.earlier, tensors={**self.tensors, **self.earlier.tensors})
@@ -61,12 +62,12 @@ def take(
     cache: PagedKVCache, paging: PagedSequences, sequence: int, token_ids: Sequence[int], whole: bool = True,
     earlier: StoredSequence | None = None,
 ) -> StoredSequence:  # fmt: skip
-    """Copy a sequence out of a cache, where it stays.
+    """Copy a sequence out of a cache; the cache keeps it.
 
     Args:
-        token_ids: at least those that are stored.
-        whole: else only what later tokens overwrite.
-        earlier: of the same sequence, taken before with `whole` false.
+        token_ids: token ids of the sequence, at least all stored tokens.
+        whole: whether to copy everything; if not, only what later tokens overwrite.
+        earlier: an earlier result for the same sequence, with `whole` false.
     """
     length, place = paging.length(sequence), paging.places(sequence)
     assert length <= len(token_ids), "more tokens are stored than were named"
@@ -80,10 +81,12 @@ def take(
 
 
 def put(snapshot: StoredSequence, cache: PagedKVCache, paging: PagedSequences, length: int | None = None) -> int:
-    """Begin a sequence in a cache of the same plan with what is stored, or its first `length` tokens as `reusable` allows.
+    """Begin a sequence with stored contents in a cache of the same plan; return its id.
 
-    Returns:
-        its id; a CacheFullError if the cache has no room for it.
+    Args:
+        length: number of first tokens to copy, a result of `reusable`; all by default.
+    Raises:
+        CacheFullError: the cache has no room for the sequence.
     """
     length = snapshot.length if length is None else length
     version = [version for version in snapshot.versions if version.length >= length][-1]  # it holds the most before `length`
@@ -94,10 +97,10 @@ def put(snapshot: StoredSequence, cache: PagedKVCache, paging: PagedSequences, l
 
 
 def reusable(snapshot: StoredSequence, token_ids: Sequence[int], cache: PagedKVCache) -> int:
-    """How many tokens of another sequence need not be computed; its last one always must be.
+    """The number of tokens `token_ids` that need not be computed, because `snapshot` holds them; the last one always must be.
 
-    The two sequences begin alike, and each layer can continue: what the next query sees in BF16 or in a window is still there,
-    and a state has the version of just these tokens.
+    The sequences have these tokens in common, and each layer can continue after them: `snapshot` still holds all that the next
+    query sees in BF16 or in a sliding window, and the version of each recurrent state after exactly these tokens.
     """
     most = min(snapshot.length, len(token_ids) - 1)
     common = next((i for i in range(most) if snapshot.token_ids[i] != token_ids[i]), most)
@@ -105,7 +108,7 @@ def reusable(snapshot: StoredSequence, token_ids: Sequence[int], cache: PagedKVC
 
 
 def _reusable(snapshot: StoredSequence, length: int, cache: PagedKVCache) -> int:
-    """Most of a version's first `length` tokens that every layer can continue from."""
+    """The most of a version's first `length` tokens after which every layer can continue."""
     tensors = {layer: snapshot.layer_tensors(layer) for layer in cache.states}
     before = None
     while length and length != before:
@@ -116,16 +119,16 @@ def _reusable(snapshot: StoredSequence, length: int, cache: PagedKVCache) -> int
 
 
 class Advance:
-    """The next tokens of some sequences, of which `keep` may take some back after the forward.
+    """The next tokens of some sequences; after the forward, `keep` takes some of them back.
 
-    Packed tokens behind a sequence's length are ignored; each layer's state saves what else new tokens overwrite.
+    Packed tokens after a sequence's length are ignored, so they need no copy. Other contents are saved before new tokens come.
 
     Args:
-        sequences, counts: as for `PagedSequences.batch`.
+        sequences, counts: as in `PagedSequences.batch`.
     Attributes:
-        batch: of all of them, on the cache's device.
+        batch: batch of the new tokens, on the cache's device.
     Raises:
-        CacheFullError: as `PagedSequences.batch`.
+        CacheFullError: as in `PagedSequences.batch`.
     """
 
     def __init__(self, cache: PagedKVCache, paging: PagedSequences, sequences: Sequence[int], counts: Sequence[int]) -> None:

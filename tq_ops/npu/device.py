@@ -139,11 +139,7 @@ def torch_npu() -> Any:
 
 
 def open_runner(device: str | None) -> Runner:
-    """The runner for `sim`, `npu` or `npu:N`; None is the first NPU where torch-npu is installed, else the simulator.
-
-    Raises:
-        InputError: no such device, or it cannot be used.
-    """
+    """The runner for `sim`, `npu` or `npu:N`; None: the first NPU where torch-npu is installed, else the simulator."""
     if device is None:
         device = "sim" if find_spec("torch_npu") is None else "npu:0"
     if device == "sim":

@@ -227,16 +227,10 @@ def domain_tensors(kv_format: KVFormat, head_dim: int, layer: int, device: torch
 
 
 def _lifts(coordinates: Coordinates, rows: Tensor, factors: Tensor) -> Tensor:
-    """[H] fp32, powers of two by which queries by rows are divided, so that FP16 holds them.
+    """[H] fp32, powers of two by which queries by rows [H, width, D] are divided, so that FP16 holds them.
 
-    Divided by the longest row they are no longer than the queries. But rows are very long in channels that queries hardly
-    have, and over such a row all products are too small for FP16. So a lift is at most `_HEADROOM` times the typical product:
-    E[q q^T] is F diag(weights) F^T, F being `forward`, and a query as long as the root of its trace meets row i with a root
-    mean square of sqrt(weights[i]).
-
-    Args:
-        rows: [H, width, D] fp32, each coordinate times its factor.
-        factors: [D] fp32.
+    At most the longest row, and `_HEADROOM` times the typical product: rows are very long where queries hardly have numbers.
+    E[q q^T] is F diag(weights) F^T, F being `forward`: a query as long as its trace's root meets row i with sqrt(weights[i]).
     """
     length = (coordinates.forward.square() * coordinates.weights.unsqueeze(1)).sum((1, 2)).sqrt()
     typical = (coordinates.weights.sqrt() * factors).amax(1) / length

@@ -30,11 +30,7 @@ class Argument:
 
 
 class Program(Protocol):
-    """A PyPTO program of fixed shapes; hashable and picklable, so that another process can build it.
-
-    Attributes:
-        arguments: in the kernel's order.
-    """
+    """A PyPTO program of fixed shapes; hashable and picklable. Its arguments are in the kernel's order."""
 
     def __hash__(self) -> int: ...
 
@@ -55,11 +51,7 @@ def unread_zeros(dtype: torch.dtype, shape: tuple[int, ...], device: torch.devic
 
 
 def order_arguments(program: Program, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    """A program's tensors in the order of its arguments, zeros for those that are `unread` and not there.
-
-    Raises:
-        ValueError: one is missing or none of its arguments.
-    """
+    """A program's tensors in order, zeros for `unread` ones; ValueError if one is missing or none of its arguments."""
     device = next(iter(tensors.values())).device
     zeros = {a.name: unread_zeros(*a.unread, device) for a in program.arguments if a.unread and a.name not in tensors}
     tensors = {**tensors, **zeros}
@@ -122,11 +114,7 @@ class AttentionShape:
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     def score_cube(self, width: int) -> tuple[list[int], list[int], list[int]]:
-        """Tiles (M, K, N) of q @ k.T: as many keys as fit, so that all unpacking of a head feeds one task.
-
-        Args:
-            width: numbers of a key; an odd factor is left out of the tiles.
-        """
+        """Tiles (M, K, N) of q @ k.T for keys of `width` numbers: all unpacking of a head feeds one task."""
         keys = min(self.step_tokens, self.longest_cube)
         even = width & -width
         k = min(even, _L0B // (_BF16 * keys))
@@ -140,7 +128,7 @@ class AttentionShape:
     def mask(self) -> Tensor:
         """[queries, 2 * step + unit] fp32: row r is 0 up to column `step + its token` and -1e30 behind it.
 
-        A view of it at a moving column is the causal mask of any step; no masked load survives every pass of PyPTO.
+        A view at a moving column is the causal mask of any step; no masked load survives every pass of PyPTO.
         """
         token = torch.arange(self.unit_tokens).repeat_interleave(self.group).unsqueeze(1)
         column = torch.arange(2 * self.step_tokens + self.unit_tokens)

@@ -1,7 +1,4 @@
-"""How a cache lies before a program: fields of K and V, as which numbers, and places of tokens in BF16. No PyPTO here.
-
-To add a format: name it in `READS`, describe its `Side` here, and write its arithmetic as a `CacheSide` in `kernels/`.
-"""
+"""How a cache lies before a program: fields of K and V, as which numbers, and places of tokens in BF16. No PyPTO here."""
 
 from __future__ import annotations
 
@@ -34,10 +31,8 @@ READS = KernelSupport(
 class StoredField:
     """A field of a format as a program sees it: the cache's own bytes as a matrix [n, width].
 
-    Attributes:
-        field: its name in the format.
-        dtype: of its numbers; another one of the same size where PyPTO's interpreter misreads the field's own.
-        width: numbers of a row: one vector, or of scales as many as lie in a row of logits, or one.
+    `dtype`: another of the same size where PyPTO's interpreter misreads the field's own. `width`: one vector, or of scales as
+    many as lie in a row of logits, or one.
     """
 
     field: str
@@ -59,12 +54,10 @@ class Side:
     """K or V of one format in a program; those of a layer may differ.
 
     Attributes:
-        name: of the format.
         vectors, scales: the fields that hold a vector, and one number a vector; None without scales.
         most_heads: KV heads of one iteration of decode, at most, by the cost model.
         width: numbers of a vector as the cube meets it.
         layout: how levels of learned coordinates lie; None for a fixed format.
-        turning: keys are stored by stretches.
     """
 
     name: str
@@ -73,7 +66,6 @@ class Side:
     most_heads: int
     width: int
     layout: Layout | None = None
-    turning: bool = False
     head_dim: int = HEAD_DIM
 
     @property
@@ -107,10 +99,10 @@ class Side:
 
     def domain_tensors(self, kv_format: KVFormat, layer: int, device: torch.device) -> dict[str, Tensor]:
         """What a layer's format has of them; the same tensors each time."""
-        tensors = domain_tensors(kv_format, self.head_dim, layer, device) if self.layout else {}
-        turns = kv_format.rope_shift(layer)
-        table = {"turns": turn_table(turns, device)} if turns else {}
-        return {f"k_{name}": tensor for name, tensor in (tensors | table).items()}
+        if (turns := key_turns(kv_format, layer, self.head_dim)) is None:
+            return {}
+        tensors = domain_tensors(kv_format, self.head_dim, layer, device) | {"turns": turn_table(turns, device)}
+        return {f"k_{name}": tensor for name, tensor in tensors.items()}
 
 
 _NO_SCALES = StoredField("no_scale", torch.float16, BLOCK_SIZE)
@@ -134,30 +126,30 @@ def layer_sides(plan: KVPlan, layer: int, head_dim: int = HEAD_DIM) -> tuple[Sid
 
 
 def format_side(kv_format: KVFormat, layer: int = 0, head_dim: int = HEAD_DIM) -> Side:
-    """The side that stores a format in a layer.
-
-    Raises:
-        ValueError: no program reads it; `tq_ops.kv.kernel_support.unsupported` tells so before there is a program.
-    """
+    """The side that stores a format in a layer; ValueError if no program reads it (`unsupported` says so before)."""
     if unsupported_format(READS, kv_format, head_dim) is not None:
         raise ValueError(f"no program reads {kv_format.name}")
     if not learned_coordinates(kv_format, head_dim, layer):
         return fixed_sides(head_dim)[kv_format.name if kv_format in READS.also else FORMAT.name]
     layout = learned_layout(kv_format, head_dim)
     codes = StoredField("codes", torch.int8, layout.nbytes(head_dim))
-    scales, turning = StoredField("scale", torch.float16, BLOCK_SIZE), kv_format.rope_shift(layer) is not None
-    return Side(kv_format.name, codes, scales, 8, layout.width(head_dim), layout, turning, head_dim)
+    scales = StoredField("scale", torch.float16, BLOCK_SIZE)
+    return Side(kv_format.name, codes, scales, 8, layout.width(head_dim), layout, head_dim)
 
 
 # -- Keys by stretches ----------------------------------------------------------------------------------------------------
 
 
+def key_turns(kv_format: KVFormat, layer: int, head_dim: int) -> RopeShift | None:
+    """How learned keys turn by stretches: by angles of 0 where it is not known; None of a fixed format."""
+    if learned_coordinates(kv_format, head_dim, layer) is None:
+        return None
+    return kv_format.rope_shift(layer) or RopeShift((0.0,) * (head_dim // 2))
+
+
 @cache
 def turn_table(turns: RopeShift, device: torch.device) -> Tensor:
-    """[stretches, D] fp32: cos, then sin, of the angles at which stretches begin; the same tensor each time.
-
-    It holds all stretches there may be, 2 MiB for a D of 128, as a program is not compiled for a length.
-    """
+    """[every stretch, D] fp32, cos and then sin of the angles at which stretches begin; the same tensor each time."""
     return torch.cat(turns.table(MOST_POSITIONS // STRETCH, device), 1).contiguous()
 
 
@@ -177,13 +169,10 @@ MOST_PLACES, MOST_SINKS = 2048, 256
 
 @dataclass(frozen=True)
 class WindowShape:
-    """K and V of a layer that stay in BF16, as in `tq_ops.kv.residual_window.ResidualWindow`.
+    """K and V of a layer that stay in BF16, as in `ResidualWindow`.
 
-    Attributes:
-        tail: the newest tokens that a query sees in BF16, itself among them.
-        sink: first tokens that every query sees in BF16.
-        ring: newest tokens there is room for.
-        seen: the newest tokens that a query sees at all, itself among them; None for all.
+    `tail`, `sink`: newest and first tokens that a query sees in BF16; `ring`: newest tokens there is room for; `seen`: the
+    newest tokens that a query sees at all, itself among them, None for all.
     """
 
     tail: int
@@ -218,10 +207,10 @@ def window_shape(plan: KVPlan, layer: int, chunk: int = WINDOW_CHUNK, window: in
 
 @dataclass(frozen=True)
 class Keeping:
-    """What a batch's tokens see and leave in BF16, each [T, …].
+    """What a batch's tokens see and leave in BF16.
 
     Attributes:
-        begin: int64, the row of a token's sequence and its first head among all rows of places.
+        begin: [T] int64, the row of a token's sequence and its first head among all rows of places.
         seen: [T, span] fp32, 0 at places that a token's query sees and `HIDDEN` at all others.
         token, place: int64, pairs of which token goes to which place of its sequence.
     """

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Verdict = Literal["passed", "failed", "not on this executor", "not tried"]
 
-RUNGS = ("environment", "store", "layer", "long-decode", "head", "teacher-forced", "free-running", "text", "latency")
+RUNGS = ("environment", "layer", "long-decode", "head", "teacher-forced", "free-running", "text", "latency")
 """Every rung, from the lowest up."""
 
 
@@ -214,7 +214,6 @@ def ladder(
     from haarkv.validation.bringup import rungs
 
     work = bench()
-    yield "store", lambda: rungs.store(work)
     yield "layer", lambda: rungs.validate_formats(work, work.first_layer, "teacher-forced")
     yield "long-decode", lambda: rungs.long_decode(work)
     yield "head", lambda: rungs.validate_formats(work, work.first_layer, "free-running")

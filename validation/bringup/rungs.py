@@ -1,9 +1,8 @@
-"""The rungs that run an executor against the host: storing K and V, layers in one mode at a time, greedy text."""
+"""The rungs that run an executor against the host: layers in one mode at a time, greedy text."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -13,72 +12,16 @@ from haarkv.executors.base import Executor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.models.text import load_tokenizer
-from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, blocks_for
-from haarkv.tq_ops.npu.store import StoreByProgram
-from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.validation import validate
 from haarkv.validation.bounds import NPU_LAYER_ADDED
 from haarkv.validation.bringup.ladder import RungFinding
 from haarkv.validation.bringup.workbench import Workbench
 from haarkv.validation.fidelity.greedy_diff import greedy_diff
-from haarkv.validation.layers.candidate import CandidateRunner
-from haarkv.validation.layers.forced import TeacherForced
-from haarkv.validation.layers.forward import Forward, Schedule
-from haarkv.validation.layers.parts import poison
-from haarkv.validation.layers.reference import Reference
-from haarkv.validation.layers.report import LayerRow, Mode, Verdict
-
-
-# -- Storing K and V ---------------------------------------------------------------------------------------------------
-def store(bench: Workbench) -> RungFinding:
-    """The first layer's `store_kv` alone, in each format: levels, lengths, and slots of no token."""
-    ops, device = _storing(bench)
-    if ops is None:
-        return RungFinding(None, "this executor runs whole graphs: it has no kernel to call alone")
-    messages, num_compared = [], 0
-    for kv, whole in bench.plans.items():
-        verdicts, num_levels = _store_verdicts(bench, _first_layers_plan(whole, 1), ops, device)
-        num_compared += num_levels
-        worst = max(verdicts, key=lambda verdict: (verdict.fails, verdict.share))
-        if worst.fails:
-            return RungFinding(False, f"{kv}: {worst.stage}: {worst.detail}", num_compared, "levels", where=kv)
-        messages.append(f"{kv}: levels and lengths at {100 * worst.share:.3g} % of what honest runs allow")
-    return RungFinding(True, f"{'; '.join(messages)}; no other slot changed", num_compared, "levels")
-
-
-def _storing(bench: Workbench) -> tuple[OpTable | None, torch.device]:
-    """A table whose `store_kv` is the executor's own."""
-    if bench.programs is not None:
-        ops = with_ops(cast(OpTable, reference), {"store_kv": StoreByProgram(bench.programs)})
-        return ops, bench.programs.device
-    executor = bench.executor(bench.first_layer, next(iter(bench.plans.values())))
-    return executor.ops, executor.device
-
-
-@torch.inference_mode()
-def _store_verdicts(bench: Workbench, plan: KVPlan, ops: OpTable, device: torch.device) -> tuple[list[Verdict], int]:
-    """Every forward of a validation, of which `store_kv` alone runs on the device; also the number of levels compared."""
-    model, tokens = bench.first_layer, bench.token_ids()
-    schedule = Schedule(tokens, bench.steps, plan)
-    trusted = Reference(ReferenceExecutor(model), model, schedule.new_cache(model))
-    forced = TeacherForced(trusted, CandidateRunner(ReferenceExecutor(model), trusted.cache, device), ops)
-    verdicts: list[Verdict] = []
-    num_levels = 0
-
-    def run_forward(forward: Forward) -> Tensor:
-        nonlocal num_levels
-        record = trusted.layer(0, model.embed(forward.token_ids), forward)
-        stores = replace(record, calls=[call for call in record.calls if call.op == "store_kv"])
-        verdicts.extend(forced.op_verdicts(stores, poison(trusted.cache, 0, record.kv, forward.batch)))
-        num_levels += record.k.numel() + record.v.numel()
-        return trusted.head_logits(record.hidden_out, forward)[0]
-
-    schedule.run(schedule.paging(), run_forward)
-    return verdicts, num_levels
+from haarkv.validation.layers.report import LayerRow, Mode
 
 
 # -- Layers ------------------------------------------------------------------------------------------------------------

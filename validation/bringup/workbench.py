@@ -14,10 +14,8 @@ from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.text import load_tokenizer
 from haarkv.models.weights import fingerprint
-from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
-from haarkv.tq_ops.npu.device import Runner
 from haarkv.validation.layers.self_test import first_layers
 
 Tell = Callable[[str], None]
@@ -39,7 +37,7 @@ class Request:
 
     Attributes:
         executor, device: as in `executors.catalog.create`; the executor's first device unless given.
-        caches: by name; every format that the executor reads unless given, in a simulator `tq4`.
+        caches: by name; `tq4` unless given.
         new_tokens, contexts: of greedy text and of latency.
     """
 
@@ -47,7 +45,7 @@ class Request:
     device: str | None = None
     model: str = "tiny"
     layers: int | None = None
-    caches: Mapping[str, KVSpec] = field(default_factory=dict)
+    caches: Mapping[str, KVSpec] = field(default_factory=lambda: {KVSpec().kv: KVSpec()})
     prompts: tuple[str, ...] = ()
     new_tokens: int | None = None
     contexts: tuple[int, ...] = ()
@@ -62,10 +60,8 @@ class Workbench:
             raise InputError("the reference compared with itself proves nothing; name another --executor")
         self.device = request.device or catalog.info(request.executor).devices[0]
         self.config = read_config(request.model, request.layers)
-        for plan in self._requested_plans.values():
+        for plan in self.plans.values():
             catalog.check(request.executor, self.config, plan, self.device)
-        if not self.readable:
-            catalog.check(request.executor, self.config, plan_for(KVSpec(), self.config), self.device)
         if request.contexts and max(request.contexts) > self.longest:
             longest_context = max(request.contexts)
             raise InputError(
@@ -79,39 +75,14 @@ class Workbench:
                 spec.require_weights(fingerprint(self.model.weights.named_tensors()))
 
     # -- What is run ---------------------------------------------------------------------------------------------------------
-    @cached_property
-    def readable(self) -> list[str]:
-        """Formats that the executor reads, bf16 first."""
-        format_names = []
-        for name in sorted(formats.names(), key=lambda name: name != "bf16"):
-            try:
-                plan = plan_for(KVSpec(name), self.config)
-                catalog.check(self.request.executor, self.config, plan, self.device)
-            except InputError:
-                continue
-            if not any(kv_format.to_compare for kv_format in plan.formats):
-                format_names.append(name)
-        return format_names
-
-    @cached_property
-    def programs(self) -> Runner | None:
-        """Calls single programs, if the executor's kernels are programs."""
-        programs = catalog.info(self.request.executor).programs
-        return programs(self.device) if programs else None
-
     @property
     def simulated(self) -> bool:
         """Times mean nothing then."""
-        return self.programs is not None and self.programs.simulated
-
-    @property
-    def plans(self) -> dict[str, KVPlan]:
-        """By format name, in the order in which they run."""
-        default = [KVSpec().kv] if self.simulated and KVSpec().kv in self.readable else self.readable
-        return self._requested_plans or {kv: plan_for(KVSpec(kv), self.config) for kv in default}
+        return self.device == catalog.SIMULATOR
 
     @cached_property
-    def _requested_plans(self) -> dict[str, KVPlan]:
+    def plans(self) -> dict[str, KVPlan]:
+        """By format name, in the order in which they run."""
         return {name: plan_for(spec, self.config) for name, spec in self.request.caches.items()}
 
     @property
@@ -126,7 +97,7 @@ class Workbench:
     @property
     def repeats(self) -> int:
         """Further runs of the first layer, whose bits must be equal; none in a simulator."""
-        return 0 if self.programs is None or self.simulated else _REPEATS
+        return _REPEATS if catalog.info(self.request.executor).has_simulator and not self.simulated else 0
 
     @property
     def new_tokens(self) -> int:

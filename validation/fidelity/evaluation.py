@@ -165,9 +165,7 @@ def score_all(
             window_scores = partial.scores(name, number)
             if window_scores is None:
                 # The baseline as one of the caches is what it has just been.
-                cache_logits = (
-                    iter(exact) if side is setup.base else logits_after(setup.model, side, exact.entering(first), first)
-                )
+                cache_logits = exact if side is setup.base else logits_after(setup.model, side, exact.entering(first), first)
                 window_scores = score_window(name, plan, window, exact, cache_logits)
                 partial.keep_scores(name, number, window_scores)
             scores[name].append(window_scores)
@@ -192,15 +190,14 @@ class Exact:
         """[T, hidden] that enters a layer; after the last one, the head."""
         if layer not in self._entering:
             last = max(known_layer for known_layer in self._entering if known_layer < layer)
-            self._entering[layer] = torch.cat(list(run_span(self._side, self._entering[last], range(last, layer))))
+            self._entering[layer] = run_span(self._side, self._entering[last], range(last, layer))
         return self._entering[layer]
 
     def __iter__(self) -> Iterator[Tensor]:
         """Logits [n, vocab] fp32, chunk by chunk."""
         if self._kept:
             return iter(self._kept)
-        chunks = torch.split(self.entering(self._model.config.num_layers), CHUNK)
-        logits = (head_logits(self._model, self._side, hidden) for hidden in chunks)
+        logits = chunk_logits(self._model, self._side, self.entering(self._model.config.num_layers))
         if not self._keeps:
             return logits
         self._kept = list(logits)
@@ -214,52 +211,39 @@ def head_logits(model: DecoderModel, side: Session, hidden: Tensor) -> Tensor:
     return model.head(hidden.to(model.weights.lm_head.device), ops or cast(OpTable, reference))
 
 
-@torch.inference_mode()
+def chunk_logits(model: DecoderModel, side: Session, hidden: Tensor) -> Iterator[Tensor]:
+    """Logits [n, vocab] fp32 of final hidden states [T, hidden], chunk by chunk."""
+    return (head_logits(model, side, some) for some in torch.split(hidden, CHUNK))
+
+
 def logits_after(model: DecoderModel, side: Session, hidden: Tensor, first_layer: int = 0) -> Iterator[Tensor]:
     """Logits [n, vocab] fp32 after each token of a window, chunk by chunk, of `hidden` [T, hidden] that enters `first_layer`.
 
     Attention reads K and V as stored, also those of the chunk itself: a prefill measures the format.
     """
-    span = range(first_layer, model.config.num_layers)
-    for after in run_span(side, hidden, span):
-        yield head_logits(model, side, after)
+    return chunk_logits(model, side, run_span(side, hidden, range(first_layer, model.config.num_layers)))
 
 
-def run_span(side: Session, hidden: Tensor, span: range) -> Iterator[Tensor]:
-    """Hidden states [n, hidden] after some layers, chunk by chunk, of those that enter the first [T, hidden]."""
-    device = side.executor.device
+@torch.inference_mode()
+def run_span(side: Session, hidden: Tensor, span: range) -> Tensor:
+    """Hidden states [T, hidden] after some layers, of those that enter the first, chunk by chunk from an empty cache."""
+    device, pieces = side.executor.device, []
     cache, paging = side.new_cache(1, len(hidden))
     sequence = paging.add()
     for chunk in torch.split(hidden, min(CHUNK, cache.most_new_tokens or CHUNK)):
         batch = paging.batch([sequence], [len(chunk)]).to(device)
-        yield side.executor.layers(chunk.to(device), span, batch, cache)
+        pieces.append(side.executor.layers(chunk.to(device), span, batch, cache))
+    return torch.cat(pieces)
 
 
-def score_window(name: str, plan: Workload, window: Span, base: Iterable[Tensor], logits: Iterator[Tensor]) -> Scores:
-    """Compare a cache's logits with the baseline's, [n, vocab] fp32 in pieces of any size; NonFiniteError if not finite."""
+def score_window(name: str, plan: Workload, window: Span, base: Iterable[Tensor], logits: Iterable[Tensor]) -> Scores:
+    """Compare a cache's logits with the baseline's, each chunk by chunk; NonFiniteError if one is not finite."""
     begin = window.begin + 1
     targets = torch.split(plan.tokens[begin : begin + window.length], CHUNK)
-    pairs = zip(_in_chunks(iter(base)), _in_chunks(logits), targets, strict=True)
     try:
-        return join([score_text(a, b, t) for a, b, t in pairs])
+        return join([score_text(a, b, t) for a, b, t in zip(base, logits, targets, strict=True)])
     except NonFiniteError as error:
         raise NonFiniteError(f"{name} (B) against bf16 (A), window from token {window.begin}: {error}") from None
-
-
-def _in_chunks(pieces: Iterator[Tensor]) -> Iterator[Tensor]:
-    """The same rows, `CHUNK` at a time."""
-    pending: list[Tensor] = []
-    for piece in pieces:
-        rest = piece
-        while len(rest):
-            room = CHUNK - sum(map(len, pending))
-            pending.append(rest[:room])
-            rest = rest[room:]
-            if len(pending[-1]) == room:
-                yield pending[0] if len(pending) == 1 else torch.cat(pending)
-                pending = []
-    if pending:
-        yield torch.cat(pending)
 
 
 def fidelity_row(name: str, side: Session, tokens: int, scores: Scores) -> FidelityRow:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 
@@ -58,23 +57,14 @@ def parse_list(
 
 
 def load_setup(
-    model: str,
-    kvs: Sequence[str] = (),
-    *,
-    spec: KVSpec | None = None,
-    plans: Mapping[str, KVSpec] | None = None,
-    executor: str = catalog.AUTO,
-    device: str | None = None,
-    dtype: str | None = None,
-    layers: int | None = None,
-    progress: Progress | None = None,
-    balance: bool = True,
-) -> Setup:
-    """Load a model once for all caches.
+    model: str, kvs: Sequence[str] = (), *, spec: KVSpec | None = None, plans: Mapping[str, KVSpec] | None = None,
+    executor: str = catalog.AUTO, device: str | None = None, dtype: str | None = None, layers: int | None = None,
+    progress: Progress | None = None, balance: bool = True,
+) -> Setup:  # fmt: skip
+    """Load a model once for all caches, of which there is one at least.
 
     Args:
-        kvs, spec, plans: formats with the tail, sinks and bf16 layers of `spec`, and other caches by name; without any, all
-            formats that model and executor take.
+        kvs, spec, plans: formats with the tail, sinks and bf16 layers of `spec`, and other caches by name.
         executor: one for all caches and for the baseline, if it has a bf16 cache; `auto` is the fastest that reads all.
         balance: as in `engine.loading.load`; off if a cache has learned coordinates.
     Raises:
@@ -84,17 +74,7 @@ def load_setup(
     plans_by_name = {kv: plan_for(replace(spec, kv=kv), config) for kv in kvs} | {
         n: plan_for(s, config) for n, s in (plans or {}).items()
     }
-    must_read = list((plans_by_name or _all(config, spec)).values())
-    default = formats.names()[0]
-    try:
-        executor = catalog.select(executor, config, must_read, device=device, dtype=dtype).name
-    except InputError:
-        if plans_by_name or device is None:
-            raise
-        # No format was asked for: the executor that runs the default one there is measured with those that it reads.
-        executor = catalog.select(
-            executor, config, [plan_for(replace(spec, kv=default), config)], device=device, dtype=dtype
-        ).name
+    executor = catalog.select(executor, config, list(plans_by_name.values()), device=device, dtype=dtype).name
     block_types = catalog.info(executor).block_types()  # products with weight blocks are measured, too
     loaded_model = load_model(model, dtype or catalog.info(executor).dtype, layers, progress, keep_blocks=block_types)
     if learned_specs := [each for each in (spec, *(plans or {}).values()) if each.weights]:
@@ -106,13 +86,7 @@ def load_setup(
         balance_result = balancing.balance(loaded_model)  # the baseline in bf16 computes the same bits
         loaded_model, uneven = balance_result.model, balance_result.uneven
     tokenizer, config = load_tokenizer(model, loaded_model.config), loaded_model.config
-    # One executor serves every cache; the default format stands for the others until they are known.
-    runner = catalog.create(
-        executor, loaded_model, next(iter(plans_by_name.values()), plan_for(KVSpec(default), config)), device
-    )
-    plans_by_name = plans_by_name or {
-        name: plan for name, plan in _all(config, spec).items() if runner.supports(config, plan) is None
-    }
+    runner = catalog.create(executor, loaded_model, next(iter(plans_by_name.values())), device)
     for plan in plans_by_name.values():
         if reason := runner.supports(config, plan):
             raise InputError(f"executor {executor} cannot run this: {reason}")
@@ -129,15 +103,6 @@ def load_setup(
     # Layers run where they are; embedding and head where the baseline is.
     ends = replace(loaded_model, weights=replace(loaded_model.weights, layers=())).to(base.executor.device)
     return Setup(ends, base, caches, fingerprint(loaded_model.weights.named_tensors()), uneven)
-
-
-def _all(config: ModelConfig, spec: KVSpec) -> dict[str, KVPlan]:
-    """Every format that has a layout for this model."""
-    plans = {}
-    for name in formats.names():
-        with suppress(InputError):  # of a format that cannot hold this head_dim or needs a longer tail
-            plans[name] = plan_for(replace(spec, kv=name), config)
-    return plans
 
 
 # -- Fingerprints: what a partial result belongs to -------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Honest runs of a layer, op by op and as a whole."""
+"""Honest runs of one layer, op by op and as a whole: the figures with which the judge compares an executor."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from haarkv.validation.layers.reference import Reference, keep
 
 T = TypeVar("T")
 HonestCache = dict[tuple[str, str, int, int], Any]
-"""Results of honest runs by drive (or "slips"), phase, step and layer."""
+"""("layers", "ops" or "slips", phase, step, layer) -> results of honest runs."""
 STEEPER = "softmax 1 % too steep"
 
 
 class HonestRuns:
-    """Runs a layer of the reference as other devices may; adds to `honest_cache`, results of earlier validations."""
+    """Runs layers of the reference as other correct devices may compute them. Results are added to `honest_cache`."""
 
     def __init__(self, reference: Reference, honest_cache: HonestCache | None = None) -> None:
         self.reference = reference
@@ -50,11 +50,11 @@ class HonestRuns:
         self._readable: tuple[Call, Snapshot] | None = None
 
     def layer_sums(self, record: LayerRecord) -> tuple[Sums, Mapping[str, Tensor]]:
-        """Of a whole layer; also `Null.reach`."""
+        """The sums of sixteen honest runs of a whole layer, and `Null.reach`."""
         return self._cached(record, "layers", self._layers)
 
     def _layers(self, record: LayerRecord) -> tuple[Sums, Mapping[str, Tensor]]:
-        # What one token leaves in a state moves all that follow.
+        # With a recurrent state tokens are not independent, so runs cannot be drawn token by token: compute all sixteen.
         reference = self.reference
         runs = num_honest_runs(len(record.hidden_in) if record.kv is not None else 1, reference.model.dtype)
         aside = _Aside(reference, self._scratch, record, runs)
@@ -78,11 +78,11 @@ class HonestRuns:
         return result
 
     def slips(self, record: LayerRecord) -> Slips:
-        """How hidden states change by known mistakes in each KV head's attention, and in the MLP."""
+        """Changes of hidden states by known mistakes: in the attention of each KV head, and in the MLP."""
         return {} if record.kv is None else self._cached(record, "slips", self._layer_slips)[0]
 
     def _layer_slips(self, record: LayerRecord) -> tuple[Slips, Slips]:
-        """`slips`; also how attention itself changes."""
+        """`slips`; also the change of attention's result if its softmax is 1 % too steep."""
         reference, ops, heads = self.reference, self.reference.ops, self._kv_heads(record.index)
         cache = reference.as_read(record, record.new_fields)
         gates = {
@@ -97,7 +97,7 @@ class HonestRuns:
             return reference.rerun_layer(cache, record, with_ops(ops, {"store_kv": keep, **op_overrides}), exact=True)
 
         def in_head(faulty_head: int | None = None, larger: float = 1.0, steeper: float = 1.0) -> Any:
-            """Attention that is wrong in one head; computed once for all heads."""
+            """Attention that is wrong in one head. The right and the steeper result are computed once for all heads."""
 
             def paged_attention(q: Tensor, at: LayerView, scale: float) -> Tensor:
                 for factor in {1.0, steeper} - by_scale.keys():
@@ -119,7 +119,7 @@ class HonestRuns:
 
     # -- Ops -------------------------------------------------------------------------------------------------------------
     def op_sums(self, record: LayerRecord) -> Sums:
-        """Of a layer's ops one by one."""
+        """The sums of sixteen honest runs of a layer's ops, each op alone."""
         return self._cached(record, "ops", self._ops)
 
     def _ops(self, record: LayerRecord) -> Sums:
@@ -144,7 +144,7 @@ class HonestRuns:
         return rows
 
     def figures(self, call: Call, record: LayerRecord, result: Any, part_fields: Snapshot, runs: int = 1) -> Values:
-        """Of an op's result, whose rows are those of some runs, and of what it stored."""
+        """Figures of an op's result (the rows of `runs` runs), and of the fields that it stored."""
         if part_fields:
             yield from stored_figures(
                 self.reference.cache, record.index, record.batch, record.new_fields, part_fields, record.kv
@@ -157,11 +157,11 @@ class HonestRuns:
             yield from number_figures(call.stage, repeat_rows(call.result, runs), result, heads, wide)
 
     def _kv_heads(self, index: int) -> int:
-        """Of a layer with K and V."""
+        """Number of KV heads of a layer with K and V."""
         return self.reference.cache.kv[index].shape.num_kv_heads
 
     def readable(self, call: Call, record: LayerRecord) -> Snapshot:
-        """The layer's cache as attention gets it, poisoned where it must not read."""
+        """The layer's cache before an attention call, with poison in all places that attention must not read."""
         if self._readable is None or self._readable[0] is not call:
             cache, batch, now = self.reference.cache, record.batch, snapshot(self.reference.cache, record.index)
             self._readable = call, without_unread(cache, record.index, now, batch, batch.seq_lens, call.args[0])
@@ -169,12 +169,12 @@ class HonestRuns:
 
 
 def _place(record: LayerRecord) -> int:
-    """Seed of the noise: another for each layer and step."""
+    """Seed of the noise: a different one for each layer and step."""
     return 1 + record.index + 10**7 * record.forward.step
 
 
 class _AtOnce:
-    """A cache for reading alone: it has room for any number of queries."""
+    """A cache for reading only: it accepts any number of queries."""
 
     def __init__(self, cache: PagedKVCache) -> None:
         self._cache = cache
@@ -190,7 +190,7 @@ class _AtOnce:
 
 
 class _Aside:
-    """Stores of all honest runs of a layer, run by run in a cache of their own, by `ops`."""
+    """Collects what honest runs of a layer store: `ops` write one run after the other to a scratch cache."""
 
     def __init__(self, reference: Reference, scratch: PagedKVCache, record: LayerRecord, runs: int) -> None:
         self._reference, self._scratch, self._record, self._runs = reference, scratch, record, runs
@@ -230,7 +230,7 @@ class _Aside:
         return reach
 
     def rows(self, reach: Mapping[str, Tensor]) -> RunRows:
-        """Figures of what was stored, if anything was."""
+        """Figures of the stored fields of all runs; {} if the ops stored nothing."""
         record, runs, cache = self._record, self._runs, self._reference.cache
         if not self._stored:
             return {}

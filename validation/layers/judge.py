@@ -1,4 +1,4 @@
-"""Verdicts on one stage: equal, a tie, rounding or a fault."""
+"""The judge: figures of stored vectors and hidden states, and a verdict for each stage: equal, tie, rounding or fault."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ def stored_figures(
     kv: KV | None,
     reach: Mapping[str, Tensor] | None = None,
 ) -> Values:
-    """Figures of what a layer stored, by KV head.
+    """Figures of the fields that a layer stored, by KV head.
 
     Args:
-        kv: what the reference stored as `ours`; None of a layer that keeps a state.
+        ours, theirs: fields stored by the reference, and by the executor or an honest run.
+        kv: the vectors K and V that the reference stored; None for a layer with a recurrent state.
         reach: as `Null.reach`; 0 unless given.
     """
     if kv is None:
@@ -56,10 +57,10 @@ def _part_figures(
 ) -> Values:
     """Figures of one part; fields [n, Hkv, *].
 
-    A vector with a level off by more than one, or with changed levels at another scale, is a fault if it lies too far from the
-    vector to store; else it counts as one changed level. Too far: at the reference's scale, farther than the reference's
-    stored vector; at another scale (learned keys may fit two equally well), than 1.5 times as far; plus what honest runs' K
-    may be off, since the vector stored for a K that is d away lies up to 2 d farther.
+    A vector is suspect if a level differs by more than one, or if levels and scale differ. It is a fault ("leaps") if its
+    distance from the vector to store exceeds a limit; else it counts as one changed level. The limit: the distance of the
+    reference's stored vector (1.5 times that at another scale, since two scales may fit a learned key equally well), plus
+    2 * 1.5 * `reach`, since the vector stored for a K that is d away may lie 2 d farther.
     """
     layer = part.layer
     pair = by_token(ours), by_token(theirs)
@@ -86,18 +87,18 @@ def _part_figures(
 
 
 _ANOTHER_SIZE = 1 / 16
-"""By more than so much the scales of two sizes differ; rounding moves one by 2**-11 of itself."""
+"""Relative difference above which two scales count as different; rounding to FP16 changes a scale by 2**-11 of itself."""
 
 
 def _size_changes(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Tensor:
-    """[Hkv, n] bool: vectors that are stored at another scale; fields [Hkv, n, *]."""
+    """[Hkv, n] bool: which vectors are stored at another scale; fields [Hkv, n, *]."""
     scales = [(x.float(), theirs[name].float()) for name, x in ours.items() if x.is_floating_point()]
     return torch.stack([((y - x).abs() > _ANOTHER_SIZE * x.abs()).unsqueeze(-1).flatten(2).any(-1) for x, y in scales]).any(0)
 
 
 def hidden_figures(before: Tensor, ours: Tensor, theirs: Tensor, slips: Mapping[str, Tensor]) -> Values:
-    """Figures of what a layer adds to hidden states [T, hidden]. One rounding is a step of the sum's dtype and of the update's
-    size.
+    """Figures of the update that a layer adds to hidden states [T, hidden]. The step of a number: half a rounding step of the
+    sum, plus one rounding step of the update's root mean square.
     """
     update = ours.float() - before.float()
     unit = bounds.STEP[ours.dtype]
@@ -106,7 +107,7 @@ def hidden_figures(before: Tensor, ours: Tensor, theirs: Tensor, slips: Mapping[
 
 
 def guilty_head(ours: Tensor, theirs: Tensor, slips: Mapping[str, Tensor]) -> int | None:
-    """The KV head whose slips alone explain how hidden states [T, hidden] differ; None if it is not one."""
+    """The KV head whose known mistakes explain the difference of hidden states [T, hidden]; None if no single head does."""
     off = (theirs.double() - ours.double()).flatten()
     spans: dict[int, list[Tensor]] = {}
     for name, direction in slips.items():
@@ -172,11 +173,12 @@ _WORDS = {
 
 
 def verdicts(excesses: Mapping[Figure, float], differing: Iterable[str], together: bool = False) -> list[Verdict]:
-    """One verdict a stage, in order. A fault in one of several heads names it.
+    """One verdict for each stage, in order. If exactly one of several heads has a fault, the verdict names the head.
 
     Args:
-        differing: stages in which some bit differs.
-        together: the figures are sums over all forwards.
+        excesses: figures divided by their limits (`null.excess`); above 1 is a fault.
+        differing: stages in which any bit differs.
+        together: whether the figures are sums over all forwards.
     """
     stage_verdicts, differ = [], set(differing)
     for stage in dict.fromkeys(figure.stage for figure in excesses):
@@ -196,7 +198,7 @@ def verdicts(excesses: Mapping[Figure, float], differing: Iterable[str], togethe
 
 
 def call_violation(call: Call, result: Any, intact: bool) -> Verdict | None:
-    """What is wrong with an op's result whatever the numbers are; `intact`: its inputs are unchanged."""
+    """A fault for changed inputs, a wrong shape or a wrong dtype; else None. `intact`: the op's inputs are unchanged."""
     if not intact:
         return Verdict.violation(call.stage, "changed the inputs that it was given")
     ours, is_tensor = call.result, isinstance(result, Tensor)
@@ -208,14 +210,14 @@ def call_violation(call: Call, result: Any, intact: bool) -> Verdict | None:
 
 
 def in_whole(verdict: Verdict) -> Verdict:
-    """The verdict on a whole layer whose ops are right one by one."""
+    """The verdict on a whole layer, if each of its ops is right when run alone."""
     if verdict.reason != "fault":
         return verdict
     return replace(verdict, detail=f"{verdict.detail}; each op by itself is right, so the fault is in how the layer runs them")
 
 
 def judge_stray_writes(stray_writes: StrayWrites, layer: int | None, who: str = "") -> list[Verdict]:
-    """Verdicts on places that changed and were not to be written: in `layer`, if some of them are there, else in all."""
+    """Verdicts on places that changed although no op had to write there: places in `layer` if any, else in all layers."""
     at = {layer: stray_writes[layer]} if layer in stray_writes else stray_writes
     places_by_stage: dict[str, list[str]] = {}
     for number, parts in at.items():

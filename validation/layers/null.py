@@ -1,8 +1,8 @@
-"""The judge: how far a candidate's figures lie outside those of honest runs of the reference.
+"""The judge's statistics: how far an executor's figures lie outside the figures of honest runs of the reference.
 
-An honest run is the reference as another device may compute it: sums off by their own rounding noise, rounding at other
-points. Sixteen of them give the spread of a few figures for each stage and KV head; outside of it is a fault. What a device
-may round is one more kind of honest run, never one more rule.
+An honest run is the reference as another correct device may compute it: with rounding noise in sums, and rounding at other
+points. For each stage and KV head, sixteen honest runs give the mean and spread of a few figures; `excess` divides a figure of
+the executor by the limit that follows. If a correct device rounds elsewhere, change `honest`, not the limits.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from haarkv.tq_ops.weight import LARGEST, Blocks, Weight, weight_numbers
 from haarkv.validation import bounds
 
 RUNS = 16
-"""Honest runs."""
+"""Number of honest runs."""
 _MANY = 32
-"""From this number of tokens on, two honest runs of a kind are computed, and sixteen drawn from what their tokens show."""
+"""From this number of tokens on, only two honest runs of each kind are computed; `resample_runs` draws sixteen from them."""
 
 
 class Figure(NamedTuple):
-    """A figure of one stage and KV head (-1: of all heads, or of a stage without heads).
+    """A figure of one stage and KV head; head -1: all heads, or a stage without heads.
 
-    "energy": squared distance from the reference; 1 is fourteen numbers off by one rounding each. "gain": how much too large a
-    result is. "slip NAME": how far it lies along a known mistake, 1 being all of it. "changed": levels that differ. "leaps":
-    vectors that are too far off (`judge`). "length": by how much vectors of equal levels are too long.
+    Kinds. "energy": squared distance from the reference; 1 is fourteen numbers off by one rounding each. "gain": relative
+    excess of a result's size. "slip NAME": share of a known mistake in the result. "changed": number of levels that differ.
+    "leaps": number of stored vectors that are too far off (`judge`). "length": relative excess of lengths at equal levels.
     """
 
     stage: str
@@ -41,34 +41,34 @@ class Figure(NamedTuple):
 
 
 Rows = Mapping[Figure, Tensor]
-"""[n, 3] fp64 by figure, a row a token. Of an energy or a count the first column is all; of a gain or a slip they are
-numerator, denominator and the sum of fourth powers, which bounds what ties may do.
+"""Figure -> [n, 3] fp64, a row for each token. Gain and slip: numerator, denominator, and a sum of fourth powers (`by_ties`).
+Other kinds: the number, 0, 0.
 """
 RunRows = Mapping[Figure, Tensor]
-"""[n, runs, 3] fp64: the same of several honest runs."""
+"""Figure -> [n, runs, 3] fp64: `Rows` of several honest runs."""
 Sums = Mapping[Figure, Tensor]
-"""Rows summed over tokens, [3] fp64, or [RUNS, 3] of all honest runs; they add up over forwards."""
+"""Figure -> `Rows` summed over tokens and forwards: [3] fp64 of an executor, [RUNS, 3] of all honest runs."""
 
 
 def add_sums(one: Sums, other: Sums) -> Sums:
-    """The sums of two forwards together."""
+    """The sums over two forwards."""
     return {**one, **{figure: one[figure] + sums if figure in one else sums for figure, sums in other.items()}}
 
 
 def value(figure: Figure, sums: Tensor) -> Tensor:
-    """The ratio of a gain's or slip's sums [..., 3]; of other figures the first sum."""
+    """A figure's value from sums [..., 3]: for a gain or slip numerator / denominator, for other kinds the first sum."""
     top, bottom = sums[..., 0], sums[..., 1]
     return torch.where(top == 0, 0.0, top / bottom) if figure.kind == "gain" or figure.kind.startswith("slip") else top
 
 
 def by_ties(sums: Tensor) -> float:
-    """What ties may make of a gain or a slip: the largest number alone, or some fourteen at random."""
+    """By how much ties may change a gain or slip: the largest number alone, or some fourteen numbers at random."""
     _, bottom, fourth = sums.tolist()
     return fourth**0.25 / bottom if bottom else 0.0
 
 
 def excess(figure: Figure, candidate: float, honest: Sequence[float], rounds: bool, ties: float = 0.0) -> float:
-    """A figure as a multiple of what honest runs allow; above 1 is a fault. A BF16 model `rounds` centroids to FP16, maybe."""
+    """A figure divided by its limit from honest runs; above 1 is a fault. `rounds`: a device may round centroids to FP16."""
     if not math.isfinite(candidate):
         return math.inf
     mean = sum(honest) / len(honest)
@@ -77,24 +77,24 @@ def excess(figure: Figure, candidate: float, honest: Sequence[float], rounds: bo
         return candidate / (bounds.FARTHER**2 * (mean + bounds.SIGMAS * spread) + 1)
     if figure.kind == "leaps":
         return math.inf if candidate else 0.0
-    if figure.kind == "changed":  # a count: few of them vary as Poisson's do
+    if figure.kind == "changed":  # a count: a small one follows Poisson's distribution
         often = 2 * mean + 0.5
         most = max(often + bounds.POISSON_SIGMAS * math.sqrt(often), bounds.FARTHER * (mean + bounds.SIGMAS * spread))
         return candidate / (most + bounds.TIES)
     least = bounds.LEAST[figure.kind.partition(" ")[0]]
     if rounds and figure.kind == "gain" and figure.stage in ("paged_attention", "attention_mlp"):
         least = bounds.FP16_GAIN
-    # A figure between the reference's and the honest mean is right: a number beside a tie may tip one way in all honest runs.
+    # Every figure between 0 (the reference) and the honest mean is right: near a tie, all honest runs may round the same way.
     nearest = min(max(candidate, min(mean, 0.0)), max(mean, 0.0))
     return abs(candidate - nearest) / (max(least, bounds.FARTHER * bounds.SIGMAS * spread) + ties)
 
 
 @dataclass
 class Null:
-    """The honest runs of one layer: of the forward at hand, and `totals` of all forwards so far.
+    """The honest runs of one layer: `runs` of the present forward, `totals` over counted forwards (`candidate`: the executor).
 
     Attributes:
-        reach: largest distance of an honest run's K or V from the reference's, in the format's norm, [Hkv, n] by part.
+        reach: part -> [Hkv, n], the largest distance of an honest run's K or V from the reference's, in the format's norm.
     """
 
     runs: Sums = field(default_factory=dict)
@@ -103,15 +103,15 @@ class Null:
     candidate: Sums = field(default_factory=dict)
 
     def excesses(self, candidate: Sums, rounds: bool) -> dict[Figure, float]:
-        """Of each figure of one forward."""
+        """`excess` of each figure of the present forward."""
         return _excesses(candidate, self.runs, rounds)
 
     def add(self, candidate: Sums) -> None:
-        """Count a forward in which no fault was found."""
+        """Add the present forward, in which no fault was found, to the totals."""
         self.totals, self.candidate = add_sums(self.totals, self.runs), add_sums(self.candidate, candidate)
 
     def total_excesses(self, rounds: bool) -> dict[Figure, float]:
-        """Of all counted forwards together."""
+        """`excess` of each figure, summed over the counted forwards."""
         return _excesses(self.candidate, self.totals, rounds)
 
 
@@ -125,23 +125,24 @@ def _excesses(candidate: Sums, honest: Sums, rounds: bool) -> dict[Figure, float
 
 # -- Figures -----------------------------------------------------------------------------------------------------------------
 Slips = Mapping[str, Tensor]
-"""By how much known mistakes change a result, by name."""
+"""Name of a known mistake -> the change that it makes to a result."""
 
 
 def by_head(x: Tensor, heads: int) -> tuple[Tensor, ...]:
-    """A result [T, H, *] split by KV head; whole if it has no heads."""
+    """A result [T, H, *] split by KV head; in one piece if `heads` is 0."""
     return x.float().chunk(heads, 1) if heads else (x.float(),)
 
 
 def number_figures(
     stage: str, ours: Tensor, theirs: Tensor, heads: int = 0, slips: Slips | None = None, step: Tensor | None = None
 ) -> Iterator[tuple[Figure, Tensor]]:
-    """Figures of a stage that gives numbers, [T, H, *] or [T, N].
+    """Figures of a stage whose result is numbers, [T, H, *] or [T, N].
 
     Args:
-        heads: KV heads along the second axis; 0 for none.
-        slips: directions [as ours]; a name that ends in ` @3` is of KV head 3.
-        step: what one rounding may move each number by; one step of the largest number unless given.
+        ours, theirs: the reference's result and the other's.
+        heads: number of KV heads along the second axis; 0 for none.
+        slips: changes in ours' shape; a name that ends in ` @3` belongs to KV head 3.
+        step: change of each number by one rounding; unless given, `bounds.STEP` times the largest number.
     """
     steps = by_head(step, heads) if step is not None else (None,) * max(heads, 1)
     off = (theirs.float() - ours.float()) if theirs.shape == ours.shape else torch.full_like(ours, torch.nan)
@@ -168,19 +169,19 @@ def number_figures(
 
 
 def _inner_products(off: Tensor, direction: Tensor) -> Tensor:
-    """[n, 3] fp64: how far numbers [n, *] lie along a direction [n, *]."""
+    """[n, 3] fp64, `Rows` of a gain or slip: off * direction, direction**2 and direction**4, each summed over [*]."""
     squares = direction.square()
     sums = (off * direction, squares, squares.square())
     return torch.stack([x.flatten(1).sum(-1) for x in sums], 1).double()
 
 
 def pad_counts(numbers: Tensor) -> Tensor:
-    """[n, 3] fp64 of numbers [n] that are no ratio."""
+    """[n, 3] fp64, `Rows` of numbers [n] that are no ratio."""
     return torch.nn.functional.pad(numbers.double()[:, None], (0, 2))
 
 
 def by_figure(pairs: Iterable[tuple[Figure, Tensor]]) -> Rows:
-    """Rows by figure; those of one figure are concatenated."""
+    """Figure -> rows; if a figure occurs twice, its rows are concatenated."""
     rows: dict[Figure, list[Tensor]] = {}
     for figure, part in pairs:
         rows.setdefault(figure, []).append(part)
@@ -188,12 +189,12 @@ def by_figure(pairs: Iterable[tuple[Figure, Tensor]]) -> Rows:
 
 
 def split_runs(pairs: Iterable[tuple[Figure, Tensor]], runs: int) -> RunRows:
-    """Figures of runs that were computed at once, the rows of a token's runs together."""
+    """`RunRows` of runs that were computed at once; their rows go token by token, and run by run within a token."""
     return {figure: rows.reshape(-1, runs, 3) for figure, rows in by_figure(pairs).items()}
 
 
 def stacked(runs: Sequence[Rows]) -> RunRows:
-    """Figures of runs that were computed one by one."""
+    """`RunRows` of runs that were computed one by one."""
     return {figure: torch.stack([run[figure] for run in runs], 1) for figure in runs[0]}
 
 
@@ -203,19 +204,19 @@ def repeat_rows(x: Tensor, runs: int) -> Tensor:
 
 
 def collect_sums(pairs: Iterable[tuple[Figure, Tensor]]) -> Sums:
-    """The sums of a candidate's figures."""
+    """The sums of figures over tokens."""
     return {figure: rows.sum(0) for figure, rows in by_figure(pairs).items()}
 
 
 def num_honest_runs(tokens: int, attention: torch.dtype = torch.float32) -> int:
-    """How many of the sixteen runs are computed for T tokens; BF16 attention is rounded in two ways."""
+    """Number of honest runs that are computed for `tokens` tokens: 16, or two of each kind. BF16 attention has two kinds."""
     return RUNS if tokens < _MANY else 2 if attention == torch.float32 else 4
 
 
 def resample_runs(rows: RunRows) -> Sums:
-    """Sixteen honest runs, all computed or drawn from two of each kind, the kinds in turn.
+    """Sums of sixteen honest runs, from all sixteen or from two of each kind.
 
-    A drawn run is, token by token, the mean of the two plus or minus their difference over sqrt(2).
+    From two, a run is drawn token by token: their mean plus or minus (at random) their difference / sqrt(2). Kinds take turns.
     """
     generator, sums = torch.Generator().manual_seed(0), {}
     for figure, numbers in rows.items():
@@ -231,17 +232,17 @@ def resample_runs(rows: RunRows) -> Sums:
 
 # -- Honest runs -------------------------------------------------------------------------------------------------------------
 _ULP = 2 * 2.0**-24
-"""Twice FP32's unit of rounding: in which order a device adds is not known."""
+"""Twice FP32's unit of rounding, because the order in which a device adds is unknown."""
 
 
 def repeated_batch(batch: Batch, runs: int) -> Batch:
-    """A batch with each token repeated `runs` times at its place; for reading, not for storing."""
+    """A batch with each token `runs` times in a row, at the same position; for reading, not for storing."""
     positions, slots = (repeat_rows(x, runs) for x in (batch.positions, batch.slot_mapping))
     return replace(batch, positions=positions, slot_mapping=slots, query_start_loc=runs * batch.query_start_loc)
 
 
 def _of_one_run(batch: Batch, runs: int) -> Batch:
-    """The inverse."""
+    """The inverse of `repeated_batch`."""
     positions, slots = batch.positions[::runs], batch.slot_mapping[::runs]
     return replace(batch, positions=positions, slot_mapping=slots, query_start_loc=batch.query_start_loc // runs)
 
@@ -249,12 +250,12 @@ def _of_one_run(batch: Batch, runs: int) -> Batch:
 def honest(
     ops: OpTable, seed: int, runs: int = 1, tokens: int | None = None, blocks: Callable[[object], bool] = lambda _: False
 ) -> OpTable:
-    """The reference's table as other devices may compute it. Each op gives the rows of all runs, a token's together.
+    """An op table of honest runs: the reference's ops with noise. Results have T * runs rows, all runs of a token in a row.
 
     Args:
-        seed: of the noise. Counted from it, odd runs round attention once, at its end.
-        tokens: of one run, if ops are given the rows of all runs, as `store_kv` and `gated_delta` always are.
-        blocks: weights whose products round x to integers.
+        seed: seed of the noise. Runs r with odd seed + r round BF16 attention only once, at its end.
+        tokens: T if arguments have the rows of all runs (as for `store_kv` and `gated_delta` always); None if of one run.
+        blocks: whether the executor rounds x to integers for products with this weight.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -269,7 +270,7 @@ def honest(
         return (y * (1 + _ULP * (4 * noise(y[..., :1]) + noise(y)))).to(x.dtype)
 
     def linear(x: Tensor, weight: Weight) -> Tensor:
-        # Of all runs' tokens the first run's show how widely the terms of their sums are spread.
+        # The size of the noise follows from the terms of each sum; the rows of the first run are enough for that.
         spread = _spread(x[::runs] if tokens is not None and len(x) == runs * tokens else x, weight)
         if isinstance(weight, Blocks) and blocks(weight):
             x = each(x)
@@ -299,7 +300,7 @@ def honest(
         twice = slice(seed % 2, runs, 2)
         if q.dtype == torch.float32 or not range(runs)[twice]:
             return out
-        # The same rounding points, which fall elsewhere.
+        # The other runs round at the reference's points: its rounding errors, with random signs.
         by_run, queries, result = (x.view(-1, runs, *x.shape[1:])[:, twice] for x in (wide, q, out))
         rounding_error = attend(queries.flatten(0, 1), queries.shape[1]).view(by_run.shape) - by_run
         result.copy_(by_run + rounding_error.float() * noise(by_run).sign())
@@ -328,7 +329,7 @@ def honest(
 
 
 def _spread(x: Tensor, weight: Weight) -> Tensor:
-    """[T, out] fp32: sqrt(sum of (x * w)**2), the length of a product's terms as independent ones."""
+    """[T, out] fp32: sqrt(sum of (x * w)**2), the length of the terms of each sum, taken as independent."""
     numbers = weight_numbers(weight) if isinstance(weight, Blocks) else weight
     return (x.float().square() @ numbers.float().square().T).sqrt_()
 
@@ -336,14 +337,14 @@ def _spread(x: Tensor, weight: Weight) -> Tensor:
 BLOCK_X_NUMBERS = 32
 BLOCK_X_LARGEST = 32_767.0
 BLOCK_X_TOTAL = 524_000.0
-"""The step of each 32 numbers is the larger of their largest size and the sum of their sizes, each divided by its constant."""
+"""The step of each 32 numbers: max(largest size / `BLOCK_X_LARGEST`, sum of sizes / `BLOCK_X_TOTAL`)."""
 
 
 def half_steps(x: Tensor, weight: Blocks) -> Tensor:
-    """[T, in] fp64: by how much each number of x may be off before it is multiplied with weight blocks.
+    """[T, in] fp64: the largest error of each number of x when it is rounded for a product with weight blocks.
 
-    Each 32 numbers become 16-bit integers times one step (`CpuOps.linear`), off by half a step at most. Blocks with 8-bit
-    activations round x in the reference too; then only numbers near the middle of two steps may differ.
+    Each 32 numbers become 16-bit integers times one step (`CpuOps.linear`), so the error is at most half a step. With 8-bit
+    activations the reference rounds x, too; then only numbers near the middle of two steps may differ.
     """
     sizes = x.double().abs()
     if weight.column_scales is not None:

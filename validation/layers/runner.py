@@ -1,4 +1,4 @@
-"""`validate`: an executor against a reference over prefill and decode, layer by layer."""
+"""`validate`: compare an executor with a reference over prefill and decode, layer by layer."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ def validate(
 ) -> Report:
     """Compare two executors of one model over the prefill of some prompts and greedy decode steps.
 
-    Both are fed the reference's tokens. Teacher-forced, each layer and op is fed the reference's input and cache;
-    free-running, a layer is fed what the executor made of the layer before.
+    Both get the reference's tokens. Teacher-forced, each layer and op gets the reference's input and cache. Free-running, a
+    layer gets the executor's own output of the layer before. A verdict "fault" or "unstable" fails the validation.
 
     Args:
         prompts: token ids, prefilled as one ragged batch.
-        steps: decode steps; with one or more, a verify and a decode step behind tokens taken back follow.
+        steps: decode steps. With one or more, a check of drafted tokens and a decode step after taking some back follow.
         modes: one or both. The head and the whole forward belong to free-running.
-        repeats: further teacher-forced runs of each layer, which must give the same bits. Faults run again in any case.
-        honest_cache: honest runs of another validation of the same reference, prompts and plan; is added to.
+        repeats: additional teacher-forced runs of each layer; they must give the same bits. Layers with a fault always rerun.
+        honest_cache: honest runs from another validation of the same reference, prompts and plan; new runs are added.
     Raises:
-        InputError: an executor cannot run this, or nothing would be proved.
+        InputError: an executor cannot run this, or the validation would prove nothing.
     """
     return _Validation(reference, candidate, model, prompts, steps, plan, on_row, modes, repeats, honest_cache).run()
 
@@ -73,7 +73,7 @@ def validate_layer(
     reference: Executor, candidate: Executor, model: DecoderModel, plan: KVPlan, index: int, hidden: Tensor, before: Snapshot,
     forward: Forward,
 ) -> Report:  # fmt: skip
-    """Compare two executors on one layer, fed the same `hidden` [T, hidden] and cache `before`, at the places of `forward`."""
+    """Compare two executors on one layer, with the same input `hidden` [T, hidden], cache `before` and batch of `forward`."""
     prompts = [[0] * int(length) for length in forward.batch.seq_lens]
     return _Validation(reference, candidate, model, prompts, 0, plan, None, ("teacher-forced",)).layer(
         index, hidden, before, forward
@@ -81,7 +81,7 @@ def validate_layer(
 
 
 def count_rows(prompts: Sequence[Sequence[int]], steps: int, plan: KVPlan, modes: int = 2) -> int:
-    """Rows of a report: each forward, layer and mode."""
+    """Number of rows of a report: one for each forward, layer and mode."""
     return modes * len(plan.layers) * len(Schedule(prompts, steps, plan))
 
 
@@ -104,7 +104,7 @@ class _Validation:
         self.rows: list[LayerRow] = []
         self.logits: list[LogitRow] = []
         self.verdicts: list[Verdict] = []
-        # Teacher-forced findings name the guilty layer; free-running faults of layers that are right there come after them.
+        # `findings` come first in the report: teacher-forced, so they name the faulty layer. `late`: free-running faults.
         self.findings: list[Verdict] = []
         self.late: list[Verdict] = []
 
@@ -117,7 +117,7 @@ class _Validation:
         return self._report(count_rows(self.schedule.prompts, self.schedule.steps, self.plan, len(self.modes)))
 
     def layer(self, index: int, hidden: Tensor, before: Snapshot, forward: Forward) -> Report:
-        """One layer, teacher-forced."""
+        """The report on one layer, teacher-forced."""
         load(self.reference.cache, index, before)
         record = self.reference.layer(index, hidden, forward)
         self._teacher_forced(record, poison(self.reference.cache, index, record.kv, forward.batch))
@@ -143,7 +143,7 @@ class _Validation:
         )  # fmt: skip
 
     def _forward(self, forward: Forward) -> Tensor:
-        """Both executors' forward; the reference's logits [N, vocab]."""
+        """Run and compare one forward of both executors; return the reference's logits [N, vocab]."""
         hidden = self.model.embed(forward.token_ids)
         self.reference.require_embedding(hidden, forward)
         self.free.begin(hidden)
@@ -177,7 +177,7 @@ class _Validation:
 
     # -- Notes ---------------------------------------------------------------------------------------------------------
     def _settle(self, verdicts: Sequence[Verdict], index: int | None, forward: Forward) -> bool:
-        """Record verdicts; whether none is a fault."""
+        """Record verdicts; return whether none of them fails."""
         placed_verdicts = [forward.with_place(verdict, index) for verdict in verdicts]
         self.verdicts += placed_verdicts
         first_finding = first(placed_verdicts)
@@ -197,7 +197,7 @@ class _Validation:
 def _check(
     executors: Sequence[Executor], model: DecoderModel, prompts: Sequence[Sequence[int]], steps: int, plan: KVPlan
 ) -> None:
-    """Refuse what cannot run, and what would prove nothing."""
+    """Refuse a validation that cannot run, or that would prove nothing."""
     for executor in executors:
         if executor.config != model.config:
             raise InputError(f"executor {executor.name} was made for another model")
@@ -225,7 +225,7 @@ def _check(
 
 
 def _fingerprint(weights: Weights) -> list[int]:
-    """A sum over the bits of each weight: an executor that writes to them would change the reference too."""
+    """A sum over the bits of each weight, to notice an executor that writes to weights: the reference shares them."""
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     tensors = (backing_tensor(weight) for _, weight in weights.named_tensors())
     return [int(tensor.view(words[tensor.itemsize]).sum(dtype=torch.int64)) for tensor in tensors]

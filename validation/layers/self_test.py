@@ -1,4 +1,4 @@
-"""Does the validator see what is wrong? Every planted fault must be found, op by op and in whole layers."""
+"""Does the validator find planted faults? It must name the right layer and stage of each, op by op and in whole layers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["WholeLayers", "first_layers", "self_test"]
 
 @dataclass(frozen=True)
 class SelfTestRow:
-    """One fault, driven by "ops" or "layers": where it was planted and found, and how; `caught` if both agree."""
+    """One validation of a planted fault, of single "ops" or whole "layers"; `caught` if it was found where it was planted."""
 
     dtype: str
     driven: str
@@ -44,7 +44,7 @@ def first_layers(model: DecoderModel, count: int) -> DecoderModel:
 
 @dataclass(frozen=True)
 class Setting:
-    """A cache, prompts and decode steps in which faults are planted, and the name of its controls."""
+    """The cache, prompts and decode steps of some validations, and the name of their controls."""
 
     spec: KVSpec
     prompts: Sequence[Sequence[int]]
@@ -68,11 +68,11 @@ class Setting:
 
 
 _WINDOWED_TOKENS, _WINDOWED_STEPS = (90, 40), 2
-"""Prompts with a window: the ring starts over in the first, and decode reads what earlier forwards have left."""
+"""Lengths of prompts with a tail: the first is longer than the ring, and decode reads tokens of earlier forwards."""
 _STATE_TOKENS, _STATE_STEPS = (9, 4), 1
-"""Prompts with recurrent states: decode goes on from them, and drafted tokens are taken back."""
+"""Lengths of prompts with recurrent states: decode continues from these states, and drafted tokens are taken back."""
 _WHOLE_TOKENS = (40, 30)
-"""Prompts that run as whole forwards."""
+"""Lengths of prompts for faults in whole forwards."""
 
 
 def self_test(
@@ -82,14 +82,14 @@ def self_test(
     part: slice = slice(None),
     kv: str = "tq4",
 ) -> list[SelfTestRow]:
-    """Plant faults in the middle layer of each model, of at least 3 layers, and validate: `validation.faults`.
+    """Plant each fault of `validation.faults` in the middle layer of each model (of 3 or more layers), and validate.
 
-    In one with recurrent states only `delta_faults` are planted, in its last such layer.
+    A model with recurrent states gets only `delta_faults`, in its last layer with a state.
 
     Args:
-        prompts: token ids. The faintest faults need a hundred tokens.
-        part: of the common bugs, and of faults in windows, long prompts and whole forwards.
-        kv: format of 16 levels; unless it is tq4, only `published_faults` and `common_bugs` are planted.
+        prompts: token ids. The smallest faults need a hundred tokens.
+        part: slice of the common bugs, and of the faults in windows, long prompts and whole forwards.
+        kv: format of 16 levels; with a format other than tq4, only `published_faults` and `common_bugs` are planted.
     """
     rows = []
 
@@ -128,7 +128,7 @@ def self_test(
 def _run_faults(
     model: DecoderModel, setting: Setting, faults: Sequence[Fault], on_row: Callable[[SelfTestRow], None] | None
 ) -> list[SelfTestRow]:
-    """Every fault of a setting, in both ways of driving."""
+    """Validate every fault in a setting, op by op and in whole layers."""
     rows = []
     for drive in DRIVES:
         for fault in faults:
@@ -172,7 +172,7 @@ def _row(report: Report, drive: str, fault: Fault) -> SelfTestRow:
         is_caught = wrong is None and report.passed
     else:
         place = wrong is not None and (wrong.layer, wrong.reason) == (fault.layer, "fault") and wrong.stage in stages
-        # Of a whole layer's hidden states no one head need be named, but no other may be.
+        # For hidden states of a whole layer the verdict may name no head, but not another head than the planted one.
         heads = (fault.head, None) if drive == "layers" and wrong and wrong.stage == "attention_mlp" else (fault.head,)
         is_caught = place and not report.passed and (fault.head is None or (wrong is not None and wrong.head in heads))
     how = f"{first.reason}, {first.phase} {first.step}: {first.detail}" if first else "not a bit of difference"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation.fidelity.evaluation import FidelityRow, Setup, Workload, evaluate
 from haarkv.validation.planning.moments import AttentionVectors, Sums, recording
-from haarkv.validation.planning.search import one_layer
+from haarkv.validation.planning.search import run_one_layer
 
 OnStep = Callable[[str, int], None]
 """Gets what has been done, and the number of its tokens."""
@@ -83,13 +84,10 @@ def learn_model(
     return learning
 
 
-@torch.inference_mode()
 def _run(model: DecoderModel, ops: OpTable, layer: int, hidden: Tensor) -> Tensor:
     """What leaves a layer [T, hidden], from an empty cache of that layer alone."""
     plan = KVSpec("bf16").plan(model.config.num_layers)
-    cache, paging = one_layer(plan, model.config, layer, len(hidden), hidden.device)
-    batch = paging.batch([paging.add()], [len(hidden)]).to(hidden.device)
-    return model.layers(hidden, range(layer, layer + 1), batch, cache, ops)
+    return run_one_layer(partial(model.layers, ops=ops), plan, model.config, layer, hidden)
 
 
 def learn_basis(sums: Sums, layer: int, turns: RopeShift | None) -> Basis:

@@ -10,7 +10,7 @@ Logits differ by the head's rows times what the final norm gives: the head runs 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 
 import torch
@@ -29,12 +29,13 @@ from haarkv.validation.fidelity.evaluation import (
     FidelityRow,
     Span,
     Workload,
+    chunk_logits,
     fidelity_row,
     head_logits,
     run_span,
     score_window,
 )
-from haarkv.validation.planning.search import Place, one_layer, session_with_plan, with_format
+from haarkv.validation.planning.search import Place, run_one_layer, session_with_plan, with_format
 
 DRAWS = 32
 """Tokens a position, with replacement."""
@@ -111,22 +112,13 @@ class Probes:
         """Mean KL in nats a token, behind those that every query sees in BF16."""
         layer, _ = place
         side = session_with_plan(self._base, with_format(self._base.plan, place, name, calibration))
-        hidden = self._run_layer(side.plan, layer)[self.first :]
+        run, config = self._base.executor.layers, self._base.config
+        hidden = run_one_layer(run, side.plan, config, layer, self._entering[layer])[self.first :]
         if layer + 1 < self._layers:
             batch = self._paging.batch([self._sequence], [self.scored_tokens]).to(self._device)
             hidden = self._base.executor.layers(hidden, range(layer + 1, self._layers), batch, self._cache)
             self._paging.take_back([self._sequence], [self.scored_tokens])
         return self._estimator.kl(hidden)
-
-    def _run_layer(self, plan: KVPlan, layer: int) -> Tensor:
-        """What leaves one layer [T, hidden], in a cache of that layer alone."""
-        entering = self._entering[layer]
-        cache, paging = one_layer(plan, self._base.config, layer, len(entering), self._device)
-        sequence, pieces = paging.add(), []
-        for some in torch.split(entering, cache.most_new_tokens or len(entering)):
-            batch = paging.batch([sequence], [len(some)]).to(self._device)
-            pieces.append(self._base.executor.layers(some, range(layer, layer + 1), batch, cache))
-        return torch.cat(pieces)
 
 
 class Whole:
@@ -149,7 +141,7 @@ class Whole:
         """Hidden states of the positions that count."""
         if plan not in self.hidden:
             side, layers = session_with_plan(self._base, plan), range(self._model.config.num_layers)
-            self.hidden[plan] = torch.cat(list(run_span(side, self._model.embed(self._text[:-1]), layers)))
+            self.hidden[plan] = run_span(side, self._model.embed(self._text[:-1]), layers)
         return self.hidden[plan][self._first :]
 
     def kl(self, plan: KVPlan) -> float:
@@ -160,11 +152,9 @@ class Whole:
         """A cache measured by all of its logits; bytes are of the whole window."""
         exact, plan_hidden = self._scored_hidden(self._base.plan), self._scored_hidden(plan)
         text, window = self._text[self._first :], Span(0, len(plan_hidden))
-        scores = score_window(name, Workload(text, [window]), window, self._logits(exact), self._logits(plan_hidden))
+        logits = (chunk_logits(self._model, self._base, hidden) for hidden in (exact, plan_hidden))
+        scores = score_window(name, Workload(text, [window]), window, *logits)
         return fidelity_row(name, session_with_plan(self._base, plan), self.tokens, scores)
-
-    def _logits(self, hidden: Tensor) -> Iterator[Tensor]:
-        return (head_logits(self._model, self._base, some) for some in torch.split(hidden, CHUNK))
 
 
 class Judge:

@@ -6,11 +6,12 @@ A *place* is K or V of one layer. That costs of places add up is an assumption; 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from haarkv.engine.plans import plan_for
 from haarkv.engine.session import Session
@@ -19,7 +20,7 @@ from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration, Side
 from haarkv.tq_ops.formats.learned import COLUMNS, PREFIX, learned_bits
-from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache, cache_bytes
 from haarkv.tq_ops.kv.layer import page_bytes
 from haarkv.tq_ops.kv.plan import BF16_BYTES, KVPlan, KVSpec
@@ -102,15 +103,21 @@ def session_with_plan(base: Session, plan: KVPlan) -> Session:
     return replace(base, plan=plan)
 
 
-def one_layer(
-    plan: KVPlan, config: ModelConfig, layer: int, tokens: int, device: torch.device
-) -> tuple[PagedKVCache, PagedSequences]:
-    """An empty cache of one layer for a sequence of `tokens`, and its bookkeeping."""
-    shape, blocks = config.layers[layer].attention.kv_shape, blocks_for(tokens)
+@torch.inference_mode()
+def run_one_layer(
+    run: Callable[[Tensor, range, Batch, PagedKVCache], Tensor], plan: KVPlan, config: ModelConfig, layer: int, hidden: Tensor
+) -> Tensor:
+    """What leaves a layer [T, hidden], from an empty cache of that layer alone; `run` is an executor's `layers`."""
+    shape, blocks = config.layers[layer].attention.kv_shape, blocks_for(len(hidden))
     page = page_bytes(plan.layers[layer], shape.num_kv_heads, shape.head_dim, BLOCK_SIZE)
-    pages = {layer: torch.zeros(blocks, page, dtype=torch.uint8, device=device)}
-    cache = new_cache(plan, config, blocks, num_rows=1, device=device, pages=pages)
-    return cache, PagedSequences(blocks, cache.block_size, num_rows=1)
+    pages = {layer: torch.zeros(blocks, page, dtype=torch.uint8, device=hidden.device)}
+    cache = new_cache(plan, config, blocks, num_rows=1, device=hidden.device, pages=pages)
+    paging, pieces = PagedSequences(blocks, cache.block_size, num_rows=1), []
+    sequence = paging.add()
+    for some in torch.split(hidden, cache.most_new_tokens or len(hidden)):
+        batch = paging.batch([sequence], [len(some)]).to(hidden.device)
+        pieces.append(run(some, range(layer, layer + 1), batch, cache))
+    return torch.cat(pieces)
 
 
 # -- The plans of least cost ---------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def test_a_decode_layer_of_other_formats_does_so_too(kv, simulator, toolchain):
     """Two steps of keys. Learned keys have products in FP32, the cube's adding up of bytes, and transposed tiles; their
     queries are turned for three stretches."""
     config = load_model("tiny", "bfloat16").config
-    spec = learned_spec(config, kv, turning=True) if "lr" in kv else KVSpec(kv)
+    spec = learned_spec(config, kv) if "lr" in kv else KVSpec(kv)
     program = programs.decode_program(config, *layer_sides(spec.plan(config.num_layers), LAYER))
     call = layer_call(program, [1, 1], [2200, 17], blocks=24, spec=spec)
     assert check_layer(kv, simulator, toolchain, call, program) >= 0.85
@@ -76,7 +76,7 @@ WINDOW = {"tail": 128, "sink": 4}
 
 def window_call(config, make, new, lengths, blocks=12, model=None, **window):
     """A layer of learned keys with tokens in BF16 beside them, about to run."""
-    spec = replace(learned_spec(config, turning=True), **window)
+    spec = replace(learned_spec(config), **window)
     plan = spec.plan(config.num_layers)
     program = make(config, *layer_sides(plan, LAYER), window_shape(plan, LAYER))
     call = layer_call(program, new, lengths, blocks, model, spec)
@@ -142,7 +142,6 @@ def test_a_small_layer_of_another_family(name, kind, simulator, toolchain):
 
 def test_keys_behind_a_border_are_stored_as_the_reference_turns_them(simulator, toolchain):
     case = store_case(16, pair=(synthetic.calibration().format(4), formats.get("tq4")))
-    assert case.program.k.turning
     emission = emit(simulator, case.program, order_arguments(case.program, case.tensors))
     wrong = wrong_stores(emission, emission.machine(toolchain).run(), case.goldens)
     assert not any(wrong.values()), wrong

@@ -3,10 +3,9 @@
 from dataclasses import replace
 
 import pytest
-import torch
 from npu_calls import without_barrier
 from npu_layers import learned_spec
-from npu_programs import empty_cache, needs_pypto, rotation
+from npu_programs import needs_pypto, store_case
 from small_models import resize_config
 
 from haarkv.models.catalog import read_config
@@ -14,7 +13,6 @@ from haarkv.models.qwen3_14b.npu import programs
 from haarkv.models.qwen3_14b.npu.compile import PLAN, blank_model, layer_call
 from haarkv.tq_ops.npu.program import order_arguments
 from haarkv.tq_ops.npu.sides import layer_sides, window_shape
-from haarkv.tq_ops.npu.store import StoreProgram
 from lab.npu.aicore.conflicts import conflicts
 from lab.npu.aicore.emission import Recorder, emit
 from lab.npu.aicore.schedule import Operand, Schedule, Task, roots
@@ -124,7 +122,7 @@ def short_prefill(config, *sides):
 
 
 def learned_plan_spec():
-    return learned_spec(resize_config(read_config("tiny"), num_layers=1), turning=True)
+    return learned_spec(resize_config(read_config("tiny"), num_layers=1))
 
 
 def learned_plan():
@@ -146,16 +144,8 @@ def test_without_the_barrier_fresh_rows_may_be_read_stale():
 
 
 def test_the_store_program_writes_no_row_twice():
-    tokens, kv_heads = 20, 2
-    tensors = {
-        "k": torch.zeros(32, kv_heads, 128),
-        "v": torch.zeros(32, kv_heads, 128),
-        "rotation": rotation(1),
-        "slot": torch.arange(tokens, dtype=torch.int32),
-        **empty_cache(1, kv_heads),
-    }
-    program = StoreProgram(kv_heads)
-    run = Run(program, order_arguments(program, tensors))
+    tokens, case = 20, store_case(20)
+    run = Run(case.program, order_arguments(case.program, case.tensors))
     assert sum(root.scope == "APPEND" for root in run.roots) == tokens
     assert list(run.unordered_pairs()) == []
 

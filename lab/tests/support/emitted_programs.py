@@ -3,14 +3,12 @@
 import fcntl
 import pickle
 
-import torch
-from npu_programs import empty_cache, rotation
+from npu_programs import StoreProgram, store_case
 
 from haarkv.models.catalog import read_config
 from haarkv.models.qwen3_14b.npu.compile import PROGRAMS, compile_programs
 from haarkv.tq_ops.npu.program import order_arguments
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
-from haarkv.tq_ops.npu.store import StoreProgram
 
 
 def shared(tmp_path_factory, worker_id, name, make):
@@ -27,15 +25,9 @@ def shared(tmp_path_factory, worker_id, name, make):
 
 def compile_store(program):
     """The sources of a store program; in a process of its own, so that a fault planted in one is not met in another."""
-    names = {
-        "k": torch.zeros(program.rows, program.num_kv_heads, 128),
-        "v": torch.zeros(program.rows, program.num_kv_heads, 128),
-        "rotation": rotation(1),
-        "slot": torch.zeros(program.rows, dtype=torch.int32),
-        **empty_cache(1, program.num_kv_heads),
-    }
+    tensors = store_case(program.rows, program.num_kv_heads).tensors
     with Simulator() as simulator:
-        return simulator.run(program, order_arguments(program, names), Mode.COMPILE).sources
+        return simulator.run(program, order_arguments(program, tensors), Mode.COMPILE).sources
 
 
 def compile_all(model):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from npu_layers import faint, telling, with_leftovers
+from npu_programs import StoreProgram
 from planted_programs import FaultyProgram
 from small_models import new_cache
 
@@ -13,7 +14,6 @@ from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import load_model
 from haarkv.models.qwen3_14b.npu import inputs
 from haarkv.tq_ops.kv.batch import PagedSequences
-from haarkv.tq_ops.npu.store import StoreProgram
 
 LAYER = 1
 _CORRECT = "high - pypto.where(pypto.ge(high, 8.0), 16.0, 0.0)"

@@ -1,8 +1,7 @@
-"""Compile a model's NPU programs through every pass of PyPTO to AICore C++, into a folder with a Makefile."""
+"""Compile a model's NPU programs through every pass of PyPTO to AICore C++."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -143,89 +142,10 @@ PROGRAMS: dict[str, Callable[..., tuple[Program, list[torch.Tensor]]]] = {
 KERNELS = "kernel_aicore/"
 """Where the sources of a program keep its kernel functions; they include a header from `kernel_aicpu/`."""
 
-_COMMAND = re.compile(r"^// (bisheng .*)$", re.MULTILINE)
-_OWN_INCLUDE = re.compile(r"-I\S*/lib/include(\S*)")
-_KINDS = ("aiv", "aic")  # vector and cube functions
-
-
-def compile_flags(source: str) -> str:
-    """Flags of the compile line in a kernel function's last comment, `$(PYPTO_INCLUDE)` and `$(CANN_INCLUDE)` for headers.
-
-    Raises:
-        InputError: there is no such line, or another path in it.
-    """
-    commands = _COMMAND.findall(source)
-    if not commands:
-        raise InputError("PyPTO left no compile line in a kernel function; this pypto is not supported")
-    words = _OWN_INCLUDE.sub(r"-I$(PYPTO_INCLUDE)\1", commands[-1]).split()[1:]
-    words = words[: words.index("-o")]
-    words = ["-I$(CANN_INCLUDE)" if word.startswith("-I/") else word for word in words]
-    if unknown := [word for word in words if "/" in word and not word.startswith("-I$(")]:
-        raise InputError(f"PyPTO's compile line names a folder of this machine: {' '.join(unknown)}")
-    return " ".join(words)
-
-
-def makefile(programs: Mapping[str, Mapping[str, str]]) -> str:
-    """The Makefile of a folder of emitted sources: name of a program -> path -> text.
-
-    Raises:
-        InputError: kernel functions of one kind are compiled in different ways.
-    """
-    flags: dict[str, set[str]] = {kind: set() for kind in _KINDS}
-    for sources in programs.values():
-        for path, text in sources.items():
-            if path.startswith(KERNELS):
-                flags[path.removesuffix(".cpp").rpartition("_")[2]].add(compile_flags(text))
-    if mixed_kinds := [kind for kind, kind_flags in flags.items() if len(kind_flags) > 1]:
-        raise InputError(f"PyPTO compiles kernel functions of one kind in different ways: {', '.join(mixed_kinds)}")
-    lines = "".join(f"{kind.upper()} := {kind_flags.pop()}\n" for kind, kind_flags in flags.items() if kind_flags)
-    return _MAKEFILE.format(flags=lines)
-
 
 def write_sources(folder: Path, programs: Mapping[str, Mapping[str, str]]) -> None:
-    """Write the sources of some programs into an empty folder, with `makefile`."""
-    files = {"Makefile": makefile(programs)}
+    """Write the sources of some programs into an empty folder; the last comment of a kernel function is its compile line."""
     for name, sources in programs.items():
-        files.update({f"{name}/{path}": text for path, text in sources.items()})
-    for path, text in files.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(text, encoding="utf-8")
-
-
-_MAKEFILE = """\
-# `make` compiles every kernel function as PyPTO would on a machine with an NPU (needs CANN's bisheng on the path, and PyPTO).
-# `make control` checks the control flow in kernel_aicpu/, which starts them as tasks (needs a C++ compiler and PyPTO).
-# PyPTO compiles and links these files itself on the first call of a program: they are here to read, check or measure.
-BISHENG := bisheng
-# PyPTO's headers, and those of CANN, with pto/ among them.
-PYTHON := python3
-ifndef PYPTO_INCLUDE
-FIND := from importlib.util import find_spec; print(find_spec("pypto").submodule_search_locations[0])
-PYPTO_INCLUDE := $(shell $(PYTHON) -c '$(FIND)')/lib/include
-endif
-CANN := $(or $(ASCEND_HOME_PATH),/usr/local/Ascend/cann)
-CANN_INCLUDE := $(CANN)/include
-
-# From the last comment of each source: vector functions (aiv), cube functions (aic).
-{flags}
-SOURCES := $(wildcard */kernel_aicore/*.cpp)
-CONTROL := $(wildcard */kernel_aicpu/*.cpp)
-
-.PHONY: all control clean
-
-all: $(SOURCES:.cpp=.o)
-
-%_aiv.o: %_aiv.cpp
-	$(BISHENG) $(AIV) -o $@ $<
-
-%_aic.o: %_aic.cpp
-	$(BISHENG) $(AIC) -o $@ $<
-
-control: $(CONTROL:.cpp=.checked)
-
-%.checked: %.cpp
-	$(CXX) -std=gnu++17 -fsyntax-only -I$(PYPTO_INCLUDE) $<
-
-clean:
-	$(RM) $(SOURCES:.cpp=.o)
-"""
+        for path, text in sources.items():
+            (folder / name / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name / path).write_text(text, encoding="utf-8")

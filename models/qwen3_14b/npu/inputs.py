@@ -16,7 +16,7 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.npu.program import order_arguments
-from haarkv.tq_ops.npu.sides import HIDDEN, READS, Keeping, WindowShape, keeping, layer_sides, turns_of_tokens
+from haarkv.tq_ops.npu.sides import HIDDEN, READS, Keeping, WindowShape, keeping, key_turns, layer_sides, turns_of_tokens
 from haarkv.tq_ops.weight import dense
 
 
@@ -51,12 +51,7 @@ class Tiling:
 
 
 def tile(batch: Batch, program: LayerProgram, rope: tuple[Tensor, Tensor]) -> Tiling:
-    """Lay a batch out for a program.
-
-    Args:
-        batch: with the slots and the block table of its layer, `PagedKVCache.placed`.
-        rope: cos and sin [T, D/2] fp32 of the batch's positions.
-    """
+    """A batch, of its layer's slots and block table, laid out for a program; `rope`: cos and sin [T, D/2] fp32."""
     starts = batch.query_start_loc.tolist()
     lengths = [end - begin for begin, end in pairwise(starts)]
     # Where units are single tokens, a tile's rows may belong to different sequences.
@@ -143,14 +138,9 @@ def _places(program: LayerProgram, shape: WindowShape, tiling: Tiling, token_pla
     }  # fmt: skip
 
 
-def domain_arguments(program: LayerProgram, plan: KVPlan, layer: int, device: torch.device) -> dict[str, Tensor]:
-    """A layer's learned coordinates, the same tensors each time."""
-    return program.k.domain_tensors(plan.k(layer), layer, device)
-
-
 def back_argument(tiling: Tiling, plan: KVPlan, layer: int) -> dict[str, Tensor]:
-    """By what each row's keys are turned back, [rows, D] fp32, once for all layers alike; nothing where they are not."""
-    turns = plan.k(layer).rope_shift(layer)
+    """By what each row's learned keys are turned back, [rows, D] fp32, once for all layers alike."""
+    turns = key_turns(plan.k(layer), layer, tiling.tokens["cos"].shape[1] * 2)
     if turns is None:
         return {}
     if turns not in tiling._undo_rows:
@@ -168,16 +158,12 @@ def mask_arguments(program: LayerProgram, device: torch.device | None = None) ->
 def layer_call(
     program: LayerProgram, constants: dict[str, Tensor], hidden: Tensor, tiling: Tiling, cache: PagedKVCache, layer: int
 ) -> tuple[list[Tensor], Tensor]:
-    """One call of a layer's program on hidden [rows, hidden] bf16: its arguments in order, and the output among them.
-
-    Args:
-        constants: of `layer_constants` and `mask_arguments`.
-    """
+    """A call of a layer on hidden [rows, hidden] bf16, by `layer_constants` and `mask_arguments`: arguments, output."""
     out = torch.zeros_like(hidden)
     tensors = {
         **constants,
         **tiling.tokens,
-        **domain_arguments(program, cache.plan, layer, hidden.device),
+        **program.k.domain_tensors(cache.plan.k(layer), layer, hidden.device),
         **back_argument(tiling, cache.plan, layer),
         **cache_arguments(cache, layer),
         **window_arguments(program, tiling, cache, layer),

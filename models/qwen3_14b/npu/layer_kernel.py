@@ -9,6 +9,7 @@ from typing import Any
 import pypto
 
 from haarkv.tq_ops.npu.kernels.attention import BLOCK, StepPlace, WindowSides, attend_step, attend_window, keep, softmaxes
+from haarkv.tq_ops.npu.kernels.learned import LearnedKeys
 from haarkv.tq_ops.npu.kernels.linear import (
     Tiles,
     gated_mlp,
@@ -19,8 +20,21 @@ from haarkv.tq_ops.npu.kernels.linear import (
     norm_update,
     residual,
 )
-from haarkv.tq_ops.npu.kernels.side import Domain
-from haarkv.tq_ops.npu.kernels.sides import parameter, side_kernel
+from haarkv.tq_ops.npu.kernels.side import DTYPES, Domain, Plain
+from haarkv.tq_ops.npu.kernels.tq4 import Packed, SeedBytes
+from haarkv.tq_ops.npu.sides import BF16, PUBLISHED, TQ4
+
+_KERNELS = {TQ4.name: Packed, PUBLISHED.name: SeedBytes, BF16.name: Plain}
+
+
+def side_kernel(side):
+    """The class of a `Side`'s `CacheSide`."""
+    return LearnedKeys if side.layout else _KERNELS[side.name]
+
+
+def parameter(field):
+    """The type of a program's parameter that is a `StoredField`."""
+    return pypto.Tensor([pypto.DYNAMIC, field.width], DTYPES[field.dtype])
 
 
 def _project_qkv(x, weights, cos, sin, outputs, query, layer, tiles):
@@ -110,13 +124,7 @@ def _rest_of_layer(projected, tiles, hidden, weights, layer):
 
 
 def _masks(tables, seen, gone, also, shape):
-    """What is added to the logits of a step.
-
-    Args:
-        tables: `AttentionShape.mask` and `left_behind`.
-        seen, gone: keys of the step that the unit's first query may see by position, and that have left its window.
-        also: added as well, unless None.
-    """
+    """What is added to a step's logits: views of `mask` at `seen` keys, of `left_behind` at `gone` ones, and `also`."""
 
     def moved(table, keys):
         begin = shape.step_tokens - keys.min(shape.step_tokens).max(-shape.unit_tokens)
@@ -229,7 +237,7 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
                 weights = ((q_proj, k_proj, v_proj), (q_bias, k_bias, v_bias), (q_norm, k_norm))
                 _project_qkv(x, weights, c, s, (q, k, v), stored_k.query, layer, tiles)
             for _ in pypto.loop(1, name="QUANTIZE", idx_name="i2"):
-                by = pypto.view(back, [rows, head_dim], [base, 0]) if side_k.turning else None
+                by = pypto.view(back, [rows, head_dim], [base, 0]) if side_k.layout else None
                 _quantize(k, stored_k, new_k, by, layer)
                 _quantize(v, stored_v, new_v, None, layer)
             for i in pypto.loop(tokens, name="APPEND", idx_name="i3"):
@@ -269,9 +277,7 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
                                 plain_queries = _queries(q, head_dim, u * unit, g * at_once, shape)
                                 seen_kept = pypto.view(kept_seen, [queries, span], [first * shape.group, 0])
                                 row = kept_begin[first] + g * at_once * window
-                                in_bf16 = WindowSides(
-                                    kept, k_kept, v_kept, stored_k, plain_queries, g * at_once, row, seen_kept
-                                )
+                                in_bf16 = WindowSides(kept, k_kept, v_kept, plain_queries, row, seen_kept)
                             _finish(softmax, stored_v, in_bf16, attended, u * unit, g * at_once, shape)
             for _ in pypto.loop(1, name="MLP", idx_name="i5"):
                 pypto.set_vec_tile_shapes(64, head_dim)

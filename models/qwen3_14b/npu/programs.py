@@ -111,14 +111,7 @@ class LayerProgram:
 
 @dataclass(frozen=True)
 class HeadProgram:
-    """Final norm and LM head.
-
-    Attributes:
-        vocab_size: rows of the head, padded to a multiple of 128.
-        rows: tokens of a tile.
-        piece: rows of the head projected at once.
-        plus_one: the norm's weight is FP32; else it is BF16.
-    """
+    """Final norm and LM head: `vocab_size` a multiple of 128, `piece` rows at once; FP32 norm with `plus_one`."""
 
     name: str
     hidden_size: int
@@ -163,13 +156,7 @@ def layer_program(
     phase: Phase, config: ModelConfig, k: Side | None = None, v: Side | None = None, kept: WindowShape | None = None, *,
     layer: int = 0, step_tokens: int | None = None,
 ) -> LayerProgram:  # fmt: skip
-    """A layer's program, which layers of one declaration and the same formats share.
-
-    Args:
-        k, v: how K and V are stored; `tq4` if None.
-        layer: whose declaration it follows.
-        step_tokens: keys of a step; the phase's if None.
-    """
+    """A layer's program, which layers of one declaration and the same formats (`tq4` if None) share."""
     declared = config.layers[layer]
     mixer = declared.attention
     k, v = (side or fixed_sides(mixer.head_dim)[TQ4.name] for side in (k, v))

@@ -1,12 +1,10 @@
 """Attention of graphs: over packed tokens, new tokens as stored, and tokens in BF16.
 
-Q is rotated once, codes become centroids, scales are multiplied into scores and probabilities, and the output is rotated back
-once. Tokens in BF16 have columns of scores behind the packed ones: a query sees each token in one of both.
+Q is rotated once, codes become centroids, scales are multiplied into scores and probabilities, and the output is rotated
+back once. Tokens in BF16 have columns of scores behind the packed ones: a query sees each token in one of both.
 
-In graphs of texts longer than a stretch (`GraphSpec.has_stretches`) keys are stored turned back to where their stretch begins,
-and queries are turned back as far. Slots of a sequence lie in the order of its positions, so stretches of past keys, filled up
-with zeros, are one more axis of the product. New keys are few, in stretches that differ by sequence: they are restored and
-turned forth instead.
+In texts longer than a stretch (`GraphSpec.has_stretches`) queries are turned back as far as stored keys are: stretches of
+past keys, filled up with zeros, are one more axis of the product. New keys are restored and turned forth instead.
 """
 
 from __future__ import annotations
@@ -51,14 +49,13 @@ class AttentionScopes(LevelScopes):
 
     def turn_back(self, g: Graph, x: str, cos: str, sin: str) -> list[str]:
         """[.., D] fp32, the first 2 * `rope_pairs` numbers turned back by cos and sin [.., rope_pairs]."""
-        return [self._turn(g, x, cos, sin, "Add", "Sub")]
+        return [self._turn(g, x, cos, sin, "Add", "Sub", self.rope_pairs)]
 
     def turn_forth(self, g: Graph, x: str, cos: str, sin: str) -> list[str]:
         """The inverse of `turn_back`."""
-        return [self._turn(g, x, cos, sin, "Sub", "Add")]
+        return [self._turn(g, x, cos, sin, "Sub", "Add", self.rope_pairs)]
 
-    def _turn(self, g: Graph, x: str, cos: str, sin: str, for_low: str, for_high: str) -> str:
-        half = self.rope_pairs
+    def _turn(self, g: Graph, x: str, cos: str, sin: str, for_low: str, for_high: str, half: int) -> str:
         rest = self.config.heads.head_dim - 2 * half
         low, high, *others = self._cut(g, "parts", x, [half, half, rest] if rest else [half, half])
         new_low = g.node("low", for_low, g.node("low_cos", "Mul", low, cos), g.node("high_sin", "Mul", high, sin))
@@ -67,7 +64,7 @@ class AttentionScopes(LevelScopes):
             lead = g.node("lead", "Shape", new_low, end=-1)
             unturned_shape = g.node("unturned_shape", "Concat", lead, g.integers([rest]), axis=0)
             others = [g.node("unturned", "Expand", others[0], unturned_shape)]
-        return g.node("turned", "Concat", new_low, new_high, *others, axis=-1)
+        return g.node("rotated", "Concat", new_low, new_high, *others, axis=-1)
 
     def turns_of_tokens(self, g: Graph, w: Mapping[str, str]) -> dict[str, str]:
         """cos and sin [B, Q, 1, rope_pairs] of new tokens, from `TURNS` and `stretch` [B, Q] of `w`."""
@@ -80,7 +77,6 @@ class AttentionScopes(LevelScopes):
         Args:
             q: [B, Hkv, R, D].
             k, k_scale: centroids [B, Hkv, S + Q, D] and scales [B, Hkv, 1, S + Q] of all tokens.
-            scale: of the logits.
             by: int64 `stretches` [n] of the past, `slots_end` [1], their slots S, and `fill` [1], slots of n whole stretches
                 less all tokens; `TURNS`, and those of new tokens as `token_…`; `k_mean`, `k_rows`.
         """
@@ -151,8 +147,7 @@ class AttentionScopes(LevelScopes):
         Args:
             visible: [B, 1, G*Q, packed and kept columns] bool, what each query sees.
             stored: [B, 1, 1, S + Q] bool, packed columns that hold a token.
-            by: `FIELDS`, those of new tokens as `new_…`, matrices; for tokens in BF16 `k_kept`, `v_kept`, `kept_index` and
-                `kept_stored`.
+            by: `FIELDS`, those of new tokens as `new_…`, matrices; `k_kept`, `v_kept`, `kept_index`, `kept_stored` in BF16.
         """
         heads, dim = self.config.heads.num_kv_heads, self.config.heads.head_dim
         group = self.config.heads.num_heads // heads

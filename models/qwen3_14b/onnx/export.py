@@ -48,15 +48,7 @@ Progress = Callable[[int, int], None]  # (weights written, weights in all)
 
 @dataclass(frozen=True)
 class Export:
-    """What to export.
-
-    Attributes:
-        model: `tiny`, a folder in Hugging Face format, or `random:SIZE`.
-        span: layers; the first brings the embedding, the last the head.
-        dtype: of weights and hidden states.
-        version: of this project.
-        restore: restore all weights in blocks of a GGUF file.
-    """
+    """What to export: layers, the first with the embedding, the last with the head; `restore` dequantizes blocks."""
 
     model: str
     config: ModelConfig
@@ -120,11 +112,7 @@ def rotation_sha256(span: range, head_dim: int) -> str:
 
 
 def write_export(folder: Path, export: Export, progress: Progress | None = None) -> list[str]:
-    """Write everything into an empty folder, with one weight at a time in memory. Returns names of the graphs' files.
-
-    Raises:
-        InputError: a checkpoint that cannot be read, or a weight that is not finite in this dtype.
-    """
+    """Write everything into an empty folder, one weight at a time in memory; the graphs' files. InputError of bad weights."""
     scopes = Qwen3Scopes(export.config, export.dtype, blocks=export.four_bit_weights())
     whole = GraphSpec(export.span, export.embed, export.head, export.opset)
     types = weight_types(scopes, whole)

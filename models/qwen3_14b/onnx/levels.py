@@ -186,8 +186,7 @@ class LevelScopes:
     def _level(self, g: Graph, y: str, side: str, boundaries: np.ndarray) -> str:
         """Number of boundaries that each coordinate reaches, int32: one comparison a bit, the highest first.
 
-        Args:
-            boundaries: [2**bits - 1], or such a row for each of equal parts of a vector.
+        `boundaries`: [2**bits - 1], or such a row for each of equal parts of a vector.
         """
         name, most, dim = self.name(side), boundaries.shape[-1], self.config.heads.head_dim
         rows = np.repeat(np.arange(len(boundaries)), dim // len(boundaries)) if boundaries.ndim > 1 else None

@@ -100,11 +100,7 @@ class Qwen3Scopes(AttentionScopes):
 
     def rope(self, g: Graph, x: str, cos: str, sin: str) -> list[str]:
         """Half-split rotary embedding: [B, Q, H, D] fp32; cos and sin [B, Q, 1, D/2]."""
-        half = self.config.heads.head_dim // 2
-        low, high = g.nodes("halves", "Split", [x, g.integers([half, half])], 2, axis=-1)
-        new_low = g.node("low", "Sub", g.node("low_cos", "Mul", low, cos), g.node("high_sin", "Mul", high, sin))
-        new_high = g.node("high", "Add", g.node("high_cos", "Mul", high, cos), g.node("low_sin", "Mul", low, sin))
-        return [g.node("rotated", "Concat", new_low, new_high, axis=-1)]
+        return [self._turn(g, x, cos, sin, "Sub", "Add", self.config.heads.head_dim // 2)]
 
     def silu_mul(self, g: Graph, gate: str, up: str) -> list[str]:
         """`silu(gate) * up`, fp32."""

@@ -19,7 +19,7 @@ from refusals import assert_refused
 
 from haarkv.codebooks import haar_rotation
 from haarkv.engine.loading import load
-from haarkv.models.catalog import load_model, read_config
+from haarkv.models.catalog import read_config
 from haarkv.models.qwen3_14b.onnx import export as onnx_export
 from haarkv.models.qwen3_14b.onnx.export import ABOUT, WEIGHTS, Export, write_export
 from haarkv.models.weights import checkpoint_shapes
@@ -70,27 +70,6 @@ def test_that_script_is_short_and_imports_what_it_says():
 
 
 # -- What is in the folder -----------------------------------------------------------------------------------------------
-def test_both_graphs_use_one_file_of_weights_whose_bytes_are_the_models(tiny):
-    model = load_model("tiny")
-    values = dict(model.weights.named_tensors()) | {
-        "layers.5.rotation": haar_rotation(5, 128).float(),
-        "rope.sin": model.ropes[model.config.common.attention.rope].whole()[1],
-    }
-    data = np.memmap(tiny / WEIGHTS, np.uint8, "r")
-    placements = []
-    for phase in ("prefill", "decode"):
-        graph = onnx.load(tiny / f"{phase}.onnx", load_external_data=False).graph
-        outside = {t.name: {e.key: e.value for e in t.external_data} for t in graph.initializer if t.external_data}
-        for name, tensor in values.items():
-            where = outside[name]
-            assert where["location"] == WEIGHTS
-            begin, length = int(where["offset"]), int(where["length"])
-            np.testing.assert_array_equal(data[begin : begin + length], tensor.contiguous().view(torch.uint8).numpy().ravel())
-        placements.append(outside)
-    assert placements[0] == placements[1]
-    assert sum(len(t.raw_data) for t in graph.initializer) < 10_000
-
-
 def test_the_folder_says_what_it_is(tiny):
     about = json.loads((tiny / ABOUT).read_text())
     digest = hashlib.sha256(b"".join(haar_rotation(i, 128).view(torch.int16).numpy().tobytes() for i in range(6)))

@@ -213,6 +213,27 @@ SMALL_ATTENTION = (
     Attention(CacheCase("k=lr4,v=tq3", 64, 2, 2, 128, (1100, 3), (1, 1)), BF16, small=True),
     Attention(CacheCase("k=lr4,v=tq3", 64, 2, 2, 16, (1022,), (4,)), FP32, small=True),
     Attention(CacheCase("k=lr3,v=tq4", 64, 2, 1, 16, (1040,), (1,), tail=9, sink=3), BF16, small=True),
+    # Two borders behind one token, in blocks that do not divide a stretch; chunks on both sides, few columns and many.
+    Attention(CacheCase("k=lr4,v=tq4", 64, 2, 1, 128, (2600,), (1,)), BF16, small=True),
+    Attention(CacheCase("k=lr3,v=tq3", 64, 2, 2, 24, (2060, 3), (1, 1), tail=9, sink=4), FP32, small=True),
+    Attention(CacheCase("k=lr4,v=tq4", 64, 2, 1, 16, (1022, 30), (5, 1)), BF16, small=True),
+    Attention(CacheCase("k=lr5,v=tq2", 64, 8, 1, 128, (1020,), (8,)), FP32, small=True),
+    # Windows that begin before a border and behind it, whose first tile is not a stretch's first.
+    Attention(CacheCase("k=lr4,v=tq4", 64, 2, 1, 16, (1030, 3), (1, 1), window=40), FP32, small=True),
+    Attention(CacheCase("k=lr4,v=tq4", 64, 2, 1, 16, (1080, 1030), (3, 2), tail=8, window=40), BF16, small=True),
+    # Sequences shorter than a window and longer, rings that began anew; one new token, some, and many columns.
+    Attention(CacheCase("tq4", 64, 2, 1, 8, (60, 3), (1, 1), window=20), FP32, small=True),
+    Attention(CacheCase("tq4", 64, 2, 2, 8, (60, 3, 300), (4, 2, 1), window=20), BF16, small=True),
+    Attention(CacheCase("tq4", 64, 8, 1, 8, (60, 3), (8, 1), window=20), FP32, small=True),
+    Attention(CacheCase("tq4", 64, 2, 1, 8, (70, 0), (1, 1), window=1), BF16, small=True),
+    # A window that begins within a block, in blocks of several tiles; over all blocks of another owner; of Gemma's shape.
+    Attention(CacheCase("tq3", 64, 2, 1, 128, (300, 130), (1, 1), window=140), FP32, small=True),
+    Attention(CacheCase("tq4", 64, 2, 1, 8, (60, 3), (4, 2), pages=True, window=20), BF16, small=True),
+    Attention(CacheCase("tq4", 256, 4, 1, 128, (600, 3), (1, 1), window=512), BF16, small=True),
+    # A tail within a window, one beyond it, and sinks that it has left.
+    Attention(CacheCase("tq4", 64, 2, 1, 8, (60, 3), (1, 1), tail=5, sink=2, window=20), FP32, small=True),
+    Attention(CacheCase("tq4", 64, 2, 1, 8, (60, 30), (4, 2), tail=5, sink=2, window=20), BF16, small=True),
+    Attention(CacheCase("k=lr3,v=tq4", 64, 2, 2, 16, (60, 30), (4, 1), tail=25, sink=2, window=20), FP32, small=True),
 )
 STORES = (
     CacheCase("tq4", 64, 1, 3, 8, (0, 0), (11, 4)),

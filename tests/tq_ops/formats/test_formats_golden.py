@@ -34,7 +34,7 @@ def same_bits(ours, theirs):
 
 
 def fp16_overflows(packed, block, at):
-    """Which rows hold an FP16 infinity, `at` so many bytes into a block."""
+    """[rows] bool: which rows hold an FP16 infinity at byte `at` of a block."""
     scales = np.ascontiguousarray(packed.reshape(len(packed), -1, block)[:, :, at : at + 2]).view("<f2")[..., 0]
     return ~np.isfinite(scales).all(axis=1)
 

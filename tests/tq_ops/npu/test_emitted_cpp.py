@@ -8,8 +8,7 @@ import pytest
 from npu_programs import needs_pypto
 
 from haarkv.models.catalog import read_config
-from haarkv.models.qwen3_14b.npu.compile import compile_flags, compile_programs, makefile
-from haarkv.tq_ops.errors import InputError
+from haarkv.models.qwen3_14b.npu.compile import compile_programs
 
 pytestmark = needs_pypto
 
@@ -59,27 +58,3 @@ def test_attention_waits_for_the_rows_that_its_tokens_store(cpp_sources):
     assert waits(cpp_sources)
     without = {path: re.sub(r".*LOOP_BARRIER.*\n", "", text) for path, text in cpp_sources.items()}
     assert not waits(without)
-
-
-def test_the_compile_line_is_pyptos_own_but_for_the_folders(cpp_sources):
-    source = next(text for path, text in cpp_sources.items() if path.endswith("_aiv.cpp"))
-    flags = compile_flags(source)
-    command = source.rstrip().splitlines()[-1]
-    for flag in flags.split():
-        assert "$(" in flag or flag in command.split()
-    assert "-I$(PYPTO_INCLUDE)/tileop" in flags.split()
-    assert "-I$(CANN_INCLUDE)" in flags.split()
-    assert "/home" not in flags
-    assert flags.startswith("-c -O3")
-    with pytest.raises(InputError, match="no compile line"):
-        compile_flags(source.replace("// bisheng", "// gcc"))
-    with pytest.raises(InputError, match="a folder of this machine"):
-        compile_flags(source.replace("-mllvm", "--from=/opt/x -mllvm", 1))
-
-
-def test_kernel_functions_of_one_kind_are_compiled_in_one_way(cpp_sources):
-    text = makefile({"decode": cpp_sources})
-    assert text.count("\nAIV := -c") == text.count("\nAIC := -c") == 1
-    path = next(path for path in cpp_sources if path.endswith("_aiv.cpp"))
-    with pytest.raises(InputError, match="in different ways: aiv"):
-        makefile({"mixed": {**cpp_sources, path: cpp_sources[path].replace(" -O3 ", " -O2 ")}})

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from npu_programs import FailingProgram, Listing, needs_pypto, store_case
+from npu_programs import FailingProgram, needs_pypto, store_case
 
-from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.npu.program import order_arguments
 from haarkv.tq_ops.npu.sim import simulator as simulators
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator, SimulatorError
@@ -65,18 +64,6 @@ def test_nothing_is_left_behind():
     simulator.close()
     assert not folder.exists()
     assert process.poll() is not None
-
-
-def test_a_compilers_complaint_is_something_a_user_can_read():
-    assert issubclass(SimulatorError, InputError)
-
-
-def test_no_graph_is_written_as_json():
-    case = store_case(2)
-    with Listing() as simulator:
-        files = simulator.run(case.program, order_arguments(case.program, case.tensors), Mode.NUMBERS).sources
-        assert files
-        assert "program.json" not in files
 
 
 def test_tensors_that_cannot_be_handed_over_are_refused():

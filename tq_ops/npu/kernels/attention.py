@@ -81,12 +81,12 @@ def softmaxes(shape):
 def attend_step(softmax, queries, keys, values, place, masks, shape, *, first):
     """One step of keys, for every head of the iteration.
 
+    Rounding points: probability times scale, to what V's tiles are.
+
     Args:
         queries: one [M, K's `query_width`] a head.
         keys, values: `CacheSide`s.
         masks: each [M, step] or [1, step] FP32, added to the logits.
-        first: whether this is the unit's first step.
-    Rounding points: probability times scale, to what V's tiles are.
     """
     key_tiles, key_scales = keys.tiles(place, shape, 1), keys.scales(place, shape)
     value_tiles = values.tiles(place, shape, 1 + shape.heads_at_once * shape.blocks)
@@ -115,10 +115,7 @@ def scaled_by(x, by):
 
 
 def rotate_queries(query, rotation, rows):
-    """Query [rows, D] FP16 -> rotated, FP16, once whatever the context.
-
-    The product comes last and rounds on its way out of the cube: a vector task behind it would queue behind every unpack task.
-    """
+    """Query [rows, D] FP16, rotated. The product comes last: vector tasks behind it would queue behind unpack tasks."""
     cube = 64 if rows % 64 == 0 else 16
     tile = square_tile(rotation.shape[1])
     pypto.set_cube_tile_shapes([cube, cube], tile, tile)
@@ -140,24 +137,16 @@ def bf16_as_fp16(x):
 # -- Tokens in BF16 ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class WindowSides:
-    """What stays in BF16, in one iteration of attention.
+    """What stays in BF16, in one iteration of attention: K and V, arguments of the program, of a `WindowShape`.
 
-    Attributes:
-        shape: a `WindowShape`.
-        k, v: arguments of the program.
-        packed: K's `CacheSide`.
-        queries: one [M, D] BF16 a head, not rotated.
-        head: the first KV head of the iteration.
-        row: of the sequence's first place in that head.
-        seen: [M, span] FP32, added to the logits.
+    `queries`: one [M, D] BF16 a head, not rotated; `row`: of the sequence's first place in the iteration's first KV head;
+    `seen`: [M, span] FP32, added to the logits.
     """
 
     shape: object
     k: object
     v: object
-    packed: object
     queries: object
-    head: object
     row: object
     seen: object
 
@@ -183,10 +172,8 @@ def _window_vectors(buffer, row, shape, head_dim, name):
 
 
 def attend_window(softmax, window, head, shape):
-    """A unit's last step, over keys in BF16, for one head of the iteration.
+    """A unit's last step, over keys in BF16, for one head: packed values (in V's domain) and these, each [M, D] FP32.
 
-    Returns:
-        what the queries attended to among packed values (in V's domain) and among these, each [M, D] FP32.
     Rounding points: probabilities to BF16.
     """
     row = window.row + head * window.shape.window
@@ -196,9 +183,8 @@ def attend_window(softmax, window, head, shape):
     rows, tile = [shape.cube_rows] * 2, [window.shape.tile] * 2
     pypto.set_cube_tile_shapes(rows, [64, head_dim], tile)
     raw = pypto.matmul(window.queries[head], keys, pypto.DT_FP32, b_trans=True)
-    lacking = window.packed.left_out(window.queries[head], window.head + head, shape.num_kv_heads)
     pypto.set_vec_tile_shapes(16, window.shape.span)
-    score = (raw if lacking is None else raw - lacking) * shape.softmax_scale + window.seen
+    score = raw * shape.softmax_scale + window.seen
 
     def weigh(p):
         weights = pypto.cast(p, pypto.DT_BF16)

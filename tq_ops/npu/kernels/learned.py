@@ -26,10 +26,17 @@ _LANES = 16  # of the cube, at least
 class LearnedKeys(ScaledSide):
     """K in a cache of learned keys: codes [blocks * Hkv * 128, bytes] INT8, scale [blocks * Hkv, 128] FP16.
 
-    Tiles lie by coordinate, [width, step], so that the levels of an eighth are whole rows.
+    Tiles lie by coordinate, [width, step], so that the levels of an eighth are whole rows. Keys are stored by stretches of
+    1,024 positions (`tq_ops.formats.stretches`); a query is turned back by the first position s of each stretch that it
+    reads: logit = (R(-s) q) · stored, with stored = scale * centroids @ back + mean.
     """
 
+    query_dtype = pypto.DT_BF16
     by_token = False
+
+    @property
+    def query_width(self):
+        return self.head_dim
 
     # -- Storing -------------------------------------------------------------------------------------------------------
     def store(self, x, tokens, kv_heads, new, cos_sin):
@@ -39,15 +46,12 @@ class LearnedKeys(ScaledSide):
         flat = pypto.reshape(x, [tokens, kv_heads * self.head_dim])
         whole = self.room(tokens * kv_heads, "whole")
         for head in range(kv_heads):
-            head_keys = self.as_stored(pypto.view(flat, [tokens, self.head_dim], [0, head * self.head_dim]), cos_sin, tokens)
+            head_keys = pypto.view(flat, [tokens, self.head_dim], [0, head * self.head_dim])
+            head_keys = undo_shift(head_keys, cos_sin, 0, tokens, fitting(tokens, VECTORS))
             for field, values in zip(whole, self._quantize(head_keys, head, tokens, kv_heads), strict=True):
                 pypto.assemble(values, [head * tokens, 0], field)
         for field, values in zip(new, whole, strict=True):
             field[:] = values
-
-    def as_stored(self, x, cos_sin, tokens):
-        """Keys [tokens, D] FP32 of one head as they are quantized."""
-        return x
 
     def vector_row(self, token, head, tokens, kv_heads):
         return head * tokens + token
@@ -134,63 +138,16 @@ class LearnedKeys(ScaledSide):
         row = super().scale_row(scales, place, head, shape, factor)
         return row * pypto.view(self.domain.numbers, [1, 1], [LIFT * shape.num_kv_heads + place.head + head, 0])
 
-    def left_out(self, queries, head, kv_heads):
-        """The product with the head's mean, which keys are stored without."""
-        pypto.set_vec_tile_shapes(16, self.head_dim)
-        mean = pypto.view(self.domain.numbers, [1, self.head_dim], [MEAN * kv_heads + head, 0])
-        return pypto.sum(pypto.cast(queries, pypto.DT_FP32) * mean, dim=-1, keepdim=True)
-
-    def ready(self, q, rows, shape, out):
-        group, width, head_dim = shape.group, self.side.width, self.head_dim
-        for head in range(shape.num_kv_heads):
-            pypto.set_vec_tile_shapes(4, group, head_dim)
-            head_queries = pypto.cast(pypto.view(q, [rows, group, head_dim], [0, head * group, 0]), pypto.DT_FP32)
-            ready = self.products(pypto.reshape(head_queries, [rows * group, head_dim]), head, _sixteens(rows * group))
-            pypto.set_vec_tile_shapes(4, group, width)
-            ready = pypto.cast(pypto.reshape(ready, [rows, group, width]), pypto.DT_FP16)
-            pypto.assemble(ready, [0, head * group, 0], out)
-
-    def products(self, queries, head, cube_rows):
-        """Queries [M, D] FP32 by the rows of a KV head, over its lift: [M, width] FP32."""
-        width = self.side.width
-        lanes = min(width & -width, 128)
-        pypto.set_cube_tile_shapes([cube_rows] * 2, [64, self.head_dim], [lanes, lanes])
-        rows = pypto.view(self.domain.rows, [width, self.head_dim], [head * width, 0])
-        return pypto.matmul(queries, rows, pypto.DT_FP32, b_trans=True)
-
-
-# -- By stretches -------------------------------------------------------------------------------------------------------------
-
-
-class ShiftedKeys(LearnedKeys):
-    """Learned keys by stretches of 1,024 positions, stored as RoPE would have turned them had their stretch come first.
-
-    A query is turned back by the first position s of each stretch that it reads: logit = (R(-s) q) · stored, with
-    stored = scale * centroids @ back + mean.
-    """
-
-    query_dtype = pypto.DT_BF16
-
-    @property
-    def query_width(self):
-        return self.head_dim
-
-    def as_stored(self, x, cos_sin, tokens):
-        return undo_shift(x, cos_sin, 0, tokens, fitting(tokens, VECTORS))
-
     def room_for_queries(self, q, rows, heads):
         return q
 
     def ready(self, q, rows, shape, out):
-        return  # a query is turned for each step, in `scores`
-
-    def left_out(self, queries, head, kv_heads):
-        return  # the product with the mean differs by stretch, so `scores` hold it
+        """Nothing: a query is turned for each step, in `scores`."""
 
     def scores(self, queries, tile, scales, place, head, shape):
         """Of queries [M, D] BF16, not rotated. A step longer than a stretch holds whole ones, whose queries share one product.
 
-        Rounding points: queries by rows to FP16, as those of `LearnedKeys`.
+        Rounding points: queries by rows to FP16.
         """
         parts = max(1, shape.step_tokens // STRETCH)
         part_shape = replace(shape, step_tokens=shape.step_tokens // parts)
@@ -218,8 +175,12 @@ class ShiftedKeys(LearnedKeys):
             part_queries = undo_shift(plain, self.domain.turns, first + part, 1, 16)
             mean_logits.append(pypto.sum(part_queries * mean, dim=-1, keepdim=True) * shape.softmax_scale)
             pypto.assemble(part_queries, [part * rows, 0], stretch_queries)
-        products = self.products(stretch_queries, kv_head, 16)
-        pypto.set_vec_tile_shapes(16, self.side.width)
+        width = self.side.width
+        lanes = min(width & -width, 128)
+        pypto.set_cube_tile_shapes([16, 16], [64, head_dim], [lanes, lanes])
+        by_lift = pypto.view(self.domain.rows, [width, head_dim], [kv_head * width, 0])
+        products = pypto.matmul(stretch_queries, by_lift, pypto.DT_FP32, b_trans=True)
+        pypto.set_vec_tile_shapes(16, width)
         return pypto.cast(products, pypto.DT_FP16), mean_logits
 
 
@@ -342,11 +303,6 @@ def fitting(count, most):
     while size * 2 <= most and count % (size * 2) == 0:
         size *= 2
     return size
-
-
-def _sixteens(count):
-    """Rows of a cube tile: the largest multiple of 16 up to 128 that divides `count`, 16 at least."""
-    return next((size for size in range(128, 16, -16) if count % size == 0), 16)
 
 
 def _length(squares):

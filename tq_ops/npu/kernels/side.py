@@ -1,7 +1,7 @@
-"""K or V of a paged cache in a program: what all formats share. Each format's own part is in a module of its own.
+"""K or V of a paged cache in a program: what all formats share; each format's own part is in a module of its own.
 
-A cache is the host's own memory, byte for byte, each field as a matrix (`tq_ops.npu.sides`). The vectors of one KV head in
-one block are 128 rows that lie together, its tile; the tiles of a block's heads follow one another.
+A field is a matrix over the host's own memory. The vectors of one KV head in one block are 128 rows that lie together, its
+tile; the tiles of a block's heads follow one another.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Domain:
     Attributes:
         rotation, rotation_fp16: [D, D] BF16 and FP16.
         forward, numbers, places, rows: of learned keys, `tq_ops.npu.learned.domain_tensors`.
-        turns: of keys by stretches, `tq_ops.npu.sides.turn_table`.
+        turns: of learned keys, `tq_ops.npu.sides.turn_table`.
     """
 
     rotation: object
@@ -47,11 +47,8 @@ def whole_lines(count):
 class CacheSide:
     """K or V in a program: the base of every format. Unless overridden, tiles are BF16 and not rotated.
 
-    Args:
-        side: how the format lies before a program.
-        vectors, scales: its arguments of the program; a format without scales does not read the second.
-        domain: of its tiles.
-        keeps: tokens stay in BF16, so queries do until they are made ready.
+    `vectors`, `scales` are its arguments of the program; with `keeps` queries stay in BF16 until they are ready.
+
     Attributes:
         by_token: whether tiles are [step, D]; else [width, step], of K alone.
         buffer_dtype: of queries until all of a tile's keys are stored.
@@ -80,7 +77,7 @@ class CacheSide:
         return room
 
     def store(self, x, tokens, kv_heads, new, cos_sin):
-        """Fill `new`, of `room`, from x [tokens, Hkv, D] FP32; `cos_sin` [tokens, D] FP32 turns keys by stretches back."""
+        """Fill `new`, of `room`, from x [tokens, Hkv, D] FP32; `cos_sin` [tokens, D] FP32 turns learned keys back."""
         count = tokens * kv_heads
         for field, values in zip(new, self.quantize(pypto.reshape(x, [count, self.head_dim]), count), strict=True):
             field[:] = values
@@ -126,23 +123,14 @@ class CacheSide:
         return rows
 
     def tiles(self, place, shape, scope):
-        """One tile a head of the iteration, [step, D] or as `by_token` says.
-
-        Args:
-            scope: the first of `shape.blocks` numbers a head, for tasks that must not be cut: other tiles have others.
-        """
+        """One tile a head, [step, D] or as `by_token` says; `scope` numbers its tasks that must not be cut."""
         raise NotImplementedError
 
     def scales(self, place, shape):
         """[heads_at_once, step] FP16 that belong to the tiles; None if the tiles are complete."""
 
     def scale_row(self, scales, place, head, shape, factor):
-        """What a head's products with its tiles are multiplied by: [1, step] FP32, a number, or None for 1.
-
-        Args:
-            scales: of `scales`.
-            factor: a number that goes into it.
-        """
+        """A head's products are multiplied by it, `factor` included: [1, step] FP32, a number, or None for 1."""
         return None if factor == 1.0 else factor
 
     def scores(self, queries, tile, scales, place, head, shape):
@@ -174,16 +162,6 @@ class CacheSide:
     def query_rows(self, query, rows):
         """Queries [rows, D] -> as the cube takes them."""
         return query
-
-    def left_out(self, queries, head, kv_heads):
-        """What the logits of the tiles lack of queries' products with keys, [M, 1] FP32; None where they lack nothing.
-
-        A softmax over these logits alone does not change by it; logits of tokens in BF16 must lack it too.
-
-        Args:
-            queries: [M, D] BF16, not rotated.
-        """
-        return
 
     def finish(self, value, window_value=None):
         """Weighted values [rows, D] FP32 in the tiles' domain, and those of a window, not rotated -> their sum, BF16."""

@@ -139,14 +139,11 @@ def blocks_at_once(head_dim):
 
 
 def restore(blocks, put):
-    """Codes of n blocks, each [128, D/2] INT8 -> rotated centroids [128 n, D] FP16, without their scale.
+    """Codes of n blocks, each [128, D/2] INT8 -> rotated centroids [128 n, D] FP16, without their scale, on whole lines.
 
-    `put(values, column)` takes each half, [128 n, D/2], and its first column. All is arithmetic on whole lines of the vector
-    core; with a D of 128 a line holds halves of two vectors.
-
-    A byte read as signed is 16 h + l, where h is the upper level, less 16 if it is 8 or more. Adding 24,576, where FP16 counts
-    in sixteens, rounds byte - 7.5 to 16 h (never a tie). 16 h + 8 clipped to -8 … 8 then says which h were shifted. Both end
-    as a distance from 7.5.
+    `put(values, column)` takes each half and its first column. A byte read as signed is 16 h + l, h the upper level, less 16
+    if it is 8 or more. Adding 24,576, where FP16 counts in sixteens, rounds byte - 7.5 to 16 h (never a tie); 16 h + 8 clipped
+    to -8 … 8 says which h were shifted. Both end as a distance from 7.5.
     """
     tokens, half = blocks[0].shape
     lines = tokens * half // LINE

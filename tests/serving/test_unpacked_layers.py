@@ -1,4 +1,7 @@
-"""Models in which some layers attend to a window: vLLM keeps these, full attention is packed, and the text is vLLM's own."""
+"""Models some of whose layers attend to a window or keep a state: vLLM keeps these, and full attention is packed.
+
+Texts of models with states are compared in `test_soak.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,35 +10,32 @@ import math
 import shutil
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
-from vllm_configs import assert_refused, configure, write
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from vllm_configs import LAYERS, WINDOW, WINDOW_MODEL, configure, write
 from vllm_judge import prompts
 from vllm_server import Answer, serving
+from vllm_soak import look_up_stand_ins
 
-from haarkv.models.catalog import TINY
-from haarkv.serving.vllm_plugin.backend import with_content
-from haarkv.serving.vllm_plugin.kv_choice import kv_plan, sliding_layers
-from haarkv.serving.vllm_plugin.pages import fit_windows
+from haarkv.engine import plans
+from haarkv.models.catalog import TINY, find_model, read_config
+from haarkv.serving.serve import _stored_as
+from haarkv.serving.vllm_plugin.backend import RotatedAttentionBackend, with_content
+from haarkv.serving.vllm_plugin.kv_choice import is_of_draft, kv_plan, shape_signature, sliding_layers, state_layers
+from haarkv.serving.vllm_plugin.pages import OwnPages, fit_windows
 
-WINDOW, LAYERS = 64, ["sliding_attention", "sliding_attention", "full_attention"] * 2
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 4096, "hidden_size": 256, "head_dim": 64,
-    "intermediate_size": 512, "num_hidden_layers": len(LAYERS), "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "hidden_act": "silu", "dtype": "bfloat16",
-    "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0, "sliding_window": WINDOW, "layer_types": LAYERS,
-}  # fmt: skip
 PROMPTS = prompts(12, (130, 200, 300, 700))
 NEW_TOKENS = 24
 
 
 def checkpoint(folder: Path, **overrides: object) -> str:
     """Random weights, the same for every config."""
-    write(folder, {**CONFIG, **overrides})
+    write(folder, {**WINDOW_MODEL, **overrides})
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY / name, folder / name)
     draw, hidden = torch.Generator().manual_seed(0), 256
@@ -91,7 +91,6 @@ def test_the_text_is_that_of_vllms_own_cache_and_that_of_another_window_is_not(t
             # The second time prompts are known; a window's first blocks are gone.
             assert server.complete(PROMPTS, NEW_TOKENS) == answers[name] or name == "bf16"
             tokens[name] = server.kv_tokens()
-            assert not [metric for metric in server.metrics() if metric.startswith("haarkv:kv_")]
     off = {name: error(answers["bf16"], answers[name]) for name in ("tq8", "tq4", "other")}
     record_property("errors", str(off))
     record_property("tokens", str(tokens))
@@ -100,38 +99,12 @@ def test_the_text_is_that_of_vllms_own_cache_and_that_of_another_window_is_not(t
     assert tokens["tq4"] > 1.2 * tokens["bf16"]
 
 
-@pytest.mark.vllm_server
-def test_drafts_change_no_text_but_at_near_ties(tmp_path):
-    """With drafts, several tokens of a sequence are checked at once, in blocks of windows too."""
-    model, prompt_ids = checkpoint(tmp_path / "model"), [prompt + prompt[-40:] for prompt in PROMPTS]
-    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
-    answers = {}
-    for name, flags in (("plain", ()), ("drafts", ("--speculative-config", json.dumps(drafts)))):
-        with serving(tmp_path / f"{name}.log", *flags, kv="tq8", model=model, cache_bytes=2**25) as server:
-            answers[name] = server.complete(prompt_ids, NEW_TOKENS)
-            assert (server.metrics().get("vllm:spec_decode_num_draft_tokens_total", 0) > NEW_TOKENS) == bool(flags)
-    off = error(answers["plain"], answers["drafts"])
-    print(off)
-    assert off < 0.05  # windows of another length: 0.39
-
-
 @pytest.mark.vllm_short
 def test_layers_with_a_window_stay_with_vllm(tmp_path):
-    config = configure(write(tmp_path / "model", CONFIG))
+    config = configure(write(tmp_path / "model", WINDOW_MODEL))
     assert sliding_layers(config.model_config) == (0, 1, 3, 4)
     assert config.attention_config.backend_per_kind == {"sliding_window": AttentionBackendEnum.CPU_ATTN}
     assert [k.name for k, _ in kv_plan(config).layers] == ["bf16", "bf16", "tq4"] * 2
-
-
-@pytest.mark.vllm_short
-def test_what_was_not_tried_with_windows_is_refused(tmp_path):
-    folder = write(tmp_path / "model", CONFIG)
-    drafts = {"method": "draft_model", "model": str(TINY), "num_speculative_tokens": 2}
-    reason = "speculative decoding by draft_model is not supported with sliding windows; by ngram it is"
-    assert_refused(folder, reason, speculative_config=drafts)
-    one_table = {"disable_hybrid_kv_cache_manager": True}
-    reason = "--disable-hybrid-kv-cache-manager was not tried with sliding windows; leave it out"
-    assert_refused(folder, reason, **one_table)
 
 
 @pytest.mark.vllm_short
@@ -143,3 +116,38 @@ def test_blocks_of_windows_are_as_large_as_fits_a_packed_page(content, block):
     specs = fit_windows({"full": packed, "window": sliding})
     assert specs == {"full": packed, "window": SlidingWindowSpec(**{**shape, "block_size": block}, sliding_window=64)}
     assert specs["window"].page_size_bytes <= packed.page_size_bytes or block == 32
+
+
+@pytest.mark.slow
+def test_layers_with_a_state_stay_with_vllm_and_the_drafts_are_packed(tmp_path, monkeypatch):
+    look_up_stand_ins(monkeypatch)
+    hybrid = json.loads((find_model("tiny-hybrid") / "config.json").read_text(encoding="utf-8"))
+    drafts = {"method": "mtp", "num_speculative_tokens": 2}
+    config = configure(write(tmp_path / "model", hybrid), speculative_config=drafts, enable_prefix_caching=False)
+    assert state_layers(config.model_config) == (0, 1, 2)
+    assert shape_signature(config) == plans.shape_signature(read_config("tiny-hybrid"))
+    assert _stored_as(config) == (
+        "K and V of 1 layers are kept in tq4: 264 bytes a token, 3.88 times less than BF16; the states of the other 3 by vLLM "
+        "itself"
+    )
+    assert config.speculative_config.attention_backend == AttentionBackendEnum.CUSTOM
+    assert is_of_draft(config, "mtp.layers.0.self_attn.attn")
+    assert not is_of_draft(config, "model.layers.3.self_attn.attn")
+
+
+@pytest.mark.vllm_short
+@pytest.mark.parametrize("states", [True, False])
+def test_beside_states_packed_pages_are_all_of_one_size(monkeypatch, states):
+    """The size that a layer's own formats need is K's and V's of one token and KV head."""
+    shape = {"block_size": 128, "num_kv_heads": 2, "head_size": 128, "dtype": torch.bfloat16}
+    packed = {f"layers.{i}": with_content(FullAttentionSpec(**shape), size) for i, size in ((3, 132), (7, 260))}
+    state = MambaSpec(block_size=128, shapes=((8, 64),), dtypes=(torch.float32,))
+    specs = packed | ({"layers.0": state} if states else {})
+    layers = {name: SimpleNamespace(get_attn_backend=lambda: RotatedAttentionBackend) for name in packed}
+    layers["layers.0"] = SimpleNamespace(get_attn_backend=lambda: None)
+    worker = OwnPages()
+    worker.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    pages = worker._equal_pages(specs)
+    assert pages["layers.7"] == packed["layers.7"]
+    assert pages["layers.3"] == (packed["layers.7"] if states else packed["layers.3"])
+    assert pages.get("layers.0") == (state if states else None)
