@@ -94,8 +94,3 @@ def test_a_compiler_that_fails_leaves_what_was_there(monkeypatch, tmp_path):
         build.build(target)
     assert target.read_bytes() == b"old"
     assert {path.name for path in tmp_path.iterdir()} == {"_kernels.so", "c++"}
-
-
-def test_structures_are_filled_by_name_and_completely():
-    with pytest.raises(AssertionError, match="planes"):
-        library.Side(codes=None, scales=None, centroids=None, codes_stride=0, scales_stride=0, unit=0, integers=None)

@@ -7,7 +7,7 @@ import re
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -74,13 +74,13 @@ def _structures() -> dict[str, type[Structure]]:
 
 
 _STRUCTURES = _structures()
+globals().update(_STRUCTURES)
 
 
-def __getattr__(name: str) -> type[Structure]:
-    """A structure of the headers: `library.Attention`."""
-    if name not in _STRUCTURES:
-        raise AttributeError(name)
-    return _STRUCTURES[name]
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> type[Structure]:
+        """A structure of the headers: `library.Attention`."""
 
 
 WEIGHT_TYPES = (
