@@ -125,8 +125,7 @@ class _ModelDrafter(Drafter):
         return len(text) < self._limit and (self._own_vocab >= self._vocab or max(text) < self._own_vocab)
 
     def propose(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> dict[int, list[int]]:
-        # The last drafted token is not stored, so that a text may be as long as the limit.
-        longest = (self._cache.most_undone or self._limit) - 1  # all but the first of what is drafted is stored one by one
+        longest = (self._cache.most_undone or self._limit) - 1  # all drafted tokens but the last are stored
         counts = {row: min(most[row], longest, self._limit - len(text) + 1) for row, text in texts.items()}
         rows = [row for row in texts if counts[row] > 0 and self._follows(row, texts[row])]
         if not rows:

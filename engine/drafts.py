@@ -1,8 +1,8 @@
 """Drafts: tokens guessed cheaply and verified by the model in one forward.
 
 `DraftSource.drafter` makes one `Drafter` for each `generate`. Drafts change the speed of decoding, never the distribution of
-text: the model chooses every token as it would without them, and a drafted token is accepted if it is the one chosen. A draft
-is what a source holds most likely, so that a seed draws the same text over any drafts and over none.
+text: the model draws every token as it would without them, and a drafted token is accepted if it equals the drawn one. So a
+seed gives the same text with any drafts and without.
 
 `Pace` chooses the number of drafted tokens. Its ledger holds the time that drafts won or lost against plain steps of the same
 run. A step drafts only if its loss, should every token be rejected, leaves the ledger above -2 % of the run's time without
@@ -351,9 +351,7 @@ class Speculation:
         return self._accept_all(torch.split(logits, counts), rows, proposals)
 
     def keep(self, counts: Sequence[int]) -> None:
-        """Keep `counts[i]` of the tokens that the last step stored of sequence i: its first, and all accepted ones taken but
-        the last.
-        """
+        """Keep the first `counts[i]` tokens that the last step stored of sequence i, and take the others back."""
         began = time.perf_counter()
         if self._advance is not None:
             self._advance.keep(counts)

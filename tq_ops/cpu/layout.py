@@ -1,9 +1,9 @@
 """A format as the kernels read it: matrices to its levels and back, in the kernels' order of levels, and its centroids.
 
 The kernels know no format. They read a vector of N levels as N / 8 words of eight 4-bit levels, the first in the lowest bits:
-queries come in word order (word, level), sums go out in plane order (level, word). Rotation and packing are folded into the
-columns and rows of the matrices. Levels of 2 or 3 bits are unpacked to words first. Levels of 5 to 8 bits, learned keys, BF16
-and FP32 keep their own order.
+queries come word by word; sums go out level by level, that is number n of all words together. Rotation and packing are folded
+into the columns and rows of the matrices. Levels of 2 or 3 bits are unpacked to words first. Levels of 5 to 8 bits, learned
+keys, BF16 and FP32 keep their own order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ READS = KernelSupport(
 )  # fmt: skip
 """What the kernels read and store."""
 LARGEST_LEVEL = 2**13 - 1
-"""Of centroids in 16 bits: what they leave of 32 is for queries and weights, whose products are summed there."""
+"""The largest 16-bit centroid: products with queries and weights must add up in 32 bits."""
 _CPU = torch.device("cpu")
 _MOST_COLUMNS, _MOST_PARTS = 3, 5
 
@@ -49,7 +49,7 @@ class Layout:
         boundaries: [2**bits - 1] fp32, likewise.
         along: of `Description`.
         integers: [2**bits] int16 up to `LARGEST_LEVEL` in size, `centroids / unit` rounded, of levels up to 4 bits; of learned
-            keys tables of 32 for 1 to 5 bits, each repeated, and one of 64.
+            keys six tables: for 1 to 5 bits 32 entries each, the 2**bits centroids repeated, and 64 entries for 6 bits.
         unit: minimizes the largest `centroids - integers * unit`.
         mean, weights: [H, D] fp32 of learned keys (`Coordinates`).
         gains: fp32, the sizes at which learned keys are quantized.
@@ -157,8 +157,8 @@ def in_pairs(matrix: Tensor) -> Tensor:
 def whole_levels(centroids: tuple[float, ...]) -> tuple[Tensor, float]:
     """Centroids (at most 16) as integers [n] int16, at most `LARGEST_LEVEL` in size, and the unit with the least error.
 
-    A codebook has at most 8 sizes, so some unit brings all of them near integers: a fifth of the error of a random unit, for
-    `tq4` at most 5e-5 of a coordinate's standard deviation.
+    A symmetric codebook has at most 8 absolute values, and some unit brings all of them near integers: a fifth of the error of
+    a random unit, for `tq4` at most 5e-5 of a coordinate's standard deviation.
     """
     exact = torch.tensor(centroids, dtype=torch.float64)
     units = exact.abs().max() / torch.linspace(LARGEST_LEVEL / 2, LARGEST_LEVEL, 2**18, dtype=torch.float64)

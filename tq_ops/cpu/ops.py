@@ -186,7 +186,7 @@ class CpuOps:
         return None
 
     def paged_attention(self, q: Tensor, at: LayerView, softmax_scale: float) -> Tensor:
-        """`reference.paged_attention` in the rotated domain, which itself attends to formats outside `READS`.
+        """`reference.paged_attention` in the rotated domain; formats outside `READS` are left to the reference.
 
             logits = (q @ rotation . centroids[level]) * k_scale * softmax_scale
             out = sum((p * v_scale) * centroids[level]) / sum(p) @ rotation.T
@@ -202,12 +202,12 @@ class CpuOps:
 
         Raises:
             InputError: a head_dim without kernels.
-        Rounding points, of a bf16 q (q rotated stays FP32): each block's probabilities, against the block's own maximum, to
-            BF16, and their sum is that of the rounded ones; from `avx512vnni` on exponentials are off by 3e-6 before that.
-            Blocks are merged in FP32; the output to BF16.
+        Rounding points of a bf16 q: the rotated q stays FP32. A block's probabilities are exp(logit - the block's maximum),
+            rounded to BF16; the denominator is the sum of the rounded ones. From `avx512vnni` on exponentials are off by 3e-6
+            before that. Blocks are merged in FP32; the output to BF16.
 
             From `avx512vnni` on, levels of up to 4 bits and learned keys are summed exactly as 16-bit integers. Rounded, by
-            at most half a step each: centroids (5e-5 of a coordinate's standard deviation); rotated q to steps of
+            at most half a step each: centroids (`tq4`: 5e-5 of a coordinate's standard deviation); rotated q to steps of
             max|q| / 32,639, or sum|q| * (largest integer) / 2**31 if that is larger; p * v_scale of up to 128 keys likewise,
             by row. A logit's root mean square error is 1.1e-4 of the logits' standard deviation, of learned keys up to
             2.0e-4, where rounding q to BF16 cost 1.1e-3. 128 weights together are off by at most 2e-3 of the largest.

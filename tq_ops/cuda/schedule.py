@@ -4,8 +4,8 @@ All work stands in one line: for each sequence, for each of its column tiles (a 
 tiles of stored tokens. A fixed number of programs cut that line into equal pieces, whatever the lengths are and however wide
 the block table is:
 
-    stored_s  = ceil((seq_lens_s - TAIL) / TOKENS)       tiles of stored tokens, those in BF16 apart
-                - origin_s / TOKENS                      and those before the first new token's sliding window
+    stored_s  = ceil((seq_lens_s - TAIL) / TOKENS)       tiles of packed tokens; the tail is not read packed
+                - origin_s / TOKENS                      less the tiles before the sliding window (`window_origin`)
     columns_s = ceil(new_s * GROUP / COLUMNS)            column tiles; 1 where each sequence has one new token
     unit      = ceil(sum of stored * columns / programs) tiles of a program
     program i takes the places i * unit … (i + 1) * unit - 1 of the line
@@ -230,7 +230,7 @@ def attention_tile(most: int, group: int, width: int, operand: tl.dtype, layouts
 
 
 def most_visible(capacity: int, window: int | None, new: int, tokens: int) -> int:
-    """Stored tokens that a sequence's `new` ones walk through at most, of `capacity`, in whole tiles of `tokens`."""
+    """The most stored tokens in tiles of `tokens` that `new` tokens of a sequence see any of; at most `capacity`."""
     return capacity if window is None else min(capacity, window + new - 1 + tokens - 1)
 
 

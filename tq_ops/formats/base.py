@@ -107,7 +107,7 @@ class KVFormat:
         return None
 
     def rope_shift(self, layer: int) -> RopeShift | None:
-        """The rotation that keys by stretches undo before storing and redo after reading; None for other keys and values."""
+        """RoPE's turn to the begin of a stretch of 1,024 positions, undone before storing; None for all but learned keys."""
         return None
 
     def as_stored(self, x: Tensor, layer: int, positions: Tensor) -> Tensor:

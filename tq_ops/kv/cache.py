@@ -89,7 +89,8 @@ class PagedKVCache:
         kv: layer -> its K and V.
         states: layer -> its memory: an entry of `kv` or a recurrent state.
         most_new_tokens: the most new tokens of a sequence in one batch; None for any number.
-        most_undone: the most new tokens that can be taken back; None for any number.
+        most_undone: the most tokens of a sequence that can be taken back; None for any number. Beyond it, rings of blocks have
+            overwritten tokens that a sliding window would see again.
     Raises:
         InputError: a format has no layout for a layer's head_dim, block size or number of KV heads.
     """
@@ -127,9 +128,10 @@ class PagedKVCache:
         self.states |= {layer: Recurrent(shape, self.num_rows, self.device) for layer, shape in (states or {}).items()}
         tails = any(window.ring for kv in self.kv.values() for window in kv.windows if window)
         self._widens = tails and self.room < chunk
-        rings = any(kv_layer.ring is not None for kv_layer in self.kv.values())
+        rings = [(kv.ring, kv.shape.window) for kv in self.kv.values() if kv.ring is not None and kv.shape.window is not None]
         self.most_new_tokens = chunk if tails else self._ring_chunk if rings else None
         undone = [shape.versions - 1 for shape in (states or {}).values()] + [self.room] * self._widens
+        undone += [ring * block_size - window + 1 for ring, window in rings if ring < self._row_blocks]
         self.most_undone = min(undone, default=None)
 
     def empty_like(self, device: torch.device | str) -> PagedKVCache:

@@ -21,8 +21,8 @@ from haarkv.tq_ops.kv.shapes import SequencePlace
 class LayerState(Protocol):
     """The memory of one layer, in the rows and blocks that `PagedSequences` hands out.
 
-    After n tokens its contents depend on those n tokens alone. So a forward may be rerun, and its last tokens taken back. K
-    and V are valid up to a length; a recurrent state has versions.
+    What a query can see after n tokens depends on those n tokens alone. So a forward may be rerun, and its last tokens taken
+    back: of K and V only the length changes, a recurrent state keeps versions.
     """
 
     @property

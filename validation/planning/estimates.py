@@ -88,8 +88,8 @@ class Probes:
     """What a format costs at one place of a model, with all else in bf16.
 
     The layers before a place, and tokens [T] that every query sees in BF16, are bf16's: they run once. The layers behind it
-    run over the other tokens alone, in the one bf16 cache, whose first blocks stay. `base` has the tail and sinks of all
-    caches.
+    run over the other tokens alone, in the one bf16 cache, whose first blocks stay. `base`, in bf16, has the tail and
+    sinks of the caches that are compared.
     """
 
     def __init__(self, model: DecoderModel, base: Session, tokens: Tensor) -> None:

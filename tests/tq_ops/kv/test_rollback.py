@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 
+from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -117,3 +118,26 @@ def test_tokens_that_are_not_there_cannot_be_dropped():
         paging.take_back([sequence], [4])
     with pytest.raises(AssertionError, match="not there"):
         paging.take_back([sequence], [-1])
+
+
+def test_a_ring_of_blocks_keeps_what_a_window_sees_again():
+    """As many tokens come and are taken back as the cache allows; one more would overwrite what the next query sees."""
+    window, length = 40, 300
+    shape = KVShape(HEADS, DIM, window)
+    caches = [
+        PagedKVCache(KVSpec("tq4").plan(1), shape, num_blocks=20, num_rows=1, ring_chunk=8, block_size=BLOCK) for _ in "ab"
+    ]
+    most, results = caches[0].most_undone, []
+    for cache, undone in zip(caches, (0, most), strict=True):
+        paging = PagedSequences(cache.num_blocks, BLOCK, num_rows=1)
+        sequence = paging.add()
+        for first in range(0, length + undone, 4):
+            count = min(4, length + undone - first)
+            batch = paging.batch([sequence], [count])
+            write(cache, batch, [0], [0] * count)
+        paging.take_back([sequence], [undone])
+        batch = paging.batch([sequence], [1])
+        write(cache, batch, [0], [0])
+        q = torch.randn(1, HEADS, DIM, generator=torch.Generator().manual_seed(1))
+        results.append(reference.paged_attention(q, cache.view(0, batch), 1.0))
+    assert torch.equal(*results)

@@ -241,8 +241,8 @@ inline int longest_of(const Tile& tile) {
     return longest;
 }
 
-// Tiles of as many rows: of several the last may have fewer, and repeats its first, which see nothing. Returns how many keys
-// any row sees.
+// Fills every tile up to kMaxRows rows: the last one may have fewer. Added rows copy the tile's first row and see no key.
+// Returns the most keys that any row sees.
 inline int fill_tiles(const Tile* tiles, int count, Tile* filled) {
     int longest = 0;
     for (int t = 0; t < count; ++t) {

@@ -27,9 +27,8 @@
 //
 // Learned keys: a lane loads a quarter of each column, and makes centroids by arithmetic, two in a register. Logits are
 // multiplied by the gain of their query. Keys are stored by stretches of STRETCH positions, and an earlier launch, of
-// prologue.py, left the queries as each stretch meets them: a warp loads others as it comes to the next. What the logits of a
-// stretch lack, the query's product with K's mean, is one number for all of it, and is added to the maximum, which within it
-// goes without.
+// prologue.py, left one query for each stretch: a warp loads the next one where a stretch begins. All logits of a stretch lack
+// the same number, the query's product with K's mean. It is added once, to the maximum, at the stretch's end.
 
 #include "merge.cuh"
 
