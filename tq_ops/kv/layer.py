@@ -178,8 +178,8 @@ class LayerKV:
         return self.k.unpack(self.index, block_table, first), self.v.unpack(self.index, block_table, first)
 
     def snapshot(self, batch: Batch) -> list[tuple[Tensor, Tensor] | None] | None:
-        """A copy of the BF16 tokens that new ones overwrite. Packed tokens need none: those after the length are ignored, and a
-        ring of blocks overwrites only tokens that no query sees again (`PagedKVCache.most_undone`).
+        """A copy of the BF16 tokens that new ones overwrite. Packed tokens need none: those after the length are ignored, and
+        a ring of blocks overwrites only tokens that no query sees again (`PagedKVCache.most_undone`).
         """
         if self.k.window is None and self.v.window is None:
             return None
