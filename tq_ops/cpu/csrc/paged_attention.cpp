@@ -144,7 +144,9 @@ class Cutter {
 // y [rows, outputs] = x [rows, inputs] @ matrix, for any number of rows. `exact` says that x holds BF16 numbers.
 void multiply(const HaarkvAttention& a, const Kernels& kernels, const float* x, int rows, bool exact, const Matrix& matrix,
               int head, float* y) {
-    if (a.bf16 && matrix.pairs && kernels.rotate_pairs) return kernels.rotate_pairs(x, rows, exact, matrix, head, y);
+    // `vdpbf16ps` gains only where x holds BF16 numbers, tiles always.
+    const bool pays = kernels.rotate_pairs && (exact || kernels.by_tiles.attend);
+    if (a.bf16 && matrix.pairs && pays) return kernels.rotate_pairs(x, rows, exact, matrix, head, y);
     for (int r = 0; r < rows; r += kMaxRows)
         kernels.rotate(x + r * matrix.inputs, std::min(kMaxRows, rows - r), matrix, head, y + r * matrix.outputs);
 }
