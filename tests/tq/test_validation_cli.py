@@ -58,7 +58,7 @@ def test_the_reference_passes_against_itself(validate, checkpoint):
     # What one's own prompts leave out is said.
     text = " ".join(summary.out.split())
     assert re.search(r"not exercised another executor: both sides are \w+; ", text)
-    assert "; contexts beyond 6 tokens (leave out --prompt" in text
+    assert "; contexts beyond 5 tokens (leave out --prompt" in text
 
 
 def test_a_faulty_executor_fails_and_is_named(validate, checkpoint, faulty, tmp_path):
@@ -194,7 +194,7 @@ def test_without_a_prompt_everything_is_exercised(validate, tmp_path_factory):
 )
 def test_what_cannot_be_compared_is_refused_before_the_weights_are_read(validate, checkpoint, monkeypatch, args, words):
     has_only(monkeypatch, "cpu", "reference")
-    monkeypatch.setattr("haarkv.models.catalog.load_model", lambda *_: pytest.fail("the weights were read"))
+    monkeypatch.setattr("haarkv.models.catalog.load_model", lambda *_, **__: pytest.fail("the weights were read"))
     assert_refused(validate("--model", checkpoint, "--prompt", "spam", *args), *words)
 
 
