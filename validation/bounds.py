@@ -1,4 +1,4 @@
-"""Every tolerance with which haarkv judges executors: fifteen rows. Tolerances of tests are in `tests/support/bounds.py`."""
+"""Every tolerance with which haarkv judges executors. Tolerances of tests are in `tests/support/bounds.py`."""
 
 import torch
 

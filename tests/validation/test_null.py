@@ -133,6 +133,21 @@ def longer(call):
     return {"v": fields | {"scale": (fields["scale"].contiguous().view(torch.int16) + 1).view(torch.float16)}}
 
 
+def longer_and_shorter(call):
+    """Every scale of V is the next FP16 number, up and down in turns."""
+    fields = quantized_parts(call)["v"]
+    step = torch.where(torch.arange(fields["scale"].shape[0]) % 2 > 0, 1, -1).to(torch.int16)
+    scale = fields["scale"].contiguous().view(torch.int16)
+    return {"v": fields | {"scale": (scale + step.view(-1, *[1] * (scale.ndim - 1))).view(torch.float16)}}
+
+
+def negated(call):
+    """The scale of one token's V has the other sign."""
+    fields = quantized_parts(call)["v"]
+    fields["scale"][0, 0] *= -1
+    return {"v": fields}
+
+
 def off_by_a_step(call):
     """Each number of a product is off by a step of FP32 of the largest."""
     y = call.again()
@@ -151,16 +166,27 @@ WRONG = {
     "leaps": ("store_kv", keeping(leaping), at_layer),
     "leaps, rescaled": ("store_kv", keeping(rescaled), at_layer),
     "length": ("store_kv", keeping(longer), at_layer),
+    "length, both ways": ("store_kv", keeping(longer_and_shorter), at_layer),
 }
+
+
+def with_wrong_ops(*wrong):
+    """A BF16 executor whose ops are wrong and whose layers are right."""
+    executor = ReferenceExecutor(tiny("bfloat16")[0])
+    names = ("name", "config", "device", "supports", "layers", "decode_step", "blocks")
+    return SimpleNamespace(**{name: getattr(executor, name) for name in names}, ops=table_with(instead(*wrong)))
+
+
+def test_a_scale_of_the_other_sign_is_a_fault():
+    first = validate_candidate("bfloat16", with_wrong_ops("store_kv", keeping(negated), at_layer), 0).first_divergence
+    assert (first.layer, first.stage, first.reason) == (AT, "store_kv.v", "fault")
 
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_each_figure_finds_what_no_other_does(kind, monkeypatch):
-    """The ops are wrong and the layers right, so that one figure alone can tell; without it the run passes."""
+    """One figure alone can tell; without it the run passes."""
     dtype = "bfloat16"
-    executor = ReferenceExecutor(tiny(dtype)[0])
-    names = ("name", "config", "device", "supports", "layers", "decode_step", "blocks")
-    lying = SimpleNamespace(**{name: getattr(executor, name) for name in names}, ops=table_with(instead(*WRONG[kind])))
+    lying = with_wrong_ops(*WRONG[kind])
     first = validate_candidate(dtype, lying, 0).first_divergence
     assert first.reason == "fault", first
     right, name = null.excess, kind.partition(",")[0]

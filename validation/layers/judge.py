@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from haarkv.tq_ops.formats.base import by_token, vector_lengths
+from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.validation import bounds
@@ -57,10 +57,10 @@ def _part_figures(
 ) -> Values:
     """Figures of one part; fields [n, Hkv, *].
 
-    A vector is suspect if a level differs by more than one, or if levels and scale differ. It is a fault ("leaps") if its
-    distance from the vector to store exceeds a limit; else it counts as one changed level. The limit: the distance of the
-    reference's stored vector (1.5 times that at another scale, since two scales may fit a learned key equally well), plus
-    2 * 1.5 * `reach`, since the vector stored for a K that is d away may lie 2 d farther.
+    A vector is suspect if a level differs by more than one, or at another scale. It is a fault ("leaps") if its distance from
+    the vector to store exceeds a limit; else it counts as one changed level. The limit: the distance of the reference's stored
+    vector (1.5 times that at another scale, since two scales may fit a learned key equally well), plus 2 * 1.5 * `reach`: the
+    vector to store may be d away, and so may what is stored for it.
     """
     layer = part.layer
     pair = by_token(ours), by_token(theirs)
@@ -71,17 +71,16 @@ def _part_figures(
         return
     level_distance = (levels[0].int() - levels[1].int()).abs()
     decoded_pair = [part.kv_format.dequantize(fields, layer) for fields in pair]
-    first, second = (vector_lengths(vectors) for vectors in decoded_pair)
     changed_levels, resized = (level_distance > 0).sum(-1), _size_changes(*pair)
-    far = (level_distance > 1).any(-1) | (changed_levels > 0) & resized
+    far = (level_distance > 1).any(-1) | resized
     if bool(far.any()):
         x = part.vectors_to_store(*kv, batch).transpose(0, 1)
         near, off = (part.kv_format.length(vectors - x, layer) for vectors in decoded_pair)
         reach = torch.zeros_like(near) if reach is None else reach
         equal = far & (off <= torch.where(resized, bounds.FARTHER * near, near) + 2 * bounds.FARTHER * reach)
         far, changed_levels = far & ~equal, torch.where(equal, 1, changed_levels)
-    long = torch.where((level_distance > 0).any(-1), 0.0, second / first.clamp(min=1e-300) - 1)
-    for kind, numbers in (("changed", changed_levels), ("leaps", far), ("length", long)):
+    longer = torch.where((level_distance > 0).any(-1), 0.0, _length_changes(*decoded_pair))
+    for kind, numbers in (("changed", changed_levels), ("leaps", far), ("length", longer)):
         for head, each in enumerate(numbers):
             yield Figure(part.stage, head, kind), pad_counts(each)
 
@@ -93,7 +92,18 @@ _ANOTHER_SIZE = 1 / 16
 def _size_changes(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Tensor:
     """[Hkv, n] bool: which vectors are stored at another scale; fields [Hkv, n, *]."""
     scales = [(x.float(), theirs[name].float()) for name, x in ours.items() if x.is_floating_point()]
-    return torch.stack([((y - x).abs() > _ANOTHER_SIZE * x.abs()).unsqueeze(-1).flatten(2).any(-1) for x, y in scales]).any(0)
+    same = [((y - x).abs() <= _ANOTHER_SIZE * x.abs()).unsqueeze(-1).flatten(2).all(-1) for x, y in scales]
+    return ~torch.stack(same).all(0)
+
+
+def _length_changes(ours: Tensor, theirs: Tensor) -> Tensor:
+    """[...] fp64: |theirs / ours - 1| along ours, of vectors [..., D]; a negated vector gives 2. It has no sign, so errors of
+    several vectors add up. Of a zero vector 0, or infinite if theirs is not zero.
+    """
+    x, y = ours.double(), theirs.double()
+    squares = x.square().sum(-1)
+    zero = torch.where(y.abs().sum(-1) == 0, 0.0, torch.inf)
+    return torch.where(squares > 0, ((x * y).sum(-1) / squares - 1).abs(), zero)
 
 
 def hidden_figures(before: Tensor, ours: Tensor, theirs: Tensor, slips: Mapping[str, Tensor]) -> Values:
@@ -168,7 +178,7 @@ def _ratio(part: Tensor, whole: Tensor, empty: float = 0.0) -> Tensor:
 # -- Verdicts ----------------------------------------------------------------------------------------------------------------
 _WORDS = {
     "energy": "farther from the reference", "gain": "too large or too small", "changed": "more other levels",
-    "leaps": "levels off by more than one", "length": "stored too long or too short",
+    "leaps": "levels or a scale far off", "length": "stored too long or too short",
 }  # fmt: skip
 
 

@@ -24,7 +24,8 @@ from haarkv.validation import bounds
 RUNS = 16
 """Number of honest runs."""
 _MANY = 32
-"""From this number of tokens on, only two honest runs of each kind are computed; `resample_runs` draws sixteen from them."""
+"""From this number of tokens on, only two honest runs of each kind are computed; `resample_runs` draws sixteen from them. Kinds
+round attention at different points (`honest`)."""
 
 
 class Figure(NamedTuple):
@@ -32,7 +33,7 @@ class Figure(NamedTuple):
 
     Kinds. "energy": squared distance from the reference; 1 is fourteen numbers off by one rounding each. "gain": relative
     excess of a result's size. "slip NAME": share of a known mistake in the result. "changed": number of levels that differ.
-    "leaps": number of stored vectors that are too far off (`judge`). "length": relative excess of lengths at equal levels.
+    "leaps": number of stored vectors that are too far off (`judge`). "length": relative change of lengths at equal levels.
     """
 
     stage: str
@@ -62,7 +63,9 @@ def value(figure: Figure, sums: Tensor) -> Tensor:
 
 
 def by_ties(sums: Tensor) -> float:
-    """By how much ties may change a gain or slip: the largest number alone, or some fourteen numbers at random."""
+    """By how much ties may change a gain or slip: (sum d**4)**(1/4) over the sum of d**2. It covers the largest d alone, and of n
+    equal ones the sum of sqrt(n) with random signs.
+    """
     _, bottom, fourth = sums.tolist()
     return fourth**0.25 / bottom if bottom else 0.0
 
@@ -216,7 +219,8 @@ def num_honest_runs(tokens: int, attention: torch.dtype = torch.float32) -> int:
 def resample_runs(rows: RunRows) -> Sums:
     """Sums of sixteen honest runs, from all sixteen or from two of each kind.
 
-    From two, a run is drawn token by token: their mean plus or minus (at random) their difference / sqrt(2). Kinds take turns.
+    From two, a run is drawn token by token: their mean plus or minus (at random) their difference / sqrt(2). As many are
+    drawn of each kind.
     """
     generator, sums = torch.Generator().manual_seed(0), {}
     for figure, numbers in rows.items():
@@ -254,7 +258,7 @@ def honest(
 
     Args:
         seed: seed of the noise. Runs r with odd seed + r round BF16 attention only once, at its end.
-        tokens: T if arguments have the rows of all runs (as for `store_kv` and `gated_delta` always); None if of one run.
+        tokens: T if arguments hold the rows of all runs, None if those of one. `store_kv` and `gated_delta` always get all.
         blocks: whether the executor rounds x to integers for products with this weight.
     """
     generator = torch.Generator().manual_seed(seed)

@@ -131,13 +131,13 @@ def new_cache(plan: KVPlan, config: ModelConfig, num_blocks: int, **how: Any) ->
 def read_as(
     cache: PagedKVCache, layer: int, *, formats: tuple[KVFormat, KVFormat] | None = None,
     fields: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None,
-    windows: tuple[ResidualWindow | None, ResidualWindow | None] | None = None, sliding: int | None = None,
+    windows: tuple[ResidualWindow | None, ResidualWindow | None] | None = None,
 ) -> PagedKVCache:  # fmt: skip
-    """A layer of a cache for attention to read, with other formats, fields, windows or another sliding window."""
+    """A layer of a cache for attention to read, with other formats, fields or windows."""
     kv = cache.kv[layer]
     return PagedKVCache.over(
         formats or kv.formats, layer, fields or kv.fields, windows or kv.windows, kv.shape.head_dim,
-        sliding or kv.shape.window, kv.ring,
+        kv.shape.window, kv.ring,
     )  # fmt: skip
 
 
