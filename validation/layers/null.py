@@ -24,8 +24,8 @@ from haarkv.validation import bounds
 RUNS = 16
 """Number of honest runs."""
 _MANY = 32
-"""From this number of tokens on, only two honest runs of each kind are computed; `resample_runs` draws sixteen from them. Kinds
-round attention at different points (`honest`)."""
+"""From this number of tokens on, only two honest runs of each kind are computed; `resample_runs` draws sixteen from them.
+Kinds round attention at different points (`honest`)."""
 
 
 class Figure(NamedTuple):
@@ -63,8 +63,8 @@ def value(figure: Figure, sums: Tensor) -> Tensor:
 
 
 def by_ties(sums: Tensor) -> float:
-    """By how much ties may change a gain or slip: (sum d**4)**(1/4) over the sum of d**2. It covers the largest d alone, and of n
-    equal ones the sum of sqrt(n) with random signs.
+    """By how much ties may change a gain or slip: (sum d**4)**(1/4) over the sum of d**2. It covers the largest d alone, and
+    of n equal ones the sum of sqrt(n) with random signs.
     """
     _, bottom, fourth = sums.tolist()
     return fourth**0.25 / bottom if bottom else 0.0
