@@ -52,9 +52,10 @@ class TextStream:
         return self._piece(self._decode(self._before + self._pending))
 
     def _piece(self, text: str) -> str:
-        begin = len(self._decode(self._before))
-        self._before, self._pending = self._pending, []
-        return text[begin:]
+        before, pending = self._decode(self._before), self._pending
+        self._before, self._pending = pending, []
+        # A byte that begins no character spoils the whole run of byte tokens before it.
+        return text[len(before) :] if text.startswith(before) else self._decode(pending)
 
 
 class Tokenizer:

@@ -35,8 +35,8 @@ def test_bytes_that_are_no_character_are_signs_and_end_no_stream(tmp_path):
     """A vocabulary with byte fallback says `é`, a lone first byte, `b`, half of another character, and ends."""
     files = {"tokenizer.json": byte_pieces().to_str()}
     session = tq.load(write_checkpoint(tmp_path / "m", mutate=saying(b"a\xc3\xa9\xe2b\xf0\x9f"), files=files))
-    assert "".join(session.stream("a")) == session.generate("a").texts[0] == "é\ufffdb\ufffd"
-    for stop, text in (("b", "é\ufffd"), ("\ufffd", "é"), ("\ufffdb\ufffd", "é"), ("é", ""), ("\ufffdx", "é\ufffdb\ufffd")):
+    assert "".join(session.stream("a")) == session.generate("a").texts[0] == "é\ufffdb\ufffd\ufffd"
+    for stop, text in (("b", "é\ufffd"), ("\ufffd", "é"), ("\ufffdb\ufffd", "é"), ("é", ""), ("\ufffdx", "é\ufffdb\ufffd\ufffd")):
         stream = session.stream("a", stop=stop)
         assert "".join(stream) == stream.result.texts[0] == text
 

@@ -297,7 +297,7 @@ def test_a_file_says_how_its_model_is_sampled(folder_of, tmp_path, capsys):
     assert find_model(path) == path
     assert main(["info", str(path)]) == 0, capsys.readouterr().err
     assert main(["generate", *model, *few, "--max-new-tokens", "3"]) == 0, capsys.readouterr().err
-    assert "temperature 0.5, top-k 7 from m.gguf" in " ".join(capsys.readouterr().err.split())
+    assert "temperature 0.5, top-k 7; from the model's settings" in " ".join(capsys.readouterr().err.split())
 
 
 # -- Folders of models that read more than text -------------------------------------------------------------------------------
