@@ -36,7 +36,8 @@ def test_bytes_that_are_no_character_are_signs_and_end_no_stream(tmp_path):
     files = {"tokenizer.json": byte_pieces().to_str()}
     session = tq.load(write_checkpoint(tmp_path / "m", mutate=saying(b"a\xc3\xa9\xe2b\xf0\x9f"), files=files))
     assert "".join(session.stream("a")) == session.generate("a").texts[0] == "é\ufffdb\ufffd\ufffd"
-    for stop, text in (("b", "é\ufffd"), ("\ufffd", "é"), ("\ufffdb\ufffd", "é"), ("é", ""), ("\ufffdx", "é\ufffdb\ufffd\ufffd")):
+    texts = {"b": "é\ufffd", "\ufffd": "é", "\ufffdb\ufffd": "é", "é": "", "\ufffdx": "é\ufffdb\ufffd\ufffd"}
+    for stop, text in texts.items():
         stream = session.stream("a", stop=stop)
         assert "".join(stream) == stream.result.texts[0] == text
 
