@@ -132,7 +132,7 @@ def covering_prompts_for(
     """Token ids of prompts that exercise everything but scales: a full block, one token more, and more than one chunk.
 
     A tail takes two more: one that does not fill it, and one a block longer. The longest, longer than `decode_step`, stands
-    last: its second chunk is not the first sequence's. The text is source code of Python's standard library.
+    last, so that a second chunk belongs to another row than the first. The text is source code of Python's standard library.
 
     Raises:
         InputError: the context is too short for two tokens and the steps.

@@ -24,7 +24,7 @@ from haarkv.validation.layers.judge import (
     verdicts,
 )
 from haarkv.validation.layers.null import Figure, Null, Sums, collect_sums
-from haarkv.validation.layers.parts import Snapshot, take
+from haarkv.validation.layers.parts import Snapshot, part_stage, take
 from haarkv.validation.layers.reference import Reference
 from haarkv.validation.layers.report import Measurement, Verdict, first
 from haarkv.validation.layers.states import STATE, compare_states, recurrent_state
@@ -248,8 +248,8 @@ def _differing(ours: Snapshot, theirs: Snapshot, figures: Sums) -> list[str]:
     """Stages of which some stored bit differs. A state may hold versions that no forward reads, so its figures decide."""
     if STATE in ours:
         return [figure.stage for figure, sums in figures.items() if figure.kind == "energy" and sums[0] != 0]
-    same = all(torch.equal(ours[part][name], theirs[part][name]) for part in ours for name in ours[part])
-    return [] if same else [figure.stage for figure in figures]
+    parts = [part for part in ours if not all(torch.equal(x, theirs[part][name]) for name, x in ours[part].items())]
+    return [part_stage(part) for part in parts]
 
 
 def _broken_state(cache: PagedKVCache, record: LayerRecord, part_fields: Snapshot) -> list[Verdict]:

@@ -250,8 +250,8 @@ def without_unread(
 
 def _unread(window: ResidualWindow, queries: Tensor, token: Tensor, packed: bool) -> Tensor:
     """[n] bool: tokens of a sequence that no query at these positions reads packed; or in BF16."""
-    # Tokens leave the window as queries go on: the first that sees a token and the last one tell for all between. A token
-    # before the queries is first seen by the first of them, any other by its own.
+    # Tokens leave the window as queries go on. So a token that the first and the last query that can see it do not read is
+    # read by no query between. A token before the queries is first seen by the first query, any other by its own.
     older = min(int(queries[0]), len(token))
     by_itself = window.visible(token[older:], len(token)).diagonal(older)
     by_first = torch.cat([window.visible(queries[:1], len(token))[0, :older], by_itself])
