@@ -32,7 +32,7 @@ def faulty(monkeypatch):
 
     original = catalog.executor_class
     monkeypatch.setattr(catalog, "executor_class", lambda name: original("reference" if name == "faulty" else name))
-    monkeypatch.setitem(catalog.EXECUTORS, "faulty", catalog.ExecutorInfo(build))
+    monkeypatch.setitem(catalog.EXECUTORS, "faulty", catalog.ExecutorInfo(build, lambda: False))
     monkeypatch.setattr(catalog, "NAMES", (*catalog.NAMES, "faulty"))
 
 

@@ -184,7 +184,7 @@ def _run_validation(
         from haarkv.validation.layers.ranks import follow, multi_rank_executor
         from haarkv.validation.layers.replay.case import OneRun
         from haarkv.validation.layers.report import join_reports
-        from haarkv.validation.layers.runner import count_rows, validate
+        from haarkv.validation.layers.runner import count_rows, require_own_formats, validate
         from tq.loading import kv_spec
 
         config = read_config(model, layers)
@@ -195,6 +195,7 @@ def _run_validation(
             reference, (config, plan), executor, (part, plan_here), device, dtype, "change --kv or --model"
         )
         check(selection.name, part, plan_here, device, ranks)
+        require_own_formats(plan)
         # Both run the same weights, in a dtype that both take.
         shared = "bfloat16" if "bfloat16" in (info(reference).dtype, info(selection.name).dtype) else "float32"
         # Recurrent states are not judged beside rounded products.

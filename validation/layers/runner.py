@@ -194,6 +194,16 @@ class _Validation:
         self.on_row(row)
 
 
+def require_own_formats(plan: KVPlan) -> None:
+    """Refuse formats of other projects, which every executor runs by the reference's ops."""
+    for kv_format in plan.formats:
+        if kv_format.to_compare:
+            raise InputError(
+                f"{kv_format.name} is here to compare with: the reference's own ops run it, so there is nothing to validate; "
+                "tq eval measures it"
+            )
+
+
 def _check(
     executors: Sequence[Executor], model: DecoderModel, prompts: Sequence[Sequence[int]], steps: int, plan: KVPlan
 ) -> None:
@@ -203,12 +213,7 @@ def _check(
             raise InputError(f"executor {executor.name} was made for another model")
         if reason := executor.supports(model.config, plan):
             raise InputError(f"executor {executor.name} cannot run this: {reason}")
-    for kv_format in plan.formats:
-        if kv_format.to_compare:
-            raise InputError(
-                f"{kv_format.name} is here to compare with: the reference's own ops run it, so there is nothing to validate; "
-                "tq eval measures it"
-            )
+    require_own_formats(plan)
     if steps < 0:
         raise InputError(f"steps must be 0 or more, not {steps}")
     if not prompts or not all(prompts):
