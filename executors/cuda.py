@@ -221,7 +221,7 @@ _LARGEST_POWER = 64
 
 
 def padded_batch_size(sequences: int) -> int:
-    """The batch size that a step of so many sequences is padded to: the next power of two, from 64 on the next multiple."""
+    """The batch size that a decode step is padded to: the next power of two, from 64 on the next multiple."""
     if sequences > _LARGEST_POWER:
         return -(-sequences // _LARGEST_POWER) * _LARGEST_POWER
     return 1 << (sequences - 1).bit_length()

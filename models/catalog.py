@@ -190,7 +190,7 @@ def load_model(
         dtype: of weights and hidden states, float32 or bfloat16.
         activation_bits: `Blocks.x_bits` of the blocks that are kept.
     Raises:
-        InputError: as `read_config` and `load_weights`; an unknown dtype; or a model that so many ranks cannot share.
+        InputError: as `read_config` and `load_weights`; an unknown dtype; or a model that these ranks cannot share.
     """
     weight_dtype, config, source = _dtype(dtype), read_config(name, layers), open_source(name)
     split = Split(config, ranks.rank, ranks.size) if ranks.size > 1 else None

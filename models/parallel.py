@@ -91,7 +91,7 @@ def kv_heads_of(num_kv_heads: int, rank: int, size: int) -> slice:
 
 @dataclass(frozen=True)
 class Split:
-    """One rank's part of a model; an InputError if it cannot be split over so many ranks."""
+    """One rank's part of a model; an InputError if it cannot be split over this number of ranks."""
 
     whole: ModelConfig
     rank: int = 0

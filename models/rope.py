@@ -83,7 +83,7 @@ class YarnScaling:
         return inv_freq / self.factor * ramp + inv_freq * (1 - ramp)
 
     def _dimension(self, turns: float, dim: int, theta: float) -> float:
-        """The dimension with so many rotations within `original_positions`."""
+        """The dimension that makes this number of rotations within `original_positions`."""
         return dim * math.log(self.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
 

@@ -36,7 +36,7 @@ TILE = 256
 """Tokens that a thread block takes at a time."""
 _SPAN = 32  # tokens that a warp takes of a tile at a time; a sliding window may begin within them
 MOST_BLOCKS = 128
-"""Thread blocks that share a KV head's work, at most: the weights of so many parts fit in shared memory while they merge."""
+"""Thread blocks that share a KV head's work, at most: their parts' weights fit in shared memory while they merge."""
 _MOST_GROUP, _MOST_NUMBERS = 16, 2048  # query heads of a KV head; those times head_dim: more would spill
 _WIDEST_LOAD = 16
 _SEQUENCES = 1024  # that a cache's counters have room for at first

@@ -140,23 +140,24 @@ def window_kernel(
         if tl.float32 != TYPE:
             low, high = round_to_tf32(low), round_to_tf32(high)
         for piece in tl.static_range(D // WIDTH):
-            low_matrix, high_matrix = tl.load(half_matrix + piece * WIDTH), tl.load(half_matrix + (D // 2) * D + piece * WIDTH)
-            if tl.float32 != TYPE:
-                low_matrix, high_matrix = round_to_tf32(low_matrix), round_to_tf32(high_matrix)
-            rotated = tl.dot(low, low_matrix, input_precision=precision)
+            rotated = tl.dot(low, tl.load(half_matrix + piece * WIDTH), input_precision=precision)
+            high_matrix = tl.load(half_matrix + (D // 2) * D + piece * WIDTH)
             rotated = tl.dot(high, high_matrix, rotated, input_precision=precision)
             tl.store(out + piece * WIDTH, rotated, live[:, None])
 
 
 @cache
-def into_rotated(kv_format: KVFormat, layer: int, head_dim: int, device: torch.device) -> Tensor:
-    """[D, D] fp32 in the kernels' order: `y = x @ m`, for which `y @ rotation.T = x` exactly.
+def into_rotated(kv_format: KVFormat, layer: int, head_dim: int, device: torch.device, tf32: bool) -> Tensor:
+    """[D, D] fp32 in the kernels' order: `y = x @ m`, for which `y @ rotation.T = x`; with `tf32` rounded to TF32.
 
     By the rotation itself, whose entries are rounded to BF16, a round trip is off by 3e-3 of a vector's length.
     """
     rotation = to_layout(kv_format, layer, head_dim, torch.device("cpu")).rotation
     inverse: Tensor = torch.linalg.inv(rotation.double().T)
-    return inverse.float().contiguous().to(device)
+    matrix = inverse.float().contiguous()
+    if tf32:
+        matrix = ((matrix.view(torch.int32) + 0x1000) & -0x2000).view(torch.float32)
+    return matrix.to(device)
 
 
 def _tile(most: int, group: int, head_dim: int, operand: tl.dtype) -> dict[str, int]:
@@ -181,7 +182,7 @@ def attend_windows(q: Tensor, windows: Windows, at: LayerView, scale: float) -> 
     launch(window_kernel, (column_tiles, heads))(
         q.contiguous(), *(one.vectors for one in windows), batch.rows, part,
         token_arguments(batch, windows, shape.window), sequences,
-        into_rotated(at.kv.v.kv_format, at.layer, head_dim, q.device), scale, HEADS=heads, GROUP=group, D=head_dim,
-        RING=windows[0].ring, TYPE=operand, WIDTH=_WIDTH, **tile,
+        into_rotated(at.kv.v.kv_format, at.layer, head_dim, q.device, operand != tl.float32), scale,
+        HEADS=heads, GROUP=group, D=head_dim, RING=windows[0].ring, TYPE=operand, WIDTH=_WIDTH, **tile,
     )  # fmt: skip
     return part

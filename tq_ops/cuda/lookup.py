@@ -41,7 +41,7 @@ class Halves(NamedTuple):
 
 
 def half_constants(bits: int, place: int) -> Halves:
-    """The constants for levels of so many bits, the lowest of them bit `place` of a half."""
+    """The constants for levels of `bits` bits, the lowest of them bit `place` of a half."""
     a, b = FACTORS[bits]
     unit = 2.0 ** (bits - 1)
     scale, offset = 2.0 ** (1 - place) / unit, -(2.0 ** (1 + _MANTISSA - place) + 2**bits - 1) / unit
@@ -66,7 +66,7 @@ def _round_fp16(number: float) -> float:
 
 
 def _nudge(number: float, steps: int) -> float:
-    """The FP16 number so many steps above the one nearest to a number."""
+    """The FP16 number `steps` steps above the one nearest to a number."""
     return float((torch.tensor(number, dtype=torch.float16).view(torch.int16) + steps).view(torch.float16))
 
 

@@ -107,7 +107,7 @@ class Recurrent:
     def __init__(self, shape: StateShape, num_rows: int, device: torch.device | str = "cpu") -> None:
         if shape.versions < VERSIONS:
             raise ValueError("a state needs a version to read and one to write")
-        self.shape, self._nobody = shape, num_rows
+        self.shape, self._spare_row = shape, num_rows
         self.tensors = {
             name: torch.zeros(num_rows + 1, shape.versions, *size, dtype=dtype, device=device)
             for name, size, dtype in shape.tensors
@@ -121,12 +121,12 @@ class Recurrent:
     def _rows(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Row and first position of each sequence of a batch, both [B]."""
         first = batch.query_start_loc[:-1].long()
-        return torch.where(batch.slot_mapping[first] < 0, self._nobody, batch.rows), batch.positions[first]
+        return torch.where(batch.slot_mapping[first] < 0, self._spare_row, batch.rows), batch.positions[first]
 
     def require(self, batch: Batch) -> None:
         """Raise a ValueError if a sequence's version before its first new token is missing; waits for the device."""
         rows, begin = self._rows(batch)
-        if not bool(((self.counts[rows] == begin.unsqueeze(1)).any(1) | (begin == 0) | (rows == self._nobody)).all()):
+        if not bool(((self.counts[rows] == begin.unsqueeze(1)).any(1) | (begin == 0) | (rows == self._spare_row)).all()):
             raise ValueError(UNSEEN)
 
     def read(self, batch: Batch) -> dict[str, Tensor]:

@@ -117,7 +117,7 @@ def _random(codes: Tensor, byte_a_level: bool) -> Tensor:
 
 
 def _steps(side: str, steps: int) -> Keep:
-    """Scales so many FP16 steps off; an FP32 norm by as much."""
+    """Scales that are off by a number of FP16 steps; an FP32 norm by as much."""
 
     def keep(call: Call) -> Snapshot:
         fields = quantized_parts(call)[side]
@@ -188,7 +188,7 @@ def by_head(call: Call, **other: Any) -> tuple[Tensor, ...]:
 
 
 def larger(factor: float, head: int | None = None) -> Wrong:
-    """Attention that is so many times as large; of one KV head if one is given, -1 being the last."""
+    """Attention multiplied by a factor; of one KV head if one is given, -1 being the last."""
 
     def attend(call: Call) -> Tensor:
         parts = [part.float() for part in by_head(call)]
@@ -200,7 +200,7 @@ def larger(factor: float, head: int | None = None) -> Wrong:
 
 
 def steeper(factor: float) -> Wrong:
-    """Attention whose softmax scale is so many times as large."""
+    """Attention whose softmax scale is multiplied by a factor."""
     return lambda call: call.again(softmax_scale=call.softmax_scale * factor)
 
 

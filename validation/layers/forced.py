@@ -30,7 +30,7 @@ from haarkv.validation.layers.report import Measurement, Verdict, first
 from haarkv.validation.layers.states import STATE, compare_states, recurrent_state
 
 _FEW = 8
-"""A layer with at most so many new tokens a sequence runs again over another state."""
+"""Up to this number of new tokens a sequence, a layer runs again over another state."""
 
 
 @dataclass(frozen=True)

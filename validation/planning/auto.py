@@ -64,7 +64,7 @@ CHOSEN_BY = (TAILS, SINKS, LEARNED_FROM, PROBED_BY, KINDS_PROBED_BY, JUDGED_BY, 
 WINDOW = 1024
 TEXTS = ("Python's reference", "prose")
 _EVERY = 2
-"""Estimates look at one position of so many."""
+"""Distance of the positions that estimates look at."""
 _ADDS_UP = 0.6
 """Places' costs as a share of what the whole cache loses: where the search begins."""
 _TRIED_AT_MOST = 6

@@ -41,7 +41,7 @@ from haarkv.validation.planning.search import run_one_layer
 OnStep = Callable[[str, int], None]
 """Gets what has been done, and the number of its tokens."""
 ENOUGH = 1.25
-"""Held-back text costs at most so many times as much; beyond it, more text helps."""
+"""If held-back text costs more than this factor, more text helps."""
 _FIT_BITS = 3
 """Bits at which the fit is judged."""
 

@@ -46,7 +46,7 @@ def write(session: Session, tokens: int, *, seed: int = 0, on_step: Callable[[st
 
     Args:
         session: with a cache that loses nothing.
-        tokens: at least so many, start tokens included.
+        tokens: the least number of tokens, start tokens included.
     """
     length = max(1, min(-(-tokens // SEQUENCES) - 1, session.config.max_position_embeddings - 1))
     start, pieces = start_token(session.tokenizer), list[Tensor]()

@@ -126,7 +126,7 @@ class Whole:
 
     Args:
         first: the first position that counts; at least one does.
-        every: estimates look at one of so many positions.
+        every: estimates look at every `every`-th position.
     Attributes:
         hidden: [T, hidden] after all layers, by plan; the baseline's by its own.
     """

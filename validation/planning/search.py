@@ -304,7 +304,7 @@ def compare(
 
 # -- A chosen plan on another text -------------------------------------------------------------------------------------
 SAME_BYTES = 1.05
-"""A uniform format of at most so many times the plan's bytes counts as one of the same bytes."""
+"""A uniform format of at most this factor times the plan's bytes counts as one of the same bytes."""
 PLAN = "plan"
 """The plan's name among the caches of its verification."""
 
