@@ -311,7 +311,7 @@ def forward_run(kind: str, executor: Executor, plan: KVPlan, case: Case, repeats
         tokens = torch.arange(case.batch, device=device) % config.vocab_size
     else:
         cache, _ = empty_cache(
-            config, plan, sequences=case.batch, tokens=case.context, device=device, chunk=tail_chunk(executor)
+            config, plan, sequences=case.batch, tokens=case.context, device=device, chunk=tail_chunk(executor, plan)
         )
         prompts = random_prompts(config, case)
 

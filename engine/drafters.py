@@ -125,7 +125,8 @@ class _ModelDrafter(Drafter):
         return len(text) < self._limit and (self._own_vocab >= self._vocab or max(text) < self._own_vocab)
 
     def propose(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> dict[int, list[int]]:
-        longest = (self._cache.most_undone or self._limit) - 1  # all drafted tokens but the last are stored
+        undone = self._cache.most_undone
+        longest = self._limit if undone is None else undone + 1  # all drafted tokens but the last are stored
         counts = {row: min(most[row], longest, self._limit - len(text) + 1) for row, text in texts.items()}
         rows = [row for row in texts if counts[row] > 0 and self._follows(row, texts[row])]
         if not rows:

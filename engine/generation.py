@@ -19,6 +19,7 @@ from haarkv.tq_ops.errors import InputError, count_noun
 from haarkv.tq_ops.kv.batch import PagedSequences, upload
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.shapes import WINDOW_CHUNK, WINDOW_ROOM
+from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.stored import StoredSequence, put, reusable, take
 from haarkv.tq_ops.memory import hand_back
 
@@ -75,11 +76,11 @@ class Timing:
         return self.decode_tokens / self.decode_s if self.decode_s else None
 
 
-def tail_chunk(executor: Executor) -> int:
+def tail_chunk(executor: Executor, plan: KVPlan) -> int:
     """The most new tokens of a sequence in one forward over a cache with a tail: `PREFILL_CHUNK` if logits do not depend on
     how a prompt is cut, else `WINDOW_CHUNK`.
     """
-    return PREFILL_CHUNK if executor.batch_invariant else WINDOW_CHUNK
+    return PREFILL_CHUNK if executor.batch_invariant(plan) else WINDOW_CHUNK
 
 
 def prefill_in_chunks(

@@ -109,7 +109,7 @@ def draft_report(
         tokens_per_step=tokens / pace.steps if pace.steps else None,
         ms_per_token=1e3 * timing.decode_s / tokens if tokens else None,
         plain_ms_per_token=1e3 * statistics.median(pace.plain) if pace.plain else None,
-        executor=executor.name, same_text=executor.batch_invariant and not any(kind.to_compare for kind in plan.formats),
+        executor=executor.name, same_text=executor.batch_invariant(plan),
         kv_bytes=source.cache_bytes(sequences, max_context),
         pace=pace.describe() if pace.steps else "",
     )  # fmt: skip

@@ -94,7 +94,7 @@ class Session:
         self._require_room(sequences, max_context)
         return new_cache(
             self.config, self.plan, sequences=sequences, tokens=max_context, device=self.executor.device,
-            chunk=tail_chunk(self.executor),
+            chunk=tail_chunk(self.executor, self.plan),
         )  # fmt: skip
 
     def encode(

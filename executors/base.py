@@ -26,8 +26,6 @@ class Executor(Protocol):
         description: text for the user: what runs the model, and where.
         simulated: whether it runs in an interpreter of its device: its numbers are right, its times mean nothing.
         compiled: program's name -> seconds of its first call, compilation included.
-        batch_invariant: whether, with our formats, a token's logits have the same bits for any batch and any cut of its
-            sequence. If not, sums change with the batch, and one of two tokens that nearly tie may replace the other.
         decode_step: number of keys that one step of its decode program takes; more keys take another path. None without steps.
         blocks: names of the types of quantised blocks for whose products it rounds x to 16-bit integers (`CpuOps.linear`).
             With other blocks it multiplies as with the restored weights.
@@ -40,7 +38,6 @@ class Executor(Protocol):
     device: torch.device
     description: str
     simulated: bool = False
-    batch_invariant: bool = False
     decode_step: int | None = None
     blocks: tuple[str, ...] = ()
     ops: OpTable | None = None
@@ -56,6 +53,12 @@ class Executor(Protocol):
 
     def supports(self, config: ModelConfig, plan: KVPlan) -> str | None:
         """None, or one sentence: why this executor cannot run a model with this cache. Static in the catalog's classes."""
+
+    def batch_invariant(self, plan: KVPlan) -> bool:
+        """Whether, with this cache, a token's logits have the same bits for any batch and any cut of its sequence. If not, sums
+        change with the batch, and one of two tokens that nearly tie may replace the other.
+        """
+        return False
 
     def compile_ahead(self, plan: KVPlan, on_program: Callable[[str], object]) -> None:
         """Compile the programs for which the first forwards with a cache of this plan would wait."""

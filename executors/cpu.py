@@ -46,7 +46,7 @@ class _OnKernels(DecoderModel):
 class CpuExecutor(ReferenceExecutor):
     """Runs a model in its dtype; without the compiled kernels as the reference, and says so.
 
-    Layers of formats that `READS` does not name store and attend by the reference's ops, slowly.
+    A layer whose K or V has a format that the kernels do not read (`READS`) stores and attends by the reference's ops, slowly.
 
     Args:
         isa: the instruction set of its kernels, the CPU's best unless given; InputError if it is not there.
@@ -64,7 +64,7 @@ class CpuExecutor(ReferenceExecutor):
                 isinstance(weight, Blocks) and weight.x_bits == 8 for _, weight in model.weights.named_tensors()
             )
             self.description = f"C++ kernels ({ops.isa}) on the CPU{', activations of 8 bits' * rounds_activations}"
-            self.batch_invariant, self.blocks = True, BLOCKS
+            self.blocks = BLOCKS
         except KernelsMissingError as missing:
             if isa:
                 raise
@@ -92,6 +92,9 @@ class CpuExecutor(ReferenceExecutor):
     @staticmethod
     def supports(config: ModelConfig, plan: KVPlan) -> str | None:
         return unsupported(READS, plan, config.kv_shapes, others=True)
+
+    def batch_invariant(self, plan: KVPlan) -> bool:
+        return self._kernels is not None and unsupported(READS, plan, self.config.kv_shapes) is None
 
 
 def _on_kernels(model: DecoderModel, ops: CpuOps) -> DecoderModel:

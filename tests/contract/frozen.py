@@ -55,7 +55,7 @@ NO_CALL = ("formats", "InputError")
 
 
 def numbers(seed, *shape):
-    """FP32 of a bell shape, each a whole number of 4096ths: equal on every machine."""
+    """FP32 of a bell shape, each a whole number of 128ths: equal on every machine."""
     draw = random.Random(seed)
     count = int(np.prod(shape))
     whole = np.frombuffer(draw.randbytes(4 * count), dtype="<u1").reshape(4, count).astype(np.int64).sum(0) - 510

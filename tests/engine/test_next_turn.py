@@ -41,7 +41,7 @@ TURNS = {
 
 def turn(executor, plan, prompt, new, prefix=None):
     """An answer, and prompt and answer as they are stored."""
-    cache, paging = new_cache(executor.config, plan, sequences=1, tokens=len(prompt) + new, chunk=tail_chunk(executor))
+    cache, paging = new_cache(executor.config, plan, sequences=1, tokens=len(prompt) + new, chunk=tail_chunk(executor, plan))
     ends = []
     request = GenerationRequest(
         prompts=[prompt], max_new_tokens=new, max_context=len(prompt) + new, stored=[prefix],
@@ -61,7 +61,7 @@ def test_the_next_turn_goes_on_from_the_end_of_the_prompt_before(executor, name,
     plan = spec.plan(model.config.num_layers)
     executor = create(executor, model, plan, None)
     origin = cache_file.sequence_origin(plan, shape_signature(model.config), "weights")
-    batch_invariant = executor.batch_invariant and not any(kv_format.to_compare for kv_format in plan.formats)
+    batch_invariant = executor.batch_invariant(plan)
 
     @settings(max_examples=6 if batch_invariant else 1, deadline=None, derandomize=True, database=None, phases=PHASES)
     @given(

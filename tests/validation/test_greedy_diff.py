@@ -35,11 +35,11 @@ class AlteredExecutor:
     """The reference, whose logits a function of (logits, tokens fed, sequence lengths) replaces."""
 
     name, description, config, device, ops = "altered", "an altered reference", CONFIG, torch.device("cpu"), None
-    batch_invariant = False
     simulated, compiled = False, {}
 
     def __init__(self, alter):
         self._alter, self._reference = alter, ReferenceExecutor(MODEL)
+        self.batch_invariant = self._reference.batch_invariant
 
     def forward(self, token_ids, batch, cache):
         self._fed = token_ids, batch.seq_lens

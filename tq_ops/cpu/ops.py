@@ -160,7 +160,8 @@ class CpuOps:
         return struct
 
     def store_kv(self, k: Tensor, v: Tensor, at: LayerView) -> None:
-        """`reference.store_kv` of K and V [T, Hkv, D] fp32 or bf16, which itself stores formats outside `READS`.
+        """As `reference.store_kv`, of K and V [T, Hkv, D] fp32 or bf16. If the kernels do not read K's or V's format, the
+        reference stores both.
 
         Raises:
             IndexError, NonFiniteError: as the reference; nothing of this layer was written.

@@ -64,20 +64,20 @@ def stored_bytes(fields: dict[str, Field]) -> int:
 class KVFormat:
     """How K or V vectors are stored. A format knows no cache and no device.
 
-    `fields` and `to_bytes` follow from `layout`, `levels` from `unpack`. If bytes are not head_dim times bits, a subclass
-    overrides `fields` and `levels`.
+    `fields` and `to_bytes` follow from `layout`, `levels` from `unpack`. A format whose fields have another shape, such as
+    KIVI's, overrides `fields` and `levels`.
 
     Attributes:
         name: in `formats.get` and `--kv`.
         purpose: one line for a table.
         layout: stored tensors, in the byte order of the original implementation.
-        block: numbers in one block of the original implementation; None if it has no blocks.
+        block: numbers that share a scale and are packed together; None if a vector has one scale.
         unpack: `codes` -> level [..., D] uint8; None for a format without levels.
         multiple: every supported head_dim is a multiple of this; `cuts` is the reason in the error message.
         group_tokens: number of tokens that are quantized together.
         lossy: whether BF16 is more precise.
         plain: dtype of the only field `data` if vectors are not quantized; else None.
-        to_compare: whether this is another project's format, which only the reference's ops store and read.
+        to_compare: whether this is another project's format: `tq validate` and vLLM refuse it. Leave it False for your own.
     """
 
     name: str
@@ -103,11 +103,13 @@ class KVFormat:
         }
 
     def description(self, head_dim: int) -> Description | None:
-        """Data with which a backend reads and writes rotated levels; None for other formats. Raises as `fields`."""
+        """Data with which a backend reads and writes rotated levels, or an error as from `fields`; None for other formats."""
         return None
 
     def rope_shift(self, layer: int) -> RopeShift | None:
-        """RoPE's turn to the begin of a stretch of 1,024 positions, undone before storing; None for all but learned keys."""
+        """The rotation by RoPE that is undone before storing: from the first position of a stretch of 1,024 to the key's own.
+        None for all but learned keys.
+        """
         return None
 
     def as_stored(self, x: Tensor, layer: int, positions: Tensor) -> Tensor:
@@ -141,7 +143,9 @@ class KVFormat:
         return vector_lengths(x)
 
     def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
-        """uint8 [..., n]: each vector or group as the original implementation stores it: `layout`, little-endian, by block."""
+        """uint8 [..., n], little-endian: the fields of each vector or group in `layout`'s order. With blocks, all fields of one
+        block stand before the next block's; codes are packed block by block.
+        """
         parts = [trailing_bytes(fields[part.name], part.axes) for part in self.layout]
         if self.block is None:
             return torch.cat(parts, -1)

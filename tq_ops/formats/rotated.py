@@ -79,8 +79,8 @@ class Transform:
 class Description:
     """Everything that a backend needs to read and write a format at one head_dim. Equal descriptions mean equal bytes.
 
-    A format has a description only if its fields are `codes`, packed by `pack_planes` (or `pack_columns`), and `scale` in
-    FP16, which saturates. A unit vector is rounded to BF16 before it is rotated.
+    A format has a description only if its fields are `codes`, packed by `pack_planes` (or `pack_columns`), and `scale`, one
+    FP16 number for each vector, which saturates. A unit vector is rounded to BF16 before it is rotated.
 
     Attributes:
         bits: bits of a level; with `columns` the mean of the widths.

@@ -179,7 +179,7 @@ class LayerKV:
 
     def snapshot(self, batch: Batch) -> list[tuple[Tensor, Tensor] | None] | None:
         """A copy of the BF16 tokens that new ones overwrite. Packed tokens need none: those after the length are ignored, and
-        a ring of blocks overwrites only tokens that no query sees again (`PagedKVCache.most_undone`).
+        a ring of blocks overwrites none that a query sees again, if at most `PagedKVCache.most_undone` tokens are taken back.
         """
         if self.k.window is None and self.v.window is None:
             return None
@@ -225,7 +225,7 @@ class LayerKV:
             return 0
         for _, side in self.sides:
             window = side.window
-            # The next query reads in BF16: its tail, and the tokens of its group.
+            # The next query's tail must lie in the ring, which holds the newest `ring` tokens; it may begin within a group.
             if window and window.ring and length < stored_length - window.ring + window.tail + window.group:
                 return 0
         return length

@@ -22,7 +22,7 @@ class LayerState(Protocol):
     """The memory of one layer, in the rows and blocks that `PagedSequences` hands out.
 
     What a query can see after n tokens depends on those n tokens alone. So a forward may be rerun, and its last tokens taken
-    back: of K and V only the length changes, a recurrent state keeps versions.
+    back: of packed K and V only the length changes, BF16 copies are put back, a recurrent state keeps versions.
     """
 
     @property

@@ -10,7 +10,8 @@ from typing import NamedTuple
 BLOCK_SIZE = 128
 """Tokens in one block of a paged cache."""
 WINDOW_CHUNK = 64
-"""With a BF16 tail, a forward takes up to 64 new tokens of a sequence; 512 if logits do not depend on how a prompt is cut."""
+"""With a BF16 tail: the most new tokens of a sequence in one forward (some executors take more: `engine.tail_chunk`), and the
+most that a sliding-window layer stores at once."""
 WINDOW_ROOM = 16
 """The tail's ring holds R + 16 tokens. While a layer runs with more new tokens, it gets a larger ring."""
 RING_CHUNK = 512
@@ -43,7 +44,8 @@ class KVShape:
         """Blocks in a sequence's ring, at most `row_blocks`; None without a sliding window.
 
         This is where a token is dropped: the token `ring_blocks * block_size` positions later overwrites it. The ring holds
-        `chunk` new tokens and the `window - 1` before them. These may begin within a block, so they touch one block more.
+        `chunk` new tokens and the `window - 1` before them: n = window - 1 + chunk tokens, which begin anywhere in a block,
+        touch at most ceil((n - 1) / block_size) + 1 blocks.
         """
         if self.window is None:
             return None

@@ -121,7 +121,7 @@ def _reusable(snapshot: StoredSequence, length: int, cache: PagedKVCache) -> int
 class Advance:
     """The next tokens of some sequences; after the forward, `keep` takes some of them back.
 
-    Packed tokens need no copy (`LayerKV.snapshot`). Other contents are saved before new tokens come.
+    Packed tokens need no copy, and recurrent states keep versions. BF16 tokens are copied before new ones overwrite them.
 
     Args:
         sequences, counts: as in `PagedSequences.batch`.

@@ -195,7 +195,7 @@ class _Validation:
 
 
 def require_own_formats(plan: KVPlan) -> None:
-    """Refuse formats of other projects, which every executor runs by the reference's ops."""
+    """Refuse formats of other projects: executors run them by the reference's ops, or not at all."""
     for kv_format in plan.formats:
         if kv_format.to_compare:
             raise InputError(

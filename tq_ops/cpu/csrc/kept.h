@@ -6,7 +6,8 @@ template <int R> struct KeptRows {
     const int32_t* table = nullptr;
     int64_t block_stride = 0;
     int dim, sink = 0, ring = 1, block_size = 0;
-    int from[R], first = INT32_MAX;  // query r reads keys before `sink` and from from[r] on in BF16; the least from[r]
+    int from[R],
+        first = INT32_MAX;  // query r reads in BF16 keys before `sink`, and from position from[r] on; `first`: the least
 
     KeptRows(const Side& side, const Cache& cache, const Tile& tile) : dim(cache.head_dim) {
         const Kept& kept = side.kept;

@@ -18,7 +18,8 @@ constexpr int kMaxDim = 256;                 // the largest head_dim
 constexpr int kMaxWords = kMaxDim * 6 / 32;  // of a packed vector that is read as words: 6 bits a number
 constexpr int kMaxKeysTile = 32;             // keys are padded to this in scratch
 
-// What a side stores: one of its cells for each of the N levels. All but nibbles become FP32 numbers, a few vectors at a time.
+// The kind of cell in which a side stores each of its N levels. Nibbles are looked up as they lie; so are levels of columns
+// and planes where an instruction set can. Other cells become FP32 numbers, a few vectors at a time.
 enum Cell : int32_t {
     kNibble = 4,  // levels of up to 4 bits, eight a word; as they lie where they have one plane of 4 bits
     kByte = 8,    // levels of up to 8 bits

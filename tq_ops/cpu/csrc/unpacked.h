@@ -1,4 +1,4 @@
-// Vectors whose levels are not nibbles already: unpacked to nibbles, and the products of those that are numbers.
+// Unpacks levels that are no nibbles: to nibbles (of 2 and 3 bits), or to FP32 numbers; and the products with such numbers.
 
 constexpr int kTileKeys = 16;  // vectors that are numbers at a time
 
