@@ -18,8 +18,8 @@ from haarkv.executors.base import Executor, prefill, verify
 from haarkv.tq_ops.errors import InputError, count_noun
 from haarkv.tq_ops.kv.batch import PagedSequences, upload
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.shapes import WINDOW_CHUNK, WINDOW_ROOM
 from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.kv.shapes import WINDOW_CHUNK, WINDOW_ROOM
 from haarkv.tq_ops.kv.stored import StoredSequence, put, reusable, take
 from haarkv.tq_ops.memory import hand_back
 

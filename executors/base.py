@@ -55,8 +55,8 @@ class Executor(Protocol):
         """None, or one sentence: why this executor cannot run a model with this cache. Static in the catalog's classes."""
 
     def batch_invariant(self, plan: KVPlan) -> bool:
-        """Whether, with this cache, a token's logits have the same bits for any batch and any cut of its sequence. If not, sums
-        change with the batch, and one of two tokens that nearly tie may replace the other.
+        """Whether, with this cache, a token's logits have the same bits for any batch and any cut of its sequence. If not,
+        sums change with the batch, and one of two tokens that nearly tie may replace the other.
         """
         return False
 

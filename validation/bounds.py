@@ -14,8 +14,8 @@ POISSON_SIGMAS = 7.0
 # Numbers of any forward that may fall to the other side of a rounding point.
 TIES = 14
 # Limits are never below these. Gain: the error of a reciprocal root in FP32. Slip: a fiftieth of a known mistake. Length:
-# TIES scales of a forward may be the next FP16 number, which differs by 2**-11 of itself; or one scale differs by 2**-8,
-# if a coordinate of a learned key rounds to another BF16 number.
+# scales of a forward may be the next FP16 number, which differs by 2**-11 to 2**-10 of itself, for 14 to 7 of them; or one
+# scale differs by 2**-8, if a coordinate of a learned key rounds to another BF16 number.
 LEAST = {"gain": 4e-6, "slip": 0.02, "length": TIES * 2.0**-11}
 # The same for attention's gain in a BF16 model: a device may round centroids to FP16, each by at most this share of itself.
 FP16_GAIN = 2.0**-11

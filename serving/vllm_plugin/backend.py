@@ -314,14 +314,14 @@ logger = init_logger(f"vllm.{__name__}")
 STAND_IN = "zeros stand in for what is not finite"
 
 
-def to_store(slots: Tensor, positions: Tensor | None = None, kept_slots: Tensor | None = None) -> Batch:
+def to_store(slots: Tensor, positions: Tensor | None = None, residual_slots: Tensor | None = None) -> Batch:
     """A batch with the fields that storing T tokens needs: slots, positions (if K's format needs them) and BF16 slots, each
     [T] int64.
     """
     nothing = slots.new_zeros(0)
     return Batch(
         positions=nothing if positions is None else positions, slot_mapping=slots, block_table=nothing, seq_lens=nothing,
-        query_start_loc=nothing, rows=nothing, kept_slots=kept_slots,
+        query_start_loc=nothing, rows=nothing, residual_slots=residual_slots,
     )  # fmt: skip
 
 
@@ -337,7 +337,9 @@ class CpuKernels:
         """Quantize and store k, v [T, Hkv, D] by a batch of `to_store`."""
         real = batch.slot_mapping >= 0
         if not real.all():
-            positions, exact_slots = (x if x is None or not len(x) else x[real] for x in (batch.positions, batch.kept_slots))
+            positions, exact_slots = (
+                x if x is None or not len(x) else x[real] for x in (batch.positions, batch.residual_slots)
+            )
             k, v, batch = k[real], v[real], to_store(batch.slot_mapping[real], positions, exact_slots)
         try:
             self._ops.store_kv(k, v, cache.view(layer, batch))

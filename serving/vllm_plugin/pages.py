@@ -218,7 +218,7 @@ class Tail(AttentionLayerBase):
         """The forward's batch with this group's block table."""
         metadata: TailMetadata = get_attention_context(self.name)[0]
         if metadata.batch_pair is None or metadata.batch_pair[0] is not batch:
-            metadata.batch_pair = batch, replace(batch, kept_table=metadata.table)
+            metadata.batch_pair = batch, replace(batch, residual_table=metadata.table)
         return metadata.batch_pair[1]
 
 

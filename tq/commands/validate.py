@@ -52,7 +52,7 @@ _SCALED_TOKENS = 24
     metavar="A.json B.json",
     help="Run nothing: what got better or worse from one --json report to another?",
 )
-@options.count("--repeat", "Run each layer so often again, and compare the executor with itself.", 1, least=0)
+@options.count("--repeat", "Run each layer N more times; the executor's bits must be equal.", 1, least=0)
 @options.json_option
 @click.pass_context
 @tensor_parallel
@@ -61,7 +61,7 @@ def command(context: click.Context, /, **args: Any) -> int:
 
     Each layer runs twice: on the reference's own input (which layer is wrong?), and on what the executor made of the layer
     before (how do errors grow?). Without --executor, the fastest executor of this machine is compared. Without --prompt, some
-    are chosen that exercise everything; with your own, the verdict says what they did not.
+    are chosen that exercise almost every branch; the row `not exercised` lists the others.
 
     Exit code 0 if there is no fault, 1 if there is, 2 if nothing could be compared.
     """

@@ -104,9 +104,9 @@ def has_kernel(weight: Weight) -> bool:
 
 def _window_struct(window: ResidualWindow | None) -> library.Structure:
     if window is None:
-        return library.Kept()
+        return library.ResidualWindow()
     stride, size = (window.vectors.stride(0), window.block_size) if isinstance(window, ResidualBlocks) else (0, 0)
-    return library.Kept(
+    return library.ResidualWindow(
         vectors=window.vectors, block_stride=stride, tail=window.tail, sink=window.sink, ring=window.ring, block_size=size
     )  # fmt: skip
 
@@ -137,7 +137,7 @@ def _side(fields: dict[str, Tensor], side: Layout, window: library.Structure) ->
     place = _place(fields)
     return library.Side(
         **place, **_form(place["codes"], side), levels=side.levels, unit=side.unit, integers=_sixteen(side.integers),
-        kept=window,
+        residual=window,
     )  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def _store_side(
         **_form(place["codes"], side), matrix=_matrix(side.matrix, side.levels), boundaries=side.boundaries,
         weights=side.weights, gains=side.gains, tries=0 if side.gains is None else len(side.gains), along=side.along,
     )  # fmt: skip
-    return library.StoreSide(**place, quantizer=quantizer, stretches=stretches, kept=window)
+    return library.StoreSide(**place, quantizer=quantizer, stretches=stretches, residual=window)
 
 
 def _matrix(matrix: Tensor | None, head_dim: int, pairs: Tensor | None = None) -> library.Structure:

@@ -2,8 +2,8 @@
 
 The kernels know no format. They read a vector of N levels as N / 8 words of eight 4-bit levels, the first in the lowest bits:
 queries are in the order of words; sums come back in the order of planes: level 0 of every word, then level 1 of every word.
-Rotation and packing are folded into the columns and rows of the matrices. Levels of 2 or 3 bits are unpacked to words first. Levels of 5 to 8 bits, learned
-keys, BF16 and FP32 keep their own order.
+Rotation and packing are folded into the columns and rows of the matrices. Levels of 2 or 3 bits are unpacked to words first.
+Levels of 5 to 8 bits, learned keys, BF16 and FP32 keep their own order.
 """
 
 from __future__ import annotations

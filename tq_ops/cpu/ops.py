@@ -179,7 +179,7 @@ class CpuOps:
         status = self._run(
             "haarkv_store", call, slots=slots, tokens=k.shape[0], positions=batch.positions.contiguous(),
             query_start=batch.query_start_loc.contiguous(), rows=batch.rows.contiguous(), sequences=len(batch.rows),
-            kept_slots=0 if batch.kept_slots is None else batch.kept_slots.contiguous(),
+            residual_slots=0 if batch.residual_slots is None else batch.residual_slots.contiguous(),
         )  # fmt: skip
         if status:
             # Nothing was written. The reference meets the same fault and names it.
@@ -225,13 +225,13 @@ class CpuOps:
         out = torch.empty_like(q)
         call = library.Attention.from_buffer_copy(layer_calls.attention)
         call.sequences, call.max_blocks = batch.block_table.shape
-        if batch.kept_table is not None:
-            call.kept_blocks = batch.kept_table.shape[1]
+        if batch.residual_table is not None:
+            call.residual_blocks = batch.residual_table.shape[1]
         self._run(
             "haarkv_attention", call, q=q, out=out, positions=batch.positions.contiguous(), num_heads=q.shape[1],
             block_table=batch.block_table.contiguous(), query_start=batch.query_start_loc.contiguous(),
             rows=batch.rows.contiguous(), bf16=is_bf16(q), softmax_scale=softmax_scale,
-            kept_table=0 if batch.kept_table is None else batch.kept_table.contiguous(),
+            residual_table=0 if batch.residual_table is None else batch.residual_table.contiguous(),
         )  # fmt: skip
         return out
 

@@ -143,8 +143,8 @@ class KVFormat:
         return vector_lengths(x)
 
     def to_bytes(self, fields: dict[str, Tensor]) -> Tensor:
-        """uint8 [..., n], little-endian: the fields of each vector or group in `layout`'s order. With blocks, all fields of one
-        block stand before the next block's; codes are packed block by block.
+        """uint8 [..., n], little-endian: the fields of each vector or group in `layout`'s order. With blocks, all fields of
+        one block stand before the next block's; codes are packed block by block.
         """
         parts = [trailing_bytes(fields[part.name], part.axes) for part in self.layout]
         if self.block is None:

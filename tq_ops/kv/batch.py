@@ -35,8 +35,8 @@ class Batch:
         seq_lens: [B] int32, length of each sequence after this forward.
         query_start_loc: [B + 1] int32, index of each sequence's first new token among the T; the last number is T.
         rows: [B] int64, row of each sequence in residual windows, rings and states.
-        kept_slots, kept_table: [T] int64 and [B, n] int32, slots and block table of `ResidualBlocks`; None without them. A
-            token with a negative slot is not stored in BF16.
+        residual_slots, residual_table: [T] int64 and [B, n] int32, slots and block table of `ResidualBlocks`; None without
+            them. A token with a negative slot is not stored in BF16.
     """
 
     positions: Tensor
@@ -45,8 +45,8 @@ class Batch:
     seq_lens: Tensor
     query_start_loc: Tensor
     rows: Tensor
-    kept_slots: Tensor | None = None
-    kept_table: Tensor | None = None
+    residual_slots: Tensor | None = None
+    residual_table: Tensor | None = None
     _in_rings: dict[tuple[int, int], Batch] = field(default_factory=dict, init=False, repr=False, compare=False)
     _most: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
 
@@ -92,8 +92,8 @@ class Batch:
     def _part(self, tokens: Tensor | slice, sequences: Tensor | slice, seq_lens: Tensor, query_start_loc: Tensor) -> Batch:
         return Batch(
             self.positions[tokens], self.slot_mapping[tokens], self.block_table[sequences], seq_lens, query_start_loc,
-            self.rows[sequences], None if self.kept_slots is None else self.kept_slots[tokens],
-            None if self.kept_table is None else self.kept_table[sequences],
+            self.rows[sequences], None if self.residual_slots is None else self.residual_slots[tokens],
+            None if self.residual_table is None else self.residual_table[sequences],
         )  # fmt: skip
 
     def rectangle(self) -> tuple[Tensor, Tensor, Tensor]:

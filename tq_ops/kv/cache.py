@@ -82,8 +82,8 @@ class PagedKVCache:
         row_blocks: the most blocks of one sequence; `num_blocks` by default.
         chunk: with a tail, the most new tokens of a sequence in one forward.
         room: the tail's ring holds R + `room` tokens; `open` makes it larger while a layer runs. `chunk` by default.
-        ring_chunk: the most new tokens that a sliding-window layer stores at once: `RING_CHUNK` by default. With a tail at most
-            `chunk`, and by default at most `WINDOW_CHUNK`.
+        ring_chunk: the most new tokens that a sliding-window layer stores at once: `RING_CHUNK` by default. With a tail at
+            most `chunk`, and by default at most `WINDOW_CHUNK`.
         pages: layer -> existing memory laid out as in `kv.layer`, [num_blocks, page_bytes] uint8; no other layer has K, V.
         states: layer -> shape of its recurrent state.
     Attributes:

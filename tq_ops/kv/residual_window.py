@@ -162,7 +162,7 @@ def _token_rows(batch: Batch) -> Tensor:
 
 
 class ResidualBlocks(ResidualWindow):
-    """A residual window in blocks instead of a ring: slots in `Batch.kept_slots`, block table in `Batch.kept_table`.
+    """A residual window in blocks instead of a ring: slots in `Batch.residual_slots`, block table in `Batch.residual_table`.
 
     vLLM owns the blocks. It frees blocks that no query reads in BF16 any more; `read` skips their table entries.
 
@@ -182,17 +182,17 @@ class ResidualBlocks(ResidualWindow):
         return self.vectors.shape[2]
 
     def write(self, x: Tensor, batch: Batch) -> None:
-        assert batch.kept_slots is not None
-        has_slot = batch.kept_slots >= 0
-        slots = batch.kept_slots[has_slot]
+        assert batch.residual_slots is not None
+        has_slot = batch.residual_slots >= 0
+        slots = batch.residual_slots[has_slot]
         self.vectors[slots // self.block_size, :, slots % self.block_size] = x[has_slot].to(torch.bfloat16)
 
     def read(self, batch: Batch, tokens: int) -> Tensor:
-        assert batch.kept_table is not None
+        assert batch.residual_table is not None
         key_positions, lengths = torch.arange(tokens, device=self.vectors.device), batch.seq_lens.long()
         first = self.first_recent(lengths - batch.query_start_loc.diff()).unsqueeze(1)
         in_window = ((key_positions < self.sink) | (key_positions >= first)) & (key_positions < lengths.unsqueeze(1))
-        column = (key_positions // self.block_size).clamp(max=batch.kept_table.shape[1] - 1)
-        blocks = batch.kept_table.long()[:, column].masked_fill(~in_window, 0)
+        column = (key_positions // self.block_size).clamp(max=batch.residual_table.shape[1] - 1)
+        blocks = batch.residual_table.long()[:, column].masked_fill(~in_window, 0)
         vectors = self.vectors[blocks, :, key_positions % self.block_size].transpose(1, 2).float()
         return vectors.masked_fill(~in_window[:, None, :, None], 0.0)

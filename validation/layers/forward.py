@@ -195,7 +195,7 @@ class LayerRecord:
 
 
 _DRAFT_TOKENS = 2
-"""Tokens taken back after the first sequence's verify; of the next one fewer, then none, and so on."""
+"""Tokens taken back after the first sequence's verify; of the second sequence one, of the third none, then two again."""
 
 
 class Schedule:

@@ -57,10 +57,10 @@ def _part_figures(
 ) -> Values:
     """Figures of one part; fields [n, Hkv, *].
 
-    A vector is suspect if a level differs by more than one, or at another scale. It is a fault ("leaps") if its distance from
-    the vector to store exceeds a limit; else it counts as one changed level. The limit: the distance of the reference's stored
-    vector (1.5 times that at another scale, since two scales may fit a learned key equally well), plus 2 * 1.5 * `reach`: the
-    vector to store may be d away, and so may what is stored for it.
+    A vector is suspect if a level differs by more than one, or its scale by more than a sixteenth. It is a fault ("leaps") if
+    its distance from the vector to store exceeds a limit; else it counts as one changed level. The limit: the distance of the
+    reference's stored vector (1.5 times that if the scale differs, since two scales may fit a learned key equally well), plus
+    2 * 1.5 * `reach`: an executor's vector to store may be `reach` from the reference's, and what it stores as far again.
     """
     layer = part.layer
     pair = by_token(ours), by_token(theirs)

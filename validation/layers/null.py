@@ -63,8 +63,9 @@ def value(figure: Figure, sums: Tensor) -> Tensor:
 
 
 def by_ties(sums: Tensor) -> float:
-    """By how much ties may change a gain or slip: (sum d**4)**(1/4) over the sum of d**2. It covers the largest d alone, and
-    of n equal ones the sum of sqrt(n) with random signs.
+    """By how much ties may change a gain or slip: (sum d**4)**(1/4) over the sum of d**2, where d are the numbers of the
+    result in units of one rounding. That is enough for one rounding of the largest number, or for a rounding of each of n
+    equal numbers with random signs.
     """
     _, bottom, fourth = sums.tolist()
     return fourth**0.25 / bottom if bottom else 0.0

@@ -79,8 +79,8 @@ class Verdict:
 
     Attributes:
         stage: the op; of a fused layer, the output that can be seen.
-        reason: "tie": levels differ, no more than in honest runs; "rounding": other bits, as in honest runs; "fault": more
-            than that; "unstable": the executor differs from itself on the same inputs; None: every bit is equal.
+        reason: "tie": bits that are stored differ; "rounding": bits of other results differ, both within the limits; "fault":
+            beyond a limit; "unstable": the executor differs from itself on the same inputs; None: every bit is equal.
         error, bound: worst figure and what honest runs allow.
         head: the KV head that alone is wrong.
         layer: None for the head and the whole forward.
@@ -170,7 +170,7 @@ class Report:
     Attributes:
         passed: everything was compared, and nothing lies outside what honest runs give.
         first_divergence: the first fault; without one, the first difference; None if every bit is equal.
-        tensors: teacher-forced, the worst by layer and stage.
+        tensors: the worst by layer and stage, free-running apart.
         blocks: weight-block types that the executor multiplied with directly and the reference restored.
     """
 

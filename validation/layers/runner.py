@@ -104,7 +104,8 @@ class _Validation:
         self.rows: list[LayerRow] = []
         self.logits: list[LogitRow] = []
         self.verdicts: list[Verdict] = []
-        # `findings` come first in the report: teacher-forced, so they name the faulty layer. `late`: free-running faults.
+        # `findings` come first in the report: they are of forwards whose input was the reference's, or of the head and the
+        # whole forward, so they name the faulty layer. `late`: free-running faults.
         self.findings: list[Verdict] = []
         self.late: list[Verdict] = []
 
@@ -124,10 +125,10 @@ class _Validation:
         return self._report(1)
 
     def _report(self, expected: int) -> Report:
-        late, measurements = self.forced.totals()
+        over_all, measurements = self.forced.totals()
         if self.rows:
             last = self.rows[-1]
-            self.findings += [replace(verdict, phase=last.phase, step=last.step) for verdict in late]
+            self.findings += [replace(verdict, phase=last.phase, step=last.step) for verdict in over_all]
         coverage = self.exercise.result(self.forced.over_others)
         faults = [finding for finding in (*self.findings, *self.late) if finding.fails]
         return Report(

@@ -53,7 +53,9 @@ class WindowBlocks:
         table = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
         owner = torch.repeat_interleave(torch.arange(len(sequences)), batch.query_start_loc.diff().long())
         blocks = table[owner, batch.positions // self.block_size].long()
-        return replace(batch, kept_slots=blocks * self.block_size + batch.positions % self.block_size, kept_table=table)
+        return replace(
+            batch, residual_slots=blocks * self.block_size + batch.positions % self.block_size, residual_table=table
+        )
 
 
 def spoil(vectors: Tensor, blocks: list[int]) -> None:

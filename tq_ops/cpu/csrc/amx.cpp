@@ -6,7 +6,7 @@ namespace {
 #include "integers.h"
 #include "tiles.h"
 #include "unpacked.h"
-#include "kept.h"
+#include "residual_window.h"
 #include "attention.h"
 #include "number_tiles.h"
 #include "tile_lookups.h"

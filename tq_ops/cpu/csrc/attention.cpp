@@ -7,7 +7,7 @@ namespace {
 #include "keys.h"
 #include "float_values.h"
 #include "unpacked.h"
-#include "kept.h"
+#include "residual_window.h"
 #include "attention.h"
 #include "pass.h"
 

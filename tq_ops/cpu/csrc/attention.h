@@ -30,7 +30,7 @@ struct Pieces {
     Pieces(const Cache& cache, int rows) {
         const int64_t stride = padded(cache.block_size);
         const bool numbers_too = cache.k.cell != kNibble || cache.v.cell != kNibble;
-        const bool kept = cache.k.kept.vectors || cache.v.kept.vectors;
+        const bool residual = cache.k.residual.vectors || cache.v.residual.vectors;
         const int64_t tile = kTileKeys * larger(cache.head_dim, larger(cache.k.levels, cache.v.levels));
         const int64_t nibbles = cache.block_size * larger(unpacked_bytes(cache.k), unpacked_bytes(cache.v));
         logits = take(rows * stride);
@@ -40,8 +40,8 @@ struct Pieces {
         words = take(cache.k.cell == kNibble || cache.k.columns || has_planes(cache.k) ? stride * key_words(cache.k) : 0);
         codes = take(larger(nibbles, numbers_too ? tile : 0) / 4 + 1);  // and a word past the last
         numbers = take(numbers_too ? tile : 0);
-        queries = take(kept ? rows * cache.head_dim : 0);
-        found = take(kept ? rows * stride : 0);
+        queries = take(residual ? rows * cache.head_dim : 0);
+        found = take(residual ? rows * stride : 0);
     }
 
   private:
@@ -65,13 +65,13 @@ template <class Simd, class P, int R> struct Attend {
     const Pieces pieces;
     const int stride, dim;
     P products;
-    const KeptRows<R> k_kept, v_kept;
+    const ResidualRows<R> k_residual, v_residual;
     float *const logits, *const v_scale, *const weights, *const numbers, *const found;
     uint8_t* const codes;
     float *const k_scale, *const words;
-    const float* own[R];    // [dim] queries for keys in BF16
-    float shrink[R];        // of all sums, by the block at hand
-    bool met_kept = false;  // whether a row has seen a value in BF16
+    const float* own[R];        // [dim] queries for keys in BF16
+    float shrink[R];            // of all sums, by the block at hand
+    bool met_residual = false;  // whether a row has seen a value in BF16
 
     Attend(const Cache& cache, const Tile& tile, float* scratch)
         : cache(cache),
@@ -80,8 +80,8 @@ template <class Simd, class P, int R> struct Attend {
           stride(padded(cache.block_size)),
           dim(cache.head_dim),
           products(cache, tile, stride, scratch + pieces.end),
-          k_kept(cache.k, cache, tile),
-          v_kept(cache.v, cache, tile),
+          k_residual(cache.k, cache, tile),
+          v_residual(cache.v, cache, tile),
           logits(scratch + pieces.logits),
           v_scale(scratch + pieces.v_scale),
           weights(scratch + pieces.weights),
@@ -95,8 +95,8 @@ template <class Simd, class P, int R> struct Attend {
             tile.maxima[r] = -INFINITY, tile.totals[r] = 0.0f;
         }
         for (int i = 0; !P::mixes(cache.v) && i < stride; ++i) v_scale[i] = 1.0f;
-        for (int r = 0; v_kept.vectors && r < R; ++r) tile.kept_totals[r] = 0.0f;
-        if (k_kept.vectors) widen_queries(scratch + pieces.queries);
+        for (int r = 0; v_residual.vectors && r < R; ++r) tile.residual_totals[r] = 0.0f;
+        if (k_residual.vectors) widen_queries(scratch + pieces.queries);
     }
 
     // Logits of a block's first n keys. Prefetches `values`, the same of V, and `next_keys`.
@@ -138,28 +138,28 @@ template <class Simd, class P, int R> struct Attend {
 
     // Of how many of a block's first keys a row sees packed ones, 0 of none.
     int packed_keys(int base, int n, const Seen* seen) const {
-        return k_kept.none_in(base, n) ? most_seen(seen) : KeptKeys<R>(k_kept, base, n, seen).packed;
+        return k_residual.none_in(base, n) ? most_seen(seen) : ResidualKeys<R>(k_residual, base, n, seen).packed;
     }
 
     // Replaces the logits of keys in BF16.
     void score_exact(int base, int n, const Seen* seen) {
-        if (k_kept.none_in(base, n)) return;
-        const KeptKeys<R> keys(k_kept, base, n, seen);
-        if (keys.any) score_kept<Simd, R>(k_kept, keys, n, own, tile.less, tile.softmax_scale, stride, found, logits);
+        if (k_residual.none_in(base, n)) return;
+        const ResidualKeys<R> keys(k_residual, base, n, seen);
+        if (keys.any) score_residual<Simd, R>(k_residual, keys, n, own, tile.less, tile.softmax_scale, stride, found, logits);
     }
 
     // Turns the block's logits into the weights of its packed values, and adds those in BF16. Returns what `packed_keys` says,
     // of V.
     int weigh(Place v, int base, int n, const Seen* seen) {
         if (P::mixes(cache.v)) Simd::widen_halves(v.scales, n, stride, v_scale);
-        if (v_kept.none_in(base, n)) return soften_block(false, n, seen), most_seen(seen);
-        const KeptKeys<R> keys(v_kept, base, n, seen);
+        if (v_residual.none_in(base, n)) return soften_block(false, n, seen), most_seen(seen);
+        const ResidualKeys<R> keys(v_residual, base, n, seen);
         soften_block(keys.any, n, seen);
         if (!keys.any) return keys.packed;
-        for (int i = 0; !met_kept && i < R * dim; ++i) tile.kept_sums[i] = 0.0f;
-        met_kept = true;
-        split_weights<Simd, R>(keys, n, stride, weights, logits, shrink, tile.kept_totals);
-        mix_kept<Simd, R>(v_kept, keys, n, logits, stride, shrink, tile.kept_sums);
+        for (int i = 0; !met_residual && i < R * dim; ++i) tile.residual_sums[i] = 0.0f;
+        met_residual = true;
+        split_weights<Simd, R>(keys, n, stride, weights, logits, shrink, tile.residual_totals);
+        mix_residual<Simd, R>(v_residual, keys, n, logits, stride, shrink, tile.residual_sums);
         return keys.packed;
     }
 
@@ -221,7 +221,8 @@ template <class Simd, class P, int R> struct Attend {
             soften<true>(false, n, seen);
         else
             soften<false>(keep, n, seen);
-        if (met_kept && !keep) shrink_sums<R>(shrink, dim, tile.kept_sums), shrink_sums<R>(shrink, 1, tile.kept_totals);
+        if (met_residual && !keep)
+            shrink_sums<R>(shrink, dim, tile.residual_sums), shrink_sums<R>(shrink, 1, tile.residual_totals);
     }
 
     void widen_queries(float* queries) {
@@ -279,8 +280,8 @@ template <class Simd, class P, int R> class Single {
   public:
     Single(const Cache& cache, const Tile& tile, int longest, float* scratch)
         : rows_(cache, tile, scratch),
-          keys_ahead_(rows_.k_kept, cache, tile, longest),
-          values_ahead_(rows_.v_kept, cache, tile, longest) {}
+          keys_ahead_(rows_.k_residual, cache, tile, longest),
+          values_ahead_(rows_.v_residual, cache, tile, longest) {}
 
     void see(int base, int n) {
         for (int r = 0; r < R; ++r) seen_[r] = seen_by(rows_.tile, r, base, n);
@@ -297,7 +298,7 @@ template <class Simd, class P, int R> class Single {
 
   private:
     Attend<Simd, P, R> rows_;
-    KeptAhead<R> keys_ahead_, values_ahead_;
+    ResidualAhead<R> keys_ahead_, values_ahead_;
     Seen seen_[R];
 };
 

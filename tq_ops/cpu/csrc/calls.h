@@ -17,17 +17,17 @@ struct Stretches {
 // One call of `haarkv_attention`.
 struct HaarkvAttention {
     Cache cache;
-    Stretches stretches;         // of keys; there are as many as any sequence has
-    const void* q;               // [T, Hq, D] BF16 or FP32
-    void* out;                   // [T, Hq, D] of the same
-    Matrix rotation;             // q @ rotation is the rotated query in word order; no numbers where K is not rotated
-    Matrix rotation_back;        // from the rotated domain in plane order to the model's own; no numbers where V is not
-    const int32_t* block_table;  // [B, max_blocks]
-    const int32_t* query_start;  // [B + 1]
-    const int64_t* positions;    // [T]
-    const int64_t* rows;         // [B], of each sequence in `Kept`; looked at where tokens stay in BF16
-    const int32_t* kept_table;   // [B, kept_blocks], where those lie in blocks of their own
-    int32_t sequences, max_blocks, kept_blocks, num_heads, bf16;
+    Stretches stretches;            // of keys; there are as many as any sequence has
+    const void* q;                  // [T, Hq, D] BF16 or FP32
+    void* out;                      // [T, Hq, D] of the same
+    Matrix rotation;                // q @ rotation is the rotated query in word order; no numbers where K is not rotated
+    Matrix rotation_back;           // from the rotated domain in plane order to the model's own; no numbers where V is not
+    const int32_t* block_table;     // [B, max_blocks]
+    const int32_t* query_start;     // [B + 1]
+    const int64_t* positions;       // [T]
+    const int64_t* rows;            // [B], of each sequence in `ResidualWindow`; looked at where tokens stay in BF16
+    const int32_t* residual_table;  // [B, residual_blocks], where those lie in blocks of their own
+    int32_t sequences, max_blocks, residual_blocks, num_heads, bf16;
     int32_t window;  // tokens that a query sees, itself among them; 0 for all
     float softmax_scale;
     int32_t isa, threads;
@@ -41,7 +41,7 @@ struct HaarkvStoreSide {
     int64_t codes_stride, scales_stride;
     Quantizer quantizer;
     Stretches stretches;
-    Kept kept;
+    ResidualWindow residual;
     int32_t bf16;
 };
 
@@ -51,7 +51,7 @@ struct HaarkvStore {
     const int64_t* positions;  // [T], and so on as for attention; they are looked at where tokens stay in BF16
     const int32_t* query_start;
     const int64_t* rows;
-    const int64_t* kept_slots;  // [T], where those lie in blocks of their own
+    const int64_t* residual_slots;  // [T], where those lie in blocks of their own
     int64_t tokens, num_slots;
     int32_t sequences, num_kv_heads, block_size, isa, threads;
 };

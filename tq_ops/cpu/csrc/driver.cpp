@@ -21,18 +21,19 @@ template <class T> bool within(const T* x, int64_t n, T size, T most) {
 }
 
 // Keeps a vector x [dim] of a token in BF16, in the block of its slot. A negative slot is none.
-void keep_in_block(const Kernels& kernels, const Kept& kept, int64_t slot, int64_t head, const float* x, int64_t dim) {
+void keep_in_block(const Kernels& kernels, const ResidualWindow& residual, int64_t slot, int64_t head, const float* x,
+                   int64_t dim) {
     if (slot < 0) return;
-    const int64_t block = slot / kept.block_size, offset = slot % kept.block_size;
-    kernels.narrow(x, dim, kept.vectors + block * kept.block_stride + (head * kept.block_size + offset) * dim);
+    const int64_t block = slot / residual.block_size, offset = slot % residual.block_size;
+    kernels.narrow(x, dim, residual.vectors + block * residual.block_stride + (head * residual.block_size + offset) * dim);
 }
 
 // Keeps a vector x [dim] of the token at `position` of a sequence in BF16, in the sequence's row.
-void keep_in_row(const Kernels& kernels, const Kept& kept, int64_t row, int64_t heads, int64_t head, int64_t position,
-                 const float* x, int64_t dim) {
-    uint16_t* of_head = kept.vectors + (row * heads + head) * (kept.sink + kept.ring) * dim;
-    if (kept.ring) kernels.narrow(x, dim, of_head + (kept.sink + position % kept.ring) * dim);
-    if (position < kept.sink) kernels.narrow(x, dim, of_head + position * dim);
+void keep_in_row(const Kernels& kernels, const ResidualWindow& residual, int64_t row, int64_t heads, int64_t head,
+                 int64_t position, const float* x, int64_t dim) {
+    uint16_t* of_head = residual.vectors + (row * heads + head) * (residual.sink + residual.ring) * dim;
+    if (residual.ring) kernels.narrow(x, dim, of_head + (residual.sink + position % residual.ring) * dim);
+    if (position < residual.sink) kernels.narrow(x, dim, of_head + position * dim);
 }
 
 constexpr int64_t kNumbersPerItem = 16 * 1024;  // 10 microseconds of one thread
@@ -92,9 +93,9 @@ __attribute__((visibility("default"))) int haarkv_store(const HaarkvStore* s) {
     for (const HaarkvStoreSide* side : {&s->k, &s->v})
         if (!all_stored(*side, s->tokens * heads)) return 1;
     const Kernels& kernels = kernels_of(s->isa);
-    std::vector<int64_t> kept_rows(s->k.kept.vectors || s->v.kept.vectors ? s->tokens : 0);
-    for (int64_t b = 0; !kept_rows.empty() && b < s->sequences; ++b)
-        std::fill(kept_rows.begin() + s->query_start[b], kept_rows.begin() + s->query_start[b + 1], s->rows[b]);
+    std::vector<int64_t> residual_rows(s->k.residual.vectors || s->v.residual.vectors ? s->tokens : 0);
+    for (int64_t b = 0; !residual_rows.empty() && b < s->sequences; ++b)
+        std::fill(residual_rows.begin() + s->query_start[b], residual_rows.begin() + s->query_start[b + 1], s->rows[b]);
     // Up to kMaxRows vectors that one matrix rotates: heads of a token, or where heads differ tokens of a head.
     auto tiles_of = [&](const HaarkvStoreSide& side) {
         return side.quantizer.matrix.head_stride ? heads * divide_up(s->tokens, kMaxRows)
@@ -112,10 +113,10 @@ __attribute__((visibility("default"))) int haarkv_store(const HaarkvStore* s) {
         for (int r = 0; r < rows; ++r) {
             const int64_t token = by_head ? first + r : fixed, head = by_head ? fixed : first + r;
             widen(kernels, at(side.x, side.bf16, (token * heads + head) * dim), side.bf16, dim, x + r * dim);
-            if (side.kept.vectors && side.kept.block_size)
-                keep_in_block(kernels, side.kept, s->kept_slots[token], head, x + r * dim, dim);
-            else if (side.kept.vectors)
-                keep_in_row(kernels, side.kept, kept_rows[token], heads, head, s->positions[token], x + r * dim, dim);
+            if (side.residual.vectors && side.residual.block_size)
+                keep_in_block(kernels, side.residual, s->residual_slots[token], head, x + r * dim, dim);
+            else if (side.residual.vectors)
+                keep_in_row(kernels, side.residual, residual_rows[token], heads, head, s->positions[token], x + r * dim, dim);
             if (side.stretches.cos) turn_back(side.stretches, s->positions[token] / kStretchKeys, x + r * dim);
             const int64_t vector = head * s->block_size + s->slots[token] % s->block_size;
             const Stored to = place_of(side, s->slots[token] / s->block_size, vector);

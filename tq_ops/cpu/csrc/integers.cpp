@@ -6,7 +6,7 @@ namespace {
 #include "registers.h"
 #include "keys.h"
 #include "unpacked.h"
-#include "kept.h"
+#include "residual_window.h"
 #include "attention.h"
 #include "pass.h"
 #include "integers.h"

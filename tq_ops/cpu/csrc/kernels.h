@@ -54,7 +54,7 @@ constexpr int kIntegers = integers_begin(kWidest) + 64;
 
 // Vectors that stay in BF16 beside what is packed: token j at `sink + j % ring` of its sequence's row, and at j as well if it
 // is one of the sinks. Or, where `block_size` is not 0, in the blocks of a table of their own.
-struct Kept {
+struct ResidualWindow {
     uint16_t* vectors;     // [rows, Hkv, sink + ring, head_dim] or [blocks, Hkv, block_size, head_dim]; or null
     int64_t block_stride;  // numbers from a block to the next
     int32_t tail;          // tokens that a query sees in BF16, itself among them, beside the first `sink`
@@ -77,7 +77,7 @@ struct Side {
     const int16_t* integers;  // [16] of nibbles; where widths differ [kIntegers]
     const float* mean;        // [Hkv, head_dim], what keys come back with beside their levels, or null
     const Columns* columns;   // where widths differ, which `cell` says too; else null
-    Kept kept;
+    ResidualWindow residual;
 };
 
 // Codes and scales of one block and KV head, where they lie in the cache.
@@ -95,20 +95,20 @@ struct Cache {
 struct Tile {
     int32_t rows, kv_head, first_block, end_block;
     const int32_t* block_table;
-    const int32_t* kept_table;  // of the sequence, where tokens in BF16 lie in blocks
-    int64_t kept_row;           // of the sequence, where they lie in rows
-    int32_t starts[kMaxRows];   // row r sees keys starts[r] ... limits[r] - 1 of its sequence
+    const int32_t* residual_table;  // of the sequence, where tokens in BF16 lie in blocks
+    int64_t residual_row;           // of the sequence, where they lie in rows
+    int32_t starts[kMaxRows];       // row r sees keys starts[r] ... limits[r] - 1 of its sequence
     int32_t limits[kMaxRows];
     const float* q[kMaxRows];   // [k.levels] rotated, word order
     const void* own[kMaxRows];  // [head_dim] the same as it was given, BF16 or FP32
     float less[kMaxRows];       // softmax_scale * q . K's mean, which the logits of packed keys lack
     float softmax_scale;
-    int32_t bf16;        // BF16 activations: round probabilities to BF16, each block's against its own maximum
-    float* sums;         // [rows, v.levels] out, plane order: sum of p * v over what is packed
-    float* maxima;       // [rows] out, largest logit
-    float* totals;       // [rows] out, sum of p
-    float* kept_sums;    // [rows, head_dim] out, where V has tokens in BF16 and a row sees one: sum of p * v over those
-    float* kept_totals;  // [rows] out, where V has such tokens: their sum of p, 0 where no row sees one
+    int32_t bf16;            // BF16 activations: round probabilities to BF16, each block's against its own maximum
+    float* sums;             // [rows, v.levels] out, plane order: sum of p * v over what is packed
+    float* maxima;           // [rows] out, largest logit
+    float* totals;           // [rows] out, sum of p
+    float* residual_sums;    // [rows, head_dim] out, where V has tokens in BF16 and a row sees one: sum of p * v over those
+    float* residual_totals;  // [rows] out, where V has such tokens: their sum of p, 0 where no row sees one
 };
 
 // A matrix [inputs, outputs] of BF16 numbers, row-major, by which rows are multiplied: one for all KV heads, or one a KV head.

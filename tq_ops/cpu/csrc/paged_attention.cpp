@@ -48,22 +48,22 @@ struct Wave {
 // Where a tile of a split leaves its numbers: maxima, totals, sums; where V has tokens in BF16 also the totals and sums over
 // those.
 struct Partials {
-    const int64_t levels, kept;  // numbers of a row's sums
+    const int64_t levels, residual;  // numbers of a row's sums
     float* const numbers;
 
     static int64_t size_of(const Cache& cache) {
-        return kMaxRows * (2 + cache.v.levels + (cache.v.kept.vectors ? 1 + cache.head_dim : 0));
+        return kMaxRows * (2 + cache.v.levels + (cache.v.residual.vectors ? 1 + cache.head_dim : 0));
     }
 
     Partials(const Cache& cache, float* numbers)
-        : levels(cache.v.levels), kept(cache.v.kept.vectors ? cache.head_dim : 0), numbers(numbers) {}
+        : levels(cache.v.levels), residual(cache.v.residual.vectors ? cache.head_dim : 0), numbers(numbers) {}
 
-    int64_t size() const { return kMaxRows * (2 + levels + (kept ? 1 + kept : 0)); }
+    int64_t size() const { return kMaxRows * (2 + levels + (residual ? 1 + residual : 0)); }
     float* maxima(int64_t index) const { return numbers + index * size(); }
     float* totals(int64_t index) const { return maxima(index) + kMaxRows; }
     float* sums(int64_t index) const { return totals(index) + kMaxRows; }
-    float* kept_totals(int64_t index) const { return kept ? sums(index) + kMaxRows * levels : nullptr; }
-    float* kept_sums(int64_t index) const { return kept ? kept_totals(index) + kMaxRows : nullptr; }
+    float* residual_totals(int64_t index) const { return residual ? sums(index) + kMaxRows * levels : nullptr; }
+    float* residual_sums(int64_t index) const { return residual ? residual_totals(index) + kMaxRows : nullptr; }
 };
 
 // Keys of a sequence that some rows see.
@@ -126,8 +126,8 @@ class Cutter {
         RowTile t;
         t.tile.rows = rows, t.tile.kv_head = head_;
         t.tile.block_table = a_.block_table + static_cast<int64_t>(sequence_) * a_.max_blocks;
-        t.tile.kept_table = a_.kept_table + static_cast<int64_t>(sequence_) * a_.kept_blocks;
-        t.tile.kept_row = a_.cache.k.kept.vectors || a_.cache.v.kept.vectors ? a_.rows[sequence_] : 0;
+        t.tile.residual_table = a_.residual_table + static_cast<int64_t>(sequence_) * a_.residual_blocks;
+        t.tile.residual_row = a_.cache.k.residual.vectors || a_.cache.v.residual.vectors ? a_.rows[sequence_] : 0;
         t.tile.softmax_scale = a_.softmax_scale, t.tile.bf16 = a_.bf16;
         for (int r = 0; r < rows; ++r) {
             const int64_t token = a_.query_start[sequence_] + (row + r) / group();
@@ -166,11 +166,11 @@ void merge_row(const Kernels& kernels, const Partials& of, int r, int64_t first,
         kernels.add_up(sums + r * n, size, factors.data(), splits, 1.0f / total, n, sum);
     };
     add_up(of.sums(first), of.levels, merged);
-    for (int64_t s = 0; of.kept && s < splits; ++s) {
+    for (int64_t s = 0; of.residual && s < splits; ++s) {
         // Then a split has met no token in BF16, and has written no sums.
-        if (of.kept_totals(first + s * apart)[r] == 0.0f) factors[s] = 0.0f;
+        if (of.residual_totals(first + s * apart)[r] == 0.0f) factors[s] = 0.0f;
     }
-    if (of.kept) add_up(of.kept_sums(first), of.kept, exact);
+    if (of.residual) add_up(of.residual_sums(first), of.residual, exact);
 }
 
 // Floats of scratch that `merge` needs.
@@ -194,7 +194,7 @@ void merge(const HaarkvAttention& a, const Kernels& kernels, const Partials& of,
     for (int r = 0; r < rows; ++r) {
         const int64_t to = wave.tiles[pass.first_tile + r / kMaxRows].row[r % kMaxRows] * dim;
         float* row = out + r * dim;
-        for (int d = 0; of.kept && d < dim; ++d) row[d] += exact[r * dim + d];
+        for (int d = 0; of.residual && d < dim; ++d) row[d] += exact[r * dim + d];
         if (a.bf16)
             kernels.narrow(row, dim, static_cast<uint16_t*>(a.out) + to);
         else
@@ -263,7 +263,7 @@ void attend(const HaarkvAttention& a, const Kernels& kernels, Wave& wave, const 
             tiles[t].first_block = split.first_block, tiles[t].end_block = split.end_block;
             tiles[t].maxima = partials.maxima(index), tiles[t].totals = partials.totals(index);
             tiles[t].sums = partials.sums(index);
-            tiles[t].kept_totals = partials.kept_totals(index), tiles[t].kept_sums = partials.kept_sums(index);
+            tiles[t].residual_totals = partials.residual_totals(index), tiles[t].residual_sums = partials.residual_sums(index);
         }
         float* const own = scratch + thread * scratch_size;
         const auto attend = attender(kernels, a.cache, tiles, pass.tiles).attend;

@@ -112,7 +112,7 @@ struct Together {
   private:
     // Whether weights become bytes as soon as they are known.
     bool weighs_at_once() {
-        return cache.v.cell == kNibble && !rows(0).v_kept.vectors && padded(cache.block_size) == kStretch;
+        return cache.v.cell == kNibble && !rows(0).v_residual.vectors && padded(cache.block_size) == kStretch;
     }
 
     // As the tile's own `weigh`, and its products'.
