@@ -55,7 +55,8 @@ def versions() -> tuple[dict[str, str], dict[str, str]]:
 def describe(finding: Verdict) -> str:
     """A finding in one line."""
     reason = finding.reason if finding.fails else f"{finding.reason}, no fault"
-    return f"{finding.phase} {finding.step}, {finding.where}: {reason} ({finding.detail})"
+    head = f", KV head {finding.head}" if finding.head is not None else ""
+    return f"{finding.phase} {finding.step}, {finding.where}{head}: {reason} ({finding.detail})"
 
 
 def print_verdict(report: Report, more: Sequence[tuple[str, str]] = (), where: str = "") -> None:
