@@ -28,14 +28,14 @@ from haarkv.validation.faults.base import DRIVES
 from haarkv.validation.faults.layer import LEARNED_KV, LONGEST, common_bugs, coordinate_faults, long_faults, published_faults
 from haarkv.validation.faults.model import block_faults, forward_faults
 from haarkv.validation.faults.states import delta_faults, delta_layers, small_hybrid
-from haarkv.validation.faults.windows import WINDOW_SPEC, window_faults
+from haarkv.validation.faults.windows import WINDOW_SPEC, sliding_faults, window_faults, with_sliding_window
 from haarkv.validation.layers.parts import snapshot
 from haarkv.validation.layers.self_test import Setting, _row, first_layers, self_test
 
 FROZEN = json.loads((Path(__file__).parent / "faults.json").read_text(encoding="utf-8"))
 """By group: layer, stages op by op, stages by whole layers (the first should be named), KV head, and the faults there."""
 TQ4 = KVSpec("tq4")
-LENGTHS = {"window": (90, 40), "long": (LONGEST, 9)}
+LENGTHS = {"window": (90, 40), "long": (LONGEST, 9), "sliding": (LONGEST, 9)}
 SMALL3 = resize_config(SMALL, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=64, hidden_size=32, intermediate_size=48)
 
 
@@ -55,6 +55,7 @@ def groups(dtype, model_name="tiny"):
         "long": (tiny, TQ4, long_faults(tiny, at)),
         "forward": (tiny, TQ4, forward_faults(tiny)),
         "window": (tiny, WINDOW_SPEC, window_faults(tiny, at)),
+        "sliding": (sliding := with_sliding_window(tiny, at), WINDOW_SPEC, sliding_faults(sliding, at)),
         "learned": (tiny, learned_spec, coordinate_faults(tiny, at)),
         "states": (hybrid, TQ4, delta_faults(hybrid, delta_layers(hybrid)[-1])),
         "blocks": (blocks, TQ4, list(block_faults(blocks, 1, "cpu"))),
@@ -126,9 +127,11 @@ def test_names_are_different_and_as_many_as_the_docs_say():
         [*faults_by_group["long"], *faults_by_group["forward"]],
         faults_by_group["learned"],
         faults_by_group["window"],
+        faults_by_group["sliding"],
     )
     counts = re.search(
-        r"(\d+) published bugs, (\d+) other .*?(\d+) in long prompts.*?(\d+) in synthetic learned.*?(\d+) in a tail and sinks",
+        r"(\d+) published bugs, (\d+) other .*?(\d+) in long prompts.*?(\d+) in synthetic learned.*?(\d+) in a tail and sinks"
+        r".*?(\d+) in a sliding",
         (ROOT / "docs/validate.md").read_text(encoding="utf-8"), re.DOTALL,
     )  # fmt: skip
     assert [len(faults) for faults in every] == list(map(int, counts.groups()))
@@ -140,7 +143,7 @@ def test_names_are_different_and_as_many_as_the_docs_say():
 NULLS = {}
 """What honest runs gave, by dtype and group."""
 TOKENS = {"states": (9, 4), "learned": (90, 30), "forward": (40, 30), "blocks": (11, 5), "attention": (90, 30)} | LENGTHS
-STEPS = {"window": 2, "states": 1, "forward": 1, "blocks": 1}
+STEPS = {"window": 2, "sliding": 1, "states": 1, "forward": 1, "blocks": 1}
 
 
 def of_each_kind():

@@ -22,7 +22,15 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation import validate
 from haarkv.validation.faults.base import DRIVES, Layer, table_with
 from haarkv.validation.faults.layer import common_bugs
-from haarkv.validation.faults.windows import WINDOW_SPEC, Parts, merging, window_faults
+from haarkv.validation.faults.windows import (
+    SLIDING_TOKENS,
+    WINDOW_SPEC,
+    Parts,
+    merging,
+    sliding_faults,
+    window_faults,
+    with_sliding_window,
+)
 from haarkv.validation.layers.exercise import HUGE_SCALES, TINY_SCALES, covering_prompts_for
 from haarkv.validation.layers.parts import load, new_cache, snapshot, without_unread
 
@@ -211,3 +219,20 @@ def test_a_short_prompt_says_which_windows_it_did_not_see():
 
 
 # -- As a file ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", [KVSpec("tq4"), WINDOW_SPEC], ids=["packed", "a tail"])
+def test_a_token_that_a_sliding_window_hides_is_loud(spec):
+    """Seen by decode steps alone, it is one of 41 tokens, but it draws all attention."""
+    model = with_sliding_window(make_model(), AT)
+    wrong = next(fault for fault in sliding_faults(model, AT) if fault.name.endswith("too many")).ops["paged_attention"]
+
+    def attend(q, at, softmax_scale):
+        step = len(q) == len(at.batch.seq_lens)
+        return (wrong if step else reference.paged_attention)(q, at, softmax_scale)
+
+    candidate = ReferenceExecutor(model, table_with({"paged_attention": attend}))
+    report = validate_candidate(model, candidate, spec, [random_tokens(CONFIG, SLIDING_TOKENS + 20)])
+    first = report.first_divergence
+    assert (first.phase, first.stage, first.reason) == ("decode", "paged_attention", "fault")
+    assert first.share > 1e9

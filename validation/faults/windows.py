@@ -240,6 +240,52 @@ def _visibility(at: Layer) -> Iterator[Fault]:
         yield _looking(at, "the window of the last KV head is one token short", longer(-1), head=last)
 
 
+# -- Sliding windows -----------------------------------------------------------------------------------------------------
+SLIDING_TOKENS = 40
+"""Length of the sliding window; its ring of two blocks starts over within a prompt of `layer.LONGEST` tokens."""
+
+
+def with_sliding_window(model: DecoderModel, layer: int) -> DecoderModel:
+    """The model with a sliding window in one layer."""
+    layers = list(model.config.layers)
+    layers[layer] = replace(layers[layer], mixer=replace(layers[layer].attention, window=SLIDING_TOKENS))
+    return replace(model, config=replace(model.config, layers=tuple(layers)))
+
+
+def sliding_faults(model: DecoderModel, layer: int) -> list[Fault]:
+    """Every one, in a layer with a sliding window."""
+    at = Layer(model, layer)
+
+    def seeing(window: int | None) -> Wrong:
+        def attend(call: Call) -> Tensor:
+            cache, kv = read_as(call.cache, call.layer), call.at.kv
+            cache.kv[call.layer] = replace(kv, shape=replace(kv.shape, window=window))
+            return call.again(cache=cache)
+
+        return attend
+
+    def moved(move: Callable[[Tensor, Tensor], Tensor]) -> Wrong:
+        """`move`: block of a sequence and of its ring [T] -> another block of the ring."""
+
+        def store(call: Call) -> None:
+            size, ring, batch = call.at.kv.block_size, call.at.kv.ring, call.batch
+            block, offset = batch.slot_mapping // size, batch.slot_mapping % size
+            other_block = move(batch.positions // size, block % ring)
+            call.again(batch=replace(batch, slot_mapping=((block // ring) * ring + other_block) * size + offset))
+
+        return store
+
+    seen = {"one token too many": SLIDING_TOKENS + 1, "one token too few": SLIDING_TOKENS - 1, "all that its ring holds": None}
+    stored = {
+        "a ring never starts over": lambda block, in_ring: block.clamp(max=1),
+        "a ring's blocks are exchanged": lambda block, in_ring: 1 - in_ring,
+    }
+    return [
+        *(at.attending(f"a sliding window shows {name}", seeing(window)) for name, window in seen.items()),
+        *(at.storing(name, "untouched_slots", moved(move)) for name, move in stored.items()),
+    ]
+
+
 # -- Packed tokens and those in BF16 become one softmax ------------------------------------------------------------------
 @dataclass(frozen=True)
 class Parts:

@@ -131,7 +131,7 @@ def new_cache(plan: KVPlan, config: ModelConfig, num_blocks: int, **how: Any) ->
 def read_as(
     cache: PagedKVCache, layer: int, *, formats: tuple[KVFormat, KVFormat] | None = None,
     fields: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None,
-    windows: tuple[ResidualWindow | None, ResidualWindow | None] | None = None,
+    windows: tuple[ResidualWindow | None, ResidualWindow | None] | None = None
 ) -> PagedKVCache:  # fmt: skip
     """A layer of a cache for attention to read, with other formats, fields or windows."""
     kv = cache.kv[layer]
@@ -210,7 +210,7 @@ def poison(cache: PagedKVCache, layer: int, kv: tuple[Tensor, Tensor] | None, ba
 # -- Poison for attention ------------------------------------------------------------------------------------------------
 # A token that lies both packed and in BF16 must be read in one of the two. The other copy is near the right one and shows
 # little when it is read by mistake, so it becomes a key that every query attends to most, with values that are far off;
-# likewise the free slots behind a sequence's end.
+# likewise tokens that a sliding window hides, and the free slots behind a sequence's end.
 _LONGER, _LONGEST = 64.0, 2.0**15
 """Factor of a vector's length, and the most that a length becomes: an FP16 scale holds 65,504."""
 
@@ -220,12 +220,13 @@ def without_unread(
 ) -> Snapshot:
     """A snapshot of a layer, poisoned where no query q [T, Hq, D] of a batch may read, with `lengths` [B] tokens stored.
 
-    These are packed tokens that all queries see in BF16, those in BF16 that none sees there, and the free slots of each last
-    block. K there points to where the queries of its KV head do and is 64 times as long; V is opposite and 64 times as long.
+    These are packed tokens that all queries see in BF16, those in BF16 that none sees there, tokens that the sliding window
+    hides from all, and the free slots of each last block. K there points to where the queries of its KV head do and is 64
+    times as long; V is opposite and 64 times as long.
     """
     windows = dict(zip("kv", cache.kv[layer].windows, strict=True))
     new_fields = {part: {name: tensor.clone() for name, tensor in fields.items()} for part, fields in part_fields.items()}
-    starts, placed_batch = batch.query_start_loc.long(), cache.kv[layer].place(batch)
+    starts, placed_batch, sliding = batch.query_start_loc.long(), cache.kv[layer].place(batch), cache.kv[layer].shape.window
     for row, length in enumerate(lengths.tolist()):
         queries = slice(int(starts[row]), int(starts[row + 1]))
         toward, token = _toward(q[queries].float(), cache.kv[layer].shape.num_kv_heads), torch.arange(length)
@@ -233,10 +234,13 @@ def without_unread(
             window, direction = windows[part.side], toward if part.side == "k" else None
             if part.packed and (free_slots := _free_slots(cache, layer, part, placed_batch, row)) is not None:
                 _drown(part, new_fields[part.name], free_slots[:2], free_slots[2], direction)
-            if window is None or part.name.startswith("sink"):
+            if part.name.startswith("sink") or (window is None and sliding is None):
                 continue
-            unread = _unread(window, batch.positions[queries], token, packed=part.packed)
-            if part.packed:
+            positions = batch.positions[queries]
+            unread = token <= int(positions[0]) - sliding if sliding else torch.zeros(length, dtype=torch.bool)
+            if window is not None:
+                unread |= _unread(window, positions, token, packed=part.packed)
+            if window is None or part.packed:
                 if (ring := cache.kv[layer].ring) is not None:  # where older tokens lay, newer ones do
                     unread &= token >= int(placed_batch.seq_lens[row]) - ring * cache.block_size
                 unit, offset = placed_batch.block_table[row, token // cache.block_size].long(), token % cache.block_size

@@ -15,7 +15,14 @@ from haarkv.validation.faults.base import DRIVES, Fault, Layer, WholeLayers, reo
 from haarkv.validation.faults.layer import LEARNED_KV, LONGEST, common_bugs, coordinate_faults, long_faults, published_faults
 from haarkv.validation.faults.model import BlockFault, block_faults, forward_faults, runner_of_blocks
 from haarkv.validation.faults.states import delta_faults, delta_layers
-from haarkv.validation.faults.windows import WINDOW_SPEC, Parts, merging, window_faults
+from haarkv.validation.faults.windows import (
+    WINDOW_SPEC,
+    Parts,
+    merging,
+    sliding_faults,
+    window_faults,
+    with_sliding_window,
+)
 from haarkv.validation.layers.honest_runs import HonestCache
 from haarkv.validation.layers.report import Mode, Report
 from haarkv.validation.layers.runner import validate
@@ -107,21 +114,25 @@ def self_test(
         both: tuple[Mode, ...] = ("teacher-forced", "free-running")
         merge_ops = Layer(model, layer).instead("paged_attention", merging(Parts.merge))
         window_runs = [_control("none, in two parts (control, a window)", ops=merge_ops), *window_faults(model, layer)[part]]
-        every: list[tuple[Setting, list[Fault]]] = [
+        sliding = with_sliding_window(model, layer)
+        every: list[tuple[DecoderModel, Setting, list[Fault]]] = [
             (
+                model,
                 Setting(KVSpec(kv), prompts, 0, "control" if kv == "tq4" else f"control, {kv}"),
                 [*published_faults(model, layer), *common_bugs(model, layer)[part]],
             ),
             (
+                model,
                 Setting(KVSpec(LEARNED_KV, calibration=learned_calibration), prompts, 0, "control, learned"),
                 coordinate_faults(model, layer),
             ),
-            (Setting(WINDOW_SPEC, cut(_WINDOWED_TOKENS), _WINDOWED_STEPS, "control, a window"), window_runs),
-            (Setting(KVSpec(kv), longer, 0, "control, long"), long_faults(model, layer)[part]),
-            (Setting(KVSpec(kv), cut(_WHOLE_TOKENS), 1, "control, whole forwards", both), forward_faults(model)[part]),
+            (model, Setting(WINDOW_SPEC, cut(_WINDOWED_TOKENS), _WINDOWED_STEPS, "control, a window"), window_runs),
+            (model, Setting(KVSpec(kv), longer, 0, "control, long"), long_faults(model, layer)[part]),
+            (sliding, Setting(WINDOW_SPEC, longer, 1, "control, a sliding window"), sliding_faults(sliding, layer)[part]),
+            (model, Setting(KVSpec(kv), cut(_WHOLE_TOKENS), 1, "control, whole forwards", both), forward_faults(model)[part]),
         ]
-        for setting, faults in every if kv == "tq4" else every[:1]:
-            rows += _run_faults(model, setting, [*_controls(setting), *faults], on_row)
+        for right, setting, faults in every if kv == "tq4" else every[:1]:
+            rows += _run_faults(right, setting, [*_controls(setting), *faults], on_row)
     return rows
 
 
