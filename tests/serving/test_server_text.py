@@ -177,7 +177,7 @@ def test_a_server_in_bf16_has_room_for_fewer_and_is_told_apart(roomy, judge, tmp
     other = judge.judge(PROMPTS, answers)
     report(record_property, "bf16 by the reference in tq4", other)
     assert not other.passes
-    bf16_verdict = Judge("bf16").judge(PROMPTS, answers)
+    bf16_verdict = Judge(KVSpec("bf16")).judge(PROMPTS, answers)
     report(record_property, "bf16 by the reference in bf16", bf16_verdict)
     assert bf16_verdict.passes
 
