@@ -4,8 +4,7 @@ import doctest
 from importlib import import_module
 
 import pytest
-from places import ROOT
-from sources import module_name, sources
+from places import ROOT, module_name, sources
 
 WITH_EXAMPLES = [path for path in sources() if "\n>>> " in path.read_text(encoding="utf-8").replace("    >>> ", ">>> ")]
 

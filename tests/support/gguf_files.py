@@ -103,9 +103,9 @@ def model_entries(config, arch):
         "rope.freq_base": float(rope["full_attention"]["rope_theta"] if "full_attention" in rope else rope["rope_theta"]),
         "rope.dimension_count": head_dim,
     }
-    if config["model_type"] == "qwen3_moe":
+    if experts := config.get("num_experts") or config.get("num_local_experts"):
         entries |= {
-            "expert_count": config.get("num_experts") or config["num_local_experts"],
+            "expert_count": experts,
             "expert_used_count": config["num_experts_per_tok"],
             "expert_feed_forward_length": config["moe_intermediate_size"],
         }
@@ -123,19 +123,8 @@ def model_entries(config, arch):
 
 
 def add(writer, key, value):
-    match value:
-        case bool():
-            writer.add_bool(key, value)
-        case int():
-            writer.add_uint32(key, value)
-        case float():
-            writer.add_float32(key, value)
-        case str():
-            writer.add_string(key, value)
-        case list():
-            writer.add_array(key, value)
-        case _:
-            raise TypeError(key)
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    writer.add_key_value(key, value, gguf.GGUFValueType.UINT32 if whole else gguf.GGUFValueType.get_type(value))
 
 
 def file_tensors(config, tensors, architecture):
@@ -193,12 +182,7 @@ def delta_entries(config, rope, head_dim):
     if more := config.get("mtp_num_hidden_layers"):
         entries |= {"block_count": config["num_hidden_layers"] + more, "nextn_predict_layers": more}
     if "num_experts" in config:
-        entries |= {
-            "expert_count": config["num_experts"],
-            "expert_used_count": config["num_experts_per_tok"],
-            "expert_feed_forward_length": config["moe_intermediate_size"],
-            "expert_shared_feed_forward_length": config["shared_expert_intermediate_size"],
-        }
+        entries["expert_shared_feed_forward_length"] = config["shared_expert_intermediate_size"]
     return entries
 
 

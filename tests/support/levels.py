@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.formats import KVFormat
-from haarkv.tq_ops.formats.base import by_token, vector_lengths
+from haarkv.tq_ops.formats.base import vector_lengths
 
 DRAWS = 32
 
@@ -75,10 +75,3 @@ def compare_stored(
     equal = ~different.any(-1)
     comparison = LevelComparison(different.numel(), int(different.sum()), unexplained)
     return comparison, float(off[equal].max()) if equal.any() else 0.0
-
-
-def compare_tokens(
-    kv_format: KVFormat, layer: int, ours: dict[str, Tensor], theirs: dict[str, Tensor], x: Tensor, noise: float
-) -> tuple[LevelComparison, float]:
-    """`compare_stored` of vectors [T, Hkv, D] and their fields, tokens first."""
-    return compare_stored(kv_format, layer, by_token(ours), by_token(theirs), x.transpose(0, 1), noise)
