@@ -27,12 +27,6 @@ class LevelComparison:
         return 1 - self.different / self.total
 
 
-def relative(ours: Tensor, theirs: Tensor) -> float:
-    """The largest distance of a vector [..., D], relative to its length."""
-    ours, theirs = ours.double().cpu(), theirs.double().cpu()
-    return float(((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max())
-
-
 def compare_levels(
     ours: Tensor, theirs: Tensor, rotated: Tensor, boundaries: Tensor, atol: float, rtol: float = 0.0
 ) -> LevelComparison:

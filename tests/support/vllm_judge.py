@@ -9,11 +9,10 @@ from functools import cache, cached_property
 
 import bounds
 import torch
+from small_models import text_logits
 from vllm_server import Answer
 
-from haarkv.executors.base import verify
 from haarkv.executors.reference import ReferenceExecutor
-from haarkv.models.base import new_cache
 from haarkv.models.catalog import load_model
 from haarkv.models.text import Tokenizer, load_tokenizer
 from haarkv.models.tiny_qwen3.corpus import held_out_texts
@@ -96,13 +95,8 @@ class Judge:
             self._scores[key] = self._score(prompt, answer)
         return self._scores[key]
 
-    @torch.inference_mode()
     def _score(self, prompt: Sequence[int], answer: Answer) -> tuple[list[float], list[float]]:
-        config, fed = self._executor.config, torch.tensor([*prompt, *answer.token_ids[:-1]])
-        cache, paging = new_cache(
-            config, self.spec.plan(config.num_layers), sequences=1, tokens=len(fed), chunk=len(fed)
-        )  # fmt: skip
-        logits = verify(self._executor, fed, paging.batch([paging.add()], [len(fed)]), cache)[len(prompt) - 1 :]
+        logits = text_logits(self._executor, [*prompt, *answer.token_ids[:-1]], self.spec)[len(prompt) - 1 :]
         token_ids, spread = torch.tensor(answer.token_ids), logits.std(-1)
         token_logits = logits.gather(-1, token_ids[:, None])[:, 0]
         logprobs = logits.log_softmax(-1)

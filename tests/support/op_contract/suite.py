@@ -179,61 +179,55 @@ ATTENTION = (
 )
 # For interpreters, too: of each pair what is quick.
 SMALL_ATTENTION = (
-    Attention(CacheCase("tq4", 128, 5, 2, 128, (0, 2, 126, 127, 128, 512), (1, 1, 1, 1, 1, 1)), BF16, small=True),
-    *(Attention(CacheCase("tq4", 128, 1, 1, 8, (30, 0, 9), (5, 11, 1)), dtype, small=True) for dtype in (FP32, BF16)),
-    *(
-        Attention(CacheCase("tq4", 64, 8, 1, 128, (0, 1, 2, 3, 126, 127, 128, 140), (1,) * 8), dtype, small=True)
-        for dtype in (FP32, BF16)
-    ),
-    Attention(CacheCase("tq4", 64, 5, 1, 24, (0, 30), (13, 5)), BF16, small=True),
-    *(Attention(CacheCase("tq4", 256, 2, 1, 128, (128, 0), (1, 1)), dtype, small=True) for dtype in (FP32, BF16)),
-    Attention(CacheCase("tq4", 64, 5, 2, 128, (0, 130), (1, 1), pages=True), BF16, small=True),
-    Attention(CacheCase("tq4", 128, 8, 1, 16, (30, 0), (9, 12)), BF16, small=True),
-    Attention(CacheCase("k=tq2,v=tq3", 128, 8, 1, 128, (20,), (12,)), BF16, small=True),
-    *(Attention(CacheCase("k=tq4,v=tq2", 128, 2, 1, 8, (20, 3), (1, 1)), dtype, small=True) for dtype in (FP32, BF16)),
-    Attention(CacheCase("tq4", 128, 1, 2, 8, (30,), (5,), pages=True), FP32, small=True),
+    CacheCase("tq4", 128, 5, 2, 128, (0, 2, 126, 127, 128, 512), (1, 1, 1, 1, 1, 1)),
+    CacheCase("tq4", 128, 1, 1, 8, (30, 0, 9), (5, 11, 1)),
+    CacheCase("tq4", 64, 8, 1, 128, (0, 1, 2, 3, 126, 127, 128, 140), (1,) * 8),
+    CacheCase("tq4", 64, 5, 1, 24, (0, 30), (13, 5)),
+    CacheCase("tq4", 256, 2, 1, 128, (128, 0), (1, 1)),
+    CacheCase("tq4", 64, 5, 2, 128, (0, 130), (1, 1), pages=True),
+    CacheCase("tq4", 128, 8, 1, 16, (30, 0), (9, 12)),
+    CacheCase("k=tq2,v=tq3", 128, 8, 1, 128, (20,), (12,)),
+    CacheCase("k=tq4,v=tq2", 128, 2, 1, 8, (20, 3), (1, 1)),
+    CacheCase("tq4", 128, 1, 2, 8, (30,), (5,), pages=True),
     # Tails and sinks: contexts shorter than them and longer, one new token and chunks, rings that begin anew.
-    *(
-        Attention(CacheCase("tq4", 64, 5, 2, 16, (0, 3, 4, 12, 60), (1,) * 5, tail=9, sink=4), dtype, small=True)
-        for dtype in (FP32, BF16)
-    ),
-    Attention(CacheCase("k=tq3,v=tq4", 64, 2, 1, 8, (0, 30, 9), (13, 12, 1), tail=4, sink=2), FP32, small=True),
-    Attention(CacheCase("tq4", 64, 8, 1, 16, (40, 0), (9, 3), tail=5), BF16, small=True),
-    Attention(CacheCase("tq4", 64, 8, 1, 128, (35,), (9,), sink=6), BF16, small=True),
-    Attention(CacheCase("tq4", 128, 8, 1, 128, (150, 2), (1, 1), tail=1, sink=40), BF16, small=True),
-    Attention(CacheCase("tq4", 256, 2, 1, 8, (20,), (5,), tail=40, sink=2), BF16, small=True),
+    CacheCase("tq4", 64, 5, 2, 16, (0, 3, 4, 12, 60), (1,) * 5, tail=9, sink=4),
+    CacheCase("k=tq3,v=tq4", 64, 2, 1, 8, (0, 30, 9), (13, 12, 1), tail=4, sink=2),
+    CacheCase("tq4", 64, 8, 1, 16, (40, 0), (9, 3), tail=5),
+    CacheCase("tq4", 64, 8, 1, 128, (35,), (9,), sink=6),
+    CacheCase("tq4", 128, 8, 1, 128, (150, 2), (1, 1), tail=1, sink=40),
+    CacheCase("tq4", 256, 2, 1, 8, (20,), (5,), tail=40, sink=2),
     # Learned keys of each width, chunks and single tokens.
-    Attention(CacheCase("k=lr4,v=tq3", 128, 5, 2, 128, (126, 0), (1, 1)), BF16, small=True),
-    *(Attention(CacheCase("k=lr3,v=tq3", 64, 2, 2, 8, (20, 3), (2, 1)), dtype, small=True) for dtype in (FP32, BF16)),
-    Attention(CacheCase("k=lr3,v=tq4", 64, 2, 2, 16, (7,), (3,), pages=True, tail=4, sink=2), BF16, small=True),
-    Attention(CacheCase("k=lr3,v=tq4", 64, 2, 2, 8, (20, 3), (1, 1), tail=4, sink=2), FP32, small=True),
-    Attention(CacheCase("k=tq4,v=tq3", 64, 2, 2, 8, (20, 3), (2, 1), tail=4, sink=2), FP32, small=True),
-    Attention(CacheCase("k=lr5,v=tq5", 256, 1, 2, 8, (9,), (1,), tail=3), BF16, small=True),
+    CacheCase("k=lr4,v=tq3", 128, 5, 2, 128, (126, 0), (1, 1)),
+    CacheCase("k=lr3,v=tq3", 64, 2, 2, 8, (20, 3), (2, 1)),
+    CacheCase("k=lr3,v=tq4", 64, 2, 2, 16, (7,), (3,), pages=True, tail=4, sink=2),
+    CacheCase("k=lr3,v=tq4", 64, 2, 2, 8, (20, 3), (1, 1), tail=4, sink=2),
+    CacheCase("k=tq4,v=tq3", 64, 2, 2, 8, (20, 3), (2, 1), tail=4, sink=2),
+    CacheCase("k=lr5,v=tq5", 256, 1, 2, 8, (9,), (1,), tail=3),
     # Across the border of a stretch: single tokens, a chunk that begins before it, and beside a tail and sinks.
-    Attention(CacheCase("k=lr4,v=tq3", 64, 2, 2, 128, (1100, 3), (1, 1)), BF16, small=True),
-    Attention(CacheCase("k=lr4,v=tq3", 64, 2, 2, 16, (1022,), (4,)), FP32, small=True),
-    Attention(CacheCase("k=lr3,v=tq4", 64, 2, 1, 16, (1040,), (1,), tail=9, sink=3), BF16, small=True),
+    CacheCase("k=lr4,v=tq3", 64, 2, 2, 128, (1100, 3), (1, 1)),
+    CacheCase("k=lr4,v=tq3", 64, 2, 2, 16, (1022,), (4,)),
+    CacheCase("k=lr3,v=tq4", 64, 2, 1, 16, (1040,), (1,), tail=9, sink=3),
     # Two borders behind one token, in blocks that do not divide a stretch; chunks on both sides, few columns and many.
-    Attention(CacheCase("k=lr4,v=tq4", 64, 2, 1, 128, (2600,), (1,)), BF16, small=True),
-    Attention(CacheCase("k=lr3,v=tq3", 64, 2, 2, 24, (2060, 3), (1, 1), tail=9, sink=4), FP32, small=True),
-    Attention(CacheCase("k=lr4,v=tq4", 64, 2, 1, 16, (1022, 30), (5, 1)), BF16, small=True),
-    Attention(CacheCase("k=lr5,v=tq2", 64, 8, 1, 128, (1020,), (8,)), FP32, small=True),
+    CacheCase("k=lr4,v=tq4", 64, 2, 1, 128, (2600,), (1,)),
+    CacheCase("k=lr3,v=tq3", 64, 2, 2, 24, (2060, 3), (1, 1), tail=9, sink=4),
+    CacheCase("k=lr4,v=tq4", 64, 2, 1, 16, (1022, 30), (5, 1)),
+    CacheCase("k=lr5,v=tq2", 64, 8, 1, 128, (1020,), (8,)),
     # Windows that begin before a border and behind it, whose first tile is not a stretch's first.
-    Attention(CacheCase("k=lr4,v=tq4", 64, 2, 1, 16, (1030, 3), (1, 1), window=40), FP32, small=True),
-    Attention(CacheCase("k=lr4,v=tq4", 64, 2, 1, 16, (1080, 1030), (3, 2), tail=8, window=40), BF16, small=True),
+    CacheCase("k=lr4,v=tq4", 64, 2, 1, 16, (1030, 3), (1, 1), window=40),
+    CacheCase("k=lr4,v=tq4", 64, 2, 1, 16, (1080, 1030), (3, 2), tail=8, window=40),
     # Sequences shorter than a window and longer, rings that began anew; one new token, some, and many columns.
-    Attention(CacheCase("tq4", 64, 2, 1, 8, (60, 3), (1, 1), window=20), FP32, small=True),
-    Attention(CacheCase("tq4", 64, 2, 2, 8, (60, 3, 300), (4, 2, 1), window=20), BF16, small=True),
-    Attention(CacheCase("tq4", 64, 8, 1, 8, (60, 3), (8, 1), window=20), FP32, small=True),
-    Attention(CacheCase("tq4", 64, 2, 1, 8, (70, 0), (1, 1), window=1), BF16, small=True),
+    CacheCase("tq4", 64, 2, 1, 8, (60, 3), (1, 1), window=20),
+    CacheCase("tq4", 64, 2, 2, 8, (60, 3, 300), (4, 2, 1), window=20),
+    CacheCase("tq4", 64, 8, 1, 8, (60, 3), (8, 1), window=20),
+    CacheCase("tq4", 64, 2, 1, 8, (70, 0), (1, 1), window=1),
     # A window that begins within a block, in blocks of several tiles; over all blocks of another owner; of Gemma's shape.
-    Attention(CacheCase("tq3", 64, 2, 1, 128, (300, 130), (1, 1), window=140), FP32, small=True),
-    Attention(CacheCase("tq4", 64, 2, 1, 8, (60, 3), (4, 2), pages=True, window=20), BF16, small=True),
-    Attention(CacheCase("tq4", 256, 4, 1, 128, (600, 3), (1, 1), window=512), BF16, small=True),
+    CacheCase("tq3", 64, 2, 1, 128, (300, 130), (1, 1), window=140),
+    CacheCase("tq4", 64, 2, 1, 8, (60, 3), (4, 2), pages=True, window=20),
+    CacheCase("tq4", 256, 4, 1, 128, (600, 3), (1, 1), window=512),
     # A tail within a window, one beyond it, and sinks that it has left.
-    Attention(CacheCase("tq4", 64, 2, 1, 8, (60, 3), (1, 1), tail=5, sink=2, window=20), FP32, small=True),
-    Attention(CacheCase("tq4", 64, 2, 1, 8, (60, 30), (4, 2), tail=5, sink=2, window=20), BF16, small=True),
-    Attention(CacheCase("k=lr3,v=tq4", 64, 2, 2, 16, (60, 30), (4, 1), tail=25, sink=2, window=20), FP32, small=True),
+    CacheCase("tq4", 64, 2, 1, 8, (60, 3), (1, 1), tail=5, sink=2, window=20),
+    CacheCase("tq4", 64, 2, 1, 8, (60, 30), (4, 2), tail=5, sink=2, window=20),
+    CacheCase("k=lr3,v=tq4", 64, 2, 2, 16, (60, 30), (4, 1), tail=25, sink=2, window=20),
 )
 STORES = (
     CacheCase("tq4", 64, 1, 3, 8, (0, 0), (11, 4)),
@@ -289,7 +283,8 @@ def named_cases() -> Iterator[OpCase]:
     yield from (Store(cache_case, small=True) for cache_case in SMALL_STORES)
     for cache_case in ATTENTION:
         yield from (Attention(cache_case, dtype) for dtype in (FP32, BF16))
-    yield from SMALL_ATTENTION
+    for cache_case in SMALL_ATTENTION:
+        yield from (Attention(cache_case, dtype, small=True) for dtype in (FP32, BF16))
     yield from DELTAS
 
 
