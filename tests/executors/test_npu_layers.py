@@ -12,7 +12,7 @@ import pytest
 import torch
 from npu_layers import CONFIG, CONFIGS, WINDOW, error_of_layer, learned_spec
 from npu_programs import needs_pypto, with_pypto
-from planted_programs import IN_STEPS, NOT_SHRUNK, PlantedSteps
+from planted_programs import IN_STEPS, NOT_SHRUNK, FaultyProgram
 from small_models import random_tokens, resize_config, small_model
 
 from haarkv.executors import catalog
@@ -157,7 +157,7 @@ def test_a_bring_up_finds_a_fault_of_a_step_in_a_decode_over_two(name, monkeypat
     call = SimRunner.call
 
     def faulty_call(self, program, tensors):
-        wrong = PlantedSteps.with_fault(program, *IN_STEPS[name]) if isinstance(program, LayerProgram) else program
+        wrong = FaultyProgram.with_fault(program, *IN_STEPS[name]) if isinstance(program, LayerProgram) else program
         call(self, wrong, tensors)
 
     monkeypatch.setattr(SimRunner, "call", faulty_call)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -123,7 +124,7 @@ class Worker:
             metadata: of the forward; formats that store keys by their positions look there.
         """
         layer = SimpleNamespace(layer_name=self.name(index))
-        with in_forward(self.name(index), metadata):
+        with in_forward({self.name(index): metadata}):
             self.impls[index].do_kv_cache_update(layer, k, v, self.views[index], slots)
 
     def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, metadata: object) -> Tensor:
@@ -133,11 +134,12 @@ class Worker:
         return out
 
 
-def in_forward(name: str, metadata: object) -> AbstractContextManager[None]:
-    """What vLLM's worker says of a forward while a layer runs."""
-    layers = {name: SimpleNamespace(kv_cache=None)}
-    forward = SimpleNamespace(attn_metadata={name: metadata}, no_compile_layers=layers, slot_mapping={})
-    return override_forward_context(forward)
+def in_forward(metadata: Mapping[str, object], slots: Mapping[str, Tensor] | None = None) -> AbstractContextManager[None]:
+    """What vLLM's worker says of a forward while layers run, by their names."""
+    layers = dict.fromkeys(metadata, SimpleNamespace(kv_cache=None))
+    return override_forward_context(
+        SimpleNamespace(attn_metadata=metadata, no_compile_layers=layers, slot_mapping=slots or {})
+    )  # fmt: skip
 
 
 def vllm_metadata(batch: Batch, padding: int = 0) -> CommonAttentionMetadata:
