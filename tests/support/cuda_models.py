@@ -66,12 +66,12 @@ def hybrid(dtype: torch.dtype) -> DecoderModel:
     return DecoderModel.from_weights(model.config.for_drafts(2), model.weights)
 
 
-def blocks_model(*kinds: str, size: int = 64) -> DecoderModel:
+def blocks_model(*kinds: str, size: int = 64, dtype: torch.dtype = BF16) -> DecoderModel:
     """A layer whose projections are in GGUF blocks of these types in turn."""
     config = small_config(
         num_layers=1, num_heads=2, num_kv_heads=1, head_dim=64, hidden_size=size, intermediate_size=size
     )  # fmt: skip
-    return in_blocks(small_model(config, dtype=BF16), kinds)
+    return in_blocks(small_model(config, dtype=dtype), kinds)
 
 
 MODELS: dict[str, Callable[..., DecoderModel]] = {

@@ -253,9 +253,8 @@ def plain_bytes(**entries):
     """The vocabulary of `checkpoints.byte_tokenizer`, one of its bytes given up for the one merge that a file must have."""
     tokens = [token for token, _ in sorted(byte_tokenizer().get_vocab().items(), key=lambda item: item[1])]
     tokens[1] = "ab"
-    fields = {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "token_type": [1] * len(tokens), "merges": ["a b"]}
-    fields["eos_token_id"] = len(tokens) - 1
-    return {f"tokenizer.ggml.{key}": value for key, value in fields.items()} | entries
+    kinds = [NORMAL] * len(tokens)
+    return byte_vocabulary(merges=["a b"], tokens=tokens, token_type=kinds, eos_token_id=len(tokens) - 1) | entries
 
 
 def pieces(words=("▁", "a", "b", "c", "bc", "ab", "ca", "▁a", "bca"), user_tokens=("\n\n", "  "), **entries):
