@@ -10,13 +10,10 @@ from fnmatch import fnmatch
 from importlib.util import find_spec
 
 import pytest
-import torch
 from places import ORDER, ROOT, module_name, sources
 
-from haarkv.executors import catalog
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cpu.ops import CpuOps
-from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OP_NAMES, OpTable
 
 # A room may use those before it; these three stand beside each other and use none of each other.
@@ -188,20 +185,3 @@ def test_everything_imports_without_the_extras():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("name", catalog.NAMES)
-def test_every_named_executor_can_be_made(name):
-    from haarkv.models.catalog import load_model
-    from haarkv.tq_ops.npu.sim.simulator import unavailable
-
-    if name == "npu" and (reason := unavailable()):
-        pytest.skip(reason)
-    if name == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no NVIDIA GPU")
-    if name == "onnx":
-        pytest.importorskip("onnxruntime", reason="needs the onnx extra")
-    model = load_model("tiny", catalog.info(name).dtype)
-    executor = catalog.create(name, model, KVSpec("tq4").plan(model.config.num_layers))
-    assert executor.name == name
-    assert executor.config == model.config

@@ -5,7 +5,6 @@ import torch
 
 from haarkv.codebooks import cubic
 from haarkv.codebooks.learned import EIGHTHS, expected_cost, learn, tempered_metric
-from haarkv.codebooks.tables import gaussian_centroids
 
 
 def random_moment(dim, seed, heads=2, spread=3.0):
@@ -175,9 +174,3 @@ def test_no_cubic_beside_leaves_less(bits):
         assert left(by_formula(bits, a * more, b)) > loss
         if bits > 1:
             assert left(by_formula(bits, a, b * (1 + 4 * (more - 1)))) > loss
-
-
-@pytest.mark.parametrize(("bits", "more"), [(1, 1e-4), (2, 1e-4), (3, 0.003), (4, 0.021), (5, 0.06), (6, 0.12)])
-def test_lloyd_max_levels_leave_little_less(bits, more):
-    exact = left(gaussian_centroids(bits))
-    assert exact * (1 - 1e-4) <= cubic.ERRORS[bits] <= exact * (1 + more)
