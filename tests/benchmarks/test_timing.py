@@ -19,7 +19,7 @@ class Device:
     """A device as torch-npu shows it: a queue that runs beside the host, with a clock of its own in milliseconds."""
 
     def __init__(self):
-        self.now, self.synchronized, self.current = 0.0, 0, None
+        self.now, self.current = 0.0, None
 
     def queue(self, ms):
         self.now += ms
@@ -38,11 +38,8 @@ class Device:
         yield
         self.current = None
 
-    def synchronize(self, _):
-        self.synchronized += 1
-
     def module(self):
-        return SimpleNamespace(Event=self.event, device=self.device, synchronize=self.synchronize)
+        return SimpleNamespace(Event=self.event, device=self.device)
 
 
 NPU = SimpleNamespace(type="npu", index=0)
