@@ -10,14 +10,10 @@ from fnmatch import fnmatch
 from importlib.util import find_spec
 
 import pytest
-import torch
-from places import ROOT
-from sources import ORDER, module_name, sources
+from places import ORDER, ROOT, module_name, sources
 
-from haarkv.executors import catalog
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cpu.ops import CpuOps
-from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OP_NAMES, OpTable
 
 # A room may use those before it; these three stand beside each other and use none of each other.
@@ -39,16 +35,18 @@ if find_spec("triton"):
     TABLES.append(cuda_ops)
 
 
-def imported_rooms(path):
-    """Top-level names that a file imports, wherever in it."""
+def modules_imported(path):
+    """Full names of modules that a file imports, wherever in it, and of what it takes from them: modules as well."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (module_room(alias.name) for alias in node.names)
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute"
-            yield module_room(node.module)
-            if node.module == "haarkv":
-                yield from (module_room(f"haarkv.{alias.name}") for alias in node.names)
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def imported_rooms(path):
+    return {module_room(module) for module in modules_imported(path)}
 
 
 def module_room(module):
@@ -74,7 +72,7 @@ def wrong_imports(place, names):
 
 
 def test_imports_go_one_way():
-    names = {path.relative_to(ROOT).as_posix(): set(imported_rooms(path)) for path in sources()}
+    names = {path.relative_to(ROOT).as_posix(): imported_rooms(path) for path in sources()}
     wrong = {place: wrong_imports(place, imports) for place, imports in names.items()}
     assert len(wrong) > 200
     assert {place: imports for place, imports in wrong.items() if imports} == {}
@@ -90,15 +88,6 @@ def test_an_import_the_other_way_would_be_seen():
 def of_a_family(name):
     """Whether a name is of what single model families know of themselves: all of `models.families` but their list."""
     return re.fullmatch(r"haarkv\.models\.families(\.(?!FAMILIES$)\w+)?", name) is not None
-
-
-def modules_imported(path):
-    """Full names of modules that a file imports, and of what it takes from them, which may be modules as well."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def test_only_models_know_a_family():
@@ -167,7 +156,7 @@ def test_mypy_leaves_out_kernel_files_only():
         files = [p for p in sources() if fnmatch(module_name(p), module) and p.name != "__init__.py"]
         assert files, module
         for path in files:
-            assert {"triton", "pypto"} & set(imported_rooms(path)), path
+            assert {"triton", "pypto"} & imported_rooms(path), path
 
 
 def test_a_commit_is_checked_by_what_lint_runs():
@@ -184,7 +173,7 @@ def test_everything_imports_without_the_extras():
         module_name(p)
         for p in sources()
         if p.name != "__main__.py"
-        and not set(imported_rooms(p)) & {"triton", "pypto", "transformers", "vllm"}
+        and not imported_rooms(p) & {"triton", "pypto", "transformers", "vllm"}
         and not (p.parent.name == "cuda" and any(name in p.read_text(encoding="utf-8") for name in kernels))
         and not p.relative_to(ROOT).as_posix().startswith(tuple(ONLY_IN["onnx"]))
     ]
@@ -196,20 +185,3 @@ def test_everything_imports_without_the_extras():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("name", catalog.NAMES)
-def test_every_named_executor_can_be_made(name):
-    from haarkv.models.catalog import load_model
-    from haarkv.tq_ops.npu.sim.simulator import unavailable
-
-    if name == "npu" and (reason := unavailable()):
-        pytest.skip(reason)
-    if name == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no NVIDIA GPU")
-    if name == "onnx":
-        pytest.importorskip("onnxruntime", reason="needs the onnx extra")
-    model = load_model("tiny", catalog.info(name).dtype)
-    executor = catalog.create(name, model, KVSpec("tq4").plan(model.config.num_layers))
-    assert executor.name == name
-    assert executor.config == model.config

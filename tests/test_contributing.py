@@ -7,8 +7,7 @@ from fnmatch import fnmatch
 from functools import cache
 
 import pytest
-from places import ROOT
-from sources import sources
+from places import ROOT, sources
 
 from haarkv.executors import catalog
 from haarkv.models.families import FAMILIES

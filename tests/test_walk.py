@@ -1,12 +1,14 @@
-"""The documentation runs: every Python block, every link and anchor, every command's name and options."""
+"""The documentation runs: every Python block, link and anchor, every command's name and options, examples in docstrings."""
 
+import doctest
 import re
 import shlex
+from importlib import import_module
 from importlib.util import find_spec
 
 import click
 import pytest
-from places import ROOT
+from places import ROOT, module_name, sources
 
 from tq.cli import cli
 
@@ -96,3 +98,19 @@ def test_every_module_that_a_page_runs_exists(page):
     for words in command_lines(page):
         if words[:2] == ["python", "-m"] and words[2].startswith("haarkv"):
             assert find_spec(words[2]), f"{page.name}: {shlex.join(words)}"
+
+
+# -- Docstrings -------------------------------------------------------------------------------------------------------------
+WITH_EXAMPLES = [path for path in sources() if "\n>>> " in path.read_text(encoding="utf-8").replace("    >>> ", ">>> ")]
+
+
+@pytest.mark.parametrize("path", WITH_EXAMPLES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_examples_run(path):
+    result = doctest.testmod(import_module(module_name(path)))
+    assert result.attempted
+    assert not result.failed
+
+
+@pytest.mark.parametrize("path", ["tq/__init__.py", "tq_ops/formats/__init__.py", "tq_ops/kv/plan.py", "tq_ops/kv/batch.py"])
+def test_the_first_pages_of_the_project_have_examples(path):
+    assert ROOT / path in WITH_EXAMPLES

@@ -5,7 +5,6 @@ import torch
 
 from haarkv.codebooks import cubic
 from haarkv.codebooks.learned import EIGHTHS, expected_cost, learn, tempered_metric
-from haarkv.codebooks.tables import gaussian_centroids
 
 
 def random_moment(dim, seed, heads=2, spread=3.0):
@@ -35,12 +34,10 @@ def test_coordinates_are_uncorrelated_and_their_errors_cost_their_weights():
         costs / costs.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None] * 8, torch.diag_embed(weights), atol=0.05
     )
     assert (forward @ inverse - torch.eye(8).double()).abs().max() < 0.05
-
-
-def test_weights_descend_and_sum_to_the_head_dim():
-    _, _, basis = learned()
     assert (basis.weights.diff(dim=1) <= 0).all()
     assert torch.allclose(basis.weights.sum(1), torch.full((2,), 8.0))
+    for matrix in (basis.forward, basis.back):
+        assert torch.equal(matrix, matrix.bfloat16().float())
 
 
 def test_no_other_subspace_costs_less():
@@ -82,18 +79,12 @@ def test_the_scale_of_a_channel_changes_nothing_but_the_matrices():
         assert torch.allclose(scaled_x, plain * factor, atol=0.03 * float(scaled_x.abs().max()))
 
 
-def test_matrices_are_bf16_numbers():
-    _, _, basis = learned(16)
-    for matrix in (basis.forward, basis.back):
-        assert torch.equal(matrix, matrix.bfloat16().float())
-
-
 def test_a_head_without_any_vectors_has_coordinates():
     """A dead head must not stop a calibration."""
-    basis = learn(random_moment(8, 1), torch.zeros(2, 8, 8).double(), torch.zeros(2, 8))
-    assert all(torch.isfinite(part).all() for part in (basis.forward, basis.back, basis.weights))
-    basis = learn(torch.zeros(2, 8, 8).double(), random_moment(8, 1), torch.zeros(2, 8))
-    assert all(torch.isfinite(part).all() for part in (basis.forward, basis.back, basis.weights))
+    nothing = torch.zeros(2, 8, 8).double()
+    for metric, spread in ((random_moment(8, 1), nothing), (nothing, random_moment(8, 1))):
+        basis = learn(metric, spread, torch.zeros(2, 8))
+        assert all(torch.isfinite(part).all() for part in (basis.forward, basis.back, basis.weights))
 
 
 def test_channels_that_no_query_reads_come_back_as_the_mean():
@@ -183,17 +174,3 @@ def test_no_cubic_beside_leaves_less(bits):
         assert left(by_formula(bits, a * more, b)) > loss
         if bits > 1:
             assert left(by_formula(bits, a, b * (1 + 4 * (more - 1)))) > loss
-
-
-@pytest.mark.parametrize(("bits", "more"), [(1, 1e-4), (2, 1e-4), (3, 0.003), (4, 0.021), (5, 0.06), (6, 0.12)])
-def test_lloyd_max_levels_leave_little_less(bits, more):
-    exact = left(gaussian_centroids(bits))
-    assert exact * (1 - 1e-4) <= cubic.ERRORS[bits] <= exact * (1 + more)
-
-
-@pytest.mark.parametrize("bits", cubic.WIDTHS)
-def test_tables_ascend_and_are_odd(bits):
-    table = cubic.centroids(bits)
-    assert (table.diff() > 0).all()
-    assert torch.equal(table, -table.flip(0))
-    assert torch.equal(cubic.boundaries(bits), ((table[1:].double() + table[:-1].double()) / 2).float())

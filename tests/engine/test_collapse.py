@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from planted import dead_head, key_biases, outlier_channels, run, save_tiny, text, tiny, tiny_qwen2, token_ids
+from planted import dead_head, key_biases, outlier_channels, run, save_tiny, text, tiny, token_ids
 
 from haarkv.engine import collapse
 from haarkv.engine.loading import load
@@ -22,10 +22,10 @@ def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("planted")
     models = {
         "even": tiny(),
-        "outliers": outlier_channels(tiny(), 30),
-        "far_outliers": outlier_channels(tiny(), 100),
-        "biases": key_biases(tiny_qwen2(), 800, (1, 4)),
-        "huge_biases": key_biases(tiny_qwen2(), 3000, (1, 4)),
+        "outliers": outlier_channels(30),
+        "far_outliers": outlier_channels(100),
+        "biases": key_biases(800, (1, 4)),
+        "huge_biases": key_biases(3000, (1, 4)),
         "dead_head": dead_head(tiny()),
     }
     return {name: save_tiny(model, root / name) for name, model in models.items()}
@@ -116,7 +116,7 @@ class TestSession:
 
 class TestLoss:
     def test_expected_is_near_what_the_first_tokens_show(self):
-        model, plan = outlier_channels(tiny(), 100), KVSpec("tq4").plan(6)
+        model, plan = outlier_channels(100), KVSpec("tq4").plan(6)
         moments = balance(model, lambda *_: False).moments
         expected = {
             (loss.layer, loss.side): loss.amount

@@ -9,7 +9,8 @@ import bounds
 import pytest
 import torch
 from cuda_caches import DEVICE, attention_bound, check_stored, everything_in, on_device
-from op_tables import LAYER, Case, bf16_windows, filled, relative
+from op_contract.caches import bf16_windows
+from op_tables import LAYER, Case, filled, relative
 from small_models import small_model
 
 from haarkv.models import fused

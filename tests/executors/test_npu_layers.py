@@ -10,9 +10,9 @@ from itertools import product
 
 import pytest
 import torch
-from npu_layers import CONFIG, CONFIGS, LAYER_CASES, WINDOW, check_layer, error_of_layer, learned_spec
+from npu_layers import CONFIG, CONFIGS, WINDOW, error_of_layer, learned_spec
 from npu_programs import needs_pypto, with_pypto
-from planted_programs import IN_STEPS, NOT_SHRUNK, PlantedSteps
+from planted_programs import IN_STEPS, NOT_SHRUNK, FaultyProgram
 from small_models import random_tokens, resize_config, small_model
 
 from haarkv.executors import catalog
@@ -31,6 +31,14 @@ from haarkv.validation.layers.runner import validate
 
 # New and stored tokens. Of the longest sequence a windowed layer skips two steps of keys.
 DECODE, PREFILL = ([1, 1, 1], [299, 0, 640]), ([33, 5], [250, 0])
+LAYER_CASES = {
+    "decode, GQA 5": ((10, 2), *DECODE),
+    "decode, GQA 1": ((3, 3), [1, 1], [127, 128]),
+    "decode, GQA 8": ((8, 1), [1], [4]),
+    "prefill after a stored prefix, GQA 5": ((10, 2), *PREFILL),
+    "prefill over two tiles, GQA 2": ((4, 2), [130], [3]),
+}
+"""Heads of queries and of keys, and tokens."""
 # Sequences of 1,023, 1,024 and 1,025 tokens and a short one; later steps of 2,048 keys, the second of two stretches and of
 # one; prompts that cross a border within a unit, stand at one, and end before one.
 AT_A_BORDER, ACROSS_A_BORDER = ([1, 1, 1, 1], [1022, 1023, 1024, 5]), ([40, 3, 2], [1000, 1024, 7])
@@ -106,7 +114,9 @@ ROWS = [
 @with_pypto
 @pytest.mark.parametrize(("config", "case", "kv", "layers", "options"), ROWS)
 def test_a_layer_stores_the_reference_bytes_and_adds_what_it_adds(config, case, kv, layers, options):
-    check_layer(None, *case, make_spec(config, kv, **options), layers, config)
+    error, wrong = error_of_layer(*case, make_spec(config, kv, **options), layers, config)
+    assert not wrong
+    assert error < NPU_LAYER_ADDED
 
 
 # -- Parts left out ----------------------------------------------------------------------------------------------------------
@@ -135,7 +145,7 @@ SHORT = ("biases left out", "a window one longer")
 @pytest.mark.parametrize("fault", [pytest.param(f, marks=() if f in SHORT else pytest.mark.npu_long) for f in FAULTS])
 def test_a_part_that_is_left_out_or_anothers_is_seen(fault):
     name, plant = FAULTS[fault]
-    error, _ = error_of_layer(None, *DECODE, KVSpec("tq4"), WINDOWED, CONFIGS[name], plant)
+    error, _ = error_of_layer(*DECODE, KVSpec("tq4"), WINDOWED, CONFIGS[name], plant)
     print(f"{fault}: {error:.1e}")
     assert error > 2 * NPU_LAYER_ADDED
 
@@ -147,7 +157,7 @@ def test_a_bring_up_finds_a_fault_of_a_step_in_a_decode_over_two(name, monkeypat
     call = SimRunner.call
 
     def faulty_call(self, program, tensors):
-        wrong = PlantedSteps.with_fault(program, *IN_STEPS[name]) if isinstance(program, LayerProgram) else program
+        wrong = FaultyProgram.with_fault(program, *IN_STEPS[name]) if isinstance(program, LayerProgram) else program
         call(self, wrong, tensors)
 
     monkeypatch.setattr(SimRunner, "call", faulty_call)

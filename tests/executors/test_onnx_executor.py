@@ -7,8 +7,9 @@ import pytest
 import torch
 from at_length import MORE, pairwise_cases, rest
 from block_weights import in_blocks, random_blocks
-from onnx_graphs import CONFIG, small_model
-from small_models import CONFIGS, cache_tensors, decode, new_cache, new_paging, prefill, random_tokens, resize_config
+from op_contract.caches import cache_tensors
+from small_models import CONFIGS, decode, new_cache, new_paging, prefill, random_tokens, resize_config, small_model
+from small_models import SMALL as CONFIG
 
 from haarkv.codebooks import haar_rotation
 from haarkv.executors import catalog
@@ -23,6 +24,7 @@ from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.weight import dense
 from haarkv.validation.layers.runner import validate
 
+pytest.importorskip("onnxruntime", reason="needs the onnx extra")
 TQ4 = formats.get("tq4")
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from planted import dead_head, key_biases, outlier_channels, run, save_tiny, tiny, tiny_qwen2, token_ids
+from planted import dead_head, key_biases, outlier_channels, run, save_tiny, tiny, token_ids
 from small_models import CONFIGS, resize_config, small_model
 
 from haarkv.codebooks.balance import channel_scales, error_ratio
@@ -80,18 +80,18 @@ class TestModel:
 
     @pytest.mark.parametrize("factor", [30, 100])
     def test_a_planted_model_becomes_even_again(self, factor):
-        result = balance(outlier_channels(tiny(), factor))
+        result = balance(outlier_channels(factor))
         assert {(entry.layer, entry.side) for entry in result.uneven} == {(layer, side) for layer in range(6) for side in "KV"}
         assert balance(result.model).uneven == ()
 
     def test_a_tenth_of_the_error_is_the_least_that_counts(self):
-        assert balance(outlier_channels(tiny(), 1.5)).uneven == ()
-        assert balance(outlier_channels(tiny(), 3)).uneven
+        assert balance(outlier_channels(1.5)).uneven == ()
+        assert balance(outlier_channels(3)).uneven
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("name", ["norms", "biases"])
     def test_it_computes_the_same_bits(self, name, dtype):
-        base = outlier_channels(tiny(), 30) if name == "norms" else key_biases(tiny_qwen2(), 50, (1, 4))
+        base = outlier_channels(30) if name == "norms" else key_biases(50, (1, 4))
         weights = replace(
             base.weights, layers=tuple(x.map(lambda _, t: t.to(dtype)) for x in base.weights.layers),
             embedding=base.weights.embedding.to(dtype), lm_head=base.weights.lm_head.to(dtype),
@@ -141,21 +141,21 @@ class TestModel:
                 assert torch.allclose(now.size, expected.size, rtol=1e-4)
 
     def test_only_what_is_wanted(self):
-        result = balance(outlier_channels(tiny(), 30), lambda layer, side: side == "V" and layer > 2)
+        result = balance(outlier_channels(30), lambda layer, side: side == "V" and layer > 2)
         assert [(entry.layer, entry.side) for entry in result.uneven] == [(3, "V"), (4, "V"), (5, "V")]
-        assert changed_fields(outlier_channels(tiny(), 30), result.model) == {"v_proj", "o_proj"}
+        assert changed_fields(outlier_channels(30), result.model) == {"v_proj", "o_proj"}
 
     def test_a_dead_head_changes_nothing_for_the_others(self):
-        result = balance(dead_head(outlier_channels(tiny(), 30)))
+        result = balance(dead_head(outlier_channels(30)))
         assert all(torch.isfinite(x).all() for layer in result.model.weights.layers for _, _, x in layer.named_tensors())
-        whole = balance(outlier_channels(tiny(), 30))
+        whole = balance(outlier_channels(30))
         dim = tiny().config.heads.head_dim
         for ours, theirs in zip(result.model.weights.layers, whole.model.weights.layers, strict=True):
             assert torch.equal(ours["v_proj"][dim:], theirs["v_proj"][dim:])
 
 
 def test_what_is_said_of_it():
-    result = balance(outlier_channels(tiny(), 30), lambda layer, side: (layer, side) != (3, "K"))
+    result = balance(outlier_channels(30), lambda layer, side: (layer, side) != (3, "K"))
     message = describe(result.uneven)
     assert "K of layers 0 to 2, 4 and 5" in message
     assert "V of layers 0 to 5" in message
@@ -164,7 +164,7 @@ def test_what_is_said_of_it():
 
 @pytest.mark.parametrize("name", ["norms", "biases"])
 def test_a_checkpoint_says_the_same_as_the_model_that_was_loaded_from_it(tmp_path, name):
-    model = outlier_channels(tiny(), 30) if name == "norms" else key_biases(tiny_qwen2(), 100, (1,))
+    model = outlier_channels(30) if name == "norms" else key_biases(100, (1,))
     folder = save_tiny(model, tmp_path / "m")
     file_moments, config = checkpoint_moments(folder), model.config
     assert len(file_moments) == config.num_layers

@@ -165,7 +165,7 @@ def test_vllm_lays_out_layers_of_different_pages_without_padding_and_each_reads_
         inputs = {index: qkv(len(batch.positions), 10 * step + index) for index in caches}
         for index, name in enumerate(names):
             _, k, v = inputs[index]
-            with in_forward(name, metadata):
+            with in_forward({name: metadata}):
                 layers[name].impl.do_kv_cache_update(SimpleNamespace(layer_name=name), k, v, views[name], batch.slot_mapping)
             ops.store_kv(k, v, caches[index].view(index, batch))
         for index, name in enumerate(names):  # once all are stored

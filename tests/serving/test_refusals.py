@@ -215,7 +215,7 @@ def test_a_builder_makes_batches_and_refuses_what_was_changed_behind_its_back(tm
 
 @pytest.mark.vllm_short
 def test_uneven_channels_are_balanced_or_refused_by_the_weights(tmp_path):
-    uneven = outlier_channels(load_model("tiny"), 100)
+    uneven = outlier_channels(100)
     folder = save_tiny(uneven, tmp_path / "model")
 
     def config(**options: object) -> VllmConfig:

@@ -6,16 +6,22 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
 
 import pytest
-from learned_tiny import write_plan
+import torch
 from vllm_judge import Judge, Verdict, prompts, tokenizer
 from vllm_server import CACHE_BYTES, Answer, Server, serving
 
 from haarkv.models.catalog import TINY, read_config
-from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.plan_file import load
+from haarkv.models.tiny_qwen3.corpus import train_texts
+from haarkv.tq_ops import formats
+from haarkv.tq_ops.kv import calibration_file, plan_file
+from haarkv.tq_ops.kv.calibration_file import CalibrationFile
+from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
+from haarkv.validation.planning.calibrate import load_subject
 
 pytestmark = pytest.mark.vllm_server
 
@@ -81,6 +87,23 @@ VARIANTS = {
 }
 
 
+@cache
+def tiny_calibration() -> CalibrationFile:
+    """From 384 tokens of each of eight training files; in some seconds. It is no calibration to measure fidelity with."""
+    subject = load_subject("tiny", executor="cpu", dtype="bfloat16")
+    texts = [text for text in train_texts() if len(text) > 8 * 384][::40][:8]
+    windows = [torch.tensor(subject.tokenizer.encode(text[: 8 * 384])[:384]) for text in texts]
+    return subject.calibration_file(subject.learn(windows, []), {})
+
+
+def write_plan(path: Path, variant: Variant) -> Path:
+    """A plan of a variant's formats, layer by layer, with its calibration in one file, as `tq plan` would write it."""
+    file = tiny_calibration()
+    plan = KVPlan(tuple(formats.parse(kv, file.calibration) for kv in variant.kv), variant.tail, variant.sink)
+    calibration_file.save(path, replace(file, plan=plan_file.dumps(plan, file.shape)))
+    return path
+
+
 @pytest.fixture(
     scope="module", params=[pytest.param(n, marks=pytest.mark.vllm_short if n == "plain" else ()) for n in VARIANTS]
 )
@@ -95,8 +118,8 @@ def served_variant(request, tmp_path_factory):
         tail_flags = () if variant.tail is None else ("--kv-tail", str(variant.tail), "--kv-sink", str(variant.sink))
         spec, kv, flags = KVSpec(variant.kv, tail=variant.tail, sink=variant.sink), variant.kv, (*tail_flags, *variant.flags)
     else:
-        file = write_plan(folder / "plan.safetensors", variant.kv, recent=variant.tail, sink=variant.sink)
-        spec, kv, flags = load(file), None, ("--kv-plan", str(file), *variant.flags)
+        file = write_plan(folder / "plan.safetensors", variant)
+        spec, kv, flags = plan_file.load(file), None, ("--kv-plan", str(file), *variant.flags)
     with serving(folder / "log", *flags, kv=kv, **variant.environment) as server:
         yield variant, server, request.getfixturevalue("judge") if spec == KVSpec("tq4") else Judge(spec=spec)
 
@@ -177,7 +200,7 @@ def test_a_server_in_bf16_has_room_for_fewer_and_is_told_apart(roomy, judge, tmp
     other = judge.judge(PROMPTS, answers)
     report(record_property, "bf16 by the reference in tq4", other)
     assert not other.passes
-    bf16_verdict = Judge("bf16").judge(PROMPTS, answers)
+    bf16_verdict = Judge(KVSpec("bf16")).judge(PROMPTS, answers)
     report(record_property, "bf16 by the reference in bf16", bf16_verdict)
     assert bf16_verdict.passes
 

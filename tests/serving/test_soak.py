@@ -1,5 +1,5 @@
 """A soak: drafts, prefix cache, chunked prefill, preemption and formats, of `tiny` every two of them together; each text is
-plain decoding's.
+the reference's.
 
 The fault that it looks for, drafts verified by lengths that are not theirs, is planted and found.
 """
@@ -11,9 +11,10 @@ from functools import cache
 from itertools import combinations, product
 
 import pytest
-from vllm_judge import prompts
-from vllm_plain import Plain
+from vllm_judge import Judge, Verdict, prompts
 from vllm_soak import FAULTS, Request, ServedTexts, Servers, Way
+
+from haarkv.tq_ops.kv.plan import KVSpec
 
 CHUNK = 64
 REQUESTS = {"tiny": 50, "tiny-hybrid": 25}
@@ -45,8 +46,13 @@ WAYS = [way for model in KV for way in ways(model)]
 
 
 @cache
-def plain(model: str, kv: str) -> Plain:
-    return Plain(model, kv)
+def judge(model: str, kv: str) -> Judge:
+    return Judge(KVSpec(kv), model)
+
+
+def compare(way: Way, batch: list[Request], run: ServedTexts) -> Verdict:
+    assert [len(text) for text in run.texts] == [request.new_tokens for request in batch]
+    return judge(way.model, way.kv).judge([request.prompt for request in batch], run.answers)
 
 
 def requests(count: int) -> list[Request]:
@@ -86,13 +92,13 @@ def servers(tmp_path_factory):
 
 @pytest.mark.vllm_server
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_every_text_is_that_of_plain_decoding(servers, way, record_property):
+def test_every_text_is_the_references(servers, way, record_property):
     batch = requests(REQUESTS[way.model])
     run = servers.serve(way, batch)
-    comparison = plain(way.model, way.kv).compare(batch, run.texts)
+    comparison = compare(way, batch, run)
     record_property("compared", str(comparison))
     print(f"{way}: {comparison}; started in {run.seconds[0]:.0f} s, served in {run.seconds[1]:.0f} s; {run.figures}")
-    assert not comparison.wrong, f"{comparison}: {comparison.wrong}"
+    assert not comparison.wrong, comparison
     assert_shown(way, run)
 
 
@@ -106,14 +112,14 @@ def test_a_hybrid_goes_on_from_states_that_were_kept(servers, kv, record_propert
     way = Way("tiny-hybrid", kv, context=2048, at_once=1)
     run, anew = servers.serve(way, batch), servers.serve(replace(way, prefix=False), batch)
     hits = run.figures["vllm:prefix_cache_hits"]
-    comparison, same = plain("tiny-hybrid", kv).compare(batch, run.texts), sum(map(list.__eq__, run.texts, anew.texts))
-    without = plain("tiny-hybrid", kv).compare(batch, anew.texts)
+    comparison, same = compare(way, batch, run), sum(map(list.__eq__, run.texts, anew.texts))
+    without = compare(way, batch, anew)
     record_property("compared", f"{comparison}; {same} as without prefixes")
     print(f"{way}: {hits:.0f} tokens known; {comparison}; {same} as without prefixes: {without}")
     assert hits >= 4096, "five begin as one before them"
     assert same == len(batch)
     assert anew.figures["vllm:prefix_cache_hits"] == 0
-    assert not comparison.wrong, comparison.wrong
+    assert not comparison.wrong, comparison
     assert comparison.equal > 0
 
 
@@ -121,8 +127,8 @@ def test_a_hybrid_goes_on_from_states_that_were_kept(servers, kv, record_propert
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("drafts", ["ngram", "draft_model"])
 def test_drafts_verified_by_other_lengths_are_found(servers, drafts, fault, record_property):
-    batch = requests(20)
-    comparison = plain("tiny", "tq4").compare(batch, servers.serve(Way(drafts=drafts), batch, fault).texts)
+    batch, way = requests(20), Way(drafts=drafts)
+    comparison = compare(way, batch, servers.serve(way, batch, fault))
     record_property("compared", str(comparison))
     print(f"{drafts}, {fault}: {comparison}")
-    assert len(comparison.wrong) > 5, comparison
+    assert comparison.wrong > 5, comparison

@@ -14,10 +14,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from vllm_configs import LAYERS, WINDOW, WINDOW_MODEL, configure, write
+from vllm_drafts import random_checkpoint
 from vllm_judge import prompts
 from vllm_server import Answer, serving
 from vllm_soak import look_up_stand_ins
@@ -35,25 +35,19 @@ NEW_TOKENS = 24
 
 def checkpoint(folder: Path, **overrides: object) -> str:
     """Random weights, the same for every config."""
-    write(folder, {**WINDOW_MODEL, **overrides})
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(TINY / name, folder / name)
-    draw, hidden = torch.Generator().manual_seed(0), 256
-    shapes = {"model.embed_tokens": (4096, hidden), "model.norm": (hidden,)}
+    shapes = {"model.embed_tokens": (4096, 256), "model.norm": (256,)}
     for layer in range(len(LAYERS)):
         shapes |= {
             f"model.layers.{layer}.{name}": shape
             for name, shape in {
-                "self_attn.q_proj": (256, hidden), "self_attn.k_proj": (128, hidden), "self_attn.v_proj": (128, hidden),
-                "self_attn.o_proj": (hidden, 256), "mlp.gate_proj": (512, hidden), "mlp.up_proj": (512, hidden),
-                "mlp.down_proj": (hidden, 512), "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
+                "self_attn.q_proj": (256, 256), "self_attn.k_proj": (128, 256), "self_attn.v_proj": (128, 256),
+                "self_attn.o_proj": (256, 256), "mlp.gate_proj": (512, 256), "mlp.up_proj": (512, 256),
+                "mlp.down_proj": (256, 512), "input_layernorm": (256,), "post_attention_layernorm": (256,),
             }.items()
         }  # fmt: skip
-    tensors = {
-        f"{name}.weight": torch.randn(shape, generator=draw) * shape[-1] ** -0.5 if len(shape) > 1 else torch.ones(shape)
-        for name, shape in shapes.items()
-    }
-    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    random_checkpoint(folder, {**WINDOW_MODEL, **overrides}, shapes)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / name, folder / name)
     return str(folder)
 
 

@@ -59,8 +59,7 @@ REORDERED_KV = 1e-5
 # -- An op table against the reference ---------------------------------------------------------------------------------
 # Share of BF16 attention's numbers that may have other bits than plain torch where both round at the same points: FP32
 # sums in another order. Measured: 0.0003 where the test takes it, 0.016 in a case of 128 numbers; attention that rounds its
-# output alone: 0.21 and 0.24. Kernels that sum 16-bit integers round queries, centroids and weights as well; plain torch that
-# does the same has the same bits (measured: 0), and 0.11 of them are others than the reference's.
+# output alone: 0.21 and 0.24. Kernels that sum 16-bit integers round queries, centroids and weights as well: 0.11.
 OP_TABLE_BF16_DIFFERENT = 0.02
 
 # -- Weights in blocks, beside the product with the numbers restored from them ---------------------------------------------
@@ -89,8 +88,6 @@ class LayerBounds:
         attention: the same, of attention, each head's output by itself.
         kv_noise: each coordinate of the unit vector of a K or V that a layer makes of the reference's hidden state.
         length: of a stored vector.
-        state: of each head's recurrent state, and of what its convolution keeps, after a layer that was fed the reference's
-            hidden state.
         logits: of a whole forward against the head on the executor's own last hidden state: the largest difference,
             relative to the logits' standard deviation.
     """

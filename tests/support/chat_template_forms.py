@@ -4,24 +4,18 @@ FORMS = {
     "thinking that can be switched off": ("""
 {%- set ns = namespace(last=messages | length - 1, looking=true) %}
 {%- for m in messages[::-1] %}
-    {%- set at = (messages | length - 1) - loop.index0 %}
     {%- if ns.looking and m.role == 'user' and not (m.content.startswith('<tool_response>')) %}
-        {%- set ns.looking = false %}{%- set ns.last = at %}
+        {%- set ns.looking = false %}{%- set ns.last = (messages | length - 1) - loop.index0 %}
     {%- endif %}
 {%- endfor %}
 {%- for m in messages %}
     {%- set content = m.content if m.content is string else '' %}
-    {%- if m.role == 'assistant' %}
-        {%- set thought = '' %}
-        {%- if '</think>' in content %}
-            {%- set thought = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
-            {%- set content = content.split('</think>')[-1].lstrip('\n') %}
-        {%- endif %}
-        {%- if loop.index0 > ns.last and thought %}
-            {{- '<|im_start|>assistant\n<think>\n' + thought.strip('\n') + '\n</think>\n\n' + content }}
-        {%- else %}{{- '<|im_start|>assistant\n' + content }}{%- endif %}
-        {{- '<|im_end|>\n' }}
-    {%- else %}{{- '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}{%- endif %}
+    {%- if '</think>' in content %}
+        {%- set thought = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n').strip('\n') %}
+        {%- set content = content.split('</think>')[-1].lstrip('\n') %}
+        {%- if loop.index0 > ns.last %}{%- set content = '<think>\n' + thought + '\n</think>\n\n' + content %}{%- endif %}
+    {%- endif %}
+    {{- '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\n' }}
@@ -30,58 +24,46 @@ FORMS = {
     "headers with a date": ("""
 {{- bos_token }}
 {%- if not date_string is defined %}{%- set date_string = strftime_now('%d %b %Y') %}{%- endif %}
-{%- if not tools_in_user_message is defined %}{%- set tools_in_user_message = true %}{%- endif %}
-{%- if messages[0].role == 'system' %}{%- set system = messages[0].content | trim %}{%- set messages = messages[1:] %}
-{%- else %}{%- set system = '' %}{%- endif %}
-{{- '<|start_header_id|>system<|end_header_id|>\n\n' }}
-{{- 'Today Date: ' + date_string + '\n\n' + system + '<|eot_id|>' }}
-{%- if tools_in_user_message and tools %}
-    {%- set first = messages[0].content | trim %}{%- set messages = messages[1:] %}
-    {{- '<|start_header_id|>user<|end_header_id|>\n\n' }}
-    {%- for t in tools %}{{- t | tojson(indent=4) }}{{- '\n\n' }}{%- endfor %}{{- first + '<|eot_id|>' }}
-{%- endif %}
+{{- 'Today Date: ' + date_string + '\n\n' }}
 {%- for m in messages %}
+    {{- '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}
+    {%- if loop.first and tools %}
+        {%- for t in tools %}{{- t | tojson(indent=4) }}{{- '\n\n' }}{%- endfor %}
+    {%- endif %}
     {%- if m.tool_calls %}
         {%- if m.tool_calls | length != 1 %}{{- raise_exception('one call at a time') }}{%- endif %}
         {%- set call = m.tool_calls[0].function %}
-        {{- '<|start_header_id|>assistant<|end_header_id|>\n\n{"name": "' + call.name + '", "parameters": ' }}
-        {{- call.arguments | tojson }}{{- '}<|eot_id|>' }}
-    {%- elif m.role in ['tool', 'ipython'] %}
-        {{- '<|start_header_id|>ipython<|end_header_id|>\n\n' }}
-        {%- if m.content is mapping or m.content is iterable and m.content is not string %}{{- m.content | tojson }}
-        {%- else %}{{- m.content }}{%- endif %}{{- '<|eot_id|>' }}
-    {%- else %}{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}{%- endif %}
+        {{- '{"name": "' + call.name + '", "parameters": ' }}{{- call.arguments | tojson }}{{- '}<|eot_id|>' }}
+    {%- elif m.content is mapping or m.content is iterable and m.content is not string %}{{- m.content | tojson }}
+    {%- else %}{{- m.content | trim + '<|eot_id|>' }}{%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}""",
-        [{}, {"date_string": "26 Jul 2024"}, {"tools": True}, {"tools": True, "tools_in_user_message": False}]),
+        [{}, {"date_string": "26 Jul 2024"}, {"tools": True}]),
     "flags in the system message": ("""
 {%- if enable_thinking is not defined %}{%- set enable_thinking = true %}{%- endif %}
 {%- set mode = '/think' if enable_thinking else '/no_think' %}
 {%- if messages[0].role == 'system' %}
-    {%- set system = messages[0].content %}
-    {%- if '/no_think' in system %}{%- set mode = '/no_think' %}{%- elif '/think' in system %}{%- set mode = '/think' %}
-        {%- endif %}
+    {%- set system = messages[0].content %}{%- set messages = messages[1:] %}
+    {%- if '/no_think' in system %}{%- set mode = '/no_think' %}
+    {%- elif '/think' in system %}{%- set mode = '/think' %}{%- endif %}
     {%- set own = system.replace('/no_think', '').replace('/think', '').rstrip() %}
 {%- endif %}
-{{- '<|im_start|>system\n## Metadata\n\nToday Date: ' ~ strftime_now('%d %B %Y') ~ '\nReasoning Mode: ' ~ mode ~ '\n\n' }}
+{{- 'Today Date: ' ~ strftime_now('%d %B %Y') ~ '\nReasoning Mode: ' ~ mode ~ '\n\n' }}
 {{- own ~ '\n\n' if own else 'You are a model.\n\n' }}
-{%- if xml_tools or python_tools %}
-    {{- '### Tools\n\n' }}{%- for tool in xml_tools %}{{- tool | string ~ '\n' }}{%- endfor %}
-    {%- for tool in python_tools %}{{- '```' ~ tool ~ '```\n' }}{%- endfor %}
-{%- endif %}{{- '<|im_end|>\n' }}
+{%- for tool in xml_tools or [] %}{{- tool | string ~ '\n' }}{%- endfor %}
+{%- for tool in python_tools or [] %}{{- '```' ~ tool ~ '```\n' }}{%- endfor %}
 {%- for m in messages %}
     {%- set content = m.content if m.content is string else '' %}
-    {%- if m.role == 'user' %}{{- '<|im_start|>user\n' + content + '<|im_end|>\n' }}
+    {%- if m.role in ['user', 'tool'] %}{{- '<|im_start|>user\n' + content + '<|im_end|>\n' }}
     {%- elif m.role == 'assistant' %}
         {% generation %}
-        {%- if mode == '/think' %}{{- '<|im_start|>assistant\n' + content.lstrip('\n') + '<|im_end|>\n' }}
-        {%- else %}{{- '<|im_start|>assistant\n<think>\n\n</think>\n' + content.lstrip('\n') + '<|im_end|>\n' }}{%- endif %}
+        {{- '<|im_start|>assistant\n' + ('' if mode == '/think' else '<think>\n\n</think>\n') }}
+        {{- content.lstrip('\n') + '<|im_end|>\n' }}
         {% endgeneration %}
-    {%- elif m.role == 'tool' %}{{- '<|im_start|>user\n' + content + '<|im_end|>\n' }}{%- endif %}
+    {%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\n' if mode == '/think' else '<|im_start|>assistant\n<think>\n\n</think>\n' }}
-{%- endif %}""", [{}, {"enable_thinking": False}, {"xml_tools": [{"name": "f", "é": None}], "python_tools": ["g()"]}]),
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}""",
+        [{}, {"enable_thinking": False}, {"xml_tools": [{"name": "f", "é": None}], "python_tools": ["g()"]}]),
     "every special token": (
         "{{ bos_token }}{{ unk_token }}{{ sep_token }}{{ cls_token }}{{ mask_token }}{{ pad_token }}{{ image_token }}"
         "{{ additional_special_tokens }}{{ extra_special_tokens }}{% for m in messages %}{{ m.content }}{{ eos_token "

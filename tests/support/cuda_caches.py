@@ -1,16 +1,20 @@
-"""Caches of the tests of GPU kernels: copies on their device, whatever lies in them, and what a batch stored."""
+"""Caches of the tests of GPU kernels: copies on their device, and what a batch stored."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import bounds
 import torch
-from levels import compare_tokens
-from op_tables import LAYER, Case, bf16_windows, cache_tensors, filled, poisoned_cache, relative
+from levels import compare_stored
+from op_contract import caches
+from op_contract.caches import everything_in
+from op_tables import LAYER, Case, filled, relative
 from torch import Tensor
 
 from haarkv.tq_ops import reference
+from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable
@@ -18,26 +22,16 @@ from haarkv.tq_ops.table import OpTable
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def everything_in(cache: PagedKVCache) -> list[Tensor]:
-    """The very tensors of a cache: codes, scales, and tokens in BF16."""
-    return [*(tensor for *_, tensor in cache_tensors(cache)), *bf16_windows(cache)]
+on_device = partial(caches.on_device, device=DEVICE)
 
 
 def as_bytes(cache: PagedKVCache) -> list[Tensor]:
-    """Copies of those, as bytes on the host, to be compared bit for bit, NaN included."""
+    """Copies of all tensors of a cache, as bytes on the host, to be compared bit for bit, NaN included."""
     return [tensor.cpu().contiguous().view(torch.uint8).clone() for tensor in everything_in(cache)]
 
 
 def same(before: list[Tensor], after: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-
-def on_device(cache: PagedKVCache, case: Case) -> PagedKVCache:
-    """A copy of a case's cache where the kernels run."""
-    copy = poisoned_cache(case, DEVICE)
-    for ours, theirs in zip(everything_in(copy), everything_in(cache), strict=True):
-        ours.copy_(theirs)
-    return copy
 
 
 def pad_batch(batch: Batch, dead: int, *, table: int = 0, width: int = 0) -> Batch:
@@ -92,10 +86,10 @@ def check_stored(ours: PagedKVCache, theirs: PagedKVCache, k: Tensor, v: Tensor,
     block, offset = slots // theirs.block_size, slots % theirs.block_size
     for index, x in enumerate((k, v)):
         mine, other = ({n: t.cpu() for n, t in cache.kv[LAYER].fields[index].items()} for cache in (ours, theirs))
-        new = [{name: t[block, :, offset] for name, t in fields.items()} for fields in (other, mine)]
+        new = [by_token({name: t[block, :, offset] for name, t in fields.items()}) for fields in (other, mine)]
         kv_format = theirs.kv[LAYER].formats[index]
-        stored_x = kv_format.as_stored(x.transpose(0, 1), LAYER, batch.positions).transpose(0, 1)
-        comparison, length = compare_tokens(kv_format, LAYER, *new, stored_x, noise)
+        stored_x = kv_format.as_stored(x.transpose(0, 1), LAYER, batch.positions)
+        comparison, length = compare_stored(kv_format, LAYER, *new, stored_x, noise)
         assert comparison.unexplained == 0
         assert comparison.match > 0.999
         assert length <= bounds.LAYER_FP32.length

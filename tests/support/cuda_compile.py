@@ -24,14 +24,14 @@ _BIN = Path(nvidia.__file__).parent / "bin"
 def compile_launch(launch: LaunchRequest) -> dict:
     """Shared memory of a launch, and what it spills."""
     binary = triton.compile(launch.source, target=launch.target, options=launch.options)
-    spills = machine_code.RegisterSpills(0, 0, 0)
+    spills = {"in_loops": 0, "once": 0}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(binary.asm["cubin"])
         usage = subprocess.run([_BIN / "cuobjdump", "-res-usage", path], capture_output=True, text=True, check=True).stdout
         if int(re.search(r"STACK:(\d+)", usage)[1]):  # without a stack nothing is spilled
             spills = machine_code.count_spills(machine_code.disassemble(path))
-    return {"shared": binary.metadata.shared, "spilled": vars(spills)}
+    return {"shared": binary.metadata.shared, "spilled": spills}
 
 
 def main(capability: int, shape: int | str) -> None:

@@ -183,7 +183,7 @@ STATES = ((16, 16, 128), (16, 48, 128), (2, 4, 16))
 """Heads of keys and of values of a layer of Gated DeltaNet, and their size: Qwen3.5-0.8B, 27B, and a small one."""
 
 
-def deltas(states: Collection[tuple[int, int, int]] = STATES) -> None:
+def deltas(states: Collection[tuple[int, int, int]]) -> None:
     """Launches of steps and prompts of Gated DeltaNet, with and without room for drafts; a gated product."""
     for key_heads, value_heads, size in states:
         channels = (2 * key_heads + value_heads) * size
@@ -207,13 +207,10 @@ MIXTURES = ((128, 8, 2048, 768, True), (512, 10, 2048, 512, True), (5, 2, 48, 40
 one."""
 
 
-def mixtures(
-    shapes: Collection[tuple[int, int, int, int, bool]] = MIXTURES,
-    dtypes: Collection[torch.dtype] = (torch.bfloat16, torch.float32),
-) -> None:
+def mixtures(shapes: Collection[tuple[int, int, int, int, bool]]) -> None:
     """Launches of experts for one token, some, and so many that tiles are fewer than pairs; weights take no memory."""
     for count, per_token, hidden, width, normalized in shapes:
-        for dtype in dtypes:
+        for dtype in (torch.bfloat16, torch.float32):
             one = torch.zeros((), dtype=dtype)
             gate, down = one.expand(count * width, hidden), one.expand(count * hidden, width)
             stack = Stack(count, per_token, normalized, "silu", gate, gate, down)

@@ -23,7 +23,6 @@ class Mixture:
     Attributes:
         crowd: this many experts, the last ones, are far likelier than the others: so many tokens choose one that its pairs
             fill more than a tile.
-        outputs_of: makes a weight of [experts * out, in] fp32, by its name; in the model's dtype unless given.
     """
 
     count: int

@@ -5,12 +5,10 @@ from functools import cache
 import pytest
 import torch
 from gguf_files import LLAMA3, SHAPE, YARN, byte_vocabulary
+from small_models import text_logits
 from transformers_judge import saved_random
 
-from haarkv.executors.base import verify
 from haarkv.executors.cpu import CpuExecutor
-from haarkv.models.base import new_cache
-from haarkv.tq_ops.kv.plan import KVSpec
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 GEMMA3 = {
@@ -71,20 +69,14 @@ def model_vocabulary(name):
     return byte_vocabulary("qwen35", special=tuple(f"<|{n}|>" for n in range(38))) if name in HYBRIDS else byte_vocabulary()
 
 
-def save_model(folder, name):
-    """The transformers model of a name, saved with a tokenizer."""
-    family, entries = (MODELS | HYBRIDS)[name]
-    return saved_random(folder, family, SHAPE | entries)
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Folder and transformers model by name, each written once."""
 
     @cache
     def get(name):
-        folder = tmp_path_factory.mktemp(name)
-        return folder, save_model(folder, name)
+        folder, (family, entries) = tmp_path_factory.mktemp(name), (MODELS | HYBRIDS)[name]
+        return folder, saved_random(folder, family, SHAPE | entries)
 
     return get
 
@@ -97,5 +89,4 @@ def folder_of(saved):
 
 def cpu_logits(model, tokens):
     """[T, vocab] on `cpu`, nothing rounded."""
-    cache, paging = new_cache(model.config, KVSpec("fp32").plan(model.config.num_layers), sequences=1, tokens=len(tokens))
-    return verify(CpuExecutor(model), torch.as_tensor(tokens), paging.batch([paging.add()], [len(tokens)]), cache)
+    return text_logits(CpuExecutor(model), tokens)

@@ -103,9 +103,9 @@ def model_entries(config, arch):
         "rope.freq_base": float(rope["full_attention"]["rope_theta"] if "full_attention" in rope else rope["rope_theta"]),
         "rope.dimension_count": head_dim,
     }
-    if config["model_type"] == "qwen3_moe":
+    if experts := config.get("num_experts") or config.get("num_local_experts"):
         entries |= {
-            "expert_count": config.get("num_experts") or config["num_local_experts"],
+            "expert_count": experts,
             "expert_used_count": config["num_experts_per_tok"],
             "expert_feed_forward_length": config["moe_intermediate_size"],
         }
@@ -123,19 +123,8 @@ def model_entries(config, arch):
 
 
 def add(writer, key, value):
-    match value:
-        case bool():
-            writer.add_bool(key, value)
-        case int():
-            writer.add_uint32(key, value)
-        case float():
-            writer.add_float32(key, value)
-        case str():
-            writer.add_string(key, value)
-        case list():
-            writer.add_array(key, value)
-        case _:
-            raise TypeError(key)
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    writer.add_key_value(key, value, gguf.GGUFValueType.UINT32 if whole else gguf.GGUFValueType.get_type(value))
 
 
 def file_tensors(config, tensors, architecture):
@@ -193,12 +182,7 @@ def delta_entries(config, rope, head_dim):
     if more := config.get("mtp_num_hidden_layers"):
         entries |= {"block_count": config["num_hidden_layers"] + more, "nextn_predict_layers": more}
     if "num_experts" in config:
-        entries |= {
-            "expert_count": config["num_experts"],
-            "expert_used_count": config["num_experts_per_tok"],
-            "expert_feed_forward_length": config["moe_intermediate_size"],
-            "expert_shared_feed_forward_length": config["shared_expert_intermediate_size"],
-        }
+        entries["expert_shared_feed_forward_length"] = config["shared_expert_intermediate_size"]
     return entries
 
 
@@ -269,9 +253,8 @@ def plain_bytes(**entries):
     """The vocabulary of `checkpoints.byte_tokenizer`, one of its bytes given up for the one merge that a file must have."""
     tokens = [token for token, _ in sorted(byte_tokenizer().get_vocab().items(), key=lambda item: item[1])]
     tokens[1] = "ab"
-    fields = {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "token_type": [1] * len(tokens), "merges": ["a b"]}
-    fields["eos_token_id"] = len(tokens) - 1
-    return {f"tokenizer.ggml.{key}": value for key, value in fields.items()} | entries
+    kinds = [NORMAL] * len(tokens)
+    return byte_vocabulary(merges=["a b"], tokens=tokens, token_type=kinds, eos_token_id=len(tokens) - 1) | entries
 
 
 def pieces(words=("▁", "a", "b", "c", "bc", "ab", "ca", "▁a", "bca"), user_tokens=("\n\n", "  "), **entries):

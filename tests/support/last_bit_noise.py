@@ -71,11 +71,6 @@ def plain(x: object) -> bool:
     return type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type == "cpu"
 
 
-def next_long(shape: tuple[int, ...]) -> int:
-    """Where a shape begins when leading ones do not count."""
-    return next((i for i, size in enumerate(shape) if size != 1), len(shape))
-
-
 def along_rows(result: torch.Tensor, x: torch.Tensor) -> bool:
     """Whether an operation over x went along its last axis, by the shape of the result."""
     return x.ndim > 0 and (result.shape == x.shape or result.numel() * x.shape[-1] == x.numel())
@@ -103,7 +98,8 @@ class AnotherMachine(TorchDispatchMode):
         row = base not in PRODUCTS | ATTENTION and along_rows(first, operand)
         shape = tuple(operand.shape[-1:] if row else operand.shape)
         kind = "product" if base in PRODUCTS else base.strip("_")
-        salt = zlib.crc32(repr((self.seed, kind, shape[next_long(shape) :])).encode()) - 2**31
+        begin = next((i for i, size in enumerate(shape) if size != 1), len(shape))  # leading ones do not count
+        salt = zlib.crc32(repr((self.seed, kind, shape[begin:])).encode()) - 2**31
         period = (shape[-1] if first.shape == operand.shape else 1) if row else 0
         if first.dtype == torch.float32:
             shaken_result = shaken(first, salt, period)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.formats import KVFormat
-from haarkv.tq_ops.formats.base import by_token, vector_lengths
+from haarkv.tq_ops.formats.base import vector_lengths
 
 DRAWS = 32
 
@@ -25,12 +25,6 @@ class LevelComparison:
     def match(self) -> float:
         """Share of equal levels."""
         return 1 - self.different / self.total
-
-
-def relative(ours: Tensor, theirs: Tensor) -> float:
-    """The largest distance of a vector [..., D], relative to its length."""
-    ours, theirs = ours.double().cpu(), theirs.double().cpu()
-    return float(((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max())
 
 
 def compare_levels(
@@ -75,10 +69,3 @@ def compare_stored(
     equal = ~different.any(-1)
     comparison = LevelComparison(different.numel(), int(different.sum()), unexplained)
     return comparison, float(off[equal].max()) if equal.any() else 0.0
-
-
-def compare_tokens(
-    kv_format: KVFormat, layer: int, ours: dict[str, Tensor], theirs: dict[str, Tensor], x: Tensor, noise: float
-) -> tuple[LevelComparison, float]:
-    """`compare_stored` of vectors [T, Hkv, D] and their fields, tokens first."""
-    return compare_stored(kv_format, layer, by_token(ours), by_token(theirs), x.transpose(0, 1), noise)

@@ -1,5 +1,6 @@
 """What restores centroids, chooses levels, or stores K and V, alone: as PyPTO programs."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pypto
@@ -9,75 +10,64 @@ from haarkv.tq_ops.npu.kernels.attention import BLOCK
 from haarkv.tq_ops.npu.kernels.learned import restore_centroids
 from haarkv.tq_ops.npu.kernels.side import Domain
 from haarkv.tq_ops.npu.kernels.tq4 import book, count_levels, restore
-from haarkv.tq_ops.npu.learned import Layout
 from haarkv.tq_ops.npu.program import HEAD_DIM, Argument
 
 
 @dataclass(frozen=True)
-class Levels:
-    """Numbers [rows, 128] FP32 to their levels, FP32."""
+class Step:
+    """A step of the kernels, alone.
 
-    rows: int = 16
-    name: str = "levels"
+    Attributes:
+        body: takes the tensors x and out, and sizes.
+        x, out: their shapes and PyPTO's names of their types.
+    """
+
+    name: str
+    body: Callable
+    sizes: object
+    x: tuple
+    out: tuple
     arguments: tuple = (Argument("x"), Argument("out", output=True))
 
     def build(self, **options):
-        rows = self.rows
+        body, sizes = self.body, self.sizes
+        x_type, out_type = (pypto.Tensor(list(shape), getattr(pypto, kind)) for shape, kind in (self.x, self.out))
 
         @pypto.frontend.jit(**options)
-        def levels(x: pypto.Tensor([rows, 128], pypto.DT_FP32), out: pypto.Tensor([rows, 128], pypto.DT_FP32)):
-            for _ in pypto.loop(1, name="LEVELS", idx_name="i"):
-                pypto.set_vec_tile_shapes(16, 128)
-                out[:] = count_levels(x, book(HEAD_DIM).steps)
+        def step(x: x_type, out: out_type):
+            for _ in pypto.loop(1, name="STEP", idx_name="i"):
+                body(x, out, sizes)
 
-        return levels
+        return step
 
 
-@dataclass(frozen=True)
-class LookUp:
+def levels():
+    """Numbers [16, 128] FP32 to their levels, FP32."""
+    return Step("levels", _count_levels, None, ((16, 128), "DT_FP32"), ((16, 128), "DT_FP32"))
+
+
+def _count_levels(x, out, _):
+    pypto.set_vec_tile_shapes(16, 128)
+    out[:] = count_levels(x, book(HEAD_DIM).steps)
+
+
+def look_up(rows, width=HEAD_DIM):
     """Codes of `tq4`, [rows, width / 2] INT8, to the centroids they stand for, [rows, width] FP16."""
-
-    rows: int
-    width: int = HEAD_DIM
-    name: str = "look_up"
-    arguments: tuple = (Argument("codes"), Argument("out", output=True))
-
-    def build(self, **options):
-        rows, width = self.rows, self.width
-
-        @pypto.frontend.jit(**options)
-        def look_up(codes: pypto.Tensor([rows, width // 2], pypto.DT_INT8), out: pypto.Tensor([rows, width], pypto.DT_FP16)):
-            for _ in pypto.loop(1, name="LOOK_UP", idx_name="i"):
-                _look_up(codes, out, rows, width)
-
-        return look_up
+    return Step("look_up", _look_up, (rows, width), ((rows, width // 2), "DT_INT8"), ((rows, width), "DT_FP16"))
 
 
-def _look_up(codes, out, rows, width):
+def _look_up(codes, out, sizes):
+    rows, width = sizes
     pypto.set_pass_options(sg_set_scope=1)
     blocks = [pypto.view(codes, [BLOCK, width // 2], [row, 0]) for row in range(0, rows, BLOCK)]
     restore(blocks, lambda values, column: pypto.assemble(values, [0, column], out))
     pypto.set_pass_options(sg_set_scope=-1)
 
 
-@dataclass(frozen=True)
-class RestoreProgram:
+def restore_keys(layout):
     """Codes [128, bytes] INT8 of learned keys to centroids by coordinate, [width, 128] FP16."""
-
-    layout: Layout
-    name: str = "restored"
-    arguments: tuple = (Argument("codes"), Argument("out", output=True))
-
-    def build(self, **options):
-        layout = self.layout
-        nbytes, width = layout.nbytes(HEAD_DIM), layout.width(HEAD_DIM)
-
-        @pypto.frontend.jit(**options)
-        def keys(codes: pypto.Tensor([BLOCK, nbytes], pypto.DT_INT8), out: pypto.Tensor([width, BLOCK], pypto.DT_FP16)):
-            for _ in pypto.loop(1, name="RESTORE", idx_name="i"):
-                _restore_codes(codes, out, layout)
-
-        return keys
+    x, out = (BLOCK, layout.nbytes(HEAD_DIM)), (layout.width(HEAD_DIM), BLOCK)
+    return Step("restored", _restore_codes, layout, (x, "DT_INT8"), (out, "DT_FP16"))
 
 
 def _restore_codes(codes, out, layout):

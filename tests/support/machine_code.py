@@ -60,33 +60,20 @@ def _leads(jump: Instruction, labels: dict[str, int]) -> int:
     return labels.get(target[1], -1) if target else -1
 
 
-@dataclass(frozen=True)
-class RegisterSpills:
-    """Loads and stores of registers that a kernel had no room for.
+def count_spills(text: str) -> dict[str, int]:
+    """Loads and stores of registers that a kernel had no room for: `in_loops`, which some loop repeats, and `once`.
 
-    Attributes:
-        in_loops: that some loop repeats.
-        once: outside of loops, where a warp runs each once.
-        aside: behind the last `EXIT`, where nothing but `BRA.DIV` leads: for a warp whose threads have parted. Triton's
-            kernels branch for whole warps.
+    What stands behind the last `EXIT` does not count if nothing but `BRA.DIV` leads there: it is for a warp whose threads
+    have parted, and Triton's kernels branch for whole warps.
     """
-
-    in_loops: int
-    once: int
-    aside: int
-
-
-def count_spills(text: str) -> RegisterSpills:
-    """Where a kernel spills."""
     code, labels = parse(text)
     end = max((index for index, one in enumerate(code) if one.op == "EXIT"), default=len(code) - 1) + 1
     if any(_leads(one, labels) >= end for one in code[:end] if one.op == "BRA" and ".DIV" not in one.modifiers):
         end = len(code)
     spans = _spans(code[:end], labels)
-    at = [index for index, one in enumerate(code) if one.op in ("LDL", "STL")]
+    at = [index for index, one in enumerate(code[:end]) if one.op in ("LDL", "STL")]
     loop_spills = sum(any(first <= index < stop for first, stop in spans) for index in at)
-    aside = sum(index >= end for index in at)
-    return RegisterSpills(loop_spills, len(at) - loop_spills - aside, aside)
+    return {"in_loops": loop_spills, "once": len(at) - loop_spills}
 
 
 def hottest_loop(text: str) -> Code:

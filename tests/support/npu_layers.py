@@ -13,7 +13,7 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops.formats import synthetic
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation.bounds import NPU_LAYER_ADDED, POISSON_SIGMAS
+from haarkv.validation.bounds import POISSON_SIGMAS
 
 
 def telling(model):
@@ -36,9 +36,9 @@ def worst_token(ours, theirs):
     return float(((ours - theirs).norm(dim=1) / theirs.norm(dim=1)).max())
 
 
-def with_leftovers(cache, seed=4):
+def with_leftovers(cache):
     """The cache, in every slot what other sequences left there, as long as keys and values are: not one of it may be seen."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(4)
     for layer, _, _, tensor in cache_tensors(cache):
         if tensor.is_floating_point():
             tensor.copy_(torch.randn(tensor.shape, generator=generator) if tensor.dim() > 3 else 12.0)
@@ -99,18 +99,6 @@ def fill_cache(config, spec, lengths, seed):
     return cache, paging, sequences
 
 
-LAYER_CASES = {
-    "decode, GQA 5": ((10, 2), [1, 1, 1], [299, 0, 640]),
-    "decode, GQA 1": ((3, 3), [1, 1], [127, 128]),
-    "decode, GQA 8": ((8, 1), [1], [4]),
-    "prefill after a stored prefix, GQA 5": ((10, 2), [33, 5], [250, 0]),
-    "prefill over two tiles, GQA 2": ((4, 2), [130], [3]),
-}
-
-
-DECODE, PREFILL = LAYER_CASES["decode, GQA 5"], LAYER_CASES["prefill after a stored prefix, GQA 5"]
-
-
 def same_bytes(ours, theirs, most):
     """Whether a field of two caches holds the same; numbers of K that was summed otherwise may be off: FP32 by the last bit,
     fewer than `most` in BF16 by a neighbour."""
@@ -125,22 +113,12 @@ def but_for_ties(ours, theirs, most):
     return steps.max() <= 1 and steps.sum() < most
 
 
-def check_layer(heads, new, past, spec=TQ4_SPEC, layers=range(1, 2), config=CONFIG):
-    """A cache, and what a layer adds to a hidden state, by the programs and by the reference."""
-    error, wrong = error_of_layer(heads, new, past, spec, layers, config)
-    assert not wrong
-    assert error < NPU_LAYER_ADDED
-
-
-def error_of_layer(heads, new, past, spec=TQ4_SPEC, layers=range(1, 2), config=CONFIG, plant=None):
-    """How far off is what a layer adds, and fields of which not every byte in the cache is the reference's.
+def error_of_layer(new, past, spec, layers, config, plant=None):
+    """How far off is what a layer adds by the programs, and fields of which not every byte in the cache is the reference's.
 
     Args:
-        heads: of queries and of keys; None for those of the config.
         plant: program -> one with a fault.
     """
-    if heads:
-        config = resize_config(config, num_heads=heads[0], num_kv_heads=heads[1])
     model = telling(small_model(config, seed=3, dtype=torch.bfloat16))
     hidden = faint(sum(new), config.hidden_size, torch.Generator().manual_seed(2))
     results, windows = [], []

@@ -79,15 +79,16 @@ def awkward(tokens, kv_heads, seed):
     return x
 
 
-def store_case(tokens, kv_heads=2, layer=1, rows=16, seed=0, blocks=3, pair=(TQ4, TQ4), make=StoreProgram):
+def store_case(tokens, kv_heads=2, pair=(TQ4, TQ4), make=StoreProgram):
     """A call of the store program, or of another that `make` makes, into a cache of leftovers; goldens are the reference's.
 
     Keys by stretches: the fifth token and those behind it are of the second stretch.
     """
-    k, v = awkward(tokens, kv_heads, seed), awkward(tokens, kv_heads, seed + 1)
+    layer, blocks = 1, 3
+    k, v = awkward(tokens, kv_heads, 0), awkward(tokens, kv_heads, 1)
     if coordinates := learned_coordinates(pair[0], 128, layer):
         k[MEAN_AT % tokens, 0] = coordinates.mean[0]
-    slots = torch.randperm(blocks * 128, generator=torch.Generator().manual_seed(seed))[:tokens]
+    slots = torch.randperm(blocks * 128, generator=torch.Generator().manual_seed(0))[:tokens]
     positions, one = STRETCH - 4 + torch.arange(tokens), torch.zeros(1, dtype=torch.int32)
     batch = Batch(positions, slots, one.view(1, 1), one + STRETCH + tokens, torch.tensor([0, tokens]).int(), one.long())
     plan, sides = KVPlan.uniform(*pair, layer + 1), [format_side(kv_format, layer) for kv_format in pair]
@@ -95,7 +96,7 @@ def store_case(tokens, kv_heads=2, layer=1, rows=16, seed=0, blocks=3, pair=(TQ4
         with_leftovers(PagedKVCache(plan, KVShape(kv_heads, 128), num_blocks=blocks)).view(layer, batch) for _ in range(2)
     )
     theirs.write(k, v)
-    missing = -tokens % rows
+    missing = -tokens % StoreProgram.rows
     tensors = {"k": pad(k, (0, 0, 0, 0, 0, missing)), "v": pad(v, (0, 0, 0, 0, 0, missing)), "slot": slots.int()}
     tensors |= {"rotation": haar_rotation(layer, 128).contiguous(), **sides[0].domain_tensors(pair[0], layer, CPU)}
     if turns := key_turns(pair[0], layer, 128):
@@ -105,7 +106,7 @@ def store_case(tokens, kv_heads=2, layer=1, rows=16, seed=0, blocks=3, pair=(TQ4
         k_fields, v_fields = at.kv.fields
         return sides[0].tensors("k", k_fields) | sides[1].tensors("v", v_fields)
 
-    return Case(make(kv_heads, rows, k=sides[0], v=sides[1]), tensors | fields(ours), fields(theirs))
+    return Case(make(kv_heads, k=sides[0], v=sides[1]), tensors | fields(ours), fields(theirs))
 
 
 @dataclass(frozen=True)

@@ -7,31 +7,17 @@ from functools import partial
 
 import pytest
 import torch
-from levels import relative
 from op_contract import caches
-from op_contract.caches import LAYER, bf16_windows, cache_tensors, poisoned_cache
 from op_contract.caches import CacheCase as Case
 from op_contract.suite import CPU, CUDA, Table
+from torch import Tensor
 
 from haarkv.tq_ops.cpu.build import compiler
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.table import OpTable
 
-__all__ = [
-    "LAYER",
-    "TABLES",
-    "Case",
-    "bf16_windows",
-    "cache_tensors",
-    "every_storing_table",
-    "every_table",
-    "filled",
-    "open_table",
-    "poisoned_cache",
-    "relative",
-]  # fmt: skip
-
+LAYER = caches.LAYER
 OTHER_CPU = "this CPU has no"
 
 
@@ -59,3 +45,9 @@ def filled(case: Case) -> tuple[PagedKVCache, Batch]:
     """As `caches.fill_cache`, on the host; what a test then draws is the same each time, too."""
     torch.manual_seed(0)
     return caches.fill_cache(case)
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    """The largest distance of a vector [..., D], relative to its length."""
+    ours, theirs = ours.double().cpu(), theirs.double().cpu()
+    return float(((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max())

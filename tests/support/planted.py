@@ -12,16 +12,17 @@ from functools import cache
 
 import torch
 from safetensors.torch import save_file
+from small_models import text_logits
 from torch import Tensor
 
-from haarkv.models.base import DecoderModel, new_cache
+from haarkv.executors.reference import ReferenceExecutor
+from haarkv.models.base import DecoderModel
 from haarkv.models.catalog import TINY, load_model
 from haarkv.models.tensors import LayerWeights
 from haarkv.models.text import load_tokenizer
 from haarkv.models.tiny_qwen3.corpus import held_out_texts
 from haarkv.models.weights import layer_weight_specs
 from haarkv.tq_ops import reference
-from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import with_ops
 
 
@@ -43,7 +44,7 @@ def token_ids(count):
 
 @cache
 def tiny_qwen2():
-    """`tiny` as a Qwen2: its norms of Q and K are fixed where they are on average, its biases are 0."""
+    """`tiny` as a Qwen2: its norms of Q and K are scales of the projections, fixed where they are on average; biases are 0."""
     rms_values: list[Tensor] = []
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -51,45 +52,50 @@ def tiny_qwen2():
             rms_values.append(x.float().square().mean(-1).sqrt().mean(0))
         return reference.rms_norm(x, weight, eps)
 
-    run(tiny(), token_ids(128), with_ops(reference, {"rms_norm": rms_norm}))
-    return without_norms(tiny(), "qwen2", torch.stack(rms_values[0::2]).clone(), torch.stack(rms_values[1::2]).clone())
+    model = tiny()
+    run(model, token_ids(128), with_ops(reference, {"rms_norm": rms_norm}))
+    layers = model.config.layers
+    configs = tuple(replace(layer, mixer=replace(layer.attention, head_norms=False, bias=True)) for layer in layers)
+
+    def change(index: int, layer: LayerWeights) -> LayerWeights:
+        tensors = dict(layer)
+        for name, rms in zip("qk", rms_values[2 * index : 2 * index + 2], strict=True):
+            rows = (tensors.pop(f"{name}_norm") / rms[:, None]).flatten()
+            tensors[f"{name}_proj"] = (tensors[f"{name}_proj"] * rows[:, None]).to(model.dtype)
+        biases = {f"{name}_bias": tensors[f"{name}_proj"].new_zeros(len(tensors[f"{name}_proj"])) for name in "qkv"}
+        specs = layer_weight_specs(configs[index], model.config.hidden_size)
+        return LayerWeights(tensors | biases, {field: tensor.name for field, tensor in specs.items()})
+
+    return replace(_map_layers(model, change), config=replace(model.config, model_type="qwen2", layers=configs))
 
 
 def run(model, ids, ops=reference, kv="bf16"):
     """Logits [T, vocab] after each of some tokens."""
-    config = model.config
-    cache, paging = new_cache(config, KVSpec(kv).plan(config.num_layers), sequences=1, tokens=len(ids))
-    batch = paging.batch([paging.add()], [len(ids)])
-    with torch.inference_mode():
-        hidden = model.layers(model.embed(torch.tensor(ids)), range(config.num_layers), batch, cache, ops)
-        return model.head(hidden, ops)
+    return text_logits(ReferenceExecutor(model, ops), ids, kv)
 
 
-def outlier_channels(
-    model: DecoderModel, factor: float, pairs: Sequence[int] = (20, 45), channels: Sequence[int] = (7, 90)
-) -> DecoderModel:
-    """K and V with a few large channels in every layer, which whatever meets them takes back.
+PAIRS, CHANNELS = (20, 45), (7, 90)
+"""Channels of K that RoPE rotates together, the i-th and the (D/2 + i)-th; and channels of V, of each KV head."""
+
+
+def outlier_channels(factor: float) -> DecoderModel:
+    """`tiny`, whose K and V have a few large channels in every layer, which whatever meets them takes back.
 
     Args:
-        model: of a family that norms each head of Q and K.
         factor: what k_norm's weights and v_proj's rows are multiplied with, q_norm's and o_proj's columns divided by.
-        pairs: of K's channels that RoPE rotates together, the i-th and the (D/2 + i)-th.
-        channels: of V, of each KV head.
     """
-    dim = model.config.heads.head_dim
-    k = torch.ones(dim)
-    k[[c + half for c in pairs for half in (0, dim // 2)]] = factor
-    v = torch.ones(dim)
-    v[list(channels)] = factor
+    heads = tiny().config.heads
+    k, v = torch.ones(2, heads.head_dim)
+    k[[c + half for c in PAIRS for half in (0, heads.head_dim // 2)]] = factor
+    v[list(CHANNELS)] = factor
+    scales = {
+        "k_norm": k, "q_norm": 1 / k, "v_proj": v.repeat(heads.num_kv_heads)[:, None], "o_proj": 1 / v.repeat(heads.num_heads),
+    }  # fmt: skip
 
     def change(field: str, tensor: Tensor) -> Tensor:
-        scale = {
-            "k_norm": k, "q_norm": 1 / k, "v_proj": v.repeat(model.config.heads.num_kv_heads)[:, None],
-            "o_proj": 1 / v.repeat(model.config.heads.num_heads),
-        }.get(field)  # fmt: skip
-        return tensor if scale is None else (tensor.float() * scale).to(tensor.dtype)
+        return (tensor.float() * scales[field]).to(tensor.dtype) if field in scales else tensor
 
-    return _map_layers(model, lambda _, layer: layer.map(change))
+    return _map_layers(tiny(), lambda _, layer: layer.map(change))
 
 
 def _map_layers(model: DecoderModel, change: Callable[[int, LayerWeights], LayerWeights]) -> DecoderModel:
@@ -97,44 +103,18 @@ def _map_layers(model: DecoderModel, change: Callable[[int, LayerWeights], Layer
     return replace(model, weights=replace(model.weights, layers=layers))
 
 
-def without_norms(model: DecoderModel, model_type: str, query_rms: Tensor, key_rms: Tensor) -> DecoderModel:
-    """Norms of Q and K become fixed scales of their projections, beside which stand biases of 0. The function differs.
+def key_biases(norm: float, layers: Sequence[int]) -> DecoderModel:
+    """`tiny_qwen2` with large biases of K on a few channels of a few layers.
+
+    They are on the pairs that RoPE rotates slowest: there a bias adds nearly the same to all logits of a query, which softmax
+    drops.
 
     Args:
-        model: a dense Qwen3.
-        model_type: to make of it, of a family with biases and without those norms.
-        query_rms: [layers, num_heads] root mean square of Q as projected, by which its norm divided.
-        key_rms: [layers, num_kv_heads] of K.
-    """
-    layer_configs = tuple(
-        replace(layer, mixer=replace(layer.attention, head_norms=False, bias=True)) for layer in model.config.layers
-    )
-    config = replace(model.config, model_type=model_type, layers=layer_configs)
-    layers = []
-    for index, (layer, q_rms, k_rms) in enumerate(zip(model.weights.layers, query_rms, key_rms, strict=True)):
-        tensors = dict(layer)
-        for name, rms in (("q", q_rms), ("k", k_rms)):
-            rows = (tensors.pop(f"{name}_norm") / rms[:, None]).flatten()
-            tensors[f"{name}_proj"] = (tensors[f"{name}_proj"] * rows[:, None]).to(model.dtype)
-        biases = {f"{name}_bias": tensors[f"{name}_proj"].new_zeros(len(tensors[f"{name}_proj"])) for name in "qkv"}
-        names = {field: tensor.name for field, tensor in layer_weight_specs(layer_configs[index], config.hidden_size).items()}
-        layers.append(LayerWeights(tensors | biases, names))
-    return replace(model, config=config, weights=replace(model.weights, layers=tuple(layers)))
-
-
-def key_biases(model: DecoderModel, norm: float, layers: Sequence[int], pairs: Sequence[int] = (62, 63)) -> DecoderModel:
-    """Large biases of K on a few channels of a few layers.
-
-    On the pairs that RoPE rotates slowest a bias adds nearly the same to all logits of a query: softmax drops it.
-
-    Args:
-        model: of a family with biases.
         norm: of the bias of each KV head.
-        pairs: of channels that RoPE rotates together.
     """
-    dim = model.config.heads.head_dim
-    places = [c + half for c in pairs for half in (0, dim // 2)]
-    bias = torch.zeros(model.config.heads.num_kv_heads, dim)
+    heads = tiny_qwen2().config.heads
+    places = [c + half for c in (62, 63) for half in (0, heads.head_dim // 2)]
+    bias = torch.zeros(heads.num_kv_heads, heads.head_dim)
     bias[:, places] = norm / len(places) ** 0.5
 
     def change(index: int, layer: LayerWeights) -> LayerWeights:
@@ -142,17 +122,14 @@ def key_biases(model: DecoderModel, norm: float, layers: Sequence[int], pairs: S
             return layer
         return layer.map(lambda field, x: x + bias.flatten().to(x.dtype) if field == "k_bias" else x)
 
-    return _map_layers(model, change)
+    return _map_layers(tiny_qwen2(), change)
 
 
-def dead_head(model: DecoderModel, head: int = 0) -> DecoderModel:
-    """A KV head whose V is 0 in every layer: its query heads give nothing. The function differs."""
-    dim = model.config.heads.head_dim
-    rows = torch.ones(model.config.heads.kv_size)
-    rows[head * dim : (head + 1) * dim] = 0.0
+def dead_head(model: DecoderModel) -> DecoderModel:
+    """The V of the first KV head is 0 in every layer: its query heads give nothing. The function differs."""
 
     def change(field: str, tensor: Tensor) -> Tensor:
-        return tensor * rows[:, None].to(tensor.dtype) if field == "v_proj" else tensor
+        return tensor.index_fill(0, torch.arange(model.config.heads.head_dim), 0.0) if field == "v_proj" else tensor
 
     return _map_layers(model, lambda _, layer: layer.map(change))
 

@@ -12,7 +12,7 @@ from haarkv.tq_ops.npu.program import with_tuned
 
 @dataclass(frozen=True)
 class FaultyProgram(LayerProgram):
-    """A layer with another text at one place of its kernel.
+    """A layer with another text at one place of its kernel, or of a step of attention: then in a simulator of its own.
 
     Attributes:
         honest, faulty: the text that stands there once, and the one instead of it.
@@ -28,8 +28,13 @@ class FaultyProgram(LayerProgram):
 
     def build(self, **options):
         from haarkv.models.qwen3_14b.npu import layer_kernel
+        from haarkv.tq_ops.npu.kernels import attention
 
-        return self._faulty_module(layer_kernel).build(self, with_tuned(options))
+        if self.honest in Path(layer_kernel.__file__).read_text(encoding="utf-8"):
+            return self._faulty_module(layer_kernel).build(self, with_tuned(options))
+        steps = self._faulty_module(attention)
+        layer_kernel.attend_step, layer_kernel.softmaxes = steps.attend_step, steps.softmaxes
+        return super().build(**options)
 
     def _faulty_module(self, module):
         text = Path(module.__file__).read_text(encoding="utf-8")
@@ -44,23 +49,10 @@ class FaultyProgram(LayerProgram):
         return module
 
 
-@dataclass(frozen=True)
-class PlantedSteps(FaultyProgram):
-    """A layer with another text at one place of a step of attention. To be built in a simulator of its own."""
-
-    def build(self, **options):
-        from haarkv.models.qwen3_14b.npu import layer_kernel
-        from haarkv.tq_ops.npu.kernels import attention
-
-        faulty_module = self._faulty_module(attention)
-        layer_kernel.attend_step, layer_kernel.softmaxes = faulty_module.attend_step, faulty_module.softmaxes
-        return LayerProgram.build(self, **options)
-
-
 NOT_SHRUNK = "what came before a larger maximum does not shrink"
 IN_STEPS = {
     "the first head's scales for all": ("key_scales, place, head, shape)", "key_scales, place, 0, shape)"),
     "V's tiles from K": ("matmul(scaled, value_tiles[head]", "matmul(scaled, key_tiles[head]"),
     NOT_SHRUNK: ("self.value[:] = self.value * shrink + weigh(p)", "self.value[:] = self.value + weigh(p)"),
 }
-"""What a step of attention may do wrong, of two heads or more -> the text to spoil, and its fault; for `PlantedSteps`."""
+"""What a step of attention may do wrong, of two heads or more -> the text to spoil, and its fault."""

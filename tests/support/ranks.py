@@ -86,32 +86,19 @@ def run_small(
         logits [1 + steps, B, vocab], the last hidden states, what the caches hold by layer, side and field, and bytes.
     """
     model = rank_part(small_model(config, seed=3, dtype=dtype), ranks)
-    plan = KVSpec(kv).plan(config.num_layers)
-    return forwards(open_executor(executor, model, plan), model, kv, lengths, steps)
-
-
-def open_executor(name: str, model: DecoderModel, plan: Any) -> Executor:
-    if name == "cuda":
-        from haarkv.executors.cuda import CudaExecutor
-
-        return CudaExecutor(model, interpreted=True)
-    return catalog.create(name, model, plan)
-
-
-def forwards(executor: Executor, model: DecoderModel, kv: str, lengths: Sequence[int], steps: int) -> dict[str, Any]:
-    config = model.config
+    config, one = model.config, open_executor(executor, model, KVSpec(kv).plan(config.num_layers))
     cache = new_cache(config, kv, num_blocks=8, block_size=128)
     paging = new_paging(cache, [5, 2, 7, 0, 1, 3, 4, 6])
     sequences = [paging.add() for _ in lengths]
     generator = torch.Generator().manual_seed(11)
     tokens = [torch.randint(config.vocab_size, (n,), generator=generator) for n in lengths]
-    logits = [prefill(executor, torch.cat(tokens), paging.batch(sequences, list(lengths)), cache)]
+    logits = [prefill(one, torch.cat(tokens), paging.batch(sequences, list(lengths)), cache)]
     for _ in range(steps):
         token = torch.randint(config.vocab_size, (len(lengths),), generator=generator)
-        logits.append(verify(executor, token, paging.batch(sequences, [1] * len(lengths)), cache))
+        logits.append(verify(one, token, paging.batch(sequences, [1] * len(lengths)), cache))
     last = torch.randn(len(lengths), config.hidden_size, generator=generator).to(model.dtype)
     batch = paging.batch(sequences, [1] * len(lengths))
-    hidden = executor.layers(last, range(config.num_layers), batch, cache)
+    hidden = one.layers(last, range(config.num_layers), batch, cache)
     fields = [
         {
             side: {name: t.clone() for name, t in side_fields.items()}
@@ -126,6 +113,14 @@ def forwards(executor: Executor, model: DecoderModel, kv: str, lengths: Sequence
         "weights": model.weights.nbytes,
         "kv": cache.nbytes,
     }
+
+
+def open_executor(name: str, model: DecoderModel, plan: Any) -> Executor:
+    if name == "cuda":
+        from haarkv.executors.cuda import CudaExecutor
+
+        return CudaExecutor(model, interpreted=True)
+    return catalog.create(name, model, plan)
 
 
 def alone(*args: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from haarkv.executors import base as executors
 from haarkv.executors.base import Executor
+from haarkv.models import base as models
 from haarkv.models.base import DecoderModel
 from haarkv.models.checkpoint import random_weights
 from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, Norm, Rope
@@ -173,6 +174,15 @@ def decode(
 ) -> Tensor:
     """Logits [B, vocab] after one more token of each sequence."""
     return executors.verify(executor, torch.tensor(tokens), paging.batch(sequences, [1] * len(sequences)), cache)
+
+
+def text_logits(executor: Executor, ids: Sequence[int] | Tensor, kv: str | KVSpec = "fp32") -> Tensor:
+    """Logits [T, vocab] after each token of one text, in one forward."""
+    spec = KVSpec(kv) if isinstance(kv, str) else kv
+    cache, paging = models.new_cache(
+        executor.config, spec.plan(executor.config.num_layers), sequences=1, tokens=len(ids), chunk=len(ids)
+    )  # fmt: skip
+    return executors.verify(executor, torch.as_tensor(ids), paging.batch([paging.add()], [len(ids)]), cache)
 
 
 def rope_table(config: ModelConfig) -> RopeTable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -38,16 +39,16 @@ class Shape:
         return self.head_dim**-0.5
 
 
-def configuration(layers: int = 6, shape: Shape | None = None, ranks: int = 1, **additional: object) -> SimpleNamespace:
+def configuration(ranks: int = 1, **additional: object) -> SimpleNamespace:
     """As much of vLLM's configuration as says how K and V are stored.
 
     Args:
         additional: of `--additional-config`.
     """
-    shape = shape or Shape()
+    shape = Shape()
     model = SimpleNamespace(
         model="a model", is_hybrid=False, hf_text_config=SimpleNamespace(), get_sliding_window=lambda: None,
-        get_total_num_hidden_layers=lambda: layers, get_total_num_kv_heads=lambda: shape.kv_heads,
+        get_total_num_hidden_layers=lambda: 6, get_total_num_kv_heads=lambda: shape.kv_heads,
         get_head_size=lambda: shape.head_dim, get_hidden_size=lambda: 256, get_vocab_size=lambda: 4096, max_model_len=128,
     )  # fmt: skip
     return SimpleNamespace(
@@ -123,7 +124,7 @@ class Worker:
             metadata: of the forward; formats that store keys by their positions look there.
         """
         layer = SimpleNamespace(layer_name=self.name(index))
-        with in_forward(self.name(index), metadata):
+        with in_forward({self.name(index): metadata}):
             self.impls[index].do_kv_cache_update(layer, k, v, self.views[index], slots)
 
     def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, metadata: object) -> Tensor:
@@ -133,25 +134,25 @@ class Worker:
         return out
 
 
-def in_forward(name: str, metadata: object) -> AbstractContextManager[None]:
-    """What vLLM's worker says of a forward while a layer runs."""
-    layers = {name: SimpleNamespace(kv_cache=None)}
-    forward = SimpleNamespace(attn_metadata={name: metadata}, no_compile_layers=layers, slot_mapping={})
-    return override_forward_context(forward)
+def in_forward(metadata: Mapping[str, object], slots: Mapping[str, Tensor] | None = None) -> AbstractContextManager[None]:
+    """What vLLM's worker says of a forward while layers run, by their names."""
+    layers = dict.fromkeys(metadata, SimpleNamespace(kv_cache=None))
+    return override_forward_context(
+        SimpleNamespace(attn_metadata=metadata, no_compile_layers=layers, slot_mapping=slots or {})
+    )  # fmt: skip
 
 
-def vllm_metadata(batch: Batch, padding: int = 0, junk: int = 0) -> CommonAttentionMetadata:
+def vllm_metadata(batch: Batch, padding: int = 0) -> CommonAttentionMetadata:
     """A batch of ours as vLLM's worker would describe it.
 
     Args:
         padding: tokens behind the last, as `slot_mapping` has them where the forward is padded.
-        junk: what fills the block table where ours has -1.
     """
     count, tokens = len(batch.seq_lens), len(batch.positions)
-    table = torch.where(batch.block_table < 0, junk, batch.block_table)
     new = batch.query_start_loc.diff()
     return CommonAttentionMetadata(
         query_start_loc=batch.query_start_loc, query_start_loc_cpu=batch.query_start_loc, seq_lens=batch.seq_lens,
         num_reqs=count, num_actual_tokens=tokens, max_query_len=int(new.max()), max_seq_len=int(batch.seq_lens.max()),
-        block_table_tensor=table, slot_mapping=torch.cat([batch.slot_mapping, torch.full((padding,), -1)]),
+        block_table_tensor=batch.block_table.clamp(min=0),
+        slot_mapping=torch.cat([batch.slot_mapping, torch.full((padding,), -1)]),
     )  # fmt: skip

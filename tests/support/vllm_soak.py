@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from vllm_drafts import eagle3
-from vllm_server import ENVIRONMENT
+from vllm_server import ENVIRONMENT, Answer
 
 from haarkv.models.catalog import find_model
 
@@ -91,6 +91,11 @@ class ServedTexts:
     texts: list[list[int]]
     figures: dict[str, float]
     seconds: tuple[float, float]
+
+    @property
+    def answers(self) -> list[Answer]:
+        """For a judge; no other token's probability is known."""
+        return [Answer(tuple(text), ((),) * len(text), "length") for text in self.texts]
 
 
 class Servers:

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
-from vllm.forward_context import override_forward_context
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -23,7 +22,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.kv_cache_interface import KVCacheLayout
 from vllm.v1.request import Request
 from vllm.v1.worker.utils import allocate_kv_cache
-from vllm_paged import Shape, plain_spec, vllm_metadata
+from vllm_paged import Shape, in_forward, plain_spec, vllm_metadata
 
 from haarkv.serving.vllm_plugin.backend import Buffers, RotatedAttention, RotatedMetadata, forward_batch, with_content
 from haarkv.serving.vllm_plugin.kv_choice import Pair, content_bytes
@@ -112,9 +111,8 @@ class Engine:
                 else:
                     metadata.setdefault(f"packed {group}", RotatedMetadata(forward_batch(common, Buffers(64, 4, CPU))))
                     metadata[name] = metadata[f"packed {group}"]
-        layers = dict.fromkeys([*self.names, *self.tails], SimpleNamespace(kv_cache=None))
-        outs, context = [], SimpleNamespace(attn_metadata=metadata, no_compile_layers=layers, slot_mapping=slots)
-        with override_forward_context(context):
+        outs = []
+        with in_forward(metadata, slots):
             for index, name in enumerate(self.names):
                 layer, (q, k, v) = SimpleNamespace(layer_name=name), kv.next_tokens(requests, counts, index)
                 self.impls[index].do_kv_cache_update(layer, k, v, self.views[name], slots[name])

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from planted import key_biases, outlier_channels, save_tiny, text, tiny, tiny_qwen2
+from planted import key_biases, outlier_channels, save_tiny, text
 from refusals import assert_refused
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GPT2Config, GPT2LMHeadModel
 
@@ -17,7 +17,7 @@ from tq.hf.config import layer_moments
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return save_tiny(outlier_channels(tiny(), 100), tmp_path_factory.mktemp("planted") / "m")
+    return save_tiny(outlier_channels(100), tmp_path_factory.mktemp("planted") / "m")
 
 
 GENERATE = ("--prompt", "def main(argv):\n    return len(argv) + sum(map(len, argv))\n", "--max-new-tokens", 4)
@@ -63,8 +63,8 @@ def test_a_small_gain_of_balance_is_not_worth_a_warning(run, folder, monkeypatch
 # -- TQCache --------------------------------------------------------------------------------------------------------------
 
 UNEVEN_MODELS = {
-    "outliers": lambda: outlier_channels(tiny(), 30),
-    "biases": lambda: key_biases(tiny_qwen2(), 800, (1, 4)),
+    "outliers": lambda: outlier_channels(30),
+    "biases": lambda: key_biases(800, (1, 4)),
 }
 
 

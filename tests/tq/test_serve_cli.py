@@ -6,8 +6,7 @@ from itertools import pairwise
 
 import pytest
 from checkpoints import write_checkpoint
-from places import ROOT
-from sources import sources
+from places import ROOT, sources
 
 from haarkv.engine.plans import shape_signature
 from haarkv.models.catalog import read_config

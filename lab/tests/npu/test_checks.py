@@ -8,7 +8,7 @@ from emitted_programs import compile_all
 from npu_programs import needs_pypto
 
 pytest.importorskip("pypto", reason="PyPTO is not installed")
-from look_up_kernel import LookUp, RestoreProgram
+from look_up_kernel import look_up, restore_keys
 
 from haarkv.models.qwen3_14b.npu.compile import write_sources
 from haarkv.tq_ops.formats.learned import COLUMNS
@@ -214,7 +214,7 @@ def count_tiles(run):
 def test_nothing_goes_row_by_row(blocks, plain):
     """A select or a comparison of tiles is a dozen instructions a row in the device's headers; arithmetic is one a tile."""
     rows = 128 * blocks
-    run = plain.run(LookUp(rows), [torch.zeros(rows, 64, dtype=torch.int8), torch.zeros(rows, 128).half()], Mode.COMPILE)
+    run = plain.run(look_up(rows), [torch.zeros(rows, 64, dtype=torch.int8), torch.zeros(rows, 128).half()], Mode.COMPILE)
     text = "".join(run.sources.values())
     assert "TMul<" in text
     # A load a block, a store for each half, and each operation once for the whole tile; between them nothing is copied.
@@ -230,7 +230,7 @@ def test_learned_keys_are_restored_by_one_task_without_copies(plain, bits):
     """One load, a store for each part, and as much arithmetic as was counted; nothing goes row by row or spills."""
     layout = Layout(COLUMNS[bits])
     arguments = [torch.zeros(128, layout.nbytes(HEAD_DIM), dtype=torch.int8), torch.zeros(layout.width(HEAD_DIM), 128).half()]
-    run = plain.run(RestoreProgram(layout), arguments, Mode.COMPILE)
+    run = plain.run(restore_keys(layout), arguments, Mode.COMPILE)
     calls = re.findall(r"^(T[A-Z]\w*).*\);$", "".join(run.sources.values()), re.MULTILINE)
     assert set(calls) == {"TLoad", "TCast", "TTrans", "TMulS", "TAddS", "TSubS", "TSub", "TMul", "TStore"} | (
         {"TAdd"} if layout.lower_pieces else set()

@@ -13,7 +13,6 @@ import pytest
 import torch
 from checkpoints import write_checkpoint
 from gguf_files import byte_vocabulary, convert
-from onnx_graphs import helper, onnx, ort
 from places import ROOT
 from refusals import assert_refused
 
@@ -26,6 +25,12 @@ from haarkv.models.weights import checkpoint_shapes
 from haarkv.tq_ops.onnx.graph import TensorType
 from tq import __version__
 from tq.cli import main
+
+pytest.importorskip("onnxruntime", reason="needs the onnx extra")
+
+import onnx
+import onnxruntime as ort
+from onnx import helper
 
 SCRIPT = ROOT / "examples" / "run_onnx.py"
 PROMPT = "def main(argv):\n    return"

@@ -95,6 +95,19 @@ def bf16_windows(cache: PagedKVCache) -> list[Tensor]:
     return [window.vectors for kv in cache.kv.values() for window in kv.windows if window]
 
 
+def everything_in(cache: PagedKVCache) -> list[Tensor]:
+    """A cache's own tensors: codes, scales, and tokens in BF16."""
+    return [*(tensor for *_, tensor in cache_tensors(cache)), *bf16_windows(cache)]
+
+
+def on_device(cache: PagedKVCache, case: CacheCase, device: torch.device | str) -> PagedKVCache:
+    """A copy of a case's cache."""
+    copy = poisoned_cache(case, device)
+    for ours, theirs in zip(everything_in(copy), everything_in(cache), strict=True):
+        ours.copy_(theirs)
+    return copy
+
+
 def poisoned_cache(case: CacheCase, device: torch.device | str = "cpu") -> PagedKVCache:
     """A cache whose every slot holds the highest levels at scale NaN, and NaN in BF16: reading an unwritten one shows."""
     blocks = sum(-(-(s + n) // case.block_size) for s, n in zip(case.stored_lengths, case.new, strict=True)) + 2
@@ -135,12 +148,7 @@ def fill_cache(case: CacheCase, device: torch.device | str = "cpu") -> tuple[Pag
         reference.store_kv(k, v, cache.view(LAYER, batch))
     if torch.device(device).type == "cpu":
         return cache, batch
-    copy = poisoned_cache(case, device)
-    for (*_, ours), (*_, theirs) in zip(cache_tensors(copy), cache_tensors(cache), strict=True):
-        ours.copy_(theirs)
-    for vectors, theirs in zip(bf16_windows(copy), bf16_windows(cache), strict=True):
-        vectors.copy_(theirs)
-    return copy, batch.to(device)
+    return on_device(cache, case, device), batch.to(device)
 
 
 # -- Ops over a cache ---------------------------------------------------------------------------------------------------
@@ -184,8 +192,7 @@ class Attention(_OnCache):
         return self.cache.kv_heads
 
     def read_only_tensors(self, arguments: tuple[Any, ...]) -> list[Tensor]:
-        cache = arguments[1].cache
-        return [arguments[0], *(tensor for *_, tensor in cache_tensors(cache)), *bf16_windows(cache)]
+        return [arguments[0], *everything_in(arguments[1].cache)]
 
 
 @dataclass(frozen=True)

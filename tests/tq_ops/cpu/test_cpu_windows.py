@@ -8,7 +8,8 @@ import bounds
 import pytest
 import torch
 from at_length import MORE, pairwise_cases
-from op_tables import LAYER, TABLES, Case, bf16_windows, every_table, relative
+from op_contract.caches import bf16_windows
+from op_tables import LAYER, TABLES, Case, every_table, relative
 
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.batch import PagedSequences

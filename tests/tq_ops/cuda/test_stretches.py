@@ -10,7 +10,8 @@ import pytest
 import torch
 from at_length import MORE_CUDA, rest
 from cuda_caches import DEVICE, attention_bound, attention_error, check_stored
-from op_tables import LAYER, Case, bf16_windows, poisoned_cache
+from op_contract.caches import bf16_windows, poisoned_cache
+from op_tables import LAYER, Case
 
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError

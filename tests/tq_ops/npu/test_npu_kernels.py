@@ -15,7 +15,7 @@ from haarkv.tq_ops.npu.sides import READS, TQ4, fixed_sides
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
 
 pytest.importorskip("pypto", reason="PyPTO is not installed")
-from look_up_kernel import Levels, LookUp, RestoreProgram
+from look_up_kernel import levels, look_up, restore_keys
 
 pytestmark = needs_pypto
 
@@ -78,7 +78,7 @@ def test_every_byte_gives_the_fp16_of_its_two_centroids(head_dim, blocks, simula
     book = torch.tensor(READS.built_in(HEAD_DIM).centroids)
     expected = book[torch.cat([codes & 15, codes >> 4], 1).long()].half()
     out = torch.full((rows, head_dim), 7.0).half()
-    simulator.run(LookUp(rows, head_dim), [codes.view(torch.int8), out], Mode.NUMBERS)
+    simulator.run(look_up(rows, head_dim), [codes.view(torch.int8), out], Mode.NUMBERS)
     assert len(codes.unique()) == 256
     assert torch.equal(out, expected)
 
@@ -93,7 +93,7 @@ def test_numbers_beside_a_boundary_are_on_their_side_of_it(simulator):
         [near_boundaries, ends, torch.randn(16 * 128 - len(near_boundaries) - len(ends), generator=generator) / 8]
     ).view(16, 128)
     out = torch.full_like(x, -1.0)
-    simulator.run(Levels(), [x, out], Mode.NUMBERS)
+    simulator.run(levels(), [x, out], Mode.NUMBERS)
     assert torch.equal(out, torch.bucketize(x, boundaries, right=True).float())
     assert len(out.unique()) == 16
 
@@ -112,7 +112,7 @@ def test_every_byte_of_learned_keys_gives_the_centroids_of_its_levels(simulator,
     for half in (0, 128):
         codes = ((torch.arange(128).unsqueeze(1) + half) * step + torch.arange(len(step))).to(torch.uint8)
         out = torch.full((layout.width(HEAD_DIM), 128), float("nan")).half()
-        simulator.run(RestoreProgram(layout), [codes.view(torch.int8), out], Mode.NUMBERS)
+        simulator.run(restore_keys(layout), [codes.view(torch.int8), out], Mode.NUMBERS)
         levels = unpack_columns(codes, layout.columns).long().chunk(8, -1)
         expected = torch.cat([cubic.centroids(width)[part] for width, part in zip(layout.widths, levels, strict=True)], -1)
         factor = torch.tensor([level_cubic(width).factor for width in layout.widths]).repeat_interleave(16)
