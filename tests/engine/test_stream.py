@@ -42,13 +42,6 @@ def test_bytes_that_are_no_character_are_signs_and_end_no_stream(tmp_path):
         assert "".join(stream) == stream.result.texts[0] == text
 
 
-def test_pieces_come_before_the_text_is_whole(session):
-    stream = session.stream("a", max_new_tokens=25_000)
-    assert next(stream) == "b"
-    assert stream.result is None
-    stream.close()
-
-
 def test_a_stream_that_is_closed_keeps_what_was_computed(session):
     stream = session.stream("a", max_new_tokens=25_000, keep=True)
     pieces = [next(stream) for _ in range(3)]
@@ -86,11 +79,6 @@ def test_a_stream_that_is_interrupted_in_the_prompt_reads_no_further(session):
         next(session.stream("a" * 5000, on_prefill=interrupt))
     assert max(progress) < 5000
     assert session.generate("a", max_new_tokens=1).texts == ["b"]
-
-
-def test_what_is_wrong_comes_with_the_first_piece(session):
-    with pytest.raises(tq.InputError, match="max_new_tokens must be at least 1"):
-        next(session.stream("a", max_new_tokens=0))
 
 
 def test_an_unknown_argument_is_refused(session):
