@@ -12,7 +12,6 @@ import transformers
 from at_length import rest
 from checkpoints import CONFIG, write_checkpoint
 from family_models import HYBRIDS, MODELS, saved
-from small_models import SMALL, resize_config
 from transformers_judge import worst_error
 
 from haarkv.models.catalog import load_model
@@ -28,14 +27,6 @@ def read_config(tmp_path, content):
     path = tmp_path / "config.json"
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     return read_hf_config(path)
-
-
-def test_a_config_is_read_field_by_field(tmp_path):
-    assert read_config(tmp_path, CONFIG) == resize_config(
-        SMALL, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=96,
-        vocab_size=257, rope_theta=1e4, rms_norm_eps=1e-6, tie_word_embeddings=False, max_position_embeddings=1024,
-        eos_token_ids=(256,),
-    )  # fmt: skip
 
 
 def shapes(*sizes):
@@ -177,22 +168,6 @@ def test_a_config_that_is_no_json_object_is_refused(tmp_path, content):
 
 def windows(config):
     return [layer.attention.window for layer in config.layers]
-
-
-def test_windows_are_where_transformers_has_them(saved):
-    expected = {
-        "mistral_window": [40] * 3,
-        "qwen2_window": [None, 33, 33],
-        "gemma3": [*[40] * 5, None, 40],
-        "mistral": [None] * 3,
-    }
-    for name, layer_windows in expected.items():
-        config = of_folder(saved(name)[0])
-        assert windows(config) == layer_windows
-        kinds = getattr(transformers.AutoConfig.from_pretrained(saved(name)[0]), "layer_types", None)
-        assert kinds is None or [kind == "sliding_attention" for kind in kinds] == [
-            window is not None for window in layer_windows
-        ]
 
 
 @pytest.mark.parametrize("pattern", [{}, {"sliding_window_pattern": 4}])

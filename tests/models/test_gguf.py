@@ -8,8 +8,8 @@ import gguf
 import pytest
 import torch
 from checkpoints import write_checkpoint
-from family_models import IN_FILES, TOKENS, cpu_logits, folder_of, model_vocabulary, saved
-from gguf_files import LLAMA3, byte_vocabulary, convert, header, llama3_factors, pieces, text
+from family_models import IN_FILES, folder_of, model_vocabulary, saved
+from gguf_files import byte_vocabulary, convert, header, pieces, text
 from refusals import assert_refused
 from safetensors.torch import load_file
 
@@ -17,7 +17,8 @@ import tq
 from haarkv.engine.plans import shape_signature
 from haarkv.models.catalog import find_model, load_model, model_weight_bytes, open_source, read_config
 from haarkv.models.checkpoint import load_weights
-from haarkv.models.rope import Llama3Scaling, inverse_frequencies
+from haarkv.models.gguf_settings import llama3_entries
+from haarkv.models.rope import inverse_frequencies
 from haarkv.models.weights import fingerprint
 from haarkv.tq_ops.errors import InputError
 from tq.cli import main
@@ -177,51 +178,10 @@ def test_what_is_not_built_is_refused_by_name(folder_of, tmp_path, capsys, name,
     assert_refused((code, *capsys.readouterr()), *words)
 
 
-@pytest.mark.parametrize(
-    ("entries", "words"),
-    [
-        *(({"factor": factor}, None) for factor in (32.0, 8.0, 1.0)),
-        ({"factor": 8.0, "high_freq_factor": 9.0}, "none of Llama 3's"),
-        ("ramp", "none of Llama 3's"),
-        ("negative", "none of Llama 3's"),
-    ],
-)
-def test_factors_of_rope_are_llama_3s_or_refused(entries, words, tmp_path):
-    from haarkv.models.gguf_settings import llama3_entries
-
-    if isinstance(entries, dict):
-        factors = torch.tensor(llama3_factors({"head_dim": 64}, LLAMA3 | entries))
-    else:
-        factors = torch.linspace(1, 9, 32) if entries == "ramp" else -torch.ones(32)
-    if words:
-        with pytest.raises(InputError, match=words):
-            llama3_entries(tmp_path, factors, 5e5)
-        return
-    rope_scaling = llama3_entries(tmp_path, factors, 5e5).get("rope_scaling")
-    plain = 1 / (5e5 ** (torch.arange(32) / 32))
-    if rope_scaling is None:
-        assert (factors == 1).all()
-    else:
-        ours = Llama3Scaling(*(rope_scaling[key] for key in (
-            "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")))  # fmt: skip
-        torch.testing.assert_close(ours.scaled(plain, 5e5), plain / factors, rtol=1e-5, atol=0)
-
-
-def test_layers_that_predict_several_tokens_are_not_read(folder_of, tmp_path):
-    plain = convert(folder_of("qwen3_5"), tmp_path / "plain.gguf", vocabulary=model_vocabulary("qwen3_5"))
-    write_header = gguf.GGUFWriter.write_header_to_file
-
-    def with_one_more(writer, *args):
-        writer.add_tensor("blk.4.nextn.eh_proj.weight", torch.zeros(192, 384).numpy())
-        writer.add_tensor("blk.4.attn_norm.weight", torch.ones(192).numpy())
-        return write_header(writer, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gguf.GGUFWriter, "write_header_to_file", with_one_more)
-        extra = {"qwen35.block_count": 5, "qwen35.nextn_predict_layers": 1}
-        path = convert(folder_of("qwen3_5"), tmp_path / "m.gguf", vocabulary=model_vocabulary("qwen3_5"), extra=extra)
-    assert read_config(path) == read_config(plain)
-    assert torch.equal(cpu_logits(load_model(path), TOKENS), cpu_logits(load_model(plain), TOKENS))
+@pytest.mark.parametrize("factors", [torch.linspace(1, 9, 32), -torch.ones(32)], ids=["ramp", "negative"])
+def test_factors_of_rope_that_are_none_of_llama_3s_are_refused(factors, tmp_path):
+    with pytest.raises(InputError, match="none of Llama 3's"):
+        llama3_entries(tmp_path, factors, 5e5)
 
 
 def test_qwen3_next_is_refused_by_its_name(folder_of, tmp_path):

@@ -167,14 +167,6 @@ def test_pieces_are_llama_cpps(tmp_path, prefix):
             assert tokenizer.decode(ids(tokenizer, text)) == text
 
 
-def test_pieces_are_transformers_own(tmp_path):
-    """Of texts without special tokens: behind one transformers begins the rest without a space, and llama.cpp with one."""
-    ours = words(tmp_path / "m.gguf", pieces(user_tokens=())).tokenizer
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
-    for text in ["abc", "ab cab abc", "a b  c", "x\ny", "日本 ä", "bcabcc", "abcab bcbc ca ab"]:
-        assert ids(ours, text) == theirs(text)["input_ids"], text
-
-
 # -- What is refused -------------------------------------------------------------------------------------------------------
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-
 import torch
 from on_large_pages import asks_for_large_pages, needs_large_pages
 
@@ -29,27 +26,6 @@ def test_tensors_do_not_overlap_and_begin_at_cache_lines():
         assert (tensor == number).all()
         assert tensor.is_contiguous()
         assert not tensor.numel() or tensor.data_ptr() % 64 == 0
-
-
-def test_a_chunk_goes_with_its_last_tensor(monkeypatch):
-    references = []
-
-    class Memory(bytearray):
-        """A stand-in that can be watched."""
-
-    def memory(nbytes):
-        block = Memory(nbytes)
-        references.append(weakref.ref(block))
-        return block
-
-    monkeypatch.setattr(large_pages, "_memory", memory)
-    monkeypatch.setattr(large_pages, "_CHUNK", PAGE)
-    room = LargePages()
-    first, second = (room.empty((PAGE,), torch.uint8) for _ in range(2))
-    del first
-    gc.collect()
-    assert [reference() is None for reference in references] == [True, False]
-    assert second.shape == (PAGE,)
 
 
 def test_a_process_that_may_have_no_chunk_gets_what_it_needs(monkeypatch):

@@ -7,7 +7,7 @@ import torch
 from checkpoints import write_checkpoint
 from small_models import SMALL, resize_config
 
-from haarkv.models.catalog import load_model
+from haarkv.models.catalog import load_model, read_config
 from haarkv.models.checkpoint import random_weights
 from haarkv.models.parallel import Alone, Split
 from haarkv.models.weights import checkpoint_tensors
@@ -44,6 +44,7 @@ def test_query_heads_lie_with_the_kv_head_they_read():
         (resize_config(SMALL, num_heads=12, num_kv_heads=4), 3, "4 KV heads can be neither split evenly over 3 ranks"),
         (resize_config(FOUR, intermediate_size=82), 4, "an MLP of 82 columns cannot be split evenly over 4 ranks"),
         (replace(FOUR, vocab_size=3), 4, "a vocabulary of 3 cannot be split over 4 ranks"),
+        (read_config("random:qwen3.5-0.8b"), 2, "recurrent state cannot be split over ranks"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(config, size, said):
