@@ -17,7 +17,6 @@ from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.validation.faults.base import DRIVES, table_with
 from haarkv.validation.faults.layer import published_faults
-from haarkv.validation.layers.judge import compare_vectors
 from haarkv.validation.layers.report import as_json
 from haarkv.validation.layers.self_test import WholeLayers
 
@@ -237,16 +236,3 @@ def test_the_guilty_layer_is_bad_teacher_forced_and_the_later_ones_free_running_
 def test_a_fused_reference_is_refused():
     with pytest.raises(InputError, match="a reference runs op by op on the host"):
         run(ReferenceExecutor(MODEL), trusted=WholeLayers(ReferenceExecutor(MODEL)))
-
-
-# -- Figures ---------------------------------------------------------------------------------------------------------------
-def test_vectors_are_compared_each_by_itself():
-    a = torch.tensor([[3.0, 4.0], [3000.0, 4000.0]])
-    b = torch.tensor([[3.0, 4.5], [3000.0, 4000.0]])
-    comparison = compare_vectors(a, b)
-    assert comparison.rel_l2 == pytest.approx(0.1)
-    assert comparison.max_abs == 0.5
-    assert comparison.cosine == pytest.approx((9 + 18) / (5 * math.sqrt(9 + 20.25)))
-    zero = torch.zeros(1, 2)
-    assert compare_vectors(zero, zero).rel_l2 == 0
-    assert compare_vectors(zero, a[:1]).rel_l2 == math.inf
