@@ -42,13 +42,11 @@ class TestScales:
         uses, sizes = torch.ones(2, 32), torch.ones(2, 32)
         uses[0, 0], sizes[0, 0], sizes[1] = use, size, 0.0
         scales = channel_scales(uses, sizes)
-        assert (scales > 0).all()
-        assert (scales[:, 1:] == 1).all()
         ratio = error_ratio(uses, sizes, scales)
-        assert torch.isfinite(scales).all()
+        assert 0 < scales[0, 0] < torch.inf
+        assert (scales[:, 1:] == 1).all()
         assert torch.isfinite(ratio).all()
-        assert (scales[1] == 1).all()
-        assert (ratio[1] == 1).all()
+        assert scales[1, 0] == ratio[1] == 1
 
     def test_the_ratio_is_what_quantizing_shows(self):
         size = torch.ones(1, 128)
@@ -122,11 +120,6 @@ class TestModel:
         assert len(result.uneven) == 2 * config.num_layers
         ids = list(range(40))
         assert torch.equal(run(result.model, ids, kv="fp32"), run(uneven, ids, kv="fp32"))
-        for layer, moments in zip(result.model.weights.layers, result.moments.values(), strict=True):
-            for side_moments, expected in zip((key_moments, value_moments), moments, strict=True):
-                now = side_moments(layer, config.heads.num_kv_heads, config.heads.head_dim)
-                assert torch.allclose(now.use, expected.use, rtol=1e-4)
-                assert torch.allclose(now.size, expected.size, rtol=1e-4)
 
     def test_a_dead_head_changes_nothing_for_the_others(self):
         result = balance(dead_head(outlier_channels(tiny(), 30)))

@@ -110,15 +110,11 @@ def test_parameters_and_tensors_are_transformers_own(saved, name):
 
 
 @pytest.mark.parametrize("side", ["q", "k", "v"])
-def test_a_bias_matters_and_a_damaged_one_is_named(saved, side):
+def test_a_damaged_bias_is_named(saved, side):
     """No op is handed a bias, so it is found by the layer in which numbers stop being finite."""
     folder, theirs = saved("qwen2")
     model = load_model(folder)
-    bias = model.weights.layers[1][f"{side}_bias"]
-    bias += 0.5
-    worst = worst_error(theirs, model, "fp32", PROMPT[:, :20])
-    assert worst > 10 * bounds.TRANSFORMERS_LOGITS
-    bias[3] = torch.nan
+    model.weights.layers[1][f"{side}_bias"][3] = torch.nan
     with pytest.raises(NonFiniteError, match=rf"model\.layers\.1\.self_attn\.{side}_proj\.bias holds nan at \[3\]"):
         worst_error(theirs, model, "fp32", PROMPT[:, :20])
 

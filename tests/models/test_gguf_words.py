@@ -3,13 +3,13 @@
 import random
 from itertools import pairwise
 
+import gguf
 import pytest
 import transformers
 from gguf_files import add, byte_vocabulary, close, pieces
 from refusals import assert_refused
 
 from haarkv.models.catalog import open_source
-from haarkv.models.source import Source
 from haarkv.tq_ops.errors import InputError
 
 GRAMS = ("Ġ t", "h e", "Ġt he", "1 2", "12 3", "' s", "Ġ Ġ", "Ċ Ċ", "! !", "a b", "ab c", "Ġ a", "Ġa b", "Ã ¤", "Ġ 1")
@@ -25,18 +25,11 @@ def random_texts(count=60):
     return ["".join(generator.choices(CHARACTERS, k=generator.randint(1, 40))) for _ in range(count)]
 
 
-def write(path, entries):
-    import gguf
-
+def words(path, entries):
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in entries.items():
         add(writer, key, value)
-    return close(writer)
-
-
-def words(path, entries):
-    source: Source = open_source(write(path, entries))
-    return source.words()
+    return open_source(close(writer)).words()
 
 
 def ids(tokenizer, text, special=True):

@@ -1,18 +1,16 @@
 """Layers that keep a state in place of K and V: what is said of them, and the trained hybrid that ships."""
 
-import json
-
 import pytest
 import torch
 from family_models import cpu_logits
-from repeat_drafts import always_drafting
 from torch.nn.functional import cross_entropy
 
 import tq
 from haarkv.engine.draft_choice import DraftSpec
+from haarkv.engine.drafts import Pace
 from haarkv.engine.loading import load
 from haarkv.engine.sampling import Sampling
-from haarkv.models.catalog import load_model, read_config
+from haarkv.models.catalog import load_model
 from haarkv.models.tiny_qwen3.corpus import held_out_texts
 from tq.cli import main
 
@@ -23,12 +21,8 @@ def test_info_tells_a_state_from_k_and_v(capsys):
     assert main(["info", "random:qwen3.5-0.8b"]) == 0
     output = capsys.readouterr().out
     assert "24, 18 of them with a state in place of K and V" in output
-    assert (
-        "20.2 MB a sequence, whatever its length; kept 2 times, 40.4 MB; with --draft once more for each drafted token"
-        in output
-    )
-    assert main(["info", "random:qwen3.5-0.8b", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["state_bytes"] == read_config("random:qwen3.5-0.8b").state_bytes
+    words = "20.2 MB a sequence, whatever its length; kept 2 times, 40.4 MB; with --draft once more for each drafted token"
+    assert words in output
     assert main(["info", "random:0.6b"]) == 0
     assert "state" not in capsys.readouterr().out
 
@@ -46,12 +40,12 @@ def test_it_has_learned_python(text):
     assert float(cross_entropy(cpu_logits(load_model(NAME), text[:512]), torch.tensor(text[1:513]))) < 4.0
 
 
-def test_its_own_drafts_are_often_right_and_never_change_the_text(text):
+def test_its_own_drafts_are_often_right_and_never_change_the_text(text, monkeypatch):
+    monkeypatch.setattr(Pace, "tokens", lambda self, *_: self._most)  # what is gained depends on the clock
     prompts = [text[start : start + 60] for start in (0, 700, 1500)]
     texts = []
     for draft in (None, DraftSpec("mtp", 2)):
-        with always_drafting():
-            result = load(NAME, executor="cpu", draft=draft).generate(prompts, max_new_tokens=40, sampling=Sampling())
+        result = load(NAME, executor="cpu", draft=draft).generate(prompts, max_new_tokens=40, sampling=Sampling())
         texts.append([done.token_ids for done in result.completions])
     assert texts[0] == texts[1]
     assert result.drafting.accepted > 0.3 * result.drafting.proposed > 0
