@@ -69,13 +69,6 @@ class TestSession:
         layers = {int(n) for line in warnings for n in line.split("K of layer")[1].split(" suffers")[0] if n.isdigit()}
         assert layers >= {0, 1, 2, 5}
 
-    def test_without_balance_far_outliers_are_refused_by_their_weights(self, folders):
-        with pytest.raises(InputError, match=r"K of layers 0 to 5 suffers in tq4.*V of layers.*--allow-collapse"):
-            session(folders["far_outliers"], [], balance=False)
-        warnings = []
-        assert generate_ids(session(folders["far_outliers"], warnings, balance=False, allow_collapse=True), warnings)
-        assert any("suffers" in line for line in warnings)
-
     def test_biases_of_some_layers_are_named(self, folders):
         warnings = []
         generate_ids(session(folders["biases"], warnings), warnings)

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from checkpoints import HEAD, byte_tokenizer, in_turn, saying, write_checkpoint
+from checkpoints import HEAD, byte_tokenizer, saying, write_checkpoint
 from samplers import Sampler
 
 import tq
@@ -210,23 +210,19 @@ def test_rows_that_stand_for_no_token_are_not_drawn(sampling):
     assert ours.best(padded[None], [0]).tolist() == [others[int(logits[others].argmax())]]
 
 
-def likes_best(*ids):
-    """A `mutate` after which the model likes each of these better than any token, whatever came before."""
-
-    def mutate(tensors):
-        for id in ids:
-            tensors[HEAD][id] = 2 * tensors[HEAD].sum(0)
-
-    return mutate
-
-
 @pytest.mark.parametrize("draft", [None, "ngram"])
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.01}, {"repetition_penalty": 1.01}])
 def test_a_row_without_a_token_is_never_said(tmp_path, monkeypatch, draft, settings):
     """Rows beyond the tokenizer's tokens and between them, which transformers would say and show as nothing."""
     library = json.loads(byte_tokenizer().to_str())
     library["model"]["vocab"][byte_tokenizer().id_to_token(200)] = 298
-    mutate, files = in_turn(saying("Hi", endless=True), likes_best(200, 259, 299)), {"tokenizer.json": json.dumps(library)}
+
+    def mutate(tensors):
+        saying("Hi", endless=True)(tensors)
+        for id in (200, 259, 299):  # liked better than any token, whatever came before
+            tensors[HEAD][id] = 2 * tensors[HEAD].sum(0)
+
+    files = {"tokenizer.json": json.dumps(library)}
     folder = write_checkpoint(tmp_path / "m", config={"vocab_size": 300}, mutate=mutate, files=files)
     monkeypatch.setattr(Pace, "tokens", lambda self, *_: self._most)
     session = tq.load(folder, kv="tq4", draft=draft)
