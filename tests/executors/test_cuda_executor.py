@@ -41,7 +41,7 @@ from cuda_models import (
     tiny_hybrid,
 )  # fmt: skip
 
-from haarkv.executors.cuda import CudaExecutor, DecodeStep, padded_batch_size
+from haarkv.executors.cuda import CudaExecutor, DecodeStep
 from haarkv.tq_ops.cuda.block_planes import PlaneBlocks
 
 TQ4, TAIL = KVSpec("tq4"), KVSpec("tq4", tail=3, sink=1)
@@ -195,10 +195,6 @@ def test_sequences_that_left_a_batch_are_dead_in_its_next_step():
     hidden = decode_step(torch.tensor([9, 8, 7]), paging.batch(ids[1:], [1] * 3))
     assert hidden.flatten().tolist() == [9, 8, 7]
     assert calls == [([5, 6, 7, 8], [0, 8, 16, 24], [1] * 4), ([9, 8, 7, 0], [9, 17, 25, -1], [2, 2, 2, 0])]
-
-
-def test_batches_share_few_sizes():
-    assert [padded_batch_size(n) for n in (1, 2, 3, 8, 9, 64, 65, 129)] == [1, 2, 4, 8, 16, 64, 128, 192]
 
 
 @pytest.mark.parametrize("kv", ["tq4", "tail", "learned", "short"])

@@ -15,12 +15,9 @@ from haarkv.validation.bringup.ladder import RungFinding, climb, collect_host_lo
 from tq.cli import main
 
 
-def climb_rungs(*rungs):
-    return climb(rungs, lambda _: None, lambda _: None)
-
-
 def test_a_rung_that_compared_nothing_does_not_pass():
-    (result,) = climb_rungs(("layer", lambda: RungFinding(True, "all is well")), ("head", lambda: RungFinding(True, "", 1)))
+    rungs = ("layer", lambda: RungFinding(True, "all is well")), ("head", lambda: RungFinding(True, "", 1))
+    (result,) = climb(rungs, lambda _: None, lambda _: None)
     assert result.verdict == "failed"
     assert "compared nothing" in result.found.said
 
@@ -82,12 +79,6 @@ def test_versions_that_nobody_published_can_be_allowed_and_are_recorded(monkeypa
 
 
 # -- What its tools say ------------------------------------------------------------------------------------------------------
-def test_what_is_not_there_says_nothing(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert collect_host_logs(0.0) == {}
-
-
 def test_npu_smi_and_plog_stand_in_the_report_without_paths(tmp_path, capsys, monkeypatch):
     """Of a request that ends at its first rung as well; a log of another run does not."""
     monkeypatch.setattr(versions, "unsimulated_reason", lambda _: "not here")

@@ -120,13 +120,6 @@ def test_a_cost_is_what_an_evaluation_of_that_cache_measures(setup, costs):
 
 
 # -- Choices ----------------------------------------------------------------------------------------------------------------
-def test_bits_go_where_errors_cost_most(setup, costs):
-    assert costs[0, "k"]["tq4"] > 20 * costs[1, "k"]["tq4"]
-    plan = Frontier(costs, setup.base.config, tail=0, context=128).within(4.5).plan
-    bits = {place: plan.layers[place[0]][place[1] == "v"].bytes_per_vector(32) for place in costs}
-    assert bits[0, "k"] > bits[1, "k"] == min(bits.values())
-
-
 def test_more_budget_is_never_worse_and_is_kept_to(setup, costs):
     budgets = [2.6, 3.5, 4.1, 5.0, 7.7, 12.0, 15.9]
     choices = [Frontier(costs, setup.base.config, tail=0, context=128).within(b) for b in budgets]
