@@ -138,20 +138,7 @@ def slow_pieces(text, entries, prefix):
 def test_pieces_are_llama_cpps(tmp_path, prefix):
     entries = pieces(add_space_prefix=prefix)
     tokenizer = words(tmp_path / "m.gguf", entries).tokenizer
-    texts = [
-        "abc",
-        "ab cab abc",
-        " a",
-        "  abc  ab",
-        "a\n\nb",
-        "x\ny",
-        "</s>abc</s> a",
-        "<unk>a",
-        "日本 ä",
-        "<0x41>",
-        "<s>",
-        "bcabcc",
-    ]
+    texts = ["abc", "</s>abc</s> a", "<unk>a", "日本 ä", "<0x41>", "<s>"]
     generator = random.Random(1)
     texts += ["".join(generator.choices("abc  \nä<s/>", k=generator.randint(1, 30))) for _ in range(200)]
     for text in texts:

@@ -20,17 +20,16 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import with_ops
 from haarkv.tq_ops.weight import Blocks, rounding_to, weight_numbers
 from haarkv.validation import validate
+from haarkv.validation.faults.base import DRIVES
 from haarkv.validation.faults.model import block_faults
 from haarkv.validation.layers.reference import Reference
 from haarkv.validation.layers.replay.case import OneRun, judge_case
 from haarkv.validation.layers.replay.file import build_replay_file, load, save
-from haarkv.validation.layers.self_test import WholeLayers
 
 CONFIG = small_config(num_heads=4, head_dim=64, hidden_size=256, intermediate_size=512)
 DTYPES = (torch.float32, torch.bfloat16)
 MODELS = {dtype: in_blocks(small_model(CONFIG, dtype=dtype)) for dtype in DTYPES}
 PROMPTS = [random_tokens(CONFIG, 11), random_tokens(CONFIG, 5, seed=1)]
-DRIVES = {"ops": lambda executor: executor, "layers": WholeLayers}
 
 
 def run(model, candidate, **more):

@@ -23,17 +23,7 @@ from haarkv.validation import bounds, validate
 from haarkv.validation.faults.base import DRIVES, instead, table_with
 from haarkv.validation.faults.ops import keeping, quantized_parts, steeper
 from haarkv.validation.layers import null
-from haarkv.validation.layers.null import (
-    RUNS,
-    Figure,
-    Null,
-    by_ties,
-    collect_sums,
-    excess,
-    honest,
-    number_figures,
-    value,
-)  # fmt: skip
+from haarkv.validation.layers.null import RUNS, Figure, Null, by_ties, collect_sums, excess, honest, number_figures, value
 from haarkv.validation.layers.self_test import first_layers
 
 DTYPES = ("float32", "bfloat16")
