@@ -123,7 +123,6 @@ def forwards(executor: Executor, model: DecoderModel, kv: str, lengths: Sequence
         "logits": torch.stack(logits),
         "hidden": hidden,
         "fields": fields,
-        "weights": model.weights.nbytes,
         "kv": cache.nbytes,
     }
 
