@@ -170,7 +170,7 @@ def windows(config):
     return [layer.attention.window for layer in config.layers]
 
 
-def test_a_gemma_that_says_each_how_many_th_layer_sees_all_has_windows_where_transformers_puts_them(tmp_path):
+def test_of_a_gemma_each_fourth_layer_may_see_all_as_transformers_has_it(tmp_path):
     raw = {"model_type": "gemma3_text", "num_hidden_layers": 26, "sliding_window_pattern": 4, "sliding_window": 512}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     theirs = transformers.Gemma3TextConfig.from_pretrained(tmp_path)
