@@ -137,7 +137,7 @@ def test_settings_of_sampling_are_arguments(session):
 
 def test_a_session_and_a_result_are_one_line(session):
     assert repr(session) == f"Session({session.name!r} on reference, tq4: 144 bytes of K and V a token)"
-    assert "1 new token," in repr(session.generate("a", max_new_tokens=1))
-    long = repr(session.generate(["a", "b"], max_new_tokens=500))
+    assert "…], 3 new tokens, tq4: " in repr(session.generate(["a", "b", "z"], max_new_tokens=1))
+    long = repr(session.generate("a", max_new_tokens=500))
     assert len(long) < 160
     assert "\n" not in long
