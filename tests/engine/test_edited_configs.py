@@ -38,12 +38,6 @@ PROMPT = [(7 * token) % 250 for token in range(60)]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
-def same(one, other):
-    return one.tensors.keys() == other.tensors.keys() and all(
-        torch.equal(tensor, other.tensors[name]) for name, tensor in one.tensors.items()
-    )
-
-
 def open_session(folder, **more):
     return tq.load(folder, kv="tq4", executor="reference", allow_collapse=True, on_warning=lambda _: None, **more)
 
@@ -138,7 +132,7 @@ def test_each_entry_of_the_config_changed_alone_is_refused_or_changes_nothing(sa
             session.generate([PROMPT], max_new_tokens=4, stored=prefix, keep=True) for prefix in (None, sequence)
         )
         assert went_on.completions[0].token_ids == fresh.completions[0].token_ids, entry
-        assert same(went_on.stored[0], fresh.stored[0]), entry
+        torch.testing.assert_close(went_on.stored[0].tensors, fresh.stored[0].tensors, rtol=0, atol=0, msg=entry)
         outcomes[entry] = "taken"
     refusals = {entry: words for entry, words in outcomes.items() if "prefill again" in words}
     assert not any("\n" in words for words in refusals.values())
@@ -166,7 +160,7 @@ def test_what_changes_no_number_changes_no_declaration(saved_model):
             assert shape_signature(other) == shape_signature(config)
     hybrid, file = open_session(saved_model("hybrid")[0]), saved_model("hybrid")[2]
     drafting = replace(hybrid, config=hybrid.config.for_drafts(3))
-    assert same(drafting.load_cache(file), hybrid.load_cache(file))
+    torch.testing.assert_close(drafting.load_cache(file).tensors, hybrid.load_cache(file).tensors, rtol=0, atol=0)
     assert plan_for(KVSpec("tq4", made_for=shape_signature(drafting.config)), hybrid.config)
 
 

@@ -144,10 +144,11 @@ def test_a_gguf_file_drafts_as_the_folder_it_was_made_of(saved_model, proposals,
     theirs, folder = saved_model(name)
     architecture = "qwen35" if name == "qwen3_5" else "qwen35moe"
     special = tuple(f"<|{number}|>" for number in range(38))
-    path = convert(
-        with_settings(folder, tmp_path, mtp_num_hidden_layers=1), tmp_path / "m.gguf", kind,
-        {f"{architecture}.full_attention_interval": 2}, byte_vocabulary(special=special),
-    )  # fmt: skip
+    shutil.copytree(folder, tmp_path / "said")
+    settings = json.loads((folder / "config.json").read_text()) | {"mtp_num_hidden_layers": 1}
+    (tmp_path / "said" / "config.json").write_text(json.dumps(settings))
+    more = {f"{architecture}.full_attention_interval": 2}
+    path = convert(tmp_path / "said", tmp_path / "m.gguf", kind, more, byte_vocabulary(special=special))
     drafting = session(path, DraftSpec("mtp", 3, "fp32"))
     draft_result = drafting.generate(PROMPTS, max_new_tokens=8, sampling=Sampling())
     plain = session(path).generate(PROMPTS, max_new_tokens=8, sampling=Sampling())
@@ -165,14 +166,6 @@ def test_a_gguf_file_drafts_as_the_folder_it_was_made_of(saved_model, proposals,
     assert isinstance(block_layer.model.weights.layers[0].matrix("down_proj"), Blocks)
     assert torch.equal(dense(block_layer.fc), restored_layer.fc)
     torch.testing.assert_close(restored_layer.fc, theirs.fc, atol=0.01, rtol=0)
-
-
-def with_settings(folder, to, **more):
-    """A copy of a checkpoint whose settings say more."""
-    shutil.copytree(folder, to / "said")
-    settings = json.loads((folder / "config.json").read_text()) | more
-    (to / "said" / "config.json").write_text(json.dumps(settings))
-    return to / "said"
 
 
 @pytest.mark.parametrize("name", KINDS)

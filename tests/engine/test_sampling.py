@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from checkpoints import HEAD, byte_tokenizer, in_turn, saying, write_checkpoint
+from checkpoints import HEAD, byte_tokenizer, saying, write_checkpoint
 from samplers import Sampler
 
 import tq
@@ -84,13 +84,6 @@ def test_a_penalty_counts_the_prompt_and_each_new_token_also_when_greedy():
     assert logits.tolist() == [4.0, 3.5, 3.0, -1.0]  # the caller's own
 
 
-def test_a_sequence_draws_the_same_whatever_runs_beside_it():
-    sampling = Sampling(1.0, seed=7)
-    assert [Sampler(sampling, 1).next(seeded_logits(0)) for _ in range(5)] == [
-        Sampler(Sampling(1.0, seed=8)).next(seeded_logits(0))
-    ] * 5
-
-
 def test_each_sequence_has_a_seed_of_its_own():
     flat, sampler = torch.zeros(2, 1000), BatchSampler(Sampling(1.0, seed=7), [[], []])
     together = [sampler.next(flat, [0, 1]).tolist() for _ in range(6)]
@@ -142,27 +135,24 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
 
 
-def drawn_together(sampling, steps=12):
-    """Tokens by step; the second sequence ends after the third step."""
-    sampler, tokens = BatchSampler(sampling, PROMPTS), []
+def draw(next_tokens, steps=12):
+    """Tokens by step, of logits and the rows that they are of; the second sequence ends after the third step."""
+    tokens = []
     for step in range(steps):
         rows = [0, 1, 2] if step < 3 else [0, 2]
-        logits = torch.stack([seeded_logits(step * 10 + row) / 2 for row in rows])
-        tokens.append(sampler.next(logits, rows).tolist())
+        tokens.append(next_tokens(torch.stack([seeded_logits(step * 10 + row) / 2 for row in rows]), rows))
     return tokens
 
 
-def drawn_alone(sampling, steps=12):
-    samplers, tokens = [Sampler(sampling, index, prompt) for index, prompt in enumerate(PROMPTS)], []
-    for step in range(steps):
-        rows = [0, 1, 2] if step < 3 else [0, 2]
-        tokens.append([samplers[row].next(seeded_logits(step * 10 + row) / 2) for row in rows])
-    return tokens
+def drawn_together(sampling):
+    sampler = BatchSampler(sampling, PROMPTS)
+    return draw(lambda logits, rows: sampler.next(logits, rows).tolist())
 
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
 def test_sequences_drawn_together_draw_what_each_draws_alone(sampling):
-    assert drawn_together(sampling) == drawn_alone(sampling)
+    alone = [Sampler(sampling, index, prompt) for index, prompt in enumerate(PROMPTS)]
+    assert drawn_together(sampling) == draw(lambda logits, rows: [alone[row].next(logits[i]) for i, row in enumerate(rows)])
 
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
@@ -220,23 +210,19 @@ def test_rows_that_stand_for_no_token_are_not_drawn(sampling):
     assert ours.best(padded[None], [0]).tolist() == [others[int(logits[others].argmax())]]
 
 
-def likes_best(*ids):
-    """A `mutate` after which the model likes each of these better than any token, whatever came before."""
-
-    def mutate(tensors):
-        for id in ids:
-            tensors[HEAD][id] = 2 * tensors[HEAD].sum(0)
-
-    return mutate
-
-
 @pytest.mark.parametrize("draft", [None, "ngram"])
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.01}, {"repetition_penalty": 1.01}])
 def test_a_row_without_a_token_is_never_said(tmp_path, monkeypatch, draft, settings):
     """Rows beyond the tokenizer's tokens and between them, which transformers would say and show as nothing."""
     library = json.loads(byte_tokenizer().to_str())
     library["model"]["vocab"][byte_tokenizer().id_to_token(200)] = 298
-    mutate, files = in_turn(saying("Hi", endless=True), likes_best(200, 259, 299)), {"tokenizer.json": json.dumps(library)}
+
+    def mutate(tensors):
+        saying("Hi", endless=True)(tensors)
+        for id in (200, 259, 299):  # liked better than any token, whatever came before
+            tensors[HEAD][id] = 2 * tensors[HEAD].sum(0)
+
+    files = {"tokenizer.json": json.dumps(library)}
     folder = write_checkpoint(tmp_path / "m", config={"vocab_size": 300}, mutate=mutate, files=files)
     monkeypatch.setattr(Pace, "tokens", lambda self, *_: self._most)
     session = tq.load(folder, kv="tq4", draft=draft)

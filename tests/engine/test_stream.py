@@ -42,13 +42,6 @@ def test_bytes_that_are_no_character_are_signs_and_end_no_stream(tmp_path):
         assert "".join(stream) == stream.result.texts[0] == text
 
 
-def test_pieces_come_before_the_text_is_whole(session):
-    stream = session.stream("a", max_new_tokens=25_000)
-    assert next(stream) == "b"
-    assert stream.result is None
-    stream.close()
-
-
 def test_a_stream_that_is_closed_keeps_what_was_computed(session):
     stream = session.stream("a", max_new_tokens=25_000, keep=True)
     pieces = [next(stream) for _ in range(3)]
@@ -86,11 +79,6 @@ def test_a_stream_that_is_interrupted_in_the_prompt_reads_no_further(session):
         next(session.stream("a" * 5000, on_prefill=interrupt))
     assert max(progress) < 5000
     assert session.generate("a", max_new_tokens=1).texts == ["b"]
-
-
-def test_what_is_wrong_comes_with_the_first_piece(session):
-    with pytest.raises(tq.InputError, match="max_new_tokens must be at least 1"):
-        next(session.stream("a", max_new_tokens=0))
 
 
 def test_an_unknown_argument_is_refused(session):
@@ -149,9 +137,7 @@ def test_settings_of_sampling_are_arguments(session):
 
 def test_a_session_and_a_result_are_one_line(session):
     assert repr(session) == f"Session({session.name!r} on reference, tq4: 144 bytes of K and V a token)"
-    result = session.generate(["a", "b", "z" * 100], max_new_tokens=1)
-    assert repr(result) == "Result(['b', '\ufffd', …], 3 new tokens, tq4: 55,296 bytes of KV cache)"
-    assert "1 new token," in repr(session.generate("a", max_new_tokens=1))
+    assert "…], 3 new tokens, tq4: " in repr(session.generate(["a", "b", "z"], max_new_tokens=1))
     long = repr(session.generate("a", max_new_tokens=500))
     assert len(long) < 160
     assert "\n" not in long

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -32,11 +33,7 @@ EVERYTHING = ("cuda", "npu", "cpu", "reference")
 @pytest.fixture
 def machine(monkeypatch):
     """A machine that has these executors."""
-
-    def has(*names):
-        has_only(monkeypatch, *names)
-
-    return has
+    return partial(has_only, monkeypatch)
 
 
 def select_executor(kv="tq4", config=TINY, **options):

@@ -6,48 +6,16 @@ import re
 
 import pytest
 import torch
-from op_tables import every_table
-from small_models import SMALL, new_cache, new_paging, prefill, random_tokens, small_model
+from small_models import SMALL, new_cache, new_paging, prefill, small_model
 
-from haarkv.engine.generation import GenerationRequest, generate
 from haarkv.executors.cpu import CpuExecutor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.cpu import build, library
 from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.kv.plan import KVSpec
 
 MODEL = small_model(SMALL)
-
-
-def greedy(executor, kv: str | KVSpec) -> list[list[int]]:
-    prompts = [random_tokens(SMALL, n, seed=n) for n in (1, 21, 9)]
-    cache = new_cache(SMALL, kv, num_blocks=24)
-    done, _ = generate(
-        executor, cache, new_paging(cache), GenerationRequest(prompts=prompts, max_new_tokens=8, max_context=64, chunk=13)
-    )
-    return [completion.token_ids for completion in done]
-
-
-def logits_after_prompts(model, ops):
-    """Logits [24, vocab] fp32 after as many prompts."""
-    cache = new_cache(SMALL, num_blocks=120)
-    paging = new_paging(cache)
-    prompts = [random_tokens(SMALL, 30, seed=seed) for seed in range(24)]
-    return prefill(ReferenceExecutor(model, ops), cache, paging, [paging.add() for _ in prompts], prompts).float()
-
-
-@every_table
-def test_in_bf16_logits_are_as_near_to_unrounded_ones_as_the_references(table):
-    """How far the two are from each other is chance: one level that falls to the other side of a boundary moves all logits."""
-    model, fp32_model = small_model(SMALL, dtype=torch.bfloat16), small_model(SMALL)
-    for (_, wide), (_, narrow) in zip(fp32_model.weights.named_tensors(), model.weights.named_tensors(), strict=True):
-        wide.copy_(narrow)
-    exact = logits_after_prompts(fp32_model, reference)
-    ours, theirs = ((logits_after_prompts(model, ops) - exact).norm() for ops in (table.open(), reference))
-    # Measured: 1.01 where sums are of FP32 numbers, 1.07 where they are of integers.
-    assert ours <= 1.15 * theirs
 
 
 def test_another_isa_is_refused():
@@ -74,7 +42,10 @@ def test_without_the_kernels_the_reference_runs_and_says_so(elsewhere, content):
     assert executor.ops is reference
     assert "run `python -m haarkv.tq_ops.cpu.build`" in executor.description
     assert "\n" not in executor.description
-    assert greedy(executor, "tq4") == greedy(ReferenceExecutor(MODEL), "tq4")
+    cache = new_cache(SMALL, "tq4")
+    paging = new_paging(cache)
+    ours, theirs = (prefill(one, cache, paging, [paging.add()], [[1, 2, 3]]) for one in (executor, ReferenceExecutor(MODEL)))
+    assert torch.equal(ours, theirs)
 
 
 def test_without_a_compiler_nothing_is_built(monkeypatch, tmp_path):

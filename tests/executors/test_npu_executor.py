@@ -39,22 +39,6 @@ def make_batch(new_tokens, stored_tokens=()):
     return paging.batch(sequences, new_tokens)
 
 
-@pytest.mark.parametrize("program", [programs.decode_program(CONFIG), programs.prefill_program(CONFIG)], ids=lambda p: p.name)
-@pytest.mark.parametrize("before", [0, 1, 40, 255, 256, 700])
-def test_a_view_of_the_mask_is_the_causal_mask_of_any_step(program, before):
-    """Row r of a unit whose first token stands at `before` sees the keys up to `before` + its token, in every step."""
-    step, unit = program.attention.step_tokens, program.attention.unit_tokens
-    mask, group = program.attention.mask(), program.attention.group
-    for begin in range(0, before + unit, step):
-        num_visible = min(before - begin, step)
-        view = mask[:, step - num_visible : 2 * step - num_visible]
-        assert view.shape[1] == step
-        for row in (0, program.attention.queries - 1):
-            visible = (view[row] == 0).nonzero().flatten() + begin
-            expected = [key for key in range(begin, begin + step) if key <= before + row // group]
-            assert visible.tolist() == expected
-
-
 @with_pypto
 def test_a_vocabulary_in_slices_is_padded_and_pieces_overlap():
     """4,096 rows in slices of at most 1,500: three of 1,408, the last padded, each in pieces of 1,024 that overlap."""

@@ -26,13 +26,6 @@ def changed_fields(model, other):
 
 
 class TestScales:
-    def test_they_undo_what_was_planted(self):
-        use, size = torch.ones(2, 128), torch.ones(2, 128)
-        use[0, 3], size[0, 3] = 2.0**-20, 2.0**20
-        scales = channel_scales(use, size)
-        assert scales[0, 3] == 2.0**-10
-        assert (scales.flatten()[[0, 1, 2, *range(4, 256)]] == 1).all()
-
     def test_are_powers_of_two_near_the_best(self):
         use, size = (torch.rand(4, 64, generator=GAUSSIAN) * 100 for _ in range(2))
         scales = channel_scales(use, size)
@@ -49,13 +42,11 @@ class TestScales:
         uses, sizes = torch.ones(2, 32), torch.ones(2, 32)
         uses[0, 0], sizes[0, 0], sizes[1] = use, size, 0.0
         scales = channel_scales(uses, sizes)
-        assert (scales > 0).all()
-        assert (scales[:, 1:] == 1).all()
         ratio = error_ratio(uses, sizes, scales)
-        assert torch.isfinite(scales).all()
+        assert 0 < scales[0, 0] < torch.inf
+        assert (scales[:, 1:] == 1).all()
         assert torch.isfinite(ratio).all()
-        assert (scales[1] == 1).all()
-        assert (ratio[1] == 1).all()
+        assert scales[1, 0] == ratio[1] == 1
 
     def test_the_ratio_is_what_quantizing_shows(self):
         size = torch.ones(1, 128)
@@ -73,20 +64,15 @@ class TestScales:
 
 
 class TestModel:
-    def test_tiny_is_even_and_stays_the_very_same(self):
-        result = balance(tiny())
-        assert result.model is tiny()
-        assert result.uneven == ()
-
-    @pytest.mark.parametrize("factor", [30, 100])
+    @pytest.mark.parametrize("factor", [1.5, 3, 30, 100])
     def test_a_planted_model_becomes_even_again(self, factor):
-        result = balance(outlier_channels(factor))
-        assert {(entry.layer, entry.side) for entry in result.uneven} == {(layer, side) for layer in range(6) for side in "KV"}
+        """From a tenth of the error on, the least that counts; an even model stays the very same."""
+        model = outlier_channels(factor)
+        result = balance(model)
+        uneven = {(layer, side) for layer in range(6) for side in "KV"} if factor > 1.5 else set()
+        assert {(entry.layer, entry.side) for entry in result.uneven} == uneven
+        assert (result.model is model) == (not uneven)
         assert balance(result.model).uneven == ()
-
-    def test_a_tenth_of_the_error_is_the_least_that_counts(self):
-        assert balance(outlier_channels(1.5)).uneven == ()
-        assert balance(outlier_channels(3)).uneven
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("name", ["norms", "biases"])
@@ -134,16 +120,6 @@ class TestModel:
         assert len(result.uneven) == 2 * config.num_layers
         ids = list(range(40))
         assert torch.equal(run(result.model, ids, kv="fp32"), run(uneven, ids, kv="fp32"))
-        for layer, moments in zip(result.model.weights.layers, result.moments.values(), strict=True):
-            for side_moments, expected in zip((key_moments, value_moments), moments, strict=True):
-                now = side_moments(layer, config.heads.num_kv_heads, config.heads.head_dim)
-                assert torch.allclose(now.use, expected.use, rtol=1e-4)
-                assert torch.allclose(now.size, expected.size, rtol=1e-4)
-
-    def test_only_what_is_wanted(self):
-        result = balance(outlier_channels(30), lambda layer, side: side == "V" and layer > 2)
-        assert [(entry.layer, entry.side) for entry in result.uneven] == [(3, "V"), (4, "V"), (5, "V")]
-        assert changed_fields(outlier_channels(30), result.model) == {"v_proj", "o_proj"}
 
     def test_a_dead_head_changes_nothing_for_the_others(self):
         result = balance(dead_head(outlier_channels(30)))
@@ -154,11 +130,12 @@ class TestModel:
             assert torch.equal(ours["v_proj"][dim:], theirs["v_proj"][dim:])
 
 
-def test_what_is_said_of_it():
-    result = balance(outlier_channels(30), lambda layer, side: (layer, side) != (3, "K"))
+def test_what_is_wanted_is_scaled_and_said():
+    model = outlier_channels(30)
+    result = balance(model, lambda layer, side: side == "V" and layer not in (1, 2))
+    assert changed_fields(model, result.model) == {"v_proj", "o_proj"}
     message = describe(result.uneven)
-    assert "K of layers 0 to 2, 4 and 5" in message
-    assert "V of layers 0 to 5" in message
+    assert "V of layers 0 and 3 to 5" in message
     assert "\n" not in message
 
 

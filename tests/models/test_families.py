@@ -17,7 +17,7 @@ from haarkv.engine.plans import declaration_in, shape_signature
 from haarkv.executors import catalog
 from haarkv.executors.cpu import CpuExecutor
 from haarkv.executors.reference import ReferenceExecutor
-from haarkv.models.catalog import TINY, load_model, read_config
+from haarkv.models.catalog import find_model, load_model, read_config
 from haarkv.models.config import (
     Activation,
     Attention,
@@ -54,10 +54,12 @@ def test_logits_of_hybrids_equal_transformers(saved, name, chunk):
     assert worst <= bounds.TRANSFORMERS_LOGITS
 
 
-def test_logits_of_the_checkpoint_that_ships_equal_transformers():
-    theirs = transformers.Qwen3ForCausalLM.from_pretrained(TINY, dtype=torch.float32, attn_implementation="eager").eval()
+@pytest.mark.parametrize("name", ["tiny", "tiny-hybrid"])
+def test_logits_of_a_checkpoint_that_ships_equal_transformers(name):
+    folder = find_model(name)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     prompt = torch.randint(0, 4096, (1, 200), generator=torch.Generator().manual_seed(0))
-    worst = worst_error(theirs, load_model("tiny"), "fp32", prompt)
+    worst = worst_error(theirs, load_model(folder), "fp32", prompt)
     assert worst <= bounds.TRANSFORMERS_LOGITS
 
 
@@ -69,7 +71,6 @@ def test_the_comparison_sees_a_wrong_cache(saved):
 
 
 def validate_report(model, candidate, tokens, steps):
-    """Every head of tq4's graphs is one of their head_dims."""
     plan = KVSpec("tq4").plan(model.config.num_layers)
     report = validate(ReferenceExecutor(model), candidate, model, [PROMPT[0, :tokens].tolist()], steps, plan)
     assert report.passed, report.first_divergence
@@ -83,17 +84,6 @@ def test_the_graphs_equal_the_reference_within_their_bounds(saved, name):
 
     model = load_model(saved(name)[0])
     validate_report(model, OnnxExecutor(model), 20, 2)
-
-
-@pytest.mark.cuda_long
-@pytest.mark.parametrize("name", ["qwen2_yarn", "qwen3_moe", "qwen3_moe_plain_sums"])
-def test_the_gpus_kernels_take_biases_scaled_rope_and_experts(saved, name):
-    """In Triton's interpreter, a few tokens."""
-    pytest.importorskip("triton", "3.6", reason="needs the cuda extra")
-    from haarkv.executors.cuda import CudaExecutor
-
-    model = load_model(saved(name)[0])
-    validate_report(model, CudaExecutor(model, interpreted=True), 3, 0)
 
 
 # One of each kind of layer; the rest runs with `make test-long`.
@@ -120,15 +110,11 @@ def test_parameters_and_tensors_are_transformers_own(saved, name):
 
 
 @pytest.mark.parametrize("side", ["q", "k", "v"])
-def test_a_bias_matters_and_a_damaged_one_is_named(saved, side):
+def test_a_damaged_bias_is_named(saved, side):
     """No op is handed a bias, so it is found by the layer in which numbers stop being finite."""
     folder, theirs = saved("qwen2")
     model = load_model(folder)
-    bias = model.weights.layers[1][f"{side}_bias"]
-    bias += 0.5
-    worst = worst_error(theirs, model, "fp32", PROMPT[:, :20])
-    assert worst > 10 * bounds.TRANSFORMERS_LOGITS
-    bias[3] = torch.nan
+    model.weights.layers[1][f"{side}_bias"][3] = torch.nan
     with pytest.raises(NonFiniteError, match=rf"model\.layers\.1\.self_attn\.{side}_proj\.bias holds nan at \[3\]"):
         worst_error(theirs, model, "fp32", PROMPT[:, :20])
 
@@ -198,21 +184,18 @@ def test_published_sizes_have_their_published_parameters():
 
 
 @pytest.mark.parametrize(
-    ("executor", "name", "reason"),
+    ("name", "reason"),
     [
-        ("onnx", "gemma", "activation is gelu_tanh"),
-        ("onnx", "mistral_window", "window is 40"),
-        ("onnx", "qwen3_moe", "it has experts"),
-        ("onnx", "qwen3_5", "it mixes tokens by DeltaNet"),
-        ("npu", "qwen3_5", "it mixes tokens by DeltaNet"),
-        ("npu", "qwen3_moe", "layer 0 of this qwen3_moe model is another than it knows: it has experts"),
-        ("npu", "gemma3", "its programs need a hidden_size that is a multiple of 64, not 96"),
+        ("gemma", "activation is gelu_tanh"),
+        ("mistral_window", "window is 40"),
+        ("qwen3_moe", "it has experts"),
+        ("qwen3_5", "it mixes tokens by DeltaNet"),
     ],
 )
-def test_an_executor_refuses_a_layer_that_it_does_not_know(saved, executor, name, reason):
+def test_the_graphs_refuse_a_layer_that_they_do_not_know(saved, name, reason):
     config = read_config(saved(name)[0])
     with pytest.raises(InputError, match=reason):
-        catalog.check(executor, config, KVSpec("tq4").plan(config.num_layers))
+        catalog.check("onnx", config, KVSpec("tq4").plan(config.num_layers))
 
 
 def test_a_declaration_is_known_as_a_whole():

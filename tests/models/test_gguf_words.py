@@ -3,13 +3,13 @@
 import random
 from itertools import pairwise
 
+import gguf
 import pytest
 import transformers
 from gguf_files import add, byte_vocabulary, close, pieces
 from refusals import assert_refused
 
 from haarkv.models.catalog import open_source
-from haarkv.models.source import Source
 from haarkv.tq_ops.errors import InputError
 
 GRAMS = ("Ġ t", "h e", "Ġt he", "1 2", "12 3", "' s", "Ġ Ġ", "Ċ Ċ", "! !", "a b", "ab c", "Ġ a", "Ġa b", "Ã ¤", "Ġ 1")
@@ -25,18 +25,11 @@ def random_texts(count=60):
     return ["".join(generator.choices(CHARACTERS, k=generator.randint(1, 40))) for _ in range(count)]
 
 
-def write(path, entries):
-    import gguf
-
+def words(path, entries):
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in entries.items():
         add(writer, key, value)
-    return close(writer)
-
-
-def words(path, entries):
-    source: Source = open_source(write(path, entries))
-    return source.words()
+    return open_source(close(writer)).words()
 
 
 def ids(tokenizer, text, special=True):
@@ -145,34 +138,13 @@ def slow_pieces(text, entries, prefix):
 def test_pieces_are_llama_cpps(tmp_path, prefix):
     entries = pieces(add_space_prefix=prefix)
     tokenizer = words(tmp_path / "m.gguf", entries).tokenizer
-    texts = [
-        "abc",
-        "ab cab abc",
-        " a",
-        "  abc  ab",
-        "a\n\nb",
-        "x\ny",
-        "</s>abc</s> a",
-        "<unk>a",
-        "日本 ä",
-        "<0x41>",
-        "<s>",
-        "bcabcc",
-    ]
+    texts = ["abc", "</s>abc</s> a", "<unk>a", "日本 ä", "<0x41>", "<s>"]
     generator = random.Random(1)
     texts += ["".join(generator.choices("abc  \nä<s/>", k=generator.randint(1, 30))) for _ in range(200)]
     for text in texts:
         assert ids(tokenizer, text) == slow_pieces(text, entries, prefix), text
         if not any(piece in text for piece in ("<", "  ", "\n\n")):  # behind a whole token llama.cpp puts a space
             assert tokenizer.decode(ids(tokenizer, text)) == text
-
-
-def test_pieces_are_transformers_own(tmp_path):
-    """Of texts without special tokens: behind one transformers begins the rest without a space, and llama.cpp with one."""
-    ours = words(tmp_path / "m.gguf", pieces(user_tokens=())).tokenizer
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
-    for text in ["abc", "ab cab abc", "a b  c", "x\ny", "日本 ä", "bcabcc", "abcab bcbc ca ab"]:
-        assert ids(ours, text) == theirs(text)["input_ids"], text
 
 
 # -- What is refused -------------------------------------------------------------------------------------------------------

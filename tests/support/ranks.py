@@ -110,7 +110,6 @@ def run_small(
         "logits": torch.stack(logits),
         "hidden": hidden,
         "fields": fields,
-        "weights": model.weights.nbytes,
         "kv": cache.nbytes,
     }
 

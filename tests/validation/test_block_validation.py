@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 from at_length import MORE_JUDGE, pairwise_cases, rest
-from block_weights import TYPES, in_blocks, random_blocks
+from block_weights import TYPES, in_blocks
 from op_contract import suite
 from op_contract.suite import CPU, CUDA, REFERENCE
 from small_models import random_tokens, small_config, small_model
@@ -20,18 +20,16 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import with_ops
 from haarkv.tq_ops.weight import Blocks, rounding_to, weight_numbers
 from haarkv.validation import validate
+from haarkv.validation.faults.base import DRIVES
 from haarkv.validation.faults.model import block_faults
-from haarkv.validation.layers.null import half_steps
 from haarkv.validation.layers.reference import Reference
 from haarkv.validation.layers.replay.case import OneRun, judge_case
 from haarkv.validation.layers.replay.file import build_replay_file, load, save
-from haarkv.validation.layers.self_test import WholeLayers
 
 CONFIG = small_config(num_heads=4, head_dim=64, hidden_size=256, intermediate_size=512)
 DTYPES = (torch.float32, torch.bfloat16)
 MODELS = {dtype: in_blocks(small_model(CONFIG, dtype=dtype)) for dtype in DTYPES}
 PROMPTS = [random_tokens(CONFIG, 11), random_tokens(CONFIG, 5, seed=1)]
-DRIVES = {"ops": lambda executor: executor, "layers": WholeLayers}
 
 
 def run(model, candidate, **more):
@@ -131,18 +129,6 @@ def test_each_type_has_faults_of_its_own():
             assert 0 < off.float().mean() <= 0.5, fault.name
             others = zip(model.weights.named_tensors(), fault.model.weights.named_tensors(), strict=True)
             assert sum(one is not other for (_, one), (_, other) in others) == 1
-
-
-def test_half_a_step_is_what_the_kernels_round_by():
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(9, 256, generator=generator) * torch.where(torch.rand(1, 256, generator=generator) < 0.05, 30.0, 1.0)
-    weight = random_blocks("Q8_0", 8, 256) * torch.tensor([0.5, 2.0]).repeat(128)
-    half = half_steps(x, weight)
-    exact = x.double() @ weight_numbers(weight).double().T
-    off = (CpuExecutor(MODELS[torch.float32]).ops.linear(x, weight).double() - exact).abs()
-    most = half @ weight_numbers(weight).double().abs().T
-    assert (off <= most + 1e-6 * exact.abs().max()).all()
-    assert off.max() > most.max() / 100  # and it is no more than is needed
 
 
 @pytest.mark.parametrize("table", CPU, ids=lambda table: table.name)

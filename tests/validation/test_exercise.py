@@ -9,7 +9,8 @@ from functools import cache
 
 import pytest
 import torch
-from small_models import SMALL, new_cache, new_paging, prefill, random_tokens, resize_config, small_model
+from planted import run as model_logits
+from small_models import SMALL, random_tokens, resize_config, small_model
 from validation_reports import validation_report
 
 from haarkv.engine.generation import PREFILL_CHUNK
@@ -43,100 +44,54 @@ def run(ops, prompts, steps, model=MODEL, kv="tq4", modes=("teacher-forced",)):
     return validation_report(ReferenceExecutor(model, table_with(ops)), model, prompts, steps, kv, modes=modes)
 
 
-def with_batch(change):
-    """Ops that take another batch for theirs: what `change` makes of it."""
-
-    def paged_attention(q, at, scale):
-        return reference.paged_attention(q, replace(at, batch=change(at.batch)), scale)
-
-    return {"paged_attention": paged_attention}
-
-
-def off_at(block):
-    """The block table names another block there."""
-
-    def change(batch):
-        table = batch.block_table.clone()
-        if table.shape[1] > block:
-            table[:, block] = torch.where(table[:, block] > 0, table[:, block] - 1, table[:, block] + 1)
-        return replace(batch, block_table=table)
-
-    return with_batch(change)
-
-
-def first_sequences_slots(batch):
-    return replace(batch, block_table=batch.block_table[:1].expand_as(batch.block_table))
-
-
-def first_sequences_width(batch):
-    """Every sequence is read as far as the first one has blocks."""
-    width = int((batch.block_table[0] >= 0).sum())
-    table = batch.block_table.clone()
-    table[:, width:] = table[:, :1]
-    return replace(batch, block_table=table)
-
-
-def forgetful_chunks(q, at, scale):
-    """A later chunk of a prompt does not see those before it."""
-    out = reference.paged_attention(q, at, scale)
-    return out * 0 if int(at.batch.positions[0]) > 0 and len(q) > len(at.batch.seq_lens) else out
-
-
 def spoilt_where(which):
-    """Attention of zero for the tokens that `which` picks of a batch."""
+    """Attention of zero for the tokens that `which` picks of a layer's view."""
 
     def paged_attention(q, at, scale):
         out = reference.paged_attention(q, at, scale)
-        return torch.where(which(at.batch)[:, None, None], 0.0, out)
+        return torch.where(which(at)[:, None, None], 0.0, out)
 
     return {"paged_attention": paged_attention}
 
 
-def last_of_full_blocks(batch):
-    mask = torch.zeros(len(batch.positions), dtype=torch.bool)
-    is_prefill = len(batch.positions) > len(batch.seq_lens)
-    mask[batch.query_start_loc[1:].long() - 1] = (batch.seq_lens % 128 == 0) & is_prefill
+def all_where(condition):
+    """All tokens of a forward, where a condition of the layer's view holds."""
+    return lambda at: torch.full((len(at.batch.positions),), bool(condition(at)))
+
+
+def decodes(at):
+    return len(at.batch.positions) == len(at.batch.seq_lens)
+
+
+def differ_in_blocks(at):
+    return len((at.batch.block_table >= 0).sum(1).unique()) > 1
+
+
+def follow_stored(at):
+    """Each sequence's tokens stand behind some that an earlier forward stored."""
+    return (at.batch.positions[at.batch.query_start_loc[:-1].long()] > 0).all()
+
+
+def last_of_full_blocks(at):
+    mask = torch.zeros(len(at.batch.positions), dtype=torch.bool)
+    mask[at.batch.query_start_loc[1:].long() - 1] = (at.batch.seq_lens % 128 == 0) & (not decodes(at))
     return mask
 
 
-def new_block_in_decode(k, v, at):
-    batch, slots = at.batch, at.batch.slot_mapping
-    if len(k) == len(batch.seq_lens):
-        slots = torch.where(batch.positions % 128 == 0, slots + 1, slots)
-    reference.store_kv(k, v, replace(at, batch=replace(batch, slot_mapping=slots)))
-
-
-def first_layers_rotation(k, v, at):
-    reference.store_kv(k, v, at)
-    if at.layer:
-        fields, slots = at.kv.k.kv_format.quantize(k, 0), at.batch.slot_mapping
-        block, offset = slots // at.kv.block_size, slots % at.kv.block_size
-        at.kv.k.fields["codes"][block, :, offset] = fields["codes"]
-
-
-def decode(batch):
-    return torch.full((len(batch.positions),), len(batch.positions) == len(batch.seq_lens))
-
-
-def draft_mask(batch):
-    """Several tokens of each of several sequences, behind what an earlier forward stored: no prompt's second chunk is so."""
-    follows_stored = bool((batch.positions[batch.query_start_loc[:-1].long()] > 0).all())
-    several = len(batch.positions) > len(batch.seq_lens) > 1
-    return torch.full((len(batch.positions),), follows_stored and several)
-
-
 FAULTS = {
-    "positions from 128 on (a second block)": off_at(1),
-    "positions from 256 on (a third block)": off_at(2),
-    "a second sequence": with_batch(first_sequences_slots),
-    "padding (sequences of unequally many blocks)": with_batch(first_sequences_width),
-    "a second chunk of a prompt (over 512 tokens)": {"paged_attention": forgetful_chunks},
-    "a prompt that fills its last block": spoilt_where(last_of_full_blocks),
-    "decode": spoilt_where(decode),
-    "drafted tokens, taken back": spoilt_where(draft_mask),
-    "a decode step into a new block": {"store_kv": new_block_in_decode},
-    "a second layer": {"store_kv": first_layers_rotation},
+    "positions from 128 on (a second block)": lambda at: at.batch.positions >= 128,
+    "positions from 256 on (a third block)": lambda at: at.batch.positions >= 256,
+    "a second sequence": lambda at: torch.arange(len(at.batch.positions)) >= at.batch.query_start_loc[1],
+    "padding (sequences of unequally many blocks)": all_where(differ_in_blocks),
+    "a second chunk of a prompt (over 512 tokens)": all_where(lambda at: follow_stored(at) and not decodes(at)),
+    "a prompt that fills its last block": last_of_full_blocks,
+    "decode": all_where(decodes),
+    # Several tokens of each of several sequences: no prompt's second chunk is so.
+    "drafted tokens, taken back": all_where(lambda at: follow_stored(at) and len(at.batch.positions) > len(at.batch.rows) > 1),
+    "a decode step into a new block": lambda at: (at.batch.positions % 128 == 0) & decodes(at),
+    "a second layer": all_where(lambda at: at.layer > 0),
 }
+"""Where attention is spoilt, by what a prompt must exercise to see it."""
 
 
 def test_the_chosen_prompts_exercise_everything():
@@ -150,11 +105,11 @@ def test_the_chosen_prompts_exercise_everything():
 @pytest.mark.parametrize("what", FAULTS)
 def test_a_short_prompt_says_what_it_cannot_see_and_the_chosen_prompts_are_red(what):
     one, more = (ONE_LAYER, MODEL) if "layer" in what else (MODEL, ONE_LAYER)
-    report = run(FAULTS[what], [random_tokens(CONFIG, 7)], 0, one, modes=("teacher-forced", "free-running"))
+    report = run(spoilt_where(FAULTS[what]), [random_tokens(CONFIG, 7)], 0, one, modes=("teacher-forced", "free-running"))
     assert report.passed
     assert report.first_divergence is None
     assert what in report.not_exercised
-    report = run(FAULTS[what], covering_prompts(), STEPS, more)
+    report = run(spoilt_where(FAULTS[what]), covering_prompts(), STEPS, more)
     assert not report.passed
     assert report.first_divergence.reason == "fault"
     assert what in report.exercised
@@ -189,33 +144,21 @@ def test_tiny_and_huge_scales_are_exercised_by_a_scaled_model(kv, what, wrong):
     assert len(report.rows) == 2 * len(ordinary.rows)
 
 
-def model_logits(model, prompt):
-    cache = new_cache(CONFIG, "fp32")
-    paging = new_paging(cache)
-    return prefill(ReferenceExecutor(model), cache, paging, [paging.add()], [prompt])
-
-
 def test_a_scaled_model_computes_the_same():
     prompt = random_tokens(CONFIG, 9)
     plan = KVSpec("tq4").plan(2)
     scaled_model = with_extreme_scales(MODEL, plan, prompt)
     assert not scaled_model.weights.layers[0]["q_norm"].equal(MODEL.weights.layers[0]["q_norm"])
-    ours, theirs = (model_logits(model, prompt) for model in (MODEL, scaled_model))
-    assert ours.equal(theirs)
+    assert model_logits(MODEL, prompt, kv="fp32").equal(model_logits(scaled_model, prompt, kv="fp32"))
     unscaled_model = with_extreme_scales(MODEL, KVSpec("bf16").plan(2), prompt)
     assert unscaled_model.weights.layers[0]["q_norm"].equal(MODEL.weights.layers[0]["q_norm"])
-
-
-def beyond_a_step(batch):
-    mask = torch.zeros(len(batch.positions), dtype=torch.bool)
-    mask[:] = len(batch.positions) == len(batch.seq_lens) and int(batch.seq_lens.max()) > 600
-    return mask
 
 
 def test_an_executor_whose_decode_takes_keys_in_steps_is_run_beyond_one():
     """A short prompt names what it left out; the chosen ones are longer then, and find a fault that lies there."""
     tokenizer = load_tokenizer("tiny", load_model("tiny").config)
     plan = KVSpec("tq4").plan(1)
+    beyond_a_step = all_where(lambda at: decodes(at) and at.batch.seq_lens.max() > 600)
     candidate = ReferenceExecutor(ONE_LAYER, table_with(spoilt_where(beyond_a_step)))
     candidate.decode_step = 600
     ids = covering_prompts_for(tokenizer, CONFIG, plan, STEPS, candidate.decode_step)

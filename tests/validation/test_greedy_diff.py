@@ -16,7 +16,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import with_ops
 from haarkv.validation.faults.layer import published_faults
-from haarkv.validation.fidelity.greedy_diff import PositionScore, greedy_diff, score, summarize
+from haarkv.validation.fidelity.greedy_diff import PositionScore, greedy_diff, summarize
 
 CONFIG = replace(SMALL, vocab_size=256, max_position_embeddings=192)
 MODEL = small_model(CONFIG)
@@ -31,22 +31,19 @@ def session(kv="fp32", executor=None, eos=()):
     return Session("small", CONFIG, executor or ReferenceExecutor(MODEL), tokenizer, KVSpec(kv).plan(CONFIG.num_layers))
 
 
-class AlteredExecutor:
+class AlteredExecutor(ReferenceExecutor):
     """The reference, whose logits a function of (logits, tokens fed, sequence lengths) replaces."""
 
-    name, description, config, device, ops = "altered", "an altered reference", CONFIG, torch.device("cpu"), None
-    simulated, compiled = False, {}
-
     def __init__(self, alter):
-        self._alter, self._reference = alter, ReferenceExecutor(MODEL)
-        self.batch_invariant = self._reference.batch_invariant
+        super().__init__(MODEL)
+        self._alter = alter
 
     def forward(self, token_ids, batch, cache):
         self._fed = token_ids, batch.seq_lens
-        return self._reference.forward(token_ids, batch, cache)
+        return super().forward(token_ids, batch, cache)
 
     def head(self, hidden):
-        return self._alter(self._reference.head(hidden).clone(), *self._fed)
+        return self._alter(super().head(hidden).clone(), *self._fed)
 
 
 def preferring(choices):
@@ -290,9 +287,3 @@ def test_the_quantiles_are_nearest_rank_and_median(count):
     assert fidelity.kl_median == np.median(kl)
     assert fidelity.kl_p999 == np.quantile(kl, 0.999, method="inverted_cdf")
     assert (fidelity.kl_p999 == kl.max()) == (count < 1000)
-
-
-def test_the_lowest_id_comes_first_among_equal_logits():
-    logits = torch.zeros(40)
-    logits[30] = 1
-    assert [token for token, _ in score(logits, logits).top_a] == [30, 0, 1, 2, 3]

@@ -23,18 +23,7 @@ from haarkv.validation import bounds, validate
 from haarkv.validation.faults.base import DRIVES, instead, table_with
 from haarkv.validation.faults.ops import keeping, quantized_parts, steeper
 from haarkv.validation.layers import null
-from haarkv.validation.layers.null import (
-    RUNS,
-    Figure,
-    Null,
-    add_sums,
-    by_ties,
-    collect_sums,
-    excess,
-    honest,
-    number_figures,
-    value,
-)  # fmt: skip
+from haarkv.validation.layers.null import RUNS, Figure, Null, by_ties, collect_sums, excess, honest, number_figures, value
 from haarkv.validation.layers.self_test import first_layers
 
 DTYPES = ("float32", "bfloat16")
@@ -227,17 +216,6 @@ def test_one_number_on_the_other_side_of_a_rounding_point_is_no_gain():
 
 
 # -- Over forwards -----------------------------------------------------------------------------------------------------------
-def test_sums_of_forwards_add_up():
-    """Counts, energies and products grow."""
-    energy, gain, level_changes = (Figure("o_proj", -1, kind) for kind in ("energy", "gain", "changed"))
-    one = {energy: torch.tensor([2.0, 0, 0]), gain: torch.tensor([3.0, 4, 5]), level_changes: torch.tensor([5.0, 0, 0])}
-    assert add_sums({}, one) == one
-    both = add_sums(one, {**one, gain: torch.tensor([1.0, 4, 2])})
-    assert {figure: sums.tolist() for figure, sums in both.items()} == {
-        energy: [4, 0, 0], gain: [4, 8, 7], level_changes: [10, 0, 0]
-    }  # fmt: skip
-
-
 def test_what_no_forward_shows_alone_all_of_them_show():
     """A gain of half of what is allowed in each forward, where honest runs have none on the average."""
     figure, generator = Figure("o_proj", -1, "gain"), torch.Generator().manual_seed(0)

@@ -111,12 +111,6 @@ def test_nothing_overflows_and_the_verdict_is_first(browser, pages, name, width)
         assert view.locator("figure p").inner_text().startswith("The worst figure of each layer")
 
 
-def test_rounding_is_never_said_beside_passed_without_no_fault(pages):
-    text = (pages / "passed.html").read_text(encoding="utf-8")
-    assert "rounding, no fault" in text
-    assert "First divergence" not in text
-
-
 def test_the_tensors_nearest_to_a_fault_stand_first(pages):
     text = (pages / "failed.html").read_text(encoding="utf-8")
     _, table, _ = re.split("<h2>Tensors.*|<h2>Logits.*", text)

@@ -9,15 +9,13 @@ import pytest
 from checkpoints import layer_tensor, write_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_models import CONFIGS, SMALL
+from small_models import SMALL
 
 from haarkv.models.catalog import read_config
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.tq_ops.kv.shapes import WINDOW_ROOM, blocks_for
 from haarkv.validation.fidelity.evaluation import FidelityRow, evaluate, make_workload
 from haarkv.validation.fidelity.setup import load_setup
-from haarkv.validation.layers.parts import new_cache
 from haarkv.validation.planning.auto import kinds
 from haarkv.validation.planning.search import (
     Frontier,
@@ -84,16 +82,6 @@ def test_the_choice_is_the_best_of_all(items, budget):
 
 
 # -- Bytes ------------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("tail", [None, 5])
-def test_bits_are_those_of_the_allocated_cache(config, tail):
-    config, context = CONFIGS[config], 300
-    plan = KVSpec("k=tq5,v=tq2", tail=tail, layers={0: "k=bf16,v=tq3"}).plan(config.num_layers)
-    cache = new_cache(plan, config, blocks_for(context), num_rows=1, room=WINDOW_ROOM)
-    values = 2 * config.num_layers * config.heads.num_kv_heads * config.heads.head_dim * cache.num_slots
-    assert bits_per_value(plan, config, context) == 8 * cache.nbytes / values
-
-
 @pytest.mark.parametrize("sink", [0, 5])
 @pytest.mark.parametrize("tail", [0, 7])
 def test_a_budget_may_be_spent_to_the_last_byte_and_pays_for_sinks(tail, sink):
@@ -132,13 +120,6 @@ def test_a_cost_is_what_an_evaluation_of_that_cache_measures(setup, costs):
 
 
 # -- Choices ----------------------------------------------------------------------------------------------------------------
-def test_bits_go_where_errors_cost_most(setup, costs):
-    assert costs[0, "k"]["tq4"] > 20 * costs[1, "k"]["tq4"]
-    plan = Frontier(costs, setup.base.config, tail=0, context=128).within(4.5).plan
-    bits = {place: plan.layers[place[0]][place[1] == "v"].bytes_per_vector(32) for place in costs}
-    assert bits[0, "k"] > bits[1, "k"] == min(bits.values())
-
-
 def test_more_budget_is_never_worse_and_is_kept_to(setup, costs):
     budgets = [2.6, 3.5, 4.1, 5.0, 7.7, 12.0, 15.9]
     choices = [Frontier(costs, setup.base.config, tail=0, context=128).within(b) for b in budgets]

@@ -90,12 +90,9 @@ def test_the_cpu_kernels_pass(dtype):
 
 
 # -- What is wrong is found: in `test_faults` ------------------------------------------------------------------------------
-NAMES = [fault.name for fault in window_faults(make_model(), AT)]
-
-
 def test_a_cache_without_sinks_has_no_faults_in_them():
     without_sinks = window_faults(make_model(), AT, (True, False))
-    assert 25 < len(without_sinks) < len(NAMES)
+    assert 25 < len(without_sinks) < len(window_faults(make_model(), AT))
     assert not [fault.name for fault in without_sinks if "sinks" in fault.name]
 
 
@@ -216,9 +213,6 @@ def test_a_short_prompt_says_which_windows_it_did_not_see():
         assert f"a tail of 16 that {what}".replace("that with", "with").replace("that whose", "whose") in report.not_exercised
     assert "a tail of 16 that is not full" in report.exercised
     assert "sinks that an earlier forward stored" in report.not_exercised
-
-
-# -- As a file ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spec", [KVSpec("tq4"), WINDOW_SPEC], ids=["packed", "a tail"])

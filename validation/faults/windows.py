@@ -277,8 +277,8 @@ def sliding_faults(model: DecoderModel, layer: int) -> list[Fault]:
 
     seen = {"one token too many": SLIDING_TOKENS + 1, "one token too few": SLIDING_TOKENS - 1, "all that its ring holds": None}
     stored = {
-        "a ring never starts over": lambda block, in_ring: block.clamp(max=1),
-        "a ring's blocks are exchanged": lambda block, in_ring: 1 - in_ring,
+        "a ring never starts over": lambda block, _: block.clamp(max=1),
+        "a ring's blocks are exchanged": lambda _, in_ring: 1 - in_ring,
     }
     return [
         *(at.attending(f"a sliding window shows {name}", seeing(window)) for name, window in seen.items()),
