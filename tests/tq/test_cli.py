@@ -2,16 +2,12 @@
 
 import io
 import json
-import os
-import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from checkpoints import TEMPLATE, saying, write_checkpoint
 from refusals import assert_refused, snapshot
-from terminal import AS_IN_A_TERMINAL
 
 import tq as public
 from haarkv.models.catalog import TINY
@@ -30,20 +26,6 @@ def tq(run, tmp_path):
         return ran
 
     return run_unchanged
-
-
-@pytest.fixture(scope="session")
-def endless(tmp_path_factory):
-    """A checkpoint that never stops of itself: after `a` comes `b`, after `b` comes `a`."""
-    config = {"max_position_embeddings": 30_000}
-    return write_checkpoint(tmp_path_factory.mktemp("endless") / "ab", config=config, mutate=saying("ab", endless=True))
-
-
-def start(*args, code=None, **kwargs):
-    """A process of its own, whose output is buffered as it is for users: what is left at exit is where it goes wrong."""
-    command = [sys.executable, *(["-c", code] if code else ["-m", "tq"]), *args]
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env, **kwargs)
 
 
 def test_a_closed_stdin_is_refused(tq, checkpoint, monkeypatch):
@@ -66,39 +48,10 @@ def test_help_and_the_bare_package_do_not_import_torch():
         "slow = {'torch', 'tokenizers', 'matplotlib'} & sys.modules.keys()\n"
         "assert not slow, slow\n"
     )
-    process = start(code=code, stdout=subprocess.PIPE)
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err.decode()
-    assert b"generate" in out
-    assert b"--max-new-tokens" in out
-
-
-def test_a_reader_that_leaves_early_is_no_error(endless):
-    args = ["generate", "--prompt", "a", "--max-new-tokens", "20000", "--kv", "bf16", "--model", str(endless)]
-    process = start(*args, stdout=subprocess.PIPE)
-    process.stdout.read(5)
-    process.stdout.close()
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 0
-    assert err == b""
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_is_one_line():
-    with Path("/dev/full").open("wb") as full:
-        process = start("formats", "--json", stdout=full)
-        _, err = process.communicate(timeout=300)
-    assert_refused((process.returncode, "", err.decode()), "No space left")
-
-
-def test_ctrl_c_while_generating_is_one_line_and_130(endless):
-    args = ["generate", "--model", str(endless), "--prompt", "a", "--max-new-tokens", "25000", "--kv", "bf16"]
-    process = start(*args, code=AS_IN_A_TERMINAL, stdout=subprocess.PIPE)
-    assert process.stdout.read(4) == b"baba"
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 130
-    assert err == b"tq: interrupted\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "generate" in done.stdout
+    assert "--max-new-tokens" in done.stdout
 
 
 # -- generate -------------------------------------------------------------------------------------------------------------

@@ -158,8 +158,6 @@ REFUSALS = {
     "bench decode --repeats 1 --contexts 40 --model m": [
         ("--contexts 0", "--contexts", "positive integers"),
         ("--batches x", "--batches", "positive integers"),
-        ("--kv tq9", "tq9", "choose from"),
-        ("--executor gpu", "gpu", "choose from"),
         ("--executor npu --kv q8_0 --device sim", "cannot run"),
         ("--contexts 999999 --executor reference", "room for", "999999", "lower --contexts"),
         ("--contexts 999999 --executor reference --only prompt", "room for", "999999"),
@@ -294,7 +292,6 @@ FIRST, INDEX, SETTINGS, WORDS_FILE = (
     "generation_config.json",
     "tokenizer.json",
 )
-THINKING_TEMPLATE = "{{ messages[-1].content }}{% if enable_thinking is defined %}{{ enable_thinking | tojson }}{% endif %}"
 
 
 def without(name, **options):
@@ -326,6 +323,7 @@ def sampling_config(**settings):
     return {"generation": {"do_sample": True, **settings}}
 
 
+THINKING = template("{{ messages[-1].content }}{% if enable_thinking is defined %}{{ enable_thinking | tojson }}{% endif %}")
 DAMAGED_MODELS = [
     (without("config.json"), "", "config.json", "does not exist"),
     (file("config.json", json.dumps(CONFIG | {"model_type": "gemma2"})), "", "config.json is a gemma2 model; this project"),
@@ -350,19 +348,11 @@ DAMAGED_MODELS = [
     (template(SPOKEN), "--system \udcff", "system message", "UTF-8"),
     (template("{{ messages[-1].content }}"), "--system 'Be brief.'", "ignores system messages", "--system"),
     ({}, "--template-arg x=1", "this model has none; drop --template-arg"),
-    (
-        template(THINKING_TEMPLATE),
-        "--template-arg enable_thinkin=0",
-        "no argument enable_thinkin; did you mean enable_thinking?",
-    ),
-    (template(THINKING_TEMPLATE), "--template-arg enable_thinking", "is no NAME=VALUE"),
-    (template(THINKING_TEMPLATE), "--template-arg messages=[]", "'messages' is no argument of a chat template"),
-    (template(THINKING_TEMPLATE), "--template-arg enable_thinking=\udcff", "not valid UTF-8"),
-    (
-        template(THINKING_TEMPLATE),
-        "--template-arg enable_thinking=1 --no-chat",
-        "--no-chat leaves it out; drop --template-arg",
-    ),
+    (THINKING, "--template-arg enable_thinkin=0", "no argument enable_thinkin; did you mean enable_thinking?"),
+    (THINKING, "--template-arg enable_thinking", "is no NAME=VALUE"),
+    (THINKING, "--template-arg messages=[]", "'messages' is no argument of a chat template"),
+    (THINKING, "--template-arg enable_thinking=\udcff", "not valid UTF-8"),
+    (THINKING, "--template-arg enable_thinking=1 --no-chat", "--no-chat leaves it out; drop --template-arg"),
 ]
 
 
