@@ -5,6 +5,7 @@ import torch
 from small_models import SMALL, new_cache, new_paging, resize_config, small_model
 
 from haarkv.executors import catalog
+from haarkv.executors.cpu import CpuExecutor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.catalog import read_config
 from haarkv.tq_ops import formats, reference

@@ -99,19 +99,6 @@ def test_a_batch_that_sees_later_tokens_is_refused(causal):
         batch_from(replace(vllm_metadata(batches(FORWARDS["prefill"])[0]), causal=causal))
 
 
-# -- The size of a page --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("head_dim", "vector"), [(64, 34), (128, 66), (256, 130)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_page_has_the_formats_bytes_and_no_more(head_dim, vector, dtype):
-    for kv_heads, block_size in ((1, 16), (2, 128), (8, 48)):
-        shape = Shape(head_dim=head_dim, kv_heads=kv_heads, block_size=block_size)
-        spec = packed_spec(shape, dtype)
-        assert spec.state_content_size_bytes == 2 * vector
-        assert spec.page_size_bytes == 2 * vector * kv_heads * block_size
-        assert spec.page_size_bytes == page_bytes(KVSpec("tq4").plan(1).layers[0], kv_heads, head_dim, block_size)
-        assert (spec.block_size, spec.num_kv_heads, spec.head_size) == (block_size, kv_heads, head_dim)
-
-
 # -- What lands in the pages and comes back ------------------------------------------------------------------------------
 def own_cache(worker: Worker, index: int) -> PagedKVCache:
     """A cache of our own, in memory of its own, that begins with what the pages hold."""
@@ -161,6 +148,7 @@ def test_pages_hold_and_return_exactly_what_a_cache_of_our_own_does(kv, dtype, l
     pair = formats.parse(kv, synthetic.calibration(max(LAYERS) + 1, shape.kv_heads, shape.head_dim))
     worker = Worker(shape, LAYERS, layout, pair)
     assert worker.spec.page_size_bytes == page_bytes(pair, shape.kv_heads, shape.head_dim, shape.block_size)
+    assert packed_spec(shape, dtype).state_content_size_bytes == 2 * (shape.head_dim // 2 + 2)  # of any dtype
     caches = {index: own_cache(worker, index) for index in LAYERS}
     for step, batch in enumerate(batches(FORWARDS[forwards[1]], shape)):
         tokens, metadata = len(batch.positions), RotatedMetadata(batch_from(vllm_metadata(batch, padding)))

@@ -15,18 +15,12 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_
 from vllm.v1.kv_cache_interface import KVCacheLayout, UniformTypeKVCacheSpecs
 from vllm.v1.worker.gpu_worker import Worker as VllmsWorker
 from vllm.v1.worker.utils import allocate_kv_cache
-from vllm_paged import Shape, Worker, configuration, in_forward, plain_spec, qkv, vllm_metadata
+from vllm_paged import Shape, Worker, configuration, in_forward, packed_spec, plain_spec, qkv, vllm_metadata
 
 from haarkv.models.catalog import TINY, load_model, read_config
 from haarkv.models.weights import fingerprint
 from haarkv.serving.vllm_plugin import CPU_WORKER, GPU_WORKER, backend, kv_choice, limits, pages
-from haarkv.serving.vllm_plugin.backend import (
-    Buffers,
-    RotatedAttention,
-    RotatedAttentionBackend,
-    RotatedMetadata,
-    forward_batch,
-)
+from haarkv.serving.vllm_plugin.backend import Buffers, RotatedAttention, RotatedMetadata, forward_batch
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.cuda.layout import READS as ON_GPU
@@ -70,9 +64,9 @@ def own_cache(pair, index: int) -> PagedKVCache:
 
 
 # -- Layers that differ --------------------------------------------------------------------------------------------------
-def plan_in(folder: Path, layers=MIXED_FORMATS, **overrides: object) -> Path:
+def plan_in(folder: Path) -> Path:
     """A plan of learned and other formats with its calibration, in one file."""
-    plan = KVPlan(tuple(formats.parse(kv, synthetic_calibration()) for kv in layers), **overrides)
+    plan = KVPlan(tuple(formats.parse(kv, synthetic_calibration()) for kv in MIXED_FORMATS))
     file = CalibrationFile(synthetic_calibration(), MODEL_SHAPE, "0123456789abcdef", {}, plan_file.dumps(plan, MODEL_SHAPE))
     path = folder / "plan.safetensors"
     calibration_file.save(path, file)
@@ -84,10 +78,7 @@ class PlainWorker:
 
     def get_kv_cache_spec(self):
         context = self.vllm_config.compilation_config.static_forward_context
-        return {
-            name: RotatedAttentionBackend.customize_spec(plain_spec(SHAPE)) if module.ours else plain_spec(SHAPE)
-            for name, module in context.items()
-        }
+        return {name: packed_spec(SHAPE) if module.ours else plain_spec(SHAPE) for name, module in context.items()}
 
 
 class AWorker(pages.OwnPages, PlainWorker):
@@ -97,9 +88,8 @@ class AWorker(pages.OwnPages, PlainWorker):
 
 def layer(ours: bool = True) -> SimpleNamespace:
     """A layer of the model, of our backend or of vLLM's own."""
-    backend = RotatedAttentionBackend if ours else object
     impl = RotatedAttention(SHAPE.heads, SHAPE.head_dim, SHAPE.softmax_scale, SHAPE.kv_heads)
-    return SimpleNamespace(ours=ours, impl=impl, get_attn_backend=lambda: backend)
+    return SimpleNamespace(ours=ours, impl=impl, get_attn_backend=lambda: backend.RotatedAttentionBackend if ours else object)
 
 
 @pytest.fixture
@@ -123,10 +113,8 @@ def test_each_layer_has_pages_of_its_own_size_and_a_draft_those_of_tq4(tmp_path)
     assert sizes == [66 + 50, 512, 66 + 50, 100, 130 + 50, 50 + 50, 132, 132]
     assert specs["model.layers.0.other"] == plain_spec(SHAPE)
     # The same bytes as a cache of our own takes.
-    assert (
-        sum(specs[name].page_size_bytes for name in names[:LAYERS])
-        == kv_choice.kv_plan(config).bytes_per_token(KVShape(SHAPE.kv_heads, 128)) * SHAPE.block_size
-    )
+    expected = kv_choice.kv_plan(config).bytes_per_token(KVShape(SHAPE.kv_heads, 128)) * SHAPE.block_size
+    assert sum(specs[name].page_size_bytes for name in names[:LAYERS]) == expected
 
 
 def real_config(**options: object) -> VllmConfig:
@@ -212,10 +200,7 @@ def test_each_rank_takes_the_coordinates_of_its_heads(tmp_path, monkeypatch, ran
 
 # -- What is refused -----------------------------------------------------------------------------------------------------
 OPTIONS = {
-    "groups": (
-        {"haarkv_kv": "kivi2"},
-        "a kivi2 KV cache cannot serve .*: kivi2 is here to compare with",
-    ),
+    "groups": ({"haarkv_kv": "kivi2"}, "a kivi2 KV cache cannot serve .*: kivi2 is here to compare with"),
     "no such file": ({"haarkv_kv_plan": "/nowhere/plan.json"}, "/nowhere/plan.json"),
     "no such layer": ({"haarkv_kv_skip_layers": [6]}, "there is no layer 6; the model has 6, counted from 0"),
     "no list": ({"haarkv_kv_skip_layers": "0"}, "haarkv_kv_skip_layers is a list of layers, not '0'"),

@@ -46,10 +46,7 @@ MODELS = {
         f"it has sliding-window attention (of 64 tokens); {WINDOWS}",
     ),
     "head_dim_96": ({**QWEN, "head_dim": 96}, "the CPU kernels are made for a head_dim of 64, 128 or 256, not 96"),
-    "encoder_decoder": (
-        {**QWEN, "is_encoder_decoder": True},
-        "it is an encoder-decoder model; decoders alone are served",
-    ),
+    "encoder_decoder": ({**QWEN, "is_encoder_decoder": True}, "it is an encoder-decoder model; decoders alone are served"),
 }
 # The first look at an architecture starts a process that imports it; vLLM keeps what it found.
 FOREIGN = {
@@ -135,17 +132,14 @@ SERVED_OPTIONS = {
 }
 
 
-@pytest.mark.vllm_short
-@pytest.mark.parametrize("name", MODELS)
-def test_a_model_that_cannot_be_served_is_refused_with_the_reason(tmp_path, name):
-    config, reason = MODELS[name]
-    assert_refused(write(tmp_path / "model", config), reason)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FOREIGN)
-def test_a_model_of_another_kind_is_refused_with_the_reason(tmp_path, name):
-    config, reason = FOREIGN[name]
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        pytest.param(*row, id=name, marks=mark)
+        for rows, mark in ((MODELS, pytest.mark.vllm_short), (FOREIGN, pytest.mark.slow)) for name, row in rows.items()
+    ],
+)  # fmt: skip
+def test_a_model_that_cannot_be_served_is_refused_with_the_reason(tmp_path, config, reason):
     assert_refused(write(tmp_path / "model", config), reason)
 
 

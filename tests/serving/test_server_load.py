@@ -1,4 +1,4 @@
-"""The real server under many users, too little memory, and clients that misbehave."""
+"""The real server under many users; of users who must make room for each other, see `test_soak.py`."""
 
 from __future__ import annotations
 
@@ -10,23 +10,14 @@ from contextlib import contextmanager
 
 import pytest
 from vllm_judge import Judge, prompts
-from vllm_server import Answer, Server, serving
+from vllm_server import Answer, Server
 
 pytestmark = pytest.mark.vllm_server
 
 USERS, NEW_TOKENS = 25, 400
 PROMPTS = prompts(USERS, (20, 60, 110, 150, 200))
-BLOCK = 128
-SMALL_CACHE = 8 * 2**20  # 41 blocks; all users together come to 113
 # Of the workers' resident memory, from the third quarter of a run to the last. Measured: 0.1 MiB of 809.
 GROWTH = 8 * 2**20
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """A server whose cache holds about ten users at a time."""
-    with serving(tmp_path_factory.mktemp("small") / "log", cache_bytes=SMALL_CACHE) as server:
-        yield server
 
 
 def all_at_once(server: Server) -> list[Answer]:
@@ -75,15 +66,3 @@ def test_many_users_at_once_get_what_each_gets_alone_in_memory_that_does_not_gro
     third, last = (statistics.median(part) for part in (samples[2 * quarter : 3 * quarter], samples[3 * quarter :]))
     print(f"resident {last / 2**20:.0f} MiB, {(last - third) / 2**20:+.1f} MiB from the third quarter to the last")
     assert last - third <= GROWTH
-
-
-def test_users_who_must_make_room_for_each_other_get_the_same(small, judge):
-    answers = all_at_once(small)
-    preemptions = small.metrics()["vllm:num_preemptions_total"]
-    print(f"{preemptions:.0f} preemptions")
-    assert preemptions > 0
-    assert_right(judge, PROMPTS, answers)
-    assert small.metrics()["vllm:kv_cache_usage_perc"] == 0
-
-
-# -- Clients that misbehave ----------------------------------------------------------------------------------------------

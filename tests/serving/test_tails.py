@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.request import Request
 from vllm_paged import Shape
 from vllm_tails import CHUNK, Engine, TokenKV, alone
 
@@ -64,6 +67,15 @@ class CheckedEngine:
             right = [self.right[r.request_id][layer][a : a + n] for r, a, n in zip(requests, at, counts, strict=True)]
             self.equal = self.equal and torch.equal(out, torch.cat(right))
 
+    def steps(self, name: str, count: int) -> Iterator[Request]:
+        """A request of so many tokens, chunk by chunk: with the blocks of the next one, and before its forward."""
+        request, _ = self.begin(name, tokens(count, count))
+        self.forward([request], [CHUNK])
+        while (done := request.num_computed_tokens) < count:
+            self.engine.go_on(request, min(CHUNK, count - done))
+            yield request
+            self.forward([request], [min(CHUNK, count - done)])
+
 
 def scenario(engine: Engine) -> tuple[CheckedEngine, list[int]]:
     """Chunks, unequal lengths, a known prefix, and a request that is put off and comes back; what was known of each."""
@@ -113,36 +125,26 @@ def test_layers_of_different_pages_share_a_pool_without_padding(config):
 def test_blocks_behind_the_tail_are_given_back_and_the_first_stays(config):
     subject = engine(config)
     harness = CheckedEngine(subject)
-    request, _ = harness.begin("long", tokens(600, 5))
-    harness.forward([request], [CHUNK])
-    while request.num_computed_tokens < 600:
-        count = min(CHUNK, 600 - request.num_computed_tokens)
-        subject.go_on(request, count)
+    for request in harness.steps("long", 600):
         blocks = subject.manager.get_block_ids("long")[1]
         size = next(iter(subject.tails.values())).spec.block_size
         first = max(0, request.num_computed_tokens - TAIL + 1) // size
         assert [block > 0 for block in blocks] == [i < -(-SINKS // size) or i >= first for i in range(len(blocks))]
-        harness.forward([request], [count])
     assert harness.equal
 
 
 def test_a_prefix_whose_first_tokens_are_gone_is_not_known(config):
     subject = engine(config)
-    harness, text = CheckedEngine(subject), tokens(400, 6)
-    request, _ = harness.begin("one", text)
-    harness.forward([request], [CHUNK])
-    while request.num_computed_tokens < 400:
-        count = min(CHUNK, 400 - request.num_computed_tokens)
-        subject.go_on(request, count)
-        harness.forward([request], [count])
+    harness = CheckedEngine(subject)
+    *_, request = harness.steps("one", 400)
     first = subject.manager.get_block_ids("one")[1][0]
     subject.manager.free(request)
-    again, known_tokens = harness.begin("again", text)
+    again, known_tokens = harness.begin("again", tokens(400, 400))
     assert known_tokens == 384
     assert subject.manager.get_block_ids("again")[1][0] == first
     subject.manager.free(again)
     subject.manager.evict_blocks({first})
-    assert harness.begin("once more", text)[1] == 0
+    assert harness.begin("once more", tokens(400, 400))[1] == 0
 
 
 # -- What is refused ------------------------------------------------------------------------------------------------------

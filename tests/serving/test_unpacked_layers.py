@@ -61,16 +61,9 @@ def error(ours: list[Answer], theirs: list[Answer]) -> float:
         gaps = []
         for place, (one, other) in enumerate(zip(a.candidates, b.candidates, strict=True)):
             if a.token_ids[:place] == b.token_ids[:place]:
-                our_logprobs, their_logprobs = dict(one), dict(other)
-                gaps.append(
-                    max(
-                        (
-                            abs(our_logprobs[token] - their_logprobs[token])
-                            for token in our_logprobs.keys() & their_logprobs.keys()
-                        ),
-                        default=math.inf,
-                    )
-                )
+                logprobs = dict(one), dict(other)
+                shared = logprobs[0].keys() & logprobs[1].keys()
+                gaps.append(max((abs(logprobs[0][token] - logprobs[1][token]) for token in shared), default=math.inf))
         means.append(statistics.mean(gaps))
     return statistics.median(means)
 

@@ -16,8 +16,24 @@ class Ran(NamedTuple):
 
     @property
     def json(self):
+        return json.loads(self.ended())
+
+    def ended(self, code=0):
+        """Its output, once it ended with this code; what it said on stderr shows otherwise."""
+        assert self.code == code, self.err
+        return self.out
+
+    def shows(self, *words, code=0):
+        """Its output, which says all this; nothing is on stderr."""
+        assert (self.code, self.err) == (code, "")
+        assert [word for word in words if word not in self.out] == [], self.out
+        return self.out
+
+    def notes(self, *words):
+        """Its lines on stderr, which say all this beside an output."""
         assert self.code == 0, self.err
-        return json.loads(self.out)
+        assert [word for word in words if word not in self.err] == [], self.err
+        return self.err
 
 
 @pytest.fixture(scope="session")

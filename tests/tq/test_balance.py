@@ -24,18 +24,15 @@ GENERATE = ("--prompt", "def main(argv):\n    return len(argv) + sum(map(len, ar
 
 
 def test_balance_is_said_on_stderr_and_can_be_left_out(run, folder):
-    code, output, err = run("generate", "--model", folder, *GENERATE)
-    assert code == 0
-    notes = [line for line in err.splitlines() if "balanced" in line]
-    assert len(notes) == 1
-    assert "K of layers 0 to 5" in notes[0]
-    assert run("generate", "--model", "tiny", *GENERATE)[1] == output
-    result = run("generate", "--model", folder, *GENERATE, "--balance", "off")
+    generate = ("generate", "--model", folder, *GENERATE)
+    balanced = run(*generate)
+    [note] = [line for line in balanced.notes().splitlines() if "balanced" in line]
+    assert "K of layers 0 to 5" in note
+    assert run("generate", "--model", "tiny", *GENERATE).out == balanced.out
+    result = run(*generate, "--balance", "off")
     assert_refused(result, "text would be garbage: K of layers 0 to 5", "leave balance on", "--allow-collapse")
-    code, _, err = run("generate", "--model", folder, *GENERATE, "--balance", "off", "--allow-collapse")
-    assert code == 0
-    assert "tq: warning: K of layers 0 to 5 suffers in tq4" in err
-    assert "balanced" not in err
+    allowed = run(*generate, "--balance", "off", "--allow-collapse")
+    assert "balanced" not in allowed.notes("tq: warning: K of layers 0 to 5 suffers in tq4")
 
 
 def test_a_file_goes_on_with_the_balance_that_it_was_stored_with(run, folder, tmp_path):

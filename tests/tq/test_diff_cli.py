@@ -14,12 +14,7 @@ from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import with_ops
 from haarkv.validation.fidelity import setup
-from haarkv.validation.fidelity.setup import (
-    Contender,
-    load_contenders,
-    parse_contender,
-    resolve_contenders,
-)
+from haarkv.validation.fidelity.setup import Contender, load_contenders, parse_contender, resolve_contenders
 
 # -- Sides ----------------------------------------------------------------------------------------------------------------
 
@@ -93,9 +88,7 @@ BOTH = ("--a", "tq4", "--b", "tq4")
 
 def test_json_has_the_promised_keys(run, checkpoint):
     args = ("--model", checkpoint, "--a", "fp32", "--b", "tq4", "--prompt", "spam", "--prompt", "x" * 200, "--json")
-    code, out, err = run(*args, "--max-new-tokens", 40)
-    assert (code, err) == (0, "")
-    report = json.loads(out)
+    report = json.loads(run(*args, "--max-new-tokens", 40).shows())
     assert report.keys() == {
         "a", "b", "model", "dtype", "same_format", "first_divergence", "positions", "top1_agreement", "kl", "logit_error",
         "relative_logit_error", "near_ties", "unexplained", "prompts",
@@ -118,10 +111,8 @@ def test_json_has_the_promised_keys(run, checkpoint):
 
 
 def test_the_same_side_twice_is_identical_in_words(run, checkpoint):
-    code, out, err = run(*BOTH, "--model", checkpoint, "--max-new-tokens", 5)
-    assert (code, err) == (0, "")
-    assert "prompt 4: the same 5 tokens" in out
-    assert "Identical: every token of every prompt." in out
+    ran = run(*BOTH, "--model", checkpoint, "--max-new-tokens", 5)
+    ran.shows("prompt 4: the same 5 tokens", "Identical: every token of every prompt.")
 
 
 def plant(monkeypatch, ops):
@@ -138,31 +129,21 @@ def plant(monkeypatch, ops):
 
 def test_a_fault_exits_with_1(run, checkpoint, monkeypatch):
     plant(monkeypatch, with_ops(reference, {"rope": lambda x, cos, sin: x.float()}))
-    code, out, err = run(*BOTH, "--model", checkpoint, "--prompt", "spam and eggs")
-    assert (code, err) == (1, "")
-    assert "differs" in out
-    assert "where no rounding explains it" in out
+    ran = run(*BOTH, "--model", checkpoint, "--prompt", "spam and eggs")
+    ran.shows("differs", "where no rounding explains it", code=1)
 
 
 def test_the_end_of_text_is_shown_in_words(run, tmp_path, monkeypatch):
     folder = write_checkpoint(tmp_path / "abc", mutate=saying("abc"))
-    code, out, _ = run(*BOTH, "--model", folder, "--prompt", "a")
-    assert "the same 2 tokens and the end of text" in out
+    run(*BOTH, "--model", folder, "--prompt", "a").shows("the same 2 tokens and the end of text")
     # The head's rows 0 and up: a fault in the last norm makes B say something else where A ends.
     plant(monkeypatch, with_ops(reference, {"rms_norm": lambda x, w, eps: -reference.rms_norm(x, w, eps)}))
-    code, out, _ = run(*BOTH, "--model", folder, "--prompt", "c")
-    assert code == 1
-    assert "A     » end of text (256)\n" in out
-    assert "new token 1 differs" in out
-    assert "both    nothing" in out
+    ran = run(*BOTH, "--model", folder, "--prompt", "c")
+    ran.shows("A     » end of text (256)\n", "new token 1 differs", "both    nothing", code=1)
 
 
 def test_lines_fit_a_terminal_and_show_where_texts_part(run):
     args = ("--a", "fp32", "--b", "tq4", "--model", "tiny", "--max-new-tokens", 16, "--threads", 1)
-    code, out, err = run(*args, "--prompt", "import os\nimport sys\n\n", "--prompt", "\n" * 99, "--prompt", "x" * 99 + "END")
-    assert (code, err) == (0, "")
+    ran = run(*args, "--prompt", "import os\nimport sys\n\n", "--prompt", "\n" * 99, "--prompt", "x" * 99 + "END")
+    out = ran.shows("prompt  'import os\\nimport sys\\n\\n'", "xEND'\n", "differs", "Between formats that is no fault.")
     assert max(len(line.rstrip()) for line in out.splitlines()) <= 100
-    assert "prompt  'import os\\nimport sys\\n\\n'" in out
-    assert "xEND'\n" in out
-    assert "differs" in out
-    assert "Between formats that is no fault." in out

@@ -6,7 +6,6 @@ import re
 import pytest
 from checkpoints import END_OF_TEXT, byte_tokenizer, saying, write_checkpoint
 from gguf_files import convert
-from refusals import assert_refused
 from tokenizers import AddedToken
 
 import tq
@@ -50,15 +49,15 @@ def test_the_models_own_sampling_counts_and_is_said(run, generate_json, sampling
     explicit = ("--temperature", 0.6, "--top-k", 20, "--top-p", 0.95, "--seed", 3)
     assert generate_json(plain, *explicit)["token_ids"] == result["token_ids"]
     assert generate_json(plain, "--seed", 3)["token_ids"] != result["token_ids"]
-    text = line(run(sampling_model)[2], "sampling")
+    text = line(run(sampling_model).err, "sampling")
     assert text == "temperature 0.6, top-k 20, top-p 0.95; from the model's settings"
 
 
 def test_an_explicit_option_wins(run, generate_json, sampling_model, tmp_path):
     greedy = generate_json(sampling_model, "--temperature", 0)
     assert greedy["token_ids"] == generate_json(write_checkpoint(tmp_path / "plain"))["token_ids"]
-    assert line(run(sampling_model, "--temperature", 0)[2], "sampling") == "greedy"
-    text = line(run(sampling_model, "--top-k", 5)[2], "sampling")
+    assert line(run(sampling_model, "--temperature", 0).err, "sampling") == "greedy"
+    text = line(run(sampling_model, "--top-k", 5).err, "sampling")
     assert text == "temperature 0.6, top-k 5, top-p 0.95; from the model's settings"
     assert generate_json(sampling_model, "--top-k", 0)["sampling"]["top_k"] == 0
 
@@ -71,9 +70,8 @@ def test_an_explicit_option_wins(run, generate_json, sampling_model, tmp_path):
 def test_a_model_is_greedy_without_do_sample_and_has_temperature_1_by_it_alone(
     generate_json, tmp_path, entries, temperature, top_k
 ):
-    sampling = generate_json(write_checkpoint(tmp_path / "m", generation={"temperature": 0.6, "top_k": 3, **entries}))[
-        "sampling"
-    ]
+    folder = write_checkpoint(tmp_path / "m", generation={"temperature": 0.6, "top_k": 3, **entries})
+    sampling = generate_json(folder)["sampling"]
     assert (sampling["temperature"], sampling["top_k"]) == (temperature, top_k)
 
 
@@ -83,7 +81,7 @@ def test_a_repetition_penalty_counts_for_a_greedy_model(run, generate_json, tmp_
     tokens = generate_json(folder, "--max-new-tokens", 40)["token_ids"]
     assert len(set(tokens)) == 40 > len(set(generate_json(plain, "--max-new-tokens", 40)["token_ids"]))
     assert tokens == generate_json(plain, "--repetition-penalty", 100, "--max-new-tokens", 40)["token_ids"]
-    assert line(run(folder)[2], "sampling") == "greedy, repetition-penalty 100; from the model's settings"
+    assert line(run(folder).err, "sampling") == "greedy, repetition-penalty 100; from the model's settings"
 
 
 # -- Where a text ends ----------------------------------------------------------------------------------------------------
@@ -197,7 +195,7 @@ def test_a_text_ends_before_the_stop(run, generate_json, alphabet, stops, text, 
     args = [arg for stop in stops for arg in ("--stop", stop)]
     result = generate_json(alphabet, *args)
     assert (result["text"], result["finish"]) == (text, finish)
-    assert run(alphabet, *args)[1] == text + "\n"
+    assert run(alphabet, *args).out == text + "\n"
 
 
 @pytest.mark.parametrize(("value", "text"), [(True, "c"), (1, "cdef"), ("yes", "cdef"), (None, "cdef")])
@@ -236,45 +234,40 @@ def test_an_argument_that_is_no_json_is_refused(thinking_model):
             tq.load(thinking_model).encode(["ab"], template_args=arguments)
 
 
-def test_what_a_prompt_spells_is_text_in_a_template_unless_asked_otherwise(run, generate_json, thinking_model):
-    prompt_args = ("--prompt", f"c{END_OF_TEXT}")
-    assert generate_json(thinking_model, *prompt_args)["completions"][1]["prompt_tokens"] == len(prompt_args[1])
-    assert generate_json(thinking_model, *prompt_args, "--parse-special")["completions"][1]["prompt_tokens"] == 2
-    assert generate_json(thinking_model, *prompt_args, "--no-chat")["completions"][1]["prompt_tokens"] == 2
+def test_what_a_prompt_spells_is_text_in_a_template_unless_asked_otherwise(generate_json, thinking_model):
+    prompt = f"c{END_OF_TEXT}"
+    for options, tokens in (((), len(prompt)), (("--parse-special",), 2), (("--no-chat",), 2)):
+        result = generate_json(thinking_model, "--prompt", prompt, *options)
+        assert result["completions"][1]["prompt_tokens"] == tokens
 
 
 # -- Stored caches ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_stored_cache_goes_on(run, generate_json, alphabet):
-    assert run(alphabet, "--save-cache", "c").code == 0
+    run(alphabet, "--save-cache", "c").ended()
     again = generate_json(alphabet, "--load-cache", "c")
     assert (again["text"], again["reused_tokens"]) == ("cdefghijklmn", 1)
-    assert_refused(run(alphabet, "--load-cache", "c", "--kv", "tq3"), "in tq4, and this run in tq3")
 
 
 # -- Warnings and cost ----------------------------------------------------------------------------------------------------
 
 
 def test_a_text_that_the_context_will_cut_is_announced(run, generate_json, alphabet):
-    code, out, err = run(alphabet, "--max-context", 5)
-    assert (code, out) == (0, "cdef\n")
-    first = err.splitlines()[0]
-    assert first.startswith("tq: warning: the context ends after 4 of 12 new tokens: ")
-    assert "raise --max-context" in first
+    ran = run(alphabet, "--max-context", 5)
+    assert ran.ended() == "cdef\n"
+    assert ran.err.startswith("tq: warning: the context ends after 4 of 12 new tokens: ")
+    assert "raise --max-context" in ran.err.splitlines()[0]
     assert len(generate_json(alphabet, "--max-context", 5)["token_ids"]) == 4
     # The last token is predicted and never stored.
-    assert "warning" not in run(alphabet, "--max-context", 13)[2]
-    assert "warning" in run(alphabet, "--max-context", 12)[2]
-    code, _, err = run(alphabet, "--prompt", "x" * 1020)
-    assert code == 0
-    assert "after 5 of 12 new tokens" in err
-    assert "shorten the prompt" in err
-    assert "lower --max-new-tokens" in run(alphabet, "--max-new-tokens", 3000)[2]
+    assert "warning" not in run(alphabet, "--max-context", 13).err
+    assert "warning" in run(alphabet, "--max-context", 12).err
+    run(alphabet, "--prompt", "x" * 1020).notes("after 5 of 12 new tokens", "shorten the prompt")
+    run(alphabet, "--max-new-tokens", 3000).notes("lower --max-new-tokens")
 
 
 def test_the_cost_names_the_executor_and_tokens_a_second(run, alphabet):
-    err = run(alphabet)[2]
+    err = run(alphabet).err
     assert line(err, "executor").startswith("reference (cpu cannot run this: ")
     assert re.fullmatch(r"2 tokens in [\d.,]+ m?s, [\d.,]+ tokens/s", line(err, "prompt"))
     assert re.fullmatch(r"12 tokens, [\d.]+ ms a decode step, [\d.,]+ tokens/s \(length\)", line(err, "new"))

@@ -5,17 +5,11 @@ import copy
 import pytest
 import torch
 from hf_models import COMMON, VOCAB, build_model
-from transformers import (
-    AttentionInterface,
-    LlamaConfig,
-    MistralConfig,
-    Phi3Config,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import tq
+from haarkv.models.catalog import TINY
 from haarkv.tq_ops.cpu import library
 from tq.hf.attention import IMPLEMENTATION, PackedTensor, attention, dense
 from tq.hf.store import Store
@@ -26,9 +20,9 @@ PROMPT, NEW = 150, 12
 PROMPTS = torch.randint(2, VOCAB, (2, PROMPT), generator=torch.Generator().manual_seed(1))
 
 
-def build(kind=Qwen3Config, dtype=torch.float32, **special):
+def build(family="qwen3", dtype=torch.float32, **special):
     wide = {"hidden_size": 256, "head_dim": 64, "max_position_embeddings": 512}
-    return build_model(kind(**{**COMMON, **wide, **special}), dtype)
+    return build_model(AutoConfig.for_model(family, **{**COMMON, **wide, **special}), dtype)
 
 
 @pytest.fixture
@@ -107,7 +101,7 @@ def padding_mask(*counts):
 
 IN_BF16 = {"dtype": torch.bfloat16}
 READ = {
-    **{kind.__name__: ({"kind": kind}, {}) for kind in (LlamaConfig, Qwen2Config, Qwen3Config, Phi3Config)},
+    **{family: ({"family": family}, {}) for family in ("llama", "qwen2", "qwen3", "phi3")},
     **{str(options): ({}, {"options": options}) for options in (
         {"kv": "k=tq4,v=tq2"}, {"kv": "k=bf16,v=tq4"}, {"kv": "tq8"}, {"plan": {1: "tq3"}, "skip_layers": [0]})},
     "wider heads": ({"head_dim": 128}, {"options": {"kv": "tq5"}}),
@@ -143,7 +137,7 @@ RESTORE_CASES = {
     **{str(options): (IN_BF16, {"options": options}) for options in (
         {"kv": "kivi2"}, {"kv": "k=tq4,v=q8_0"}, {"kv": "kivi2", "sink": 4})},
     "an FP32 tail": ({}, {"options": {"tail": 8}}),  # the kernels keep BF16 beside what is packed
-    "a window": ({"kind": MistralConfig, "sliding_window": 40}, {}),
+    "a window": ({"family": "mistral", "sliding_window": 40}, {}),
     "small heads": ({"head_dim": 32, "hidden_size": 128}, {}),
     "holes": ({}, {"mask": torch.ones_like(PROMPTS).index_fill(1, torch.arange(20, 25), 0)}),
     "padding": ({}, {"mask": padding_mask(9, 0)}),
@@ -233,22 +227,10 @@ def test_other_attention_gets_numbers():
 
 
 def test_generate_switches_for_its_own_call(calls):
-    model = build()
-
-    class Words:
-        pad_token_id = 0
-
-        def __call__(self, line):
-            return type("Encoding", (), {"input_ids": [2 + ord(c) % 50 for c in line]})
-
-        def batch_decode(self, rows, **_):
-            return [" ".join(map(str, row.tolist())) for row in rows]
-
-    model.set_attn_implementation("sdpa")
-    tq.generate(model, Words(), "some words", "tq4", max_new_tokens=3, do_sample=False)
-    assert calls
-    assert model.config._attn_implementation == "sdpa"
-    calls.clear()
-    model.set_attn_implementation("eager")
-    tq.generate(model, Words(), "some words", max_new_tokens=3, do_sample=False)
-    assert not calls
+    model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    for implementation in ("sdpa", "eager"):
+        calls.clear()
+        model.set_attn_implementation(implementation)
+        tq.generate(model, AutoTokenizer.from_pretrained(TINY), "some words", "tq4", max_new_tokens=3, do_sample=False)
+        assert bool(calls) == (implementation == "sdpa")
+        assert model.config._attn_implementation == implementation

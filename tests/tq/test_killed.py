@@ -61,21 +61,6 @@ def test_a_new_folder_is_there_whole_or_not_at_all(tmp_path):
         target.rmdir()
 
 
-def test_a_file_is_the_old_or_the_new(tmp_path):
-    target = tmp_path / "plan.json"
-    write_whole(target, "old")
-
-    def work():
-        check_writable(target)
-        write_whole(target, "new")
-
-    for _ in every_moment(work):
-        assert target.read_text() in ("old", "new")
-        check_writable(target)
-        assert names_in(tmp_path) == ["plan.json"]
-        write_whole(target, "old")
-
-
 def test_a_file_that_cannot_take_its_name_stays_the_old_and_a_link_stays_a_link(tmp_path, monkeypatch):
     target, link = tmp_path / "plan.json", tmp_path / "link"
     write_whole(target, "old")

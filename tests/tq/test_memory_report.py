@@ -1,6 +1,5 @@
 """Memory is counted before weights are read: what does not fit is refused, and what was counted is what is there."""
 
-import json
 import sys
 
 import pytest
@@ -20,20 +19,25 @@ from haarkv.tq_ops import memory
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.memory import mapped_memory
 from haarkv.tq_ops.weight import Blocks
-from tq.cli import main
 
-HEADS = {"head_dim": 64}
+SIZES_64 = {"head_dim": 64, "vocab_size": 263}
+
+
+def write_file(folder, kind, **sizes):
+    """A GGUF file of random weights, with a vocabulary."""
+    checkpoint = write_checkpoint(folder / "m", config=SIZES_64 | sizes)
+    return convert(checkpoint, folder / f"{kind}.gguf", kind, vocabulary=byte_vocabulary())
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("m") / "m", config=HEADS)
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    return {kind: write_file(folder, kind) for kind in ("F32", "BF16", "Q8_0")}
 
 
 @pytest.fixture(scope="module")
-def files(folder, tmp_path_factory):
-    out = tmp_path_factory.mktemp("files")
-    return {kind: convert(folder, out / f"{kind}.gguf", kind) for kind in ("F32", "BF16", "Q8_0")}
+def folder(files):
+    return files["F32"].with_name("m")
 
 
 @pytest.mark.parametrize(
@@ -50,7 +54,7 @@ def test_what_is_counted_is_what_is_loaded(folder, files, kind, dtype, keep):
         assert counts.private == 0
 
 
-def test_codes_that_onnx_makes_of_blocks_are_counted_and_so_is_what_the_runtime_copies(files, capsys):
+def test_codes_that_onnx_makes_of_blocks_are_counted_and_so_is_what_the_runtime_copies(files, run):
     pytest.importorskip("onnxruntime")
     from haarkv.executors.onnx import OnnxExecutor
 
@@ -61,22 +65,21 @@ def test_codes_that_onnx_makes_of_blocks_are_counted_and_so_is_what_the_runtime_
         assert not embedding
     counts = model_weight_bytes(files["Q8_0"], config, "float32", keep_blocks=True, in_order=info("onnx").in_order)
     assert counts.private == 2 * sum(codes.values())
-    assert main(["info", str(files["Q8_0"]), "--executor", "onnx", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["weight_bytes"] == counts.total
+    assert run("info", files["Q8_0"], "--executor", "onnx", "--json").json["weight_bytes"] == counts.total
 
 
-def test_a_model_without_room_is_refused_before_it_is_read(folder, files, monkeypatch, capsys):
+def test_a_model_without_room_is_refused_before_it_is_read(folder, run, monkeypatch):
     def read(*_, **__):
         raise AssertionError("its weights were read")
 
     monkeypatch.setattr("haarkv.models.checkpoint.stored_tensors", read)
     monkeypatch.setattr("haarkv.tq_ops.memory.available_memory", lambda: 2**20)
-    args = ["--model", str(folder), "--dtype", "float32", "--prompt", "a", "--max-new-tokens", "900", "--no-chat"]
-    code = main(["generate", *args, "--executor", "reference"])
-    assert_refused((code, *capsys.readouterr()), "weights + ", " KV cache", "would take", "are free; take a smaller model")
+    args = ("--model", folder, "--dtype", "float32", "--prompt", "a", "--max-new-tokens", 900, "--no-chat")
+    ran = run("generate", *args, "--executor", "reference")
+    assert_refused(ran, "weights + ", " KV cache", "would take", "are free; take a smaller model")
 
 
-def test_pages_of_the_file_do_not_count_as_what_must_fit(files, monkeypatch, tmp_path, capsys):
+def test_pages_of_the_file_do_not_count_as_what_must_fit(files, monkeypatch):
     config = read_config(files["Q8_0"])
     need = memory_need(
         config, plan_for(KVSpec("tq4"), config), 100, model_weight_bytes(files["Q8_0"], config, "float32", keep_blocks=True)
@@ -88,14 +91,12 @@ def test_pages_of_the_file_do_not_count_as_what_must_fit(files, monkeypatch, tmp
     assert "stay in the file's pages" in need.describe()
 
 
-def test_what_a_run_had_is_said(folder, capsys):
-    args = ["--model", str(folder), "--dtype", "bfloat16", "--prompt", "ab", "--max-new-tokens", "2", "--no-chat", "--json"]
-    assert main(["generate", *args]) == 0
-    report = json.loads(capsys.readouterr().out)["memory"]
+def test_what_a_run_had_is_said(folder, run):
+    args = ("generate", "--model", folder, "--dtype", "bfloat16", "--prompt", "ab", "--max-new-tokens", 2, "--no-chat")
+    report = run(*args, "--json").json["memory"]
     assert report["peak_bytes"] > 2**26
     assert 0 < report["mapped_bytes"] < report["peak_bytes"]
-    assert main(["generate", *args[:-1]]) == 0
-    assert "GiB at most" in capsys.readouterr().err
+    run(*args).notes("GiB at most")
 
 
 VECTOR = {"tq4": 130, "bf16": 512}  # bytes of 256 numbers: codes and a scale of two bytes, or BF16
@@ -122,9 +123,8 @@ needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/sel
 def model(request, tmp_path_factory):
     """A file or folder, and the dtype that it needs no conversion for."""
     folder = tmp_path_factory.mktemp("m")
-    config = {"head_dim": 64, "vocab_size": 9000, "tie_word_embeddings": request.param != "untied"}
-    source = write_checkpoint(folder / "m", config=config)
-    return (source, "bfloat16") if request.param == "bfloat16" else (convert(source, folder / "m.gguf", "Q8_0"), "float32")
+    path = write_file(folder, "Q8_0", vocab_size=9000, tie_word_embeddings=request.param != "untied")
+    return (folder / "m", "bfloat16") if request.param == "bfloat16" else (path, "float32")
 
 
 def raw_bytes(weight):
@@ -173,9 +173,7 @@ def test_weights_are_copied_where_twice_as_much_is_free(monkeypatch):
 
 @pytest.mark.parametrize(("kind", "is_restored"), [("TQ2_0", True), ("Q8_0", False)])
 def test_weights_that_an_executor_restores_are_announced(tmp_path, kind, is_restored):
-    sizes = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "intermediate_size": 256, "vocab_size": 263}
-    folder = write_checkpoint(tmp_path / "m", config=sizes)
-    path, lines = convert(folder, tmp_path / "m.gguf", kind, vocabulary=byte_vocabulary()), []
+    path, lines = write_file(tmp_path, kind, hidden_size=256, intermediate_size=256), []
     tq.load(path, executor="cpu", balance=False, on_warning=lines.append)
     assert [line.partition(":")[0] for line in lines] == [
         f"cpu restores quantised weights as they load ({kind})"
@@ -183,10 +181,8 @@ def test_weights_that_an_executor_restores_are_announced(tmp_path, kind, is_rest
 
 
 @pytest.mark.parametrize("mmap", [True, False, None])
-def test_a_session_maps_or_copies_as_asked(tmp_path, mmap):
-    folder = write_checkpoint(tmp_path / "m", config={"head_dim": 64, "vocab_size": 263})
-    path = convert(folder, tmp_path / "m.gguf", "Q8_0", vocabulary=byte_vocabulary())
-    counts = tq.load(path, kv="tq4", executor="cpu", mmap=mmap).load_record.weights
+def test_a_session_maps_or_copies_as_asked(files, mmap):
+    counts = tq.load(files["Q8_0"], kv="tq4", executor="cpu", mmap=mmap).load_record.weights
     assert (counts.mapped > counts.gathered) == (mmap is True)
 
 

@@ -26,17 +26,6 @@ def run(notebook):
     return results
 
 
-def outputs(stdout, value):
-    """A cell's outputs as a notebook keeps them."""
-    entries = []
-    if stdout:
-        entries.append({"name": "stdout", "output_type": "stream", "text": stdout.splitlines(keepends=True)})
-    if value is not None:
-        data = {"text/plain": repr(value).splitlines(keepends=True)}
-        entries.append({"data": data, "execution_count": None, "metadata": {}, "output_type": "execute_result"})
-    return entries
-
-
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_a_notebook_runs(path, tmp_path, monkeypatch):
     """On another CPU a text may differ; how many lines a cell prints, and of what, does not."""
@@ -45,8 +34,6 @@ def test_a_notebook_runs(path, tmp_path, monkeypatch):
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     for cell, (stdout, value) in zip(cells, run(notebook), strict=True):
         assert stdout or value is not None or cell["id"] == "step-1", cell["id"]
-        fresh = outputs(stdout, value)
-        assert [(each["output_type"], each.keys()) for each in cell["outputs"]] == [
-            (each["output_type"], each.keys()) for each in fresh
-        ], cell["id"]
+        kinds = ["stream"] * bool(stdout) + ["execute_result"] * (value is not None)
+        assert [each["output_type"] for each in cell["outputs"]] == kinds, cell["id"]
     assert list(tmp_path.iterdir()) == []

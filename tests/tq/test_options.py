@@ -13,7 +13,6 @@ from commands import every_command
 from refusals import assert_refused
 
 import tq
-from tq.cli import main
 from tq.groups import option_section
 
 ROOT = Path(__file__).parents[2]
@@ -41,11 +40,10 @@ LONG = [name for name, command in COMMANDS.items() if len(options(command)) > 12
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_a_long_list_of_options_stands_under_headings(capsys, name):
+def test_a_long_list_of_options_stands_under_headings(run, name):
     sections = {option.opts[0]: option_section(option) for option in options(COMMANDS[name])}
     assert [option for option, section in sections.items() if not section] == []
-    assert main([*name.split(), "--help"]) == 0
-    help_text = capsys.readouterr().out
+    help_text = run(*name.split(), "--help").ended()
     for option, section in sections.items():
         *_, place = (hit.start() for hit in re.finditer(rf"^ +(-\w, )?{option}\b", help_text, re.MULTILINE))
         above = re.findall(r"^([A-Z][A-Za-z ]+):$", help_text[:place], re.MULTILINE)
@@ -89,9 +87,7 @@ REQUIRED_ARGS = {
     "quantize": ("tiny", "--out", "x.gguf"),
 }  # fmt: skip
 """What a command would lack."""
-ELSEWHERE = {
-    "serve", "dev replay", "dev bringup", "dev self-test",
-}  # fmt: skip
+ELSEWHERE = {"serve", "dev replay", "dev bringup", "dev self-test"}
 """They want a file, ask vLLM, or say what they found before: each has tests of its own."""
 OPTION_CASES = [
     (name, option.opts[0])
@@ -102,13 +98,11 @@ OPTION_CASES = [
 
 
 @pytest.mark.parametrize(("name", "option"), OPTION_CASES)
-def test_a_wrong_value_is_refused_in_one_line_by_every_command(capsys, monkeypatch, tmp_path, name, option):
-    monkeypatch.chdir(tmp_path)
+def test_a_wrong_value_is_refused_in_one_line_by_every_command(run, monkeypatch, tmp_path, name, option):
     monkeypatch.setattr("sys.stdin", io.StringIO("a\n"))
     (tmp_path / "text.txt").write_text("for spam in eggs:\n    print(spam)\n" * 40, encoding="utf-8")
     value, word = WRONG[option]
-    code = main([*name.split(), *REQUIRED_ARGS.get(name, ()), option, value])
-    assert_refused((code, *capsys.readouterr()), word)
+    assert_refused(run(*name.split(), *REQUIRED_ARGS.get(name, ()), option, value), word)
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
 

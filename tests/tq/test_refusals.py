@@ -6,6 +6,7 @@ import shlex
 import sys
 
 import pytest
+from calibration_files import write_calibration
 from checkpoints import CONFIG, FINAL_NORM, byte_tokenizer, cut_off, shard_name, write_checkpoint
 from refusals import assert_refused, snapshot
 
@@ -17,7 +18,9 @@ from tq.cli import main
 
 TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n" * 2
 UNSEEN = "def bridge(name, quest):\n    if quest == 'grail':\n        return name\n    raise KeyError(quest)\n"
+SPOKEN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 NINES = "9" * 5000
+IS_A_CACHE = "it is a stored cache, which --load-cache takes"
 WORDS = ("²", NINES, "1e9", "٣x", "")
 """No numbers, though some of Python's functions take them for such, or take long over them."""
 
@@ -46,6 +49,7 @@ REFUSALS = {
         ("calibrate --model tiny-hybrid --out c.safetensors", "layer 0 of this model has no keys"),
         ("chat --model m", "stdin", "UTF-8"),
         ("chat --model m --max-context 1025", "--max-context must lie in 1 … 1024"),
+        ("chat --model m --system 'You are a knight.'", "--system"),
         ("serve ./absent", "no such model: ./absent;"),
         ("serve ~no_such_user/model", "no such model: ~no_such_user/model;"),
         ("serve models/of/mine", "no such model: models/of/mine;"),
@@ -74,6 +78,7 @@ REFUSALS = {
         ("--seed abc", "'--seed': 'abc' is not a valid integer."),
         ("--stop a --stop ''", "--stop", "empty"),
         ("--system 'Be brief.'", "chat template", "--system"),
+        ("--tensor-parallel 2", "torchrun --nproc-per-node 2 -m tq"),
         ("--executor cpu --device cuda:0", "cpu", "cuda:0"),
         ("--layers 1", "--layers"),
         ("--chat", "chat template"),
@@ -91,9 +96,24 @@ REFUSALS = {
         ("--kv-plan other.json", "another model", "hidden 80"),
         ("--kv-plan text.txt", "text.txt is no KV plan"),
         ("--load-cache absent", "cannot be read"),
+        ("--load-cache stored --kv tq3", "in tq4, and this run in tq3"),
+        ("--load-cache made", "made is no stored cache: ", "it is a calibration, which --calibration takes"),
+        ("--calibration bad", "bad is no calibration"),
+        ("--calibration stored", "stored is no calibration: ", IS_A_CACHE),
+        ("--calibration foreign", "learned from other weights", "tq calibrate"),
+        ("--calibration made --model tiny", "made for another model", "hidden 256"),
+        ("--kv-plan stored", "stored is no KV plan: ", IS_A_CACHE),
+        ("--kv-plan made", "is a calibration without a plan"),
         ("--save-cache absent/x", "does not exist"),
         ("--prompt b --save-cache x", "stores one sequence"),
         ("--kv-plan plan.json --kv tq4", "--kv-plan", "leave out --kv"),
+    ],
+    "chat --model spoken --session": [
+        ("talk --system 'You are a king.'", "another system message"),
+        ("talk --kv tq3", "in tq4, and this run in tq3"),
+        ("m", "not a regular file"),
+        ("text.txt", "is no stored cache"),
+        ("stored", "without a conversation"),
     ],
     DRAFT: [
         ("--draft random:0.6b", "has another tokenizer"),
@@ -107,6 +127,7 @@ REFUSALS = {
     "quantize m --out new.gguf": [("--imatrix-tokens 100", "give --imatrix as well")],
     "info": [
         ("nothing/here", "no such model"),
+        ("m --model tiny", "give MODEL, or --model, but not both"),
         ("random:14b --layers 41", "--layers", "40"),
         ("--layers 1", "--layers"),
         ("--memory lots", "lots", "24GiB"),
@@ -137,8 +158,6 @@ REFUSALS = {
     "bench decode --repeats 1 --contexts 40 --model m": [
         ("--contexts 0", "--contexts", "positive integers"),
         ("--batches x", "--batches", "positive integers"),
-        ("--kv tq9", "tq9", "choose from"),
-        ("--executor gpu", "gpu", "choose from"),
         ("--executor npu --kv q8_0 --device sim", "cannot run"),
         ("--contexts 999999 --executor reference", "room for", "999999", "lower --contexts"),
         ("--contexts 999999 --executor reference --only prompt", "room for", "999999"),
@@ -151,6 +170,7 @@ REFUSALS = {
         ("--kv tq4,k=tq4", "k=NAME,v=NAME"),
         ("--kv k=tq4,k=tq2", "k=NAME,v=NAME"),
         ("--window 1025", "context of 1024", "--window"),
+        ("--kv k=lr3,v=tq4 --calibration foreign", "learned from other weights"),
         ("--device sim", "npu cannot run this"),
         ("--resume unseen.txt", "no partial result"),
         ("--text empty", "empty"),
@@ -160,6 +180,7 @@ REFUSALS = {
         ("--budget 2.4", "2.4 bits", "smallest takes 2.5"),
         ("--budget 16", "--budget", "below bf16's 16"),
         ("--budget nan", "--budget"),
+        ("--calibration bad", "bad is no calibration"),
         ("--candidates tq4,tq9", "tq9", "choose from"),
         ("--candidates ''", "unknown KV format ''"),
         ("--candidates kivi2", "kivi2", "groups"),
@@ -199,6 +220,16 @@ REFUSALS = {
         ("--program tail", "'tail' is not one of"),
         ("--kv q8_0", "nothing to compile: its programs read tq4, tq4_seed and bf16, not q8_0\n"),
         ("--kv k=lr3,v=tq4", "lr3 needs the coordinates that `tq calibrate` learns"),
+        ("--kv k=lr3,v=tq3 --calibration tiny", "its programs read tq4, tq4_seed and bf16, not tq3"),
+        ("--kv k=lr3,v=tq4 --calibration tiny --model random:14b", "made for another model"),
+    ],
+    "dev bringup --prompt a --out new": [
+        ("--executor catalog", "unknown executor 'catalog'"),
+        ("--executor reference", "compared with itself proves nothing"),
+        ("--executor cpu --device npu:0", "runs on the cpu, not on 'npu:0'"),
+        ("--executor onnx --kv kivi4", "executor onnx cannot run this"),
+        ("--executor cpu --contexts 999999", "and the calls that are timed, not 999999"),
+        ("--executor cpu --out m", "name a folder that does not"),
     ],
     "serve tiny": [
         ("--kv tq9", "unknown KV format 'tq9'"),
@@ -225,19 +256,31 @@ def folder(tmp_path_factory):
         (folder / name).write_text(text, encoding="utf-8")
     (folder / "m.gguf").write_bytes(b"GGUF")
     (folder / "latin1").write_bytes("caf\xe9".encode("latin-1"))
+    write_calibration(folder / "made", folder / "m")
+    write_calibration(folder / "foreign", folder / "m", weights="0123456789abcdef")
+    write_calibration(folder / "tiny")
+    (folder / "bad").write_bytes((folder / "made").read_bytes()[:-7])
+    write_checkpoint(folder / "spoken", tokenizer_config={"chat_template": SPOKEN})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "stdin", io.StringIO("spam\n"))
+        for line in (f"{GENERATE} --save-cache stored", "chat --model spoken --session talk --system 'You are a knight.'"):
+            assert main(shlex.split(f"{line} --max-new-tokens 1")) == 0
     return folder
 
 
 @pytest.mark.parametrize(("line", "words"), CASES, ids=[f"{number} {line[-40:]}" for number, (line, _) in enumerate(CASES)])
-def test_a_mistake_is_one_line_and_2_and_changes_no_file(capsys, monkeypatch, folder, line, words):
+def test_a_mistake_is_one_line_and_2_and_changes_no_file(run, monkeypatch, folder, line, words):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
     monkeypatch.setattr(serving, "find_spec", lambda _: object())  # else that vLLM is missing is said first
     before = snapshot(folder)
-    ran = main(shlex.split(line)), *capsys.readouterr()
+    ran = run(*shlex.split(line))
+    if line.startswith("dev bringup"):  # which shows each rung as it is passed
+        ran = ran._replace(out="")
     assert_refused(ran, *words)
     # A model's name and click's own words quote all that fits on a line; ours quote the beginning.
-    assert len(ran[2]) < (400 if "--kv-" in line or "--threads" in line else 2100)
+    assert len(ran.err) < (400 if "--kv-" in line or "--threads" in line else 2100)
     assert snapshot(folder) == before
 
 
@@ -249,8 +292,6 @@ FIRST, INDEX, SETTINGS, WORDS_FILE = (
     "generation_config.json",
     "tokenizer.json",
 )
-THINKING_TEMPLATE = "{{ messages[-1].content }}{% if enable_thinking is defined %}{{ enable_thinking | tojson }}{% endif %}"
-SPOKEN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 
 
 def without(name, **options):
@@ -282,6 +323,7 @@ def sampling_config(**settings):
     return {"generation": {"do_sample": True, **settings}}
 
 
+THINKING = template("{{ messages[-1].content }}{% if enable_thinking is defined %}{{ enable_thinking | tojson }}{% endif %}")
 DAMAGED_MODELS = [
     (without("config.json"), "", "config.json", "does not exist"),
     (file("config.json", json.dumps(CONFIG | {"model_type": "gemma2"})), "", "config.json is a gemma2 model; this project"),
@@ -306,27 +348,18 @@ DAMAGED_MODELS = [
     (template(SPOKEN), "--system \udcff", "system message", "UTF-8"),
     (template("{{ messages[-1].content }}"), "--system 'Be brief.'", "ignores system messages", "--system"),
     ({}, "--template-arg x=1", "this model has none; drop --template-arg"),
-    (
-        template(THINKING_TEMPLATE),
-        "--template-arg enable_thinkin=0",
-        "no argument enable_thinkin; did you mean enable_thinking?",
-    ),
-    (template(THINKING_TEMPLATE), "--template-arg enable_thinking", "is no NAME=VALUE"),
-    (template(THINKING_TEMPLATE), "--template-arg messages=[]", "'messages' is no argument of a chat template"),
-    (template(THINKING_TEMPLATE), "--template-arg enable_thinking=\udcff", "not valid UTF-8"),
-    (
-        template(THINKING_TEMPLATE),
-        "--template-arg enable_thinking=1 --no-chat",
-        "--no-chat leaves it out; drop --template-arg",
-    ),
+    (THINKING, "--template-arg enable_thinkin=0", "no argument enable_thinkin; did you mean enable_thinking?"),
+    (THINKING, "--template-arg enable_thinking", "is no NAME=VALUE"),
+    (THINKING, "--template-arg messages=[]", "'messages' is no argument of a chat template"),
+    (THINKING, "--template-arg enable_thinking=\udcff", "not valid UTF-8"),
+    (THINKING, "--template-arg enable_thinking=1 --no-chat", "--no-chat leaves it out; drop --template-arg"),
 ]
 
 
 @pytest.mark.parametrize("row", DAMAGED_MODELS, ids=[f"{number} {row[-1]!a}" for number, row in enumerate(DAMAGED_MODELS)])
-def test_a_model_that_cannot_be_used_is_refused_by_name(capsys, monkeypatch, tmp_path, row):
-    monkeypatch.chdir(tmp_path)
+def test_a_model_that_cannot_be_used_is_refused_by_name(run, tmp_path, row):
     damage, args, *words = row
     _ = damage(tmp_path / "m") if callable(damage) else write_checkpoint(tmp_path / "m", **damage)
     before = snapshot(tmp_path)
-    assert_refused((main(shlex.split(f"generate --model m --prompt a {args}")), *capsys.readouterr()), *words)
+    assert_refused(run(*shlex.split(f"{GENERATE} {args}")), *words)
     assert snapshot(tmp_path) == before

