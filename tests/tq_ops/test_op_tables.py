@@ -16,6 +16,7 @@ from op_contract.caches import Attention, Store
 from op_contract.cases import Plain
 from op_contract.suite import CPU, CUDA, REFERENCE, TABLES, Table
 from op_tables import LAYER, Case, cache_tensors, every_storing_table, every_table, filled, open_table
+from op_tables import TABLES as CPU_TABLES
 from places import ROOT
 from torch import Tensor
 
@@ -255,10 +256,10 @@ def new_tokens(case: Case) -> tuple[PagedKVCache, Batch, Tensor, Tensor]:
     return at.cache, at.batch, k, v
 
 
-@every_table
-@pytest.mark.parametrize("nibbles", GOLDEN_BITS)
-def test_every_table_stores_the_golden_bytes_of_learned_nibbles(table, nibbles, golden):
-    assert not other_than_golden(table.open(), golden("learned/lr"), nibbles)
+@pytest.mark.parametrize("bits", GOLDEN_BITS)
+@pytest.mark.parametrize("table", [*CPU_TABLES, CUDA], ids=lambda table: table.name)
+def test_every_table_stores_the_golden_bytes_of_learned_keys(table, bits, golden):
+    assert not other_than_golden(open_table(table), golden("learned/lr"), bits, table.device)
 
 
 @every_storing_table
