@@ -29,11 +29,6 @@ BF16_TIES = 1e-3
 ROTATED_FP32 = 1e-6
 
 # -- Fidelity of 4 bits ------------------------------------------------------------------------------------------------
-# Relative squared error of Gaussian vectors: Lloyd-Max's distortion at 16 levels, the limit of a high head_dim. At 128
-# unit vectors' coordinates have lighter tails: 0.00934 before the renormalisation (-1.6 %), 0.00920 after it (-3.1 %).
-TQ4_DISTORTION = 0.009497
-TQ4_DISTORTION_MARGIN = 0.02
-TQ4_MEAN_COSINE = 0.995
 # Cosine of a 4-bit round trip of whatever Hypothesis draws. Measured: 0.990 at the lowest (0.995 is the mean of Gaussian
 # vectors).
 TQ4_LOWEST_COSINE = 0.97

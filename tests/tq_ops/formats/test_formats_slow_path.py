@@ -118,6 +118,16 @@ def test_sums_are_taken_in_the_order_that_they_say(count):
         assert not torch.equal(sum_pairwise(x), sum_in_order(x))
 
 
+@pytest.mark.parametrize("scale", [1e-42, 1e-38, 1e-30, 1e-3, 1.0, 1e18, 1e30, 3e36])
+def test_exact_norm_neither_underflows_nor_overflows(scale):
+    x = (torch.randn(64, 128, generator=torch.Generator().manual_seed(4)) * scale).float()
+    unit, norm = exact_norm(x)
+    truth = x.double().norm(dim=-1, keepdim=True)
+    resolution = 2.0**-149 * 0.51  # half the smallest FP32 number: a norm that is denormal itself
+    torch.testing.assert_close(norm.double(), truth, rtol=3e-7, atol=resolution)
+    torch.testing.assert_close(unit.double(), x.double() / truth, rtol=5e-7, atol=1e-12)
+
+
 def test_square_root_is_correctly_rounded():
     x = torch.rand(100_000, generator=torch.Generator().manual_seed(0)) * 100
     np.testing.assert_array_equal(square_root(x).numpy(), np.sqrt(x.numpy()))

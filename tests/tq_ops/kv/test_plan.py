@@ -251,17 +251,18 @@ def test_more_sequences_than_rows_are_refused():
     assert paging.batch([paging.add()], [1]).rows.tolist() == [0]
 
 
-@pytest.mark.parametrize("kv", ["kivi2", "tq4"])
-def test_a_vector_that_is_not_finite_is_named_and_nothing_is_written(kv):
+@pytest.mark.parametrize("side", ["K", "V"])
+@pytest.mark.parametrize("kv", ["kivi2", "tq4", "tq4_seed"])
+def test_a_vector_that_is_not_finite_is_named_and_nothing_is_written(kv, side):
     cache = new_cache(SMALL, KVSpec(kv, tail=40), block_size=32)
     paging = new_paging(cache, [2, 1, 0, *range(3, 12)])
     batch = paging.batch([paging.add()], [40])
-    k = normal(40, 2, 128, seed=1)
-    k[35, 1, 7] = torch.nan
+    k, v = normal(2, 40, 2, 128, seed=1)
+    (k if side == "K" else v)[35, 1, 7] = -torch.inf if side == "V" else torch.nan
     before = [t.clone() for *_, t in cache_tensors(cache)] + [w.vectors.clone() for w in cache.kv[1].windows]
-    place = rf"layer 1: K of token 35 of the batch \(slot 35\), KV head 1 is not finite or too large for {kv}"
+    place = rf"layer 1: {side} of token 35 of the batch \(slot 35\), KV head 1 is not finite or too large for {kv}"
     with pytest.raises(NonFiniteError, match=place):
-        cache.view(1, batch).write(k, k)
+        cache.view(1, batch).write(k, v)
     after = [t for *_, t in cache_tensors(cache)] + [w.vectors for w in cache.kv[1].windows]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
