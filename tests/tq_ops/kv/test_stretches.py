@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from op_tables import every_table
 from torch import Tensor
 
 from haarkv.tq_ops import reference
@@ -100,13 +99,3 @@ def test_attention_of_the_reference_is_that_over_what_is_restored(spec):
     logits = torch.einsum("hgd,htd->hgt", q[-1].double().view(HEADS, -1, DIM), keys) * DIM**-0.5
     expected = (logits.softmax(-1) @ values).flatten(0, 1)
     torch.testing.assert_close(output[0].double(), expected, rtol=1e-4, atol=1e-4)
-
-
-@every_table
-def test_chunks_do_not_matter(table):
-    """The same bits however the text was cut, across two borders."""
-    ops = table.open()
-    whole, first = run(ops, SPECS[0], [TOKENS], torch.bfloat16, 1)
-    cut, other = run(ops, SPECS[0], [STRETCH - 3, 7, STRETCH - 4, 57, 1, 1, 1], torch.bfloat16, 3)
-    assert torch.equal(whole[-3:], cut)
-    assert torch.equal(first.kv[0].k.fields["codes"], other.kv[0].k.fields["codes"])
