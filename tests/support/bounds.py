@@ -52,10 +52,8 @@ REORDERED_LOGITS = 3e-5
 REORDERED_KV = 1e-5
 
 # -- An op table against the reference ---------------------------------------------------------------------------------
-# Share of BF16 attention's numbers that may have other bits than plain torch where both round at the same points: FP32
-# sums in another order. Measured: 0.0003 where the test takes it, 0.016 in a case of 128 numbers; attention that rounds its
-# output alone: 0.21 and 0.24. Kernels that sum 16-bit integers round queries, centroids and weights as well; plain torch that
-# does the same has the same bits (measured: 0), and 0.11 of them are others than the reference's.
+# Share of a BF16 op's numbers that may have other bits than the reference's where both round at the same points: FP32 sums in
+# another order. Measured: 0.0003 in attention, 0.016 in a case of 128 numbers; rounding the output alone: 0.21 and 0.24.
 OP_TABLE_BF16_DIFFERENT = 0.02
 
 # -- Weights in blocks, beside the product with the numbers restored from them ---------------------------------------------

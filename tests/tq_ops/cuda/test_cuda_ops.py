@@ -55,13 +55,6 @@ def test_pieces_of_a_context_are_merged(monkeypatch, case, programs):
     assert relative(ours, theirs) <= attention_bound(BF16)
 
 
-def test_a_window_is_walked_and_not_its_context():
-    """Programs of a decode step: as many as a window has tiles, however many blocks the table has room for."""
-    assert schedule.most_visible(2**20, None, 1, 128) == 2**20
-    assert schedule.most_visible(2**20, 512, 1, 128) == 512 + 127
-    assert schedule.most_visible(256, 512, 1, 128) == 256
-
-
 @pytest.mark.parametrize(
     ("case", "unusual"),
     [
