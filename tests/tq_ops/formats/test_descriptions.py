@@ -129,14 +129,6 @@ def test_what_the_kernels_do_not_read_may_be_left_to_the_reference():
     assert "sliding window" in unsupported(reads, KVSpec("q8_0").plan(2), KVShape(2, 128, 64), others=True)
 
 
-@pytest.mark.parametrize("backend", ALL)
-def test_tokens_in_bf16_are_refused_by_those_that_read_packed_ones_alone(backend):
-    plan, shape = KVSpec("tq4", tail=8).plan(2), KVShape(2, 128)
-    assert unsupported(ALL[backend], plan, shape) is None
-    reason = unsupported(replace(ALL[backend], bf16_tokens=False), plan, shape)
-    assert reason.endswith("read packed tokens alone, none in BF16 beside them; leave out the tail and the sinks")
-
-
 def test_learned_keys_are_read_where_kernels_take_them():
     narrow, wide = calibration(heads=2, dim=64), calibration(heads=2, dim=128)
     for bits in COLUMNS:

@@ -111,26 +111,25 @@ def run_attention(plan, lengths, chunk, order=(4, 0, 5, 2, 1, 3), leftovers=Fals
     return [torch.cat(pieces) for pieces in out], qkv
 
 
-@pytest.mark.parametrize("name", SPECS)
-def test_each_query_sees_what_the_rule_says(name):
-    plan = SPECS[name].plan(LAYER + 1)
-    (first, second), qkv = run_attention(plan, [75, 33], 16)
-    for out, (q, k, v) in zip((first, second), qkv, strict=True):
-        # Every ninth query, back from the last: each stands elsewhere in its chunk and its group.
-        queries = slice(None, None, -9)
+def of_every_format():
+    """A tail and sinks, and three groups and a half of keys: so each format is seen packed, in BF16, and as a sink."""
+    for name in formats.names():
+        group = formats.get(name).group_tokens
+        length = max(24, 3 * group + group // 2)
+        # The last query alone, whose keys and values the oracle restores one by one.
+        yield pytest.param(KVSpec(name, tail=group + 2, sink=2), [length], -length, {"dim": 128, "block": 128}, id=name)
+
+
+@pytest.mark.parametrize(
+    ("spec", "lengths", "step", "sizes"),
+    # Every ninth query, back from the last: each stands elsewhere in its chunk and its group.
+    [*(pytest.param(spec, [75, 33], -9, {}, id=name) for name, spec in SPECS.items()), *of_every_format()],
+)
+def test_each_query_sees_what_the_rule_says(spec, lengths, step, sizes):
+    plan, queries = spec.plan(LAYER + 1), slice(None, None, step)
+    outputs, qkv = run_attention(plan, lengths, 16, **sizes)
+    for out, (q, k, v) in zip(outputs, qkv, strict=True):
         np.testing.assert_allclose(out.numpy()[queries], expected_attention(plan, q, k, v, queries), rtol=0, atol=2e-5)
-
-
-@pytest.mark.parametrize("name", formats.names())
-def test_every_format_goes_with_a_tail_and_sinks(name):
-    """Three groups and a half of keys, so that each format is seen packed, in BF16, and as a sink."""
-    group = formats.get(name).group_tokens
-    plan = KVSpec(name, tail=group + 2, sink=2).plan(LAYER + 1)
-    length = max(24, 3 * group + group // 2)
-    (out,), ((q, k, v),) = run_attention(plan, [length], 16, dim=128, block=128)
-    last = slice(length - 1, length)  # of the many queries one, whose keys and values the oracle restores one by one
-    expected = expected_attention(plan, q, k, v, last)
-    np.testing.assert_allclose(out[last].numpy(), expected, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["tail and sinks", "keys in groups, a longer tail and sinks"])
