@@ -76,7 +76,7 @@ test-npu: $(VENV)/dev.stamp
 	$(BIN)/pytest -n 2 --dist worksteal -m 'npu or npu_long' --no-header -rs
 
 test-gpu: $(VENV)/dev.stamp
-	$(BIN)/pytest --no-header -rs tests/tq_ops/cuda tests/executors/test_cuda_executor.py tests/executors/test_cuda_step.py tests/engine/test_sampling.py
+	$(BIN)/pytest --no-header -rs tests/tq_ops/cuda tests/tq_ops/test_block_products.py tests/tq_ops/test_delta_tables.py tests/executors/test_cuda_executor.py tests/executors/test_cuda_step.py tests/engine/test_sampling.py
 
 # TRITON: a folder with another Triton than the installed one, as its wheel unpacks.
 test-cuda-compile: $(VENV)/dev.stamp

@@ -19,7 +19,7 @@ from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, 
 from haarkv.models.rope import RopeTable
 from haarkv.models.tensors import LayerWeights
 from haarkv.models.weights import assemble, checkpoint_shapes
-from haarkv.tq_ops.kv.batch import Batch, PagedSequences
+from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 
@@ -151,14 +151,6 @@ def new_cache(config: ModelConfig, kv: str | KVSpec = "tq4", num_blocks: int = 1
 def new_paging(cache: PagedKVCache, order: Sequence[int] | None = None) -> PagedSequences:
     """Bookkeeping of a whole cache, its blocks handed out in `order`."""
     return PagedSequences(cache.num_blocks, cache.block_size, order)
-
-
-def at_slots(slots: Sequence[int] | Tensor) -> Batch:
-    """The tokens of one sequence, stored at these slots."""
-    slots = torch.as_tensor(slots)
-    count = torch.tensor([len(slots)], dtype=torch.int32)
-    starts = torch.nn.functional.pad(count, (1, 0))
-    return Batch(torch.arange(len(slots)), slots, torch.zeros(1, 1, dtype=torch.int32), count, starts, torch.tensor([0]))
 
 
 def prefill(

@@ -16,6 +16,8 @@ from haarkv.tq_ops.kv.stored import Advance
 from haarkv.tq_ops.table import OpTable
 
 SHAPES = [Delta(2, 4, 128, 128, (0,), (1,)), Delta(1, 3, 48, 80, (0,), (1,), taps=3), Delta(1, 1, 7, 21, (0,), (1,))]
+SMALL = Delta(1, 2, 16, 12, (0,), (1,))
+"""For an interpreter: heads that share keys, and columns that fill no program."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ every_setup = pytest.mark.parametrize(
     "setup",
     [
         *(Setup(table, case, 15) for table in CPU if table.name in NAMES for case in SHAPES),
-        Setup(CUDA, Delta(1, 2, 16, 12, (0,), (1,)), 1),
+        Setup(CUDA, SMALL, 1),
     ],
     ids=str,
 )
@@ -134,6 +136,44 @@ def test_a_state_that_is_not_there_is_an_error_and_nothing_changes(setup):
     with pytest.raises(ValueError, match="too many were taken back"):
         run.run([0], [1])
     assert torch.equal(run.cache.states[LAYER].counts, before)
+
+
+@every_setup
+def test_small_rates_of_forgetting_are_exact(setup):
+    """log(1 + exp(z)) where it is nearly nothing, times exp(9), which shows its last places."""
+    run, theirs = setup.run(), Run(reference, setup.case, length=6 * setup.unit)
+    x, _, b = run.told[0]
+    for one in (run, theirs):
+        one.weights[1].fill_(9.0)
+    for z in (-15.5, -0.5, 30.0):
+        run.told[0] = x, (z - run.weights[2]).expand_as(b), b
+        theirs.told[0] = tuple(tensor.cpu() for tensor in run.told[0])
+        ours, expected = run.run([0], [2])[0].cpu(), theirs.run([0], [2])[0]
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-7)
+        for one in (run, theirs):
+            one.paging.take_back([one.ids[0]], [2])
+
+
+def test_a_gpu_notes_a_state_that_is_not_there_and_computes_the_others():
+    ops, device = open_table(CUDA), CUDA.device
+    from haarkv.tq_ops.cuda import delta
+    from haarkv.tq_ops.cuda.layout import fault_place
+
+    run = Run(ops, SMALL, 2, 6, device)
+    run.run([0, 1], [5, 1])
+    run.paging.take_back([run.ids[0]], [VERSIONS - 1])
+    state = run.cache.states[LAYER]
+    before = [tensor[0].clone() for tensor in (state.counts, *state.tensors.values())]
+    batch, fault = run.batch([1, 0], [1, 2]).to(device), ops.new_fault(device)
+    inputs = (torch.cat([other[1:2], missing[1:3]]) for missing, other in zip(*run.told, strict=True))
+    out = delta.advance(*inputs, *run.weights, run.cache.view(LAYER, batch), fault)
+    assert fault_place(int(fault))[:3] == (LAYER, "state", 1)
+    assert out[1:].isnan().all()
+    assert torch.equal(out[:1], whole(ops, SMALL, 1, 2, 6, device)[0][1:])
+    assert all(map(torch.equal, before, (tensor[0] for tensor in (state.counts, *state.tensors.values()))))
+    with pytest.raises(ValueError, match="too many were taken back"):
+        ops.raise_fault(fault, run.cache, batch)
+    ops.raise_fault(fault, run.cache, batch)  # said once
 
 
 @every_table

@@ -9,8 +9,8 @@ import bounds
 import pytest
 import torch
 from op_contract import suite
-from op_contract.cases import Plain
-from small_models import CONFIGS, SMALL, at_slots, new_cache, new_paging, random_tokens, small_model
+from op_contract.cases import HOST, Plain
+from small_models import CONFIGS, SMALL, new_cache, new_paging, random_tokens, small_model
 from torch import Tensor
 
 from haarkv.executors.reference import ReferenceExecutor
@@ -97,12 +97,10 @@ def test_a_bf16_layer_rounds_where_the_device_rounds(name):
 
 
 # -- Ops one by one ------------------------------------------------------------------------------------------------------
-CPU = torch.device("cpu")
-
-
 @pytest.mark.parametrize("case", [case for case in suite.named_cases() if isinstance(case, Plain)], ids=str)
 def test_an_op_is_its_formula_rounded_once(case):
-    ours, exact = getattr(reference, case.op)(*case.arguments(CPU)), case.expected()
+    """In the contract the reference's honest runs would err with it."""
+    ours, exact = getattr(reference, case.op)(*case.arguments(HOST)), case.expected()
     off = bounds.ORACLE_OP * exact.abs().clamp(min=max(1.0, float(exact.std())))
     assert ours.dtype == (torch.float32 if case.op in ("linear", "rope") else case.dtype)
     assert ((exact - off).to(ours.dtype) <= ours).all()
@@ -117,62 +115,43 @@ def test_rms_norm_of_small_and_large_vectors(size):
 
 
 # -- Attention and store -------------------------------------------------------------------------------------------------
-ATTENTION = {
-    "one token": ((1,), (1,), 8),
-    "decode over several blocks": ((29,), (1,), 8),
-    "a full block": ((16,), (1,), 8),
-    "prefill": ((19,), (19,), 8),
-    "ragged decode": ((3, 29, 1), (1, 1, 1), 8),
-    "ragged prefill, one of them continued": ((12, 1, 21), (12, 1, 4), 8),
-    "the product's block size": ((300, 128), (2, 1), 128),
-}
-
-
-def attention_case(config, lengths, new, size):
-    """Attention of the last `new` tokens of each sequence: the reference's, queries [T, H, D] for it, and the oracle's."""
-    heads, blocks = config.heads, sum(-(-n // size) for n in lengths) + 3
-    cache = new_cache(config, "fp32", blocks, size)
-    paging = new_paging(cache, torch.randperm(blocks, generator=torch.Generator().manual_seed(8)).tolist())
-    k, v = (normal(sum(lengths), heads.num_kv_heads, heads.head_dim, seed=seed) for seed in (1, 2))
+@pytest.mark.parametrize(
+    ("lengths", "new"),
+    [((1,), (1,)), ((29,), (1,)), ((12, 1, 21), (12, 1, 4))],
+    ids=["one token", "decode over several blocks", "ragged prefill, one of them continued"],
+)
+def test_paged_attention_of_bf16_queries_rounds_probabilities_block_by_block(lengths, new):
+    """Of the last new tokens of each sequence; `kv/test_plan.py` has FP32 queries and formats that round."""
+    heads, scale, size = SMALL.heads, SMALL.attentions[0].scale, 8
+    cache = new_cache(SMALL, "fp32", 12, size)
+    paging, group = new_paging(cache, [5, 0, 7, 2, 9, 4, 11, 6, 1, 8, 3, 10]), heads.num_heads // heads.num_kv_heads
+    k, v = ([normal(n, heads.num_kv_heads, heads.head_dim, seed=seed + n) for n in lengths] for seed in (1, 2))
     ids = [paging.add() for _ in lengths]
-    olds = [n - some for n, some in zip(lengths, new, strict=True)]
-    old = [paging.batch([one], [n]).slot_mapping if n else torch.zeros(0).long() for one, n in zip(ids, olds, strict=True)]
+    for row, (length, count) in enumerate(zip(lengths, new, strict=True)):
+        if length > count:
+            older = paging.batch([ids[row]], [length - count])
+            reference.store_kv(k[row][:-count], v[row][:-count], cache.view(1, older))
     batch = paging.batch(ids, new)
-    slots = [part for pair in zip(old, batch.slot_mapping.split(list(new)), strict=True) for part in pair]
-    reference.store_kv(k, v, cache.view(1, at_slots(torch.cat(slots))))
-    scale, group = config.attentions[0].scale, heads.num_heads // heads.num_kv_heads
+    newest = (torch.cat([x[-count:] for x, count in zip(side, new, strict=True)]) for side in (k, v))
+    reference.store_kv(*newest, cache.view(1, batch))
+    q = normal(sum(new), heads.num_heads, heads.head_dim, seed=3).bfloat16()
+    output = reference.paged_attention(q, cache.view(1, batch), scale).double()
 
-    def expected(q, block=None):
+    def expected(block=None):
         rows = iter(q.double())
         return torch.stack([
             torch.stack([
                 attend(query, keys[: at + 1, head // group], values[: at + 1, head // group], scale, block)
                 for head, query in enumerate(next(rows))
             ])
-            for keys, values, n, some in zip(k.double().split(lengths), v.double().split(lengths), lengths, new, strict=True)
-            for at in range(n - some, n)
+            for keys, values, count in zip(k, v, new, strict=True)
+            for at in range(len(keys) - count, len(keys))
         ])  # fmt: skip
 
-    def ours(q):
-        return reference.paged_attention(q, cache.view(1, batch), scale).double()
-
-    return ours, normal(sum(new), heads.num_heads, heads.head_dim, seed=3), expected
-
-
-@pytest.mark.parametrize("case", ATTENTION)
-@pytest.mark.parametrize("name", CONFIGS)
-def test_paged_attention(name, case):
-    ours, q, expected = attention_case(CONFIGS[name], *ATTENTION[case])
-    torch.testing.assert_close(ours(q), expected(q), rtol=0, atol=bounds.ORACLE_OP)
-
-
-@pytest.mark.parametrize("case", ["one token", "decode over several blocks", "ragged prefill, one of them continued"])
-def test_paged_attention_of_bf16_queries_rounds_probabilities_block_by_block(case):
-    ours, q, expected = attention_case(SMALL, *ATTENTION[case])
-    q = q.bfloat16()
-    output, rounded, plain = ours(q), expected(q, ATTENTION[case][2]), bf16(expected(q))
+    k, v = ([x.double() for x in side] for side in (k, v))
+    rounded, plain = expected(size), bf16(expected())
     # A probability or a result beside a rounding point may fall the other way: few do.
     assert (output != rounded).double().mean() <= 0.005
     torch.testing.assert_close(output, rounded, rtol=2**-7, atol=2**-9)
-    if case != "one token":
+    if sum(lengths) > 1:
         assert (output != plain).double().mean() > 0.05  # the rounding of probabilities is visible, so it is really tested

@@ -1,7 +1,6 @@
 """A warning names the caller's line outside the package."""
 
-import inspect
-import warnings
+import pytest
 
 from haarkv.tq_ops.errors import warn
 
@@ -11,24 +10,14 @@ def through(message, deep):
 """
 
 
-def make_function(package):
-    """`through` of a module of this package."""
+@pytest.mark.parametrize(
+    ("package", "deep", "file"),
+    [("haarkv", 0, __file__), ("haarkv", 5, __file__), ("tq", 2, __file__), ("transformers", 3, __file__),
+     ("user", 3, "user.py")],
+)  # fmt: skip
+def test_the_first_line_outside_of_the_package_is_named_however_deep(package, deep, file):
     names = {"__name__": f"{package}.made.up", "warn": warn}
     exec(compile(INNER, f"{package}.py", "exec"), names)
-    return names["through"]
-
-
-def test_the_first_line_outside_of_the_package_is_named_however_deep():
-    for package, deep in (("haarkv", 0), ("haarkv", 5), ("tq", 2), ("transformers", 3)):
-        with warnings.catch_warnings(record=True) as records:
-            warnings.simplefilter("always")
-            line = inspect.currentframe().f_lineno + 1
-            make_function(package)("careful", deep)
-        assert [(str(one.message), one.filename, one.lineno) for one in records] == [("careful", __file__, line)], package
-
-
-def test_another_package_is_named_itself():
-    with warnings.catch_warnings(record=True) as records:
-        warnings.simplefilter("always")
-        make_function("user")("careful", 3)
-    assert [one.filename for one in records] == ["user.py"]
+    with pytest.warns(UserWarning, match="^careful$") as records:
+        names["through"]("careful", deep)
+    assert [one.filename for one in records] == [file]

@@ -13,11 +13,11 @@ from haarkv.tq_ops.table import OP_NAMES
 
 _CONTRACT = ("-m", "lab.bench.contract", "--table", "cuda", "--threads", "1", "--json")
 _TESTS = {
-    "the kernels": tuple(f"tests/tq_ops/cuda/test_{name}.py" for name in ("cuda_ops", "blocks", "stretches")),
-    "the executor": ("tests/executors/test_cuda_executor.py", "tests/executors/test_cuda_step.py"),
-    "hybrids and experts": (
-        "tests/tq_ops/cuda/test_delta.py", "tests/tq_ops/cuda/test_experts.py",
+    "the kernels": (
+        "tests/tq_ops/cuda/test_cuda_ops.py", "tests/tq_ops/cuda/test_stretches.py", "tests/tq_ops/test_block_products.py",
     ),
+    "the executor": ("tests/executors/test_cuda_executor.py", "tests/executors/test_cuda_step.py"),
+    "hybrids and experts": ("tests/tq_ops/test_delta_tables.py", "tests/tq_ops/cuda/test_experts.py"),
 }  # fmt: skip
 _SHARES = {"paged_attention": 6, "store_kv": 3}
 """Processes that share an op's cases, each of which compiles kernels of its own."""

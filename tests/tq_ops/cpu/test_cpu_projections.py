@@ -3,14 +3,12 @@
 from dataclasses import replace
 from itertools import product
 
-import numpy as np
 import pytest
 import torch
 from at_length import MORE, pairwise_cases
 from block_weights import TYPES, random_blocks, random_inputs, shapes
-from op_tables import CPU, TABLES, every_table, open_table
+from op_tables import TABLES, every_table
 
-from haarkv.tq_ops.cpu import library
 from haarkv.tq_ops.weight import rounding_to
 
 DTYPES = [torch.bfloat16, torch.float32]
@@ -101,47 +99,3 @@ def test_the_error_of_a_sum_is_that_of_so_many_additions(table, x_dtype, dtype, 
     exact, sizes = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
     ours = table.open().linear(x, weight).double()
     assert ((ours - exact).abs() <= (inputs / 8 + 24) * 2**-24 * sizes).all()
-
-
-def fused_multiply_add(a, b, c):
-    """c + a * b rounded once to FP32, of BF16 a and b: FP64 holds their sum but for bits that cannot decide a rounding."""
-    return np.float32(np.float64(a) * np.float64(b) + np.float64(c))
-
-
-def sum_by_halves(lanes):
-    """The last axis added up: the upper half to the lower one, again and again."""
-    while (half := lanes.shape[-1] // 2) > 0:
-        lanes = lanes[..., :half] + lanes[..., half:]
-    return lanes[..., 0]
-
-
-@pytest.mark.parametrize("tokens", [1, 5, 20])
-@pytest.mark.parametrize("table", CPU[:-1], ids=lambda table: table.name)
-def test_registers_add_pairs_of_inputs_in_lanes_that_are_added_by_halves(table, tokens):
-    """Lane l takes inputs 2 l and 2 l + 1 of each step, the even one first; `vdpbf16ps` takes the odd one first."""
-    ops, (x, weight) = open_table(table), random_product(2063, 33, torch.bfloat16)
-    x, lanes = x[:tokens], 8 if table.name.endswith(("portable", "avx2")) else 16
-    odd_first = table.name.endswith("vnni") and library.load().haarkv_isas() & library.BF16_PRODUCTS
-    padded_inputs = -(-2063 // (2 * lanes)) * 2 * lanes
-    a, b = (torch.nn.functional.pad(m.float(), (0, padded_inputs - 2063)).numpy() for m in (x, weight))
-    sums = np.zeros((tokens, 33, lanes), np.float32)
-    for first in range(0, padded_inputs, 2 * lanes):
-        for i in (1, 0) if odd_first else (0, 1):
-            columns = slice(first + i, first + 2 * lanes, 2)
-            sums = fused_multiply_add(a[:, None, columns], b[None, :, columns], sums)
-    assert torch.equal(ops.linear(x, weight), torch.from_numpy(sum_by_halves(sums)))
-
-
-@pytest.mark.parametrize("tokens", [1, 20])
-def test_tiles_add_even_inputs_then_odd_ones_then_both_to_the_sum(tokens):
-    """What `tdpbf16ps` is said to do, 32 inputs at a time."""
-    ops, (x, weight) = open_table(CPU[-1]), random_product(2063, 33, torch.bfloat16)
-    x = x[:tokens]
-    a, b = (torch.nn.functional.pad(m.float(), (0, 2080 - 2063)).numpy() for m in (x, weight))
-    sums = np.zeros((tokens, 33), np.float32)
-    for first in range(0, 2080, 32):
-        halves = np.zeros((2, tokens, 33), np.float32)
-        for i in range(first, first + 32):
-            halves[i % 2] = fused_multiply_add(a[:, None, i], b[None, :, i], halves[i % 2])
-        sums = sums + (halves[0] + halves[1])
-    assert torch.equal(ops.linear(x, weight), torch.from_numpy(sums))

@@ -1,4 +1,4 @@
-"""CPU attention of prompts: the same bits however they are cut, and by whichever instructions sum integers; bounded memory."""
+"""CPU attention of prompts: the same bits however they are cut, and by any instructions that sum integers; bounded memory."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import bounds
 import pytest
 import torch
 from op_contract import suite
 from op_tables import LAYER, Case, every_table, filled, relative
 from torch import Tensor
 
+from haarkv.tq_ops import reference
 from haarkv.tq_ops.cpu import calls, layout, library
 from haarkv.tq_ops.cpu.ops import CpuOps
+from haarkv.tq_ops.kv.cache import PagedKVCache
 
 # Passes of 128 rows and less, blocks and items that end within a prompt, levels left over of a tile, and tokens in BF16.
 PROMPTS = (
@@ -30,6 +33,13 @@ PROMPTS = (
     Case("k=bf16,v=tq4", 128, 4, 1, 24, (90,), (60,), tail=17, sink=4),
     Case("k=fp32,v=bf16", 64, 2, 1, 128, (120,), (75,)),
     Case("k=bf16,v=tq8", 128, 5, 1, 128, (64,), (90,)),
+    # Across a border of stretches, and two.
+    Case("k=lr4,v=tq4", 64, 3, 2, 64, (1000,), (60,)),
+    Case("k=lr4,v=tq4", 64, 3, 2, 64, (2040, 3), (20, 1)),
+    # Sliding windows whose rings have begun anew, over the end of a split of 1,024 keys.
+    Case("tq4", 128, 5, 2, 128, (1150, 9), (64, 1), window=300),
+    Case("k=tq3,v=bf16", 128, 5, 2, 128, (1150, 9), (64, 1), window=300),
+    Case("tq4", 128, 5, 2, 128, (1150, 9), (64, 1), window=300, tail=33, sink=3),
 )
 
 
@@ -46,17 +56,39 @@ def attend_case(case: Case, ops: CpuOps) -> Tensor:
 @every_table
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("case", PROMPTS, ids=str)
-def test_a_prompt_gets_the_same_bits_however_it_is_cut(table, case, dtype):
+def test_a_prompt_gets_the_same_bits_however_it_is_cut_on_any_threads(table, case, dtype):
     """Down to single tokens, which are what decoding asks for."""
-    if dtype == torch.float32 and case not in PROMPTS[:2]:
+    if dtype == torch.float32 and case not in PROMPTS[:2] and not case.window:
         pytest.skip("sums of FP32 queries have no passes of their own")
     ops, (cache, batch), q = table.open(), filled(case), queries(case, dtype)
-    scale = case.head_dim**-0.5
+    scale, before = case.head_dim**-0.5, torch.get_num_threads()
     whole = ops.paged_attention(q, cache.view(LAYER, batch), scale)
-    for size in (1, 13, 64):
-        for tokens, piece in batch.cut(size):
-            rows = slice(None) if tokens is None else tokens
-            assert torch.equal(ops.paged_attention(q[rows], cache.view(LAYER, piece), scale), whole[rows]), size
+    try:
+        for threads, size in ((1, 1), (2, 13), (5, 64)):
+            torch.set_num_threads(threads)
+            for tokens, piece in batch.cut(size):
+                rows = slice(None) if tokens is None else tokens
+                assert torch.equal(ops.paged_attention(q[rows], cache.view(LAYER, piece), scale), whole[rows]), size
+    finally:
+        torch.set_num_threads(before)
+
+
+@every_table
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_what_lies_before_the_window_is_not_read(table, dtype):
+    """Blocks of another owner are given to others once no window holds them: neither they nor their numbers are looked at."""
+    case, window = Case("tq4", 128, 5, 2, 64, (2000,), (3,), sink=5), 300
+    cache, batch = filled(case)
+    kv, ops, q = cache.kv[LAYER], table.open(), queries(case, dtype)
+    one = PagedKVCache.over(case.plan.layers[LAYER], LAYER, kv.fields, kv.windows, 128, window)
+    theirs = reference.paged_attention(q, one.view(LAYER, batch), 0.1)
+    outside = (2000 - window + 1) // 64
+    for side in (kv.k, kv.v):
+        side.window.vectors.fill_(float("nan"))
+        side.fields["scale"][batch.block_table[0, :outside].long()] = float("nan")
+    batch.block_table[:, :outside] = -(2**30)
+    layer_bounds = bounds.LAYER_FP32 if dtype == torch.float32 else bounds.LAYER_BF16
+    assert relative(ops.paged_attention(q, one.view(LAYER, batch), 0.1), theirs) <= layer_bounds.attention
 
 
 def same_integers() -> list[str]:
@@ -91,15 +123,6 @@ def test_rotations_of_bf16_lose_next_to_nothing(isa, monkeypatch):
     changed_shares = [(x != y).float().mean() for x, y in zip(bf16_outputs, expected, strict=True)]
     assert 0 < max(changed_shares) < 0.01
     assert all(relative(x, y) <= 2.0**-8 for x, y in zip(bf16_outputs, expected, strict=True))
-
-
-def test_a_matrix_in_pairs_holds_its_own_numbers():
-    matrix = torch.randn(2, 48, 32).bfloat16()
-    pairs = layout.in_pairs(matrix)
-    assert pairs.shape == (2, 2, 2, 16, 16, 2)
-    for head, i, j in ((0, 0, 0), (1, 47, 31), (0, 33, 17), (1, 6, 20)):
-        assert pairs[head, i // 32, j // 16, i % 32 // 2, j % 16, i % 2] == matrix[head, i, j]
-    assert (pairs[:, 1, :, 8:] == 0).all()
 
 
 def sums_tiles_of_bf16(case: Case) -> bool:

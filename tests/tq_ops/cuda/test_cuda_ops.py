@@ -12,7 +12,6 @@ import pytest
 import torch
 from at_length import MORE_CUDA, pairwise_cases
 from cuda_caches import DEVICE, as_bytes, attention_bound, attention_error, check_stored, on_device, pad_batch, same
-from learned_slow import other_than_golden
 from op_contract.caches import Store
 from op_tables import LAYER, Case, filled, relative
 
@@ -54,13 +53,6 @@ def test_pieces_of_a_context_are_merged(monkeypatch, case, programs):
     monkeypatch.setattr(schedule, "count_programs", lambda *_: programs)
     ours = ops.paged_attention(q.to(DEVICE), on_device(kv_cache, case).view(LAYER, batch.to(DEVICE)), case.head_dim**-0.5)
     assert relative(ours, theirs) <= attention_bound(BF16)
-
-
-def test_a_window_is_walked_and_not_its_context():
-    """Programs of a decode step: as many as a window has tiles, however many blocks the table has room for."""
-    assert schedule.most_visible(2**20, None, 1, 128) == 2**20
-    assert schedule.most_visible(2**20, 512, 1, 128) == 512 + 127
-    assert schedule.most_visible(256, 512, 1, 128) == 256
 
 
 @pytest.mark.parametrize(
@@ -110,11 +102,6 @@ def test_denormal_numbers_are_stored_as_the_reference_stores_them():
     ops.store_kv(k.to(DEVICE), v.to(DEVICE), ours)
     reference.store_kv(k, v, theirs)
     check_stored(ours.cache, theirs.cache, k, v, theirs.batch, bounds.ROTATED_FP32)
-
-
-@pytest.mark.parametrize("bits", [3, 4])
-def test_the_golden_bytes_of_learned_keys_are_stored(golden, bits):
-    assert not other_than_golden(ops, golden("learned/lr"), bits, DEVICE)
 
 
 def test_what_a_step_refuses_is_kept_neither_packed_nor_in_bf16():

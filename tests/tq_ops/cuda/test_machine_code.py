@@ -20,12 +20,6 @@ CODE = """
 """
 
 
-def test_the_loop_of_the_tensor_cores_is_the_hottest():
-    assert [one.op for one in machine_code.hottest_loop(CODE)] == ["LDSM", "PRMT", "HMMA", "BRA"]
-    code, labels = machine_code.parse(CODE)
-    assert (code[2].op, code[4].modifiers, labels[".L_x_2"]) == ("BRA", "", 3)
-
-
 @pytest.mark.parametrize(
     ("before", "expected"),
     [

@@ -10,23 +10,20 @@ import pytest
 import torch
 from at_length import MORE_CUDA, rest
 from cuda_caches import DEVICE, attention_bound, attention_error, check_stored
-from op_contract.caches import bf16_windows, poisoned_cache
-from op_tables import LAYER, Case
+from op_contract.caches import Store, bf16_windows
+from op_tables import Case
 
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import synthetic
-from haarkv.tq_ops.formats.stretches import MOST_POSITIONS, STRETCH
-from haarkv.tq_ops.kv.batch import PagedSequences
-from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.formats.stretches import MOST_POSITIONS
 
 pytest.importorskip("triton", "3.6", reason="Triton 3.6 is not installed")
 from haarkv.tq_ops.cuda import ops, prologue
-from haarkv.tq_ops.cuda.layout import input_order, stretch_room, to_layout
+from haarkv.tq_ops.cuda.layout import stretch_room
 
 FP32, BF16 = torch.float32, torch.bfloat16
-KV = "k=lr4,v=tq4"
-SMALL = Case(KV, 64, 2, 1, 16, (1022, 30), (5, 1))
+SMALL = Case("k=lr4,v=tq4", 64, 2, 1, 16, (1022, 30), (5, 1))
 """New tokens on both sides of a border."""
 
 
@@ -41,16 +38,6 @@ def test_queries_that_do_not_fit_at_once_are_rotated_and_attended_to_in_turns(mo
     case = replace(SMALL, **window)
     monkeypatch.setattr(prologue, "MOST_AHEAD", 2 * case.head_dim * case.group * 2 * tokens)
     assert attention_error(ops, case, BF16) <= attention_bound(BF16)
-
-
-def at_a_border(case: Case):
-    """Caches, ours and the reference's, and a batch of new tokens of which some lie behind a border."""
-    paging = PagedSequences(99, case.block_size, order=list(reversed(range(poisoned_cache(case).num_blocks))))
-    ids = [paging.add() for _ in case.new]
-    paging.batch(ids, case.stored_lengths)
-    batch = paging.batch(ids, case.new)
-    vectors = case.vectors(len(batch.positions), torch.Generator().manual_seed(2))
-    return poisoned_cache(case, DEVICE), poisoned_cache(case), batch, *vectors
 
 
 # The rest runs with `make test-cuda-long`.
@@ -69,33 +56,17 @@ def test_keys_at_a_border_are_stored_and_read_as_the_reference_does(monkeypatch,
 
     monkeypatch.setattr(synthetic, "calibration", part_layout)
     case = Case("k=lr3,v=tq4", 64, 2, 2, 16, (1021,), (6,), **window)
-    ours, theirs, batch, k, v = at_a_border(case)
-    ops.store_kv(k.to(DEVICE), v.to(DEVICE), ours.view(LAYER, batch.to(DEVICE)))
-    reference.store_kv(k, v, theirs.view(LAYER, batch))
-    check_stored(ours, theirs, k, v, batch, bounds.ROTATED_FP32)
-    for mine, other in zip(bf16_windows(ours), bf16_windows(theirs), strict=True):
+    (k, v, theirs), arguments = (Store(case).arguments(device) for device in (torch.device("cpu"), DEVICE))
+    reference.store_kv(k, v, theirs)
+    ops.store_kv(*arguments)
+    check_stored(arguments[2].cache, theirs.cache, k, v, theirs.batch, bounds.ROTATED_FP32)
+    for mine, other in zip(bf16_windows(arguments[2].cache), bf16_windows(theirs.cache), strict=True):
         assert torch.equal(mine.cpu().view(torch.int16), other.view(torch.int16))
     assert attention_error(ops, case, FP32) <= attention_bound(FP32)
 
 
-@pytest.mark.parametrize(("head_dim", "half"), [(64, 32), (64, 16), (64, 24), (256, 32)])
-def test_halves_pair_the_numbers_that_are_turned_together(head_dim, half):
-    low, high = input_order(head_dim, half).chunk(2)
-    assert torch.equal(high[:half] - low[:half], torch.full((half,), half))
-    assert sorted([*low.tolist(), *high.tolist()]) == list(range(head_dim))
-
-
-def test_the_tables_are_those_of_the_reference():
-    kv_format = KVSpec("k=lr4,v=tq4", calibration=synthetic.calibration(1, 1, 64)).plan(1).k(0)
-    tables = to_layout(kv_format, 0, 64, torch.device("cpu")).learned
-    cos, sin = kv_format.rope_shift(0).table(3, torch.device("cpu"))
-    assert torch.equal(tables.cos[:3], cos[:3])
-    assert torch.equal(tables.sin[:3], sin[:3])
-    assert len(tables.cos) * STRETCH == MOST_POSITIONS
-
-
 def test_a_sequence_longer_than_the_tables_is_refused_by_name():
-    _, _, batch, *_ = at_a_border(SMALL)
+    batch = Store(SMALL).arguments(torch.device("cpu"))[2].batch
     assert stretch_room(batch, 16) == 2
     wide = replace(batch, block_table=batch.block_table[:, :1].expand(2, MOST_POSITIONS // 16 + 1))
     with pytest.raises(InputError, match="longer than learned keys are stored for on a GPU"):

@@ -17,41 +17,17 @@ from haarkv.tq_ops import formats
 from haarkv.tq_ops.cpu import layout as cpu_layout
 from haarkv.tq_ops.cuda import layout as cuda_layout
 from haarkv.tq_ops.formats.learned import COLUMNS
-from haarkv.tq_ops.formats.packing import pack_planes
 from haarkv.tq_ops.formats.rotated import RotatedFormat, Transform
 from haarkv.tq_ops.formats.synthetic import calibration
-from haarkv.tq_ops.kv.kernel_support import KernelSupport, unsupported, unsupported_format
+from haarkv.tq_ops.kv.kernel_support import unsupported, unsupported_format
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
 from haarkv.tq_ops.npu.sides import READS as NPU_READS
 from haarkv.tq_ops.onnx import EXPORT_SUPPORT as ONNX_EXPORTED
 from haarkv.tq_ops.onnx import READS as ONNX_READS
 
-LAYER = 1
 DTYPES = (torch.float32, torch.bfloat16)
-WITH_DESCRIPTION = [name for name in formats.names() if formats.get(name).description(256) is not None]
-
-
-def vectors(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 # -- What the formats say is true ----------------------------------------------------------------------------------------
-def test_every_rotated_format_describes_itself():
-    assert WITH_DESCRIPTION == ["tq4", "tq2", "tq3", "tq5", "tq6", "tq8"]
-    assert [name for name in formats.names() if formats.get(name).plain] == ["bf16", "fp32"]
-
-
-@pytest.mark.parametrize("name", WITH_DESCRIPTION)
-def test_a_format_with_a_description_packs_as_every_backend_unpacks(name):
-    """A format that packs otherwise has no description, or kernels would misread its bytes in silence."""
-    kv_format, description = formats.get(name), formats.get(name).description(HEAD_DIM)
-    fields = kv_format.quantize(vectors(5, 2, HEAD_DIM), LAYER)
-    assert list(fields) == ["codes", "scale"]
-    assert fields["scale"].dtype == torch.float16
-    assert torch.equal(fields["codes"], pack_planes(kv_format.levels(fields), description.bits))
-
-
 # -- A new format runs on every backend that reads its kind ----------------------------------------------------------------
 HEAD_DIM = 128
 HALF = (0.01, 0.03, 0.052, 0.078, 0.1, 0.14, 0.185, 0.25)
@@ -153,14 +129,6 @@ def test_what_the_kernels_do_not_read_may_be_left_to_the_reference():
     assert "sliding window" in unsupported(reads, KVSpec("q8_0").plan(2), KVShape(2, 128, 64), others=True)
 
 
-@pytest.mark.parametrize("backend", ALL)
-def test_tokens_in_bf16_are_refused_by_those_that_read_packed_ones_alone(backend):
-    plan, shape = KVSpec("tq4", tail=8).plan(2), KVShape(2, 128)
-    assert unsupported(ALL[backend], plan, shape) is None
-    reason = unsupported(replace(ALL[backend], bf16_tokens=False), plan, shape)
-    assert reason.endswith("read packed tokens alone, none in BF16 beside them; leave out the tail and the sinks")
-
-
 def test_learned_keys_are_read_where_kernels_take_them():
     narrow, wide = calibration(heads=2, dim=64), calibration(heads=2, dim=128)
     for bits in COLUMNS:
@@ -186,12 +154,6 @@ def test_a_copy_of_a_format_under_another_name_is_read_by_all():
     copy = RotatedFormat("copy", "", 4, formats.get("tq4").description)
     for reads in ALL.values():
         assert unsupported(reads, KVPlan.uniform(copy, copy, 2), KVShape(2, 128)) is None
-
-
-def test_a_backend_may_read_levels_in_several_planes():
-    three = KernelSupport("they", head_dims=(128,), bits=(4, 3))
-    assert unsupported_format(three, formats.get("tq3"), 128) is None
-    assert unsupported_format(three, formats.get("tq2"), 128).startswith("they read tq4 and tq3, not tq2")
 
 
 def test_nobody_outside_the_formats_knows_one_by_its_class_or_compares_its_name():

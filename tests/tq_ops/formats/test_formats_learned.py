@@ -1,20 +1,17 @@
 """Learned keys: their bytes by a slow path in float64, and what they cost in error."""
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
 from learned_slow import GOLDEN_BITS, ROWS, codes, golden_basis, slow
 from small_models import SMALL, resize_config
 
-from haarkv.codebooks.learned import EIGHTHS
 from haarkv.engine.plans import plan_for
 from haarkv.models.parallel import Split
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError, NonFiniteError
-from haarkv.tq_ops.formats.learned import COLUMNS, GAINS, Calibration
-from haarkv.tq_ops.formats.packing import eighth_widths
+from haarkv.tq_ops.formats.learned import Calibration
 from haarkv.tq_ops.formats.synthetic import calibration, vectors
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -66,34 +63,6 @@ def test_golden_bytes(golden, bits):
         expected = slow(torch.from_numpy(data[f"x{bits}"])[head, token], basis, head, bits).restored
         dequantized = kv_format.dequantize(fields, 0)[head, token].double()
         assert (dequantized - expected).norm() < 3e-3 * expected.norm()  # FP16 of the scale, BF16 of the rows
-
-
-def test_every_bit_lowers_the_error_that_counts():
-    x, basis = basis_vectors(SYNTHETIC, 0, 400), SYNTHETIC.k[0]
-    left = []
-    for bits in GOLDEN_BITS:
-        kv_format = SYNTHETIC.format(bits)
-        error = (kv_format.dequantize(kv_format.quantize(x, 0), 0) - x) @ basis.forward
-        left.append(float((error.square() * basis.weights.unsqueeze(1)).sum()))
-    assert all(b < 0.4 * a for a, b in itertools.pairwise(left)), left
-
-
-def test_of_three_sizes_the_one_with_the_least_error_is_stored():
-    """In the norm that weighs coordinates, in which the judge compares; in another it often is not."""
-    x, kv_format = basis_vectors(SYNTHETIC, 0, 200), SYNTHETIC.format(4)
-    errors = []
-    for gain in GAINS:
-        one_gain = kv_format.altered(lambda coordinates, gain=gain: replace(coordinates, gains=(gain,)))
-        errors.append(kv_format.length(one_gain.dequantize(one_gain.quantize(x, 0), 0) - x, 0))
-    error = kv_format.length(kv_format.dequantize(kv_format.quantize(x, 0), 0) - x, 0)
-    torch.testing.assert_close(error, torch.stack(errors).amin(0), rtol=1e-2, atol=0)
-
-
-def test_wide_levels_go_to_the_coordinates_that_weigh_most():
-    for bits in GOLDEN_BITS:
-        widths = eighth_widths(COLUMNS[bits])
-        assert sum(widths) == EIGHTHS * bits
-        assert list(widths) == sorted(widths, reverse=True)
 
 
 def test_the_mean_zeros_and_large_vectors():

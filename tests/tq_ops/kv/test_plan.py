@@ -111,26 +111,25 @@ def run_attention(plan, lengths, chunk, order=(4, 0, 5, 2, 1, 3), leftovers=Fals
     return [torch.cat(pieces) for pieces in out], qkv
 
 
-@pytest.mark.parametrize("name", SPECS)
-def test_each_query_sees_what_the_rule_says(name):
-    plan = SPECS[name].plan(LAYER + 1)
-    (first, second), qkv = run_attention(plan, [75, 33], 16)
-    for out, (q, k, v) in zip((first, second), qkv, strict=True):
-        # Every ninth query, back from the last: each stands elsewhere in its chunk and its group.
-        queries = slice(None, None, -9)
+def of_every_format():
+    """A tail and sinks, and three groups and a half of keys: so each format is seen packed, in BF16, and as a sink."""
+    for name in formats.names():
+        group = formats.get(name).group_tokens
+        length = max(24, 3 * group + group // 2)
+        # The last query alone, whose keys and values the oracle restores one by one.
+        yield pytest.param(KVSpec(name, tail=group + 2, sink=2), [length], -length, {"dim": 128, "block": 128}, id=name)
+
+
+@pytest.mark.parametrize(
+    ("spec", "lengths", "step", "sizes"),
+    # Every ninth query, back from the last: each stands elsewhere in its chunk and its group.
+    [*(pytest.param(spec, [75, 33], -9, {}, id=name) for name, spec in SPECS.items()), *of_every_format()],
+)
+def test_each_query_sees_what_the_rule_says(spec, lengths, step, sizes):
+    plan, queries = spec.plan(LAYER + 1), slice(None, None, step)
+    outputs, qkv = run_attention(plan, lengths, 16, **sizes)
+    for out, (q, k, v) in zip(outputs, qkv, strict=True):
         np.testing.assert_allclose(out.numpy()[queries], expected_attention(plan, q, k, v, queries), rtol=0, atol=2e-5)
-
-
-@pytest.mark.parametrize("name", formats.names())
-def test_every_format_goes_with_a_tail_and_sinks(name):
-    """Three groups and a half of keys, so that each format is seen packed, in BF16, and as a sink."""
-    group = formats.get(name).group_tokens
-    plan = KVSpec(name, tail=group + 2, sink=2).plan(LAYER + 1)
-    length = max(24, 3 * group + group // 2)
-    (out,), ((q, k, v),) = run_attention(plan, [length], 16, dim=128, block=128)
-    last = slice(length - 1, length)  # of the many queries one, whose keys and values the oracle restores one by one
-    expected = expected_attention(plan, q, k, v, last)
-    np.testing.assert_allclose(out[last].numpy(), expected, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["tail and sinks", "keys in groups, a longer tail and sinks"])
@@ -251,17 +250,18 @@ def test_more_sequences_than_rows_are_refused():
     assert paging.batch([paging.add()], [1]).rows.tolist() == [0]
 
 
-@pytest.mark.parametrize("kv", ["kivi2", "tq4"])
-def test_a_vector_that_is_not_finite_is_named_and_nothing_is_written(kv):
+@pytest.mark.parametrize("side", ["K", "V"])
+@pytest.mark.parametrize("kv", ["kivi2", "tq4", "tq4_seed"])
+def test_a_vector_that_is_not_finite_is_named_and_nothing_is_written(kv, side):
     cache = new_cache(SMALL, KVSpec(kv, tail=40), block_size=32)
     paging = new_paging(cache, [2, 1, 0, *range(3, 12)])
     batch = paging.batch([paging.add()], [40])
-    k = normal(40, 2, 128, seed=1)
-    k[35, 1, 7] = torch.nan
+    k, v = normal(2, 40, 2, 128, seed=1)
+    (k if side == "K" else v)[35, 1, 7] = -torch.inf if side == "V" else torch.nan
     before = [t.clone() for *_, t in cache_tensors(cache)] + [w.vectors.clone() for w in cache.kv[1].windows]
-    place = rf"layer 1: K of token 35 of the batch \(slot 35\), KV head 1 is not finite or too large for {kv}"
+    place = rf"layer 1: {side} of token 35 of the batch \(slot 35\), KV head 1 is not finite or too large for {kv}"
     with pytest.raises(NonFiniteError, match=place):
-        cache.view(1, batch).write(k, k)
+        cache.view(1, batch).write(k, v)
     after = [t for *_, t in cache_tensors(cache)] + [w.vectors for w in cache.kv[1].windows]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 

@@ -111,15 +111,6 @@ def test_nothing_may_stay_and_blocks_come_back_in_order():
         assert torch.equal(now, then)
 
 
-def test_tokens_that_are_not_there_cannot_be_dropped():
-    paging = PagedSequences(4, BLOCK)
-    sequence = paging.add(3)
-    with pytest.raises(AssertionError, match="not there"):
-        paging.take_back([sequence], [4])
-    with pytest.raises(AssertionError, match="not there"):
-        paging.take_back([sequence], [-1])
-
-
 def test_a_ring_of_blocks_keeps_what_a_window_sees_again():
     """As many tokens come and are taken back as the cache allows; one more would overwrite what the next query sees."""
     window, length = 40, 300
