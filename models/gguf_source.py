@@ -20,8 +20,7 @@ from torch import Tensor
 
 from haarkv.models.config import Attention, ModelConfig, decimal
 from haarkv.models.gguf_file import GGUFFile, GGUFTensor, block_type
-from haarkv.models.gguf_settings import ROPE_FACTORS, GGUFSettings
-from haarkv.models.gguf_tokenizer import build_words
+from haarkv.models.gguf_metadata import ROPE_FACTORS, GGUFSettings, build_words
 from haarkv.models.hf_config import parse_config
 from haarkv.models.layer import DeltaNet
 from haarkv.models.source import DRAFTING, CheckpointTensor, Empty, Part, Words, checked_sampling

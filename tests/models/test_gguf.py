@@ -187,7 +187,7 @@ def test_what_is_not_built_is_refused_by_name(folder_of, tmp_path, capsys, name,
     ],
 )
 def test_factors_of_rope_are_llama_3s_or_refused(entries, words, tmp_path):
-    from haarkv.models.gguf_settings import llama3_entries
+    from haarkv.models.gguf_metadata import llama3_entries
 
     if isinstance(entries, dict):
         factors = torch.tensor(llama3_factors({"head_dim": 64}, LLAMA3 | entries))

@@ -128,8 +128,8 @@ def quantize_command(
     """
     from haarkv.models.catalog import open_source, read_config
     from haarkv.models.checkpoint import require_tensors
+    from haarkv.models.gguf_quantize import write_quantized
     from haarkv.models.gguf_source import GGUFSource
-    from haarkv.models.gguf_writer import write_quantized
     from haarkv.tq_ops.errors import InputError
     from haarkv.tq_ops.output_files import whole_file
 
