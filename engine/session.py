@@ -23,9 +23,9 @@ from haarkv.models import balance as balancing
 from haarkv.models.base import new_cache
 from haarkv.models.catalog import model_files
 from haarkv.models.config import ModelConfig
-from haarkv.models.footprint import WeightBytes
 from haarkv.models.parallel import SINGLE_RANK, Ranks
 from haarkv.models.text import Tokenizer
+from haarkv.models.weights import WeightBytes
 from haarkv.tq_ops.errors import InputError, count_noun, warn
 from haarkv.tq_ops.kv import cache_file
 from haarkv.tq_ops.kv.batch import PagedSequences

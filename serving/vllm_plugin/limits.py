@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from vllm.logger import init_logger
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from haarkv.engine.collapse import Guard
 from haarkv.models import balance
@@ -41,11 +40,6 @@ _STATES, _WINDOWS, _TAIL = "layers that keep a state", "sliding windows", "a tai
 _DRAFTS = {None: ("ngram", "draft_model", "eagle3"), _STATES: ("mtp",), _WINDOWS: ("ngram",), _TAIL: ()}
 _FULL_ATTENTION = "full attention is served, and on a CPU windows of some of the layers, where layer_types names them"
 _HYBRIDS = "of these, Qwen3.5 is served, on CPUs"
-
-
-def is_asked_for(vllm_config: VllmConfig) -> bool:
-    """Whether this server uses packed pages."""
-    return vllm_config.attention_config.backend == AttentionBackendEnum.CUSTOM
 
 
 def require_supported(vllm_config: VllmConfig) -> None:

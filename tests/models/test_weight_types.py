@@ -17,10 +17,9 @@ from haarkv.models.balance import balance, fold_scales
 from haarkv.models.base import new_cache
 from haarkv.models.catalog import load_model, open_source, read_config
 from haarkv.models.checkpoint import load_weights, stored_tensors
-from haarkv.models.footprint import weight_bytes
 from haarkv.models.fused import fuse
 from haarkv.models.parallel import Split
-from haarkv.models.weights import checkpoint_tensors, fingerprint
+from haarkv.models.weights import checkpoint_tensors, fingerprint, weight_bytes
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.weight import Blocks, backing_tensor, dense

@@ -14,9 +14,8 @@ import onnxruntime as ort
 from onnx import TensorProto, checker, helper, shape_inference
 from small_models import SMALL, small_model
 
-from haarkv.models.qwen3_14b.onnx.model import build
+from haarkv.models.qwen3_14b.onnx.model import GraphSpec, build, stored_values, weight_values
 from haarkv.models.qwen3_14b.onnx.scopes import Qwen3Scopes
-from haarkv.models.qwen3_14b.onnx.spec import GraphSpec, stored_values, weight_values
 
 CONFIG = SMALL
 WHOLE = range(CONFIG.num_layers)

@@ -148,7 +148,7 @@ def key_biases(model: DecoderModel, norm: float, layers: Sequence[int], pairs: S
 def dead_head(model: DecoderModel, head: int = 0) -> DecoderModel:
     """A KV head whose V is 0 in every layer: its query heads give nothing. The function differs."""
     dim = model.config.heads.head_dim
-    rows = torch.ones(model.config.heads.kv_size)
+    rows = torch.ones(model.config.heads.num_kv_heads * model.config.heads.head_dim)
     rows[head * dim : (head + 1) * dim] = 0.0
 
     def change(field: str, tensor: Tensor) -> Tensor:

@@ -35,14 +35,14 @@ _TEXT_WIDTH = 56
 @click.option("--b", "spec_b", metavar="SIDE", required=True, help="The same.")
 @options.model_option()
 @options.prompt_options
-@options.kv_options(kv=False)
+@options.bf16_options
 @options.balance_option
 @options.run_options()
 @options.new_tokens()
 @options.json_option
 def command(
     spec_a: str, spec_b: str, model: str, prompts: tuple[str, ...], files: tuple[str, ...], device: str | None,
-    dtype: str | None, layers: int | None, threads: int | None, max_new_tokens: int, balance: str, as_json: bool,
+    dtype: str | None, layers: int | None, max_new_tokens: int, balance: str, as_json: bool,
     **kv: Any,
 ) -> int:  # fmt: skip
     """Show where two executors or KV formats first choose different tokens.
@@ -64,20 +64,17 @@ def command(
     texts = [*prompts, *(read_prompt(file) for file in files)] or list(_PROMPTS)
     options.say_if_interpreted(*(side.partition(":")[0] for side in (spec_a, spec_b)), device=device)
     with loading(model) as progress:
-        from haarkv.engine.plans import worth_saying
-        from haarkv.models.balance import describe
+        from haarkv.engine.plans import balance_note
         from haarkv.validation.fidelity.greedy_diff import greedy_diff
         from haarkv.validation.fidelity.setup import load_contenders, parse_contender
         from tq.loading import kv_spec
 
-        options.set_threads(threads)
         spec, sides = kv_spec(kv), (parse_contender(spec_a), parse_contender(spec_b))
         a, b, dtype = load_contenders(
             model, sides, spec, device=device, dtype=dtype, layers=layers, balance=balance == "auto", progress=progress
         )
-    uneven = tuple(dict.fromkeys((*a.uneven, *b.uneven)))
-    if worth_saying(uneven):
-        warn(f"{describe(uneven)}; --balance off leaves them as they are")
+    if note := balance_note(tuple(dict.fromkeys((*a.uneven, *b.uneven)))):
+        warn(note)
     done = Counter[str]()
     with telling() as tell:
 

@@ -19,10 +19,9 @@ from torch import Tensor
 from haarkv.models.catalog import find_model, open_source, stream_tensors
 from haarkv.models.checkpoint import require_tensors
 from haarkv.models.config import ModelConfig
-from haarkv.models.qwen3_14b.onnx.model import build
-from haarkv.models.qwen3_14b.onnx.scopes import Qwen3Scopes
-from haarkv.models.qwen3_14b.onnx.spec import (
+from haarkv.models.qwen3_14b.onnx.model import (
     GraphSpec,
+    build,
     coded_values,
     require_opset,
     rope_values,
@@ -30,6 +29,7 @@ from haarkv.models.qwen3_14b.onnx.spec import (
     weight_offsets,
     weight_types,
 )
+from haarkv.models.qwen3_14b.onnx.scopes import Qwen3Scopes
 from haarkv.models.rope import RopeTable
 from haarkv.models.weights import checkpoint_shapes
 from haarkv.tq_ops.errors import InputError
@@ -37,7 +37,7 @@ from haarkv.tq_ops.onnx import EXPORT_SUPPORT, FORMAT
 from haarkv.tq_ops.onnx.block_codes import CODES
 from haarkv.tq_ops.onnx.block_products import CodedWeight
 from haarkv.tq_ops.onnx.graph import StoredWeights, TensorType
-from haarkv.tq_ops.weight import Blocks, Weight
+from haarkv.tq_ops.weight import Blocks
 
 ABOUT, WEIGHTS = "export.json", "weights.bin"
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -120,7 +120,10 @@ def write_export(folder: Path, export: Export, progress: Progress | None = None)
     rope = RopeTable(export.config.common.attention.rope, export.config.max_position_embeddings)
     weights = stream_tensors(export.model, export.config, TORCH_DTYPES[export.dtype], export.kept_types)
     tensors = chain(
-        chain.from_iterable(_weight_tensors(name, weight) for name, weight in weights), rope_values(rope),
+        chain.from_iterable(
+            coded_values(name, weight) if isinstance(weight, Blocks) else [(name, weight)] for name, weight in weights
+        ),
+        rope_values(rope),
         stored_values(scopes, whole, rope.device).items(),
     )  # fmt: skip
     _write_weights(folder / WEIGHTS, export.dtype, tensors, types, weight_file, progress)
@@ -142,10 +145,6 @@ def write_export(folder: Path, export: Export, progress: Progress | None = None)
     }
     (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     return list(graphs)
-
-
-def _weight_tensors(name: str, weight: Weight) -> Iterator[tuple[str, Tensor]]:
-    return coded_values(name, weight) if isinstance(weight, Blocks) else iter([(name, weight)])
 
 
 def _sizes(config: ModelConfig) -> dict[str, Any]:

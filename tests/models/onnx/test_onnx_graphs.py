@@ -25,7 +25,7 @@ from onnx_graphs import (
 from small_models import resize_config
 
 from haarkv.codebooks import haar_rotation
-from haarkv.models.qwen3_14b.onnx.spec import NEWEST_OPSET, OLDEST_OPSET
+from haarkv.models.qwen3_14b.onnx.model import NEWEST_OPSET, OLDEST_OPSET
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats.synthetic import calibration
 from haarkv.tq_ops.kv.plan import KVSpec
