@@ -15,7 +15,7 @@ from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
 
-from haarkv.models.config import Dense, Experts, Layer, ModelConfig, Norm
+from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, Norm
 from haarkv.models.hf_config import FULL, FoundRope, HFConfig, read_rope
 from haarkv.models.layer import DeltaNet
 from haarkv.tq_ops.errors import InputError
@@ -67,9 +67,10 @@ def read_family(file: HFConfig) -> ModelConfig:
         }
     )
     rope = read_rope(file, file.count("max_position_embeddings"), family.theta, FULL, family.rotated)
-    attention = file.attention(rope, **family.attention)
-    if "query_pre_attn_scalar" in family.defaults:
-        attention = replace(attention, scale=file.number("query_pre_attn_scalar") ** -0.5)
+    heads = file.count("num_attention_heads")
+    dim = file.count("head_dim", file.count("hidden_size") // heads)
+    scale = (file.number("query_pre_attn_scalar") if "query_pre_attn_scalar" in family.defaults else dim) ** -0.5
+    attention = Attention(heads, file.count("num_key_value_heads", heads), dim, rope.on(dim), scale, **family.attention)
     if "moe_intermediate_size" in family.defaults:
         shared = file.count("shared_expert_intermediate_size") if "shared_expert_intermediate_size" in family.defaults else 0
         says = file.raw.get("norm_topk_prob") is not None
@@ -78,8 +79,8 @@ def read_family(file: HFConfig) -> ModelConfig:
         mlp = Dense(file.count("intermediate_size"), "gelu_tanh" if is_gelu else "silu")
     norm = Norm(file.number("rms_norm_eps", 1e-6), plus_one=family.plus_one)
     layer = Layer(attention, mlp, norm, post_norms=family.post_norms)
-    scale = file.count("hidden_size") ** 0.5 if is_gelu else 1.0
-    return file.model(family.layers(file, layer), rope.positions, embedding_scale=scale)
+    embedding_scale = file.count("hidden_size") ** 0.5 if is_gelu else 1.0
+    return file.model(family.layers(file, layer), rope.positions, embedding_scale)
 
 
 def _all_or_none(file: HFConfig, layer: Layer) -> tuple[Layer, ...]:

@@ -364,8 +364,6 @@ def _open_writer(source: GGUFSource, path: Path, targets: Mapping[str, GGUFTenso
     writer = gguf.GGUFWriter(path, source.architecture)
     for key, value in source.file.entries.items():
         kind, inner = source.file.kinds[key]
-        if inner == gguf.GGUFValueType.ARRAY:
-            raise InputError(f"{source.path}: {key} is a list of lists, which is not written")
         if key not in _REWRITTEN_KEYS and value != []:
             sub_type = None if inner is None else gguf.GGUFValueType(inner)
             # gguf's writer takes truth values as such.
@@ -390,7 +388,7 @@ def _encode(source: GGUFSource, name: str, kind: int, importance: Tensor | None)
     width, each = tensor.shape[-1], tensor.shape[-2]
     step, parts = max(1, _AT_ONCE // width), list[Tensor]()
     for first in range(0, len(raw_rows), each):
-        counts = importance if importance is None or importance.ndim == 1 else importance[first // each]
+        counts = None if importance is None else importance[first // each]
         for begin in range(first, first + each, step):
             rows = restore(raw_rows[begin : min(begin + step, first + each)]).view(-1, width)
             try:

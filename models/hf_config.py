@@ -134,14 +134,6 @@ class HFConfig:
             raise InputError(f"{self.path}: sliding_window {shown(window)} is no number of tokens")
         return [window if local else None for local in is_local]
 
-    def attention(self, rope: FoundRope, **more: Any) -> Attention:
-        """Attention with logits over sqrt(head_dim)."""
-        heads = self.count("num_attention_heads")
-        dim = self.count("head_dim", self.count("hidden_size") // heads)
-        return Attention(
-            heads, self.count("num_key_value_heads", heads), dim, **{"scale": float(dim**-0.5), "rope": rope.on(dim), **more}
-        )
-
     def experts(self, *, normalized: bool, shared: int = 0) -> Experts:
         """Experts; transformers 5 writes num_local_experts for Qwen's num_experts."""
         sparse = self.raw.get("decoder_sparse_step", 1) == 1
@@ -152,7 +144,7 @@ class HFConfig:
             raise InputError(f"{self.path}: a token cannot go through {per_token} of {count} experts")
         return Experts(count, per_token, self.count("moe_intermediate_size"), normalized=normalized, shared=shared)
 
-    def model(self, layers: tuple[Layer, ...], positions: int, **more: Any) -> ModelConfig:
+    def model(self, layers: tuple[Layer, ...], positions: int, embedding_scale: float) -> ModelConfig:
         """A model with the entries that all families share; windows as wide as the positions are dropped."""
 
         def effective_window(layer: Layer) -> Layer:
@@ -162,12 +154,10 @@ class HFConfig:
             return layer
 
         layers = tuple(map(effective_window, layers))
-        settings = {
-            "final_norm": layers[0].norm, "tied": self.flag("tie_word_embeddings"), "max_position_embeddings": positions,
-            "eos_token_ids": eos_token_ids(self.raw, self.path), **more,
-        }  # fmt: skip
-        model_type = str(self.raw["model_type"])
-        return ModelConfig(model_type, layers, self.count("hidden_size"), self.count("vocab_size"), **settings)
+        return ModelConfig(
+            str(self.raw["model_type"]), layers, self.count("hidden_size"), self.count("vocab_size"), layers[0].norm,
+            embedding_scale, self.flag("tie_word_embeddings"), positions, eos_token_ids(self.raw, self.path),
+        )  # fmt: skip
 
 
 def eos_token_ids(raw: Mapping[str, Any], path: Path) -> tuple[int, ...]:

@@ -134,8 +134,6 @@ def require_one_cache(args: Mapping[str, Any], *, auto: bool) -> None:
 
 def _choice(args: Mapping[str, Any], loss: float) -> KVSpec:
     """The cache of `--kv auto`, chosen now or before."""
-    if "model" not in args:
-        raise InputError("--kv auto is for commands that run one model; name a format")
     model, layers, executor = args["model"], args.get("layers"), args.get("executor")
     if (choice := chosen_before(file_for(model, loss, layers, executor))) is not None:
         return choice

@@ -118,11 +118,6 @@ def file(name: str, about: str, variable: str | None = None, *, metavar: str = "
     return click.option(*names, type=click.Path(path_type=Path), metavar=metavar, required=required, help=about)
 
 
-def new_tokens(default: int = 64) -> Decorator:
-    """`--max-new-tokens`."""
-    return count("--max-new-tokens", default=default, metavar="N")
-
-
 _THREADS = 2
 """Accepted by every machine: some commands default to it."""
 

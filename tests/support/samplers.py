@@ -1,5 +1,7 @@
 """One sequence drawn alone: what `BatchSampler` must draw whatever else runs beside it."""
 
+from dataclasses import replace
+
 import torch
 
 from haarkv.engine.sampling import BatchSampler
@@ -9,7 +11,7 @@ class Sampler:
     """Draws the tokens of one sequence, of this index among those generated together, after a prompt's token ids."""
 
     def __init__(self, sampling, index=0, prompt=()):
-        self._batch = BatchSampler(sampling, [list(prompt)], index)
+        self._batch = BatchSampler(replace(sampling, seed=sampling.seed + index), [list(prompt)])
 
     def next(self, logits):
         return int(self._batch.next(logits.unsqueeze(0), [0]))

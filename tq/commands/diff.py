@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -38,7 +39,7 @@ _TEXT_WIDTH = 56
 @options.bf16_options
 @options.balance_option
 @options.run_options()
-@options.new_tokens()
+@options.count("--max-new-tokens", default=64, metavar="N")
 @options.json_option
 def command(
     spec_a: str, spec_b: str, model: str, prompts: tuple[str, ...], files: tuple[str, ...], device: str | None,
@@ -170,17 +171,15 @@ def _verdict(diff: GreedyDiff) -> str:
 
 
 def _as_json(diff: GreedyDiff, tokenizer: Tokenizer) -> dict[str, Any]:
-    fidelity, first = diff.fidelity, diff.first_divergence
+    fidelity, first = asdict(diff.fidelity), diff.first_divergence
+    kl = {name: fidelity.pop(f"kl_{name}") for name in ("mean", "median", "p999")}
     return {
         "a": diff.a,
         "b": diff.b,
         "same_format": diff.same_format,
         "first_divergence": _divergence_json(first, tokenizer) if first else None,
-        "positions": fidelity.positions,
-        "top1_agreement": fidelity.top1_agreement,
-        "kl": {"mean": fidelity.kl_mean, "median": fidelity.kl_median, "p999": fidelity.kl_p999},
-        "logit_error": fidelity.logit_error,
-        "relative_logit_error": fidelity.relative_logit_error,
+        **fidelity,
+        "kl": kl,
         "near_ties": diff.near_ties,
         "unexplained": [{"prompt": prompt, "position": position} for prompt, position in diff.unexplained],
         "prompts": [
@@ -203,16 +202,13 @@ def _divergence_json(divergence: Divergence, tokenizer: Tokenizer) -> dict[str, 
     def best(candidates: tuple[Candidate, ...]) -> list[dict[str, Any]]:
         return [{"token": token, "text": tokenizer.decode([token]), "logit": logit} for token, logit in candidates]
 
-    score = divergence.scores
+    entries = asdict(divergence)
+    entries |= entries.pop("scores")
     return {
-        "prompt": divergence.prompt,
-        "position": divergence.position,
-        "token_a": divergence.token_a,
-        "token_b": divergence.token_b,
+        **entries,
+        "margin": divergence.scores.margin,
         "text_a": tokenizer.decode([divergence.token_a]),
         "text_b": tokenizer.decode([divergence.token_b]),
-        **{name: getattr(score, name) for name in ("margin", "gap_a", "gap_b", "spread", "logit_error", "kl")},
-        "near_tie": divergence.near_tie,
-        "top_a": best(score.top_a),
-        "top_b": best(score.top_b),
+        "top_a": best(divergence.scores.top_a),
+        "top_b": best(divergence.scores.top_b),
     }

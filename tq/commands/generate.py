@@ -35,7 +35,7 @@ _MOST_TEXT = 2**28
 @options.model_option()
 @options.prompt_options
 @options.session_options
-@options.new_tokens()
+@options.count("--max-new-tokens", default=64, metavar="N")
 @options.max_context_option
 @click.option("--stop", multiple=True, metavar="TEXT", help="End the text before TEXT. Repeat it for several.")
 @options.sampling_options
