@@ -79,7 +79,7 @@ def test_fused_layers_restore_blocks_as_they_are_packed(file_of):
     for one, other in zip(ours.packed, theirs.packed, strict=True):
         assert torch.equal(one.qkv_proj, other.qkv_proj)
         assert torch.equal(one.gate_up_proj, other.gate_up_proj)
-    for (name, one), (_, other) in zip(ours.model.weights.named_tensors(), theirs.model.weights.named_tensors(), strict=True):
+    for (name, one), (_, other) in zip(ours.weights.named_tensors(), theirs.weights.named_tensors(), strict=True):
         assert torch.equal(one, other), name
 
 
