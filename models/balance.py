@@ -81,13 +81,13 @@ class BalancedModel:
     moments: Mapping[int, tuple[Moments, Moments]]
 
 
-def key_moments(tensors: Mapping[str, Tensor], heads: int, dim: int, rope_dims: int) -> Moments:
+def key_moments(tensors: Mapping[str, Tensor], heads: int, dim: int, rope_dims: int | None = None) -> Moments:
     """Moments of K, averaged over the two channels of a RoPE pair.
 
     Args:
         tensors: of one layer, by the fields of `LayerWeights`.
         heads, dim: KV heads H and head_dim D.
-        rope_dims: number of rotated channels.
+        rope_dims: number of rotated channels; all by default.
     """
     if "k_norm" in tensors:
         use, spread = (tensors[name].float().square().expand(heads, dim) for name in ("q_norm", "k_norm"))
@@ -99,9 +99,10 @@ def key_moments(tensors: Mapping[str, Tensor], heads: int, dim: int, rope_dims: 
         bias = _bias(tensors, "k_bias", tensors["k_proj"]).view(heads, dim)
 
     def pair_means(squares: Tensor) -> Tensor:
-        low, high = squares[:, :rope_dims].chunk(2, dim=-1)
+        rotated = dim if rope_dims is None else rope_dims
+        low, high = squares[:, :rotated].chunk(2, dim=-1)
         mean = (low + high) / 2
-        return torch.cat([mean, mean, squares[:, rope_dims:]], dim=-1)
+        return torch.cat([mean, mean, squares[:, rotated:]], dim=-1)
 
     return Moments(pair_means(use), pair_means(spread), pair_means(bias.square()).sqrt())
 
