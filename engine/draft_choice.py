@@ -13,7 +13,6 @@ from haarkv.engine.drafts import Beginning, Drafter, DraftSource
 from haarkv.engine.plans import balanced_for, plan_for
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
-from haarkv.models.base import rope_tables
 from haarkv.models.catalog import DTYPES, load_model, read_config
 from haarkv.models.checkpoint import Progress
 from haarkv.models.config import ModelConfig
@@ -94,9 +93,7 @@ def choose(
             spec.name, target.dtype, progress=progress, shared_weights=shared_weights, keep_blocks=block_types
         )
         balanced_model = balanced_for(draft_model, plan, KVSpec(), target.balance).model
-        weights = balanced_model.weights.to(executor.device)
-        ropes, keeping = rope_tables(config, executor.device), balanced_model.config.for_drafts(spec.tokens)
-        model = replace(balanced_model, config=keeping, weights=weights, ropes=ropes)
+        model = replace(balanced_model.to(executor.device), config=config.for_drafts(spec.tokens))
         drafting = catalog.create(target.executor, model, plan, target.device, on_program)
         return ModelSource(name=spec.name, executor=drafting, plan=plan)
 

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,7 +105,10 @@ class _ModelDrafter(Drafter):
         """Read the tokens that the target has stored."""
         self._opened = True
         paging, ids = self._beginning.paging, self._beginning.sequences
-        able = {row: text[: paging.length(ids[row])] for row, text in texts.items() if self._can_read(text)}
+        able = {
+            row: text[: paging.length(ids[row])] for row, text in texts.items()
+            if len(text) < self._limit and (self._own_vocab >= self._vocab or max(text) < self._own_vocab)
+        }  # fmt: skip
         self._sequences = {row: _DraftSequence(self._paging.add(), len(text)) for row, text in able.items()}
         if able:
             self._read(able)
@@ -120,9 +122,6 @@ class _ModelDrafter(Drafter):
             self._sequences[row].cached_tokens, self._sequences[row].draft_ids = len(texts[row]) - 1, []
         if unread := {row: text for row, text in unread.items() if len(text)}:
             self._read(unread)
-
-    def _can_read(self, text: Sequence[int]) -> bool:
-        return len(text) < self._limit and (self._own_vocab >= self._vocab or max(text) < self._own_vocab)
 
     def propose(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> dict[int, list[int]]:
         undone = self._cache.most_undone
@@ -235,7 +234,15 @@ class MTPDrafter(Drafter):
         self._by_row: dict[int, _LayerSequence] = {}
 
     def observe(self, executor: Executor) -> Executor:
-        return _WatchedExecutor(executor, self._note)
+        watched = copy(executor)
+
+        def forward(token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
+            hidden = executor.forward(token_ids, batch, cache)
+            self._note(batch, hidden)
+            return hidden
+
+        watched.forward = forward  # type: ignore[method-assign]
+        return watched
 
     def _note(self, batch: Batch, hidden: Tensor) -> None:
         """Keep a copy of a forward's hidden states, for an executor may reuse its memory; of a prompt the newest, at once."""
@@ -343,24 +350,3 @@ def _ops(executor: Executor) -> OpTable:
 
 def _final_norm(hidden: Tensor, executor: Executor) -> Tensor:
     return _ops(executor).rms_norm(hidden, executor.weights.final_norm, executor.config.final_norm.eps)
-
-
-@dataclass
-class _WatchedExecutor:
-    """Reports the hidden states of each forward."""
-
-    executor: Any
-    note: Callable[[Batch, Tensor], None] = field(repr=False)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.executor, name)
-
-    def forward(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-        hidden: Tensor = self.executor.forward(token_ids, batch, cache)
-        self.note(batch, hidden)
-        return hidden
-
-    def with_ops(self, wrap: Any) -> Any:
-        watcher = copy(self)
-        watcher.executor = self.executor.with_ops(wrap)
-        return watcher

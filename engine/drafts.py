@@ -116,14 +116,11 @@ class Experience:
         for num_proposed, num_accepted in drafts:
             # A sequence for which nothing was drafted is one whose first draft failed.
             for place in range(min(max(num_proposed, 1), num_accepted + 1, most)):
-                self._saw(place, hit=place < num_accepted)
-
-    def _saw(self, place: int, *, hit: bool) -> None:
-        while len(self.tries) <= place:
-            self.tries.append(0.0)
-            self.hits.append(0.0)
-        self.tries[place] = self.tries[place] * (1 - _FORGET) + 1
-        self.hits[place] = self.hits[place] * (1 - _FORGET) + hit
+                if place == len(self.tries):
+                    self.tries.append(0.0)
+                    self.hits.append(0.0)
+                self.tries[place] = self.tries[place] * (1 - _FORGET) + 1
+                self.hits[place] = self.hits[place] * (1 - _FORGET) + (place < num_accepted)
 
 
 def _lower_quartile(times: Sequence[float]) -> float:

@@ -13,9 +13,7 @@ from torch import Tensor
 
 from haarkv.engine.drafts import Beginning, DraftSource, Pace, Speculation
 from haarkv.engine.sampling import BatchSampler, Sampling
-from haarkv.engine.text import require_count
 from haarkv.executors.base import Executor, prefill, verify
-from haarkv.tq_ops.errors import InputError, count_noun
 from haarkv.tq_ops.kv.batch import PagedSequences, upload
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
@@ -125,7 +123,8 @@ class GenerationRequest:
     """Arguments of one batch of `generate`.
 
     Attributes:
-        prompts: token ids, at least one for each prompt.
+        prompts: token ids, at least one for each prompt, and at most `max_context`.
+        max_new_tokens: at least 1.
         max_context: the most tokens of prompt and text together.
         unused_ids: vocabulary rows that are no tokens; never drawn.
         stored: for each prompt a stored sequence, or None; their common prefix is copied, not computed.
@@ -147,18 +146,6 @@ class GenerationRequest:
     on_token: Callable[[int, int], bool | None] | None = None
     on_end: Callable[[int, StoredSequence], object] | None = None
 
-    def check(self) -> None:
-        """Refuse prompts that are empty or too long."""
-        require_count("max_new_tokens", self.max_new_tokens)
-        for number, prompt in enumerate(self.prompts, 1):
-            if not prompt:
-                raise InputError(f"prompt {number} is empty; give at least one token of text")
-            if len(prompt) > self.max_context:
-                has = count_noun(len(prompt), "token")
-                raise InputError(f"prompt {number} has {has}, the cache holds {self.max_context}; raise --max-context")
-        if not self.prompts:
-            raise InputError("no prompt was given")
-
 
 def generate(
     executor: Executor,
@@ -171,10 +158,7 @@ def generate(
 
     Args:
         prefiller: the same executor with a wrapped op table, for the prefill; `executor` unless given.
-    Raises:
-        InputError: a prompt is empty or longer than max_context; nothing was run.
     """
-    request.check()
     began, prompts, draft, on_end = time.perf_counter(), request.prompts, request.draft, request.on_end
     sequences: list[int] = []
     try:

@@ -10,27 +10,19 @@ from typing import Any
 
 from haarkv.engine.collapse import Guard
 from haarkv.engine.draft_choice import DraftSpec, Target, choose
-from haarkv.engine.plans import balanced_for, memory_need, plan_for, worth_saying
+from haarkv.engine.plans import balance_note, balanced_for, memory_need, plan_for
 from haarkv.engine.sampling import Sampling
 from haarkv.engine.session import LoadRecord, Session
 from haarkv.executors.catalog import AUTO, OnProgram, check, create, info, interpreter_warning, select
 from haarkv.models import balance as balancing
 from haarkv.models.base import DecoderModel
-from haarkv.models.catalog import (
-    has_kept_blocks,
-    load_model,
-    maps_file,
-    model_weight_bytes,
-    open_source,
-    read_config,
-    restored_types,
-)
+from haarkv.models.catalog import block_types, load_model, maps_file, model_weight_bytes, open_source, read_config
 from haarkv.models.checkpoint import Progress
 from haarkv.models.config import ModelConfig
 from haarkv.models.parallel import SINGLE_RANK, Ranks, Split
 from haarkv.models.source import KeptBlocks
 from haarkv.models.text import Tokenizer, generation_settings, load_tokenizer
-from haarkv.models.weights import fingerprint
+from haarkv.models.weights import fingerprint, keeps
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError, warn
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
@@ -103,24 +95,27 @@ def load(
     drafts = DraftSpec(draft) if isinstance(draft, str) else draft
     target = Target(name, part, selection.name, device, dtype, ranks, balance)
     make_draft = choose(drafts, target, progress, on_program) if drafts else None
-    block_types = info(selection.name).block_types(device) if keep_blocks is None else keep_blocks
-    require_rounding(activation_bits, selection.name, name, block_types)
+    kept_types = info(selection.name).block_types(device) if keep_blocks is None else keep_blocks
+    require_rounding(activation_bits, selection.name, name, kept_types)
     tokenizer = load_tokenizer(name, config)
     order = info(selection.name).in_order
-    weights = model_weight_bytes(name, config, dtype, split if ranks.size > 1 else None, block_types, order)
+    weights = model_weight_bytes(name, config, dtype, split if ranks.size > 1 else None, kept_types, order)
     maps = maps_file(weights, mmap, ranks.size, info(selection.name).reads_in_place(device))
     weights = weights if maps else weights.copied()
     if info(selection.name).on_host(device):
         sequences, tokens = room(tokenizer, config) if room else (1, 1)
         memory_need(part, plan, tokens, weights, sequences).require(name)
     decoder = load_model(
-        name, dtype, layers, progress, ranks, keep_blocks=block_types, activation_bits=activation_bits, mmap=maps
+        name, dtype, layers, progress, ranks, keep_blocks=kept_types, activation_bits=activation_bits, mmap=maps
     )
     on_warning = on_warning or warn
     # The reference restores by definition.
     if keep_blocks is None and selection.name != "reference" and ranks.size == 1:
         in_file = model_weight_bytes(name, config, dtype, None, True).total
-        _say_restored(name, selection.name, block_types, weights.total, in_file, on_warning)
+        types = ", ".join(kind for kind in block_types(name) if not keeps(kind, kept_types))
+        if types and weights.total > in_file:
+            sizes = f"{weights.total / 2**30:,.2f} GiB in place of {in_file / 2**30:,.2f}"
+            on_warning(f"{selection.name} restores quantised weights as they load ({types}): {sizes}")
     balance_result, mark = _balance_model(decoder, plan, spec, balance, ranks, on_warning)
     decoder, guard = balance_result.model, None
     if spec.calibration is None:
@@ -150,14 +145,6 @@ def _model_sampling(name: str) -> Mapping[str, Any]:
     return generation
 
 
-def _say_restored(
-    model: str, executor: str, block_types: KeptBlocks, memory_bytes: int, in_file: int, on_warning: Callable[[str], object]
-) -> None:
-    if (types := restored_types(model, block_types)) and memory_bytes > in_file:
-        sizes = f"{memory_bytes / 2**30:,.2f} GiB in place of {in_file / 2**30:,.2f}"
-        on_warning(f"{executor} restores quantised weights as they load ({', '.join(types)}): {sizes}")
-
-
 def _balance_model(
     model: DecoderModel, plan: KVPlan, spec: KVSpec, balance: bool, ranks: Ranks, on_warning: Callable[[str], object]
 ) -> tuple[balancing.BalancedModel, str]:
@@ -168,12 +155,12 @@ def _balance_model(
     if balance_result.uneven:
         # K and V are those of other channels then.
         mark += "-" + hashlib.sha256(repr(balance_result.uneven).encode()).hexdigest()[:8]
-        if ranks.rank == 0 and worth_saying(balance_result.uneven):
-            on_warning(f"{balancing.describe(balance_result.uneven)}; --balance off leaves them as they are")
+        if ranks.rank == 0 and (note := balance_note(balance_result.uneven)):
+            on_warning(note)
     return balance_result, mark
 
 
-def require_rounding(bits: int, name: str, model: str | Path, block_types: KeptBlocks) -> None:
+def require_rounding(bits: int, name: str, model: str | Path, kept_types: KeptBlocks) -> None:
     """Refuse activation bits other than 16 where no kernel rounds: 8 is for `cpu` and weights in blocks."""
     if bits not in (8, 16):
         raise InputError(f"activations have 16 or 8 bits where they meet quantised weights, not {bits}")
@@ -181,5 +168,5 @@ def require_rounding(bits: int, name: str, model: str | Path, block_types: KeptB
         return
     if name != "cpu":
         raise InputError(f"activations of 8 bits are cpu's; {name} does not round them: give executor cpu, or leave it out")
-    if not has_kept_blocks(model, block_types):
+    if not any(keeps(kind, kept_types) for kind in block_types(model)):
         raise InputError(f"{model} has no quantised weights that cpu multiplies with, so nothing is rounded; leave it out")

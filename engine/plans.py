@@ -12,9 +12,9 @@ from haarkv.engine.generation import PREFILL_CHUNK
 from haarkv.models import balance as balancing
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
-from haarkv.models.footprint import WeightBytes, work_bytes
 from haarkv.models.hf_config import parse_config
 from haarkv.models.parallel import Split
+from haarkv.models.weights import WeightBytes, work_bytes
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.cache import cache_bytes, tokens_that_fit
 from haarkv.tq_ops.kv.model_shape import ModelShape
@@ -67,9 +67,11 @@ def balanced_for(model: DecoderModel, plan: KVPlan, spec: KVSpec, balance: bool 
     return balancing.balance(model, balancing.where_lossy(plan, balance and spec.calibration is None))
 
 
-def worth_saying(uneven: Sequence[balancing.Uneven]) -> bool:
-    """Whether balance gained enough to be mentioned."""
-    return any(side.ratio >= WORTH_SAYING for side in uneven)
+def balance_note(uneven: Sequence[balancing.Uneven], off: str = "--balance off") -> str:
+    """What was balanced, and what leaves it, in one line; "" where too little was gained to be mentioned."""
+    if all(side.ratio < WORTH_SAYING for side in uneven):
+        return ""
+    return f"{balancing.describe(uneven)}; {off} leaves them as they are"
 
 
 # -- What it takes -----------------------------------------------------------------------------------------------------------
@@ -124,7 +126,7 @@ def memory_need(config: ModelConfig, plan: KVPlan, tokens: int, weights: WeightB
     return MemoryNeed(weights, kv, work_bytes(config, sequences * min(tokens, PREFILL_CHUNK), sequences))
 
 
-def longest_context(config: ModelConfig, plan: KVPlan, memory: int, weights: WeightBytes, sequences: int = 1) -> int:
-    """Tokens of each sequence that fit into `memory`, in whole blocks."""
-    room = memory - memory_need(config, plan, PREFILL_CHUNK, weights, sequences).work - weights.total
-    return tokens_that_fit(plan, room, config.kv_shapes, sequences, config.state_bytes)
+def longest_context(config: ModelConfig, plan: KVPlan, memory: int, weights: WeightBytes) -> int:
+    """Tokens of a sequence that fit into `memory`, in whole blocks."""
+    room = memory - memory_need(config, plan, PREFILL_CHUNK, weights).work - weights.total
+    return tokens_that_fit(plan, room, config.kv_shapes, 1, config.state_bytes)

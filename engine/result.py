@@ -78,25 +78,19 @@ class DraftReport:
         return {**asdict(self), "acceptance": self.acceptance, "speed_up": self.speed_up}
 
     def describe(self) -> str:
-        parts = [self._acceptance_text(), self.pace, self._gain()]
+        parts = [f"{self.name}: nothing drafted", self.pace]
+        if self.acceptance is not None:
+            steps = "" if self.tokens_per_step is None else f", {self.tokens_per_step:.2f} tokens a step"
+            share = f"{self.accepted:,} of {self.proposed:,} accepted ({self.acceptance:.0%})"
+            parts[0] = f"{self.name}, up to {self.most}: {share}{steps}"
+            if self.speed_up is not None:
+                without = f"{self.plain_ms_per_token:.2f} in steps without a draft ({self.speed_up:.2f}x)"
+                parts.append(f"{self.ms_per_token:.2f} ms a token, {without}")
         if not self.same_text:
             parts.append(f"sums on {self.executor} change with the batch: where two tokens nearly tie, either may come")
         if self.kv_bytes:
             parts.append(f"{self.kv_bytes:,} bytes of KV cache of its own")
         return "; ".join(part for part in parts if part)
-
-    def _acceptance_text(self) -> str:
-        if self.acceptance is None:
-            return f"{self.name}: nothing drafted"
-        steps = "" if self.tokens_per_step is None else f", {self.tokens_per_step:.2f} tokens a step"
-        share = f"{self.accepted:,} of {self.proposed:,} accepted ({self.acceptance:.0%})"
-        return f"{self.name}, up to {self.most}: {share}{steps}"
-
-    def _gain(self) -> str:
-        if self.speed_up is None or self.acceptance is None:
-            return ""
-        without = f"{self.plain_ms_per_token:.2f} in steps without a draft ({self.speed_up:.2f}x)"
-        return f"{self.ms_per_token:.2f} ms a token, {without}"
 
 
 def draft_report(

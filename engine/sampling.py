@@ -89,18 +89,14 @@ class BatchSampler:
 
     Args:
         prompts: token ids of each sequence, for the repetition penalty.
-        first: number of the first sequence: sequence i draws from `seed + first + i`.
         unused_ids: vocabulary rows that are no tokens; never drawn.
     """
 
-    def __init__(
-        self, sampling: Sampling, prompts: Sequence[Iterable[int]], first: int = 0, unused_ids: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, sampling: Sampling, prompts: Sequence[Iterable[int]], unused_ids: Sequence[int] = ()) -> None:
         self._sampling, self._unused = sampling, torch.tensor(unused_ids, dtype=torch.int64)
         self._prompts = list(prompts)
         self._seen_tokens: Tensor | None = None
-        seeds = range(sampling.seed + first, sampling.seed + first + len(prompts))
-        self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self._generators = [torch.Generator().manual_seed(sampling.seed + number) for number in range(len(prompts))]
 
     @property
     def is_pure_greedy(self) -> bool:

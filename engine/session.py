@@ -23,9 +23,9 @@ from haarkv.models import balance as balancing
 from haarkv.models.base import new_cache
 from haarkv.models.catalog import model_files
 from haarkv.models.config import ModelConfig
-from haarkv.models.footprint import WeightBytes
 from haarkv.models.parallel import SINGLE_RANK, Ranks
 from haarkv.models.text import Tokenizer
+from haarkv.models.weights import WeightBytes
 from haarkv.tq_ops.errors import InputError, count_noun, warn
 from haarkv.tq_ops.kv import cache_file
 from haarkv.tq_ops.kv.batch import PagedSequences
@@ -164,7 +164,11 @@ class Session:
         sampling = sampling or self.sampling_with(**settings)
         if os.getpid() != self._process:
             raise InputError("this process was forked after the model was loaded; load it here, or spawn processes")
-        ids = self._begins(_several(prompts), stored, keep, Chat(chat, system, template_args, parse_special))
+        try:
+            several: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
+        except TypeError:
+            raise InputError(f"a prompt is a text or a list of token ids, not {shown(prompts)}") from None
+        ids = self._begins(several, stored, keep, Chat(chat, system, template_args, parse_special))
         context = context_for(ids, self.config.max_position_embeddings, max_new_tokens, max_context, on_warning)
         texts = Texts(self.tokenizer, len(ids), stop_list(stop), on_token, on_text)
         cache, paging = self.new_cache(len(ids), context)
@@ -270,10 +274,3 @@ class Session:
         )
         per_token = self.plan.bytes_per_token(config.kv_shapes)
         return KVUsage(self.plan.summary(), ranks * per_token, ranks * cache.nbytes, ranks * bf16)
-
-
-def _several(prompts: str | Sequence[str | Sequence[int]]) -> list[str | Sequence[int]]:
-    try:
-        return [prompts] if isinstance(prompts, str) else list(prompts)
-    except TypeError:
-        raise InputError(f"a prompt is a text or a list of token ids, not {shown(prompts)}") from None

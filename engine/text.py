@@ -93,7 +93,10 @@ def encode(
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     prompt_ids = [_token_ids(prompt, f"prompt {number}", vocab_size) for number, prompt in enumerate(prompts, 1)]
     text_ids = iter(chat.encode(tokenizer, texts))
-    return [next(text_ids) if isinstance(prompt, str) else ids for prompt, ids in zip(prompts, prompt_ids, strict=True)]
+    encoded = [next(text_ids) if isinstance(prompt, str) else ids for prompt, ids in zip(prompts, prompt_ids, strict=True)]
+    if [] in encoded:
+        raise InputError(f"prompt {encoded.index([]) + 1} is empty; give at least one token of text")
+    return encoded
 
 
 def _token_ids(prompt: object, what: str, vocab_size: int) -> list[int]:
@@ -139,6 +142,8 @@ def context_for(
     if longest > limit:
         raise InputError(f"the longest prompt has {longest} tokens, this model's context only {limit}; shorten it")
     context = max_context or min(limit, longest + max_new_tokens)
+    if longest > context:
+        raise InputError(f"a prompt has {count_noun(longest, 'token')}, the cache holds {context}; raise --max-context")
     # The last token is predicted and never stored.
     if on_warning and longest <= context < longest + max_new_tokens - 1:
         tokens = f"{context - longest + 1} of {count_noun(max_new_tokens, 'new token')}"

@@ -201,14 +201,12 @@ def create(
     Raises:
         InputError: no such executor or device, or it cannot run this model with this plan, with its reason.
     """
+    dtype = str(model.dtype).removeprefix("torch.")
     if name == AUTO:
-        name = select(name, model.config, [plan], device=device, dtype=str(model.dtype).removeprefix("torch.")).name
-    entry, ranks = info(name), model.ranks
-    if problem := refusal(name, model.config, [], ranks=ranks):
+        name = select(name, model.config, [plan], device=device, dtype=dtype).name
+    if problem := refusal(name, model.config, [plan], ranks=model.ranks, dtype=dtype):
         raise InputError(f"executor {problem}")
-    executor = entry.open(model, _device_of_rank(name, device, ranks))
-    if reason := executor.supports(model.config, plan):
-        raise InputError(f"executor {name} cannot run this: {reason}")
+    executor = info(name).open(model, _device_of_rank(name, device, model.ranks))
     executor.compile_ahead(plan, on_program or (lambda _: None))
     return executor
 

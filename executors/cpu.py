@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -13,11 +12,10 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import Layer, ModelConfig, unknown_part
 from haarkv.models.tensors import LayerWeights
-from haarkv.tq_ops import reference
 from haarkv.tq_ops.cpu.calls import has_kernel
 from haarkv.tq_ops.cpu.layers import FEW, Dense, DenseLayers
 from haarkv.tq_ops.cpu.layout import READS
-from haarkv.tq_ops.cpu.library import BLOCKS, KernelsMissingError
+from haarkv.tq_ops.cpu.library import BLOCKS
 from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -44,7 +42,7 @@ class _OnKernels(DecoderModel):
 
 
 class CpuExecutor(ReferenceExecutor):
-    """Runs a model in its dtype; without the compiled kernels as the reference, and says so.
+    """Runs a model in its dtype; a KernelsMissingError without the compiled kernels.
 
     A layer whose K or V has a format that the kernels do not read (`READS`) stores and attends by the reference's ops, slowly.
 
@@ -53,36 +51,24 @@ class CpuExecutor(ReferenceExecutor):
     """
 
     name = "cpu"
+    blocks = BLOCKS
 
     def __init__(self, model: DecoderModel, isa: str | None = None) -> None:
-        ops: OpTable
-        self._kernels: CpuOps | None = None
-        try:
-            ops = self._kernels = CpuOps(isa)
-            model = _on_kernels(model, ops)
-            rounds_activations = any(
-                isinstance(weight, Blocks) and weight.x_bits == 8 for _, weight in model.weights.named_tensors()
-            )
-            self.description = f"C++ kernels ({ops.isa}) on the CPU{', activations of 8 bits' * rounds_activations}"
-            self.blocks = BLOCKS
-        except KernelsMissingError as missing:
-            if isa:
-                raise
-            ops = reference
-            self.description = f"the reference's plain torch on the CPU, slowly: {missing}"
-        super().__init__(model, ops)
+        self._kernels = CpuOps(isa)
+        rounds_activations = any(
+            isinstance(weight, Blocks) and weight.x_bits == 8 for _, weight in model.weights.named_tensors()
+        )
+        self.description = f"C++ kernels ({self._kernels.isa}) on the CPU{', activations of 8 bits' * rounds_activations}"
+        super().__init__(_on_kernels(model, self._kernels), self._kernels)
 
     @torch.inference_mode()
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache) -> Tensor:
-        with self._threads():
+        with self._kernels.alone():
             return super().layers(hidden, span, batch, cache)
 
     def _finite(self, run: Callable[[OpTable], Tensor]) -> Tensor:
-        with self._threads():
+        with self._kernels.alone():
             return super()._finite(run)
-
-    def _threads(self) -> AbstractContextManager[None]:
-        return self._kernels.alone() if self._kernels else nullcontext()
 
     @property
     def whole(self) -> DenseLayers | None:
@@ -94,7 +80,7 @@ class CpuExecutor(ReferenceExecutor):
         return unsupported(READS, plan, config.kv_shapes, others=True)
 
     def batch_invariant(self, plan: KVPlan) -> bool:
-        return self._kernels is not None and unsupported(READS, plan, self.config.kv_shapes) is None
+        return unsupported(READS, plan, self.config.kv_shapes) is None
 
 
 def _on_kernels(model: DecoderModel, ops: CpuOps) -> DecoderModel:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -17,9 +16,8 @@ from torch import Tensor
 from haarkv.executors.base import Executor
 from haarkv.executors.reference import blame, not_finite_among_ranks
 from haarkv.models import fused
-from haarkv.models.base import DecoderModel, new_cache, rope_tables
+from haarkv.models.base import DecoderModel, new_cache
 from haarkv.models.config import Attention, ModelConfig
-from haarkv.models.fused import with_stacks
 from haarkv.models.layer import DeltaNet
 from haarkv.tq_ops.cuda.available import triton_missing
 from haarkv.tq_ops.cuda.block_planes import placed
@@ -86,16 +84,14 @@ class CudaExecutor(Executor):
         waitless: dict[str, Callable[..., Any]] = {"store_kv": ops.append, "gated_delta": delta.advance}
         in_step = with_ops(self.ops, {name: partial(op, fault=self._fault) for name, op in waitless.items()})
         self.step_ops: OpTable = with_experts(in_step, experts.run_experts)
+        self._model: DecoderModel
+        table: Any = self.step_ops
         if model.ranks.size == 1 and fused.unsupported(model.config) is None:
-            whole = fused.fuse(model, self.device, placed)
-            self._model = whole.model
-            self._run = _bound(whole, ops.CudaFusedOps(self._fault))
+            self._model, table = fused.fuse(model, self.device, placed), ops.CudaFusedOps(self._fault)
         else:
-            weights = with_stacks(model.weights, model.config, self.device, placed)
-            same = model.weights.embedding.device == self.device
-            ropes = model.ropes if same else rope_tables(model.config, self.device)
-            self._model = replace(model, weights=weights, ropes=ropes)
-            self._run = _bound(self._model, self.step_ops)
+            weights = fused.with_stacks(model.weights, model.config, self.device, placed)
+            self._model = model.with_weights(weights, self.device)
+        self._run = _Run(*(partial(getattr(self._model, name), ops=table) for name in _Run._fields))
         # A graph that holds sums over ranks was never tried: with several, steps are launched op by op.
         self._graphs = self.device.type == "cuda" and self._model.ranks.size == 1
         self._steps: WeakKeyDictionary[PagedKVCache, _Steps] = WeakKeyDictionary()
@@ -193,11 +189,6 @@ class CudaExecutor(Executor):
     def _current(self) -> AbstractContextManager[object]:
         """Makes its GPU the current one, whose launches, streams and graphs Triton uses."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
-
-
-def _bound(model: Any, ops: Any) -> _Run:
-    """The forward of a `DecoderModel` over an op table, or of a `FusedModel` over fused ops."""
-    return _Run(*(partial(getattr(model, name), ops=ops) for name in _Run._fields))
 
 
 def open_gpu(device: str | None) -> torch.device:

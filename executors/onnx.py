@@ -17,11 +17,11 @@ from torch import Tensor
 from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
-from haarkv.models.qwen3_14b.onnx.model import EMPTY_POSITION, build
-from haarkv.models.qwen3_14b.onnx.scopes import FIELDS, WINDOW_FIELDS, Qwen3Scopes
-from haarkv.models.qwen3_14b.onnx.spec import (
+from haarkv.models.qwen3_14b.onnx.model import (
     DEFAULT_OPSET,
+    EMPTY_POSITION,
     GraphSpec,
+    build,
     cache_name,
     coded_values,
     coded_weights,
@@ -30,9 +30,10 @@ from haarkv.models.qwen3_14b.onnx.spec import (
     weight_types,
     weight_values,
 )
-from haarkv.models.qwen3_14b.onnx.spec import unsupported as graphs_unsupported
+from haarkv.models.qwen3_14b.onnx.model import unsupported as graphs_unsupported
+from haarkv.models.qwen3_14b.onnx.scopes import FIELDS, WINDOW_FIELDS, Qwen3Scopes
 from haarkv.models.weights import EMBEDDING
-from haarkv.tq_ops.errors import InputError, NonFiniteError
+from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.formats.stretches import STRETCH
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -57,8 +58,6 @@ class OnnxExecutor(Executor):
     name = "onnx"
 
     def __init__(self, model: DecoderModel) -> None:
-        if reason := graphs_unsupported(model.config):
-            raise InputError(f"executor onnx cannot run this: {reason}")
         self.config, self._model = model.config, model
         self.device = torch.device("cpu")
         self.description = f"ONNX Runtime {ort.__version__} ({_PROVIDER})"

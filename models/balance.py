@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -98,7 +97,13 @@ def key_moments(tensors: Mapping[str, Tensor], heads: int, dim: int, rope_dims: 
         use = query_squares.view(heads, -1, dim).mean(1)
         spread = _row_squares(tensors, "k_proj").view(heads, dim)
         bias = _bias(tensors, "k_bias", tensors["k_proj"]).view(heads, dim)
-    pair_means = partial(_in_pairs, rope_dims=dim if rope_dims is None else rope_dims)
+
+    def pair_means(squares: Tensor) -> Tensor:
+        rotated = dim if rope_dims is None else rope_dims
+        low, high = squares[:, :rotated].chunk(2, dim=-1)
+        mean = (low + high) / 2
+        return torch.cat([mean, mean, squares[:, rotated:]], dim=-1)
+
     return Moments(pair_means(use), pair_means(spread), pair_means(bias.square()).sqrt())
 
 
@@ -109,7 +114,6 @@ def value_moments(tensors: Mapping[str, Tensor], heads: int, dim: int) -> Moment
     return Moments(use, _row_squares(tensors, "v_proj").view(heads, dim), bias)
 
 
-_NORMED_PROJECTIONS = {"q_proj", "k_proj", "v_proj"}
 _READ = {"input_norm", *(f"{name}_proj" for name in "qkvo"), "q_norm", "k_norm", *(f"{name}_bias" for name in "qkv")}
 
 
@@ -225,13 +229,6 @@ def _row_squares(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     """Mean square [rows] fp32 of each row's output for normed inputs."""
     rows: Tensor = torch.linalg.vector_norm(tensors[name].float() * tensors["input_norm"].float(), dim=1)
     return rows.square()
-
-
-def _in_pairs(squares: Tensor, rope_dims: int) -> Tensor:
-    """[H, D], the mean over each RoPE pair."""
-    low, high = squares[:, :rope_dims].chunk(2, dim=-1)
-    mean = (low + high) / 2
-    return torch.cat([mean, mean, squares[:, rope_dims:]], dim=-1)
 
 
 def fold_scales(layer: LayerWeights, side: str, scales: Tensor) -> LayerWeights:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,9 +48,12 @@ class DecoderModel:
 
     def to(self, device: torch.device) -> DecoderModel:
         """The same model on another device; itself where it already is."""
-        if self.weights.embedding.device == device:
-            return self
-        return replace(self, weights=self.weights.to(device), ropes=rope_tables(self.config, device))
+        return self if self.weights.embedding.device == device else self.with_weights(self.weights.to(device), device)
+
+    def with_weights(self, weights: Weights, device: torch.device) -> DecoderModel:
+        """The same model with other weights, which are on a device."""
+        is_same = self.weights.embedding.device == device
+        return replace(self, weights=weights, ropes=self.ropes if is_same else rope_tables(self.config, device))
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Hidden states [T, hidden] of token ids [T]."""
@@ -102,12 +105,12 @@ def rope_tables(config: ModelConfig, device: torch.device | str = "cpu") -> dict
 
 def new_cache(
     config: ModelConfig, plan: KVPlan, *, sequences: int, tokens: int, device: torch.device | str = "cpu",
-    order: Sequence[int] | None = None, room: int | None = WINDOW_ROOM, **more: Any,
+    room: int | None = WINDOW_ROOM, **more: Any,
 ) -> tuple[PagedKVCache, PagedSequences]:  # fmt: skip
-    """An empty cache for `sequences` of up to `tokens` tokens each, and its paging; `order` of blocks."""
+    """An empty cache for `sequences` of up to `tokens` tokens each, and its paging."""
     blocks = blocks_for(tokens, **({"block_size": more["block_size"]} if "block_size" in more else {}))
     cache = PagedKVCache(
         plan, config.kv_shapes, num_blocks=sequences * blocks, num_rows=sequences, row_blocks=blocks, device=device,
         states=config.state_shapes, room=room, **more,
     )  # fmt: skip
-    return cache, PagedSequences(cache.num_blocks, cache.block_size, order, num_rows=sequences)
+    return cache, PagedSequences(cache.num_blocks, cache.block_size, num_rows=sequences)

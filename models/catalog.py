@@ -22,11 +22,11 @@ from haarkv.models.checkpoint import (
 )
 from haarkv.models.config import ModelConfig
 from haarkv.models.families import SIZES
-from haarkv.models.footprint import IN_PLACE, WeightBytes, keeps, random_bytes, weight_bytes
 from haarkv.models.hf_config import parse_config
 from haarkv.models.hf_folder import HFFolder
 from haarkv.models.parallel import SINGLE_RANK, Ranks, Split
 from haarkv.models.source import KeptBlocks, Source
+from haarkv.models.weights import IN_PLACE, WeightBytes, random_bytes, weight_bytes
 from haarkv.tq_ops.errors import InputError, warn
 from haarkv.tq_ops.input_files import read_file
 from haarkv.tq_ops.memory import available_memory
@@ -232,19 +232,11 @@ def maps_file(weights: WeightBytes, mmap_option: bool | None, processes: int = 1
     )
 
 
-def restored_types(name: str | Path, keep_blocks: KeptBlocks) -> list[str]:
-    """Types of a model's quantized blocks that loading restores, by name."""
+def block_types(name: str | Path) -> list[str]:
+    """Types of a model's quantized blocks, by name."""
     source = open_source(name)
     tensors = source.tensors().values() if source is not None else ()
-    return sorted({tensor.blocks for tensor in tensors if tensor.blocks is not None and not keeps(tensor, keep_blocks)})
-
-
-def has_kept_blocks(name: str | Path, keep_blocks: KeptBlocks) -> bool:
-    """Whether a model has quantized blocks that loading keeps."""
-    source = open_source(name)
-    return source is not None and any(
-        tensor.blocks is not None and keeps(tensor, keep_blocks) for tensor in source.tensors().values()
-    )
+    return sorted({tensor.blocks for tensor in tensors if tensor.blocks is not None})
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -16,10 +16,21 @@ import torch
 from torch import Tensor
 
 from haarkv.models.config import ModelConfig
-from haarkv.models.footprint import WeightBytes, in_file_pages, is_gathered, keeps, random_bytes, weight_bytes
 from haarkv.models.parallel import Split
 from haarkv.models.source import DRAFTING, CheckpointTensor, Empty, KeptBlocks
-from haarkv.models.weights import HEAD, Weights, assemble, checkpoint_shapes, checkpoint_tensors
+from haarkv.models.weights import (
+    HEAD,
+    WeightBytes,
+    Weights,
+    assemble,
+    checkpoint_shapes,
+    checkpoint_tensors,
+    in_file_pages,
+    is_gathered,
+    keeps,
+    random_bytes,
+    weight_bytes,
+)
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.memory import forget_pages, require_memory
 from haarkv.tq_ops.weight import Blocks, Weight
@@ -142,7 +153,7 @@ def stored_tensors(
             yield name, shared_weights[name]
             continue
         tensor, part = tensors[name], split.slices(spec.axes) if split else None
-        blocks = tensor.read_blocks(dtype, part) if keeps(tensor, keep_blocks) else None
+        blocks = tensor.read_blocks(dtype, part) if keeps(tensor.blocks, keep_blocks) else None
         weight: Weight = blocks or spec.in_memory(tensor.read(spec.memory_dtype(dtype), part, empty), dtype)
         in_pages = in_file_pages(tensor, spec, dtype, blocks is not None, split is None)
         yield name, _copy_from_file(weight, empty) if not mmap and in_pages and not is_gathered(name, config) else weight

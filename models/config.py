@@ -50,16 +50,6 @@ class Heads(NamedTuple):
     num_kv_heads: int
     head_dim: int
 
-    @property
-    def q_size(self) -> int:
-        """Rows of the projection to Q."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        """Rows of the projection to K, or to V."""
-        return self.num_kv_heads * self.head_dim
-
 
 @dataclass(frozen=True)
 class Attention:

@@ -9,13 +9,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from haarkv.models.base import DecoderModel, rope_tables
+from haarkv.models.base import DecoderModel
 from haarkv.models.config import Dense, Experts, ModelConfig, unknown_layer
 from haarkv.models.tensors import LayerWeights
 from haarkv.models.weights import Weights
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.table import FusedOps, Heads, Stack
+from haarkv.tq_ops.table import Heads, Stack
 from haarkv.tq_ops.weight import Blocks, Weight, dense
 
 
@@ -34,30 +34,18 @@ class Packed:
 
 
 @dataclass(frozen=True)
-class FusedModel:
-    """A model of attention layers in 9 ops a dense layer, rounded as `models.layer.decoder_layer`; `fuse` makes one.
+class FusedModel(DecoderModel):
+    """A model of attention layers over `FusedOps`: 9 ops a dense layer, rounded as `models.layer.decoder_layer`.
 
     Attributes:
-        model: its projections are views of `packed`.
-        packed: by layer.
+        packed: by layer; the projections of `weights` are views of it. `fuse` fills it.
     """
 
-    model: DecoderModel
-    packed: tuple[Packed, ...]
+    packed: tuple[Packed, ...] = ()
 
-    def forward(self, token_ids: Tensor, batch: Batch, cache: PagedKVCache, ops: FusedOps) -> Tensor:
-        """As `DecoderModel.forward`."""
-        return self.layers(self.model.embed(token_ids), range(self.model.config.num_layers), batch, cache, ops)
-
-    def head(self, hidden: Tensor, ops: FusedOps) -> Tensor:
-        """As `DecoderModel.head`."""
-        x = ops.rms_norm(hidden, self.model.weights.final_norm, self.model.config.final_norm.eps)
-        return ops.linear(x, self.model.weights.lm_head)
-
-    def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache, ops: FusedOps) -> Tensor:
+    def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache, ops: Any) -> Tensor:
         """As `DecoderModel.layers`; the norm of a layer's input is fused with the residual of the layer before."""
-        config, weights = self.model.config, self.model.weights
-        ropes = self.model.rope_at(batch.positions)
+        config, weights, ropes = self.config, self.weights, self.rope_at(batch.positions)
         norms = [*(layer["input_norm"] for layer in weights.layers), weights.final_norm]
         x = ops.rms_norm(hidden, norms[span.start], config.layers[span.start].norm.eps) if span else hidden
         for index in span:
@@ -98,8 +86,8 @@ def unsupported(config: ModelConfig) -> str | None:
 def fuse(model: DecoderModel, device: torch.device, place: PlaceWeight = _restore) -> FusedModel:
     """A model on a device with packed projections.
 
-    Every tensor is on the device once: weights of the result's `model` are views of packed ones. A model that is on the device
-    already is copied, unless it is the `model` of an earlier result.
+    Every tensor is on the device once: weights of the result are views of packed ones. A model that is on the device already
+    is copied, unless it is an earlier result.
 
     Args:
         model: of one rank, for which `unsupported` returns None.
@@ -119,9 +107,8 @@ def fuse(model: DecoderModel, device: torch.device, place: PlaceWeight = _restor
     moved_weights = replace(
         weights, embedding=embedding, layers=tuple(layers), final_norm=weights.final_norm.to(device), lm_head=head
     )
-    same = weights.embedding.device == device
-    ropes = model.ropes if same else rope_tables(model.config, device)
-    return FusedModel(replace(model, weights=moved_weights, ropes=ropes), tuple(packed))
+    moved = model.with_weights(moved_weights, device)
+    return FusedModel(moved.config, moved.weights, moved.ropes, moved.ranks, tuple(packed))
 
 
 PlaceWeight = Callable[[Weight, torch.device], Weight]

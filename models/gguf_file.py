@@ -26,7 +26,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.input_files import file_size
 from haarkv.tq_ops.weight import BlockType, restore_rows
 
-_MOST_ENTRIES, _MOST_TENSORS, _MOST_DEPTH, _MOST_VALUES, _MOST_NAME = 2**16, 2**20, 4, 2**23, 2**10
+_MOST_ENTRIES, _MOST_TENSORS, _MOST_VALUES, _MOST_NAME = 2**16, 2**20, 2**23, 2**10
 """Several times what any file has; values of all lists together, characters of a tensor's name."""
 _PLAIN = {
     gguf.GGMLQuantizationType.F32: torch.float32,
@@ -299,13 +299,13 @@ class _Reader:
         except UnicodeDecodeError:
             raise _DamagedError("a text in its header is not UTF-8") from None
 
-    def _value(self, kind: int, depth: int = 0) -> Any:
+    def _value(self, kind: int, in_list: bool = False) -> Any:
         if kind == _STRING:
             return self._text()
         if kind in _NUMBERS:
             return self._number(_NUMBERS[kind])
-        if kind != _ARRAY or depth == _MOST_DEPTH:
-            raise _DamagedError(f"an entry is of kind {kind}, which there is none of")
+        if kind != _ARRAY or in_list:  # no file has lists of lists
+            raise _DamagedError(f"an entry or a list's value is of kind {kind}, which there is none of")
         kind, count = self._number("I"), self._number("Q")
         # Each value takes a byte at least; a list takes many times the bytes of small numbers.
         self._values += count
@@ -313,4 +313,4 @@ class _Reader:
             raise _DamagedError(f"it promises a list of {count:,} values, more than it has bytes left, or than any file has")
         if kind in _NUMBERS:
             return list(self._numbers(_NUMBERS[kind], count))
-        return [self._value(kind, depth + 1) for _ in range(count)]
+        return [self._value(kind, in_list=True) for _ in range(count)]

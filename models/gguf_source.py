@@ -7,6 +7,7 @@ stored as 1 + w.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,8 +21,7 @@ from torch import Tensor
 
 from haarkv.models.config import Attention, ModelConfig, decimal
 from haarkv.models.gguf_file import GGUFFile, GGUFTensor, block_type
-from haarkv.models.gguf_settings import ROPE_FACTORS, GGUFSettings
-from haarkv.models.gguf_tokenizer import build_words
+from haarkv.models.gguf_metadata import ROPE_FACTORS, GGUFSettings, build_words
 from haarkv.models.hf_config import parse_config
 from haarkv.models.layer import DeltaNet
 from haarkv.models.source import DRAFTING, CheckpointTensor, Empty, Part, Words, checked_sampling
@@ -257,24 +257,19 @@ class GGUFSource:
         )  # fmt: skip
 
     def by_stored_name(self, column_values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Values of columns, [in] by Hugging Face's names, in the file's names and order; [experts, in] of stacked experts."""
+        """Values of columns, [in] by Hugging Face's names, in the file's names and order: [1 or experts, in]."""
         file_names = {id(tensor): name for name, tensor in self.file.tensors.items()}
-        values_by_name: dict[str, Tensor] = {}
-        experts: dict[str, dict[int, Tensor]] = {}
+        matrices: dict[str, dict[int, Tensor]] = {}
         for name, tensor in self._tensors.items():
             if (values := column_values.get(name)) is None or len(values) != tensor.stored.shape[-1]:
                 continue
-            file_name = file_names[id(tensor.stored)]
             if tensor.columns is not None:
                 values = torch.empty_like(values).index_copy_(0, tensor.columns, values)
-            if tensor.expert is None:
-                values_by_name[file_name] = values
-            else:
-                experts.setdefault(file_name, {})[tensor.expert] = values
-        for file_name, expert_values in experts.items():
-            if len(expert_values) == self.file.tensors[file_name].shape[0]:
-                values_by_name[file_name] = torch.stack([expert_values[expert] for expert in sorted(expert_values)])
-        return values_by_name
+            matrices.setdefault(file_names[id(tensor.stored)], {})[tensor.expert or 0] = values
+        return {
+            name: torch.stack([each[expert] for expert in sorted(each)]) for name, each in matrices.items()
+            if len(each) == math.prod(self.file.tensors[name].shape[:-2])
+        }  # fmt: skip
 
     def words(self) -> Words:
         embedding = self.file.tensors.get("token_embd.weight")

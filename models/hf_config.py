@@ -8,7 +8,7 @@ from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
 
-from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, Norm, Rope, RopeScaling
+from haarkv.models.config import Attention, Experts, Layer, ModelConfig, Rope, RopeScaling
 from haarkv.models.rope import LinearScaling, Llama3Scaling, YarnScaling, yarn_attention_factor
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.input_files import read_json
@@ -40,7 +40,7 @@ def read_hf_config(path: Path) -> ModelConfig:
 
 def parse_config(path: Path, settings: Mapping[str, Any]) -> ModelConfig:
     """Declaration from the entries of a `config.json`; `path` names them in messages."""
-    from haarkv.models.families import FAMILIES  # which reads entries by this module
+    from haarkv.models.families import FAMILIES, read_family  # which reads entries by this module
 
     file = HFConfig(path, settings)
     model_type = file.raw.get("model_type")
@@ -48,7 +48,7 @@ def parse_config(path: Path, settings: Mapping[str, Any]) -> ModelConfig:
         model_types = ", ".join(FAMILIES)
         name = model_type if isinstance(model_type, str) else shown(model_type or "nameless")
         raise InputError(f"{path} is a {name} model; this project runs model_type {model_types}")
-    config = FAMILIES[model_type].read_config(file)
+    config = read_family(file)
     for layer in dict.fromkeys(config.layers):
         _require_possible(path, layer)
     if config.max_position_embeddings > _MOST["max_position_embeddings"]:
@@ -134,14 +134,6 @@ class HFConfig:
             raise InputError(f"{self.path}: sliding_window {shown(window)} is no number of tokens")
         return [window if local else None for local in is_local]
 
-    def attention(self, rope: FoundRope, **more: Any) -> Attention:
-        """Attention with logits over sqrt(head_dim)."""
-        heads = self.count("num_attention_heads")
-        dim = self.count("head_dim", self.count("hidden_size") // heads)
-        return Attention(
-            heads, self.count("num_key_value_heads", heads), dim, **{"scale": float(dim**-0.5), "rope": rope.on(dim), **more}
-        )
-
     def experts(self, *, normalized: bool, shared: int = 0) -> Experts:
         """Experts; transformers 5 writes num_local_experts for Qwen's num_experts."""
         sparse = self.raw.get("decoder_sparse_step", 1) == 1
@@ -152,15 +144,7 @@ class HFConfig:
             raise InputError(f"{self.path}: a token cannot go through {per_token} of {count} experts")
         return Experts(count, per_token, self.count("moe_intermediate_size"), normalized=normalized, shared=shared)
 
-    def plain_layers(self, attention: Attention, windows: Sequence[int | None] = ()) -> tuple[Layer, ...]:
-        """Layers of attention and a SiLU-gated MLP that differ in their windows alone."""
-        act = self.raw.get("hidden_act", "silu")
-        self.refuse({f"activation {shown(act)}": act != "silu"})
-        layer = Layer(attention, Dense(self.count("intermediate_size")), Norm(self.number("rms_norm_eps", 1e-6)))
-        count = self.count("num_hidden_layers")
-        return tuple(replace(layer, mixer=replace(attention, window=window)) for window in windows or [None] * count)
-
-    def model(self, layers: tuple[Layer, ...], positions: int, **more: Any) -> ModelConfig:
+    def model(self, layers: tuple[Layer, ...], positions: int, embedding_scale: float) -> ModelConfig:
         """A model with the entries that all families share; windows as wide as the positions are dropped."""
 
         def effective_window(layer: Layer) -> Layer:
@@ -170,12 +154,10 @@ class HFConfig:
             return layer
 
         layers = tuple(map(effective_window, layers))
-        settings = {
-            "final_norm": layers[0].norm, "tied": self.flag("tie_word_embeddings"), "max_position_embeddings": positions,
-            "eos_token_ids": eos_token_ids(self.raw, self.path), **more,
-        }  # fmt: skip
-        model_type = str(self.raw["model_type"])
-        return ModelConfig(model_type, layers, self.count("hidden_size"), self.count("vocab_size"), **settings)
+        return ModelConfig(
+            str(self.raw["model_type"]), layers, self.count("hidden_size"), self.count("vocab_size"), layers[0].norm,
+            embedding_scale, self.flag("tie_word_embeddings"), positions, eos_token_ids(self.raw, self.path),
+        )  # fmt: skip
 
 
 def eos_token_ids(raw: Mapping[str, Any], path: Path) -> tuple[int, ...]:

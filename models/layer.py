@@ -115,8 +115,8 @@ class MixerKind:
 def attention_tensors(mixer: Attention, norm: Norm, hidden_size: int) -> dict[str, StoredTensor]:
     """Weight tensors of an `Attention`."""
     hidden = Axis(hidden_size, "hidden")
-    queries = Axis(mixer.heads.q_size, "q", cut=True, unit=mixer.head_dim)
-    keys = Axis(mixer.heads.kv_size, "kv", cut=True, unit=mixer.head_dim, shared=True)
+    queries = Axis(mixer.num_heads * mixer.head_dim, "q", cut=True, unit=mixer.head_dim)
+    keys = Axis(mixer.num_kv_heads * mixer.head_dim, "kv", cut=True, unit=mixer.head_dim, shared=True)
     # The rows of a head's gate follow the rows of its query.
     with_gates = Axis(2 * queries.size, "q", cut=True, unit=2 * queries.unit) if mixer.gated else queries
     rows = {"q": with_gates, "k": keys, "v": keys}

@@ -21,9 +21,9 @@ from haarkv.models.base import DecoderModel, rope_tables
 from haarkv.models.catalog import open_source
 from haarkv.models.checkpoint import load_weights
 from haarkv.models.config import Attention, ModelConfig
-from haarkv.models.footprint import keeps
 from haarkv.models.source import DRAFTING, KeptBlocks
 from haarkv.models.tensors import Axis, StoredTensor
+from haarkv.models.weights import keeps
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.table import OpTable
 from haarkv.tq_ops.weight import Weight, dense
@@ -83,10 +83,9 @@ def load_mtp(
     shared_weights: Mapping[str, Weight],
     keep_blocks: KeptBlocks = False,
 ) -> MTP:
-    """Read a model's drafting layer; `shared_weights` are the model's embedding and head, by name."""
+    """Read the drafting layer of a model that has one; `shared_weights` are the model's embedding and head, by name."""
     source = open_source(name)
-    if source is None or source.tensors().keys().isdisjoint(_ENTRY):
-        raise InputError(f"{name} has no layer that predicts several tokens: no tensors mtp.*, or nextn.* in a GGUF file")
+    assert source is not None, "a model for which `has_mtp`"
     one, tensors = config_of_mtp(config), source.tensors()
     layer_tensors = {
         name.replace(DRAFTING, "" if "lm_head" in name else "model.", 1): tensor
@@ -103,6 +102,6 @@ def load_mtp(
         if tensor is None or tensor.shape != spec.shape or tensor.fault:
             what = "is missing" if tensor is None else tensor.fault or f"has shape {[*tensor.shape]}, not {[*spec.shape]}"
             raise InputError(f"{source.path}: {tensor_name} {what}")
-        blocks = tensor.read_blocks(dtype) if keeps(tensor, keep_blocks) else None
+        blocks = tensor.read_blocks(dtype) if keeps(tensor.blocks, keep_blocks) else None
         weights.append(blocks or spec.in_memory(tensor.read(spec.memory_dtype(dtype)), dtype))
     return MTP(model, weights[0], dense(weights[1]), dense(weights[2]))

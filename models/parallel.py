@@ -98,8 +98,6 @@ class Split:
     size: int = 1
 
     def __post_init__(self) -> None:
-        if self.size < 1 or not 0 <= self.rank < self.size:
-            raise InputError(f"there is no rank {self.rank} of {self.size}")
         if self.size == 1:
             return
         for layer in dict.fromkeys(self.whole.layers):

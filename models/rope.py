@@ -75,16 +75,16 @@ class YarnScaling:
 
     def scaled(self, inv_freq: Tensor, theta: float) -> Tensor:
         half = inv_freq.shape[0]
-        begin, end = (self._dimension(turns, 2 * half, theta) for turns in (self.beta_fast, self.beta_slow))
+        # The dimensions that make these numbers of rotations within `original_positions`.
+        begin, end = (
+            half * math.log(self.original_positions / (turns * 2 * math.pi)) / math.log(theta)
+            for turns in (self.beta_fast, self.beta_slow)
+        )
         if self.truncate:
             begin, end = math.floor(begin), math.ceil(end)
         begin, end = max(begin, 0), min(end, 2 * half - 1)
         ramp = ((torch.arange(half, dtype=torch.float32) - begin) / (end - begin or 0.001)).clamp(0, 1)
         return inv_freq / self.factor * ramp + inv_freq * (1 - ramp)
-
-    def _dimension(self, turns: float, dim: int, theta: float) -> float:
-        """The dimension that makes this number of rotations within `original_positions`."""
-        return dim * math.log(self.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
 
 def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:

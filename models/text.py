@@ -11,7 +11,7 @@ from typing import Any
 
 from haarkv.models.catalog import open_source, tokenizer_source_of
 from haarkv.models.config import ModelConfig
-from haarkv.models.gguf_tokenizer import ends_a_part
+from haarkv.models.gguf_metadata import ends_a_part
 from haarkv.models.source import Source
 from haarkv.models.templates import Messages, render
 from haarkv.tq_ops.errors import InputError

@@ -26,7 +26,7 @@ CHOOSES = (
     "validation/planning/auto.py",
 )
 # llama.cpp has names of its own, and some are also a family's. The page says where a family that it runs is added.
-LLAMA_CPP = ("models/gguf_settings.py", "models/gguf_source.py", "models/gguf_tokenizer.py")
+LLAMA_CPP = ("models/gguf_metadata.py", "models/gguf_source.py")
 # Tables of signs and levels are called after the format that brought them.
 TABLES = ("codebooks/*",)
 

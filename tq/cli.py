@@ -35,7 +35,7 @@ _SECTIONS = {
 }
 _WORKSHOP = {
     "A new machine": {"bringup": "tq.commands.bringup", "compile": "tq.commands.bringup:compile_command"},
-    "The validator": {"replay": "tq.commands.validate:replay", "self-test": "tq.commands.self_test:self_test"},
+    "The validator": {"replay": "tq.commands.validate:replay", "self-test": "tq.commands.validate:self_test"},
 }
 _FIRST_STEPS = (
     ("tq generate 'def main('", "The small model that ships writes Python."),

@@ -19,7 +19,6 @@ from haarkv.tq_ops.kv.calibration_file import CalibrationFile
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.planning.auto import LOSS, require_loss, steps
 from haarkv.validation.planning.choice_cache import cache_for, chosen_before, default_cache, file_for, fixed_cache
-from tq.options import set_threads
 from tq.output import say, scoring
 
 AUTO_KV = "auto"
@@ -135,9 +134,6 @@ def require_one_cache(args: Mapping[str, Any], *, auto: bool) -> None:
 
 def _choice(args: Mapping[str, Any], loss: float) -> KVSpec:
     """The cache of `--kv auto`, chosen now or before."""
-    if "model" not in args:
-        raise InputError("--kv auto is for commands that run one model; name a format")
-    set_threads(args.get("threads"))
     model, layers, executor = args["model"], args.get("layers"), args.get("executor")
     if (choice := chosen_before(file_for(model, loss, layers, executor))) is not None:
         return choice

@@ -118,11 +118,6 @@ def file(name: str, about: str, variable: str | None = None, *, metavar: str = "
     return click.option(*names, type=click.Path(path_type=Path), metavar=metavar, required=required, help=about)
 
 
-def new_tokens(default: int = 64) -> Decorator:
-    """`--max-new-tokens`."""
-    return count("--max-new-tokens", default=default, metavar="N")
-
-
 _THREADS = 2
 """Accepted by every machine: some commands default to it."""
 
@@ -143,12 +138,12 @@ def set_threads(threads: int | None) -> None:
 # -- What is run, and on what ----------------------------------------------------------------------------------------------
 
 
-MODELS = "tiny, random:SIZE, a folder in Hugging Face format or a .gguf file (~ is home), or the Hub id of a downloaded model"
-
-
 def model_option(default: str = "tiny") -> Decorator:
     """`--model`."""
-    return click.option("--model", "-m", default=default, show_default=True, help=f"{MODELS}.")
+    about = (
+        "tiny, random:SIZE, a folder in Hugging Face format or a .gguf file (~ is home), or the Hub id of a downloaded model."
+    )
+    return click.option("--model", "-m", default=default, show_default=True, help=about)
 
 
 prompt_options = together(
@@ -158,7 +153,6 @@ prompt_options = together(
 
 
 _EXECUTOR_HELP = "auto, cuda, npu, cpu, onnx or reference; auto is the fastest here that reads the cache."
-_DTYPES = click.Choice(["float32", "bfloat16"])
 
 
 def executor_option(multiple: bool = False) -> Decorator:
@@ -188,17 +182,20 @@ mmap_option = click.option(
 )  # fmt: skip
 layers_option = click.option("--layers", type=int, metavar="N", help="For random:SIZE: build only N layers.")
 device_option = click.option("--device", "--provider", help="cuda: cuda:N; npu: sim or npu:N.")
-threads_option = click.option("--threads", type=IntRange(min=1), metavar="N", help="CPU threads; 1 is best for tiny.")
+threads_option = click.option(
+    "--threads", type=IntRange(min=1), metavar="N", callback=lambda *of: set_threads(of[-1]), expose_value=False,
+    help="CPU threads; 1 is best for tiny.",
+)  # fmt: skip
 
 
 def dtype_option(dtype: str | None = None) -> Decorator:
     """`--dtype`, with a default, or the executor's own."""
     shown_default = dtype or "bfloat16 on cuda and npu, else float32"
-    return click.option("--dtype", type=_DTYPES, default=dtype, show_default=shown_default)
+    return click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default=dtype, show_default=shown_default)
 
 
 def run_options(dtype: str | None = None) -> Decorator:
-    """`--device`, `--dtype`, `--layers` and `--threads`."""
+    """`--device`, `--dtype`, `--layers` and `--threads`, which no command sees: it is set where it is read."""
     return together(device_option, dtype_option(dtype), layers_option, threads_option)
 
 
@@ -211,15 +208,7 @@ resume_option = file("--resume", "Save progress here; resume from it if it exist
 # -- The KV cache --------------------------------------------------------------------------------------------------------
 
 
-def _kv_option(default: str) -> Decorator:
-    return click.option(
-        "--kv", show_default=default,
-        help="A format of `tq formats`, or k=NAME,v=NAME; auto: the smallest cache that loses at most --kv-loss.",
-    )  # fmt: skip
-
-
 _DEFAULT = "auto; above a billion weights and with Gated DeltaNet k=tq6,v=tq4 with a tail; of toys and random models tq4"
-kv_option = _kv_option(_DEFAULT)
 loss_option = click.option(
     "--kv-loss", type=float, metavar="NATS", help="What --kv auto may lose: mean KL a token [default: 0.002]."
 )
@@ -227,14 +216,13 @@ plan_option = click.option("--kv-plan", metavar="FILE", help="A plan from `tq pl
 calibration_option = click.option(
     "--calibration", metavar="FILE", help="Learned coordinates from `tq calibrate`, for formats lr2 to lr5."
 )
-skip_layers_option = click.option(
-    "--kv-skip-layers", type=Numbers(least=None), default=(), metavar="LIST", help="Keep these layers in BF16: 0,1,-1."
+bf16_options = together(
+    click.option("--kv-tail", type=IntRange(min=0), metavar="R", help="Keep the last R tokens in BF16."),
+    click.option("--kv-sink", type=IntRange(min=0), metavar="S", help="Keep the first S tokens in BF16."),
+    click.option(
+        "--kv-skip-layers", type=Numbers(least=None), default=(), metavar="LIST", help="Keep these layers in BF16: 0,1,-1."
+    ),
 )
-tail_option = click.option("--kv-tail", type=IntRange(min=0), metavar="R", help="Keep the last R tokens in BF16.")
-sink_option = click.option("--kv-sink", type=IntRange(min=0), metavar="S", help="Keep the first S tokens in BF16.")
-_CACHE_EXTRAS = (tail_option, sink_option, skip_layers_option)
-
-
 balance_option = click.option(
     "--balance", type=click.Choice(["auto", "off"]), default="auto", show_default=True,
     help="Scale uneven channels of K and V; the model stays the same, and the cache loses less.",
@@ -242,10 +230,13 @@ balance_option = click.option(
 collapse_option = click.option("--allow-collapse", is_flag=True, help="Only warn where text from this cache would be garbage.")
 
 
-def kv_options(kv: bool = True, default: str = _DEFAULT) -> Decorator:
-    """`--kv-tail`, `--kv-sink` and `--kv-skip-layers`; with `kv`, all cache options. Help shows `default` for `--kv`."""
-    options = (_kv_option(default), loss_option, calibration_option, *_CACHE_EXTRAS, plan_option)
-    return together(*options) if kv else together(*_CACHE_EXTRAS)
+def kv_options(default: str = _DEFAULT) -> Decorator:
+    """All options of a cache; help shows `default` for `--kv`."""
+    kv_option = click.option(
+        "--kv", show_default=default,
+        help="A format of `tq formats`, or k=NAME,v=NAME; auto: the smallest cache that loses at most --kv-loss.",
+    )  # fmt: skip
+    return together(kv_option, loss_option, calibration_option, bf16_options, plan_option)
 
 
 # -- Sessions --------------------------------------------------------------------------------------------------------------
@@ -333,7 +324,6 @@ def open_session(args: Mapping[str, Any], **others: Any) -> Session:
         from tq.loading import kv_spec
 
         spec, draft = kv_spec(args), draft_spec(args) if "draft" in args else None
-        set_threads(args["threads"])
         stop_list(args.get("stop", ()))
         Sampling(**sampling_settings(args))
         if filters := sampling_settings(args):

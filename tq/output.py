@@ -128,17 +128,14 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     target.print(visible(title), highlight=False, soft_wrap=not target.is_terminal)
     table = Table(box=box.SIMPLE_HEAD, show_header=bool(columns), pad_edge=False)
     for index in range(len(rows[0])):
-        numeric = bool(columns) and _numeric([row[index] for row in rows])
+        cells = [row[index] for row in rows]
+        numeric = bool(columns) and all(cell.lstrip("+-")[:1].isdigit() or cell == "–" for cell in cells)
         whole = bool(columns) and (numeric or not index)
         heading = columns[index] if columns else ""
         table.add_column(heading, justify="right" if numeric else "left", overflow="fold", no_wrap=whole)
     for row in rows:
         table.add_row(*(Text(visible(cell), style=_COLOURS.get(cell.split(":")[0], "")) for cell in row))
     target.print(table)
-
-
-def _numeric(cells: Sequence[str]) -> bool:
-    return all(cell.lstrip("+-")[:1].isdigit() or cell == "–" for cell in cells)
 
 
 # -- A reader that leaves early --------------------------------------------------------------------------------------------

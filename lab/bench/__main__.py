@@ -53,7 +53,7 @@ def command() -> None:
 def _processor_watch(params: dict[str, Any]) -> Iterator[Callable[[str], None]]:
     """As `turning`; `params` then holds, as `waited`, which share of the time other processes had the processors."""
     before = neighbours.thread_times()
-    with turning(params) as on_turn:
+    with turning() as on_turn:
         yield on_turn
     params["waited"] = neighbours.share_waited(before, neighbours.thread_times())
 
@@ -140,8 +140,8 @@ def _hf_caches(kvs: Sequence[str], config: ModelConfig) -> list[HFCache]:
     """`TQCache` in each format, read packed by transformers' model."""
     if find_spec("transformers") is None:
         return []
-    from tq.hf.attention import IMPLEMENTATION
     from tq.hf.cache import TQCache
+    from tq.hf.layer import IMPLEMENTATION
 
     bits_by_kv = {kv: 8 * sum(token_bytes(benchmark_plan(kv, config), config)) / sum(kv_numbers(config))
               for kv in kvs if not is_file(kv) and not set(kv) & set("+/") and not formats.needs_calibration(kv)}  # fmt: skip

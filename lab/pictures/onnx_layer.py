@@ -12,9 +12,8 @@ from collections.abc import Iterator, Sequence
 import onnx
 
 from haarkv.models.families import SIZES
-from haarkv.models.qwen3_14b.onnx.model import build
+from haarkv.models.qwen3_14b.onnx.model import DEFAULT_OPSET, GraphSpec, build
 from haarkv.models.qwen3_14b.onnx.scopes import FIELDS, Qwen3Scopes
-from haarkv.models.qwen3_14b.onnx.spec import DEFAULT_OPSET, GraphSpec
 from haarkv.tq_ops.onnx.graph import FUNCTION_DOMAIN
 
 _EXPANDED_CALL = "Attention_tq4_tq4"

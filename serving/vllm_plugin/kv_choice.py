@@ -33,13 +33,8 @@ _DRAFT_PREFIXES = ("draft_model.", "mtp.")
 """Layer name prefixes of a draft model and of Qwen3.5's MTP."""
 
 
-def kv_spec(vllm_config: VllmConfig) -> KVSpec:
-    """The requested cache."""
-    return spec_from(vllm_config.additional_config)
-
-
 def spec_from(options: Mapping[str, Any]) -> KVSpec:
-    """As `kv_spec`, from the content of `--additional-config`; needs no vLLM."""
+    """The requested cache, from the content of `--additional-config`."""
     return _spec(*_cache_args(options))
 
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from vllm.logger import init_logger
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from haarkv.engine.collapse import Guard
 from haarkv.models import balance
@@ -22,7 +21,7 @@ from haarkv.models.catalog import read_config, stream_tensors
 from haarkv.models.parallel import kv_heads_of
 from haarkv.models.weights import fingerprint
 from haarkv.serving.vllm_plugin import ALLOW_COLLAPSE, BALANCE, FORMAT, KV, PLAN
-from haarkv.serving.vllm_plugin.kv_choice import kv_plan, kv_spec, shape_signature, sliding_layers, state_layers
+from haarkv.serving.vllm_plugin.kv_choice import kv_plan, shape_signature, sliding_layers, spec_from, state_layers
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.stretches import STRETCH
@@ -41,11 +40,6 @@ _STATES, _WINDOWS, _TAIL = "layers that keep a state", "sliding windows", "a tai
 _DRAFTS = {None: ("ngram", "draft_model", "eagle3"), _STATES: ("mtp",), _WINDOWS: ("ngram",), _TAIL: ()}
 _FULL_ATTENTION = "full attention is served, and on a CPU windows of some of the layers, where layer_types names them"
 _HYBRIDS = "of these, Qwen3.5 is served, on CPUs"
-
-
-def is_asked_for(vllm_config: VllmConfig) -> bool:
-    """Whether this server uses packed pages."""
-    return vllm_config.attention_config.backend == AttentionBackendEnum.CUSTOM
 
 
 def require_supported(vllm_config: VllmConfig) -> None:
@@ -136,7 +130,7 @@ def blocks_misfit(keys: Iterable[tuple[int, KVFormat]], block_size: int) -> str 
 
 def _weights(vllm_config: VllmConfig) -> str | None:
     """Why the weights do not fit the calibration; dummy weights fit any."""
-    spec, model = kv_spec(vllm_config), vllm_config.model_config.model
+    spec, model = spec_from(vllm_config.additional_config), vllm_config.model_config.model
     if not spec.weights or vllm_config.load_config.load_format == "dummy":
         return None
     try:
@@ -219,7 +213,7 @@ def judge_collapse(vllm_config: VllmConfig, allow: str = f"{ALLOW_COLLAPSE} true
     """
     model, options = vllm_config.model_config, vllm_config.additional_config
     # Learned coordinates know the channels as they are.
-    if vllm_config.load_config.load_format == "dummy" or kv_spec(vllm_config).calibration is not None:
+    if vllm_config.load_config.load_format == "dummy" or spec_from(options).calibration is not None:
         return Scaling({}, (), {})
     balances, plan = options.get(BALANCE, True), kv_plan(vllm_config)
     scaling = balance.choose_scaling(_moments(model.model), balance.where_lossy(plan, balances))

@@ -10,7 +10,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpecKind
 
 from haarkv.serving.vllm_plugin import CPU_WORKER
 from haarkv.serving.vllm_plugin.kv_choice import sliding_layers, state_layers
-from haarkv.serving.vllm_plugin.limits import is_asked_for, require_supported
+from haarkv.serving.vllm_plugin.limits import require_supported
 from haarkv.tq_ops.cpu import library
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class RotatedCpuPlatform(CpuPlatform):
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         super().check_and_update_config(vllm_config)
-        if not is_asked_for(vllm_config):
+        if vllm_config.attention_config.backend != AttentionBackendEnum.CUSTOM:
             return
         require_supported(vllm_config)
         model, drafts = vllm_config.model_config, vllm_config.speculative_config

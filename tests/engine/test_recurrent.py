@@ -19,8 +19,8 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel, new_cache
 from haarkv.models.checkpoint import random_weights
 from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, Norm, Rope
-from haarkv.models.footprint import WeightBytes
 from haarkv.models.layer import DeltaNet
+from haarkv.models.weights import WeightBytes
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import cache_file
 from haarkv.tq_ops.kv.plan import KVSpec

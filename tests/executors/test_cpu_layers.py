@@ -148,7 +148,7 @@ def test_more_new_tokens_than_a_ring_has_room_for_are_refused():
         executor.forward(torch.tensor([1] * 41), paging.batch([paging.add()], [41]), cache)
 
 
-HYBRIDS = {kind for kind, family in FAMILIES.items() if family.read_config is FAMILIES["qwen3_next"].read_config}
+HYBRIDS = {kind for kind, family in FAMILIES.items() if family.layers is FAMILIES["qwen3_next"].layers}
 
 
 def test_every_family_runs_in_one_call_or_says_why_not():

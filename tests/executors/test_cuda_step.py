@@ -129,18 +129,25 @@ def test_that_device_would_show_a_wait(wait):
 def test_packed_weights_are_the_models_own_and_there_once(family):
     model = small_model(family_config(family))
     whole = fused.fuse(model, torch.device("cpu"))
-    torch.testing.assert_close(*(dict(one.weights.named_tensors()) for one in (whole.model, model)), rtol=0, atol=0)
-    again = fused.fuse(whole.model, torch.device("cpu"))  # which is taken as it is
-    ours, same = ([tensor for _, tensor in one.model.weights.named_tensors()] for one in (whole, again))
-    assert [tensor.data_ptr() for tensor in same] == [tensor.data_ptr() for tensor in ours]
+    for (name, ours), (same_name, theirs) in zip(whole.weights.named_tensors(), model.weights.named_tensors(), strict=True):
+        assert name == same_name
+        assert torch.equal(ours, theirs)
+    ours = [tensor for _, tensor in whole.weights.named_tensors()]
     storage_sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in ours}
     assert sum(storage_sizes.values()) == model.weights.nbytes
-    for layer, packed, second_packed in zip(whole.model.weights.layers, whole.packed, again.packed, strict=True):
+    again = fused.fuse(whole, torch.device("cpu"))  # which is taken as it is
+    for layer, packed, second_packed in zip(whole.weights.layers, whole.packed, again.packed, strict=True):
         assert torch.equal(packed.qkv_proj, torch.cat([layer[f"{x}_proj"] for x in "qkv"]))
         assert torch.equal(packed.gate_up_proj, torch.cat([layer["gate_proj"], layer["up_proj"]]))
         assert {packed.qkv_proj.data_ptr(), packed.gate_up_proj.data_ptr()} <= set(storage_sizes)
-        assert second_packed.qkv_proj.data_ptr() == packed.qkv_proj.data_ptr()
-        assert second_packed.gate_up_proj.data_ptr() == packed.gate_up_proj.data_ptr()
+        assert (second_packed.qkv_proj.data_ptr(), second_packed.gate_up_proj.data_ptr()) == (
+            packed.qkv_proj.data_ptr(), packed.gate_up_proj.data_ptr(),
+        )  # fmt: skip
+        assert packed.heads.bias is second_packed.heads.bias is None or torch.equal(
+            packed.heads.bias, second_packed.heads.bias
+        )
+    for (_, second_packed), theirs in zip(again.weights.named_tensors(), ours, strict=True):
+        assert second_packed.data_ptr() == theirs.data_ptr()
 
 
 def test_models_without_a_fused_layer_say_so_in_words():

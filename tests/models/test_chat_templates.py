@@ -18,7 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from haarkv.models.gguf_tokenizer import build_words
+from haarkv.models.gguf_metadata import build_words
 from haarkv.models.hf_folder import HFFolder
 from haarkv.models.source import Words
 from haarkv.models.templates import render

@@ -109,7 +109,7 @@ def test_both_generations_of_config_are_read(tmp_path, entries, field, value):
         ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "dynamic"}}}, "rope scaling 'dynamic'"),
         ("gemma3", {"final_logit_softcapping": 30.0}, "capped logits"),
         ("gemma3", {"use_bidirectional_attention": True}, "attention to later tokens"),
-        ("gemma3", {"hidden_activation": "relu"}, "activation relu"),
+        ("gemma3", {"hidden_activation": "relu"}, "activation 'relu'"),
         ("qwen3_5", {"attn_output_gate": False}, "attention without output gates"),
         ("qwen3_5", {"layer_types": ["sliding_attention"] * 4}, "type 'sliding_attention'"),
         ("qwen3_5", {"linear_num_value_heads": 5}, "5 heads of V cannot share 2 heads of K"),

@@ -182,7 +182,7 @@ def test_an_interrupted_run_leaves_nothing(whole, tmp_path, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("haarkv.models.gguf_writer.quantize", interrupt)
+    monkeypatch.setattr("haarkv.models.gguf_quantize.quantize", interrupt)
     assert main(["quantize", str(whole), "--out", str(out)]) == 130
     assert [path.name for path in tmp_path.iterdir()] == ["q.gguf"]
     assert out.read_bytes() == b"old"

@@ -160,7 +160,7 @@ def test_pieces_are_llama_cpps(tmp_path, prefix):
         (byte_vocabulary(token_type=[1, 2]), "token_type has no kind for each"),
         (byte_vocabulary(merges=("a b", "ab c"), eos_token_id=10**6), "eos_token_id 1000000 is none of"),
         (byte_vocabulary() | {"tokenizer.ggml.merges": ["ab"]}, "no list of pairs"),
-        (byte_vocabulary() | {"tokenizer.ggml.merges": [1, 2]}, "which is no text"),
+        (byte_vocabulary() | {"tokenizer.ggml.merges": [1, 2]}, "is no list of pairs"),
         (byte_vocabulary() | {"tokenizer.ggml.merges": ["zz qq"]}, "cannot be built"),
         (pieces(scores=[0.0]), "scores has no number for each"),
         (pieces(unknown_token_id=-1), "unknown_token_id"),

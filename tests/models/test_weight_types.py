@@ -17,10 +17,9 @@ from haarkv.models.balance import balance, fold_scales
 from haarkv.models.base import new_cache
 from haarkv.models.catalog import load_model, open_source, read_config
 from haarkv.models.checkpoint import load_weights, stored_tensors
-from haarkv.models.footprint import weight_bytes
 from haarkv.models.fused import fuse
 from haarkv.models.parallel import Split
-from haarkv.models.weights import checkpoint_tensors, fingerprint
+from haarkv.models.weights import checkpoint_tensors, fingerprint, weight_bytes
 from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.weight import Blocks, backing_tensor, dense
@@ -80,7 +79,7 @@ def test_fused_layers_restore_blocks_as_they_are_packed(file_of):
     for one, other in zip(ours.packed, theirs.packed, strict=True):
         assert torch.equal(one.qkv_proj, other.qkv_proj)
         assert torch.equal(one.gate_up_proj, other.gate_up_proj)
-    torch.testing.assert_close(*(dict(one.model.weights.named_tensors()) for one in (ours, theirs)), rtol=0, atol=0)
+    torch.testing.assert_close(*(dict(one.weights.named_tensors()) for one in (ours, theirs)), rtol=0, atol=0)
 
 
 def test_bytes_are_those_of_the_file(file_of):

@@ -11,7 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import tq
 from haarkv.models.catalog import TINY
 from haarkv.tq_ops.cpu import library
-from tq.hf.attention import IMPLEMENTATION, PackedTensor, attention, dense
+from tq.hf.layer import IMPLEMENTATION, PackedTensor, attention, dense
 from tq.hf.store import Store
 
 pytestmark = pytest.mark.skipif(not library.isas(), reason="the CPU kernels are not built")

@@ -14,7 +14,7 @@ from haarkv.executors.catalog import info
 from haarkv.models.base import new_cache
 from haarkv.models.catalog import load_model, maps_file, model_weight_bytes, read_config
 from haarkv.models.families import SIZES
-from haarkv.models.footprint import WeightBytes
+from haarkv.models.weights import WeightBytes
 from haarkv.tq_ops import memory
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.memory import mapped_memory

@@ -199,7 +199,7 @@ REFUSALS = {
         ("--verify short --context 1", "each needs 33 at least"),
     ],
     CALIBRATE: [
-        ("--window 10000000", "--window must lie in 1 … 1,024"),
+        ("--window 10000000", "--window must lie in 1 … 1024"),
         ("--verify text.txt", "--text and --verify are the same text"),
     ],
     VALIDATE: [

@@ -23,15 +23,11 @@ def command() -> None:
     """Measure what executors and caches cost."""
 
 
-def kvs_option(default: str) -> Callable[..., Any]:
-    """`--kv` with a list of caches."""
-    about = (
-        "Caches, separated by commas; repeatable. Each a format, or several with / between that layers take in turn, and "
-        f"+tailN and +sinkN for tokens in BF16; or the file of a plan [default: {default}]."
-    )
-    return click.option("--kv", "kvs", multiple=True, metavar="LIST", help=about)
-
-
+_kvs = click.option(
+    "--kv", "kvs", multiple=True, metavar="LIST",
+    help="Caches, separated by commas; repeatable. Each a format, or several with / between that layers take in turn, and "
+    "+tailN and +sinkN for tokens in BF16; or the file of a plan [default: bf16,tq4].",
+)  # fmt: skip
 contexts_option = partial(options.numbers, "--contexts", "Tokens in the cache.")
 batches_option = partial(options.numbers, "--batches", "Sequences at once.")
 repeats_option = partial(options.count, "--repeats", "Timed runs of each variant.")
@@ -42,7 +38,7 @@ DEFAULT_KINDS = ("attention", "step")
 
 
 of_a_layer = options.together(
-    options.model_option("random:0.6b"), kvs_option("bf16,tq4"), options.executor_option(multiple=True),
+    options.model_option("random:0.6b"), _kvs, options.executor_option(multiple=True),
     options.run_options("bfloat16"), contexts_option("1024,4096"), batches_option("1"), repeats_option(7), _isa, save_option,
     options.activation_option, options.mmap_option, options.json_option,
 )  # fmt: skip
@@ -64,9 +60,8 @@ def finish(report: Report, args: dict[str, Any]) -> None:
 
 
 @contextmanager
-def turning(args: dict[str, Any]) -> Iterator[Callable[[str], None]]:
+def turning() -> Iterator[Callable[[str], None]]:
     """Name the timed variant on stderr."""
-    options.set_threads(args.get("threads"))
     with telling() as tell:
         yield lambda who: tell(f"timing {who}")
 
@@ -127,7 +122,7 @@ def decode(kinds: tuple[str, ...], **args: Any) -> None:
     """
     from haarkv.benchmarks.decode import measure, report
 
-    with turning(args) as on_turn, loading(args["model"]) as progress:
+    with turning() as on_turn, loading(args["model"]) as progress:
         request = request_of(args, kinds=kinds or DEFAULT_KINDS)
         machine, rows = measure(request, progress, on_turn)
     finish(report("decode", request, machine, rows), args)

@@ -60,7 +60,6 @@ def command(context: click.Context, /, **args: Any) -> int:
     Exit code 0 if every rung passed that this executor has, 1 if one failed, 2 if nothing could be tried.
     """
     with unread_is_fine():
-        options.set_threads(args["threads"])
         from haarkv.tq_ops.errors import InputError
         from haarkv.validation.bringup.ladder import climb, ladder, require_executor, verdict
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 @options.json_option
 def command(
     text_files: tuple[str, ...], verify_file: str | None, out_file: Path, tokens: int, verify_tokens: int,
-    window: int | None, threads: int | None, force: bool, as_json: bool, **model: Any,
+    window: int | None, force: bool, as_json: bool, **model: Any,
 ) -> int:  # fmt: skip
     """Learn in which coordinates a model's keys are cheapest to store, for formats lr2 to lr5.
 
@@ -62,18 +62,14 @@ def command(
     if other is not None and other in (text, *texts):
         raise click.UsageError("--text and --verify are the same text, which cannot judge what was learned; give another one")
     options.check_outputs(out=out_file)
-    from haarkv.tq_ops.errors import InputError
     from haarkv.validation.fidelity.evaluation import make_workload
     from haarkv.validation.planning.calibrate import load_subject
     from haarkv.validation.planning.common_text import common_text
 
-    options.set_threads(threads)
     options.say_if_interpreted(model["executor"], device=model["device"])
     with loading(model["model"]) as progress:
         subject = load_subject(progress=progress, **model)
     encode, most = subject.tokenizer.encode, subject.config.max_position_embeddings
-    if window is not None and not 1 <= window <= most:
-        raise InputError(f"--window must lie in 1 … {most:,}, the model's positions, not be {window:,}")
     total = tokens + 1 + (verify_tokens + 1 if other is None else 0)
     ids = common_text(subject.tokenizer, total) if text is None else encode(text)
     half = tokens + 1 if text is None and len(ids) == total else len(ids) // 2

@@ -41,7 +41,7 @@ up, down   earlier lines"""
 @click.command("chat", cls=Command)
 @options.model_option()
 @options.session_options
-@options.new_tokens(512)
+@options.count("--max-new-tokens", default=512, metavar="N")
 @options.max_context_option
 @options.sampling_options
 @options.draft_options

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -35,14 +36,14 @@ _TEXT_WIDTH = 56
 @click.option("--b", "spec_b", metavar="SIDE", required=True, help="The same.")
 @options.model_option()
 @options.prompt_options
-@options.kv_options(kv=False)
+@options.bf16_options
 @options.balance_option
 @options.run_options()
-@options.new_tokens()
+@options.count("--max-new-tokens", default=64, metavar="N")
 @options.json_option
 def command(
     spec_a: str, spec_b: str, model: str, prompts: tuple[str, ...], files: tuple[str, ...], device: str | None,
-    dtype: str | None, layers: int | None, threads: int | None, max_new_tokens: int, balance: str, as_json: bool,
+    dtype: str | None, layers: int | None, max_new_tokens: int, balance: str, as_json: bool,
     **kv: Any,
 ) -> int:  # fmt: skip
     """Show where two executors or KV formats first choose different tokens.
@@ -64,20 +65,17 @@ def command(
     texts = [*prompts, *(read_prompt(file) for file in files)] or list(_PROMPTS)
     options.say_if_interpreted(*(side.partition(":")[0] for side in (spec_a, spec_b)), device=device)
     with loading(model) as progress:
-        from haarkv.engine.plans import worth_saying
-        from haarkv.models.balance import describe
+        from haarkv.engine.plans import balance_note
         from haarkv.validation.fidelity.greedy_diff import greedy_diff
         from haarkv.validation.fidelity.setup import load_contenders, parse_contender
         from tq.loading import kv_spec
 
-        options.set_threads(threads)
         spec, sides = kv_spec(kv), (parse_contender(spec_a), parse_contender(spec_b))
         a, b, dtype = load_contenders(
             model, sides, spec, device=device, dtype=dtype, layers=layers, balance=balance == "auto", progress=progress
         )
-    uneven = tuple(dict.fromkeys((*a.uneven, *b.uneven)))
-    if worth_saying(uneven):
-        warn(f"{describe(uneven)}; --balance off leaves them as they are")
+    if note := balance_note(tuple(dict.fromkeys((*a.uneven, *b.uneven)))):
+        warn(note)
     done = Counter[str]()
     with telling() as tell:
 
@@ -173,17 +171,15 @@ def _verdict(diff: GreedyDiff) -> str:
 
 
 def _as_json(diff: GreedyDiff, tokenizer: Tokenizer) -> dict[str, Any]:
-    fidelity, first = diff.fidelity, diff.first_divergence
+    fidelity, first = asdict(diff.fidelity), diff.first_divergence
+    kl = {name: fidelity.pop(f"kl_{name}") for name in ("mean", "median", "p999")}
     return {
         "a": diff.a,
         "b": diff.b,
         "same_format": diff.same_format,
         "first_divergence": _divergence_json(first, tokenizer) if first else None,
-        "positions": fidelity.positions,
-        "top1_agreement": fidelity.top1_agreement,
-        "kl": {"mean": fidelity.kl_mean, "median": fidelity.kl_median, "p999": fidelity.kl_p999},
-        "logit_error": fidelity.logit_error,
-        "relative_logit_error": fidelity.relative_logit_error,
+        **fidelity,
+        "kl": kl,
         "near_ties": diff.near_ties,
         "unexplained": [{"prompt": prompt, "position": position} for prompt, position in diff.unexplained],
         "prompts": [
@@ -206,16 +202,13 @@ def _divergence_json(divergence: Divergence, tokenizer: Tokenizer) -> dict[str, 
     def best(candidates: tuple[Candidate, ...]) -> list[dict[str, Any]]:
         return [{"token": token, "text": tokenizer.decode([token]), "logit": logit} for token, logit in candidates]
 
-    score = divergence.scores
+    entries = asdict(divergence)
+    entries |= entries.pop("scores")
     return {
-        "prompt": divergence.prompt,
-        "position": divergence.position,
-        "token_a": divergence.token_a,
-        "token_b": divergence.token_b,
+        **entries,
+        "margin": divergence.scores.margin,
         "text_a": tokenizer.decode([divergence.token_a]),
         "text_b": tokenizer.decode([divergence.token_b]),
-        **{name: getattr(score, name) for name in ("margin", "gap_a", "gap_b", "spread", "logit_error", "kl")},
-        "near_tie": divergence.near_tie,
-        "top_a": best(score.top_a),
-        "top_b": best(score.top_b),
+        "top_a": best(divergence.scores.top_a),
+        "top_b": best(divergence.scores.top_b),
     }

@@ -31,7 +31,7 @@ _WIDTH = 120
 @options.model_option()
 @click.option("--kv", "kvs", multiple=True, metavar="LIST", help="Formats, separated by commas; repeatable [default: tq4].")
 @options.calibration_option
-@options.kv_options(kv=False)
+@options.bf16_options
 @click.option("--kv-plan", "plan_files", multiple=True, metavar="FILE", help="A plan from `tq plan`, as one more row.")
 @options.balance_option
 @options.executor_option()
@@ -43,7 +43,7 @@ _WIDTH = 120
 def command(
     text_file: str, model: str, kvs: tuple[str, ...], plan_files: tuple[str, ...], window: int | None,
     tokens: int | None, executor: str, device: str | None, dtype: str | None, layers: int | None,
-    threads: int | None, resume_file: Path | None, balance: str, as_json: bool, **kv: Any,
+    resume_file: Path | None, balance: str, as_json: bool, **kv: Any,
 ) -> None:  # fmt: skip
     """Measure what each KV format changes, against the same model with K and V in bf16.
 
@@ -59,13 +59,11 @@ def command(
     """
     text = read_text(text_file, "--text")
     options.check_outputs(resume=resume_file)
-    from haarkv.engine.plans import worth_saying
-    from haarkv.models.balance import describe
+    from haarkv.engine.plans import balance_note
     from haarkv.validation.fidelity.evaluation import evaluate, make_workload
     from haarkv.validation.fidelity.setup import load_setup, parse_list
     from tq.loading import kv_spec, named_plans
 
-    options.set_threads(threads)
     spec = kv_spec(kv)
     names = parse_list(kvs or (() if plan_files else ("tq4",)), spec.calibration)
     plans = named_plans(plan_files, names, "rows")
@@ -75,8 +73,8 @@ def command(
             model, names, spec=spec, plans=plans, progress=progress, balance=balance == "auto", executor=executor,
             device=device, dtype=dtype, layers=layers,
         )  # fmt: skip
-    if worth_saying(setup.uneven):
-        warn(f"{describe(setup.uneven)}; --balance off leaves them as they are")
+    if note := balance_note(setup.uneven):
+        warn(note)
     ids, context = setup.base.tokenizer.encode(text), setup.base.config.max_position_embeddings
     plan = make_workload(ids, context, window=window, tokens=tokens)
     with scoring(len(setup.caches) * plan.scored_tokens) as on_step:

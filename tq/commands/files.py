@@ -62,8 +62,8 @@ def export_command(
 
     try:
         from haarkv.models.qwen3_14b.onnx.export import ABOUT, Export, write_export
-        from haarkv.models.qwen3_14b.onnx.spec import DEFAULT_OPSET
-        from haarkv.models.qwen3_14b.onnx.spec import unsupported as graphs_unsupported
+        from haarkv.models.qwen3_14b.onnx.model import DEFAULT_OPSET
+        from haarkv.models.qwen3_14b.onnx.model import unsupported as graphs_unsupported
     except ImportError as error:
         raise InputError(f"tq export needs the package {error.name}; pip install 'haarkv[onnx]'") from None
 
@@ -116,7 +116,7 @@ _OWN_TEXT = "own"
 @options.threads_option
 @options.json_option
 def quantize_command(
-    model: str, out: Path, mix: str, imatrix: str | None, imatrix_tokens: int, threads: int | None, as_json: bool
+    model: str, out: Path, mix: str, imatrix: str | None, imatrix_tokens: int, as_json: bool
 ) -> None:  # fmt: skip
     """Write MODEL as a .gguf file with fewer bits a weight. The file is written whole or not at all.
 
@@ -128,14 +128,13 @@ def quantize_command(
     """
     from haarkv.models.catalog import open_source, read_config
     from haarkv.models.checkpoint import require_tensors
+    from haarkv.models.gguf_quantize import write_quantized
     from haarkv.models.gguf_source import GGUFSource
-    from haarkv.models.gguf_writer import write_quantized
     from haarkv.tq_ops.errors import InputError
     from haarkv.tq_ops.output_files import whole_file
 
     if imatrix is None and "imatrix_tokens" in options.written_options():
         raise click.UsageError("--imatrix-tokens says how much of the text of --imatrix is read; give --imatrix as well")
-    options.set_threads(threads)
     check_writable(out)
     mix = mix.lower()
     source = open_source(model)

@@ -20,7 +20,6 @@ from tq.output import err, prefilling, print_table, warn
 
 if TYPE_CHECKING:
     from haarkv.engine.loading import Room
-    from haarkv.engine.ranks import RankMemory
     from haarkv.engine.result import KVUsage, Result
     from haarkv.engine.session import Session
     from haarkv.models.config import ModelConfig
@@ -36,7 +35,7 @@ _MOST_TEXT = 2**28
 @options.model_option()
 @options.prompt_options
 @options.session_options
-@options.new_tokens()
+@options.count("--max-new-tokens", default=64, metavar="N")
 @options.max_context_option
 @click.option("--stop", multiple=True, metavar="TEXT", help="End the text before TEXT. Repeat it for several.")
 @options.sampling_options
@@ -82,21 +81,26 @@ def command(
     request = {name: args[name] for name in ("max_new_tokens", "max_context", "stop", *options.CHAT)}
     session = options.open_session(args, ranks=ranks, room=_room(texts, request))
     sequence = session.load_cache(load_cache) if load_cache else None
-    writer = None if as_json else _Writer(max(len(texts), 1))
+    is_single = len(texts) < 2  # several are printed at the end
+
+    def show(_: int, text: str) -> None:
+        # Not click.echo, which drops colour codes from the text when stdout is not a terminal.
+        print(text, end="", flush=True)
+
     with prefilling() as on_prefill:
         result = session.generate(
             texts, sampling=session.sampling_with(seed=args["seed"], **settings), on_prefill=on_prefill,
-            on_text=writer.write if writer else None, on_warning=warn,
+            on_text=show if is_single and not as_json else None, on_warning=warn,
             stored=sequence, keep=save_cache is not None, **request,
         )  # fmt: skip
     if save_cache is not None:
         session.save_cache(save_cache, result.stored[0])
     if ranks.rank:  # rank 0 says it for all
         return
-    if writer is None:
+    if as_json:
         print(json.dumps(_as_json(session, result)))
         return
-    writer.finish(result.texts)
+    print("" if is_single else "\n".join(f"── prompt {n}\n{text}" for n, text in enumerate(result.texts, 1)), flush=True)
     _print_cost(session, result)
 
 
@@ -139,21 +143,6 @@ def read_prompt(file: str, option: str = "--prompt-file") -> str:
         raise click.UsageError(f"{option} {file} is not UTF-8 (byte {error.start}); convert it first") from None
 
 
-class _Writer:
-    """Streams the text of a single prompt; several are printed at the end."""
-
-    def __init__(self, prompts: int) -> None:
-        self._single = prompts == 1
-
-    def write(self, index: int, text: str) -> None:
-        if self._single:
-            # Not click.echo, which drops colour codes from the text when stdout is not a terminal.
-            print(text, end="", flush=True)
-
-    def finish(self, texts: Sequence[str]) -> None:
-        print("" if self._single else "\n".join(f"── prompt {n}\n{text}" for n, text in enumerate(texts, 1)), flush=True)
-
-
 def _as_json(session: Session, result: Result) -> dict[str, Any]:
     each = [
         {
@@ -180,11 +169,12 @@ def _print_cost(session: Session, result: Result) -> None:
     timing, kv, done = result.timing, result.kv, result.completions
     prefix = sum(completion.reused_tokens for completion in done)
     ms = "no decode step" if timing.decode_ms_per_token is None else f"{timing.decode_ms_per_token:.2f} ms a decode step"
-    name = session.executor.name
+    name, seconds = session.executor.name, timing.prefill_s
+    prefill_time = f"{1e3 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"
     rows = [
         ("executor", f"{name} ({session.passed_over})" if session.passed_over else name),
         *([("loaded", f"in {session.load_record.seconds:.1f} s")] if session.load_record else []),
-        ("prompt", f"{count_noun(timing.prefill_tokens, 'token')} in {_time(timing.prefill_s)}"
+        ("prompt", f"{count_noun(timing.prefill_tokens, 'token')} in {prefill_time}"
                    f"{_rate(timing.prefill_tokens_per_s)}" + (f"; {prefix:,} more were stored already" if prefix else "")),
         ("new", f"{count_noun(sum(len(c.token_ids) for c in done), 'token')}, {ms}{_rate(timing.decode_tokens_per_s)} "
                 f"({', '.join(str(c.finish) for c in done)})"),
@@ -192,8 +182,13 @@ def _print_cost(session: Session, result: Result) -> None:
         ("sampling", _sampling(session, result)),
         ("KV cache", _cache(session, kv)),
     ]  # fmt: skip
-    rows += [("memory", rank.describe()) for rank in result.ranks if len(result.ranks) == 1]
-    rows += [(f"rank {rank.rank}", _memory_of_rank(rank)) for rank in result.ranks if len(result.ranks) > 1]
+    if len(result.ranks) == 1:
+        rows.append(("memory", result.ranks[0].describe()))
+    else:
+        for rank in result.ranks:
+            parts = [(rank.weights, "weights"), (rank.kv, "KV cache"), (rank.peak, "the most at a time, with torch")]
+            memory = ", ".join(f"{count / 2**20:,.1f} MiB {what}" for count, what in parts if count)
+            rows.append((f"rank {rank.rank}", memory))
     together = f", {session.ranks.size} ranks" if session.ranks.size > 1 else ""
     print_table(f"{session.name} on {session.executor.description}{together}", [], rows, err())
 
@@ -202,15 +197,6 @@ def _cache(session: Session, kv: KVUsage) -> str:
     packed, mebibytes, plain = "packed " * session.plan.has_windows, kv.bytes / 2**20, kv.bf16_bytes / 2**20
     size = f"{kv.bytes_per_token:,.0f} bytes a {packed}token; {mebibytes:,.2f} MiB in all, bf16 {plain:,.2f}"
     return f"{session.plan.summary()}: {size} ({plain / mebibytes:.2f}x)"
-
-
-def _memory_of_rank(rank: RankMemory) -> str:
-    parts = [(rank.weights, "weights"), (rank.kv, "KV cache"), (rank.peak, "the most at a time, with torch")]
-    return ", ".join(f"{count / 2**20:,.1f} MiB {what}" for count, what in parts if count)
-
-
-def _time(seconds: float) -> str:
-    return f"{1e3 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
 def _rate(tokens_per_s: float | None) -> str:

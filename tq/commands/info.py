@@ -18,7 +18,7 @@ from tq.output import print_sentence, print_table
 
 if TYPE_CHECKING:
     from haarkv.models.config import Attention, ModelConfig
-    from haarkv.models.footprint import WeightBytes
+    from haarkv.models.weights import WeightBytes
     from haarkv.tq_ops.formats import KVFormat
     from haarkv.tq_ops.kv.plan import KVPlan
 
@@ -68,8 +68,7 @@ def command(
     from haarkv.executors.catalog import info, select
     from haarkv.models.catalog import DTYPES, maps_file, model_weight_bytes, open_source, read_config
     from haarkv.models.checkpoint import require_tensors
-    from haarkv.models.footprint import random_bytes, work_bytes
-    from haarkv.models.weights import checkpoint_shapes, num_parameters
+    from haarkv.models.weights import checkpoint_shapes, num_parameters, random_bytes, work_bytes
 
     if name is not None and "model" in options.written_options():
         raise click.UsageError("give MODEL, or --model, but not both")

@@ -56,7 +56,7 @@ _LEAST, _FEW = 32, 1024
 def command(
     text_file: str, verify_file: str | None, budget: float, out_file: Path, candidates: str | None,
     tails: tuple[int, ...] | None, sinks: tuple[int, ...] | None, calibration: str | None, context: int | None,
-    tokens: int, verify_tokens: int, window: int | None, threads: int | None, resume_file: Path | None, force: bool,
+    tokens: int, verify_tokens: int, window: int | None, resume_file: Path | None, force: bool,
     as_json: bool, **model: Any,
 ) -> int:  # fmt: skip
     """Choose a format for K and for V of each layer, and a tail, within a budget of bits a value.
@@ -94,7 +94,6 @@ def command(
         verify,
     )  # fmt: skip
 
-    options.set_threads(threads)
     config = read_config(model["model"], model["layers"])
     file = None if calibration is None else calibration_file.load(calibration)
     spec = file.spec if file else KVSpec()

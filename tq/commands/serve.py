@@ -27,9 +27,7 @@ _KV = (
 @click.option("--kv", metavar="FORMAT", help=_KV)
 @options.loss_option
 @options.calibration_option
-@options.tail_option
-@options.sink_option
-@options.skip_layers_option
+@options.bf16_options
 @options.plan_option
 @options.balance_option
 @options.collapse_option

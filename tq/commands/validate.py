@@ -1,10 +1,14 @@
-"""`tq validate` compares an executor with a reference, layer by layer; `tq dev replay` runs one failing layer from a file."""
+"""`tq validate` compares an executor with a reference, layer by layer; `tq dev replay` runs one failing layer from a
+file; `tq dev self-test` plants faults and looks whether they are found.
+"""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,15 +20,17 @@ from tq import options
 from tq.commands import validate_report as reports
 from tq.commands.generate import read_prompts
 from tq.groups import Command, tensor_parallel
-from tq.output import comparing, compiling, loading, unread_is_fine, warn
+from tq.output import comparing, compiling, loading, print_judged, unread_is_fine, warn
 
 if TYPE_CHECKING:
     from haarkv.executors.catalog import Selection
+    from haarkv.models.base import DecoderModel
     from haarkv.models.config import ModelConfig
     from haarkv.models.parallel import Ranks
     from haarkv.tq_ops.kv.plan import KVPlan
     from haarkv.validation.layers.replay.case import Make, OneRun
     from haarkv.validation.layers.report import Report
+    from haarkv.validation.layers.self_test import SelfTestRow
 
 _COMPARE_OPTIONS = {"compare", "as_json", "threads"}
 _SCALED_TOKENS = 24
@@ -67,7 +73,6 @@ def command(context: click.Context, /, **args: Any) -> int:
     """
     # A reader that closes the pipe after one line still gets the files and the exit code.
     with unread_is_fine():
-        options.set_threads(args["threads"])
         if args["compare"]:
             if others := [option for name, option in options.written_options().items() if name not in _COMPARE_OPTIONS]:
                 raise click.UsageError(f"--compare runs nothing; leave out {others[0]}")
@@ -92,7 +97,11 @@ def command(context: click.Context, /, **args: Any) -> int:
             if not report.passed:
                 replay_note = reports.write_replay(args["replay_file"], ran.runs)
         if args["csv_file"]:
-            write_whole(args["csv_file"], reports.as_csv(report))
+            from haarkv.validation.layers.report import csv_rows
+
+            text = io.StringIO()
+            csv.writer(text, lineterminator="\n").writerows(csv_rows(report))
+            write_whole(args["csv_file"], text.getvalue())
         if args["html_file"]:
             from haarkv.validation.layers.page import page
 
@@ -103,7 +112,9 @@ def command(context: click.Context, /, **args: Any) -> int:
             extra = {"replay": replay_note} if replay_note else {}
             print(json.dumps({"model": args["model"], "simulated": is_simulated, **extra, **as_json(report)}))
         else:
-            more = [reports.coverage_row(report, is_chosen=not has_prompts)]
+            # If the prompts were chosen, no others would exercise more.
+            hint = " (leave out --prompt to exercise more)" if report.not_exercised and has_prompts else ""
+            more = [("not exercised", f"{'; '.join(report.beyond)}{hint}")]
             more += [("executor", f"{report.candidate} ({ran.note})")] if ran.note else []
             more += [("replay", replay_note)] if replay_note else []
             reports.print_verdict(report, more, "in PyPTO's interpreter, on no card" if is_simulated else "")
@@ -118,14 +129,13 @@ def command(context: click.Context, /, **args: Any) -> int:
 @options.threads_option
 @click.option("--reference", default="reference", show_default=True, help="What to compare with: reference or cpu.")
 @options.json_option
-def replay(file: Path, executor: str, device: str | None, threads: int | None, reference: str, as_json: bool) -> int:
+def replay(file: Path, executor: str, device: str | None, reference: str, as_json: bool) -> int:
     """Run the failing layer of FILE, which `tq validate --replay FILE` wrote, and compare it with the reference.
 
     FILE holds all that the layer needs: no model is loaded. Exit code 0 if there is no fault, 1 if there is, 2 if nothing
     could be compared.
     """
     with unread_is_fine():
-        options.set_threads(threads)
         from haarkv.executors.catalog import check
         from haarkv.validation.layers.replay.case import judge_case, require_expected
         from haarkv.validation.layers.replay.file import load
@@ -270,3 +280,74 @@ def _select_pair(
         )
     check(reference_name, *reference_case)
     return reference_name, selection
+
+
+# -- Does the validator find what is wrong? --------------------------------------------------------------------------------
+
+_TOKENS, _BLOCK_TOKENS = (120, 100), (24, 16)
+"""Tokens of the prompts, and of those for a file's blocks."""
+_LAYERS = 3
+_Subject = tuple[list["DecoderModel"], list[list[int]]]
+
+
+@click.command("self-test", cls=Command)
+@click.option("--model", "-m", metavar="FILE", help="Also plant faults in the blocks of this .gguf file.")
+@options.dtype_option()
+@options.threads_option
+@options.json_option
+def self_test(model: str | None, dtype: str | None, as_json: bool) -> int:
+    """Plant faults in executors of the model that ships, and check that `tq validate` finds each; minutes.
+
+    Exit code 0 if each was found where it was planted, and nothing where none was; else 1.
+    """
+    with unread_is_fine():
+        from haarkv.executors.catalog import NAMES, info
+        from haarkv.validation.faults.model import runner_of_blocks
+        from haarkv.validation.faults.states import small_hybrid
+        from haarkv.validation.layers.self_test import self_test, self_test_of_blocks
+
+        on_row, rows = None if as_json else _show_fault, []
+        if model is not None:
+            kinds = [kind for name in NAMES for kind in info(name).block_types()]
+            models, prompts = _first_layers(model, dtype, kinds, _BLOCK_TOKENS)
+            if runner_of_blocks(models[0]) is None:
+                raise click.UsageError(
+                    f"--model is for faults in blocks of a file, and no executor multiplies with any of {model} as they are; "
+                    "leave it out, or give a .gguf file"
+                )
+            rows += self_test_of_blocks(models, prompts, on_row)
+        models, prompts = _first_layers("tiny", dtype, (), _TOKENS)
+        models += [small_hybrid(each.dtype, each.config.vocab_size) for each in models]
+        rows += self_test(models, prompts, on_row)
+        num_caught = sum(row.caught for row in rows)
+        all_caught = num_caught == len(rows)
+        if as_json:
+            print(json.dumps({"passed": all_caught, "rows": [asdict(row) for row in rows]}))
+        else:
+            summary = f"{num_caught} of {len(rows)} faults and controls judged right"
+            print()
+            print_judged(f"{summary}: {'passed' if all_caught else 'FAILED'}", all_caught)
+        return 0 if all_caught else 1
+
+
+def _first_layers(model: str, dtype: str | None, block_types: Sequence[str], tokens: Sequence[int]) -> _Subject:
+    """The first layers of a model in each dtype, and pieces of source code of so many tokens each.
+
+    Weight blocks of the types in `block_types` stay as the file has them.
+    """
+    from haarkv.models.catalog import load_model
+    from haarkv.models.text import load_tokenizer
+    from haarkv.tq_ops import reference
+    from haarkv.validation.layers.self_test import first_layers
+
+    dtypes = [dtype] if dtype else ["float32", "bfloat16"]
+    models = [first_layers(load_model(model, name, keep_blocks=block_types), _LAYERS) for name in dtypes]
+    text = Path(str(reference.__file__)).read_text(encoding="utf-8")
+    ids = load_tokenizer(model, models[0].config).encode(text)
+    return models, [ids[:count] for count in tokens]
+
+
+def _show_fault(row: SelfTestRow) -> None:
+    widths = zip((8, 6, 40, 24, 24), (row.dtype, row.driven, row.fault, row.planted, row.found), strict=True)
+    line = "  ".join(cell.ljust(width) for width, cell in widths)
+    print_judged(f"{'ok  ' if row.caught else 'MISS'}  {line}  {row.how}", None if row.caught else False)

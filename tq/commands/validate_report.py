@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 import shlex
@@ -79,12 +77,6 @@ def print_verdict(report: Report, more: Sequence[tuple[str, str]] = (), where: s
     print_table(f"{report.candidate} against {report.reference}, {report.kv}, {report.dtype}", [], rows)
 
 
-def coverage_row(report: Report, is_chosen: bool) -> tuple[str, str]:
-    """What the prompts did not reach, longer contexts included. If the prompts were chosen, no others would exercise more."""
-    hint = " (leave out --prompt to exercise more)" if report.not_exercised and not is_chosen else ""
-    return "not exercised", f"{'; '.join(report.beyond)}{hint}"
-
-
 _MOST_OUTSIDE = 4
 
 
@@ -96,15 +88,6 @@ def print_rows(report: Report, verbose: bool) -> None:
         print_table("", list(cells[0]), [list(row.values()) for row in cells])
     if not verbose and len(rows) < len(report.rows):
         print(f"{len(report.rows) - len(rows)} more rows: --verbose")
-
-
-def as_csv(report: Report) -> str:
-    """Every row."""
-    from haarkv.validation.layers.report import csv_rows
-
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(csv_rows(report))
-    return text.getvalue()
 
 
 # -- Two reports -------------------------------------------------------------------------------------------------------

@@ -19,9 +19,8 @@ from haarkv.tq_ops.kv.calibration_file import CalibrationFile
 from haarkv.tq_ops.kv.calibration_file import load as load_calibration
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.plan_file import load
-from tq.hf.attention import IMPLEMENTATION, packed_attention
 from tq.hf.config import balance_scales, cache_layers, decoder_config, head_dims, model_shape
-from tq.hf.layer import TQLayer
+from tq.hf.layer import IMPLEMENTATION, TQLayer, packed_attention
 
 
 @dataclass(frozen=True)
@@ -168,7 +167,7 @@ def generate(
 ) -> str | list[str]:  # fmt: skip
     """Continue one prompt or several; the continuations without the prompts and without special tokens.
 
-    Where the model's attention is SDPA, decode steps read the cache as it is packed (`tq.hf.attention`).
+    Where the model's attention is SDPA, decode steps read the cache as it is packed (`tq.hf.layer`).
 
     Args:
         model: a causal language model of transformers.

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from haarkv.engine.collapse import Guard
-from haarkv.engine.plans import declaration_in, worth_saying
+from haarkv.engine.plans import balance_note, declaration_in
 from haarkv.models import balance
 from haarkv.models.balance import Moments, Scales, Uneven, key_moments, value_moments
 from haarkv.models.hf_config import HFConfig, read_rope
@@ -111,22 +111,17 @@ def layer_tensors(model: Any) -> dict[int, dict[str, Tensor]]:
 
 def layer_moments(model: Any, decoder: Any) -> dict[int, tuple[Moments, Moments]]:
     """Moments of K and V of each layer whose weights are understood; `decoder` is of `decoder_config`."""
-    moments = {}
+    moments, parameters = {}, getattr(decoder, "rope_parameters", None) or {}
+    rotated = parameters.get("partial_rotary_factor") or getattr(decoder, "partial_rotary_factor", None) or 1
     for layer, tensors in layer_tensors(model).items():
         k_dim, v_dim = head_dims(decoder, layer)
         heads = tensors["k_proj"].shape[0] // k_dim
         if _is_plain_attention(tensors, heads, k_dim, v_dim):
             moments[layer] = (
-                key_moments(tensors, heads, k_dim, _rope_channels(decoder, k_dim)),
+                key_moments(tensors, heads, k_dim, int(k_dim * rotated)),
                 value_moments(tensors, heads, v_dim),
             )
     return moments
-
-
-def _rope_channels(decoder: Any, dim: int) -> int:
-    """Channels of a head that RoPE turns."""
-    parameters = getattr(decoder, "rope_parameters", None) or {}
-    return int(dim * (parameters.get("partial_rotary_factor") or getattr(decoder, "partial_rotary_factor", None) or 1))
 
 
 def _is_plain_attention(tensors: Mapping[str, Tensor], heads: int, k_dim: int, v_dim: int) -> bool:
@@ -151,7 +146,7 @@ def balance_scales(
     A model whose text would be garbage is refused, or warned of with `allow_collapse`.
     """
     scaling = balance.choose_scaling(layer_moments(model, decoder), balance.where_lossy(plan, balances))
-    if worth_saying(scaling.uneven):
-        warn(f"{balance.describe(scaling.uneven)}; balance=False leaves them as they are")
+    if note := balance_note(scaling.uneven, "balance=False"):
+        warn(note)
     Guard(plan, scaling.moments, head_dims(decoder, 0)[0] ** -0.5, not balances, allow_collapse).at_load(warn)
     return scaling.scales, scaling.uneven

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ def random_model(config: ModelConfig, device: torch.device) -> DecoderModel:
     """A model of these shapes with random bf16 weights, drawn on the device, and packed so that an executor takes them as they
     are."""
     weights = random_weights(config, torch.bfloat16, device=device)
-    return fuse(DecoderModel(config, weights, rope_tables(config, device)), device).model
+    return fuse(DecoderModel(config, weights, rope_tables(config, device)), device)
 
 
 def sdpa_step(model: DecoderModel, case: Case, k: Tensor, v: Tensor) -> Iterator[Variant]:
@@ -107,13 +108,13 @@ def dense_step(
         cache, paging: of the packed step, whose codes this one writes, too; always those of the same token.
         kv: K and V of every layer.
     """
-    dense = DenseOps(ops.new_fault(tokens.device), kv=kv, attend=attend)
+    dense: Any = DenseOps(ops.new_fault(tokens.device), kv=kv, attend=attend)
 
     def step(token_ids: Tensor, batch: Batch) -> Tensor:
         return model.forward(token_ids, batch, cache, dense)
 
     pool = torch.cuda.graph_pool_handle() if tokens.device.type == "cuda" else None
-    captured_step = DecodeStep(len(tokens), cache, model.model.config.max_position_embeddings, step, pool)
+    captured_step = DecodeStep(len(tokens), cache, model.config.max_position_embeddings, step, pool)
 
     each = range(len(tokens)), [1] * len(tokens)
 

@@ -180,15 +180,14 @@ class AttentionScopes(LevelScopes):
 
     def _scores(self, g: Graph, q: str, k: str, k_scale: str, scale: str, by: Mapping[str, str]) -> str:
         """Scores [B, Hkv, R, S + Q] fp32 of packed keys, without the mean of learned keys, which softmax drops."""
-        q_paired = self._in_bytes_order(g, "q_paired", "k", self._into_stored(g, q, by))
+        if self.has_learned("k"):
+            as_stored = g.node("q_rotated", "MatMul", q, g.node("k_rows_t", "Transpose", by["k_rows"], perm=[0, 2, 1]))
+        else:
+            as_stored = self._rotate(g, "q_rotated", q, by["k_rotation"])
+        q_paired = self._in_bytes_order(g, "q_paired", "k", as_stored)
         k_factor = g.node("k_factor", "Mul", k_scale, scale)
         qk = g.node("qk", "MatMul", q_paired, g.node("k_transposed", "Transpose", k, perm=[0, 1, 3, 2]))
         return g.node("scores", "Mul", qk, k_factor)
-
-    def _into_stored(self, g: Graph, q: str, by: Mapping[str, str]) -> str:
-        if not self.has_learned("k"):
-            return self._rotate(g, "q_rotated", q, by["k_rotation"])
-        return g.node("q_rotated", "MatMul", q, g.node("k_rows_t", "Transpose", by["k_rows"], perm=[0, 2, 1]))
 
     # -- Tokens in BF16 ------------------------------------------------------------------------------------------------
     def _add_window_scores(self, g: Graph, scores: str, q: str, scale: str, by: Mapping[str, str]) -> str:

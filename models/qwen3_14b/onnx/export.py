@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -19,10 +19,9 @@ from torch import Tensor
 from haarkv.models.catalog import find_model, open_source, stream_tensors
 from haarkv.models.checkpoint import require_tensors
 from haarkv.models.config import ModelConfig
-from haarkv.models.qwen3_14b.onnx.model import build
-from haarkv.models.qwen3_14b.onnx.scopes import Qwen3Scopes
-from haarkv.models.qwen3_14b.onnx.spec import (
+from haarkv.models.qwen3_14b.onnx.model import (
     GraphSpec,
+    build,
     coded_values,
     require_opset,
     rope_values,
@@ -30,6 +29,7 @@ from haarkv.models.qwen3_14b.onnx.spec import (
     weight_offsets,
     weight_types,
 )
+from haarkv.models.qwen3_14b.onnx.scopes import Qwen3Scopes
 from haarkv.models.rope import RopeTable
 from haarkv.models.weights import checkpoint_shapes
 from haarkv.tq_ops.errors import InputError
@@ -37,7 +37,7 @@ from haarkv.tq_ops.onnx import EXPORT_SUPPORT, FORMAT
 from haarkv.tq_ops.onnx.block_codes import CODES
 from haarkv.tq_ops.onnx.block_products import CodedWeight
 from haarkv.tq_ops.onnx.graph import StoredWeights, TensorType
-from haarkv.tq_ops.weight import Blocks, Weight
+from haarkv.tq_ops.weight import Blocks
 
 ABOUT, WEIGHTS = "export.json", "weights.bin"
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -62,12 +62,9 @@ class Export:
         require_opset(self.opset)
 
     @property
-    def embed(self) -> bool:
-        return self.span.start == 0
-
-    @property
-    def head(self) -> bool:
-        return self.span.stop == self.config.num_layers
+    def graph(self) -> GraphSpec:
+        """Of a prefill."""
+        return GraphSpec(self.span, self.span.start == 0, self.span.stop == self.config.num_layers, self.opset)
 
     @property
     def kept_types(self) -> tuple[str, ...]:
@@ -79,14 +76,8 @@ class Export:
         """Type of the blocks of each weight that lies in some, by Hugging Face's name."""
         source = open_source(self.model)
         tensors = {} if source is None else require_tensors(source.path, source.tensors(), self.config)
-        weight_names = weight_types(Qwen3Scopes(self.config), GraphSpec(self.span, self.embed, self.head, self.opset))
+        weight_names = weight_types(Qwen3Scopes(self.config), self.graph)
         return {name: kind for name in weight_names if name in tensors and (kind := tensors[name].blocks) is not None}
-
-    def four_bit_weights(self) -> dict[str, CodedWeight]:
-        shapes, blocks = checkpoint_shapes(self.config), self.blocks
-        return {
-            name: CodedWeight(CODES[kind], *shapes[name]) for name, kind in blocks.items() if kind in self.kept_types
-        }  # fmt: skip
 
     def about(self) -> dict[str, str]:
         """Metadata of every graph."""
@@ -113,19 +104,25 @@ def rotation_sha256(span: range, head_dim: int) -> str:
 
 def write_export(folder: Path, export: Export, progress: Progress | None = None) -> list[str]:
     """Write everything into an empty folder, one weight at a time in memory; the graphs' files. InputError of bad weights."""
-    scopes = Qwen3Scopes(export.config, export.dtype, blocks=export.four_bit_weights())
-    whole = GraphSpec(export.span, export.embed, export.head, export.opset)
-    types = weight_types(scopes, whole)
+    shapes, kept_types = checkpoint_shapes(export.config), export.kept_types
+    coded = {name: CodedWeight(CODES[kind], *shapes[name]) for name, kind in export.blocks.items() if kind in kept_types}
+    scopes, prefill = Qwen3Scopes(export.config, export.dtype, blocks=coded), export.graph
+    types = weight_types(scopes, prefill)
     weight_file = StoredWeights(WEIGHTS, weight_offsets(types))
     rope = RopeTable(export.config.common.attention.rope, export.config.max_position_embeddings)
-    weights = stream_tensors(export.model, export.config, TORCH_DTYPES[export.dtype], export.kept_types)
+    weights = stream_tensors(export.model, export.config, TORCH_DTYPES[export.dtype], kept_types)
     tensors = chain(
-        chain.from_iterable(_weight_tensors(name, weight) for name, weight in weights), rope_values(rope),
-        stored_values(scopes, whole, rope.device).items(),
+        chain.from_iterable(
+            coded_values(name, weight) if isinstance(weight, Blocks) else [(name, weight)] for name, weight in weights
+        ),
+        rope_values(rope),
+        stored_values(scopes, prefill, rope.device).items(),
     )  # fmt: skip
     _write_weights(folder / WEIGHTS, export.dtype, tensors, types, weight_file, progress)
-    graphs = dict(_graphs(export, scopes, weight_file))
-    for name, model in graphs.items():
+    metadata = export.about()
+    plans = {"prefill.onnx": prefill, "decode.onnx": replace(prefill, one_token=True)}
+    for name, plan in plans.items():
+        model = build(scopes, replace(plan, metadata=tuple(metadata.items())), weight_file)
         (folder / name).write_bytes(model.SerializeToString())
         onnx.checker.check_model(str(folder / name), full_check=True)
     source = find_model(export.model)
@@ -133,19 +130,15 @@ def write_export(folder: Path, export: Export, progress: Progress | None = None)
         if (source / name).is_file():  # type: ignore[operator]
             shutil.copyfile(source / name, folder / name)  # type: ignore[operator]
     about = {
-        **export.about(),
+        **metadata,
         "opset": export.opset,
         "weights": WEIGHTS,
-        "graphs": list(graphs),
+        "graphs": list(plans),
         "files": sorted(path.name for path in folder.iterdir()),
         "config": _sizes(export.config),
     }
     (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-    return list(graphs)
-
-
-def _weight_tensors(name: str, weight: Weight) -> Iterator[tuple[str, Tensor]]:
-    return coded_values(name, weight) if isinstance(weight, Blocks) else iter([(name, weight)])
+    return list(plans)
 
 
 def _sizes(config: ModelConfig) -> dict[str, Any]:
@@ -155,13 +148,6 @@ def _sizes(config: ModelConfig) -> dict[str, Any]:
         "hidden_size": config.hidden_size, "vocab_size": config.vocab_size, "tied": config.tied,
         "max_position_embeddings": config.max_position_embeddings, "eos_token_ids": config.eos_token_ids,
     }  # fmt: skip
-
-
-def _graphs(export: Export, scopes: Qwen3Scopes, weight_file: StoredWeights) -> Iterator[tuple[str, onnx.ModelProto]]:
-    about = tuple(export.about().items())
-    for phase, one_token in (("prefill", False), ("decode", True)):
-        plan = GraphSpec(export.span, export.embed, export.head, export.opset, one_token, metadata=about)
-        yield f"{phase}.onnx", build(scopes, plan, weight_file)
 
 
 def _write_weights(

@@ -17,9 +17,15 @@ from small_models import SMALL as CONFIG
 from small_models import resize_config, small_model
 
 from haarkv.codebooks import haar_rotation
-from haarkv.models.qwen3_14b.onnx.model import build
+from haarkv.models.qwen3_14b.onnx.model import (
+    NEWEST_OPSET,
+    OLDEST_OPSET,
+    GraphSpec,
+    build,
+    stored_values,
+    weight_values,
+)
 from haarkv.models.qwen3_14b.onnx.scopes import Qwen3Scopes
-from haarkv.models.qwen3_14b.onnx.spec import NEWEST_OPSET, OLDEST_OPSET, GraphSpec, stored_values, weight_values
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats.synthetic import calibration
 from haarkv.tq_ops.kv.plan import KVSpec
