@@ -19,7 +19,7 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.cpu import library
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OP_NAMES
-from haarkv.validation import bounds, validate
+from haarkv.validation import bounds
 from haarkv.validation.faults.base import DRIVES, instead, table_with
 from haarkv.validation.faults.ops import keeping, quantized_parts, steeper
 from haarkv.validation.layers import null
@@ -35,6 +35,7 @@ from haarkv.validation.layers.null import (
     number_figures,
     value,
 )  # fmt: skip
+from haarkv.validation.layers.runner import validate
 from haarkv.validation.layers.self_test import first_layers
 
 DTYPES = ("float32", "bfloat16")
