@@ -14,7 +14,7 @@ from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.kernel_support import readable
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation import validate
+from haarkv.validation.layers.runner import validate
 
 RIVALS = [name for name in formats.names() if formats.get(name).to_compare]
 CONFIG = resize_config(SMALL, head_dim=128)

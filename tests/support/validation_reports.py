@@ -4,7 +4,7 @@ from small_models import SMALL, random_tokens, small_model
 
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation import validate
+from haarkv.validation.layers.runner import validate
 from haarkv.validation.layers.self_test import WholeLayers
 
 MODEL = small_model(SMALL)

@@ -19,11 +19,22 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.cpu import library
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OP_NAMES
-from haarkv.validation import bounds, validate
+from haarkv.validation import bounds
 from haarkv.validation.faults.base import DRIVES, instead, table_with
 from haarkv.validation.faults.ops import keeping, quantized_parts, steeper
 from haarkv.validation.layers import null
-from haarkv.validation.layers.null import RUNS, Figure, Null, by_ties, collect_sums, excess, honest, number_figures, value
+from haarkv.validation.layers.null import (
+    RUNS,
+    Figure,
+    Null,
+    by_ties,
+    collect_sums,
+    excess,
+    honest,
+    number_figures,
+    value,
+)  # fmt: skip
+from haarkv.validation.layers.runner import validate
 from haarkv.validation.layers.self_test import first_layers
 
 DTYPES = ("float32", "bfloat16")

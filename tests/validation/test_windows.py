@@ -19,7 +19,6 @@ from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation import validate
 from haarkv.validation.faults.base import DRIVES, Layer, table_with
 from haarkv.validation.faults.layer import common_bugs
 from haarkv.validation.faults.windows import (
@@ -33,6 +32,7 @@ from haarkv.validation.faults.windows import (
 )
 from haarkv.validation.layers.exercise import HUGE_SCALES, TINY_SCALES, covering_prompts_for
 from haarkv.validation.layers.parts import load, new_cache, snapshot, without_unread
+from haarkv.validation.layers.runner import validate
 
 CONFIG = resize_config(SMALL, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, hidden_size=32, intermediate_size=48)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -87,13 +87,6 @@ def test_the_cpu_kernels_pass(dtype):
     candidate = catalog.create("cpu", model, WINDOW_SPEC.plan(CONFIG.num_layers))
     report = validate_candidate(model, candidate, steps=2, modes=("teacher-forced", "free-running"))
     assert report.passed, report.first_divergence
-
-
-# -- What is wrong is found: in `test_faults` ------------------------------------------------------------------------------
-def test_a_cache_without_sinks_has_no_faults_in_them():
-    without_sinks = window_faults(make_model(), AT, (True, False))
-    assert 25 < len(without_sinks) < len(window_faults(make_model(), AT))
-    assert not [fault.name for fault in without_sinks if "sinks" in fault.name]
 
 
 # -- What must not be read ---------------------------------------------------------------------------------------------------
@@ -173,7 +166,7 @@ def test_a_decode_kernel_that_sees_the_place_behind_the_newest_token_is_found(mo
 
     first = find_divergence()
     assert (first.phase, first.layer, first.reason, first.stage) == ("decode", AT, "fault", "attention_mlp")
-    assert first.error > 10 * first.bound
+    assert first.share > 10
     if spec.kv == "tq4":
         monkeypatch.setattr(windows, "_free_slots", lambda *_: None)
         assert not find_divergence().fails

@@ -16,12 +16,12 @@ from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, blocks_for
-from haarkv.validation import validate
 from haarkv.validation.bounds import NPU_LAYER_ADDED
 from haarkv.validation.bringup.ladder import RungFinding
 from haarkv.validation.bringup.workbench import Workbench
 from haarkv.validation.fidelity.greedy_diff import greedy_diff
 from haarkv.validation.layers.report import LayerRow, Mode
+from haarkv.validation.layers.runner import validate
 
 
 # -- Layers ------------------------------------------------------------------------------------------------------------

@@ -38,17 +38,15 @@ Visibility = Callable[[ResidualWindow, Tensor, int], Tensor]
 Move = Callable[[ResidualWindow, Batch, Tensor], None]
 
 
-def window_faults(model: DecoderModel, layer: int, plan_has: tuple[bool, bool] = (True, True)) -> list[Fault]:
-    """Every one, in one layer, for a cache whose K and V are lossy; `plan_has` a tail, and sinks."""
-    at, (tail, sinks) = Layer(model, layer), plan_has
-    every = [
+def window_faults(model: DecoderModel, layer: int) -> list[Fault]:
+    """Every one, in one layer, for a cache whose K and V are lossy, with a tail and sinks."""
+    at = Layer(model, layer)
+    return [
         *_storage_faults(at),
         *_placement_faults(at),
         *_visibility(at),
         *(at.attending(name, merging(merge)) for name, merge in _MERGES.items()),
     ]
-    needs = {"sinks": sinks, "ring": tail, "window": tail}
-    return [fault for fault in every if all(has for word, has in needs.items() if word in fault.name)]
 
 
 # -- Storing -------------------------------------------------------------------------------------------------------------

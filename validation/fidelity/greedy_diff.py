@@ -13,11 +13,11 @@ from torch import Tensor
 from haarkv.engine.generation import Completion, prefill_in_chunks
 from haarkv.engine.sampling import Sampling
 from haarkv.engine.session import Session
+from haarkv.executors.base import prefill
 from haarkv.tq_ops.errors import InputError
 from haarkv.validation import bounds
 from haarkv.validation.fidelity.scores import kl_divergence, nearest_rank, require_finite
 from haarkv.validation.fidelity.setup import Contender
-from haarkv.validation.layers.candidate import run_phase
 
 OnStep = Callable[[str], None]
 """Gets what is being done, for each token of it."""
@@ -282,7 +282,7 @@ def _steps(
             return
         batch = paging.batch([sequences[i] for i in running], [1] * len(running)).to(cache.device)
         token_ids = torch.tensor([fed[i][step] for i in running], device=cache.device)
-        logits = run_phase(side.executor, "decode", token_ids, batch, cache)
+        logits = prefill(side.executor, token_ids, batch, cache)
 
 
 def summarize(position_scores: Sequence[PositionScore]) -> Fidelity:

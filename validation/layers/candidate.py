@@ -30,11 +30,6 @@ WITHIN_ROUNDING = "within rounding: sums that come in another order each time do
 """Detail of runs that differ and are right: still a finding, since no executor here claims to do that."""
 
 
-def run_phase(executor: Executor, phase: str, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-    """Logits [N, vocab] fp32 of a whole forward: of a verify after every token, else after each sequence's last."""
-    return (verify if phase == "verify" else prefill)(executor, token_ids, batch, cache)
-
-
 @dataclass(frozen=True)
 class Outcome:
     """A result on the host, all NaN if the executor refused its own values; and what is wrong whatever the numbers are."""
@@ -57,13 +52,11 @@ class CandidateRunner:
 
     Args:
         like: shape and formats of the cache.
-        device: of the cache and of ops run one by one; the executor's unless given.
     """
 
-    def __init__(self, executor: Executor, like: PagedKVCache, device: torch.device | None = None) -> None:
-        self.executor, self.device = executor, device or executor.device
-        self.cache = like.empty_like(self.device)
-        self._expected = like.empty_like(self.device)
+    def __init__(self, executor: Executor, like: PagedKVCache) -> None:
+        self.executor = executor
+        self.cache, self._expected = (like.empty_like(executor.device) for _ in range(2))
 
     def load(self, layer: int, part_fields: Snapshot) -> None:
         """Set a layer's cache."""
@@ -75,26 +68,21 @@ class CandidateRunner:
         put(self.cache, layer, batch, part_fields)
         put(self._expected, layer, batch, part_fields)
 
-    def layer(self, hidden: Tensor, layer: int, batch: Batch) -> Outcome:
-        """One layer, hidden [T, hidden] in and out."""
-        span = range(layer, layer + 1)
-        return self._run(hidden, batch, lambda x, b: self.executor.layers(x, span, b, self.cache), hidden.dtype, hidden.shape)
-
     def run(self, hidden: Tensor, layer: int, bad: Snapshot, batch: Batch) -> Run:
-        """Run one layer; `bad` is poison for the places of its tokens."""
+        """Run one layer, hidden [T, hidden] in and out; `bad` is poison for the places of its tokens."""
         self.put(layer, batch, bad)
-        outcome = self.layer(hidden, layer, batch)
-        return Run(outcome, self.stray_writes(range(layer, layer + 1), batch), take(self.cache, layer, batch))
+        span = range(layer, layer + 1)
+        outcome = self._run(
+            hidden, batch, lambda x, b: self.executor.layers(x, span, b, self.cache), hidden.dtype, hidden.shape
+        )
+        return Run(outcome, self.stray_writes(span, batch), take(self.cache, layer, batch))
 
-    def forward(self, forward: Forward, vocab_size: int) -> Outcome:
-        """Logits of a whole forward."""
-        phase, shape = forward.phase, torch.Size((len(forward.logit_rows), vocab_size))
+    def forward(self, forward: Forward) -> Outcome:
+        """Logits [N, vocab] of a whole forward."""
+        logits = verify if forward.phase == "verify" else prefill
+        shape = torch.Size((len(forward.logit_rows), self.executor.config.vocab_size))
         return self._run(
-            forward.token_ids,
-            forward.batch,
-            lambda x, b: run_phase(self.executor, phase, x, b, self.cache),
-            torch.float32,
-            shape,
+            forward.token_ids, forward.batch, lambda x, b: logits(self.executor, x, b, self.cache), torch.float32, shape
         )
 
     def _run(

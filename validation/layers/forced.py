@@ -111,7 +111,7 @@ class TeacherForced:
         differing = _differing(record.new_fields, run.new_fields, store_sums)
         if differing and record.kv is not None:
             # Ties are not the candidate's fault; what follows is held against the reference over what the candidate stored.
-            expected = self.reference.rerun_on_stored(record, run.new_fields)
+            expected = self.reference.rerun_layer(self.reference.as_read(record, run.new_fields), record)
         differing += [] if torch.equal(expected, result) else ["attention_mlp"]
         slips = self.honest.slips(record) if room == 1.0 else {}
         sums = {**store_sums, **collect_sums(hidden_figures(record.hidden_in, expected, result, slips))}
@@ -217,7 +217,7 @@ class TeacherForced:
             candidate.put(index, batch, bad)
         elif call.op == "paged_attention":
             candidate.load(index, self.honest.readable(call, record))
-        result, intact = replay(call, self.ops, candidate.device, candidate.cache, self.reference.recorder)
+        result, intact = replay(call, self.ops, candidate.cache, self.reference.recorder)
         stray_writes: StrayWrites = {}
         part_fields: Snapshot = {}
         if writes:

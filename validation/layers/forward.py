@@ -104,13 +104,13 @@ def copy_argument(value: Any, device: torch.device) -> Any:
     return value.to(device, copy=True) if isinstance(value, Tensor) else value
 
 
-def replay(call: Call, ops: OpTable, device: torch.device, cache: PagedKVCache, recorder: Recorder) -> tuple[Any, bool]:
-    """Run a recorded call with another table, on copies of its inputs on a device, with `cache` in place of the recorded one.
+def replay(call: Call, ops: OpTable, cache: PagedKVCache, recorder: Recorder) -> tuple[Any, bool]:
+    """Run a recorded call with another table, on copies of its inputs on the device of `cache`, in place of the recorded one.
 
     Returns:
         the result on the host (a message if the inputs were refused as not finite), and whether the inputs are unchanged.
     """
-    arg_copies: list[Any] = []
+    arg_copies, device = list[Any](), cache.device
     for arg in call.args:
         if isinstance(arg, LayerView):
             arg_copies.append(replace(copy_argument(arg, device), cache=cache))
@@ -181,17 +181,6 @@ class LayerRecord:
     @property
     def batch(self) -> Batch:
         return self.forward.batch
-
-    @property
-    def k(self) -> Tensor:
-        """K as quantized, [T, Hkv, D] fp32."""
-        assert self.kv is not None
-        return self.kv[0]
-
-    @property
-    def v(self) -> Tensor:
-        assert self.kv is not None
-        return self.kv[1]
 
 
 _DRAFT_TOKENS = 2

@@ -7,7 +7,7 @@ own input, by the reference on the executor's hidden state and cache; and the wh
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,12 @@ from torch import Tensor
 from haarkv.executors.base import Executor
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.base import by_token
+from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation import bounds
 from haarkv.validation.layers.candidate import CandidateRunner, Outcome, Repeats, Run, differing
 from haarkv.validation.layers.forced import TeacherForced
-from haarkv.validation.layers.forward import Call, Forward, LayerRecord, replay
+from haarkv.validation.layers.forward import Call, Forward, replay
 from haarkv.validation.layers.judge import call_violation, compare_vectors, judge_stray_writes, verdicts
 from haarkv.validation.layers.null import RUNS, Null, collect_sums, number_figures, repeat_rows, resample_runs, split_runs
 from haarkv.validation.layers.parts import Snapshot, cache_parts, load, snapshot, take
@@ -83,7 +84,8 @@ class FreeRunning:
         except InputError as error:
             detail = f"what the executor makes of its own layers cannot be gone on from: {error}"
             return run, Verdict.violation("free_running", detail), math.inf
-        judgment = self._forced.judge(expected, run, self._null(index, expected), bounds.FREE)
+        null = self._nulls[index] if index in self._nulls else self._forced.null(expected)
+        judgment = self._forced.judge(expected, run, null, bounds.FREE)
         failing = first(judgment.verdicts)
         if failing is None or not failing.fails:
             return run, None, judgment.share
@@ -98,7 +100,7 @@ class FreeRunning:
         if unstable is not None:
             return run, Verdict.violation(failing.stage, unstable.detail, "unstable"), judgment.share
         detail = f"fed what the executor made of the layer before, the layer is wrong at {failing.stage}: {failing.detail}"
-        return run, Verdict("free_running", "fault", failing.error, failing.bound, detail), judgment.share
+        return run, Verdict("free_running", "fault", failing.share, detail), judgment.share
 
     def forward(
         self, logits: Tensor, calls: Sequence[Call], forward: Forward
@@ -109,9 +111,9 @@ class FreeRunning:
             verdicts; the layer that differs from itself, if one does; logits beside the reference's.
         """
         whole, recorder, model = self._whole, self._reference.recorder, self._reference.model
-        replays = [(c, replay(c, self._ops, whole.executor.device, whole.cache, recorder)) for c in calls if self._ops]
+        replays = [(c, replay(c, self._ops, whole.cache, recorder)) for c in calls if self._ops]
         verdicts = [self._op(call, result, intact, number) for number, (call, (result, intact)) in enumerate(replays)]
-        outcome = whole.forward(forward, model.config.vocab_size)
+        outcome = whole.forward(forward)
         stage = "head" if self._ops is None else "forward"
         verdicts += self._compare_stores(stage, forward)
         last = self.hidden[forward.logit_rows]
@@ -127,9 +129,6 @@ class FreeRunning:
         same = int((logits.argmax(-1) == outcome.result.argmax(-1)).sum())
         row = LogitRow(forward.phase, forward.step, *comparison, same, len(logits))
         return verdicts, index, row
-
-    def _null(self, index: int, expected: LayerRecord) -> Null:
-        return self._nulls[index] if index in self._nulls else self._forced.null(expected)
 
     def _op(self, call: Call, result: Any, intact: bool, number: int) -> Verdict:
         if wrong := call_violation(call, result, intact):
@@ -153,7 +152,7 @@ class FreeRunning:
         for _ in range(_AGAIN):
             for index, layer_run in enumerate(self.runs):
                 self._whole.put(index, forward.batch, layer_run.bad)
-            outcome = self._whole.forward(forward, self._reference.model.config.vocab_size)
+            outcome = self._whole.forward(forward)
             self._whole.stray_writes(range(len(self.runs)), forward.batch)
             runs.append((outcome, self._stored(forward)))
         unstable = differing(runs, "forward")
@@ -169,21 +168,19 @@ class FreeRunning:
         if stray_writes := self._whole.stray_writes(layers, batch):
             return judge_stray_writes(stray_writes, None, "the whole forward")
         for index in layers:
-            ours, theirs = (take(runner.cache, index, batch) for runner in (self._candidate, self._whole))
-            if (state := recurrent_state(self._reference.cache, index)) is not None:
-                for comparison in compare_states(state, batch, ours[STATE], theirs[STATE]):
-                    if comparison.problem or not comparison.error <= bounds.SAME_KV:
-                        detail = (
-                            f"the whole forward leaves another {comparison.stage} in layer {index} than the layer run alone"
-                        )
-                        words = f"{detail}: {comparison.problem}" if comparison.problem else detail
-                        return [Verdict(stage, "fault", comparison.error, bounds.SAME_KV, words)]
-            for part in cache_parts(self._reference.cache, index):
-                if not len(part.where(batch)[0]):
-                    continue
-                both = (part.kv_format.dequantize(by_token(part_fields[part.name]), index) for part_fields in (ours, theirs))
-                vector_comparison = compare_vectors(*both)
-                if not vector_comparison.rel_l2 <= bounds.SAME_KV:
-                    detail = f"the whole forward stores another {part.title} in layer {index} than the layer run alone"
-                    return [Verdict(stage, "fault", vector_comparison.rel_l2, bounds.SAME_KV, detail)]
+            for what, error, problem in self._deviations(index, batch):
+                if problem or not error <= bounds.SAME_KV:
+                    detail = f"the whole forward {what} in layer {index} than the layer run alone"
+                    return [Verdict.violation(stage, f"{detail}: {problem}" if problem else detail)]
         return []
+
+    def _deviations(self, index: int, batch: Batch) -> Iterator[tuple[str, float, str]]:
+        """What differs of each state or part, in words; its relative distance; and what is wrong whatever the numbers are."""
+        ours, theirs = (take(runner.cache, index, batch) for runner in (self._candidate, self._whole))
+        if (state := recurrent_state(self._reference.cache, index)) is not None:
+            for one in compare_states(state, batch, ours[STATE], theirs[STATE]):
+                yield f"leaves another {one.stage}", one.error, one.problem
+        for part in cache_parts(self._reference.cache, index):
+            if len(part.where(batch)[0]):
+                both = (part.kv_format.dequantize(by_token(fields[part.name]), index) for fields in (ours, theirs))
+                yield f"stores another {part.title}", compare_vectors(*both).rel_l2, ""

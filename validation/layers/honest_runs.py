@@ -13,7 +13,7 @@ from torch import Tensor
 
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import LayerView, PagedKVCache
-from haarkv.tq_ops.table import with_ops
+from haarkv.tq_ops.table import OP_NAMES, OpTable, with_ops
 from haarkv.tq_ops.weight import Weight
 from haarkv.validation.layers.forward import Call, LayerRecord
 from haarkv.validation.layers.judge import Values, hidden_figures, stored_figures
@@ -92,9 +92,17 @@ class HonestRuns:
         }
 
         by_scale: dict[float, tuple[Tensor, ...]] = {}
+        start: list[Tensor] = []
+        """Results of the ops before attention. They are the same in all runs, so only the first computes them."""
 
-        def run_with(**op_overrides: Any) -> Tensor:
-            return reference.rerun_layer(cache, record, with_ops(ops, {"store_kv": keep, **op_overrides}), exact=True)
+        def run_with(ops: OpTable = ops, **op_overrides: Any) -> Tensor:
+            table, results = with_ops(ops, op_overrides), iter(start)
+
+            def after_start(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+                return lambda *args: op(*args) if (result := next(results, None)) is None else result
+
+            others = {name: after_start(getattr(table, name)) for name in OP_NAMES if name != "paged_attention"}
+            return reference.rerun_layer(cache, record, with_ops(table, {**others, "store_kv": keep}), exact=True)
 
         def in_head(faulty_head: int | None = None, larger: float = 1.0, steeper: float = 1.0) -> Any:
             """Attention that is wrong in one head. The right and the steeper result are computed once for all heads."""
@@ -110,7 +118,9 @@ class HonestRuns:
         def linear(x: Tensor, weight: Weight) -> Tensor:
             return ops.linear(x, weight) * (1.01 if id(weight) in gates else 1.0)
 
-        right = run_with(paged_attention=in_head())
+        right = run_with(reference.recorder.ops, paged_attention=in_head())
+        ahead = [call.op for call in record.calls if call.op != "store_kv"].index("paged_attention")
+        start += (call.result for call in reference.recorder.take_calls()[:ahead])
         slips = {"the gate 1 % too large": run_with(paged_attention=in_head(), linear=linear) - right}
         for name, larger, steeper in (("attention 1 % too large", 1.01, 1.0), (STEEPER, 1.0, 1.01)):
             each = [run_with(paged_attention=in_head(head, larger, steeper)) - right for head in range(heads)]

@@ -203,7 +203,7 @@ def verdicts(excesses: Mapping[Figure, float], differing: Iterable[str], togethe
         words = worst.kind.replace("slip ", "as with ") if worst.kind.startswith("slip") else _WORDS[worst.kind]
         scope = " over all forwards" if together else ""
         detail = f"{words}{scope}: {error:.3g} times what honest runs allow" if reason else ""
-        stage_verdicts.append(Verdict(stage, reason, error, 1.0, detail, head=wrong[0] if alone else None))
+        stage_verdicts.append(Verdict(stage, reason, error, detail, head=wrong[0] if alone else None))
     return stage_verdicts
 
 

@@ -77,7 +77,7 @@ class Reference:
             self._require_states(index, state, part_fields[STATE], forward)
             kv_tensors = {}
         for what, tensor in {**kv_tensors, "hidden state": out}.items():
-            self._require_something(f"{what} of layer {index}", tensor, forward)
+            self.require_something(f"{what} of layer {index}", tensor, forward)
         return LayerRecord(index, forward, calls, before, hidden, out, kv, part_fields), q
 
     def over_another_state(self, record: LayerRecord) -> LayerRecord | None:
@@ -107,7 +107,7 @@ class Reference:
                             "be compared with that"
                         )
 
-    def _require_something(self, what: str, rows: Tensor, forward: Forward) -> None:
+    def require_something(self, what: str, rows: Tensor, forward: Forward) -> None:
         """Refuse rows [T, n] of which one is zero or not finite."""
         for problem, bad in (("not finite", ~torch.isfinite(rows).all(-1)), ("zero", (rows == 0).all(-1))):
             if bad.any():
@@ -120,14 +120,6 @@ class Reference:
         if not (logits.amax(-1) > logits.amin(-1)).all():
             raise InputError(f"the reference's logits are all equal in {forward.phase} {forward.step}; it predicts nothing")
         return logits, self.recorder.take_calls()
-
-    def require_embedding(self, hidden: Tensor, forward: Forward) -> None:
-        """Refuse hidden states [T, hidden] of which one is zero or not finite."""
-        self._require_something("embedding", hidden, forward)
-
-    def rerun_on_stored(self, record: LayerRecord, part_fields: Snapshot) -> Tensor:
-        """Hidden states after a layer over the new K and V that another executor stored."""
-        return self.rerun_layer(self.as_read(record, part_fields), record)
 
     def rerun_layer(
         self, cache: PagedKVCache, record: LayerRecord, ops: OpTable | None = None, *, exact: bool = False

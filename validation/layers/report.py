@@ -81,15 +81,14 @@ class Verdict:
         stage: the op; of a fused layer, the output that can be seen.
         reason: "tie": bits that are stored differ; "rounding": bits of other results differ, both within the limits; "fault":
             beyond a limit; "unstable": the executor differs from itself on the same inputs; None: every bit is equal.
-        error, bound: worst figure and what honest runs allow.
+        share: worst figure as a multiple of what honest runs allow; infinite for what is wrong whatever the figures are.
         head: the KV head that alone is wrong.
         layer: None for the head and the whole forward.
     """
 
     stage: str
     reason: Reason | None
-    error: float
-    bound: float
+    share: float
     detail: str = ""
     head: int | None = None
     phase: str = ""
@@ -99,7 +98,7 @@ class Verdict:
     @classmethod
     def violation(cls, stage: str, detail: str, reason: Reason = "fault") -> Verdict:
         """What is wrong whatever the figures are."""
-        return cls(stage, reason, math.inf, 0.0, detail)
+        return cls(stage, reason, math.inf, detail)
 
     @property
     def where(self) -> str:
@@ -109,13 +108,6 @@ class Verdict:
     def fails(self) -> bool:
         """Whether it fails a run."""
         return self.reason in FAILS
-
-    @property
-    def share(self) -> float:
-        """The error divided by its bound; infinite if it is NaN."""
-        if self.reason is None and not self.error:
-            return 0.0
-        return self.error / self.bound if self.bound and not math.isnan(self.error) else math.inf
 
     def as_dict(self, names: Sequence[str] = DIVERGENCE_KEYS) -> dict[str, Any]:
         """Some fields, for JSON."""

@@ -146,7 +146,7 @@ class _Validation:
     def _forward(self, forward: Forward) -> Tensor:
         """Run and compare one forward of both executors; return the reference's logits [N, vocab]."""
         hidden = self.model.embed(forward.token_ids)
-        self.reference.require_embedding(hidden, forward)
+        self.reference.require_something("embedding", hidden, forward)
         self.free.begin(hidden)
         for index in range(self.model.config.num_layers):
             record = self.reference.layer(index, hidden, forward)

@@ -86,8 +86,6 @@ def self_test(
     models: Sequence[DecoderModel],
     prompts: Sequence[Sequence[int]],
     on_row: Callable[[SelfTestRow], None] | None = None,
-    part: slice = slice(None),
-    kv: str = "tq4",
 ) -> list[SelfTestRow]:
     """Plant each fault of `validation.faults` in the middle layer of each model (of 3 or more layers), and validate.
 
@@ -95,8 +93,6 @@ def self_test(
 
     Args:
         prompts: token ids. The smallest faults need a hundred tokens.
-        part: slice of the common bugs, and of the faults in windows, long prompts and whole forwards.
-        kv: format of 16 levels; with a format other than tq4, only `published_faults` and `common_bugs` are planted.
     """
     rows = []
 
@@ -105,7 +101,7 @@ def self_test(
 
     for model in models:
         if state_layers := delta_layers(model):
-            states = Setting(KVSpec(kv), cut(_STATE_TOKENS), _STATE_STEPS, "control, states")
+            states = Setting(KVSpec("tq4"), cut(_STATE_TOKENS), _STATE_STEPS, "control, states")
             rows += _run_faults(model, states, [*_controls(states), *delta_faults(model, state_layers[-1])], on_row)
             continue
         layer, config = model.config.num_layers // 2, model.config
@@ -113,13 +109,13 @@ def self_test(
         longer = [list(islice(cycle(prompts[0]), LONGEST)), *prompts[1:]]
         both: tuple[Mode, ...] = ("teacher-forced", "free-running")
         merge_ops = Layer(model, layer).instead("paged_attention", merging(Parts.merge))
-        window_runs = [_control("none, in two parts (control, a window)", ops=merge_ops), *window_faults(model, layer)[part]]
+        window_runs = [_control("none, in two parts (control, a window)", ops=merge_ops), *window_faults(model, layer)]
         sliding = with_sliding_window(model, layer)
         every: list[tuple[DecoderModel, Setting, list[Fault]]] = [
             (
                 model,
-                Setting(KVSpec(kv), prompts, 0, "control" if kv == "tq4" else f"control, {kv}"),
-                [*published_faults(model, layer), *common_bugs(model, layer)[part]],
+                Setting(KVSpec("tq4"), prompts, 0, "control"),
+                [*published_faults(model, layer), *common_bugs(model, layer)],
             ),
             (
                 model,
@@ -127,11 +123,11 @@ def self_test(
                 coordinate_faults(model, layer),
             ),
             (model, Setting(WINDOW_SPEC, cut(_WINDOWED_TOKENS), _WINDOWED_STEPS, "control, a window"), window_runs),
-            (model, Setting(KVSpec(kv), longer, 0, "control, long"), long_faults(model, layer)[part]),
-            (sliding, Setting(WINDOW_SPEC, longer, 1, "control, a sliding window"), sliding_faults(sliding, layer)[part]),
-            (model, Setting(KVSpec(kv), cut(_WHOLE_TOKENS), 1, "control, whole forwards", both), forward_faults(model)[part]),
+            (model, Setting(KVSpec("tq4"), longer, 0, "control, long"), long_faults(model, layer)),
+            (sliding, Setting(WINDOW_SPEC, longer, 1, "control, a sliding window"), sliding_faults(sliding, layer)),
+            (model, Setting(KVSpec("tq4"), cut(_WHOLE_TOKENS), 1, "control, whole forwards", both), forward_faults(model)),
         ]
-        for right, setting, faults in every if kv == "tq4" else every[:1]:
+        for right, setting, faults in every:
             rows += _run_faults(right, setting, [*_controls(setting), *faults], on_row)
     return rows
 

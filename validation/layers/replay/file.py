@@ -99,7 +99,9 @@ def save(path: Path, file: ReplayFile) -> None:
 
 
 def _tensors(case: LayerCase, record: LayerRecord) -> dict[str, Tensor]:
-    tensors = {"hidden": case.hidden, "expected.hidden": record.hidden_out, "expected.k": record.k, "expected.v": record.v}
+    assert record.kv is not None, "`capture` takes layers with K and V"
+    tensors = {"hidden": case.hidden, "expected.hidden": record.hidden_out}
+    tensors |= zip(("expected.k", "expected.v"), record.kv, strict=True)
     for field, _, weight in case.weights.named_tensors():
         tensors[f"weights.{field}"] = backing_tensor(weight)
         if isinstance(weight, Blocks):
