@@ -18,8 +18,7 @@ from haarkv.tq_ops.npu.device import SimRunner
 from haarkv.validation.bringup import ladder
 from haarkv.validation.bringup.ladder import RUNGS
 from haarkv.validation.bringup.workbench import Workbench
-from haarkv.validation.faults.base import table_with
-from haarkv.validation.layers.self_test import WholeLayers
+from haarkv.validation.faults.base import WholeLayers, table_with
 from tq.cli import main
 from tq.commands import bringup as bringup_command
 

@@ -19,13 +19,13 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import with_ops
 from haarkv.tq_ops.weight import Blocks, rounding_to, weight_numbers
+from haarkv.validation.faults.base import WholeLayers
 from haarkv.validation.faults.model import block_faults
 from haarkv.validation.layers.null import half_steps
 from haarkv.validation.layers.reference import Reference
 from haarkv.validation.layers.replay.case import OneRun, judge_case
 from haarkv.validation.layers.replay.file import build_replay_file, load, save
 from haarkv.validation.layers.runner import validate
-from haarkv.validation.layers.self_test import WholeLayers
 
 CONFIG = small_config(num_heads=4, head_dim=64, hidden_size=256, intermediate_size=512)
 DTYPES = (torch.float32, torch.bfloat16)

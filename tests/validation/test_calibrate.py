@@ -14,9 +14,10 @@ from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.formats.stretches import STRETCH, RopeShift
 from haarkv.tq_ops.kv.calibration_file import make_calibration
 from haarkv.tq_ops.table import with_ops
+from haarkv.validation.layers.forward import observe_vectors
 from haarkv.validation.planning import calibrate
 from haarkv.validation.planning.calibrate import learn_model
-from haarkv.validation.planning.moments import AttentionVectors, Moments, Sums, over_positions, recording
+from haarkv.validation.planning.moments import AttentionVectors, Moments, Sums, over_positions
 
 MODEL = small_model(resize_config(SMALL, num_layers=2))
 CONFIG = MODEL.config
@@ -86,7 +87,9 @@ def test_moments_are_those_of_all_vectors_at_once(layer):
 
 def test_recording_changes_nothing():
     hidden, window = MODEL.embed(WINDOWS[0]), AttentionVectors()
-    plain, with_recording = (calibrate._run(MODEL, ops, 0, hidden) for ops in (reference, recording(reference, window)))
+    plain, with_recording = (
+        calibrate._run(MODEL, ops, 0, hidden) for ops in (reference, observe_vectors(reference, window.add_kv, window.add_q))
+    )
     assert torch.equal(plain, with_recording)
     assert window.tokens == 40
     keys, queries = window.stretch_vectors(None)

@@ -92,7 +92,9 @@ def command(context: click.Context, /, **args: Any) -> int:
             if not report.passed:
                 replay_note = reports.write_replay(args["replay_file"], ran.runs)
         if args["csv_file"]:
-            write_whole(args["csv_file"], reports.as_csv(report))
+            from haarkv.validation.layers.report import as_csv
+
+            write_whole(args["csv_file"], as_csv(report))
         if args["html_file"]:
             from haarkv.validation.layers.page import page
 

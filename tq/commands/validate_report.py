@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 import shlex
@@ -95,15 +93,6 @@ def print_rows(report: Report, verbose: bool) -> None:
         print_table("", list(cells[0]), [list(row.values()) for row in cells])
     if not verbose and len(rows) < len(report.rows):
         print(f"{len(report.rows) - len(rows)} more rows: --verbose")
-
-
-def as_csv(report: Report) -> str:
-    """Every row."""
-    from haarkv.validation.layers.report import csv_rows
-
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(csv_rows(report))
-    return text.getvalue()
 
 
 # -- Two reports -------------------------------------------------------------------------------------------------------
