@@ -99,8 +99,8 @@ def learn(metric: Tensor, spread: Tensor, mean: Tensor, damping: float = _DAMPIN
         raise ValueError(f"moments of {list(metric.shape)} and {list(spread.shape)} do not fit a mean of {list(mean.shape)}")
     if not all(torch.isfinite(x).all() for x in (metric, spread, mean)):
         raise ValueError("a moment is not finite")
-    damped_moments = (_add_damping(metric[head].double(), spread[head].double(), damping) for head in range(heads))
-    parts = [_head_basis(*both, power) for both in damped_moments]
+    moments = zip(_add_damping(metric, damping), _add_damping(spread, damping), strict=True)
+    parts = [_head_basis(*both, power) for both in moments]
     forward, back, weights = (torch.stack(part) for part in zip(*parts, strict=True))
     # The inverse has numbers of 1e7 there. No query reads them, but whatever stores the vector in another format would.
     diagonal = metric.diagonal(dim1=-2, dim2=-1)
@@ -112,8 +112,7 @@ def learn(metric: Tensor, spread: Tensor, mean: Tensor, damping: float = _DAMPIN
 def tempered_metric(metric: Tensor, damping: float = _DAMPING, power: float = POWER) -> Tensor:
     """The metric as `learn` takes it, S S: [H, D, D] float64, of what it is given."""
     metrics = []
-    for head_metric in metric.double():
-        damped_metric, _ = _add_damping(head_metric, head_metric, damping)
+    for damped_metric in _add_damping(metric, damping):
         channel, root = _root(damped_metric, power)
         metrics.append(torch.outer(channel, channel) * (root @ root))
     return torch.stack(metrics)
@@ -126,14 +125,14 @@ def _root(metric: Tensor, power: float) -> tuple[Tensor, Tensor]:
     return channel, (vectors * values.clamp(min=_FLOOR).pow(power / 2)) @ vectors.T
 
 
-def _add_damping(metric: Tensor, spread: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """Both matrices plus a share of their diagonals; a diagonal number of 0 counts as a tiny one."""
-    matrices = []
-    for matrix in (metric, spread):
+def _add_damping(matrices: Tensor, damping: float) -> list[Tensor]:
+    """Each of [H, D, D] plus a share of its diagonal, float64; a diagonal number of 0 counts as a tiny one."""
+    damped = []
+    for matrix in matrices.double():
         diagonal = matrix.diagonal().clamp(min=0.0)
         least = _DEAD * (diagonal.max() or torch.ones((), dtype=torch.float64))
-        matrices.append(matrix + torch.diag(damping * diagonal + least.where(diagonal <= least, torch.zeros(()))))
-    return matrices[0], matrices[1]
+        damped.append(matrix + torch.diag(damping * diagonal + least.where(diagonal <= least, torch.zeros(()))))
+    return damped
 
 
 def _head_basis(metric: Tensor, spread: Tensor, power: float) -> tuple[Tensor, Tensor, Tensor]:

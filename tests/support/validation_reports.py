@@ -4,8 +4,8 @@ from small_models import SMALL, random_tokens, small_model
 
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.validation.faults.base import WholeLayers
 from haarkv.validation.layers.runner import validate
-from haarkv.validation.layers.self_test import WholeLayers
 
 MODEL = small_model(SMALL)
 PROMPTS = [random_tokens(SMALL, 7), random_tokens(SMALL, 3, seed=1)]

@@ -16,13 +16,12 @@ from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.synthetic import calibration
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation.faults.base import reordered_sum_ops, table_with
+from haarkv.validation.faults.base import WholeLayers, reordered_sum_ops, table_with
 from haarkv.validation.faults.layer import LEARNED_KV, published_faults
 from haarkv.validation.faults.windows import WINDOW_SPEC
 from haarkv.validation.layers.replay.case import OneRun, judge_case, require_expected
 from haarkv.validation.layers.replay.file import build_replay_file, load, save
 from haarkv.validation.layers.runner import validate
-from haarkv.validation.layers.self_test import WholeLayers
 
 MODEL = small_model(SMALL)
 IN_BF16 = small_model(SMALL, dtype=torch.bfloat16)

@@ -15,10 +15,9 @@ from validation_reports import validation_report as run
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.errors import InputError
-from haarkv.validation.faults.base import DRIVES, table_with
+from haarkv.validation.faults.base import DRIVES, WholeLayers, table_with
 from haarkv.validation.faults.layer import published_faults
 from haarkv.validation.layers.report import as_json
-from haarkv.validation.layers.self_test import WholeLayers
 
 
 def candidate_with(model=MODEL, **ops):

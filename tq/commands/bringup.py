@@ -119,7 +119,7 @@ def _latency(bench: Workbench) -> RungFinding:
     from haarkv.benchmarks.timing import Spread, take_turns
     from haarkv.validation.bringup.ladder import RungFinding
 
-    executor = bench.executor(bench.model, next(iter(bench.plans.values())))
+    executor = bench.executor(bench.model)
     facts = {f"compiled {name}": f"in {seconds:.1f} s" for name, seconds in executor.compiled.items()}
     calls = 0
     for context, kind in ((context, kind) for context in bench.contexts for kind in ("prompt", "step")):

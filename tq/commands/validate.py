@@ -4,8 +4,6 @@ file; `tq dev self-test` plants faults and looks whether they are found.
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -97,11 +95,9 @@ def command(context: click.Context, /, **args: Any) -> int:
             if not report.passed:
                 replay_note = reports.write_replay(args["replay_file"], ran.runs)
         if args["csv_file"]:
-            from haarkv.validation.layers.report import csv_rows
+            from haarkv.validation.layers.report import as_csv
 
-            text = io.StringIO()
-            csv.writer(text, lineterminator="\n").writerows(csv_rows(report))
-            write_whole(args["csv_file"], text.getvalue())
+            write_whole(args["csv_file"], as_csv(report))
         if args["html_file"]:
             from haarkv.validation.layers.page import page
 

@@ -44,12 +44,6 @@ class Part(NamedTuple):
     axes: int = 1
 
 
-def trailing_bytes(tensor: Tensor, trailing: int) -> Tensor:
-    """The bytes of a tensor's last `trailing` axes, little-endian: uint8 [..., n]."""
-    flat = tensor.contiguous().flatten(tensor.ndim - trailing) if trailing else tensor.contiguous().unsqueeze(-1)
-    return flat.view(torch.uint8)
-
-
 def vector_lengths(x: Tensor) -> Tensor:
     """Lengths [...] fp64 of vectors [..., D]."""
     lengths: Tensor = torch.linalg.vector_norm(x.double(), dim=-1)
@@ -146,7 +140,11 @@ class KVFormat:
         """uint8 [..., n], little-endian: the fields of each vector or group in `layout`'s order. With blocks, all fields of
         one block stand before the next block's; codes are packed block by block.
         """
-        parts = [trailing_bytes(fields[part.name], part.axes) for part in self.layout]
+        parts = []
+        for part in self.layout:
+            tensor = fields[part.name].contiguous()
+            flat = tensor.flatten(tensor.ndim - part.axes) if part.axes else tensor.unsqueeze(-1)
+            parts.append(flat.view(torch.uint8))
         if self.block is None:
             return torch.cat(parts, -1)
         blocks = next(fields[part.name].shape[-1] for part in self.layout if not part.bits)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -30,13 +28,12 @@ def validate_formats(bench: Workbench, model: DecoderModel, mode: Mode) -> RungF
     # Cores that race give another result now and then.
     repeats = bench.repeats if model is bench.first_layer and mode == "teacher-forced" else 0
     num_rows = 0
-    for kv, whole in bench.plans.items():
-        plan = _first_layers_plan(whole, model.config.num_layers)
+    for kv, plan in bench.plans_of(model).items():
 
         def on_row(row: LayerRow, kv: str = kv) -> None:
             bench.tell(f"{kv}, {row.phase} {row.step}, layer {row.layer}")
 
-        executor, tokens = bench.executor(model, plan), bench.token_ids()
+        executor, tokens = bench.executor(model), bench.token_ids()
         report = validate(ReferenceExecutor(model), executor, model, tokens, bench.steps, plan, on_row, [mode], repeats)
         num_rows += len(report.rows)
         if not report.passed:
@@ -45,10 +42,6 @@ def validate_formats(bench: Workbench, model: DecoderModel, mode: Mode) -> RungF
             message = f"{where} in {first.phase} {first.step}: {first.detail}" if first else "not every row was compared"
             return RungFinding(False, f"{kv}: {message}", num_rows, "rows", f"{kv}, {where}")
     return RungFinding(True, f"{', '.join(bench.plans)}: {num_rows} rows within their bounds", num_rows, "rows")
-
-
-def _first_layers_plan(plan: KVPlan, count: int) -> KVPlan:
-    return replace(plan, layers=plan.layers[:count])
 
 
 # Tokens of the longest sequence behind a whole step of keys, and of a short one beside it.
@@ -63,7 +56,7 @@ _FAINT = 2.0**-7
 def long_decode(bench: Workbench) -> RungFinding:
     """One decode step of the first layer behind random K and V that take a second step of keys."""
     model = bench.first_layer
-    step = bench.executor(model, _first_layers_plan(next(iter(bench.plans.values())), 1)).decode_step
+    step = bench.executor(model).decode_step
     if step is None:
         return RungFinding(None, "its decode takes no steps of keys")
     if step + _BEYOND > bench.longest:
@@ -72,10 +65,9 @@ def long_decode(bench: Workbench) -> RungFinding:
         )
     hidden = (torch.randn(2, model.config.hidden_size, generator=torch.Generator().manual_seed(2)) * _FAINT).to(model.dtype)
     worst = 0.0
-    for kv, whole in bench.plans.items():
+    for kv, plan in bench.plans_of(model).items():
         bench.tell(f"{kv}, decode behind {step + _BEYOND:,} tokens")
-        plan = _first_layers_plan(whole, 1)
-        sides = ReferenceExecutor(model), bench.executor(model, plan)
+        sides = ReferenceExecutor(model), bench.executor(model)
         theirs, ours = (_decode_one_token(executor, model, plan, hidden, step) for executor in sides)
         error = float(((ours - theirs).norm(dim=1) / theirs.norm(dim=1)).nan_to_num(torch.inf).max())
         if error > NPU_LAYER_ADDED:
@@ -129,7 +121,7 @@ def greedy_text(bench: Workbench) -> RungFinding:
     for kv, plan in bench.plans.items():
         reference_side, on_trial = (
             Session(bench.request.model, bench.config, executor, tokenizer, plan)
-            for executor in (ReferenceExecutor(bench.model), bench.executor(bench.model, plan))
+            for executor in (ReferenceExecutor(bench.model), bench.executor(bench.model))
         )
 
         def on_step(what: str, kv: str = kv) -> None:

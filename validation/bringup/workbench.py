@@ -125,14 +125,19 @@ class Workbench:
     def first_layer(self) -> DecoderModel:
         return first_layers(self.model, 1)
 
-    def executor(self, model: DecoderModel, plan: KVPlan) -> Executor:
+    def plans_of(self, model: DecoderModel) -> dict[str, KVPlan]:
+        """`plans` of the whole model's layers, or of its first layer alone."""
+        depth = model.config.num_layers
+        return {name: replace(plan, layers=plan.layers[:depth]) for name, plan in self.plans.items()}
+
+    def executor(self, model: DecoderModel) -> Executor:
         """The executor on trial for the whole model or its first layer; one serves every plan."""
         depth = model.config.num_layers
         if depth not in self._executors:
             self.tell(f"opening {self.request.executor}")
             name, on_program = self.request.executor, lambda program: self.tell(f"compiling {program}")
-            layer_plan = replace(plan, layers=plan.layers[:depth])
-            self._executors[depth] = catalog.create(name, model, layer_plan, self.device, on_program)
+            first_plan = next(iter(self.plans_of(model).values()))
+            self._executors[depth] = catalog.create(name, model, first_plan, self.device, on_program)
         return self._executors[depth]
 
     @property

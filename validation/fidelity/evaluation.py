@@ -27,7 +27,7 @@ from haarkv.tq_ops.kv.cache import cache_bytes
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, blocks_for
 from haarkv.tq_ops.table import OpTable
-from haarkv.validation.fidelity.scores import Partial, Scores, join, nearest_rank, score_text
+from haarkv.validation.fidelity.scores import Partial, Scores, join, kl_figures, score_text
 
 # The fastest for the reference: a larger chunk computes more scores that the causal mask hides, a smaller one de-quantizes the
 # stored prefix more often.
@@ -250,15 +250,12 @@ def fidelity_row(name: str, side: Session, tokens: int, scores: Scores) -> Fidel
     """The figures of a cache; its bytes are counted for a window of `tokens`."""
     shapes, layers = side.config.kv_shapes, side.config.num_layers
     size, exact = (cache_bytes(plan, tokens, shapes) for plan in (side.plan, KVSpec("bf16").plan(layers)))
-    kl = scores.kl.sort().values.tolist()
     ppl = math.exp(-scores.log_p_b.mean().item())
     return FidelityRow(
         kv=name,
         bytes_per_token=(size + side.config.state_bytes) / (blocks_for(tokens) * BLOCK_SIZE),
         bits_per_value=16 * size / exact,
-        kl_mean=math.fsum(kl) / len(kl),
-        kl_median=(kl[(len(kl) - 1) // 2] + kl[len(kl) // 2]) / 2,
-        kl_p999=nearest_rank(kl, 999),
+        **kl_figures(scores.kl.tolist()),
         top1=scores.same_top.double().mean().item(),
         rms_dp=math.sqrt((scores.log_p_b.exp() - scores.log_p_a.exp()).square().mean().item()),
         ppl=ppl,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -16,7 +15,7 @@ from haarkv.engine.session import Session
 from haarkv.executors.base import prefill
 from haarkv.tq_ops.errors import InputError
 from haarkv.validation import bounds
-from haarkv.validation.fidelity.scores import kl_divergence, nearest_rank, require_finite
+from haarkv.validation.fidelity.scores import kl_divergence, kl_figures, require_finite
 from haarkv.validation.fidelity.setup import Contender
 
 OnStep = Callable[[str], None]
@@ -287,13 +286,10 @@ def _steps(
 
 def summarize(position_scores: Sequence[PositionScore]) -> Fidelity:
     """Agreement, divergence and logit errors over at least one position."""
-    kl = sorted(position.kl for position in position_scores)
     return Fidelity(
         positions=len(position_scores),
         top1_agreement=sum(position.agrees for position in position_scores) / len(position_scores),
-        kl_mean=statistics.fmean(kl),
-        kl_median=statistics.median(kl),
-        kl_p999=nearest_rank(kl, 999),
+        **kl_figures([position.kl for position in position_scores]),
         logit_error=max(position.logit_error for position in position_scores),
         # One token to choose from has no spread, and no error that could matter.
         relative_logit_error=max(position.logit_error / (position.spread or 1.0) for position in position_scores),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -30,9 +31,11 @@ def kl_divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum(-1).clamp(min=0.0)
 
 
-def nearest_rank(values: Sequence[float], permille: int) -> float:
-    """The smallest of ascending `values` that at least so many thousandths of them do not exceed."""
-    return values[-(-permille * len(values) // 1000) - 1]
+def kl_figures(kl: Sequence[float]) -> dict[str, float]:
+    """Mean, median and 99.9 % of divergences: the smallest that at least 999 of a thousand do not exceed."""
+    ascending = sorted(kl)
+    at_most = ascending[-(-999 * len(ascending) // 1000) - 1]
+    return {"kl_mean": statistics.fmean(ascending), "kl_median": statistics.median(ascending), "kl_p999": at_most}
 
 
 @dataclass(frozen=True)

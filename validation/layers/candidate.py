@@ -104,17 +104,14 @@ class CandidateRunner:
         stray_writes: StrayWrites = {}
         for layer in range(len(self.cache.plan.layers)):
             at = batch if layer in written_layers else None
-            if (now_state := recurrent_state(self.cache, layer)) is not None:
-                expected = recurrent_state(self._expected, layer)
-                assert expected is not None
-                if places := changed_rows(now_state, expected, at):
-                    stray_writes[layer] = {STATE: places}
-                load(self._expected, layer, layer_tensors(self.cache, layer))
-                continue
-            pairs = list(zip(cache_parts(self.cache, layer), cache_parts(self._expected, layer), strict=True))
-            if all(torch.equal(now.fields[name], before.fields[name]) for now, before in pairs for name in now.fields):
-                continue
-            places_by_part = {now.name: _changed_places(now, before, at) for now, before in pairs}
+            now_state, expected = (recurrent_state(cache, layer) for cache in (self.cache, self._expected))
+            if now_state is not None and expected is not None:
+                places_by_part = {STATE: changed_rows(now_state, expected, at)}
+            else:
+                pairs = list(zip(cache_parts(self.cache, layer), cache_parts(self._expected, layer), strict=True))
+                if all(torch.equal(now.fields[name], before.fields[name]) for now, before in pairs for name in now.fields):
+                    continue
+                places_by_part = {now.name: _changed_places(now, before, at) for now, before in pairs}
             if any(places_by_part.values()):
                 stray_writes[layer] = {name: places for name, places in places_by_part.items() if places}
             load(self._expected, layer, layer_tensors(self.cache, layer))

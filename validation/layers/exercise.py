@@ -43,12 +43,9 @@ TINY_SCALES, HUGE_SCALES = f"tiny scales (K or V shorter than {TINY})", f"huge s
 class Exercise:
     """Records what a validation exercises; `decode_step` is the number of keys that the executor's decode takes at a time."""
 
-    def __init__(
-        self, prompts: Sequence[Sequence[int]], steps: int, plan: KVPlan, whole_forwards: bool, decode_step: int | None = None
-    ) -> None:
-        self._decode_step = decode_step
-        self._lengths, self._steps, self._plan = list(map(len, prompts)), steps, plan
-        self._whole, self._chunk = whole_forwards, Schedule(prompts, steps, plan).chunk
+    def __init__(self, schedule: Schedule, whole_forwards: bool, decode_step: int | None) -> None:
+        self._lengths, self._steps, self._plan = list(map(len, schedule.prompts)), schedule.steps, schedule.plan
+        self._whole, self._chunk, self._decode_step = whole_forwards, schedule.chunk, decode_step
         self._shortest, self._longest = float("inf"), 0.0
         self._states = self._read_back = False
 

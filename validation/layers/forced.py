@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.table import OpTable
 from haarkv.validation import bounds
 from haarkv.validation.layers.candidate import WITHIN_ROUNDING, CandidateRunner, Outcome, Repeats, Run, StrayWrites
 from haarkv.validation.layers.forward import Call, LayerRecord, replay
@@ -18,7 +17,6 @@ from haarkv.validation.layers.judge import (
     call_violation,
     guilty_head,
     hidden_figures,
-    in_whole,
     judge_stray_writes,
     stored_figures,
     verdicts,
@@ -52,9 +50,9 @@ class TeacherForced:
     """Runs and judges layers one by one.
 
     Args:
-        ops: the candidate's op table; None if its layers are programs.
         repeats: further runs of each layer, which must give the same bits.
     Attributes:
+        ops: the candidate's op table; None if its layers are programs.
         over_others: layers that also ran right over another state than their own.
     """
 
@@ -62,11 +60,10 @@ class TeacherForced:
         self,
         reference: Reference,
         candidate: CandidateRunner,
-        ops: OpTable | None,
         repeats: int = 0,
         honest_cache: HonestCache | None = None,
     ) -> None:
-        self.reference, self.candidate, self.ops = reference, candidate, ops
+        self.reference, self.candidate, self.ops = reference, candidate, candidate.executor.ops
         self.honest = HonestRuns(reference, honest_cache)
         self.rounds = reference.model.dtype != torch.float32
         self.repeats = Repeats(repeats)
@@ -81,7 +78,10 @@ class TeacherForced:
         judgment = self.judge(record, run, self.null(record))
         ops_fail = any(verdict.fails for verdict in op_verdicts)
         if self.ops is not None and not ops_fail:
-            judgment = replace(judgment, verdicts=[in_whole(verdict) for verdict in judgment.verdicts])
+            in_whole = "; each op by itself is right, so the fault is in how the layer runs them"
+            for place, verdict in enumerate(judgment.verdicts):
+                if verdict.reason == "fault":
+                    judgment.verdicts[place] = replace(verdict, detail=verdict.detail + in_whole)
         if unstable is None and any(verdict.fails for verdict in judgment.verdicts):
             unstable = self.repeats.confirm(run, lambda: self.run(record, bad))
         if unstable is not None:

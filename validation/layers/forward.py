@@ -261,15 +261,10 @@ class Schedule:
         return Forward("decode", step, tokens, self.batch(paging, rows, [1] * len(rows)))
 
     def _verify(self, tokens: Tensor, paging: PagedSequences) -> Forward:
-        draft_tokens = [list(prompt[: count - 1]) for prompt, count in zip(self.prompts, self.verify_lengths, strict=True)]
+        draft_tokens = [prompt[: _DRAFT_TOKENS - row % (1 + _DRAFT_TOKENS)] for row, prompt in enumerate(self.prompts)]
         ids = [token for first, drafts in zip(tokens.tolist(), draft_tokens, strict=True) for token in (first, *drafts)]
         batch = self.batch(paging, list(range(len(draft_tokens))), [1 + len(drafts) for drafts in draft_tokens])
         return Forward("verify", 0, torch.tensor(ids), batch)
-
-    @property
-    def verify_lengths(self) -> list[int]:
-        """Most tokens of each sequence in a verify."""
-        return [1 + _DRAFT_TOKENS - row % (1 + _DRAFT_TOKENS) for row in range(len(self.prompts))]
 
     def batch(self, paging: PagedSequences, sequences: list[int], counts: list[int]) -> Batch:
         """The next tokens. Rows are in reverse: a row is not the sequence's number."""

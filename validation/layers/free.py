@@ -18,7 +18,6 @@ from haarkv.executors.base import Executor
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.kv.batch import Batch
-from haarkv.tq_ops.table import OpTable
 from haarkv.validation import bounds
 from haarkv.validation.layers.candidate import CandidateRunner, Outcome, Repeats, Run, differing
 from haarkv.validation.layers.forced import TeacherForced
@@ -50,18 +49,15 @@ class FreeRunning:
     """Runs a candidate's layers in a row, and its whole forwards, and judges each by its own input.
 
     Args:
-        ops: the candidate's, which replay the recorded ops of the head; None replays none.
         nulls: honest runs on the reference's input by layer; without, they run on the candidate's.
     """
 
-    def __init__(
-        self, reference: Reference, candidate: Executor, ops: OpTable | None, repeats: Repeats, nulls: Mapping[int, Null]
-    ) -> None:
-        self._reference, self._ops, self._repeats = reference, ops, repeats
+    def __init__(self, reference: Reference, candidate: Executor, repeats: Repeats, nulls: Mapping[int, Null]) -> None:
+        self._reference, self._ops, self._repeats = reference, candidate.ops, repeats
         self._follower = reference.twin()
         # One cache for layers run one by one, and one into which only whole forwards store.
         self._candidate, self._whole = (CandidateRunner(candidate, reference.cache) for _ in range(2))
-        self._forced, self._nulls = TeacherForced(self._follower, self._candidate, None), nulls
+        self._forced, self._nulls = TeacherForced(self._follower, self._candidate), nulls
         self.runs: list[FreeRun] = []
 
     def begin(self, hidden: Tensor) -> None:

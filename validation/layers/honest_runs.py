@@ -36,7 +36,7 @@ from haarkv.validation.layers.reference import Reference, keep
 
 T = TypeVar("T")
 HonestCache = dict[tuple[str, str, int, int], Any]
-"""("layers", "ops" or "slips", phase, step, layer) -> results of honest runs."""
+"""(what was found, phase, step, layer) -> results of honest runs."""
 STEEPER = "softmax 1 % too steep"
 
 
@@ -51,7 +51,7 @@ class HonestRuns:
 
     def layer_sums(self, record: LayerRecord) -> tuple[Sums, Mapping[str, Tensor]]:
         """The sums of sixteen honest runs of a whole layer, and `Null.reach`."""
-        return self._cached(record, "layers", self._layers)
+        return self._cached(record, self._layers)
 
     def _layers(self, record: LayerRecord) -> tuple[Sums, Mapping[str, Tensor]]:
         # With a recurrent state tokens are not independent, so runs cannot be drawn token by token: compute all sixteen.
@@ -70,8 +70,8 @@ class HonestRuns:
         reach = aside.reach()
         return resample_runs({**aside.rows(reach), **hidden_rows}), reach
 
-    def _cached(self, record: LayerRecord, what: str, find: Callable[[LayerRecord], T]) -> T:
-        key = what, record.forward.phase, record.forward.step, record.index
+    def _cached(self, record: LayerRecord, find: Callable[[LayerRecord], T]) -> T:
+        key = find.__name__, record.forward.phase, record.forward.step, record.index
         if key not in self._honest_cache:
             self._honest_cache[key] = find(record)
         result: T = self._honest_cache[key]
@@ -79,7 +79,7 @@ class HonestRuns:
 
     def slips(self, record: LayerRecord) -> Slips:
         """Changes of hidden states by known mistakes: in the attention of each KV head, and in the MLP."""
-        return {} if record.kv is None else self._cached(record, "slips", self._layer_slips)[0]
+        return {} if record.kv is None else self._cached(record, self._layer_slips)[0]
 
     def _layer_slips(self, record: LayerRecord) -> tuple[Slips, Slips]:
         """`slips`; also the change of attention's result if its softmax is 1 % too steep."""
@@ -130,7 +130,7 @@ class HonestRuns:
     # -- Ops -------------------------------------------------------------------------------------------------------------
     def op_sums(self, record: LayerRecord) -> Sums:
         """The sums of sixteen honest runs of a layer's ops, each op alone."""
-        return self._cached(record, "ops", self._ops)
+        return self._cached(record, self._ops)
 
     def _ops(self, record: LayerRecord) -> Sums:
         each = (resample_runs(self._op(call, record, 1000 * place)) for place, call in enumerate(record.calls))
@@ -162,7 +162,7 @@ class HonestRuns:
         if result is not None:
             attends = call.op == "paged_attention"
             heads = self._kv_heads(record.index) if attends else 0
-            slips = self._cached(record, "slips", self._layer_slips)[1] if attends else {}
+            slips = self._cached(record, self._layer_slips)[1] if attends else {}
             wide = {name: repeat_rows(by, runs) for name, by in slips.items()}
             yield from number_figures(call.stage, repeat_rows(call.result, runs), result, heads, wide)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -217,13 +216,6 @@ def call_violation(call: Call, result: Any, intact: bool) -> Verdict | None:
     returned = f"{list(result.shape)} {result.dtype}" if is_tensor else repr(result)
     expected = "" if ours is None else f", not {list(ours.shape)} {ours.dtype}"
     return Verdict.violation(call.stage, f"returned {returned}{expected}")
-
-
-def in_whole(verdict: Verdict) -> Verdict:
-    """The verdict on a whole layer, if each of its ops is right when run alone."""
-    if verdict.reason != "fault":
-        return verdict
-    return replace(verdict, detail=f"{verdict.detail}; each op by itself is right, so the fault is in how the layer runs them")
 
 
 def judge_stray_writes(stray_writes: StrayWrites, layer: int | None, who: str = "") -> list[Verdict]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -243,11 +245,13 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def csv_rows(report: Report) -> Iterable[list[str]]:
-    """Header and rows of a CSV file."""
-    yield [field.name for field in fields(LayerRow)]
-    for row in report.rows:
-        yield ["" if value is None else str(value) for value in vars(row).values()]
+def as_csv(report: Report) -> str:
+    """A CSV file: a header, and every row."""
+    text = io.StringIO()
+    rows = csv.DictWriter(text, [field.name for field in fields(LayerRow)], lineterminator="\n")
+    rows.writeheader()
+    rows.writerows(map(vars, report.rows))
+    return text.getvalue()
 
 
 # -- Two reports -------------------------------------------------------------------------------------------------------

@@ -65,7 +65,8 @@ def validate(
     Raises:
         InputError: an executor cannot run this, or the validation would prove nothing.
     """
-    return _Validation(reference, candidate, model, prompts, steps, plan, on_row, modes, repeats, honest_cache).run()
+    schedule = Schedule(prompts, steps, plan)
+    return _Validation(reference, candidate, model, schedule, modes, on_row, repeats, honest_cache).run()
 
 
 @torch.inference_mode()
@@ -74,33 +75,29 @@ def validate_layer(
     forward: Forward,
 ) -> Report:  # fmt: skip
     """Compare two executors on one layer, with the same input `hidden` [T, hidden], cache `before` and batch of `forward`."""
-    prompts = [[0] * int(length) for length in forward.batch.seq_lens]
-    return _Validation(reference, candidate, model, prompts, 0, plan, None, ("teacher-forced",)).layer(
-        index, hidden, before, forward
-    )
+    schedule = Schedule([[0] * int(length) for length in forward.batch.seq_lens], 0, plan)
+    return _Validation(reference, candidate, model, schedule, ("teacher-forced",)).layer(index, hidden, before, forward)
 
 
-def count_rows(prompts: Sequence[Sequence[int]], steps: int, plan: KVPlan, modes: int = 2) -> int:
-    """Number of rows of a report: one for each forward, layer and mode."""
-    return modes * len(plan.layers) * len(Schedule(prompts, steps, plan))
+def count_rows(prompts: Sequence[Sequence[int]], steps: int, plan: KVPlan) -> int:
+    """Number of rows of a report in both modes: one for each forward, layer and mode."""
+    return 2 * len(plan.layers) * len(Schedule(prompts, steps, plan))
 
 
 class _Validation:
     def __init__(
-        self, reference: Executor, candidate: Executor, model: DecoderModel, prompts: Sequence[Sequence[int]], steps: int,
-        plan: KVPlan, on_row: OnRow | None, modes: Sequence[Mode], repeats: int = 0,
-        honest_cache: HonestCache | None = None,
+        self, reference: Executor, candidate: Executor, model: DecoderModel, schedule: Schedule, modes: Sequence[Mode],
+        on_row: OnRow | None = None, repeats: int = 0, honest_cache: HonestCache | None = None,
     ) -> None:  # fmt: skip
-        _check((reference, candidate), model, prompts, steps, plan)
+        _check((reference, candidate), model, schedule)
         self.modes, self.on_row = frozenset(modes), on_row or (lambda _: None)
-        self.exercise = Exercise(prompts, steps, plan, "free-running" in modes, candidate.decode_step)
-        self.plan, self.names, self.model = plan, (reference.name, candidate.name), model
-        self.schedule = Schedule(prompts, steps, plan)
-        cache = self.schedule.new_cache(model)
+        self.exercise = Exercise(schedule, "free-running" in modes, candidate.decode_step)
+        self.schedule, self.names, self.model = schedule, (reference.name, candidate.name), model
+        cache = schedule.new_cache(model)
         self.reference = Reference(reference, model, cache, candidate.blocks)
-        self.forced = TeacherForced(self.reference, CandidateRunner(candidate, cache), candidate.ops, repeats, honest_cache)
+        self.forced = TeacherForced(self.reference, CandidateRunner(candidate, cache), repeats, honest_cache)
         nulls = self.forced.nulls["layers"] if "teacher-forced" in modes else {}
-        self.free = FreeRunning(self.reference, candidate, candidate.ops, self.forced.repeats, nulls)
+        self.free = FreeRunning(self.reference, candidate, self.forced.repeats, nulls)
         self.rows: list[LayerRow] = []
         self.logits: list[LogitRow] = []
         self.verdicts: list[Verdict] = []
@@ -115,7 +112,7 @@ class _Validation:
         if _fingerprint(self.model.weights) != weights:
             weight_change = Verdict.violation("weights", "the model's weights were changed while it ran")
             self.findings.append(replace(weight_change, phase=self.rows[-1].phase, step=self.rows[-1].step))
-        return self._report(count_rows(self.schedule.prompts, self.schedule.steps, self.plan, len(self.modes)))
+        return self._report(len(self.modes) * len(self.schedule.plan.layers) * len(self.schedule))
 
     def layer(self, index: int, hidden: Tensor, before: Snapshot, forward: Forward) -> Report:
         """The report on one layer, teacher-forced."""
@@ -132,7 +129,7 @@ class _Validation:
         coverage = self.exercise.result(self.forced.over_others)
         faults = [finding for finding in (*self.findings, *self.late) if finding.fails]
         return Report(
-            *self.names, self.plan.describe(), str(self.model.dtype).removeprefix("torch."),
+            *self.names, self.schedule.plan.describe(), str(self.model.dtype).removeprefix("torch."),
             tuple(map(len, self.schedule.prompts)), self.schedule.steps,
             passed=not faults and len(self.rows) == expected > 0 and all(row.passed for row in self.rows),
             first_divergence=next(iter(faults or self.findings), None),
@@ -205,10 +202,9 @@ def require_own_formats(plan: KVPlan) -> None:
             )
 
 
-def _check(
-    executors: Sequence[Executor], model: DecoderModel, prompts: Sequence[Sequence[int]], steps: int, plan: KVPlan
-) -> None:
+def _check(executors: Sequence[Executor], model: DecoderModel, schedule: Schedule) -> None:
     """Refuse a validation that cannot run, or that would prove nothing."""
+    prompts, steps, plan = schedule.prompts, schedule.steps, schedule.plan
     for executor in executors:
         if executor.config != model.config:
             raise InputError(f"executor {executor.name} was made for another model")

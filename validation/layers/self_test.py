@@ -11,7 +11,7 @@ from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops.formats.synthetic import calibration
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation.faults.base import DRIVES, Fault, Layer, WholeLayers, reordered_sum_ops
+from haarkv.validation.faults.base import DRIVES, Fault, Layer, reordered_sum_ops
 from haarkv.validation.faults.layer import LEARNED_KV, LONGEST, common_bugs, coordinate_faults, long_faults, published_faults
 from haarkv.validation.faults.model import BlockFault, block_faults, forward_faults, runner_of_blocks
 from haarkv.validation.faults.states import delta_faults, delta_layers
@@ -26,8 +26,6 @@ from haarkv.validation.faults.windows import (
 from haarkv.validation.layers.honest_runs import HonestCache
 from haarkv.validation.layers.report import Mode, Report
 from haarkv.validation.layers.runner import validate
-
-__all__ = ["WholeLayers", "first_layers", "self_test"]
 
 
 @dataclass(frozen=True)

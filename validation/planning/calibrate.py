@@ -35,7 +35,8 @@ from haarkv.tq_ops.kv.calibration_file import CalibrationFile, make_calibration
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.table import OpTable
 from haarkv.validation.fidelity.evaluation import FidelityRow, Setup, Workload, evaluate
-from haarkv.validation.planning.moments import AttentionVectors, Sums, recording
+from haarkv.validation.layers.forward import observe_vectors
+from haarkv.validation.planning.moments import AttentionVectors, Sums
 from haarkv.validation.planning.search import run_one_layer
 
 OnStep = Callable[[str, int], None]
@@ -75,7 +76,7 @@ def learn_model(
         (train_sums, other), after = (Sums(mixer.num_kv_heads, mixer.head_dim) for _ in range(2)), []
         for number, hidden in enumerate(torch.split(every, lengths)):
             vectors = AttentionVectors()
-            after.append(_run(model, recording(ops, vectors), layer, hidden))
+            after.append(_run(model, observe_vectors(ops, vectors.add_kv, vectors.add_q), layer, hidden))
             (train_sums if number < len(windows) else other).add(vectors, turns, config.max_position_embeddings)
             on_step(f"layer {layer + 1} of {config.num_layers}", len(hidden))
         every = torch.cat(after)

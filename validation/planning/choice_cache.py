@@ -24,8 +24,6 @@ from haarkv.validation.planning.auto import CHOSEN_BY, FORMATS, LOSS, CacheChoic
 from haarkv.validation.planning.calibrate import load_subject, unlearnable
 
 _VERSION = 7
-
-
 TOY, CHOSEN_UP_TO = 5 * 10**7, 10**9
 """Weights of the smallest and of the largest model whose cache is chosen unasked."""
 

@@ -16,7 +16,6 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats.stretches import STRETCH, RopeShift
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.tq_ops.weight import Weight
-from haarkv.validation.layers.forward import observe_vectors
 
 _TINY = 1e-300
 
@@ -50,8 +49,7 @@ class Moments:
     def spread(self, mean: Tensor) -> Tensor:
         """E[(x - mean) (x - mean)^T], [H, D, D], about a mean [H, D] that may be another text's."""
         outer = self.mean.unsqueeze(-1) * mean.unsqueeze(-2)
-        second = self.second / self.weight.clamp(min=_TINY)[:, None, None]
-        return second - outer - outer.mT + mean.unsqueeze(-1) * mean.unsqueeze(-2)
+        return _second(self) - outer - outer.mT + mean.unsqueeze(-1) * mean.unsqueeze(-2)
 
 
 def over_positions(moments: Moments, inv_freq: Tensor, shifts: Tensor) -> Moments:
@@ -171,11 +169,6 @@ def _second(moments: Moments) -> Tensor:
 
 def _shifts(tokens: int, context: int) -> Tensor:
     return torch.linspace(0, max(0, context - tokens), max(1, math.ceil(context / tokens)), dtype=torch.float64)
-
-
-def recording(ops: OpTable, window: AttentionVectors) -> OpTable:
-    """An op table that keeps the inputs of the cache and of attention."""
-    return observe_vectors(ops, window.add_kv, window.add_q)
 
 
 # -- Of any matrix's inputs ----------------------------------------------------------------------------------------------

@@ -220,10 +220,7 @@ class Knapsack:
         return self._least + int(fitting[0]) * self._unit if len(fitting) else math.inf
 
 
-# -- tq plan: measuring, choosing, and another text --------------------------------------------------------------------
-# -- Measuring ------------------------------------------------------------------------------------------------------------
-
-
+# -- Measuring: `tq plan` ------------------------------------------------------------------------------------------------
 def changed_caches(
     base: Session, candidates: Candidates, calibration: Calibration | None = None
 ) -> dict[str, tuple[Place, str, Session]]:

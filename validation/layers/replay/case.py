@@ -200,7 +200,7 @@ def judge_case(case: LayerCase, reference: Make, candidate: Make) -> Report:
 def require_expected(case: LayerCase, written: LayerRecord, make: Make) -> None:
     """Refuse a reference whose results here are not those where the case was written."""
     reference, ours = run_reference(case, make)
-    teacher = TeacherForced(reference, CandidateRunner(make(case.model, case.plan), reference.cache), None)
+    teacher = TeacherForced(reference, CandidateRunner(make(case.model, case.plan), reference.cache))
     run = Run(Outcome(written.hidden_out), {}, written.new_fields)
     wrong = first(teacher.judge(ours, run, teacher.null(ours)).verdicts)
     if wrong is not None and wrong.fails:
