@@ -44,24 +44,35 @@ def test_the_reference_equals_itself_in_every_format(kv, drive):
     assert all(row.same_token == row.predictions for row in report.logits)
 
 
-def one_level_off(k):
-    """K off by a millionth, so that a level beside a boundary falls to its other side, and no other and no scale changes."""
-    tq4, generator = formats.get("tq4"), torch.Generator().manual_seed(0)
-    right = tq4.quantize(k, 1)
-    while True:
-        near = k * (1 + 1e-6 * torch.randn(k.shape, generator=generator))
-        fields = tq4.quantize(near, 1)
-        if fields["scale"].equal(right["scale"]) and (tq4.levels(fields) != tq4.levels(right)).sum() == 1:
-            return near
-
-
 def test_a_tie_is_taken_over_into_what_follows():
     """In fp32 one level that falls the other way moves attention a hundred times as far as rounding does; it is a tie."""
+    margins = []
 
     def store_kv(k, v, at):
-        reference.store_kv(one_level_off(k) if at.layer == 1 and len(k) > 2 else k, v, at)
+        # The level of layer 1's K that lies nearest to its boundary, on the other side of it.
+        x = k.clone()
+        if at.layer == 1 and len(k) > 2:
+            description = formats.get("tq4").description(k.shape[-1])
+            unit = (k / k.norm(dim=-1, keepdim=True)).bfloat16().float()
+            rotated = unit @ description.transform.on(at.layer, k.shape[-1], k.device)
+            distance = rotated.unsqueeze(-1) - torch.tensor(description.boundaries)
+            away = distance.abs().amin(-1)
+            token, head, coordinate = (int(i) for i in (away == away.min()).nonzero()[0])
+            distance = distance[token, head, coordinate]
+            level = int((distance >= 0).sum())
+            fields = at.kv.k.kv_format.quantize(x, at.layer)
+            reference.store_kv(x, v, at)
+            levels = formats.get("tq4").levels(fields)
+            levels[token, head, coordinate] = level + (1 if distance[distance.abs().argmin()] < 0 else -1)
+            low, high = levels.chunk(2, dim=-1)
+            block, offset = at.batch.slot_mapping // at.cache.block_size, at.batch.slot_mapping % at.cache.block_size
+            at.kv.k.fields["codes"][block, :, offset] = low | (high << 4)
+            margins.append(float(away.min()))
+            return
+        reference.store_kv(x, v, at)
 
     report = run(WholeLayers(candidate_with(store_kv=store_kv)), steps=0)
+    assert margins
     assert report.passed
     first = report.first_divergence
     assert (first.layer, first.stage, first.reason) == (1, "store_kv.k", "tie")
