@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import tq
 from haarkv.engine.plans import shape_signature
 from haarkv.models.catalog import find_model, load_model, model_weight_bytes, open_source, read_config
-from haarkv.models.gguf_settings import llama3_entries
+from haarkv.models.gguf_metadata import llama3_entries
 from haarkv.models.rope import inverse_frequencies
 from haarkv.models.weights import fingerprint
 from haarkv.tq_ops.errors import InputError
