@@ -226,5 +226,5 @@ def test_prompts_give_the_references_tokens_but_for_near_ties(kv, lengths):
 
 
 def prompt_tokens(session, text, tokens):
-    """The beginning of a text that encodes to so many tokens."""
+    """The beginning of a text that encodes to this many tokens."""
     return next(text[:end] for end in range(1, 12 * tokens) if len(session.encode([text[:end]])[0]) == tokens)

@@ -63,7 +63,7 @@ class Runner:
         self.lengths = [0] * 3
 
     def describe(self, new: dict[int, int], padded: int | None = None) -> CommonAttentionMetadata:
-        """New tokens of sequences, each of which owns four blocks; with `padded`, a decode step of so many sequences."""
+        """New tokens of sequences, each of which owns four blocks; with `padded`, a decode step of that many sequences."""
         rows, tokens = list(new), sum(new.values())
         count, width = padded or len(rows), padded or tokens
         starts = torch.tensor([0, *new.values()]).cumsum(0)

@@ -68,7 +68,7 @@ class CheckedEngine:
             self.equal = self.equal and torch.equal(out, torch.cat(right))
 
     def steps(self, name: str, count: int) -> Iterator[Request]:
-        """A request of so many tokens, chunk by chunk: with the blocks of the next one, and before its forward."""
+        """A request of this many tokens, chunk by chunk: with the blocks of the next one, and before its forward."""
         request, _ = self.begin(name, tokens(count, count))
         self.forward([request], [CHUNK])
         while (done := request.num_computed_tokens) < count:

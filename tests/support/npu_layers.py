@@ -81,7 +81,7 @@ CONFIG = resize_config(SMALL, hidden_size=128, intermediate_size=128, num_layers
 
 
 def fill_cache(config, spec, lengths, seed):
-    """A cache that holds so many tokens of each sequence, random K and V, and its bookkeeping with permuted blocks."""
+    """A cache that holds this many tokens of each sequence, random K and V, and its bookkeeping with permuted blocks."""
     blocks = max(16, sum(length // 128 + 2 for length in lengths))
     cache = with_leftovers(new_cache(config, spec, block_size=128, num_blocks=blocks))
     order = torch.randperm(blocks, generator=torch.Generator().manual_seed(seed)).tolist()

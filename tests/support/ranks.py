@@ -31,7 +31,7 @@ _PROCESSES.set_forkserver_preload(["haarkv.engine.ranks", "haarkv.executors.cpu"
 
 
 def on_ranks(size: int, job: Callable[..., Any], *args: Any) -> list[Any]:
-    """What `job(ranks, *args)` returns on each of so many ranks. The job is a function of this module."""
+    """What `job(ranks, *args)` returns on each of several ranks. The job is a function of this module."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     ends = [_PROCESSES.Pipe(duplex=False) for _ in range(size)]

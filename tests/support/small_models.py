@@ -59,7 +59,7 @@ def small_config(model_type: str = "qwen3", *, head_norms: bool = True, bias: bo
 
 
 def window_config(*windows: int | None) -> ModelConfig:
-    """A small model whose layers see so many tokens."""
+    """A small model whose layers see this many tokens."""
     return resize_config(SMALL, windows=windows)
 
 

@@ -177,7 +177,7 @@ def alone(engine: Engine, kv: TokenKV, tokens: Sequence[int], chunk: int = CHUNK
 
 
 def batch_at(places: Sequence[tuple[int, int]], tables: Sequence[Tensor], size: int) -> Batch:
-    """A batch of sequences that have so many tokens and get so many, over blocks of their own."""
+    """A batch of sequences with their numbers of stored and of new tokens, over blocks of their own."""
     positions = [torch.arange(begin, begin + count) for begin, count in places]
     slots = [
         table[position // size].long() * size + position % size for position, table in zip(positions, tables, strict=True)

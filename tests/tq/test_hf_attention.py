@@ -95,7 +95,7 @@ def same(model, **kwargs):
 
 
 def padding_mask(*counts):
-    """A mask that hides so many tokens at the beginning of each row."""
+    """A mask that hides this many tokens at the beginning of each row."""
     return (torch.arange(PROMPT) >= torch.tensor(counts).unsqueeze(1)).long()
 
 

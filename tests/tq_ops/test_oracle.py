@@ -40,7 +40,7 @@ def rope(x: Tensor, position: int, theta: float) -> Tensor:
 def attend(q: Tensor, keys: Tensor, values: Tensor, scale: float, block: int | None = None) -> Tensor:
     """One query of one head over everything it may see.
 
-    With `block`, as a BF16 device does: an online softmax over so many tokens at a time, the probabilities of each and the
+    With `block`, as a BF16 device does: an online softmax over a block of tokens at a time, the probabilities of each and the
     result in BF16.
     """
     scores = keys @ q * scale

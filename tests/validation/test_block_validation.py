@@ -37,7 +37,7 @@ def run(model, candidate, **more):
 
 
 def rounding(bits, types=TYPES, restored=False):
-    """Products by blocks whose x is rounded to so many bits, with a step for each 32 numbers."""
+    """Products by blocks whose x is rounded to this many bits, with a step for each 32 numbers."""
 
     def linear(x, weight):
         if isinstance(weight, Blocks) and weight.type.name in types:

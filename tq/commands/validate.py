@@ -327,7 +327,7 @@ def self_test(model: str | None, dtype: str | None, as_json: bool) -> int:
 
 
 def _first_layers(model: str, dtype: str | None, block_types: Sequence[str], tokens: Sequence[int]) -> _Subject:
-    """The first layers of a model in each dtype, and pieces of source code of so many tokens each.
+    """The first layers of a model in each dtype, and pieces of source code, one of each length in `tokens`.
 
     Weight blocks of the types in `block_types` stay as the file has them.
     """

@@ -10,8 +10,8 @@ from typing import NamedTuple
 BLOCK_SIZE = 128
 """Tokens in one block of a paged cache."""
 WINDOW_CHUNK = 64
-"""With a BF16 tail: the most new tokens of a sequence in one forward (some executors take more: `engine.tail_chunk`), and the
-most that a sliding-window layer stores at once."""
+"""With a BF16 tail: the most new tokens of a sequence in one forward (some executors take more:
+`engine.generation.tail_chunk`), and the most that a sliding-window layer stores at once."""
 WINDOW_ROOM = 16
 """The tail's ring holds R + 16 tokens. While a layer runs with more new tokens, it gets a larger ring."""
 RING_CHUNK = 512

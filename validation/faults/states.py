@@ -21,7 +21,7 @@ from haarkv.validation.layers.states import CONV, MEMORY, begins, recurrent_stat
 
 Fields = dict[str, Tensor]
 Read = Callable[[Recurrent, int, int], Fields | None]
-"""The state from which a row goes on after so many tokens; None for the right one."""
+"""The state from which a row goes on after a number of tokens; None for the right one."""
 
 
 def delta_layers(model: DecoderModel) -> list[int]:

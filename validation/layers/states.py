@@ -1,4 +1,4 @@
-"""What a layer keeps in place of K and V: one state a sequence, in versions after so many tokens.
+"""What a layer keeps in place of K and V: one state a sequence, in versions, each after another number of tokens.
 
 A forward must leave the state after each of its last tokens, and the one that it began with unchanged. Other versions are
 spoilt before a run: an executor that reads one, for a new sequence or after tokens were taken back, goes far off.

@@ -56,7 +56,7 @@ Names = Mapping[Side, tuple[str, ...]]
 TAILS = (TAIL, 92, 60)
 """Tails to try where layers have a sliding window."""
 LEARNED_FROM, JUDGED_BY, PROBED_BY, KINDS_PROBED_BY, CONTEXT = 4096, 2048, 384, 1024, 4096
-"""Tokens; each text judges by so many at most. Sizes are of a sequence of `CONTEXT` tokens."""
+"""Tokens; `JUDGED_BY` is the most of each text. Sizes are of a sequence of `CONTEXT` tokens."""
 JUDGED_FROM = 1024
 """Tokens with fewer before them do not count in the judgement: they see much in BF16."""
 CHOSEN_BY = (TAILS, SINKS, LEARNED_FROM, PROBED_BY, KINDS_PROBED_BY, JUDGED_BY, JUDGED_FROM)

@@ -53,7 +53,7 @@ class LayerProgram:
     """A whole decoder layer.
 
     Attributes:
-        rows: tokens of a tile: projections run on so many rows at once; a multiple of the attention's unit.
+        rows: tokens of a tile: the rows on which projections run at once; a multiple of the attention's unit.
         k, v: how K and V are stored.
         kept: what stays of both in BF16.
     """
