@@ -3,7 +3,7 @@
     c(level) = m * (a + b * m**2),    m = 2 * level + 1 - 2**bits
 
 a and b are those of the least squared error, rounded. Lloyd-Max tables of as many levels leave 0.2 % less at 3 bits, 2 at 4,
-6 at 5 and 11 at 6; even steps would leave 8, 21, 40 and 61 % more than those.
+6 at 5 and 11 at 6; equal steps would leave 8, 21, 40 and 61 % more than Lloyd-Max.
 """
 
 from __future__ import annotations

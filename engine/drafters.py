@@ -52,6 +52,11 @@ def draft(sampler: BatchSampler, counts: Mapping[int, int], logits: Tensor, furt
 # -- A smaller model
 
 
+def _most_drafts(cache: PagedKVCache, limit: int) -> int:
+    """The most tokens of a proposal: all but the last are stored, and the cache must be able to take them back."""
+    return limit if cache.most_undone is None else min(limit, cache.most_undone + 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSource(DraftSource):
     """Drafts by a smaller model with its own KV cache."""
@@ -124,8 +129,7 @@ class _ModelDrafter(Drafter):
             self._read(unread)
 
     def propose(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> dict[int, list[int]]:
-        undone = self._cache.most_undone
-        longest = self._limit if undone is None else undone + 1  # all drafted tokens but the last are stored
+        longest = _most_drafts(self._cache, self._limit)
         counts = {row: min(most[row], longest, self._limit - len(text) + 1) for row, text in texts.items()}
         rows = [row for row in texts if counts[row] > 0 and self._follows(row, texts[row])]
         if not rows:
@@ -288,10 +292,11 @@ class MTPDrafter(Drafter):
     def propose(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> dict[int, list[int]]:
         self._sort()
         counts: dict[int, int] = {}
+        longest = _most_drafts(self._cache, self._limit)
         for index, text in texts.items():
             if most[index] > 0 and (count := self._unread(index, text)):
                 ours = self._by_row[self._rows[index]]
-                counts[index] = min(most[index], self._limit - ours.cached_tokens - count + 1)
+                counts[index] = min(most[index], longest, self._limit - ours.cached_tokens - count + 1)
         if not counts:
             return {}
         last, hidden = self._run({self._rows[index]: self._read(index, texts[index]) for index in counts})

@@ -339,7 +339,7 @@ class Speculation:
     ) -> list[list[int]]:
         counts = list(map(len, new))
         token_ids = upload(torch.tensor([token for one in new for token in one]), self._cache.device)
-        if len(token_ids) == len(rows):  # a token that was chosen is never taken back
+        if len(token_ids) == len(rows):  # without drafts, nothing is taken back
             batch = self._paging.batch(sequences, counts).to(self._cache.device)
             logits = verify(self._executor, token_ids, batch, self._cache)
             return [[token] for token in self._sampler.next(logits, rows).tolist()]

@@ -28,7 +28,7 @@ FREE = 4.0
 
 # -- One executor against itself ---------------------------------------------------------------------------------------------
 # Relative distance of K or V stored by a layer that runs alone from those of a whole forward: some ties may fall the other
-# way, each by a twentieth of the vector at most.
+# way. One moves a vector by a twentieth at most; two are allowed.
 SAME_KV = 0.1
 
 # -- Two executors (`tq diff`, `tq dev bringup`) ----------------------------------------------------------------------------

@@ -16,10 +16,12 @@ from haarkv.tq_ops.cpu.calls import LayerCalls, is_bf16, stored_weight, too_long
 from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.shapes import WINDOW_CHUNK
 from haarkv.tq_ops.weight import Weight, backing_tensor
 
-FEW = 64
-"""Most tokens of a call. With more, Python's share is nothing and the tensors between the ops take memory."""
+FEW = WINDOW_CHUNK
+"""Most tokens of a call: as many as every ring has room for. With more, Python's share is nothing and the tensors between the
+ops take memory."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,8 @@ class DenseLayers:
             hidden: [T, hidden] of the model's dtype, T up to `FEW`; not changed.
             ropes: cos and sin [T, D/2] fp32 of each rotary embedding.
         Returns:
-            [T, hidden], or None where the ops have to run: the kernels refuse K, V or slots, or a ring has no room. Some
-            layers may then have stored the tokens.
+            [T, hidden], or None where the ops have to run: the kernels refuse K, V or slots, or a tail's ring has no room.
+            Some layers may then have stored the tokens.
         Raises:
             ValueError: more new tokens of a sequence than the cache takes at a time.
         """

@@ -22,7 +22,7 @@ from haarkv.tq_ops.kv.kernel_support import KernelSupport
 
 
 def kernel_order(description: Description) -> Tensor:
-    """[D] int64, the level in each column of a kernel's two halves, as of `planes`."""
+    """[D] int64, the coordinate in each column: those of the kernel's low half, then of its high half (`cuda.planes`)."""
     if description.columns:
         eighths = torch.arange(description.head_dim).view(EIGHTHS, -1)
         parts = [eighths[part.eighth] for column in description.columns for part in column.parts]
@@ -157,9 +157,11 @@ def input_order(head_dim: int, half: int) -> Tensor:
 
 
 def centroid_words(centroids: Tensor) -> Tensor | None:
-    """What `lookup` permutes: int32, high bytes of FP16 centroids, then low bytes; of 16 the upper eight, and the halved sign.
+    """What `lookup` permutes: int32, high bytes of FP16 centroids, then low bytes. Of 16 centroids: of the upper eight, then
+    four bytes 0x40, an FP16 sign bit shifted right by one.
 
-    None of more than 16, or of 16 that are not antisymmetric. No constants: the compiler would load them at every use.
+    None of more than 16, or of 16 that are not antisymmetric. Not compiled in as constants: the compiler would load them at
+    every use.
     """
     half = centroids.to(torch.float16)
     if len(half) > 16 or (len(half) == 16 and not torch.equal(half[:8].flip(0), -half[8:])):

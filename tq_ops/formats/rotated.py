@@ -1,4 +1,4 @@
-"""Formats of rotated levels: `tq2` to `tq8`, of which `tq4` is packed in 66 bytes, and the published `tq4_seed`.
+"""Formats of rotated levels: `tq2` to `tq8` (`tq4`: 66 bytes a vector at head_dim 128), and the published `tq4_seed`.
 
     y = unit @ matrix;  level = #{b : y >= b};  scale = ||x|| / ||c[level]||;  restored: scale * c[level] @ matrix.T
 

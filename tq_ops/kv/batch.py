@@ -106,7 +106,8 @@ class Batch:
     def in_ring(self, blocks: int, block_size: int) -> Batch:
         """The batch with slots and block table of a layer with rings: block j of a sequence is `row * blocks + j % blocks`.
 
-        So block j overwrites block j - `blocks`. A token without a slot gets none in the ring. Cached; waits for no device.
+        So a token takes the place of the token `blocks` blocks before it. A token without a slot gets none in the ring.
+        Cached; waits for no device.
         """
         key = blocks, block_size
         if key not in self._in_rings:

@@ -82,16 +82,17 @@ class PagedKVCache:
         row_blocks: the most blocks of one sequence; `num_blocks` by default.
         chunk: with a tail, the most new tokens of a sequence in one forward.
         room: the tail's ring holds R + `room` tokens; `open` makes it larger while a layer runs. `chunk` by default.
-        ring_chunk: the most new tokens that a sliding-window layer stores at once: `RING_CHUNK` by default. With a tail at
-            most `chunk`, and by default at most `WINDOW_CHUNK`.
+        ring_chunk: the most new tokens that a sliding-window layer stores at once: `RING_CHUNK` by default. With a tail:
+            at most `chunk`; if not given, also at most `WINDOW_CHUNK`.
         pages: layer -> existing memory laid out as in `kv.layer`, [num_blocks, page_bytes] uint8; no other layer has K, V.
         states: layer -> shape of its recurrent state.
     Attributes:
         kv: layer -> its K and V.
         states: layer -> its memory: an entry of `kv` or a recurrent state.
         most_new_tokens: the most new tokens of a sequence in one batch; None for any number.
-        most_undone: the most tokens of a sequence that can be taken back; None for any number. The least of three limits: what
-            rings of blocks still hold of a sliding window, the tail's `room`, and the versions of recurrent states.
+        most_undone: the most tokens of a sequence that can be taken back; None for any number. The least of three limits: the
+            tokens that a ring of blocks holds beyond the window - 1 that the next query sees; the tail's `room`, if it is less
+            than `chunk`; and the versions of recurrent states, but one.
     Raises:
         InputError: a format has no layout for a layer's head_dim, block size or number of KV heads.
     """

@@ -179,7 +179,7 @@ class LayerKV:
 
     def snapshot(self, batch: Batch) -> list[tuple[Tensor, Tensor] | None] | None:
         """A copy of the BF16 tokens that new ones overwrite. Packed tokens need none: those after the length are ignored, and
-        a ring of blocks overwrites none that a query sees again, if at most `PagedKVCache.most_undone` tokens are taken back.
+        a ring of blocks overwrites none that a query sees again, if the caller takes back at most `PagedKVCache.most_undone`.
         """
         if self.k.window is None and self.v.window is None:
             return None

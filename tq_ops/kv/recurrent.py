@@ -21,8 +21,9 @@ from haarkv.tq_ops.kv.shapes import SequencePlace
 class LayerState(Protocol):
     """The memory of one layer, in the rows and blocks that `PagedSequences` hands out.
 
-    What a query can see after n tokens depends on those n tokens alone. So a forward may be rerun, and its last tokens taken
-    back: of packed K and V only the length changes, BF16 copies are put back, a recurrent state keeps versions.
+    What a query can see after n tokens depends on those n tokens alone. So a forward may be rerun, and up to
+    `PagedKVCache.most_undone` of its last tokens taken back: of packed K and V only the length changes, BF16 copies are put
+    back, a recurrent state keeps versions.
     """
 
     @property

@@ -1,7 +1,7 @@
 """The residual window: BF16 copies of the newest tokens (the tail, in a ring) and of the first tokens (sinks).
 
 Every token is also packed, as soon as its group is full. A newer token overwrites the copy in the ring. Positions alone decide
-which copy a query reads, so results do not depend on how a prompt is cut. A sliding window hides both copies.
+which copy a query reads, so results do not depend on how a prompt is cut. A sliding window hides a token in both forms.
 """
 
 from __future__ import annotations

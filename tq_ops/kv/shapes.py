@@ -43,9 +43,10 @@ class KVShape:
     def ring_blocks(self, row_blocks: int, block_size: int = BLOCK_SIZE, chunk: int = RING_CHUNK) -> int | None:
         """Blocks in a sequence's ring, at most `row_blocks`; None without a sliding window.
 
-        This is where a token is dropped: the token `ring_blocks * block_size` positions later overwrites it. The ring holds
-        `chunk` new tokens and the `window - 1` before them: n = window - 1 + chunk tokens, which begin anywhere in a block,
-        touch at most ceil((n - 1) / block_size) + 1 blocks.
+        The ring's size says how long a token stays: `LayerKV.write` stores the token `ring_blocks * block_size` positions
+        later in its place. The ring holds `chunk` new tokens and the `window - 1` before them: n = window - 1 + chunk tokens,
+        which begin anywhere in a block and touch at most ceil((n - 1) / block_size) + 1 blocks, so kernels may read whole
+        blocks. What is left over lets drafts be taken back (`PagedKVCache.most_undone`).
         """
         if self.window is None:
             return None

@@ -64,8 +64,8 @@ def value(figure: Figure, sums: Tensor) -> Tensor:
 
 def by_ties(sums: Tensor) -> float:
     """By how much ties may change a gain or slip: (sum d**4)**(1/4) over the sum of d**2, where d are the numbers of the
-    result in units of one rounding. That is enough for one rounding of the largest number, or for a rounding of each of n
-    equal numbers with random signs.
+    result in units of one rounding. That is enough for one rounding of the largest number, or for roundings with random signs
+    of √n among n equal numbers.
     """
     _, bottom, fourth = sums.tolist()
     return fourth**0.25 / bottom if bottom else 0.0
@@ -95,7 +95,8 @@ def excess(figure: Figure, candidate: float, honest: Sequence[float], rounds: bo
 
 @dataclass
 class Null:
-    """The honest runs of one layer: `runs` of the present forward, `totals` over counted forwards (`candidate`: the executor).
+    """The null hypothesis, that the executor is right, as honest runs of one layer: `runs` of the present forward, `totals`
+    over counted forwards (`candidate`: the executor).
 
     Attributes:
         reach: part -> [Hkv, n], the largest distance of an honest run's K or V from the reference's, in the format's norm.

@@ -81,7 +81,7 @@ class Verdict:
 
     Attributes:
         stage: the op; of a fused layer, the output that can be seen.
-        reason: "tie": bits that are stored differ; "rounding": bits of other results differ, both within the limits; "fault":
+        reason: "tie": stored levels differ; "rounding": other bits differ, both within the limits; "fault":
             beyond a limit; "unstable": the executor differs from itself on the same inputs; None: every bit is equal.
         share: worst figure as a multiple of what honest runs allow; infinite for what is wrong whatever the figures are.
         head: the KV head that alone is wrong.
@@ -164,7 +164,7 @@ class Report:
     Attributes:
         passed: everything was compared, and nothing lies outside what honest runs give.
         first_divergence: the first fault; without one, the first difference; None if every bit is equal.
-        tensors: the worst by layer and stage, free-running apart.
+        tensors: the worst by layer and stage, of teacher-forced layers, the head and the whole forward.
         blocks: weight-block types that the executor multiplied with directly and the reference restored.
     """
 

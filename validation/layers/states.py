@@ -61,7 +61,7 @@ def spoil(state: Recurrent, batch: Batch) -> None:
     for row, begin in zip(batch.rows.tolist(), begins(batch), strict=True):
         right = (state.counts[row] == begin) & (begin > 0)
         others = (~right).nonzero().flatten().tolist()
-        # As if tokens behind had been taken back, and tokens before were still there.
+        # Label the spoilt versions: one token more (as if taken back), one fewer (an older state), then more.
         counts = [begin + 1, begin - 1, *range(begin + 2, begin + 2 + len(others))]
         for tensor in state.tensors.values():
             like = tensor[row, int(right.nonzero()[0])] if bool(right.any()) else torch.zeros_like(tensor[row, 0])

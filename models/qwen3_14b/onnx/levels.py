@@ -31,7 +31,7 @@ _COORDINATES = ("mean", "forward", "rows", "weights")
 
 
 def graph_name(kv_format: KVFormat, head_dim: int) -> str:
-    """The name of a format's functions and tables; K's and V's of one name may be stored by other scales."""
+    """The name of a format's functions and tables: K and V in one format may have different scale rules, so it says which."""
     description = kv_format.description(head_dim)
     return f"{kv_format.name}_along" if description and description.along else kv_format.name
 

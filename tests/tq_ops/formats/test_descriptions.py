@@ -27,7 +27,6 @@ from haarkv.tq_ops.onnx import EXPORT_SUPPORT as ONNX_EXPORTED
 from haarkv.tq_ops.onnx import READS as ONNX_READS
 
 DTYPES = (torch.float32, torch.bfloat16)
-# -- What the formats say is true ----------------------------------------------------------------------------------------
 # -- A new format runs on every backend that reads its kind ----------------------------------------------------------------
 HEAD_DIM = 128
 HALF = (0.01, 0.03, 0.052, 0.078, 0.1, 0.14, 0.185, 0.25)
