@@ -120,8 +120,13 @@ def test_a_layer_stores_the_reference_bytes_and_adds_what_it_adds(config, case, 
 
 
 # -- Parts left out ----------------------------------------------------------------------------------------------------------
-def without(**parts):
-    return lambda program: replace(program, parts=replace(program.parts, **parts))
+def without(part="", **fields):
+    def plant(program):
+        layer = program.declared
+        fields_of_layer = {part: replace(getattr(layer, part), **fields)} if part else fields
+        return replace(program, declared=replace(layer, **fields_of_layer))
+
+    return plant
 
 
 def attending(**sizes):
@@ -129,10 +134,10 @@ def attending(**sizes):
 
 
 FAULTS = {
-    "biases left out": ("qwen2", without(bias=False)),
-    "norms of heads left out": ("gemma3", without(head_norms=False)),
+    "biases left out": ("qwen2", without("mixer", bias=False)),
+    "norms of heads left out": ("gemma3", without("mixer", head_norms=False)),
     "norms behind left out": ("gemma3", without(post_norms=False)),
-    "SiLU for GELU": ("gemma3", without(activation="silu")),
+    "SiLU for GELU": ("gemma3", without("mlp", activation="silu")),
     "no window": ("gemma3", attending(window=None)),
     "a window one longer": ("gemma3", attending(window=WINDOW + 1)),
     "a window one shorter": ("gemma3", attending(window=WINDOW - 1)),
