@@ -21,7 +21,7 @@ from haarkv.models.catalog import open_source, read_config
 from haarkv.models.checkpoint import require_tensors
 from haarkv.models.config import Attention
 from haarkv.models.tensors import LayerWeights
-from haarkv.models.weights import layer_tensors
+from haarkv.models.weights import checkpoint_tensors, layer_tensors
 from haarkv.tq_ops.kv.plan import KVPlan
 
 Scales = tuple[Tensor | None, Tensor | None]
@@ -122,7 +122,7 @@ def checkpoint_moments(name: str | Path) -> dict[int, tuple[Moments, Moments]]:
     config, source = read_config(name), open_source(name)
     if source is None:
         return {}
-    stored = require_tensors(source.path, source.tensors(), config)
+    stored = require_tensors(source.path, source.tensors(), checkpoint_tensors(config))
     moments: dict[int, tuple[Moments, Moments]] = {}
     for layer, shape in enumerate(config.kv_shapes):
         if shape is not None:

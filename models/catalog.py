@@ -26,7 +26,7 @@ from haarkv.models.hf_config import parse_config
 from haarkv.models.hf_folder import HFFolder
 from haarkv.models.parallel import SINGLE_RANK, Ranks, Split
 from haarkv.models.source import KeptBlocks, Source
-from haarkv.models.weights import IN_PLACE, WeightBytes, random_bytes, weight_bytes
+from haarkv.models.weights import IN_PLACE, WeightBytes, checkpoint_tensors, weight_bytes
 from haarkv.tq_ops.errors import InputError, warn
 from haarkv.tq_ops.input_files import read_file
 from haarkv.tq_ops.memory import available_memory
@@ -210,11 +210,9 @@ def model_weight_bytes(
     in_order: Mapping[str, float] = IN_PLACE,
 ) -> WeightBytes:  # fmt: skip
     """Bytes that `load_model` takes for weights, which are checked against the config; `in_order` as of `weight_bytes`."""
-    source = open_source(name)
-    if source is None:
-        return random_bytes(config, _dtype(dtype), split)
-    tensors = require_tensors(source.path, source.tensors(), config)
-    return weight_bytes(tensors, config, _dtype(dtype), split, keep_blocks, in_order)
+    source, specs = open_source(name), checkpoint_tensors(config)
+    tensors = require_tensors(source.path, source.tensors(), specs) if source is not None else None
+    return weight_bytes(tensors, specs, _dtype(dtype), split, keep_blocks, in_order)
 
 
 def maps_file(weights: WeightBytes, mmap_option: bool | None, processes: int = 1, in_place: bool = True) -> bool:
@@ -249,7 +247,7 @@ def stream_tensors(
     name: str | Path, config: ModelConfig, dtype: torch.dtype, keep_blocks: KeptBlocks = False
 ) -> Iterator[tuple[str, Weight]]:
     """A model's weights by Hugging Face name, one in memory at a time; errors of `load_weights` come with the first."""
-    source = open_source(name)
+    source, specs = open_source(name), checkpoint_tensors(config)
     if source is None:
-        return random_tensors(config, dtype)
-    return stored_tensors(source.path, source.tensors(), config, dtype, keep_blocks=keep_blocks)
+        return random_tensors(specs, dtype)
+    return stored_tensors(source.path, source.tensors(), specs, dtype, keep_blocks=keep_blocks)

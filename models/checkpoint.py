@@ -17,23 +17,22 @@ from torch import Tensor
 
 from haarkv.models.config import ModelConfig
 from haarkv.models.parallel import Split
-from haarkv.models.source import DRAFTING, CheckpointTensor, Empty, KeptBlocks
+from haarkv.models.source import DRAFTING, CheckpointTensor, KeptBlocks
+from haarkv.models.tensors import StoredTensor
 from haarkv.models.weights import (
     HEAD,
     WeightBytes,
     Weights,
     assemble,
-    checkpoint_shapes,
     checkpoint_tensors,
     in_file_pages,
     is_gathered,
     keeps,
-    random_bytes,
     weight_bytes,
 )
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.memory import forget_pages, require_memory
-from haarkv.tq_ops.weight import Blocks, Weight
+from haarkv.tq_ops.weight import Blocks, Empty, Weight, empty_tensor
 
 Progress = Callable[[int, int], None]
 """Called with (tensors done, tensors in all) while weights load."""
@@ -51,39 +50,31 @@ def random_weights(
     seed: int = 0,
     progress: Progress | None = None,
     split: Split | None = None,
-    device: torch.device | str = "cpu",
 ) -> Weights:
-    """Weights of the true shapes drawn from N(0, 0.02), norms at 1; another kind of device draws other numbers.
+    """Weights of the true shapes drawn from N(0, 0.02), norms at 1.
 
     Args:
         split: keep one rank's part.
     """
-    on_host = torch.device(device).type == "cpu"
-    tensors = random_tensors(config, dtype, seed, device, LargePages().empty if on_host and split is None else None)
-    if on_host:
-        _require_room(random_bytes(config, dtype, split))
-    if split:
-        tensor_specs, part = checkpoint_tensors(config), split
-        tensors = ((name, tensor[part.slices(tensor_specs[name].axes)].clone()) for name, tensor in tensors)
+    specs, part = checkpoint_tensors(config), split
+    _require_room(weight_bytes(None, specs, dtype, split))
+    tensors = random_tensors(specs, dtype, seed, empty_tensor if part else LargePages().empty)
+    if part:
+        tensors = ((name, tensor[part.slices(specs[name].axes)].clone()) for name, tensor in tensors)
     return _assemble_weights(config, tensors, progress)
 
 
 def random_tensors(
-    config: ModelConfig, dtype: torch.dtype, seed: int = 0, device: torch.device | str = "cpu", empty: Empty | None = None
+    specs: Mapping[str, StoredTensor], dtype: torch.dtype, seed: int = 0, empty: Empty = empty_tensor
 ) -> Iterator[tuple[str, Tensor]]:
-    """`random_weights` one by one, in the order of `checkpoint_shapes`.
-
-    Args:
-        empty: allocates each on the host; None: torch on `device`.
-    """
-    generator = torch.Generator(device).manual_seed(seed)
-    for name, tensor in checkpoint_tensors(config).items():
+    """`random_weights` one by one, in the order of `specs`; `empty` allocates each that is drawn."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in specs.items():
         shape, memory_dtype = tensor.shape, tensor.memory_dtype(dtype)
         if len(shape) == 1 and not name.endswith(".bias"):
-            yield name, torch.ones(shape, dtype=memory_dtype, device=device)
+            yield name, torch.ones(shape, dtype=memory_dtype)
         else:
-            memory = torch.empty(shape, dtype=memory_dtype, device=device) if empty is None else empty(shape, memory_dtype)
-            yield name, memory.normal_(0.0, 0.02, generator=generator)
+            yield name, empty(shape, memory_dtype).normal_(0.0, 0.02, generator=generator)
 
 
 def load_weights(
@@ -110,8 +101,8 @@ def load_weights(
         InputError: no weights, or a missing, extra, mis-shaped or truncated tensor, with the tensor's and file's name.
     """
     weights = stored_tensors(
-        path, tensors, config, dtype, split, before=_require_room, shared_weights=shared_weights, empty=LargePages().empty,
-        keep_blocks=keep_blocks, mmap=mmap,
+        path, tensors, checkpoint_tensors(config), dtype, split, before=_require_room, shared_weights=shared_weights,
+        empty=LargePages().empty, keep_blocks=keep_blocks, mmap=mmap,
     )  # fmt: skip
     return _assemble_weights(config, weights, progress)
 
@@ -124,31 +115,32 @@ def _require_room(weights: WeightBytes) -> None:
 def stored_tensors(
     path: Path,
     tensors: Mapping[str, CheckpointTensor],
-    config: ModelConfig,
+    specs: Mapping[str, StoredTensor],
     dtype: torch.dtype,
     split: Split | None = None,
     before: Callable[[WeightBytes], object] | None = None,
     shared_weights: Mapping[str, Weight] = NO_SHARED_WEIGHTS,
-    empty: Empty | None = None,
+    empty: Empty = empty_tensor,
     keep_blocks: KeptBlocks = False,
     mmap: bool = True,
 ) -> Iterator[tuple[str, Any]]:
-    """`load_weights` one by one, in the order of `checkpoint_shapes`; all are checked before the first comes.
+    """`load_weights` one by one, in the order of `specs`; all are checked before the first comes.
 
     Args:
         before: called before the first comes, with the bytes of all.
-        empty: allocates each that is converted or copied; None: torch.
+        empty: allocates each that is converted or copied.
     """
-    shapes = checkpoint_shapes(config)
     shared_weights = {
-        name: tensor for name, tensor in shared_weights.items() if name not in tensors and tensor.shape == shapes.get(name)
+        name: tensor
+        for name, tensor in shared_weights.items()
+        if name in specs and name not in tensors and tensor.shape == specs[name].shape
     }
-    require_tensors(path, tensors, config, shared_weights)
+    require_tensors(path, tensors, specs, shared_weights)
 
     if before:
-        weight_memory = weight_bytes(tensors, config, dtype, split, keep_blocks)
+        weight_memory = weight_bytes(tensors, specs, dtype, split, keep_blocks)
         before(weight_memory if mmap else weight_memory.copied())
-    for name, spec in checkpoint_tensors(config).items():
+    for name, spec in specs.items():
         if name in shared_weights:
             yield name, shared_weights[name]
             continue
@@ -156,13 +148,13 @@ def stored_tensors(
         blocks = tensor.read_blocks(dtype, part) if keeps(tensor.blocks, keep_blocks) else None
         weight: Weight = blocks or spec.in_memory(tensor.read(spec.memory_dtype(dtype), part, empty), dtype)
         in_pages = in_file_pages(tensor, spec, dtype, blocks is not None, split is None)
-        yield name, _copy_from_file(weight, empty) if not mmap and in_pages and not is_gathered(name, config) else weight
+        yield name, _copy_from_file(weight, empty) if not mmap and in_pages and not is_gathered(name, specs) else weight
 
 
-def _copy_from_file(weight: Weight, empty: Empty | None) -> Weight:
+def _copy_from_file(weight: Weight, empty: Empty) -> Weight:
     """A weight copied from a file's pages, which the system may drop."""
     data = weight.data if isinstance(weight, Blocks) else weight
-    memory_copy = torch.empty(data.shape, dtype=data.dtype) if empty is None else empty(tuple(data.shape), data.dtype)
+    memory_copy = empty(tuple(data.shape), data.dtype)
     rows = max(1, _AT_ONCE * len(data) // data.nbytes)
     for source, copy in zip(torch.split(data, rows), torch.split(memory_copy, rows), strict=True):
         copy.copy_(source)
@@ -172,7 +164,7 @@ def _copy_from_file(weight: Weight, empty: Empty | None) -> Weight:
 
 
 def _assemble_weights(config: ModelConfig, tensors: Iterator[tuple[str, Any]], progress: Progress | None) -> Weights:
-    total, tensors_by_name = len(checkpoint_shapes(config)), {}
+    total, tensors_by_name = len(checkpoint_tensors(config)), {}
     for done, (name, tensor) in enumerate(tensors, 1):
         tensors_by_name[name] = tensor
         if progress:
@@ -181,20 +173,22 @@ def _assemble_weights(config: ModelConfig, tensors: Iterator[tuple[str, Any]], p
 
 
 def require_tensors(
-    path: Path, source_tensors: Mapping[str, CheckpointTensor], config: ModelConfig, shared_weights: Container[str] = ()
+    path: Path,
+    source_tensors: Mapping[str, CheckpointTensor],
+    specs: Mapping[str, StoredTensor],
+    shared_weights: Container[str] = (),
 ) -> Mapping[str, CheckpointTensor]:
     """A source's tensors, unless one is missing, extra, mis-shaped or damaged; none is read."""
-    shapes = {name: shape for name, shape in checkpoint_shapes(config).items() if name not in shared_weights}
+    shapes = {name: spec.shape for name, spec in specs.items() if name not in shared_weights}
     missing = [name for name in shapes if name not in source_tensors]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise InputError(f"{path} lacks the tensor {missing[0]}{more}, which its config asks for")
     # Extra but harmless: the head of a tied model, the drafting layer, and RoPE's frequencies in older Llama checkpoints.
-    unread = {HEAD} if config.tied else set()
     extra = [
         name
         for name in source_tensors
-        if name not in shapes and name not in unread and not name.startswith(DRAFTING) and not name.endswith(_ROPE_FREQUENCIES)
+        if name not in shapes and name != HEAD and not name.startswith(DRAFTING) and not name.endswith(_ROPE_FREQUENCIES)
     ]
     if extra:
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -135,14 +135,9 @@ def checkpoint_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
     return tensors
 
 
-def checkpoint_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of each."""
-    return {name: tensor.shape for name, tensor in checkpoint_tensors(config).items()}
-
-
 def num_parameters(config: ModelConfig) -> int:
     """Number of weights, a tied head counted once."""
-    return sum(torch.Size(shape).numel() for shape in checkpoint_shapes(config).values())
+    return sum(math.prod(tensor.shape) for tensor in checkpoint_tensors(config).values())
 
 
 def assemble(config: ModelConfig, get: Callable[[str], Any]) -> Weights:
@@ -240,53 +235,47 @@ def in_file_pages(
     return as_it_is and source_tensor.in_place and (blocks or whole)
 
 
-def is_gathered(name: str, config: ModelConfig) -> bool:
+def is_gathered(name: str, specs: Container[str]) -> bool:
     """Whether a forward reads only some rows: of an untied embedding."""
-    return name == EMBEDDING and not config.tied
+    return name == EMBEDDING and HEAD in specs
 
 
 def weight_bytes(
-    source_tensors: Mapping[str, CheckpointTensor],
-    config: ModelConfig,
+    source_tensors: Mapping[str, CheckpointTensor] | None,
+    specs: Mapping[str, StoredTensor],
     dtype: torch.dtype,
     split: Split | None = None,
     keep_blocks: KeptBlocks = False,
     in_order: Mapping[str, float] = IN_PLACE,
 ) -> WeightBytes:
-    """Bytes of weights that `checkpoint.load_weights` reads, with its arguments.
+    """Bytes of weights that `checkpoint.load_weights` reads, with its arguments, or of random ones.
 
     Args:
-        source_tensors: tensors that are not among them are shared and take nothing.
+        source_tensors: tensors that are not among them are shared and take nothing; None: all are drawn.
         in_order: bytes of memory a number, by type of blocks that the executor reorders; an untied embedding is not reordered.
     """
     private = file_bytes = gathered = 0
-    for name, tensor in checkpoint_tensors(config).items():
-        if (source_tensor := source_tensors.get(name)) is None or (config.tied and name == HEAD):
-            continue
+    for name, tensor in specs.items():
         share = _share(tensor, split)
+        in_memory = round(math.prod(tensor.shape) * share) * tensor.memory_dtype(dtype).itemsize
+        if source_tensors is None:
+            private += in_memory
+            continue
+        if (source_tensor := source_tensors.get(name)) is None:
+            continue
         blocks = keeps(source_tensor.blocks, keep_blocks) and not (split and source_tensor.cuts(split.axis(tensor.axes[-1])))
         in_file = round(source_tensor.nbytes * share)
         bytes_per_number = in_order.get(source_tensor.blocks or "") if blocks else None
-        if bytes_per_number is not None and not is_gathered(name, config):
+        if bytes_per_number is not None and not is_gathered(name, specs):
             private += round(math.prod(tensor.shape) * share * bytes_per_number)
             continue
         if in_file_pages(source_tensor, tensor, dtype, blocks, whole=share == 1):
             file_bytes += in_file
-            if is_gathered(name, config):
+            if is_gathered(name, specs):
                 gathered = in_file
         else:
-            private += in_file if blocks else round(math.prod(tensor.shape) * share) * tensor.memory_dtype(dtype).itemsize
+            private += in_file if blocks else in_memory
     return WeightBytes(private, file_bytes, gathered)
-
-
-def random_bytes(config: ModelConfig, dtype: torch.dtype, split: Split | None = None) -> WeightBytes:
-    """Bytes of random weights."""
-    tensors = checkpoint_tensors(config).values()
-    return WeightBytes(
-        private=sum(
-            round(math.prod(tensor.shape) * _share(tensor, split)) * tensor.memory_dtype(dtype).itemsize for tensor in tensors
-        )
-    )
 
 
 def work_bytes(config: ModelConfig, tokens: int, sequences: int) -> int:

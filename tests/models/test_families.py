@@ -29,7 +29,7 @@ from haarkv.models.config import (
     Rope,
     unknown_part,
 )
-from haarkv.models.weights import checkpoint_shapes, num_parameters
+from haarkv.models.weights import checkpoint_tensors, num_parameters
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.layers.runner import validate
@@ -105,7 +105,7 @@ def test_parameters_and_tensors_are_transformers_own(saved, name):
     config = read_config(folder)
     assert num_parameters(config) == theirs.num_parameters()
     expected = {key: tuple(tensor.shape) for key, tensor in load_file(folder / "model.safetensors").items()}
-    assert checkpoint_shapes(config) == expected
+    assert {key: spec.shape for key, spec in checkpoint_tensors(config).items()} == expected
     assert declaration_in(theirs.config.to_dict()) == shape_signature(config).declaration
 
 

@@ -121,16 +121,16 @@ def test_a_copy_on_another_device_has_all_of_it(file_of):
 def test_a_rank_has_its_part_in_blocks_where_they_end_there(file_of, name):
     """What it restores is counted as numbers."""
     config, source = read_config(file_of(name)), open_source(file_of(name))
-    whole = dict(stored_tensors(source.path, source.tensors(), config, torch.float32))
-    axes = {name: tensor.axes for name, tensor in checkpoint_tensors(config).items()}
+    specs = checkpoint_tensors(config)
+    whole = dict(stored_tensors(source.path, source.tensors(), specs, torch.float32))
     for rank in range(2):
         split = Split(config, rank, 2)
-        args = source.tensors(), config, torch.float32, split
+        args = source.tensors(), specs, torch.float32, split
         parts = dict(stored_tensors(source.path, *args, keep_blocks=True))
-        loaded = load_weights(source.path, *args[:3], split=split, keep_blocks=True)
+        loaded = load_weights(source.path, args[0], config, torch.float32, split=split, keep_blocks=True)
         assert weight_bytes(*args, keep_blocks=True).total == loaded.nbytes
         for tensor_name, part in parts.items():
-            assert torch.equal(dense(part), whole[tensor_name][split.slices(axes[tensor_name])]), tensor_name
+            assert torch.equal(dense(part), whole[tensor_name][split.slices(specs[tensor_name].axes)]), tensor_name
         assert isinstance(parts["model.layers.0.self_attn.o_proj.weight"], Blocks)  # 192 of 384 columns: whole blocks
         down = "mlp.experts.1.down_proj" if name == "qwen3_moe" else "mlp.down_proj"
         # 160 of 320 columns are five blocks; 48 of 96 are one and a half, and restored.

@@ -31,7 +31,7 @@ from haarkv.models.qwen3_14b.onnx.model import (
 )
 from haarkv.models.qwen3_14b.onnx.scopes import Qwen3Scopes
 from haarkv.models.rope import RopeTable
-from haarkv.models.weights import checkpoint_shapes
+from haarkv.models.weights import checkpoint_tensors
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.onnx import EXPORT_SUPPORT, FORMAT
 from haarkv.tq_ops.onnx.block_codes import CODES
@@ -75,7 +75,8 @@ class Export:
     def blocks(self) -> dict[str, str]:
         """Type of the blocks of each weight that lies in some, by Hugging Face's name."""
         source = open_source(self.model)
-        tensors = {} if source is None else require_tensors(source.path, source.tensors(), self.config)
+        specs = checkpoint_tensors(self.config)
+        tensors = {} if source is None else require_tensors(source.path, source.tensors(), specs)
         weight_names = weight_types(Qwen3Scopes(self.config), self.graph)
         return {name: kind for name in weight_names if name in tensors and (kind := tensors[name].blocks) is not None}
 
@@ -104,8 +105,8 @@ def rotation_sha256(span: range, head_dim: int) -> str:
 
 def write_export(folder: Path, export: Export, progress: Progress | None = None) -> list[str]:
     """Write everything into an empty folder, one weight at a time in memory; the graphs' files. InputError of bad weights."""
-    shapes, kept_types = checkpoint_shapes(export.config), export.kept_types
-    coded = {name: CodedWeight(CODES[kind], *shapes[name]) for name, kind in export.blocks.items() if kind in kept_types}
+    specs, kept_types = checkpoint_tensors(export.config), export.kept_types
+    coded = {name: CodedWeight(CODES[kind], *specs[name].shape) for name, kind in export.blocks.items() if kind in kept_types}
     scopes, prefill = Qwen3Scopes(export.config, export.dtype, blocks=coded), export.graph
     types = weight_types(scopes, prefill)
     weight_file = StoredWeights(WEIGHTS, weight_offsets(types))

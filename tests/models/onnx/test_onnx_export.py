@@ -21,7 +21,7 @@ from haarkv.engine.loading import load
 from haarkv.models.catalog import read_config
 from haarkv.models.qwen3_14b.onnx import export as onnx_export
 from haarkv.models.qwen3_14b.onnx.export import ABOUT, WEIGHTS, Export, write_export
-from haarkv.models.weights import checkpoint_shapes
+from haarkv.models.weights import checkpoint_tensors
 from haarkv.tq_ops.onnx.graph import TensorType
 from tq import __version__
 from tq.cli import main
@@ -160,7 +160,7 @@ def test_blocks_of_a_file_stay_four_bits_in_the_folder_and_give_the_restored_log
     assert json.loads((folders[0] / ABOUT).read_text())["haarkv.blocks"] == "Q4_1"
     # 4 bits, and FP32 scale and minimum of each 32 numbers; norms, rotary tables and rotations are the rest.
     sizes = [sum(t.nbytes for t in outside(folder)) for folder in folders]
-    numbers = sum(np.prod(shape) for shape in checkpoint_shapes(read_config(str(file))).values() if len(shape) == 2)
+    numbers = sum(np.prod(one.shape) for one in checkpoint_tensors(read_config(file)).values() if len(one.shape) == 2)
     assert sizes[1] - sizes[0] == numbers * 4 - numbers * 24 // 32
 
 
