@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from haarkv.models.config import ModelConfig, Rope
+from haarkv.models.config import ModelConfig
 from haarkv.models.layer import Step, decoder_layer
 from haarkv.models.parallel import SINGLE_RANK, Ranks, even_share
-from haarkv.models.rope import RopeTable
+from haarkv.models.rope import Rope, RopeTable
 from haarkv.models.weights import Weights
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
@@ -48,7 +48,9 @@ class DecoderModel:
 
     def to(self, device: torch.device) -> DecoderModel:
         """The same model on another device; itself where it already is."""
-        return self if self.weights.embedding.device == device else self.with_weights(self.weights.to(device), device)
+        if self.weights.embedding.device == device:
+            return self
+        return self.with_weights(self.weights.map(lambda weight: weight.to(device)), device)
 
     def with_weights(self, weights: Weights, device: torch.device) -> DecoderModel:
         """The same model with other weights, which are on a device."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
 
-from haarkv.models.config import Attention, Experts, Layer, ModelConfig, Rope, RopeScaling
-from haarkv.models.rope import LinearScaling, Llama3Scaling, YarnScaling, yarn_attention_factor
+from haarkv.models.config import Attention, Experts, Layer, ModelConfig
+from haarkv.models.rope import LinearScaling, Llama3Scaling, Rope, RopeScaling, YarnScaling, yarn_attention_factor
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.input_files import read_json
 
@@ -29,17 +29,13 @@ _MOST = {
 _MOST_NUMBER, _LEAST_NUMBER = 3e38, 1e-38
 """Numbers that FP32 holds."""
 FULL, _SLIDING = "full_attention", "sliding_attention"
+_SCALINGS = ("linear", "llama3", "yarn")
 _MOST_EXPERTS = 2**16
 """Of all layers together."""
 
 
-def read_hf_config(path: Path) -> ModelConfig:
-    """Read a `config.json`; an InputError names an unknown `model_type`, a wrong entry or a feature that is not built."""
-    return parse_config(path, read_hf_settings(path))
-
-
 def parse_config(path: Path, settings: Mapping[str, Any]) -> ModelConfig:
-    """Declaration from the entries of a `config.json`; `path` names them in messages."""
+    """Declaration from the entries of a `config.json`, which `path` names in messages; InputError of what is not built."""
     from haarkv.models.families import FAMILIES, read_family  # which reads entries by this module
 
     file = HFConfig(path, settings)
@@ -248,7 +244,7 @@ def read_rope(
     file.refuse(
         {
             f"RoPE on a part of each head (partial_rotary_factor {shown(partial)})": partial != 1 and default_part is None,
-            f"rope scaling {shown(kind)} (built are {', '.join(_READERS)})": kind != "default" and kind not in _READERS,
+            f"rope scaling {shown(kind)} (built are {', '.join(_SCALINGS)})": kind != "default" and kind not in _SCALINGS,
         }
     )
     if kind == "default":
@@ -256,7 +252,7 @@ def read_rope(
     # transformers prefers a trained length beside the rotary parameters.
     outer = file.raw.get("original_max_position_embeddings") is not None
     original = (file if outer else rope).count("original_max_position_embeddings", positions)
-    scaling = _READERS[kind](rope, positions, original)
+    scaling = _read_scaling(kind, rope, positions, original)
     if isinstance(scaling, YarnScaling):
         if theta <= 1:
             raise InputError(f"{file.path}: rope_theta {theta:g} must be above 1 for YaRN, which divides by its logarithm")
@@ -264,23 +260,16 @@ def read_rope(
     return FoundRope(theta, scaling, positions, partial)
 
 
-def _linear(rope: HFConfig, positions: int, original: int) -> RopeScaling:  # noqa: ARG001
-    return LinearScaling(rope.number("factor"))
-
-
-def _llama3(rope: HFConfig, positions: int, original: int) -> RopeScaling:  # noqa: ARG001
-    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-    if high <= low:
-        raise InputError(f"{rope.path}: high_freq_factor {high:g} must be above low_freq_factor {low:g}")
-    return Llama3Scaling(rope.number("factor"), low, high, original)
-
-
-def _yarn(rope: HFConfig, positions: int, original: int) -> RopeScaling:
+def _read_scaling(kind: str, rope: HFConfig, positions: int, original: int) -> RopeScaling:
+    if kind == "linear":
+        return LinearScaling(rope.number("factor"))
+    if kind == "llama3":
+        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+        if high <= low:
+            raise InputError(f"{rope.path}: high_freq_factor {high:g} must be above low_freq_factor {low:g}")
+        return Llama3Scaling(rope.number("factor"), low, high, original)
     factor = rope.number("factor", positions / original)
     scales = [rope.number(key) if rope.raw.get(key) not in (None, 0) else None for key in ("mscale", "mscale_all_dim")]
     attention = rope.number("attention_factor", yarn_attention_factor(factor, *scales))
     fast, slow = rope.number("beta_fast", 32), rope.number("beta_slow", 1)
     return YarnScaling(factor, original, attention, fast, slow, rope.raw.get("truncate") is None or rope.flag("truncate"))
-
-
-_READERS: dict[str, Callable[[HFConfig, int, int], RopeScaling]] = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,13 +90,12 @@ def load_mtp(
         for name, tensor in tensors.items()
         if name.startswith(DRAFTING) and name not in _ENTRY
     }
-    options: dict[str, Any] = {"shared_weights": shared_weights, "keep_blocks": keep_blocks}
-    model = DecoderModel.from_weights(one, load_weights(source.path, layer_tensors, one, dtype, **options))
-    hidden, plus_one = Axis(config.hidden_size, "hidden"), config.final_norm.plus_one
+    weights = load_weights(source.path, layer_tensors, one, dtype, shared_weights=shared_weights, keep_blocks=keep_blocks)
+    hidden, plus_one = Axis(config.hidden_size), config.final_norm.plus_one
     shapes = ((hidden, Axis(2 * config.hidden_size)), (hidden,), (hidden,))
     specs = {
         name: StoredTensor(name, axes, plus_one=plus_one and len(axes) == 1) for name, axes in zip(_ENTRY, shapes, strict=True)
     }
     entry_tensors = {name: tensors[name] for name in _ENTRY if name in tensors}
-    weights = dict(stored_tensors(source.path, entry_tensors, specs, dtype, keep_blocks=keep_blocks))
-    return MTP(model, *(weights[name] for name in _ENTRY))
+    entry = stored_tensors(source.path, entry_tensors, specs, dtype, keep_blocks=keep_blocks)
+    return MTP(DecoderModel.from_weights(one, weights), *(weight for _, weight in entry))

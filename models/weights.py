@@ -47,10 +47,6 @@ class Weights:
         """Bytes of all weights as they are stored, a tied head counted once."""
         return sum(tensor.nbytes for _, tensor in self.named_tensors())
 
-    def to(self, device: torch.device) -> Weights:
-        """Copies on another device; a tied head stays tied."""
-        return self.map(lambda weight: weight.to(device))
-
     def map(self, change: Callable[[Weight], Any]) -> Weights:
         """A copy with `change(weight)` in place of each weight; a tied head stays tied."""
         embedding = change(self.embedding)
@@ -84,7 +80,7 @@ def layer_weight_specs(layer: Layer, hidden_size: int) -> dict[str, StoredTensor
     """Every tensor of a layer by field, named within the layer."""
 
     def norm(name: str) -> StoredTensor:
-        return StoredTensor(f"{name}.weight", (Axis(hidden_size, "hidden"),), plus_one=layer.norm.plus_one)
+        return StoredTensor(f"{name}.weight", (Axis(hidden_size),), plus_one=layer.norm.plus_one)
 
     tensors = {"input_norm": norm("input_layernorm")}
     tensors |= mixer_kind(layer.mixer).tensors(layer.mixer, layer.norm, hidden_size)
@@ -99,10 +95,10 @@ def layer_weight_specs(layer: Layer, hidden_size: int) -> dict[str, StoredTensor
 
 
 def _mlp_tensors(layer: Layer, hidden_size: int) -> dict[str, StoredTensor]:
-    mlp, hidden = layer.mlp, Axis(hidden_size, "hidden")
+    mlp, hidden = layer.mlp, Axis(hidden_size)
 
     def gated_mlp(field: str, name: str, width: int) -> dict[str, StoredTensor]:
-        inner = Axis(width, "mlp", cut=True)
+        inner = Axis(width, cut=True)
         axes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
         return {field + part: StoredTensor(f"mlp.{name}{part}.weight", part_axes) for part, part_axes in axes.items()}
 
@@ -125,7 +121,7 @@ def layer_tensors(config: ModelConfig, index: int) -> dict[str, StoredTensor]:
 
 def checkpoint_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
     """Every tensor that a checkpoint of this config must hold, by Hugging Face name."""
-    outer = Axis(config.vocab_size, "vocab", cut=True), Axis(config.hidden_size, "hidden")
+    outer = Axis(config.vocab_size, cut=True), Axis(config.hidden_size)
     tensors = {EMBEDDING: StoredTensor(EMBEDDING, outer)}
     for index in range(config.num_layers):
         tensors |= {tensor.name: tensor for tensor in layer_tensors(config, index).values()}
@@ -263,7 +259,7 @@ def weight_bytes(
             continue
         if (source_tensor := source_tensors.get(name)) is None:
             continue
-        blocks = keeps(source_tensor.blocks, keep_blocks) and not (split and source_tensor.cuts(split.axis(tensor.axes[-1])))
+        blocks = keeps(source_tensor.blocks, keep_blocks) and not (split and source_tensor.cuts(split.slices(tensor.axes)[-1]))
         in_file = round(source_tensor.nbytes * share)
         bytes_per_number = in_order.get(source_tensor.blocks or "") if blocks else None
         if bytes_per_number is not None and not is_gathered(name, specs):

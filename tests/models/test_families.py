@@ -18,17 +18,8 @@ from haarkv.executors import catalog
 from haarkv.executors.cpu import CpuExecutor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.catalog import find_model, load_model, read_config
-from haarkv.models.config import (
-    Activation,
-    Attention,
-    Dense,
-    Experts,
-    Layer,
-    ModelConfig,
-    Norm,
-    Rope,
-    unknown_part,
-)
+from haarkv.models.config import Activation, Attention, Dense, Experts, Layer, ModelConfig, Norm, unknown_part
+from haarkv.models.rope import Rope
 from haarkv.models.weights import checkpoint_tensors, num_parameters
 from haarkv.tq_ops.errors import InputError, NonFiniteError
 from haarkv.tq_ops.kv.plan import KVSpec

@@ -24,9 +24,8 @@ from tokenizers import Regex, normalizers
 from haarkv.executors.base import prefill
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models import checkpoint as large_pages
-from haarkv.models.catalog import load_model
+from haarkv.models.catalog import load_model, read_config
 from haarkv.models.checkpoint import PAGE, LargePages, load_weights, random_weights
-from haarkv.models.hf_config import read_hf_config
 from haarkv.models.hf_folder import HFFolder
 from haarkv.models.text import Tokenizer as SourceTokenizer
 from haarkv.tq_ops.errors import InputError, NonFiniteError
@@ -72,7 +71,7 @@ def test_a_mark_before_any_text_of_a_folder_is_no_part_of_it(tmp_path, patterns)
         tokenizer.save(str(folder / "tokenizer.json"))
 
     def read_folder():
-        source, config = HFFolder(folder), read_hf_config(folder / "config.json")
+        source, config = HFFolder(folder), read_config(folder)
         tokenizer = SourceTokenizer(source, config)
         chat = tokenizer.encode_chat([[{"role": "user", "content": "hi"}]])
         return config, source.sampling(), list(source.tensors()), tokenizer.encode("azz"), chat
@@ -166,7 +165,7 @@ def test_loading_reports_every_tensor_once(tmp_path):
     load_model(str(folder), progress=lambda done, total: steps.append((done, total)))
     assert steps == [(count, 25) for count in range(1, 26)]
     steps.clear()
-    random_weights(read_hf_config(folder / "config.json"), torch.float32, progress=lambda *step: steps.append(step))
+    random_weights(read_config(folder), torch.float32, progress=lambda *step: steps.append(step))
     assert steps == [(count, 25) for count in range(1, 26)]
 
 
@@ -217,7 +216,7 @@ def test_a_process_that_may_have_no_chunk_gets_what_it_needs(monkeypatch):
 def refusal(folder):
     """Why a folder's weights are refused; nothing may come but an InputError."""
     with pytest.raises(InputError) as error:
-        load_weights(folder, HFFolder(folder).tensors(), read_hf_config(folder / "config.json"), torch.float32)
+        load_weights(folder, HFFolder(folder).tensors(), read_config(folder), torch.float32)
     return str(error.value)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from haarkv.models.catalog import find_model, open_source, stream_tensors
-from haarkv.models.checkpoint import require_tensors
+from haarkv.models.checkpoint import Progress, require_tensors
 from haarkv.models.config import ModelConfig
 from haarkv.models.qwen3_14b.onnx.model import (
     GraphSpec,
@@ -40,10 +40,7 @@ from haarkv.tq_ops.onnx.graph import StoredWeights, TensorType
 from haarkv.tq_ops.weight import Blocks
 
 ABOUT, WEIGHTS = "export.json", "weights.bin"
-TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _COPIED_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
-
-Progress = Callable[[int, int], None]  # (weights written, weights in all)
 
 
 @dataclass(frozen=True)
@@ -111,7 +108,7 @@ def write_export(folder: Path, export: Export, progress: Progress | None = None)
     types = weight_types(scopes, prefill)
     weight_file = StoredWeights(WEIGHTS, weight_offsets(types))
     rope = RopeTable(export.config.common.attention.rope, export.config.max_position_embeddings)
-    weights = stream_tensors(export.model, export.config, TORCH_DTYPES[export.dtype], kept_types)
+    weights = stream_tensors(export.model, export.config, getattr(torch, export.dtype), kept_types)
     tensors = chain(
         chain.from_iterable(
             coded_values(name, weight) if isinstance(weight, Blocks) else [(name, weight)] for name, weight in weights
@@ -123,7 +120,8 @@ def write_export(folder: Path, export: Export, progress: Progress | None = None)
     metadata = export.about()
     plans = {"prefill.onnx": prefill, "decode.onnx": replace(prefill, one_token=True)}
     for name, plan in plans.items():
-        model = build(scopes, replace(plan, metadata=tuple(metadata.items())), weight_file)
+        model = build(scopes, plan, weight_file)
+        onnx.helper.set_model_props(model, metadata)
         (folder / name).write_bytes(model.SerializeToString())
         onnx.checker.check_model(str(folder / name), full_check=True)
     source = find_model(export.model)

@@ -17,14 +17,7 @@ from small_models import SMALL as CONFIG
 from small_models import resize_config, small_model
 
 from haarkv.codebooks import haar_rotation
-from haarkv.models.qwen3_14b.onnx.model import (
-    NEWEST_OPSET,
-    OLDEST_OPSET,
-    GraphSpec,
-    build,
-    stored_values,
-    weight_values,
-)
+from haarkv.models.qwen3_14b.onnx.model import NEWEST_OPSET, OLDEST_OPSET, GraphSpec, build, stored_values, weight_values
 from haarkv.models.qwen3_14b.onnx.scopes import Qwen3Scopes
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats.synthetic import calibration
@@ -194,7 +187,7 @@ def test_quantize_stores_what_the_format_stores(head_dim):
     shape = (24, 5, 2)
     inputs = {"x": TensorType(1, (*shape, head_dim)), "rotation": TensorType(1, (head_dim, head_dim))}
     outputs = {codes: TensorType(TensorProto.UINT8, (*shape, head_dim // 2)), scale: TensorType(TensorProto.FLOAT16, shape)}
-    session = open_graph(g.model("quantize", inputs, outputs, {}, None))
+    session = open_graph(g.model("quantize", inputs, outputs, None))
     feed = {"x": x.numpy(), "rotation": haar_rotation(7, head_dim).float().numpy()}
     ours = dict(zip(("codes", "scale"), map(torch.from_numpy, session.run(None, feed)), strict=True))
     tq4 = formats.get("tq4")
