@@ -36,8 +36,6 @@ TINY = Path(__file__).parent / "tiny_qwen3"
 _BUNDLED_MODELS = {
     "tiny": TINY, "tiny-draft": Path(__file__).parent / "tiny_draft", "tiny-hybrid": Path(__file__).parent / "tiny_qwen3_5",
 }  # fmt: skip
-_TOKENIZERS = {"tiny-draft": TINY, "tiny-hybrid": TINY}
-"""Shipped models without a tokenizer of their own."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _RANDOM, GGUF = "random:", ".gguf"
 _COMPANION_FILE = re.compile(r"mmproj|-(?!00001)[0-9]{5}-of-[0-9]{5}\.gguf$", re.IGNORECASE)
@@ -114,11 +112,6 @@ def open_source(name: str | Path) -> Source | None:
     from haarkv.models.gguf_source import GGUFSource
 
     return GGUFSource(path)
-
-
-def tokenizer_source_of(name: str | Path) -> Source | None:
-    """The source of a model's tokenizer."""
-    return HFFolder(_TOKENIZERS[str(name)]) if str(name) in _TOKENIZERS else open_source(name)
 
 
 def _hub_snapshot(hub_id: str) -> Path | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -48,6 +48,7 @@ class Attention:
     head_norms: bool = False
     bias: bool = False
     gated: bool = False
+    state_shape: ClassVar[None] = None
 
     @property
     def heads(self) -> Heads:
@@ -58,10 +59,6 @@ class Attention:
     def kv_shape(self) -> KVShape:
         """Shape of this layer's K and V in the cache."""
         return KVShape(self.num_kv_heads, self.head_dim, self.window)
-
-    @property
-    def state_shape(self) -> None:
-        """None: attention has K and V, and no recurrent state."""
 
 
 class Mixer(Protocol):

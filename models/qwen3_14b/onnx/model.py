@@ -183,8 +183,7 @@ _FLOAT, _INT32, _INT64 = TensorProto.FLOAT, TensorProto.INT32, TensorProto.INT64
 
 
 def build(scopes: Qwen3Scopes, plan: GraphSpec, weight_file: StoredWeights | None = None) -> onnx.ModelProto:
-    """One model, whose weights are in `weight_file` or else inputs; errors as `require_opset`."""
-    require_opset(plan.opset)
+    """One model, whose weights are in `weight_file` or else inputs."""
     return _Model(scopes, plan).build(weight_file)
 
 
