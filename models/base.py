@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from haarkv.models.config import ModelConfig
+from haarkv.models.config import ModelConfig, Rope
 from haarkv.models.layer import Step, decoder_layer
 from haarkv.models.parallel import SINGLE_RANK, Ranks, even_share
-from haarkv.models.rope import Rope, RopeTable
+from haarkv.models.rope import RopeTable
 from haarkv.models.weights import Weights
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache

@@ -10,13 +10,37 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
+from torch import Tensor
 
-from haarkv.models.rope import Rope
 from haarkv.tq_ops.kv.recurrent import VERSIONS, StateShape
 from haarkv.tq_ops.kv.shapes import KVShape
 
 Activation = Literal["silu", "gelu_tanh"]
 """Activation of an MLP's gate."""
+
+
+class RopeScaling(Protocol):
+    """A change to RoPE's frequencies for a longer context; `models.rope` has the classes."""
+
+    @property
+    def attention_factor(self) -> float:
+        """Factor of cos and sin; scores grow by its square."""
+
+    def scaled(self, inv_freq: Tensor, theta: float) -> Tensor:
+        """Scaled frequencies [dims / 2] fp32."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Half-split rotary embedding.
+
+    Attributes:
+        dims: RoPE rotates the first `dims` coordinates of a head, and leaves the others.
+    """
+
+    theta: float
+    dims: int
+    scaling: RopeScaling | None = None
 
 
 class Heads(NamedTuple):

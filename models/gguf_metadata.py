@@ -13,9 +13,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 from torch import Tensor
 
-from haarkv.models.config import decimal
+from haarkv.models.config import Rope, decimal
 from haarkv.models.gguf_file import GGUFFile, GGUFTensor
-from haarkv.models.rope import Llama3Scaling, Rope, inverse_frequencies
+from haarkv.models.rope import Llama3Scaling, inverse_frequencies
 from haarkv.models.source import Words, checked_templates
 from haarkv.tq_ops.errors import InputError
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
 
-from haarkv.models.config import Attention, Experts, Layer, ModelConfig
-from haarkv.models.rope import LinearScaling, Llama3Scaling, Rope, RopeScaling, YarnScaling, yarn_attention_factor
+from haarkv.models.config import Attention, Experts, Layer, ModelConfig, Rope, RopeScaling
+from haarkv.models.rope import LinearScaling, Llama3Scaling, YarnScaling, yarn_attention_factor
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.input_files import read_json
 

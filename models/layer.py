@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from haarkv.models.config import Activation, Attention, Experts, Layer, Mixer, Norm
+from haarkv.models.config import Activation, Attention, Experts, Layer, Mixer, Norm, Rope
 from haarkv.models.parallel import Ranks
-from haarkv.models.rope import Rope
 from haarkv.models.tensors import Axis, LayerWeights, StoredTensor
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import LayerView, PagedKVCache

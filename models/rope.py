@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from haarkv.models.config import Rope
 from haarkv.tq_ops.memory import require_memory
 
 
@@ -84,23 +85,6 @@ class YarnScaling:
         begin, end = max(begin, 0), min(end, 2 * half - 1)
         ramp = ((torch.arange(half, dtype=torch.float32) - begin) / (end - begin or 0.001)).clamp(0, 1)
         return inv_freq / self.factor * ramp + inv_freq * (1 - ramp)
-
-
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
-"""A change to RoPE's frequencies [dims / 2] fp32 for a longer context; `attention_factor` multiplies cos and sin."""
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Half-split rotary embedding.
-
-    Attributes:
-        dims: RoPE rotates the first `dims` coordinates of a head, and leaves the others.
-    """
-
-    theta: float
-    dims: int
-    scaling: RopeScaling | None = None
 
 
 def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:

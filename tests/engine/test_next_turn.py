@@ -14,9 +14,8 @@ from haarkv.engine.generation import GenerationRequest, generate, tail_chunk
 from haarkv.engine.plans import shape_signature
 from haarkv.executors.catalog import create
 from haarkv.models.base import new_cache
-from haarkv.models.config import Attention, Dense, Layer, ModelConfig, Norm
+from haarkv.models.config import Attention, Dense, Layer, ModelConfig, Norm, Rope
 from haarkv.models.layer import DeltaNet
-from haarkv.models.rope import Rope
 from haarkv.tq_ops.kv import cache_file
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import WINDOW_ROOM

@@ -18,9 +18,8 @@ from haarkv.executors.cpu import CpuExecutor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel, new_cache
 from haarkv.models.checkpoint import random_weights
-from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, Norm
+from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, Norm, Rope
 from haarkv.models.layer import DeltaNet
-from haarkv.models.rope import Rope
 from haarkv.models.weights import WeightBytes
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import cache_file

@@ -26,10 +26,9 @@ from small_models import (
 
 from haarkv.executors.cpu import CpuExecutor
 from haarkv.models.base import DecoderModel
-from haarkv.models.config import Attention, Dense, Layer, ModelConfig, Norm
+from haarkv.models.config import Attention, Dense, Layer, ModelConfig, Norm, Rope
 from haarkv.models.families import FAMILIES
 from haarkv.models.layer import DeltaNet
-from haarkv.models.rope import Rope
 from haarkv.tq_ops.cpu import layers as dense_layers
 from haarkv.tq_ops.cpu import library
 from haarkv.tq_ops.errors import NonFiniteError

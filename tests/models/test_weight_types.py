@@ -76,9 +76,6 @@ def test_blocks_multiply_as_what_is_restored_from_them(file_of, name, kind, dtyp
 
 def test_fused_layers_restore_blocks_as_they_are_packed(file_of):
     ours, theirs = (fuse(load_model(file_of("qwen2"), keep_blocks=keep), torch.device("cpu")) for keep in (True, False))
-    for one, other in zip(ours.packed, theirs.packed, strict=True):
-        assert torch.equal(one.qkv_proj, other.qkv_proj)
-        assert torch.equal(one.gate_up_proj, other.gate_up_proj)
     torch.testing.assert_close(*(dict(one.weights.named_tensors()) for one in (ours, theirs)), rtol=0, atol=0)
 
 

@@ -15,9 +15,8 @@ from haarkv.engine.plans import shape_signature
 from haarkv.executors.base import Executor, verify
 from haarkv.executors.cuda import CudaExecutor
 from haarkv.models.base import DecoderModel, new_cache
-from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, Norm
+from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, Norm, Rope
 from haarkv.models.layer import DeltaNet
-from haarkv.models.rope import Rope
 from haarkv.tq_ops.kv import cache_file
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.plan import KVSpec

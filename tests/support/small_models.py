@@ -15,8 +15,8 @@ from haarkv.executors.base import Executor
 from haarkv.models import base as models
 from haarkv.models.base import DecoderModel
 from haarkv.models.checkpoint import random_weights
-from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, Norm
-from haarkv.models.rope import Rope, RopeTable
+from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, Norm, Rope
+from haarkv.models.rope import RopeTable
 from haarkv.models.tensors import LayerWeights
 from haarkv.models.weights import assemble, checkpoint_tensors
 from haarkv.tq_ops.kv.batch import PagedSequences

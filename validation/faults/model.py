@@ -15,7 +15,8 @@ from haarkv.executors import catalog
 from haarkv.executors.base import Executor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
-from haarkv.models.rope import Rope, RopeTable
+from haarkv.models.config import Rope
+from haarkv.models.rope import RopeTable
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec

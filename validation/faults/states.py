@@ -10,9 +10,8 @@ from torch import Tensor
 
 from haarkv.models.base import DecoderModel
 from haarkv.models.checkpoint import random_weights
-from haarkv.models.config import Attention, Dense, Layer, ModelConfig, Norm
+from haarkv.models.config import Attention, Dense, Layer, ModelConfig, Norm, Rope
 from haarkv.models.layer import DeltaNet
-from haarkv.models.rope import Rope
 from haarkv.models.tensors import LayerWeights
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.recurrent import Recurrent

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from haarkv.codebooks.learned import Basis
-from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, Norm
+from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, Norm, Rope, RopeScaling
 from haarkv.models.gguf_file import block_type_named
-from haarkv.models.rope import LinearScaling, Llama3Scaling, Rope, RopeScaling, YarnScaling
+from haarkv.models.rope import LinearScaling, Llama3Scaling, YarnScaling
 from haarkv.models.tensors import LayerWeights
 from haarkv.models.weights import layer_weight_specs
 from haarkv.tq_ops import artifact
