@@ -6,7 +6,7 @@ import math
 import mmap
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from reprlib import repr as shown
 from types import MappingProxyType
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from haarkv.models.config import ModelConfig
 from haarkv.models.parallel import Split
-from haarkv.models.source import DRAFTING, CheckpointTensor, KeptBlocks
+from haarkv.models.source import DRAFTING, CheckpointTensor, KeptBlocks, Part
 from haarkv.models.tensors import StoredTensor
 from haarkv.models.weights import (
     HEAD,
@@ -44,37 +44,40 @@ _AT_ONCE = 2**24
 _ROPE_FREQUENCIES = ".rotary_emb.inv_freq"
 
 
-def random_weights(
-    config: ModelConfig,
-    dtype: torch.dtype,
-    seed: int = 0,
-    progress: Progress | None = None,
-    split: Split | None = None,
-) -> Weights:
-    """Weights of the true shapes drawn from N(0, 0.02), norms at 1.
+@dataclass(frozen=True, kw_only=True)
+class _DrawnTensor(CheckpointTensor):
+    """Random numbers, drawn when they are read; all the same if `constant` says so."""
 
-    Args:
-        split: keep one rank's part.
-    """
-    specs, part = checkpoint_tensors(config), split
-    _require_room(weight_bytes(None, specs, dtype, split))
-    tensors = random_tensors(specs, dtype, seed, empty_tensor if part else LargePages().empty)
-    if part:
-        tensors = ((name, tensor[part.slices(specs[name].axes)].clone()) for name, tensor in tensors)
-    return _assemble_weights(config, tensors, progress)
+    generator: torch.Generator
+    constant: float | None
 
-
-def random_tensors(
-    specs: Mapping[str, StoredTensor], dtype: torch.dtype, seed: int = 0, empty: Empty = empty_tensor
-) -> Iterator[tuple[str, Tensor]]:
-    """`random_weights` one by one, in the order of `specs`; `empty` allocates each that is drawn."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, tensor in specs.items():
-        shape, memory_dtype = tensor.shape, tensor.memory_dtype(dtype)
-        if len(shape) == 1 and not name.endswith(".bias"):
-            yield name, torch.ones(shape, dtype=memory_dtype)
+    def read(self, dtype: torch.dtype, part: Part = None, empty: Empty = empty_tensor) -> Tensor:
+        if self.constant is not None:
+            whole = torch.full(self.shape, self.constant, dtype=dtype)
         else:
-            yield name, empty(shape, memory_dtype).normal_(0.0, 0.02, generator=generator)
+            allocate = empty if part is None else empty_tensor
+            whole = allocate(self.shape, dtype).normal_(0.0, 0.02, generator=self.generator)
+        return whole if part is None else whole[part].clone()
+
+
+def random_tensors(specs: Mapping[str, StoredTensor], seed: int = 0) -> dict[str, CheckpointTensor]:
+    """Tensors from N(0, 0.02), norms at 1. They share a generator: each is read once, in the order of `specs`."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(name: str, spec: StoredTensor) -> CheckpointTensor:
+        is_drawn = len(spec.shape) > 1 or name.endswith(".bias")
+        constant = None if is_drawn else 1.0 - spec.plus_one
+        return _DrawnTensor(spec.shape, None, 0, Path(name), generator=generator, constant=constant)
+
+    return {name: drawn(name, spec) for name, spec in specs.items()}
+
+
+def random_weights(
+    config: ModelConfig, dtype: torch.dtype, seed: int = 0, progress: Progress | None = None, split: Split | None = None
+) -> Weights:
+    """Weights of `random_tensors`, or one rank's part."""
+    tensors = random_tensors(checkpoint_tensors(config), seed)
+    return load_weights(Path("random"), tensors, config, dtype, progress, split)
 
 
 def load_weights(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -72,7 +72,7 @@ class Attention:
     head_norms: bool = False
     bias: bool = False
     gated: bool = False
-    state_shape: ClassVar[None] = None
+    state_shape = None  # K and V are all that it keeps
 
     @property
     def heads(self) -> Heads:

@@ -237,28 +237,24 @@ def is_gathered(name: str, specs: Container[str]) -> bool:
 
 
 def weight_bytes(
-    source_tensors: Mapping[str, CheckpointTensor] | None,
+    source_tensors: Mapping[str, CheckpointTensor],
     specs: Mapping[str, StoredTensor],
     dtype: torch.dtype,
     split: Split | None = None,
     keep_blocks: KeptBlocks = False,
     in_order: Mapping[str, float] = IN_PLACE,
 ) -> WeightBytes:
-    """Bytes of weights that `checkpoint.load_weights` reads, with its arguments, or of random ones.
+    """Bytes of weights that `checkpoint.load_weights` reads, with its arguments.
 
     Args:
-        source_tensors: tensors that are not among them are shared and take nothing; None: all are drawn.
+        source_tensors: tensors that are not among them are shared and take nothing.
         in_order: bytes of memory a number, by type of blocks that the executor reorders; an untied embedding is not reordered.
     """
     private = file_bytes = gathered = 0
     for name, tensor in specs.items():
-        share = _share(tensor, split)
-        in_memory = round(math.prod(tensor.shape) * share) * tensor.memory_dtype(dtype).itemsize
-        if source_tensors is None:
-            private += in_memory
-            continue
         if (source_tensor := source_tensors.get(name)) is None:
             continue
+        share = _share(tensor, split)
         blocks = keeps(source_tensor.blocks, keep_blocks) and not (split and source_tensor.cuts(split.slices(tensor.axes)[-1]))
         in_file = round(source_tensor.nbytes * share)
         bytes_per_number = in_order.get(source_tensor.blocks or "") if blocks else None
@@ -270,7 +266,7 @@ def weight_bytes(
             if is_gathered(name, specs):
                 gathered = in_file
         else:
-            private += in_file if blocks else in_memory
+            private += in_file if blocks else round(math.prod(tensor.shape) * share) * tensor.memory_dtype(dtype).itemsize
     return WeightBytes(private, file_bytes, gathered)
 
 

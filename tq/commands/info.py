@@ -67,7 +67,7 @@ def command(
     from haarkv.engine.generation import PREFILL_CHUNK
     from haarkv.executors.catalog import info, select
     from haarkv.models.catalog import DTYPES, maps_file, model_weight_bytes, open_source, read_config
-    from haarkv.models.checkpoint import require_tensors
+    from haarkv.models.checkpoint import random_tensors, require_tensors
     from haarkv.models.weights import checkpoint_tensors, num_parameters, weight_bytes, work_bytes
 
     if name is not None and "model" in options.written_options():
@@ -87,7 +87,7 @@ def command(
             weights = weights.copied()
         how = f"in memory on {executor_name}"
     else:
-        weights, how = weight_bytes(None, specs, DTYPES[dtype_name]), f"in {dtype_name} on {executor_name}"
+        weights, how = weight_bytes(random_tensors(specs), specs, DTYPES[dtype_name]), f"in {dtype_name} on {executor_name}"
         how += "" if dtype or dtype_name != "float32" else ", half with --dtype bfloat16"
     work = work_bytes(config, PREFILL_CHUNK, 1)
     rows, default = _kv_rows(config, weights, memory, context), _default(model, layers, executor, config)

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from onnx import TensorProto
 from torch import Tensor
 
@@ -34,10 +33,10 @@ class AttentionScopes(LevelScopes):
 
     rope_pairs: int = 0
 
-    def stored(self, layer: int, device: torch.device = CPU) -> dict[str, tuple[str, Tensor]]:
-        tensors = super().stored(layer, device)
+    def stored(self, layer: int) -> dict[str, tuple[str, Tensor]]:
+        tensors = super().stored(layer)
         if turns := self._turns(layer):
-            tables = turns.table(-(-self.config.max_position_embeddings // STRETCH), device)
+            tables = turns.table(-(-self.config.max_position_embeddings // STRETCH), CPU)
             tensors |= {word: (f"layers.{layer}.{word}", table) for word, table in zip(TURNS, tables, strict=True)}
         return tensors
 

@@ -114,7 +114,7 @@ def write_export(folder: Path, export: Export, progress: Progress | None = None)
             coded_values(name, weight) if isinstance(weight, Blocks) else [(name, weight)] for name, weight in weights
         ),
         rope_values(rope),
-        stored_values(scopes, prefill, rope.device).items(),
+        stored_values(scopes, prefill).items(),
     )  # fmt: skip
     _write_weights(folder / WEIGHTS, export.dtype, tensors, types, weight_file, progress)
     metadata = export.about()

@@ -72,19 +72,19 @@ class LevelScopes:
         """Whether a side has learned coordinates in place of a rotation."""
         return self.description(side).transform.coordinates is not None
 
-    def stored(self, layer: int, device: torch.device = CPU) -> dict[str, tuple[str, Tensor]]:
+    def stored(self, layer: int) -> dict[str, tuple[str, Tensor]]:
         """Rotations and coordinates of K and V in a layer, fp32: a scope's word -> name and tensor."""
         rotations = {self.description(side).transform for side in "kv" if not self.has_learned(side)}
         tensors: dict[str, tuple[str, Tensor]] = {}
         for side in "kv":
             transform = self.description(side).transform
             if transform.coordinates:
-                coordinates = transform.coordinates(layer).to(device)
+                coordinates = transform.coordinates(layer).to(CPU)
                 for word in _COORDINATES:
                     name = f"{side}_{word}"
                     tensors[name] = f"layers.{layer}.{name}", getattr(coordinates, word).contiguous()
             else:
-                word, rotation = f"{side}_rotation", transform.on(layer, self.config.heads.head_dim, device)
+                word, rotation = f"{side}_rotation", transform.on(layer, self.config.heads.head_dim, CPU)
                 tensors[word] = f"layers.{layer}.{word if len(rotations) > 1 else 'rotation'}", rotation
         return tensors
 

@@ -8,7 +8,6 @@ from itertools import chain
 
 import numpy as np
 import onnx
-import torch
 from onnx import TensorProto
 from torch import Tensor
 
@@ -158,11 +157,11 @@ def rope_values(rope: RopeTable) -> Iterator[tuple[str, Tensor]]:
     return zip((ROPE_COS, ROPE_SIN), rope.whole(), strict=True)
 
 
-def stored_values(scopes: Qwen3Scopes, plan: GraphSpec, device: torch.device) -> dict[str, Tensor]:
+def stored_values(scopes: Qwen3Scopes, plan: GraphSpec) -> dict[str, Tensor]:
     """Rotations and coordinates of K and V in the layers of a graph."""
     values: dict[str, Tensor] = {}
     for layer in plan.span:
-        values |= plan.scopes(scopes, layer).stored(layer, device).values()
+        values |= plan.scopes(scopes, layer).stored(layer).values()
     return values
 
 

@@ -40,7 +40,7 @@ def build_graph(
 def graph_weights(model) -> dict[str, np.ndarray]:
     """FP32 weights as a graph of `tq4` takes them."""
     whole = GraphSpec(range(model.config.num_layers), embed=True, head=True, opset=23)
-    kv_values = stored_values(Qwen3Scopes(model.config), whole, torch.device("cpu"))
+    kv_values = stored_values(Qwen3Scopes(model.config), whole)
     return {name: tensor.numpy() for name, tensor in (*weight_values(model), *kv_values.items())}
 
 
