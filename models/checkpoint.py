@@ -21,7 +21,6 @@ from haarkv.models.source import DRAFTING, CheckpointTensor, KeptBlocks, Part
 from haarkv.models.tensors import StoredTensor
 from haarkv.models.weights import (
     HEAD,
-    WeightBytes,
     Weights,
     assemble,
     checkpoint_tensors,
@@ -103,16 +102,16 @@ def load_weights(
     Raises:
         InputError: no weights, or a missing, extra, mis-shaped or truncated tensor, with the tensor's and file's name.
     """
-    weights = stored_tensors(
-        path, tensors, checkpoint_tensors(config), dtype, split, before=_require_room, shared_weights=shared_weights,
-        empty=LargePages().empty, keep_blocks=keep_blocks, mmap=mmap,
+    specs, weights = checkpoint_tensors(config), dict[str, Any]()
+    stored = stored_tensors(
+        path, tensors, specs, dtype, split, require_room=True, shared_weights=shared_weights, empty=LargePages().empty,
+        keep_blocks=keep_blocks, mmap=mmap,
     )  # fmt: skip
-    return _assemble_weights(config, weights, progress)
-
-
-def _require_room(weights: WeightBytes) -> None:
-    # The system may drop pages of the file: they do not count.
-    require_memory(weights.private, "its weights", "give --dtype bfloat16, or a smaller model")
+    for done, (name, weight) in enumerate(stored, 1):
+        weights[name] = weight
+        if progress:
+            progress(done, len(specs))
+    return assemble(config, weights.__getitem__)
 
 
 def stored_tensors(
@@ -121,7 +120,7 @@ def stored_tensors(
     specs: Mapping[str, StoredTensor],
     dtype: torch.dtype,
     split: Split | None = None,
-    before: Callable[[WeightBytes], object] | None = None,
+    require_room: bool = False,
     shared_weights: Mapping[str, Weight] = NO_SHARED_WEIGHTS,
     empty: Empty = empty_tensor,
     keep_blocks: KeptBlocks = False,
@@ -130,7 +129,7 @@ def stored_tensors(
     """`load_weights` one by one, in the order of `specs`; all are checked before the first comes.
 
     Args:
-        before: called before the first comes, with the bytes of all.
+        require_room: refuse what memory has no room for, all together.
         empty: allocates each that is converted or copied.
     """
     shared_weights = {
@@ -140,9 +139,11 @@ def stored_tensors(
     }
     require_tensors(path, tensors, specs, shared_weights)
 
-    if before:
+    if require_room:
         weight_memory = weight_bytes(tensors, specs, dtype, split, keep_blocks)
-        before(weight_memory if mmap else weight_memory.copied())
+        # The system may drop pages of the file: they do not count.
+        private = (weight_memory if mmap else weight_memory.copied()).private
+        require_memory(private, "its weights", "give --dtype bfloat16, or a smaller model")
     for name, spec in specs.items():
         if name in shared_weights:
             yield name, shared_weights[name]
@@ -164,15 +165,6 @@ def _copy_from_file(weight: Weight, empty: Empty) -> Weight:
         if source.is_contiguous():
             forget_pages(source.data_ptr(), source.nbytes)
     return replace(weight, data=memory_copy) if isinstance(weight, Blocks) else memory_copy
-
-
-def _assemble_weights(config: ModelConfig, tensors: Iterator[tuple[str, Any]], progress: Progress | None) -> Weights:
-    total, tensors_by_name = len(checkpoint_tensors(config)), {}
-    for done, (name, tensor) in enumerate(tensors, 1):
-        tensors_by_name[name] = tensor
-        if progress:
-            progress(done, total)
-    return assemble(config, tensors_by_name.__getitem__)
 
 
 def require_tensors(

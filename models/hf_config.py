@@ -206,30 +206,18 @@ def of_another_form(folder: Path) -> str:
     return next((f", but {name}, {what}" for name, what in other_files), "")
 
 
-@dataclass(frozen=True)
-class FoundRope:
-    """RoPE of a config; `part` is the rotated fraction of each head."""
-
-    theta: float
-    scaling: RopeScaling | None
-    positions: int
-    part: float = 1.0
-
-    def on(self, head_dim: int) -> Rope:
-        """RoPE for heads of `head_dim`."""
-        return Rope(self.theta, int(head_dim * self.part), self.scaling)
-
-
 def read_rope(
-    file: HFConfig, positions: int, default_theta: float = 1e4, kind_of_layer: str = "", default_part: float | None = None
-) -> FoundRope:
+    file: HFConfig, head_dim: int, default_theta: float = 1e4, kind_of_layer: str = "", default_part: float | None = None
+) -> tuple[Rope, int]:
     """Read `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of 4.
 
     Args:
-        positions: `max_position_embeddings`; the result has those that YaRN's factor reaches, if they are more.
         kind_of_layer: key in `rope_parameters`, where these are by `layer_types`.
         default_part: rotated fraction of each head by default; None refuses a fraction below 1.
+    Returns:
+        RoPE, and `max_position_embeddings`, or those that YaRN's factor reaches, if they are more.
     """
+    positions = file.count("max_position_embeddings")
     old, new = file.part("rope_scaling"), file.part("rope_parameters")
     if kind_of_layer and kind_of_layer in new.raw:
         new = new.part(kind_of_layer)
@@ -247,8 +235,9 @@ def read_rope(
             f"rope scaling {shown(kind)} (built are {', '.join(_SCALINGS)})": kind != "default" and kind not in _SCALINGS,
         }
     )
+    dims = int(head_dim * partial)
     if kind == "default":
-        return FoundRope(theta, None, positions, partial)
+        return Rope(theta, dims), positions
     # transformers prefers a trained length beside the rotary parameters.
     outer = file.raw.get("original_max_position_embeddings") is not None
     original = (file if outer else rope).count("original_max_position_embeddings", positions)
@@ -257,7 +246,7 @@ def read_rope(
         if theta <= 1:
             raise InputError(f"{file.path}: rope_theta {theta:g} must be above 1 for YaRN, which divides by its logarithm")
         positions = max(positions, round(scaling.factor * original))
-    return FoundRope(theta, scaling, positions, partial)
+    return Rope(theta, dims, scaling), positions
 
 
 def _read_scaling(kind: str, rope: HFConfig, positions: int, original: int) -> RopeScaling:
