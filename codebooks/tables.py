@@ -63,15 +63,10 @@ def _shipped_rotations() -> Tensor:
     return rotations
 
 
-def codebook_key(bits: int, head_dim: int | None = None) -> str:
-    """Name of a codebook in the shipped file: `published/d128/b4`, or `gaussian/b4` for a deviation of 1."""
-    return f"gaussian/b{bits}" if head_dim is None else f"published/d{head_dim}/b{bits}"
-
-
 @cache
 def gaussian_centroids(bits: int) -> Tensor:
     """The optimum for N(0, 1): [2**bits] float64, ascending, odd about zero, rounded to nearest. Do not write to it."""
-    positive = torch.tensor(_shipped_codebooks()[codebook_key(bits)]["positive"], dtype=torch.float64)
+    positive = torch.tensor(_shipped_codebooks()[f"gaussian/b{bits}"]["positive"], dtype=torch.float64)
     return torch.cat([-positive.flip(0), positive])
 
 
@@ -88,7 +83,7 @@ def lloyd_max(bits: int, head_dim: int, solver: Solver = "published") -> Codeboo
         raise ValueError(f"head_dim must be positive, not {head_dim}")
     if solver not in get_args(Solver):
         raise ValueError(f"unknown solver {solver!r}; choose published or converged")
-    if solver == "published" and (row := _shipped_codebooks().get(codebook_key(bits, head_dim))):
+    if solver == "published" and (row := _shipped_codebooks().get(f"published/d{head_dim}/b{bits}")):
         return Codebook(torch.tensor(row["centroids"]), torch.tensor(row["boundaries"]))
     centroids = gaussian_centroids(bits) / math.sqrt(head_dim)
     return Codebook(centroids.float(), ((centroids[:-1] + centroids[1:]) / 2).float())

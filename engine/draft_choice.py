@@ -92,7 +92,7 @@ def choose(
         draft_model = load_model(
             spec.name, target.dtype, progress=progress, shared_weights=shared_weights, keep_blocks=block_types
         )
-        balanced_model = balanced_for(draft_model, plan, KVSpec(), target.balance).model
+        balanced_model, _ = balanced_for(draft_model, plan, KVSpec(), target.balance)
         model = replace(balanced_model.to(executor.device), config=config.for_drafts(spec.tokens))
         drafting = catalog.create(target.executor, model, plan, target.device, on_program)
         return ModelSource(name=spec.name, executor=drafting, plan=plan)

@@ -116,10 +116,10 @@ def load(
         if types and weights.total > in_file:
             sizes = f"{weights.total / 2**30:,.2f} GiB in place of {in_file / 2**30:,.2f}"
             on_warning(f"{selection.name} restores quantised weights as they load ({types}): {sizes}")
-    balance_result, mark = _balance_model(decoder, plan, spec, balance, ranks, on_warning)
-    decoder, guard = balance_result.model, None
+    decoder, scaling, mark = _balance_model(decoder, plan, spec, balance, ranks, on_warning)
+    guard = None
     if spec.calibration is None:
-        guard = Guard(plan, balance_result.moments, decoder.config.attentions[0].scale, not balance, allow_collapse, ranks)
+        guard = Guard(plan, scaling.moments, decoder.config.attentions[0].scale, not balance, allow_collapse, ranks)
         guard.at_load(on_warning)
     running = create(selection.name, decoder, plan, device, on_program)
     if (slowly := interpreter_warning(selection.name, device)) and ranks.rank == 0:
@@ -129,7 +129,7 @@ def load(
         name=name, config=keeping, executor=running, tokenizer=tokenizer, plan=plan,
         generation=generation, passed_over=selection.passed_over, ranks=ranks, weight_bytes=decoder.weights.nbytes,
         load_record=LoadRecord(weights, time.perf_counter() - began),
-        uneven=balance_result.uneven, guard=guard, weights=mark, draft=make_draft(running) if make_draft else None,
+        uneven=scaling.uneven, guard=guard, weights=mark, draft=make_draft(running) if make_draft else None,
         draft_tokens=drafts.tokens if drafts else 4,
     )  # fmt: skip
 
@@ -147,17 +147,17 @@ def _model_sampling(name: str) -> Mapping[str, Any]:
 
 def _balance_model(
     model: DecoderModel, plan: KVPlan, spec: KVSpec, balance: bool, ranks: Ranks, on_warning: Callable[[str], object]
-) -> tuple[balancing.BalancedModel, str]:
-    """The model as a session runs it, and the fingerprint of its weights; "" for a rank's part."""
+) -> tuple[DecoderModel, balancing.Scaling, str]:
+    """The model as a session runs it, its scaling, and the fingerprint of its weights; "" for a rank's part."""
     mark = fingerprint(model.weights.named_tensors()) if ranks.size == 1 else ""
     spec.require_weights(mark or spec.weights)
-    balance_result = balanced_for(model, plan, spec, balance)
-    if balance_result.uneven:
+    model, scaling = balanced_for(model, plan, spec, balance)
+    if scaling.uneven:
         # K and V are those of other channels then.
-        mark += "-" + hashlib.sha256(repr(balance_result.uneven).encode()).hexdigest()[:8]
-        if ranks.rank == 0 and (note := balance_note(balance_result.uneven)):
+        mark += "-" + hashlib.sha256(repr(scaling.uneven).encode()).hexdigest()[:8]
+        if ranks.rank == 0 and (note := balance_note(scaling.uneven)):
             on_warning(note)
-    return balance_result, mark
+    return model, scaling, mark
 
 
 def require_rounding(bits: int, name: str, model: str | Path, kept_types: KeptBlocks) -> None:

@@ -62,8 +62,10 @@ def plan_for(spec: KVSpec, config: ModelConfig, split: Split | None = None) -> K
     return spec.heads(split.kv_heads(0)).plan(config.num_layers) if split and spec.calibration else plan
 
 
-def balanced_for(model: DecoderModel, plan: KVPlan, spec: KVSpec, balance: bool = True) -> balancing.BalancedModel:
-    """The model as a session runs it: balanced where its cache is lossy and has no learned coordinates."""
+def balanced_for(
+    model: DecoderModel, plan: KVPlan, spec: KVSpec, balance: bool = True
+) -> tuple[DecoderModel, balancing.Scaling]:
+    """The model as a session runs it, and its scaling: balanced where its cache is lossy and has no learned coordinates."""
     return balancing.balance(model, balancing.where_lossy(plan, balance and spec.calibration is None))
 
 

@@ -175,7 +175,7 @@ class OnnxExecutor(Executor):
         model = build(self._scopes, plan, StoredWeights("made", dict.fromkeys(code_values, 0))).SerializeToString()
         session = ort.InferenceSession(model, options, providers=[_PROVIDER])
         inputs = {value.name for value in session.get_inputs()}
-        every = self._weights | stored_values(self._scopes, plan, self.device)
+        every = self._weights | stored_values(self._scopes, plan)
         entry = _Session(session, session.io_binding(), inputs, {name: every[name] for name in every.keys() & inputs})
         self._bind(entry.binding.bind_input, entry.weights)
         return entry

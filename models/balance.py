@@ -21,7 +21,7 @@ from haarkv.models.catalog import open_source, read_config
 from haarkv.models.checkpoint import require_tensors
 from haarkv.models.config import Attention
 from haarkv.models.tensors import LayerWeights
-from haarkv.models.weights import layer_tensors
+from haarkv.models.weights import checkpoint_tensors, layer_tensors
 from haarkv.tq_ops.kv.plan import KVPlan
 
 Scales = tuple[Tensor | None, Tensor | None]
@@ -72,15 +72,6 @@ class Scaling:
     moments: Mapping[int, tuple[Moments, Moments]]
 
 
-@dataclass(frozen=True)
-class BalancedModel:
-    """A model after `balance`, the sides that were balanced, and moments of its K and V by layer."""
-
-    model: DecoderModel
-    uneven: tuple[Uneven, ...]
-    moments: Mapping[int, tuple[Moments, Moments]]
-
-
 def key_moments(tensors: Mapping[str, Tensor], heads: int, dim: int, rope_dims: int | None = None) -> Moments:
     """Moments of K, averaged over the two channels of a RoPE pair.
 
@@ -122,7 +113,7 @@ def checkpoint_moments(name: str | Path) -> dict[int, tuple[Moments, Moments]]:
     config, source = read_config(name), open_source(name)
     if source is None:
         return {}
-    stored = require_tensors(source.path, source.tensors(), config)
+    stored = require_tensors(source.path, source.tensors(), checkpoint_tensors(config))
     moments: dict[int, tuple[Moments, Moments]] = {}
     for layer, shape in enumerate(config.kv_shapes):
         if shape is not None:
@@ -172,8 +163,8 @@ def where_lossy(plan: KVPlan, allow: bool = True) -> Callable[[int, str], bool]:
     return lambda layer, side: allow and plan.layers[layer][side == "V"].lossy
 
 
-def balance(model: DecoderModel, may_balance: Callable[[int, str], bool] = lambda *_: True) -> BalancedModel:
-    """Balance a model on the host, or one rank's part; as `choose_scaling`."""
+def balance(model: DecoderModel, may_balance: Callable[[int, str], bool] = lambda *_: True) -> tuple[DecoderModel, Scaling]:
+    """Balance a model on the host, or one rank's part, as `choose_scaling`; the model after it, and its scaling."""
     layers, moments = list(model.weights.layers), {}
     for index, shape in enumerate(model.config.kv_shapes):
         if shape is not None:
@@ -184,8 +175,7 @@ def balance(model: DecoderModel, may_balance: Callable[[int, str], bool] = lambd
         for side, scales in zip("KV", pair, strict=True):
             if scales is not None:
                 layers[index] = fold_scales(layers[index], side, scales)
-    balanced_model = replace(model, weights=replace(model.weights, layers=tuple(layers))) if scaling.uneven else model
-    return BalancedModel(balanced_model, scaling.uneven, scaling.moments)
+    return replace(model, weights=replace(model.weights, layers=tuple(layers))) if scaling.uneven else model, scaling
 
 
 def name_layers(layers: Sequence[int]) -> str:

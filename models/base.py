@@ -48,7 +48,9 @@ class DecoderModel:
 
     def to(self, device: torch.device) -> DecoderModel:
         """The same model on another device; itself where it already is."""
-        return self if self.weights.embedding.device == device else self.with_weights(self.weights.to(device), device)
+        if self.weights.embedding.device == device:
+            return self
+        return self.with_weights(self.weights.map(lambda weight: weight.to(device)), device)
 
     def with_weights(self, weights: Weights, device: torch.device) -> DecoderModel:
         """The same model with other weights, which are on a device."""

@@ -16,7 +16,6 @@ from haarkv.models.checkpoint import (
     Progress,
     load_weights,
     random_tensors,
-    random_weights,
     require_tensors,
     stored_tensors,
 )
@@ -25,8 +24,8 @@ from haarkv.models.families import SIZES
 from haarkv.models.hf_config import parse_config
 from haarkv.models.hf_folder import HFFolder
 from haarkv.models.parallel import SINGLE_RANK, Ranks, Split
-from haarkv.models.source import KeptBlocks, Source
-from haarkv.models.weights import IN_PLACE, WeightBytes, random_bytes, weight_bytes
+from haarkv.models.source import CheckpointTensor, KeptBlocks, Source
+from haarkv.models.weights import IN_PLACE, WeightBytes, checkpoint_tensors, weight_bytes
 from haarkv.tq_ops.errors import InputError, warn
 from haarkv.tq_ops.input_files import read_file
 from haarkv.tq_ops.memory import available_memory
@@ -36,8 +35,6 @@ TINY = Path(__file__).parent / "tiny_qwen3"
 _BUNDLED_MODELS = {
     "tiny": TINY, "tiny-draft": Path(__file__).parent / "tiny_draft", "tiny-hybrid": Path(__file__).parent / "tiny_qwen3_5",
 }  # fmt: skip
-_TOKENIZERS = {"tiny-draft": TINY, "tiny-hybrid": TINY}
-"""Shipped models without a tokenizer of their own."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _RANDOM, GGUF = "random:", ".gguf"
 _COMPANION_FILE = re.compile(r"mmproj|-(?!00001)[0-9]{5}-of-[0-9]{5}\.gguf$", re.IGNORECASE)
@@ -116,11 +113,6 @@ def open_source(name: str | Path) -> Source | None:
     return GGUFSource(path)
 
 
-def tokenizer_source_of(name: str | Path) -> Source | None:
-    """The source of a model's tokenizer."""
-    return HFFolder(_TOKENIZERS[str(name)]) if str(name) in _TOKENIZERS else open_source(name)
-
-
 def _hub_snapshot(hub_id: str) -> Path | None:
     """The snapshot of `refs/main`, or else the newest, in the Hub's cache; it may lack files, which its reader names."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", hub_id):
@@ -192,17 +184,18 @@ def load_model(
     Raises:
         InputError: as `read_config` and `load_weights`; an unknown dtype; or a model that these ranks cannot share.
     """
-    weight_dtype, config, source = _dtype(dtype), read_config(name, layers), open_source(name)
+    weight_dtype, config = _dtype(dtype), read_config(name, layers)
     split = Split(config, ranks.rank, ranks.size) if ranks.size > 1 else None
-    if source is None:
-        weights = random_weights(config, weight_dtype, progress=progress, split=split)
-    else:
-        weights = load_weights(
-            source.path, source.tensors(), config, weight_dtype, progress, split, shared_weights, keep_blocks, mmap
-        )
-        weights = weights.map(partial(rounding_to, bits=activation_bits))
+    path, tensors = _tensors(name, config)
+    weights = load_weights(path, tensors, config, weight_dtype, progress, split, shared_weights, keep_blocks, mmap)
     part = split.part if split else config
-    return DecoderModel.from_weights(part, weights, ranks)
+    return DecoderModel.from_weights(part, weights.map(partial(rounding_to, bits=activation_bits)), ranks)
+
+
+def _tensors(name: str | Path, config: ModelConfig) -> tuple[Path, Mapping[str, CheckpointTensor]]:
+    """A model's path, for messages, and its tensors."""
+    source = open_source(name)
+    return (Path(name), random_tensors(checkpoint_tensors(config))) if source is None else (source.path, source.tensors())
 
 
 def model_weight_bytes(
@@ -210,11 +203,8 @@ def model_weight_bytes(
     in_order: Mapping[str, float] = IN_PLACE,
 ) -> WeightBytes:  # fmt: skip
     """Bytes that `load_model` takes for weights, which are checked against the config; `in_order` as of `weight_bytes`."""
-    source = open_source(name)
-    if source is None:
-        return random_bytes(config, _dtype(dtype), split)
-    tensors = require_tensors(source.path, source.tensors(), config)
-    return weight_bytes(tensors, config, _dtype(dtype), split, keep_blocks, in_order)
+    specs = checkpoint_tensors(config)
+    return weight_bytes(require_tensors(*_tensors(name, config), specs), specs, _dtype(dtype), split, keep_blocks, in_order)
 
 
 def maps_file(weights: WeightBytes, mmap_option: bool | None, processes: int = 1, in_place: bool = True) -> bool:
@@ -249,7 +239,4 @@ def stream_tensors(
     name: str | Path, config: ModelConfig, dtype: torch.dtype, keep_blocks: KeptBlocks = False
 ) -> Iterator[tuple[str, Weight]]:
     """A model's weights by Hugging Face name, one in memory at a time; errors of `load_weights` come with the first."""
-    source = open_source(name)
-    if source is None:
-        return random_tensors(config, dtype)
-    return stored_tensors(source.path, source.tensors(), config, dtype, keep_blocks=keep_blocks)
+    return stored_tensors(*_tensors(name, config), checkpoint_tensors(config), dtype, keep_blocks=keep_blocks)

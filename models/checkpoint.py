@@ -6,7 +6,7 @@ import math
 import mmap
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from reprlib import repr as shown
 from types import MappingProxyType
@@ -17,23 +17,21 @@ from torch import Tensor
 
 from haarkv.models.config import ModelConfig
 from haarkv.models.parallel import Split
-from haarkv.models.source import DRAFTING, CheckpointTensor, Empty, KeptBlocks
+from haarkv.models.source import DRAFTING, CheckpointTensor, KeptBlocks, Part
+from haarkv.models.tensors import StoredTensor
 from haarkv.models.weights import (
     HEAD,
-    WeightBytes,
     Weights,
     assemble,
-    checkpoint_shapes,
     checkpoint_tensors,
     in_file_pages,
     is_gathered,
     keeps,
-    random_bytes,
     weight_bytes,
 )
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.memory import forget_pages, require_memory
-from haarkv.tq_ops.weight import Blocks, Weight
+from haarkv.tq_ops.weight import Blocks, Empty, Weight, empty_tensor
 
 Progress = Callable[[int, int], None]
 """Called with (tensors done, tensors in all) while weights load."""
@@ -45,45 +43,40 @@ _AT_ONCE = 2**24
 _ROPE_FREQUENCIES = ".rotary_emb.inv_freq"
 
 
-def random_weights(
-    config: ModelConfig,
-    dtype: torch.dtype,
-    seed: int = 0,
-    progress: Progress | None = None,
-    split: Split | None = None,
-    device: torch.device | str = "cpu",
-) -> Weights:
-    """Weights of the true shapes drawn from N(0, 0.02), norms at 1; another kind of device draws other numbers.
+@dataclass(frozen=True, kw_only=True)
+class _DrawnTensor(CheckpointTensor):
+    """Random numbers, drawn when they are read; all the same if `constant` says so."""
 
-    Args:
-        split: keep one rank's part.
-    """
-    on_host = torch.device(device).type == "cpu"
-    tensors = random_tensors(config, dtype, seed, device, LargePages().empty if on_host and split is None else None)
-    if on_host:
-        _require_room(random_bytes(config, dtype, split))
-    if split:
-        tensor_specs, part = checkpoint_tensors(config), split
-        tensors = ((name, tensor[part.slices(tensor_specs[name].axes)].clone()) for name, tensor in tensors)
-    return _assemble_weights(config, tensors, progress)
+    generator: torch.Generator
+    constant: float | None
 
-
-def random_tensors(
-    config: ModelConfig, dtype: torch.dtype, seed: int = 0, device: torch.device | str = "cpu", empty: Empty | None = None
-) -> Iterator[tuple[str, Tensor]]:
-    """`random_weights` one by one, in the order of `checkpoint_shapes`.
-
-    Args:
-        empty: allocates each on the host; None: torch on `device`.
-    """
-    generator = torch.Generator(device).manual_seed(seed)
-    for name, tensor in checkpoint_tensors(config).items():
-        shape, memory_dtype = tensor.shape, tensor.memory_dtype(dtype)
-        if len(shape) == 1 and not name.endswith(".bias"):
-            yield name, torch.ones(shape, dtype=memory_dtype, device=device)
+    def read(self, dtype: torch.dtype, part: Part = None, empty: Empty = empty_tensor) -> Tensor:
+        if self.constant is not None:
+            whole = torch.full(self.shape, self.constant, dtype=dtype)
         else:
-            memory = torch.empty(shape, dtype=memory_dtype, device=device) if empty is None else empty(shape, memory_dtype)
-            yield name, memory.normal_(0.0, 0.02, generator=generator)
+            allocate = empty if part is None else empty_tensor
+            whole = allocate(self.shape, dtype).normal_(0.0, 0.02, generator=self.generator)
+        return whole if part is None else whole[part].clone()
+
+
+def random_tensors(specs: Mapping[str, StoredTensor], seed: int = 0) -> dict[str, CheckpointTensor]:
+    """Tensors from N(0, 0.02), norms at 1. They share a generator: each is read once, in the order of `specs`."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(name: str, spec: StoredTensor) -> CheckpointTensor:
+        is_drawn = len(spec.shape) > 1 or name.endswith(".bias")
+        constant = None if is_drawn else 1.0 - spec.plus_one
+        return _DrawnTensor(spec.shape, None, 0, Path(name), generator=generator, constant=constant)
+
+    return {name: drawn(name, spec) for name, spec in specs.items()}
+
+
+def random_weights(
+    config: ModelConfig, dtype: torch.dtype, seed: int = 0, progress: Progress | None = None, split: Split | None = None
+) -> Weights:
+    """Weights of `random_tensors`, or one rank's part."""
+    tensors = random_tensors(checkpoint_tensors(config), seed)
+    return load_weights(Path("random"), tensors, config, dtype, progress, split)
 
 
 def load_weights(
@@ -109,46 +102,49 @@ def load_weights(
     Raises:
         InputError: no weights, or a missing, extra, mis-shaped or truncated tensor, with the tensor's and file's name.
     """
-    weights = stored_tensors(
-        path, tensors, config, dtype, split, before=_require_room, shared_weights=shared_weights, empty=LargePages().empty,
+    specs, weights = checkpoint_tensors(config), dict[str, Any]()
+    stored = stored_tensors(
+        path, tensors, specs, dtype, split, require_room=True, shared_weights=shared_weights, empty=LargePages().empty,
         keep_blocks=keep_blocks, mmap=mmap,
     )  # fmt: skip
-    return _assemble_weights(config, weights, progress)
-
-
-def _require_room(weights: WeightBytes) -> None:
-    # The system may drop pages of the file: they do not count.
-    require_memory(weights.private, "its weights", "give --dtype bfloat16, or a smaller model")
+    for done, (name, weight) in enumerate(stored, 1):
+        weights[name] = weight
+        if progress:
+            progress(done, len(specs))
+    return assemble(config, weights.__getitem__)
 
 
 def stored_tensors(
     path: Path,
     tensors: Mapping[str, CheckpointTensor],
-    config: ModelConfig,
+    specs: Mapping[str, StoredTensor],
     dtype: torch.dtype,
     split: Split | None = None,
-    before: Callable[[WeightBytes], object] | None = None,
+    require_room: bool = False,
     shared_weights: Mapping[str, Weight] = NO_SHARED_WEIGHTS,
-    empty: Empty | None = None,
+    empty: Empty = empty_tensor,
     keep_blocks: KeptBlocks = False,
     mmap: bool = True,
 ) -> Iterator[tuple[str, Any]]:
-    """`load_weights` one by one, in the order of `checkpoint_shapes`; all are checked before the first comes.
+    """`load_weights` one by one, in the order of `specs`; all are checked before the first comes.
 
     Args:
-        before: called before the first comes, with the bytes of all.
-        empty: allocates each that is converted or copied; None: torch.
+        require_room: refuse what memory has no room for, all together.
+        empty: allocates each that is converted or copied.
     """
-    shapes = checkpoint_shapes(config)
     shared_weights = {
-        name: tensor for name, tensor in shared_weights.items() if name not in tensors and tensor.shape == shapes.get(name)
+        name: tensor
+        for name, tensor in shared_weights.items()
+        if name in specs and name not in tensors and tensor.shape == specs[name].shape
     }
-    require_tensors(path, tensors, config, shared_weights)
+    require_tensors(path, tensors, specs, shared_weights)
 
-    if before:
-        weight_memory = weight_bytes(tensors, config, dtype, split, keep_blocks)
-        before(weight_memory if mmap else weight_memory.copied())
-    for name, spec in checkpoint_tensors(config).items():
+    if require_room:
+        weight_memory = weight_bytes(tensors, specs, dtype, split, keep_blocks)
+        # The system may drop pages of the file: they do not count.
+        private = (weight_memory if mmap else weight_memory.copied()).private
+        require_memory(private, "its weights", "give --dtype bfloat16, or a smaller model")
+    for name, spec in specs.items():
         if name in shared_weights:
             yield name, shared_weights[name]
             continue
@@ -156,13 +152,13 @@ def stored_tensors(
         blocks = tensor.read_blocks(dtype, part) if keeps(tensor.blocks, keep_blocks) else None
         weight: Weight = blocks or spec.in_memory(tensor.read(spec.memory_dtype(dtype), part, empty), dtype)
         in_pages = in_file_pages(tensor, spec, dtype, blocks is not None, split is None)
-        yield name, _copy_from_file(weight, empty) if not mmap and in_pages and not is_gathered(name, config) else weight
+        yield name, _copy_from_file(weight, empty) if not mmap and in_pages and not is_gathered(name, specs) else weight
 
 
-def _copy_from_file(weight: Weight, empty: Empty | None) -> Weight:
+def _copy_from_file(weight: Weight, empty: Empty) -> Weight:
     """A weight copied from a file's pages, which the system may drop."""
     data = weight.data if isinstance(weight, Blocks) else weight
-    memory_copy = torch.empty(data.shape, dtype=data.dtype) if empty is None else empty(tuple(data.shape), data.dtype)
+    memory_copy = empty(tuple(data.shape), data.dtype)
     rows = max(1, _AT_ONCE * len(data) // data.nbytes)
     for source, copy in zip(torch.split(data, rows), torch.split(memory_copy, rows), strict=True):
         copy.copy_(source)
@@ -171,30 +167,23 @@ def _copy_from_file(weight: Weight, empty: Empty | None) -> Weight:
     return replace(weight, data=memory_copy) if isinstance(weight, Blocks) else memory_copy
 
 
-def _assemble_weights(config: ModelConfig, tensors: Iterator[tuple[str, Any]], progress: Progress | None) -> Weights:
-    total, tensors_by_name = len(checkpoint_shapes(config)), {}
-    for done, (name, tensor) in enumerate(tensors, 1):
-        tensors_by_name[name] = tensor
-        if progress:
-            progress(done, total)
-    return assemble(config, tensors_by_name.__getitem__)
-
-
 def require_tensors(
-    path: Path, source_tensors: Mapping[str, CheckpointTensor], config: ModelConfig, shared_weights: Container[str] = ()
+    path: Path,
+    source_tensors: Mapping[str, CheckpointTensor],
+    specs: Mapping[str, StoredTensor],
+    shared_weights: Container[str] = (),
 ) -> Mapping[str, CheckpointTensor]:
     """A source's tensors, unless one is missing, extra, mis-shaped or damaged; none is read."""
-    shapes = {name: shape for name, shape in checkpoint_shapes(config).items() if name not in shared_weights}
+    shapes = {name: spec.shape for name, spec in specs.items() if name not in shared_weights}
     missing = [name for name in shapes if name not in source_tensors]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise InputError(f"{path} lacks the tensor {missing[0]}{more}, which its config asks for")
     # Extra but harmless: the head of a tied model, the drafting layer, and RoPE's frequencies in older Llama checkpoints.
-    unread = {HEAD} if config.tied else set()
     extra = [
         name
         for name in source_tensors
-        if name not in shapes and name not in unread and not name.startswith(DRAFTING) and not name.endswith(_ROPE_FREQUENCIES)
+        if name not in shapes and name != HEAD and not name.startswith(DRAFTING) and not name.endswith(_ROPE_FREQUENCIES)
     ]
     if extra:
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""

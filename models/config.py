@@ -72,6 +72,7 @@ class Attention:
     head_norms: bool = False
     bias: bool = False
     gated: bool = False
+    state_shape = None  # K and V are all that it keeps
 
     @property
     def heads(self) -> Heads:
@@ -82,10 +83,6 @@ class Attention:
     def kv_shape(self) -> KVShape:
         """Shape of this layer's K and V in the cache."""
         return KVShape(self.num_kv_heads, self.head_dim, self.window)
-
-    @property
-    def state_shape(self) -> None:
-        """None: attention has K and V, and no recurrent state."""
 
 
 class Mixer(Protocol):

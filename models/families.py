@@ -15,8 +15,8 @@ from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
 
-from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, Norm
-from haarkv.models.hf_config import FULL, FoundRope, HFConfig, read_rope
+from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, Norm, Rope
+from haarkv.models.hf_config import FULL, HFConfig, read_rope
 from haarkv.models.layer import DeltaNet
 from haarkv.tq_ops.errors import InputError
 
@@ -66,11 +66,11 @@ def read_family(file: HFConfig) -> ModelConfig:
             f"activation {shown(act)}": act not in family.activations,
         }
     )
-    rope = read_rope(file, file.count("max_position_embeddings"), family.theta, FULL, family.rotated)
     heads = file.count("num_attention_heads")
     dim = file.count("head_dim", file.count("hidden_size") // heads)
+    rope, positions = read_rope(file, dim, family.theta, FULL, family.rotated)
     scale = (file.number("query_pre_attn_scalar") if "query_pre_attn_scalar" in family.defaults else dim) ** -0.5
-    attention = Attention(heads, file.count("num_key_value_heads", heads), dim, rope.on(dim), scale, **family.attention)
+    attention = Attention(heads, file.count("num_key_value_heads", heads), dim, rope, scale, **family.attention)
     if "moe_intermediate_size" in family.defaults:
         shared = file.count("shared_expert_intermediate_size") if "shared_expert_intermediate_size" in family.defaults else 0
         says = file.raw.get("norm_topk_prob") is not None
@@ -80,7 +80,7 @@ def read_family(file: HFConfig) -> ModelConfig:
     norm = Norm(file.number("rms_norm_eps", 1e-6), plus_one=family.plus_one)
     layer = Layer(attention, mlp, norm, post_norms=family.post_norms)
     embedding_scale = file.count("hidden_size") ** 0.5 if is_gelu else 1.0
-    return file.model(family.layers(file, layer), rope.positions, embedding_scale)
+    return file.model(family.layers(file, layer), positions, embedding_scale)
 
 
 def _all_or_none(file: HFConfig, layer: Layer) -> tuple[Layer, ...]:
@@ -107,20 +107,19 @@ def _mostly_local(file: HFConfig, layer: Layer) -> tuple[Layer, ...]:
     """Gemma 3's layers, global and local."""
     pattern = file.count("sliding_window_pattern", file.count("_sliding_window_pattern", 6))
     is_local = [(index + 1) % pattern != 0 for index in range(file.count("num_hidden_layers"))]
-    rope = _local_rope(file).on(layer.attention.head_dim)
+    rope = _local_rope(file, layer.attention.head_dim)
     return tuple(
         layer if window is None else replace(layer, mixer=replace(layer.attention, window=window, rope=rope))
         for window in file.windows(file.raw.get("sliding_window"), is_local)
     )
 
 
-def _local_rope(file: HFConfig) -> FoundRope:
+def _local_rope(file: HFConfig, head_dim: int) -> Rope:
     """RoPE of local layers; `rope_theta` and `rope_scaling` beside `rope_parameters` are of global ones."""
-    positions = file.count("max_position_embeddings")
     if file.part("rope_parameters").part(_LOCAL).raw:
         local_entries = {name: value for name, value in file.raw.items() if name not in ("rope_theta", "rope_scaling")}
-        return read_rope(replace(file, raw=local_entries), positions, _LOCAL_THETA, _LOCAL)
-    return FoundRope(file.number("rope_local_base_freq", _LOCAL_THETA), None, positions)
+        return read_rope(replace(file, raw=local_entries), head_dim, _LOCAL_THETA, _LOCAL)[0]
+    return Rope(file.number("rope_local_base_freq", _LOCAL_THETA), head_dim)
 
 
 def _mostly_states(file: HFConfig, layer: Layer) -> tuple[Layer, ...]:

@@ -102,12 +102,8 @@ def fuse(model: DecoderModel, device: torch.device, place: PlaceWeight = _restor
             layer_config.norm.eps,
         )  # fmt: skip
         packed.append(Packed(wholes["q_proj"], wholes.get("gate_proj"), heads))
-    embedding = place(weights.embedding, device)
-    head = embedding if weights.lm_head is weights.embedding else place(weights.lm_head, device)
-    moved_weights = replace(
-        weights, embedding=embedding, layers=tuple(layers), final_norm=weights.final_norm.to(device), lm_head=head
-    )
-    moved = model.with_weights(moved_weights, device)
+    outer = replace(weights, layers=()).map(lambda weight: place(weight, device))
+    moved = model.with_weights(replace(outer, layers=tuple(layers)), device)
     return FusedModel(moved.config, moved.weights, moved.ropes, moved.ranks, tuple(packed))
 
 

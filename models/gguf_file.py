@@ -24,7 +24,7 @@ from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.input_files import file_size
-from haarkv.tq_ops.weight import BlockType, restore_rows
+from haarkv.tq_ops.weight import BlockType, Empty, empty_tensor, restore_rows
 
 _MOST_ENTRIES, _MOST_TENSORS, _MOST_VALUES, _MOST_NAME = 2**16, 2**20, 2**23, 2**10
 """Several times what any file has; values of all lists together, characters of a tensor's name."""
@@ -165,7 +165,7 @@ class GGUFFile:
         rows: Tensor | None = None,
         columns: slice = slice(None),
         change: Callable[[Tensor], Tensor] | None = None,
-        empty: Callable[[tuple[int, ...], torch.dtype], Tensor] = lambda shape, dtype: torch.empty(shape, dtype=dtype),
+        empty: Empty = empty_tensor,
     ) -> Tensor:
         """Numbers of a tensor, restored some rows at a time; unconverted and whole, they stay in the file's pages.
 

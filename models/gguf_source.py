@@ -24,11 +24,11 @@ from haarkv.models.gguf_file import GGUFFile, GGUFTensor, block_type
 from haarkv.models.gguf_metadata import ROPE_FACTORS, GGUFSettings, build_words
 from haarkv.models.hf_config import parse_config
 from haarkv.models.layer import DeltaNet
-from haarkv.models.source import DRAFTING, CheckpointTensor, Empty, Part, Words, checked_sampling
+from haarkv.models.source import DRAFTING, CheckpointTensor, Part, Words, checked_sampling
 from haarkv.models.tensors import StoredTensor
 from haarkv.models.weights import checkpoint_tensors
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.weight import Blocks
+from haarkv.tq_ops.weight import Blocks, Empty, empty_tensor
 
 _NEXTN = {
     "eh_proj": "fc",
@@ -103,14 +103,13 @@ class _FileTensor(CheckpointTensor):
         rows, columns = (rows, slice(None)) if part is None else (rows[part[0]], part[1])
         return rows + count * (self.expert or 0), columns
 
-    def read(self, dtype: torch.dtype, part: Part = None, empty: Empty | None = None) -> Tensor:
-        options: dict[str, Any] = {"change": self.change} | ({} if empty is None else {"empty": empty})
+    def read(self, dtype: torch.dtype, part: Part = None, empty: Empty = empty_tensor) -> Tensor:
         is_matrix = len(self.stored.shape) > 1
         if is_matrix and self.columns is None and self.shape == self.stored.shape[self.expert is not None :]:
             if part is None and self.expert is None and self.rows is None:
-                return self.opened.read(self.stored, dtype, **options)
-            return self.opened.read(self.stored, dtype, *self._rows_and_columns(part), **options)
-        whole = self.opened.read(self.stored, dtype, self.rows if is_matrix else None, **options)
+                return self.opened.read(self.stored, dtype, change=self.change, empty=empty)
+            return self.opened.read(self.stored, dtype, *self._rows_and_columns(part), self.change, empty)
+        whole = self.opened.read(self.stored, dtype, self.rows if is_matrix else None, change=self.change, empty=empty)
         if self.rows is not None and not is_matrix:
             whole = whole[self.rows]
         if self.columns is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from reprlib import repr as shown
@@ -29,17 +29,13 @@ _MOST = {
 _MOST_NUMBER, _LEAST_NUMBER = 3e38, 1e-38
 """Numbers that FP32 holds."""
 FULL, _SLIDING = "full_attention", "sliding_attention"
+_SCALINGS = ("linear", "llama3", "yarn")
 _MOST_EXPERTS = 2**16
 """Of all layers together."""
 
 
-def read_hf_config(path: Path) -> ModelConfig:
-    """Read a `config.json`; an InputError names an unknown `model_type`, a wrong entry or a feature that is not built."""
-    return parse_config(path, read_hf_settings(path))
-
-
 def parse_config(path: Path, settings: Mapping[str, Any]) -> ModelConfig:
-    """Declaration from the entries of a `config.json`; `path` names them in messages."""
+    """Declaration from the entries of a `config.json`, which `path` names in messages; InputError of what is not built."""
     from haarkv.models.families import FAMILIES, read_family  # which reads entries by this module
 
     file = HFConfig(path, settings)
@@ -210,30 +206,18 @@ def of_another_form(folder: Path) -> str:
     return next((f", but {name}, {what}" for name, what in other_files), "")
 
 
-@dataclass(frozen=True)
-class FoundRope:
-    """RoPE of a config; `part` is the rotated fraction of each head."""
-
-    theta: float
-    scaling: RopeScaling | None
-    positions: int
-    part: float = 1.0
-
-    def on(self, head_dim: int) -> Rope:
-        """RoPE for heads of `head_dim`."""
-        return Rope(self.theta, int(head_dim * self.part), self.scaling)
-
-
 def read_rope(
-    file: HFConfig, positions: int, default_theta: float = 1e4, kind_of_layer: str = "", default_part: float | None = None
-) -> FoundRope:
+    file: HFConfig, head_dim: int, default_theta: float = 1e4, kind_of_layer: str = "", default_part: float | None = None
+) -> tuple[Rope, int]:
     """Read `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of 4.
 
     Args:
-        positions: `max_position_embeddings`; the result has those that YaRN's factor reaches, if they are more.
         kind_of_layer: key in `rope_parameters`, where these are by `layer_types`.
         default_part: rotated fraction of each head by default; None refuses a fraction below 1.
+    Returns:
+        RoPE, and `max_position_embeddings`, or those that YaRN's factor reaches, if they are more.
     """
+    positions = file.count("max_position_embeddings")
     old, new = file.part("rope_scaling"), file.part("rope_parameters")
     if kind_of_layer and kind_of_layer in new.raw:
         new = new.part(kind_of_layer)
@@ -248,39 +232,33 @@ def read_rope(
     file.refuse(
         {
             f"RoPE on a part of each head (partial_rotary_factor {shown(partial)})": partial != 1 and default_part is None,
-            f"rope scaling {shown(kind)} (built are {', '.join(_READERS)})": kind != "default" and kind not in _READERS,
+            f"rope scaling {shown(kind)} (built are {', '.join(_SCALINGS)})": kind != "default" and kind not in _SCALINGS,
         }
     )
+    dims = int(head_dim * partial)
     if kind == "default":
-        return FoundRope(theta, None, positions, partial)
+        return Rope(theta, dims), positions
     # transformers prefers a trained length beside the rotary parameters.
     outer = file.raw.get("original_max_position_embeddings") is not None
     original = (file if outer else rope).count("original_max_position_embeddings", positions)
-    scaling = _READERS[kind](rope, positions, original)
+    scaling = _read_scaling(kind, rope, positions, original)
     if isinstance(scaling, YarnScaling):
         if theta <= 1:
             raise InputError(f"{file.path}: rope_theta {theta:g} must be above 1 for YaRN, which divides by its logarithm")
         positions = max(positions, round(scaling.factor * original))
-    return FoundRope(theta, scaling, positions, partial)
+    return Rope(theta, dims, scaling), positions
 
 
-def _linear(rope: HFConfig, positions: int, original: int) -> RopeScaling:  # noqa: ARG001
-    return LinearScaling(rope.number("factor"))
-
-
-def _llama3(rope: HFConfig, positions: int, original: int) -> RopeScaling:  # noqa: ARG001
-    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-    if high <= low:
-        raise InputError(f"{rope.path}: high_freq_factor {high:g} must be above low_freq_factor {low:g}")
-    return Llama3Scaling(rope.number("factor"), low, high, original)
-
-
-def _yarn(rope: HFConfig, positions: int, original: int) -> RopeScaling:
+def _read_scaling(kind: str, rope: HFConfig, positions: int, original: int) -> RopeScaling:
+    if kind == "linear":
+        return LinearScaling(rope.number("factor"))
+    if kind == "llama3":
+        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+        if high <= low:
+            raise InputError(f"{rope.path}: high_freq_factor {high:g} must be above low_freq_factor {low:g}")
+        return Llama3Scaling(rope.number("factor"), low, high, original)
     factor = rope.number("factor", positions / original)
     scales = [rope.number(key) if rope.raw.get(key) not in (None, 0) else None for key in ("mscale", "mscale_all_dim")]
     attention = rope.number("attention_factor", yarn_attention_factor(factor, *scales))
     fast, slow = rope.number("beta_fast", 32), rope.number("beta_slow", 1)
     return YarnScaling(factor, original, attention, fast, slow, rope.raw.get("truncate") is None or rope.flag("truncate"))
-
-
-_READERS: dict[str, Callable[[HFConfig, int, int], RopeScaling]] = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}

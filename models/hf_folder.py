@@ -18,10 +18,11 @@ from tokenizers import Tokenizer as FastTokenizer
 from torch import Tensor
 
 from haarkv.models.hf_config import eos_token_ids, of_another_form, read_hf_settings
-from haarkv.models.source import MOST_TEMPLATE, CheckpointTensor, Empty, Part, Words, checked_sampling, checked_templates
+from haarkv.models.source import MOST_TEMPLATE, CheckpointTensor, Part, Words, checked_sampling, checked_templates
 from haarkv.models.weights import EMBEDDING, HEAD
 from haarkv.tq_ops.errors import InputError, warn
 from haarkv.tq_ops.input_files import MARK, file_size, read_file, read_json
+from haarkv.tq_ops.weight import Empty, empty_tensor
 
 _MOST_TOKENIZER = 2**27
 """Bytes of `tokenizer.json`, several times those of any model's."""
@@ -126,14 +127,14 @@ class _FolderTensor(CheckpointTensor):
     stored_name: str
     expert_part: tuple[int, slice] | None = None
 
-    def read(self, dtype: torch.dtype, part: Part = None, empty: Empty | None = None) -> Tensor:
+    def read(self, dtype: torch.dtype, part: Part = None, empty: Empty = empty_tensor) -> Tensor:
         if self.expert_part is not None:
             one: Tensor = self.opened.get_tensor(self.stored_name)[self.expert_part]
             return (one if part is None else one[part].contiguous()).to(dtype)
         if part is not None:
             return self.opened.get_slice(self.stored_name)[part].to(dtype).contiguous()  # type: ignore[no-any-return]
         tensor: Tensor = self.opened.get_tensor(self.stored_name)
-        return tensor.to(dtype) if empty is None or tensor.dtype == dtype else empty(tensor.shape, dtype).copy_(tensor)
+        return tensor if tensor.dtype == dtype else empty(tensor.shape, dtype).copy_(tensor)
 
 
 @cache

@@ -114,11 +114,11 @@ class MixerKind:
 
 def attention_tensors(mixer: Attention, norm: Norm, hidden_size: int) -> dict[str, StoredTensor]:
     """Weight tensors of an `Attention`."""
-    hidden = Axis(hidden_size, "hidden")
-    queries = Axis(mixer.num_heads * mixer.head_dim, "q", cut=True, unit=mixer.head_dim)
-    keys = Axis(mixer.num_kv_heads * mixer.head_dim, "kv", cut=True, unit=mixer.head_dim, shared=True)
+    hidden = Axis(hidden_size)
+    queries = Axis(mixer.num_heads * mixer.head_dim, cut=True, unit=mixer.head_dim)
+    keys = Axis(mixer.num_kv_heads * mixer.head_dim, cut=True, unit=mixer.head_dim, shared=True)
     # The rows of a head's gate follow the rows of its query.
-    with_gates = Axis(2 * queries.size, "q", cut=True, unit=2 * queries.unit) if mixer.gated else queries
+    with_gates = Axis(2 * queries.size, cut=True, unit=2 * queries.unit) if mixer.gated else queries
     rows = {"q": with_gates, "k": keys, "v": keys}
     tensors = {f"{x}_proj": StoredTensor(f"self_attn.{x}_proj.weight", (axis, hidden)) for x, axis in rows.items()}
     if mixer.head_norms:
@@ -216,7 +216,7 @@ class DeltaNet:
 
 def delta_tensors(mixer: DeltaNet, norm: Norm, hidden_size: int) -> dict[str, StoredTensor]:  # noqa: ARG001
     """Weight tensors of a `DeltaNet`."""
-    hidden, heads, values = Axis(hidden_size, "hidden"), Axis(mixer.num_value_heads), Axis(mixer.widths[2])
+    hidden, heads, values = Axis(hidden_size), Axis(mixer.num_value_heads), Axis(mixer.widths[2])
     qkv_axis = Axis(sum(mixer.widths))
     stacked_rows = {"in_proj_qkvz": Axis(qkv_axis.size + values.size), "in_proj_ba": Axis(2 * heads.size)}
     separate_rows = {"in_proj_qkv": qkv_axis, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}

@@ -12,18 +12,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from haarkv.models.base import DecoderModel, rope_tables
 from haarkv.models.catalog import open_source
-from haarkv.models.checkpoint import load_weights
+from haarkv.models.checkpoint import load_weights, stored_tensors
 from haarkv.models.config import Attention, ModelConfig
 from haarkv.models.source import DRAFTING, KeptBlocks
 from haarkv.models.tensors import Axis, StoredTensor
-from haarkv.models.weights import keeps
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.table import OpTable
 from haarkv.tq_ops.weight import Weight, dense
@@ -92,16 +90,12 @@ def load_mtp(
         for name, tensor in tensors.items()
         if name.startswith(DRAFTING) and name not in _ENTRY
     }
-    options: dict[str, Any] = {"shared_weights": shared_weights, "keep_blocks": keep_blocks}
-    model = DecoderModel.from_weights(one, load_weights(source.path, layer_tensors, one, dtype, **options))
-    hidden, plus_one = Axis(config.hidden_size, "hidden"), config.final_norm.plus_one
+    weights = load_weights(source.path, layer_tensors, one, dtype, shared_weights=shared_weights, keep_blocks=keep_blocks)
+    hidden, plus_one = Axis(config.hidden_size), config.final_norm.plus_one
     shapes = ((hidden, Axis(2 * config.hidden_size)), (hidden,), (hidden,))
-    weights: list[Weight] = []
-    for tensor_name, axes in zip(_ENTRY, shapes, strict=True):
-        spec, tensor = StoredTensor(tensor_name, axes, plus_one=plus_one and len(axes) == 1), tensors.get(tensor_name)
-        if tensor is None or tensor.shape != spec.shape or tensor.fault:
-            what = "is missing" if tensor is None else tensor.fault or f"has shape {[*tensor.shape]}, not {[*spec.shape]}"
-            raise InputError(f"{source.path}: {tensor_name} {what}")
-        blocks = tensor.read_blocks(dtype) if keeps(tensor.blocks, keep_blocks) else None
-        weights.append(blocks or spec.in_memory(tensor.read(spec.memory_dtype(dtype)), dtype))
-    return MTP(model, weights[0], dense(weights[1]), dense(weights[2]))
+    specs = {
+        name: StoredTensor(name, axes, plus_one=plus_one and len(axes) == 1) for name, axes in zip(_ENTRY, shapes, strict=True)
+    }
+    entry_tensors = {name: tensors[name] for name in _ENTRY if name in tensors}
+    entry = stored_tensors(source.path, entry_tensors, specs, dtype, keep_blocks=keep_blocks)
+    return MTP(DecoderModel.from_weights(one, weights), *(weight for _, weight in entry))

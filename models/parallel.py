@@ -141,14 +141,14 @@ class Split:
             mlp=replace(layer.mlp, width=layer.mlp.width // size),
         )  # fmt: skip
 
-    def axis(self, axis: Axis) -> slice:
-        """The rank's part of one axis of a weight."""
-        if not axis.cut:
-            return slice(0, axis.size)
-        share = kv_heads_of if axis.shared else even_share
-        units = share(axis.size // axis.unit, self.rank, self.size)
-        return slice(units.start * axis.unit, units.stop * axis.unit)
-
     def slices(self, axes: Sequence[Axis]) -> tuple[slice, ...]:
         """The rank's part of a weight with these axes."""
-        return tuple(map(self.axis, axes))
+
+        def part(axis: Axis) -> slice:
+            if not axis.cut:
+                return slice(0, axis.size)
+            share = kv_heads_of if axis.shared else even_share
+            units = share(axis.size // axis.unit, self.rank, self.size)
+            return slice(units.start * axis.unit, units.stop * axis.unit)
+
+        return tuple(map(part, axes))

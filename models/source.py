@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from reprlib import repr as shown
@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from torch import Tensor
 
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.weight import Blocks
+from haarkv.tq_ops.weight import Blocks, Empty, empty_tensor
 
 KeptBlocks = bool | Collection[str]
 """Quantized blocks that are not restored: all, none, or those of these types."""
@@ -21,8 +21,6 @@ KeptBlocks = bool | Collection[str]
 DRAFTING = "mtp."
 """Prefix of the drafting layer's tensors (`models.mtp`)."""
 
-Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
-"""Allocates a tensor."""
 Part = tuple[slice, ...] | None
 """A slice of each axis; None for all."""
 
@@ -57,12 +55,12 @@ class CheckpointTensor:
         begin, end, _ = columns.indices(self.shape[-1])
         return bool(begin % self.block or end % self.block)
 
-    def read(self, dtype: torch.dtype, part: Part = None, empty: Empty | None = None) -> Tensor:
+    def read(self, dtype: torch.dtype, part: Part = None, empty: Empty = empty_tensor) -> Tensor:
         """Its numbers converted to `dtype`; unconverted and whole, they stay in the file's pages where they can.
 
         Args:
             part: a slice of each axis.
-            empty: allocates what is converted; None: torch.
+            empty: allocates what is converted.
         """
         raise NotImplementedError
 

@@ -18,14 +18,12 @@ class Axis:
     """One axis of a weight.
 
     Attributes:
-        name: hidden, q, kv, mlp, …
         cut: each rank holds a part; else all of it.
         unit: parts are multiples of this, such as a head's rows.
         shared: with fewer units than ranks, several ranks hold the same one.
     """
 
     size: int
-    name: str = ""
     cut: bool = False
     unit: int = 1
     shared: bool = False

@@ -9,13 +9,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from haarkv.models.catalog import open_source, tokenizer_source_of
+from haarkv.models.catalog import open_source
 from haarkv.models.config import ModelConfig
 from haarkv.models.gguf_metadata import ends_a_part
 from haarkv.models.source import Source
 from haarkv.models.templates import Messages, render
 from haarkv.tq_ops.errors import InputError
 
+_WITHOUT_TOKENIZER = ("tiny-draft", "tiny-hybrid")
+"""Shipped models whose tokenizer is that of `tiny`."""
 _ANSWER = "haarkv-answer"
 _TURNS = [{"role": role, "content": text} for role, text in (("user", "1"), ("assistant", _ANSWER), ("user", "2"))]
 _TAG = re.compile("</?(?!think>)[a-z][a-z0-9]*>")
@@ -242,7 +244,7 @@ class ByteTokenizer(Tokenizer):
 
 def load_tokenizer(name: str | Path, config: ModelConfig) -> Tokenizer:
     """Tokenizer of a model by name."""
-    source = tokenizer_source_of(name)
+    source = open_source("tiny" if str(name) in _WITHOUT_TOKENIZER else name)
     return ByteTokenizer() if source is None else Tokenizer(source, config)
 
 

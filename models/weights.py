@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -47,10 +47,6 @@ class Weights:
         """Bytes of all weights as they are stored, a tied head counted once."""
         return sum(tensor.nbytes for _, tensor in self.named_tensors())
 
-    def to(self, device: torch.device) -> Weights:
-        """Copies on another device; a tied head stays tied."""
-        return self.map(lambda weight: weight.to(device))
-
     def map(self, change: Callable[[Weight], Any]) -> Weights:
         """A copy with `change(weight)` in place of each weight; a tied head stays tied."""
         embedding = change(self.embedding)
@@ -84,7 +80,7 @@ def layer_weight_specs(layer: Layer, hidden_size: int) -> dict[str, StoredTensor
     """Every tensor of a layer by field, named within the layer."""
 
     def norm(name: str) -> StoredTensor:
-        return StoredTensor(f"{name}.weight", (Axis(hidden_size, "hidden"),), plus_one=layer.norm.plus_one)
+        return StoredTensor(f"{name}.weight", (Axis(hidden_size),), plus_one=layer.norm.plus_one)
 
     tensors = {"input_norm": norm("input_layernorm")}
     tensors |= mixer_kind(layer.mixer).tensors(layer.mixer, layer.norm, hidden_size)
@@ -99,10 +95,10 @@ def layer_weight_specs(layer: Layer, hidden_size: int) -> dict[str, StoredTensor
 
 
 def _mlp_tensors(layer: Layer, hidden_size: int) -> dict[str, StoredTensor]:
-    mlp, hidden = layer.mlp, Axis(hidden_size, "hidden")
+    mlp, hidden = layer.mlp, Axis(hidden_size)
 
     def gated_mlp(field: str, name: str, width: int) -> dict[str, StoredTensor]:
-        inner = Axis(width, "mlp", cut=True)
+        inner = Axis(width, cut=True)
         axes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
         return {field + part: StoredTensor(f"mlp.{name}{part}.weight", part_axes) for part, part_axes in axes.items()}
 
@@ -125,7 +121,7 @@ def layer_tensors(config: ModelConfig, index: int) -> dict[str, StoredTensor]:
 
 def checkpoint_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
     """Every tensor that a checkpoint of this config must hold, by Hugging Face name."""
-    outer = Axis(config.vocab_size, "vocab", cut=True), Axis(config.hidden_size, "hidden")
+    outer = Axis(config.vocab_size, cut=True), Axis(config.hidden_size)
     tensors = {EMBEDDING: StoredTensor(EMBEDDING, outer)}
     for index in range(config.num_layers):
         tensors |= {tensor.name: tensor for tensor in layer_tensors(config, index).values()}
@@ -135,14 +131,9 @@ def checkpoint_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
     return tensors
 
 
-def checkpoint_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of each."""
-    return {name: tensor.shape for name, tensor in checkpoint_tensors(config).items()}
-
-
 def num_parameters(config: ModelConfig) -> int:
     """Number of weights, a tied head counted once."""
-    return sum(torch.Size(shape).numel() for shape in checkpoint_shapes(config).values())
+    return sum(math.prod(tensor.shape) for tensor in checkpoint_tensors(config).values())
 
 
 def assemble(config: ModelConfig, get: Callable[[str], Any]) -> Weights:
@@ -240,14 +231,14 @@ def in_file_pages(
     return as_it_is and source_tensor.in_place and (blocks or whole)
 
 
-def is_gathered(name: str, config: ModelConfig) -> bool:
+def is_gathered(name: str, specs: Container[str]) -> bool:
     """Whether a forward reads only some rows: of an untied embedding."""
-    return name == EMBEDDING and not config.tied
+    return name == EMBEDDING and HEAD in specs
 
 
 def weight_bytes(
     source_tensors: Mapping[str, CheckpointTensor],
-    config: ModelConfig,
+    specs: Mapping[str, StoredTensor],
     dtype: torch.dtype,
     split: Split | None = None,
     keep_blocks: KeptBlocks = False,
@@ -260,33 +251,23 @@ def weight_bytes(
         in_order: bytes of memory a number, by type of blocks that the executor reorders; an untied embedding is not reordered.
     """
     private = file_bytes = gathered = 0
-    for name, tensor in checkpoint_tensors(config).items():
-        if (source_tensor := source_tensors.get(name)) is None or (config.tied and name == HEAD):
+    for name, tensor in specs.items():
+        if (source_tensor := source_tensors.get(name)) is None:
             continue
         share = _share(tensor, split)
-        blocks = keeps(source_tensor.blocks, keep_blocks) and not (split and source_tensor.cuts(split.axis(tensor.axes[-1])))
+        blocks = keeps(source_tensor.blocks, keep_blocks) and not (split and source_tensor.cuts(split.slices(tensor.axes)[-1]))
         in_file = round(source_tensor.nbytes * share)
         bytes_per_number = in_order.get(source_tensor.blocks or "") if blocks else None
-        if bytes_per_number is not None and not is_gathered(name, config):
+        if bytes_per_number is not None and not is_gathered(name, specs):
             private += round(math.prod(tensor.shape) * share * bytes_per_number)
             continue
         if in_file_pages(source_tensor, tensor, dtype, blocks, whole=share == 1):
             file_bytes += in_file
-            if is_gathered(name, config):
+            if is_gathered(name, specs):
                 gathered = in_file
         else:
             private += in_file if blocks else round(math.prod(tensor.shape) * share) * tensor.memory_dtype(dtype).itemsize
     return WeightBytes(private, file_bytes, gathered)
-
-
-def random_bytes(config: ModelConfig, dtype: torch.dtype, split: Split | None = None) -> WeightBytes:
-    """Bytes of random weights."""
-    tensors = checkpoint_tensors(config).values()
-    return WeightBytes(
-        private=sum(
-            round(math.prod(tensor.shape) * _share(tensor, split)) * tensor.memory_dtype(dtype).itemsize for tensor in tensors
-        )
-    )
 
 
 def work_bytes(config: ModelConfig, tokens: int, sequences: int) -> int:

@@ -136,6 +136,15 @@ def backing_tensor(weight: Weight) -> Tensor:
     return weight.data if isinstance(weight, Blocks) else weight
 
 
+Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""Allocates a tensor."""
+
+
+def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """As torch allocates it."""
+    return torch.empty(shape, dtype=dtype)
+
+
 def restore_rows(
     block_rows: Tensor,
     restore: Callable[[Tensor], Tensor],
@@ -144,7 +153,7 @@ def restore_rows(
     rows: Tensor | None = None,
     columns: slice = slice(None),
     change: Callable[[Tensor], Tensor] | None = None,
-    empty: Callable[[tuple[int, ...], torch.dtype], Tensor] = lambda shape, dtype: torch.empty(shape, dtype=dtype),
+    empty: Empty = empty_tensor,
 ) -> Tensor:
     """Restore rows piece by piece: [R, columns] of `dtype`, to which FP32 is rounded once.
 

@@ -153,7 +153,7 @@ class Subject:
 
     @cached_property
     def _balanced_model(self) -> DecoderModel:
-        return balancing.balance(self.model).model
+        return balancing.balance(self.model)[0]
 
     @cached_property
     def base(self) -> Session:

@@ -25,9 +25,9 @@ from torch.nn.functional import kl_div, log_softmax
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from haarkv.models.catalog import TINY
-from haarkv.models.tiny_qwen3.corpus import held_out_texts, train_texts
+from haarkv.models.tiny_qwen3.corpus import held_out_texts
 from haarkv.models.weights import EMBEDDING, HEAD
-from lab.training.tiny_qwen3 import EVAL_TOKENS, EVAL_WINDOWS, into_place, recipe_parser, token_stream, train
+from lab.training.tiny_qwen3 import EVAL_TOKENS, EVAL_WINDOWS, into_place, recipe_parser, token_stream, train, train_texts
 
 SHIPPED_FOLDER = TINY.with_name("tiny_draft").resolve()
 

@@ -25,11 +25,20 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from haarkv.models.catalog import TINY
-from haarkv.models.tiny_qwen3.corpus import held_out_texts, train_texts
+from haarkv.models.tiny_qwen3.corpus import held_out_names, held_out_texts, read_source, stdlib_root
 
 END_OF_TEXT = "<|endoftext|>"
 VOCAB_SIZE = 4096
 EVAL_WINDOWS, EVAL_TOKENS = 24, 1024
+_NOT_SOURCE = {"test", "tests", "site-packages", "idle_test", "lib2to3", "__pycache__"}
+
+
+def train_texts() -> list[str]:
+    """Every standard-library source file but tests and the held-out ones, sorted by path."""
+    root, held_out = stdlib_root(), set(held_out_names())
+    files = (p.relative_to(root) for p in root.rglob("*.py"))
+    train_paths = sorted(p for p in files if not _NOT_SOURCE & set(p.parts) and p.as_posix() not in held_out)
+    return [read_source(root / p) for p in train_paths]
 
 
 def train_tokenizer(texts: Sequence[str]) -> Tokenizer:

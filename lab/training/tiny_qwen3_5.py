@@ -29,7 +29,7 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3ForCausalLM
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm
 
 from haarkv.models.catalog import TINY
-from haarkv.models.tiny_qwen3.corpus import held_out_texts, train_texts
+from haarkv.models.tiny_qwen3.corpus import held_out_texts
 from lab.training.tiny_qwen3 import (
     EVAL_TOKENS,
     EVAL_WINDOWS,
@@ -38,6 +38,7 @@ from lab.training.tiny_qwen3 import (
     recipe_parser,
     token_stream,
     train,
+    train_texts,
 )  # fmt: skip
 
 SHIPPED_FOLDER = TINY.with_name("tiny_qwen3_5").resolve()

@@ -12,8 +12,6 @@ import sys
 import sysconfig
 from pathlib import Path
 
-_NOT_SOURCE = {"test", "tests", "site-packages", "idle_test", "lib2to3", "__pycache__"}
-
 
 def stdlib_root() -> Path:
     """Folder of the running interpreter's standard library."""
@@ -25,22 +23,15 @@ def held_out_names() -> list[str]:
     return (Path(__file__).parent / "held_out.txt").read_text(encoding="utf-8").split()
 
 
-def _read(path: Path) -> str:
+def read_source(path: Path) -> str:
+    """Text of a source file, whatever its encoding."""
     return path.read_text(encoding="utf-8", errors="ignore")
-
-
-def train_texts() -> list[str]:
-    """Every standard-library source file but tests and the held-out ones, sorted by path."""
-    root, held_out = stdlib_root(), set(held_out_names())
-    files = (p.relative_to(root) for p in root.rglob("*.py"))
-    train_paths = sorted(p for p in files if not _NOT_SOURCE & set(p.parts) and p.as_posix() not in held_out)
-    return [_read(root / p) for p in train_paths]
 
 
 def held_out_texts() -> dict[str, str]:
     """Held-out files that this interpreter has: relative path -> text, in the list's order."""
     root = stdlib_root()
-    return {name: _read(root / name) for name in held_out_names() if (root / name).is_file()}
+    return {name: read_source(root / name) for name in held_out_names() if (root / name).is_file()}
 
 
 if __name__ == "__main__":

@@ -100,16 +100,13 @@ def test_channels_that_no_query_reads_come_back_as_the_mean():
 
 
 @pytest.mark.parametrize("broken", ["metric", "spread", "mean"])
-def test_what_is_not_finite_is_refused(broken):
+def test_moments_that_are_not_finite_or_do_not_fit_are_refused(broken):
     moments = {"metric": random_moment(8, 1), "spread": random_moment(8, 2), "mean": torch.zeros(2, 8)}
+    with pytest.raises(ValueError, match="do not fit"):
+        learn(**moments | {broken: moments[broken][:, :4]})
     moments[broken].view(-1)[5] = torch.nan
     with pytest.raises(ValueError, match="finite"):
         learn(**moments)
-
-
-def test_shapes_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="fit"):
-        learn(random_moment(8, 1), random_moment(4, 2), torch.zeros(2, 8))
 
 
 def test_the_metric_is_tempered_between_its_diagonal_and_itself():

@@ -1,7 +1,7 @@
 """Layers by the NPU programs, in PyPTO's interpreter: stored bytes are the reference's, and so is what a layer adds.
 
 One table of rows: families, formats, tails and sinks, windows, borders of stretches, decode and prefill. One text is built
-into all of them (`programs.Parts`), so a part that is left out or another family's must be seen. And whole models: as many
+into all of them by its declaration, so a part that is left out or another family's must be seen. And whole models: as many
 layers as Qwen3-14B has, and greedy text of `tiny`.
 """
 
@@ -120,8 +120,13 @@ def test_a_layer_stores_the_reference_bytes_and_adds_what_it_adds(config, case, 
 
 
 # -- Parts left out ----------------------------------------------------------------------------------------------------------
-def without(**parts):
-    return lambda program: replace(program, parts=replace(program.parts, **parts))
+def without(part="", **fields):
+    def plant(program):
+        layer = program.declared
+        fields_of_layer = {part: replace(getattr(layer, part), **fields)} if part else fields
+        return replace(program, declared=replace(layer, **fields_of_layer))
+
+    return plant
 
 
 def attending(**sizes):
@@ -129,10 +134,10 @@ def attending(**sizes):
 
 
 FAULTS = {
-    "biases left out": ("qwen2", without(bias=False)),
-    "norms of heads left out": ("gemma3", without(head_norms=False)),
+    "biases left out": ("qwen2", without("mixer", bias=False)),
+    "norms of heads left out": ("gemma3", without("mixer", head_norms=False)),
     "norms behind left out": ("gemma3", without(post_norms=False)),
-    "SiLU for GELU": ("gemma3", without(activation="silu")),
+    "SiLU for GELU": ("gemma3", without("mlp", activation="silu")),
     "no window": ("gemma3", attending(window=None)),
     "a window one longer": ("gemma3", attending(window=WINDOW + 1)),
     "a window one shorter": ("gemma3", attending(window=WINDOW - 1)),

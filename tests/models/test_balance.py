@@ -68,11 +68,11 @@ class TestModel:
     def test_a_planted_model_becomes_even_again(self, factor):
         """From a tenth of the error on, the least that counts; an even model stays the very same."""
         model = outlier_channels(factor)
-        result = balance(model)
+        balanced, scaling = balance(model)
         uneven = {(layer, side) for layer in range(6) for side in "KV"} if factor > 1.5 else set()
-        assert {(entry.layer, entry.side) for entry in result.uneven} == uneven
-        assert (result.model is model) == (not uneven)
-        assert balance(result.model).uneven == ()
+        assert {(entry.layer, entry.side) for entry in scaling.uneven} == uneven
+        assert (balanced is model) == (not uneven)
+        assert balance(balanced)[1].uneven == ()
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("name", ["norms", "biases"])
@@ -83,12 +83,12 @@ class TestModel:
             embedding=base.weights.embedding.to(dtype), lm_head=base.weights.lm_head.to(dtype),
         )  # fmt: skip
         model = replace(base, weights=weights)
-        result = balance(model)
-        assert result.uneven
+        balanced, scaling = balance(model)
+        assert scaling.uneven
         expected = {"k_norm", "q_norm", "v_proj", "o_proj"} if name == "norms" else {"k_proj", "k_bias", "q_proj"}
-        assert changed_fields(model, result.model) == expected
+        assert changed_fields(model, balanced) == expected
         ids = token_ids(64)
-        assert torch.equal(run(result.model, ids), run(model, ids))
+        assert torch.equal(run(balanced, ids), run(model, ids))
 
     def test_channels_that_rope_leaves_are_scaled_by_themselves(self):
         """RoPE turns 32 of the 128 channels of a head, channel i with i + 16."""
@@ -97,10 +97,10 @@ class TestModel:
         uneven[[0, 100]] = 16.0
         layers = tuple(layer.map(lambda field, x: x * uneven if field == "k_norm" else x) for layer in model.weights.layers)
         planted_one = replace(model, weights=replace(model.weights, layers=layers))
-        result = balance(planted_one)
-        assert {entry.side for entry in result.uneven} == {"K"}
+        balanced, scaling = balance(planted_one)
+        assert {entry.side for entry in scaling.uneven} == {"K"}
         ids = list(range(40, 104))
-        assert torch.equal(run(result.model, ids, kv="fp32"), run(planted_one, ids, kv="fp32"))
+        assert torch.equal(run(balanced, ids, kv="fp32"), run(planted_one, ids, kv="fp32"))
 
     def test_heads_are_scaled_each_by_itself(self):
         # Grouped heads of a model without norms: a planted head's scales must reach its own queries and no others.
@@ -116,25 +116,25 @@ class TestModel:
 
         layers = tuple(layer.map(plant) for layer in model.weights.layers)
         uneven = replace(model, weights=replace(model.weights, layers=layers))
-        result = balance(uneven)
-        assert len(result.uneven) == 2 * config.num_layers
+        balanced, scaling = balance(uneven)
+        assert len(scaling.uneven) == 2 * config.num_layers
         ids = list(range(40))
-        assert torch.equal(run(result.model, ids, kv="fp32"), run(uneven, ids, kv="fp32"))
+        assert torch.equal(run(balanced, ids, kv="fp32"), run(uneven, ids, kv="fp32"))
 
     def test_a_dead_head_changes_nothing_for_the_others(self):
-        result = balance(dead_head(outlier_channels(30)))
-        assert all(torch.isfinite(x).all() for layer in result.model.weights.layers for _, _, x in layer.named_tensors())
-        whole = balance(outlier_channels(30))
+        balanced, _ = balance(dead_head(outlier_channels(30)))
+        assert all(torch.isfinite(x).all() for layer in balanced.weights.layers for _, _, x in layer.named_tensors())
+        whole, _ = balance(outlier_channels(30))
         dim = tiny().config.heads.head_dim
-        for ours, theirs in zip(result.model.weights.layers, whole.model.weights.layers, strict=True):
+        for ours, theirs in zip(balanced.weights.layers, whole.weights.layers, strict=True):
             assert torch.equal(ours["v_proj"][dim:], theirs["v_proj"][dim:])
 
 
 def test_what_is_wanted_is_scaled_and_said():
     model = outlier_channels(30)
-    result = balance(model, lambda layer, side: side == "V" and layer not in (1, 2))
-    assert changed_fields(model, result.model) == {"v_proj", "o_proj"}
-    message = describe(result.uneven)
+    balanced, scaling = balance(model, lambda layer, side: side == "V" and layer not in (1, 2))
+    assert changed_fields(model, balanced) == {"v_proj", "o_proj"}
+    message = describe(scaling.uneven)
     assert "V of layers 0 and 3 to 5" in message
     assert "\n" not in message
 

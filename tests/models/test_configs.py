@@ -16,7 +16,6 @@ from transformers_judge import worst_error
 
 from haarkv.models.catalog import load_model
 from haarkv.models.catalog import read_config as of_folder
-from haarkv.models.hf_config import read_hf_config
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.shapes import KVShape
 
@@ -24,9 +23,8 @@ __all__ = ["saved"]
 
 
 def read_config(tmp_path, content):
-    path = tmp_path / "config.json"
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
-    return read_hf_config(path)
+    (tmp_path / "config.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    return of_folder(tmp_path)
 
 
 def shapes(*sizes):
@@ -184,12 +182,11 @@ def test_what_a_config_leaves_out_is_what_transformers_fills_in(tmp_path, family
 
     But the end of text: no file names the token that transformers fills in, and in most vocabularies it is a word.
     """
-    kind, path = getattr(transformers, f"{family}Config"), tmp_path / "config.json"
+    kind = getattr(transformers, f"{family}Config")
     whole = kind(**{"hidden_size": 128, "num_attention_heads": 32, "num_key_value_heads": 4}).to_dict()
 
     def read_declaration(entries):
-        path.write_text(json.dumps(entries | {"model_type": kind.model_type}))
-        return replace(read_hf_config(path), eos_token_ids=())
+        return replace(read_config(tmp_path, entries | {"model_type": kind.model_type}), eos_token_ids=())
 
     for left_out in (*({name} for name in whole), set(whole)):
         # Some entries follow from others: a kind for each layer.
@@ -211,10 +208,9 @@ def test_what_a_config_leaves_out_is_what_transformers_fills_in(tmp_path, family
 def test_a_window_as_wide_as_the_context_hides_nothing(saved, tmp_path, name, entries, positions):
     """The window is compared with the positions that the model may be run with: YaRN's, or the family's own default."""
     new_config = json.loads((saved(name)[0] / "config.json").read_text()) | entries
-    raw, path = {key: value for key, value in new_config.items() if value is not None}, tmp_path / "config.json"
-    first = {"max_window_layers": 0, "layer_types": None}
-    path.write_text(json.dumps(raw | first | {"sliding_window": positions - 1}))
-    assert windows(read_hf_config(path)) == [positions - 1] * 3
-    path.write_text(json.dumps(raw | first | {"sliding_window": positions}))
-    assert windows(read_hf_config(path)) == [None] * 3
-    assert read_hf_config(path).max_position_embeddings == positions
+    raw = {key: value for key, value in new_config.items() if value is not None}
+    raw |= {"max_window_layers": 0, "layer_types": None}
+    assert windows(read_config(tmp_path, raw | {"sliding_window": positions - 1})) == [positions - 1] * 3
+    config = read_config(tmp_path, raw | {"sliding_window": positions})
+    assert windows(config) == [None] * 3
+    assert config.max_position_embeddings == positions

@@ -6,7 +6,7 @@ import torch
 from small_models import CONFIGS, small_model
 
 from haarkv.models.catalog import load_model, read_config, stream_tensors
-from haarkv.models.checkpoint import random_tensors, random_weights
+from haarkv.models.checkpoint import random_weights
 from haarkv.models.weights import fingerprint
 
 MODEL = small_model(CONFIGS["gqa5_one_kv_head_d128_tied"])
@@ -44,5 +44,5 @@ def test_tensors_that_come_one_by_one_have_the_fingerprint_of_the_loaded_model()
     tiny = stream_tensors("tiny", read_config("tiny"), torch.bfloat16)
     assert fingerprint(tiny, streamed=True) == fingerprint(load_model("tiny", "float32").weights.named_tensors())
     tied_config = CONFIGS["gqa5_one_kv_head_d128_tied"]
-    weights = random_weights(tied_config, torch.float32)
-    assert fingerprint(random_tensors(tied_config, torch.float32), streamed=True) == fingerprint(weights.named_tensors())
+    weights, drawn = random_weights(tied_config, torch.float32), stream_tensors("random:0.6b", tied_config, torch.float32)
+    assert fingerprint(drawn, streamed=True) == fingerprint(weights.named_tensors())

@@ -37,18 +37,15 @@ def test_fp32_logits_are_those_of_transformers(file, session, count):
 def test_blocks_multiply_as_what_is_restored_from_them(file, session):
     """Of the K-quants, too, which gguf cannot write."""
     ids = torch.tensor(text_ids(session, 24))
-    cache, paging = new_cache(session.config, KVSpec("fp32").plan(session.config.num_layers), sequences=3, tokens=24)
-    block_executor = create(
-        "reference", load_model(file, keep_blocks=True), KVSpec("fp32").plan(session.config.num_layers), None
-    )
-    dense_executor = create("reference", load_model(file), KVSpec("fp32").plan(session.config.num_layers), None)
+    plan = KVSpec("fp32").plan(session.config.num_layers)
+    cache, paging = new_cache(session.config, plan, sequences=3, tokens=24)
+    block_executor = create("reference", load_model(file, keep_blocks=True), plan, None)
+    dense_executor = create("reference", load_model(file), plan, None)
     file_bytes = sum(tensor.nbytes for tensor in open_source(file).tensors().values())
     assert block_executor.weights.nbytes <= file_bytes < dense_executor.weights.nbytes / 3
     rows = [verify(executor, ids, paging.batch([paging.add()], [24]), cache) for executor in (block_executor, dense_executor)]
     assert torch.equal(*rows)
-    fast = create(
-        "cpu", load_model(file, keep_blocks=info("cpu").block_types()), KVSpec("fp32").plan(session.config.num_layers), None
-    )
+    fast = create("cpu", load_model(file, keep_blocks=info("cpu").block_types()), plan, None)
     assert fast.weights.nbytes == block_executor.weights.nbytes
     logits = verify(fast, ids, paging.batch([paging.add()], [24]), cache)
     relative = float((logits - rows[0]).norm() / rows[0].norm())

@@ -10,7 +10,7 @@ from small_models import rope_table
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from haarkv.models.hf_config import read_hf_config
+from haarkv.models.catalog import read_config
 from haarkv.models.rope import inverse_frequencies
 from haarkv.tq_ops.errors import InputError
 
@@ -45,7 +45,7 @@ def configs(tmp_path, rope, old, head_dim=128, theta=1e6, **entries):
         raw["rope_parameters"] = rope | {"rope_theta": theta}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(raw))
-    return Qwen3Config.from_json_file(path), read_hf_config(path)
+    return Qwen3Config.from_json_file(path), read_config(tmp_path)
 
 
 @pytest.mark.parametrize("old", [True, False], ids=["transformers4", "transformers5"])

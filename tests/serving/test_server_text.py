@@ -16,7 +16,7 @@ from vllm_judge import Judge, Verdict, prompts, tokenizer
 from vllm_server import CACHE_BYTES, Answer, Server, serving
 
 from haarkv.models.catalog import TINY, read_config
-from haarkv.models.tiny_qwen3.corpus import train_texts
+from haarkv.models.tiny_qwen3.corpus import held_out_texts
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.kv import calibration_file, plan_file
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile
@@ -89,9 +89,9 @@ VARIANTS = {
 
 @cache
 def tiny_calibration() -> CalibrationFile:
-    """From 384 tokens of each of eight training files; in some seconds. It is no calibration to measure fidelity with."""
+    """From 384 tokens of each of eight files; in some seconds. It is no calibration to measure fidelity with."""
     subject = load_subject("tiny", executor="cpu", dtype="bfloat16")
-    texts = [text for text in train_texts() if len(text) > 8 * 384][::40][:8]
+    texts = [text for text in held_out_texts().values() if len(text) > 8 * 384][:8]
     windows = [torch.tensor(subject.tokenizer.encode(text[: 8 * 384])[:384]) for text in texts]
     return subject.calibration_file(subject.learn(windows, []), {})
 

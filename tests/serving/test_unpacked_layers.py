@@ -16,7 +16,7 @@ import pytest
 import torch
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
-from vllm_configs import LAYERS, WINDOW, WINDOW_MODEL, configure, write
+from vllm_configs import WINDOW, WINDOW_MODEL, configure, write
 from vllm_drafts import random_checkpoint
 from vllm_judge import prompts
 from vllm_server import Answer, serving
@@ -24,6 +24,7 @@ from vllm_soak import look_up_stand_ins
 
 from haarkv.engine import plans
 from haarkv.models.catalog import TINY, find_model, read_config
+from haarkv.models.weights import checkpoint_tensors
 from haarkv.serving.serve import _stored_as
 from haarkv.serving.vllm_plugin.backend import RotatedAttentionBackend, with_content
 from haarkv.serving.vllm_plugin.kv_choice import is_of_draft, kv_plan, shape_signature, sliding_layers, state_layers
@@ -35,16 +36,8 @@ NEW_TOKENS = 24
 
 def checkpoint(folder: Path, **overrides: object) -> str:
     """Random weights, the same for every config."""
-    shapes = {"model.embed_tokens": (4096, 256), "model.norm": (256,)}
-    for layer in range(len(LAYERS)):
-        shapes |= {
-            f"model.layers.{layer}.{name}": shape
-            for name, shape in {
-                "self_attn.q_proj": (256, 256), "self_attn.k_proj": (128, 256), "self_attn.v_proj": (128, 256),
-                "self_attn.o_proj": (256, 256), "mlp.gate_proj": (512, 256), "mlp.up_proj": (512, 256),
-                "mlp.down_proj": (256, 512), "input_layernorm": (256,), "post_attention_layernorm": (256,),
-            }.items()
-        }  # fmt: skip
+    specs = checkpoint_tensors(read_config(write(folder, WINDOW_MODEL)))
+    shapes = {name.removesuffix(".weight"): spec.shape for name, spec in specs.items()}
     random_checkpoint(folder, {**WINDOW_MODEL, **overrides}, shapes)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY / name, folder / name)

@@ -18,7 +18,7 @@ from haarkv.models.checkpoint import random_weights
 from haarkv.models.config import Attention, Dense, Experts, Layer, ModelConfig, Norm, Rope
 from haarkv.models.rope import RopeTable
 from haarkv.models.tensors import LayerWeights
-from haarkv.models.weights import assemble, checkpoint_shapes
+from haarkv.models.weights import assemble, checkpoint_tensors
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -126,8 +126,8 @@ def small_model(config: ModelConfig = SMALL, seed: int = 0, dtype: torch.dtype =
 
 def without_numbers(config: ModelConfig) -> DecoderModel:
     """A model of true shapes in bf16, without memory for its weights and without tables."""
-    shapes = checkpoint_shapes(config)
-    weights = assemble(config, lambda name: torch.empty(shapes[name], dtype=torch.bfloat16, device="meta"))
+    specs = checkpoint_tensors(config)
+    weights = assemble(config, lambda name: torch.empty(specs[name].shape, dtype=torch.bfloat16, device="meta"))
     return DecoderModel(config, weights, {})
 
 

@@ -51,7 +51,7 @@ def run_scope(weight, array, name, out):
     g.node("out", "Identity", g.call("call", "Scope", body, x="x", **parts)[0])
     inputs = {"x": TensorType(TensorProto.INT64 if array.dtype == np.int64 else TensorProto.FLOAT, array.shape)}
     stored_weights = StoredWeights("made", dict.fromkeys(parts, 0))
-    model = g.model("m", inputs, {"out": TensorType(TensorProto.FLOAT, out)}, {}, stored_weights)
+    model = g.model("m", inputs, {"out": TensorType(TensorProto.FLOAT, out)}, stored_weights)
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     shared_weights = {part: ort.OrtValue.ortvalue_from_numpy(values[part].numpy()) for part in parts}

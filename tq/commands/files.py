@@ -130,6 +130,7 @@ def quantize_command(
     from haarkv.models.checkpoint import require_tensors
     from haarkv.models.gguf_quantize import write_quantized
     from haarkv.models.gguf_source import GGUFSource
+    from haarkv.models.weights import checkpoint_tensors
     from haarkv.tq_ops.errors import InputError
     from haarkv.tq_ops.output_files import whole_file
 
@@ -144,7 +145,7 @@ def quantize_command(
         )
     if out.resolve() == source.path.resolve():
         raise click.UsageError("--out is the model itself; name another file")
-    entries = require_tensors(source.path, source.tensors(), read_config(model))
+    entries = require_tensors(source.path, source.tensors(), checkpoint_tensors(read_config(model)))
     if again := sorted({entry.blocks for entry in entries.values() if entry.blocks} - {mix.upper()}):
         warn(f"{source.path} is quantized already ({', '.join(again)}): what that has lost stays lost")
     importance = None if imatrix is None else _importance(model, imatrix, imatrix_tokens)

@@ -67,16 +67,16 @@ def command(
     from haarkv.engine.generation import PREFILL_CHUNK
     from haarkv.executors.catalog import info, select
     from haarkv.models.catalog import DTYPES, maps_file, model_weight_bytes, open_source, read_config
-    from haarkv.models.checkpoint import require_tensors
-    from haarkv.models.weights import checkpoint_shapes, num_parameters, random_bytes, work_bytes
+    from haarkv.models.checkpoint import random_tensors, require_tensors
+    from haarkv.models.weights import checkpoint_tensors, num_parameters, weight_bytes, work_bytes
 
     if name is not None and "model" in options.written_options():
         raise click.UsageError("give MODEL, or --model, but not both")
     model = model if name is None else name
     config, source = read_config(model, layers), open_source(model)
-    is_file = source is not None and source.path.is_file()
-    entries = require_tensors(source.path, source.tensors(), config) if source is not None and is_file else {}
-    in_file = sum(entries[name].nbytes for name in checkpoint_shapes(config) if name in entries) or None
+    is_file, specs = source is not None and source.path.is_file(), checkpoint_tensors(config)
+    entries = require_tensors(source.path, source.tensors(), specs) if source is not None and is_file else {}
+    in_file = sum(entries[name].nbytes for name in specs if name in entries) or None
     executor_name = select(executor, config, []).name
     dtype_name = dtype or info(executor_name).dtype
     if entries:
@@ -87,7 +87,7 @@ def command(
             weights = weights.copied()
         how = f"in memory on {executor_name}"
     else:
-        weights, how = random_bytes(config, DTYPES[dtype_name]), f"in {dtype_name} on {executor_name}"
+        weights, how = weight_bytes(random_tensors(specs), specs, DTYPES[dtype_name]), f"in {dtype_name} on {executor_name}"
         how += "" if dtype or dtype_name != "float32" else ", half with --dtype bfloat16"
     work = work_bytes(config, PREFILL_CHUNK, 1)
     rows, default = _kv_rows(config, weights, memory, context), _default(model, layers, executor, config)

@@ -86,7 +86,8 @@ def _positions(config: Any) -> float:
     if not limit:
         return math.inf
     try:
-        return read_rope(HFConfig(Path("config.json"), config.to_dict()), limit, kind_of_layer="full_attention").positions
+        file = HFConfig(Path("config.json"), config.to_dict())
+        return read_rope(file, head_dims(config, 0)[0], kind_of_layer="full_attention")[1]
     except InputError:
         return float(limit)
 

@@ -126,7 +126,6 @@ class Graph:
         name: str,
         inputs: dict[str, TensorType],
         outputs: dict[str, TensorType],
-        metadata: dict[str, str],
         external: StoredWeights | None,
     ) -> onnx.ModelProto:
         """The model, without the values of its weights: those not in `external` are inputs, after all others."""
@@ -138,12 +137,10 @@ class Graph:
             [kind.info(value) for value, kind in outputs.items()], initializer=[*self._constants.values(), *outside],
         )  # fmt: skip
         imports = self._imports([*self._nodes, *(node for function in self._bodies.values() for node in function.node)])
-        model = helper.make_model(
+        return helper.make_model(
             graph, opset_imports=imports, functions=list(self._bodies.values()), producer_name="haarkv",
             ir_version=max(_OLDEST_IR_WITH_FUNCTIONS, helper.find_min_ir_version_for(imports, ignore_unknown=True)),
         )  # fmt: skip
-        helper.set_model_props(model, metadata)
-        return model
 
     # -- Inside --------------------------------------------------------------------------------------------------------
     def _imports(self, nodes: Iterable[onnx.NodeProto]) -> list[onnx.OperatorSetIdProto]:

@@ -83,8 +83,8 @@ def load_setup(
             each.require_weights(weights)
     uneven: tuple[balancing.Uneven, ...] = ()
     if balance and not any(s.calibration for s in (spec, *(plans or {}).values())):
-        balance_result = balancing.balance(loaded_model)  # the baseline in bf16 computes the same bits
-        loaded_model, uneven = balance_result.model, balance_result.uneven
+        loaded_model, scaling = balancing.balance(loaded_model)  # the baseline in bf16 computes the same bits
+        uneven = scaling.uneven
     tokenizer, config = load_tokenizer(model, loaded_model.config), loaded_model.config
     runner = catalog.create(executor, loaded_model, next(iter(plans_by_name.values())), device)
     for plan in plans_by_name.values():
@@ -203,14 +203,14 @@ def load_contenders(
         return load_model(model, common_dtype, layers, progress, keep_blocks=block_types)
 
     @cache
-    def balanced_model(kv: str, block_types: tuple[str, ...]) -> tuple[KVPlan, balancing.BalancedModel]:
+    def balanced_model(kv: str, block_types: tuple[str, ...]) -> tuple[KVPlan, DecoderModel, balancing.Scaling]:
         plan = plan_for(replace(spec, kv=kv), model_with_blocks(block_types).config)
-        return plan, balanced_for(model_with_blocks(block_types), plan, spec, balance)
+        return plan, *balanced_for(model_with_blocks(block_types), plan, spec, balance)
 
     def session(side: Contender) -> Session:
-        plan, balance_result = balanced_model(side.kv, catalog.info(side.executor).block_types())
+        plan, balanced, scaling = balanced_model(side.kv, catalog.info(side.executor).block_types())
         where = device if only_reference or side.executor != "reference" else None
-        executor = catalog.create(side.executor, balance_result.model, plan, where)
-        return Session(model, balance_result.model.config, executor, tokenizer, plan, uneven=balance_result.uneven)
+        executor = catalog.create(side.executor, balanced, plan, where)
+        return Session(model, balanced.config, executor, tokenizer, plan, uneven=scaling.uneven)
 
     return session(sides[0]), session(sides[1]), common_dtype

@@ -20,9 +20,9 @@ from haarkv.benchmarks.cases import Case, Measurement, Variant, filled_cache, kv
 from haarkv.benchmarks.timing import take_turns
 from haarkv.executors.cuda import DecodeStep
 from haarkv.models.base import DecoderModel, rope_tables
-from haarkv.models.checkpoint import random_weights
 from haarkv.models.config import ModelConfig
 from haarkv.models.fused import FusedModel, fuse
+from haarkv.models.weights import assemble, checkpoint_tensors
 from haarkv.tq_ops.cuda import ops
 from haarkv.tq_ops.cuda.layout import NO_FAULT
 from haarkv.tq_ops.cuda.ops import CudaFusedOps
@@ -40,7 +40,13 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 def random_model(config: ModelConfig, device: torch.device) -> DecoderModel:
     """A model of these shapes with random bf16 weights, drawn on the device, and packed so that an executor takes them as they
     are."""
-    weights = random_weights(config, torch.bfloat16, device=device)
+    specs = checkpoint_tensors(config)
+
+    def draw(name: str) -> Tensor:
+        dtype = specs[name].memory_dtype(torch.bfloat16)
+        return torch.empty(specs[name].shape, dtype=dtype, device=device).normal_(0.0, 0.02)
+
+    weights = assemble(config, draw)
     return fuse(DecoderModel(config, weights, rope_tables(config, device)), device)
 
 

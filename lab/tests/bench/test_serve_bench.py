@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 
 from haarkv.models.catalog import TINY, read_config
-from haarkv.models.hf_config import read_hf_config
 from haarkv.tq_ops.errors import InputError
 from lab.bench import serve
 from lab.bench.__main__ import main
@@ -104,7 +103,7 @@ def test_all_servers_get_the_same_flags_and_room_for_whole_pages(tmp_path):
 
 def test_a_random_model_is_a_folder_that_vllm_can_read(tmp_path):
     served_model = serve.model_folder("random:0.6b", 4, tmp_path)
-    read, whole = read_hf_config(served_model.folder / "config.json"), read_config("random:0.6b")
+    read, whole = read_config(served_model.folder), read_config("random:0.6b")
     assert read.layers == whole.with_layers(4).layers
     assert read.hidden_size == whole.hidden_size
     assert read.vocab_size == 21760

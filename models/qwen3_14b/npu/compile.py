@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,7 +23,6 @@ from haarkv.tq_ops.npu.program import Program
 from haarkv.tq_ops.npu.sides import FORMAT
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
 
-_HEAD = "head"
 PLAN = KVPlan.uniform(FORMAT, FORMAT, 1)
 """What is compiled unless other formats are asked for."""
 
@@ -62,8 +60,7 @@ def compile_programs(
     several = plan_programs(config, names, plan)
     with Simulator() as simulator:
         for name, kind, layers in several:
-            model = blank_model(config, layers[0] if layers else 0)
-            program, arguments = PROGRAMS[kind](model, plan, layers[0] if layers else 0)
+            program, arguments = smallest_call(kind, config, plan, layers[0] if layers else 0)
             on_begin(name)
             run = simulator.run(program, arguments, Mode.COMPILE)
             yield CompiledProgram(name, run.seconds, run.sources, layers)
@@ -78,7 +75,7 @@ def plan_programs(config: ModelConfig, kinds: Sequence[str], plan: KVPlan) -> li
         sharing.setdefault(programs.plan_program(programs.DECODE, config, plan, layer), []).append(layer)
     entries = []
     for kind in kinds:
-        layer_groups = [] if kind == _HEAD else list(map(tuple, sharing.values()))
+        layer_groups = [] if PROGRAMS[kind] is None else list(map(tuple, sharing.values()))
         names = [f"{kind}-layer{layers[0]}" for layers in layer_groups] if len(layer_groups) > 1 else [kind]
         entries += [(name, kind, layers) for name, layers in zip(names, layer_groups or [()], strict=True)]
     return entries
@@ -120,23 +117,19 @@ def layer_call(
     return inputs.layer_call(program, constants, hidden, tiling, cache, layer)[0]
 
 
-def _layer(phase: Phase, model: DecoderModel, plan: KVPlan = PLAN, layer: int = 0) -> tuple[Program, list[torch.Tensor]]:
-    program = programs.plan_program(phase, model.config, plan, 0, layer)
-    return program, layer_call(program, model, plan=plan, layer=layer)
+PROGRAMS: Mapping[str, Phase | None] = {"decode": programs.DECODE, "prefill": programs.PREFILL, "head": None}
+"""Kinds of programs: a layer's have a phase."""
 
 
-def _head(model: DecoderModel, _: KVPlan = PLAN, _layer: int = 0) -> tuple[Program, list[torch.Tensor]]:
-    program = programs.head_program(model.config)
-    hidden = torch.zeros(1, model.config.hidden_size, dtype=torch.bfloat16)
-    return program, inputs.head_call(program, inputs.head_constants(model, program)[0], hidden)[0]
-
-
-PROGRAMS: dict[str, Callable[..., tuple[Program, list[torch.Tensor]]]] = {
-    "decode": partial(_layer, programs.DECODE),
-    "prefill": partial(_layer, programs.PREFILL),
-    _HEAD: _head,
-}
-"""Kind -> a program and the arguments of its smallest call, of a model, a plan and one of its layers."""
+def smallest_call(kind: str, config: ModelConfig, plan: KVPlan = PLAN, layer: int = 0) -> tuple[Program, list[torch.Tensor]]:
+    """A program of a kind, and the arguments of its smallest call; `layer` is one of the plan's."""
+    model, phase = blank_model(config, layer), PROGRAMS[kind]
+    if phase is not None:
+        program = programs.plan_program(phase, config, plan, layer)
+        return program, layer_call(program, model, plan=plan, layer=layer)
+    head = programs.head_program(config)
+    hidden = torch.zeros(1, config.hidden_size, dtype=torch.bfloat16)
+    return head, inputs.head_call(head, inputs.head_constants(model, head)[0], hidden)[0]
 
 
 KERNELS = "kernel_aicore/"

@@ -43,7 +43,7 @@ def _project_qkv(x, weights, cos, sin, outputs, query, layer, tiles):
     Rounding points: q to BF16, as the reference.
     """
     projections, biases, norms = weights
-    rows, parts, head_dim = layer.rows, layer.parts, layer.attention.head_dim
+    rows, mixer, head_dim = layer.rows, layer.declared.attention, layer.attention.head_dim
     heads, kv_heads, half = layer.attention.num_heads, layer.attention.num_kv_heads, head_dim // 2
     projected = [tiles.project(x, weight) for weight in projections]
     pypto.set_vec_tile_shapes(16, 1, half)
@@ -53,15 +53,15 @@ def _project_qkv(x, weights, cos, sin, outputs, query, layer, tiles):
     def by_heads(side, count):
         # A bias is added head by head: were it added to rows of a tile, PyPTO would reshape those beyond the tile's end.
         y = pypto.reshape(projected[side], [rows, count, head_dim])
-        if parts.bias:
+        if mixer.bias:
             pypto.set_vec_tile_shapes(4, heads_per_tile(count), head_dim)
             y = y + pypto.cast(biases[side], pypto.DT_FP32)
         return y
 
     for side, out, count, is_q in ((0, outputs[0], heads, True), (1, outputs[1], kv_heads, False)):
         by_head, norm = by_heads(side, count), norms[side]
-        if parts.head_norms:
-            by_head = head_norm(by_head, norm, count, head_dim, layer.rms_norm_eps)
+        if mixer.head_norms:
+            by_head = head_norm(by_head, norm, count, head_dim, layer.declared.norm.eps)
         for place, values in enumerate(head_rope(by_head, cos, sin, rows, count, head_dim)):
             # K goes on in FP32: only what the format stores is rounded.
             values = query(pypto.cast(values, pypto.DT_BF16)) if is_q else values
@@ -113,12 +113,12 @@ def _finish(softmax, stored_v, kept, attended, first_row, first_head, shape):
 def _rest_of_layer(projected, tiles, hidden, weights, layer):
     """Scope 3 behind the output projection: residual, MLP, residual. BF16."""
     (mixer_out_norm, post_norm, mlp_out_norm), mlp_weights = weights
-    parts, sizes = layer.parts, (layer.hidden_size, layer.rms_norm_eps)
-    if parts.post_norms:
+    declared, sizes = layer.declared, (layer.hidden_size, layer.declared.norm.eps)
+    if declared.post_norms:
         projected = norm_update(projected, mixer_out_norm, *sizes)
     middle = residual(projected, hidden, tiles)
-    added = gated_mlp(hidden_norm(middle, post_norm, *sizes), mlp_weights, tiles, parts.activation)
-    if parts.post_norms:
+    added = gated_mlp(hidden_norm(middle, post_norm, *sizes), mlp_weights, tiles, declared.mlp.activation)
+    if declared.post_norms:
         added = norm_update(added, mlp_out_norm, *sizes)
     return residual(added, middle, tiles)
 
@@ -153,7 +153,7 @@ def _sink_mask(sinks, first, shape):
 def build(layer: Any, options: dict[str, Any]) -> Any:
     """The jit-decorated layer of a `LayerProgram`: tiles of `layer.rows` tokens, and within each attention unit by unit."""
     shape, rows = layer.attention, layer.rows
-    hidden_size, intermediate, eps = layer.hidden_size, layer.intermediate_size, layer.rms_norm_eps
+    hidden_size, intermediate, norm = layer.hidden_size, layer.declared.mlp.width, layer.declared.norm
     heads, kv_heads, at_once, head_dim = shape.num_heads, shape.num_kv_heads, shape.heads_at_once, shape.head_dim
     unit, step, queries = shape.unit_tokens, shape.step_tokens, shape.queries
     vectors = rows * kv_heads
@@ -164,7 +164,7 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
     has_sinks = bool(kept and kept.sink)
     newest = shape.window or 0
     sinks_width = step * (1 if kept is None or shape.window is None else 2)
-    half, norm_dtype = head_dim // 2, pypto.DT_FP32 if layer.parts.plus_one else pypto.DT_BF16
+    half, norm_dtype = head_dim // 2, pypto.DT_FP32 if norm.plus_one else pypto.DT_BF16
     tiles = Tiles(rows)
 
     @pypto.frontend.jit(**options)
@@ -231,7 +231,7 @@ def build(layer: Any, options: dict[str, Any]) -> Any:
             new_v = stored_v.room(vectors, "new_v")
             attended = pypto.tensor([rows, heads, head_dim], pypto.DT_BF16, "attended")
             for _ in pypto.loop(1, name="QKV", idx_name="i1"):
-                x = hidden_norm(pypto.view(hidden, [rows, hidden_size], [base, 0]), input_norm, hidden_size, eps)
+                x = hidden_norm(pypto.view(hidden, [rows, hidden_size], [base, 0]), input_norm, hidden_size, norm.eps)
                 c = pypto.view(cos, [rows, half], [base, 0])
                 s = pypto.view(sin, [rows, half], [base, 0])
                 weights = ((q_proj, k_proj, v_proj), (q_bias, k_bias, v_bias), (q_norm, k_norm))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from haarkv.models.config import Activation, Layer, ModelConfig, unknown_layer
+from haarkv.models.config import Layer, ModelConfig, unknown_layer
 from haarkv.tq_ops.kv import kernel_support
 from haarkv.tq_ops.kv.kernel_support import wrong_head_dim
 from haarkv.tq_ops.kv.plan import KVPlan
@@ -32,27 +32,11 @@ _BF16, _FP32, _INT32 = torch.bfloat16, torch.float32, torch.int32
 
 
 @dataclass(frozen=True)
-class Parts:
-    """In what layers of the families differ, beside their sizes. Norms' weights are FP32 with `plus_one`, else BF16."""
-
-    head_norms: bool = True
-    bias: bool = False
-    activation: Activation = "silu"
-    post_norms: bool = False
-    plus_one: bool = False
-
-    @classmethod
-    def from_layer(cls, layer: Layer) -> Parts:
-        """Of a declared layer with attention and a dense MLP."""
-        mixer, mlp = layer.attention, layer.mlp
-        return cls(mixer.head_norms, mixer.bias, mlp.activation, layer.post_norms, layer.norm.plus_one)
-
-
-@dataclass(frozen=True)
 class LayerProgram:
     """A whole decoder layer.
 
     Attributes:
+        declared: its norms' weights are FP32 with `plus_one`, else BF16.
         rows: tokens of a tile: the rows on which projections run at once; a multiple of the attention's unit.
         k, v: how K and V are stored.
         kept: what stays of both in BF16.
@@ -60,14 +44,12 @@ class LayerProgram:
 
     name: str
     hidden_size: int
-    intermediate_size: int
-    rms_norm_eps: float
+    declared: Layer
     rows: int
     attention: AttentionShape
     k: Side = TQ4
     v: Side = TQ4
     kept: WindowShape | None = None
-    parts: Parts = Parts()
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
@@ -84,15 +66,15 @@ class LayerProgram:
 
     def _unread(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Zeros for what this layer lacks."""
-        shape, parts = self.attention, self.parts
-        dim, norm = shape.head_dim, _FP32 if parts.plus_one else _BF16
+        shape, declared = self.attention, self.declared
+        mixer, dim, norm = declared.attention, shape.head_dim, _FP32 if declared.norm.plus_one else _BF16
         zeros: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"back": (_FP32, (1, dim))}
-        if not parts.bias:
+        if not mixer.bias:
             zeros |= {f"{x}_bias": (_BF16, (1, shape.num_kv_heads, dim)) for x in "kv"}
             zeros["q_bias"] = _BF16, (1, shape.num_heads, dim)
-        if not parts.head_norms:
+        if not mixer.head_norms:
             zeros |= dict.fromkeys(("q_norm", "k_norm"), (norm, (1, 1, dim)))
-        if not parts.post_norms:
+        if not declared.post_norms:
             zeros |= dict.fromkeys(("mixer_out_norm", "mlp_out_norm"), (norm, (1, self.hidden_size)))
         if shape.window is None:
             zeros["left_behind"] = _FP32, (1, 2 * shape.step_tokens + shape.unit_tokens)
@@ -169,20 +151,17 @@ def layer_program(
         mixer.num_heads, mixer.num_kv_heads, phase.unit, step, at_once, head_dim=mixer.head_dim, window=mixer.window,
         scale=mixer.scale,
     )  # fmt: skip
-    sizes = config.hidden_size, declared.mlp.width, declared.norm.eps
-    return LayerProgram(phase.name, *sizes, phase.rows, attention, k, v, kept, Parts.from_layer(declared))
+    return LayerProgram(phase.name, config.hidden_size, declared, phase.rows, attention, k, v, kept)
 
 
 decode_program, prefill_program = partial(layer_program, DECODE), partial(layer_program, PREFILL)
 
 
-def plan_program(
-    phase: Phase, config: ModelConfig, plan: KVPlan, layer: int, stored_as: int | None = None, chunk: int = WINDOW_CHUNK
-) -> LayerProgram:
-    """The program of a layer whose K and V are stored as layer `stored_as` of a plan, or its own; `chunk` is the cache's."""
-    index, mixer = layer if stored_as is None else stored_as, config.layers[layer].attention
-    kept = window_shape(plan, index, chunk, mixer.window)
-    return layer_program(phase, config, *layer_sides(plan, index, mixer.head_dim), kept, layer=layer)
+def plan_program(phase: Phase, config: ModelConfig, plan: KVPlan, layer: int, chunk: int = WINDOW_CHUNK) -> LayerProgram:
+    """The program of a layer with a plan's K and V; `chunk` is the cache's."""
+    mixer = config.layers[layer].attention
+    kept = window_shape(plan, layer, chunk, mixer.window)
+    return layer_program(phase, config, *layer_sides(plan, layer, mixer.head_dim), kept, layer=layer)
 
 
 def head_program(config: ModelConfig, most_vocab: int | None = None) -> HeadProgram:

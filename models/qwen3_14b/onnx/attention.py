@@ -13,15 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from onnx import TensorProto
 from torch import Tensor
 
 from haarkv.codebooks.learned import EIGHTHS
-from haarkv.models.qwen3_14b.onnx.levels import LevelScopes
+from haarkv.models.qwen3_14b.onnx.levels import CPU, LevelScopes
 from haarkv.tq_ops.formats.packing import planes
 from haarkv.tq_ops.formats.stretches import STRETCH, RopeShift
-from haarkv.tq_ops.onnx.graph import Graph, TensorType
+from haarkv.tq_ops.onnx.graph import Graph
 
 TURNS = ("turn_cos", "turn_sin")
 """Tables of a layer, by stretch."""
@@ -34,18 +33,12 @@ class AttentionScopes(LevelScopes):
 
     rope_pairs: int = 0
 
-    def stored_by(self, layer: int) -> dict[str, tuple[str, TensorType]]:
-        types = super().stored_by(layer)
+    def stored(self, layer: int) -> dict[str, tuple[str, Tensor]]:
+        tensors = super().stored(layer)
         if turns := self._turns(layer):
-            shape = self._table(turns, torch.device("cpu"))[0].shape
-            types |= {word: (f"layers.{layer}.{word}", TensorType(TensorProto.FLOAT, tuple(shape))) for word in TURNS}
-        return types
-
-    def stored_values(self, layer: int, device: torch.device) -> dict[str, Tensor]:
-        values = super().stored_values(layer, device)
-        if turns := self._turns(layer):
-            values |= {f"layers.{layer}.{word}": table for word, table in zip(TURNS, self._table(turns, device), strict=True)}
-        return values
+            tables = turns.table(-(-self.config.max_position_embeddings // STRETCH), CPU)
+            tensors |= {word: (f"layers.{layer}.{word}", table) for word, table in zip(TURNS, tables, strict=True)}
+        return tensors
 
     def turn_back(self, g: Graph, x: str, cos: str, sin: str) -> list[str]:
         """[.., D] fp32, the first 2 * `rope_pairs` numbers turned back by cos and sin [.., rope_pairs]."""
@@ -136,9 +129,6 @@ class AttentionScopes(LevelScopes):
     def _turns(self, layer: int) -> RopeShift | None:
         coordinates = self.description("k").transform.coordinates
         return coordinates(layer).rope_shift if self.rope_pairs and coordinates else None
-
-    def _table(self, turns: RopeShift, device: torch.device) -> tuple[Tensor, Tensor]:
-        return turns.table(-(-self.config.max_position_embeddings // STRETCH), device)
 
     # -- Attention -------------------------------------------------------------------------------------------------------
     def attention(self, g: Graph, q: str, block_table: str, visible: str, stored: str, **by: str) -> list[str]:

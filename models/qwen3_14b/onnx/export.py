@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from haarkv.models.catalog import find_model, open_source, stream_tensors
-from haarkv.models.checkpoint import require_tensors
+from haarkv.models.checkpoint import Progress, require_tensors
 from haarkv.models.config import ModelConfig
 from haarkv.models.qwen3_14b.onnx.model import (
     GraphSpec,
@@ -31,7 +31,7 @@ from haarkv.models.qwen3_14b.onnx.model import (
 )
 from haarkv.models.qwen3_14b.onnx.scopes import Qwen3Scopes
 from haarkv.models.rope import RopeTable
-from haarkv.models.weights import checkpoint_shapes
+from haarkv.models.weights import checkpoint_tensors
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.onnx import EXPORT_SUPPORT, FORMAT
 from haarkv.tq_ops.onnx.block_codes import CODES
@@ -40,10 +40,7 @@ from haarkv.tq_ops.onnx.graph import StoredWeights, TensorType
 from haarkv.tq_ops.weight import Blocks
 
 ABOUT, WEIGHTS = "export.json", "weights.bin"
-TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _COPIED_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
-
-Progress = Callable[[int, int], None]  # (weights written, weights in all)
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,8 @@ class Export:
     def blocks(self) -> dict[str, str]:
         """Type of the blocks of each weight that lies in some, by Hugging Face's name."""
         source = open_source(self.model)
-        tensors = {} if source is None else require_tensors(source.path, source.tensors(), self.config)
+        specs = checkpoint_tensors(self.config)
+        tensors = {} if source is None else require_tensors(source.path, source.tensors(), specs)
         weight_names = weight_types(Qwen3Scopes(self.config), self.graph)
         return {name: kind for name in weight_names if name in tensors and (kind := tensors[name].blocks) is not None}
 
@@ -104,25 +102,26 @@ def rotation_sha256(span: range, head_dim: int) -> str:
 
 def write_export(folder: Path, export: Export, progress: Progress | None = None) -> list[str]:
     """Write everything into an empty folder, one weight at a time in memory; the graphs' files. InputError of bad weights."""
-    shapes, kept_types = checkpoint_shapes(export.config), export.kept_types
-    coded = {name: CodedWeight(CODES[kind], *shapes[name]) for name, kind in export.blocks.items() if kind in kept_types}
+    specs, kept_types = checkpoint_tensors(export.config), export.kept_types
+    coded = {name: CodedWeight(CODES[kind], *specs[name].shape) for name, kind in export.blocks.items() if kind in kept_types}
     scopes, prefill = Qwen3Scopes(export.config, export.dtype, blocks=coded), export.graph
     types = weight_types(scopes, prefill)
     weight_file = StoredWeights(WEIGHTS, weight_offsets(types))
     rope = RopeTable(export.config.common.attention.rope, export.config.max_position_embeddings)
-    weights = stream_tensors(export.model, export.config, TORCH_DTYPES[export.dtype], kept_types)
+    weights = stream_tensors(export.model, export.config, getattr(torch, export.dtype), kept_types)
     tensors = chain(
         chain.from_iterable(
             coded_values(name, weight) if isinstance(weight, Blocks) else [(name, weight)] for name, weight in weights
         ),
         rope_values(rope),
-        stored_values(scopes, prefill, rope.device).items(),
+        stored_values(scopes, prefill).items(),
     )  # fmt: skip
     _write_weights(folder / WEIGHTS, export.dtype, tensors, types, weight_file, progress)
     metadata = export.about()
     plans = {"prefill.onnx": prefill, "decode.onnx": replace(prefill, one_token=True)}
     for name, plan in plans.items():
-        model = build(scopes, replace(plan, metadata=tuple(metadata.items())), weight_file)
+        model = build(scopes, plan, weight_file)
+        onnx.helper.set_model_props(model, metadata)
         (folder / name).write_bytes(model.SerializeToString())
         onnx.checker.check_model(str(folder / name), full_check=True)
     source = find_model(export.model)

@@ -22,9 +22,10 @@ from haarkv.tq_ops.formats.packing import eighth_widths, planes
 from haarkv.tq_ops.formats.rotated import Description
 from haarkv.tq_ops.onnx import FORMAT
 from haarkv.tq_ops.onnx.block_products import CodedWeight
-from haarkv.tq_ops.onnx.graph import Graph, TensorType
+from haarkv.tq_ops.onnx.graph import Graph
 
 _FLOAT, _INT32 = TensorProto.FLOAT, TensorProto.INT32
+CPU = torch.device("cpu")
 # Vectors with larger or smaller coordinates are first multiplied by a power of two, which is exact: squares stay in FP32.
 _LARGE, _SMALL, _LIFT = 2.0**40, 2.0**-40, 2.0**96
 _COORDINATES = ("mean", "forward", "rows", "weights")
@@ -71,33 +72,21 @@ class LevelScopes:
         """Whether a side has learned coordinates in place of a rotation."""
         return self.description(side).transform.coordinates is not None
 
-    def stored_by(self, layer: int) -> dict[str, tuple[str, TensorType]]:
-        """Rotations and coordinates of K and V in a layer: a scope's word -> name and type."""
-        heads, dim = self.config.heads.num_kv_heads, self.config.heads.head_dim
+    def stored(self, layer: int) -> dict[str, tuple[str, Tensor]]:
+        """Rotations and coordinates of K and V in a layer, fp32: a scope's word -> name and tensor."""
         rotations = {self.description(side).transform for side in "kv" if not self.has_learned(side)}
-        types: dict[str, tuple[str, TensorType]] = {}
-        for side in "kv":
-            if self.has_learned(side):
-                for word in _COORDINATES:
-                    shape = (heads, dim, dim) if word in ("forward", "rows") else (heads, dim)
-                    types[f"{side}_{word}"] = (f"layers.{layer}.{side}_{word}", TensorType(_FLOAT, shape))
-            else:
-                word = "rotation" if len(rotations) == 1 else f"{side}_rotation"
-                types[f"{side}_rotation"] = (f"layers.{layer}.{word}", TensorType(_FLOAT, (dim, dim)))
-        return types
-
-    def stored_values(self, layer: int, device: torch.device) -> dict[str, Tensor]:
-        """The tensors of `stored_by` by their names."""
-        names = {word: name for word, (name, _) in self.stored_by(layer).items()}
-        values: dict[str, Tensor] = {}
+        tensors: dict[str, tuple[str, Tensor]] = {}
         for side in "kv":
             transform = self.description(side).transform
             if transform.coordinates:
-                coordinates = transform.coordinates(layer).to(device)
-                values |= {names[f"{side}_{word}"]: getattr(coordinates, word).contiguous() for word in _COORDINATES}
+                coordinates = transform.coordinates(layer).to(CPU)
+                for word in _COORDINATES:
+                    name = f"{side}_{word}"
+                    tensors[name] = f"layers.{layer}.{name}", getattr(coordinates, word).contiguous()
             else:
-                values[names[f"{side}_rotation"]] = transform.on(layer, self.config.heads.head_dim, device)
-        return values
+                word, rotation = f"{side}_rotation", transform.on(layer, self.config.heads.head_dim, CPU)
+                tensors[word] = f"layers.{layer}.{word if len(rotations) > 1 else 'rotation'}", rotation
+        return tensors
 
     # -- From vectors to codes -----------------------------------------------------------------------------------------
     def quantize(self, g: Graph, x: str, rotation: str, *, side: str) -> list[str]:

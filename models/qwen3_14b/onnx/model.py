@@ -8,7 +8,6 @@ from itertools import chain
 
 import numpy as np
 import onnx
-import torch
 from onnx import TensorProto
 from torch import Tensor
 
@@ -40,7 +39,6 @@ class GraphSpec:
         embed, head: begin with token ids, end with logits, instead of hidden states.
         opset: version of the standard operators.
         one_token: of each sequence there is one new token; else their number is an input's size.
-        metadata: kept in the model.
         formats: K's and V's in each layer of the span; those of the scopes if empty.
         kept: tokens that a query sees in BF16: the newest, itself among them, and the first ones.
         has_stretches: texts may be longer than a stretch, so that learned keys are stored turned back.
@@ -51,7 +49,6 @@ class GraphSpec:
     head: bool
     opset: int
     one_token: bool = False
-    metadata: tuple[tuple[str, str], ...] = ()
     formats: tuple[tuple[KVFormat, KVFormat], ...] = ()
     kept: tuple[int, int] = (0, 0)
     has_stretches: bool = False
@@ -120,7 +117,8 @@ def weight_types(scopes: Qwen3Scopes, plan: GraphSpec) -> dict[str, TensorType]:
     for layer in plan.span:
         for tensor in layer_tensors(config, layer).values():
             types |= weight(tensor.name, tensor.shape)
-        types |= dict(plan.scopes(scopes, layer).stored_by(layer).values())
+        stored = plan.scopes(scopes, layer).stored(layer)
+        types |= {name: TensorType(TensorProto.FLOAT, tuple(tensor.shape)) for name, tensor in stored.values()}
     if plan.head:
         types[FINAL_NORM] = TensorType(element, (config.hidden_size,))
         if not config.tied:
@@ -159,11 +157,11 @@ def rope_values(rope: RopeTable) -> Iterator[tuple[str, Tensor]]:
     return zip((ROPE_COS, ROPE_SIN), rope.whole(), strict=True)
 
 
-def stored_values(scopes: Qwen3Scopes, plan: GraphSpec, device: torch.device) -> dict[str, Tensor]:
+def stored_values(scopes: Qwen3Scopes, plan: GraphSpec) -> dict[str, Tensor]:
     """Rotations and coordinates of K and V in the layers of a graph."""
     values: dict[str, Tensor] = {}
     for layer in plan.span:
-        values |= plan.scopes(scopes, layer).stored_values(layer, device)
+        values |= plan.scopes(scopes, layer).stored(layer).values()
     return values
 
 
@@ -184,8 +182,7 @@ _FLOAT, _INT32, _INT64 = TensorProto.FLOAT, TensorProto.INT32, TensorProto.INT64
 
 
 def build(scopes: Qwen3Scopes, plan: GraphSpec, weight_file: StoredWeights | None = None) -> onnx.ModelProto:
-    """One model, whose weights are in `weight_file` or else inputs; errors as `require_opset`."""
-    require_opset(plan.opset)
+    """One model, whose weights are in `weight_file` or else inputs."""
     return _Model(scopes, plan).build(weight_file)
 
 
@@ -208,7 +205,7 @@ class _Model:
             hidden = self._layer(layer, hidden, shared)
         self._finish(hidden, begin)
         name = f"{self.config.model_type} layers {self.plan.span.start} to {self.plan.span.stop - 1}"
-        return self.g.model(name, inputs, outputs, dict(self.plan.metadata), weight_file)
+        return self.g.model(name, inputs, outputs, weight_file)
 
     def interface(self) -> tuple[dict[str, TensorType], dict[str, TensorType]]:
         config, tokens = self.config, 1 if self.plan.one_token else "tokens"
@@ -351,7 +348,7 @@ class _Model:
         }
         fields = {cache_field: cache_name(layer, cache_field) for cache_field in self.plan.fields}
         scopes = self.plan.scopes(self.scopes, layer)
-        by = {word: self._weight(name) for word, (name, _) in scopes.stored_by(layer).items()}
+        by = {word: self._weight(name) for word, (name, _) in scopes.stored(layer).items()}
         hidden, *new = self.g.call(
             f"layers.{layer}", f"DecoderLayer{scopes.suffix}{scopes.weights_suffix}", scopes.layer,
             hidden=hidden, **fields, **shared, **by,

@@ -114,7 +114,7 @@ class Qwen3Scopes(AttentionScopes):
         """One decoder layer: hidden [B*Q, hidden] -> the same, and new K and V as stored.
 
         Args:
-            w: weights, what `stored_by` names, `FIELDS`, `WINDOW_FIELDS` with `kept_index` and `kept_stored`, and for keys in
+            w: weights, what `stored` names, `FIELDS`, `WINDOW_FIELDS` with `kept_index` and `kept_stored`, and for keys in
                 stretches `stretch` and what `by_stretches` takes.
         """
         x = self._norm(g, "input_norm", hidden, w["input_norm.weight"])

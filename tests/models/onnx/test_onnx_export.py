@@ -1,8 +1,8 @@
 """`tq export`: the folder is whole, runs without this project, and what cannot be written leaves nothing behind."""
 
-import ast
 import hashlib
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -21,7 +21,7 @@ from haarkv.engine.loading import load
 from haarkv.models.catalog import read_config
 from haarkv.models.qwen3_14b.onnx import export as onnx_export
 from haarkv.models.qwen3_14b.onnx.export import ABOUT, WEIGHTS, Export, write_export
-from haarkv.models.weights import checkpoint_shapes
+from haarkv.models.weights import checkpoint_tensors
 from haarkv.tq_ops.onnx.graph import TensorType
 from tq import __version__
 from tq.cli import main
@@ -64,14 +64,8 @@ def test_a_short_script_without_this_project_writes_the_references_text(tiny):
     result = load("tiny").generate([PROMPT], max_new_tokens=32, chat=False)
     assert json.loads(done.stdout) == {"token_ids": result.completions[0].token_ids, "text": result.texts[0]}
     assert len(result.completions[0].token_ids) == 32
-
-
-def test_that_script_is_short_and_imports_what_it_says():
-    source = SCRIPT.read_text(encoding="utf-8")
-    assert len(source.splitlines()) <= 40
-    modules = {alias.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import) for alias in node.names}
-    modules |= {node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}
-    assert modules == {"json", "sys", "pathlib", "numpy", "onnxruntime", "tokenizers"}
+    modules = re.findall(r"^ *(?:import|from) (\w+)", SCRIPT.read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(modules) == {"json", "sys", "pathlib", "numpy", "onnxruntime", "tokenizers"}
 
 
 # -- What is in the folder -----------------------------------------------------------------------------------------------
@@ -160,7 +154,7 @@ def test_blocks_of_a_file_stay_four_bits_in_the_folder_and_give_the_restored_log
     assert json.loads((folders[0] / ABOUT).read_text())["haarkv.blocks"] == "Q4_1"
     # 4 bits, and FP32 scale and minimum of each 32 numbers; norms, rotary tables and rotations are the rest.
     sizes = [sum(t.nbytes for t in outside(folder)) for folder in folders]
-    numbers = sum(np.prod(shape) for shape in checkpoint_shapes(read_config(str(file))).values() if len(shape) == 2)
+    numbers = sum(np.prod(one.shape) for one in checkpoint_tensors(read_config(file)).values() if len(one.shape) == 2)
     assert sizes[1] - sizes[0] == numbers * 4 - numbers * 24 // 32
 
 

@@ -17,14 +17,7 @@ from small_models import SMALL as CONFIG
 from small_models import resize_config, small_model
 
 from haarkv.codebooks import haar_rotation
-from haarkv.models.qwen3_14b.onnx.model import (
-    NEWEST_OPSET,
-    OLDEST_OPSET,
-    GraphSpec,
-    build,
-    stored_values,
-    weight_values,
-)
+from haarkv.models.qwen3_14b.onnx.model import NEWEST_OPSET, OLDEST_OPSET, GraphSpec, build, stored_values, weight_values
 from haarkv.models.qwen3_14b.onnx.scopes import Qwen3Scopes
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.formats.synthetic import calibration
@@ -47,7 +40,7 @@ def build_graph(
 def graph_weights(model) -> dict[str, np.ndarray]:
     """FP32 weights as a graph of `tq4` takes them."""
     whole = GraphSpec(range(model.config.num_layers), embed=True, head=True, opset=23)
-    kv_values = stored_values(Qwen3Scopes(model.config), whole, torch.device("cpu"))
+    kv_values = stored_values(Qwen3Scopes(model.config), whole)
     return {name: tensor.numpy() for name, tensor in (*weight_values(model), *kv_values.items())}
 
 
@@ -57,9 +50,9 @@ def open_graph(model: onnx.ModelProto) -> ort.InferenceSession:
     return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
-def random_feed(session: ort.InferenceSession, sizes: dict[str, int], past_lens, seed=0) -> dict[str, np.ndarray]:
-    """Inputs at random, but for weights: tokens, and a cache whose every byte and scale is valid."""
-    rng = np.random.default_rng(seed)
+def random_feed(session: ort.InferenceSession, weights, sizes: dict[str, int], past_lens) -> dict[str, np.ndarray]:
+    """The weights, and all other inputs at random: tokens, and a cache whose every byte and scale is valid."""
+    rng = np.random.default_rng(0)
     feed = {}
     for value in session.get_inputs():
         shape = [sizes.get(size, size) for size in value.shape]
@@ -77,18 +70,15 @@ def random_feed(session: ort.InferenceSession, sizes: dict[str, int], past_lens,
             feed[value.name] = rng.integers(0, 256, shape, dtype=np.uint8)
         elif value.name.endswith("scale"):
             feed[value.name] = rng.uniform(0.5, 2.0, shape).astype(np.float16)
+        else:
+            feed[value.name] = weights[value.name]
     return feed
 
 
-def run(
-    model: onnx.ModelProto, weights: dict[str, np.ndarray], sizes: dict[str, int], past_lens, seed=0
-) -> dict[str, np.ndarray]:
+def run(model: onnx.ModelProto, weights, sizes: dict[str, int], past_lens) -> dict[str, np.ndarray]:
     """Every output of a graph by name."""
     session = open_graph(model)
-    input_names = {value.name for value in session.get_inputs()}
-    feed = random_feed(session, sizes, past_lens, seed) | {
-        name: value for name, value in weights.items() if name in input_names
-    }
+    feed = random_feed(session, weights, sizes, past_lens)
     names = [value.name for value in session.get_outputs()]
     return dict(zip(names, session.run(names, feed), strict=True))
 
@@ -166,10 +156,8 @@ def test_rotating_k_back_would_be_seen():
 
 
 def test_memory_behind_the_end_may_hold_anything():
-    weights = graph_weights(small_model(CONFIG))
     session = open_graph(build_graph())
-    input_names = {value.name for value in session.get_inputs()}
-    feed = random_feed(session, NUMBERS, [130, 5]) | {name: value for name, value in weights.items() if name in input_names}
+    feed = random_feed(session, graph_weights(small_model(CONFIG)), NUMBERS, [130, 5])
     clean = session.run(None, feed)
     for name in [name for name in feed if name.endswith("scale")]:
         table = feed["block_table"]
@@ -194,7 +182,7 @@ def test_quantize_stores_what_the_format_stores(head_dim):
     shape = (24, 5, 2)
     inputs = {"x": TensorType(1, (*shape, head_dim)), "rotation": TensorType(1, (head_dim, head_dim))}
     outputs = {codes: TensorType(TensorProto.UINT8, (*shape, head_dim // 2)), scale: TensorType(TensorProto.FLOAT16, shape)}
-    session = open_graph(g.model("quantize", inputs, outputs, {}, None))
+    session = open_graph(g.model("quantize", inputs, outputs, None))
     feed = {"x": x.numpy(), "rotation": haar_rotation(7, head_dim).float().numpy()}
     ours = dict(zip(("codes", "scale"), map(torch.from_numpy, session.run(None, feed)), strict=True))
     tq4 = formats.get("tq4")

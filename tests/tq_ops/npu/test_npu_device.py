@@ -128,8 +128,8 @@ from haarkv.tq_ops.npu.folders import send_pypto_output_away
 print(send_pypto_output_away())
 import pypto
 from haarkv.models.catalog import read_config
-from haarkv.models.qwen3_14b.npu.compile import PROGRAMS, blank_model
-program, arguments = PROGRAMS["head"](blank_model(read_config("tiny")))
+from haarkv.models.qwen3_14b.npu.compile import smallest_call
+program, arguments = smallest_call("head", read_config("tiny"))
 options = {"runtime_options": {"run_mode": 1}, "host_options": {"compile_stage": pypto.CompStage.TENSOR_GRAPH}}
 program.build(**options)(*arguments)
 """
