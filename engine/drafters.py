@@ -18,7 +18,7 @@ from haarkv.engine.sampling import BatchSampler
 from haarkv.executors.base import Executor, last_rows, verify
 from haarkv.models.base import new_cache
 from haarkv.models.mtp import MTP
-from haarkv.tq_ops.kv.batch import Batch, upload
+from haarkv.tq_ops.kv.batch import Batch, PagedSequences, upload
 from haarkv.tq_ops.kv.cache import PagedKVCache, cache_bytes
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.table import OpTable
@@ -60,7 +60,12 @@ class ModelSource(DraftSource):
     plan: KVPlan
 
     def drafter(self, sequences: int, max_context: int) -> Drafter:
-        return _ModelDrafter(self, sequences, self.context(max_context))
+        return _ModelDrafter(self, sequences, max_context)
+
+    def new_cache(self, sequences: int, max_context: int) -> tuple[PagedKVCache, PagedSequences]:
+        """The drafter's own cache, empty."""
+        tokens, executor = self.context(max_context), self.executor
+        return new_cache(executor.config, self.plan, sequences=sequences, tokens=tokens, device=executor.device)
 
     def cache_bytes(self, sequences: int, max_context: int) -> int:
         config = self.executor.config
@@ -83,13 +88,10 @@ class _DraftSequence:
 class _ModelDrafter(Drafter):
     """Unless drafts did not pay in earlier runs, it reads the prompts at once, within the time to the first token."""
 
-    def __init__(self, source: ModelSource, sequences: int, limit: int) -> None:
-        self._source, self._executor, self._limit = source, source.executor, limit
-        config = source.executor.config
-        self._own_vocab = config.vocab_size
-        self._cache, self._paging = new_cache(
-            config, source.plan, sequences=sequences, tokens=limit, device=source.executor.device
-        )
+    def __init__(self, source: ModelSource, sequences: int, max_context: int) -> None:
+        self._source, self._executor, self._limit = source, source.executor, source.context(max_context)
+        self._own_vocab = source.executor.config.vocab_size
+        self._cache, self._paging = source.new_cache(sequences, max_context)
         self._sequences: dict[int, _DraftSequence] = {}
         self._opened = False
 
@@ -176,20 +178,15 @@ class _ModelDrafter(Drafter):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MTPSource(DraftSource):
+class MTPSource(ModelSource):
     """Drafts by the model's own MTP layer (`models.mtp`)."""
 
     mtp: MTP
-    executor: Executor
-    plan: KVPlan
     target: Executor
     name: str = "mtp"
 
     def drafter(self, sequences: int, max_context: int) -> Drafter:
         return MTPDrafter(self, sequences, max_context)
-
-    def cache_bytes(self, sequences: int, max_context: int) -> int:
-        return cache_bytes(self.plan, max_context, self.mtp.model.config.kv_shapes, sequences)
 
 
 @dataclass
@@ -225,11 +222,8 @@ class MTPDrafter(Drafter):
     """
 
     def __init__(self, source: MTPSource, sequences: int, max_context: int) -> None:
-        self._source = source
-        self._limit = min(max_context, source.plan.context or max_context)
-        self._cache, self._paging = new_cache(
-            source.mtp.model.config, source.plan, sequences=sequences, tokens=self._limit, device=source.executor.device
-        )
+        self._source, self._limit = source, source.context(max_context)
+        self._cache, self._paging = source.new_cache(sequences, max_context)
         self._notes: deque[tuple[Batch, Tensor]] = deque(maxlen=READ)
         self._by_row: dict[int, _LayerSequence] = {}
 

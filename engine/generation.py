@@ -138,7 +138,6 @@ class GenerationRequest:
     eos_token_ids: Sequence[int] = ()
     unused_ids: Sequence[int] = ()
     sampling: Sampling = field(default_factory=Sampling)
-    chunk: int = PREFILL_CHUNK
     stored: Sequence[StoredSequence | None] = ()
     draft: DraftSource | None = None
     draft_tokens: int = 4
@@ -176,9 +175,8 @@ def generate(
         timing = Timing(prefill_tokens=sum(map(len, rest)))
         # A later prompt may differ in the last tokens, which the chat template adds: keep the recurrent state before them.
         last = WINDOW_ROOM - 1 if on_end and len(cache.states) > len(cache.kv) else 0
-        logits = prefill_in_chunks(
-            prefiller or executor, rest, sequences, paging, cache, request.chunk, request.on_prefill, last
-        )
+        on_prefill = request.on_prefill
+        logits = prefill_in_chunks(prefiller or executor, rest, sequences, paging, cache, on_prefill=on_prefill, last=last)
         begins = [take(cache, paging, *pair, whole=False) for pair in zip(sequences, prompts, strict=True)] if on_end else []
         speculation = None
         if draft and drafter:
