@@ -10,7 +10,7 @@ from small_models import SMALL, gemma_config, resize_config, small_model, window
 
 from haarkv.benchmarks import cases, decode, report
 from haarkv.benchmarks.cases import Case, Variant, benchmark_plan, parse_caches
-from haarkv.benchmarks.decode_cost import Cost, CostRow, attention_cost, step_cost, store_cost
+from haarkv.benchmarks.decode_cost import CostRow, attention_cost, step_cost, store_cost
 from haarkv.benchmarks.timing import Machine, Spread
 from haarkv.engine.plans import shape_signature
 from haarkv.executors.reference import ReferenceExecutor
@@ -51,18 +51,6 @@ def test_the_floor_is_the_longer_of_bytes_and_operations():
     assert figures["of_floor"] == 2.0 / MACHINE.floor_ms(cost.nbytes, cost.flops)
     assert math.isclose(figures["gbps"], cost.nbytes / 2e-3 / 1e9)
     assert math.isclose(figures["of_copy"], figures["gbps"] / 10)
-
-
-def test_a_speed_up_is_over_the_fastest_peer_of_the_same_kind_and_case():
-    def made(who, ms, context=64, kind="step"):
-        peer = not who.startswith("cpu")
-        return CostRow(kind, who, Case(1, context), Cost(1, 1, 1, 1), MACHINE, Spread(ms, ms, ms), peer=peer)
-
-    ours = made("cpu tq4", 2.0)
-    others = [made("sdpa bf16 rows", 5.0), made("hf DynamicCache bf16", 3.0), made("cpu bf16", 1.0)]
-    elsewhere = [made("sdpa a", 0.5, context=65), made("sdpa a", 0.5, kind="layer")]
-    assert ours.as_json([ours, *others, *elsewhere])["speed_up"] == 1.5
-    assert "speed_up" not in ours.as_json([ours, *elsewhere])
 
 
 @pytest.mark.parametrize("kv", ["tq4", "fp32"])
@@ -121,7 +109,6 @@ def test_others_take_turns_with_ours_and_say_why_they_cannot(glance):
     notes = {r.who: r for r in rows if r.note}
     assert (notes.keys(), notes["none"].ms) == ({"none"}, None)
     summary = decode.report("decode", request, MACHINE, rows)
-    assert all("speed-up" in table.columns for table in summary.tables)
     assert "none: it is not installed" in summary.notes[0]
 
 
