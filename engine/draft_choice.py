@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from haarkv.engine.drafters import ModelSource, MTPSource
-from haarkv.engine.drafts import Beginning, Drafter, DraftSource
+from haarkv.engine.drafts import Drafter, DraftRun, DraftSource
 from haarkv.engine.plans import balanced_for, plan_for
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
@@ -141,18 +141,15 @@ class NgramSource(DraftSource):
 
     name: str = "ngram"
 
-    def drafter(self, sequences: int, max_context: int) -> Drafter:
-        return _NgramDrafter(max_context)
+    def drafter(self, run: DraftRun) -> Drafter:
+        return _NgramDrafter(run)
 
 
 class _NgramDrafter(Drafter):
-    def __init__(self, max_context: int) -> None:
-        self._room = max_context + 1
-
-    def begin(self, beginning: Beginning) -> None:
+    def __init__(self, run: DraftRun) -> None:
         # Room for the texts to grow, so that a step adds its few tokens and copies none.
-        self._tokens = [np.zeros(max(self._room, len(prompt)), dtype=np.int64) for prompt in beginning.prompts]
-        self._lengths = [0] * len(beginning.prompts)
+        self._tokens = [np.zeros(run.max_context + 1, dtype=np.int64) for _ in run.prompts]
+        self._lengths = [0] * len(run.prompts)
 
     def propose(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> dict[int, list[int]]:
         for row, text in texts.items():
