@@ -8,8 +8,8 @@ import pytest
 import torch
 from small_models import SMALL, gemma_config, resize_config, small_model, window_config, without_numbers
 
-from haarkv.benchmarks import cases, decode, report
-from haarkv.benchmarks.cases import Case, Variant, benchmark_plan, parse_caches
+from haarkv.benchmarks import cases, report
+from haarkv.benchmarks.cases import Case, benchmark_plan, parse_caches
 from haarkv.benchmarks.decode_cost import CostRow, attention_cost, step_cost, store_cost
 from haarkv.benchmarks.timing import Machine, Spread
 from haarkv.engine.plans import shape_signature
@@ -88,28 +88,6 @@ def test_layers_that_are_stored_unlike_take_turns_themselves():
     plan, config = cases.layers_in_turn(replace(mixed_plan, layers=(*mixed_plan.layers, *mixed_plan.layers[:2])), gemma, 7)
     assert config.layers == (gemma.layers[0],) * 3
     assert plan.layers == (mixed_plan.layers[0], mixed_plan.layers[2], mixed_plan.layers[1])
-
-
-def test_others_take_turns_with_ours_and_say_why_they_cannot(glance):
-    numbers, model = [], small_model()
-
-    def beside(kind, asked):
-        yield Variant("theirs", numbers.append, [32.0] * asked.model.config.num_layers)
-        yield from [Variant("none", None, [32.0], "it is not installed")] * (kind == "attention")
-
-    request = decode.Request(
-        "small", ["reference"], ["tq4"], [20], [1], peer_variants=beside, kinds=("attention", "step"), repeats=2
-    )
-    _, rows = decode.measure(request, model=model)
-    assert {(r.kind, r.who, r.peer) for r in rows} == {
-        ("attention", "none", True), ("attention", "theirs", True), ("attention", "reference tq4", False),
-        ("store", "reference tq4", False), ("step", "theirs", True), ("step", "reference tq4", False),
-    }  # fmt: skip
-    assert len(set(numbers)) > 2
-    notes = {r.who: r for r in rows if r.note}
-    assert (notes.keys(), notes["none"].ms) == ({"none"}, None)
-    summary = decode.report("decode", request, MACHINE, rows)
-    assert "none: it is not installed" in summary.notes[0]
 
 
 # -- Layers that differ, and prompts --------------------------------------------------------------------------------------
