@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -32,13 +32,6 @@ from haarkv.tq_ops.kv.shapes import blocks_for
 from haarkv.tq_ops.table import OpTable, with_experts, with_ops
 
 _AHEAD = 512, 20, 16, 2, 1  # new tokens that launch kernels of their own; 16 fit beside a tail without more memory
-
-
-class _Steps(NamedTuple):
-    """Decode steps on one cache by batch size, and the memory pool of their graphs; None without graphs."""
-
-    pool: Any
-    by_size: dict[int, DecodeStep]
 
 
 class CudaExecutor(Executor):
@@ -85,7 +78,8 @@ class CudaExecutor(Executor):
             self._model = model.with_weights(weights, self.device)
         # A graph that holds sums over ranks was never tried: with several, steps are launched op by op.
         self._graphs = self.device.type == "cuda" and self._model.ranks.size == 1
-        self._steps: WeakKeyDictionary[PagedKVCache, _Steps] = WeakKeyDictionary()
+        # Of each cache the memory pool of its graphs, None without them, and its decode steps by batch size.
+        self._steps: WeakKeyDictionary[PagedKVCache, tuple[Any, dict[int, DecodeStep]]] = WeakKeyDictionary()
 
     @staticmethod
     def supports(config: ModelConfig, plan: KVPlan) -> str | None:
@@ -131,13 +125,13 @@ class CudaExecutor(Executor):
             if len(token_ids) > len(batch.seq_lens):
                 cache.require_room(batch)
                 return self._model.forward(token_ids, batch, cache, self._table)
-            if (steps := self._steps.get(cache)) is None:
+            if cache not in self._steps:
                 # A pool of its own: one that outlives its last graph takes no other.
-                steps = self._steps[cache] = _Steps(torch.cuda.graph_pool_handle() if self._graphs else None, {})
-            if (size := padded_batch_size(len(token_ids))) not in steps.by_size:
-                longest = self.config.max_position_embeddings
-                steps.by_size[size] = DecodeStep(size, cache, longest, self._step_on(cache), steps.pool)
-            return steps.by_size[size](token_ids, batch)
+                self._steps[cache] = torch.cuda.graph_pool_handle() if self._graphs else None, {}
+            pool, by_size = self._steps[cache]
+            if (size := padded_batch_size(len(token_ids))) not in by_size:
+                by_size[size] = DecodeStep(size, cache, self.config.max_position_embeddings, self._step_on(cache), pool)
+            return by_size[size](token_ids, batch)
 
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:
