@@ -20,8 +20,7 @@ from haarkv.benchmarks.timing import MOST_COPIES, Machine, OnTurn, Run
 from haarkv.engine.generation import prefill_in_chunks, tail_chunk
 from haarkv.engine.plans import plan_for
 from haarkv.executors.base import Executor, verify
-from haarkv.models.base import DecoderModel
-from haarkv.models.base import new_cache as empty_cache
+from haarkv.models.base import DecoderModel, new_cache
 from haarkv.models.config import ModelConfig
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
@@ -36,7 +35,6 @@ from haarkv.tq_ops.kv.shapes import RING_CHUNK
 from haarkv.tq_ops.table import OpTable, with_ops
 
 _FILL = 4096
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -50,11 +48,6 @@ class Case:
 def visible_tokens(window: int | None, context: int) -> int:
     """Tokens that the last query of a context sees."""
     return context if window is None else min(context, window)
-
-
-def kv_numbers(config: ModelConfig) -> list[int]:
-    """Numbers of K and V of one token in each layer, all heads."""
-    return [2 * shape.numbers if shape else 0 for shape in config.kv_shapes]
 
 
 def token_bytes(plan: KVPlan, config: ModelConfig) -> list[float]:
@@ -74,19 +67,6 @@ def layers_in_turn(plan: KVPlan, config: ModelConfig, copies: int) -> tuple[KVPl
     if len(set(layer_formats)) == 1 and not any(isinstance(side, LearnedFormat) for side in layer_formats[0]):
         return KVPlan(plan.layers[:1] * copies, plan.recent, plan.sink), replace(config, layers=config.layers[:1] * copies)
     return KVPlan(tuple(layer_formats), plan.recent, plan.sink), replace(config, layers=tuple(config.layers[i] for i in like))
-
-
-def new_cache(
-    plan: KVPlan, config: ModelConfig, tokens: int, batch: int = 1, device: torch.device = CPU, at_once: int = 1
-) -> tuple[PagedKVCache, PagedSequences]:
-    """An empty cache and its pages; `at_once` new tokens fit into sliding windows."""
-    chunk = max(RING_CHUNK, at_once)
-    return empty_cache(config, plan, sequences=batch, tokens=tokens, device=device, ring_chunk=chunk)
-
-
-def new_pages(cache: PagedKVCache) -> PagedSequences:
-    """Pages of a cache that holds nothing."""
-    return PagedSequences(cache.num_blocks, cache.block_size, num_rows=cache.num_rows)
 
 
 def random_kv(config: ModelConfig, case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -116,7 +96,9 @@ def filled_cache(
 
     Of equal layers the first is quantized, the others copy its bytes. Recurrent states are zeros.
     """
-    cache, paging = new_cache(plan, config, case.context + steps, case.batch, k.device, steps)
+    cache, paging = new_cache(
+        config, plan, sequences=case.batch, tokens=case.context + steps, device=k.device, ring_chunk=max(RING_CHUNK, steps)
+    )
     kinds = list(zip(plan.layers, cache.shapes, strict=True))
     source = [layer if plan.has_windows else kinds.index(kind) for layer, kind in enumerate(kinds)]
     for sequence in [paging.add() for _ in range(case.batch)]:
@@ -214,14 +196,12 @@ class Variant(NamedTuple):
     Attributes:
         run: None for the reason in `note`.
         kv_bytes: of one token's K and V in each layer; for attention in one layer.
-        about: version and build.
     """
 
     name: str
     run: Run | None
     kv_bytes: Sequence[float]
     note: str = ""
-    about: str = ""
 
 
 PeerVariants = Callable[[str, "Measurement"], Iterable[Variant]]
@@ -310,7 +290,7 @@ def forward_run(kind: str, executor: Executor, plan: KVPlan, case: Case, repeats
         cache, paging = filled_cache(plan, config, case, *random_kv(config, case, device), appended_tokens(repeats))
         tokens = torch.arange(case.batch, device=device) % config.vocab_size
     else:
-        cache, _ = empty_cache(
+        cache, _ = new_cache(
             config, plan, sequences=case.batch, tokens=case.context, device=device, chunk=tail_chunk(executor, plan)
         )
         prompts = random_prompts(config, case)
@@ -318,7 +298,7 @@ def forward_run(kind: str, executor: Executor, plan: KVPlan, case: Case, repeats
     def logits() -> Tensor:
         if kind == "step":
             return verify(executor, tokens, paging.batch(range(case.batch), [1] * case.batch).to(device), cache)
-        empty = new_pages(cache)
+        empty = PagedSequences(cache.num_blocks, cache.block_size, num_rows=cache.num_rows)
         return prefill_in_chunks(executor, prompts, [empty.add() for _ in prompts], empty, cache)
 
     def run(_: int) -> None:

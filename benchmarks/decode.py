@@ -142,30 +142,26 @@ def cost_rows(kind: str, measurement: Measurement) -> Iterator[CostRow]:
     runs: dict[str, Run] = {}
     rows: dict[str, CostRow] = {}
 
-    def add(kind: str, who: str, cost: Cost, run: Run | None, note: str = "", about: str = "", *, peer: bool = False) -> None:
+    def add(kind: str, who: str, cost: Cost, run: Run | None, note: str = "", *, peer: bool = False) -> None:
         key = f"{kind} {who}"
-        rows[key] = CostRow(kind, who, measurement.case, cost, measurement.machine, None, note, about=about, peer=peer)
+        rows[key] = CostRow(kind, who, measurement.case, cost, measurement.machine, None, note, peer=peer)
         if run is not None:
             runs[key] = run
 
     for who, (executor, plan) in measurement.sides.items():
-        nbytes = cases.token_bytes(plan, measurement.model.config)
+        nbytes, run, store, note = cases.token_bytes(plan, measurement.model.config), None, None, ""
         if kind == "attention":
-            attend, store, nbytes = cases.attention_runs(executor, plan, measurement)
-            add(kind, who, minimum_cost(kind, measurement, nbytes), attend, "" if executor.ops else NO_OPS)
-            if store is not None:
-                add("store", who, store_cost(measurement.model.config, measurement.case, nbytes[0]), store)
+            run, store, nbytes = cases.attention_runs(executor, plan, measurement)
+            note = "" if executor.ops else NO_OPS
         elif executor.simulated:
-            add(kind, who, minimum_cost(kind, measurement, nbytes), None, SIMULATION_NOTE)
+            note = SIMULATION_NOTE
         else:
-            add(
-                kind,
-                who,
-                minimum_cost(kind, measurement, nbytes),
-                cases.forward_run(kind, executor, plan, measurement.case, measurement.repeats),
-            )
+            run = cases.forward_run(kind, executor, plan, measurement.case, measurement.repeats)
+        add(kind, who, minimum_cost(kind, measurement, nbytes), run, note)
+        if store is not None:
+            add("store", who, store_cost(measurement.model.config, measurement.case, nbytes[0]), store)
     for other in measurement.peer_variants(kind, measurement):
-        add(kind, other.name, minimum_cost(kind, measurement, other.kv_bytes), other.run, other.note, other.about, peer=True)
+        add(kind, other.name, minimum_cost(kind, measurement, other.kv_bytes), other.run, other.note, peer=True)
     spreads = take_turns(
         runs,
         measurement.k.device,
@@ -192,9 +188,6 @@ def minimum_cost(kind: str, measurement: Measurement, nbytes: Sequence[float]) -
 _LEGEND = "floor: its bytes at a copy's speed, or its operations if longer"
 
 
-_FASTER = "speed-up: over the fastest peer of the same case; "
-
-
 def report(
     name: str, request: Request, machine: Machine, rows: Sequence[CostRow], titles: Mapping[str, str] = TITLES
 ) -> Report:
@@ -203,21 +196,20 @@ def report(
         f"copy {machine.copy_gbps:.1f} GB/s, FP32 {machine.fp32_gflops:.0f} GFLOP/s, BF16 {machine.bf16_gflops:.0f} GFLOP/s"
     )
     tables: list[Table] = []
-    faster = _FASTER if any(r.peer for r in rows) else ""
     notes: dict[int, list[str]] = {}
     for kind, title in titles.items():
         if not (kind_rows := [r for r in rows if r.kind == kind]):
             continue
         columns = ("batch", "context", "who", "ms", "low … high", "tokens/s" if kind == "prompt" else "ms/token",
-                   *["speed-up"] * bool(faster), "weights MB", "KV MB", "GB/s", "of copy", "floor ms", "× floor")  # fmt: skip
+                   "weights MB", "KV MB", "GB/s", "of copy", "floor ms", "× floor")  # fmt: skip
         counts = {r.spread.runs for r in kind_rows if r.spread} or {0}
         runs = " to ".join(map(str, sorted({min(counts), max(counts)})))
         heading = f"{request.model}, {request.dtype}: {title}, median of {runs}; {limits}"
         notes[len(tables)] = list(dict.fromkeys(_notes(kind_rows)))
-        tables.append(Table(heading, columns, [_cells(r, rows, bool(faster)) for r in kind_rows]))
-    notes[len(tables) - 1] += [*dict.fromkeys(r.about for r in rows if r.about), faster + _LEGEND]
+        tables.append(Table(heading, columns, [_cells(r) for r in kind_rows]))
+    notes[len(tables) - 1].append(_LEGEND)
     values = {key: getattr(request, key) for key in ("dtype", "layers", "repeats", "isa", "activation_bits")}
-    values |= {"limits": asdict(machine), "rows": [r.as_json(rows) for r in rows]}
+    values |= {"limits": asdict(machine), "rows": [r.as_json() for r in rows]}
     return Report(name, request.model, request.contexts, request.kvs, values, tables, notes)
 
 
@@ -238,8 +230,8 @@ def _notes(rows: Sequence[CostRow]) -> Iterator[str]:
             yield f"{where}: first call {r.spread.first_ms / 1e3:.2f} s, counted in no figure"
 
 
-def _cells(r: CostRow, rows: Sequence[CostRow], peers: bool) -> tuple[str, ...]:
-    figures = r.figures(rows)
+def _cells(r: CostRow) -> tuple[str, ...]:
+    figures = r.figures()
 
     def cell(name: str, form: str) -> str:
         return "–" if figures.get(name) is None else format(figures[name], form)
@@ -248,6 +240,5 @@ def _cells(r: CostRow, rows: Sequence[CostRow], peers: bool) -> tuple[str, ...]:
     spread = "–" if r.spread is None else f"{r.spread.low:{form}} … {r.spread.high:{form}}"
     rate = cell("tokens_per_s", ".1f") if r.kind == "prompt" else cell("ms_per_token", form)
     megabytes = (f"{r.cost.weights / 1e6:.1f}", f"{r.cost.kv / 1e6:.2f}")
-    speed_up = [cell("speed_up", ".2f")] if peers else []
-    return (str(r.case.batch), str(r.case.context), r.who, cell("ms", form), spread, rate, *speed_up, *megabytes,
+    return (str(r.case.batch), str(r.case.context), r.who, cell("ms", form), spread, rate, *megabytes,
             cell("gbps", ".1f"), cell("of_copy", ".0%"), cell("floor_ms", form), cell("of_floor", ".2f"))  # fmt: skip

@@ -37,7 +37,6 @@ class CostRow:
         who: executor and KV format, or a peer.
         spread: its times; None for the reason in `note`.
         compiled: seconds of compilation by program, in no figure.
-        about: a peer's version and build.
     """
 
     kind: str
@@ -48,34 +47,30 @@ class CostRow:
     spread: Spread | None = None
     note: str = ""
     compiled: Mapping[str, float] | None = None
-    about: str = ""
     peer: bool = False
 
     @property
     def ms(self) -> float | None:
         return None if self.spread is None else self.spread.ms
 
-    def figures(self, rows: Sequence[CostRow] = ()) -> dict[str, Any]:
-        """Figures of a time: GB/s, share of a copy's, floor and its multiple; speed-up over the fastest peer among `rows`."""
+    def figures(self) -> dict[str, Any]:
+        """Figures of a time: GB/s, share of a copy's, floor and its multiple."""
         floor = self.machine.floor_ms(self.cost.nbytes, self.cost.flops)
         if self.spread is None:
             return {"floor_ms": floor}
         ms, gbps = self.spread.ms, self.cost.nbytes / self.spread.ms / 1e6
         figures = {**asdict(self.spread), "gbps": gbps, "of_copy": gbps / self.machine.copy_gbps, "floor_ms": floor,
                  "of_floor": ms / floor}  # fmt: skip
-        peers = [r.ms for r in rows if r.peer and r.ms is not None and (r.kind, r.case) == (self.kind, self.case)]
-        if peers:
-            figures["speed_up"] = min(peers) / ms
         if self.kind == "step":
             figures["ms_per_token"] = ms / self.case.batch
         if self.kind == "prompt":
             figures["tokens_per_s"] = 1e3 * self.case.batch * self.case.context / ms
         return figures
 
-    def as_json(self, rows: Sequence[CostRow] = ()) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """For a JSON line."""
-        values = {name: getattr(self, name) for name in ("kind", "who", "note", "compiled", "about")}
-        values |= asdict(self.case) | {"cost": asdict(self.cost)} | self.figures(rows)
+        values = {name: getattr(self, name) for name in ("kind", "who", "note", "compiled")}
+        values |= asdict(self.case) | {"cost": asdict(self.cost)} | self.figures()
         return {name: value for name, value in values.items() if value not in (None, "")}
 
 

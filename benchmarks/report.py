@@ -6,6 +6,7 @@ import json
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -39,22 +40,6 @@ def _commit() -> dict[str, str]:
         return {}
 
 
-def header(
-    benchmark: str, model: str, context: Sequence[int], kv: Sequence[str], packages: Sequence[str] = ()
-) -> dict[str, Any]:
-    """What every line begins with; `packages`: further versions to name."""
-    system = machine()
-    versions = {name: system.pop(name) for name in ("python", "torch")}
-    for package in packages:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    date = datetime.now(UTC).date().isoformat()
-    return {"benchmark": benchmark, "date": date, **system, "versions": versions, "model": model, "context": list(context),
-            "kv": list(kv)}  # fmt: skip
-
-
 class Table(NamedTuple):
     """Cells under the names of their columns."""
 
@@ -78,7 +63,14 @@ class Report:
 
     def line(self) -> str:
         """As one JSON line; the header's values win."""
-        head = header(self.name, self.model, self.context, self.kv, self.packages) | self.memory
+        system = machine()
+        versions = {name: system.pop(name) for name in ("python", "torch")}
+        for package in self.packages:
+            with suppress(PackageNotFoundError):
+                versions[package] = version(package)
+        date = datetime.now(UTC).date().isoformat()
+        head = {"benchmark": self.name, "date": date, **system, "versions": versions, "model": self.model,
+                "context": list(self.context), "kv": list(self.kv), **self.memory}  # fmt: skip
         return json.dumps(head | {name: value for name, value in self.values.items() if name not in head})
 
     @property

@@ -37,14 +37,9 @@ class Spread:
     first_ms: float | None = field(default=None, compare=False)
 
 
-def accelerator(device: torch.device) -> Any:
-    """Torch's module of a device (`torch.cuda`, `torch.npu`); None on the host."""
-    return None if device.type == "cpu" else getattr(torch, device.type)
-
-
 def clock(device: torch.device) -> Callable[[Callable[[], object]], float]:
     """Times one call in seconds, by a device's events or by wall time."""
-    module = accelerator(device)
+    module: Any = None if device.type == "cpu" else getattr(torch, device.type)
 
     def on_host(run: Callable[[], object]) -> float:
         began = time.perf_counter()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from haarkv.engine.drafters import ModelSource, MTPSource
-from haarkv.engine.drafts import Beginning, Drafter, DraftSource
+from haarkv.engine.drafts import Drafter, DraftRun, DraftSource
 from haarkv.engine.plans import balanced_for, plan_for
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
@@ -29,8 +30,6 @@ LONGEST_MATCH, SHORTEST_MATCH = 8, 2
 """Tokens at the end of a text that `ngram` looks up."""
 MOST_TOKENS = 32
 """Drafted tokens a step at most: with the token before them they fit into every cache's chunk."""
-
-OnProgram = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -62,14 +61,9 @@ class Target:
     ranks: Ranks
     balance: bool = True
 
-    def refuses(self, config: ModelConfig, plan: KVPlan) -> str | None:
-        """Why a draft of this config and plan cannot run beside the target, or None."""
-        refusal = catalog.refusal(self.executor, config, [plan], ranks=self.ranks)
-        return refusal and f"executor {refusal}"
-
 
 def choose(
-    spec: DraftSpec, target: Target, progress: Progress | None = None, on_program: OnProgram | None = None
+    spec: DraftSpec, target: Target, progress: Progress | None = None, on_program: catalog.OnProgram | None = None
 ) -> Callable[[Executor], DraftSource]:
     """A function from the target's executor to its draft source.
 
@@ -78,58 +72,46 @@ def choose(
     """
     if spec.name == NGRAM:
         return lambda _: NgramSource()
-    if spec.name == MTP_LAYER:
-        return _by_its_own_layer(spec, target, on_program)
     if target.ranks.size > 1:
-        raise InputError("a draft model runs on one rank; take --draft ngram, or leave out --tensor-parallel")
-    config = read_config(spec.name)
-    _require_same_tokens(spec.name, config, target)
+        raise InputError(f"the draft {spec.name} runs on one rank; take --draft ngram, or leave out --tensor-parallel")
+    config = _mtp_config(target) if spec.name == MTP_LAYER else _model_config(spec.name, target)
     plan = _draft_plan(spec, config, target)
+    block_types = catalog.info(target.executor).block_types(target.device)
+    run = partial(catalog.create, target.executor, plan=plan, device=target.device, on_program=on_program)
 
     def load(executor: Executor) -> DraftSource:
         shared_weights = {EMBEDDING: executor.weights.embedding, HEAD: executor.weights.lm_head}
-        block_types = catalog.info(target.executor).block_types(target.device)
+        if spec.name == MTP_LAYER:
+            mtp = load_mtp(target.name, target.config, DTYPES[target.dtype], shared_weights, block_types).on(executor.device)
+            running = run(model=mtp.model)
+            if running.ops is None or executor.ops is None:
+                raise InputError(f"executor {target.executor} does not run MTP; take --executor cpu, or --draft ngram")
+            return MTPSource(mtp=mtp, executor=running, plan=plan, target=executor)
         draft_model = load_model(
             spec.name, target.dtype, progress=progress, shared_weights=shared_weights, keep_blocks=block_types
         )
         balanced_model, _ = balanced_for(draft_model, plan, KVSpec(), target.balance)
         model = replace(balanced_model.to(executor.device), config=config.for_drafts(spec.tokens))
-        drafting = catalog.create(target.executor, model, plan, target.device, on_program)
-        return ModelSource(name=spec.name, executor=drafting, plan=plan)
+        return ModelSource(name=spec.name, executor=run(model=model), plan=plan)
 
     return load
 
 
-def _by_its_own_layer(spec: DraftSpec, target: Target, on_program: OnProgram | None) -> Callable[[Executor], DraftSource]:
-    if target.ranks.size > 1:
-        raise InputError("MTP runs on one rank; take --draft ngram, or leave out --tensor-parallel")
+def _mtp_config(target: Target) -> ModelConfig:
     if not has_mtp(target.name):
         raise InputError(
             f"{target.name} has no layer that predicts several tokens (MTP): a folder in Hugging Face format holds it as "
             "mtp.* tensors, a GGUF file as nextn.*; take --draft ngram, or leave out --draft"
         )
-    config = config_of_mtp(target.config)
-    plan = _draft_plan(spec, config, target)
-
-    def load(executor: Executor) -> DraftSource:
-        shared_weights = {EMBEDDING: executor.weights.embedding, HEAD: executor.weights.lm_head}
-        block_types = catalog.info(target.executor).block_types(target.device)
-        mtp = load_mtp(target.name, target.config, DTYPES[target.dtype], shared_weights, block_types).on(executor.device)
-        running = catalog.create(target.executor, mtp.model, plan, target.device, on_program)
-        if running.ops is None or executor.ops is None:
-            raise InputError(f"executor {target.executor} does not run MTP; take --executor cpu, or --draft ngram")
-        return MTPSource(mtp=mtp, executor=running, plan=plan, target=executor)
-
-    return load
+    return config_of_mtp(target.config)
 
 
-# -- A smaller model ---------------------------------------------------------------------------------------------------------
-
-
-def _require_same_tokens(name: str, config: ModelConfig, target: Target) -> None:
+def _model_config(name: str, target: Target) -> ModelConfig:
+    """The config of a smaller model, which must have the target's tokens."""
+    config = read_config(name)
     ours, theirs = (load_tokenizer(*model).vocabulary() for model in ((target.name, target.config), (name, config)))
     if ours == theirs:
-        return
+        return config
     example = next(token for token in {**ours, **theirs} if ours.get(token) != theirs.get(token))
     their_id, our_id = (f"token {ids[example]}" if example in ids else "none" for ids in (theirs, ours))
     raise InputError(
@@ -139,12 +121,12 @@ def _require_same_tokens(name: str, config: ModelConfig, target: Target) -> None
 
 
 def _draft_plan(spec: DraftSpec, config: ModelConfig, target: Target) -> KVPlan:
-    reason = None
+    reason = ""
     for name in ("tq4", "bf16") if spec.kv is None else (spec.kv,):
         try:
             plan = plan_for(KVSpec(name), config)
-            if (reason := target.refuses(config, plan)) is None:
-                return plan
+            catalog.check(target.executor, config, plan, target.device, target.ranks)
+            return plan
         except InputError as error:
             reason = str(error)
     raise InputError(f"the draft {spec.name} cannot run: {reason}")
@@ -159,18 +141,15 @@ class NgramSource(DraftSource):
 
     name: str = "ngram"
 
-    def drafter(self, sequences: int, max_context: int) -> Drafter:
-        return _NgramDrafter(max_context)
+    def drafter(self, run: DraftRun) -> Drafter:
+        return _NgramDrafter(run)
 
 
 class _NgramDrafter(Drafter):
-    def __init__(self, max_context: int) -> None:
-        self._room = max_context + 1
-
-    def begin(self, beginning: Beginning) -> None:
+    def __init__(self, run: DraftRun) -> None:
         # Room for the texts to grow, so that a step adds its few tokens and copies none.
-        self._tokens = [np.zeros(max(self._room, len(prompt)), dtype=np.int64) for prompt in beginning.prompts]
-        self._lengths = [0] * len(beginning.prompts)
+        self._tokens = [np.zeros(run.max_context + 1, dtype=np.int64) for _ in run.prompts]
+        self._lengths = [0] * len(run.prompts)
 
     def propose(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> dict[int, list[int]]:
         for row, text in texts.items():

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from haarkv.engine.drafts import Beginning, Drafter, DraftSource
+from haarkv.engine.drafts import Drafter, DraftRun, DraftSource
 from haarkv.engine.generation import prefill_in_chunks
 from haarkv.engine.sampling import BatchSampler
 from haarkv.executors.base import Executor, last_rows, verify
 from haarkv.models.base import new_cache
 from haarkv.models.mtp import MTP
-from haarkv.tq_ops.kv.batch import Batch, upload
+from haarkv.tq_ops.kv.batch import Batch, PagedSequences, upload
 from haarkv.tq_ops.kv.cache import PagedKVCache, cache_bytes
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.table import OpTable
@@ -64,8 +64,13 @@ class ModelSource(DraftSource):
     executor: Executor
     plan: KVPlan
 
-    def drafter(self, sequences: int, max_context: int) -> Drafter:
-        return _ModelDrafter(self, sequences, self.context(max_context))
+    def drafter(self, run: DraftRun) -> Drafter:
+        return _ModelDrafter(self, run)
+
+    def new_cache(self, run: DraftRun) -> tuple[PagedKVCache, PagedSequences]:
+        """The drafter's own cache, empty."""
+        tokens, executor = self.context(run.max_context), self.executor
+        return new_cache(executor.config, self.plan, sequences=len(run.prompts), tokens=tokens, device=executor.device)
 
     def cache_bytes(self, sequences: int, max_context: int) -> int:
         config = self.executor.config
@@ -88,28 +93,23 @@ class _DraftSequence:
 class _ModelDrafter(Drafter):
     """Unless drafts did not pay in earlier runs, it reads the prompts at once, within the time to the first token."""
 
-    def __init__(self, source: ModelSource, sequences: int, limit: int) -> None:
-        self._source, self._executor, self._limit = source, source.executor, limit
-        config = source.executor.config
-        self._own_vocab = config.vocab_size
-        self._cache, self._paging = new_cache(
-            config, source.plan, sequences=sequences, tokens=limit, device=source.executor.device
-        )
+    def __init__(self, source: ModelSource, run: DraftRun) -> None:
+        self._source, self._executor, self._limit = source, source.executor, source.context(run.max_context)
+        self._target, self._vocab, self._own_vocab = run, run.vocab_size, source.executor.config.vocab_size
+        self._cache, self._paging = source.new_cache(run)
         self._sequences: dict[int, _DraftSequence] = {}
         self._opened = False
 
-    def begin(self, beginning: Beginning) -> None:
-        self._beginning, self._vocab = beginning, beginning.vocab_size
-        self._sampler = beginning.sampler
+    def begin(self) -> None:
         if self._source.experience.hopeful:
-            began = time.perf_counter()
-            self._open(dict(enumerate(beginning.prompts)))
-            self._source.experience.read(sum(map(len, beginning.prompts)), time.perf_counter() - began)
+            began, prompts = time.perf_counter(), self._target.prompts
+            self._open(dict(enumerate(prompts)))
+            self._source.experience.read(sum(map(len, prompts)), time.perf_counter() - began)
 
     def _open(self, texts: Mapping[int, Sequence[int]]) -> None:
         """Read the tokens that the target has stored."""
         self._opened = True
-        paging, ids = self._beginning.paging, self._beginning.sequences
+        paging, ids = self._target.paging, self._target.sequences
         able = {
             row: text[: paging.length(ids[row])] for row, text in texts.items()
             if len(text) < self._limit and (self._own_vocab >= self._vocab or max(text) < self._own_vocab)
@@ -136,7 +136,7 @@ class _ModelDrafter(Drafter):
             return {}
         logits = self._read({row: self._unread(row, texts[row]) for row in rows})
         counts = {row: counts[row] for row in rows}
-        proposals = draft(self._sampler, counts, logits, lambda tokens, _: self._decode_step(tokens))
+        proposals = draft(self._target.sampler, counts, logits, lambda tokens, _: self._decode_step(tokens))
         for row, proposal in proposals.items():
             self._sequences[row].cached_tokens, self._sequences[row].draft_ids = len(texts[row]), proposal[:-1]
         return proposals
@@ -180,20 +180,15 @@ class _ModelDrafter(Drafter):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MTPSource(DraftSource):
+class MTPSource(ModelSource):
     """Drafts by the model's own MTP layer (`models.mtp`)."""
 
     mtp: MTP
-    executor: Executor
-    plan: KVPlan
     target: Executor
     name: str = "mtp"
 
-    def drafter(self, sequences: int, max_context: int) -> Drafter:
-        return MTPDrafter(self, sequences, max_context)
-
-    def cache_bytes(self, sequences: int, max_context: int) -> int:
-        return cache_bytes(self.plan, max_context, self.mtp.model.config.kv_shapes, sequences)
+    def drafter(self, run: DraftRun) -> Drafter:
+        return MTPDrafter(self, run)
 
 
 @dataclass
@@ -228,12 +223,10 @@ class MTPDrafter(Drafter):
     has verified them.
     """
 
-    def __init__(self, source: MTPSource, sequences: int, max_context: int) -> None:
-        self._source = source
-        self._limit = min(max_context, source.plan.context or max_context)
-        self._cache, self._paging = new_cache(
-            source.mtp.model.config, source.plan, sequences=sequences, tokens=self._limit, device=source.executor.device
-        )
+    def __init__(self, source: MTPSource, run: DraftRun) -> None:
+        self._source, self._limit, self._sampler = source, source.context(run.max_context), run.sampler
+        self._rows = [run.paging.places(sequence).row for sequence in run.sequences]
+        self._cache, self._paging = source.new_cache(run)
         self._notes: deque[tuple[Batch, Tensor]] = deque(maxlen=READ)
         self._by_row: dict[int, _LayerSequence] = {}
 
@@ -276,11 +269,6 @@ class MTPDrafter(Drafter):
             self._paging.free(self._by_row[row].id)
         self._by_row[row] = _LayerSequence(self._paging.add(), first, waiting)
         return self._by_row[row]
-
-    def begin(self, beginning: Beginning) -> None:
-        places = [beginning.paging.places(sequence) for sequence in beginning.sequences]
-        self._rows = {index: place.row for index, place in enumerate(places)}
-        self._sampler = beginning.sampler
 
     @torch.inference_mode()
     def catch_up(self, texts: Mapping[int, Sequence[int]]) -> None:

@@ -233,8 +233,8 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Beginning:
-    """The start of drafting: prompts are stored, no token has been chosen.
+class DraftRun:
+    """The batch of one `generate`.
 
     Attributes:
         vocab_size, sampler: of the target; logits of this width are the sampler's.
@@ -242,6 +242,7 @@ class Beginning:
     """
 
     prompts: Sequence[Sequence[int]]
+    max_context: int
     vocab_size: int
     sampler: BatchSampler
     paging: PagedSequences
@@ -258,8 +259,8 @@ class Drafter:
         """The target, with its hidden states noted where the drafter continues from them; from the prompt on."""
         return executor
 
-    def begin(self, beginning: Beginning) -> None:
-        raise NotImplementedError
+    def begin(self) -> None:
+        """Read the prompts, which the target has stored, if that may pay; no token has been chosen yet."""
 
     def catch_up(self, texts: Mapping[int, Sequence[int]]) -> None:
         """Read missed tokens ahead of `propose`, outside of its measured time."""
@@ -276,7 +277,7 @@ class DraftSource:
     name: str
     experience: Experience = field(default_factory=Experience, compare=False, repr=False)
 
-    def drafter(self, sequences: int, max_context: int) -> Drafter:
+    def drafter(self, run: DraftRun) -> Drafter:
         raise NotImplementedError
 
     def cache_bytes(self, sequences: int, max_context: int) -> int:

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from haarkv.engine.drafts import Beginning, DraftSource, Pace, Speculation
+from haarkv.engine.drafts import DraftRun, DraftSource, Pace, Speculation
 from haarkv.engine.sampling import BatchSampler, Sampling
 from haarkv.executors.base import Executor, prefill, verify
 from haarkv.tq_ops.kv.batch import PagedSequences, upload
@@ -138,7 +138,6 @@ class GenerationRequest:
     eos_token_ids: Sequence[int] = ()
     unused_ids: Sequence[int] = ()
     sampling: Sampling = field(default_factory=Sampling)
-    chunk: int = PREFILL_CHUNK
     stored: Sequence[StoredSequence | None] = ()
     draft: DraftSource | None = None
     draft_tokens: int = 4
@@ -167,22 +166,23 @@ def generate(
             count = reusable(prefix, prompt, cache) if prefix else 0
             sequences.append(put(prefix, cache, paging, count) if prefix and count else paging.add())
             texts.append(Growing(Completion(len(prompt), reused_tokens=count), list(prompt), request))
-        drafter = draft.drafter(len(prompts), request.max_context) if draft and request.max_new_tokens > 1 else None
-        if drafter:
+        sampler, drafter = BatchSampler(request.sampling, prompts, unused_ids=request.unused_ids), None
+        if draft and request.max_new_tokens > 1:
+            drafter = draft.drafter(
+                DraftRun(prompts, request.max_context, executor.config.vocab_size, sampler, paging, sequences)
+            )
             executor = drafter.observe(executor)
             prefiller = drafter.observe(prefiller) if prefiller else None
         rest = [prompt[text.done.reused_tokens :] for prompt, text in zip(prompts, texts, strict=True)]
-        sampler = BatchSampler(request.sampling, prompts, unused_ids=request.unused_ids)
         timing = Timing(prefill_tokens=sum(map(len, rest)))
         # A later prompt may differ in the last tokens, which the chat template adds: keep the recurrent state before them.
         last = WINDOW_ROOM - 1 if on_end and len(cache.states) > len(cache.kv) else 0
-        logits = prefill_in_chunks(
-            prefiller or executor, rest, sequences, paging, cache, request.chunk, request.on_prefill, last
-        )
+        on_prefill = request.on_prefill
+        logits = prefill_in_chunks(prefiller or executor, rest, sequences, paging, cache, on_prefill=on_prefill, last=last)
         begins = [take(cache, paging, *pair, whole=False) for pair in zip(sequences, prompts, strict=True)] if on_end else []
         speculation = None
         if draft and drafter:
-            drafter.begin(Beginning(prompts, executor.config.vocab_size, sampler, paging, sequences))
+            drafter.begin()
             speculation = Speculation(executor, cache, paging, sampler, drafter, request.draft_tokens, draft.experience)
             timing.drafts = speculation.pace
         running = list(range(len(prompts)))

@@ -78,13 +78,7 @@ class Chat:
         _require_unicode(text, "an argument of the chat template")
 
 
-AS_THE_MODEL = Chat()
-"""The chat template, if there is one."""
-
-
-def encode(
-    tokenizer: Tokenizer, vocab_size: int, prompts: Sequence[str | Sequence[int]], chat: Chat = AS_THE_MODEL
-) -> list[list[int]]:  # fmt: skip
+def encode(tokenizer: Tokenizer, vocab_size: int, prompts: Sequence[str | Sequence[int]], chat: Chat) -> list[list[int]]:
     """Token ids of prompts; lists of ids stay as they are.
 
     Raises:
@@ -117,9 +111,6 @@ def _token_ids(prompt: object, what: str, vocab_size: int) -> list[int]:
     return ids
 
 
-_FEWER = "lower --max-new-tokens"
-
-
 def context_for(
     ids: Sequence[Sequence[int]], limit: int, max_new_tokens: int, max_context: int | None = None,
     on_warning: Callable[[str], object] | None = None,
@@ -149,7 +140,7 @@ def context_for(
         tokens = f"{context - longest + 1} of {count_noun(max_new_tokens, 'new token')}"
         on_warning(
             f"the context ends after {tokens}: the prompt has {count_noun(longest, 'token')}, the context {context}; "
-            + ("raise --max-context" if context < limit else "shorten the prompt" if 2 * longest > limit else _FEWER)
+            + ("raise --max-context" if context < limit else "shorten the prompt or lower --max-new-tokens")
         )
     return context
 

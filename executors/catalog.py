@@ -202,8 +202,6 @@ def create(
         InputError: no such executor or device, or it cannot run this model with this plan, with its reason.
     """
     dtype = str(model.dtype).removeprefix("torch.")
-    if name == AUTO:
-        name = select(name, model.config, [plan], device=device, dtype=dtype).name
     if problem := refusal(name, model.config, [plan], ranks=model.ranks, dtype=dtype):
         raise InputError(f"executor {problem}")
     executor = info(name).open(model, _device_of_rank(name, device, model.ranks))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -32,21 +32,6 @@ from haarkv.tq_ops.kv.shapes import blocks_for
 from haarkv.tq_ops.table import OpTable, with_experts, with_ops
 
 _AHEAD = 512, 20, 16, 2, 1  # new tokens that launch kernels of their own; 16 fit beside a tail without more memory
-
-
-class _Run(NamedTuple):
-    """A model's forward, its ops chosen."""
-
-    forward: Callable[[Tensor, Batch, PagedKVCache], Tensor]
-    head: Callable[[Tensor], Tensor]
-    layers: Callable[[Tensor, range, Batch, PagedKVCache], Tensor]
-
-
-class _Steps(NamedTuple):
-    """Decode steps on one cache by batch size, and the memory pool of their graphs; None without graphs."""
-
-    pool: Any
-    by_size: dict[int, DecodeStep]
 
 
 class CudaExecutor(Executor):
@@ -85,16 +70,16 @@ class CudaExecutor(Executor):
         in_step = with_ops(self.ops, {name: partial(op, fault=self._fault) for name, op in waitless.items()})
         self.step_ops: OpTable = with_experts(in_step, experts.run_experts)
         self._model: DecoderModel
-        table: Any = self.step_ops
+        self._table: Any = self.step_ops
         if model.ranks.size == 1 and fused.unsupported(model.config) is None:
-            self._model, table = fused.fuse(model, self.device, placed), ops.CudaFusedOps(self._fault)
+            self._model, self._table = fused.fuse(model, self.device, placed), ops.CudaFusedOps(self._fault)
         else:
             weights = fused.with_stacks(model.weights, model.config, self.device, placed)
             self._model = model.with_weights(weights, self.device)
-        self._run = _Run(*(partial(getattr(self._model, name), ops=table) for name in _Run._fields))
         # A graph that holds sums over ranks was never tried: with several, steps are launched op by op.
         self._graphs = self.device.type == "cuda" and self._model.ranks.size == 1
-        self._steps: WeakKeyDictionary[PagedKVCache, _Steps] = WeakKeyDictionary()
+        # Of each cache the memory pool of its graphs, None without them, and its decode steps by batch size.
+        self._steps: WeakKeyDictionary[PagedKVCache, tuple[Any, dict[int, DecodeStep]]] = WeakKeyDictionary()
 
     @staticmethod
     def supports(config: ModelConfig, plan: KVPlan) -> str | None:
@@ -128,7 +113,7 @@ class CudaExecutor(Executor):
                 batch = paging.batch([sequence], [new]).to(self.device)
                 paging.take_back([sequence], [new])
                 tokens = torch.zeros(new, dtype=torch.int64, device=self.device)
-                self._run.head(self._run.forward(tokens, batch, cache)[-1:])
+                self._model.head(self._model.forward(tokens, batch, cache, self._table)[-1:], self._table)
         if count:
             self.compiled = {f"{count} kernels": time.perf_counter() - began}
 
@@ -139,19 +124,19 @@ class CudaExecutor(Executor):
         with self._current():
             if len(token_ids) > len(batch.seq_lens):
                 cache.require_room(batch)
-                return self._run.forward(token_ids, batch, cache)
-            if (steps := self._steps.get(cache)) is None:
+                return self._model.forward(token_ids, batch, cache, self._table)
+            if cache not in self._steps:
                 # A pool of its own: one that outlives its last graph takes no other.
-                steps = self._steps[cache] = _Steps(torch.cuda.graph_pool_handle() if self._graphs else None, {})
-            if (size := padded_batch_size(len(token_ids))) not in steps.by_size:
-                longest = self.config.max_position_embeddings
-                steps.by_size[size] = DecodeStep(size, cache, longest, self._step_on(cache), steps.pool)
-            return steps.by_size[size](token_ids, batch)
+                self._steps[cache] = torch.cuda.graph_pool_handle() if self._graphs else None, {}
+            pool, by_size = self._steps[cache]
+            if (size := padded_batch_size(len(token_ids))) not in by_size:
+                by_size[size] = DecodeStep(size, cache, self.config.max_position_embeddings, self._step_on(cache), pool)
+            return by_size[size](token_ids, batch)
 
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:
         with self._current():
-            logits = self._run.head(hidden)
+            logits = self._model.head(hidden, self._table)
             # The one wait for the device of a step.
             if bool(self._sound(logits)):
                 return logits
@@ -167,8 +152,8 @@ class CudaExecutor(Executor):
 
     def _step_on(self, cache: PagedKVCache) -> Callable[[Tensor, Batch], Tensor]:
         # A step keeps neither its cache, which keeps the step, nor this executor.
-        weakly, forward = ref(cache), self._run.forward
-        return lambda token_ids, batch: forward(token_ids, batch, cast(PagedKVCache, weakly()))
+        weakly, model, table = ref(cache), self._model, self._table
+        return lambda token_ids, batch: model.forward(token_ids, batch, cast(PagedKVCache, weakly()), table)
 
     def _blame(self, key: int) -> Exception:
         """The error of a fault."""
@@ -182,7 +167,7 @@ class CudaExecutor(Executor):
     @torch.inference_mode()
     def layers(self, hidden: Tensor, span: range, batch: Batch, cache: PagedKVCache) -> Tensor:
         with self._current():
-            hidden = self._run.layers(hidden, span, batch, cache)
+            hidden = self._model.layers(hidden, span, batch, cache, self._table)
             self._raise_fault(cache, batch)
             return hidden
 

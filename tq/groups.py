@@ -55,19 +55,16 @@ class Command(click.Command):
     """A command; many options stand under headings."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for heading, rows in self._sections(ctx):
-            with formatter.section(heading):
-                formatter.write_dl(rows)
-
-    def _sections(self, ctx: click.Context) -> Iterator[tuple[str, list[tuple[str, str]]]]:
         options = [param for param in self.get_params(ctx) if isinstance(param, click.Option) and not param.hidden]
-        rows: dict[str, list[tuple[str, str]]] = {}
+        rows: dict[str, list[tuple[str, str]]] = {heading: [] for heading in (*_SECTIONS, "Options")}
         for option in options:
-            record = option.get_help_record(ctx)
             heading = option_section(option) if len(options) > _MANY else ""
-            if record:
-                rows.setdefault(heading or "Options", []).append(record)
-        yield from ((heading, rows[heading]) for heading in (*_SECTIONS, "Options") if heading in rows)
+            if record := option.get_help_record(ctx):
+                rows[heading or "Options"].append(record)
+        for heading, records in rows.items():
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
 
 
 def option_section(option: click.Option) -> str:

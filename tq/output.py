@@ -255,19 +255,11 @@ def scoring(total: int) -> Iterator[OnStep]:
 
 
 @contextmanager
-def counting(total: int, words: str) -> Iterator[Callable[[str], None]]:
-    """A bar that names the next item, in `words` as of `_bar`."""
-    with _bar(words, count=" ") as bar:
-        task = bar.add_task("", total=total, completed=-1)
-        yield lambda name: bar.update(task, description=name, advance=1)
-
-
-@contextmanager
-def comparing(total: int) -> Iterator[Callable[[object], None]]:
-    """A bar that advances at each call."""
-    with _bar("comparing layers", count=" ", left=True) as bar:
+def counting(total: int, words: str) -> Iterator[Callable[[object], None]]:
+    """A bar that advances at each call; `words`, as of `_bar`, may show what the call was given."""
+    with _bar(words, count=" ", left=True) as bar:
         task = bar.add_task("", total=total)
-        yield lambda _: bar.advance(task)
+        yield lambda what: bar.update(task, description=str(what), advance=1)
 
 
 @contextmanager

@@ -16,13 +16,13 @@ from typing import Any
 
 import click
 
-from haarkv.benchmarks.cases import benchmark_plan, is_file, kv_numbers, token_bytes
+from haarkv.benchmarks.cases import benchmark_plan, is_file, token_bytes
 from haarkv.benchmarks.report import Report
 from haarkv.models.config import ModelConfig
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from lab.bench import neighbours
-from lab.bench.peers import HFCache
+from lab.bench.peers import HFCache, kv_numbers
 from tq import options
 from tq.commands.bench import (
     DEFAULT_KINDS,
@@ -101,7 +101,7 @@ def decode(kinds: tuple[str, ...], peers: tuple[str, ...], peer_kv: str, **param
     """
     from haarkv.benchmarks.decode import measure, report
     from lab.bench import llama_process
-    from lab.bench.peers import LLAMA, TRANSFORMERS, Peers, beside_llama
+    from lab.bench.peers import LLAMA, TRANSFORMERS, Peers, beside_peers
 
     if LLAMA in peers:
         llama_process.require()
@@ -111,11 +111,9 @@ def decode(kinds: tuple[str, ...], peers: tuple[str, ...], peer_kv: str, **param
         peer_rows = Peers(peers, params["model"], stack, llama_kvs, partial(_hf_caches, kvs), on_turn)
         request = request_of(params, kinds=kinds, peer_variants=peer_rows)
         machine, rows = measure(request, progress, on_turn)
-    result = report("decode", request, machine, rows)
     packages = [package for name, package in ((TRANSFORMERS, "transformers"), (LLAMA, "llama-cpp-python")) if name in peers]
-    last = len(result.tables) - 1
-    notes = {**result.notes, last: [*beside_llama(rows), *result.notes[last]]}
-    _finish(replace(result, packages=packages, notes=notes), params)
+    result = beside_peers(report("decode", request, machine, rows), rows)
+    _finish(replace(result, packages=packages), params)
 
 
 @command.command("prefill")

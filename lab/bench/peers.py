@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from haarkv.benchmarks.cases import Measurement, Variant, appended_tokens, copies, kv_numbers, random_prompts, visible_tokens
+from haarkv.benchmarks.cases import Measurement, Variant, appended_tokens, copies, random_prompts, visible_tokens
 from haarkv.benchmarks.decode_cost import CostRow
+from haarkv.benchmarks.report import Report
 from haarkv.benchmarks.timing import OnTurn
 from haarkv.models.base import DecoderModel
 from haarkv.models.config import ModelConfig
@@ -99,6 +100,11 @@ class Peers:
                 raise InputError(f"llama.cpp cannot be measured: {error}") from None
         self.stack.callback(process.close)
         return process
+
+
+def kv_numbers(config: ModelConfig) -> list[int]:
+    """Numbers of K and V of one token in each layer, all heads."""
+    return [2 * shape.numbers if shape else 0 for shape in config.kv_shapes]
 
 
 # -- torch
@@ -205,7 +211,7 @@ def transformers_prompt(model: DecoderModel, prompts: Sequence[Sequence[int]]) -
         out = theirs(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return out.logits[:, -1].argmax(-1).tolist()
 
-    return Variant("hf DynamicCache bf16", run, nbytes, "", f"transformers {version('transformers')} with SDPA")
+    return Variant("hf DynamicCache bf16", run, nbytes, f"transformers {version('transformers')} with SDPA")
 
 
 def transformers_missing(config: ModelConfig) -> str:
@@ -278,18 +284,22 @@ def llama(process: LlamaProcess, cache: LlamaKV, kind: str, args: Measurement) -
         process.call("open", cache, args.case.context + appended_tokens(args.repeats))
         process.call("prompt", cache, ids[:-1] if kind == "step" else ids[:_WARM_UP])
     except LlamaError as error:
-        return Variant(name, None, nbytes, f"at {args.case.context:,} tokens: {error}", process.about)
-    return Variant(name, step if kind == "step" else prompt, nbytes, "", process.about)
+        return Variant(name, None, nbytes, f"at {args.case.context:,} tokens: {error}")
+    return Variant(name, step if kind == "step" else prompt, nbytes, process.about)
 
 
-def beside_llama(rows: Sequence[CostRow]) -> Iterator[str]:
-    """Each time of ours beside llama.cpp's best of the same kind and case."""
-    row_times = [(r, r.ms) for r in rows if r.ms is not None]
-    for r, ms in row_times:
-        case = [(p_ms, p.who) for p, p_ms in row_times if p.who.startswith(LLAMA) and (p.kind, p.case) == (r.kind, r.case)]
-        if case and not r.peer:
-            best, who = min(case)
-            yield (
-                f"{r.kind} of {r.who} at {r.case.context:,} tokens: {best / ms:.2f} times as fast as {who}, the fastest of "
-                "llama.cpp's"
-            )
+def beside_peers(result: Report, rows: Sequence[CostRow]) -> Report:
+    """A report with each time of ours beside the fastest peer's of the same kind and case, in notes and in the JSON line."""
+    notes: list[str] = []
+    values: list[dict[str, Any]] = []
+    for r, value in zip(rows, result.values["rows"], strict=True):
+        times = [(p.ms, p.who) for p in rows if p.peer and p.ms is not None and (p.kind, p.case) == (r.kind, r.case)]
+        values.append(value)
+        if times and r.ms is not None and not r.peer:
+            best, who = min(times)
+            values[-1] = {**value, "speed_up": best / r.ms}
+            notes.append(f"{r.kind} of {r.who} at {r.case.context:,} tokens: {best / r.ms:.2f} times as fast as {who}")
+    last = len(result.tables) - 1
+    return replace(
+        result, values={**result.values, "rows": values}, notes={**result.notes, last: [*notes, *result.notes[last]]}
+    )

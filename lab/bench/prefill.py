@@ -35,6 +35,7 @@ from haarkv.models.base import DecoderModel
 from haarkv.models.checkpoint import Progress
 from haarkv.models.config import ModelConfig
 from haarkv.tq_ops.errors import InputError
+from lab.bench.peers import beside_peers
 
 PROMPT_PEER = "sdpa bf16 causal"
 TITLES = {"prefill": "attention of one layer over a whole prompt"}
@@ -64,7 +65,7 @@ def measure(
 
 def report(request: Request, prefix_tokens: int, machine: Machine, rows: list[CostRow]) -> Report:
     """As `decode.report`, with the number of stored tokens."""
-    result = decode.report("prefill", request, machine, rows, TITLES)
+    result = beside_peers(decode.report("prefill", request, machine, rows, TITLES), rows)
     return replace(result, values={**result.values, "stored": prefix_tokens})
 
 

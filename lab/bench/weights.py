@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from haarkv.benchmarks.cases import new_cache, new_pages
 from haarkv.benchmarks.report import Report, Table
 from haarkv.benchmarks.timing import OnTurn
 from haarkv.executors.base import Executor, verify
 from haarkv.executors.catalog import create, info
+from haarkv.models.base import new_cache
 from haarkv.models.catalog import load_model
 from haarkv.models.checkpoint import Progress
 from haarkv.models.config import ModelConfig
@@ -158,8 +158,8 @@ def _tokens(model: str, config: ModelConfig, text: str, tokens: int) -> list[int
 
 
 def _ours(executor: Executor, kv: str, ids: Sequence[int]) -> Logits:
-    cache, _ = new_cache(KVSpec(kv).plan(executor.config.num_layers), executor.config, len(ids))
-    paging = new_pages(cache)
+    plan = KVSpec(kv).plan(executor.config.num_layers)
+    cache, paging = new_cache(executor.config, plan, sequences=1, tokens=len(ids))
     sequence = paging.add()
     for begin in range(0, len(ids), _CHUNK):
         piece = torch.tensor(ids[begin : begin + _CHUNK])

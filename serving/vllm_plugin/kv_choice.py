@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -35,16 +36,15 @@ _DRAFT_PREFIXES = ("draft_model.", "mtp.")
 
 def spec_from(options: Mapping[str, Any]) -> KVSpec:
     """The requested cache, from the content of `--additional-config`."""
-    return _spec(*_cache_args(options))
+    return _spec(_text(options))
 
 
 def kv_plan(vllm_config: VllmConfig) -> KVPlan:
     """The plan for all KV heads of the model's own layers; those with sliding windows stay with vLLM, in BF16."""
-    plan = _plan(_cache_args(vllm_config.additional_config), shape_signature(vllm_config), None)
+    plan = _plan(_text(vllm_config.additional_config), shape_signature(vllm_config), None)
     if not (sliding := sliding_layers(vllm_config.model_config)):
         return plan
-    bf16 = KVSpec("bf16").plan(1).layers[0]
-    return replace(plan, layers=tuple(bf16 if layer in sliding else pair for layer, pair in enumerate(plan.layers)))
+    return replace(plan, layers=tuple(exact_pair() if layer in sliding else pair for layer, pair in enumerate(plan.layers)))
 
 
 def sliding_layers(model: ModelConfig) -> tuple[int, ...]:
@@ -84,16 +84,12 @@ def _index_in(layer_name: str) -> int:
 
 def default_pair() -> Pair:
     """K and V in `KV`."""
-    return KVSpec(KV).plan(1).layers[0]
+    return formats.parse(KV)
 
 
 def exact_pair() -> Pair:
     """K and V in BF16."""
     return formats.parse("bf16")
-
-
-LEAST_TOKENS = 16
-"""Least tokens of a BF16 block."""
 
 
 def tail_tokens(packed: int, exact: int, block_size: int) -> int:
@@ -104,7 +100,7 @@ def tail_tokens(packed: int, exact: int, block_size: int) -> int:
         exact: bytes of one BF16 token, all layers that keep some.
         block_size: tokens of a packed block.
     """
-    most = max(LEAST_TOKENS, min(packed // exact, block_size))
+    most = max(16, min(packed // exact, block_size))
     return int(1 << (most.bit_length() - 1))
 
 
@@ -135,52 +131,47 @@ def _hybrid_shape(model: str) -> ModelShape:
 
 def _plan_here(vllm_config: VllmConfig) -> KVPlan:
     """The plan of this rank's KV heads."""
-    cache_args, shape = _cache_args(vllm_config.additional_config), shape_signature(vllm_config)
+    options_text, shape = _text(vllm_config.additional_config), shape_signature(vllm_config)
     size = vllm_config.parallel_config.tensor_parallel_size
     if size == 1:
-        return _plan(cache_args, shape, None)
+        return _plan(options_text, shape, None)
     from vllm.distributed import get_tensor_model_parallel_rank
 
     heads = kv_heads_of(vllm_config.model_config.get_total_num_kv_heads(), get_tensor_model_parallel_rank(), size)
-    return _plan(cache_args, shape, (heads.start, heads.stop))
+    return _plan(options_text, shape, (heads.start, heads.stop))
 
 
-_CacheArgs = tuple[str | None, str | None, str | None, tuple[int, ...], int | None, int]
-"""Arguments of `_spec`, from `--additional-config`."""
+def _text(options: Mapping[str, Any]) -> str:
+    """The content of `--additional-config` as what remembers files can look up."""
+    return json.dumps(options, sort_keys=True, default=repr)
 
 
-def _cache_args(options: Mapping[str, Any]) -> _CacheArgs:
+@cache
+def _spec(options_text: str) -> KVSpec:
+    options = json.loads(options_text)
     for key in (FORMAT, CALIBRATION, PLAN):
         if not isinstance(options.get(key), str | None):
             raise InputError(f"{key} is a text, not {options[key]!r}")
     skip_layers = options.get(SKIP_LAYERS, [])
     if not isinstance(skip_layers, list) or not all(type(layer) is int for layer in skip_layers):
         raise InputError(f"{SKIP_LAYERS} is a list of layers, not {skip_layers!r}")
-    tail, sink = options.get(TAIL), options.get(SINK, 0)
-    for key, count in ((TAIL, 0 if tail is None else tail), (SINK, sink)):
-        if type(count) is not int:
+    for key in (TAIL, SINK):
+        if (count := options.get(key)) is not None and type(count) is not int:
             raise InputError(f"{key} is a number of tokens, not {count!r}")
-    return options.get(FORMAT), options.get(CALIBRATION), options.get(PLAN), tuple(skip_layers), tail, sink
-
-
-@cache
-def _spec(
-    kv: str | None, calibration: str | None, plan: str | None, skip_layers: tuple[int, ...], tail: int | None, sink: int
-) -> KVSpec:
-    if plan is not None:
-        if kv or calibration or skip_layers or tail is not None or sink:
-            *others, last = FORMAT, CALIBRATION, SKIP_LAYERS, TAIL, SINK
-            raise InputError(f"{PLAN} sets the whole cache; leave out {', '.join(others)} and {last}")
+    if (plan := options.get(PLAN)) is not None:
+        if others := [key for key in (FORMAT, CALIBRATION, SKIP_LAYERS, TAIL, SINK) if options.get(key) not in (None, [])]:
+            raise InputError(f"{PLAN} sets the whole cache; leave out {others[0]}")
         return plan_file.load(plan)
+    calibration, settings = options.get(CALIBRATION), {"tail": options.get(TAIL), "sink": options.get(SINK) or 0}
     base = KVSpec() if calibration is None else calibration_file.load(calibration).spec
-    spec = replace(base, kv=kv or KV, skip_layers=skip_layers, tail=tail, sink=sink)
+    spec = replace(base, kv=options.get(FORMAT) or KV, skip_layers=tuple(skip_layers), **settings)
     formats.parse(spec.kv, spec.calibration)  # an unknown format is told of before anything else
     return spec
 
 
 @cache
-def _plan(cache_args: _CacheArgs, shape: ModelShape, heads: tuple[int, int] | None) -> KVPlan:
-    spec = _spec(*cache_args)
+def _plan(options_text: str, shape: ModelShape, heads: tuple[int, int] | None) -> KVPlan:
+    spec = _spec(options_text)
     plan = spec.plan(shape.num_layers, shape)
     plan.require_layout(shape.layers)
     return spec.heads(slice(*heads)).plan(shape.num_layers) if heads and spec.calibration else plan

@@ -22,6 +22,8 @@ from haarkv.models.parallel import kv_heads_of
 from haarkv.models.weights import fingerprint
 from haarkv.serving.vllm_plugin import ALLOW_COLLAPSE, BALANCE, FORMAT, KV, PLAN
 from haarkv.serving.vllm_plugin.kv_choice import kv_plan, shape_signature, sliding_layers, spec_from, state_layers
+from haarkv.tq_ops.cpu import layout as cpu_layout
+from haarkv.tq_ops.cuda import layout as cuda_layout
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import KVFormat
 from haarkv.tq_ops.formats.stretches import STRETCH
@@ -53,13 +55,7 @@ def require_supported(vllm_config: VllmConfig) -> None:
 
 def reads_here() -> KernelSupport:
     """What the kernels of vLLM's device read."""
-    if _on_cpu():
-        from haarkv.tq_ops.cpu.layout import READS as ON_CPU
-
-        return ON_CPU
-    from haarkv.tq_ops.cuda.layout import READS as ON_GPU
-
-    return ON_GPU
+    return cpu_layout.READS if _on_cpu() else cuda_layout.READS
 
 
 def _model(vllm_config: VllmConfig) -> str | None:

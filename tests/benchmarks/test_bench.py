@@ -8,9 +8,9 @@ import pytest
 import torch
 from small_models import SMALL, gemma_config, resize_config, small_model, window_config, without_numbers
 
-from haarkv.benchmarks import cases, decode, report
-from haarkv.benchmarks.cases import Case, Variant, benchmark_plan, parse_caches
-from haarkv.benchmarks.decode_cost import Cost, CostRow, attention_cost, step_cost, store_cost
+from haarkv.benchmarks import cases, report
+from haarkv.benchmarks.cases import Case, benchmark_plan, parse_caches
+from haarkv.benchmarks.decode_cost import CostRow, attention_cost, step_cost, store_cost
 from haarkv.benchmarks.timing import Machine, Spread
 from haarkv.engine.plans import shape_signature
 from haarkv.executors.reference import ReferenceExecutor
@@ -53,18 +53,6 @@ def test_the_floor_is_the_longer_of_bytes_and_operations():
     assert math.isclose(figures["of_copy"], figures["gbps"] / 10)
 
 
-def test_a_speed_up_is_over_the_fastest_peer_of_the_same_kind_and_case():
-    def made(who, ms, context=64, kind="step"):
-        peer = not who.startswith("cpu")
-        return CostRow(kind, who, Case(1, context), Cost(1, 1, 1, 1), MACHINE, Spread(ms, ms, ms), peer=peer)
-
-    ours = made("cpu tq4", 2.0)
-    others = [made("sdpa bf16 rows", 5.0), made("hf DynamicCache bf16", 3.0), made("cpu bf16", 1.0)]
-    elsewhere = [made("sdpa a", 0.5, context=65), made("sdpa a", 0.5, kind="layer")]
-    assert ours.as_json([ours, *others, *elsewhere])["speed_up"] == 1.5
-    assert "speed_up" not in ours.as_json([ours, *elsewhere])
-
-
 @pytest.mark.parametrize("kv", ["tq4", "fp32"])
 def test_every_copy_gives_the_attention_of_its_layer(kv, monkeypatch):
     """Another layer of the same cache, whose last token has been stored: what is timed is the whole work."""
@@ -100,29 +88,6 @@ def test_layers_that_are_stored_unlike_take_turns_themselves():
     plan, config = cases.layers_in_turn(replace(mixed_plan, layers=(*mixed_plan.layers, *mixed_plan.layers[:2])), gemma, 7)
     assert config.layers == (gemma.layers[0],) * 3
     assert plan.layers == (mixed_plan.layers[0], mixed_plan.layers[2], mixed_plan.layers[1])
-
-
-def test_others_take_turns_with_ours_and_say_why_they_cannot(glance):
-    numbers, model = [], small_model()
-
-    def beside(kind, asked):
-        yield Variant("theirs", numbers.append, [32.0] * asked.model.config.num_layers)
-        yield from [Variant("none", None, [32.0], "it is not installed")] * (kind == "attention")
-
-    request = decode.Request(
-        "small", ["reference"], ["tq4"], [20], [1], peer_variants=beside, kinds=("attention", "step"), repeats=2
-    )
-    _, rows = decode.measure(request, model=model)
-    assert {(r.kind, r.who, r.peer) for r in rows} == {
-        ("attention", "none", True), ("attention", "theirs", True), ("attention", "reference tq4", False),
-        ("store", "reference tq4", False), ("step", "theirs", True), ("step", "reference tq4", False),
-    }  # fmt: skip
-    assert len(set(numbers)) > 2
-    notes = {r.who: r for r in rows if r.note}
-    assert (notes.keys(), notes["none"].ms) == ({"none"}, None)
-    summary = decode.report("decode", request, MACHINE, rows)
-    assert all("speed-up" in table.columns for table in summary.tables)
-    assert "none: it is not installed" in summary.notes[0]
 
 
 # -- Layers that differ, and prompts --------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 from machines import has_only
-from small_models import SMALL, resize_config, small_model
+from small_models import SMALL, resize_config
 
 import tq
 from haarkv.executors import catalog
@@ -128,17 +128,6 @@ def test_without_its_kernels_the_cpu_is_passed_over(machine, monkeypatch):
 def test_a_name_stands_for_itself(machine, name):
     machine()
     assert select(name, TINY, [KVSpec("bf16").plan(TINY.num_layers)]) == catalog.Selection(name)
-
-
-def test_create_takes_auto(machine):
-    machine("cpu", "reference")
-    assert catalog.create(AUTO, small_model(), KVSpec("tq4").plan(SMALL.num_layers)).name == "cpu"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the fastest executor here is cuda")
-def test_the_library_runs_on_the_fastest_and_says_what_it_passed_over():
-    session = tq.load("tiny")
-    assert (session.executor.name, session.passed_over) == ("cpu", "")
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,8 @@ from small_models import SMALL, small_model
 
 from haarkv.executors.cpu import CpuExecutor
 from haarkv.tq_ops.cpu import build, library
-from haarkv.tq_ops.cpu.ops import CpuOps
-from haarkv.tq_ops.errors import InputError
 
 MODEL = small_model(SMALL)
-
-
-def test_another_isa_is_refused():
-    if build.compiler():
-        with pytest.raises(InputError, match="no kernels for 'sse9'; choose from portable"):
-            CpuOps("sse9")
 
 
 # -- Without the kernels -----------------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ def test_the_validator_passes_layer_by_layer(name, dtype, modes):
     report = validate(ReferenceExecutor(model), ours, model, prompts, 1, plan, modes=modes)
     assert report.passed, report.first_divergence
     if "blocks" in name:  # projections of one input are one weight where their types agree, else each its own
-        packed = ours._run.layers.func.__self__.packed[0].qkv_proj
+        packed = ours._model.packed[0].qkv_proj
         assert isinstance(packed, PlaneBlocks) == (name == "blocks")
     if "experts" in name:
         assert {"router", "experts.up_proj", "experts.down_proj"} <= {verdict.stage for verdict in report.tensors}

@@ -12,18 +12,17 @@ import vllm_paged
 from torch import Tensor
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheLayout
-from vllm_paged import Shape, Worker, configuration, packed_spec, vllm_metadata
+from vllm_paged import Shape, Worker, configuration, own_cache, packed_spec, rotated_metadata, vllm_metadata
 
 from haarkv.serving.vllm_plugin import backend
-from haarkv.serving.vllm_plugin.backend import Buffers, RotatedAttentionBackend, RotatedMetadata, forward_batch
+from haarkv.serving.vllm_plugin.backend import RotatedAttentionBackend, RotatedMetadata
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.formats import synthetic
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.layer import fields_in, page_bytes
-from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
-from haarkv.tq_ops.kv.shapes import KVShape
+from haarkv.tq_ops.kv.plan import KVSpec
 
 pytestmark = pytest.mark.vllm_short
 
@@ -59,17 +58,12 @@ def qkv(batch: Batch, shape: Shape, dtype: torch.dtype, padding: int = 0, seed: 
     return vllm_paged.qkv(len(batch.positions) + padding, seed, dtype, shape)
 
 
-def batch_from(common: CommonAttentionMetadata) -> Batch:
-    """What the backend makes of a description, in buffers of its own."""
-    return forward_batch(common, Buffers(4, 2, torch.device("cpu")))
-
-
 # -- The batch -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("padding", [0, 5])
 @pytest.mark.parametrize("name", [name for name in FORWARDS if name != LONG])
 def test_a_batch_is_what_our_own_bookkeeping_would_say(name, padding):
     for expected in batches(FORWARDS[name]):
-        batch = batch_from(vllm_metadata(expected, padding))
+        batch = rotated_metadata(vllm_metadata(expected, padding)).batch
         for field in ("positions", "slot_mapping", "seq_lens", "query_start_loc"):
             assert torch.equal(getattr(batch, field), getattr(expected, field)), field
             assert getattr(batch, field).dtype == getattr(expected, field).dtype, field
@@ -87,7 +81,7 @@ def test_what_stands_behind_the_batch_in_vllms_buffers_is_not_read():
         seq_lens=torch.cat([common.seq_lens, torch.tensor([555])]),
         block_table_tensor=torch.cat([common.block_table_tensor, torch.full_like(common.block_table_tensor[:1], 11)]),
     )
-    batch = batch_from(longer)
+    batch = rotated_metadata(longer).batch
     assert torch.equal(batch.positions, expected.positions)
     assert batch.seq_lens.tolist() == expected.seq_lens.tolist()
     assert len(batch.block_table) == len(expected.block_table)
@@ -96,16 +90,13 @@ def test_what_stands_behind_the_batch_in_vllms_buffers_is_not_read():
 @pytest.mark.parametrize("causal", [False, torch.tensor([True, False])])
 def test_a_batch_that_sees_later_tokens_is_refused(causal):
     with pytest.raises(NotImplementedError, match=r"^attention to later tokens is not supported by a packed KV cache$"):
-        batch_from(replace(vllm_metadata(batches(FORWARDS["prefill"])[0]), causal=causal))
+        rotated_metadata(replace(vllm_metadata(batches(FORWARDS["prefill"])[0]), causal=causal))
 
 
 # -- What lands in the pages and comes back ------------------------------------------------------------------------------
-def own_cache(worker: Worker, index: int) -> PagedKVCache:
+def copied_cache(worker: Worker, index: int) -> PagedKVCache:
     """A cache of our own, in memory of its own, that begins with what the pages hold."""
-    shape, plan = worker.shape, KVPlan((worker.pair,) * (index + 1))
-    cache = PagedKVCache(
-        plan, KVShape(shape.kv_heads, shape.head_dim), num_blocks=shape.num_blocks, block_size=shape.block_size
-    )
+    cache = own_cache(worker.pair, index, worker.shape)
     for ours, theirs in zip((cache.kv[index].k.fields, cache.kv[index].v.fields), in_pages(worker, index), strict=True):
         for name, tensor in ours.items():
             tensor.copy_(theirs[name])
@@ -149,9 +140,9 @@ def test_pages_hold_and_return_exactly_what_a_cache_of_our_own_does(kv, dtype, l
     worker = Worker(shape, LAYERS, layout, pair)
     assert worker.spec.page_size_bytes == page_bytes(pair, shape.kv_heads, shape.head_dim, shape.block_size)
     assert packed_spec(shape, dtype).state_content_size_bytes == 2 * (shape.head_dim // 2 + 2)  # of any dtype
-    caches = {index: own_cache(worker, index) for index in LAYERS}
+    caches = {index: copied_cache(worker, index) for index in LAYERS}
     for step, batch in enumerate(batches(FORWARDS[forwards[1]], shape)):
-        tokens, metadata = len(batch.positions), RotatedMetadata(batch_from(vllm_metadata(batch, padding)))
+        tokens, metadata = len(batch.positions), rotated_metadata(vllm_metadata(batch, padding))
         for index in LAYERS:
             q, k, v = qkv(batch, shape, dtype, padding, seed=10 * step + index)
             worker.store(index, k, v, torch.cat([batch.slot_mapping, torch.full((padding,), -1)]), metadata)
@@ -213,7 +204,7 @@ def test_one_requests_numbers_do_not_reach_another(monkeypatch, side, value):
     for tensors in (clean, bad):
         worker = Worker(shape, (3,), KVCacheLayout.BLHNC)
         worker.store(3, tensors["k"], tensors["v"], batch.slot_mapping)
-        outs.append(worker.attend(3, q, k, v, RotatedMetadata(batch_from(vllm_metadata(batch)))))
+        outs.append(worker.attend(3, q, k, v, rotated_metadata(vllm_metadata(batch))))
         raws.append(worker.raw)
     assert torch.equal(raws[0], raws[1])
     assert torch.equal(outs[0], outs[1])

@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from vllm.config import VllmConfig
-from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import KVCacheLayout, UniformTypeKVCacheSpecs
 from vllm.v1.worker.gpu_worker import Worker as VllmsWorker
 from vllm.v1.worker.utils import allocate_kv_cache
-from vllm_paged import Shape, Worker, configuration, in_forward, packed_spec, plain_spec, qkv, vllm_metadata
+from vllm_configs import configure
+from vllm_paged import (
+    Shape,
+    Worker,
+    configuration,
+    in_forward,
+    own_cache,
+    packed_spec,
+    plain_spec,
+    qkv,
+    rotated_metadata,
+    vllm_metadata,
+)
 
 from haarkv.models.catalog import TINY, load_model, read_config
 from haarkv.models.weights import fingerprint
 from haarkv.serving.vllm_plugin import CPU_WORKER, GPU_WORKER, backend, kv_choice, limits, pages
-from haarkv.serving.vllm_plugin.backend import Buffers, RotatedAttention, RotatedMetadata, forward_batch
+from haarkv.serving.vllm_plugin.backend import RotatedAttention
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.cpu.ops import CpuOps
 from haarkv.tq_ops.cuda.layout import READS as ON_GPU
 from haarkv.tq_ops.formats import synthetic
 from haarkv.tq_ops.kv import calibration_file, plan_file
 from haarkv.tq_ops.kv.batch import PagedSequences
-from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile
 from haarkv.tq_ops.kv.model_shape import ModelShape
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
@@ -50,17 +61,6 @@ def batches():
     paging = PagedSequences(SHAPE.num_blocks, SHAPE.block_size, torch.randperm(12, generator=torch.Generator()).tolist())
     a, b, c = (paging.add() for _ in range(3))
     return [paging.batch([a, b], [33, 7]), paging.batch([b, c], [1, 20])]
-
-
-def make_metadata(batch) -> RotatedMetadata:
-    return RotatedMetadata(forward_batch(vllm_metadata(batch), Buffers(64, 4, torch.device("cpu"))))
-
-
-def own_cache(pair, index: int) -> PagedKVCache:
-    return PagedKVCache(
-        KVPlan((pair,) * (index + 1)), KVShape(SHAPE.kv_heads, SHAPE.head_dim), num_blocks=SHAPE.num_blocks,
-        block_size=SHAPE.block_size,
-    )  # fmt: skip
 
 
 # -- Layers that differ --------------------------------------------------------------------------------------------------
@@ -117,12 +117,7 @@ def test_each_layer_has_pages_of_its_own_size_and_a_draft_those_of_tq4(tmp_path)
     assert sum(specs[name].page_size_bytes for name in names[:LAYERS]) == expected
 
 
-def real_config(**options: object) -> VllmConfig:
-    args = EngineArgs(
-        model=str(TINY), skip_tokenizer_init=True, attention_backend="CUSTOM", enforce_eager=True,
-        kv_cache_memory_bytes=2**24, max_model_len=128, block_size=SHAPE.block_size, **{"load_format": "dummy", **options},
-    )  # fmt: skip
-    return args.create_engine_config()
+real_config = partial(configure, TINY, block_size=SHAPE.block_size)
 
 
 @pytest.mark.parametrize("layout", [KVCacheLayout.LBHNC, KVCacheLayout.BLHNC], ids=lambda layout: layout.name)
@@ -147,9 +142,9 @@ def test_vllm_lays_out_layers_of_different_pages_without_padding_and_each_reads_
         pair = kv_choice.layer_formats(ours, name)
         assert formats.describe(*pair) == MIXED_FORMATS[index]
         layers[name].impl.store_in(pair)
-        caches[index] = own_cache(pair, index)
+        caches[index] = own_cache(pair, index, SHAPE)
     for step, batch in enumerate(batches()):
-        metadata = make_metadata(batch)
+        metadata = rotated_metadata(vllm_metadata(batch))
         inputs = {index: qkv(len(batch.positions), 10 * step + index) for index in caches}
         for index, name in enumerate(names):
             _, k, v = inputs[index]
@@ -180,7 +175,7 @@ def test_a_page_may_have_room_to_spare():
     q, k, v = qkv(40, 0)
     for each in (worker, exact):
         each.store(index, k, v, batch.slot_mapping)
-    outs = [each.attend(index, q, k, v, make_metadata(batch)) for each in (worker, exact)]
+    outs = [each.attend(index, q, k, v, rotated_metadata(vllm_metadata(batch))) for each in (worker, exact)]
     assert torch.equal(*outs)
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from planted import outlier_channels, save_tiny
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention.selector import get_attn_backend
@@ -213,11 +212,7 @@ def test_uneven_channels_are_balanced_or_refused_by_the_weights(tmp_path):
     folder = save_tiny(uneven, tmp_path / "model")
 
     def config(**options: object) -> VllmConfig:
-        args = EngineArgs(
-            model=str(folder), skip_tokenizer_init=True, attention_backend="CUSTOM", kv_cache_memory_bytes=2**24,
-            max_model_len=128, additional_config=options,
-        )  # fmt: skip
-        return args.create_engine_config()
+        return configure(folder, load_format="auto", additional_config=options)
 
     scales = scales_here(config())
     assert scales.keys() == set(range(6))
@@ -238,5 +233,5 @@ def test_uneven_channels_are_balanced_or_refused_by_the_weights(tmp_path):
     layers[3] = uneven.weights.layers[3]
     folder = save_tiny(replace(uneven, weights=replace(uneven.weights, layers=tuple(layers))), tmp_path / "one")
     assert set(scales_here(config(haarkv_balance=False)).values()) == {(None, None)}
-    even = EngineArgs(model=str(TINY), skip_tokenizer_init=True, attention_backend="CUSTOM", max_model_len=128)
-    assert set(scales_here(even.create_engine_config()).values()) == {(None, None)}
+    folder = TINY
+    assert set(scales_here(config()).values()) == {(None, None)}

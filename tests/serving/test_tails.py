@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 from vllm.config import VllmConfig
-from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.request import Request
+from vllm_configs import configure
 from vllm_paged import Shape
 from vllm_tails import CHUNK, Engine, TokenKV, alone
 
@@ -31,11 +31,7 @@ PAIRS = ("k=lr4,v=tq4", "bf16", "k=tq5,v=tq3")
 
 @pytest.fixture(scope="module")
 def config() -> VllmConfig:
-    args = EngineArgs(
-        model=str(TINY), skip_tokenizer_init=True, attention_backend="CUSTOM", enforce_eager=True, load_format="dummy",
-        kv_cache_memory_bytes=2**24, max_model_len=1024, block_size=SHAPE.block_size,
-    )  # fmt: skip
-    return args.create_engine_config()
+    return configure(TINY, max_model_len=1024, block_size=SHAPE.block_size)
 
 
 def engine(config: VllmConfig, pairs=PAIRS, tail: int = TAIL, sinks: int = SINKS, blocks: int = 40) -> Engine:

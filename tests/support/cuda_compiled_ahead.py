@@ -50,7 +50,7 @@ def main(kv: str) -> None:
             sequence, new = paging.add(), min(new, cache.most_new_tokens or new, longest)
             with torch.inference_mode():
                 hidden = executor.forward(torch.zeros(new, dtype=torch.int64), paging.batch([sequence], [new]), cache)
-                executor._run.head(hidden)
+                executor._model.head(hidden, executor._table)
             paging.free(sequence)
         print(json.dumps({**before, "later": len(compilations) - before["asked"], "launches": len(launches)}))
 

@@ -135,7 +135,7 @@ def serve(model: DecoderModel, spec: KVSpec, block_size: int, prompts: list[int]
 
     def forward(batch: Batch) -> None:
         tokens = torch.zeros(len(batch.positions), dtype=torch.int64)
-        executor._run.head(executor.forward(tokens, batch, cache))
+        executor._model.head(executor.forward(tokens, batch, cache), executor._table)
         executor._model.forward(tokens, batch, cache, executor.step_ops)
 
     forward(paging.batch(ids, prompts))

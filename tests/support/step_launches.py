@@ -91,7 +91,7 @@ def launches(
 
     The head's one wait, for whether all is finite, is left out: on this device there is nothing to know.
     """
-    config, blocks = executor.config, sum(n // 16 + 1 for n in prompts)
+    config, model, table, blocks = executor.config, executor._model, executor._table, sum(n // 16 + 1 for n in prompts)
     cache = PagedKVCache(
         spec.plan(config.num_layers), config.kv_shapes, num_blocks=blocks, num_rows=len(prompts), block_size=16, device=META,
         states=config.state_shapes,
@@ -101,12 +101,12 @@ def launches(
     batch = paging.batch(ids, prompts).to(META)
     step = DecodeStep(len(prompts), cache, config.max_position_embeddings, executor._step_on(cache), None)
     with record_kernels(patch) as kernel_names:
-        hidden = executor._run.forward(torch.zeros(sum(prompts), dtype=torch.int64, device=META), batch, cache)
-        executor._sound(executor._run.head(hidden))
+        hidden = model.forward(torch.zeros(sum(prompts), dtype=torch.int64, device=META), batch, cache, table)
+        executor._sound(model.head(hidden, table))
         prompt_kernels = kernel_names.copy()
     tokens, batch = torch.zeros(len(prompts), dtype=torch.int64, device=META), paging.batch(ids, [1] * len(prompts)).to(META)
     with record_kernels(patch) as kernel_names:
         step(tokens, batch)  # what is made once, is made now, as before a graph is captured
         kernel_names.clear()
-        executor._sound(executor._run.head(step(tokens, batch)))
+        executor._sound(model.head(step(tokens, batch), table))
         return prompt_kernels, kernel_names.copy()

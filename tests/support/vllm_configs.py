@@ -27,10 +27,11 @@ def write(folder: Path, config: dict[str, object]) -> Path:
 
 
 def configure(folder: Path, backend: str | None = "CUSTOM", **options: object) -> VllmConfig:
-    """vLLM's configuration for a folder with nothing but a config.json."""
+    """vLLM's configuration for a folder, of which a config.json is enough unless options ask for weights."""
+    options = {"load_format": "dummy", "max_model_len": 128, **options}
     args = EngineArgs(
-        model=str(folder), skip_tokenizer_init=True, load_format="dummy", attention_backend=backend, enforce_eager=True,
-        kv_cache_memory_bytes=2**24, max_model_len=128, **options,
+        model=str(folder), skip_tokenizer_init=True, attention_backend=backend, enforce_eager=True,
+        kv_cache_memory_bytes=2**24, **options,
     )  # fmt: skip
     return args.create_engine_config()
 

@@ -19,9 +19,19 @@ from vllm.v1.kv_cache_interface import (
     create_kv_cache_views,
 )
 
-from haarkv.serving.vllm_plugin.backend import RotatedAttention, RotatedAttentionBackend, with_content
+from haarkv.serving.vllm_plugin.backend import (
+    Buffers,
+    RotatedAttention,
+    RotatedAttentionBackend,
+    RotatedMetadata,
+    forward_batch,
+    with_content,
+)
 from haarkv.serving.vllm_plugin.kv_choice import Pair, content_bytes, default_pair
 from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import PagedKVCache
+from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.kv.shapes import KVShape
 
 
 @dataclass(frozen=True)
@@ -140,6 +150,19 @@ def in_forward(metadata: Mapping[str, object], slots: Mapping[str, Tensor] | Non
     return override_forward_context(
         SimpleNamespace(attn_metadata=metadata, no_compile_layers=layers, slot_mapping=slots or {})
     )  # fmt: skip
+
+
+def own_cache(pair: Pair, index: int, shape: Shape) -> PagedKVCache:
+    """A cache of our own whose layer `index` has the formats of pages."""
+    return PagedKVCache(
+        KVPlan((pair,) * (index + 1)), KVShape(shape.kv_heads, shape.head_dim), num_blocks=shape.num_blocks,
+        block_size=shape.block_size,
+    )  # fmt: skip
+
+
+def rotated_metadata(common: CommonAttentionMetadata) -> RotatedMetadata:
+    """What the backend makes of a description, in buffers of its own."""
+    return RotatedMetadata(forward_batch(common, Buffers(4, 2, torch.device("cpu"))))
 
 
 def vllm_metadata(batch: Batch, padding: int = 0) -> CommonAttentionMetadata:

@@ -22,9 +22,9 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.kv_cache_interface import KVCacheLayout
 from vllm.v1.request import Request
 from vllm.v1.worker.utils import allocate_kv_cache
-from vllm_paged import Shape, in_forward, plain_spec, vllm_metadata
+from vllm_paged import Shape, in_forward, plain_spec, rotated_metadata, vllm_metadata
 
-from haarkv.serving.vllm_plugin.backend import Buffers, RotatedAttention, RotatedMetadata, forward_batch, with_content
+from haarkv.serving.vllm_plugin.backend import RotatedAttention, with_content
 from haarkv.serving.vllm_plugin.kv_choice import Pair, content_bytes
 from haarkv.serving.vllm_plugin.pages import Tail, TailMetadata, tails_beside
 from haarkv.tq_ops.cpu.ops import CpuOps
@@ -109,7 +109,7 @@ class Engine:
                     metadata.setdefault(f"tail {group}", TailMetadata(common.block_table_tensor))
                     metadata[name] = metadata[f"tail {group}"]
                 else:
-                    metadata.setdefault(f"packed {group}", RotatedMetadata(forward_batch(common, Buffers(64, 4, CPU))))
+                    metadata.setdefault(f"packed {group}", rotated_metadata(common))
                     metadata[name] = metadata[f"packed {group}"]
         outs = []
         with in_forward(metadata, slots):

@@ -3,15 +3,12 @@
 import json
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from refusals import assert_refused
 
 from haarkv.engine.loading import load as load_session
-from haarkv.models.weights import fingerprint
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.kv import calibration_file, plan_file
 from haarkv.validation.fidelity import evaluation
@@ -244,22 +241,6 @@ def test_a_plan_and_its_calibration_become_one_file(tq, tmp_path, checkpoint):
     assert [row["kv"] for row in rows] == ["tq4", "plan"]
     assert rows[1]["bits_per_value"] <= 5.0
     assert tq("generate", "--prompt", "def", "--max-new-tokens", 2, *planned).json
-
-
-def test_a_cache_for_transformers_takes_the_file(tq, tmp_path, checkpoint):
-    transformers = pytest.importorskip("transformers")
-    from tq.hf.cache import TQCache
-
-    file = calibration_file.load(tmp_path / "learned.safetensors")
-    plan_file.save(tmp_path / "plan.safetensors", replace(file.spec, kv="k=lr3,v=tq3").plan(2), file.shape, {}, file)
-    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    cache = TQCache(model.config, plan=tmp_path / "plan.safetensors")
-    ids = torch.tensor([list(PROSE.encode()[:40])])
-    with torch.no_grad():
-        exact, packed = model(ids).logits, model(ids, past_key_values=cache).logits
-    assert repr(cache.layers[1]) == "TQLayer(1, k=lr3, v=tq3)"
-    assert 0 < float((exact - packed).square().mean().sqrt()) < 0.5 * float(exact.std())
-    assert fingerprint(model.state_dict().items()) == file.fingerprint
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import pydoc
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import click
 import pytest
@@ -15,7 +14,6 @@ from refusals import assert_refused
 import tq
 from tq.groups import option_section
 
-ROOT = Path(__file__).parents[2]
 # In this order wherever they stand together.
 ORDER = (
     "--model", "--prompt", "--prompt-file", "--prompt-tokens", "--kv", "--kv-tail", "--kv-sink", "--kv-skip-layers",

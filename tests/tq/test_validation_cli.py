@@ -186,16 +186,6 @@ def test_without_an_executor_the_fastest_is_compared(validate):
     assert (report["model"], report["candidate"], report["reference"]) == ("tiny", "cpu", "reference")
 
 
-def test_ctrl_c_stops_it_without_a_file(validate, checkpoint, monkeypatch, tmp_path):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(ReferenceExecutor, "layers", interrupt)
-    ran = validate("--model", checkpoint, *ITSELF, "--prompt", "spam", "--csv", "rows.csv")
-    assert (ran.code, ran.err) == (130, "tq: interrupted\n")
-    assert names_in(tmp_path) == []
-
-
 def test_the_page_names_model_command_prompt_versions_machine_and_date(validate, checkpoint, tmp_path):
     args = ("--model", checkpoint, *ITSELF, "--prompt", "spam & eggs", "--steps", "0", "--threads", "1", "--html", "page.html")
     validate(*args).ended()

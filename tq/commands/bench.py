@@ -29,7 +29,6 @@ _kvs = click.option(
     "+tailN and +sinkN for tokens in BF16; or the file of a plan [default: bf16,tq4].",
 )  # fmt: skip
 contexts_option = partial(options.numbers, "--contexts", "Tokens in the cache.")
-batches_option = partial(options.numbers, "--batches", "Sequences at once.")
 repeats_option = partial(options.count, "--repeats", "Timed runs of each variant.")
 _isa = click.option("--isa", metavar="NAME", help="Instruction set of the CPU kernels, as avx2 [default: the best].")
 save_option = click.option("--save", is_flag=True, help="Append the result to benchmarks/results as a JSON line.")
@@ -39,7 +38,8 @@ DEFAULT_KINDS = ("attention", "step")
 
 of_a_layer = options.together(
     options.model_option("random:0.6b"), _kvs, options.executor_option(multiple=True),
-    options.run_options("bfloat16"), contexts_option("1024,4096"), batches_option("1"), repeats_option(7), _isa, save_option,
+    options.run_options("bfloat16"), contexts_option("1024,4096"), options.numbers("--batches", "Sequences at once.", "1"),
+    repeats_option(7), _isa, save_option,
     options.activation_option, options.mmap_option, options.json_option,
 )  # fmt: skip
 
@@ -66,11 +66,11 @@ def turning() -> Iterator[Callable[[str], None]]:
         yield lambda who: tell(f"timing {who}")
 
 
-def kv_list(args: dict[str, Any], default: Sequence[str] = ("bf16", "tq4")) -> list[str]:
+def kv_list(args: dict[str, Any]) -> list[str]:
     """The caches of `--kv`."""
     from haarkv.benchmarks.cases import parse_caches
 
-    return parse_caches(args["kvs"]) or list(default)
+    return parse_caches(args["kvs"]) or ["bf16", "tq4"]
 
 
 def request_of(args: dict[str, Any], **more: Any) -> Request:

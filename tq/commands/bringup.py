@@ -7,6 +7,7 @@ import shlex
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +70,7 @@ def command(context: click.Context, /, **args: Any) -> int:
         began = time.time()
         with telling() as tell:
             show = _Show(tell, out, quiet=args["as_json"])
-            rungs = ladder(_bench(args, show.tell), args["executor"], args["device"], _latency, args["any_versions"])
+            rungs = ladder(partial(_bench, args, show.tell), args["executor"], args["device"], _latency, args["any_versions"])
             try:
                 climb(rungs, show.begin, show.result)
             except InputError:  # the command as it was meant may use the folder
@@ -82,20 +83,16 @@ def command(context: click.Context, /, **args: Any) -> int:
         return int(any(result.verdict == "failed" for result in show.results))
 
 
-def _bench(args: dict[str, Any], tell: Callable[[str], None]) -> Callable[[], Workbench]:
-    """A function that builds the workbench, which imports torch."""
+def _bench(args: dict[str, Any], tell: Callable[[str], None]) -> Workbench:
+    """The workbench, which imports torch."""
+    from haarkv.validation.bringup.workbench import Request, Workbench
 
-    def bench() -> Workbench:
-        from haarkv.validation.bringup.workbench import Request, Workbench
-
-        texts = (*args["prompts"], *(read_prompt(file) for file in args["files"]))
-        request = Request(
-            args["executor"], args["device"], args["model"], args["layers"], _caches(args), texts,
-            args["max_new_tokens"], args["contexts"] or (),
-        )  # fmt: skip
-        return Workbench(request, tell)
-
-    return bench
+    texts = (*args["prompts"], *(read_prompt(file) for file in args["files"]))
+    request = Request(
+        args["executor"], args["device"], args["model"], args["layers"], _caches(args), texts,
+        args["max_new_tokens"], args["contexts"] or (),
+    )  # fmt: skip
+    return Workbench(request, tell)
 
 
 def _caches(args: dict[str, Any]) -> dict[str, KVSpec]:

@@ -112,7 +112,9 @@ def _judge(
             print(json.dumps({**file, **report, "seconds_per_layer": per_layer, "peak_bytes": peak}))
         else:
             _print(rows, report)
-            ending = f"written to {out_file}" if is_written else _not_written(out_file, tq4, lr4)
+            why = f"on unseen text {lr4.kv} has a mean KL of {lr4.kl_mean:.3g}, no better than tq4's {tq4.kl_mean:.3g}"
+            not_written = f"{out_file} is not written: {why}; give more --text, or --force"
+            ending = f"written to {out_file}" if is_written else not_written
             print(f"{per_layer:.1f} s a layer, {peak / 2**30:.2f} GiB at most; {ending}")
     return int(not is_written)
 
@@ -130,11 +132,4 @@ def _print(rows: Sequence[FidelityRow], report: dict[str, Any]) -> None:
     print(
         f"learned from {report['tokens']:,} tokens; errors cost {report['fit']:.2f} times as much on unseen text: "
         + ("the text was enough" if report["fit"] <= ENOUGH else f"above {ENOUGH:g} more text helps")
-    )
-
-
-def _not_written(out_file: Path, tq4: FidelityRow, lr4: FidelityRow) -> str:
-    return (
-        f"{out_file} is not written: on unseen text {lr4.kv} has a mean KL of {lr4.kl_mean:.3g}, no better than tq4's "
-        f"{tq4.kl_mean:.3g}; give more --text, or --force"
     )

@@ -18,7 +18,7 @@ from tq import options
 from tq.commands import validate_report as reports
 from tq.commands.generate import read_prompts
 from tq.groups import Command, tensor_parallel
-from tq.output import comparing, compiling, loading, print_judged, unread_is_fine, warn
+from tq.output import compiling, counting, loading, print_judged, unread_is_fine, warn
 
 if TYPE_CHECKING:
     from haarkv.executors.catalog import Selection
@@ -233,7 +233,7 @@ def _run_validation(
     total += count_rows(scaled_ids, 1, plan) if scaled_ids else 0
 
     make = _make_pair(reference, selection.name, device)
-    with comparing(total) as on_row, multi_rank_executor(on_trial, ranks, config, plan_here) as candidate:
+    with counting(total, "comparing layers") as on_row, multi_rank_executor(on_trial, ranks, config, plan_here) as candidate:
         report = validate(reference_executor, candidate, whole_model, ids, steps, plan, on_row, repeats=repeat)
         runs = [OneRun(report, whole_model, ids, steps, plan, spec.calibration, make)]
         if scaled_ids:

@@ -34,7 +34,7 @@ from haarkv.benchmarks.report import Table
 from haarkv.executors.cuda import open_gpu
 from haarkv.models.catalog import read_config
 from haarkv.tq_ops.errors import InputError
-from lab.bench import prefill
+from lab.bench import peers, prefill
 from lab.bench.gpu.groups import CHECKS_S, PRETRAINED_S, PretrainedModel, Timing, checks, timings
 
 Row = dict[str, Any]
@@ -61,7 +61,8 @@ def run_one(timing: Timing, *, dry: bool) -> None:
         print(f"timing {who}", flush=True)
 
     if timing.prefix_tokens is None:
-        result = decode.report("decode", request, *decode.measure(request, on_turn=on_turn, model=model))
+        machine, rows = decode.measure(request, on_turn=on_turn, model=model)
+        result = peers.beside_peers(decode.report("decode", request, machine, rows), rows)
     else:
         measurement = prefill.measure(request, timing.prefix_tokens, timing.peers, on_turn=on_turn, model=model)
         result = prefill.report(request, timing.prefix_tokens, *measurement)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from haarkv.benchmarks.cases import Case, Measurement, Variant, filled_cache, kv_numbers, random_queries
+from haarkv.benchmarks.cases import Case, Measurement, Variant, filled_cache, random_queries
 from haarkv.benchmarks.timing import take_turns
 from haarkv.executors.cuda import DecodeStep
 from haarkv.models.base import DecoderModel, rope_tables
@@ -58,7 +58,7 @@ def sdpa_step(model: DecoderModel, case: Case, k: Tensor, v: Tensor) -> Iterator
     kv = [(k.clone(), v.clone()) for _ in range(layers)]
     tokens = torch.arange(case.batch, device=device) % model.config.vocab_size
     run = dense_step(fuse(model, device), cache, paging, tokens, kv, attend)
-    yield Variant(f"{form} in our step", lambda _: run(), [2.0 * numbers for numbers in kv_numbers(model.config)])
+    yield Variant(f"{form} in our step", lambda _: run(), [2.0 * numbers for numbers in peers.kv_numbers(model.config)])
 
 
 def sdpa(kind: str, args: Measurement) -> Iterator[Variant]:

@@ -11,9 +11,9 @@ import pytest
 import torch
 from small_models import CONFIGS, small_model
 
-from haarkv.benchmarks import cases
 from haarkv.executors.base import verify
 from haarkv.executors.reference import ReferenceExecutor
+from haarkv.models.base import new_cache
 from haarkv.models.catalog import load_model
 from haarkv.models.tiny_qwen3.corpus import held_out_texts
 from haarkv.tq_ops.errors import InputError
@@ -71,7 +71,7 @@ def test_a_full_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
 def our_logits(model, ids, kv):
     """[tokens, vocab]: after each token of a prompt, step by step behind the first."""
     config, executor = model.config, ReferenceExecutor(model)
-    cache, paging = cases.new_cache(KVSpec(kv).plan(config.num_layers), config, len(ids))
+    cache, paging = new_cache(config, KVSpec(kv).plan(config.num_layers), sequences=1, tokens=len(ids))
     sequence = paging.add()
     return torch.cat([verify(executor, torch.tensor([i]), paging.batch([sequence], [1]), cache) for i in ids])
 

@@ -14,10 +14,12 @@ from small_models import SMALL, resize_config, small_model, window_config
 
 from haarkv.benchmarks import cases, decode
 from haarkv.benchmarks.cases import Case
-from haarkv.benchmarks.timing import Machine
+from haarkv.benchmarks.decode_cost import Cost, CostRow
+from haarkv.benchmarks.timing import Machine, Spread
 from haarkv.engine.generation import prefill_in_chunks
 from haarkv.executors.base import verify
 from haarkv.executors.reference import ReferenceExecutor
+from haarkv.models.base import new_cache
 from haarkv.models.rope import LinearScaling
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -157,7 +159,7 @@ def test_transformers_prompt_is_ours():
     pytest.importorskip("transformers")
     model, prompts = small_model(), cases.random_prompts(SMALL, Case(2, 16))
     theirs = peers.transformers_prompt(model, prompts)
-    cache, paging = cases.new_cache(KVSpec("fp32").plan(SMALL.num_layers), SMALL, 16, 2)
+    cache, paging = new_cache(SMALL, KVSpec("fp32").plan(SMALL.num_layers), sequences=2, tokens=16)
     ours = prefill_in_chunks(ReferenceExecutor(model), prompts, [paging.add() for _ in prompts], paging, cache)
     assert theirs.run(0) == ours.argmax(-1).tolist()
     # FP32, as the model
@@ -240,4 +242,16 @@ def test_torch_is_timed_beside_ours_with_its_bytes(run):
         "reference tq4": 40 * 2 * 2 * 18, "sdpa bf16 rows": bf16, "sdpa bf16 gqa": bf16, "sdpa fp32 rows": 2 * bf16,
         "torch bf16 products": bf16,
     }  # fmt: skip
-    assert [r["who"] for r in rows if "speed_up" in r] != []
+
+
+def test_a_speed_up_is_over_the_fastest_peer_of_the_same_kind_and_case():
+    def row(who, ms, context=64, kind="step"):
+        peer = not who.startswith("cpu")
+        return CostRow(kind, who, Case(1, context), Cost(1, 1, 1, 1), MACHINE, Spread(ms, ms, ms), peer=peer)
+
+    peer_rows = [row("sdpa bf16 rows", 5.0), row("hf DynamicCache bf16", 3.0), row("cpu bf16", 1.0)]
+    rows = [row("cpu tq4", 2.0), *peer_rows, row("sdpa a", 0.5, context=65), row("sdpa a", 0.5, kind="attention")]
+    request = decode.Request("small", [], ["tq4"], [64], [1])
+    report = peers.beside_peers(decode.report("decode", request, MACHINE, rows), rows)
+    assert [value.get("speed_up") for value in report.values["rows"]] == [1.5, None, None, 3.0, None, None]
+    assert "step of cpu tq4 at 64 tokens: 1.50 times as fast as hf DynamicCache bf16" in report.notes[1]
