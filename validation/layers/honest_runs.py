@@ -31,7 +31,7 @@ from haarkv.validation.layers.null import (
     split_runs,
     stacked,
 )  # fmt: skip
-from haarkv.validation.layers.parts import KV, Snapshot, cache_parts, load, snapshot, take, without_unread
+from haarkv.validation.layers.parts import KV, Snapshot, load, snapshot, take, vector_parts, without_unread
 from haarkv.validation.layers.reference import Reference, keep
 
 T = TypeVar("T")
@@ -234,32 +234,16 @@ class _Aside:
             return {}
         k, v = (ours - repeat_rows(theirs, runs) for ours, theirs in zip(self._kv, record.kv, strict=True))
         batch, reach = repeated_batch(record.batch, runs), {}
-        for part in cache_parts(self._reference.cache, record.index):
+        for part in vector_parts(self._reference.cache, record.index):
             lengths = part.kv_format.length(part.vectors_to_store(k, v, batch).transpose(0, 1), record.index)
             reach[part.name] = lengths.view(len(lengths), lengths.shape[1] // runs, runs).amax(-1)
         return reach
 
     def rows(self, reach: Mapping[str, Tensor]) -> RunRows:
         """Figures of the stored fields of all runs; {} if the ops stored nothing."""
-        record, runs, cache = self._record, self._runs, self._reference.cache
-        if not self._stored:
-            return {}
-        if record.kv is None:
-            return stacked(
-                [
-                    by_figure(stored_figures(cache, record.index, record.batch, record.new_fields, one, None))
-                    for one in self._stored
-                ]
-            )
-        theirs = {
-            part: {name: torch.stack([one[part][name] for one in self._stored], 1).flatten(0, 1) for name in fields}
-            for part, fields in record.new_fields.items()
-        }
-        ours = {
-            part: {name: repeat_rows(tensor, runs) for name, tensor in fields.items()}
-            for part, fields in record.new_fields.items()
-        }
-        k, v = (repeat_rows(x, runs) for x in record.kv)
-        wide = {part: lengths.repeat_interleave(runs, -1) for part, lengths in reach.items()}
-        figures = stored_figures(cache, record.index, repeated_batch(record.batch, runs), ours, theirs, (k, v), wide)
-        return split_runs(figures, runs)
+        record, cache = self._record, self._reference.cache
+        every = [
+            by_figure(stored_figures(cache, record.index, record.batch, record.new_fields, one, record.kv, reach))
+            for one in self._stored
+        ]
+        return stacked(every) if every else {}
