@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,16 +24,6 @@ from haarkv.validation.layers.null import RUNS, Null, collect_sums, number_figur
 from haarkv.validation.layers.parts import Snapshot, cache_parts, load, snapshot, take
 from haarkv.validation.layers.reference import Reference
 from haarkv.validation.layers.report import LogitRow, Verdict, first
-
-
-@dataclass(frozen=True)
-class FreeRun:
-    """One layer's run: its input, the poison in its tokens' places, and what it left."""
-
-    hidden: Tensor
-    bad: Snapshot
-    run: Run
-
 
 _HEAD = 10**6
 """Seed of the head's noise, apart from those of layers."""
@@ -55,7 +44,8 @@ class FreeRunning:
         # One cache for layers run one by one, and one into which only whole forwards store.
         self._candidate, self._whole = (CandidateRunner(candidate, reference.cache) for _ in range(2))
         self._forced, self._nulls = TeacherForced(self._follower, self._candidate), nulls
-        self.runs: list[FreeRun] = []
+        # Of each layer: its input, the poison in its tokens' places, and what it left.
+        self.runs: list[tuple[Tensor, Snapshot, Run]] = []
 
     def begin(self, hidden: Tensor) -> None:
         self.hidden, self.runs = hidden, []
@@ -69,7 +59,7 @@ class FreeRunning:
         hidden, before = self.hidden, snapshot(self._candidate.cache, index)
         self._whole.put(index, forward.batch, bad)
         run = self._candidate.run(hidden, index, bad, forward.batch)
-        self.runs.append(FreeRun(hidden, bad, run))
+        self.runs.append((hidden, bad, run))
         self.hidden = run.outcome.result
         load(self._follower.cache, index, before)
         try:
@@ -137,14 +127,14 @@ class FreeRunning:
 
     def _unstable(self, outcome: Outcome, forward: Forward) -> tuple[int | None, Verdict] | None:
         """Whether a layer differs from itself, and which; or the whole forward does."""
-        for index, layer_run in enumerate(self.runs):
-            again = [self._candidate.run(layer_run.hidden, index, layer_run.bad, forward.batch) for _ in range(_AGAIN)]
-            if (unstable := differing([layer_run.run, *again])) is not None:
+        for index, (hidden, bad, run) in enumerate(self.runs):
+            again = [self._candidate.run(hidden, index, bad, forward.batch) for _ in range(_AGAIN)]
+            if (unstable := differing([run, *again])) is not None:
                 return index, unstable
         runs = [(outcome, self._stored(forward))]
         for _ in range(_AGAIN):
-            for index, layer_run in enumerate(self.runs):
-                self._whole.put(index, forward.batch, layer_run.bad)
+            for index, (_, bad, _) in enumerate(self.runs):
+                self._whole.put(index, forward.batch, bad)
             outcome = self._whole.forward(forward)
             self._whole.stray_writes(range(len(self.runs)), forward.batch)
             runs.append((outcome, self._stored(forward)))

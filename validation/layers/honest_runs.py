@@ -40,20 +40,31 @@ HonestCache = dict[tuple[str, str, int, int], Any]
 STEEPER = "softmax 1 % too steep"
 
 
+def _cached(find: Callable[[HonestRuns, LayerRecord], T]) -> Callable[[HonestRuns, LayerRecord], T]:
+    """Honest runs that a validation computes once for each layer of each forward."""
+
+    def run(self: HonestRuns, record: LayerRecord) -> T:
+        key = find.__name__, record.forward.phase, record.forward.step, record.index
+        if key not in self.honest_cache:
+            self.honest_cache[key] = find(self, record)
+        result: T = self.honest_cache[key]
+        return result
+
+    return run
+
+
 class HonestRuns:
     """Runs layers of the reference as other correct devices may compute them. Results are added to `honest_cache`."""
 
     def __init__(self, reference: Reference, honest_cache: HonestCache | None = None) -> None:
         self.reference = reference
-        self._honest_cache: HonestCache = {} if honest_cache is None else honest_cache
+        self.honest_cache: HonestCache = {} if honest_cache is None else honest_cache
         self._scratch = reference.cache.empty_like(reference.cache.device)
         self._readable: tuple[Call, Snapshot] | None = None
 
+    @_cached
     def layer_sums(self, record: LayerRecord) -> tuple[Sums, Mapping[str, Tensor]]:
         """The sums of sixteen honest runs of a whole layer, and `Null.reach`."""
-        return self._cached(record, self._layers)
-
-    def _layers(self, record: LayerRecord) -> tuple[Sums, Mapping[str, Tensor]]:
         # With a recurrent state tokens are not independent, so runs cannot be drawn token by token: compute all sixteen.
         reference = self.reference
         runs = num_honest_runs(len(record.hidden_in) if record.kv is not None else 1, reference.model.dtype)
@@ -70,17 +81,11 @@ class HonestRuns:
         reach = aside.reach()
         return resample_runs({**aside.rows(reach), **hidden_rows}), reach
 
-    def _cached(self, record: LayerRecord, find: Callable[[LayerRecord], T]) -> T:
-        key = find.__name__, record.forward.phase, record.forward.step, record.index
-        if key not in self._honest_cache:
-            self._honest_cache[key] = find(record)
-        result: T = self._honest_cache[key]
-        return result
-
     def slips(self, record: LayerRecord) -> Slips:
         """Changes of hidden states by known mistakes: in the attention of each KV head, and in the MLP."""
-        return {} if record.kv is None else self._cached(record, self._layer_slips)[0]
+        return {} if record.kv is None else self._layer_slips(record)[0]
 
+    @_cached
     def _layer_slips(self, record: LayerRecord) -> tuple[Slips, Slips]:
         """`slips`; also the change of attention's result if its softmax is 1 % too steep."""
         reference, ops, heads = self.reference, self.reference.ops, self._kv_heads(record.index)
@@ -128,11 +133,9 @@ class HonestRuns:
         return slips, {STEEPER: torch.cat(by_scale[1.01], 1) - torch.cat(by_scale[1.0], 1)}
 
     # -- Ops -------------------------------------------------------------------------------------------------------------
+    @_cached
     def op_sums(self, record: LayerRecord) -> Sums:
         """The sums of sixteen honest runs of a layer's ops, each op alone."""
-        return self._cached(record, self._ops)
-
-    def _ops(self, record: LayerRecord) -> Sums:
         each = (resample_runs(self._op(call, record, 1000 * place)) for place, call in enumerate(record.calls))
         return reduce(add_sums, each, {})
 
@@ -162,7 +165,7 @@ class HonestRuns:
         if result is not None:
             attends = call.op == "paged_attention"
             heads = self._kv_heads(record.index) if attends else 0
-            slips = self._cached(record, self._layer_slips)[1] if attends else {}
+            slips = self._layer_slips(record)[1] if attends else {}
             wide = {name: repeat_rows(by, runs) for name, by in slips.items()}
             yield from number_figures(call.stage, repeat_rows(call.result, runs), result, heads, wide)
 
