@@ -17,9 +17,8 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.recurrent import Recurrent
 from haarkv.tq_ops.weight import dense
 from haarkv.validation.faults.base import Call, Fault, Wrong, instead
-from haarkv.validation.layers.states import CONV, MEMORY, begins
+from haarkv.validation.layers.states import CONV, MEMORY, Fields, begins
 
-Fields = dict[str, Tensor]
 Read = Callable[[Recurrent, int, int], Fields | None]
 """The state from which a row goes on after a number of tokens; None for the right one."""
 
