@@ -241,8 +241,10 @@ def test_blocks_are_multiplied_as_generate_does_and_named(validate, gguf_file):
 @pytest.mark.judge_long
 def test_the_self_test_plants_faults_in_a_files_blocks(run, gguf_file, checkpoint, monkeypatch):
     import haarkv.validation.layers.self_test as module
+    from haarkv.validation.faults.model import runner_of_blocks
 
-    monkeypatch.setattr(module, "self_test", lambda models, prompts, on_row: [])
+    plant = module.self_test
+    monkeypatch.setattr(module, "self_test", lambda models, *more: plant(models, *more) if runner_of_blocks(models[0]) else [])
     ran = run("dev", "self-test", "--model", gguf_file, "--dtype", "float32")
     ran.shows("Q8_0, a scale is the neighbour's", "none (control, blocks)")
     assert_refused(run("dev", "self-test", "--model", checkpoint), "--model", ".gguf")

@@ -151,7 +151,7 @@ def test_what_is_wrong_when_left_to_itself_is_named(spoil):
 
 
 def test_nothing_compared_is_not_passed(monkeypatch):
-    monkeypatch.setattr(runner._Validation, "_row", lambda *_: None)
+    monkeypatch.setattr(runner.Validation, "_row", lambda *_: None)
     assert not run(ReferenceExecutor(MODEL)).passed
 
 

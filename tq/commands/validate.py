@@ -300,7 +300,7 @@ def self_test(model: str | None, dtype: str | None, as_json: bool) -> int:
         from haarkv.executors.catalog import NAMES, info
         from haarkv.validation.faults.model import runner_of_blocks
         from haarkv.validation.faults.states import small_hybrid
-        from haarkv.validation.layers.self_test import self_test, self_test_of_blocks
+        from haarkv.validation.layers.self_test import self_test
 
         on_row, rows = None if as_json else _show_fault, []
         if model is not None:
@@ -311,7 +311,7 @@ def self_test(model: str | None, dtype: str | None, as_json: bool) -> int:
                     f"--model is for faults in blocks of a file, and no executor multiplies with any of {model} as they are; "
                     "leave it out, or give a .gguf file"
                 )
-            rows += self_test_of_blocks(models, prompts, on_row)
+            rows += self_test(models, prompts, on_row)
         models, prompts = _first_layers("tiny", dtype, (), _TOKENS)
         models += [small_hybrid(each.dtype, each.config.vocab_size) for each in models]
         rows += self_test(models, prompts, on_row)

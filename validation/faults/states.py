@@ -17,9 +17,8 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.recurrent import Recurrent
 from haarkv.tq_ops.weight import dense
 from haarkv.validation.faults.base import Call, Fault, Wrong, instead
-from haarkv.validation.layers.states import CONV, MEMORY, begins, recurrent_state
+from haarkv.validation.layers.states import CONV, MEMORY, Fields, begins
 
-Fields = dict[str, Tensor]
 Read = Callable[[Recurrent, int, int], Fields | None]
 """The state from which a row goes on after a number of tokens; None for the right one."""
 
@@ -60,12 +59,6 @@ class _Misread(Recurrent):
         return fields
 
 
-def _state(call: Call) -> Recurrent:
-    state = recurrent_state(call.cache, call.layer)
-    assert state is not None
-    return state
-
-
 def _version(state: Recurrent, row: int, place: int) -> Fields:
     return {name: tensor[row, place].clone() for name, tensor in state.tensors.items()}
 
@@ -74,7 +67,7 @@ def _reading(read_row: Read) -> Wrong:
     """An op that goes on from other states."""
 
     def run(call: Call) -> Tensor:
-        state = _state(call)
+        state = call.at.state
         call.cache.states[call.layer] = _Misread(state, read_row)
         try:
             return call.again()
@@ -104,7 +97,7 @@ class _Stale:
         self._left: dict[tuple[int, int], Fields] = {}
 
     def __call__(self, call: Call) -> Tensor:
-        state, batch = _state(call), call.batch
+        state, batch = call.at.state, call.batch
         new = [row for row, begin in zip(batch.rows.tolist(), begins(batch), strict=True) if begin == 0]
         self._left = {key: fields for key, fields in self._left.items() if key[0] not in new}
         out: Tensor = _reading(lambda _, row, begin: self._left.get((row, begin)))(call)
@@ -118,7 +111,7 @@ def _leaving(name: str, change: Callable[[Tensor, Tensor], Tensor]) -> Wrong:
     """An op whose new versions of a tensor [versions, *] are changed; `change` also gets what lay there before."""
 
     def run(call: Call) -> Tensor:
-        tensor, token_counts = _state(call).tensors[name], _state(call).counts
+        tensor, token_counts = call.at.state.tensors[name], call.at.state.counts
         before, out = tensor.clone(), call.again()
         for row, begin in zip(call.batch.rows.tolist(), begins(call.batch), strict=True):
             new = token_counts[row] > begin
@@ -136,7 +129,7 @@ def _last_keeps_all(call: Call) -> Tensor:
 
 
 def _not_scaled(call: Call) -> Tensor:
-    root: float = _state(call).tensors[MEMORY].shape[-2] ** 0.5
+    root: float = call.at.state.tensors[MEMORY].shape[-2] ** 0.5
     return call.again() * root
 
 

@@ -29,7 +29,7 @@ from haarkv.validation.faults.ops import (
     other,
     quantized_parts,
 )
-from haarkv.validation.layers.parts import Snapshot, cache_parts, put, read_as, take, token_rows
+from haarkv.validation.layers.parts import Snapshot, put, read_as, take, token_rows, vector_parts
 
 WINDOW_SPEC = KVSpec("tq4", tail=16, sink=4)
 """With prompts of more than 84 tokens its ring starts over."""
@@ -66,7 +66,7 @@ def _storage_faults(at: Layer) -> Iterator[Fault]:
         return {k_in: key_fields}
 
     def dequantized_parts(call: Call) -> Snapshot:
-        packed, parts = quantized_parts(call), cache_parts(call.cache, call.layer)[:2]
+        packed, parts = quantized_parts(call), vector_parts(call.cache, call.layer)[:2]
         pair = [part.kv_format.dequantize(by_token(packed[part.side]), call.layer).transpose(0, 1) for part in parts]
         return other(lambda *_: (pair[0], pair[1]), "window")(call)
 

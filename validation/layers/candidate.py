@@ -15,9 +15,8 @@ from haarkv.tq_ops.errors import NonFiniteError
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.validation.layers.forward import copy_argument, is_unchanged
-from haarkv.validation.layers.parts import Part, Snapshot, cache_parts, layer_tensors, load, part_stage, put, take
+from haarkv.validation.layers.parts import Snapshot, cache_parts, layer_tensors, load, put, stage_of, take
 from haarkv.validation.layers.report import Verdict
-from haarkv.validation.layers.states import STATE, STATE_STAGES, changed_rows, recurrent_state
 
 if TYPE_CHECKING:
     from haarkv.validation.layers.forward import Forward
@@ -104,33 +103,14 @@ class CandidateRunner:
         stray_writes: StrayWrites = {}
         for layer in range(len(self.cache.plan.layers)):
             at = batch if layer in written_layers else None
-            now_state, expected = (recurrent_state(cache, layer) for cache in (self.cache, self._expected))
-            if now_state is not None and expected is not None:
-                places_by_part = {STATE: changed_rows(now_state, expected, at)}
-            else:
-                pairs = list(zip(cache_parts(self.cache, layer), cache_parts(self._expected, layer), strict=True))
-                if all(torch.equal(now.fields[name], before.fields[name]) for now, before in pairs for name in now.fields):
-                    continue
-                places_by_part = {now.name: _changed_places(now, before, at) for now, before in pairs}
+            parts, expected = cache_parts(self.cache, layer), layer_tensors(self._expected, layer)
+            if all(torch.equal(x, expected[part.name][name]) for part in parts for name, x in part.fields.items()):
+                continue
+            places_by_part = {part.name: part.changes(expected[part.name], at) for part in parts}
             if any(places_by_part.values()):
                 stray_writes[layer] = {name: places for name, places in places_by_part.items() if places}
             load(self._expected, layer, layer_tensors(self.cache, layer))
         return stray_writes
-
-
-def _changed_places(now: Part, before: Part, batch: Batch | None) -> list[str]:
-    changed_mask = torch.stack([_bytes(now.fields[name]).ne(_bytes(before.fields[name])).any(-1) for name in now.fields]).any(
-        0
-    )
-    if batch is not None:
-        _, unit, offset = now.where(batch)
-        changed_mask[unit.to(changed_mask.device), offset.to(changed_mask.device)] = False
-    return [now.words(int(place)) for place in changed_mask.flatten().nonzero().flatten()]
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """A field's bytes by place: uint8 [units, places, n]. Bytes, since a NaN is not equal to itself."""
-    return tensor.reshape(*tensor.shape[:3], -1).contiguous().view(torch.uint8).transpose(1, 2).flatten(2)
 
 
 # -- Again ---------------------------------------------------------------------------------------------------------------
@@ -171,7 +151,7 @@ def _first_stage(one: Run, other: Run) -> str:
         theirs = other.new_fields[part]
         for name in ours:
             if value_bytes(ours[name]) != value_bytes(theirs[name]):
-                return STATE_STAGES.get(name, STATE) if part == STATE else part_stage(part)
+                return stage_of(part, name)
     return "attention_mlp"
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.validation import bounds
 from haarkv.validation.layers.candidate import WITHIN_ROUNDING, CandidateRunner, Outcome, Repeats, Run, StrayWrites
 from haarkv.validation.layers.forward import Call, LayerRecord, replay
@@ -22,10 +21,10 @@ from haarkv.validation.layers.judge import (
     verdicts,
 )
 from haarkv.validation.layers.null import Figure, Null, Sums, collect_sums
-from haarkv.validation.layers.parts import Snapshot, part_stage, take
+from haarkv.validation.layers.parts import Snapshot, cache_parts, take
 from haarkv.validation.layers.reference import Reference
 from haarkv.validation.layers.report import Measurement, Verdict, first
-from haarkv.validation.layers.states import STATE, compare_states, recurrent_state
+from haarkv.validation.layers.states import STATE
 
 _FEW = 8
 """Up to this number of new tokens a sequence, a layer runs again over another state."""
@@ -100,7 +99,7 @@ class TeacherForced:
     def judge(self, record: LayerRecord, run: Run, null: Null, room: float = 1.0) -> LayerJudgment:
         """Judge a run of a layer; the null's limits are `room` times as wide."""
         cache, batch, result = self.reference.cache, record.batch, run.outcome.result
-        violations = judge_stray_writes(run.stray_writes, record.index) + _broken_state(cache, record, run.new_fields)
+        violations = self._stored_violations(record, run)
         if run.outcome.problem:
             violations.insert(0, Verdict.violation("call", run.outcome.problem))
         reach = {part: room * lengths for part, lengths in null.reach.items()}
@@ -108,7 +107,7 @@ class TeacherForced:
             stored_figures(cache, record.index, batch, record.new_fields, run.new_fields, record.kv, reach)
         )
         expected = record.hidden_out
-        differing = _differing(record.new_fields, run.new_fields, store_sums)
+        differing = _differing(store_sums)
         if differing and record.kv is not None:
             # Ties are not the candidate's fault; what follows is held against the reference over what the candidate stored.
             expected = self.reference.rerun_layer(self.reference.as_read(record, run.new_fields), record)
@@ -191,9 +190,7 @@ class TeacherForced:
             figures += op_figures
             same = run.outcome.result is None or torch.equal(call.result, run.outcome.result)
             differing += [] if same else [call.stage]
-            if run.new_fields:
-                store_sums = collect_sums(pair for pair in op_figures if pair[0].stage != call.stage)
-                differing += _differing(record.new_fields, run.new_fields, store_sums)
+            differing += _differing(collect_sums(pair for pair in op_figures if pair[0].stage != call.stage))
         sums = collect_sums(figures)
         op_verdicts = verdicts(null.excesses(sums, self.rounds), differing)
         op_verdicts = [self._confirm_fault(verdict, record, bad) if verdict.fails else verdict for verdict in op_verdicts]
@@ -202,16 +199,16 @@ class TeacherForced:
         return [*violations, *op_verdicts]
 
     def _confirm_fault(self, verdict: Verdict, record: LayerRecord, bad: Snapshot) -> Verdict:
-        calls = [call for call in record.calls if verdict.stage in (call.stage, *_STAGES.get(call.op, ()))]
-        if not calls:
-            return verdict
-        unstable = self.repeats.confirm(self._op_run(calls[0], record, bad), lambda: self._op_run(calls[0], record, bad))
+        # What shows in no result of an op shows in what one stored.
+        same_stage = (call for call in record.calls if call.stage == verdict.stage)
+        call = next(same_stage, None) or next(call for call in record.calls if call.op in _STORING)
+        unstable = self.repeats.confirm(self._op_run(call, record, bad), lambda: self._op_run(call, record, bad))
         return replace(unstable, stage=verdict.stage) if unstable is not None else verdict
 
     def _op_run(self, call: Call, record: LayerRecord, bad: Snapshot) -> Run:
         assert self.ops is not None
         candidate, batch, index = self.candidate, record.batch, record.index
-        writes = call.op in ("store_kv", "gated_delta")
+        writes = call.op in _STORING
         if writes:
             candidate.load(index, record.before)
             candidate.put(index, batch, bad)
@@ -233,28 +230,21 @@ class TeacherForced:
         """What is wrong with an op's run whatever the numbers are."""
         if wrong := call_violation(call, run.outcome.result, not run.outcome.problem):
             return [wrong]
-        stray_writes = judge_stray_writes(run.stray_writes, record.index)
-        return stray_writes + (_broken_state(self.reference.cache, record, run.new_fields) if call.op == "gated_delta" else [])
+        return self._stored_violations(record, run) if call.op in _STORING else []
+
+    def _stored_violations(self, record: LayerRecord, run: Run) -> list[Verdict]:
+        """Writes where nothing was to be written, and states that are missing or of other tokens."""
+        parts = cache_parts(self.reference.cache, record.index)
+        problems = [part.problem(record.batch, run.new_fields[part.name]) for part in parts]
+        return [
+            *judge_stray_writes(run.stray_writes, record.index),
+            *(Verdict.violation("delta_state", problem) for problem in problems if problem),
+        ]
 
 
-_STAGES = {
-    "store_kv": ("store_kv.k", "store_kv.v", "window.k", "window.v", "sink.k", "sink.v"),
-    "gated_delta": ("conv_state", "delta_state"),
-}
-"""Stages of what an op stores."""
+_STORING = ("store_kv", "gated_delta")
 
 
-def _differing(ours: Snapshot, theirs: Snapshot, figures: Sums) -> list[str]:
-    """Stages of which some stored bit differs. A state may hold versions that no forward reads, so its figures decide."""
-    if STATE in ours:
-        return [figure.stage for figure, sums in figures.items() if figure.kind == "energy" and sums[0] != 0]
-    parts = [part for part in ours if not all(torch.equal(x, theirs[part][name]) for name, x in ours[part].items())]
-    return [part_stage(part) for part in parts]
-
-
-def _broken_state(cache: PagedKVCache, record: LayerRecord, part_fields: Snapshot) -> list[Verdict]:
-    """States that are missing, or of other tokens."""
-    if (state := recurrent_state(cache, record.index)) is None:
-        return []
-    comparisons = compare_states(state, record.batch, record.new_fields[STATE], part_fields[STATE])
-    return [Verdict.violation(one.stage, one.problem) for one in comparisons if one.problem]
+def _differing(stored: Sums) -> list[str]:
+    """Stages of which anything that is read differs, by figures of stored fields."""
+    return [figure.stage for figure, sums in stored.items() if figure.kind in ("energy", "changed", "length") and sums[0] != 0]

@@ -7,8 +7,7 @@ own input, by the reference on the executor's hidden state and cache; and the wh
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +15,6 @@ from torch import Tensor
 
 from haarkv.executors.base import Executor
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.formats.base import by_token
-from haarkv.tq_ops.kv.batch import Batch
 from haarkv.validation import bounds
 from haarkv.validation.layers.candidate import CandidateRunner, Outcome, Repeats, Run, differing
 from haarkv.validation.layers.forced import TeacherForced
@@ -27,17 +24,6 @@ from haarkv.validation.layers.null import RUNS, Null, collect_sums, number_figur
 from haarkv.validation.layers.parts import Snapshot, cache_parts, load, snapshot, take
 from haarkv.validation.layers.reference import Reference
 from haarkv.validation.layers.report import LogitRow, Verdict, first
-from haarkv.validation.layers.states import STATE, compare_states, recurrent_state
-
-
-@dataclass(frozen=True)
-class FreeRun:
-    """One layer's run: its input, the poison in its tokens' places, and what it left."""
-
-    hidden: Tensor
-    bad: Snapshot
-    run: Run
-
 
 _HEAD = 10**6
 """Seed of the head's noise, apart from those of layers."""
@@ -58,7 +44,8 @@ class FreeRunning:
         # One cache for layers run one by one, and one into which only whole forwards store.
         self._candidate, self._whole = (CandidateRunner(candidate, reference.cache) for _ in range(2))
         self._forced, self._nulls = TeacherForced(self._follower, self._candidate), nulls
-        self.runs: list[FreeRun] = []
+        # Of each layer: its input, the poison in its tokens' places, and what it left.
+        self.runs: list[tuple[Tensor, Snapshot, Run]] = []
 
     def begin(self, hidden: Tensor) -> None:
         self.hidden, self.runs = hidden, []
@@ -72,7 +59,7 @@ class FreeRunning:
         hidden, before = self.hidden, snapshot(self._candidate.cache, index)
         self._whole.put(index, forward.batch, bad)
         run = self._candidate.run(hidden, index, bad, forward.batch)
-        self.runs.append(FreeRun(hidden, bad, run))
+        self.runs.append((hidden, bad, run))
         self.hidden = run.outcome.result
         load(self._follower.cache, index, before)
         try:
@@ -140,14 +127,14 @@ class FreeRunning:
 
     def _unstable(self, outcome: Outcome, forward: Forward) -> tuple[int | None, Verdict] | None:
         """Whether a layer differs from itself, and which; or the whole forward does."""
-        for index, layer_run in enumerate(self.runs):
-            again = [self._candidate.run(layer_run.hidden, index, layer_run.bad, forward.batch) for _ in range(_AGAIN)]
-            if (unstable := differing([layer_run.run, *again])) is not None:
+        for index, (hidden, bad, run) in enumerate(self.runs):
+            again = [self._candidate.run(hidden, index, bad, forward.batch) for _ in range(_AGAIN)]
+            if (unstable := differing([run, *again])) is not None:
                 return index, unstable
         runs = [(outcome, self._stored(forward))]
         for _ in range(_AGAIN):
-            for index, layer_run in enumerate(self.runs):
-                self._whole.put(index, forward.batch, layer_run.bad)
+            for index, (_, bad, _) in enumerate(self.runs):
+                self._whole.put(index, forward.batch, bad)
             outcome = self._whole.forward(forward)
             self._whole.stray_writes(range(len(self.runs)), forward.batch)
             runs.append((outcome, self._stored(forward)))
@@ -164,19 +151,12 @@ class FreeRunning:
         if stray_writes := self._whole.stray_writes(layers, batch):
             return judge_stray_writes(stray_writes, None, "the whole forward")
         for index in layers:
-            for what, error, problem in self._deviations(index, batch):
-                if problem or not error <= bounds.SAME_KV:
-                    detail = f"the whole forward {what} in layer {index} than the layer run alone"
+            ours, theirs = (take(runner.cache, index, batch) for runner in (self._candidate, self._whole))
+            for part in cache_parts(self._reference.cache, index):
+                problem = part.problem(batch, theirs[part.name])
+                pairs = part.decoded(batch, ours[part.name], theirs[part.name])
+                wrong = (what for what, _, x, y in pairs if not compare_vectors(x, y).rel_l2 <= bounds.SAME_KV)
+                if what := "delta_state" if problem else next(wrong, ""):
+                    detail = f"the whole forward stores another {what} in layer {index} than the layer run alone"
                     return [Verdict.violation(stage, f"{detail}: {problem}" if problem else detail)]
         return []
-
-    def _deviations(self, index: int, batch: Batch) -> Iterator[tuple[str, float, str]]:
-        """What differs of each state or part, in words; its relative distance; and what is wrong whatever the numbers are."""
-        ours, theirs = (take(runner.cache, index, batch) for runner in (self._candidate, self._whole))
-        if (state := recurrent_state(self._reference.cache, index)) is not None:
-            for one in compare_states(state, batch, ours[STATE], theirs[STATE]):
-                yield f"leaves another {one.stage}", one.error, one.problem
-        for part in cache_parts(self._reference.cache, index):
-            if len(part.where(batch)[0]):
-                both = (part.kv_format.dequantize(by_token(fields[part.name]), index) for fields in (ours, theirs))
-                yield f"stores another {part.title}", compare_vectors(*both).rel_l2, ""

@@ -31,7 +31,7 @@ from haarkv.validation.layers.null import (
     split_runs,
     stacked,
 )  # fmt: skip
-from haarkv.validation.layers.parts import KV, Snapshot, cache_parts, load, snapshot, take, without_unread
+from haarkv.validation.layers.parts import KV, Snapshot, load, snapshot, take, vector_parts, without_unread
 from haarkv.validation.layers.reference import Reference, keep
 
 T = TypeVar("T")
@@ -40,20 +40,31 @@ HonestCache = dict[tuple[str, str, int, int], Any]
 STEEPER = "softmax 1 % too steep"
 
 
+def _cached(find: Callable[[HonestRuns, LayerRecord], T]) -> Callable[[HonestRuns, LayerRecord], T]:
+    """Honest runs that a validation computes once for each layer of each forward."""
+
+    def run(self: HonestRuns, record: LayerRecord) -> T:
+        key = find.__name__, record.forward.phase, record.forward.step, record.index
+        if key not in self.honest_cache:
+            self.honest_cache[key] = find(self, record)
+        result: T = self.honest_cache[key]
+        return result
+
+    return run
+
+
 class HonestRuns:
     """Runs layers of the reference as other correct devices may compute them. Results are added to `honest_cache`."""
 
     def __init__(self, reference: Reference, honest_cache: HonestCache | None = None) -> None:
         self.reference = reference
-        self._honest_cache: HonestCache = {} if honest_cache is None else honest_cache
+        self.honest_cache: HonestCache = {} if honest_cache is None else honest_cache
         self._scratch = reference.cache.empty_like(reference.cache.device)
         self._readable: tuple[Call, Snapshot] | None = None
 
+    @_cached
     def layer_sums(self, record: LayerRecord) -> tuple[Sums, Mapping[str, Tensor]]:
         """The sums of sixteen honest runs of a whole layer, and `Null.reach`."""
-        return self._cached(record, self._layers)
-
-    def _layers(self, record: LayerRecord) -> tuple[Sums, Mapping[str, Tensor]]:
         # With a recurrent state tokens are not independent, so runs cannot be drawn token by token: compute all sixteen.
         reference = self.reference
         runs = num_honest_runs(len(record.hidden_in) if record.kv is not None else 1, reference.model.dtype)
@@ -70,17 +81,11 @@ class HonestRuns:
         reach = aside.reach()
         return resample_runs({**aside.rows(reach), **hidden_rows}), reach
 
-    def _cached(self, record: LayerRecord, find: Callable[[LayerRecord], T]) -> T:
-        key = find.__name__, record.forward.phase, record.forward.step, record.index
-        if key not in self._honest_cache:
-            self._honest_cache[key] = find(record)
-        result: T = self._honest_cache[key]
-        return result
-
     def slips(self, record: LayerRecord) -> Slips:
         """Changes of hidden states by known mistakes: in the attention of each KV head, and in the MLP."""
-        return {} if record.kv is None else self._cached(record, self._layer_slips)[0]
+        return {} if record.kv is None else self._layer_slips(record)[0]
 
+    @_cached
     def _layer_slips(self, record: LayerRecord) -> tuple[Slips, Slips]:
         """`slips`; also the change of attention's result if its softmax is 1 % too steep."""
         reference, ops, heads = self.reference, self.reference.ops, self._kv_heads(record.index)
@@ -128,11 +133,9 @@ class HonestRuns:
         return slips, {STEEPER: torch.cat(by_scale[1.01], 1) - torch.cat(by_scale[1.0], 1)}
 
     # -- Ops -------------------------------------------------------------------------------------------------------------
+    @_cached
     def op_sums(self, record: LayerRecord) -> Sums:
         """The sums of sixteen honest runs of a layer's ops, each op alone."""
-        return self._cached(record, self._ops)
-
-    def _ops(self, record: LayerRecord) -> Sums:
         each = (resample_runs(self._op(call, record, 1000 * place)) for place, call in enumerate(record.calls))
         return reduce(add_sums, each, {})
 
@@ -162,7 +165,7 @@ class HonestRuns:
         if result is not None:
             attends = call.op == "paged_attention"
             heads = self._kv_heads(record.index) if attends else 0
-            slips = self._cached(record, self._layer_slips)[1] if attends else {}
+            slips = self._layer_slips(record)[1] if attends else {}
             wide = {name: repeat_rows(by, runs) for name, by in slips.items()}
             yield from number_figures(call.stage, repeat_rows(call.result, runs), result, heads, wide)
 
@@ -234,32 +237,16 @@ class _Aside:
             return {}
         k, v = (ours - repeat_rows(theirs, runs) for ours, theirs in zip(self._kv, record.kv, strict=True))
         batch, reach = repeated_batch(record.batch, runs), {}
-        for part in cache_parts(self._reference.cache, record.index):
+        for part in vector_parts(self._reference.cache, record.index):
             lengths = part.kv_format.length(part.vectors_to_store(k, v, batch).transpose(0, 1), record.index)
             reach[part.name] = lengths.view(len(lengths), lengths.shape[1] // runs, runs).amax(-1)
         return reach
 
     def rows(self, reach: Mapping[str, Tensor]) -> RunRows:
         """Figures of the stored fields of all runs; {} if the ops stored nothing."""
-        record, runs, cache = self._record, self._runs, self._reference.cache
-        if not self._stored:
-            return {}
-        if record.kv is None:
-            return stacked(
-                [
-                    by_figure(stored_figures(cache, record.index, record.batch, record.new_fields, one, None))
-                    for one in self._stored
-                ]
-            )
-        theirs = {
-            part: {name: torch.stack([one[part][name] for one in self._stored], 1).flatten(0, 1) for name in fields}
-            for part, fields in record.new_fields.items()
-        }
-        ours = {
-            part: {name: repeat_rows(tensor, runs) for name, tensor in fields.items()}
-            for part, fields in record.new_fields.items()
-        }
-        k, v = (repeat_rows(x, runs) for x in record.kv)
-        wide = {part: lengths.repeat_interleave(runs, -1) for part, lengths in reach.items()}
-        figures = stored_figures(cache, record.index, repeated_batch(record.batch, runs), ours, theirs, (k, v), wide)
-        return split_runs(figures, runs)
+        record, cache = self._record, self._reference.cache
+        every = [
+            by_figure(stored_figures(cache, record.index, record.batch, record.new_fields, one, record.kv, reach))
+            for one in self._stored
+        ]
+        return stacked(every) if every else {}

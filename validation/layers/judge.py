@@ -15,9 +15,9 @@ from haarkv.validation import bounds
 from haarkv.validation.layers.candidate import StrayWrites
 from haarkv.validation.layers.forward import Call
 from haarkv.validation.layers.null import Figure, number_figures, pad_counts
-from haarkv.validation.layers.parts import KV, Part, Snapshot, cache_parts
+from haarkv.validation.layers.parts import KV, Snapshot, VectorPart, cache_parts, stage_of, vector_parts
 from haarkv.validation.layers.report import Reason, Verdict
-from haarkv.validation.layers.states import STATE, compare_states, recurrent_state
+from haarkv.validation.layers.states import STATE, StatePart
 
 Values = Iterator[tuple[Figure, Tensor]]
 
@@ -38,21 +38,17 @@ def stored_figures(
         kv: the vectors K and V that the reference stored; None for a layer with a recurrent state.
         reach: as `Null.reach`; 0 unless given.
     """
-    if kv is None:
-        state = recurrent_state(cache, layer)
-        assert state is not None
-        for comparison in compare_states(state, batch, ours[STATE], theirs[STATE]):
-            for head, (x, y) in enumerate(comparison.heads):
-                for figure, rows in number_figures(comparison.stage, x, y):
-                    yield figure._replace(head=head), rows
-        return
     for part in cache_parts(cache, layer):
-        if len(part.where(batch)[0]):
-            yield from _part_figures(part, batch, ours[part.name], theirs[part.name], kv, (reach or {}).get(part.name))
+        pair = ours[part.name], theirs[part.name]
+        if isinstance(part, StatePart):
+            for stage, head, x, y in part.decoded(batch, *pair):
+                yield from ((figure._replace(head=head), rows) for figure, rows in number_figures(stage, x, y))
+        elif kv is not None and len(part.where(batch)[0]):
+            yield from _part_figures(part, batch, *pair, kv, (reach or {}).get(part.name))
 
 
 def _part_figures(
-    part: Part, batch: Batch, ours: dict[str, Tensor], theirs: dict[str, Tensor], kv: KV, reach: Tensor | None
+    part: VectorPart, batch: Batch, ours: dict[str, Tensor], theirs: dict[str, Tensor], kv: KV, reach: Tensor | None
 ) -> Values:
     """Figures of one part; fields [n, Hkv, *].
 
@@ -66,7 +62,7 @@ def _part_figures(
     levels = [part.kv_format.levels(fields) for fields in pair]
     if levels[0] is None or levels[1] is None:
         for name in ours:
-            yield from number_figures(part.stage, ours[name], theirs[name], ours[name].shape[1])
+            yield from number_figures(stage_of(part.name), ours[name], theirs[name], ours[name].shape[1])
         return
     level_distance = (levels[0].int() - levels[1].int()).abs()
     decoded_pair = [part.kv_format.dequantize(fields, layer) for fields in pair]
@@ -81,7 +77,7 @@ def _part_figures(
     longer = torch.where((level_distance > 0).any(-1), 0.0, _length_changes(*decoded_pair))
     for kind, numbers in (("changed", changed_levels), ("leaps", far), ("length", longer)):
         for head, each in enumerate(numbers):
-            yield Figure(part.stage, head, kind), pad_counts(each)
+            yield Figure(stage_of(part.name), head, kind), pad_counts(each)
 
 
 _ANOTHER_SIZE = 1 / 16
@@ -143,7 +139,7 @@ def guilty_head(ours: Tensor, theirs: Tensor, slips: Mapping[str, Tensor]) -> in
 def level_matches(cache: PagedKVCache, layer: int, batch: Batch, ours: Snapshot, theirs: Snapshot) -> dict[str, float]:
     """Share of packed levels (numbers, without levels) that are equal, by "k" and "v"; none of a layer that keeps a state."""
     matches = {}
-    for part in cache_parts(cache, layer):
+    for part in vector_parts(cache, layer):
         if part.packed and len(part.where(batch)[0]):
             pair = ours[part.name], theirs[part.name]
             levels = [part.kv_format.levels(fields) for fields in map(by_token, pair)]

@@ -109,7 +109,11 @@ class Null:
 
     def excesses(self, candidate: Sums, rounds: bool) -> dict[Figure, float]:
         """`excess` of each figure of the present forward."""
-        return _excesses(candidate, self.runs, rounds)
+        excesses, none = {}, torch.zeros(RUNS, 3, dtype=torch.float64)
+        for figure, sums in candidate.items():
+            runs = value(figure, self.runs.get(figure, none)).tolist()
+            excesses[figure] = excess(figure, float(value(figure, sums)), runs, rounds, by_ties(sums))
+        return excesses
 
     def add(self, candidate: Sums) -> None:
         """Add the present forward, in which no fault was found, to the totals."""
@@ -117,15 +121,7 @@ class Null:
 
     def total_excesses(self, rounds: bool) -> dict[Figure, float]:
         """`excess` of each figure, summed over the counted forwards."""
-        return _excesses(self.candidate, self.totals, rounds)
-
-
-def _excesses(candidate: Sums, honest: Sums, rounds: bool) -> dict[Figure, float]:
-    excesses, none = {}, torch.zeros(RUNS, 3, dtype=torch.float64)
-    for figure, sums in candidate.items():
-        runs = value(figure, honest.get(figure, none)).tolist()
-        excesses[figure] = excess(figure, float(value(figure, sums)), runs, rounds, by_ties(sums))
-    return excesses
+        return Null(self.totals).excesses(self.candidate, rounds)
 
 
 # -- Figures -----------------------------------------------------------------------------------------------------------------

@@ -1,11 +1,11 @@
 """What a layer stores, part by part: packed K and V, the newest tokens in BF16, the first tokens in BF16.
 
-Each part is a format with places of its own. A layer without K and V has one part, its state (`validation.layers.states`).
+Each of them is a format with places of its own. A layer without K and V has one part, its state (`validation.layers.states`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,9 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.residual_window import ResidualWindow
-from haarkv.validation.layers.states import STATE, put_rows, recurrent_state, take_rows, tensors_of_state
+from haarkv.validation.layers.states import STATE, STATE_STAGES, Fields, StatePart, state_part
 
-Snapshot = dict[str, dict[str, Tensor]]
+Snapshot = dict[str, Fields]
 """Fields by part ("k", "window.k", …, or "state") and field name."""
 KV = tuple[Tensor, Tensor]
 """K and V [T, Hkv, D] fp32."""
@@ -31,8 +31,8 @@ Where = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Part:
-    """One part of what a layer stores.
+class VectorPart:
+    """Vectors K or V as a part of what a layer stores.
 
     Attributes:
         name: "k" or "v", packed; "window.k": the newest tokens in BF16; "sink.k": the first ones.
@@ -43,7 +43,7 @@ class Part:
     name: str
     side: str
     kv_format: KVFormat
-    fields: dict[str, Tensor]
+    fields: Fields
     where: Callable[[Batch], Where]
     layer: int
 
@@ -57,63 +57,87 @@ class Part:
     def packed(self) -> bool:
         return self.name == self.side
 
-    @property
-    def stage(self) -> str:
-        return part_stage(self.name)
+    def take(self, batch: Batch) -> Fields:
+        """Host copies of the fields [n, Hkv, *] of a batch's tokens."""
+        _, unit, offset = self.where(batch)
+        return {name: tensor.cpu()[unit, :, offset] for name, tensor in self.fields.items()}
 
-    @property
-    def title(self) -> str:
-        side = self.side.upper()
-        return side if self.packed else f"{side} of the {'window' if self.name.startswith('window') else 'sinks'}"
+    def put(self, batch: Batch, fields: Fields) -> None:
+        """The inverse of `take`."""
+        _, unit, offset = self.where(batch)
+        for name, tensor in self.fields.items():
+            tensor[unit.to(tensor.device), :, offset.to(tensor.device)] = fields[name].to(tensor.device)
 
-    @property
-    def per_unit(self) -> int:
-        """Places of a unit."""
-        return int(next(iter(self.fields.values())).shape[2])
+    def changes(self, before: Fields, batch: Batch | None) -> list[str]:
+        """Places that changed, in words, other than those of a batch's tokens."""
+        changed_mask = torch.stack([_bytes(x).ne(_bytes(before[name])).any(-1) for name, x in self.fields.items()]).any(0)
+        if batch is not None:
+            _, unit, offset = (index.to(changed_mask.device) for index in self.where(batch))
+            changed_mask[unit, offset] = False
+        places = changed_mask.flatten().nonzero().flatten().tolist()
+        size = changed_mask.shape[1]
+        return [f"slot {place}" if self.packed else f"place {place % size} of row {place // size}" for place in places]
 
-    def words(self, place: int) -> str:
-        """A place, counted over all units, in words."""
-        return f"slot {place}" if self.packed else f"place {place % self.per_unit} of row {place // self.per_unit}"
+    def problem(self, batch: Batch, fields: Fields) -> str:
+        return ""
+
+    def decoded(self, batch: Batch, ours: Fields, theirs: Fields) -> Iterator[tuple[str, int, Tensor, Tensor]]:
+        """Title, KV head, and both sides' vectors [n, D]; nothing where no token of a batch goes."""
+        if len(self.where(batch)[0]):
+            side = self.side.upper()
+            title = side if self.packed else f"{side} of the {'window' if self.name.startswith('window') else 'sinks'}"
+            both = [self.kv_format.dequantize(by_token(fields), self.layer) for fields in (ours, theirs)]
+            for head, (x, y) in enumerate(zip(*both, strict=True)):
+                yield title, head, x, y
 
 
-def part_stage(part: str) -> str:
-    """The stage that stores a part."""
-    return f"store_kv.{part}" if part in ("k", "v") else part
+Part = VectorPart | StatePart
 
 
-def cache_parts(cache: PagedKVCache, layer: int) -> list[Part]:
-    """Every part of a layer: packed K and V, windows, sinks; none of a layer that keeps a state."""
-    if recurrent_state(cache, layer) is not None:
+def _bytes(tensor: Tensor) -> Tensor:
+    """A field's bytes by place: uint8 [units, places, n]. Bytes, since a NaN is not equal to itself."""
+    return tensor.reshape(*tensor.shape[:3], -1).contiguous().view(torch.uint8).transpose(1, 2).flatten(2)
+
+
+def stage_of(part: str, field: str = "") -> str:
+    """The stage that stores a field of a part."""
+    return f"store_kv.{part}" if part in ("k", "v") else STATE_STAGES.get(field, part)
+
+
+def cache_parts(cache: PagedKVCache, layer: int) -> Sequence[Part]:
+    """Every part of a layer: its state, or packed K and V, windows, sinks."""
+    state = state_part(cache, layer)
+    return vector_parts(cache, layer) if state is None else [state]
+
+
+def vector_parts(cache: PagedKVCache, layer: int) -> list[VectorPart]:
+    """As `cache_parts`, without the state."""
+    if layer not in cache.kv:
         return []
 
     def slots(batch: Batch) -> Where:
         slot = cache.kv[layer].place(batch).slot_mapping
         return torch.arange(len(slot), device=slot.device), slot // cache.block_size, slot % cache.block_size
 
-    packed = [Part(side, side, one.kv_format, one.fields, slots, layer) for side, one in cache.kv[layer].sides]
+    packed = [VectorPart(side, side, one.kv_format, one.fields, slots, layer) for side, one in cache.kv[layer].sides]
     windows, sinks, plain = [], [], kv_formats.get("bf16")
     for side, window in zip("kv", cache.kv[layer].windows, strict=True):
         if window and window.ring:
             newest = {"data": window.vectors[:, :, window.sink :]}
-            windows.append(Part(f"window.{side}", side, plain, newest, _in_ring(window.ring), layer))
+            windows.append(VectorPart(f"window.{side}", side, plain, newest, _in_rows(window.ring), layer))
         if window and window.sink:
             first = {"data": window.vectors[:, :, : window.sink]}
-            sinks.append(Part(f"sink.{side}", side, plain, first, _among_first(window.sink), layer))
+            sinks.append(VectorPart(f"sink.{side}", side, plain, first, _in_rows(window.sink, window.sink), layer))
     return [*packed, *windows, *sinks]
 
 
-def _in_ring(ring: int) -> Callable[[Batch], Where]:
+def _in_rows(size: int, end: int | None = None) -> Callable[[Batch], Where]:
+    """Tokens at positions before `end`, in rows of `size` places that start over."""
+
     def where(batch: Batch) -> Where:
         tokens = torch.arange(len(batch.positions), device=batch.positions.device)
-        return tokens, token_rows(batch), batch.positions % ring
-
-    return where
-
-
-def _among_first(sink: int) -> Callable[[Batch], Where]:
-    def where(batch: Batch) -> Where:
-        tokens = (batch.positions < sink).nonzero().flatten()
-        return tokens, token_rows(batch)[tokens], batch.positions[tokens]
+        tokens = tokens if end is None else tokens[batch.positions < end]
+        return tokens, token_rows(batch)[tokens], batch.positions[tokens] % size
 
     return where
 
@@ -143,8 +167,6 @@ def read_as(
 
 def layer_tensors(cache: PagedKVCache, layer: int) -> Snapshot:
     """A layer's own tensors."""
-    if (state := recurrent_state(cache, layer)) is not None:
-        return {STATE: tensors_of_state(state)}
     return {part.name: part.fields for part in cache_parts(cache, layer)}
 
 
@@ -165,31 +187,20 @@ def load(cache: PagedKVCache, layer: int, part_fields: Snapshot) -> None:
 
 def take(cache: PagedKVCache, layer: int, batch: Batch) -> Snapshot:
     """Host copies of the fields [n, Hkv, *] of a batch's tokens; of a state the batch's rows."""
-    if (state := recurrent_state(cache, layer)) is not None:
-        return {STATE: take_rows(state, batch)}
-    part_fields: Snapshot = {}
-    for part in cache_parts(cache, layer):
-        _, unit, offset = part.where(batch)
-        part_fields[part.name] = {name: tensor.cpu()[unit, :, offset] for name, tensor in part.fields.items()}
-    return part_fields
+    return {part.name: part.take(batch) for part in cache_parts(cache, layer)}
 
 
 def put(cache: PagedKVCache, layer: int, batch: Batch, part_fields: Snapshot) -> None:
-    """Write fields [n, Hkv, *] of a batch's tokens into the given parts; of a state its rows, spoilt without fields."""
-    if (state := recurrent_state(cache, layer)) is not None:
-        put_rows(state, batch, part_fields[STATE])
-        return
+    """The inverse of `take`, for some parts."""
     for part in cache_parts(cache, layer):
         if part.name in part_fields:
-            _, unit, offset = (index.to(cache.device) for index in part.where(batch))
-            for name, tensor in part.fields.items():
-                tensor[unit, :, offset] = part_fields[part.name][name].to(cache.device)
+            part.put(batch, part_fields[part.name])
 
 
 def quantized(cache: PagedKVCache, layer: int, batch: Batch, k: Tensor, v: Tensor, rotated_as: int | None = None) -> Snapshot:
     """Every part's fields for K and V [T, Hkv, D] fp32; by another layer's rotation, if `rotated_as` names one."""
     part_fields: Snapshot = {}
-    for part in cache_parts(cache, layer):
+    for part in vector_parts(cache, layer):
         x = part.vectors_to_store(k, v, batch).transpose(0, 1)
         part_fields[part.name] = by_token(part.kv_format.quantize(x, layer if rotated_as is None else rotated_as))
     return part_fields
@@ -230,7 +241,7 @@ def without_unread(
     for row, length in enumerate(lengths.tolist()):
         queries = slice(int(starts[row]), int(starts[row + 1]))
         toward, token = _toward(q[queries].float(), cache.kv[layer].shape.num_kv_heads), torch.arange(length)
-        for part in cache_parts(cache, layer):
+        for part in vector_parts(cache, layer):
             window, direction = windows[part.side], toward if part.side == "k" else None
             if part.packed and (free_slots := _free_slots(cache, layer, part, placed_batch, row)) is not None:
                 _drown(part, new_fields[part.name], free_slots[:2], free_slots[2], direction)
@@ -264,7 +275,7 @@ def _unread(window: ResidualWindow, queries: Tensor, token: Tensor, packed: bool
 
 
 def _free_slots(
-    cache: PagedKVCache, layer: int, part: Part, placed_batch: Batch, row: int
+    cache: PagedKVCache, layer: int, part: VectorPart, placed_batch: Batch, row: int
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Units, offsets and positions behind a sequence's last token in its last block; None if others or groups lie there."""
     length, size = int(placed_batch.seq_lens[row]), cache.block_size
@@ -281,7 +292,9 @@ def _toward(q: Tensor, kv_heads: int) -> Tensor:
     return torch.nn.functional.normalize(direction.mT, dim=-1)
 
 
-def _drown(part: Part, fields: dict[str, Tensor], at: tuple[Tensor, Tensor], positions: Tensor, toward: Tensor | None) -> None:
+def _drown(
+    part: VectorPart, fields: dict[str, Tensor], at: tuple[Tensor, Tensor], positions: Tensor, toward: Tensor | None
+) -> None:
     """Replace vectors by longer ones: opposite, or of a given direction."""
     unit, offset = at
     slot_fields = {name: tensor[unit, :, offset] for name, tensor in fields.items()}

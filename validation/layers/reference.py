@@ -14,13 +14,12 @@ from haarkv.executors.base import Executor
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.kv.recurrent import Recurrent
 from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.tq_ops.weight import Blocks, Weight, activations, weight_numbers
 from haarkv.validation.layers.forward import Call, Forward, LayerRecord, Recorder
 from haarkv.validation.layers.null import RUNS, honest
 from haarkv.validation.layers.parts import Snapshot, load, put, snapshot, take, without_unread
-from haarkv.validation.layers.states import CONV, SEEN, STATE, Fields, left_after, recurrent_state, state_heads, with_others
+from haarkv.validation.layers.states import state_part
 
 
 class Reference:
@@ -67,52 +66,35 @@ class Reference:
         batch = forward.batch
         out = self.model.layers(hidden, range(index, index + 1), batch, self.cache, self.recorder.ops)
         calls = self.recorder.take_calls()
-        part_fields, state = take(self.cache, index, batch), recurrent_state(self.cache, index)
-        kv, q = None, None
-        if state is None:
-            kv = next(call.args[:2] for call in calls if call.op == "store_kv")
-            q = next(call.args[0] for call in calls if call.op == "paged_attention")
-            kv_tensors = {"K": kv[0].flatten(1), "V": kv[1].flatten(1)}
-        else:
-            self._require_states(index, state, part_fields[STATE], forward)
-            kv_tensors = {}
+        part_fields, state = take(self.cache, index, batch), state_part(self.cache, index)
+        kv = next((call.args[:2] for call in calls if call.op == "store_kv"), None)
+        q = next((call.args[0] for call in calls if call.op == "paged_attention"), None)
+        if state is not None:  # of a head that is zero it makes no difference whether it is read
+            for what, rows in state.newest(batch, part_fields[state.name]):
+                self.require_something(f"{what} of layer {index}", rows, forward, "in sequence")
+        kv_tensors = {"K": kv[0].flatten(1), "V": kv[1].flatten(1)} if kv else {}
         for what, tensor in {**kv_tensors, "hidden state": out}.items():
             self.require_something(f"{what} of layer {index}", tensor, forward)
         return LayerRecord(index, forward, calls, before, hidden, out, kv, part_fields), q
 
     def over_another_state(self, record: LayerRecord) -> LayerRecord | None:
         """A layer run over another state of as many tokens; None if no sequence has one. The cache is restored."""
-        after, state = snapshot(self.cache, record.index), recurrent_state(self.cache, record.index)
+        after, state = snapshot(self.cache, record.index), state_part(self.cache, record.index)
         assert state is not None
         load(self.cache, record.index, record.before)
         other_record = None
-        if with_others(state, record.batch):
+        if state.replace(record.batch):
             before = snapshot(self.cache, record.index)
             other_record = self._layer(record.index, record.hidden_in, record.forward, before)[0]
         load(self.cache, record.index, after)
         return other_record
 
-    def _require_states(self, index: int, state: Recurrent, fields: Fields, forward: Forward) -> None:
-        """Refuse a state with a head that is zero or not finite: there it makes no difference whether it is read."""
-        for row, counts in enumerate(left_after(state, forward.batch)):
-            version = int((fields[SEEN][row] == counts[-1]).nonzero()[0])
-            for name in state.tensors:
-                for head, part in enumerate(state_heads(name, fields[name][row, version][None], state)):
-                    newest = part[:, -1:] if name == CONV else part  # before its first tokens a convolution is fed zeros
-                    if not bool(torch.isfinite(newest).all() and newest.any()):
-                        what = "zero" if bool(torch.isfinite(newest).all()) else "not finite"
-                        where = f"sequence {row} of {forward.phase} {forward.step}"
-                        raise InputError(
-                            f"the reference's state ({name}, head {head}) of layer {index} is {what} in {where}; nothing can "
-                            "be compared with that"
-                        )
-
-    def require_something(self, what: str, rows: Tensor, forward: Forward) -> None:
-        """Refuse rows [T, n] of which one is zero or not finite."""
+    def require_something(self, what: str, rows: Tensor, forward: Forward, at: str = "at token") -> None:
+        """Refuse rows [N, n] of which one is zero or not finite."""
         for problem, bad in (("not finite", ~torch.isfinite(rows).all(-1)), ("zero", (rows == 0).all(-1))):
             if bad.any():
-                where = f"token {int(bad.nonzero()[0])} of {forward.phase} {forward.step}"
-                raise InputError(f"the reference's {what} is {problem} at {where}; nothing can be compared with that")
+                where = f"{at} {int(bad.nonzero()[0])} of {forward.phase} {forward.step}"
+                raise InputError(f"the reference's {what} is {problem} {where}; nothing can be compared with that")
 
     def head_logits(self, hidden: Tensor, forward: Forward) -> tuple[Tensor, list[Call]]:
         """Logits [N, vocab] of final hidden states [T, hidden], and the head's calls; InputError if all logits are equal."""

@@ -199,12 +199,11 @@ def join_reports(report: Report, other: Report, prefix: str) -> Report:
         return replace(finding, phase=f"{prefix} {finding.phase}")
 
     theirs = with_prefix(other.first_divergence) if other.first_divergence else None
-    findings = [finding for finding in (report.first_divergence, theirs) if finding]
     return replace(
         report,
         prompt_tokens=(*report.prompt_tokens, *other.prompt_tokens),
         passed=report.passed and other.passed,
-        first_divergence=next((finding for finding in findings if finding.fails), next(iter(findings), None)),
+        first_divergence=first([finding for finding in (report.first_divergence, theirs) if finding]),
         rows=(*report.rows, *map(with_prefix, other.rows)),
         logits=(*report.logits, *map(with_prefix, other.logits)),
         tensors=worst((*report.tensors, *map(with_prefix, other.tensors))),

@@ -66,17 +66,7 @@ def validate(
         InputError: an executor cannot run this, or the validation would prove nothing.
     """
     schedule = Schedule(prompts, steps, plan)
-    return _Validation(reference, candidate, model, schedule, modes, on_row, repeats, honest_cache).run()
-
-
-@torch.inference_mode()
-def validate_layer(
-    reference: Executor, candidate: Executor, model: DecoderModel, plan: KVPlan, index: int, hidden: Tensor, before: Snapshot,
-    forward: Forward,
-) -> Report:  # fmt: skip
-    """Compare two executors on one layer, with the same input `hidden` [T, hidden], cache `before` and batch of `forward`."""
-    schedule = Schedule([[0] * int(length) for length in forward.batch.seq_lens], 0, plan)
-    return _Validation(reference, candidate, model, schedule, ("teacher-forced",)).layer(index, hidden, before, forward)
+    return Validation(reference, candidate, model, schedule, modes, on_row, repeats, honest_cache).run()
 
 
 def count_rows(prompts: Sequence[Sequence[int]], steps: int, plan: KVPlan) -> int:
@@ -84,7 +74,9 @@ def count_rows(prompts: Sequence[Sequence[int]], steps: int, plan: KVPlan) -> in
     return 2 * len(plan.layers) * len(Schedule(prompts, steps, plan))
 
 
-class _Validation:
+class Validation:
+    """A validation of two executors; arguments as of `validate`."""
+
     def __init__(
         self, reference: Executor, candidate: Executor, model: DecoderModel, schedule: Schedule, modes: Sequence[Mode],
         on_row: OnRow | None = None, repeats: int = 0, honest_cache: HonestCache | None = None,
@@ -127,12 +119,13 @@ class _Validation:
             last = self.rows[-1]
             self.findings += [replace(verdict, phase=last.phase, step=last.step) for verdict in over_all]
         coverage = self.exercise.result(self.forced.over_others)
-        faults = [finding for finding in (*self.findings, *self.late) if finding.fails]
+        divergence = first((*self.findings, *self.late))
+        without_fault = divergence is None or not divergence.fails
         return Report(
             *self.names, self.schedule.plan.describe(), str(self.model.dtype).removeprefix("torch."),
             tuple(map(len, self.schedule.prompts)), self.schedule.steps,
-            passed=not faults and len(self.rows) == expected > 0 and all(row.passed for row in self.rows),
-            first_divergence=next(iter(faults or self.findings), None),
+            passed=without_fault and len(self.rows) == expected > 0 and all(row.passed for row in self.rows),
+            first_divergence=divergence,
             rows=tuple(self.rows), logits=tuple(self.logits),
             tensors=worst(self.verdicts),
             tests=tuple(measurements), blocks=self.reference.blocks,

@@ -87,79 +87,63 @@ def self_test(
 ) -> list[SelfTestRow]:
     """Plant each fault of `validation.faults` in the middle layer of each model (of 3 or more layers), and validate.
 
-    A model with recurrent states gets only `delta_faults`, in its last layer with a state.
+    A model with recurrent states gets only `delta_faults`, in its last layer with a state; one with weight blocks that an
+    executor multiplies with directly gets only `block_faults`, in that executor.
 
     Args:
         prompts: token ids. The smallest faults need a hundred tokens.
     """
     rows = []
+    for right, setting, faults in [planted for model in models for planted in _planted(model, prompts)]:
+        for drive in DRIVES:
+            for fault in faults:
+                rows.append(_row(setting.report(right, fault.executor(right, drive)), drive, fault))
+                if on_row:
+                    on_row(rows[-1])
+    return rows
+
+
+def _planted(model: DecoderModel, prompts: Sequence[Sequence[int]]) -> list[tuple[DecoderModel, Setting, Sequence[Fault]]]:
+    """Right models, and the controls and faults that are run in each setting."""
 
     def cut(lengths: Sequence[int]) -> list[Sequence[int]]:
         return [prompt[:count] for prompt, count in zip(prompts, lengths, strict=False)]
 
-    for model in models:
-        if state_layers := delta_layers(model):
-            states = Setting(KVSpec("tq4"), cut(_STATE_TOKENS), _STATE_STEPS, "control, states")
-            rows += _run_faults(model, states, [*_controls(states), *delta_faults(model, state_layers[-1])], on_row)
-            continue
-        layer, config = model.config.num_layers // 2, model.config
-        learned_calibration = calibration(config.num_layers, config.heads.num_kv_heads, config.heads.head_dim)
-        longer = [list(islice(cycle(prompts[0]), LONGEST)), *prompts[1:]]
-        both: tuple[Mode, ...] = ("teacher-forced", "free-running")
-        merge_ops = Layer(model, layer).instead("paged_attention", merging(Parts.merge))
-        window_runs = [_control("none, in two parts (control, a window)", ops=merge_ops), *window_faults(model, layer)]
-        sliding = with_sliding_window(model, layer)
-        every: list[tuple[DecoderModel, Setting, list[Fault]]] = [
-            (
-                model,
-                Setting(KVSpec("tq4"), prompts, 0, "control"),
-                [*published_faults(model, layer), *common_bugs(model, layer)],
-            ),
-            (
-                model,
-                Setting(KVSpec(LEARNED_KV, calibration=learned_calibration), prompts, 0, "control, learned"),
-                coordinate_faults(model, layer),
-            ),
-            (model, Setting(WINDOW_SPEC, cut(_WINDOWED_TOKENS), _WINDOWED_STEPS, "control, a window"), window_runs),
-            (model, Setting(KVSpec("tq4"), longer, 0, "control, long"), long_faults(model, layer)),
-            (sliding, Setting(WINDOW_SPEC, longer, 1, "control, a sliding window"), sliding_faults(sliding, layer)),
-            (model, Setting(KVSpec("tq4"), cut(_WHOLE_TOKENS), 1, "control, whole forwards", both), forward_faults(model)),
-        ]
-        for right, setting, faults in every:
-            rows += _run_faults(right, setting, [*_controls(setting), *faults], on_row)
-    return rows
-
-
-def _run_faults(
-    model: DecoderModel, setting: Setting, faults: Sequence[Fault], on_row: Callable[[SelfTestRow], None] | None
-) -> list[SelfTestRow]:
-    """Validate every fault in a setting, op by op and in whole layers."""
-    rows = []
-    for drive in DRIVES:
-        for fault in faults:
-            rows.append(_row(setting.report(model, fault.executor(model, drive)), drive, fault))
-            if on_row:
-                on_row(rows[-1])
-    return rows
+    layer, config = model.config.num_layers // 2, model.config
+    if (runner := runner_of_blocks(model)) is not None:
+        control = BlockFault("none (control, blocks)", None, _NOTHING, runner=runner)
+        return [(model, Setting(KVSpec("tq4"), prompts, 1, ""), [control, *block_faults(model, layer, runner)])]
+    if state_layers := delta_layers(model):
+        states = Setting(KVSpec("tq4"), cut(_STATE_TOKENS), _STATE_STEPS, "control, states")
+        return [(model, states, [*_controls(states), *delta_faults(model, state_layers[-1])])]
+    learned_calibration = calibration(config.num_layers, config.heads.num_kv_heads, config.heads.head_dim)
+    longer = [list(islice(cycle(prompts[0]), LONGEST)), *prompts[1:]]
+    both: tuple[Mode, ...] = ("teacher-forced", "free-running")
+    merge_ops = Layer(model, layer).instead("paged_attention", merging(Parts.merge))
+    window_runs = [_control("none, in two parts (control, a window)", ops=merge_ops), *window_faults(model, layer)]
+    sliding = with_sliding_window(model, layer)
+    every: list[tuple[DecoderModel, Setting, list[Fault]]] = [
+        (
+            model,
+            Setting(KVSpec("tq4"), prompts, 0, "control"),
+            [*published_faults(model, layer), *common_bugs(model, layer)],
+        ),
+        (
+            model,
+            Setting(KVSpec(LEARNED_KV, calibration=learned_calibration), prompts, 0, "control, learned"),
+            coordinate_faults(model, layer),
+        ),
+        (model, Setting(WINDOW_SPEC, cut(_WINDOWED_TOKENS), _WINDOWED_STEPS, "control, a window"), window_runs),
+        (model, Setting(KVSpec("tq4"), longer, 0, "control, long"), long_faults(model, layer)),
+        (sliding, Setting(WINDOW_SPEC, longer, 1, "control, a sliding window"), sliding_faults(sliding, layer)),
+        (model, Setting(KVSpec("tq4"), cut(_WHOLE_TOKENS), 1, "control, whole forwards", both), forward_faults(model)),
+    ]
+    return [(right, setting, [*_controls(setting), *faults]) for right, setting, faults in every]
 
 
 def _controls(setting: Setting) -> list[Fault]:
     names = f"none ({setting.control})", f"none, sums in another order ({setting.control})"
     return [_control(names[0]), _control(names[1], ops=vars(reordered_sum_ops()))]
-
-
-def self_test_of_blocks(
-    models: Sequence[DecoderModel], prompts: Sequence[Sequence[int]], on_row: Callable[[SelfTestRow], None] | None = None
-) -> list[SelfTestRow]:
-    """Plant `block_faults` in the middle layer of each model, and validate the executor that multiplies with weight blocks."""
-    rows = []
-    for model in models:
-        if (runner := runner_of_blocks(model)) is None:
-            continue
-        layer, setting = model.config.num_layers // 2, Setting(KVSpec("tq4"), prompts, 1, "")
-        control = BlockFault("none (control, blocks)", None, _NOTHING, runner=runner)
-        rows += _run_faults(model, setting, [control, *block_faults(model, layer, runner)], on_row)
-    return rows
 
 
 _NOTHING = "–"

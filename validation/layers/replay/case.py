@@ -27,7 +27,7 @@ from haarkv.validation.layers.forward import Forward, LayerRecord, Schedule
 from haarkv.validation.layers.parts import Snapshot, load
 from haarkv.validation.layers.reference import Reference
 from haarkv.validation.layers.report import Report, Verdict, first
-from haarkv.validation.layers.runner import validate_layer
+from haarkv.validation.layers.runner import Validation
 
 Make = Callable[[DecoderModel, KVPlan], Executor]
 """Makes an executor of a model and a plan."""
@@ -190,10 +190,12 @@ def run_reference(case: LayerCase, make: Make) -> tuple[Reference, LayerRecord]:
     return reference, reference.layer(case.index, case.hidden, case.forward)
 
 
+@torch.inference_mode()
 def judge_case(case: LayerCase, reference: Make, candidate: Make) -> Report:
     """Compare two executors on this layer alone."""
     pair = reference(case.model, case.plan), candidate(case.model, case.plan)
-    return validate_layer(*pair, case.model, case.plan, case.index, case.hidden, case.before, case.forward)
+    validation = Validation(*pair, case.model, case.schedule, ("teacher-forced",))
+    return validation.layer(case.index, case.hidden, case.before, case.forward)
 
 
 @torch.inference_mode()
