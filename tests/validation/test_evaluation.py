@@ -139,8 +139,8 @@ def test_bytes_are_those_of_the_cache(checkpoint, kv):
     (row,) = evaluate(setup, workload_of_text(tokens=1))
     cache, _ = setup.caches[kv].new_cache(1, 128)
     assert row.kv == kv
-    assert row.bytes_per_token == cache.nbytes / cache.num_slots
-    assert row.bits_per_value == 8 * cache.nbytes / cache.num_slots / (2 * 2 * 2 * 32)
+    assert row.bytes_per_token == cache.nbytes / cache.kv[0].num_slots
+    assert row.bits_per_value == 8 * cache.nbytes / cache.kv[0].num_slots / (2 * 2 * 2 * 32)
 
 
 # -- Windows --------------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from haarkv.codebooks.cubic import WIDTHS
 from haarkv.codebooks.cubic import boundaries as boundaries_of
 from haarkv.codebooks.cubic import centroids as centroids_of
 from haarkv.tq_ops.formats import KVFormat
+from haarkv.tq_ops.formats.learned import GAINS
 from haarkv.tq_ops.formats.packing import Column, planes
 from haarkv.tq_ops.formats.rotated import Coordinates, Description, numbers_on
 from haarkv.tq_ops.kv.kernel_support import KernelSupport
@@ -112,7 +113,7 @@ def _learned_layout(description: Description, coordinates: Coordinates) -> Layou
     return Layout(
         description.head_dim, (), matrix, rotate, None, in_pairs(rotate), None, _every_width(centroids_of),
         _every_width(boundaries_of), False, integers, unit, coordinates.mean.contiguous(), coordinates.weights.contiguous(),
-        torch.tensor(coordinates.gains), _columns(description.columns),
+        torch.tensor(GAINS), _columns(description.columns),
     )  # fmt: skip
 
 

@@ -33,11 +33,11 @@ TASK = Task(
 @pytest.fixture(scope="module", autouse=True)
 def registered_formats():
     """The names of the rivals, for these tests alone."""
-    before = dict(formats._BY_NAME)
+    before = dict(formats.BY_NAME)
     register()
     yield
-    formats._BY_NAME.clear()
-    formats._BY_NAME.update(before)
+    formats.BY_NAME.clear()
+    formats.BY_NAME.update(before)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from haarkv.codebooks.learned import Basis
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.formats import Calibration, synthetic
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
@@ -78,8 +79,14 @@ class CacheCase:
         """K and V [T, Hkv, D] fp32 of new tokens: normal, or as the learned coordinates expect them."""
         k, v = torch.randn(2, tokens, self.kv_heads, self.head_dim, generator=generator)
         if calibration := self.calibration:
-            k = synthetic.vectors(calibration.k[LAYER], tokens, generator).transpose(0, 1).contiguous()
+            k = synthetic_keys(calibration.k[LAYER], tokens, generator).transpose(0, 1).contiguous()
         return k, v
+
+
+def synthetic_keys(key_basis: Basis, tokens: int, generator: torch.Generator) -> Tensor:
+    """Vectors [H, tokens, D] fp32 of the distribution that a basis expects."""
+    heads, dim = key_basis.mean.shape
+    return torch.randn(heads, tokens, dim, generator=generator) @ key_basis.back / dim**0.5 + key_basis.mean.unsqueeze(1)
 
 
 def cache_tensors(cache: PagedKVCache) -> Iterator[tuple[int, str, str, Tensor]]:
