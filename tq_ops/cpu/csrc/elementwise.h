@@ -1,9 +1,5 @@
 // What a layer does number by number. A row's bits depend on that row alone.
 
-inline void widen(const uint16_t* x, int64_t n, float* y) {
-    for (int64_t i = 0; i < n; ++i) y[i] = bf16_to_float(x[i]);
-}
-
 inline void narrow(const float* x, int64_t n, uint16_t* y) {
     for (int64_t i = 0; i < n; ++i) y[i] = float_to_bf16(x[i]);
 }
@@ -20,12 +16,6 @@ inline void add_up(const float* x, int64_t apart, const float* factors, int64_t 
         for (int64_t i = 0; i < n; ++i) sum[i] += x[i] * factors[row];
     }
     for (int64_t i = 0; i < n; ++i) sum[i] *= share;
-}
-
-// Numbers x [n], BF16 or FP32, from index `from` on.
-inline void read(const void* x, bool bf16, int64_t from, int64_t n, float* out) {
-    if (bf16) return widen(static_cast<const uint16_t*>(x) + from, n, out);
-    std::memcpy(out, static_cast<const float*>(x) + from, n * sizeof(float));
 }
 
 inline void write(const float* x, bool bf16, int64_t to, int64_t n, void* out) {
