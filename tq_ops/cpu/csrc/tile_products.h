@@ -95,6 +95,31 @@ struct RowBytes {
     RowBytes(const Cache& cache, float* scratch) : q(reinterpret_cast<int8_t*>(scratch)), p(q + size_of_q(cache)) {}
 };
 
+// Bytes of the four registers of integers that are packed to `a` and `b`: even ones of a lane of `a`, then of `b`, or odd
+// ones.
+inline __m512i bytes_of(__m512i a, __m512i b, bool odd) {
+    alignas(64) static constexpr struct Places {
+        int8_t of[2][64] = {};
+        constexpr Places() {
+            for (int i = 0; i < 128; ++i)
+                of[i / 64][i % 64] = static_cast<int8_t>(i % 64 / 16 * 16 + i % 8 * 2 + i / 64 + (i % 16 < 8 ? 0 : 64));
+        }
+    } kPlaces;
+    return _mm512_permutex2var_epi8(a, _mm512_load_si512(kPlaces.of[odd]), b);
+}
+
+// Integers of a row's weights, 16 from weight i on by whole(i), as the bytes of its chunks: upper ones to `bytes`, lower ones
+// a tile later, of the next chunk a pair of tiles later.
+template <class Whole> inline __attribute__((always_inline)) void put_weight_bytes(int chunks, int8_t* bytes, Whole whole) {
+    const __m512i half = _mm512_set1_epi16(128);
+#pragma GCC unroll 2
+    for (int i = 0; i < chunks * kChunk; i += kChunk, bytes += kPairBytes) {
+        const __m512i a = _mm512_packs_epi32(whole(i), whole(i + 16)), b = _mm512_packs_epi32(whole(i + 32), whole(i + 48));
+        _mm512_store_si512(bytes, bytes_of(_mm512_add_epi16(a, half), _mm512_add_epi16(b, half), true));
+        _mm512_store_si512(bytes + kTileBytes, bytes_of(a, b, false));
+    }
+}
+
 // What R rows are multiplied by, and their sums: the products of a tile in a pass. The lookups are the pass's own.
 template <int R> struct TileProducts {
     const Cache& cache;
@@ -162,18 +187,9 @@ template <int R> struct TileProducts {
         steps_of_rows<R>(weights, stride, n, most_total(cache.v.integers, kStretch), steps, inverse);
         for (int r = 0; r < R; ++r) steps[r] *= cache.v.unit;
         for (int r = 0; r < R; ++r)
-            for (int c = 0; c < chunks_of(n); ++c) {
-                auto of = [&](int i) {
-                    i += c * kChunk;
-                    return i < n ? to_integers(Avx512::load(weights + r * stride + i), inverse[r]) : _mm512_setzero_si512();
-                };
-                const __m512i a = _mm512_packs_epi32(of(0), of(16)), b = _mm512_packs_epi32(of(32), of(48));
-                auto up = [](__m512i x) { return _mm512_srai_epi16(_mm512_add_epi16(x, _mm512_set1_epi16(128)), 8); };
-                auto low = [](__m512i x) { return _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8); };
-                int8_t* row = weights_at + c * kPairBytes + r * kChunk;
-                _mm512_store_si512(row, _mm512_packs_epi16(up(a), up(b)));
-                _mm512_store_si512(row + kTileBytes, _mm512_packs_epi16(low(a), low(b)));
-            }
+            put_weight_bytes(chunks_of(n), weights_at + r * kChunk, [&](int i) {
+                return i < n ? to_integers(Avx512::load(weights + r * stride + i), inverse[r]) : _mm512_setzero_si512();
+            });
     }
 
     // Adds the products of values and those weights to the sums of tile `column`, which shrink first.

@@ -1,20 +1,7 @@
 // Whole vectors: rotated by a matrix, and quantized.
 
-// COLUMNS registers of a matrix's row. Each pair of registers holds even columns, then odd ones: one load widens to both.
-template <class Simd, int COLUMNS> inline void load_columns(const uint16_t* row, typename Simd::F* value) {
-    if constexpr (COLUMNS % 2 == 1) {
-#pragma GCC unroll 8
-        for (int c = 0; c < COLUMNS; ++c) value[c] = Simd::load(row + c * Simd::width);
-    } else {
-#pragma GCC unroll 8
-        for (int c = 0; c < COLUMNS; c += 2) {
-            const typename Simd::I words = Simd::load_words(row + c * Simd::width);
-            value[c] = Simd::low_bf16(words), value[c + 1] = Simd::high_bf16(words);
-        }
-    }
-}
-
-// COLUMNS registers of columns from `column` on of y [R, size] = x [R, size] @ matrix.
+// COLUMNS registers of columns from `column` on of y [R, size] = x [R, size] @ matrix. Each pair of registers holds even
+// columns, then odd ones: one load widens to both.
 template <class Simd, int R, int COLUMNS>
 inline void rotate_columns(const float* x, const uint16_t* matrix, int size, int column, float* y) {
     typename Simd::F acc[COLUMNS][R];
@@ -23,7 +10,12 @@ inline void rotate_columns(const float* x, const uint16_t* matrix, int size, int
     for (int i = 0; i < size; ++i) {
         const uint16_t* row = matrix + static_cast<int64_t>(i) * size + column;
         typename Simd::F value[COLUMNS];
-        load_columns<Simd, COLUMNS>(row, value);
+        if constexpr (COLUMNS == 1) value[0] = Simd::load(row);
+#pragma GCC unroll 8
+        for (int c = 0; c + 1 < COLUMNS; c += 2) {
+            const typename Simd::I words = Simd::load_words(row + c * Simd::width);
+            value[c] = Simd::low_bf16(words), value[c + 1] = Simd::high_bf16(words);
+        }
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
             const typename Simd::F factor = Simd::set1(x[r * size + i]);
@@ -31,12 +23,11 @@ inline void rotate_columns(const float* x, const uint16_t* matrix, int size, int
             for (int c = 0; c < COLUMNS; ++c) acc[c][r] = Simd::fma(value[c], factor, acc[c][r]);
         }
     }
-    if constexpr (COLUMNS % 2 == 0)
-        for (int c = 0; c < COLUMNS; c += 2)
-            for (int r = 0; r < R; ++r) {
-                const typename Simd::F even = acc[c][r], odd = acc[c + 1][r];
-                Simd::interleave(even, odd, &acc[c][r], &acc[c + 1][r]);
-            }
+    for (int c = 0; c + 1 < COLUMNS; c += 2)
+        for (int r = 0; r < R; ++r) {
+            const typename Simd::F even = acc[c][r], odd = acc[c + 1][r];
+            Simd::interleave(even, odd, &acc[c][r], &acc[c + 1][r]);
+        }
     for (int c = 0; c < COLUMNS; ++c)
         for (int r = 0; r < R; ++r) Simd::store(y + r * size + column + c * Simd::width, acc[c][r]);
 }
