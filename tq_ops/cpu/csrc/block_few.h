@@ -99,7 +99,7 @@ template <class Type> inline void fetch_ahead(const uint8_t* group, bool to_firs
 
 // Rows begin ... end - 1 by TOKENS tokens from `first` on, each a panel of its own.
 template <class Words, class Type, bool BYTES, int TOKENS>
-void project_block_rows(const Projection& p, int64_t first, int64_t begin, int64_t end) {
+__attribute__((noinline)) void project_block_rows(const Projection& p, int64_t first, int64_t begin, int64_t end) {
     typedef typename Words::Floats Floats;
     const BlockRows<Type> rows(p);
     BlockToken tokens[TOKENS];

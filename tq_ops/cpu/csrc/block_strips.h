@@ -109,7 +109,8 @@ inline __attribute__((always_inline)) void add_block(const Strip<Lanes, BYTES>& 
 
 // A strip by the TOKENS tokens of a panel.
 template <class Simd, class Lanes, class Type, bool BYTES, int TOKENS>
-void project_panel_of_blocks(const Projection& p, const Strip<Lanes, BYTES>& strip, int64_t token, int64_t row, int64_t end) {
+__attribute__((noinline)) void project_panel_of_blocks(const Projection& p, const Strip<Lanes, BYTES>& strip, int64_t token,
+                                                       int64_t row, int64_t end) {
     typedef typename Simd::F F;
     constexpr int kRows = Lanes::width;
     const BlockPanel<BYTES> x(p.prepared, p.in, token, TOKENS);

@@ -79,8 +79,9 @@ template <class Products> void prepare_tokens(const Projection& p, int64_t begin
 // One part of a step: rows of the weight that lie `distance` numbers apart, by the tokens of a panel. What there are fewer of
 // stays in registers.
 template <class Products, int PART, int ROWS, int TOKENS>
-inline void multiply_part(const typename Products::Weight* weight, int64_t distance, const typename Products::X* x,
-                          typename Products::F (&sums)[TOKENS][ROWS]) {
+inline __attribute__((always_inline)) void multiply_part(const typename Products::Weight* weight, int64_t distance,
+                                                         const typename Products::X* x,
+                                                         typename Products::F (&sums)[TOKENS][ROWS]) {
     typedef typename Products::W W;
     x += PART * TOKENS * Products::lanes;
     if constexpr (kRowsAtOnce <= Panels<Products>::most) {
@@ -119,7 +120,8 @@ constexpr int64_t kRowAhead = 2048, kPage = 4096;  // bytes; the hardware forese
 
 // ROWS rows from `row` on by the TOKENS tokens of a panel from `token` on. `below`: what is fetched, in the next rows.
 template <class Products, int ROWS, int TOKENS, Fetched FETCHED>
-void project_panel(const Projection& p, int64_t row, int64_t token, const typename Products::Weight* below) {
+__attribute__((noinline)) void project_panel(const Projection& p, int64_t row, int64_t token,
+                                             const typename Products::Weight* below) {
     typedef typename Products::Weight Weight;
     typename Products::F sums[TOKENS][ROWS];
 #pragma GCC unroll 8
@@ -128,7 +130,7 @@ void project_panel(const Projection& p, int64_t row, int64_t token, const typena
         for (int r = 0; r < ROWS; ++r) sums[t][r] = Products::zero();
     const Weight* weight = static_cast<const Weight*>(p.weight.data) + row * p.in;
     const auto* x = static_cast<const typename Products::X*>(p.prepared) + token * prepared_numbers<Products>(p.in);
-    auto step = [&](const Weight* rows, int64_t distance) {
+    auto step = [&](const Weight* rows, int64_t distance) __attribute__((always_inline)) {
         multiply_part<Products, 0>(rows, distance, x, sums);
         if constexpr (Products::parts == 2) multiply_part<Products, 1>(rows, distance, x, sums);
         x += Products::parts * TOKENS * Products::lanes;
