@@ -141,7 +141,7 @@ ATTENTION = (
     CacheCase("tq2", 128, 5, 2, 128, (1000, 0), (70, 40)),
     CacheCase("k=tq4,v=tq2", 128, 8, 2, 128, (2047, 3), (1, 1)),
     CacheCase("k=tq8,v=tq3", 64, 2, 2, 16, (200, 0), (30, 50)),
-    # Words of 2, 4, 8 and 16 that are left over, fewer than a register, and the most that there are.
+    # Learned keys of each width, in columns.
     CacheCase("k=lr4,v=tq3", 128, 5, 2, 128, (0, 2, 126, 127, 128, 1500), (1, 1, 1, 1, 1, 1)),
     CacheCase("k=lr4,v=tq3", 128, 5, 2, 128, (0, 300), (3, 1)),
     CacheCase("k=lr3,v=tq5", 128, 8, 2, 24, (0, 100), (9, 1)),
