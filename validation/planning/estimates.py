@@ -27,7 +27,6 @@ from haarkv.tq_ops.weight import weight_rows
 from haarkv.validation.fidelity.evaluation import (
     CHUNK,
     FidelityRow,
-    Span,
     Workload,
     chunk_logits,
     fidelity_row,
@@ -151,7 +150,7 @@ class Whole:
     def row(self, name: str, plan: KVPlan) -> FidelityRow:
         """A cache measured by all of its logits; bytes are of the whole window."""
         exact, plan_hidden = self._scored_hidden(self._base.plan), self._scored_hidden(plan)
-        text, window = self._text[self._first :], Span(0, len(plan_hidden))
+        text, window = self._text[self._first :], range(len(plan_hidden))
         logits = (chunk_logits(self._model, self._base, hidden) for hidden in (exact, plan_hidden))
         scores = score_window(name, Workload(text, [window]), window, *logits)
         return fidelity_row(name, session_with_plan(self._base, plan), self.tokens, scores)
