@@ -35,7 +35,7 @@ _MOST_EXPERTS = 2**16
 
 
 def parse_config(path: Path, settings: Mapping[str, Any]) -> ModelConfig:
-    """Declaration from the entries of a `config.json`, which `path` names in messages; InputError of what is not built."""
+    """Declaration from the entries of a `config.json`, which `path` names in messages; InputError if a part is unknown."""
     from haarkv.models.families import FAMILIES, read_family  # which reads entries by this module
 
     file = HFConfig(path, settings)

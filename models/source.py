@@ -30,11 +30,11 @@ MOST_TEMPLATE = 2**20
 
 @dataclass(frozen=True)
 class CheckpointTensor:
-    """A tensor in a file, which its source's subclass reads.
+    """A tensor of a source, which a subclass reads.
 
     Attributes:
-        dtype: of its numbers; None for quantized blocks.
-        nbytes: in the file.
+        dtype: of its numbers in the file; None for quantized blocks and drawn numbers.
+        nbytes: in the file; 0 if drawn.
         fault: why it cannot be read, to follow its name; None if it can.
         blocks: type of its quantized blocks, where they can be kept.
         in_place: unconverted, it stays in the file's pages; else it is copied into another order.

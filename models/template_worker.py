@@ -11,7 +11,6 @@ import resource
 import sys
 from collections.abc import Callable
 from datetime import datetime
-from functools import partial
 from typing import Any
 
 MOST_S, MOST_MEMORY = 10, 2**29
@@ -94,13 +93,21 @@ def _environment() -> Any:
             return caller()
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # jinja's own escapes HTML
+    environment.filters["tojson"] = _tojson
     environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
     return environment
 
 
 def _now(form: str) -> str:
     return datetime.now().strftime(form)
+
+
+def _tojson(
+    value: object, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:  # fmt: skip
+    # jinja's own escapes HTML. No other argument of json.dumps: a template must not choose what is called.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _refuse(reason: object) -> None:

@@ -244,7 +244,7 @@ def weight_bytes(
     keep_blocks: KeptBlocks = False,
     in_order: Mapping[str, float] = IN_PLACE,
 ) -> WeightBytes:
-    """Bytes of weights that `checkpoint.load_weights` reads, with its arguments.
+    """Bytes of weights that `checkpoint.stored_tensors` reads, with its arguments.
 
     Args:
         source_tensors: tensors that are not among them are shared and take nothing.

@@ -255,10 +255,12 @@ def scoring(total: int) -> Iterator[OnStep]:
 
 
 @contextmanager
-def counting(total: int, words: str) -> Iterator[Callable[[object], None]]:
-    """A bar that advances at each call; `words`, as of `_bar`, may show what the call was given."""
+def counting(total: int, words: str, completed: int = 0) -> Iterator[Callable[[object], None]]:
+    """A bar that advances at each call. `words` may hold `{task.description}`, what the call was given. `completed` is -1 where
+    each call comes before its item.
+    """
     with _bar(words, count=" ", left=True) as bar:
-        task = bar.add_task("", total=total)
+        task = bar.add_task("", total=total, completed=completed)
         yield lambda what: bar.update(task, description=str(what), advance=1)
 
 

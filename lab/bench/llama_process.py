@@ -167,7 +167,7 @@ class Contexts:
         return f"llama-cpp-python {self.version}, n_batch {BATCH}, n_ubatch {MICRO_BATCH}, {threads} threads; {system}"
 
     def open(self, kind: LlamaKV, context: int) -> None:
-        """Make a context with room for so many tokens; it replaces an earlier one of this kind."""
+        """Make a context with room for `context` tokens; it replaces an earlier one of this kind."""
         self.shut(kind)
         params = self.lib.llama_context_default_params()
         params.n_ctx = context + 1

@@ -5,7 +5,7 @@ torch attends to unpacked K and V, and transformers' own model runs the same wei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from haarkv.benchmarks.cases import Measurement, Variant, appended_tokens, copies, random_prompts, visible_tokens
+from haarkv.benchmarks.decode import TITLES
 from haarkv.benchmarks.decode_cost import CostRow
 from haarkv.benchmarks.report import Report
 from haarkv.benchmarks.timing import OnTurn
@@ -288,9 +289,12 @@ def llama(process: LlamaProcess, cache: LlamaKV, kind: str, args: Measurement) -
     return Variant(name, step if kind == "step" else prompt, nbytes, process.about)
 
 
-def beside_peers(result: Report, rows: Sequence[CostRow]) -> Report:
-    """A report with each time of ours beside the fastest peer's of the same kind and case, in notes and in the JSON line."""
-    notes: list[str] = []
+def beside_peers(result: Report, rows: Sequence[CostRow], titles: Mapping[str, str] = TITLES) -> Report:
+    """A report with each time of ours beside the fastest peer's of the same kind and case, in the JSON line and in notes under
+    the table of the kind. `titles`: of the report's kinds.
+    """
+    kinds = [kind for kind in titles if any(r.kind == kind for r in rows)]
+    notes = {table: list(lines) for table, lines in result.notes.items()}
     values: list[dict[str, Any]] = []
     for r, value in zip(rows, result.values["rows"], strict=True):
         times = [(p.ms, p.who) for p in rows if p.peer and p.ms is not None and (p.kind, p.case) == (r.kind, r.case)]
@@ -298,8 +302,6 @@ def beside_peers(result: Report, rows: Sequence[CostRow]) -> Report:
         if times and r.ms is not None and not r.peer:
             best, who = min(times)
             values[-1] = {**value, "speed_up": best / r.ms}
-            notes.append(f"{r.kind} of {r.who} at {r.case.context:,} tokens: {best / r.ms:.2f} times as fast as {who}")
-    last = len(result.tables) - 1
-    return replace(
-        result, values={**result.values, "rows": values}, notes={**result.notes, last: [*notes, *result.notes[last]]}
-    )
+            case = f"batch {r.case.batch}, {r.case.context:,} tokens"
+            notes[kinds.index(r.kind)].append(f"{r.kind} of {r.who}, {case}: {best / r.ms:.2f} times as fast as {who}")
+    return replace(result, values={**result.values, "rows": values}, notes=notes)

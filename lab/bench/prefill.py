@@ -45,7 +45,7 @@ def measure(
     request: Request, prefix_tokens: int, peers: bool, progress: Progress | None = None, on_turn: OnTurn = lambda _: None,
     model: DecoderModel | None = None,
 ) -> tuple[Machine, list[CostRow]]:  # fmt: skip
-    """Every row of a request, whose contexts are the prompts' lengths, behind so many `prefix_tokens`.
+    """Every row of a request, whose contexts are the prompts' lengths, behind `prefix_tokens` tokens.
 
     Raises:
         InputError: as `decode.measure`.
@@ -64,8 +64,8 @@ def measure(
 
 
 def report(request: Request, prefix_tokens: int, machine: Machine, rows: list[CostRow]) -> Report:
-    """As `decode.report`, with the number of stored tokens."""
-    result = beside_peers(decode.report("prefill", request, machine, rows, TITLES), rows)
+    """As `decode.report`, with the number of stored tokens and speed-ups over peers."""
+    result = beside_peers(decode.report("prefill", request, machine, rows, TITLES), rows, TITLES)
     return replace(result, values={**result.values, "stored": prefix_tokens})
 
 

@@ -99,7 +99,7 @@ class ServedModel(NamedTuple):
 
 
 def model_folder(name: str, layers: int | None, scratch: Path) -> ServedModel:
-    """A model by name as a folder; for `random:SIZE` one is made in `scratch`, a config of so many layers without weights.
+    """A model by name as a folder; for `random:SIZE` one is made in `scratch`, a config of `layers` layers without weights.
 
     Raises:
         InputError: no such model, or layers that it does not have.

@@ -56,7 +56,7 @@ class Rounds:
 
 
 def write_prompts(path: Path, case: Case, number: int) -> None:
-    """A trace for the client: prompts of exactly so many tokens, drawn from a number that no other user and case has."""
+    """A trace for the client: prompts of exactly this many tokens, drawn from a number that no other user and case has."""
     request = {"timestamp": 0, "input_length": case.prompt + 1, "output_length": case.output}
     lines = [json.dumps(request | {"hash_ids": [number * 1_000_000 + user]}) for user in range(case.users)]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")

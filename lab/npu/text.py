@@ -126,7 +126,7 @@ class UnknownTextError(ValueError):
 _FUNCTION = re.compile(r'extern "C" \[aicore\] void (\w+)\(')
 _BUFFER = re.compile(r"(\w+) (__\w+__) \*(\w+) = .*get_imm\((0x[0-9a-f]+)\); // size: (0x[0-9a-f]+)$")
 _TYPE = re.compile(r"using (\w+) = TileTensor<(?:__gm__ )?(\w+), (\w+Layout\d)Dim(?:<([\d, ]+)>)?, Hardware::(\w+)>;$")
-# A place is `(uint64_t)NAME_T`, or so many elements behind it.
+# A place is `(uint64_t)NAME_T`, or a number of elements behind it.
 _TILE = re.compile(r"(\w*TileTensor\w*) (\w+)\((?:\(uint64_t\)(?:\(\((\w+) \*\))?(\w+)_T(?: \+ (\d+)\))?,)?")
 # Its shape: a number of rows, or how many a view takes at most of what there is.
 _ROWS = re.compile(r"\(Shape2Dim\((?:(\d+), |\(RUNTIME_GetViewValidShapeDim\(\w+, \d+, (\d+)\)\), )")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 GUARD = 1 << 32
-"""At least so many bytes between two windows: an offset that wrapped at 32 bits lands in none."""
+"""The least number of bytes between two windows: an offset that wrapped at 32 bits lands in none."""
 _FIRST = 0x7F0_0000_0000
 SHARED_AT = 1024
 """Shared addresses begin here, so that 0 is none of them; swizzles go by the address within 1024 bytes."""

@@ -164,7 +164,7 @@ def _rotate(x: Tensor) -> Tensor:
 
 
 def kvarn_pair(bits: int) -> tuple[KVarN, KVarN]:
-    """K's and V's format of so many bits."""
+    """K's and V's format of `bits` bits."""
     name, purpose = f"kvarn{bits}", "KVarN, tiles of 128 tokens"
     key, value = (KVarN(bits, rows_are_tokens=side, name=name, purpose=purpose) for side in (False, True))
     return key, value

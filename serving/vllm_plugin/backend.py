@@ -160,6 +160,7 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
         self._pair = default_pair()
         self._pages: Tensor | None = None
         self._cache: PagedKVCache | None = None
+        self._index: int | None = None
         self._balance: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
         self._newest: Tail | None = None
 
@@ -181,7 +182,7 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
 
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """Quantize and store new K and V [T, Hkv, D]; negative slots are padding."""
-        tokens, index = slot_mapping.shape[0], extract_layer_index(layer.layer_name)
+        tokens, index = slot_mapping.shape[0], self._layer_index(layer)
         k, v = _to_kernel_dtype(key[:tokens]), _to_kernel_dtype(value[:tokens])
         if self._balance:
             k, v = k * self._balance[0], v * self._balance[1]
@@ -200,7 +201,7 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
             raise NotImplementedError("a quantized attention output is not supported by a packed KV cache")
         if attn_metadata is None:  # vLLM measures its memory
             return output.zero_()
-        batch, index = attn_metadata.batch, extract_layer_index(layer.layer_name)
+        batch, index = attn_metadata.batch, self._layer_index(layer)
         tokens = batch.positions.shape[0]
         cache = self._view(kv_cache, index)
         batch = batch if self._newest is None else self._newest.join(batch)
@@ -210,6 +211,12 @@ class RotatedAttention(AttentionImpl[RotatedMetadata]):
             out = out * self._balance[3]
         output[:tokens].copy_(out)
         return output
+
+    def _layer_index(self, layer: Any) -> int:
+        """The layer's number in the model, which selects its rotation; read from its name once."""
+        if self._index is None:
+            self._index = extract_layer_index(layer.layer_name)
+        return self._index
 
     def _view(self, kv_cache: Tensor, index: int) -> PagedKVCache:
         """vLLM's pages of this layer as a cache; cached while they stay in place."""

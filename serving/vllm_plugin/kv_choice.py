@@ -142,8 +142,12 @@ def _plan_here(vllm_config: VllmConfig) -> KVPlan:
 
 
 def _text(options: Mapping[str, Any]) -> str:
-    """The content of `--additional-config` as what remembers files can look up."""
-    return json.dumps(options, sort_keys=True, default=repr)
+    """What `--additional-config` says of the cache, as text, by which files that were read are remembered."""
+    ours = {key: options[key] for key in (FORMAT, CALIBRATION, PLAN, SKIP_LAYERS, TAIL, SINK) if key in options}
+    try:
+        return json.dumps(ours, sort_keys=True)
+    except TypeError:
+        raise InputError(f"--additional-config takes texts, numbers and lists, not {ours}") from None
 
 
 @cache
@@ -159,7 +163,8 @@ def _spec(options_text: str) -> KVSpec:
         if (count := options.get(key)) is not None and type(count) is not int:
             raise InputError(f"{key} is a number of tokens, not {count!r}")
     if (plan := options.get(PLAN)) is not None:
-        if others := [key for key in (FORMAT, CALIBRATION, SKIP_LAYERS, TAIL, SINK) if options.get(key) not in (None, [])]:
+        others = [key for key in (FORMAT, CALIBRATION, SKIP_LAYERS, SINK) if options.get(key)]
+        if others := others + [TAIL] * (options.get(TAIL) is not None):
             raise InputError(f"{PLAN} sets the whole cache; leave out {others[0]}")
         return plan_file.load(plan)
     calibration, settings = options.get(CALIBRATION), {"tail": options.get(TAIL), "sink": options.get(SINK) or 0}

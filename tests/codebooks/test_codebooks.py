@@ -73,7 +73,7 @@ OTHERS = {
     ids=["published", "converged", "others, published", "others, converged"],
 )
 def test_tables_have_the_bits_that_files_were_written_with(solver, first, frozen):
-    """For this many bits and more. Where nothing is published a table is odd: a zero never falls to the level below it."""
+    """From `first` bits on. Where nothing is published a table is odd: a zero never falls to the level below it."""
     for head_dim, expected in frozen.items():
         books = [lloyd_max(bits, head_dim, solver) for bits in range(first, 9)]
         assert digest(books) == expected, head_dim

@@ -1,8 +1,8 @@
 """Layers by the NPU programs, in PyPTO's interpreter: stored bytes are the reference's, and so is what a layer adds.
 
-One table of rows: families, formats, tails and sinks, windows, borders of stretches, decode and prefill. One text is built
-into all of them by its declaration, so a part that is left out or another family's must be seen. And whole models: as many
-layers as Qwen3-14B has, and greedy text of `tiny`.
+One table of rows: families, formats, tails and sinks, windows, borders of stretches, decode and prefill. One text builds
+them all, each by its layer's declaration, so a part that is left out or another family's must be seen. And
+whole models: as many layers as Qwen3-14B has, and greedy text of `tiny`.
 """
 
 from dataclasses import replace

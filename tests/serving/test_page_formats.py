@@ -200,6 +200,7 @@ OPTIONS = {
     "no such layer": ({"haarkv_kv_skip_layers": [6]}, "there is no layer 6; the model has 6, counted from 0"),
     "no list": ({"haarkv_kv_skip_layers": "0"}, "haarkv_kv_skip_layers is a list of layers, not '0'"),
     "no text": ({"haarkv_kv": 4}, "haarkv_kv is a text, not 4"),
+    "no JSON": ({"haarkv_kv_plan": Path("p")}, "--additional-config takes texts, numbers and lists"),
     "twice": ({"haarkv_kv_plan": "p", "haarkv_kv": "tq3"}, "haarkv_kv_plan sets the whole cache; leave out haarkv_kv"),
 }
 

@@ -33,7 +33,7 @@ def same(before: list[Tensor], after: list[Tensor]) -> bool:
 
 
 def pad_batch(batch: Batch, dead: int, *, table: int = 0, width: int = 0) -> Batch:
-    """A batch of one new token a sequence and so many dead ones, as a captured step is padded: length 0, slot -1.
+    """A batch of one new token a sequence and some dead ones, as a captured step is padded: length 0, slot -1.
 
     Args:
         table: what stands in the dead ones' rows of the block table.

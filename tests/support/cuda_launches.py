@@ -122,7 +122,7 @@ def record_launches(
 
 
 def serve(model: DecoderModel, spec: KVSpec, block_size: int, prompts: list[int], steps: int) -> None:
-    """A prefill of prompts of so many tokens, and decode steps of all of them and of fewer; op by op as well."""
+    """A prefill of prompts of given lengths, and decode steps of all of them and of fewer; op by op as well."""
     executor = CudaExecutor(model, interpreted=True)
     config, plan = model.config, spec.plan(model.config.num_layers)
     blocks = sum(-(-(n + steps) // block_size) + 1 for n in prompts)

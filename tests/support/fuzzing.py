@@ -26,7 +26,7 @@ class HangError(BaseException):
 
 @contextmanager
 def taking_at_most(count):
-    """Let this process allocate no more than so many bytes, and touch no more; Linux alone says how many it did."""
+    """Let this process allocate no more than this many bytes, and touch no more; Linux alone says how many it did."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is what there is now
     before = memory("VmRSS")
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)

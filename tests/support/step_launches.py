@@ -85,7 +85,7 @@ def executor_on_meta(model: DecoderModel, patch: pytest.MonkeyPatch) -> CudaExec
 def launches(
     executor: CudaExecutor, spec: KVSpec, prompts: list[int], patch: pytest.MonkeyPatch
 ) -> tuple[list[str], list[str]]:
-    """What a prefill of prompts of so many tokens launches, and what a decode step after it; with the head of each.
+    """What a prefill of prompts of given lengths launches, and what a decode step after it; with the head of each.
 
     The head's one wait, for whether all is finite, is left out: on this device there is nothing to know.
     """

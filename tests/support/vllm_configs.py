@@ -27,7 +27,7 @@ def write(folder: Path, config: dict[str, object]) -> Path:
 
 
 def configure(folder: Path, backend: str | None = "CUSTOM", **options: object) -> VllmConfig:
-    """vLLM's configuration for a folder, of which a config.json is enough unless options ask for weights."""
+    """vLLM's configuration for a folder; a config.json is enough, unless `load_format` asks for weights."""
     options = {"load_format": "dummy", "max_model_len": 128, **options}
     args = EngineArgs(
         model=str(folder), skip_tokenizer_init=True, attention_backend=backend, enforce_eager=True,

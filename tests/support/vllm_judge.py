@@ -32,7 +32,7 @@ def tokenizer() -> Tokenizer:
 
 
 def prompts(count: int, lengths: Sequence[int]) -> list[list[int]]:
-    """Token ids of the first so many held-out texts, cut to lengths that take turns."""
+    """Token ids of the first held-out texts, cut to lengths that take turns."""
     texts = list(held_out_texts().values())[:count]
     cut = [tokenizer().encode(text)[: lengths[i % len(lengths)]] for i, text in enumerate(texts)]
     assert len(cut) == count

@@ -223,7 +223,7 @@ def compile_command(model: str, names: tuple[str, ...], folder: Path | None, as_
     plan = plan_for(_cache_to_compile(model, kv), config)
     programs: list[CompiledProgram] = []
     kinds = names or _PROGRAMS
-    with counting(len(plan_programs(config, kinds, plan)), "compiling {task.description}") as begin:
+    with counting(len(plan_programs(config, kinds, plan)), "compiling {task.description}", completed=-1) as begin:
         programs.extend(compile_programs(config, kinds, begin, plan))
     if folder is not None:
         with whole_folder(folder) as half:

@@ -45,12 +45,12 @@ def prepare(kv: LayerKV, isa: int) -> LayerCalls | None:
             for fields, side, window in zip(kv.fields, (keys, values), kv.windows, strict=True))  # fmt: skip
     attention = library.Attention(
         cache=library.Cache(k=k, v=v, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, block_size=kv.block_size),
-        stretches=stretches, rotation=_matrix(keys.rotate, shape.head_dim, keys.rotate_pairs),
-        rotation_back=_matrix(values.rotate_back, shape.head_dim, values.rotate_back_pairs), window=shape.window or 0, isa=isa,
+        stretches=stretches, rotation=_matrix(keys.rotate, keys.rotate_pairs),
+        rotation_back=_matrix(values.rotate_back, values.rotate_back_pairs), window=shape.window or 0, isa=isa,
     )  # fmt: skip
     store = library.Store(
-        k=library.StoreSide(side=k, quantizer=_quantizer(keys, shape.head_dim), stretches=stretches),
-        v=library.StoreSide(side=v, quantizer=_quantizer(values, shape.head_dim)),
+        k=library.StoreSide(side=k, quantizer=_quantizer(keys), stretches=stretches),
+        v=library.StoreSide(side=v, quantizer=_quantizer(values)),
         num_slots=kv.num_slots, num_kv_heads=shape.num_kv_heads, block_size=kv.block_size, isa=isa,
     )  # fmt: skip
     return LayerCalls(attention, store)
@@ -130,15 +130,16 @@ def _sixteen(table: Tensor | None) -> Tensor | None:
     return None if table is None else torch.nn.functional.pad(table, (0, max(0, 16 - len(table))))
 
 
-def _quantizer(side: Layout, head_dim: int) -> library.Structure:
+def _quantizer(side: Layout) -> library.Structure:
     return library.Quantizer(
-        matrix=_matrix(side.matrix, head_dim), boundaries=side.boundaries, weights=side.weights, gains=side.gains,
+        matrix=_matrix(side.matrix), boundaries=side.boundaries, weights=side.weights, gains=side.gains,
         tries=0 if side.gains is None else len(side.gains), along=side.along,
     )  # fmt: skip
 
 
-def _matrix(matrix: Tensor | None, head_dim: int, pairs: Tensor | None = None) -> library.Structure:
+def _matrix(matrix: Tensor | None, pairs: Tensor | None = None) -> library.Structure:
     """The structure of a matrix [H, D, D], H 1 for one of all KV heads; of None, no numbers."""
     if matrix is None:
-        return library.Matrix(size=head_dim)
-    return library.Matrix(numbers=matrix, pairs=pairs, head_stride=matrix.stride(0) if len(matrix) > 1 else 0, size=head_dim)
+        return library.Matrix()
+    head_stride = matrix.stride(0) if len(matrix) > 1 else 0
+    return library.Matrix(numbers=matrix, pairs=pairs, head_stride=head_stride, size=matrix.shape[-1])

@@ -20,8 +20,8 @@ from haarkv.tq_ops.kv.shapes import WINDOW_CHUNK
 from haarkv.tq_ops.weight import Weight, backing_tensor
 
 FEW = WINDOW_CHUNK
-"""Most tokens of a call: as many as every ring has room for. With more, Python's share is nothing and the tensors between the
-ops take memory."""
+"""Most tokens of a call: as many as every ring of blocks has room for. With more, Python's share is nothing and the tensors
+between the ops take memory."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A format as the kernels read it: matrices to its levels and back, in the kernels' order of levels, and its centroids.
 
 The kernels know no format. They read a vector of N levels as N / 8 words of eight 4-bit levels, the first in the lowest bits:
-queries are in the order of words; sums come back in the order of places: level 0 of every word, then level 1 of every word.
+queries are in the order of words; sums come back in place order: level 0 of every word, then level 1 of every word.
 Rotation and packing are folded into the columns and rows of the matrices. Levels of 2 or 3 bits are unpacked to words first.
 Levels of 5 to 8 bits, learned keys, BF16 and FP32 keep their own order.
 """
@@ -43,7 +43,7 @@ class Layout:
         planes: widths of a level's planes, low bits first, one or two; () of BF16 and FP32, which have no other tables.
         matrix: [H, D, D] bf16, multiplies vectors before they are stored; levels in the format's order.
         rotate: [H, D, D] bf16: `q @ rotate` is the rotated query, in word order up to 4 bits.
-        rotate_back: [H, D, D] bf16, from sums in the order of places to the model's domain.
+        rotate_back: [H, D, D] bf16, from sums in place order to the model's domain.
         rotate_pairs, rotate_back_pairs: `in_pairs` of both.
         centroids: [2**bits] fp32; of learned keys, of 1 to 6 bits one after the other.
         boundaries: [2**bits - 1] fp32, likewise.

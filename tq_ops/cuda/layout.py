@@ -47,8 +47,8 @@ class Columns(NamedTuple):
         parts: shift and bits of each part.
     """
 
-    units: tuple[tuple[int, int, int, int], ...] = ()
-    parts: tuple[tuple[int, int], ...] = ()
+    units: tuple[tuple[int, int, int, int], ...]
+    parts: tuple[tuple[int, int], ...]
 
 
 def make_columns(columns: tuple[Column, ...]) -> Columns:

@@ -152,7 +152,7 @@ _REPORTED_PACKAGES = ("python", "torch", "torch-npu", "pypto", "cann", "driver")
 
 
 def _missing(requirement: Requirement) -> str | None:
-    """Whether a package that haarkv requires is absent, too old or too new."""
+    """What is wrong with a package that haarkv requires: absent, too old or too new; None if nothing is."""
     package_version = _installed_version(requirement.name)
     if package_version is None:
         return f"{requirement.name} is not installed; haarkv needs {requirement}"

@@ -131,8 +131,8 @@ def _token_before(faulty: FaultyExecutor, token_ids: Tensor, batch: Batch, cache
 
 
 def _last_of_all(faulty: FaultyExecutor, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:
-    last, counts = batch.query_start_loc[1:].long() - 1, batch.query_start_loc.diff()
-    return ReferenceExecutor.forward(faulty, token_ids, batch, cache)[torch.repeat_interleave(last, counts)]
+    last = batch.of_tokens(batch.query_start_loc[1:].long() - 1)
+    return ReferenceExecutor.forward(faulty, token_ids, batch, cache)[last]
 
 
 def _sees_drafts(faulty: FaultyExecutor, token_ids: Tensor, batch: Batch, cache: PagedKVCache) -> Tensor:

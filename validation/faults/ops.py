@@ -206,7 +206,7 @@ def steeper(factor: float) -> Wrong:
 
 def last_positions(batch: Batch) -> Tensor:
     """[T]: the position of the last token of each token's sequence."""
-    return torch.repeat_interleave(batch.seq_lens - 1, batch.query_start_loc.diff()).to(batch.positions.dtype)
+    return batch.of_tokens(batch.seq_lens - 1).to(batch.positions.dtype)
 
 
 def _seeing(more: int) -> Wrong:

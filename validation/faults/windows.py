@@ -29,7 +29,7 @@ from haarkv.validation.faults.ops import (
     other,
     quantized_parts,
 )
-from haarkv.validation.layers.parts import Snapshot, put, read_as, take, token_rows, vector_parts
+from haarkv.validation.layers.parts import Snapshot, put, read_as, take, vector_parts
 
 WINDOW_SPEC = KVSpec("tq4", tail=16, sink=4)
 """With prompts of more than 84 tokens its ring starts over."""
@@ -105,16 +105,16 @@ def _placement_faults(at: Layer) -> Iterator[Fault]:
         return store
 
     def next_row(window: ResidualWindow, batch: Batch, x: Tensor) -> None:
-        rows = (token_rows(batch) + 1) % len(window.vectors)
+        rows = (batch.of_tokens(batch.rows) + 1) % len(window.vectors)
         _write(window, batch, x, rows, window.sink, window.ring)
 
     moves: dict[str, tuple[str, Move]] = {
-        "the ring runs over the sinks": ("window.k", lambda w, b, x: _write(w, b, x, token_rows(b), 0, w.ring)),
+        "the ring runs over the sinks": ("window.k", lambda w, b, x: _write(w, b, x, b.of_tokens(b.rows), 0, w.ring)),
         "each chunk's first tokens become sinks": ("untouched_window", _sinks_of_chunks),
         "one of the sinks is not kept": ("sink.k", _one_sink_too_few),
         "the window of another sequence is written": ("untouched_window", next_row),
         "the ring is one place too short": (
-            "untouched_window", lambda w, b, x: _write(w, b, x, token_rows(b), w.sink, w.ring - 1),
+            "untouched_window", lambda w, b, x: _write(w, b, x, b.of_tokens(b.rows), w.sink, w.ring - 1),
         ),
     }  # fmt: skip
     for name, (stage, move) in moves.items():
@@ -132,17 +132,16 @@ def _write(window: ResidualWindow, batch: Batch, x: Tensor, rows: Tensor, begin:
 
 def _sinks_of_chunks(window: ResidualWindow, batch: Batch, x: Tensor) -> None:
     window.write(x, batch)
-    starts = batch.query_start_loc.long()
-    index = torch.arange(len(x)) - torch.repeat_interleave(starts[:-1], starts.diff())
+    index = torch.arange(len(x)) - batch.of_tokens(batch.query_start_loc[:-1].long())
     first = index < window.sink
-    window.vectors[token_rows(batch)[first], :, index[first]] = x[first]
+    window.vectors[batch.of_tokens(batch.rows)[first], :, index[first]] = x[first]
 
 
 def _one_sink_too_few(window: ResidualWindow, batch: Batch, x: Tensor) -> None:
     last_sink = batch.positions == window.sink - 1
-    sink_vectors = window.vectors[token_rows(batch)[last_sink], :, batch.positions[last_sink]]
+    sink_vectors = window.vectors[batch.of_tokens(batch.rows)[last_sink], :, batch.positions[last_sink]]
     window.write(x, batch)
-    window.vectors[token_rows(batch)[last_sink], :, batch.positions[last_sink]] = sink_vectors
+    window.vectors[batch.of_tokens(batch.rows)[last_sink], :, batch.positions[last_sink]] = sink_vectors
 
 
 def _before(call: Call) -> Snapshot:

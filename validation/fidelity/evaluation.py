@@ -59,7 +59,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Workload:
-    """A text, [n] int64, and its windows: places of tokens that are fed to an empty cache, each predicts the one after it."""
+    """A text, [n] int64, and its windows of tokens that are fed to an empty cache. Each token predicts the one after it."""
 
     tokens: Tensor
     windows: list[range]

@@ -216,7 +216,11 @@ def _generated_token(
 
 # -- Two sides fed the same tokens -------------------------------------------------------------------------------------------
 def score(a: Tensor, b: Tensor, ties_within: float) -> PositionScore:
-    """Compare two predictions [vocab] of one position, in float64; NonFiniteError if a logit is not finite."""
+    """Compare two predictions [vocab] of one position, in float64; NonFiniteError if a logit is not finite.
+
+    Args:
+        ties_within: most of a near tie's gap, in standard deviations of the logits; -inf if no position is one.
+    """
     a, b = a.detach().cpu().double(), b.detach().cpu().double()
     require_finite(a, b)
     log_p, log_q = a.log_softmax(-1), b.log_softmax(-1)
@@ -253,6 +257,7 @@ def teacher_forced(
     """Feed both sides the same prompts and following tokens, and compare their predictions after the prompt and each of these.
 
     All prompts are prefilled together, then one decode step a token; a sequence leaves the batch with its last token.
+    `ties_within`: as in `score`.
     """
     position_scores: list[list[PositionScore]] = [[] for _ in prompts]
     for (rows, a), (_, b) in zip(_steps(side_a, prompts, fed), _steps(side_b, prompts, fed), strict=True):

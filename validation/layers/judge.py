@@ -182,7 +182,7 @@ def verdicts(excesses: Mapping[Figure, float], differing: Iterable[str], togethe
 
     Args:
         excesses: figures divided by their limits (`null.excess`); above 1 is a fault.
-        differing: stages in which any bit differs.
+        differing: stages in which a result differs, or anything stored that is read.
         together: whether the figures are sums over all forwards.
     """
     stage_verdicts, differ = [], set(differing)

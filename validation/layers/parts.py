@@ -137,14 +137,9 @@ def _in_rows(size: int, end: int | None = None) -> Callable[[Batch], Where]:
     def where(batch: Batch) -> Where:
         tokens = torch.arange(len(batch.positions), device=batch.positions.device)
         tokens = tokens if end is None else tokens[batch.positions < end]
-        return tokens, token_rows(batch)[tokens], batch.positions[tokens] % size
+        return tokens, batch.of_tokens(batch.rows)[tokens], batch.positions[tokens] % size
 
     return where
-
-
-def token_rows(batch: Batch) -> Tensor:
-    """[T] int64: each token's row of the windows."""
-    return torch.repeat_interleave(batch.rows, batch.query_start_loc.diff().long())
 
 
 def new_cache(plan: KVPlan, config: ModelConfig, num_blocks: int, **how: Any) -> PagedKVCache:
@@ -191,7 +186,7 @@ def take(cache: PagedKVCache, layer: int, batch: Batch) -> Snapshot:
 
 
 def put(cache: PagedKVCache, layer: int, batch: Batch, part_fields: Snapshot) -> None:
-    """The inverse of `take`, for some parts."""
+    """The inverse of `take`, for some parts. A state without fields is spoilt: its versions that must not be read."""
     for part in cache_parts(cache, layer):
         if part.name in part_fields:
             part.put(batch, part_fields[part.name])

@@ -81,7 +81,7 @@ class Verdict:
 
     Attributes:
         stage: the op; of a fused layer, the output that can be seen.
-        reason: "tie": stored levels differ; "rounding": other bits differ, both within the limits; "fault":
+        reason: "tie": packed levels or scales differ; "rounding": other bits differ, both within the limits; "fault":
             beyond a limit; "unstable": the executor differs from itself on the same inputs; None: every bit is equal.
         share: worst figure as a multiple of what honest runs allow; infinite for what is wrong whatever the figures are.
         head: the KV head that alone is wrong.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 
 from haarkv.executors.base import Executor
 from haarkv.executors.reference import ReferenceExecutor
@@ -94,7 +94,7 @@ def self_test(
         prompts: token ids. The smallest faults need a hundred tokens.
     """
     rows = []
-    for right, setting, faults in [planted for model in models for planted in _planted(model, prompts)]:
+    for right, setting, faults in chain.from_iterable(_planted(model, prompts) for model in models):
         for drive in DRIVES:
             for fault in faults:
                 rows.append(_row(setting.report(right, fault.executor(right, drive)), drive, fault))

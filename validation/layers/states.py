@@ -51,7 +51,7 @@ class StatePart:
             self.fields[name][rows] = tensor.to(self.state.counts.device)
 
     def _spoil(self, batch: Batch) -> None:
-        """Overwrite them with opposite states, of a token more or less than are stored."""
+        """Overwrite versions that a forward must not read with opposite states, of a token more or less than are stored."""
         for row, begin in zip(batch.rows.tolist(), begins(batch), strict=True):
             right = (self.state.counts[row] == begin) & (begin > 0)
             others = (~right).nonzero().flatten().tolist()

@@ -38,13 +38,14 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def random_model(config: ModelConfig, device: torch.device) -> DecoderModel:
-    """A model of these shapes with random bf16 weights, drawn on the device, and packed so that an executor takes them as they
-    are."""
-    specs = checkpoint_tensors(config)
+    """A model of these shapes with random bf16 weights, the same in every run; drawn on the device, and packed so that an
+    executor takes them as they are."""
+    specs, generator = checkpoint_tensors(config), torch.Generator(device).manual_seed(0)
 
     def draw(name: str) -> Tensor:
-        dtype = specs[name].memory_dtype(torch.bfloat16)
-        return torch.empty(specs[name].shape, dtype=dtype, device=device).normal_(0.0, 0.02)
+        spec, is_norm = specs[name], len(specs[name].shape) == 1 and not name.endswith(".bias")
+        weight = torch.ones(spec.shape, dtype=spec.memory_dtype(torch.bfloat16), device=device)
+        return weight if is_norm else weight.normal_(0.0, 0.02, generator=generator)
 
     weights = assemble(config, draw)
     return fuse(DecoderModel(config, weights, rope_tables(config, device)), device)

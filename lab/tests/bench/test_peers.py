@@ -245,13 +245,21 @@ def test_torch_is_timed_beside_ours_with_its_bytes(run):
 
 
 def test_a_speed_up_is_over_the_fastest_peer_of_the_same_kind_and_case():
-    def row(who, ms, context=64, kind="step"):
+    def row(who, ms, context=64, kind="step", batch=1):
         peer = not who.startswith("cpu")
-        return CostRow(kind, who, Case(1, context), Cost(1, 1, 1, 1), MACHINE, Spread(ms, ms, ms), peer=peer)
+        return CostRow(kind, who, Case(batch, context), Cost(1, 1, 1, 1), MACHINE, Spread(ms, ms, ms), peer=peer)
 
     peer_rows = [row("sdpa bf16 rows", 5.0), row("hf DynamicCache bf16", 3.0), row("cpu bf16", 1.0)]
-    rows = [row("cpu tq4", 2.0), *peer_rows, row("sdpa a", 0.5, context=65), row("sdpa a", 0.5, kind="attention")]
+    rows = [
+        row("cpu tq4", 2.0),
+        *peer_rows,
+        row("sdpa a", 0.5, context=65),
+        row("sdpa a", 0.5, kind="attention"),
+        row("cpu tq4", 3.0, batch=2),
+        row("sdpa a", 6.0, batch=2),
+    ]
     request = decode.Request("small", [], ["tq4"], [64], [1])
     report = peers.beside_peers(decode.report("decode", request, MACHINE, rows), rows)
-    assert [value.get("speed_up") for value in report.values["rows"]] == [1.5, None, None, 3.0, None, None]
-    assert "step of cpu tq4 at 64 tokens: 1.50 times as fast as hf DynamicCache bf16" in report.notes[1]
+    assert [value.get("speed_up") for value in report.values["rows"]] == [1.5, None, None, 3.0, None, None, 2.0, None]
+    assert "step of cpu tq4, batch 1, 64 tokens: 1.50 times as fast as hf DynamicCache bf16" in report.notes[1]
+    assert "step of cpu tq4, batch 2, 64 tokens: 2.00 times as fast as sdpa a" in report.notes[1]

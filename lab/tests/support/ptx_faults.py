@@ -58,7 +58,7 @@ class PtxFault:
 
 
 def without(pattern: str, times: int = 0) -> Callable[[str], str]:
-    """Leaves out the lines that hold a pattern: all, or the first so many."""
+    """Leaves out the lines that hold a pattern: all, or only the first few."""
     return lambda text: re.sub(rf"(?m)^.*{pattern}.*$", "", text, count=times)
 
 

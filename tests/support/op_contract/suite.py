@@ -168,7 +168,7 @@ ATTENTION = (
     CacheCase("k=fp32,v=bf16", 256, 2, 2, 128, (0, 300), (1, 9), tail=32),
     CacheCase("k=tq8,v=tq2", 64, 1, 2, 24, (1500, 7), (1, 9), tail=1200, sink=30),
 )
-# Where RoPE turns a part of each key, whose halves are then not those of memory, or how it turns is not known.
+# RoPE turns a part of each key, so that the halves it pairs are not the halves in memory; or how it turns is not known.
 BORDER_OF_TURNS = (
     CacheCase("k=lr3,v=tq4", 64, 2, 2, 16, (1021,), (6,), rope_dims=48),
     CacheCase("k=lr3,v=tq4", 64, 2, 2, 16, (1021,), (6,), rope_dims=32),

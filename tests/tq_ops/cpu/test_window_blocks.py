@@ -51,7 +51,7 @@ class WindowBlocks:
             table_blocks += [self._free.pop() for _ in range(-(-length // self.block_size) - len(table_blocks))]
         tables = [torch.tensor(self._tables[sequence], dtype=torch.int32) for sequence in sequences]
         table = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
-        owner = torch.repeat_interleave(torch.arange(len(sequences)), batch.query_start_loc.diff().long())
+        owner = batch.of_tokens(torch.arange(len(sequences)))
         blocks = table[owner, batch.positions // self.block_size].long()
         return replace(
             batch, residual_slots=blocks * self.block_size + batch.positions % self.block_size, residual_table=table

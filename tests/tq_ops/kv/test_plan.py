@@ -47,7 +47,7 @@ SHAPE = ModelShape.uniform(3, 2, 128, 48, 61)
 
 # -- The rule, one query and one key at a time -------------------------------------------------------------------------------
 def packed_tokens(group, tail, tokens):
-    """Tokens that the newest of so many sees packed, counted as they come."""
+    """Tokens that the newest of `tokens` sees packed, counted as they come."""
     packed = 0
     while tokens - packed > tail:
         packed += group

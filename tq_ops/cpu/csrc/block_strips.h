@@ -15,7 +15,7 @@ template <class Lanes, bool BYTES> struct Strip {
           last_halves(first_halves + blocks * Lanes::width) {}
 };
 
-// Block J's levels as a strip has them, offset and all where they are bytes.
+// Block J's levels as a strip has them; bytes are still 2**`byte_shift` too large.
 template <class Words, class Type, bool BYTES, int J> void put_in_strip(const uint8_t* group, uint8_t* to) {
     if constexpr (BYTES) {
         Words::store(to, Type::template bytes<J>(group));

@@ -6,7 +6,7 @@
 //
 // Where a block of 16 numbers has a scale of its own (Q6_K), its integer part is in the levels, which stay below 2**12.
 //
-// `bytes` makes the same 32 levels as unsigned bytes, less nothing: 2**`byte_shift` too large where that is not 0. Where 16
+// `bytes` makes the same 32 levels as unsigned bytes, 2**`byte_shift` too large where that is not 0. Where 16
 // numbers have a scale of their own (`halves`), it is not in them.
 
 // The first n of eight scales: zero behind them, even where a NaN lies.
@@ -64,7 +64,7 @@ template <class Words, int BYTES> struct WithMinimum : SingleBlocks<Words, BYTES
     }
 };
 
-// Sixteen bytes of them at the end of each block of `Base`.
+// Sixteen bytes of nibbles at the end of each block of `Base`.
 template <class Words, class Base> struct NibbleBlocks : Base {
     static constexpr int begin = Base::block_bytes - 16;
     template <int J> static void levels(const uint8_t* group, typename Words::W& a, typename Words::W& b) {

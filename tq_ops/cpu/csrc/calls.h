@@ -21,7 +21,7 @@ struct HaarkvAttention {
     const void* q;                  // [T, Hq, D] BF16 or FP32
     void* out;                      // [T, Hq, D] of the same
     Matrix rotation;                // q @ rotation is the rotated query in word order; no numbers where K is not rotated
-    Matrix rotation_back;           // from the rotated domain in plane order to the model's own; no numbers where V is not
+    Matrix rotation_back;           // from the rotated domain in place order to the model's own; no numbers where V is not
     const int32_t* block_table;     // [B, max_blocks]
     const int32_t* query_start;     // [B + 1]
     const int64_t* positions;       // [T]

@@ -2,7 +2,7 @@
 //
 // A packed vector of N levels is read as N / 8 words of 32 bits, each with eight 4-bit levels. This gives two orders:
 //   word order   level k of word j at j * 8 + k          rotated queries
-//   plane order  level k of word j at k * (N / 8) + j    accumulators
+//   place order  level k of word j at k * (N / 8) + j    accumulators
 // The caller folds the format's own order of levels into its matrices, so nothing here knows a format. N is head_dim: 64, 128
 // or 256. Levels of other widths than 4 bits are unpacked first: up to 4 bits into such words, wider ones into numbers, in
 // their own order. Levels of several widths lie in columns (`Columns`), and queries for them are in their own order.
@@ -104,7 +104,7 @@ struct Tile {
     float less[kMaxRows];       // softmax_scale * q . K's mean, which the logits of packed keys lack
     float softmax_scale;
     int32_t bf16;            // BF16 activations: round probabilities to BF16, each block's against its own maximum
-    float* sums;             // [rows, v.levels] out, plane order: sum of p * v over what is packed
+    float* sums;             // [rows, v.levels] out, place order: sum of p * v over what is packed
     float* maxima;           // [rows] out, largest logit
     float* totals;           // [rows] out, sum of p
     float* residual_sums;    // [rows, head_dim] out, where V has tokens in BF16 and a row sees one: sum of p * v over those

@@ -121,7 +121,7 @@ inline void four_by_four(const __m512 (&x)[4], __m512 (&y)[4]) {
     y[0] = pairs(a, b, false), y[1] = pairs(a, b, true), y[2] = pairs(c, d, false), y[3] = pairs(c, d, true);
 }
 
-// Where column `lane` of tile `tile` of V lies among 64 levels of a vector, in plane order.
+// Where column `lane` of tile `tile` of V lies among 64 levels of a vector, in place order.
 inline int level_of(int tile, int lane) {
     const int byte = lane / 4 % 2 * 16 + (tile / 2 * 2 + lane / 8) * 4 + lane % 4;
     return (byte % 4 * 2 + tile % 2) * 8 + byte / 4;

@@ -202,7 +202,7 @@ template <int R> struct TileProducts {
         }
     }
 
-    // The sums [R, v.levels] in plane order. Of 128 levels, four tiles hold those of even places in a word, four the others:
+    // The sums [R, v.levels] in place order. Of 128 levels, four tiles hold those of even places in a word, four the others:
     // each 16 bytes are a matrix of four words by four places, the wrong way round.
     void finish(float* out) const {
         const int levels = cache.v.levels, words = levels / 8;

@@ -32,7 +32,7 @@ inline void rotate_columns(const float* x, const uint16_t* matrix, int size, int
         for (int r = 0; r < R; ++r) Simd::store(y + r * size + column + c * Simd::width, acc[c][r]);
 }
 
-// For a matrix of a multiple of 16 columns.
+// For a matrix [size, size].
 template <class Simd, int R> void rotate_rows(const float* x, const uint16_t* matrix, int size, float* y) {
     constexpr int kColumns = R * 8 <= kAccumulators<Simd>   ? 8
                              : R * 4 <= kAccumulators<Simd> ? 4
