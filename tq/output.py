@@ -256,8 +256,8 @@ def scoring(total: int) -> Iterator[OnStep]:
 
 @contextmanager
 def counting(total: int, words: str, completed: int = 0) -> Iterator[Callable[[object], None]]:
-    """A bar that advances at each call. `words` may hold `{task.description}`, what the call was given. `completed` is -1 where
-    each call comes before its item.
+    """A bar that advances at each call. `words` may hold `{task.description}`, what the call was given. `completed` is -1 if a
+    call comes before its item.
     """
     with _bar(words, count=" ", left=True) as bar:
         task = bar.add_task("", total=total, completed=completed)
