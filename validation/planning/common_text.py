@@ -31,9 +31,11 @@ def common_text(tokenizer: Tokenizer, tokens: int) -> list[int]:
     return token_ids[:tokens]
 
 
-def prose(tokenizer: Tokenizer) -> list[int]:
-    """Token ids of the prose, some 1,800 with a large vocabulary."""
-    return tokenizer.encode((Path(__file__).parent / "prose.txt").read_text(encoding="utf-8"))
+def samples(tokenizer: Tokenizer, tokens: int) -> list[int]:
+    """At most `tokens` ids: equally many from the beginning of each sample, seven kinds of text and then seven again."""
+    text = (Path(__file__).parent / "samples.txt").read_text(encoding="utf-8")
+    contents = [sample.partition("\n")[2] for sample in text.split("==== ")[1:]]
+    return [token for content in contents for token in tokenizer.encode(content)[: tokens // len(contents)]]
 
 
 # -- What a model writes itself ------------------------------------------------------------------------------------------
