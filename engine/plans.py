@@ -131,4 +131,4 @@ def memory_need(config: ModelConfig, plan: KVPlan, tokens: int, weights: WeightB
 def longest_context(config: ModelConfig, plan: KVPlan, memory: int, weights: WeightBytes) -> int:
     """Tokens of a sequence that fit into `memory`, in whole blocks."""
     room = memory - memory_need(config, plan, PREFILL_CHUNK, weights).work - weights.total
-    return tokens_that_fit(plan, room, config.kv_shapes, 1, config.state_bytes)
+    return tokens_that_fit(plan, room, config.kv_shapes, config.state_bytes)

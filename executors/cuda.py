@@ -29,7 +29,7 @@ from haarkv.tq_ops.kv.kernel_support import unsupported
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.recurrent import UNSEEN
 from haarkv.tq_ops.kv.shapes import blocks_for
-from haarkv.tq_ops.table import OpTable, with_experts, with_ops
+from haarkv.tq_ops.table import OpTable, with_ops
 
 _AHEAD = 512, 20, 16, 2, 1  # new tokens that launch kernels of their own; 16 fit beside a tail without more memory
 
@@ -67,8 +67,8 @@ class CudaExecutor(Executor):
         self._fault = ops.new_fault(self.device)
         self._raise_fault = partial(ops.raise_fault, self._fault)
         waitless: dict[str, Callable[..., Any]] = {"store_kv": ops.append, "gated_delta": delta.advance}
-        in_step = with_ops(self.ops, {name: partial(op, fault=self._fault) for name, op in waitless.items()})
-        self.step_ops: OpTable = with_experts(in_step, experts.run_experts)
+        in_step = {name: partial(op, fault=self._fault) for name, op in waitless.items()}
+        self.step_ops: OpTable = with_ops(self.ops, {**in_step, "experts": experts.run_experts})
         self._model: DecoderModel
         self._table: Any = self.step_ops
         if model.ranks.size == 1 and fused.unsupported(model.config) is None:

@@ -183,7 +183,8 @@ def pack(tensors: Mapping[str, Tensor], may: Callable[[str], bool]) -> tuple[dic
     for name, tensor in tensors.items():
         if not may(name) or not tensor.numel():
             continue
-        content = _by_place(tensor)
+        by_place = tensor.contiguous().view(-1).view(torch.uint8).view(-1, tensor.itemsize).T
+        content = by_place.contiguous().numpy().tobytes()
         middle = max(0, len(content) // 2 - _SAMPLE // 2)
         sample = content[middle : middle + _SAMPLE]
         if tensor.itemsize == 1 and not _gains(len(_compress(sample)), len(sample)):
@@ -221,12 +222,6 @@ def unpack(tensors: Mapping[str, Tensor], descriptions: Descriptions) -> dict[st
 
 def _gains(after: int, before: int) -> bool:
     return after <= (1 - LEAST_GAIN) * before
-
-
-def _by_place(tensor: Tensor) -> bytes:
-    """The bytes of a tensor, one byte plane after the other."""
-    content = tensor.contiguous().view(-1).view(torch.uint8).view(-1, tensor.itemsize)
-    return content.T.contiguous().numpy().tobytes()
 
 
 # zstd is imported where something is packed: a forward, and the checks of one, do without.

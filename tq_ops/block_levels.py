@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from haarkv.tq_ops.formats.packing import unpack_parts, unpack_stream
+
 GROUP = 32
 """Numbers of a group that shares a scale; of Q6_K half as many."""
 
@@ -48,25 +50,14 @@ def unpack_levels(blocks: Tensor, name: str) -> Levels:
 # -- Fields of a block -----------------------------------------------------------------------------------------------------
 
 
-def nibbles(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Lower and upper halves of bytes."""
-    return x & 15, x >> 4
-
-
-def bits(x: Tensor) -> Tensor:
-    """Bits [..., 8 n] of bytes [..., n], the lowest first."""
-    return (x.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=x.device) & 1).flatten(-2)
-
-
 def q4_lower_bits(blocks: Tensor, at: int) -> Tensor:
     """Levels' lower bits [R, n, 8, 32] of 256 numbers, of which blocks 2 i and 2 i + 1 share 32 bytes."""
-    low, high = nibbles(blocks[..., at : at + 128].reshape(*blocks.shape[:2], 4, 32))
-    return torch.stack([low, high], -2).flatten(-3, -2)
+    return unpack_parts(blocks[..., at : at + 128].reshape(*blocks.shape[:2], 4, 32), 4).view(*blocks.shape[:2], 8, 32)
 
 
 def q5_fifth_bits(blocks: Tensor) -> Tensor:
     """Levels' fifth bits [R, n, 8, 32] of Q5_K: bit J of byte i belongs to number i of block J."""
-    return bits(blocks[..., 16:48]).view(*blocks.shape[:2], 32, 8).transpose(-1, -2)
+    return unpack_stream(blocks[..., 16:48], 1).view(*blocks.shape[:2], 32, 8).transpose(-1, -2)
 
 
 def six_bits(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,15 +86,15 @@ def _half(blocks: Tensor, at: int) -> Tensor:
 
 def _block32_levels(blocks: Tensor, at: int, fifth: int | None = None, less: int = 0) -> Tensor:
     """Levels of blocks of 32 whose 16 bytes of codes lie at `at`, and fifth bits at `fifth`."""
-    level = torch.cat(nibbles(blocks[..., at : at + 16]), -1)
+    level = unpack_parts(blocks[..., at : at + 16], 4)
     if fifth is not None:
-        level = level | bits(blocks[..., fifth : fifth + 4]) << 4
+        level = level | unpack_stream(blocks[..., fifth : fifth + 4], 1) << 4
     return level.to(torch.int8) - less
 
 
 def _table_values(blocks: Tensor, at: int, values: tuple[int, ...]) -> Tensor:
     table = torch.tensor(values, dtype=torch.int8, device=blocks.device)
-    return table[torch.cat(nibbles(blocks[..., at : at + 16]), -1).long()]
+    return table[unpack_parts(blocks[..., at : at + 16], 4).long()]
 
 
 def _q8_0(blocks: Tensor) -> Levels:

@@ -30,15 +30,15 @@ def file_size(path: Path, what: str = "") -> int:
     return status.st_size
 
 
-def read_file(path: Path, most: int = MOST_JSON, what: str = "") -> bytes:
-    """The bytes of a regular file of at most `most` bytes, else an InputError; `what` as in `file_size`."""
-    if (size := file_size(path, what)) > most:
-        raise InputError(f"{what}{path} cannot be read: it has {size:,} bytes, and this kind of file at most {most:,}")
+def read_file(path: Path, most: int = MOST_JSON) -> bytes:
+    """The bytes of a regular file of at most `most` bytes, else an InputError."""
+    if (size := file_size(path)) > most:
+        raise InputError(f"{path} cannot be read: it has {size:,} bytes, and this kind of file at most {most:,}")
     try:
         with path.open("rb") as file:
             return file.read(most)
     except OSError as error:
-        raise InputError(f"{what}{path} cannot be read: {error.strerror}") from None
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def parse_json(content: bytes | str) -> Any:

@@ -115,11 +115,7 @@ def mapped_memory(files: Iterable[Path]) -> int:
 
 def forget_pages(address: int, nbytes: int) -> None:
     """Drop resident pages of a mapped file that lie whole in this range and were not written to; they can be read again."""
-    page = mmap.PAGESIZE
-    begin, end = -(-address // page) * page, (address + nbytes) // page * page
-    advice = getattr(mmap, "MADV_DONTNEED", None)
-    if begin < end and advice is not None:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)
+    _advise(address, nbytes, mmap.PAGESIZE, "MADV_DONTNEED")
 
 
 def hand_back() -> None:
@@ -136,7 +132,11 @@ def ask_for_large_pages(address: int, nbytes: int) -> None:
 
     What is read once a step from end to end then needs no page-table walk for each 4 KB.
     """
-    begin, end = -(-address // LARGE_PAGE) * LARGE_PAGE, (address + nbytes) // LARGE_PAGE * LARGE_PAGE
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    if begin < end and advice is not None:  # a system without them says so, and nothing changes
+    _advise(address, nbytes, LARGE_PAGE, "MADV_HUGEPAGE")
+
+
+def _advise(address: int, nbytes: int, page: int, advice_name: str) -> None:
+    """`madvise` of the whole pages in a range; nothing where the system has no such advice."""
+    begin, end = -(-address // page) * page, (address + nbytes) // page * page
+    if begin < end and (advice := getattr(mmap, advice_name, None)) is not None:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)

@@ -124,19 +124,14 @@ def _temporary_folder(target: Path) -> Iterator[Path]:
 def _clear(target: Path) -> None:
     """Remove what killed processes left beside a target; put back an old folder that one had moved away."""
     name = re.compile(rf"\.{re.escape(target.name[:_SHOWN_NAME])}\.\d+\.(tmp|old)")
-    for left in _left_in(target.parent, name):
+    for left in [path for path in target.parent.iterdir() if name.fullmatch(path.name)]:
+        if (lock := lock_alone(left)) is None:  # a living process has locked it
+            continue
         if left.suffix == ".old" and not target.exists() and len(target.name) <= _SHOWN_NAME:
             left.rename(target)
         else:
             _remove(left)
-
-
-def _left_in(folder: Path, name: re.Pattern[str]) -> Iterator[Path]:
-    """Paths of such names in a folder, each locked for its turn; not those that a living process has locked."""
-    for left in [path for path in folder.iterdir() if name.fullmatch(path.name)]:
-        if (lock := lock_alone(left)) is not None:
-            yield left
-            os.close(lock)
+        os.close(lock)
 
 
 def _remove(path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from haarkv.tq_ops.formats.arithmetic import sum_in_order
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import LayerView
 from haarkv.tq_ops.kv.layer import LayerKV
@@ -207,7 +208,7 @@ def gated_delta(
         for token in range(begin, end):
             # One token at a time: an elementwise function may round differently at the end of a longer tensor.
             window = torch.cat([window, x[token : token + 1]])
-            q, k, v = _delta_heads(_sum_rows(window * taps), memory)
+            q, k, v = _delta_heads(sum_in_order((window * taps).T), memory)
             window = window[1:]
             memory = memory * torch.exp(-decay * functional.softplus(a[token] + dt_bias)).view(-1, 1, 1)
             change = (v - (memory * k).sum(1)) * torch.sigmoid(b[token]).unsqueeze(1)
@@ -222,14 +223,6 @@ def gated_delta(
 
 _UNIT_EPS = 1e-6
 """Added to the squared length of q and k before they are divided by their length."""
-
-
-def _sum_rows(terms: Tensor) -> Tensor:
-    """The sum of rows [n, N], added in order."""
-    total = terms[0]
-    for term in terms[1:]:
-        total = total + term
-    return total
 
 
 def _delta_heads(qkv: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -50,8 +50,8 @@ def arguments(op: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
 
 
 def with_ops(ops: OpTable, replacements: Mapping[str, Callable[..., Any]]) -> OpTable:
-    """A copy of an op table with some ops replaced."""
-    return cast(OpTable, SimpleNamespace(**{name: replacements.get(name, getattr(ops, name)) for name in OP_NAMES}))
+    """A copy of an op table with some ops replaced, or with the optional one of `ExpertOps` added."""
+    return cast(OpTable, SimpleNamespace(**{name: getattr(ops, name) for name in OP_NAMES} | dict(replacements)))
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,3 @@ class FusedOps(ExpertOps, Protocol):
             `hidden + update` and its norm, both [T, hidden] of hidden's dtype.
         Rounding points: the sum is rounded once; the norm of the rounded sum is computed in FP32 and rounded once.
         """
-
-
-def with_experts(ops: OpTable, experts: Callable[[Tensor, Tensor, Stack], Tensor]) -> OpTable:
-    """A copy of an op table with the op `experts`."""
-    return cast(OpTable, SimpleNamespace(experts=experts, **{name: getattr(ops, name) for name in OP_NAMES}))

@@ -156,7 +156,7 @@ def _head(
     learning_digest = task.learn.digest if entry.needs_learning and task.learn else None
     return {
         "benchmark": BENCHMARK, "model": model_info.short, "weights": subject.weights, "dtype": task.dtype, "text": text.kind,
-        "text_sha256": text.digest, "tokens": plan.scored_tokens, "window": plan.windows[0].length, **asdict(residual),
+        "text_sha256": text.digest, "tokens": plan.scored_tokens, "window": len(plan.windows[0]), **asdict(residual),
         "label": entry.label, "kv": entry.kv, "whose": entry.whose, "learned_sha256": learning_digest,
         "balanced": entry.balanced,
     }  # fmt: skip
@@ -176,7 +176,7 @@ def _figures(subject: Subject, plan: Workload, side: Session, exact: Sequence[Ex
     for window, base in zip(plan.windows, exact, strict=True):
         logits = logits_after(subject.model, side, subject.model.embed(plan.fed(window)))
         scores.append(score_window(side.plan.describe(), plan, window, base, logits))
-        on_window(window.length)
-    row = asdict(fidelity_row("", side, plan.windows[0].length, join(scores)))
+        on_window(len(window))
+    row = asdict(fidelity_row("", side, len(plan.windows[0]), join(scores)))
     seconds = round(time.perf_counter() - begin, 1)
     return {name: row[name] for name in _FIGURES} | {"executor": side.executor.name, "seconds": seconds}

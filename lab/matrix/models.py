@@ -170,7 +170,7 @@ class Subject:
             plan = replace(self._by_layer(entry.budget), recent=residual.tail or None, sink=residual.sink)
         else:
             if entry.kv == oscar.NAME:
-                formats.register(*self._oscar)
+                formats.BY_NAME[oscar.NAME] = self._oscar
             calibration = self._coordinates if formats.needs_calibration(entry.kv) else None
             spec = KVSpec(entry.kv, residual.tail or None, residual.sink, calibration=calibration)
             plan = plan_for(spec, self.model.config)

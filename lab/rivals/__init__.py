@@ -20,5 +20,4 @@ ROWS = (
 
 def register() -> None:
     """Make their names known in this process."""
-    for k_format, v_format in ROWS:
-        formats.register(k_format, v_format)
+    formats.BY_NAME.update({pair[0].name: pair for pair in ROWS})

@@ -24,7 +24,7 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.npu.device import SimRunner
 from haarkv.validation.bounds import NPU_LAYER_ADDED
 from haarkv.validation.bringup.rungs import long_decode
-from haarkv.validation.bringup.workbench import Request, Workbench
+from haarkv.validation.bringup.workbench import Workbench
 from haarkv.validation.fidelity.greedy_diff import greedy_diff
 from haarkv.validation.fidelity.setup import Contender, load_contenders
 from haarkv.validation.layers.runner import validate
@@ -166,7 +166,7 @@ def test_a_bring_up_finds_a_fault_of_a_step_in_a_decode_over_two(name, monkeypat
         call(self, wrong, tensors)
 
     monkeypatch.setattr(SimRunner, "call", faulty_call)
-    finding = long_decode(Workbench(Request("npu", "sim", "tiny"), lambda _: None))
+    finding = long_decode(Workbench(lambda _: None, "npu", "sim"))
     assert (finding.passed, finding.where) == (False, "tq4, layer 0, attention"), finding.said
 
 

@@ -92,7 +92,7 @@ class Outcome:
 def run_mini_model(data, seed, rotation):
     """A run in the format `seed`, with the golden's own rotation by layer and head_dim."""
     model = mini_model(data)
-    cache = PagedKVCache(KVPlan.uniform(seed, seed, 2), KVShape(2, 128), num_blocks=4)
+    cache = PagedKVCache(KVPlan(((seed, seed),) * 2), KVShape(2, 128), num_blocks=4)
     rotated_units = {}
 
     def store_kv(k, v, at):

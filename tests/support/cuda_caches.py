@@ -10,14 +10,12 @@ import torch
 from levels import compare_stored
 from op_contract import caches
 from op_contract.caches import everything_in
-from op_tables import LAYER, Case, filled, relative
+from op_tables import LAYER
 from torch import Tensor
 
-from haarkv.tq_ops import reference
 from haarkv.tq_ops.formats.base import by_token
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
-from haarkv.tq_ops.table import OpTable
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -48,27 +46,6 @@ def pad_batch(batch: Batch, dead: int, *, table: int = 0, width: int = 0) -> Bat
         block_table=pad(batch.block_table, (0, width, 0, dead), value=table), seq_lens=pad(batch.seq_lens, (0, dead)),
         query_start_loc=torch.arange(count + 1, dtype=torch.int32), rows=pad(batch.rows, (0, dead)),
     )  # fmt: skip
-
-
-def attention_error(
-    ops: OpTable, case: Case, dtype: torch.dtype, *, size: float = 2.0, scale: float | None = None, v_scales: float = 1.0
-) -> float:
-    """The error of a table's attention of a case against the reference's, whose queries are in FP32 where `size` is unusual.
-
-    Args:
-        size: of the queries.
-        v_scales: by which V's scales are multiplied.
-    """
-    cache, batch = filled(case)
-    cache.kv[LAYER].v.fields["scale"].mul_(v_scales)
-    scale = scale or case.head_dim**-0.5
-    generator = torch.Generator().manual_seed(1)
-    q = (size * torch.randn(len(batch.positions), case.kv_heads * case.group, case.head_dim, generator=generator)).to(dtype)
-    reference_q = q if size == 2.0 and v_scales == 1.0 else q.float()
-    theirs = reference.paged_attention(reference_q, cache.view(LAYER, batch), scale)
-    ours = ops.paged_attention(q.to(DEVICE), on_device(cache, case).view(LAYER, batch.to(DEVICE)), scale)
-    assert (ours.dtype, ours.shape) == (dtype, theirs.shape)
-    return relative(ours, theirs)
 
 
 def attention_bound(dtype: torch.dtype) -> float:

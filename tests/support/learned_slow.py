@@ -23,7 +23,6 @@ CUBICS = {
     5: (0.0609004, 4.21128e-5), 6: (0.0308382, 6.35835e-6),
 }  # fmt: skip
 GOLDEN_BITS = (2, 3, 4, 5)
-ROWS = 24
 
 
 @dataclass

@@ -91,7 +91,7 @@ def store_case(tokens, kv_heads=2, pair=(TQ4, TQ4), make=StoreProgram):
     slots = torch.randperm(blocks * 128, generator=torch.Generator().manual_seed(0))[:tokens]
     positions, one = STRETCH - 4 + torch.arange(tokens), torch.zeros(1, dtype=torch.int32)
     batch = Batch(positions, slots, one.view(1, 1), one + STRETCH + tokens, torch.tensor([0, tokens]).int(), one.long())
-    plan, sides = KVPlan.uniform(*pair, layer + 1), [format_side(kv_format, layer) for kv_format in pair]
+    plan, sides = KVPlan((pair,) * (layer + 1)), [format_side(kv_format, layer) for kv_format in pair]
     ours, theirs = (
         with_leftovers(PagedKVCache(plan, KVShape(kv_heads, 128), num_blocks=blocks)).view(layer, batch) for _ in range(2)
     )

@@ -61,7 +61,6 @@ def record_kernels(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             only_here.setattr(kind, "run", note)
         only_here.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
         only_here.setattr(schedule, "processors", lambda _: 132)
-        only_here.setattr(decode, "processors", lambda _: 132)
         only_here.setattr(decode, "_kernel", lambda *_: SimpleNamespace(launch=lambda *_: kernel_names.append("decode")))
         # It looks whether centroids are antisymmetric, once, as a model is loaded.
         only_here.setattr(
@@ -73,7 +72,6 @@ def record_kernels(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         finally:
             # Layouts that were made meanwhile hold no words.
             layout.to_layout.cache_clear()
-            layout._layout.cache_clear()
 
 
 def executor_on_meta(model: DecoderModel, patch: pytest.MonkeyPatch) -> CudaExecutor:

@@ -15,7 +15,7 @@ from haarkv.tq_ops.memory import LARGE_PAGE, ask_for_large_pages
 
 @needs_large_pages
 def test_a_cache_asks_for_large_pages():
-    plan = KVPlan.uniform(*parse("bf16"), 1)
+    plan = KVPlan((parse("bf16"),))
     cache = PagedKVCache(plan, KVShape(8, 128), num_blocks=160)
     assert all(asks_for_large_pages(field) for kv in cache.kv.values() for fields in kv.fields for field in fields.values())
 

@@ -98,7 +98,7 @@ def test_formats_differ_and_nothing_is_excused(bound):
     assert not result.same_format
     first = result.first_divergence
     assert first is not None
-    assert not first.near_tie
+    assert not first.scores.near_tie
     assert result.near_ties == 0
     assert len(result.unexplained) == round((1 - result.fidelity.top1_agreement) * result.fidelity.positions) > 0
     assert (first.prompt, first.position) in result.unexplained
@@ -127,7 +127,7 @@ def test_a_planted_fault_is_seen_and_leaves_the_other_side_alone(name):
     result = diff(session("tq4"), session("tq4", ReferenceExecutor(MODEL, fault.table())))
     assert result.faulty
     assert result.first_divergence is not None
-    assert not result.first_divergence.near_tie
+    assert not result.first_divergence.scores.near_tie
     assert result.fidelity.kl_mean > 1e-3
     alone = session("tq4").generate(PROMPTS, max_new_tokens=6).completions
     assert [row.a.token_ids for row in result.prompts] == [c.token_ids for c in alone]
@@ -172,7 +172,7 @@ def test_the_same_format_is_excused_within_the_bound_and_no_further(bound):
         bound(value)
         result = diff(session(), altered_session, PROMPTS[:1])
         assert result.first_divergence.position == 2
-        assert result.first_divergence.near_tie == near
+        assert result.first_divergence.scores.near_tie == near
         assert (result.near_ties, result.unexplained) == ((1, []) if near else (0, [(0, 2)]))
         assert result.faulty != near
 
@@ -187,7 +187,7 @@ def test_a_token_that_one_side_does_not_want_is_no_near_tie(garbage_side, bound)
     assert near < far
     bound((near + far) / 2 / score.spread)
     result = diff(*sides, PROMPTS[:1])
-    assert not result.first_divergence.near_tie
+    assert not result.first_divergence.scores.near_tie
     assert result.faulty
 
 
@@ -197,11 +197,11 @@ def test_a_near_tie_does_not_hide_what_comes_after_it_and_what_is_none_is_named(
     score = diff(session(), session(executor=preferring({end + 1: second})), PROMPTS[:1]).first_divergence.scores
     bound(score.gap_a / score.spread * 1.001)
     result = diff(session(), session(executor=preferring({end + 1: second, end + 5: garbage})), PROMPTS[:1])
-    assert result.first_divergence.near_tie
+    assert result.first_divergence.scores.near_tie
     assert (result.near_ties, result.unexplained) == (1, [(0, 5)])
     assert result.faulty
     result = diff(session(), session(executor=preferring({end + 1: second, 150 + 4: garbage})), ["spam", "b" * 150])
-    assert [(row.divergence.position, row.divergence.near_tie) for row in result.prompts] == [(1, True), (4, False)]
+    assert [(row.divergence.position, row.divergence.scores.near_tie) for row in result.prompts] == [(1, True), (4, False)]
     assert (result.first_divergence.prompt, result.first_divergence.position) == (1, 4)
 
 
@@ -282,7 +282,7 @@ def test_figures_equal_an_independent_computation():
 @pytest.mark.parametrize("count", [1, 2, 47, 999, 1000, 1001, 2500])
 def test_the_quantiles_are_nearest_rank_and_median(count):
     kl = np.random.default_rng(count).permutation(count).astype(float)
-    one = PositionScore(((0, 1.0), (1, 0.5)), ((0, 1.0), (1, 0.5)), 0.0, 0.0, 0.0, 1.0, 0.0)
+    one = PositionScore(((0, 1.0), (1, 0.5)), ((0, 1.0), (1, 0.5)), 0.0, 0.0, 0.0, False, 1.0, 0.0)
     fidelity = summarize([replace(one, kl=value) for value in kl])
     assert fidelity.kl_median == np.median(kl)
     assert fidelity.kl_p999 == np.quantile(kl, 0.999, method="inverted_cdf")

@@ -85,14 +85,13 @@ def command(context: click.Context, /, **args: Any) -> int:
 
 def _bench(args: dict[str, Any], tell: Callable[[str], None]) -> Workbench:
     """The workbench, which imports torch."""
-    from haarkv.validation.bringup.workbench import Request, Workbench
+    from haarkv.validation.bringup.workbench import Workbench
 
     texts = (*args["prompts"], *(read_prompt(file) for file in args["files"]))
-    request = Request(
-        args["executor"], args["device"], args["model"], args["layers"], _caches(args), texts,
-        args["max_new_tokens"], args["contexts"] or (),
+    return Workbench(
+        tell, args["executor"], args["device"], model=args["model"], layers=args["layers"], caches=_caches(args),
+        prompts=texts, new_tokens=args["max_new_tokens"], contexts=args["contexts"] or (),
     )  # fmt: skip
-    return Workbench(request, tell)
 
 
 def _caches(args: dict[str, Any]) -> dict[str, KVSpec]:

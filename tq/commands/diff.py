@@ -123,7 +123,8 @@ def _print_prompt(number: int, row: PromptDiff, tokenizer: Tokenizer) -> None:
         ending = " and the end of text" if row.a.finish == "eos" else ""
         print(f"\n── prompt {number}: the same {count_noun(length, 'token')}{ending}")
     else:
-        print(f"\n── prompt {number}: new token {divergence.position + 1} differs" + " (near tie)" * divergence.near_tie)
+        near_tie = " (near tie)" * divergence.scores.near_tie
+        print(f"\n── prompt {number}: new token {divergence.position + 1} differs{near_tie}")
     print(f"   prompt  {_short(row.prompt, end=True)}")
     if divergence is None:
         print(f"   both    {_short(row.text_a)}")

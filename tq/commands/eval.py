@@ -103,7 +103,7 @@ def open_partial(path: Path | None, setup: Setup, plan: Workload) -> Partial:
 
 def _print(model: str, text_file: str, setup: Setup, plan: Workload, rows: Sequence[FidelityRow]) -> None:
     dtype, windows = str(setup.model.dtype).removeprefix("torch."), count_noun(len(plan.windows), "window")
-    sample = f"{count_noun(plan.scored_tokens, 'token')} of {text_file} in {windows} of {plan.windows[0].length:,}"
+    sample = f"{count_noun(plan.scored_tokens, 'token')} of {text_file} in {windows} of {len(plan.windows[0]):,}"
     title = f"{model} in {dtype}: {sample}, against its own bf16 cache"
     # With fewer positions the 99.9 % quantile is the largest value.
     tail = "99.9 %" if plan.scored_tokens >= 1000 else "largest"
@@ -133,6 +133,6 @@ def _as_json(setup: Setup, plan: Workload, rows: Sequence[FidelityRow]) -> dict[
         "dtype": str(setup.model.dtype).removeprefix("torch."),
         "tokens": plan.scored_tokens,
         "windows": len(plan.windows),
-        "window": plan.windows[0].length,
+        "window": len(plan.windows[0]),
         "rows": [asdict(row) for row in rows],
     }

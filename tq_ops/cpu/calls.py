@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,24 +36,21 @@ def prepare(kv: LayerKV, isa: int) -> LayerCalls | None:
         raise InputError(reason)
     if any(unsupported_format(READS, kv_format, shape.head_dim) for kv_format in pair):
         return None
-    k_fields, v_fields = kv.fields
     keys, values = (layout(kv_format, layer, shape.head_dim) for kv_format in pair)
     turns = pair[0].rope_shift(layer)
     if turns and STRETCH % kv.block_size:
         return None
     stretches = _stretches(turns)
-    k_window, v_window = map(_window_struct, kv.windows)
+    k, v = (_side(fields, side, shape.head_dim, window)
+            for fields, side, window in zip(kv.fields, (keys, values), kv.windows, strict=True))  # fmt: skip
     attention = library.Attention(
-        cache=library.Cache(
-            k=_side(k_fields, keys, k_window), v=_side(v_fields, values, v_window),
-            num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, block_size=kv.block_size,
-        ),
+        cache=library.Cache(k=k, v=v, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, block_size=kv.block_size),
         stretches=stretches, rotation=_matrix(keys.rotate, shape.head_dim, keys.rotate_pairs),
         rotation_back=_matrix(values.rotate_back, shape.head_dim, values.rotate_back_pairs), window=shape.window or 0, isa=isa,
     )  # fmt: skip
     store = library.Store(
-        k=_store_side(k_fields, keys, k_window, stretches),
-        v=_store_side(v_fields, values, v_window, library.Stretches()),
+        k=library.StoreSide(side=k, quantizer=_quantizer(keys, shape.head_dim), stretches=stretches),
+        v=library.StoreSide(side=v, quantizer=_quantizer(values, shape.head_dim)),
         num_slots=kv.num_slots, num_kv_heads=shape.num_kv_heads, block_size=kv.block_size, isa=isa,
     )  # fmt: skip
     return LayerCalls(attention, store)
@@ -111,33 +107,21 @@ def _window_struct(window: ResidualWindow | None) -> library.Structure:
     )  # fmt: skip
 
 
-def _place(fields: dict[str, Tensor]) -> dict[str, Any]:
-    """Where K or V lie; strides from block to block are in bytes of codes and in scales."""
+def _side(fields: dict[str, Tensor], side: Layout, head_dim: int, window: ResidualWindow | None) -> library.Structure:
+    """Where K or V lie, with strides from block to block in bytes of codes and in scales, and how."""
     codes, scales = fields.get("codes", fields.get("data")), fields.get("scale")
     assert codes is not None, "a format has levels or plain numbers"
-    scales_stride = 0 if scales is None else scales.stride(0)
-    return {"codes": codes, "scales": scales, "codes_stride": codes.stride(0) * codes.itemsize, "scales_stride": scales_stride}
-
-
-def _form(codes: Tensor, side: Layout) -> dict[str, Any]:
-    """What their numbers are stored in, and by which tables."""
     if side.columns is not None:
         cell = Cell.MIXED
     elif side.planes:
         cell = Cell.NIBBLE if sum(side.planes) <= 4 else Cell.BYTE
     else:
         cell = Cell.BF16 if is_bf16(codes) else Cell.FP32
-    return {
-        "bytes": codes.itemsize * codes.shape[3], "cell": cell, "planes": (*side.planes, 0, 0)[:2], "mean": side.mean,
-        "centroids": _sixteen(side.centroids), "columns": side.columns,
-    }  # fmt: skip
-
-
-def _side(fields: dict[str, Tensor], side: Layout, window: library.Structure) -> library.Structure:
-    place = _place(fields)
     return library.Side(
-        **place, **_form(place["codes"], side), levels=side.levels, unit=side.unit, integers=_sixteen(side.integers),
-        residual=window,
+        codes=codes, scales=scales, codes_stride=codes.stride(0) * codes.itemsize,
+        scales_stride=0 if scales is None else scales.stride(0), levels=head_dim, bytes=codes.itemsize * codes.shape[3],
+        cell=cell, planes=(*side.planes, 0, 0)[:2], unit=side.unit, integers=_sixteen(side.integers), mean=side.mean,
+        centroids=_sixteen(side.centroids), columns=side.columns, residual=_window_struct(window),
     )  # fmt: skip
 
 
@@ -146,21 +130,15 @@ def _sixteen(table: Tensor | None) -> Tensor | None:
     return None if table is None else torch.nn.functional.pad(table, (0, max(0, 16 - len(table))))
 
 
-def _store_side(
-    fields: dict[str, Tensor], side: Layout, window: library.Structure, stretches: library.Structure
-) -> library.Structure:  # fmt: skip
-    place = _place(fields)
-    quantizer = library.Quantizer(
-        **_form(place["codes"], side), matrix=_matrix(side.matrix, side.levels), boundaries=side.boundaries,
-        weights=side.weights, gains=side.gains, tries=0 if side.gains is None else len(side.gains), along=side.along,
+def _quantizer(side: Layout, head_dim: int) -> library.Structure:
+    return library.Quantizer(
+        matrix=_matrix(side.matrix, head_dim), boundaries=side.boundaries, weights=side.weights, gains=side.gains,
+        tries=0 if side.gains is None else len(side.gains), along=side.along,
     )  # fmt: skip
-    return library.StoreSide(**place, quantizer=quantizer, stretches=stretches, residual=window)
 
 
 def _matrix(matrix: Tensor | None, head_dim: int, pairs: Tensor | None = None) -> library.Structure:
-    """The structure of a matrix [H, inputs, outputs], H 1 for one of all KV heads; of None, no numbers."""
+    """The structure of a matrix [H, D, D], H 1 for one of all KV heads; of None, no numbers."""
     if matrix is None:
-        return library.Matrix(inputs=head_dim, outputs=head_dim)
-    heads, inputs, outputs = matrix.shape
-    stride = matrix.stride(0) if heads > 1 else 0
-    return library.Matrix(numbers=matrix, pairs=pairs, head_stride=stride, inputs=inputs, outputs=outputs)
+        return library.Matrix(size=head_dim)
+    return library.Matrix(numbers=matrix, pairs=pairs, head_stride=matrix.stride(0) if len(matrix) > 1 else 0, size=head_dim)

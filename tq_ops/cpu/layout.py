@@ -19,6 +19,7 @@ from haarkv.codebooks.cubic import WIDTHS
 from haarkv.codebooks.cubic import boundaries as boundaries_of
 from haarkv.codebooks.cubic import centroids as centroids_of
 from haarkv.tq_ops.formats import KVFormat
+from haarkv.tq_ops.formats.learned import GAINS
 from haarkv.tq_ops.formats.packing import Column, planes
 from haarkv.tq_ops.formats.rotated import Coordinates, Description, numbers_on
 from haarkv.tq_ops.kv.kernel_support import KernelSupport
@@ -39,11 +40,10 @@ class Layout:
     """The kernels' tables of one format and layer. H is 1 where all KV heads share a rotation.
 
     Attributes:
-        levels: N, of a vector.
         planes: widths of a level's planes, low bits first, one or two; () of BF16 and FP32, which have no other tables.
-        matrix: [H, D, N] bf16, multiplies vectors before they are stored; levels in the format's order.
-        rotate: [H, D, N] bf16: `q @ rotate` is the rotated query, in word order up to 4 bits.
-        rotate_back: [H, N, D] bf16, from sums in the order of places to the model's domain.
+        matrix: [H, D, D] bf16, multiplies vectors before they are stored; levels in the format's order.
+        rotate: [H, D, D] bf16: `q @ rotate` is the rotated query, in word order up to 4 bits.
+        rotate_back: [H, D, D] bf16, from sums in the order of places to the model's domain.
         rotate_pairs, rotate_back_pairs: `in_pairs` of both.
         centroids: [2**bits] fp32; of learned keys, of 1 to 6 bits one after the other.
         boundaries: [2**bits - 1] fp32, likewise.
@@ -56,7 +56,6 @@ class Layout:
         columns: int32, `Columns` of kernels.h, of learned keys.
     """
 
-    levels: int
     planes: tuple[int, ...] = ()
     matrix: Tensor | None = None
     rotate: Tensor | None = None
@@ -77,7 +76,7 @@ class Layout:
 def layout(kv_format: KVFormat, layer: int, head_dim: int) -> Layout:
     """The layout of a format in `READS`; cached, not to be written to."""
     if kv_format.plain:
-        return Layout(head_dim)
+        return Layout()
     description = kv_format.description(head_dim)
     assert description is not None, "unsupported() refuses formats without a description"
     return _layout(description, layer)
@@ -97,7 +96,7 @@ def _layout(description: Description, layer: int) -> Layout:
     inverse = rotation.T.unsqueeze(0)
     rotate, rotate_back = inverse[:, queries].mT.contiguous(), inverse[:, sums].contiguous()
     return Layout(
-        description.head_dim, tuple(planes(description.bits)), rotation.unsqueeze(0), rotate, rotate_back,
+        tuple(planes(description.bits)), rotation.unsqueeze(0), rotate, rotate_back,
         in_pairs(rotate), in_pairs(rotate_back), centroids, numbers_on(description.boundaries, _CPU), description.along,
         integers, unit,
     )  # fmt: skip
@@ -110,9 +109,9 @@ def _learned_layout(description: Description, coordinates: Coordinates) -> Layou
     assert torch.equal(matrix.float(), coordinates.forward), "coordinates are BF16 numbers"
     integers, unit = _mixed_integers()
     return Layout(
-        description.head_dim, (), matrix, rotate, None, in_pairs(rotate), None, _every_width(centroids_of),
+        (), matrix, rotate, None, in_pairs(rotate), None, _every_width(centroids_of),
         _every_width(boundaries_of), False, integers, unit, coordinates.mean.contiguous(), coordinates.weights.contiguous(),
-        torch.tensor(coordinates.gains), _columns(description.columns),
+        torch.tensor(GAINS), _columns(description.columns),
     )  # fmt: skip
 
 
@@ -144,13 +143,12 @@ def in_pairs(matrix: Tensor) -> Tensor:
     """A matrix as BF16 products take it: tiles of 32 inputs by 16 outputs, two inputs of an output beside each other.
 
     Args:
-        matrix: [H, inputs, outputs] bf16, outputs a multiple of 16.
+        matrix: [H, inputs, outputs] bf16, multiples of 32 and of 16.
     Returns:
-        [H, inputs / 32, outputs / 16, 16, 16, 2] bf16, zeros after the last input.
+        [H, inputs / 32, outputs / 16, 16, 16, 2] bf16.
     """
-    heads, inputs, outputs = matrix.shape
-    padded = torch.nn.functional.pad(matrix, (0, 0, 0, -inputs % 32))
-    return padded.view(heads, -1, 16, 2, outputs // 16, 16).permute(0, 1, 4, 2, 5, 3).contiguous()
+    heads, _, outputs = matrix.shape
+    return matrix.view(heads, -1, 16, 2, outputs // 16, 16).permute(0, 1, 4, 2, 5, 3).contiguous()
 
 
 @cache

@@ -42,7 +42,6 @@ class CpuOps:
         if self.isa not in available:
             raise InputError(f"this CPU has no kernels for {self.isa!r}; choose from {', '.join(available)}")
         self.isa_number = library.ISAS.index(self.isa)
-        self._linear = library.Linear(isa=self.isa_number)
         self._blocks: WeakKeyDictionary[Blocks, library.Structure] = WeakKeyDictionary()
         self._given = threading.local()
         self._layer_calls: WeakKeyDictionary[LayerKV, LayerCalls | None] = WeakKeyDictionary()
@@ -81,7 +80,7 @@ class CpuOps:
         """Fills in a call, makes it and returns its status. Tensors live until it returns."""
         for name, value in fields.items():
             setattr(call, name, value.data_ptr() if isinstance(value, Tensor) else value)
-        call.threads = self.threads
+        call.isa, call.threads = self.isa_number, self.threads
         status: int = getattr(self._library, symbol)(ctypes.byref(call))
         return status
 
@@ -93,7 +92,7 @@ class CpuOps:
         y, width = torch.empty_like(x), weight.shape[0]
         self._run(
             "haarkv_rms_norm", library.RmsNorm.__new__(library.RmsNorm), x=x, weight=weight, y=y, rows=x.numel() // width,
-            width=width, eps=eps, bf16=is_bf16(x), weight_bf16=is_bf16(weight), isa=self.isa_number,
+            width=width, eps=eps, bf16=is_bf16(x), weight_bf16=is_bf16(weight),
         )  # fmt: skip
         return y
 
@@ -103,7 +102,7 @@ class CpuOps:
         y = torch.empty_like(x)
         self._run(
             "haarkv_rope", library.Rope.__new__(library.Rope), x=x, cos=cos, sin=sin, y=y, rows=x.shape[0] * x.shape[1],
-            heads=x.shape[1], half=x.shape[2] // 2, isa=self.isa_number,
+            heads=x.shape[1], half=x.shape[2] // 2,
         )  # fmt: skip
         return y
 
@@ -124,7 +123,7 @@ class CpuOps:
         y = torch.empty(gate.shape, dtype=dtype)
         self._run(
             "haarkv_gated_mul", library.GatedMul.__new__(library.GatedMul), gate=gate, up=up, y=y, count=gate.numel(),
-            function=function, bf16=is_bf16(y), isa=self.isa_number,
+            function=function, bf16=is_bf16(y),
         )  # fmt: skip
         return y
 
@@ -143,7 +142,7 @@ class CpuOps:
             x, weight = activations(x.float(), weight), weight_numbers(weight)
         x = x.contiguous()
         y = torch.empty(x.shape[0], weight.shape[0])
-        call = library.Linear.from_buffer_copy(self._linear)
+        call = library.Linear.__new__(library.Linear)
         if isinstance(weight, Blocks):
             call.weight = self._weight_struct(weight)
         else:
@@ -256,7 +255,7 @@ class CpuOps:
             slots=batch.slot_mapping.contiguous(), rows=batch.rows.contiguous(),
             query_start=batch.query_start_loc.contiguous(), channels=channels, sequences=len(batch.rows), versions=versions,
             taps=taps, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim,
-            key_heads=(channels - value_heads * value_dim) // (2 * key_dim), isa=self.isa_number,
+            key_heads=(channels - value_heads * value_dim) // (2 * key_dim),
         )  # fmt: skip
         if status:
             state.read(batch)  # raises: it names the tokens that no state has seen

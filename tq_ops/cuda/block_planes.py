@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.block_levels import GROUP, q4_lower_bits, q5_fifth_bits, q6_bits, six_bits
+from haarkv.tq_ops.formats.packing import pack_parts, pack_stream
 from haarkv.tq_ops.weight import Blocks, BlockType, Weight, dense
 
 BLOCK = GROUP
@@ -122,13 +123,6 @@ def _restore_planes(rows: Tensor) -> Tensor:
     raise NotImplementedError("a kernel restores planes")
 
 
-def _packed(bits: Tensor, each: int) -> Tensor:
-    """Numbers of `each` bits as bytes, the first lowest: [..., n] -> [..., n * each / 8]."""
-    parts = bits.reshape(*bits.shape[:-1], -1, 8 // each)
-    shifts = torch.arange(0, 8, each, dtype=torch.uint8, device=bits.device)
-    return torch.sum(parts << shifts, -1, dtype=torch.uint8)
-
-
 _FILE_BYTES = {
     "Q8_0": ((2, None), (0, 2)), "Q4_0": ((2, None), (0, 2)), "Q4_1": ((4, None), (0, 2), (2, 4)),
     "Q5_0": ((6, None), (2, 6), (0, 2)), "Q5_1": ((8, None), (4, 8), (0, 2), (2, 4)),
@@ -142,14 +136,9 @@ def _in_planes(blocks: Tensor, name: str) -> Tensor:
         parts = [blocks[..., begin:end] for begin, end in _FILE_BYTES[name]]
     elif name == "Q6_K":
         lower, upper = q6_bits(blocks)
-        parts = [_codes(lower), _packed(upper, 2), blocks[..., 192:208], blocks[..., 208:]]
+        parts = [pack_parts(lower, 4), pack_stream(upper, 2), blocks[..., 192:208], blocks[..., 208:]]
     else:
         lower = q4_lower_bits(blocks, 16 if name == "Q4_K" else 48)
-        high = [] if name == "Q4_K" else [_packed(q5_fifth_bits(blocks), 1)]
-        parts = [_codes(lower), *high, *six_bits(blocks), blocks[..., :2], blocks[..., 2:4]]
+        high = [] if name == "Q4_K" else [pack_stream(q5_fifth_bits(blocks), 1)]
+        parts = [pack_parts(lower, 4), *high, *six_bits(blocks), blocks[..., :2], blocks[..., 2:4]]
     return torch.cat([part.flatten(1) for part in parts], 1)
-
-
-def _codes(levels: Tensor) -> Tensor:
-    """Levels' lower bits [..., 32] as 16 bytes."""
-    return levels[..., :16] | levels[..., 16:] << 4

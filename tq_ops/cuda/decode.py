@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from haarkv.codebooks.cubic import WIDTHS
-from haarkv.tq_ops.cuda.available import only_compiles, processors
+from haarkv.tq_ops.cuda import schedule
+from haarkv.tq_ops.cuda.available import only_compiles
 from haarkv.tq_ops.cuda.in_bf16 import Part, layer_windows
 from haarkv.tq_ops.cuda.layout import Layout, make_columns
 from haarkv.tq_ops.cuda.lookup import half_constants
@@ -179,11 +180,6 @@ def _counter_set(cache: PagedKVCache, sequences: int, heads: int, device: torch.
     return counters[-1]
 
 
-def count_blocks(sequences: int, heads: int, most_tokens: int, at_once: int, device: torch.device) -> int:
-    """Thread blocks that share a KV head's work: as many as run at once, and no more than there are tiles at most."""
-    return max(1, min(at_once * processors(device) // heads, MOST_BLOCKS, sequences * -(-most_tokens // TILE)))
-
-
 def attend(
     q: Tensor, rotated: Rotated, at: LayerView, layouts: tuple[Layout, Layout], scale: float, in_bf16: Part | None = None
 ) -> Tensor:
@@ -200,9 +196,9 @@ def attend(
     """
     (k, v), batch, sequences, device = layouts, at.batch, len(q), q.device
     shape, table = kernel_shape(q, at.kv, k, v), batch.block_table.contiguous()
-    capacity = table.shape[1] * at.kv.block_size
-    most_tokens = min(capacity, shape.window + _SPAN) if shape.window else capacity
-    blocks = count_blocks(sequences, shape.heads, most_tokens, shape.processor_blocks, device)
+    visible = schedule.most_visible(table.shape[1] * at.kv.block_size, at.kv.shape.window, 1, _SPAN)
+    most_tiles = min(MOST_BLOCKS, sequences * -(-visible // TILE))
+    blocks = schedule.count_programs(shape.heads, most_tiles, device, shape.processor_blocks)
     # Two parts a thread block: the end of one sequence and the begin of the next.
     vectors, out = blocks * shape.heads * 2 * _columns(shape.group), torch.empty_like(q)
     parts, (maxima, sums) = torch.empty(vectors * shape.head_dim, device=device), torch.empty(2, vectors, device=device)

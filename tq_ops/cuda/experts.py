@@ -175,19 +175,6 @@ def choose(logits: Tensor, per_token: int, normalized: bool) -> tuple[Tensor, Te
     return expert_ids, shares
 
 
-def order_pairs(expert_ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Order [pairs] and tiles [slots, 3] of `order_kernel`."""
-    pairs = expert_ids.numel()
-    by_pair = pairs <= pairs // COLUMNS + experts
-    order = torch.empty(pairs, dtype=torch.int32, device=expert_ids.device)
-    slots = pairs if by_pair else pairs // COLUMNS + experts
-    tiles = torch.zeros(slots, 3, dtype=torch.int32, device=expert_ids.device)
-    launch(order_kernel, (triton.cdiv(pairs, _ROWS),))(
-        expert_ids, order, tiles, pairs, EXPERTS=experts, BY_PAIR=by_pair, COLUMNS=COLUMNS, ROWS=_ROWS, AT_ONCE=_AT_ONCE,
-    )  # fmt: skip
-    return order, tiles
-
-
 def multiply(
     x: Tensor, order: Tensor, tiles: Tensor, gate: Weight, up: Weight | None, out: Tensor, per_token: int, act: str
 ) -> None:
@@ -210,11 +197,17 @@ def run_experts(x: Tensor, logits: Tensor, stack: Stack) -> Tensor:
     """
     x, (tokens, width) = x.contiguous(), x.shape
     expert_ids, shares = choose(logits, stack.per_token, stack.normalized)
-    order, tiles = order_pairs(expert_ids, stack.count)
-    activations = torch.empty(expert_ids.numel(), len(stack.gate) // stack.count, dtype=x.dtype, device=x.device)
+    pairs, tile_slots = expert_ids.numel(), expert_ids.numel() // COLUMNS + stack.count
+    order = torch.empty(pairs, dtype=torch.int32, device=x.device)
+    tiles = torch.zeros(min(pairs, tile_slots), 3, dtype=torch.int32, device=x.device)
+    launch(order_kernel, (triton.cdiv(pairs, _ROWS),))(
+        expert_ids, order, tiles, pairs, EXPERTS=stack.count, BY_PAIR=pairs <= tile_slots, COLUMNS=COLUMNS, ROWS=_ROWS,
+        AT_ONCE=_AT_ONCE,
+    )  # fmt: skip
+    activations = torch.empty(pairs, len(stack.gate) // stack.count, dtype=x.dtype, device=x.device)
     act = "gelu" if stack.activation == "gelu_tanh" else "silu"
     multiply(x, order, tiles, stack.gate, stack.up, activations, stack.per_token, act)
-    y = torch.empty(expert_ids.numel(), width, device=x.device)
+    y = torch.empty(pairs, width, device=x.device)
     multiply(activations, order, tiles, stack.down, None, y, stack.per_token, "")
     out = torch.empty(tokens, width, device=x.device)
     size = min(1024, triton.next_power_of_2(width))

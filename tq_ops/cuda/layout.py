@@ -13,6 +13,7 @@ from haarkv.codebooks import cubic
 from haarkv.codebooks.learned import EIGHTHS
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import KVFormat
+from haarkv.tq_ops.formats.learned import GAINS
 from haarkv.tq_ops.formats.packing import Column, eighth_widths, planes
 from haarkv.tq_ops.formats.rotated import Coordinates, Description, numbers_on
 from haarkv.tq_ops.formats.stretches import MOST_POSITIONS, STRETCH, RopeShift
@@ -48,9 +49,6 @@ class Columns(NamedTuple):
 
     units: tuple[tuple[int, int, int, int], ...] = ()
     parts: tuple[tuple[int, int], ...] = ()
-
-
-NO_COLUMNS = Columns()
 
 
 def make_columns(columns: tuple[Column, ...]) -> Columns:
@@ -123,7 +121,7 @@ class Layout:
     centroids: Tensor
     words: Tensor | None
     boundaries: Tensor
-    columns: Columns = NO_COLUMNS
+    columns: Columns
     learned: LearnedTables | None = None
     along: bool = False
 
@@ -171,14 +169,6 @@ def centroid_words(centroids: Tensor) -> Tensor | None:
     return torch.cat([high, low, sign]).view(torch.int32)
 
 
-@cache
-def to_layout(kv_format: KVFormat, layer: int, head_dim: int, device: torch.device) -> Layout:
-    """The layout of a format that `READS` takes, its tables on a device; cached, so do not write to it."""
-    description = kv_format.description(head_dim)
-    assert description is not None, "unsupported() lets formats of rotated levels pass alone"
-    return _layout(description, layer, device)
-
-
 def both_layouts(at: LayerView, device: torch.device) -> tuple[Layout, Layout]:
     """`to_layout` of a layer's K and V."""
     k, v = (to_layout(kv_format, at.layer, at.kv.shape.head_dim, device) for kv_format in at.kv.formats)
@@ -186,23 +176,27 @@ def both_layouts(at: LayerView, device: torch.device) -> tuple[Layout, Layout]:
 
 
 @cache
-def _layout(description: Description, layer: int, device: torch.device) -> Layout:
+def to_layout(kv_format: KVFormat, layer: int, head_dim: int, device: torch.device) -> Layout:
+    """The layout of a format that `READS` takes, its tables on a device; cached, so do not write to it."""
+    description = kv_format.description(head_dim)
+    assert description is not None, "unsupported() lets formats of rotated levels pass alone"
     order = kernel_order(description)
     if description.transform.coordinates:
         return _learned_layout(description, description.transform.coordinates(layer), order, device)
     centroids = numbers_on(description.centroids, device)
     return Layout(
         bits=description.bits,
-        rotation=_matrix(description.transform.on(layer, description.head_dim, torch.device("cpu")), order, device),
+        rotation=_matrix(description.transform.on(layer, head_dim, torch.device("cpu")), order, device),
         centroids=centroids,
         words=centroid_words(centroids),
         boundaries=numbers_on(description.boundaries, device),
+        columns=make_columns(description.columns),
         along=description.along,
     )
 
 
 def _learned_layout(description: Description, coordinates: Coordinates, order: Tensor, device: torch.device) -> Layout:
-    assert len(coordinates.gains) == 3, "the kernels try three gains"
+    assert len(GAINS) == 3, "the kernels try three gains"
     # Keys of unknown turns are not turned.
     turns = coordinates.rope_shift or RopeShift((0.0,) * (description.head_dim // 2))
     half = len(turns.inv_freq)
@@ -223,7 +217,7 @@ def _learned_layout(description: Description, coordinates: Coordinates, order: T
             forward=_matrix(coordinates.forward[:, inputs], order, device),
             weights=coordinates.weights[:, order].to(device),
             widths=widths[order].to(device),
-            gains=torch.tensor(coordinates.gains, device=device),
+            gains=torch.tensor(GAINS, device=device),
             largest=coordinates.rows.abs().amax(1)[:, inputs].to(device),
             cos=torch.nn.functional.pad(cos, (0, static_dims), value=1.0).to(device),
             sin=torch.nn.functional.pad(sin, (0, static_dims)).to(device),

@@ -14,11 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from haarkv.tq_ops.cuda import quantize
 from haarkv.tq_ops.cuda.available import launch
 from haarkv.tq_ops.cuda.in_bf16 import layer_windows
-from haarkv.tq_ops.cuda.layout import Layout, both_layouts, stretch_room
-from haarkv.tq_ops.cuda.quantize import append_and_keep
+from haarkv.tq_ops.cuda.layout import both_layouts, stretch_room
+from haarkv.tq_ops.cuda.quantize import append_and_keep, store_arguments
 from haarkv.tq_ops.cuda.rotate import (
     ROWS,
     Rotated,
@@ -171,22 +170,21 @@ _NO_INPUTS, _NO_QUERIES = Inputs(*(None,) * 8, 0.0, None, None), Rotated(None, N
 
 def _launch_prologue(
     inputs: Inputs, row: int, at: LayerView, *, fault: Tensor | None = None,
-    heads: int = 0, queries: Tensor | None = None, rotated: Rotated | None = None, stretches: int = 1, width: int = _WIDTH,
+    heads: int = 0, queries: Tensor | None = None, rotated: Rotated = _NO_QUERIES, width: int = _WIDTH,
     dtype: torch.dtype = torch.float32, write: bool = True, stand_in: bool = False,
 ) -> None:  # fmt: skip
     """One launch of `prologue_kernel`, whose arguments these are; `dtype` is the model's."""
     x, shape, batch = inputs.k if inputs.q is None else inputs.q, at.kv.shape, at.batch
     layouts, tokens, head_dim = both_layouts(at, x.device), len(x), shape.head_dim
-    keys, operand, shares = layouts[0], rotation_operand(x, dtype == torch.bfloat16), min(stretches, _STRETCHES_AT_ONCE)
+    keys, operand = layouts[0], rotation_operand(x, dtype == torch.bfloat16)
+    shares = 1 if rotated.gains is None else min(len(rotated.gains), _STRETCHES_AT_ONCE)
     programs = 0 if inputs.q is None else num_tiles(tokens, heads, keys) * (head_dim // width) * shares
     stores: dict[str, object] = {"k": None, "v": None, "keeping": None}
     if inputs.k is not None:
-        windows = layer_windows(at.kv)
         programs += sum(num_tiles(tokens, shape.num_kv_heads, layout) for layout in layouts)
-        stores = quantize.both_writes(at.kv.fields, layouts, windows, x, head_dim)
-        stores["keeping"] = quantize.keeping_arguments(windows, batch)
+        stores = store_arguments(at, layouts, x)
     launch(prologue_kernel, (programs,))(
-        inputs, tokens, queries, rotated or _NO_QUERIES, keys.rotation, keys.learned,
+        inputs, tokens, queries, rotated, keys.rotation, keys.learned,
         batch.positions if keys.learned else None, shares, sequences=len(batch.seq_lens), slots=batch.slot_mapping,
         fault=fault, layer=at.layer, HEADS=heads, KV_HEADS=shape.num_kv_heads, MATRICES=keys.matrices,
         HALF=keys.learned.half if keys.learned else head_dim // 2, ROW=row, D=head_dim, BLOCK=at.kv.block_size, ROWS=ROWS,
@@ -209,24 +207,20 @@ def append(k: Tensor, v: Tensor, at: LayerView, fault: Tensor, *, write: bool = 
     _launch_prologue(inputs, k.shape[1] * k.shape[2], at, fault=fault, write=write, stand_in=stand_in)
 
 
-def _unset_queries(q: Tensor, layout: Layout, stretches: int) -> Rotated:
-    """Memory for q [T, Hq, D] of a model's dtype, rotated."""
+def _unset_queries(q: Tensor, at: LayerView) -> Rotated:
+    """Memory for q [T, Hq, D] of a model's dtype, rotated; for learned keys once for each stretch."""
     dtype = torch.float16 if q.dtype == torch.bfloat16 else torch.float32
-    if not layout.learned:
+    if not both_layouts(at, q.device)[0].learned:
         return Rotated(torch.empty(q.shape, dtype=dtype, device=q.device), None, None)
+    stretches = stretch_room(at.batch, at.kv.block_size)
     gains, lacks = (torch.empty(stretches, *q.shape[:2], device=q.device) for _ in range(2))
     return Rotated(torch.empty(stretches, *q.shape, dtype=dtype, device=q.device), gains, lacks)
 
 
 def rotate(q: Tensor, at: LayerView) -> Rotated:
     """Queries [T, Hq, D] in the domain of the codes; for learned keys once for each stretch."""
-    keys = both_layouts(at, q.device)[0]
-    stretches = stretch_room(at.batch, at.kv.block_size) if keys.learned else 1
-    rotated = _unset_queries(q, keys, stretches)
-    _launch_prologue(
-        _NO_INPUTS._replace(q=q.contiguous()), q.shape[1] * q.shape[2], at, heads=q.shape[1], rotated=rotated,
-        stretches=stretches, dtype=q.dtype,
-    )  # fmt: skip
+    rotated, inputs = _unset_queries(q, at), _NO_INPUTS._replace(q=q.contiguous())
+    _launch_prologue(inputs, q.shape[1] * q.shape[2], at, heads=q.shape[1], rotated=rotated, dtype=q.dtype)
     return rotated
 
 
@@ -256,15 +250,14 @@ def rotate_and_append(
     inputs = Inputs(q, k, v, q_bias, k_bias, v_bias, heads.q_norm, heads.k_norm, heads.eps, cos, sin)
     queries = torch.empty(len(qkv), heads.num_heads, shape.head_dim, dtype=heads.dtype, device=qkv.device)
     ahead = len(qkv) <= tokens_at_once(queries, at)
-    stretches = stretch_room(at.batch, at.kv.block_size) if keys.learned and ahead else 1
-    rotated, width = _unset_queries(queries, keys, stretches) if ahead else None, shape.head_dim
+    rotated, width = _unset_queries(queries, at) if ahead else None, shape.head_dim
     if ahead:  # few columns where vectors are few, so that they fill a GPU; few in FP32, too, whose products take registers
         few = len(qkv) == len(at.batch.seq_lens) or rotation_operand(qkv, heads.dtype == torch.bfloat16) == tl.float32
         width = _WIDTH if few else width // 2
     _launch_prologue(
         inputs, qkv.shape[1], at, fault=fault, heads=heads.num_heads,
-        queries=queries if layer_windows(at.kv) or not ahead else None, rotated=rotated, stretches=stretches,
-        width=width, dtype=heads.dtype,
+        queries=queries if layer_windows(at.kv) or not ahead else None, rotated=rotated or _NO_QUERIES, width=width,
+        dtype=heads.dtype,
     )  # fmt: skip
     return queries, rotated
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from haarkv.tq_ops.cuda.in_bf16 import Windows
+from haarkv.tq_ops.cuda.in_bf16 import layer_windows
 from haarkv.tq_ops.cuda.layout import Layout
 from haarkv.tq_ops.cuda.planes import store_codes, store_columns
 from haarkv.tq_ops.cuda.rotate import (
@@ -26,7 +26,7 @@ from haarkv.tq_ops.cuda.rotate import (
 )
 from haarkv.tq_ops.cuda.schedule import NARROW, sequence_bits, token_sequence
 from haarkv.tq_ops.formats.stretches import MOST_POSITIONS
-from haarkv.tq_ops.kv.batch import Batch
+from haarkv.tq_ops.kv.cache import LayerView
 
 STRETCHES = tl.constexpr(MOST_POSITIONS // STRETCH.value)
 
@@ -46,34 +46,27 @@ Keeping = namedtuple("Keeping", "rows positions query_start_loc SINK RING SEQUEN
 """Which new tokens of a batch stay in BF16: places of first tokens, SINK, and of newest ones, RING; both 0 where none do."""
 
 
-def write_arguments(fields: dict[str, Tensor], layout: Layout, window: Tensor | None, x: Tensor) -> Write:
-    """One side of a layer; x, K or V, says where it runs."""
-    codes, scales, columns = fields["codes"], fields["scale"], layout.columns
-    constants = layout.bits, len(columns.units), *columns, layout.along, rotation_operand(x, exact_in_bf16=True)
-    return Write(
-        codes, scales, codes.stride(0), scales.stride(0), layout.centroids, layout.forward, layout.boundaries, window,
-        *map(tl.constexpr, constants),
-    )  # fmt: skip
-
-
-def both_writes(
-    fields: tuple[dict[str, Tensor], dict[str, Tensor]], layouts: tuple[Layout, Layout], windows: Windows | None, x: Tensor,
-    head_dim: int,
-) -> dict[str, Any]:  # fmt: skip
-    """K and V of a layer for `prologue_kernel`, and its warps: with four it would spill where there are eight."""
-    in_bf16 = [one.vectors for one in windows] if windows else (None, None)
-    k, v = (write_arguments(side, layout, vectors, x) for side, layout, vectors in zip(fields, layouts, in_bf16, strict=True))
-    has_learned = any(one.learned for one in layouts)
-    wide = head_dim > 128 or max(one.bits for one in layouts) > NARROW or k.TYPE.value == tl.float32 or has_learned
-    return {"k": k, "v": v, "num_warps": 8 if wide else 4}
-
-
-def keeping_arguments(windows: Windows | None, batch: Batch) -> Keeping:
-    """A batch's `Keeping`."""
-    if windows is None:
-        return Keeping(None, None, None, *map(tl.constexpr, (0, 0, 0)))
-    constants = map(tl.constexpr, (windows[0].sink, windows[0].ring, sequence_bits(batch)))
-    return Keeping(batch.rows, batch.positions, batch.query_start_loc, *constants)
+def store_arguments(at: LayerView, layouts: tuple[Layout, Layout], x: Tensor) -> dict[str, Any]:
+    """`Write` of K and of V and the batch's `Keeping` for `prologue_kernel`, and its warps: with four it would spill where
+    there are eight. x, K or V, says where it runs.
+    """
+    operand, windows, batch = rotation_operand(x, exact_in_bf16=True), layer_windows(at.kv), at.batch
+    kept: tuple[Tensor | None, ...] = (None, None)
+    keeping = Keeping(None, None, None, *map(tl.constexpr, (0, 0, 0)))
+    if windows:
+        constants = map(tl.constexpr, (windows[0].sink, windows[0].ring, sequence_bits(batch)))
+        kept, keeping = (
+            tuple(one.vectors for one in windows), Keeping(batch.rows, batch.positions, batch.query_start_loc, *constants)
+        )  # fmt: skip
+    sides = []
+    for fields, layout, vectors in zip(at.kv.fields, layouts, kept, strict=True):
+        codes, scales, columns = fields["codes"], fields["scale"], layout.columns
+        sides.append(Write(
+            codes, scales, codes.stride(0), scales.stride(0), layout.centroids, layout.forward, layout.boundaries, vectors,
+            *map(tl.constexpr, (layout.bits, len(columns.units), *columns, layout.along, operand)),
+        ))  # fmt: skip
+    wide = at.kv.shape.head_dim > 128 or operand == tl.float32 or any(one.bits > NARROW or one.learned for one in layouts)
+    return {"k": sides[0], "v": sides[1], "keeping": keeping, "num_warps": 8 if wide else 4}
 
 
 @triton.jit

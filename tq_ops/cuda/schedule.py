@@ -194,7 +194,6 @@ def merge_kernel(
 
 
 # -- Sizes of a launch -------------------------------------------------------------------------------------------------
-_PROGRAMS_A_PROCESSOR = 3
 _WIDE_FROM = 64  # columns of a sequence
 NARROW = 4
 """Bits of a level whose centroids are looked up in registers."""
@@ -234,6 +233,8 @@ def most_visible(capacity: int, window: int | None, new: int, tokens: int) -> in
     return capacity if window is None else min(capacity, window + new - 1 + tokens - 1)
 
 
-def count_programs(heads: int, most_tiles: int, device: torch.device) -> int:
-    """Programs that share a KV head's work: one number for any lengths, so that a graph can hold the launch."""
-    return max(1, min(_PROGRAMS_A_PROCESSOR * processors(device) // heads, most_tiles))
+def count_programs(heads: int, most_tiles: int, device: torch.device, at_once: int = 3) -> int:
+    """Programs that share a KV head's work: as many as run at once, `at_once` on a processor, and no more than there are tiles
+    at most. One number for any lengths, so that a graph can hold the launch.
+    """
+    return max(1, min(at_once * processors(device) // heads, most_tiles))

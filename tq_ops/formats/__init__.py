@@ -43,17 +43,13 @@ _FORMATS: tuple[KVFormat | tuple[KVFormat, KVFormat], ...] = (
     Plain("bf16", torch.bfloat16, "no quantization, two bytes a value"),
     Plain("fp32", torch.float32, "exact, to check FP32 runs"),
 )
-_BY_NAME = {k.name: (k, v) for k, v in (f if isinstance(f, tuple) else (f, f) for f in _FORMATS)}
-
-
-def register(k_format: KVFormat, v_format: KVFormat) -> None:
-    """Add a format to this process, under K's name, or replace the format of that name."""
-    _BY_NAME[k_format.name] = (k_format, v_format)
+BY_NAME = {k.name: (k, v) for k, v in (f if isinstance(f, tuple) else (f, f) for f in _FORMATS)}
+"""K's and V's format by name; the laboratory adds others."""
 
 
 def names() -> list[str]:
     """Every format's name, tq4 first."""
-    return list(_BY_NAME)
+    return list(BY_NAME)
 
 
 def learned_names() -> list[str]:
@@ -76,10 +72,10 @@ def get(name: str, side: Side = "k", calibration: Calibration | None = None) -> 
             needs = f"{name} needs the coordinates that `tq calibrate` learns of a model"
             raise InputError(f"{needs}; give its file with --calibration")
         return calibration.format(bits)
-    if name not in _BY_NAME:
+    if name not in BY_NAME:
         known_names = ", ".join(names())
         raise InputError(f"unknown KV format {name!r}; choose from {known_names}, or k=lrB with a calibration")
-    k_format, v_format = _BY_NAME[name]
+    k_format, v_format = BY_NAME[name]
     return k_format if side == "k" else v_format
 
 
@@ -111,6 +107,7 @@ def describe(k_format: KVFormat, v_format: KVFormat) -> str:
 
 
 __all__ = [
+    "BY_NAME",
     "PUBLISHED",
     "SEED_EPS",
     "Calibration",
@@ -124,7 +121,6 @@ __all__ = [
     "names",
     "needs_calibration",
     "parse",
-    "register",
     "stored_bytes",
     "unlearned",
 ]

@@ -34,11 +34,9 @@ class Eighths:
     """Levels of a vector's eighths, on a device.
 
     Attributes:
-        widths: bits of each eighth.
         tables, boundaries: of each eighth, [2**bits] and [2**bits - 1] fp32.
     """
 
-    widths: tuple[int, ...]
     tables: tuple[Tensor, ...]
     boundaries: tuple[Tensor, ...]
 
@@ -58,7 +56,7 @@ class Eighths:
 def _nearest(t: Tensor, coords: Coordinates, eighths: Eighths) -> tuple[Tensor, Tensor]:
     """Levels [..., D] uint8 of t [..., H, n, D] at the best gain, and the weighted squared length [...] of their centroids."""
     attempts = []
-    for gain in coords.gains:
+    for gain in GAINS:
         levels = eighths.levels(gain * t)
         centroids = eighths.centroids(levels)
         weighted_centroids = centroids * coords.weights.unsqueeze(-2)
@@ -73,8 +71,7 @@ def _nearest(t: Tensor, coords: Coordinates, eighths: Eighths) -> tuple[Tensor, 
 def eighth_tables(columns: tuple[Column, ...], device: torch.device) -> Eighths:
     """Tables of columns on a device, cached."""
     widths = eighth_widths(columns)
-    tables = tuple(cubic.centroids(bits).to(device) for bits in widths)
-    return Eighths(widths, tables, tuple(cubic.boundaries(bits).to(device) for bits in widths))
+    return Eighths(*(tuple(table(bits).to(device) for bits in widths) for table in (cubic.centroids, cubic.boundaries)))
 
 
 PREFIX = "lr"
@@ -235,7 +232,7 @@ class LearnedFormat(RotatedFormat):
 def coordinates(basis: Basis) -> Coordinates:
     """The coordinates of one layer."""
     turns = RopeShift(tuple(basis.inv_freq.tolist())) if len(basis.inv_freq) else None
-    return Coordinates(basis.mean, basis.forward, basis.back, basis.weights, GAINS, turns)
+    return Coordinates(basis.mean, basis.forward, basis.back, basis.weights, turns)
 
 
 @cache

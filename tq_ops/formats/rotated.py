@@ -35,7 +35,6 @@ class Coordinates:
         mean: [H, D] fp32, in units of x.
         forward, rows: [H, D, D] fp32 of BF16 numbers; a coordinate is a column of `forward`, a row of `rows`.
         weights: [H, D] fp32, weight of each coordinate's squared error.
-        gains: factors that `quantize` tries; it takes the best, the first of equals.
         rope_shift: rotation of keys by stretches; None without stretches.
     """
 
@@ -43,7 +42,6 @@ class Coordinates:
     forward: Tensor
     rows: Tensor
     weights: Tensor
-    gains: tuple[float, ...]
     rope_shift: RopeShift | None = None
 
     def to(self, device: torch.device) -> Coordinates:

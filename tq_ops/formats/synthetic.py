@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import cache
 
 import torch
-from torch import Tensor
 
 from haarkv.codebooks.learned import EIGHTHS, Basis
 from haarkv.tq_ops.formats.learned import Calibration
@@ -14,8 +13,8 @@ from haarkv.tq_ops.formats.learned import Calibration
 _LARGE, _CHANNELS, _THETA = 30.0, 2, 1e4
 
 
-def basis(heads: int, dim: int, seed: int, *, spread: float = 2.0) -> Basis:
-    """Coordinates whose weights fall by `10**spread` from the first eighth to the last, for vectors with two large channels.
+def basis(heads: int, dim: int, seed: int) -> Basis:
+    """Coordinates whose weights fall to a hundredth from the first eighth to the last, for vectors with two large channels.
 
     Args:
         heads, dim: H, D.
@@ -23,7 +22,7 @@ def basis(heads: int, dim: int, seed: int, *, spread: float = 2.0) -> Basis:
     generator = torch.Generator().manual_seed(seed)
     gaussian = torch.randn(heads, dim, dim, generator=generator, dtype=torch.float64)
     rotation = torch.linalg.qr(gaussian).Q
-    eighths = torch.logspace(0, -spread, EIGHTHS, dtype=torch.float64).repeat_interleave(dim // EIGHTHS)
+    eighths = torch.logspace(0, -2, EIGHTHS, dtype=torch.float64).repeat_interleave(dim // EIGHTHS)
     weights = (eighths / eighths.mean()).repeat(heads, 1)
     channels = torch.ones(dim, dtype=torch.float64)
     channels[:_CHANNELS] = _LARGE
@@ -46,11 +45,3 @@ def calibration(layers: int = 2, heads: int = 2, dim: int = 128, seed: int = 0, 
     if not turning:
         bases = (replace(each, inv_freq=each.inv_freq[:0]) for each in bases)
     return Calibration(tuple(bases), digest=f"made up {seed}")
-
-
-def vectors(key_basis: Basis, tokens: int, generator: torch.Generator) -> Tensor:
-    """Vectors [H, tokens, D] fp32 of the distribution that a basis expects."""
-    heads, dim = key_basis.mean.shape
-    y = torch.randn(heads, tokens, dim, generator=generator)
-    samples: Tensor = (y @ key_basis.back) / dim**0.5 + key_basis.mean.unsqueeze(1)
-    return samples

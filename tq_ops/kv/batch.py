@@ -57,7 +57,10 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """A copy on a device; to a GPU in one copy, without waiting."""
-        return Batch(**upload_all(self.tensors, torch.device(device)))
+        device, tensors = torch.device(device), self.tensors
+        if device.type == "cuda" and all(tensor.device.type == "cpu" for tensor in tensors.values()):
+            return Batch(**unpack_bytes(upload(pack_bytes(tensors), device), tensors))
+        return Batch(**{name: tensor.to(device) for name, tensor in tensors.items()})
 
     def at_most(self, tokens: int) -> bool:
         """Whether no sequence has more than `tokens` new tokens; waits for the device at most once."""
@@ -67,14 +70,18 @@ class Batch:
             self._most.append(int(self.query_start_loc.diff().max()))
         return self._most[0] <= tokens
 
+    def of_tokens(self, by_sequence: Tensor) -> Tensor:
+        """What [B] says of each sequence, for each token: [T]; waits for no device."""
+        new = self.query_start_loc.diff().long()
+        return torch.repeat_interleave(by_sequence, new, output_size=len(self.positions))
+
     def cut(self, most: int) -> Iterator[tuple[Tensor | None, Batch]]:
         """Pieces with at most `most` tokens of each sequence, in order: (indices of the tokens or None for all, piece)."""
         if self.at_most(most):
             yield None, self
             return
-        starts, new = self.query_start_loc[:-1].long(), self.query_start_loc.diff().long()
-        sequence = torch.repeat_interleave(torch.arange(len(new), device=new.device), new)
-        offset = torch.arange(len(sequence), device=new.device) - starts[sequence]
+        new = self.query_start_loc.diff().long()
+        offset = torch.arange(len(self.positions), device=new.device) - self.of_tokens(self.query_start_loc[:-1].long())
         for begin in range(0, int(new.max()), most):
             tokens = ((offset >= begin) & (offset < begin + most)).nonzero().squeeze(1)
             count = (new - begin).clamp(0, most)
@@ -111,8 +118,7 @@ class Batch:
         """
         key = blocks, block_size
         if key not in self._in_rings:
-            row = torch.repeat_interleave(self.rows, self.query_start_loc.diff().long(), output_size=len(self.positions))
-            block = row * blocks + self.positions // block_size % blocks
+            block = self.of_tokens(self.rows) * blocks + self.positions // block_size % blocks
             slots = (block * block_size + self.positions % block_size).masked_fill(self.slot_mapping < 0, -1)
             column = torch.arange(self.block_table.shape[1], device=self.rows.device) % blocks
             table = (self.rows.unsqueeze(1) * blocks + column).masked_fill(self.block_table < 0, -1)
@@ -129,13 +135,6 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
 
 _ALIGNMENT = 64
 """Tensors copied together begin at multiples of this number of bytes: kernels need pointers at multiples of 16."""
-
-
-def upload_all(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Small tensors on another device; from host to GPU in one copy."""
-    if device.type != "cuda" or any(tensor.device.type != "cpu" for tensor in tensors.values()):
-        return {name: tensor.to(device) for name, tensor in tensors.items()}
-    return unpack_bytes(upload(pack_bytes(tensors), device), tensors)
 
 
 def pack_bytes(tensors: dict[str, Tensor]) -> Tensor:

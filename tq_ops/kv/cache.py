@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -289,11 +290,6 @@ class PagedKVCache:
         return len(self.states) > len(self.kv) or any(kv.ring is not None or any(kv.windows) for kv in self.kv.values())
 
     @property
-    def num_slots(self) -> int:
-        """Tokens that layers without a sliding window can hold."""
-        return self.num_blocks * self.block_size
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all layers' memory, whether allocated here or given as pages."""
         return sum(state.nbytes for state in self.states.values())
@@ -316,16 +312,13 @@ def cache_bytes(plan: KVPlan, tokens: int, shapes: Shapes, sequences: int = 1, s
     return sequences * keys_and_values + (sequences + 1) * state_bytes
 
 
-def tokens_that_fit(plan: KVPlan, room: float, shapes: Shapes, sequences: int = 1, state_bytes: int = 0) -> int:
-    """The most tokens of each sequence, in whole blocks, with `cache_bytes` of at most `room` bytes."""
-    low, high = 0, 1
-    while high < _MOST_BLOCKS and cache_bytes(plan, high * BLOCK_SIZE, shapes, sequences, state_bytes) <= room:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        fits = cache_bytes(plan, middle * BLOCK_SIZE, shapes, sequences, state_bytes) <= room
-        low, high = (middle, high) if fits else (low, middle)
-    return low * BLOCK_SIZE
+def tokens_that_fit(plan: KVPlan, room: float, shapes: Shapes, state_bytes: int = 0) -> int:
+    """The most tokens of one sequence, in whole blocks, with `cache_bytes` of at most `room` bytes."""
+
+    def too_many(blocks: int) -> bool:
+        return cache_bytes(plan, blocks * BLOCK_SIZE, shapes, state_bytes=state_bytes) > room
+
+    return bisect_left(range(1, _MOST_BLOCKS), True, key=too_many) * BLOCK_SIZE
 
 
 _MOST_BLOCKS = 2**24

@@ -30,7 +30,7 @@ from haarkv.tq_ops.kv.model_shape import ModelShape
 from haarkv.tq_ops.kv.plan import KVPlan
 from haarkv.tq_ops.kv.plan_file import read_layers
 from haarkv.tq_ops.kv.recurrent import MOST_VERSIONS, StateShape
-from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, KVShape, Shapes, blocks_for, each
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, Shapes, blocks_for, each
 from haarkv.tq_ops.kv.stored import StoredSequence, in_blocks
 
 _EARLIER = "earlier."
@@ -174,9 +174,10 @@ def _expected(
     for layer, (pair, kv) in enumerate(zip(plan.layers, shape.layers, strict=True)):
         if kv is None:
             continue
+        blocks = blocks_for(length) - kv.first_block(length)
         for side, kv_format in zip("kv", pair, strict=True):
             for name, field in kv_format.fields(kv.head_dim).items() if whole or kv.window else ():
-                size = (_layer_blocks(kv, length), kv.num_kv_heads, BLOCK_SIZE // kv_format.group_tokens, *field.shape)
+                size = (blocks, kv.num_kv_heads, BLOCK_SIZE // kv_format.group_tokens, *field.shape)
                 expected[f"layers.{layer}.{side}.{name}"] = size, field.dtype
             if plan.has_window(kv_format) and (whole or plan.ring_tokens(kv_format)):
                 size = (kv.num_kv_heads, plan.sink + plan.ring_tokens(kv_format), kv.head_dim)
@@ -194,11 +195,6 @@ def _expected_state(
         raise InputError(f"{name} does not fit this cache: the state of layer {layer} is not that of {sequence.length} tokens")
     tensors = {key: ((len(counts), *size), dtype) for key, size, dtype in state.tensors}
     return tensors | {"seen": ((len(counts),), torch.int64)}
-
-
-def _layer_blocks(shape: KVShape, length: int) -> int:
-    """Blocks that are stored of one layer."""
-    return blocks_for(length) - (max(0, length - shape.window + 1) // BLOCK_SIZE if shape.window else 0)
 
 
 def _origin(text: str) -> Origin:

@@ -138,10 +138,6 @@ class LayerKV:
             return list(place.blocks[first:end])
         return [place.row * self.ring + block % self.ring for block in range(first, end)]
 
-    def first_block(self, length: int) -> int:
-        """The first block that the next query of a sequence of `length` tokens sees; its window hides the blocks before."""
-        return 0 if self.shape.window is None else max(0, length - self.shape.window + 1) // self.block_size
-
     def write(self, k: Tensor, v: Tensor, batch: Batch) -> None:
         """Quantize and store K and V [T, Hkv, D] of a batch from `place`; raises as `LayerView.write`."""
         packed = [side.pack(name.upper(), x, self.index, batch) for (name, side), x in zip(self.sides, (k, v), strict=True)]
@@ -191,10 +187,10 @@ class LayerKV:
                 side.window.put_back(vectors, batch, drop_mask)
 
     def take(self, place: SequencePlace, length: int, whole: bool = True) -> dict[str, Tensor]:
-        """A sequence's fields `k.NAME` and `v.NAME` [blocks, Hkv, block_size / G, *field.shape] from `first_block` on, zero
-        after the last token; its residual windows as `k.window` and `v.window` [Hkv, sink + ring, D].
+        """A sequence's fields `k.NAME` and `v.NAME` [blocks, Hkv, block_size / G, *field.shape] from `KVShape.first_block` on,
+        zero after the last token; its residual windows as `k.window` and `v.window` [Hkv, sink + ring, D].
         """
-        first, end = self.first_block(length), blocks_for(length, self.block_size)
+        first, end = self.shape.first_block(length, self.block_size), blocks_for(length, self.block_size)
         index = torch.tensor(
             self.blocks_at(place, first, end), dtype=torch.int64, device=next(iter(self.k.fields.values())).device
         )
@@ -209,7 +205,7 @@ class LayerKV:
         return tensors
 
     def put(self, tensors: Mapping[str, Tensor], stored_length: int, place: SequencePlace, length: int) -> None:
-        first, end = self.first_block(stored_length), blocks_for(length, self.block_size)
+        first, end = self.shape.first_block(stored_length, self.block_size), blocks_for(length, self.block_size)
         for letter, side in self.sides:
             for name, field in side.fields.items():
                 index = torch.tensor(self.blocks_at(place, first, end), dtype=torch.int64, device=field.device)
@@ -221,7 +217,7 @@ class LayerKV:
         """`length` if the stored tensors hold everything that the query after `length` tokens sees; else 0."""
         if length == stored_length:
             return length
-        if self.first_block(length) < self.first_block(stored_length):
+        if self.shape.first_block(length, self.block_size) < self.shape.first_block(stored_length, self.block_size):
             return 0
         for _, side in self.sides:
             window = side.window

@@ -44,11 +44,6 @@ class KVPlan:
         for kv_format in self.formats:
             self.tail(kv_format)
 
-    @classmethod
-    def uniform(cls, k_format: KVFormat, v_format: KVFormat, num_layers: int) -> KVPlan:
-        """The same pair of formats in all layers, with the shortest tail that they need."""
-        return cls(((k_format, v_format),) * num_layers)
-
     def k(self, layer: int) -> KVFormat:
         """K's format in a layer."""
         return self.layers[layer][0]

@@ -45,21 +45,17 @@ class ResidualWindow:
         """Places of tokens at these positions: of sinks their position, of others a place in the ring; 0 without a ring."""
         return torch.where(positions < self.sink, positions, self.in_ring(positions) if self.ring else 0)
 
-    def holds(self, positions: Tensor, lengths: Tensor | int) -> Tensor:
-        """[...] bool: whether the window of a sequence of this length holds the tokens at these positions."""
-        return ((positions < self.sink) | (positions >= lengths - self.ring)) & (positions < lengths)
-
     def first_recent(self, position: T) -> T:
         """Position of the oldest tail token for a query at `position`; 0 or less if the tail covers all tokens."""
         return self.group * ((position - self.tail) // self.group + 1)
 
     def write(self, x: Tensor, batch: Batch) -> None:
         """Store new vectors x [T, Hkv, D]; if the ring is too small for all, only the newest."""
-        rows, x = _token_rows(batch), x.to(self.vectors.dtype)
+        rows, x = batch.of_tokens(batch.rows), x.to(self.vectors.dtype)
         if self.ring and batch.at_most(self.ring):
             self.vectors[rows, :, self.in_ring(batch.positions)] = x
         elif self.ring:
-            newest = batch.positions >= batch.seq_lens[token_sequences(batch)] - self.ring
+            newest = batch.positions >= batch.of_tokens(batch.seq_lens) - self.ring
             self.vectors[rows[newest], :, self.in_ring(batch.positions[newest])] = x[newest]
         first = batch.positions < self.sink
         if first.any():
@@ -91,7 +87,7 @@ class ResidualWindow:
 
     def overwritten(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Vectors in bf16 that a batch will overwrite: [T, Hkv, D] in the ring (T = 0 without one), [n, Hkv, D] in sinks."""
-        rows, first = _token_rows(batch), self._sink_tokens(batch)
+        rows, first = batch.of_tokens(batch.rows), self._sink_tokens(batch)
         ring = self.vectors[rows, :, self.in_ring(batch.positions)] if self.ring else self.vectors[:0, :, 0]
         return ring, self.vectors[rows[first], :, batch.positions[first]]
 
@@ -102,7 +98,7 @@ class ResidualWindow:
             snapshot: result of `overwritten` for the whole batch, from before the write.
             tokens: [T] bool, the tokens to undo.
         """
-        rows, first = _token_rows(batch), self._sink_tokens(batch)
+        rows, first = batch.of_tokens(batch.rows), self._sink_tokens(batch)
         if self.ring:
             self.vectors[rows[tokens], :, self.in_ring(batch.positions[tokens])] = snapshot[0][tokens]
         firsts = first[tokens[first]]
@@ -119,9 +115,8 @@ class ResidualWindow:
         last = ((batch.positions + 1) % self.group == 0).nonzero().flatten()
         offsets = torch.arange(1 - self.group, 1, device=x.device)
         token, position = last.unsqueeze(1) + offsets, batch.positions[last].unsqueeze(1) + offsets  # [n, G]
-        sequence = token_sequences(batch)
-        inside = token >= batch.query_start_loc.long()[sequence[last]].unsqueeze(1)
-        older = self.vectors[batch.rows[sequence[last]].unsqueeze(1), :, self.in_ring(position)]
+        inside = token >= batch.of_tokens(batch.query_start_loc[:-1])[last].unsqueeze(1)
+        older = self.vectors[batch.of_tokens(batch.rows)[last].unsqueeze(1), :, self.in_ring(position)]
         vectors = torch.where(inside[..., None, None], x.to(older.dtype)[token.clamp(min=0)], older)
         return vectors.transpose(1, 2), last
 
@@ -136,8 +131,8 @@ class ResidualWindow:
 
     def read(self, batch: Batch, tokens: int) -> Tensor:
         """Vectors of each sequence's first `tokens` tokens, 0 if the window does not hold them: [B, Hkv, tokens, D] fp32."""
-        key_positions = torch.arange(tokens, device=self.vectors.device)
-        in_window = self.holds(key_positions, batch.seq_lens.unsqueeze(1))
+        key_positions, lengths = torch.arange(tokens, device=self.vectors.device), batch.seq_lens.unsqueeze(1)
+        in_window = ((key_positions < self.sink) | (key_positions >= lengths - self.ring)) & (key_positions < lengths)
         vectors = self.vectors[batch.rows][:, :, self.places(key_positions)].float()
         return vectors.masked_fill(~in_window[:, None, :, None], 0.0)
 
@@ -148,17 +143,6 @@ class ResidualWindow:
         """
         key_positions = torch.arange(tokens, device=positions.device)
         return (key_positions < self.sink) | (key_positions >= self.first_recent(positions).unsqueeze(-1))
-
-
-def token_sequences(batch: Batch) -> Tensor:
-    """[T] int64: index in the batch of each token's sequence."""
-    counts = batch.query_start_loc.diff().long()
-    return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
-
-
-def _token_rows(batch: Batch) -> Tensor:
-    """[T] int64: row in `vectors` of each token's sequence."""
-    return batch.rows[token_sequences(batch)]
 
 
 class ResidualBlocks(ResidualWindow):

@@ -40,6 +40,10 @@ class KVShape:
         """Count of numbers in K of one token; V has the same count."""
         return self.num_kv_heads * self.head_dim
 
+    def first_block(self, length: int, block_size: int = BLOCK_SIZE) -> int:
+        """The first block that the next query of a sequence of `length` tokens sees; its window hides the blocks before."""
+        return 0 if self.window is None else max(0, length - self.window + 1) // block_size
+
     def ring_blocks(self, row_blocks: int, block_size: int = BLOCK_SIZE, chunk: int = RING_CHUNK) -> int | None:
         """Blocks in a sequence's ring, at most `row_blocks`; None without a sliding window.
 

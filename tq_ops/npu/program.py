@@ -75,7 +75,6 @@ class AttentionShape:
         unit_tokens: consecutive tokens of one sequence that attend together.
         step_tokens: keys of one step of the online softmax, a multiple of the block size.
         heads_at_once: KV heads of one iteration; divides `num_kv_heads`.
-        longest_cube: most keys of one cube tile of the logits.
         window: the newest tokens that a query sees, itself among them; None for all.
         scale: of the logits; 1 / sqrt(head_dim) if None.
     """
@@ -85,7 +84,6 @@ class AttentionShape:
     unit_tokens: int
     step_tokens: int
     heads_at_once: int
-    longest_cube: int = _LONGEST_CUBE
     head_dim: int = HEAD_DIM
     window: int | None = None
     scale: float | None = None
@@ -115,7 +113,7 @@ class AttentionShape:
 
     def score_cube(self, width: int) -> tuple[list[int], list[int], list[int]]:
         """Tiles (M, K, N) of q @ k.T for keys of `width` numbers: all unpacking of a head feeds one task."""
-        keys = min(self.step_tokens, self.longest_cube)
+        keys = min(self.step_tokens, _LONGEST_CUBE)
         even = width & -width
         k = min(even, _L0B // (_BF16 * keys))
         return [self.cube_rows] * 2, [k, min(even, 4 * k)], [keys, keys]

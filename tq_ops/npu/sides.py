@@ -14,7 +14,7 @@ from haarkv.tq_ops.formats.stretches import MOST_POSITIONS, STRETCH, RopeShift
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.kernel_support import KernelSupport, unsupported_format
 from haarkv.tq_ops.kv.plan import KVPlan
-from haarkv.tq_ops.kv.residual_window import ResidualWindow, token_sequences
+from haarkv.tq_ops.kv.residual_window import ResidualWindow
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, WINDOW_CHUNK
 from haarkv.tq_ops.npu.learned import TRIES, Layout, domain_tensors, learned_coordinates, learned_layout
 from haarkv.tq_ops.npu.program import HEAD_DIM, Argument
@@ -237,7 +237,7 @@ def keeping(residual: ResidualWindow, shape: WindowShape, batch: Batch) -> Keepi
     sinks = (positions < shape.sink).nonzero().flatten()
     in_ring = tokens if shape.ring else tokens[:0]
     return Keeping(
-        begin=batch.rows[token_sequences(batch)] * (heads * window),
+        begin=batch.of_tokens(batch.rows) * (heads * window),
         seen=mask[:, : shape.span],
         token=torch.cat([in_ring, sinks]),
         place=torch.cat([residual.in_ring(positions[in_ring]), positions[sinks]]),

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from haarkv.tq_ops.block_levels import GROUP, unpack_levels
+from haarkv.tq_ops.formats.packing import pack_stream
 from haarkv.tq_ops.weight import Blocks
 
 MIDDLE = 8
@@ -92,9 +93,9 @@ def in_codes(weight: Blocks) -> dict[str, Tensor]:
         chunk, rows = weight.data[at : at + step], slice(at, at + step)
         levels = unpack_levels(chunk.view(len(chunk), -1, weight.type.nbytes), weight.type.name)
         code = levels.level.to(torch.int16) + (codes.zero - codes.centre)
-        tensors["lower"][rows] = _packed(code & 15)
+        tensors["lower"][rows] = pack_stream((code & 15).to(torch.uint8), 4)
         if codes.upper:
-            tensors["upper"][rows] = _packed((code >> 4) + MIDDLE)
+            tensors["upper"][rows] = pack_stream(((code >> 4) + MIDDLE).to(torch.uint8), 4)
         tensors["scale"][rows] = levels.scale
         if levels.minimum is not None:
             tensors["minimum"][rows] = levels.minimum + codes.centre * levels.scale
@@ -104,8 +105,3 @@ def in_codes(weight: Blocks) -> dict[str, Tensor]:
     if weight.column_scales is not None:
         tensors["columns"].copy_(weight.column_scales)
     return tensors
-
-
-def _packed(codes: Tensor) -> Tensor:
-    """[..., n] of four bits as bytes [..., n / 2], the first in the lower half."""
-    return (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)

@@ -9,7 +9,6 @@ from haarkv.engine.session import Session
 from haarkv.executors.base import Executor
 from haarkv.executors.reference import ReferenceExecutor
 from haarkv.models.base import DecoderModel
-from haarkv.models.text import load_tokenizer
 from haarkv.tq_ops.kv.batch import PagedSequences
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVPlan
@@ -33,7 +32,7 @@ def validate_formats(bench: Workbench, model: DecoderModel, mode: Mode) -> RungF
         def on_row(row: LayerRow, kv: str = kv) -> None:
             bench.tell(f"{kv}, {row.phase} {row.step}, layer {row.layer}")
 
-        executor, tokens = bench.executor(model), bench.token_ids()
+        executor, tokens = bench.executor(model), [bench.tokenizer.encode(prompt) for prompt in bench.prompts]
         report = validate(ReferenceExecutor(model), executor, model, tokens, bench.steps, plan, on_row, [mode], repeats)
         num_rows += len(report.rows)
         if not report.passed:
@@ -116,11 +115,11 @@ _SHOWN_CHARACTERS = 100
 
 def greedy_text(bench: Workbench) -> RungFinding:
     """The executor's text in each format against the reference's."""
-    tokenizer = load_tokenizer(bench.request.model, bench.config)
+    dtype = str(bench.model.dtype).removeprefix("torch.")
     num_positions, facts = 0, {}
     for kv, plan in bench.plans.items():
         reference_side, on_trial = (
-            Session(bench.request.model, bench.config, executor, tokenizer, plan)
+            Session(bench.name, bench.config, executor, bench.tokenizer, plan)
             for executor in (ReferenceExecutor(bench.model), bench.executor(bench.model))
         )
 
@@ -128,7 +127,7 @@ def greedy_text(bench: Workbench) -> RungFinding:
             bench.tell(f"{kv}: {what}")
 
         diff = greedy_diff(
-            reference_side, on_trial, bench.prompts, dtype=bench.dtype, max_new_tokens=bench.new_tokens, on_step=on_step
+            reference_side, on_trial, bench.prompts, dtype=dtype, max_new_tokens=bench.new_tokens, on_step=on_step
         )
         num_positions += diff.fidelity.positions
         facts[f"text in {kv}"] = repr(diff.prompts[0].text_b[:_SHOWN_CHARACTERS])

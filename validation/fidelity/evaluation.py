@@ -58,28 +58,20 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Span:
-    """Tokens begin … begin + length - 1 of the text, fed to an empty cache; each predicts the one after it."""
-
-    begin: int
-    length: int
-
-
-@dataclass(frozen=True)
 class Workload:
-    """A text, [n] int64, and its windows."""
+    """A text, [n] int64, and its windows: places of tokens that are fed to an empty cache, each predicts the one after it."""
 
     tokens: Tensor
-    windows: list[Span]
+    windows: list[range]
 
-    def fed(self, window: Span) -> Tensor:
-        """The tokens [length] of a window."""
-        return self.tokens[window.begin : window.begin + window.length]
+    def fed(self, window: range) -> Tensor:
+        """The tokens of a window."""
+        return self.tokens[window.start : window.stop]
 
     @property
     def scored_tokens(self) -> int:
         """Positions scored for each cache."""
-        return sum(window.length for window in self.windows)
+        return sum(map(len, self.windows))
 
 
 @dataclass(frozen=True)
@@ -130,11 +122,11 @@ def make_workload(ids: Sequence[int], context: int, *, window: int | None = None
     if total < 1:
         raise InputError(f"the text is too short: it has {len(ids)} token, and the first one is not scored; give at least 2")
     size, limit = window or min(WINDOW, context), min(tokens or total, total)
-    every = [Span(begin, min(size, total - begin)) for begin in range(0, total, size)]
+    every = [range(begin, min(begin + size, total)) for begin in range(0, total, size)]
     count = -(-limit // size)
     windows = [every[index * len(every) // count] for index in range(count)]
-    surplus = sum(w.length for w in windows) - limit
-    windows[-1] = Span(windows[-1].begin, windows[-1].length - surplus)
+    surplus = sum(map(len, windows)) - limit
+    windows[-1] = windows[-1][: len(windows[-1]) - surplus]
     return Workload(torch.tensor(ids), windows)
 
 
@@ -150,7 +142,7 @@ def evaluate(
         scores = score_all(setup, plan, {name: (side, 0) for name, side in setup.caches.items()}, partial, on_step)
     finally:
         partial.flush()
-    size = plan.windows[0].length
+    size = len(plan.windows[0])
     return [fidelity_row(name, side, size, scores[name]) for name, side in setup.caches.items()]
 
 
@@ -169,7 +161,7 @@ def score_all(
                 window_scores = score_window(name, plan, window, exact, cache_logits)
                 partial.keep_scores(name, number, window_scores)
             scores[name].append(window_scores)
-            on_step(f"{name}, window {number + 1} of {len(plan.windows)}", window.length)
+            on_step(f"{name}, window {number + 1} of {len(plan.windows)}", len(window))
     return {name: join(parts) for name, parts in scores.items()}
 
 
@@ -236,14 +228,13 @@ def run_span(side: Session, hidden: Tensor, span: range) -> Tensor:
     return torch.cat(pieces)
 
 
-def score_window(name: str, plan: Workload, window: Span, base: Iterable[Tensor], logits: Iterable[Tensor]) -> Scores:
+def score_window(name: str, plan: Workload, window: range, base: Iterable[Tensor], logits: Iterable[Tensor]) -> Scores:
     """Compare a cache's logits with the baseline's, each chunk by chunk; NonFiniteError if one is not finite."""
-    begin = window.begin + 1
-    targets = torch.split(plan.tokens[begin : begin + window.length], CHUNK)
+    targets = torch.split(plan.tokens[window.start + 1 : window.stop + 1], CHUNK)
     try:
         return join([score_text(a, b, t) for a, b, t in zip(base, logits, targets, strict=True)])
     except NonFiniteError as error:
-        raise NonFiniteError(f"{name} (B) against bf16 (A), window from token {window.begin}: {error}") from None
+        raise NonFiniteError(f"{name} (B) against bf16 (A), window from token {window.start}: {error}") from None
 
 
 def fidelity_row(name: str, side: Session, tokens: int, scores: Scores) -> FidelityRow:

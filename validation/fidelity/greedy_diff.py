@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -16,7 +17,6 @@ from haarkv.executors.base import prefill
 from haarkv.tq_ops.errors import InputError
 from haarkv.validation import bounds
 from haarkv.validation.fidelity.scores import kl_divergence, kl_figures, require_finite
-from haarkv.validation.fidelity.setup import Contender
 
 OnStep = Callable[[str], None]
 """Gets what is being done, for each token of it."""
@@ -32,6 +32,7 @@ class PositionScore:
         top_a, top_b: the five best of each, (token, logit); of equal logits the lower id first.
         kl: KL(A || B) of the next token, in nats.
         gap_a, gap_b: a side's best logit less its logit of the other side's best token; 0 if both agree.
+        near_tie: each side's logits of both tokens lie within an executor's permitted error. Never between formats.
         spread: standard deviation of A's logits, the unit of relative errors.
         logit_error: the largest |A - B| of any logit.
     """
@@ -41,6 +42,7 @@ class PositionScore:
     kl: float
     gap_a: float
     gap_b: float
+    near_tie: bool
     spread: float
     logit_error: float
 
@@ -75,7 +77,6 @@ class Divergence:
 
     Attributes:
         token_a, token_b: what each side chose; an end-of-text token if it ended here.
-        near_tie: each side's logits of both tokens lie within an executor's permitted error. Never between formats.
     """
 
     prompt: int
@@ -83,7 +84,6 @@ class Divergence:
     token_a: int
     token_b: int
     scores: PositionScore
-    near_tie: bool
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class GreedyDiff:
     def first_divergence(self) -> Divergence | None:
         """The earliest divergence that is not a near tie; without one, the earliest near tie."""
         divergences = [prompt.divergence for prompt in self.prompts if prompt.divergence]
-        return min(divergences, key=lambda d: (d.near_tie, d.position, d.prompt), default=None)
+        return min(divergences, key=lambda d: (d.scores.near_tie, d.position, d.prompt), default=None)
 
     @property
     def faulty(self) -> bool:
@@ -144,8 +144,7 @@ def greedy_diff(
         InputError: a prompt that is empty or does not fit; a side that chooses other tokens when fed the same again.
         NonFiniteError: a side gave a logit that is not finite.
     """
-    name_a, name_b = (str(Contender(side.executor.name, side.plan.describe())) for side in (side_a, side_b))
-    same_format = side_a.plan.describe() == side_b.plan.describe()
+    kv_a, kv_b = (side.plan.describe() for side in (side_a, side_b))
     bound = bounds.EXECUTOR_LOGITS[dtype]
     a, b = (
         side.generate(
@@ -158,29 +157,25 @@ def greedy_diff(
     )
     # The last token has been predicted and not been fed, unless another one ended the text after it.
     fed = [c.token_ids if c.finish == "eos" else c.token_ids[:-1] for c in a.completions]
-    position_scores = teacher_forced(side_a, side_b, side_a.encode(prompts), fed, lambda: on_step("both are fed A's tokens"))
+    ties_within = bound if kv_a == kv_b else -math.inf
+    position_scores = teacher_forced(
+        side_a, side_b, side_a.encode(prompts), fed, ties_within, lambda: on_step("both are fed A's tokens")
+    )
     eos = side_a.tokenizer.eos_token_ids
     rows = [
         PromptDiff(
             prompt, a.completions[i], b.completions[i], a.texts[i], b.texts[i], position_scores[i],
-            _divergence(i, a.completions[i], b.completions[i], position_scores[i], eos, bound, same_format),
+            _divergence(i, a.completions[i], b.completions[i], position_scores[i], eos, bound),
         )
         for i, prompt in enumerate(prompts)
     ]  # fmt: skip
-    near_ties, unexplained = 0, []
-    for index, row in enumerate(rows):
-        for position, now in enumerate(row.scores):
-            if same_format and not now.agrees and _is_near_tie(now, bound):
-                near_ties += 1
-            elif not now.agrees:
-                unexplained.append((index, position))
-    fidelity = summarize([position for row in rows for position in row.scores])
-    return GreedyDiff(name_a, name_b, same_format, rows, fidelity, near_ties, unexplained)
-
-
-def _is_near_tie(position_score: PositionScore, bound: float) -> bool:
-    # Not A's two best, which may tie while B takes a third token; and on both sides, for B may be far off where A ties.
-    return max(position_score.gap_a, position_score.gap_b) <= bound * position_score.spread
+    differing = [(i, place) for i, row in enumerate(rows) for place, now in enumerate(row.scores) if not now.agrees]
+    unexplained = [(i, place) for i, place in differing if not rows[i].scores[place].near_tie]
+    fidelity = summarize([now for row in rows for now in row.scores])
+    return GreedyDiff(
+        f"{side_a.executor.name}:{kv_a}", f"{side_b.executor.name}:{kv_b}", kv_a == kv_b, rows, fidelity,
+        len(differing) - len(unexplained), unexplained,
+    )  # fmt: skip
 
 
 def _divergence(
@@ -190,7 +185,6 @@ def _divergence(
     position_scores: Sequence[PositionScore],
     eos: Collection[int],
     bound: float,
-    same_format: bool,
 ) -> Divergence | None:
     """Where two completions part. Each side must choose its own tokens again when it is fed them."""
     divergence = None
@@ -201,7 +195,7 @@ def _divergence(
             continue
         token_b = _generated_token(b, position, now.top_b, eos, tolerance, f"side B, prompt {prompt + 1}")
         if token_a != token_b:
-            divergence = Divergence(prompt, position, token_a, token_b, now, same_format and _is_near_tie(now, bound))
+            divergence = Divergence(prompt, position, token_a, token_b, now)
     return divergence
 
 
@@ -221,21 +215,23 @@ def _generated_token(
 
 
 # -- Two sides fed the same tokens -------------------------------------------------------------------------------------------
-def score(a: Tensor, b: Tensor) -> PositionScore:
+def score(a: Tensor, b: Tensor, ties_within: float) -> PositionScore:
     """Compare two predictions [vocab] of one position, in float64; NonFiniteError if a logit is not finite."""
-    if a.shape != b.shape or a.ndim != 1:
-        raise ValueError(f"logits of one position have one shape [vocab], not {list(a.shape)} and {list(b.shape)}")
     a, b = a.detach().cpu().double(), b.detach().cpu().double()
     require_finite(a, b)
     log_p, log_q = a.log_softmax(-1), b.log_softmax(-1)
     top_a, top_b = _best(a), _best(b)
+    gap_a, gap_b = top_a[0][1] - float(a[top_b[0][0]]), top_b[0][1] - float(b[top_a[0][0]])
+    spread = float(a.std(correction=0))
     return PositionScore(
         top_a=top_a,
         top_b=top_b,
         kl=float(kl_divergence(log_p, log_q)),
-        gap_a=top_a[0][1] - float(a[top_b[0][0]]),
-        gap_b=top_b[0][1] - float(b[top_a[0][0]]),
-        spread=float(a.std(correction=0)),
+        gap_a=gap_a,
+        gap_b=gap_b,
+        # Not A's two best, which may tie while B takes a third token; and on both sides, for B may be far off where A ties.
+        near_tie=max(gap_a, gap_b) <= ties_within * spread,
+        spread=spread,
         logit_error=float((a - b).abs().max()),
     )
 
@@ -251,7 +247,8 @@ def teacher_forced(
     side_b: Session,
     prompts: Sequence[Sequence[int]],
     fed: Sequence[Sequence[int]],
-    on_position: Callable[[], None] = lambda: None,
+    ties_within: float,
+    on_position: Callable[[], None],
 ) -> list[list[PositionScore]]:
     """Feed both sides the same prompts and following tokens, and compare their predictions after the prompt and each of these.
 
@@ -260,7 +257,7 @@ def teacher_forced(
     position_scores: list[list[PositionScore]] = [[] for _ in prompts]
     for (rows, a), (_, b) in zip(_steps(side_a, prompts, fed), _steps(side_b, prompts, fed), strict=True):
         for index, logits_a, logits_b in zip(rows, a, b, strict=True):
-            position_scores[index].append(score(logits_a, logits_b))
+            position_scores[index].append(score(logits_a, logits_b, ties_within))
             on_position()
     return position_scores
 

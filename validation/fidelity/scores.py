@@ -66,8 +66,6 @@ def score_text(a: Tensor, b: Tensor, targets: Tensor) -> Scores:
     Raises:
         NonFiniteError: a logit is infinite or NaN.
     """
-    if a.shape != b.shape or a.ndim != 2 or targets.shape != a.shape[:1]:
-        raise ValueError(f"logits are [N, vocab] and targets [N], not {[list(x.shape) for x in (a, b, targets)]}")
     rows = max(1, _SLICE // a.shape[1])
     parts = zip(*(torch.split(x.to(a.device), rows) for x in (a, b, targets)), strict=True)
     return join([_score_slice(*part) for part in parts])

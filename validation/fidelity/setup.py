@@ -114,7 +114,7 @@ def run_fingerprint(setup: Setup, plan: Workload) -> dict[str, str]:
     return {
         "model": setup.weights + _digest(json.dumps(asdict(setup.model.config), sort_keys=True, default=str).encode()),
         "text": _digest(plan.tokens.numpy().tobytes()),
-        "windows": _digest(json.dumps([(w.begin, w.length) for w in plan.windows]).encode()),
+        "windows": _digest(json.dumps([(w.start, len(w)) for w in plan.windows]).encode()),
         "executor": ", ".join(sorted(executors)),
         "dtype": str(setup.model.dtype).removeprefix("torch."),
     }
@@ -147,9 +147,6 @@ class Contender:
 
     executor: str = catalog.AUTO
     kv: str = "tq4"
-
-    def __str__(self) -> str:
-        return f"{self.executor}:{self.kv}"
 
 
 def parse_contender(spec: str) -> Contender:

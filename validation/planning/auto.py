@@ -32,18 +32,20 @@ from haarkv.codebooks.learned import expected_cost
 from haarkv.engine.plans import SINKS, TAIL, plan_for
 from haarkv.models.catalog import read_config
 from haarkv.models.config import ModelConfig
+from haarkv.models.rope import inverse_frequencies
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration, Side
 from haarkv.tq_ops.formats.learned import COLUMNS, learned_bits
 from haarkv.tq_ops.formats.packing import eighth_widths
+from haarkv.tq_ops.formats.stretches import RopeShift
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile
 from haarkv.tq_ops.kv.kernel_support import unsupported_format
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.npu.program import HEAD_DIM
 from haarkv.tq_ops.npu.sides import READS
 from haarkv.tq_ops.table import OP_NAMES, with_ops
-from haarkv.validation.fidelity.evaluation import FidelityRow, OnStep, chunk_logits, fidelity_row, score_window, Span, Workload
+from haarkv.validation.fidelity.evaluation import FidelityRow, OnStep, Workload, chunk_logits, fidelity_row, score_window
 from haarkv.validation.planning.calibrate import Learning, Subject, learn_basis
 from haarkv.validation.planning.common_text import samples
 from haarkv.validation.planning.moments import AttentionVectors, Sums
@@ -173,7 +175,7 @@ class _LayerRun:
             nonlocal calls
             if is_stored:
                 result = op(*args)
-                if op is ops.rms_norm and args[1] is mlp_norm:
+                if op == ops.rms_norm and args[1] is mlp_norm:
                     mlp_input.append(result.float())
                     if not whole:
                         raise _MlpReachedError
@@ -240,7 +242,7 @@ class _Study:
     def _learn(self, layer: int, vectors: AttentionVectors) -> Any:
         mixer = self._subject.config.layers[layer].attention
         sums = Sums(mixer.num_kv_heads, mixer.head_dim)
-        turns = mixer.rope_shift
+        turns = RopeShift(tuple(inverse_frequencies(mixer.rope).tolist()))
         sums.add(vectors.first(self._half), turns, self._subject.config.max_position_embeddings)
         return learn_basis(sums, layer, turns)
 
@@ -252,7 +254,7 @@ class _Study:
             hidden = run_one_layer(side.executor.layers, plan, config, layer, hidden)
         on_step("the whole cache", len(self._text) * config.num_layers)
         targets = torch.cat([self._text[self._half :], self._text[:1]])
-        window = Span(0, len(targets) - 1)
+        window = range(len(targets) - 1)
         model = self._subject.model
         logits = (chunk_logits(model, self._base, states) for states in (self._exact, hidden[self._half :]))
         return fidelity_row("auto", side, len(self._text), score_window("auto", Workload(targets, [window]), window, *logits))

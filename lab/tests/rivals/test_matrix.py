@@ -33,11 +33,11 @@ TASK = Task(
 @pytest.fixture(scope="module", autouse=True)
 def registered_formats():
     """The names of the rivals, for these tests alone."""
-    before = dict(formats._BY_NAME)
+    before = dict(formats.BY_NAME)
     register()
     yield
-    formats._BY_NAME.clear()
-    formats._BY_NAME.update(before)
+    formats.BY_NAME.clear()
+    formats.BY_NAME.update(before)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_figures_are_those_of_torch_on_whole_windows(subject, model_info, tmp_pa
             exact, side_logits = (whole_logits(subject, s, plan.fed(window)) for s in (subject.base, side))
             kl.append(functional.kl_div(side_logits, exact, reduction="none", log_target=True).sum(-1))
             same.append(exact.argmax(-1) == side_logits.argmax(-1))
-            nll.append(functional.nll_loss(side_logits, plan.tokens[window.begin + 1 : window.begin + 129], reduction="none"))
+            nll.append(functional.nll_loss(side_logits, plan.tokens[window.start + 1 : window.start + 129], reduction="none"))
         kl, same, nll = map(torch.cat, (kl, same, nll))
         expected = [kl.mean(), kl.quantile(0.5), kl.max(), same.double().mean(), nll.mean().exp()]
         figures = [row[name] for name in ("kl_mean", "kl_median", "kl_p999", "top1", "ppl")]

@@ -129,9 +129,8 @@ def test_the_largest_numbers_of_a_vector_are_clipped():
 
 # -- In a cache ------------------------------------------------------------------------------------------------------------
 def test_the_cache_stores_each_head_in_its_own_rotation(monkeypatch):
-    monkeypatch.setattr(formats, "_BY_NAME", dict(formats._BY_NAME))
     by_side = {side: learn_format(side) for side in "kv"}
-    formats.register(*by_side.values())
+    monkeypatch.setitem(formats.BY_NAME, "oscar2", tuple(by_side.values()))
     plan = KVSpec("oscar2").plan(2)
     assert len(plan.formats) == 2
     cache = PagedKVCache(plan, KVShape(HEADS, 128), num_blocks=2, block_size=16)

@@ -24,7 +24,7 @@ EVERY = [(name, side) for name in BY_NAME for side in "kv"]
 @pytest.fixture(autouse=True)
 def registered_formats(monkeypatch):
     """Their names, for one test: other tests of this process may count the names of the product."""
-    monkeypatch.setattr(formats, "_BY_NAME", dict(formats._BY_NAME))
+    monkeypatch.setattr(formats, "BY_NAME", dict(formats.BY_NAME))
     register()
 
 

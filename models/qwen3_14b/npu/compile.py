@@ -23,7 +23,7 @@ from haarkv.tq_ops.npu.program import Program
 from haarkv.tq_ops.npu.sides import FORMAT
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
 
-PLAN = KVPlan.uniform(FORMAT, FORMAT, 1)
+PLAN = KVPlan(((FORMAT, FORMAT),))
 """What is compiled unless other formats are asked for."""
 
 

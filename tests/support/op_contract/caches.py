@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from haarkv.codebooks.learned import Basis
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.formats import Calibration, synthetic
 from haarkv.tq_ops.kv.batch import Batch, PagedSequences
@@ -35,6 +36,7 @@ class CacheCase:
         group: query heads of a KV head.
         pages: the cache lies in pages of another owner, which are apart.
         window: of a layer with a sliding window, whose cache keeps a ring; 0 for all.
+        rope_dims: numbers of a learned key that RoPE rotates, 0 where it is not known; all unless given.
     """
 
     kv: str
@@ -48,12 +50,14 @@ class CacheCase:
     tail: int = 0
     sink: int = 0
     window: int = 0
+    rope_dims: int | None = None
 
     def __str__(self) -> str:
         tokens = f"{len(self.new)}x{max(self.stored_lengths)}+{max(self.new)}"
         name = f"{self.kv}-d{self.head_dim}-gqa{self.group}-{tokens}-block{self.block_size}"
+        rope_suffix = "" if self.rope_dims is None else f"-rope{self.rope_dims}"
         window_suffix = f"-tail{self.tail}-sink{self.sink}" if self.tail + self.sink else ""
-        return name + "-pages" * self.pages + window_suffix + (f"-window{self.window}" if self.window else "")
+        return name + "-pages" * self.pages + window_suffix + (f"-window{self.window}" if self.window else "") + rope_suffix
 
     @property
     def shape(self) -> KVShape:
@@ -72,14 +76,24 @@ class CacheCase:
     def calibration(self) -> Calibration | None:
         if not formats.needs_calibration(self.kv):
             return None
-        return synthetic.calibration(LAYER + 1, self.kv_heads, self.head_dim)
+        whole = synthetic.calibration(LAYER + 1, self.kv_heads, self.head_dim)
+        if self.rope_dims is None:
+            return whole
+        bases = (replace(basis, inv_freq=basis.inv_freq[: self.rope_dims // 2]) for basis in whole.k)
+        return Calibration(tuple(bases), f"{whole.digest}, {self.rope_dims} rotated")
 
     def vectors(self, tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """K and V [T, Hkv, D] fp32 of new tokens: normal, or as the learned coordinates expect them."""
         k, v = torch.randn(2, tokens, self.kv_heads, self.head_dim, generator=generator)
         if calibration := self.calibration:
-            k = synthetic.vectors(calibration.k[LAYER], tokens, generator).transpose(0, 1).contiguous()
+            k = synthetic_keys(calibration.k[LAYER], tokens, generator).transpose(0, 1).contiguous()
         return k, v
+
+
+def synthetic_keys(key_basis: Basis, tokens: int, generator: torch.Generator) -> Tensor:
+    """Vectors [H, tokens, D] fp32 of the distribution that a basis expects."""
+    heads, dim = key_basis.mean.shape
+    return torch.randn(heads, tokens, dim, generator=generator) @ key_basis.back / dim**0.5 + key_basis.mean.unsqueeze(1)
 
 
 def cache_tensors(cache: PagedKVCache) -> Iterator[tuple[int, str, str, Tensor]]:

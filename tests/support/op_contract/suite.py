@@ -141,7 +141,7 @@ ATTENTION = (
     CacheCase("tq2", 128, 5, 2, 128, (1000, 0), (70, 40)),
     CacheCase("k=tq4,v=tq2", 128, 8, 2, 128, (2047, 3), (1, 1)),
     CacheCase("k=tq8,v=tq3", 64, 2, 2, 16, (200, 0), (30, 50)),
-    # Words of 2, 4, 8 and 16 that are left over, fewer than a register, and the most that there are.
+    # Learned keys of each width, in columns.
     CacheCase("k=lr4,v=tq3", 128, 5, 2, 128, (0, 2, 126, 127, 128, 1500), (1, 1, 1, 1, 1, 1)),
     CacheCase("k=lr4,v=tq3", 128, 5, 2, 128, (0, 300), (3, 1)),
     CacheCase("k=lr3,v=tq5", 128, 8, 2, 24, (0, 100), (9, 1)),
@@ -167,6 +167,12 @@ ATTENTION = (
     CacheCase("k=bf16,v=tq3", 128, 5, 2, 128, (0, 300), (1, 20), tail=32, sink=4),
     CacheCase("k=fp32,v=bf16", 256, 2, 2, 128, (0, 300), (1, 9), tail=32),
     CacheCase("k=tq8,v=tq2", 64, 1, 2, 24, (1500, 7), (1, 9), tail=1200, sink=30),
+)
+# Where RoPE turns a part of each key, whose halves are then not those of memory, or how it turns is not known.
+BORDER_OF_TURNS = (
+    CacheCase("k=lr3,v=tq4", 64, 2, 2, 16, (1021,), (6,), rope_dims=48),
+    CacheCase("k=lr3,v=tq4", 64, 2, 2, 16, (1021,), (6,), rope_dims=32),
+    CacheCase("k=lr3,v=tq4", 64, 2, 2, 16, (1021,), (6,), tail=9, sink=2, rope_dims=0),
 )
 # For interpreters, too: of each pair what is quick.
 SMALL_ATTENTION = (
@@ -203,6 +209,7 @@ SMALL_ATTENTION = (
     CacheCase("k=lr3,v=tq3", 64, 2, 2, 24, (2060, 3), (1, 1), tail=9, sink=4),
     CacheCase("k=lr4,v=tq4", 64, 2, 1, 16, (1022, 30), (5, 1)),
     CacheCase("k=lr5,v=tq2", 64, 8, 1, 128, (1020,), (8,)),
+    *BORDER_OF_TURNS,
     # Windows that begin before a border and behind it, whose first tile is not a stretch's first.
     CacheCase("k=lr4,v=tq4", 64, 2, 1, 16, (1030, 3), (1, 1), window=40),
     CacheCase("k=lr4,v=tq4", 64, 2, 1, 16, (1080, 1030), (3, 2), tail=8, window=40),
@@ -249,6 +256,7 @@ SMALL_STORES = (
     CacheCase("k=lr3,v=tq3", 64, 1, 2, 16, (0, 30, 12), (11, 9, 1), tail=9, sink=3),
     # Both sides of the border of a stretch.
     CacheCase("k=lr4,v=tq3", 64, 1, 2, 16, (1022,), (4,)),
+    *BORDER_OF_TURNS,
 )
 
 

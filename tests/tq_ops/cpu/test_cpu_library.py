@@ -12,22 +12,22 @@ from haarkv.tq_ops.cpu import build, library
 
 
 def test_a_structure_keeps_alive_what_it_and_what_is_in_it_point_to():
-    def quantizer():
+    def side():
         centroids = torch.randn(16)
-        return library.Quantizer(centroids=centroids, planes=(4, 0)), weakref.ref(centroids)
+        return library.Side(centroids=centroids, planes=(4, 0)), weakref.ref(centroids)
 
-    inner, table = quantizer()
-    outer = library.StoreSide(quantizer=inner)
+    inner, table = side()
+    outer = library.StoreSide(side=inner)
     del inner
     gc.collect()
     assert table() is not None
-    assert outer.quantizer.centroids == table().data_ptr()
+    assert outer.side.centroids == table().data_ptr()
     assert (outer.quantizer.gains, outer.bf16) == (None, 0)
     del outer
     gc.collect()
     assert table() is None
     with pytest.raises(AssertionError, match="centroid"):
-        library.Quantizer(centroid=torch.randn(16))
+        library.Side(centroid=torch.randn(16))
 
 
 def test_a_library_of_older_sources_is_refused(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ import bounds
 import pytest
 import torch
 from at_length import MORE_CUDA, pairwise_cases
-from cuda_caches import DEVICE, as_bytes, attention_bound, attention_error, check_stored, on_device, pad_batch, same
+from cuda_caches import DEVICE, as_bytes, attention_bound, check_stored, on_device, pad_batch, same
 from op_contract.caches import Store
 from op_tables import LAYER, Case, filled, relative
 
@@ -25,6 +25,16 @@ BF16 = torch.bfloat16
 
 
 # -- Attention ---------------------------------------------------------------------------------------------------------
+def attention_error(case, cache, batch, size=1.0, scale=None):
+    """How far attention over a cache is off, of BF16 queries of a size; the reference's are the same numbers in FP32."""
+    scale = scale or case.head_dim**-0.5
+    q = (size * torch.randn(len(batch.positions), case.kv_heads * case.group, case.head_dim)).to(BF16)
+    theirs = reference.paged_attention(q.float(), cache.view(LAYER, batch), scale)
+    ours = ops.paged_attention(q.to(DEVICE), on_device(cache, case).view(LAYER, batch.to(DEVICE)), scale)
+    assert ours.dtype == BF16
+    return relative(ours, theirs)
+
+
 # The rest runs with `make test-cuda-long`.
 @pytest.mark.parametrize(
     ("case", "programs"),
@@ -48,25 +58,25 @@ def test_pieces_of_a_context_are_merged(monkeypatch, case, programs):
     kv_cache, batch = filled(case)
     late = kv_cache.kv[LAYER].place(batch).block_table[:, 16:]
     kv_cache.kv[LAYER].v.fields["scale"][late[late >= 0].unique().long()] *= 3
-    q = torch.randn(len(batch.positions), case.kv_heads * case.group, case.head_dim).to(BF16)
-    theirs = reference.paged_attention(q, kv_cache.view(LAYER, batch), case.head_dim**-0.5)
     monkeypatch.setattr(schedule, "count_programs", lambda *_: programs)
-    ours = ops.paged_attention(q.to(DEVICE), on_device(kv_cache, case).view(LAYER, batch.to(DEVICE)), case.head_dim**-0.5)
-    assert relative(ours, theirs) <= attention_bound(BF16)
+    assert attention_error(case, kv_cache, batch) <= attention_bound(BF16)
 
 
 @pytest.mark.parametrize(
-    ("case", "unusual"),
+    ("case", "v_scales", "queries"),
     [
         # Probabilities times scales go to the tensor cores in units of the largest scale, not below FP16's range.
-        (Case("tq4", 64, 1, 1, 8, (20,), (1,)), {"v_scales": 2.0**-16}),
+        (Case("tq4", 64, 1, 1, 8, (20,), (1,)), 2.0**-16, (2.0,)),
         # Learned matrices are of any size; here queries become ten times FP16's largest number.
-        (Case("k=lr3,v=tq3", 64, 8, 1, 8, (20,), (1,)), {"size": 1e4, "scale": 0.125e-4}),
+        (Case("k=lr3,v=tq3", 64, 8, 1, 8, (20,), (1,)), 1.0, (1e4, 0.125e-4)),
     ],
     ids=str,
 )
-def test_numbers_beyond_fp16_keep_their_precision(case, unusual):
-    assert attention_error(ops, case, BF16, **unusual) <= attention_bound(BF16)
+def test_numbers_beyond_fp16_keep_their_precision(case, v_scales, queries):
+    """`queries`: their size, and the softmax's scale if it is another."""
+    kv_cache, batch = filled(case)
+    kv_cache.kv[LAYER].v.fields["scale"].mul_(v_scales)
+    assert attention_error(case, kv_cache, batch, *queries) <= attention_bound(BF16)
 
 
 @pytest.mark.parametrize("window", [{}, {"tail": 3, "sink": 2}, {"tail": 40}, {"window": 6}], ids=str)

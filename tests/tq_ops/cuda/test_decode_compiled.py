@@ -23,8 +23,8 @@ pytest.importorskip("triton", reason="Triton, which brings the disassembler, is 
 from triton.backends import nvidia
 
 from haarkv.tq_ops import formats
-from haarkv.tq_ops.cuda import decode, ops
-from haarkv.tq_ops.cuda.layout import to_layout
+from haarkv.tq_ops.cuda import decode, ops, schedule
+from haarkv.tq_ops.cuda.layout import both_layouts, to_layout
 from haarkv.tq_ops.formats import synthetic
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
@@ -169,15 +169,12 @@ def test_what_nvrtc_refuses_is_said():
 # -- Where it is launched -----------------------------------------------------------------------------------------------
 def test_while_kernels_are_only_compiled_none_is_launched(monkeypatch):
     kv_cache, batch = filled(Case("tq4", 128, 5, 2, 128, (699, 2), (1, 1)))
-    k, v = (
-        to_layout(f, LAYER, 128, torch.device("cpu")) for f in (kv_cache.kv[LAYER].k.kv_format, kv_cache.kv[LAYER].v.kv_format)
-    )
-    q = torch.randn(len(batch.positions), 10, 128).bfloat16()
-    rotated = ops.rotate(q, kv_cache.view(LAYER, batch))
+    at, q = kv_cache.view(LAYER, batch), torch.randn(len(batch.positions), 10, 128).bfloat16()
+    rotated = ops.rotate(q, at)
     compilations = []
     monkeypatch.setattr(decode, "only_compiles", lambda: True)
     monkeypatch.setattr(decode, "_kernel", lambda *given: compilations.append(given))
-    assert decode.attend(q, rotated, kv_cache.view(LAYER, batch), (k, v), 0.1).shape == q.shape
+    assert decode.attend(q, rotated, at, both_layouts(at, q.device), 0.1).shape == q.shape
     assert len(compilations) == 1
 
 
@@ -210,5 +207,4 @@ def test_what_it_takes(monkeypatch, dtype, head_dim, group, kv, block, accepts):
 )
 def test_no_more_thread_blocks_share_the_work_than_processors_hold(group, memory, at_once):
     assert decode.blocks_a_processor(group, 128, memory * 1024) == at_once
-    processors, device = 4, torch.device("cpu")
-    assert decode.count_blocks(1, 1, 2**20, at_once, device) == at_once * processors
+    assert schedule.count_programs(1, decode.MOST_BLOCKS, torch.device("cpu"), at_once) == at_once * 4

@@ -63,13 +63,6 @@ def test_a_prompt_in_pieces_is_the_whole_prompt_to_the_bit(case, sizes):
     assert torch.equal(torch.cat(pieces), all_at_once(case))
 
 
-def test_the_order_of_a_batch_changes_no_bit():
-    x, logits = MANY.inputs()
-    order = torch.randperm(MANY.tokens, generator=torch.Generator().manual_seed(3))
-    ours = experts.run_experts(x[order].to(DEVICE), logits[order].to(DEVICE), on_device(MANY.stack()))
-    assert torch.equal(ours, all_at_once(MANY)[order.to(DEVICE)])
-
-
 # -- Choice and order ------------------------------------------------------------------------------------------------------
 def test_of_equal_experts_the_first_are_chosen():
     logits = torch.tensor([[1.0, 3.0, 3.0, 3.0, 0.0], [-torch.inf, 0.0, -torch.inf, -torch.inf, -torch.inf]])

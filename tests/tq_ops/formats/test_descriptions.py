@@ -58,13 +58,17 @@ def made_up(name):
 
 @pytest.fixture
 def registered(monkeypatch):
-    monkeypatch.setattr(formats, "_BY_NAME", dict(formats._BY_NAME))
     for name in MADE_UP:
-        formats.register(made_up(name), made_up(name))
+        monkeypatch.setitem(formats.BY_NAME, name, (made_up(name), made_up(name)))
 
 
-def check_contract(table, name):
+@pytest.mark.parametrize("name", MADE_UP)
+@pytest.mark.parametrize(
+    "table", [*suite.CPU, pytest.param(suite.CUDA, marks=pytest.mark.cuda_long)], ids=lambda table: table.name
+)  # fmt: skip
+def test_a_made_up_format_runs_on_every_backend_that_reads_its_kind(table, name, registered):
     """Blocks of 8, two sequences: what is stored, and attention of both dtypes."""
+    open_table(table)
     shape = (name, HEAD_DIM, 3, 2, 8)
     for case in (
         Store(CacheCase(*shape, (0, 0), (19, 9))),
@@ -72,19 +76,6 @@ def check_contract(table, name):
     ):
         ((_, finding),) = suite.run(table, [case])
         assert finding.passed, (case, finding)
-
-
-@pytest.mark.parametrize("name", MADE_UP)
-@pytest.mark.parametrize("table", suite.CPU, ids=lambda table: table.name)
-def test_a_made_up_format_runs_on_the_cpu(table, name, registered):
-    open_table(table)
-    check_contract(table, name)
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.cuda_long) for name in MADE_UP])
-def test_a_made_up_format_runs_on_a_gpu(name, registered):
-    open_table(suite.CUDA)
-    check_contract(suite.CUDA, name)
 
 
 # -- What backends read ----------------------------------------------------------------------------------------------------
@@ -152,13 +143,12 @@ def test_a_copy_of_a_format_under_another_name_is_read_by_all():
     """Names do not matter: equal descriptions are the same to every backend."""
     copy = RotatedFormat("copy", "", 4, formats.get("tq4").description)
     for reads in ALL.values():
-        assert unsupported(reads, KVPlan.uniform(copy, copy, 2), KVShape(2, 128)) is None
+        assert unsupported(reads, KVPlan(((copy, copy),) * 2), KVShape(2, 128)) is None
 
 
 def test_nobody_outside_the_formats_knows_one_by_its_class_or_compares_its_name():
     """Descriptions and declarations are all that the rooms know of each other."""
-    modules = "compared"
-    class_import = re.compile(rf"formats\.({modules})\b.* import|import .*(TurboQuant|Hadamard)")
+    class_import = re.compile(r"formats\.compared\b.* import|import .*(TurboQuant|Hadamard)")
     name_test = re.compile(r"format\w*\.name (==|!=|in|not in)|isinstance\(\w*format")
     rooms = ("tq_ops", "models", "executors", "engine", "serving", "tq", "benchmarks", "validation")
     files = [path for room in rooms for path in (ROOT / room).rglob("*.py") if path.parent != ROOT / "tq_ops" / "formats"]

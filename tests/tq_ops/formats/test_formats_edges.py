@@ -53,12 +53,6 @@ def test_unknown_formats_are_refused(spec):
         formats.parse(spec)
 
 
-def test_k_and_v_of_one_name_may_be_stored_differently():
-    k_format, v_format = formats.parse("k=tq4,v=kivi2")
-    assert (k_format, v_format) == (formats.get("tq4"), formats.get("kivi2", "v"))
-    assert formats.describe(k_format, v_format) == "k=tq4,v=kivi2"
-
-
 def test_keys_must_come_in_whole_groups():
     for shape in ((31, 64), (33, 64), (64,)):
         with pytest.raises(InputError, match="groups of 32"):

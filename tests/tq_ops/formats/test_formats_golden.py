@@ -56,12 +56,6 @@ def golden_rows(golden, layer):
     return data, torch.from_numpy(data["x"]), data["kind"]
 
 
-def is_ordinary(x):
-    """Rows on which the published 1e-6 inside the norm moves no level and no square overflows."""
-    norm = x.double().norm(dim=-1).numpy()
-    return (norm > 0.1) & (norm < 1e18)
-
-
 @pytest.mark.parametrize("layer", [0, 1])
 def test_seed_levels_norms_and_values_equal_the_device_golden(golden, published_rotation, layer):
     data, x, kind = golden_rows(golden, layer)
@@ -86,7 +80,8 @@ def test_seed_levels_norms_and_values_equal_the_device_golden(golden, published_
 @pytest.mark.parametrize("layer", [0, 1])
 def test_tq4_packs_the_golden_bytes(golden, published_rotation, layer):
     data, x, _ = golden_rows(golden, layer)
-    ordinary = is_ordinary(x)
+    norm = x.double().norm(dim=-1).numpy()
+    ordinary = (norm > 0.1) & (norm < 1e18)  # the published 1e-6 inside the norm moves no level, and no square overflows
     assert ordinary.sum() >= 340
     tq4 = TurboQuant(4, "", published_rotation)
     codes = tq4.quantize(x, layer)["codes"]
@@ -238,20 +233,14 @@ def test_kivi(golden, file):
     same_bits((dequantized.transpose(-1, -2).contiguous() if keys else dequantized).numpy(), data["dequant"])
 
 
-def flushing(tail, group):
-    """What says which tokens a query sees in groups."""
-    return ResidualWindow(
-        tail=tail, sink=0, group=group, ring=0, num_rows=1, num_kv_heads=1, head_dim=64, device=torch.device("cpu")
-    )
-
-
 def test_kivi_flush_rule_after_every_token(golden):
     """100 tokens at once, then 60 one by one: what is quantized when, and what the cache then holds."""
     data = golden("kivi_sycl/flush_trace_G16_R32_D64_pre100_tot160")
     keys, values = Kivi(2, 16, keys=True), Kivi(2, 16, keys=False)
     k, v = (torch.from_numpy(data[name])[0, 0] for name in ("k_in", "v_in"))
-    window, quantized = flushing(31, 16), 0
-    stored_keys, stored_values = [], []
+    shape = {"num_rows": 1, "num_kv_heads": 1, "head_dim": 64, "device": torch.device("cpu")}
+    window = ResidualWindow(tail=31, sink=0, group=16, ring=0, **shape)  # which says what a query sees in groups
+    stored_keys, stored_values, quantized = [], [], 0
     for row in data["trace_total_quant_res_kivibytes_fp32bytes"].tolist():
         total = row[0]
         while quantized < window.first_recent(total - 1):

@@ -4,15 +4,15 @@ import itertools
 
 import pytest
 import torch
-from learned_slow import GOLDEN_BITS, ROWS, codes, golden_basis, slow
+from learned_slow import GOLDEN_BITS, codes, slow
+from op_contract.caches import synthetic_keys
 from small_models import SMALL, resize_config
 
 from haarkv.engine.plans import plan_for
 from haarkv.models.parallel import Split
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError, NonFiniteError
-from haarkv.tq_ops.formats.learned import Calibration
-from haarkv.tq_ops.formats.synthetic import calibration, vectors
+from haarkv.tq_ops.formats.synthetic import calibration
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.shapes import KVShape
@@ -22,7 +22,7 @@ SYNTHETIC = calibration(heads=HEADS, dim=DIM)
 
 
 def basis_vectors(basis_set, layer, tokens):
-    return vectors(basis_set.k[layer], tokens, torch.Generator().manual_seed(0))
+    return synthetic_keys(basis_set.k[layer], tokens, torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("bits", GOLDEN_BITS)
@@ -47,22 +47,6 @@ def test_bytes_are_those_of_the_slow_path(dim, bits):
             assert float(fields["scale"][head, token]) == pytest.approx(expected.scale, rel=2**-10)
             torch.testing.assert_close(dequantized[head, token].double(), expected.restored, rtol=2**-7, atol=2**-7)
     assert different <= 2  # ties that FP32 breaks the other way
-
-
-@pytest.mark.parametrize("bits", GOLDEN_BITS)
-def test_golden_bytes(golden, bits):
-    """What a version has stored, later ones store and read alike; nothing here lies where rounding decides."""
-    data = golden("learned/lr")
-    basis = golden_basis(data)
-    kv_format = Calibration((basis,), "golden").format(bits)
-    fields = kv_format.quantize(torch.from_numpy(data[f"x{bits}"]), 0)
-    assert fields["scale"].numel() == 2 * ROWS
-    assert torch.equal(fields["codes"], torch.from_numpy(data[f"codes{bits}"]))
-    assert torch.equal(fields["scale"], torch.from_numpy(data[f"scale{bits}"]))
-    for head, token in itertools.product(range(2), range(3)):
-        expected = slow(torch.from_numpy(data[f"x{bits}"])[head, token], basis, head, bits).restored
-        dequantized = kv_format.dequantize(fields, 0)[head, token].double()
-        assert (dequantized - expected).norm() < 3e-3 * expected.norm()  # FP16 of the scale, BF16 of the rows
 
 
 def test_the_mean_zeros_and_large_vectors():

@@ -31,32 +31,29 @@ def test_bf16_vectors_and_views_are_stored_as_the_same_numbers_in_fp32(name):
 
 
 @pytest.mark.parametrize("bits", [2, 4])
-@pytest.mark.parametrize(("group", "head_dim"), [(32, 64), (32, 128), (64, 64), (64, 256), (128, 128), (128, 256)])
-def test_kivi_values_equal_the_slow_path(bits, group, head_dim):
-    x = fresh_rows(head_dim, bits)[::2]
-    values = Kivi(bits, group, keys=False)
-    fields = values.quantize(x, 0)
-    packed, dequantized = values.to_bytes(fields).numpy(), values.dequantize(fields, 0).numpy()
-    assert packed.shape[1] == values.bytes_per_vector(head_dim) == head_dim * (bits + 64 / group) / 8
-    for row, ours, numbers in zip(x.numpy(), packed, dequantized, strict=True):
-        assert ours.tobytes() == slow.encode_kivi_values(list(row), bits, group)
-        np.testing.assert_array_equal(numbers, np.array(slow.decode_kivi(ours.tobytes(), bits, group, head_dim), np.float32))
-
-
-@pytest.mark.parametrize("bits", [2, 4])
-@pytest.mark.parametrize(("group", "head_dim"), [(32, 64), (64, 128), (128, 64)])
-def test_kivi_keys_equal_the_slow_path(bits, group, head_dim):
-    generator = torch.Generator().manual_seed(bits)
-    x = torch.randn(2, group, head_dim, generator=generator) * torch.rand(head_dim, generator=generator) * 9
-    x[0, :, 0], x[0, :, 1], x[0, :, 2] = 0, 7.5, (x[0, :, 2] * 2).round() / 2
-    keys = Kivi(bits, group, keys=True)
-    fields = keys.quantize(x, 0)
-    packed, dequantized = keys.to_bytes(fields).numpy(), keys.dequantize(fields, 0).numpy()
-    assert packed.shape[1] / group == keys.bytes_per_vector(head_dim) == head_dim * (bits + 64 / group) / 8
-    for group_of_keys, ours, numbers in zip(x.numpy(), packed, dequantized, strict=True):
-        assert ours.tobytes() == slow.encode_kivi_keys(group_of_keys, bits)
-        by_channel = slow.decode_kivi(ours.tobytes(), bits, group, group * head_dim)
-        np.testing.assert_array_equal(numbers, np.array(by_channel, np.float32).reshape(head_dim, group).T)
+@pytest.mark.parametrize(
+    ("side", "group", "head_dim"),
+    [
+        *(("v", *sizes) for sizes in ((32, 64), (32, 128), (64, 64), (64, 256), (128, 128), (128, 256))),
+        *(("k", *sizes) for sizes in ((32, 64), (64, 128), (128, 64))),
+    ],
+)
+def test_kivi_equals_the_slow_path(side, bits, group, head_dim):
+    keys, x = side == "k", fresh_rows(head_dim, bits)[::2]
+    if keys:
+        generator = torch.Generator().manual_seed(bits)
+        x = torch.randn(2, group, head_dim, generator=generator) * torch.rand(head_dim, generator=generator) * 9
+        x[0, :, 0], x[0, :, 1], x[0, :, 2] = 0, 7.5, (x[0, :, 2] * 2).round() / 2
+    kv_format = Kivi(bits, group, keys=keys)
+    fields = kv_format.quantize(x, 0)
+    packed, dequantized = kv_format.to_bytes(fields).numpy(), kv_format.dequantize(fields, 0).numpy()
+    nbytes = packed.shape[1] / kv_format.group_tokens
+    assert nbytes == kv_format.bytes_per_vector(head_dim) == head_dim * (bits + 64 / group) / 8
+    for numbers, ours, restored in zip(x.numpy(), packed, dequantized, strict=True):
+        encoded = slow.encode_kivi_keys(numbers, bits) if keys else slow.encode_kivi_values(list(numbers), bits, group)
+        assert ours.tobytes() == encoded
+        expected = np.array(slow.decode_kivi(ours.tobytes(), bits, group, numbers.size), np.float32)
+        np.testing.assert_array_equal(restored, expected.reshape(head_dim, group).T if keys else expected)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -190,8 +190,7 @@ def test_bytes_are_what_is_allocated(name, config):
     one = PagedKVCache(plan, shapes, num_blocks=3, num_rows=1, room=WINDOW_ROOM).nbytes
     assert cache_bytes(plan, 300, shapes) == one
     assert cache_bytes(plan, 384, shapes, sequences=2) == 2 * one
-    assert tokens_that_fit(plan, 2 * one, shapes, sequences=2) == 384
-    assert tokens_that_fit(plan, one - 1, shapes) == 256
+    assert [tokens_that_fit(plan, room, shapes) for room in (one, one - 1)] == [384, 256]
     assert tokens_that_fit(plan, -5, shapes) == 0
     windows = [w.vectors for layer in range(config.num_layers) for w in cache.kv[layer].windows if w]
     assert cache.nbytes == sum(t.nbytes for t in windows) + sum(tensor.nbytes for *_, tensor in cache_tensors(cache))
@@ -199,9 +198,8 @@ def test_bytes_are_what_is_allocated(name, config):
 
 
 def test_what_is_described_can_be_read():
-    assert KVSpec("tq4").plan(3).describe() == "tq4"
-    assert KVSpec("k=tq4,v=tq3", tail=4, sink=2).plan(3).describe() == "k=tq4,v=tq3; tail 4; sink 2"
-    assert KVSpec("tq4", skip_layers=(0, 2)).plan(5).describe() == "tq4; layers 0, 2: bf16"
+    described = KVSpec("k=tq4,v=tq3", tail=4, sink=2, skip_layers=(0, 2)).plan(5).describe()
+    assert described == "k=tq4,v=tq3; layers 0, 2: bf16; tail 4; sink 2"
 
 
 # -- What is refused --------------------------------------------------------------------------------------------------------

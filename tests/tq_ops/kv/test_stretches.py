@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from op_contract.caches import synthetic_keys
 
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.formats import synthetic
@@ -42,7 +43,7 @@ def test_turning_is_rope_by_the_start_of_the_stretch():
 def test_attention_of_the_reference_is_that_over_what_is_restored(spec):
     """In float64, keys turned by hand; before RoPE they are alike."""
     generator, plan, positions = torch.Generator().manual_seed(0), spec.plan(1), torch.arange(TOKENS)
-    k = ROPE_SHIFT.redo(synthetic.vectors(CALIBRATION.k[0], TOKENS, generator), positions)
+    k = ROPE_SHIFT.redo(synthetic_keys(CALIBRATION.k[0], TOKENS, generator), positions)
     q, v = torch.randn(1, QUERIES, DIM, generator=generator) / 8, torch.randn(HEADS, TOKENS, DIM, generator=generator)
     cache = PagedKVCache(plan, KVShape(HEADS, DIM), num_blocks=40, num_rows=1, block_size=64, chunk=4096)
     paging = PagedSequences(40, 64, num_rows=1)

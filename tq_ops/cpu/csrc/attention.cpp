@@ -15,7 +15,7 @@ template <int R> using Floats = Products<KeyProducts<FloatSums<Simd>, R>, FloatV
 }  // namespace
 
 void HAARKV_SET::add_attention(Kernels& kernels) {
-    kernels.by_floats = {nullptr, scratch_of_passes<Simd, Floats>, attend_pass<Simd, Floats>};
+    kernels.by_floats = {nullptr, Pass<Simd, Floats>::floats, attend_pass<Simd, Floats>};
 }
 
 }  // namespace haarkv

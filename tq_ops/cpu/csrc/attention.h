@@ -23,22 +23,31 @@ void exponentials(int rows, const float* before, const float* block, const float
     }
 }
 
-// Where the pieces of scratch begin, in floats. The products' own come last.
+// The pieces of a tile's scratch, each whole cache lines. The products' own come last.
 struct Pieces {
-    int64_t logits, k_scale, v_scale, weights, words, codes, numbers, queries, found, end = 0;
+    float *logits, *k_scale, *v_scale, *weights, *numbers, *queries, *found;
+    uint32_t* words;
+    uint8_t* codes;
+    int64_t end = 0;  // floats
 
-    Pieces(const Cache& cache, int rows) {
+    Pieces(const Cache& cache, int rows, float* scratch) {
+        auto take = [&](int64_t floats) {
+            float* const piece = scratch ? scratch + end : nullptr;
+            end += (floats + kLine / 4 - 1) / (kLine / 4) * (kLine / 4);
+            return piece;
+        };
         const int64_t stride = padded(cache.block_size);
         const bool numbers_too = cache.k.cell != kNibble || cache.v.cell != kNibble;
         const bool residual = cache.k.residual.vectors || cache.v.residual.vectors;
-        const int64_t tile = kTileKeys * larger(cache.head_dim, larger(cache.k.levels, cache.v.levels));
+        const int64_t tile = kTileKeys * cache.head_dim;
         const int64_t nibbles = cache.block_size * larger(unpacked_bytes(cache.k), unpacked_bytes(cache.v));
         logits = take(rows * stride);
         k_scale = take(stride);
         v_scale = take(stride);
         weights = take(rows * stride);
-        words = take(cache.k.cell == kNibble || cache.k.columns || has_planes(cache.k) ? stride * key_words(cache.k) : 0);
-        codes = take(larger(nibbles, numbers_too ? tile : 0) / 4 + 1);  // and a word past the last
+        const bool words_too = cache.k.cell == kNibble || cache.k.columns || has_planes(cache.k);
+        words = reinterpret_cast<uint32_t*>(take(words_too ? stride * key_words(cache.k) : 0));
+        codes = reinterpret_cast<uint8_t*>(take(larger(nibbles, numbers_too ? tile : 0) / 4 + 1));  // and a word past the last
         numbers = take(numbers_too ? tile : 0);
         queries = take(residual ? rows * cache.head_dim : 0);
         found = take(residual ? rows * stride : 0);
@@ -46,86 +55,73 @@ struct Pieces {
 
   private:
     static int64_t unpacked_bytes(const Side& side) { return unpacks_nibbles(side) ? nibble_bytes(side) : 0; }
-    int64_t take(int64_t floats) {
-        const int64_t begin = end;
-        end += (floats + kLine / 4 - 1) / (kLine / 4) * (kLine / 4);
-        return begin;
-    }
 };
 
-// Floats of scratch that `attend` needs with the products `P`.
-template <template <int> class P> int64_t scratch_floats(const Cache& cache) {
-    return Pieces(cache, kMaxRows).end + P<kMaxRows>::floats(cache) + 16;
+// Floats of scratch that a tile needs with the products `P`.
+template <class P> int64_t tile_floats(const Cache& cache) {
+    return (Pieces(cache, kMaxRows, nullptr).end + P::floats(cache) + 15) / 16 * 16;
 }
 
 // The rows of a tile: what is taken of one block after the other, and what is kept between them.
-template <class Simd, class P, int R> struct Attend {
+template <class Simd, class P, int R> struct Attend : Pieces {
     const Cache& cache;
     const Tile& tile;
-    const Pieces pieces;
     const int stride, dim;
     P products;
     const ResidualRows<R> k_residual, v_residual;
-    float *const logits, *const v_scale, *const weights, *const numbers, *const found;
-    uint8_t* const codes;
-    float *const k_scale, *const words;
     const float* own[R];        // [dim] queries for keys in BF16
     float shrink[R];            // of all sums, by the block at hand
     bool met_residual = false;  // whether a row has seen a value in BF16
 
     Attend(const Cache& cache, const Tile& tile, float* scratch)
-        : cache(cache),
+        : Pieces(cache, R, scratch),
+          cache(cache),
           tile(tile),
-          pieces(cache, R),
           stride(padded(cache.block_size)),
           dim(cache.head_dim),
-          products(cache, tile, stride, scratch + pieces.end),
+          products(cache, tile, stride, scratch + end),
           k_residual(cache.k, cache, tile),
-          v_residual(cache.v, cache, tile),
-          logits(scratch + pieces.logits),
-          v_scale(scratch + pieces.v_scale),
-          weights(scratch + pieces.weights),
-          numbers(scratch + pieces.numbers),
-          found(scratch + pieces.found),
-          codes(reinterpret_cast<uint8_t*>(scratch + pieces.codes)),
-          k_scale(scratch + pieces.k_scale),
-          words(scratch + pieces.words) {
+          v_residual(cache.v, cache, tile) {
         for (int r = 0; r < R; ++r) {
             for (int i = 0; i < cache.v.levels; ++i) tile.sums[r * cache.v.levels + i] = 0.0f;
             tile.maxima[r] = -INFINITY, tile.totals[r] = 0.0f;
         }
         for (int i = 0; !P::mixes(cache.v) && i < stride; ++i) v_scale[i] = 1.0f;
         for (int r = 0; v_residual.vectors && r < R; ++r) tile.residual_totals[r] = 0.0f;
-        if (k_residual.vectors) widen_queries(scratch + pieces.queries);
+        for (int r = 0; k_residual.vectors && r < R; ++r) {
+            read(tile.own[r], tile.bf16, 0, dim, queries + r * dim);
+            own[r] = queries + r * dim;
+        }
     }
 
     // Logits of a block's first n keys. Prefetches `values`, the same of V, and `next_keys`.
     void score(Place k, int base, int n, const Seen* seen, const uint8_t* values, const uint8_t* next_keys) {
-        if (const int packed = packed_keys(base, n, seen)) score_packed(k, packed, values, next_keys);
+        const int packed = packed_keys(base, n, seen);
+        if (packed && P::scores(cache.k)) {
+            k.codes = nibbles(cache.k, k, packed);
+            products.score(k, packed, words, k_scale, logits, values, next_keys);
+        } else {
+            each_numbers<Simd>(cache.k, k, packed, codes, numbers, [&](int key, int keys) { score_at(key, keys, numbers); });
+        }
         score_exact(base, n, seen);
-    }
-
-    // The same of the first n packed keys, n > 0.
-    void score_packed(Place k, int n, const uint8_t* values, const uint8_t* next_keys) {
-        if (!P::scores(cache.k))
-            return each_numbers<Simd>(cache.k, k, n, codes, numbers, [&](int key, int keys) { score_at(key, keys, numbers); });
-        if (unpacks_nibbles(cache.k)) unpack_nibbles<Simd>(cache.k, k.codes, n, codes), k.codes = codes;
-        products.score(k, n, reinterpret_cast<uint32_t*>(words), k_scale, logits, values, next_keys);
     }
 
     // Adds the block's values by the probabilities that its logits make. Prefetches `next_keys`.
     void mix(Place v, int base, int n, const Seen* seen, const uint8_t* next_keys) {
         const int packed = weigh(v, base, n, seen);
         if (!packed) return shrink_sums<R>(shrink, cache.v.levels, tile.sums);
-        mix_packed(v, packed, next_keys);
+        if (!P::mixes(cache.v))
+            return each_numbers<Simd>(cache.v, v, packed, codes, numbers,
+                                      [&](int key, int keys) { mix_at(key, keys, numbers); });
+        v.codes = nibbles(cache.v, v, packed);
+        products.mix(v, packed, weights, shrink, tile.sums, next_keys);
     }
 
-    // The same of the first n packed values, n > 0, by the weights that `weigh` left.
-    void mix_packed(Place v, int n, const uint8_t* next_keys) {
-        if (!P::mixes(cache.v))
-            return each_numbers<Simd>(cache.v, v, n, codes, numbers, [&](int key, int keys) { mix_at(key, keys, numbers); });
-        if (unpacks_nibbles(cache.v)) unpack_nibbles<Simd>(cache.v, v.codes, n, codes), v.codes = codes;
-        products.mix(v, n, weights, shrink, tile.sums, next_keys);
+    // The codes of a block's first n vectors, unpacked where levels up to 4 bits are no nibbles.
+    const uint8_t* nibbles(const Side& side, Place at, int n) const {
+        if (!unpacks_nibbles(side)) return at.codes;
+        unpack_nibbles<Simd>(side, at.codes, n, codes);
+        return codes;
     }
 
     // Logits of a block's keys key ... key + keys - 1, x [keys, levels], which are numbers; and the same of its values.
@@ -151,7 +147,7 @@ template <class Simd, class P, int R> struct Attend {
     // Turns the block's logits into the weights of its packed values, and adds those in BF16. Returns what `packed_keys` says,
     // of V.
     int weigh(Place v, int base, int n, const Seen* seen) {
-        if (P::mixes(cache.v)) Simd::widen_halves(v.scales, n, stride, v_scale);
+        if (P::mixes(cache.v)) widen_halves<Simd>(v.scales, n, stride, v_scale);
         if (v_residual.none_in(base, n)) return soften_block(false, n, seen), most_seen(seen);
         const ResidualKeys<R> keys(v_residual, base, n, seen);
         soften_block(keys.any, n, seen);
@@ -224,16 +220,6 @@ template <class Simd, class P, int R> struct Attend {
         if (met_residual && !keep)
             shrink_sums<R>(shrink, dim, tile.residual_sums), shrink_sums<R>(shrink, 1, tile.residual_totals);
     }
-
-    void widen_queries(float* queries) {
-        for (int r = 0; r < R; ++r) {
-            float* query = queries + r * dim;
-            for (int i = 0; i < dim; ++i)
-                query[i] = tile.bf16 ? bf16_to_float(static_cast<const uint16_t*>(tile.own[r])[i])
-                                     : static_cast<const float*>(tile.own[r])[i];
-            own[r] = query;
-        }
-    }
 };
 
 inline int longest_of(const Tile& tile) {
@@ -275,6 +261,27 @@ __attribute__((always_inline)) inline void walk_blocks(const Cache& cache, const
     }
 }
 
+// The tiles of a pass, and what their rows see of the block at hand.
+template <class Simd, class P> struct PassTiles {
+    static constexpr int R = kMaxRows;
+    typedef Attend<Simd, P, R> Rows;
+    const Cache& cache;
+    const int count;
+    alignas(Rows) unsigned char places[kMaxTiles][sizeof(Rows)];
+    Seen seen[kMaxTiles][R];
+
+    PassTiles(const Cache& cache, const Tile* tiles, int count, float* scratch) : cache(cache), count(count) {
+        for (int t = 0; t < count; ++t) new (places[t]) Rows(cache, tiles[t], scratch + t * tile_floats<P>(cache));
+    }
+
+    Rows& rows(int t) { return *reinterpret_cast<Rows*>(places[t]); }
+
+    void see(int base, int n) {
+        for (int t = 0; t < count; ++t)
+            for (int r = 0; r < R; ++r) seen[t][r] = seen_by(rows(t).tile, r, base, n);
+    }
+};
+
 // A tile alone: codes become operands of its products as they are looked up.
 template <class Simd, class P, int R> class Single {
   public:
@@ -303,7 +310,7 @@ template <class Simd, class P, int R> class Single {
 };
 
 template <class Simd, template <int> class P> void attend(const Cache& cache, const Tile& tile, float* scratch) {
-    with_rows(tile.rows, [&](auto rows) {
+    with_number<kMaxRows>(tile.rows, [&](auto rows) {
         constexpr int kRows = decltype(rows)::value;
         const int longest = longest_of(tile);
         Single<Simd, P<kRows>, kRows> single(cache, tile, longest, scratch);

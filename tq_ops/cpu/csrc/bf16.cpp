@@ -26,52 +26,48 @@ struct Bf16Pairs : Avx512 {
 
 constexpr int kChunkInputs = 32;  // of `Matrix::pairs`
 
-// COLUMNS registers of y of R rows, from `pairs` on; x [R, chunks * kChunkInputs].
+// COLUMNS registers of y of R rows, from `pairs` on; x [R, size].
 template <int R, int COLUMNS>
-inline void rotate_by_pairs(const uint16_t* x, const uint16_t* pairs, int chunks, int64_t distance, int outputs, float* y) {
-    const int inputs = chunks * kChunkInputs;
+inline void rotate_by_pairs(const uint16_t* x, const uint16_t* pairs, int size, int64_t distance, float* y) {
     __m512 acc[COLUMNS][R];
     for (int c = 0; c < COLUMNS; ++c)
         for (int r = 0; r < R; ++r) acc[c][r] = _mm512_setzero_ps();
-    for (int chunk = 0; chunk < chunks; ++chunk, pairs += distance)
+    for (int chunk = 0; chunk < size / kChunkInputs; ++chunk, pairs += distance)
         for (int pair = 0; pair < kChunkInputs / 2; ++pair) {
             __m512bh value[COLUMNS];
 #pragma GCC unroll 8
             for (int c = 0; c < COLUMNS; ++c) value[c] = (__m512bh)_mm512_loadu_si512(pairs + c * 512 + pair * 32);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
-                int32_t both;
-                std::memcpy(&both, x + r * inputs + chunk * kChunkInputs + 2 * pair, 4);
+                const __m512i both = _mm512_set1_epi32(read_as<int32_t>(x + r * size + chunk * kChunkInputs + 2 * pair));
 #pragma GCC unroll 8
-                for (int c = 0; c < COLUMNS; ++c)
-                    acc[c][r] = _mm512_dpbf16_ps(acc[c][r], value[c], (__m512bh)_mm512_set1_epi32(both));
+                for (int c = 0; c < COLUMNS; ++c) acc[c][r] = _mm512_dpbf16_ps(acc[c][r], value[c], (__m512bh)both);
             }
         }
     for (int c = 0; c < COLUMNS; ++c)
-        for (int r = 0; r < R; ++r) _mm512_storeu_ps(y + r * outputs + c * 16, acc[c][r]);
+        for (int r = 0; r < R; ++r) _mm512_storeu_ps(y + r * size + c * 16, acc[c][r]);
 }
 
 // As `Kernels::rotate_pairs`, of rows that are exact.
 inline void rotate_exact(const float* x, int rows, bool, const Matrix& matrix, int head, float* y) {
-    alignas(64) uint16_t upper[kMaxRows * kMaxDim] = {};
-    const int inputs = matrix.inputs, outputs = matrix.outputs, columns = outputs / 16;
-    const int chunks = (inputs + kChunkInputs - 1) / kChunkInputs;
+    alignas(64) uint16_t upper[kMaxRows * kMaxDim];
+    const int size = matrix.size, columns = size / 16;
     const int64_t distance = columns * 512;
-    const uint16_t* pairs = matrix.pairs + (matrix.head_stride ? head * chunks * distance : 0);
+    const uint16_t* pairs = matrix.pairs + (matrix.head_stride ? head * (size / kChunkInputs) * distance : 0);
     for (int first = 0; first < rows; first += kMaxRows)
-        with_rows(smaller(rows - first, kMaxRows), [&](auto number) {
+        with_number<kMaxRows>(smaller(rows - first, kMaxRows), [&](auto number) {
             constexpr int R = decltype(number)::value, kColumns = R < 4 ? 8 : R < 7 ? 4 : 2;
             for (int r = 0; r < R; ++r)
-                for (int i = 0; i < inputs; i += 16) {
-                    const __m512i bits = _mm512_loadu_si512(x + (first + r) * inputs + i);
-                    _mm256_storeu_si256(reinterpret_cast<__m256i*>(upper + r * chunks * kChunkInputs + i),
+                for (int i = 0; i < size; i += 16) {
+                    const __m512i bits = _mm512_loadu_si512(x + (first + r) * size + i);
+                    _mm256_storeu_si256(reinterpret_cast<__m256i*>(upper + r * size + i),
                                         _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));
                 }
-            float* to = y + first * outputs;
+            float* to = y + first * size;
             int c = 0;
             for (; c + kColumns <= columns; c += kColumns)
-                rotate_by_pairs<R, kColumns>(upper, pairs + c * 512, chunks, distance, outputs, to + c * 16);
-            for (; c < columns; ++c) rotate_by_pairs<R, 1>(upper, pairs + c * 512, chunks, distance, outputs, to + c * 16);
+                rotate_by_pairs<R, kColumns>(upper, pairs + c * 512, size, distance, to + c * 16);
+            for (; c < columns; ++c) rotate_by_pairs<R, 1>(upper, pairs + c * 512, size, distance, to + c * 16);
         });
 }
 

@@ -30,93 +30,60 @@ struct BlockToken {
 };
 
 // N blocks of a group, the first n with scales, by each of the tokens.
-template <class Words, class Type, int N, int TOKENS>
+template <class Words, class Type, int N, bool BYTES, int TOKENS>
 inline __attribute__((always_inline)) void add_group(const uint8_t* group, int n, int64_t block,
                                                      const BlockToken (&tokens)[TOKENS], typename Words::F (&chains)[TOKENS]) {
     typedef typename Words::Floats Floats;
     typedef typename Words::W W;
-    constexpr bool kAlone = TOKENS == 1;  // then levels are multiplied as they come
-    W levels[kAlone ? 1 : 2 * N];
-    if constexpr (!kAlone)
+    typedef typename Words::I I;
+    constexpr bool kAtOnce = BYTES || TOKENS > 1;  // else levels are multiplied as they come
+    W levels[!kAtOnce ? 1 : BYTES ? N : 2 * N];
+    if constexpr (kAtOnce)
         each_below<N>([&](auto j) {
             constexpr int J = decltype(j)::value;
-            Type::template levels<J>(group, levels[2 * J], levels[2 * J + 1]);
+            if constexpr (BYTES)
+                levels[J] = Type::template bytes<J>(group);
+            else
+                Type::template levels<J>(group, levels[2 * J], levels[2 * J + 1]);
         });
     typename Words::F d, m;
+    if constexpr (BYTES) Type::scales(group, n, d, m);
 #pragma GCC unroll 4
     for (int t = 0; t < TOKENS; ++t) {
         const BlockToken& token = tokens[t];
-        const int32_t* x = token.words + block * kWords<false>;
-        typename Words::I each[kGroup];
+        I each[kGroup], all;
         each_below<kGroup>([&](auto j) {
             constexpr int J = decltype(j)::value;
+            const int32_t* x = token.words + (block + J) * kWords<BYTES>;
             each[J] = Words::none();
-            if constexpr (J < N) {
+            if constexpr (J < N && BYTES) {
+                each[J] = Words::dot_bytes(levels[J], Words::load(x), each[J]);
+            } else if constexpr (J < N) {
                 W a, b;
-                if constexpr (kAlone)
-                    Type::template levels<J>(group, a, b);
-                else
+                if constexpr (kAtOnce)
                     a = levels[2 * J], b = levels[2 * J + 1];
-                const int32_t* pairs = x + J * kWords<false>;
-                each[J] = Words::dot(a, Words::numbers(pairs), each[J]);
-                each[J] = Words::dot(b, Words::numbers(pairs + kWords<false> / 2), each[J]);
+                else
+                    Type::template levels<J>(group, a, b);
+                each[J] = Words::dot(a, Words::numbers(x), each[J]);
+                each[J] = Words::dot(b, Words::numbers(x + kWords<BYTES> / 2), each[J]);
             }
         });
-        if (t == 0) Type::scales(group, n, d, m);
-        typename Words::I all = Words::totals(each);
-        if constexpr (Type::shift >= 0)
-            all = Words::template less_shifted < Type::shift<0 ? 0 : Type::shift>(all, Words::load(token.totals + block));
-        chains[t] = Floats::fma(Words::floats(all), Floats::mul(d, Floats::load(token.steps + block)), chains[t]);
-        if constexpr (Type::minimum) chains[t] = Floats::fma(m, Floats::load(token.negatives + block), chains[t]);
-    }
-}
-
-// The same with integers of 8 bits.
-template <class Words, class Type, int N, int TOKENS>
-inline __attribute__((always_inline)) void add_group_of_bytes(const uint8_t* group, int n, int64_t block,
-                                                              const BlockToken (&tokens)[TOKENS],
-                                                              typename Words::F (&chains)[TOKENS]) {
-    typedef typename Words::Floats Floats;
-    typedef typename Words::I I;
-    I levels[N];
-    each_below<N>([&](auto j) { levels[decltype(j)::value] = Type::template bytes<decltype(j)::value>(group); });
-    typename Words::F d, m;
-    Type::scales(group, n, d, m);
-#pragma GCC unroll 4
-    for (int t = 0; t < TOKENS; ++t) {
-        const BlockToken& token = tokens[t];
-        I each[kGroup];
-        each_below<kGroup>([&](auto j) {
-            constexpr int J = decltype(j)::value;
-            each[J] = Words::none();
-            if constexpr (J < N)
-                each[J] = Words::dot_bytes(levels[J], Words::load(token.words + (block + J) * kWords<true>), each[J]);
-        });
-        I all;
-        if constexpr (Type::halves) {
+        if (!BYTES && t == 0) Type::scales(group, n, d, m);
+        constexpr int kShift = BYTES ? Type::byte_shift : Type::shift;
+        if constexpr (BYTES && Type::halves) {
             I first, last, by_first, by_last;
             Words::half_totals(each, first, last);
-            first = Words::template less_shifted<Type::byte_shift>(first, Words::load(token.firsts + block));
-            last = Words::template less_shifted<Type::byte_shift>(last, Words::load(token.lasts + block));
+            first = Words::template less_shifted<kShift>(first, Words::load(token.firsts + block));
+            last = Words::template less_shifted<kShift>(last, Words::load(token.lasts + block));
             Type::half_scales(group, by_first, by_last);
             all = Words::sum_of_products(first, by_first, last, by_last);
         } else {
             all = Words::totals(each);
-            if constexpr (Type::byte_shift > 0)
-                all = Words::template less_shifted<Type::byte_shift>(all, Words::load(token.totals + block));
+            if constexpr (kShift > 0) all = Words::template less_shifted<kShift>(all, Words::load(token.totals + block));
         }
         chains[t] = Floats::fma(Words::floats(all), Floats::mul(d, Floats::load(token.steps + block)), chains[t]);
         if constexpr (Type::minimum) chains[t] = Floats::fma(m, Floats::load(token.negatives + block), chains[t]);
     }
-}
-
-template <class Words, class Type, int N, bool BYTES, int TOKENS>
-inline __attribute__((always_inline)) void add_any(const uint8_t* group, int n, int64_t block,
-                                                   const BlockToken (&tokens)[TOKENS], typename Words::F (&chains)[TOKENS]) {
-    if constexpr (BYTES)
-        add_group_of_bytes<Words, Type, N>(group, n, block, tokens, chains);
-    else
-        add_group<Words, Type, N>(group, n, block, tokens, chains);
 }
 
 // Fetches the bytes a page behind a group of rows: what the hardware fetches by itself ends with a page. Where tokens fill the
@@ -132,7 +99,7 @@ template <class Type> inline void fetch_ahead(const uint8_t* group, bool to_firs
 
 // Rows begin ... end - 1 by TOKENS tokens from `first` on, each a panel of its own.
 template <class Words, class Type, bool BYTES, int TOKENS>
-void project_block_rows(const Projection& p, int64_t first, int64_t begin, int64_t end) {
+__attribute__((noinline)) void project_block_rows(const Projection& p, int64_t first, int64_t begin, int64_t end) {
     typedef typename Words::Floats Floats;
     const BlockRows<Type> rows(p);
     BlockToken tokens[TOKENS];
@@ -149,14 +116,14 @@ void project_block_rows(const Projection& p, int64_t first, int64_t begin, int64
         int64_t block = 0;
         for (int64_t g = 0; g < rows.groups; ++g, group += Type::group_bytes, block += kGroup) {
             fetch_ahead<Type>(group, to_first);
-            add_any<Words, Type, kGroup, BYTES>(group, kGroup, block, tokens, chains);
+            add_group<Words, Type, kGroup, BYTES>(group, kGroup, block, tokens, chains);
         }
         if constexpr (!Type::whole_groups) {
             uint8_t copy[Type::group_bytes];
             if (rows.rest > kGroup / 2)
-                add_any<Words, Type, kGroup, BYTES>(rows.last(row, kGroup, copy), rows.rest, block, tokens, chains);
+                add_group<Words, Type, kGroup, BYTES>(rows.last(row, kGroup, copy), rows.rest, block, tokens, chains);
             else if (rows.rest > 0)
-                add_any<Words, Type, kGroup / 2, BYTES>(rows.last(row, kGroup / 2, copy), rows.rest, block, tokens, chains);
+                add_group<Words, Type, kGroup / 2, BYTES>(rows.last(row, kGroup / 2, copy), rows.rest, block, tokens, chains);
         }
         const float scale = p.weight.row_scales ? p.weight.row_scales[i] : 1.0f;
         for (int t = 0; t < TOKENS; ++t) p.y[(first + t) * p.out + i] = Floats::reduce_add(chains[t]) * scale;

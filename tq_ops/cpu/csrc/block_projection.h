@@ -19,13 +19,6 @@
 #include "block_few.h"
 #include "block_strips.h"
 
-template <class Words, class Type, bool BYTES, int TOKENS = Words::tokens>
-void project_few(const Projection& p, int64_t first, int tokens, int64_t begin, int64_t end) {
-    if constexpr (TOKENS > 1)
-        if (tokens < TOKENS) return project_few<Words, Type, BYTES, TOKENS - 1>(p, first, tokens, begin, end);
-    project_block_rows<Words, Type, BYTES, TOKENS>(p, first, begin, end);
-}
-
 template <class Simd, class Words, class Lanes, class Type, bool BYTES = false>
 void project_of_type(const Projection& p, int64_t begin, int64_t end, float* scratch) {
     if constexpr (Words::has_bytes && !BYTES)
@@ -33,7 +26,9 @@ void project_of_type(const Projection& p, int64_t begin, int64_t end, float* scr
     if (p.tokens <= kFewTokens) {
         const TokenPanels few(p.tokens, Words::tokens);
         for (int64_t i = 0; i < few.count; ++i)
-            project_few<Words, Type, BYTES>(p, few.first_token(i), few.tokens(i), begin, end);
+            with_number<Words::tokens>(few.tokens(i), [&](auto n) {
+                project_block_rows<Words, Type, BYTES, decltype(n)::value>(p, few.first_token(i), begin, end);
+            });
         return;
     }
     const TokenPanels panels = block_panels(p.tokens);
@@ -45,33 +40,19 @@ void project_of_type(const Projection& p, int64_t begin, int64_t end, float* scr
             unpack_strip<Simd, Words, Lanes, Type, BYTES>(p, row + s * Lanes::width, end, strips[s]);
         for (int64_t i = 0; i < panels.count; ++i)
             for (int s = 0; s < kTwo && row + s * Lanes::width < end; ++s)
-                project_some_of_blocks<Simd, Lanes, Type, BYTES>(p, strips[s], panels.first_token(i), panels.tokens(i),
-                                                                 row + s * Lanes::width, end);
+                with_number<kBlockPanelTokens>(panels.tokens(i), [&](auto n) {
+                    project_panel_of_blocks<Simd, Lanes, Type, BYTES, decltype(n)::value>(p, strips[s], panels.first_token(i),
+                                                                                          row + s * Lanes::width, end);
+                });
     }
 }
 
 template <class Simd, class Words, class Lanes>
 void project_blocks(const Projection& p, int64_t begin, int64_t end, float* scratch) {
-    switch (p.weight.stored) {
-        case kQ8_0:
-            return project_of_type<Simd, Words, Lanes, Q8_0<Words>>(p, begin, end, scratch);
-        case kQ4_0:
-            return project_of_type<Simd, Words, Lanes, Q4_0<Words>>(p, begin, end, scratch);
-        case kQ4_1:
-            return project_of_type<Simd, Words, Lanes, Q4_1<Words>>(p, begin, end, scratch);
-        case kQ5_0:
-            return project_of_type<Simd, Words, Lanes, Q5_0<Words>>(p, begin, end, scratch);
-        case kQ5_1:
-            return project_of_type<Simd, Words, Lanes, Q5_1<Words>>(p, begin, end, scratch);
-        case kQ4_K:
-            return project_of_type<Simd, Words, Lanes, Q4_K<Words>>(p, begin, end, scratch);
-        case kQ5_K:
-            return project_of_type<Simd, Words, Lanes, Q5_K<Words>>(p, begin, end, scratch);
-        case kQ6_K:
-            return project_of_type<Simd, Words, Lanes, Q6_K<Words>>(p, begin, end, scratch);
-        case kIq4Nl:
-            return project_of_type<Simd, Words, Lanes, Iq4Nl<Words>>(p, begin, end, scratch);
-        default:
-            return project_of_type<Simd, Words, Lanes, Mxfp4<Words>>(p, begin, end, scratch);
-    }
+    auto by_type = [&](auto... types) {  // in the order of `WeightKind`
+        constexpr decltype(Projector::project) kAll[] = {project_of_type<Simd, Words, Lanes, decltype(types)>...};
+        kAll[p.weight.stored - kQ8_0](p, begin, end, scratch);
+    };
+    by_type(Q8_0<Words>{}, Q4_0<Words>{}, Q4_1<Words>{}, Q5_0<Words>{}, Q5_1<Words>{}, Q4_K<Words>{}, Q5_K<Words>{},
+            Q6_K<Words>{}, Iq4Nl<Words>{}, Mxfp4<Words>{});
 }

@@ -22,7 +22,7 @@ template <class Words, class Type, bool BYTES, int J> void put_in_strip(const ui
     } else {
         typename Words::W a, b;
         Type::template levels<J>(group, a, b);
-        if constexpr (Type::shift >= 0) a = Words::minus(a, 1 << Type::shift), b = Words::minus(b, 1 << Type::shift);
+        if constexpr (Type::shift > 0) a = Words::minus(a, 1 << Type::shift), b = Words::minus(b, 1 << Type::shift);
         Words::store(to, a), Words::store(to + kBlock, b);
     }
 }
@@ -109,7 +109,8 @@ inline __attribute__((always_inline)) void add_block(const Strip<Lanes, BYTES>& 
 
 // A strip by the TOKENS tokens of a panel.
 template <class Simd, class Lanes, class Type, bool BYTES, int TOKENS>
-void project_panel_of_blocks(const Projection& p, const Strip<Lanes, BYTES>& strip, int64_t token, int64_t row, int64_t end) {
+__attribute__((noinline)) void project_panel_of_blocks(const Projection& p, const Strip<Lanes, BYTES>& strip, int64_t token,
+                                                       int64_t row, int64_t end) {
     typedef typename Simd::F F;
     constexpr int kRows = Lanes::width;
     const BlockPanel<BYTES> x(p.prepared, p.in, token, TOKENS);
@@ -143,13 +144,4 @@ void project_panel_of_blocks(const Projection& p, const Strip<Lanes, BYTES>& str
             for (int r = 0; r < there; ++r) y[r] *= p.weight.row_scales[row + r];
         std::memcpy(p.y + (token + t) * p.out + row, y, there * sizeof(float));
     }
-}
-
-template <class Simd, class Lanes, class Type, bool BYTES, int TOKENS = kBlockPanelTokens>
-void project_some_of_blocks(const Projection& p, const Strip<Lanes, BYTES>& strip, int64_t token, int tokens, int64_t row,
-                            int64_t end) {
-    if constexpr (TOKENS > 1)
-        if (tokens < TOKENS)
-            return project_some_of_blocks<Simd, Lanes, Type, BYTES, TOKENS - 1>(p, strip, token, tokens, row, end);
-    project_panel_of_blocks<Simd, Lanes, Type, BYTES, TOKENS>(p, strip, token, row, end);
 }

@@ -53,11 +53,7 @@ inline __attribute__((always_inline)) void prepare_block(const Projection& p, in
     float x[kBlock], step = 0.0f;
     int16_t q[kBlock] = {};
     if (b < p.in / kBlock) {
-        const int64_t at = token * p.in + b * kBlock;
-        if (p.x_bf16)
-            for (int i = 0; i < kBlock; ++i) x[i] = bf16_to_float(static_cast<const uint16_t*>(p.x)[at + i]);
-        else
-            std::memcpy(x, static_cast<const float*>(p.x) + at, sizeof x);
+        read(p.x, p.x_bf16, token * p.in + b * kBlock, kBlock, x);
         if (p.weight.column_scales)
             for (int i = 0; i < kBlock; ++i) x[i] *= p.weight.column_scales[b * kBlock + i];
         to_integers<Simd>(x, p.weight.x_bits, q, &step);

@@ -1,7 +1,7 @@
 // How each type of a GGUF file stores the numbers of a weight. A row is a sequence of groups of eight blocks of 32 numbers:
 //     number i of block b = D[b] * level[b][i] - M[b]
-// `levels` makes 32 of block J, as 16-bit integers in their order, less `offset`: that is left out of them, and taken off the
-// sums, 2**`shift` times. `scales` gives D, and M where there is one (`minimum`), of the first n blocks of a group; those of
+// `levels` makes 32 of block J, as 16-bit integers in their order, 2**`shift` too large where that is not 0: it is taken off
+// the sums. `scales` gives D, and M where there is one (`minimum`), of the first n blocks of a group; those of
 // the others are zero, whatever lies there. Types of 256 numbers are whole groups, others end with any number of blocks.
 //
 // Where a block of 16 numbers has a scale of its own (Q6_K), its integer part is in the levels, which stay below 2**12.
@@ -30,9 +30,8 @@ inline __attribute__((always_inline)) typename Words::F scales_apart(const uint8
 
 // Blocks of their own, BYTES each.
 template <class Words, int BYTES> struct SingleBlocks {
-    typedef typename Words::W W;
     typedef typename Words::F F;
-    static constexpr int block_bytes = BYTES, group_bytes = 8 * BYTES, shift = -1, byte_shift = 0;
+    static constexpr int block_bytes = BYTES, group_bytes = 8 * BYTES, shift = 0, byte_shift = 0;
     static constexpr bool minimum = false, whole_groups = false, halves = false;
 
     static void scales(const uint8_t* group, int n, F& d, F&) { d = scales_apart<Words, BYTES>(group, n); }
@@ -55,14 +54,6 @@ template <class Words> inline void nibbles(const uint8_t* p, typename Words::W& 
     a = Words::of(both, 0xf), b = Words::template up<-4>(both);
 }
 
-template <class Words> struct Q4_0 : SingleBlocks<Words, 18> {
-    static constexpr int shift = 3, byte_shift = 3;
-    template <int J> static void levels(const uint8_t* group, typename Words::W& a, typename Words::W& b) {
-        nibbles<Words>(group + J * 18 + 2, a, b);
-    }
-    template <int J> static typename Words::I bytes(const uint8_t* group) { return Words::byte_nibbles(group + J * 18 + 2); }
-};
-
 // A minimum beside each scale, which is added.
 template <class Words, int BYTES> struct WithMinimum : SingleBlocks<Words, BYTES> {
     typedef typename Words::F F;
@@ -73,64 +64,62 @@ template <class Words, int BYTES> struct WithMinimum : SingleBlocks<Words, BYTES
     }
 };
 
-template <class Words> struct Q4_1 : WithMinimum<Words, 20> {
+// Sixteen bytes of them at the end of each block of `Base`.
+template <class Words, class Base> struct NibbleBlocks : Base {
+    static constexpr int begin = Base::block_bytes - 16;
     template <int J> static void levels(const uint8_t* group, typename Words::W& a, typename Words::W& b) {
-        nibbles<Words>(group + J * 20 + 4, a, b);
+        nibbles<Words>(group + J * Base::block_bytes + begin, a, b);
     }
-    template <int J> static typename Words::I bytes(const uint8_t* group) { return Words::byte_nibbles(group + J * 20 + 4); }
+    template <int J> static typename Words::I bytes(const uint8_t* group) {
+        return Words::byte_nibbles(group + J * Base::block_bytes + begin);
+    }
 };
+
+template <class Words> struct Q4_0 : NibbleBlocks<Words, SingleBlocks<Words, 18>> {
+    static constexpr int shift = 3, byte_shift = 3;
+};
+template <class Words> struct Q4_1 : NibbleBlocks<Words, WithMinimum<Words, 20>> {};
 
 // The same with a fifth bit of each number, in four bytes before.
-template <class Words> inline void five_bits(const uint8_t* p, typename Words::W& a, typename Words::W& b) {
-    const uint32_t fifth = read_as<uint32_t>(p);
-    nibbles<Words>(p + 4, a, b);
-    a = Words::sixteen_more(a, fifth & 0xffff), b = Words::sixteen_more(b, fifth >> 16);
-}
-template <class Words> inline typename Words::I five_bits(const uint8_t* p) {
-    return Words::bytes_sixteen_more(Words::byte_nibbles(p + 4), read_as<uint32_t>(p));
-}
+template <class Words, class Base> struct FiveBitBlocks : Base {
+    static constexpr int begin = Base::block_bytes - 20;
+    template <int J> static void levels(const uint8_t* group, typename Words::W& a, typename Words::W& b) {
+        const uint8_t* p = group + J * Base::block_bytes + begin;
+        const uint32_t fifth = read_as<uint32_t>(p);
+        nibbles<Words>(p + 4, a, b);
+        a = Words::sixteen_more(a, fifth & 0xffff), b = Words::sixteen_more(b, fifth >> 16);
+    }
+    template <int J> static typename Words::I bytes(const uint8_t* group) {
+        const uint8_t* p = group + J * Base::block_bytes + begin;
+        return Words::bytes_sixteen_more(Words::byte_nibbles(p + 4), read_as<uint32_t>(p));
+    }
+};
 
-template <class Words> struct Q5_0 : SingleBlocks<Words, 22> {
+template <class Words> struct Q5_0 : FiveBitBlocks<Words, SingleBlocks<Words, 22>> {
     static constexpr int shift = 4, byte_shift = 4;
-    template <int J> static void levels(const uint8_t* group, typename Words::W& a, typename Words::W& b) {
-        five_bits<Words>(group + J * 22 + 2, a, b);
-    }
-    template <int J> static typename Words::I bytes(const uint8_t* group) { return five_bits<Words>(group + J * 22 + 2); }
 };
-
-template <class Words> struct Q5_1 : WithMinimum<Words, 24> {
-    template <int J> static void levels(const uint8_t* group, typename Words::W& a, typename Words::W& b) {
-        five_bits<Words>(group + J * 24 + 4, a, b);
-    }
-    template <int J> static typename Words::I bytes(const uint8_t* group) { return five_bits<Words>(group + J * 24 + 4); }
-};
+template <class Words> struct Q5_1 : FiveBitBlocks<Words, WithMinimum<Words, 24>> {};
 
 // Levels that are looked up by four bits.
 alignas(16) constexpr int8_t kIq4Levels[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 alignas(16) constexpr int8_t kFp4Levels[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
-template <class Words> struct Iq4Nl : SingleBlocks<Words, 18> {
-    template <int J> static void levels(const uint8_t* group, typename Words::W& a, typename Words::W& b) {
-        const uint8_t* p = group + J * 18 + 2;
-        a = Words::template looked_up<false>(kIq4Levels, p), b = Words::template looked_up<true>(kIq4Levels, p);
-    }
+template <class Words, int BYTES, const int8_t (&LEVELS)[16]> struct LookedUpBlocks : SingleBlocks<Words, BYTES> {
     static constexpr int byte_shift = 7;
+    template <int J> static void levels(const uint8_t* group, typename Words::W& a, typename Words::W& b) {
+        const uint8_t* p = group + J * BYTES + BYTES - 16;
+        a = Words::template looked_up<false>(LEVELS, p), b = Words::template looked_up<true>(LEVELS, p);
+    }
     template <int J> static typename Words::I bytes(const uint8_t* group) {
-        return Words::flipped(Words::bytes_looked_up(kIq4Levels, group + J * 18 + 2), 0x80);
+        return Words::flipped(Words::bytes_looked_up(LEVELS, group + J * BYTES + BYTES - 16), 0x80);
     }
 };
 
+template <class Words> struct Iq4Nl : LookedUpBlocks<Words, 18, kIq4Levels> {};
+
 // Its levels are twice the numbers of four bits, and its scales half of the powers of two that their byte names.
-template <class Words> struct Mxfp4 : SingleBlocks<Words, 17> {
+template <class Words> struct Mxfp4 : LookedUpBlocks<Words, 17, kFp4Levels> {
     typedef typename Words::F F;
-    template <int J> static void levels(const uint8_t* group, typename Words::W& a, typename Words::W& b) {
-        const uint8_t* p = group + J * 17 + 1;
-        a = Words::template looked_up<false>(kFp4Levels, p), b = Words::template looked_up<true>(kFp4Levels, p);
-    }
-    static constexpr int byte_shift = 7;
-    template <int J> static typename Words::I bytes(const uint8_t* group) {
-        return Words::flipped(Words::bytes_looked_up(kFp4Levels, group + J * 17 + 1), 0x80);
-    }
     static void scales(const uint8_t* group, int n, F& d, F&) {
         uint64_t exponents = 0;
         for (int i = 0; i < n; ++i) exponents |= static_cast<uint64_t>(group[i * 17]) << 8 * i;
@@ -141,7 +130,7 @@ template <class Words> struct Mxfp4 : SingleBlocks<Words, 17> {
 // 256 numbers: two FP16 numbers, and of each block six bits that each is multiplied with.
 template <class Words, int BYTES> struct SuperBlocks {
     typedef typename Words::F F;
-    static constexpr int block_bytes = BYTES, group_bytes = BYTES, shift = -1, byte_shift = 0;
+    static constexpr int block_bytes = BYTES, group_bytes = BYTES, shift = 0, byte_shift = 0;
     static constexpr bool minimum = true, whole_groups = true, halves = false;
 
     static void scales(const uint8_t* group, int, F& d, F& m) {
@@ -188,7 +177,7 @@ template <class Words> struct Q5_K : SuperBlocks<Words, 176> {
 template <class Words> struct Q6_K {
     typedef typename Words::W W;
     typedef typename Words::F F;
-    static constexpr int block_bytes = 210, group_bytes = 210, shift = -1, byte_shift = 5;
+    static constexpr int block_bytes = 210, group_bytes = 210, shift = 0, byte_shift = 5;
     static constexpr bool minimum = false, whole_groups = true, halves = true;
 
     template <int J> static void levels(const uint8_t* group, W& a, W& b) {

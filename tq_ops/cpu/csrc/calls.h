@@ -33,15 +33,12 @@ struct HaarkvAttention {
     int32_t isa, threads;
 };
 
-// K or V of new tokens and where they go.
+// K or V of new tokens, where they go and how.
 struct HaarkvStoreSide {
-    const void* x;   // [T, Hkv, D] BF16 or FP32
-    uint8_t* codes;  // as in Side, and so are the strides
-    uint16_t* scales;
-    int64_t codes_stride, scales_stride;
+    const void* x;  // [T, Hkv, D] BF16 or FP32
+    Side side;
     Quantizer quantizer;
     Stretches stretches;
-    ResidualWindow residual;
     int32_t bf16;
 };
 

@@ -8,9 +8,9 @@
 // rounded to BF16), first(n, a, b), reduce_add, reduce_each (four of them at once, to the same bits), reduce_max; table,
 // load_words, shift<N>, shift_by, lookup (by the low 4 bits of each word), wide_table, lookup_bytes, lookup_wide (by the low 5
 // or 6 bits), no_words, store_words, add_reached (1 more where y reaches a boundary), interleave, low_bf16, high_bf16,
-// widen_halves and transpose. Where `moves_each` says so also Half (a register of 32 bytes), repeated (bytes at p again and
-// again), down (each eight bytes moved down by bits of their own), two_bits (the lower ones of each nibble) and three_bits
-// (those, and above them bit 0 of another's that were moved down).
+// load_halves (FP16 to FP32) and transpose. Where `moves_each` says so also Half (a register of 32 bytes), repeated (bytes at
+// p again and again), down (each eight bytes moved down by bits of their own), two_bits (the lower ones of each nibble) and
+// three_bits (those, and above them bit 0 of another's that were moved down).
 
 // A compile-time number as a value, for generic lambdas.
 template <int N> struct Int {
@@ -22,26 +22,11 @@ template <int N, class Body> inline __attribute__((always_inline)) void each_bel
     if constexpr (N > 0) each_below<N - 1>(body), body(Int<N - 1>{});
 }
 
-// Calls body(Int<R>) for R rows, 1 ... kMaxRows.
-template <class Body> inline void with_rows(int rows, Body body) {
-    switch (rows) {
-        case 1:
-            return body(Int<1>{});
-        case 2:
-            return body(Int<2>{});
-        case 3:
-            return body(Int<3>{});
-        case 4:
-            return body(Int<4>{});
-        case 5:
-            return body(Int<5>{});
-        case 6:
-            return body(Int<6>{});
-        case 7:
-            return body(Int<7>{});
-        default:
-            return body(Int<8>{});
-    }
+// Calls body(Int<n>) for a number n that is known only now, 1 ... MOST.
+template <int MOST, class Body> inline void with_number(int n, Body body) {
+    if constexpr (MOST > 1)
+        if (n < MOST) return with_number<MOST - 1>(n, body);
+    body(Int<MOST>{});
 }
 
 // Accumulators that fit in the register file beside their operands.
@@ -52,6 +37,7 @@ inline void fetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
 constexpr int smaller(int a, int b) { return a < b ? a : b; }
 constexpr int larger(int a, int b) { return a > b ? a : b; }
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int padded(int n) { return (n + kMaxKeysTile - 1) / kMaxKeysTile * kMaxKeysTile; }
 
@@ -66,7 +52,7 @@ inline int64_t nibble_bytes(const Side& side) { return side.levels / 2; }
 
 // Whether levels have a plane of nibbles, and a bit or two above them in another, whole words each.
 inline bool has_planes(const Side& side) {
-    return side.cell == kByte && side.planes[0] == 4 && (side.planes[1] == 1 || side.planes[1] == 2) && side.levels % 32 == 0;
+    return side.cell == kByte && side.planes[0] == 4 && (side.planes[1] == 1 || side.planes[1] == 2);
 }
 
 // Words that a vector of keys is read as by products that take it as it is stored, nibbles unpacked.
@@ -79,7 +65,7 @@ inline int64_t early_bytes(const Cache& cache) {
     return more > 0 ? more : 0;
 }
 
-// Stretches of bytes to prefetch, as many of each with every turn of a loop.
+// Stretches of bytes to prefetch, an equal part of each with every turn of a loop.
 struct Ahead {
     const uint8_t *next, *later;
     int64_t step, later_step;
@@ -103,6 +89,13 @@ inline void fetch_bytes(const void* begin, int64_t bytes) {
 // The same of the scales of a block's first n vectors.
 inline void fetch_scales(Place at, int n) {
     if (at.scales) fetch_bytes(at.scales, n * 2);
+}
+
+// n FP16 numbers as FP32, and zeros up to `stride`.
+template <class Simd> inline void widen_halves(const uint16_t* p, int n, int stride, float* out) {
+    int i = 0;
+    for (; i + Simd::width <= n; i += Simd::width) Simd::store(out + i, Simd::load_halves(p + i));
+    for (; i < stride; ++i) out[i] = i < n ? half_to_float(p[i]) : 0.0f;
 }
 
 // Centroids of level LEVEL of each word. The lookup ignores the upper bits, so an unaligned load replaces most shifts, which

@@ -25,8 +25,8 @@ inline const float* input_before(const GatedDelta& o, const DeltaTurn& turn, int
 // x = silu(x) of kPiece numbers, as `gated_mul` makes it.
 template <class Simd> void silu_piece(float* x) {
     alignas(64) float e[kPiece];
-    for (int64_t j = 0; j < kPiece; ++j) e[j] = x[j] > 0.0f ? -x[j] : x[j];
-    for (int64_t j = 0; j < kPiece; j += Simd::width) Simd::store(e + j, Simd::expf(Simd::load(e + j)));
+    std::memcpy(e, x, sizeof e);
+    decay<Simd>(e);
     for (int64_t j = 0; j < kPiece; ++j) x[j] = x[j] * (x[j] > 0.0f ? 1.0f : e[j]) / (1.0f + e[j]);
 }
 

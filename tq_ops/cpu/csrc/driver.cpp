@@ -20,22 +20,6 @@ template <class T> bool within(const T* x, int64_t n, T size, T most) {
     return largest <= most;
 }
 
-// Keeps a vector x [dim] of a token in BF16, in the block of its slot. A negative slot is none.
-void keep_in_block(const Kernels& kernels, const ResidualWindow& residual, int64_t slot, int64_t head, const float* x,
-                   int64_t dim) {
-    if (slot < 0) return;
-    const int64_t block = slot / residual.block_size, offset = slot % residual.block_size;
-    kernels.narrow(x, dim, residual.vectors + block * residual.block_stride + (head * residual.block_size + offset) * dim);
-}
-
-// Keeps a vector x [dim] of the token at `position` of a sequence in BF16, in the sequence's row.
-void keep_in_row(const Kernels& kernels, const ResidualWindow& residual, int64_t row, int64_t heads, int64_t head,
-                 int64_t position, const float* x, int64_t dim) {
-    uint16_t* of_head = residual.vectors + (row * heads + head) * (residual.sink + residual.ring) * dim;
-    if (residual.ring) kernels.narrow(x, dim, of_head + (residual.sink + position % residual.ring) * dim);
-    if (position < residual.sink) kernels.narrow(x, dim, of_head + position * dim);
-}
-
 constexpr int64_t kNumbersPerItem = 16 * 1024;  // 10 microseconds of one thread
 
 // Rows of `width` numbers; few of them are not worth waking a thread for.
@@ -46,42 +30,35 @@ void by_rows(const Op& op, void (*kernel)(const Op&, int64_t, int64_t), int64_t 
     parallel_for(threads, divide_up(rows, together), some);
 }
 
+// Whether a side takes n vectors: plain numbers are whatever they are, all else is finite.
+bool all_stored(const HaarkvStoreSide& of, int64_t n) {
+    if (!of.quantizer.matrix.numbers) return true;
+    n *= of.side.levels;
+    if (!of.bf16) return within(static_cast<const uint32_t*>(of.x), n, uint32_t{0x7fffffff}, uint32_t{0x7f7fffff});
+    return within(static_cast<const uint16_t*>(of.x), n, uint16_t{0x7fff}, uint16_t{0x7f7f});
+}
+
+// Keeps a vector x [dim] of a token in BF16, in the block of its slot, or in the row of its sequence. A negative slot is none.
+void keep(const Kernels& kernels, const HaarkvStore& s, const ResidualWindow& residual, int64_t token, int64_t row,
+          int64_t head, const float* x, int64_t dim) {
+    if (residual.block_size) {
+        const int64_t slot = s.residual_slots[token], block = slot / residual.block_size, offset = slot % residual.block_size;
+        uint16_t* of_block = residual.vectors + block * residual.block_stride;
+        if (slot >= 0) kernels.narrow(x, dim, of_block + (head * residual.block_size + offset) * dim);
+        return;
+    }
+    const int64_t position = s.positions[token];
+    uint16_t* of_head = residual.vectors + (row * s.num_kv_heads + head) * (residual.sink + residual.ring) * dim;
+    if (residual.ring) kernels.narrow(x, dim, of_head + (residual.sink + position % residual.ring) * dim);
+    if (position < residual.sink) kernels.narrow(x, dim, of_head + position * dim);
+}
+
 }  // namespace
 }  // namespace haarkv
 
 using namespace haarkv;
 
 extern "C" {
-
-// Where a vector's codes and its scale go.
-struct Stored {
-    uint8_t* codes;
-    uint16_t* scale;
-};
-
-// The place of a vector of a block, of all that it holds one head after the other.
-static Stored place_of(const HaarkvStoreSide& side, int64_t block, int64_t vector) {
-    return {side.codes + block * side.codes_stride + vector * side.quantizer.bytes,
-            side.scales ? side.scales + block * side.scales_stride + vector : nullptr};
-}
-
-// Whether a side takes n vectors: plain numbers are whatever they are, all else is finite.
-static bool all_stored(const HaarkvStoreSide& side, int64_t n) {
-    if (!side.quantizer.matrix.numbers) return true;
-    n *= side.quantizer.matrix.inputs;
-    if (!side.bf16) return within(static_cast<const uint32_t*>(side.x), n, uint32_t{0x7fffffff}, uint32_t{0x7f7fffff});
-    return within(static_cast<const uint16_t*>(side.x), n, uint16_t{0x7fff}, uint16_t{0x7f7f});
-}
-
-// A vector x [dim] as the numbers that it is.
-static void put_numbers(Cell cell, const float* x, int64_t dim, uint8_t* codes) {
-    if (cell == kFp32) {
-        std::memcpy(codes, x, dim * sizeof(float));
-        return;
-    }
-    uint16_t* to = reinterpret_cast<uint16_t*>(codes);
-    for (int64_t i = 0; i < dim; ++i) to[i] = float_to_bf16(x[i]);
-}
 
 // Returns 0, or 1 without storing anything if a slot lies outside the cache, a side refuses a vector, or no stretch is known.
 __attribute__((visibility("default"))) int haarkv_store(const HaarkvStore* s) {
@@ -93,17 +70,18 @@ __attribute__((visibility("default"))) int haarkv_store(const HaarkvStore* s) {
     for (const HaarkvStoreSide* side : {&s->k, &s->v})
         if (!all_stored(*side, s->tokens * heads)) return 1;
     const Kernels& kernels = kernels_of(s->isa);
-    std::vector<int64_t> residual_rows(s->k.residual.vectors || s->v.residual.vectors ? s->tokens : 0);
+    std::vector<int64_t> residual_rows(s->k.side.residual.vectors || s->v.side.residual.vectors ? s->tokens : 0);
     for (int64_t b = 0; !residual_rows.empty() && b < s->sequences; ++b)
         std::fill(residual_rows.begin() + s->query_start[b], residual_rows.begin() + s->query_start[b + 1], s->rows[b]);
     // Up to kMaxRows vectors that one matrix rotates: heads of a token, or where heads differ tokens of a head.
-    auto tiles_of = [&](const HaarkvStoreSide& side) {
-        return side.quantizer.matrix.head_stride ? heads * divide_up(s->tokens, kMaxRows)
-                                                 : s->tokens * divide_up(heads, kMaxRows);
+    auto tiles_of = [&](const HaarkvStoreSide& of) {
+        return of.quantizer.matrix.head_stride ? heads * divide_up(s->tokens, kMaxRows)
+                                               : s->tokens * divide_up(heads, kMaxRows);
     };
-    auto quantize_tile = [&](const HaarkvStoreSide& side, int64_t tile) {
-        const int64_t dim = side.quantizer.matrix.inputs;
-        const bool by_head = side.quantizer.matrix.head_stride != 0;
+    auto quantize_tile = [&](const HaarkvStoreSide& of, int64_t tile) {
+        const Side& side = of.side;
+        const int64_t dim = side.levels;
+        const bool by_head = of.quantizer.matrix.head_stride != 0, plain = !of.quantizer.matrix.numbers;
         const int64_t together = by_head ? s->tokens : heads, tiles = divide_up(together, kMaxRows);
         const int64_t fixed = tile / tiles, first = tile % tiles * kMaxRows;
         const int rows = static_cast<int>(std::min<int64_t>(kMaxRows, together - first));
@@ -112,20 +90,19 @@ __attribute__((visibility("default"))) int haarkv_store(const HaarkvStore* s) {
         uint16_t* scales[kMaxRows];
         for (int r = 0; r < rows; ++r) {
             const int64_t token = by_head ? first + r : fixed, head = by_head ? fixed : first + r;
-            widen(kernels, at(side.x, side.bf16, (token * heads + head) * dim), side.bf16, dim, x + r * dim);
-            if (side.residual.vectors && side.residual.block_size)
-                keep_in_block(kernels, side.residual, s->residual_slots[token], head, x + r * dim, dim);
-            else if (side.residual.vectors)
-                keep_in_row(kernels, side.residual, residual_rows[token], heads, head, s->positions[token], x + r * dim, dim);
-            if (side.stretches.cos) turn_back(side.stretches, s->positions[token] / kStretchKeys, x + r * dim);
+            float* const row = x + r * dim;
+            widen(kernels, at(of.x, of.bf16, (token * heads + head) * dim), of.bf16, dim, row);
+            if (side.residual.vectors) keep(kernels, *s, side.residual, token, residual_rows[token], head, row, dim);
+            if (of.stretches.cos) turn_back(of.stretches, s->positions[token] / kStretchKeys, row);
+            const int64_t block = s->slots[token] / s->block_size;
             const int64_t vector = head * s->block_size + s->slots[token] % s->block_size;
-            const Stored to = place_of(side, s->slots[token] / s->block_size, vector);
-            codes[r] = to.codes, scales[r] = to.scale;
-            if (!side.quantizer.matrix.numbers)
-                put_numbers(static_cast<Cell>(side.quantizer.cell), x + r * dim, dim, to.codes);
+            codes[r] = side.codes + block * side.codes_stride + vector * side.bytes;
+            scales[r] = plain ? nullptr : side.scales + block * side.scales_stride + vector;
+            if (plain && side.cell == kFp32) std::memcpy(codes[r], row, dim * sizeof(float));
+            if (plain && side.cell == kBf16) kernels.narrow(row, dim, reinterpret_cast<uint16_t*>(codes[r]));
         }
-        if (!side.quantizer.matrix.numbers) return;
-        kernels.quantize(side.quantizer, static_cast<int>(by_head ? fixed : 0), x, rows, x + rows * dim, codes, scales);
+        if (plain) return;
+        kernels.quantize(side, of.quantizer, static_cast<int>(by_head ? fixed : 0), x, rows, x + rows * dim, codes, scales);
     };
     // K and V take turns, so that two threads fetch their pages side by side.
     const int64_t k_tiles = tiles_of(s->k), v_tiles = tiles_of(s->v), both = 2 * std::min(k_tiles, v_tiles);

@@ -1,9 +1,5 @@
 // What a layer does number by number. A row's bits depend on that row alone.
 
-inline void widen(const uint16_t* x, int64_t n, float* y) {
-    for (int64_t i = 0; i < n; ++i) y[i] = bf16_to_float(x[i]);
-}
-
 inline void narrow(const float* x, int64_t n, uint16_t* y) {
     for (int64_t i = 0; i < n; ++i) y[i] = float_to_bf16(x[i]);
 }
@@ -20,12 +16,6 @@ inline void add_up(const float* x, int64_t apart, const float* factors, int64_t 
         for (int64_t i = 0; i < n; ++i) sum[i] += x[i] * factors[row];
     }
     for (int64_t i = 0; i < n; ++i) sum[i] *= share;
-}
-
-// Numbers x [n], BF16 or FP32, from index `from` on.
-inline void read(const void* x, bool bf16, int64_t from, int64_t n, float* out) {
-    if (bf16) return widen(static_cast<const uint16_t*>(x) + from, n, out);
-    std::memcpy(out, static_cast<const float*>(x) + from, n * sizeof(float));
 }
 
 inline void write(const float* x, bool bf16, int64_t to, int64_t n, void* out) {
@@ -95,6 +85,12 @@ inline void rope(const Rope& o, int64_t begin, int64_t end) {
     }
 }
 
+// e = exp(-|e|) of kPiece numbers.
+template <class Simd> void decay(float* e) {
+    for (int64_t j = 0; j < kPiece; ++j) e[j] = e[j] > 0.0f ? -e[j] : e[j];
+    for (int64_t j = 0; j < kPiece; j += Simd::width) Simd::store(e + j, Simd::expf(Simd::load(e + j)));
+}
+
 // gate / (1 + exp(-z)) * up, with exp of what is not positive: 1 / (1 + exp(-z)) is exp(z) / (1 + exp(z)) where z is negative.
 // z is the gate, or by GELU twice what its tanh is taken of: (1 + tanh(t)) / 2 is 1 / (1 + exp(-2 * t)). By a sigmoid the
 // gate before the quotient is 1.
@@ -106,9 +102,8 @@ template <class Simd> void gated_mul(const GatedMul& o, int64_t begin, int64_t e
         const float *gate = o.gate + i, *up = o.up + i;
         for (int64_t j = 0; j < n; ++j) e[j] = gate[j];
         for (int64_t j = 0; o.function == kGelu && j < n; ++j) e[j] *= kTwice * (1.0f + 0.044715f * gate[j] * gate[j]);
-        for (int64_t j = 0; j < n; ++j) e[j] = e[j] > 0.0f ? -e[j] : e[j];
         for (int64_t j = n; j < kPiece; ++j) e[j] = 0.0f;
-        for (int64_t j = 0; j < kPiece; j += Simd::width) Simd::store(e + j, Simd::expf(Simd::load(e + j)));
+        decay<Simd>(e);
         if (o.function == kSigmoid)
             for (int64_t j = 0; j < n; ++j) y[j] = (gate[j] > 0.0f ? 1.0f : e[j]) / (1.0f + e[j]) * up[j];
         else

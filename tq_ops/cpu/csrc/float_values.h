@@ -1,28 +1,9 @@
 // P.V in FP32, of nibbles and of levels of 5 and 6 bits, whose bits above the nibbles lie in a second plane.
 
-// Lanes first ... last - 1 of the numbers at p; the others are zero. Nothing beside them is read.
-template <class Simd> __attribute__((always_inline)) inline typename Simd::F load_lanes(const float* p, int first, int last) {
-    if (first == 0 && last == Simd::width) return Simd::load(p);
-    float lanes[Simd::width] = {};
-    for (int i = first; i < last; ++i) lanes[i] = p[i];
-    return Simd::load(lanes);
-}
-
-// The inverse: nothing beside them is written.
-template <class Simd>
-__attribute__((always_inline)) inline void store_lanes(float* p, int first, int last, typename Simd::F x) {
-    if (first == 0 && last == Simd::width) return Simd::store(p, x);
-    float lanes[Simd::width];
-    Simd::store(lanes, x);
-    for (int i = first; i < last; ++i) p[i] = lanes[i];
-}
-
-// A register's width of a vector's words, of which lanes first ... last - 1 are summed, and PLANES of their levels from FIRST
-// on.
+// A register's width of a vector's words, and PLANES of their levels from FIRST on.
 template <class Register, int FIRST, int PLANES> struct Unit {
     typedef Register Simd;
     static constexpr int kFirst = FIRST, kPlanes = PLANES;
-    int first, last;
 };
 
 // Centroids of a unit of n vectors: looked up in their codes, `bytes` apart ...
@@ -34,13 +15,10 @@ template <class Unit> struct CodesOfValues {
 
     // PAST says whether bytes behind the vector may be read: the cache may end right after the last one.
     template <bool PAST> __attribute__((always_inline)) void at(int key, typename Simd::F* value) const {
-        auto plane = [&](auto k) __attribute__((always_inline)) {
+        each_below<Unit::kPlanes>([&](auto k) __attribute__((always_inline)) {
             constexpr int kPlane = decltype(k)::value;
-            if constexpr (kPlane < Unit::kPlanes)
-                value[kPlane] = centroids_of<Simd, Unit::kFirst + kPlane, PAST>(table, codes + key * bytes);
-        };
-        plane(Int<0>{}), plane(Int<1>{}), plane(Int<2>{}), plane(Int<3>{});
-        plane(Int<4>{}), plane(Int<5>{}), plane(Int<6>{}), plane(Int<7>{});
+            value[kPlane] = centroids_of<Simd, Unit::kFirst + kPlane, PAST>(table, codes + key * bytes);
+        });
     }
 };
 
@@ -57,15 +35,14 @@ template <class Unit> struct SlabValues {
 
 // sums[r] = sums[r] * shrink[r] + weights[r] @ values of n vectors, of a unit.
 template <int R, class Unit, class Values>
-__attribute__((noinline)) void mix(Unit of, const Values& values, int n, const float* weights, int stride, const float* shrink,
+__attribute__((noinline)) void mix(Unit, const Values& values, int n, const float* weights, int stride, const float* shrink,
                                    float* sums, int words, Ahead ahead) {
     typedef typename Unit::Simd Simd;
     constexpr int FIRST = Unit::kFirst, PLANES = Unit::kPlanes;
     typename Simd::F acc[PLANES][R];
     for (int k = 0; k < PLANES; ++k)
         for (int r = 0; r < R; ++r)
-            acc[k][r] =
-                Simd::mul(load_lanes<Simd>(sums + (r * 8 + FIRST + k) * words, of.first, of.last), Simd::set1(shrink[r]));
+            acc[k][r] = Simd::mul(Simd::load(sums + (r * 8 + FIRST + k) * words), Simd::set1(shrink[r]));
     auto add = [&](int key, auto past) __attribute__((always_inline)) {
         if constexpr (FIRST == 0) ahead.turn();
         typename Simd::F value[PLANES];
@@ -80,33 +57,15 @@ __attribute__((noinline)) void mix(Unit of, const Values& values, int n, const f
     for (int key = 0; key + 1 < n; ++key) add(key, Int<true>{});
     add(n - 1, Int<false>{});
     for (int k = 0; k < PLANES; ++k)
-        for (int r = 0; r < R; ++r) store_lanes<Simd>(sums + (r * 8 + FIRST + k) * words, of.first, of.last, acc[k][r]);
+        for (int r = 0; r < R; ++r) Simd::store(sums + (r * 8 + FIRST + k) * words, acc[k][r]);
 }
 
 // Calls body(unit, word) for all levels of a register's width of words: of as many planes as leave R rows' sums in registers.
-template <int R, class Simd, class Body>
-__attribute__((always_inline)) inline void each_plane(int first, int last, int word, Body& body) {
+template <int R, class Simd, class Body> __attribute__((always_inline)) inline void each_plane(int word, Body& body) {
     constexpr int kMost = kAccumulators<Simd>;
     constexpr int kPlanes = R * 8 <= kMost ? 8 : R * 4 <= kMost ? 4 : R * 2 <= kMost ? 2 : 1;
-    auto pass = [&](auto from) __attribute__((always_inline)) {
-        constexpr int kFirst = decltype(from)::value;
-        if constexpr (kFirst % kPlanes == 0) body(Unit<Simd, kFirst, kPlanes>{first, last}, word);
-    };
-    pass(Int<0>{}), pass(Int<1>{}), pass(Int<2>{}), pass(Int<3>{});
-    pass(Int<4>{}), pass(Int<5>{}), pass(Int<6>{}), pass(Int<7>{});
-}
-
-// The same of all words. `Narrow` is a register of half the width, for vectors shorter than one; the last one overlaps the one
-// before, whose words it leaves alone.
-template <int R, class Wide, class Narrow, class Body>
-__attribute__((always_inline)) inline void each_unit(int words, Body body) {
-    if (words < Narrow::width) return each_plane<R, Narrow>(0, words, 0, body);
-    int word = 0;
-    for (; word + Wide::width <= words; word += Wide::width) each_plane<R, Wide>(0, Wide::width, word, body);
-    for (; word < words; word += Narrow::width) {
-        const int from = smaller(word, words - Narrow::width);
-        each_plane<R, Narrow>(word - from, Narrow::width, from, body);
-    }
+    each_below<8 / kPlanes>(
+        [&](auto pass) __attribute__((always_inline)) { body(Unit<Simd, decltype(pass)::value * kPlanes, kPlanes>{}, word); });
 }
 
 // How the second plane of values lies beside the words of nibbles: bytes of a part of it, and by how much the bits of each
@@ -144,14 +103,11 @@ template <class Unit, int HIGH> struct PlanesOfValues {
         const typename Simd::I level[2] = {
             Simd::join_nibbles(nibbles, Simd::shift_up_by(Simd::down(bits, lower), 4)),
             Simd::join_nibbles(Simd::template shift<4>(nibbles), Simd::shift_up_by(Simd::down(bits, upper), 4))};
-        auto plane = [&](auto k) __attribute__((always_inline)) {
+        each_below<Unit::kPlanes>([&](auto k) __attribute__((always_inline)) {
             constexpr int kPlane = decltype(k)::value, kLevel = Unit::kFirst + kPlane;
-            if constexpr (kPlane < Unit::kPlanes)
-                value[kPlane] =
-                    Simd::template lookup_wide<4 + HIGH>(table, Simd::template shift<kLevel / 2 * 8>(level[kLevel % 2]));
-        };
-        plane(Int<0>{}), plane(Int<1>{}), plane(Int<2>{}), plane(Int<3>{});
-        plane(Int<4>{}), plane(Int<5>{}), plane(Int<6>{}), plane(Int<7>{});
+            value[kPlane] =
+                Simd::template lookup_wide<4 + HIGH>(table, Simd::template shift<kLevel / 2 * 8>(level[kLevel % 2]));
+        });
     }
 
   private:
@@ -174,29 +130,21 @@ template <class Simd, class Narrow, int R> class FloatValues {
   public:
     // Whether these products take values as they are stored, whole registers of which are looked up.
     static bool mixes(const Side& v) { return v.cell == kNibble || in_planes(v); }
-    static int64_t floats(const Cache& cache) {
-        return is_short(cache) ? padded(cache.block_size) * Narrow::width + kLine / 4 : 0;
-    }
+    static int64_t floats(const Cache&) { return 0; }
 
-    FloatValues(const Cache& cache, int stride, float* scratch)
-        : cache_(cache), stride_(stride), spaced_(reinterpret_cast<uint8_t*>(scratch)) {}
+    FloatValues(const Cache& cache, int stride, float*) : cache_(cache), stride_(stride) {}
 
     // Adds n vectors to the sums, and prefetches K's codes of as many at `ahead`. Each register prefetches its share.
     void mix(Place at, int n, const float* weights, const float* shrink, float* sums, const uint8_t* ahead) const {
         const int words = cache_.v.levels / 8;
-        const int64_t total = n * (cache_.k.bytes - early_bytes(cache_));
-        int64_t bytes = nibble_bytes(cache_.v);
-        if (cache_.v.cell == kNibble && is_short(cache_)) bytes = put_apart(at.codes, n), at.codes = spaced_;
-        ahead += n * early_bytes(cache_);
+        const int64_t early = n * early_bytes(cache_), total = n * cache_.k.bytes - early;
         units(words, [&](auto unit, int word) __attribute__((always_inline)) {
             typedef decltype(unit) U;
-            const int64_t begin = total * (word + unit.first) / words, end = total * (word + unit.last) / words;
-            const Ahead share(ahead + begin, end - begin, n);
-            auto add = [&](const auto& values) __attribute__((always_inline)) {
+            const int64_t begin = total * word / words, end = total * (word + U::Simd::width) / words;
+            const Ahead share(ahead + early + begin, end - begin, n);
+            with_values<U>(cache_.v, at.codes, word, [&](const auto& values) __attribute__((always_inline)) {
                 haarkv::mix<R>(unit, values, n, weights, stride_, shrink, sums + word, words, share);
-            };
-            if (with_planes<U>(cache_.v, at.codes, word, add)) return;
-            add(CodesOfValues<U>{at.codes + word * 4, bytes, U::Simd::table(cache_.v.centroids)});
+            });
         });
     }
 
@@ -211,41 +159,26 @@ template <class Simd, class Narrow, int R> class FloatValues {
 
     static int64_t slab_floats(const Cache&) { return kValuesTogether * 8 * Simd::width; }
 
-    // Calls body(unit, word) for what is looked up of so many words of values at a time.
+    // Calls body(unit, word) for what is looked up at a time of values of this many words.
     template <class Body> __attribute__((always_inline)) static void units(int words, Body body) {
-        each_unit<R, Simd, Narrow>(words, body);
+        int word = 0;
+        for (; word + Simd::width <= words; word += Simd::width) each_plane<R, Simd>(word, body);
+        if (word < words) each_plane<R, Narrow>(word, body);
     }
 
     // A unit's centroids of up to kValuesTogether values.
     template <class U> static void look_up_values(U, const Cache& cache, const uint8_t* codes, int word, int n, float* slab) {
         typedef typename U::Simd Register;
-        const typename Register::Table table = Register::table(cache.v.centroids);
-        const int64_t bytes = nibble_bytes(cache.v);
-        auto store = [&](int key, const typename Register::F* value) __attribute__((always_inline)) {
-            for (int k = 0; k < U::kPlanes; ++k) Register::store(slab + (key * U::kPlanes + k) * Register::width, value[k]);
-        };
-        auto each = [&](const auto& values) __attribute__((always_inline)) {
-            typename Register::F value[U::kPlanes];
-            for (int key = 0; key < n; ++key) values.template at<true>(key, value), store(key, value);
-        };
-        if (with_planes<U>(cache.v, codes, word, each)) return;
-        codes += word * 4;
-        auto put = [&](int key, const CodesOfValues<U>& of, auto past) __attribute__((always_inline)) {
-            typename Register::F value[U::kPlanes];
-            of.template at<decltype(past)::value>(0, value);
-            store(key, value);
-        };
-        for (int key = 0; key < n; ++key, codes += bytes) {
-            if (is_short(cache)) {
-                uint8_t vector[4 * Narrow::width + kLine] = {};
-                std::memcpy(vector, codes, bytes);
-                put(key, {vector, 0, table}, Int<true>{});
-            } else if (key + 1 < n) {
-                put(key, {codes, 0, table}, Int<true>{});
-            } else {
-                put(key, {codes, 0, table}, Int<false>{});
-            }
-        }
+        with_values<U>(cache.v, codes, word, [&](const auto& values) __attribute__((always_inline)) {
+            auto put = [&](int key, auto past) __attribute__((always_inline)) {
+                typename Register::F value[U::kPlanes];
+                values.template at<decltype(past)::value>(key, value);
+                for (int k = 0; k < U::kPlanes; ++k)
+                    Register::store(slab + (key * U::kPlanes + k) * Register::width, value[k]);
+            };
+            for (int key = 0; key + 1 < n; ++key) put(key, Int<true>{});
+            put(n - 1, Int<false>{});
+        });
     }
 
     // Takes the weights of up to kValuesTogether values.
@@ -259,34 +192,20 @@ template <class Simd, class Narrow, int R> class FloatValues {
 
   private:
     const Cache& cache_;
-    const int stride_;       // keys of a row of weights
-    uint8_t* const spaced_;  // [stride, 4 * Narrow::width], vectors shorter than a narrow register, and a word past them
-    const float* weights_;   // by `weigh`
+    const int stride_;      // keys of a row of weights
+    const float* weights_;  // by `weigh`
 
     static bool in_planes(const Side& v) { return Simd::looks_up_64 && has_planes(v) && v.levels / 8 % Simd::width == 0; }
 
-    // Calls body(values) of a unit whose levels lie in planes; whether they do.
+    // Calls body(values) of a unit, whose levels lie in planes or as nibbles.
     template <class U, class Body>
-    __attribute__((always_inline)) static bool with_planes(const Side& v, const uint8_t* codes, int word, Body body) {
-        if constexpr (U::Simd::looks_up_64) {
-            if (!in_planes(v)) return false;
-            const Above above(v);
-            if (v.planes[1] == 1)
-                body(PlanesOfValues<U, 1>(v, above, codes, word));
-            else
-                body(PlanesOfValues<U, 2>(v, above, codes, word));
-            return true;
-        }
-        return false;
-    }
-
-    static bool is_short(const Cache& cache) { return cache.v.levels / 8 < Narrow::width; }
-
-    // Copies vectors to `spaced_`; bytes from one to the next.
-    int64_t put_apart(const uint8_t* codes, int n) const {
-        constexpr int64_t kBytes = 4 * Narrow::width;
-        const int64_t bytes = nibble_bytes(cache_.v);
-        for (int key = 0; key < n; ++key) std::memcpy(spaced_ + key * kBytes, codes + key * bytes, bytes);
-        return kBytes;
+    __attribute__((always_inline)) static void with_values(const Side& v, const uint8_t* codes, int word, Body body) {
+        if constexpr (U::Simd::looks_up_64)
+            if (in_planes(v)) {
+                const Above above(v);
+                if (v.planes[1] == 1) return body(PlanesOfValues<U, 1>(v, above, codes, word));
+                return body(PlanesOfValues<U, 2>(v, above, codes, word));
+            }
+        body(CodesOfValues<U>{codes + word * 4, nibble_bytes(v), U::Simd::table(v.centroids)});
     }
 };

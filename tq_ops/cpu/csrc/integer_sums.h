@@ -15,23 +15,19 @@ struct Vnni512 {
     template <int N> static I shift(I x) { return N ? _mm512_srli_epi16(x, N) : x; }
     static I upper(I x) { return _mm512_srli_epi32(x, 16); }
     // Inline assembly: with the intrinsic, compilers keep two copies of every sum in a loop and spill half of the registers.
-    static I dot(I a, I b, I sum) {
+    static I add(I a, I b, I sum) {
         asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
         return sum;
     }
-    static I pair(const int16_t* p) {
-        int32_t both;
-        std::memcpy(&both, p, 4);
-        return _mm512_set1_epi32(both);
-    }
-    static __m512 to_floats(I x) { return _mm512_cvtepi32_ps(x); }
+    static I pair(const void* p) { return _mm512_set1_epi32(read_as<int32_t>(p)); }
+    static __m512 floats(I x) { return _mm512_cvtepi32_ps(x); }
     // The lower (or upper) halves of two vectors' words side by side: those of `a` below, those at `b` above. Loading from two
     // bytes before `b` moves its lower halves into the upper places; the mask keeps the load from reading there.
     static I lower_halves(I a, const uint8_t* b) { return _mm512_mask_loadu_epi16(a, 0xaaaaaaaau, b - 2); }
     static I upper_halves(I a, const uint8_t* b) { return _mm512_mask_loadu_epi16(a, 0xaaaaaaaau, b); }
 };
 
-struct IntegerSums {
+struct IntegerSums : Vnni512 {
     typedef Avx512 Simd;
     typedef __m512i Value, Sum, Table;
     typedef int32_t Query;  // a pair of 16-bit integers
@@ -42,15 +38,11 @@ struct IntegerSums {
     static Table table(const Side& k) { return Vnni512::table(k.integers); }
     // Levels LEVEL and LEVEL + 4 of each word.
     template <int LEVEL> static Value look_up(Table table, const uint32_t* words) {
-        const __m512i x = Vnni512::load(reinterpret_cast<const char*>(words) + LEVEL / 2);
-        return Vnni512::lookup(table, Vnni512::shift<LEVEL % 2 * 4>(x));
+        return lookup(table, shift<LEVEL % 2 * 4>(Vnni512::load(reinterpret_cast<const char*>(words) + LEVEL / 2)));
     }
     static Value load(const float* values) { return _mm512_load_si512(values); }
     static void store(float* values, Value x) { _mm512_store_si512(values, x); }
-    static Sum zero() { return Vnni512::zero(); }
-    static Value query(const Query* q) { return Vnni512::pair(reinterpret_cast<const int16_t*>(q)); }
-    static Sum add(Value value, Value query, Sum sum) { return Vnni512::dot(value, query, sum); }
-    static __m512 floats(Sum sum) { return Vnni512::to_floats(sum); }
+    static Value query(const Query* q) { return pair(q); }
 
     // Queries [R, steps].
     template <int R> static constexpr int row = kMaxDim / 2;
@@ -61,10 +53,12 @@ struct IntegerSums {
         alignas(64) int16_t whole[R][kMaxDim];
         auto put = [](__m256i x, void* to) { _mm256_storeu_si256(static_cast<__m256i*>(to), x); };
         for (int r = 0; r < R; ++r) {
-            float inverse;
-            factor[r] = query_step(tile.q[r], k.levels, most, &inverse) * k.unit * tile.softmax_scale;
+            float step;
+            __m512 inverse;
+            steps_of_rows<1>(tile.q[r], 0, k.levels, most, &step, &inverse);
+            factor[r] = step * k.unit * tile.softmax_scale;
             for (int i = 0; i < k.levels; i += 16) {
-                const __m256i x = to_halves(_mm512_loadu_ps(tile.q[r] + i), _mm512_set1_ps(inverse));
+                const __m256i x = to_halves(_mm512_loadu_ps(tile.q[r] + i), inverse);
                 if (k.columns)
                     put(x, whole[r] + i);
                 else  // levels j and j + 4 of a word

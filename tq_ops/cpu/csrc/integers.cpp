@@ -22,7 +22,7 @@ bool takes_integers(const Cache& cache, const Tile* tiles, int) {
 }  // namespace
 
 void add_integers(Kernels& kernels) {
-    kernels.by_integers = {takes_integers, scratch_of_passes<Simd, Integers>, attend_pass<Simd, Integers>};
+    kernels.by_integers = {takes_integers, Pass<Simd, Integers>::floats, attend_pass<Simd, Integers>};
 }
 
 }  // namespace haarkv

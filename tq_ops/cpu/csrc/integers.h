@@ -30,20 +30,9 @@ inline float step_of(float most, float total, float* inverse) {
 inline __m512i to_integers(__m512 x, __m512 inverse) { return _mm512_cvtps_epi32(_mm512_mul_ps(x, inverse)); }
 inline __m256i to_halves(__m512 x, __m512 inverse) { return _mm512_cvtsepi32_epi16(to_integers(x, inverse)); }
 
-// The step of a rotated row of so many levels.
-inline float query_step(const float* q, int levels, float most_total, float* inverse) {
-    __m512 most = _mm512_setzero_ps(), total = _mm512_setzero_ps();
-    const __m512 share = _mm512_set1_ps(1.0f / most_total);
-    for (int i = 0; i < levels; i += 16) {
-        const __m512 size = _mm512_abs_ps(_mm512_loadu_ps(q + i));
-        most = _mm512_max_ps(size, most), total = _mm512_fmadd_ps(size, share, total);
-    }
-    return step_of(_mm512_reduce_max_ps(most), _mm512_reduce_add_ps(total), inverse);
-}
-
-// The steps of n weights of each row, and what turns those into integers.
+// The steps of n numbers of each row, queries or weights, and what turns those into integers.
 template <int R>
-inline void weight_steps(const float* weights, int stride, int n, float most_total, float* steps, __m512* inverse) {
+inline void steps_of_rows(const float* x, int stride, int n, float most_total, float* steps, __m512* inverse) {
     const __m512 share = _mm512_set1_ps(1.0f / most_total);
     __m512 most[R], total[R];
 #pragma GCC unroll 8
@@ -51,7 +40,7 @@ inline void weight_steps(const float* weights, int stride, int n, float most_tot
     for (int i = 0; i < n; i += 16)
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            const __m512 size = _mm512_abs_ps(_mm512_loadu_ps(weights + r * stride + i));
+            const __m512 size = _mm512_abs_ps(_mm512_loadu_ps(x + r * stride + i));
             most[r] = _mm512_max_ps(size, most[r]), total[r] = _mm512_fmadd_ps(size, share, total[r]);
         }
 #pragma GCC unroll 8

@@ -3,9 +3,9 @@
 // A packed vector of N levels is read as N / 8 words of 32 bits, each with eight 4-bit levels. This gives two orders:
 //   word order   level k of word j at j * 8 + k          rotated queries
 //   plane order  level k of word j at k * (N / 8) + j    accumulators
-// The caller folds the format's own order of levels into its matrices, so nothing here knows a format. N is head_dim. Levels
-// of other widths than 4 bits are unpacked first: up to 4 bits into such words, wider ones into numbers, in their own order.
-// Levels of several widths lie in columns (`Columns`), and queries for them are in their own order.
+// The caller folds the format's own order of levels into its matrices, so nothing here knows a format. N is head_dim: 64, 128
+// or 256. Levels of other widths than 4 bits are unpacked first: up to 4 bits into such words, wider ones into numbers, in
+// their own order. Levels of several widths lie in columns (`Columns`), and queries for them are in their own order.
 #pragma once
 
 #include <cstdint>
@@ -63,11 +63,11 @@ struct ResidualWindow {
 
 // K or V of one layer, for every block and KV head. A block is contiguous; blocks may lie apart.
 struct Side {
-    const uint8_t* codes;                 // [num_blocks, Hkv, block_size, bytes]
-    const uint16_t* scales;               // [num_blocks, Hkv, block_size] FP16; null where numbers are plain
+    uint8_t* codes;                       // [num_blocks, Hkv, block_size, bytes]
+    uint16_t* scales;                     // [num_blocks, Hkv, block_size] FP16; null where numbers are plain
     const float* centroids;               // [2**bits], at least 16; where widths differ, of each width
     int64_t codes_stride, scales_stride;  // from a block to the next, in bytes of codes and in scales
-    int32_t levels;                       // N, a multiple of 16, at least 32
+    int32_t levels;                       // N
     int32_t bytes;                        // of a vector's codes
     int32_t cell;
     // Bits of a level in each plane, low bits first; 0 after the last. A plane of w bits has its levels in 8 / w parts: byte j
@@ -111,16 +111,17 @@ struct Tile {
     float* residual_totals;  // [rows] out, where V has such tokens: their sum of p, 0 where no row sees one
 };
 
-// A matrix [inputs, outputs] of BF16 numbers, row-major, by which rows are multiplied: one for all KV heads, or one a KV head.
+// A matrix [D, D] of BF16 numbers, row-major, by which rows are multiplied: one for all KV heads, or one a KV head.
 struct Matrix {
     const uint16_t* numbers;
-    // The same as tiles, [inputs / 32, outputs / 16, 16 pairs of inputs, 16, 2], zeros after the last input; or null.
+    // The same as tiles, [D / 32, D / 16, 16 pairs of inputs, 16 outputs, 2]; or null.
     const uint16_t* pairs;
     int64_t head_stride;  // numbers from a KV head's matrix to the next; 0 if they share one
-    int32_t inputs, outputs;
+    int32_t size;         // D
 };
 
-// How vectors become levels; without a matrix they are plain numbers, which `cell` says. By a rotation (`mean` is null):
+// How vectors become the levels of a side; without a matrix they are plain numbers, which `cell` says. By a rotation (`mean`
+// is null):
 //   y = bf16(x / ||x||) @ matrix;  level = #{b : y >= b};  scale = fp16(||x|| / ||c[level]||)
 //   or, `along` x, scale = fp16(||x|| / sum c[level] * y)
 // By learned coordinates of each KV head:
@@ -131,14 +132,10 @@ struct Matrix {
 struct Quantizer {
     Matrix matrix;            // [D, D] BF16
     const float* boundaries;  // [2**bits - 1] ascending; where widths differ, of each width
-    const float* centroids;   // [2**bits], at least 16, likewise
-    const float* mean;        // [Hkv, D] or null, and so are the next three
-    const float* weights;     // [Hkv, D]
+    const float* weights;     // [Hkv, D] or null, and so are the gains
     const float* gains;       // [tries]
-    const Columns* columns;
     int32_t tries;
-    int32_t along;                   // whether a rotated vector's scale keeps its length along itself
-    int32_t planes[2], bytes, cell;  // as in Side
+    int32_t along;  // whether a rotated vector's scale keeps its length along itself
 };
 
 constexpr int64_t kMostTokens = 512;  // that one projection takes
@@ -257,14 +254,14 @@ struct Projector {
 struct Kernels {
     Attender by_floats, by_integers, by_tiles;
     Projector dense, bf16, blocks;  // `bf16`: of a BF16 weight with BF16 x
-    // y [rows, outputs] = x [rows, inputs] @ the matrix of a KV head; rows <= kMaxRows.
+    // y [rows, D] = x [rows, D] @ the matrix of a KV head; rows <= kMaxRows.
     void (*rotate)(const float* x, int rows, const Matrix& matrix, int head, float* y);
     // The same by `pairs`, where there are any and activations are BF16, for up to kMaxTiles * kMaxRows rows. `exact` says
     // that x holds BF16 numbers.
     void (*rotate_pairs)(const float* x, int rows, bool exact, const Matrix& matrix, int head, float* y);
     // Vectors x [rows, D], finite, of a KV head where these differ; codes[r] [bytes]; scratch [2 * rows * D]; rows <=
     // kMaxRows.
-    void (*quantize)(const Quantizer&, int head, const float* x, int rows, float* scratch, uint8_t* const* codes,
+    void (*quantize)(const Side&, const Quantizer&, int head, const float* x, int rows, float* scratch, uint8_t* const* codes,
                      uint16_t* const* scales);
     // Rows, or of the last numbers, begin ... end - 1.
     void (*rms_norm)(const RmsNorm&, int64_t begin, int64_t end);

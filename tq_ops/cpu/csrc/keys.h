@@ -276,7 +276,7 @@ template <class Sums, int R> class KeyProducts {
                const uint8_t* later) const {
         constexpr int kTiles = R * 4 <= kAccumulators<Simd> ? 4 : R * 2 <= kAccumulators<Simd> ? 2 : 1;
         const int64_t bytes = cache_.v.bytes, early = early_bytes(cache_);
-        Simd::widen_halves(at.scales, n, stride_, scale);
+        widen_halves<Simd>(at.scales, n, stride_, scale);
         with_keys([&](const auto& keys) __attribute__((always_inline)) {
             auto tiles = [&](auto number, int key) __attribute__((always_inline)) {
                 constexpr int kNumber = decltype(number)::value, kLanes = kNumber * Simd::width;

@@ -20,8 +20,8 @@ inline void split(__m512 first, __m512 second, void* upper, void* lower) {
     _mm512_storeu_si512(upper, up), _mm512_storeu_si512(lower, two_in_bf16(first, second));
 }
 
-// What the tiles of a pass share, in scratch: keys [32, D], or values of a stretch as tiles [32 keys][16 numbers]; so many
-// floats.
+// What the tiles of a pass share, in scratch: keys [32, D], or values of a stretch as tiles [32 keys][16 numbers].
+// How many floats.
 inline int64_t number_floats(const Cache& cache) {
     const bool any = cache.k.cell != kNibble || cache.v.cell != kNibble;
     return any ? kStretch * larger(cache.k.levels, cache.v.levels) / 2 : 0;
@@ -85,7 +85,7 @@ inline void put_pairs(const uint16_t* x, int levels, int first, uint16_t* out) {
 }
 
 // Values key ... key + n - 1 of a block as tiles, up to kStretch of them: zeros after the last, up to a multiple of 32.
-// Prefetches at `ahead`, as many vectors of so many bytes.
+// Prefetches at `ahead` the same number of vectors of `ahead_bytes`.
 inline void put_values(const Side& side, Place at, int key, int n, uint16_t* out, const uint8_t* ahead, int64_t ahead_bytes) {
     alignas(64) uint16_t room[16 * kMaxDim];
     for (int first = 0; first < padded(n); first += 16) {

@@ -19,6 +19,16 @@ inline float float_of(uint32_t u) { return read_as<float>(&u); }
 
 inline float bf16_to_float(uint16_t h) { return float_of(static_cast<uint32_t>(h) << 16); }
 
+inline void widen(const uint16_t* x, int64_t n, float* y) {
+    for (int64_t i = 0; i < n; ++i) y[i] = bf16_to_float(x[i]);
+}
+
+// Numbers x [n], BF16 or FP32, from index `from` on.
+inline void read(const void* x, bool bf16, int64_t from, int64_t n, float* out) {
+    if (bf16) return widen(static_cast<const uint16_t*>(x) + from, n, out);
+    std::memcpy(out, static_cast<const float*>(x) + from, n * sizeof(float));
+}
+
 // Round to nearest even; a NaN stays one.
 inline uint16_t float_to_bf16(float x) {
     const uint32_t u = bits_of(x), rounded = u + 0x7fffu + ((u >> 16) & 1u);

@@ -30,25 +30,21 @@ struct Split {
     int32_t number, first_block, end_block;
 };
 
-struct RowTile {
-    Tile tile;
-    int64_t row[kMaxRows];
-};
-
 // What is attended to at a time.
 struct Wave {
-    std::vector<RowTile> tiles;
+    std::vector<Tile> tiles;
+    std::vector<int64_t> rows;  // kMaxRows of each tile: the queries' own, over all heads
     std::vector<Pass> passes;
     std::vector<Split> splits;
     int64_t partials = 0;
 
-    void clear() { tiles.clear(), passes.clear(), splits.clear(), partials = 0; }
+    void clear() { tiles.clear(), rows.clear(), passes.clear(), splits.clear(), partials = 0; }
 };
 
 // Where a tile of a split leaves its numbers: maxima, totals, sums; where V has tokens in BF16 also the totals and sums over
 // those.
 struct Partials {
-    const int64_t levels, residual;  // numbers of a row's sums
+    const int64_t levels, residual, size;  // numbers of a row's sums; of a tile
     float* const numbers;
 
     static int64_t size_of(const Cache& cache) {
@@ -56,10 +52,12 @@ struct Partials {
     }
 
     Partials(const Cache& cache, float* numbers)
-        : levels(cache.v.levels), residual(cache.v.residual.vectors ? cache.head_dim : 0), numbers(numbers) {}
+        : levels(cache.v.levels),
+          residual(cache.v.residual.vectors ? cache.head_dim : 0),
+          size(size_of(cache)),
+          numbers(numbers) {}
 
-    int64_t size() const { return kMaxRows * (2 + levels + (residual ? 1 + residual : 0)); }
-    float* maxima(int64_t index) const { return numbers + index * size(); }
+    float* maxima(int64_t index) const { return numbers + index * size; }
     float* totals(int64_t index) const { return maxima(index) + kMaxRows; }
     float* sums(int64_t index) const { return totals(index) + kMaxRows; }
     float* residual_totals(int64_t index) const { return residual ? sums(index) + kMaxRows * levels : nullptr; }
@@ -123,38 +121,40 @@ class Cutter {
 
     // Widens `keys` to those that its rows see.
     void add_tile(Wave& wave, int64_t row, int rows, Keys& keys) const {
-        RowTile t;
-        t.tile.rows = rows, t.tile.kv_head = head_;
-        t.tile.block_table = a_.block_table + static_cast<int64_t>(sequence_) * a_.max_blocks;
-        t.tile.residual_table = a_.residual_table + static_cast<int64_t>(sequence_) * a_.residual_blocks;
-        t.tile.residual_row = a_.cache.k.residual.vectors || a_.cache.v.residual.vectors ? a_.rows[sequence_] : 0;
-        t.tile.softmax_scale = a_.softmax_scale, t.tile.bf16 = a_.bf16;
+        Tile tile;
+        tile.rows = rows, tile.kv_head = head_;
+        tile.block_table = a_.block_table + static_cast<int64_t>(sequence_) * a_.max_blocks;
+        tile.residual_table = a_.residual_table + static_cast<int64_t>(sequence_) * a_.residual_blocks;
+        tile.residual_row = a_.cache.k.residual.vectors || a_.cache.v.residual.vectors ? a_.rows[sequence_] : 0;
+        tile.softmax_scale = a_.softmax_scale, tile.bf16 = a_.bf16;
+        wave.rows.resize(wave.rows.size() + kMaxRows);
         for (int r = 0; r < rows; ++r) {
             const int64_t token = a_.query_start[sequence_] + (row + r) / group();
-            t.row[r] = token * a_.num_heads + head_ * group() + (row + r) % group();
-            t.tile.own[r] = at(a_.q, a_.bf16, t.row[r] * a_.cache.head_dim);
-            t.tile.limits[r] = static_cast<int32_t>(a_.positions[token] + 1);
-            t.tile.starts[r] = a_.window ? std::max(0, t.tile.limits[r] - a_.window) : 0;
-            keys.begin = std::min(keys.begin, t.tile.starts[r]), keys.end = std::max(keys.end, t.tile.limits[r]);
+            const int64_t query = token * a_.num_heads + head_ * group() + (row + r) % group();
+            wave.rows[wave.tiles.size() * kMaxRows + r] = query;
+            tile.own[r] = at(a_.q, a_.bf16, query * a_.cache.head_dim);
+            tile.limits[r] = static_cast<int32_t>(a_.positions[token] + 1);
+            tile.starts[r] = a_.window ? std::max(0, tile.limits[r] - a_.window) : 0;
+            keys.begin = std::min(keys.begin, tile.starts[r]), keys.end = std::max(keys.end, tile.limits[r]);
         }
-        wave.tiles.push_back(t);
+        wave.tiles.push_back(tile);
     }
 };
 
-// y [rows, outputs] = x [rows, inputs] @ matrix, for any number of rows. `exact` says that x holds BF16 numbers.
+// y [rows, D] = x [rows, D] @ matrix, for any number of rows. `exact` says that x holds BF16 numbers.
 void multiply(const HaarkvAttention& a, const Kernels& kernels, const float* x, int rows, bool exact, const Matrix& matrix,
               int head, float* y) {
     // `vdpbf16ps` gains only where x holds BF16 numbers, tiles always.
     const bool pays = kernels.rotate_pairs && (exact || kernels.by_tiles.attend);
     if (a.bf16 && matrix.pairs && pays) return kernels.rotate_pairs(x, rows, exact, matrix, head, y);
     for (int r = 0; r < rows; r += kMaxRows)
-        kernels.rotate(x + r * matrix.inputs, std::min(kMaxRows, rows - r), matrix, head, y + r * matrix.outputs);
+        kernels.rotate(x + r * matrix.size, std::min(kMaxRows, rows - r), matrix, head, y + r * matrix.size);
 }
 
 // The sums of a row over all splits, which left partials from `first` on, `apart` from each other.
 void merge_row(const Kernels& kernels, const Partials& of, int r, int64_t first, int64_t apart, std::vector<float>& factors,
                float* merged, float* exact) {
-    const int64_t size = of.size() * apart, splits = static_cast<int64_t>(factors.size());
+    const int64_t size = of.size * apart, splits = static_cast<int64_t>(factors.size());
     const float *maxima = of.maxima(first) + r, *totals = of.totals(first) + r;
     float most = -std::numeric_limits<float>::infinity(), total = 0.0f;
     for (int64_t s = 0; s < splits; ++s) most = std::max(most, maxima[s * size]);
@@ -184,7 +184,7 @@ void merge(const HaarkvAttention& a, const Kernels& kernels, const Partials& of,
     std::vector<float> factors(pass.splits);
     int rows = 0;
     for (int t = 0; t < pass.tiles; ++t)
-        for (int r = 0; r < wave.tiles[pass.first_tile + t].tile.rows; ++r, ++rows)
+        for (int r = 0; r < wave.tiles[pass.first_tile + t].rows; ++r, ++rows)
             merge_row(kernels, of, r, pass.first_partial + t, pass.tiles, factors, merged + rows * of.levels,
                       exact + rows * dim);
     if (a.rotation_back.numbers)
@@ -192,7 +192,7 @@ void merge(const HaarkvAttention& a, const Kernels& kernels, const Partials& of,
     else
         std::memcpy(out, merged, rows * dim * sizeof(float));
     for (int r = 0; r < rows; ++r) {
-        const int64_t to = wave.tiles[pass.first_tile + r / kMaxRows].row[r % kMaxRows] * dim;
+        const int64_t to = wave.rows[pass.first_tile * kMaxRows + r] * dim;
         float* row = out + r * dim;
         for (int d = 0; of.residual && d < dim; ++d) row[d] += exact[r * dim + d];
         if (a.bf16)
@@ -216,16 +216,15 @@ void find_less(const HaarkvAttention& a, const float* x, Tile& tile) {
     }
 }
 
-// Rotates the queries of tiles, tile_at(0) and so on, as keys of a stretch meet them, to [rows, k.levels]; 0 of keys that are
-// stored as they are. Scratch of [kPassRows, head_dim].
-template <class TileAt>
-void rotate(const HaarkvAttention& a, const Kernels& kernels, TileAt tile_at, int count, int64_t stretch, float* scratch,
+// Rotates the queries of tiles as keys of a stretch meet them, to [rows, k.levels]; 0 of keys that are stored as they are.
+// Scratch of [kPassRows, head_dim].
+void rotate(const HaarkvAttention& a, const Kernels& kernels, Tile* tiles, int count, int64_t stretch, float* scratch,
             float* rotated) {
     const int64_t dim = a.cache.head_dim;
     float* x = a.rotation.numbers ? scratch : rotated;
     int rows = 0;
     for (int t = 0; t < count; ++t) {
-        Tile& tile = tile_at(t);
+        Tile& tile = tiles[t];
         for (int r = 0; r < tile.rows; ++r, ++rows) {
             widen(kernels, tile.own[r], a.bf16, dim, x + rows * dim);
             if (a.stretches.cos) turn_back(a.stretches, stretch, x + rows * dim);
@@ -233,7 +232,7 @@ void rotate(const HaarkvAttention& a, const Kernels& kernels, TileAt tile_at, in
         }
         find_less(a, x + (rows - tile.rows) * dim, tile);
     }
-    if (a.rotation.numbers) multiply(a, kernels, x, rows, a.bf16 && !stretch, a.rotation, tile_at(0).kv_head, rotated);
+    if (a.rotation.numbers) multiply(a, kernels, x, rows, a.bf16 && !stretch, a.rotation, tiles->kv_head, rotated);
 }
 
 // Floats of scratch that a split's queries need.
@@ -247,9 +246,8 @@ void attend(const HaarkvAttention& a, const Kernels& kernels, Wave& wave, const 
     const int64_t k_levels = a.cache.k.levels, passes = static_cast<int64_t>(wave.passes.size());
     auto rotate_pass = [&](int64_t item, int thread) {
         const Pass& pass = wave.passes[item];
-        rotate(
-            a, kernels, [&](int t) -> Tile& { return wave.tiles[pass.first_tile + t].tile; }, pass.tiles, 0,
-            scratch + thread * scratch_size, queries + pass.first_tile * kMaxRows * k_levels);
+        rotate(a, kernels, &wave.tiles[pass.first_tile], pass.tiles, 0, scratch + thread * scratch_size,
+               queries + pass.first_tile * kMaxRows * k_levels);
     };
     if (!a.stretches.cos) parallel_for(a.threads, passes, rotate_pass);
 
@@ -259,7 +257,7 @@ void attend(const HaarkvAttention& a, const Kernels& kernels, Wave& wave, const 
         Tile tiles[kMaxTiles];
         for (int t = 0; t < pass.tiles; ++t) {
             const int64_t index = pass.first_partial + static_cast<int64_t>(split.number) * pass.tiles + t;
-            tiles[t] = wave.tiles[pass.first_tile + t].tile;
+            tiles[t] = wave.tiles[pass.first_tile + t];
             tiles[t].first_block = split.first_block, tiles[t].end_block = split.end_block;
             tiles[t].maxima = partials.maxima(index), tiles[t].totals = partials.totals(index);
             tiles[t].sums = partials.sums(index);
@@ -269,9 +267,7 @@ void attend(const HaarkvAttention& a, const Kernels& kernels, Wave& wave, const 
         const auto attend = attender(kernels, a.cache, tiles, pass.tiles).attend;
         if (!a.stretches.cos) return attend(a.cache, tiles, pass.tiles, own);
         const int64_t stretch = static_cast<int64_t>(split.first_block) * a.cache.block_size / kStretchKeys;
-        rotate(
-            a, kernels, [&](int t) -> Tile& { return tiles[t]; }, pass.tiles, stretch, own,
-            own + kPassRows * a.cache.head_dim);
+        rotate(a, kernels, tiles, pass.tiles, stretch, own, own + kPassRows * a.cache.head_dim);
         attend(a.cache, tiles, pass.tiles, own + turned_floats(a));
         // What logits lack is another number in each stretch.
         for (int t = 0; t < pass.tiles; ++t)
@@ -294,7 +290,7 @@ __attribute__((visibility("default"))) void haarkv_attention(const HaarkvAttenti
     const Kernels& kernels = kernels_of(a->isa);
     const Cache& cache = a->cache;
     const int64_t own = std::max<int64_t>(attention_floats(kernels, cache) + turned_floats(*a), merged_floats(cache));
-    const int64_t scratch_size = divide_up(own, 16) * 16;
+    const int64_t scratch_size = round_up(own, 16);
     // Kept from call to call: blocks of some megabytes that come and go leave gaps in the heap, which add up.
     static thread_local Scratch own_scratch, numbers, queries;
     float* const scratch = own_scratch.of(a->threads * scratch_size);

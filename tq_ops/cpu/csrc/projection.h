@@ -1,4 +1,4 @@
-// Projections on vector registers. Four rows of the weight, read as they lie in memory, meet a panel of tokens: so many as
+// Projections on vector registers. Four rows of the weight, read as they lie in memory, meet a panel of tokens: as many as
 // have room for their sums in registers. The weight is never widened in memory.
 //
 // A sum runs over the inputs in steps, in the lanes of one register, and the lanes are added at the end. Neither other tokens
@@ -8,36 +8,31 @@
 // inputs at a time, in `parts` registers of `lanes` numbers of x each; F, zero, reduce_add and reduce_each, of sums; W, load,
 // load_x and add. `put` prepares one step of x; without it x is taken as it is.
 
-// By FMA. A 32-bit word holds two BF16 weights; a shift or a mask widens each, so x is prepared as even inputs, then odd ones.
-template <class Simd> struct Bf16Fma : Simd {
-    typedef uint16_t Weight;
-    typedef float X;
-    typedef typename Simd::F F;
-    typedef F W;
-    static constexpr int step = 2 * Simd::width, parts = 2, lanes = Simd::width;
-
-    template <int PART> static W load(const Weight* weight) {
-        const typename Simd::I words = Simd::load_words(weight);
-        return PART ? Simd::high_bf16(words) : Simd::low_bf16(words);
-    }
-    static W load_x(const X* x) { return Simd::load(x); }
-    static F add(W w, W x, F sum) { return Simd::fma(w, x, sum); }
-    static void put(const float* x, X* to) {
-        for (int i = 0; i < Simd::width; ++i) to[i] = x[2 * i], to[Simd::width + i] = x[2 * i + 1];
-    }
-};
-
+// By FMA, of FP32 weights.
 template <class Simd> struct FloatFma : Simd {
     typedef float Weight;
     typedef float X;
-    typedef typename Simd::F F;
-    typedef F W;
+    typedef typename Simd::F W;
     static constexpr int step = Simd::width, parts = 1, lanes = Simd::width;
 
     template <int PART> static W load(const Weight* weight) { return Simd::load(weight); }
     static W load_x(const X* x) { return Simd::load(x); }
-    static F add(W w, W x, F sum) { return Simd::fma(w, x, sum); }
+    static W add(W w, W x, W sum) { return Simd::fma(w, x, sum); }
     static void put(const float* x, X* to) { std::memcpy(to, x, step * sizeof(float)); }
+};
+
+// A 32-bit word holds two BF16 weights; a shift or a mask widens each, so x is prepared as even inputs, then odd ones.
+template <class Simd> struct Bf16Fma : FloatFma<Simd> {
+    typedef uint16_t Weight;
+    static constexpr int step = 2 * Simd::width, parts = 2;
+
+    template <int PART> static typename Simd::F load(const Weight* weight) {
+        const typename Simd::I words = Simd::load_words(weight);
+        return PART ? Simd::high_bf16(words) : Simd::low_bf16(words);
+    }
+    static void put(const float* x, float* to) {
+        for (int i = 0; i < Simd::width; ++i) to[i] = x[2 * i], to[Simd::width + i] = x[2 * i + 1];
+    }
 };
 
 constexpr int kRowsAtOnce = 4;
@@ -72,10 +67,7 @@ template <class Products> void prepare_tokens(const Projection& p, int64_t begin
                 std::memcpy(made, static_cast<const uint16_t*>(p.x) + at, there * sizeof(uint16_t));
             } else {
                 float x[kStep] = {};
-                if (p.x_bf16)
-                    for (int64_t j = 0; j < there; ++j) x[j] = bf16_to_float(static_cast<const uint16_t*>(p.x)[at + j]);
-                else
-                    std::memcpy(x, static_cast<const float*>(p.x) + at, there * sizeof(float));
+                read(p.x, p.x_bf16, at, there, x);
                 Products::put(x, made);
             }
             for (int part = 0; part < Products::parts; ++part)
@@ -87,8 +79,9 @@ template <class Products> void prepare_tokens(const Projection& p, int64_t begin
 // One part of a step: rows of the weight that lie `distance` numbers apart, by the tokens of a panel. What there are fewer of
 // stays in registers.
 template <class Products, int PART, int ROWS, int TOKENS>
-inline void multiply_part(const typename Products::Weight* weight, int64_t distance, const typename Products::X* x,
-                          typename Products::F (&sums)[TOKENS][ROWS]) {
+inline __attribute__((always_inline)) void multiply_part(const typename Products::Weight* weight, int64_t distance,
+                                                         const typename Products::X* x,
+                                                         typename Products::F (&sums)[TOKENS][ROWS]) {
     typedef typename Products::W W;
     x += PART * TOKENS * Products::lanes;
     if constexpr (kRowsAtOnce <= Panels<Products>::most) {
@@ -127,7 +120,8 @@ constexpr int64_t kRowAhead = 2048, kPage = 4096;  // bytes; the hardware forese
 
 // ROWS rows from `row` on by the TOKENS tokens of a panel from `token` on. `below`: what is fetched, in the next rows.
 template <class Products, int ROWS, int TOKENS, Fetched FETCHED>
-void project_panel(const Projection& p, int64_t row, int64_t token, const typename Products::Weight* below) {
+__attribute__((noinline)) void project_panel(const Projection& p, int64_t row, int64_t token,
+                                             const typename Products::Weight* below) {
     typedef typename Products::Weight Weight;
     typename Products::F sums[TOKENS][ROWS];
 #pragma GCC unroll 8
@@ -136,7 +130,7 @@ void project_panel(const Projection& p, int64_t row, int64_t token, const typena
         for (int r = 0; r < ROWS; ++r) sums[t][r] = Products::zero();
     const Weight* weight = static_cast<const Weight*>(p.weight.data) + row * p.in;
     const auto* x = static_cast<const typename Products::X*>(p.prepared) + token * prepared_numbers<Products>(p.in);
-    auto step = [&](const Weight* rows, int64_t distance) {
+    auto step = [&](const Weight* rows, int64_t distance) __attribute__((always_inline)) {
         multiply_part<Products, 0>(rows, distance, x, sums);
         if constexpr (Products::parts == 2) multiply_part<Products, 1>(rows, distance, x, sums);
         x += Products::parts * TOKENS * Products::lanes;
@@ -172,11 +166,10 @@ void project_panel(const Projection& p, int64_t row, int64_t token, const typena
 }
 
 // The same where the number of tokens is known only now.
-template <class Products, int ROWS, Fetched FETCHED, int TOKENS = Panels<Products>::most>
+template <class Products, int ROWS, Fetched FETCHED>
 void project_some(const Projection& p, int64_t row, int64_t token, int tokens, const typename Products::Weight* below) {
-    if constexpr (TOKENS > 1)
-        if (tokens < TOKENS) return project_some<Products, ROWS, FETCHED, TOKENS - 1>(p, row, token, tokens, below);
-    project_panel<Products, ROWS, TOKENS, FETCHED>(p, row, token, below);
+    with_number<Panels<Products>::most>(
+        tokens, [&](auto n) { project_panel<Products, ROWS, decltype(n)::value, FETCHED>(p, row, token, below); });
 }
 
 // ROWS rows by panels first ... last - 1. Of several panels the first ones fetch the next rows between them.
@@ -200,7 +193,7 @@ void project_rows(const Projection& p, const Panels<Products>& panels, int64_t r
     }
 }
 
-// All tokens by rows begin ... end - 1, by so many tokens at a time as stay in the L2 cache while the rows take turns.
+// All tokens by rows begin ... end - 1: as many tokens at a time as stay in the L2 cache while the rows take turns.
 template <class Products> void project_by(const Projection& p, int64_t begin, int64_t end) {
     constexpr int64_t kBytes = 256 * 1024;
     const Panels<Products> panels(p.tokens);

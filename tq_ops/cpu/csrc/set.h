@@ -7,7 +7,6 @@
 #include <new>
 
 #include "kernels.h"
-#include "numbers.h"
 
 #if defined(__AVX2__)
 // GCC 12 warns of "uninitialized" values that its own headers leave undefined on purpose (GCC bug 105593).
@@ -24,3 +23,4 @@
 // GCC warns that without AVX the calling convention for vectors differs. No function that takes one leaves its unit.
 #pragma GCC diagnostic ignored "-Wpsabi"
 #endif
+#include "numbers.h"

@@ -19,6 +19,7 @@ struct Avx2 {
     static F load(const uint16_t* bf16) {
         return low_bf16(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bf16))));
     }
+    static F load_halves(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
     static void store(float* p, F x) { _mm256_storeu_ps(p, x); }
     static void stream(float* p, F x) { _mm256_stream_ps(p, x); }
     static void fence() { _mm_sfence(); }
@@ -113,12 +114,6 @@ struct Avx2 {
     static F low_bf16(I x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
     static F high_bf16(I x) {
         return _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
-    }
-    static void widen_halves(const uint16_t* p, int n, int stride, float* out) {
-        int i = 0;
-        for (; i + width <= n; i += width)
-            store(out + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i))));
-        for (; i < stride; ++i) out[i] = i < n ? half_to_float(p[i]) : 0.0f;
     }
     // Four words of eight keys at a time; the last four overlap those before where their number is no multiple of four.
     static void transpose(const uint8_t* codes, int words, int keys, uint32_t* out, int stride) {

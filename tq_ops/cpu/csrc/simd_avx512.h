@@ -13,6 +13,9 @@ struct Avx512 {
     static F load(const uint16_t* bf16) {
         return low_bf16(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(bf16))));
     }
+    static F load_halves(const uint16_t* p) {
+        return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    }
     static void store(float* p, F x) { _mm512_storeu_ps(p, x); }
     static void stream(float* p, F x) { _mm512_stream_ps(p, x); }
     static void fence() { _mm_sfence(); }
@@ -118,12 +121,6 @@ struct Avx512 {
     static F low_bf16(I x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
     static F high_bf16(I x) {
         return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
-    }
-    static void widen_halves(const uint16_t* p, int n, int stride, float* out) {
-        int i = 0;
-        for (; i + width <= n; i += width)
-            store(out + i, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + i))));
-        for (; i < stride; ++i) out[i] = i < n ? half_to_float(p[i]) : 0.0f;
     }
     __attribute__((always_inline)) static void transpose(const uint8_t* codes, int words, int keys, uint32_t* out,
                                                          int stride) {

@@ -1,48 +1,24 @@
 // Attention of the tiles of a pass: codes are looked up once for all of their rows.
 
-template <int R> using TileRows = Attend<Avx512, TileProducts<R>, R>;
-
-inline int64_t tile_floats(const Cache& cache) {
-    const int64_t n = Pieces(cache, kMaxRows).end + TileProducts<kMaxRows>::floats(cache);
-    return (n + 15) / 16 * 16;
-}
-
 inline int64_t scratch_of_tiles(const Cache& cache) {
     return LookedUp::floats(cache) + number_floats(cache) + kMaxTiles / 2 * RowBytes::floats(cache) +
-           kMaxTiles * tile_floats(cache);
+           kMaxTiles * tile_floats<TileProducts<kMaxRows>>(cache);
 }
 
-struct Together {
-    static constexpr int R = kMaxRows;
-    const Cache& cache;
-    const int count;
+struct Together : PassTiles<Avx512, TileProducts<kMaxRows>> {
     const LookedUp found;
     uint16_t* const numbers;
     float* const row_bytes;  // of each two tiles
-    alignas(TileRows<R>) unsigned char place_of[kMaxTiles][sizeof(TileRows<R>)];
-    Seen seen[kMaxTiles][R];
 
     Together(const Cache& cache, const Tile* tiles, int count, float* scratch)
-        : cache(cache),
-          count(count),
-          found(cache, scratch),
-          numbers(reinterpret_cast<uint16_t*>(scratch + LookedUp::floats(cache))),
-          row_bytes(scratch + LookedUp::floats(cache) + number_floats(cache)) {
-        scratch = row_bytes + kMaxTiles / 2 * RowBytes::floats(cache);
-        for (int t = 0; t < count; ++t) {
-            new (place_of[t]) TileRows<R>(cache, tiles[t], scratch + t * tile_floats(cache));
-            if (t % 2 == 0) bytes_of(t).clear(cache);
-            rows(t).products.take(tiles[t], bytes_of(t), t % 2);
-        }
+        : PassTiles(cache, tiles, count, scratch),
+          found(cache, scratch += kMaxTiles * tile_floats<TileProducts<R>>(cache)),
+          numbers(reinterpret_cast<uint16_t*>(scratch += LookedUp::floats(cache))),
+          row_bytes(scratch + number_floats(cache)) {
+        for (int t = 0; t < count; ++t) rows(t).products.take(tiles[t], bytes_of(t), t % 2);
     }
 
     RowBytes bytes_of(int t) const { return {cache, row_bytes + t / 2 * RowBytes::floats(cache)}; }
-    TileRows<R>& rows(int t) { return *reinterpret_cast<TileRows<R>*>(place_of[t]); }
-
-    void see(int base, int n) {
-        for (int t = 0; t < count; ++t)
-            for (int r = 0; r < R; ++r) seen[t][r] = seen_by(rows(t).tile, r, base, n);
-    }
 
     // Logits of a block's first n keys.
     void score(Place k, int base, int n, const uint8_t* values, const uint8_t*) {
@@ -51,8 +27,8 @@ struct Together {
         if (packed && cache.k.cell != kNibble) {
             score_numbers(k, n, values);
         } else if (packed) {
-            if (unpacks_nibbles(cache.k)) unpack_nibbles<Avx512>(cache.k, k.codes, n, rows(0).codes), k.codes = rows(0).codes;
-            Avx512::widen_halves(k.scales, n, padded(cache.block_size), found.k_scale);
+            k.codes = rows(0).nibbles(cache.k, k, n);
+            widen_halves<Avx512>(k.scales, n, padded(cache.block_size), found.k_scale);
             const int chunks = chunks_of(cache.k.levels);
             for (int key = 0; key < n; key += kSlabKeys) {
                 const int keys = smaller(n - key, kSlabKeys), tiles = (keys + 15) / 16;
@@ -75,7 +51,7 @@ struct Together {
         int some = 0, mixing[kMaxTiles];  // tiles that see a packed value
         bool mixes[kMaxTiles + 1] = {};
         const bool at_once = weighs_at_once();
-        if (at_once) Avx512::widen_halves(v.scales, n, kStretch, rows(0).v_scale);
+        if (at_once) widen_halves<Avx512>(v.scales, n, kStretch, rows(0).v_scale);
         for (int t = 0; t < count; ++t) {
             mixes[t] = at_once ? weigh(rows(t), n, seen[t]) : rows(t).weigh(v, base, n, seen[t]);
             if (mixes[t])
@@ -85,7 +61,7 @@ struct Together {
         }
         if (!some) return;
         if (cache.v.cell != kNibble) return mix_numbers(v, n, mixing, some, next_keys);
-        if (unpacks_nibbles(cache.v)) unpack_nibbles<Avx512>(cache.v, v.codes, n, rows(0).codes), v.codes = rows(0).codes;
+        v.codes = rows(0).nibbles(cache.v, v, n);
         const ByteTables tables(cache.v.integers);
         for (int key = 0; key < n; key += kStretch) {
             const int keys = smaller(n - key, kStretch);
@@ -95,7 +71,7 @@ struct Together {
             int pairs = 0, first_of[kMaxTiles / 2];  // two tiles of which one mixes at least
             for (int t = 0; t < count; t += 2)
                 if (mixes[t] || mixes[t + 1]) first_of[pairs++] = t;
-            for (int column = 0; column < columns_of(cache.v.levels); column += kTilesAtOnce) {
+            for (int column = 0; column < cache.v.levels / 16; column += kTilesAtOnce) {
                 constexpr int kApart = kStretch / kChunk * kPairBytes;
                 for (int i = 0; i < kTilesAtOnce; i += 2)
                     look_up_values(tables, found.values + (column + i) / 2 * kStretch * 16, keys, found.bytes + i * kApart);
@@ -116,7 +92,7 @@ struct Together {
     }
 
     // As the tile's own `weigh`, and its products'.
-    bool weigh(TileRows<R>& of, int n, const Seen* seen) {
+    bool weigh(Rows& of, int n, const Seen* seen) {
         bool all = n == kStretch, any = false;
         for (int r = 0; r < R; ++r) all = all && seen[r].all(n), any = any || seen[r].any();
         for (int r = 0; r < R; ++r) of.shrink[r] = 1.0f;
@@ -129,7 +105,7 @@ struct Together {
         return true;
     }
 
-    void shrink(TileRows<R>& of) const {
+    void shrink(Rows& of) const {
         if (cache.v.cell == kNibble) return of.products.shrink(of.shrink);
         shrink_sums<R>(of.shrink, cache.v.levels, of.tile.sums);
     }
@@ -151,7 +127,7 @@ struct Together {
             const int keys = smaller(n - key, kStretch);
             put_values(cache.v, v, key, keys, numbers, next_keys + key * cache.k.bytes, cache.k.bytes);
             for (int i = 0; i < some; ++i) {
-                TileRows<R>& of = rows(mixing[i]);
+                Rows& of = rows(mixing[i]);
                 put_weights(of.weights + key, of.stride, keys, of.products.p);
                 for (int column = 0; column < cache.v.levels; column += kPairs)
                     mix_tile(numbers, column, keys, of.products.p, cache.v.levels, key ? kOnes : of.shrink, of.tile.sums);

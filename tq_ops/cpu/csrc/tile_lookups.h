@@ -7,8 +7,6 @@
 constexpr int kPairBytes = 2 * kTileBytes;  // upper and lower bytes of the same rows, or centroids
 
 inline int chunks_of(int n) { return (n + kChunk - 1) / kChunk; }
-// Tiles of 16 levels that a vector of V becomes. They are looked up 128 levels at a time, or 64.
-inline int columns_of(int levels) { return levels / 128 * 8 + (levels % 128 == 0 ? 0 : levels % 128 > 64 ? 8 : 4); }
 
 // Tables of the upper and lower bytes of 16 integers, for `vpshufb`.
 struct ByteTables {
@@ -37,8 +35,7 @@ inline __m512i high_nibbles(__m512i x) { return low_nibbles(_mm512_srli_epi16(x,
 constexpr int kSlabKeys = 32;                 // looked up at a time
 constexpr int kTilesAtOnce = kSlabKeys / 16;  // of keys, or of levels of values
 
-// n keys, up to kSlabKeys, as pairs of tiles, [16 keys][chunk]: each row holds four levels of 16 keys. Levels past the last
-// are left as they are: they meet zeros.
+// n keys, up to kSlabKeys, as pairs of tiles, [16 keys][chunk]: each row holds four levels of 16 keys.
 inline void look_up_keys(const Cache& cache, const uint8_t* codes, int n, int8_t* out) {
     const int words = cache.k.levels / 8, chunks = chunks_of(cache.k.levels);
     const int64_t bytes = nibble_bytes(cache.k);
@@ -124,12 +121,8 @@ inline void four_by_four(const __m512 (&x)[4], __m512 (&y)[4]) {
     y[0] = pairs(a, b, false), y[1] = pairs(a, b, true), y[2] = pairs(c, d, false), y[3] = pairs(c, d, true);
 }
 
-// Where column `lane` of tile `tile` of V lies among the levels of a vector, in plane order; -1 if it is none.
-inline int level_of(int levels, int tile, int lane) {
-    const int unit = tile / 8, here = smaller(levels - unit * 128, 128) / 2, z = tile % 8 / 2;
-    int byte = lane / 4 * 16 + z * 4 + lane % 4;
-    if (here <= 32) byte = lane / 4 % 2 * 16 + (2 * z + lane / 8) * 4 + lane % 4;
-    if (byte >= here) return -1;
-    byte += unit * 64;
-    return (byte % 4 * 2 + tile % 2) * (levels / 8) + byte / 4;
+// Where column `lane` of tile `tile` of V lies among 64 levels of a vector, in plane order.
+inline int level_of(int tile, int lane) {
+    const int byte = lane / 4 % 2 * 16 + (tile / 2 * 2 + lane / 8) * 4 + lane % 4;
+    return (byte % 4 * 2 + tile % 2) * 8 + byte / 4;
 }

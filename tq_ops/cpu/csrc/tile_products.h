@@ -83,7 +83,8 @@ inline TileShapes whole_shapes() {
     return shapes;
 }
 
-// Integers of the rows of two tiles, in scratch, as `Product` takes them.
+// Integers of the rows of two tiles, in scratch, as `Product` takes them. What is in rows that no tile has, or has not written
+// yet, only meets sums that are not read.
 struct RowBytes {
     int8_t *const q, *const p;  // p of a stretch's weights
 
@@ -92,11 +93,32 @@ struct RowBytes {
     static int64_t floats(const Cache& cache) { return (size_of_q(cache) + size_of_p()) / 4; }
 
     RowBytes(const Cache& cache, float* scratch) : q(reinterpret_cast<int8_t*>(scratch)), p(q + size_of_q(cache)) {}
-    // Levels past the last; what is in rows that no tile has, or has not written yet, only meets sums that are not read.
-    void clear(const Cache& cache) {
-        if (cache.k.levels % kChunk) std::memset(q, 0, size_of_q(cache));
-    }
 };
+
+// Bytes of the four registers of integers that are packed to `a` and `b`: even ones of a lane of `a`, then of `b`, or odd
+// ones.
+inline __m512i bytes_of(__m512i a, __m512i b, bool odd) {
+    alignas(64) static constexpr struct Places {
+        int8_t of[2][64] = {};
+        constexpr Places() {
+            for (int i = 0; i < 128; ++i)
+                of[i / 64][i % 64] = static_cast<int8_t>(i % 64 / 16 * 16 + i % 8 * 2 + i / 64 + (i % 16 < 8 ? 0 : 64));
+        }
+    } kPlaces;
+    return _mm512_permutex2var_epi8(a, _mm512_load_si512(kPlaces.of[odd]), b);
+}
+
+// Integers of a row's weights, 16 from weight i on by whole(i), as the bytes of its chunks: upper ones to `bytes`, lower ones
+// a tile later, of the next chunk a pair of tiles later.
+template <class Whole> inline __attribute__((always_inline)) void put_weight_bytes(int chunks, int8_t* bytes, Whole whole) {
+    const __m512i half = _mm512_set1_epi16(128);
+#pragma GCC unroll 2
+    for (int i = 0; i < chunks * kChunk; i += kChunk, bytes += kPairBytes) {
+        const __m512i a = _mm512_packs_epi32(whole(i), whole(i + 16)), b = _mm512_packs_epi32(whole(i + 32), whole(i + 48));
+        _mm512_store_si512(bytes, bytes_of(_mm512_add_epi16(a, half), _mm512_add_epi16(b, half), true));
+        _mm512_store_si512(bytes + kTileBytes, bytes_of(a, b, false));
+    }
+}
 
 // What R rows are multiplied by, and their sums: the products of a tile in a pass. The lookups are the pass's own.
 template <int R> struct TileProducts {
@@ -113,13 +135,13 @@ template <int R> struct TileProducts {
     static int tiles_of_queries(const Side& k) { return k.cell == kNibble ? 0 : k.levels / kPairs; }
     static int tiles_of_weights(const Side& v) { return v.cell == kNibble ? 0 : kStretch / kPairs; }
     static int64_t floats(const Cache& cache) {
-        return (tiles_of_queries(cache.k) + tiles_of_weights(cache.v)) * kTileBytes / 4 + R * columns_of(cache.v.levels) * 16;
+        return (tiles_of_queries(cache.k) + tiles_of_weights(cache.v)) * kTileBytes / 4 + R * cache.v.levels;
     }
 
     TileProducts(const Cache& cache, const Tile& tile, int stride, float* scratch)
         : cache(cache),
           stride(stride),
-          columns(columns_of(cache.v.levels)),
+          columns(cache.v.levels / 16),
           q(reinterpret_cast<int8_t*>(scratch)),
           p(q + tiles_of_queries(cache.k) * kTileBytes),
           sums(reinterpret_cast<float*>(p + tiles_of_weights(cache.v) * kTileBytes)) {
@@ -139,9 +161,11 @@ template <int R> struct TileProducts {
         const float most = most_total(cache.k.integers, cache.k.levels);
         int8_t* upper = rows.q + half * R * kChunk;
         for (int r = 0; r < R; ++r, upper += kChunk) {
-            float inverse;
-            factor[r] = query_step(tile.q[r], cache.k.levels, most, &inverse) * cache.k.unit * tile.softmax_scale;
-            put_query(tile.q[r], cache.k.levels, _mm512_set1_ps(inverse), upper, upper + kTileBytes);
+            float step;
+            __m512 inverse;
+            steps_of_rows<1>(tile.q[r], 0, cache.k.levels, most, &step, &inverse);
+            factor[r] = step * cache.k.unit * tile.softmax_scale;
+            put_query(tile.q[r], cache.k.levels, inverse, upper, upper + kTileBytes);
         }
     }
 
@@ -160,21 +184,12 @@ template <int R> struct TileProducts {
     // Takes the weights [R, stride] of the next n values, up to kStretch. Packing leaves them in the order of `row_of`.
     void weigh(const float* weights, int n) {
         __m512 inverse[R];
-        weight_steps<R>(weights, stride, n, most_total(cache.v.integers, kStretch), steps, inverse);
+        steps_of_rows<R>(weights, stride, n, most_total(cache.v.integers, kStretch), steps, inverse);
         for (int r = 0; r < R; ++r) steps[r] *= cache.v.unit;
         for (int r = 0; r < R; ++r)
-            for (int c = 0; c < chunks_of(n); ++c) {
-                auto of = [&](int i) {
-                    i += c * kChunk;
-                    return i < n ? to_integers(Avx512::load(weights + r * stride + i), inverse[r]) : _mm512_setzero_si512();
-                };
-                const __m512i a = _mm512_packs_epi32(of(0), of(16)), b = _mm512_packs_epi32(of(32), of(48));
-                auto up = [](__m512i x) { return _mm512_srai_epi16(_mm512_add_epi16(x, _mm512_set1_epi16(128)), 8); };
-                auto low = [](__m512i x) { return _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8); };
-                int8_t* row = weights_at + c * kPairBytes + r * kChunk;
-                _mm512_store_si512(row, _mm512_packs_epi16(up(a), up(b)));
-                _mm512_store_si512(row + kTileBytes, _mm512_packs_epi16(low(a), low(b)));
-            }
+            put_weight_bytes(chunks_of(n), weights_at + r * kChunk, [&](int i) {
+                return i < n ? to_integers(Avx512::load(weights + r * stride + i), inverse[r]) : _mm512_setzero_si512();
+            });
     }
 
     // Adds the products of values and those weights to the sums of tile `column`, which shrink first.
@@ -190,20 +205,17 @@ template <int R> struct TileProducts {
     // The sums [R, v.levels] in plane order. Of 128 levels, four tiles hold those of even places in a word, four the others:
     // each 16 bytes are a matrix of four words by four places, the wrong way round.
     void finish(float* out) const {
-        const int levels = cache.v.levels, words = levels / 8, whole = levels / 128 * 8;
-        for (int r = 0; r < R; ++r)
-            for (int tile = 0; tile < whole; tile += 8)
+        const int levels = cache.v.levels, words = levels / 8;
+        for (int r = 0; r < R; ++r, out += levels) {
+            for (int tile = 0; tile + 8 <= columns; tile += 8)
                 for (int odd = 0; odd < 2; ++odd) {
                     __m512 x[4], y[4];
                     for (int z = 0; z < 4; ++z) x[z] = _mm512_load_ps(sums_of(tile + 2 * z + odd, r));
                     four_by_four(x, y);
-                    for (int i = 0; i < 4; ++i) Avx512::store(out + r * levels + (2 * i + odd) * words + tile * 2, y[i]);
+                    for (int i = 0; i < 4; ++i) Avx512::store(out + (2 * i + odd) * words + tile * 2, y[i]);
                 }
-        for (int tile = whole; tile < columns; ++tile)
-            for (int lane = 0; lane < 16; ++lane) {
-                const int level = level_of(levels, tile, lane);
-                for (int r = 0; level >= 0 && r < R; ++r) out[r * levels + level] = sums_of(tile, r)[lane];
-            }
+            for (int i = 0; levels == 64 && i < levels; ++i) out[level_of(i / 16, i % 16)] = sums_of(i / 16, r)[i % 16];
+        }
     }
 };
 
@@ -216,9 +228,7 @@ struct LookedUp {
     static int64_t size_of_bytes(const Cache& cache) {
         return kPairBytes * kTilesAtOnce * larger(chunks_of(cache.k.levels), kStretch / kChunk);
     }
-    static int64_t size_of_values(const Cache& cache) {
-        return static_cast<int64_t>(columns_of(cache.v.levels)) / 2 * kStretch * 16;
-    }
+    static int64_t size_of_values(const Cache& cache) { return static_cast<int64_t>(cache.v.levels) / 2 * kStretch; }
     static int64_t floats(const Cache& cache) {
         return (size_of_bytes(cache) + size_of_values(cache)) / 4 + padded(cache.block_size);
     }

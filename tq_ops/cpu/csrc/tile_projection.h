@@ -5,41 +5,16 @@
 // one order whatever tokens and rows share the tiles. Where a sum is set aside between two stretches of inputs it loses
 // nothing.
 
-constexpr int kSide = 16;                // rows or columns of a tile
+constexpr int64_t kSide = 16;            // rows or columns of a tile
 constexpr int kInputs = 32;              // inputs that one instruction takes
 constexpr int64_t kInputsAtOnce = 1024;  // inputs at a time where tokens are many, so that their x stays in the L2 cache
 constexpr int64_t kAhead = 256;          // inputs that a row is fetched ahead where tokens are few
 
 inline int64_t whole_tiles(int64_t in) { return (in + kInputs - 1) / kInputs * kInputs; }
 
-inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-// The first n of 16 lanes.
-inline __mmask16 lanes(int64_t n) { return static_cast<__mmask16>(n < kSide ? (1u << n) - 1u : 0xffffu); }
-
 // Sixteen vectors of sixteen 32-bit words, transposed.
-inline void transpose(__m512i (&r)[kSide]) {
-    __m512i t[kSide];
-#pragma GCC unroll 8
-    for (int i = 0; i < 16; i += 2)
-        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]), t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-#pragma GCC unroll 4
-    for (int i = 0; i < 16; i += 4) {
-        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]), r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]), r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88), t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88), r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-        r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
-        r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
-    }
+inline void transpose(const void* from, uint32_t* to) {
+    Avx512::transpose(static_cast<const uint8_t*>(from), kSide, kSide, to, kSide);
 }
 
 // x as tiles hold it: for each 16 tokens, or fewer at the end, and each 32 inputs [16 pairs of inputs, tokens] words.
@@ -50,19 +25,19 @@ inline uint32_t* tokens_at(const Projection& p, int64_t token) {
 inline void prepare_tiles(const Projection& p, int64_t begin, int64_t end) {
     const uint16_t* x = static_cast<const uint16_t*>(p.x);
     for (int64_t token = begin; token < end; token += kSide) {
-        const int64_t n = least(kSide, end - token);
+        const int64_t n = smaller(kSide, end - token);
         uint32_t* to = tokens_at(p, token);
         for (int64_t i = 0; i < p.in; i += kInputs, to += kSide * n) {
             const __mmask32 there = p.in - i < kInputs ? (1u << (p.in - i)) - 1u : 0xffffffffu;
-            __m512i word[kSide];
-            for (int t = 0; t < kSide; ++t)
-                word[t] = t < n ? _mm512_maskz_loadu_epi16(there, x + (token + t) * p.in + i) : _mm512_setzero_si512();
+            auto inputs = [&](int64_t t) { return _mm512_maskz_loadu_epi16(there, x + (token + t) * p.in + i); };
             if (n == 1) {
-                _mm512_storeu_si512(to, word[0]);
+                _mm512_storeu_si512(to, inputs(0));
                 continue;
             }
-            transpose(word);
-            for (int pair = 0; pair < kSide; ++pair) _mm512_mask_storeu_epi32(to + pair * n, lanes(n), word[pair]);
+            alignas(64) uint32_t words[kSide][kSide], turned[kSide][kSide];
+            for (int t = 0; t < kSide; ++t) _mm512_store_si512(words[t], t < n ? inputs(t) : _mm512_setzero_si512());
+            transpose(words, *turned);
+            for (int pair = 0; pair < kSide; ++pair) std::memcpy(to + pair * n, turned[pair], n * sizeof(uint32_t));
         }
     }
 }
@@ -75,34 +50,41 @@ struct Block {
     int64_t in;
     int rows[2], columns[2];  // of the tiles; 0 where there is none
 
-    bool second_rows() const { return rows[1] != 0; }
-    bool second_tokens() const { return columns[1] != 0; }
+    // Calls body(Int<tile>, rows, columns) for the tiles of sums.
+    template <class Body> void each_sum(Body body) const {
+        each_below<4>([&](auto tile) {
+            constexpr int kRows = decltype(tile)::value % 2, kColumns = decltype(tile)::value / 2;
+            if (rows[kRows] && columns[kColumns]) body(tile, rows[kRows], columns[kColumns]);
+        });
+    }
 };
+
+// Rows or columns of a tile where n are left.
+inline int tile_side(int64_t n) { return static_cast<int>(larger(int64_t{0}, smaller(kSide, n))); }
 
 inline TileShapes shapes_of(const Block& b) {
     TileShapes shapes;
     for (int i = 0; i < 2; ++i) {
         shapes.set(4 + i, b.rows[i], b.rows[i] ? 4 * kSide : 0);
         shapes.set(6 + i, b.columns[i] ? kSide : 0, 4 * b.columns[i]);
-        for (int j = 0; j < 2; ++j)
-            if (b.rows[i] && b.columns[j]) shapes.set(2 * j + i, b.rows[i], 4 * b.columns[j]);
     }
+    b.each_sum([&](auto tile, int rows, int columns) { shapes.set(decltype(tile)::value, rows, 4 * columns); });
     return shapes;
 }
 
 // One step: 32 inputs of rows that lie `distance` bytes apart.
 template <bool ROWS, bool TOKENS> inline void multiply(const Block& b, const uint16_t* rows, int64_t distance, int64_t i) {
-    _tile_loadd(6, b.tokens[0] + i / 2 * b.columns[0], 4 * b.columns[0]);
-    _tile_loadd(4, rows, distance);
-    _tile_dpbf16ps(0, 4, 6);
+    load_rows<6>(b.tokens[0] + i / 2 * b.columns[0], 4 * b.columns[0]);
+    load_rows<4>(rows, distance);
+    add_bf16_products<0, 4, 6>();
     if constexpr (ROWS) {
-        _tile_loadd(5, reinterpret_cast<const char*>(rows) + kSide * distance, distance);
-        _tile_dpbf16ps(1, 5, 6);
+        load_rows<5>(reinterpret_cast<const char*>(rows) + kSide * distance, distance);
+        add_bf16_products<1, 5, 6>();
     }
     if constexpr (TOKENS) {
-        _tile_loadd(7, b.tokens[1] + i / 2 * b.columns[1], 4 * b.columns[1]);
-        _tile_dpbf16ps(2, 4, 7);
-        if constexpr (ROWS) _tile_dpbf16ps(3, 5, 7);
+        load_rows<7>(b.tokens[1] + i / 2 * b.columns[1], 4 * b.columns[1]);
+        add_bf16_products<2, 4, 7>();
+        if constexpr (ROWS) add_bf16_products<3, 5, 7>();
     }
 }
 
@@ -134,81 +116,41 @@ template <bool ROWS, bool TOKENS, Fetch AHEAD> void multiply_stretch(const Block
 
 // Sums [rows, columns] of a tile to y [tokens, out].
 inline void put_sums(const float* sums, int rows, int columns, int64_t out, float* y) {
-    __m512i row[kSide];
-    for (int r = 0; r < kSide; ++r) row[r] = _mm512_loadu_si512(sums + r * kSide);
-    transpose(row);
-    for (int t = 0; t < columns; ++t) _mm512_mask_storeu_epi32(y + t * out, lanes(rows), row[t]);
-}
-
-// Sets the tiles of sums aside, or fetches them: [4][16][16] floats.
-inline void set_aside(const Block& b, float* sums) {
-    _tile_stored(0, sums, 4 * kSide);
-    if (b.second_rows()) _tile_stored(1, sums + 256, 4 * kSide);
-    if (b.second_tokens()) _tile_stored(2, sums + 512, 4 * kSide);
-    if (b.second_rows() && b.second_tokens()) _tile_stored(3, sums + 768, 4 * kSide);
-}
-
-inline void fetch_sums(const Block& b, const float* sums) {
-    _tile_loadd(0, sums, 4 * kSide);
-    if (b.second_rows()) _tile_loadd(1, sums + 256, 4 * kSide);
-    if (b.second_tokens()) _tile_loadd(2, sums + 512, 4 * kSide);
-    if (b.second_rows() && b.second_tokens()) _tile_loadd(3, sums + 768, 4 * kSide);
-}
-
-inline void start_sums(const Block& b) {
-    _tile_zero(0);
-    if (b.second_rows()) _tile_zero(1);
-    if (b.second_tokens()) _tile_zero(2);
-    if (b.second_rows() && b.second_tokens()) _tile_zero(3);
+    alignas(64) uint32_t turned[kSide][kSide];
+    transpose(sums, *turned);
+    for (int t = 0; t < columns; ++t) std::memcpy(y + t * out, turned[t], rows * sizeof(float));
 }
 
 template <Fetch AHEAD> void multiply_stretch(const Block& b, int64_t begin, int64_t end) {
-    if (b.second_rows() && b.second_tokens()) return multiply_stretch<true, true, AHEAD>(b, begin, end);
-    if (b.second_rows()) return multiply_stretch<true, false, AHEAD>(b, begin, end);
-    if (b.second_tokens()) return multiply_stretch<false, true, AHEAD>(b, begin, end);
+    if (b.rows[1] && b.columns[1]) return multiply_stretch<true, true, AHEAD>(b, begin, end);
+    if (b.rows[1]) return multiply_stretch<true, false, AHEAD>(b, begin, end);
+    if (b.columns[1]) return multiply_stretch<false, true, AHEAD>(b, begin, end);
     multiply_stretch<false, false, AHEAD>(b, begin, end);
 }
-
-// Tiles of the shapes that the last block needed.
-class CurrentTiles {
-  public:
-    ~CurrentTiles() {
-        if (any_) _tile_release();
-    }
-    void shape(const Block& b) {
-        const TileShapes wanted = shapes_of(b);
-        if (any_ && std::memcmp(&wanted, &shapes_, sizeof wanted) == 0) return;
-        shapes_ = wanted, any_ = true;
-        _tile_loadconfig(&shapes_);
-    }
-
-  private:
-    TileShapes shapes_;
-    bool any_ = false;
-};
 
 // All tokens by rows begin ... end - 1. `aside` has room for [rows, tokens] sums, both rounded up to 32.
 inline void project_tiles(const Projection& p, int64_t begin, int64_t end, float* aside) {
     const bool few = p.tokens <= kSide;
     const int64_t rows = few ? kSide : 2 * kSide, stretch = few ? whole_tiles(p.in) : kInputsAtOnce;
     alignas(64) float sums[4 * kSide * kSide];
-    CurrentTiles tiles;
+    Tiles tiles;
     for (int64_t first = 0; first < p.in; first += stretch) {
-        const int64_t last = least(p.in, first + stretch);
+        const int64_t last = smaller(p.in, first + stretch);
         float* kept = aside;
         for (int64_t token = 0; token < p.tokens; token += 2 * kSide)
             for (int64_t row = begin; row < end; row += rows, kept += 4 * kSide * kSide) {
                 Block b;
                 b.weight = static_cast<const uint16_t*>(p.weight.data) + row * p.in, b.in = p.in;
                 for (int i = 0; i < 2; ++i) {
-                    b.rows[i] = static_cast<int>(least(kSide, least(end, row + rows) - row - i * kSide));
-                    b.columns[i] = static_cast<int>(least(kSide, p.tokens - token - i * kSide));
-                    if (b.rows[i] < 0) b.rows[i] = 0;
-                    if (b.columns[i] < 0) b.columns[i] = 0;
+                    b.rows[i] = tile_side(smaller(end, row + rows) - row - i * kSide);
+                    b.columns[i] = tile_side(p.tokens - token - i * kSide);
                     b.tokens[i] = b.columns[i] ? tokens_at(p, token + i * kSide) : nullptr;
                 }
-                tiles.shape(b);
-                first ? fetch_sums(b, kept) : start_sums(b);
+                tiles.shape(shapes_of(b));
+                b.each_sum([&](auto tile, int, int) {
+                    constexpr int T = decltype(tile)::value;
+                    first ? load_rows<T>(kept + T * kSide * kSide, kChunk) : zero_tile<T>();
+                });
                 if (few)
                     multiply_stretch<Fetch::kAlong>(b, first, last);
                 else if (token == 0)
@@ -219,12 +161,13 @@ inline void project_tiles(const Projection& p, int64_t begin, int64_t end, float
                     _tile_stored(0, p.y + row, sizeof(float));
                     continue;
                 }
-                set_aside(b, last < p.in ? kept : sums);
-                if (last < p.in) continue;
-                for (int i = 0; i < 4; ++i)
-                    if (b.rows[i % 2] && b.columns[i / 2])
-                        put_sums(sums + i * kSide * kSide, b.rows[i % 2], b.columns[i / 2], p.out,
-                                 p.y + (token + i / 2 * kSide) * p.out + row + i % 2 * kSide);
+                b.each_sum([&](auto tile, int here, int columns) {
+                    constexpr int T = decltype(tile)::value;
+                    store_sums<T>((last < p.in ? kept : sums) + T * kSide * kSide);
+                    if (last == p.in)
+                        put_sums(sums + T * kSide * kSide, here, columns, p.out,
+                                 p.y + (token + T / 2 * kSide) * p.out + row + T % 2 * kSide);
+                });
             }
     }
 }

@@ -24,21 +24,19 @@ inline void rotate_four(const int8_t* parts, int64_t apart, const uint16_t* tile
 inline void rotate_tiles(const float* x, int rows, bool exact, const Matrix& matrix, int head, float* y) {
     alignas(64) int8_t parts[2 * kMaxDim / kPairs * kTileBytes];
     alignas(64) float sums[4 * 256];
-    const int inputs = matrix.inputs, outputs = matrix.outputs, chunks = (inputs + kPairs - 1) / kPairs,
-              columns = outputs / 16;
+    const int size = matrix.size, chunks = size / kPairs, columns = size / 16;
     const int64_t apart = chunks * kTileBytes, distance = columns * 512;
     const uint16_t* pairs = matrix.pairs;
     if (matrix.head_stride) pairs += head * chunks * distance;
     const int together = exact ? 32 : 16;  // rows
     const Tiles current(whole_shapes());
-    for (int first = 0; first < rows; first += together, x += together * inputs, y += together * outputs) {
+    for (int first = 0; first < rows; first += together, x += together * size, y += together * size) {
         const int here = smaller(rows - first, together);
         for (int r = 0; r < 16 * ((here + 15) / 16); ++r)
             for (int c = 0; c < chunks; ++c) {
-                const bool whole = c * kPairs + 16 < inputs;
-                const float* from = x + r * inputs + c * kPairs;
+                const float* from = x + r * size + c * kPairs;
                 const __m512 left = r < here ? Avx512::load(from) : Avx512::zero();
-                const __m512 right = r < here && whole ? Avx512::load(from + 16) : Avx512::zero();
+                const __m512 right = r < here ? Avx512::load(from + 16) : Avx512::zero();
                 int8_t* row = parts + r / 16 * apart + c * kTileBytes + r % 16 * kChunk;
                 exact ? _mm512_store_si512(row, two_in_bf16(left, right)) : split(left, right, row, row + apart);
             }
@@ -54,7 +52,7 @@ inline void rotate_tiles(const float* x, int rows, bool exact, const Matrix& mat
                     const float* from = sums + (exact && r >= 16) * 512 + j * 256 + r % 16 * 16;
                     __m512 sum = Avx512::load(from);
                     if (!exact) sum = Avx512::add(sum, Avx512::load(from + 512));
-                    Avx512::store(y + r * outputs + (column + j) * 16, sum);
+                    Avx512::store(y + r * size + (column + j) * 16, sum);
                 }
         }
     }

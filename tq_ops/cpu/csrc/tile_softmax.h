@@ -2,19 +2,6 @@
 // are nibbles, none of them in BF16. The bits are those of `soften` and of `weigh` after it, which take row by row; here what
 // each of eight rows needs once is computed for all of them, in the lanes of one register.
 
-// Bytes of the four registers of integers that are packed to `a` and `b`: even ones of a lane of `a`, then of `b`, or odd
-// ones.
-inline __m512i bytes_of(__m512i a, __m512i b, bool odd) {
-    alignas(64) static constexpr struct Places {
-        int8_t of[2][64] = {};
-        constexpr Places() {
-            for (int i = 0; i < 128; ++i)
-                of[i / 64][i % 64] = static_cast<int8_t>(i % 64 / 16 * 16 + i % 8 * 2 + i / 64 + (i % 16 < 8 ? 0 : 64));
-        }
-    } kPlaces;
-    return _mm512_permutex2var_epi8(a, _mm512_load_si512(kPlaces.of[odd]), b);
-}
-
 // Joins the lanes of each of eight registers in the order of `_mm512_reduce_add_ps`: halves, then quarters, then pairs.
 template <class Join> inline __m256 reduce_eight(const __m512 (&x)[8], Join join) {
     __m512 half[4], quarter[2];
@@ -58,20 +45,6 @@ inline void steps_of_eight(__m256 most, __m256 total, float* steps, float* inver
     _mm256_storeu_ps(steps, _mm256_mask_mov_ps(_mm256_set1_ps(NAN), finite, _mm256_maskz_mov_ps(matters, step)));
 }
 
-// The upper bytes of a row's weights go to `bytes`, the lower ones a tile later, of the second chunk a pair of tiles later.
-inline void put_weight_bytes(const float* weights, float inverse, int8_t* bytes) {
-    const __m512 per_step = Avx512::set1(inverse);
-    const __m512i half = _mm512_set1_epi16(128);
-#pragma GCC unroll 2
-    for (int c = 0; c < kStretch / kChunk; ++c, weights += kChunk, bytes += kPairBytes) {
-        auto whole = [&](int i)
-                         __attribute__((always_inline)) { return to_integers(Avx512::load(weights + i * 16), per_step); };
-        const __m512i a = _mm512_packs_epi32(whole(0), whole(1)), b = _mm512_packs_epi32(whole(2), whole(3));
-        _mm512_store_si512(bytes, bytes_of(_mm512_add_epi16(a, half), _mm512_add_epi16(b, half), true));
-        _mm512_store_si512(bytes + kTileBytes, bytes_of(a, b, false));
-    }
-}
-
 // Turns logits [R, kStretch] of a block, of which row r sees seen[r], into weights `scale * p`, and those into bytes: row r's
 // at `bytes + r * kChunk`. `SEEN` says that every row sees all keys. Returns the steps of the integers.
 template <int R, bool SEEN>
@@ -112,5 +85,10 @@ inline void soften_to_bytes(float* logits, const Seen* seen, const float* scale,
     _mm256_storeu_ps(totals, _mm256_fmadd_ps(_mm256_loadu_ps(totals), _mm256_loadu_ps(shrink), before));
     steps_of_eight(largest_of_eight(most), sums_of_eight(total), steps, inverse);
 #pragma GCC unroll 1
-    for (int r = 0; r < R; ++r) put_weight_bytes(logits + r * kStretch, inverse[r], bytes + r * kChunk);
+    for (int r = 0; r < R; ++r) {
+        const __m512 per_step = Avx512::set1(inverse[r]);
+        put_weight_bytes(kStretch / kChunk, bytes + r * kChunk, [&](int i) __attribute__((always_inline)) {
+            return to_integers(Avx512::load(logits + r * kStretch + i), per_step);
+        });
+    }
 }

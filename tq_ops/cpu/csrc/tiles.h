@@ -11,16 +11,28 @@ struct alignas(64) TileShapes {
     }
 };
 
-// Tiles of these shapes while it lives. Afterwards the thread has none, and switching threads costs no more than without.
+// The thread's tiles while it lives. Afterwards the thread has none, and switching threads costs no more than without.
 class Tiles {
   public:
-    explicit Tiles(const TileShapes& shapes) {
-        asm volatile("" : : "m"(shapes));  // GCC takes the intrinsic to read eight bytes alone
-        _tile_loadconfig(&shapes);
+    Tiles() = default;
+    explicit Tiles(const TileShapes& shapes) { shape(shapes); }
+    ~Tiles() {
+        if (shaped_) _tile_release();
     }
-    ~Tiles() { _tile_release(); }
     Tiles(const Tiles&) = delete;
     Tiles& operator=(const Tiles&) = delete;
+
+    // Changes nothing where these are the shapes already.
+    void shape(const TileShapes& shapes) {
+        if (shaped_ && std::memcmp(&shapes, &shapes_, sizeof shapes) == 0) return;
+        shapes_ = shapes, shaped_ = true;
+        asm volatile("" : : "m"(shapes_));  // GCC takes the intrinsic to read eight bytes alone
+        _tile_loadconfig(&shapes_);
+    }
+
+  private:
+    TileShapes shapes_;
+    bool shaped_ = false;
 };
 
 constexpr int kTileBytes = 1024;  // 16 rows of 64 bytes

@@ -105,7 +105,7 @@ template <class Simd, int BITS>
 __attribute__((always_inline)) inline void from_bytes(const Side& side, Place at, int key, int n, const uint8_t* level,
                                                       float* out) {
     float scales[kTileKeys];
-    Simd::widen_halves(at.scales + key, n, n, scales);
+    widen_halves<Simd>(at.scales + key, n, n, scales);
     const auto table = Simd::template wide_table<BITS>(side.centroids);
     for (int i = 0; i < n; ++i, level += side.levels, out += side.levels) {
         const typename Simd::F scale = Simd::set1(scales[i]);

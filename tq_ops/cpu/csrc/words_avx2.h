@@ -48,12 +48,17 @@ struct Words256 {
 #endif
     }
     template <int N> static I less_shifted(I x, I y) { return _mm256_sub_epi32(x, _mm256_slli_epi32(y, N)); }
-    // The lanes of each of eight added up, in their order.
+    // The first four and the last four lanes of each of eight added up, in their order; and all of them.
     static I pairs(I a, I b) { return _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b)); }
     static I fours(I a, I b) { return _mm256_add_epi32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b)); }
-    static I totals(const I (&x)[8]) {
+    static void half_totals(const I (&x)[8], I& first, I& last) {
         const I low = fours(pairs(x[0], x[1]), pairs(x[2], x[3])), high = fours(pairs(x[4], x[5]), pairs(x[6], x[7]));
-        return _mm256_add_epi32(_mm256_permute2x128_si256(low, high, 0x20), _mm256_permute2x128_si256(low, high, 0x31));
+        first = _mm256_permute2x128_si256(low, high, 0x20), last = _mm256_permute2x128_si256(low, high, 0x31);
+    }
+    static I totals(const I (&x)[8]) {
+        I first, last;
+        half_totals(x, first, last);
+        return _mm256_add_epi32(first, last);
     }
 
     static F floats(I x) { return _mm256_cvtepi32_ps(x); }

@@ -48,16 +48,8 @@ struct WordsPortable {
     static void store(void* p, const W& w) { std::memcpy(p, &w, sizeof w); }
 
     static I none() { return I{}; }
-    static I load(const void* p) {
-        I x;
-        std::memcpy(&x, p, sizeof x);
-        return x;
-    }
-    static W numbers(const void* p) {
-        W x;
-        std::memcpy(&x, p, sizeof x);
-        return x;
-    }
+    static I load(const void* p) { return read_as<I>(p); }
+    static W numbers(const void* p) { return read_as<W>(p); }
     HAARKV_APART I dot(const W& w, const W& x, I sum) {
         for (int i = 0; i < 8; ++i) sum.x[i] += w.x[2 * i] * x.x[2 * i] + w.x[2 * i + 1] * x.x[2 * i + 1];
         return sum;
@@ -74,14 +66,10 @@ struct WordsPortable {
     }
 
     static F floats(const I& x) {
-        F y;
-        for (int i = 0; i < 8; ++i) y[i] = static_cast<float>(x.x[i]);
-        return y;
+        return Floats::each([&](int i) { return static_cast<float>(x.x[i]); });
     }
     static F halves(uint64_t low, uint64_t high) {
-        F y;
-        for (int i = 0; i < 8; ++i) y[i] = half_to_float(static_cast<uint16_t>((i < 4 ? low : high) >> i % 4 * 16));
-        return y;
+        return Floats::each([=](int i) { return half_to_float(static_cast<uint16_t>((i < 4 ? low : high) >> i % 4 * 16)); });
     }
     static F half(const uint8_t* p) { return Floats::set1(half_to_float(read_as<uint16_t>(p))); }
     static void six_bits(const uint8_t* p, F& first, F& second) {
@@ -92,37 +80,25 @@ struct WordsPortable {
         }
     }
     static F powers(uint64_t x) {
-        F y;
-        for (int i = 0; i < 8; ++i) {
+        return Floats::each([=](int i) {
             const uint32_t e = x >> 8 * i & 0xff;
-            y[i] = float_of(e < 2 ? 0x00200000u << e : (e - 1) << 23);
-        }
-        return y;
+            return float_of(e < 2 ? 0x00200000u << e : (e - 1) << 23);
+        });
     }
 };
 
 struct LanesPortable {
     static constexpr int width = 8;
-    struct I {
-        int32_t x[8];
-    };
+    typedef WordsPortable::I I;
 
     static I set1(int32_t x) { return {{x, x, x, x, x, x, x, x}}; }
-    static I load(const void* p) {
-        I x;
-        std::memcpy(&x, p, sizeof x);
-        return x;
-    }
+    static I load(const void* p) { return read_as<I>(p); }
     static I dot(const I& w, const int32_t* pair, I sum) {
         int16_t rows[16], x[2];
         std::memcpy(rows, &w, sizeof rows), std::memcpy(x, pair, sizeof x);
         for (int i = 0; i < 8; ++i) sum.x[i] += rows[2 * i] * x[0] + rows[2 * i + 1] * x[1];
         return sum;
     }
-    static Portable::F floats(const I& x) {
-        Portable::F y;
-        for (int i = 0; i < 8; ++i) y[i] = static_cast<float>(x.x[i]);
-        return y;
-    }
+    static Portable::F floats(const I& x) { return WordsPortable::floats(x); }
 };
 #undef HAARKV_APART

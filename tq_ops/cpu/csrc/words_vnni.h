@@ -26,11 +26,6 @@ struct WordsVnni : Words256 {
     static I sum_of_products(I a, I b, I c, I d) {
         return _mm256_add_epi32(_mm256_mullo_epi32(a, b), _mm256_mullo_epi32(c, d));
     }
-    // The first four and the last four lanes of each of eight added up, in their order.
-    static void half_totals(const I (&x)[8], I& first, I& last) {
-        const I low = fours(pairs(x[0], x[1]), pairs(x[2], x[3])), high = fours(pairs(x[4], x[5]), pairs(x[6], x[7]));
-        first = _mm256_permute2x128_si256(low, high, 0x20), last = _mm256_permute2x128_si256(low, high, 0x31);
-    }
     // Sixteen signed bytes, those at even places and those at odd ones.
     static void signed_bytes_of_two(const uint8_t* p, I& even, I& odd) {
         const __m128i both = sixteen(p);

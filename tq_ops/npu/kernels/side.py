@@ -106,16 +106,9 @@ class CacheSide:
                 pypto.assemble(pypto.clone(pypto.view(new[1], [1, 1], [vector, 0])), at, self.stored_scales)
 
     # -- Reading -------------------------------------------------------------------------------------------------------
-    def gather(self, place, head, shape, name):
-        """Stored vectors [step, width] of one head of the iteration, block after block."""
-        return self._rows(self.stored_vectors, self.side.vectors, place, head, shape, name)
-
-    def gather_scales(self, place, head, shape, name):
-        """Their scales [step, 1], of a format that stores a row each."""
-        return self._rows(self.stored_scales, self.side.scales, place, head, shape, name)
-
-    @staticmethod
-    def _rows(buffer, field, place, head, shape, name):
+    def gather(self, place, head, shape, name, scales=False):
+        """Stored vectors [step, width] of one head of the iteration, block after block; or scales that are a row each."""
+        buffer, field = (self.stored_scales, self.side.scales) if scales else (self.stored_vectors, self.side.vectors)
         rows = pypto.tensor([shape.step_tokens, field.width], DTYPES[field.dtype], f"{name}{head}")
         for index in range(shape.blocks):
             row = (place.tile(index, shape) + head) * BLOCK

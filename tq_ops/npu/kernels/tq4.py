@@ -199,7 +199,7 @@ class SeedBytes(RotatedSide):
         for head in range(shape.heads_at_once):
             codes = self.gather(place, head, shape, "codes")
             pypto.set_vec_tile_shapes(_TILE // self.head_dim, self.head_dim)
-            norm = self.gather_scales(place, head, shape, "norm")
+            norm = self.gather(place, head, shape, "norm", scales=True)
             value = _centroids(codes, book(self.head_dim).centroids)
             scale = pypto.rsqrt(pypto.sum(value * value, dim=-1, keepdim=True) + SEED_EPS) * norm
             bf16_values = pypto.cast(value * scale, pypto.DT_BF16)
