@@ -1,15 +1,17 @@
 """The smallest cache whose loss on a model stays under a bound: `--kv auto`, layer by layer, K apart from V.
 
-    texts        Python's reference, and prose that was written for this (`common_text`)
-    coordinates  of the model's keys, learned from the first part of the reference
-    costs        one probe a place: KL with K of one layer in `lr3`, or V in `tq3`, and all else in bf16. Other formats lose
-                 in proportion to what their levels leave of a Gaussian. Where a model has layers with a sliding window and
-                 others, each kind is probed as a whole, on a longer text, and takes one format for K and one for V.
-    choice       the fewest bytes whose costs add up to no more than the bound (`search.Frontier`)
-    judgement    the whole cache on the next part of the reference and on the prose, beside bf16; the worse counts, of
-                 tokens with 1,024 or more before them. Costs do not quite add up, so their bound is moved a few times over.
+    text         of seven kinds, written for this (`common_text.samples`), in two halves
+    coordinates  of the model's keys, learned from the first half
+    costs        of K in `lr3` and of V in `tq3` at each layer by itself, on the second half: how far they move what the layer's
+                 MLP reads. h: the hidden state after attention, d: its change by the format, n: the norm before the MLP.
 
-Probes, and caches on the way, are estimated (`estimates`); the cache that is taken was under the bound by all its logits.
+                     cost = E |n(h + d) - n(h)|**2 / |n(h)|**2
+
+                 Other formats cost in proportion to what their levels leave of a Gaussian.
+    choice       the fewest bytes whose costs add up to no more than a budget (`search.Frontier`)
+    measurement  the whole cache beside bf16 on the second half, by all logits. KL over the sum of costs is about the same for
+                 all caches of a model: it gives the next budget, until a cache is under the bound.
+
 Every cache keeps the first 4 tokens in BF16 and the newest 124, or fewer where layers have a sliding window.
 """
 
@@ -17,36 +19,42 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from haarkv.codebooks.cubic import ERRORS
 from haarkv.codebooks.learned import expected_cost
 from haarkv.engine.plans import SINKS, TAIL, plan_for
-from haarkv.engine.session import Session
 from haarkv.models.catalog import read_config
 from haarkv.models.config import ModelConfig
+from haarkv.models.rope import inverse_frequencies
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration, Side
 from haarkv.tq_ops.formats.learned import COLUMNS, learned_bits
 from haarkv.tq_ops.formats.packing import eighth_widths
+from haarkv.tq_ops.formats.stretches import RopeShift
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile
 from haarkv.tq_ops.kv.kernel_support import unsupported_format
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.npu.program import HEAD_DIM
 from haarkv.tq_ops.npu.sides import READS
-from haarkv.validation.fidelity.evaluation import FidelityRow, OnStep
-from haarkv.validation.planning.calibrate import Subject
-from haarkv.validation.planning.common_text import common_text, prose
-from haarkv.validation.planning.estimates import Judge, Probes, Whole, in_larger_chunks
-from haarkv.validation.planning.search import Costs, Frontier, Place, bits_per_value, places, with_format
+from haarkv.tq_ops.table import OP_NAMES, with_ops
+from haarkv.validation.fidelity.evaluation import FidelityRow, OnStep, Workload, chunk_logits, fidelity_row, score_window
+from haarkv.validation.planning.calibrate import Learning, Subject, learn_basis
+from haarkv.validation.planning.common_text import samples
+from haarkv.validation.planning.moments import AttentionVectors, Sums
+from haarkv.validation.planning.search import (
+    Costs, Frontier, Place, bits_per_value, places, run_one_layer, session_with_plan, with_format,
+)  # fmt: skip
 
-LOSS = 0.002
-"""Mean KL in nats a token that a cache may lose by default."""
+LOSS = 0.001
+"""Mean KL in nats a token, of the second half of the text, that a cache may lose by default."""
 PROBES: Mapping[Side, str] = {"k": "lr3", "v": "tq3"}
 FORMATS: Mapping[Side, tuple[str, ...]] = {
     "k": ("lr2", "lr3", "lr4", "lr5", "bf16"), "v": ("tq2", "tq3", "tq4", "tq5", "tq6", "bf16"),
@@ -54,24 +62,16 @@ FORMATS: Mapping[Side, tuple[str, ...]] = {
 Names = Mapping[Side, tuple[str, ...]]
 """Names of formats to choose from, for K and for V."""
 TAILS = (TAIL, 92, 60)
-"""Tails to try where layers have a sliding window."""
-LEARNED_FROM, JUDGED_BY, PROBED_BY, KINDS_PROBED_BY, CONTEXT = 4096, 2048, 384, 1024, 4096
-"""Tokens; `JUDGED_BY` is the most of each text. Sizes are of a sequence of `CONTEXT` tokens."""
-JUDGED_FROM = 1024
-"""Tokens with fewer before them do not count in the judgement: they see much in BF16."""
-CHOSEN_BY = (TAILS, SINKS, LEARNED_FROM, PROBED_BY, KINDS_PROBED_BY, JUDGED_BY, JUDGED_FROM)
+"""Tails to choose from where layers have a sliding window."""
+TOKENS, CONTEXT = 1022, 4096
+"""Tokens of the text; sizes are of a sequence of `CONTEXT` tokens."""
+CHOSEN_BY = (TAILS, SINKS, TOKENS)
 """With another of these a choice is another."""
-WINDOW = 1024
-TEXTS = ("Python's reference", "prose")
-_EVERY = 2
-"""Distance of the positions that estimates look at."""
-_ADDS_UP = 0.6
-"""Places' costs as a share of what the whole cache loses: where the search begins."""
-_TRIED_AT_MOST = 6
-_NEAR, _ENOUGH = 0.8, 0.92
-"""After a loss of so much of the bound one more cache is tried, and none."""
-_WORSE = 0.8
-"""A text on which a cache loses less than so much of the worst is dropped."""
+_KL_OF_COSTS = 1.5
+"""KL over the sum of costs before it is measured: more than was found on any model."""
+_TRIED_AT_MOST = 4
+_ENOUGH = 0.7
+"""After a loss of this much of the bound no other cache is tried."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ class CacheChoice:
     """A cache that was chosen for a model, with the calibration `file` of what was learned.
 
     Attributes:
-        costs: of each format at each place, in nats a token.
-        rows, row: every judged cache, each on its worst text; the chosen one.
-        seconds: of learning, probing and judging.
+        costs: of each format at each place beside the longest tail.
+        rows, row: every measured cache, and the chosen one.
+        seconds: that choosing took.
     """
 
     spec: KVSpec
@@ -91,16 +91,14 @@ class CacheChoice:
     rows: tuple[FidelityRow, ...]
     row: FidelityRow
     loss: float
-    seconds: tuple[float, float, float]
+    seconds: float
 
     def __str__(self) -> str:
         plan = plan_for(self.spec, self.config)
         context = min(CONTEXT, self.config.max_position_embeddings)
-        learn_seconds, probe_seconds, judging = self.seconds
         return (
             f"--kv auto takes {bits_per_value(plan, self.config, context):.2f} bits a value at {context:,} tokens "
-            f"({plan.summary()}): mean KL {self.row.kl_mean:.2g} on the worst of {len(TEXTS)} texts, {self.row.kv}, under "
-            f"{self.loss:g} ({learn_seconds:.0f} s to learn, {probe_seconds:.0f} to probe, {judging:.0f} to judge)"
+            f"({plan.summary()}): mean KL {self.row.kl_mean:.2g}, under {self.loss:g} ({self.seconds:.0f} s)"
         )
 
 
@@ -116,41 +114,6 @@ def names_for(executor: str | None) -> Names:
     }
 
 
-def choose(subject: Subject, loss: float = LOSS, on_step: OnStep = lambda *_: None, names: Names = FORMATS) -> CacheChoice:
-    """Choose a cache for a model."""
-    require_loss(loss)
-    config, times = subject.config, [time.monotonic()]
-    context = config.max_position_embeddings
-    ids = torch.tensor(common_text(subject.tokenizer, LEARNED_FROM + JUDGED_BY + 1))  # the last one is only predicted
-    windows = list(torch.split(ids[:LEARNED_FROM], min(WINDOW, context)))
-    file = subject.calibration_file(subject.learn(windows, (), on_step=on_step), {})
-    times.append(time.monotonic())
-    base = in_larger_chunks(subject.session(KVSpec("bf16", min(TAIL, context), SINKS)))
-    most = min(JUDGED_BY, context) + 1
-    reference, other = ids[LEARNED_FROM:][:most], torch.tensor(prose(subject.tokenizer)[:most])
-    probe_costs = _probe_costs(subject, base, reference[:-1], file.calibration, on_step)
-    costs = format_costs(probe_costs, file.calibration, names)
-    times.append(time.monotonic())
-    first = min(JUDGED_FROM, context // 2)
-    wholes = {
-        name: Whole(subject.model, base, text, first, _EVERY) for name, text in zip(TEXTS, (reference, other), strict=True)
-    }
-    on_step("bf16", config.num_layers * sum(text.tokens for text in wholes.values()))
-    judge = Judge(wholes, _WORSE, on_step, config.num_layers)
-    candidates = list(_judge_candidates(config, base.plan, costs, file.calibration, judge, loss))
-    times.append(time.monotonic())
-
-    def size(candidate: tuple[KVPlan, FidelityRow]) -> float:
-        return bits_per_value(candidate[0], config, min(CONTEXT, context))
-
-    plan, row = min(((plan, row) for plan, row in candidates if row.kl_mean <= loss), key=size)
-    spec = replace(plan_spec(plan, file.calibration), made_for=file.shape, weights=file.fingerprint)
-    learn_seconds, probing, judging = (b - a for a, b in pairwise(times))
-    return CacheChoice(
-        spec, config, file, costs, tuple(row for _, row in candidates), row, loss, (learn_seconds, probing, judging)
-    )
-
-
 def require_loss(loss: float) -> float:
     """Refuse a bound that is none."""
     if not 0 < loss < math.inf:
@@ -158,37 +121,143 @@ def require_loss(loss: float) -> float:
     return loss
 
 
-def kinds(config: ModelConfig) -> list[list[Place]] | None:
-    """K and V of layers with a sliding window, and of the others; None for a model whose layers are of one kind."""
-    shapes = config.kv_shapes
-    is_windowed = {place: (shape := shapes[place[0]]) is not None and shape.window is not None for place in places(config)}
-    if len(set(is_windowed.values())) < 2:
-        return None
-    return [
-        [place for place, window in is_windowed.items() if (place[1], window) == kind]
-        for kind in (("k", True), ("v", True), ("k", False), ("v", False))
-    ]
+def choose(subject: Subject, loss: float = LOSS, on_step: OnStep = lambda *_: None, names: Names = FORMATS) -> CacheChoice:
+    """Choose a cache for a model."""
+    require_loss(loss)
+    began, config = time.monotonic(), subject.config
+    text = torch.tensor(samples(subject.tokenizer, min(TOKENS, config.max_position_embeddings)))
+    tails = TAILS if any(shape and shape.window for shape in config.kv_shapes) else (TAIL,)
+    study = _Study(subject, text, tuple(min(tail, config.max_position_embeddings) for tail in tails), on_step)
+    calibration = study.file.calibration
+    costs = {tail: format_costs(probe_costs, calibration, names) for tail, probe_costs in study.costs.items()}
+    budget, tried_plans, rows = loss / _KL_OF_COSTS, list[KVPlan](), list[FidelityRow]()
+    while len(rows) < _TRIED_AT_MOST:
+        plan = smallest(costs, config, budget, calibration)
+        if plan in tried_plans:
+            break
+        tried_plans.append(plan)
+        rows.append(study.measure(plan, on_step))
+        if _ENOUGH * loss <= rows[-1].kl_mean <= loss or rows[-1].kl_mean <= 0:
+            break
+        budget = 0.9 * loss * sum_of_costs(costs, plan) / rows[-1].kl_mean
+    if all(row.kl_mean > loss for row in rows):  # a cache that loses nothing
+        tried_plans.append(plan_for(KVSpec("bf16"), config))
+        rows.append(study.measure(tried_plans[-1], on_step))
+    plan, row = min(
+        ((plan, row) for plan, row in zip(tried_plans, rows, strict=True) if row.kl_mean <= loss),
+        key=lambda tried: bits_per_value(tried[0], config, min(CONTEXT, config.max_position_embeddings)),
+    )
+    spec = replace(plan_spec(plan, calibration), made_for=study.file.shape, weights=study.file.fingerprint)
+    return CacheChoice(
+        spec, config, study.file, next(iter(costs.values())), tuple(rows), row, loss, time.monotonic() - began
+    )
 
 
-def _probe_costs(subject: Subject, base: Session, text: torch.Tensor, calibration: Calibration, on_step: OnStep) -> Costs:
-    """What the probe of each place costs; of layers of two kinds, that of each kind in equal parts at its places."""
-    if (place_kinds := kinds(base.config)) is None:
-        probes, costs = Probes(subject.model, base, text[:PROBED_BY]), {}
-        for place in places(base.config):
-            name = PROBES[place[1]]
-            costs[place] = {name: probes.cost(place, name, calibration)}
-            on_step(f"{name} for {place[1].upper()} of layer {place[0]}", PROBED_BY * (base.config.num_layers - place[0]))
-        return costs
-    whole = Whole(subject.model, base, text[: KINDS_PROBED_BY + 1], TAIL + SINKS, _EVERY)
-    kind_costs: dict[Place, dict[str, float]] = {}
-    for group in place_kinds:
-        plan, name = base.plan, PROBES[group[0][1]]
-        for place in group:
-            plan = with_format(plan, place, name, calibration)
-        cost = whole.kl(plan) / len(group)
-        kind_costs |= {place: {name: cost} for place in group}
-        on_step(f"{name} for {group[0][1].upper()} of {len(group)} layers", KINDS_PROBED_BY * base.config.num_layers)
-    return {place: kind_costs[place] for place in sorted(kind_costs)}
+# -- What formats cost ----------------------------------------------------------------------------------------------------
+class _MlpReachedError(Exception):
+    """Ends a layer before its MLP."""
+
+
+class _LayerRun:
+    """One layer over one text, with its cache in different formats. What precedes attention is computed once."""
+
+    def __init__(self, subject: Subject, layer: int, hidden: Tensor) -> None:
+        self._subject, self._layer, self._hidden = subject, layer, hidden
+        self._before: list[Any] = []
+        self.vectors = AttentionVectors()
+
+    def run(self, plan: KVPlan, *, whole: bool = False) -> tuple[Tensor, Tensor]:
+        """What the MLP reads [T, hidden] fp32, and what leaves the layer [T, hidden] if `whole`."""
+        ops, mlp_norm = self._subject.ops, self._subject.model.weights.layers[self._layer]["post_norm"]
+        mlp_input, calls, is_stored = list[Tensor](), 0, False
+
+        def once(op: Callable[..., Any], *args: Any) -> Any:
+            nonlocal calls
+            if is_stored:
+                result = op(*args)
+                if op == ops.rms_norm and args[1] is mlp_norm:
+                    mlp_input.append(result.float())
+                    if not whole:
+                        raise _MlpReachedError
+                return result
+            if calls == len(self._before):
+                self._before.append(op(*args))
+            calls += 1
+            return self._before[calls - 1]
+
+        def store_kv(k: Tensor, v: Tensor, at: Any) -> None:
+            nonlocal is_stored
+            is_stored = True
+            if whole:
+                self.vectors.add_kv(k, v)
+            ops.store_kv(k, v, at)
+
+        def paged_attention(q: Tensor, at: Any, softmax_scale: float) -> Tensor:
+            if whole:
+                self.vectors.add_q(q)
+            return ops.paged_attention(q, at, softmax_scale)
+
+        replacements = {name: partial(once, getattr(ops, name)) for name in OP_NAMES}
+        replacements |= {"store_kv": store_kv, "paged_attention": paged_attention}
+        table = with_ops(ops, replacements)
+
+        def run(hidden: Tensor, span: range, batch: Any, cache: Any) -> Tensor:
+            try:
+                return self._subject.model.layers(hidden, span, batch, cache, table)
+            except _MlpReachedError:
+                return hidden
+
+        hidden = run_one_layer(run, plan, self._subject.config, self._layer, self._hidden)
+        return torch.cat(mlp_input), hidden
+
+
+class _Study:
+    """What is learned and measured on a text [T]: coordinates of keys by its first half, the rest by its second half.
+
+    Attributes:
+        file: the coordinates.
+        costs: tail -> cost of each place's probe.
+    """
+
+    def __init__(self, subject: Subject, text: Tensor, tails: tuple[int, ...], on_step: OnStep) -> None:
+        self._subject, self._half, config = subject, len(text) // 2, subject.config
+        self._base, self._text = subject.session(KVSpec("bf16", tails[0], SINKS)), text
+        hidden, bases = subject.model.embed(text).to(subject.runner.device), list[Any]()
+        self.costs: dict[int, dict[Place, dict[str, float]]] = {tail: {} for tail in tails}
+        for layer in range(config.num_layers):
+            layer_run = _LayerRun(subject, layer, hidden)
+            exact, hidden = layer_run.run(self._base.plan, whole=True)
+            bases.append(self._learn(layer, layer_run.vectors))
+            calibration = subject.calibration_file(Learning(bases), {}).calibration
+            for tail, costs in self.costs.items():
+                tail_plan = replace(self._base.plan, recent=tail)
+                for side, name in PROBES.items():
+                    moved, _ = layer_run.run(with_format(tail_plan, (layer, side), name, calibration))
+                    squares = (moved - exact).square().sum(-1) / exact.square().sum(-1)
+                    costs[layer, side] = {name: float(squares[self._half :].mean())}
+            on_step(f"layer {layer + 1} of {config.num_layers}", len(text))
+        self.file = subject.calibration_file(Learning(bases), {})
+        self._exact = hidden[self._half :]
+
+    def _learn(self, layer: int, vectors: AttentionVectors) -> Any:
+        mixer = self._subject.config.layers[layer].attention
+        sums = Sums(mixer.num_kv_heads, mixer.head_dim)
+        turns = RopeShift(tuple(inverse_frequencies(mixer.rope).tolist()))
+        sums.add(vectors.first(self._half), turns, self._subject.config.max_position_embeddings)
+        return learn_basis(sums, layer, turns)
+
+    def measure(self, plan: KVPlan, on_step: OnStep) -> FidelityRow:
+        """A whole cache by all logits of the second half; bytes are of the whole text."""
+        side, config = session_with_plan(self._base, plan), self._subject.config
+        hidden = self._subject.model.embed(self._text).to(self._subject.runner.device)
+        for layer in range(config.num_layers):
+            hidden = run_one_layer(side.executor.layers, plan, config, layer, hidden)
+        on_step("the whole cache", len(self._text) * config.num_layers)
+        targets = torch.cat([self._text[self._half :], self._text[:1]])
+        window = range(len(targets) - 1)
+        model = self._subject.model
+        logits = (chunk_logits(model, self._base, states) for states in (self._exact, hidden[self._half :]))
+        return fidelity_row("auto", side, len(self._text), score_window("auto", Workload(targets, [window]), window, *logits))
 
 
 def format_costs(probe_costs: Costs, calibration: Calibration, names: Names = FORMATS) -> Costs:
@@ -211,70 +280,19 @@ def _left(name: str, place: Place, calibration: Calibration) -> float:
     return float(expected_cost(calibration.k[place[0]].weights, eighth_widths(COLUMNS[bits])).mean())
 
 
-def _judge_candidates(
-    config: ModelConfig, base: KVPlan, costs: Costs, calibration: Calibration, judge: Judge, loss: float
-) -> Iterator[tuple[KVPlan, FidelityRow]]:
-    """Caches nearer and nearer to the bound, each measured; at least one holds."""
-    tails = {base.recent or 0: 1.0}
-    budget, trust, within_bound, near, tried_plans = loss * _ADDS_UP, 1.0, False, False, list[KVPlan]()
-    for _ in range(_TRIED_AT_MOST):
-        plan = smallest(costs, config, budget, calibration, tails)
-        if plan in tried_plans:
-            break
-        tried_plans.append(plan)
-        estimated_loss, predicted_loss = (
-            judge.estimate(plan) * trust,
-            _predicted_loss(costs, plan) * tails.get(plan.recent or 0, 1.0),
-        )
-        if estimated_loss <= loss or len(tried_plans) == _TRIED_AT_MOST:
-            row = judge.measure(plan)
-            yield plan, row
-            trust, estimated_loss, within_bound = (
-                trust * (row.kl_mean / estimated_loss if estimated_loss > 0 else 1.0),
-                row.kl_mean,
-                within_bound or row.kl_mean <= loss,
-            )
-        if estimated_loss <= 0:
-            return
-        if len(tried_plans) == 1 and kinds(config):
-            shorter = [tail for tail in TAILS if tail < (plan.recent or 0)]
-            tails |= {
-                tail: judge.estimate(replace(plan, recent=tail), f"tail {tail}") * trust / estimated_loss for tail in shorter
-            }
-        elif near or _ENOUGH * loss <= estimated_loss <= loss:
-            return
-        else:
-            near = _NEAR * loss <= estimated_loss <= loss
-        # Costs add up to more or less than is found. Once a cache is near the bound, one is tried that uses it to the end.
-        budget = (1.0 if near else 0.95) * loss / estimated_loss * predicted_loss
-    if not within_bound:  # a cache that loses nothing
-        plan = plan_for(KVSpec("bf16"), config)
-        yield plan, judge.measure(plan)
+# -- The smallest cache ---------------------------------------------------------------------------------------------------
+def sum_of_costs(costs: Mapping[int, Costs], plan: KVPlan) -> float:
+    """Of a plan beside its tail; `bf16` costs nothing."""
+    names = {(layer, side): plan.layers[layer][side == "v"].name for layer, side in costs[plan.recent or 0]}
+    return math.fsum(costs[plan.recent or 0][place].get(name, 0.0) for place, name in names.items())
 
 
-def _predicted_loss(costs: Costs, plan: KVPlan) -> float:
-    """The sum of a plan's costs beside the usual tail; `bf16` costs nothing."""
-    format_names = {(layer, side): plan.layers[layer][side == "v"].name for layer, side in costs}
-    return math.fsum(
-        0.0 if format_names[place] == "bf16" else by_name[format_names[place]] for place, by_name in costs.items()
-    )
-
-
-def smallest(
-    costs: Costs, config: ModelConfig, budget: float, calibration: Calibration, tails: Mapping[int, float] | None = None
-) -> KVPlan:
-    """The plan of fewest bytes whose costs add up to no more than `budget`; at worst bf16's, which costs nothing.
-
-    Args:
-        tails: to choose from, and how many times as much formats cost beside each; the usual one unless given.
-    """
-    most, groups = config.max_position_embeddings, kinds(config)
-    context, plans = min(CONTEXT, most), []
-    for tail, times in (tails or {min(TAIL, most): 1.0}).items():
-        frontier = Frontier(
-            costs, config, tail=tail, sink=SINKS, context=context, calibration=calibration, place_groups=groups
-        )
-        allocation = frontier.under(budget / times)
+def smallest(costs: Mapping[int, Costs], config: ModelConfig, budget: float, calibration: Calibration) -> KVPlan:
+    """The plan of fewest bytes whose costs, by tail, add up to no more than `budget`; at worst bf16's, which costs nothing."""
+    context, plans = min(CONTEXT, config.max_position_embeddings), []
+    for tail, tail_costs in costs.items():
+        frontier = Frontier(tail_costs, config, tail=tail, sink=SINKS, context=context, calibration=calibration)
+        allocation = frontier.under(budget)
         plans.append(allocation.plan if allocation else plan_for(KVSpec("bf16"), config))
     return min(plans, key=lambda plan: bits_per_value(plan, config, context))
 
@@ -289,12 +307,6 @@ def plan_spec(plan: KVPlan, calibration: Calibration) -> KVSpec:
 
 
 def steps(model: str, num_layers: int | None = None) -> int:
-    """Tokens that `on_step` gets at most, counted once in each layer."""
+    """Tokens that `on_step` gets, counted once in each layer, if two caches are measured."""
     config = read_config(model, num_layers)
-    place_kinds = kinds(config)
-    layers = config.num_layers
-    probes = sum(PROBED_BY * (layers - layer) for layer, _ in places(config))
-    if place_kinds is not None:
-        probes = len(place_kinds) * KINDS_PROBED_BY * layers
-    num_judgments = 1 + _TRIED_AT_MOST + (len(TAILS) - 1) * (place_kinds is not None)
-    return layers * LEARNED_FROM + probes + num_judgments * len(TEXTS) * JUDGED_BY * layers
+    return 3 * config.num_layers * min(TOKENS, config.max_position_embeddings)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pydoc_data.topics
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -31,9 +32,16 @@ def common_text(tokenizer: Tokenizer, tokens: int) -> list[int]:
     return token_ids[:tokens]
 
 
-def prose(tokenizer: Tokenizer) -> list[int]:
-    """Token ids of the prose, some 1,800 with a large vocabulary."""
-    return tokenizer.encode((Path(__file__).parent / "prose.txt").read_text(encoding="utf-8"))
+def samples(tokenizer: Tokenizer, tokens: int) -> list[int]:
+    """At most `tokens` ids: equally many from the beginning of each sample, seven kinds of text and then seven again.
+
+    A start token stands before the first alone: within a text it would be attended to by all that follows.
+    """
+    text = (Path(__file__).parent / "samples.txt").read_text(encoding="utf-8")
+    contents = [sample.partition("\n")[2] for sample in text.split("==== ")[1:]]
+    start = tokenizer.encode("")
+    ids = [tokenizer.encode(content)[len(start) :][: tokens // len(contents)] for content in contents]
+    return list(chain(start, *ids))[:tokens]
 
 
 # -- What a model writes itself ------------------------------------------------------------------------------------------

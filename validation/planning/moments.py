@@ -97,6 +97,12 @@ class AttentionVectors:
         """Queries [T, Hq, D]."""
         self._q.append(q.to("cpu", torch.float64).transpose(0, 1))
 
+    def first(self, tokens: int) -> AttentionVectors:
+        """Those of the first tokens."""
+        vectors = AttentionVectors()
+        vectors._k, vectors._q = [torch.cat(self._k, 1)[:, :tokens]], [torch.cat(self._q, 1)[:, :tokens]]
+        return vectors
+
     @property
     def tokens(self) -> int:
         return sum(k.shape[1] for k in self._k)

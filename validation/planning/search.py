@@ -111,7 +111,7 @@ def run_one_layer(
     shape, blocks = config.layers[layer].attention.kv_shape, blocks_for(len(hidden))
     page = page_bytes(plan.layers[layer], shape.num_kv_heads, shape.head_dim, BLOCK_SIZE)
     pages = {layer: torch.zeros(blocks, page, dtype=torch.uint8, device=hidden.device)}
-    cache = new_cache(plan, config, blocks, num_rows=1, device=hidden.device, pages=pages)
+    cache = new_cache(plan, config, blocks, num_rows=1, device=hidden.device, pages=pages, chunk=len(hidden))
     paging, pieces = PagedSequences(blocks, cache.block_size, num_rows=1), []
     sequence = paging.add()
     for some in torch.split(hidden, cache.most_new_tokens or len(hidden)):
