@@ -109,15 +109,6 @@ def learn(metric: Tensor, spread: Tensor, mean: Tensor, damping: float = _DAMPIN
     return Basis(mean.float(), forward.float(), back.float(), weights.float())
 
 
-def tempered_metric(metric: Tensor, damping: float = _DAMPING, power: float = POWER) -> Tensor:
-    """The metric as `learn` takes it, S S: [H, D, D] float64, of what it is given."""
-    metrics = []
-    for damped_metric in _add_damping(metric, damping):
-        channel, root = _root(damped_metric, power)
-        metrics.append(torch.outer(channel, channel) * (root @ root))
-    return torch.stack(metrics)
-
-
 def _root(metric: Tensor, power: float) -> tuple[Tensor, Tensor]:
     """channel [D] and R**(power / 2) [D, D] of a metric."""
     channel = metric.diagonal().sqrt()

@@ -16,7 +16,7 @@ from haarkv.engine.session import Session
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
 from haarkv.models import balance as balancing
-from haarkv.models.base import DecoderModel
+from haarkv.models.base import DecoderModel, new_cache
 from haarkv.models.catalog import load_model, read_config
 from haarkv.models.checkpoint import Progress
 from haarkv.models.config import ModelConfig
@@ -25,13 +25,14 @@ from haarkv.models.weights import fingerprint
 from haarkv.tq_ops import formats, reference
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration
+from haarkv.tq_ops.kv.batch import PagedSequences
+from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.calibration_file import make_calibration
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.table import OpTable
-from haarkv.validation.fidelity.evaluation import Setup, Workload, make_workload
+from haarkv.validation.fidelity.evaluation import CHUNK, Setup, Workload, make_workload
 from haarkv.validation.planning import auto
 from haarkv.validation.planning.calibrate import learn_model
-from haarkv.validation.planning.estimates import in_larger_chunks
 from haarkv.validation.planning.search import Costs, choices_within
 from haarkv.validation.planning.search import measure as measure_places
 from lab.matrix.entries import Entry, without_waiting
@@ -41,6 +42,16 @@ LEARNED_FROM, PROBED_BY = 10_240, 1024
 """Tokens of the text that formats learn from."""
 _GROUP = 128
 """Windows are multiples of the longest group that a format quantizes together."""
+
+
+class _LargeChunks(Session):
+    """A session whose caches take larger chunks: the same results, with fewer restorations of what is stored."""
+
+    def new_cache(self, sequences: int, max_context: int) -> tuple[PagedKVCache, PagedSequences]:
+        self.plan.require_context(max_context)
+        return new_cache(
+            self.config, self.plan, sequences=sequences, tokens=max_context, device=self.executor.device, chunk=CHUNK
+        )
 
 
 @dataclass(frozen=True)
@@ -186,7 +197,7 @@ class Subject:
             model = self._balanced_model if balanced else self.model
             self._executors[balanced, name] = catalog.create(name, model, plan)
         executor = self._executors[balanced, name]
-        return in_larger_chunks(Session(self._model_info.name, config, executor, self._model_info.tokenizer, plan))
+        return _LargeChunks(self._model_info.name, config, executor, self._model_info.tokenizer, plan)
 
     @property
     def _ops(self) -> OpTable:

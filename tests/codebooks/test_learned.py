@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from haarkv.codebooks import cubic
-from haarkv.codebooks.learned import EIGHTHS, expected_cost, learn, tempered_metric
+from haarkv.codebooks.learned import EIGHTHS, _root, expected_cost, learn
 
 
 def random_moment(dim, seed, heads=2, spread=3.0):
@@ -110,15 +110,18 @@ def test_moments_that_are_not_finite_or_do_not_fit_are_refused(broken):
 
 
 def test_the_metric_is_tempered_between_its_diagonal_and_itself():
-    metric = random_moment(8, 1)
-    diagonal = torch.diag_embed(metric.diagonal(dim1=-2, dim2=-1))
-    assert torch.allclose(tempered_metric(metric, 0.0, 1.0), metric, rtol=1e-6)
-    assert torch.allclose(tempered_metric(metric, 0.0, 0.0), diagonal, rtol=1e-6)
+    metric = random_moment(8, 1)[0]
+
+    def tempered(power):
+        channel, root = _root(metric, power)
+        return torch.outer(channel, channel) * (root @ root)
+
+    assert torch.allclose(tempered(1.0), metric, rtol=1e-6)
+    assert torch.allclose(tempered(0.0), torch.diag(metric.diagonal()), rtol=1e-6)
     # Two halves of the power are the whole, by channels of diagonal 1.
-    channel = metric.diagonal(dim1=-2, dim2=-1).sqrt()
-    outer = channel.unsqueeze(-1) * channel.unsqueeze(-2)
-    half = tempered_metric(metric, 0.0, 0.5) / outer
-    assert torch.allclose(half @ half * outer, metric, rtol=1e-6)
+    channel = metric.diagonal().sqrt()
+    outer = torch.outer(channel, channel)
+    assert torch.allclose((tempered(0.5) / outer) @ (tempered(0.5) / outer) * outer, metric, rtol=1e-6)
 
 
 def test_coordinates_of_an_eighth_weigh_alike_and_are_turned():

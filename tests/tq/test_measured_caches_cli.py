@@ -19,7 +19,7 @@ from tq.cli import main
 
 TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n"
 UNSEEN = "def bridge(name, quest):\n    if quest == 'grail':\n        return name\n    raise KeyError(quest)\n"
-PROSE = Path(common_text.__file__).with_name("prose.txt").read_text(encoding="utf-8")
+PROSE = Path(common_text.__file__).with_name("samples.txt").read_text(encoding="utf-8")
 TEXTS = {"text": TEXT * 2, "unseen": UNSEEN, "prose": PROSE, "poor": "spam, spam, spam, eggs and spam\n" * 40}
 LEARN = ("--tokens", "600", "--verify-tokens", "60", "--window", "60")
 

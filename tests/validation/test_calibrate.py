@@ -7,7 +7,7 @@ import pytest
 import torch
 from small_models import SMALL, random_tokens, resize_config, small_model
 
-from haarkv.codebooks.learned import tempered_metric
+from haarkv.engine.plans import SINKS, TAIL
 from haarkv.models.rope import inverse_frequencies
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import NonFiniteError
@@ -61,7 +61,16 @@ def attention_vectors(k, q):
     return window
 
 
+@pytest.fixture
+def counts_alike(monkeypatch):
+    """All keys of a window count alike."""
+    monkeypatch.setattr(
+        AttentionVectors, "key_weights", lambda window, _: torch.ones(len(window._k[0]), window.tokens).double()
+    )
+
+
 @pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.usefixtures("counts_alike")
 def test_moments_are_those_of_all_vectors_at_once(layer):
     """Window by window and in float64; means and spreads by loops over heads."""
     vectors, sums = seen_by_attention(layer), Sums(HEADS, DIM)
@@ -73,14 +82,28 @@ def test_moments_are_those_of_all_vectors_at_once(layer):
         torch.testing.assert_close(sums.metric[head], q.T @ q / len(q))
         k = vectors["k"][:, head]
         torch.testing.assert_close(sums.k.mean[head], k.mean(0))
-        # Lengths are by the first window's mean and metric.
-        first = vectors["q"][:40, head * group : (head + 1) * group].flatten(0, 1)
-        cost = tempered_metric((first.T @ first / len(first))[None])[0]
-        centred_keys = k - k[:40].mean(0)
-        weight = 1 / ((centred_keys @ cost) * centred_keys).sum(-1)
-        about = k - k.mean(0)
-        expected = (about * weight.unsqueeze(1)).T @ about / weight.sum()
-        torch.testing.assert_close(sums.spread(sums.k.mean)[head], expected)
+        torch.testing.assert_close(sums.spread(sums.k.mean)[head], (k - k.mean(0)).T @ (k - k.mean(0)) / len(k))
+
+
+def test_keys_count_by_what_attention_reads_of_them_as_they_are_stored():
+    """A tenth in equal parts; none of the first tokens, which are stored in BF16, nor of a query's newest."""
+    generator, tokens = torch.Generator().manual_seed(0), 200
+    k, q = (torch.randn(tokens, heads, 16, generator=generator, dtype=torch.float64) for heads in (2, 4))
+    k[50] *= 6
+    expected = torch.zeros(2, tokens, dtype=torch.float64)
+    for head in range(4):
+        for place in range(tokens):
+            attention = ((k[: place + 1, head // 2] @ q[place, head]) * 0.3).softmax(0)
+            last = place - TAIL + 1
+            if last > SINKS:
+                expected[head // 2, SINKS:last] += attention[SINKS:last]
+    expected *= 0.9 / expected.mean(1, keepdim=True)
+    expected[:, SINKS:] += 0.1 * tokens / (tokens - SINKS)
+    weights = attention_vectors(k, q).key_weights(0.3)
+    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
+    # Of a window in which every query reads all in BF16, the others count alike.
+    assert attention_vectors(k[:100], q[:100]).key_weights(0.3).unique().tolist() == [0, pytest.approx(100 / 96)]
+    assert (attention_vectors(k[:SINKS], q[:SINKS]).key_weights(0.3) == 1).all()
 
 
 def test_held_back_windows_are_judged_and_not_learned_from(whole):
@@ -122,6 +145,7 @@ def test_moments_over_positions_are_those_of_vectors_that_stand_there(rotary_dim
     torch.testing.assert_close(moments.mean, everywhere.mean)
 
 
+@pytest.mark.usefixtures("counts_alike")
 def test_a_window_longer_than_a_stretch_counts_stretch_by_stretch():
     """A text and the same again one stretch later: the moments of the text, and as many lengths."""
     turns = RopeShift(tuple(inverse_frequencies(CONFIG.common.attention.rope).tolist()))
@@ -144,6 +168,7 @@ def at_its_place(x, inv_freq):
     return torch.cat([z.real, z.imag], dim=-1)
 
 
+@pytest.mark.usefixtures("counts_alike")
 def test_every_place_of_a_stretch_counts_alike():
     """Windows of unequal length in which all keys say the same: their moments are those of that key at all places."""
     inv_freq, context = 1e4 ** -(torch.arange(8, dtype=torch.float64) / 8), 240

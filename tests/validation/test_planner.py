@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import random
 from dataclasses import replace
 
 import pytest
@@ -11,12 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import SMALL
 
-from haarkv.models.catalog import read_config
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.fidelity.evaluation import FidelityRow, evaluate, make_workload
 from haarkv.validation.fidelity.setup import load_setup
-from haarkv.validation.planning.auto import kinds
 from haarkv.validation.planning.search import (
     Frontier,
     Knapsack,
@@ -28,7 +25,6 @@ from haarkv.validation.planning.search import (
     places,
     uniform_rivals,
     verify,
-    with_format,
 )
 
 TEXT = "for spam in eggs:\n    print(spam, 'and', eggs)\n\nclass Knight:\n    says = 'Ni!'\n"
@@ -129,32 +125,6 @@ def test_more_budget_is_never_worse_and_is_kept_to(setup, costs):
         assert bits_per_value(choice.plan, setup.base.config, 128) <= budget
         names = [f.name for pair in choice.plan.layers for f in pair]
         assert choice.predicted_kl == pytest.approx(sum(costs[place][n] for place, n in zip(costs, names, strict=True)))
-
-
-def test_places_that_are_alike_take_one_format_and_no_such_plan_is_better():
-    config = read_config("random:gemma-270m", 6)
-    place_kinds = kinds(config)
-    assert [len(group) for group in place_kinds] == [5, 5, 1, 1]
-    generator = random.Random(0)
-    costs = {place: {"tq2": generator.random(), "tq4": generator.random() / 8, "bf16": 0.0} for place in places(config)}
-    choice = Frontier(costs, config, tail=0, context=4096, place_groups=place_kinds).within(6.0)
-    best = math.inf
-    for names in itertools.product(("tq2", "tq4", "bf16"), repeat=len(place_kinds)):
-        plan = KVSpec("bf16").plan(config.num_layers)
-        for group, name in zip(place_kinds, names, strict=True):
-            for place in group:
-                plan = with_format(plan, place, name)
-        if bits_per_value(plan, config, 4096) <= 6.0:
-            loss = sum(costs[place][name] for group, name in zip(place_kinds, names, strict=True) for place in group)
-            best = min(best, loss)
-            if loss == pytest.approx(choice.predicted_kl):
-                assert plan == choice.plan
-    assert choice.predicted_kl == pytest.approx(best)
-
-
-@pytest.mark.parametrize("model", ["tiny", "random:llama-1b"])
-def test_layers_of_one_kind_are_not_alike(model):
-    assert kinds(read_config(model)) is None
 
 
 def test_tails_take_their_bytes_from_the_formats(setup, costs):

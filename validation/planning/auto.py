@@ -2,8 +2,8 @@
 
     text         of seven kinds, written for this (`common_text.samples`), in two halves
     coordinates  of the model's keys, learned from the first half
-    costs        of K in `lr3` and of V in `tq3` at each layer by itself, on the second half: how far they move what the layer's
-                 MLP reads. h: the hidden state after attention, d: its change by the format, n: the norm before the MLP.
+    costs        of K in `lr3` and of V in `tq3` at each layer by itself, on the second half: how far they move what its MLP
+                 reads. h: the hidden state after attention, d: its change by the format, n: the norm before the MLP.
 
                      cost = E |n(h + d) - n(h)|**2 / |n(h)|**2
 
@@ -50,7 +50,13 @@ from haarkv.validation.planning.calibrate import Learning, Subject, learn_basis
 from haarkv.validation.planning.common_text import samples
 from haarkv.validation.planning.moments import AttentionVectors, Sums
 from haarkv.validation.planning.search import (
-    Costs, Frontier, Place, bits_per_value, places, run_one_layer, session_with_plan, with_format,
+    Costs,
+    Frontier,
+    Place,
+    bits_per_value,
+    run_one_layer,
+    session_with_plan,
+    with_format,
 )  # fmt: skip
 
 LOSS = 0.001
@@ -148,9 +154,7 @@ def choose(subject: Subject, loss: float = LOSS, on_step: OnStep = lambda *_: No
         key=lambda tried: bits_per_value(tried[0], config, min(CONTEXT, config.max_position_embeddings)),
     )
     spec = replace(plan_spec(plan, calibration), made_for=study.file.shape, weights=study.file.fingerprint)
-    return CacheChoice(
-        spec, config, study.file, next(iter(costs.values())), tuple(rows), row, loss, time.monotonic() - began
-    )
+    return CacheChoice(spec, config, study.file, next(iter(costs.values())), tuple(rows), row, loss, time.monotonic() - began)
 
 
 # -- What formats cost ----------------------------------------------------------------------------------------------------
@@ -197,7 +201,7 @@ class _LayerRun:
                 self.vectors.add_q(q)
             return ops.paged_attention(q, at, softmax_scale)
 
-        replacements = {name: partial(once, getattr(ops, name)) for name in OP_NAMES}
+        replacements: dict[str, Callable[..., Any]] = {name: partial(once, getattr(ops, name)) for name in OP_NAMES}
         replacements |= {"store_kv": store_kv, "paged_attention": paged_attention}
         table = with_ops(ops, replacements)
 

@@ -22,6 +22,7 @@ from haarkv.validation.planning.calibrate import load_subject
 
 _VERSION = 8
 
+
 def home() -> Path:
     """The folder of all choices."""
     return Path.home() / ".cache" / "haarkv" / "kv-auto"

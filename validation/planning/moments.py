@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from haarkv.codebooks.learned import tempered_metric
 from haarkv.engine.plans import SINKS, TAIL
 from haarkv.engine.session import Session
 from haarkv.models.weights import TensorNames
@@ -19,6 +18,8 @@ from haarkv.tq_ops.table import OpTable, with_ops
 from haarkv.tq_ops.weight import Weight
 
 _TINY = 1e-300
+_BY_ATTENTION = 0.9
+"""Share of a key's weight that attention decides; the rest is the same for all, so that rare keys stay possible."""
 
 
 @dataclass
@@ -119,7 +120,7 @@ class AttentionVectors:
         return keys, queries.reshape(len(keys), -1, queries.shape[-1])
 
     def key_weights(self, scale: float) -> Tensor:
-        """What errors of keys count, [H, T] float64 with mean 1: half equally, half by what attention gives to each in all.
+        """What errors of keys count, [H, T] float64 with mean 1: mostly by what attention gives to each in all.
 
         The newest `TAIL` tokens of a query and the first `SINKS` of the text, which caches store in BF16, do not count.
         """
@@ -137,27 +138,25 @@ class AttentionVectors:
         received *= equal
         equal /= equal.mean(1, keepdim=True)
         mean = received.mean(1, keepdim=True)
-        return torch.where(mean > 0, (equal + received / mean.clamp(min=_TINY)) / 2, equal)
+        by_attention = received / mean.clamp(min=_TINY)
+        return torch.where(mean > 0, torch.lerp(equal, by_attention, _BY_ATTENTION), equal)
 
 
 class Sums:
     """What one layer's keys are learned from, added up window by window.
 
-    The first keys do not count: a cache stores them in BF16. Of the others each counts by what attention reads of it
-    (`AttentionVectors.key_weights`): one that every query looks at, such as a blank that serves as a sink, costs more than a hundred that none
-    does. Each is divided by its length in the first window's metric, so that a few long ones do not decide where all others
-    are stored finely.
+    Each key counts by what attention reads of it as it is stored (`AttentionVectors.key_weights`): a blank that serves as a
+    sink costs more than a hundred keys that no query looks at.
 
     Args:
         scale: of logits before the softmax; 1 / sqrt(D) unless given.
     Attributes:
-        q, k, unit: moments of queries, of keys, and of the keys of length 1.
+        q, k: moments of queries and of keys.
     """
 
     def __init__(self, heads: int, dim: int, scale: float | None = None) -> None:
         self.tokens, self._scale = 0, dim**-0.5 if scale is None else scale
-        self.q, self.k, self.unit = (Moments.empty(heads, dim) for _ in range(3))
-        self._lengths: tuple[Tensor, Tensor] | None = None
+        self.q, self.k = (Moments.empty(heads, dim) for _ in range(2))
 
     def add(self, window: AttentionVectors, turns: RopeShift | None = None, context: int = STRETCH) -> None:
         """Add a window, as if its text had stood at every place of a stretch.
@@ -166,17 +165,10 @@ class Sums:
         queries too: most of what they look for lies near. Without `turns` keys and queries are taken where they stand.
         """
         keys, queries = window.stretch_vectors(turns)
-        q, k, unit = (Moments.empty(*self.q.first.shape) for _ in range(3))
+        q, k = (Moments.empty(*self.q.first.shape) for _ in range(2))
         q.add(queries)
-        weights = window.key_weights(self._scale)
-        k.add(keys, weights)
-        if self._lengths is None:
-            self._lengths = k.mean, tempered_metric(_second(q))
-        mean, cost = self._lengths
-        centred_keys = keys - mean.unsqueeze(1)
-        squares = ((centred_keys @ cost) * centred_keys).sum(-1)
-        unit.add(keys, torch.where(squares > 0, weights / squares.clamp(min=_TINY), 0.0))
-        for sums, window_moments in ((self.q, q), (self.k, k), (self.unit, unit)):
+        k.add(keys, window.key_weights(self._scale))
+        for sums, window_moments in ((self.q, q), (self.k, k)):
             shifts = _shifts(window.tokens, min(context, STRETCH))
             shifted_moments = (
                 window_moments if turns is None else over_positions(window_moments, torch.tensor(turns.inv_freq), shifts)
@@ -192,8 +184,8 @@ class Sums:
         return _second(self.q)
 
     def spread(self, mean: Tensor) -> Tensor:
-        """Of the keys of length 1 about a mean [H, D] that may be another text's, [H, D, D]."""
-        return self.unit.spread(mean)
+        """Of the keys about a mean [H, D] that may be another text's, [H, D, D]."""
+        return self.k.spread(mean)
 
 
 def _second(moments: Moments) -> Tensor:

@@ -134,28 +134,22 @@ class Allocation:
 
 
 class Frontier:
-    """The plans of least cost beside one tail, by size, for a sequence of `context` tokens.
-
-    Args:
-        place_groups: places that take one format; all of `costs`, each once. Without it each place has its own.
-    """
+    """The plans of least cost beside one tail, by size, for a sequence of `context` tokens."""
 
     def __init__(
         self, costs: Costs, config: ModelConfig, *, tail: int, context: int, sink: int = 0,
-        calibration: Calibration | None = None, place_groups: Sequence[Sequence[Place]] | None = None,
+        calibration: Calibration | None = None,
     ) -> None:  # fmt: skip
-        self._groups, self._calibration = place_groups or [[place] for place in costs], calibration
-        self._names = [list(costs[group[0]]) for group in self._groups]
+        self._costs, self._calibration = {place: dict(by_name) for place, by_name in costs.items()}, calibration
         self._empty = KVSpec("bf16", tail=tail or None, sink=sink).plan(config.num_layers)
         chunk = KVSpec("tq4", tail=tail or None, sink=sink).plan(config.num_layers).ring_chunk()
 
-        def size(group: Sequence[Place], name: str) -> int:
-            plans = [(with_format(self._empty, place, name, calibration), place) for place in group]
-            return sum(place_bytes(plan, place, config.kv_shapes, context, chunk) for plan, place in plans)
+        def size(place: Place, name: str) -> int:
+            plan = with_format(self._empty, place, name, calibration)
+            return place_bytes(plan, place, config.kv_shapes, context, chunk)
 
-        groups = list(zip(self._groups, self._names, strict=True))
-        self._losses = [[math.fsum(costs[place][name] for place in group) for name in names] for group, names in groups]
-        self._knapsack = Knapsack([[size(group, name) for name in names] for group, names in groups], self._losses)
+        sizes = [[size(place, name) for name in by_name] for place, by_name in self._costs.items()]
+        self._knapsack = Knapsack(sizes, [list(by_name.values()) for by_name in self._costs.values()])
         self._exact = cache_bytes(KVSpec("bf16").plan(config.num_layers), context, config.kv_shapes)
 
     def within(self, budget: float) -> Allocation | None:
@@ -164,11 +158,12 @@ class Frontier:
         options = self._knapsack.options(math.floor(budget * self._exact / 16 * (1 + 1e-12)))
         if options is None:
             return None
-        plan = self._empty
-        for group, names, option in zip(self._groups, self._names, options, strict=True):
-            for place in group:
-                plan = with_format(plan, place, names[option], self._calibration)
-        return Allocation(plan, math.fsum(losses[option] for losses, option in zip(self._losses, options, strict=True)))
+        plan, costs = self._empty, list[float]()
+        for (place, by_name), option in zip(self._costs.items(), options, strict=True):
+            name = list(by_name)[option]
+            plan = with_format(plan, place, name, self._calibration)
+            costs.append(by_name[name])
+        return Allocation(plan, math.fsum(costs))
 
     def under(self, loss: float) -> Allocation | None:
         """The fewest bits, in steps of 0.02 below 16, whose costs add up to no more than `loss`; None if there are none."""
