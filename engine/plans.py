@@ -27,9 +27,9 @@ TAIL, SINKS = 124, 4
 """Newest and first tokens in BF16 by default."""
 
 
-def default_spec(has_calibration: bool, context: int = TAIL) -> KVSpec:
-    """The default cache of a real model, with learned keys or without."""
-    return KVSpec("k=lr4,v=tq4" if has_calibration else "k=tq6,v=tq4", min(TAIL, context), min(SINKS, context))
+def learned_spec(context: int = TAIL) -> KVSpec:
+    """The cache of a calibration where nothing else is named, for a model of so long a context."""
+    return KVSpec("k=lr4,v=tq4", min(TAIL, context), min(SINKS, context))
 
 
 def shape_signature(config: ModelConfig) -> ModelShape:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from haarkv.engine import loading
-from haarkv.engine.plans import default_spec
+from haarkv.engine.plans import learned_spec
 from haarkv.engine.session import Session
 from haarkv.executors.catalog import AUTO
 from haarkv.models.catalog import read_config
@@ -18,7 +18,7 @@ from haarkv.tq_ops.kv import calibration_file, plan_file
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.planning.auto import LOSS, require_loss, steps
-from haarkv.validation.planning.choice_cache import cache_for, chosen_before, default_cache, file_for, fixed_cache
+from haarkv.validation.planning.choice_cache import cache_for, chosen_before, file_for
 from tq.output import say, scoring
 
 AUTO_KV = "auto"
@@ -49,16 +49,15 @@ def load(
     Args:
         model: `tiny`, `random:SIZE`, a folder in Hugging Face format, a `.gguf` file (`~` is home), or the Hub id of a
             downloaded model.
-        kv: a KV format, `k=NAME,v=NAME`, a `KVSpec`, or `auto`: the smallest cache that loses at most `kv_loss`. Choosing it
-            takes minutes, once for a model: `~/.cache/haarkv` keeps it. By default tq4 for toys and random models; with a
-            calibration k=lr4,v=tq4 with 124 recent and 4 first tokens in BF16; else auto, where the model's keys can be
-            learned.
+        kv: a KV format, `k=NAME,v=NAME`, a `KVSpec`, or `auto`, the default: the smallest cache that loses at most `kv_loss`.
+            It is chosen once for a model, in the time of a few prompts of 1,024 tokens: `~/.cache/haarkv` keeps it. With a
+            calibration the default is k=lr4,v=tq4 with 124 recent and 4 first tokens in BF16.
         tail: recent tokens in BF16; the fewest that the format needs unless given.
         sink: first tokens in BF16; none unless given, or unless the default cache has some.
         skip_layers: layers in bf16; negative ones count from the end.
         calibration: learned coordinates for `lr2` to `lr5`: a file of `tq calibrate`, or its content.
         plan: a file of `tq plan`, which sets the whole cache.
-        kv_loss: mean KL in nats a token that `auto` may lose; 0.002 unless given.
+        kv_loss: mean KL in nats a token that `auto` may lose; 0.001 unless given.
         on_choice: called with a line on what `auto` chose, and why.
         executor, device, dtype, layers, others: as `haarkv.engine.loading.load` takes them.
     Raises:
@@ -87,15 +86,11 @@ def kv_spec(args: Mapping[str, Any], choose: Callable[[float], KVSpec] | None = 
     """The cache that `options.kv_options` ask for, by their names; `choose` maps a loss to the cache of `auto`."""
     kv, plan, calibration = args.get("kv"), args.get("kv_plan"), args.get("calibration")
     model, layers = args.get("model"), args.get("layers")
-    # Where none is named: what stores any model, with a calibration what it is for, and None where a cache is chosen.
-    default: KVSpec | None = KVSpec()
-    if kv is None and plan is None and model is not None:
-        default = (
-            default_cache(model, layers, args.get("executor"))
-            if calibration is None
-            else default_spec(has_calibration=True, context=read_config(model, layers).max_position_embeddings)
-        )
-    auto = plan is None and (default is None or kv == AUTO_KV)
+    # Where none is named: without a model what stores any, with a calibration what it is for, else one is chosen.
+    default, is_named = KVSpec(), kv is not None or plan is not None or model is None
+    if not is_named and calibration is not None:
+        default = learned_spec(read_config(model, layers).max_position_embeddings)
+    auto = plan is None and (kv == AUTO_KV or (not is_named and calibration is None))
     require_one_cache(args, auto=auto)
     if auto:
         loss = LOSS if args.get("kv_loss") is None else require_loss(args["kv_loss"])
@@ -104,7 +99,6 @@ def kv_spec(args: Mapping[str, Any], choose: Callable[[float], KVSpec] | None = 
         return plan_file.load(plan)
     if isinstance(kv, KVSpec):
         return kv
-    assert default is not None
     if isinstance(calibration, Path | str):
         calibration = calibration_file.load(calibration)
     settings: dict[str, Any] = {"kv": default.kv if kv is None else kv, "tail": default.tail, "sink": default.sink}
@@ -137,11 +131,6 @@ def _choice(args: Mapping[str, Any], loss: float) -> KVSpec:
     model, layers, executor = args["model"], args.get("layers"), args.get("executor")
     if (choice := chosen_before(file_for(model, loss, layers, executor))) is not None:
         return choice
-    default = fixed_cache(read_config(model, layers), executor)
-    say(
-        "choosing a KV cache for this model: it takes minutes, longer for larger models, and is done once; to start at once, "
-        f"give --kv {default.kv} --kv-tail {default.tail} --kv-sink {default.sink}"
-    )
     # What another executor runs is chosen here on what can show its keys and queries.
     lines = list[str]()
     with scoring(steps(model, layers)) as on_step:

@@ -208,9 +208,8 @@ resume_option = file("--resume", "Save progress here; resume from it if it exist
 # -- The KV cache --------------------------------------------------------------------------------------------------------
 
 
-_DEFAULT = "auto; above a billion weights and with Gated DeltaNet k=tq6,v=tq4 with a tail; of toys and random models tq4"
 loss_option = click.option(
-    "--kv-loss", type=float, metavar="NATS", help="What --kv auto may lose: mean KL a token [default: 0.002]."
+    "--kv-loss", type=float, metavar="NATS", help="What --kv auto may lose: mean KL a token [default: 0.001]."
 )
 plan_option = click.option("--kv-plan", metavar="FILE", help="A plan from `tq plan`; it sets every layer's formats.")
 calibration_option = click.option(
@@ -230,7 +229,7 @@ balance_option = click.option(
 collapse_option = click.option("--allow-collapse", is_flag=True, help="Only warn where text from this cache would be garbage.")
 
 
-def kv_options(default: str = _DEFAULT) -> Decorator:
+def kv_options(default: str = "auto") -> Decorator:
     """All options of a cache; help shows `default` for `--kv`."""
     kv_option = click.option(
         "--kv", show_default=default,

@@ -247,15 +247,7 @@ def compile_command(model: str, names: tuple[str, ...], folder: Path | None, as_
 
 
 def _cache_to_compile(model: str, args: dict[str, Any]) -> KVSpec:
-    """The cache to compile for; without a name, an earlier choice or the default."""
-    from haarkv.models.catalog import read_config
-    from haarkv.validation.planning.auto import LOSS
-    from haarkv.validation.planning.choice_cache import chosen_before, default_cache, file_for, fixed_cache
+    """The cache to compile for, which without a name is chosen as for a run."""
     from tq.loading import kv_spec
 
-    default = fixed_cache(read_config(model), "npu")
-    if all(value in (None, ()) for value in args.values()):
-        return chosen_before(file_for(model, LOSS, executor="npu")) or default_cache(model, executor="npu") or default
-    if all(args[name] is None for name in ("kv", "calibration", "kv_plan", "kv_loss")):
-        args = {**args, "kv": default.kv}
     return kv_spec({"model": model, "executor": "npu", **args})

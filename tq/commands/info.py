@@ -132,15 +132,15 @@ def _default(model: str, layers: int | None, executor: str, config: ModelConfig)
     """The cache of a run without `--kv`; None where the first run chooses it."""
     from haarkv.engine.plans import plan_for
     from haarkv.validation.planning.auto import LOSS
-    from haarkv.validation.planning.choice_cache import chosen_before, default_cache, file_for
+    from haarkv.validation.planning.choice_cache import chosen_before, file_for
 
-    spec = default_cache(model, layers, executor) or chosen_before(file_for(model, LOSS, layers, executor))
+    spec = chosen_before(file_for(model, LOSS, layers, executor))
     return plan_for(spec, config) if spec else None
 
 
 def _default_line(plan: KVPlan | None, config: ModelConfig) -> str:
     if plan is None:
-        return "without --kv the first run takes minutes to choose a cache, layer by layer (--kv auto); later runs take it"
+        return "without --kv the first run chooses a cache, layer by layer (--kv auto); later runs take it"
     from haarkv.validation.planning.search import bits_per_value
 
     context = min(4096, config.max_position_embeddings)
@@ -259,9 +259,7 @@ def formats_command(head_dim: int, as_json: bool) -> None:
     ]  # fmt: skip
     print_table(f"head_dim {head_dim}", ["format", "bits/value", "bytes/vector", "vs bf16", "for"], cells)
     print_sentence("* to compare with: --executor reference and cpu run it, slowly; others refuse it")
-    print_sentence(
-        "without --kv: auto, a cache chosen for the model; above a billion weights k=tq6,v=tq4 with a tail; for toys tq4"
-    )
+    print_sentence("without --kv: auto, a cache chosen for the model")
     if left_out:
         print(f"no layout for head_dim {head_dim}: {', '.join(left_out)}")
 

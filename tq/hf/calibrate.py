@@ -107,7 +107,7 @@ class _Recorder:
         """SDPA that records q [1, Hq, T, D] and K, V [1, Hkv, T, D]."""
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         if layer not in self._sums:
-            self._sums[layer] = Sums(key.shape[1], key.shape[-1])
+            self._sums[layer] = Sums(key.shape[1], key.shape[-1], kwargs.get("scaling"))
         record = self._of_window.setdefault(layer, AttentionVectors())
         record.add_kv(key[0].transpose(0, 1), value[0].transpose(0, 1))
         record.add_q(query[0].transpose(0, 1))

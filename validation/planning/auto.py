@@ -246,7 +246,7 @@ class _Study:
 
     def _learn(self, layer: int, vectors: AttentionVectors) -> Any:
         mixer = self._subject.config.layers[layer].attention
-        sums = Sums(mixer.num_kv_heads, mixer.head_dim)
+        sums = Sums(mixer.num_kv_heads, mixer.head_dim, mixer.scale)
         turns = RopeShift(tuple(inverse_frequencies(mixer.rope).tolist()))
         sums.add(vectors.first(self._half), turns, self._subject.config.max_position_embeddings)
         return learn_basis(sums, layer, turns)

@@ -80,7 +80,7 @@ def learn_model(
             continue
         mixer = config.layers[layer].attention
         turns = RopeShift(tuple(inverse_frequencies(mixer.rope).tolist()))
-        (train_sums, other), after = (Sums(mixer.num_kv_heads, mixer.head_dim) for _ in range(2)), []
+        (train_sums, other), after = (Sums(mixer.num_kv_heads, mixer.head_dim, mixer.scale) for _ in range(2)), []
         for number, hidden in enumerate(torch.split(every, lengths)):
             vectors = AttentionVectors()
             after.append(_run(model, observe_vectors(ops, vectors.add_kv, vectors.add_q), layer, hidden))

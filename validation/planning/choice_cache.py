@@ -1,4 +1,4 @@
-"""Caches that `--kv auto` has chosen, kept in the user's cache folder with their coordinates.
+"""Caches that were chosen for models, kept in the user's cache folder with their coordinates.
 
 A choice is found by the model's settings, weights and tokenizer, the files' sizes and times, and the bound. Its calibration
 names the weights, which a session checks. An unreadable file is chosen anew.
@@ -9,44 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from haarkv.engine.plans import default_spec, plan_for, shape_signature
-from haarkv.models.catalog import find_model, open_source, read_config
-from haarkv.models.config import ModelConfig
-from haarkv.models.weights import num_parameters
+from haarkv.engine.plans import plan_for, shape_signature
+from haarkv.models.catalog import open_source, read_config
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import plan_file
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation.planning.auto import CHOSEN_BY, FORMATS, LOSS, CacheChoice, choose, names_for
-from haarkv.validation.planning.calibrate import load_subject, unlearnable
+from haarkv.validation.planning.auto import CHOSEN_BY, LOSS, CacheChoice, choose, names_for
+from haarkv.validation.planning.calibrate import load_subject
 
-_VERSION = 7
-TOY, CHOSEN_UP_TO = 5 * 10**7, 10**9
-"""Weights of the smallest and of the largest model whose cache is chosen unasked."""
-
-
-def default_cache(model: str, layers: int | None = None, executor: str | None = None) -> KVSpec | None:
-    """The cache of a model where none is named; None if one is chosen for it, as `--kv auto` does, or was before.
-
-    Random models and those of fewer than `TOY` weights take `tq4`; those of more than `CHOSEN_UP_TO` a fixed cache.
-    """
-    config = read_config(model, layers)
-    if find_model(model) is None or num_parameters(config) < TOY:
-        return KVSpec()
-    has_choice = chosen_before(file_for(model, LOSS, layers, executor)) is not None
-    if not has_choice and (unlearnable(config) or num_parameters(config) > CHOSEN_UP_TO):
-        return fixed_cache(config, executor)
-    return None
-
-
-def fixed_cache(config: ModelConfig, executor: str | None = None) -> KVSpec:
-    """The cache of a real model without a choice: what loses little on any of them."""
-    spec = default_spec(has_calibration=False, context=config.max_position_embeddings)
-    return spec if names_for(executor) == FORMATS else replace(spec, kv="tq4")
-
+_VERSION = 8
 
 def home() -> Path:
     """The folder of all choices."""
@@ -101,7 +75,7 @@ def cache_for(
     on_step: Callable[[str, int], None] = lambda *_: None,
     **how: Any,
 ) -> KVSpec:
-    """The cache that `--kv auto` means for a model: chosen before, or now.
+    """The cache of a model where none is named: chosen before, or now.
 
     Args:
         executor: that will run it, if named; only formats that it reads are chosen.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from haarkv.codebooks.learned import tempered_metric
+from haarkv.engine.plans import SINKS, TAIL
 from haarkv.engine.session import Session
 from haarkv.models.weights import TensorNames
 from haarkv.tq_ops.errors import InputError
@@ -117,19 +118,44 @@ class AttentionVectors:
             keys, queries = (turns.undo(x, places).double() for x in (keys, queries))
         return keys, queries.reshape(len(keys), -1, queries.shape[-1])
 
+    def key_weights(self, scale: float) -> Tensor:
+        """What errors of keys count, [H, T] float64 with mean 1: half equally, half by what attention gives to each in all.
+
+        The newest `TAIL` tokens of a query and the first `SINKS` of the text, which caches store in BF16, do not count.
+        """
+        keys, queries = torch.cat(self._k, 1).float(), torch.cat(self._q, 1).float()
+        heads, tokens, dim = keys.shape
+        equal = torch.ones(heads, tokens, dtype=torch.float64)
+        if tokens <= SINKS:
+            return equal
+        equal[:, :SINKS] = 0
+        sees, received = torch.ones(tokens, tokens, dtype=torch.bool).tril(), torch.zeros_like(equal)
+        for head, group in enumerate(queries.view(heads, -1, tokens, dim)):
+            for q in group:
+                attention = (q @ keys[head].T).mul_(scale).masked_fill_(~sees, -math.inf).softmax(-1)
+                received[head] += attention.tril_(-TAIL).sum(0)
+        received *= equal
+        equal /= equal.mean(1, keepdim=True)
+        mean = received.mean(1, keepdim=True)
+        return torch.where(mean > 0, (equal + received / mean.clamp(min=_TINY)) / 2, equal)
+
 
 class Sums:
     """What one layer's keys are learned from, added up window by window.
 
-    Each key is divided by its length in the first window's metric, so that a few long ones, such as attention sinks, do not
-    decide where all others are stored finely.
+    The first keys do not count: a cache stores them in BF16. Of the others each counts by what attention reads of it
+    (`AttentionVectors.key_weights`): one that every query looks at, such as a blank that serves as a sink, costs more than a hundred that none
+    does. Each is divided by its length in the first window's metric, so that a few long ones do not decide where all others
+    are stored finely.
 
+    Args:
+        scale: of logits before the softmax; 1 / sqrt(D) unless given.
     Attributes:
         q, k, unit: moments of queries, of keys, and of the keys of length 1.
     """
 
-    def __init__(self, heads: int, dim: int) -> None:
-        self.tokens = 0
+    def __init__(self, heads: int, dim: int, scale: float | None = None) -> None:
+        self.tokens, self._scale = 0, dim**-0.5 if scale is None else scale
         self.q, self.k, self.unit = (Moments.empty(heads, dim) for _ in range(3))
         self._lengths: tuple[Tensor, Tensor] | None = None
 
@@ -142,13 +168,14 @@ class Sums:
         keys, queries = window.stretch_vectors(turns)
         q, k, unit = (Moments.empty(*self.q.first.shape) for _ in range(3))
         q.add(queries)
-        k.add(keys)
+        weights = window.key_weights(self._scale)
+        k.add(keys, weights)
         if self._lengths is None:
             self._lengths = k.mean, tempered_metric(_second(q))
         mean, cost = self._lengths
         centred_keys = keys - mean.unsqueeze(1)
         squares = ((centred_keys @ cost) * centred_keys).sum(-1)
-        unit.add(keys, torch.where(squares > 0, 1 / squares.clamp(min=_TINY), 0.0))
+        unit.add(keys, torch.where(squares > 0, weights / squares.clamp(min=_TINY), 0.0))
         for sums, window_moments in ((self.q, q), (self.k, k), (self.unit, unit)):
             shifts = _shifts(window.tokens, min(context, STRETCH))
             shifted_moments = (
