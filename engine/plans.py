@@ -57,9 +57,13 @@ def plan_for(spec: KVSpec, config: ModelConfig, split: Split | None = None) -> K
             f"a tail or sink of {longest:,} tokens is longer than this model's context of {config.max_position_embeddings:,}; "
             "take a shorter one"
         )
+    if not config.attentions:
+        raise InputError("no layer of this model has K and V, which a cache stores; give more --layers")
     plan = spec.plan(config.num_layers, shape_signature(config))
     plan.require_layout(config.kv_shapes)
-    return spec.heads(split.kv_heads(0)).plan(config.num_layers) if split and spec.calibration else plan
+    if split and split.size > 1 and spec.calibration:
+        plan = spec.heads(split.kv_heads(0)).plan(config.num_layers)
+    return plan
 
 
 def balanced_for(

@@ -202,7 +202,7 @@ def _kv_rows(
 
     bf16, rows = plan_for(KVSpec("bf16"), config).bytes_per_token(config.kv_shapes), []
     shapes = config.kv_shapes
-    calibration = formats.unlearned([(shape.num_kv_heads, shape.head_dim) for shape in shapes if shape is not None])
+    calibration = formats.unlearned([None if shape is None else (shape.num_kv_heads, shape.head_dim) for shape in shapes])
     pairs = [f"k={name},v=tq{name.removeprefix('lr')}" for name in formats.learned_names()]
     for name in (*formats.names(), *pairs):
         try:

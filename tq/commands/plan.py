@@ -209,12 +209,10 @@ def measured_by(budget: float, context: int, search: PlanSearch, verification: V
 def print_plan(context: int, search: PlanSearch, verification: Verification) -> None:
     """The plan layer by layer, and beside its rivals on unseen text."""
     plan, costs, total = search.choice.plan, search.costs, search.choice.predicted_kl or 1.0
-    shares = [
-        (costs[layer, "k"][k.name] / total, costs[layer, "v"][v.name] / total) for layer, (k, v) in enumerate(plan.layers)
-    ]
     cells = [
-        (str(layer), k.name, f"{k_share:.1%}", v.name, f"{v_share:.1%}")
-        for layer, ((k, v), (k_share, v_share)) in enumerate(zip(plan.layers, shares, strict=True))
+        (str(layer), k.name, f"{costs[layer, 'k'][k.name] / total:.1%}", v.name, f"{costs[layer, 'v'][v.name] / total:.1%}")
+        for layer, (k, v) in enumerate(plan.layers)
+        if (layer, "k") in costs
     ]
     parts = [f"a tail of {plan.recent} tokens"] * bool(plan.recent) + [f"{plan.sink} sinks"] * bool(plan.sink)
     suffix = f", and {' and '.join(parts)} in BF16" if parts else ""

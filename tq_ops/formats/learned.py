@@ -6,7 +6,7 @@ its own width, the same in all models. Keys are stored by stretches of the text 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 
@@ -93,42 +93,47 @@ class Calibration:
     """Learned coordinates of every layer's keys.
 
     Attributes:
-        k: of each layer.
+        k: of each layer; None where a layer has no K and V.
         digest: SHA-256 of all of it, in hexadecimal; its identity.
         context: most tokens of a sequence for which it holds, where RoPE's angles are unknown; None for any number.
     """
 
-    k: tuple[Basis, ...]
+    k: tuple[Basis | None, ...]
     digest: str
     context: int | None = None
 
     def heads(self, part: slice) -> Calibration:
         """That of some KV heads, as a rank holds them."""
-        return Calibration(tuple(basis.heads(part) for basis in self.k), self.digest, self.context)
+        return Calibration(tuple(basis and basis.heads(part) for basis in self.k), self.digest, self.context)
+
+    @cached_property
+    def bases(self) -> dict[int, Basis]:
+        """Those of the layers that have keys, by layer."""
+        return {layer: basis for layer, basis in enumerate(self.k) if basis}
 
     @cached_property
     def _formats(self) -> dict[int, LearnedFormat]:
         return {}
 
     def format(self, bits: int) -> LearnedFormat:
-        """The format `lrB` for B = `bits`, cached; an InputError if it cannot store the head_dim."""
+        """The format `lrB` for B = `bits`, cached; an InputError if it cannot store the head_dim, or no layer has keys."""
         if bits not in self._formats:
-            self._formats[bits] = LearnedFormat(self.k, bits)
+            self._formats[bits] = LearnedFormat(self.bases, bits)
         return self._formats[bits]
 
 
-def unlearned(heads: Sequence[tuple[int, int]]) -> Calibration:
+def unlearned(heads: Sequence[tuple[int, int] | None]) -> Calibration:
     """A calibration without coordinates, to count bytes with.
 
     Args:
-        heads: KV heads and head_dim of each layer.
+        heads: KV heads and head_dim of each layer; None where it has no K and V.
     """
 
     def hollow(count: int, dim: int) -> Basis:
         vectors, matrices = torch.empty(count, dim, device="meta"), torch.empty(count, dim, dim, device="meta")
         return Basis(vectors, matrices, matrices, vectors)
 
-    return Calibration(tuple(hollow(*each) for each in heads), "")
+    return Calibration(tuple(each and hollow(*each) for each in heads), "")
 
 
 def learned_bits(name: str) -> int | None:
@@ -155,15 +160,18 @@ class LearnedFormat(RotatedFormat):
     `codebooks.cubic`, codes those of `pack_columns`. A vector equal to the mean stores scale 0; a scale above FP16 saturates.
 
     Args:
-        bases: of each layer.
+        bases: by layer, of those that have keys.
         bits: B.
     Raises:
-        InputError: 32 does not divide head_dim.
+        InputError: 32 does not divide head_dim, or no layer has keys.
     Rounding points: x - mean, gamma, sums and quotients in FP32; u to BF16; the scale to FP16.
     """
 
-    def __init__(self, bases: tuple[Basis, ...], bits: int) -> None:
-        self.head_dim = bases[0].head_dim
+    def __init__(self, bases: Mapping[int, Basis], bits: int) -> None:
+        if not bases:
+            raise InputError(f"{PREFIX}{bits} is of keys, and no layer of this model has any; take --kv bf16")
+        first = next(iter(bases.values()))
+        self.head_dim = first.head_dim
         if self.head_dim % LEAST_DIM:
             raise InputError(f"{PREFIX}{bits} takes a head_dim that {LEAST_DIM} divides, and this model's is {self.head_dim}")
         super().__init__(f"{PREFIX}{bits}", "keys, learned coordinates", bits, self._at_head_dim)
@@ -171,7 +179,7 @@ class LearnedFormat(RotatedFormat):
         self._coordinates = lru_cache(None)(lambda layer: coordinates(bases[layer]))
         transform = Transform(
             lambda layer, _: bases[layer].forward.to(torch.bfloat16), self._coordinates,
-            heads=bases[0].num_kv_heads,
+            heads=first.num_kv_heads,
         )  # fmt: skip
         self._description = Description(self.head_dim, bits, transform, (), (), COLUMNS[bits])
 
@@ -194,7 +202,7 @@ class LearnedFormat(RotatedFormat):
         return self._description
 
     def rope_shift(self, layer: int) -> RopeShift | None:
-        return self._coordinates(layer).rope_shift
+        return self._coordinates(layer).rope_shift if layer in self._bases else None
 
     def pack(self, level: Tensor) -> Tensor:
         return pack_columns(level, self.columns)

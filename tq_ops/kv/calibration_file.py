@@ -1,7 +1,7 @@
 """Learned coordinates as a file, and the model that they belong to.
 
 tensors   layers.0.k.mean [H, D] F32, .forward and .back [H, D, D] BF16, .weights [H, D] F32, .inv_freq [R/2] F64, empty
-          where the RoPE of keys is unknown; every layer
+          where the RoPE of keys is unknown; every layer that has K and V
 metadata  haarkv_calibration: "4"; model: its shapes, as JSON; fingerprint; context: tokens of a sequence up to which it
           holds, or nothing; learned: how, as JSON, for people; plan: the text of a plan file, or nothing
 """
@@ -24,6 +24,7 @@ from haarkv.tq_ops.formats import Calibration
 from haarkv.tq_ops.input_files import parse_json
 from haarkv.tq_ops.kv.model_shape import ModelShape
 from haarkv.tq_ops.kv.plan import KVSpec
+from haarkv.tq_ops.kv.shapes import KVShape
 
 _DTYPES = {
     "mean": torch.float32, "forward": torch.bfloat16, "back": torch.bfloat16, "weights": torch.float32,
@@ -54,15 +55,16 @@ class CalibrationFile:
         return KVSpec(made_for=self.shape, calibration=self.calibration, weights=self.fingerprint)
 
 
-def make_calibration(k: Sequence[Basis], context: int | None = None) -> Calibration:
-    """Coordinates of every layer as formats take them, named by the SHA-256 of their numbers."""
+def make_calibration(k: Sequence[Basis | None], context: int | None = None) -> Calibration:
+    """Coordinates of every layer as formats take them, None where it has no keys, named by the SHA-256 of their numbers."""
     return Calibration(tuple(k), artifact.tensor_digest(_tensors(k), {}), context)
 
 
-def _tensors(k: Sequence[Basis]) -> dict[str, Tensor]:
+def _tensors(k: Sequence[Basis | None]) -> dict[str, Tensor]:
     return {
         f"layers.{layer}.k.{name}": getattr(basis, name).to(dtype).contiguous()
         for layer, basis in enumerate(k)
+        if basis is not None
         for name, dtype in _DTYPES.items()
     }
 
@@ -90,16 +92,14 @@ def load(path: Path | str, kind: Kind = CALIBRATION) -> CalibrationFile:
         if context and not (context.isascii() and context.isdigit() and len(context) < 10 and int(context) > 0):
             raise ValueError("its context is not a number of tokens")
         calibration = make_calibration(
-            [_basis(tensors, layer, shape) for layer in range(shape.num_layers)], int(context) if context else None
+            [None if kv is None else _basis(tensors, layer, kv) for layer, kv in enumerate(shape.layers)],
+            int(context) if context else None,
         )
         learned = parse_json(metadata["learned"])
         return CalibrationFile(calibration, shape, metadata["fingerprint"], learned, metadata["plan"])
 
 
-def _basis(tensors: Mapping[str, Tensor], layer: int, shape: ModelShape) -> Basis:
-    kv = shape.layers[layer]
-    if kv is None:
-        raise ValueError(f"its model has no K and V in layer {layer}")
+def _basis(tensors: Mapping[str, Tensor], layer: int, kv: KVShape) -> Basis:
     heads, dim = kv.num_kv_heads, kv.head_dim
     matrices, vectors = (heads, dim, dim), (heads, dim)
     shapes: dict[str, tuple[tuple[int, ...], ...]] = {

@@ -123,15 +123,16 @@ def run_fingerprint(setup: Setup, plan: Workload) -> dict[str, str]:
 def cache_fingerprint(side: Session) -> str:
     """Digest of what a cache makes of fixed vectors: another code or table of a format, another digest."""
     x = torch.randn(4, side.config.heads.head_dim, generator=torch.Generator().manual_seed(0))
+    layer = side.config.kv_shapes.index(side.config.attentions[0].kv_shape)
     digest = hashlib.sha256()
     digest.update(side.plan.describe().encode())
     for kv_format in side.plan.formats:
         vectors = x if kv_format.group_tokens == 1 else x.repeat(kv_format.group_tokens // len(x), 1)
-        stored_fields = kv_format.quantize(vectors, 0)
+        stored_fields = kv_format.quantize(vectors, layer)
         for name, tensor in sorted(stored_fields.items()):
             digest.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
         # Restored numbers may differ in their last bits from machine to machine; four digits of their sum do not.
-        decoded_vectors = kv_format.dequantize(stored_fields, 0).double()
+        decoded_vectors = kv_format.dequantize(stored_fields, layer).double()
         digest.update(f"{(decoded_vectors * vectors.double()).sum().item():.4g}".encode())
     return digest.hexdigest()[:16]
 

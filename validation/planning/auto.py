@@ -229,6 +229,11 @@ class _Study:
         hidden, bases = subject.model.embed(text).to(subject.runner.device), list[Any]()
         self.costs: dict[int, dict[Place, dict[str, float]]] = {tail: {} for tail in tails}
         for layer in range(config.num_layers):
+            if config.kv_shapes[layer] is None:
+                bases.append(None)
+                hidden = run_one_layer(self._base.executor.layers, self._base.plan, config, layer, hidden)
+                on_step(f"layer {layer + 1} of {config.num_layers}", len(text))
+                continue
             layer_run = _LayerRun(subject, layer, hidden)
             exact, hidden = layer_run.run(self._base.plan, whole=True)
             bases.append(self._learn(layer, layer_run.vectors))
@@ -281,7 +286,7 @@ def _left(name: str, place: Place, calibration: Calibration) -> float:
         return 0.0
     if (bits := learned_bits(name)) is None:
         return ERRORS[int(name.removeprefix("tq"))]
-    return float(expected_cost(calibration.k[place[0]].weights, eighth_widths(COLUMNS[bits])).mean())
+    return float(expected_cost(calibration.bases[place[0]].weights, eighth_widths(COLUMNS[bits])).mean())
 
 
 # -- The smallest cache ---------------------------------------------------------------------------------------------------

@@ -49,16 +49,18 @@ _FIT_BITS = 3
 
 @dataclass
 class Learning:
-    """Coordinates of each layer's keys; and how many times as much keys cost on held-back text."""
+    """Coordinates of each layer's keys, None where it has none; and for layers with keys, how many times as much they cost on
+    held-back text.
+    """
 
-    layers: list[Basis] = field(default_factory=list)
+    layers: list[Basis | None] = field(default_factory=list)
     fits: list[float] = field(default_factory=list)
 
 
 def learn_model(
     model: DecoderModel, ops: OpTable, windows: Sequence[Tensor], holdout: Sequence[Tensor], on_step: OnStep = lambda *_: None
 ) -> Learning:
-    """Learn the coordinates of every layer's keys, by the model's own forward with K and V in bf16.
+    """Learn the coordinates of every layer's keys, where it has some, by the model's own forward with K and V in bf16.
 
     Args:
         ops: the table that runs the layers; it must take a bf16 cache.
@@ -71,6 +73,11 @@ def learn_model(
     lengths = [len(window) for window in (*windows, *holdout)]
     every = model.embed(torch.cat([*windows, *holdout]).to(model.weights.embedding.device))
     for layer in range(config.num_layers):
+        if config.kv_shapes[layer] is None:
+            every = torch.cat([_run(model, ops, layer, hidden) for hidden in torch.split(every, lengths)])
+            learning.layers.append(None)
+            on_step(f"layer {layer + 1} of {config.num_layers}", len(every))
+            continue
         mixer = config.layers[layer].attention
         turns = RopeShift(tuple(inverse_frequencies(mixer.rope).tolist()))
         (train_sums, other), after = (Sums(mixer.num_kv_heads, mixer.head_dim, mixer.scale) for _ in range(2)), []
@@ -80,8 +87,8 @@ def learn_model(
             (train_sums if number < len(windows) else other).add(vectors, turns, config.max_position_embeddings)
             on_step(f"layer {layer + 1} of {config.num_layers}", len(hidden))
         every = torch.cat(after)
-        learning.layers.append(learn_basis(train_sums, layer, turns))
-        learning.fits.append(holdout_fit(train_sums, other, learning.layers[-1]))
+        learning.layers.append(basis := learn_basis(train_sums, layer, turns))
+        learning.fits.append(holdout_fit(train_sums, other, basis))
     return learning
 
 
@@ -152,13 +159,11 @@ class Subject:
 
 def unlearnable(config: ModelConfig) -> str | None:
     """Why a model's keys cannot be learned, or None."""
-    if states := config.state_shapes:
-        return (
-            f"learned keys are of every layer, and layer {min(states)} of this model has no keys; take a format without them, "
-            "such as --kv k=tq6,v=tq4"
-        )
-    if (dim := config.heads.head_dim) % LEAST_DIM:
-        return f"learned keys take a head_dim that {LEAST_DIM} divides, and this model's is {dim}"
+    sizes = {(mixer.num_kv_heads, mixer.head_dim) for mixer in config.attentions}
+    if len(sizes) > 1:
+        return "learned keys take KV heads of one number and size, and the layers of this model have several"
+    if bad := [dim for _, dim in sizes if dim % LEAST_DIM]:
+        return f"learned keys take a head_dim that {LEAST_DIM} divides, and this model's is {bad[0]}"
     return None
 
 

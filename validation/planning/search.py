@@ -6,6 +6,7 @@ A *place* is K or V of one layer. That costs of places add up is an assumption; 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,7 +28,6 @@ from haarkv.tq_ops.kv.plan import BF16_BYTES, KVPlan, KVSpec
 from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, RING_CHUNK, Shapes, blocks_for, each
 from haarkv.validation.fidelity.evaluation import FidelityRow, OnStep, Setup, Workload, evaluate, score_all
 from haarkv.validation.fidelity.scores import Partial
-from haarkv.validation.layers.parts import new_cache
 
 CANDIDATES = ("tq2", "tq3", "tq4", "tq5", "tq6", "tq8", "bf16")
 """One format for each number of bits, so that no place takes the luckier of two equals."""
@@ -45,8 +45,8 @@ Costs = Mapping[Place, Mapping[str, float]]
 
 
 def places(config: ModelConfig) -> list[Place]:
-    """K and V of every layer."""
-    return [(layer, side) for layer in range(config.num_layers) for side in ("k", "v")]
+    """K and V of every layer that has them."""
+    return [(layer, side) for layer, shape in enumerate(config.kv_shapes) if shape for side in ("k", "v")]
 
 
 def at(side: Side, names: Candidates) -> list[str]:
@@ -108,10 +108,14 @@ def run_one_layer(
     run: Callable[[Tensor, range, Batch, PagedKVCache], Tensor], plan: KVPlan, config: ModelConfig, layer: int, hidden: Tensor
 ) -> Tensor:
     """What leaves a layer [T, hidden], from an empty cache of that layer alone; `run` is an executor's `layers`."""
-    shape, blocks = config.layers[layer].attention.kv_shape, blocks_for(len(hidden))
-    page = page_bytes(plan.layers[layer], shape.num_kv_heads, shape.head_dim, BLOCK_SIZE)
-    pages = {layer: torch.zeros(blocks, page, dtype=torch.uint8, device=hidden.device)}
-    cache = new_cache(plan, config, blocks, num_rows=1, device=hidden.device, pages=pages, chunk=len(hidden))
+    blocks, pages = blocks_for(len(hidden)), dict[int, Tensor]()
+    if (shape := config.kv_shapes[layer]) is not None:
+        page = page_bytes(plan.layers[layer], shape.num_kv_heads, shape.head_dim, BLOCK_SIZE)
+        pages[layer] = torch.zeros(blocks, page, dtype=torch.uint8, device=hidden.device)
+    cache = PagedKVCache(
+        plan, config.kv_shapes, num_blocks=blocks, num_rows=1, device=hidden.device, pages=pages, chunk=len(hidden),
+        states={index: state for index, state in config.state_shapes.items() if index == layer},
+    )  # fmt: skip
     paging, pieces = PagedSequences(blocks, cache.block_size, num_rows=1), []
     sequence = paging.add()
     for some in torch.split(hidden, cache.most_new_tokens or len(hidden)):
@@ -151,6 +155,7 @@ class Frontier:
         sizes = [[size(place, name) for name in by_name] for place, by_name in self._costs.items()]
         self._knapsack = Knapsack(sizes, [list(by_name.values()) for by_name in self._costs.values()])
         self._exact = cache_bytes(KVSpec("bf16").plan(config.num_layers), context, config.kv_shapes)
+        self._shapes = config.kv_shapes
 
     def within(self, budget: float) -> Allocation | None:
         """The least cost within a budget of bits a value, all included; None if not even the smallest formats fit."""
@@ -163,7 +168,10 @@ class Frontier:
             name = list(by_name)[option]
             plan = with_format(plan, place, name, self._calibration)
             costs.append(by_name[name])
-        return Allocation(plan, math.fsum(costs))
+        pairs = Counter(pair for pair, shape in zip(plan.layers, self._shapes, strict=True) if shape)
+        common = pairs.most_common(1)[0][0]  # also names layers without K and V, so that the plan is told in few words
+        layers = (pair if shape else common for pair, shape in zip(plan.layers, self._shapes, strict=True))
+        return Allocation(replace(plan, layers=tuple(layers)), math.fsum(costs))
 
     def under(self, loss: float) -> Allocation | None:
         """The fewest bits, in steps of 0.02 below 16, whose costs add up to no more than `loss`; None if there are none."""

@@ -18,6 +18,19 @@ from haarkv.tq_ops.kv.model_shape import ModelShape
 SYNTHETIC = calibration(layers=2, heads=2, dim=32)
 SHAPE = ModelShape.uniform(2, 2, 32, 64, 257)
 FILE = CalibrationFile(make_calibration(SYNTHETIC.k), SHAPE, "0123456789abcdef", {"tokens": 5})
+HYBRID = replace(
+    FILE,
+    calibration=make_calibration((None, SYNTHETIC.k[0], None)),
+    shape=replace(SHAPE, layers=(None, SHAPE.layers[0], None)),
+)
+
+
+def test_keys_are_learned_in_layers_that_have_some():
+    plan = replace(HYBRID.spec, kv="k=lr3,v=tq3").plan(3, HYBRID.shape)
+    plan.require_layout(HYBRID.shape.layers)
+    assert [plan.k(layer).rope_shift(layer) is None for layer in range(3)] == [True, False, True]
+    with pytest.raises(InputError, match="lr3 is of keys, and no layer of this model has any; take --kv bf16"):
+        make_calibration((None, None)).format(3)
 
 
 @pytest.fixture
@@ -26,16 +39,15 @@ def path(tmp_path):
     return tmp_path / "it"
 
 
-def test_what_is_written_comes_back_to_the_bit(path):
-    loaded_file = load(path)
-    assert (loaded_file.shape, loaded_file.fingerprint, loaded_file.learned, loaded_file.plan) == (
-        SHAPE,
-        FILE.fingerprint,
-        {"tokens": 5},
-        "",
-    )
-    assert loaded_file.calibration.digest == FILE.calibration.digest
-    for ours, theirs in zip(FILE.calibration.k, loaded_file.calibration.k, strict=True):
+@pytest.mark.parametrize("file", [FILE, HYBRID], ids=["every layer", "one of three"])
+def test_what_is_written_comes_back_to_the_bit(tmp_path, file):
+    save(tmp_path / "it", file)
+    loaded_file = load(tmp_path / "it")
+    assert replace(loaded_file, calibration=file.calibration) == file
+    assert loaded_file.calibration.digest == file.calibration.digest
+    assert loaded_file.calibration.bases.keys() == file.calibration.bases.keys()
+    for layer, ours in file.calibration.bases.items():
+        theirs = loaded_file.calibration.bases[layer]
         assert all(torch.equal(getattr(ours, field.name), getattr(theirs, field.name)) for field in fields(Basis))
 
 
