@@ -25,6 +25,8 @@ WORTH_SAYING = 2.0
 """Factor by which a layer's error must shrink for balance to be mentioned."""
 TAIL, SINKS = 124, 4
 """Newest and first tokens in BF16 by default."""
+WITH_CALIBRATION = KVSpec("k=lr4,v=tq4", TAIL, SINKS)
+"""The cache where learned keys are given and no format is."""
 
 
 def default_spec(has_calibration: bool, context: int = TAIL) -> KVSpec:

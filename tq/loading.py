@@ -99,7 +99,7 @@ def kv_spec(args: Mapping[str, Any], choose: Callable[[float], KVSpec] | None = 
     require_one_cache(args, auto=auto)
     if auto:
         loss = LOSS if args.get("kv_loss") is None else require_loss(args["kv_loss"])
-        return choose(loss) if choose else _choice(args, loss)
+        return choose(loss) if choose else choice(args, loss)
     if plan is not None:
         return plan_file.load(plan)
     if isinstance(kv, KVSpec):
@@ -132,11 +132,11 @@ def require_one_cache(args: Mapping[str, Any], *, auto: bool) -> None:
         raise InputError(f"{whole} sets the whole cache; leave out {others[0]}{way_out}")
 
 
-def _choice(args: Mapping[str, Any], loss: float) -> KVSpec:
+def choice(args: Mapping[str, Any], loss: float) -> KVSpec:
     """The cache of `--kv auto`, chosen now or before."""
     model, layers, executor = args["model"], args.get("layers"), args.get("executor")
-    if (choice := chosen_before(file_for(model, loss, layers, executor))) is not None:
-        return choice
+    if (spec := chosen_before(file_for(model, loss, layers, executor))) is not None:
+        return spec
     default = fixed_cache(read_config(model, layers), executor)
     say(
         "choosing a KV cache for this model: it takes minutes, longer for larger models, and is done once; to start at once, "
