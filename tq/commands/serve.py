@@ -77,7 +77,6 @@ def command(model: str, flags: tuple[str, ...], balance: str, allow_collapse: bo
 
 def _plan_file(model: str, loss: float | None) -> str:
     """The file of the cache that `auto` chose for a model before, or chooses now; vLLM's processes read it there."""
-    from haarkv.models.catalog import read_config
     from haarkv.tq_ops.errors import InputError
     from haarkv.validation.planning.auto import LOSS, require_loss
     from haarkv.validation.planning.choice_cache import chosen_before, file_for
@@ -85,13 +84,12 @@ def _plan_file(model: str, loss: float | None) -> str:
 
     loss = LOSS if loss is None else require_loss(loss)
     try:
-        read_config(model)
+        choice({"model": model}, loss)
+        file = file_for(model, loss)
     except InputError as error:
         raise InputError(
-            f"no cache can be chosen for {model}: {error}; name one with --kv, such as --kv k=tq6,v=tq4, or give a model that "
-            "is on this machine"
+            f"no cache can be chosen for {model}: {error}; name one, such as --kv k=tq6,v=tq4, or download the model"
         ) from error
-    choice({"model": model}, loss)
-    if chosen_before(file := file_for(model, loss)) is None:
+    if chosen_before(file) is None:
         raise InputError(f"the chosen cache cannot be stored as {file}, where vLLM reads it; name a cache with --kv")
     return str(file)
