@@ -45,7 +45,7 @@ def ways(model: str) -> list[Way]:
 WAYS = [
     *(way for model in KV for way in ways(model)),
     Way(tail=124, drafts="ngram"),
-    Way(tail=40, kv="k=tq6,v=tq4", drafts="ngram", chunk=CHUNK, small=True),
+    Way(tail=40, kv="k=tq6,v=tq4", drafts="ngram", prefix=False, chunk=CHUNK, small=True),
     Way(tail=40, kv="k=tq6,v=tq4", drafts="eagle3", chunk=CHUNK),
     Way("tiny-hybrid", tail=124),
     Way("tiny-hybrid", tail=40, kv="k=tq6,v=tq4", drafts="mtp", prefix=False),
