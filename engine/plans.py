@@ -25,11 +25,8 @@ WORTH_SAYING = 2.0
 """Factor by which a layer's error must shrink for balance to be mentioned."""
 TAIL, SINKS = 124, 4
 """Newest and first tokens in BF16 by default."""
-
-
-def learned_spec(context: int = TAIL) -> KVSpec:
-    """The cache of a calibration where nothing else is named, for a model of so long a context."""
-    return KVSpec("k=lr4,v=tq4", min(TAIL, context), min(SINKS, context))
+WITH_CALIBRATION = KVSpec("k=lr4,v=tq4", TAIL, SINKS)
+"""The cache where learned keys are given and no format is."""
 
 
 def shape_signature(config: ModelConfig) -> ModelShape:

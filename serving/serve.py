@@ -85,7 +85,7 @@ def serve(
         InputError: vLLM is missing, rejects the flags, or cannot serve this model so.
     """
     require_vllm()
-    model = _as_vllm_takes_it(model)
+    model = as_vllm_takes_it(model)
     ours = _server_flags(cache, flags)
     if not is_vllms_own(cache):
         kv_choice.spec_from(cache)
@@ -110,7 +110,7 @@ def serve(
         raise InputError(f"vLLM stopped: {error}") from error
 
 
-def _as_vllm_takes_it(model: str) -> str:
+def as_vllm_takes_it(model: str) -> str:
     """A model's name, or its existing folder with `~` expanded."""
     name = os.path.expanduser(model)  # noqa: PTH111 - leaves the name of a home that does not exist as it is
     # On the Hub a model is NAME or ORG/NAME, and one of its files ORG/NAME/FILE.gguf; an address elsewhere has a scheme.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from haarkv.engine import loading
-from haarkv.engine.plans import learned_spec
+from haarkv.engine.plans import SINKS, TAIL, WITH_CALIBRATION
 from haarkv.engine.session import Session
 from haarkv.executors.catalog import AUTO
 from haarkv.models.catalog import read_config
@@ -89,12 +89,13 @@ def kv_spec(args: Mapping[str, Any], choose: Callable[[float], KVSpec] | None = 
     # Where none is named: without a model what stores any, with a calibration what it is for, else one is chosen.
     default, is_named = KVSpec(), kv is not None or plan is not None or model is None
     if not is_named and calibration is not None:
-        default = learned_spec(read_config(model, layers).max_position_embeddings)
+        context = read_config(str(model), layers).max_position_embeddings
+        default = replace(WITH_CALIBRATION, tail=min(TAIL, context), sink=min(SINKS, context))
     auto = plan is None and (kv == AUTO_KV or (not is_named and calibration is None))
     require_one_cache(args, auto=auto)
     if auto:
         loss = LOSS if args.get("kv_loss") is None else require_loss(args["kv_loss"])
-        return choose(loss) if choose else _choice(args, loss)
+        return choose(loss) if choose else choice(args, loss)
     if plan is not None:
         return plan_file.load(plan)
     if isinstance(kv, KVSpec):
@@ -126,11 +127,11 @@ def require_one_cache(args: Mapping[str, Any], *, auto: bool) -> None:
         raise InputError(f"{whole} sets the whole cache; leave out {others[0]}{way_out}")
 
 
-def _choice(args: Mapping[str, Any], loss: float) -> KVSpec:
+def choice(args: Mapping[str, Any], loss: float) -> KVSpec:
     """The cache of `--kv auto`, chosen now or before."""
     model, layers, executor = args["model"], args.get("layers"), args.get("executor")
-    if (choice := chosen_before(file_for(model, loss, layers, executor))) is not None:
-        return choice
+    if (spec := chosen_before(file_for(model, loss, layers, executor))) is not None:
+        return spec
     # What another executor runs is chosen here on what can show its keys and queries.
     lines = list[str]()
     with scoring(steps(model, layers)) as on_step:

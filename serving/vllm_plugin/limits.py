@@ -39,7 +39,8 @@ _STATES, _WINDOWS, _TAIL = "layers that keep a state", "sliding windows", "a tai
 # Drafts that were run, by what is kept beside packed pages. vLLM keeps attention layers that they bring in BF16, by its own
 # backend, unless it is told otherwise. With states its own code ends where a step checks fewer drafts than the one before
 # kept, as steps of n-grams do.
-_DRAFTS = {None: ("ngram", "draft_model", "eagle3"), _STATES: ("mtp",), _WINDOWS: ("ngram",), _TAIL: ()}
+_DRAFTS = {None: ("ngram", "draft_model", "eagle3"), _STATES: ("mtp",), _WINDOWS: ("ngram",), _TAIL: ("ngram", "eagle3")}
+_WITHOUT_TAIL = "take a cache without, such as k=tq6,v=tq4"
 _FULL_ATTENTION = "full attention is served, and on a CPU windows of some of the layers, where layer_types names them"
 _HYBRIDS = "of these, Qwen3.5 is served, on CPUs"
 
@@ -100,7 +101,7 @@ def _cache(vllm_config: VllmConfig) -> str | None:
     if names := [kv_format.name for kv_format in plan.formats if kv_format.to_compare]:
         return f"{names[0]} is here to compare with, which `tq eval` does; serve one of {', '.join(readable(reads_here()))}"
     if plan.has_windows and not _on_cpu():
-        return "a tail or sinks in BF16 are served on CPUs alone; leave them out"
+        return f"a tail or sinks in BF16 are served on CPUs alone; {_WITHOUT_TAIL}"
     if reason := unsupported(reads_here(), plan, shape_signature(vllm_config).layers):
         return reason.removesuffix(ELSEWHERE)
     if (size := vllm_config.cache_config.block_size) and (reason := blocks_misfit(enumerate(k for k, _ in plan.layers), size)):
@@ -161,14 +162,11 @@ def _options(vllm_config: VllmConfig) -> str | None:
         )
     if own_blocks == _STATES and drafts is not None and cache.enable_prefix_caching:
         return f"on a CPU vLLM cannot keep prefixes with drafts and {own_blocks}; give --no-enable-prefix-caching"
-    conflicts = {
-        "--disable-hybrid-kv-cache-manager": vllm_config.scheduler_config.disable_hybrid_kv_cache_manager,
-        _TAIL: kv_plan(vllm_config).has_windows and own_blocks != _TAIL,
-    }  # fmt: skip
-    return next(
-        (f"{flag} was not tried with {own_blocks}; leave it out" for flag, value in conflicts.items() if own_blocks and value),
-        None,
-    )
+    if own_blocks and vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        return f"--disable-hybrid-kv-cache-manager was not tried with {own_blocks}; leave it out"
+    if own_blocks == _WINDOWS and kv_plan(vllm_config).has_windows:  # vLLM's backend for windows lays pages out otherwise
+        return f"{_TAIL} is not supported with {_WINDOWS}; {_WITHOUT_TAIL}"
+    return None
 
 
 def _own_blocks(vllm_config: VllmConfig) -> str | None:

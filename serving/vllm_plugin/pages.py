@@ -32,7 +32,15 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.worker.gpu_worker import Worker
 
 from haarkv.serving.vllm_plugin.backend import RotatedAttentionBackend, with_content
-from haarkv.serving.vllm_plugin.kv_choice import Pair, content_bytes, exact_pair, kv_plan, layer_formats, tail_tokens
+from haarkv.serving.vllm_plugin.kv_choice import (
+    Pair,
+    content_bytes,
+    exact_pair,
+    is_of_draft,
+    kv_plan,
+    layer_formats,
+    tail_tokens,
+)
 from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.layer import fields_in, page_bytes
 from haarkv.tq_ops.kv.residual_window import ResidualBlocks
@@ -265,7 +273,10 @@ class OwnPages:
 
     def _tails(self, specs: dict[str, Any]) -> dict[str, KVCacheSpec]:
         plan, layers = kv_plan(self.vllm_config), self.vllm_config.compilation_config.static_forward_context
-        names = [name for name in specs if any(map(plan.has_window, layer_formats(self.vllm_config, name)))]
+        names = [
+            name for name in filter(self._is_packed, specs)
+            if not is_of_draft(self.vllm_config, name) and any(map(plan.has_window, layer_formats(self.vllm_config, name)))
+        ]  # fmt: skip
         if not names:
             return {}
         tails = tails_beside(specs, names, plan.recent or 0, plan.sink)

@@ -9,7 +9,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheSpecKind
 
 from haarkv.serving.vllm_plugin import CPU_WORKER
-from haarkv.serving.vllm_plugin.kv_choice import sliding_layers, state_layers
+from haarkv.serving.vllm_plugin.kv_choice import kv_plan, sliding_layers, state_layers
 from haarkv.serving.vllm_plugin.limits import require_supported
 from haarkv.tq_ops.cpu import library
 
@@ -53,8 +53,9 @@ class RotatedCpuPlatform(CpuPlatform):
         if model is not None and sliding_layers(model):  # they stay with vLLM's own backend
             backends = vllm_config.attention_config.backend_per_kind
             backends.setdefault(KVCacheSpecKind.SLIDING_WINDOW.value, AttentionBackendEnum.CPU_ATTN)
-        if drafts is not None and drafts.method == "mtp" and state_layers(model):
-            # The model's own layer that drafts: as BF16 it would make all pages as large.
+        if drafts is not None and model is not None and (state_layers(model) or kv_plan(vllm_config).has_windows):
+            # Layers that draft, such as the model's own of MTP. In BF16 they would make all pages as large as a state, and
+            # vLLM's backend has no page layout that a tail can stand beside.
             drafts.attention_backend = drafts.attention_backend or AttentionBackendEnum.CUSTOM
         library.load()  # or its reason, before anything is started
         if vllm_config.parallel_config.worker_cls == _VLLMS_WORKER:

@@ -101,8 +101,8 @@ OPTIONS = {
         f"{name} beside {key}": ({"additional_config": {key: 8}, **options}, reason)
         for key in (TAIL, SINK)
         for name, options, reason in (
-            ("drafts", {"speculative_config": NGRAM},
-             f"speculative decoding by ngram is not supported with {BF16_TAIL}; leave it out"),
+            ("drafts", {"speculative_config": ITSELF},
+             f"speculative decoding by draft_model is not supported with {BF16_TAIL}; by ngram and eagle3 it is"),
             ("one table", {"disable_hybrid_kv_cache_manager": True},
              f"--disable-hybrid-kv-cache-manager was not tried with {BF16_TAIL}; leave it out"),
         )
@@ -113,19 +113,20 @@ WINDOW_OPTIONS = {
                "speculative decoding by draft_model is not supported with sliding windows; by ngram it is"),
     "one table": ({"disable_hybrid_kv_cache_manager": True},
                   "--disable-hybrid-kv-cache-manager was not tried with sliding windows; leave it out"),
-    "tail": ({"additional_config": {TAIL: 8}}, f"{BF16_TAIL} was not tried with sliding windows; leave it out"),
+    "tail": ({"additional_config": {TAIL: 8}},
+             f"{BF16_TAIL} is not supported with sliding windows; take a cache without, such as k=tq6,v=tq4"),
 }  # fmt: skip
 STATE_OPTIONS = {
     "drafts": ({"speculative_config": NGRAM}, f"speculative decoding by ngram is not supported with {STATES}; by mtp it is"),
     "prefixes": ({"speculative_config": MTP, "enable_prefix_caching": True},
                  f"on a CPU vLLM cannot keep prefixes with drafts and {STATES}; give --no-enable-prefix-caching"),
-    "tail": ({"additional_config": {TAIL: 8}}, f"{BF16_TAIL} was not tried with {STATES}; leave it out"),
 }  # fmt: skip
 SERVED_OPTIONS = {
     "plain": {},
     "tensor_parallel": {"tensor_parallel_size": 2},
     "ngram": {"speculative_config": NGRAM},
     "draft_model": {"speculative_config": ITSELF},
+    "ngram beside a tail": {"speculative_config": NGRAM, "additional_config": {TAIL: 8, SINK: 4}},
     "no_prefix_caching": {"enable_prefix_caching": False},
     "float16": {"dtype": "float16"},
 }

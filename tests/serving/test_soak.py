@@ -12,7 +12,7 @@ from itertools import combinations, product
 
 import pytest
 from vllm_judge import Judge, Verdict, prompts
-from vllm_soak import FAULTS, Request, ServedTexts, Servers, Way
+from vllm_soak import FAULTS, SINKS, Request, ServedTexts, Servers, Way
 
 from haarkv.tq_ops.kv.plan import KVSpec
 
@@ -42,17 +42,24 @@ def ways(model: str) -> list[Way]:
     ]
 
 
-WAYS = [way for model in KV for way in ways(model)]
+WAYS = [
+    *(way for model in KV for way in ways(model)),
+    Way(tail=124, drafts="ngram"),
+    Way(tail=40, kv="k=tq6,v=tq4", drafts="ngram", prefix=False, chunk=CHUNK, small=True),
+    Way(tail=40, kv="k=tq6,v=tq4", drafts="eagle3", chunk=CHUNK),
+    Way("tiny-hybrid", tail=124),
+    Way("tiny-hybrid", tail=40, kv="k=tq6,v=tq4", drafts="mtp", prefix=False),
+]
 
 
 @cache
-def judge(model: str, kv: str) -> Judge:
-    return Judge(KVSpec(kv), model)
+def judge(model: str, kv: str, tail: int) -> Judge:
+    return Judge(KVSpec(kv, tail=tail, sink=SINKS) if tail else KVSpec(kv), model)
 
 
 def compare(way: Way, batch: list[Request], run: ServedTexts) -> Verdict:
     assert [len(text) for text in run.texts] == [request.new_tokens for request in batch]
-    return judge(way.model, way.kv).judge([request.prompt for request in batch], run.answers)
+    return judge(way.model, way.kv, way.tail).judge([request.prompt for request in batch], run.answers)
 
 
 def requests(count: int) -> list[Request]:
@@ -103,13 +110,13 @@ def test_every_text_is_the_references(servers, way, record_property):
 
 
 @pytest.mark.vllm_server
-@pytest.mark.parametrize("kv", ["tq4", "k=tq6,v=tq4"])
-def test_a_hybrid_goes_on_from_states_that_were_kept(servers, kv, record_property):
+@pytest.mark.parametrize(("kv", "tail"), [("tq4", 0), ("k=tq6,v=tq4", 124)])
+def test_a_hybrid_goes_on_from_states_that_were_kept(servers, kv, tail, record_property):
     """Prompts that fill vLLM's blocks, of some 640 tokens beside these states: one again, longer, and parting behind it."""
     other, text = prompts(2, (60, 2000))
     prompt_ids = [text[:1330], text[:700], text[:1330], text[:1400], [*text[:1300], *other], [*text[:645], *other], text[:700]]
     batch = [Request(tuple(prompt), 40) for prompt in prompt_ids]
-    way = Way("tiny-hybrid", kv, context=2048, at_once=1)
+    way = Way("tiny-hybrid", kv, tail, context=2048, at_once=1)
     run, anew = servers.serve(way, batch), servers.serve(replace(way, prefix=False), batch)
     hits = run.figures["vllm:prefix_cache_hits"]
     comparison, same = compare(way, batch, run), sum(map(list.__eq__, run.texts, anew.texts))

@@ -149,7 +149,9 @@ def test_a_prefix_whose_first_tokens_are_gone_is_not_known(config):
 def test_a_tail_on_a_gpu_is_refused(config, monkeypatch):
     monkeypatch.setattr(limits, "_on_cpu", lambda: False)
     monkeypatch.setattr(limits, "kv_plan", lambda _: KVSpec("tq4", tail=8).plan(6))
-    assert limits._cache(config) == "a tail or sinks in BF16 are served on CPUs alone; leave them out"
+    assert limits._cache(config) == (
+        "a tail or sinks in BF16 are served on CPUs alone; take a cache without, such as k=tq6,v=tq4"
+    )
 
 
 @pytest.mark.parametrize(("key", "value"), [(TAIL_KEY, "124"), (TAIL_KEY, True), (SINK_KEY, 1.5)])

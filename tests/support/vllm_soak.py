@@ -25,7 +25,7 @@ from haarkv.models.catalog import find_model
 
 _ROOM, _SMALL = 2**28, 14
 """Bytes of a cache with room for all; blocks of one in which users make room for each other."""
-DRAFT_TOKENS = 3
+DRAFT_TOKENS, SINKS = 3, 4
 FAULTS = ("dummy-lengths", "stale-lengths")
 _ANSWER = "soak: "
 STAND_IN = Path(__file__).parent / "stand_in"
@@ -45,6 +45,7 @@ class Way:
     Attributes:
         model: `tiny` or `tiny-hybrid`.
         kv: the cache's format.
+        tail: newest tokens in BF16, with the first 4; 0 for neither.
         drafts: vLLM's method, or "".
         prefix: whether prefixes are cached.
         chunk: tokens of a forward at most; 0 for vLLM's default.
@@ -55,6 +56,7 @@ class Way:
 
     model: str = "tiny"
     kv: str = "tq4"
+    tail: int = 0
     drafts: str = ""
     prefix: bool = True
     chunk: int = 0
@@ -64,8 +66,9 @@ class Way:
 
     def __str__(self) -> str:
         parts = (
-            self.model, self.kv, self.drafts or "no drafts", "prefixes" if self.prefix else "no prefixes",
-            f"chunks of {self.chunk}" if self.chunk else "whole prompts", "little room" if self.small else "room",
+            self.model, self.kv, f"tail {self.tail}" if self.tail else "no tail", self.drafts or "no drafts",
+            "prefixes" if self.prefix else "no prefixes", f"chunks of {self.chunk}" if self.chunk else "whole prompts",
+            "little room" if self.small else "room",
         )  # fmt: skip
         return ", ".join(parts)
 
@@ -160,13 +163,14 @@ def _run(way: Way, requests: Sequence[Request], fault: str) -> ServedTexts:
     # Imported late: the process that starts this one does without vLLM's engine.
     from vllm import LLM, SamplingParams
 
-    from haarkv.serving.vllm_plugin import FORMAT
+    from haarkv.serving.vllm_plugin import FORMAT, SINK, TAIL
 
+    cache = {FORMAT: way.kv} | ({TAIL: way.tail, SINK: SINKS} if way.tail else {})
     model, began = find_model(way.model), time.monotonic()
     with TemporaryDirectory() as folder:
         engine = LLM(
             model=str(model), skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True, max_model_len=way.context,
-            attention_backend="CUSTOM", additional_config={FORMAT: way.kv}, enable_prefix_caching=way.prefix,
+            attention_backend="CUSTOM", additional_config=cache, enable_prefix_caching=way.prefix,
             max_num_seqs=way.at_once, max_num_batched_tokens=way.chunk or None, disable_log_stats=False,
             speculative_config=_drafts(way.drafts, folder), kv_cache_memory_bytes=_ROOM,
             num_gpu_blocks_override=_SMALL if way.small else None,

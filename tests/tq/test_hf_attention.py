@@ -194,7 +194,7 @@ def test_a_tail_that_was_cropped_is_read_where_it_lies(options, sdpa_distances):
     """What comes back into it is restored into the ring, where kernels look for it."""
     model = build(dtype=torch.bfloat16)
     model.set_attn_implementation(IMPLEMENTATION)
-    cache = tq.TQCache(model.config, **options)
+    cache = tq.TQCache(model.config, "tq4", **options)
     with torch.no_grad():
         for part in (PROMPTS, PROMPTS[:, :1]):
             model(part, past_key_values=cache)

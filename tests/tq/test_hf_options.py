@@ -77,10 +77,10 @@ def test_k_and_v_may_have_different_head_dims():
 @pytest.mark.parametrize(
     ("config", "kwargs", "words"),
     [
-        (LLAMA, {"plan": {1: "k=bf16,v=q8_0"}}, ["q8_0", "head_dim 16"]),
+        (LLAMA, {"kv": "tq4", "plan": {1: "k=bf16,v=q8_0"}}, ["q8_0", "head_dim 16"]),
         (QWEN3, {"kv": "kivi2", "tail": 30}, ["kivi2", "tail=31"]),
-        (LLAMA, {"skip_layers": [2]}, ["no layer 2"]),
-        (LLAMA, {"skip_layers": [0], "plan": {-2: "tq2"}}, ["layer 0", "twice"]),
+        (LLAMA, {"kv": "tq4", "skip_layers": [2]}, ["no layer 2"]),
+        (LLAMA, {"kv": "tq4", "skip_layers": [0], "plan": {-2: "tq2"}}, ["layer 0", "twice"]),
         (transformers.MambaConfig(num_hidden_layers=2), {}, ["mamba", "layer 0"]),
         (transformers.JambaConfig(num_hidden_layers=8), {}, ["jamba", "layer 0"]),
         (transformers.T5Config(), {}, ["t5", "encoder-decoder"]),
@@ -157,10 +157,10 @@ def test_generate_continues_text(tiny):
 def test_generate_takes_several_prompts(tiny):
     model, tokenizer = tiny
     prompts = ["import os\n\n\ndef main(", "class"]
-    options = {"max_new_tokens": 6, "do_sample": False}
+    options = {"kv": "tq4", "max_new_tokens": 6, "do_sample": False}
     texts = tq.generate(model, tokenizer, prompts, **options)
     assert texts == [tq.generate(model, tokenizer, prompt, **options) for prompt in prompts]
-    four = tq.generate(model, tokenizer, prompts, max_new_tokens=3, num_beams=2, num_return_sequences=2)
+    four = tq.generate(model, tokenizer, prompts, "tq4", max_new_tokens=3, num_beams=2, num_return_sequences=2)
     assert len(four) == 4
 
 

@@ -238,8 +238,8 @@ REFUSALS = {
         ("--kv-plan empty", "is no KV plan"),
         ("--kv-plan empty --kv tq4", "--kv-plan sets the whole cache; leave out --kv"),
         ("--kv-plan empty --kv-skip-layers 0", "leave out --kv-skip-layers"),
-        ("--kv auto", "no cache was chosen for tiny yet; `tq generate --model tiny --kv auto --prompt Hello` chooses one"),
-        ("--additional-config {}", "--additional-config is set by tq serve; leave it out, or give --kv bf16"),
+        ("--kv-tail 9", "--kv auto, the default, sets the whole cache; leave out --kv-tail"),
+        ("--kv tq4 --additional-config {}", "--additional-config is set by tq serve; leave it out, or give --kv bf16"),
     ],
 }
 CASES = [(f"{command} {args}", words) for command, rows in REFUSALS.items() for args, *words in rows]

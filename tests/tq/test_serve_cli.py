@@ -6,15 +6,11 @@ from importlib.util import find_spec
 from itertools import pairwise
 
 import pytest
-from checkpoints import write_checkpoint
 from places import ROOT, sources
 from refusals import assert_refused
 
-from haarkv.engine.plans import shape_signature
-from haarkv.models.catalog import read_config
 from haarkv.serving import serve as serving
 from haarkv.serving.vllm_plugin.install import VERSION
-from haarkv.tq_ops.kv import plan_file
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.planning import choice_cache
 from haarkv.validation.planning.auto import LOSS
@@ -80,7 +76,7 @@ def test_another_vllm_is_said_in_a_line_before_anything_starts(serve, monkeypatc
 def test_a_name_that_vllm_may_load_is_left_to_it(tmp_path, monkeypatch, model):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "of" / "mine").mkdir(parents=True)
-    assert serving._as_vllm_takes_it(model) == model
+    assert serving.as_vllm_takes_it(model) == model
 
 
 @pytest.mark.parametrize("kv", ["tq4", "bf16", "k=tq8,v=tq3"])
@@ -134,32 +130,42 @@ def test_code_that_comes_with_a_model_is_never_run():
         assert "trust-remote-code" not in text, path.relative_to(ROOT)
 
 
-@pytest.mark.parametrize("args", [["--kv", "auto"], [], ["--kv", "auto", "--kv-loss", "0.05"], ["--kv", "tq4"]])
-def test_the_cache_that_was_chosen_for_a_model_serves_it_unless_another_is_asked_for(serve, args):
-    """As `--kv auto` of other commands left it; without one, no option means tq4, and it says how one is chosen."""
-    if "auto" not in args:
-        cache, lines = serve("tiny", *args)
-        assert "haarkv_kv_plan" not in cache
-        assert len(lines) == (0 if args else 1)
-        assert args or "`tq generate --model tiny --kv auto --prompt Hello` chooses one" in lines[0]
-    file = choice_cache.file_for("tiny", 0.05 if "--kv-loss" in args else LOSS)
-    file.parent.mkdir(parents=True)
-    config = read_config("tiny")
-    plan_file.save(file, KVSpec("tq5", tail=124, sink=4).plan(config.num_layers), shape_signature(config))
+@pytest.mark.parametrize("args", [["--kv", "auto"], [], ["--kv", "auto", "--kv-loss", "0.05"]])
+def test_vllm_gets_the_file_of_the_cache_that_is_chosen_once_for_a_model(serve, args):
     cache, lines = serve("tiny", *args)
-    assert cache == ({} if args == ["--kv", "tq4"] else {"haarkv_kv_plan": str(file)})
-    assert not cache or lines[0].startswith("tq: this is the cache that --kv auto chose")
+    file = choice_cache.file_for("tiny", 0.05 if "--kv-loss" in args else LOSS)
+    assert cache == {"haarkv_kv_plan": str(file)}
+    assert "--kv auto takes" in lines[-1]
+    assert serve("tiny", *args) == (cache, [])
+    assert choice_cache.chosen_before(file).weights
 
 
-@pytest.mark.parametrize(("model", "kv"), [("tiny", "tq4"), ("model", "k=tq6,v=tq4"), ("org/name", "k=tq6,v=tq4")])
-def test_a_model_without_a_choice_gets_what_loses_little_and_toys_get_tq4(serve, monkeypatch, tmp_path, model, kv):
-    if model == "model":
-        monkeypatch.setattr(choice_cache, "TOY", 0)  # small as it is, no toy
-    write_checkpoint(tmp_path / "model")
-    format_entry = {} if kv == "tq4" else {"haarkv_kv": kv}
-    cache, lines = serve(model)
-    assert cache == format_entry
-    assert f"no cache was chosen for this model, so it gets {kv}; " in "".join(lines)
-    assert serve(model, "--kv-tail", "0")[0] == {**format_entry, "haarkv_kv_tail": 0}
-    learned = {"haarkv_kv": "k=lr4,v=tq4", "haarkv_calibration": str(tmp_path / "file")}
-    assert serve(model, "--calibration", "file")[0] == learned
+def test_a_choice_that_vllm_could_not_read_is_refused(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(serving, "find_spec", lambda _: object())
+    monkeypatch.setattr(choice_cache, "home", lambda: tmp_path)
+    monkeypatch.setattr("tq.loading.choice", lambda *_: KVSpec("tq5"))
+    assert_refused(run("serve", "tiny"), "the chosen cache cannot be stored as", "name a cache with --kv")
+
+
+def test_a_model_that_only_vllm_can_read_needs_a_named_cache(serve, run, tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text('{"model_type": "falcon"}')
+    for model in ("org/name", str(tmp_path / "other")):
+        assert_refused(run("serve", model), f"no cache can be chosen for {model}: ", "; name one, such as --kv k=")
+        assert serve(model, "--kv", "k=tq6,v=tq4")[0] == {"haarkv_kv": "k=tq6,v=tq4"}
+
+
+def test_options_beside_a_format_or_a_calibration_are_taken_and_alone_refused(serve, run, tmp_path):
+    for option in ("--kv-tail", "--kv-sink", "--kv-skip-layers"):
+        assert_refused(run("serve", "tiny", option, "1"), f"--kv auto, the default, sets the whole cache; leave out {option}")
+    learned = {
+        "haarkv_kv": "k=lr4,v=tq4",
+        "haarkv_calibration": str(tmp_path / "file"),
+        "haarkv_kv_tail": 124,
+        "haarkv_kv_sink": 4,
+    }
+    assert serve("tiny", "--calibration", "~/file")[0] == learned
+    assert serve("tiny", "--calibration", "~/file", "--kv-tail", "0", "--kv-sink", "9")[0] == learned | {
+        "haarkv_kv_tail": 0, "haarkv_kv_sink": 9,
+    }  # fmt: skip
+    assert serve("tiny", "--kv", "tq4") == ({}, [])

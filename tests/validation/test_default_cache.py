@@ -1,4 +1,4 @@
-"""The cache of a model where none is named: in the command, in Python and in transformers."""
+"""The cache of a model where none is named, in the command and in Python."""
 
 import shutil
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 from small_models import CONFIGS, gemma_config
 
-import tq
 from haarkv.engine.plans import SINKS, TAIL, plan_for
 from haarkv.models.catalog import TINY, read_config
 from haarkv.tq_ops.errors import InputError
@@ -85,18 +84,6 @@ def test_a_calibration_alone_is_used(tmp_path, choice_log):
     calibration_file.save(path, file)
     assert load("tiny", calibration=path).plan.describe() == f"k=lr4,v=tq4; tail {TAIL}; sink {SINKS}"
     assert not choice_log
-
-
-def test_transformers_caches_keep_a_tail():
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(TINY)
-    (cache, named_cache) = tq.TQCache(config), tq.TQCache(config, "tq4")
-    layer_settings = [
-        (layer.k_format.name, layer.v_format.name, layer.tail, layer.sink)
-        for layer in (cache.layers[0], named_cache.layers[0])
-    ]
-    assert layer_settings == [("tq6", "tq4", (TAIL, TAIL), SINKS), ("tq4", "tq4", (0, 0), 0)]
 
 
 # -- Bytes of windows ---------------------------------------------------------------------------------------------------------

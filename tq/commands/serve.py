@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +9,14 @@ import click
 
 from tq import options
 from tq.groups import Command
+from tq.output import say
 
 _CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": True}
 
 
 _KV = (
-    "A format of `tq formats`, or k=NAME,v=NAME; bf16 is vLLM's own; auto is what `tq generate --kv auto` chose for this "
-    "model before [default: that; where there is none, or beside other options, k=tq6,v=tq4, with --calibration k=lr4,v=tq4]."
+    "A format of `tq formats`, or k=NAME,v=NAME; bf16 is vLLM's own; auto, as for `tq generate` "
+    "[default: auto; with --calibration k=lr4,v=tq4 with a tail]."
 )
 
 
@@ -43,10 +42,10 @@ def command(model: str, flags: tuple[str, ...], balance: str, allow_collapse: bo
       tq serve tiny --kv-plan plan.safetensors
       tq serve Qwen/Qwen3-0.6B --max-model-len 8192 --tensor-parallel-size 2
     """
+    from haarkv.engine.plans import WITH_CALIBRATION
     from haarkv.models.catalog import TINY, find_model
-    from haarkv.serving.serve import cache_options, require_vllm, serve
+    from haarkv.serving.serve import as_vllm_takes_it, cache_options, require_vllm, serve
     from tq.loading import AUTO_KV, require_one_cache
-    from tq.loading import cache_options as options_in
 
     if model.endswith(".gguf") and Path(model).expanduser().is_file():
         raise click.UsageError(
@@ -57,67 +56,40 @@ def command(model: str, flags: tuple[str, ...], balance: str, allow_collapse: bo
         raise click.UsageError(
             "vLLM does not build random models; give tiny, a folder in Hugging Face format, or a name that vLLM can load"
         )
-    kv, plan, loss = cache["kv"], cache["kv_plan"], cache["kv_loss"]
-    auto = kv == AUTO_KV or (plan is None and not options_in(cache))
+    as_vllm_takes_it(model)
+    kv, plan, calibration, tail, sink = (cache[name] for name in ("kv", "kv_plan", "calibration", "kv_tail", "kv_sink"))
+    auto = kv == AUTO_KV or (kv, plan, calibration) == (None, None, None)
     require_one_cache(cache, auto=auto)
-    notes = list[str]()
-
-    def say(sentence: str) -> None:
-        for line in (*notes, sentence):
-            print(f"tq: {line}", file=sys.stderr)
-        notes.clear()
-
     if auto:
-        plan = _remembered_plan(model, loss, kv == AUTO_KV, notes)
-        kv = _format(model, has_calibration=False) if plan is None else None
-        if kv is not None:
-            notes.append(f"no cache was chosen for this model, so it gets {kv}; {_how(model)}")
+        kv, plan = None, _plan_file(model, cache["kv_loss"])
     elif kv is None and plan is None:
-        kv = _format(model, has_calibration=cache["calibration"] is not None)
+        kv = WITH_CALIBRATION.kv
+        tail, sink = (WITH_CALIBRATION.tail if tail is None else tail), (WITH_CALIBRATION.sink if sink is None else sink)
     if model in ("tiny", "tiny-hybrid"):
         # Clients call it so too. A flag of the user comes later, and the last one counts.
         model, flags = str(find_model(model)), ("--served-model-name", model, "--tokenizer", str(TINY), *flags)
     vllm_options = cache_options(
-        kv, cache["calibration"], plan, skip_layers=cache["kv_skip_layers"], tail=cache["kv_tail"], sink=cache["kv_sink"] or 0,
-        balance=balance == "auto", allow_collapse=allow_collapse,
+        kv, calibration, plan, skip_layers=cache["kv_skip_layers"], tail=tail, sink=sink or 0, balance=balance == "auto",
+        allow_collapse=allow_collapse,
     )  # fmt: skip
     serve(model, vllm_options, flags, say=say)
 
 
-def _remembered_plan(model: str, loss: float | None, is_required: bool, notes: list[str]) -> str | None:
-    """The file of the cache that `--kv auto` chose for a model before; None where there is none and none is required. Adds to
-    `notes`.
-    """
+def _plan_file(model: str, loss: float | None) -> str:
+    """The file of the cache that `auto` chose for a model before, or chooses now; vLLM's processes read it there."""
     from haarkv.tq_ops.errors import InputError
-    from haarkv.validation.planning.auto import LOSS
+    from haarkv.validation.planning.auto import LOSS, require_loss
     from haarkv.validation.planning.choice_cache import chosen_before, file_for
+    from tq.loading import choice
 
+    loss = LOSS if loss is None else require_loss(loss)
     try:
-        file = file_for(model, LOSS if loss is None else loss)
-    except InputError:  # a name that only vLLM can load, or no model at all, which is said elsewhere
-        file = None
-    if file is not None and chosen_before(file) is not None:
-        notes.append("this is the cache that --kv auto chose for this model before; --kv tq4 is the plain one")
-        return str(file)
-    if is_required or loss is not None:
-        how = _how(model, "" if loss is None else f" --kv-loss {loss:g}")
-        raise InputError(f"no cache was chosen for {model} yet; {how}, which tq serve then takes")
-    return None
-
-
-def _format(model: str, has_calibration: bool) -> str:
-    """The default format: tq4 for toys, else one that loses little on any model, without a tail."""
-    from haarkv.engine.plans import default_spec
-    from haarkv.tq_ops.errors import InputError
-    from haarkv.tq_ops.kv.plan import KVSpec
-    from haarkv.validation.planning.choice_cache import default_cache
-
-    if not has_calibration:
-        with suppress(InputError):  # as above
-            if default_cache(model) == KVSpec():
-                return KVSpec.kv
-    return default_spec(has_calibration).kv
-
-
-def _how(model: str, more: str = "") -> str:
-    return f"`tq generate --model {model} --kv auto{more} --prompt Hello` chooses one"
+        choice({"model": model}, loss)
+        file = file_for(model, loss)
+    except InputError as error:
+        raise InputError(
+            f"no cache can be chosen for {model}: {error}; name one, such as --kv k=tq6,v=tq4, or download the model"
+        ) from error
+    if chosen_before(file) is None:
+        raise InputError(f"the chosen cache cannot be stored as {file}, where vLLM reads it; name a cache with --kv")
+    return str(file)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from haarkv.engine.plans import default_spec
+from haarkv.engine.plans import WITH_CALIBRATION
 from haarkv.models.balance import Scales, Uneven
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.errors import InputError
@@ -19,8 +19,10 @@ from haarkv.tq_ops.kv.calibration_file import CalibrationFile
 from haarkv.tq_ops.kv.calibration_file import load as load_calibration
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.tq_ops.kv.plan_file import load
+from tq.hf.choice import choose
 from tq.hf.config import balance_scales, cache_layers, decoder_config, head_dims, model_shape
 from tq.hf.layer import IMPLEMENTATION, TQLayer, packed_attention
+from tq.loading import AUTO_KV, require_one_cache
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class CacheStats:
 class TQCache(Cache):  # type: ignore[misc]
     """A KV cache that keeps K and V packed, for any causal Hugging Face model.
 
-        model.generate(**inputs, past_key_values=tq.TQCache(model.config, kv="tq4"))
+        model.generate(**inputs, past_key_values=tq.TQCache(model.config, model=model))
 
     Attention gets dequantized temporaries of one layer at a time; after `model.set_attn_implementation("tq")`, decode steps
     read packed K and V where kernels can. A vector is quantized once, when it comes or its group is full; tokens that a crop
@@ -69,32 +71,34 @@ class TQCache(Cache):  # type: ignore[misc]
 
     Args:
         config: `model.config`.
-        kv: formats of K and V: `NAME` or `k=NAME,v=NAME`, of `tq.formats.names()`. By default, without tail, sink and plan,
-            `k=tq6,v=tq4` with the newest 124 and the first 4 tokens kept; with a calibration `k=lr4,v=tq4` and the same;
-            else `tq4`.
-        tail: recent tokens in the model's own dtype; by default the fewest that a format needs.
+        kv: formats of K and V: `NAME` or `k=NAME,v=NAME`, of `tq.formats.names()`. By default `auto`: the cache that `tq
+            generate` takes for the files of this model, chosen before or now; a `model` with other weights gets
+            `k=lr4,v=tq4`, learned from itself. With a calibration `k=lr4,v=tq4`. These keep the newest 124 and the first 4
+            tokens.
+        tail: recent tokens in the model's own dtype; else the fewest that a format needs.
         sink: first positions in the model's own dtype; with left padding they are the padding's.
         skip_layers: layers kept in `bf16`; negative ones count from the end.
         plan: layer -> formats, where they differ from `kv`; or a file of `tq plan`, which sets all.
         calibration: coordinates for `lr2` to `lr5`, from `tq.calibrate` or a file. Only its shapes can be checked here.
         model: if given, uneven channels of K and V are balanced by its weights (of Llama's names), and a model whose text
-            would be garbage is refused.
+            would be garbage is refused; `auto` looks at its weights.
+        tokenizer: of `model`, for `auto`, where its files are not on this machine.
         balance: False stores every channel as it is.
         allow_collapse: warn where text would be garbage, instead of refusing.
     Attributes:
         uneven: the layers whose K or V is balanced.
     Warns:
-        UserWarning: what is balanced, and what would be lost.
+        UserWarning: what is balanced, what would be lost, and why keys could not be learned.
     Raises:
-        InputError: text would be garbage; an unknown format or layer; a head_dim without layout; a tail that is too short; or
-            a model with other caches than those of attention.
+        InputError: no cache can be chosen; text would be garbage; an unknown format or layer; a head_dim without layout; a
+            tail that is too short; or a model with other caches than those of attention.
     """
 
     def __init__(
         self, config: Any, kv: str | None = None, *, tail: int | None = None, sink: int | None = None,
         skip_layers: Sequence[int] = (), plan: Mapping[int, str] | str | Path | None = None,
         calibration: CalibrationFile | str | Path | None = None,
-        model: Any = None, balance: bool = True, allow_collapse: bool = False,
+        model: Any = None, tokenizer: Any = None, balance: bool = True, allow_collapse: bool = False,
     ) -> None:  # fmt: skip
         decoder = decoder_config(config)
         theirs = cache_layers(decoder)
@@ -102,13 +106,25 @@ class TQCache(Cache):  # type: ignore[misc]
             if (kv, tail, sink, tuple(skip_layers), calibration) != (None, None, None, (), None):
                 raise InputError("a plan file sets the whole cache; leave out kv, tail, sink, skip_layers and calibration")
             spec = load(plan)
+        elif plan is not None and kv in (None, AUTO_KV):
+            raise InputError("a plan of some layers needs the format of the others; name it with kv")
+        elif kv == AUTO_KV or (kv, calibration) == (None, None):
+            args = {
+                "kv": kv,
+                "kv_tail": tail,
+                "kv_sink": sink,
+                "kv_skip_layers": tuple(skip_layers),
+                "calibration": calibration,
+            }
+            require_one_cache(args, auto=True)
+            spec = choose(config, model, tokenizer)
         else:
             file = load_calibration(calibration) if isinstance(calibration, (str, Path)) else calibration
-            calibration_args = (file.shape, file.calibration) if file else (None, None)
-            if kv is None and (tail, sink, plan) == (None, None, None):
-                default = default_spec(file is not None)
-                kv, tail, sink = default.kv, default.tail, default.sink
-            spec = KVSpec(kv or "tq4", tail, sink or 0, skip_layers, plan or {}, *calibration_args)
+            default = KVSpec(kv) if kv is not None else WITH_CALIBRATION
+            spec = replace(
+                file.spec if file else default, kv=default.kv, tail=default.tail if tail is None else tail,
+                sink=default.sink if sink is None else sink, skip_layers=skip_layers, layers=plan or {},
+            )  # fmt: skip
         kv_plan = spec.plan(len(theirs), model_shape(decoder) if spec.made_for else None)
         scales: Mapping[int, Scales] = {}
         self.uneven: tuple[Uneven, ...] = ()
@@ -196,7 +212,7 @@ def generate(
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
     cache = TQCache(
         model.config, kv, tail=tail, sink=sink, skip_layers=skip_layers, plan=plan, calibration=calibration, model=model,
-        balance=balance, allow_collapse=allow_collapse,
+        tokenizer=tokenizer, balance=balance, allow_collapse=allow_collapse,
     )  # fmt: skip
     with packed_attention(model):
         output = model.generate(
