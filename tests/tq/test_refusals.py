@@ -46,7 +46,7 @@ REFUSALS = {
         ("dev bring-up", "did you mean bringup?"),
         ("generate why is the sky blue", "in quotes"),
         ("generate --model m --load-cache absent --system 'Be brief.'", "no chat template wraps; leave out --system"),
-        ("calibrate --model tiny-hybrid --out c.safetensors", "layer 0 of this model has no keys"),
+        ("calibrate --model random:qwen3.5-0.8b --layers 3 --out c.safetensors", "no layer of this model has K and V"),
         ("chat --model m", "stdin", "UTF-8"),
         ("chat --model m --max-context 1025", "--max-context must lie in 1 … 1024"),
         ("chat --model m --system 'You are a knight.'", "--system"),
