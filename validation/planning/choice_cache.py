@@ -1,7 +1,8 @@
 """Caches that were chosen for models, kept in the user's cache folder with their coordinates.
 
 A choice is found by the model's settings, weights and tokenizer, the files' sizes and times, and the bound. Its calibration
-names the weights, which a session checks. An unreadable file is chosen anew.
+names the weights, which a session checks. An unreadable file is chosen anew. A GGUF file may hold the choice for the default
+bound itself.
 """
 
 from __future__ import annotations
@@ -9,15 +10,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from haarkv.engine.plans import plan_for, shape_signature
-from haarkv.models.catalog import open_source, read_config
+from haarkv.models.catalog import open_source, read_config, weights_fingerprint
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv import plan_file
 from haarkv.tq_ops.kv.plan import KVSpec
-from haarkv.validation.planning.auto import CHOSEN_BY, LOSS, CacheChoice, choose, names_for
+from haarkv.tq_ops.output_files import write_whole
+from haarkv.validation.planning.auto import CHOSEN_BY, FORMATS, LOSS, CacheChoice, choose, names_for
 from haarkv.validation.planning.calibrate import load_subject
 
 _VERSION = 8
@@ -66,6 +70,43 @@ def remember(file: Path, choice: CacheChoice) -> None:
         return
 
 
+def take(path: Path, model: str, loss: float, layers: int | None = None, executor: str | None = None) -> KVSpec:
+    """Remember a plan file as the choice for a model; an InputError if it is of another model or other weights."""
+    file, spec = file_for(model, loss, layers, executor), plan_file.load(path)
+    plan_for(spec, read_config(model, layers))
+    if spec.weights:
+        spec.require_weights(weights_fingerprint(model, layers))
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, path.read_bytes())
+    except OSError as error:
+        raise InputError(f"{file} cannot be written: {error.strerror}") from None
+    return spec
+
+
+def saved_choice(
+    model: str,
+    loss: float = LOSS,
+    layers: int | None = None,
+    executor: str | None = None,
+    on_choice: Callable[[str], object] = lambda _: None,
+) -> KVSpec | None:
+    """The choice made before, or that in the model's own file, which is remembered if it is of the file's weights."""
+    if (spec := chosen_before(file_for(model, loss, layers, executor))) is not None:
+        return spec
+    source = open_source(model)
+    content = source.kv_choice() if source else b""
+    if not content or loss != LOSS or names_for(executor) != FORMATS:
+        return None
+    with suppress(OSError, InputError), TemporaryDirectory() as folder:
+        path = Path(folder) / "choice"
+        path.write_bytes(content)
+        spec = take(path, model, loss, layers, executor)
+        on_choice(f"taking the KV cache that is stored in {model}")
+        return spec
+    return None
+
+
 def cache_for(
     model: str,
     *,
@@ -84,10 +125,9 @@ def cache_for(
         how: as in `calibrate.load_subject`.
     """
     read_config(model, layers)
-    file = file_for(model, loss, layers, executor)
-    if (saved_spec := chosen_before(file)) is not None:
+    if (saved_spec := saved_choice(model, loss, layers, executor, on_choice)) is not None:
         return saved_spec
     choice = choose(load_subject(model, layers=layers, **how), loss, on_step, names_for(executor))
-    remember(file, choice)
+    remember(file_for(model, loss, layers, executor), choice)
     on_choice(str(choice))
     return choice.spec
