@@ -25,7 +25,7 @@ from haarkv.models.hf_config import parse_config
 from haarkv.models.hf_folder import HFFolder
 from haarkv.models.parallel import SINGLE_RANK, Ranks, Split
 from haarkv.models.source import CheckpointTensor, KeptBlocks, Source
-from haarkv.models.weights import IN_PLACE, WeightBytes, checkpoint_tensors, weight_bytes
+from haarkv.models.weights import IN_PLACE, WeightBytes, checkpoint_tensors, fingerprint, weight_bytes
 from haarkv.tq_ops.errors import InputError, warn
 from haarkv.tq_ops.input_files import read_file
 from haarkv.tq_ops.memory import available_memory
@@ -240,3 +240,9 @@ def stream_tensors(
 ) -> Iterator[tuple[str, Weight]]:
     """A model's weights by Hugging Face name, one in memory at a time; errors of `load_weights` come with the first."""
     return stored_tensors(*_tensors(name, config), checkpoint_tensors(config), dtype, keep_blocks=keep_blocks)
+
+
+def weights_fingerprint(name: str | Path, layers: int | None = None) -> str:
+    """`weights.fingerprint` of a model that is not loaded."""
+    weights = stream_tensors(name, read_config(name, layers), torch.bfloat16, keep_blocks=True)
+    return fingerprint(weights, streamed=True)

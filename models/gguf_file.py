@@ -36,6 +36,8 @@ _PLAIN = {
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """`struct` formats by kind of value; 8 is a string and 9 an array."""
 _STRING, _ARRAY = 8, 9
+KV_CHOICE = "haarkv.kv_choice"
+"""Entry that holds a plan file in base64: the cache that was chosen for these weights. gguf's reader takes long for bytes."""
 _PART = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")
 
 

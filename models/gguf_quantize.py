@@ -14,6 +14,7 @@ gguf's writer takes the tensors one after the other, so that one is in memory at
 from __future__ import annotations
 
 import re
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from haarkv.models.gguf_file import GGUFTensor, block_type, block_type_named
+from haarkv.models.gguf_file import KV_CHOICE, GGUFTensor, block_type, block_type_named
 from haarkv.models.gguf_source import GGUFSource
 from haarkv.tq_ops.errors import InputError
 
@@ -260,9 +261,9 @@ _PLAIN_PARTS = ("ffn_gate_inp", "ssm_conv1d", "rope_freqs", "norm")
 _LAYER = re.compile(r"blk\.([0-9]{1,4})\.")
 _REWRITTEN_KEYS = (
     "general.architecture", "general.alignment", "general.file_type", "general.quantization_version", "split.no",
-    "split.count", "split.tensors.count",
+    "split.count", "split.tensors.count", KV_CHOICE,
 )  # fmt: skip
-"""Written anew; a file is written in one part."""
+"""Written anew; a file is written in one part, and other weights have another choice."""
 
 
 @dataclass(frozen=True)
@@ -317,6 +318,7 @@ def write_quantized(
     mix: str,
     importance: Mapping[str, Tensor] | None = None,
     on_tensor: Callable[[int, int], object] = lambda *_: None,
+    choice: bytes = b"",
 ) -> QuantizedFile:
     """Write a model's file with its matrices in the types of a mix.
 
@@ -325,6 +327,7 @@ def write_quantized(
         path: a file that may be overwritten.
         importance: by Hugging Face's names, [in] fp32 each: mean squares of what a matrix's columns are multiplied with.
         on_tensor: called with (tensors written, tensors in all).
+        choice: the entry `KV_CHOICE`, if there is to be one.
     Raises:
         InputError: a tensor cannot be restored or quantized, by name; or no such mix.
         OSError: the file cannot be written.
@@ -333,7 +336,11 @@ def write_quantized(
     targets = _targets(source, mix)
     copied = {name for name, tensor in tensors.items() if tensor.kind == targets[name].kind}
     writer = _open_writer(source, path, targets, mix)
+    writer.add_string(KV_CHOICE, b64encode(choice).decode())
     try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
         for done, name in enumerate(tensors):
             on_tensor(done, len(tensors))
             raw_rows = source.file.stored_rows(tensors[name])
@@ -343,8 +350,7 @@ def write_quantized(
     finally:
         writer.close()
     types = Counter(block_type(target.kind).name for target in targets.values())
-    nbytes = sum(target.nbytes for target in targets.values())
-    return QuantizedFile(types, nbytes, len(copied), len(weights.keys() - copied))
+    return QuantizedFile(types, sum(target.nbytes for target in targets.values()), len(copied), len(weights.keys() - copied))
 
 
 def _targets(source: GGUFSource, mix: str) -> dict[str, GGUFTensor]:
@@ -360,23 +366,19 @@ def _targets(source: GGUFSource, mix: str) -> dict[str, GGUFTensor]:
 
 
 def _open_writer(source: GGUFSource, path: Path, targets: Mapping[str, GGUFTensor], mix: str) -> gguf.GGUFWriter:
-    """A writer that has written all but the tensors."""
+    """A writer that knows all but the tensors' numbers."""
     writer = gguf.GGUFWriter(path, source.architecture)
     for key, value in source.file.entries.items():
         kind, inner = source.file.kinds[key]
         if key not in _REWRITTEN_KEYS and value != []:
-            sub_type = None if inner is None else gguf.GGUFValueType(inner)
             # gguf's writer takes truth values as such.
             exact = bool(value) if kind == gguf.GGUFValueType.BOOL else value
-            writer.add_key_value(key, exact, gguf.GGUFValueType(kind), sub_type)
+            writer.add_key_value(key, exact, gguf.GGUFValueType(kind), None if inner is None else gguf.GGUFValueType(inner))
     writer.add_file_type(_FILE_TYPES[mix.upper()])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for name, target in targets.items():
         shape, gguf_type = (*target.shape[:-1], target.row_bytes), gguf.GGMLQuantizationType(target.kind)
         writer.add_tensor_info(name, shape, np.dtype(np.uint8), target.nbytes, gguf_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
     return writer
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from haarkv.models.config import Attention, ModelConfig, decimal
-from haarkv.models.gguf_file import GGUFFile, GGUFTensor, block_type
+from haarkv.models.gguf_file import KV_CHOICE, GGUFFile, GGUFTensor, block_type
 from haarkv.models.gguf_metadata import ROPE_FACTORS, GGUFSettings, build_words
 from haarkv.models.hf_config import parse_config
 from haarkv.models.layer import DeltaNet
@@ -277,3 +278,10 @@ class GGUFSource:
     def sampling(self) -> dict[str, float]:
         values = {name: decimal(self.file.entries.get(f"general.sampling.{key}")) for key, name in _SAMPLING.items()}
         return checked_sampling(values, self.path, tuple(values))
+
+    def kv_choice(self) -> bytes:
+        text = self.file.entries.get(KV_CHOICE)
+        try:
+            return b64decode(text) if isinstance(text, str) else b""
+        except ValueError:
+            return b""

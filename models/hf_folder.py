@@ -118,6 +118,9 @@ class HFFolder:
         settings = checked_sampling(content, path, _SAMPLING if do_sample else ("repetition_penalty",))
         return {"temperature": 1.0, **settings} if do_sample else settings
 
+    def kv_choice(self) -> bytes:
+        return b""
+
 
 @dataclass(frozen=True, kw_only=True)
 class _FolderTensor(CheckpointTensor):

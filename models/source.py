@@ -118,6 +118,9 @@ class Source(Protocol):
     def sampling(self) -> dict[str, float]:
         """Fields of `engine.sampling.Sampling` that the model sets; {} is greedy."""
 
+    def kv_choice(self) -> bytes:
+        """A plan file that stands in the model's own, not checked; or nothing."""
+
 
 def checked_templates(content: object, where: Path) -> dict[str, str]:
     """Chat templates by name, from one text, a mapping, or a list of {`name`, `template`}."""

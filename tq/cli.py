@@ -26,7 +26,7 @@ _SECTIONS = {
     heading: {name: _ELSEWHERE.get(name, f"tq.commands.{name}") for name in names}
     for heading, names in {
         "Run": ("generate", "chat", "serve"),
-        "Choose a cache": ("info", "formats", "eval", "plan", "calibrate"),
+        "Choose a cache": ("info", "formats", "eval", "plan", "calibrate", "choice"),
         "Check": ("validate", "diff"),
         "Measure": ("bench",),
         "Files": ("export", "quantize"),

@@ -18,7 +18,7 @@ from haarkv.tq_ops.kv import calibration_file, plan_file
 from haarkv.tq_ops.kv.calibration_file import CalibrationFile
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.planning.auto import LOSS, require_loss, steps
-from haarkv.validation.planning.choice_cache import cache_for, chosen_before, file_for
+from haarkv.validation.planning.choice_cache import cache_for, saved_choice
 from tq.output import say, scoring
 
 AUTO_KV = "auto"
@@ -130,7 +130,7 @@ def require_one_cache(args: Mapping[str, Any], *, auto: bool) -> None:
 def choice(args: Mapping[str, Any], loss: float) -> KVSpec:
     """The cache of `--kv auto`, chosen now or before."""
     model, layers, executor = args["model"], args.get("layers"), args.get("executor")
-    if (spec := chosen_before(file_for(model, loss, layers, executor))) is not None:
+    if (spec := saved_choice(model, loss, layers, executor, say)) is not None:
         return spec
     # What another executor runs is chosen here on what can show its keys and queries.
     lines = list[str]()

@@ -10,16 +10,14 @@ from collections.abc import Iterable, Mapping
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 from vllm.logger import init_logger
 
 from haarkv.engine.collapse import Guard
 from haarkv.models import balance
 from haarkv.models.balance import Moments, Scales, Scaling
-from haarkv.models.catalog import read_config, stream_tensors
+from haarkv.models.catalog import weights_fingerprint
 from haarkv.models.parallel import kv_heads_of
-from haarkv.models.weights import fingerprint
 from haarkv.serving.vllm_plugin import ALLOW_COLLAPSE, BALANCE, FORMAT, KV, PLAN
 from haarkv.serving.vllm_plugin.kv_choice import kv_plan, shape_signature, sliding_layers, spec_from, state_layers
 from haarkv.tq_ops.cpu import layout as cpu_layout
@@ -138,9 +136,7 @@ def _weights(vllm_config: VllmConfig) -> str | None:
     return None
 
 
-@cache
-def _fingerprint(model: str) -> str:
-    return fingerprint(stream_tensors(model, read_config(model), torch.bfloat16), streamed=True)
+_fingerprint = cache(weights_fingerprint)
 
 
 def _options(vllm_config: VllmConfig) -> str | None:

@@ -1,6 +1,7 @@
 """Our quantiser beside gguf's restoring, plain rounding written down apart from it, and files that are written whole."""
 
 import json
+from base64 import b64encode
 
 import gguf
 import numpy as np
@@ -12,9 +13,14 @@ from refusals import assert_refused
 
 from haarkv.engine.loading import load
 from haarkv.models.catalog import load_model
-from haarkv.models.gguf_quantize import quantize
+from haarkv.models.gguf_file import KV_CHOICE
+from haarkv.models.gguf_quantize import quantize, write_quantized
+from haarkv.models.gguf_source import GGUFSource
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError
+from haarkv.validation.planning import choice_cache
+from haarkv.validation.planning.auto import LOSS
+from haarkv.validation.planning.choice_cache import saved_choice
 from haarkv.validation.planning.moments import importance
 from tq.cli import main
 
@@ -159,6 +165,28 @@ def test_what_has_its_type_is_copied_and_what_is_quantized_again_is_told(whole, 
     assert main(["quantize", str(first), "--out", str(second)]) == 0
     assert "is quantized already (Q4_K, Q5_0, Q6_K, Q8_0)" in capsys.readouterr().err
     assert first.read_bytes() == second.read_bytes()
+
+
+def test_a_choice_in_the_file_is_taken_if_it_is_of_its_weights(whole, tmp_path, capsys, monkeypatch):
+    """It is said once; other weights, and other types of the same, choose for themselves."""
+    out, other, again = tmp_path / "q.gguf", tmp_path / "other.gguf", tmp_path / "again.gguf"
+    monkeypatch.setattr(choice_cache, "home", lambda: tmp_path / "kv-auto")
+    assert main(["quantize", str(whole), "--out", str(out), "--kv-choice"]) == 0
+    assert "--kv auto takes" in capsys.readouterr().out
+    choice = GGUFSource(out).kv_choice()
+    assert gguf.GGUFReader(out).fields[KV_CHOICE].contents() == b64encode(choice).decode()
+    messages = []
+    for loss in (0.5, LOSS, LOSS):
+        saved_choice(str(out), loss, on_choice=messages.append)
+    assert messages == [f"taking the KV cache that is stored in {out}"]
+    (file,) = (tmp_path / "kv-auto").iterdir()
+    assert file.read_bytes() == choice
+    write_quantized(GGUFSource(whole), other, "q8_0", choice=choice)
+    write_quantized(GGUFSource(other), again, "q8_0")
+    assert GGUFSource(other).kv_choice() == choice
+    assert GGUFSource(again).kv_choice() == b""
+    for path in (other, again):
+        assert saved_choice(str(path)) is None
 
 
 def test_importance_is_the_mean_square_of_what_a_matrix_is_given(whole):

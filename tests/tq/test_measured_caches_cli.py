@@ -1,19 +1,23 @@
-"""`tq eval`, `tq plan` and `tq calibrate`: what they print and write, and the commands that take their files."""
+"""`tq eval`, `tq plan`, `tq calibrate` and `tq choice`: what they print and write, and the commands that take their files."""
 
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from checkpoints import EMBEDDING, write_checkpoint
 from refusals import assert_refused
 
 from haarkv.engine.loading import load as load_session
+from haarkv.engine.plans import plan_for, shape_signature
+from haarkv.models.catalog import read_config
 from haarkv.tq_ops import formats
 from haarkv.tq_ops.kv import calibration_file, plan_file
 from haarkv.validation.fidelity import evaluation
 from haarkv.validation.fidelity.setup import parse_list
-from haarkv.validation.planning import common_text
+from haarkv.validation.planning import choice_cache, common_text
 from haarkv.validation.planning import search as planner
 from tq.cli import main
 
@@ -41,7 +45,7 @@ def tq(run, capsys, tmp_path, checkpoint, calibration_bytes):
         (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
     (tmp_path / "learned.safetensors").write_bytes(calibration_bytes)
     capsys.readouterr()
-    return lambda command, *args: run(command, "--model", checkpoint, *args)
+    return lambda command, *args: run(*command.split(), "--model", checkpoint, *args)
 
 
 # -- tq eval ----------------------------------------------------------------------------------------------------------------
@@ -249,3 +253,41 @@ def test_a_plan_and_its_calibration_become_one_file(tq, tmp_path, checkpoint):
 def test_a_tail_or_sinks_of_0_are_none(tq, args, words):
     ran = tq("generate", *LEARNED, "--prompt", "ab", "--max-new-tokens", 2, "--json", *args)
     assert ran.json["kv"]["format"] == f"k=lr4,v=tq4; {words}"
+
+
+# -- tq choice --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def plan_of_checkpoint(tmp_path, checkpoint, calibration_bytes):
+    """A plan with learned keys, as a choice is."""
+    (tmp_path / "learned.safetensors").write_bytes(calibration_bytes)
+    source, config = calibration_file.load(tmp_path / "learned.safetensors"), read_config(str(checkpoint))
+    path = tmp_path / "plan.safetensors"
+    plan_file.save(path, plan_for(replace(source.spec, kv="k=lr4,v=tq5"), config), shape_signature(config), source=source)
+    return path
+
+
+def test_a_choice_goes_from_one_home_to_another(tq, tmp_path, plan_of_checkpoint, monkeypatch):
+    for home, given, taken in (("one", plan_of_checkpoint, "a.safetensors"), ("two", "a.safetensors", "b.safetensors")):
+        monkeypatch.setattr(choice_cache, "home", lambda home=home: tmp_path / home)
+        tq("choice import", given).shows("takes k=lr4,v=tq5")
+        tq("choice export", taken).shows("k=lr4,v=tq5", "MB")
+        assert (tmp_path / taken).read_bytes() == plan_of_checkpoint.read_bytes()
+        ran = tq("generate", "--kv", "auto", "--prompt", "def", "--max-new-tokens", 2, "--json")
+        assert (ran.json["kv"]["format"], ran.err) == ("k=lr4,v=tq5", "")
+
+
+def test_a_choice_of_something_else_is_refused(run, tmp_path, plan_of_checkpoint, monkeypatch):
+    monkeypatch.setattr(choice_cache, "home", lambda: tmp_path / "home")
+    other = write_checkpoint(tmp_path / "other", mutate=lambda tensors: tensors[EMBEDDING].neg_())
+    half = tmp_path / "half.safetensors"
+    half.write_bytes(plan_of_checkpoint.read_bytes()[:-100])
+    for model, file, words in (
+        ("tiny", plan_of_checkpoint, "was made for another model"),
+        (other, plan_of_checkpoint, "was learned from other weights"),
+        (other, half, "half.safetensors is no KV plan"),
+        (other, tmp_path / "learned.safetensors", "is a calibration without a plan"),
+    ):
+        assert_refused(run("choice", "import", "--model", model, file), words)
+    assert not (tmp_path / "home").exists()

@@ -82,7 +82,7 @@ REQUIRED_ARGS = {
     "diff": ("--a", "tq4", "--b", "bf16"), "eval": ("--text", "text.txt"),
     "calibrate": ("--text", "text.txt", "--out", "x"), "plan": ("--text", "text.txt", "--out", "x", "--budget", "4"),
     "export": ("--out", "x"), "generate": ("--prompt", "a"),
-    "quantize": ("tiny", "--out", "x.gguf"),
+    "quantize": ("tiny", "--out", "x.gguf"), "choice export": ("x",), "choice import": ("x",),
 }  # fmt: skip
 """What a command would lack."""
 ELSEWHERE = {"serve", "dev replay", "dev bringup", "dev self-test"}

@@ -20,6 +20,8 @@ from tq.output import loading, print_table, scoring, warn
 if TYPE_CHECKING:
     import torch
 
+    from haarkv.validation.planning.auto import CacheChoice
+
 
 def _layers(value: str) -> tuple[int | None, int]:
     """A slice A:B of layers, or a number of them."""
@@ -113,10 +115,14 @@ _OWN_TEXT = "own"
     help="Count errors by what weights are multiplied with on this UTF-8 text, or on what the model writes itself.",
 )
 @click.option("--imatrix-tokens", type=IntRange(64, 2**20), default=8192, show_default=True, help="Of that text.")
+@click.option(
+    "--kv-choice", is_flag=True,
+    help="Choose the KV cache of the new file, and store it there: haarkv takes it by default, llama.cpp ignores it.",
+)  # fmt: skip
 @options.threads_option
 @options.json_option
 def quantize_command(
-    model: str, out: Path, mix: str, imatrix: str | None, imatrix_tokens: int, as_json: bool
+    model: str, out: Path, mix: str, imatrix: str | None, imatrix_tokens: int, kv_choice: bool, as_json: bool
 ) -> None:  # fmt: skip
     """Write MODEL as a .gguf file with fewer bits a weight. The file is written whole or not at all.
 
@@ -149,19 +155,40 @@ def quantize_command(
     if again := sorted({entry.blocks for entry in entries.values() if entry.blocks} - {mix.upper()}):
         warn(f"{source.path} is quantized already ({', '.join(again)}): what that has lost stays lost")
     importance = None if imatrix is None else _importance(model, imatrix, imatrix_tokens)
-    with loading(f"{out}") as progress, whole_file(out) as half:
-        done = write_quantized(source, half, mix, importance, progress)
+    choice = None
+    with whole_file(out) as half:
+        weights_file = half.with_name("model.gguf") if kv_choice else half
+        with loading(f"{out}") as progress:
+            done = write_quantized(source, weights_file, mix, importance, progress)
+        if kv_choice:
+            # In a folder of its own: `half` lies in a locked one.
+            choice = _choose(weights_file, plan_file := half.with_name("choice") / "plan")
+            write_quantized(GGUFSource(weights_file), half, mix, choice=plan_file.read_bytes())
     size = out.stat().st_size
     if as_json:
         result = {"model": model, "out": str(out), "type": mix, "bytes": size, "tensors": dict(done.types)}
+        result["kv_choice"] = choice and str(choice)
         print(json.dumps(result | {"copied": done.copied_tensors, "by_importance": done.weighted_tensors, "imatrix": imatrix}))
         return
     numbers = sum(math.prod(entry.shape) for entry in entries.values())
     tensors = ", ".join(f"{count} {name}" for name, count in done.types.items())
     importance_note = f"; errors of {done.weighted_tensors} counted by importance" if importance else ""
     rows = [("tensors", f"{tensors}; {done.copied_tensors} copied as they were{importance_note}"),
-            ("size", f"{size / 1e9:.3f} GB, {8 * done.nbytes / numbers:.2f} bits a weight")]  # fmt: skip
+            ("size", f"{size / 1e9:.3f} GB, {8 * done.nbytes / numbers:.2f} bits a weight"),
+            *([("KV cache", str(choice))] if choice else [])]  # fmt: skip
     print_table(f"{model} as {out}", [], rows)
+
+
+def _choose(model: Path, plan_file: Path) -> CacheChoice:
+    """Choose the default cache of a model, and write its plan file."""
+    from haarkv.validation.planning.auto import choose, steps
+    from haarkv.validation.planning.calibrate import load_subject
+    from haarkv.validation.planning.choice_cache import remember
+
+    with scoring(steps(str(model))) as on_step:
+        choice = choose(load_subject(str(model), device="cpu"), on_step=on_step)
+    remember(plan_file, choice)
+    return choice
 
 
 def _importance(model: str, text: str, tokens: int) -> dict[str, torch.Tensor]:

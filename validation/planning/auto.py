@@ -29,7 +29,7 @@ from torch import Tensor
 
 from haarkv.codebooks.cubic import ERRORS
 from haarkv.codebooks.learned import expected_cost
-from haarkv.engine.plans import SINKS, TAIL, plan_for
+from haarkv.engine.plans import SINKS, TAIL, plan_for, shape_signature
 from haarkv.models.catalog import read_config
 from haarkv.models.config import ModelConfig
 from haarkv.models.rope import inverse_frequencies
@@ -39,14 +39,14 @@ from haarkv.tq_ops.formats import Calibration, Side
 from haarkv.tq_ops.formats.learned import COLUMNS, learned_bits
 from haarkv.tq_ops.formats.packing import eighth_widths
 from haarkv.tq_ops.formats.stretches import RopeShift
-from haarkv.tq_ops.kv.calibration_file import CalibrationFile
+from haarkv.tq_ops.kv.calibration_file import CalibrationFile, make_calibration
 from haarkv.tq_ops.kv.kernel_support import unsupported_format
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.npu.program import HEAD_DIM
 from haarkv.tq_ops.npu.sides import READS
 from haarkv.tq_ops.table import OP_NAMES, with_ops
 from haarkv.validation.fidelity.evaluation import FidelityRow, OnStep, Workload, chunk_logits, fidelity_row, score_window
-from haarkv.validation.planning.calibrate import Learning, Subject, learn_basis
+from haarkv.validation.planning.calibrate import Learning, Subject, learn_basis, unlearnable
 from haarkv.validation.planning.common_text import samples
 from haarkv.validation.planning.moments import AttentionVectors, Sums
 from haarkv.validation.planning.search import (
@@ -61,18 +61,16 @@ from haarkv.validation.planning.search import (
 
 LOSS = 0.001
 """Mean KL in nats a token, of the second half of the text, that a cache may lose by default."""
-PROBES: Mapping[Side, str] = {"k": "lr3", "v": "tq3"}
 FORMATS: Mapping[Side, tuple[str, ...]] = {
     "k": ("lr2", "lr3", "lr4", "lr5", "bf16"), "v": ("tq2", "tq3", "tq4", "tq5", "tq6", "bf16"),
 }  # fmt: skip
+UNLEARNED_KEYS = ("tq3", "tq4", "tq5", "tq6", "bf16")
+"""Of K where it cannot be learned."""
 Names = Mapping[Side, tuple[str, ...]]
-"""Names of formats to choose from, for K and for V."""
 TAILS = (TAIL, 92, 60)
 """Tails to choose from where layers have a sliding window."""
 TOKENS, CONTEXT = 1022, 4096
 """Tokens of the text; sizes are of a sequence of `CONTEXT` tokens."""
-CHOSEN_BY = (TAILS, SINKS, TOKENS)
-"""With another of these a choice is another."""
 _KL_OF_COSTS = 1.5
 """KL over the sum of costs before it is measured: more than was found on any model."""
 _TRIED_AT_MOST = 4
@@ -82,7 +80,7 @@ _ENOUGH = 0.7
 
 @dataclass(frozen=True)
 class CacheChoice:
-    """A cache that was chosen for a model, with the calibration `file` of what was learned.
+    """A cache that was chosen for a model, with the calibration `file` of what was learned, if keys can be.
 
     Attributes:
         costs: of each format at each place beside the longest tail.
@@ -92,7 +90,7 @@ class CacheChoice:
 
     spec: KVSpec
     config: ModelConfig
-    file: CalibrationFile
+    file: CalibrationFile | None
     costs: Costs
     rows: tuple[FidelityRow, ...]
     row: FidelityRow
@@ -103,21 +101,41 @@ class CacheChoice:
         plan = plan_for(self.spec, self.config)
         context = min(CONTEXT, self.config.max_position_embeddings)
         return (
-            f"--kv auto takes {bits_per_value(plan, self.config, context):.2f} bits a value at {context:,} tokens "
-            f"({plan.summary()}): mean KL {self.row.kl_mean:.2g}, under {self.loss:g} ({self.seconds:.0f} s)"
+            f"KV cache chosen in {self.seconds:.0f} s, once for this model: {bits_per_value(plan, self.config, context):.2f} bits a "
+            f"value at {context:,} tokens, mean KL {self.row.kl_mean:.2g} ({plan.summary()})"
         )
 
 
-def names_for(executor: str | None) -> Names:
-    """Those of `FORMATS` that an executor reads. `npu` reads few, and beside a tail packs both sides or neither."""
-    if executor != "npu":
-        return FORMATS
-    return {
-        "k": tuple(name for name in FORMATS["k"] if learned_bits(name)),
-        "v": tuple(
-            name for name in FORMATS["v"] if name != "bf16" and unsupported_format(READS, formats.get(name), HEAD_DIM) is None
-        ),
-    }
+@dataclass(frozen=True)
+class Reading:
+    """What is chosen from: the formats and BF16 tokens that an executor reads of a model.
+
+    Attributes:
+        names: of formats for K and for V, from the smallest; the second is measured at each place.
+        tails, sink: newest tokens in BF16, from the most, and first ones.
+    """
+
+    names: Names
+    tails: tuple[int, ...]
+    sink: int
+
+
+NO_TAIL = "vllm-packed"
+"""Names vLLM where it reads packed tokens alone, as an executor is named."""
+
+
+def reading(config: ModelConfig, executor: str | None = None) -> Reading:
+    """What an executor reads. `npu` reads few formats, and beside a tail packs both sides or neither."""
+    names, most = FORMATS, config.max_position_embeddings
+    if executor == "npu":
+        values = (name for name in FORMATS["v"] if name != "bf16" and unsupported_format(READS, formats.get(name), HEAD_DIM) is None)
+        names = {"k": tuple(name for name in FORMATS["k"] if learned_bits(name)), "v": tuple(values)}
+    elif unlearnable(config):
+        names = {**FORMATS, "k": UNLEARNED_KEYS}
+    if executor == NO_TAIL:
+        return Reading(names, (0,), 0)
+    tails = TAILS if any(shape and shape.window for shape in config.kv_shapes) else (TAIL,)
+    return Reading(names, tuple(min(tail, most) for tail in tails), min(SINKS, most))
 
 
 def require_loss(loss: float) -> float:
@@ -127,18 +145,20 @@ def require_loss(loss: float) -> float:
     return loss
 
 
-def choose(subject: Subject, loss: float = LOSS, on_step: OnStep = lambda *_: None, names: Names = FORMATS) -> CacheChoice:
-    """Choose a cache for a model."""
+def choose(
+    subject: Subject, loss: float = LOSS, on_step: OnStep = lambda *_: None, executor: str | None = None
+) -> CacheChoice:
+    """Choose a cache for a model that an executor will run."""
     require_loss(loss)
     began, config = time.monotonic(), subject.config
     text = torch.tensor(samples(subject.tokenizer, min(TOKENS, config.max_position_embeddings)))
-    tails = TAILS if any(shape and shape.window for shape in config.kv_shapes) else (TAIL,)
-    study = _Study(subject, text, tuple(min(tail, config.max_position_embeddings) for tail in tails), on_step)
-    calibration = study.file.calibration
-    costs = {tail: format_costs(probe_costs, calibration, names) for tail, probe_costs in study.costs.items()}
+    choices = reading(config, executor)
+    study = _Study(subject, text, choices, on_step)
+    calibration = study.calibration
+    costs = {tail: format_costs(by_place, calibration, choices.names) for tail, by_place in study.costs.items()}
     budget, tried_plans, rows = loss / _KL_OF_COSTS, list[KVPlan](), list[FidelityRow]()
     while len(rows) < _TRIED_AT_MOST:
-        plan = smallest(costs, config, budget, calibration)
+        plan = smallest(costs, config, budget, calibration, choices.sink)
         if plan in tried_plans:
             break
         tried_plans.append(plan)
@@ -153,8 +173,9 @@ def choose(subject: Subject, loss: float = LOSS, on_step: OnStep = lambda *_: No
         ((plan, row) for plan, row in zip(tried_plans, rows, strict=True) if row.kl_mean <= loss),
         key=lambda tried: bits_per_value(tried[0], config, min(CONTEXT, config.max_position_embeddings)),
     )
-    spec = replace(plan_spec(plan, calibration), made_for=study.file.shape, weights=study.file.fingerprint)
-    return CacheChoice(spec, config, study.file, next(iter(costs.values())), tuple(rows), row, loss, time.monotonic() - began)
+    file = subject.calibration_file(study.learning, {}) if calibration else None
+    spec = replace(plan_spec(plan, calibration), made_for=shape_signature(config), weights=subject.fingerprint)
+    return CacheChoice(spec, config, file, next(iter(costs.values())), tuple(rows), row, loss, time.monotonic() - began)
 
 
 # -- What formats cost ----------------------------------------------------------------------------------------------------
@@ -219,33 +240,34 @@ class _Study:
     """What is learned and measured on a text [T]: coordinates of keys by its first half, the rest by its second half.
 
     Attributes:
-        file: the coordinates.
-        costs: tail -> cost of each place's probe.
+        learning, calibration: the coordinates; no calibration where keys are not learned.
+        costs: tail -> what the second of `names` costs at each place.
     """
 
-    def __init__(self, subject: Subject, text: Tensor, tails: tuple[int, ...], on_step: OnStep) -> None:
+    def __init__(self, subject: Subject, text: Tensor, choices: Reading, on_step: OnStep) -> None:
         self._subject, self._half, config = subject, len(text) // 2, subject.config
-        self._base, self._text = subject.session(KVSpec("bf16", tails[0], SINKS)), text
-        hidden, bases = subject.model.embed(text).to(subject.runner.device), list[Any]()
-        self.costs: dict[int, dict[Place, dict[str, float]]] = {tail: {} for tail in tails}
+        self._base, self._text = subject.session(KVSpec("bf16", choices.tails[0] or None, choices.sink)), text
+        hidden, self.learning = subject.model.embed(text).to(subject.runner.device), Learning()
+        is_learned, self.calibration = any(map(learned_bits, choices.names["k"])), None
+        self.costs: dict[int, dict[Place, dict[str, float]]] = {tail: {} for tail in choices.tails}
         for layer in range(config.num_layers):
             if config.kv_shapes[layer] is None:
-                bases.append(None)
+                self.learning.layers.append(None)
                 hidden = run_one_layer(self._base.executor.layers, self._base.plan, config, layer, hidden)
                 on_step(f"layer {layer + 1} of {config.num_layers}", len(text))
                 continue
             layer_run = _LayerRun(subject, layer, hidden)
             exact, hidden = layer_run.run(self._base.plan, whole=True)
-            bases.append(self._learn(layer, layer_run.vectors))
-            calibration = subject.calibration_file(Learning(bases), {}).calibration
+            if is_learned:
+                self.learning.layers.append(self._learn(layer, layer_run.vectors))
+                self.calibration = make_calibration(self.learning.layers)
             for tail, costs in self.costs.items():
-                tail_plan = replace(self._base.plan, recent=tail)
-                for side, name in PROBES.items():
-                    moved, _ = layer_run.run(with_format(tail_plan, (layer, side), name, calibration))
+                tail_plan = replace(self._base.plan, recent=tail or None)
+                for side, (_, name, *_) in choices.names.items():
+                    moved, _ = layer_run.run(with_format(tail_plan, (layer, side), name, self.calibration))
                     squares = (moved - exact).square().sum(-1) / exact.square().sum(-1)
                     costs[layer, side] = {name: float(squares[self._half :].mean())}
             on_step(f"layer {layer + 1} of {config.num_layers}", len(text))
-        self.file = subject.calibration_file(Learning(bases), {})
         self._exact = hidden[self._half :]
 
     def _learn(self, layer: int, vectors: AttentionVectors) -> Any:
@@ -269,23 +291,23 @@ class _Study:
         return fidelity_row("auto", side, len(self._text), score_window("auto", Workload(targets, [window]), window, *logits))
 
 
-def format_costs(probe_costs: Costs, calibration: Calibration, names: Names = FORMATS) -> Costs:
-    """What each format costs at each place, by what its probe cost there."""
-    return {
-        place: {
-            name: by_name[PROBES[place[1]]] * _left(name, place, calibration) / _left(PROBES[place[1]], place, calibration)
-            for name in names[place[1]]
-        }
-        for place, by_name in probe_costs.items()
-    }
+def format_costs(measured_costs: Costs, calibration: Calibration | None, names: Names) -> Costs:
+    """What each format costs at each place, by the one that was measured there."""
+    costs = {}
+    for place, by_name in measured_costs.items():
+        ((measured_name, cost),) = by_name.items()
+        unit = cost / _left(measured_name, place, calibration)
+        costs[place] = {name: unit * _left(name, place, calibration) for name in names[place[1]]}
+    return costs
 
 
-def _left(name: str, place: Place, calibration: Calibration) -> float:
+def _left(name: str, place: Place, calibration: Calibration | None) -> float:
     """What a format's levels leave of the variance of Gaussian coordinates; of keys, weighted by the queries."""
     if name == "bf16":
         return 0.0
     if (bits := learned_bits(name)) is None:
         return ERRORS[int(name.removeprefix("tq"))]
+    assert calibration is not None, "a learned format has coordinates"
     return float(expected_cost(calibration.bases[place[0]].weights, eighth_widths(COLUMNS[bits])).mean())
 
 
@@ -296,17 +318,19 @@ def sum_of_costs(costs: Mapping[int, Costs], plan: KVPlan) -> float:
     return math.fsum(costs[plan.recent or 0][place].get(name, 0.0) for place, name in names.items())
 
 
-def smallest(costs: Mapping[int, Costs], config: ModelConfig, budget: float, calibration: Calibration) -> KVPlan:
+def smallest(
+    costs: Mapping[int, Costs], config: ModelConfig, budget: float, calibration: Calibration | None, sink: int = SINKS
+) -> KVPlan:
     """The plan of fewest bytes whose costs, by tail, add up to no more than `budget`; at worst bf16's, which costs nothing."""
     context, plans = min(CONTEXT, config.max_position_embeddings), []
     for tail, tail_costs in costs.items():
-        frontier = Frontier(tail_costs, config, tail=tail, sink=SINKS, context=context, calibration=calibration)
+        frontier = Frontier(tail_costs, config, tail=tail, sink=sink, context=context, calibration=calibration)
         allocation = frontier.under(budget)
         plans.append(allocation.plan if allocation else plan_for(KVSpec("bf16"), config))
     return min(plans, key=lambda plan: bits_per_value(plan, config, context))
 
 
-def plan_spec(plan: KVPlan, calibration: Calibration) -> KVSpec:
+def plan_spec(plan: KVPlan, calibration: Calibration | None) -> KVSpec:
     """The spec of a plan, with the coordinates that its keys need."""
     layer_formats = dict(enumerate(formats.describe(*pair) for pair in plan.layers))
     needs_calibration = any(learned_bits(k.name) is not None for k, _ in plan.layers)

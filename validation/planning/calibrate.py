@@ -137,6 +137,9 @@ class Subject:
         return self.model.config
 
     def learn(self, windows: Sequence[Tensor], holdout: Sequence[Tensor], on_step: OnStep = lambda *_: None) -> Learning:
+        """The coordinates of the model's keys; InputError if they cannot be learned."""
+        if reason := unlearnable(self.config):
+            raise InputError(reason)
         return learn_model(self.model, self.ops, windows, holdout, on_step)
 
     def calibration_file(self, learning: Learning, metadata: Mapping[str, Any]) -> CalibrationFile:
@@ -178,8 +181,6 @@ def load_subject(
 ) -> Subject:
     """Load a model to be calibrated, as `engine.loading.load`; InputError if the executor's layers run whole."""
     config = read_config(model, layers)
-    if reason := unlearnable(config):
-        raise InputError(reason)
     plan = plan_for(KVSpec("tq4"), config)
     name = select(executor, config, [plan], device=device, dtype=dtype).name
     loaded_model = load_model(model, dtype or info(name).dtype, layers, progress, keep_blocks=info(name).block_types())
