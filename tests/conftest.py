@@ -1,5 +1,6 @@
 """Options of the test run, and fixtures that all tests share."""
 
+import pytest
 from goldens import golden, published_rotation
 from last_bit_noise import become
 from process_setup import set_up
@@ -18,3 +19,10 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if (seed := config.getoption("--shaken")) is not None:
         become(seed)
+
+
+@pytest.fixture(autouse=True)
+def choices_of_the_run(monkeypatch, tmp_path_factory):
+    """Caches that are chosen for models are remembered for this run of tests alone."""
+    folder = tmp_path_factory.getbasetemp() / "kv-auto"
+    monkeypatch.setattr("haarkv.validation.planning.choice_cache.home", lambda: folder)

@@ -238,7 +238,7 @@ class Subject:
     def _costs(self) -> Costs:
         """What each format is taken to cost at each place, on tokens behind those that were learned from.
 
-        Each place is probed by itself, also where layers are of two kinds, which `auto` probes as wholes.
+        Each place is probed by itself, with all layers behind it.
         """
         assert self._task.learn is not None
         config, ids = self.model.config, self._model_info.tokenizer.encode(self._task.learn.content)
@@ -248,6 +248,7 @@ class Subject:
         text = make_workload(ids[LEARNED_FROM:], context, window=min(PROBED_BY, context), tokens=PROBED_BY)
         tail = min(TAIL, context)
         base = replace(self.base, plan=plan_for(KVSpec("bf16", tail, SINKS), config))
-        probes = {side: (name,) for side, name in auto.PROBES.items()}
+        names = auto.reading(config).names
+        probes = {side: by_size[1:2] for side, by_size in names.items()}
         probe_losses = measure_places(Setup(self.model, base, {}, self.weights), text, probes, coordinates=self._coordinates)
-        return auto.format_costs(probe_losses, self._coordinates)
+        return auto.format_costs(probe_losses, self._coordinates, names)

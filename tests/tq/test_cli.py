@@ -12,6 +12,7 @@ from refusals import assert_refused, snapshot
 import tq as public
 from haarkv.models.catalog import TINY
 from haarkv.tq_ops import formats
+from haarkv.tq_ops.kv.plan import KVSpec
 from tq.cli import main
 
 
@@ -206,10 +207,11 @@ def test_info_counts_the_weights_that_generate_loads(tq, checkpoint):
 def test_info_says_which_cache_one_gets_and_how_long_a_sequence_may_be(tq, checkpoint, monkeypatch):
     tq("info", checkpoint).shows(
         "a sequence holds at most 1,024 tokens, the model's positions",
-        "without --kv a run takes tq4: 4.50 bits a value at 1,024 tokens\n",
+        "without --kv the first run chooses a cache, layer by layer (--kv auto); later runs take it\n",
     )
-    monkeypatch.setattr("haarkv.validation.planning.choice_cache.TOY", 1)
-    monkeypatch.setattr("haarkv.validation.planning.choice_cache.CHOSEN_UP_TO", 1)
+    assert tq("info", checkpoint, "--json").json["default"] is None
+    chosen = KVSpec("k=tq6,v=tq4", 124, 4)
+    monkeypatch.setattr("haarkv.validation.planning.choice_cache.saved_choice", lambda *_: chosen)
     tq("info", checkpoint).shows(
         "without --kv a run takes k=tq6,v=tq4; tail 124; sink 4: ", "bits a value at 1,024 tokens, those in BF16 included"
     )
@@ -219,14 +221,6 @@ def test_info_says_which_cache_one_gets_and_how_long_a_sequence_may_be(tq, check
 
 def test_info_takes_a_model_as_its_siblings_do(tq, checkpoint):
     assert tq("info", "-m", checkpoint, "--json").json == tq("info", checkpoint, "--json").json
-
-
-def test_info_says_that_the_first_run_chooses(tq, tmp_path, monkeypatch):
-    monkeypatch.setattr("haarkv.validation.planning.choice_cache.TOY", 1)
-    monkeypatch.setattr("haarkv.validation.planning.choice_cache.home", lambda: tmp_path / "choices")
-    folder = write_checkpoint(tmp_path / "wide", config={"head_dim": 64})
-    assert "without --kv the first run takes minutes to choose a cache" in tq("info", folder).out
-    assert tq("info", folder, "--json").json["default"] is None
 
 
 def test_formats_lists_every_format_with_its_bytes(tq):

@@ -14,7 +14,6 @@ from npu_programs import with_pypto
 from haarkv.models.catalog import load_model
 from haarkv.models.qwen3_14b.npu.compile import plan_programs
 from haarkv.tq_ops.errors import InputError
-from haarkv.validation.planning import choice_cache
 from tq.commands import bringup
 
 GENERATE = ("generate", "--prompt", "x", "--max-new-tokens", "2")
@@ -91,9 +90,8 @@ def test_compile_writes_a_program_for_each_pair_of_formats_of_a_plan(run, tmp_pa
 
 @pytest.mark.parametrize("kv_args", [{}, {"kv_tail": 64}])
 def test_compile_takes_a_cache_that_the_programs_read_and_chooses_none(monkeypatch, tmp_path, kv_args):
-    """Of a model whose cache `tq generate --executor npu` would choose for minutes."""
+    """Of a model whose cache `tq generate --executor npu` would choose: no weights are read to compile."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(choice_cache, "TOY", 0)
     nothing = dict.fromkeys(("kv", "calibration", "kv_plan", "kv_loss", "kv_tail", "kv_sink")) | {"kv_skip_layers": ()}
     with click.Context(bringup.compile_command):
         spec = bringup._cache_to_compile("tiny", nothing | kv_args)

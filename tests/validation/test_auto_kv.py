@@ -62,8 +62,8 @@ def test_the_chosen_cache_is_under_the_bound_and_spends_it(choice):
     assert (choice.spec.tail, choice.spec.sink) == (124, 4)
     plan = plan_for(choice.spec, choice.config)
     bits = bits_per_value(plan, choice.config, 2048 if choice.config.max_position_embeddings == 2048 else 4096)
-    assert f"takes {bits:.2f} bits a value" in str(choice)
-    assert f"({plan.summary()}): mean KL" in str(choice)
+    assert f"once for this model: {bits:.2f} bits a value" in str(choice)
+    assert str(choice).endswith(f"({plan.summary()})")
 
 
 def test_other_formats_cost_by_what_their_levels_leave(choice):
@@ -78,7 +78,8 @@ def test_other_formats_cost_by_what_their_levels_leave(choice):
 @pytest.mark.parametrize("share", [0.3, 1, 4])
 def test_what_is_chosen_for_npu_is_what_its_programs_read(choice, share):
     """Whether the bound takes the best formats that it reads, the smallest, or no packed ones at all."""
-    names, config = auto.names_for("npu"), choice.config
+    config = choice.config
+    names = auto.reading(config, "npu").names
     costs = {place: {name: by_name[name] for name in names[place[1]]} for place, by_name in choice.costs.items()}
     budget = share * sum(by_name["lr4" if side == "k" else "tq4"] for (_, side), by_name in costs.items())
     plan = auto.smallest(costs, config, budget, choice.file.calibration)

@@ -21,9 +21,8 @@ from tq.loading import load
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A model that counts as no toy, and a home of its own."""
+    """A model with a home of its own."""
     monkeypatch.setattr(choice_cache, "home", lambda: tmp_path / "kv-auto")
-    monkeypatch.setattr(choice_cache, "TOY", 10**6)
     return shutil.copytree(TINY, tmp_path / "model")
 
 
@@ -39,20 +38,6 @@ def choice_log(monkeypatch):
     monkeypatch.setattr(choice_cache, "cache_for", cache_for)
     monkeypatch.setattr("tq.loading.cache_for", cache_for)
     return calls
-
-
-def test_only_models_to_try_the_product_take_a_fixed_cache(folder, monkeypatch):
-    assert choice_cache.default_cache("random:14b") == KVSpec()
-    assert choice_cache.default_cache(str(folder)) is None
-    monkeypatch.setattr(choice_cache, "TOY", 10**7)
-    assert choice_cache.default_cache(str(folder)) == choice_cache.default_cache("tiny") == KVSpec()
-    monkeypatch.setattr(choice_cache, "TOY", 10**6)
-    config = read_config("random:14b")  # too much to wait for unasked
-    monkeypatch.setattr(choice_cache, "read_config", lambda *_: config)
-    assert choice_cache.default_cache(str(folder)) == KVSpec("k=tq6,v=tq4", TAIL, SINKS)
-    assert choice_cache.default_cache(str(folder), executor="npu") == KVSpec("tq4", TAIL, SINKS)
-    monkeypatch.setattr(choice_cache, "chosen_before", lambda _: KVSpec("tq5"))
-    assert choice_cache.default_cache(str(folder)) is None
 
 
 def test_the_command_and_python_choose_for_a_model_of_yours(folder, choice_log, capsys):

@@ -247,7 +247,13 @@ def compile_command(model: str, names: tuple[str, ...], folder: Path | None, as_
 
 
 def _cache_to_compile(model: str, args: dict[str, Any]) -> KVSpec:
-    """The cache to compile for, which without a name is chosen as for a run."""
+    """The cache to compile for; without a name, an earlier choice, or `tq4`: no weights are read here."""
+    from haarkv.engine.plans import SINKS, TAIL
+    from haarkv.validation.planning.choice_cache import saved_choice
     from tq.loading import kv_spec
 
+    if all(value in (None, ()) for value in args.values()):
+        return saved_choice(model, executor="npu") or KVSpec("tq4", TAIL, SINKS)
+    if all(args[name] is None for name in ("kv", "calibration", "kv_plan", "kv_loss")):
+        args = {**args, "kv": "tq4"}
     return kv_spec({"model": model, "executor": "npu", **args})

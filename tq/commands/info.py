@@ -132,9 +132,9 @@ def _default(model: str, layers: int | None, executor: str, config: ModelConfig)
     """The cache of a run without `--kv`; None where the first run chooses it."""
     from haarkv.engine.plans import plan_for
     from haarkv.validation.planning.auto import LOSS
-    from haarkv.validation.planning.choice_cache import chosen_before, file_for
+    from haarkv.validation.planning.choice_cache import saved_choice
 
-    spec = chosen_before(file_for(model, LOSS, layers, executor))
+    spec = saved_choice(model, LOSS, layers, executor)
     return plan_for(spec, config) if spec else None
 
 

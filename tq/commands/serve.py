@@ -77,15 +77,20 @@ def command(model: str, flags: tuple[str, ...], balance: str, allow_collapse: bo
 
 def _plan_file(model: str, loss: float | None) -> str:
     """The file of the cache that `auto` chose for a model before, or chooses now; vLLM's processes read it there."""
+    import torch
+
+    from haarkv.models.catalog import read_config
     from haarkv.tq_ops.errors import InputError
-    from haarkv.validation.planning.auto import LOSS, require_loss
+    from haarkv.validation.planning.auto import LOSS, NO_TAIL, require_loss
     from haarkv.validation.planning.choice_cache import chosen_before, file_for
     from tq.loading import choice
 
     loss = LOSS if loss is None else require_loss(loss)
     try:
-        choice({"model": model}, loss)
-        file = file_for(model, loss)
+        has_window = any(shape and shape.window for shape in read_config(model).kv_shapes)
+        executor = NO_TAIL if has_window or torch.cuda.is_available() else None
+        choice({"model": model, "executor": executor}, loss)
+        file = file_for(model, loss, executor=executor)
     except InputError as error:
         raise InputError(
             f"no cache can be chosen for {model}: {error}; name one, such as --kv k=tq6,v=tq4, or download the model"

@@ -100,9 +100,10 @@ class CacheChoice:
     def __str__(self) -> str:
         plan = plan_for(self.spec, self.config)
         context = min(CONTEXT, self.config.max_position_embeddings)
+        bits = bits_per_value(plan, self.config, context)
         return (
-            f"KV cache chosen in {self.seconds:.0f} s, once for this model: {bits_per_value(plan, self.config, context):.2f} bits a "
-            f"value at {context:,} tokens, mean KL {self.row.kl_mean:.2g} ({plan.summary()})"
+            f"KV cache chosen in {self.seconds:.0f} s, once for this model: {bits:.2f} bits a value at {context:,} tokens, "
+            f"mean KL {self.row.kl_mean:.2g} ({plan.summary()})"
         )
 
 
@@ -128,7 +129,9 @@ def reading(config: ModelConfig, executor: str | None = None) -> Reading:
     """What an executor reads. `npu` reads few formats, and beside a tail packs both sides or neither."""
     names, most = FORMATS, config.max_position_embeddings
     if executor == "npu":
-        values = (name for name in FORMATS["v"] if name != "bf16" and unsupported_format(READS, formats.get(name), HEAD_DIM) is None)
+        values = (
+            name for name in FORMATS["v"] if name != "bf16" and unsupported_format(READS, formats.get(name), HEAD_DIM) is None
+        )
         names = {"k": tuple(name for name in FORMATS["k"] if learned_bits(name)), "v": tuple(values)}
     elif unlearnable(config):
         names = {**FORMATS, "k": UNLEARNED_KEYS}
@@ -263,7 +266,8 @@ class _Study:
                 self.calibration = make_calibration(self.learning.layers)
             for tail, costs in self.costs.items():
                 tail_plan = replace(self._base.plan, recent=tail or None)
-                for side, (_, name, *_) in choices.names.items():
+                for side, by_size in choices.names.items():
+                    name = by_size[min(1, len(by_size) - 1)]
                     moved, _ = layer_run.run(with_format(tail_plan, (layer, side), name, self.calibration))
                     squares = (moved - exact).square().sum(-1) / exact.square().sum(-1)
                     costs[layer, side] = {name: float(squares[self._half :].mean())}
