@@ -10,7 +10,7 @@ from typing import Any
 
 from haarkv.engine.collapse import Guard
 from haarkv.engine.draft_choice import DraftSpec, Target, choose
-from haarkv.engine.plans import balance_note, balanced_for, memory_need, plan_for
+from haarkv.engine.plans import SINKS, TAIL, balance_note, balanced_for, memory_need, plan_for
 from haarkv.engine.sampling import Sampling
 from haarkv.engine.session import LoadRecord, Session
 from haarkv.executors.catalog import AUTO, OnProgram, check, create, info, interpreter_warning, select
@@ -34,7 +34,7 @@ Room = Callable[[Tokenizer, ModelConfig], tuple[int, int]]
 def load(
     model: str | Path = "tiny",
     *,
-    kv: str | KVSpec = "tq4",
+    kv: str | KVSpec | Callable[[], KVSpec] = "tq4",
     executor: str = AUTO,
     device: str | None = None,
     dtype: str | None = None,
@@ -56,7 +56,8 @@ def load(
     Args:
         model: `tiny`, `random:SIZE`, a folder in Hugging Face format, a `.gguf` file (`~` is home), or the Hub id of a
             downloaded model.
-        kv: a KV format, `k=NAME,v=NAME`, or a `KVSpec`.
+        kv: a KV format, `k=NAME,v=NAME`, a `KVSpec`, or what chooses one: called when nothing else is wrong, before the
+            weights are read.
         executor: auto, cuda, npu, cpu, onnx or reference. `auto` is the fastest of this machine that reads the cache and runs
             the model.
         device: the executor's default unless given; cuda: cuda:N; npu: sim or npu:N.
@@ -81,11 +82,20 @@ def load(
         InputError: no room for weights, cache and activations; text from this cache would be garbage; or a name that does not
             exist or does not fit.
     """
-    spec, name = KVSpec(kv) if isinstance(kv, str) else kv, str(model)
-    began = time.perf_counter()
+    settings = dict(locals())
+    name, began = str(model), time.perf_counter()
     # What is wrong is said before the weights are read.
-    formats.parse(spec.kv, spec.calibration)
     config = read_config(name, layers)
+    most = config.max_position_embeddings
+    # Until a cache is chosen, one that stands for any.
+    spec = (
+        KVSpec(kv)
+        if isinstance(kv, str)
+        else kv
+        if isinstance(kv, KVSpec)
+        else KVSpec("tq4", min(TAIL, most), min(SINKS, most))
+    )
+    formats.parse(spec.kv, spec.calibration)
     split = Split(config, ranks.rank, ranks.size)
     part, plan = split.part, plan_for(spec, config, split)
     selection = select(executor, part, [plan], device=device, dtype=dtype, ranks=ranks)
@@ -105,6 +115,8 @@ def load(
     if info(selection.name).on_host(device):
         sequences, tokens = room(tokenizer, config) if room else (1, 1)
         memory_need(part, plan, tokens, weights, sequences).require(name)
+    if callable(kv):
+        return load(**settings | {"kv": kv()})
     decoder = load_model(
         name, dtype, layers, progress, ranks, keep_blocks=kept_types, activation_bits=activation_bits, mmap=maps
     )

@@ -22,7 +22,12 @@ def pytest_configure(config):
 
 
 @pytest.fixture(autouse=True)
-def choices_of_the_run(monkeypatch, tmp_path_factory):
-    """Caches that are chosen for models are remembered for this run of tests alone."""
+def default_cache(request, monkeypatch, tmp_path_factory):
+    """Without a name tests run in `tq4`, as if it had been chosen before; those marked `chooses` choose, for this run alone."""
     folder = tmp_path_factory.getbasetemp() / "kv-auto"
     monkeypatch.setattr("haarkv.validation.planning.choice_cache.home", lambda: folder)
+    if request.node.get_closest_marker("chooses") is None:
+        from haarkv.tq_ops.kv.plan import KVSpec
+
+        for name in ("haarkv.validation.planning.choice_cache", "tq.loading"):
+            monkeypatch.setattr(f"{name}.saved_choice", lambda *_: KVSpec())

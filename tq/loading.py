@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def load(
         "kv_sink": sink, "kv_skip_layers": tuple(skip_layers), "kv_plan": plan, "kv_loss": kv_loss,
     }  # fmt: skip
     return loading.load(
-        model, kv=kv_spec(args, choose), executor=executor, device=device, dtype=dtype, layers=layers, **others
+        model, kv=kv_request(args, choose), executor=executor, device=device, dtype=dtype, layers=layers, **others
     )
 
 
@@ -82,8 +83,14 @@ _OPTIONS = ("kv", "calibration", "kv_tail", "kv_sink", "kv_skip_layers")
 """Options that describe a cache, but a plan."""
 
 
-def kv_spec(args: Mapping[str, Any], choose: Callable[[float], KVSpec] | None = None) -> KVSpec:
-    """The cache that `options.kv_options` ask for, by their names; `choose` maps a loss to the cache of `auto`."""
+def kv_spec(args: Mapping[str, Any]) -> KVSpec:
+    """The cache that `options.kv_options` ask for, by their names, chosen now if need be."""
+    spec = kv_request(args)
+    return spec if isinstance(spec, KVSpec) else spec()
+
+
+def kv_request(args: Mapping[str, Any], choose: Callable[[float], KVSpec] | None = None) -> KVSpec | Callable[[], KVSpec]:
+    """The same, or what chooses it; `choose` maps a loss to the cache of `auto`."""
     kv, plan, calibration = args.get("kv"), args.get("kv_plan"), args.get("calibration")
     model, layers = args.get("model"), args.get("layers")
     # Where none is named: without a model what stores any, with a calibration what it is for, else one is chosen.
@@ -95,7 +102,7 @@ def kv_spec(args: Mapping[str, Any], choose: Callable[[float], KVSpec] | None = 
     require_one_cache(args, auto=auto)
     if auto:
         loss = LOSS if args.get("kv_loss") is None else require_loss(args["kv_loss"])
-        return choose(loss) if choose else choice(args, loss)
+        return partial(choose, loss) if choose else partial(choice, args, loss)
     if plan is not None:
         return plan_file.load(plan)
     if isinstance(kv, KVSpec):

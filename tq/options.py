@@ -320,9 +320,9 @@ def open_session(args: Mapping[str, Any], **others: Any) -> Session:
         from haarkv.engine.sampling import Sampling, require_drawn
         from haarkv.engine.text import stop_list
         from haarkv.models.text import generation_settings
-        from tq.loading import kv_spec
+        from tq.loading import kv_request
 
-        spec, draft = kv_spec(args), draft_spec(args) if "draft" in args else None
+        spec, draft = kv_request(args), draft_spec(args) if "draft" in args else None
         stop_list(args.get("stop", ()))
         Sampling(**sampling_settings(args))
         if filters := sampling_settings(args):

@@ -14,6 +14,8 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.planning import choice_cache
 
+pytestmark = pytest.mark.chooses
+
 CHOICE = KVSpec("k=tq8,v=tq3", tail=60, sink=2)
 
 

@@ -15,6 +15,8 @@ from haarkv.tq_ops.kv.plan import KVSpec
 from haarkv.validation.planning import choice_cache
 from haarkv.validation.planning.auto import LOSS
 
+pytestmark = pytest.mark.chooses
+
 
 @pytest.fixture
 def serve(run, monkeypatch, tmp_path):

@@ -20,6 +20,8 @@ from haarkv.validation.planning.common_text import SEQUENCES, samples, start_tok
 from haarkv.validation.planning.search import bits_per_value, session_with_plan
 from tq.cli import main
 
+pytestmark = pytest.mark.chooses
+
 LOSS = 0.0004
 """Tiny loses little: a bound that takes more than its smallest cache."""
 

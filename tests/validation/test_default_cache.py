@@ -18,6 +18,8 @@ from haarkv.validation.planning.search import place_bytes, places
 from tq.cli import main
 from tq.loading import load
 
+pytestmark = pytest.mark.chooses
+
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
