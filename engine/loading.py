@@ -86,15 +86,10 @@ def load(
     name, began = str(model), time.perf_counter()
     # What is wrong is said before the weights are read.
     config = read_config(name, layers)
-    most = config.max_position_embeddings
-    # Until a cache is chosen, one that stands for any.
-    spec = (
-        KVSpec(kv)
-        if isinstance(kv, str)
-        else kv
-        if isinstance(kv, KVSpec)
-        else KVSpec("tq4", min(TAIL, most), min(SINKS, most))
-    )
+    if callable(kv):  # until it chooses, a cache that stands for any
+        spec = KVSpec("tq4", *(min(tokens, config.max_position_embeddings) for tokens in (TAIL, SINKS)))
+    else:
+        spec = KVSpec(kv) if isinstance(kv, str) else kv
     formats.parse(spec.kv, spec.calibration)
     split = Split(config, ranks.rank, ranks.size)
     part, plan = split.part, plan_for(spec, config, split)

@@ -23,7 +23,7 @@ def pytest_configure(config):
 
 @pytest.fixture(autouse=True)
 def default_cache(request, monkeypatch, tmp_path_factory):
-    """Without a name tests run in `tq4`, as if it had been chosen before; those marked `chooses` choose, for this run alone."""
+    """Without a name tests run in `tq4`, as if it had been chosen before; those marked `chooses` choose anew."""
     folder = tmp_path_factory.getbasetemp() / "kv-auto"
     monkeypatch.setattr("haarkv.validation.planning.choice_cache.home", lambda: folder)
     if request.node.get_closest_marker("chooses") is None:
