@@ -30,4 +30,4 @@ def default_cache(request, monkeypatch, tmp_path_factory):
         from haarkv.tq_ops.kv.plan import KVSpec
 
         for name in ("haarkv.validation.planning.choice_cache", "tq.loading"):
-            monkeypatch.setattr(f"{name}.saved_choice", lambda *_: KVSpec())
+            monkeypatch.setattr(f"{name}.saved_choice", lambda *_, **__: KVSpec())

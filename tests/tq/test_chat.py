@@ -54,7 +54,7 @@ def chat(tmp_path):
 
 
 def test_a_conversation_in_a_terminal(chat, alphabet):
-    with chat(alphabet) as terminal:
+    with chat(alphabet, "--kv", "tq4") as terminal:
         banner = terminal.shown
         assert f"{alphabet} on the reference" in banner.replace("\r\n", "")
         assert "KV cache tq4" in banner

@@ -204,6 +204,7 @@ def test_info_counts_the_weights_that_generate_loads(tq, checkpoint):
     assert "29.537 GB in bfloat16 on cpu" in " ".join(tq("info", "random:14b", "--dtype", "bfloat16").out.split())
 
 
+@pytest.mark.chooses
 def test_info_says_which_cache_one_gets_and_how_long_a_sequence_may_be(tq, checkpoint, monkeypatch):
     tq("info", checkpoint).shows(
         "a sequence holds at most 1,024 tokens, the model's positions",

@@ -268,6 +268,7 @@ def plan_of_checkpoint(tmp_path, checkpoint, calibration_bytes):
     return path
 
 
+@pytest.mark.chooses
 def test_a_choice_goes_from_one_home_to_another(tq, tmp_path, plan_of_checkpoint, monkeypatch):
     for home, given, taken in (("one", plan_of_checkpoint, "a.safetensors"), ("two", "a.safetensors", "b.safetensors")):
         monkeypatch.setattr(choice_cache, "home", lambda home=home: tmp_path / home)

@@ -88,6 +88,7 @@ def test_compile_writes_a_program_for_each_pair_of_formats_of_a_plan(run, tmp_pa
     assert sorted(path.name for path in (tmp_path / "cpp").iterdir()) == ["decode-layer0", "decode-layer5"]
 
 
+@pytest.mark.chooses
 @pytest.mark.parametrize("kv_args", [{}, {"kv_tail": 64}])
 def test_compile_takes_a_cache_that_the_programs_read_and_chooses_none(monkeypatch, tmp_path, kv_args):
     """Of a model whose cache `tq generate --executor npu` would choose: no weights are read to compile."""

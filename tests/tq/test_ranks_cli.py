@@ -19,7 +19,7 @@ def run(*args):
 
 
 def test_two_ranks_say_what_one_process_says(capfd):
-    args = [*GENERATE, "--max-new-tokens", "8", "--json"]
+    args = [*GENERATE, "--kv", "tq4", "--max-new-tokens", "8", "--json"]
     assert main(args) == 0
     one = json.loads(capfd.readouterr().out)
     code, out, _ = run(*args, *TWO)

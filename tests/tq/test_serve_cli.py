@@ -137,7 +137,7 @@ def test_vllm_gets_the_file_of_the_cache_that_is_chosen_once_for_a_model(serve, 
     cache, lines = serve("tiny", *args)
     file = choice_cache.file_for("tiny", 0.05 if "--kv-loss" in args else LOSS)
     assert cache == {"haarkv_kv_plan": str(file)}
-    assert "--kv auto takes" in lines[-1]
+    assert "KV cache chosen in" in lines[-1]
     assert serve("tiny", *args) == (cache, [])
     assert choice_cache.chosen_before(file).weights
 

@@ -16,7 +16,7 @@ def run(*args):
         code = main(list(args))
     return code, out.getvalue(), err.getvalue()
 
-generate = ("generate", "--prompt", "x", "--max-new-tokens", "2", "--json")
+generate = ("generate", "--kv", "tq4", "--prompt", "x", "--max-new-tokens", "2", "--json")
 on_npu = ("--executor", "npu")
 ran = [run("info"), run(*generate), run(*generate, "--executor", "cpu"), run(*generate, *on_npu)]
 print(json.dumps([*ran, run(*generate, *on_npu, "--device", "npu:0")]))

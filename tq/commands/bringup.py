@@ -249,6 +249,7 @@ def compile_command(model: str, names: tuple[str, ...], folder: Path | None, as_
 def _cache_to_compile(model: str, args: dict[str, Any]) -> KVSpec:
     """The cache to compile for; without a name, an earlier choice, or `tq4`: no weights are read here."""
     from haarkv.engine.plans import SINKS, TAIL
+    from haarkv.tq_ops.kv.plan import KVSpec
     from haarkv.validation.planning.choice_cache import saved_choice
     from tq.loading import kv_spec
 
