@@ -227,7 +227,7 @@ def test_eval_and_generate_take_learned_formats(tq):
     ran = tq(*EVAL, *LEARNED, "--text", "unseen.txt", "--tokens", 60, "--json", "--kv", "k=lr3,v=tq3,k=lr4,v=tq4,tq4")
     rows = {row["kv"]: row for row in json.loads(ran.shows())["rows"]}
     assert rows.keys() == {"k=lr3,v=tq3", "k=lr4,v=tq4", "tq4"}
-    assert rows["k=lr4,v=tq4"]["kl_mean"] < rows["tq4"]["kl_mean"]
+    assert 2 * rows["k=lr4,v=tq4"]["kl_mean"] < rows["k=lr3,v=tq3"]["kl_mean"]
     prompt = ("--kv", "k=lr3,v=tq4", "--prompt", "def", "--max-new-tokens", 3, "--json")
     assert tq("generate", *LEARNED, *prompt).json["kv"]["format"] == "k=lr3,v=tq4"
 

@@ -122,22 +122,18 @@ class AttentionVectors:
     def key_weights(self, scale: float) -> Tensor:
         """What errors of keys count, [H, T] float64 with mean 1: mostly by what attention gives to each in all.
 
-        The newest `TAIL` tokens of a query and the first `SINKS` of the text, which caches store in BF16, do not count.
+        Attention to the newest `TAIL` tokens of a query and to the first `SINKS` of the text, which caches store in BF16, does
+        not count.
         """
         keys, queries = torch.cat(self._k, 1).float(), torch.cat(self._q, 1).float()
         heads, tokens, dim = keys.shape
-        equal = torch.ones(heads, tokens, dtype=torch.float64)
-        if tokens <= SINKS:
-            return equal
-        equal[:, :SINKS] = 0
-        sees, received = torch.ones(tokens, tokens, dtype=torch.bool).tril(), torch.zeros_like(equal)
+        sees, received = torch.ones(tokens, tokens, dtype=torch.bool).tril(), torch.zeros(heads, tokens, dtype=torch.float64)
         for head, group in enumerate(queries.view(heads, -1, tokens, dim)):
             for q in group:
                 attention = (q @ keys[head].T).mul_(scale).masked_fill_(~sees, -math.inf).softmax(-1)
                 received[head] += attention.tril_(-TAIL).sum(0)
-        received *= equal
-        equal /= equal.mean(1, keepdim=True)
-        mean = received.mean(1, keepdim=True)
+        received[:, :SINKS] = 0
+        mean, equal = received.mean(1, keepdim=True), torch.ones_like(received)
         by_attention = received / mean.clamp(min=_TINY)
         return torch.where(mean > 0, torch.lerp(equal, by_attention, _BY_ATTENTION), equal)
 
