@@ -172,7 +172,7 @@ def test_a_choice_in_the_file_is_taken_if_it_is_of_its_weights(whole, tmp_path, 
     out, other, again = tmp_path / "q.gguf", tmp_path / "other.gguf", tmp_path / "again.gguf"
     monkeypatch.setattr(choice_cache, "home", lambda: tmp_path / "kv-auto")
     assert main(["quantize", str(whole), "--out", str(out), "--kv-choice"]) == 0
-    assert "--kv auto takes" in capsys.readouterr().out
+    assert "KV cache chosen in" in capsys.readouterr().out
     choice = GGUFSource(out).kv_choice()
     assert gguf.GGUFReader(out).fields[KV_CHOICE].contents() == b64encode(choice).decode()
     messages = []

@@ -59,7 +59,7 @@ from haarkv.validation.planning.search import (
     with_format,
 )  # fmt: skip
 
-LOSS = 0.0007
+LOSS = 0.001
 """Mean KL in nats a token, of the second half of the text, that a cache may lose by default."""
 FORMATS: Mapping[Side, tuple[str, ...]] = {
     "k": ("lr2", "lr3", "lr4", "lr5", "bf16"), "v": ("tq2", "tq3", "tq4", "tq5", "tq6", "bf16"),
