@@ -16,7 +16,8 @@ from haarkv.engine.sampling import Sampling
 @pytest.fixture(scope="module")
 def session(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stream") / "m"
-    return tq.load(write_checkpoint(folder, config={"max_position_embeddings": 30_000}, mutate=saying("abé€z", endless=True)))
+    model = write_checkpoint(folder, config={"max_position_embeddings": 30_000}, mutate=saying("abé€z", endless=True))
+    return tq.load(model, kv="tq4")
 
 
 def test_pieces_add_up_to_the_text(session):
