@@ -29,5 +29,6 @@ def default_cache(request, monkeypatch, tmp_path_factory):
     if request.node.get_closest_marker("chooses") is None:
         from haarkv.tq_ops.kv.plan import KVSpec
 
-        for name in ("haarkv.validation.planning.choice_cache", "tq.loading"):
+        # First the one that imports from the other: else it would keep what stands here.
+        for name in ("tq.loading", "haarkv.validation.planning.choice_cache"):
             monkeypatch.setattr(f"{name}.saved_choice", lambda *_, **__: KVSpec())
