@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from checkpoints import write_checkpoint
 
 import tq
 from haarkv.engine.plans import plan_for
@@ -89,6 +90,20 @@ def test_what_is_chosen_for_npu_is_what_its_programs_read(choice, share):
     assert plan.has_windows == (share >= 1)
     assert NpuExecutor.supports(config, plan) is None
     assert NpuExecutor.supports(config, plan_for(choice.spec, config))
+
+
+@pytest.mark.parametrize(("head_dim", "executor"), [(16, None), (128, auto.NO_TAIL)], ids=["unlearned", "without a tail"])
+def test_a_choice_is_of_what_is_read_and_remembered(tmp_path, head_dim, executor):
+    """Where keys cannot be learned, and where an executor reads no tail."""
+    subject = load_subject(str(write_checkpoint(tmp_path / "model", config={"head_dim": head_dim})))
+    choice = auto.choose(subject, executor=executor)
+    plan = plan_for(choice.spec, choice.config)
+    assert (plan.recent, plan.sink) == ((None, 0) if executor else (124, 4))
+    has_learned_keys = any(k.name.startswith("lr") for k, _ in plan.layers)
+    assert (has_learned_keys, choice.file is not None) == (head_dim == 128,) * 2
+    assert choice.row.kl_mean <= auto.LOSS
+    choice_cache.remember(tmp_path / "choice", choice)
+    assert plan_for(choice_cache.chosen_before(tmp_path / "choice"), choice.config).describe() == plan.describe()
 
 
 def test_a_choice_for_npu_is_remembered_apart(at_home):

@@ -160,7 +160,7 @@ class LearnedFormat(RotatedFormat):
     `codebooks.cubic`, codes those of `pack_columns`. A vector equal to the mean stores scale 0; a scale above FP16 saturates.
 
     Args:
-        bases: by layer, of those that have keys.
+        bases: layer -> coordinates, for each layer with keys.
         bits: B.
     Raises:
         InputError: 32 does not divide head_dim, or no layer has keys.

@@ -1,4 +1,4 @@
-"""The smallest cache whose loss on a model stays under a bound: `--kv auto`, layer by layer, K apart from V.
+"""The smallest cache whose loss on a model stays under a bound, layer by layer, K apart from V: the default of every model.
 
     text         of seven kinds, written for this (`common_text.samples`), in two halves
     coordinates  of the model's keys, learned from the first half
@@ -57,7 +57,7 @@ from haarkv.validation.planning.search import (
     run_one_layer,
     session_with_plan,
     with_format,
-)  # fmt: skip
+)
 
 LOSS = 0.001
 """Mean KL in nats a token, of the second half of the text, that a cache may lose by default."""
@@ -72,7 +72,7 @@ TAILS = (TAIL, 92, 60)
 TOKENS, CONTEXT = 1022, 4096
 """Tokens of the text; sizes are of a sequence of `CONTEXT` tokens."""
 _KL_OF_COSTS = 1.5
-"""KL over the sum of costs before it is measured: more than was found on any model."""
+"""KL over the sum of costs until it is measured: a first guess."""
 _TRIED_AT_MOST = 4
 _ENOUGH = 0.7
 """After a loss of this much of the bound no other cache is tried."""
@@ -94,7 +94,6 @@ class CacheChoice:
     costs: Costs
     rows: tuple[FidelityRow, ...]
     row: FidelityRow
-    loss: float
     seconds: float
 
     def __str__(self) -> str:
@@ -178,7 +177,7 @@ def choose(
     )
     file = subject.calibration_file(study.learning, {}) if calibration else None
     spec = replace(plan_spec(plan, calibration), made_for=shape_signature(config), weights=subject.fingerprint)
-    return CacheChoice(spec, config, file, next(iter(costs.values())), tuple(rows), row, loss, time.monotonic() - began)
+    return CacheChoice(spec, config, file, next(iter(costs.values())), tuple(rows), row, time.monotonic() - began)
 
 
 # -- What formats cost ----------------------------------------------------------------------------------------------------

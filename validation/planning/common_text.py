@@ -1,5 +1,5 @@
-"""Texts to choose a cache by where the user gives none: Python's language reference, which every CPython brings and many
-models know by heart, and `prose.txt`, written for this. `--kv auto` is judged by the worse.
+"""Texts where the user gives none: Python's language reference, which every CPython brings, for `tq calibrate`, and
+`samples.txt`, written for this, by which a model's cache is chosen.
 
 What a model writes itself, from its start token at temperature 1, misleads: its next tokens are uncertain whatever the late
 layers say. It serves `tq quantize` alone.
