@@ -87,7 +87,8 @@ def load(
     # What is wrong is said before the weights are read.
     config = read_config(name, layers)
     if callable(kv):  # until it chooses, a cache that stands for any
-        spec = KVSpec("tq4", *(min(tokens, config.max_position_embeddings) for tokens in (TAIL, SINKS)))
+        tail, sink = (min(tokens, config.max_position_embeddings) for tokens in (TAIL, SINKS))
+        spec = KVSpec("tq4", tail, sink)
     else:
         spec = KVSpec(kv) if isinstance(kv, str) else kv
     formats.parse(spec.kv, spec.calibration)
