@@ -264,7 +264,10 @@ def folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(sys, "stdin", io.StringIO("spam\n"))
-        for line in (f"{GENERATE} --save-cache stored", "chat --model spoken --session talk --system 'You are a knight.'"):
+        for line in (
+            f"{GENERATE} --kv tq4 --save-cache stored",
+            "chat --model spoken --kv tq4 --session talk --system 'You are a knight.'",
+        ):
             assert main(shlex.split(f"{line} --max-new-tokens 1")) == 0
     return folder
 

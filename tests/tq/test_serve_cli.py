@@ -22,6 +22,7 @@ pytestmark = pytest.mark.chooses
 def serve(run, monkeypatch, tmp_path):
     """Runs `tq serve` in an empty home up to vLLM, as if it were installed; the cache's options and what is said before."""
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(choice_cache, "home", lambda: tmp_path / "kv-auto")
     caches = []
     monkeypatch.setattr(serving, "find_spec", lambda _: object())
     monkeypatch.setattr(serving, "serve", lambda model, cache, flags, *, say: (caches.append(cache), say("it starts")))
