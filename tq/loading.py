@@ -58,7 +58,7 @@ def load(
         skip_layers: layers in bf16; negative ones count from the end.
         calibration: learned coordinates for `lr2` to `lr5`: a file of `tq calibrate`, or its content.
         plan: a file of `tq plan`, which sets the whole cache.
-        kv_loss: mean KL in nats a token that `auto` may lose; 0.001 unless given.
+        kv_loss: mean KL in nats a token that `auto` may lose; 0.002 unless given.
         on_choice: called with a line on what `auto` chose, and why.
         executor, device, dtype, layers, others: as `haarkv.engine.loading.load` takes them.
     Raises:

@@ -209,7 +209,7 @@ resume_option = file("--resume", "Save progress here; resume from it if it exist
 
 
 loss_option = click.option(
-    "--kv-loss", type=float, metavar="NATS", help="What --kv auto may lose: mean KL a token [default: 0.001]."
+    "--kv-loss", type=float, metavar="NATS", help="What --kv auto may lose: mean KL a token [default: 0.002]."
 )
 plan_option = click.option("--kv-plan", metavar="FILE", help="A plan from `tq plan`; it sets every layer's formats.")
 calibration_option = click.option(

@@ -22,7 +22,7 @@ from haarkv.benchmarks.report import machine
 from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.output_files import check_writable, write_whole
 from haarkv.validation.fidelity.setup import parse_list
-from lab.matrix.entries import BY_LAYER, ENTRIES, parse_entry
+from lab.matrix.entries import BY_LAYER, DEFAULT, ENTRIES, parse_entry
 from lab.matrix.measure import Results, entries_for, measure, scored_tokens
 from lab.matrix.models import ModelInfo, ResidualSizes, Subject, Task, Text, prepare
 from lab.matrix.plot import matrix_svg
@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--beside", type=_residuals, default=(ResidualSizes(0, 0), ResidualSizes(128, 4)), metavar="LIST",
         help="TAIL:SINKS, how many tokens stay in BF16, the same for all caches [default: 0:0,128:4]")  # fmt: skip
     add("--tokens", type=int, default=8192, metavar="N", help="score N of each text at most [default: 8192]")
-    add("--learn", metavar="FILE", help="a text for what learns: OSCAR, lr2 to lr5, layers:BITS")
+    add("--learn", metavar="FILE", help="a text for what learns: OSCAR, lr2 to lr5")
     add("--dtype", choices=("float32", "bfloat16"), default="float32")
     add("--plot", type=Path, metavar="FILE", help="draw what --out holds, as SVG")
     add("--threads", type=int, metavar="N", help="CPU threads")
@@ -113,7 +113,7 @@ def _text(file: str, kind: str, option: str) -> Text:
 def _task(options: argparse.Namespace) -> Task:
     if len({Path(file).stem for file in options.texts}) < len(options.texts):
         raise InputError("two texts have the same kind, the name of their file; rename one")
-    names = parse_list(options.kvs, accepts=lambda part: part.startswith(BY_LAYER) or part == oscar.NAME)
+    names = parse_list(options.kvs, accepts=lambda part: part.startswith(BY_LAYER) or part in (DEFAULT, oscar.NAME))
     entries = tuple(map(parse_entry, names)) or ENTRIES
     if names and options.learn is None and (learned_kvs := [entry.kv for entry in entries if entry.needs_learning]):
         raise InputError(f"{learned_kvs[0]} is learned of a model; give --learn a text of ten thousand tokens")

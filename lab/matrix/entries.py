@@ -21,6 +21,8 @@ from lab.rivals import oscar
 
 OURS, OTHERS = "ours", "others"
 BY_LAYER = "layers:"
+DEFAULT = "auto"
+"""The cache that a model gets where none is named, with a tail and sinks of its own."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,8 @@ class Entry:
 
     @property
     def needs_learning(self) -> bool:
-        """Whether its formats need something that is learned of the model."""
-        return self.budget is not None or self.kv == oscar.NAME or formats.needs_calibration(self.kv)
+        """Whether its formats need a text to learn from."""
+        return not self.is_chosen and (self.kv == oscar.NAME or formats.needs_calibration(self.kv))
 
     @property
     def budget(self) -> float | None:
@@ -49,9 +51,14 @@ class Entry:
         return float(self.kv.removeprefix(BY_LAYER)) if self.kv.startswith(BY_LAYER) else None
 
     @property
+    def is_chosen(self) -> bool:
+        """Whether its formats are chosen for the model, by the text of the default."""
+        return self.kv == DEFAULT or self.budget is not None
+
+    @property
     def balanced(self) -> bool:
         """Whether it runs on the balanced model: ours do as they generate, others on the model as it is."""
-        return self.whose == OURS and not self.needs_learning
+        return self.whose == OURS and not self.needs_learning and not self.is_chosen
 
 
 _OURS = {
@@ -60,6 +67,7 @@ _OURS = {
     "learned K 2, V tq3": "k=lr2,v=tq3", "learned K 3, V tq3": "k=lr3,v=tq3", "learned K 3, V tq4": "k=lr3,v=tq4",
     "learned K 4, V tq3": "k=lr4,v=tq3", "learned K 4, V tq4": "k=lr4,v=tq4", "learned K 5, V tq4": "k=lr5,v=tq4",
     "learned K 5, V tq5": "k=lr5,v=tq5",
+    "the default": DEFAULT,
     **{f"by layer, {bits} bits": f"{BY_LAYER}{bits}" for bits in ("2.75", "3.25", "3.75", "4.25", "5.25")},
 }  # fmt: skip
 _OTHERS = {

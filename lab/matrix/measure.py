@@ -102,8 +102,8 @@ def entries_for(model_info: ModelInfo, task: Task, residual: ResidualSizes) -> l
     """The entries that have a layout for a model, and whose tail is long enough."""
     fitting = []
     for entry in task.entries:
-        if entry.needs_learning:
-            if task.learn is not None:
+        if entry.needs_learning or entry.is_chosen:
+            if task.learn is not None if entry.needs_learning else entry.budget is not None or residual.tail:
                 fitting.append(entry)
             continue
         try:

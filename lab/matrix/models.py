@@ -11,7 +11,7 @@ from typing import cast
 
 from torch import Tensor
 
-from haarkv.engine.plans import SINKS, TAIL, plan_for
+from haarkv.engine.plans import plan_for
 from haarkv.engine.session import Session
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
@@ -30,15 +30,13 @@ from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.calibration_file import make_calibration
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.table import OpTable
-from haarkv.validation.fidelity.evaluation import CHUNK, Setup, Workload, make_workload
-from haarkv.validation.planning import auto
-from haarkv.validation.planning.calibrate import learn_model
-from haarkv.validation.planning.search import Costs, choices_within
-from haarkv.validation.planning.search import measure as measure_places
-from lab.matrix.entries import Entry, without_waiting
+from haarkv.validation.fidelity.evaluation import CHUNK, Workload, make_workload
+from haarkv.validation.planning import auto, calibrate
+from haarkv.validation.planning.search import choices_within
+from lab.matrix.entries import DEFAULT, Entry, without_waiting
 from lab.rivals import oscar
 
-LEARNED_FROM, PROBED_BY = 10_240, 1024
+LEARNED_FROM = 10_240
 """Tokens of the text that formats learn from."""
 _GROUP = 128
 """Windows are multiples of the longest group that a format quantizes together."""
@@ -177,6 +175,8 @@ class Subject:
         Raises:
             InputError: it has no layout for this model, or needs a longer tail.
         """
+        if entry.kv == DEFAULT:
+            return self._side(plan_for(self._choice.spec, self.model.config), balanced=False)
         if entry.budget is not None:
             plan = replace(self._by_layer(entry.budget), recent=residual.tail or None, sink=residual.sink)
         else:
@@ -205,6 +205,12 @@ class Subject:
         return self.base.executor.ops or cast(OpTable, reference)
 
     @cached_property
+    def _choice(self) -> auto.CacheChoice:
+        """The cache that the model gets where none is named."""
+        base, info = self.base, self._model_info
+        return auto.choose(calibrate.Subject(info.name, self.model, base.executor, self._ops, info.tokenizer, self.weights))
+
+    @cached_property
     def _learned_from(self) -> Sequence[Tensor]:
         """Windows of the text that formats learn from."""
         assert self._task.learn is not None
@@ -215,7 +221,7 @@ class Subject:
     @cached_property
     def _coordinates(self) -> Calibration:
         """Coordinates of learned keys."""
-        return make_calibration(learn_model(self.model, self._ops, self._learned_from, ()).layers)
+        return make_calibration(calibrate.learn_model(self.model, self._ops, self._learned_from, ()).layers)
 
     @cached_property
     def _oscar(self) -> tuple[oscar.Oscar, oscar.Oscar]:
@@ -227,28 +233,9 @@ class Subject:
         Raises:
             InputError: a budget that no formats meet.
         """
-        config = self.model.config
-        context = min(auto.CONTEXT, config.max_position_embeddings)
-        (choice,) = choices_within(
-            self._costs, config, budget=budget, tails=(0,), context=context, calibration=self._coordinates
-        )
-        return choice.plan
-
-    @cached_property
-    def _costs(self) -> Costs:
-        """What each format is taken to cost at each place, on tokens behind those that were learned from.
-
-        Each place is probed by itself, with all layers behind it.
-        """
-        assert self._task.learn is not None
-        config, ids = self.model.config, self._model_info.tokenizer.encode(self._task.learn.content)
-        if len(ids) <= (least := LEARNED_FROM + PROBED_BY):
-            raise InputError(f"formats by layer learn from {least + 1:,} tokens; the text of --learn has {len(ids):,}")
-        context = config.max_position_embeddings
-        text = make_workload(ids[LEARNED_FROM:], context, window=min(PROBED_BY, context), tokens=PROBED_BY)
-        tail = min(TAIL, context)
-        base = replace(self.base, plan=plan_for(KVSpec("bf16", tail, SINKS), config))
-        names = auto.reading(config).names
-        probes = {side: by_size[1:2] for side, by_size in names.items()}
-        probe_losses = measure_places(Setup(self.model, base, {}, self.weights), text, probes, coordinates=self._coordinates)
-        return auto.format_costs(probe_losses, self._coordinates, names)
+        config, file = self.model.config, self._choice.file
+        (allocation,) = choices_within(
+            self._choice.costs, config, budget=budget, tails=(0,), context=min(auto.CONTEXT, config.max_position_embeddings),
+            calibration=file.calibration if file else None,
+        )  # fmt: skip
+        return allocation.plan

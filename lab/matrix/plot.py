@@ -16,6 +16,7 @@ Row = Mapping[str, Any]
 """As `measure` records it."""
 # Color, mark and name of each family; a row belongs to the first whose prefix its label has.
 _FAMILIES = {
+    "the default": ("#0b1f4b", "p", "the default (ours)"),
     "by layer": ("#0b1f4b", "*", "learned coordinates, by layer (ours)"),
     "learned": ("#b8336a", "d", "learned coordinates (ours)"),
     "tq": ("#2563a8", "o", "tq2 … tq8 (ours)"),

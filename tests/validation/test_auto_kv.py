@@ -3,6 +3,7 @@
 import itertools
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -144,8 +145,8 @@ def test_a_choice_is_measured_as_any_evaluation_measures(subject, choice):
     assert choice.row.kl_mean * (len(ids) - half) == pytest.approx(of_all - of_half, rel=0.03)
 
 
-def test_the_text_has_all_kinds_twice_and_one_start_token(subject):
-    """Nothing of its second half is in its first: what is learned is judged elsewhere."""
+def test_the_text_tells_fourteen_samples_in_turns_after_one_start_token(subject):
+    """What a piece continues lies behind the newest tokens, which caches store in BF16."""
 
     class Starting:
         """A tokenizer that begins each text with a start token, as Gemma's does."""
@@ -153,14 +154,14 @@ def test_the_text_has_all_kinds_twice_and_one_start_token(subject):
         def encode(self, text):
             return [-1, *subject.tokenizer.encode(text)]
 
-    ids = samples(subject.tokenizer, auto.TOKENS)
-    assert len(ids) == auto.TOKENS
-    kinds = list(torch.tensor(ids).view(14, -1))
-    assert len({tuple(kind.tolist()) for kind in kinds}) == 14
-    starting = samples(Starting(), auto.TOKENS)
-    assert starting[0] == -1
-    assert starting.count(-1) == 1
-    assert starting[1:] == ids[:-1]
+    ids, starting = samples(subject.tokenizer, auto.TOKENS - 1), samples(Starting(), auto.TOKENS)
+    assert starting == [-1, *ids]
+    pieces = torch.tensor(ids).view(4, 14, -1)
+    assert pieces[0].numel() > auto.TAIL + pieces.shape[-1]
+    told = [subject.tokenizer.decode(sample.flatten().tolist()).rstrip("\ufffd") for sample in pieces.transpose(0, 1)]
+    text = (Path(auto.__file__).parent / "samples.txt").read_text(encoding="utf-8")
+    assert all(text.count(sample) == 1 for sample in told)
+    assert len(set(told)) == 14
 
 
 def choosing(monkeypatch, choose):

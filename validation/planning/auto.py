@@ -59,7 +59,7 @@ from haarkv.validation.planning.search import (
     with_format,
 )
 
-LOSS = 0.001
+LOSS = 0.002
 """Mean KL in nats a token, of the second half of the text, that a cache may lose by default."""
 FORMATS: Mapping[Side, tuple[str, ...]] = {
     "k": ("lr2", "lr3", "lr4", "lr5", "bf16"), "v": ("tq2", "tq3", "tq4", "tq5", "tq6", "bf16"),
@@ -69,7 +69,7 @@ UNLEARNED_KEYS = ("tq3", "tq4", "tq5", "tq6", "bf16")
 Names = Mapping[Side, tuple[str, ...]]
 TAILS = (TAIL, 92, 60)
 """Tails to choose from where layers have a sliding window."""
-TOKENS, CONTEXT = 1022, 4096
+TOKENS, CONTEXT = 1009, 4096
 """Tokens of the text; sizes are of a sequence of `CONTEXT` tokens."""
 _KL_OF_COSTS = 1.5
 """KL over the sum of costs until it is measured: a first guess."""

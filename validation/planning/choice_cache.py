@@ -25,7 +25,7 @@ from haarkv.tq_ops.output_files import write_whole
 from haarkv.validation.planning.auto import LOSS, TOKENS, CacheChoice, choose, reading
 from haarkv.validation.planning.calibrate import load_subject
 
-_VERSION = 8
+_VERSION = 9
 
 
 def home() -> Path:

@@ -141,7 +141,7 @@ def test_formats_that_learn_do_so_from_the_text_that_is_given(model_info, subjec
 
 def test_formats_by_layer_take_what_is_asked_and_lose_less_than_one_format_everywhere(model_info, tmp_path):
     entries = [parse_entry(kv) for kv in ("layers:4.5", "layers:3.5", "k=lr3,v=tq3")]
-    task = Task(entries, [CODE], (128,), (ResidualSizes(0, 0), ResidualSizes(16, 4)), 256, Text("learn", CODE.content * 24))
+    task = Task(entries, [CODE], (128,), (ResidualSizes(0, 0), ResidualSizes(16, 4)), 256, Text("learn", CODE.content * 2))
     subject = Subject(model_info, task)
     plans = [subject.side(entries[0], residual).plan for residual in task.residuals]
     assert [(plan.recent, plan.sink) for plan in plans] == [(None, 0), (16, 4)]
@@ -152,12 +152,9 @@ def test_formats_by_layer_take_what_is_asked_and_lose_less_than_one_format_every
     assert wide["kl_mean"] < narrow["kl_mean"] < uniform["kl_mean"]
 
 
-def test_formats_by_layer_say_what_they_need(model_info):
+def test_a_cache_by_layer_needs_a_number_of_bits():
     with pytest.raises(InputError, match=r"layers:x names no bits a value; write layers:4\.25"):
         parse_entry("layers:x")
-    task = Task([parse_entry("layers:4.25")], [CODE], (128,), (ResidualSizes(0, 0),), 256, Text("learn", CODE.content))
-    with pytest.raises(InputError, match="formats by layer learn from 11,265 tokens; the text of --learn has"):
-        Subject(model_info, task).side(task.entries[0], task.residuals[0])
 
 
 # -- Rows are kept -----------------------------------------------------------------------------------------------------------
@@ -222,10 +219,8 @@ def test_families():
         "K tq6, V tq4": "K ",
     }  # fmt: skip
     assert {label: family(label) for label in families} == families
-    assert {family(entry.label) for entry in ENTRIES if entry.whose == OURS and entry.needs_learning} == {
-        "learned",
-        "by layer",
-    }
+    assert {family(entry.label) for entry in ENTRIES if entry.whose == OURS and entry.needs_learning} == {"learned"}
+    assert {family(entry.label) for entry in ENTRIES if entry.is_chosen} == {"the default", "by layer"}
 
 
 def test_the_figure_names_every_row_and_is_the_same_again():
