@@ -41,9 +41,9 @@ class Measure:
     words: str
 
 
-LOGITS = Measure(0.5, 2.0, "logits are off by {:.2g} nats")
+LOGITS = Measure(0.5, 2.0, "attention scores are off by {:.2g}")
 """For K: RMS error over queries and keys."""
-OUTPUT = Measure(0.5, 1.0, "{:.0%} of the output is error")
+OUTPUT = Measure(0.5, 1.0, "{:.0%} of what attention returns is error")
 """For V: relative error, channels weighted by o_proj; at 1 nothing is left."""
 
 
@@ -143,7 +143,7 @@ def describe(losses: Sequence[Loss], *, could_balance: bool = False) -> str:
         instead = f"keep the first tokens in BF16: --kv-sink {SINKS}"
     else:
         layers = ",".join(str(layer) for layer in sorted({loss.layer for loss in losses}))
-        instead = f"keep what suffers in BF16 (--kv-skip-layers {layers}), or find formats for it with tq plan or tq calibrate"
+        instead = f"take the default cache, or keep what suffers in BF16 (--kv-skip-layers {layers})"
     return f"{'; '.join(parts)}; {instead}"
 
 

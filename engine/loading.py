@@ -10,7 +10,7 @@ from typing import Any
 
 from haarkv.engine.collapse import Guard
 from haarkv.engine.draft_choice import DraftSpec, Target, choose
-from haarkv.engine.plans import SINKS, TAIL, balance_note, balanced_for, memory_need, plan_for
+from haarkv.engine.plans import SINKS, TAIL, balanced_for, memory_need, plan_for
 from haarkv.engine.sampling import Sampling
 from haarkv.engine.session import LoadRecord, Session
 from haarkv.executors.catalog import AUTO, OnProgram, check, create, info, interpreter_warning, select
@@ -69,7 +69,7 @@ def load(
         balance: scale uneven channels of K and V by powers of two, and weights by the inverse. The model stays the same; a
             rotated cache loses less.
         allow_collapse: warn where text from this cache would be garbage, instead of refusing.
-        on_warning: called with a sentence if layers were balanced, or text will suffer; a Python warning unless given.
+        on_warning: called with a sentence if text will suffer; a Python warning unless given.
         draft: `ngram`, `mtp`, a smaller model of the same tokenizer, or a `DraftSpec`.
         keep_blocks: keep quantized weights of a GGUF file in blocks. Unless given, those that the executor multiplies with.
             True keeps all: other executors restore them at each product, slowly, or at load (cuda, npu, onnx). False restores
@@ -124,7 +124,7 @@ def load(
         if types and weights.total > in_file:
             sizes = f"{weights.total / 2**30:,.2f} GiB in place of {in_file / 2**30:,.2f}"
             on_warning(f"{selection.name} restores quantised weights as they load ({types}): {sizes}")
-    decoder, scaling, mark = _balance_model(decoder, plan, spec, balance, ranks, on_warning)
+    decoder, scaling, mark = _balance_model(decoder, plan, spec, balance, ranks)
     guard = None
     if spec.calibration is None:
         guard = Guard(plan, scaling.moments, decoder.config.attentions[0].scale, not balance, allow_collapse, ranks)
@@ -137,7 +137,7 @@ def load(
         name=name, config=keeping, executor=running, tokenizer=tokenizer, plan=plan,
         generation=generation, passed_over=selection.passed_over, ranks=ranks, weight_bytes=decoder.weights.nbytes,
         load_record=LoadRecord(weights, time.perf_counter() - began),
-        uneven=scaling.uneven, guard=guard, weights=mark, draft=make_draft(running) if make_draft else None,
+        guard=guard, weights=mark, draft=make_draft(running) if make_draft else None,
         draft_tokens=drafts.tokens if drafts else 4,
     )  # fmt: skip
 
@@ -154,7 +154,7 @@ def _model_sampling(name: str) -> Mapping[str, Any]:
 
 
 def _balance_model(
-    model: DecoderModel, plan: KVPlan, spec: KVSpec, balance: bool, ranks: Ranks, on_warning: Callable[[str], object]
+    model: DecoderModel, plan: KVPlan, spec: KVSpec, balance: bool, ranks: Ranks
 ) -> tuple[DecoderModel, balancing.Scaling, str]:
     """The model as a session runs it, its scaling, and the fingerprint of its weights; "" for a rank's part."""
     mark = fingerprint(model.weights.named_tensors()) if ranks.size == 1 else ""
@@ -163,8 +163,6 @@ def _balance_model(
     if scaling.uneven:
         # K and V are those of other channels then.
         mark += "-" + hashlib.sha256(repr(scaling.uneven).encode()).hexdigest()[:8]
-        if ranks.rank == 0 and (note := balance_note(scaling.uneven)):
-            on_warning(note)
     return model, scaling, mark
 
 

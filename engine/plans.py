@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,6 @@ from haarkv.tq_ops.kv.model_shape import ModelShape
 from haarkv.tq_ops.kv.plan import KVPlan, KVSpec
 from haarkv.tq_ops.memory import require_memory
 
-WORTH_SAYING = 2.0
-"""Factor by which a layer's error must shrink for balance to be mentioned."""
 TAIL, SINKS = 124, 4
 """Newest and first tokens in BF16 by default."""
 WITH_CALIBRATION = KVSpec("k=lr4,v=tq4", TAIL, SINKS)
@@ -68,13 +66,6 @@ def balanced_for(
 ) -> tuple[DecoderModel, balancing.Scaling]:
     """The model as a session runs it, and its scaling: balanced where its cache is lossy and has no learned coordinates."""
     return balancing.balance(model, balancing.where_lossy(plan, balance and spec.calibration is None))
-
-
-def balance_note(uneven: Sequence[balancing.Uneven], off: str = "--balance off") -> str:
-    """What was balanced, and what leaves it, in one line; "" where too little was gained to be mentioned."""
-    if all(side.ratio < WORTH_SAYING for side in uneven):
-        return ""
-    return f"{balancing.describe(uneven)}; {off} leaves them as they are"
 
 
 # -- What it takes -----------------------------------------------------------------------------------------------------------

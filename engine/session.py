@@ -19,7 +19,6 @@ from haarkv.engine.result import KVUsage, Result, Stream, draft_report
 from haarkv.engine.sampling import Sampling, SamplingSettings, require_drawn
 from haarkv.engine.text import Chat, Texts, context_for, encode, stop_list
 from haarkv.executors.base import Executor
-from haarkv.models import balance as balancing
 from haarkv.models.base import new_cache
 from haarkv.models.catalog import model_files
 from haarkv.models.config import ModelConfig
@@ -55,7 +54,6 @@ class Session:
         passed_over: name of a faster executor and why `auto` did not take it; "" if there is none.
         ranks: processes that run the model together. `config`, `executor` and caches are then this rank's part; all ranks must
             make the same calls, and each gets the whole result.
-        uneven: layers whose K or V was balanced at load.
         guard: tells whether text from this cache would be garbage; None if nothing has to be checked.
         weights: fingerprint of the loaded weights; stored sequences hold it.
         draft_tokens: the most drafted tokens in one step.
@@ -71,7 +69,6 @@ class Session:
     ranks: Ranks = SINGLE_RANK
     weight_bytes: int = 0
     load_record: LoadRecord | None = None
-    uneven: tuple[balancing.Uneven, ...] = ()
     guard: Guard | None = None
     weights: str = ""
     draft: DraftSource | None = None

@@ -195,16 +195,6 @@ def name_layers(layers: Sequence[int]) -> str:
     return f"layer{'s' * (len(set(layers)) > 1)} {names}"
 
 
-def describe(uneven: Sequence[Uneven]) -> str:
-    """What was balanced, in one line."""
-    parts = []
-    for side in ("K", "V"):
-        if layers := [one.layer for one in uneven if one.side == side]:
-            worst = max(one.ratio for one in uneven if one.side == side)
-            parts.append(f"{side} of {name_layers(layers)} (up to {worst:.3g} times less error)")
-    return f"balanced {' and '.join(parts)}: their channels are uneven"
-
-
 def _moment_fields(fields: Iterable[str]) -> set[str]:
     """Fields of a layer that its moments need; a normed K needs no projections."""
     read_fields = _READ.intersection(fields)

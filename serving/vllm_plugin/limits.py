@@ -207,8 +207,6 @@ def judge_collapse(vllm_config: VllmConfig, allow: str = f"{ALLOW_COLLAPSE} true
         return Scaling({}, (), {})
     balances, plan = options.get(BALANCE, True), kv_plan(vllm_config)
     scaling = balance.choose_scaling(_moments(model.model), balance.where_lossy(plan, balances))
-    if scaling.uneven:
-        logger.info("%s; %s false leaves them as they are", balance.describe(scaling.uneven), BALANCE)
     allows = bool(options.get(ALLOW_COLLAPSE))
     guard = Guard(plan, scaling.moments, model.get_head_size() ** -0.5, not balances, allows, insist=allow)
     guard.at_load(partial(logger.warning, "%s"))

@@ -13,7 +13,7 @@ from haarkv.tq_ops.errors import count_noun
 from tq import options
 from tq.commands.generate import read_prompt
 from tq.groups import Command
-from tq.output import loading, print_judged, print_table, telling, unread_is_fine, warn
+from tq.output import loading, print_judged, print_table, telling, unread_is_fine
 
 if TYPE_CHECKING:
     from haarkv.engine.generation import Completion
@@ -65,7 +65,6 @@ def command(
     texts = [*prompts, *(read_prompt(file) for file in files)] or list(_PROMPTS)
     options.say_if_interpreted(*(side.partition(":")[0] for side in (spec_a, spec_b)), device=device)
     with loading(model) as progress:
-        from haarkv.engine.plans import balance_note
         from haarkv.validation.fidelity.greedy_diff import greedy_diff
         from haarkv.validation.fidelity.setup import load_contenders, parse_contender
         from tq.loading import kv_spec
@@ -74,8 +73,6 @@ def command(
         a, b, dtype = load_contenders(
             model, sides, spec, device=device, dtype=dtype, layers=layers, balance=balance == "auto", progress=progress
         )
-    if note := balance_note(tuple(dict.fromkeys((*a.uneven, *b.uneven)))):
-        warn(note)
     done = Counter[str]()
     with telling() as tell:
 

@@ -16,7 +16,7 @@ from haarkv.tq_ops.errors import count_noun
 from tq import options
 from tq.commands.generate import read_prompt
 from tq.groups import Command
-from tq.output import loading, print_table, scoring, warn
+from tq.output import loading, print_table, scoring
 
 if TYPE_CHECKING:
     from haarkv.validation.fidelity.evaluation import FidelityRow, Setup, Workload
@@ -59,7 +59,6 @@ def command(
     """
     text = read_text(text_file, "--text")
     options.check_outputs(resume=resume_file)
-    from haarkv.engine.plans import balance_note
     from haarkv.validation.fidelity.evaluation import evaluate, make_workload
     from haarkv.validation.fidelity.setup import load_setup, parse_list
     from tq.loading import kv_spec, named_plans
@@ -73,8 +72,6 @@ def command(
             model, names, spec=spec, plans=plans, progress=progress, balance=balance == "auto", executor=executor,
             device=device, dtype=dtype, layers=layers,
         )  # fmt: skip
-    if note := balance_note(setup.uneven):
-        warn(note)
     ids, context = setup.base.tokenizer.encode(text), setup.base.config.max_position_embeddings
     plan = make_workload(ids, context, window=window, tokens=tokens)
     with scoring(len(setup.caches) * plan.scored_tokens) as on_step:

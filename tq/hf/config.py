@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from haarkv.engine.collapse import Guard
-from haarkv.engine.plans import balance_note, declaration_in
+from haarkv.engine.plans import declaration_in
 from haarkv.models import balance
 from haarkv.models.balance import Moments, Scales, Uneven, key_moments, value_moments
 from haarkv.models.hf_config import HFConfig, read_rope
@@ -147,7 +147,5 @@ def balance_scales(
     A model whose text would be garbage is refused, or warned of with `allow_collapse`.
     """
     scaling = balance.choose_scaling(layer_moments(model, decoder), balance.where_lossy(plan, balances))
-    if note := balance_note(scaling.uneven, "balance=False"):
-        warn(note)
     Guard(plan, scaling.moments, head_dims(decoder, 0)[0] ** -0.5, not balances, allow_collapse).at_load(warn)
     return scaling.scales, scaling.uneven

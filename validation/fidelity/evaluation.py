@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from haarkv.engine.session import Session
-from haarkv.models.balance import Uneven
 from haarkv.models.base import DecoderModel
 from haarkv.tq_ops import reference
 from haarkv.tq_ops.errors import InputError, NonFiniteError
@@ -47,14 +46,12 @@ class Setup:
     Attributes:
         model: its embedding and head serve all caches.
         weights: fingerprint of the whole model, balanced.
-        uneven: layers whose K or V was balanced.
     """
 
     model: DecoderModel
     base: Session
     caches: Mapping[str, Session]
     weights: str
-    uneven: tuple[Uneven, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -81,10 +81,8 @@ def load_setup(
         weights = fingerprint(loaded_model.weights.named_tensors())
         for each in learned_specs:
             each.require_weights(weights)
-    uneven: tuple[balancing.Uneven, ...] = ()
     if balance and not any(s.calibration for s in (spec, *(plans or {}).values())):
-        loaded_model, scaling = balancing.balance(loaded_model)  # the baseline in bf16 computes the same bits
-        uneven = scaling.uneven
+        loaded_model, _ = balancing.balance(loaded_model)  # the baseline in bf16 computes the same bits
     tokenizer, config = load_tokenizer(model, loaded_model.config), loaded_model.config
     runner = catalog.create(executor, loaded_model, next(iter(plans_by_name.values())), device)
     for plan in plans_by_name.values():
@@ -102,7 +100,7 @@ def load_setup(
         caches[BASELINE] = base
     # Layers run where they are; embedding and head where the baseline is.
     ends = replace(loaded_model, weights=replace(loaded_model.weights, layers=())).to(base.executor.device)
-    return Setup(ends, base, caches, fingerprint(loaded_model.weights.named_tensors()), uneven)
+    return Setup(ends, base, caches, fingerprint(loaded_model.weights.named_tensors()))
 
 
 # -- Fingerprints: what a partial result belongs to -------------------------------------------------------------------------
@@ -201,14 +199,14 @@ def load_contenders(
         return load_model(model, common_dtype, layers, progress, keep_blocks=block_types)
 
     @cache
-    def balanced_model(kv: str, block_types: tuple[str, ...]) -> tuple[KVPlan, DecoderModel, balancing.Scaling]:
+    def balanced_model(kv: str, block_types: tuple[str, ...]) -> tuple[KVPlan, DecoderModel]:
         plan = plan_for(replace(spec, kv=kv), model_with_blocks(block_types).config)
-        return plan, *balanced_for(model_with_blocks(block_types), plan, spec, balance)
+        return plan, balanced_for(model_with_blocks(block_types), plan, spec, balance)[0]
 
     def session(side: Contender) -> Session:
-        plan, balanced, scaling = balanced_model(side.kv, catalog.info(side.executor).block_types())
+        plan, balanced = balanced_model(side.kv, catalog.info(side.executor).block_types())
         where = device if only_reference or side.executor != "reference" else None
         executor = catalog.create(side.executor, balanced, plan, where)
-        return Session(model, balanced.config, executor, tokenizer, plan, uneven=scaling.uneven)
+        return Session(model, balanced.config, executor, tokenizer, plan)
 
     return session(sides[0]), session(sides[1]), common_dtype

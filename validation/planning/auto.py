@@ -101,8 +101,7 @@ class CacheChoice:
         context = min(CONTEXT, self.config.max_position_embeddings)
         bits = bits_per_value(plan, self.config, context)
         return (
-            f"KV cache chosen in {self.seconds:.0f} s, once for this model: {bits:.2f} bits a value at {context:,} tokens, "
-            f"mean KL {self.row.kl_mean:.2g} ({plan.summary()})"
+            f"KV cache chosen in {self.seconds:.0f} s, once for this model: {bits:.2f} bits a value, KL {self.row.kl_mean:.2g}"
         )
 
 
