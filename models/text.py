@@ -150,7 +150,8 @@ class Tokenizer:
     ) -> tuple[str, Sequence[Messages], Mapping[str, Any]]:
         """(mark, conversations, arguments) with the mark behind the first character of each control token that they spell.
 
-        Text that is cut at the marks holds none of those tokens. Normalizers that make one of other letters are not looked at.
+        Text that is cut at the marks holds none of those tokens. Not looked at: normalizers that make one of other letters,
+        and templates that print two texts side by side, where the end of one and the start of the next may spell one.
         """
         if (patterns := self._spellings.get(source)) is None:  # threads may share a tokenizer
             patterns = self._spelling_patterns(source)

@@ -254,7 +254,7 @@ def with_tokens(tokenizer):
 KINDS = {"bytes": by_bytes, "pieces": by_pieces}
 SPELLING = {
     "ChatML": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>a\n",
-    "trimmed, cut and thinking": "<s>{% for m in messages %}[INST]{{ m.content | trim }}{{ m.content.split('</think>')[-1] }}"
+    "trimmed, cut and thinking": "<s>{% for m in messages %}[INST]{{ m.content | trim }} {{ m.content.split('</think>')[-1] }}"
                                  "{% endfor %}<think>",
     "JSON": "<s>{{ messages | tojson }}{{ messages | tojson(ensure_ascii=true, indent=1) }}{{ messages }}{{ note }}</s>",
 }  # fmt: skip

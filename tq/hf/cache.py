@@ -88,7 +88,7 @@ class TQCache(Cache):  # type: ignore[misc]
     Attributes:
         uneven: the layers whose K or V is balanced.
     Warns:
-        UserWarning: what is balanced, what would be lost, and why keys could not be learned.
+        UserWarning: what would be lost, and why keys could not be learned.
     Raises:
         InputError: no cache can be chosen; text would be garbage; an unknown format or layer; a head_dim without layout; a
             tail that is too short; or a model with other caches than those of attention.
