@@ -172,7 +172,7 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
     @torch.inference_mode(False)
     @torch.no_grad()
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store new tokens and return all visible tokens, as stored, in temporaries.
+        """Store new tokens and return all visible ones in temporaries, as `Store.extend` says.
 
         Args:
             key_states, value_states: [B, Hkv, n, D] of a floating dtype; K after RoPE.
@@ -190,11 +190,10 @@ class TQLayer(CacheLayerMixin):  # type: ignore[misc]
         self._require_context(store.end + count)
         # Formats choose their own precision, even in a model that runs under autocast.
         with torch.autocast(key_states.device.type, enabled=False):
-            visible = self.get_mask_sizes(count)[0]
-            store.write(*states)
             if count == 1 and self.sliding_window is None and self._reads_packed() and store.kernels:
+                store.write(*states)
                 return self._packed_tensor(store, 0, key_states), self._packed_tensor(store, 1, value_states)
-            keys, values = (store.read(side, visible, x.dtype) for side, x in enumerate(states))
+            keys, values = store.extend(states, self._visible(store.end))
         if not self.record_past:
             self._forget(store)
         return keys, values

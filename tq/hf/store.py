@@ -139,6 +139,22 @@ class Store:
             raise NonFiniteError(f"{where} is not finite or too large for {error.kv_format}") from None
         self.end += count
 
+    def extend(self, states: tuple[Tensor, Tensor], tokens: int) -> list[Tensor]:
+        """Store new K and V [B, Hkv, n, D]; return these and the `tokens` tokens before, each [B, Hkv, tokens + n, D].
+
+        Several queries have several tails: where a side has one, all new tokens are as they came, and the tail before them.
+        """
+        count = states[0].shape[2]
+        pasts = [
+            self.read(index, tokens, x.dtype) if count > 1 and side.window and side.window.ring else None
+            for index, (x, side) in enumerate(zip(states, self.sides, strict=True))
+        ]
+        self.write(*states)
+        return [
+            self.read(index, tokens + count, x.dtype) if past is None else torch.cat([past, x.detach()], dim=2)
+            for index, (x, past) in enumerate(zip(states, pasts, strict=True))
+        ]
+
     def read(self, side: int, tokens: int, dtype: torch.dtype) -> Tensor:
         """The newest `tokens` tokens of K (0) or V (1), dequantized: [B, Hkv, tokens, D]."""
         begin, scales = self.end - tokens, self.scales[side]
