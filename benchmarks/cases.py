@@ -16,7 +16,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from haarkv.benchmarks.timing import MOST_COPIES, Machine, OnTurn, Run
+from haarkv.benchmarks.timing import MOST_COPIES, Limits, OnTurn, Run
 from haarkv.engine.generation import prefill_in_chunks, tail_chunk
 from haarkv.engine.plans import plan_for
 from haarkv.executors.base import Executor, verify
@@ -217,7 +217,7 @@ class Measurement:
     case: Case
     k: Tensor
     v: Tensor
-    machine: Machine
+    limits: Limits
     peer_variants: PeerVariants
     repeats: int
     on_turn: OnTurn

@@ -16,7 +16,7 @@ from haarkv.benchmarks import cases
 from haarkv.benchmarks.cases import Case, Measurement
 from haarkv.benchmarks.decode_cost import Cost, CostRow, attention_cost, step_cost, store_cost
 from haarkv.benchmarks.report import Report, Table
-from haarkv.benchmarks.timing import Machine, OnTurn, Run, measure_machine, take_turns
+from haarkv.benchmarks.timing import Limits, Machine, OnTurn, Run, take_turns
 from haarkv.executors import catalog
 from haarkv.executors.base import Executor
 from haarkv.executors.cpu import CpuExecutor
@@ -98,14 +98,13 @@ def measure(
         )
     sides = open_executors(request, model, on_turn)
     device = next(iter(sides.values()))[0].device
-    machine = measure_machine(device)
-    rows: list[CostRow] = []
+    limits, rows = Limits(device), list[CostRow]()
     for case in (Case(batch, context) for batch in request.batches for context in request.contexts):
         k, v = cases.random_kv(model.config, case, device)
-        measurement = Measurement(sides, model, case, k, v, machine, request.peer_variants, request.repeats, on_turn)
+        measurement = Measurement(sides, model, case, k, v, limits, request.peer_variants, request.repeats, on_turn)
         for kind in dict.fromkeys(request.kinds):
             rows += cost_rows(kind, measurement)
-    return machine, rows
+    return limits.machine, [replace(row, machine=limits.machine) for row in rows]
 
 
 def open_executors(request: Request, model: DecoderModel, on_turn: OnTurn = lambda _: None) -> cases.Sides:
@@ -144,7 +143,7 @@ def cost_rows(kind: str, measurement: Measurement) -> Iterator[CostRow]:
 
     def add(kind: str, who: str, cost: Cost, run: Run | None, note: str = "", *, peer: bool = False) -> None:
         key = f"{kind} {who}"
-        rows[key] = CostRow(kind, who, measurement.case, cost, measurement.machine, None, note, peer=peer)
+        rows[key] = CostRow(kind, who, measurement.case, cost, measurement.limits.machine, None, note, peer=peer)
         if run is not None:
             runs[key] = run
 
@@ -169,6 +168,7 @@ def cost_rows(kind: str, measurement: Measurement) -> Iterator[CostRow]:
         counted_runs=cases.RUNS_PER_TURN[kind],
         capture=kind == "attention",
         on_turn=measurement.on_turn,
+        before_turn=measurement.limits.measure,
     )
     for key, row in rows.items():
         compile_seconds = (
@@ -207,7 +207,7 @@ def report(
         heading = f"{request.model}, {request.dtype}: {title}, median of {runs}; {limits}"
         notes[len(tables)] = list(dict.fromkeys(_notes(kind_rows)))
         tables.append(Table(heading, columns, [_cells(r) for r in kind_rows]))
-    notes[len(tables) - 1].append(_LEGEND)
+    notes[len(tables) - 1] += [_LEGEND, *filter(None, [machine.unsteady()])]
     values = {key: getattr(request, key) for key in ("dtype", "layers", "repeats", "isa", "activation_bits")}
     values |= {"limits": asdict(machine), "rows": [r.as_json() for r in rows]}
     return Report(name, request.model, request.contexts, request.kvs, values, tables, notes)

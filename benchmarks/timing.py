@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -12,9 +13,10 @@ from typing import Any
 
 import torch
 
-_COPY_BYTES = 512 * 2**20
+_COPY_BYTES = 256 * 2**20
 _MATRIX = 1024
 _REST_S = 0.03  # threads of OpenMP spin for up to 20 ms after a loop
+_STEADY = 0.8
 _ENOUGH_S = 60.0
 """Seconds of all variants after which no new turn begins."""
 MOST_COPIES = 64
@@ -60,7 +62,7 @@ def clock(device: torch.device) -> Callable[[Callable[[], object]], float]:
 
 def take_turns(
     runs: Mapping[str, Run], device: torch.device, *, repeats: int, counted_runs: int = 1, capture: bool = False,
-    on_turn: OnTurn = lambda _: None,
+    on_turn: OnTurn = lambda _: None, before_turn: Callable[[], object] = lambda: None,
 ) -> dict[str, Spread]:  # fmt: skip
     """Time variants in turns, so that disturbances hit them alike.
 
@@ -72,6 +74,7 @@ def take_turns(
         counted_runs: runs of a turn that count.
         capture: on a GPU, a turn replays a graph of many runs: launches take longer than many kernels. Runs that no graph can
             hold are left out.
+        before_turn: called before every variant's rest.
     """
     timer, per_run = clock(device), 1
     if capture and device.type == "cuda":
@@ -86,6 +89,7 @@ def take_turns(
     for turn in range(repeats + 1):
         for name, run in runs.items():
             on_turn(name)
+            before_turn()
             time.sleep(_REST_S)
             began = time.perf_counter()
             turn_times = [timer(partial(run, number))]
@@ -119,27 +123,59 @@ def capture_graph(run: Run, runs: int, device: torch.device) -> Run:
 
 @dataclass(frozen=True)
 class Machine:
-    """Limits of this machine, measured: bytes that a copy reads and writes, operations of square matrix products."""
+    """Limits of this machine: bytes that a copy reads and writes, operations of square matrix products.
+
+    Attributes:
+        slowest: the slowest try of each limit, by its name; the limits are the best tries.
+    """
 
     copy_gbps: float
     fp32_gflops: float
     bf16_gflops: float
+    slowest: Mapping[str, float] = field(default_factory=dict)
 
     def floor_ms(self, nbytes: float, flops: float) -> float:
         """Least time for `nbytes` and `flops`."""
         return 1e3 * max(nbytes / (1e9 * self.copy_gbps), flops / (1e9 * max(self.fp32_gflops, self.bf16_gflops)))
 
+    def unsteady(self) -> str:
+        """Which limits moved by more than a quarter between tries, in one line; empty if none."""
+        names = {"copy_gbps": "copy {:.1f} to {:.1f} GB/s", "fp32_gflops": "FP32 {:.0f} to {:.0f} GFLOP/s",
+                 "bf16_gflops": "BF16 {:.0f} to {:.0f} GFLOP/s"}  # fmt: skip
+        moved = [
+            text.format(self.slowest[name], getattr(self, name))
+            for name, text in names.items()
+            if self.slowest.get(name, math.inf) < _STEADY * getattr(self, name)
+        ]
+        return f"the machine did not hold still: {', '.join(moved)}; floors take the best" if moved else ""
 
-def measure_machine(device: torch.device, repeats: int = 7) -> Machine:
-    """Copy bandwidth and matrix throughput, best of some turns."""
-    timer = clock(device)
-    source = torch.zeros(_COPY_BYTES // 4, dtype=torch.int32, device=device)
-    target = torch.ones_like(source)
-    matrices = {dtype: torch.ones(_MATRIX, _MATRIX, dtype=dtype, device=device) for dtype in (torch.float32, torch.bfloat16)}
 
-    def best(run: Callable[[], object]) -> float:
-        return min(timer(run) for _ in range(repeats))
+class Limits:
+    """A machine's limits, the best of many tries spread over a run: the speed of shared cores changes within seconds."""
 
-    copy_seconds = best(lambda: target.copy_(source))
-    flops = {dtype: 2 * _MATRIX**3 / best(partial(torch.matmul, x, x)) / 1e9 for dtype, x in matrices.items()}
-    return Machine(2 * _COPY_BYTES / copy_seconds / 1e9, flops[torch.float32], flops[torch.bfloat16])
+    def __init__(self, device: torch.device) -> None:
+        timer = clock(device)
+        source = torch.zeros(_COPY_BYTES // 4, dtype=torch.int32, device=device)
+        target = torch.ones_like(source)
+        fp32, bf16 = (torch.ones(_MATRIX, _MATRIX, dtype=dtype, device=device) for dtype in (torch.float32, torch.bfloat16))
+        flops = 2 * _MATRIX**3 / 1e9
+        self._tries: dict[str, tuple[Callable[[], float], list[float]]] = {
+            "copy_gbps": (lambda: 2 * _COPY_BYTES / timer(lambda: target.copy_(source)) / 1e9, []),
+            "fp32_gflops": (lambda: flops / timer(lambda: fp32 @ fp32), []),
+            "bf16_gflops": (lambda: flops / timer(lambda: bf16 @ bf16), []),
+        }
+        for rate, _ in self._tries.values():
+            rate()  # touches memory and wakes threads
+
+    def measure(self) -> None:
+        """One try of each."""
+        for rate, tries in self._tries.values():
+            tries.append(rate())
+
+    @property
+    def machine(self) -> Machine:
+        """The best and the slowest try so far."""
+        if not next(iter(self._tries.values()))[1]:
+            self.measure()
+        best, slowest = ({name: pick(tries) for name, (_, tries) in self._tries.items()} for pick in (max, min))
+        return Machine(**best, slowest=slowest)

@@ -71,6 +71,12 @@ def require() -> None:
         raise InputError("llama.cpp needs the package llama-cpp-python: pip install -r lab/requirements.txt")
 
 
+_OTHER_BUILD = (
+    "; where a build for this very CPU crashes, another runs: "
+    "CMAKE_ARGS=-DGGML_NATIVE=OFF pip install --force-reinstall --no-binary llama-cpp-python llama-cpp-python"
+)
+
+
 class LlamaProcess:
     """llama.cpp with a GGUF, which may be removed then, in a process that ends with this object, or with its parent.
 
@@ -107,7 +113,7 @@ class LlamaProcess:
             self._process.join()
             code = self._process.exitcode or 0
             how = f"with signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-            raise LlamaError(f"its process ended {how}") from None
+            raise LlamaError(f"its process ended {how}{_OTHER_BUILD if code < 0 else ''}") from None
         if not done:
             raise LlamaError(value)
         return value

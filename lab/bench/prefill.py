@@ -30,7 +30,7 @@ from haarkv.benchmarks.cases import (
 from haarkv.benchmarks.decode import NO_OPS, Request, load_request_model, open_executors
 from haarkv.benchmarks.decode_cost import Cost, CostRow, attention_flops, pairs_seen
 from haarkv.benchmarks.report import Report
-from haarkv.benchmarks.timing import Machine, OnTurn, Run, measure_machine, take_turns
+from haarkv.benchmarks.timing import Limits, Machine, OnTurn, Run, take_turns
 from haarkv.models.base import DecoderModel
 from haarkv.models.checkpoint import Progress
 from haarkv.models.config import ModelConfig
@@ -55,12 +55,12 @@ def measure(
         raise InputError(f"{request.model} has layers with a state, and attention is measured of one kind of layer")
     sides = open_executors(request, model, on_turn)
     device = next(iter(sides.values()))[0].device
-    machine, rows = measure_machine(device), list[CostRow]()
+    limits, rows = Limits(device), list[CostRow]()
     for case in (Case(batch, context) for batch in request.batches for context in request.contexts):
         k, v = random_kv(model.config, Case(case.batch, case.context + prefix_tokens), device)
-        args = Measurement(sides, model, case, k, v, machine, request.peer_variants, request.repeats, on_turn)
+        args = Measurement(sides, model, case, k, v, limits, request.peer_variants, request.repeats, on_turn)
         rows += prompt_rows(args, prefix_tokens, peers)
-    return machine, rows
+    return limits.machine, [replace(row, machine=limits.machine) for row in rows]
 
 
 def report(request: Request, prefix_tokens: int, machine: Machine, rows: list[CostRow]) -> Report:
@@ -102,7 +102,7 @@ def prompt_rows(args: Measurement, prefix_tokens: int, peers: bool) -> Iterator[
         if cache.most_new_tokens and cache.most_new_tokens < case.context:
             note = f"its cache takes {cache.most_new_tokens} new tokens at a time"
         if executor.ops is None or note:
-            yield CostRow("prefill", who, case, costs[who], args.machine, None, note)
+            yield CostRow("prefill", who, case, costs[who], args.limits.machine, None, note)
             continue
         executor.ops.store_kv(as_rows(k[:, :, prefix_tokens:]), as_rows(v[:, :, prefix_tokens:]), cache.view(0, batch))
         inputs = (q, cache.view(0, batch), config.layers[0].attention.scale)
@@ -127,6 +127,6 @@ def prompt_rows(args: Measurement, prefix_tokens: int, peers: bool) -> Iterator[
             )  # fmt: skip
 
         runs[PROMPT_PEER], costs[PROMPT_PEER] = theirs, cost
-    times = take_turns(runs, k.device, repeats=args.repeats, on_turn=args.on_turn)
+    times = take_turns(runs, k.device, repeats=args.repeats, on_turn=args.on_turn, before_turn=args.limits.measure)
     for who, timing in times.items():
-        yield CostRow("prefill", who, case, costs[who], args.machine, timing, peer=who not in args.sides)
+        yield CostRow("prefill", who, case, costs[who], args.limits.machine, timing, peer=who not in args.sides)

@@ -102,6 +102,31 @@ def test_on_a_gpu_a_turn_is_many_captured_runs_and_what_no_graph_holds_is_left_o
     assert numbers == 3 * list(range(timing.MOST_COPIES))  # one turn warms up
 
 
+def test_limits_are_the_best_of_tries_between_turns_and_a_machine_that_moved_is_named(monkeypatch):
+    """Three calls that do not count, then copy, FP32 and BF16 a try: the machine is twice as slow before the last turn."""
+    seconds = iter([9.0] * 3 + [0.1, 0.02, 0.01] * 3 + [0.2, 0.04, 0.0105])
+    monkeypatch.setattr(timing, "clock", lambda _: lambda _run: next(seconds))
+    monkeypatch.setattr(timing, "_COPY_BYTES", 4096)
+    limits = timing.Limits(torch.device("cpu"))
+    for _ in range(4):
+        limits.measure()
+    machine = limits.machine
+    assert (machine.copy_gbps, machine.bf16_gflops) == pytest.approx((2 * 4096 / 0.1 / 1e9, 2 * 1024**3 / 0.01 / 1e9))
+    assert machine.slowest["fp32_gflops"] == machine.fp32_gflops / 2
+    assert machine.unsteady() == (
+        "the machine did not hold still: copy 0.0 to 0.0 GB/s, FP32 54 to 107 GFLOP/s; floors take the best"
+    )
+    assert replace(machine, slowest={}).unsteady() == ""
+
+
+def test_limits_are_measured_before_every_variants_turn(monkeypatch):
+    monkeypatch.setattr(timing, "_REST_S", 0.0)
+    events = []
+    runs = {"a": lambda _: events.append("a"), "b": lambda _: events.append("b")}
+    timing.take_turns(runs, torch.device("cpu"), repeats=1, before_turn=lambda: events.append("limits"))
+    assert events == ["limits", "a", "limits", "b"] * 2
+
+
 @pytest.mark.long
 def test_compilation_is_named_and_counts_in_no_figure(capsys, monkeypatch):
     class Compiling(ReferenceExecutor):
