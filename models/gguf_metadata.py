@@ -215,6 +215,7 @@ _ENDS = (
 """Tokens that end an answer by name, as in llama.cpp; without </s>, which is HTML in Qwen's and Gemma's vocabularies."""
 _PART_ENDS = (("<|return|>", "<|call|>"), ("<|flush|>", "<|calls|>"))
 """In a vocabulary with both, <|end|> ends a part of an answer."""
+_NAMED = frozenset(_ENDS).union(*_PART_ENDS)
 _SPACE = "▁"
 _PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -243,8 +244,8 @@ def end_token_ids(entries: Mapping[str, Any]) -> list[Any]:
     tokens = entries.get(f"{_TOKENS}tokens")
     ids = [id for name in ("eos", "eot", "eom") if (id := _special_id(name, entries)) is not None]
     if isinstance(tokens, list):
-        vocabulary = {token: id for id, token in enumerate(tokens) if isinstance(token, str)}
-        ids += [vocabulary[name] for name in _ENDS if name in vocabulary and not ends_a_part(name, vocabulary.get)]
+        named = {token: id for id, token in enumerate(tokens) if isinstance(token, str) and token in _NAMED}
+        ids += [named[name] for name in _ENDS if name in named and not ends_a_part(name, named.get)]
     return [id for at, id in enumerate(ids) if id not in ids[:at]]
 
 
@@ -306,10 +307,13 @@ def _sentence_piece(path: Path, tokens: Sequence[str], entries: Mapping[str, Any
     if len(scores) != len(tokens) or not all(isinstance(score, float) for score in scores):
         raise InputError(f"{path}: {_TOKENS}scores has no number for each of {len(tokens):,} tokens")
     vocabulary = {token: id for id, token in enumerate(tokens)}
-    cuts = ((id, token[:cut], token[cut:]) for token, id in vocabulary.items() for cut in range(1, len(token)))
-    pairs = [(id, pair) for id, *pair in cuts if all(part in vocabulary for part in pair)]
-    pairs.sort(key=lambda merge: (-scores[merge[0]], *(vocabulary[part] for part in merge[1])))
-    merges = [(left, right) for _, (left, right) in pairs]
+    by_score = sorted(
+        (-scores[id], vocabulary[left], vocabulary[right])
+        for token, id in vocabulary.items()
+        for cut in range(1, len(token))
+        if (left := token[:cut]) in vocabulary and (right := token[cut:]) in vocabulary
+    )
+    merges = [(tokens[left], tokens[right]) for _, left, right in by_score]
     unknown = _token(path, "unknown", tokens, entries)
     tokenizer = Tokenizer(
         BPE(vocabulary, merges, unk_token=None if unknown is None else tokens[unknown], fuse_unk=True, byte_fallback=True)

@@ -176,6 +176,13 @@ def _open_file(path: Path, size: int, mtime_ns: int) -> GGUFFile:  # noqa: ARG00
     return GGUFFile(path)
 
 
+@lru_cache(maxsize=1)
+def _words(path: Path, file: GGUFFile) -> Words:
+    # A vocabulary of 262,144 tokens takes two seconds, and a model's first run needs it three times.
+    embedding = file.tensors.get("token_embd.weight")
+    return build_words(path, file.entries, embedding.shape[0] if embedding else None)
+
+
 class GGUFSource:
     """A GGUF file, a `Source`."""
 
@@ -272,8 +279,7 @@ class GGUFSource:
         }  # fmt: skip
 
     def words(self) -> Words:
-        embedding = self.file.tensors.get("token_embd.weight")
-        return build_words(self.path, self.file.entries, embedding.shape[0] if embedding else None)
+        return _words(self.path, self.file)
 
     def sampling(self) -> dict[str, float]:
         values = {name: decimal(self.file.entries.get(f"general.sampling.{key}")) for key, name in _SAMPLING.items()}
