@@ -25,61 +25,72 @@ template <bool BYTES> struct BlockPanel {
 
 inline TokenPanels block_panels(int64_t tokens) { return TokenPanels(tokens, tokens <= kFewTokens ? 1 : kBlockPanelTokens); }
 
-// 32 numbers of x to integers [32] of 16 or 8 bits, and their step.
-template <class Simd> inline void to_integers(const float* x, int bits, int16_t* q, float* step) {
-    typedef typename Simd::F F;
-    F most = Simd::zero(), total = Simd::zero();
+// The largest size of 32 numbers, and a fraction of their sizes' sum.
+template <class Simd> inline void measure_block(const float* x, float* most, float* of_total) {
+    typename Simd::F sizes = Simd::zero(), total = Simd::zero();
     for (int i = 0; i < kBlock; i += Simd::width) {
-        const F size = Simd::max(Simd::load(x + i), Simd::mul(Simd::load(x + i), Simd::set1(-1.0f)));
-        most = Simd::max(size, most), total = Simd::fma(size, Simd::set1(1.0f / 524000.0f), total);
+        const typename Simd::F size = Simd::max(Simd::load(x + i), Simd::mul(Simd::load(x + i), Simd::set1(-1.0f)));
+        sizes = Simd::max(size, sizes), total = Simd::fma(size, Simd::set1(1.0f / 524000.0f), total);
     }
-    float s = Simd::reduce_max(most) / (bits == 8 ? 127.0f : 32767.0f);
-    const float of_total = Simd::reduce_add(total);
-    if (!(of_total <= s)) s = of_total;  // also if it is a NaN
-    if (!(s < INFINITY)) s = NAN;
-    const float inverse = s > 1e-35f ? 1.0f / s : 0.0f;  // so small a step is none, and a NaN's integers do not matter
-    *step = inverse > 0.0f || s != s ? s : 0.0f;
-    float rounded[kBlock];
-    for (int i = 0; i < kBlock; i += Simd::width)
-        Simd::store(rounded + i,
-                    inverse > 0.0f ? Simd::round(Simd::mul(Simd::load(x + i), Simd::set1(inverse))) : Simd::zero());
-    for (int i = 0; i < kBlock; ++i) q[i] = static_cast<int16_t>(static_cast<int32_t>(rounded[i]));
+    *most = Simd::reduce_max(sizes), *of_total = Simd::reduce_add(total);
 }
 
-// Block b of a token, as number t of n in its panel.
+// The step of a block, and its inverse; each 0 where there is none.
+inline void find_step(float most, float of_total, int bits, float* step, float* inverse) {
+    float s = most / (bits == 8 ? 127.0f : 32767.0f);
+    if (!(of_total <= s)) s = of_total;  // also if it is a NaN
+    if (!(s < INFINITY)) s = NAN;
+    *inverse = s > 1e-35f ? 1.0f / s : 0.0f;  // so small a step is none, and a NaN's integers do not matter
+    *step = *inverse > 0.0f || s != s ? s : 0.0f;
+}
+
+// Block b of a token as integers, number t of n in its panel; x is not read where the inverse is 0.
 template <class Simd, bool BYTES>
-inline __attribute__((always_inline)) void prepare_block(const Projection& p, int64_t token, int64_t b,
-                                                         const BlockPanel<BYTES>& to, int n, int t) {
-    float x[kBlock], step = 0.0f;
-    int16_t q[kBlock] = {};
-    if (b < p.in / kBlock) {
-        read(p.x, p.x_bf16, token * p.in + b * kBlock, kBlock, x);
-        if (p.weight.column_scales)
-            for (int i = 0; i < kBlock; ++i) x[i] *= p.weight.column_scales[b * kBlock + i];
-        to_integers<Simd>(x, p.weight.x_bits, q, &step);
+inline __attribute__((always_inline)) void put_block(const float* x, float step, float inverse, int64_t b,
+                                                     const BlockPanel<BYTES>& to, int n, int t) {
+    typedef typename Simd::F F;
+    constexpr int kHalf = kBlock / 2;
+    float rounded[kBlock] = {};
+    F sums[2] = {Simd::zero(), Simd::zero()};  // of either half; exact, being integers below 2**24
+    for (int i = 0; inverse > 0.0f && i < kBlock; i += Simd::width) {
+        const F integers = Simd::round(Simd::mul(Simd::load(x + i), Simd::set1(inverse)));
+        Simd::store(rounded + i, integers);
+        sums[i / kHalf] = Simd::add(sums[i / kHalf], integers);
     }
-    int32_t words[kWords<BYTES>], first = 0, last = 0;
-    if constexpr (BYTES) {
-        int8_t bytes[kBlock];
-        for (int i = 0; i < kBlock; ++i) bytes[i] = static_cast<int8_t>(q[i]);
-        std::memcpy(words, bytes, sizeof words);
-    } else {
-        std::memcpy(words, q, sizeof words);
-    }
+    const int32_t first = static_cast<int32_t>(Simd::reduce_add(sums[0])),
+                  last = static_cast<int32_t>(Simd::reduce_add(sums[1]));
+    typename std::conditional<BYTES, int8_t, int16_t>::type q[kBlock];
+    for (int i = 0; i < kBlock; ++i) q[i] = static_cast<int16_t>(static_cast<int32_t>(rounded[i]));
+    int32_t words[kWords<BYTES>];
+    std::memcpy(words, q, sizeof words);
     for (int i = 0; i < kWords<BYTES>; ++i) to.words[(b * kWords<BYTES> + i) * n + t] = words[i];
-    for (int i = 0; i < kBlock / 2; ++i) first += q[i], last += q[kBlock / 2 + i];
     if constexpr (BYTES) to.firsts[b * n + t] = first, to.lasts[b * n + t] = last;
     to.totals[b * n + t] = first + last, to.steps[b * n + t] = step;
     to.negatives[b * n + t] = -step * static_cast<float>(first + last);
 }
 
+// A group of blocks from `begin` on of a token, number t of n in its panel. They are measured, then get their steps, then
+// become integers: one block after the other, each would wait for the divisions of the one before.
+template <class Simd, bool BYTES>
+void prepare_group(const Projection& p, int64_t token, int64_t begin, const BlockPanel<BYTES>& to, int n, int t) {
+    float x[kGroup * kBlock], most[kGroup], of_total[kGroup], steps[kGroup] = {}, inverses[kGroup] = {};
+    const int there = static_cast<int>(smaller(p.in / kBlock - begin, int64_t{kGroup}));
+    read(p.x, p.x_bf16, token * p.in + begin * kBlock, there * kBlock, x);
+    for (int i = 0; p.weight.column_scales && i < there * kBlock; ++i) x[i] *= p.weight.column_scales[begin * kBlock + i];
+    for (int b = 0; b < there; ++b) measure_block<Simd>(x + b * kBlock, most + b, of_total + b);
+    for (int b = 0; b < there; ++b) find_step(most[b], of_total[b], p.weight.x_bits, steps + b, inverses + b);
+    for (int b = 0; b < kGroup; ++b) put_block<Simd, BYTES>(x + b * kBlock, steps[b], inverses[b], begin + b, to, n, t);
+}
+
+// Tokens begin ... end - 1. The tokens of a panel take turns at a group of blocks, whose integers lie side by side.
 template <class Simd, bool BYTES = false> void prepare_blocks(const Projection& p, int64_t begin, int64_t end) {
     const TokenPanels panels = block_panels(p.tokens);
-    const int64_t whole = whole_groups(p.in);
-    for (int64_t token = begin; token < end; ++token) {
+    for (int64_t token = begin, next; token < end; token = next) {
         const int64_t panel = panels.of_token(token), first = panels.first_token(panel);
         const int n = panels.tokens(panel);
+        next = smaller(end, first + n);
         const BlockPanel<BYTES> to(p.prepared, p.in, first, n);
-        for (int64_t b = 0; b < whole; ++b) prepare_block<Simd, BYTES>(p, token, b, to, n, static_cast<int>(token - first));
+        for (int64_t block = 0; block < p.in / kBlock; block += kGroup)
+            for (int64_t t = token; t < next; ++t) prepare_group<Simd, BYTES>(p, t, block, to, n, static_cast<int>(t - first));
     }
 }
