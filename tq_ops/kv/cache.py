@@ -84,7 +84,7 @@ class PagedKVCache:
         chunk: with a tail, the most new tokens of a sequence in one forward.
         room: the tail's ring holds R + `room` tokens; `open` makes it larger while a layer runs. `chunk` by default.
         ring_chunk: the most new tokens that a sliding-window layer stores at once: `RING_CHUNK` by default. With a tail:
-            at most `chunk`; if not given, also at most `WINDOW_CHUNK`.
+            at most `chunk`; if not given, also at most `BLOCK_SIZE`, which seldom takes another block.
         pages: layer -> existing memory laid out as in `kv.layer`, [num_blocks, page_bytes] uint8; no other layer has K, V.
         states: layer -> shape of its recurrent state.
     Attributes:
@@ -120,7 +120,7 @@ class PagedKVCache:
         self.num_rows = num_blocks if num_rows is None else num_rows
         self.chunk, self.room, self.device = chunk, chunk if room is None else min(room, chunk), torch.device(device)
         self._row_blocks, self._states = row_blocks or num_blocks, states
-        default_chunk = plan.ring_chunk(RING_CHUNK, min(chunk, WINDOW_CHUNK))
+        default_chunk = plan.ring_chunk(RING_CHUNK, min(chunk, BLOCK_SIZE))
         self._ring_chunk = default_chunk if ring_chunk is None else plan.ring_chunk(ring_chunk, chunk)
         self.states: dict[int, LayerState] = {}
         self.kv: dict[int, LayerKV] = {}

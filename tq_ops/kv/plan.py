@@ -16,7 +16,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.formats import Calibration, KVFormat
 from haarkv.tq_ops.formats.base import stored_bytes
 from haarkv.tq_ops.kv.model_shape import ModelShape
-from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, RING_CHUNK, WINDOW_CHUNK, WINDOW_ROOM, KVShape, Shapes, each
+from haarkv.tq_ops.kv.shapes import BLOCK_SIZE, RING_CHUNK, WINDOW_ROOM, KVShape, Shapes, each
 
 _MOST_LISTED = 3
 """Up to this number of different layers, a summary lists the layers' indices."""
@@ -92,7 +92,7 @@ class KVPlan:
         tail = self.tail(kv_format)
         return tail + room if tail and kv_format.lossy else 0
 
-    def ring_chunk(self, most: int = RING_CHUNK, chunk: int = WINDOW_CHUNK) -> int:
+    def ring_chunk(self, most: int = RING_CHUNK, chunk: int = BLOCK_SIZE) -> int:
         """The most new tokens of a sequence that a sliding-window layer stores at once: `most`; with a tail up to `chunk`."""
         return min(most, chunk) if any(map(self.ring_tokens, self.formats)) else most
 

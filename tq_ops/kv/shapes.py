@@ -10,12 +10,13 @@ from typing import NamedTuple
 BLOCK_SIZE = 128
 """Tokens in one block of a paged cache."""
 WINDOW_CHUNK = 64
-"""With a BF16 tail: the most new tokens of a sequence in one forward (some executors take more:
-`engine.generation.tail_chunk`), and the most that a sliding-window layer stores at once."""
+"""With a BF16 tail: the most new tokens of a sequence in one forward; some executors take more:
+`engine.generation.tail_chunk`."""
 WINDOW_ROOM = 16
 """The tail's ring holds R + 16 tokens. While a layer runs with more new tokens, it gets a larger ring."""
 RING_CHUNK = 512
-"""A layer with a sliding window stores up to 512 new tokens of a sequence at once; the cache cuts longer prompts."""
+"""A layer with a sliding window stores up to 512 new tokens of a sequence at once, with a tail up to `BLOCK_SIZE`; the cache
+cuts longer prompts."""
 
 
 @dataclass(frozen=True)
