@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 from places import ROOT
@@ -76,6 +77,10 @@ def test_versions_that_nobody_published_can_be_allowed_and_are_recorded(monkeypa
         raise ImportError("libascendcl.so: cannot open shared object file")
 
     assert "torch cannot be imported: libascendcl.so" in environment("npu", "npu:0", breaks, any_versions=True).said
+    monkeypatch.setattr(versions, "find_installation", lambda: replace(ours, cann="9.1.0"))
+    finding = environment("npu", "npu:0", lambda: None)
+    assert (finding.passed, finding.allowed) == (True, "")
+    assert finding.said.endswith("; torch-npu 2.12.0.post3 is newer than any published with CANN 9.1")
 
 
 # -- What its tools say ------------------------------------------------------------------------------------------------------

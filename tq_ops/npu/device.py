@@ -16,7 +16,7 @@ from haarkv.tq_ops.errors import InputError
 from haarkv.tq_ops.npu.folders import in_one_line, send_pypto_output_away
 from haarkv.tq_ops.npu.program import Kernel, Program
 from haarkv.tq_ops.npu.sim.simulator import Mode, Simulator
-from haarkv.tq_ops.npu.versions import find_installation, unpublished_reason
+from haarkv.tq_ops.npu.versions import find_installation, newer_note, unpublished_reason
 
 
 class Runner:
@@ -131,7 +131,7 @@ def torch_npu() -> Any:
         available = npu.is_available()
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
-        advice = unpublished_reason(installation) or "check the NPU's driver with npu-smi info"
+        advice = unpublished_reason(installation) or newer_note(installation) or "check the NPU's driver with npu-smi info"
         raise InputError(f"torch-npu cannot be loaded ({reason[0]}); {advice}; or use --device sim") from None
     if not available:
         raise InputError("torch-npu sees no NPU; check npu-smi info, or use --device sim")

@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 from haarkv.tq_ops.errors import InputError
-from haarkv.tq_ops.npu.versions import find_installation, unpublished_reason
+from haarkv.tq_ops.npu.versions import find_installation, newer_note, unpublished_reason
 
 _RECENT_FOLDERS = 5
 _LONGEST = 160
@@ -89,7 +89,7 @@ def in_one_line(what: str, name: str, kinds: tuple[type[Exception], ...] = (Exce
 def refusal(what: str, name: str, message: str, everything: str) -> str:
     """One line: what failed, the message's first line, unpublished versions, and the log file, which gets `everything`."""
     installation = find_installation()
-    advice = unpublished_reason(installation) if installation.torch_npu else None
+    advice = (unpublished_reason(installation) or newer_note(installation)) if installation.torch_npu else None
     reason = next((line.strip() for line in message.splitlines() if line.strip()), "no reason given")
     line = f"{what}: {reason if len(reason) <= _LONGEST else reason[: _LONGEST - 1] + '…'}"
     if advice:

@@ -141,14 +141,31 @@ def _unpublished(row: Combination, stack: Installation) -> str | None:
     if stack.torch is None or stack.torch_npu is None:
         missing = "torch" if stack.torch is None else "torch-npu"
         return f"{missing} is not installed; for CANN {row.cann} install {pairs}"
-    ours = stack.torch.split("+")[0]
+    ours, theirs = stack.torch.split("+")[0], stack.torch_npu.split("+")[0]
+    if theirs in row.torch_npu.get(ours, ()) or _is_newer(row, ours, theirs):
+        return None
     if ours not in row.torch_npu:
         return f"no torch-npu for torch {ours} is published with CANN {row.cann}; install {pairs}"
-    if stack.torch_npu.split("+")[0] not in row.torch_npu[ours]:
-        pins = " or ".join(row.torch_npu[ours])
-        other = f"and {stack.torch_npu} is installed; install that"
-        return f"torch {ours} with CANN {row.cann} goes with torch-npu {pins}, {other}"
-    return None
+    pins = " or ".join(row.torch_npu[ours])
+    return f"torch {ours} with CANN {row.cann} goes with torch-npu {pins} or later, and {theirs} is installed; install that"
+
+
+def newer_note(stack: Installation) -> str | None:
+    """One clause if torch-npu is newer than all that is published for its torch and CANN, or None."""
+    row = next((row for row in PUBLISHED_COMBINATIONS if row.pypto == stack.pypto), None)
+    if row is None or stack.torch is None or stack.torch_npu is None:
+        return None
+    ours, theirs = stack.torch.split("+")[0], stack.torch_npu.split("+")[0]
+    return f"torch-npu {theirs} is newer than any published with CANN {row.cann}" if _is_newer(row, ours, theirs) else None
+
+
+def _is_newer(row: Combination, torch: str, torch_npu: str) -> bool:
+    """Whether a torch-npu of this torch came after every published one of it, or the torch after every published torch."""
+    if _numbers(torch_npu) != _numbers(torch):
+        return False
+    if torch in row.torch_npu:
+        return _post(torch_npu) > max(map(_post, row.torch_npu[torch]))
+    return _numbers(torch) > max(map(_numbers, row.torch_npu))
 
 
 # -- Loading nothing --------------------------------------------------------------------------------------------------------
@@ -205,6 +222,12 @@ def _field(file: Path) -> str | None:
         return None
     match = re.search(r"^\s*version\s*=\s*[\"']?([^\s\"']+)", text, re.IGNORECASE | re.MULTILINE)
     return match[1] if match else None
+
+
+def _post(text: str) -> int:
+    """`2.8.0.post4` as 4, and 0 without a `post`."""
+    match = re.search(r"\.post(\d+)", text)
+    return int(match[1]) if match else 0
 
 
 def _numbers(text: str) -> tuple[int, ...]:

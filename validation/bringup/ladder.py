@@ -131,20 +131,22 @@ def environment(executor: str, device: str | None, load: Callable[[], object], a
     requirements = _requirements("" if table else executor)
     for requirement in requirements:
         versions.setdefault(requirement.name, _installed_version(requirement.name) or "none")
-    problem, allowance = next(filter(None, map(_missing, requirements)), None), ""
+    problem, allowance, newer = next(filter(None, map(_missing, requirements)), None), "", ""
     if table and problem is None:
         if device == SIMULATOR:
             problem = table.unsimulated_reason(stack)
         elif reason := table.unpublished_reason(stack):
             advice = f"{reason} (--device {SIMULATOR} rehearses without a card)"
             problem, allowance = (None, advice) if any_versions else (advice, "")
+        else:
+            newer = table.newer_note(stack) or ""
     if problem is None:
         try:
             load()
         except (ImportError, OSError, RuntimeError) as error:
             problem = f"torch cannot be imported: {' '.join(str(error).split())[:300]}"
     summary = ", ".join(f"{name} {value}" for name, value in versions.items() if name in _REPORTED_PACKAGES)
-    summary += f"; allowed by --any-versions: {allowance}" * bool(allowance)
+    summary += f"; allowed by --any-versions: {allowance}" * bool(allowance) + f"; {newer}" * bool(newer)
     return RungFinding(problem is None, problem or summary, len(versions), "versions", facts=versions, allowed=allowance)
 
 

@@ -15,6 +15,7 @@ from haarkv.tq_ops.npu.versions import (
     SIM_PYPTO,
     Installation,
     find_installation,
+    newer_note,
     unpublished_reason,
     unsimulated_reason,
 )
@@ -46,7 +47,9 @@ SECOND_ROW = replace(GOOD, pypto="0.2.1", cann="9.1.0", torch="2.12.0", torch_np
         ({"torch": None}, "torch is not installed; for CANN 9.0.0 install torch==2.7.1 torch-npu==2.7.1.post4"),
         ({"torch_npu": None}, "torch-npu is not installed"),
         ({"torch": "2.13.0+cpu"}, "no torch-npu for torch 2.13.0"),
-        ({"torch_npu": "2.8.0.post2"}, "goes with torch-npu 2.8.0.post4"),
+        ({"torch_npu": "2.8.0.post2"}, "goes with torch-npu 2.8.0.post4 or later"),
+        ({"torch_npu": "2.9.0.post4"}, "goes with torch-npu 2.8.0.post4 or later"),  # of another torch
+        ({"torch": "2.6.0", "torch_npu": "2.6.0.post9"}, "no torch-npu for torch 2.6.0"),
     ],
 )
 def test_the_first_thing_that_is_not_published_is_named(changes, message):
@@ -56,6 +59,23 @@ def test_the_first_thing_that_is_not_published_is_named(changes, message):
     else:
         assert message in reason
         assert "\n" not in reason
+
+
+@pytest.mark.parametrize(
+    ("torch", "torch_npu"),
+    [
+        ("2.12.0", "2.12.0.post3"),
+        ("2.10.0", "2.10.0.post7"),
+        ("2.7.1", "2.7.1.post11"),
+        ("2.13.0", "2.13.0"),
+        ("2.14.0", "2.14.0"),
+    ],
+)
+def test_what_is_newer_than_anything_published_is_taken_and_named(torch, torch_npu):
+    stack = replace(SECOND_ROW, torch=torch, torch_npu=torch_npu)
+    assert unpublished_reason(stack) is None
+    assert newer_note(stack) == f"torch-npu {torch_npu} is newer than any published with CANN 9.1"
+    assert newer_note(SECOND_ROW) is None
 
 
 def test_the_simulator_takes_the_one_pypto_that_it_knows():
