@@ -89,5 +89,5 @@ def test_places_add_up_to_the_cache(name, tail):
 def test_a_window_beside_a_tail_keeps_room_for_the_tails_chunk_alone():
     shape = KVShape(1, 256, 512)
     alone, with_tail = (KVSpec("tq4", tail).plan(1) for tail in (None, 124))
-    assert (alone.ring_chunk(), with_tail.ring_chunk()) == (512, 64)
+    assert (alone.ring_chunk(), with_tail.ring_chunk()) == (512, 128)
     assert [shape.ring_blocks(32, chunk=plan.ring_chunk()) for plan in (alone, with_tail)] == [9, 6]
