@@ -15,7 +15,7 @@ from small_models import SMALL, resize_config, small_model, window_config
 from haarkv.benchmarks import cases, decode
 from haarkv.benchmarks.cases import Case
 from haarkv.benchmarks.decode_cost import Cost, CostRow
-from haarkv.benchmarks.timing import Machine, Spread
+from haarkv.benchmarks.timing import Limits, Machine, Spread
 from haarkv.engine.generation import prefill_in_chunks
 from haarkv.executors.base import verify
 from haarkv.executors.reference import ReferenceExecutor
@@ -130,7 +130,7 @@ def test_attention_within_a_window_is_timed_beside_the_same_by_torch(window, out
     model, case = small_model(window_config(window, None)), Case(2, 1000)
     sides = {"reference fp32": (ReferenceExecutor(model), KVSpec("fp32").plan(2))}
     k, v = cases.random_kv(model.config, case, torch.device("cpu"))
-    args = cases.Measurement(sides, model, case, k, v, MACHINE, Peers(["sdpa"], "small", None), 1, print)
+    args = cases.Measurement(sides, model, case, k, v, Limits(k.device), Peers(["sdpa"], "small", None), 1, print)
     costs = {(row.kind, row.who): row.cost for row in decode.cost_rows("attention", args)}
     ours, theirs = (outputs[f"attention {who}"].reshape(2, 10, 128) for who in ("reference fp32", "sdpa fp32 rows"))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-2)
