@@ -104,7 +104,7 @@ def unpublished_reason(stack: Installation) -> str | None:
     """None if the combination is published, or one sentence: what is not, and what to do."""
     if stack.pypto is None:
         return "pypto is not installed; run pip install 'haarkv[npu]', or source the set_env.sh of a CANN 9.1, which brings it"
-    row = next((row for row in PUBLISHED_COMBINATIONS if row.pypto == stack.pypto), None)
+    row = _combination(stack)
     if row is None:
         combinations = " or ".join(f"{row.pypto} with CANN {row.cann}" for row in PUBLISHED_COMBINATIONS)
         return f"pypto {stack.pypto} is in no combination that is published; install {combinations}"
@@ -152,11 +152,16 @@ def _unpublished(row: Combination, stack: Installation) -> str | None:
 
 def newer_note(stack: Installation) -> str | None:
     """One clause if torch-npu is newer than all that is published for its torch and CANN, or None."""
-    row = next((row for row in PUBLISHED_COMBINATIONS if row.pypto == stack.pypto), None)
+    row = _combination(stack)
     if row is None or stack.torch is None or stack.torch_npu is None:
         return None
     ours, theirs = stack.torch.split("+")[0], stack.torch_npu.split("+")[0]
     return f"torch-npu {theirs} is newer than any published with CANN {row.cann}" if _is_newer(row, ours, theirs) else None
+
+
+def _combination(stack: Installation) -> Combination | None:
+    """The published combination with this PyPTO."""
+    return next((row for row in PUBLISHED_COMBINATIONS if row.pypto == stack.pypto), None)
 
 
 def _is_newer(row: Combination, torch: str, torch_npu: str) -> bool:
