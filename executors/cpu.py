@@ -21,6 +21,7 @@ from haarkv.tq_ops.kv.batch import Batch
 from haarkv.tq_ops.kv.cache import PagedKVCache
 from haarkv.tq_ops.kv.kernel_support import unsupported
 from haarkv.tq_ops.kv.plan import KVPlan
+from haarkv.tq_ops.memory import keep_freed_memory
 from haarkv.tq_ops.table import OpTable
 from haarkv.tq_ops.weight import Blocks
 
@@ -45,6 +46,7 @@ class CpuExecutor(ReferenceExecutor):
     """Runs a model in its dtype; a KernelsMissingError without the compiled kernels.
 
     A layer whose K or V has a format that the kernels do not read (`READS`) stores and attends by the reference's ops, slowly.
+    From the first one on, the process keeps freed memory (`keep_freed_memory`).
 
     Args:
         isa: the instruction set of its kernels, the CPU's best unless given; InputError if it is not there.
@@ -54,6 +56,7 @@ class CpuExecutor(ReferenceExecutor):
     blocks = BLOCKS
 
     def __init__(self, model: DecoderModel, isa: str | None = None) -> None:
+        keep_freed_memory()
         self._kernels = CpuOps(isa)
         rounds_activations = any(
             isinstance(weight, Blocks) and weight.x_bits == 8 for _, weight in model.weights.named_tensors()

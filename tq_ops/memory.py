@@ -15,6 +15,7 @@ from haarkv.tq_ops.errors import InputError
 
 LARGE_PAGE = 2 * 2**20
 """Bytes."""
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 _MEMORY, _STATUS, _MAPPINGS = Path("/proc/meminfo"), Path("/proc/self/status"), Path("/proc/self/smaps")
 _MEMBERSHIP, _CONTROL_GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
@@ -125,6 +126,16 @@ def hand_back() -> None:
     """
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
+
+
+def keep_freed_memory() -> None:
+    """Make glibc's malloc keep what is freed until `hand_back`; blocks beyond 32 MiB still come from the system each time.
+
+    By default it returns blocks of some megabytes when they are freed: every op's result then begins with page faults.
+    """
+    if option := getattr(ctypes.CDLL(None), "mallopt", None):
+        option(_MMAP_THRESHOLD, 32 * 2**20)  # the most that it accepts
+        option(_TRIM_THRESHOLD, 2**30)
 
 
 def ask_for_large_pages(address: int, nbytes: int) -> None:

@@ -73,23 +73,21 @@ __attribute__((visibility("default"))) int haarkv_store(const HaarkvStore* s) {
     std::vector<int64_t> residual_rows(s->k.side.residual.vectors || s->v.side.residual.vectors ? s->tokens : 0);
     for (int64_t b = 0; !residual_rows.empty() && b < s->sequences; ++b)
         std::fill(residual_rows.begin() + s->query_start[b], residual_rows.begin() + s->query_start[b + 1], s->rows[b]);
-    // Up to kMaxRows vectors that one matrix rotates: heads of a token, or where heads differ tokens of a head.
-    auto tiles_of = [&](const HaarkvStoreSide& of) {
-        return of.quantizer.matrix.head_stride ? heads * divide_up(s->tokens, kMaxRows)
-                                               : s->tokens * divide_up(heads, kMaxRows);
-    };
+    // Up to kMaxRows vectors that one matrix rotates: of all tokens and heads, or where heads differ of one head.
+    auto heads_of_matrix = [&](const HaarkvStoreSide& of) { return of.quantizer.matrix.head_stride ? 1 : heads; };
+    auto tiles_of_matrix = [&](const HaarkvStoreSide& of) { return divide_up(s->tokens * heads_of_matrix(of), kMaxRows); };
+    auto tiles_of = [&](const HaarkvStoreSide& of) { return heads / heads_of_matrix(of) * tiles_of_matrix(of); };
     auto quantize_tile = [&](const HaarkvStoreSide& of, int64_t tile) {
         const Side& side = of.side;
-        const int64_t dim = side.levels;
-        const bool by_head = of.quantizer.matrix.head_stride != 0, plain = !of.quantizer.matrix.numbers;
-        const int64_t together = by_head ? s->tokens : heads, tiles = divide_up(together, kMaxRows);
-        const int64_t fixed = tile / tiles, first = tile % tiles * kMaxRows;
-        const int rows = static_cast<int>(std::min<int64_t>(kMaxRows, together - first));
+        const int64_t dim = side.levels, alike = heads_of_matrix(of), tiles = tiles_of_matrix(of);
+        const int64_t first_head = tile / tiles, first = tile % tiles * kMaxRows;
+        const int rows = static_cast<int>(std::min<int64_t>(kMaxRows, s->tokens * alike - first));
+        const bool plain = !of.quantizer.matrix.numbers;
         alignas(64) float x[3 * kMaxRows * kMaxDim];  // on the stack: the heap would take longer than storing a token
         uint8_t* codes[kMaxRows];
         uint16_t* scales[kMaxRows];
         for (int r = 0; r < rows; ++r) {
-            const int64_t token = by_head ? first + r : fixed, head = by_head ? fixed : first + r;
+            const int64_t token = (first + r) / alike, head = first_head + (first + r) % alike;
             float* const row = x + r * dim;
             widen(kernels, at(of.x, of.bf16, (token * heads + head) * dim), of.bf16, dim, row);
             if (side.residual.vectors) keep(kernels, *s, side.residual, token, residual_rows[token], head, row, dim);
@@ -102,7 +100,7 @@ __attribute__((visibility("default"))) int haarkv_store(const HaarkvStore* s) {
             if (plain && side.cell == kBf16) kernels.narrow(row, dim, reinterpret_cast<uint16_t*>(codes[r]));
         }
         if (plain) return;
-        kernels.quantize(side, of.quantizer, static_cast<int>(by_head ? fixed : 0), x, rows, x + rows * dim, codes, scales);
+        kernels.quantize(side, of.quantizer, static_cast<int>(first_head), x, rows, x + rows * dim, codes, scales);
     };
     // K and V take turns, so that two threads fetch their pages side by side.
     const int64_t k_tiles = tiles_of(s->k), v_tiles = tiles_of(s->v), both = 2 * std::min(k_tiles, v_tiles);
