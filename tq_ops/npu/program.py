@@ -148,10 +148,13 @@ def heads_at_once(num_kv_heads: int, most: int) -> int:
 
 
 TUNED_OPTIONS: dict[str, dict[str, Any]] = {
-    "runtime_options": {"stitch_function_max_num": 128},
+    "runtime_options": {"stitch_function_max_num": 32},
     "pass_options": {"vec_nbuffer_setting": {-1: 16}, "cube_nbuffer_setting": {-1: 1}},
 }
-"""PyPTO's options for a program with attention: vector tasks are merged, cube tasks of different heads are not."""
+"""PyPTO's options for a program with attention: vector tasks are merged, cube tasks of different heads are not.
+
+A launch's workspace is proportional to `stitch_function_max_num`, the passes through loops that the device orders at once.
+"""
 
 
 def with_tuned(options: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

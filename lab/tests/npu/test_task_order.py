@@ -74,6 +74,13 @@ def check_order(run, tokens, tiles):
         assert max(before) < min(root.step for root in roots if root.tile == tile and root.scope == "KEYS")
 
 
+@pytest.mark.parametrize(("make", "most"), [(programs.decode_program, 200), (programs.prefill_program, 350)])
+def test_a_launch_asks_for_no_more_workspace_than_the_guide_says(make, most):
+    """Megabytes, of `tiny`; whatever the batch and context."""
+    begin, end = run_layer(make, ((1,), (100,))).schedule.workspace
+    assert 0 < end - begin <= most * 10**6
+
+
 def window_plan(**window):
     return replace(learned_plan_spec(), **window).plan(1)
 
