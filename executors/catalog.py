@@ -119,6 +119,12 @@ def _require_gpu(device: str | None) -> None:
     cuda.open_gpu(device)
 
 
+def _require_npu(device: str | None) -> None:
+    from haarkv.tq_ops.npu.device import npu_index
+
+    npu_index(device)
+
+
 def _has_gpu() -> bool:
     import torch
 
@@ -147,7 +153,8 @@ EXECUTORS: dict[str, ExecutorInfo] = {
         blocks=tuple(PLANES),
     ),
     "npu": ExecutorInfo(
-        partial(_on_device, "npu"), _has_npu, "bfloat16", any_dtype=False, devices=("npu", SIMULATOR), whole_layers=True,
+        partial(_on_device, "npu"), _has_npu, "bfloat16", any_dtype=False, devices=("npu", SIMULATOR), require=_require_npu,
+        whole_layers=True,
     ),
     "onnx": ExecutorInfo(
         **_on_host("onnx"), whole_layers=True, blocks=tuple(CODES),
@@ -187,7 +194,7 @@ def refusal(
 
 
 def check(name: str, config: ModelConfig, plan: KVPlan, device: str | None = None, ranks: Ranks = SINGLE_RANK) -> None:
-    """Raise before a model's weights are read what `create` would raise after; an NPU's device is left to `create`."""
+    """Raise before a model's weights are read what `create` would raise after."""
     info(name).require(_device_of_rank(name, device, ranks))
     if problem := refusal(name, config, [plan], ranks=ranks):
         raise InputError(f"executor {problem}")

@@ -138,12 +138,16 @@ def torch_npu() -> Any:
     return npu
 
 
-def open_runner(device: str | None) -> Runner:
-    """The runner for `sim`, `npu` or `npu:N`; None: the first NPU where torch-npu is installed, else the simulator."""
+def npu_index(device: str | None) -> int | None:
+    """The number of the NPU that `npu` or `npu:N` names; None for `sim`. No name: the first NPU where torch-npu is installed.
+
+    Raises:
+        InputError: another name, or there is no such NPU.
+    """
     if device is None:
         device = "sim" if find_spec("torch_npu") is None else "npu:0"
     if device == "sim":
-        return SimRunner()
+        return None
     match = re.fullmatch(r"npu(?::(\d+))?", device)
     if not match:
         raise InputError(f"executor npu runs on sim or npu:N, not on {device!r}")
@@ -153,4 +157,10 @@ def open_runner(device: str | None) -> Runner:
         raise InputError(f"there is no {device}; torch-npu sees {count} NPU{'s' * (count != 1)}")
     if find_spec("pypto") is None:
         raise InputError("pypto is not installed; run pip install 'haarkv[npu]'")
-    return NpuRunner(index)
+    return index
+
+
+def open_runner(device: str | None) -> Runner:
+    """The runner of a device, by the names of `npu_index`."""
+    index = npu_index(device)
+    return SimRunner() if index is None else NpuRunner(index)
