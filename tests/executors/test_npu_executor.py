@@ -11,6 +11,7 @@ from npu_layers import CONFIG, CONFIGS, TQ4_SPEC
 from npu_programs import with_pypto
 from small_models import new_cache, resize_config, small_model
 
+from haarkv.engine import loading
 from haarkv.executors import catalog, npu
 from haarkv.executors.base import prefill
 from haarkv.executors.npu import NpuExecutor
@@ -117,6 +118,12 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch, name, torch_npu, mes
         monkeypatch.setitem(sys.modules, "torch_npu", None if torch_npu.get("broken") else SimpleNamespace(npu=npu))
     with pytest.raises(InputError, match=message):
         device.open_runner(name)
+
+
+def test_a_device_is_refused_before_weights_are_read(monkeypatch):
+    monkeypatch.setattr(loading, "load_model", lambda *_, **__: pytest.fail("weights were read"))
+    with pytest.raises(InputError, match="not on 'npu:x'"):
+        loading.load("tiny", executor="npu", device="npu:x")
 
 
 @pytest.mark.parametrize(

@@ -114,14 +114,14 @@ def test_without_the_barrier_rings_may_be_read_stale():
 def check_prefill(run, tokens, tiles):
     check_order(run, tokens, tiles)
     # A tile may store its tokens while the tile before still loads their blocks: those rows lie behind its own tokens and
-    # are masked, whatever finite numbers they hold.
+    # are masked, whatever finite numbers they hold. Where a step ends between the two tiles they are ordered.
     conflict_kinds = set(run.unordered_pairs())
     caches = {"k_codes", "k_scale", "v_codes", "v_scale"}
     expected = {("write after read", "KEYS", "APPEND", 1, name) for name in caches}
     if run.program.kept:
         # A ring has room for a chunk beside the tail: a place that a later tile of a sequence writes is masked as well.
         expected |= {("write after read", "KEYS", "KEEP", 1, name) for name in ("k_kept", "v_kept")}
-    assert conflict_kinds == expected
+    assert conflict_kinds <= expected
 
 
 def short_prefill(config, *sides):
